@@ -1,0 +1,225 @@
+//! Control commands (section 6 of the specification): one request and one response structure each.
+
+use zerocopy::{FromBytes, Immutable, IntoBytes, KnownLayout};
+
+macro_rules! wire {
+    ($($(#[$doc:meta])* $name:ident = $size:literal { $($(#[$fdoc:meta])* $f:ident: $t:ty),* $(,)? })*) => {
+        $(
+            $(#[$doc])*
+            #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, FromBytes, IntoBytes, Immutable, KnownLayout)]
+            #[repr(C)]
+            #[allow(missing_docs)]
+            pub struct $name { $($(#[$fdoc])* pub $f: $t),* }
+            const _: () = assert!(size_of::<$name>() == $size);
+        )*
+    };
+}
+
+/// Command codes; 1 to 18 are those of seed 002.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[repr(u8)]
+#[allow(missing_docs)]
+pub enum Command {
+    QueryPort = 1,
+    CreateCq = 2,
+    DestroyCq = 3,
+    CreatePd = 4,
+    DestroyPd = 5,
+    GetDmaMr = 6,
+    CreateMr = 7,
+    MapMrSg = 8,
+    RegUserMr = 9,
+    DeregMr = 10,
+    CreateQp = 11,
+    ModifyQp = 12,
+    QueryQp = 13,
+    DestroyQp = 14,
+    QueryPkey = 15,
+    AddGid = 16,
+    DelGid = 17,
+    ReqNotifyCq = 18,
+    QueryDevice = 19,
+    QueryGid = 20,
+    SetDoorbell = 21,
+}
+
+impl Command {
+    /// The command of a raw code.
+    pub fn from_raw(raw: u8) -> Option<Self> {
+        use Command::*;
+        const ALL: [Command; 21] = [
+            QueryPort, CreateCq, DestroyCq, CreatePd, DestroyPd, GetDmaMr, CreateMr, MapMrSg,
+            RegUserMr, DeregMr, CreateQp, ModifyQp, QueryQp, DestroyQp, QueryPkey, AddGid, DelGid,
+            ReqNotifyCq, QueryDevice, QueryGid, SetDoorbell,
+        ];
+        ALL.get(usize::from(raw).wrapping_sub(1)).copied()
+    }
+}
+
+/// Response codes (erratum R84a): what went wrong, each with the errno a verbs library reports.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[repr(u8)]
+pub enum Status {
+    /// Done.
+    Ok = 0,
+    /// The command code is unknown. `EOPNOTSUPP`
+    Unsupported = 1,
+    /// The request or the response buffer has the wrong length. `EINVAL`
+    BadLength = 2,
+    /// No such object in this session. `ENOENT`
+    BadHandle = 3,
+    /// A value is out of range. `EINVAL`
+    BadValue = 4,
+    /// A quota or a limit of the device is reached. `ENOMEM`
+    Exhausted = 5,
+    /// Other objects still use this one. `EBUSY`
+    Busy = 6,
+    /// An address range is not covered by the session's memory. `EFAULT`
+    BadAddress = 7,
+    /// The QP's state or type does not allow this. `EINVAL`
+    BadState = 8,
+    /// No vRNIC of this group has the destination GID. `EHOSTUNREACH`
+    Unreachable = 9,
+    /// Not granted by the control centre. `EPERM`
+    Denied = 10,
+}
+
+impl Status {
+    /// The errno that a verbs library returns for this code.
+    pub fn errno(raw: u8) -> i32 {
+        // Linux numbers: EPERM 1, ENOENT 2, EIO 5, ENOMEM 12, EFAULT 14, EBUSY 16, EINVAL 22,
+        // EOPNOTSUPP 95, EHOSTUNREACH 113.
+        match raw {
+            0 => 0,
+            1 => 95,
+            2 | 4 | 8 => 22,
+            3 => 2,
+            5 => 12,
+            6 => 16,
+            7 => 14,
+            9 => 113,
+            10 => 1,
+            _ => 5,
+        }
+    }
+}
+
+/// Longest request or response, header included, in bytes.
+pub const MAX_COMMAND_BYTES: usize = 1024;
+
+wire! {
+    /// Starts every request.
+    ReqHeader = 8 { command: u8, reserved: [u8; 7] }
+    /// Starts every response.
+    RespHeader = 8 { status: u8, reserved: [u8; 7] }
+
+    QueryPortReq = 8 { port: u32, reserved: u32 }
+    QueryPortResp = 64 {
+        state: u8, max_mtu: u8, active_mtu: u8, phys_state: u8,
+        phys_mtu: u32, gid_tbl_len: u32, port_cap_flags: u32, max_msg_sz: u32,
+        bad_pkey_cntr: u32, qkey_viol_cntr: u32,
+        pkey_tbl_len: u16, active_speed: u16, active_width: u8, link_layer: u8, reserved: [u8; 30],
+    }
+
+    /// `ring_addr`: `entries` CQEs; `ctrl_addr`: a [`crate::CqCtrl`]. `comp_queue`: the completion event
+    /// virtqueue counted from 0, or `u32::MAX` for none.
+    CreateCqReq = 32 {
+        cqe: u32, entries: u32, ring_addr: u64, ctrl_addr: u64, comp_queue: u32, reserved: u32,
+    }
+    /// A CQ, PD or MR handle, or a QPN, alone. Request of the four DESTROY commands.
+    HandleReq = 8 { handle: u32, reserved: u32 }
+    /// A new CQ or PD.
+    HandleResp = 8 { handle: u32, reserved: u32 }
+
+    GetDmaMrReq = 8 { pdn: u32, access_flags: u32 }
+    /// `pages_addr` 0: [start, start + length) is one range of bus addresses. Else an array of
+    /// `npages` 64-bit bus addresses of 4096-byte pages; `start` gives the offset in the first one.
+    RegUserMrReq = 48 {
+        pdn: u32, access_flags: u32, start: u64, length: u64, virt_addr: u64, pages_addr: u64,
+        npages: u32, reserved: u32,
+    }
+    /// A new MR.
+    MrResp = 16 { mrn: u32, lkey: u32, rkey: u32, reserved: u32 }
+    CreateMrReq = 16 { pdn: u32, access_flags: u32, max_num_sg: u32, reserved: u32 }
+    MapMrSgReq = 32 { mrn: u32, npages: u32, start: u64, length: u64, pages: u64 }
+
+    QpCap = 20 {
+        max_send_wr: u32, max_recv_wr: u32, max_send_sge: u32, max_recv_sge: u32,
+        max_inline_data: u32,
+    }
+    /// The rings are the driver's memory; see [`crate::QpLayout`] for their sizes.
+    CreateQpReq = 80 {
+        pdn: u32, qp_type: u8, sq_sig_all: u8, reserved: u16,
+        send_cqn: u32, recv_cqn: u32, cap: QpCap, reserved2: u32,
+        ctrl_addr: u64, sq_addr: u64, rq_addr: u64, reserved3: [u64; 2],
+    }
+    /// `db_slot`: the doorbell bit of this QP.
+    CreateQpResp = 32 { qpn: u32, db_slot: u32, cap: QpCap, reserved: u32 }
+
+    GlobalRoute = 24 {
+        dgid: [u8; 16], flow_label: u32, sgid_index: u8, hop_limit: u8, traffic_class: u8, reserved: u8,
+    }
+    AhAttr = 32 {
+        grh: GlobalRoute, dlid: u16, sl: u8, static_rate: u8, port_num: u8, is_global: u8, reserved: [u8; 2],
+    }
+    QpAttr = 144 {
+        qp_state: u8, cur_qp_state: u8, path_mtu: u8, path_mig_state: u8,
+        qkey: u32, rq_psn: u32, sq_psn: u32, dest_qp_num: u32, qp_access_flags: u32,
+        pkey_index: u16, alt_pkey_index: u16,
+        en_sqd_async_notify: u8, sq_draining: u8, max_rd_atomic: u8, max_dest_rd_atomic: u8,
+        min_rnr_timer: u8, port_num: u8, timeout: u8, retry_cnt: u8,
+        rnr_retry: u8, alt_port_num: u8, alt_timeout: u8, reserved: u8,
+        rate_limit: u32, cap: QpCap, ah_attr: AhAttr, alt_ah_attr: AhAttr, reserved2: [u32; 4],
+    }
+    ModifyQpReq = 152 { qpn: u32, attr_mask: u32, attr: QpAttr }
+    QueryQpReq = 8 { qpn: u32, attr_mask: u32 }
+    QueryQpResp = 144 { attr: QpAttr }
+
+    QueryPkeyReq = 8 { port: u32, index: u16, reserved: u16 }
+    QueryPkeyResp = 8 { pkey: u16, reserved: [u16; 3] }
+    AddGidReq = 32 { gid: [u8; 16], gid_type: u32, port_num: u32, index: u16, reserved: [u16; 3] }
+    DelGidReq = 8 { port: u32, index: u16, reserved: u16 }
+    ReqNotifyReq = 8 { cqn: u32, flags: u32 }
+    QueryGidReq = 8 { port: u32, index: u32 }
+    QueryGidResp = 24 { gid: [u8; 16], gid_type: u32, reserved: u32 }
+    QueryDeviceResp = 256 { config: crate::Config, fw_ver: [u8; 32], name: [u8; 32], reserved: [u64; 8] }
+    /// `addr`: a [`crate::DoorbellPage`], 4096-byte aligned.
+    SetDoorbellReq = 8 { addr: u64 }
+
+    /// What the device writes into a buffer of an event virtqueue. `kind` is an `ibv_event_type`, or
+    /// [`EVENT_COMPLETION`]; `handle` the QPN, CQ handle or port that it concerns.
+    Event = 16 { kind: u32, handle: u32, reserved: u64 }
+}
+
+/// `Event::kind` on a completion event virtqueue.
+pub const EVENT_COMPLETION: u32 = 0x100;
+/// `CreateCqReq::comp_queue` of a CQ without events.
+pub const NO_COMP_QUEUE: u32 = u32::MAX;
+/// `ReqNotifyReq::flags` and the low bits of `CqCtrl::arm`: any completion.
+pub const NOTIFY_NEXT: u32 = 2;
+/// Only solicited completions and errors.
+pub const NOTIFY_SOLICITED: u32 = 1;
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn command_codes_are_those_of_the_rfc() {
+        for raw in 1..=21u8 {
+            assert_eq!(Command::from_raw(raw).unwrap() as u8, raw);
+        }
+        assert_eq!((Command::from_raw(0), Command::from_raw(22)), (None, None));
+        assert_eq!(Command::RegUserMr as u8, 9);
+        assert_eq!(Command::ReqNotifyCq as u8, 18);
+    }
+
+    #[test]
+    fn every_status_has_an_errno() {
+        assert_eq!(Status::errno(Status::Ok as u8), 0);
+        for raw in 1..=10 {
+            assert_ne!(Status::errno(raw), 0);
+        }
+        assert_eq!(Status::errno(200), 5);
+    }
+}

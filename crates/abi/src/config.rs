@@ -1,0 +1,92 @@
+//! The configuration space (section 4 of the specification) and the virtqueues (section 3).
+
+use zerocopy::{FromBytes, Immutable, IntoBytes, KnownLayout};
+
+/// Virtio device ID of an RDMA device (seed 002, R01).
+pub const VIRTIO_ID_RDMA: u32 = 42;
+/// Index of the control virtqueue.
+pub const VQ_CONTROL: u32 = 0;
+/// Index of the asynchronous event virtqueue.
+pub const VQ_ASYNC: u32 = 1;
+/// Index of the wake virtqueue: it carries no buffers; its kick wakes a sleeping device.
+pub const VQ_WAKE: u32 = 2;
+/// Index of the first completion event virtqueue.
+pub const VQ_COMP_FIRST: u32 = 3;
+/// Completion event virtqueues, so virtqueues 3..=252.
+pub const MAX_COMP_QUEUES: u32 = 250;
+/// All virtqueues.
+pub const NUM_QUEUES: u32 = VQ_COMP_FIRST + MAX_COMP_QUEUES;
+/// Largest size of a virtqueue, in descriptors.
+pub const MAX_VQ_SIZE: u16 = 256;
+
+/// `Config::magic`: "uRDM".
+pub const CONFIG_MAGIC: u32 = 0x4d44_5275;
+/// `Config::version` that this crate describes.
+pub const CONFIG_VERSION: u16 = 1;
+
+/// Most SGEs of one WQE.
+pub const MAX_SGE: u32 = 32;
+/// Most inline bytes of one WQE.
+pub const MAX_INLINE: u32 = 1024;
+/// Most WQEs of one SQ or RQ.
+pub const MAX_QP_WR: u32 = 32768;
+/// Most CQEs of one CQ. The ring has the next power of two of slots.
+pub const MAX_CQE: u32 = 4_194_303;
+/// Most QPs of one session: one doorbell bit each.
+pub const MAX_QP: u32 = 4096;
+
+/// The device configuration space: read only, 128 bytes.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, FromBytes, IntoBytes, Immutable, KnownLayout)]
+#[repr(C)]
+#[allow(missing_docs)]
+pub struct Config {
+    /// [`CONFIG_MAGIC`].
+    pub magic: u32,
+    /// [`CONFIG_VERSION`].
+    pub version: u16,
+    pub phys_port_cnt: u8,
+    /// 0 none, 1 within the device, 2 global (R04).
+    pub atomic_cap: u8,
+    /// Features of this device; a driver ignores bits that it does not know.
+    pub features: u64,
+    /// EUI-64 of the vRNIC.
+    pub node_guid: u64,
+    pub sys_image_guid: u64,
+    /// R03.
+    pub device_cap_flags: u64,
+    pub max_mr_size: u64,
+    pub page_size_cap: u64,
+    pub max_qp: u32,
+    pub max_cq: u32,
+    pub max_mr: u32,
+    pub max_pd: u32,
+    pub max_qp_wr: u32,
+    pub max_cqe: u32,
+    pub max_sge: u32,
+    pub max_inline: u32,
+    pub max_qp_rd_atom: u32,
+    pub num_comp_queues: u32,
+    pub vendor_id: u32,
+    pub vendor_part_id: u32,
+    pub hw_ver: u32,
+    pub max_pkeys: u16,
+    pub local_ca_ack_delay: u8,
+    pub reserved: u8,
+    pub reserved2: [u64; 2],
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use std::mem::{offset_of, size_of};
+
+    #[test]
+    fn config_matches_the_specification() {
+        assert_eq!(size_of::<Config>(), 128);
+        assert_eq!(offset_of!(Config, features), 8);
+        assert_eq!(offset_of!(Config, max_mr_size), 40);
+        assert_eq!(offset_of!(Config, max_qp), 56);
+        assert_eq!(offset_of!(Config, max_pkeys), 108);
+        assert!(NUM_QUEUES <= 256, "a vhost-user vring index has 8 bits");
+    }
+}

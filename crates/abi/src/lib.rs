@@ -1,0 +1,16 @@
+//! The device ABI: the bytes that a driver and the device share. Twin of `docs/spec/virtio-rdma.md`.
+//!
+//! Depends on the formats crate alone. It must never touch memory or make decisions: it says where
+//! each field lies. All fields are little-endian and naturally aligned; the tests at the end of each
+//! module hold sizes and offsets to the specification.
+
+mod command;
+mod config;
+mod ring;
+
+pub use command::*;
+pub use config::*;
+pub use ring::*;
+
+#[cfg(target_endian = "big")]
+compile_error!("the device ABI is little-endian; big-endian hosts need conversions");

@@ -1,0 +1,56 @@
+//! `unirdma host`.
+
+use std::io;
+use std::os::fd::{AsFd, FromRawFd, OwnedFd};
+use std::path::PathBuf;
+
+use clap::Args;
+use unirdma_host::{EngineConfig, HostConfig, serve};
+
+#[derive(Args)]
+pub(crate) struct HostArgs {
+    /// Polling threads [default: one for each core on up to 3 cores, else 1]
+    #[arg(long, value_name = "N", value_parser = clap::value_parser!(u16).range(1..=256))]
+    pollers: Option<u16>,
+    /// How long a vRNIC is polled after its last doorbell before it must wake the host, in microseconds
+    #[arg(long, value_name = "US", default_value_t = 500, value_parser = clap::value_parser!(u64).range(0..=1_000_000))]
+    spin_us: u64,
+    /// Fixes the random numbers that QPNs and keys are made of; for tests only
+    #[arg(long, value_name = "N", hide = true)]
+    seed: Option<u64>,
+}
+
+/// A descriptor that is readable once the process was asked to end. Threads started later inherit the
+/// mask, so the signals reach nobody else.
+fn termination() -> io::Result<OwnedFd> {
+    // SAFETY: the set is initialized by sigemptyset; signalfd returns a descriptor that nobody else owns.
+    unsafe {
+        let mut set = std::mem::zeroed();
+        libc::sigemptyset(&mut set);
+        for s in [libc::SIGINT, libc::SIGTERM, libc::SIGHUP] {
+            libc::sigaddset(&mut set, s);
+        }
+        libc::pthread_sigmask(libc::SIG_BLOCK, &set, std::ptr::null_mut());
+        let fd = libc::signalfd(-1, &set, libc::SFD_CLOEXEC | libc::SFD_NONBLOCK);
+        if fd < 0 { Err(io::Error::last_os_error()) } else { Ok(OwnedFd::from_raw_fd(fd)) }
+    }
+}
+
+/// Allows as many descriptors as the system does: each program takes about ten.
+fn raise_descriptor_limit() {
+    let mut limit = rustix::process::getrlimit(rustix::process::Resource::Nofile);
+    limit.current = limit.maximum;
+    let _ = rustix::process::setrlimit(rustix::process::Resource::Nofile, limit);
+}
+
+pub(crate) fn host(dir: PathBuf, args: &HostArgs) -> io::Result<()> {
+    let filter = tracing_subscriber::EnvFilter::try_from_env("UNIRDMA_LOG").unwrap_or_else(|_| "warn".into());
+    tracing_subscriber::fmt().with_env_filter(filter).with_writer(io::stderr).init();
+    raise_descriptor_limit();
+    let stop = termination()?;
+    let engine = EngineConfig { pollers: args.pollers.unwrap_or(0).into(), spin_us: args.spin_us, seed: args.seed };
+    let shown = dir.display().to_string();
+    serve(&HostConfig { dir, engine }, stop.as_fd(), || {
+        eprintln!("unirdma: serving {shown} (pid {}); stop with Ctrl-C or SIGTERM", std::process::id());
+    })
+}

@@ -1,0 +1,187 @@
+//! `unirdma`: the command line of the virtual layer.
+//!
+//! Parses arguments, talks to the administration socket, prints. It must hold no state of its own, and
+//! say in one line on standard error what is wrong and what to do; the exit code is then not 0.
+
+mod container;
+mod hosting;
+mod net;
+mod print;
+
+use std::io;
+use std::path::PathBuf;
+use std::process::ExitCode;
+
+use clap::{Args, Parser, Subcommand};
+use unirdma_host::admin::{Request, Response};
+use unirdma_host::{AddVrnic, Client, IpNet, default_dir};
+
+/// Virtual RDMA NICs for containers and VMs, with or without RDMA hardware.
+#[derive(Parser)]
+#[command(name = "unirdma", version, after_help = EXAMPLES)]
+struct Cli {
+    /// Directory of the virtual layer [default: /run/unirdma as root, else $XDG_RUNTIME_DIR/unirdma]
+    #[arg(long, global = true, value_name = "DIR", env = "UNIRDMA_HOST_DIR")]
+    dir: Option<PathBuf>,
+    #[command(subcommand)]
+    command: Command,
+}
+
+const EXAMPLES: &str = "Examples:
+  unirdma host &                                  serve vRNICs on this host
+  unirdma vrnic add a --ip 10.0.0.1               make two vRNICs
+  unirdma vrnic add b --ip 10.0.0.2
+  unirdma run --vrnic a -- ib_write_bw &          an unmodified verbs program in a container
+  unirdma run --vrnic b -- ib_write_bw 10.0.0.1   and its peer
+  unirdma vrnic show a --json                     what it did";
+
+#[derive(Subcommand)]
+enum Command {
+    /// Serve vRNICs on this host until interrupted
+    Host(hosting::HostArgs),
+    /// Make, list, show and remove vRNICs
+    Vrnic {
+        #[command(subcommand)]
+        command: VrnicCommand,
+    },
+    /// Make, list and remove groups: only vRNICs of one group may connect
+    Group {
+        #[command(subcommand)]
+        command: GroupCommand,
+    },
+    /// Run a command as a container that has one vRNIC
+    #[command(after_help = container::EXAMPLES)]
+    Run(container::RunArgs),
+    /// Show the virtual layer itself
+    Status {
+        #[command(flatten)]
+        out: Out,
+    },
+}
+
+#[derive(Args)]
+struct Out {
+    /// Print JSON instead of a table
+    #[arg(long)]
+    json: bool,
+}
+
+#[derive(Subcommand)]
+enum VrnicCommand {
+    /// Make a vRNIC
+    #[command(after_help = "Examples:\n  unirdma vrnic add a                                  the next free 10.77.x.y in group `default`\n  unirdma vrnic add b --ip 10.0.0.2 --ip fd00::2 --group blue")]
+    Add {
+        /// Name: 1 to 32 letters, digits, `_`, `.`, `-`
+        name: String,
+        /// Virtual address, IPv4 or IPv6, with an optional prefix length; may be given more than once
+        #[arg(long, value_name = "IP[/PREFIX]")]
+        ip: Vec<IpNet>,
+        /// Group [default: default]
+        #[arg(long)]
+        group: Option<String>,
+        /// Most queue pairs
+        #[arg(long, value_name = "N")]
+        max_qp: Option<u32>,
+        /// Most completion queues
+        #[arg(long, value_name = "N")]
+        max_cq: Option<u32>,
+        /// Most memory regions
+        #[arg(long, value_name = "N")]
+        max_mr: Option<u32>,
+        /// Most bytes of registered memory
+        #[arg(long, value_name = "BYTES")]
+        max_mr_bytes: Option<u64>,
+        #[command(flatten)]
+        out: Out,
+    },
+    /// List vRNICs
+    Ls {
+        #[command(flatten)]
+        out: Out,
+    },
+    /// Show one vRNIC: addresses, objects, counters
+    Show {
+        /// Name of the vRNIC
+        name: String,
+        #[command(flatten)]
+        out: Out,
+    },
+    /// Remove a vRNIC
+    Rm {
+        /// Name of the vRNIC
+        name: String,
+        /// Also if it is in use: its programs lose their device
+        #[arg(long)]
+        force: bool,
+        #[command(flatten)]
+        out: Out,
+    },
+}
+
+#[derive(Subcommand)]
+enum GroupCommand {
+    /// Make a group
+    Add {
+        /// Name: 1 to 32 letters, digits, `_`, `.`, `-`
+        name: String,
+        #[command(flatten)]
+        out: Out,
+    },
+    /// List groups
+    Ls {
+        #[command(flatten)]
+        out: Out,
+    },
+    /// Remove a group that has no vRNICs
+    Rm {
+        /// Name of the group
+        name: String,
+        #[command(flatten)]
+        out: Out,
+    },
+}
+
+fn main() -> ExitCode {
+    let cli = Cli::parse();
+    let dir = cli.dir.unwrap_or_else(default_dir);
+    let result = match cli.command {
+        Command::Host(args) => hosting::host(dir, &args).map(|()| 0),
+        Command::Run(args) => container::run(&dir, &args),
+        Command::Vrnic { command } => vrnic(&dir, command),
+        Command::Group { command } => group(&dir, command),
+        Command::Status { out } => ask(&dir, &Request::Status, &out),
+    };
+    match result {
+        Ok(code) => ExitCode::from(code),
+        Err(e) => {
+            eprintln!("unirdma: {e}");
+            ExitCode::FAILURE
+        }
+    }
+}
+
+fn vrnic(dir: &std::path::Path, command: VrnicCommand) -> io::Result<u8> {
+    match command {
+        VrnicCommand::Add { name, ip, group, max_qp, max_cq, max_mr, max_mr_bytes, out } => {
+            let add = AddVrnic { name, ips: ip, group, max_qp, max_cq, max_mr, max_mr_bytes };
+            ask(dir, &Request::VrnicAdd(add), &out)
+        }
+        VrnicCommand::Ls { out } => ask(dir, &Request::VrnicList, &out),
+        VrnicCommand::Show { name, out } => ask(dir, &Request::VrnicShow { name }, &out),
+        VrnicCommand::Rm { name, force, out } => ask(dir, &Request::VrnicRemove { name, force }, &out),
+    }
+}
+
+fn group(dir: &std::path::Path, command: GroupCommand) -> io::Result<u8> {
+    match command {
+        GroupCommand::Add { name, out } => ask(dir, &Request::GroupAdd { name }, &out),
+        GroupCommand::Ls { out } => ask(dir, &Request::GroupList, &out),
+        GroupCommand::Rm { name, out } => ask(dir, &Request::GroupRemove { name }, &out),
+    }
+}
+
+fn ask(dir: &std::path::Path, request: &Request, out: &Out) -> io::Result<u8> {
+    let response: Response = Client::connect(dir)?.ask(request, None)?;
+    print::response(&response, out.json)?;
+    Ok(0)
+}

@@ -1,0 +1,208 @@
+//! The network of a container: one Ethernet interface whose frames the virtual layer switches.
+//!
+//! `eth0` is a tap, or, where `/dev/net/tun` may not be opened, one end of a veth pair whose other end is
+//! read through a packet socket; either needs no privilege outside of the container's own namespaces.
+
+use std::io;
+use std::os::fd::{AsRawFd, FromRawFd, OwnedFd};
+
+use unirdma_host::IpNet;
+
+const NAME: &[u8] = b"eth0";
+const UPLINK: &[u8] = b"uplink0";
+
+fn check(r: i32, what: &str) -> io::Result<i32> {
+    if r < 0 {
+        let e = io::Error::last_os_error();
+        return Err(io::Error::new(e.kind(), format!("{what}: {e}")));
+    }
+    Ok(r)
+}
+
+fn owned(fd: i32, what: &str) -> io::Result<OwnedFd> {
+    let fd = check(fd, what)?;
+    // SAFETY: the kernel just returned this descriptor; nobody else owns it.
+    Ok(unsafe { OwnedFd::from_raw_fd(fd) })
+}
+
+fn ifreq(name: &[u8]) -> libc::ifreq {
+    // SAFETY: all zero is a valid ifreq.
+    let mut r: libc::ifreq = unsafe { std::mem::zeroed() };
+    for (d, s) in r.ifr_name.iter_mut().zip(name) {
+        *d = *s as libc::c_char;
+    }
+    r
+}
+
+fn control() -> io::Result<OwnedFd> {
+    // SAFETY: plain system call.
+    owned(unsafe { libc::socket(libc::AF_INET, libc::SOCK_DGRAM | libc::SOCK_CLOEXEC, 0) }, "socket")
+}
+
+fn ioctl(fd: &OwnedFd, request: libc::c_ulong, r: &mut libc::ifreq, what: &str) -> io::Result<()> {
+    // SAFETY: the request reads and writes one ifreq, which r is.
+    check(unsafe { libc::ioctl(fd.as_raw_fd(), request as _, std::ptr::from_mut(r)) }, what).map(|_| ())
+}
+
+fn index(ctl: &OwnedFd, name: &[u8]) -> io::Result<i32> {
+    let mut r = ifreq(name);
+    ioctl(ctl, libc::SIOCGIFINDEX, &mut r, "interface index")?;
+    // SAFETY: SIOCGIFINDEX has set this member.
+    Ok(unsafe { r.ifr_ifru.ifru_ifindex })
+}
+
+fn up(ctl: &OwnedFd, name: &[u8]) -> io::Result<()> {
+    let mut r = ifreq(name);
+    r.ifr_ifru.ifru_flags = (libc::IFF_UP | libc::IFF_RUNNING) as libc::c_short;
+    ioctl(ctl, libc::SIOCSIFFLAGS, &mut r, "bringing an interface up")
+}
+
+fn tap() -> io::Result<OwnedFd> {
+    // SAFETY: plain system call with a C string.
+    let fd = owned(unsafe { libc::open(c"/dev/net/tun".as_ptr(), libc::O_RDWR | libc::O_CLOEXEC | libc::O_NONBLOCK) }, "/dev/net/tun")?;
+    let mut r = ifreq(NAME);
+    r.ifr_ifru.ifru_flags = (libc::IFF_TAP | libc::IFF_NO_PI) as libc::c_short;
+    ioctl(&fd, libc::TUNSETIFF as libc::c_ulong, &mut r, "creating a tap")?;
+    Ok(fd)
+}
+
+/// Makes eth0 one end of a veth pair and returns a packet socket on the other end.
+fn veth(ctl: &OwnedFd) -> io::Result<OwnedFd> {
+    let mut peer = vec![0; 16];
+    attr(&mut peer, 3, &[UPLINK, b"\0"].concat());
+    let mut data = Vec::new();
+    attr(&mut data, 1, &peer);
+    let mut info = Vec::new();
+    attr(&mut info, 1, b"veth\0");
+    attr(&mut info, 2, &data);
+    let mut link = vec![0; 16];
+    attr(&mut link, 3, &[NAME, b"\0"].concat());
+    attr(&mut link, 18, &info);
+    const CREATE: u16 = 0x400 | 0x200;
+    netlink(libc::RTM_NEWLINK, CREATE, &link).map_err(|e| io::Error::new(e.kind(), format!("creating a veth pair: {e}")))?;
+    // The frames leave the kernel as they are: nobody fills in checksums or cuts segments later.
+    for command in [0x17u32, 0x1f, 0x21, 0x24] {
+        let mut value = [command, 0];
+        let mut r = ifreq(NAME);
+        r.ifr_ifru.ifru_data = value.as_mut_ptr().cast();
+        const SIOCETHTOOL: libc::c_ulong = 0x8946;
+        let _ = ioctl(ctl, SIOCETHTOOL, &mut r, "offloads");
+    }
+    let all = (libc::ETH_P_ALL as u16).to_be();
+    // SAFETY: plain system call.
+    let fd = unsafe { libc::socket(libc::AF_PACKET, libc::SOCK_RAW | libc::SOCK_CLOEXEC | libc::SOCK_NONBLOCK, all.into()) };
+    let fd = owned(fd, "packet socket")?;
+    // SAFETY: zero is a valid address; bind reads exactly its size.
+    unsafe {
+        let mut a: libc::sockaddr_ll = std::mem::zeroed();
+        a.sll_family = libc::AF_PACKET as u16;
+        a.sll_protocol = all;
+        a.sll_ifindex = index(ctl, UPLINK)?;
+        check(libc::bind(fd.as_raw_fd(), std::ptr::from_ref(&a).cast(), size_of_val(&a) as u32), "packet socket")?;
+        let one = 1i32;
+        const PACKET_IGNORE_OUTGOING: i32 = 23;
+        libc::setsockopt(fd.as_raw_fd(), libc::SOL_PACKET, PACKET_IGNORE_OUTGOING, std::ptr::from_ref(&one).cast(), 4);
+    }
+    set_mtu(ctl, UPLINK, 9000)?;
+    up(ctl, UPLINK)?;
+    Ok(fd)
+}
+
+fn set_mtu(ctl: &OwnedFd, name: &[u8], mtu: u32) -> io::Result<()> {
+    let mut r = ifreq(name);
+    r.ifr_ifru.ifru_mtu = mtu as i32;
+    ioctl(ctl, libc::SIOCSIFMTU, &mut r, "setting the MTU")
+}
+
+/// Appends a netlink attribute.
+fn attr(to: &mut Vec<u8>, kind: u16, value: &[u8]) {
+    to.extend_from_slice(&((4 + value.len()) as u16).to_ne_bytes());
+    to.extend_from_slice(&kind.to_ne_bytes());
+    to.extend_from_slice(value);
+    to.resize(to.len().next_multiple_of(4), 0);
+}
+
+/// One rtnetlink request, acknowledged.
+fn netlink(kind: u16, flags: u16, body: &[u8]) -> io::Result<()> {
+    // SAFETY: plain system call.
+    let fd = owned(unsafe { libc::socket(libc::AF_NETLINK, libc::SOCK_RAW | libc::SOCK_CLOEXEC, 0) }, "netlink")?;
+    let mut m = ((16 + body.len()) as u32).to_ne_bytes().to_vec();
+    m.extend_from_slice(&kind.to_ne_bytes());
+    const REQUEST_ACK: u16 = 1 | 4;
+    m.extend_from_slice(&(flags | REQUEST_ACK).to_ne_bytes());
+    m.extend_from_slice(&[0; 8]);
+    m.extend_from_slice(body);
+    rustix::io::write(&fd, &m)?;
+    let mut answer = [0; 4096];
+    let n = rustix::io::read(&fd, &mut answer)?;
+    if n < 20 {
+        return Err(io::ErrorKind::UnexpectedEof.into());
+    }
+    match i32::from_ne_bytes([answer[16], answer[17], answer[18], answer[19]]) {
+        0 => Ok(()),
+        e => Err(io::Error::from_raw_os_error(-e)),
+    }
+}
+
+fn octets(ip: &IpNet) -> (u8, Vec<u8>) {
+    match ip.addr {
+        std::net::IpAddr::V4(a) => (libc::AF_INET as u8, a.octets().to_vec()),
+        std::net::IpAddr::V6(a) => (libc::AF_INET6 as u8, a.octets().to_vec()),
+    }
+}
+
+fn add_address(ip: &IpNet, link: i32) -> io::Result<()> {
+    let (family, bytes) = octets(ip);
+    const NODAD: u8 = 2;
+    let mut m = vec![family, ip.prefix, NODAD, 0];
+    m.extend_from_slice(&link.to_ne_bytes());
+    attr(&mut m, 2, &bytes);
+    attr(&mut m, 1, &bytes);
+    netlink(libc::RTM_NEWADDR, 0x400 | 0x200, &m)
+}
+
+/// All other addresses are on the link too: the group is one flat network.
+fn add_default_route(family: u8, link: i32) -> io::Result<()> {
+    const MAIN: u8 = 254;
+    const BOOT: u8 = 3;
+    const LINK_SCOPE: u8 = 253;
+    const UNICAST: u8 = 1;
+    let mut m = vec![family, 0, 0, 0, MAIN, BOOT, LINK_SCOPE, UNICAST, 0, 0, 0, 0];
+    attr(&mut m, 4, &link.to_ne_bytes());
+    netlink(libc::RTM_NEWROUTE, 0x400 | 0x200, &m)
+}
+
+/// Sets up lo and eth0 in the current network namespace; the descriptor that carries eth0's frames.
+///
+/// # Errors
+/// What could not be done.
+pub(crate) fn set_up(mac: [u8; 6], mtu: u32, ips: &[IpNet]) -> io::Result<OwnedFd> {
+    let ctl = control()?;
+    up(&ctl, b"lo")?;
+    let fd = tap().or_else(|tap_error| {
+        veth(&ctl).map_err(|e| io::Error::new(e.kind(), format!("no interface for the container: {tap_error}; {e}; use --net host to share the host's network")))
+    })?;
+    let mut r = ifreq(NAME);
+    r.ifr_ifru.ifru_hwaddr.sa_family = libc::ARPHRD_ETHER;
+    // SAFETY: the union's member for a hardware address was just begun to be filled.
+    unsafe {
+        for (d, s) in r.ifr_ifru.ifru_hwaddr.sa_data.iter_mut().zip(mac) {
+            *d = s as libc::c_char;
+        }
+    }
+    ioctl(&ctl, libc::SIOCSIFHWADDR, &mut r, "setting the MAC")?;
+    set_mtu(&ctl, NAME, mtu)?;
+    // Addresses are given out by the virtual layer, so nobody needs to ask for duplicates.
+    let _ = std::fs::write("/proc/sys/net/ipv6/conf/eth0/accept_dad", "0");
+    up(&ctl, NAME)?;
+    let link = index(&ctl, NAME)?;
+    for ip in ips {
+        add_address(ip, link).map_err(|e| io::Error::new(e.kind(), format!("address {ip}: {e}")))?;
+    }
+    for family in [libc::AF_INET as u8, libc::AF_INET6 as u8] {
+        if ips.iter().any(|ip| octets(ip).0 == family) {
+            add_default_route(family, link).map_err(|e| io::Error::new(e.kind(), format!("default route: {e}")))?;
+        }
+    }
+    Ok(fd)
+}

@@ -1,0 +1,279 @@
+//! Control commands: bytes in, bytes out. Lengths are exact, reserved fields are ignored.
+
+use unirdma_abi as abi;
+use unirdma_abi::{Command, Status};
+use unirdma_link::Memory;
+use unirdma_mem::{Bell, CqRing, QpRings, Span};
+use unirdma_rnic::{Backing, CreateQp, Rnic};
+use zerocopy::{FromBytes, Immutable, IntoBytes};
+
+use crate::{Device, lock};
+
+type Answer = Result<Vec<u8>, Status>;
+
+/// Pages that one REG_USER_MR may list.
+const MAX_PAGES: u32 = 1 << 20;
+const PAGE: u64 = 4096;
+
+/// A response without data.
+pub(crate) fn error(status: Status) -> Vec<u8> {
+    abi::RespHeader { status: status as u8, ..Default::default() }.as_bytes().to_vec()
+}
+
+fn parse<T: FromBytes>(data: &[u8]) -> Result<T, Status> {
+    T::read_from_bytes(data).map_err(|_| Status::BadLength)
+}
+
+fn answer<T: IntoBytes + Immutable>(resp: T) -> Answer {
+    Ok(resp.as_bytes().to_vec())
+}
+
+fn nothing(r: Result<(), Status>) -> Answer {
+    r.map(|()| Vec::new())
+}
+
+/// Bytes that the response of a command takes after its header.
+fn response_bytes(c: Command) -> usize {
+    match c {
+        Command::QueryPort => size_of::<abi::QueryPortResp>(),
+        Command::CreateCq | Command::CreatePd => size_of::<abi::HandleResp>(),
+        Command::GetDmaMr | Command::CreateMr | Command::RegUserMr => size_of::<abi::MrResp>(),
+        Command::MapMrSg => 8,
+        Command::CreateQp => size_of::<abi::CreateQpResp>(),
+        Command::QueryQp => size_of::<abi::QueryQpResp>(),
+        Command::QueryPkey => size_of::<abi::QueryPkeyResp>(),
+        Command::QueryDevice => size_of::<abi::QueryDeviceResp>(),
+        Command::QueryGid => size_of::<abi::QueryGidResp>(),
+        _ => 0,
+    }
+}
+
+impl Device {
+    /// Executes one request; `room` is what its response may take. Nothing happens if that is too small.
+    pub(crate) fn execute(&mut self, request: &[u8], room: usize) -> Vec<u8> {
+        let Ok((head, data)) = abi::ReqHeader::read_from_prefix(request) else { return error(Status::BadLength) };
+        let Some(c) = Command::from_raw(head.command) else { return error(Status::Unsupported) };
+        if room < size_of::<abi::RespHeader>() + response_bytes(c) {
+            return error(Status::BadLength);
+        }
+        match self.dispatch(c, data) {
+            Ok(resp) => {
+                let mut bytes = error(Status::Ok);
+                bytes.extend_from_slice(&resp);
+                bytes
+            }
+            Err(status) => {
+                tracing::debug!(vrnic = %self.identity.name, command = ?c, ?status, "control command refused");
+                error(status)
+            }
+        }
+    }
+
+    fn dispatch(&mut self, c: Command, data: &[u8]) -> Answer {
+        let s = self.session;
+        let rnic_arc = self.rnic.clone();
+        let rnic = &mut *lock(&rnic_arc);
+        match c {
+            Command::QueryDevice => self.query_device(data),
+            Command::QueryPort => self.query_port(rnic, data),
+            Command::QueryPkey => {
+                let r: abi::QueryPkeyReq = parse(data)?;
+                if r.port != 1 || r.index != 0 {
+                    return Err(Status::BadValue);
+                }
+                answer(abi::QueryPkeyResp { pkey: 0xffff, ..Default::default() })
+            }
+            Command::QueryGid => {
+                let r: abi::QueryGidReq = parse(data)?;
+                let gid = rnic.gids(self.identity.vnic).get(r.index as usize).filter(|_| r.port == 1);
+                answer(abi::QueryGidResp { gid: gid.ok_or(Status::BadValue)?.0, gid_type: 2, reserved: 0 })
+            }
+            // GIDs come from the virtual layer; a driver may only name what it was given (R26).
+            Command::AddGid => {
+                let r: abi::AddGidReq = parse(data)?;
+                let granted = rnic.gids(self.identity.vnic).get(usize::from(r.index)).is_some_and(|g| g.0 == r.gid);
+                if granted && r.port_num == 1 { Ok(Vec::new()) } else { Err(Status::Denied) }
+            }
+            Command::DelGid => {
+                let _: abi::DelGidReq = parse(data)?;
+                Err(Status::Denied)
+            }
+            Command::SetDoorbell => {
+                let r: abi::SetDoorbellReq = parse(data)?;
+                if r.addr % PAGE != 0 {
+                    return Err(Status::BadValue);
+                }
+                let page = span(&self.memory, r.addr, PAGE)?;
+                nothing(rnic.set_doorbell(s, Bell::new(page).ok_or(Status::BadAddress)?))
+            }
+            Command::CreatePd => {
+                if !data.is_empty() {
+                    return Err(Status::BadLength);
+                }
+                answer(abi::HandleResp { handle: rnic.create_pd(s)?, reserved: 0 })
+            }
+            Command::DestroyPd => nothing(rnic.destroy_pd(s, handle(data)?)),
+            Command::CreateCq => self.create_cq(rnic, data),
+            Command::DestroyCq => nothing(rnic.destroy_cq(s, handle(data)?)),
+            Command::ReqNotifyCq => {
+                let r: abi::ReqNotifyReq = parse(data)?;
+                nothing(rnic.req_notify_cq(s, r.cqn, r.flags))
+            }
+            Command::GetDmaMr => {
+                let r: abi::GetDmaMrReq = parse(data)?;
+                // All of this session's own memory, never anybody else's (X14).
+                let mr = rnic.reg_mr(s, r.pdn, r.access_flags, 0, u64::MAX, Backing::Session, Vec::new())?;
+                mr_answer(mr)
+            }
+            Command::RegUserMr => self.reg_user_mr(rnic, data),
+            Command::DeregMr => nothing(rnic.dereg_mr(s, handle(data)?)),
+            // Both need MEM_MGT_EXTENSIONS, which this device does not offer (R34).
+            Command::CreateMr | Command::MapMrSg => Err(Status::Unsupported),
+            Command::CreateQp => self.create_qp(rnic, data),
+            Command::ModifyQp => {
+                let r: abi::ModifyQpReq = parse(data)?;
+                nothing(rnic.modify_qp(s, r.qpn, r.attr_mask, &r.attr))
+            }
+            Command::QueryQp => {
+                let r: abi::QueryQpReq = parse(data)?;
+                answer(abi::QueryQpResp { attr: rnic.query_qp(s, r.qpn)? })
+            }
+            Command::DestroyQp => nothing(rnic.destroy_qp(s, handle(data)?)),
+        }
+    }
+
+    fn query_device(&self, data: &[u8]) -> Answer {
+        if !data.is_empty() {
+            return Err(Status::BadLength);
+        }
+        let mut resp = abi::QueryDeviceResp { config: self.identity.config, ..Default::default() };
+        let put = |dst: &mut [u8; 32], text: &str| {
+            let n = text.len().min(31);
+            dst[..n].copy_from_slice(&text.as_bytes()[..n]);
+        };
+        put(&mut resp.fw_ver, env!("CARGO_PKG_VERSION"));
+        put(&mut resp.name, &self.identity.name);
+        answer(resp)
+    }
+
+    fn query_port(&self, rnic: &Rnic, data: &[u8]) -> Answer {
+        let r: abi::QueryPortReq = parse(data)?;
+        if r.port != 1 {
+            return Err(Status::BadValue);
+        }
+        let mtu = self.identity.active_mtu;
+        answer(abi::QueryPortResp {
+            state: 4,
+            max_mtu: 5,
+            active_mtu: mtu,
+            phys_state: 5,
+            phys_mtu: 128 << mtu,
+            gid_tbl_len: rnic.gids(self.identity.vnic).len() as u32,
+            port_cap_flags: 1 << 16 | 1 << 26,
+            max_msg_sz: unirdma_formats::MAX_MSG_BYTES as u32,
+            pkey_tbl_len: 1,
+            active_speed: 32,
+            active_width: 2,
+            link_layer: 2,
+            ..Default::default()
+        })
+    }
+
+    fn create_cq(&self, rnic: &mut Rnic, data: &[u8]) -> Answer {
+        let r: abi::CreateCqReq = parse(data)?;
+        let entries = r.entries;
+        if r.cqe == 0 || r.cqe > abi::MAX_CQE || entries < r.cqe || entries > (abi::MAX_CQE + 1).next_power_of_two() {
+            return Err(Status::BadValue);
+        }
+        let comp_queue = match r.comp_queue {
+            abi::NO_COMP_QUEUE => None,
+            q if q < abi::MAX_COMP_QUEUES => Some(q as u16),
+            _ => return Err(Status::BadValue),
+        };
+        let ring = span(&self.memory, r.ring_addr, u64::from(entries) * size_of::<abi::Cqe>() as u64)?;
+        let ctrl = span(&self.memory, r.ctrl_addr, size_of::<abi::CqCtrl>() as u64)?;
+        let ring = CqRing::new(ctrl, ring, entries).ok_or(Status::BadValue)?;
+        answer(abi::HandleResp { handle: rnic.create_cq(self.session, ring, comp_queue)?, reserved: 0 })
+    }
+
+    fn create_qp(&self, rnic: &mut Rnic, data: &[u8]) -> Answer {
+        let r: abi::CreateQpReq = parse(data)?;
+        let layout = abi::QpLayout::of(&r.cap).ok_or(Status::BadValue)?;
+        let ctrl = span(&self.memory, r.ctrl_addr, size_of::<abi::QpCtrl>() as u64)?;
+        let sq = span(&self.memory, r.sq_addr, layout.sq_bytes() as u64)?;
+        let rq = span(&self.memory, r.rq_addr, layout.rq_bytes() as u64)?;
+        let rings = QpRings::new(ctrl, sq, rq, layout).ok_or(Status::BadAddress)?;
+        // What the rings really hold (R84p).
+        let cap = abi::QpCap { max_send_wr: layout.sq_entries, max_recv_wr: layout.rq_entries, ..r.cap };
+        let create = CreateQp {
+            pd: r.pdn,
+            send_cq: r.send_cqn,
+            recv_cq: r.recv_cqn,
+            sig_all: r.sq_sig_all != 0,
+            cap,
+            rings,
+        };
+        let (qpn, db_slot) = rnic.create_qp(self.session, r.qp_type, create)?;
+        answer(abi::CreateQpResp { qpn, db_slot, cap, reserved: 0 })
+    }
+
+    fn reg_user_mr(&self, rnic: &mut Rnic, data: &[u8]) -> Answer {
+        let r: abi::RegUserMrReq = parse(data)?;
+        r.start.checked_add(r.length).ok_or(Status::BadValue)?;
+        let (backing, regions) = if r.length == 0 {
+            (Backing::Mapped(Span::anonymous(0)), Vec::new())
+        } else if r.pages_addr != 0 {
+            self.gather(&self.page_list(&r)?)?
+        } else if let Some(region) = self.memory.region_at(r.start).filter(|m| m.process().is_some()) {
+            let inside = r.start + r.length <= region.desc.bus_addr + region.desc.size;
+            let mem = region.process().filter(|_| inside).ok_or(Status::BadAddress)?;
+            (Backing::Process(mem.clone(), r.start), vec![region.id])
+        } else {
+            self.gather(&[(r.start, r.length)])?
+        };
+        mr_answer(rnic.reg_mr(self.session, r.pdn, r.access_flags, r.virt_addr, r.length, backing, regions)?)
+    }
+
+    fn gather(&self, ranges: &[(u64, u64)]) -> Result<(Backing, Vec<u64>), Status> {
+        let (span, regions) = self.memory.gather(ranges).map_err(|_| Status::BadAddress)?;
+        Ok((Backing::Mapped(span), regions))
+    }
+
+    /// The ranges of an MR that is given as a list of pages; the list itself is read once.
+    fn page_list(&self, r: &abi::RegUserMrReq) -> Result<Vec<(u64, u64)>, Status> {
+        let first = r.start % PAGE;
+        let end = first.checked_add(r.length).ok_or(Status::BadValue)?;
+        if r.npages > MAX_PAGES || u64::from(r.npages) != end.div_ceil(PAGE) || r.pages_addr % 8 != 0 {
+            return Err(Status::BadValue);
+        }
+        let table = span(&self.memory, r.pages_addr, u64::from(r.npages) * 8)?;
+        let mut bytes = vec![0; r.npages as usize * 8];
+        table.read(0, &mut bytes);
+        let mut ranges: Vec<(u64, u64)> = Vec::new();
+        for (i, raw) in bytes.chunks_exact(8).enumerate() {
+            let page = u64::from_le_bytes(raw.try_into().unwrap_or_default());
+            if page % PAGE != 0 {
+                return Err(Status::BadValue);
+            }
+            let skip = if i == 0 { first } else { 0 };
+            let len = (end - i as u64 * PAGE).min(PAGE) - skip;
+            match ranges.last_mut() {
+                Some((addr, n)) if *addr + *n == page + skip => *n += len,
+                _ => ranges.push((page + skip, len)),
+            }
+        }
+        Ok(ranges)
+    }
+}
+
+fn handle(data: &[u8]) -> Result<u32, Status> {
+    parse::<abi::HandleReq>(data).map(|r| r.handle)
+}
+
+fn span(memory: &Memory, addr: u64, len: u64) -> Result<Span, Status> {
+    memory.span(addr, len).ok_or(Status::BadAddress)
+}
+
+fn mr_answer((mrn, key): (u32, u32)) -> Answer {
+    answer(abi::MrResp { mrn, lkey: key, rkey: key, reserved: 0 })
+}

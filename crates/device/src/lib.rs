@@ -1,0 +1,187 @@
+//! The virtio RDMA device of one session: control commands, checks, and events.
+//!
+//! Depends on the RNIC and the link. It turns bus addresses into windows, commands into RNIC calls, and
+//! RNIC outputs into event buffers. It must never read a shared byte twice, and never block.
+
+mod commands;
+mod events;
+
+use std::sync::{Arc, Mutex, MutexGuard};
+
+use unirdma_abi as abi;
+use unirdma_link::{Handler, Memory, Vring};
+use unirdma_mem::Span;
+use unirdma_rnic::{Resolve, Rnic, SessionId, VnicId};
+use virtio_queue::{Queue, QueueT};
+use vm_memory::{GuestAddress, GuestMemoryMmap};
+
+pub use events::EventQueues;
+
+/// What a vRNIC shows of itself; nothing of the host (U03).
+#[derive(Clone, Debug)]
+pub struct Identity {
+    /// Its vRNIC.
+    pub vnic: VnicId,
+    /// The configuration space.
+    pub config: abi::Config,
+    /// Name for `ibv_devinfo`'s board id.
+    pub name: String,
+    /// Path MTU code of the port, 1..=5.
+    pub active_mtu: u8,
+}
+
+/// Locks a mutex whatever happened to other holders: every critical section leaves valid state.
+pub fn lock<T>(m: &Mutex<T>) -> MutexGuard<'_, T> {
+    m.lock().unwrap_or_else(std::sync::PoisonError::into_inner)
+}
+
+struct MemoryTable(Memory);
+
+impl Resolve for MemoryTable {
+    fn resolve(&self, addr: u64, len: u64) -> Option<(&Span, u64)> {
+        self.0.window(addr, len)
+    }
+}
+
+/// The device as one session sees it.
+pub struct Device {
+    rnic: Arc<Mutex<Rnic>>,
+    session: SessionId,
+    identity: Arc<Identity>,
+    memory: Memory,
+    guest: Option<GuestMemoryMmap>,
+    control: Option<Queue>,
+    control_call: Option<std::os::fd::OwnedFd>,
+    events: Arc<EventQueues>,
+}
+
+impl Device {
+    /// A device for a new session of `identity.vnic`; `None` if the RNIC has no room for it.
+    pub fn new(rnic: Arc<Mutex<Rnic>>, identity: Arc<Identity>) -> Option<Self> {
+        let session = lock(&rnic).add_session(identity.vnic)?;
+        Some(Device {
+            rnic,
+            session,
+            identity,
+            memory: Memory::default(),
+            guest: None,
+            control: None,
+            control_call: None,
+            events: Arc::default(),
+        })
+    }
+
+    /// The session in the RNIC.
+    pub fn session(&self) -> SessionId {
+        self.session
+    }
+
+    /// The event queues, for whoever drains the RNIC's outputs.
+    pub fn events(&self) -> Arc<EventQueues> {
+        self.events.clone()
+    }
+
+    /// Executes the control commands that wait, at most one queue full.
+    pub fn on_control_kick(&mut self) {
+        let (Some(mut queue), Some(guest)) = (self.control.take(), self.guest.clone()) else { return };
+        let mut used = false;
+        for _ in 0..queue.size() {
+            let Some(chain) = queue.pop_descriptor_chain(&guest) else { break };
+            let head = chain.head_index();
+            let len = self.command(&guest, chain);
+            used |= queue.add_used(&guest, head, len).is_ok();
+        }
+        self.control = Some(queue);
+        if used && let Some(call) = &self.control_call {
+            events::signal(call);
+        }
+    }
+
+    fn command(&mut self, guest: &GuestMemoryMmap, chain: virtio_queue::DescriptorChain<&GuestMemoryMmap>) -> u32 {
+        use std::io::{Read, Write};
+        let (Ok(mut reader), Ok(mut writer)) = (chain.clone().reader(guest), chain.writer(guest)) else { return 0 };
+        let mut request = [0; abi::MAX_COMMAND_BYTES];
+        let n = reader.available_bytes();
+        let room = writer.available_bytes();
+        let whole = request.get_mut(..n).is_some_and(|r| reader.read_exact(r).is_ok());
+        let response =
+            if whole { self.execute(&request[..n], room) } else { commands::error(abi::Status::BadLength) };
+        let n = response.len().min(room);
+        if writer.write_all(&response[..n]).is_err() { 0 } else { n as u32 }
+    }
+
+    fn make_queue(&self, v: &Vring) -> Option<Queue> {
+        if !(v.enabled && v.addressed) || v.size == 0 {
+            return None;
+        }
+        let mut q = Queue::new(abi::MAX_VQ_SIZE).ok()?;
+        q.set_size(v.size);
+        q.try_set_desc_table_address(GuestAddress(v.desc)).ok()?;
+        q.try_set_avail_ring_address(GuestAddress(v.avail)).ok()?;
+        q.try_set_used_ring_address(GuestAddress(v.used)).ok()?;
+        q.set_next_avail(v.base);
+        q.set_next_used(v.base);
+        q.set_ready(true);
+        q.is_valid(self.guest.as_ref()?).then_some(q)
+    }
+}
+
+impl Handler for Device {
+    fn config(&self) -> Vec<u8> {
+        zerocopy::IntoBytes::as_bytes(&self.identity.config).to_vec()
+    }
+
+    fn memory_changed(&mut self, memory: &Memory, removed: &[u64]) {
+        self.memory = memory.clone();
+        self.guest = memory.guest();
+        self.events.set_memory(self.guest.clone());
+        let mut rnic = lock(&self.rnic);
+        for &region in removed {
+            rnic.revoke_region(self.session, region);
+        }
+        rnic.set_memory(self.session, Arc::new(MemoryTable(memory.clone())));
+    }
+
+    fn vring_changed(&mut self, index: usize, v: &Vring) {
+        let call = v.call.as_ref().and_then(|fd| fd.try_clone().ok());
+        if index == abi::VQ_CONTROL as usize {
+            self.control_call = call;
+            if self.control.is_none() || !v.enabled {
+                self.control = self.make_queue(v);
+            }
+        } else if index != abi::VQ_WAKE as usize {
+            let queue = self.make_queue(v);
+            self.events.set_queue(index as u16, queue, call);
+        }
+    }
+
+    fn stop_vring(&mut self, index: usize) -> u16 {
+        if index == abi::VQ_CONTROL as usize {
+            self.control.take().map_or(0, |q| q.next_avail())
+        } else {
+            self.events.stop(index as u16)
+        }
+    }
+
+    fn reset(&mut self) {
+        let mut rnic = lock(&self.rnic);
+        rnic.remove_session(self.session);
+        if let Some(s) = rnic.add_session(self.identity.vnic) {
+            self.session = s;
+            rnic.set_memory(s, Arc::new(MemoryTable(self.memory.clone())));
+        }
+        drop(rnic);
+        self.control = None;
+        self.events.clear();
+    }
+
+    fn refused(&self, request: u32, why: &str) {
+        tracing::warn!(vrnic = %self.identity.name, request, why, "vhost-user request refused");
+    }
+}
+
+impl Drop for Device {
+    fn drop(&mut self) {
+        lock(&self.rnic).remove_session(self.session);
+    }
+}

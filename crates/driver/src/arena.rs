@@ -1,0 +1,104 @@
+//! Shared memory for rings: sealed memory files, given to the virtual layer region by region as more is
+//! needed, and cut into blocks.
+
+use std::collections::BTreeMap;
+
+use unirdma_link::{Frontend, PROCESS_LIMIT, RegionDesc};
+use unirdma_mem::{MemFd, Span};
+
+use crate::{Result, errno};
+
+/// Smallest region, bytes.
+const REGION: usize = 2 << 20;
+
+struct Region {
+    memfd: MemFd,
+    bus: u64,
+    /// Free ranges by offset.
+    free: BTreeMap<usize, usize>,
+}
+
+/// A zeroed piece of shared memory. Give it back with [`Arena::free`].
+#[derive(Debug)]
+pub struct Block {
+    /// The memory.
+    pub span: Span,
+    /// Where the device finds it.
+    pub bus: u64,
+    region: usize,
+    off: usize,
+    len: usize,
+}
+
+pub(crate) struct Arena {
+    regions: Vec<Region>,
+    next_bus: u64,
+}
+
+impl Arena {
+    pub fn new() -> Self {
+        Arena { regions: Vec::new(), next_bus: PROCESS_LIMIT * 2 }
+    }
+
+    /// Takes `len` bytes of bus address space, never given out again.
+    pub fn take_bus(&mut self, len: u64) -> u64 {
+        let at = self.next_bus;
+        self.next_bus += len.next_multiple_of(1 << 21) + (1 << 21);
+        at
+    }
+
+    /// A block of `len` bytes at a multiple of `align`, a power of two up to a page.
+    pub fn alloc(&mut self, f: &mut Frontend, len: usize, align: usize) -> Result<Block> {
+        let len = len.next_multiple_of(64).max(64);
+        for i in 0..self.regions.len() {
+            if let Some(b) = self.take(i, len, align) {
+                return Ok(b);
+            }
+        }
+        let size = len.next_multiple_of(4096).max(REGION);
+        let memfd = MemFd::new(c"unirdma-rings", size).map_err(|e| match e {
+            unirdma_mem::MapError::Os(e) => errno(&e),
+            _ => libc::ENOMEM,
+        })?;
+        let bus = self.take_bus(size as u64);
+        let desc = RegionDesc { bus_addr: bus, size: size as u64, user_addr: memfd.span().addr() as u64, mmap_offset: 0 };
+        f.add_region(desc, memfd.fd()).map_err(|e| errno(&e))?;
+        self.regions.push(Region { memfd, bus, free: BTreeMap::from([(0, size)]) });
+        self.take(self.regions.len() - 1, len, align).ok_or(libc::ENOMEM)
+    }
+
+    fn take(&mut self, region: usize, len: usize, align: usize) -> Option<Block> {
+        let r = &mut self.regions[region];
+        let (&start, &have) = r.free.iter().find(|&(&o, &n)| o.next_multiple_of(align) + len <= o + n)?;
+        let off = start.next_multiple_of(align);
+        r.free.remove(&start);
+        if off > start {
+            r.free.insert(start, off - start);
+        }
+        if off + len < start + have {
+            r.free.insert(off + len, start + have - off - len);
+        }
+        let span = r.memfd.span().sub(off as u64, len as u64)?;
+        Some(Block { span, bus: r.bus + off as u64, region, off, len })
+    }
+
+    /// Takes a block back and zeroes it for its next user.
+    pub fn free(&mut self, b: Block) {
+        const ZERO: [u8; 4096] = [0; 4096];
+        for at in (0..b.len).step_by(ZERO.len()) {
+            b.span.write(at, &ZERO[..ZERO.len().min(b.len - at)]);
+        }
+        let free = &mut self.regions[b.region].free;
+        let (mut off, mut len) = (b.off, b.len);
+        if let Some((&o, &n)) = free.range(..off).next_back()
+            && o + n == off
+        {
+            free.remove(&o);
+            (off, len) = (o, n + len);
+        }
+        if let Some(n) = free.remove(&(off + len)) {
+            len += n;
+        }
+        free.insert(off, len);
+    }
+}

@@ -1,0 +1,275 @@
+//! An open device: the link, the control queue, the doorbell.
+
+use std::os::fd::{AsFd, OwnedFd};
+use std::path::{Path, PathBuf};
+use std::sync::atomic::{AtomicBool, AtomicU32, Ordering};
+use std::sync::{Arc, Mutex};
+
+use rustix::event::{EventfdFlags, PollFd, PollFlags, eventfd};
+use unirdma_abi as abi;
+use unirdma_abi::Command;
+use unirdma_link::{DriverQueue, Frontend, Segment};
+use unirdma_mem::Bell;
+use zerocopy::{FromBytes, Immutable, IntoBytes};
+
+use crate::arena::{Arena, Block};
+use crate::events::EventSource;
+use crate::memory::MemoryState;
+use crate::share::forked;
+use crate::{Result, errno, lock};
+
+/// Descriptors of the control queue: one request, one response.
+const CONTROL_SLOTS: u16 = 2;
+
+struct Control {
+    queue: DriverQueue,
+    request: Block,
+    response: Block,
+    kick: OwnedFd,
+    call: OwnedFd,
+}
+
+/// An open vRNIC.
+pub struct Context {
+    pub(crate) frontend: Mutex<Frontend>,
+    pub(crate) arena: Mutex<Arena>,
+    pub(crate) memory: Mutex<MemoryState>,
+    socket: OwnedFd,
+    control: Mutex<Control>,
+    bell: Bell,
+    wake: OwnedFd,
+    dead: AtomicBool,
+    fatal_told: AtomicBool,
+    asyncs: EventSource,
+    comp_queues: Mutex<Vec<bool>>,
+    empty_polls: AtomicU32,
+    /// What the device said of itself.
+    pub device: abi::QueryDeviceResp,
+}
+
+/// Empty polls between two looks at whether the virtual layer is still there.
+const LIVENESS_POLLS: u32 = 4096;
+
+/// The socket of this container's vRNIC: in `$UNIRDMA_DIR`, else in `/run/unirdma`.
+pub fn socket_path() -> PathBuf {
+    let dir = std::env::var_os("UNIRDMA_DIR").map_or_else(|| PathBuf::from("/run/unirdma"), PathBuf::from);
+    dir.join("vhost.sock")
+}
+
+/// Reads the configuration space of the vRNIC at `path` and lets go of it.
+///
+/// # Errors
+/// Why there is none.
+pub fn device_config(path: &Path) -> Result<abi::Config> {
+    let mut f = Frontend::connect(path).map_err(|e| errno(&e))?;
+    let bytes = f.config(size_of::<abi::Config>()).map_err(|e| errno(&e))?;
+    let config = abi::Config::read_from_bytes(&bytes).map_err(|_| libc::EPROTO)?;
+    if config.magic != abi::CONFIG_MAGIC || config.version != abi::CONFIG_VERSION {
+        return Err(libc::EPROTO);
+    }
+    Ok(config)
+}
+
+impl Context {
+    /// Opens the vRNIC whose socket is `path`.
+    ///
+    /// # Errors
+    /// Those of the connection, `EPROTO` if the peer is something else.
+    pub fn open(path: &Path) -> Result<Arc<Self>> {
+        let os = |e: rustix::io::Errno| e.raw_os_error();
+        let io = |e: std::io::Error| errno(&e);
+        let mut f = Frontend::connect(path).map_err(io)?;
+        let mut arena = Arena::new();
+        let event = || eventfd(0, EventfdFlags::CLOEXEC | EventfdFlags::NONBLOCK).map_err(os);
+        let ring = arena.alloc(&mut f, DriverQueue::bytes(CONTROL_SLOTS), 64)?;
+        let control = Control {
+            queue: DriverQueue::new(ring.span.clone(), CONTROL_SLOTS),
+            request: arena.alloc(&mut f, abi::MAX_COMMAND_BYTES, 64)?,
+            response: arena.alloc(&mut f, abi::MAX_COMMAND_BYTES, 64)?,
+            kick: event()?,
+            call: event()?,
+        };
+        let (d, a, u) = control.queue.addresses();
+        f.set_vring(abi::VQ_CONTROL, CONTROL_SLOTS, d, a, u, control.kick.as_fd(), control.call.as_fd()).map_err(io)?;
+        let asyncs = EventSource::new(abi::VQ_ASYNC, &mut f, &mut arena)?;
+        let wake = event()?;
+        f.set_kick(abi::VQ_WAKE, wake.as_fd()).map_err(io)?;
+        let page = arena.alloc(&mut f, size_of::<abi::DoorbellPage>(), 4096)?;
+        let socket = f.socket().try_clone_to_owned().map_err(io)?;
+        let mut ctx = Context {
+            bell: Bell::new(page.span.clone()).ok_or(libc::EPROTO)?,
+            frontend: Mutex::new(f),
+            arena: Mutex::new(arena),
+            memory: Mutex::default(),
+            socket,
+            control: Mutex::new(control),
+            wake,
+            dead: AtomicBool::new(false),
+            fatal_told: AtomicBool::new(false),
+            asyncs,
+            comp_queues: Mutex::new(vec![false; abi::MAX_COMP_QUEUES as usize]),
+            empty_polls: AtomicU32::new(0),
+            device: abi::QueryDeviceResp::default(),
+        };
+        ctx.device = ctx.command(Command::QueryDevice, &[0u8; 0])?;
+        if ctx.device.config.magic != abi::CONFIG_MAGIC {
+            return Err(libc::EPROTO);
+        }
+        let () = ctx.command_void(Command::SetDoorbell, &abi::SetDoorbellReq { addr: page.bus })?;
+        Ok(Arc::new(ctx))
+    }
+
+    /// Executes a control command that has a response.
+    ///
+    /// # Errors
+    /// The errno of the device's response code, `EIO` if the virtual layer is gone.
+    pub fn command<Q: IntoBytes + Immutable + ?Sized, R: FromBytes + IntoBytes>(&self, c: Command, req: &Q) -> Result<R> {
+        let mut resp = R::new_zeroed();
+        self.run(c, req.as_bytes(), resp.as_mut_bytes())?;
+        Ok(resp)
+    }
+
+    /// Executes a control command that has no response.
+    ///
+    /// # Errors
+    /// As [`Context::command`].
+    pub fn command_void<Q: IntoBytes + Immutable + ?Sized>(&self, c: Command, req: &Q) -> Result<()> {
+        self.run(c, req.as_bytes(), &mut [])
+    }
+
+    fn run(&self, c: Command, req: &[u8], resp: &mut [u8]) -> Result<()> {
+        if self.is_dead() {
+            return Err(libc::EIO);
+        }
+        let control = &mut *lock(&self.control);
+        let head = abi::ReqHeader { command: c as u8, ..Default::default() };
+        control.request.span.write(0, head.as_bytes());
+        control.request.span.write(size_of::<abi::ReqHeader>(), req);
+        let out = (size_of::<abi::ReqHeader>() + req.len()) as u32;
+        let back = (size_of::<abi::RespHeader>() + resp.len()) as u32;
+        control.queue.publish(
+            0,
+            &[
+                Segment { addr: control.request.bus, len: out, write: false },
+                Segment { addr: control.response.bus, len: back, write: true },
+            ],
+        );
+        let _ = rustix::io::write(&control.kick, &1u64.to_ne_bytes());
+        let written = loop {
+            if let Some((_, len)) = control.queue.pop_used() {
+                break len;
+            }
+            let mut fds = [PollFd::new(&control.call, PollFlags::IN), PollFd::new(&self.socket, PollFlags::RDHUP)];
+            let _ = rustix::event::poll(&mut fds, None);
+            if !fds[1].revents().is_empty() {
+                self.dead.store(true, Ordering::Relaxed);
+                return Err(libc::EIO);
+            }
+            let _ = rustix::io::read(&control.call, &mut [0u8; 8]);
+        };
+        let head: abi::RespHeader = control.response.span.read_obj(0);
+        if head.status != 0 {
+            return Err(abi::Status::errno(head.status));
+        }
+        if written < back {
+            return Err(libc::EPROTO);
+        }
+        control.response.span.read(size_of::<abi::RespHeader>(), resp);
+        Ok(())
+    }
+
+    /// True once the virtual layer is known to be gone, or in a forked child.
+    #[inline]
+    pub fn is_dead(&self) -> bool {
+        self.dead.load(Ordering::Relaxed) || forked()
+    }
+
+    /// Rings for a QP; kicks the device if it sleeps.
+    #[inline]
+    pub(crate) fn ring(&self, slot: u32) {
+        if self.bell.ring(slot) {
+            let _ = rustix::io::write(&self.wake, &1u64.to_ne_bytes());
+        }
+    }
+
+    /// A poll found nothing: lets the device run, and now and then looks whether it is still there.
+    #[inline]
+    pub fn relax(&self) {
+        if self.bell.hints() & abi::DB_YIELD != 0 {
+            rustix::thread::sched_yield();
+        } else {
+            std::hint::spin_loop();
+        }
+        // A lost count costs nothing: this only spaces out the look.
+        let n = self.empty_polls.load(Ordering::Relaxed).wrapping_add(1);
+        self.empty_polls.store(n, Ordering::Relaxed);
+        if n % LIVENESS_POLLS == 0 {
+            self.check_alive();
+        }
+    }
+
+    fn check_alive(&self) {
+        let mut fds = [PollFd::new(&self.socket, PollFlags::RDHUP)];
+        let now = rustix::time::Timespec { tv_sec: 0, tv_nsec: 0 };
+        if rustix::event::poll(&mut fds, Some(&now)).is_ok_and(|n| n > 0) {
+            self.dead.store(true, Ordering::Relaxed);
+        }
+    }
+
+    /// The next asynchronous event; `DEVICE_FATAL` once, when the virtual layer is lost.
+    ///
+    /// # Errors
+    /// `EAGAIN`, `EINTR`, and `EIO` after `DEVICE_FATAL` was told.
+    pub fn next_async(&self) -> Result<abi::Event> {
+        match self.asyncs.next() {
+            Err(libc::EIO) if !self.fatal_told.swap(true, Ordering::SeqCst) => {
+                self.dead.store(true, Ordering::Relaxed);
+                self.asyncs.forget_socket(self.socket.as_fd());
+                Ok(abi::Event { kind: unirdma_formats::AsyncEvent::DeviceFatal as u32, handle: 0, reserved: 0 })
+            }
+            r => r,
+        }
+    }
+
+    /// The descriptor that becomes readable for asynchronous events.
+    pub fn async_fd(&self) -> i32 {
+        self.asyncs.raw_fd()
+    }
+
+    /// Takes a completion event queue.
+    ///
+    /// # Errors
+    /// `EMFILE` when all are taken.
+    pub fn open_comp_queue(&self) -> Result<(u32, EventSource)> {
+        let slot = {
+            let mut q = lock(&self.comp_queues);
+            let i = q.iter().position(|used| !used).ok_or(libc::EMFILE)?;
+            q[i] = true;
+            i as u32
+        };
+        // Lock order everywhere: arena, then frontend.
+        let mut arena = lock(&self.arena);
+        let made = EventSource::new(abi::VQ_COMP_FIRST + slot, &mut lock(&self.frontend), &mut arena);
+        drop(arena);
+        if made.is_err() {
+            lock(&self.comp_queues)[slot as usize] = false;
+        }
+        made.map(|e| (slot, e))
+    }
+
+    /// Gives a completion event queue back.
+    pub fn close_comp_queue(&self, slot: u32, e: EventSource) {
+        let mut arena = lock(&self.arena);
+        e.close(&mut lock(&self.frontend), &mut arena);
+        drop(arena);
+        lock(&self.comp_queues)[slot as usize] = false;
+    }
+
+    pub(crate) fn alloc(&self, len: usize) -> Result<Block> {
+        lock(&self.arena).alloc(&mut lock(&self.frontend), len, 64)
+    }
+
+    pub(crate) fn free(&self, b: Block) {
+        lock(&self.arena).free(b);
+    }
+}

@@ -1,0 +1,40 @@
+//! The uniVerbs driver of a process: what a guest's kernel driver and provider are for a VM, in one
+//! address space with the application.
+//!
+//! Depends on the device ABI, the `mem` crate and the frontend of the link. It knows nothing of the C
+//! interface of libibverbs. It must never abort the application: everything fails with an errno, and a
+//! virtual layer that is gone is an event. Errors of this crate are Linux errno values.
+
+mod arena;
+mod context;
+mod events;
+mod maps;
+mod memory;
+mod queues;
+mod share;
+
+pub use arena::Block;
+pub use context::{Context, device_config, socket_path};
+pub use events::EventSource;
+pub use memory::{Mr, Way};
+pub use queues::{Cq, Qp, QpInit, RecvBatch, SendBatch, SendWr};
+
+/// An errno value.
+pub type Errno = i32;
+/// Result with an errno.
+pub type Result<T> = std::result::Result<T, Errno>;
+
+/// The errno of an I/O error; `EIO` if it has none.
+pub(crate) fn errno(e: &std::io::Error) -> Errno {
+    use std::io::ErrorKind as K;
+    match (e.raw_os_error(), e.kind()) {
+        (Some(n), _) => n,
+        (None, K::InvalidInput) => libc::EINVAL,
+        (None, K::WouldBlock) => libc::EAGAIN,
+        _ => libc::EIO,
+    }
+}
+
+pub(crate) fn lock<T>(m: &std::sync::Mutex<T>) -> std::sync::MutexGuard<'_, T> {
+    m.lock().unwrap_or_else(std::sync::PoisonError::into_inner)
+}

@@ -1,0 +1,364 @@
+//! CQs and QPs: rings in shared memory, posted to and polled without a system call.
+
+use std::sync::{Arc, Mutex};
+
+use unirdma_abi as abi;
+use unirdma_abi::Command;
+use unirdma_mem::{CqTail, QpRings};
+use zerocopy::IntoBytes;
+
+use crate::arena::Block;
+use crate::context::Context;
+use crate::{Result, lock};
+
+/// A completion queue.
+pub struct Cq {
+    ctx: Arc<Context>,
+    /// Its handle.
+    pub cqn: u32,
+    /// CQEs that it holds.
+    pub capacity: u32,
+    tail: Mutex<CqTail>,
+    blocks: Mutex<Vec<Block>>,
+}
+
+impl Cq {
+    /// A CQ for at least `cqe` completions, with events on completion event queue `comp_queue`.
+    ///
+    /// # Errors
+    /// `EINVAL` if `cqe` is 0 or above the device's limit, or those of the device.
+    pub fn create(ctx: &Arc<Context>, cqe: u32, comp_queue: Option<u32>) -> Result<Self> {
+        if cqe == 0 || cqe > ctx.device.config.max_cqe {
+            return Err(libc::EINVAL);
+        }
+        let entries = cqe.next_power_of_two();
+        let ring = ctx.alloc(entries as usize * size_of::<abi::Cqe>())?;
+        let ctrl = ctx.alloc(size_of::<abi::CqCtrl>())?;
+        let tail = CqTail::new(ctrl.span.clone(), ring.span.clone(), entries).ok_or(libc::EINVAL)?;
+        let req = abi::CreateCqReq {
+            cqe,
+            entries,
+            ring_addr: ring.bus,
+            ctrl_addr: ctrl.bus,
+            comp_queue: comp_queue.unwrap_or(abi::NO_COMP_QUEUE),
+            reserved: 0,
+        };
+        let resp: Result<abi::HandleResp> = ctx.command(Command::CreateCq, &req);
+        match resp {
+            Ok(r) => Ok(Cq {
+                ctx: ctx.clone(),
+                cqn: r.handle,
+                capacity: entries.min(ctx.device.config.max_cqe),
+                tail: Mutex::new(tail),
+                blocks: Mutex::new(vec![ring, ctrl]),
+            }),
+            Err(e) => {
+                ctx.free(ring);
+                ctx.free(ctrl);
+                Err(e)
+            }
+        }
+    }
+
+    /// Destroys the CQ.
+    ///
+    /// # Errors
+    /// `EBUSY` while QPs use it; the CQ lives on.
+    pub fn destroy(&self) -> Result<()> {
+        gone_is_fine(self.ctx.command_void(Command::DestroyCq, &abi::HandleReq { handle: self.cqn, reserved: 0 }), &self.ctx)?;
+        lock(&self.blocks).drain(..).for_each(|b| self.ctx.free(b));
+        Ok(())
+    }
+
+    /// Takes up to `max` completions and gives each to `f`; how many there were.
+    ///
+    /// # Errors
+    /// `EIO` if the CQ has overrun or the virtual layer is gone.
+    #[inline]
+    pub fn poll(&self, max: usize, mut f: impl FnMut(usize, &abi::Cqe)) -> Result<usize> {
+        let mut tail = lock(&self.tail);
+        let mut n = 0;
+        while n < max
+            && let Some(cqe) = tail.pop()
+        {
+            f(n, &cqe);
+            n += 1;
+        }
+        if n > 0 {
+            tail.release();
+            return Ok(n);
+        }
+        let lost = tail.overrun();
+        drop(tail);
+        if lost || self.ctx.is_dead() {
+            return Err(libc::EIO);
+        }
+        if max > 0 {
+            self.ctx.relax();
+        }
+        Ok(0)
+    }
+
+    /// Arms the CQ for one event.
+    pub fn arm(&self, solicited_only: bool) {
+        lock(&self.tail).arm(if solicited_only { abi::NOTIFY_SOLICITED } else { abi::NOTIFY_NEXT });
+    }
+}
+
+/// An object that dies with the virtual layer needs no destroying.
+pub(crate) fn gone_is_fine(r: Result<()>, ctx: &Context) -> Result<()> {
+    if ctx.is_dead() { Ok(()) } else { r }
+}
+
+/// What a QP is made of.
+#[derive(Clone, Copy, Debug)]
+pub struct QpInit {
+    /// PD handle.
+    pub pdn: u32,
+    /// `IBV_QPT_*`.
+    pub qp_type: u8,
+    /// All sends are signaled.
+    pub sig_all: bool,
+    /// CQ handles.
+    pub send_cqn: u32,
+    /// CQ handle for receives.
+    pub recv_cqn: u32,
+    /// Wanted capabilities.
+    pub cap: abi::QpCap,
+}
+
+/// Data of a send: its SGEs, or bytes to put into the WQE.
+pub enum SendWr<'a> {
+    /// Gather list.
+    Sges(&'a [abi::Sge]),
+    /// Pieces of the application's memory, by address and length, to be copied now.
+    Inline(&'a [abi::Sge]),
+}
+
+struct Post {
+    prod: u32,
+    published: u32,
+}
+
+/// A queue pair.
+pub struct Qp {
+    ctx: Arc<Context>,
+    /// Its number.
+    pub qpn: u32,
+    /// What it can do.
+    pub cap: abi::QpCap,
+    slot: u32,
+    rings: QpRings,
+    sq: Mutex<Post>,
+    rq: Mutex<Post>,
+    blocks: Mutex<Vec<Block>>,
+}
+
+impl Qp {
+    /// Creates a QP.
+    ///
+    /// # Errors
+    /// `EINVAL` for capabilities above the device's limits, or those of the device.
+    pub fn create(ctx: &Arc<Context>, init: &QpInit) -> Result<Self> {
+        let layout = abi::QpLayout::of(&init.cap).ok_or(libc::EINVAL)?;
+        let mut blocks = Vec::new();
+        let r = Self::create_in(ctx, init, layout, &mut blocks);
+        match r {
+            Ok((resp, rings)) => Ok(Qp {
+                ctx: ctx.clone(),
+                qpn: resp.qpn,
+                cap: resp.cap,
+                slot: resp.db_slot,
+                rings,
+                sq: Mutex::new(Post { prod: 0, published: 0 }),
+                rq: Mutex::new(Post { prod: 0, published: 0 }),
+                blocks: Mutex::new(blocks),
+            }),
+            Err(e) => {
+                blocks.into_iter().for_each(|b| ctx.free(b));
+                Err(e)
+            }
+        }
+    }
+
+    fn create_in(ctx: &Arc<Context>, init: &QpInit, layout: abi::QpLayout, blocks: &mut Vec<Block>) -> Result<(abi::CreateQpResp, QpRings)> {
+        for len in [size_of::<abi::QpCtrl>(), layout.sq_bytes(), layout.rq_bytes()] {
+            blocks.push(ctx.alloc(len)?);
+        }
+        let [ctrl, sq, rq] = &blocks[..] else { return Err(libc::ENOMEM) };
+        let req = abi::CreateQpReq {
+            pdn: init.pdn,
+            qp_type: init.qp_type,
+            sq_sig_all: init.sig_all.into(),
+            send_cqn: init.send_cqn,
+            recv_cqn: init.recv_cqn,
+            cap: init.cap,
+            ctrl_addr: ctrl.bus,
+            sq_addr: sq.bus,
+            rq_addr: rq.bus,
+            ..Default::default()
+        };
+        let resp: abi::CreateQpResp = ctx.command(Command::CreateQp, &req)?;
+        if resp.db_slot >= abi::MAX_QP {
+            return Err(libc::EPROTO);
+        }
+        let rings = QpRings::new(ctrl.span.clone(), sq.span.clone(), rq.span.clone(), layout).ok_or(libc::EPROTO)?;
+        Ok((resp, rings))
+    }
+
+    /// Destroys the QP.
+    ///
+    /// # Errors
+    /// Those of the device; the QP lives on.
+    pub fn destroy(&self) -> Result<()> {
+        gone_is_fine(self.ctx.command_void(Command::DestroyQp, &abi::HandleReq { handle: self.qpn, reserved: 0 }), &self.ctx)?;
+        lock(&self.blocks).drain(..).for_each(|b| self.ctx.free(b));
+        Ok(())
+    }
+
+    /// MODIFY_QP. A reset empties both rings.
+    ///
+    /// # Errors
+    /// Those of the device.
+    pub fn modify(&self, mask: u32, attr: &abi::QpAttr) -> Result<()> {
+        let (mut sq, mut rq) = (lock(&self.sq), lock(&self.rq));
+        self.ctx.command_void(Command::ModifyQp, &abi::ModifyQpReq { qpn: self.qpn, attr_mask: mask, attr: *attr })?;
+        if mask & unirdma_formats::attr_mask::STATE != 0 && attr.qp_state == 0 {
+            for post in [&mut *sq, &mut *rq] {
+                *post = Post { prod: 0, published: 0 };
+            }
+            self.rings.set_sq_prod(0);
+            self.rings.set_rq_prod(0);
+        }
+        Ok(())
+    }
+
+    /// QUERY_QP.
+    ///
+    /// # Errors
+    /// Those of the device.
+    pub fn query(&self) -> Result<abi::QpAttr> {
+        let r: abi::QueryQpResp = self.ctx.command(Command::QueryQp, &abi::QueryQpReq { qpn: self.qpn, attr_mask: u32::MAX })?;
+        Ok(r.attr)
+    }
+
+    /// Begins a batch of sends. The WQEs are published when it is dropped, and the bell rings once.
+    pub fn send_batch(&self) -> SendBatch<'_> {
+        SendBatch { qp: self, post: lock(&self.sq) }
+    }
+
+    /// Begins a batch of receives.
+    pub fn recv_batch(&self) -> RecvBatch<'_> {
+        RecvBatch { qp: self, post: lock(&self.rq) }
+    }
+
+    /// True if nothing can be posted any more.
+    pub fn is_dead(&self) -> bool {
+        self.ctx.is_dead()
+    }
+}
+
+/// Sends that are being posted.
+pub struct SendBatch<'a> {
+    qp: &'a Qp,
+    post: std::sync::MutexGuard<'a, Post>,
+}
+
+impl SendBatch<'_> {
+    /// Writes one WQE.
+    ///
+    /// # Errors
+    /// `ENOMEM` if the SQ is full, `EINVAL` for too many SGEs or too much inline data.
+    ///
+    /// # Safety
+    /// The pieces of [`SendWr::Inline`] must be readable memory of this process.
+    #[inline]
+    pub unsafe fn push(&mut self, head: &abi::SqWqe, data: SendWr<'_>) -> Result<()> {
+        let rings = &self.qp.rings;
+        if rings.sq_free(self.post.prod) == 0 {
+            return Err(libc::ENOMEM);
+        }
+        let i = self.post.prod;
+        let mut head = *head;
+        match data {
+            SendWr::Sges(s) => {
+                if s.len() > self.qp.cap.max_send_sge as usize {
+                    return Err(libc::EINVAL);
+                }
+                head.num_sge = s.len() as u8;
+                rings.sq_put(i, abi::SQ_DATA, s.as_bytes());
+            }
+            SendWr::Inline(s) => {
+                let total: u64 = s.iter().map(|s| u64::from(s.length)).sum();
+                if total > self.qp.cap.max_inline_data.into() {
+                    return Err(libc::EINVAL);
+                }
+                head.inline_len = total as u16;
+                let mut off = abi::SQ_DATA;
+                for s in s.iter().filter(|s| s.length > 0) {
+                    // SAFETY: the caller vouches for the piece; it is copied at once.
+                    let bytes = unsafe { std::slice::from_raw_parts(s.addr as *const u8, s.length as usize) };
+                    rings.sq_put(i, off, bytes);
+                    off += bytes.len();
+                }
+            }
+        }
+        rings.sq_put(i, 0, head.as_bytes());
+        self.post.prod = i.wrapping_add(1);
+        Ok(())
+    }
+
+    /// Takes back what was pushed and not published.
+    pub fn abort(&mut self) {
+        self.post.prod = self.post.published;
+    }
+}
+
+impl Drop for SendBatch<'_> {
+    fn drop(&mut self) {
+        if self.post.prod != self.post.published {
+            self.post.published = self.post.prod;
+            self.qp.rings.set_sq_prod(self.post.prod);
+            self.qp.ctx.ring(self.qp.slot);
+        }
+    }
+}
+
+/// Receives that are being posted.
+pub struct RecvBatch<'a> {
+    qp: &'a Qp,
+    post: std::sync::MutexGuard<'a, Post>,
+}
+
+impl RecvBatch<'_> {
+    /// Writes one WQE.
+    ///
+    /// # Errors
+    /// `ENOMEM` if the RQ is full, `EINVAL` for too many SGEs.
+    #[inline]
+    pub fn push(&mut self, wr_id: u64, sges: &[abi::Sge]) -> Result<()> {
+        let rings = &self.qp.rings;
+        if sges.len() > self.qp.cap.max_recv_sge as usize {
+            return Err(libc::EINVAL);
+        }
+        if rings.rq_free(self.post.prod) == 0 {
+            return Err(libc::ENOMEM);
+        }
+        let head = abi::RqWqe { wr_id, num_sge: sges.len() as u32, reserved: 0 };
+        rings.rq_put(self.post.prod, 0, head.as_bytes());
+        rings.rq_put(self.post.prod, abi::RQ_DATA, sges.as_bytes());
+        self.post.prod = self.post.prod.wrapping_add(1);
+        Ok(())
+    }
+}
+
+impl Drop for RecvBatch<'_> {
+    fn drop(&mut self) {
+        if self.post.prod != self.post.published {
+            self.post.published = self.post.prod;
+            if self.qp.rings.set_rq_prod(self.post.prod) {
+                self.qp.ctx.ring(self.qp.slot);
+            }
+        }
+    }
+}

@@ -1,0 +1,19 @@
+//! The field's numbers and names: QPNs, keys, PSNs, GIDs, and the enumerations of verbs.
+//!
+//! This crate knows nothing of memory, devices or processes and depends on no other crate of the
+//! workspace. It must never do I/O, allocate on a data path, or read a clock. Values are those of
+//! the InfiniBand Architecture Specification volume 1 and of `ibv_*(3)`.
+
+mod ids;
+mod path;
+mod verbs;
+
+pub use ids::{Gid, Guid, Lkey, Mac, Psn, Qpn, Rkey};
+pub use path::{ack_timeout_ns, mtu_bytes, psn_count, rnr_timer_ns};
+pub use verbs::{
+    AsyncEvent, QpState, QpType, WcOpcode, WcStatus, WrOpcode, access, attr_mask, send_flags,
+    wc_flags,
+};
+
+/// Length of a longest message, in bytes: 2 GiB (IBTA vol. 1, 9.7.2 limits an RC message to 2^31).
+pub const MAX_MSG_BYTES: u64 = 1 << 31;

@@ -1,0 +1,228 @@
+//! Enumerations and flag bits of the verbs, with the values of `infiniband/verbs.h`.
+
+macro_rules! code {
+    ($(#[$doc:meta])* $name:ident { $($(#[$vdoc:meta])* $var:ident = $val:expr),+ $(,)? }) => {
+        $(#[$doc])*
+        #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+        #[repr(u8)]
+        pub enum $name { $($(#[$vdoc])* $var = $val),+ }
+        impl $name {
+            /// The variant of a raw code; `None` if there is none.
+            pub fn from_raw(raw: u32) -> Option<Self> {
+                match raw { $(x if x == $val => Some($name::$var),)+ _ => None }
+            }
+        }
+    };
+}
+
+code!(
+    /// State of a QP (`enum ibv_qp_state`).
+    QpState {
+        /// Created or reset.
+        Reset = 0,
+        /// May post receives.
+        Init = 1,
+        /// Ready to receive.
+        Rtr = 2,
+        /// Ready to send.
+        Rts = 3,
+        /// Send queue drained.
+        Sqd = 4,
+        /// Send queue error (not RC).
+        Sqe = 5,
+        /// Error: every work request is flushed.
+        Err = 6,
+    }
+);
+
+code!(
+    /// Type of a QP (`enum ibv_qp_type`).
+    QpType {
+        /// Reliable connection.
+        Rc = 2,
+        /// Unreliable connection.
+        Uc = 3,
+        /// Unreliable datagram.
+        Ud = 4,
+    }
+);
+
+code!(
+    /// What a send work request does (`enum ibv_wr_opcode`).
+    WrOpcode {
+        /// RDMA WRITE.
+        Write = 0,
+        /// RDMA WRITE with immediate: consumes a receive at the peer.
+        WriteImm = 1,
+        /// SEND.
+        Send = 2,
+        /// SEND with immediate.
+        SendImm = 3,
+        /// RDMA READ.
+        Read = 4,
+        /// 8-byte compare and swap.
+        CmpSwap = 5,
+        /// 8-byte fetch and add.
+        FetchAdd = 6,
+    }
+);
+
+impl WrOpcode {
+    /// The opcode of this request's send completion.
+    pub fn wc(self) -> WcOpcode {
+        match self {
+            WrOpcode::Write | WrOpcode::WriteImm => WcOpcode::Write,
+            WrOpcode::Send | WrOpcode::SendImm => WcOpcode::Send,
+            WrOpcode::Read => WcOpcode::Read,
+            WrOpcode::CmpSwap => WcOpcode::CmpSwap,
+            WrOpcode::FetchAdd => WcOpcode::FetchAdd,
+        }
+    }
+    /// True if the peer must have a receive work request posted.
+    pub fn consumes_recv(self) -> bool {
+        matches!(self, WrOpcode::Send | WrOpcode::SendImm | WrOpcode::WriteImm)
+    }
+    /// True if it carries immediate data.
+    pub fn has_imm(self) -> bool {
+        matches!(self, WrOpcode::SendImm | WrOpcode::WriteImm)
+    }
+    /// True for the two 8-byte atomics.
+    pub fn is_atomic(self) -> bool {
+        matches!(self, WrOpcode::CmpSwap | WrOpcode::FetchAdd)
+    }
+}
+
+code!(
+    /// Opcode in a completion (`enum ibv_wc_opcode`).
+    WcOpcode {
+        /// A SEND was sent.
+        Send = 0,
+        /// An RDMA WRITE.
+        Write = 1,
+        /// An RDMA READ.
+        Read = 2,
+        /// A compare and swap.
+        CmpSwap = 3,
+        /// A fetch and add.
+        FetchAdd = 4,
+        /// A SEND was received.
+        Recv = 128,
+        /// A WRITE with immediate was received.
+        RecvWriteImm = 129,
+    }
+);
+
+code!(
+    /// Status of a completion (`enum ibv_wc_status`); the variants that this device reports.
+    WcStatus {
+        /// Done.
+        Success = 0,
+        /// A message is longer than the receive buffer or than 2 GiB.
+        LocLenErr = 1,
+        /// The WQE or the QP's use is malformed.
+        LocQpOpErr = 2,
+        /// An SGE names memory it may not use.
+        LocProtErr = 4,
+        /// The QP went to ERR before this request was executed.
+        WrFlushErr = 5,
+        /// The peer found the request invalid.
+        RemInvReqErr = 9,
+        /// The peer's memory may not be reached so.
+        RemAccessErr = 10,
+        /// The peer could not complete the request.
+        RemOpErr = 11,
+        /// The peer never answered.
+        RetryExcErr = 12,
+        /// The peer never had a receive ready.
+        RnrRetryExcErr = 13,
+        /// A fatal transport error.
+        FatalErr = 19,
+    }
+);
+
+code!(
+    /// Asynchronous events (`enum ibv_event_type`); those that this device raises.
+    AsyncEvent {
+        /// The CQ overran.
+        CqErr = 0,
+        /// The QP failed.
+        QpFatal = 1,
+        /// The peer sent an invalid request.
+        QpReqErr = 2,
+        /// The peer reached for memory it may not.
+        QpAccessErr = 3,
+        /// The first message came in while the QP was in RTR.
+        CommEst = 4,
+        /// The SQ has drained.
+        SqDrained = 5,
+        /// The device is gone.
+        DeviceFatal = 8,
+        /// The port came up.
+        PortActive = 9,
+    }
+);
+
+/// Access flags (`enum ibv_access_flags`).
+pub mod access {
+    /// The owner's own receives and READ responses may write here.
+    pub const LOCAL_WRITE: u32 = 1;
+    /// Peers may WRITE.
+    pub const REMOTE_WRITE: u32 = 2;
+    /// Peers may READ.
+    pub const REMOTE_READ: u32 = 4;
+    /// Peers may use atomics.
+    pub const REMOTE_ATOMIC: u32 = 8;
+    /// Every flag that a memory region of this device may carry.
+    pub const MR_SUPPORTED: u32 = LOCAL_WRITE | REMOTE_WRITE | REMOTE_READ | REMOTE_ATOMIC;
+    /// Flags that a device may ignore (`IBV_ACCESS_OPTIONAL_RANGE`).
+    pub const OPTIONAL_RANGE: u32 = 0x3ff0_0000;
+}
+
+/// Send flags (`enum ibv_send_flags`).
+pub mod send_flags {
+    /// Wait for earlier READs and atomics.
+    pub const FENCE: u32 = 1;
+    /// Write a completion.
+    pub const SIGNALED: u32 = 2;
+    /// Raise the peer's solicited event.
+    pub const SOLICITED: u32 = 4;
+    /// The data is in the WQE.
+    pub const INLINE: u32 = 8;
+    /// Every flag that an RC WQE of this device may carry.
+    pub const SUPPORTED: u32 = FENCE | SIGNALED | SOLICITED | INLINE;
+}
+
+/// Completion flags (`enum ibv_wc_flags`).
+pub mod wc_flags {
+    /// A GRH is in the first 40 bytes (UD).
+    pub const GRH: u32 = 1;
+    /// `imm_data` is valid.
+    pub const WITH_IMM: u32 = 2;
+}
+
+/// Bits of `attr_mask` (`enum ibv_qp_attr_mask`).
+#[allow(missing_docs)]
+pub mod attr_mask {
+    pub const STATE: u32 = 1;
+    pub const CUR_STATE: u32 = 1 << 1;
+    pub const EN_SQD_ASYNC_NOTIFY: u32 = 1 << 2;
+    pub const ACCESS_FLAGS: u32 = 1 << 3;
+    pub const PKEY_INDEX: u32 = 1 << 4;
+    pub const PORT: u32 = 1 << 5;
+    pub const QKEY: u32 = 1 << 6;
+    pub const AV: u32 = 1 << 7;
+    pub const PATH_MTU: u32 = 1 << 8;
+    pub const TIMEOUT: u32 = 1 << 9;
+    pub const RETRY_CNT: u32 = 1 << 10;
+    pub const RNR_RETRY: u32 = 1 << 11;
+    pub const RQ_PSN: u32 = 1 << 12;
+    pub const MAX_QP_RD_ATOMIC: u32 = 1 << 13;
+    pub const ALT_PATH: u32 = 1 << 14;
+    pub const MIN_RNR_TIMER: u32 = 1 << 15;
+    pub const SQ_PSN: u32 = 1 << 16;
+    pub const MAX_DEST_RD_ATOMIC: u32 = 1 << 17;
+    pub const PATH_MIG_STATE: u32 = 1 << 18;
+    pub const CAP: u32 = 1 << 19;
+    pub const DEST_QPN: u32 = 1 << 20;
+    pub const RATE_LIMIT: u32 = 1 << 25;
+}

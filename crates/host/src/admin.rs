@@ -1,0 +1,162 @@
+//! The administration socket: one JSON line a request, one a response; a request may carry a descriptor.
+
+use std::io::{self, BufRead, BufReader, IoSlice, IoSliceMut, Read, Write};
+use std::mem::MaybeUninit;
+use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
+use std::os::unix::fs::PermissionsExt;
+use std::os::unix::net::{UnixListener, UnixStream};
+use std::path::Path;
+
+use rustix::net::{RecvAncillaryBuffer, RecvAncillaryMessage, RecvFlags, SendAncillaryBuffer, SendAncillaryMessage, SendFlags};
+use serde::{Deserialize, Serialize};
+
+use crate::vrnic::{AddVrnic, VrnicInfo};
+
+/// What may be asked.
+#[derive(Clone, Debug, Serialize, Deserialize)]
+#[serde(tag = "op", rename_all = "kebab-case")]
+#[allow(missing_docs)]
+pub enum Request {
+    VrnicAdd(AddVrnic),
+    VrnicList,
+    VrnicShow { name: String },
+    VrnicRemove { name: String, force: bool },
+    GroupAdd { name: String },
+    GroupList,
+    GroupRemove { name: String },
+    /// Puts the interface whose descriptor comes along into the vRNIC's network, for as long as the
+    /// connection stays open.
+    Attach { name: String },
+    Status,
+}
+
+/// A group and how many vRNICs it has.
+#[derive(Clone, Debug, Serialize, Deserialize)]
+#[allow(missing_docs)]
+pub struct GroupInfo {
+    pub name: String,
+    pub vrnics: usize,
+}
+
+/// The virtual layer itself.
+#[derive(Clone, Debug, Serialize, Deserialize)]
+#[allow(missing_docs)]
+pub struct StatusInfo {
+    pub pid: u32,
+    pub version: String,
+    pub dir: String,
+    pub vrnics: usize,
+    pub sessions: usize,
+}
+
+/// What comes back.
+#[derive(Clone, Debug, Serialize, Deserialize)]
+#[serde(rename_all = "kebab-case")]
+#[allow(missing_docs)]
+pub enum Response {
+    Done,
+    Vrnic(Box<VrnicInfo>),
+    Vrnics(Vec<VrnicInfo>),
+    Groups(Vec<GroupInfo>),
+    Status(StatusInfo),
+    /// One line that says what is wrong and what to do.
+    Error(String),
+}
+
+/// Longest request line, bytes.
+const MAX_LINE: usize = 64 << 10;
+
+/// Opens the socket, for its owner only.
+pub(crate) fn listen(path: &Path) -> io::Result<UnixListener> {
+    let _ = std::fs::remove_file(path);
+    let l = UnixListener::bind(path).map_err(|e| io::Error::new(e.kind(), format!("cannot listen on {}: {e}", path.display())))?;
+    std::fs::set_permissions(path, PermissionsExt::from_mode(0o600))?;
+    Ok(l)
+}
+
+/// Serves one connection: hands each request to `handle`, which returns `None` when the host stops.
+pub(crate) fn serve(mut stream: UnixStream, mut handle: impl FnMut(Request, Option<OwnedFd>) -> Option<Response>) {
+    let mut line = Vec::new();
+    let mut fd = None;
+    loop {
+        while !line.contains(&b'\n') {
+            let mut buf = [0; 4096];
+            match receive(stream.as_fd(), &mut buf, &mut fd) {
+                Ok(n @ 1..) if line.len() + n <= MAX_LINE => line.extend_from_slice(&buf[..n]),
+                _ => return,
+            }
+        }
+        let end = line.iter().position(|&b| b == b'\n').map_or(line.len(), |i| i + 1);
+        let request: Vec<u8> = line.drain(..end).collect();
+        let response = match serde_json::from_slice(&request) {
+            Ok(r) => match handle(r, fd.take()) {
+                Some(r) => r,
+                None => return,
+            },
+            Err(e) => Response::Error(format!("malformed request: {e}")),
+        };
+        let Ok(mut bytes) = serde_json::to_vec(&response) else { return };
+        bytes.push(b'\n');
+        if stream.write_all(&bytes).is_err() {
+            return;
+        }
+    }
+}
+
+fn receive(sock: BorrowedFd<'_>, buf: &mut [u8], fd: &mut Option<OwnedFd>) -> io::Result<usize> {
+    let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(1))];
+    let mut control = RecvAncillaryBuffer::new(&mut space);
+    let got = rustix::net::recvmsg(sock, &mut [IoSliceMut::new(buf)], &mut control, RecvFlags::CMSG_CLOEXEC)?;
+    for m in control.drain() {
+        if let RecvAncillaryMessage::ScmRights(fds) = m {
+            *fd = fds.last();
+        }
+    }
+    Ok(got.bytes)
+}
+
+/// A connection to the virtual layer's administration socket.
+pub struct Client(BufReader<UnixStream>);
+
+impl Client {
+    /// Connects to the virtual layer that serves `dir`.
+    ///
+    /// # Errors
+    /// One line that says what to do.
+    pub fn connect(dir: &Path) -> io::Result<Self> {
+        let path = dir.join(crate::ADMIN_SOCKET);
+        let stream = UnixStream::connect(&path).map_err(|e| {
+            let hint = match e.kind() {
+                io::ErrorKind::PermissionDenied => "it belongs to another user; run as that user, or serve your own with `unirdma host`",
+                _ => "start one with `unirdma host`, or name its directory with --dir",
+            };
+            io::Error::new(e.kind(), format!("no virtual layer answers in {} ({e}): {hint}", dir.display()))
+        })?;
+        Ok(Client(BufReader::new(stream)))
+    }
+
+    /// Asks, with a descriptor if one is given.
+    ///
+    /// # Errors
+    /// The virtual layer's own line, or that it is gone.
+    pub fn ask(&mut self, request: &Request, fd: Option<BorrowedFd<'_>>) -> io::Result<Response> {
+        let mut bytes = serde_json::to_vec(request)?;
+        bytes.push(b'\n');
+        let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(1))];
+        let mut control = SendAncillaryBuffer::new(&mut space);
+        let fds: Vec<BorrowedFd<'_>> = fd.into_iter().collect();
+        if !fds.is_empty() {
+            control.push(SendAncillaryMessage::ScmRights(&fds));
+        }
+        rustix::net::sendmsg(self.0.get_ref(), &[IoSlice::new(&bytes)], &mut control, SendFlags::NOSIGNAL)?;
+        let mut line = String::new();
+        Read::by_ref(&mut self.0).take(1 << 26).read_line(&mut line)?;
+        if line.is_empty() {
+            return Err(io::Error::new(io::ErrorKind::ConnectionAborted, "the virtual layer has stopped"));
+        }
+        match serde_json::from_str(&line)? {
+            Response::Error(e) => Err(io::Error::other(e)),
+            r => Ok(r),
+        }
+    }
+}

@@ -1,0 +1,303 @@
+//! The pollers: threads that run the RNIC while there is work and sleep while there is none.
+//!
+//! On a machine with few cores there is one poller for each core, pinned, and everybody yields: an
+//! application that has posted yields to the poller of its own core, so a request never waits for a
+//! peer that spins on the other core. With more cores one poller spins on its own and nobody yields.
+//! The RNIC has one owner at a time, under a mutex that a poller only ever tries.
+
+use std::collections::HashMap;
+use std::io;
+use std::mem::MaybeUninit;
+use std::os::fd::{BorrowedFd, OwnedFd};
+use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
+use std::sync::{Arc, Condvar, Mutex, RwLock};
+use std::time::Instant;
+
+use rustix::event::{EventfdFlags, epoll};
+use unirdma_abi as abi;
+use unirdma_device::{EventQueues, lock};
+use unirdma_rnic::{Output, Rnic, SessionId};
+
+/// How the pollers run.
+#[derive(Clone, Debug)]
+pub struct EngineConfig {
+    /// Threads; 0: one for each core on up to 3 cores, else 1.
+    pub pollers: usize,
+    /// How long a session is polled after its last doorbell, microseconds.
+    pub spin_us: u64,
+    /// Determines QPNs and keys; `None`: the kernel's random numbers.
+    pub seed: Option<u64>,
+}
+
+impl Default for EngineConfig {
+    fn default() -> Self {
+        EngineConfig { pollers: 0, spin_us: 500, seed: None }
+    }
+}
+
+/// Cores up to which pollers share them with the applications.
+const FEW_CORES: usize = 3;
+
+/// The RNIC and the threads that run it.
+pub struct Engine {
+    /// The RNIC.
+    pub rnic: Arc<Mutex<Rnic>>,
+    events: RwLock<HashMap<SessionId, Arc<EventQueues>>>,
+    epoll: OwnedFd,
+    wake: OwnedFd,
+    /// Poller 0 is in, or about to enter, epoll_wait.
+    sleeping: AtomicBool,
+    stopping: AtomicBool,
+    /// Counts the times the other pollers were woken; they sleep until it moves.
+    wakes: Mutex<u64>,
+    woken: Condvar,
+    /// Other pollers that sleep.
+    asleep: AtomicUsize,
+    start: Instant,
+    idle_ns: u64,
+    yields: bool,
+}
+
+/// Token of the engine's own eventfd; sessions have 32-bit tokens.
+const WAKE: u64 = u64::MAX;
+
+impl Engine {
+    /// Starts the pollers.
+    ///
+    /// # Errors
+    /// Those of epoll, eventfd and thread creation.
+    pub fn start(c: &EngineConfig) -> io::Result<Arc<Self>> {
+        let cores = cores();
+        let yields = cores.len() <= FEW_CORES;
+        let pollers = match c.pollers {
+            0 if yields => cores.len(),
+            0 => 1,
+            n => n,
+        };
+        let seed = match c.seed {
+            Some(s) => s,
+            None => {
+                let mut b = [0; 8];
+                io::Read::read_exact(&mut std::fs::File::open("/dev/urandom")?, &mut b)?;
+                u64::from_ne_bytes(b)
+            }
+        };
+        let hints = if yields { abi::DB_YIELD } else { 0 };
+        let epoll = epoll::create(epoll::CreateFlags::CLOEXEC)?;
+        let wake = rustix::event::eventfd(0, EventfdFlags::CLOEXEC | EventfdFlags::NONBLOCK)?;
+        epoll::add(&epoll, &wake, epoll::EventData::new_u64(WAKE), epoll::EventFlags::IN | epoll::EventFlags::ET)?;
+        let engine = Arc::new(Engine {
+            rnic: Arc::new(Mutex::new(Rnic::new(seed, hints))),
+            events: RwLock::default(),
+            epoll,
+            wake,
+            sleeping: AtomicBool::new(false),
+            stopping: AtomicBool::new(false),
+            wakes: Mutex::new(0),
+            woken: Condvar::new(),
+            asleep: AtomicUsize::new(0),
+            start: Instant::now(),
+            idle_ns: c.spin_us * 1000,
+            yields,
+        });
+        for i in 0..pollers {
+            let e = engine.clone();
+            let core = yields.then(|| cores[i % cores.len()]);
+            std::thread::Builder::new().name(format!("poller{i}")).spawn(move || {
+                if let Some(core) = core {
+                    let mut set = rustix::thread::CpuSet::new();
+                    set.set(core);
+                    let _ = rustix::thread::sched_setaffinity(None, &set);
+                }
+                if i == 0 { e.first_poller() } else { e.other_poller() }
+            })?;
+        }
+        Ok(engine)
+    }
+
+    /// Ends the pollers.
+    pub fn stop(&self) {
+        self.stopping.store(true, Ordering::SeqCst);
+        self.kick();
+        self.wake_others();
+    }
+
+    /// Nanoseconds since the engine started.
+    pub fn now(&self) -> u64 {
+        self.start.elapsed().as_nanos() as u64
+    }
+
+    /// Tells the pollers where a session's events go.
+    pub fn add_session(&self, s: SessionId, events: Arc<EventQueues>) {
+        self.events.write().unwrap_or_else(|e| e.into_inner()).insert(s, events);
+    }
+
+    /// Forgets a session.
+    pub fn remove_session(&self, s: SessionId) {
+        self.events.write().unwrap_or_else(|e| e.into_inner()).remove(&s);
+    }
+
+    /// Listens to a session's wake kicks. The descriptor is never read: it is watched for edges.
+    ///
+    /// # Errors
+    /// `epoll_ctl(2)` refuses what cannot be polled.
+    pub fn watch(&self, s: SessionId, kick: BorrowedFd<'_>) -> io::Result<()> {
+        let flags = epoll::EventFlags::IN | epoll::EventFlags::ET;
+        Ok(epoll::add(&self.epoll, kick, epoll::EventData::new_u64(s.0.into()), flags)?)
+    }
+
+    /// Stops listening to a session's wake kicks.
+    pub fn unwatch(&self, kick: BorrowedFd<'_>) {
+        let _ = epoll::delete(&self.epoll, kick);
+    }
+
+    /// After a command: delivers what it caused and wakes the pollers if it left them work.
+    pub fn after_command(&self) {
+        let mut out = Vec::new();
+        let busy = {
+            let mut r = lock(&self.rnic);
+            r.drain_outputs(&mut out);
+            r.is_busy() || r.next_timeout().is_some()
+        };
+        self.deliver(&mut out);
+        if busy && self.sleeping.load(Ordering::SeqCst) {
+            self.kick();
+        }
+    }
+
+    fn kick(&self) {
+        let _ = rustix::io::write(&self.wake, &1u64.to_ne_bytes());
+    }
+
+    fn deliver(&self, out: &mut Vec<Output>) {
+        if out.is_empty() {
+            return;
+        }
+        let events = self.events.read().unwrap_or_else(|e| e.into_inner());
+        for o in out.drain(..) {
+            let (session, queue, event) = match o {
+                Output::Completion { session, queue, cqn } => {
+                    let e = abi::Event { kind: abi::EVENT_COMPLETION, handle: cqn, reserved: 0 };
+                    (session, abi::VQ_COMP_FIRST as u16 + queue, e)
+                }
+                Output::Async { session, kind, handle } => {
+                    (session, abi::VQ_ASYNC as u16, abi::Event { kind: kind as u32, handle, reserved: 0 })
+                }
+            };
+            if let Some(q) = events.get(&session) {
+                q.deliver(queue, event);
+            }
+        }
+    }
+
+    /// One look at the RNIC; `None` if another poller has it.
+    fn round(&self, out: &mut Vec<Output>) -> Option<Round> {
+        let mut r = match self.rnic.try_lock() {
+            Ok(r) => r,
+            Err(std::sync::TryLockError::Poisoned(p)) => p.into_inner(),
+            Err(std::sync::TryLockError::WouldBlock) => return None,
+        };
+        let now = self.now();
+        let found = r.poll(now);
+        if !found {
+            r.park_idle(now, self.idle_ns);
+        }
+        r.drain_outputs(out);
+        let idle = !found && !r.is_busy();
+        if idle {
+            // Under the lock, so that whoever makes work afterwards sees it.
+            self.sleeping.store(true, Ordering::SeqCst);
+        }
+        let sleep_ns = r.next_timeout().map(|t| t.saturating_sub(now));
+        drop(r);
+        self.deliver(out);
+        Some(Round { found, idle, sleep_ns })
+    }
+
+    fn pause(&self) {
+        if self.yields {
+            rustix::thread::sched_yield();
+        } else {
+            std::hint::spin_loop();
+        }
+    }
+
+    fn first_poller(&self) {
+        let mut out = Vec::new();
+        while !self.stopping.load(Ordering::SeqCst) {
+            match self.round(&mut out) {
+                Some(r) if r.idle => self.sleep(r.sleep_ns),
+                Some(r) if r.found => {
+                    if self.asleep.load(Ordering::Relaxed) > 0 {
+                        self.wake_others();
+                    }
+                }
+                _ => self.pause(),
+            }
+        }
+    }
+
+    fn other_poller(&self) {
+        let mut out = Vec::new();
+        while !self.stopping.load(Ordering::SeqCst) {
+            // Read before the look, so that a wake in between is not lost.
+            let seen = *lock(&self.wakes);
+            match self.round(&mut out) {
+                Some(r) if r.idle => {
+                    self.asleep.fetch_add(1, Ordering::SeqCst);
+                    let mut wakes = lock(&self.wakes);
+                    while *wakes == seen {
+                        wakes = self.woken.wait(wakes).unwrap_or_else(|e| e.into_inner());
+                    }
+                    drop(wakes);
+                    self.asleep.fetch_sub(1, Ordering::SeqCst);
+                }
+                Some(r) if r.found => {}
+                _ => self.pause(),
+            }
+        }
+    }
+
+    fn wake_others(&self) {
+        *lock(&self.wakes) += 1;
+        self.woken.notify_all();
+    }
+
+    /// Poller 0 waits for kicks and timers on behalf of all.
+    fn sleep(&self, limit_ns: Option<u64>) {
+        let mut events = [MaybeUninit::<epoll::Event>::uninit(); 64];
+        let limit = limit_ns.map(|ns| rustix::time::Timespec {
+            tv_sec: (ns / 1_000_000_000) as i64,
+            tv_nsec: (ns % 1_000_000_000) as i64,
+        });
+        let got = match epoll::wait(&self.epoll, &mut events, limit.as_ref()) {
+            Ok((ready, _)) => ready.iter().map(|e| e.data.u64()).collect::<Vec<u64>>(),
+            Err(_) => Vec::new(),
+        };
+        self.sleeping.store(false, Ordering::SeqCst);
+        let mut r = lock(&self.rnic);
+        let now = self.now();
+        for token in got {
+            if token != WAKE {
+                r.unpark(SessionId(token as u32), now);
+            }
+        }
+        let busy = r.is_busy();
+        drop(r);
+        if busy {
+            self.wake_others();
+        }
+    }
+}
+
+struct Round {
+    found: bool,
+    idle: bool,
+    sleep_ns: Option<u64>,
+}
+
+fn cores() -> Vec<usize> {
+    let set = rustix::thread::sched_getaffinity(None).unwrap_or_else(|_| rustix::thread::CpuSet::new());
+    let cores: Vec<usize> = (0..rustix::thread::CpuSet::MAX_CPU).filter(|&i| set.is_set(i)).collect();
+    if cores.is_empty() { vec![0] } else { cores }
+}

@@ -1,0 +1,117 @@
+//! The virtual layer of one host: vRNICs by name, their sessions, the pollers, the switch of the
+//! containers' taps, and the administration socket.
+//!
+//! Knows all layers below. One thread owns the control path (vhost-user, control queues, administration),
+//! one or more pollers execute work requests, one thread switches Ethernet frames. It must never let one
+//! vRNIC's frontend block another's.
+
+pub mod admin;
+mod control;
+mod engine;
+mod switch;
+mod vrnic;
+
+use std::fs::File;
+use std::io;
+use std::os::unix::fs::{DirBuilderExt, PermissionsExt};
+use std::path::{Path, PathBuf};
+use std::time::Duration;
+
+pub use admin::Client;
+pub use engine::EngineConfig;
+pub use vrnic::{AddVrnic, IpNet, VrnicInfo};
+
+/// How to run the virtual layer.
+#[derive(Clone, Debug)]
+pub struct HostConfig {
+    /// Its directory.
+    pub dir: PathBuf,
+    /// The pollers.
+    pub engine: EngineConfig,
+}
+
+/// Name of the administration socket in the directory.
+pub const ADMIN_SOCKET: &str = "admin.sock";
+/// Name of a vRNIC's vhost-user socket in its own directory.
+pub const VHOST_SOCKET: &str = "vhost.sock";
+
+/// `/run/unirdma` for root, else `$XDG_RUNTIME_DIR/unirdma`, else a directory of this user in `/tmp`.
+pub fn default_dir() -> PathBuf {
+    if let Some(dir) = std::env::var_os("UNIRDMA_DIR") {
+        return dir.into();
+    }
+    if rustix::process::geteuid().is_root() {
+        return "/run/unirdma".into();
+    }
+    match std::env::var_os("XDG_RUNTIME_DIR") {
+        Some(d) => Path::new(&d).join("unirdma"),
+        None => format!("/tmp/unirdma-{}", rustix::process::geteuid().as_raw()).into(),
+    }
+}
+
+/// The directory of a vRNIC: what its container may see.
+pub fn vrnic_dir(base: &Path, name: &str) -> PathBuf {
+    base.join("vrnics").join(name)
+}
+
+fn context(what: &str, path: &Path) -> impl Fn(io::Error) -> io::Error {
+    let text = format!("{what} {}", path.display());
+    move |e| io::Error::new(e.kind(), format!("{text}: {e}"))
+}
+
+/// Holds the lock of a directory: one virtual layer each.
+fn lock_dir(dir: &Path) -> io::Result<File> {
+    let path = dir.join("host.lock");
+    let file = File::options().create(true).truncate(false).read(true).write(true).open(&path).map_err(context("cannot open", &path))?;
+    match rustix::fs::flock(&file, rustix::fs::FlockOperation::NonBlockingLockExclusive) {
+        Ok(()) => {
+            std::fs::write(&path, format!("{}\n", std::process::id()))?;
+            Ok(file)
+        }
+        Err(_) => {
+            let pid = std::fs::read_to_string(&path).unwrap_or_default();
+            Err(io::Error::new(
+                io::ErrorKind::AddrInUse,
+                format!("a virtual layer already serves {} (pid {}); stop it first or choose another --dir", dir.display(), pid.trim()),
+            ))
+        }
+    }
+}
+
+/// Serves until `stop` becomes readable. `ready` is called once the administration socket answers.
+///
+/// # Errors
+/// One line that says what is wrong: the directory, the lock, the sockets.
+pub fn serve(config: &HostConfig, stop: std::os::fd::BorrowedFd<'_>, ready: impl FnOnce()) -> io::Result<()> {
+    unirdma_mem::guard::install();
+    let dir = &config.dir;
+    std::fs::DirBuilder::new().recursive(true).mode(0o755).create(dir).map_err(context("cannot create", dir))?;
+    let _lock = lock_dir(dir)?;
+    let vrnics = dir.join("vrnics");
+    let _ = std::fs::remove_dir_all(&vrnics);
+    std::fs::create_dir(&vrnics).map_err(context("cannot create", &vrnics))?;
+    std::fs::set_permissions(&vrnics, PermissionsExt::from_mode(0o700))?;
+    let engine = engine::Engine::start(&config.engine)?;
+    let switch = switch::Switch::start()?;
+    let admin = admin::listen(&dir.join(ADMIN_SOCKET))?;
+    let result = control::Control::new(dir.clone(), engine.clone(), switch, admin)?.run(stop, ready);
+    engine.stop();
+    let _ = std::fs::remove_file(dir.join(ADMIN_SOCKET));
+    let _ = std::fs::remove_dir_all(&vrnics);
+    result
+}
+
+/// Waits until a virtual layer answers in `dir`.
+///
+/// # Errors
+/// `TimedOut` with what to do.
+pub fn wait_ready(dir: &Path, limit: Duration) -> io::Result<Client> {
+    let start = std::time::Instant::now();
+    loop {
+        match Client::connect(dir) {
+            Ok(c) => return Ok(c),
+            Err(e) if start.elapsed() > limit => return Err(e),
+            Err(_) => std::thread::sleep(Duration::from_millis(5)),
+        }
+    }
+}

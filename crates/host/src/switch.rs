@@ -1,0 +1,110 @@
+//! The Ethernet switch of the containers' interfaces: frames go to vRNICs of the same group on this host,
+//! and nowhere else.
+//!
+//! Each interface arrives as a descriptor that reads and writes whole frames (a tap, or a packet socket on
+//! one end of a veth pair). A frame whose source is not the vRNIC's own MAC is dropped.
+
+use std::collections::HashMap;
+use std::io;
+use std::mem::MaybeUninit;
+use std::os::fd::OwnedFd;
+use std::sync::{Arc, Mutex};
+
+use rustix::event::{EventfdFlags, epoll};
+use unirdma_device::lock;
+use unirdma_formats::Mac;
+
+struct Port {
+    fd: OwnedFd,
+    group: u32,
+    mac: Mac,
+}
+
+/// The switch; its thread runs until the process ends.
+#[derive(Clone)]
+pub struct Switch {
+    ports: Arc<Mutex<HashMap<u64, Arc<Port>>>>,
+    epoll: Arc<OwnedFd>,
+}
+
+const ETH_HEADER: usize = 14;
+/// Longest frame, bytes.
+const MAX_FRAME: usize = 65_536;
+/// Frames from one port before the others get a turn.
+const BURST: usize = 64;
+
+impl Switch {
+    /// Starts the switch.
+    ///
+    /// # Errors
+    /// Those of epoll and thread creation.
+    pub fn start() -> io::Result<Self> {
+        let s = Switch { ports: Arc::default(), epoll: Arc::new(epoll::create(epoll::CreateFlags::CLOEXEC)?) };
+        // Keeps the epoll set non-empty, so that waiting on it never spins.
+        let idle = rustix::event::eventfd(0, EventfdFlags::CLOEXEC)?;
+        let me = s.clone();
+        std::thread::Builder::new().name("switch".into()).spawn(move || {
+            let _idle = idle;
+            me.run();
+        })?;
+        Ok(s)
+    }
+
+    /// Adds the interface of a vRNIC under `id`.
+    ///
+    /// # Errors
+    /// The descriptor cannot be polled.
+    pub fn add(&self, id: u64, fd: OwnedFd, group: u32, mac: Mac) -> io::Result<()> {
+        rustix::fs::fcntl_setfl(&fd, rustix::fs::OFlags::NONBLOCK)?;
+        let mut ports = lock(&self.ports);
+        epoll::add(&*self.epoll, &fd, epoll::EventData::new_u64(id), epoll::EventFlags::IN)?;
+        ports.insert(id, Arc::new(Port { fd, group, mac }));
+        Ok(())
+    }
+
+    /// Removes an interface.
+    pub fn remove(&self, id: u64) {
+        if let Some(p) = lock(&self.ports).remove(&id) {
+            let _ = epoll::delete(&*self.epoll, &p.fd);
+        }
+    }
+
+    fn run(&self) {
+        let mut frame = vec![0; MAX_FRAME];
+        let mut events = [MaybeUninit::<epoll::Event>::uninit(); 64];
+        loop {
+            let ready: Vec<u64> = match epoll::wait(&*self.epoll, &mut events, None) {
+                Ok((ready, _)) => ready.iter().map(|e| e.data.u64()).collect(),
+                Err(_) => continue,
+            };
+            for id in ready {
+                let Some(port) = lock(&self.ports).get(&id).cloned() else { continue };
+                for _ in 0..BURST {
+                    match rustix::io::read(&port.fd, &mut frame[..]) {
+                        Ok(n) if n >= ETH_HEADER => self.forward(id, &port, &frame[..n]),
+                        Ok(_) => break,
+                        Err(rustix::io::Errno::AGAIN) => break,
+                        // The interface is gone with its container.
+                        Err(_) => {
+                            self.remove(id);
+                            break;
+                        }
+                    }
+                }
+            }
+        }
+    }
+
+    fn forward(&self, from: u64, port: &Port, frame: &[u8]) {
+        if frame[6..12] != port.mac.0 {
+            return;
+        }
+        let to_all = frame[0] & 1 != 0;
+        for (&id, p) in lock(&self.ports).iter() {
+            if id != from && p.group == port.group && (to_all || frame[..6] == p.mac.0) {
+                // A full queue drops the frame, as a wire would.
+                let _ = rustix::io::write(&p.fd, frame);
+            }
+        }
+    }
+}

@@ -1,0 +1,222 @@
+//! Names and addresses of vRNICs: what is given, what is derived, what is refused.
+
+use std::net::{IpAddr, Ipv4Addr, Ipv6Addr};
+
+use serde::{Deserialize, Serialize};
+use unirdma_abi as abi;
+use unirdma_formats::{Gid, Mac};
+use unirdma_rnic::Limits;
+
+/// An address with its prefix length.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct IpNet {
+    /// The address.
+    pub addr: IpAddr,
+    /// Bits of the network part.
+    pub prefix: u8,
+}
+
+impl std::fmt::Display for IpNet {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        write!(f, "{}/{}", self.addr, self.prefix)
+    }
+}
+
+impl std::str::FromStr for IpNet {
+    type Err = String;
+
+    fn from_str(s: &str) -> Result<Self, String> {
+        let (addr, prefix) = s.split_once('/').map_or((s, None), |(a, p)| (a, Some(p)));
+        let addr: IpAddr = addr.parse().map_err(|_| format!("`{s}` is no IP address; write 10.0.0.1, 10.0.0.1/16 or fd00::1/64"))?;
+        let (max, default) = if addr.is_ipv4() { (32, 16) } else { (128, 64) };
+        let prefix = match prefix {
+            None => default,
+            Some(p) => p.parse().ok().filter(|p| *p <= max).ok_or(format!("`{s}`: the prefix length must be 0 to {max}"))?,
+        };
+        let usable = match addr {
+            IpAddr::V4(a) => !(a.is_unspecified() || a.is_multicast() || a.is_broadcast() || a.is_loopback()),
+            IpAddr::V6(a) => !(a.is_unspecified() || a.is_multicast() || a.is_loopback()) && a.to_ipv4_mapped().is_none(),
+        };
+        if usable { Ok(IpNet { addr, prefix }) } else { Err(format!("`{s}` cannot be the address of a vRNIC")) }
+    }
+}
+
+/// Request for a new vRNIC.
+#[derive(Clone, Debug, Default, Serialize, Deserialize)]
+#[serde(default)]
+#[allow(missing_docs)]
+pub struct AddVrnic {
+    pub name: String,
+    /// At most one IPv4 and any number of IPv6 addresses; empty: the next free 10.77.x.y.
+    pub ips: Vec<IpNet>,
+    pub group: Option<String>,
+    pub max_qp: Option<u32>,
+    pub max_cq: Option<u32>,
+    pub max_mr: Option<u32>,
+    pub max_mr_bytes: Option<u64>,
+}
+
+/// A vRNIC as it is shown.
+#[derive(Clone, Debug, Default, Serialize, Deserialize)]
+#[allow(missing_docs)]
+pub struct VrnicInfo {
+    pub name: String,
+    pub group: String,
+    pub ips: Vec<IpNet>,
+    pub gids: Vec<String>,
+    pub mac: String,
+    pub guid: String,
+    pub mtu: u32,
+    pub dir: String,
+    /// A container holds its network interface.
+    pub attached: bool,
+    pub sessions: usize,
+    pub qps: usize,
+    pub cqs: usize,
+    pub mrs_mapped: usize,
+    pub mrs_copied: usize,
+    pub bytes_mapped: u64,
+    pub bytes_copied: u64,
+    pub limits: LimitsInfo,
+    pub counters: CountersInfo,
+}
+
+#[derive(Clone, Copy, Debug, Default, Serialize, Deserialize)]
+#[allow(missing_docs)]
+pub struct LimitsInfo {
+    pub max_qp: u32,
+    pub max_cq: u32,
+    pub max_mr: u32,
+    pub max_mr_bytes: u64,
+}
+
+#[derive(Clone, Copy, Debug, Default, Serialize, Deserialize)]
+#[allow(missing_docs)]
+pub struct CountersInfo {
+    pub sent_wrs: u64,
+    pub sent_bytes: u64,
+    pub received_wrs: u64,
+    pub received_bytes: u64,
+    pub rnr_waits: u64,
+    pub timeouts: u64,
+    pub errors: u64,
+}
+
+/// MTU of the containers' interfaces, bytes.
+pub(crate) const NET_MTU: u32 = 9000;
+/// Path MTU code of the RDMA port: 4096.
+pub(crate) const PORT_MTU: u8 = 5;
+
+/// Checks a name of a vRNIC or group: it becomes a directory and an argument.
+pub(crate) fn check_name(what: &str, name: &str) -> Result<(), String> {
+    let ok = (1..=32).contains(&name.len())
+        && name.bytes().all(|b| b.is_ascii_alphanumeric() || b"_.-".contains(&b))
+        && name.as_bytes()[0].is_ascii_alphanumeric();
+    if ok { Ok(()) } else { Err(format!("`{name}` is no {what} name: use 1 to 32 letters, digits, `_`, `.` or `-`, a letter or digit first")) }
+}
+
+/// The virtual MAC: from the IPv4 address and the group, or from the bytes of the IPv6 address.
+pub(crate) fn mac_of(ips: &[IpNet], group: u32) -> Mac {
+    let v4 = ips.iter().find_map(|i| if let IpAddr::V4(a) = i.addr { Some(a) } else { None });
+    let v4 = v4.unwrap_or_else(|| {
+        let o = ips.first().map_or([0; 16], |i| if let IpAddr::V6(a) = i.addr { a.octets() } else { [0; 16] });
+        let fold: [u8; 4] = std::array::from_fn(|i| o[i] ^ o[4 + i] ^ o[8 + i] ^ o[12 + i]);
+        Ipv4Addr::from(fold)
+    });
+    Mac::of_virtual_ip(v4, group as u8)
+}
+
+/// The GID table: IPv4 first, then IPv6, then the link-local address of the MAC (VERBS-ABI, section 7).
+pub(crate) fn gid_table(ips: &[IpNet], mac: Mac) -> Vec<Gid> {
+    let (v4, v6): (Vec<&IpNet>, Vec<&IpNet>) = ips.iter().partition(|i| i.addr.is_ipv4());
+    let mut gids: Vec<Gid> = v4.iter().chain(&v6).map(|i| Gid::from_ip(i.addr)).collect();
+    let ll = Gid::link_local(mac);
+    if !gids.contains(&ll) {
+        gids.push(ll);
+    }
+    gids
+}
+
+/// The `n`-th automatic address.
+pub(crate) fn auto_ip(n: u32) -> IpNet {
+    let host = 1 + n % 0xfffe;
+    IpNet { addr: IpAddr::V4(Ipv4Addr::new(10, 77, (host >> 8) as u8, host as u8)), prefix: 16 }
+}
+
+/// True if two addresses would be the same GID.
+pub(crate) fn same_address(a: &IpNet, b: &IpNet) -> bool {
+    a.addr == b.addr
+}
+
+/// True for the IPv6 link-local range, which the MAC fills.
+pub(crate) fn is_link_local(a: Ipv6Addr) -> bool {
+    a.segments()[0] & 0xffc0 == 0xfe80
+}
+
+/// The configuration space of a vRNIC.
+pub(crate) fn device_config(mac: Mac, l: &Limits) -> abi::Config {
+    // BAD_PKEY_CNTR | BAD_QKEY_CNTR | PORT_ACTIVE_EVENT | SYS_IMAGE_GUID | RC_RNR_NAK_GEN
+    const CAPS: u64 = 1 << 1 | 1 << 2 | 1 << 10 | 1 << 11 | 1 << 12;
+    abi::Config {
+        magic: abi::CONFIG_MAGIC,
+        version: abi::CONFIG_VERSION,
+        phys_port_cnt: 1,
+        atomic_cap: 1,
+        features: 0,
+        node_guid: mac.guid().0,
+        sys_image_guid: mac.guid().0,
+        device_cap_flags: CAPS,
+        max_mr_size: 1 << 47,
+        page_size_cap: 0xffff_ffff_ffff_f000,
+        max_qp: l.max_qp.min(abi::MAX_QP),
+        max_cq: l.max_cq,
+        max_mr: l.max_mr,
+        max_pd: l.max_pd,
+        max_qp_wr: abi::MAX_QP_WR,
+        max_cqe: abi::MAX_CQE,
+        max_sge: abi::MAX_SGE,
+        max_inline: abi::MAX_INLINE,
+        max_qp_rd_atom: 128,
+        num_comp_queues: abi::MAX_COMP_QUEUES,
+        // A private vendor of this project: locally administered, no OUI of a manufacturer.
+        vendor_id: 0x02_7552,
+        vendor_part_id: 42,
+        hw_ver: 1,
+        max_pkeys: 1,
+        local_ca_ack_delay: 15,
+        ..abi::Config::default()
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn addresses_are_read_as_people_write_them() {
+        let ip = |s: &str| s.parse::<IpNet>();
+        assert_eq!(ip("10.0.0.1").unwrap().to_string(), "10.0.0.1/16");
+        assert_eq!(ip("10.0.0.1/24").unwrap().prefix, 24);
+        assert_eq!(ip("fd00::1").unwrap().prefix, 64);
+        for bad in ["", "10.0.0", "10.0.0.1/33", "0.0.0.0", "224.0.0.1", "::ffff:1.2.3.4", "127.0.0.1", "::1/129"] {
+            assert!(ip(bad).is_err(), "{bad}");
+        }
+    }
+
+    #[test]
+    fn names_that_could_leave_the_directory_are_refused() {
+        for bad in ["", ".", "..", "a/b", "-x", "a b", &"x".repeat(33)] {
+            assert!(check_name("vRNIC", bad).is_err(), "{bad}");
+        }
+        assert!(check_name("vRNIC", "web-1.a_b").is_ok());
+    }
+
+    #[test]
+    fn the_gid_table_has_ipv4_first_and_no_duplicates() {
+        let ips = ["fd00::1", "10.1.2.3"].map(|s| s.parse().unwrap());
+        let mac = mac_of(&ips, 3);
+        assert_eq!(mac.to_string(), "02:03:0a:01:02:03");
+        let t: Vec<String> = gid_table(&ips, mac).iter().map(|g| g.to_string()).collect();
+        assert_eq!(t, ["::ffff:10.1.2.3", "fd00::1", "fe80::3:aff:fe01:203"]);
+    }
+}

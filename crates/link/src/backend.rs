@@ -1,0 +1,313 @@
+//! The backend's protocol engine: one connection, its memory and its vrings.
+//!
+//! Every request gets what the vhost-user specification says; one that is malformed, out of order or
+//! refused is answered (with a non-zero acknowledgement where the frontend asked for one) and changes
+//! nothing. Only a stream that cannot be followed, or a frontend that does not read, is closed.
+
+use std::io;
+use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
+
+use vhost::vhost_user::message::{FrontendReq, VhostUserProtocolFeatures as Proto};
+use zerocopy::{FromBytes, IntoBytes};
+
+use crate::memory::{Memory, RegionDesc};
+use crate::msg::{self, Message, NEED_REPLY, REPLY, Receiver, VERSION};
+use crate::{VHOST_USER_F_PROTOCOL_FEATURES, VIRTIO_F_VERSION_1};
+
+const FEATURES: u64 = VIRTIO_F_VERSION_1 | VHOST_USER_F_PROTOCOL_FEATURES;
+/// Set in a kick, call or error message that carries no descriptor.
+const NO_FD: u64 = 1 << 8;
+
+fn protocol_features() -> u64 {
+    (Proto::MQ | Proto::REPLY_ACK | Proto::CONFIG | Proto::CONFIGURE_MEM_SLOTS | Proto::RESET_DEVICE | Proto::STATUS).bits()
+}
+
+/// One vring as the frontend set it up. Addresses are bus addresses.
+#[derive(Debug, Default)]
+#[allow(missing_docs)]
+pub struct Vring {
+    pub size: u16,
+    pub desc: u64,
+    pub avail: u64,
+    pub used: u64,
+    pub base: u16,
+    pub kick: Option<OwnedFd>,
+    pub call: Option<OwnedFd>,
+    pub enabled: bool,
+    pub addressed: bool,
+}
+
+/// What a device does when the link changes.
+pub trait Handler {
+    /// The configuration space.
+    fn config(&self) -> Vec<u8>;
+    /// Regions were added or removed; `removed` are the ids of the latter.
+    fn memory_changed(&mut self, memory: &Memory, removed: &[u64]);
+    /// A vring was changed: look at all of it again.
+    fn vring_changed(&mut self, index: usize, vring: &Vring);
+    /// The vring stops; the next available index, for GET_VRING_BASE.
+    fn stop_vring(&mut self, index: usize) -> u16;
+    /// Back to the initial state, the memory aside.
+    fn reset(&mut self);
+    /// A request was refused, for the log.
+    fn refused(&self, request: u32, why: &str);
+}
+
+/// State of a connection after input.
+#[derive(Debug, PartialEq, Eq)]
+pub enum Progress {
+    /// Wait for more input.
+    Open,
+    /// The frontend is gone.
+    Closed,
+}
+
+/// One vhost-user connection, backend side.
+pub struct Backend {
+    sock: OwnedFd,
+    rx: Receiver,
+    memory: Memory,
+    vrings: Vec<Vring>,
+    status: u64,
+}
+
+type Answer = Result<Option<Vec<u8>>, String>;
+
+fn payload<T: FromBytes>(m: &Message) -> Result<T, String> {
+    T::read_from_bytes(&m.payload).map_err(|_| format!("payload of {} bytes", m.payload.len()))
+}
+
+/// Index and value of a vring state message, or flags of a descriptor message.
+#[derive(FromBytes, IntoBytes, zerocopy::Immutable)]
+#[repr(C)]
+struct State {
+    index: u32,
+    num: u32,
+}
+
+#[derive(FromBytes)]
+#[repr(C)]
+struct Addr {
+    index: u32,
+    flags: u32,
+    desc: u64,
+    used: u64,
+    avail: u64,
+    _log: u64,
+}
+
+impl Backend {
+    /// Serves `sock`, which must be non-blocking, with `queues` vrings.
+    pub fn new(sock: OwnedFd, queues: usize) -> Self {
+        let vrings = (0..queues).map(|_| Vring::default()).collect();
+        Backend { sock, rx: Receiver::default(), memory: Memory::default(), vrings, status: 0 }
+    }
+
+    /// The socket, to be polled for input.
+    pub fn socket(&self) -> BorrowedFd<'_> {
+        self.sock.as_fd()
+    }
+
+    /// The memory as it is now.
+    pub fn memory(&self) -> &Memory {
+        &self.memory
+    }
+
+    /// Handles all input that is there, at most `limit` messages.
+    ///
+    /// # Errors
+    /// The stream cannot be followed, or the frontend does not read its answers: close it.
+    pub fn on_readable(&mut self, h: &mut dyn Handler, limit: usize) -> io::Result<Progress> {
+        for _ in 0..limit {
+            let m = match self.rx.receive(self.sock.as_fd()) {
+                Ok(Some(m)) => m,
+                Ok(None) => return Ok(Progress::Closed),
+                Err(e) if e.kind() == io::ErrorKind::WouldBlock => break,
+                Err(e) if e.kind() == io::ErrorKind::Interrupted => continue,
+                Err(e) => return Err(e),
+            };
+            self.dispatch(h, m)?;
+        }
+        Ok(Progress::Open)
+    }
+
+    fn dispatch(&mut self, h: &mut dyn Handler, m: Message) -> io::Result<()> {
+        let (request, flags) = (m.request, m.flags);
+        let answer = if m.oversized {
+            Err("payload over 4096 bytes".into())
+        } else if flags & 3 != VERSION || flags & REPLY != 0 {
+            Err(format!("header flags {flags:#x}"))
+        } else {
+            match FrontendReq::try_from(request) {
+                Ok(req) => self.handle(h, req, m),
+                Err(_) => Err("unknown request".into()),
+            }
+        };
+        let reply = |bytes: &[u8]| msg::send(self.sock.as_fd(), request, REPLY, bytes, &[]);
+        match answer {
+            Ok(Some(bytes)) => reply(&bytes),
+            Ok(None) if flags & NEED_REPLY != 0 => reply(&0u64.to_ne_bytes()),
+            Ok(None) => Ok(()),
+            Err(why) => {
+                h.refused(request, &why);
+                if flags & NEED_REPLY != 0 || always_answered(request) { reply(&1u64.to_ne_bytes()) } else { Ok(()) }
+            }
+        }
+    }
+
+    fn handle(&mut self, h: &mut dyn Handler, req: FrontendReq, mut m: Message) -> Answer {
+        use FrontendReq as R;
+        let u64_answer = |v: u64| Ok(Some(v.to_ne_bytes().to_vec()));
+        match req {
+            R::GET_FEATURES => u64_answer(FEATURES),
+            R::SET_FEATURES => {
+                let v: u64 = payload(&m)?;
+                if v & !FEATURES != 0 { Err(format!("features {v:#x} were not offered")) } else { Ok(None) }
+            }
+            R::SET_OWNER | R::RESET_OWNER => Ok(None),
+            R::GET_PROTOCOL_FEATURES => u64_answer(protocol_features()),
+            R::SET_PROTOCOL_FEATURES => {
+                let v: u64 = payload(&m)?;
+                if v & !protocol_features() != 0 { Err(format!("protocol features {v:#x} were not offered")) } else { Ok(None) }
+            }
+            R::GET_QUEUE_NUM => u64_answer(self.vrings.len() as u64),
+            R::GET_MAX_MEM_SLOTS => u64_answer(crate::MAX_REGIONS as u64),
+            R::GET_STATUS => u64_answer(self.status),
+            R::SET_STATUS => {
+                self.status = payload(&m)?;
+                Ok(None)
+            }
+            R::RESET_DEVICE => {
+                self.reset(h);
+                Ok(None)
+            }
+            R::GET_CONFIG => Ok(Some(get_config(h, &m))),
+            R::SET_CONFIG => Err("the configuration space is read only".into()),
+            R::SET_MEM_TABLE => self.set_mem_table(h, m),
+            R::ADD_MEM_REG | R::REM_MEM_REG => {
+                let (_pad, desc): (u64, RegionDesc) = {
+                    let raw: [u64; 5] = payload(&m)?;
+                    (raw[0], RegionDesc { bus_addr: raw[1], size: raw[2], user_addr: raw[3], mmap_offset: raw[4] })
+                };
+                if req == R::ADD_MEM_REG {
+                    let fd = m.fds.pop().ok_or("no file descriptor")?;
+                    self.memory.add(desc, fd).map_err(|e| e.to_string())?;
+                    h.memory_changed(&self.memory, &[]);
+                } else {
+                    let id = self.memory.remove(desc).map_err(|e| e.to_string())?;
+                    h.memory_changed(&self.memory, &[id]);
+                }
+                Ok(None)
+            }
+            R::SET_VRING_NUM => {
+                let s: State = payload(&m)?;
+                let max = u32::from(unirdma_abi::MAX_VQ_SIZE);
+                let size = u16::try_from(s.num).ok().filter(|n| n.is_power_of_two() && u32::from(*n) <= max);
+                self.vring(s.index)?.size = size.ok_or(format!("{} descriptors", s.num))?;
+                self.changed(h, s.index)
+            }
+            R::SET_VRING_ADDR => {
+                let a: Addr = payload(&m)?;
+                let bus = |user| self.memory.bus_of_user(user).ok_or(format!("{user:#x} is in no region"));
+                let (desc, avail, used) = (bus(a.desc)?, bus(a.avail)?, bus(a.used)?);
+                if a.flags != 0 || desc % 16 != 0 || avail % 2 != 0 || used % 4 != 0 {
+                    return Err("flags or alignment".into());
+                }
+                let v = self.vring(a.index)?;
+                (v.desc, v.avail, v.used, v.addressed) = (desc, avail, used, true);
+                self.changed(h, a.index)
+            }
+            R::SET_VRING_BASE => {
+                let s: State = payload(&m)?;
+                self.vring(s.index)?.base = u16::try_from(s.num).map_err(|_| format!("base {}", s.num))?;
+                self.changed(h, s.index)
+            }
+            R::GET_VRING_BASE => {
+                let s: State = payload(&m)?;
+                self.vring(s.index)?;
+                let base = h.stop_vring(s.index as usize);
+                let v = self.vring(s.index)?;
+                *v = Vring { size: v.size, base, ..Vring::default() };
+                Ok(Some(State { index: s.index, num: base.into() }.as_bytes().to_vec()))
+            }
+            R::SET_VRING_ENABLE => {
+                let s: State = payload(&m)?;
+                if s.num > 1 {
+                    return Err(format!("enable {}", s.num));
+                }
+                self.vring(s.index)?.enabled = s.num == 1;
+                self.changed(h, s.index)
+            }
+            R::SET_VRING_KICK | R::SET_VRING_CALL | R::SET_VRING_ERR => {
+                let v: u64 = payload(&m)?;
+                let index = (v & 0xff) as u32;
+                let fd = if v & NO_FD != 0 { None } else { Some(m.fds.pop().ok_or("no file descriptor")?) };
+                let ring = self.vring(index)?;
+                match req {
+                    R::SET_VRING_KICK => ring.kick = fd,
+                    R::SET_VRING_CALL => ring.call = fd,
+                    _ => return Ok(None),
+                }
+                self.changed(h, index)
+            }
+            other => Err(format!("{other:?} is not supported")),
+        }
+    }
+
+    fn vring(&mut self, index: u32) -> Result<&mut Vring, String> {
+        self.vrings.get_mut(index as usize).ok_or(format!("vring {index} does not exist"))
+    }
+
+    fn changed(&mut self, h: &mut dyn Handler, index: u32) -> Answer {
+        h.vring_changed(index as usize, &self.vrings[index as usize]);
+        Ok(None)
+    }
+
+    fn reset(&mut self, h: &mut dyn Handler) {
+        for v in &mut self.vrings {
+            *v = Vring::default();
+        }
+        self.status = 0;
+        h.reset();
+    }
+
+    fn set_mem_table(&mut self, h: &mut dyn Handler, m: Message) -> Answer {
+        let bytes = m.payload.get(8..).ok_or("payload too short")?;
+        let count = u32::from_ne_bytes([m.payload[0], m.payload[1], m.payload[2], m.payload[3]]) as usize;
+        if bytes.len() != count * size_of::<RegionDesc>() || m.fds.len() != count {
+            return Err(format!("{count} regions, {} bytes, {} descriptors", bytes.len(), m.fds.len()));
+        }
+        let mut memory = self.memory.clone();
+        let removed = memory.clear();
+        for (raw, fd) in bytes.chunks_exact(size_of::<RegionDesc>()).zip(m.fds) {
+            let desc = RegionDesc::read_from_bytes(raw).map_err(|_| "region")?;
+            memory.add(desc, fd).map_err(|e| e.to_string())?;
+        }
+        self.memory = memory;
+        h.memory_changed(&self.memory, &removed);
+        Ok(None)
+    }
+}
+
+/// Requests whose frontends wait for an answer even without asking for one.
+fn always_answered(request: u32) -> bool {
+    use FrontendReq as R;
+    [R::GET_FEATURES, R::GET_PROTOCOL_FEATURES, R::GET_QUEUE_NUM, R::GET_VRING_BASE, R::GET_MAX_MEM_SLOTS, R::GET_STATUS]
+        .iter()
+        .any(|r| *r as u32 == request)
+}
+
+/// The answer to GET_CONFIG; an empty payload says that the range is wrong (vhost-user specification).
+fn get_config(h: &dyn Handler, m: &Message) -> Vec<u8> {
+    let word = |i: usize| m.payload.get(i..i + 4).map(|b| u32::from_ne_bytes([b[0], b[1], b[2], b[3]]) as usize);
+    let config = h.config();
+    let (Some(offset), Some(size)) = (word(0), word(4)) else { return Vec::new() };
+    let Some(end) = offset.checked_add(size).filter(|&e| e <= 256 && m.payload.len() == 12 + size) else {
+        return Vec::new();
+    };
+    let mut full = config;
+    full.resize(256, 0);
+    let mut answer = m.payload[..12].to_vec();
+    answer.extend_from_slice(&full[offset..end]);
+    answer
+}

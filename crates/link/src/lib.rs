@@ -1,0 +1,23 @@
+//! The vhost-user link: framing, the backend's protocol engine, the frontend of a process, and the
+//! driver half of a split virtqueue.
+//!
+//! May depend on the device ABI, the `mem` crate, and the vhost and vm-memory crates (kept to this
+//! crate and the device crate). It must never know what a control command means, and a malformed or
+//! refused request must never end a session by itself: it is answered.
+
+mod backend;
+mod driver_queue;
+mod frontend;
+mod memory;
+mod msg;
+
+pub use backend::{Backend, Handler, Progress, Vring};
+pub use driver_queue::{DriverQueue, Segment};
+pub use frontend::Frontend;
+pub use memory::{MAX_REGIONS, Memory, PROCESS_LIMIT, Refused, Region, RegionDesc};
+pub use msg::{MAX_FDS, MAX_PAYLOAD, Message, Receiver, send};
+
+/// `VIRTIO_F_VERSION_1`.
+pub const VIRTIO_F_VERSION_1: u64 = 1 << 32;
+/// `VHOST_USER_F_PROTOCOL_FEATURES`.
+pub const VHOST_USER_F_PROTOCOL_FEATURES: u64 = 1 << 30;

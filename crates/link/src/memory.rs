@@ -1,0 +1,296 @@
+//! A session's memory: regions by bus address, added and removed while the session lives.
+//!
+//! Two kinds. A *mapped* region is a memory file. A *process* region is a `/proc/PID/mem` descriptor: its
+//! bus addresses are virtual addresses of that process, below [`PROCESS_LIMIT`], and it can only be
+//! copied to and from.
+
+use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
+use std::sync::Arc;
+
+use unirdma_mem::{MapError, ProcMem, Span, map_file, map_pieces};
+use vm_memory::mmap::MmapRegionBuilder;
+use vm_memory::{GuestAddress, GuestMemoryMmap, GuestRegionMmap};
+use zerocopy::{FromBytes, Immutable, IntoBytes, KnownLayout};
+
+/// Most regions of one session.
+pub const MAX_REGIONS: usize = 4096;
+/// Bus addresses below this are a process's own; a mapped region of a process lies above.
+pub const PROCESS_LIMIT: u64 = 1 << 47;
+
+/// A region as a vhost-user message describes it.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, FromBytes, IntoBytes, Immutable, KnownLayout)]
+#[repr(C)]
+pub struct RegionDesc {
+    /// Bus address (guest physical address of a VM).
+    pub bus_addr: u64,
+    /// Bytes.
+    pub size: u64,
+    /// Address in the frontend's own address space; vring addresses are given so.
+    pub user_addr: u64,
+    /// Where the region begins in the file.
+    pub mmap_offset: u64,
+}
+
+/// Why a region was refused.
+#[derive(Debug)]
+pub enum Refused {
+    /// It overlaps another one, is empty, or wraps around.
+    Range,
+    /// No such region.
+    Unknown,
+    /// [`MAX_REGIONS`] are there.
+    TooMany,
+    /// The file cannot be used.
+    File(String),
+}
+
+impl std::fmt::Display for Refused {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        match self {
+            Refused::Range => write!(f, "the range is empty, wraps, or overlaps another region"),
+            Refused::Unknown => write!(f, "there is no such region"),
+            Refused::TooMany => write!(f, "a session has at most {MAX_REGIONS} regions"),
+            Refused::File(e) => write!(f, "{e}"),
+        }
+    }
+}
+
+enum Kind {
+    Mapped { span: Span, fd: OwnedFd, guest: Arc<GuestRegionMmap> },
+    Process(ProcMem),
+}
+
+/// One region.
+pub struct Region {
+    /// Unique in the session, never used again.
+    pub id: u64,
+    /// As it was announced.
+    pub desc: RegionDesc,
+    kind: Kind,
+}
+
+/// The regions of a session at one moment, sorted by bus address.
+#[derive(Clone, Default)]
+pub struct Memory {
+    regions: Vec<Arc<Region>>,
+    next_id: u64,
+}
+
+impl Region {
+    fn new(id: u64, desc: RegionDesc, fd: OwnedFd) -> Result<Self, Refused> {
+        let file = |e: MapError| Refused::File(e.to_string());
+        let kind = match map_file(fd.as_fd(), desc.mmap_offset, desc.size) {
+            Ok(span) => {
+                let owner = span.clone();
+                // SAFETY: the pointer comes from a live mapping of that length; the region that is
+                // built is kept beside `span`, which keeps the mapping.
+                let raw = unsafe {
+                    MmapRegionBuilder::new(span.len())
+                        .with_raw_mmap_pointer(owner.addr() as *mut u8)
+                        .with_mmap_prot(3)
+                        .with_mmap_flags(1)
+                        .build()
+                };
+                let raw = raw.map_err(|e| Refused::File(e.to_string()))?;
+                let guest = GuestRegionMmap::new(raw, GuestAddress(desc.bus_addr)).ok_or(Refused::Range)?;
+                Kind::Mapped { span, fd, guest: Arc::new(guest) }
+            }
+            Err(MapError::NotMemory) if desc.bus_addr + desc.size <= PROCESS_LIMIT && desc.mmap_offset == desc.bus_addr => {
+                Kind::Process(ProcMem::from_fd(fd).map_err(|e| Refused::File(e.to_string()))?)
+            }
+            Err(e) => return Err(file(e)),
+        };
+        Ok(Region { id, desc, kind })
+    }
+
+    /// The process memory, if this is a process region.
+    pub fn process(&self) -> Option<&ProcMem> {
+        match &self.kind {
+            Kind::Process(p) => Some(p),
+            Kind::Mapped { .. } => None,
+        }
+    }
+
+    fn mapped(&self) -> Option<(&Span, BorrowedFd<'_>)> {
+        match &self.kind {
+            Kind::Mapped { span, fd, .. } => Some((span, fd.as_fd())),
+            Kind::Process(_) => None,
+        }
+    }
+
+    fn holds(&self, addr: u64, len: u64) -> bool {
+        let off = addr.wrapping_sub(self.desc.bus_addr);
+        addr >= self.desc.bus_addr && off <= self.desc.size && len <= self.desc.size - off
+    }
+}
+
+impl Memory {
+    /// Regions, sorted by bus address.
+    pub fn regions(&self) -> &[Arc<Region>] {
+        &self.regions
+    }
+
+    /// Adds a region.
+    ///
+    /// # Errors
+    /// See [`Refused`]; the memory is as before.
+    pub fn add(&mut self, desc: RegionDesc, fd: OwnedFd) -> Result<(), Refused> {
+        let end = desc.bus_addr.checked_add(desc.size).ok_or(Refused::Range)?;
+        desc.user_addr.checked_add(desc.size).ok_or(Refused::Range)?;
+        if self.regions.len() >= MAX_REGIONS {
+            return Err(Refused::TooMany);
+        }
+        let at = self.regions.partition_point(|r| r.desc.bus_addr < desc.bus_addr);
+        let before = at.checked_sub(1).map(|i| &self.regions[i].desc);
+        let after = self.regions.get(at).map(|r| &r.desc);
+        let free = before.is_none_or(|b| b.bus_addr + b.size <= desc.bus_addr) && after.is_none_or(|a| end <= a.bus_addr);
+        if desc.size == 0 || !free {
+            return Err(Refused::Range);
+        }
+        let region = Region::new(self.next_id, desc, fd)?;
+        self.next_id += 1;
+        self.regions.insert(at, Arc::new(region));
+        Ok(())
+    }
+
+    /// Removes the region that has this bus address and size; its id.
+    ///
+    /// # Errors
+    /// [`Refused::Unknown`].
+    pub fn remove(&mut self, desc: RegionDesc) -> Result<u64, Refused> {
+        let same = |r: &Arc<Region>| r.desc.bus_addr == desc.bus_addr && r.desc.size == desc.size;
+        let at = self.regions.iter().position(same).ok_or(Refused::Unknown)?;
+        Ok(self.regions.remove(at).id)
+    }
+
+    /// Removes all regions; their ids.
+    pub fn clear(&mut self) -> Vec<u64> {
+        self.regions.drain(..).map(|r| r.id).collect()
+    }
+
+    /// The region in which `addr` lies.
+    pub fn region_at(&self, addr: u64) -> Option<&Arc<Region>> {
+        let at = self.regions.partition_point(|r| r.desc.bus_addr <= addr).checked_sub(1)?;
+        Some(&self.regions[at]).filter(|r| r.holds(addr, 1))
+    }
+
+    /// The bus address of a frontend's own address.
+    pub fn bus_of_user(&self, user: u64) -> Option<u64> {
+        let r = self.regions.iter().find(|r| user.wrapping_sub(r.desc.user_addr) < r.desc.size && r.mapped().is_some())?;
+        Some(r.desc.bus_addr + (user - r.desc.user_addr))
+    }
+
+    /// The mapped window and offset that hold `[addr, addr + len)` whole.
+    pub fn window(&self, addr: u64, len: u64) -> Option<(&Span, u64)> {
+        let r = self.region_at(addr)?;
+        let (span, _) = r.mapped().filter(|_| r.holds(addr, len))?;
+        Some((span, addr - r.desc.bus_addr))
+    }
+
+    /// [`Memory::window`] as a window of its own.
+    pub fn span(&self, addr: u64, len: u64) -> Option<Span> {
+        let (span, off) = self.window(addr, len)?;
+        span.sub(off, len)
+    }
+
+    /// One contiguous window over ranges that may lie in several regions, in order (U20), and the ids of
+    /// those regions. Ranges after the first must begin, and before the last must end, at a page.
+    ///
+    /// # Errors
+    /// [`Refused::Range`] if a range is not mapped memory of this session.
+    pub fn gather(&self, ranges: &[(u64, u64)]) -> Result<(Span, Vec<u64>), Refused> {
+        if let &[(addr, len)] = ranges
+            && let Some(span) = self.span(addr, len)
+        {
+            let id = self.region_at(addr).map(|r| r.id);
+            return Ok((span, id.into_iter().collect()));
+        }
+        let mut pieces: Vec<(BorrowedFd<'_>, u64, u64, u64)> = Vec::new();
+        let mut ids = Vec::new();
+        for &(mut addr, mut len) in ranges {
+            while len > 0 {
+                let r = self.region_at(addr).ok_or(Refused::Range)?;
+                let (_, fd) = r.mapped().ok_or(Refused::Range)?;
+                let off = addr - r.desc.bus_addr;
+                let n = len.min(r.desc.size - off);
+                let file_off = r.desc.mmap_offset + off;
+                match pieces.last_mut() {
+                    Some(p) if p.3 == r.id && p.1 + p.2 == file_off => p.2 += n,
+                    _ => pieces.push((fd, file_off, n, r.id)),
+                }
+                if !ids.contains(&r.id) {
+                    ids.push(r.id);
+                }
+                addr += n;
+                len -= n;
+            }
+        }
+        // mmap wants whole pages: widen the first piece down to its page, then cut the slack off.
+        let slack = pieces.first().map_or(0, |p| p.1 % 4096);
+        if let Some(p) = pieces.first_mut() {
+            p.1 -= slack;
+            p.2 += slack;
+        }
+        let plain: Vec<_> = pieces.iter().map(|&(fd, off, len, _)| (fd, off, len)).collect();
+        let whole = map_pieces(&plain).map_err(|e| Refused::File(e.to_string()))?;
+        let len = whole.len() as u64 - slack;
+        Ok((whole.sub(slack, len).ok_or(Refused::Range)?, ids))
+    }
+
+    /// The mapped regions for the virtqueue library.
+    pub fn guest(&self) -> Option<GuestMemoryMmap> {
+        let regions = self.regions.iter().filter_map(|r| match &r.kind {
+            Kind::Mapped { guest, .. } => Some(guest.clone()),
+            Kind::Process(_) => None,
+        });
+        GuestMemoryMmap::from_arc_regions(regions.collect()).ok()
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use std::sync::atomic::Ordering;
+    use unirdma_mem::MemFd;
+
+    fn add(m: &mut Memory, f: &MemFd, bus: u64, off: u64, size: u64) -> Result<(), Refused> {
+        let desc = RegionDesc { bus_addr: bus, size, user_addr: bus + 7, mmap_offset: off };
+        m.add(desc, f.fd().try_clone_to_owned().unwrap())
+    }
+
+    #[test]
+    fn overlaps_wraps_and_foreign_files_are_refused() {
+        let f = MemFd::new(c"t", 8192).unwrap();
+        let mut m = Memory::default();
+        add(&mut m, &f, 0x10000, 0, 8192).unwrap();
+        for (bus, size) in [(0x10000, 8192), (0x11000, 4096), (0xf000, 8192), (0x20000, 0)] {
+            assert!(matches!(add(&mut m, &f, bus, 0, size), Err(Refused::Range)), "{bus:#x}");
+        }
+        assert!(matches!(add(&mut m, &f, u64::MAX - 4095, 0, 8192), Err(Refused::Range)));
+        assert!(matches!(add(&mut m, &f, 0x20000, 4096, 8192), Err(Refused::File(_))));
+        let exe = OwnedFd::from(std::fs::File::open("/proc/self/exe").unwrap());
+        let desc = RegionDesc { bus_addr: 0x40000, size: 4096, user_addr: 0, mmap_offset: 0 };
+        assert!(matches!(m.add(desc, exe), Err(Refused::File(_))));
+        assert_eq!(m.regions().len(), 1);
+    }
+
+    #[test]
+    fn ranges_over_regions_become_one_window_in_order() {
+        let f = MemFd::new(c"t", 4 * 4096).unwrap();
+        for i in 0..4u32 {
+            f.span().store32(i as usize * 4096 + 16, i, Ordering::Relaxed);
+        }
+        let mut m = Memory::default();
+        // Two regions side by side on the bus, in reverse order in the file.
+        add(&mut m, &f, 0x10000, 8192, 8192).unwrap();
+        add(&mut m, &f, 0x12000, 0, 8192).unwrap();
+        let (s, ids) = m.gather(&[(0x10010, 4 * 4096 - 16)]).unwrap();
+        let at = |page: usize| s.load32(page * 4096, Ordering::Relaxed);
+        assert_eq!([at(0), at(1), at(2), at(3)], [2, 3, 0, 1]);
+        assert_eq!(ids, [0, 1]);
+        let (p, _) = m.gather(&[(0x13000, 4096), (0x10000, 4096)]).unwrap();
+        assert_eq!((p.load32(16, Ordering::Relaxed), p.load32(4096 + 16, Ordering::Relaxed)), (1, 2));
+        assert!(m.gather(&[(0x13000, 8192)]).is_err());
+        assert_eq!(m.bus_of_user(0x12007 + 5), Some(0x12005));
+    }
+}

@@ -1,0 +1,115 @@
+//! Framing: 12 bytes of header, a payload, and file descriptors beside the first byte.
+
+use std::io::{self, IoSlice, IoSliceMut};
+use std::mem::MaybeUninit;
+use std::os::fd::{BorrowedFd, OwnedFd};
+
+use rustix::net::{
+    RecvAncillaryBuffer, RecvAncillaryMessage, RecvFlags, SendAncillaryBuffer, SendAncillaryMessage, SendFlags,
+    recvmsg, sendmsg,
+};
+
+/// Longest payload that is taken apart, in bytes.
+pub const MAX_PAYLOAD: usize = 4096;
+/// Longest payload that is read over and answered with an error; beyond it the stream is lost.
+const MAX_SKIP: usize = 1 << 20;
+/// Most file descriptors of one message.
+pub const MAX_FDS: usize = 32;
+const HEADER: usize = 12;
+
+/// Header flags.
+pub(crate) const VERSION: u32 = 1;
+pub(crate) const REPLY: u32 = 4;
+pub(crate) const NEED_REPLY: u32 = 8;
+
+/// A message as it came.
+#[derive(Debug)]
+pub struct Message {
+    /// Raw request code.
+    pub request: u32,
+    /// Header flags.
+    pub flags: u32,
+    /// At most [`MAX_PAYLOAD`] bytes.
+    pub payload: Vec<u8>,
+    /// What came with it.
+    pub fds: Vec<OwnedFd>,
+    /// The payload was longer than that and was dropped.
+    pub oversized: bool,
+}
+
+/// Collects one message at a time from a socket that may be non-blocking.
+#[derive(Default)]
+pub struct Receiver {
+    head: [u8; HEADER],
+    have: usize,
+    payload: Vec<u8>,
+    fds: Vec<OwnedFd>,
+}
+
+impl Receiver {
+    fn word(&self, i: usize) -> u32 {
+        u32::from_ne_bytes([self.head[i], self.head[i + 1], self.head[i + 2], self.head[i + 3]])
+    }
+
+    /// Reads what is there; `Ok(None)` at the end of the stream.
+    ///
+    /// # Errors
+    /// `WouldBlock` until a message is whole; `InvalidData` when the stream cannot be followed any more.
+    pub fn receive(&mut self, sock: BorrowedFd<'_>) -> io::Result<Option<Message>> {
+        while self.have < HEADER {
+            let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(MAX_FDS))];
+            let mut control = RecvAncillaryBuffer::new(&mut space);
+            let mut iov = [IoSliceMut::new(&mut self.head[self.have..])];
+            let got = recvmsg(sock, &mut iov, &mut control, RecvFlags::CMSG_CLOEXEC)?;
+            for m in control.drain() {
+                if let RecvAncillaryMessage::ScmRights(fds) = m {
+                    self.fds.extend(fds);
+                }
+            }
+            if got.bytes == 0 {
+                return Ok(None);
+            }
+            self.have += got.bytes;
+        }
+        let size = self.word(8) as usize;
+        if size > MAX_SKIP {
+            return Err(io::Error::new(io::ErrorKind::InvalidData, "vhost-user message of over 1 MiB"));
+        }
+        while self.payload.len() < size {
+            let at = self.payload.len();
+            self.payload.resize(size.min(at + (64 << 10)), 0);
+            match rustix::net::recv(sock, &mut self.payload[at..], RecvFlags::empty()) {
+                Ok((_, 0)) => return Ok(None),
+                Ok((_, n)) => self.payload.truncate(at + n),
+                Err(e) => {
+                    self.payload.truncate(at);
+                    return Err(e.into());
+                }
+            }
+        }
+        self.have = 0;
+        let mut payload = std::mem::take(&mut self.payload);
+        let oversized = size > MAX_PAYLOAD;
+        payload.truncate(MAX_PAYLOAD);
+        Ok(Some(Message { request: self.word(0), flags: self.word(4), payload, fds: std::mem::take(&mut self.fds), oversized }))
+    }
+}
+
+/// Sends a message.
+///
+/// # Errors
+/// Those of `sendmsg(2)`; `WriteZero` if the socket took only a part.
+pub fn send(sock: BorrowedFd<'_>, request: u32, flags: u32, payload: &[u8], fds: &[BorrowedFd<'_>]) -> io::Result<()> {
+    let mut bytes = Vec::with_capacity(HEADER + payload.len());
+    for w in [request, flags | VERSION, payload.len() as u32] {
+        bytes.extend_from_slice(&w.to_ne_bytes());
+    }
+    bytes.extend_from_slice(payload);
+    let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(MAX_FDS))];
+    let mut control = SendAncillaryBuffer::new(&mut space);
+    if !fds.is_empty() && !control.push(SendAncillaryMessage::ScmRights(fds)) {
+        return Err(io::Error::new(io::ErrorKind::InvalidInput, "too many file descriptors"));
+    }
+    let n = sendmsg(sock, &[IoSlice::new(&bytes)], &mut control, SendFlags::NOSIGNAL)?;
+    if n < bytes.len() { Err(io::ErrorKind::WriteZero.into()) } else { Ok(()) }
+}

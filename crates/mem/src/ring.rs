@@ -1,0 +1,456 @@
+//! Rings and the doorbell over a [`Span`], with both sides' halves of each.
+//!
+//! | word | owner | order |
+//! |---|---|---|
+//! | `sq_prod`, `rq_prod` | driver | WQE bytes, then a release store; the device acquires |
+//! | `sq_cons`, `rq_cons` | device | after the WQE was copied or retired, release; the driver acquires |
+//! | `rq_notify` | device | store, full fence, then it looks at `rq_prod` again |
+//! | `Cqe::valid` | device | the other 60 bytes, then a release store; the driver acquires |
+//! | `CqCtrl::cons` | driver | after the CQE was copied, release |
+//! | `CqCtrl::arm` | driver | store, full fence, then it polls once more |
+//! | doorbell words | both | atomic or / swap; see [`crate::protocol`] |
+//!
+//! Pointers are resolved once, when a ring is set up. Each index read from the other side is checked
+//! here: a producer that runs ahead by more than the ring is a [`RingError`].
+
+use std::sync::atomic::{Ordering, fence};
+
+use unirdma_abi as abi;
+use zerocopy::IntoBytes;
+
+use crate::Span;
+use crate::protocol::{self, Fence, Word32, Word64};
+
+struct W<'a>(&'a Span, usize);
+
+impl Word32 for W<'_> {
+    fn load(&self) -> u32 {
+        self.0.load32(self.1, Ordering::Acquire)
+    }
+    fn store(&self, v: u32) {
+        self.0.store32(self.1, v, Ordering::Release);
+    }
+}
+
+impl Word64 for W<'_> {
+    fn peek(&self) -> u64 {
+        self.0.load64(self.1, Ordering::Relaxed)
+    }
+    fn or(&self, v: u64) {
+        self.0.or64(self.1, v, Ordering::Release);
+    }
+    fn take(&self) -> u64 {
+        self.0.swap64(self.1, 0, Ordering::Acquire)
+    }
+}
+
+struct Full;
+
+impl Fence for Full {
+    fn fence(&self) {
+        fence(Ordering::SeqCst);
+    }
+}
+
+/// The other side moved an index outside of what it may.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct RingError;
+
+/// SQ and RQ of one QP, either side's view.
+#[derive(Clone, Debug)]
+pub struct QpRings {
+    ctrl: Span,
+    sq: Span,
+    rq: Span,
+    layout: abi::QpLayout,
+}
+
+impl QpRings {
+    /// `None` if a window is smaller than its part of `layout`.
+    pub fn new(ctrl: Span, sq: Span, rq: Span, layout: abi::QpLayout) -> Option<Self> {
+        let fits = ctrl.len() >= size_of::<abi::QpCtrl>()
+            && ctrl.addr() % 64 == 0
+            && sq.len() >= layout.sq_bytes()
+            && sq.addr() % 8 == 0
+            && rq.len() >= layout.rq_bytes()
+            && rq.addr() % 8 == 0;
+        fits.then_some(QpRings { ctrl, sq, rq, layout })
+    }
+
+    /// Sizes of the rings.
+    pub fn layout(&self) -> &abi::QpLayout {
+        &self.layout
+    }
+
+    fn sq_at(&self, index: u32) -> usize {
+        (index & (self.layout.sq_entries - 1)) as usize * self.layout.sq_stride as usize
+    }
+
+    fn rq_at(&self, index: u32) -> usize {
+        (index & (self.layout.rq_entries - 1)) as usize * self.layout.rq_stride as usize
+    }
+
+    fn pending(&self, prod_off: usize, cons: u32, entries: u32) -> Result<u32, RingError> {
+        let n = self.ctrl.load32(prod_off, Ordering::Acquire).wrapping_sub(cons);
+        if n > entries { Err(RingError) } else { Ok(n) }
+    }
+
+    /// Device: WQEs in the SQ past `cons`.
+    ///
+    /// # Errors
+    /// The driver's index jumped.
+    pub fn sq_pending(&self, cons: u32) -> Result<u32, RingError> {
+        self.pending(abi::QP_SQ_PROD, cons, self.layout.sq_entries)
+    }
+
+    /// Device: WQEs in the RQ past `cons`.
+    ///
+    /// # Errors
+    /// The driver's index jumped.
+    pub fn rq_pending(&self, cons: u32) -> Result<u32, RingError> {
+        self.pending(abi::QP_RQ_PROD, cons, self.layout.rq_entries)
+    }
+
+    /// Device: copies the head of SQ WQE `index`, once.
+    pub fn sq_head(&self, index: u32) -> abi::SqWqe {
+        self.sq.read_obj(self.sq_at(index))
+    }
+
+    /// Device: copies what follows the head of SQ WQE `index`; false if it is longer than a slot.
+    pub fn sq_data(&self, index: u32, dst: &mut [u8]) -> bool {
+        let fits = abi::SQ_DATA + dst.len() <= self.layout.sq_stride as usize;
+        if fits {
+            self.sq.read(self.sq_at(index) + abi::SQ_DATA, dst);
+        }
+        fits
+    }
+
+    /// Device: copies the head of RQ WQE `index`, once.
+    pub fn rq_head(&self, index: u32) -> abi::RqWqe {
+        self.rq.read_obj(self.rq_at(index))
+    }
+
+    /// Device: copies the SGEs of RQ WQE `index`; false if they are longer than a slot.
+    pub fn rq_data(&self, index: u32, dst: &mut [u8]) -> bool {
+        let fits = abi::RQ_DATA + dst.len() <= self.layout.rq_stride as usize;
+        if fits {
+            self.rq.read(self.rq_at(index) + abi::RQ_DATA, dst);
+        }
+        fits
+    }
+
+    /// Device: gives SQ slots below `cons` back.
+    pub fn set_sq_cons(&self, cons: u32) {
+        self.ctrl.store32(abi::QP_SQ_CONS, cons, Ordering::Release);
+    }
+
+    /// Device: gives RQ slots below `cons` back.
+    pub fn set_rq_cons(&self, cons: u32) {
+        self.ctrl.store32(abi::QP_RQ_CONS, cons, Ordering::Release);
+    }
+
+    /// Device: asks for doorbells on receives (or not). Look at [`QpRings::rq_pending`] afterwards.
+    pub fn set_rq_notify(&self, on: bool) {
+        self.ctrl.store32(abi::QP_RQ_NOTIFY, u32::from(on), Ordering::Release);
+        fence(Ordering::SeqCst);
+    }
+
+    /// Driver: slots of the SQ that are free when `prod` WQEs were posted.
+    pub fn sq_free(&self, prod: u32) -> u32 {
+        let used = prod.wrapping_sub(self.ctrl.load32(abi::QP_SQ_CONS, Ordering::Acquire));
+        self.layout.sq_entries.saturating_sub(used)
+    }
+
+    /// Driver: slots of the RQ that are free when `prod` WQEs were posted.
+    pub fn rq_free(&self, prod: u32) -> u32 {
+        let used = prod.wrapping_sub(self.ctrl.load32(abi::QP_RQ_CONS, Ordering::Acquire));
+        self.layout.rq_entries.saturating_sub(used)
+    }
+
+    /// Driver: writes bytes of SQ slot `index` at `off` in the slot.
+    pub fn sq_put(&self, index: u32, off: usize, bytes: &[u8]) {
+        assert!(off + bytes.len() <= self.layout.sq_stride as usize, "SQ slot overrun");
+        self.sq.write(self.sq_at(index) + off, bytes);
+    }
+
+    /// Driver: writes RQ slot `index`.
+    pub fn rq_put(&self, index: u32, off: usize, bytes: &[u8]) {
+        assert!(off + bytes.len() <= self.layout.rq_stride as usize, "RQ slot overrun");
+        self.rq.write(self.rq_at(index) + off, bytes);
+    }
+
+    /// Driver: publishes `prod` SQ WQEs.
+    pub fn set_sq_prod(&self, prod: u32) {
+        self.ctrl.store32(abi::QP_SQ_PROD, prod, Ordering::Release);
+    }
+
+    /// Driver: publishes `prod` RQ WQEs; true if the device wants the doorbell for them.
+    pub fn set_rq_prod(&self, prod: u32) -> bool {
+        self.ctrl.store32(abi::QP_RQ_PROD, prod, Ordering::Release);
+        fence(Ordering::SeqCst);
+        self.ctrl.load32(abi::QP_RQ_NOTIFY, Ordering::Relaxed) != 0
+    }
+}
+
+/// Device half of a CQ.
+#[derive(Debug)]
+pub struct CqRing {
+    ctrl: Span,
+    ring: Span,
+    mask: u32,
+    prod: u32,
+    served: u32,
+}
+
+impl CqRing {
+    /// `None` if `entries` is no power of two or a window is too small.
+    pub fn new(ctrl: Span, ring: Span, entries: u32) -> Option<Self> {
+        let fits = entries.is_power_of_two()
+            && ctrl.len() >= size_of::<abi::CqCtrl>()
+            && ctrl.addr() % 64 == 0
+            && ring.len() >= entries as usize * size_of::<abi::Cqe>()
+            && ring.addr() % 64 == 0;
+        fits.then(|| CqRing { ctrl, ring, mask: entries - 1, prod: 0, served: 0 })
+    }
+
+    /// Writes a completion.
+    ///
+    /// # Errors
+    /// The ring is full, or the driver's index jumped: the CQ has overrun (R84b).
+    pub fn push(&mut self, mut cqe: abi::Cqe) -> Result<(), RingError> {
+        let used = self.prod.wrapping_sub(self.ctrl.load32(abi::CQ_CONS, Ordering::Acquire));
+        if used > self.mask {
+            self.ctrl.store32(abi::CQ_ERROR, 1, Ordering::Release);
+            return Err(RingError);
+        }
+        cqe.valid = phase(self.prod, self.mask);
+        let at = (self.prod & self.mask) as usize * size_of::<abi::Cqe>();
+        self.ring.write(at, &cqe.as_bytes()[..abi::CQE_VALID]);
+        self.ring.store32(at + abi::CQE_VALID, cqe.valid, Ordering::Release);
+        self.prod = self.prod.wrapping_add(1);
+        self.ctrl.store32(abi::CQ_PROD, self.prod, Ordering::Release);
+        Ok(())
+    }
+
+    /// True if a completion event is due now; each arming is served once.
+    pub fn take_event(&mut self, solicited: bool) -> bool {
+        let Some(arm) = protocol::armed(&Full, &W(&self.ctrl, abi::CQ_ARM), self.served) else {
+            return false;
+        };
+        if arm & abi::NOTIFY_NEXT == 0 && !solicited {
+            return false;
+        }
+        self.served = arm;
+        true
+    }
+}
+
+/// Phase bit of slot number `index`: 1 on the first lap, so that zeroed memory is invalid.
+fn phase(index: u32, mask: u32) -> u32 {
+    let lap = index >> mask.count_ones().min(31);
+    (lap & 1) ^ 1
+}
+
+/// Driver half of a CQ.
+#[derive(Debug)]
+pub struct CqTail {
+    ctrl: Span,
+    ring: Span,
+    mask: u32,
+    cons: u32,
+    arm_seq: u32,
+}
+
+impl CqTail {
+    /// As [`CqRing::new`]; the memory must be zero.
+    pub fn new(ctrl: Span, ring: Span, entries: u32) -> Option<Self> {
+        CqRing::new(ctrl.clone(), ring.clone(), entries)?;
+        Some(CqTail { ctrl, ring, mask: entries - 1, cons: 0, arm_seq: 0 })
+    }
+
+    /// The next completion, if there is one; its slot stays taken until [`CqTail::release`].
+    #[inline]
+    pub fn pop(&mut self) -> Option<abi::Cqe> {
+        let at = (self.cons & self.mask) as usize * size_of::<abi::Cqe>();
+        if self.ring.load32(at + abi::CQE_VALID, Ordering::Acquire) != phase(self.cons, self.mask) {
+            return None;
+        }
+        let cqe = self.ring.read_obj(at);
+        self.cons = self.cons.wrapping_add(1);
+        Some(cqe)
+    }
+
+    /// Gives the slots of popped completions back.
+    #[inline]
+    pub fn release(&mut self) {
+        self.ctrl.store32(abi::CQ_CONS, self.cons, Ordering::Release);
+    }
+
+    /// Arms the CQ with `NOTIFY_*` flags.
+    pub fn arm(&mut self, flags: u32) {
+        self.arm_seq = self.arm_seq.wrapping_add(1);
+        protocol::arm(&Full, &W(&self.ctrl, abi::CQ_ARM), self.arm_seq << 2 | flags & 3);
+    }
+
+    /// True once the device has found the CQ overrun.
+    pub fn overrun(&self) -> bool {
+        self.ctrl.load32(abi::CQ_ERROR, Ordering::Relaxed) != 0
+    }
+}
+
+/// The doorbell page, either side's view.
+#[derive(Clone, Debug)]
+pub struct Bell(Span);
+
+impl Bell {
+    /// `None` if the window is no aligned doorbell page.
+    pub fn new(page: Span) -> Option<Self> {
+        (page.len() >= size_of::<abi::DoorbellPage>() && page.addr() % 64 == 0).then_some(Bell(page))
+    }
+
+    /// Driver: rings for `slot`; true if the wake virtqueue must be kicked.
+    ///
+    /// # Panics
+    /// If `slot` is not below [`abi::MAX_QP`].
+    #[inline]
+    pub fn ring(&self, slot: u32) -> bool {
+        let (word, bit) = (slot / 64, slot % 64);
+        assert!((word as usize) < abi::DOORBELL_WORDS);
+        let bits = W(&self.0, abi::DB_BITS + word as usize * 8);
+        protocol::ring(&Full, &bits, &W(&self.0, abi::DB_SUMMARY), &W(&self.0, abi::DB_NEED_KICK), word, bit)
+    }
+
+    /// Driver: the device's [`abi::DB_YIELD`] hint.
+    #[inline]
+    pub fn hints(&self) -> u32 {
+        self.0.load32(abi::DB_HINTS, Ordering::Relaxed)
+    }
+
+    /// Device: sets the hints.
+    pub fn set_hints(&self, hints: u32) {
+        self.0.store32(abi::DB_HINTS, hints, Ordering::Release);
+    }
+
+    /// Device: takes all rung slots and calls `f` with each; true if there were any.
+    #[inline]
+    pub fn take(&self, mut f: impl FnMut(u32)) -> bool {
+        let summary = W(&self.0, abi::DB_SUMMARY);
+        if summary.peek() == 0 {
+            return false;
+        }
+        let mut words = summary.take();
+        while words != 0 {
+            let w = words.trailing_zeros();
+            words &= words - 1;
+            let mut bits = W(&self.0, abi::DB_BITS + w as usize * 8).take();
+            while bits != 0 {
+                f(w * 64 + bits.trailing_zeros());
+                bits &= bits - 1;
+            }
+        }
+        true
+    }
+
+    /// Device: asks for a kick; false if a bell rang meanwhile, and then it asks for none.
+    pub fn park(&self) -> bool {
+        protocol::park(&Full, &W(&self.0, abi::DB_SUMMARY), &W(&self.0, abi::DB_NEED_KICK))
+    }
+
+    /// Device: wants no kicks, it is polling.
+    pub fn unpark(&self) {
+        self.0.store32(abi::DB_NEED_KICK, 0, Ordering::Release);
+    }
+}
+
+#[cfg(all(test, not(loom)))]
+mod tests {
+    use super::*;
+
+    fn cq(entries: u32) -> (CqRing, CqTail) {
+        let (ctrl, ring) = (Span::anonymous(192), Span::anonymous(entries as usize * 64 + 64));
+        let align = |s: &Span, n: u64| s.sub((64 - s.addr() as u64 % 64) % 64, n).unwrap();
+        let (c, r) = (align(&ctrl, 128), align(&ring, u64::from(entries) * 64));
+        (CqRing::new(c.clone(), r.clone(), entries).unwrap(), CqTail::new(c, r, entries).unwrap())
+    }
+
+    #[test]
+    fn completions_come_out_in_order_over_many_laps() {
+        let (mut dev, mut drv) = cq(4);
+        for lap in 0..10u64 {
+            for i in 0..3 {
+                dev.push(abi::Cqe { wr_id: lap * 3 + i, ..Default::default() }).unwrap();
+            }
+            for i in 0..3 {
+                assert_eq!(drv.pop().unwrap().wr_id, lap * 3 + i);
+            }
+            assert!(drv.pop().is_none());
+            drv.release();
+        }
+    }
+
+    #[test]
+    fn a_full_ring_overruns_and_says_so() {
+        let (mut dev, drv) = cq(2);
+        dev.push(Default::default()).unwrap();
+        dev.push(Default::default()).unwrap();
+        assert!(!drv.overrun());
+        assert_eq!(dev.push(Default::default()), Err(RingError));
+        assert!(drv.overrun());
+    }
+
+    #[test]
+    fn a_ring_of_one_entry_works() {
+        let (mut dev, mut drv) = cq(1);
+        for i in 0..5 {
+            dev.push(abi::Cqe { wr_id: i, ..Default::default() }).unwrap();
+            assert_eq!(drv.pop().unwrap().wr_id, i);
+            assert!(drv.pop().is_none());
+            drv.release();
+        }
+    }
+
+    #[test]
+    fn each_arming_is_served_once_and_solicited_waits_for_solicited() {
+        let (mut dev, mut drv) = cq(4);
+        assert!(!dev.take_event(true));
+        drv.arm(abi::NOTIFY_NEXT);
+        assert!(dev.take_event(false));
+        assert!(!dev.take_event(false));
+        drv.arm(abi::NOTIFY_SOLICITED);
+        assert!(!dev.take_event(false));
+        assert!(dev.take_event(true));
+    }
+
+    #[test]
+    fn bells_carry_every_slot_once() {
+        let page = Span::anonymous(4096 + 64);
+        let bell = Bell::new(page.sub((64 - page.addr() as u64 % 64) % 64, 4096).unwrap()).unwrap();
+        for slot in [0, 63, 64, 4095] {
+            assert!(!bell.ring(slot));
+        }
+        let mut got = vec![];
+        assert!(bell.take(|s| got.push(s)));
+        assert_eq!(got, [0, 63, 64, 4095]);
+        assert!(!bell.take(|_| unreachable!()));
+        assert!(bell.park());
+        assert!(bell.ring(1), "a parked device must be kicked");
+        assert!(!bell.park(), "work is waiting");
+    }
+
+    #[test]
+    fn a_jumping_producer_is_an_error() {
+        let cap = abi::QpCap { max_send_wr: 4, max_recv_wr: 4, max_send_sge: 1, max_recv_sge: 1, max_inline_data: 0 };
+        let layout = abi::QpLayout::of(&cap).unwrap();
+        let s = Span::anonymous(8192);
+        let base = (64 - s.addr() as u64 % 64) % 64;
+        let part = |o, n: usize| s.sub(base + o, n as u64).unwrap();
+        let r = QpRings::new(part(0, 128), part(128, layout.sq_bytes()), part(2048, layout.rq_bytes()), layout).unwrap();
+        r.set_sq_prod(4);
+        assert_eq!(r.sq_pending(0), Ok(4));
+        r.set_sq_prod(5);
+        assert_eq!(r.sq_pending(0), Err(RingError));
+        r.set_sq_prod(u32::MAX);
+        assert_eq!(r.sq_pending(0), Err(RingError));
+        assert!(!r.sq_data(0, &mut [0; 65]));
+    }
+}

@@ -1,0 +1,210 @@
+//! Copies between two places, each of which may be shared memory, another process, or private bytes.
+
+use std::sync::atomic::{AtomicU64, Ordering, fence};
+
+use crate::{ProcMem, Span};
+
+/// Bytes at the end of a copy that are written one word at a time, last.
+const TAIL: usize = 64;
+
+/// One end of a copy.
+#[derive(Clone, Copy)]
+pub enum Loc<'a> {
+    /// Offset in a mapped window.
+    Mapped(&'a Span, u64),
+    /// Address in another process.
+    Process(&'a ProcMem, u64),
+    /// Private bytes; source only.
+    Bytes(&'a [u8]),
+}
+
+/// Which end of a copy could not be reached.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Fault {
+    /// The source.
+    Source,
+    /// The destination.
+    Destination,
+}
+
+/// Copies `len` bytes. The destination sees them in address order, the last byte last: applications
+/// poll on it (DESIGN, application memory). `scratch` bounces a copy between two processes.
+///
+/// # Errors
+/// The end whose memory is gone. A mapped range that leaves its window is a fault of that end too.
+///
+/// # Panics
+/// If the destination is [`Loc::Bytes`], or `scratch` is empty when both ends are processes.
+pub fn transfer(src: Loc<'_>, dst: Loc<'_>, len: usize, scratch: &mut [u8]) -> Result<(), Fault> {
+    match (src, dst) {
+        (Loc::Bytes(b), Loc::Mapped(d, doff)) => {
+            let b = b.get(..len).ok_or(Fault::Source)?;
+            d.write(range(d, doff, len).ok_or(Fault::Destination)?, b);
+            Ok(())
+        }
+        (Loc::Bytes(b), Loc::Process(p, addr)) => {
+            p.write(addr, b.get(..len).ok_or(Fault::Source)?).map_err(|_| Fault::Destination)
+        }
+        (Loc::Mapped(s, soff), Loc::Mapped(d, doff)) => {
+            let from = s.at(range(s, soff, len).ok_or(Fault::Source)?, len);
+            let to = d.at(range(d, doff, len).ok_or(Fault::Destination)?, len);
+            // SAFETY: both ranges lie in live windows that the borrows keep.
+            unsafe { copy_raw(to, from, len) };
+            Ok(())
+        }
+        (Loc::Mapped(s, soff), Loc::Process(p, addr)) => {
+            let off = range(s, soff, len).ok_or(Fault::Source)?;
+            p.write_span(addr, s, off, len).map_err(|_| Fault::Destination)
+        }
+        (Loc::Process(p, addr), Loc::Mapped(d, doff)) => {
+            let off = range(d, doff, len).ok_or(Fault::Destination)?;
+            p.read_span(addr, d, off, len).map_err(|_| Fault::Source)
+        }
+        (Loc::Process(p, from), Loc::Process(q, to)) => {
+            assert!(!scratch.is_empty(), "a copy between processes needs scratch memory");
+            let mut done = 0;
+            while done < len {
+                let n = scratch.len().min(len - done);
+                let bounce = &mut scratch[..n];
+                p.read(from + done as u64, bounce).map_err(|_| Fault::Source)?;
+                q.write(to + done as u64, bounce).map_err(|_| Fault::Destination)?;
+                done += n;
+            }
+            Ok(())
+        }
+        (_, Loc::Bytes(_)) => panic!("private bytes are no destination"),
+    }
+}
+
+fn range(s: &Span, off: u64, len: usize) -> Option<usize> {
+    let end = off.checked_add(len as u64)?;
+    (end <= s.len() as u64).then_some(off as usize)
+}
+
+/// Applies `f` to the aligned 64-bit word at `at` and returns what was there. On mapped memory this is
+/// a CPU atomic; in another process it is atomic against other requests of this device only
+/// (`IBV_ATOMIC_HCA`).
+///
+/// # Errors
+/// [`Fault::Destination`] if the word cannot be reached or is not 8-byte aligned.
+///
+/// # Panics
+/// If `at` is [`Loc::Bytes`].
+pub fn atomic_u64(at: Loc<'_>, f: impl Fn(u64) -> u64) -> Result<u64, Fault> {
+    match at {
+        Loc::Mapped(s, off) => {
+            let off = range(s, off, 8).ok_or(Fault::Destination)?;
+            let p = s.at(off, 8);
+            if p as usize % 8 != 0 {
+                return Err(Fault::Destination);
+            }
+            // SAFETY: in a live window and aligned.
+            let word = unsafe { AtomicU64::from_ptr(p.cast()) };
+            let mut old = word.load(Ordering::Relaxed);
+            while let Err(now) = word.compare_exchange_weak(old, f(old), Ordering::SeqCst, Ordering::Relaxed) {
+                old = now;
+            }
+            Ok(old)
+        }
+        Loc::Process(p, addr) => {
+            if addr % 8 != 0 {
+                return Err(Fault::Destination);
+            }
+            let mut b = [0; 8];
+            p.read(addr, &mut b).map_err(|_| Fault::Destination)?;
+            let old = u64::from_ne_bytes(b);
+            p.write(addr, &f(old).to_ne_bytes()).map_err(|_| Fault::Destination)?;
+            Ok(old)
+        }
+        Loc::Bytes(_) => panic!("private bytes hold no shared word"),
+    }
+}
+
+/// Copies `len` bytes so that the last [`TAIL`] of them become visible after the rest, in address
+/// order. The ranges may overlap, as those of two MRs of one application may.
+///
+/// # Safety
+/// Both ranges must be valid; either may be written by others meanwhile, so the bytes copied are any
+/// mixture of what was there.
+pub(crate) unsafe fn copy_raw(dst: *mut u8, src: *const u8, len: usize) {
+    let body = len.saturating_sub(TAIL);
+    if body > 0 {
+        // SAFETY: by the contract; `copy` allows overlap.
+        unsafe { std::ptr::copy(src, dst, body) };
+        fence(Ordering::Release);
+    }
+    let mut i = body;
+    while len - i >= 8 {
+        // SAFETY: i + 8 <= len, so both stay in range; the pointers may be unaligned.
+        unsafe {
+            let w = std::ptr::read_volatile(src.add(i).cast::<[u8; 8]>());
+            std::ptr::write_volatile(dst.add(i).cast::<[u8; 8]>(), w);
+        }
+        i += 8;
+    }
+    fence(Ordering::Release);
+    while i < len {
+        // SAFETY: i < len.
+        unsafe { std::ptr::write_volatile(dst.add(i), std::ptr::read_volatile(src.add(i))) };
+        i += 1;
+    }
+    fence(Ordering::Release);
+}
+
+#[cfg(all(test, not(loom)))]
+mod tests {
+    use super::*;
+
+    fn pattern(n: usize) -> Vec<u8> {
+        (0..n).map(|i| (i * 7 + i / 251) as u8).collect()
+    }
+
+    #[test]
+    fn every_length_around_the_tail_arrives() {
+        for len in [0, 1, 7, 8, 9, 63, 64, 65, 71, 72, 73, 200, 4096, 10_001] {
+            let (s, d) = (Span::anonymous(len + 5), Span::anonymous(len + 5));
+            s.write(5, &pattern(len));
+            transfer(Loc::Mapped(&s, 5), Loc::Mapped(&d, 3), len, &mut []).unwrap();
+            let mut got = vec![0; len];
+            d.read(3, &mut got);
+            assert_eq!(got, pattern(len), "length {len}");
+        }
+    }
+
+    #[test]
+    fn own_process_memory_is_reached_by_address() {
+        let me = ProcMem::of_self().unwrap();
+        let src = pattern(9000);
+        let mut dst = vec![0u8; 9000];
+        let to = dst.as_mut_ptr() as u64;
+        let mut scratch = vec![0; 1000];
+        transfer(Loc::Process(&me, src.as_ptr() as u64), Loc::Process(&me, to), 9000, &mut scratch).unwrap();
+        assert_eq!(dst, src);
+        let bad = transfer(Loc::Process(&me, 8), Loc::Process(&me, to), 8, &mut scratch);
+        assert_eq!(bad, Err(Fault::Source));
+        let bad = transfer(Loc::Bytes(&src), Loc::Process(&me, 8), 8, &mut scratch);
+        assert_eq!(bad, Err(Fault::Destination));
+    }
+
+    #[test]
+    fn ranges_outside_are_faults() {
+        let s = Span::anonymous(16);
+        let r = transfer(Loc::Mapped(&s, 9), Loc::Mapped(&s, 0), 8, &mut []);
+        assert_eq!(r, Err(Fault::Source));
+        let r = transfer(Loc::Mapped(&s, 0), Loc::Mapped(&s, u64::MAX), 8, &mut []);
+        assert_eq!(r, Err(Fault::Destination));
+        assert_eq!(atomic_u64(Loc::Mapped(&s, 16), |v| v), Err(Fault::Destination));
+    }
+
+    #[test]
+    fn atomics_return_the_old_value() {
+        let s = Span::anonymous(16);
+        assert_eq!(atomic_u64(Loc::Mapped(&s, 8), |v| v + 5), Ok(0));
+        assert_eq!(atomic_u64(Loc::Mapped(&s, 8), |v| v + 5), Ok(5));
+        let me = ProcMem::of_self().unwrap();
+        let word = Box::new(AtomicU64::new(3));
+        let at = Loc::Process(&me, word.as_ptr() as u64);
+        assert_eq!(atomic_u64(at, |v| v * 2), Ok(3));
+        assert_eq!(word.load(Ordering::SeqCst), 6);
+    }
+}

@@ -1,0 +1,413 @@
+//! The control path: every handle is checked for existence and owner, every value for its range.
+
+use std::sync::Arc;
+
+use unirdma_abi as abi;
+use unirdma_abi::Status;
+use unirdma_formats::{Gid, Psn, QpState, QpType, access, attr_mask, mtu_bytes};
+use unirdma_mem::{Bell, CqRing};
+
+use crate::attr;
+use crate::mr::{Backing, Mr, Resolve};
+use crate::objects::{Cq, CreateQp, Pd, Qp, SessionId, VnicId, Wait};
+use crate::rnic::Rnic;
+
+type Result<T> = std::result::Result<T, Status>;
+
+impl Rnic {
+    fn vnic_of(&self, s: SessionId) -> Result<VnicId> {
+        self.sessions.get(s.0).map(|s| s.vnic).ok_or(Status::BadHandle)
+    }
+
+    fn quota(&self, s: SessionId, used: usize, max: impl Fn(&crate::Limits) -> u32) -> Result<()> {
+        let v = self.vnics.get(self.vnic_of(s)?.0).ok_or(Status::BadHandle)?;
+        if used >= max(&v.limits) as usize { Err(Status::Exhausted) } else { Ok(()) }
+    }
+
+    fn same_vnic(&self, s: SessionId) -> impl Fn(SessionId) -> bool + '_ {
+        let vnic = self.vnic_of(s).ok();
+        move |o| self.sessions.get(o.0).map(|x| x.vnic) == vnic
+    }
+
+    /// Gives a session its doorbell page. Once.
+    ///
+    /// # Errors
+    /// `BadState` if it has one.
+    pub fn set_doorbell(&mut self, s: SessionId, bell: Bell) -> Result<()> {
+        let hints = self.hints;
+        let session = self.sessions.get_mut(s.0).ok_or(Status::BadHandle)?;
+        if session.bell.is_some() {
+            return Err(Status::BadState);
+        }
+        bell.set_hints(hints);
+        let parked = bell.park();
+        session.bell = Some(bell);
+        session.parked = true;
+        if !parked {
+            self.unpark(s, self.now);
+        }
+        Ok(())
+    }
+
+    /// Tells the RNIC what a session's memory is now, for GET_DMA_MR.
+    pub fn set_memory(&mut self, s: SessionId, memory: Arc<dyn Resolve>) {
+        if let Some(session) = self.sessions.get_mut(s.0) {
+            session.memory = Some(memory);
+        }
+    }
+
+    /// CREATE_PD.
+    ///
+    /// # Errors
+    /// `Exhausted` at the vRNIC's quota.
+    pub fn create_pd(&mut self, s: SessionId) -> Result<u32> {
+        let used = self.pds.iter().filter(|(_, p)| self.same_vnic(s)(p.owner)).count();
+        self.quota(s, used, |l| l.max_pd)?;
+        self.pds.insert_with(|_| Pd { owner: s }).ok_or(Status::Exhausted)
+    }
+
+    fn own_pd(&self, s: SessionId, pd: u32) -> Result<()> {
+        self.pds.get(pd).filter(|p| p.owner == s).map(|_| ()).ok_or(Status::BadHandle)
+    }
+
+    /// DESTROY_PD.
+    ///
+    /// # Errors
+    /// `Busy` while it has MRs or QPs.
+    pub fn destroy_pd(&mut self, s: SessionId, pd: u32) -> Result<()> {
+        self.own_pd(s, pd)?;
+        if self.mrs.iter().any(|m| m.pd == pd) || self.qps.iter().any(|(_, q)| q.pd == pd) {
+            return Err(Status::Busy);
+        }
+        self.pds.remove(pd);
+        Ok(())
+    }
+
+    /// CREATE_CQ on a ring that the device has resolved.
+    ///
+    /// # Errors
+    /// `Exhausted` at the vRNIC's quota.
+    pub fn create_cq(&mut self, s: SessionId, ring: CqRing, comp_queue: Option<u16>) -> Result<u32> {
+        let used = self.cqs.iter().filter(|(_, c)| self.same_vnic(s)(c.owner)).count();
+        self.quota(s, used, |l| l.max_cq)?;
+        let cq = Cq { owner: s, ring, comp_queue, notify: 0, dead: false };
+        self.cqs.insert_with(|_| cq).ok_or(Status::Exhausted)
+    }
+
+    fn own_cq(&self, s: SessionId, cq: u32) -> Result<&Cq> {
+        self.cqs.get(cq).filter(|c| c.owner == s).ok_or(Status::BadHandle)
+    }
+
+    /// DESTROY_CQ.
+    ///
+    /// # Errors
+    /// `Busy` while QPs use it.
+    pub fn destroy_cq(&mut self, s: SessionId, cq: u32) -> Result<()> {
+        self.own_cq(s, cq)?;
+        if self.qps.iter().any(|(_, q)| q.send_cq == cq || q.recv_cq == cq) {
+            return Err(Status::Busy);
+        }
+        self.cqs.remove(cq);
+        Ok(())
+    }
+
+    /// REQ_NOTIFY_CQ, for drivers that do not use the arm word.
+    ///
+    /// # Errors
+    /// `BadValue` for unknown flags, `BadState` for a CQ without an event queue.
+    pub fn req_notify_cq(&mut self, s: SessionId, cq: u32, flags: u32) -> Result<()> {
+        if self.own_cq(s, cq)?.comp_queue.is_none() {
+            return Err(Status::BadState);
+        }
+        if flags == 0 || flags & !(abi::NOTIFY_NEXT | abi::NOTIFY_SOLICITED) != 0 {
+            return Err(Status::BadValue);
+        }
+        if let Some(c) = self.cqs.get_mut(cq) {
+            c.notify |= flags;
+        }
+        Ok(())
+    }
+
+    /// REG_USER_MR and GET_DMA_MR. `regions` are the session's memory regions below it.
+    /// Returns (handle, key); the key serves as lkey and rkey.
+    ///
+    /// # Errors
+    /// `BadValue` for flags that do not go together, `Exhausted` at a quota.
+    pub fn reg_mr(&mut self, s: SessionId, pd: u32, flags: u32, iova: u64, len: u64, backing: Backing, regions: Vec<u64>) -> Result<(u32, u32)> {
+        self.own_pd(s, pd)?;
+        let flags = flags & !access::OPTIONAL_RANGE;
+        // ibv_reg_mr(3): remote write and atomic need local write.
+        let remote_store = flags & (access::REMOTE_WRITE | access::REMOTE_ATOMIC) != 0;
+        if flags & !access::MR_SUPPORTED != 0 || remote_store && flags & access::LOCAL_WRITE == 0 {
+            return Err(Status::BadValue);
+        }
+        if iova.checked_add(len).is_none() {
+            return Err(Status::BadValue);
+        }
+        let same = self.same_vnic(s);
+        let (count, bytes) = self.mrs.iter().filter(|m| same(m.owner)).fold((0, 0u64), |a, m| (a.0 + 1, a.1.saturating_add(m.len)));
+        drop(same);
+        self.quota(s, count, |l| l.max_mr)?;
+        let vnic = self.vnic_of(s)?;
+        let whole_memory = matches!(backing, Backing::Session);
+        let limit = self.vnics.get(vnic.0).map_or(0, |v| v.limits.max_mr_bytes);
+        if !whole_memory && bytes.checked_add(len).is_none_or(|b| b > limit) {
+            return Err(Status::Exhausted);
+        }
+        let mr = Mr { owner: s, pd, access: flags, iova, len, regions, backing };
+        self.mrs.insert(mr).ok_or(Status::Exhausted)
+    }
+
+    /// DEREG_MR.
+    ///
+    /// # Errors
+    /// `BadHandle` if the session has no such MR.
+    pub fn dereg_mr(&mut self, s: SessionId, mr: u32) -> Result<()> {
+        self.mrs.get(mr).filter(|m| m.owner == s).ok_or(Status::BadHandle)?;
+        self.mrs.remove(mr);
+        Ok(())
+    }
+
+    /// A memory region of the session is gone: MRs in it grant nothing any more (X28).
+    pub fn revoke_region(&mut self, s: SessionId, region: u64) {
+        for h in self.mrs.handles(|m| m.owner == s && m.regions.contains(&region)) {
+            self.mrs.remove(h);
+        }
+    }
+
+    /// CREATE_QP, RC. Returns (QPN, doorbell slot).
+    ///
+    /// # Errors
+    /// `BadHandle`, or `Exhausted` at a quota.
+    pub fn create_qp(&mut self, s: SessionId, typ: u8, c: CreateQp) -> Result<(u32, u32)> {
+        if QpType::from_raw(typ.into()) != Some(QpType::Rc) {
+            return Err(Status::Unsupported);
+        }
+        self.own_pd(s, c.pd)?;
+        self.own_cq(s, c.send_cq)?;
+        self.own_cq(s, c.recv_cq)?;
+        let vnic = self.vnic_of(s)?;
+        let used = self.qps.iter().filter(|(_, q)| q.vnic == vnic).count();
+        self.quota(s, used, |l| l.max_qp)?;
+        let session = self.sessions.get_mut(s.0).ok_or(Status::BadHandle)?;
+        if session.bell.is_none() {
+            return Err(Status::BadState);
+        }
+        let slot = match session.free_slots.pop() {
+            Some(slot) => slot,
+            None if session.slots.len() < abi::MAX_QP as usize => {
+                session.slots.push(None);
+                session.slots.len() as u32 - 1
+            }
+            None => return Err(Status::Exhausted),
+        };
+        // QPNs are random and unique on the host; 0 and 1 are the management QPs.
+        let qpn = loop {
+            let n = self.rng.next_u64() as u32 & unirdma_formats::Qpn::MASK;
+            if n > 1 && !self.qpns.contains_key(&n) {
+                break n;
+            }
+        };
+        let qp = Qp {
+            owner: s,
+            vnic,
+            pd: c.pd,
+            qpn,
+            slot,
+            sig_all: c.sig_all,
+            send_cq: c.send_cq,
+            recv_cq: c.recv_cq,
+            cap: c.cap,
+            rings: c.rings,
+            state: QpState::Reset,
+            attr: abi::QpAttr::default(),
+            sq_cons: 0,
+            rq_cons: 0,
+            sq_psn: Psn::default(),
+            rq_psn: Psn::default(),
+            mtu: 1024,
+            peer_vnic: None,
+            peer: None,
+            work: Some(Box::default()),
+            busy: false,
+            recv: Some(Box::default()),
+            receiving: false,
+            wait: Wait::No,
+            timer: 0,
+            queued: false,
+            broken: false,
+            established: false,
+        };
+        let Some(h) = self.qps.insert_with(|_| qp) else {
+            return Err(Status::Exhausted);
+        };
+        self.qpns.insert(qpn, h);
+        if let Some(session) = self.sessions.get_mut(s.0) {
+            session.slots[slot as usize] = Some(h);
+        }
+        Ok((qpn, slot))
+    }
+
+    fn own_qp(&self, s: SessionId, qpn: u32) -> Result<u32> {
+        let h = *self.qpns.get(&qpn).ok_or(Status::BadHandle)?;
+        self.qps.get(h).filter(|q| q.owner == s).map(|_| h).ok_or(Status::BadHandle)
+    }
+
+    /// DESTROY_QP.
+    ///
+    /// # Errors
+    /// `BadHandle` if the session has no such QP.
+    pub fn destroy_qp(&mut self, s: SessionId, qpn: u32) -> Result<()> {
+        let h = self.own_qp(s, qpn)?;
+        self.remove_qp(h);
+        Ok(())
+    }
+
+    pub(crate) fn remove_qp(&mut self, h: u32) {
+        let Some(q) = self.qps.remove(h) else { return };
+        self.qpns.remove(&q.qpn);
+        if let Some(s) = self.sessions.get_mut(q.owner.0) {
+            s.slots[q.slot as usize] = None;
+            s.free_slots.push(q.slot);
+        }
+    }
+
+    /// QUERY_QP: the attributes as they are now.
+    ///
+    /// # Errors
+    /// `BadHandle` if the session has no such QP.
+    pub fn query_qp(&self, s: SessionId, qpn: u32) -> Result<abi::QpAttr> {
+        let q = self.qps.get(self.own_qp(s, qpn)?).ok_or(Status::BadHandle)?;
+        Ok(abi::QpAttr {
+            qp_state: q.state as u8,
+            cur_qp_state: q.state as u8,
+            sq_psn: q.sq_psn.get(),
+            rq_psn: q.rq_psn.get(),
+            cap: q.cap,
+            sq_draining: u8::from(q.state == QpState::Sqd && q.busy),
+            ..q.attr
+        })
+    }
+
+    /// MODIFY_QP: all attributes are checked before any is changed.
+    ///
+    /// # Errors
+    /// `BadState` for a transition that does not exist or takes other attributes, `BadValue` for a
+    /// value out of range, `Unreachable` if no vRNIC of the group has the destination GID.
+    pub fn modify_qp(&mut self, s: SessionId, qpn: u32, mask: u32, a: &abi::QpAttr) -> Result<()> {
+        use attr_mask as m;
+        let h = self.own_qp(s, qpn)?;
+        let vnic = self.vnic_of(s)?;
+        let q = self.qps.get(h).ok_or(Status::BadHandle)?;
+        let given = |bit: u32| mask & bit != 0;
+        let raw = |v: u8| QpState::from_raw(v.into()).ok_or(Status::BadValue);
+        if given(m::CUR_STATE) && raw(a.cur_qp_state)? != q.state {
+            return Err(Status::BadState);
+        }
+        let to = if given(m::STATE) { raw(a.qp_state)? } else { q.state };
+        if !attr::allowed(q.state, to, mask) {
+            return Err(Status::BadState);
+        }
+        let v = self.vnics.get(vnic.0).ok_or(Status::BadHandle)?;
+        let bad = given(m::PORT) && a.port_num != 1
+            || given(m::PKEY_INDEX) && a.pkey_index != 0
+            || given(m::PATH_MTU) && mtu_bytes(a.path_mtu).is_none()
+            || given(m::TIMEOUT) && a.timeout > 31
+            || given(m::RETRY_CNT) && a.retry_cnt > 7
+            || given(m::RNR_RETRY) && a.rnr_retry > 7
+            || given(m::MIN_RNR_TIMER) && a.min_rnr_timer > 31
+            || given(m::MAX_QP_RD_ATOMIC) && a.max_rd_atomic > MAX_RD_ATOMIC
+            || given(m::MAX_DEST_RD_ATOMIC) && a.max_dest_rd_atomic > MAX_RD_ATOMIC
+            || given(m::DEST_QPN) && a.dest_qp_num > unirdma_formats::Qpn::MASK
+            || given(m::ALT_PATH)
+            || given(m::RATE_LIMIT)
+            || given(m::PATH_MIG_STATE) && a.path_mig_state != 0
+            || given(m::ACCESS_FLAGS) && a.qp_access_flags & !(access::MR_SUPPORTED | access::OPTIONAL_RANGE) != 0;
+        if bad {
+            return Err(Status::BadValue);
+        }
+        let mut peer_vnic = q.peer_vnic;
+        if given(m::AV) {
+            let ah = &a.ah_attr;
+            // RoCE has no LIDs: an address vector without a GRH names nobody (annex A16).
+            if ah.is_global == 0 || usize::from(ah.grh.sgid_index) >= v.gids.len() || ah.port_num > 1 {
+                return Err(Status::BadValue);
+            }
+            peer_vnic = Some(self.find_vnic(v.group, Gid(ah.grh.dgid)).ok_or(Status::Unreachable)?);
+        }
+        if to == QpState::Reset {
+            self.reset_qp(h);
+            return Ok(());
+        }
+        let Some(q) = self.qps.get_mut(h) else { return Err(Status::BadHandle) };
+        q.peer_vnic = peer_vnic;
+        apply(q, mask, a);
+        let was = q.state;
+        if to == QpState::Err {
+            self.fail_qp(h, None);
+        } else {
+            q.state = to;
+            if was != to || to == QpState::Sqd {
+                self.make_runnable(h);
+            }
+        }
+        Ok(())
+    }
+
+    fn find_vnic(&self, group: u32, gid: Gid) -> Option<VnicId> {
+        if gid.is_zero() {
+            return None;
+        }
+        self.vnics.iter().find(|(_, v)| v.group == group && v.gids.contains(&gid)).map(|(h, _)| VnicId(h))
+    }
+
+    fn reset_qp(&mut self, h: u32) {
+        let Some(q) = self.qps.get_mut(h) else { return };
+        q.state = QpState::Reset;
+        q.attr = abi::QpAttr::default();
+        (q.sq_cons, q.rq_cons) = (0, 0);
+        (q.busy, q.receiving, q.broken, q.established) = (false, false, false, false);
+        (q.peer, q.peer_vnic, q.wait) = (None, None, Wait::No);
+        q.timer = q.timer.wrapping_add(1);
+        q.rings.set_sq_cons(0);
+        q.rings.set_rq_cons(0);
+        q.rings.set_rq_notify(false);
+    }
+}
+
+/// Most outstanding READs and atomics of a QP, each way.
+pub(crate) const MAX_RD_ATOMIC: u8 = 128;
+
+fn apply(q: &mut Qp, mask: u32, a: &abi::QpAttr) {
+    use attr_mask as m;
+    macro_rules! set {
+        ($($bit:ident => $($f:ident),+;)*) => {
+            $(if mask & m::$bit != 0 { $(q.attr.$f = a.$f;)+ })*
+        };
+    }
+    set! {
+        ACCESS_FLAGS => qp_access_flags;
+        PKEY_INDEX => pkey_index;
+        PORT => port_num;
+        QKEY => qkey;
+        AV => ah_attr;
+        PATH_MTU => path_mtu;
+        TIMEOUT => timeout;
+        RETRY_CNT => retry_cnt;
+        RNR_RETRY => rnr_retry;
+        MAX_QP_RD_ATOMIC => max_rd_atomic;
+        MIN_RNR_TIMER => min_rnr_timer;
+        MAX_DEST_RD_ATOMIC => max_dest_rd_atomic;
+        DEST_QPN => dest_qp_num;
+        EN_SQD_ASYNC_NOTIFY => en_sqd_async_notify;
+    }
+    if mask & m::RQ_PSN != 0 {
+        q.rq_psn = Psn::new(a.rq_psn);
+    }
+    if mask & m::SQ_PSN != 0 {
+        q.sq_psn = Psn::new(a.sq_psn);
+    }
+    if let Some(mtu) = mtu_bytes(q.attr.path_mtu) {
+        q.mtu = mtu;
+    }
+}

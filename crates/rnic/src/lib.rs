@@ -1,0 +1,29 @@
+//! The software RNIC, sans-IO: vRNICs, their objects, and the work requests that flow between them.
+//!
+//! May depend on formats, the device ABI and the `mem` crate; it has no socket, clock, thread or
+//! environment inside. It must never trust a handle, key, index or WQE of a session, and must do no
+//! allocation, system call or log per work request.
+//!
+//! The core type is [`Rnic`]. Its methods come in classes:
+//!
+//! * *commands* of the control path (`add_vnic`, `create_qp`, `modify_qp`, ...): answered at once;
+//! * *inputs*: [`Rnic::unpark`] (a kick came), [`Rnic::poll`] (time has passed, look at the doorbells);
+//! * *outputs*: [`Rnic::drain_outputs`] (events for sessions), [`Rnic::next_timeout`].
+//!
+//! After every command or input the caller drains the outputs. [`Rnic::poll`] says whether it did
+//! anything; a caller that gets `false` may let idle sessions fall asleep with [`Rnic::park_idle`].
+
+mod attr;
+mod commands;
+mod exec;
+mod keys;
+mod mr;
+mod objects;
+mod rnic;
+mod slab;
+
+pub use attr::{Transition, transition};
+pub use keys::{KeyCipher, Rng};
+pub use mr::{Backing, Resolve};
+pub use objects::{Counters, CreateQp, SessionId, VnicId};
+pub use rnic::{Limits, Output, Rnic, Usage, VnicConfig};

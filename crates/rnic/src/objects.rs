@@ -1,0 +1,181 @@
+//! The objects of a vRNIC.
+
+use std::collections::VecDeque;
+use std::sync::Arc;
+
+use unirdma_abi as abi;
+use unirdma_formats::{Gid, Psn, QpState};
+use unirdma_mem::{Bell, CqRing, QpRings};
+
+use crate::mr::Resolve;
+use crate::rnic::Limits;
+
+/// A vRNIC of this host.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
+pub struct VnicId(pub u32);
+
+/// One frontend of a vRNIC: a process of a container, or a VM.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
+pub struct SessionId(pub u32);
+
+/// What a vRNIC has done, since it was created.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct Counters {
+    /// Work requests completed with success, as requester.
+    pub sent_wrs: u64,
+    /// Payload bytes of SEND, WRITE and atomics sent, and of READ returned.
+    pub sent_bytes: u64,
+    /// Receive work requests completed with success.
+    pub received_wrs: u64,
+    /// Payload bytes that peers put into this vRNIC's memory.
+    pub received_bytes: u64,
+    /// Times a request found no receive and waited.
+    pub rnr_waits: u64,
+    /// Times a request got no answer and was tried again.
+    pub timeouts: u64,
+    /// Work requests completed with an error, flushes not counted.
+    pub errors: u64,
+}
+
+pub(crate) struct Vnic {
+    pub group: u32,
+    pub gids: Vec<Gid>,
+    pub limits: Limits,
+    pub counters: Counters,
+    /// QPs with work, in turn.
+    pub run: VecDeque<u32>,
+    /// What this vRNIC may still spend in its turn (deficit round robin).
+    pub deficit: u64,
+    /// True if it stands in the host's round.
+    pub queued: bool,
+}
+
+pub(crate) struct Session {
+    pub vnic: VnicId,
+    pub bell: Option<Bell>,
+    pub slots: Vec<Option<u32>>,
+    pub free_slots: Vec<u32>,
+    /// False while the session is polled, true while it must kick.
+    pub parked: bool,
+    pub last_rung_ns: u64,
+    pub memory: Option<Arc<dyn Resolve>>,
+}
+
+pub(crate) struct Pd {
+    pub owner: SessionId,
+}
+
+pub(crate) struct Cq {
+    pub owner: SessionId,
+    pub ring: CqRing,
+    pub comp_queue: Option<u16>,
+    /// Set by REQ_NOTIFY_CQ: `NOTIFY_*` flags, served once.
+    pub notify: u32,
+    pub dead: bool,
+}
+
+/// What a QP is created from; handles and rings already resolved by the device.
+pub struct CreateQp {
+    /// PD handle.
+    pub pd: u32,
+    /// CQ handle for sends.
+    pub send_cq: u32,
+    /// CQ handle for receives.
+    pub recv_cq: u32,
+    /// Every send is signaled.
+    pub sig_all: bool,
+    /// Capabilities, already within limits.
+    pub cap: abi::QpCap,
+    /// The rings.
+    pub rings: QpRings,
+}
+
+/// Why a QP's send queue stands still.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Wait {
+    No,
+    /// No answer: try again at the deadline.
+    Ack,
+    /// No receive at the peer: try again at the deadline.
+    Rnr,
+}
+
+/// A send WQE under execution: a private copy, so that the driver cannot change it after it was checked.
+pub(crate) struct Work {
+    pub wqe: abi::SqWqe,
+    pub sges: [abi::Sge; abi::MAX_SGE as usize],
+    pub num_sge: usize,
+    pub inline: [u8; abi::MAX_INLINE as usize],
+    pub total: u64,
+    pub done: u64,
+    /// Checked, and under way at the peer.
+    pub started: bool,
+    pub retries_left: u8,
+    pub rnr_left: u8,
+}
+
+impl Default for Work {
+    fn default() -> Self {
+        Work {
+            wqe: abi::SqWqe::default(),
+            sges: [abi::Sge::default(); abi::MAX_SGE as usize],
+            num_sge: 0,
+            inline: [0; abi::MAX_INLINE as usize],
+            total: 0,
+            done: 0,
+            started: false,
+            retries_left: 0,
+            rnr_left: 0,
+        }
+    }
+}
+
+/// A receive WQE that a message is being put into.
+pub(crate) struct Recv {
+    pub wr_id: u64,
+    pub sges: [abi::Sge; abi::MAX_SGE as usize],
+    pub num_sge: usize,
+    pub total: u64,
+}
+
+impl Default for Recv {
+    fn default() -> Self {
+        Recv { wr_id: 0, sges: [abi::Sge::default(); abi::MAX_SGE as usize], num_sge: 0, total: 0 }
+    }
+}
+
+pub(crate) struct Qp {
+    pub owner: SessionId,
+    pub vnic: VnicId,
+    pub pd: u32,
+    pub qpn: u32,
+    pub slot: u32,
+    pub sig_all: bool,
+    pub send_cq: u32,
+    pub recv_cq: u32,
+    pub cap: abi::QpCap,
+    pub rings: QpRings,
+    pub state: QpState,
+    pub attr: abi::QpAttr,
+    pub sq_cons: u32,
+    pub rq_cons: u32,
+    pub sq_psn: Psn,
+    pub rq_psn: Psn,
+    pub mtu: u32,
+    pub peer_vnic: Option<VnicId>,
+    /// Handle of the peer QP when it was last seen.
+    pub peer: Option<u32>,
+    /// Taken out while it is executed; `busy` says that it holds a WQE.
+    pub work: Option<Box<Work>>,
+    pub busy: bool,
+    pub recv: Option<Box<Recv>>,
+    /// `recv` holds a WQE that a message has begun to fill.
+    pub receiving: bool,
+    pub wait: Wait,
+    /// Distinguishes this wait's timer from older ones.
+    pub timer: u32,
+    pub queued: bool,
+    /// An index jumped: the rings are never looked at again.
+    pub broken: bool,
+    pub established: bool,
+}

@@ -1,0 +1,415 @@
+//! The core type: tables, the doorbell scan, deficit round robin over vRNICs, timers, outputs.
+
+use std::cmp::Reverse;
+use std::collections::{BinaryHeap, HashMap, VecDeque};
+
+use unirdma_abi as abi;
+use unirdma_formats::{AsyncEvent, Gid, QpState};
+
+use crate::keys::Rng;
+use crate::mr::{Backing, MrTable};
+use crate::objects::{Counters, Cq, Pd, Qp, Session, SessionId, Vnic, VnicId};
+use crate::slab::Slab;
+
+/// What a vRNIC gets in one turn: bytes, with [`OP_COST`] added for each operation.
+pub(crate) const QUANTUM: u64 = 256 << 10;
+/// Cost of one operation beside its bytes.
+pub(crate) const OP_COST: u64 = 1024;
+/// Most that one [`Rnic::poll`] spends, so that its caller can let others in.
+const POLL_BUDGET: u64 = 512 << 10;
+
+/// Quotas of one vRNIC (X12).
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Limits {
+    /// Queue pairs.
+    pub max_qp: u32,
+    /// Completion queues.
+    pub max_cq: u32,
+    /// Memory regions.
+    pub max_mr: u32,
+    /// Protection domains.
+    pub max_pd: u32,
+    /// Bytes of registered memory, all MRs together.
+    pub max_mr_bytes: u64,
+}
+
+impl Default for Limits {
+    fn default() -> Self {
+        Limits { max_qp: 16_384, max_cq: 16_384, max_mr: 65_536, max_pd: 4096, max_mr_bytes: 1 << 47 }
+    }
+}
+
+/// Objects of a vRNIC in use.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+#[allow(missing_docs)]
+pub struct Usage {
+    pub sessions: usize,
+    pub qps: usize,
+    pub cqs: usize,
+    /// MRs that the virtual layer maps (ways *direct* and *share*), and their bytes.
+    pub mrs_mapped: usize,
+    pub bytes_mapped: u64,
+    /// MRs whose bytes are copied in and out of the application (way *copy*), and their bytes.
+    pub mrs_copied: usize,
+    pub bytes_copied: u64,
+}
+
+/// What makes a vRNIC.
+#[derive(Clone, Debug)]
+pub struct VnicConfig {
+    /// Only vRNICs of one group may connect (U33).
+    pub group: u32,
+    /// The GID table, in order.
+    pub gids: Vec<Gid>,
+    /// Quotas.
+    pub limits: Limits,
+}
+
+/// Something a session must be told.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Output {
+    /// A completion event of CQ `cqn` on completion event virtqueue `queue`.
+    Completion {
+        /// Whom.
+        session: SessionId,
+        /// Which queue, counted from 0.
+        queue: u16,
+        /// Which CQ.
+        cqn: u32,
+    },
+    /// An asynchronous event.
+    Async {
+        /// Whom.
+        session: SessionId,
+        /// What.
+        kind: AsyncEvent,
+        /// QPN, CQ handle or port.
+        handle: u32,
+    },
+}
+
+/// The software RNIC of one host. See the crate's documentation for the order of calls.
+pub struct Rnic {
+    pub(crate) rng: Rng,
+    pub(crate) now: u64,
+    pub(crate) hints: u32,
+    pub(crate) vnics: Slab<Vnic>,
+    pub(crate) sessions: Slab<Session>,
+    pub(crate) pds: Slab<Pd>,
+    pub(crate) mrs: MrTable,
+    pub(crate) cqs: Slab<Cq>,
+    pub(crate) qps: Slab<Qp>,
+    pub(crate) qpns: HashMap<u32, u32>,
+    /// Sessions that are polled.
+    pub(crate) active: Vec<u32>,
+    /// vRNICs with runnable QPs, in turn.
+    round: VecDeque<u32>,
+    timers: BinaryHeap<Reverse<(u64, u32, u32)>>,
+    outputs: VecDeque<Output>,
+    pub(crate) scratch: Box<[u8]>,
+}
+
+impl Rnic {
+    /// An RNIC whose random numbers `seed` determines. `hints` are put into each doorbell page.
+    pub fn new(seed: u64, hints: u32) -> Self {
+        let mut rng = Rng::new(seed);
+        Rnic {
+            mrs: MrTable::new(&mut rng),
+            rng,
+            now: 0,
+            hints,
+            vnics: Slab::default(),
+            sessions: Slab::default(),
+            pds: Slab::default(),
+            cqs: Slab::default(),
+            qps: Slab::default(),
+            qpns: HashMap::new(),
+            active: Vec::new(),
+            round: VecDeque::new(),
+            timers: BinaryHeap::new(),
+            outputs: VecDeque::new(),
+            scratch: vec![0; 64 << 10].into_boxed_slice(),
+        }
+    }
+
+    /// Adds a vRNIC; `None` if there are too many.
+    pub fn add_vnic(&mut self, c: VnicConfig) -> Option<VnicId> {
+        let v = Vnic {
+            group: c.group,
+            gids: c.gids,
+            limits: c.limits,
+            counters: Counters::default(),
+            run: VecDeque::new(),
+            deficit: 0,
+            queued: false,
+        };
+        self.vnics.insert_with(|_| v).map(VnicId)
+    }
+
+    /// Removes a vRNIC and all its sessions.
+    pub fn remove_vnic(&mut self, id: VnicId) {
+        for s in self.sessions.handles(|s| s.vnic == id) {
+            self.remove_session(SessionId(s));
+        }
+        self.vnics.remove(id.0);
+    }
+
+    /// The counters of a vRNIC.
+    pub fn counters(&self, id: VnicId) -> Option<Counters> {
+        self.vnics.get(id.0).map(|v| v.counters)
+    }
+
+    /// What a vRNIC has in use.
+    pub fn usage(&self, id: VnicId) -> Usage {
+        let of = |s: SessionId| self.sessions.get(s.0).is_some_and(|s| s.vnic == id);
+        let mut u = Usage {
+            sessions: self.sessions.iter().filter(|(_, s)| s.vnic == id).count(),
+            qps: self.qps.iter().filter(|(_, q)| q.vnic == id).count(),
+            cqs: self.cqs.iter().filter(|(_, c)| of(c.owner)).count(),
+            ..Usage::default()
+        };
+        for m in self.mrs.iter().filter(|m| of(m.owner)) {
+            let (count, bytes) = match m.backing {
+                Backing::Process(..) => (&mut u.mrs_copied, &mut u.bytes_copied),
+                _ => (&mut u.mrs_mapped, &mut u.bytes_mapped),
+            };
+            *count += 1;
+            *bytes = bytes.saturating_add(m.len);
+        }
+        u
+    }
+
+    /// GID table of a vRNIC.
+    pub fn gids(&self, id: VnicId) -> &[Gid] {
+        self.vnics.get(id.0).map_or(&[], |v| &v.gids)
+    }
+
+    /// Adds a frontend of `vnic`.
+    pub fn add_session(&mut self, vnic: VnicId) -> Option<SessionId> {
+        self.vnics.get(vnic.0)?;
+        let s = Session {
+            vnic,
+            bell: None,
+            slots: Vec::new(),
+            free_slots: Vec::new(),
+            parked: true,
+            last_rung_ns: 0,
+            memory: None,
+        };
+        self.sessions.insert_with(|_| s).map(SessionId)
+    }
+
+    /// Frees everything that a session had. Peers of its QPs get no answers any more.
+    pub fn remove_session(&mut self, id: SessionId) {
+        for h in self.qps.handles(|q| q.owner == id) {
+            self.remove_qp(h);
+        }
+        for h in self.cqs.handles(|c| c.owner == id) {
+            self.cqs.remove(h);
+        }
+        for h in self.mrs.handles(|m| m.owner == id) {
+            self.mrs.remove(h);
+        }
+        for h in self.pds.handles(|p| p.owner == id) {
+            self.pds.remove(h);
+        }
+        self.active.retain(|&s| s != id.0);
+        self.outputs.retain(|o| !matches!(o, Output::Completion { session, .. } | Output::Async { session, .. } if *session == id));
+        self.sessions.remove(id.0);
+    }
+
+    /// A session kicked its wake virtqueue: poll it from now on.
+    pub fn unpark(&mut self, id: SessionId, now: u64) {
+        if let Some(s) = self.sessions.get_mut(id.0) {
+            s.last_rung_ns = now;
+            if s.parked && let Some(bell) = &s.bell {
+                bell.unpark();
+                s.parked = false;
+                self.active.push(id.0);
+            }
+        }
+    }
+
+    /// Lets sessions that have not rung for `idle_ns` sleep. Their next doorbell kicks.
+    pub fn park_idle(&mut self, now: u64, idle_ns: u64) {
+        let sessions = &mut self.sessions;
+        self.active.retain(|&h| {
+            let Some(s) = sessions.get_mut(h) else { return false };
+            if now.saturating_sub(s.last_rung_ns) < idle_ns {
+                return true;
+            }
+            s.parked = s.bell.as_ref().is_none_or(|b| b.park());
+            !s.parked
+        });
+    }
+
+    /// True while some session is polled or some QP has work.
+    pub fn is_busy(&self) -> bool {
+        !self.active.is_empty() || !self.round.is_empty()
+    }
+
+    /// When [`Rnic::poll`] must be called again even if nothing rings; `None` for never.
+    pub fn next_timeout(&self) -> Option<u64> {
+        self.timers.peek().map(|t| t.0.0)
+    }
+
+    /// Moves all outputs to the end of `out`.
+    pub fn drain_outputs(&mut self, out: &mut Vec<Output>) {
+        out.extend(self.outputs.drain(..));
+    }
+
+    /// True if [`Rnic::drain_outputs`] would give any.
+    pub fn has_outputs(&self) -> bool {
+        !self.outputs.is_empty()
+    }
+
+    /// Looks at the doorbells and timers, and executes work for a bounded time; true if it found any.
+    pub fn poll(&mut self, now: u64) -> bool {
+        self.now = now;
+        let mut found = self.scan_bells();
+        while let Some(&Reverse((at, qp, timer))) = self.timers.peek() {
+            if at > now {
+                break;
+            }
+            self.timers.pop();
+            if self.qps.get(qp).is_some_and(|q| q.timer == timer) {
+                found = true;
+                self.on_timer(qp);
+            }
+        }
+        found | self.run(POLL_BUDGET)
+    }
+
+    fn scan_bells(&mut self) -> bool {
+        let mut found = false;
+        for i in 0..self.active.len() {
+            let h = self.active[i];
+            let Some(s) = self.sessions.get_mut(h) else { continue };
+            let Some(bell) = &s.bell else { continue };
+            let (slots, qps, vnics, round) = (&s.slots, &mut self.qps, &mut self.vnics, &mut self.round);
+            let rang = bell.take(|slot| {
+                // A bit of a slot that has no QP is the driver's mistake and costs nothing.
+                if let Some(&Some(qp)) = slots.get(slot as usize) {
+                    enqueue(qps, vnics, round, qp);
+                }
+            });
+            if rang {
+                s.last_rung_ns = self.now;
+                found = true;
+            }
+        }
+        found
+    }
+
+    /// Gives a QP its place in its vRNIC's round.
+    pub(crate) fn make_runnable(&mut self, qp: u32) {
+        enqueue(&mut self.qps, &mut self.vnics, &mut self.round, qp);
+    }
+
+    /// Deficit round robin: each vRNIC with work gets [`QUANTUM`] a turn.
+    fn run(&mut self, budget: u64) -> bool {
+        let mut spent = 0;
+        while spent < budget {
+            let Some(vh) = self.round.pop_front() else { break };
+            let Some(v) = self.vnics.get_mut(vh) else { continue };
+            v.deficit += QUANTUM;
+            loop {
+                let Some(v) = self.vnics.get_mut(vh) else { break };
+                let Some(qh) = v.run.pop_front() else {
+                    v.queued = false;
+                    v.deficit = 0;
+                    break;
+                };
+                let allowance = v.deficit.min(QUANTUM);
+                if let Some(q) = self.qps.get_mut(qh) {
+                    q.queued = false;
+                    let (cost, again) = self.step(qh, allowance);
+                    spent += cost;
+                    if again {
+                        self.make_runnable(qh);
+                    }
+                    if let Some(v) = self.vnics.get_mut(vh) {
+                        v.deficit = v.deficit.saturating_sub(cost);
+                    }
+                }
+                let Some(v) = self.vnics.get_mut(vh) else { break };
+                if v.deficit == 0 && !v.run.is_empty() {
+                    self.round.push_back(vh);
+                    break;
+                }
+            }
+        }
+        spent > 0
+    }
+
+    pub(crate) fn arm_timer(&mut self, qp: u32, delay_ns: u64) {
+        let now = self.now;
+        if let Some(q) = self.qps.get_mut(qp) {
+            q.timer = q.timer.wrapping_add(1);
+            self.timers.push(Reverse((now.saturating_add(delay_ns), qp, q.timer)));
+        }
+    }
+
+    pub(crate) fn emit(&mut self, session: SessionId, kind: AsyncEvent, handle: u32) {
+        self.outputs.push_back(Output::Async { session, kind, handle });
+    }
+
+    /// Writes a completion. A CQ that overruns dies with its QPs (R84b).
+    pub(crate) fn complete(&mut self, cqn: u32, mut cqe: abi::Cqe, solicited: bool) {
+        cqe.timestamp = self.now;
+        cqe.port_num = 1;
+        let Some(cq) = self.cqs.get_mut(cqn) else { return };
+        if cq.dead {
+            return;
+        }
+        let owner = cq.owner;
+        if cq.ring.push(cqe).is_err() {
+            cq.dead = true;
+            self.emit(owner, AsyncEvent::CqErr, cqn);
+            for h in self.qps.handles(|q| q.send_cq == cqn || q.recv_cq == cqn) {
+                self.fail_qp(h, Some(AsyncEvent::QpFatal));
+            }
+            return;
+        }
+        let Some(queue) = cq.comp_queue else { return };
+        let solicited = solicited || cqe.status != 0;
+        let asked = cq.notify;
+        let by_command = asked & abi::NOTIFY_NEXT != 0 || asked & abi::NOTIFY_SOLICITED != 0 && solicited;
+        if by_command {
+            cq.notify = 0;
+        }
+        if cq.ring.take_event(solicited) || by_command {
+            self.outputs.push_back(Output::Completion { session: owner, queue, cqn });
+        }
+    }
+
+    /// Moves a QP to ERR; its work is flushed in its turn.
+    pub(crate) fn fail_qp(&mut self, h: u32, event: Option<AsyncEvent>) {
+        let Some(q) = self.qps.get_mut(h) else { return };
+        let (owner, qpn) = (q.owner, q.qpn);
+        let was = std::mem::replace(&mut q.state, QpState::Err);
+        q.wait = crate::objects::Wait::No;
+        q.timer = q.timer.wrapping_add(1);
+        if was != QpState::Err {
+            q.rings.set_rq_notify(true);
+            if let Some(kind) = event {
+                self.emit(owner, kind, qpn);
+            }
+        }
+        self.make_runnable(h);
+    }
+}
+
+fn enqueue(qps: &mut Slab<Qp>, vnics: &mut Slab<Vnic>, round: &mut VecDeque<u32>, qp: u32) {
+    let Some(q) = qps.get_mut(qp) else { return };
+    if q.queued {
+        return;
+    }
+    let Some(v) = vnics.get_mut(q.vnic.0) else { return };
+    q.queued = true;
+    v.run.push_back(qp);
+    if !v.queued {
+        v.queued = true;
+        round.push_back(q.vnic.0);
+    }
+}

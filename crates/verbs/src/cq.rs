@@ -1,0 +1,111 @@
+//! Completion queues.
+
+use std::ffi::c_void;
+
+use unirdma_driver as driver;
+use unirdma_verbs_abi::*;
+
+use crate::device::context;
+use crate::event::{ChannelObj, Outstanding};
+use crate::trace::{self, trace};
+use crate::{code, lock, null};
+
+#[repr(C)]
+pub(crate) struct CqObj {
+    pub c: ibv_cq,
+    pub cq: driver::Cq,
+    pub comp_events: Outstanding,
+    pub async_events: Outstanding,
+}
+
+pub unsafe extern "C" fn x_ibv_create_cq(c: *mut ibv_context, cqe: i32, cq_context: *mut c_void, channel: *mut ibv_comp_channel, comp_vector: i32) -> *mut ibv_cq {
+    // SAFETY: the caller passes its context.
+    let ctx = unsafe { context(c) };
+    if comp_vector < 0 || comp_vector >= ctx.c.context.num_comp_vectors || cqe <= 0 {
+        return null(libc::EINVAL);
+    }
+    // SAFETY: NULL or a channel of this context.
+    let channel_obj = unsafe { channel.cast::<ChannelObj>().as_ref() };
+    match driver::Cq::create(&ctx.driver, cqe as u32, channel_obj.map(|ch| ch.slot)) {
+        Ok(cq) => {
+            trace!("ibv_create_cq({cqe}) = {:#x}", cq.cqn);
+            // SAFETY: integers, pointers and zeroed pthread objects.
+            let mut raw: ibv_cq = unsafe { std::mem::zeroed() };
+            raw.context = c;
+            raw.channel = channel;
+            raw.cq_context = cq_context;
+            raw.handle = cq.cqn;
+            raw.cqe = cq.capacity as i32;
+            let handle = cq.cqn;
+            let obj = Box::into_raw(Box::new(CqObj { c: raw, cq, comp_events: Outstanding::default(), async_events: Outstanding::default() }));
+            if let Some(ch) = channel_obj {
+                ch.add_user(true);
+            }
+            lock(&ctx.cqs).insert(handle, obj);
+            obj.cast()
+        }
+        Err(e) => {
+            trace!("ibv_create_cq({cqe}): errno {e}");
+            null(e)
+        }
+    }
+}
+
+pub unsafe extern "C" fn x_ibv_destroy_cq(cq: *mut ibv_cq) -> i32 {
+    // SAFETY: the caller passes its CQ.
+    let obj = unsafe { &*cq.cast::<CqObj>() };
+    // SAFETY: a CQ's context is open.
+    let ctx = unsafe { context(obj.c.context) };
+    let r = obj.cq.destroy();
+    trace!("ibv_destroy_cq({:#x}) = {r:?}", obj.c.handle);
+    if r.is_err() {
+        return code(r);
+    }
+    lock(&ctx.cqs).remove(&obj.c.handle);
+    obj.comp_events.wait();
+    obj.async_events.wait();
+    // SAFETY: NULL or the CQ's channel, which lives while CQs use it.
+    if let Some(ch) = unsafe { obj.c.channel.cast::<ChannelObj>().as_ref() } {
+        ch.add_user(false);
+    }
+    // SAFETY: boxed in ibv_create_cq; out of the table, all events acknowledged.
+    unsafe { drop(Box::from_raw(cq.cast::<CqObj>())) };
+    0
+}
+
+pub(crate) unsafe extern "C" fn poll_cq(cq: *mut ibv_cq, n: i32, wc: *mut ibv_wc) -> i32 {
+    // SAFETY: the caller passes its CQ.
+    let obj = unsafe { &*cq.cast::<CqObj>() };
+    let max = usize::try_from(n).unwrap_or(0);
+    let got = obj.cq.poll(max, |i, c| {
+        let out = ibv_wc {
+            wr_id: c.wr_id,
+            status: c.status.into(),
+            opcode: c.opcode.into(),
+            vendor_err: c.vendor_err,
+            byte_len: c.byte_len,
+            imm_data: c.imm,
+            qp_num: c.qp_num,
+            src_qp: c.src_qp,
+            wc_flags: c.wc_flags.into(),
+            pkey_index: c.pkey_index,
+            slid: 0,
+            sl: c.sl,
+            dlid_path_bits: 0,
+        };
+        // SAFETY: room for `n` completions, and i < n.
+        unsafe { wc.add(i).write(out) };
+        if trace::on() {
+            trace!("ibv_poll_cq({:#x}): wr_id {:#x} status {} opcode {} len {}", obj.c.handle, c.wr_id, c.status, c.opcode, c.byte_len);
+        }
+    });
+    got.map_or(-1, |n| n as i32)
+}
+
+pub(crate) unsafe extern "C" fn req_notify_cq(cq: *mut ibv_cq, solicited_only: i32) -> i32 {
+    // SAFETY: the caller passes its CQ.
+    let obj = unsafe { &*cq.cast::<CqObj>() };
+    trace!("ibv_req_notify_cq({:#x}, {solicited_only})", obj.c.handle);
+    obj.cq.arm(solicited_only != 0);
+    0
+}

@@ -1,0 +1,419 @@
+//! Devices, contexts, ports, GIDs, PDs.
+
+use std::collections::HashMap;
+use std::ffi::{CStr, c_char, c_void};
+use std::sync::{Arc, Mutex};
+
+use unirdma_abi as abi;
+use unirdma_abi::Command;
+use unirdma_driver as driver;
+use unirdma_verbs_abi::*;
+
+use crate::cq::CqObj;
+use crate::qp::QpObj;
+use crate::trace::trace;
+use crate::{code, lock, null, set_errno};
+
+/// An entry of the device list.
+#[repr(C)]
+struct DeviceObj {
+    c: verbs_device,
+    guid: u64,
+}
+
+/// What `ops` of our devices points to; nobody looks inside.
+static DEVICE_OPS: usize = 0;
+const NAME: &str = "unirdma0";
+
+/// An open device. The C structure lies inside, at its end, where inline code expects it.
+pub(crate) struct ContextObj {
+    pub c: verbs_context,
+    pub driver: Arc<driver::Context>,
+    _device: Box<DeviceObj>,
+    /// Objects by handle, for events.
+    pub cqs: Mutex<HashMap<u32, *mut CqObj>>,
+    pub qps: Mutex<HashMap<u32, *mut QpObj>>,
+}
+
+/// The context object around a C context.
+///
+/// # Safety
+/// `c` must be a context that `ibv_open_device` returned and that was not closed.
+pub(crate) unsafe fn context<'a>(c: *mut ibv_context) -> &'a ContextObj {
+    let off = std::mem::offset_of!(ContextObj, c) + std::mem::offset_of!(verbs_context, context);
+    // SAFETY: every context of this library lies at that offset in a ContextObj.
+    unsafe { &*c.cast::<u8>().sub(off).cast::<ContextObj>() }
+}
+
+fn new_device(guid: u64) -> Box<DeviceObj> {
+    // SAFETY: all fields are integers, arrays or pointers, for which zero is valid.
+    let mut d: Box<DeviceObj> = Box::new(unsafe { std::mem::zeroed() });
+    let put = |dst: &mut [u8], s: &str| dst[..s.len()].copy_from_slice(s.as_bytes());
+    let dev = &mut d.c.device;
+    (dev.node_type, dev.transport_type) = (1, 0);
+    put(&mut dev.name, NAME);
+    put(&mut dev.dev_name, "uverbs0");
+    put(&mut dev.dev_path, "/sys/class/infiniband_verbs/uverbs0");
+    put(&mut dev.ibdev_path, &format!("/sys/class/infiniband/{NAME}"));
+    d.c.ops = std::ptr::from_ref(&DEVICE_OPS).cast();
+    d.c.refcount = 1;
+    d.guid = guid;
+    d
+}
+
+/// The list ends with NULL; an absent virtual layer is an empty list.
+pub unsafe extern "C" fn x_ibv_get_device_list(num: *mut i32) -> *mut *mut ibv_device {
+    let mut list: Vec<*mut ibv_device> = Vec::new();
+    match driver::device_config(&driver::socket_path()) {
+        Ok(c) => list.push(Box::into_raw(new_device(c.node_guid)).cast()),
+        Err(e) => trace!("no vRNIC at {}: errno {e}", driver::socket_path().display()),
+    }
+    if !num.is_null() {
+        // SAFETY: the caller passes a valid pointer or NULL.
+        unsafe { *num = list.len() as i32 };
+    }
+    trace!("ibv_get_device_list() = {}", list.len());
+    list.push(std::ptr::null_mut());
+    Box::into_raw(list.into_boxed_slice()).cast()
+}
+
+pub unsafe extern "C" fn x_ibv_free_device_list(list: *mut *mut ibv_device) {
+    trace!("ibv_free_device_list()");
+    if list.is_null() {
+        return;
+    }
+    let mut n = 0;
+    // SAFETY: the list is ours: n devices and a NULL in one boxed slice. Open contexts have a device
+    // of their own.
+    unsafe {
+        while !(*list.add(n)).is_null() {
+            drop(Box::from_raw((*list.add(n)).cast::<DeviceObj>()));
+            n += 1;
+        }
+        drop(Box::from_raw(std::ptr::slice_from_raw_parts_mut(list, n + 1)));
+    }
+}
+
+pub unsafe extern "C" fn x_ibv_get_device_name(d: *mut ibv_device) -> *const c_char {
+    // SAFETY: the caller passes a device of the list.
+    unsafe { (*d).name.as_ptr().cast() }
+}
+
+pub unsafe extern "C" fn x_ibv_get_device_index(_d: *mut ibv_device) -> i32 {
+    0
+}
+
+pub unsafe extern "C" fn x_ibv_get_device_guid(d: *mut ibv_device) -> u64 {
+    // SAFETY: the caller passes a device of the list.
+    unsafe { (*d.cast::<DeviceObj>()).guid.to_be() }
+}
+
+pub unsafe extern "C" fn x_ibv_open_device(d: *mut ibv_device) -> *mut ibv_context {
+    trace!("ibv_open_device()");
+    let driver = match driver::Context::open(&driver::socket_path()) {
+        Ok(c) => c,
+        Err(e) => return null(e),
+    };
+    // SAFETY: the caller passes a device of the list.
+    let device = new_device(unsafe { (*d.cast::<DeviceObj>()).guid });
+    // SAFETY: all fields are integers, pointers, optional functions or zeroed pthread objects.
+    let mut c: verbs_context = unsafe { std::mem::zeroed() };
+    c.query_port = Some(query_port);
+    c.query_device_ex = Some(query_device_ex);
+    c.sz = size_of::<verbs_context>();
+    let ctx = &mut c.context;
+    ctx.device = std::ptr::from_ref(&*device).cast_mut().cast();
+    ctx.ops._compat_query_device = Some(x_ibv_query_device);
+    ctx.ops._compat_query_port = Some(compat_query_port);
+    ctx.ops.poll_cq = Some(crate::cq::poll_cq);
+    ctx.ops.req_notify_cq = Some(crate::cq::req_notify_cq);
+    ctx.ops.post_send = Some(crate::qp::post_send);
+    ctx.ops.post_recv = Some(crate::qp::post_recv);
+    ctx.ops.post_srq_recv = Some(crate::qp::post_srq_recv);
+    ctx.cmd_fd = -1;
+    ctx.async_fd = driver.async_fd();
+    ctx.num_comp_vectors = 1;
+    ctx.abi_compat = VERBS_ABI_IS_EXTENDED;
+    let obj = Box::into_raw(Box::new(ContextObj { c, driver, _device: device, cqs: Mutex::default(), qps: Mutex::default() }));
+    // SAFETY: just allocated.
+    unsafe { &raw mut (*obj).c.context }
+}
+
+pub unsafe extern "C" fn x_ibv_close_device(c: *mut ibv_context) -> i32 {
+    trace!("ibv_close_device()");
+    // SAFETY: the caller gives its context back; it was boxed in ibv_open_device.
+    unsafe { drop(Box::from_raw(std::ptr::from_ref(context(c)).cast_mut())) };
+    0
+}
+
+fn device_attr(d: &abi::QueryDeviceResp) -> ibv_device_attr {
+    let c = &d.config;
+    // SAFETY: integers and arrays of them only.
+    let mut a: ibv_device_attr = unsafe { std::mem::zeroed() };
+    a.fw_ver[..32].copy_from_slice(&d.fw_ver);
+    a.node_guid = c.node_guid.to_be();
+    a.sys_image_guid = c.sys_image_guid.to_be();
+    a.max_mr_size = c.max_mr_size;
+    a.page_size_cap = c.page_size_cap;
+    a.vendor_id = c.vendor_id;
+    a.vendor_part_id = c.vendor_part_id;
+    a.hw_ver = c.hw_ver;
+    let int = |v: u32| v.min(i32::MAX as u32) as i32;
+    a.max_qp = int(c.max_qp);
+    a.max_qp_wr = int(c.max_qp_wr);
+    a.device_cap_flags = c.device_cap_flags as u32;
+    (a.max_sge, a.max_sge_rd) = (int(c.max_sge), int(c.max_sge));
+    a.max_cq = int(c.max_cq);
+    a.max_cqe = int(c.max_cqe);
+    a.max_mr = int(c.max_mr);
+    a.max_pd = int(c.max_pd);
+    a.max_qp_rd_atom = int(c.max_qp_rd_atom);
+    a.max_res_rd_atom = int(c.max_qp_rd_atom.saturating_mul(c.max_qp));
+    a.max_qp_init_rd_atom = int(c.max_qp_rd_atom);
+    a.atomic_cap = c.atomic_cap.into();
+    a.max_pkeys = c.max_pkeys;
+    a.local_ca_ack_delay = c.local_ca_ack_delay;
+    a.phys_port_cnt = c.phys_port_cnt;
+    a
+}
+
+pub unsafe extern "C" fn x_ibv_query_device(c: *mut ibv_context, attr: *mut ibv_device_attr) -> i32 {
+    trace!("ibv_query_device()");
+    // SAFETY: the caller passes its context and room for the attributes.
+    unsafe { *attr = device_attr(&context(c).driver.device) };
+    0
+}
+
+unsafe extern "C" fn query_device_ex(c: *mut ibv_context, input: *const c_void, attr: *mut ibv_device_attr_ex, size: usize) -> i32 {
+    trace!("ibv_query_device_ex(size {size})");
+    // SAFETY: input is NULL or a structure that begins with its comp_mask.
+    if !input.is_null() && unsafe { *input.cast::<u32>() } != 0 {
+        return libc::EINVAL;
+    }
+    if size < size_of::<ibv_device_attr>() {
+        return libc::EINVAL;
+    }
+    // SAFETY: integers only.
+    let mut a: ibv_device_attr_ex = unsafe { std::mem::zeroed() };
+    // SAFETY: the caller passes its context and `size` bytes of room.
+    unsafe {
+        a.orig_attr = device_attr(&context(c).driver.device);
+        a.phys_port_cnt_ex = a.orig_attr.phys_port_cnt.into();
+        a.device_cap_flags_ex = a.orig_attr.device_cap_flags.into();
+        let n = size.min(size_of::<ibv_device_attr_ex>());
+        std::ptr::copy_nonoverlapping(std::ptr::from_ref(&a).cast::<u8>(), attr.cast::<u8>(), n);
+    }
+    0
+}
+
+unsafe extern "C" fn query_port(c: *mut ibv_context, port: u8, attr: *mut ibv_port_attr, size: usize) -> i32 {
+    trace!("ibv_query_port({port})");
+    // SAFETY: the caller passes its context.
+    let ctx = unsafe { context(c) };
+    let resp: Result<abi::QueryPortResp, i32> = ctx.driver.command(Command::QueryPort, &abi::QueryPortReq { port: port.into(), reserved: 0 });
+    let p = match resp {
+        Ok(p) => p,
+        Err(e) => return code(Err(e)),
+    };
+    let a = ibv_port_attr {
+        state: p.state.into(),
+        max_mtu: p.max_mtu.into(),
+        active_mtu: p.active_mtu.into(),
+        gid_tbl_len: p.gid_tbl_len as i32,
+        port_cap_flags: p.port_cap_flags,
+        max_msg_sz: p.max_msg_sz,
+        bad_pkey_cntr: p.bad_pkey_cntr,
+        qkey_viol_cntr: p.qkey_viol_cntr,
+        pkey_tbl_len: p.pkey_tbl_len,
+        max_vl_num: 1,
+        active_width: p.active_width,
+        active_speed: p.active_speed as u8,
+        phys_state: p.phys_state,
+        link_layer: p.link_layer,
+        ..ibv_port_attr::default()
+    };
+    // SAFETY: the caller passes `size` bytes of room; a client of an older version has less.
+    unsafe { std::ptr::copy_nonoverlapping(std::ptr::from_ref(&a).cast::<u8>(), attr.cast::<u8>(), size.min(size_of::<ibv_port_attr>())) };
+    0
+}
+
+/// Bytes of `struct ibv_port_attr` before extended operations existed.
+const COMPAT_PORT_ATTR: usize = 48;
+
+unsafe extern "C" fn compat_query_port(c: *mut ibv_context, port: u8, attr: *mut ibv_port_attr) -> i32 {
+    // SAFETY: as query_port; the caller's structure has that many bytes.
+    unsafe { query_port(c, port, attr, COMPAT_PORT_ATTR) }
+}
+
+pub unsafe extern "C" fn x_ibv_query_port(c: *mut ibv_context, port: u8, attr: *mut ibv_port_attr) -> i32 {
+    // SAFETY: as query_port.
+    unsafe { query_port(c, port, attr, COMPAT_PORT_ATTR) }
+}
+
+fn gid(ctx: &ContextObj, port: u32, index: i32) -> Result<[u8; 16], i32> {
+    let index = u32::try_from(index).map_err(|_| libc::EINVAL)?;
+    ctx.driver.command(Command::QueryGid, &abi::QueryGidReq { port, index }).map(|r: abi::QueryGidResp| r.gid)
+}
+
+pub unsafe extern "C" fn x_ibv_query_gid(c: *mut ibv_context, port: u8, index: i32, out: *mut ibv_gid) -> i32 {
+    trace!("ibv_query_gid({port}, {index})");
+    // SAFETY: the caller passes its context and room for a GID.
+    match gid(unsafe { context(c) }, port.into(), index) {
+        Ok(raw) => {
+            // SAFETY: as above.
+            unsafe { *out = ibv_gid { raw } };
+            0
+        }
+        Err(e) => {
+            set_errno(e);
+            -1
+        }
+    }
+}
+
+pub unsafe extern "C" fn x_ibv_query_gid_type(c: *mut ibv_context, port: u8, index: u32, out: *mut u32) -> i32 {
+    // SAFETY: the caller passes its context.
+    match gid(unsafe { context(c) }, port.into(), index as i32) {
+        Ok(_) => {
+            // IBV_GID_TYPE_SYSFS_ROCE_V2 of the private interface.
+            // SAFETY: room for the type.
+            unsafe { *out = 1 };
+            0
+        }
+        Err(e) => {
+            set_errno(e);
+            -1
+        }
+    }
+}
+
+fn gid_entry(ctx: &ContextObj, port: u32, index: u32) -> Result<ibv_gid_entry, i32> {
+    let raw = gid(ctx, port, index as i32)?;
+    Ok(ibv_gid_entry { gid: ibv_gid { raw }, gid_index: index, port_num: port, gid_type: 2, ndev_ifindex: 0 })
+}
+
+pub unsafe extern "C" fn x__ibv_query_gid_ex(c: *mut ibv_context, port: u32, index: u32, entry: *mut ibv_gid_entry, flags: u32, size: usize) -> i32 {
+    trace!("ibv_query_gid_ex({port}, {index})");
+    if flags != 0 {
+        return libc::EOPNOTSUPP;
+    }
+    // SAFETY: the caller passes its context and `size` bytes of room.
+    match gid_entry(unsafe { context(c) }, port, index) {
+        Ok(e) => {
+            let n = size.min(size_of::<ibv_gid_entry>());
+            // SAFETY: as above.
+            unsafe { std::ptr::copy_nonoverlapping(std::ptr::from_ref(&e).cast::<u8>(), entry.cast::<u8>(), n) };
+            0
+        }
+        Err(e) => code(Err(e)),
+    }
+}
+
+pub unsafe extern "C" fn x__ibv_query_gid_table(c: *mut ibv_context, out: *mut ibv_gid_entry, max: usize, flags: u32, size: usize) -> isize {
+    trace!("ibv_query_gid_table(max {max})");
+    if flags != 0 {
+        return -(libc::EOPNOTSUPP as isize);
+    }
+    if size < size_of::<ibv_gid_entry>() {
+        return -(libc::EINVAL as isize);
+    }
+    let mut n = 0;
+    // SAFETY: the caller passes its context.
+    while n < max && let Ok(e) = gid_entry(unsafe { context(c) }, 1, n as u32) {
+        // SAFETY: room for `max` entries of `size` bytes.
+        unsafe { out.cast::<u8>().add(n * size).cast::<ibv_gid_entry>().write_unaligned(e) };
+        n += 1;
+    }
+    n as isize
+}
+
+pub unsafe extern "C" fn x_ibv_query_pkey(c: *mut ibv_context, port: u8, index: i32, out: *mut u16) -> i32 {
+    trace!("ibv_query_pkey({port}, {index})");
+    let req = abi::QueryPkeyReq { port: port.into(), index: u16::try_from(index).unwrap_or(u16::MAX), reserved: 0 };
+    // SAFETY: the caller passes its context.
+    let r: Result<abi::QueryPkeyResp, i32> = unsafe { context(c) }.driver.command(Command::QueryPkey, &req);
+    match r {
+        Ok(r) => {
+            // SAFETY: room for a P_Key, which is big-endian.
+            unsafe { *out = r.pkey.to_be() };
+            0
+        }
+        Err(e) => {
+            set_errno(e);
+            -1
+        }
+    }
+}
+
+pub unsafe extern "C" fn x_ibv_get_pkey_index(c: *mut ibv_context, port: u8, pkey: u16) -> i32 {
+    let mut found = 0;
+    // SAFETY: as ibv_query_pkey.
+    if unsafe { x_ibv_query_pkey(c, port, 0, &raw mut found) } == 0 && found == pkey { 0 } else { -1 }
+}
+
+pub unsafe extern "C" fn x_ibv_alloc_pd(c: *mut ibv_context) -> *mut ibv_pd {
+    // SAFETY: the caller passes its context.
+    let r: Result<abi::HandleResp, i32> = unsafe { context(c) }.driver.command(Command::CreatePd, &[0u8; 0]);
+    trace!("ibv_alloc_pd() = {r:?}");
+    match r {
+        Ok(r) => Box::into_raw(Box::new(ibv_pd { context: c, handle: r.handle })),
+        Err(e) => null(e),
+    }
+}
+
+pub unsafe extern "C" fn x_ibv_dealloc_pd(pd: *mut ibv_pd) -> i32 {
+    // SAFETY: the caller passes its PD.
+    let (ctx, handle) = unsafe { (context((*pd).context), (*pd).handle) };
+    let r = ctx.driver.command_void(Command::DestroyPd, &abi::HandleReq { handle, reserved: 0 });
+    trace!("ibv_dealloc_pd({handle:#x}) = {r:?}");
+    if r.is_ok() || ctx.driver.is_dead() {
+        // SAFETY: boxed in ibv_alloc_pd.
+        unsafe { drop(Box::from_raw(pd)) };
+        return 0;
+    }
+    code(r)
+}
+
+/// `/sys`, as the environment may have it elsewhere.
+pub extern "C" fn x_ibv_get_sysfs_path() -> *const c_char {
+    c"/sys".as_ptr()
+}
+
+/// The few files that programs read through the library, made up; -1 for others.
+pub unsafe extern "C" fn x_ibv_read_sysfs_file(dir: *const c_char, file: *const c_char, buf: *mut c_char, size: usize) -> i32 {
+    // SAFETY: the caller passes two strings.
+    let (dir, file) = unsafe { (CStr::from_ptr(dir), CStr::from_ptr(file)) };
+    let text: &str = match file.to_bytes() {
+        b"board_id" => "uniRDMA vRNIC",
+        b"fw_ver" => env!("CARGO_PKG_VERSION"),
+        b"node_type" => "1: CA",
+        _ => return -1,
+    };
+    trace!("ibv_read_sysfs_file({dir:?}, {file:?})");
+    let n = text.len().min(size.saturating_sub(1));
+    if size > 0 {
+        // SAFETY: room for `size` bytes.
+        unsafe {
+            std::ptr::copy_nonoverlapping(text.as_ptr(), buf.cast::<u8>(), n);
+            *buf.add(n) = 0;
+        }
+    }
+    n as i32
+}
+
+/// RoCE needs no address resolution here: the virtual layer finds the peer by its GID.
+pub unsafe extern "C" fn x_ibv_resolve_eth_l2_from_gid(_c: *mut ibv_context, _attr: *mut ibv_ah_attr, mac: *mut u8, vid: *mut u16) -> i32 {
+    // SAFETY: room for a MAC and, unless NULL, a VLAN ID.
+    unsafe {
+        std::ptr::write_bytes(mac, 0, 6);
+        if !vid.is_null() {
+            *vid = 0xffff;
+        }
+    }
+    0
+}
+
+/// Finds the object that an event names.
+pub(crate) fn by_handle<T>(table: &Mutex<HashMap<u32, *mut T>>, handle: u32) -> Option<*mut T> {
+    lock(table).get(&handle).copied()
+}

@@ -1,0 +1,174 @@
+//! Completion channels and asynchronous events.
+//!
+//! Whoever destroys an object waits until every event of it that was handed out has been acknowledged
+//! (`ibv_get_cq_event(3)`, `ibv_get_async_event(3)`).
+
+use std::ffi::c_void;
+use std::sync::{Condvar, Mutex};
+
+use unirdma_driver as driver;
+use unirdma_formats::AsyncEvent;
+use unirdma_verbs_abi::*;
+
+use crate::device::{by_handle, context};
+use crate::trace::trace;
+use crate::{lock, null, set_errno};
+
+/// Events handed out and not yet acknowledged.
+#[derive(Default)]
+pub(crate) struct Outstanding(Mutex<u32>, Condvar);
+
+impl Outstanding {
+    pub fn give(&self) {
+        *lock(&self.0) += 1;
+    }
+    pub fn ack(&self, n: u32) {
+        let mut left = lock(&self.0);
+        *left = left.saturating_sub(n);
+        self.1.notify_all();
+    }
+    pub fn wait(&self) {
+        let mut left = lock(&self.0);
+        while *left > 0 {
+            left = self.1.wait(left).unwrap_or_else(std::sync::PoisonError::into_inner);
+        }
+    }
+}
+
+#[repr(C)]
+pub(crate) struct ChannelObj {
+    c: ibv_comp_channel,
+    /// Which completion event queue.
+    pub slot: u32,
+    events: Option<driver::EventSource>,
+    /// CQs that use it.
+    users: Mutex<u32>,
+}
+
+impl ChannelObj {
+    pub fn add_user(&self, up: bool) {
+        let mut n = lock(&self.users);
+        *n = if up { *n + 1 } else { n.saturating_sub(1) };
+    }
+}
+
+pub unsafe extern "C" fn x_ibv_create_comp_channel(c: *mut ibv_context) -> *mut ibv_comp_channel {
+    trace!("ibv_create_comp_channel()");
+    // SAFETY: the caller passes its context.
+    match unsafe { context(c) }.driver.open_comp_queue() {
+        Ok((slot, e)) => {
+            let c = ibv_comp_channel { context: c, fd: e.raw_fd(), refcnt: 0 };
+            Box::into_raw(Box::new(ChannelObj { c, slot, events: Some(e), users: Mutex::new(0) })).cast()
+        }
+        Err(e) => null(e),
+    }
+}
+
+pub unsafe extern "C" fn x_ibv_destroy_comp_channel(ch: *mut ibv_comp_channel) -> i32 {
+    trace!("ibv_destroy_comp_channel()");
+    // SAFETY: the caller passes its channel.
+    let obj = unsafe { &*ch.cast::<ChannelObj>() };
+    if *lock(&obj.users) > 0 {
+        return libc::EBUSY;
+    }
+    // SAFETY: boxed in ibv_create_comp_channel; no CQ refers to it.
+    let mut obj = unsafe { Box::from_raw(ch.cast::<ChannelObj>()) };
+    if let Some(e) = obj.events.take() {
+        // SAFETY: a channel's context is open.
+        unsafe { context(obj.c.context) }.driver.close_comp_queue(obj.slot, e);
+    }
+    0
+}
+
+pub unsafe extern "C" fn x_ibv_get_cq_event(ch: *mut ibv_comp_channel, cq: *mut *mut ibv_cq, cq_context: *mut *mut c_void) -> i32 {
+    // SAFETY: the caller passes its channel.
+    let obj = unsafe { &*ch.cast::<ChannelObj>() };
+    // SAFETY: a channel's context is open.
+    let ctx = unsafe { context(obj.c.context) };
+    let Some(events) = &obj.events else { return -1 };
+    loop {
+        let event = match events.next() {
+            Ok(e) => e,
+            Err(e) => {
+                set_errno(e);
+                return -1;
+            }
+        };
+        // An event of a CQ that was destroyed meanwhile is nobody's.
+        if let Some(found) = by_handle(&ctx.cqs, event.handle) {
+            // SAFETY: the table holds live CQs only; destroying one waits for its acknowledgements.
+            unsafe {
+                (*found).comp_events.give();
+                *cq = found.cast();
+                *cq_context = (*found).c.cq_context;
+            }
+            trace!("ibv_get_cq_event() = cq {:#x}", event.handle);
+            return 0;
+        }
+    }
+}
+
+pub unsafe extern "C" fn x_ibv_ack_cq_events(cq: *mut ibv_cq, n: u32) {
+    trace!("ibv_ack_cq_events({n})");
+    // SAFETY: the caller passes its CQ.
+    let obj = unsafe { &mut *cq.cast::<crate::cq::CqObj>() };
+    obj.c.comp_events_completed = obj.c.comp_events_completed.wrapping_add(n);
+    obj.comp_events.ack(n);
+}
+
+fn is_cq_event(kind: u32) -> bool {
+    kind == AsyncEvent::CqErr as u32
+}
+
+fn is_qp_event(kind: u32) -> bool {
+    use AsyncEvent::*;
+    [QpFatal, QpReqErr, QpAccessErr, CommEst, SqDrained].iter().any(|&k| k as u32 == kind)
+}
+
+pub unsafe extern "C" fn x_ibv_get_async_event(c: *mut ibv_context, event: *mut ibv_async_event) -> i32 {
+    // SAFETY: the caller passes its context.
+    let ctx = unsafe { context(c) };
+    loop {
+        let e = match ctx.driver.next_async() {
+            Ok(e) => e,
+            Err(e) => {
+                set_errno(e);
+                return -1;
+            }
+        };
+        let element: *mut c_void = if is_cq_event(e.kind) {
+            let Some(cq) = by_handle(&ctx.cqs, e.handle) else { continue };
+            // SAFETY: live; see ibv_get_cq_event.
+            unsafe { (*cq).async_events.give() };
+            cq.cast()
+        } else if is_qp_event(e.kind) {
+            let Some(qp) = by_handle(&ctx.qps, e.handle) else { continue };
+            // SAFETY: live; see ibv_get_cq_event.
+            unsafe { (*qp).async_events.give() };
+            qp.cast()
+        } else {
+            e.handle as usize as *mut c_void
+        };
+        trace!("ibv_get_async_event() = {} of {:#x}", e.kind, e.handle);
+        // SAFETY: the caller passes room for the event.
+        unsafe { *event = ibv_async_event { element, event_type: e.kind } };
+        return 0;
+    }
+}
+
+pub unsafe extern "C" fn x_ibv_ack_async_event(event: *mut ibv_async_event) {
+    // SAFETY: the caller gives back an event that it got; its object lives until then.
+    unsafe {
+        let e = &*event;
+        if is_cq_event(e.event_type) {
+            let cq = &mut *e.element.cast::<crate::cq::CqObj>();
+            cq.c.async_events_completed = cq.c.async_events_completed.wrapping_add(1);
+            cq.async_events.ack(1);
+        } else if is_qp_event(e.event_type) {
+            let qp = &mut *e.element.cast::<crate::qp::QpObj>();
+            qp.c.events_completed = qp.c.events_completed.wrapping_add(1);
+            qp.async_events.ack(1);
+        }
+    }
+    trace!("ibv_ack_async_event()");
+}

@@ -1,0 +1,57 @@
+//! `libibverbs.so.1`: a drop-in for rdma-core's library whose device is a uniRDMA vRNIC.
+//!
+//! A thin C skin over the driver crate: it checks pointers and values that C programs pass, keeps the
+//! public fields of the C objects true, and turns errors into what each man page says. It must never
+//! unwind, abort, or connect before it is asked for devices.
+//!
+//! Symbols get their versions in `build.rs`; `x_NAME` is the implementation of `NAME`.
+#![allow(clippy::missing_safety_doc, missing_docs, non_snake_case)]
+
+mod cq;
+mod device;
+mod event;
+mod mr;
+mod qp;
+mod strings;
+mod stubs;
+mod trace;
+
+/// Every implementation, for the trampolines.
+mod api {
+    pub use crate::cq::*;
+    pub use crate::device::*;
+    pub use crate::event::*;
+    pub use crate::mr::*;
+    pub use crate::qp::*;
+    pub use crate::strings::*;
+    pub use crate::stubs::*;
+}
+
+include!(concat!(env!("OUT_DIR"), "/exports.rs"));
+
+/// Sets errno.
+fn set_errno(e: i32) {
+    // SAFETY: the location is this thread's own.
+    unsafe { *libc::__errno_location() = e };
+}
+
+/// NULL, with errno.
+fn null<T>(e: i32) -> *mut T {
+    set_errno(e);
+    std::ptr::null_mut()
+}
+
+/// The errno value that most verbs return, also put into errno.
+fn code(r: Result<(), i32>) -> i32 {
+    match r {
+        Ok(()) => 0,
+        Err(e) => {
+            set_errno(e);
+            e
+        }
+    }
+}
+
+fn lock<T>(m: &std::sync::Mutex<T>) -> std::sync::MutexGuard<'_, T> {
+    m.lock().unwrap_or_else(std::sync::PoisonError::into_inner)
+}

@@ -1,0 +1,368 @@
+//! Queue pairs and posting.
+
+use unirdma_abi as abi;
+use unirdma_driver as driver;
+use unirdma_driver::SendWr;
+use unirdma_formats::send_flags;
+use unirdma_verbs_abi::*;
+
+use crate::device::context;
+use crate::event::Outstanding;
+use crate::trace::{self, trace};
+use crate::{code, lock, null};
+
+#[repr(C)]
+pub(crate) struct QpObj {
+    pub c: ibv_qp,
+    pub qp: driver::Qp,
+    pub async_events: Outstanding,
+    sig_all: bool,
+}
+
+const QPT_RC: u32 = 2;
+
+fn cap_in(c: &ibv_qp_cap) -> abi::QpCap {
+    abi::QpCap {
+        max_send_wr: c.max_send_wr,
+        max_recv_wr: c.max_recv_wr,
+        max_send_sge: c.max_send_sge,
+        max_recv_sge: c.max_recv_sge,
+        max_inline_data: c.max_inline_data,
+    }
+}
+
+fn cap_out(c: &abi::QpCap) -> ibv_qp_cap {
+    ibv_qp_cap {
+        max_send_wr: c.max_send_wr,
+        max_recv_wr: c.max_recv_wr,
+        max_send_sge: c.max_send_sge,
+        max_recv_sge: c.max_recv_sge,
+        max_inline_data: c.max_inline_data,
+    }
+}
+
+pub unsafe extern "C" fn x_ibv_create_qp(pd: *mut ibv_pd, init: *mut ibv_qp_init_attr) -> *mut ibv_qp {
+    // SAFETY: the caller passes its PD and attributes.
+    let (pd_ref, a) = unsafe { (&*pd, &mut *init) };
+    if a.send_cq.is_null() || a.recv_cq.is_null() {
+        return null(libc::EINVAL);
+    }
+    if a.qp_type != QPT_RC || !a.srq.is_null() {
+        trace!("ibv_create_qp(type {}, srq {:p}): not supported", a.qp_type, a.srq);
+        return null(libc::EOPNOTSUPP);
+    }
+    // SAFETY: a PD's context is open; the CQs are the caller's.
+    let (ctx, send_cqn, recv_cqn) = unsafe { (context(pd_ref.context), (*a.send_cq).handle, (*a.recv_cq).handle) };
+    let q = driver::QpInit {
+        pdn: pd_ref.handle,
+        qp_type: a.qp_type as u8,
+        sig_all: a.sq_sig_all != 0,
+        send_cqn,
+        recv_cqn,
+        cap: cap_in(&a.cap),
+    };
+    let qp = match driver::Qp::create(&ctx.driver, &q) {
+        Ok(qp) => qp,
+        Err(e) => {
+            trace!("ibv_create_qp({:?}): errno {e}", a.cap);
+            return null(e);
+        }
+    };
+    a.cap = cap_out(&qp.cap);
+    trace!("ibv_create_qp() = qpn {:#x}, {:?}", qp.qpn, a.cap);
+    // SAFETY: integers, pointers and zeroed pthread objects.
+    let mut raw: ibv_qp = unsafe { std::mem::zeroed() };
+    raw.context = pd_ref.context;
+    raw.qp_context = a.qp_context;
+    raw.pd = pd;
+    raw.send_cq = a.send_cq;
+    raw.recv_cq = a.recv_cq;
+    raw.handle = qp.qpn;
+    raw.qp_num = qp.qpn;
+    raw.qp_type = a.qp_type;
+    let qpn = qp.qpn;
+    let obj = Box::into_raw(Box::new(QpObj { c: raw, qp, async_events: Outstanding::default(), sig_all: a.sq_sig_all != 0 }));
+    lock(&ctx.qps).insert(qpn, obj);
+    obj.cast()
+}
+
+pub unsafe extern "C" fn x_ibv_destroy_qp(qp: *mut ibv_qp) -> i32 {
+    // SAFETY: the caller passes its QP.
+    let obj = unsafe { &*qp.cast::<QpObj>() };
+    // SAFETY: a QP's context is open.
+    let ctx = unsafe { context(obj.c.context) };
+    let r = obj.qp.destroy();
+    trace!("ibv_destroy_qp({:#x}) = {r:?}", obj.c.qp_num);
+    if r.is_err() {
+        return code(r);
+    }
+    lock(&ctx.qps).remove(&obj.c.qp_num);
+    obj.async_events.wait();
+    // SAFETY: boxed in ibv_create_qp; out of the table, all events acknowledged.
+    unsafe { drop(Box::from_raw(qp.cast::<QpObj>())) };
+    0
+}
+
+fn ah_in(a: &ibv_ah_attr) -> abi::AhAttr {
+    abi::AhAttr {
+        grh: abi::GlobalRoute {
+            // SAFETY: both views of a GID are plain bytes.
+            dgid: unsafe { a.grh.dgid.raw },
+            flow_label: a.grh.flow_label,
+            sgid_index: a.grh.sgid_index,
+            hop_limit: a.grh.hop_limit,
+            traffic_class: a.grh.traffic_class,
+            reserved: 0,
+        },
+        dlid: a.dlid,
+        sl: a.sl,
+        static_rate: a.static_rate,
+        port_num: a.port_num,
+        is_global: a.is_global,
+        reserved: [0; 2],
+    }
+}
+
+fn ah_out(a: &abi::AhAttr) -> ibv_ah_attr {
+    ibv_ah_attr {
+        grh: ibv_global_route {
+            dgid: ibv_gid { raw: a.grh.dgid },
+            flow_label: a.grh.flow_label,
+            sgid_index: a.grh.sgid_index,
+            hop_limit: a.grh.hop_limit,
+            traffic_class: a.grh.traffic_class,
+        },
+        dlid: a.dlid,
+        sl: a.sl,
+        src_path_bits: 0,
+        static_rate: a.static_rate,
+        is_global: a.is_global,
+        port_num: a.port_num,
+    }
+}
+
+/// A value of an attribute as a byte; one that does not fit becomes one that no attribute has.
+fn byte(v: u32) -> u8 {
+    u8::try_from(v).unwrap_or(u8::MAX)
+}
+
+pub unsafe extern "C" fn x_ibv_modify_qp(qp: *mut ibv_qp, attr: *mut ibv_qp_attr, mask: i32) -> i32 {
+    // SAFETY: the caller passes its QP and attributes. Fields outside the mask may be uninitialized
+    // memory of integer type; the device ignores them.
+    let (obj, a) = unsafe { (&mut *qp.cast::<QpObj>(), &*attr) };
+    let wire = abi::QpAttr {
+        qp_state: byte(a.qp_state),
+        cur_qp_state: byte(a.cur_qp_state),
+        path_mtu: byte(a.path_mtu),
+        path_mig_state: byte(a.path_mig_state),
+        qkey: a.qkey,
+        rq_psn: a.rq_psn,
+        sq_psn: a.sq_psn,
+        dest_qp_num: a.dest_qp_num,
+        qp_access_flags: a.qp_access_flags,
+        pkey_index: a.pkey_index,
+        alt_pkey_index: a.alt_pkey_index,
+        en_sqd_async_notify: a.en_sqd_async_notify,
+        sq_draining: 0,
+        max_rd_atomic: a.max_rd_atomic,
+        max_dest_rd_atomic: a.max_dest_rd_atomic,
+        min_rnr_timer: a.min_rnr_timer,
+        port_num: a.port_num,
+        timeout: a.timeout,
+        retry_cnt: a.retry_cnt,
+        rnr_retry: a.rnr_retry,
+        alt_port_num: a.alt_port_num,
+        alt_timeout: a.alt_timeout,
+        reserved: 0,
+        rate_limit: a.rate_limit,
+        cap: cap_in(&a.cap),
+        ah_attr: ah_in(&a.ah_attr),
+        alt_ah_attr: ah_in(&a.alt_ah_attr),
+        reserved2: [0; 4],
+    };
+    let r = obj.qp.modify(mask as u32, &wire);
+    trace!("ibv_modify_qp({:#x}, mask {mask:#x}, state {}) = {r:?}", obj.c.qp_num, a.qp_state);
+    if r.is_ok() && mask as u32 & unirdma_formats::attr_mask::STATE != 0 {
+        obj.c.state = a.qp_state;
+    }
+    code(r)
+}
+
+pub unsafe extern "C" fn x_ibv_query_qp(qp: *mut ibv_qp, attr: *mut ibv_qp_attr, _mask: i32, init: *mut ibv_qp_init_attr) -> i32 {
+    // SAFETY: the caller passes its QP.
+    let obj = unsafe { &mut *qp.cast::<QpObj>() };
+    let q = match obj.qp.query() {
+        Ok(q) => q,
+        Err(e) => return code(Err(e)),
+    };
+    trace!("ibv_query_qp({:#x}) = state {}", obj.c.qp_num, q.qp_state);
+    obj.c.state = q.qp_state.into();
+    let out = ibv_qp_attr {
+        qp_state: q.qp_state.into(),
+        cur_qp_state: q.cur_qp_state.into(),
+        path_mtu: q.path_mtu.into(),
+        path_mig_state: q.path_mig_state.into(),
+        qkey: q.qkey,
+        rq_psn: q.rq_psn,
+        sq_psn: q.sq_psn,
+        dest_qp_num: q.dest_qp_num,
+        qp_access_flags: q.qp_access_flags,
+        cap: cap_out(&q.cap),
+        ah_attr: ah_out(&q.ah_attr),
+        alt_ah_attr: ah_out(&q.alt_ah_attr),
+        pkey_index: q.pkey_index,
+        alt_pkey_index: q.alt_pkey_index,
+        en_sqd_async_notify: q.en_sqd_async_notify,
+        sq_draining: q.sq_draining,
+        max_rd_atomic: q.max_rd_atomic,
+        max_dest_rd_atomic: q.max_dest_rd_atomic,
+        min_rnr_timer: q.min_rnr_timer,
+        port_num: q.port_num,
+        timeout: q.timeout,
+        retry_cnt: q.retry_cnt,
+        rnr_retry: q.rnr_retry,
+        alt_port_num: q.alt_port_num,
+        alt_timeout: q.alt_timeout,
+        rate_limit: q.rate_limit,
+    };
+    let init_out = ibv_qp_init_attr {
+        qp_context: obj.c.qp_context,
+        send_cq: obj.c.send_cq,
+        recv_cq: obj.c.recv_cq,
+        srq: obj.c.srq,
+        cap: cap_out(&q.cap),
+        qp_type: obj.c.qp_type,
+        sq_sig_all: obj.sig_all.into(),
+    };
+    // SAFETY: the caller passes room for both.
+    unsafe {
+        attr.write(out);
+        init.write(init_out);
+    }
+    0
+}
+
+/// The SGEs of a work request. `struct ibv_sge` and the device's SGE have the same layout.
+///
+/// # Safety
+/// `list` must hold `n` elements.
+#[inline]
+unsafe fn sges<'a>(list: *const ibv_sge, n: i32) -> Result<&'a [abi::Sge], i32> {
+    const _: () = assert!(size_of::<abi::Sge>() == size_of::<ibv_sge>());
+    match usize::try_from(n) {
+        Err(_) => Err(libc::EINVAL),
+        Ok(0) => Ok(&[]),
+        // SAFETY: by the contract.
+        Ok(n) => Ok(unsafe { std::slice::from_raw_parts(list.cast(), n) }),
+    }
+}
+
+/// Writes one work request into the batch.
+///
+/// # Safety
+/// `wr` and what it points to must be valid.
+#[inline]
+unsafe fn push(obj: &QpObj, batch: &mut driver::SendBatch<'_>, wr: &ibv_send_wr) -> Result<(), i32> {
+    const WRITE: u32 = 0;
+    const READ: u32 = 4;
+    const CMP_SWAP: u32 = 5;
+    const FETCH_ADD: u32 = 6;
+    let mut head = abi::SqWqe {
+        wr_id: wr.wr_id,
+        opcode: wr.opcode as u8,
+        send_flags: wr.send_flags & send_flags::SUPPORTED,
+        imm: wr.imm_data,
+        ..abi::SqWqe::default()
+    };
+    // SAFETY: the opcode says which member of the union is meant; all are plain integers.
+    unsafe {
+        match wr.opcode {
+            WRITE..=READ => {
+                head.remote_addr = wr.wr.rdma.remote_addr;
+                head.rkey = wr.wr.rdma.rkey;
+            }
+            CMP_SWAP | FETCH_ADD => {
+                let a = wr.wr.atomic;
+                (head.remote_addr, head.compare_add, head.swap, head.rkey) = (a.remote_addr, a.compare_add, a.swap, a.rkey);
+            }
+            _ => return Err(libc::EINVAL),
+        }
+    }
+    // SAFETY: by the contract.
+    let list = unsafe { sges(wr.sg_list, wr.num_sge) }?;
+    if trace::on() {
+        trace!("ibv_post_send({:#x}): wr_id {:#x} opcode {} flags {:#x} sges {}", obj.c.qp_num, wr.wr_id, wr.opcode, wr.send_flags, wr.num_sge);
+    }
+    let inline = wr.send_flags & send_flags::INLINE != 0;
+    if inline && wr.opcode >= READ {
+        return Err(libc::EINVAL);
+    }
+    let data = if inline { SendWr::Inline(list) } else { SendWr::Sges(list) };
+    // SAFETY: the application vouches for its inline data, as ibv_post_send(3) demands.
+    unsafe { batch.push(&head, data) }
+}
+
+pub(crate) unsafe extern "C" fn post_send(qp: *mut ibv_qp, mut wr: *mut ibv_send_wr, bad: *mut *mut ibv_send_wr) -> i32 {
+    // SAFETY: the caller passes its QP.
+    let obj = unsafe { &*qp.cast::<QpObj>() };
+    // In the states before RTS nothing may be posted to the SQ (ibv_post_send(3), IBTA vol. 1, 10.8.3.1).
+    let result = if obj.c.state < 3 {
+        Err(libc::EINVAL)
+    } else if obj.qp.is_dead() {
+        Err(libc::EIO)
+    } else {
+        let mut batch = obj.qp.send_batch();
+        loop {
+            // SAFETY: the caller passes a list of valid work requests that ends with NULL.
+            let Some(r) = (unsafe { wr.as_ref() }) else { break Ok(()) };
+            // SAFETY: as above.
+            if let Err(e) = unsafe { push(obj, &mut batch, r) } {
+                break Err(e);
+            }
+            wr = r.next;
+        }
+    };
+    if result.is_err() && !bad.is_null() {
+        // SAFETY: room for the first request that was not posted.
+        unsafe { *bad = wr };
+    }
+    code(result)
+}
+
+pub(crate) unsafe extern "C" fn post_recv(qp: *mut ibv_qp, mut wr: *mut ibv_recv_wr, bad: *mut *mut ibv_recv_wr) -> i32 {
+    // SAFETY: the caller passes its QP.
+    let obj = unsafe { &*qp.cast::<QpObj>() };
+    let result = if obj.c.state == 0 {
+        Err(libc::EINVAL)
+    } else if obj.qp.is_dead() {
+        Err(libc::EIO)
+    } else {
+        let mut batch = obj.qp.recv_batch();
+        loop {
+            // SAFETY: the caller passes a list of valid work requests that ends with NULL.
+            let Some(r) = (unsafe { wr.as_ref() }) else { break Ok(()) };
+            if trace::on() {
+                trace!("ibv_post_recv({:#x}): wr_id {:#x} sges {}", obj.c.qp_num, r.wr_id, r.num_sge);
+            }
+            // SAFETY: as above.
+            let pushed = unsafe { sges(r.sg_list, r.num_sge) }.and_then(|s| batch.push(r.wr_id, s));
+            if let Err(e) = pushed {
+                break Err(e);
+            }
+            wr = r.next;
+        }
+    };
+    if result.is_err() && !bad.is_null() {
+        // SAFETY: room for the first request that was not posted.
+        unsafe { *bad = wr };
+    }
+    code(result)
+}
+
+pub(crate) unsafe extern "C" fn post_srq_recv(_srq: *mut ibv_srq, wr: *mut ibv_recv_wr, bad: *mut *mut ibv_recv_wr) -> i32 {
+    if !bad.is_null() {
+        // SAFETY: room for the first request that was not posted.
+        unsafe { *bad = wr };
+    }
+    libc::EOPNOTSUPP
+}

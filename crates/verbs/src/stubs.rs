@@ -1,0 +1,58 @@
+//! What this library does not offer: each says so, and none ends the program.
+
+use std::ffi::{CStr, c_char, c_void};
+
+use unirdma_verbs_abi::*;
+
+use crate::set_errno;
+use crate::trace::trace;
+
+fn name(p: *const c_char) -> String {
+    // SAFETY: the trampolines pass a string of this library's text.
+    unsafe { CStr::from_ptr(p) }.to_string_lossy().into_owned()
+}
+
+pub(crate) extern "C" fn stub_void(n: *const c_char) {
+    trace!("{}: ignored", name(n));
+}
+
+pub(crate) extern "C" fn stub_null(n: *const c_char) -> *mut c_void {
+    trace!("{}: not supported", name(n));
+    set_errno(libc::EOPNOTSUPP);
+    std::ptr::null_mut()
+}
+
+pub(crate) extern "C" fn stub_errno(n: *const c_char) -> i32 {
+    trace!("{}: not supported", name(n));
+    set_errno(libc::EOPNOTSUPP);
+    libc::EOPNOTSUPP
+}
+
+/// A QP of this library has no extended post interface yet.
+pub unsafe extern "C" fn x_ibv_qp_to_qp_ex(_qp: *mut ibv_qp) -> *mut c_void {
+    std::ptr::null_mut()
+}
+
+/// Nothing to prepare: a forked child must not use its parent's devices, and gets its own pages.
+pub extern "C" fn x_ibv_fork_init() -> i32 {
+    trace!("ibv_fork_init()");
+    0
+}
+
+/// `IBV_FORK_UNNEEDED`.
+pub extern "C" fn x_ibv_is_fork_initialized() -> i32 {
+    2
+}
+
+pub extern "C" fn x_ibv_dontfork_range(_base: *mut c_void, _size: usize) -> i32 {
+    0
+}
+
+pub extern "C" fn x_ibv_dofork_range(_base: *mut c_void, _size: usize) -> i32 {
+    0
+}
+
+/// Data of a WRITE arrives in order; see `docs/spec/virtio-rdma.md`, section 7.6.
+pub unsafe extern "C" fn x_ibv_query_qp_data_in_order(_qp: *mut ibv_qp, _op: u32, _flags: u32) -> i32 {
+    1
+}
