@@ -9,13 +9,14 @@ use std::collections::HashMap;
 use std::io;
 use std::mem::MaybeUninit;
 use std::os::fd::{BorrowedFd, OwnedFd};
-use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering};
 use std::sync::{Arc, Condvar, Mutex, RwLock};
 use std::time::Instant;
 
 use rustix::event::{EventfdFlags, epoll};
 use unirdma_abi as abi;
 use unirdma_device::{EventQueues, lock};
+use unirdma_mem::Bell;
 use unirdma_rnic::{Output, Rnic, SessionId};
 
 /// How the pollers run.
@@ -48,6 +49,9 @@ pub struct Engine {
     /// Poller 0 is in, or about to enter, epoll_wait.
     sleeping: AtomicBool,
     stopping: AtomicBool,
+    changes: AtomicU64,
+    runnable: AtomicBool,
+    due_ns: AtomicU64,
     /// Counts the times the other pollers were woken; they sleep until it moves.
     wakes: Mutex<u64>,
     woken: Condvar,
@@ -58,6 +62,11 @@ pub struct Engine {
     yields: bool,
 }
 
+/// Rounds between two looks at the kicks of sleeping sessions: while nothing is found, and while busy.
+const KICK_ROUNDS_IDLE: u32 = 8;
+const KICK_ROUNDS_BUSY: u32 = 64;
+/// Looks at the doorbells between two rounds that find idle sessions and let them sleep.
+const LOOKS_BETWEEN_ROUNDS: u32 = 64;
 /// Token of the engine's own eventfd; sessions have 32-bit tokens.
 const WAKE: u64 = u64::MAX;
 
@@ -93,6 +102,9 @@ impl Engine {
             wake,
             sleeping: AtomicBool::new(false),
             stopping: AtomicBool::new(false),
+            changes: AtomicU64::new(u64::MAX),
+            runnable: AtomicBool::new(false),
+            due_ns: AtomicU64::new(u64::MAX),
             wakes: Mutex::new(0),
             woken: Condvar::new(),
             asleep: AtomicUsize::new(0),
@@ -157,6 +169,7 @@ impl Engine {
         let busy = {
             let mut r = lock(&self.rnic);
             r.drain_outputs(&mut out);
+            self.publish(&r);
             r.is_busy() || r.next_timeout().is_some()
         };
         self.deliver(&mut out);
@@ -190,8 +203,30 @@ impl Engine {
         }
     }
 
+    /// Notes what the RNIC waits for, so that pollers can look without taking it.
+    fn publish(&self, r: &Rnic) {
+        self.changes.store(r.active_changes(), Ordering::Release);
+        self.runnable.store(r.has_runnable(), Ordering::Release);
+        self.due_ns.store(r.next_timeout().unwrap_or(u64::MAX), Ordering::Release);
+    }
+
+    /// True if the RNIC must be taken: a doorbell rang, time is due, or `watch` is out of date.
+    #[inline]
+    fn needs_round(&self, watch: &mut Watch) -> bool {
+        watch.looks = watch.looks.wrapping_add(1);
+        watch.changes != self.changes.load(Ordering::Acquire)
+            || watch.bells.iter().any(Bell::has_rung)
+            || self.runnable.load(Ordering::Acquire)
+            || watch.looks % LOOKS_BETWEEN_ROUNDS == 0
+            || self.due_ns.load(Ordering::Acquire) <= self.now()
+    }
+
     /// One look at the RNIC; `None` if another poller has it.
-    fn round(&self, out: &mut Vec<Output>) -> Option<Round> {
+    fn round(&self, watch: &mut Watch) -> Option<Round> {
+        if !self.needs_round(watch) {
+            return None;
+        }
+        let out = &mut watch.out;
         let mut r = match self.rnic.try_lock() {
             Ok(r) => r,
             Err(std::sync::TryLockError::Poisoned(p)) => p.into_inner(),
@@ -209,6 +244,11 @@ impl Engine {
             self.sleeping.store(true, Ordering::SeqCst);
         }
         let sleep_ns = r.next_timeout().map(|t| t.saturating_sub(now));
+        self.publish(&r);
+        if watch.changes != r.active_changes() {
+            watch.changes = r.active_changes();
+            watch.bells = r.active_bells();
+        }
         drop(r);
         self.deliver(out);
         Some(Round { found, idle, sleep_ns })
@@ -223,26 +263,37 @@ impl Engine {
     }
 
     fn first_poller(&self) {
-        let mut out = Vec::new();
+        let mut watch = Watch::default();
+        let mut rounds = 0u32;
         while !self.stopping.load(Ordering::SeqCst) {
-            match self.round(&mut out) {
-                Some(r) if r.idle => self.sleep(r.sleep_ns),
+            rounds = rounds.wrapping_add(1);
+            match self.round(&mut watch) {
+                Some(r) if r.idle => self.listen(r.sleep_ns),
                 Some(r) if r.found => {
                     if self.asleep.load(Ordering::Relaxed) > 0 {
                         self.wake_others();
                     }
+                    if rounds % KICK_ROUNDS_BUSY == 0 {
+                        self.listen(Some(0));
+                    }
                 }
-                _ => self.pause(),
+                _ => {
+                    // Some sessions are polled while others sleep and kick.
+                    if rounds % KICK_ROUNDS_IDLE == 0 {
+                        self.listen(Some(0));
+                    }
+                    self.pause();
+                }
             }
         }
     }
 
     fn other_poller(&self) {
-        let mut out = Vec::new();
+        let mut watch = Watch::default();
         while !self.stopping.load(Ordering::SeqCst) {
             // Read before the look, so that a wake in between is not lost.
             let seen = *lock(&self.wakes);
-            match self.round(&mut out) {
+            match self.round(&mut watch) {
                 Some(r) if r.idle => {
                     self.asleep.fetch_add(1, Ordering::SeqCst);
                     let mut wakes = lock(&self.wakes);
@@ -263,8 +314,8 @@ impl Engine {
         self.woken.notify_all();
     }
 
-    /// Poller 0 waits for kicks and timers on behalf of all.
-    fn sleep(&self, limit_ns: Option<u64>) {
+    /// Poller 0 takes kicks on behalf of all, and waits for them and for timers up to the limit.
+    fn listen(&self, limit_ns: Option<u64>) {
         let mut events = [MaybeUninit::<epoll::Event>::uninit(); 64];
         let limit = limit_ns.map(|ns| rustix::time::Timespec {
             tv_sec: (ns / 1_000_000_000) as i64,
@@ -275,6 +326,9 @@ impl Engine {
             Err(_) => Vec::new(),
         };
         self.sleeping.store(false, Ordering::SeqCst);
+        if limit_ns == Some(0) && got.is_empty() {
+            return;
+        }
         let mut r = lock(&self.rnic);
         let now = self.now();
         for token in got {
@@ -283,11 +337,22 @@ impl Engine {
             }
         }
         let busy = r.is_busy();
+        self.publish(&r);
         drop(r);
         if busy {
             self.wake_others();
         }
     }
+}
+
+/// What a poller looks at between two rounds.
+#[derive(Default)]
+struct Watch {
+    /// [`Rnic::active_changes`] when `bells` was copied.
+    changes: u64,
+    bells: Vec<Bell>,
+    looks: u32,
+    out: Vec<Output>,
 }
 
 struct Round {

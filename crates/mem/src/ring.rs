@@ -331,6 +331,12 @@ impl Bell {
         self.0.store32(abi::DB_HINTS, hints, Ordering::Release);
     }
 
+    /// Device: true if a bell has rung.
+    #[inline]
+    pub fn has_rung(&self) -> bool {
+        W(&self.0, abi::DB_SUMMARY).peek() != 0
+    }
+
     /// Device: takes all rung slots and calls `f` with each; true if there were any.
     #[inline]
     pub fn take(&self, mut f: impl FnMut(u32)) -> bool {

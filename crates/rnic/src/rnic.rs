@@ -5,6 +5,7 @@ use std::collections::{BinaryHeap, HashMap, VecDeque};
 
 use unirdma_abi as abi;
 use unirdma_formats::{AsyncEvent, Gid, QpState};
+use unirdma_mem::Bell;
 
 use crate::keys::Rng;
 use crate::mr::{Backing, MrTable};
@@ -102,6 +103,8 @@ pub struct Rnic {
     pub(crate) qpns: HashMap<u32, u32>,
     /// Sessions that are polled.
     pub(crate) active: Vec<u32>,
+    /// Counts the changes of `active`.
+    active_changes: u64,
     /// vRNICs with runnable QPs, in turn.
     round: VecDeque<u32>,
     timers: BinaryHeap<Reverse<(u64, u32, u32)>>,
@@ -125,6 +128,7 @@ impl Rnic {
             qps: Slab::default(),
             qpns: HashMap::new(),
             active: Vec::new(),
+            active_changes: 0,
             round: VecDeque::new(),
             timers: BinaryHeap::new(),
             outputs: VecDeque::new(),
@@ -214,6 +218,7 @@ impl Rnic {
             self.pds.remove(h);
         }
         self.active.retain(|&s| s != id.0);
+        self.active_changes += 1;
         self.outputs.retain(|o| !matches!(o, Output::Completion { session, .. } | Output::Async { session, .. } if *session == id));
         self.sessions.remove(id.0);
     }
@@ -226,6 +231,7 @@ impl Rnic {
                 bell.unpark();
                 s.parked = false;
                 self.active.push(id.0);
+                self.active_changes += 1;
             }
         }
     }
@@ -233,6 +239,7 @@ impl Rnic {
     /// Lets sessions that have not rung for `idle_ns` sleep. Their next doorbell kicks.
     pub fn park_idle(&mut self, now: u64, idle_ns: u64) {
         let sessions = &mut self.sessions;
+        let before = self.active.len();
         self.active.retain(|&h| {
             let Some(s) = sessions.get_mut(h) else { return false };
             if now.saturating_sub(s.last_rung_ns) < idle_ns {
@@ -241,6 +248,24 @@ impl Rnic {
             s.parked = s.bell.as_ref().is_none_or(|b| b.park());
             !s.parked
         });
+        self.active_changes += u64::from(before != self.active.len());
+    }
+
+    /// Changes whenever [`Rnic::active_bells`] would.
+    pub fn active_changes(&self) -> u64 {
+        self.active_changes
+    }
+
+    /// The doorbells that [`Rnic::poll`] looks at. Whoever holds copies may look at them without the
+    /// RNIC, and need not call [`Rnic::poll`] while none has rung and nothing else is due.
+    pub fn active_bells(&self) -> Vec<Bell> {
+        let session = |h: &u32| self.sessions.get(*h)?.bell.clone();
+        self.active.iter().filter_map(session).collect()
+    }
+
+    /// True if QPs have work that [`Rnic::poll`] has not come to yet.
+    pub fn has_runnable(&self) -> bool {
+        !self.round.is_empty()
     }
 
     /// True while some session is polled or some QP has work.
