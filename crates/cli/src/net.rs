@@ -88,6 +88,10 @@ fn veth(ctl: &OwnedFd) -> io::Result<OwnedFd> {
         const SIOCETHTOOL: libc::c_ulong = 0x8946;
         let _ = ioctl(ctl, SIOCETHTOOL, &mut r, "offloads");
     }
+    // The uplink only carries frames; it has no addresses. It must be up before it is bound to.
+    let _ = std::fs::write("/proc/sys/net/ipv6/conf/uplink0/disable_ipv6", "1");
+    set_mtu(ctl, UPLINK, 9000)?;
+    up(ctl, UPLINK)?;
     let all = (libc::ETH_P_ALL as u16).to_be();
     // SAFETY: plain system call.
     let fd = unsafe { libc::socket(libc::AF_PACKET, libc::SOCK_RAW | libc::SOCK_CLOEXEC | libc::SOCK_NONBLOCK, all.into()) };
@@ -103,8 +107,6 @@ fn veth(ctl: &OwnedFd) -> io::Result<OwnedFd> {
         const PACKET_IGNORE_OUTGOING: i32 = 23;
         libc::setsockopt(fd.as_raw_fd(), libc::SOL_PACKET, PACKET_IGNORE_OUTGOING, std::ptr::from_ref(&one).cast(), 4);
     }
-    set_mtu(ctl, UPLINK, 9000)?;
-    up(ctl, UPLINK)?;
     Ok(fd)
 }
 

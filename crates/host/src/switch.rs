@@ -83,7 +83,7 @@ impl Switch {
                     match rustix::io::read(&port.fd, &mut frame[..]) {
                         Ok(n) if n >= ETH_HEADER => self.forward(id, &port, &frame[..n]),
                         Ok(_) => break,
-                        Err(rustix::io::Errno::AGAIN) => break,
+                        Err(rustix::io::Errno::AGAIN | rustix::io::Errno::INTR | rustix::io::Errno::NETDOWN) => break,
                         // The interface is gone with its container.
                         Err(_) => {
                             self.remove(id);

@@ -1,0 +1,212 @@
+//! Two endpoints on a virtual clock: drivers that post and poll, and an RNIC between them.
+#![allow(dead_code, missing_docs)]
+
+use unirdma_abi as abi;
+use unirdma_formats::{Gid, WcStatus, WrOpcode, access, attr_mask as m, send_flags};
+use unirdma_mem::{Bell, CqRing, CqTail, QpRings, Span};
+use unirdma_rnic::{Backing, CreateQp, Limits, Output, Rnic, SessionId, VnicConfig, VnicId};
+use zerocopy::IntoBytes;
+
+pub const MR_BYTES: usize = 1 << 20;
+pub const IOVA: u64 = 0x10_0000;
+pub const ALL: u32 = access::LOCAL_WRITE | access::REMOTE_WRITE | access::REMOTE_READ | access::REMOTE_ATOMIC;
+
+/// A window at a multiple of 64.
+pub fn aligned(len: usize) -> Span {
+    let s = Span::anonymous(len + 64);
+    s.sub((64 - s.addr() as u64 % 64) % 64, len as u64).unwrap()
+}
+
+pub struct End {
+    pub vnic: VnicId,
+    pub session: SessionId,
+    pub bell: Bell,
+    pub pd: u32,
+    pub cqn: u32,
+    pub cq: CqTail,
+    pub qpn: u32,
+    pub slot: u32,
+    pub rings: QpRings,
+    pub memory: Span,
+    pub key: u32,
+    pub mr: u32,
+    pub sq_prod: u32,
+    pub rq_prod: u32,
+}
+
+pub fn ip(n: u8) -> Gid {
+    Gid::from_ip(std::net::IpAddr::from([10, 0, 0, n]))
+}
+
+impl End {
+    pub fn new(rnic: &mut Rnic, group: u32, n: u8) -> End {
+        let vnic = rnic.add_vnic(VnicConfig { group, gids: vec![ip(n)], limits: Limits::default() }).unwrap();
+        Self::of_vnic(rnic, vnic, 64)
+    }
+
+    pub fn of_vnic(rnic: &mut Rnic, vnic: VnicId, cqes: u32) -> End {
+        let session = rnic.add_session(vnic).unwrap();
+        let bell = Bell::new(aligned(4096)).unwrap();
+        rnic.set_doorbell(session, bell.clone()).unwrap();
+        rnic.unpark(session, 0);
+        let pd = rnic.create_pd(session).unwrap();
+        let (ctrl, ring) = (aligned(128), aligned(cqes as usize * 64));
+        let dev = CqRing::new(ctrl.clone(), ring.clone(), cqes).unwrap();
+        let cqn = rnic.create_cq(session, dev, Some(0)).unwrap();
+        let cq = CqTail::new(ctrl, ring, cqes).unwrap();
+        let cap = abi::QpCap { max_send_wr: 16, max_recv_wr: 16, max_send_sge: 4, max_recv_sge: 4, max_inline_data: 256 };
+        let layout = abi::QpLayout::of(&cap).unwrap();
+        let rings = QpRings::new(aligned(128), aligned(layout.sq_bytes()), aligned(layout.rq_bytes()), layout).unwrap();
+        let create = CreateQp { pd, send_cq: cqn, recv_cq: cqn, sig_all: false, cap, rings: rings.clone() };
+        let (qpn, slot) = rnic.create_qp(session, 2, create).unwrap();
+        let memory = aligned(MR_BYTES);
+        let (mr, key) =
+            rnic.reg_mr(session, pd, ALL, IOVA, MR_BYTES as u64, Backing::Mapped(memory.clone()), vec![7]).unwrap();
+        End { vnic, session, bell, pd, cqn, cq, qpn, slot, rings, memory, key, mr, sq_prod: 0, rq_prod: 0 }
+    }
+
+    pub fn sge(&self, off: u64, length: u32) -> abi::Sge {
+        abi::Sge { addr: IOVA + off, length, lkey: self.key }
+    }
+
+    pub fn post(&mut self, mut wqe: abi::SqWqe, sges: &[abi::Sge]) {
+        wqe.num_sge = sges.len() as u8;
+        self.rings.sq_put(self.sq_prod, abi::SQ_DATA, sges.as_bytes());
+        self.post_raw(wqe);
+    }
+
+    pub fn post_raw(&mut self, wqe: abi::SqWqe) {
+        self.rings.sq_put(self.sq_prod, 0, wqe.as_bytes());
+        self.sq_prod = self.sq_prod.wrapping_add(1);
+        self.rings.set_sq_prod(self.sq_prod);
+        self.bell.ring(self.slot);
+    }
+
+    pub fn recv(&mut self, wr_id: u64, sges: &[abi::Sge]) {
+        let head = abi::RqWqe { wr_id, num_sge: sges.len() as u32, reserved: 0 };
+        self.rings.rq_put(self.rq_prod, 0, head.as_bytes());
+        self.rings.rq_put(self.rq_prod, abi::RQ_DATA, sges.as_bytes());
+        self.rq_prod = self.rq_prod.wrapping_add(1);
+        if self.rings.set_rq_prod(self.rq_prod) {
+            self.bell.ring(self.slot);
+        }
+    }
+
+    pub fn poll(&mut self) -> Vec<abi::Cqe> {
+        let mut v = Vec::new();
+        while let Some(c) = self.cq.pop() {
+            v.push(c);
+        }
+        self.cq.release();
+        v
+    }
+
+    /// The one completion that must be there.
+    pub fn done(&mut self) -> abi::Cqe {
+        let v = self.poll();
+        assert_eq!(v.len(), 1, "{v:?}");
+        v[0]
+    }
+
+    pub fn fill(&self, off: usize, bytes: &[u8]) {
+        self.memory.write(off, bytes);
+    }
+
+    pub fn bytes(&self, off: usize, len: usize) -> Vec<u8> {
+        let mut v = vec![0; len];
+        self.memory.read(off, &mut v);
+        v
+    }
+}
+
+pub fn wqe(op: WrOpcode, wr_id: u64) -> abi::SqWqe {
+    abi::SqWqe { wr_id, opcode: op as u8, send_flags: send_flags::SIGNALED, ..Default::default() }
+}
+
+pub struct Pair {
+    pub rnic: Rnic,
+    pub now: u64,
+    pub a: End,
+    pub b: End,
+    pub outputs: Vec<Output>,
+}
+
+/// Attributes of the three steps to RTS.
+pub fn attrs(peer: &End, gid: Gid) -> [(u32, abi::QpAttr); 3] {
+    let a = abi::QpAttr {
+        port_num: 1,
+        qp_access_flags: ALL,
+        path_mtu: 3,
+        dest_qp_num: peer.qpn,
+        rq_psn: 100,
+        sq_psn: 100,
+        max_dest_rd_atomic: 4,
+        max_rd_atomic: 4,
+        min_rnr_timer: 12,
+        timeout: 14,
+        retry_cnt: 3,
+        rnr_retry: 3,
+        ah_attr: abi::AhAttr {
+            grh: abi::GlobalRoute { dgid: gid.0, ..Default::default() },
+            is_global: 1,
+            port_num: 1,
+            ..Default::default()
+        },
+        ..Default::default()
+    };
+    let rtr = m::AV | m::PATH_MTU | m::DEST_QPN | m::RQ_PSN | m::MAX_DEST_RD_ATOMIC | m::MIN_RNR_TIMER;
+    let rts = m::TIMEOUT | m::RETRY_CNT | m::RNR_RETRY | m::SQ_PSN | m::MAX_QP_RD_ATOMIC;
+    [
+        (m::STATE | m::PKEY_INDEX | m::PORT | m::ACCESS_FLAGS, abi::QpAttr { qp_state: 1, ..a }),
+        (m::STATE | rtr, abi::QpAttr { qp_state: 2, ..a }),
+        (m::STATE | rts, abi::QpAttr { qp_state: 3, ..a }),
+    ]
+}
+
+impl Pair {
+    pub fn new() -> Pair {
+        let mut rnic = Rnic::new(1, 0);
+        let a = End::new(&mut rnic, 0, 1);
+        let b = End::new(&mut rnic, 0, 2);
+        let mut p = Pair { rnic, now: 0, a, b, outputs: Vec::new() };
+        for (mask, attr) in attrs(&p.b, ip(2)) {
+            p.rnic.modify_qp(p.a.session, p.a.qpn, mask, &attr).unwrap();
+        }
+        for (mask, attr) in attrs(&p.a, ip(1)) {
+            p.rnic.modify_qp(p.b.session, p.b.qpn, mask, &attr).unwrap();
+        }
+        p
+    }
+
+    /// Runs until nothing happens any more at this time.
+    pub fn settle(&mut self) {
+        while self.rnic.poll(self.now) {}
+        self.rnic.drain_outputs(&mut self.outputs);
+    }
+
+    /// Settles, then lets time pass up to `limit` nanoseconds, from timer to timer.
+    pub fn run(&mut self, limit: u64) {
+        let end = self.now + limit;
+        self.settle();
+        while let Some(t) = self.rnic.next_timeout().filter(|&t| t <= end) {
+            self.now = self.now.max(t);
+            self.settle();
+        }
+        self.now = end;
+        self.settle();
+    }
+
+    pub fn modify(&mut self, of_a: bool, mask: u32, attr: abi::QpAttr) {
+        let e = if of_a { &self.a } else { &self.b };
+        self.rnic.modify_qp(e.session, e.qpn, mask, &attr).unwrap();
+    }
+
+    pub fn state(&self, of_a: bool) -> u8 {
+        let e = if of_a { &self.a } else { &self.b };
+        self.rnic.query_qp(e.session, e.qpn).unwrap().qp_state
+    }
+}
+
+pub fn status(c: &abi::Cqe) -> WcStatus {
+    WcStatus::from_raw(c.status.into()).unwrap()
+}
