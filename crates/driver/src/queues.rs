@@ -251,11 +251,6 @@ impl Qp {
     pub fn recv_batch(&self) -> RecvBatch<'_> {
         RecvBatch { qp: self, post: lock(&self.rq) }
     }
-
-    /// True if nothing can be posted any more.
-    pub fn is_dead(&self) -> bool {
-        self.ctx.is_dead()
-    }
 }
 
 /// Sends that are being posted.
@@ -268,13 +263,17 @@ impl SendBatch<'_> {
     /// Writes one WQE.
     ///
     /// # Errors
-    /// `ENOMEM` if the SQ is full, `EINVAL` for too many SGEs or too much inline data.
+    /// `ENOMEM` if the SQ is full, `EINVAL` for too many SGEs or too much inline data, `EIO` once the
+    /// virtual layer is gone and in a forked child.
     ///
     /// # Safety
     /// The pieces of [`SendWr::Inline`] must be readable memory of this process.
     #[inline]
     pub unsafe fn push(&mut self, head: &abi::SqWqe, data: SendWr<'_>) -> Result<()> {
         let rings = &self.qp.rings;
+        if self.qp.ctx.is_dead() {
+            return Err(libc::EIO);
+        }
         if rings.sq_free(self.post.prod) == 0 {
             return Err(libc::ENOMEM);
         }
@@ -307,11 +306,6 @@ impl SendBatch<'_> {
         self.post.prod = i.wrapping_add(1);
         Ok(())
     }
-
-    /// Takes back what was pushed and not published.
-    pub fn abort(&mut self) {
-        self.post.prod = self.post.published;
-    }
 }
 
 impl Drop for SendBatch<'_> {
@@ -334,10 +328,13 @@ impl RecvBatch<'_> {
     /// Writes one WQE.
     ///
     /// # Errors
-    /// `ENOMEM` if the RQ is full, `EINVAL` for too many SGEs.
+    /// `ENOMEM` if the RQ is full, `EINVAL` for too many SGEs, `EIO` as for sends.
     #[inline]
     pub fn push(&mut self, wr_id: u64, sges: &[abi::Sge]) -> Result<()> {
         let rings = &self.qp.rings;
+        if self.qp.ctx.is_dead() {
+            return Err(libc::EIO);
+        }
         if sges.len() > self.qp.cap.max_recv_sge as usize {
             return Err(libc::EINVAL);
         }

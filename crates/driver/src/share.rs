@@ -10,7 +10,7 @@
 
 use std::os::fd::{AsFd, AsRawFd, FromRawFd, OwnedFd};
 use std::sync::Once;
-use std::sync::atomic::{AtomicBool, AtomicI32, AtomicUsize, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicI32, AtomicPtr, AtomicUsize, Ordering};
 
 use rustix::fs::{MemfdFlags, SealFlags};
 
@@ -23,6 +23,9 @@ const PAGE: u64 = 4096;
 /// Ranges that were ever moved; a fork without any costs nothing.
 static MOVED: AtomicUsize = AtomicUsize::new(0);
 static FORKED: AtomicBool = AtomicBool::new(false);
+/// The moved mappings at the time of a fork. The child must find them without allocating: until it has
+/// its own pages, its heap may be its parent's.
+static AT_FORK: AtomicPtr<Vec<Vma>> = AtomicPtr::new(std::ptr::null_mut());
 /// The pipe on which a forked child says that it has its own pages.
 static PIPE: [AtomicI32; 2] = [AtomicI32::new(-1), AtomicI32::new(-1)];
 
@@ -46,6 +49,8 @@ extern "C" fn before_fork() {
     if MOVED.load(Ordering::SeqCst) == 0 {
         return;
     }
+    let moved: Vec<Vma> = vmas(0, u64::MAX).unwrap_or_default().into_iter().filter(Vma::is_ours).collect();
+    AT_FORK.store(Box::into_raw(Box::new(moved)), Ordering::SeqCst);
     let mut fds = [-1; 2];
     // SAFETY: fds has room for two descriptors.
     if unsafe { libc::pipe2(fds.as_mut_ptr(), libc::O_CLOEXEC) } == 0 {
@@ -66,14 +71,22 @@ extern "C" fn after_in_parent() {
         // Ends with the child's byte, or with the child.
         while let Err(rustix::io::Errno::INTR) = rustix::io::read(&done, &mut [0u8; 1]) {}
     }
+    let list = AT_FORK.swap(std::ptr::null_mut(), Ordering::SeqCst);
+    if !list.is_null() {
+        // SAFETY: before_fork boxed it; the child has its own copy of the pointer and of the memory.
+        drop(unsafe { Box::from_raw(list) });
+    }
 }
 
 extern "C" fn after_in_child() {
     FORKED.store(true, Ordering::SeqCst);
     drop(take_pipe(0));
     if let Some(done) = take_pipe(1) {
-        for v in vmas(0, u64::MAX).unwrap_or_default().iter().filter(|v| v.is_ours()) {
-            make_private(v);
+        // SAFETY: before_fork made the list and the parent waits with freeing it. It is only read.
+        if let Some(list) = unsafe { AT_FORK.load(Ordering::SeqCst).as_ref() } {
+            for v in list {
+                make_private(v);
+            }
         }
         let _ = rustix::io::write(&done, &[1]);
     }

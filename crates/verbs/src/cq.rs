@@ -7,7 +7,7 @@ use unirdma_verbs_abi::*;
 
 use crate::device::context;
 use crate::event::{ChannelObj, Outstanding};
-use crate::trace::{self, trace};
+use crate::trace::trace;
 use crate::{code, lock, null};
 
 #[repr(C)]
@@ -95,9 +95,7 @@ pub(crate) unsafe extern "C" fn poll_cq(cq: *mut ibv_cq, n: i32, wc: *mut ibv_wc
         };
         // SAFETY: room for `n` completions, and i < n.
         unsafe { wc.add(i).write(out) };
-        if trace::on() {
-            trace!("ibv_poll_cq({:#x}): wr_id {:#x} status {} opcode {} len {}", obj.c.handle, c.wr_id, c.status, c.opcode, c.byte_len);
-        }
+        trace!("ibv_poll_cq({:#x}): wr_id {:#x} status {} opcode {} len {}", obj.c.handle, c.wr_id, c.status, c.opcode, c.byte_len);
     });
     got.map_or(-1, |n| n as i32)
 }

@@ -8,7 +8,7 @@ use unirdma_verbs_abi::*;
 
 use crate::device::context;
 use crate::event::Outstanding;
-use crate::trace::{self, trace};
+use crate::trace::trace;
 use crate::{code, lock, null};
 
 #[repr(C)]
@@ -290,9 +290,7 @@ unsafe fn push(obj: &QpObj, batch: &mut driver::SendBatch<'_>, wr: &ibv_send_wr)
     }
     // SAFETY: by the contract.
     let list = unsafe { sges(wr.sg_list, wr.num_sge) }?;
-    if trace::on() {
-        trace!("ibv_post_send({:#x}): wr_id {:#x} opcode {} flags {:#x} sges {}", obj.c.qp_num, wr.wr_id, wr.opcode, wr.send_flags, wr.num_sge);
-    }
+    trace!("ibv_post_send({:#x}): wr_id {:#x} opcode {} flags {:#x} sges {}", obj.c.qp_num, wr.wr_id, wr.opcode, wr.send_flags, wr.num_sge);
     let inline = wr.send_flags & send_flags::INLINE != 0;
     if inline && wr.opcode >= READ {
         return Err(libc::EINVAL);
@@ -308,8 +306,6 @@ pub(crate) unsafe extern "C" fn post_send(qp: *mut ibv_qp, mut wr: *mut ibv_send
     // In the states before RTS nothing may be posted to the SQ (ibv_post_send(3), IBTA vol. 1, 10.8.3.1).
     let result = if obj.c.state < 3 {
         Err(libc::EINVAL)
-    } else if obj.qp.is_dead() {
-        Err(libc::EIO)
     } else {
         let mut batch = obj.qp.send_batch();
         loop {
@@ -334,16 +330,12 @@ pub(crate) unsafe extern "C" fn post_recv(qp: *mut ibv_qp, mut wr: *mut ibv_recv
     let obj = unsafe { &*qp.cast::<QpObj>() };
     let result = if obj.c.state == 0 {
         Err(libc::EINVAL)
-    } else if obj.qp.is_dead() {
-        Err(libc::EIO)
     } else {
         let mut batch = obj.qp.recv_batch();
         loop {
             // SAFETY: the caller passes a list of valid work requests that ends with NULL.
             let Some(r) = (unsafe { wr.as_ref() }) else { break Ok(()) };
-            if trace::on() {
-                trace!("ibv_post_recv({:#x}): wr_id {:#x} sges {}", obj.c.qp_num, r.wr_id, r.num_sge);
-            }
+            trace!("ibv_post_recv({:#x}): wr_id {:#x} sges {}", obj.c.qp_num, r.wr_id, r.num_sge);
             // SAFETY: as above.
             let pushed = unsafe { sges(r.sg_list, r.num_sge) }.and_then(|s| batch.push(r.wr_id, s));
             if let Err(e) = pushed {

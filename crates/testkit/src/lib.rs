@@ -1,0 +1,86 @@
+//! Test kit: a virtual layer in this process, well-behaved programs on it, and a hostile frontend.
+//!
+//! Knows all layers; nothing but tests depends on it. It must never touch a virtual layer that it did
+//! not start.
+
+mod hostile;
+mod program;
+
+use std::os::fd::{AsFd, OwnedFd};
+use std::path::PathBuf;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicU32, Ordering};
+use std::thread::JoinHandle;
+use std::time::Duration;
+
+use unirdma_host::admin::{Request, Response};
+use unirdma_host::{AddVrnic, Client, EngineConfig, HostConfig, VHOST_SOCKET, serve, vrnic_dir, wait_ready};
+
+pub use hostile::Hostile;
+pub use program::{Program, connect};
+
+/// A virtual layer in a directory of its own; it ends with this value.
+pub struct TestHost {
+    dir: PathBuf,
+    stop: Arc<OwnedFd>,
+    thread: Option<JoinHandle<std::io::Result<()>>>,
+}
+
+impl TestHost {
+    /// Starts it.
+    ///
+    /// # Panics
+    /// If it does not come up in ten seconds.
+    pub fn start() -> Self {
+        static COUNT: AtomicU32 = AtomicU32::new(0);
+        let n = COUNT.fetch_add(1, Ordering::Relaxed);
+        let dir = std::env::temp_dir().join(format!("unirdma-test-{}-{n}", std::process::id()));
+        let stop = Arc::new(rustix::event::eventfd(0, rustix::event::EventfdFlags::CLOEXEC).expect("eventfd"));
+        let config = HostConfig { dir: dir.clone(), engine: EngineConfig { seed: Some(7), ..EngineConfig::default() } };
+        let s = stop.clone();
+        let thread = std::thread::spawn(move || serve(&config, s.as_fd(), || ()));
+        wait_ready(&dir, Duration::from_secs(10)).expect("the virtual layer starts");
+        TestHost { dir, stop, thread: Some(thread) }
+    }
+
+    /// Asks the virtual layer.
+    ///
+    /// # Errors
+    /// Its own line.
+    pub fn ask(&self, r: &Request) -> std::io::Result<Response> {
+        Client::connect(&self.dir)?.ask(r, None)
+    }
+
+    /// Adds a vRNIC; the path of its socket.
+    ///
+    /// # Panics
+    /// If that fails.
+    pub fn add(&self, name: &str, ip: &str) -> PathBuf {
+        let add = AddVrnic { name: name.into(), ips: vec![ip.parse().expect("address")], ..AddVrnic::default() };
+        self.ask(&Request::VrnicAdd(add)).expect("vRNIC");
+        vrnic_dir(&self.dir, name).join(VHOST_SOCKET)
+    }
+
+    /// The directory.
+    pub fn dir(&self) -> &std::path::Path {
+        &self.dir
+    }
+
+    /// Stops the virtual layer, as a crash would look to its programs.
+    ///
+    /// # Panics
+    /// If it ended with an error.
+    pub fn stop(&mut self) {
+        let _ = rustix::io::write(&*self.stop, &1u64.to_ne_bytes());
+        if let Some(t) = self.thread.take() {
+            t.join().expect("the virtual layer's thread").expect("the virtual layer ends well");
+        }
+    }
+}
+
+impl Drop for TestHost {
+    fn drop(&mut self) {
+        self.stop();
+        let _ = std::fs::remove_dir_all(&self.dir);
+    }
+}

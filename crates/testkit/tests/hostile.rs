@@ -1,0 +1,275 @@
+//! Whatever a frontend says, it is answered or ignored; the virtual layer stays up and other vRNICs work.
+#![allow(missing_docs)]
+
+use std::cell::RefCell;
+
+use proptest::prelude::*;
+use unirdma_abi as abi;
+use unirdma_formats::WrOpcode;
+use unirdma_link::Segment;
+use unirdma_testkit::{Hostile, Program, TestHost, connect};
+use zerocopy::{FromBytes, IntoBytes};
+
+/// A host with two good programs that are connected, and a third vRNIC for the hostile one.
+struct Scene {
+    host: TestHost,
+    good: (Program, Program),
+    evil: std::path::PathBuf,
+}
+
+impl Scene {
+    fn new() -> Self {
+        let host = TestHost::start();
+        let (a, b) = (host.add("a", "10.0.0.1"), host.add("b", "10.0.0.2"));
+        let evil = host.add("evil", "10.0.0.3");
+        let good = (Program::new(&a, 1 << 16), Program::new(&b, 1 << 16));
+        connect(&good.0, &good.1);
+        Scene { host, good, evil }
+    }
+
+    /// The good programs still get their work done, and the host still answers.
+    fn check(&self) {
+        let (a, b) = &self.good;
+        a.post(WrOpcode::Write, b, 0, 4096).unwrap();
+        assert_eq!(a.wait().unwrap().status, 0);
+        self.host.ask(&unirdma_host::admin::Request::Status).unwrap();
+    }
+}
+
+fn config(cases: u32) -> ProptestConfig {
+    ProptestConfig { cases, failure_persistence: None, max_shrink_iters: 200, ..ProptestConfig::default() }
+}
+
+/// A vhost-user message that is nearly right: a known request, odd flags, a payload of odd words.
+fn message() -> impl Strategy<Value = Vec<u8>> {
+    let word = prop_oneof![Just(0u64), Just(1), Just(u64::MAX), 0..300u64, any::<u64>(), Just(1 << 50)];
+    let flags = prop_oneof![4 => Just(1u32), 4 => Just(9), 1 => any::<u32>()];
+    let size = prop_oneof![8 => Just(None), 1 => any::<u32>().prop_map(Some), 1 => (0..5000u32).prop_map(Some)];
+    (0..50u32, flags, proptest::collection::vec(word, 0..8), size).prop_map(|(req, flags, words, size)| {
+        let payload: Vec<u8> = words.iter().flat_map(|w| w.to_ne_bytes()).collect();
+        let head = [req, flags, size.unwrap_or(payload.len() as u32)];
+        head.iter().flat_map(|w| w.to_ne_bytes()).chain(payload).collect()
+    })
+}
+
+#[test]
+fn random_vhost_user_streams_cost_their_sender_only() {
+    let scene = Scene::new();
+    proptest!(config(300), |(stream in proptest::collection::vec(message(), 1..6))| {
+        Hostile::raw(&scene.evil, &stream.concat());
+    });
+    scene.check();
+    proptest!(config(100), |(noise in proptest::collection::vec(any::<u8>(), 0..200))| {
+        Hostile::raw(&scene.evil, &noise);
+    });
+    scene.check();
+}
+
+#[test]
+fn a_refused_request_is_answered_and_the_session_goes_on() {
+    use vhost::vhost_user::message::FrontendReq as R;
+    let scene = Scene::new();
+    let mut h = Hostile::new(&scene.evil);
+    let refused: &[(R, &[u8])] = &[
+        (R::SET_VRING_NUM, &[0xff; 8]),
+        (R::SET_VRING_NUM, &[0, 0, 0, 0, 3, 0, 0, 0]),
+        (R::SET_VRING_ADDR, &[0; 40]),
+        (R::SET_VRING_ENABLE, &[0, 0, 0, 0, 7, 0, 0, 0]),
+        (R::SET_FEATURES, &[0xff; 8]),
+        (R::SET_PROTOCOL_FEATURES, &[0xff; 8]),
+        (R::SET_VRING_KICK, &[0; 8]),
+        (R::SET_CONFIG, &[0; 16]),
+        (R::ADD_MEM_REG, &[0; 40]),
+        (R::REM_MEM_REG, &[1; 40]),
+        (R::SET_MEM_TABLE, &[2, 0, 0, 0, 0, 0, 0, 0]),
+        (R::IOTLB_MSG, &[]),
+        (R::SET_LOG_BASE, &[0; 16]),
+    ];
+    for (req, payload) in refused {
+        let e = h.frontend.tell(*req, payload, &[], true).expect_err("refused");
+        assert_eq!(e.kind(), std::io::ErrorKind::InvalidInput, "{req:?}: {e}");
+    }
+    assert_eq!(h.command(abi::Command::QueryDevice as u8, &[]).0, 0, "the session works as before");
+    scene.check();
+}
+
+#[test]
+fn random_control_commands_get_an_error_code() {
+    let scene = Scene::new();
+    let h = RefCell::new(Hostile::new(&scene.evil));
+    // Real handles of another tenant must not work either.
+    let foreign = [scene.good.0.qp.qpn, scene.good.0.cq.cqn, scene.good.0.mr.mrn];
+    let word = prop_oneof![Just(0u32), Just(1), Just(u32::MAX), any::<u32>(), proptest::sample::select(foreign.to_vec())];
+    let data = proptest::collection::vec(word, 0..45);
+    proptest!(config(600), |(c in any::<u8>(), words in data, room in prop_oneof![Just(1024u32), 0..16u32])| {
+        let bytes: Vec<u8> = [u32::from(c % 30), 0].iter().chain(&words).flat_map(|w| w.to_ne_bytes()).collect();
+        let answer = h.borrow_mut().request(&bytes, room);
+        prop_assert!(answer.is_some(), "no answer to command {}", c % 30);
+    });
+    let d = h.borrow_mut().command(abi::Command::QueryDevice as u8, &[]);
+    assert_eq!(d.0, 0);
+    for handle in foreign {
+        for c in [abi::Command::DestroyQp, abi::Command::DestroyCq, abi::Command::DeregMr, abi::Command::DestroyPd] {
+            let data = abi::HandleReq { handle, reserved: 0 };
+            assert_eq!(h.borrow_mut().command(c as u8, data.as_bytes()).0, abi::Status::BadHandle as u8, "{c:?}");
+        }
+    }
+    scene.check();
+}
+
+#[test]
+fn exact_lengths_are_demanded() {
+    let scene = Scene::new();
+    let mut h = Hostile::new(&scene.evil);
+    for c in 1..=21u8 {
+        for len in [3, 7, 500] {
+            let (status, _) = h.command(c, &vec![0; len]);
+            let unsupported = [abi::Command::CreateMr as u8, abi::Command::MapMrSg as u8].contains(&c);
+            let expected = if unsupported { abi::Status::Unsupported } else { abi::Status::BadLength };
+            assert_eq!(status, expected as u8, "command {c} with {len} bytes");
+        }
+    }
+    assert_eq!(h.request(&[], 64).unwrap()[0], abi::Status::BadLength as u8);
+    // Buffers outside of memory, and a chain that is all response.
+    assert_eq!(h.chain(&[Segment { addr: 12, len: 64, write: false }]), Some(vec![]));
+    assert!(h.chain(&[Segment { addr: u64::MAX - 8, len: 64, write: true }]).is_some());
+    scene.check();
+}
+
+/// Gives the hostile session a QP whose rings lie at offset 0x10000 x 4.
+fn make_qp(h: &mut Hostile) -> (u32, u32, u64) {
+    let at = 0x4_0000;
+    assert_eq!(h.command(abi::Command::SetDoorbell as u8, h.bus(0x3_0000).as_bytes()).0, 0);
+    let pd = h.command(abi::Command::CreatePd as u8, &[]);
+    let pdn = abi::HandleResp::read_from_prefix(&pd.1).unwrap().0.handle;
+    let cq = abi::CreateCqReq { cqe: 16, entries: 16, ring_addr: h.bus(at + 0x8000), ctrl_addr: h.bus(at + 0x9000), comp_queue: 0, reserved: 0 };
+    let cq = h.command(abi::Command::CreateCq as u8, cq.as_bytes());
+    let cqn = abi::HandleResp::read_from_prefix(&cq.1).unwrap().0.handle;
+    let cap = abi::QpCap { max_send_wr: 16, max_recv_wr: 16, max_send_sge: 4, max_recv_sge: 4, max_inline_data: 64 };
+    let qp = abi::CreateQpReq {
+        pdn, qp_type: 2, send_cqn: cqn, recv_cqn: cqn, cap,
+        ctrl_addr: h.bus(at), sq_addr: h.bus(at + 0x1000), rq_addr: h.bus(at + 0x4000),
+        ..Default::default()
+    };
+    let r = h.command(abi::Command::CreateQp as u8, qp.as_bytes());
+    assert_eq!(r.0, 0);
+    let r = abi::CreateQpResp::read_from_prefix(&r.1).unwrap().0;
+    (r.qpn, r.db_slot, at)
+}
+
+/// The three steps to RTS, towards `peer_qpn` at 10.0.0.`ip`.
+fn to_rts(h: &mut Hostile, qpn: u32, peer_qpn: u32, ip: u8) {
+    use unirdma_formats::attr_mask as m;
+    let dgid = unirdma_formats::Gid::from_ip(std::net::IpAddr::from([10, 0, 0, ip])).0;
+    let attr = abi::QpAttr {
+        port_num: 1, qp_access_flags: 15, path_mtu: 3, dest_qp_num: peer_qpn, max_dest_rd_atomic: 1, max_rd_atomic: 1,
+        min_rnr_timer: 1, timeout: 8, retry_cnt: 1, rnr_retry: 1,
+        ah_attr: abi::AhAttr { grh: abi::GlobalRoute { dgid, ..Default::default() }, is_global: 1, port_num: 1, ..Default::default() },
+        ..Default::default()
+    };
+    let steps = [
+        (1, m::PKEY_INDEX | m::PORT | m::ACCESS_FLAGS),
+        (2, m::AV | m::PATH_MTU | m::DEST_QPN | m::RQ_PSN | m::MAX_DEST_RD_ATOMIC | m::MIN_RNR_TIMER),
+        (3, m::TIMEOUT | m::RETRY_CNT | m::RNR_RETRY | m::SQ_PSN | m::MAX_QP_RD_ATOMIC),
+    ];
+    for (state, mask) in steps {
+        let req = abi::ModifyQpReq { qpn, attr_mask: m::STATE | mask, attr: abi::QpAttr { qp_state: state, ..attr } };
+        assert_eq!(h.command(abi::Command::ModifyQp as u8, req.as_bytes()).0, 0);
+    }
+}
+
+#[test]
+fn random_rings_and_doorbells_break_their_own_qp_only() {
+    let scene = Scene::new();
+    let word = prop_oneof![Just(0u64), Just(1), any::<u64>(), Just(u64::MAX), 0..40u64];
+    let words = proptest::collection::vec((0..0xa000u64 / 8, word), 1..60);
+    proptest!(config(60), |(ring in words, bells in proptest::collection::vec(any::<u64>(), 64), prods in any::<(u32, u32)>(), own in any::<bool>())| {
+        let mut h = Hostile::new(&scene.evil);
+        let (qpn, slot, at) = make_qp(&mut h);
+        let peer = if own { (qpn, 3) } else { (scene.good.1.qp.qpn, 2) };
+        to_rts(&mut h, qpn, peer.0, peer.1);
+        for (i, w) in &ring {
+            h.memory().write((at + i * 8) as usize, &w.to_ne_bytes());
+        }
+        h.memory().write(at as usize, &(prods.0 % 40).to_ne_bytes());
+        h.memory().write(at as usize + 4, &(prods.1 % 40).to_ne_bytes());
+        let page = 0x3_0000;
+        for (i, w) in bells.iter().enumerate() {
+            h.memory().write(page + abi::DB_BITS + i * 8, &w.to_ne_bytes());
+        }
+        h.memory().write(page + abi::DB_BITS + slot as usize / 64 * 8, &u64::MAX.to_ne_bytes());
+        h.memory().write(page + abi::DB_SUMMARY, &u64::MAX.to_ne_bytes());
+        h.wake();
+        prop_assert_eq!(h.command(abi::Command::QueryDevice as u8, &[]).0, 0);
+    });
+    scene.check();
+}
+
+#[test]
+fn memory_that_is_taken_away_grants_nothing() {
+    let scene = Scene::new();
+    // A file that can shrink is taken, and shrinks under the device's feet.
+    let fd = rustix::fs::memfd_create(c"shrinks", rustix::fs::MemfdFlags::CLOEXEC).unwrap();
+    rustix::fs::ftruncate(&fd, 1 << 20).unwrap();
+    let mut h = Hostile::new(&scene.evil);
+    let desc = unirdma_link::RegionDesc { bus_addr: 1 << 52, size: 1 << 20, user_addr: 1 << 52, mmap_offset: 0 };
+    h.frontend.add_region(desc, std::os::fd::AsFd::as_fd(&fd)).unwrap();
+    rustix::fs::ftruncate(&fd, 0).unwrap();
+    let pages = abi::RegUserMrReq { pdn: 0, start: 1 << 52, length: 8192, pages_addr: 1 << 52, npages: 2, ..Default::default() };
+    let (status, _) = h.command(abi::Command::RegUserMr as u8, pages.as_bytes());
+    assert_ne!(status, 0);
+    let bell: u64 = 1 << 52;
+    h.command(abi::Command::SetDoorbell as u8, bell.as_bytes());
+    h.frontend.remove_region(desc).unwrap();
+    assert_ne!(h.command(abi::Command::RegUserMr as u8, pages.as_bytes()).0, 0);
+    scene.check();
+}
+
+#[test]
+fn a_killed_program_gives_its_peer_what_hardware_would() {
+    let host = TestHost::start();
+    let (a, b) = (host.add("a", "10.0.0.1"), host.add("b", "10.0.0.2"));
+    let p = Program::new(&a, 4096);
+    {
+        let q = Program::new(&b, 4096);
+        connect(&p, &q);
+        p.post(WrOpcode::Write, &q, 0, 8).unwrap();
+        assert_eq!(p.wait().unwrap().status, 0);
+        p.post(WrOpcode::Send, &q, 0, 8).unwrap();
+        // No receive is posted; then the peer goes without a word.
+    }
+    let c = p.wait().unwrap();
+    assert_eq!(c.status, 12, "IBV_WC_RETRY_EXC_ERR");
+    let shown = host.ask(&unirdma_host::admin::Request::VrnicShow { name: "b".into() }).unwrap();
+    let unirdma_host::admin::Response::Vrnic(v) = shown else { panic!() };
+    assert_eq!((v.sessions, v.qps, v.cqs, v.mrs_mapped + v.mrs_copied), (0, 0, 0, 0));
+}
+
+#[test]
+fn a_lost_virtual_layer_is_a_fatal_event_and_error_codes() {
+    let mut host = TestHost::start();
+    let p = Program::new(&host.add("a", "10.0.0.1"), 4096);
+    host.stop();
+    let e = p.ctx.next_async().unwrap();
+    assert_eq!(e.kind, unirdma_formats::AsyncEvent::DeviceFatal as u32);
+    assert!(p.ctx.next_async().is_err(), "told once");
+    assert!(p.cq.poll(1, |_, _| ()).is_err());
+    assert!(p.qp.query().is_err());
+    assert!(p.qp.destroy().is_ok() && p.cq.destroy().is_ok(), "what is gone needs no destroying");
+}
+
+#[test]
+fn messages_up_to_two_gigabytes_minus_nothing_arrive() {
+    let host = TestHost::start();
+    let (a, b) = (host.add("a", "10.0.0.1"), host.add("b", "10.0.0.2"));
+    let len = 8 << 20;
+    let (mut p, q) = (Program::new(&a, len), Program::new(&b, len));
+    connect(&p, &q);
+    for (i, x) in p.buf.iter_mut().enumerate() {
+        *x = (i * 7 + i / 4096) as u8;
+    }
+    q.recv(0, len).unwrap();
+    p.post(WrOpcode::Send, &q, 0, len).unwrap();
+    assert_eq!((p.wait().unwrap().status, q.wait().unwrap().byte_len as usize), (0, len));
+    assert!((0..len).step_by(997).chain([len - 1]).all(|i| q.byte(i) == p.byte(i)));
+}

@@ -1,0 +1,111 @@
+//! The way *share*, in a process that has one thread: no test harness, which would make more.
+//!
+//! The virtual layer is another process: this program runs itself again as the host.
+#![allow(missing_docs)]
+
+use std::process::{Command, Stdio};
+use std::time::Duration;
+
+use unirdma_driver::Way;
+use unirdma_formats::WrOpcode;
+use unirdma_host::admin::Request;
+use unirdma_host::{AddVrnic, EngineConfig, HostConfig, serve, vrnic_dir, wait_ready};
+use unirdma_testkit::{Program, connect};
+
+fn host(dir: &str) -> ! {
+    use std::os::fd::AsFd;
+    // Ends when its standard input does, with the test.
+    let stdin = std::io::stdin();
+    let config = HostConfig { dir: dir.into(), engine: EngineConfig::default() };
+    let _ = serve(&config, stdin.as_fd(), || ());
+    std::process::exit(0);
+}
+
+fn check(name: &str, passed: &mut u32, f: impl FnOnce()) {
+    f();
+    println!("test {name} ... ok");
+    *passed += 1;
+}
+
+fn main() {
+    let args: Vec<String> = std::env::args().collect();
+    if args.get(1).map(String::as_str) == Some("--host") {
+        host(&args[2]);
+    }
+    let dir = std::env::temp_dir().join(format!("unirdma-share-{}", std::process::id()));
+    let mut child = Command::new(&args[0]).arg("--host").arg(&dir).stdin(Stdio::piped()).spawn().expect("host");
+    let mut client = wait_ready(&dir, Duration::from_secs(10)).expect("ready");
+    for name in ["a", "b"] {
+        let add = AddVrnic { name: name.into(), ..AddVrnic::default() };
+        client.ask(&Request::VrnicAdd(add), None).expect("vRNIC");
+    }
+    let socket = |n: &str| vrnic_dir(&dir, n).join("vhost.sock");
+    const LEN: usize = 3 << 20;
+    let mut passed = 0;
+    let (mut a, b) = (Program::new(&socket("a"), LEN), Program::new(&socket("b"), LEN));
+    connect(&a, &b);
+
+    check("one_thread_shares", &mut passed, || assert_eq!((a.mr.way, b.mr.way), (Way::Share, Way::Share)));
+
+    check("bytes_survive_the_move_and_travel", &mut passed, || {
+        for i in 0..LEN {
+            a.buf[i] = (i * 13 + i / 4096) as u8;
+        }
+        // Registering again finds the pages already moved, and changes none of them.
+        let again = Program::new(&socket("a"), 64);
+        drop(again);
+        a.post(WrOpcode::Write, &b, 0, LEN).expect("post");
+        assert_eq!(a.wait().expect("completion").status, 0);
+        assert!((0..LEN).all(|i| b.byte(i) == (i * 13 + i / 4096) as u8));
+    });
+
+    check("a_second_registration_of_moved_pages_is_mapped_too", &mut passed, || {
+        let addr = a.buf.as_ptr() as u64;
+        let pd: unirdma_abi::HandleResp = a.ctx.command(unirdma_abi::Command::CreatePd, &[0u8; 0]).expect("PD");
+        let mut mr = unirdma_driver::Mr::register(&a.ctx, pd.handle, addr + 100, 5000, addr + 100, 1).expect("MR");
+        assert_eq!(mr.way, Way::Share);
+        assert_eq!(a.byte(5), (5usize * 13) as u8);
+        mr.deregister().expect("deregister");
+        a.post(WrOpcode::Write, &b, 0, 64).expect("post");
+        assert_eq!(a.wait().expect("completion").status, 0, "the first registration is not disturbed");
+    });
+
+    check("a_forked_child_has_private_copies", &mut passed, || {
+        a.buf[0] = 1;
+        // SAFETY: the child only reads and writes its memory and ends.
+        let pid = unsafe { libc::fork() };
+        if pid == 0 {
+            let before = a.byte(0);
+            a.buf[0] = 99;
+            let seen_later = a.byte(1);
+            let dead = a.post(WrOpcode::Write, &b, 0, 8).is_err() || a.cq.poll(1, |_, _| ()).is_err();
+            let ok = before == 1 && a.byte(0) == 99 && seen_later == 13 && dead;
+            // SAFETY: ends the child without running the parent's destructors.
+            unsafe { libc::_exit(if ok { 0 } else { 1 }) };
+        }
+        a.buf[1] = 200;
+        let mut status = 0;
+        // SAFETY: waits for our own child.
+        unsafe { libc::waitpid(pid, &mut status, 0) };
+        assert_eq!(status, 0, "the child saw its own memory");
+        assert_eq!((a.byte(0), a.byte(1)), (1, 200), "and the parent its own");
+        a.post(WrOpcode::Write, &b, 0, 64).expect("post");
+        assert_eq!(a.wait().expect("completion").status, 0, "the parent's device works on");
+        assert_eq!(b.byte(1), 200);
+    });
+
+    check("more_threads_copy", &mut passed, || {
+        let (tx, rx) = std::sync::mpsc::channel::<()>();
+        let t = std::thread::spawn(move || rx.recv().is_err());
+        let c = Program::new(&socket("b"), 1 << 16);
+        assert_eq!(c.mr.way, Way::Copy);
+        drop(tx);
+        assert!(t.join().expect("thread"));
+    });
+
+    drop((a, b));
+    drop(child.stdin.take());
+    child.wait().expect("host");
+    let _ = std::fs::remove_dir_all(&dir);
+    println!("{passed} passed, 0 failed");
+}
