@@ -30,7 +30,12 @@ fn stub(name: &str) -> &'static str {
     const POINTERS: [&str; 7] = ["alloc", "create", "reg_", "open", "import", "_str", "get_"];
     if name.starts_with("verbs_register_driver") {
         "stub_void"
-    } else if !name.starts_with("ibv_cmd") && POINTERS.iter().any(|p| name.contains(p)) && !name.contains("unimport") && !name.contains("dealloc") && !name.contains("dereg") {
+    } else if !name.starts_with("ibv_cmd")
+        && POINTERS.iter().any(|p| name.contains(p))
+        && !name.contains("unimport")
+        && !name.contains("dealloc")
+        && !name.contains("dereg")
+    {
         "stub_null"
     } else {
         "stub_errno"

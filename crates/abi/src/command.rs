@@ -48,9 +48,27 @@ impl Command {
     pub fn from_raw(raw: u8) -> Option<Self> {
         use Command::*;
         const ALL: [Command; 21] = [
-            QueryPort, CreateCq, DestroyCq, CreatePd, DestroyPd, GetDmaMr, CreateMr, MapMrSg,
-            RegUserMr, DeregMr, CreateQp, ModifyQp, QueryQp, DestroyQp, QueryPkey, AddGid, DelGid,
-            ReqNotifyCq, QueryDevice, QueryGid, SetDoorbell,
+            QueryPort,
+            CreateCq,
+            DestroyCq,
+            CreatePd,
+            DestroyPd,
+            GetDmaMr,
+            CreateMr,
+            MapMrSg,
+            RegUserMr,
+            DeregMr,
+            CreateQp,
+            ModifyQp,
+            QueryQp,
+            DestroyQp,
+            QueryPkey,
+            AddGid,
+            DelGid,
+            ReqNotifyCq,
+            QueryDevice,
+            QueryGid,
+            SetDoorbell,
         ];
         ALL.get(usize::from(raw).wrapping_sub(1)).copied()
     }

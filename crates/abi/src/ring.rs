@@ -193,8 +193,7 @@ impl QpLayout {
         let sge = size_of::<Sge>() as u32;
         ok.then(|| QpLayout {
             sq_entries: cap.max_send_wr.max(1).next_power_of_two(),
-            sq_stride: (SQ_DATA as u32 + (cap.max_send_sge * sge).max(cap.max_inline_data))
-                .next_multiple_of(64),
+            sq_stride: (SQ_DATA as u32 + (cap.max_send_sge * sge).max(cap.max_inline_data)).next_multiple_of(64),
             rq_entries: cap.max_recv_wr.max(1).next_power_of_two(),
             rq_stride: RQ_DATA as u32 + cap.max_recv_sge.max(1) * sge,
         })

@@ -14,7 +14,9 @@ use std::process::Command;
 
 use clap::{Args, ValueEnum};
 use rustix::mount::MountPropagationFlags;
-use rustix::net::{RecvAncillaryBuffer, RecvAncillaryMessage, RecvFlags, SendAncillaryBuffer, SendAncillaryMessage, SendFlags};
+use rustix::net::{
+    RecvAncillaryBuffer, RecvAncillaryMessage, RecvFlags, SendAncillaryBuffer, SendAncillaryMessage, SendFlags,
+};
 use rustix::thread::UnshareFlags;
 use unirdma_host::admin::{Request, Response};
 use unirdma_host::{Client, VrnicInfo};
@@ -217,7 +219,8 @@ fn enter(dir: &Path, args: &RunArgs, info: &VrnicInfo, mut sock: UnixStream) -> 
     let mut step = [0];
     sock.read_exact(&mut step).map_err(|_| io::Error::other("the container was not set up"))?;
     // Nothing that is mounted here shows outside; only this vRNIC's directory shows inside (U18).
-    rustix::mount::mount_change("/", MountPropagationFlags::PRIVATE | MountPropagationFlags::REC).map_err(context("mount"))?;
+    rustix::mount::mount_change("/", MountPropagationFlags::PRIVATE | MountPropagationFlags::REC)
+        .map_err(context("mount"))?;
     rustix::mount::mount_bind(&info.dir, dir).map_err(context("cannot mount the vRNIC's directory"))?;
     if args.net == Net::Own {
         let fd = crate::net::set_up(parse_mac(&info.mac)?, info.mtu, &info.ips)?;

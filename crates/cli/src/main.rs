@@ -69,7 +69,9 @@ struct Out {
 #[derive(Subcommand)]
 enum VrnicCommand {
     /// Make a vRNIC
-    #[command(after_help = "Examples:\n  unirdma vrnic add a                                  the next free 10.77.x.y in group `default`\n  unirdma vrnic add b --ip 10.0.0.2 --ip fd00::2 --group blue")]
+    #[command(
+        after_help = "Examples:\n  unirdma vrnic add a                                  the next free 10.77.x.y in group `default`\n  unirdma vrnic add b --ip 10.0.0.2 --ip fd00::2 --group blue"
+    )]
     Add {
         /// Name: 1 to 32 letters, digits, `_`, `.`, `-`
         name: String,

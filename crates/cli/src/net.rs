@@ -59,7 +59,10 @@ fn up(ctl: &OwnedFd, name: &[u8]) -> io::Result<()> {
 
 fn tap() -> io::Result<OwnedFd> {
     // SAFETY: plain system call with a C string.
-    let fd = owned(unsafe { libc::open(c"/dev/net/tun".as_ptr(), libc::O_RDWR | libc::O_CLOEXEC | libc::O_NONBLOCK) }, "/dev/net/tun")?;
+    let fd = owned(
+        unsafe { libc::open(c"/dev/net/tun".as_ptr(), libc::O_RDWR | libc::O_CLOEXEC | libc::O_NONBLOCK) },
+        "/dev/net/tun",
+    )?;
     let mut r = ifreq(NAME);
     r.ifr_ifru.ifru_flags = (libc::IFF_TAP | libc::IFF_NO_PI) as libc::c_short;
     ioctl(&fd, libc::TUNSETIFF as libc::c_ulong, &mut r, "creating a tap")?;
@@ -79,7 +82,8 @@ fn veth(ctl: &OwnedFd) -> io::Result<OwnedFd> {
     attr(&mut link, 3, &[NAME, b"\0"].concat());
     attr(&mut link, 18, &info);
     const CREATE: u16 = 0x400 | 0x200;
-    netlink(libc::RTM_NEWLINK, CREATE, &link).map_err(|e| io::Error::new(e.kind(), format!("creating a veth pair: {e}")))?;
+    netlink(libc::RTM_NEWLINK, CREATE, &link)
+        .map_err(|e| io::Error::new(e.kind(), format!("creating a veth pair: {e}")))?;
     // The frames leave the kernel as they are: nobody fills in checksums or cuts segments later.
     for command in [0x17u32, 0x1f, 0x21, 0x24] {
         let mut value = [command, 0];
@@ -94,7 +98,8 @@ fn veth(ctl: &OwnedFd) -> io::Result<OwnedFd> {
     up(ctl, UPLINK)?;
     let all = (libc::ETH_P_ALL as u16).to_be();
     // SAFETY: plain system call.
-    let fd = unsafe { libc::socket(libc::AF_PACKET, libc::SOCK_RAW | libc::SOCK_CLOEXEC | libc::SOCK_NONBLOCK, all.into()) };
+    let fd =
+        unsafe { libc::socket(libc::AF_PACKET, libc::SOCK_RAW | libc::SOCK_CLOEXEC | libc::SOCK_NONBLOCK, all.into()) };
     let fd = owned(fd, "packet socket")?;
     // SAFETY: zero is a valid address; bind reads exactly its size.
     unsafe {
@@ -182,7 +187,12 @@ pub(crate) fn set_up(mac: [u8; 6], mtu: u32, ips: &[IpNet]) -> io::Result<OwnedF
     let ctl = control()?;
     up(&ctl, b"lo")?;
     let fd = tap().or_else(|tap_error| {
-        veth(&ctl).map_err(|e| io::Error::new(e.kind(), format!("no interface for the container: {tap_error}; {e}; use --net host to share the host's network")))
+        veth(&ctl).map_err(|e| {
+            io::Error::new(
+                e.kind(),
+                format!("no interface for the container: {tap_error}; {e}; use --net host to share the host's network"),
+            )
+        })
     })?;
     let mut r = ifreq(NAME);
     r.ifr_ifru.ifru_hwaddr.sa_family = libc::ARPHRD_ETHER;

@@ -205,14 +205,8 @@ impl Device {
         let rings = QpRings::new(ctrl, sq, rq, layout).ok_or(Status::BadAddress)?;
         // What the rings really hold (R84p).
         let cap = abi::QpCap { max_send_wr: layout.sq_entries, max_recv_wr: layout.rq_entries, ..r.cap };
-        let create = CreateQp {
-            pd: r.pdn,
-            send_cq: r.send_cqn,
-            recv_cq: r.recv_cqn,
-            sig_all: r.sq_sig_all != 0,
-            cap,
-            rings,
-        };
+        let create =
+            CreateQp { pd: r.pdn, send_cq: r.send_cqn, recv_cq: r.recv_cqn, sig_all: r.sq_sig_all != 0, cap, rings };
         let (qpn, db_slot) = rnic.create_qp(self.session, r.qp_type, create)?;
         answer(abi::CreateQpResp { qpn, db_slot, cap, reserved: 0 })
     }

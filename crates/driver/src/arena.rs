@@ -61,7 +61,8 @@ impl Arena {
             _ => libc::ENOMEM,
         })?;
         let bus = self.take_bus(size as u64);
-        let desc = RegionDesc { bus_addr: bus, size: size as u64, user_addr: memfd.span().addr() as u64, mmap_offset: 0 };
+        let desc =
+            RegionDesc { bus_addr: bus, size: size as u64, user_addr: memfd.span().addr() as u64, mmap_offset: 0 };
         f.add_region(desc, memfd.fd()).map_err(|e| errno(&e))?;
         self.regions.push(Region { memfd, bus, free: BTreeMap::from([(0, size)]) });
         self.take(self.regions.len() - 1, len, align).ok_or(libc::ENOMEM)

@@ -123,7 +123,11 @@ impl Context {
     ///
     /// # Errors
     /// The errno of the device's response code, `EIO` if the virtual layer is gone.
-    pub fn command<Q: IntoBytes + Immutable + ?Sized, R: FromBytes + IntoBytes>(&self, c: Command, req: &Q) -> Result<R> {
+    pub fn command<Q: IntoBytes + Immutable + ?Sized, R: FromBytes + IntoBytes>(
+        &self,
+        c: Command,
+        req: &Q,
+    ) -> Result<R> {
         let mut resp = R::new_zeroed();
         self.run(c, req.as_bytes(), resp.as_mut_bytes())?;
         Ok(resp)

@@ -85,7 +85,8 @@ impl EventSource {
             if self.hung_up.load(Ordering::Relaxed) {
                 return Err(libc::EIO);
             }
-            let nonblocking = rustix::fs::fcntl_getfl(&self.epoll).is_ok_and(|f| f.contains(rustix::fs::OFlags::NONBLOCK));
+            let nonblocking =
+                rustix::fs::fcntl_getfl(&self.epoll).is_ok_and(|f| f.contains(rustix::fs::OFlags::NONBLOCK));
             self.wait(nonblocking)?;
         }
     }
@@ -93,7 +94,8 @@ impl EventSource {
     fn wait(&self, nonblocking: bool) -> Result<()> {
         let mut events = [const { std::mem::MaybeUninit::<epoll::Event>::uninit() }; 2];
         let now = rustix::time::Timespec { tv_sec: 0, tv_nsec: 0 };
-        let (ready, _) = epoll::wait(&self.epoll, &mut events, nonblocking.then_some(&now)).map_err(|e| e.raw_os_error())?;
+        let (ready, _) =
+            epoll::wait(&self.epoll, &mut events, nonblocking.then_some(&now)).map_err(|e| e.raw_os_error())?;
         if ready.iter().any(|e| e.data.u64() == 0) {
             return Ok(());
         }

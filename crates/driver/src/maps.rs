@@ -51,7 +51,10 @@ impl Vma {
 
     /// A shared mapping of a memory file.
     pub fn is_shared_memory(&self) -> bool {
-        self.shared && self.read && self.write && (self.path.starts_with("/memfd:") || self.path.starts_with("/dev/shm/"))
+        self.shared
+            && self.read
+            && self.write
+            && (self.path.starts_with("/memfd:") || self.path.starts_with("/dev/shm/"))
     }
 }
 
@@ -73,7 +76,8 @@ mod tests {
 
     #[test]
     fn lines_of_every_form_are_understood() {
-        let heap = Vma::parse("55d0c6a00000-55d0c6a21000 rw-p 00000000 00:00 0                          [heap]").unwrap();
+        let heap =
+            Vma::parse("55d0c6a00000-55d0c6a21000 rw-p 00000000 00:00 0                          [heap]").unwrap();
         assert!(heap.is_movable() && !heap.is_shared_memory());
         let lib = Vma::parse("7f00a000-7f00b000 r-xp 00026000 fe:01 1234  /usr/lib/my lib.so").unwrap();
         assert_eq!((lib.inode, lib.path.as_str(), lib.offset), (1234, "/usr/lib/my lib.so", 0x26000));

@@ -106,14 +106,8 @@ impl Mr {
                 addr
             }
         };
-        let req = abi::RegUserMrReq {
-            pdn,
-            access_flags: flags,
-            start,
-            length: len,
-            virt_addr: iova,
-            ..Default::default()
-        };
+        let req =
+            abi::RegUserMrReq { pdn, access_flags: flags, start, length: len, virt_addr: iova, ..Default::default() };
         let resp: Result<abi::MrResp> = ctx.command(Command::RegUserMr, &req);
         match resp {
             Ok(r) => {
@@ -239,18 +233,15 @@ fn check_range(map: &[Vma], lo: u64, hi: u64, flags: u32) -> Result<()> {
     if at < hi { Err(libc::EFAULT) } else { Ok(()) }
 }
 
-/// Lets the device copy in and out of this process, once for each context.
+/// Lets the device copy in and out of this process, once for each context. Other threads wait for it.
 fn offer_process(ctx: &Context) -> Result<()> {
-    if std::mem::replace(&mut lock(&ctx.memory).process, true) {
+    let mut state = lock(&ctx.memory);
+    if state.process {
         return Ok(());
     }
-    let offer = || {
-        let mem = ProcMem::of_self()?;
-        let d = RegionDesc { bus_addr: 0, size: PROCESS_LIMIT, user_addr: 0, mmap_offset: 0 };
-        lock(&ctx.frontend).add_region(d, mem.as_fd())
-    };
-    offer().map_err(|e| {
-        lock(&ctx.memory).process = false;
-        errno(&e)
-    })
+    let mem = ProcMem::of_self().map_err(|e| errno(&e))?;
+    let d = RegionDesc { bus_addr: 0, size: PROCESS_LIMIT, user_addr: 0, mmap_offset: 0 };
+    lock(&ctx.frontend).add_region(d, mem.as_fd()).map_err(|e| errno(&e))?;
+    state.process = true;
+    Ok(())
 }

@@ -65,7 +65,10 @@ impl Cq {
     /// # Errors
     /// `EBUSY` while QPs use it; the CQ lives on.
     pub fn destroy(&self) -> Result<()> {
-        gone_is_fine(self.ctx.command_void(Command::DestroyCq, &abi::HandleReq { handle: self.cqn, reserved: 0 }), &self.ctx)?;
+        gone_is_fine(
+            self.ctx.command_void(Command::DestroyCq, &abi::HandleReq { handle: self.cqn, reserved: 0 }),
+            &self.ctx,
+        )?;
         lock(&self.blocks).drain(..).for_each(|b| self.ctx.free(b));
         Ok(())
     }
@@ -181,7 +184,12 @@ impl Qp {
         }
     }
 
-    fn create_in(ctx: &Arc<Context>, init: &QpInit, layout: abi::QpLayout, blocks: &mut Vec<Block>) -> Result<(abi::CreateQpResp, QpRings)> {
+    fn create_in(
+        ctx: &Arc<Context>,
+        init: &QpInit,
+        layout: abi::QpLayout,
+        blocks: &mut Vec<Block>,
+    ) -> Result<(abi::CreateQpResp, QpRings)> {
         for len in [size_of::<abi::QpCtrl>(), layout.sq_bytes(), layout.rq_bytes()] {
             blocks.push(ctx.alloc(len)?);
         }
@@ -211,7 +219,10 @@ impl Qp {
     /// # Errors
     /// Those of the device; the QP lives on.
     pub fn destroy(&self) -> Result<()> {
-        gone_is_fine(self.ctx.command_void(Command::DestroyQp, &abi::HandleReq { handle: self.qpn, reserved: 0 }), &self.ctx)?;
+        gone_is_fine(
+            self.ctx.command_void(Command::DestroyQp, &abi::HandleReq { handle: self.qpn, reserved: 0 }),
+            &self.ctx,
+        )?;
         lock(&self.blocks).drain(..).for_each(|b| self.ctx.free(b));
         Ok(())
     }
@@ -238,7 +249,8 @@ impl Qp {
     /// # Errors
     /// Those of the device.
     pub fn query(&self) -> Result<abi::QpAttr> {
-        let r: abi::QueryQpResp = self.ctx.command(Command::QueryQp, &abi::QueryQpReq { qpn: self.qpn, attr_mask: u32::MAX })?;
+        let r: abi::QueryQpResp =
+            self.ctx.command(Command::QueryQp, &abi::QueryQpReq { qpn: self.qpn, attr_mask: u32::MAX })?;
         Ok(r.attr)
     }
 

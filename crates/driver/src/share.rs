@@ -228,7 +228,10 @@ pub(crate) fn find_open_file(inode: u64) -> Option<OwnedFd> {
 
 /// Opens a shared memory object by the name under which it is mapped.
 pub(crate) fn open_by_name(v: &Vma) -> Option<OwnedFd> {
-    let file = v.path.starts_with("/dev/shm/").then(|| std::fs::File::options().read(true).write(true).open(&v.path).ok())??;
+    let file = v
+        .path
+        .starts_with("/dev/shm/")
+        .then(|| std::fs::File::options().read(true).write(true).open(&v.path).ok())??;
     let same = rustix::fs::fstat(file.as_fd()).is_ok_and(|s| s.st_ino == v.inode);
     same.then(|| file.into())
 }

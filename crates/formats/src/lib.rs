@@ -10,10 +10,7 @@ mod verbs;
 
 pub use ids::{Gid, Guid, Lkey, Mac, Psn, Qpn, Rkey};
 pub use path::{ack_timeout_ns, mtu_bytes, psn_count, rnr_timer_ns};
-pub use verbs::{
-    AsyncEvent, QpState, QpType, WcOpcode, WcStatus, WrOpcode, access, attr_mask, send_flags,
-    wc_flags,
-};
+pub use verbs::{AsyncEvent, QpState, QpType, WcOpcode, WcStatus, WrOpcode, access, attr_mask, send_flags, wc_flags};
 
 /// Length of a longest message, in bytes: 2 GiB (IBTA vol. 1, 9.7.2 limits an RC message to 2^31).
 pub const MAX_MSG_BYTES: u64 = 1 << 31;

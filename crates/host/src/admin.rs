@@ -7,7 +7,9 @@ use std::os::unix::fs::PermissionsExt;
 use std::os::unix::net::{UnixListener, UnixStream};
 use std::path::Path;
 
-use rustix::net::{RecvAncillaryBuffer, RecvAncillaryMessage, RecvFlags, SendAncillaryBuffer, SendAncillaryMessage, SendFlags};
+use rustix::net::{
+    RecvAncillaryBuffer, RecvAncillaryMessage, RecvFlags, SendAncillaryBuffer, SendAncillaryMessage, SendFlags,
+};
 use serde::{Deserialize, Serialize};
 
 use crate::vrnic::{AddVrnic, VrnicInfo};
@@ -19,14 +21,25 @@ use crate::vrnic::{AddVrnic, VrnicInfo};
 pub enum Request {
     VrnicAdd(AddVrnic),
     VrnicList,
-    VrnicShow { name: String },
-    VrnicRemove { name: String, force: bool },
-    GroupAdd { name: String },
+    VrnicShow {
+        name: String,
+    },
+    VrnicRemove {
+        name: String,
+        force: bool,
+    },
+    GroupAdd {
+        name: String,
+    },
     GroupList,
-    GroupRemove { name: String },
+    GroupRemove {
+        name: String,
+    },
     /// Puts the interface whose descriptor comes along into the vRNIC's network, for as long as the
     /// connection stays open.
-    Attach { name: String },
+    Attach {
+        name: String,
+    },
     Status,
 }
 
@@ -69,7 +82,8 @@ const MAX_LINE: usize = 64 << 10;
 /// Opens the socket, for its owner only.
 pub(crate) fn listen(path: &Path) -> io::Result<UnixListener> {
     let _ = std::fs::remove_file(path);
-    let l = UnixListener::bind(path).map_err(|e| io::Error::new(e.kind(), format!("cannot listen on {}: {e}", path.display())))?;
+    let l = UnixListener::bind(path)
+        .map_err(|e| io::Error::new(e.kind(), format!("cannot listen on {}: {e}", path.display())))?;
     std::fs::set_permissions(path, PermissionsExt::from_mode(0o600))?;
     Ok(l)
 }
@@ -127,7 +141,9 @@ impl Client {
         let path = dir.join(crate::ADMIN_SOCKET);
         let stream = UnixStream::connect(&path).map_err(|e| {
             let hint = match e.kind() {
-                io::ErrorKind::PermissionDenied => "it belongs to another user; run as that user, or serve your own with `unirdma host`",
+                io::ErrorKind::PermissionDenied => {
+                    "it belongs to another user; run as that user, or serve your own with `unirdma host`"
+                }
                 _ => "start one with `unirdma host`, or name its directory with --dir",
             };
             io::Error::new(e.kind(), format!("no virtual layer answers in {} ({e}): {hint}", dir.display()))

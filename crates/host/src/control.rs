@@ -384,12 +384,18 @@ impl Control {
     fn add_vrnic(&mut self, add: &AddVrnic) -> Answer {
         vrnic::check_name("vRNIC", &add.name)?;
         if self.vrnics.contains_key(&add.name) {
-            return Err(format!("vRNIC {} exists already; choose another name or remove it with `unirdma vrnic rm {}`", add.name, add.name));
+            return Err(format!(
+                "vRNIC {} exists already; choose another name or remove it with `unirdma vrnic rm {}`",
+                add.name, add.name
+            ));
         }
         let group = add.group.clone().unwrap_or(DEFAULT_GROUP.into());
         let Some(&group_id) = self.groups.get(&group) else {
             let known: Vec<&str> = self.groups.keys().map(String::as_str).collect();
-            return Err(format!("there is no group {group} (there are: {}); create it with `unirdma group add {group}`", known.join(", ")));
+            return Err(format!(
+                "there is no group {group} (there are: {}); create it with `unirdma group add {group}`",
+                known.join(", ")
+            ));
         };
         let ips = self.choose_ips(add, &group)?;
         let mac = vrnic::mac_of(&ips, group_id);
@@ -432,9 +438,13 @@ impl Control {
         }
         for (i, ip) in add.ips.iter().enumerate() {
             if let Some(other) = taken(ip) {
-                return Err(format!("{} belongs to vRNIC {other} of group {group} already; choose another --ip or another --group", ip.addr));
+                return Err(format!(
+                    "{} belongs to vRNIC {other} of group {group} already; choose another --ip or another --group",
+                    ip.addr
+                ));
             }
-            let again = add.ips[..i].iter().any(|o| vrnic::same_address(o, ip) || o.addr.is_ipv4() && ip.addr.is_ipv4());
+            let again =
+                add.ips[..i].iter().any(|o| vrnic::same_address(o, ip) || o.addr.is_ipv4() && ip.addr.is_ipv4());
             if again {
                 return Err(format!("{}: a vRNIC has at most one IPv4 address, and no address twice", ip.addr));
             }
@@ -463,7 +473,10 @@ impl Control {
     fn remove_vrnic(&mut self, name: &str, force: bool) -> Answer {
         let v = self.vrnics.get(name).ok_or_else(|| self.unknown(name))?;
         if !force && (v.sessions > 0 || v.attached.is_some()) {
-            return Err(format!("vRNIC {name} is in use ({} sessions); end its container first, or add --force", v.sessions));
+            return Err(format!(
+                "vRNIC {name} is in use ({} sessions); end its container first, or add --force",
+                v.sessions
+            ));
         }
         let ids: Vec<u64> = self.sessions.iter().filter(|(_, s)| s.vrnic == name).map(|(&id, _)| id).collect();
         for id in ids {
@@ -485,7 +498,9 @@ impl Control {
         let unknown = self.unknown(name);
         let v = self.vrnics.get_mut(name).ok_or(unknown)?;
         if v.attached.is_some() {
-            return Err(format!("vRNIC {name} has a container already; end it first, or give this one a vRNIC of its own"));
+            return Err(format!(
+                "vRNIC {name} has a container already; end it first, or give this one a vRNIC of its own"
+            ));
         }
         let group = *self.groups.get(&v.group).ok_or("the group is gone")?;
         let fd = fd.ok_or("attach needs a descriptor")?;

@@ -62,7 +62,13 @@ fn context(what: &str, path: &Path) -> impl Fn(io::Error) -> io::Error {
 /// Holds the lock of a directory: one virtual layer each.
 fn lock_dir(dir: &Path) -> io::Result<File> {
     let path = dir.join("host.lock");
-    let file = File::options().create(true).truncate(false).read(true).write(true).open(&path).map_err(context("cannot open", &path))?;
+    let file = File::options()
+        .create(true)
+        .truncate(false)
+        .read(true)
+        .write(true)
+        .open(&path)
+        .map_err(context("cannot open", &path))?;
     match rustix::fs::flock(&file, rustix::fs::FlockOperation::NonBlockingLockExclusive) {
         Ok(()) => {
             std::fs::write(&path, format!("{}\n", std::process::id()))?;
@@ -72,7 +78,11 @@ fn lock_dir(dir: &Path) -> io::Result<File> {
             let pid = std::fs::read_to_string(&path).unwrap_or_default();
             Err(io::Error::new(
                 io::ErrorKind::AddrInUse,
-                format!("a virtual layer already serves {} (pid {}); stop it first or choose another --dir", dir.display(), pid.trim()),
+                format!(
+                    "a virtual layer already serves {} (pid {}); stop it first or choose another --dir",
+                    dir.display(),
+                    pid.trim()
+                ),
             ))
         }
     }

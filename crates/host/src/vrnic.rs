@@ -27,15 +27,20 @@ impl std::str::FromStr for IpNet {
 
     fn from_str(s: &str) -> Result<Self, String> {
         let (addr, prefix) = s.split_once('/').map_or((s, None), |(a, p)| (a, Some(p)));
-        let addr: IpAddr = addr.parse().map_err(|_| format!("`{s}` is no IP address; write 10.0.0.1, 10.0.0.1/16 or fd00::1/64"))?;
+        let addr: IpAddr =
+            addr.parse().map_err(|_| format!("`{s}` is no IP address; write 10.0.0.1, 10.0.0.1/16 or fd00::1/64"))?;
         let (max, default) = if addr.is_ipv4() { (32, 16) } else { (128, 64) };
         let prefix = match prefix {
             None => default,
-            Some(p) => p.parse().ok().filter(|p| *p <= max).ok_or(format!("`{s}`: the prefix length must be 0 to {max}"))?,
+            Some(p) => {
+                p.parse().ok().filter(|p| *p <= max).ok_or(format!("`{s}`: the prefix length must be 0 to {max}"))?
+            }
         };
         let usable = match addr {
             IpAddr::V4(a) => !(a.is_unspecified() || a.is_multicast() || a.is_broadcast() || a.is_loopback()),
-            IpAddr::V6(a) => !(a.is_unspecified() || a.is_multicast() || a.is_loopback()) && a.to_ipv4_mapped().is_none(),
+            IpAddr::V6(a) => {
+                !(a.is_unspecified() || a.is_multicast() || a.is_loopback()) && a.to_ipv4_mapped().is_none()
+            }
         };
         if usable { Ok(IpNet { addr, prefix }) } else { Err(format!("`{s}` cannot be the address of a vRNIC")) }
     }
@@ -112,7 +117,13 @@ pub(crate) fn check_name(what: &str, name: &str) -> Result<(), String> {
     let ok = (1..=32).contains(&name.len())
         && name.bytes().all(|b| b.is_ascii_alphanumeric() || b"_.-".contains(&b))
         && name.as_bytes()[0].is_ascii_alphanumeric();
-    if ok { Ok(()) } else { Err(format!("`{name}` is no {what} name: use 1 to 32 letters, digits, `_`, `.` or `-`, a letter or digit first")) }
+    if ok {
+        Ok(())
+    } else {
+        Err(format!(
+            "`{name}` is no {what} name: use 1 to 32 letters, digits, `_`, `.` or `-`, a letter or digit first"
+        ))
+    }
 }
 
 /// The virtual MAC: from the IPv4 address and the group, or from the bytes of the IPv6 address.

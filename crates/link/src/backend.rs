@@ -19,7 +19,8 @@ const FEATURES: u64 = VIRTIO_F_VERSION_1 | VHOST_USER_F_PROTOCOL_FEATURES;
 const NO_FD: u64 = 1 << 8;
 
 fn protocol_features() -> u64 {
-    (Proto::MQ | Proto::REPLY_ACK | Proto::CONFIG | Proto::CONFIGURE_MEM_SLOTS | Proto::RESET_DEVICE | Proto::STATUS).bits()
+    (Proto::MQ | Proto::REPLY_ACK | Proto::CONFIG | Proto::CONFIGURE_MEM_SLOTS | Proto::RESET_DEVICE | Proto::STATUS)
+        .bits()
 }
 
 /// One vring as the frontend set it up. Addresses are bus addresses.
@@ -168,7 +169,11 @@ impl Backend {
             R::GET_PROTOCOL_FEATURES => u64_answer(protocol_features()),
             R::SET_PROTOCOL_FEATURES => {
                 let v: u64 = payload(&m)?;
-                if v & !protocol_features() != 0 { Err(format!("protocol features {v:#x} were not offered")) } else { Ok(None) }
+                if v & !protocol_features() != 0 {
+                    Err(format!("protocol features {v:#x} were not offered"))
+                } else {
+                    Ok(None)
+                }
             }
             R::GET_QUEUE_NUM => u64_answer(self.vrings.len() as u64),
             R::GET_MAX_MEM_SLOTS => u64_answer(crate::MAX_REGIONS as u64),
@@ -292,9 +297,16 @@ impl Backend {
 /// Requests whose frontends wait for an answer even without asking for one.
 fn always_answered(request: u32) -> bool {
     use FrontendReq as R;
-    [R::GET_FEATURES, R::GET_PROTOCOL_FEATURES, R::GET_QUEUE_NUM, R::GET_VRING_BASE, R::GET_MAX_MEM_SLOTS, R::GET_STATUS]
-        .iter()
-        .any(|r| *r as u32 == request)
+    [
+        R::GET_FEATURES,
+        R::GET_PROTOCOL_FEATURES,
+        R::GET_QUEUE_NUM,
+        R::GET_VRING_BASE,
+        R::GET_MAX_MEM_SLOTS,
+        R::GET_STATUS,
+    ]
+    .iter()
+    .any(|r| *r as u32 == request)
 }
 
 /// The answer to GET_CONFIG; an empty payload says that the range is wrong (vhost-user specification).

@@ -116,7 +116,16 @@ impl Frontend {
     /// # Errors
     /// `InvalidInput` if it was refused.
     #[allow(clippy::too_many_arguments)]
-    pub fn set_vring(&mut self, index: u32, size: u16, desc: u64, avail: u64, used: u64, kick: BorrowedFd<'_>, call: BorrowedFd<'_>) -> io::Result<()> {
+    pub fn set_vring(
+        &mut self,
+        index: u32,
+        size: u16,
+        desc: u64,
+        avail: u64,
+        used: u64,
+        kick: BorrowedFd<'_>,
+        call: BorrowedFd<'_>,
+    ) -> io::Result<()> {
         use FrontendReq as R;
         let state = |num: u32| [index, num];
         self.tell(R::SET_VRING_NUM, state(size.into()).as_bytes(), &[], false)?;

@@ -95,7 +95,9 @@ impl Region {
                 let guest = GuestRegionMmap::new(raw, GuestAddress(desc.bus_addr)).ok_or(Refused::Range)?;
                 Kind::Mapped { span, fd, guest: Arc::new(guest) }
             }
-            Err(MapError::NotMemory) if desc.bus_addr + desc.size <= PROCESS_LIMIT && desc.mmap_offset == desc.bus_addr => {
+            Err(MapError::NotMemory)
+                if desc.bus_addr + desc.size <= PROCESS_LIMIT && desc.mmap_offset == desc.bus_addr =>
+            {
                 Kind::Process(ProcMem::from_fd(fd).map_err(|e| Refused::File(e.to_string()))?)
             }
             Err(e) => return Err(file(e)),
@@ -143,7 +145,8 @@ impl Memory {
         let at = self.regions.partition_point(|r| r.desc.bus_addr < desc.bus_addr);
         let before = at.checked_sub(1).map(|i| &self.regions[i].desc);
         let after = self.regions.get(at).map(|r| &r.desc);
-        let free = before.is_none_or(|b| b.bus_addr + b.size <= desc.bus_addr) && after.is_none_or(|a| end <= a.bus_addr);
+        let free =
+            before.is_none_or(|b| b.bus_addr + b.size <= desc.bus_addr) && after.is_none_or(|a| end <= a.bus_addr);
         if desc.size == 0 || !free {
             return Err(Refused::Range);
         }
@@ -176,7 +179,8 @@ impl Memory {
 
     /// The bus address of a frontend's own address.
     pub fn bus_of_user(&self, user: u64) -> Option<u64> {
-        let r = self.regions.iter().find(|r| user.wrapping_sub(r.desc.user_addr) < r.desc.size && r.mapped().is_some())?;
+        let r =
+            self.regions.iter().find(|r| user.wrapping_sub(r.desc.user_addr) < r.desc.size && r.mapped().is_some())?;
         Some(r.desc.bus_addr + (user - r.desc.user_addr))
     }
 

@@ -91,7 +91,13 @@ impl Receiver {
         let mut payload = std::mem::take(&mut self.payload);
         let oversized = size > MAX_PAYLOAD;
         payload.truncate(MAX_PAYLOAD);
-        Ok(Some(Message { request: self.word(0), flags: self.word(4), payload, fds: std::mem::take(&mut self.fds), oversized }))
+        Ok(Some(Message {
+            request: self.word(0),
+            flags: self.word(4),
+            payload,
+            fds: std::mem::take(&mut self.fds),
+            oversized,
+        }))
     }
 }
 

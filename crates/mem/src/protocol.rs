@@ -31,7 +31,14 @@ pub trait Fence {
 
 /// Driver: announces work of bit `bit` of word `word`; true if the device must be kicked.
 /// The WQE and the producer index were stored before.
-pub fn ring(f: &impl Fence, bits: &impl Word64, summary: &impl Word64, need_kick: &impl Word32, word: u32, bit: u32) -> bool {
+pub fn ring(
+    f: &impl Fence,
+    bits: &impl Word64,
+    summary: &impl Word64,
+    need_kick: &impl Word32,
+    word: u32,
+    bit: u32,
+) -> bool {
     bits.or(1 << bit);
     summary.or(1 << word);
     f.fence();

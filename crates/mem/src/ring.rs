@@ -450,7 +450,8 @@ mod tests {
         let s = Span::anonymous(8192);
         let base = (64 - s.addr() as u64 % 64) % 64;
         let part = |o, n: usize| s.sub(base + o, n as u64).unwrap();
-        let r = QpRings::new(part(0, 128), part(128, layout.sq_bytes()), part(2048, layout.rq_bytes()), layout).unwrap();
+        let r =
+            QpRings::new(part(0, 128), part(128, layout.sq_bytes()), part(2048, layout.rq_bytes()), layout).unwrap();
         r.set_sq_prod(4);
         assert_eq!(r.sq_pending(0), Ok(4));
         r.set_sq_prod(5);

@@ -33,8 +33,18 @@ const RC: &[(QpState, QpState, u32, u32)] = &[
         Sqd,
         Sqd,
         0,
-        PORT | AV | TIMEOUT | RETRY_CNT | RNR_RETRY | MAX_QP_RD_ATOMIC | MAX_DEST_RD_ATOMIC | ALT_PATH
-            | CUR_STATE | PKEY_INDEX | ACCESS_FLAGS | MIN_RNR_TIMER | PATH_MIG_STATE,
+        PORT | AV
+            | TIMEOUT
+            | RETRY_CNT
+            | RNR_RETRY
+            | MAX_QP_RD_ATOMIC
+            | MAX_DEST_RD_ATOMIC
+            | ALT_PATH
+            | CUR_STATE
+            | PKEY_INDEX
+            | ACCESS_FLAGS
+            | MIN_RNR_TIMER
+            | PATH_MIG_STATE,
     ),
 ];
 

@@ -133,7 +133,16 @@ impl Rnic {
     ///
     /// # Errors
     /// `BadValue` for flags that do not go together, `Exhausted` at a quota.
-    pub fn reg_mr(&mut self, s: SessionId, pd: u32, flags: u32, iova: u64, len: u64, backing: Backing, regions: Vec<u64>) -> Result<(u32, u32)> {
+    pub fn reg_mr(
+        &mut self,
+        s: SessionId,
+        pd: u32,
+        flags: u32,
+        iova: u64,
+        len: u64,
+        backing: Backing,
+        regions: Vec<u64>,
+    ) -> Result<(u32, u32)> {
         self.own_pd(s, pd)?;
         let flags = flags & !access::OPTIONAL_RANGE;
         // ibv_reg_mr(3): remote write and atomic need local write.
@@ -145,7 +154,8 @@ impl Rnic {
             return Err(Status::BadValue);
         }
         let same = self.same_vnic(s);
-        let (count, bytes) = self.mrs.iter().filter(|m| same(m.owner)).fold((0, 0u64), |a, m| (a.0 + 1, a.1.saturating_add(m.len)));
+        let (count, bytes) =
+            self.mrs.iter().filter(|m| same(m.owner)).fold((0, 0u64), |a, m| (a.0 + 1, a.1.saturating_add(m.len)));
         drop(same);
         self.quota(s, count, |l| l.max_mr)?;
         let vnic = self.vnic_of(s)?;

@@ -8,8 +8,8 @@ use std::sync::Arc;
 
 use unirdma_abi as abi;
 use unirdma_formats::{
-    AsyncEvent, MAX_MSG_BYTES, QpState, WcOpcode, WcStatus, WrOpcode, access, ack_timeout_ns, psn_count,
-    rnr_timer_ns, send_flags, wc_flags,
+    AsyncEvent, MAX_MSG_BYTES, QpState, WcOpcode, WcStatus, WrOpcode, access, ack_timeout_ns, psn_count, rnr_timer_ns,
+    send_flags, wc_flags,
 };
 use unirdma_mem::{Fault, Loc, atomic_u64, transfer};
 use zerocopy::IntoBytes;
@@ -313,9 +313,7 @@ impl Rnic {
                         _ => atomic_u64(at, |v| v.wrapping_add(add)),
                     }?;
                     let bytes = old.to_ne_bytes();
-                    tables
-                        .copy(Side::Inline(&bytes), local, 0, 8, &mut self.scratch)
-                        .map_err(|_| Fault::Source)
+                    tables.copy(Side::Inline(&bytes), local, 0, 8, &mut self.scratch).map_err(|_| Fault::Source)
                 })
             }
         };
@@ -643,11 +641,5 @@ fn remote_access(op: WrOpcode) -> u32 {
 }
 
 fn remote_side<'a>(p: &Qp, w: &Work, op: WrOpcode) -> Side<'a> {
-    Side::Remote {
-        pd: p.pd,
-        session: p.owner.0,
-        access: remote_access(op),
-        key: w.wqe.rkey,
-        addr: w.wqe.remote_addr,
-    }
+    Side::Remote { pd: p.pd, session: p.owner.0, access: remote_access(op), key: w.wqe.rkey, addr: w.wqe.remote_addr }
 }

@@ -219,7 +219,9 @@ impl Rnic {
         }
         self.active.retain(|&s| s != id.0);
         self.active_changes += 1;
-        self.outputs.retain(|o| !matches!(o, Output::Completion { session, .. } | Output::Async { session, .. } if *session == id));
+        self.outputs.retain(
+            |o| !matches!(o, Output::Completion { session, .. } | Output::Async { session, .. } if *session == id),
+        );
         self.sessions.remove(id.0);
     }
 
@@ -227,7 +229,9 @@ impl Rnic {
     pub fn unpark(&mut self, id: SessionId, now: u64) {
         if let Some(s) = self.sessions.get_mut(id.0) {
             s.last_rung_ns = now;
-            if s.parked && let Some(bell) = &s.bell {
+            if s.parked
+                && let Some(bell) = &s.bell
+            {
                 bell.unpark();
                 s.parked = false;
                 self.active.push(id.0);
@@ -338,8 +342,7 @@ impl Rnic {
             let Some(vh) = self.round.pop_front() else { break };
             let Some(v) = self.vnics.get_mut(vh) else { continue };
             v.deficit += QUANTUM;
-            loop {
-                let Some(v) = self.vnics.get_mut(vh) else { break };
+            while let Some(v) = self.vnics.get_mut(vh) {
                 let Some(qh) = v.run.pop_front() else {
                     v.queued = false;
                     v.deficit = 0;

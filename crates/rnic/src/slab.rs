@@ -61,9 +61,10 @@ impl<T> Slab<T> {
 
     /// Handles and values that are in use.
     pub(crate) fn iter(&self) -> impl Iterator<Item = (u32, &T)> {
-        self.entries.iter().enumerate().filter_map(|(i, e)| {
-            e.value.as_ref().map(|v| (e.gen_bits << INDEX_BITS | i as u32, v))
-        })
+        self.entries
+            .iter()
+            .enumerate()
+            .filter_map(|(i, e)| e.value.as_ref().map(|v| (e.gen_bits << INDEX_BITS | i as u32, v)))
     }
 
     /// Handles whose value satisfies `f`.

@@ -36,7 +36,10 @@ fn send_gathers_and_scatters() {
     let c = p.a.done();
     assert_eq!((c.wr_id, status(&c), c.opcode), (5, WcStatus::Success, WcOpcode::Send as u8));
     let c = p.b.done();
-    assert_eq!((c.wr_id, c.byte_len, c.imm, c.wc_flags, c.opcode), (77, 3000, 0xdead, wc_flags::WITH_IMM as u16, WcOpcode::Recv as u8));
+    assert_eq!(
+        (c.wr_id, c.byte_len, c.imm, c.wc_flags, c.opcode),
+        (77, 3000, 0xdead, wc_flags::WITH_IMM as u16, WcOpcode::Recv as u8)
+    );
     assert_eq!((c.qp_num, c.src_qp), (p.b.qpn, p.a.qpn));
     assert_eq!([p.b.bytes(100, 700), p.b.bytes(5000, 2300)].concat(), pattern(3000));
     assert_eq!(asyncs(&p), []);
@@ -49,7 +52,11 @@ fn write_read_and_inline_move_the_bytes() {
     let (w, r) = (remote(WrOpcode::Write, 1, &p.b, 64), remote(WrOpcode::Read, 2, &p.b, 64));
     p.a.post(w, &[p.a.sge(0, 500_000)]);
     p.a.post(r, &[p.a.sge(500_000, 500_000)]);
-    let inline = abi::SqWqe { send_flags: send_flags::INLINE | send_flags::SIGNALED, inline_len: 5, ..remote(WrOpcode::Write, 3, &p.b, 0) };
+    let inline = abi::SqWqe {
+        send_flags: send_flags::INLINE | send_flags::SIGNALED,
+        inline_len: 5,
+        ..remote(WrOpcode::Write, 3, &p.b, 0)
+    };
     p.a.rings.sq_put(p.a.sq_prod, abi::SQ_DATA, b"hello");
     p.a.post_raw(inline);
     p.settle();
@@ -251,7 +258,9 @@ const WRONG: &[Wrong] = &[
     },
     Wrong {
         name: "remote range that wraps around",
-        make: |p| (abi::SqWqe { remote_addr: u64::MAX - 3, ..remote(WrOpcode::Write, 1, &p.b, 0) }, vec![p.a.sge(0, 8)]),
+        make: |p| {
+            (abi::SqWqe { remote_addr: u64::MAX - 3, ..remote(WrOpcode::Write, 1, &p.b, 0) }, vec![p.a.sge(0, 8)])
+        },
         requester: WcStatus::RemAccessErr,
         responder: None,
         event: Some(AsyncEvent::QpAccessErr),
@@ -312,7 +321,10 @@ fn wrong_requests_get_the_status_of_the_specification_and_flush_the_rest() {
 fn access_flags_of_mr_and_qp_both_count() {
     for (mr_flags, qp_flags) in [(access::LOCAL_WRITE | access::REMOTE_READ, ALL), (ALL, access::REMOTE_READ)] {
         let mut p = Pair::new();
-        let (_, key) = p.rnic.reg_mr(p.b.session, p.b.pd, mr_flags, IOVA, 4096, Backing::Mapped(p.b.memory.clone()), vec![]).unwrap();
+        let (_, key) = p
+            .rnic
+            .reg_mr(p.b.session, p.b.pd, mr_flags, IOVA, 4096, Backing::Mapped(p.b.memory.clone()), vec![])
+            .unwrap();
         p.modify(false, m::ACCESS_FLAGS, abi::QpAttr { qp_access_flags: qp_flags, ..Default::default() });
         p.a.post(abi::SqWqe { rkey: key, ..remote(WrOpcode::Read, 1, &p.b, 0) }, &[p.a.sge(0, 8)]);
         p.a.post(abi::SqWqe { rkey: key, ..remote(WrOpcode::Write, 2, &p.b, 0) }, &[p.a.sge(0, 8)]);
@@ -386,7 +398,11 @@ fn a_reset_qp_starts_over() {
 #[test]
 fn sqd_finishes_what_has_begun_and_says_so() {
     let mut p = Pair::new();
-    p.modify(true, m::STATE | m::EN_SQD_ASYNC_NOTIFY, abi::QpAttr { qp_state: 4, en_sqd_async_notify: 1, ..Default::default() });
+    p.modify(
+        true,
+        m::STATE | m::EN_SQD_ASYNC_NOTIFY,
+        abi::QpAttr { qp_state: 4, en_sqd_async_notify: 1, ..Default::default() },
+    );
     p.a.post(remote(WrOpcode::Write, 1, &p.b, 0), &[p.a.sge(0, 8)]);
     p.settle();
     assert!(p.a.poll().is_empty());
@@ -457,7 +473,10 @@ fn an_overrun_cq_takes_its_qps_down_and_nobody_else() {
     }
     p.settle();
     let events = asyncs(&p);
-    assert!(events.contains(&(small.cqn, AsyncEvent::CqErr)) && events.contains(&(small.qpn, AsyncEvent::QpFatal)), "{events:?}");
+    assert!(
+        events.contains(&(small.cqn, AsyncEvent::CqErr)) && events.contains(&(small.qpn, AsyncEvent::QpFatal)),
+        "{events:?}"
+    );
     p.a.post(remote(WrOpcode::Write, 1, &p.b, 0), &[p.a.sge(0, 8)]);
     p.settle();
     assert_eq!(status(&p.a.done()), WcStatus::Success);

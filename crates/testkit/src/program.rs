@@ -32,7 +32,8 @@ impl Program {
         let ctx = Context::open(socket).expect("open");
         let pd: abi::HandleResp = ctx.command(abi::Command::CreatePd, &[0u8; 0]).expect("PD");
         let cq = Cq::create(&ctx, 64, None).expect("CQ");
-        let cap = abi::QpCap { max_send_wr: 16, max_recv_wr: 16, max_send_sge: 2, max_recv_sge: 2, max_inline_data: 64 };
+        let cap =
+            abi::QpCap { max_send_wr: 16, max_recv_wr: 16, max_send_sge: 2, max_recv_sge: 2, max_inline_data: 64 };
         let init = QpInit { pdn: pd.handle, qp_type: 2, sig_all: true, send_cqn: cq.cqn, recv_cqn: cq.cqn, cap };
         let qp = Qp::create(&ctx, &init).expect("QP");
         let buf = vec![0u8; len].into_boxed_slice();

@@ -99,7 +99,8 @@ fn random_control_commands_get_an_error_code() {
     let h = RefCell::new(Hostile::new(&scene.evil));
     // Real handles of another tenant must not work either.
     let foreign = [scene.good.0.qp.qpn, scene.good.0.cq.cqn, scene.good.0.mr.mrn];
-    let word = prop_oneof![Just(0u32), Just(1), Just(u32::MAX), any::<u32>(), proptest::sample::select(foreign.to_vec())];
+    let word =
+        prop_oneof![Just(0u32), Just(1), Just(u32::MAX), any::<u32>(), proptest::sample::select(foreign.to_vec())];
     let data = proptest::collection::vec(word, 0..45);
     proptest!(config(600), |(c in any::<u8>(), words in data, room in prop_oneof![Just(1024u32), 0..16u32])| {
         let bytes: Vec<u8> = [u32::from(c % 30), 0].iter().chain(&words).flat_map(|w| w.to_ne_bytes()).collect();
@@ -142,13 +143,26 @@ fn make_qp(h: &mut Hostile) -> (u32, u32, u64) {
     assert_eq!(h.command(abi::Command::SetDoorbell as u8, h.bus(0x3_0000).as_bytes()).0, 0);
     let pd = h.command(abi::Command::CreatePd as u8, &[]);
     let pdn = abi::HandleResp::read_from_prefix(&pd.1).unwrap().0.handle;
-    let cq = abi::CreateCqReq { cqe: 16, entries: 16, ring_addr: h.bus(at + 0x8000), ctrl_addr: h.bus(at + 0x9000), comp_queue: 0, reserved: 0 };
+    let cq = abi::CreateCqReq {
+        cqe: 16,
+        entries: 16,
+        ring_addr: h.bus(at + 0x8000),
+        ctrl_addr: h.bus(at + 0x9000),
+        comp_queue: 0,
+        reserved: 0,
+    };
     let cq = h.command(abi::Command::CreateCq as u8, cq.as_bytes());
     let cqn = abi::HandleResp::read_from_prefix(&cq.1).unwrap().0.handle;
     let cap = abi::QpCap { max_send_wr: 16, max_recv_wr: 16, max_send_sge: 4, max_recv_sge: 4, max_inline_data: 64 };
     let qp = abi::CreateQpReq {
-        pdn, qp_type: 2, send_cqn: cqn, recv_cqn: cqn, cap,
-        ctrl_addr: h.bus(at), sq_addr: h.bus(at + 0x1000), rq_addr: h.bus(at + 0x4000),
+        pdn,
+        qp_type: 2,
+        send_cqn: cqn,
+        recv_cqn: cqn,
+        cap,
+        ctrl_addr: h.bus(at),
+        sq_addr: h.bus(at + 0x1000),
+        rq_addr: h.bus(at + 0x4000),
         ..Default::default()
     };
     let r = h.command(abi::Command::CreateQp as u8, qp.as_bytes());
@@ -162,9 +176,22 @@ fn to_rts(h: &mut Hostile, qpn: u32, peer_qpn: u32, ip: u8) {
     use unirdma_formats::attr_mask as m;
     let dgid = unirdma_formats::Gid::from_ip(std::net::IpAddr::from([10, 0, 0, ip])).0;
     let attr = abi::QpAttr {
-        port_num: 1, qp_access_flags: 15, path_mtu: 3, dest_qp_num: peer_qpn, max_dest_rd_atomic: 1, max_rd_atomic: 1,
-        min_rnr_timer: 1, timeout: 8, retry_cnt: 1, rnr_retry: 1,
-        ah_attr: abi::AhAttr { grh: abi::GlobalRoute { dgid, ..Default::default() }, is_global: 1, port_num: 1, ..Default::default() },
+        port_num: 1,
+        qp_access_flags: 15,
+        path_mtu: 3,
+        dest_qp_num: peer_qpn,
+        max_dest_rd_atomic: 1,
+        max_rd_atomic: 1,
+        min_rnr_timer: 1,
+        timeout: 8,
+        retry_cnt: 1,
+        rnr_retry: 1,
+        ah_attr: abi::AhAttr {
+            grh: abi::GlobalRoute { dgid, ..Default::default() },
+            is_global: 1,
+            port_num: 1,
+            ..Default::default()
+        },
         ..Default::default()
     };
     let steps = [
@@ -215,7 +242,14 @@ fn memory_that_is_taken_away_grants_nothing() {
     let desc = unirdma_link::RegionDesc { bus_addr: 1 << 52, size: 1 << 20, user_addr: 1 << 52, mmap_offset: 0 };
     h.frontend.add_region(desc, std::os::fd::AsFd::as_fd(&fd)).unwrap();
     rustix::fs::ftruncate(&fd, 0).unwrap();
-    let pages = abi::RegUserMrReq { pdn: 0, start: 1 << 52, length: 8192, pages_addr: 1 << 52, npages: 2, ..Default::default() };
+    let pages = abi::RegUserMrReq {
+        pdn: 0,
+        start: 1 << 52,
+        length: 8192,
+        pages_addr: 1 << 52,
+        npages: 2,
+        ..Default::default()
+    };
     let (status, _) = h.command(abi::Command::RegUserMr as u8, pages.as_bytes());
     assert_ne!(status, 0);
     let bell: u64 = 1 << 52;

@@ -18,7 +18,13 @@ pub(crate) struct CqObj {
     pub async_events: Outstanding,
 }
 
-pub unsafe extern "C" fn x_ibv_create_cq(c: *mut ibv_context, cqe: i32, cq_context: *mut c_void, channel: *mut ibv_comp_channel, comp_vector: i32) -> *mut ibv_cq {
+pub unsafe extern "C" fn x_ibv_create_cq(
+    c: *mut ibv_context,
+    cqe: i32,
+    cq_context: *mut c_void,
+    channel: *mut ibv_comp_channel,
+    comp_vector: i32,
+) -> *mut ibv_cq {
     // SAFETY: the caller passes its context.
     let ctx = unsafe { context(c) };
     if comp_vector < 0 || comp_vector >= ctx.c.context.num_comp_vectors || cqe <= 0 {
@@ -37,7 +43,12 @@ pub unsafe extern "C" fn x_ibv_create_cq(c: *mut ibv_context, cqe: i32, cq_conte
             raw.handle = cq.cqn;
             raw.cqe = cq.capacity as i32;
             let handle = cq.cqn;
-            let obj = Box::into_raw(Box::new(CqObj { c: raw, cq, comp_events: Outstanding::default(), async_events: Outstanding::default() }));
+            let obj = Box::into_raw(Box::new(CqObj {
+                c: raw,
+                cq,
+                comp_events: Outstanding::default(),
+                async_events: Outstanding::default(),
+            }));
             if let Some(ch) = channel_obj {
                 ch.add_user(true);
             }
@@ -95,7 +106,10 @@ pub(crate) unsafe extern "C" fn poll_cq(cq: *mut ibv_cq, n: i32, wc: *mut ibv_wc
         };
         // SAFETY: room for `n` completions, and i < n.
         unsafe { wc.add(i).write(out) };
-        trace!("ibv_poll_cq({:#x}): wr_id {:#x} status {} opcode {} len {}", obj.c.handle, c.wr_id, c.status, c.opcode, c.byte_len);
+        trace!(
+            "ibv_poll_cq({:#x}): wr_id {:#x} status {} opcode {} len {}",
+            obj.c.handle, c.wr_id, c.status, c.opcode, c.byte_len
+        );
     });
     got.map_or(-1, |n| n as i32)
 }

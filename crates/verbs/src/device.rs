@@ -134,7 +134,13 @@ pub unsafe extern "C" fn x_ibv_open_device(d: *mut ibv_device) -> *mut ibv_conte
     ctx.async_fd = driver.async_fd();
     ctx.num_comp_vectors = 1;
     ctx.abi_compat = VERBS_ABI_IS_EXTENDED;
-    let obj = Box::into_raw(Box::new(ContextObj { c, driver, _device: device, cqs: Mutex::default(), qps: Mutex::default() }));
+    let obj = Box::into_raw(Box::new(ContextObj {
+        c,
+        driver,
+        _device: device,
+        cqs: Mutex::default(),
+        qps: Mutex::default(),
+    }));
     // SAFETY: just allocated.
     unsafe { &raw mut (*obj).c.context }
 }
@@ -184,7 +190,12 @@ pub unsafe extern "C" fn x_ibv_query_device(c: *mut ibv_context, attr: *mut ibv_
     0
 }
 
-unsafe extern "C" fn query_device_ex(c: *mut ibv_context, input: *const c_void, attr: *mut ibv_device_attr_ex, size: usize) -> i32 {
+unsafe extern "C" fn query_device_ex(
+    c: *mut ibv_context,
+    input: *const c_void,
+    attr: *mut ibv_device_attr_ex,
+    size: usize,
+) -> i32 {
     trace!("ibv_query_device_ex(size {size})");
     // SAFETY: input is NULL or a structure that begins with its comp_mask.
     if !input.is_null() && unsafe { *input.cast::<u32>() } != 0 {
@@ -210,7 +221,8 @@ unsafe extern "C" fn query_port(c: *mut ibv_context, port: u8, attr: *mut ibv_po
     trace!("ibv_query_port({port})");
     // SAFETY: the caller passes its context.
     let ctx = unsafe { context(c) };
-    let resp: Result<abi::QueryPortResp, i32> = ctx.driver.command(Command::QueryPort, &abi::QueryPortReq { port: port.into(), reserved: 0 });
+    let resp: Result<abi::QueryPortResp, i32> =
+        ctx.driver.command(Command::QueryPort, &abi::QueryPortReq { port: port.into(), reserved: 0 });
     let p = match resp {
         Ok(p) => p,
         Err(e) => return code(Err(e)),
@@ -233,7 +245,13 @@ unsafe extern "C" fn query_port(c: *mut ibv_context, port: u8, attr: *mut ibv_po
         ..ibv_port_attr::default()
     };
     // SAFETY: the caller passes `size` bytes of room; a client of an older version has less.
-    unsafe { std::ptr::copy_nonoverlapping(std::ptr::from_ref(&a).cast::<u8>(), attr.cast::<u8>(), size.min(size_of::<ibv_port_attr>())) };
+    unsafe {
+        std::ptr::copy_nonoverlapping(
+            std::ptr::from_ref(&a).cast::<u8>(),
+            attr.cast::<u8>(),
+            size.min(size_of::<ibv_port_attr>()),
+        )
+    };
     0
 }
 
@@ -292,7 +310,14 @@ fn gid_entry(ctx: &ContextObj, port: u32, index: u32) -> Result<ibv_gid_entry, i
     Ok(ibv_gid_entry { gid: ibv_gid { raw }, gid_index: index, port_num: port, gid_type: 2, ndev_ifindex: 0 })
 }
 
-pub unsafe extern "C" fn x__ibv_query_gid_ex(c: *mut ibv_context, port: u32, index: u32, entry: *mut ibv_gid_entry, flags: u32, size: usize) -> i32 {
+pub unsafe extern "C" fn x__ibv_query_gid_ex(
+    c: *mut ibv_context,
+    port: u32,
+    index: u32,
+    entry: *mut ibv_gid_entry,
+    flags: u32,
+    size: usize,
+) -> i32 {
     trace!("ibv_query_gid_ex({port}, {index})");
     if flags != 0 {
         return libc::EOPNOTSUPP;
@@ -309,7 +334,13 @@ pub unsafe extern "C" fn x__ibv_query_gid_ex(c: *mut ibv_context, port: u32, ind
     }
 }
 
-pub unsafe extern "C" fn x__ibv_query_gid_table(c: *mut ibv_context, out: *mut ibv_gid_entry, max: usize, flags: u32, size: usize) -> isize {
+pub unsafe extern "C" fn x__ibv_query_gid_table(
+    c: *mut ibv_context,
+    out: *mut ibv_gid_entry,
+    max: usize,
+    flags: u32,
+    size: usize,
+) -> isize {
     trace!("ibv_query_gid_table(max {max})");
     if flags != 0 {
         return -(libc::EOPNOTSUPP as isize);
@@ -317,9 +348,12 @@ pub unsafe extern "C" fn x__ibv_query_gid_table(c: *mut ibv_context, out: *mut i
     if size < size_of::<ibv_gid_entry>() {
         return -(libc::EINVAL as isize);
     }
-    let mut n = 0;
     // SAFETY: the caller passes its context.
-    while n < max && let Ok(e) = gid_entry(unsafe { context(c) }, 1, n as u32) {
+    let ctx = unsafe { context(c) };
+    let mut n = 0;
+    while n < max
+        && let Ok(e) = gid_entry(ctx, 1, n as u32)
+    {
         // SAFETY: room for `max` entries of `size` bytes.
         unsafe { out.cast::<u8>().add(n * size).cast::<ibv_gid_entry>().write_unaligned(e) };
         n += 1;
@@ -380,7 +414,12 @@ pub extern "C" fn x_ibv_get_sysfs_path() -> *const c_char {
 }
 
 /// The few files that programs read through the library, made up; -1 for others.
-pub unsafe extern "C" fn x_ibv_read_sysfs_file(dir: *const c_char, file: *const c_char, buf: *mut c_char, size: usize) -> i32 {
+pub unsafe extern "C" fn x_ibv_read_sysfs_file(
+    dir: *const c_char,
+    file: *const c_char,
+    buf: *mut c_char,
+    size: usize,
+) -> i32 {
     // SAFETY: the caller passes two strings.
     let (dir, file) = unsafe { (CStr::from_ptr(dir), CStr::from_ptr(file)) };
     let text: &str = match file.to_bytes() {
@@ -402,7 +441,12 @@ pub unsafe extern "C" fn x_ibv_read_sysfs_file(dir: *const c_char, file: *const 
 }
 
 /// RoCE needs no address resolution here: the virtual layer finds the peer by its GID.
-pub unsafe extern "C" fn x_ibv_resolve_eth_l2_from_gid(_c: *mut ibv_context, _attr: *mut ibv_ah_attr, mac: *mut u8, vid: *mut u16) -> i32 {
+pub unsafe extern "C" fn x_ibv_resolve_eth_l2_from_gid(
+    _c: *mut ibv_context,
+    _attr: *mut ibv_ah_attr,
+    mac: *mut u8,
+    vid: *mut u16,
+) -> i32 {
     // SAFETY: room for a MAC and, unless NULL, a VLAN ID.
     unsafe {
         std::ptr::write_bytes(mac, 0, 6);

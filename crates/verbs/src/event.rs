@@ -80,7 +80,11 @@ pub unsafe extern "C" fn x_ibv_destroy_comp_channel(ch: *mut ibv_comp_channel) -
     0
 }
 
-pub unsafe extern "C" fn x_ibv_get_cq_event(ch: *mut ibv_comp_channel, cq: *mut *mut ibv_cq, cq_context: *mut *mut c_void) -> i32 {
+pub unsafe extern "C" fn x_ibv_get_cq_event(
+    ch: *mut ibv_comp_channel,
+    cq: *mut *mut ibv_cq,
+    cq_context: *mut *mut c_void,
+) -> i32 {
     // SAFETY: the caller passes its channel.
     let obj = unsafe { &*ch.cast::<ChannelObj>() };
     // SAFETY: a channel's context is open.

@@ -38,12 +38,24 @@ pub unsafe extern "C" fn x_ibv_reg_mr(pd: *mut ibv_pd, addr: *mut c_void, length
     unsafe { register(pd, addr, length, addr as u64, access as u32) }
 }
 
-pub unsafe extern "C" fn x_ibv_reg_mr_iova(pd: *mut ibv_pd, addr: *mut c_void, length: usize, iova: u64, access: i32) -> *mut ibv_mr {
+pub unsafe extern "C" fn x_ibv_reg_mr_iova(
+    pd: *mut ibv_pd,
+    addr: *mut c_void,
+    length: usize,
+    iova: u64,
+    access: i32,
+) -> *mut ibv_mr {
     // SAFETY: as ibv_reg_mr.
     unsafe { register(pd, addr, length, iova, access as u32) }
 }
 
-pub unsafe extern "C" fn x_ibv_reg_mr_iova2(pd: *mut ibv_pd, addr: *mut c_void, length: usize, iova: u64, access: u32) -> *mut ibv_mr {
+pub unsafe extern "C" fn x_ibv_reg_mr_iova2(
+    pd: *mut ibv_pd,
+    addr: *mut c_void,
+    length: usize,
+    iova: u64,
+    access: u32,
+) -> *mut ibv_mr {
     // SAFETY: as ibv_reg_mr.
     unsafe { register(pd, addr, length, iova, access) }
 }

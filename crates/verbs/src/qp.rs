@@ -81,7 +81,8 @@ pub unsafe extern "C" fn x_ibv_create_qp(pd: *mut ibv_pd, init: *mut ibv_qp_init
     raw.qp_num = qp.qpn;
     raw.qp_type = a.qp_type;
     let qpn = qp.qpn;
-    let obj = Box::into_raw(Box::new(QpObj { c: raw, qp, async_events: Outstanding::default(), sig_all: a.sq_sig_all != 0 }));
+    let obj =
+        Box::into_raw(Box::new(QpObj { c: raw, qp, async_events: Outstanding::default(), sig_all: a.sq_sig_all != 0 }));
     lock(&ctx.qps).insert(qpn, obj);
     obj.cast()
 }
@@ -188,7 +189,12 @@ pub unsafe extern "C" fn x_ibv_modify_qp(qp: *mut ibv_qp, attr: *mut ibv_qp_attr
     code(r)
 }
 
-pub unsafe extern "C" fn x_ibv_query_qp(qp: *mut ibv_qp, attr: *mut ibv_qp_attr, _mask: i32, init: *mut ibv_qp_init_attr) -> i32 {
+pub unsafe extern "C" fn x_ibv_query_qp(
+    qp: *mut ibv_qp,
+    attr: *mut ibv_qp_attr,
+    _mask: i32,
+    init: *mut ibv_qp_init_attr,
+) -> i32 {
     // SAFETY: the caller passes its QP.
     let obj = unsafe { &mut *qp.cast::<QpObj>() };
     let q = match obj.qp.query() {
@@ -283,14 +289,18 @@ unsafe fn push(obj: &QpObj, batch: &mut driver::SendBatch<'_>, wr: &ibv_send_wr)
             }
             CMP_SWAP | FETCH_ADD => {
                 let a = wr.wr.atomic;
-                (head.remote_addr, head.compare_add, head.swap, head.rkey) = (a.remote_addr, a.compare_add, a.swap, a.rkey);
+                (head.remote_addr, head.compare_add, head.swap, head.rkey) =
+                    (a.remote_addr, a.compare_add, a.swap, a.rkey);
             }
             _ => return Err(libc::EINVAL),
         }
     }
     // SAFETY: by the contract.
     let list = unsafe { sges(wr.sg_list, wr.num_sge) }?;
-    trace!("ibv_post_send({:#x}): wr_id {:#x} opcode {} flags {:#x} sges {}", obj.c.qp_num, wr.wr_id, wr.opcode, wr.send_flags, wr.num_sge);
+    trace!(
+        "ibv_post_send({:#x}): wr_id {:#x} opcode {} flags {:#x} sges {}",
+        obj.c.qp_num, wr.wr_id, wr.opcode, wr.send_flags, wr.num_sge
+    );
     let inline = wr.send_flags & send_flags::INLINE != 0;
     if inline && wr.opcode >= READ {
         return Err(libc::EINVAL);
@@ -300,7 +310,11 @@ unsafe fn push(obj: &QpObj, batch: &mut driver::SendBatch<'_>, wr: &ibv_send_wr)
     unsafe { batch.push(&head, data) }
 }
 
-pub(crate) unsafe extern "C" fn post_send(qp: *mut ibv_qp, mut wr: *mut ibv_send_wr, bad: *mut *mut ibv_send_wr) -> i32 {
+pub(crate) unsafe extern "C" fn post_send(
+    qp: *mut ibv_qp,
+    mut wr: *mut ibv_send_wr,
+    bad: *mut *mut ibv_send_wr,
+) -> i32 {
     // SAFETY: the caller passes its QP.
     let obj = unsafe { &*qp.cast::<QpObj>() };
     // In the states before RTS nothing may be posted to the SQ (ibv_post_send(3), IBTA vol. 1, 10.8.3.1).
@@ -325,7 +339,11 @@ pub(crate) unsafe extern "C" fn post_send(qp: *mut ibv_qp, mut wr: *mut ibv_send
     code(result)
 }
 
-pub(crate) unsafe extern "C" fn post_recv(qp: *mut ibv_qp, mut wr: *mut ibv_recv_wr, bad: *mut *mut ibv_recv_wr) -> i32 {
+pub(crate) unsafe extern "C" fn post_recv(
+    qp: *mut ibv_qp,
+    mut wr: *mut ibv_recv_wr,
+    bad: *mut *mut ibv_recv_wr,
+) -> i32 {
     // SAFETY: the caller passes its QP.
     let obj = unsafe { &*qp.cast::<QpObj>() };
     let result = if obj.c.state == 0 {
@@ -351,7 +369,11 @@ pub(crate) unsafe extern "C" fn post_recv(qp: *mut ibv_qp, mut wr: *mut ibv_recv
     code(result)
 }
 
-pub(crate) unsafe extern "C" fn post_srq_recv(_srq: *mut ibv_srq, wr: *mut ibv_recv_wr, bad: *mut *mut ibv_recv_wr) -> i32 {
+pub(crate) unsafe extern "C" fn post_srq_recv(
+    _srq: *mut ibv_srq,
+    wr: *mut ibv_recv_wr,
+    bad: *mut *mut ibv_recv_wr,
+) -> i32 {
     if !bad.is_null() {
         // SAFETY: room for the first request that was not posted.
         unsafe { *bad = wr };

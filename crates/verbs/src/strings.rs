@@ -7,7 +7,16 @@ fn text(table: &[&'static std::ffi::CStr], i: i32, other: &'static std::ffi::CSt
 }
 
 pub extern "C" fn x_ibv_node_type_str(t: i32) -> *const c_char {
-    let table = [c"unknown", c"InfiniBand channel adapter", c"InfiniBand switch", c"InfiniBand router", c"iWARP NIC", c"usNIC", c"usNIC UDP", c"unspecified"];
+    let table = [
+        c"unknown",
+        c"InfiniBand channel adapter",
+        c"InfiniBand switch",
+        c"InfiniBand router",
+        c"iWARP NIC",
+        c"usNIC",
+        c"usNIC UDP",
+        c"unspecified",
+    ];
     text(&table, t, c"unknown")
 }
 

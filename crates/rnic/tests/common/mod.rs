@@ -54,7 +54,8 @@ impl End {
         let dev = CqRing::new(ctrl.clone(), ring.clone(), cqes).unwrap();
         let cqn = rnic.create_cq(session, dev, Some(0)).unwrap();
         let cq = CqTail::new(ctrl, ring, cqes).unwrap();
-        let cap = abi::QpCap { max_send_wr: 16, max_recv_wr: 16, max_send_sge: 4, max_recv_sge: 4, max_inline_data: 256 };
+        let cap =
+            abi::QpCap { max_send_wr: 16, max_recv_wr: 16, max_send_sge: 4, max_recv_sge: 4, max_inline_data: 256 };
         let layout = abi::QpLayout::of(&cap).unwrap();
         let rings = QpRings::new(aligned(128), aligned(layout.sq_bytes()), aligned(layout.rq_bytes()), layout).unwrap();
         let create = CreateQp { pd, send_cq: cqn, recv_cq: cqn, sig_all: false, cap, rings: rings.clone() };

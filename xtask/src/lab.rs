@@ -1,0 +1,233 @@
+//! A virtual layer with vRNICs, and programs run on it as a user would.
+
+use std::fs::File;
+use std::path::{Path, PathBuf};
+use std::process::{Child, Command, Stdio};
+use std::time::{Duration, Instant};
+
+use crate::Result;
+
+/// The workspace's directory.
+pub(crate) fn root() -> PathBuf {
+    Path::new(env!("CARGO_MANIFEST_DIR")).parent().unwrap_or(Path::new(".")).to_path_buf()
+}
+
+/// The built `unirdma`.
+pub(crate) fn unirdma() -> PathBuf {
+    std::env::var_os("CARGO_TARGET_DIR").map_or_else(|| root().join("target"), PathBuf::from).join("release/unirdma")
+}
+
+/// Builds the programs.
+///
+/// # Errors
+/// The build failed.
+pub(crate) fn build() -> Result<()> {
+    let ok = Command::new("cargo").args(["build", "--release", "--quiet"]).current_dir(root()).status();
+    if ok.is_ok_and(|s| s.success()) { Ok(()) } else { Err("cargo build --release failed".into()) }
+}
+
+/// A virtual layer of its own, in a directory of its own; both end with this value.
+pub(crate) struct Lab {
+    pub dir: PathBuf,
+    host: Child,
+    user: Option<u32>,
+    count: std::cell::Cell<u32>,
+}
+
+/// What a program did.
+#[derive(Debug, Default)]
+pub(crate) struct Output {
+    pub code: Option<i32>,
+    /// Standard output and standard error together.
+    pub text: String,
+}
+
+impl Output {
+    pub fn ok(&self) -> bool {
+        self.code == Some(0)
+    }
+}
+
+/// A program that runs.
+pub(crate) struct Running {
+    child: Child,
+    log: PathBuf,
+    limit: Instant,
+}
+
+/// How long a program may take.
+const LIMIT: Duration = Duration::from_secs(90);
+
+impl Lab {
+    /// Starts a virtual layer, as `user` if one is given.
+    ///
+    /// # Errors
+    /// It did not come up.
+    pub fn start(user: Option<u32>) -> Result<Lab> {
+        let dir = std::env::temp_dir().join(format!("unirdma-lab-{}-{}", std::process::id(), user.unwrap_or(0)));
+        let _ = std::fs::remove_dir_all(&dir);
+        std::fs::create_dir_all(&dir).map_err(|e| e.to_string())?;
+        if let Some(u) = user {
+            std::os::unix::fs::chown(&dir, Some(u), Some(u)).map_err(|e| e.to_string())?;
+        }
+        let log = File::create(dir.join("host.log")).map_err(|e| e.to_string())?;
+        let mut c = command(user);
+        c.arg(unirdma()).arg("--dir").arg(dir.join("run")).arg("host");
+        let host = c.stderr(log).stdin(Stdio::null()).spawn().map_err(|e| format!("unirdma host: {e}"))?;
+        let lab = Lab { dir, host, user, count: std::cell::Cell::new(0) };
+        let start = Instant::now();
+        while !lab.unirdma(&["status"]).ok() {
+            if start.elapsed() > Duration::from_secs(10) {
+                return Err("the virtual layer did not start; see its log".into());
+            }
+            std::thread::sleep(Duration::from_millis(10));
+        }
+        Ok(lab)
+    }
+
+    /// Process of the virtual layer.
+    pub fn pid(&self) -> u32 {
+        self.host.id()
+    }
+
+    /// Ends the virtual layer while programs may still use it.
+    pub fn stop_host(&mut self) {
+        // SAFETY: our own child, not waited for yet.
+        unsafe { libc::kill(self.host.id() as i32, libc::SIGTERM) };
+        let _ = self.host.wait();
+    }
+
+    /// Runs `unirdma` with these arguments.
+    pub fn unirdma(&self, args: &[&str]) -> Output {
+        let mut c = command(self.user);
+        c.arg(unirdma()).arg("--dir").arg(self.dir.join("run")).args(args).stdin(Stdio::null());
+        match c.output() {
+            Ok(o) => Output {
+                code: o.status.code(),
+                text: String::from_utf8_lossy(&o.stdout).into_owned() + &String::from_utf8_lossy(&o.stderr),
+            },
+            Err(e) => Output { code: None, text: e.to_string() },
+        }
+    }
+
+    /// Makes a vRNIC.
+    ///
+    /// # Errors
+    /// The virtual layer's line.
+    pub fn vrnic(&self, name: &str, more: &[&str]) -> Result<()> {
+        let o = self.unirdma(&[&["vrnic", "add", name], more].concat());
+        if o.ok() { Ok(()) } else { Err(o.text) }
+    }
+
+    /// Starts a shell command in a container.
+    ///
+    /// # Errors
+    /// It could not be started.
+    pub fn spawn(&self, vrnic: &str, options: &[&str], shell: &str) -> Result<Running> {
+        self.count.set(self.count.get() + 1);
+        let log = self.dir.join(format!("{:03}-{vrnic}.log", self.count.get()));
+        let out = File::create(&log).map_err(|e| e.to_string())?;
+        let err = out.try_clone().map_err(|e| e.to_string())?;
+        let mut c = command(self.user);
+        c.arg(unirdma()).arg("--dir").arg(self.dir.join("run")).args(["run", "--vrnic", vrnic]).args(options);
+        c.args(["--", "sh", "-c", &format!("exec {shell}")]).stdin(Stdio::null()).stdout(out).stderr(err);
+        let child = c.spawn().map_err(|e| e.to_string())?;
+        Ok(Running { child, log, limit: Instant::now() + LIMIT })
+    }
+
+    /// Runs a server in one container and, once it listens, its client in another. Both outputs.
+    ///
+    /// # Errors
+    /// One of them could not be started.
+    pub fn pair(&self, server: (&str, &str), client: (&str, &str), options: &[&str]) -> Result<(Output, Output)> {
+        let mut s = self.spawn(server.0, options, server.1)?;
+        if !s.wait_listening() {
+            return Ok((s.finish(), Output::default()));
+        }
+        let c = self.spawn(client.0, options, client.1)?.finish();
+        if !c.ok() {
+            s.limit = s.limit.min(Instant::now() + Duration::from_secs(10));
+        }
+        Ok((s.finish(), c))
+    }
+}
+
+impl Drop for Lab {
+    fn drop(&mut self) {
+        self.stop_host();
+        let _ = std::fs::remove_dir_all(&self.dir);
+    }
+}
+
+/// A command as another user, or as this one.
+fn command(user: Option<u32>) -> Command {
+    match user {
+        None => Command::new("env"),
+        Some(u) => {
+            let mut c = Command::new("setpriv");
+            c.args([format!("--reuid={u}"), format!("--regid={u}"), "--clear-groups".into()]);
+            c
+        }
+    }
+}
+
+impl Running {
+    /// Waits until some process of the container listens on TCP, or the program ends.
+    fn wait_listening(&mut self) -> bool {
+        while Instant::now() < self.limit && matches!(self.child.try_wait(), Ok(None)) {
+            if listens(self.child.id()) {
+                return true;
+            }
+            std::thread::sleep(Duration::from_millis(5));
+        }
+        false
+    }
+
+    /// Kills it at once, with its container.
+    pub fn kill(&mut self) {
+        let _ = self.child.kill();
+    }
+
+    /// Waits for the end, up to the limit.
+    pub fn finish(mut self) -> Output {
+        let code = loop {
+            match self.child.try_wait() {
+                Ok(Some(s)) => break s.code(),
+                Ok(None) if Instant::now() < self.limit => std::thread::sleep(Duration::from_millis(2)),
+                _ => {
+                    self.kill();
+                    let _ = self.child.wait();
+                    break None;
+                }
+            }
+        };
+        Output { code, text: self.text() }
+    }
+
+    /// What it has printed.
+    pub fn text(&self) -> String {
+        String::from_utf8_lossy(&std::fs::read(&self.log).unwrap_or_default()).into_owned()
+    }
+}
+
+/// True if a descendant of `pid` has its own TCP socket in state LISTEN.
+fn listens(pid: u32) -> bool {
+    let children = std::fs::read_to_string(format!("/proc/{pid}/task/{pid}/children")).unwrap_or_default();
+    children.split_whitespace().filter_map(|c| c.parse().ok()).any(|c: u32| {
+        let inodes = |f: &str| -> Vec<String> {
+            let text = std::fs::read_to_string(format!("/proc/{c}/net/{f}")).unwrap_or_default();
+            let rows = text.lines().map(|l| l.split_whitespace().collect::<Vec<_>>());
+            rows.filter(|r| r.get(3) == Some(&"0A")).filter_map(|r| r.get(9).map(|s| format!("socket:[{s}]"))).collect()
+        };
+        let listening = [inodes("tcp"), inodes("tcp6")].concat();
+        let fds = std::fs::read_dir(format!("/proc/{c}/fd")).into_iter().flatten().flatten();
+        let mut names = fds.filter_map(|e| std::fs::read_link(e.path()).ok());
+        names.any(|n| listening.iter().any(|l| n.as_os_str() == l.as_str())) || listens(c)
+    })
+}
+
+/// Rows of numbers in perftest's output.
+pub(crate) fn rows(text: &str) -> Vec<Vec<f64>> {
+    let numbers = |l: &str| l.split_whitespace().map(|w| w.parse::<f64>()).collect::<std::result::Result<Vec<_>, _>>();
+    text.lines().filter_map(|l| numbers(l).ok()).filter(|r| r.len() >= 5).collect()
+}

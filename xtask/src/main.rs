@@ -1,0 +1,77 @@
+//! `cargo xtask`: the project's own commands. `demo` shows, `test` checks all, `bench` measures.
+//!
+//! Depends on no crate of the workspace: it uses the built programs as a user would.
+
+mod bench;
+mod demo;
+mod lab;
+mod packages;
+mod suite;
+mod tcp;
+mod test;
+
+use std::process::ExitCode;
+
+use clap::{Parser, Subcommand};
+
+type Result<T> = std::result::Result<T, String>;
+
+/// Commands of the uniRDMA project.
+#[derive(Parser)]
+#[command(name = "cargo xtask")]
+struct Cli {
+    #[command(subcommand)]
+    command: Command,
+}
+
+#[derive(Subcommand)]
+enum Command {
+    /// Run Debian's own RDMA programs between two containers and compare with TCP
+    Demo,
+    /// Check everything: format, lints, unit and property tests, real programs
+    Test {
+        /// Only the black-box tests whose name contains this
+        #[arg(long, value_name = "TEXT")]
+        only: Option<String>,
+    },
+    /// Measure
+    Bench {
+        #[command(subcommand)]
+        what: Bench,
+    },
+    /// The other end of a TCP measurement
+    #[command(hide = true)]
+    TcpPeer { port: u16 },
+}
+
+#[derive(Subcommand)]
+enum Bench {
+    /// Latency and bandwidth between two containers of this host, beside TCP loopback and memcpy
+    #[command(
+        after_help = "Examples:\n  cargo xtask bench local\n  cargo xtask bench local --json > local.json\n  cargo xtask bench local --svg local.svg"
+    )]
+    Local {
+        /// Print JSON instead of tables
+        #[arg(long)]
+        json: bool,
+        /// Write the plot here
+        #[arg(long, value_name = "FILE", default_value = "target/bench-local.svg")]
+        svg: std::path::PathBuf,
+    },
+}
+
+fn main() -> ExitCode {
+    let result = match Cli::parse().command {
+        Command::Demo => demo::run(),
+        Command::Test { only } => test::run(only.as_deref()),
+        Command::Bench { what: Bench::Local { json, svg } } => bench::local(json, &svg),
+        Command::TcpPeer { port } => tcp::peer(port),
+    };
+    match result {
+        Ok(()) => ExitCode::SUCCESS,
+        Err(e) => {
+            eprintln!("xtask: {e}");
+            ExitCode::FAILURE
+        }
+    }
+}

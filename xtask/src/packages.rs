@@ -1,0 +1,40 @@
+//! Debian packages that the commands use; installed when they are missing.
+
+use std::process::{Command, Stdio};
+
+use crate::Result;
+
+/// (a file that shows that the package is there, package).
+const NEEDED: &[(&str, &str)] = &[
+    ("/usr/bin/ib_write_bw", "perftest"),
+    ("/usr/bin/ibv_rc_pingpong", "ibverbs-utils"),
+    ("/usr/include/infiniband/verbs.h", "libibverbs-dev"),
+    ("/usr/bin/gcc", "gcc"),
+    ("/usr/bin/setpriv", "util-linux"),
+];
+
+/// Installs what is missing, through sudo if this is not root.
+///
+/// # Errors
+/// What to install by hand.
+pub(crate) fn ensure() -> Result<()> {
+    let missing: Vec<&str> = NEEDED.iter().filter(|(f, _)| !std::path::Path::new(f).exists()).map(|p| p.1).collect();
+    if missing.is_empty() {
+        return Ok(());
+    }
+    eprintln!("installing from Debian: {}", missing.join(" "));
+    // SAFETY: reads the user id.
+    let root = unsafe { libc::geteuid() } == 0;
+    let apt = |args: &[&str]| {
+        let mut c = if root { Command::new("apt-get") } else { Command::new("sudo") };
+        if !root {
+            c.arg("apt-get");
+        }
+        c.args(args).env("DEBIAN_FRONTEND", "noninteractive").stdout(Stdio::null());
+        c.status().is_ok_and(|s| s.success())
+    };
+    apt(&["update", "-q"]);
+    let mut args = vec!["install", "-y", "-q", "--no-install-recommends"];
+    args.extend(&missing);
+    if apt(&args) { Ok(()) } else { Err(format!("please install as root: apt-get install {}", missing.join(" "))) }
+}

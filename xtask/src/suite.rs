@@ -1,0 +1,278 @@
+//! Black-box tests: Debian's programs in containers, wrong input at the command line, lost peers.
+
+use std::time::Duration;
+
+use crate::Result;
+use crate::lab::{self, Lab, Output};
+
+type Check = Result<()>;
+
+fn require(ok: bool, what: impl Into<String>) -> Check {
+    if ok { Ok(()) } else { Err(what.into()) }
+}
+
+struct Suite<'a> {
+    lab: &'a Lab,
+    only: Option<&'a str>,
+    passed: u32,
+    failed: u32,
+}
+
+impl Suite<'_> {
+    fn check(&mut self, name: &str, f: impl FnOnce(&Lab) -> Check) {
+        if self.only.is_some_and(|o| !name.contains(o)) {
+            return;
+        }
+        match f(self.lab) {
+            Ok(()) => {
+                println!("test {name} ... ok");
+                self.passed += 1;
+            }
+            Err(e) => {
+                println!("test {name} ... FAILED\n{e}");
+                self.failed += 1;
+            }
+        }
+    }
+
+    /// The same program in both containers; both must end well.
+    fn pair(&mut self, command: &str) {
+        self.check(command, |lab| {
+            let (s, c) = lab.pair(("a", command), ("b", &format!("{command} 10.0.0.1")), &[])?;
+            require(s.ok() && c.ok(), format!("server ({:?}): {}\nclient ({:?}): {}", s.code, s.text, c.code, c.text))?;
+            let bad = ["error", "Error", "mismatch", "Failed", "invalid data"];
+            let seen = bad.iter().find(|b| s.text.contains(**b) || c.text.contains(**b));
+            require(seen.is_none(), format!("server: {}\nclient: {}", s.text, c.text))
+        });
+    }
+}
+
+/// Programs that must run unmodified between two containers.
+fn programs() -> Vec<String> {
+    let mut v: Vec<String> = ["", " -e", " -c", " -e -c", " -s 1 -n 200", " -s 1048576 -n 200 -r 4", " -m 256"]
+        .iter()
+        .map(|o| format!("ibv_rc_pingpong -g 0{o}"))
+        .collect();
+    let each = |v: &mut Vec<String>, program: &str, options: &[&str]| {
+        v.extend(options.iter().map(|o| format!("{program} {o}").trim_end().to_string()));
+    };
+    // perftest itself refuses -e on WRITE, -a on atomics, and -b and -q on latency tests.
+    each(&mut v, "ib_write_bw", &["", "-a -n 200", "-b", "-q 8", "-s 1 -n 2000", "-I 220 -s 220", "-m 256", "-t 1"]);
+    each(&mut v, "ib_read_bw", &["", "-a -n 200", "-b", "-e", "-q 8", "-o 16"]);
+    each(&mut v, "ib_send_bw", &["", "-a -n 200", "-b", "-e", "-q 8", "-r 16", "-I 64 -s 64"]);
+    each(&mut v, "ib_atomic_bw", &["", "-b", "-e", "-q 8", "-A CMP_AND_SWAP"]);
+    each(&mut v, "ib_write_lat", &["", "-a -n 100", "-I 64"]);
+    each(&mut v, "ib_read_lat", &["", "-a -n 100", "-e"]);
+    each(&mut v, "ib_send_lat", &["", "-a -n 100", "-e"]);
+    each(&mut v, "ib_atomic_lat", &["", "-e", "-A FETCH_AND_ADD"]);
+    v
+}
+
+/// One line on standard error that contains `text`, and an exit code that is not 0.
+fn refused(o: &Output, text: &str) -> Check {
+    let one_line = o.text.trim_end().lines().count() == 1;
+    require(
+        o.code.is_some_and(|c| c != 0) && one_line && o.text.contains(text),
+        format!("expected one line with `{text}`, got ({:?}): {}", o.code, o.text),
+    )
+}
+
+fn wrong_input(s: &mut Suite<'_>) {
+    let cases: &[(&str, &[&str], &str)] = &[
+        ("a_second_host", &["host"], "already serves"),
+        ("a_name_that_exists", &["vrnic", "add", "a"], "exists already"),
+        ("an_address_that_exists", &["vrnic", "add", "z", "--ip", "10.0.0.1"], "belongs to vRNIC a"),
+        ("an_unknown_group", &["vrnic", "add", "z", "--group", "nope"], "unirdma group add nope"),
+        ("a_bad_name", &["vrnic", "add", "../z"], "no vRNIC name"),
+        ("an_unknown_vrnic", &["vrnic", "show", "z"], "unirdma vrnic ls"),
+        ("a_group_in_use", &["group", "rm", "other"], "still has the vRNIC c"),
+        ("a_command_that_is_not_there", &["run", "--vrnic", "a", "--", "no-such-command"], "no-such-command"),
+        ("a_container_on_an_unknown_vrnic", &["run", "--vrnic", "z", "--", "true"], "there is no vRNIC z"),
+    ];
+    for (name, args, text) in cases {
+        s.check(&format!("wrong_input_{name}"), |lab| refused(&lab.unirdma(args), text));
+    }
+    s.check("wrong_input_no_virtual_layer", |lab| {
+        let o = std::process::Command::new(lab::unirdma()).args(["--dir", "/nonexistent", "vrnic", "ls"]).output();
+        let o = o.map_err(|e| e.to_string())?;
+        let text = String::from_utf8_lossy(&o.stderr).into_owned();
+        let _ = lab;
+        refused(&Output { code: o.status.code(), text }, "start one with `unirdma host`")
+    });
+    s.check("wrong_input_two_containers_on_one_vrnic", |lab| {
+        let mut first = lab.spawn("a", &[], "sleep 30")?;
+        std::thread::sleep(Duration::from_millis(300));
+        let second = lab.unirdma(&["run", "--vrnic", "a", "--", "true"]);
+        first.kill();
+        first.finish();
+        refused(&second, "has a container already")
+    });
+}
+
+fn isolation(s: &mut Suite<'_>) {
+    s.check("a_container_sees_its_own_vrnic_only", |lab| {
+        let run = lab.dir.join("run");
+        let o = lab.spawn("b", &[], &format!("ls -R {}", run.display()))?.finish();
+        require(
+            o.ok() && o.text.contains("vhost.sock") && !o.text.contains("admin.sock") && !o.text.contains("vrnics"),
+            o.text,
+        )
+    });
+    s.check("nothing_of_the_host_shows", |lab| {
+        let o = lab.spawn("a", &[], "ibv_devinfo -v")?.finish();
+        let host = std::fs::read_to_string("/etc/hostname").unwrap_or_default();
+        let named = host.trim().len() > 3 && o.text.contains(host.trim());
+        require(
+            o.ok() && o.text.contains("0000:0aff:fe00:0001") && o.text.contains("::ffff:10.0.0.1") && !named,
+            o.text,
+        )
+    });
+    s.check("exit_codes_pass_through", |lab| {
+        require(lab.spawn("a", &[], "sh -c 'exit 42'")?.finish().code == Some(42), "expected 42")
+    });
+    s.check("groups_do_not_connect", |lab| {
+        let p = "ibv_rc_pingpong -g 0 -p 18601";
+        let (s, c) = lab.pair(("b", p), ("c", &format!("{p} 127.0.0.1")), &["--net", "host"])?;
+        require(!s.ok() && !c.ok() && c.text.contains("RTR"), format!("server: {}\nclient: {}", s.text, c.text))
+    });
+    s.check("groups_share_no_ethernet", |lab| {
+        let (s, c) =
+            lab.pair(("a", "timeout 3 ibv_rc_pingpong -g 0"), ("c", "timeout 2 ibv_rc_pingpong -g 0 10.0.0.2"), &[])?;
+        require(!s.ok() && !c.ok(), format!("server: {}\nclient: {}", s.text, c.text))
+    });
+}
+
+fn refusals(s: &mut Suite<'_>) {
+    s.check("ibv_devices", |lab| {
+        let o = lab.spawn("a", &[], "ibv_devices")?.finish();
+        require(o.ok() && o.text.contains("unirdma0"), o.text)
+    });
+    s.check("ibv_rc_pingpong -o is refused", |lab| {
+        let o = lab.spawn("a", &[], "ibv_rc_pingpong -g 0 -o")?.finish();
+        require(o.code == Some(1) && o.text.contains("ODP"), o.text)
+    });
+    s.check("ibv_ud_pingpong and -N are refused", |lab| {
+        for p in ["ibv_ud_pingpong -g 0", "ibv_rc_pingpong -g 0 -N", "ibv_rc_pingpong -g 0 -t", "ibv_srq_pingpong -g 0"]
+        {
+            let o = lab.spawn("a", &[], p)?.finish();
+            require(o.code.is_some_and(|c| c != 0 && c < 126), format!("{p} ({:?}): {}", o.code, o.text))?;
+        }
+        Ok(())
+    });
+    s.check("without a virtual layer there are no devices", |lab| {
+        let lib = lab::unirdma().with_file_name("dropin");
+        let o =
+            std::process::Command::new("ibv_devices").env("LD_LIBRARY_PATH", lib).env("UNIRDMA_DIR", &lab.dir).output();
+        let o = o.map_err(|e| e.to_string())?;
+        require(o.status.success(), String::from_utf8_lossy(&o.stderr))
+    });
+    s.check("trace", |lab| {
+        let o = lab.spawn("a", &[], "env UNIRDMA_TRACE=1 ibv_devinfo")?.finish();
+        require(o.ok() && o.text.contains("ibv_open_device()") && o.text.contains("ibv_query_port(1)"), o.text)
+    });
+    s.check("every symbol resolves", |lab| {
+        for p in ["ib_write_bw --version", "ib_send_lat --version", "ibv_devinfo -l"] {
+            let o = lab.spawn("a", &[], &format!("env LD_BIND_NOW=1 LD_WARN=1 {p}"))?.finish();
+            require(!o.text.contains("undefined symbol") && !o.text.contains("no version information"), o.text)?;
+        }
+        Ok(())
+    });
+}
+
+/// A C program of ours that loads the library as UCX and Python do, and uses it from many threads.
+fn c_program(s: &mut Suite<'_>) {
+    s.check("dlopen, threads, fork (C program)", |lab| {
+        let exe = lab.dir.join("verbs-threads");
+        let source = lab::root().join("xtask/c/verbs-threads.c");
+        let gcc = std::process::Command::new("gcc")
+            .args(["-O1", "-Wall", "-o"])
+            .arg(&exe)
+            .arg(source)
+            .args(["-ldl", "-pthread"])
+            .output();
+        let gcc = gcc.map_err(|e| e.to_string())?;
+        require(gcc.status.success(), String::from_utf8_lossy(&gcc.stderr))?;
+        for way in ["", "env UNIRDMA_MR=copy "] {
+            let o = lab.spawn("a", &[], &format!("{way}{}", exe.display()))?.finish();
+            require(o.ok() && o.text.contains("all threads done"), o.text)?;
+        }
+        Ok(())
+    });
+    s.check("ib_write_bw with UNIRDMA_MR=copy", |lab| {
+        let p = "env UNIRDMA_MR=copy ib_write_bw -n 500";
+        let (s, c) = lab.pair(("a", p), ("b", &format!("{p} 10.0.0.1")), &[])?;
+        require(s.ok() && c.ok(), format!("server: {}\nclient: {}", s.text, c.text))
+    });
+}
+
+fn losses(s: &mut Suite<'_>) {
+    s.check("a killed program frees all and its peer sees the error of hardware", |lab| {
+        let mut server = lab.spawn("a", &[], "ib_write_bw -D 30 -f 1")?;
+        std::thread::sleep(Duration::from_millis(500));
+        let client = lab.spawn("b", &[], "ib_write_bw -D 30 -f 1 10.0.0.1")?;
+        std::thread::sleep(Duration::from_millis(2500));
+        server.kill();
+        server.finish();
+        let c = client.finish();
+        require(c.code.is_some_and(|c| c != 0) && c.text.contains("status 12"), format!("{:?}: {}", c.code, c.text))?;
+        let o = lab.unirdma(&["vrnic", "show", "a", "--json"]);
+        require(o.text.contains("\"qps\": 0") && o.text.contains("\"sessions\": 0"), o.text)
+    });
+}
+
+/// Tests that need a virtual layer of their own.
+fn own_labs(s: &mut Suite<'_>) {
+    s.check("a lost virtual layer is IBV_EVENT_DEVICE_FATAL", |_| {
+        let mut lab = Lab::start(Some(own_user()))?;
+        lab.vrnic("x", &[])?;
+        let watch = lab.spawn("x", &["--net", "host"], "timeout 20 ibv_asyncwatch")?;
+        std::thread::sleep(Duration::from_millis(500));
+        lab.stop_host();
+        for _ in 0..100 {
+            if watch.text().contains("IBV_EVENT_DEVICE_FATAL") {
+                return Ok(());
+            }
+            std::thread::sleep(Duration::from_millis(50));
+        }
+        Err(watch.text())
+    });
+    s.check("an ordinary user needs no privilege", |_| {
+        let lab = Lab::start(Some(own_user()))?;
+        lab.vrnic("a", &["--ip", "10.0.0.1"])?;
+        lab.vrnic("b", &["--ip", "10.0.0.2"])?;
+        for p in ["ib_write_bw -n 500", "ibv_rc_pingpong -g 0 -e"] {
+            let (s, c) = lab.pair(("a", p), ("b", &format!("{p} 10.0.0.1")), &[])?;
+            require(s.ok() && c.ok(), format!("server: {}\nclient: {}", s.text, c.text))?;
+        }
+        Ok(())
+    });
+}
+
+/// An id without privileges: `nobody` for root, else this user.
+fn own_user() -> u32 {
+    // SAFETY: reads the user id.
+    match unsafe { libc::geteuid() } {
+        0 => 65534,
+        u => u,
+    }
+}
+
+pub(crate) fn run(only: Option<&str>) -> Result<()> {
+    let lab = Lab::start(None)?;
+    lab.vrnic("a", &["--ip", "10.0.0.1"])?;
+    lab.vrnic("b", &["--ip", "10.0.0.2"])?;
+    lab.unirdma(&["group", "add", "other"]);
+    lab.vrnic("c", &["--ip", "10.0.0.1", "--group", "other"])?;
+    let mut s = Suite { lab: &lab, only, passed: 0, failed: 0 };
+    refusals(&mut s);
+    for p in programs() {
+        s.pair(&p);
+    }
+    isolation(&mut s);
+    c_program(&mut s);
+    losses(&mut s);
+    wrong_input(&mut s);
+    own_labs(&mut s);
+    println!("{} passed, {} failed", s.passed, s.failed);
+    if s.failed == 0 { Ok(()) } else { Err(format!("{} black-box tests failed", s.failed)) }
+}

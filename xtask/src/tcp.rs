@@ -1,0 +1,127 @@
+//! TCP over loopback between two processes, both spinning: the peer that everything is compared with.
+
+use std::io::{ErrorKind, Read, Write};
+use std::net::{TcpListener, TcpStream};
+use std::process::{Child, Command};
+use std::time::Instant;
+
+use crate::Result;
+
+fn text(e: std::io::Error) -> String {
+    format!("TCP: {e}")
+}
+
+fn read_exact(s: &mut TcpStream, buf: &mut [u8]) -> std::io::Result<()> {
+    let mut done = 0;
+    while done < buf.len() {
+        match s.read(&mut buf[done..]) {
+            Ok(0) => return Err(ErrorKind::UnexpectedEof.into()),
+            Ok(n) => done += n,
+            Err(e) if e.kind() == ErrorKind::WouldBlock => std::hint::spin_loop(),
+            Err(e) => return Err(e),
+        }
+    }
+    Ok(())
+}
+
+fn write_all(s: &mut TcpStream, buf: &[u8]) -> std::io::Result<()> {
+    let mut done = 0;
+    while done < buf.len() {
+        match s.write(&buf[done..]) {
+            Ok(n) => done += n,
+            Err(e) if e.kind() == ErrorKind::WouldBlock => std::hint::spin_loop(),
+            Err(e) => return Err(e),
+        }
+    }
+    Ok(())
+}
+
+/// The other process: takes (size, count, echo) and then messages; answers each, or all at the end.
+pub(crate) fn peer(port: u16) -> Result<()> {
+    let mut s = TcpStream::connect(("127.0.0.1", port)).map_err(text)?;
+    s.set_nodelay(true).map_err(text)?;
+    s.set_nonblocking(true).map_err(text)?;
+    let mut head = [0; 24];
+    while read_exact(&mut s, &mut head).is_ok() {
+        let word = |i: usize| u64::from_ne_bytes(std::array::from_fn(|k| head[i * 8 + k])) as usize;
+        let mut buf = vec![0; word(0)];
+        for _ in 0..word(1) {
+            read_exact(&mut s, &mut buf).map_err(text)?;
+            if word(2) != 0 {
+                write_all(&mut s, &buf).map_err(text)?;
+            }
+        }
+        if word(2) == 0 {
+            write_all(&mut s, &[1]).map_err(text)?;
+        }
+    }
+    Ok(())
+}
+
+/// A connection to a second process of this program.
+pub(crate) struct Tcp {
+    stream: TcpStream,
+    child: Child,
+}
+
+impl Tcp {
+    /// Starts the other process.
+    ///
+    /// # Errors
+    /// What failed.
+    pub fn start() -> Result<Tcp> {
+        let listener = TcpListener::bind("127.0.0.1:0").map_err(text)?;
+        let port = listener.local_addr().map_err(text)?.port().to_string();
+        let exe = std::env::current_exe().map_err(text)?;
+        let child = Command::new(exe).args(["tcp-peer", &port]).spawn().map_err(text)?;
+        let (stream, _) = listener.accept().map_err(text)?;
+        stream.set_nodelay(true).map_err(text)?;
+        stream.set_nonblocking(true).map_err(text)?;
+        Ok(Tcp { stream, child })
+    }
+
+    fn begin(&mut self, size: usize, count: usize, echo: bool) -> Result<()> {
+        let head: Vec<u8> = [size, count, usize::from(echo)].iter().flat_map(|v| v.to_ne_bytes()).collect();
+        write_all(&mut self.stream, &head).map_err(text)
+    }
+
+    /// One-way latencies, microseconds, sorted.
+    ///
+    /// # Errors
+    /// What failed.
+    pub fn latencies(&mut self, size: usize, count: usize) -> Result<Vec<f64>> {
+        self.begin(size, count, true)?;
+        let mut buf = vec![0; size];
+        let mut all = Vec::with_capacity(count);
+        for _ in 0..count {
+            let start = Instant::now();
+            write_all(&mut self.stream, &buf).map_err(text)?;
+            read_exact(&mut self.stream, &mut buf).map_err(text)?;
+            all.push(start.elapsed().as_secs_f64() * 1e6 / 2.0);
+        }
+        all.sort_by(f64::total_cmp);
+        Ok(all)
+    }
+
+    /// Bandwidth, MiB/s.
+    ///
+    /// # Errors
+    /// What failed.
+    pub fn bandwidth(&mut self, size: usize, count: usize) -> Result<f64> {
+        let buf = vec![0; size];
+        let start = Instant::now();
+        self.begin(size, count, false)?;
+        for _ in 0..count {
+            write_all(&mut self.stream, &buf).map_err(text)?;
+        }
+        read_exact(&mut self.stream, &mut [0]).map_err(text)?;
+        Ok((size * count) as f64 / (1 << 20) as f64 / start.elapsed().as_secs_f64())
+    }
+}
+
+impl Drop for Tcp {
+    fn drop(&mut self) {
+        let _ = self.stream.shutdown(std::net::Shutdown::Both);
+        let _ = self.child.wait();
+    }
+}

@@ -1,0 +1,46 @@
+//! `cargo xtask test`: all checks, each with its closing line.
+
+use std::process::Command;
+
+use crate::{Result, lab, packages, suite};
+
+fn cargo(args: &[&str], env: &[(&str, &str)]) -> Result<()> {
+    println!("\n== cargo {}", args.join(" "));
+    let mut c = Command::new("cargo");
+    c.args(args).current_dir(lab::root());
+    for (k, v) in env {
+        c.env(k, v);
+    }
+    match c.status() {
+        Ok(s) if s.success() => Ok(()),
+        Ok(s) => Err(format!("cargo {} failed ({s})", args.join(" "))),
+        Err(e) => Err(format!("cargo {}: {e}", args.join(" "))),
+    }
+}
+
+/// A component of the toolchain that a minimal installation lacks.
+fn has(component: &str) -> bool {
+    Command::new("cargo").args([component, "--version"]).output().is_ok_and(|o| o.status.success())
+}
+
+pub(crate) fn run(only: Option<&str>) -> Result<()> {
+    packages::ensure()?;
+    if only.is_none() {
+        if has("fmt") {
+            cargo(&["fmt", "--all", "--check"], &[])?;
+        } else {
+            println!("skipped: cargo fmt (rustfmt is not installed)");
+        }
+        if has("clippy") {
+            cargo(&["clippy", "--workspace", "--all-targets", "--quiet", "--", "-D", "warnings"], &[])?;
+        } else {
+            println!("skipped: cargo clippy (clippy is not installed)");
+        }
+        cargo(&["test", "--workspace", "--quiet"], &[])?;
+        let loom = [("RUSTFLAGS", "--cfg loom"), ("CARGO_TARGET_DIR", "target/loom")];
+        cargo(&["test", "--package", "unirdma-mem", "--release", "--quiet", "--lib", "loom"], &loom)?;
+    }
+    println!("\n== black-box tests with Debian's programs");
+    lab::build()?;
+    suite::run(only)
+}
