@@ -16,6 +16,7 @@ pub const VQ_COMP_FIRST: u32 = 3;
 pub const MAX_COMP_QUEUES: u32 = 250;
 /// All virtqueues.
 pub const NUM_QUEUES: u32 = VQ_COMP_FIRST + MAX_COMP_QUEUES;
+const _: () = assert!(NUM_QUEUES <= 256, "a vhost-user vring index has 8 bits");
 /// Largest size of a virtqueue, in descriptors.
 pub const MAX_VQ_SIZE: u16 = 256;
 
@@ -87,6 +88,5 @@ mod tests {
         assert_eq!(offset_of!(Config, max_mr_size), 40);
         assert_eq!(offset_of!(Config, max_qp), 56);
         assert_eq!(offset_of!(Config, max_pkeys), 108);
-        assert!(NUM_QUEUES <= 256, "a vhost-user vring index has 8 bits");
     }
 }
