@@ -37,9 +37,6 @@ pub const VHOST_SOCKET: &str = "vhost.sock";
 
 /// `/run/unirdma` for root, else `$XDG_RUNTIME_DIR/unirdma`, else a directory of this user in `/tmp`.
 pub fn default_dir() -> PathBuf {
-    if let Some(dir) = std::env::var_os("UNIRDMA_DIR") {
-        return dir.into();
-    }
     if rustix::process::geteuid().is_root() {
         return "/run/unirdma".into();
     }
