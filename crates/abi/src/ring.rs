@@ -124,8 +124,8 @@ pub struct DoorbellPage {
     pub reserved3: [u64; 432],
 }
 
-/// `DoorbellPage::hints`: the device shares its cores with the applications; after a post and on an
-/// empty poll the driver should yield the processor.
+/// `DoorbellPage::hints`: the device shares its cores with the applications; a driver that finds
+/// nothing to poll should yield the processor.
 pub const DB_YIELD: u32 = 1;
 
 macro_rules! offsets {

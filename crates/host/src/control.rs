@@ -14,7 +14,7 @@ use rustix::net::SocketFlags;
 use unirdma_abi as abi;
 use unirdma_device::{Device, Identity, lock};
 use unirdma_formats::Mac;
-use unirdma_link::{Backend, Handler, Memory, Progress, Vring};
+use unirdma_link::{Backend, Handler, Memory, Progress, RegionBudget, Vring};
 use unirdma_rnic::{Limits, VnicConfig, VnicId};
 
 use crate::admin::{self, GroupInfo, Request, Response, StatusInfo};
@@ -24,7 +24,7 @@ use crate::vrnic::{self, AddVrnic, CountersInfo, IpNet, LimitsInfo, VrnicInfo};
 use crate::{VHOST_SOCKET, vrnic_dir};
 
 /// Most sessions of one vRNIC.
-const MAX_SESSIONS: usize = 1024;
+const MAX_SESSIONS: usize = 256;
 /// Messages of one session before the others get a turn.
 const BURST: usize = 32;
 /// The group that always exists.
@@ -40,6 +40,7 @@ struct Vrnic {
     listener: (u64, UnixListener),
     attached: Option<u64>,
     sessions: usize,
+    budget: RegionBudget,
 }
 
 /// A session: the protocol engine, the device behind it, and the descriptors that are watched for it.
@@ -192,6 +193,7 @@ impl Control {
         }
         let Some(device) = Device::new(self.engine.rnic.clone(), v.identity.clone()) else { return };
         v.sessions += 1;
+        let budget = v.budget.clone();
         self.engine.add_session(device.session(), device.events());
         let id = self.next_token;
         // The process may be gone while somebody else still holds its socket.
@@ -206,7 +208,7 @@ impl Control {
         {
             tokens.push(token);
         }
-        let backend = Backend::new(sock, abi::NUM_QUEUES as usize);
+        let backend = Backend::new(sock, abi::NUM_QUEUES as usize, budget);
         let conn = Conn { device, kicks: HashMap::new(), changed: Vec::new() };
         self.sessions.insert(id, Session { vrnic: name.into(), backend, conn, _pidfd: pidfd, tokens });
     }
@@ -422,7 +424,18 @@ impl Control {
             lock(&self.engine.rnic).remove_vnic(id);
             format!("cannot serve vRNIC {}: {e}", add.name)
         })?;
-        let v = Vrnic { id, group, ips, mac, identity, limits, listener, attached: None, sessions: 0 };
+        let v = Vrnic {
+            id,
+            group,
+            ips,
+            mac,
+            identity,
+            limits,
+            listener,
+            attached: None,
+            sessions: 0,
+            budget: RegionBudget::default(),
+        };
         self.vrnics.insert(add.name.clone(), v);
         self.info(&add.name).map(|i| Response::Vrnic(Box::new(i))).ok_or_else(|| self.unknown(&add.name))
     }

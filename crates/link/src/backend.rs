@@ -10,7 +10,7 @@ use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use vhost::vhost_user::message::{FrontendReq, VhostUserProtocolFeatures as Proto};
 use zerocopy::{FromBytes, IntoBytes};
 
-use crate::memory::{Memory, RegionDesc};
+use crate::memory::{Memory, RegionBudget, RegionDesc};
 use crate::msg::{self, Message, NEED_REPLY, REPLY, Receiver, VERSION};
 use crate::{VHOST_USER_F_PROTOCOL_FEATURES, VIRTIO_F_VERSION_1};
 
@@ -98,10 +98,10 @@ struct Addr {
 }
 
 impl Backend {
-    /// Serves `sock`, which must be non-blocking, with `queues` vrings.
-    pub fn new(sock: OwnedFd, queues: usize) -> Self {
+    /// Serves `sock`, which must be non-blocking, with `queues` vrings. Its regions count in `budget`.
+    pub fn new(sock: OwnedFd, queues: usize, budget: RegionBudget) -> Self {
         let vrings = (0..queues).map(|_| Vring::default()).collect();
-        Backend { sock, rx: Receiver::default(), memory: Memory::default(), vrings, status: 0 }
+        Backend { sock, rx: Receiver::default(), memory: Memory::new(budget), vrings, status: 0 }
     }
 
     /// The socket, to be polled for input.

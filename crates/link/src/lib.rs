@@ -14,7 +14,7 @@ mod msg;
 pub use backend::{Backend, Handler, Progress, Vring};
 pub use driver_queue::{DriverQueue, Segment};
 pub use frontend::Frontend;
-pub use memory::{MAX_REGIONS, Memory, PROCESS_LIMIT, Refused, Region, RegionDesc};
+pub use memory::{MAX_REGIONS, Memory, PROCESS_LIMIT, Refused, Region, RegionBudget, RegionDesc};
 pub use msg::{MAX_FDS, MAX_PAYLOAD, Message, Receiver, send};
 
 /// `VIRTIO_F_VERSION_1`.

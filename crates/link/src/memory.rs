@@ -6,6 +6,7 @@
 
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::sync::Arc;
+use std::sync::atomic::{AtomicUsize, Ordering};
 
 use unirdma_mem::{MapError, ProcMem, Span, map_file, map_pieces};
 use vm_memory::mmap::MmapRegionBuilder;
@@ -13,7 +14,9 @@ use vm_memory::{GuestAddress, GuestMemoryMmap, GuestRegionMmap};
 use zerocopy::{FromBytes, Immutable, IntoBytes, KnownLayout};
 
 /// Most regions of one session.
-pub const MAX_REGIONS: usize = 4096;
+pub const MAX_REGIONS: usize = 1024;
+/// Most regions of all sessions that share a [`RegionBudget`].
+pub const MAX_SHARED_REGIONS: usize = 4096;
 /// Bus addresses below this are a process's own; a mapped region of a process lies above.
 pub const PROCESS_LIMIT: u64 = 1 << 47;
 
@@ -31,6 +34,27 @@ pub struct RegionDesc {
     pub mmap_offset: u64,
 }
 
+/// Counts the regions of all sessions of one vRNIC: each holds a descriptor and a mapping of the host.
+#[derive(Clone, Debug, Default)]
+pub struct RegionBudget(Arc<AtomicUsize>);
+
+/// One region's share of a budget.
+struct Ticket(RegionBudget);
+
+impl RegionBudget {
+    fn take(&self) -> Option<Ticket> {
+        let ticket = Ticket(self.clone());
+        // Counted before it is checked, so that a refusal gives its own count back.
+        (self.0.fetch_add(1, Ordering::Relaxed) < MAX_SHARED_REGIONS).then_some(ticket)
+    }
+}
+
+impl Drop for Ticket {
+    fn drop(&mut self) {
+        self.0.0.fetch_sub(1, Ordering::Relaxed);
+    }
+}
+
 /// Why a region was refused.
 #[derive(Debug)]
 pub enum Refused {
@@ -38,7 +62,7 @@ pub enum Refused {
     Range,
     /// No such region.
     Unknown,
-    /// [`MAX_REGIONS`] are there.
+    /// [`MAX_REGIONS`] or [`MAX_SHARED_REGIONS`] are there.
     TooMany,
     /// The file cannot be used.
     File(String),
@@ -49,7 +73,9 @@ impl std::fmt::Display for Refused {
         match self {
             Refused::Range => write!(f, "the range is empty, wraps, or overlaps another region"),
             Refused::Unknown => write!(f, "there is no such region"),
-            Refused::TooMany => write!(f, "a session has at most {MAX_REGIONS} regions"),
+            Refused::TooMany => {
+                write!(f, "a session has at most {MAX_REGIONS} regions, a vRNIC {MAX_SHARED_REGIONS}")
+            }
             Refused::File(e) => write!(f, "{e}"),
         }
     }
@@ -67,6 +93,7 @@ pub struct Region {
     /// As it was announced.
     pub desc: RegionDesc,
     kind: Kind,
+    _ticket: Ticket,
 }
 
 /// The regions of a session at one moment, sorted by bus address.
@@ -74,10 +101,11 @@ pub struct Region {
 pub struct Memory {
     regions: Vec<Arc<Region>>,
     next_id: u64,
+    budget: RegionBudget,
 }
 
 impl Region {
-    fn new(id: u64, desc: RegionDesc, fd: OwnedFd) -> Result<Self, Refused> {
+    fn new(id: u64, desc: RegionDesc, fd: OwnedFd, ticket: Ticket) -> Result<Self, Refused> {
         let file = |e: MapError| Refused::File(e.to_string());
         let kind = match map_file(fd.as_fd(), desc.mmap_offset, desc.size) {
             Ok(span) => {
@@ -102,7 +130,7 @@ impl Region {
             }
             Err(e) => return Err(file(e)),
         };
-        Ok(Region { id, desc, kind })
+        Ok(Region { id, desc, kind, _ticket: ticket })
     }
 
     /// The process memory, if this is a process region.
@@ -127,6 +155,11 @@ impl Region {
 }
 
 impl Memory {
+    /// Memory without regions, counted in `budget`.
+    pub fn new(budget: RegionBudget) -> Self {
+        Memory { budget, ..Memory::default() }
+    }
+
     /// Regions, sorted by bus address.
     pub fn regions(&self) -> &[Arc<Region>] {
         &self.regions
@@ -150,7 +183,8 @@ impl Memory {
         if desc.size == 0 || !free {
             return Err(Refused::Range);
         }
-        let region = Region::new(self.next_id, desc, fd)?;
+        let ticket = self.budget.take().ok_or(Refused::TooMany)?;
+        let region = Region::new(self.next_id, desc, fd, ticket)?;
         self.next_id += 1;
         self.regions.insert(at, Arc::new(region));
         Ok(())
@@ -254,7 +288,6 @@ impl Memory {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use std::sync::atomic::Ordering;
     use unirdma_mem::MemFd;
 
     fn add(m: &mut Memory, f: &MemFd, bus: u64, off: u64, size: u64) -> Result<(), Refused> {
@@ -276,6 +309,20 @@ mod tests {
         let desc = RegionDesc { bus_addr: 0x40000, size: 4096, user_addr: 0, mmap_offset: 0 };
         assert!(matches!(m.add(desc, exe), Err(Refused::File(_))));
         assert_eq!(m.regions().len(), 1);
+    }
+
+    #[test]
+    fn a_budget_is_shared_and_given_back() {
+        let f = MemFd::new(c"t", 4096).unwrap();
+        let budget = RegionBudget::default();
+        let mut all: Vec<Memory> = (0..5).map(|_| Memory::new(budget.clone())).collect();
+        for i in 0..MAX_SHARED_REGIONS as u64 {
+            add(&mut all[i as usize / MAX_REGIONS], &f, (i + 1) << 20, 0, 4096).unwrap();
+        }
+        let last = &mut all[4];
+        assert!(matches!(add(last, &f, 1 << 60, 0, 4096), Err(Refused::TooMany)));
+        all[0].clear();
+        add(&mut all[4], &f, 1 << 60, 0, 4096).unwrap();
     }
 
     #[test]

@@ -13,6 +13,7 @@
 //! After every command or input the caller drains the outputs. [`Rnic::poll`] says whether it did
 //! anything; a caller that gets `false` may let idle sessions fall asleep with [`Rnic::park_idle`].
 
+mod access;
 mod attr;
 mod commands;
 mod exec;

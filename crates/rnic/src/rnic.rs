@@ -372,6 +372,11 @@ impl Rnic {
 
     pub(crate) fn arm_timer(&mut self, qp: u32, delay_ns: u64) {
         let now = self.now;
+        // Timers of waits that are over stay until they expire, which may be hours: bound them.
+        if self.timers.len() > 1024 + 2 * self.qpns.len() {
+            let qps = &self.qps;
+            self.timers.retain(|Reverse((_, qp, timer))| qps.get(*qp).is_some_and(|q| q.timer == *timer));
+        }
         if let Some(q) = self.qps.get_mut(qp) {
             q.timer = q.timer.wrapping_add(1);
             self.timers.push(Reverse((now.saturating_add(delay_ns), qp, q.timer)));

@@ -1,0 +1,120 @@
+//! The two sides of a message: which memory a work request names, and whether it may.
+
+use std::sync::Arc;
+
+use unirdma_abi as abi;
+use unirdma_formats::{WrOpcode, access, send_flags};
+use unirdma_mem::{Fault, Loc, transfer};
+
+use crate::mr::{MrTable, Resolve};
+use crate::objects::{Qp, Session, Work};
+use crate::slab::Slab;
+
+/// One side of a message.
+#[derive(Clone, Copy)]
+pub(crate) enum Side<'a> {
+    /// Gather or scatter list.
+    List { pd: u32, session: u32, access: u32, sges: &'a [abi::Sge] },
+    /// One range of the peer's memory.
+    Remote { pd: u32, session: u32, access: u32, key: u32, addr: u64 },
+    /// Data in the WQE.
+    Inline(&'a [u8]),
+}
+
+/// What keys and addresses are looked up in.
+pub(crate) struct Tables<'a> {
+    pub mrs: &'a MrTable,
+    pub sessions: &'a Slab<Session>,
+}
+
+impl<'a> Tables<'a> {
+    fn memory(&self, session: u32) -> &'a Option<Arc<dyn Resolve>> {
+        self.sessions.get(session).map_or(&None, |s| &s.memory)
+    }
+
+    fn place(&self, key: u32, pd: u32, session: u32, need: u32, addr: u64, len: u64) -> Option<Loc<'a>> {
+        let mr = self.mrs.by_key(key).filter(|m| m.grants(pd, need, addr, len))?;
+        mr.locate(addr, len, self.memory(session))
+    }
+
+    /// True if every byte of the side may be used.
+    pub fn allows(&self, side: Side<'_>, len: u64) -> bool {
+        match side {
+            // A length of zero reaches no memory and needs no key (IBTA vol. 1, 10.7.2.2, 9.7.4.1.4).
+            Side::List { pd, session, access, sges } => sges
+                .iter()
+                .all(|s| s.length == 0 || self.place(s.lkey, pd, session, access, s.addr, s.length.into()).is_some()),
+            Side::Remote { pd, session, access, key, addr } => {
+                len == 0 || self.place(key, pd, session, access, addr, len).is_some()
+            }
+            Side::Inline(b) => len <= b.len() as u64,
+        }
+    }
+
+    /// Place of byte `off` of a side and how many bytes follow it there, at most `max`.
+    pub fn at<'b>(&self, side: Side<'b>, off: u64, max: u64) -> Option<(Loc<'b>, u64)>
+    where
+        'a: 'b,
+    {
+        match side {
+            Side::Inline(b) => Some((Loc::Bytes(b.get(off as usize..)?), max)),
+            Side::Remote { pd, session, access, key, addr } => {
+                Some((self.place(key, pd, session, access, addr.checked_add(off)?, max)?, max))
+            }
+            Side::List { pd, session, access, sges } => {
+                let mut skip = off;
+                for s in sges {
+                    let len = u64::from(s.length);
+                    if skip < len {
+                        let n = max.min(len - skip);
+                        return Some((self.place(s.lkey, pd, session, access, s.addr.checked_add(skip)?, n)?, n));
+                    }
+                    skip -= len;
+                }
+                None
+            }
+        }
+    }
+
+    /// Copies bytes `[off, off + len)` of a message.
+    pub fn copy(&self, src: Side<'_>, dst: Side<'_>, off: u64, len: u64, scratch: &mut [u8]) -> Result<(), Fault> {
+        let mut at = off;
+        let end = off + len;
+        while at < end {
+            let (from, n) = self.at(src, at, end - at).ok_or(Fault::Source)?;
+            let (to, n) = self.at(dst, at, n).ok_or(Fault::Destination)?;
+            transfer(from, to, n as usize, scratch)?;
+            at += n;
+        }
+        Ok(())
+    }
+}
+
+/// A gather or scatter list of QP `q`.
+pub(crate) fn list<'a>(q: &Qp, sges: &'a [abi::Sge], access: u32) -> Side<'a> {
+    Side::List { pd: q.pd, session: q.owner.0, access, sges }
+}
+
+/// The requester's side of a request.
+pub(crate) fn local_side<'a>(q: &Qp, w: &'a Work, op: WrOpcode) -> Side<'a> {
+    if w.wqe.send_flags & send_flags::INLINE != 0 {
+        return Side::Inline(&w.inline[..w.total as usize]);
+    }
+    let stores = op == WrOpcode::Read || op.is_atomic();
+    list(q, &w.sges[..w.num_sge], if stores { access::LOCAL_WRITE } else { 0 })
+}
+
+/// What the responder's MR and QP must grant; 0 for SEND.
+pub(crate) fn remote_access(op: WrOpcode) -> u32 {
+    match op {
+        WrOpcode::Write | WrOpcode::WriteImm => access::REMOTE_WRITE,
+        WrOpcode::Read => access::REMOTE_READ,
+        WrOpcode::CmpSwap | WrOpcode::FetchAdd => access::REMOTE_ATOMIC,
+        WrOpcode::Send | WrOpcode::SendImm => 0,
+    }
+}
+
+/// The responder's side of a one-sided request.
+pub(crate) fn remote_side<'a>(p: &Qp, w: &Work, op: WrOpcode) -> Side<'a> {
+    Side::Remote { pd: p.pd, session: p.owner.0, access: remote_access(op), key: w.wqe.rkey, addr: w.wqe.remote_addr }
+}
