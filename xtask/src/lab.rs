@@ -29,6 +29,7 @@ pub(crate) fn build() -> Result<()> {
 /// A virtual layer of its own, in a directory of its own; both end with this value.
 pub(crate) struct Lab {
     pub dir: PathBuf,
+    exe: PathBuf,
     host: Child,
     user: Option<u32>,
     count: std::cell::Cell<u32>,
@@ -67,14 +68,16 @@ impl Lab {
         let dir = std::env::temp_dir().join(format!("unirdma-lab-{}-{}", std::process::id(), user.unwrap_or(0)));
         let _ = std::fs::remove_dir_all(&dir);
         std::fs::create_dir_all(&dir).map_err(|e| e.to_string())?;
+        let mut exe = unirdma();
         if let Some(u) = user {
             std::os::unix::fs::chown(&dir, Some(u), Some(u)).map_err(|e| e.to_string())?;
+            exe = copy_programs(&exe, &dir).map_err(|e| format!("cannot copy the programs: {e}"))?;
         }
         let log = File::create(dir.join("host.log")).map_err(|e| e.to_string())?;
         let mut c = command(user);
-        c.arg(unirdma()).arg("--dir").arg(dir.join("run")).arg("host");
+        c.arg(&exe).arg("--dir").arg(dir.join("run")).arg("host").current_dir(&dir);
         let host = c.stderr(log).stdin(Stdio::null()).spawn().map_err(|e| format!("unirdma host: {e}"))?;
-        let lab = Lab { dir, host, user, count: std::cell::Cell::new(0) };
+        let lab = Lab { dir, exe, host, user, count: std::cell::Cell::new(0) };
         let start = Instant::now();
         while !lab.unirdma(&["status"]).ok() {
             if start.elapsed() > Duration::from_secs(10) {
@@ -100,7 +103,7 @@ impl Lab {
     /// Runs `unirdma` with these arguments.
     pub fn unirdma(&self, args: &[&str]) -> Output {
         let mut c = command(self.user);
-        c.arg(unirdma()).arg("--dir").arg(self.dir.join("run")).args(args).stdin(Stdio::null());
+        c.arg(&self.exe).arg("--dir").arg(self.dir.join("run")).args(args).stdin(Stdio::null()).current_dir(&self.dir);
         match c.output() {
             Ok(o) => Output {
                 code: o.status.code(),
@@ -129,7 +132,8 @@ impl Lab {
         let out = File::create(&log).map_err(|e| e.to_string())?;
         let err = out.try_clone().map_err(|e| e.to_string())?;
         let mut c = command(self.user);
-        c.arg(unirdma()).arg("--dir").arg(self.dir.join("run")).args(["run", "--vrnic", vrnic]).args(options);
+        c.arg(&self.exe).arg("--dir").arg(self.dir.join("run")).args(["run", "--vrnic", vrnic]).args(options);
+        c.current_dir(&self.dir);
         c.args(["--", "sh", "-c", &format!("exec {shell}")]).stdin(Stdio::null()).stdout(out).stderr(err);
         let child = c.spawn().map_err(|e| e.to_string())?;
         Ok(Running { child, log, limit: Instant::now() + LIMIT })
@@ -157,6 +161,15 @@ impl Drop for Lab {
         self.stop_host();
         let _ = std::fs::remove_dir_all(&self.dir);
     }
+}
+
+/// Copies the programs to where any user can run them; the checkout may be closed to others.
+fn copy_programs(exe: &Path, dir: &Path) -> std::io::Result<PathBuf> {
+    let bin = dir.join("bin");
+    std::fs::create_dir_all(bin.join("dropin"))?;
+    std::fs::copy(exe.with_file_name("libibverbs.so"), bin.join("dropin/libibverbs.so.1"))?;
+    std::fs::copy(exe, bin.join("unirdma"))?;
+    Ok(bin.join("unirdma"))
 }
 
 /// A command as another user, or as this one.

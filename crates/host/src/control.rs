@@ -20,7 +20,7 @@ use unirdma_rnic::{Limits, VnicConfig, VnicId};
 use crate::admin::{self, GroupInfo, Request, Response, StatusInfo};
 use crate::engine::Engine;
 use crate::switch::Switch;
-use crate::vrnic::{self, AddVrnic, CountersInfo, IpNet, LimitsInfo, VrnicInfo};
+use crate::vrnic::{self, AddVrnic, IpNet, VrnicInfo};
 use crate::{VHOST_SOCKET, vrnic_dir};
 
 /// Most sessions of one vRNIC.
@@ -525,7 +525,7 @@ impl Control {
     fn info(&self, name: &str) -> Option<VrnicInfo> {
         let v = self.vrnics.get(name)?;
         let rnic = lock(&self.engine.rnic);
-        let (u, c) = (rnic.usage(v.id), rnic.counters(v.id).unwrap_or_default());
+        let u = rnic.usage(v.id);
         Some(VrnicInfo {
             name: name.into(),
             group: v.group.clone(),
@@ -543,21 +543,8 @@ impl Control {
             mrs_copied: u.mrs_copied,
             bytes_mapped: u.bytes_mapped,
             bytes_copied: u.bytes_copied,
-            limits: LimitsInfo {
-                max_qp: v.limits.max_qp,
-                max_cq: v.limits.max_cq,
-                max_mr: v.limits.max_mr,
-                max_mr_bytes: v.limits.max_mr_bytes,
-            },
-            counters: CountersInfo {
-                sent_wrs: c.sent_wrs,
-                sent_bytes: c.sent_bytes,
-                received_wrs: c.received_wrs,
-                received_bytes: c.received_bytes,
-                rnr_waits: c.rnr_waits,
-                timeouts: c.timeouts,
-                errors: c.errors,
-            },
+            limits: v.limits,
+            counters: rnic.counters(v.id).unwrap_or_default(),
         })
     }
 }

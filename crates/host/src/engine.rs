@@ -62,8 +62,10 @@ pub struct Engine {
     yields: bool,
 }
 
-/// Rounds between two looks at the kicks of sleeping sessions: while nothing is found, and while busy.
-const KICK_ROUNDS_IDLE: u32 = 8;
+/// Rounds between two looks at the kicks of sleeping sessions: while nothing is found and each round
+/// yields, while nothing is found and rounds are short, and while busy.
+const KICK_ROUNDS_YIELDING: u32 = 8;
+const KICK_ROUNDS_SPINNING: u32 = 256;
 const KICK_ROUNDS_BUSY: u32 = 64;
 /// Looks at the doorbells between two rounds that find idle sessions and let them sleep.
 const LOOKS_BETWEEN_ROUNDS: u32 = 64;
@@ -265,6 +267,7 @@ impl Engine {
     fn first_poller(&self) {
         let mut watch = Watch::default();
         let mut rounds = 0u32;
+        let idle_rounds = if self.yields { KICK_ROUNDS_YIELDING } else { KICK_ROUNDS_SPINNING };
         while !self.stopping.load(Ordering::SeqCst) {
             rounds = rounds.wrapping_add(1);
             match self.round(&mut watch) {
@@ -279,7 +282,7 @@ impl Engine {
                 }
                 _ => {
                     // Some sessions are polled while others sleep and kick.
-                    if rounds % KICK_ROUNDS_IDLE == 0 {
+                    if rounds % idle_rounds == 0 {
                         self.listen(Some(0));
                     }
                     self.pause();

@@ -5,7 +5,7 @@ use std::net::{IpAddr, Ipv4Addr, Ipv6Addr};
 use serde::{Deserialize, Serialize};
 use unirdma_abi as abi;
 use unirdma_formats::{Gid, Mac};
-use unirdma_rnic::Limits;
+use unirdma_rnic::{Counters, Limits};
 
 /// An address with its prefix length.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
@@ -82,29 +82,8 @@ pub struct VrnicInfo {
     pub mrs_copied: usize,
     pub bytes_mapped: u64,
     pub bytes_copied: u64,
-    pub limits: LimitsInfo,
-    pub counters: CountersInfo,
-}
-
-#[derive(Clone, Copy, Debug, Default, Serialize, Deserialize)]
-#[allow(missing_docs)]
-pub struct LimitsInfo {
-    pub max_qp: u32,
-    pub max_cq: u32,
-    pub max_mr: u32,
-    pub max_mr_bytes: u64,
-}
-
-#[derive(Clone, Copy, Debug, Default, Serialize, Deserialize)]
-#[allow(missing_docs)]
-pub struct CountersInfo {
-    pub sent_wrs: u64,
-    pub sent_bytes: u64,
-    pub received_wrs: u64,
-    pub received_bytes: u64,
-    pub rnr_waits: u64,
-    pub timeouts: u64,
-    pub errors: u64,
+    pub limits: Limits,
+    pub counters: Counters,
 }
 
 /// MTU of the containers' interfaces, bytes.

@@ -247,6 +247,10 @@ impl Backend {
                 let v: u64 = payload(&m)?;
                 let index = (v & 0xff) as u32;
                 let fd = if v & NO_FD != 0 { None } else { Some(m.fds.pop().ok_or("no file descriptor")?) };
+                // Anything else could make a write, or even a poll, wait for somebody.
+                if fd.as_ref().is_some_and(|fd| !is_eventfd(fd)) {
+                    return Err("the descriptor is no eventfd".into());
+                }
                 let ring = self.vring(index)?;
                 match req {
                     R::SET_VRING_KICK => ring.kick = fd,
@@ -292,6 +296,11 @@ impl Backend {
         h.memory_changed(&self.memory, &removed);
         Ok(None)
     }
+}
+
+fn is_eventfd(fd: &OwnedFd) -> bool {
+    let name = std::fs::read_link(format!("/proc/self/fd/{}", std::os::fd::AsRawFd::as_raw_fd(fd)));
+    name.is_ok_and(|n| n.as_os_str() == "anon_inode:[eventfd]")
 }
 
 /// Requests whose frontends wait for an answer even without asking for one.

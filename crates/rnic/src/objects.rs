@@ -19,7 +19,7 @@ pub struct VnicId(pub u32);
 pub struct SessionId(pub u32);
 
 /// What a vRNIC has done, since it was created.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, serde::Serialize, serde::Deserialize)]
 pub struct Counters {
     /// Work requests completed with success, as requester.
     pub sent_wrs: u64,

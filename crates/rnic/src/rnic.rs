@@ -20,7 +20,7 @@ pub(crate) const OP_COST: u64 = 1024;
 const POLL_BUDGET: u64 = 512 << 10;
 
 /// Quotas of one vRNIC (X12).
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq, serde::Serialize, serde::Deserialize)]
 pub struct Limits {
     /// Queue pairs.
     pub max_qp: u32,

@@ -54,6 +54,14 @@ impl Hostile {
         self.memfd.span()
     }
 
+    /// A descriptor of that memory.
+    ///
+    /// # Panics
+    /// If there are no descriptors left.
+    pub fn fd(&self) -> OwnedFd {
+        self.memfd.fd().try_clone_to_owned().expect("descriptor")
+    }
+
     /// Bus address of byte `off` of it.
     pub fn bus(&self, off: u64) -> u64 {
         BUS + off

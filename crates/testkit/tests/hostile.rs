@@ -89,7 +89,39 @@ fn a_refused_request_is_answered_and_the_session_goes_on() {
         let e = h.frontend.tell(*req, payload, &[], true).expect_err("refused");
         assert_eq!(e.kind(), std::io::ErrorKind::InvalidInput, "{req:?}: {e}");
     }
+    let null = std::fs::File::open("/dev/null").unwrap();
+    let fd = std::os::fd::AsFd::as_fd(&null);
+    for req in [R::SET_VRING_KICK, R::SET_VRING_CALL] {
+        assert!(h.frontend.tell(req, &0u64.to_ne_bytes(), &[fd], true).is_err(), "{req:?} takes eventfds only");
+    }
     assert_eq!(h.command(abi::Command::QueryDevice as u8, &[]).0, 0, "the session works as before");
+    scene.check();
+}
+
+#[test]
+fn a_memory_table_replaces_all_regions_at_once() {
+    use vhost::vhost_user::message::FrontendReq as R;
+    let scene = Scene::new();
+    let mut h = Hostile::new(&scene.evil);
+    let extra = unirdma_mem::MemFd::new(c"extra", 8192).unwrap();
+    let user = h.memory().addr() as u64;
+    let table: Vec<u64> = [2u64, h.bus(0), 4 << 20, user, 0, 1 << 53, 8192, 1 << 53, 0].to_vec();
+    let fd = h.fd();
+    h.frontend.tell(R::SET_MEM_TABLE, table.as_bytes(), &[std::os::fd::AsFd::as_fd(&fd), extra.fd()], true).unwrap();
+    let pd = h.command(abi::Command::CreatePd as u8, &[]);
+    let pdn = abi::HandleResp::read_from_prefix(&pd.1).unwrap().0.handle;
+    let mr = abi::RegUserMrReq { pdn, access_flags: 1, start: 1 << 53, length: 8192, ..Default::default() };
+    assert_eq!(h.command(abi::Command::RegUserMr as u8, mr.as_bytes()).0, 0);
+    let beyond = abi::RegUserMrReq { length: 8193, ..mr };
+    assert_eq!(h.command(abi::Command::RegUserMr as u8, beyond.as_bytes()).0, abi::Status::BadAddress as u8);
+    // Pages in any order, and GET_DMA_MR.
+    h.memory().write(0x5_0000, [(1u64 << 53) + 4096, 1 << 53].as_bytes());
+    let pages = abi::RegUserMrReq { start: 100, length: 5000, pages_addr: h.bus(0x5_0000), npages: 2, ..mr };
+    assert_eq!(h.command(abi::Command::RegUserMr as u8, pages.as_bytes()).0, 0);
+    let one = abi::RegUserMrReq { npages: 1, ..pages };
+    assert_eq!(h.command(abi::Command::RegUserMr as u8, one.as_bytes()).0, abi::Status::BadValue as u8);
+    let dma = abi::GetDmaMrReq { pdn, access_flags: 1 };
+    assert_eq!(h.command(abi::Command::GetDmaMr as u8, dma.as_bytes()).0, 0);
     scene.check();
 }
 
