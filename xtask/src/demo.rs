@@ -43,7 +43,7 @@ pub(crate) fn run() -> Result<()> {
     if refused.0.ok() || refused.1.ok() {
         return Err("a container of another group was connected".into());
     }
-    let why = refused.1.text.lines().last().unwrap_or("refused").to_string();
+    let why = refused.1.text.lines().find(|l| l.contains("RTR")).unwrap_or("no connection").to_string();
     println!("      refused, as it should be: {why}");
     step(7, "the same over TCP loopback, both ends spinning");
     let mut tcp = Tcp::start()?;

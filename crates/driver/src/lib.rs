@@ -16,7 +16,7 @@ mod share;
 pub use arena::Block;
 pub use context::{Context, device_config, socket_path};
 pub use events::EventSource;
-pub use memory::{Mr, Way};
+pub use memory::{Buffer, Mr, Way};
 pub use queues::{Cq, Qp, QpInit, RecvBatch, SendBatch, SendWr};
 
 /// An errno value.

@@ -16,7 +16,7 @@ use unirdma_abi as abi;
 use unirdma_abi::Command;
 use unirdma_formats::access;
 use unirdma_link::{PROCESS_LIMIT, RegionDesc};
-use unirdma_mem::ProcMem;
+use unirdma_mem::{MapError, MemFd, ProcMem};
 
 use crate::context::Context;
 use crate::maps::{Vma, threads, vmas};
@@ -63,6 +63,36 @@ pub(crate) struct MemoryState {
 /// Open files of moved pages by inode, with the number of MRs that lie in each, of all contexts of this
 /// process: pages that one context has moved must not be moved again under it.
 static MOVED_FILES: LazyLock<Mutex<HashMap<u64, (OwnedFd, usize)>>> = LazyLock::new(Mutex::default);
+
+/// Memory of this process that is shared from the start: its MRs are *direct* whatever the process does.
+pub struct Buffer(MemFd);
+
+impl Buffer {
+    /// Zeroed memory of at least `len` bytes, page aligned.
+    ///
+    /// # Errors
+    /// `EINVAL` for no bytes, or those of the memory file.
+    pub fn new(len: usize) -> Result<Self> {
+        if len == 0 {
+            return Err(libc::EINVAL);
+        }
+        MemFd::new(c"unirdma-buf", len).map(Buffer).map_err(|e| match e {
+            MapError::Os(e) => errno(&e),
+            _ => libc::EINVAL,
+        })
+    }
+
+    /// Address of the first byte.
+    pub fn addr(&self) -> usize {
+        self.0.span().addr()
+    }
+
+    /// True if `[addr, addr + len)` lies in it.
+    pub fn holds(&self, addr: usize, len: usize) -> bool {
+        let off = addr.wrapping_sub(self.addr());
+        addr >= self.addr() && off.checked_add(len).is_some_and(|end| end <= self.0.span().len())
+    }
+}
 
 /// A memory region.
 pub struct Mr {

@@ -99,6 +99,11 @@ fn main() {
         let t = std::thread::spawn(move || rx.recv().is_err());
         let c = Program::new(&socket("b"), 1 << 16);
         assert_eq!(c.mr.way, Way::Copy);
+        let buffer = unirdma_driver::Buffer::new(5000).expect("buffer");
+        let pd: unirdma_abi::HandleResp = c.ctx.command(unirdma_abi::Command::CreatePd, &[0u8; 0]).expect("PD");
+        let at = buffer.addr() as u64;
+        let mr = unirdma_driver::Mr::register(&c.ctx, pd.handle, at + 1, 4000, at + 1, 1).expect("MR");
+        assert_eq!(mr.way, Way::Direct, "memory that is shared from the start is mapped all the same");
         drop(tx);
         assert!(t.join().expect("thread"));
     });

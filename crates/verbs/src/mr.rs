@@ -60,6 +60,43 @@ pub unsafe extern "C" fn x_ibv_reg_mr_iova2(
     unsafe { register(pd, addr, length, iova, access) }
 }
 
+/// Memory that is shared with the virtual layer from the start (rdma-core 65).
+pub unsafe extern "C" fn x_ibv_alloc_buf(_pd: *mut ibv_pd, size: usize, buf: *mut *mut driver::Buffer) -> *mut c_void {
+    match driver::Buffer::new(size) {
+        Ok(b) => {
+            let addr = b.addr() as *mut c_void;
+            trace!("ibv_alloc_buf({size}) = {addr:p}");
+            // SAFETY: the caller passes room for the handle.
+            unsafe { *buf = Box::into_raw(Box::new(b)) };
+            addr
+        }
+        Err(e) => null(e),
+    }
+}
+
+pub unsafe extern "C" fn x_ibv_free_buf(buf: *mut driver::Buffer) {
+    trace!("ibv_free_buf()");
+    if !buf.is_null() {
+        // SAFETY: boxed in ibv_alloc_buf, given back once.
+        unsafe { drop(Box::from_raw(buf)) };
+    }
+}
+
+pub unsafe extern "C" fn x_ibv_reg_buf_mr(
+    pd: *mut ibv_pd,
+    buf: *mut driver::Buffer,
+    addr: *mut c_void,
+    length: usize,
+    access: i32,
+) -> *mut ibv_mr {
+    // SAFETY: the caller passes a live handle of ibv_alloc_buf.
+    if !unsafe { &*buf }.holds(addr as usize, length) {
+        return null(libc::EINVAL);
+    }
+    // SAFETY: as ibv_reg_mr.
+    unsafe { register(pd, addr, length, addr as u64, access as u32) }
+}
+
 pub unsafe extern "C" fn x_ibv_dereg_mr(mr: *mut ibv_mr) -> i32 {
     // SAFETY: the caller passes its MR, boxed in `register`.
     let mut obj = unsafe { Box::from_raw(mr.cast::<MrObj>()) };
