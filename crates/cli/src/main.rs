@@ -146,6 +146,8 @@ enum GroupCommand {
 fn main() -> ExitCode {
     let cli = Cli::parse();
     let dir = cli.dir.unwrap_or_else(default_dir);
+    // Containers and their programs may change directory.
+    let dir = std::path::absolute(&dir).unwrap_or(dir);
     let result = match cli.command {
         Command::Host(args) => hosting::host(dir, &args).map(|()| 0),
         Command::Run(args) => container::run(&dir, &args),

@@ -163,19 +163,24 @@ impl Rnic {
     /// Takes the receive WQE that a SEND or a WRITE with immediate consumes.
     fn take_recv(&mut self, h: u32, ph: u32, w: &mut Work, op: WrOpcode) -> Result<(), Outcome> {
         let Some(p) = self.qps.get_mut(ph) else { return Err(self.no_answer(h, w)) };
-        match p.rings.rq_pending(p.rq_cons) {
+        let pending = p.rings.rq_pending(p.rq_cons);
+        // A message that was broken off before its end left its receive here: it serves this one.
+        match pending {
             Err(_) => {
                 self.break_qp(ph);
                 return Err(self.no_answer(h, w));
             }
-            Ok(0) => return Err(self.not_ready(h, ph, w)),
+            Ok(0) if !p.receiving => return Err(self.not_ready(h, ph, w)),
             Ok(_) => {}
         }
         let Some(mut recv) = p.recv.take() else { return Err(self.no_answer(h, w)) };
-        let valid = load_recv(p, &mut recv);
-        p.rq_cons = p.rq_cons.wrapping_add(1);
-        p.rings.set_rq_cons(p.rq_cons);
-        p.receiving = true;
+        if !p.receiving {
+            load_recv(p, &mut recv);
+            p.rq_cons = p.rq_cons.wrapping_add(1);
+            p.rings.set_rq_cons(p.rq_cons);
+            p.receiving = true;
+        }
+        let valid = recv.valid;
         // IBTA vol. 1, 9.7.4.1.6 and 9.9.6.3: what each side sees of a receive that does not fit.
         let is_send = matches!(op, WrOpcode::Send | WrOpcode::SendImm);
         let tables = Tables { mrs: &self.mrs, sessions: &self.sessions };
@@ -521,18 +526,13 @@ fn load(q: &Qp, w: &mut Work) -> Result<(), WcStatus> {
     Ok(())
 }
 
-/// Copies the receive WQE at the head of the RQ; false if it is malformed.
-fn load_recv(p: &Qp, r: &mut Recv) -> bool {
+/// Copies the receive WQE at the head of the RQ and notes whether it is well-formed.
+fn load_recv(p: &Qp, r: &mut Recv) {
     let head = p.rings.rq_head(p.rq_cons);
-    r.wr_id = head.wr_id;
-    r.num_sge = 0;
-    r.total = 0;
     let n = head.num_sge as usize;
     let sges = r.sges.get_mut(..n).filter(|_| head.num_sge <= p.cap.max_recv_sge);
-    if !sges.is_some_and(|s| p.rings.rq_data(p.rq_cons, s.as_mut_bytes())) {
-        return false;
-    }
-    r.num_sge = n;
-    r.total = r.sges[..n].iter().map(|s| u64::from(s.length)).sum();
-    true
+    r.valid = sges.is_some_and(|s| p.rings.rq_data(p.rq_cons, s.as_mut_bytes()));
+    r.wr_id = head.wr_id;
+    r.num_sge = if r.valid { n } else { 0 };
+    r.total = r.sges[..r.num_sge].iter().map(|s| u64::from(s.length)).sum();
 }

@@ -136,11 +136,13 @@ pub(crate) struct Recv {
     pub sges: [abi::Sge; abi::MAX_SGE as usize],
     pub num_sge: usize,
     pub total: u64,
+    /// The WQE was well-formed.
+    pub valid: bool,
 }
 
 impl Default for Recv {
     fn default() -> Self {
-        Recv { wr_id: 0, sges: [abi::Sge::default(); abi::MAX_SGE as usize], num_sge: 0, total: 0 }
+        Recv { wr_id: 0, sges: [abi::Sge::default(); abi::MAX_SGE as usize], num_sge: 0, total: 0, valid: false }
     }
 }
 

@@ -513,6 +513,30 @@ fn tenants_share_by_turns() {
 }
 
 #[test]
+fn a_message_that_breaks_off_loses_no_receive() {
+    let mut p = Pair::new();
+    let s = p.b.sge(0, MR_BYTES as u32);
+    p.b.recv(1, &[s]);
+    p.b.recv(2, &[s]);
+    p.a.post(wqe(WrOpcode::Send, 1), &[p.a.sge(0, MR_BYTES as u32)]);
+    p.rnic.poll(0);
+    assert!(p.a.poll().is_empty() && p.b.poll().is_empty(), "under way");
+    // The sender starts over, with the same sequence number, and sends something else.
+    p.modify(true, m::STATE, abi::QpAttr::default());
+    p.a.rings.set_sq_prod(0);
+    p.a.sq_prod = 0;
+    for (mask, attr) in attrs(&p.b, ip(2)) {
+        p.modify(true, mask, attr);
+    }
+    for i in 0..2 {
+        p.a.post(wqe(WrOpcode::Send, i), &[p.a.sge(0, 8)]);
+    }
+    p.settle();
+    let got: Vec<(u64, u32)> = p.b.poll().iter().map(|c| (c.wr_id, c.byte_len)).collect();
+    assert_eq!(got, [(1, 8), (2, 8)]);
+}
+
+#[test]
 fn a_qp_may_be_connected_to_itself() {
     let mut p = Pair::new();
     p.modify(true, m::STATE, abi::QpAttr::default());
