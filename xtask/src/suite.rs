@@ -57,7 +57,11 @@ fn programs() -> Vec<String> {
         v.extend(options.iter().map(|o| format!("{program} {o}").trim_end().to_string()));
     };
     // perftest itself refuses -e on WRITE, -a on atomics, and -b and -q on latency tests.
-    each(&mut v, "ib_write_bw", &["", "-a -n 200", "-b", "-q 8", "-s 1 -n 2000", "-I 220 -s 220", "-m 256", "-t 1"]);
+    each(
+        &mut v,
+        "ib_write_bw",
+        &["", "-a -n 200", "-b", "-q 8", "-s 1 -n 2000", "-I 220 -s 220", "-m 256", "-t 1", "-x 1"],
+    );
     each(&mut v, "ib_read_bw", &["", "-a -n 200", "-b", "-e", "-q 8", "-o 16"]);
     each(&mut v, "ib_send_bw", &["", "-a -n 200", "-b", "-e", "-q 8", "-r 16", "-I 64 -s 64"]);
     each(&mut v, "ib_atomic_bw", &["", "-b", "-e", "-q 8", "-A CMP_AND_SWAP"]);

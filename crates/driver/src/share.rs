@@ -161,7 +161,7 @@ pub(crate) fn move_pages(v: &Vma) -> std::io::Result<OwnedFd> {
         let entries = &mut present[..(n / PAGE) as usize * 8];
         std::os::unix::fs::FileExt::read_exact_at(&pagemap, entries, at / PAGE * 8)?;
         // From here to the mmap nothing may store into the range: no allocation, no formatting.
-        copy_chunk(&fd, at - v.start, at, entries)?;
+        copy_chunk(&fd, at - v.start, at, entries, v.shared)?;
         // SAFETY: replaces private pages by a shared mapping of the file that holds the same bytes;
         // nobody else runs in this address space.
         let r = unsafe {
@@ -182,10 +182,11 @@ pub(crate) fn move_pages(v: &Vma) -> std::io::Result<OwnedFd> {
     Ok(fd)
 }
 
-/// Writes those pages of a chunk that exist; the others are holes, and read as zeros on both sides.
-fn copy_chunk(fd: &OwnedFd, off: u64, addr: u64, pagemap: &[u8]) -> std::io::Result<()> {
+/// Writes those pages of a chunk that exist; the others are holes, and read as zeros on both sides. The page
+/// table knows what private memory exists; shared memory may exist without being in it.
+fn copy_chunk(fd: &OwnedFd, off: u64, addr: u64, pagemap: &[u8], shared: bool) -> std::io::Result<()> {
     // Bits 63 and 62: present, swapped.
-    let exists = |i: usize| pagemap[i * 8 + 7] & 0xc0 != 0;
+    let exists = |i: usize| shared || pagemap[i * 8 + 7] & 0xc0 != 0;
     let pages = pagemap.len() / 8;
     let mut i = 0;
     while i < pages {

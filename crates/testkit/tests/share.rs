@@ -70,6 +70,19 @@ fn main() {
         assert_eq!(a.wait().expect("completion").status, 0, "the first registration is not disturbed");
     });
 
+    check("pages_that_were_moved_before_keep_their_bytes", &mut passed, || {
+        let pd: unirdma_abi::HandleResp = a.ctx.command(unirdma_abi::Command::CreatePd, &[0u8; 0]).expect("PD");
+        let v: Vec<u8> = (0..200_000usize).map(|i| (i * 11 + i / 4096) as u8).collect();
+        for _ in 0..3 {
+            // Nobody touches the pages between two registrations: they are in no page table then.
+            let at = v.as_ptr() as u64;
+            let mut mr = unirdma_driver::Mr::register(&a.ctx, pd.handle, at, v.len() as u64, at, 1).expect("MR");
+            assert_eq!(mr.way, Way::Share);
+            mr.deregister().expect("deregister");
+        }
+        assert!(v.iter().enumerate().all(|(i, &x)| x == (i * 11 + i / 4096) as u8));
+    });
+
     check("a_forked_child_has_private_copies", &mut passed, || {
         a.buf[0] = 1;
         // SAFETY: the child only reads and writes its memory and ends.

@@ -52,6 +52,7 @@ pub unsafe extern "C" fn x_ibv_create_cq(
             if let Some(ch) = channel_obj {
                 ch.add_user(true);
             }
+            ctx.born();
             lock(&ctx.cqs).insert(handle, obj);
             obj.cast()
         }
@@ -81,6 +82,7 @@ pub unsafe extern "C" fn x_ibv_destroy_cq(cq: *mut ibv_cq) -> i32 {
     }
     // SAFETY: boxed in ibv_create_cq; out of the table, all events acknowledged.
     unsafe { drop(Box::from_raw(cq.cast::<CqObj>())) };
+    ctx.gone();
     0
 }
 

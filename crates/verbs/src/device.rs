@@ -2,6 +2,7 @@
 
 use std::collections::HashMap;
 use std::ffi::{CStr, c_char, c_void};
+use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex};
 
 use unirdma_abi as abi;
@@ -33,6 +34,19 @@ pub(crate) struct ContextObj {
     /// Objects by handle, for events.
     pub cqs: Mutex<HashMap<u32, *mut CqObj>>,
     pub qps: Mutex<HashMap<u32, *mut QpObj>>,
+    /// PDs, MRs, CQs, QPs and channels that refer to this context.
+    objects: AtomicUsize,
+}
+
+impl ContextObj {
+    /// An object of this context was made.
+    pub fn born(&self) {
+        self.objects.fetch_add(1, Ordering::Relaxed);
+    }
+    /// An object of this context was destroyed.
+    pub fn gone(&self) {
+        self.objects.fetch_sub(1, Ordering::Relaxed);
+    }
 }
 
 /// The context object around a C context.
@@ -140,15 +154,23 @@ pub unsafe extern "C" fn x_ibv_open_device(d: *mut ibv_device) -> *mut ibv_conte
         _device: device,
         cqs: Mutex::default(),
         qps: Mutex::default(),
+        objects: AtomicUsize::new(0),
     }));
     // SAFETY: just allocated.
     unsafe { &raw mut (*obj).c.context }
 }
 
 pub unsafe extern "C" fn x_ibv_close_device(c: *mut ibv_context) -> i32 {
-    trace!("ibv_close_device()");
-    // SAFETY: the caller gives its context back; it was boxed in ibv_open_device.
-    unsafe { drop(Box::from_raw(std::ptr::from_ref(context(c)).cast_mut())) };
+    // SAFETY: the caller gives its context back.
+    let ctx = unsafe { context(c) };
+    let left = ctx.objects.load(Ordering::Relaxed);
+    trace!("ibv_close_device(): {left} objects are left");
+    // Programs that close a device before its objects still destroy those afterwards: then the context
+    // stays until the process ends.
+    if left == 0 {
+        // SAFETY: it was boxed in ibv_open_device, and nothing refers to it any more.
+        unsafe { drop(Box::from_raw(std::ptr::from_ref(ctx).cast_mut())) };
+    }
     0
 }
 
@@ -351,9 +373,10 @@ pub unsafe extern "C" fn x__ibv_query_gid_table(
     // SAFETY: the caller passes its context.
     let ctx = unsafe { context(c) };
     let mut n = 0;
-    while n < max
-        && let Ok(e) = gid_entry(ctx, 1, n as u32)
-    {
+    while let Ok(e) = gid_entry(ctx, 1, n as u32) {
+        if n == max {
+            return -(libc::EINVAL as isize);
+        }
         // SAFETY: room for `max` entries of `size` bytes.
         unsafe { out.cast::<u8>().add(n * size).cast::<ibv_gid_entry>().write_unaligned(e) };
         n += 1;
@@ -390,7 +413,11 @@ pub unsafe extern "C" fn x_ibv_alloc_pd(c: *mut ibv_context) -> *mut ibv_pd {
     let r: Result<abi::HandleResp, i32> = unsafe { context(c) }.driver.command(Command::CreatePd, &[0u8; 0]);
     trace!("ibv_alloc_pd() = {r:?}");
     match r {
-        Ok(r) => Box::into_raw(Box::new(ibv_pd { context: c, handle: r.handle })),
+        Ok(r) => {
+            // SAFETY: as above.
+            unsafe { context(c) }.born();
+            Box::into_raw(Box::new(ibv_pd { context: c, handle: r.handle }))
+        }
         Err(e) => null(e),
     }
 }
@@ -403,6 +430,7 @@ pub unsafe extern "C" fn x_ibv_dealloc_pd(pd: *mut ibv_pd) -> i32 {
     if r.is_ok() || ctx.driver.is_dead() {
         // SAFETY: boxed in ibv_alloc_pd.
         unsafe { drop(Box::from_raw(pd)) };
+        ctx.gone();
         return 0;
     }
     code(r)

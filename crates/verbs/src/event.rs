@@ -55,8 +55,10 @@ impl ChannelObj {
 pub unsafe extern "C" fn x_ibv_create_comp_channel(c: *mut ibv_context) -> *mut ibv_comp_channel {
     trace!("ibv_create_comp_channel()");
     // SAFETY: the caller passes its context.
-    match unsafe { context(c) }.driver.open_comp_queue() {
+    let ctx = unsafe { context(c) };
+    match ctx.driver.open_comp_queue() {
         Ok((slot, e)) => {
+            ctx.born();
             let c = ibv_comp_channel { context: c, fd: e.raw_fd(), refcnt: 0 };
             Box::into_raw(Box::new(ChannelObj { c, slot, events: Some(e), users: Mutex::new(0) })).cast()
         }
@@ -75,7 +77,9 @@ pub unsafe extern "C" fn x_ibv_destroy_comp_channel(ch: *mut ibv_comp_channel) -
     let mut obj = unsafe { Box::from_raw(ch.cast::<ChannelObj>()) };
     if let Some(e) = obj.events.take() {
         // SAFETY: a channel's context is open.
-        unsafe { context(obj.c.context) }.driver.close_comp_queue(obj.slot, e);
+        let ctx = unsafe { context(obj.c.context) };
+        ctx.driver.close_comp_queue(obj.slot, e);
+        ctx.gone();
     }
     0
 }

@@ -23,6 +23,7 @@ unsafe fn register(pd: *mut ibv_pd, addr: *mut c_void, length: usize, iova: u64,
     match driver::Mr::register(&ctx.driver, pdn, addr as u64, length as u64, iova, access) {
         Ok(mr) => {
             trace!("ibv_reg_mr({addr:p}, {length}, {access:#x}) = key {:#x}, way {:?}", mr.key, mr.way);
+            ctx.born();
             let c = ibv_mr { context: c, pd, addr, length, handle: mr.mrn, lkey: mr.key, rkey: mr.key };
             Box::into_raw(Box::new(MrObj { c, mr })).cast()
         }
@@ -97,6 +98,20 @@ pub unsafe extern "C" fn x_ibv_reg_buf_mr(
     unsafe { register(pd, addr, length, addr as u64, access as u32) }
 }
 
+/// Not offered yet: `IBV_REREG_MR_ERR_INPUT`, which says that the MR is as it was.
+pub unsafe extern "C" fn x_ibv_rereg_mr(
+    _mr: *mut ibv_mr,
+    _flags: i32,
+    _pd: *mut ibv_pd,
+    _addr: *mut c_void,
+    _length: usize,
+    _access: i32,
+) -> i32 {
+    trace!("ibv_rereg_mr: not supported");
+    crate::set_errno(libc::EOPNOTSUPP);
+    -1
+}
+
 pub unsafe extern "C" fn x_ibv_dereg_mr(mr: *mut ibv_mr) -> i32 {
     // SAFETY: the caller passes its MR, boxed in `register`.
     let mut obj = unsafe { Box::from_raw(mr.cast::<MrObj>()) };
@@ -104,6 +119,9 @@ pub unsafe extern "C" fn x_ibv_dereg_mr(mr: *mut ibv_mr) -> i32 {
     trace!("ibv_dereg_mr({:#x}) = {r:?}", obj.c.lkey);
     if r.is_err() {
         let _ = Box::into_raw(obj);
+    } else {
+        // SAFETY: an MR's context is open, or kept for its sake.
+        unsafe { context(obj.c.context) }.gone();
     }
     code(r)
 }

@@ -83,6 +83,7 @@ pub unsafe extern "C" fn x_ibv_create_qp(pd: *mut ibv_pd, init: *mut ibv_qp_init
     let qpn = qp.qpn;
     let obj =
         Box::into_raw(Box::new(QpObj { c: raw, qp, async_events: Outstanding::default(), sig_all: a.sq_sig_all != 0 }));
+    ctx.born();
     lock(&ctx.qps).insert(qpn, obj);
     obj.cast()
 }
@@ -101,6 +102,7 @@ pub unsafe extern "C" fn x_ibv_destroy_qp(qp: *mut ibv_qp) -> i32 {
     obj.async_events.wait();
     // SAFETY: boxed in ibv_create_qp; out of the table, all events acknowledged.
     unsafe { drop(Box::from_raw(qp.cast::<QpObj>())) };
+    ctx.gone();
     0
 }
 
