@@ -194,8 +194,12 @@ fn child(dir: &Path, args: &RunArgs, info: &VrnicInfo, libs: &Path, sock: UnixSt
         }
     };
     let name = args.command[0].to_string_lossy();
+    // A directory of PATH that may not be searched must not look like a command that may not be run.
+    let path = std::env::var_os("PATH").unwrap_or_default();
+    let nowhere = !name.contains('/') && !std::env::split_paths(&path).any(|d| d.join(&*name).exists());
     let (code, why) = match e.kind() {
         io::ErrorKind::NotFound => (127, "there is no such command".to_string()),
+        io::ErrorKind::PermissionDenied if nowhere => (127, "there is no such command in PATH".to_string()),
         _ => (126, e.to_string()),
     };
     eprintln!("unirdma: cannot run {name}: {why}");

@@ -23,6 +23,8 @@ const PAGE: u64 = 4096;
 /// Ranges that were ever moved; a fork without any costs nothing.
 static MOVED: AtomicUsize = AtomicUsize::new(0);
 static FORKED: AtomicBool = AtomicBool::new(false);
+/// A fork is under way: its handlers share the two statics below.
+static FORKING: AtomicBool = AtomicBool::new(false);
 /// The moved mappings at the time of a fork. The child must find them without allocating: until it has
 /// its own pages, its heap may be its parent's.
 static AT_FORK: AtomicPtr<Vec<Vma>> = AtomicPtr::new(std::ptr::null_mut());
@@ -46,6 +48,9 @@ pub(crate) fn install_fork_handlers() {
 }
 
 extern "C" fn before_fork() {
+    while FORKING.swap(true, Ordering::Acquire) {
+        std::thread::yield_now();
+    }
     if MOVED.load(Ordering::SeqCst) == 0 {
         return;
     }
@@ -76,6 +81,7 @@ extern "C" fn after_in_parent() {
         // SAFETY: before_fork boxed it; the child has its own copy of the pointer and of the memory.
         drop(unsafe { Box::from_raw(list) });
     }
+    FORKING.store(false, Ordering::Release);
 }
 
 extern "C" fn after_in_child() {
@@ -90,6 +96,7 @@ extern "C" fn after_in_child() {
         }
         let _ = rustix::io::write(&done, &[1]);
     }
+    FORKING.store(false, Ordering::Release);
 }
 
 fn prot(v: &Vma) -> i32 {
