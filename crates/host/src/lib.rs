@@ -13,7 +13,7 @@ mod vrnic;
 
 use std::fs::File;
 use std::io;
-use std::os::unix::fs::{DirBuilderExt, PermissionsExt};
+use std::os::unix::fs::{DirBuilderExt, MetadataExt, PermissionsExt};
 use std::path::{Path, PathBuf};
 use std::time::Duration;
 
@@ -93,6 +93,11 @@ pub fn serve(config: &HostConfig, stop: std::os::fd::BorrowedFd<'_>, ready: impl
     unirdma_mem::guard::install();
     let dir = &config.dir;
     std::fs::DirBuilder::new().recursive(true).mode(0o755).create(dir).map_err(context("cannot create", dir))?;
+    let owner = std::fs::metadata(dir).map_err(context("cannot read", dir))?.uid();
+    if owner != rustix::process::geteuid().as_raw() {
+        let text = format!("{} belongs to another user (uid {owner}); choose another --dir", dir.display());
+        return Err(io::Error::new(io::ErrorKind::PermissionDenied, text));
+    }
     let _lock = lock_dir(dir)?;
     let vrnics = dir.join("vrnics");
     let _ = std::fs::remove_dir_all(&vrnics);

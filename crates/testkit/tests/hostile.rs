@@ -265,6 +265,39 @@ fn random_rings_and_doorbells_break_their_own_qp_only() {
 }
 
 #[test]
+fn others_get_all_their_work_done_meanwhile() {
+    let scene = Scene::new();
+    let stop = std::sync::atomic::AtomicBool::new(false);
+    std::thread::scope(|s| {
+        s.spawn(|| {
+            let mut h = Hostile::new(&scene.evil);
+            let (qpn, slot, at) = make_qp(&mut h);
+            to_rts(&mut h, qpn, qpn, 3);
+            let mut n = 0u32;
+            while !stop.load(std::sync::atomic::Ordering::Relaxed) {
+                n = n.wrapping_mul(1_664_525).wrapping_add(1_013_904_223);
+                // Endless posts of junk, in and out of range, with every bell rung.
+                h.memory().write(at as usize, &(n >> 20).to_ne_bytes());
+                h.memory().write(0x3_0000 + abi::DB_BITS + slot as usize / 64 * 8, &u64::MAX.to_ne_bytes());
+                h.memory().write(0x3_0000 + abi::DB_SUMMARY, &u64::MAX.to_ne_bytes());
+                h.wake();
+                if n % 64 == 0 {
+                    h.command((n >> 8) as u8 % 30, &n.to_ne_bytes());
+                    Hostile::raw(&scene.evil, &[n as u8; 40]);
+                }
+            }
+        });
+        let (a, b) = &scene.good;
+        for i in 0..2000 {
+            a.post(WrOpcode::Write, b, i % 100 * 64, 4096).unwrap();
+            assert_eq!(a.wait().unwrap().status, 0, "write {i}");
+        }
+        stop.store(true, std::sync::atomic::Ordering::Relaxed);
+    });
+    scene.check();
+}
+
+#[test]
 fn memory_that_is_taken_away_grants_nothing() {
     let scene = Scene::new();
     // A file that can shrink is taken, and shrinks under the device's feet.
