@@ -6,7 +6,7 @@
 
 use std::ffi::OsString;
 use std::io::{self, Read, Write};
-use std::os::fd::{AsFd, OwnedFd};
+use std::os::fd::AsFd;
 use std::os::unix::net::UnixStream;
 use std::os::unix::process::CommandExt;
 use std::path::{Path, PathBuf};
@@ -14,12 +14,9 @@ use std::process::Command;
 
 use clap::{Args, ValueEnum};
 use rustix::mount::MountPropagationFlags;
-use rustix::net::{
-    RecvAncillaryBuffer, RecvAncillaryMessage, RecvFlags, SendAncillaryBuffer, SendAncillaryMessage, SendFlags,
-};
 use rustix::thread::UnshareFlags;
 use unirdma_host::admin::{Request, Response};
-use unirdma_host::{Client, VrnicInfo};
+use unirdma_host::{Client, VrnicInfo, fdpass};
 
 pub(crate) const EXAMPLES: &str = "Examples:
   unirdma run --vrnic a -- ibv_devinfo -v
@@ -100,7 +97,7 @@ fn parent(client: &mut Client, args: &RunArgs, pid: i32, mut sock: UnixStream) -
     map_ids(pid)?;
     sock.write_all(b"m")?;
     if args.net == Net::Own {
-        let Some(fd) = receive_fd(&sock)? else { return Ok(()) };
+        let (_, Some(fd)) = fdpass::receive(sock.as_fd(), &mut step)? else { return Ok(()) };
         client.ask(&Request::Attach { name: args.vrnic.clone() }, Some(fd.as_fd()))?;
         sock.write_all(b"a")?;
     }
@@ -149,29 +146,6 @@ fn wait(pid: i32) -> io::Result<u8> {
             return Err(e);
         }
     }
-}
-
-fn send_fd(sock: &UnixStream, fd: &OwnedFd) -> io::Result<()> {
-    let mut space = [std::mem::MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(1))];
-    let mut control = SendAncillaryBuffer::new(&mut space);
-    let fds = [fd.as_fd()];
-    control.push(SendAncillaryMessage::ScmRights(&fds));
-    rustix::net::sendmsg(sock, &[io::IoSlice::new(b"f")], &mut control, SendFlags::NOSIGNAL)?;
-    Ok(())
-}
-
-fn receive_fd(sock: &UnixStream) -> io::Result<Option<OwnedFd>> {
-    let mut space = [std::mem::MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(1))];
-    let mut control = RecvAncillaryBuffer::new(&mut space);
-    let mut byte = [0];
-    rustix::net::recvmsg(sock, &mut [io::IoSliceMut::new(&mut byte)], &mut control, RecvFlags::CMSG_CLOEXEC)?;
-    let mut found = None;
-    for m in control.drain() {
-        if let RecvAncillaryMessage::ScmRights(fds) = m {
-            found = fds.last();
-        }
-    }
-    Ok(found)
 }
 
 /// Becomes the container; ends the process.
@@ -228,7 +202,7 @@ fn enter(dir: &Path, args: &RunArgs, info: &VrnicInfo, mut sock: UnixStream) -> 
     rustix::mount::mount_bind(&info.dir, dir).map_err(context("cannot mount the vRNIC's directory"))?;
     if args.net == Net::Own {
         let fd = crate::net::set_up(parse_mac(&info.mac)?, info.mtu, &info.ips)?;
-        send_fd(&sock, &fd)?;
+        fdpass::send(sock.as_fd(), b"f", Some(fd.as_fd()))?;
         sock.read_exact(&mut step).map_err(|_| io::Error::other("the interface was not attached"))?;
     }
     Ok(())

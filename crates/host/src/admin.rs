@@ -1,17 +1,14 @@
 //! The administration socket: one JSON line a request, one a response; a request may carry a descriptor.
 
-use std::io::{self, BufRead, BufReader, IoSlice, IoSliceMut, Read, Write};
-use std::mem::MaybeUninit;
+use std::io::{self, BufRead, BufReader, Read, Write};
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::os::unix::fs::PermissionsExt;
 use std::os::unix::net::{UnixListener, UnixStream};
 use std::path::Path;
 
-use rustix::net::{
-    RecvAncillaryBuffer, RecvAncillaryMessage, RecvFlags, SendAncillaryBuffer, SendAncillaryMessage, SendFlags,
-};
 use serde::{Deserialize, Serialize};
 
+use crate::fdpass;
 use crate::vrnic::{AddVrnic, VrnicInfo};
 
 /// What may be asked.
@@ -95,8 +92,11 @@ pub(crate) fn serve(mut stream: UnixStream, mut handle: impl FnMut(Request, Opti
     loop {
         while !line.contains(&b'\n') {
             let mut buf = [0; 4096];
-            match receive(stream.as_fd(), &mut buf, &mut fd) {
-                Ok(n @ 1..) if line.len() + n <= MAX_LINE => line.extend_from_slice(&buf[..n]),
+            match fdpass::receive(stream.as_fd(), &mut buf) {
+                Ok((n @ 1.., came)) if line.len() + n <= MAX_LINE => {
+                    line.extend_from_slice(&buf[..n]);
+                    fd = came.or(fd);
+                }
                 _ => return,
             }
         }
@@ -115,18 +115,6 @@ pub(crate) fn serve(mut stream: UnixStream, mut handle: impl FnMut(Request, Opti
             return;
         }
     }
-}
-
-fn receive(sock: BorrowedFd<'_>, buf: &mut [u8], fd: &mut Option<OwnedFd>) -> io::Result<usize> {
-    let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(1))];
-    let mut control = RecvAncillaryBuffer::new(&mut space);
-    let got = rustix::net::recvmsg(sock, &mut [IoSliceMut::new(buf)], &mut control, RecvFlags::CMSG_CLOEXEC)?;
-    for m in control.drain() {
-        if let RecvAncillaryMessage::ScmRights(fds) = m {
-            *fd = fds.last();
-        }
-    }
-    Ok(got.bytes)
 }
 
 /// A connection to the virtual layer's administration socket.
@@ -158,13 +146,7 @@ impl Client {
     pub fn ask(&mut self, request: &Request, fd: Option<BorrowedFd<'_>>) -> io::Result<Response> {
         let mut bytes = serde_json::to_vec(request)?;
         bytes.push(b'\n');
-        let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(1))];
-        let mut control = SendAncillaryBuffer::new(&mut space);
-        let fds: Vec<BorrowedFd<'_>> = fd.into_iter().collect();
-        if !fds.is_empty() {
-            control.push(SendAncillaryMessage::ScmRights(&fds));
-        }
-        rustix::net::sendmsg(self.0.get_ref(), &[IoSlice::new(&bytes)], &mut control, SendFlags::NOSIGNAL)?;
+        fdpass::send(self.0.get_ref().as_fd(), &bytes, fd)?;
         let mut line = String::new();
         Read::by_ref(&mut self.0).take(1 << 26).read_line(&mut line)?;
         if line.is_empty() {

@@ -8,6 +8,7 @@
 pub mod admin;
 mod control;
 mod engine;
+pub mod fdpass;
 mod switch;
 mod vrnic;
 
