@@ -6,7 +6,7 @@ use std::collections::BTreeMap;
 use unirdma_link::{Frontend, PROCESS_LIMIT, RegionDesc};
 use unirdma_mem::{MemFd, Span};
 
-use crate::{Result, errno};
+use crate::{Result, errno, map_errno};
 
 /// Smallest region, bytes.
 const REGION: usize = 2 << 20;
@@ -56,10 +56,7 @@ impl Arena {
             }
         }
         let size = len.next_multiple_of(4096).max(REGION);
-        let memfd = MemFd::new(c"unirdma-rings", size).map_err(|e| match e {
-            unirdma_mem::MapError::Os(e) => errno(&e),
-            _ => libc::ENOMEM,
-        })?;
+        let memfd = MemFd::new(c"unirdma-rings", size).map_err(|e| map_errno(&e))?;
         let bus = self.take_bus(size as u64);
         let desc =
             RegionDesc { bus_addr: bus, size: size as u64, user_addr: memfd.span().addr() as u64, mmap_offset: 0 };

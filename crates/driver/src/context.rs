@@ -14,7 +14,6 @@ use zerocopy::{FromBytes, Immutable, IntoBytes};
 
 use crate::arena::{Arena, Block};
 use crate::events::EventSource;
-use crate::memory::MemoryState;
 use crate::share::forked;
 use crate::{Result, errno, lock};
 
@@ -33,7 +32,8 @@ struct Control {
 pub struct Context {
     pub(crate) frontend: Mutex<Frontend>,
     pub(crate) arena: Mutex<Arena>,
-    pub(crate) memory: Mutex<MemoryState>,
+    /// The process's own memory was offered for copying.
+    pub(crate) process_offered: Mutex<bool>,
     socket: OwnedFd,
     control: Mutex<Control>,
     bell: Bell,
@@ -100,7 +100,7 @@ impl Context {
             bell: Bell::new(page.span.clone()).ok_or(libc::EPROTO)?,
             frontend: Mutex::new(f),
             arena: Mutex::new(arena),
-            memory: Mutex::default(),
+            process_offered: Mutex::new(false),
             socket,
             control: Mutex::new(control),
             wake,

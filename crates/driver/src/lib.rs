@@ -35,6 +35,14 @@ pub(crate) fn errno(e: &std::io::Error) -> Errno {
     }
 }
 
+/// The errno of a memory file that could not be made; `ENOMEM` if the size is the matter.
+pub(crate) fn map_errno(e: &unirdma_mem::MapError) -> Errno {
+    match e {
+        unirdma_mem::MapError::Os(e) => errno(e),
+        _ => libc::ENOMEM,
+    }
+}
+
 pub(crate) fn lock<T>(m: &std::sync::Mutex<T>) -> std::sync::MutexGuard<'_, T> {
     m.lock().unwrap_or_else(std::sync::PoisonError::into_inner)
 }

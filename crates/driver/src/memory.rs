@@ -16,12 +16,12 @@ use unirdma_abi as abi;
 use unirdma_abi::Command;
 use unirdma_formats::access;
 use unirdma_link::{PROCESS_LIMIT, RegionDesc};
-use unirdma_mem::{MapError, MemFd, ProcMem};
+use unirdma_mem::{MemFd, ProcMem};
 
 use crate::context::Context;
 use crate::maps::{Vma, threads, vmas};
 use crate::queues::gone_is_fine;
-use crate::{Result, errno, lock, share};
+use crate::{Result, errno, lock, map_errno, share};
 
 const PAGE: u64 = 4096;
 /// Memory files of moved pages that a process keeps open at most.
@@ -54,12 +54,6 @@ fn policy() -> Policy {
     })
 }
 
-/// What a context knows of its memory.
-#[derive(Default)]
-pub(crate) struct MemoryState {
-    process: bool,
-}
-
 /// Open files of moved pages by inode, with the number of MRs that lie in each, of all contexts of this
 /// process: pages that one context has moved must not be moved again under it.
 static MOVED_FILES: LazyLock<Mutex<HashMap<u64, (OwnedFd, usize)>>> = LazyLock::new(Mutex::default);
@@ -76,10 +70,7 @@ impl Buffer {
         if len == 0 {
             return Err(libc::EINVAL);
         }
-        MemFd::new(c"unirdma-buf", len).map(Buffer).map_err(|e| match e {
-            MapError::Os(e) => errno(&e),
-            _ => libc::EINVAL,
-        })
+        MemFd::new(c"unirdma-buf", len).map(Buffer).map_err(|e| map_errno(&e))
     }
 
     /// Address of the first byte.
@@ -107,6 +98,14 @@ pub struct Mr {
     inodes: Vec<u64>,
 }
 
+/// How the bytes of one mapping come to lie in a memory file.
+enum Source {
+    /// They do, in this one.
+    File(OwnedFd),
+    /// By moving them.
+    Move,
+}
+
 /// A part of an MR in a memory file.
 struct Piece {
     fd: OwnedFd,
@@ -123,13 +122,14 @@ impl Mr {
     pub fn register(ctx: &Arc<Context>, pdn: u32, addr: u64, len: u64, iova: u64, flags: u32) -> Result<Self> {
         share::install_fork_handlers();
         addr.checked_add(len).filter(|&end| end <= PROCESS_LIMIT).ok_or(libc::EINVAL)?;
-        let (lo, hi) = (addr / PAGE * PAGE, (addr + len).next_multiple_of(PAGE));
-        let map = if len == 0 { Vec::new() } else { vmas(lo, hi).map_err(|e| errno(&e))? };
-        check_range(&map, lo, if len == 0 { lo } else { hi }, flags)?;
+        let lo = addr / PAGE * PAGE;
+        let hi = if len == 0 { lo } else { (addr + len).next_multiple_of(PAGE) };
+        let map = if lo == hi { Vec::new() } else { vmas(lo, hi).map_err(|e| errno(&e))? };
+        check_range(&map, lo, hi, flags)?;
         let mut mr = Mr { ctx: ctx.clone(), mrn: 0, key: 0, way: Way::Copy, regions: Vec::new(), inodes: Vec::new() };
         let start = match mr.map_in_place(&map, lo, hi) {
-            Some(bus) if len > 0 => bus + (addr - lo),
-            _ => {
+            Some(bus) => bus + (addr - lo),
+            None => {
                 mr.take_regions_back();
                 mr.way = Way::Copy;
                 offer_process(ctx)?;
@@ -167,15 +167,13 @@ impl Mr {
         if policy() == Policy::Copy || map.is_empty() {
             return None;
         }
-        let movable = |v: &Vma| v.is_movable() || v.is_ours() && known_file(v).is_none();
         let may_move = policy() == Policy::Auto && threads() == 1;
-        if !map.iter().all(|v| v.is_shared_memory() || movable(v) && may_move) {
-            return None;
-        }
-        self.way = Way::Direct;
+        // Nothing is moved before it is known that every part can be mapped.
+        let sources: Vec<Source> = map.iter().map(|v| source(v, may_move)).collect::<Option<_>>()?;
+        self.way = if map.iter().all(|v| v.is_shared_memory() && !v.is_ours()) { Way::Direct } else { Way::Share };
         let mut pieces = Vec::new();
-        for v in map {
-            pieces.push(self.piece(&clip(v, lo, hi))?);
+        for (v, source) in map.iter().zip(sources) {
+            pieces.push(self.piece(&clip(v, lo, hi), source)?);
         }
         let ctx = self.ctx.clone();
         let mut arena = lock(&ctx.arena);
@@ -192,23 +190,12 @@ impl Mr {
         Some(bus)
     }
 
-    /// The file of a part of one mapping, moving the part if it is private.
-    fn piece(&mut self, v: &Vma) -> Option<Piece> {
-        let file = if v.is_ours() {
-            known_file(v)
-        } else if v.is_shared_memory() {
-            share::find_open_file(v.inode).or_else(|| share::open_by_name(v))
-        } else {
-            None
-        };
-        if v.is_ours() || !v.is_shared_memory() {
-            self.way = Way::Share;
-        }
+    /// The file of a part of one mapping.
+    fn piece(&mut self, v: &Vma, source: Source) -> Option<Piece> {
         let mut moved = lock(&MOVED_FILES);
-        let (fd, off, inode) = match file {
-            Some(fd) => (fd, v.offset, v.inode),
-            None if v.is_shared_memory() && !v.is_ours() => return None,
-            None => {
+        let (fd, off, inode) = match source {
+            Source::File(fd) => (fd, v.offset, v.inode),
+            Source::Move => {
                 if moved.len() >= MAX_MOVED {
                     return None;
                 }
@@ -250,6 +237,22 @@ fn known_file(v: &Vma) -> Option<OwnedFd> {
     lock(&MOVED_FILES).get(&v.inode).and_then(|(fd, _)| fd.try_clone().ok())
 }
 
+/// How a mapping's bytes come to lie in a memory file; `None` if they do not. Pages whose file is not open
+/// any more are moved once more, under the same condition as private ones.
+fn source(v: &Vma, may_move: bool) -> Option<Source> {
+    let file = if v.is_ours() {
+        known_file(v)
+    } else if v.is_shared_memory() {
+        share::find_open_file(v.inode).or_else(|| share::open_by_name(v))
+    } else {
+        None
+    };
+    match file {
+        Some(fd) => Some(Source::File(fd)),
+        None => (may_move && (v.is_ours() || v.is_movable())).then_some(Source::Move),
+    }
+}
+
 /// `EFAULT` unless the mappings cover the range and allow what the MR allows.
 fn check_range(map: &[Vma], lo: u64, hi: u64, flags: u32) -> Result<()> {
     let mut at = lo;
@@ -265,13 +268,13 @@ fn check_range(map: &[Vma], lo: u64, hi: u64, flags: u32) -> Result<()> {
 
 /// Lets the device copy in and out of this process, once for each context. Other threads wait for it.
 fn offer_process(ctx: &Context) -> Result<()> {
-    let mut state = lock(&ctx.memory);
-    if state.process {
+    let mut offered = lock(&ctx.process_offered);
+    if *offered {
         return Ok(());
     }
     let mem = ProcMem::of_self().map_err(|e| errno(&e))?;
     let d = RegionDesc { bus_addr: 0, size: PROCESS_LIMIT, user_addr: 0, mmap_offset: 0 };
     lock(&ctx.frontend).add_region(d, mem.as_fd()).map_err(|e| errno(&e))?;
-    state.process = true;
+    *offered = true;
     Ok(())
 }

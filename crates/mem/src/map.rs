@@ -146,7 +146,7 @@ impl MemFd {
     /// # Errors
     /// Those of `memfd_create(2)`, `ftruncate(2)` and `mmap(2)`.
     pub fn new(name: &CStr, len: usize) -> Result<Self, MapError> {
-        let len = (len as u64).next_multiple_of(page());
+        let len = (len as u64).checked_next_multiple_of(page()).ok_or(MapError::BadRange)?;
         let fd = rustix::fs::memfd_create(name, MemfdFlags::CLOEXEC | MemfdFlags::ALLOW_SEALING)?;
         rustix::fs::ftruncate(&fd, len)?;
         rustix::fs::fcntl_add_seals(&fd, SealFlags::SHRINK | SealFlags::GROW | SealFlags::SEAL)?;

@@ -108,10 +108,21 @@ fn main() {
     });
 
     check("more_threads_copy", &mut passed, || {
+        // Pages that were moved while there was one thread, and whose file is closed again.
+        let v = vec![5u8; 100_000];
+        let pd: unirdma_abi::HandleResp = a.ctx.command(unirdma_abi::Command::CreatePd, &[0u8; 0]).expect("PD");
+        let again = || {
+            let at = v.as_ptr() as u64;
+            unirdma_driver::Mr::register(&a.ctx, pd.handle, at, v.len() as u64, at, 1).expect("MR")
+        };
+        let mut mr = again();
+        assert_eq!(mr.way, Way::Share);
+        mr.deregister().expect("deregister");
         let (tx, rx) = std::sync::mpsc::channel::<()>();
         let t = std::thread::spawn(move || rx.recv().is_err());
         let c = Program::new(&socket("b"), 1 << 16);
         assert_eq!(c.mr.way, Way::Copy);
+        assert_eq!(again().way, Way::Copy, "pages are never moved under another thread");
         let buffer = unirdma_driver::Buffer::new(5000).expect("buffer");
         let pd: unirdma_abi::HandleResp = c.ctx.command(unirdma_abi::Command::CreatePd, &[0u8; 0]).expect("PD");
         let at = buffer.addr() as u64;
