@@ -52,11 +52,11 @@ struct Session {
     tokens: Vec<u64>,
 }
 
-/// Passes the link's calls on to the device and notes which vrings have new kick descriptors.
+/// Passes the link's calls on to the device and notes the latest kick descriptor of each vring that changed.
 struct Conn {
     device: Device,
     kicks: HashMap<usize, Kick>,
-    changed: Vec<(usize, Option<OwnedFd>)>,
+    changed: HashMap<usize, Option<OwnedFd>>,
 }
 
 struct Kick {
@@ -72,11 +72,11 @@ impl Handler for Conn {
         self.device.memory_changed(memory, removed);
     }
     fn vring_changed(&mut self, index: usize, v: &Vring) {
-        self.changed.push((index, v.kick.as_ref().and_then(|fd| fd.try_clone().ok())));
+        self.changed.insert(index, v.kick.as_ref().and_then(|fd| fd.try_clone().ok()));
         self.device.vring_changed(index, v);
     }
     fn stop_vring(&mut self, index: usize) -> u16 {
-        self.changed.push((index, None));
+        self.changed.insert(index, None);
         self.device.stop_vring(index)
     }
     fn reset(&mut self) {
@@ -192,9 +192,7 @@ impl Control {
             return;
         }
         let Some(device) = Device::new(self.engine.rnic.clone(), v.identity.clone()) else { return };
-        v.sessions += 1;
         let budget = v.budget.clone();
-        self.engine.add_session(device.session(), device.events());
         let id = self.next_token;
         // The process may be gone while somebody else still holds its socket.
         let pidfd = rustix::net::sockopt::socket_peercred(&sock)
@@ -208,8 +206,13 @@ impl Control {
         {
             tokens.push(token);
         }
+        // Counted and known from here on, where nothing can fail any more.
+        if let Some(v) = self.vrnics.get_mut(name) {
+            v.sessions += 1;
+        }
+        self.engine.add_session(device.session(), device.events());
         let backend = Backend::new(sock, abi::NUM_QUEUES as usize, budget);
-        let conn = Conn { device, kicks: HashMap::new(), changed: Vec::new() };
+        let conn = Conn { device, kicks: HashMap::new(), changed: HashMap::new() };
         self.sessions.insert(id, Session { vrnic: name.into(), backend, conn, _pidfd: pidfd, tokens });
     }
 
@@ -241,12 +244,7 @@ impl Control {
         let Some(s) = self.sessions.get_mut(&id) else { return };
         let device_session = s.conn.device.session();
         if let Some(old) = s.conn.kicks.remove(&vring) {
-            if vring == abi::VQ_WAKE as usize {
-                self.engine.unwatch(old.fd.as_fd());
-            } else {
-                let _ = epoll::delete(&self.epoll, &old.fd);
-                self.sources.remove(&old.token);
-            }
+            self.unwatch_kick(vring, &old);
         }
         let Some(fd) = fd else { return };
         let token = if vring == abi::VQ_WAKE as usize {
@@ -260,6 +258,16 @@ impl Control {
             }
             (Err(e), _) => tracing::warn!(session = id, vring, error = %e, "kick descriptor refused"),
             _ => {}
+        }
+    }
+
+    /// Others may hold the same open file, so closing ours would not end the watch.
+    fn unwatch_kick(&mut self, vring: usize, kick: &Kick) {
+        if vring == abi::VQ_WAKE as usize {
+            self.engine.unwatch(kick.fd.as_fd());
+        } else {
+            let _ = epoll::delete(&self.epoll, &kick.fd);
+            self.sources.remove(&kick.token);
         }
     }
 
@@ -279,14 +287,8 @@ impl Control {
         for t in &s.tokens {
             self.sources.remove(t);
         }
-        for (vring, kick) in &s.conn.kicks {
-            self.sources.remove(&kick.token);
-            // Others may hold the same open file, so closing ours does not end the watch.
-            if *vring == abi::VQ_WAKE as usize {
-                self.engine.unwatch(kick.fd.as_fd());
-            } else {
-                let _ = epoll::delete(&self.epoll, &kick.fd);
-            }
+        for (&vring, kick) in &s.conn.kicks {
+            self.unwatch_kick(vring, kick);
         }
         let _ = epoll::delete(&self.epoll, s.backend.socket());
         self.engine.remove_session(s.conn.device.session());

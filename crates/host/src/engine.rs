@@ -223,7 +223,7 @@ impl Engine {
             || self.due_ns.load(Ordering::Acquire) <= self.now()
     }
 
-    /// One look at the RNIC; `None` if another poller has it.
+    /// One look at the RNIC; `None` if nothing calls for it or another poller has it.
     fn round(&self, watch: &mut Watch) -> Option<Round> {
         if !self.needs_round(watch) {
             return None;

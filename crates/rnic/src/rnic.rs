@@ -287,11 +287,6 @@ impl Rnic {
         out.extend(self.outputs.drain(..));
     }
 
-    /// True if [`Rnic::drain_outputs`] would give any.
-    pub fn has_outputs(&self) -> bool {
-        !self.outputs.is_empty()
-    }
-
     /// Looks at the doorbells and timers, and executes work for a bounded time; true if it found any.
     pub fn poll(&mut self, now: u64) -> bool {
         self.now = now;

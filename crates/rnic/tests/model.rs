@@ -9,7 +9,7 @@ use std::collections::VecDeque;
 use common::*;
 use proptest::prelude::*;
 use unirdma_abi as abi;
-use unirdma_formats::{WrOpcode, attr_mask as m};
+use unirdma_formats::WrOpcode;
 
 /// Bytes of each end's memory that the traffic uses.
 const SPACE: u64 = 40_000;
@@ -100,13 +100,7 @@ fn drain(from: &mut Side, to: &mut Side) {
 fn patient_pair() -> Pair {
     let mut p = Pair::new();
     for of_a in [true, false] {
-        p.modify(of_a, m::STATE, abi::QpAttr::default());
-    }
-    let (to_b, to_a) = (attrs(&p.b, ip(2)), attrs(&p.a, ip(1)));
-    for (of_a, steps) in [(true, to_b), (false, to_a)] {
-        for (mask, attr) in steps {
-            p.modify(of_a, mask, abi::QpAttr { rnr_retry: 7, ..attr });
-        }
+        p.reconnect(of_a, |attr| abi::QpAttr { rnr_retry: 7, ..attr });
     }
     p
 }

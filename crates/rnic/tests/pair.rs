@@ -156,11 +156,7 @@ fn a_missing_receive_waits_for_the_rnr_timer_and_then_gives_up() {
 #[test]
 fn rnr_retry_7_never_gives_up() {
     let mut p = Pair::new();
-    p.modify(true, m::STATE, abi::QpAttr::default());
-    for (mask, attr) in attrs(&p.b, ip(2)) {
-        p.modify(true, mask, abi::QpAttr { rnr_retry: 7, ..attr });
-    }
-    p.a.sq_prod = 0;
+    p.reconnect(true, |attr| abi::QpAttr { rnr_retry: 7, ..attr });
     p.a.post(wqe(WrOpcode::Send, 1), &[]);
     p.run(60_000_000_000);
     assert!(p.a.poll().is_empty());
@@ -380,15 +376,7 @@ fn a_reset_qp_starts_over() {
     p.settle();
     p.a.poll();
     for of_a in [true, false] {
-        p.modify(of_a, m::STATE, abi::QpAttr::default());
-        let (mine, peer, n) = if of_a { (&mut p.a, &p.b, 2) } else { (&mut p.b, &p.a, 1) };
-        mine.rings.set_sq_prod(0);
-        mine.rings.set_rq_prod(0);
-        (mine.sq_prod, mine.rq_prod) = (0, 0);
-        for (mask, attr) in attrs(peer, ip(n)) {
-            p.modify(of_a, mask, attr);
-            // The borrow ends with the call; take the same ends again.
-        }
+        p.reconnect(of_a, |attr| attr);
     }
     p.a.post(remote(WrOpcode::Write, 2, &p.b, 0), &[p.a.sge(0, 8)]);
     p.settle();
@@ -522,12 +510,7 @@ fn a_message_that_breaks_off_loses_no_receive() {
     p.rnic.poll(0);
     assert!(p.a.poll().is_empty() && p.b.poll().is_empty(), "under way");
     // The sender starts over, with the same sequence number, and sends something else.
-    p.modify(true, m::STATE, abi::QpAttr::default());
-    p.a.rings.set_sq_prod(0);
-    p.a.sq_prod = 0;
-    for (mask, attr) in attrs(&p.b, ip(2)) {
-        p.modify(true, mask, attr);
-    }
+    p.reconnect(true, |attr| attr);
     for i in 0..2 {
         p.a.post(wqe(WrOpcode::Send, i), &[p.a.sge(0, 8)]);
     }

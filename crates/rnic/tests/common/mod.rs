@@ -202,6 +202,19 @@ impl Pair {
         self.rnic.modify_qp(e.session, e.qpn, mask, &attr).unwrap();
     }
 
+    /// Resets one QP and connects it to the other again, with its attributes changed.
+    pub fn reconnect(&mut self, of_a: bool, change: impl Fn(abi::QpAttr) -> abi::QpAttr) {
+        self.modify(of_a, m::STATE, abi::QpAttr::default());
+        let steps = if of_a { attrs(&self.b, ip(2)) } else { attrs(&self.a, ip(1)) };
+        let e = if of_a { &mut self.a } else { &mut self.b };
+        (e.sq_prod, e.rq_prod) = (0, 0);
+        e.rings.set_sq_prod(0);
+        e.rings.set_rq_prod(0);
+        for (mask, attr) in steps {
+            self.modify(of_a, mask, change(attr));
+        }
+    }
+
     pub fn state(&self, of_a: bool) -> u8 {
         let e = if of_a { &self.a } else { &self.b };
         self.rnic.query_qp(e.session, e.qpn).unwrap().qp_state
