@@ -32,6 +32,7 @@ pub(crate) struct Lab {
     exe: PathBuf,
     host: Child,
     user: Option<u32>,
+    netns: Option<String>,
     count: std::cell::Cell<u32>,
 }
 
@@ -65,7 +66,16 @@ impl Lab {
     /// # Errors
     /// It did not come up.
     pub fn start(user: Option<u32>) -> Result<Lab> {
-        let dir = std::env::temp_dir().join(format!("unirdma-lab-{}-{}", std::process::id(), user.unwrap_or(0)));
+        Lab::start_in(user, None, &[])
+    }
+
+    /// Starts a virtual layer in a network namespace, with more arguments.
+    ///
+    /// # Errors
+    /// It did not come up: its log.
+    pub fn start_in(user: Option<u32>, netns: Option<&str>, args: &[&str]) -> Result<Lab> {
+        let name = format!("unirdma-lab-{}-{}{}", std::process::id(), user.unwrap_or(0), netns.unwrap_or_default());
+        let dir = std::env::temp_dir().join(name);
         let _ = std::fs::remove_dir_all(&dir);
         std::fs::create_dir_all(&dir).map_err(|e| e.to_string())?;
         let mut exe = unirdma();
@@ -74,14 +84,16 @@ impl Lab {
             exe = copy_programs(&exe, &dir).map_err(|e| format!("cannot copy the programs: {e}"))?;
         }
         let log = File::create(dir.join("host.log")).map_err(|e| e.to_string())?;
-        let mut c = command(user);
-        c.arg(&exe).arg("--dir").arg(dir.join("run")).arg("host").current_dir(&dir);
+        let mut c = command(user, netns);
+        c.arg(&exe).arg("--dir").arg(dir.join("run")).arg("host").args(args).current_dir(&dir);
         let host = c.stderr(log).stdin(Stdio::null()).spawn().map_err(|e| format!("unirdma host: {e}"))?;
-        let lab = Lab { dir, exe, host, user, count: std::cell::Cell::new(0) };
+        let netns = netns.map(String::from);
+        let mut lab = Lab { dir, exe, host, user, netns, count: std::cell::Cell::new(0) };
         let start = Instant::now();
         while !lab.unirdma(&["status"]).ok() {
-            if start.elapsed() > Duration::from_secs(10) {
-                return Err("the virtual layer did not start; see its log".into());
+            if start.elapsed() > Duration::from_secs(10) || matches!(lab.host.try_wait(), Ok(Some(_))) {
+                let log = std::fs::read_to_string(lab.dir.join("host.log")).unwrap_or_default();
+                return Err(format!("the virtual layer did not start: {log}"));
             }
             std::thread::sleep(Duration::from_millis(10));
         }
@@ -102,7 +114,7 @@ impl Lab {
 
     /// Runs `unirdma` with these arguments.
     pub fn unirdma(&self, args: &[&str]) -> Output {
-        let mut c = command(self.user);
+        let mut c = command(self.user, self.netns.as_deref());
         c.arg(&self.exe).arg("--dir").arg(self.dir.join("run")).args(args).stdin(Stdio::null()).current_dir(&self.dir);
         match c.output() {
             Ok(o) => Output {
@@ -131,7 +143,7 @@ impl Lab {
         let log = self.dir.join(format!("{:03}-{vrnic}.log", self.count.get()));
         let out = File::create(&log).map_err(|e| e.to_string())?;
         let err = out.try_clone().map_err(|e| e.to_string())?;
-        let mut c = command(self.user);
+        let mut c = command(self.user, self.netns.as_deref());
         c.arg(&self.exe).arg("--dir").arg(self.dir.join("run")).args(["run", "--vrnic", vrnic]).args(options);
         c.current_dir(&self.dir);
         c.args(["--", "sh", "-c", &format!("exec {shell}")]).stdin(Stdio::null()).stdout(out).stderr(err);
@@ -144,11 +156,25 @@ impl Lab {
     /// # Errors
     /// One of them could not be started.
     pub fn pair(&self, server: (&str, &str), client: (&str, &str), options: &[&str]) -> Result<(Output, Output)> {
+        self.pair_with(self, server, client, options)
+    }
+
+    /// As [`Lab::pair`], with the client's container on another host.
+    ///
+    /// # Errors
+    /// One of them could not be started.
+    pub fn pair_with(
+        &self,
+        other: &Lab,
+        server: (&str, &str),
+        client: (&str, &str),
+        options: &[&str],
+    ) -> Result<(Output, Output)> {
         let mut s = self.spawn(server.0, options, server.1)?;
         if !s.wait_listening() {
             return Ok((s.finish(), Output::default()));
         }
-        let c = self.spawn(client.0, options, client.1)?.finish();
+        let c = other.spawn(client.0, options, client.1)?.finish();
         if !c.ok() {
             s.limit = s.limit.min(Instant::now() + Duration::from_secs(10));
         }
@@ -172,16 +198,113 @@ fn copy_programs(exe: &Path, dir: &Path) -> std::io::Result<PathBuf> {
     Ok(bin.join("unirdma"))
 }
 
-/// A command as another user, or as this one.
-fn command(user: Option<u32>) -> Command {
+/// A command as another user, or as this one, in a network namespace or in this one.
+fn command(user: Option<u32>, netns: Option<&str>) -> Command {
     // SAFETY: reads the user id.
     let me = unsafe { libc::geteuid() };
+    let mut words: Vec<String> = Vec::new();
+    if let Some(n) = netns {
+        words.extend(["ip", "netns", "exec", n].map(String::from));
+    }
     match user.filter(|&u| u != me) {
-        None => Command::new("env"),
+        None => words.push("env".into()),
         Some(u) => {
-            let mut c = Command::new("setpriv");
-            c.args([format!("--reuid={u}"), format!("--regid={u}"), "--clear-groups".into()]);
-            c
+            words.extend(["setpriv".into(), format!("--reuid={u}"), format!("--regid={u}"), "--clear-groups".into()]);
+        }
+    }
+    let mut c = Command::new(&words[0]);
+    c.args(&words[1..]);
+    c
+}
+
+/// Two hosts: network namespaces joined by a veth pair, each with a virtual layer and one vRNIC (a on the first, b on
+/// the second, 10.0.0.1 and 10.0.0.2, fd00::1 and fd00::2). All ends with this value.
+pub(crate) struct TwoHosts {
+    pub labs: Vec<Lab>,
+    names: [String; 2],
+}
+
+/// How the two hosts are joined.
+#[derive(Clone, Copy)]
+pub(crate) struct Link<'a> {
+    /// Distinguishes those that live at the same time.
+    pub name: &'a str,
+    pub ipv6: bool,
+    /// MTU of the veth pair.
+    pub mtu: u32,
+    /// More arguments of both virtual layers.
+    pub args: &'a [&'a str],
+}
+
+impl Link<'_> {
+    /// Address of a host.
+    pub fn address(&self, host: usize) -> String {
+        if self.ipv6 { format!("fd07::{}", host + 1) } else { format!("192.168.7.{}", host + 1) }
+    }
+}
+
+/// Runs `ip`.
+///
+/// # Errors
+/// What it says.
+pub(crate) fn ip(args: &str) -> Result<()> {
+    let o = Command::new("ip").args(args.split_whitespace()).output().map_err(|e| format!("ip: {e}"))?;
+    if o.status.success() { Ok(()) } else { Err(format!("ip {args}: {}", String::from_utf8_lossy(&o.stderr))) }
+}
+
+impl TwoHosts {
+    /// Makes the hosts. Needs root, for the network namespaces.
+    ///
+    /// # Errors
+    /// What could not be made.
+    pub fn start(link: Link<'_>) -> Result<TwoHosts> {
+        let name = |i: usize| format!("ur{}-{}{i}", std::process::id(), link.name);
+        let mut two = TwoHosts { labs: Vec::new(), names: [name(0), name(1)] };
+        let [a, b] = two.names.clone();
+        ip(&format!("netns add {a}"))?;
+        ip(&format!("netns add {b}"))?;
+        ip(&format!("link add veth0 mtu {0} netns {a} type veth peer name veth0 mtu {0} netns {b}", link.mtu))?;
+        for (i, n) in [&a, &b].into_iter().enumerate() {
+            let (prefix, nodad) = if link.ipv6 { (64, " nodad") } else { (24, "") };
+            ip(&format!("-n {n} addr add {}/{prefix} dev veth0{nodad}", link.address(i)))?;
+            ip(&format!("-n {n} link set lo up"))?;
+            ip(&format!("-n {n} link set veth0 up"))?;
+        }
+        for (i, n) in [&a, &b].into_iter().enumerate() {
+            let peers = std::env::temp_dir().join(format!("{n}.peers"));
+            let (peer, host) = (2 - i, link.address(1 - i));
+            let line = format!("10.0.0.{peer} default {host}\nfd00::{peer} default {host}\n");
+            std::fs::write(&peers, line).map_err(|e| e.to_string())?;
+            let address = link.address(i);
+            let peers = peers.display().to_string();
+            let args = [&["--address", &address, "--peers", &peers], link.args].concat();
+            two.labs.push(Lab::start_in(None, Some(n), &args)?);
+        }
+        two.labs[0].vrnic("a", &["--ip", "10.0.0.1", "--ip", "fd00::1"])?;
+        two.labs[1].vrnic("b", &["--ip", "10.0.0.2", "--ip", "fd00::2"])?;
+        Ok(two)
+    }
+
+    /// The peers file of a host.
+    pub fn peers(&self, host: usize) -> PathBuf {
+        std::env::temp_dir().join(format!("{}.peers", self.names[host]))
+    }
+
+    /// A server in the container of the first host, its client in that of the second.
+    ///
+    /// # Errors
+    /// One of them could not be started.
+    pub fn pair(&self, server: &str, client: &str) -> Result<(Output, Output)> {
+        self.labs[0].pair_with(&self.labs[1], ("a", server), ("b", client), &[])
+    }
+}
+
+impl Drop for TwoHosts {
+    fn drop(&mut self) {
+        self.labs.clear();
+        for (i, n) in self.names.iter().enumerate() {
+            let _ = std::fs::remove_file(self.peers(i));
+            let _ = ip(&format!("netns del {n}"));
         }
     }
 }

@@ -34,6 +34,21 @@ enum Command {
         #[arg(long, value_name = "TEXT")]
         only: Option<String>,
     },
+    /// Simulate hosts and a network that loses, doubles and reorders packets, with random traffic
+    #[command(
+        after_help = "Examples:\n  cargo xtask sim                            seeds 0 to 99\n  cargo xtask sim --seed 1234 --seeds 1      one seed again"
+    )]
+    Sim {
+        /// The first seed
+        #[arg(long, value_name = "S", default_value_t = 0)]
+        seed: u64,
+        /// How many seeds
+        #[arg(long, value_name = "N", default_value_t = 100)]
+        seeds: u64,
+        /// Rounds of eight requests for each seed
+        #[arg(long, value_name = "N", default_value_t = 6)]
+        steps: u64,
+    },
     /// Measure
     Bench {
         #[command(subcommand)]
@@ -64,6 +79,7 @@ fn main() -> ExitCode {
     let result = match Cli::parse().command {
         Command::Demo => demo::run(),
         Command::Test { only } => test::run(only.as_deref()),
+        Command::Sim { seed, seeds, steps } => test::sim(seed, seeds, steps),
         Command::Bench { what: Bench::Local { json, svg } } => bench::local(json, &svg),
         Command::TcpPeer { port } => tcp::peer(port),
     };

@@ -10,6 +10,7 @@ const NEEDED: &[(&str, &str)] = &[
     ("/usr/bin/ibv_rc_pingpong", "ibverbs-utils"),
     ("/usr/include/infiniband/verbs.h", "libibverbs-dev"),
     ("/usr/bin/gcc", "gcc"),
+    ("/usr/sbin/ip", "iproute2"),
     ("/usr/bin/setpriv", "util-linux"),
 ];
 

@@ -3,7 +3,7 @@
 use std::time::Duration;
 
 use crate::Result;
-use crate::lab::{self, Lab, Output};
+use crate::lab::{self, Lab, Link, Output, TwoHosts};
 
 type Check = Result<()>;
 
@@ -38,13 +38,16 @@ impl Suite<'_> {
     /// The same program in both containers; both must end well.
     fn pair(&mut self, command: &str) {
         self.check(command, |lab| {
-            let (s, c) = lab.pair(("a", command), ("b", &format!("{command} 10.0.0.1")), &[])?;
-            require(s.ok() && c.ok(), format!("server ({:?}): {}\nclient ({:?}): {}", s.code, s.text, c.code, c.text))?;
-            let bad = ["error", "Error", "mismatch", "Failed", "invalid data"];
-            let seen = bad.iter().find(|b| s.text.contains(**b) || c.text.contains(**b));
-            require(seen.is_none(), format!("server: {}\nclient: {}", s.text, c.text))
+            both_end_well(lab.pair(("a", command), ("b", &format!("{command} 10.0.0.1")), &[])?)
         });
     }
+}
+
+fn both_end_well((s, c): (Output, Output)) -> Check {
+    let text = format!("server ({:?}): {}\nclient ({:?}): {}", s.code, s.text, c.code, c.text);
+    let bad = ["error", "Error", "mismatch", "Failed", "invalid data"];
+    let seen = bad.iter().any(|b| s.text.contains(b) || c.text.contains(b));
+    require(s.ok() && c.ok() && !seen, text)
 }
 
 /// Programs that must run unmodified between two containers.
@@ -252,6 +255,128 @@ fn own_labs(s: &mut Suite<'_>) {
     });
 }
 
+/// Two hosts joined by a network: all programs, bad networks, wrong input.
+fn wire(s: &mut Suite<'_>) {
+    // SAFETY: reads the user id.
+    if unsafe { libc::geteuid() } != 0 {
+        println!("skipped: two hosts (network namespaces need root)");
+        return;
+    }
+    let links = [
+        ("IPv4, MTU 1024", Link { name: "a", ipv6: false, mtu: 1500, args: &[] }),
+        ("IPv6, MTU 4096", Link { name: "b", ipv6: true, mtu: 9000, args: &[] }),
+    ];
+    for (title, link) in links {
+        let programs: Vec<(String, String)> = programs()
+            .into_iter()
+            .filter(|p| link.mtu > 4200 || !p.contains("-m 4096"))
+            .map(|p| (format!("two hosts, {title}: {p}"), p))
+            .filter(|(name, _)| s.only.is_none_or(|o| name.contains(o)))
+            .collect();
+        if programs.is_empty() {
+            continue;
+        }
+        let two = TwoHosts::start(link);
+        for (name, p) in programs {
+            s.check(&name, |_| {
+                let two = two.as_ref().map_err(Clone::clone)?;
+                both_end_well(two.pair(&p, &format!("{p} 10.0.0.1"))?)
+            });
+        }
+        s.check(&format!("two hosts, {title}: the counters say that it went over the network"), |_| {
+            let two = two.as_ref().map_err(Clone::clone)?;
+            let o = two.labs[0].unirdma(&["status", "--json"]);
+            let clean = ["\"icrc_errors\": 0", "\"malformed\": 0", "\"wrong_source\": 0", "\"bad_pkey\": 0"];
+            require(clean.iter().all(|c| o.text.contains(c)) && !o.text.contains("\"received\": 0"), o.text)
+        });
+    }
+    s.check("two hosts, 1 % of the packets lost, doubled and reordered: 10 MB arrive", |_| {
+        let two = TwoHosts::start(Link { name: "c", ipv6: false, mtu: 1500, args: &["--faults", "1"] })?;
+        let p = "ibv_rc_pingpong -g 0 -c -s 100000 -n 100";
+        both_end_well(two.pair(p, &format!("{p} 10.0.0.1"))?)?;
+        for p in ["ib_read_bw -n 50", "ib_write_bw -n 100", "ib_atomic_bw -n 500"] {
+            both_end_well(two.pair(p, &format!("{p} 10.0.0.1"))?)?;
+        }
+        let o = two.labs[0].unirdma(&["vrnic", "show", "a", "--json"]);
+        let seen = !o.text.contains("\"retransmitted_pkts\": 0") && !o.text.contains("\"out_of_seq_request\": 0");
+        require(seen, o.text)
+    });
+    s.check("two hosts, a host that is gone is IBV_WC_RETRY_EXC_ERR", |_| {
+        let mut two = TwoHosts::start(Link { name: "d", ipv6: false, mtu: 1500, args: &[] })?;
+        let server = two.labs[0].spawn("a", &[], "ib_write_bw -D 20 -f 1")?;
+        std::thread::sleep(Duration::from_millis(800));
+        let client = two.labs[1].spawn("b", &[], "ib_write_bw -D 20 -f 1 10.0.0.1")?;
+        std::thread::sleep(Duration::from_millis(2500));
+        two.labs[0].stop_host();
+        let c = client.finish();
+        drop(server);
+        require(c.text.contains("status 12"), format!("{:?}: {}", c.code, c.text))
+    });
+    wire_wrong_input(s);
+}
+
+fn wire_wrong_input(s: &mut Suite<'_>) {
+    let peers = std::env::temp_dir().join(format!("unirdma-{}.peers", std::process::id()));
+    let write = |text: &str| std::fs::write(&peers, text).map_err(|e| e.to_string());
+    let file = peers.display().to_string();
+    let start = |args: &[&str]| match Lab::start_in(None, None, &[&["--peers", &file], args].concat()) {
+        Ok(_) => Err("the virtual layer started".to_string()),
+        Err(e) => Ok(e),
+    };
+    s.check("wrong_input_port_4791_in_use", |_| {
+        write("")?;
+        let _taken = std::net::UdpSocket::bind("127.0.9.1:4791").map_err(|e| e.to_string())?;
+        let e = start(&["--address", "127.0.9.1"])?;
+        require(e.contains("UDP port 4791 of 127.0.9.1 is in use") && e.trim_end().lines().count() == 1, e)
+    });
+    s.check("wrong_input_an_address_of_another_host", |_| {
+        let e = start(&["--address", "203.0.113.5"])?;
+        require(e.contains("203.0.113.5 is no address of this host"), e)
+    });
+    s.check("wrong_input_an_mtu_above_the_interfaces", |_| {
+        let n = format!("ur{}-m", std::process::id());
+        let made = || -> Check {
+            lab::ip(&format!("netns add {n}"))?;
+            lab::ip(&format!("-n {n} link add dev veth0 mtu 1500 type veth peer name veth1"))?;
+            lab::ip(&format!("-n {n} addr add 192.168.9.1/24 dev veth0"))?;
+            lab::ip(&format!("-n {n} link set veth0 up"))?;
+            let args = ["--peers", &file, "--address", "192.168.9.1", "--mtu", "4096"];
+            match Lab::start_in(None, Some(&n), &args) {
+                Ok(_) => Err("the virtual layer started".into()),
+                Err(e) => require(e.contains("has an MTU of 1500"), e),
+            }
+        };
+        let r = made();
+        let _ = lab::ip(&format!("netns del {n}"));
+        r
+    });
+    s.check("wrong_input_a_bad_line_in_the_peers_file", |_| {
+        write("10.0.0.2 default 127.0.9.2\nnonsense\n")?;
+        let e = start(&["--address", "127.0.9.1"])?;
+        require(e.contains("line 2: expected"), e)?;
+        write("10.0.0.2 default 127.0.9.2\n")?;
+        let lab = Lab::start_in(None, None, &["--peers", &file, "--address", "127.0.9.1"])?;
+        let shows = |what: &str| {
+            let mut o = Output::default();
+            for _ in 0..100 {
+                o = lab.unirdma(&["status", "--json"]);
+                if o.text.contains(what) {
+                    return Ok(());
+                }
+                std::thread::sleep(Duration::from_millis(20));
+            }
+            Err(format!("expected {what}: {}", o.text))
+        };
+        shows("\"peers\": 1")?;
+        write("10.0.0.2 default 127.0.9.2\n10.0.0.3 default x\n")?;
+        shows("line 2: `x` is no IP address")?;
+        shows("\"peers\": 1")?;
+        write("10.0.0.2 default 127.0.9.2\n10.0.0.3 default 127.0.9.3\n")?;
+        shows("\"peers\": 2")
+    });
+    let _ = std::fs::remove_file(&peers);
+}
+
 /// An id without privileges: `nobody` for root, else this user.
 fn own_user() -> u32 {
     // SAFETY: reads the user id.
@@ -277,6 +402,7 @@ pub(crate) fn run(only: Option<&str>) -> Result<()> {
     losses(&mut s);
     wrong_input(&mut s);
     own_labs(&mut s);
+    wire(&mut s);
     println!("{} passed, {} failed", s.passed, s.failed);
     if s.failed == 0 { Ok(()) } else { Err(format!("{} black-box tests failed", s.failed)) }
 }

@@ -1,11 +1,22 @@
 //! `unirdma host`.
 
 use std::io;
+use std::net::IpAddr;
 use std::os::fd::{AsFd, FromRawFd, OwnedFd};
 use std::path::PathBuf;
 
 use clap::Args;
-use unirdma_host::{EngineConfig, HostConfig, serve};
+use unirdma_host::{EngineConfig, HostConfig, WireConfig, serve};
+
+pub(crate) const EXAMPLES: &str = "Examples:
+  unirdma host                                           vRNICs of this host only
+  unirdma host --address 192.168.7.1 --peers peers.txt   and of other hosts, by RoCEv2 (UDP port 4791)
+
+The peers file has a line for each vRNIC of another host: its virtual address, its group, its host's address:
+  10.0.0.2      default  192.168.7.2
+  192.168.7.9   default  192.168.7.9  foreign    # a plain RoCEv2 device, for instance the kernel's rxe
+
+A foreign peer knows a vRNIC by its GID, so give that vRNIC this host's own address: vrnic add x --ip 192.168.7.1";
 
 #[derive(Args)]
 pub(crate) struct HostArgs {
@@ -15,6 +26,18 @@ pub(crate) struct HostArgs {
     /// How long a vRNIC is polled after its last doorbell before it must wake the host, in microseconds
     #[arg(long, value_name = "US", default_value_t = 500, value_parser = clap::value_parser!(u64).range(0..=1_000_000))]
     spin_us: u64,
+    /// Serve other hosts too: the file that says which virtual addresses live where, read again when it changes
+    #[arg(long, value_name = "FILE", requires = "address")]
+    peers: Option<PathBuf>,
+    /// This host's address on the network to the peers; once for IPv4, once for IPv6
+    #[arg(long, value_name = "IP", requires = "peers")]
+    address: Vec<IpAddr>,
+    /// Largest path MTU to other hosts, in bytes: 256, 512, 1024, 2048 or 4096 [default: what the interface takes]
+    #[arg(long, value_name = "BYTES", requires = "peers", value_parser = ["256", "512", "1024", "2048", "4096"])]
+    mtu: Option<String>,
+    /// Percent of incoming packets to lose, to double and to reorder; for tests only
+    #[arg(long, value_name = "PERCENT", hide = true, requires = "peers", value_parser = clap::value_parser!(u64).range(0..=50))]
+    faults: Option<u64>,
     /// Fixes the random numbers that QPNs and keys are made of; for tests only
     #[arg(long, value_name = "N", hide = true)]
     seed: Option<u64>,
@@ -50,7 +73,13 @@ pub(crate) fn host(dir: PathBuf, args: &HostArgs) -> io::Result<()> {
     let stop = termination()?;
     let engine = EngineConfig { pollers: args.pollers.unwrap_or(0).into(), spin_us: args.spin_us, seed: args.seed };
     let shown = dir.display().to_string();
-    serve(&HostConfig { dir, engine }, stop.as_fd(), || {
+    let wire = args.peers.as_ref().map(|p| WireConfig {
+        addresses: args.address.clone(),
+        peers: p.clone(),
+        mtu: args.mtu.as_ref().and_then(|m| m.parse().ok()),
+        faults: args.faults,
+    });
+    serve(&HostConfig { dir, engine, wire }, stop.as_fd(), || {
         eprintln!("unirdma: serving {shown} (pid {}); stop with Ctrl-C or SIGTERM", std::process::id());
     })
 }

@@ -38,6 +38,7 @@ const EXAMPLES: &str = "Examples:
 #[derive(Subcommand)]
 enum Command {
     /// Serve vRNICs on this host until interrupted
+    #[command(after_help = hosting::EXAMPLES)]
     Host(hosting::HostArgs),
     /// Make, list, show and remove vRNICs
     Vrnic {

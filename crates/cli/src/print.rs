@@ -3,7 +3,7 @@
 use std::io::{self, Write};
 
 use unirdma_host::VrnicInfo;
-use unirdma_host::admin::Response;
+use unirdma_host::admin::{Response, StatusInfo};
 
 /// Lines up columns; the first row is the heading.
 fn table(rows: &[Vec<String>]) -> String {
@@ -53,7 +53,7 @@ fn list(vs: &[VrnicInfo]) -> String {
 
 fn show(v: &VrnicInfo) -> String {
     let c = &v.counters;
-    let rows: Vec<(&str, String)> = vec![
+    let mut rows: Vec<(&str, String)> = vec![
         ("name", v.name.clone()),
         ("group", v.group.clone()),
         ("addresses", ips(v)),
@@ -75,7 +75,52 @@ fn show(v: &VrnicInfo) -> String {
         ("timeouts", c.timeouts.to_string()),
         ("errors", c.errors.to_string()),
     ];
+    let w = &c.wire;
+    let packets = [
+        ("sent", w.sent_pkts),
+        ("received", w.rcvd_pkts),
+        ("sent again", w.retransmitted_pkts),
+        ("duplicate requests", w.duplicate_request),
+        ("requests after a gap", w.out_of_seq_request),
+        ("RNR NAKs sent", w.send_rnr_err),
+        ("RNR NAKs received", w.rcvd_rnr_err),
+        ("sequence NAKs received", w.rcvd_seq_err),
+        ("gaps in responses", w.implied_nak),
+        ("retries exceeded", w.retry_exceeded_err),
+        ("RNR retries exceeded", w.retry_rnr_exceeded_err),
+    ];
+    let packets = packets.iter().filter(|p| p.1 > 0).map(|p| format!("{} {}", p.1, p.0)).collect::<Vec<_>>();
+    if !packets.is_empty() {
+        rows.push(("packets", packets.join(", ")));
+    }
     table(&rows.into_iter().map(|(k, v)| vec![k.to_string(), v]).collect::<Vec<_>>())
+}
+
+fn status(s: &StatusInfo) -> String {
+    let mut text = format!(
+        "virtual layer {} (pid {}) serves {}: {} vRNICs, {} programs",
+        s.version, s.pid, s.dir, s.vrnics, s.sessions
+    );
+    if let Some(w) = &s.wire {
+        let own: Vec<String> = w.addresses.iter().map(ToString::to_string).collect();
+        let (p, d) = (&w.port, &w.drops);
+        text += &format!(
+            "\nnetwork: {} with a path MTU of {}, {} peers from {}",
+            own.join(", "),
+            w.mtu,
+            w.peers,
+            w.peers_file
+        );
+        if let Some(e) = &w.peers_error {
+            text += &format!("\n  not in force: {e}");
+        }
+        text += &format!("\npackets: {} sent, {} received, {} refused", p.sent, p.received, p.send_errors);
+        text += &format!(
+            "\ndropped: {} wrong ICRC, {} malformed, {} no such QP, {} wrong source, {} wrong P_Key, {} wrong state",
+            p.icrc_errors, d.malformed, d.no_qp, d.wrong_source, d.bad_pkey, d.bad_state
+        );
+    }
+    text
 }
 
 fn json(r: &Response) -> serde_json::Result<String> {
@@ -98,10 +143,7 @@ fn text(r: &Response) -> String {
             rows.extend(g.iter().map(|g| vec![g.name.clone(), g.vrnics.to_string()]));
             table(&rows)
         }
-        Response::Status(s) => format!(
-            "virtual layer {} (pid {}) serves {}: {} vRNICs, {} programs",
-            s.version, s.pid, s.dir, s.vrnics, s.sessions
-        ),
+        Response::Status(s) => status(s),
         Response::Done => String::new(),
         Response::Error(e) => e.clone(),
     }

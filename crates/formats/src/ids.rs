@@ -51,6 +51,14 @@ impl Psn {
     pub fn advance(self, n: u32) -> Self {
         Psn::new(self.0.wrapping_add(n))
     }
+    /// Packets from `earlier` to this one, modulo 2^24.
+    pub fn since(self, earlier: Psn) -> u32 {
+        self.0.wrapping_sub(earlier.0) & 0xff_ffff
+    }
+    /// True if this PSN lies in the half of the number space before `other` (IBTA vol. 1, 9.7.2).
+    pub fn is_before(self, other: Psn) -> bool {
+        self.since(other) >= 0x80_0000
+    }
 }
 
 /// A global identifier, 128 bits in network order.
@@ -143,6 +151,8 @@ mod tests {
     fn psn_wraps_at_24_bits() {
         assert_eq!(Psn::new(0xff_ffff).advance(1).get(), 0);
         assert_eq!(Psn::new(0xff_fffe).advance(0x100_0003).get(), 1);
+        assert_eq!(Psn::new(2).since(Psn::new(0xff_fffe)), 4);
+        assert!(Psn::new(0xff_fffe).is_before(Psn::new(2)) && !Psn::new(2).is_before(Psn::new(2)));
     }
 
     #[test]

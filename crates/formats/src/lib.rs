@@ -7,6 +7,7 @@
 mod ids;
 mod path;
 mod verbs;
+pub mod wire;
 
 pub use ids::{Gid, Guid, Lkey, Mac, Psn, Qpn, Rkey};
 pub use path::{ack_timeout_ns, mtu_bytes, psn_count, rnr_timer_ns};

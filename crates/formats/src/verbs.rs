@@ -125,6 +125,8 @@ code!(
         LocProtErr = 4,
         /// The QP went to ERR before this request was executed.
         WrFlushErr = 5,
+        /// The peer's answer made no sense.
+        BadRespErr = 7,
         /// The peer found the request invalid.
         RemInvReqErr = 9,
         /// The peer's memory may not be reached so.

@@ -1,6 +1,7 @@
 //! The administration socket: one JSON line a request, one a response; a request may carry a descriptor.
 
 use std::io::{self, BufRead, BufReader, Read, Write};
+use std::net::IpAddr;
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::os::unix::fs::PermissionsExt;
 use std::os::unix::net::{UnixListener, UnixStream};
@@ -8,7 +9,10 @@ use std::path::Path;
 
 use serde::{Deserialize, Serialize};
 
+use unirdma_rnic::WireDrops;
+
 use crate::fdpass;
+use crate::port::PortCounters;
 use crate::vrnic::{AddVrnic, VrnicInfo};
 
 /// What may be asked.
@@ -57,6 +61,25 @@ pub struct StatusInfo {
     pub dir: String,
     pub vrnics: usize,
     pub sessions: usize,
+    /// The network, if it was asked for.
+    pub wire: Option<WireInfo>,
+}
+
+/// How other hosts are reached, and what came of it.
+#[derive(Clone, Debug, Serialize, Deserialize)]
+#[allow(missing_docs)]
+pub struct WireInfo {
+    pub addresses: Vec<IpAddr>,
+    pub peers_file: String,
+    /// Peers in force.
+    pub peers: usize,
+    /// Why the file as it is now is not in force.
+    pub peers_error: Option<String>,
+    /// Largest path MTU, bytes.
+    pub mtu: u32,
+    pub port: PortCounters,
+    /// Packets that were for no QP, by reason.
+    pub drops: WireDrops,
 }
 
 /// What comes back.
@@ -68,7 +91,7 @@ pub enum Response {
     Vrnic(Box<VrnicInfo>),
     Vrnics(Vec<VrnicInfo>),
     Groups(Vec<GroupInfo>),
-    Status(StatusInfo),
+    Status(Box<StatusInfo>),
     /// One line that says what is wrong and what to do.
     Error(String),
 }

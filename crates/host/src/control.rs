@@ -17,10 +17,13 @@ use unirdma_formats::Mac;
 use unirdma_link::{Backend, Handler, Memory, Progress, RegionBudget, Vring};
 use unirdma_rnic::{Limits, VnicConfig, VnicId};
 
-use crate::admin::{self, GroupInfo, Request, Response, StatusInfo};
+use crate::admin::{self, GroupInfo, Request, Response, StatusInfo, WireInfo};
 use crate::engine::Engine;
+use crate::peers;
 use crate::switch::Switch;
+use crate::tunnel;
 use crate::vrnic::{self, AddVrnic, IpNet, VrnicInfo};
+use crate::wire::Wire;
 use crate::{VHOST_SOCKET, vrnic_dir};
 
 /// Most sessions of one vRNIC.
@@ -97,6 +100,7 @@ enum Source {
     Socket(u64),
     Kick(u64, usize),
     Exit(u64),
+    Peers,
 }
 
 /// A request of an administration connection, or its end.
@@ -119,12 +123,22 @@ pub(crate) struct Control {
     groups: BTreeMap<String, u32>,
     next_group: u32,
     sessions: HashMap<u64, Session>,
+    wire: Option<Wire>,
 }
 
 type Answer = Result<Response, String>;
 
 impl Control {
-    pub(crate) fn new(dir: PathBuf, engine: Arc<Engine>, switch: Switch, admin: UnixListener) -> io::Result<Self> {
+    pub(crate) fn new(
+        dir: PathBuf,
+        engine: Arc<Engine>,
+        switch: Switch,
+        admin: UnixListener,
+        wire: Option<Wire>,
+    ) -> io::Result<Self> {
+        if let Some(w) = &wire {
+            lock(&engine.rnic).set_wire_mtu(w.mtu());
+        }
         Ok(Control {
             dir,
             engine,
@@ -139,6 +153,7 @@ impl Control {
             groups: BTreeMap::from([(DEFAULT_GROUP.to_string(), 0)]),
             next_group: 1,
             sessions: HashMap::new(),
+            wire,
         })
     }
 
@@ -158,6 +173,11 @@ impl Control {
         self.watch(wake.as_fd(), Source::Wake, true)?;
         let admin = self.admin.try_clone()?;
         self.watch(admin.as_fd(), Source::Admin, false)?;
+        if let Some(w) = self.wire.take() {
+            self.watch(w.changes(), Source::Peers, false)?;
+            self.wire = Some(w);
+            self.set_routes();
+        }
         ready();
         let mut events = [MaybeUninit::<epoll::Event>::uninit(); 64];
         loop {
@@ -175,9 +195,19 @@ impl Control {
                     Some(Source::Socket(id)) => self.on_socket(id),
                     Some(Source::Kick(id, vring)) => self.on_kick(id, vring),
                     Some(Source::Exit(id)) => self.close(id),
+                    Some(Source::Peers) if self.wire.as_mut().is_some_and(Wire::reload) => self.set_routes(),
+                    Some(Source::Peers) => {}
                     None => {}
                 }
             }
+        }
+    }
+
+    /// Tells the RNIC where peers are; after a change of the file or of the groups.
+    fn set_routes(&self) {
+        if let Some(w) = &self.wire {
+            lock(&self.engine.rnic).set_routes(peers::routes(w.peers(), &self.groups));
+            self.switch.set_groups(peers::members(w.peers(), &self.groups));
         }
     }
 
@@ -350,8 +380,15 @@ impl Control {
                 if self.groups.contains_key(&name) {
                     return Err(format!("group {name} exists already"));
                 }
+                let same = self.groups.keys().find(|g| tunnel::vni(g) == tunnel::vni(&name));
+                if let Some(g) = same.filter(|_| self.wire.is_some()) {
+                    return Err(format!(
+                        "group {name} would share its VXLAN identifier with group {g}; choose another name"
+                    ));
+                }
                 self.groups.insert(name, self.next_group);
                 self.next_group += 1;
+                self.set_routes();
                 Ok(Response::Done)
             }
             Request::GroupList => {
@@ -361,13 +398,22 @@ impl Control {
             }
             Request::GroupRemove { name } => self.remove_group(&name),
             Request::Attach { name } => self.attach(id, &name, fd),
-            Request::Status => Ok(Response::Status(StatusInfo {
+            Request::Status => Ok(Response::Status(Box::new(StatusInfo {
                 pid: std::process::id(),
                 version: env!("CARGO_PKG_VERSION").into(),
                 dir: self.dir.display().to_string(),
                 vrnics: self.vrnics.len(),
                 sessions: self.sessions.len(),
-            })),
+                wire: self.wire.as_ref().map(|w| WireInfo {
+                    addresses: w.addresses().to_vec(),
+                    peers_file: w.file().display().to_string(),
+                    peers: w.peers().len(),
+                    peers_error: w.error().map(str::to_string),
+                    mtu: w.mtu(),
+                    port: self.engine.port_counters().unwrap_or_default(),
+                    drops: lock(&self.engine.rnic).wire_drops(),
+                }),
+            }))),
         }
     }
 
@@ -382,7 +428,9 @@ impl Control {
         if let Some((v, _)) = self.vrnics.iter().find(|(_, v)| v.group == name) {
             return Err(format!("group {name} still has the vRNIC {v}; remove its vRNICs first"));
         }
-        self.groups.remove(name).map(|_| Response::Done).ok_or(format!("there is no group {name}"))
+        self.groups.remove(name).ok_or(format!("there is no group {name}"))?;
+        self.set_routes();
+        Ok(Response::Done)
     }
 
     fn add_vrnic(&mut self, add: &AddVrnic) -> Answer {
@@ -420,7 +468,7 @@ impl Control {
             vnic: id,
             config: vrnic::device_config(mac, &limits),
             name: add.name.clone(),
-            active_mtu: vrnic::PORT_MTU,
+            active_mtu: self.wire.as_ref().map_or(vrnic::PORT_MTU, Wire::mtu_code),
         });
         let listener = self.listen(&add.name).map_err(|e| {
             lock(&self.engine.rnic).remove_vnic(id);
@@ -535,7 +583,7 @@ impl Control {
             gids: rnic.gids(v.id).iter().map(|g| g.to_string()).collect(),
             mac: v.mac.to_string(),
             guid: v.mac.guid().to_string(),
-            mtu: vrnic::NET_MTU,
+            mtu: self.wire.as_ref().map_or(vrnic::NET_MTU, Wire::net_mtu),
             dir: vrnic_dir(&self.dir, name).display().to_string(),
             attached: v.attached.is_some(),
             sessions: u.sessions,

@@ -19,6 +19,8 @@ use unirdma_device::{EventQueues, lock};
 use unirdma_mem::Bell;
 use unirdma_rnic::{Output, Rnic, SessionId};
 
+use crate::port::{Port, PortCounters};
+
 /// How the pollers run.
 #[derive(Clone, Debug)]
 pub struct EngineConfig {
@@ -57,6 +59,10 @@ pub struct Engine {
     woken: Condvar,
     /// Other pollers that sleep.
     asleep: AtomicUsize,
+    /// Taken only by who has the RNIC.
+    port: Option<Mutex<Box<dyn Port>>>,
+    /// Until then the port is polled; later its descriptors wake poller 0.
+    port_until_ns: AtomicU64,
     start: Instant,
     idle_ns: u64,
     yields: bool,
@@ -71,13 +77,17 @@ const KICK_ROUNDS_BUSY: u32 = 64;
 const LOOKS_BETWEEN_ROUNDS: u32 = 64;
 /// Token of the engine's own eventfd; sessions have 32-bit tokens.
 const WAKE: u64 = u64::MAX;
+/// Token of the port's descriptors.
+const PORT: u64 = u64::MAX - 1;
+/// Least time that the port is polled after a packet, nanoseconds.
+const PORT_POLL_NS: u64 = 20_000;
 
 impl Engine {
-    /// Starts the pollers.
+    /// Starts the pollers; `port` leads to other hosts.
     ///
     /// # Errors
     /// Those of epoll, eventfd and thread creation.
-    pub fn start(c: &EngineConfig) -> io::Result<Arc<Self>> {
+    pub fn start(c: &EngineConfig, port: Option<Box<dyn Port>>) -> io::Result<Arc<Self>> {
         let cores = cores();
         let yields = cores.len() <= FEW_CORES;
         let pollers = match c.pollers {
@@ -97,6 +107,9 @@ impl Engine {
         let epoll = epoll::create(epoll::CreateFlags::CLOEXEC)?;
         let wake = rustix::event::eventfd(0, EventfdFlags::CLOEXEC | EventfdFlags::NONBLOCK)?;
         epoll::add(&epoll, &wake, epoll::EventData::new_u64(WAKE), epoll::EventFlags::IN | epoll::EventFlags::ET)?;
+        for fd in port.iter().flat_map(|p| p.descriptors()) {
+            epoll::add(&epoll, fd, epoll::EventData::new_u64(PORT), epoll::EventFlags::IN)?;
+        }
         let engine = Arc::new(Engine {
             rnic: Arc::new(Mutex::new(Rnic::new(seed, hints))),
             events: RwLock::default(),
@@ -110,6 +123,8 @@ impl Engine {
             wakes: Mutex::new(0),
             woken: Condvar::new(),
             asleep: AtomicUsize::new(0),
+            port: port.map(Mutex::new),
+            port_until_ns: AtomicU64::new(0),
             start: Instant::now(),
             idle_ns: c.spin_us * 1000,
             yields,
@@ -220,7 +235,39 @@ impl Engine {
             || watch.bells.iter().any(Bell::has_rung)
             || self.runnable.load(Ordering::Acquire)
             || watch.looks % LOOKS_BETWEEN_ROUNDS == 0
-            || self.due_ns.load(Ordering::Acquire) <= self.now()
+            || {
+                let now = self.now();
+                self.due_ns.load(Ordering::Acquire) <= now || self.port_is_polled(now)
+            }
+    }
+
+    fn port_is_polled(&self, now: u64) -> bool {
+        now < self.port_until_ns.load(Ordering::Relaxed)
+    }
+
+    fn poll_port(&self, now: u64) {
+        self.port_until_ns.store(now + self.idle_ns.max(PORT_POLL_NS), Ordering::Relaxed);
+    }
+
+    /// Packets in, a turn of the RNIC, packets out; true if there was anything.
+    fn turn(&self, r: &mut Rnic, now: u64) -> bool {
+        let Some(port) = &self.port else { return r.poll(now) };
+        let mut port = lock(port);
+        let mut moved = self.port_is_polled(now) && port.receive(&mut |from, bytes| r.handle_packet(now, from, bytes));
+        let found = r.poll(now);
+        if !r.tx().packets().is_empty() {
+            port.send(r.tx());
+            moved = true;
+        }
+        if moved {
+            self.poll_port(now);
+        }
+        found || moved
+    }
+
+    /// What the port has done.
+    pub fn port_counters(&self) -> Option<PortCounters> {
+        self.port.as_ref().map(|p| lock(p).counters())
     }
 
     /// One look at the RNIC; `None` if nothing calls for it or another poller has it.
@@ -235,12 +282,12 @@ impl Engine {
             Err(std::sync::TryLockError::WouldBlock) => return None,
         };
         let now = self.now();
-        let found = r.poll(now);
+        let found = self.turn(&mut r, now);
         if !found {
             r.park_idle(now, self.idle_ns);
         }
         r.drain_outputs(out);
-        let idle = !found && !r.is_busy();
+        let idle = !found && !r.is_busy() && !self.port_is_polled(now);
         if idle {
             // Under the lock, so that whoever makes work afterwards sees it.
             self.sleeping.store(true, Ordering::SeqCst);
@@ -335,11 +382,13 @@ impl Engine {
         let mut r = lock(&self.rnic);
         let now = self.now();
         for token in got {
-            if token != WAKE {
+            if token == PORT {
+                self.poll_port(now);
+            } else if token != WAKE {
                 r.unpark(SessionId(token as u32), now);
             }
         }
-        let busy = r.is_busy();
+        let busy = r.is_busy() || self.port_is_polled(now);
         self.publish(&r);
         drop(r);
         if busy {

@@ -8,18 +8,25 @@
 pub mod admin;
 mod control;
 mod engine;
+mod faults;
 pub mod fdpass;
+mod peers;
+mod port;
 mod switch;
+mod tunnel;
 mod vrnic;
+mod wire;
 
 use std::fs::File;
 use std::io;
+use std::net::IpAddr;
 use std::os::unix::fs::{DirBuilderExt, MetadataExt, PermissionsExt};
 use std::path::{Path, PathBuf};
 use std::time::Duration;
 
 pub use admin::Client;
 pub use engine::EngineConfig;
+pub use port::PortCounters;
 pub use vrnic::{AddVrnic, IpNet, VrnicInfo};
 
 /// How to run the virtual layer.
@@ -29,6 +36,21 @@ pub struct HostConfig {
     pub dir: PathBuf,
     /// The pollers.
     pub engine: EngineConfig,
+    /// The network; `None`: no other hosts.
+    pub wire: Option<WireConfig>,
+}
+
+/// How other hosts are reached.
+#[derive(Clone, Debug)]
+pub struct WireConfig {
+    /// This host's addresses for RoCEv2.
+    pub addresses: Vec<IpAddr>,
+    /// The file that says which virtual addresses live where.
+    pub peers: PathBuf,
+    /// Largest path MTU, bytes; `None`: what the interfaces take.
+    pub mtu: Option<u32>,
+    /// Percent of incoming packets to lose, to double and to reorder; for tests.
+    pub faults: Option<u64>,
 }
 
 /// Name of the administration socket in the directory.
@@ -104,10 +126,13 @@ pub fn serve(config: &HostConfig, stop: std::os::fd::BorrowedFd<'_>, ready: impl
     let _ = std::fs::remove_dir_all(&vrnics);
     std::fs::create_dir(&vrnics).map_err(context("cannot create", &vrnics))?;
     std::fs::set_permissions(&vrnics, PermissionsExt::from_mode(0o700))?;
-    let engine = engine::Engine::start(&config.engine)?;
-    let switch = switch::Switch::start()?;
+    let wire = config.wire.as_ref().map(wire::Wire::open).transpose()?;
+    let (port, wire) = wire.map_or((None, None), |(p, w)| (Some(p), Some(w)));
+    let engine = engine::Engine::start(&config.engine, port)?;
+    let tunnel = config.wire.as_ref().map(|w| tunnel::Tunnel::open(&w.addresses)).transpose()?;
+    let switch = switch::Switch::start(tunnel)?;
     let admin = admin::listen(&dir.join(ADMIN_SOCKET))?;
-    let result = control::Control::new(dir.clone(), engine.clone(), switch, admin)?.run(stop, ready);
+    let result = control::Control::new(dir.clone(), engine.clone(), switch, admin, wire)?.run(stop, ready);
     engine.stop();
     let _ = std::fs::remove_file(dir.join(ADMIN_SOCKET));
     let _ = std::fs::remove_dir_all(&vrnics);

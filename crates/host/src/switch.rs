@@ -1,5 +1,5 @@
-//! The Ethernet switch of the containers' interfaces: frames go to vRNICs of the same group on this host,
-//! and nowhere else.
+//! The Ethernet switch of the containers' interfaces: frames go to vRNICs of the same group, on this host and,
+//! through the tunnel, on others.
 //!
 //! Each interface arrives as a descriptor that reads and writes whole frames (a tap, or a packet socket on
 //! one end of a veth pair). A frame whose source is not the vRNIC's own MAC is dropped.
@@ -14,6 +14,8 @@ use rustix::event::{EventfdFlags, epoll};
 use unirdma_device::lock;
 use unirdma_formats::Mac;
 
+use crate::tunnel::{Members, Tunnel};
+
 struct Port {
     fd: OwnedFd,
     group: u32,
@@ -25,6 +27,7 @@ struct Port {
 pub struct Switch {
     ports: Arc<Mutex<HashMap<u64, Arc<Port>>>>,
     epoll: Arc<OwnedFd>,
+    tunnel: Option<Arc<Tunnel>>,
 }
 
 const ETH_HEADER: usize = 14;
@@ -32,14 +35,20 @@ const ETH_HEADER: usize = 14;
 const MAX_FRAME: usize = 65_536;
 /// Frames from one port before the others get a turn.
 const BURST: usize = 64;
+/// Token of the tunnel's first socket; interfaces have smaller ones.
+const TUNNEL: u64 = 1 << 63;
 
 impl Switch {
-    /// Starts the switch.
+    /// Starts the switch; `tunnel` leads to other hosts.
     ///
     /// # Errors
     /// Those of epoll and thread creation.
-    pub fn start() -> io::Result<Self> {
-        let s = Switch { ports: Arc::default(), epoll: Arc::new(epoll::create(epoll::CreateFlags::CLOEXEC)?) };
+    pub fn start(tunnel: Option<Tunnel>) -> io::Result<Self> {
+        let epoll = epoll::create(epoll::CreateFlags::CLOEXEC)?;
+        for (i, socket) in tunnel.iter().flat_map(|t| &t.sockets).enumerate() {
+            epoll::add(&epoll, socket, epoll::EventData::new_u64(TUNNEL + i as u64), epoll::EventFlags::IN)?;
+        }
+        let s = Switch { ports: Arc::default(), epoll: Arc::new(epoll), tunnel: tunnel.map(Arc::new) };
         // Keeps the epoll set non-empty, so that waiting on it never spins.
         let idle = rustix::event::eventfd(0, EventfdFlags::CLOEXEC)?;
         let me = s.clone();
@@ -78,6 +87,15 @@ impl Switch {
                 Err(_) => continue,
             };
             for id in ready {
+                if let (Some(socket), Some(t)) = (id.checked_sub(TUNNEL), &self.tunnel) {
+                    for _ in 0..BURST {
+                        let Some((group, frame)) = t.receive(socket as usize, &mut frame) else { break };
+                        if !frame.is_empty() {
+                            self.deliver(None, group, frame);
+                        }
+                    }
+                    continue;
+                }
                 let Some(port) = lock(&self.ports).get(&id).cloned() else { continue };
                 for _ in 0..BURST {
                     match rustix::io::read(&port.fd, &mut frame[..]) {
@@ -95,16 +113,34 @@ impl Switch {
         }
     }
 
-    fn forward(&self, from: u64, port: &Port, frame: &[u8]) {
+    fn forward(&self, id: u64, port: &Port, frame: &[u8]) {
         if frame[6..12] != port.mac.0 {
             return;
         }
+        let here = self.deliver(Some(id), port.group, frame);
+        if let Some(t) = self.tunnel.as_ref().filter(|_| !here) {
+            t.send(port.group, frame);
+        }
+    }
+
+    /// Hands a frame to the vRNICs of this host that it is for; true if it is for nobody else.
+    fn deliver(&self, from: Option<u64>, group: u32, frame: &[u8]) -> bool {
         let to_all = frame[0] & 1 != 0;
+        let mut found = false;
         for (&id, p) in lock(&self.ports).iter() {
-            if id != from && p.group == port.group && (to_all || frame[..6] == p.mac.0) {
+            if Some(id) != from && p.group == group && (to_all || frame[..6] == p.mac.0) {
                 // A full queue drops the frame, as a wire would.
                 let _ = rustix::io::write(&p.fd, frame);
+                found = true;
             }
+        }
+        found && !to_all
+    }
+
+    /// Tells the tunnel where the members of each group are.
+    pub fn set_groups(&self, groups: HashMap<u32, Members>) {
+        if let Some(t) = &self.tunnel {
+            t.set_groups(groups);
         }
     }
 }

@@ -22,4 +22,4 @@ pub use map::{MapError, MemFd, map_file, map_pieces};
 pub use proc::ProcMem;
 pub use ring::{Bell, CqRing, CqTail, QpRings, RingError};
 pub use span::Span;
-pub use transfer::{Fault, Loc, atomic_u64, transfer};
+pub use transfer::{Fault, Loc, atomic_u64, fetch, transfer};

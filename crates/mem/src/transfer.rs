@@ -76,6 +76,19 @@ pub fn transfer(src: Loc<'_>, dst: Loc<'_>, len: usize, scratch: &mut [u8]) -> R
     }
 }
 
+/// Copies bytes at `src` into private memory, once.
+///
+/// # Errors
+/// [`Fault::Source`] if the memory is gone or the range leaves its window.
+pub fn fetch(src: Loc<'_>, dst: &mut [u8]) -> Result<(), Fault> {
+    match src {
+        Loc::Bytes(b) => dst.copy_from_slice(b.get(..dst.len()).ok_or(Fault::Source)?),
+        Loc::Mapped(s, off) => s.read(range(s, off, dst.len()).ok_or(Fault::Source)?, dst),
+        Loc::Process(p, addr) => p.read(addr, dst).map_err(|_| Fault::Source)?,
+    }
+    Ok(())
+}
+
 fn range(s: &Span, off: u64, len: usize) -> Option<usize> {
     let end = off.checked_add(len as u64)?;
     (end <= s.len() as u64).then_some(off as usize)

@@ -4,7 +4,7 @@ use std::sync::Arc;
 
 use unirdma_abi as abi;
 use unirdma_formats::{WrOpcode, access, send_flags};
-use unirdma_mem::{Fault, Loc, transfer};
+use unirdma_mem::{Fault, Loc, fetch, transfer};
 
 use crate::mr::{MrTable, Resolve};
 use crate::objects::{Qp, Session, Work};
@@ -74,6 +74,29 @@ impl<'a> Tables<'a> {
                 None
             }
         }
+    }
+
+    /// Copies bytes of a message from `off` on into private memory.
+    pub fn load(&self, src: Side<'_>, off: u64, dst: &mut [u8]) -> Result<(), Fault> {
+        let mut done = 0;
+        while done < dst.len() {
+            let (from, n) = self.at(src, off + done as u64, (dst.len() - done) as u64).ok_or(Fault::Source)?;
+            fetch(from, &mut dst[done..done + n as usize])?;
+            done += n as usize;
+        }
+        Ok(())
+    }
+
+    /// Puts `bytes` into a message's memory from `off` on.
+    pub fn store(&self, dst: Side<'_>, off: u64, bytes: &[u8]) -> Result<(), Fault> {
+        let mut done = 0;
+        while done < bytes.len() {
+            let left = (bytes.len() - done) as u64;
+            let (to, n) = self.at(dst, off + done as u64, left).ok_or(Fault::Destination)?;
+            transfer(Loc::Bytes(&bytes[done..]), to, n as usize, &mut [])?;
+            done += n as usize;
+        }
+        Ok(())
     }
 
     /// Copies bytes `[off, off + len)` of a message.

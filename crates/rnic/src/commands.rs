@@ -11,6 +11,7 @@ use crate::attr;
 use crate::mr::{Backing, Mr, Resolve};
 use crate::objects::{Cq, CreateQp, Pd, Qp, SessionId, VnicId, Wait};
 use crate::rnic::Rnic;
+use crate::wire::Wire;
 
 type Result<T> = std::result::Result<T, Status>;
 
@@ -247,6 +248,7 @@ impl Rnic {
             queued: false,
             broken: false,
             established: false,
+            wire: None,
         };
         let Some(h) = self.qps.insert_with(|_| qp) else {
             return Err(Status::Exhausted);
@@ -294,7 +296,7 @@ impl Rnic {
             sq_psn: q.sq_psn.get(),
             rq_psn: q.rq_psn.get(),
             cap: q.cap,
-            sq_draining: u8::from(q.state == QpState::Sqd && q.busy),
+            sq_draining: u8::from(q.state == QpState::Sqd && (q.busy || q.wire.as_ref().is_some_and(|w| w.is_busy()))),
             ..q.attr
         })
     }
@@ -336,14 +338,22 @@ impl Rnic {
         if bad {
             return Err(Status::BadValue);
         }
-        let mut peer_vnic = q.peer_vnic;
+        let (mut peer_vnic, mut path) = (q.peer_vnic, q.wire.as_ref().map(|w| w.path));
         if given(m::AV) {
             let ah = &a.ah_attr;
             // RoCE has no LIDs: an address vector without a GRH names nobody (annex A16).
             if ah.is_global == 0 || usize::from(ah.grh.sgid_index) >= v.gids.len() || ah.port_num > 1 {
                 return Err(Status::BadValue);
             }
-            peer_vnic = Some(self.find_vnic(v.group, Gid(ah.grh.dgid)).ok_or(Status::Unreachable)?);
+            let dgid = Gid(ah.grh.dgid);
+            peer_vnic = self.find_vnic(v.group, dgid);
+            path = self.route(vnic, ah.grh.sgid_index, dgid).filter(|_| peer_vnic.is_none());
+            if peer_vnic.is_none() && path.is_none() {
+                return Err(Status::Unreachable);
+            }
+            if path.is_some() && given(m::PATH_MTU) && mtu_bytes(a.path_mtu).is_some_and(|b| b > self.wire_mtu) {
+                return Err(Status::BadValue);
+            }
         }
         if to == QpState::Reset {
             self.reset_qp(h);
@@ -351,6 +361,10 @@ impl Rnic {
         }
         let Some(q) = self.qps.get_mut(h) else { return Err(Status::BadHandle) };
         q.peer_vnic = peer_vnic;
+        match (&mut q.wire, path) {
+            (Some(w), Some(path)) => w.path = path,
+            (_, path) => q.wire = path.map(|p| Box::new(Wire::new(p))),
+        }
         apply(q, mask, a);
         let was = q.state;
         if to == QpState::Err {
@@ -378,6 +392,7 @@ impl Rnic {
         (q.sq_cons, q.rq_cons) = (0, 0);
         (q.busy, q.receiving, q.broken, q.established) = (false, false, false, false);
         (q.peer, q.peer_vnic, q.wait) = (None, None, Wait::No);
+        q.wire = None;
         q.timer = q.timer.wrapping_add(1);
         q.rings.set_sq_cons(0);
         q.rings.set_rq_cons(0);
@@ -416,6 +431,9 @@ fn apply(q: &mut Qp, mask: u32, a: &abi::QpAttr) {
     }
     if mask & m::SQ_PSN != 0 {
         q.sq_psn = Psn::new(a.sq_psn);
+        if let Some(w) = &mut q.wire {
+            w.start(q.sq_psn);
+        }
     }
     if let Some(mtu) = mtu_bytes(q.attr.path_mtu) {
         q.mtu = mtu;

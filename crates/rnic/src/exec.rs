@@ -40,6 +40,17 @@ impl Rnic {
             if q.broken || q.wait != Wait::No {
                 return (cost, false);
             }
+            if q.wire.is_some() && matches!(q.state, QpState::Rtr | QpState::Rts | QpState::Sqd) {
+                let (c, again) = self.wire_step(h, allowance);
+                if self
+                    .qps
+                    .get(h)
+                    .is_some_and(|q| q.state == QpState::Sqd && !q.wire.as_ref().is_some_and(|w| w.is_busy()))
+                {
+                    self.drained(h);
+                }
+                return (c, again);
+            }
             match q.state {
                 QpState::Err => {
                     if !self.flush_one(h) {
@@ -84,7 +95,7 @@ impl Rnic {
                     q.work = Some(work);
                     return None;
                 }
-                Ok(_) => status = load(q, &mut work).err(),
+                Ok(_) => status = load(q, q.sq_cons, &mut work).err(),
                 Err(_) => {
                     q.work = Some(work);
                     self.break_qp(h);
@@ -173,13 +184,8 @@ impl Rnic {
             Ok(0) if !p.receiving => return Err(self.not_ready(h, ph, w)),
             Ok(_) => {}
         }
-        let Some(mut recv) = p.recv.take() else { return Err(self.no_answer(h, w)) };
-        if !p.receiving {
-            load_recv(p, &mut recv);
-            p.rq_cons = p.rq_cons.wrapping_add(1);
-            p.rings.set_rq_cons(p.rq_cons);
-            p.receiving = true;
-        }
+        begin_recv(p);
+        let Some(recv) = p.recv.take() else { return Err(self.no_answer(h, w)) };
         let valid = recv.valid;
         // IBTA vol. 1, 9.7.4.1.6 and 9.9.6.3: what each side sees of a receive that does not fit.
         let is_send = matches!(op, WrOpcode::Send | WrOpcode::SendImm);
@@ -197,7 +203,7 @@ impl Rnic {
         match errors {
             None => Ok(()),
             Some((at_responder, at_requester)) => {
-                self.finish_recv(ph, h, w, at_responder);
+                self.finish_local(ph, h, w, at_responder);
                 self.fail_qp(ph, None);
                 Err(Outcome::Failed(at_requester))
             }
@@ -240,7 +246,7 @@ impl Rnic {
             Ok(()) => {}
             Err(Fault::Source) => return Outcome::Failed(WcStatus::LocProtErr),
             Err(Fault::Destination) if matches!(op, WrOpcode::Send | WrOpcode::SendImm) => {
-                self.finish_recv(ph, h, w, WcStatus::LocProtErr);
+                self.finish_local(ph, h, w, WcStatus::LocProtErr);
                 self.fail_qp(ph, None);
                 return Outcome::Failed(WcStatus::RemOpErr);
             }
@@ -256,7 +262,7 @@ impl Rnic {
         let mtu = q.mtu;
         let packets = if op.is_atomic() { 1 } else { psn_count(w.total, mtu) };
         if op.consumes_recv() {
-            self.finish_recv(ph, h, w, WcStatus::Success);
+            self.finish_local(ph, h, w, WcStatus::Success);
         } else if op != WrOpcode::Read
             && let Some(v) = self.vnic_of_qp(ph)
         {
@@ -331,6 +337,9 @@ impl Rnic {
     /// A wait of QP `h` is over.
     pub(crate) fn on_timer(&mut self, h: u32) {
         let Some(q) = self.qps.get_mut(h) else { return };
+        if q.wire.is_some() {
+            return self.on_wire_timer(h);
+        }
         let was = std::mem::replace(&mut q.wait, Wait::No);
         if was == Wait::Ack {
             let answers = self.answering_peer(h).is_some();
@@ -357,7 +366,7 @@ impl Rnic {
     }
 
     /// Completes the WQE at the head of the SQ.
-    fn retire(&mut self, h: u32, w: &Work, status: WcStatus) {
+    pub(crate) fn retire(&mut self, h: u32, w: &Work, status: WcStatus) {
         let Some(q) = self.qps.get_mut(h) else { return };
         q.busy = false;
         q.sq_cons = q.sq_cons.wrapping_add(1);
@@ -390,36 +399,47 @@ impl Rnic {
         }
     }
 
-    /// Completes the receive that QP `ph` has under way; `h` and `w` are the request.
-    fn finish_recv(&mut self, ph: u32, h: u32, w: &Work, status: WcStatus) {
+    /// Completes the receive that QP `ph` has under way for request `w` of QP `h` on this host.
+    fn finish_local(&mut self, ph: u32, h: u32, w: &Work, status: WcStatus) {
         let src_qp = self.qps.get(h).map_or(0, |q| q.qpn);
+        let op = WrOpcode::from_raw(w.wqe.opcode.into());
+        let done = RecvDone {
+            status,
+            write: op == Some(WrOpcode::WriteImm),
+            imm: op.is_some_and(|o| o.has_imm()).then_some(w.wqe.imm),
+            byte_len: w.total,
+            src_qp,
+            solicited: w.wqe.send_flags & send_flags::SOLICITED != 0,
+        };
+        self.finish_recv(ph, done);
+    }
+
+    /// Completes the receive that QP `ph` has under way.
+    pub(crate) fn finish_recv(&mut self, ph: u32, d: RecvDone) {
         let Some(p) = self.qps.get_mut(ph) else { return };
         p.receiving = false;
-        let op = WrOpcode::from_raw(w.wqe.opcode.into());
-        let imm = op.is_some_and(|o| o.has_imm());
-        let write = op == Some(WrOpcode::WriteImm);
         let cqe = abi::Cqe {
             wr_id: p.recv.as_ref().map_or(0, |r| r.wr_id),
-            status: status as u8,
-            opcode: if write { WcOpcode::RecvWriteImm } else { WcOpcode::Recv } as u8,
-            wc_flags: if imm { wc_flags::WITH_IMM as u16 } else { 0 },
-            byte_len: w.total as u32,
-            imm: if imm { w.wqe.imm } else { 0 },
+            status: d.status as u8,
+            opcode: if d.write { WcOpcode::RecvWriteImm } else { WcOpcode::Recv } as u8,
+            wc_flags: if d.imm.is_some() { wc_flags::WITH_IMM as u16 } else { 0 },
+            byte_len: d.byte_len as u32,
+            imm: d.imm.unwrap_or(0),
             qp_num: p.qpn,
-            src_qp,
+            src_qp: d.src_qp,
             wqe_index: p.rq_cons,
             ..abi::Cqe::default()
         };
         let cq = p.recv_cq;
         if let Some(v) = self.vnic_of_qp(ph) {
-            if status == WcStatus::Success {
+            if d.status == WcStatus::Success {
                 v.counters.received_wrs += 1;
-                v.counters.received_bytes += w.total;
+                v.counters.received_bytes += d.byte_len;
             } else {
                 v.counters.errors += 1;
             }
         }
-        self.complete(cq, cqe, w.wqe.send_flags & send_flags::SOLICITED != 0);
+        self.complete(cq, cqe, d.solicited);
     }
 
     /// Flushes one work request of a QP in ERR (IBTA vol. 1, 10.3.1.7); false if none is left.
@@ -465,7 +485,7 @@ impl Rnic {
     }
 
     /// A ring index jumped: the QP is lost, its sender hears of it, nobody else does.
-    fn break_qp(&mut self, h: u32) {
+    pub(crate) fn break_qp(&mut self, h: u32) {
         if let Some(q) = self.qps.get_mut(h) {
             q.broken = true;
             q.busy = false;
@@ -473,7 +493,7 @@ impl Rnic {
         self.fail_qp(h, Some(AsyncEvent::QpFatal));
     }
 
-    fn establish(&mut self, ph: u32) {
+    pub(crate) fn establish(&mut self, ph: u32) {
         let Some(p) = self.qps.get_mut(ph) else { return };
         if p.state == QpState::Rtr && !std::mem::replace(&mut p.established, true) {
             let (owner, qpn) = (p.owner, p.qpn);
@@ -481,15 +501,15 @@ impl Rnic {
         }
     }
 
-    fn vnic_of_qp(&mut self, h: u32) -> Option<&mut crate::objects::Vnic> {
+    pub(crate) fn vnic_of_qp(&mut self, h: u32) -> Option<&mut crate::objects::Vnic> {
         let v = self.qps.get(h)?.vnic;
         self.vnics.get_mut(v.0)
     }
 }
 
-/// Copies the WQE at the head of the SQ and checks its form.
-fn load(q: &Qp, w: &mut Work) -> Result<(), WcStatus> {
-    w.wqe = q.rings.sq_head(q.sq_cons);
+/// Copies SQ WQE number `at` and checks its form.
+pub(crate) fn load(q: &Qp, at: u32, w: &mut Work) -> Result<(), WcStatus> {
+    w.wqe = q.rings.sq_head(at);
     w.started = false;
     w.done = 0;
     w.total = 0;
@@ -504,7 +524,7 @@ fn load(q: &Qp, w: &mut Work) -> Result<(), WcStatus> {
         let n = usize::from(w.wqe.inline_len);
         let may = !matches!(op, WrOpcode::Read | WrOpcode::CmpSwap | WrOpcode::FetchAdd);
         let data = w.inline.get_mut(..n).filter(|_| may && n as u32 <= q.cap.max_inline_data);
-        if !data.is_some_and(|d| q.rings.sq_data(q.sq_cons, d)) {
+        if !data.is_some_and(|d| q.rings.sq_data(at, d)) {
             return Err(WcStatus::LocQpOpErr);
         }
         w.total = n as u64;
@@ -512,7 +532,7 @@ fn load(q: &Qp, w: &mut Work) -> Result<(), WcStatus> {
     }
     let n = usize::from(w.wqe.num_sge);
     let sges = w.sges.get_mut(..n).filter(|_| n as u32 <= q.cap.max_send_sge);
-    if !sges.is_some_and(|s| q.rings.sq_data(q.sq_cons, s.as_mut_bytes())) {
+    if !sges.is_some_and(|s| q.rings.sq_data(at, s.as_mut_bytes())) {
         return Err(WcStatus::LocQpOpErr);
     }
     w.num_sge = n;
@@ -524,6 +544,45 @@ fn load(q: &Qp, w: &mut Work) -> Result<(), WcStatus> {
         w.total = 8;
     }
     Ok(())
+}
+
+/// How a receive ended.
+#[derive(Clone, Copy)]
+pub(crate) struct RecvDone {
+    pub status: WcStatus,
+    /// A WRITE with immediate.
+    pub write: bool,
+    pub imm: Option<u32>,
+    pub byte_len: u64,
+    pub src_qp: u32,
+    pub solicited: bool,
+}
+
+impl RecvDone {
+    /// Success, for a message from the QP that `q` is connected to.
+    pub fn of(q: &Qp) -> Self {
+        RecvDone {
+            status: WcStatus::Success,
+            write: false,
+            imm: None,
+            byte_len: 0,
+            src_qp: q.attr.dest_qp_num,
+            solicited: false,
+        }
+    }
+}
+
+/// Takes the receive WQE at the head of the RQ, which must not be empty, unless one is taken already.
+pub(crate) fn begin_recv(p: &mut Qp) {
+    if p.receiving {
+        return;
+    }
+    let Some(mut recv) = p.recv.take() else { return };
+    load_recv(p, &mut recv);
+    p.recv = Some(recv);
+    p.rq_cons = p.rq_cons.wrapping_add(1);
+    p.rings.set_rq_cons(p.rq_cons);
+    p.receiving = true;
 }
 
 /// Copies the receive WQE at the head of the RQ and notes whether it is well-formed.

@@ -7,10 +7,11 @@
 //! The core type is [`Rnic`]. Its methods come in classes:
 //!
 //! * *commands* of the control path (`add_vnic`, `create_qp`, `modify_qp`, ...): answered at once;
-//! * *inputs*: [`Rnic::unpark`] (a kick came), [`Rnic::poll`] (time has passed, look at the doorbells);
-//! * *outputs*: [`Rnic::drain_outputs`] (events for sessions), [`Rnic::next_timeout`].
+//! * *inputs*: [`Rnic::unpark`] (a kick came), [`Rnic::handle_packet`] (a packet came), [`Rnic::poll`] (time has
+//!   passed, look at the doorbells);
+//! * *outputs*: [`Rnic::drain_outputs`] (events for sessions), [`Rnic::tx`] (packets), [`Rnic::next_timeout`].
 //!
-//! After every command or input the caller drains the outputs. [`Rnic::poll`] says whether it did
+//! After every command or input the caller drains the outputs and, after a poll, sends the packets. [`Rnic::poll`] says whether it did
 //! anything; a caller that gets `false` may let idle sessions fall asleep with [`Rnic::park_idle`].
 
 mod access;
@@ -22,9 +23,11 @@ mod mr;
 mod objects;
 mod rnic;
 mod slab;
+mod wire;
 
 pub use attr::{Transition, transition};
 pub use keys::{KeyCipher, Rng};
 pub use mr::{Backing, Resolve};
-pub use objects::{Counters, CreateQp, SessionId, VnicId};
+pub use objects::{Counters, CreateQp, SessionId, VnicId, WireCounters};
 pub use rnic::{Limits, Output, Rnic, Usage, VnicConfig};
+pub use wire::{Path, Route, Tx, TxPacket, WireDrops};

@@ -9,6 +9,7 @@ use unirdma_mem::{Bell, CqRing, QpRings};
 
 use crate::mr::Resolve;
 use crate::rnic::Limits;
+use crate::wire::Wire;
 
 /// A vRNIC of this host.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
@@ -35,6 +36,35 @@ pub struct Counters {
     pub timeouts: u64,
     /// Work requests completed with an error, flushes not counted.
     pub errors: u64,
+    /// What went over the network.
+    pub wire: WireCounters,
+}
+
+/// Packets of a vRNIC, under the names that rxe gives them in `hw_counters`.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, serde::Serialize, serde::Deserialize)]
+pub struct WireCounters {
+    /// Packets sent.
+    pub sent_pkts: u64,
+    /// Packets received for one of its QPs.
+    pub rcvd_pkts: u64,
+    /// Of those sent, packets sent again.
+    pub retransmitted_pkts: u64,
+    /// Requests received again.
+    pub duplicate_request: u64,
+    /// Requests received after a gap.
+    pub out_of_seq_request: u64,
+    /// RNR NAKs sent.
+    pub send_rnr_err: u64,
+    /// RNR NAKs received.
+    pub rcvd_rnr_err: u64,
+    /// NAKs received for a gap.
+    pub rcvd_seq_err: u64,
+    /// Gaps noticed in READ and atomic responses.
+    pub implied_nak: u64,
+    /// Requests given up because nobody answered.
+    pub retry_exceeded_err: u64,
+    /// Requests given up because the peer never had a receive.
+    pub retry_rnr_exceeded_err: u64,
 }
 
 pub(crate) struct Vnic {
@@ -180,4 +210,6 @@ pub(crate) struct Qp {
     /// An index jumped: the rings are never looked at again.
     pub broken: bool,
     pub established: bool,
+    /// The state of a connection to another host.
+    pub wire: Option<Box<Wire>>,
 }

@@ -11,6 +11,7 @@ use crate::keys::Rng;
 use crate::mr::{Backing, MrTable};
 use crate::objects::{Counters, Cq, Pd, Qp, Session, SessionId, Vnic, VnicId};
 use crate::slab::Slab;
+use crate::wire::{Route, Tx, WireDrops};
 
 /// What a vRNIC gets in one turn: bytes, with [`OP_COST`] added for each operation.
 pub(crate) const QUANTUM: u64 = 256 << 10;
@@ -109,6 +110,13 @@ pub struct Rnic {
     round: VecDeque<u32>,
     timers: BinaryHeap<Reverse<(u64, u32, u32)>>,
     outputs: VecDeque<Output>,
+    pub(crate) routes: HashMap<(u32, Gid), Route>,
+    /// Largest path MTU to other hosts, bytes.
+    pub(crate) wire_mtu: u32,
+    pub(crate) drops: WireDrops,
+    pub(crate) tx: Tx,
+    /// QPs that wait for room in `tx`.
+    pub(crate) tx_waiting: Vec<u32>,
     pub(crate) scratch: Box<[u8]>,
 }
 
@@ -132,6 +140,11 @@ impl Rnic {
             round: VecDeque::new(),
             timers: BinaryHeap::new(),
             outputs: VecDeque::new(),
+            routes: HashMap::new(),
+            wire_mtu: 4096,
+            drops: WireDrops::default(),
+            tx: Tx::default(),
+            tx_waiting: Vec::new(),
             scratch: vec![0; 64 << 10].into_boxed_slice(),
         }
     }
@@ -269,12 +282,12 @@ impl Rnic {
 
     /// True if QPs have work that [`Rnic::poll`] has not come to yet.
     pub fn has_runnable(&self) -> bool {
-        !self.round.is_empty()
+        !self.round.is_empty() || !self.tx_waiting.is_empty()
     }
 
     /// True while some session is polled or some QP has work.
     pub fn is_busy(&self) -> bool {
-        !self.active.is_empty() || !self.round.is_empty()
+        !self.active.is_empty() || self.has_runnable()
     }
 
     /// When [`Rnic::poll`] must be called again even if nothing rings; `None` for never.
@@ -291,6 +304,9 @@ impl Rnic {
     pub fn poll(&mut self, now: u64) -> bool {
         self.now = now;
         let mut found = self.scan_bells();
+        if !self.tx.is_full() {
+            self.wake_tx_waiting();
+        }
         while let Some(&Reverse((at, qp, timer))) = self.timers.peek() {
             if at > now {
                 break;
@@ -418,6 +434,9 @@ impl Rnic {
         let was = std::mem::replace(&mut q.state, QpState::Err);
         q.wait = crate::objects::Wait::No;
         q.timer = q.timer.wrapping_add(1);
+        if let Some(w) = &mut q.wire {
+            w.clear();
+        }
         if was != QpState::Err {
             q.rings.set_rq_notify(true);
             if let Some(kind) = event {

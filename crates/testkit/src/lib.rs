@@ -36,7 +36,11 @@ impl TestHost {
         let n = COUNT.fetch_add(1, Ordering::Relaxed);
         let dir = std::env::temp_dir().join(format!("unirdma-test-{}-{n}", std::process::id()));
         let stop = Arc::new(rustix::event::eventfd(0, rustix::event::EventfdFlags::CLOEXEC).expect("eventfd"));
-        let config = HostConfig { dir: dir.clone(), engine: EngineConfig { seed: Some(7), ..EngineConfig::default() } };
+        let config = HostConfig {
+            dir: dir.clone(),
+            engine: EngineConfig { seed: Some(7), ..EngineConfig::default() },
+            wire: None,
+        };
         let s = stop.clone();
         let thread = std::thread::spawn(move || serve(&config, s.as_fd(), || ()));
         wait_ready(&dir, Duration::from_secs(10)).expect("the virtual layer starts");

@@ -1,0 +1,59 @@
+//! A port whose network loses, doubles and reorders packets: a layer on any other port, for tests.
+
+use std::net::IpAddr;
+use std::os::fd::BorrowedFd;
+
+use unirdma_rnic::{Rng, Tx};
+
+use crate::port::{Port, PortCounters};
+
+/// Loses, doubles and delays packets that come in, each with the same chance.
+pub(crate) struct FaultyPort {
+    inner: Box<dyn Port>,
+    percent: u64,
+    rng: Rng,
+    /// A packet that waits until another one has passed it.
+    held: Option<(IpAddr, Vec<u8>)>,
+}
+
+impl FaultyPort {
+    /// `percent` of the packets for each kind of fault; `seed` determines which.
+    pub fn new(inner: Box<dyn Port>, percent: u64, seed: u64) -> Self {
+        FaultyPort { inner, percent, rng: Rng::new(seed), held: None }
+    }
+}
+
+impl Port for FaultyPort {
+    fn send(&mut self, tx: &mut Tx) {
+        self.inner.send(tx);
+    }
+
+    fn receive(&mut self, f: &mut dyn FnMut(IpAddr, &[u8])) -> bool {
+        let FaultyPort { inner, percent, rng, held } = self;
+        let mut chance = || rng.next_u64() % 100 < *percent;
+        inner.receive(&mut |from, bytes| {
+            if chance() {
+                return;
+            }
+            if held.is_none() && chance() {
+                *held = Some((from, bytes.to_vec()));
+                return;
+            }
+            f(from, bytes);
+            if chance() {
+                f(from, bytes);
+            }
+            if let Some((from, bytes)) = held.take() {
+                f(from, &bytes);
+            }
+        })
+    }
+
+    fn descriptors(&self) -> Vec<BorrowedFd<'_>> {
+        self.inner.descriptors()
+    }
+
+    fn counters(&self) -> PortCounters {
+        self.inner.counters()
+    }
+}

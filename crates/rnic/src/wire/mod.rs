@@ -1,0 +1,429 @@
+//! The transport over a network: reliable connections in RoCEv2 packets, sans-IO (IBTA vol. 1, chapter 9).
+//!
+//! A QP whose destination GID lies on another host has a [`Wire`]: the state of its requester and completer
+//! (`requester`) and of its responder (`responder`). Packets come in by [`Rnic::handle_packet`] and leave through
+//! [`Tx`], from the base transport header up to the payload's padding; IP, UDP and the invariant CRC are the port's.
+
+mod requester;
+mod responder;
+
+use std::collections::VecDeque;
+use std::net::IpAddr;
+
+use unirdma_formats::wire::{DEFAULT_PKEY, ICRC_BYTES, MAX_HEADER_BYTES, Op, Packet, Transport, padding};
+use unirdma_formats::{Gid, Psn, QpState};
+use unirdma_mem::Fault;
+
+use crate::objects::{VnicId, Work};
+use crate::rnic::Rnic;
+pub(crate) use responder::Responder;
+
+/// Where the holder of a GID is reached.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub struct Route {
+    /// Address of its host.
+    pub host: IpAddr,
+    /// A plain RoCEv2 device: it knows this side by the vRNIC's own GID, so packets leave from that address.
+    pub foreign: bool,
+}
+
+/// The two ends of a QP's packets.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub struct Path {
+    /// The peer's host.
+    pub to: IpAddr,
+    /// Source address; `None`: the host's own.
+    pub from: Option<IpAddr>,
+}
+
+/// What came in from the network and was not for any QP, by reason; counted for the whole host.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, serde::Serialize, serde::Deserialize)]
+pub struct WireDrops {
+    /// Truncated, an opcode that does not exist, a bad version.
+    pub malformed: u64,
+    /// No such QP, or one that is not connected over the wire.
+    pub no_qp: u64,
+    /// From a host that the QP is not connected to.
+    pub wrong_source: u64,
+    /// A P_Key that is not the default one.
+    pub bad_pkey: u64,
+    /// The QP's state or type does not take it.
+    pub bad_state: u64,
+}
+
+/// Packets that wait for the port, in one flat buffer.
+pub struct Tx {
+    bytes: Box<[u8]>,
+    used: usize,
+    packets: Vec<TxPacket>,
+    /// How many of `packets` are gone.
+    gone: usize,
+}
+
+/// A packet of [`Tx`].
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct TxPacket {
+    /// Where from and to.
+    pub path: Path,
+    start: usize,
+    len: usize,
+}
+
+/// Bytes that [`Tx`] holds; beyond [`TX_FULL`] connected QPs wait, and nobody else.
+const TX_BYTES: usize = 1 << 20;
+const TX_FULL: usize = TX_BYTES - (64 << 10);
+
+impl TxPacket {
+    /// Bytes, the ICRC included.
+    pub fn len(&self) -> usize {
+        self.len
+    }
+
+    /// True for a packet of no bytes, which there is none of.
+    pub fn is_empty(&self) -> bool {
+        self.len == 0
+    }
+}
+
+impl Default for Tx {
+    fn default() -> Self {
+        Tx { bytes: vec![0; TX_BYTES].into_boxed_slice(), used: 0, packets: Vec::with_capacity(4096), gone: 0 }
+    }
+}
+
+impl Tx {
+    /// The packets that are not sent yet, in order.
+    pub fn packets(&self) -> &[TxPacket] {
+        &self.packets[self.gone..]
+    }
+
+    /// Bytes of a packet: headers, payload and padding, then room for the ICRC.
+    pub fn bytes(&mut self, p: &TxPacket) -> &mut [u8] {
+        &mut self.bytes[p.start..p.start + p.len]
+    }
+
+    /// Bytes of `n` packets from number `at` on, which lie one after the other.
+    pub fn span(&self, at: usize, n: usize) -> &[u8] {
+        let packets = &self.packets()[at..at + n];
+        match (packets.first(), packets.last()) {
+            (Some(first), Some(last)) => &self.bytes[first.start..last.start + last.len],
+            _ => &[],
+        }
+    }
+
+    /// The first `n` packets are sent, or lost.
+    pub fn sent(&mut self, n: usize) {
+        self.gone += n;
+        if self.gone >= self.packets.len() {
+            (self.used, self.gone) = (0, 0);
+            self.packets.clear();
+        }
+    }
+
+    /// Appends a packet that is made already, its ICRC aside.
+    pub fn push_raw(&mut self, path: Path, bytes: &[u8]) {
+        let (start, end) = (self.used, self.used + bytes.len());
+        let Some(room) = self.bytes.get_mut(start..end + ICRC_BYTES) else { return };
+        room[..bytes.len()].copy_from_slice(bytes);
+        self.used = end + ICRC_BYTES;
+        self.packets.push(TxPacket { path, start, len: self.used - start });
+    }
+
+    pub(crate) fn is_full(&self) -> bool {
+        self.used >= TX_FULL
+    }
+
+    /// Appends a packet whose payload `fill` writes; nothing if it fails.
+    fn push(
+        &mut self,
+        path: Path,
+        head: &Packet<'_>,
+        len: usize,
+        fill: impl FnOnce(&mut [u8]) -> Result<(), Fault>,
+    ) -> Result<(), Fault> {
+        let start = self.used;
+        if self.bytes.len() - start < MAX_HEADER_BYTES + len + 3 + ICRC_BYTES {
+            // Never reached while callers ask `is_full` first; a packet may always be lost.
+            return Ok(());
+        }
+        let at = start + head.put(&mut self.bytes[start..], len);
+        fill(&mut self.bytes[at..at + len])?;
+        let end = at + len + padding(len);
+        self.bytes[at + len..end].fill(0);
+        self.used = end + ICRC_BYTES;
+        self.packets.push(TxPacket { path, start, len: self.used - start });
+        Ok(())
+    }
+}
+
+/// A send WQE that is under way: its copy, and the PSNs that its message takes.
+pub(crate) struct Flight {
+    work: Box<Work>,
+    first: Psn,
+    packets: u32,
+    /// It could not even begin: completes with this when all before it have.
+    status: Option<unirdma_formats::WcStatus>,
+}
+
+impl Flight {
+    fn end(&self) -> Psn {
+        self.first.advance(self.packets)
+    }
+}
+
+/// The network state of a QP.
+pub(crate) struct Wire {
+    pub path: Path,
+    flight: VecDeque<Flight>,
+    /// Boxes of requests that are over, for new ones: no allocation for each request.
+    #[allow(clippy::vec_box)]
+    spare: Vec<Box<Work>>,
+    /// PSN of the oldest packet without an answer.
+    una: Psn,
+    /// PSN of the next packet to send; goes back to `una` for a retransmission.
+    next: Psn,
+    /// PSN after the last one that was ever sent.
+    high: Psn,
+    /// Place of `next` in `flight`.
+    cursor: usize,
+    /// Ends of the READ requests and atomics that were sent and not answered.
+    reads: VecDeque<Psn>,
+    retries_left: u8,
+    rnr_left: u8,
+    /// When the oldest packet without an answer is given up, ns; `u64::MAX` for never.
+    deadline: u64,
+    /// Nothing is sent before this time: the responder had no receive.
+    rnr_until: u64,
+    /// When the timer of the heap fires.
+    timer_at: u64,
+    /// A lost response was noticed and asked for again; cleared by progress.
+    recovering: bool,
+    /// It stands among those that wait for room in [`Tx`].
+    waits_for_tx: bool,
+    cc: Window,
+    pub resp: Responder,
+}
+
+/// Packets that may be without an answer: grows with each one, halves with each loss or congestion notification.
+struct Window {
+    packets: u32,
+    threshold: u32,
+    acked: u32,
+    /// Losses before this PSN belong to the last cut.
+    cut_until: Psn,
+}
+
+const WINDOW_MIN: u32 = 4;
+const WINDOW_START: u32 = 64;
+const WINDOW_MAX: u32 = 512;
+
+impl Window {
+    fn new() -> Self {
+        Window { packets: WINDOW_START, threshold: WINDOW_MAX, acked: 0, cut_until: Psn::new(0) }
+    }
+    fn grow(&mut self, packets: u32) {
+        if self.packets < self.threshold {
+            self.packets = (self.packets + packets).min(WINDOW_MAX);
+            return;
+        }
+        self.acked += packets;
+        if self.acked >= self.packets {
+            self.acked = 0;
+            self.packets = (self.packets + 1).min(WINDOW_MAX);
+        }
+    }
+    fn cut(&mut self, una: Psn, high: Psn) {
+        if una.is_before(self.cut_until) {
+            return;
+        }
+        self.cut_until = high;
+        self.packets = (self.packets / 2).max(WINDOW_MIN);
+        self.threshold = self.packets;
+        self.acked = 0;
+    }
+}
+
+impl Wire {
+    pub fn new(path: Path) -> Self {
+        Wire {
+            path,
+            flight: VecDeque::new(),
+            spare: Vec::new(),
+            una: Psn::new(0),
+            next: Psn::new(0),
+            high: Psn::new(0),
+            cursor: 0,
+            reads: VecDeque::new(),
+            retries_left: 0,
+            rnr_left: 0,
+            deadline: u64::MAX,
+            rnr_until: 0,
+            timer_at: u64::MAX,
+            recovering: false,
+            waits_for_tx: false,
+            cc: Window::new(),
+            resp: Responder::default(),
+        }
+    }
+
+    /// The QP goes to RTS with this first PSN.
+    pub fn start(&mut self, psn: Psn) {
+        (self.una, self.next, self.high, self.cc.cut_until) = (psn, psn, psn, psn);
+    }
+
+    /// True while requests are under way.
+    pub fn is_busy(&self) -> bool {
+        !self.flight.is_empty()
+    }
+
+    /// Forgets all work: the QP failed or was reset.
+    pub fn clear(&mut self) {
+        while let Some(f) = self.flight.pop_front() {
+            self.spare.push(f.work);
+        }
+        self.reads.clear();
+        self.deadline = u64::MAX;
+        self.resp.clear();
+    }
+}
+
+impl Rnic {
+    /// Where GIDs of other hosts are reached, by group. QPs keep the route that they were connected with.
+    pub fn set_routes(&mut self, routes: std::collections::HashMap<(u32, Gid), Route>) {
+        self.routes = routes;
+    }
+
+    /// The largest path MTU that the network to other hosts takes, bytes.
+    pub fn set_wire_mtu(&mut self, bytes: u32) {
+        self.wire_mtu = bytes;
+    }
+
+    /// What came in for no QP.
+    pub fn wire_drops(&self) -> WireDrops {
+        self.drops
+    }
+
+    /// Packets to send. The caller sends what it can and says so with [`Tx::sent`].
+    pub fn tx(&mut self) -> &mut Tx {
+        &mut self.tx
+    }
+
+    /// The path to `dgid` if it lies on another host.
+    pub(crate) fn route(&self, vnic: VnicId, sgid_index: u8, dgid: Gid) -> Option<Path> {
+        let v = self.vnics.get(vnic.0)?;
+        let r = self.routes.get(&(v.group, dgid))?;
+        let own = v.gids.get(usize::from(sgid_index))?;
+        Some(Path { to: r.host, from: r.foreign.then(|| own.ip()) })
+    }
+
+    /// A packet came in from `from`; `bytes` are all from the BTH up to the ICRC, which the port has checked.
+    pub fn handle_packet(&mut self, now: u64, from: IpAddr, bytes: &[u8]) {
+        self.now = now;
+        let Ok(p) = Packet::parse(bytes) else {
+            self.drops.malformed += 1;
+            return;
+        };
+        let found = self.qpns.get(&p.dest_qp).copied();
+        let Some((h, q)) = found.and_then(|h| Some((h, self.qps.get(h)?))) else {
+            self.drops.no_qp += 1;
+            return;
+        };
+        let Some(wire) = &q.wire else {
+            self.drops.no_qp += 1;
+            return;
+        };
+        if wire.path.to != from {
+            self.drops.wrong_source += 1;
+            return;
+        }
+        // IBTA vol. 1, 9.6.1.1.5: the membership bit does not count.
+        if p.pkey & 0x7fff != DEFAULT_PKEY & 0x7fff {
+            self.drops.bad_pkey += 1;
+            return;
+        }
+        let takes = matches!(q.state, QpState::Rtr | QpState::Rts | QpState::Sqd) && !q.broken;
+        if !takes || !matches!(p.opcode.transport, Transport::Rc | Transport::Cnp) {
+            self.drops.bad_state += 1;
+            return;
+        }
+        if let Some(v) = self.vnic_of_qp(h) {
+            v.counters.wire.rcvd_pkts += 1;
+        }
+        self.with_wire(h, |rnic, w| match p.opcode.op {
+            Op::Ack | Op::AtomicAck | Op::ReadResponse(_) => rnic.on_response(h, w, &p),
+            Op::Cnp => w.cc.cut(w.una, w.high),
+            _ => rnic.on_request(h, w, &p),
+        });
+        self.make_runnable(h);
+    }
+
+    /// Runs `f` with the wire state of QP `h` taken out; what the QP lost meanwhile, its state loses too.
+    fn with_wire<R>(&mut self, h: u32, f: impl FnOnce(&mut Self, &mut Wire) -> R) -> Option<R> {
+        let mut w = self.qps.get_mut(h)?.wire.take()?;
+        let r = f(self, &mut w);
+        if let Some(q) = self.qps.get_mut(h) {
+            if q.state == QpState::Err {
+                w.clear();
+            }
+            q.wire = Some(w);
+        }
+        Some(r)
+    }
+
+    /// A turn of a connected QP: responses first, then requests. Its cost, and whether it has more to do.
+    pub(crate) fn wire_step(&mut self, h: u32, allowance: u64) -> (u64, bool) {
+        let turn = self.with_wire(h, |rnic, w| {
+            let mut cost = 0;
+            while cost < allowance {
+                if rnic.tx.is_full() {
+                    if !std::mem::replace(&mut w.waits_for_tx, true) {
+                        rnic.tx_waiting.push(h);
+                    }
+                    return (cost, false);
+                }
+                match rnic.respond(h, w).or_else(|| rnic.request(h, w)) {
+                    Some(c) => cost += c,
+                    None => {
+                        rnic.arm_wire(h, w);
+                        return (cost, false);
+                    }
+                }
+            }
+            rnic.arm_wire(h, w);
+            (cost, true)
+        });
+        turn.unwrap_or((0, false))
+    }
+
+    /// There is room in [`Tx`] again.
+    pub(crate) fn wake_tx_waiting(&mut self) {
+        while let Some(h) = self.tx_waiting.pop() {
+            if let Some(w) = self.qps.get_mut(h).and_then(|q| q.wire.as_mut()) {
+                w.waits_for_tx = false;
+            }
+            self.make_runnable(h);
+        }
+    }
+
+    /// Keeps a timer in the heap that fires no later than this QP needs it.
+    fn arm_wire(&mut self, h: u32, w: &mut Wire) {
+        let rnr = if w.rnr_until > self.now { w.rnr_until } else { u64::MAX };
+        let need = w.deadline.min(rnr);
+        if need < w.timer_at {
+            w.timer_at = need;
+            self.arm_timer(h, need.saturating_sub(self.now));
+        }
+    }
+
+    /// The timer of a connected QP fired.
+    pub(crate) fn on_wire_timer(&mut self, h: u32) {
+        self.with_wire(h, |rnic, w| {
+            w.timer_at = u64::MAX;
+            if w.deadline <= rnic.now {
+                rnic.on_timeout(h, w);
+            }
+            rnic.arm_wire(h, w);
+        });
+        self.make_runnable(h);
+    }
+}

@@ -1,0 +1,372 @@
+//! Requester and completer: work requests to packets, answers to completions (IBTA vol. 1, 9.7.2 to 9.7.6, 9.9.2).
+
+use unirdma_formats::wire::{AtomicEth, Extra, Op, Opcode, Packet, Part, Reth, Transport, syndrome};
+use unirdma_formats::{
+    MAX_MSG_BYTES, Psn, QpState, WcStatus, WrOpcode, ack_timeout_ns, psn_count, rnr_timer_ns, send_flags,
+};
+
+use super::{Flight, Wire};
+use crate::access::{Tables, local_side};
+use crate::exec::load;
+use crate::rnic::{OP_COST, Rnic};
+
+/// Most WQEs of one QP that are under way at once.
+const MAX_FLIGHT: usize = 256;
+/// A READ is asked for in requests of this many packets, each a READ of its own to the responder, so that the window
+/// holds for responses too.
+const READ_PACKETS: u32 = 32;
+/// Within a message, every so many packets ask for an ACK.
+const ACK_EVERY: u32 = 16;
+
+/// True for requests that are answered with data, of which the responder holds only so many.
+fn reads(op: WrOpcode) -> bool {
+    op == WrOpcode::Read || op.is_atomic()
+}
+
+impl Wire {
+    fn op(&self, i: usize) -> WrOpcode {
+        // Loaded and checked when it was admitted.
+        WrOpcode::from_raw(self.flight[i].work.wqe.opcode.into()).unwrap_or(WrOpcode::Write)
+    }
+
+    /// Place of the WQE that PSN `psn` belongs to.
+    fn find(&self, psn: Psn) -> Option<usize> {
+        self.flight.iter().position(|f| f.packets > 0 && psn.since(f.first) < f.packets)
+    }
+
+    /// Sends again from `psn` on.
+    fn go_back(&mut self, psn: Psn) {
+        self.next = psn;
+        self.reads.retain(|&end| end.since(self.una) <= psn.since(self.una));
+        self.cursor = self.find(psn).unwrap_or(self.flight.len());
+    }
+
+    /// PSN up to which answers that carry no data may complete requests: the first READ or atomic stops them.
+    fn data_limit(&self, to: Psn) -> Psn {
+        for (i, f) in self.flight.iter().enumerate() {
+            if f.first.since(self.una) >= to.since(self.una) && !f.first.is_before(self.una) {
+                break;
+            }
+            if f.packets > 0 && reads(self.op(i)) {
+                return if f.first.is_before(self.una) { self.una } else { f.first };
+            }
+        }
+        to
+    }
+}
+
+impl Rnic {
+    /// Sends one packet, or takes one WQE; its cost, or `None` if there is nothing to do now.
+    pub(super) fn request(&mut self, h: u32, w: &mut Wire) -> Option<u64> {
+        if w.rnr_until > self.now {
+            return None;
+        }
+        if w.cursor == w.flight.len() && !self.admit(h, w) {
+            return None;
+        }
+        let i = w.cursor;
+        let q = self.qps.get(h)?;
+        let f = w.flight.get(i)?;
+        if f.status.is_some() {
+            // Everything before it must be answered first.
+            return if i == 0 { self.fail_head(h, w) } else { None };
+        }
+        let op = w.op(i);
+        let (mtu, total) = (q.mtu, f.work.total);
+        let index = w.next.since(f.first);
+        let off = u64::from(index) * u64::from(mtu);
+        let begins = index == 0;
+        if begins && f.work.wqe.send_flags & send_flags::FENCE != 0 && !w.reads.is_empty() {
+            return None;
+        }
+        // What this packet takes of the PSN space: a READ request takes the PSNs of its responses.
+        let span = if op == WrOpcode::Read { (READ_PACKETS - index % READ_PACKETS).min(f.packets - index) } else { 1 };
+        let outstanding = w.next.since(w.una);
+        if outstanding != 0 && outstanding + span > w.cc.packets {
+            return None;
+        }
+        if reads(op) && w.reads.len() >= usize::from(q.attr.max_rd_atomic) {
+            return None;
+        }
+        let ends = index + span == f.packets;
+        let part = Part::of(begins, ends);
+        let wqe = &f.work.wqe;
+        let imm = if ends && op.has_imm() { Extra::Imm } else { Extra::None };
+        let kind = match op {
+            WrOpcode::Send | WrOpcode::SendImm => Op::Send(part),
+            WrOpcode::Write | WrOpcode::WriteImm => Op::Write(part),
+            WrOpcode::Read => Op::ReadRequest,
+            WrOpcode::CmpSwap => Op::CmpSwap,
+            WrOpcode::FetchAdd => Op::FetchAdd,
+        };
+        let opcode = Opcode { transport: Transport::Rc, op: kind, extra: imm };
+        let mut head = Packet::new(opcode, q.attr.dest_qp_num, w.next.get());
+        head.extra = wqe.imm;
+        head.solicited = ends && op.consumes_recv() && wqe.send_flags & send_flags::SOLICITED != 0;
+        let full = outstanding + span + 1 >= w.cc.packets;
+        head.ack_req = ends || full || index % ACK_EVERY == ACK_EVERY - 1;
+        let left = total - off.min(total);
+        head.reth = match op {
+            WrOpcode::Read => {
+                let len = left.min(u64::from(span) * u64::from(mtu));
+                Reth { va: wqe.remote_addr.wrapping_add(off), rkey: wqe.rkey, dma_len: len as u32 }
+            }
+            _ => Reth { va: wqe.remote_addr, rkey: wqe.rkey, dma_len: total as u32 },
+        };
+        head.atomic = match op {
+            WrOpcode::CmpSwap => {
+                AtomicEth { va: wqe.remote_addr, rkey: wqe.rkey, swap_add: wqe.swap, compare: wqe.compare_add }
+            }
+            _ => AtomicEth { va: wqe.remote_addr, rkey: wqe.rkey, swap_add: wqe.compare_add, compare: 0 },
+        };
+        let len = if reads(op) { 0 } else { left.min(mtu.into()) as usize };
+        let tables = Tables { mrs: &self.mrs, sessions: &self.sessions };
+        let local = local_side(q, &f.work, op);
+        let sent = self.tx.push(w.path, &head, len, |to| tables.load(local, off, to));
+        if sent.is_err() {
+            // The memory is gone since the request was checked.
+            w.flight[i].status = Some(WcStatus::LocProtErr);
+            return Some(OP_COST);
+        }
+        let again = w.next.is_before(w.high);
+        w.next = w.next.advance(span);
+        if !again {
+            w.high = w.next;
+        }
+        if ends {
+            w.cursor += 1;
+        }
+        if reads(op) {
+            w.reads.push_back(w.next);
+        }
+        if w.deadline == u64::MAX {
+            w.deadline = self.deadline(h);
+        }
+        if let Some(v) = self.vnic_of_qp(h) {
+            v.counters.wire.sent_pkts += 1;
+            v.counters.wire.retransmitted_pkts += u64::from(again);
+        }
+        Some(len as u64 + OP_COST / 8)
+    }
+
+    fn deadline(&self, h: u32) -> u64 {
+        let code = self.qps.get(h).map_or(0, |q| q.attr.timeout);
+        ack_timeout_ns(code).map_or(u64::MAX, |ns| self.now.saturating_add(ns))
+    }
+
+    /// Takes the next WQE of the SQ and gives it its PSNs; false if there is none or it may not.
+    fn admit(&mut self, h: u32, w: &mut Wire) -> bool {
+        let Some(q) = self.qps.get_mut(h) else { return false };
+        if q.state != QpState::Rts || w.flight.len() >= MAX_FLIGHT {
+            return false;
+        }
+        let at = q.sq_cons.wrapping_add(w.flight.len() as u32);
+        match q.rings.sq_pending(q.sq_cons) {
+            Ok(n) if n as usize > w.flight.len() => {}
+            Ok(_) => return false,
+            Err(_) => {
+                self.break_qp(h);
+                return false;
+            }
+        }
+        let mut work = w.spare.pop().unwrap_or_default();
+        let mut status = load(q, at, &mut work).err();
+        let op = WrOpcode::from_raw(work.wqe.opcode.into());
+        if let (None, Some(op)) = (status, op) {
+            let tables = Tables { mrs: &self.mrs, sessions: &self.sessions };
+            if work.total > MAX_MSG_BYTES {
+                status = Some(WcStatus::LocLenErr);
+            } else if !tables.allows(local_side(q, &work, op), work.total) {
+                status = Some(WcStatus::LocProtErr);
+            } else if reads(op) && q.attr.max_rd_atomic == 0 {
+                status = Some(WcStatus::LocQpOpErr);
+            }
+        }
+        let packets = match (status, op) {
+            (None, Some(op)) if op.is_atomic() => 1,
+            (None, Some(_)) => psn_count(work.total, q.mtu),
+            _ => 0,
+        };
+        if w.flight.is_empty() {
+            (w.retries_left, w.rnr_left) = (q.attr.retry_cnt, q.attr.rnr_retry);
+        }
+        let first = q.sq_psn;
+        q.sq_psn = q.sq_psn.advance(packets);
+        w.flight.push_back(Flight { work, first, packets, status });
+        true
+    }
+
+    /// The WQE at the head failed before it was sent.
+    fn fail_head(&mut self, h: u32, w: &mut Wire) -> Option<u64> {
+        let f = w.flight.pop_front()?;
+        self.retire(h, &f.work, f.status.unwrap_or(WcStatus::FatalErr));
+        w.spare.push(f.work);
+        self.fail_qp(h, None);
+        None
+    }
+
+    /// The request at the head failed at the responder, or was never answered.
+    fn fail_request(&mut self, h: u32, w: &mut Wire, status: WcStatus) {
+        if let Some(f) = w.flight.front_mut() {
+            f.status = Some(status);
+        }
+        self.fail_head(h, w);
+    }
+
+    /// Everything before `to` is answered.
+    fn advance(&mut self, h: u32, w: &mut Wire, to: Psn) {
+        let n = to.since(w.una);
+        if n == 0 {
+            return;
+        }
+        w.una = to;
+        w.recovering = false;
+        w.cc.grow(n);
+        if w.next.is_before(to) {
+            w.next = to;
+        }
+        while w.reads.front().is_some_and(|&end| !to.is_before(end)) {
+            w.reads.pop_front();
+        }
+        while w.flight.front().is_some_and(|f| f.packets > 0 && !to.is_before(f.end())) {
+            let Some(f) = w.flight.pop_front() else { break };
+            w.cursor = w.cursor.saturating_sub(1);
+            self.retire(h, &f.work, WcStatus::Success);
+            w.spare.push(f.work);
+        }
+        if w.next == to {
+            // A cursor that stood further back skips what was answered meanwhile.
+            w.cursor = w.find(to).unwrap_or(w.flight.iter().take_while(|f| f.packets > 0).count());
+        }
+        w.deadline = if w.una == w.high { u64::MAX } else { self.deadline(h) };
+        if let Some(q) = self.qps.get(h) {
+            (w.retries_left, w.rnr_left) = (q.attr.retry_cnt, q.attr.rnr_retry);
+        }
+    }
+
+    /// Answers before `to` are implied; true if that is so, false if data of a READ or atomic is missing before it,
+    /// which is then asked for again (IBTA vol. 1, 9.7.5.1.4).
+    fn advance_to(&mut self, h: u32, w: &mut Wire, to: Psn) -> bool {
+        let limit = w.data_limit(to);
+        self.advance(h, w, limit);
+        if limit != to && !w.recovering {
+            w.recovering = true;
+            w.cc.cut(w.una, w.high);
+            w.go_back(limit);
+            self.count(h, |c| c.implied_nak += 1);
+        }
+        limit == to
+    }
+
+    fn count(&mut self, h: u32, f: impl FnOnce(&mut crate::objects::WireCounters)) {
+        if let Some(v) = self.vnic_of_qp(h) {
+            f(&mut v.counters.wire);
+        }
+    }
+
+    /// An ACK, NAK, READ response or atomic response.
+    pub(super) fn on_response(&mut self, h: u32, w: &mut Wire, p: &Packet<'_>) {
+        let psn = Psn::new(p.psn);
+        // Answers to what was answered before, or never asked, are ghosts.
+        if psn.since(w.una) >= w.high.since(w.una) {
+            return;
+        }
+        match p.opcode.op {
+            Op::ReadResponse(_) | Op::AtomicAck => self.on_data(h, w, psn, p),
+            _ => self.on_ack(h, w, psn, p.aeth.syndrome),
+        }
+    }
+
+    fn on_ack(&mut self, h: u32, w: &mut Wire, psn: Psn, code: u8) {
+        match code >> 5 {
+            0 => {
+                self.advance_to(h, w, psn.advance(1));
+            }
+            1 => {
+                if !self.advance_to(h, w, psn) {
+                    return;
+                }
+                self.count(h, |c| c.rcvd_rnr_err += 1);
+                if w.rnr_left == 0 {
+                    self.count(h, |c| c.retry_rnr_exceeded_err += 1);
+                    return self.fail_request(h, w, WcStatus::RnrRetryExcErr);
+                }
+                if w.rnr_left < 7 {
+                    w.rnr_left -= 1;
+                }
+                w.rnr_until = self.now.saturating_add(rnr_timer_ns(code & 0x1f));
+                w.deadline = u64::MAX;
+                w.go_back(psn);
+                if let Some(v) = self.vnic_of_qp(h) {
+                    v.counters.rnr_waits += 1;
+                }
+            }
+            3 => {
+                if !self.advance_to(h, w, psn) {
+                    return;
+                }
+                let status = match code {
+                    syndrome::NAK_SEQUENCE => {
+                        self.count(h, |c| c.rcvd_seq_err += 1);
+                        w.cc.cut(w.una, w.high);
+                        w.go_back(psn);
+                        return;
+                    }
+                    syndrome::NAK_INVALID => WcStatus::RemInvReqErr,
+                    syndrome::NAK_ACCESS => WcStatus::RemAccessErr,
+                    syndrome::NAK_OPERATION => WcStatus::RemOpErr,
+                    _ => return,
+                };
+                self.fail_request(h, w, status);
+            }
+            // Reserved: nothing is known of it.
+            _ => {}
+        }
+    }
+
+    /// Data of a READ or atomic: it must be the next that is missing.
+    fn on_data(&mut self, h: u32, w: &mut Wire, psn: Psn, p: &Packet<'_>) {
+        if !self.advance_to(h, w, psn) {
+            return;
+        }
+        let Some(f) = w.flight.front().filter(|f| f.packets > 0 && psn.since(f.first) < f.packets) else { return };
+        let op = w.op(0);
+        let Some(q) = self.qps.get(h) else { return };
+        let off = u64::from(psn.since(f.first)) * u64::from(q.mtu);
+        let original = p.original.to_ne_bytes();
+        let (data, want): (&[u8], u64) = match (op, p.opcode.op) {
+            (WrOpcode::Read, Op::ReadResponse(_)) => (p.payload, (f.work.total - off).min(q.mtu.into())),
+            (WrOpcode::CmpSwap | WrOpcode::FetchAdd, Op::AtomicAck) => (&original, 8),
+            // A response of the wrong kind (IBTA vol. 1, 9.9.2.2): the responder is broken.
+            _ => return self.fail_request(h, w, WcStatus::BadRespErr),
+        };
+        if data.len() as u64 != want {
+            return self.fail_request(h, w, WcStatus::BadRespErr);
+        }
+        let tables = Tables { mrs: &self.mrs, sessions: &self.sessions };
+        if tables.store(local_side(q, &f.work, op), off, data).is_err() {
+            return self.fail_request(h, w, WcStatus::LocProtErr);
+        }
+        self.advance(h, w, psn.advance(1));
+    }
+
+    /// The oldest packet got no answer in time (IBTA vol. 1, 9.9.2.1.1).
+    pub(super) fn on_timeout(&mut self, h: u32, w: &mut Wire) {
+        if w.una == w.high {
+            w.deadline = u64::MAX;
+            return;
+        }
+        if let Some(v) = self.vnic_of_qp(h) {
+            v.counters.timeouts += 1;
+        }
+        if w.retries_left == 0 {
+            self.count(h, |c| c.retry_exceeded_err += 1);
+            return self.fail_request(h, w, WcStatus::RetryExcErr);
+        }
+        w.retries_left -= 1;
+        w.recovering = false;
+        w.cc.cut(w.una, w.high);
+        w.go_back(w.una);
+        w.deadline = self.deadline(h);
+    }
+}

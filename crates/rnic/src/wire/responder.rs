@@ -1,0 +1,429 @@
+//! Responder: packets to memory and receives, and the answers (IBTA vol. 1, 9.7.4, 9.7.5, 9.9.3).
+
+use std::collections::VecDeque;
+
+use unirdma_formats::wire::{Aeth, Extra, Op, Opcode, Packet, Part, Transport, syndrome};
+use unirdma_formats::{AsyncEvent, Psn, WcStatus, access, psn_count};
+use unirdma_mem::atomic_u64;
+
+use super::Wire;
+use crate::access::{Side, Tables, list};
+use crate::commands::MAX_RD_ATOMIC;
+use crate::exec::RecvDone;
+use crate::objects::Qp;
+use crate::rnic::{OP_COST, Rnic};
+
+/// Most answers that wait for their turn; what a peer asks for beyond is as if lost, and it asks again.
+const MAX_ANSWERS: usize = 512;
+
+/// What the responder has to send, in order.
+#[derive(Clone, Copy, Debug)]
+enum Answer {
+    Ack {
+        psn: Psn,
+        msn: u32,
+    },
+    Read {
+        psn: Psn,
+        msn: u32,
+        va: u64,
+        rkey: u32,
+        len: u64,
+        done: u64,
+    },
+    Atomic {
+        psn: Psn,
+        msn: u32,
+        value: u64,
+    },
+    /// A NAK; `fails` ends the QP once it is sent.
+    Nak {
+        psn: Psn,
+        msn: u32,
+        code: u8,
+        fails: Option<Option<AsyncEvent>>,
+    },
+}
+
+/// A message of several packets that has begun.
+#[derive(Clone, Copy, Debug)]
+enum Message {
+    Send,
+    Write { va: u64, rkey: u32, len: u64 },
+}
+
+/// The responder's state of a connected QP. The expected PSN is the QP's `rq_psn`.
+#[derive(Default)]
+pub(crate) struct Responder {
+    msn: u32,
+    message: Option<Message>,
+    /// Bytes of the message that have come in.
+    got: u64,
+    /// A NAK went out for the expected PSN: nothing more is said until it comes.
+    nak_sent: bool,
+    /// A fatal NAK is on its way: further requests are dropped.
+    failed: bool,
+    answers: VecDeque<Answer>,
+    /// The last atomics, to answer duplicates with what was found then (IBTA vol. 1, 9.4.5).
+    atomics: VecDeque<(Psn, u64)>,
+}
+
+impl Responder {
+    pub fn clear(&mut self) {
+        *self = Responder { msn: self.msn, ..Responder::default() };
+    }
+
+    fn push(&mut self, a: Answer) {
+        // An ACK covers those before it (ACK coalescing).
+        if let (Answer::Ack { .. }, Some(last @ Answer::Ack { .. })) = (a, self.answers.back_mut()) {
+            *last = a;
+        } else if self.answers.len() < MAX_ANSWERS || matches!(a, Answer::Nak { fails: Some(_), .. }) {
+            self.answers.push_back(a);
+        }
+    }
+
+    fn ack(&mut self, psn: Psn) {
+        self.push(Answer::Ack { psn, msn: self.msn });
+    }
+
+    fn reads_waiting(&self) -> usize {
+        self.answers.iter().filter(|a| matches!(a, Answer::Read { .. } | Answer::Atomic { .. })).count()
+    }
+
+    fn fail(&mut self, psn: Psn, code: u8, event: Option<AsyncEvent>) {
+        self.failed = true;
+        self.push(Answer::Nak { psn, msn: self.msn, code, fails: Some(event) });
+    }
+}
+
+fn remote(q: &Qp, need: u32, key: u32, addr: u64) -> Side<'static> {
+    Side::Remote { pd: q.pd, session: q.owner.0, access: need, key, addr }
+}
+
+/// Why a request is not executed.
+enum Refusal {
+    /// No receive is posted.
+    NotReady,
+    /// NAK with this syndrome; the QP fails with this event.
+    Nak(u8, Option<AsyncEvent>),
+    /// A ring index jumped.
+    Broken,
+}
+
+const INVALID: Refusal = Refusal::Nak(syndrome::NAK_INVALID, Some(AsyncEvent::QpReqErr));
+const NO_ACCESS: Refusal = Refusal::Nak(syndrome::NAK_ACCESS, Some(AsyncEvent::QpAccessErr));
+
+impl Rnic {
+    /// A request came in.
+    pub(super) fn on_request(&mut self, h: u32, w: &mut Wire, p: &Packet<'_>) {
+        let Some(expected) = self.qps.get(h).map(|q| q.rq_psn) else { return };
+        if w.resp.failed {
+            return;
+        }
+        let psn = Psn::new(p.psn);
+        if psn != expected {
+            return if psn.is_before(expected) { self.duplicate(h, w, p, expected) } else { self.gap(h, w, expected) };
+        }
+        w.resp.nak_sent = false;
+        self.establish(h);
+        let done = match p.opcode.op {
+            Op::Send(part) => self.on_send(h, w, p, part),
+            Op::Write(part) => self.on_write(h, w, p, part),
+            Op::ReadRequest => self.on_read(h, w, p),
+            _ => self.on_atomic(h, w, p),
+        };
+        match done {
+            Ok(packets) => {
+                if let Some(q) = self.qps.get_mut(h) {
+                    q.rq_psn = q.rq_psn.advance(packets);
+                }
+                let answered = matches!(p.opcode.op, Op::Send(_) | Op::Write(_));
+                if answered && p.ack_req {
+                    w.resp.ack(psn);
+                }
+            }
+            Err(Refusal::NotReady) => {
+                let timer = self.qps.get(h).map_or(0, |q| q.attr.min_rnr_timer);
+                w.resp.nak_sent = true;
+                let code = syndrome::RNR_NAK | timer;
+                w.resp.push(Answer::Nak { psn, msn: w.resp.msn, code, fails: None });
+                if let Some(v) = self.vnic_of_qp(h) {
+                    v.counters.wire.send_rnr_err += 1;
+                }
+            }
+            Err(Refusal::Nak(code, event)) => w.resp.fail(psn, code, event),
+            Err(Refusal::Broken) => self.break_qp(h),
+        }
+    }
+
+    /// A packet before this one was lost (IBTA vol. 1, 9.7.5.2.2): one NAK for each gap.
+    fn gap(&mut self, h: u32, w: &mut Wire, expected: Psn) {
+        if !w.resp.nak_sent {
+            w.resp.nak_sent = true;
+            w.resp.push(Answer::Nak { psn: expected, msn: w.resp.msn, code: syndrome::NAK_SEQUENCE, fails: None });
+        }
+        if let Some(v) = self.vnic_of_qp(h) {
+            v.counters.wire.out_of_seq_request += 1;
+        }
+    }
+
+    /// A request that was executed before (IBTA vol. 1, 9.7.5.1.3): the same answer, no second execution.
+    fn duplicate(&mut self, h: u32, w: &mut Wire, p: &Packet<'_>, expected: Psn) {
+        if let Some(v) = self.vnic_of_qp(h) {
+            v.counters.wire.duplicate_request += 1;
+        }
+        let psn = Psn::new(p.psn);
+        match p.opcode.op {
+            Op::Send(_) | Op::Write(_) => w.resp.ack(expected.advance(0xff_ffff)),
+            Op::ReadRequest => {
+                let Some(q) = self.qps.get(h) else { return };
+                let room = w.resp.reads_waiting() < usize::from(MAX_RD_ATOMIC);
+                // It must lie in what was asked for before.
+                let inside = psn_count(p.reth.dma_len.into(), q.mtu) <= expected.since(psn);
+                if room && inside && self.readable(h, p) {
+                    self.queue_read(w, p, psn);
+                }
+            }
+            _ => {
+                if let Some(&(_, value)) = w.resp.atomics.iter().find(|a| a.0 == psn) {
+                    w.resp.push(Answer::Atomic { psn, msn: w.resp.msn, value });
+                }
+            }
+        }
+    }
+
+    /// Checks that a packet continues what has begun, and that its length is right for its place.
+    fn continues(&self, h: u32, w: &Wire, p: &Packet<'_>, part: Part, is_send: bool) -> Result<(), Refusal> {
+        let mtu = self.qps.get(h).map_or(0, |q| q.mtu as usize);
+        let right_message = match w.resp.message {
+            None => part.begins(),
+            Some(Message::Send) => is_send && !part.begins(),
+            Some(Message::Write { .. }) => !is_send && !part.begins(),
+        };
+        let n = p.payload.len();
+        let right_length = match part {
+            Part::First | Part::Middle => n == mtu,
+            Part::Last => (1..=mtu).contains(&n),
+            Part::Only => n <= mtu,
+        };
+        if right_message && right_length { Ok(()) } else { Err(INVALID) }
+    }
+
+    fn on_send(&mut self, h: u32, w: &mut Wire, p: &Packet<'_>, part: Part) -> Result<u32, Refusal> {
+        self.continues(h, w, p, part, true)?;
+        if p.opcode.extra == Extra::Invalidate {
+            return Err(INVALID);
+        }
+        if part.begins() {
+            self.next_recv(h)?;
+            w.resp.got = 0;
+        }
+        let q = self.qps.get(h).ok_or(Refusal::Broken)?;
+        let r = q.recv.as_ref().ok_or(Refusal::Broken)?;
+        let n = p.payload.len() as u64;
+        let tables = Tables { mrs: &self.mrs, sessions: &self.sessions };
+        let to = list(q, &r.sges[..r.num_sge], access::LOCAL_WRITE);
+        // What each side sees of a receive that does not fit: IBTA vol. 1, 9.7.4.1.6 and 9.9.6.3.
+        let refused = if !r.valid {
+            Some((WcStatus::LocQpOpErr, syndrome::NAK_OPERATION))
+        } else if w.resp.got + n > r.total {
+            Some((WcStatus::LocLenErr, syndrome::NAK_INVALID))
+        } else if tables.store(to, w.resp.got, p.payload).is_err() {
+            Some((WcStatus::LocProtErr, syndrome::NAK_OPERATION))
+        } else {
+            None
+        };
+        w.resp.got += n;
+        let imm = (p.opcode.extra == Extra::Imm).then_some(p.extra);
+        let done = RecvDone { byte_len: w.resp.got, imm, write: false, solicited: p.solicited, ..RecvDone::of(q) };
+        if let Some((status, code)) = refused {
+            self.finish_recv(h, RecvDone { status, ..done });
+            return Err(Refusal::Nak(code, None));
+        }
+        w.resp.message = (!part.ends()).then_some(Message::Send);
+        if part.ends() {
+            w.resp.msn = w.resp.msn.wrapping_add(1);
+            self.finish_recv(h, done);
+        }
+        Ok(1)
+    }
+
+    /// Makes sure that a receive WQE is taken.
+    fn next_recv(&mut self, h: u32) -> Result<(), Refusal> {
+        let q = self.qps.get_mut(h).ok_or(Refusal::Broken)?;
+        match q.rings.rq_pending(q.rq_cons) {
+            Err(_) => Err(Refusal::Broken),
+            Ok(0) if !q.receiving => Err(Refusal::NotReady),
+            Ok(_) => {
+                crate::exec::begin_recv(q);
+                Ok(())
+            }
+        }
+    }
+
+    fn on_write(&mut self, h: u32, w: &mut Wire, p: &Packet<'_>, part: Part) -> Result<u32, Refusal> {
+        self.continues(h, w, p, part, false)?;
+        let q = self.qps.get(h).ok_or(Refusal::Broken)?;
+        let tables = Tables { mrs: &self.mrs, sessions: &self.sessions };
+        let (va, rkey, len) = match w.resp.message {
+            Some(Message::Write { va, rkey, len }) => (va, rkey, len),
+            _ => (p.reth.va, p.reth.rkey, u64::from(p.reth.dma_len)),
+        };
+        let got = if part.begins() { 0 } else { w.resp.got };
+        let to = remote(q, access::REMOTE_WRITE, rkey, va);
+        if part.begins() {
+            let allowed = q.attr.qp_access_flags & access::REMOTE_WRITE != 0;
+            if len > unirdma_formats::MAX_MSG_BYTES {
+                return Err(INVALID);
+            }
+            if !allowed || !tables.allows(to, len) {
+                return Err(NO_ACCESS);
+            }
+        }
+        let n = p.payload.len() as u64;
+        if got + n > len || part.ends() && got + n != len {
+            return Err(INVALID);
+        }
+        let imm = (p.opcode.extra == Extra::Imm).then_some(p.extra);
+        if imm.is_some() {
+            self.next_recv(h)?;
+        }
+        let q = self.qps.get(h).ok_or(Refusal::Broken)?;
+        let tables = Tables { mrs: &self.mrs, sessions: &self.sessions };
+        tables.store(remote(q, access::REMOTE_WRITE, rkey, va), got, p.payload).map_err(|_| NO_ACCESS)?;
+        w.resp.got = got + n;
+        w.resp.message = (!part.ends()).then_some(Message::Write { va, rkey, len });
+        if part.ends() {
+            w.resp.msn = w.resp.msn.wrapping_add(1);
+            if imm.is_some() {
+                let done = RecvDone { byte_len: len, imm, write: true, solicited: p.solicited, ..RecvDone::of(q) };
+                self.finish_recv(h, done);
+            } else if let Some(v) = self.vnic_of_qp(h) {
+                v.counters.received_bytes += len;
+            }
+        }
+        Ok(1)
+    }
+
+    /// True if a READ request names memory that may be read.
+    fn readable(&self, h: u32, p: &Packet<'_>) -> bool {
+        let Some(q) = self.qps.get(h) else { return false };
+        let tables = Tables { mrs: &self.mrs, sessions: &self.sessions };
+        let from = remote(q, access::REMOTE_READ, p.reth.rkey, p.reth.va);
+        q.attr.qp_access_flags & access::REMOTE_READ != 0 && tables.allows(from, p.reth.dma_len.into())
+    }
+
+    fn queue_read(&self, w: &mut Wire, p: &Packet<'_>, psn: Psn) {
+        let (va, rkey, len) = (p.reth.va, p.reth.rkey, p.reth.dma_len.into());
+        w.resp.push(Answer::Read { psn, msn: w.resp.msn, va, rkey, len, done: 0 });
+    }
+
+    fn on_read(&mut self, h: u32, w: &mut Wire, p: &Packet<'_>) -> Result<u32, Refusal> {
+        let q = self.qps.get(h).ok_or(Refusal::Broken)?;
+        let room = w.resp.reads_waiting() < usize::from(q.attr.max_dest_rd_atomic);
+        if w.resp.message.is_some() || !room || u64::from(p.reth.dma_len) > unirdma_formats::MAX_MSG_BYTES {
+            return Err(INVALID);
+        }
+        if !self.readable(h, p) {
+            return Err(NO_ACCESS);
+        }
+        w.resp.msn = w.resp.msn.wrapping_add(1);
+        self.queue_read(w, p, Psn::new(p.psn));
+        Ok(psn_count(p.reth.dma_len.into(), q.mtu))
+    }
+
+    fn on_atomic(&mut self, h: u32, w: &mut Wire, p: &Packet<'_>) -> Result<u32, Refusal> {
+        let q = self.qps.get(h).ok_or(Refusal::Broken)?;
+        let room = w.resp.reads_waiting() < usize::from(q.attr.max_dest_rd_atomic);
+        let a = p.atomic;
+        if w.resp.message.is_some() || !room || a.va % 8 != 0 {
+            return Err(INVALID);
+        }
+        if q.attr.qp_access_flags & access::REMOTE_ATOMIC == 0 {
+            return Err(NO_ACCESS);
+        }
+        let tables = Tables { mrs: &self.mrs, sessions: &self.sessions };
+        let (at, _) = tables.at(remote(q, access::REMOTE_ATOMIC, a.rkey, a.va), 0, 8).ok_or(NO_ACCESS)?;
+        let found = match p.opcode.op {
+            Op::CmpSwap => atomic_u64(at, |v| if v == a.compare { a.swap_add } else { v }),
+            _ => atomic_u64(at, |v| v.wrapping_add(a.swap_add)),
+        };
+        let value = found.map_err(|_| NO_ACCESS)?;
+        let psn = Psn::new(p.psn);
+        w.resp.msn = w.resp.msn.wrapping_add(1);
+        if w.resp.atomics.len() >= usize::from(q.attr.max_dest_rd_atomic) {
+            w.resp.atomics.pop_front();
+        }
+        w.resp.atomics.push_back((psn, value));
+        w.resp.push(Answer::Atomic { psn, msn: w.resp.msn, value });
+        Ok(1)
+    }
+
+    /// Sends one packet of the oldest answer; its cost, or `None` if there is none.
+    pub(super) fn respond(&mut self, h: u32, w: &mut Wire) -> Option<u64> {
+        let a = *w.resp.answers.front()?;
+        let q = self.qps.get(h)?;
+        let dest = q.attr.dest_qp_num;
+        let head = |op: Op, psn: Psn, code: u8, msn: u32| {
+            let mut p = Packet::new(Opcode { transport: Transport::Rc, op, extra: Extra::None }, dest, psn.get());
+            p.aeth = Aeth { syndrome: code, msn };
+            p
+        };
+        let mut bytes = 0;
+        let mut fails = None;
+        let nothing = |_: &mut [u8]| Ok(());
+        let sent = match a {
+            Answer::Ack { psn, msn } => self.tx.push(w.path, &head(Op::Ack, psn, syndrome::ACK, msn), 0, nothing),
+            Answer::Nak { psn, msn, code, fails: f } => {
+                fails = f;
+                self.tx.push(w.path, &head(Op::Ack, psn, code, msn), 0, nothing)
+            }
+            Answer::Atomic { psn, msn, value } => {
+                let p = Packet { original: value, ..head(Op::AtomicAck, psn, syndrome::ACK, msn) };
+                self.tx.push(w.path, &p, 0, nothing)
+            }
+            Answer::Read { psn, msn, va, rkey, len, done } => {
+                let n = (len - done).min(q.mtu.into());
+                let ends = done + n == len;
+                let p = head(Op::ReadResponse(Part::of(done == 0, ends)), psn, syndrome::ACK, msn);
+                let tables = Tables { mrs: &self.mrs, sessions: &self.sessions };
+                let from = remote(q, access::REMOTE_READ, rkey, va);
+                bytes = n;
+                let sent = self.tx.push(w.path, &p, n as usize, |to| tables.load(from, done, to));
+                match sent {
+                    Ok(()) if !ends => {
+                        let next = Answer::Read { psn: psn.advance(1), msn, va, rkey, len, done: done + n };
+                        w.resp.answers[0] = next;
+                    }
+                    Ok(()) => {}
+                    Err(_) => {
+                        // The memory is gone since it was checked.
+                        let code = syndrome::NAK_ACCESS;
+                        w.resp.failed = true;
+                        let event = Some(Some(AsyncEvent::QpAccessErr));
+                        w.resp.answers[0] = Answer::Nak { psn, msn, code, fails: event };
+                        return Some(OP_COST);
+                    }
+                }
+                if !ends {
+                    self.count_sent(h);
+                    return Some(n + OP_COST / 8);
+                }
+                sent
+            }
+        };
+        debug_assert!(sent.is_ok(), "packets without payload cannot fail");
+        w.resp.answers.pop_front();
+        self.count_sent(h);
+        if let Some(event) = fails {
+            self.fail_qp(h, event);
+        }
+        Some(bytes + OP_COST / 8)
+    }
+
+    fn count_sent(&mut self, h: u32) {
+        if let Some(v) = self.vnic_of_qp(h) {
+            v.counters.wire.sent_pkts += 1;
+        }
+    }
+}

@@ -1,0 +1,365 @@
+//! Two RNICs and a bad network between them: every request completes once, in order, with the right data.
+#![allow(missing_docs)]
+
+mod common;
+
+use std::collections::HashMap;
+use std::net::IpAddr;
+
+use common::*;
+use unirdma_abi as abi;
+use unirdma_formats::wire::{Op, Opcode, Packet, Reth, Transport};
+use unirdma_formats::{WcStatus, WrOpcode, attr_mask as m, send_flags};
+use unirdma_rnic::{Rng, Rnic, Route};
+
+const DELAY: u64 = 5_000;
+
+/// What the network does to packets, in thousandths.
+#[derive(Clone, Copy, Default)]
+struct Faults {
+    loss: u64,
+    duplication: u64,
+    reordering: u64,
+}
+
+struct Net {
+    rnics: [Rnic; 2],
+    ends: [End; 2],
+    now: u64,
+    /// (arrival, number, receiver, bytes)
+    flying: Vec<(u64, u64, usize, Vec<u8>)>,
+    sent: u64,
+    faults: Faults,
+    rng: Rng,
+    /// The next packets of these senders are lost.
+    cut: [bool; 2],
+}
+
+fn host(i: usize) -> IpAddr {
+    IpAddr::from([192, 168, 0, 1 + i as u8])
+}
+
+impl Net {
+    fn new(seed: u64, faults: Faults, change: impl Fn(abi::QpAttr) -> abi::QpAttr) -> Net {
+        let mut rnics = [Rnic::new(seed, 0), Rnic::new(seed ^ 0xabcd, 0)];
+        let ends = [0, 1].map(|i| End::new(&mut rnics[i], 0, 1 + i as u8));
+        for i in 0..2 {
+            let peer = Route { host: host(1 - i), foreign: false };
+            rnics[i].set_routes(HashMap::from([((0, ip(2 - i as u8)), peer)]));
+            for (mask, attr) in attrs(&ends[1 - i], ip(2 - i as u8)) {
+                rnics[i].modify_qp(ends[i].session, ends[i].qpn, mask, &change(attr)).unwrap();
+            }
+        }
+        let rng = Rng::new(seed);
+        Net { rnics, ends, now: 0, flying: Vec::new(), sent: 0, faults, rng, cut: [false; 2] }
+    }
+
+    fn chance(&mut self, thousandths: u64) -> bool {
+        self.rng.next_u64() % 1000 < thousandths
+    }
+
+    fn collect(&mut self, i: usize) {
+        let tx = self.rnics[i].tx();
+        let packets: Vec<_> = tx.packets().to_vec();
+        let all: Vec<Vec<u8>> = packets.iter().map(|p| tx.bytes(p).to_vec()).collect();
+        tx.sent(packets.len());
+        for bytes in all {
+            let bytes = bytes[..bytes.len() - 4].to_vec();
+            if self.cut[i] || self.chance(self.faults.loss) {
+                continue;
+            }
+            let copies = 1 + u64::from(self.chance(self.faults.duplication));
+            for _ in 0..copies {
+                let late = if self.chance(self.faults.reordering) { self.rng.next_u64() % 20_000 } else { 0 };
+                self.sent += 1;
+                self.flying.push((self.now + DELAY + late, self.sent, 1 - i, bytes.clone()));
+            }
+        }
+    }
+
+    /// Runs until nothing is due before `limit` nanoseconds have passed.
+    fn run(&mut self, limit: u64) {
+        let end = self.now + limit;
+        loop {
+            for i in 0..2 {
+                while self.rnics[i].poll(self.now) {
+                    self.collect(i);
+                }
+            }
+            let arrival = self.flying.iter().map(|f| f.0).min();
+            let timers = self.rnics.iter().filter_map(|r| r.next_timeout());
+            let Some(next) = timers.chain(arrival).min().filter(|&t| t <= end) else { break };
+            self.now = self.now.max(next);
+            let now = self.now;
+            self.flying.sort();
+            let due = self.flying.partition_point(|f| f.0 <= now);
+            for (_, _, to, bytes) in self.flying.drain(..due).collect::<Vec<_>>() {
+                self.rnics[to].handle_packet(now, host(1 - to), &bytes);
+            }
+        }
+        self.now = end;
+    }
+
+    fn remote(&self, op: WrOpcode, wr_id: u64, off: u64) -> abi::SqWqe {
+        abi::SqWqe { remote_addr: IOVA + off, rkey: self.ends[1].key, ..wqe(op, wr_id) }
+    }
+
+    fn counters(&self, i: usize) -> unirdma_rnic::Counters {
+        self.rnics[i].counters(self.ends[i].vnic).unwrap()
+    }
+}
+
+fn pattern(n: usize, salt: u64) -> Vec<u8> {
+    let mut r = Rng::new(salt);
+    (0..n).map(|_| r.next_u64() as u8).collect()
+}
+
+const SECOND: u64 = 1_000_000_000;
+
+/// Rounds of eight random requests from end 0 to end 1, each with memory of its own; checked when all are done.
+fn traffic(seed: u64, faults: Faults, mtu: u8, rounds: u64) {
+    let mut net = Net::new(seed, faults, |a| abi::QpAttr { path_mtu: mtu, retry_cnt: 7, rnr_retry: 7, ..a });
+    let mut rng = Rng::new(seed ^ 77);
+    for round in 0..rounds {
+        let salt = seed << 8 | round;
+        let data = pattern(MR_BYTES, salt);
+        for e in &net.ends {
+            e.fill(0, &data);
+        }
+        let mine = pattern(MR_BYTES / 2, salt ^ 0x55);
+        net.ends[0].fill(0, &mine);
+        let ops = [
+            WrOpcode::Write,
+            WrOpcode::WriteImm,
+            WrOpcode::Send,
+            WrOpcode::SendImm,
+            WrOpcode::Read,
+            WrOpcode::FetchAdd,
+            WrOpcode::CmpSwap,
+        ];
+        let count = 8;
+        let slot = (MR_BYTES / 2 / 8) as u64;
+        let mut expect = Vec::new();
+        let mut recvs = Vec::new();
+        for i in 0..count {
+            let op = ops[rng.next_u64() as usize % ops.len()];
+            let len = match rng.next_u64() % 4 {
+                _ if op.is_atomic() => 8,
+                0 => rng.next_u64() % 16,
+                1 => rng.next_u64() % 5000,
+                _ => rng.next_u64() % slot,
+            };
+            let off = i * slot;
+            let mut w = net.remote(op, i, off);
+            w.imm = i as u32;
+            (w.compare_add, w.swap) = (3, 9);
+            if op.consumes_recv() {
+                let sge = net.ends[1].sge(off, slot as u32);
+                if rng.next_u64() % 2 == 0 {
+                    net.ends[1].recv(100 + i, &[sge]);
+                } else {
+                    recvs.push((100 + i, sge));
+                }
+                // A receive that is posted later is taken later.
+                if !recvs.is_empty() {
+                    for (id, sge) in recvs.drain(..) {
+                        net.run(rng.next_u64() % 2_000_000);
+                        net.ends[1].recv(id, &[sge]);
+                    }
+                }
+            }
+            let sge = net.ends[0].sge(off, len as u32);
+            net.ends[0].post(w, &[sge]);
+            if rng.next_u64() % 3 == 0 {
+                net.run(rng.next_u64() % 100_000);
+            }
+            expect.push((op, off, len));
+        }
+        net.run(30 * SECOND);
+        let done = net.ends[0].poll();
+        let got: Vec<_> = done.iter().map(|c| (c.wr_id, c.status)).collect();
+        assert_eq!(got, (0..count).map(|i| (i, 0)).collect::<Vec<_>>(), "seed {seed} round {round}");
+        let received: Vec<u64> = net.ends[1].poll().iter().map(|c| c.wr_id).collect();
+        let wanted: Vec<u64> = (0..count).filter(|&i| expect[i as usize].0.consumes_recv()).map(|i| 100 + i).collect();
+        assert_eq!(received, wanted, "seed {seed} round {round}");
+        for (op, off, len) in expect {
+            let (o, n) = (off as usize, len as usize);
+            let at = |e: usize| net.ends[e].bytes(o, n);
+            match op {
+                WrOpcode::Read => assert_eq!(at(0), data[o..o + n], "read, seed {seed}"),
+                WrOpcode::FetchAdd | WrOpcode::CmpSwap => {
+                    let before = u64::from_ne_bytes(data[o..o + 8].try_into().unwrap());
+                    let add = op == WrOpcode::FetchAdd;
+                    let after = if add { before.wrapping_add(3) } else { before };
+                    assert_eq!(at(0), before.to_ne_bytes(), "atomic once, seed {seed}");
+                    assert_eq!(at(1), after.to_ne_bytes(), "atomic once, seed {seed}");
+                }
+                _ => assert_eq!(at(1), mine[o..o + n], "{op:?}, seed {seed}"),
+            }
+        }
+    }
+}
+
+#[test]
+fn a_good_network_delivers() {
+    for mtu in 1..=5 {
+        traffic(mtu.into(), Faults::default(), mtu, 6);
+    }
+}
+
+fn setting(name: &str, default: u64) -> u64 {
+    std::env::var(name).ok().and_then(|v| v.parse().ok()).unwrap_or(default)
+}
+
+/// The simulation of `cargo xtask sim`: each seed is a network and traffic of its own.
+#[test]
+fn a_bad_network_changes_nothing_but_the_time() {
+    let first = setting("UNIRDMA_SIM_SEED", 0);
+    for seed in first..first + setting("UNIRDMA_SIM_SEEDS", 60) {
+        println!("seed {seed}");
+        let faults = Faults { loss: 10, duplication: 10, reordering: 10 };
+        traffic(seed, faults, 1 + (seed % 5) as u8, setting("UNIRDMA_SIM_STEPS", 6));
+    }
+}
+
+#[test]
+fn a_terrible_network_too() {
+    for seed in 100..110 {
+        traffic(seed, Faults { loss: 100, duplication: 100, reordering: 200 }, 3, 6);
+    }
+}
+
+#[test]
+fn sequence_numbers_wrap() {
+    let mut net = Net::new(5, Faults { loss: 20, ..Faults::default() }, |a| abi::QpAttr {
+        sq_psn: 0xff_fff0,
+        rq_psn: 0xff_fff0,
+        retry_cnt: 7,
+        ..a
+    });
+    let data = pattern(400_000, 1);
+    net.ends[0].fill(0, &data);
+    let (w, r) = (net.remote(WrOpcode::Write, 1, 0), net.remote(WrOpcode::Read, 2, 0));
+    let (from, to) = (net.ends[0].sge(0, 400_000), net.ends[0].sge(500_000, 400_000));
+    net.ends[0].post(w, &[from]);
+    net.ends[0].post(r, &[to]);
+    net.run(60 * SECOND);
+    assert_eq!(net.ends[0].poll().iter().map(|c| c.status).collect::<Vec<_>>(), [0, 0]);
+    assert_eq!(net.ends[0].bytes(500_000, 400_000), data);
+}
+
+#[test]
+fn silence_ends_after_the_time_that_the_attributes_give() {
+    let mut net = Net::new(1, Faults::default(), |a| a);
+    net.cut = [true, false];
+    let w = net.remote(WrOpcode::Write, 1, 0);
+    let sge = net.ends[0].sge(0, 8);
+    net.ends[0].post(w, &[sge]);
+    // timeout 14 is 67.1 ms; retry_cnt 3: four tries.
+    net.run(4 * 67_108_864 - 1);
+    assert!(net.ends[0].poll().is_empty());
+    net.run(1);
+    assert_eq!(status(&net.ends[0].done()), WcStatus::RetryExcErr);
+    assert_eq!(net.counters(0).wire.retransmitted_pkts, 3);
+}
+
+#[test]
+fn no_receive_is_waited_for_and_then_an_error() {
+    let mut net = Net::new(1, Faults::default(), |a| a);
+    let (w, sge) = (wqe(WrOpcode::Send, 1), net.ends[0].sge(0, 100));
+    net.ends[0].post(w, &[sge]);
+    net.run(1_000_000);
+    assert!(net.counters(0).wire.rcvd_rnr_err > 0);
+    let r = net.ends[1].sge(0, 100);
+    net.ends[1].recv(5, &[r]);
+    net.run(10_000_000);
+    assert_eq!(status(&net.ends[0].done()), WcStatus::Success);
+    assert_eq!(net.ends[1].done().wr_id, 5);
+    net.ends[0].post(w, &[sge]);
+    net.run(SECOND);
+    assert_eq!(status(&net.ends[0].done()), WcStatus::RnrRetryExcErr);
+}
+
+#[test]
+fn the_responder_refuses_what_hardware_refuses() {
+    type Change = fn(&mut abi::SqWqe);
+    let cases: &[(&str, Change, WcStatus)] = &[
+        ("rkey", |w| w.rkey ^= 1, WcStatus::RemAccessErr),
+        ("range", |w| w.remote_addr += MR_BYTES as u64, WcStatus::RemAccessErr),
+        ("alignment", |w| (w.opcode, w.remote_addr) = (WrOpcode::FetchAdd as u8, IOVA + 1), WcStatus::RemInvReqErr),
+        ("read rkey", |w| (w.opcode, w.rkey) = (WrOpcode::Read as u8, 0), WcStatus::RemAccessErr),
+    ];
+    for (name, change, want) in cases {
+        let mut net = Net::new(3, Faults::default(), |a| a);
+        let mut w = net.remote(WrOpcode::Write, 1, 0);
+        change(&mut w);
+        let sge = net.ends[0].sge(0, 8);
+        let good = net.remote(WrOpcode::Write, 0, 64);
+        net.ends[0].post(good, &[sge]);
+        net.ends[0].post(w, &[sge]);
+        net.ends[0].post(good, &[sge]);
+        net.run(SECOND);
+        let got: Vec<WcStatus> = net.ends[0].poll().iter().map(status).collect();
+        assert_eq!(got, [WcStatus::Success, *want, WcStatus::WrFlushErr], "{name}");
+        let state = net.rnics[1].query_qp(net.ends[1].session, net.ends[1].qpn).unwrap().qp_state;
+        assert_eq!(state, 6, "{name}: the responder's QP");
+    }
+}
+
+#[test]
+fn a_receive_that_is_too_short_fails_both_sides() {
+    let mut net = Net::new(3, Faults::default(), |a| a);
+    let r = net.ends[1].sge(0, 1500);
+    net.ends[1].recv(1, &[r]);
+    let sge = net.ends[0].sge(0, 4000);
+    net.ends[0].post(wqe(WrOpcode::Send, 9), &[sge]);
+    net.run(SECOND);
+    assert_eq!(status(&net.ends[0].done()), WcStatus::RemInvReqErr);
+    assert_eq!(status(&net.ends[1].done()), WcStatus::LocLenErr);
+}
+
+#[test]
+fn forged_packets_change_nothing() {
+    let mut net = Net::new(3, Faults::default(), |a| a);
+    net.ends[1].fill(0, &[7; 64]);
+    let only = Opcode {
+        transport: Transport::Rc,
+        op: Op::Write(unirdma_formats::wire::Part::Only),
+        extra: unirdma_formats::wire::Extra::None,
+    };
+    let mut p = Packet::new(only, net.ends[1].qpn, 100);
+    p.reth = Reth { va: IOVA, rkey: net.ends[1].key, dma_len: 4 };
+    let bytes = |p: &Packet<'_>| {
+        let mut b = vec![0; 64];
+        let n = p.put(&mut b, 4);
+        b.truncate(n + 4);
+        b
+    };
+    // Another host; no such QP; a foreign P_Key; garbage.
+    net.rnics[1].handle_packet(0, IpAddr::from([192, 168, 0, 9]), &bytes(&p));
+    net.rnics[1].handle_packet(0, host(0), &bytes(&Packet { dest_qp: p.dest_qp ^ 1, ..p }));
+    net.rnics[1].handle_packet(0, host(0), &bytes(&Packet { pkey: 0x1234, ..p }));
+    net.rnics[1].handle_packet(0, host(0), &bytes(&p)[..20]);
+    let d = net.rnics[1].wire_drops();
+    assert_eq!((d.wrong_source, d.no_qp, d.bad_pkey, d.malformed), (1, 1, 1, 1));
+    net.run(SECOND);
+    assert_eq!(net.ends[1].bytes(0, 64), [7; 64]);
+}
+
+#[test]
+fn a_drained_queue_says_so_and_goes_on() {
+    let mut net = Net::new(3, Faults::default(), |a| a);
+    let sge = net.ends[0].sge(0, 100_000);
+    let w = net.remote(WrOpcode::Write, 1, 0);
+    net.ends[0].post(w, &[sge]);
+    net.run(10);
+    let sqd = abi::QpAttr { qp_state: 4, en_sqd_async_notify: 1, ..Default::default() };
+    net.rnics[0].modify_qp(net.ends[0].session, net.ends[0].qpn, m::STATE | m::EN_SQD_ASYNC_NOTIFY, &sqd).unwrap();
+    net.ends[0].post(abi::SqWqe { send_flags: send_flags::SIGNALED | send_flags::FENCE, wr_id: 2, ..w }, &[sge]);
+    net.run(SECOND);
+    assert_eq!(net.ends[0].done().wr_id, 1);
+    let rts = abi::QpAttr { qp_state: 3, ..Default::default() };
+    net.rnics[0].modify_qp(net.ends[0].session, net.ends[0].qpn, m::STATE, &rts).unwrap();
+    net.run(SECOND);
+    assert_eq!(net.ends[0].done().wr_id, 2);
+}
