@@ -229,6 +229,75 @@ fn a_terrible_network_too() {
     }
 }
 
+/// Duplicates that the network makes must not count against what the requester may have outstanding.
+#[test]
+fn a_network_that_sends_everything_twice_does_no_harm() {
+    for seed in 200..215 {
+        traffic(seed, Faults { duplication: 1000, reordering: 300, ..Faults::default() }, 1 + (seed % 5) as u8, 3);
+    }
+}
+
+/// Random packets from the right host to the right QP, near the expected PSN, with no right key: no panic, and memory
+/// stays as it is; the QP serves again once it was reset.
+#[test]
+fn nonsense_from_the_peer_costs_its_own_connection_only() {
+    for seed in 0..40 {
+        let mut net = Net::new(seed, Faults::default(), |a| a);
+        let mut rng = Rng::new(seed);
+        let data = pattern(MR_BYTES, seed);
+        for e in &net.ends {
+            e.fill(0, &data);
+        }
+        let payload = pattern(5000, seed);
+        for i in 0..2000 {
+            let to = (i % 2) as usize;
+            let r = rng.next_u64();
+            let mut bytes = vec![0; 64];
+            if let Some(opcode) = Opcode::from_raw(r as u8) {
+                let near = 100u32.wrapping_add((r >> 8) as u32 % 5).wrapping_sub(2);
+                let mut p = Packet::new(opcode, net.ends[to].qpn, near);
+                (p.ack_req, p.solicited) = (r >> 20 & 1 != 0, r >> 21 & 1 != 0);
+                p.reth = Reth { va: IOVA, rkey: (r >> 32) as u32, dma_len: (r >> 24) as u32 & 0xffff };
+                p.atomic.va = IOVA;
+                p.atomic.rkey = (r >> 32) as u32;
+                p.aeth.syndrome = (r >> 40) as u8;
+                let len = [0, 4, 1023, 1024, 1025, 4096][(r >> 48) as usize % 6];
+                let n = p.put(&mut bytes, len);
+                bytes.truncate(n);
+                bytes.extend_from_slice(&payload[..len + unirdma_formats::wire::padding(len)]);
+            }
+            if r >> 60 == 0 {
+                let at = (r >> 50) as usize % bytes.len();
+                bytes[at] ^= r as u8;
+            }
+            let now = net.now;
+            net.rnics[to].handle_packet(now, host(1 - to), &bytes);
+            if i % 16 == 0 {
+                net.run(1000);
+            }
+        }
+        net.run(SECOND);
+        for e in &net.ends {
+            assert_eq!(e.bytes(0, MR_BYTES), data, "seed {seed}");
+        }
+        // Both ends start over.
+        for i in 0..2 {
+            let (session, qpn) = (net.ends[i].session, net.ends[i].qpn);
+            net.rnics[i].modify_qp(session, qpn, m::STATE, &abi::QpAttr::default()).unwrap();
+            for (mask, attr) in attrs(&net.ends[1 - i], ip(2 - i as u8)) {
+                net.rnics[i].modify_qp(session, qpn, mask, &attr).unwrap();
+            }
+            net.ends[i].poll();
+        }
+        let w = net.remote(WrOpcode::Write, 9, 0);
+        let sge = net.ends[0].sge(64, 3000);
+        net.ends[0].post(w, &[sge]);
+        net.run(SECOND);
+        assert_eq!(status(&net.ends[0].done()), WcStatus::Success, "seed {seed}");
+        assert_eq!(net.ends[1].bytes(0, 3000), data[64..3064]);
+    }
+}
+
 #[test]
 fn sequence_numbers_wrap() {
     let mut net = Net::new(5, Faults { loss: 20, ..Faults::default() }, |a| abi::QpAttr {

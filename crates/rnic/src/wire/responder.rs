@@ -8,7 +8,6 @@ use unirdma_mem::atomic_u64;
 
 use super::Wire;
 use crate::access::{Side, Tables, list};
-use crate::commands::MAX_RD_ATOMIC;
 use crate::exec::RecvDone;
 use crate::objects::Qp;
 use crate::rnic::{OP_COST, Rnic};
@@ -30,11 +29,14 @@ enum Answer {
         rkey: u32,
         len: u64,
         done: u64,
+        /// For a duplicate request.
+        again: bool,
     },
     Atomic {
         psn: Psn,
         msn: u32,
         value: u64,
+        again: bool,
     },
     /// A NAK; `fails` ends the QP once it is sent.
     Nak {
@@ -86,8 +88,11 @@ impl Responder {
         self.push(Answer::Ack { psn, msn: self.msn });
     }
 
+    /// READs and atomics that wait for their first answer: of those the requester may have so many. Answers to duplicates
+    /// do not count, since the network makes duplicates too.
     fn reads_waiting(&self) -> usize {
-        self.answers.iter().filter(|a| matches!(a, Answer::Read { .. } | Answer::Atomic { .. })).count()
+        let first = |a: &&Answer| matches!(a, Answer::Read { again: false, .. } | Answer::Atomic { again: false, .. });
+        self.answers.iter().filter(first).count()
     }
 
     fn fail(&mut self, psn: Psn, code: u8, event: Option<AsyncEvent>) {
@@ -177,16 +182,15 @@ impl Rnic {
             Op::Send(_) | Op::Write(_) => w.resp.ack(expected.advance(0xff_ffff)),
             Op::ReadRequest => {
                 let Some(q) = self.qps.get(h) else { return };
-                let room = w.resp.reads_waiting() < usize::from(MAX_RD_ATOMIC);
                 // It must lie in what was asked for before.
                 let inside = psn_count(p.reth.dma_len.into(), q.mtu) <= expected.since(psn);
-                if room && inside && self.readable(h, p) {
-                    self.queue_read(w, p, psn);
+                if inside && self.readable(h, p) {
+                    self.queue_read(w, p, true);
                 }
             }
             _ => {
                 if let Some(&(_, value)) = w.resp.atomics.iter().find(|a| a.0 == psn) {
-                    w.resp.push(Answer::Atomic { psn, msn: w.resp.msn, value });
+                    w.resp.push(Answer::Atomic { psn, msn: w.resp.msn, value, again: true });
                 }
             }
         }
@@ -313,9 +317,9 @@ impl Rnic {
         q.attr.qp_access_flags & access::REMOTE_READ != 0 && tables.allows(from, p.reth.dma_len.into())
     }
 
-    fn queue_read(&self, w: &mut Wire, p: &Packet<'_>, psn: Psn) {
+    fn queue_read(&self, w: &mut Wire, p: &Packet<'_>, again: bool) {
         let (va, rkey, len) = (p.reth.va, p.reth.rkey, p.reth.dma_len.into());
-        w.resp.push(Answer::Read { psn, msn: w.resp.msn, va, rkey, len, done: 0 });
+        w.resp.push(Answer::Read { psn: Psn::new(p.psn), msn: w.resp.msn, va, rkey, len, done: 0, again });
     }
 
     fn on_read(&mut self, h: u32, w: &mut Wire, p: &Packet<'_>) -> Result<u32, Refusal> {
@@ -328,7 +332,7 @@ impl Rnic {
             return Err(NO_ACCESS);
         }
         w.resp.msn = w.resp.msn.wrapping_add(1);
-        self.queue_read(w, p, Psn::new(p.psn));
+        self.queue_read(w, p, false);
         Ok(psn_count(p.reth.dma_len.into(), q.mtu))
     }
 
@@ -355,7 +359,7 @@ impl Rnic {
             w.resp.atomics.pop_front();
         }
         w.resp.atomics.push_back((psn, value));
-        w.resp.push(Answer::Atomic { psn, msn: w.resp.msn, value });
+        w.resp.push(Answer::Atomic { psn, msn: w.resp.msn, value, again: false });
         Ok(1)
     }
 
@@ -378,11 +382,11 @@ impl Rnic {
                 fails = f;
                 self.tx.push(w.path, &head(Op::Ack, psn, code, msn), 0, nothing)
             }
-            Answer::Atomic { psn, msn, value } => {
+            Answer::Atomic { psn, msn, value, .. } => {
                 let p = Packet { original: value, ..head(Op::AtomicAck, psn, syndrome::ACK, msn) };
                 self.tx.push(w.path, &p, 0, nothing)
             }
-            Answer::Read { psn, msn, va, rkey, len, done } => {
+            Answer::Read { psn, msn, va, rkey, len, done, again } => {
                 let n = (len - done).min(q.mtu.into());
                 let ends = done + n == len;
                 let p = head(Op::ReadResponse(Part::of(done == 0, ends)), psn, syndrome::ACK, msn);
@@ -392,7 +396,7 @@ impl Rnic {
                 let sent = self.tx.push(w.path, &p, n as usize, |to| tables.load(from, done, to));
                 match sent {
                     Ok(()) if !ends => {
-                        let next = Answer::Read { psn: psn.advance(1), msn, va, rkey, len, done: done + n };
+                        let next = Answer::Read { psn: psn.advance(1), msn, va, rkey, len, done: done + n, again };
                         w.resp.answers[0] = next;
                     }
                     Ok(()) => {}
