@@ -86,6 +86,10 @@ impl WrOpcode {
     pub fn has_imm(self) -> bool {
         matches!(self, WrOpcode::SendImm | WrOpcode::WriteImm)
     }
+    /// True if the responder answers with data: READ and the atomics. It holds only so many of those.
+    pub fn returns_data(self) -> bool {
+        self == WrOpcode::Read || self.is_atomic()
+    }
     /// True for the two 8-byte atomics.
     pub fn is_atomic(self) -> bool {
         matches!(self, WrOpcode::CmpSwap | WrOpcode::FetchAdd)

@@ -296,7 +296,7 @@ impl Rnic {
             sq_psn: q.sq_psn.get(),
             rq_psn: q.rq_psn.get(),
             cap: q.cap,
-            sq_draining: u8::from(q.state == QpState::Sqd && (q.busy || q.wire.as_ref().is_some_and(|w| w.is_busy()))),
+            sq_draining: u8::from(q.state == QpState::Sqd && q.is_sending()),
             ..q.attr
         })
     }

@@ -42,11 +42,7 @@ impl Rnic {
             }
             if q.wire.is_some() && matches!(q.state, QpState::Rtr | QpState::Rts | QpState::Sqd) {
                 let (c, again) = self.wire_step(h, allowance);
-                if self
-                    .qps
-                    .get(h)
-                    .is_some_and(|q| q.state == QpState::Sqd && !q.wire.as_ref().is_some_and(|w| w.is_busy()))
-                {
+                if self.qps.get(h).is_some_and(|q| q.state == QpState::Sqd && !q.is_sending()) {
                     self.drained(h);
                 }
                 return (c, again);
@@ -126,21 +122,27 @@ impl Rnic {
         (cost > 0).then_some(cost)
     }
 
+    /// What a requester checks of a request before it leaves: length, local keys, initiator depth.
+    pub(crate) fn check_local(&self, q: &Qp, w: &Work, op: WrOpcode) -> Result<(), WcStatus> {
+        let tables = Tables { mrs: &self.mrs, sessions: &self.sessions };
+        if w.total > MAX_MSG_BYTES {
+            return Err(WcStatus::LocLenErr);
+        }
+        if !tables.allows(local_side(q, w, op), w.total) {
+            return Err(WcStatus::LocProtErr);
+        }
+        if op.returns_data() && q.attr.max_rd_atomic == 0 {
+            return Err(WcStatus::LocQpOpErr);
+        }
+        Ok(())
+    }
+
     /// Checks a request at both ends and, if the peer is ready for it, executes its first slice.
     fn begin(&mut self, h: u32, w: &mut Work) -> Outcome {
         let Some(q) = self.qps.get(h) else { return Outcome::Failed(WcStatus::FatalErr) };
         let Some(op) = WrOpcode::from_raw(w.wqe.opcode.into()) else { return Outcome::Failed(WcStatus::LocQpOpErr) };
-        let tables = Tables { mrs: &self.mrs, sessions: &self.sessions };
-        let local = local_side(q, w, op);
-        if w.total > MAX_MSG_BYTES {
-            return Outcome::Failed(WcStatus::LocLenErr);
-        }
-        if !tables.allows(local, w.total) {
-            return Outcome::Failed(WcStatus::LocProtErr);
-        }
-        let reads = op == WrOpcode::Read || op.is_atomic();
-        if reads && q.attr.max_rd_atomic == 0 {
-            return Outcome::Failed(WcStatus::LocQpOpErr);
+        if let Err(status) = self.check_local(q, w, op) {
+            return Outcome::Failed(status);
         }
         let Some(ph) = self.answering_peer(h) else { return self.no_answer(h, w) };
         let Some(p) = self.qps.get(ph) else { return self.no_answer(h, w) };
@@ -151,7 +153,7 @@ impl Rnic {
         if need != 0 {
             let remote = remote_side(p, w, op);
             let misaligned = op.is_atomic() && w.wqe.remote_addr % 8 != 0;
-            let no_resources = reads && p.attr.max_dest_rd_atomic == 0;
+            let no_resources = op.returns_data() && p.attr.max_dest_rd_atomic == 0;
             if misaligned || no_resources {
                 self.fail_qp(ph, Some(AsyncEvent::QpReqErr));
                 return Outcome::Failed(WcStatus::RemInvReqErr);
@@ -260,7 +262,7 @@ impl Rnic {
             return Outcome::Progress;
         }
         let mtu = q.mtu;
-        let packets = if op.is_atomic() { 1 } else { psn_count(w.total, mtu) };
+        let packets = psn_count(w.total, mtu);
         if op.consumes_recv() {
             self.finish_local(ph, h, w, WcStatus::Success);
         } else if op != WrOpcode::Read
@@ -373,7 +375,7 @@ impl Rnic {
         q.rings.set_sq_cons(q.sq_cons);
         let signaled = q.sig_all || w.wqe.send_flags & send_flags::SIGNALED != 0 || status != WcStatus::Success;
         let op = WrOpcode::from_raw(w.wqe.opcode.into());
-        let returns = op.is_some_and(|o| o == WrOpcode::Read || o.is_atomic());
+        let returns = op.is_some_and(|o| o.returns_data());
         let cqe = abi::Cqe {
             wr_id: w.wqe.wr_id,
             status: status as u8,

@@ -213,3 +213,10 @@ pub(crate) struct Qp {
     /// The state of a connection to another host.
     pub wire: Option<Box<Wire>>,
 }
+
+impl Qp {
+    /// True while a send WQE is under way.
+    pub fn is_sending(&self) -> bool {
+        self.busy || self.wire.as_ref().is_some_and(|w| w.is_busy())
+    }
+}

@@ -14,7 +14,7 @@ use unirdma_formats::wire::{DEFAULT_PKEY, ICRC_BYTES, MAX_HEADER_BYTES, Op, Pack
 use unirdma_formats::{Gid, Psn, QpState};
 use unirdma_mem::Fault;
 
-use crate::objects::{VnicId, Work};
+use crate::objects::{VnicId, WireCounters, Work};
 use crate::rnic::Rnic;
 pub(crate) use responder::Responder;
 
@@ -346,15 +346,19 @@ impl Rnic {
             self.drops.bad_state += 1;
             return;
         }
-        if let Some(v) = self.vnic_of_qp(h) {
-            v.counters.wire.rcvd_pkts += 1;
-        }
+        self.count(h, |c| c.rcvd_pkts += 1);
         self.with_wire(h, |rnic, w| match p.opcode.op {
             Op::Ack | Op::AtomicAck | Op::ReadResponse(_) => rnic.on_response(h, w, &p),
             Op::Cnp => w.cc.cut(w.una, w.high),
             _ => rnic.on_request(h, w, &p),
         });
         self.make_runnable(h);
+    }
+
+    fn count(&mut self, h: u32, f: impl FnOnce(&mut WireCounters)) {
+        if let Some(v) = self.vnic_of_qp(h) {
+            f(&mut v.counters.wire);
+        }
     }
 
     /// Runs `f` with the wire state of QP `h` taken out; what the QP lost meanwhile, its state loses too.

@@ -1,9 +1,7 @@
 //! Requester and completer: work requests to packets, answers to completions (IBTA vol. 1, 9.7.2 to 9.7.6, 9.9.2).
 
 use unirdma_formats::wire::{AtomicEth, Extra, Op, Opcode, Packet, Part, Reth, Transport, syndrome};
-use unirdma_formats::{
-    MAX_MSG_BYTES, Psn, QpState, WcStatus, WrOpcode, ack_timeout_ns, psn_count, rnr_timer_ns, send_flags,
-};
+use unirdma_formats::{Psn, QpState, WcStatus, WrOpcode, ack_timeout_ns, psn_count, rnr_timer_ns, send_flags};
 
 use super::{Flight, Wire};
 use crate::access::{Tables, local_side};
@@ -17,11 +15,6 @@ const MAX_FLIGHT: usize = 256;
 const READ_PACKETS: u32 = 32;
 /// Within a message, every so many packets ask for an ACK.
 const ACK_EVERY: u32 = 16;
-
-/// True for requests that are answered with data, of which the responder holds only so many.
-fn reads(op: WrOpcode) -> bool {
-    op == WrOpcode::Read || op.is_atomic()
-}
 
 impl Wire {
     fn op(&self, i: usize) -> WrOpcode {
@@ -47,7 +40,7 @@ impl Wire {
             if f.first.since(self.una) >= to.since(self.una) && !f.first.is_before(self.una) {
                 break;
             }
-            if f.packets > 0 && reads(self.op(i)) {
+            if f.packets > 0 && self.op(i).returns_data() {
                 return if f.first.is_before(self.una) { self.una } else { f.first };
             }
         }
@@ -85,7 +78,7 @@ impl Rnic {
         if outstanding != 0 && outstanding + span > w.cc.packets {
             return None;
         }
-        if reads(op) && w.reads.len() >= usize::from(q.attr.max_rd_atomic) {
+        if op.returns_data() && w.reads.len() >= usize::from(q.attr.max_rd_atomic) {
             return None;
         }
         let ends = index + span == f.packets;
@@ -119,7 +112,7 @@ impl Rnic {
             }
             _ => AtomicEth { va: wqe.remote_addr, rkey: wqe.rkey, swap_add: wqe.compare_add, compare: 0 },
         };
-        let len = if reads(op) { 0 } else { left.min(mtu.into()) as usize };
+        let len = if op.returns_data() { 0 } else { left.min(mtu.into()) as usize };
         let tables = Tables { mrs: &self.mrs, sessions: &self.sessions };
         let local = local_side(q, &f.work, op);
         let sent = self.tx.push(w.path, &head, len, |to| tables.load(local, off, to));
@@ -136,16 +129,16 @@ impl Rnic {
         if ends {
             w.cursor += 1;
         }
-        if reads(op) {
+        if op.returns_data() {
             w.reads.push_back(w.next);
         }
         if w.deadline == u64::MAX {
             w.deadline = self.deadline(h);
         }
-        if let Some(v) = self.vnic_of_qp(h) {
-            v.counters.wire.sent_pkts += 1;
-            v.counters.wire.retransmitted_pkts += u64::from(again);
-        }
+        self.count(h, |c| {
+            c.sent_pkts += 1;
+            c.retransmitted_pkts += u64::from(again);
+        });
         Some(len as u64 + OP_COST / 8)
     }
 
@@ -156,7 +149,7 @@ impl Rnic {
 
     /// Takes the next WQE of the SQ and gives it its PSNs; false if there is none or it may not.
     fn admit(&mut self, h: u32, w: &mut Wire) -> bool {
-        let Some(q) = self.qps.get_mut(h) else { return false };
+        let Some(q) = self.qps.get(h) else { return false };
         if q.state != QpState::Rts || w.flight.len() >= MAX_FLIGHT {
             return false;
         }
@@ -172,21 +165,12 @@ impl Rnic {
         let mut work = w.spare.pop().unwrap_or_default();
         let mut status = load(q, at, &mut work).err();
         let op = WrOpcode::from_raw(work.wqe.opcode.into());
+        let Some(q) = self.qps.get(h) else { return false };
         if let (None, Some(op)) = (status, op) {
-            let tables = Tables { mrs: &self.mrs, sessions: &self.sessions };
-            if work.total > MAX_MSG_BYTES {
-                status = Some(WcStatus::LocLenErr);
-            } else if !tables.allows(local_side(q, &work, op), work.total) {
-                status = Some(WcStatus::LocProtErr);
-            } else if reads(op) && q.attr.max_rd_atomic == 0 {
-                status = Some(WcStatus::LocQpOpErr);
-            }
+            status = self.check_local(q, &work, op).err();
         }
-        let packets = match (status, op) {
-            (None, Some(op)) if op.is_atomic() => 1,
-            (None, Some(_)) => psn_count(work.total, q.mtu),
-            _ => 0,
-        };
+        let packets = if status.is_none() { psn_count(work.total, q.mtu) } else { 0 };
+        let Some(q) = self.qps.get_mut(h) else { return false };
         if w.flight.is_empty() {
             (w.retries_left, w.rnr_left) = (q.attr.retry_cnt, q.attr.rnr_retry);
         }
@@ -256,12 +240,6 @@ impl Rnic {
             self.count(h, |c| c.implied_nak += 1);
         }
         limit == to
-    }
-
-    fn count(&mut self, h: u32, f: impl FnOnce(&mut crate::objects::WireCounters)) {
-        if let Some(v) = self.vnic_of_qp(h) {
-            f(&mut v.counters.wire);
-        }
     }
 
     /// An ACK, NAK, READ response or atomic response.

@@ -152,9 +152,7 @@ impl Rnic {
                 w.resp.nak_sent = true;
                 let code = syndrome::RNR_NAK | timer;
                 w.resp.push(Answer::Nak { psn, msn: w.resp.msn, code, fails: None });
-                if let Some(v) = self.vnic_of_qp(h) {
-                    v.counters.wire.send_rnr_err += 1;
-                }
+                self.count(h, |c| c.send_rnr_err += 1);
             }
             Err(Refusal::Nak(code, event)) => w.resp.fail(psn, code, event),
             Err(Refusal::Broken) => self.break_qp(h),
@@ -167,16 +165,12 @@ impl Rnic {
             w.resp.nak_sent = true;
             w.resp.push(Answer::Nak { psn: expected, msn: w.resp.msn, code: syndrome::NAK_SEQUENCE, fails: None });
         }
-        if let Some(v) = self.vnic_of_qp(h) {
-            v.counters.wire.out_of_seq_request += 1;
-        }
+        self.count(h, |c| c.out_of_seq_request += 1);
     }
 
     /// A request that was executed before (IBTA vol. 1, 9.7.5.1.3): the same answer, no second execution.
     fn duplicate(&mut self, h: u32, w: &mut Wire, p: &Packet<'_>, expected: Psn) {
-        if let Some(v) = self.vnic_of_qp(h) {
-            v.counters.wire.duplicate_request += 1;
-        }
+        self.count(h, |c| c.duplicate_request += 1);
         let psn = Psn::new(p.psn);
         match p.opcode.op {
             Op::Send(_) | Op::Write(_) => w.resp.ack(expected.advance(0xff_ffff)),
@@ -410,7 +404,7 @@ impl Rnic {
                     }
                 }
                 if !ends {
-                    self.count_sent(h);
+                    self.count(h, |c| c.sent_pkts += 1);
                     return Some(n + OP_COST / 8);
                 }
                 sent
@@ -418,16 +412,10 @@ impl Rnic {
         };
         debug_assert!(sent.is_ok(), "packets without payload cannot fail");
         w.resp.answers.pop_front();
-        self.count_sent(h);
+        self.count(h, |c| c.sent_pkts += 1);
         if let Some(event) = fails {
             self.fail_qp(h, event);
         }
         Some(bytes + OP_COST / 8)
-    }
-
-    fn count_sent(&mut self, h: u32) {
-        if let Some(v) = self.vnic_of_qp(h) {
-            v.counters.wire.sent_pkts += 1;
-        }
     }
 }
