@@ -72,6 +72,14 @@ fn programs() -> Vec<String> {
     each(&mut v, "ib_read_lat", &["", "-a -n 100", "-e"]);
     each(&mut v, "ib_send_lat", &["", "-a -n 100", "-e"]);
     each(&mut v, "ib_atomic_lat", &["", "-e", "-A FETCH_AND_ADD"]);
+    each(&mut v, "ibv_uc_pingpong -g 0", &["", "-e", "-c", "-s 1 -n 200", "-s 1048576 -n 200 -r 4", "-m 256"]);
+    each(&mut v, "ibv_ud_pingpong -g 0", &["", "-e", "-c", "-s 1 -n 200"]);
+    each(&mut v, "ib_write_bw -c UC", &["", "-a -n 200", "-q 8"]);
+    each(&mut v, "ib_write_lat -c UC", &["", "-a -n 100"]);
+    each(&mut v, "ib_send_bw -c UC", &["", "-q 8"]);
+    each(&mut v, "ib_send_lat -c UC", &["", "-e"]);
+    each(&mut v, "ib_send_bw -c UD", &["", "-e", "-q 8"]);
+    each(&mut v, "ib_send_lat -c UD", &["", "-a -n 100", "-e"]);
     v
 }
 
@@ -158,9 +166,8 @@ fn refusals(s: &mut Suite<'_>) {
         let o = lab.spawn("a", &[], "ibv_rc_pingpong -g 0 -o")?.finish();
         require(o.code == Some(1) && o.text.contains("ODP"), o.text)
     });
-    s.check("ibv_ud_pingpong and -N are refused", |lab| {
-        for p in ["ibv_ud_pingpong -g 0", "ibv_rc_pingpong -g 0 -N", "ibv_rc_pingpong -g 0 -t", "ibv_srq_pingpong -g 0"]
-        {
+    s.check("ibv_srq_pingpong and -N are refused", |lab| {
+        for p in ["ibv_rc_pingpong -g 0 -N", "ibv_rc_pingpong -g 0 -t", "ibv_srq_pingpong -g 0"] {
             let o = lab.spawn("a", &[], p)?.finish();
             require(o.code.is_some_and(|c| c != 0 && c < 126), format!("{p} ({:?}): {}", o.code, o.text))?;
         }

@@ -41,13 +41,15 @@ pub enum Command {
     QueryDevice = 19,
     QueryGid = 20,
     SetDoorbell = 21,
+    CreateAh = 22,
+    DestroyAh = 23,
 }
 
 impl Command {
     /// The command of a raw code.
     pub fn from_raw(raw: u8) -> Option<Self> {
         use Command::*;
-        const ALL: [Command; 21] = [
+        const ALL: [Command; 23] = [
             QueryPort,
             CreateCq,
             DestroyCq,
@@ -69,6 +71,8 @@ impl Command {
             QueryDevice,
             QueryGid,
             SetDoorbell,
+            CreateAh,
+            DestroyAh,
         ];
         ALL.get(usize::from(raw).wrapping_sub(1)).copied()
     }
@@ -144,9 +148,9 @@ wire! {
     CreateCqReq = 32 {
         cqe: u32, entries: u32, ring_addr: u64, ctrl_addr: u64, comp_queue: u32, reserved: u32,
     }
-    /// A CQ, PD or MR handle, or a QPN, alone. Request of the four DESTROY commands.
+    /// A CQ, PD, MR or AH handle, or a QPN, alone. Request of the DESTROY commands.
     HandleReq = 8 { handle: u32, reserved: u32 }
-    /// A new CQ or PD.
+    /// A new CQ, PD or AH.
     HandleResp = 8 { handle: u32, reserved: u32 }
 
     GetDmaMrReq = 8 { pdn: u32, access_flags: u32 }
@@ -180,6 +184,7 @@ wire! {
     AhAttr = 32 {
         grh: GlobalRoute, dlid: u16, sl: u8, static_rate: u8, port_num: u8, is_global: u8, reserved: [u8; 2],
     }
+    CreateAhReq = 40 { pdn: u32, reserved: u32, attr: AhAttr }
     QpAttr = 144 {
         qp_state: u8, cur_qp_state: u8, path_mtu: u8, path_mig_state: u8,
         qkey: u32, rq_psn: u32, sq_psn: u32, dest_qp_num: u32, qp_access_flags: u32,
@@ -224,10 +229,10 @@ mod tests {
 
     #[test]
     fn command_codes_are_those_of_the_rfc() {
-        for raw in 1..=21u8 {
+        for raw in 1..=23u8 {
             assert_eq!(Command::from_raw(raw).unwrap() as u8, raw);
         }
-        assert_eq!((Command::from_raw(0), Command::from_raw(22)), (None, None));
+        assert_eq!((Command::from_raw(0), Command::from_raw(24)), (None, None));
         assert_eq!(Command::RegUserMr as u8, 9);
         assert_eq!(Command::ReqNotifyCq as u8, 18);
     }

@@ -73,7 +73,9 @@ pub struct Config {
     pub max_pkeys: u16,
     pub local_ca_ack_delay: u8,
     pub reserved: u8,
-    pub reserved2: [u64; 2],
+    pub max_ah: u32,
+    pub reserved2: u32,
+    pub reserved3: u64,
 }
 
 #[cfg(test)]
@@ -87,6 +89,6 @@ mod tests {
         assert_eq!(offset_of!(Config, features), 8);
         assert_eq!(offset_of!(Config, max_mr_size), 40);
         assert_eq!(offset_of!(Config, max_qp), 56);
-        assert_eq!(offset_of!(Config, max_pkeys), 108);
+        assert_eq!((offset_of!(Config, max_pkeys), offset_of!(Config, max_ah)), (108, 112));
     }
 }

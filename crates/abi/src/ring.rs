@@ -21,7 +21,11 @@ pub struct SqWqe {
     pub remote_addr: u64,
     pub compare_add: u64,
     pub swap: u64,
-    pub reserved: [u64; 2],
+    /// UD: address handle, and the destination's number and Q_Key.
+    pub ah: u32,
+    pub dest_qpn: u32,
+    pub qkey: u32,
+    pub reserved: u32,
 }
 
 /// Head of an RQ WQE; SGEs follow at byte 16.
@@ -217,7 +221,7 @@ mod tests {
     fn sizes_and_offsets_match_the_specification() {
         assert_eq!(size_of::<SqWqe>(), 64);
         assert_eq!(offset_of!(SqWqe, imm), 16);
-        assert_eq!(offset_of!(SqWqe, remote_addr), 24);
+        assert_eq!((offset_of!(SqWqe, remote_addr), offset_of!(SqWqe, ah)), (24, 48));
         assert_eq!((size_of::<RqWqe>(), size_of::<Sge>(), size_of::<Cqe>()), (16, 16, 64));
         assert_eq!((CQE_VALID, offset_of!(Cqe, timestamp)), (60, 40));
         assert_eq!((size_of::<QpCtrl>(), size_of::<CqCtrl>()), (128, 128));

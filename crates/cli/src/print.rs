@@ -74,6 +74,7 @@ fn show(v: &VrnicInfo) -> String {
         ("RNR waits", c.rnr_waits.to_string()),
         ("timeouts", c.timeouts.to_string()),
         ("errors", c.errors.to_string()),
+        ("dropped (UC, UD)", format!("{}, {} with a wrong Q_Key", c.dropped, c.qkey_violations)),
     ];
     let w = &c.wire;
     let packets = [
@@ -117,7 +118,12 @@ fn status(s: &StatusInfo) -> String {
         text += &format!("\npackets: {} sent, {} received, {} refused", p.sent, p.received, p.send_errors);
         text += &format!(
             "\ndropped: {} wrong ICRC, {} malformed, {} no such QP, {} wrong source, {} wrong P_Key, {} wrong state",
-            p.icrc_errors, d.malformed, d.no_qp, d.wrong_source, d.bad_pkey, d.bad_state
+            p.icrc_errors + d.bad_icrc,
+            d.malformed,
+            d.no_qp,
+            d.wrong_source,
+            d.bad_pkey,
+            d.bad_state
         );
     }
     text

@@ -36,7 +36,7 @@ fn nothing(r: Result<(), Status>) -> Answer {
 fn response_bytes(c: Command) -> usize {
     match c {
         Command::QueryPort => size_of::<abi::QueryPortResp>(),
-        Command::CreateCq | Command::CreatePd => size_of::<abi::HandleResp>(),
+        Command::CreateCq | Command::CreatePd | Command::CreateAh => size_of::<abi::HandleResp>(),
         Command::GetDmaMr | Command::CreateMr | Command::RegUserMr => size_of::<abi::MrResp>(),
         Command::MapMrSg => 8,
         Command::CreateQp => size_of::<abi::CreateQpResp>(),
@@ -138,6 +138,11 @@ impl Device {
                 let r: abi::QueryQpReq = parse(data)?;
                 answer(abi::QueryQpResp { attr: rnic.query_qp(s, r.qpn)? })
             }
+            Command::CreateAh => {
+                let r: abi::CreateAhReq = parse(data)?;
+                answer(abi::HandleResp { handle: rnic.create_ah(s, r.pdn, &r.attr)?, reserved: 0 })
+            }
+            Command::DestroyAh => nothing(rnic.destroy_ah(s, handle(data)?)),
             Command::DestroyQp => nothing(rnic.destroy_qp(s, handle(data)?)),
         }
     }
@@ -171,6 +176,7 @@ impl Device {
             gid_tbl_len: rnic.gids(self.identity.vnic).len() as u32,
             port_cap_flags: 1 << 16 | 1 << 26,
             max_msg_sz: unirdma_formats::MAX_MSG_BYTES as u32,
+            qkey_viol_cntr: rnic.counters(self.identity.vnic).map_or(0, |c| c.qkey_violations as u32),
             pkey_tbl_len: 1,
             active_speed: 32,
             active_width: 2,

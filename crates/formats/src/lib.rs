@@ -5,6 +5,7 @@
 //! the InfiniBand Architecture Specification volume 1 and of `ibv_*(3)`.
 
 mod ids;
+pub mod net;
 mod path;
 mod verbs;
 pub mod wire;

@@ -67,6 +67,21 @@ code!(
     }
 );
 
+impl QpType {
+    /// True if the responder answers, and requests are retried.
+    pub fn is_reliable(self) -> bool {
+        self == QpType::Rc
+    }
+    /// True if a QP of this type may be asked to do `op` (IBTA vol. 1, table 33).
+    pub fn allows(self, op: WrOpcode) -> bool {
+        match self {
+            QpType::Rc => true,
+            QpType::Uc => !op.returns_data(),
+            QpType::Ud => matches!(op, WrOpcode::Send | WrOpcode::SendImm),
+        }
+    }
+}
+
 impl WrOpcode {
     /// The opcode of this request's send completion.
     pub fn wc(self) -> WcOpcode {

@@ -459,8 +459,8 @@ impl Control {
             max_qp: add.max_qp.unwrap_or(d.max_qp),
             max_cq: add.max_cq.unwrap_or(d.max_cq),
             max_mr: add.max_mr.unwrap_or(d.max_mr),
-            max_pd: d.max_pd,
             max_mr_bytes: add.max_mr_bytes.unwrap_or(d.max_mr_bytes),
+            ..d
         };
         let config = VnicConfig { group: group_id, gids: vrnic::gid_table(&ips, mac), limits };
         let id = lock(&self.engine.rnic).add_vnic(config).ok_or("too many vRNICs")?;

@@ -8,6 +8,7 @@
 use std::collections::HashMap;
 use std::io;
 use std::mem::MaybeUninit;
+use std::net::IpAddr;
 use std::os::fd::{BorrowedFd, OwnedFd};
 use std::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering};
 use std::sync::{Arc, Condvar, Mutex, RwLock};
@@ -195,6 +196,20 @@ impl Engine {
         }
     }
 
+    /// A datagram came from another host.
+    pub fn datagram(&self, from: IpAddr, group: u32, packet: &[u8]) {
+        let now = self.now();
+        let starved = {
+            let mut r = lock(&self.rnic);
+            r.handle_encapsulated(now, from, group, packet);
+            r.take_starved()
+        };
+        self.after_command();
+        if starved {
+            self.pause();
+        }
+    }
+
     fn kick(&self) {
         let _ = rustix::io::write(&self.wake, &1u64.to_ne_bytes());
     }
@@ -293,6 +308,7 @@ impl Engine {
             self.sleeping.store(true, Ordering::SeqCst);
         }
         let sleep_ns = r.next_timeout().map(|t| t.saturating_sub(now));
+        let starved = r.take_starved();
         self.publish(&r);
         if watch.changes != r.active_changes() {
             watch.changes = r.active_changes();
@@ -300,6 +316,9 @@ impl Engine {
         }
         drop(r);
         self.deliver(out);
+        if starved {
+            self.pause();
+        }
         Some(Round { found, idle, sleep_ns })
     }
 

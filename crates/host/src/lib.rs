@@ -130,7 +130,7 @@ pub fn serve(config: &HostConfig, stop: std::os::fd::BorrowedFd<'_>, ready: impl
     let (port, wire) = wire.map_or((None, None), |(p, w)| (Some(p), Some(w)));
     let engine = engine::Engine::start(&config.engine, port)?;
     let tunnel = config.wire.as_ref().map(|w| tunnel::Tunnel::open(&w.addresses)).transpose()?;
-    let switch = switch::Switch::start(tunnel)?;
+    let switch = switch::Switch::start(tunnel, engine.clone())?;
     let admin = admin::listen(&dir.join(ADMIN_SOCKET))?;
     let result = control::Control::new(dir.clone(), engine.clone(), switch, admin, wire)?.run(stop, ready);
     engine.stop();

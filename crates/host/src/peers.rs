@@ -46,7 +46,8 @@ fn parse_line(line: &str, own: &[IpAddr]) -> Result<Peer, String> {
         let family = if host.is_ipv4() { "IPv4" } else { "IPv6" };
         return Err(format!("{host} cannot be reached: this host serves no {family} address (--address)"));
     }
-    Ok(Peer { gid: Gid::from_ip(gid), group: group.into(), route: Route { host, foreign } })
+    let route = Route { host, foreign, vni: tunnel::vni(group) };
+    Ok(Peer { gid: Gid::from_ip(gid), group: group.into(), route })
 }
 
 /// Reads the file's text; `own` are this host's addresses.

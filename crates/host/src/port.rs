@@ -12,6 +12,7 @@ use std::io;
 use std::net::{IpAddr, Ipv4Addr, Ipv6Addr, SocketAddr, UdpSocket};
 use std::os::fd::{AsFd, AsRawFd, BorrowedFd};
 
+use unirdma_formats::net::{ETH_BYTES, Flow, VXLAN_BYTES, VXLAN_PORT};
 use unirdma_formats::wire::{Envelope, ICRC_BYTES, ROCE_PORT, icrc};
 use unirdma_rnic::{Tx, TxPacket};
 
@@ -88,6 +89,19 @@ impl UdpPort {
     }
 }
 
+/// Sets an option that is an int; true if the kernel took it.
+fn set(udp: &UdpSocket, level: i32, name: i32, value: i32) -> bool {
+    // SAFETY: the option is an int, whose size is given.
+    unsafe { libc::setsockopt(udp.as_raw_fd(), level, name, std::ptr::from_ref(&value).cast(), 4) == 0 }
+}
+
+/// Gives a socket buffers for a burst. The FORCE variants need CAP_NET_ADMIN; without it the system's limit holds.
+pub(crate) fn enlarge_buffers(udp: &UdpSocket) {
+    for (force, plain) in [(libc::SO_RCVBUFFORCE, libc::SO_RCVBUF), (libc::SO_SNDBUFFORCE, libc::SO_SNDBUF)] {
+        let _ = set(udp, libc::SOL_SOCKET, force, SOCKET_BUFFER) || set(udp, libc::SOL_SOCKET, plain, SOCKET_BUFFER);
+    }
+}
+
 fn bind(addr: IpAddr) -> io::Result<UdpSocket> {
     let udp = UdpSocket::bind(SocketAddr::new(addr, ROCE_PORT)).map_err(|e| {
         let text = match e.kind() {
@@ -102,15 +116,8 @@ fn bind(addr: IpAddr) -> io::Result<UdpSocket> {
         io::Error::new(e.kind(), text)
     })?;
     udp.set_nonblocking(true)?;
-    let set = |level: i32, name: i32, value: i32| {
-        // SAFETY: the option is an int, whose size is given.
-        unsafe { libc::setsockopt(udp.as_raw_fd(), level, name, std::ptr::from_ref(&value).cast(), 4) == 0 }
-    };
-    // The FORCE variants need CAP_NET_ADMIN; without it the system's limit holds.
-    let _ = set(libc::SOL_SOCKET, libc::SO_RCVBUFFORCE, SOCKET_BUFFER)
-        || set(libc::SOL_SOCKET, libc::SO_RCVBUF, SOCKET_BUFFER);
-    let _ = set(libc::SOL_SOCKET, libc::SO_SNDBUFFORCE, SOCKET_BUFFER)
-        || set(libc::SOL_SOCKET, libc::SO_SNDBUF, SOCKET_BUFFER);
+    enlarge_buffers(&udp);
+    let set = |level, name, value| set(&udp, level, name, value);
     // DF, so that the Identification is that of the segment, and nothing is cut on the way.
     let df = match addr {
         IpAddr::V4(_) => set(libc::IPPROTO_IP, libc::IP_MTU_DISCOVER, libc::IP_PMTUDISC_PROBE),
@@ -126,7 +133,7 @@ fn bind(addr: IpAddr) -> io::Result<UdpSocket> {
 }
 
 /// A socket address as the kernel takes it, and its length.
-fn sockaddr(ip: IpAddr) -> (libc::sockaddr_storage, u32) {
+fn sockaddr(ip: IpAddr, port: u16) -> (libc::sockaddr_storage, u32) {
     // SAFETY: all zero is a valid storage.
     let mut s: libc::sockaddr_storage = unsafe { std::mem::zeroed() };
     let p: *mut libc::sockaddr_storage = &mut s;
@@ -136,14 +143,14 @@ fn sockaddr(ip: IpAddr) -> (libc::sockaddr_storage, u32) {
             IpAddr::V4(a) => {
                 let v4 = p.cast::<libc::sockaddr_in>();
                 (*v4).sin_family = libc::AF_INET as u16;
-                (*v4).sin_port = ROCE_PORT.to_be();
+                (*v4).sin_port = port.to_be();
                 (*v4).sin_addr.s_addr = u32::from_ne_bytes(a.octets());
                 size_of::<libc::sockaddr_in>()
             }
             IpAddr::V6(a) => {
                 let v6 = p.cast::<libc::sockaddr_in6>();
                 (*v6).sin6_family = libc::AF_INET6 as u16;
-                (*v6).sin6_port = ROCE_PORT.to_be();
+                (*v6).sin6_port = port.to_be();
                 (*v6).sin6_addr.s6_addr = a.octets();
                 size_of::<libc::sockaddr_in6>()
             }
@@ -175,6 +182,16 @@ fn sender(s: &libc::sockaddr_storage) -> Option<(IpAddr, u16)> {
 #[derive(Clone, Copy)]
 struct Control([u8; 32]);
 
+/// Puts the ICRC at the end of a packet, whose base transport header is at `outer`. `plain` is its envelope unless it
+/// carries one with it.
+fn seal(bytes: &mut [u8], outer: usize, plain: Envelope) {
+    let inside = bytes.get(VXLAN_BYTES + ETH_BYTES..).filter(|_| outer > 0).and_then(Flow::parse);
+    let e = inside.map_or(plain, |(f, _)| Envelope { src: f.src, dst: f.dst, src_port: f.src_port, ip_id: f.ip_id });
+    let end = bytes.len() - ICRC_BYTES;
+    let crc = icrc(&e, &bytes[outer..end]);
+    bytes[end..].copy_from_slice(&crc.to_le_bytes());
+}
+
 /// How many of `packets`, from the first, one buffer can carry: one path, one size, only the last shorter.
 fn batch(packets: &[TxPacket]) -> usize {
     let first = &packets[0];
@@ -182,7 +199,8 @@ fn batch(packets: &[TxPacket]) -> usize {
     let mut n = 0;
     for p in packets.iter().take(MAX_SEGMENTS) {
         bytes += p.len();
-        if p.path != first.path || p.len() > first.len() || bytes > MAX_DATAGRAM {
+        let same = p.path == first.path && (p.outer() == 0) == (first.outer() == 0);
+        if !same || p.len() > first.len() || bytes > MAX_DATAGRAM {
             break;
         }
         n += 1;
@@ -201,7 +219,7 @@ impl Port for UdpPort {
             // SAFETY: as above.
             let mut iovs: [libc::iovec; BATCH] = unsafe { std::mem::zeroed() };
             let mut controls = [Control([0; 32]); BATCH];
-            let mut names = [sockaddr(Ipv4Addr::UNSPECIFIED.into()); BATCH];
+            let mut names = [sockaddr(Ipv4Addr::UNSPECIFIED.into(), 0); BATCH];
             let mut counts = [0; BATCH];
             let Some(socket) = self.socket_for(&tx.packets()[0]) else {
                 self.counters.send_errors += 1;
@@ -219,15 +237,12 @@ impl Port for UdpPort {
                 for i in 0..n {
                     let p = tx.packets()[at + i];
                     let ip_id = if src.is_ipv4() { i as u16 } else { 0 };
-                    let e = Envelope { src, dst: p.path.to, src_port: ROCE_PORT, ip_id };
-                    let bytes = tx.bytes(&p);
-                    let end = bytes.len() - ICRC_BYTES;
-                    let crc = icrc(&e, &bytes[..end]);
-                    bytes[end..].copy_from_slice(&crc.to_le_bytes());
+                    seal(tx.bytes(&p), p.outer(), Envelope { src, dst: p.path.to, src_port: ROCE_PORT, ip_id });
                 }
                 let span = tx.span(at, n);
                 iovs[messages] = libc::iovec { iov_base: span.as_ptr().cast_mut().cast(), iov_len: span.len() };
-                names[messages] = sockaddr(first.path.to);
+                let port = if first.outer() == 0 { ROCE_PORT } else { VXLAN_PORT };
+                names[messages] = sockaddr(first.path.to, port);
                 let h = &mut headers[messages].msg_hdr;
                 h.msg_name = std::ptr::from_mut(&mut names[messages].0).cast();
                 h.msg_namelen = names[messages].1;

@@ -14,7 +14,8 @@ use rustix::event::{EventfdFlags, epoll};
 use unirdma_device::lock;
 use unirdma_formats::Mac;
 
-use crate::tunnel::{Members, Tunnel};
+use crate::engine::Engine;
+use crate::tunnel::{Members, Tunnel, Tunneled};
 
 struct Port {
     fd: OwnedFd,
@@ -28,6 +29,7 @@ pub struct Switch {
     ports: Arc<Mutex<HashMap<u64, Arc<Port>>>>,
     epoll: Arc<OwnedFd>,
     tunnel: Option<Arc<Tunnel>>,
+    engine: Arc<Engine>,
 }
 
 const ETH_HEADER: usize = 14;
@@ -39,16 +41,16 @@ const BURST: usize = 64;
 const TUNNEL: u64 = 1 << 63;
 
 impl Switch {
-    /// Starts the switch; `tunnel` leads to other hosts.
+    /// Starts the switch; `tunnel` leads to other hosts, `engine` takes the datagrams that come through it.
     ///
     /// # Errors
     /// Those of epoll and thread creation.
-    pub fn start(tunnel: Option<Tunnel>) -> io::Result<Self> {
+    pub fn start(tunnel: Option<Tunnel>, engine: Arc<Engine>) -> io::Result<Self> {
         let epoll = epoll::create(epoll::CreateFlags::CLOEXEC)?;
         for (i, socket) in tunnel.iter().flat_map(|t| &t.sockets).enumerate() {
             epoll::add(&epoll, socket, epoll::EventData::new_u64(TUNNEL + i as u64), epoll::EventFlags::IN)?;
         }
-        let s = Switch { ports: Arc::default(), epoll: Arc::new(epoll), tunnel: tunnel.map(Arc::new) };
+        let s = Switch { ports: Arc::default(), epoll: Arc::new(epoll), tunnel: tunnel.map(Arc::new), engine };
         // Keeps the epoll set non-empty, so that waiting on it never spins.
         let idle = rustix::event::eventfd(0, EventfdFlags::CLOEXEC)?;
         let me = s.clone();
@@ -89,9 +91,15 @@ impl Switch {
             for id in ready {
                 if let (Some(socket), Some(t)) = (id.checked_sub(TUNNEL), &self.tunnel) {
                     for _ in 0..BURST {
-                        let Some((group, frame)) = t.receive(socket as usize, &mut frame) else { break };
-                        if !frame.is_empty() {
-                            self.deliver(None, group, frame);
+                        match t.receive(socket as usize, &mut frame) {
+                            None => break,
+                            Some(Tunneled::Nothing) => {}
+                            Some(Tunneled::Frame { group, frame }) => {
+                                self.deliver(None, group, frame);
+                            }
+                            Some(Tunneled::Datagram { from, group, packet }) => {
+                                self.engine.datagram(from, group, packet);
+                            }
                         }
                     }
                     continue;

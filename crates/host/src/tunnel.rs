@@ -9,12 +9,11 @@ use std::net::{IpAddr, SocketAddr, UdpSocket};
 use std::sync::Mutex;
 
 use unirdma_device::lock;
+use unirdma_formats::net::{ETH_BYTES, VXLAN_BYTES, VXLAN_PORT, vxlan};
+use unirdma_rnic::DATAGRAM_MAC;
 
-/// UDP port of VXLAN.
-pub(crate) const VXLAN_PORT: u16 = 4789;
-const HEADER: usize = 8;
 /// Bytes that a tunnel adds to a frame over IPv6; over IPv4 it is 20 less.
-pub(crate) const TUNNEL_BYTES: u32 = 40 + 8 + HEADER as u32 + 14;
+pub(crate) const TUNNEL_BYTES: u32 = 40 + 8 + (VXLAN_BYTES + ETH_BYTES) as u32;
 /// Most learned addresses.
 const MAX_LEARNED: usize = 65_536;
 
@@ -29,6 +28,17 @@ pub(crate) fn vni(group: &str) -> u32 {
 pub(crate) struct Members {
     pub vni: u32,
     pub hosts: BTreeSet<IpAddr>,
+}
+
+/// What came through the tunnel.
+#[derive(Debug, PartialEq, Eq)]
+pub(crate) enum Tunneled<'a> {
+    /// A frame of a container's interface, for a group.
+    Frame { group: u32, frame: &'a [u8] },
+    /// The IP packet of an RDMA datagram, from a host.
+    Datagram { from: IpAddr, group: u32, packet: &'a [u8] },
+    /// Nothing that a peer may send.
+    Nothing,
 }
 
 #[derive(Default)]
@@ -54,6 +64,7 @@ impl Tunnel {
                 io::Error::new(e.kind(), format!("cannot bind UDP port {VXLAN_PORT} of {a} for VXLAN: {e}"))
             })?;
             s.set_nonblocking(true)?;
+            crate::port::enlarge_buffers(&s);
             Ok(s)
         };
         let sockets = addresses.iter().map(bind).collect::<io::Result<_>>()?;
@@ -73,9 +84,8 @@ impl Tunnel {
         let Some(members) = s.groups.get(&group) else { return };
         let mut dst = [0; 6];
         dst.copy_from_slice(&frame[..6]);
-        let mut packet = Vec::with_capacity(HEADER + frame.len());
-        packet.extend_from_slice(&0x0800_0000_u32.to_be_bytes());
-        packet.extend_from_slice(&(members.vni << 8).to_be_bytes());
+        let mut packet = Vec::with_capacity(VXLAN_BYTES + frame.len());
+        packet.extend_from_slice(&vxlan(members.vni));
         packet.extend_from_slice(frame);
         let known = s.learned.get(&(group, dst));
         let to: Vec<IpAddr> = known.map_or_else(|| members.hosts.iter().copied().collect(), |&h| vec![h]);
@@ -88,26 +98,28 @@ impl Tunnel {
         }
     }
 
-    /// Takes one packet off a socket: the group it is for and its frame in `buffer`; `None` if none waits. A packet
-    /// that is not from a peer has an empty frame.
-    pub fn receive<'a>(&self, socket: usize, buffer: &'a mut [u8]) -> Option<(u32, &'a [u8])> {
+    /// Takes one packet off a socket, its frame in `buffer`; `None` if none waits.
+    pub fn receive<'a>(&self, socket: usize, buffer: &'a mut [u8]) -> Option<Tunneled<'a>> {
         let (n, from) = self.sockets.get(socket)?.recv_from(buffer).ok()?;
-        let dropped: Option<(u32, &[u8])> = Some((0, &[]));
-        let Some((head, frame)) = buffer[..n].split_first_chunk::<HEADER>() else { return dropped };
+        let from = from.ip();
+        let dropped = Some(Tunneled::Nothing);
+        let Some((head, frame)) = buffer[..n].split_first_chunk::<VXLAN_BYTES>() else { return dropped };
         let id = u32::from_be_bytes([0, head[4], head[5], head[6]]);
         let mut s = lock(&self.state);
-        let from = from.ip();
         let of_peer = |m: &Members| m.vni == id && m.hosts.contains(&from);
         let Some(group) = s.groups.iter().find(|(_, m)| of_peer(m)).map(|(&g, _)| g) else { return dropped };
-        if head[0] & 8 == 0 || frame.len() < 14 {
+        if head[0] & 8 == 0 || frame.len() < ETH_BYTES {
             return dropped;
+        }
+        if frame[6..12] == DATAGRAM_MAC {
+            return Some(Tunneled::Datagram { from, group, packet: &frame[ETH_BYTES..] });
         }
         let mut src = [0; 6];
         src.copy_from_slice(&frame[6..12]);
         if src[0] & 1 == 0 && s.learned.len() < MAX_LEARNED {
             s.learned.insert((group, src), from);
         }
-        Some((group, frame))
+        Some(Tunneled::Frame { group, frame })
     }
 }
 
@@ -126,10 +138,15 @@ mod tests {
         let frame: Vec<u8> = (0..60).map(|i| i * 2).collect();
         let mut buffer = vec![0; 2000];
         t[0].send(3, &frame);
-        assert_eq!(t[1].receive(0, &mut buffer), Some((7, &frame[..])));
+        assert_eq!(t[1].receive(0, &mut buffer), Some(Tunneled::Frame { group: 7, frame: &frame }));
+        let mut datagram = frame.clone();
+        datagram[6..12].copy_from_slice(&DATAGRAM_MAC);
+        t[0].send(3, &datagram);
+        let expected = Tunneled::Datagram { from: ips[0], group: 7, packet: &datagram[ETH_BYTES..] };
+        assert_eq!(t[1].receive(0, &mut buffer), Some(expected));
         // Host 2 is nobody to host 1.
         t[2].send(7, &frame);
-        assert_eq!(t[1].receive(0, &mut buffer), Some((0, &[][..])));
+        assert_eq!(t[1].receive(0, &mut buffer), Some(Tunneled::Nothing));
         assert_eq!(t[1].receive(0, &mut buffer), None);
         assert_ne!(vni("blue"), vni("default"));
         assert!(vni("default") < 1 << 24);

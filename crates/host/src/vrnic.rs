@@ -174,6 +174,7 @@ pub(crate) fn device_config(mac: Mac, l: &Limits) -> abi::Config {
         hw_ver: 1,
         max_pkeys: 1,
         local_ca_ack_delay: 15,
+        max_ah: l.max_ah,
         ..abi::Config::default()
     }
 }

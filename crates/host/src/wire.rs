@@ -8,6 +8,7 @@ use std::path::{Path, PathBuf};
 use rustix::fs::inotify;
 use unirdma_formats::mtu_bytes;
 use unirdma_formats::wire::{ICRC_BYTES, MAX_HEADER_BYTES};
+use unirdma_rnic::MAX_OUTER_BYTES;
 
 use crate::WireConfig;
 use crate::faults::FaultyPort;
@@ -144,10 +145,10 @@ impl Wire {
     }
 }
 
-/// Bytes that IP, UDP, RoCE headers and ICRC add to a payload, at most.
+/// Bytes that headers and ICRC add to a payload, at most: those of a datagram inside VXLAN.
 fn overhead(a: IpAddr) -> u32 {
     let ip = if a.is_ipv4() { 20 } else { 40 };
-    ip + 8 + (MAX_HEADER_BYTES + ICRC_BYTES) as u32
+    ip + 8 + (MAX_OUTER_BYTES + MAX_HEADER_BYTES + ICRC_BYTES) as u32
 }
 
 /// MTU of the interface that has an address.

@@ -1,10 +1,11 @@
 //! The QP state machine as a table: which transitions exist and which attributes each takes.
 //! IBTA vol. 1, 10.3.1 and table 91; `ibv_modify_qp(3)`.
 
-use unirdma_formats::QpState::{self, Err, Init, Reset, Rtr, Rts, Sqd};
+use unirdma_formats::QpState::{self, Err, Init, Reset, Rtr, Rts, Sqd, Sqe};
+use unirdma_formats::QpType;
 use unirdma_formats::attr_mask::*;
 
-/// One transition of an RC QP.
+/// One transition of a QP.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Transition {
     /// Attributes that must be given.
@@ -15,8 +16,11 @@ pub struct Transition {
 
 const RTS_OPTIONAL: u32 = CUR_STATE | ALT_PATH | ACCESS_FLAGS | MIN_RNR_TIMER | PATH_MIG_STATE | RATE_LIMIT;
 
-/// (from, to, required, optional) of every transition but those to RESET and ERR, which every state has.
-const RC: &[(QpState, QpState, u32, u32)] = &[
+/// From, to, required and optional attributes.
+type Row = (QpState, QpState, u32, u32);
+
+/// Every transition of an RC QP but those to RESET and ERR, which every state has.
+const RC: &[Row] = &[
     (Reset, Init, PKEY_INDEX | PORT | ACCESS_FLAGS, 0),
     (Init, Init, 0, PKEY_INDEX | PORT | ACCESS_FLAGS),
     (
@@ -48,33 +52,65 @@ const RC: &[(QpState, QpState, u32, u32)] = &[
     ),
 ];
 
-/// The transition of an RC QP from `from` to `to`; `None` if there is none.
-pub fn transition(from: QpState, to: QpState) -> Option<Transition> {
+const UC_OPTIONAL: u32 = CUR_STATE | ALT_PATH | ACCESS_FLAGS | PATH_MIG_STATE;
+
+/// As [`RC`], of a UC QP.
+const UC: &[Row] = &[
+    (Reset, Init, PKEY_INDEX | PORT | ACCESS_FLAGS, 0),
+    (Init, Init, 0, PKEY_INDEX | PORT | ACCESS_FLAGS),
+    (Init, Rtr, AV | PATH_MTU | DEST_QPN | RQ_PSN, ALT_PATH | ACCESS_FLAGS | PKEY_INDEX),
+    (Rtr, Rts, SQ_PSN, UC_OPTIONAL),
+    (Rts, Rts, 0, UC_OPTIONAL),
+    (Rts, Sqd, 0, EN_SQD_ASYNC_NOTIFY),
+    (Sqd, Rts, 0, UC_OPTIONAL),
+    (Sqd, Sqd, 0, AV | PKEY_INDEX | UC_OPTIONAL),
+    (Sqe, Rts, 0, CUR_STATE | ACCESS_FLAGS),
+];
+
+/// As [`RC`], of a UD QP.
+const UD: &[Row] = &[
+    (Reset, Init, PKEY_INDEX | PORT | QKEY, 0),
+    (Init, Init, 0, PKEY_INDEX | PORT | QKEY),
+    (Init, Rtr, 0, PKEY_INDEX | QKEY),
+    (Rtr, Rts, SQ_PSN, CUR_STATE | QKEY),
+    (Rts, Rts, 0, CUR_STATE | QKEY),
+    (Rts, Sqd, 0, EN_SQD_ASYNC_NOTIFY),
+    (Sqd, Rts, 0, CUR_STATE | QKEY),
+    (Sqd, Sqd, 0, PKEY_INDEX | QKEY),
+    (Sqe, Rts, 0, CUR_STATE | QKEY),
+];
+
+/// The transition of a QP from `from` to `to`; `None` if there is none.
+pub fn transition(typ: QpType, from: QpState, to: QpState) -> Option<Transition> {
     if to == Reset || to == Err {
         return Some(Transition { required: 0, optional: 0 });
     }
-    RC.iter().find(|t| (t.0, t.1) == (from, to)).map(|t| Transition { required: t.2, optional: t.3 })
+    let rows = match typ {
+        QpType::Rc => RC,
+        QpType::Uc => UC,
+        QpType::Ud => UD,
+    };
+    rows.iter().find(|t| (t.0, t.1) == (from, to)).map(|t| Transition { required: t.2, optional: t.3 })
 }
 
-/// True if an RC QP may go `from` -> `to` with the attributes of `mask` ([`STATE`] aside).
-pub(crate) fn allowed(from: QpState, to: QpState, mask: u32) -> bool {
+/// True if a QP may go `from` -> `to` with the attributes of `mask` ([`STATE`] aside).
+pub(crate) fn allowed(typ: QpType, from: QpState, to: QpState, mask: u32) -> bool {
     let given = mask & !STATE;
-    transition(from, to).is_some_and(|t| given & t.required == t.required && given & !(t.required | t.optional) == 0)
+    transition(typ, from, to)
+        .is_some_and(|t| given & t.required == t.required && given & !(t.required | t.optional) == 0)
 }
 
 #[cfg(test)]
 mod tests {
     use super::*;
-    use unirdma_formats::QpState::Sqe;
-
     /// The whole matrix: a letter for each pair, `.` where there is no transition.
     #[test]
     fn the_matrix_is_that_of_the_specification() {
         let all = [Reset, Init, Rtr, Rts, Sqd, Sqe, Err];
-        let matrix: Vec<String> = all
-            .iter()
-            .map(|&from| all.iter().map(|&to| if transition(from, to).is_some() { 'x' } else { '.' }).collect())
-            .collect();
+        let matrix = |typ| -> Vec<String> {
+            let letter = |from, to| if transition(typ, from, to).is_some() { 'x' } else { '.' };
+            all.iter().map(|&from| all.iter().map(|&to| letter(from, to)).collect()).collect()
+        };
         #[rustfmt::skip]
         let expected = [
             // Reset Init Rtr Rts Sqd Sqe Err
@@ -86,21 +122,26 @@ mod tests {
             "x.....x", // Sqe
             "x.....x", // Err
         ];
-        assert_eq!(matrix, expected);
+        assert_eq!(matrix(QpType::Rc), expected);
+        // Only the others have a way back from SQE.
+        let mut expected = expected;
+        expected[5] = "x..x..x";
+        assert_eq!(matrix(QpType::Uc), expected);
+        assert_eq!(matrix(QpType::Ud), expected);
     }
 
     #[test]
     fn a_missing_or_foreign_attribute_is_refused() {
         let rtr = AV | PATH_MTU | DEST_QPN | RQ_PSN | MAX_DEST_RD_ATOMIC | MIN_RNR_TIMER;
-        assert!(allowed(Init, Rtr, STATE | rtr));
+        assert!(allowed(QpType::Rc, Init, Rtr, STATE | rtr));
         for bit in 0..21 {
             let b = 1 << bit;
             if rtr & b != 0 {
-                assert!(!allowed(Init, Rtr, STATE | rtr & !b), "without bit {bit}");
+                assert!(!allowed(QpType::Rc, Init, Rtr, STATE | rtr & !b), "without bit {bit}");
             } else if b != STATE && (ALT_PATH | ACCESS_FLAGS | PKEY_INDEX) & b == 0 {
-                assert!(!allowed(Init, Rtr, STATE | rtr | b), "with bit {bit}");
+                assert!(!allowed(QpType::Rc, Init, Rtr, STATE | rtr | b), "with bit {bit}");
             }
         }
-        assert!(!allowed(Rts, Err, STATE | QKEY));
+        assert!(!allowed(QpType::Rc, Rts, Err, STATE | QKEY));
     }
 }

@@ -8,6 +8,7 @@ use unirdma_formats::{Gid, Psn, QpState, QpType, access, attr_mask, mtu_bytes};
 use unirdma_mem::{Bell, CqRing};
 
 use crate::attr;
+use crate::datagram::Backlog;
 use crate::mr::{Backing, Mr, Resolve};
 use crate::objects::{Cq, CreateQp, Pd, Qp, SessionId, VnicId, Wait};
 use crate::rnic::Rnic;
@@ -16,16 +17,16 @@ use crate::wire::Wire;
 type Result<T> = std::result::Result<T, Status>;
 
 impl Rnic {
-    fn vnic_of(&self, s: SessionId) -> Result<VnicId> {
+    pub(crate) fn vnic_of(&self, s: SessionId) -> Result<VnicId> {
         self.sessions.get(s.0).map(|s| s.vnic).ok_or(Status::BadHandle)
     }
 
-    fn quota(&self, s: SessionId, used: usize, max: impl Fn(&crate::Limits) -> u32) -> Result<()> {
+    pub(crate) fn quota(&self, s: SessionId, used: usize, max: impl Fn(&crate::Limits) -> u32) -> Result<()> {
         let v = self.vnics.get(self.vnic_of(s)?.0).ok_or(Status::BadHandle)?;
         if used >= max(&v.limits) as usize { Err(Status::Exhausted) } else { Ok(()) }
     }
 
-    fn same_vnic(&self, s: SessionId) -> impl Fn(SessionId) -> bool + '_ {
+    pub(crate) fn same_vnic(&self, s: SessionId) -> impl Fn(SessionId) -> bool + '_ {
         let vnic = self.vnic_of(s).ok();
         move |o| self.sessions.get(o.0).map(|x| x.vnic) == vnic
     }
@@ -67,17 +68,20 @@ impl Rnic {
         self.pds.insert_with(|_| Pd { owner: s }).ok_or(Status::Exhausted)
     }
 
-    fn own_pd(&self, s: SessionId, pd: u32) -> Result<()> {
+    pub(crate) fn own_pd(&self, s: SessionId, pd: u32) -> Result<()> {
         self.pds.get(pd).filter(|p| p.owner == s).map(|_| ()).ok_or(Status::BadHandle)
     }
 
     /// DESTROY_PD.
     ///
     /// # Errors
-    /// `Busy` while it has MRs or QPs.
+    /// `Busy` while it has MRs, AHs or QPs.
     pub fn destroy_pd(&mut self, s: SessionId, pd: u32) -> Result<()> {
         self.own_pd(s, pd)?;
-        if self.mrs.iter().any(|m| m.pd == pd) || self.qps.iter().any(|(_, q)| q.pd == pd) {
+        let used = self.mrs.iter().any(|m| m.pd == pd)
+            || self.ahs.iter().any(|(_, a)| a.pd == pd)
+            || self.qps.iter().any(|(_, q)| q.pd == pd);
+        if used {
             return Err(Status::Busy);
         }
         self.pds.remove(pd);
@@ -186,14 +190,12 @@ impl Rnic {
         }
     }
 
-    /// CREATE_QP, RC. Returns (QPN, doorbell slot).
+    /// CREATE_QP. Returns (QPN, doorbell slot).
     ///
     /// # Errors
-    /// `BadHandle`, or `Exhausted` at a quota.
+    /// `Unsupported` for a type that is not offered, `BadHandle`, or `Exhausted` at a quota.
     pub fn create_qp(&mut self, s: SessionId, typ: u8, c: CreateQp) -> Result<(u32, u32)> {
-        if QpType::from_raw(typ.into()) != Some(QpType::Rc) {
-            return Err(Status::Unsupported);
-        }
+        let typ = QpType::from_raw(typ.into()).ok_or(Status::Unsupported)?;
         self.own_pd(s, c.pd)?;
         self.own_cq(s, c.send_cq)?;
         self.own_cq(s, c.recv_cq)?;
@@ -224,6 +226,7 @@ impl Rnic {
             vnic,
             pd: c.pd,
             qpn,
+            typ,
             slot,
             sig_all: c.sig_all,
             send_cq: c.send_cq,
@@ -249,6 +252,7 @@ impl Rnic {
             broken: false,
             established: false,
             wire: None,
+            backlog: Backlog::default(),
         };
         let Some(h) = self.qps.insert_with(|_| qp) else {
             return Err(Status::Exhausted);
@@ -317,7 +321,7 @@ impl Rnic {
             return Err(Status::BadState);
         }
         let to = if given(m::STATE) { raw(a.qp_state)? } else { q.state };
-        if !attr::allowed(q.state, to, mask) {
+        if !attr::allowed(q.typ, q.state, to, mask) {
             return Err(Status::BadState);
         }
         let v = self.vnics.get(vnic.0).ok_or(Status::BadHandle)?;
@@ -378,7 +382,7 @@ impl Rnic {
         Ok(())
     }
 
-    fn find_vnic(&self, group: u32, gid: Gid) -> Option<VnicId> {
+    pub(crate) fn find_vnic(&self, group: u32, gid: Gid) -> Option<VnicId> {
         if gid.is_zero() {
             return None;
         }
@@ -393,6 +397,7 @@ impl Rnic {
         (q.busy, q.receiving, q.broken, q.established) = (false, false, false, false);
         (q.peer, q.peer_vnic, q.wait) = (None, None, Wait::No);
         q.wire = None;
+        q.backlog = Backlog::default();
         q.timer = q.timer.wrapping_add(1);
         q.rings.set_sq_cons(0);
         q.rings.set_rq_cons(0);

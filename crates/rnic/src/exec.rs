@@ -4,37 +4,54 @@
 //! what the wire does with packets is one copy here (T08). A message moves in slices so that nobody
 //! waits for a long one; each slice looks its keys up again, because they may be gone by then.
 
-use unirdma_abi as abi;
 use unirdma_formats::{
-    AsyncEvent, MAX_MSG_BYTES, QpState, WcOpcode, WcStatus, WrOpcode, access, ack_timeout_ns, psn_count, rnr_timer_ns,
-    send_flags, wc_flags,
+    AsyncEvent, MAX_MSG_BYTES, QpState, QpType, WcStatus, WrOpcode, access, ack_timeout_ns, psn_count, rnr_timer_ns,
+    send_flags,
 };
 use unirdma_mem::{Fault, atomic_u64};
-use zerocopy::IntoBytes;
 
 use crate::access::{Side, Tables, list, local_side, remote_access, remote_side};
-use crate::objects::{Qp, Recv, Wait, Work};
+use crate::objects::{Qp, Wait, Work};
 use crate::rnic::{OP_COST, Rnic};
+use crate::wqe::{NoRecv, RecvDone, load, take_recv};
 
 /// Most bytes that move before keys are looked up again.
 const SLICE: u64 = 128 << 10;
 
 /// What became of a request.
-enum Outcome {
+pub(crate) enum Outcome {
     /// More slices to come.
     Progress,
     /// Done.
     Done,
-    /// Nobody answers, or no receive is there: a timer is armed.
+    /// Nobody answers, or no receive is there: a timer is armed. Or there is no room for its packet.
     Waits,
     /// Failed with this status.
     Failed(WcStatus),
 }
 
+/// Why the responder does not execute a request.
+enum Refusal {
+    /// It does not answer at all.
+    Silent,
+    /// No receive is posted.
+    NotReady,
+    /// The request is wrong: what the requester sees, and the responder's event.
+    Request(WcStatus, AsyncEvent),
+    /// The receive is wrong: what each side sees.
+    Receive { responder: WcStatus, requester: WcStatus },
+}
+
+const NO_ACCESS: Refusal = Refusal::Request(WcStatus::RemAccessErr, AsyncEvent::QpAccessErr);
+const BAD_RECV: Refusal = Refusal::Receive { responder: WcStatus::LocProtErr, requester: WcStatus::RemOpErr };
+
 impl Rnic {
     /// Gives QP `h` a turn worth `allowance`; returns what it cost and whether it has more to do.
     pub(crate) fn step(&mut self, h: u32, allowance: u64) -> (u64, bool) {
         let mut cost = 0;
+        if self.qps.get(h).is_some_and(|q| !q.backlog.is_empty()) {
+            self.drain_backlog(h);
+        }
         while cost < allowance {
             let Some(q) = self.qps.get(h) else { return (cost, false) };
             if q.broken || q.wait != Wait::No {
@@ -48,7 +65,7 @@ impl Rnic {
                 return (c, again);
             }
             match q.state {
-                QpState::Err => {
+                QpState::Err | QpState::Sqe => {
                     if !self.flush_one(h) {
                         return (cost, false);
                     }
@@ -100,9 +117,11 @@ impl Rnic {
             }
             q.busy = true;
         }
+        let typ = q.typ;
         let before = work.done;
         let outcome = match status {
             Some(s) => Outcome::Failed(s),
+            None if typ == QpType::Ud => self.send_datagram(h, &mut work),
             None if work.started => self.slice(h, &mut work),
             None => self.begin(h, &mut work),
         };
@@ -113,7 +132,7 @@ impl Rnic {
             Outcome::Done => self.retire(h, &work, WcStatus::Success),
             Outcome::Failed(status) => {
                 self.retire(h, &work, status);
-                self.fail_qp(h, None);
+                self.fail_requester(h);
             }
         }
         if let Some(q) = self.qps.get_mut(h) {
@@ -145,69 +164,75 @@ impl Rnic {
             return Outcome::Failed(status);
         }
         let Some(ph) = self.answering_peer(h) else { return self.no_answer(h, w) };
-        let Some(p) = self.qps.get(ph) else { return self.no_answer(h, w) };
-        let tables = Tables { mrs: &self.mrs, sessions: &self.sessions };
-
-        // The responder's checks, IBTA vol. 1, 9.7.4.1.
-        let need = remote_access(op);
-        if need != 0 {
-            let remote = remote_side(p, w, op);
-            let misaligned = op.is_atomic() && w.wqe.remote_addr % 8 != 0;
-            let no_resources = op.returns_data() && p.attr.max_dest_rd_atomic == 0;
-            if misaligned || no_resources {
-                self.fail_qp(ph, Some(AsyncEvent::QpReqErr));
-                return Outcome::Failed(WcStatus::RemInvReqErr);
-            }
-            if p.attr.qp_access_flags & need != need || !tables.allows(remote, w.total) {
-                self.fail_qp(ph, Some(AsyncEvent::QpAccessErr));
-                return Outcome::Failed(WcStatus::RemAccessErr);
-            }
-        }
-        if op.consumes_recv()
-            && let Err(outcome) = self.take_recv(h, ph, w, op)
-        {
-            return outcome;
+        if let Err(refusal) = self.check_remote(ph, w, op) {
+            return self.refused(h, ph, w, refusal);
         }
         self.establish(ph);
         w.started = true;
         self.slice(h, w)
     }
 
-    /// Takes the receive WQE that a SEND or a WRITE with immediate consumes.
-    fn take_recv(&mut self, h: u32, ph: u32, w: &mut Work, op: WrOpcode) -> Result<(), Outcome> {
-        let Some(p) = self.qps.get_mut(ph) else { return Err(self.no_answer(h, w)) };
-        let pending = p.rings.rq_pending(p.rq_cons);
-        // A message that was broken off before its end left its receive here: it serves this one.
-        match pending {
-            Err(_) => {
-                self.break_qp(ph);
-                return Err(self.no_answer(h, w));
-            }
-            Ok(0) if !p.receiving => return Err(self.not_ready(h, ph, w)),
-            Ok(_) => {}
-        }
-        begin_recv(p);
-        let Some(recv) = p.recv.take() else { return Err(self.no_answer(h, w)) };
-        let valid = recv.valid;
-        // IBTA vol. 1, 9.7.4.1.6 and 9.9.6.3: what each side sees of a receive that does not fit.
-        let is_send = matches!(op, WrOpcode::Send | WrOpcode::SendImm);
+    /// The responder's checks (IBTA vol. 1, 9.7.4.1). Takes the receive WQE that a SEND or a WRITE with immediate consumes.
+    fn check_remote(&mut self, ph: u32, w: &Work, op: WrOpcode) -> Result<(), Refusal> {
+        let p = self.qps.get(ph).ok_or(Refusal::Silent)?;
         let tables = Tables { mrs: &self.mrs, sessions: &self.sessions };
-        let errors = if !valid {
-            Some((WcStatus::LocQpOpErr, WcStatus::RemOpErr))
+        let need = remote_access(op);
+        if need != 0 {
+            let misaligned = op.is_atomic() && w.wqe.remote_addr % 8 != 0;
+            let no_resources = op.returns_data() && p.attr.max_dest_rd_atomic == 0;
+            if misaligned || no_resources {
+                return Err(Refusal::Request(WcStatus::RemInvReqErr, AsyncEvent::QpReqErr));
+            }
+            if p.attr.qp_access_flags & need != need || !tables.allows(remote_side(p, w, op), w.total) {
+                return Err(NO_ACCESS);
+            }
+        }
+        if !op.consumes_recv() {
+            return Ok(());
+        }
+        let p = self.qps.get_mut(ph).ok_or(Refusal::Silent)?;
+        match take_recv(p) {
+            Ok(()) => {}
+            Err(NoRecv::Empty) => return Err(Refusal::NotReady),
+            Err(NoRecv::Broken) => {
+                self.break_qp(ph);
+                return Err(Refusal::Silent);
+            }
+        }
+        let p = self.qps.get(ph).ok_or(Refusal::Silent)?;
+        let recv = p.recv.as_ref().ok_or(Refusal::Silent)?;
+        let is_send = op != WrOpcode::WriteImm;
+        // IBTA vol. 1, 9.7.4.1.6 and 9.9.6.3: what each side sees of a receive that does not fit.
+        if !recv.valid {
+            Err(Refusal::Receive { responder: WcStatus::LocQpOpErr, requester: WcStatus::RemOpErr })
         } else if is_send && w.total > recv.total {
-            Some((WcStatus::LocLenErr, WcStatus::RemInvReqErr))
+            Err(Refusal::Receive { responder: WcStatus::LocLenErr, requester: WcStatus::RemInvReqErr })
         } else if is_send && !tables.allows(list(p, &recv.sges[..recv.num_sge], access::LOCAL_WRITE), w.total) {
-            Some((WcStatus::LocProtErr, WcStatus::RemOpErr))
+            Err(BAD_RECV)
         } else {
-            None
-        };
-        p.recv = Some(recv);
-        match errors {
-            None => Ok(()),
-            Some((at_responder, at_requester)) => {
-                self.finish_local(ph, h, w, at_responder);
+            Ok(())
+        }
+    }
+
+    /// What a responder's refusal means to the two ends.
+    fn refused(&mut self, h: u32, ph: u32, w: &mut Work, refusal: Refusal) -> Outcome {
+        let reliable = self.qps.get(h).is_some_and(|q| q.typ.is_reliable());
+        match refusal {
+            Refusal::Silent => self.no_answer(h, w),
+            Refusal::NotReady if reliable => self.not_ready(h, ph, w),
+            Refusal::Request(status, event) if reliable => {
+                self.fail_qp(ph, Some(event));
+                Outcome::Failed(status)
+            }
+            Refusal::Receive { responder, requester } if reliable || responder != WcStatus::LocLenErr => {
+                self.finish_local(ph, h, w, responder);
                 self.fail_qp(ph, None);
-                Err(Outcome::Failed(at_requester))
+                if reliable { Outcome::Failed(requester) } else { Outcome::Done }
+            }
+            // An unreliable responder drops what it cannot take, and the requester never hears of it (IBTA vol. 1, 9.8.3).
+            _ => {
+                self.count_dropped(ph);
+                Outcome::Done
             }
         }
     }
@@ -247,14 +272,9 @@ impl Rnic {
         match moved {
             Ok(()) => {}
             Err(Fault::Source) => return Outcome::Failed(WcStatus::LocProtErr),
-            Err(Fault::Destination) if matches!(op, WrOpcode::Send | WrOpcode::SendImm) => {
-                self.finish_local(ph, h, w, WcStatus::LocProtErr);
-                self.fail_qp(ph, None);
-                return Outcome::Failed(WcStatus::RemOpErr);
-            }
             Err(Fault::Destination) => {
-                self.fail_qp(ph, Some(AsyncEvent::QpAccessErr));
-                return Outcome::Failed(WcStatus::RemAccessErr);
+                let is_send = matches!(op, WrOpcode::Send | WrOpcode::SendImm);
+                return self.refused(h, ph, w, if is_send { BAD_RECV } else { NO_ACCESS });
             }
         }
         w.done += n;
@@ -270,11 +290,11 @@ impl Rnic {
         {
             v.counters.received_bytes += w.total;
         }
-        if let Some(q) = self.qps.get_mut(h) {
-            q.sq_psn = q.sq_psn.advance(packets);
-        }
+        let Some(q) = self.qps.get_mut(h) else { return Outcome::Done };
+        q.sq_psn = q.sq_psn.advance(packets);
+        let psn = q.sq_psn;
         if let Some(p) = self.qps.get_mut(ph) {
-            p.rq_psn = p.rq_psn.advance(packets);
+            p.rq_psn = psn;
         }
         Outcome::Done
     }
@@ -290,8 +310,9 @@ impl Rnic {
         };
         let p = self.qps.get(ph)?;
         let receives = matches!(p.state, QpState::Rtr | QpState::Rts | QpState::Sqd | QpState::Sqe) && !p.broken;
-        let connected = p.vnic == vnic && p.attr.dest_qp_num == q.qpn && p.peer_vnic == Some(q.vnic);
-        let in_sequence = p.rq_psn == q.sq_psn;
+        let connected = p.vnic == vnic && p.attr.dest_qp_num == q.qpn && p.peer_vnic == Some(q.vnic) && p.typ == q.typ;
+        // An unreliable responder takes any PSN where a message begins.
+        let in_sequence = p.rq_psn == q.sq_psn || !q.typ.is_reliable();
         if !(receives && connected && in_sequence) {
             return None;
         }
@@ -306,6 +327,9 @@ impl Rnic {
     /// The peer is silent: `retry_cnt` more tries, one each ACK timeout (IBTA vol. 1, 9.9.2.1.1).
     fn no_answer(&mut self, h: u32, w: &mut Work) -> Outcome {
         let Some(q) = self.qps.get_mut(h) else { return Outcome::Failed(WcStatus::RetryExcErr) };
+        if !q.typ.is_reliable() {
+            return Outcome::Done;
+        }
         q.wait = Wait::Ack;
         match ack_timeout_ns(q.attr.timeout) {
             Some(ns) => self.arm_timer(h, ns),
@@ -366,41 +390,6 @@ impl Rnic {
         }
         self.make_runnable(h);
     }
-
-    /// Completes the WQE at the head of the SQ.
-    pub(crate) fn retire(&mut self, h: u32, w: &Work, status: WcStatus) {
-        let Some(q) = self.qps.get_mut(h) else { return };
-        q.busy = false;
-        q.sq_cons = q.sq_cons.wrapping_add(1);
-        q.rings.set_sq_cons(q.sq_cons);
-        let signaled = q.sig_all || w.wqe.send_flags & send_flags::SIGNALED != 0 || status != WcStatus::Success;
-        let op = WrOpcode::from_raw(w.wqe.opcode.into());
-        let returns = op.is_some_and(|o| o.returns_data());
-        let cqe = abi::Cqe {
-            wr_id: w.wqe.wr_id,
-            status: status as u8,
-            opcode: op.map_or(0, |o| o.wc() as u8),
-            byte_len: if returns { w.total as u32 } else { 0 },
-            qp_num: q.qpn,
-            wqe_index: q.sq_cons,
-            ..abi::Cqe::default()
-        };
-        let cq = q.send_cq;
-        if let Some(v) = self.vnic_of_qp(h) {
-            match status {
-                WcStatus::Success => {
-                    v.counters.sent_wrs += 1;
-                    v.counters.sent_bytes += w.total;
-                }
-                WcStatus::WrFlushErr => {}
-                _ => v.counters.errors += 1,
-            }
-        }
-        if signaled {
-            self.complete(cq, cqe, false);
-        }
-    }
-
     /// Completes the receive that QP `ph` has under way for request `w` of QP `h` on this host.
     fn finish_local(&mut self, ph: u32, h: u32, w: &Work, status: WcStatus) {
         let src_qp = self.qps.get(h).map_or(0, |q| q.qpn);
@@ -412,78 +401,9 @@ impl Rnic {
             byte_len: w.total,
             src_qp,
             solicited: w.wqe.send_flags & send_flags::SOLICITED != 0,
+            grh: None,
         };
         self.finish_recv(ph, done);
-    }
-
-    /// Completes the receive that QP `ph` has under way.
-    pub(crate) fn finish_recv(&mut self, ph: u32, d: RecvDone) {
-        let Some(p) = self.qps.get_mut(ph) else { return };
-        p.receiving = false;
-        let cqe = abi::Cqe {
-            wr_id: p.recv.as_ref().map_or(0, |r| r.wr_id),
-            status: d.status as u8,
-            opcode: if d.write { WcOpcode::RecvWriteImm } else { WcOpcode::Recv } as u8,
-            wc_flags: if d.imm.is_some() { wc_flags::WITH_IMM as u16 } else { 0 },
-            byte_len: d.byte_len as u32,
-            imm: d.imm.unwrap_or(0),
-            qp_num: p.qpn,
-            src_qp: d.src_qp,
-            wqe_index: p.rq_cons,
-            ..abi::Cqe::default()
-        };
-        let cq = p.recv_cq;
-        if let Some(v) = self.vnic_of_qp(ph) {
-            if d.status == WcStatus::Success {
-                v.counters.received_wrs += 1;
-                v.counters.received_bytes += d.byte_len;
-            } else {
-                v.counters.errors += 1;
-            }
-        }
-        self.complete(cq, cqe, d.solicited);
-    }
-
-    /// Flushes one work request of a QP in ERR (IBTA vol. 1, 10.3.1.7); false if none is left.
-    fn flush_one(&mut self, h: u32) -> bool {
-        let Some(q) = self.qps.get_mut(h) else { return false };
-        let (sq, rq) = (q.rings.sq_pending(q.sq_cons), q.rings.rq_pending(q.rq_cons));
-        let (Ok(sq), Ok(rq)) = (sq, rq) else {
-            self.break_qp(h);
-            return false;
-        };
-        if q.busy || sq > 0 {
-            let Some(mut w) = q.work.take() else { return false };
-            if !q.busy {
-                w.wqe = q.rings.sq_head(q.sq_cons);
-            }
-            self.retire(h, &w, WcStatus::WrFlushErr);
-            if let Some(q) = self.qps.get_mut(h) {
-                q.work = Some(w);
-            }
-            return true;
-        }
-        let wr_id = if std::mem::take(&mut q.receiving) {
-            q.recv.as_ref().map_or(0, |r| r.wr_id)
-        } else if rq > 0 {
-            let head = q.rings.rq_head(q.rq_cons);
-            q.rq_cons = q.rq_cons.wrapping_add(1);
-            q.rings.set_rq_cons(q.rq_cons);
-            head.wr_id
-        } else {
-            return false;
-        };
-        let cqe = abi::Cqe {
-            wr_id,
-            status: WcStatus::WrFlushErr as u8,
-            opcode: WcOpcode::Recv as u8,
-            qp_num: q.qpn,
-            wqe_index: q.rq_cons,
-            ..abi::Cqe::default()
-        };
-        let cq = q.recv_cq;
-        self.complete(cq, cqe, false);
-        true
     }
 
     /// A ring index jumped: the QP is lost, its sender hears of it, nobody else does.
@@ -503,97 +423,15 @@ impl Rnic {
         }
     }
 
+    /// A message for unreliable QP `h` was dropped.
+    pub(crate) fn count_dropped(&mut self, h: u32) {
+        if let Some(v) = self.vnic_of_qp(h) {
+            v.counters.dropped += 1;
+        }
+    }
+
     pub(crate) fn vnic_of_qp(&mut self, h: u32) -> Option<&mut crate::objects::Vnic> {
         let v = self.qps.get(h)?.vnic;
         self.vnics.get_mut(v.0)
     }
-}
-
-/// Copies SQ WQE number `at` and checks its form.
-pub(crate) fn load(q: &Qp, at: u32, w: &mut Work) -> Result<(), WcStatus> {
-    w.wqe = q.rings.sq_head(at);
-    w.started = false;
-    w.done = 0;
-    w.total = 0;
-    w.num_sge = 0;
-    w.retries_left = q.attr.retry_cnt;
-    w.rnr_left = q.attr.rnr_retry;
-    let op = WrOpcode::from_raw(w.wqe.opcode.into()).ok_or(WcStatus::LocQpOpErr)?;
-    if w.wqe.send_flags & !send_flags::SUPPORTED != 0 {
-        return Err(WcStatus::LocQpOpErr);
-    }
-    if w.wqe.send_flags & send_flags::INLINE != 0 {
-        let n = usize::from(w.wqe.inline_len);
-        let may = !matches!(op, WrOpcode::Read | WrOpcode::CmpSwap | WrOpcode::FetchAdd);
-        let data = w.inline.get_mut(..n).filter(|_| may && n as u32 <= q.cap.max_inline_data);
-        if !data.is_some_and(|d| q.rings.sq_data(at, d)) {
-            return Err(WcStatus::LocQpOpErr);
-        }
-        w.total = n as u64;
-        return Ok(());
-    }
-    let n = usize::from(w.wqe.num_sge);
-    let sges = w.sges.get_mut(..n).filter(|_| n as u32 <= q.cap.max_send_sge);
-    if !sges.is_some_and(|s| q.rings.sq_data(at, s.as_mut_bytes())) {
-        return Err(WcStatus::LocQpOpErr);
-    }
-    w.num_sge = n;
-    w.total = w.sges[..n].iter().map(|s| u64::from(s.length)).sum();
-    if op.is_atomic() && w.total < 8 {
-        return Err(WcStatus::LocLenErr);
-    }
-    if op.is_atomic() {
-        w.total = 8;
-    }
-    Ok(())
-}
-
-/// How a receive ended.
-#[derive(Clone, Copy)]
-pub(crate) struct RecvDone {
-    pub status: WcStatus,
-    /// A WRITE with immediate.
-    pub write: bool,
-    pub imm: Option<u32>,
-    pub byte_len: u64,
-    pub src_qp: u32,
-    pub solicited: bool,
-}
-
-impl RecvDone {
-    /// Success, for a message from the QP that `q` is connected to.
-    pub fn of(q: &Qp) -> Self {
-        RecvDone {
-            status: WcStatus::Success,
-            write: false,
-            imm: None,
-            byte_len: 0,
-            src_qp: q.attr.dest_qp_num,
-            solicited: false,
-        }
-    }
-}
-
-/// Takes the receive WQE at the head of the RQ, which must not be empty, unless one is taken already.
-pub(crate) fn begin_recv(p: &mut Qp) {
-    if p.receiving {
-        return;
-    }
-    let Some(mut recv) = p.recv.take() else { return };
-    load_recv(p, &mut recv);
-    p.recv = Some(recv);
-    p.rq_cons = p.rq_cons.wrapping_add(1);
-    p.rings.set_rq_cons(p.rq_cons);
-    p.receiving = true;
-}
-
-/// Copies the receive WQE at the head of the RQ and notes whether it is well-formed.
-fn load_recv(p: &Qp, r: &mut Recv) {
-    let head = p.rings.rq_head(p.rq_cons);
-    let n = head.num_sge as usize;
-    let sges = r.sges.get_mut(..n).filter(|_| head.num_sge <= p.cap.max_recv_sge);
-    r.valid = sges.is_some_and(|s| p.rings.rq_data(p.rq_cons, s.as_mut_bytes()));
-    r.wr_id = head.wr_id;
-    r.num_sge = if r.valid { n } else { 0 };
-    r.total = r.sges[..r.num_sge].iter().map(|s| u64::from(s.length)).sum();
 }

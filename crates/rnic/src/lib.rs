@@ -11,12 +11,13 @@
 //!   passed, look at the doorbells);
 //! * *outputs*: [`Rnic::drain_outputs`] (events for sessions), [`Rnic::tx`] (packets), [`Rnic::next_timeout`].
 //!
-//! After every command or input the caller drains the outputs and, after a poll, sends the packets. [`Rnic::poll`] says whether it did
-//! anything; a caller that gets `false` may let idle sessions fall asleep with [`Rnic::park_idle`].
+//! After every command or input the caller drains the outputs and, after a poll, sends the packets. [`Rnic::poll`] says
+//! whether it did anything; a caller that gets `false` may let idle sessions fall asleep with [`Rnic::park_idle`].
 
 mod access;
 mod attr;
 mod commands;
+mod datagram;
 mod exec;
 mod keys;
 mod mr;
@@ -24,10 +25,12 @@ mod objects;
 mod rnic;
 mod slab;
 mod wire;
+mod wqe;
 
 pub use attr::{Transition, transition};
+pub use datagram::DATAGRAM_MAC;
 pub use keys::{KeyCipher, Rng};
 pub use mr::{Backing, Resolve};
 pub use objects::{Counters, CreateQp, SessionId, VnicId, WireCounters};
 pub use rnic::{Limits, Output, Rnic, Usage, VnicConfig};
-pub use wire::{Path, Route, Tx, TxPacket, WireDrops};
+pub use wire::{MAX_OUTER_BYTES, Path, Route, Tx, TxPacket, WireDrops};

@@ -4,9 +4,10 @@ use std::collections::VecDeque;
 use std::sync::Arc;
 
 use unirdma_abi as abi;
-use unirdma_formats::{Gid, Psn, QpState};
+use unirdma_formats::{Gid, Psn, QpState, QpType};
 use unirdma_mem::{Bell, CqRing, QpRings};
 
+use crate::datagram::Backlog;
 use crate::mr::Resolve;
 use crate::rnic::Limits;
 use crate::wire::Wire;
@@ -36,6 +37,10 @@ pub struct Counters {
     pub timeouts: u64,
     /// Work requests completed with an error, flushes not counted.
     pub errors: u64,
+    /// Messages for UC and UD QPs that were dropped: no receive, too long, no access.
+    pub dropped: u64,
+    /// Datagrams with another Q_Key than their QP's.
+    pub qkey_violations: u64,
     /// What went over the network.
     pub wire: WireCounters,
 }
@@ -128,6 +133,8 @@ pub(crate) enum Wait {
     Ack,
     /// No receive at the peer: try again at the deadline.
     Rnr,
+    /// No room for a datagram's packet.
+    Tx,
 }
 
 /// A send WQE under execution: a private copy, so that the driver cannot change it after it was checked.
@@ -181,6 +188,7 @@ pub(crate) struct Qp {
     pub vnic: VnicId,
     pub pd: u32,
     pub qpn: u32,
+    pub typ: QpType,
     pub slot: u32,
     pub sig_all: bool,
     pub send_cq: u32,
@@ -212,6 +220,8 @@ pub(crate) struct Qp {
     pub established: bool,
     /// The state of a connection to another host.
     pub wire: Option<Box<Wire>>,
+    /// Datagrams that wait a moment for a receive.
+    pub backlog: Backlog,
 }
 
 impl Qp {

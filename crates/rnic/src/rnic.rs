@@ -7,6 +7,7 @@ use unirdma_abi as abi;
 use unirdma_formats::{AsyncEvent, Gid, QpState};
 use unirdma_mem::Bell;
 
+use crate::datagram::{Ah, Backlog};
 use crate::keys::Rng;
 use crate::mr::{Backing, MrTable};
 use crate::objects::{Counters, Cq, Pd, Qp, Session, SessionId, Vnic, VnicId};
@@ -20,6 +21,9 @@ pub(crate) const OP_COST: u64 = 1024;
 /// Most that one [`Rnic::poll`] spends, so that its caller can let others in.
 const POLL_BUDGET: u64 = 512 << 10;
 
+/// Largest path MTU, bytes.
+pub(crate) const MAX_MTU: u32 = 4096;
+
 /// Quotas of one vRNIC (X12).
 #[derive(Clone, Copy, Debug, PartialEq, Eq, serde::Serialize, serde::Deserialize)]
 pub struct Limits {
@@ -31,13 +35,15 @@ pub struct Limits {
     pub max_mr: u32,
     /// Protection domains.
     pub max_pd: u32,
+    /// Address handles.
+    pub max_ah: u32,
     /// Bytes of registered memory, all MRs together.
     pub max_mr_bytes: u64,
 }
 
 impl Default for Limits {
     fn default() -> Self {
-        Limits { max_qp: 16_384, max_cq: 16_384, max_mr: 65_536, max_pd: 4096, max_mr_bytes: 1 << 47 }
+        Limits { max_qp: 16_384, max_cq: 16_384, max_mr: 65_536, max_pd: 4096, max_ah: 65_536, max_mr_bytes: 1 << 47 }
     }
 }
 
@@ -99,6 +105,7 @@ pub struct Rnic {
     pub(crate) sessions: Slab<Session>,
     pub(crate) pds: Slab<Pd>,
     pub(crate) mrs: MrTable,
+    pub(crate) ahs: Slab<Ah>,
     pub(crate) cqs: Slab<Cq>,
     pub(crate) qps: Slab<Qp>,
     pub(crate) qpns: HashMap<u32, u32>,
@@ -118,6 +125,10 @@ pub struct Rnic {
     /// QPs that wait for room in `tx`.
     pub(crate) tx_waiting: Vec<u32>,
     pub(crate) scratch: Box<[u8]>,
+    /// A datagram has found no receive.
+    pub(crate) starved: bool,
+    /// The datagram under way on this host.
+    pub(crate) datagram: Box<[u8]>,
 }
 
 impl Rnic {
@@ -132,6 +143,7 @@ impl Rnic {
             vnics: Slab::default(),
             sessions: Slab::default(),
             pds: Slab::default(),
+            ahs: Slab::default(),
             cqs: Slab::default(),
             qps: Slab::default(),
             qpns: HashMap::new(),
@@ -141,11 +153,13 @@ impl Rnic {
             timers: BinaryHeap::new(),
             outputs: VecDeque::new(),
             routes: HashMap::new(),
-            wire_mtu: 4096,
+            wire_mtu: MAX_MTU,
             drops: WireDrops::default(),
             tx: Tx::default(),
             tx_waiting: Vec::new(),
+            starved: false,
             scratch: vec![0; 64 << 10].into_boxed_slice(),
+            datagram: vec![0; MAX_MTU as usize].into_boxed_slice(),
         }
     }
 
@@ -226,6 +240,9 @@ impl Rnic {
         }
         for h in self.mrs.handles(|m| m.owner == id) {
             self.mrs.remove(h);
+        }
+        for h in self.ahs.handles(|a| a.owner == id) {
+            self.ahs.remove(h);
         }
         for h in self.pds.handles(|p| p.owner == id) {
             self.pds.remove(h);
@@ -434,6 +451,7 @@ impl Rnic {
         let was = std::mem::replace(&mut q.state, QpState::Err);
         q.wait = crate::objects::Wait::No;
         q.timer = q.timer.wrapping_add(1);
+        q.backlog = Backlog::default();
         if let Some(w) = &mut q.wire {
             w.clear();
         }
@@ -443,6 +461,17 @@ impl Rnic {
                 self.emit(owner, kind, qpn);
             }
         }
+        self.make_runnable(h);
+    }
+
+    /// A request of a QP failed: a reliable QP goes to ERR, any other to SQE, where it still receives (IBTA vol. 1,
+    /// 10.3.1.6).
+    pub(crate) fn fail_requester(&mut self, h: u32) {
+        let Some(q) = self.qps.get_mut(h) else { return };
+        if q.typ.is_reliable() || !matches!(q.state, QpState::Rts | QpState::Sqd) {
+            return self.fail_qp(h, None);
+        }
+        q.state = QpState::Sqe;
         self.make_runnable(h);
     }
 }

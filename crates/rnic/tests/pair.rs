@@ -226,7 +226,7 @@ const WRONG: &[Wrong] = &[
     },
     Wrong {
         name: "more SGEs than max_send_sge",
-        make: |p| (abi::SqWqe { reserved: [0; 2], ..remote(WrOpcode::Write, 1, &p.b, 0) }, vec![p.a.sge(0, 1); 5]),
+        make: |p| (remote(WrOpcode::Write, 1, &p.b, 0), vec![p.a.sge(0, 1); 5]),
         requester: WcStatus::LocQpOpErr,
         responder: None,
         event: None,
@@ -447,7 +447,7 @@ fn handles_of_another_session_are_no_handles() {
 #[test]
 fn an_overrun_cq_takes_its_qps_down_and_nobody_else() {
     let mut p = Pair::new();
-    let small = End::of_vnic(&mut p.rnic, p.a.vnic, 2);
+    let small = End::of_vnic(&mut p.rnic, p.a.vnic, 2, unirdma_formats::QpType::Rc);
     let mut small = small;
     let peer = End::new(&mut p.rnic, 0, 9);
     for (mask, attr) in attrs(&peer, ip(9)) {

@@ -3,118 +3,14 @@
 
 mod common;
 
-use std::collections::HashMap;
 use std::net::IpAddr;
 
+use common::net::{Faults, Net, host};
 use common::*;
 use unirdma_abi as abi;
 use unirdma_formats::wire::{Op, Opcode, Packet, Reth, Transport};
 use unirdma_formats::{WcStatus, WrOpcode, attr_mask as m, send_flags};
-use unirdma_rnic::{Rng, Rnic, Route};
-
-const DELAY: u64 = 5_000;
-
-/// What the network does to packets, in thousandths.
-#[derive(Clone, Copy, Default)]
-struct Faults {
-    loss: u64,
-    duplication: u64,
-    reordering: u64,
-}
-
-struct Net {
-    rnics: [Rnic; 2],
-    ends: [End; 2],
-    now: u64,
-    /// (arrival, number, receiver, bytes)
-    flying: Vec<(u64, u64, usize, Vec<u8>)>,
-    sent: u64,
-    faults: Faults,
-    rng: Rng,
-    /// The next packets of these senders are lost.
-    cut: [bool; 2],
-}
-
-fn host(i: usize) -> IpAddr {
-    IpAddr::from([192, 168, 0, 1 + i as u8])
-}
-
-impl Net {
-    fn new(seed: u64, faults: Faults, change: impl Fn(abi::QpAttr) -> abi::QpAttr) -> Net {
-        let mut rnics = [Rnic::new(seed, 0), Rnic::new(seed ^ 0xabcd, 0)];
-        let ends = [0, 1].map(|i| End::new(&mut rnics[i], 0, 1 + i as u8));
-        for i in 0..2 {
-            let peer = Route { host: host(1 - i), foreign: false };
-            rnics[i].set_routes(HashMap::from([((0, ip(2 - i as u8)), peer)]));
-            for (mask, attr) in attrs(&ends[1 - i], ip(2 - i as u8)) {
-                rnics[i].modify_qp(ends[i].session, ends[i].qpn, mask, &change(attr)).unwrap();
-            }
-        }
-        let rng = Rng::new(seed);
-        Net { rnics, ends, now: 0, flying: Vec::new(), sent: 0, faults, rng, cut: [false; 2] }
-    }
-
-    fn chance(&mut self, thousandths: u64) -> bool {
-        self.rng.next_u64() % 1000 < thousandths
-    }
-
-    fn collect(&mut self, i: usize) {
-        let tx = self.rnics[i].tx();
-        let packets: Vec<_> = tx.packets().to_vec();
-        let all: Vec<Vec<u8>> = packets.iter().map(|p| tx.bytes(p).to_vec()).collect();
-        tx.sent(packets.len());
-        for bytes in all {
-            let bytes = bytes[..bytes.len() - 4].to_vec();
-            if self.cut[i] || self.chance(self.faults.loss) {
-                continue;
-            }
-            let copies = 1 + u64::from(self.chance(self.faults.duplication));
-            for _ in 0..copies {
-                let late = if self.chance(self.faults.reordering) { self.rng.next_u64() % 20_000 } else { 0 };
-                self.sent += 1;
-                self.flying.push((self.now + DELAY + late, self.sent, 1 - i, bytes.clone()));
-            }
-        }
-    }
-
-    /// Runs until nothing is due before `limit` nanoseconds have passed.
-    fn run(&mut self, limit: u64) {
-        let end = self.now + limit;
-        loop {
-            for i in 0..2 {
-                while self.rnics[i].poll(self.now) {
-                    self.collect(i);
-                }
-            }
-            let arrival = self.flying.iter().map(|f| f.0).min();
-            let timers = self.rnics.iter().filter_map(|r| r.next_timeout());
-            let Some(next) = timers.chain(arrival).min().filter(|&t| t <= end) else { break };
-            self.now = self.now.max(next);
-            let now = self.now;
-            self.flying.sort();
-            let due = self.flying.partition_point(|f| f.0 <= now);
-            for (_, _, to, bytes) in self.flying.drain(..due).collect::<Vec<_>>() {
-                self.rnics[to].handle_packet(now, host(1 - to), &bytes);
-            }
-        }
-        self.now = end;
-    }
-
-    fn remote(&self, op: WrOpcode, wr_id: u64, off: u64) -> abi::SqWqe {
-        abi::SqWqe { remote_addr: IOVA + off, rkey: self.ends[1].key, ..wqe(op, wr_id) }
-    }
-
-    fn counters(&self, i: usize) -> unirdma_rnic::Counters {
-        self.rnics[i].counters(self.ends[i].vnic).unwrap()
-    }
-}
-
-fn pattern(n: usize, salt: u64) -> Vec<u8> {
-    let mut r = Rng::new(salt);
-    (0..n).map(|_| r.next_u64() as u8).collect()
-}
-
-const SECOND: u64 = 1_000_000_000;
+use unirdma_rnic::Rng;
 
 /// Rounds of eight random requests from end 0 to end 1, each with memory of its own; checked when all are done.
 fn traffic(seed: u64, faults: Faults, mtu: u8, rounds: u64) {
@@ -217,7 +113,7 @@ fn a_bad_network_changes_nothing_but_the_time() {
     let first = setting("UNIRDMA_SIM_SEED", 0);
     for seed in first..first + setting("UNIRDMA_SIM_SEEDS", 60) {
         println!("seed {seed}");
-        let faults = Faults { loss: 10, duplication: 10, reordering: 10 };
+        let faults = Faults { loss: 10, duplication: 10, reordering: 10, corruption: 1 };
         traffic(seed, faults, 1 + (seed % 5) as u8, setting("UNIRDMA_SIM_STEPS", 6));
     }
 }
@@ -225,7 +121,7 @@ fn a_bad_network_changes_nothing_but_the_time() {
 #[test]
 fn a_terrible_network_too() {
     for seed in 100..110 {
-        traffic(seed, Faults { loss: 100, duplication: 100, reordering: 200 }, 3, 6);
+        traffic(seed, Faults { loss: 100, duplication: 100, reordering: 200, corruption: 10 }, 3, 6);
     }
 }
 
@@ -320,7 +216,7 @@ fn sequence_numbers_wrap() {
 #[test]
 fn silence_ends_after_the_time_that_the_attributes_give() {
     let mut net = Net::new(1, Faults::default(), |a| a);
-    net.cut = [true, false];
+    net.cut(0, true);
     let w = net.remote(WrOpcode::Write, 1, 0);
     let sge = net.ends[0].sge(0, 8);
     net.ends[0].post(w, &[sge]);

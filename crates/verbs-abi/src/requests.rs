@@ -111,6 +111,18 @@ pub struct ibv_global_route {
     pub traffic_class: u8,
 }
 
+/// Header of a datagram. Its bytes are those of an IPv6 header, or hold an IPv4 header at their end.
+#[derive(Clone, Copy)]
+#[repr(C)]
+pub struct ibv_grh {
+    pub version_tclass_flow: u32,
+    pub paylen: u16,
+    pub next_hdr: u8,
+    pub hop_limit: u8,
+    pub sgid: ibv_gid,
+    pub dgid: ibv_gid,
+}
+
 #[derive(Clone, Copy)]
 #[repr(C)]
 pub struct ibv_ah_attr {
@@ -296,6 +308,7 @@ const _: () = {
     assert!(size_of::<ibv_recv_wr>() == 32);
     assert!(size_of::<ibv_wc>() == 48);
     assert!(size_of::<ibv_global_route>() == 24 && size_of::<ibv_ah_attr>() == 32);
+    assert!(size_of::<ibv_grh>() == 40);
     assert!(size_of::<ibv_qp_init_attr>() == 64);
     assert!(size_of::<ibv_qp_attr>() == 144);
     assert!(offset_of!(ibv_qp_attr, ah_attr) == 56 && offset_of!(ibv_qp_attr, rate_limit) == 136);

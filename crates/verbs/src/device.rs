@@ -199,6 +199,7 @@ fn device_attr(d: &abi::QueryDeviceResp) -> ibv_device_attr {
     a.max_res_rd_atom = int(c.max_qp_rd_atom.saturating_mul(c.max_qp));
     a.max_qp_init_rd_atom = int(c.max_qp_rd_atom);
     a.atomic_cap = c.atomic_cap.into();
+    a.max_ah = int(c.max_ah);
     a.max_pkeys = c.max_pkeys;
     a.local_ca_ack_delay = c.local_ca_ack_delay;
     a.phys_port_cnt = c.phys_port_cnt;
@@ -290,7 +291,7 @@ pub unsafe extern "C" fn x_ibv_query_port(c: *mut ibv_context, port: u8, attr: *
     unsafe { query_port(c, port, attr, COMPAT_PORT_ATTR) }
 }
 
-fn gid(ctx: &ContextObj, port: u32, index: i32) -> Result<[u8; 16], i32> {
+pub(crate) fn gid(ctx: &ContextObj, port: u32, index: i32) -> Result<[u8; 16], i32> {
     let index = u32::try_from(index).map_err(|_| libc::EINVAL)?;
     ctx.driver.command(Command::QueryGid, &abi::QueryGidReq { port, index }).map(|r: abi::QueryGidResp| r.gid)
 }

@@ -7,6 +7,7 @@
 //! Symbols get their versions in `build.rs`; `x_NAME` is the implementation of `NAME`.
 #![allow(clippy::missing_safety_doc, missing_docs, non_snake_case)]
 
+mod ah;
 mod cq;
 mod device;
 mod event;
@@ -18,6 +19,7 @@ mod trace;
 
 /// Every implementation, for the trampolines.
 mod api {
+    pub use crate::ah::*;
     pub use crate::cq::*;
     pub use crate::device::*;
     pub use crate::event::*;

@@ -3,9 +3,10 @@
 use unirdma_abi as abi;
 use unirdma_driver as driver;
 use unirdma_driver::SendWr;
-use unirdma_formats::send_flags;
+use unirdma_formats::{QpType, WrOpcode, send_flags};
 use unirdma_verbs_abi::*;
 
+use crate::ah::{ah_in, ah_out};
 use crate::device::context;
 use crate::event::Outstanding;
 use crate::trace::trace;
@@ -17,9 +18,8 @@ pub(crate) struct QpObj {
     pub qp: driver::Qp,
     pub async_events: Outstanding,
     sig_all: bool,
+    typ: QpType,
 }
-
-const QPT_RC: u32 = 2;
 
 fn cap_in(c: &ibv_qp_cap) -> abi::QpCap {
     abi::QpCap {
@@ -47,10 +47,10 @@ pub unsafe extern "C" fn x_ibv_create_qp(pd: *mut ibv_pd, init: *mut ibv_qp_init
     if a.send_cq.is_null() || a.recv_cq.is_null() {
         return null(libc::EINVAL);
     }
-    if a.qp_type != QPT_RC || !a.srq.is_null() {
+    let Some(typ) = QpType::from_raw(a.qp_type).filter(|_| a.srq.is_null()) else {
         trace!("ibv_create_qp(type {}, srq {:p}): not supported", a.qp_type, a.srq);
         return null(libc::EOPNOTSUPP);
-    }
+    };
     // SAFETY: a PD's context is open; the CQs are the caller's.
     let (ctx, send_cqn, recv_cqn) = unsafe { (context(pd_ref.context), (*a.send_cq).handle, (*a.recv_cq).handle) };
     let q = driver::QpInit {
@@ -81,8 +81,8 @@ pub unsafe extern "C" fn x_ibv_create_qp(pd: *mut ibv_pd, init: *mut ibv_qp_init
     raw.qp_num = qp.qpn;
     raw.qp_type = a.qp_type;
     let qpn = qp.qpn;
-    let obj =
-        Box::into_raw(Box::new(QpObj { c: raw, qp, async_events: Outstanding::default(), sig_all: a.sq_sig_all != 0 }));
+    let sig_all = a.sq_sig_all != 0;
+    let obj = Box::into_raw(Box::new(QpObj { c: raw, qp, async_events: Outstanding::default(), sig_all, typ }));
     ctx.born();
     lock(&ctx.qps).insert(qpn, obj);
     obj.cast()
@@ -104,44 +104,6 @@ pub unsafe extern "C" fn x_ibv_destroy_qp(qp: *mut ibv_qp) -> i32 {
     unsafe { drop(Box::from_raw(qp.cast::<QpObj>())) };
     ctx.gone();
     0
-}
-
-fn ah_in(a: &ibv_ah_attr) -> abi::AhAttr {
-    abi::AhAttr {
-        grh: abi::GlobalRoute {
-            // SAFETY: both views of a GID are plain bytes.
-            dgid: unsafe { a.grh.dgid.raw },
-            flow_label: a.grh.flow_label,
-            sgid_index: a.grh.sgid_index,
-            hop_limit: a.grh.hop_limit,
-            traffic_class: a.grh.traffic_class,
-            reserved: 0,
-        },
-        dlid: a.dlid,
-        sl: a.sl,
-        static_rate: a.static_rate,
-        port_num: a.port_num,
-        is_global: a.is_global,
-        reserved: [0; 2],
-    }
-}
-
-fn ah_out(a: &abi::AhAttr) -> ibv_ah_attr {
-    ibv_ah_attr {
-        grh: ibv_global_route {
-            dgid: ibv_gid { raw: a.grh.dgid },
-            flow_label: a.grh.flow_label,
-            sgid_index: a.grh.sgid_index,
-            hop_limit: a.grh.hop_limit,
-            traffic_class: a.grh.traffic_class,
-        },
-        dlid: a.dlid,
-        sl: a.sl,
-        src_path_bits: 0,
-        static_rate: a.static_rate,
-        is_global: a.is_global,
-        port_num: a.port_num,
-    }
 }
 
 /// A value of an attribute as a byte; one that does not fit becomes one that no attribute has.
@@ -271,30 +233,25 @@ unsafe fn sges<'a>(list: *const ibv_sge, n: i32) -> Result<&'a [abi::Sge], i32> 
 /// `wr` and what it points to must be valid.
 #[inline]
 unsafe fn push(obj: &QpObj, batch: &mut driver::SendBatch<'_>, wr: &ibv_send_wr) -> Result<(), i32> {
-    const WRITE: u32 = 0;
-    const READ: u32 = 4;
-    const CMP_SWAP: u32 = 5;
-    const FETCH_ADD: u32 = 6;
+    let op = WrOpcode::from_raw(wr.opcode).filter(|&op| obj.typ.allows(op)).ok_or(libc::EINVAL)?;
     let mut head = abi::SqWqe {
         wr_id: wr.wr_id,
-        opcode: wr.opcode as u8,
+        opcode: op as u8,
         send_flags: wr.send_flags & send_flags::SUPPORTED,
         imm: wr.imm_data,
         ..abi::SqWqe::default()
     };
-    // SAFETY: the opcode says which member of the union is meant; all are plain integers.
+    // SAFETY: the QP's type and the opcode say which member of the union is meant; all are plain integers, but for the
+    // AH, which is the caller's.
     unsafe {
-        match wr.opcode {
-            WRITE..=READ => {
-                head.remote_addr = wr.wr.rdma.remote_addr;
-                head.rkey = wr.wr.rdma.rkey;
-            }
-            CMP_SWAP | FETCH_ADD => {
-                let a = wr.wr.atomic;
-                (head.remote_addr, head.compare_add, head.swap, head.rkey) =
-                    (a.remote_addr, a.compare_add, a.swap, a.rkey);
-            }
-            _ => return Err(libc::EINVAL),
+        if obj.typ == QpType::Ud {
+            let ud = wr.wr.ud;
+            (head.ah, head.dest_qpn, head.qkey) = ((*ud.ah).handle, ud.remote_qpn, ud.remote_qkey);
+        } else if op.is_atomic() {
+            let a = wr.wr.atomic;
+            (head.remote_addr, head.compare_add, head.swap, head.rkey) = (a.remote_addr, a.compare_add, a.swap, a.rkey);
+        } else {
+            (head.remote_addr, head.rkey) = (wr.wr.rdma.remote_addr, wr.wr.rdma.rkey);
         }
     }
     // SAFETY: by the contract.
@@ -304,7 +261,7 @@ unsafe fn push(obj: &QpObj, batch: &mut driver::SendBatch<'_>, wr: &ibv_send_wr)
         obj.c.qp_num, wr.wr_id, wr.opcode, wr.send_flags, wr.num_sge
     );
     let inline = wr.send_flags & send_flags::INLINE != 0;
-    if inline && wr.opcode >= READ {
+    if inline && op.returns_data() {
         return Err(libc::EINVAL);
     }
     let data = if inline { SendWr::Inline(list) } else { SendWr::Sges(list) };

@@ -10,11 +10,13 @@ mod responder;
 use std::collections::VecDeque;
 use std::net::IpAddr;
 
+use unirdma_formats::net::{ETH_BYTES, Flow, MAX_IP_UDP_BYTES, VXLAN_BYTES, vxlan};
 use unirdma_formats::wire::{DEFAULT_PKEY, ICRC_BYTES, MAX_HEADER_BYTES, Op, Packet, Transport, padding};
-use unirdma_formats::{Gid, Psn, QpState};
+use unirdma_formats::{Gid, Psn, QpState, QpType};
 use unirdma_mem::Fault;
 
-use crate::objects::{VnicId, WireCounters, Work};
+use crate::datagram::ethernet;
+use crate::objects::{VnicId, Wait, WireCounters, Work};
 use crate::rnic::Rnic;
 pub(crate) use responder::Responder;
 
@@ -25,6 +27,8 @@ pub struct Route {
     pub host: IpAddr,
     /// A plain RoCEv2 device: it knows this side by the vRNIC's own GID, so packets leave from that address.
     pub foreign: bool,
+    /// VXLAN network identifier of the group, 24 bits.
+    pub vni: u32,
 }
 
 /// The two ends of a QP's packets.
@@ -49,6 +53,8 @@ pub struct WireDrops {
     pub bad_pkey: u64,
     /// The QP's state or type does not take it.
     pub bad_state: u64,
+    /// A datagram from another virtual layer with a wrong ICRC.
+    pub bad_icrc: u64,
 }
 
 /// Packets that wait for the port, in one flat buffer.
@@ -67,16 +73,24 @@ pub struct TxPacket {
     pub path: Path,
     start: usize,
     len: usize,
+    outer: usize,
 }
 
 /// Bytes that [`Tx`] holds; beyond [`TX_FULL`] connected QPs wait, and nobody else.
 const TX_BYTES: usize = 1 << 20;
 const TX_FULL: usize = TX_BYTES - (64 << 10);
+/// Most bytes that an encapsulation puts before a packet.
+pub const MAX_OUTER_BYTES: usize = VXLAN_BYTES + ETH_BYTES + MAX_IP_UDP_BYTES;
 
 impl TxPacket {
     /// Bytes, the ICRC included.
     pub fn len(&self) -> usize {
         self.len
+    }
+
+    /// Bytes of the headers of an encapsulation before the base transport header: 0, or VXLAN, Ethernet, IP and UDP.
+    pub fn outer(&self) -> usize {
+        self.outer
     }
 
     /// True for a packet of no bytes, which there is none of.
@@ -126,7 +140,7 @@ impl Tx {
         let Some(room) = self.bytes.get_mut(start..end + ICRC_BYTES) else { return };
         room[..bytes.len()].copy_from_slice(bytes);
         self.used = end + ICRC_BYTES;
-        self.packets.push(TxPacket { path, start, len: self.used - start });
+        self.packets.push(TxPacket { path, start, len: self.used - start, outer: 0 });
     }
 
     pub(crate) fn is_full(&self) -> bool {
@@ -141,17 +155,40 @@ impl Tx {
         len: usize,
         fill: impl FnOnce(&mut [u8]) -> Result<(), Fault>,
     ) -> Result<(), Fault> {
+        self.push_datagram(path, None, head, len, fill)
+    }
+
+    /// As [`Tx::push`], for a datagram: inside VXLAN with this network identifier, in an IP packet of this flow.
+    pub(crate) fn push_datagram(
+        &mut self,
+        path: Path,
+        inside: Option<(u32, Flow)>,
+        head: &Packet<'_>,
+        len: usize,
+        fill: impl FnOnce(&mut [u8]) -> Result<(), Fault>,
+    ) -> Result<(), Fault> {
         let start = self.used;
-        if self.bytes.len() - start < MAX_HEADER_BYTES + len + 3 + ICRC_BYTES {
+        if self.bytes.len() - start < MAX_OUTER_BYTES + MAX_HEADER_BYTES + len + 3 + ICRC_BYTES {
             // Never reached while callers ask `is_full` first; a packet may always be lost.
             return Ok(());
         }
-        let at = start + head.put(&mut self.bytes[start..], len);
+        let mut outer = 0;
+        if let Some((vni, flow)) = inside {
+            let mut put = |bytes: &[u8]| {
+                self.bytes[start + outer..start + outer + bytes.len()].copy_from_slice(bytes);
+                outer += bytes.len();
+            };
+            put(&vxlan(vni));
+            put(&ethernet(&flow));
+            let udp = head.opcode.header_bytes() + len + padding(len) + ICRC_BYTES;
+            outer += flow.put(&mut self.bytes[start + outer..], udp);
+        }
+        let at = start + outer + head.put(&mut self.bytes[start + outer..], len);
         fill(&mut self.bytes[at..at + len])?;
         let end = at + len + padding(len);
         self.bytes[at + len..end].fill(0);
         self.used = end + ICRC_BYTES;
-        self.packets.push(TxPacket { path, start, len: self.used - start });
+        self.packets.push(TxPacket { path, start, len: self.used - start, outer });
         Ok(())
     }
 }
@@ -278,12 +315,18 @@ impl Wire {
 
     /// Forgets all work: the QP failed or was reset.
     pub fn clear(&mut self) {
+        self.clear_requests();
+        self.resp.clear();
+    }
+
+    /// Forgets what it was about to send.
+    pub fn clear_requests(&mut self) {
         while let Some(f) = self.flight.pop_front() {
             self.spare.push(f.work);
         }
         self.reads.clear();
+        self.cursor = 0;
         self.deadline = u64::MAX;
-        self.resp.clear();
     }
 }
 
@@ -319,15 +362,11 @@ impl Rnic {
     /// A packet came in from `from`; `bytes` are all from the BTH up to the ICRC, which the port has checked.
     pub fn handle_packet(&mut self, now: u64, from: IpAddr, bytes: &[u8]) {
         self.now = now;
-        let Ok(p) = Packet::parse(bytes) else {
-            self.drops.malformed += 1;
-            return;
-        };
-        let found = self.qpns.get(&p.dest_qp).copied();
-        let Some((h, q)) = found.and_then(|h| Some((h, self.qps.get(h)?))) else {
-            self.drops.no_qp += 1;
-            return;
-        };
+        let Some((h, p)) = self.find_target(bytes) else { return };
+        let Some(q) = self.qps.get(h) else { return };
+        if q.typ == QpType::Ud {
+            return self.on_foreign_datagram(h, from, &p);
+        }
         let Some(wire) = &q.wire else {
             self.drops.no_qp += 1;
             return;
@@ -336,13 +375,14 @@ impl Rnic {
             self.drops.wrong_source += 1;
             return;
         }
-        // IBTA vol. 1, 9.6.1.1.5: the membership bit does not count.
-        if p.pkey & 0x7fff != DEFAULT_PKEY & 0x7fff {
-            self.drops.bad_pkey += 1;
-            return;
-        }
-        let takes = matches!(q.state, QpState::Rtr | QpState::Rts | QpState::Sqd) && !q.broken;
-        if !takes || !matches!(p.opcode.transport, Transport::Rc | Transport::Cnp) {
+        let transport = match p.opcode.transport {
+            Transport::Rc => q.typ == QpType::Rc,
+            Transport::Uc => q.typ == QpType::Uc,
+            Transport::Ud => false,
+            Transport::Cnp => true,
+        };
+        let takes = matches!(q.state, QpState::Rtr | QpState::Rts | QpState::Sqd | QpState::Sqe) && !q.broken;
+        if !takes || !transport {
             self.drops.bad_state += 1;
             return;
         }
@@ -355,7 +395,25 @@ impl Rnic {
         self.make_runnable(h);
     }
 
-    fn count(&mut self, h: u32, f: impl FnOnce(&mut WireCounters)) {
+    /// Reads a packet and finds the QP that it is for; what is for none is counted.
+    pub(crate) fn find_target<'a>(&mut self, bytes: &'a [u8]) -> Option<(u32, Packet<'a>)> {
+        let Ok(p) = Packet::parse(bytes) else {
+            self.drops.malformed += 1;
+            return None;
+        };
+        let Some(&h) = self.qpns.get(&p.dest_qp) else {
+            self.drops.no_qp += 1;
+            return None;
+        };
+        // IBTA vol. 1, 9.6.1.1.5: the membership bit does not count.
+        if p.pkey & 0x7fff != DEFAULT_PKEY & 0x7fff {
+            self.drops.bad_pkey += 1;
+            return None;
+        }
+        Some((h, p))
+    }
+
+    pub(crate) fn count(&mut self, h: u32, f: impl FnOnce(&mut WireCounters)) {
         if let Some(v) = self.vnic_of_qp(h) {
             f(&mut v.counters.wire);
         }
@@ -366,8 +424,13 @@ impl Rnic {
         let mut w = self.qps.get_mut(h)?.wire.take()?;
         let r = f(self, &mut w);
         if let Some(q) = self.qps.get_mut(h) {
-            if q.state == QpState::Err {
-                w.clear();
+            match q.state {
+                QpState::Err => w.clear(),
+                QpState::Sqe => {
+                    w.clear_requests();
+                    w.start(q.sq_psn);
+                }
+                _ => {}
             }
             q.wire = Some(w);
         }
@@ -402,8 +465,13 @@ impl Rnic {
     /// There is room in [`Tx`] again.
     pub(crate) fn wake_tx_waiting(&mut self) {
         while let Some(h) = self.tx_waiting.pop() {
-            if let Some(w) = self.qps.get_mut(h).and_then(|q| q.wire.as_mut()) {
-                w.waits_for_tx = false;
+            if let Some(q) = self.qps.get_mut(h) {
+                if q.wait == Wait::Tx {
+                    q.wait = Wait::No;
+                }
+                if let Some(w) = &mut q.wire {
+                    w.waits_for_tx = false;
+                }
             }
             self.make_runnable(h);
         }

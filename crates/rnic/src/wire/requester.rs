@@ -1,12 +1,12 @@
 //! Requester and completer: work requests to packets, answers to completions (IBTA vol. 1, 9.7.2 to 9.7.6, 9.9.2).
 
 use unirdma_formats::wire::{AtomicEth, Extra, Op, Opcode, Packet, Part, Reth, Transport, syndrome};
-use unirdma_formats::{Psn, QpState, WcStatus, WrOpcode, ack_timeout_ns, psn_count, rnr_timer_ns, send_flags};
+use unirdma_formats::{Psn, QpState, QpType, WcStatus, WrOpcode, ack_timeout_ns, psn_count, rnr_timer_ns, send_flags};
 
 use super::{Flight, Wire};
 use crate::access::{Tables, local_side};
-use crate::exec::load;
 use crate::rnic::{OP_COST, Rnic};
+use crate::wqe::load;
 
 /// Most WQEs of one QP that are under way at once.
 const MAX_FLIGHT: usize = 256;
@@ -92,12 +92,14 @@ impl Rnic {
             WrOpcode::CmpSwap => Op::CmpSwap,
             WrOpcode::FetchAdd => Op::FetchAdd,
         };
-        let opcode = Opcode { transport: Transport::Rc, op: kind, extra: imm };
+        let unanswered = q.typ == QpType::Uc;
+        let transport = if unanswered { Transport::Uc } else { Transport::Rc };
+        let opcode = Opcode { transport, op: kind, extra: imm };
         let mut head = Packet::new(opcode, q.attr.dest_qp_num, w.next.get());
         head.extra = wqe.imm;
         head.solicited = ends && op.consumes_recv() && wqe.send_flags & send_flags::SOLICITED != 0;
         let full = outstanding + span + 1 >= w.cc.packets;
-        head.ack_req = ends || full || index % ACK_EVERY == ACK_EVERY - 1;
+        head.ack_req = !unanswered && (ends || full || index % ACK_EVERY == ACK_EVERY - 1);
         let left = total - off.min(total);
         head.reth = match op {
             WrOpcode::Read => {
@@ -132,7 +134,9 @@ impl Rnic {
         if op.returns_data() {
             w.reads.push_back(w.next);
         }
-        if w.deadline == u64::MAX {
+        if unanswered {
+            self.advance(h, w, w.next);
+        } else if w.deadline == u64::MAX {
             w.deadline = self.deadline(h);
         }
         self.count(h, |c| {
@@ -185,7 +189,7 @@ impl Rnic {
         let f = w.flight.pop_front()?;
         self.retire(h, &f.work, f.status.unwrap_or(WcStatus::FatalErr));
         w.spare.push(f.work);
-        self.fail_qp(h, None);
+        self.fail_requester(h);
         None
     }
 

@@ -3,14 +3,14 @@
 use std::collections::VecDeque;
 
 use unirdma_formats::wire::{Aeth, Extra, Op, Opcode, Packet, Part, Transport, syndrome};
-use unirdma_formats::{AsyncEvent, Psn, WcStatus, access, psn_count};
+use unirdma_formats::{AsyncEvent, Psn, QpType, WcStatus, access, psn_count};
 use unirdma_mem::atomic_u64;
 
 use super::Wire;
 use crate::access::{Side, Tables, list};
-use crate::exec::RecvDone;
 use crate::objects::Qp;
 use crate::rnic::{OP_COST, Rnic};
+use crate::wqe::{NoRecv, RecvDone, take_recv};
 
 /// Most answers that wait for their turn; what a peer asks for beyond is as if lost, and it asks again.
 const MAX_ANSWERS: usize = 512;
@@ -126,17 +126,15 @@ impl Rnic {
             return;
         }
         let psn = Psn::new(p.psn);
+        if self.qps.get(h).is_some_and(|q| q.typ == QpType::Uc) {
+            return self.on_unreliable(h, w, p, expected);
+        }
         if psn != expected {
             return if psn.is_before(expected) { self.duplicate(h, w, p, expected) } else { self.gap(h, w, expected) };
         }
         w.resp.nak_sent = false;
         self.establish(h);
-        let done = match p.opcode.op {
-            Op::Send(part) => self.on_send(h, w, p, part),
-            Op::Write(part) => self.on_write(h, w, p, part),
-            Op::ReadRequest => self.on_read(h, w, p),
-            _ => self.on_atomic(h, w, p),
-        };
+        let done = self.perform(h, w, p);
         match done {
             Ok(packets) => {
                 if let Some(q) = self.qps.get_mut(h) {
@@ -156,6 +154,47 @@ impl Rnic {
             }
             Err(Refusal::Nak(code, event)) => w.resp.fail(psn, code, event),
             Err(Refusal::Broken) => self.break_qp(h),
+        }
+    }
+
+    fn perform(&mut self, h: u32, w: &mut Wire, p: &Packet<'_>) -> Result<u32, Refusal> {
+        match p.opcode.op {
+            Op::Send(part) => self.on_send(h, w, p, part),
+            Op::Write(part) => self.on_write(h, w, p, part),
+            Op::ReadRequest => self.on_read(h, w, p),
+            _ => self.on_atomic(h, w, p),
+        }
+    }
+
+    /// A packet of an unreliable connection (IBTA vol. 1, 9.8.2): a message with a gap, or that cannot be taken, is dropped,
+    /// and any PSN will do where the next one begins.
+    fn on_unreliable(&mut self, h: u32, w: &mut Wire, p: &Packet<'_>, expected: Psn) {
+        let psn = Psn::new(p.psn);
+        let (Op::Send(part) | Op::Write(part)) = p.opcode.op else { return };
+        if psn != expected {
+            self.count(h, |c| c.out_of_seq_request += 1);
+        }
+        let unfinished = w.resp.message.is_some();
+        if unfinished && (psn != expected || part.begins()) {
+            w.resp.message = None;
+            self.count_dropped(h);
+        }
+        if let Some(q) = self.qps.get_mut(h) {
+            q.rq_psn = psn.advance(1);
+        }
+        if w.resp.message.is_none() && !part.begins() {
+            return;
+        }
+        self.establish(h);
+        match self.perform(h, w, p) {
+            Ok(_) => {}
+            Err(Refusal::Broken) => self.break_qp(h),
+            // The receive itself is wrong, and has completed.
+            Err(Refusal::Nak(syndrome::NAK_OPERATION, _)) => self.fail_qp(h, None),
+            Err(_) => {
+                w.resp.message = None;
+                self.count_dropped(h);
+            }
         }
     }
 
@@ -235,6 +274,10 @@ impl Rnic {
         let imm = (p.opcode.extra == Extra::Imm).then_some(p.extra);
         let done = RecvDone { byte_len: w.resp.got, imm, write: false, solicited: p.solicited, ..RecvDone::of(q) };
         if let Some((status, code)) = refused {
+            // On an unreliable connection a message that is too long leaves its receive to the next one.
+            if q.typ == QpType::Uc && status == WcStatus::LocLenErr {
+                return Err(INVALID);
+            }
             self.finish_recv(h, RecvDone { status, ..done });
             return Err(Refusal::Nak(code, None));
         }
@@ -249,14 +292,10 @@ impl Rnic {
     /// Makes sure that a receive WQE is taken.
     fn next_recv(&mut self, h: u32) -> Result<(), Refusal> {
         let q = self.qps.get_mut(h).ok_or(Refusal::Broken)?;
-        match q.rings.rq_pending(q.rq_cons) {
-            Err(_) => Err(Refusal::Broken),
-            Ok(0) if !q.receiving => Err(Refusal::NotReady),
-            Ok(_) => {
-                crate::exec::begin_recv(q);
-                Ok(())
-            }
-        }
+        take_recv(q).map_err(|e| match e {
+            NoRecv::Empty => Refusal::NotReady,
+            NoRecv::Broken => Refusal::Broken,
+        })
     }
 
     fn on_write(&mut self, h: u32, w: &mut Wire, p: &Packet<'_>, part: Part) -> Result<u32, Refusal> {

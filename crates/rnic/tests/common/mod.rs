@@ -1,14 +1,18 @@
 //! Two endpoints on a virtual clock: drivers that post and poll, and an RNIC between them.
 #![allow(dead_code, missing_docs)]
 
+pub mod net;
+
 use unirdma_abi as abi;
-use unirdma_formats::{Gid, WcStatus, WrOpcode, access, attr_mask as m, send_flags};
+use unirdma_formats::{Gid, QpType, WcStatus, WrOpcode, access, attr_mask as m, send_flags};
 use unirdma_mem::{Bell, CqRing, CqTail, QpRings, Span};
 use unirdma_rnic::{Backing, CreateQp, Limits, Output, Rnic, SessionId, VnicConfig, VnicId};
 use zerocopy::IntoBytes;
 
 pub const MR_BYTES: usize = 1 << 20;
 pub const IOVA: u64 = 0x10_0000;
+pub const QKEY: u32 = 0x1234_5678;
+pub const SECOND: u64 = 1_000_000_000;
 pub const ALL: u32 = access::LOCAL_WRITE | access::REMOTE_WRITE | access::REMOTE_READ | access::REMOTE_ATOMIC;
 
 /// A window at a multiple of 64.
@@ -40,11 +44,15 @@ pub fn ip(n: u8) -> Gid {
 
 impl End {
     pub fn new(rnic: &mut Rnic, group: u32, n: u8) -> End {
-        let vnic = rnic.add_vnic(VnicConfig { group, gids: vec![ip(n)], limits: Limits::default() }).unwrap();
-        Self::of_vnic(rnic, vnic, 64)
+        Self::of_type(rnic, group, n, QpType::Rc)
     }
 
-    pub fn of_vnic(rnic: &mut Rnic, vnic: VnicId, cqes: u32) -> End {
+    pub fn of_type(rnic: &mut Rnic, group: u32, n: u8, typ: QpType) -> End {
+        let vnic = rnic.add_vnic(VnicConfig { group, gids: vec![ip(n)], limits: Limits::default() }).unwrap();
+        Self::of_vnic(rnic, vnic, 64, typ)
+    }
+
+    pub fn of_vnic(rnic: &mut Rnic, vnic: VnicId, cqes: u32, typ: QpType) -> End {
         let session = rnic.add_session(vnic).unwrap();
         let bell = Bell::new(aligned(4096)).unwrap();
         rnic.set_doorbell(session, bell.clone()).unwrap();
@@ -59,7 +67,7 @@ impl End {
         let layout = abi::QpLayout::of(&cap).unwrap();
         let rings = QpRings::new(aligned(128), aligned(layout.sq_bytes()), aligned(layout.rq_bytes()), layout).unwrap();
         let create = CreateQp { pd, send_cq: cqn, recv_cq: cqn, sig_all: false, cap, rings: rings.clone() };
-        let (qpn, slot) = rnic.create_qp(session, 2, create).unwrap();
+        let (qpn, slot) = rnic.create_qp(session, typ as u8, create).unwrap();
         let memory = aligned(MR_BYTES);
         let (mr, key) =
             rnic.reg_mr(session, pd, ALL, IOVA, MR_BYTES as u64, Backing::Mapped(memory.clone()), vec![7]).unwrap();
@@ -74,6 +82,11 @@ impl End {
         wqe.num_sge = sges.len() as u8;
         self.rings.sq_put(self.sq_prod, abi::SQ_DATA, sges.as_bytes());
         self.post_raw(wqe);
+    }
+
+    /// Posts a datagram.
+    pub fn post_to(&mut self, w: abi::SqWqe, ah: u32, dest_qpn: u32, sges: &[abi::Sge]) {
+        self.post(abi::SqWqe { ah, dest_qpn, qkey: QKEY, ..w }, sges);
     }
 
     pub fn post_raw(&mut self, wqe: abi::SqWqe) {
@@ -132,13 +145,19 @@ pub struct Pair {
     pub outputs: Vec<Output>,
 }
 
-/// Attributes of the three steps to RTS.
+/// Attributes of the three steps to RTS of an RC QP.
 pub fn attrs(peer: &End, gid: Gid) -> [(u32, abi::QpAttr); 3] {
+    attrs_of(QpType::Rc, peer.qpn, gid)
+}
+
+/// Attributes of the three steps to RTS.
+pub fn attrs_of(typ: QpType, peer_qpn: u32, gid: Gid) -> [(u32, abi::QpAttr); 3] {
     let a = abi::QpAttr {
         port_num: 1,
         qp_access_flags: ALL,
         path_mtu: 3,
-        dest_qp_num: peer.qpn,
+        qkey: QKEY,
+        dest_qp_num: peer_qpn,
         rq_psn: 100,
         sq_psn: 100,
         max_dest_rd_atomic: 4,
@@ -147,18 +166,21 @@ pub fn attrs(peer: &End, gid: Gid) -> [(u32, abi::QpAttr); 3] {
         timeout: 14,
         retry_cnt: 3,
         rnr_retry: 3,
-        ah_attr: abi::AhAttr {
-            grh: abi::GlobalRoute { dgid: gid.0, ..Default::default() },
-            is_global: 1,
-            port_num: 1,
-            ..Default::default()
-        },
+        ah_attr: address(gid),
         ..Default::default()
     };
-    let rtr = m::AV | m::PATH_MTU | m::DEST_QPN | m::RQ_PSN | m::MAX_DEST_RD_ATOMIC | m::MIN_RNR_TIMER;
-    let rts = m::TIMEOUT | m::RETRY_CNT | m::RNR_RETRY | m::SQ_PSN | m::MAX_QP_RD_ATOMIC;
+    let address = m::AV | m::PATH_MTU | m::DEST_QPN | m::RQ_PSN;
+    let (init, rtr, rts) = match typ {
+        QpType::Rc => (
+            m::ACCESS_FLAGS,
+            address | m::MAX_DEST_RD_ATOMIC | m::MIN_RNR_TIMER,
+            m::TIMEOUT | m::RETRY_CNT | m::RNR_RETRY | m::SQ_PSN | m::MAX_QP_RD_ATOMIC,
+        ),
+        QpType::Uc => (m::ACCESS_FLAGS, address, m::SQ_PSN),
+        QpType::Ud => (m::QKEY, 0, m::SQ_PSN),
+    };
     [
-        (m::STATE | m::PKEY_INDEX | m::PORT | m::ACCESS_FLAGS, abi::QpAttr { qp_state: 1, ..a }),
+        (m::STATE | m::PKEY_INDEX | m::PORT | init, abi::QpAttr { qp_state: 1, ..a }),
         (m::STATE | rtr, abi::QpAttr { qp_state: 2, ..a }),
         (m::STATE | rts, abi::QpAttr { qp_state: 3, ..a }),
     ]
@@ -219,6 +241,22 @@ impl Pair {
         let e = if of_a { &self.a } else { &self.b };
         self.rnic.query_qp(e.session, e.qpn).unwrap().qp_state
     }
+}
+
+/// An address vector that leads to `gid`.
+pub fn address(gid: Gid) -> abi::AhAttr {
+    abi::AhAttr {
+        grh: abi::GlobalRoute { dgid: gid.0, ..Default::default() },
+        is_global: 1,
+        port_num: 1,
+        ..Default::default()
+    }
+}
+
+/// Bytes that look random.
+pub fn pattern(n: usize, salt: u64) -> Vec<u8> {
+    let mut r = unirdma_rnic::Rng::new(salt);
+    (0..n).map(|_| r.next_u64() as u8).collect()
 }
 
 pub fn status(c: &abi::Cqe) -> WcStatus {

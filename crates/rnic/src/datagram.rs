@@ -1,0 +1,348 @@
+//! Unreliable datagrams: address handles, sending, and delivery from this host and from others (IBTA vol. 1, 9.8).
+//!
+//! A datagram names its destination by an address handle, which is resolved once, when it is created. To a plain RoCEv2
+//! device it goes as it is. To another virtual layer it goes as a whole packet, with the virtual addresses in its IP
+//! header, inside VXLAN: nothing else in a datagram says which vRNIC of a host it comes from.
+
+use std::collections::VecDeque;
+use std::net::IpAddr;
+
+use unirdma_abi as abi;
+use unirdma_abi::Status;
+use unirdma_formats::net::{ETH_BYTES, Flow, GRH_BYTES, HOP_LIMIT};
+use unirdma_formats::wire::{Deth, Envelope, Extra, ICRC_BYTES, Op, Opcode, Packet, Part, ROCE_PORT, Transport, icrc};
+use unirdma_formats::{Gid, QpState, QpType, WcStatus, WrOpcode, access, send_flags};
+
+use crate::access::{Tables, list, local_side};
+use crate::exec::Outcome;
+use crate::objects::{SessionId, VnicId, Wait, Work};
+use crate::rnic::Rnic;
+use crate::wire::Path;
+use crate::wqe::{NoRecv, RecvDone, take_recv};
+
+/// MAC address, both ways, of the frames that carry datagrams between virtual layers. No vRNIC has it.
+pub const DATAGRAM_MAC: [u8; 6] = *b"\x06RoCEv";
+
+/// An address handle.
+pub(crate) struct Ah {
+    pub owner: SessionId,
+    pub pd: u32,
+    flow: Flow,
+    target: Target,
+}
+
+#[derive(Clone, Copy)]
+enum Target {
+    /// A vRNIC of this host.
+    Here(VnicId),
+    /// A plain RoCEv2 device.
+    Foreign(Path),
+    /// A vRNIC of another host: the host, and its group's VXLAN network identifier.
+    There(Path, u32),
+}
+
+/// A Q_Key with this bit stands for the QP's own (IBTA vol. 1, 10.2.5).
+const OWN_QKEY: u32 = 1 << 31;
+
+/// Datagrams that found no receive wait this long for one, ns: a program that shares its processor with others may not
+/// have had its turn yet. It is as if the network had been slower.
+const HOLD_NS: u64 = 10_000_000;
+/// Most bytes that wait so at one QP.
+const HOLD_BYTES: usize = 1 << 20;
+
+/// Datagrams that wait a moment for a receive.
+#[derive(Default)]
+pub(crate) struct Backlog {
+    held: VecDeque<Held>,
+    bytes: usize,
+}
+
+struct Held {
+    until: u64,
+    flow: Flow,
+    data: Box<[u8]>,
+    note: Note,
+}
+
+impl Backlog {
+    pub fn is_empty(&self) -> bool {
+        self.held.is_empty()
+    }
+}
+
+/// What a datagram says beside its bytes.
+#[derive(Clone, Copy)]
+struct Note {
+    imm: Option<u32>,
+    src_qp: u32,
+    solicited: bool,
+}
+
+impl Rnic {
+    /// CREATE_AH: the destination is looked up here, once.
+    ///
+    /// # Errors
+    /// `BadValue` for an address vector that is not global or names no own GID, `Unreachable`, `Exhausted`.
+    pub fn create_ah(&mut self, s: SessionId, pd: u32, a: &abi::AhAttr) -> Result<u32, Status> {
+        self.own_pd(s, pd)?;
+        let used = self.ahs.iter().filter(|(_, a)| self.same_vnic(s)(a.owner)).count();
+        self.quota(s, used, |l| l.max_ah)?;
+        let vnic = self.vnic_of(s)?;
+        let v = self.vnics.get(vnic.0).ok_or(Status::BadHandle)?;
+        let own = v.gids.get(usize::from(a.grh.sgid_index)).filter(|_| a.is_global != 0 && a.port_num == 1);
+        let (own, dgid) = (*own.ok_or(Status::BadValue)?, Gid(a.grh.dgid));
+        let target = match (self.find_vnic(v.group, dgid), self.routes.get(&(v.group, dgid))) {
+            (Some(id), _) => Target::Here(id),
+            (None, Some(r)) => {
+                let path = self.route(vnic, a.grh.sgid_index, dgid).ok_or(Status::Unreachable)?;
+                if r.foreign { Target::Foreign(path) } else { Target::There(path, r.vni) }
+            }
+            (None, None) => return Err(Status::Unreachable),
+        };
+        let hop_limit = if a.grh.hop_limit == 0 { HOP_LIMIT } else { a.grh.hop_limit };
+        let flow = Flow { traffic_class: a.grh.traffic_class, hop_limit, ..Flow::roce(own, dgid) };
+        self.ahs.insert_with(|_| Ah { owner: s, pd, flow, target }).ok_or(Status::Exhausted)
+    }
+
+    /// DESTROY_AH. Datagrams that were posted with it and not sent yet fail.
+    ///
+    /// # Errors
+    /// `BadHandle` if the session has no such AH.
+    pub fn destroy_ah(&mut self, s: SessionId, ah: u32) -> Result<(), Status> {
+        self.ahs.get(ah).filter(|a| a.owner == s).ok_or(Status::BadHandle)?;
+        self.ahs.remove(ah);
+        Ok(())
+    }
+
+    /// Sends the datagram of a checked WQE.
+    pub(crate) fn send_datagram(&mut self, h: u32, w: &mut Work) -> Outcome {
+        let Some(q) = self.qps.get(h) else { return Outcome::Failed(WcStatus::FatalErr) };
+        let Some(op) = WrOpcode::from_raw(w.wqe.opcode.into()) else { return Outcome::Failed(WcStatus::LocQpOpErr) };
+        if w.total > u64::from(self.wire_mtu) {
+            return Outcome::Failed(WcStatus::LocLenErr);
+        }
+        if let Err(status) = self.check_local(q, w, op) {
+            return Outcome::Failed(status);
+        }
+        let ah = self.ahs.get(w.wqe.ah).filter(|a| a.owner == q.owner && a.pd == q.pd);
+        let Some(&Ah { flow, target, .. }) = ah else { return Outcome::Failed(WcStatus::LocQpOpErr) };
+        let len = w.total as usize;
+        let (src_qp, psn) = (q.qpn, q.sq_psn);
+        let qkey = if w.wqe.qkey & OWN_QKEY != 0 { q.attr.qkey } else { w.wqe.qkey };
+        let solicited = w.wqe.send_flags & send_flags::SOLICITED != 0;
+        let tables = Tables { mrs: &self.mrs, sessions: &self.sessions };
+        let local = local_side(q, w, op);
+        let sent = match target {
+            Target::Here(vnic) => {
+                let mut data = std::mem::take(&mut self.datagram);
+                let loaded = tables.load(local, 0, &mut data[..len]);
+                if loaded.is_ok() {
+                    let imm = op.has_imm().then_some(w.wqe.imm);
+                    self.deliver_here(vnic, w.wqe.dest_qpn, qkey, &flow, &data[..len], Note { imm, src_qp, solicited });
+                }
+                self.datagram = data;
+                loaded
+            }
+            Target::Foreign(path) | Target::There(path, _) => {
+                if self.tx.is_full() {
+                    self.wait_for_tx(h);
+                    return Outcome::Waits;
+                }
+                let extra = if op.has_imm() { Extra::Imm } else { Extra::None };
+                let opcode = Opcode { transport: Transport::Ud, op: Op::Send(Part::Only), extra };
+                let mut head = Packet::new(opcode, w.wqe.dest_qpn, psn.get());
+                (head.extra, head.solicited) = (w.wqe.imm, solicited);
+                head.deth = Deth { qkey, src_qp };
+                let inside = if let Target::There(_, vni) = target { Some((vni, flow)) } else { None };
+                let sent = self.tx.push_datagram(path, inside, &head, len, |to| tables.load(local, 0, to));
+                self.count(h, |c| c.sent_pkts += 1);
+                sent
+            }
+        };
+        if sent.is_err() {
+            return Outcome::Failed(WcStatus::LocProtErr);
+        }
+        if let Some(q) = self.qps.get_mut(h) {
+            q.sq_psn = q.sq_psn.advance(1);
+        }
+        w.done = w.total;
+        Outcome::Done
+    }
+
+    fn deliver_here(&mut self, vnic: VnicId, qpn: u32, qkey: u32, flow: &Flow, data: &[u8], note: Note) {
+        let found = self.qpns.get(&qpn).copied();
+        let of_vnic = |h: &u32| self.qps.get(*h).is_some_and(|q| q.vnic == vnic && q.typ == QpType::Ud);
+        if let Some(h) = found.filter(of_vnic) {
+            self.accept(h, qkey, flow, data, note);
+        }
+    }
+
+    /// Puts a datagram into a receive of UD QP `h`, if it takes it.
+    fn accept(&mut self, h: u32, qkey: u32, flow: &Flow, data: &[u8], note: Note) {
+        let Some(q) = self.qps.get_mut(h) else { return };
+        let receives = matches!(q.state, QpState::Rtr | QpState::Rts | QpState::Sqd | QpState::Sqe) && !q.broken;
+        if !receives {
+            return self.count_dropped(h);
+        }
+        if qkey != q.attr.qkey {
+            if let Some(v) = self.vnic_of_qp(h) {
+                v.counters.qkey_violations += 1;
+            }
+            return;
+        }
+        if !q.backlog.is_empty() {
+            self.drain_backlog(h);
+        }
+        let Some(q) = self.qps.get_mut(h) else { return };
+        if !q.backlog.is_empty() {
+            return self.hold(h, flow, data, note);
+        }
+        match take_recv(q) {
+            Ok(()) => self.put(h, flow, data, note),
+            Err(NoRecv::Broken) => self.break_qp(h),
+            Err(NoRecv::Empty) => self.hold(h, flow, data, note),
+        }
+    }
+
+    /// Keeps a datagram until there is a receive for it.
+    fn hold(&mut self, h: u32, flow: &Flow, data: &[u8], note: Note) {
+        self.starved = true;
+        let until = self.now.saturating_add(HOLD_NS);
+        let Some(q) = self.qps.get_mut(h) else { return };
+        let size = data.len() + size_of::<Held>();
+        if q.backlog.bytes + size > HOLD_BYTES {
+            return self.count_dropped(h);
+        }
+        q.backlog.bytes += size;
+        q.backlog.held.push_back(Held { until, flow: *flow, data: data.into(), note });
+        // From now on the driver rings for receives; one that came before is seen by the QP's turn.
+        q.rings.set_rq_notify(true);
+        self.make_runnable(h);
+    }
+
+    /// Delivers the datagrams that wait, as far as there are receives, and drops those that waited too long.
+    pub(crate) fn drain_backlog(&mut self, h: u32) {
+        loop {
+            let now = self.now;
+            let Some(q) = self.qps.get_mut(h) else { return };
+            let Some(first) = q.backlog.held.front() else {
+                q.rings.set_rq_notify(false);
+                return;
+            };
+            let (expired, size) = (first.until < now, first.data.len() + size_of::<Held>());
+            match take_recv(q) {
+                Err(NoRecv::Broken) => return self.break_qp(h),
+                Err(NoRecv::Empty) if !expired => return,
+                r => {
+                    let Some(d) = q.backlog.held.pop_front() else { return };
+                    q.backlog.bytes -= size;
+                    if r.is_ok() && !expired { self.put(h, &d.flow, &d.data, d.note) } else { self.count_dropped(h) }
+                }
+            }
+        }
+    }
+
+    /// Puts a datagram into the receive that QP `h` has taken.
+    fn put(&mut self, h: u32, flow: &Flow, data: &[u8], note: Note) {
+        let Some(q) = self.qps.get(h) else { return };
+        let Some(r) = &q.recv else { return };
+        let total = (GRH_BYTES + data.len()) as u64;
+        if r.valid && total > r.total {
+            return self.count_dropped(h);
+        }
+        let tables = Tables { mrs: &self.mrs, sessions: &self.sessions };
+        let to = list(q, &r.sges[..r.num_sge], access::LOCAL_WRITE);
+        let put = |at: usize, bytes: &[u8]| tables.store(to, at as u64, bytes);
+        let status = if !r.valid {
+            WcStatus::LocQpOpErr
+        } else if put(0, &flow.grh(data.len())).and_then(|()| put(GRH_BYTES, data)).is_err() {
+            WcStatus::LocProtErr
+        } else {
+            WcStatus::Success
+        };
+        let Note { imm, src_qp, solicited } = note;
+        // Programs tell the two headers apart by the service level, as ConnectX sets it.
+        let grh = Some(if flow.src.is_ipv4() { 0xa } else { 0x9 });
+        self.establish(h);
+        self.finish_recv(h, RecvDone { status, write: false, imm, byte_len: total, src_qp, solicited, grh });
+        if status != WcStatus::Success {
+            self.fail_qp(h, None);
+        }
+    }
+
+    /// A datagram packet for UD QP `h`, from the vRNIC or device that `flow` names.
+    pub(crate) fn on_datagram(&mut self, h: u32, flow: &Flow, p: &Packet<'_>) {
+        if p.opcode.transport != Transport::Ud {
+            self.drops.bad_state += 1;
+            return;
+        }
+        self.count(h, |c| c.rcvd_pkts += 1);
+        let imm = (p.opcode.extra == Extra::Imm).then_some(p.extra);
+        let note = Note { imm, src_qp: p.deth.src_qp, solicited: p.solicited };
+        self.accept(h, p.deth.qkey, flow, p.payload, note);
+        self.make_runnable(h);
+    }
+
+    /// A plain packet came in for UD QP `h`: only plain devices send those, from the address of their GID.
+    pub(crate) fn on_foreign_datagram(&mut self, h: u32, from: IpAddr, p: &Packet<'_>) {
+        let Some(v) = self.qps.get(h).and_then(|q| self.vnics.get(q.vnic.0)) else { return };
+        let src = Gid::from_ip(from);
+        let known = self.routes.get(&(v.group, src)).is_some_and(|r| r.foreign && r.host == from);
+        let own = v.gids.iter().find(|g| g.ip().is_ipv4() == from.is_ipv4());
+        match own.filter(|_| known) {
+            Some(&own) => self.on_datagram(h, &Flow::roce(src, own), p),
+            None => self.drops.wrong_source += 1,
+        }
+    }
+
+    /// The IP packet of a datagram that host `from` sent to `group` inside VXLAN came in.
+    pub fn handle_encapsulated(&mut self, now: u64, from: IpAddr, group: u32, packet: &[u8]) {
+        self.now = now;
+        let Some((flow, udp)) = Flow::parse(packet).filter(|(f, _)| f.dst_port == ROCE_PORT) else {
+            self.drops.malformed += 1;
+            return;
+        };
+        let e = Envelope { src: flow.src, dst: flow.dst, src_port: flow.src_port, ip_id: flow.ip_id };
+        let Some((body, _)) =
+            udp.split_last_chunk::<ICRC_BYTES>().filter(|(b, crc)| icrc(&e, b).to_le_bytes() == **crc)
+        else {
+            self.drops.bad_icrc += 1;
+            return;
+        };
+        let Some((h, p)) = self.find_target(body) else { return };
+        let (src, dst) = (Gid::from_ip(flow.src), Gid::from_ip(flow.dst));
+        let of_host = self.routes.get(&(group, src)).is_some_and(|r| !r.foreign && r.host == from);
+        let for_vnic = self.qps.get(h).is_some_and(|q| {
+            let v = self.vnics.get(q.vnic.0);
+            q.typ == QpType::Ud && v.is_some_and(|v| v.group == group && v.gids.contains(&dst))
+        });
+        if !of_host || !for_vnic {
+            self.drops.wrong_source += 1;
+            return;
+        }
+        self.on_datagram(h, &flow, &p);
+    }
+
+    /// True if datagrams have found no receive since this was asked last: whoever takes packets from the network should
+    /// let programs have their turn.
+    pub fn take_starved(&mut self) -> bool {
+        std::mem::take(&mut self.starved)
+    }
+
+    /// Until there is room in [`crate::Tx`] again, QP `h` has nothing to do.
+    fn wait_for_tx(&mut self, h: u32) {
+        if let Some(q) = self.qps.get_mut(h) {
+            q.wait = Wait::Tx;
+            self.tx_waiting.push(h);
+        }
+    }
+}
+
+/// The Ethernet header of a datagram between virtual layers.
+pub(crate) fn ethernet(flow: &Flow) -> [u8; ETH_BYTES] {
+    let mut b = [0; ETH_BYTES];
+    b[..6].copy_from_slice(&DATAGRAM_MAC);
+    b[6..12].copy_from_slice(&DATAGRAM_MAC);
+    b[12..].copy_from_slice(&flow.ether_type().to_be_bytes());
+    b
+}

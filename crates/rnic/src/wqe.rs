@@ -1,0 +1,226 @@
+//! Work queue elements: copied from the rings and checked, completed, flushed.
+
+use unirdma_abi as abi;
+use unirdma_formats::{QpState, WcOpcode, WcStatus, WrOpcode, send_flags, wc_flags};
+use zerocopy::IntoBytes;
+
+use crate::objects::{Qp, Recv, Work};
+use crate::rnic::Rnic;
+
+impl Rnic {
+    /// Completes the WQE at the head of the SQ.
+    pub(crate) fn retire(&mut self, h: u32, w: &Work, status: WcStatus) {
+        let Some(q) = self.qps.get_mut(h) else { return };
+        q.busy = false;
+        q.sq_cons = q.sq_cons.wrapping_add(1);
+        q.rings.set_sq_cons(q.sq_cons);
+        let signaled = q.sig_all || w.wqe.send_flags & send_flags::SIGNALED != 0 || status != WcStatus::Success;
+        let op = WrOpcode::from_raw(w.wqe.opcode.into());
+        let returns = op.is_some_and(|o| o.returns_data());
+        let cqe = abi::Cqe {
+            wr_id: w.wqe.wr_id,
+            status: status as u8,
+            opcode: op.map_or(0, |o| o.wc() as u8),
+            byte_len: if returns { w.total as u32 } else { 0 },
+            qp_num: q.qpn,
+            wqe_index: q.sq_cons,
+            ..abi::Cqe::default()
+        };
+        let cq = q.send_cq;
+        if let Some(v) = self.vnic_of_qp(h) {
+            match status {
+                WcStatus::Success => {
+                    v.counters.sent_wrs += 1;
+                    v.counters.sent_bytes += w.total;
+                }
+                WcStatus::WrFlushErr => {}
+                _ => v.counters.errors += 1,
+            }
+        }
+        if signaled {
+            self.complete(cq, cqe, false);
+        }
+    }
+
+    /// Completes the receive that QP `ph` has under way.
+    pub(crate) fn finish_recv(&mut self, ph: u32, d: RecvDone) {
+        let Some(p) = self.qps.get_mut(ph) else { return };
+        p.receiving = false;
+        let with_imm = if d.imm.is_some() { wc_flags::WITH_IMM } else { 0 };
+        let with_grh = if d.grh.is_some() { wc_flags::GRH } else { 0 };
+        let cqe = abi::Cqe {
+            wr_id: p.recv.as_ref().map_or(0, |r| r.wr_id),
+            status: d.status as u8,
+            opcode: if d.write { WcOpcode::RecvWriteImm } else { WcOpcode::Recv } as u8,
+            wc_flags: (with_imm | with_grh) as u16,
+            byte_len: d.byte_len as u32,
+            imm: d.imm.unwrap_or(0),
+            qp_num: p.qpn,
+            src_qp: d.src_qp,
+            sl: d.grh.unwrap_or(0),
+            wqe_index: p.rq_cons,
+            ..abi::Cqe::default()
+        };
+        let cq = p.recv_cq;
+        if let Some(v) = self.vnic_of_qp(ph) {
+            if d.status == WcStatus::Success {
+                v.counters.received_wrs += 1;
+                v.counters.received_bytes += d.byte_len;
+            } else {
+                v.counters.errors += 1;
+            }
+        }
+        self.complete(cq, cqe, d.solicited);
+    }
+
+    /// Flushes one work request of a QP in ERR (IBTA vol. 1, 10.3.1.7), or in SQE, where receives stay; false if none is
+    /// left.
+    pub(crate) fn flush_one(&mut self, h: u32) -> bool {
+        let Some(q) = self.qps.get_mut(h) else { return false };
+        let (sq, rq) = (q.rings.sq_pending(q.sq_cons), q.rings.rq_pending(q.rq_cons));
+        let (Ok(sq), Ok(rq)) = (sq, rq) else {
+            self.break_qp(h);
+            return false;
+        };
+        if q.busy || sq > 0 {
+            let Some(mut w) = q.work.take() else { return false };
+            if !q.busy {
+                w.wqe = q.rings.sq_head(q.sq_cons);
+            }
+            self.retire(h, &w, WcStatus::WrFlushErr);
+            if let Some(q) = self.qps.get_mut(h) {
+                q.work = Some(w);
+            }
+            return true;
+        }
+        if q.state == QpState::Sqe {
+            return false;
+        }
+        let wr_id = if std::mem::take(&mut q.receiving) {
+            q.recv.as_ref().map_or(0, |r| r.wr_id)
+        } else if rq > 0 {
+            let head = q.rings.rq_head(q.rq_cons);
+            q.rq_cons = q.rq_cons.wrapping_add(1);
+            q.rings.set_rq_cons(q.rq_cons);
+            head.wr_id
+        } else {
+            return false;
+        };
+        let cqe = abi::Cqe {
+            wr_id,
+            status: WcStatus::WrFlushErr as u8,
+            opcode: WcOpcode::Recv as u8,
+            qp_num: q.qpn,
+            wqe_index: q.rq_cons,
+            ..abi::Cqe::default()
+        };
+        let cq = q.recv_cq;
+        self.complete(cq, cqe, false);
+        true
+    }
+}
+
+/// Copies SQ WQE number `at` and checks its form.
+pub(crate) fn load(q: &Qp, at: u32, w: &mut Work) -> Result<(), WcStatus> {
+    w.wqe = q.rings.sq_head(at);
+    w.started = false;
+    w.done = 0;
+    w.total = 0;
+    w.num_sge = 0;
+    w.retries_left = q.attr.retry_cnt;
+    w.rnr_left = q.attr.rnr_retry;
+    let op = WrOpcode::from_raw(w.wqe.opcode.into()).ok_or(WcStatus::LocQpOpErr)?;
+    if w.wqe.send_flags & !send_flags::SUPPORTED != 0 || !q.typ.allows(op) {
+        return Err(WcStatus::LocQpOpErr);
+    }
+    if w.wqe.send_flags & send_flags::INLINE != 0 {
+        let n = usize::from(w.wqe.inline_len);
+        let may = !matches!(op, WrOpcode::Read | WrOpcode::CmpSwap | WrOpcode::FetchAdd);
+        let data = w.inline.get_mut(..n).filter(|_| may && n as u32 <= q.cap.max_inline_data);
+        if !data.is_some_and(|d| q.rings.sq_data(at, d)) {
+            return Err(WcStatus::LocQpOpErr);
+        }
+        w.total = n as u64;
+        return Ok(());
+    }
+    let n = usize::from(w.wqe.num_sge);
+    let sges = w.sges.get_mut(..n).filter(|_| n as u32 <= q.cap.max_send_sge);
+    if !sges.is_some_and(|s| q.rings.sq_data(at, s.as_mut_bytes())) {
+        return Err(WcStatus::LocQpOpErr);
+    }
+    w.num_sge = n;
+    w.total = w.sges[..n].iter().map(|s| u64::from(s.length)).sum();
+    if op.is_atomic() && w.total < 8 {
+        return Err(WcStatus::LocLenErr);
+    }
+    if op.is_atomic() {
+        w.total = 8;
+    }
+    Ok(())
+}
+
+/// How a receive ended.
+#[derive(Clone, Copy)]
+pub(crate) struct RecvDone {
+    pub status: WcStatus,
+    /// A WRITE with immediate.
+    pub write: bool,
+    pub imm: Option<u32>,
+    pub byte_len: u64,
+    pub src_qp: u32,
+    pub solicited: bool,
+    /// A datagram, its header before the data: the service level that tells the header's kind.
+    pub grh: Option<u8>,
+}
+
+impl RecvDone {
+    /// Success, for a message from the QP that `q` is connected to.
+    pub fn of(q: &Qp) -> Self {
+        RecvDone {
+            status: WcStatus::Success,
+            write: false,
+            imm: None,
+            byte_len: 0,
+            src_qp: q.attr.dest_qp_num,
+            solicited: false,
+            grh: None,
+        }
+    }
+}
+
+/// Why there is no receive.
+pub(crate) enum NoRecv {
+    /// None is posted.
+    Empty,
+    /// The ring's index jumped.
+    Broken,
+}
+
+/// Takes the receive WQE at the head of the RQ, unless one is taken already: a message that was broken off before its
+/// end leaves its receive to the next.
+pub(crate) fn take_recv(p: &mut Qp) -> Result<(), NoRecv> {
+    match p.rings.rq_pending(p.rq_cons) {
+        Err(_) => return Err(NoRecv::Broken),
+        Ok(_) if p.receiving => return Ok(()),
+        Ok(0) => return Err(NoRecv::Empty),
+        Ok(_) => {}
+    }
+    let Some(mut recv) = p.recv.take() else { return Err(NoRecv::Broken) };
+    load_recv(p, &mut recv);
+    p.recv = Some(recv);
+    p.rq_cons = p.rq_cons.wrapping_add(1);
+    p.rings.set_rq_cons(p.rq_cons);
+    p.receiving = true;
+    Ok(())
+}
+
+/// Copies the receive WQE at the head of the RQ and notes whether it is well-formed.
+fn load_recv(p: &Qp, r: &mut Recv) {
+    let head = p.rings.rq_head(p.rq_cons);
+    let n = head.num_sge as usize;
+    let sges = r.sges.get_mut(..n).filter(|_| head.num_sge <= p.cap.max_recv_sge);
+    r.valid = sges.is_some_and(|s| p.rings.rq_data(p.rq_cons, s.as_mut_bytes()));
+    r.wr_id = head.wr_id;
+    r.num_sge = if r.valid { n } else { 0 };
+    r.total = r.sges[..r.num_sge].iter().map(|s| u64::from(s.length)).sum();
+}

@@ -1,0 +1,217 @@
+//! Many hosts with many QPs of every type on a network that loses, doubles, reorders, corrupts, and parts for a while.
+//! `cargo xtask sim` runs it; a seed is a network and traffic of its own.
+#![allow(missing_docs)]
+
+mod common;
+
+use common::net::{Faults, Net};
+use common::*;
+use unirdma_abi as abi;
+use unirdma_formats::{QpType, WcStatus, WrOpcode};
+use unirdma_rnic::Rng;
+
+const HOSTS: usize = 4;
+/// Ends `2 i` and `2 i + 1` are a pair.
+const PAIRS: usize = 9;
+const SLOT: u64 = 16_384;
+/// Most messages of an end: the first slots are for WRITEs, the others for receives.
+const MESSAGES: u64 = 12;
+
+/// What an end has sent: number of the message, opcode, length.
+type Sent = (u64, WrOpcode, u32);
+
+struct Traffic {
+    net: Net,
+    rng: Rng,
+    types: Vec<QpType>,
+    ahs: Vec<u32>,
+    sent: Vec<Vec<Sent>>,
+    /// Completions of each end's sends and receives.
+    done: Vec<Vec<abi::Cqe>>,
+    received: Vec<Vec<abi::Cqe>>,
+    seed: u64,
+}
+
+fn peer(end: usize) -> usize {
+    end ^ 1
+}
+
+/// Bytes of message `n` of an end. The number stands in front.
+fn message(seed: u64, end: usize, n: u64, len: u32) -> Vec<u8> {
+    let mut bytes = pattern(len as usize, seed << 32 | (end as u64) << 16 | n);
+    for (b, v) in bytes.iter_mut().zip(n.to_le_bytes()) {
+        *b = v;
+    }
+    bytes
+}
+
+impl Traffic {
+    fn new(seed: u64) -> Traffic {
+        let mut rng = Rng::new(seed ^ 0xfab);
+        let types: Vec<QpType> = (0..PAIRS)
+            .map(|_| [QpType::Rc, QpType::Rc, QpType::Uc, QpType::Ud][rng.next_u64() as usize % 4])
+            .flat_map(|t| [t, t])
+            .collect();
+        let faults = Faults { loss: 10, duplication: 10, reordering: 10, corruption: 10 };
+        let mut net = Net::hosts(HOSTS, &types, seed, faults);
+        let mtu = 1 + (seed % 5) as u8;
+        let mut ahs = Vec::new();
+        for (end, &typ) in types.iter().enumerate() {
+            // Long enough that a network that parts for a while kills no connection.
+            net.connect(typ, end, peer(end), &|a| abi::QpAttr {
+                path_mtu: mtu,
+                timeout: 16,
+                retry_cnt: 7,
+                rnr_retry: 7,
+                ..a
+            });
+            ahs.push(net.ah(end, peer(end)));
+        }
+        let none = || vec![Vec::new(); types.len()];
+        Traffic { net, rng, ahs, sent: vec![Vec::new(); types.len()], done: none(), received: none(), types, seed }
+    }
+
+    /// Where message `n` is written to, or the receive with this number lies.
+    fn slot(op: WrOpcode, n: u64) -> u64 {
+        let receive = matches!(op, WrOpcode::Send | WrOpcode::SendImm);
+        (n + if receive { MESSAGES } else { 0 }) * SLOT
+    }
+
+    /// Posts a receive at the peer, sometimes late or not at all for those that need no answer, and a send.
+    fn step(&mut self) {
+        let end = self.rng.next_u64() as usize % self.types.len();
+        let n = self.sent[end].len() as u64;
+        let typ = self.types[end];
+        if n >= MESSAGES {
+            return;
+        }
+        let ops = [WrOpcode::Send, WrOpcode::SendImm, WrOpcode::Write, WrOpcode::WriteImm];
+        let op = ops[self.rng.next_u64() as usize % if typ == QpType::Ud { 2 } else { 4 }];
+        let max = if typ == QpType::Ud { 256 } else { SLOT - 40 };
+        let len = 8 + (self.rng.next_u64() % (max - 8)) as u32;
+        let bytes = message(self.seed, end, n, len);
+        // Upper half: what this end sends. Lower half: what it receives.
+        let from = MR_BYTES as u64 / 2 + Self::slot(WrOpcode::Write, n);
+        self.net.ends[end].fill(from as usize, &bytes);
+        if op.consumes_recv() && (typ == QpType::Rc || self.rng.next_u64() % 8 != 0) {
+            let to = peer(end);
+            let sge = self.net.ends[to].sge(Self::slot(WrOpcode::Send, n), SLOT as u32);
+            self.net.ends[to].recv(n, &[sge]);
+        }
+        let (sge, to) = (self.net.ends[end].sge(from, len), &self.net.ends[peer(end)]);
+        let target = abi::SqWqe { remote_addr: IOVA + Self::slot(op, n), rkey: to.key, imm: n as u32, ..wqe(op, n) };
+        let (ah, qpn) = (self.ahs[end], to.qpn);
+        self.net.ends[end].post_to(target, ah, qpn, &[sge]);
+        self.sent[end].push((n, op, len));
+    }
+
+    fn poll(&mut self) {
+        for end in 0..self.types.len() {
+            for c in self.net.ends[end].poll() {
+                let all = if c.opcode >= 128 { &mut self.received } else { &mut self.done };
+                all[end].push(c);
+            }
+        }
+    }
+
+    fn run(&mut self, steps: u64) {
+        for i in 0..steps * 20 {
+            self.step();
+            if self.rng.next_u64() % 4 == 0 {
+                let time = self.rng.next_u64() % 200_000;
+                self.net.run(time);
+                self.poll();
+            }
+            // Sometimes a host is cut off, for less time than the retries take.
+            if i % 50 == 25 {
+                let host = self.rng.next_u64() as usize % HOSTS;
+                self.net.cut(host, true);
+                self.net.run(500_000_000);
+                self.net.cut(host, false);
+            }
+        }
+        self.net.run(60 * SECOND);
+        self.poll();
+    }
+
+    fn check(&self) {
+        let seed = self.seed;
+        for end in 0..self.types.len() {
+            let (typ, to) = (self.types[end], peer(end));
+            let sent = &self.sent[end];
+            // Every request completes once, in order, without an error.
+            let done: Vec<(u64, WcStatus)> = self.done[end].iter().map(|c| (c.wr_id, status(c))).collect();
+            let all: Vec<(u64, WcStatus)> = sent.iter().map(|s| (s.0, WcStatus::Success)).collect();
+            assert_eq!(done, all, "seed {seed}, {typ:?} end {end}");
+            let consuming: Vec<&Sent> = sent.iter().filter(|s| s.1.consumes_recv()).collect();
+            let received = &self.received[to];
+            if typ == QpType::Rc {
+                let lens: Vec<u32> = received.iter().map(|c| c.byte_len).collect();
+                assert_eq!(lens, consuming.iter().map(|s| s.2).collect::<Vec<_>>(), "seed {seed}, RC end {to}");
+                for &(n, op, len) in sent {
+                    let got = self.net.ends[to].bytes(Self::slot(op, n) as usize, len as usize);
+                    assert!(got == message(seed, end, n, len), "seed {seed}, RC end {to}, message {n}, {op:?}");
+                }
+                continue;
+            }
+            // What arrived was sent, and is whole. The network may have changed its order, or made two of one.
+            for c in received {
+                assert_eq!(status(c), WcStatus::Success, "seed {seed}, {typ:?} end {to}");
+                let skip = if typ == QpType::Ud { 40 } else { 0 };
+                let write = c.opcode == 129;
+                let n = if write { u64::from(c.imm) } else { self.number(to, c.wr_id, skip) };
+                let &(_, op, len) =
+                    sent.get(n as usize).unwrap_or_else(|| panic!("seed {seed}: message {n} was never sent"));
+                assert_eq!(c.byte_len, len + skip as u32, "seed {seed}, {typ:?} end {to}, message {n}");
+                assert_eq!(op == WrOpcode::WriteImm, write);
+                let at = Self::slot(op, if write { n } else { c.wr_id }) as usize + skip;
+                let got = self.net.ends[to].bytes(at, len as usize);
+                assert!(got == message(seed, end, n, len), "seed {seed}, {typ:?} end {to}, message {n}");
+            }
+        }
+    }
+
+    /// The number that stands in the receive of `wr_id`.
+    fn number(&self, end: usize, wr_id: u64, skip: usize) -> u64 {
+        let at = Self::slot(WrOpcode::Send, wr_id) as usize + skip;
+        u64::from_le_bytes(self.net.ends[end].bytes(at, 8).try_into().unwrap())
+    }
+}
+
+fn setting(name: &str, default: u64) -> u64 {
+    std::env::var(name).ok().and_then(|v| v.parse().ok()).unwrap_or(default)
+}
+
+#[test]
+fn every_message_has_an_allowed_outcome() {
+    let first = setting("UNIRDMA_SIM_SEED", 0);
+    let mut caught = 0;
+    for seed in first..first + setting("UNIRDMA_SIM_SEEDS", 40) {
+        println!("seed {seed}");
+        let mut t = Traffic::new(seed);
+        t.run(setting("UNIRDMA_SIM_STEPS", 6));
+        t.check();
+        caught += t.net.caught;
+    }
+    println!("{caught} corrupted packets were recognized");
+}
+
+/// A peer that is cut off for good costs its own connection an error and nobody else anything.
+#[test]
+fn a_lost_host_is_an_error_of_its_peers_alone() {
+    let mut net = Net::hosts(3, &[QpType::Rc; 6], 5, Faults::default());
+    // 0 on host 0 with 1 on host 1; 3 on host 0 with 5 on host 2.
+    for (a, b) in [(0, 1), (1, 0), (3, 5), (5, 3)] {
+        net.connect(QpType::Rc, a, b, &|a| a);
+    }
+    net.cut(1, true);
+    let write = |net: &mut Net, a: usize, b: usize| {
+        let (sge, key) = (net.ends[a].sge(0, 5000), net.ends[b].key);
+        net.ends[a].post(abi::SqWqe { remote_addr: IOVA, rkey: key, ..wqe(WrOpcode::Write, 1) }, &[sge]);
+    };
+    write(&mut net, 0, 1);
+    write(&mut net, 3, 5);
+    net.run(SECOND);
+    assert_eq!(status(&net.ends[0].done()), WcStatus::RetryExcErr);
+    assert_eq!(status(&net.ends[3].done()), WcStatus::Success);
+}

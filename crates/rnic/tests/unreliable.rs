@@ -1,0 +1,257 @@
+//! UC and UD: what arrives is right, what cannot be taken is dropped and counted, and the sender never waits.
+#![allow(missing_docs)]
+
+mod common;
+
+use common::net::{Faults, Net, gid};
+use common::*;
+use unirdma_abi as abi;
+use unirdma_formats::net::parse_grh;
+use unirdma_formats::{QpType, WcStatus, WrOpcode, attr_mask as m, send_flags, wc_flags};
+
+/// Two QPs on one host, and on two.
+fn places(typ: QpType) -> Vec<(&'static str, Net)> {
+    let mut one = Net::hosts(1, &[typ, typ], 9, Faults::default());
+    one.connect(typ, 0, 1, &|a| a);
+    one.connect(typ, 1, 0, &|a| a);
+    vec![("one host", one), ("two hosts", Net::of_type(typ, 9, Faults::default(), |a| a))]
+}
+
+#[test]
+fn uc_carries_sends_and_writes() {
+    for (place, mut net) in places(QpType::Uc) {
+        let data = pattern(10_000, 1);
+        net.ends[0].fill(0, &data);
+        let to = net.ends[1].sge(50_000, 20_000);
+        net.ends[1].recv(7, &[to]);
+        net.ends[1].recv(8, &[to]);
+        let sge = net.ends[0].sge(0, 10_000);
+        let write = net.remote(WrOpcode::Write, 1, 100_000);
+        net.ends[0].post(write, &[sge]);
+        let with_imm = abi::SqWqe { imm: 5, ..net.remote(WrOpcode::WriteImm, 2, 200_000) };
+        net.ends[0].post(with_imm, &[sge]);
+        net.ends[0].post(abi::SqWqe { imm: 6, ..wqe(WrOpcode::SendImm, 3) }, &[sge]);
+        net.run(SECOND);
+        let sent: Vec<_> = net.ends[0].poll().iter().map(|c| (c.wr_id, c.status)).collect();
+        assert_eq!(sent, [(1, 0), (2, 0), (3, 0)], "{place}");
+        let got: Vec<_> = net.ends[1].poll().iter().map(|c| (c.wr_id, c.imm, c.byte_len)).collect();
+        assert_eq!(got, [(7, 5, 10_000), (8, 6, 10_000)], "{place}");
+        for off in [50_000, 100_000, 200_000] {
+            assert_eq!(net.ends[1].bytes(off, 10_000), data, "{place}, {off}");
+        }
+    }
+}
+
+#[test]
+fn uc_drops_what_it_cannot_take_and_goes_on() {
+    for (place, mut net) in places(QpType::Uc) {
+        let sge = net.ends[0].sge(0, 3000);
+        // No receive; a wrong key; a receive that is too short, which stays for the next message.
+        net.ends[0].post(wqe(WrOpcode::Send, 1), &[sge]);
+        net.run(SECOND);
+        let bad = abi::SqWqe { rkey: 1, ..net.remote(WrOpcode::Write, 2, 0) };
+        net.ends[0].post(bad, &[sge]);
+        let small = net.ends[1].sge(0, 2000);
+        net.ends[1].recv(5, &[small]);
+        net.ends[0].post(wqe(WrOpcode::Send, 3), &[sge]);
+        let short = net.ends[0].sge(0, 1500);
+        net.ends[0].post(wqe(WrOpcode::Send, 4), &[short]);
+        net.run(SECOND);
+        let sent: Vec<_> = net.ends[0].poll().iter().map(|c| (c.wr_id, c.status)).collect();
+        assert_eq!(sent, [(1, 0), (2, 0), (3, 0), (4, 0)], "{place}");
+        let c = net.ends[1].done();
+        assert_eq!((c.wr_id, c.byte_len, c.status), (5, 1500, 0), "{place}");
+        assert_eq!(net.counters(1).dropped, 3, "{place}");
+        assert_eq!((net.state(0), net.state(1)), (3, 3), "{place}");
+    }
+}
+
+/// A request that fails at its sender stops the send queue alone; the program takes it back to RTS.
+#[test]
+fn an_unreliable_sender_recovers_from_sqe() {
+    for typ in [QpType::Uc, QpType::Ud] {
+        for (place, mut net) in places(typ) {
+            let mut ah = net.ah(0, 1);
+            let (sge, dest) = (net.ends[0].sge(0, 100), net.ends[1].qpn);
+            let foreign = abi::Sge { lkey: 1, ..sge };
+            net.ends[0].post_to(wqe(WrOpcode::Send, 1), ah, dest, &[foreign]);
+            net.ends[0].post_to(wqe(WrOpcode::Send, 2), ah, dest, &[sge]);
+            net.run(SECOND);
+            let got: Vec<_> = net.ends[0].poll().iter().map(status).collect();
+            assert_eq!(got, [WcStatus::LocProtErr, WcStatus::WrFlushErr], "{typ:?}, {place}");
+            assert_eq!(net.state(0), 5);
+            let (session, qpn) = (net.ends[0].session, net.ends[0].qpn);
+            let rts = abi::QpAttr { qp_state: 3, ..Default::default() };
+            net.rnic(0).modify_qp(session, qpn, m::STATE, &rts).unwrap();
+            if typ == QpType::Ud {
+                // An AH that is gone is no address.
+                net.rnic(0).destroy_ah(session, ah).unwrap();
+                net.ends[0].post_to(wqe(WrOpcode::Send, 3), ah, dest, &[sge]);
+                net.run(SECOND);
+                assert_eq!(status(&net.ends[0].done()), WcStatus::LocQpOpErr);
+                net.rnic(0).modify_qp(session, qpn, m::STATE, &rts).unwrap();
+                ah = net.ah(0, 1);
+            }
+            let to = net.ends[1].sge(0, 500);
+            net.ends[1].recv(9, &[to]);
+            net.ends[0].post_to(wqe(WrOpcode::Send, 4), ah, dest, &[sge]);
+            net.run(SECOND);
+            assert_eq!(net.ends[0].done().wr_id, 4, "{typ:?}, {place}");
+            assert_eq!(net.ends[1].done().wr_id, 9, "{typ:?}, {place}");
+        }
+    }
+}
+
+#[test]
+fn a_datagram_arrives_with_the_header_of_its_sender() {
+    for (place, mut net) in places(QpType::Ud) {
+        let data = pattern(4096, 2);
+        net.ends[0].fill(0, &data);
+        let ah = net.ah(0, 1);
+        let (src, dest) = (net.ends[0].qpn, net.ends[1].qpn);
+        for (id, len) in [(1, 0u32), (2, 5), (3, 4096)] {
+            let to = net.ends[1].sge(10_000, 40 + len);
+            net.ends[1].recv(id, &[to]);
+            let sge = net.ends[0].sge(0, len);
+            net.ends[0].post_to(abi::SqWqe { imm: 77, ..wqe(WrOpcode::SendImm, id) }, ah, dest, &[sge]);
+            net.run(SECOND);
+            assert_eq!(status(&net.ends[0].done()), WcStatus::Success, "{place}");
+            let c = net.ends[1].done();
+            assert_eq!((c.wr_id, c.byte_len, c.imm, c.src_qp), (id, 40 + len, 77, src), "{place}");
+            assert_eq!(u32::from(c.wc_flags), wc_flags::GRH | wc_flags::WITH_IMM);
+            assert_eq!(c.sl, 0xa);
+            let grh: [u8; 40] = net.ends[1].bytes(10_000, 40).try_into().unwrap();
+            assert_eq!(parse_grh(&grh), Some((gid(0), gid(1))), "{place}");
+            assert_eq!(net.ends[1].bytes(10_040, len as usize), data[..len as usize], "{place}");
+        }
+    }
+}
+
+#[test]
+fn a_datagram_that_nobody_takes_is_dropped() {
+    for (place, mut net) in places(QpType::Ud) {
+        let ah = net.ah(0, 1);
+        let (dest, sge) = (net.ends[1].qpn, net.ends[0].sge(0, 100));
+        let send = wqe(WrOpcode::Send, 1);
+        // No receive, another Q_Key, a receive without room for the header, no such QP.
+        net.ends[0].post_to(send, ah, dest, &[sge]);
+        net.run(SECOND);
+        let small = net.ends[1].sge(0, 139);
+        net.ends[1].recv(1, &[small]);
+        net.ends[0].post(abi::SqWqe { ah, dest_qpn: dest, qkey: QKEY ^ 1, ..send }, &[sge]);
+        net.ends[0].post_to(send, ah, dest, &[sge]);
+        net.ends[0].post_to(send, ah, dest ^ 1, &[sge]);
+        net.run(SECOND);
+        assert!(net.ends[0].poll().iter().all(|c| c.status == 0), "{place}");
+        assert!(net.ends[1].poll().is_empty(), "{place}");
+        let c = net.counters(1);
+        assert_eq!((c.dropped, c.qkey_violations), (2, 1), "{place}");
+        // A Q_Key with its highest bit set stands for the QP's own. The receive is still there.
+        let sge = net.ends[0].sge(0, 99);
+        net.ends[0].post(abi::SqWqe { ah, dest_qpn: dest, qkey: 1 << 31, ..send }, &[sge]);
+        net.run(SECOND);
+        assert_eq!(net.ends[1].done().byte_len, 139, "{place}");
+    }
+}
+
+#[test]
+fn a_datagram_longer_than_the_mtu_is_its_senders_mistake() {
+    for (place, mut net) in places(QpType::Ud) {
+        let ah = net.ah(0, 1);
+        let (dest, sge) = (net.ends[1].qpn, net.ends[0].sge(0, 4097));
+        net.ends[0].post_to(wqe(WrOpcode::Send, 1), ah, dest, &[sge]);
+        net.run(SECOND);
+        assert_eq!(status(&net.ends[0].done()), WcStatus::LocLenErr, "{place}");
+    }
+}
+
+#[test]
+fn addresses_are_checked_when_the_handle_is_made() {
+    let mut net = Net::of_type(QpType::Ud, 4, Faults::default(), |a| a);
+    let (session, pd, other) = (net.ends[0].session, net.ends[0].pd, net.ends[1].pd);
+    let good = address(gid(1));
+    let rnic = net.rnic(0);
+    let mut refused = |pd, a| rnic.create_ah(session, pd, &a).unwrap_err();
+    assert_eq!(refused(pd, abi::AhAttr { is_global: 0, ..good }), abi::Status::BadValue);
+    assert_eq!(refused(pd, abi::AhAttr { port_num: 2, ..good }), abi::Status::BadValue);
+    assert_eq!(
+        refused(pd, abi::AhAttr { grh: abi::GlobalRoute { sgid_index: 9, ..good.grh }, ..good }),
+        abi::Status::BadValue
+    );
+    assert_eq!(refused(pd, address(ip(99))), abi::Status::Unreachable);
+    assert_eq!(refused(other ^ 0x55, good), abi::Status::BadHandle);
+    let ah = rnic.create_ah(session, pd, &good).unwrap();
+    assert_eq!(rnic.destroy_pd(session, pd).unwrap_err(), abi::Status::Busy);
+    rnic.destroy_ah(session, ah).unwrap();
+    assert_eq!(rnic.destroy_ah(session, ah).unwrap_err(), abi::Status::BadHandle);
+}
+
+#[test]
+fn read_and_atomics_are_not_for_unreliable_queues() {
+    for typ in [QpType::Uc, QpType::Ud] {
+        for op in [WrOpcode::Read, WrOpcode::CmpSwap, WrOpcode::FetchAdd] {
+            let mut net = Net::of_type(typ, 4, Faults::default(), |a| a);
+            let sge = net.ends[0].sge(0, 8);
+            let w = net.remote(op, 1, 0);
+            net.ends[0].post(w, &[sge]);
+            net.run(SECOND);
+            assert_eq!(status(&net.ends[0].done()), WcStatus::LocQpOpErr, "{typ:?} {op:?}");
+        }
+    }
+}
+
+/// A program that is a little late with its receives loses nothing; one that is very late does.
+#[test]
+fn a_datagram_waits_a_moment_for_its_receive() {
+    for (place, mut net) in places(QpType::Ud) {
+        let ah = net.ah(0, 1);
+        let (dest, sge) = (net.ends[1].qpn, net.ends[0].sge(0, 1000));
+        let to = net.ends[1].sge(0, 2000);
+        for id in 1..=10 {
+            net.ends[0].post_to(wqe(WrOpcode::Send, id), ah, dest, &[sge]);
+        }
+        net.run(9_000_000);
+        for id in 1..=5 {
+            net.ends[1].recv(id, &[to]);
+        }
+        net.run(500_000);
+        let got: Vec<u64> = net.ends[1].poll().iter().map(|c| c.wr_id).collect();
+        assert_eq!(got, [1, 2, 3, 4, 5], "{place}");
+        net.run(1_000_000);
+        net.ends[1].recv(6, &[to]);
+        net.run(SECOND);
+        assert!(net.ends[1].poll().is_empty(), "{place}");
+        assert_eq!(net.counters(1).dropped, 5, "{place}");
+    }
+}
+
+/// More datagrams than fit between RNIC and port wait for room; none is lost.
+#[test]
+fn datagrams_wait_for_the_port() {
+    let mut net = Net::of_type(QpType::Ud, 4, Faults::default(), |a| a);
+    let ah = net.ah(0, 1);
+    let (dest, sge) = (net.ends[1].qpn, net.ends[0].sge(0, 4096));
+    let mut sent = 0;
+    // The port takes nothing for a while: the buffer fills up.
+    for _ in 0..40 {
+        for _ in 0..16 {
+            net.ends[0].post_to(
+                abi::SqWqe { send_flags: send_flags::SIGNALED, ..wqe(WrOpcode::Send, 1) },
+                ah,
+                dest,
+                &[sge],
+            );
+        }
+        while net.rnics[0].poll(0) {}
+        let done = net.ends[0].poll().len();
+        sent += done;
+        if done < 16 {
+            break;
+        }
+    }
+    let before = net.rnics[0].tx().packets().len();
+    assert_eq!((before, sent % 16 > 0), (sent, true), "it is full");
+    net.run(SECOND);
+    assert_eq!(net.ends[0].poll().len(), 16 - sent % 16);
+    assert_eq!(net.counters(1).wire.rcvd_pkts, sent as u64 / 16 * 16 + 16);
+}
