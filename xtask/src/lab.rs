@@ -125,6 +125,18 @@ impl Lab {
         }
     }
 
+    /// Starts `unirdma` with these arguments.
+    ///
+    /// # Errors
+    /// It could not be started.
+    pub fn start_unirdma(&self, args: &[&str]) -> Result<Running> {
+        self.count.set(self.count.get() + 1);
+        let log = self.dir.join(format!("{:03}-unirdma.log", self.count.get()));
+        let mut c = command(self.user, self.netns.as_deref());
+        c.arg(&self.exe).arg("--dir").arg(self.dir.join("run")).args(args).stdin(Stdio::null()).current_dir(&self.dir);
+        Running::start(c, &log)
+    }
+
     /// Makes a vRNIC.
     ///
     /// # Errors
@@ -141,14 +153,11 @@ impl Lab {
     pub fn spawn(&self, vrnic: &str, options: &[&str], shell: &str) -> Result<Running> {
         self.count.set(self.count.get() + 1);
         let log = self.dir.join(format!("{:03}-{vrnic}.log", self.count.get()));
-        let out = File::create(&log).map_err(|e| e.to_string())?;
-        let err = out.try_clone().map_err(|e| e.to_string())?;
         let mut c = command(self.user, self.netns.as_deref());
         c.arg(&self.exe).arg("--dir").arg(self.dir.join("run")).args(["run", "--vrnic", vrnic]).args(options);
         c.current_dir(&self.dir);
-        c.args(["--", "sh", "-c", &format!("exec {shell}")]).stdin(Stdio::null()).stdout(out).stderr(err);
-        let child = c.spawn().map_err(|e| e.to_string())?;
-        Ok(Running { child, log, limit: Instant::now() + LIMIT })
+        c.args(["--", "sh", "-c", &format!("exec {shell}")]).stdin(Stdio::null());
+        Running::start(c, &log)
     }
 
     /// Runs a server in one container and, once it listens, its client in another. Both outputs.
@@ -310,8 +319,24 @@ impl Drop for TwoHosts {
 }
 
 impl Running {
+    /// Starts a command whose output goes to `log`.
+    ///
+    /// # Errors
+    /// It could not be started.
+    pub fn start(mut c: Command, log: &Path) -> Result<Running> {
+        let out = File::create(log).map_err(|e| e.to_string())?;
+        let err = out.try_clone().map_err(|e| e.to_string())?;
+        let child = c.stdout(out).stderr(err).spawn().map_err(|e| e.to_string())?;
+        Ok(Running { child, log: log.to_path_buf(), limit: Instant::now() + LIMIT })
+    }
+
+    /// Its standard input, if that is a pipe; it stays open until the end.
+    pub fn stdin(&mut self) -> Option<&mut std::process::ChildStdin> {
+        self.child.stdin.as_mut()
+    }
+
     /// Waits until some process of the container listens on TCP, or the program ends.
-    fn wait_listening(&mut self) -> bool {
+    pub fn wait_listening(&mut self) -> bool {
         while Instant::now() < self.limit && matches!(self.child.try_wait(), Ok(None)) {
             if listens(self.child.id()) {
                 return true;
@@ -319,6 +344,12 @@ impl Running {
             std::thread::sleep(Duration::from_millis(5));
         }
         false
+    }
+
+    /// Asks it to end, as Ctrl-C does.
+    pub fn interrupt(&self) {
+        // SAFETY: our own child, not waited for yet.
+        unsafe { libc::kill(self.child.id() as i32, libc::SIGINT) };
     }
 
     /// Kills it at once, with its container.

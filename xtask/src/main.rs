@@ -9,6 +9,7 @@ mod packages;
 mod suite;
 mod tcp;
 mod test;
+mod vm;
 
 use std::process::ExitCode;
 

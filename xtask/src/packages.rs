@@ -12,6 +12,14 @@ const NEEDED: &[(&str, &str)] = &[
     ("/usr/bin/gcc", "gcc"),
     ("/usr/sbin/ip", "iproute2"),
     ("/usr/bin/setpriv", "util-linux"),
+    ("/usr/bin/tshark", "tshark"),
+    // The virtual machine with the kernel's rxe.
+    ("/usr/bin/qemu-system-x86_64", "qemu-system-x86"),
+    ("/etc/libibverbs.d/rxe.driver", "ibverbs-providers"),
+    ("/bin/busybox", "busybox-static"),
+    ("/usr/bin/cpio", "cpio"),
+    ("/usr/sbin/modprobe", "kmod"),
+    ("/usr/bin/xz", "xz-utils"),
 ];
 
 /// Installs what is missing, through sudo if this is not root.

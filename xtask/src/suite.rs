@@ -4,6 +4,7 @@ use std::time::Duration;
 
 use crate::Result;
 use crate::lab::{self, Lab, Link, Output, TwoHosts};
+use crate::vm::Guest;
 
 type Check = Result<()>;
 
@@ -219,6 +220,69 @@ fn c_program(s: &mut Suite<'_>) {
     });
 }
 
+/// Captures while `f` runs, and lets Wireshark's dissectors read it: how many packets, none of them malformed.
+fn capture(lab: &Lab, f: impl FnOnce() -> Check) -> Result<usize> {
+    let file = lab.dir.join("capture.pcap");
+    let file = file.display().to_string();
+    let running = lab.start_unirdma(&["capture", "-w", &file])?;
+    std::thread::sleep(Duration::from_millis(300));
+    let done = f();
+    running.interrupt();
+    let o = running.finish();
+    done?;
+    let count = o.text.split_whitespace().nth(1).and_then(|n| n.parse::<usize>().ok());
+    let count = count.filter(|_| o.ok() && o.text.contains(" 0 lost")).ok_or(o.text)?;
+    let read = |filter: &str| -> Result<usize> {
+        // That dissector guesses a protocol above RDMA from a payload that has none.
+        let args = ["-n", "-r", &file, "--disable-protocol", "rpcordma", "-Y", filter];
+        let o = std::process::Command::new("tshark").args(args).output().map_err(|e| format!("tshark: {e}"))?;
+        if o.status.success() {
+            return Ok(String::from_utf8_lossy(&o.stdout).lines().count());
+        }
+        Err(String::from_utf8_lossy(&o.stderr).into_owned())
+    };
+    require(read("_ws.malformed")? == 0, "tshark finds malformed packets")?;
+    require(read("infiniband")? == count, format!("tshark does not see RoCE in all of the {count} packets"))?;
+    Ok(count)
+}
+
+/// Programs whose packets are captured.
+const CAPTURED: &[&str] = &[
+    "ibv_rc_pingpong -g 0 -n 20",
+    "ibv_uc_pingpong -g 0 -n 20",
+    "ibv_ud_pingpong -g 0 -n 20",
+    "ib_write_bw -n 20 -s 10000",
+    "ib_read_bw -n 20 -s 10000",
+    "ib_atomic_bw -n 20",
+];
+
+fn captures(s: &mut Suite<'_>) {
+    s.check("capture: tshark reads what never left the host", |lab| {
+        let run = |p: &str| both_end_well(lab.pair(("a", p), ("b", &format!("{p} 10.0.0.1")), &[])?);
+        let count = capture(lab, || CAPTURED.iter().try_for_each(|p| run(p)))?;
+        require(count > 20 * CAPTURED.len(), format!("{count} packets only"))
+    });
+    s.check("capture: a line for each packet, of one vRNIC", |lab| {
+        let watch = lab.start_unirdma(&["capture", "--vrnic", "b", "-c", "12"])?;
+        std::thread::sleep(Duration::from_millis(300));
+        let p = "ibv_rc_pingpong -g 0 -s 100 -n 20";
+        both_end_well(lab.pair(("a", p), ("b", &format!("{p} 10.0.0.1")), &[])?)?;
+        let o = watch.finish();
+        let lines = o.text.lines().filter(|l| l.contains("10.0.0.2 > 10.0.0.1: RC SEND only to QP 0x")).count();
+        require(o.ok() && lines >= 3 && o.text.contains("12 packets captured"), o.text)
+    });
+    s.check("wrong_input_a_second_capture, and one into a directory", |lab| {
+        let first = lab.start_unirdma(&["capture", "-w", "/dev/null"])?;
+        std::thread::sleep(Duration::from_millis(300));
+        let second = lab.unirdma(&["capture", "-w", "/dev/null"]);
+        first.interrupt();
+        first.finish();
+        refused(&second, "another capture runs already")?;
+        refused(&lab.unirdma(&["capture", "-w", "/"]), "cannot write /")?;
+        refused(&lab.unirdma(&["capture", "--vrnic", "z"]), "there is no vRNIC z")
+    });
+}
+
 fn losses(s: &mut Suite<'_>) {
     s.check("a killed program frees all and its peer sees the error of hardware", |lab| {
         let mut server = lab.spawn("a", &[], "ib_write_bw -D 30 -f 1")?;
@@ -280,7 +344,9 @@ fn wire(s: &mut Suite<'_>) {
             .map(|p| (format!("two hosts, {title}: {p}"), p))
             .filter(|(name, _)| s.only.is_none_or(|o| name.contains(o)))
             .collect();
-        if programs.is_empty() {
+        let others = ["tshark reads a capture", "the counters say that it went over the network"];
+        let wanted = |o: &str| others.iter().any(|n| format!("two hosts, {title}: {n}").contains(o));
+        if programs.is_empty() && !s.only.is_none_or(wanted) {
             continue;
         }
         let two = TwoHosts::start(link);
@@ -290,6 +356,12 @@ fn wire(s: &mut Suite<'_>) {
                 both_end_well(two.pair(&p, &format!("{p} 10.0.0.1"))?)
             });
         }
+        s.check(&format!("two hosts, {title}: tshark reads a capture"), |_| {
+            let two = two.as_ref().map_err(Clone::clone)?;
+            let run = |p: &str| both_end_well(two.pair(p, &format!("{p} 10.0.0.1"))?);
+            let count = capture(&two.labs[0], || CAPTURED.iter().try_for_each(|p| run(p)))?;
+            require(count > 20 * CAPTURED.len(), format!("{count} packets only"))
+        });
         s.check(&format!("two hosts, {title}: the counters say that it went over the network"), |_| {
             let two = two.as_ref().map_err(Clone::clone)?;
             let o = two.labs[0].unirdma(&["status", "--json"]);
@@ -320,6 +392,46 @@ fn wire(s: &mut Suite<'_>) {
         require(c.text.contains("status 12"), format!("{:?}: {}", c.code, c.text))
     });
     wire_wrong_input(s);
+}
+
+/// The Linux kernel's soft RNIC in a virtual machine as the peer, each program in both directions.
+fn kernel(s: &mut Suite<'_>) {
+    // SAFETY: reads the user id.
+    if unsafe { libc::geteuid() } != 0 {
+        println!("skipped: the kernel's rxe (network namespaces need root)");
+        return;
+    }
+    let mut programs: Vec<(String, String)> = ["rc", "uc", "ud"]
+        .iter()
+        .map(|t| format!("ibv_{t}_pingpong -c -n 200"))
+        .map(|p| (format!("{p} -g 0"), format!("{p} -d rxe0 -g 1")))
+        .collect();
+    for p in ["ib_write_bw -s 65536", "ib_read_bw -s 65536", "ib_send_bw -s 65536", "ib_atomic_bw"] {
+        programs.push((format!("{p} -F -n 200"), format!("{p} -F -n 200 -d rxe0 -x 1")));
+    }
+    let name = |serves: bool, p: &str| format!("kernel's rxe {} us: {p}", if serves { "serves" } else { "calls" });
+    let last = "kernel's rxe found no wrong ICRC, nor did we";
+    let wanted = |n: &str| s.only.is_none_or(|o| n.contains(o));
+    if !wanted(last) && !programs.iter().any(|(p, _)| wanted(&name(true, p)) || wanted(&name(false, p))) {
+        return;
+    }
+    let guest = Guest::start();
+    for (ours, guests) in &programs {
+        for serves in [true, false] {
+            s.check(&name(serves, ours), |_| {
+                let g = guest.as_ref().map_err(Clone::clone)?;
+                both_end_well(g.pair(serves, ours, guests)?)
+            });
+        }
+    }
+    s.check(last, |_| {
+        let g = guest.as_ref().map_err(Clone::clone)?;
+        let log = g.run("dmesg | grep -i icrc | head -3; ibv_devinfo -d rxe0 | grep state")?;
+        require(log.ok() && !log.text.to_lowercase().contains("icrc") && log.text.contains("PORT_ACTIVE"), log.text)?;
+        let o = g.lab.as_ref().ok_or("no virtual layer")?.unirdma(&["status", "--json"]);
+        let clean = ["\"icrc_errors\": 0", "\"malformed\": 0", "\"wrong_source\": 0", "\"bad_pkey\": 0"];
+        require(clean.iter().all(|c| o.text.contains(c)) && !o.text.contains("\"received\": 0"), o.text)
+    });
 }
 
 fn wire_wrong_input(s: &mut Suite<'_>) {
@@ -406,10 +518,12 @@ pub(crate) fn run(only: Option<&str>) -> Result<()> {
     }
     isolation(&mut s);
     c_program(&mut s);
+    captures(&mut s);
     losses(&mut s);
     wrong_input(&mut s);
     own_labs(&mut s);
     wire(&mut s);
+    kernel(&mut s);
     println!("{} passed, {} failed", s.passed, s.failed);
     if s.failed == 0 { Ok(()) } else { Err(format!("{} black-box tests failed", s.failed)) }
 }

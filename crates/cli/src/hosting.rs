@@ -45,7 +45,7 @@ pub(crate) struct HostArgs {
 
 /// A descriptor that is readable once the process was asked to end. Threads started later inherit the
 /// mask, so the signals reach nobody else.
-fn termination() -> io::Result<OwnedFd> {
+pub(crate) fn termination() -> io::Result<OwnedFd> {
     // SAFETY: the set is initialized by sigemptyset; signalfd returns a descriptor that nobody else owns.
     unsafe {
         let mut set = std::mem::zeroed();

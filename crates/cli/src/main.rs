@@ -3,6 +3,7 @@
 //! Parses arguments, talks to the administration socket, prints. It must hold no state of its own, and
 //! say in one line on standard error what is wrong and what to do; the exit code is then not 0.
 
+mod capture;
 mod container;
 mod hosting;
 mod net;
@@ -53,6 +54,9 @@ enum Command {
     /// Run a command as a container that has one vRNIC
     #[command(after_help = container::EXAMPLES)]
     Run(container::RunArgs),
+    /// Capture packets, also those that never left this host, until interrupted
+    #[command(after_help = capture::EXAMPLES)]
+    Capture(capture::CaptureArgs),
     /// Show the virtual layer itself
     Status {
         #[command(flatten)]
@@ -154,6 +158,7 @@ fn main() -> ExitCode {
         Command::Run(args) => container::run(&dir, &args),
         Command::Vrnic { command } => vrnic(&dir, command),
         Command::Group { command } => group(&dir, command),
+        Command::Capture(args) => capture::run(&dir, &args).map(|()| 0),
         Command::Status { out } => ask(&dir, &Request::Status, &out),
     };
     match result {

@@ -135,6 +135,7 @@ fn json(r: &Response) -> serde_json::Result<String> {
         Response::Vrnics(v) => serde_json::to_string_pretty(v),
         Response::Groups(g) => serde_json::to_string_pretty(g),
         Response::Status(s) => serde_json::to_string_pretty(s),
+        Response::Captured { lost } => Ok(format!("{{\"lost\": {lost}}}")),
         Response::Done => Ok("{}".into()),
         Response::Error(e) => serde_json::to_string_pretty(e),
     }
@@ -150,6 +151,7 @@ fn text(r: &Response) -> String {
             table(&rows)
         }
         Response::Status(s) => status(s),
+        Response::Captured { lost } => format!("{lost} packets lost"),
         Response::Done => String::new(),
         Response::Error(e) => e.clone(),
     }

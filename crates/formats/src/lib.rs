@@ -7,6 +7,7 @@
 mod ids;
 pub mod net;
 mod path;
+pub mod pcap;
 mod verbs;
 pub mod wire;
 

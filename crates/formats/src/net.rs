@@ -6,6 +6,7 @@
 use std::net::IpAddr;
 
 use crate::Gid;
+use crate::wire::{Envelope, ICRC_BYTES, icrc};
 
 /// Bytes of the area before a datagram's data (IBTA vol. 1, 8.3; annex A17).
 pub const GRH_BYTES: usize = 40;
@@ -50,6 +51,11 @@ impl Flow {
         }
         let port = crate::wire::ROCE_PORT;
         Flow { src, dst, src_port: port, dst_port: port, traffic_class: 0, hop_limit: HOP_LIMIT, ip_id: 0 }
+    }
+
+    /// What the ICRC of its packets covers of the headers.
+    pub fn envelope(&self) -> Envelope {
+        Envelope { src: self.src, dst: self.dst, src_port: self.src_port, ip_id: self.ip_id }
     }
 
     /// Ethernet type of its packets.
@@ -169,6 +175,16 @@ pub fn vxlan(vni: u32) -> [u8; VXLAN_BYTES] {
     b[0] = 8;
     b[4..].copy_from_slice(&(vni << 8).to_be_bytes());
     b
+}
+
+/// Puts the ICRC at the end of a packet, whose base transport header is at `outer`. `plain` is its envelope unless it
+/// carries an encapsulation with it: VXLAN, Ethernet, IP and UDP headers.
+pub fn seal(bytes: &mut [u8], outer: usize, plain: Envelope) {
+    let inside = bytes.get(VXLAN_BYTES + ETH_BYTES..).filter(|_| outer > 0).and_then(Flow::parse);
+    let e = inside.map_or(plain, |(f, _)| f.envelope());
+    let Some(end) = bytes.len().checked_sub(ICRC_BYTES).filter(|&n| n >= outer) else { return };
+    let crc = icrc(&e, &bytes[outer..end]);
+    bytes[end..].copy_from_slice(&crc.to_le_bytes());
 }
 
 /// Internet checksum (RFC 1071); 0 over a header that carries the right one.

@@ -108,6 +108,32 @@ pub struct Opcode {
     pub extra: Extra,
 }
 
+impl std::fmt::Display for Opcode {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        let (name, part) = match self.op {
+            Op::Send(p) => ("SEND", Some(p)),
+            Op::Write(p) => ("WRITE", Some(p)),
+            Op::ReadRequest => ("READ request", None),
+            Op::ReadResponse(p) => ("READ response", Some(p)),
+            Op::Ack => ("ACK", None),
+            Op::AtomicAck => ("atomic ACK", None),
+            Op::CmpSwap => ("compare and swap", None),
+            Op::FetchAdd => ("fetch and add", None),
+            Op::Cnp => return f.write_str("CNP"),
+        };
+        let transport = format!("{:?}", self.transport).to_uppercase();
+        write!(f, "{transport} {name}")?;
+        if let Some(part) = part {
+            write!(f, " {}", format!("{part:?}").to_lowercase())?;
+        }
+        f.write_str(match self.extra {
+            Extra::None => "",
+            Extra::Imm => " with immediate",
+            Extra::Invalidate => " with invalidate",
+        })
+    }
+}
+
 /// The five low bits of each opcode (IBTA vol. 1, table 38).
 const OPS: [(u8, Op, Extra); 23] = {
     use Extra::{Imm, Invalidate, None};

@@ -41,6 +41,15 @@ pub enum Request {
     Attach {
         name: String,
     },
+    /// Sends packets as pcap records, one a message, to the socket whose descriptor comes along, for as long as the
+    /// connection stays open.
+    Capture {
+        vrnic: Option<String>,
+        /// Most bytes of each packet.
+        snap: u32,
+    },
+    /// Ends this connection's capture.
+    CaptureStop,
     Status,
 }
 
@@ -92,6 +101,10 @@ pub enum Response {
     Vrnics(Vec<VrnicInfo>),
     Groups(Vec<GroupInfo>),
     Status(Box<StatusInfo>),
+    /// A capture has ended; this many packets came too fast for it.
+    Captured {
+        lost: u64,
+    },
     /// One line that says what is wrong and what to do.
     Error(String),
 }

@@ -12,13 +12,15 @@ use std::net::IpAddr;
 use std::os::fd::{BorrowedFd, OwnedFd};
 use std::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering};
 use std::sync::{Arc, Condvar, Mutex, RwLock};
-use std::time::Instant;
+use std::time::{Instant, SystemTime};
 
 use rustix::event::{EventfdFlags, epoll};
+use rustix::net::SendFlags;
 use unirdma_abi as abi;
 use unirdma_device::{EventQueues, lock};
+use unirdma_formats::pcap;
 use unirdma_mem::Bell;
-use unirdma_rnic::{Output, Rnic, SessionId};
+use unirdma_rnic::{Capture, Output, Rnic, SessionId, VnicId};
 
 use crate::port::{Port, PortCounters};
 
@@ -64,6 +66,7 @@ pub struct Engine {
     port: Option<Mutex<Box<dyn Port>>>,
     /// Until then the port is polled; later its descriptors wake poller 0.
     port_until_ns: AtomicU64,
+    capture: Mutex<Option<Sink>>,
     start: Instant,
     idle_ns: u64,
     yields: bool,
@@ -126,6 +129,7 @@ impl Engine {
             asleep: AtomicUsize::new(0),
             port: port.map(Mutex::new),
             port_until_ns: AtomicU64::new(0),
+            capture: Mutex::default(),
             start: Instant::now(),
             idle_ns: c.spin_us * 1000,
             yields,
@@ -280,6 +284,37 @@ impl Engine {
         found || moved
     }
 
+    /// Sends what the RNIC captures to `to`, for administration connection `id`; false if somebody else captures.
+    pub fn start_capture(&self, id: u64, to: OwnedFd, vnic: Option<VnicId>, snap: u32, hosts: Vec<IpAddr>) -> bool {
+        let mut sink = lock(&self.capture);
+        if sink.is_some() {
+            return false;
+        }
+        *sink = Some(Sink { id, to, lost: 0 });
+        let since_1970 = SystemTime::now().duration_since(SystemTime::UNIX_EPOCH).unwrap_or_default();
+        let epoch_ns = (since_1970.as_nanos() as u64).saturating_sub(self.now());
+        lock(&self.rnic).start_capture(Capture { vnic, snap, epoch_ns, hosts });
+        true
+    }
+
+    /// Ends the capture of administration connection `id`, if it has one; how many packets were lost.
+    pub fn stop_capture(&self, id: u64) -> Option<u64> {
+        let ended = lock(&self.capture).take_if(|s| s.id == id)?;
+        let lost = lock(&self.rnic).stop_capture();
+        Some(ended.lost + lost)
+    }
+
+    /// Hands over what was captured, taken off the RNIC before.
+    fn hand_over(&self, records: &[u8]) {
+        let mut sink = lock(&self.capture);
+        let Some(sink) = sink.as_mut() else { return };
+        for record in pcap::records(records) {
+            // A reader that is too slow loses packets.
+            let sent = rustix::net::send(&sink.to, record, SendFlags::DONTWAIT | SendFlags::NOSIGNAL);
+            sink.lost += u64::from(sent.is_err());
+        }
+    }
+
     /// What the port has done.
     pub fn port_counters(&self) -> Option<PortCounters> {
         self.port.as_ref().map(|p| lock(p).counters())
@@ -314,7 +349,11 @@ impl Engine {
             watch.changes = r.active_changes();
             watch.bells = r.active_bells();
         }
+        let captured = r.take_captured();
         drop(r);
+        if !captured.is_empty() {
+            self.hand_over(&captured);
+        }
         self.deliver(out);
         if starved {
             self.pause();
@@ -424,6 +463,14 @@ struct Watch {
     bells: Vec<Bell>,
     looks: u32,
     out: Vec<Output>,
+}
+
+/// Where captured packets go.
+struct Sink {
+    /// The administration connection that asked.
+    id: u64,
+    to: OwnedFd,
+    lost: u64,
 }
 
 struct Round {

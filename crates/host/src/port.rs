@@ -12,7 +12,7 @@ use std::io;
 use std::net::{IpAddr, Ipv4Addr, Ipv6Addr, SocketAddr, UdpSocket};
 use std::os::fd::{AsFd, AsRawFd, BorrowedFd};
 
-use unirdma_formats::net::{ETH_BYTES, Flow, VXLAN_BYTES, VXLAN_PORT};
+use unirdma_formats::net::{VXLAN_PORT, seal};
 use unirdma_formats::wire::{Envelope, ICRC_BYTES, ROCE_PORT, icrc};
 use unirdma_rnic::{Tx, TxPacket};
 
@@ -181,16 +181,6 @@ fn sender(s: &libc::sockaddr_storage) -> Option<(IpAddr, u16)> {
 #[repr(C, align(8))]
 #[derive(Clone, Copy)]
 struct Control([u8; 32]);
-
-/// Puts the ICRC at the end of a packet, whose base transport header is at `outer`. `plain` is its envelope unless it
-/// carries one with it.
-fn seal(bytes: &mut [u8], outer: usize, plain: Envelope) {
-    let inside = bytes.get(VXLAN_BYTES + ETH_BYTES..).filter(|_| outer > 0).and_then(Flow::parse);
-    let e = inside.map_or(plain, |(f, _)| Envelope { src: f.src, dst: f.dst, src_port: f.src_port, ip_id: f.ip_id });
-    let end = bytes.len() - ICRC_BYTES;
-    let crc = icrc(&e, &bytes[outer..end]);
-    bytes[end..].copy_from_slice(&crc.to_le_bytes());
-}
 
 /// How many of `packets`, from the first, one buffer can carry: one path, one size, only the last shorter.
 fn batch(packets: &[TxPacket]) -> usize {

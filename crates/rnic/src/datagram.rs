@@ -10,7 +10,7 @@ use std::net::IpAddr;
 use unirdma_abi as abi;
 use unirdma_abi::Status;
 use unirdma_formats::net::{ETH_BYTES, Flow, GRH_BYTES, HOP_LIMIT};
-use unirdma_formats::wire::{Deth, Envelope, Extra, ICRC_BYTES, Op, Opcode, Packet, Part, ROCE_PORT, Transport, icrc};
+use unirdma_formats::wire::{Deth, Extra, ICRC_BYTES, Op, Opcode, Packet, Part, ROCE_PORT, Transport, icrc};
 use unirdma_formats::{Gid, QpState, QpType, WcStatus, WrOpcode, access, send_flags};
 
 use crate::access::{Tables, list, local_side};
@@ -130,6 +130,11 @@ impl Rnic {
         let (src_qp, psn) = (q.qpn, q.sq_psn);
         let qkey = if w.wqe.qkey & OWN_QKEY != 0 { q.attr.qkey } else { w.wqe.qkey };
         let solicited = w.wqe.send_flags & send_flags::SOLICITED != 0;
+        let extra = if op.has_imm() { Extra::Imm } else { Extra::None };
+        let opcode = Opcode { transport: Transport::Ud, op: Op::Send(Part::Only), extra };
+        let mut head = Packet::new(opcode, w.wqe.dest_qpn, psn.get());
+        (head.extra, head.solicited) = (w.wqe.imm, solicited);
+        head.deth = Deth { qkey, src_qp };
         let tables = Tables { mrs: &self.mrs, sessions: &self.sessions };
         let local = local_side(q, w, op);
         let sent = match target {
@@ -137,6 +142,7 @@ impl Rnic {
                 let mut data = std::mem::take(&mut self.datagram);
                 let loaded = tables.load(local, 0, &mut data[..len]);
                 if loaded.is_ok() {
+                    self.tap_datagram(h, vnic, &flow, &head, &data[..len]);
                     let imm = op.has_imm().then_some(w.wqe.imm);
                     self.deliver_here(vnic, w.wqe.dest_qpn, qkey, &flow, &data[..len], Note { imm, src_qp, solicited });
                 }
@@ -148,14 +154,12 @@ impl Rnic {
                     self.wait_for_tx(h);
                     return Outcome::Waits;
                 }
-                let extra = if op.has_imm() { Extra::Imm } else { Extra::None };
-                let opcode = Opcode { transport: Transport::Ud, op: Op::Send(Part::Only), extra };
-                let mut head = Packet::new(opcode, w.wqe.dest_qpn, psn.get());
-                (head.extra, head.solicited) = (w.wqe.imm, solicited);
-                head.deth = Deth { qkey, src_qp };
                 let inside = if let Target::There(_, vni) = target { Some((vni, flow)) } else { None };
                 let sent = self.tx.push_datagram(path, inside, &head, len, |to| tables.load(local, 0, to));
                 self.count(h, |c| c.sent_pkts += 1);
+                if sent.is_ok() {
+                    self.tap_sent(h);
+                }
                 sent
             }
         };
@@ -284,13 +288,16 @@ impl Rnic {
     }
 
     /// A plain packet came in for UD QP `h`: only plain devices send those, from the address of their GID.
-    pub(crate) fn on_foreign_datagram(&mut self, h: u32, from: IpAddr, p: &Packet<'_>) {
+    pub(crate) fn on_foreign_datagram(&mut self, h: u32, from: IpAddr, p: &Packet<'_>, body: &[u8]) {
         let Some(v) = self.qps.get(h).and_then(|q| self.vnics.get(q.vnic.0)) else { return };
         let src = Gid::from_ip(from);
         let known = self.routes.get(&(v.group, src)).is_some_and(|r| r.foreign && r.host == from);
         let own = v.gids.iter().find(|g| g.ip().is_ipv4() == from.is_ipv4());
         match own.filter(|_| known) {
-            Some(&own) => self.on_datagram(h, &Flow::roce(src, own), p),
+            Some(&own) => {
+                self.tap_received(h, Path { to: from, from: Some(own.ip()) }, body);
+                self.on_datagram(h, &Flow::roce(src, own), p);
+            }
             None => self.drops.wrong_source += 1,
         }
     }
@@ -302,7 +309,7 @@ impl Rnic {
             self.drops.malformed += 1;
             return;
         };
-        let e = Envelope { src: flow.src, dst: flow.dst, src_port: flow.src_port, ip_id: flow.ip_id };
+        let e = flow.envelope();
         let Some((body, _)) =
             udp.split_last_chunk::<ICRC_BYTES>().filter(|(b, crc)| icrc(&e, b).to_le_bytes() == **crc)
         else {
@@ -311,7 +318,8 @@ impl Rnic {
         };
         let Some((h, p)) = self.find_target(body) else { return };
         let (src, dst) = (Gid::from_ip(flow.src), Gid::from_ip(flow.dst));
-        let of_host = self.routes.get(&(group, src)).is_some_and(|r| !r.foreign && r.host == from);
+        let route = self.routes.get(&(group, src)).copied();
+        let of_host = route.is_some_and(|r| !r.foreign && r.host == from);
         let for_vnic = self.qps.get(h).is_some_and(|q| {
             let v = self.vnics.get(q.vnic.0);
             q.typ == QpType::Ud && v.is_some_and(|v| v.group == group && v.gids.contains(&dst))
@@ -320,6 +328,7 @@ impl Rnic {
             self.drops.wrong_source += 1;
             return;
         }
+        self.tap_encapsulated(h, from, route.map_or(0, |r| r.vni), &flow, packet);
         self.on_datagram(h, &flow, &p);
     }
 

@@ -4,6 +4,7 @@
 //! what the wire does with packets is one copy here (T08). A message moves in slices so that nobody
 //! waits for a long one; each slice looks its keys up again, because they may be gone by then.
 
+use unirdma_formats::wire::syndrome;
 use unirdma_formats::{
     AsyncEvent, MAX_MSG_BYTES, QpState, QpType, WcStatus, WrOpcode, access, ack_timeout_ns, psn_count, rnr_timer_ns,
     send_flags,
@@ -214,9 +215,25 @@ impl Rnic {
         }
     }
 
+    /// What a responder's refusal would be on the wire (IBTA vol. 1, table 46); `None` for no answer.
+    fn syndrome(&self, ph: u32, refusal: &Refusal) -> Option<u8> {
+        Some(match refusal {
+            Refusal::Silent => return None,
+            Refusal::NotReady => syndrome::RNR_NAK | self.qps.get(ph)?.attr.min_rnr_timer,
+            Refusal::Request(WcStatus::RemAccessErr, _) => syndrome::NAK_ACCESS,
+            Refusal::Receive { requester: WcStatus::RemOpErr, .. } => syndrome::NAK_OPERATION,
+            _ => syndrome::NAK_INVALID,
+        })
+    }
+
     /// What a responder's refusal means to the two ends.
     fn refused(&mut self, h: u32, ph: u32, w: &mut Work, refusal: Refusal) -> Outcome {
         let reliable = self.qps.get(h).is_some_and(|q| q.typ.is_reliable());
+        if self.tap.is_some()
+            && let (Some(op), Some(code)) = (WrOpcode::from_raw(w.wqe.opcode.into()), self.syndrome(ph, &refusal))
+        {
+            self.tap_request(h, w, op, code);
+        }
         match refusal {
             Refusal::Silent => self.no_answer(h, w),
             Refusal::NotReady if reliable => self.not_ready(h, ph, w),
@@ -289,6 +306,9 @@ impl Rnic {
             && let Some(v) = self.vnic_of_qp(ph)
         {
             v.counters.received_bytes += w.total;
+        }
+        if self.tap.is_some() {
+            self.tap_request(h, w, op, syndrome::ACK);
         }
         let Some(q) = self.qps.get_mut(h) else { return Outcome::Done };
         q.sq_psn = q.sq_psn.advance(packets);

@@ -16,6 +16,7 @@
 
 mod access;
 mod attr;
+mod capture;
 mod commands;
 mod datagram;
 mod exec;
@@ -28,6 +29,7 @@ mod wire;
 mod wqe;
 
 pub use attr::{Transition, transition};
+pub use capture::Capture;
 pub use datagram::DATAGRAM_MAC;
 pub use keys::{KeyCipher, Rng};
 pub use mr::{Backing, Resolve};

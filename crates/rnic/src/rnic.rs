@@ -7,6 +7,7 @@ use unirdma_abi as abi;
 use unirdma_formats::{AsyncEvent, Gid, QpState};
 use unirdma_mem::Bell;
 
+use crate::capture::Tap;
 use crate::datagram::{Ah, Backlog};
 use crate::keys::Rng;
 use crate::mr::{Backing, MrTable};
@@ -125,6 +126,8 @@ pub struct Rnic {
     /// QPs that wait for room in `tx`.
     pub(crate) tx_waiting: Vec<u32>,
     pub(crate) scratch: Box<[u8]>,
+    /// The capture that runs.
+    pub(crate) tap: Option<Box<Tap>>,
     /// A datagram has found no receive.
     pub(crate) starved: bool,
     /// The datagram under way on this host.
@@ -157,6 +160,7 @@ impl Rnic {
             drops: WireDrops::default(),
             tx: Tx::default(),
             tx_waiting: Vec::new(),
+            tap: None,
             starved: false,
             scratch: vec![0; 64 << 10].into_boxed_slice(),
             datagram: vec![0; MAX_MTU as usize].into_boxed_slice(),

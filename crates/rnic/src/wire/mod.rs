@@ -18,6 +18,7 @@ use unirdma_mem::Fault;
 use crate::datagram::ethernet;
 use crate::objects::{VnicId, Wait, WireCounters, Work};
 use crate::rnic::Rnic;
+pub(crate) use requester::request_packet;
 pub(crate) use responder::Responder;
 
 /// Where the holder of a GID is reached.
@@ -365,7 +366,7 @@ impl Rnic {
         let Some((h, p)) = self.find_target(bytes) else { return };
         let Some(q) = self.qps.get(h) else { return };
         if q.typ == QpType::Ud {
-            return self.on_foreign_datagram(h, from, &p);
+            return self.on_foreign_datagram(h, from, &p, bytes);
         }
         let Some(wire) = &q.wire else {
             self.drops.no_qp += 1;
@@ -386,7 +387,9 @@ impl Rnic {
             self.drops.bad_state += 1;
             return;
         }
+        let path = wire.path;
         self.count(h, |c| c.rcvd_pkts += 1);
+        self.tap_received(h, path, bytes);
         self.with_wire(h, |rnic, w| match p.opcode.op {
             Op::Ack | Op::AtomicAck | Op::ReadResponse(_) => rnic.on_response(h, w, &p),
             Op::Cnp => w.cc.cut(w.una, w.high),

@@ -5,6 +5,7 @@ use unirdma_formats::{Psn, QpState, QpType, WcStatus, WrOpcode, ack_timeout_ns, 
 
 use super::{Flight, Wire};
 use crate::access::{Tables, local_side};
+use crate::objects::{Qp, Work};
 use crate::rnic::{OP_COST, Rnic};
 use crate::wqe::load;
 
@@ -48,6 +49,47 @@ impl Wire {
     }
 }
 
+/// Packet `index` of the `packets` of request `w`, without its payload, and how long that is. A READ asks for `span`
+/// packets from there on.
+pub(crate) fn request_packet(
+    q: &Qp,
+    w: &Work,
+    op: WrOpcode,
+    psn: Psn,
+    index: u32,
+    packets: u32,
+    span: u32,
+) -> (Packet<'static>, usize) {
+    let ends = index + span == packets;
+    let part = Part::of(index == 0, ends);
+    let wqe = &w.wqe;
+    let kind = match op {
+        WrOpcode::Send | WrOpcode::SendImm => Op::Send(part),
+        WrOpcode::Write | WrOpcode::WriteImm => Op::Write(part),
+        WrOpcode::Read => Op::ReadRequest,
+        WrOpcode::CmpSwap => Op::CmpSwap,
+        WrOpcode::FetchAdd => Op::FetchAdd,
+    };
+    let transport = if q.typ == QpType::Uc { Transport::Uc } else { Transport::Rc };
+    let extra = if ends && op.has_imm() { Extra::Imm } else { Extra::None };
+    let mut head = Packet::new(Opcode { transport, op: kind, extra }, q.attr.dest_qp_num, psn.get());
+    head.extra = wqe.imm;
+    head.solicited = ends && op.consumes_recv() && wqe.send_flags & send_flags::SOLICITED != 0;
+    let mtu = u64::from(q.mtu);
+    let off = u64::from(index) * mtu;
+    let left = w.total - off.min(w.total);
+    head.reth = match op {
+        WrOpcode::Read => {
+            let len = left.min(u64::from(span) * mtu);
+            Reth { va: wqe.remote_addr.wrapping_add(off), rkey: wqe.rkey, dma_len: len as u32 }
+        }
+        _ => Reth { va: wqe.remote_addr, rkey: wqe.rkey, dma_len: w.total as u32 },
+    };
+    let (swap_add, compare) = if op == WrOpcode::CmpSwap { (wqe.swap, wqe.compare_add) } else { (wqe.compare_add, 0) };
+    head.atomic = AtomicEth { va: wqe.remote_addr, rkey: wqe.rkey, swap_add, compare };
+    (head, if op.returns_data() { 0 } else { left.min(mtu) as usize })
+}
+
 impl Rnic {
     /// Sends one packet, or takes one WQE; its cost, or `None` if there is nothing to do now.
     pub(super) fn request(&mut self, h: u32, w: &mut Wire) -> Option<u64> {
@@ -65,9 +107,8 @@ impl Rnic {
             return if i == 0 { self.fail_head(h, w) } else { None };
         }
         let op = w.op(i);
-        let (mtu, total) = (q.mtu, f.work.total);
         let index = w.next.since(f.first);
-        let off = u64::from(index) * u64::from(mtu);
+        let off = u64::from(index) * u64::from(q.mtu);
         let begins = index == 0;
         if begins && f.work.wqe.send_flags & send_flags::FENCE != 0 && !w.reads.is_empty() {
             return None;
@@ -82,39 +123,10 @@ impl Rnic {
             return None;
         }
         let ends = index + span == f.packets;
-        let part = Part::of(begins, ends);
-        let wqe = &f.work.wqe;
-        let imm = if ends && op.has_imm() { Extra::Imm } else { Extra::None };
-        let kind = match op {
-            WrOpcode::Send | WrOpcode::SendImm => Op::Send(part),
-            WrOpcode::Write | WrOpcode::WriteImm => Op::Write(part),
-            WrOpcode::Read => Op::ReadRequest,
-            WrOpcode::CmpSwap => Op::CmpSwap,
-            WrOpcode::FetchAdd => Op::FetchAdd,
-        };
-        let unanswered = q.typ == QpType::Uc;
-        let transport = if unanswered { Transport::Uc } else { Transport::Rc };
-        let opcode = Opcode { transport, op: kind, extra: imm };
-        let mut head = Packet::new(opcode, q.attr.dest_qp_num, w.next.get());
-        head.extra = wqe.imm;
-        head.solicited = ends && op.consumes_recv() && wqe.send_flags & send_flags::SOLICITED != 0;
+        let unanswered = !q.typ.is_reliable();
+        let (mut head, len) = request_packet(q, &f.work, op, w.next, index, f.packets, span);
         let full = outstanding + span + 1 >= w.cc.packets;
         head.ack_req = !unanswered && (ends || full || index % ACK_EVERY == ACK_EVERY - 1);
-        let left = total - off.min(total);
-        head.reth = match op {
-            WrOpcode::Read => {
-                let len = left.min(u64::from(span) * u64::from(mtu));
-                Reth { va: wqe.remote_addr.wrapping_add(off), rkey: wqe.rkey, dma_len: len as u32 }
-            }
-            _ => Reth { va: wqe.remote_addr, rkey: wqe.rkey, dma_len: total as u32 },
-        };
-        head.atomic = match op {
-            WrOpcode::CmpSwap => {
-                AtomicEth { va: wqe.remote_addr, rkey: wqe.rkey, swap_add: wqe.swap, compare: wqe.compare_add }
-            }
-            _ => AtomicEth { va: wqe.remote_addr, rkey: wqe.rkey, swap_add: wqe.compare_add, compare: 0 },
-        };
-        let len = if op.returns_data() { 0 } else { left.min(mtu.into()) as usize };
         let tables = Tables { mrs: &self.mrs, sessions: &self.sessions };
         let local = local_side(q, &f.work, op);
         let sent = self.tx.push(w.path, &head, len, |to| tables.load(local, off, to));
@@ -123,6 +135,7 @@ impl Rnic {
             w.flight[i].status = Some(WcStatus::LocProtErr);
             return Some(OP_COST);
         }
+        self.tap_sent(h);
         let again = w.next.is_before(w.high);
         w.next = w.next.advance(span);
         if !again {

@@ -443,6 +443,7 @@ impl Rnic {
                     }
                 }
                 if !ends {
+                    self.tap_sent(h);
                     self.count(h, |c| c.sent_pkts += 1);
                     return Some(n + OP_COST / 8);
                 }
@@ -451,6 +452,7 @@ impl Rnic {
         };
         debug_assert!(sent.is_ok(), "packets without payload cannot fail");
         w.resp.answers.pop_front();
+        self.tap_sent(h);
         self.count(h, |c| c.sent_pkts += 1);
         if let Some(event) = fails {
             self.fail_qp(h, event);

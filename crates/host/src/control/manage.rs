@@ -1,0 +1,253 @@
+//! What an administrator asks for: vRNICs, groups, attachment, status.
+
+use super::*;
+
+impl Control {
+    pub(super) fn answer(&mut self, id: u64, request: Request, fd: Option<OwnedFd>) -> Answer {
+        match request {
+            Request::VrnicAdd(add) => self.add_vrnic(&add),
+            Request::VrnicList => Ok(Response::Vrnics(self.vrnics.keys().filter_map(|n| self.info(n)).collect())),
+            Request::VrnicShow { name } => {
+                self.info(&name).map(|i| Response::Vrnic(Box::new(i))).ok_or_else(|| self.unknown(&name))
+            }
+            Request::VrnicRemove { name, force } => self.remove_vrnic(&name, force),
+            Request::GroupAdd { name } => {
+                vrnic::check_name("group", &name)?;
+                if self.groups.contains_key(&name) {
+                    return Err(format!("group {name} exists already"));
+                }
+                let same = self.groups.keys().find(|g| tunnel::vni(g) == tunnel::vni(&name));
+                if let Some(g) = same.filter(|_| self.wire.is_some()) {
+                    return Err(format!(
+                        "group {name} would share its VXLAN identifier with group {g}; choose another name"
+                    ));
+                }
+                self.groups.insert(name, self.next_group);
+                self.next_group += 1;
+                self.set_routes();
+                Ok(Response::Done)
+            }
+            Request::GroupList => {
+                let count = |g: &str| self.vrnics.values().filter(|v| v.group == g).count();
+                let infos = self.groups.keys().map(|g| GroupInfo { name: g.clone(), vrnics: count(g) });
+                Ok(Response::Groups(infos.collect()))
+            }
+            Request::GroupRemove { name } => self.remove_group(&name),
+            Request::Attach { name } => self.attach(id, &name, fd),
+            Request::Capture { vrnic, snap } => self.capture(id, vrnic.as_deref(), snap, fd),
+            Request::CaptureStop => {
+                let lost = self.engine.stop_capture(id).ok_or("no capture runs on this connection")?;
+                Ok(Response::Captured { lost })
+            }
+            Request::Status => Ok(Response::Status(Box::new(StatusInfo {
+                pid: std::process::id(),
+                version: env!("CARGO_PKG_VERSION").into(),
+                dir: self.dir.display().to_string(),
+                vrnics: self.vrnics.len(),
+                sessions: self.sessions.len(),
+                wire: self.wire.as_ref().map(|w| WireInfo {
+                    addresses: w.addresses().to_vec(),
+                    peers_file: w.file().display().to_string(),
+                    peers: w.peers().len(),
+                    peers_error: w.error().map(str::to_string),
+                    mtu: w.mtu(),
+                    port: self.engine.port_counters().unwrap_or_default(),
+                    drops: lock(&self.engine.rnic).wire_drops(),
+                }),
+            }))),
+        }
+    }
+
+    fn unknown(&self, name: &str) -> String {
+        format!("there is no vRNIC {name}; `unirdma vrnic ls` lists those that exist")
+    }
+
+    fn remove_group(&mut self, name: &str) -> Answer {
+        if name == DEFAULT_GROUP {
+            return Err("the group `default` always exists".into());
+        }
+        if let Some((v, _)) = self.vrnics.iter().find(|(_, v)| v.group == name) {
+            return Err(format!("group {name} still has the vRNIC {v}; remove its vRNICs first"));
+        }
+        self.groups.remove(name).ok_or(format!("there is no group {name}"))?;
+        self.set_routes();
+        Ok(Response::Done)
+    }
+
+    fn add_vrnic(&mut self, add: &AddVrnic) -> Answer {
+        vrnic::check_name("vRNIC", &add.name)?;
+        if self.vrnics.contains_key(&add.name) {
+            return Err(format!(
+                "vRNIC {} exists already; choose another name or remove it with `unirdma vrnic rm {}`",
+                add.name, add.name
+            ));
+        }
+        let group = add.group.clone().unwrap_or(DEFAULT_GROUP.into());
+        let Some(&group_id) = self.groups.get(&group) else {
+            let known: Vec<&str> = self.groups.keys().map(String::as_str).collect();
+            return Err(format!(
+                "there is no group {group} (there are: {}); create it with `unirdma group add {group}`",
+                known.join(", ")
+            ));
+        };
+        let ips = self.choose_ips(add, &group)?;
+        let mac = vrnic::mac_of(&ips, group_id);
+        if let Some((n, _)) = self.vrnics.iter().find(|(_, v)| v.group == group && v.mac == mac) {
+            return Err(format!("the virtual MAC {mac} of these addresses is that of vRNIC {n}; choose another --ip"));
+        }
+        let d = Limits::default();
+        let limits = Limits {
+            max_qp: add.max_qp.unwrap_or(d.max_qp),
+            max_cq: add.max_cq.unwrap_or(d.max_cq),
+            max_mr: add.max_mr.unwrap_or(d.max_mr),
+            max_mr_bytes: add.max_mr_bytes.unwrap_or(d.max_mr_bytes),
+            ..d
+        };
+        let config = VnicConfig { group: group_id, gids: vrnic::gid_table(&ips, mac), limits };
+        let id = lock(&self.engine.rnic).add_vnic(config).ok_or("too many vRNICs")?;
+        let identity = Arc::new(Identity {
+            vnic: id,
+            config: vrnic::device_config(mac, &limits),
+            name: add.name.clone(),
+            active_mtu: self.wire.as_ref().map_or(vrnic::PORT_MTU, Wire::mtu_code),
+        });
+        let listener = self.listen(&add.name).map_err(|e| {
+            lock(&self.engine.rnic).remove_vnic(id);
+            format!("cannot serve vRNIC {}: {e}", add.name)
+        })?;
+        let v = Vrnic {
+            id,
+            group,
+            ips,
+            mac,
+            identity,
+            limits,
+            listener,
+            attached: None,
+            sessions: 0,
+            budget: RegionBudget::default(),
+        };
+        self.vrnics.insert(add.name.clone(), v);
+        self.info(&add.name).map(|i| Response::Vrnic(Box::new(i))).ok_or_else(|| self.unknown(&add.name))
+    }
+
+    fn choose_ips(&self, add: &AddVrnic, group: &str) -> Result<Vec<IpNet>, String> {
+        let taken = |ip: &IpNet| {
+            let mut members = self.vrnics.iter().filter(|(_, v)| v.group == group);
+            members.find(|(_, v)| v.ips.iter().any(|o| vrnic::same_address(o, ip))).map(|(n, _)| n.clone())
+        };
+        if add.ips.is_empty() {
+            let mut free = (0..0xfffe).map(vrnic::auto_ip).filter(|ip| taken(ip).is_none());
+            return free.next().map(|ip| vec![ip]).ok_or("no automatic address is left; give one with --ip".into());
+        }
+        for (i, ip) in add.ips.iter().enumerate() {
+            if let Some(other) = taken(ip) {
+                return Err(format!(
+                    "{} belongs to vRNIC {other} of group {group} already; choose another --ip or another --group",
+                    ip.addr
+                ));
+            }
+            let again =
+                add.ips[..i].iter().any(|o| vrnic::same_address(o, ip) || o.addr.is_ipv4() && ip.addr.is_ipv4());
+            if again {
+                return Err(format!("{}: a vRNIC has at most one IPv4 address, and no address twice", ip.addr));
+            }
+            if let std::net::IpAddr::V6(v6) = ip.addr
+                && vrnic::is_link_local(v6)
+            {
+                return Err(format!("{v6} is link-local; a vRNIC has one of those by itself"));
+            }
+        }
+        Ok(add.ips.clone())
+    }
+
+    fn listen(&mut self, name: &str) -> io::Result<(u64, UnixListener)> {
+        let dir = vrnic_dir(&self.dir, name);
+        std::fs::create_dir(&dir)?;
+        std::fs::set_permissions(&dir, PermissionsExt::from_mode(0o755))?;
+        let path = dir.join(VHOST_SOCKET);
+        let listener = UnixListener::bind(&path)?;
+        listener.set_nonblocking(true)?;
+        // Who may see the directory may connect: it is mounted into one container only.
+        std::fs::set_permissions(&path, PermissionsExt::from_mode(0o666))?;
+        let token = self.watch(listener.as_fd(), Source::Listener(name.into()), false)?;
+        Ok((token, listener))
+    }
+
+    fn remove_vrnic(&mut self, name: &str, force: bool) -> Answer {
+        let v = self.vrnics.get(name).ok_or_else(|| self.unknown(name))?;
+        if !force && (v.sessions > 0 || v.attached.is_some()) {
+            return Err(format!(
+                "vRNIC {name} is in use ({} sessions); end its container first, or add --force",
+                v.sessions
+            ));
+        }
+        let ids: Vec<u64> = self.sessions.iter().filter(|(_, s)| s.vrnic == name).map(|(&id, _)| id).collect();
+        for id in ids {
+            self.close(id);
+        }
+        if let Some(v) = self.vrnics.remove(name) {
+            let _ = epoll::delete(&self.epoll, &v.listener.1);
+            self.sources.remove(&v.listener.0);
+            if let Some(id) = v.attached {
+                self.switch.remove(id);
+            }
+            lock(&self.engine.rnic).remove_vnic(v.id);
+            let _ = std::fs::remove_dir_all(vrnic_dir(&self.dir, name));
+        }
+        Ok(Response::Done)
+    }
+
+    fn attach(&mut self, id: u64, name: &str, fd: Option<OwnedFd>) -> Answer {
+        let unknown = self.unknown(name);
+        let v = self.vrnics.get_mut(name).ok_or(unknown)?;
+        if v.attached.is_some() {
+            return Err(format!(
+                "vRNIC {name} has a container already; end it first, or give this one a vRNIC of its own"
+            ));
+        }
+        let group = *self.groups.get(&v.group).ok_or("the group is gone")?;
+        let fd = fd.ok_or("attach needs a descriptor")?;
+        self.switch.add(id, fd, group, v.mac).map_err(|e| format!("cannot use that interface: {e}"))?;
+        v.attached = Some(id);
+        Ok(Response::Done)
+    }
+
+    fn capture(&self, id: u64, vrnic: Option<&str>, snap: u32, fd: Option<OwnedFd>) -> Answer {
+        let of = |name: &str| self.vrnics.get(name).map(|v| v.id).ok_or_else(|| self.unknown(name));
+        let vnic = vrnic.map(of).transpose()?;
+        let hosts = self.wire.as_ref().map_or_else(Vec::new, |w| w.addresses().to_vec());
+        let fd = fd.ok_or("capture needs a descriptor")?;
+        if self.engine.start_capture(id, fd, vnic, snap, hosts) {
+            Ok(Response::Done)
+        } else {
+            Err("another capture runs already; end it first".into())
+        }
+    }
+
+    fn info(&self, name: &str) -> Option<VrnicInfo> {
+        let v = self.vrnics.get(name)?;
+        let rnic = lock(&self.engine.rnic);
+        let u = rnic.usage(v.id);
+        Some(VrnicInfo {
+            name: name.into(),
+            group: v.group.clone(),
+            ips: v.ips.clone(),
+            gids: rnic.gids(v.id).iter().map(|g| g.to_string()).collect(),
+            mac: v.mac.to_string(),
+            guid: v.mac.guid().to_string(),
+            mtu: self.wire.as_ref().map_or(vrnic::NET_MTU, Wire::net_mtu),
+            dir: vrnic_dir(&self.dir, name).display().to_string(),
+            attached: v.attached.is_some(),
+            sessions: u.sessions,
+            qps: u.qps,
+            cqs: u.cqs,
+            mrs_mapped: u.mrs_mapped,
+            mrs_copied: u.mrs_copied,
+            bytes_mapped: u.bytes_mapped,
+            bytes_copied: u.bytes_copied,
+            limits: v.limits,
+            counters: rnic.counters(v.id).unwrap_or_default(),
+        })
+    }
+}

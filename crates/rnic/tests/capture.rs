@@ -1,0 +1,139 @@
+//! A capture holds whole packets with right ICRCs, of the network and of messages that never left the host.
+#![allow(missing_docs)]
+
+mod common;
+
+use common::net::{Faults, Net, gid, host};
+use common::*;
+use unirdma_abi as abi;
+use unirdma_formats::net::{ETH_BYTES, Flow, VXLAN_BYTES, VXLAN_PORT};
+use unirdma_formats::pcap::{RECORD_BYTES, records};
+use unirdma_formats::wire::{ICRC_BYTES, Packet, icrc};
+use unirdma_formats::{QpType, WrOpcode};
+use unirdma_rnic::Capture;
+
+/// What was captured at a host: source, destination and opcode of each packet, all checked.
+fn captured(net: &mut Net, at: usize) -> Vec<(String, String, String)> {
+    let all = net.rnics[at].take_captured();
+    let mut packets = Vec::new();
+    for r in records(&all) {
+        let (mut flow, mut payload) = Flow::parse(&r[RECORD_BYTES..]).expect("IP and UDP");
+        if flow.dst_port == VXLAN_PORT {
+            (flow, payload) = Flow::parse(&payload[VXLAN_BYTES + ETH_BYTES..]).expect("IP and UDP in VXLAN");
+        }
+        let (body, crc) = payload.split_last_chunk::<ICRC_BYTES>().unwrap();
+        assert_eq!(icrc(&flow.envelope(), body).to_le_bytes(), *crc, "ICRC");
+        let p = Packet::parse(body).unwrap();
+        packets.push((flow.src.to_string(), flow.dst.to_string(), p.opcode.to_string()));
+    }
+    packets
+}
+
+fn start(net: &mut Net, at: usize, vnic: Option<unirdma_rnic::VnicId>) {
+    net.rnics[at].start_capture(Capture { vnic, snap: 65_535, epoch_ns: 5, hosts: vec![host(at)] });
+}
+
+fn strings(of: &[(&str, &str, &str)]) -> Vec<(String, String, String)> {
+    of.iter().map(|(a, b, c)| (a.to_string(), b.to_string(), c.to_string())).collect()
+}
+
+fn post_all(net: &mut Net) {
+    let (to, data) = (net.ends[1].sge(0, 5000), net.ends[0].sge(0, 1500));
+    net.ends[1].recv(1, &[to]);
+    net.ends[0].post(abi::SqWqe { imm: 5, ..wqe(WrOpcode::SendImm, 1) }, &[data]);
+    let eight = net.ends[0].sge(0, 8);
+    let add = net.remote(WrOpcode::FetchAdd, 2, 0);
+    net.ends[0].post(add, &[eight]);
+    let read = net.remote(WrOpcode::Read, 3, 0);
+    net.ends[0].post(read, &[data]);
+    let bad = abi::SqWqe { rkey: 1, ..net.remote(WrOpcode::Write, 4, 0) };
+    net.ends[0].post(bad, &[data]);
+    net.run(SECOND);
+}
+
+const ALL_OF_IT: [&str; 10] = [
+    "RC SEND first",
+    "RC SEND last with immediate",
+    "RC ACK",
+    "RC fetch and add",
+    "RC atomic ACK",
+    "RC READ request",
+    "RC READ response first",
+    "RC READ response last",
+    "RC WRITE first",
+    "RC ACK",
+];
+
+#[test]
+fn messages_of_one_host_are_the_packets_that_they_would_have_been() {
+    let mut net = Net::hosts(1, &[QpType::Rc, QpType::Rc], 3, Faults::default());
+    net.connect(QpType::Rc, 0, 1, &|a| a);
+    net.connect(QpType::Rc, 1, 0, &|a| a);
+    start(&mut net, 0, None);
+    post_all(&mut net);
+    let got = captured(&mut net, 0);
+    assert_eq!(got.iter().map(|p| p.2.as_str()).collect::<Vec<_>>(), ALL_OF_IT);
+    assert_eq!((got[0].0.as_str(), got[0].1.as_str()), ("10.0.0.1", "10.0.0.2"));
+    assert_eq!((got[2].0.as_str(), got[2].1.as_str()), ("10.0.0.2", "10.0.0.1"));
+    assert_eq!(net.rnics[0].stop_capture(), 0);
+    post_all(&mut net);
+    assert!(captured(&mut net, 0).is_empty());
+}
+
+#[test]
+fn both_hosts_capture_what_went_between_them() {
+    let mut net = Net::of_type(QpType::Rc, 3, Faults::default(), |a| a);
+    start(&mut net, 0, None);
+    start(&mut net, 1, None);
+    post_all(&mut net);
+    for at in 0..2 {
+        let mut got: Vec<String> = captured(&mut net, at).into_iter().map(|p| p.2).collect();
+        let mut want: Vec<String> = ALL_OF_IT.map(String::from).to_vec();
+        // The rest of the refused WRITE was on its way already.
+        want.push("RC WRITE last".into());
+        got.sort();
+        want.sort();
+        assert_eq!(got, want, "host {at}");
+    }
+}
+
+#[test]
+fn datagrams_are_captured_with_their_virtual_addresses() {
+    for hosts in [1, 2] {
+        let mut net = Net::hosts(hosts, &[QpType::Ud; 4], 3, Faults::default());
+        for (a, b) in [(0, 1), (1, 0), (2, 3), (3, 2)] {
+            net.connect(QpType::Ud, a, b, &|a| a);
+        }
+        // Only end 0 is of interest.
+        let vnic = net.ends[0].vnic;
+        start(&mut net, 0, Some(vnic));
+        for (a, b) in [(0, 1), (1, 0), (2, 3)] {
+            let (ah, qpn) = (net.ah(a, b), net.ends[b].qpn);
+            let sge = net.ends[a].sge(0, 33);
+            net.ends[a].post_to(wqe(WrOpcode::Send, 1), ah, qpn, &[sge]);
+            net.run(SECOND);
+        }
+        let (own, peer) = (gid(0).ip().to_string(), gid(1).ip().to_string());
+        let want = strings(&[(&own, &peer, "UD SEND only"), (&peer, &own, "UD SEND only")]);
+        assert_eq!(captured(&mut net, 0), want, "{hosts} hosts");
+    }
+}
+
+#[test]
+fn long_packets_are_cut_and_too_many_are_counted() {
+    let mut net = Net::hosts(1, &[QpType::Rc, QpType::Rc], 3, Faults::default());
+    net.connect(QpType::Rc, 0, 1, &|a| a);
+    net.connect(QpType::Rc, 1, 0, &|a| a);
+    net.rnics[0].start_capture(Capture { vnic: None, snap: 64, epoch_ns: 0, hosts: Vec::new() });
+    let (sge, w) = (net.ends[0].sge(0, 1 << 19), net.remote(WrOpcode::Write, 1, 0));
+    for _ in 0..300 {
+        net.ends[0].post(w, &[sge]);
+        net.run(1000);
+        net.ends[0].poll();
+    }
+    let all = net.rnics[0].take_captured();
+    let count = records(&all).inspect(|r| assert!(r.len() <= RECORD_BYTES + 64)).count();
+    let lost = net.rnics[0].stop_capture();
+    assert_eq!(count as u64 + lost, 300 * (512 + 1));
+    assert!(lost > 0);
+}
