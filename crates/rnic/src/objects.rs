@@ -58,6 +58,8 @@ pub struct WireCounters {
     pub duplicate_request: u64,
     /// Requests received after a gap.
     pub out_of_seq_request: u64,
+    /// ACKs that waited for the program's own reply.
+    pub ack_deferred: u64,
     /// RNR NAKs sent.
     pub send_rnr_err: u64,
     /// RNR NAKs received.

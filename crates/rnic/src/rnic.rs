@@ -123,6 +123,8 @@ pub struct Rnic {
     pub(crate) wire_mtu: u32,
     pub(crate) drops: WireDrops,
     pub(crate) tx: Tx,
+    /// QPs with an ACK that waits, and until when, in order.
+    pub(crate) acks_due: VecDeque<(u64, u32)>,
     /// QPs that wait for room in `tx`.
     pub(crate) tx_waiting: Vec<u32>,
     pub(crate) scratch: Box<[u8]>,
@@ -159,6 +161,7 @@ impl Rnic {
             wire_mtu: MAX_MTU,
             drops: WireDrops::default(),
             tx: Tx::default(),
+            acks_due: VecDeque::new(),
             tx_waiting: Vec::new(),
             tap: None,
             starved: false,
@@ -313,7 +316,8 @@ impl Rnic {
 
     /// When [`Rnic::poll`] must be called again even if nothing rings; `None` for never.
     pub fn next_timeout(&self) -> Option<u64> {
-        self.timers.peek().map(|t| t.0.0)
+        let timer = self.timers.peek().map(|t| t.0.0);
+        timer.into_iter().chain(self.acks_due.front().map(|a| a.0)).min()
     }
 
     /// Moves all outputs to the end of `out`.
@@ -324,7 +328,7 @@ impl Rnic {
     /// Looks at the doorbells and timers, and executes work for a bounded time; true if it found any.
     pub fn poll(&mut self, now: u64) -> bool {
         self.now = now;
-        let mut found = self.scan_bells();
+        let mut found = self.scan_bells() | self.wake_acks();
         if !self.tx.is_full() {
             self.wake_tx_waiting();
         }

@@ -451,8 +451,14 @@ impl Rnic {
                     }
                     return (cost, false);
                 }
-                match rnic.respond(h, w).or_else(|| rnic.request(h, w)) {
-                    Some(c) => cost += c,
+                let answered = rnic.respond(h, w);
+                match answered.or_else(|| rnic.request(h, w)) {
+                    Some(c) => {
+                        if answered.is_none() {
+                            w.resp.hurry();
+                        }
+                        cost += c;
+                    }
                     None => {
                         rnic.arm_wire(h, w);
                         return (cost, false);
@@ -463,6 +469,16 @@ impl Rnic {
             (cost, true)
         });
         turn.unwrap_or((0, false))
+    }
+
+    /// ACKs that have waited long enough go in their QPs' turns.
+    pub(crate) fn wake_acks(&mut self) -> bool {
+        let mut any = false;
+        while let Some((_, h)) = self.acks_due.pop_front_if(|a| a.0 <= self.now) {
+            self.make_runnable(h);
+            any = true;
+        }
+        any
     }
 
     /// There is room in [`Tx`] again.

@@ -15,6 +15,10 @@ use crate::wqe::{NoRecv, RecvDone, take_recv};
 /// Most answers that wait for their turn; what a peer asks for beyond is as if lost, and it asks again.
 const MAX_ANSWERS: usize = 512;
 
+/// The ACK of a message waits so long for the program's own reply: both then take one system call, and the program its
+/// turn first. Nanoseconds.
+const ACK_DELAY_NS: u64 = 5_000;
+
 /// What the responder has to send, in order.
 #[derive(Clone, Copy, Debug)]
 enum Answer {
@@ -66,6 +70,8 @@ pub(crate) struct Responder {
     /// A fatal NAK is on its way: further requests are dropped.
     failed: bool,
     answers: VecDeque<Answer>,
+    /// When an ACK that is alone must go; until then the program's own reply may take it along.
+    ack_due: u64,
     /// The last atomics, to answer duplicates with what was found then (IBTA vol. 1, 9.4.5).
     atomics: VecDeque<(Psn, u64)>,
 }
@@ -85,7 +91,13 @@ impl Responder {
     }
 
     fn ack(&mut self, psn: Psn) {
+        self.ack_due = 0;
         self.push(Answer::Ack { psn, msn: self.msn });
+    }
+
+    /// An ACK alone waits, and what it waits for has come.
+    pub fn hurry(&mut self) {
+        self.ack_due = 0;
     }
 
     /// READs and atomics that wait for their first answer: of those the requester may have so many. Answers to duplicates
@@ -142,7 +154,12 @@ impl Rnic {
                 }
                 let answered = matches!(p.opcode.op, Op::Send(_) | Op::Write(_));
                 if answered && p.ack_req {
+                    let waiting = !w.resp.answers.is_empty();
+                    let due = w.resp.ack_due;
                     w.resp.ack(psn);
+                    if w.resp.message.is_none() {
+                        w.resp.ack_due = if waiting { due } else { self.delay_ack(h) };
+                    }
                 }
             }
             Err(Refusal::NotReady) => {
@@ -396,9 +413,20 @@ impl Rnic {
         Ok(1)
     }
 
-    /// Sends one packet of the oldest answer; its cost, or `None` if there is none.
+    /// Notes that QP `h` has an ACK to send soon; when.
+    fn delay_ack(&mut self, h: u32) -> u64 {
+        let due = self.now.saturating_add(ACK_DELAY_NS);
+        self.acks_due.push_back((due, h));
+        self.count(h, |c| c.ack_deferred += 1);
+        due
+    }
+
+    /// Sends one packet of the oldest answer; its cost, or `None` if there is none, or none yet.
     pub(super) fn respond(&mut self, h: u32, w: &mut Wire) -> Option<u64> {
         let a = *w.resp.answers.front()?;
+        if matches!(a, Answer::Ack { .. }) && w.resp.answers.len() == 1 && self.now < w.resp.ack_due {
+            return None;
+        }
         let q = self.qps.get(h)?;
         let dest = q.attr.dest_qp_num;
         let head = |op: Op, psn: Psn, code: u8, msn: u32| {
