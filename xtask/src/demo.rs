@@ -17,7 +17,7 @@ fn figures(what: &str, (server, client): &(lab::Output, lab::Output)) -> Result<
 }
 
 pub(crate) fn run() -> Result<()> {
-    packages::ensure()?;
+    packages::ensure(&[packages::RUN])?;
     step(1, "building (a few minutes the first time)");
     lab::build()?;
     step(2, "starting the virtual layer: one process, no kernel module, no RDMA hardware");

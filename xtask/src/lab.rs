@@ -7,6 +7,12 @@ use std::time::{Duration, Instant};
 
 use crate::Result;
 
+/// This user's id.
+pub(crate) fn uid() -> u32 {
+    // SAFETY: cannot fail and touches no memory.
+    unsafe { libc::geteuid() }
+}
+
 /// The workspace's directory.
 pub(crate) fn root() -> PathBuf {
     Path::new(env!("CARGO_MANIFEST_DIR")).parent().unwrap_or(Path::new(".")).to_path_buf()
@@ -209,8 +215,7 @@ fn copy_programs(exe: &Path, dir: &Path) -> std::io::Result<PathBuf> {
 
 /// A command as another user, or as this one, in a network namespace or in this one.
 fn command(user: Option<u32>, netns: Option<&str>) -> Command {
-    // SAFETY: reads the user id.
-    let me = unsafe { libc::geteuid() };
+    let me = uid();
     let mut words: Vec<String> = Vec::new();
     if let Some(n) = netns {
         words.extend(["ip", "netns", "exec", n].map(String::from));
@@ -292,6 +297,11 @@ impl TwoHosts {
         two.labs[0].vrnic("a", &["--ip", "10.0.0.1", "--ip", "fd00::1"])?;
         two.labs[1].vrnic("b", &["--ip", "10.0.0.2", "--ip", "fd00::2"])?;
         Ok(two)
+    }
+
+    /// Network namespace of a host.
+    pub fn netns(&self, host: usize) -> &str {
+        &self.names[host]
     }
 
     /// The peers file of a host.

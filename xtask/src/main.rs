@@ -57,11 +57,21 @@ enum Command {
     },
     /// The other end of a TCP measurement
     #[command(hide = true)]
-    TcpPeer { port: u16 },
+    TcpPeer { to: std::net::SocketAddr },
+    /// Measures TCP against a process in another network namespace
+    #[command(hide = true)]
+    TcpBench { listen: std::net::SocketAddr, netns: String },
 }
 
 #[derive(Subcommand)]
 enum Bench {
+    /// Latency and bandwidth between two hosts joined by a veth pair, beside TCP over the same pair; needs root
+    #[command(after_help = "Examples:\n  cargo xtask bench wire\n  cargo xtask bench wire --json > wire.json")]
+    Wire {
+        /// Print JSON instead of tables
+        #[arg(long)]
+        json: bool,
+    },
     /// Latency and bandwidth between two containers of this host, beside TCP loopback and memcpy
     #[command(
         after_help = "Examples:\n  cargo xtask bench local\n  cargo xtask bench local --json > local.json\n  cargo xtask bench local --svg local.svg"
@@ -82,7 +92,9 @@ fn main() -> ExitCode {
         Command::Test { only } => test::run(only.as_deref()),
         Command::Sim { seed, seeds, steps } => test::sim(seed, seeds, steps),
         Command::Bench { what: Bench::Local { json, svg } } => bench::local(json, &svg),
-        Command::TcpPeer { port } => tcp::peer(port),
+        Command::Bench { what: Bench::Wire { json } } => bench::wire(json),
+        Command::TcpPeer { to } => tcp::peer(to),
+        Command::TcpBench { listen, netns } => bench::tcp(listen, &netns),
     };
     match result {
         Ok(()) => ExitCode::SUCCESS,

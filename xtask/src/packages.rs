@@ -2,16 +2,23 @@
 
 use std::process::{Command, Stdio};
 
-use crate::Result;
+use crate::{Result, lab};
 
 /// (a file that shows that the package is there, package).
-const NEEDED: &[(&str, &str)] = &[
+type Needed = &'static [(&'static str, &'static str)];
+
+/// What running programs in containers takes.
+pub(crate) const RUN: Needed = &[
     ("/usr/bin/ib_write_bw", "perftest"),
     ("/usr/bin/ibv_rc_pingpong", "ibverbs-utils"),
     ("/usr/include/infiniband/verbs.h", "libibverbs-dev"),
     ("/usr/bin/gcc", "gcc"),
     ("/usr/sbin/ip", "iproute2"),
     ("/usr/bin/setpriv", "util-linux"),
+];
+
+/// What the tests take beside that.
+pub(crate) const TEST: Needed = &[
     ("/usr/bin/tshark", "tshark"),
     // The virtual machine with the kernel's rxe.
     ("/usr/bin/qemu-system-x86_64", "qemu-system-x86"),
@@ -26,14 +33,14 @@ const NEEDED: &[(&str, &str)] = &[
 ///
 /// # Errors
 /// What to install by hand.
-pub(crate) fn ensure() -> Result<()> {
-    let missing: Vec<&str> = NEEDED.iter().filter(|(f, _)| !std::path::Path::new(f).exists()).map(|p| p.1).collect();
+pub(crate) fn ensure(needed: &[Needed]) -> Result<()> {
+    let missing: Vec<&str> =
+        needed.iter().copied().flatten().filter(|(f, _)| !std::path::Path::new(f).exists()).map(|p| p.1).collect();
     if missing.is_empty() {
         return Ok(());
     }
     eprintln!("installing from Debian: {}", missing.join(" "));
-    // SAFETY: reads the user id.
-    let root = unsafe { libc::geteuid() } == 0;
+    let root = lab::uid() == 0;
     let apt = |args: &[&str]| {
         let mut c = if root { Command::new("apt-get") } else { Command::new("sudo") };
         if !root {

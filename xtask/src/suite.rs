@@ -328,8 +328,7 @@ fn own_labs(s: &mut Suite<'_>) {
 
 /// Two hosts joined by a network: all programs, bad networks, wrong input.
 fn wire(s: &mut Suite<'_>) {
-    // SAFETY: reads the user id.
-    if unsafe { libc::geteuid() } != 0 {
+    if lab::uid() != 0 {
         println!("skipped: two hosts (network namespaces need root)");
         return;
     }
@@ -396,8 +395,7 @@ fn wire(s: &mut Suite<'_>) {
 
 /// The Linux kernel's soft RNIC in a virtual machine as the peer, each program in both directions.
 fn kernel(s: &mut Suite<'_>) {
-    // SAFETY: reads the user id.
-    if unsafe { libc::geteuid() } != 0 {
+    if lab::uid() != 0 {
         println!("skipped: the kernel's rxe (network namespaces need root)");
         return;
     }
@@ -498,8 +496,7 @@ fn wire_wrong_input(s: &mut Suite<'_>) {
 
 /// An id without privileges: `nobody` for root, else this user.
 fn own_user() -> u32 {
-    // SAFETY: reads the user id.
-    match unsafe { libc::geteuid() } {
+    match lab::uid() {
         0 => 65534,
         u => u,
     }

@@ -1,7 +1,7 @@
 //! TCP over loopback between two processes, both spinning: the peer that everything is compared with.
 
 use std::io::{ErrorKind, Read, Write};
-use std::net::{TcpListener, TcpStream};
+use std::net::{Ipv4Addr, SocketAddr, TcpListener, TcpStream};
 use std::process::{Child, Command};
 use std::time::Instant;
 
@@ -37,8 +37,8 @@ fn write_all(s: &mut TcpStream, buf: &[u8]) -> std::io::Result<()> {
 }
 
 /// The other process: takes (size, count, echo) and then messages; answers each, or all at the end.
-pub(crate) fn peer(port: u16) -> Result<()> {
-    let mut s = TcpStream::connect(("127.0.0.1", port)).map_err(text)?;
+pub(crate) fn peer(to: SocketAddr) -> Result<()> {
+    let mut s = TcpStream::connect(to).map_err(text)?;
     s.set_nodelay(true).map_err(text)?;
     s.set_nonblocking(true).map_err(text)?;
     let mut head = [0; 24];
@@ -65,15 +65,23 @@ pub(crate) struct Tcp {
 }
 
 impl Tcp {
-    /// Starts the other process.
+    /// Starts the other process on this machine, over loopback.
     ///
     /// # Errors
     /// What failed.
     pub fn start() -> Result<Tcp> {
-        let listener = TcpListener::bind("127.0.0.1:0").map_err(text)?;
-        let port = listener.local_addr().map_err(text)?.port().to_string();
         let exe = std::env::current_exe().map_err(text)?;
-        let child = Command::new(exe).args(["tcp-peer", &port]).spawn().map_err(text)?;
+        Tcp::start_with((Ipv4Addr::LOCALHOST, 0).into(), Command::new(exe))
+    }
+
+    /// Starts the other process by `peer`, this program in some place, which connects to `listen`.
+    ///
+    /// # Errors
+    /// What failed.
+    pub fn start_with(listen: SocketAddr, mut peer: Command) -> Result<Tcp> {
+        let listener = TcpListener::bind(listen).map_err(text)?;
+        let address = listener.local_addr().map_err(text)?.to_string();
+        let child = peer.args(["tcp-peer", &address]).spawn().map_err(text)?;
         let (stream, _) = listener.accept().map_err(text)?;
         stream.set_nodelay(true).map_err(text)?;
         stream.set_nonblocking(true).map_err(text)?;

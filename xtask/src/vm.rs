@@ -30,6 +30,7 @@ const PROGRAMS: &[&str] = &[
     "ib_read_bw",
     "ib_send_bw",
     "ib_atomic_bw",
+    "ib_write_lat",
 ];
 /// The guest's commands: one connection each, the line in, output and `rc=N` out.
 const SERVE: &str = "#!/bin/sh\nread -r line\nsh -c \"$line\" 2>&1\necho \"rc=$?\"\n";
@@ -135,6 +136,14 @@ impl Parts {
         let rxe = rxe.map(|e| e.path().display().to_string()).find(|p| p.contains("/librxe-"));
         copy_program(&rxe.ok_or(format!("no rxe provider in {providers}"))?, &root)?;
         copy("/etc/libibverbs.d/rxe.driver", &root)?;
+        // Our own programs, for comparisons inside the guest.
+        let ours = lab::unirdma();
+        copy_program(&ours.display().to_string(), &root)?;
+        fs::rename(root.join(ours.strip_prefix("/").unwrap_or(&ours)), root.join("bin/unirdma"))
+            .map_err(failed("unirdma"))?;
+        fs::create_dir_all(root.join("dropin")).map_err(failed("dropin"))?;
+        fs::copy(ours.with_file_name("libibverbs.so"), root.join("dropin/libibverbs.so.1"))
+            .map_err(failed("dropin"))?;
         let insmod: String = modules.iter().map(|m| format!("insmod /modules/{m}\n")).collect();
         let init = format!(
             "#!/bin/sh\nexport PATH=/usr/bin:/bin HOME=/\nmount -t proc proc /proc\nmount -t sysfs sys /sys\n\
@@ -162,11 +171,26 @@ pub(crate) struct Guest {
 }
 
 impl Guest {
-    /// Boots it. Needs root, for the network namespace.
+    /// Boots it, and starts a virtual layer on this side. Needs root, for the network namespace.
     ///
     /// # Errors
     /// What could not be made.
     pub fn start() -> Result<Guest> {
+        let mut g = Guest::boot_alone()?;
+        let peers = g.dir.join("peers");
+        write(peers.clone(), &format!("{GUEST} default {GUEST} foreign\n"), 0o644)?;
+        let peers = peers.display().to_string();
+        let lab = Lab::start_in(None, Some(&g.netns), &["--address", OURS, "--peers", &peers])?;
+        lab.vrnic("v", &["--ip", OURS])?;
+        g.lab = Some(lab);
+        Ok(g)
+    }
+
+    /// Boots it. Needs root, for the network namespace.
+    ///
+    /// # Errors
+    /// What could not be made.
+    pub fn boot_alone() -> Result<Guest> {
         let parts = Parts::make()?;
         let netns = format!("ur{}-vm", std::process::id());
         let dir = std::env::temp_dir().join(format!("unirdma-{netns}"));
@@ -188,11 +212,6 @@ impl Guest {
                 Err(_) => g.power_off(),
             }
         }
-        let peers = g.dir.join("peers");
-        write(peers.clone(), &format!("{GUEST} default {GUEST} foreign\n"), 0o644)?;
-        let lab = Lab::start_in(None, Some(&netns), &["--address", OURS, "--peers", &peers.display().to_string()])?;
-        lab.vrnic("v", &["--ip", OURS])?;
-        g.lab = Some(lab);
         Ok(g)
     }
 

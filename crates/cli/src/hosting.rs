@@ -35,6 +35,12 @@ pub(crate) struct HostArgs {
     /// Largest path MTU to other hosts, in bytes: 256, 512, 1024, 2048 or 4096 [default: what the interface takes]
     #[arg(long, value_name = "BYTES", requires = "peers", value_parser = ["256", "512", "1024", "2048", "4096"])]
     mtu: Option<String>,
+    /// What connections do about congestion: heed losses and ECN marks as DCQCN does, or nothing
+    #[arg(long, value_name = "HOW", requires = "peers", default_value = "dcqcn", value_parser = ["dcqcn", "off"])]
+    congestion_control: String,
+    /// Neither make nor check the invariant CRC; for measurements only, with the same at the peer
+    #[arg(long, hide = true, requires = "peers")]
+    no_icrc: bool,
     /// Percent of incoming packets to lose, to double and to reorder; for tests only
     #[arg(long, value_name = "PERCENT", hide = true, requires = "peers", value_parser = clap::value_parser!(u64).range(0..=50))]
     faults: Option<u64>,
@@ -77,6 +83,8 @@ pub(crate) fn host(dir: PathBuf, args: &HostArgs) -> io::Result<()> {
         addresses: args.address.clone(),
         peers: p.clone(),
         mtu: args.mtu.as_ref().and_then(|m| m.parse().ok()),
+        congestion_control: args.congestion_control != "off",
+        icrc: !args.no_icrc,
         faults: args.faults,
     });
     serve(&HostConfig { dir, engine, wire }, stop.as_fd(), || {

@@ -87,6 +87,11 @@ fn show(v: &VrnicInfo) -> String {
         ("RNR NAKs received", w.rcvd_rnr_err),
         ("sequence NAKs received", w.rcvd_seq_err),
         ("gaps in responses", w.implied_nak),
+        ("ACKs deferred", w.ack_deferred),
+        ("congestion marks received", w.np_ecn_marked_roce_packets),
+        ("congestion notifications sent", w.np_cnp_sent),
+        ("congestion notifications received", w.rp_cnp_handled),
+        ("retries", w.completer_retry_err),
         ("retries exceeded", w.retry_exceeded_err),
         ("RNR retries exceeded", w.retry_rnr_exceeded_err),
     ];
@@ -94,7 +99,40 @@ fn show(v: &VrnicInfo) -> String {
     if !packets.is_empty() {
         rows.push(("packets", packets.join(", ")));
     }
-    table(&rows.into_iter().map(|(k, v)| vec![k.to_string(), v]).collect::<Vec<_>>())
+    let mut text = table(&rows.into_iter().map(|(k, v)| vec![k.to_string(), v]).collect::<Vec<_>>());
+    if !v.queue_pairs.is_empty() {
+        text += "\n\n";
+        text += &queue_pairs(v);
+    }
+    text
+}
+
+/// Most QPs of a vRNIC that a table shows.
+const MAX_SHOWN: usize = 50;
+
+fn queue_pairs(v: &VrnicInfo) -> String {
+    let head = ["QP", "TYPE", "STATE", "PEER", "PEER QP", "HOST", "SENT", "RECEIVED", "AGAIN", "ERRORS"];
+    let mut rows = vec![head.map(String::from).to_vec()];
+    let or_dash = |s: Option<String>| s.unwrap_or_else(|| "-".into());
+    rows.extend(v.queue_pairs.iter().take(MAX_SHOWN).map(|q| {
+        vec![
+            format!("{:#08x}", q.qpn),
+            q.kind.clone(),
+            q.state.clone(),
+            or_dash(q.peer_gid.clone()),
+            or_dash(q.peer_qpn.map(|n| format!("{n:#08x}"))),
+            or_dash(q.peer_host.map(|h| h.to_string())),
+            format!("{}, {}", q.counters.sent_wrs, bytes(q.counters.sent_bytes)),
+            format!("{}, {}", q.counters.received_wrs, bytes(q.counters.received_bytes)),
+            (q.counters.wire.retransmitted_pkts + q.counters.rnr_waits).to_string(),
+            q.counters.errors.to_string(),
+        ]
+    }));
+    let mut text = table(&rows);
+    if let Some(more) = v.queue_pairs.len().checked_sub(MAX_SHOWN).filter(|&n| n > 0) {
+        text += &format!("\n{more} more with --json");
+    }
+    text
 }
 
 fn status(s: &StatusInfo) -> String {

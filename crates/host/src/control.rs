@@ -139,7 +139,9 @@ impl Control {
         wire: Option<Wire>,
     ) -> io::Result<Self> {
         if let Some(w) = &wire {
-            lock(&engine.rnic).set_wire_mtu(w.mtu());
+            let mut rnic = lock(&engine.rnic);
+            rnic.set_wire_mtu(w.mtu());
+            rnic.set_congestion_control(w.congestion_control());
         }
         Ok(Control {
             dir,

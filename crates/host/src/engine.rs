@@ -57,6 +57,9 @@ pub struct Engine {
     changes: AtomicU64,
     runnable: AtomicBool,
     due_ns: AtomicU64,
+    /// Which poller did much in its last round, and until when the others leave it the RNIC.
+    busy_poller: AtomicUsize,
+    busy_until_ns: AtomicU64,
     /// Counts the times the other pollers were woken; they sleep until it moves.
     wakes: Mutex<u64>,
     woken: Condvar,
@@ -83,6 +86,10 @@ const LOOKS_BETWEEN_ROUNDS: u32 = 64;
 const WAKE: u64 = u64::MAX;
 /// Token of the port's descriptors.
 const PORT: u64 = u64::MAX - 1;
+/// A round that took so long did much, nanoseconds.
+const LONG_ROUND_NS: u64 = 10_000;
+/// How long its poller then keeps the RNIC, nanoseconds.
+const KEEP_NS: u64 = 15_000;
 /// Least time that the port is polled after a packet, nanoseconds.
 const PORT_POLL_NS: u64 = 20_000;
 
@@ -124,6 +131,8 @@ impl Engine {
             changes: AtomicU64::new(u64::MAX),
             runnable: AtomicBool::new(false),
             due_ns: AtomicU64::new(u64::MAX),
+            busy_poller: AtomicUsize::new(0),
+            busy_until_ns: AtomicU64::new(0),
             wakes: Mutex::new(0),
             woken: Condvar::new(),
             asleep: AtomicUsize::new(0),
@@ -143,7 +152,7 @@ impl Engine {
                     set.set(core);
                     let _ = rustix::thread::sched_setaffinity(None, &set);
                 }
-                if i == 0 { e.first_poller() } else { e.other_poller() }
+                if i == 0 { e.first_poller() } else { e.other_poller(i) }
             })?;
         }
         Ok(engine)
@@ -272,7 +281,8 @@ impl Engine {
     fn turn(&self, r: &mut Rnic, now: u64) -> bool {
         let Some(port) = &self.port else { return r.poll(now) };
         let mut port = lock(port);
-        let mut moved = self.port_is_polled(now) && port.receive(&mut |from, bytes| r.handle_packet(now, from, bytes));
+        let mut moved = self.port_is_polled(now)
+            && port.receive(&mut |from, congested, bytes| r.handle_packet(now, from, congested, bytes));
         let found = r.poll(now);
         if !r.tx().packets().is_empty() {
             port.send(r.tx());
@@ -320,9 +330,15 @@ impl Engine {
         self.port.as_ref().map(|p| lock(p).counters())
     }
 
-    /// One look at the RNIC; `None` if nothing calls for it or another poller has it.
-    fn round(&self, watch: &mut Watch) -> Option<Round> {
-        if !self.needs_round(watch) {
+    /// A poller that did much, and will do more, keeps the RNIC for a moment: its caches are warm, and the other core
+    /// is for somebody else.
+    fn left_to_other(&self, me: usize) -> bool {
+        self.busy_poller.load(Ordering::Relaxed) != me && self.now() < self.busy_until_ns.load(Ordering::Relaxed)
+    }
+
+    /// One look at the RNIC by poller `me`; `None` if nothing calls for it or another poller has it.
+    fn round(&self, watch: &mut Watch, me: usize) -> Option<Round> {
+        if !self.needs_round(watch) || self.left_to_other(me) {
             return None;
         }
         let out = &mut watch.out;
@@ -341,6 +357,11 @@ impl Engine {
         if idle {
             // Under the lock, so that whoever makes work afterwards sees it.
             self.sleeping.store(true, Ordering::SeqCst);
+        }
+        let end = self.now();
+        if end - now >= LONG_ROUND_NS {
+            self.busy_poller.store(me, Ordering::Relaxed);
+            self.busy_until_ns.store(end + KEEP_NS, Ordering::Relaxed);
         }
         let sleep_ns = r.next_timeout().map(|t| t.saturating_sub(now));
         let starved = r.take_starved();
@@ -375,7 +396,7 @@ impl Engine {
         let idle_rounds = if self.yields { KICK_ROUNDS_YIELDING } else { KICK_ROUNDS_SPINNING };
         while !self.stopping.load(Ordering::SeqCst) {
             rounds = rounds.wrapping_add(1);
-            match self.round(&mut watch) {
+            match self.round(&mut watch, 0) {
                 Some(r) if r.idle => self.listen(r.sleep_ns),
                 Some(r) if r.found => {
                     if self.asleep.load(Ordering::Relaxed) > 0 {
@@ -396,12 +417,12 @@ impl Engine {
         }
     }
 
-    fn other_poller(&self) {
+    fn other_poller(&self, me: usize) {
         let mut watch = Watch::default();
         while !self.stopping.load(Ordering::SeqCst) {
             // Read before the look, so that a wake in between is not lost.
             let seen = *lock(&self.wakes);
-            match self.round(&mut watch) {
+            match self.round(&mut watch, me) {
                 Some(r) if r.idle => {
                     self.asleep.fetch_add(1, Ordering::SeqCst);
                     let mut wakes = lock(&self.wakes);

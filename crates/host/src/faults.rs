@@ -13,7 +13,7 @@ pub(crate) struct FaultyPort {
     percent: u64,
     rng: Rng,
     /// A packet that waits until another one has passed it.
-    held: Option<(IpAddr, Vec<u8>)>,
+    held: Option<(IpAddr, bool, Vec<u8>)>,
 }
 
 impl FaultyPort {
@@ -28,23 +28,23 @@ impl Port for FaultyPort {
         self.inner.send(tx);
     }
 
-    fn receive(&mut self, f: &mut dyn FnMut(IpAddr, &[u8])) -> bool {
+    fn receive(&mut self, f: &mut dyn FnMut(IpAddr, bool, &[u8])) -> bool {
         let FaultyPort { inner, percent, rng, held } = self;
         let mut chance = || rng.next_u64() % 100 < *percent;
-        inner.receive(&mut |from, bytes| {
+        inner.receive(&mut |from, congested, bytes| {
             if chance() {
                 return;
             }
             if held.is_none() && chance() {
-                *held = Some((from, bytes.to_vec()));
+                *held = Some((from, congested, bytes.to_vec()));
                 return;
             }
-            f(from, bytes);
+            f(from, congested, bytes);
             if chance() {
-                f(from, bytes);
+                f(from, congested, bytes);
             }
-            if let Some((from, bytes)) = held.take() {
-                f(from, &bytes);
+            if let Some((from, congested, bytes)) = held.take() {
+                f(from, congested, &bytes);
             }
         })
     }

@@ -49,6 +49,10 @@ pub struct WireConfig {
     pub peers: PathBuf,
     /// Largest path MTU, bytes; `None`: what the interfaces take.
     pub mtu: Option<u32>,
+    /// Heed losses and ECN marks.
+    pub congestion_control: bool,
+    /// Make and check the invariant CRC; false is for measurements between two of our own hosts only.
+    pub icrc: bool,
     /// Percent of incoming packets to lose, to double and to reorder; for tests.
     pub faults: Option<u64>,
 }

@@ -20,8 +20,9 @@ use unirdma_rnic::{Tx, TxPacket};
 pub(crate) trait Port: Send {
     /// Seals and sends packets from the front of `tx`, as many as the network takes now.
     fn send(&mut self, tx: &mut Tx);
-    /// Hands each packet that has come in, its ICRC checked and cut off, to `f` with its sender; a bounded number.
-    fn receive(&mut self, f: &mut dyn FnMut(IpAddr, &[u8])) -> bool;
+    /// Hands each packet that has come in, its ICRC checked and cut off, to `f`, with its sender and whether the network
+    /// has marked it as congested; a bounded number.
+    fn receive(&mut self, f: &mut dyn FnMut(IpAddr, bool, &[u8])) -> bool;
     /// What becomes readable when a packet comes in.
     fn descriptors(&self) -> Vec<BorrowedFd<'_>>;
     /// Totals since the start.
@@ -51,6 +52,8 @@ const BUFFER: usize = 1 << 16;
 /// Wanted socket buffers, bytes.
 const SOCKET_BUFFER: i32 = 16 << 20;
 const SOL_UDP: i32 = 17;
+/// ECT(0) of RFC 3168.
+const ECN_CAPABLE: i32 = 2;
 
 struct Socket {
     addr: IpAddr,
@@ -63,20 +66,22 @@ pub(crate) struct UdpPort {
     buffers: Vec<u8>,
     spaces: HashMap<usize, IdSpace>,
     counters: PortCounters,
+    icrc: bool,
 }
 
 impl UdpPort {
-    /// Binds port 4791 of each address.
+    /// Binds port 4791 of each address; `icrc`: makes and checks it.
     ///
     /// # Errors
     /// One line that says what is wrong and what to do.
-    pub fn open(addresses: &[IpAddr]) -> io::Result<Self> {
+    pub fn open(addresses: &[IpAddr], icrc: bool) -> io::Result<Self> {
         let sockets = addresses.iter().map(|&addr| bind(addr).map(|udp| Socket { addr, udp }));
         Ok(UdpPort {
             sockets: sockets.collect::<io::Result<_>>()?,
             buffers: vec![0; BATCH * BUFFER],
             spaces: HashMap::new(),
             counters: PortCounters::default(),
+            icrc,
         })
     }
 
@@ -122,6 +127,13 @@ fn bind(addr: IpAddr) -> io::Result<UdpSocket> {
     let df = match addr {
         IpAddr::V4(_) => set(libc::IPPROTO_IP, libc::IP_MTU_DISCOVER, libc::IP_PMTUDISC_PROBE),
         IpAddr::V6(_) => set(libc::IPPROTO_IPV6, libc::IPV6_MTU_DISCOVER, libc::IP_PMTUDISC_PROBE),
+    };
+    // The network may mark packets instead of dropping them; a kernel that cannot say so costs congestion control only.
+    let _ = match addr {
+        IpAddr::V4(_) => set(libc::IPPROTO_IP, libc::IP_TOS, ECN_CAPABLE) && set(libc::IPPROTO_IP, libc::IP_RECVTOS, 1),
+        IpAddr::V6(_) => {
+            set(libc::IPPROTO_IPV6, libc::IPV6_TCLASS, ECN_CAPABLE) && set(libc::IPPROTO_IPV6, libc::IPV6_RECVTCLASS, 1)
+        }
     };
     if !df || !set(SOL_UDP, libc::UDP_GRO, 1) {
         return Err(io::Error::new(
@@ -177,10 +189,10 @@ fn sender(s: &libc::sockaddr_storage) -> Option<(IpAddr, u16)> {
     }
 }
 
-/// Room for one control message with an int or shorter.
+/// Room for two control messages with an int each.
 #[repr(C, align(8))]
 #[derive(Clone, Copy)]
-struct Control([u8; 32]);
+struct Control([u8; 64]);
 
 /// How many of `packets`, from the first, one buffer can carry: one path, one size, only the last shorter.
 fn batch(packets: &[TxPacket]) -> usize {
@@ -208,7 +220,7 @@ impl Port for UdpPort {
             let mut headers: [libc::mmsghdr; BATCH] = unsafe { std::mem::zeroed() };
             // SAFETY: as above.
             let mut iovs: [libc::iovec; BATCH] = unsafe { std::mem::zeroed() };
-            let mut controls = [Control([0; 32]); BATCH];
+            let mut controls = [Control([0; 64]); BATCH];
             let mut names = [sockaddr(Ipv4Addr::UNSPECIFIED.into(), 0); BATCH];
             let mut counts = [0; BATCH];
             let Some(socket) = self.socket_for(&tx.packets()[0]) else {
@@ -224,7 +236,7 @@ impl Port for UdpPort {
                 }
                 let n = batch(&tx.packets()[at..]);
                 let src = self.sockets[socket].addr;
-                for i in 0..n {
+                for i in 0..if self.icrc { n } else { 0 } {
                     let p = tx.packets()[at + i];
                     let ip_id = if src.is_ipv4() { i as u16 } else { 0 };
                     seal(tx.bytes(&p), p.outer(), Envelope { src, dst: p.path.to, src_port: ROCE_PORT, ip_id });
@@ -275,7 +287,7 @@ impl Port for UdpPort {
         }
     }
 
-    fn receive(&mut self, f: &mut dyn FnMut(IpAddr, &[u8])) -> bool {
+    fn receive(&mut self, f: &mut dyn FnMut(IpAddr, bool, &[u8])) -> bool {
         let mut any = false;
         for s in 0..self.sockets.len() {
             // SAFETY: all zero is a valid value of each.
@@ -284,7 +296,7 @@ impl Port for UdpPort {
             let mut iovs: [libc::iovec; BATCH] = unsafe { std::mem::zeroed() };
             // SAFETY: as above.
             let mut names: [libc::sockaddr_storage; BATCH] = unsafe { std::mem::zeroed() };
-            let mut controls = [Control([0; 32]); BATCH];
+            let mut controls = [Control([0; 64]); BATCH];
             for (i, buffer) in self.buffers.chunks_exact_mut(BUFFER).enumerate() {
                 iovs[i] = libc::iovec { iov_base: buffer.as_mut_ptr().cast(), iov_len: BUFFER };
                 let h = &mut headers[i].msg_hdr;
@@ -309,15 +321,21 @@ impl Port for UdpPort {
             for i in 0..n.max(0) as usize {
                 any = true;
                 let len = headers[i].msg_len as usize;
-                let segment = segment_bytes(&headers[i].msg_hdr).unwrap_or(len).max(1);
+                let (segment, congested) = notes(&headers[i].msg_hdr);
+                let segment = segment.unwrap_or(len).max(1);
                 let Some((from, src_port)) = sender(&names[i]) else { continue };
                 let whole = &self.buffers[i * BUFFER..i * BUFFER + len];
                 for (number, packet) in whole.chunks(segment).enumerate() {
                     self.counters.received += 1;
                     let ip_id = if addr.is_ipv4() { number as u16 } else { 0 };
                     let e = Envelope { src: from, dst: *addr, src_port, ip_id };
-                    match open(&mut self.spaces, &e, packet) {
-                        Some(body) => f(from, body),
+                    let body = if self.icrc {
+                        open(&mut self.spaces, &e, packet)
+                    } else {
+                        packet.split_last_chunk::<ICRC_BYTES>().map(|s| s.0)
+                    };
+                    match body {
+                        Some(body) => f(from, congested, body),
                         None => self.counters.icrc_errors += 1,
                     }
                 }
@@ -335,14 +353,27 @@ impl Port for UdpPort {
     }
 }
 
-/// Size of the packets that the kernel has joined.
-fn segment_bytes(h: &libc::msghdr) -> Option<usize> {
-    // SAFETY: the kernel has filled in the control buffer and its length; the macros stay inside.
+/// Size of the packets that the kernel has joined, and whether they carry a congestion mark. It joins only packets that
+/// are alike in this.
+fn notes(h: &libc::msghdr) -> (Option<usize>, bool) {
+    const CONGESTION_EXPERIENCED: u8 = 3;
+    let (mut segment, mut marks) = (None, 0u8);
+    // SAFETY: the kernel has filled in the control buffer and its length; the macros stay inside. The first byte of an
+    // int in host order holds its low bits.
     unsafe {
-        let c = libc::CMSG_FIRSTHDR(h);
-        let is_size = !c.is_null() && (*c).cmsg_level == SOL_UDP && (*c).cmsg_type == libc::UDP_GRO;
-        is_size.then(|| libc::CMSG_DATA(c).cast::<i32>().read_unaligned() as usize)
+        let mut c = libc::CMSG_FIRSTHDR(h);
+        while !c.is_null() {
+            let data = libc::CMSG_DATA(c);
+            match ((*c).cmsg_level, (*c).cmsg_type) {
+                (SOL_UDP, libc::UDP_GRO) => segment = Some(data.cast::<i32>().read_unaligned() as usize),
+                (libc::IPPROTO_IP, libc::IP_TOS) => marks = *data,
+                (libc::IPPROTO_IPV6, libc::IPV6_TCLASS) => marks = data.cast::<i32>().read_unaligned() as u8,
+                _ => {}
+            }
+            c = libc::CMSG_NXTHDR(h, c);
+        }
     }
+    (segment, marks & 3 == CONGESTION_EXPERIENCED)
 }
 
 /// The body of a packet whose ICRC is right.
@@ -417,11 +448,11 @@ mod tests {
 
     #[test]
     fn packets_travel_between_two_addresses() {
-        let mut a = UdpPort::open(&["127.0.47.1".parse().unwrap()]).unwrap();
+        let mut a = UdpPort::open(&["127.0.47.1".parse().unwrap()], true).unwrap();
         let b = "127.0.47.2".parse().unwrap();
-        let mut b_port = UdpPort::open(&[b]).unwrap();
-        assert_eq!(UdpPort::open(&[b]).err().unwrap().kind(), io::ErrorKind::AddrInUse);
-        let none = UdpPort::open(&["203.0.113.1".parse().unwrap()]);
+        let mut b_port = UdpPort::open(&[b], true).unwrap();
+        assert_eq!(UdpPort::open(&[b], true).err().unwrap().kind(), io::ErrorKind::AddrInUse);
+        let none = UdpPort::open(&["203.0.113.1".parse().unwrap()], true);
         assert!(none.err().unwrap().to_string().contains("no address of this host"));
         let mut tx = Tx::default();
         for i in 0..200u32 {
@@ -429,7 +460,7 @@ mod tests {
         }
         a.send(&mut tx);
         let mut got = Vec::new();
-        while b_port.receive(&mut |from, bytes| got.push((from, bytes.to_vec()))) {}
+        while b_port.receive(&mut |from, _, bytes| got.push((from, bytes.to_vec()))) {}
         assert_eq!(got.len(), 200);
         assert!(got.iter().enumerate().all(|(i, g)| g.0.to_string() == "127.0.47.1" && g.1[0] == i as u8));
         assert_eq!((a.counters().sent, b_port.counters().icrc_errors), (200, 0));

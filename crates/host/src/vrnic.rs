@@ -5,7 +5,7 @@ use std::net::{IpAddr, Ipv4Addr, Ipv6Addr};
 use serde::{Deserialize, Serialize};
 use unirdma_abi as abi;
 use unirdma_formats::{Gid, Mac};
-use unirdma_rnic::{Counters, Limits};
+use unirdma_rnic::{Counters, Limits, QpInfo};
 
 /// An address with its prefix length.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
@@ -84,6 +84,9 @@ pub struct VrnicInfo {
     pub bytes_copied: u64,
     pub limits: Limits,
     pub counters: Counters,
+    /// Its QPs; left out of lists.
+    #[serde(default)]
+    pub queue_pairs: Vec<QpInfo>,
 }
 
 /// MTU of the containers' interfaces, bytes.

@@ -25,6 +25,7 @@ pub(crate) struct Wire {
     error: Option<String>,
     mtu_code: u8,
     net_mtu: u32,
+    congestion_control: bool,
     changes: OwnedFd,
 }
 
@@ -34,7 +35,7 @@ impl Wire {
     /// # Errors
     /// One line: an address, the port or the MTU does not fit this host, or the file is bad.
     pub fn open(c: &WireConfig) -> io::Result<(Box<dyn Port>, Wire)> {
-        let port = UdpPort::open(&c.addresses)?;
+        let port = UdpPort::open(&c.addresses, c.icrc)?;
         let (mut fits, mut net_mtu) = (u32::MAX, vrnic::NET_MTU);
         for &a in &c.addresses {
             let mtu = interface_mtu(a)?;
@@ -68,6 +69,7 @@ impl Wire {
             error: None,
             mtu_code,
             net_mtu,
+            congestion_control: c.congestion_control,
             changes,
         };
         wire.peers = wire.read().map_err(|e| io::Error::new(io::ErrorKind::InvalidInput, e))?;
@@ -134,6 +136,10 @@ impl Wire {
     /// MTU of the containers' interfaces: their frames go through the tunnel whole.
     pub fn net_mtu(&self) -> u32 {
         self.net_mtu
+    }
+    /// Heed losses and ECN marks.
+    pub fn congestion_control(&self) -> bool {
+        self.congestion_control
     }
     /// Largest path MTU as a code.
     pub fn mtu_code(&self) -> u8 {

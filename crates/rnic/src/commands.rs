@@ -10,7 +10,7 @@ use unirdma_mem::{Bell, CqRing};
 use crate::attr;
 use crate::datagram::Backlog;
 use crate::mr::{Backing, Mr, Resolve};
-use crate::objects::{Cq, CreateQp, Pd, Qp, SessionId, VnicId, Wait};
+use crate::objects::{Counters, Cq, CreateQp, Pd, Qp, SessionId, VnicId, Wait};
 use crate::rnic::Rnic;
 use crate::wire::Wire;
 
@@ -253,6 +253,7 @@ impl Rnic {
             established: false,
             wire: None,
             backlog: Backlog::default(),
+            counters: Counters::default(),
         };
         let Some(h) = self.qps.insert_with(|_| qp) else {
             return Err(Status::Exhausted);
@@ -363,11 +364,12 @@ impl Rnic {
             self.reset_qp(h);
             return Ok(());
         }
+        let adapts = self.adapts;
         let Some(q) = self.qps.get_mut(h) else { return Err(Status::BadHandle) };
         q.peer_vnic = peer_vnic;
         match (&mut q.wire, path) {
             (Some(w), Some(path)) => w.path = path,
-            (_, path) => q.wire = path.map(|p| Box::new(Wire::new(p))),
+            (_, path) => q.wire = path.map(|p| Box::new(Wire::new(p, adapts))),
         }
         apply(q, mask, a);
         let was = q.state;

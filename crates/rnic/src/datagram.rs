@@ -156,7 +156,7 @@ impl Rnic {
                 }
                 let inside = if let Target::There(_, vni) = target { Some((vni, flow)) } else { None };
                 let sent = self.tx.push_datagram(path, inside, &head, len, |to| tables.load(local, 0, to));
-                self.count(h, |c| c.sent_pkts += 1);
+                self.count(h, |c| c.wire.sent_pkts += 1);
                 if sent.is_ok() {
                     self.tap_sent(h);
                 }
@@ -189,10 +189,7 @@ impl Rnic {
             return self.count_dropped(h);
         }
         if qkey != q.attr.qkey {
-            if let Some(v) = self.vnic_of_qp(h) {
-                v.counters.qkey_violations += 1;
-            }
-            return;
+            return self.count(h, |c| c.qkey_violations += 1);
         }
         if !q.backlog.is_empty() {
             self.drain_backlog(h);
@@ -280,7 +277,7 @@ impl Rnic {
             self.drops.bad_state += 1;
             return;
         }
-        self.count(h, |c| c.rcvd_pkts += 1);
+        self.count(h, |c| c.wire.rcvd_pkts += 1);
         let imm = (p.opcode.extra == Extra::Imm).then_some(p.extra);
         let note = Note { imm, src_qp: p.deth.src_qp, solicited: p.solicited };
         self.accept(h, p.deth.qkey, flow, p.payload, note);

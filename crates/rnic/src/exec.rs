@@ -12,7 +12,7 @@ use unirdma_formats::{
 use unirdma_mem::{Fault, atomic_u64};
 
 use crate::access::{Side, Tables, list, local_side, remote_access, remote_side};
-use crate::objects::{Qp, Wait, Work};
+use crate::objects::{Counters, Qp, Wait, Work};
 use crate::rnic::{OP_COST, Rnic};
 use crate::wqe::{NoRecv, RecvDone, load, take_recv};
 
@@ -302,10 +302,8 @@ impl Rnic {
         let packets = psn_count(w.total, mtu);
         if op.consumes_recv() {
             self.finish_local(ph, h, w, WcStatus::Success);
-        } else if op != WrOpcode::Read
-            && let Some(v) = self.vnic_of_qp(ph)
-        {
-            v.counters.received_bytes += w.total;
+        } else if op != WrOpcode::Read {
+            self.count(ph, |c| c.received_bytes += w.total);
         }
         if self.tap.is_some() {
             self.tap_request(h, w, op, syndrome::ACK);
@@ -374,9 +372,7 @@ impl Rnic {
             q.wait = Wait::Rnr;
         }
         self.arm_timer(h, delay);
-        if let Some(v) = self.vnic_of_qp(h) {
-            v.counters.rnr_waits += 1;
-        }
+        self.count(h, |c| c.rnr_waits += 1);
         Outcome::Waits
     }
 
@@ -389,9 +385,7 @@ impl Rnic {
         let was = std::mem::replace(&mut q.wait, Wait::No);
         if was == Wait::Ack {
             let answers = self.answering_peer(h).is_some();
-            if let Some(v) = self.vnic_of_qp(h) {
-                v.counters.timeouts += 1;
-            }
+            self.count(h, |c| c.timeouts += 1);
             let Some(q) = self.qps.get_mut(h) else { return };
             let Some(mut w) = q.work.take() else { return };
             let exhausted = !answers && w.retries_left == 0;
@@ -445,13 +439,15 @@ impl Rnic {
 
     /// A message for unreliable QP `h` was dropped.
     pub(crate) fn count_dropped(&mut self, h: u32) {
-        if let Some(v) = self.vnic_of_qp(h) {
-            v.counters.dropped += 1;
-        }
+        self.count(h, |c| c.dropped += 1);
     }
 
-    pub(crate) fn vnic_of_qp(&mut self, h: u32) -> Option<&mut crate::objects::Vnic> {
-        let v = self.qps.get(h)?.vnic;
-        self.vnics.get_mut(v.0)
+    /// Counts something for a QP and its vRNIC.
+    pub(crate) fn count(&mut self, h: u32, f: impl Fn(&mut Counters)) {
+        let Some(q) = self.qps.get_mut(h) else { return };
+        f(&mut q.counters);
+        if let Some(v) = self.vnics.get_mut(q.vnic.0) {
+            f(&mut v.counters);
+        }
     }
 }

@@ -33,6 +33,6 @@ pub use capture::Capture;
 pub use datagram::DATAGRAM_MAC;
 pub use keys::{KeyCipher, Rng};
 pub use mr::{Backing, Resolve};
-pub use objects::{Counters, CreateQp, SessionId, VnicId, WireCounters};
+pub use objects::{Counters, CreateQp, QpInfo, SessionId, VnicId, WireCounters};
 pub use rnic::{Limits, Output, Rnic, Usage, VnicConfig};
 pub use wire::{MAX_OUTER_BYTES, Path, Route, Tx, TxPacket, WireDrops};

@@ -20,7 +20,7 @@ pub struct VnicId(pub u32);
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
 pub struct SessionId(pub u32);
 
-/// What a vRNIC has done, since it was created.
+/// What a vRNIC has done, or one of its QPs, since it was created.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, serde::Serialize, serde::Deserialize)]
 pub struct Counters {
     /// Work requests completed with success, as requester.
@@ -45,7 +45,7 @@ pub struct Counters {
     pub wire: WireCounters,
 }
 
-/// Packets of a vRNIC, under the names that rxe gives them in `hw_counters`.
+/// Packets of a vRNIC or of one of its QPs, under the names of rxe's `hw_counters`, and for congestion those of mlx5's.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, serde::Serialize, serde::Deserialize)]
 pub struct WireCounters {
     /// Packets sent.
@@ -68,6 +68,18 @@ pub struct WireCounters {
     pub rcvd_seq_err: u64,
     /// Gaps noticed in READ and atomic responses.
     pub implied_nak: u64,
+    /// Times requests were sent again because their answers did not come.
+    pub completer_retry_err: u64,
+    /// SENDs completed as requester.
+    pub rdma_sends: u64,
+    /// SENDs received.
+    pub rdma_recvs: u64,
+    /// Packets received that the network had marked as congested (ECN).
+    pub np_ecn_marked_roce_packets: u64,
+    /// Congestion notifications sent.
+    pub np_cnp_sent: u64,
+    /// Congestion notifications received.
+    pub rp_cnp_handled: u64,
     /// Requests given up because nobody answered.
     pub retry_exceeded_err: u64,
     /// Requests given up because the peer never had a receive.
@@ -224,6 +236,26 @@ pub(crate) struct Qp {
     pub wire: Option<Box<Wire>>,
     /// Datagrams that wait a moment for a receive.
     pub backlog: Backlog,
+    pub counters: Counters,
+}
+
+/// A QP as it is shown.
+#[derive(Clone, Debug, PartialEq, Eq, serde::Serialize, serde::Deserialize)]
+pub struct QpInfo {
+    /// Its number.
+    pub qpn: u32,
+    /// RC, UC or UD.
+    pub kind: String,
+    /// Its state.
+    pub state: String,
+    /// GID that it is connected to.
+    pub peer_gid: Option<String>,
+    /// QP that it is connected to.
+    pub peer_qpn: Option<u32>,
+    /// The peer's host, if it is another one.
+    pub peer_host: Option<std::net::IpAddr>,
+    /// What it has done.
+    pub counters: Counters,
 }
 
 impl Qp {

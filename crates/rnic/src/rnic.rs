@@ -11,7 +11,7 @@ use crate::capture::Tap;
 use crate::datagram::{Ah, Backlog};
 use crate::keys::Rng;
 use crate::mr::{Backing, MrTable};
-use crate::objects::{Counters, Cq, Pd, Qp, Session, SessionId, Vnic, VnicId};
+use crate::objects::{Counters, Cq, Pd, Qp, QpInfo, Session, SessionId, Vnic, VnicId};
 use crate::slab::Slab;
 use crate::wire::{Route, Tx, WireDrops};
 
@@ -121,6 +121,8 @@ pub struct Rnic {
     pub(crate) routes: HashMap<(u32, Gid), Route>,
     /// Largest path MTU to other hosts, bytes.
     pub(crate) wire_mtu: u32,
+    /// Congestion control is on.
+    pub(crate) adapts: bool,
     pub(crate) drops: WireDrops,
     pub(crate) tx: Tx,
     /// QPs with an ACK that waits, and until when, in order.
@@ -159,6 +161,7 @@ impl Rnic {
             outputs: VecDeque::new(),
             routes: HashMap::new(),
             wire_mtu: MAX_MTU,
+            adapts: true,
             drops: WireDrops::default(),
             tx: Tx::default(),
             acks_due: VecDeque::new(),
@@ -215,6 +218,20 @@ impl Rnic {
             *bytes = bytes.saturating_add(m.len);
         }
         u
+    }
+
+    /// The QPs of a vRNIC.
+    pub fn queue_pairs(&self, id: VnicId) -> Vec<QpInfo> {
+        let name = |q: &Qp| QpInfo {
+            qpn: q.qpn,
+            kind: format!("{:?}", q.typ).to_uppercase(),
+            state: format!("{:?}", q.state).to_uppercase(),
+            peer_gid: (q.attr.ah_attr.is_global != 0).then(|| Gid(q.attr.ah_attr.grh.dgid).to_string()),
+            peer_qpn: (q.attr.ah_attr.is_global != 0).then_some(q.attr.dest_qp_num),
+            peer_host: q.wire.as_ref().map(|w| w.path.to),
+            counters: q.counters,
+        };
+        self.qps.iter().filter(|(_, q)| q.vnic == id).map(|(_, q)| name(q)).collect()
     }
 
     /// GID table of a vRNIC.

@@ -27,16 +27,16 @@ impl Rnic {
             ..abi::Cqe::default()
         };
         let cq = q.send_cq;
-        if let Some(v) = self.vnic_of_qp(h) {
-            match status {
-                WcStatus::Success => {
-                    v.counters.sent_wrs += 1;
-                    v.counters.sent_bytes += w.total;
-                }
-                WcStatus::WrFlushErr => {}
-                _ => v.counters.errors += 1,
+        let is_send = op.is_some_and(|o| matches!(o, WrOpcode::Send | WrOpcode::SendImm));
+        self.count(h, |c| match status {
+            WcStatus::Success => {
+                c.sent_wrs += 1;
+                c.sent_bytes += w.total;
+                c.wire.rdma_sends += u64::from(is_send);
             }
-        }
+            WcStatus::WrFlushErr => {}
+            _ => c.errors += 1,
+        });
         if signaled {
             self.complete(cq, cqe, false);
         }
@@ -62,14 +62,15 @@ impl Rnic {
             ..abi::Cqe::default()
         };
         let cq = p.recv_cq;
-        if let Some(v) = self.vnic_of_qp(ph) {
+        self.count(ph, |c| {
             if d.status == WcStatus::Success {
-                v.counters.received_wrs += 1;
-                v.counters.received_bytes += d.byte_len;
+                c.received_wrs += 1;
+                c.received_bytes += d.byte_len;
+                c.wire.rdma_recvs += u64::from(!d.write);
             } else {
-                v.counters.errors += 1;
+                c.errors += 1;
             }
-        }
+        });
         self.complete(cq, cqe, d.solicited);
     }
 

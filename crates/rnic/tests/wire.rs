@@ -9,7 +9,7 @@ use common::net::{Faults, Net, host};
 use common::*;
 use unirdma_abi as abi;
 use unirdma_formats::wire::{Op, Opcode, Packet, Reth, Transport};
-use unirdma_formats::{WcStatus, WrOpcode, attr_mask as m, send_flags};
+use unirdma_formats::{QpType, WcStatus, WrOpcode, attr_mask as m, send_flags};
 use unirdma_rnic::Rng;
 
 /// Rounds of eight random requests from end 0 to end 1, each with memory of its own; checked when all are done.
@@ -167,7 +167,7 @@ fn nonsense_from_the_peer_costs_its_own_connection_only() {
                 bytes[at] ^= r as u8;
             }
             let now = net.now;
-            net.rnics[to].handle_packet(now, host(1 - to), &bytes);
+            net.rnics[to].handle_packet(now, host(1 - to), false, &bytes);
             if i % 16 == 0 {
                 net.run(1000);
             }
@@ -283,6 +283,34 @@ fn a_receive_that_is_too_short_fails_both_sides() {
     assert_eq!(status(&net.ends[1].done()), WcStatus::LocLenErr);
 }
 
+/// A marked network slows its sender down; without congestion control it does not.
+#[test]
+fn congestion_marks_shrink_the_window() {
+    let mut time = Vec::new();
+    for (marked, control) in [(false, true), (true, true), (true, false)] {
+        let mut net = Net::hosts(2, &[QpType::Rc, QpType::Rc], 3, Faults::default());
+        for i in 0..2 {
+            net.rnics[i].set_congestion_control(control);
+            net.connect(QpType::Rc, i, 1 - i, &|a| a);
+        }
+        net.congested = marked;
+        let (sge, w) = (net.ends[0].sge(0, 900_000), net.remote(WrOpcode::Write, 1, 0));
+        net.ends[0].post(w, &[sge]);
+        let start = net.now;
+        while net.ends[0].poll().is_empty() {
+            net.run(10_000);
+        }
+        time.push(net.now - start);
+        let (sender, receiver) = (net.counters(0).wire, net.counters(1).wire);
+        assert_eq!(receiver.np_ecn_marked_roce_packets > 800, marked);
+        assert_eq!(sender.rp_cnp_handled > 0, marked && control);
+        assert_eq!(receiver.np_cnp_sent, sender.rp_cnp_handled);
+        // At most one notification in 50 us.
+        assert!(receiver.np_cnp_sent <= 1 + time[time.len() - 1] / 50_000);
+    }
+    assert!(time[1] > 3 * time[0] && time[2] <= time[0], "{time:?}");
+}
+
 #[test]
 fn forged_packets_change_nothing() {
     let mut net = Net::new(3, Faults::default(), |a| a);
@@ -301,10 +329,10 @@ fn forged_packets_change_nothing() {
         b
     };
     // Another host; no such QP; a foreign P_Key; garbage.
-    net.rnics[1].handle_packet(0, IpAddr::from([192, 168, 0, 9]), &bytes(&p));
-    net.rnics[1].handle_packet(0, host(0), &bytes(&Packet { dest_qp: p.dest_qp ^ 1, ..p }));
-    net.rnics[1].handle_packet(0, host(0), &bytes(&Packet { pkey: 0x1234, ..p }));
-    net.rnics[1].handle_packet(0, host(0), &bytes(&p)[..20]);
+    net.rnics[1].handle_packet(0, IpAddr::from([192, 168, 0, 9]), false, &bytes(&p));
+    net.rnics[1].handle_packet(0, host(0), false, &bytes(&Packet { dest_qp: p.dest_qp ^ 1, ..p }));
+    net.rnics[1].handle_packet(0, host(0), false, &bytes(&Packet { pkey: 0x1234, ..p }));
+    net.rnics[1].handle_packet(0, host(0), false, &bytes(&p)[..20]);
     let d = net.rnics[1].wire_drops();
     assert_eq!((d.wrong_source, d.no_qp, d.bad_pkey, d.malformed), (1, 1, 1, 1));
     net.run(SECOND);

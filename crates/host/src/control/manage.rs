@@ -8,7 +8,10 @@ impl Control {
             Request::VrnicAdd(add) => self.add_vrnic(&add),
             Request::VrnicList => Ok(Response::Vrnics(self.vrnics.keys().filter_map(|n| self.info(n)).collect())),
             Request::VrnicShow { name } => {
-                self.info(&name).map(|i| Response::Vrnic(Box::new(i))).ok_or_else(|| self.unknown(&name))
+                let v = self.vrnics.get(&name).ok_or_else(|| self.unknown(&name))?;
+                let mut info = self.info(&name).ok_or_else(|| self.unknown(&name))?;
+                info.queue_pairs = lock(&self.engine.rnic).queue_pairs(v.id);
+                Ok(Response::Vrnic(Box::new(info)))
             }
             Request::VrnicRemove { name, force } => self.remove_vrnic(&name, force),
             Request::GroupAdd { name } => {
@@ -248,6 +251,7 @@ impl Control {
             bytes_copied: u.bytes_copied,
             limits: v.limits,
             counters: rnic.counters(v.id).unwrap_or_default(),
+            queue_pairs: Vec::new(),
         })
     }
 }

@@ -11,12 +11,14 @@ use std::collections::VecDeque;
 use std::net::IpAddr;
 
 use unirdma_formats::net::{ETH_BYTES, Flow, MAX_IP_UDP_BYTES, VXLAN_BYTES, vxlan};
-use unirdma_formats::wire::{DEFAULT_PKEY, ICRC_BYTES, MAX_HEADER_BYTES, Op, Packet, Transport, padding};
+use unirdma_formats::wire::{
+    DEFAULT_PKEY, Extra, ICRC_BYTES, MAX_HEADER_BYTES, Op, Opcode, Packet, Transport, padding,
+};
 use unirdma_formats::{Gid, Psn, QpState, QpType};
 use unirdma_mem::Fault;
 
 use crate::datagram::ethernet;
-use crate::objects::{VnicId, Wait, WireCounters, Work};
+use crate::objects::{VnicId, Wait, Work};
 use crate::rnic::Rnic;
 pub(crate) use requester::request_packet;
 pub(crate) use responder::Responder;
@@ -239,27 +241,44 @@ pub(crate) struct Wire {
     /// It stands among those that wait for room in [`Tx`].
     waits_for_tx: bool,
     cc: Window,
+    /// When the peer may be told of congestion again.
+    cnp_after: u64,
     pub resp: Responder,
 }
 
-/// Packets that may be without an answer: grows with each one, halves with each loss or congestion notification.
+/// Packets that may be without an answer. It grows with each one, halves with each loss, and yields to congestion
+/// notifications as DCQCN does (SIGCOMM 2015): by half of `alpha`, an estimate of how many packets are marked.
 struct Window {
     packets: u32,
     threshold: u32,
     acked: u32,
+    /// In 1024ths.
+    alpha: u32,
     /// Losses before this PSN belong to the last cut.
     cut_until: Psn,
+    /// False: always [`WINDOW_MAX`].
+    adapts: bool,
 }
 
 const WINDOW_MIN: u32 = 4;
 const WINDOW_START: u32 = 64;
 const WINDOW_MAX: u32 = 512;
+const ALPHA_ONE: u32 = 1024;
+/// `alpha` moves by this part of its distance (DCQCN's g is 1/256 for a rate; a window sees fewer events).
+const ALPHA_GAIN: u32 = 16;
+/// Least time between two congestion notifications to one QP, ns (DCQCN's N).
+const CNP_INTERVAL_NS: u64 = 50_000;
 
 impl Window {
-    fn new() -> Self {
-        Window { packets: WINDOW_START, threshold: WINDOW_MAX, acked: 0, cut_until: Psn::new(0) }
+    fn new(adapts: bool) -> Self {
+        let packets = if adapts { WINDOW_START } else { WINDOW_MAX };
+        Window { packets, threshold: WINDOW_MAX, acked: 0, alpha: ALPHA_ONE, cut_until: Psn::new(0), adapts }
     }
+
     fn grow(&mut self, packets: u32) {
+        if !self.adapts {
+            return;
+        }
         if self.packets < self.threshold {
             self.packets = (self.packets + packets).min(WINDOW_MAX);
             return;
@@ -267,22 +286,38 @@ impl Window {
         self.acked += packets;
         if self.acked >= self.packets {
             self.acked = 0;
+            self.alpha -= self.alpha / ALPHA_GAIN;
             self.packets = (self.packets + 1).min(WINDOW_MAX);
         }
     }
+
+    /// A packet was lost.
     fn cut(&mut self, una: Psn, high: Psn) {
         if una.is_before(self.cut_until) {
             return;
         }
         self.cut_until = high;
-        self.packets = (self.packets / 2).max(WINDOW_MIN);
-        self.threshold = self.packets;
-        self.acked = 0;
+        self.shrink(ALPHA_ONE);
+    }
+
+    /// The network is congested.
+    fn notified(&mut self) {
+        self.alpha = self.alpha - self.alpha / ALPHA_GAIN + ALPHA_ONE / ALPHA_GAIN;
+        self.shrink(self.alpha);
+    }
+
+    fn shrink(&mut self, alpha: u32) {
+        if self.adapts {
+            self.packets = (self.packets - self.packets * alpha / (2 * ALPHA_ONE)).max(WINDOW_MIN);
+            self.threshold = self.packets;
+            self.acked = 0;
+        }
     }
 }
 
 impl Wire {
-    pub fn new(path: Path) -> Self {
+    /// The state of a new connection; `adapts`: to congestion.
+    pub fn new(path: Path, adapts: bool) -> Self {
         Wire {
             path,
             flight: VecDeque::new(),
@@ -299,7 +334,8 @@ impl Wire {
             timer_at: u64::MAX,
             recovering: false,
             waits_for_tx: false,
-            cc: Window::new(),
+            cc: Window::new(adapts),
+            cnp_after: 0,
             resp: Responder::default(),
         }
     }
@@ -342,6 +378,12 @@ impl Rnic {
         self.wire_mtu = bytes;
     }
 
+    /// Turns congestion control on or off, for connections made from now on: without it losses and notifications change
+    /// no window, and no notification is sent.
+    pub fn set_congestion_control(&mut self, on: bool) {
+        self.adapts = on;
+    }
+
     /// What came in for no QP.
     pub fn wire_drops(&self) -> WireDrops {
         self.drops
@@ -360,8 +402,9 @@ impl Rnic {
         Some(Path { to: r.host, from: r.foreign.then(|| own.ip()) })
     }
 
-    /// A packet came in from `from`; `bytes` are all from the BTH up to the ICRC, which the port has checked.
-    pub fn handle_packet(&mut self, now: u64, from: IpAddr, bytes: &[u8]) {
+    /// A packet came in from `from`; `bytes` are all from the BTH up to the ICRC, which the port has checked. `congested`:
+    /// the network has marked it (ECN, RFC 3168).
+    pub fn handle_packet(&mut self, now: u64, from: IpAddr, congested: bool, bytes: &[u8]) {
         self.now = now;
         let Some((h, p)) = self.find_target(bytes) else { return };
         let Some(q) = self.qps.get(h) else { return };
@@ -388,14 +431,42 @@ impl Rnic {
             return;
         }
         let path = wire.path;
-        self.count(h, |c| c.rcvd_pkts += 1);
+        self.count(h, |c| c.wire.rcvd_pkts += 1);
         self.tap_received(h, path, bytes);
-        self.with_wire(h, |rnic, w| match p.opcode.op {
-            Op::Ack | Op::AtomicAck | Op::ReadResponse(_) => rnic.on_response(h, w, &p),
-            Op::Cnp => w.cc.cut(w.una, w.high),
-            _ => rnic.on_request(h, w, &p),
+        self.with_wire(h, |rnic, w| {
+            if congested {
+                rnic.notify_congestion(h, w);
+            }
+            match p.opcode.op {
+                Op::Ack | Op::AtomicAck | Op::ReadResponse(_) => rnic.on_response(h, w, &p),
+                Op::Cnp => {
+                    rnic.count(h, |c| c.wire.rp_cnp_handled += 1);
+                    w.cc.notified();
+                }
+                _ => rnic.on_request(h, w, &p),
+            }
         });
         self.make_runnable(h);
+    }
+
+    /// A marked packet came in: its sender is told (annex A17), but not for each one.
+    fn notify_congestion(&mut self, h: u32, w: &mut Wire) {
+        self.count(h, |c| c.wire.np_ecn_marked_roce_packets += 1);
+        if !self.adapts || self.now < w.cnp_after || self.tx.is_full() {
+            return;
+        }
+        w.cnp_after = self.now + CNP_INTERVAL_NS;
+        let Some(dest) = self.qps.get(h).map(|q| q.attr.dest_qp_num) else { return };
+        let opcode = Opcode { transport: Transport::Cnp, op: Op::Cnp, extra: Extra::None };
+        let mut p = Packet::new(opcode, dest, 0);
+        p.becn = true;
+        if self.tx.push(w.path, &p, 0, |_| Ok(())).is_ok() {
+            self.tap_sent(h);
+            self.count(h, |c| {
+                c.wire.np_cnp_sent += 1;
+                c.wire.sent_pkts += 1;
+            });
+        }
     }
 
     /// Reads a packet and finds the QP that it is for; what is for none is counted.
@@ -414,12 +485,6 @@ impl Rnic {
             return None;
         }
         Some((h, p))
-    }
-
-    pub(crate) fn count(&mut self, h: u32, f: impl FnOnce(&mut WireCounters)) {
-        if let Some(v) = self.vnic_of_qp(h) {
-            f(&mut v.counters.wire);
-        }
     }
 
     /// Runs `f` with the wire state of QP `h` taken out; what the QP lost meanwhile, its state loses too.
@@ -474,7 +539,8 @@ impl Rnic {
     /// ACKs that have waited long enough go in their QPs' turns.
     pub(crate) fn wake_acks(&mut self) -> bool {
         let mut any = false;
-        while let Some((_, h)) = self.acks_due.pop_front_if(|a| a.0 <= self.now) {
+        while let Some(&(_, h)) = self.acks_due.front().filter(|a| a.0 <= self.now) {
+            self.acks_due.pop_front();
             self.make_runnable(h);
             any = true;
         }

@@ -153,8 +153,8 @@ impl Rnic {
             w.deadline = self.deadline(h);
         }
         self.count(h, |c| {
-            c.sent_pkts += 1;
-            c.retransmitted_pkts += u64::from(again);
+            c.wire.sent_pkts += 1;
+            c.wire.retransmitted_pkts += u64::from(again);
         });
         Some(len as u64 + OP_COST / 8)
     }
@@ -254,7 +254,10 @@ impl Rnic {
             w.recovering = true;
             w.cc.cut(w.una, w.high);
             w.go_back(limit);
-            self.count(h, |c| c.implied_nak += 1);
+            self.count(h, |c| {
+                c.wire.implied_nak += 1;
+                c.wire.completer_retry_err += 1;
+            });
         }
         limit == to
     }
@@ -281,9 +284,9 @@ impl Rnic {
                 if !self.advance_to(h, w, psn) {
                     return;
                 }
-                self.count(h, |c| c.rcvd_rnr_err += 1);
+                self.count(h, |c| c.wire.rcvd_rnr_err += 1);
                 if w.rnr_left == 0 {
-                    self.count(h, |c| c.retry_rnr_exceeded_err += 1);
+                    self.count(h, |c| c.wire.retry_rnr_exceeded_err += 1);
                     return self.fail_request(h, w, WcStatus::RnrRetryExcErr);
                 }
                 if w.rnr_left < 7 {
@@ -292,9 +295,7 @@ impl Rnic {
                 w.rnr_until = self.now.saturating_add(rnr_timer_ns(code & 0x1f));
                 w.deadline = u64::MAX;
                 w.go_back(psn);
-                if let Some(v) = self.vnic_of_qp(h) {
-                    v.counters.rnr_waits += 1;
-                }
+                self.count(h, |c| c.rnr_waits += 1);
             }
             3 => {
                 if !self.advance_to(h, w, psn) {
@@ -302,7 +303,7 @@ impl Rnic {
                 }
                 let status = match code {
                     syndrome::NAK_SEQUENCE => {
-                        self.count(h, |c| c.rcvd_seq_err += 1);
+                        self.count(h, |c| c.wire.rcvd_seq_err += 1);
                         w.cc.cut(w.una, w.high);
                         w.go_back(psn);
                         return;
@@ -351,11 +352,12 @@ impl Rnic {
             w.deadline = u64::MAX;
             return;
         }
-        if let Some(v) = self.vnic_of_qp(h) {
-            v.counters.timeouts += 1;
-        }
+        self.count(h, |c| {
+            c.timeouts += 1;
+            c.wire.completer_retry_err += 1;
+        });
         if w.retries_left == 0 {
-            self.count(h, |c| c.retry_exceeded_err += 1);
+            self.count(h, |c| c.wire.retry_exceeded_err += 1);
             return self.fail_request(h, w, WcStatus::RetryExcErr);
         }
         w.retries_left -= 1;

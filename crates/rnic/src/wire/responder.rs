@@ -167,7 +167,7 @@ impl Rnic {
                 w.resp.nak_sent = true;
                 let code = syndrome::RNR_NAK | timer;
                 w.resp.push(Answer::Nak { psn, msn: w.resp.msn, code, fails: None });
-                self.count(h, |c| c.send_rnr_err += 1);
+                self.count(h, |c| c.wire.send_rnr_err += 1);
             }
             Err(Refusal::Nak(code, event)) => w.resp.fail(psn, code, event),
             Err(Refusal::Broken) => self.break_qp(h),
@@ -189,7 +189,7 @@ impl Rnic {
         let psn = Psn::new(p.psn);
         let (Op::Send(part) | Op::Write(part)) = p.opcode.op else { return };
         if psn != expected {
-            self.count(h, |c| c.out_of_seq_request += 1);
+            self.count(h, |c| c.wire.out_of_seq_request += 1);
         }
         let unfinished = w.resp.message.is_some();
         if unfinished && (psn != expected || part.begins()) {
@@ -221,12 +221,12 @@ impl Rnic {
             w.resp.nak_sent = true;
             w.resp.push(Answer::Nak { psn: expected, msn: w.resp.msn, code: syndrome::NAK_SEQUENCE, fails: None });
         }
-        self.count(h, |c| c.out_of_seq_request += 1);
+        self.count(h, |c| c.wire.out_of_seq_request += 1);
     }
 
     /// A request that was executed before (IBTA vol. 1, 9.7.5.1.3): the same answer, no second execution.
     fn duplicate(&mut self, h: u32, w: &mut Wire, p: &Packet<'_>, expected: Psn) {
-        self.count(h, |c| c.duplicate_request += 1);
+        self.count(h, |c| c.wire.duplicate_request += 1);
         let psn = Psn::new(p.psn);
         match p.opcode.op {
             Op::Send(_) | Op::Write(_) => w.resp.ack(expected.advance(0xff_ffff)),
@@ -352,8 +352,8 @@ impl Rnic {
             if imm.is_some() {
                 let done = RecvDone { byte_len: len, imm, write: true, solicited: p.solicited, ..RecvDone::of(q) };
                 self.finish_recv(h, done);
-            } else if let Some(v) = self.vnic_of_qp(h) {
-                v.counters.received_bytes += len;
+            } else {
+                self.count(h, |c| c.received_bytes += len);
             }
         }
         Ok(1)
@@ -417,7 +417,7 @@ impl Rnic {
     fn delay_ack(&mut self, h: u32) -> u64 {
         let due = self.now.saturating_add(ACK_DELAY_NS);
         self.acks_due.push_back((due, h));
-        self.count(h, |c| c.ack_deferred += 1);
+        self.count(h, |c| c.wire.ack_deferred += 1);
         due
     }
 
@@ -472,7 +472,7 @@ impl Rnic {
                 }
                 if !ends {
                     self.tap_sent(h);
-                    self.count(h, |c| c.sent_pkts += 1);
+                    self.count(h, |c| c.wire.sent_pkts += 1);
                     return Some(n + OP_COST / 8);
                 }
                 sent
@@ -481,7 +481,7 @@ impl Rnic {
         debug_assert!(sent.is_ok(), "packets without payload cannot fail");
         w.resp.answers.pop_front();
         self.tap_sent(h);
-        self.count(h, |c| c.sent_pkts += 1);
+        self.count(h, |c| c.wire.sent_pkts += 1);
         if let Some(event) = fails {
             self.fail_qp(h, event);
         }

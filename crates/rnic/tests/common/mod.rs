@@ -2,6 +2,7 @@
 #![allow(dead_code, missing_docs)]
 
 pub mod net;
+pub mod peer;
 
 use unirdma_abi as abi;
 use unirdma_formats::{Gid, QpType, WcStatus, WrOpcode, access, attr_mask as m, send_flags};

@@ -39,6 +39,8 @@ pub struct Net {
     pub rng: Rng,
     /// Packets that left these hosts are lost.
     cut: Vec<bool>,
+    /// The network marks every packet as congested.
+    pub congested: bool,
     /// Corrupted packets that the ICRC gave away.
     pub caught: u64,
 }
@@ -79,7 +81,7 @@ impl Net {
         }
         let rng = Rng::new(seed);
         let cut = vec![false; hosts];
-        Net { rnics, ends, now: 0, flying: BTreeMap::new(), sent: 0, faults, rng, cut, caught: 0 }
+        Net { rnics, ends, now: 0, flying: BTreeMap::new(), sent: 0, faults, rng, cut, congested: false, caught: 0 }
     }
 
     fn host_of(&self, end: usize) -> usize {
@@ -146,6 +148,7 @@ impl Net {
     }
 
     fn arrive(&mut self, f: &Flying) {
+        let congested = self.congested;
         let rnic = &mut self.rnics[f.to];
         if f.outer > 0 {
             let before = rnic.wire_drops().bad_icrc;
@@ -155,7 +158,7 @@ impl Net {
         }
         let (body, crc) = f.bytes.split_last_chunk::<ICRC_BYTES>().unwrap();
         if icrc(&envelope(f.from, f.to, 0, &f.bytes), body).to_le_bytes() == *crc {
-            rnic.handle_packet(self.now, host(f.from), body);
+            rnic.handle_packet(self.now, host(f.from), congested, body);
         } else {
             self.caught += 1;
         }

@@ -7,6 +7,7 @@ use std::time::{Duration, Instant};
 
 use serde::Serialize;
 
+use super::rows;
 use crate::lab::{self, Lab};
 use crate::tcp::Tcp;
 use crate::{Result, packages};
@@ -85,12 +86,7 @@ fn floor() -> f64 {
 }
 
 fn perftest(lab: &Lab, command: &str) -> Result<Vec<Vec<f64>>> {
-    let (s, c) = lab.pair(("a", command), ("b", &format!("{command} 10.0.0.1")), &[])?;
-    let rows = lab::rows(&c.text);
-    if rows.is_empty() || !s.ok() || !c.ok() {
-        return Err(format!("{command} failed:\nserver: {}\nclient: {}", s.text, c.text));
-    }
-    Ok(rows)
+    rows(command, lab.pair(("a", command), ("b", &format!("{command} 10.0.0.1")), &[])?)
 }
 
 /// Processor time of a process, in clock ticks.
@@ -128,7 +124,7 @@ fn idle(lab: &Lab) -> Result<(f64, f64)> {
 }
 
 pub(crate) fn local(json: bool, svg: &Path) -> Result<()> {
-    packages::ensure()?;
+    packages::ensure(&[packages::RUN])?;
     let say = |s: &str| eprintln!("{s}");
     say("building");
     lab::build()?;

@@ -1,0 +1,230 @@
+//! `cargo xtask bench wire`: two hosts joined by a veth pair, beside TCP over the same pair in the same run.
+
+use std::net::SocketAddr;
+use std::process::Command;
+
+use serde::{Deserialize, Serialize};
+
+use super::rows;
+use crate::lab::{self, Link, TwoHosts};
+use crate::tcp::Tcp;
+use crate::vm::{GUEST as OWN, Guest};
+use crate::{Result, packages};
+
+#[derive(Serialize)]
+struct Report {
+    topology: String,
+    networks: Vec<Network>,
+    /// WRITE of 1 MiB, MTU 9000, without the invariant CRC over with it.
+    bandwidth_without_icrc: f64,
+    guest: Vec<InGuest>,
+}
+
+/// A figure of one guest; bandwidth or latency.
+#[derive(Serialize)]
+struct InGuest {
+    what: String,
+    rxe: f64,
+    /// Two vRNICs of one virtual layer.
+    ours: f64,
+    /// Two virtual layers, over the loopback interface.
+    by_packets: f64,
+    ours_over_rxe: f64,
+}
+
+#[derive(Serialize)]
+struct Network {
+    mtu: u32,
+    latency: Vec<Latency>,
+    bandwidth: Vec<Bandwidth>,
+}
+
+#[derive(Serialize)]
+struct Latency {
+    operation: String,
+    typical_us: f64,
+    p99_us: f64,
+    over_tcp: f64,
+}
+
+#[derive(Serialize)]
+struct Bandwidth {
+    bytes: usize,
+    write: f64,
+    read: f64,
+    send: f64,
+    tcp: f64,
+    write_over_tcp: f64,
+}
+
+/// What TCP does between the two hosts.
+#[derive(Serialize, Deserialize)]
+struct TcpFigures {
+    typical_us: f64,
+    p99_us: f64,
+    /// (bytes, MiB/s)
+    bandwidth: Vec<(usize, f64)>,
+}
+
+const SIZES: [usize; 9] = [64, 256, 1024, 4096, 16_384, 65_536, 262_144, 1 << 20, 8 << 20];
+const PORT: u16 = 5201;
+
+/// The hidden command that measures TCP in this network namespace, against a process in another one.
+pub(crate) fn tcp(listen: SocketAddr, netns: &str) -> Result<()> {
+    let mut peer = Command::new("ip");
+    peer.args(["netns", "exec", netns]).arg(std::env::current_exe().map_err(|e| e.to_string())?);
+    let mut t = Tcp::start_with(listen, peer)?;
+    t.latencies(2, 2000)?;
+    let all = t.latencies(2, 20_000)?;
+    let mut bandwidth = Vec::new();
+    for size in SIZES {
+        bandwidth.push((size, t.bandwidth(size, ((256 << 20) / size).clamp(50, 100_000))?));
+    }
+    let figures = TcpFigures { typical_us: all[all.len() / 2], p99_us: all[all.len() * 99 / 100], bandwidth };
+    println!("{}", serde_json::to_string(&figures).map_err(|e| e.to_string())?);
+    Ok(())
+}
+
+fn measure_tcp(two: &TwoHosts, link: &Link<'_>) -> Result<TcpFigures> {
+    let exe = std::env::current_exe().map_err(|e| e.to_string())?;
+    let listen = format!("{}:{PORT}", link.address(0));
+    let mut c = Command::new("ip");
+    c.args(["netns", "exec", two.netns(0)]).arg(exe).args(["tcp-bench", &listen, two.netns(1)]);
+    let o = c.output().map_err(|e| e.to_string())?;
+    serde_json::from_slice(&o.stdout).map_err(|e| format!("TCP: {e}: {}", String::from_utf8_lossy(&o.stderr)))
+}
+
+fn network(mtu: u32) -> Result<Network> {
+    let link = Link { name: "w", ipv6: false, mtu, args: &[] };
+    let two = TwoHosts::start(link)?;
+    let run = |command: &str| rows(command, two.pair(command, &format!("{command} 10.0.0.1"))?);
+    let tcp = measure_tcp(&two, &link)?;
+    let mut latency = Vec::new();
+    for (name, program) in [("WRITE", "ib_write_lat"), ("SEND", "ib_send_lat"), ("READ", "ib_read_lat")] {
+        let row = run(&format!("{program} -s 2 -n 20000"))?.pop().unwrap_or_default();
+        let operation = format!("{name} ({program})");
+        latency.push(Latency { operation, typical_us: row[4], p99_us: row[7], over_tcp: row[4] / tcp.typical_us });
+    }
+    latency.push(Latency {
+        operation: "TCP, both ends spinning".into(),
+        typical_us: tcp.typical_us,
+        p99_us: tcp.p99_us,
+        over_tcp: 1.0,
+    });
+    let all = |program: &str| run(&format!("{program} -a -n 1000"));
+    let (write, read, send) = (all("ib_write_bw")?, all("ib_read_bw")?, all("ib_send_bw")?);
+    let of = |rows: &[Vec<f64>], size: usize| rows.iter().find(|r| r[0] as usize == size).map_or(0.0, |r| r[3]);
+    let line = |&(bytes, over_tcp): &(usize, f64)| Bandwidth {
+        bytes,
+        write: of(&write, bytes),
+        read: of(&read, bytes),
+        send: of(&send, bytes),
+        tcp: over_tcp,
+        write_over_tcp: of(&write, bytes) / over_tcp,
+    };
+    Ok(Network { mtu, latency, bandwidth: tcp.bandwidth.iter().map(line).collect() })
+}
+
+/// The same programs in one guest: on the kernel's rxe, and on two virtual layers over its loopback interface.
+fn guest() -> Result<Vec<InGuest>> {
+    let g = Guest::boot_alone()?;
+    let run = |command: &str| -> Result<f64> {
+        let o = g.run(command)?;
+        let row = lab::rows(&o.text).pop().ok_or_else(|| format!("in the guest, {command}: {}", o.text))?;
+        Ok(if command.contains("_lat") { row[4] } else { row[3] })
+    };
+    let pair = |command: &str, server: &str, client: &str, to: &str| {
+        format!("({server} {command} >/tmp/server.log 2>&1 &) ; sleep 3; {client} {command} {to}")
+    };
+    let program =
+        |layer: u32, vrnic: &str| format!("env LD_LIBRARY_PATH=/dropin UNIRDMA_DIR=/tmp/{layer}/vrnics/{vrnic}");
+    let local = |command: &str| {
+        let layer = "unirdma --dir /tmp/0 host >/tmp/log0 2>&1 & sleep 2; unirdma --dir /tmp/0 vrnic add a; \
+            unirdma --dir /tmp/0 vrnic add b";
+        let programs = pair(command, &program(0, "a"), &program(0, "b"), "127.0.0.1");
+        format!("{layer}; {programs}; killall unirdma")
+    };
+    // rxe holds UDP port 4791 of the whole network namespace: ours have one of their own.
+    let packets = |command: &str| {
+        let layers = "ip link set lo up mtu 9000; echo 10.9.0.2 default 127.0.1.2 > /tmp/p1; \
+            echo 10.9.0.1 default 127.0.1.1 > /tmp/p2; for i in 1 2; do unirdma --dir /tmp/$i host --address \
+            127.0.1.$i --peers /tmp/p$i >/tmp/log$i 2>&1 & sleep 2; unirdma --dir /tmp/$i vrnic add v --ip 10.9.0.$i \
+            || cat /tmp/log$i; done";
+        let programs = pair(command, &program(1, "v"), &program(2, "v"), "127.0.0.1");
+        format!("unshare -n sh -c '{layers}; {programs}; killall unirdma'")
+    };
+    let mut all = Vec::new();
+    for (what, command) in [
+        ("WRITE, 1 MiB [MiB/s]", "ib_write_bw -F -s 1048576 -n 100"),
+        ("WRITE, 64 KiB [MiB/s]", "ib_write_bw -F -s 65536 -n 500"),
+        ("WRITE, 2 B [us]", "ib_write_lat -F -n 1000"),
+    ] {
+        let rxe = run(&pair(&format!("{command} -d rxe0 -x 1"), "env", "env", OWN))?;
+        let (ours, by_packets) = (run(&local(command))?, run(&packets(command))?);
+        all.push(InGuest { what: what.into(), rxe, ours, by_packets, ours_over_rxe: ours / rxe });
+    }
+    Ok(all)
+}
+
+/// Bandwidth without the ICRC over that with it: the best of a few runs of each, in turn.
+fn icrc_share() -> Result<f64> {
+    let mut best = [0.0f64; 2];
+    let command = "ib_write_bw -s 1048576 -n 2000";
+    for _ in 0..3 {
+        for (best, args) in best.iter_mut().zip([&[][..], &["--no-icrc"]]) {
+            let two = TwoHosts::start(Link { name: "i", ipv6: false, mtu: 9000, args })?;
+            let rows = rows(command, two.pair(command, &format!("{command} 10.0.0.1"))?)?;
+            *best = best.max(rows[0][3]);
+        }
+    }
+    Ok(best[1] / best[0])
+}
+
+pub(crate) fn wire(json: bool) -> Result<()> {
+    packages::ensure(&[packages::RUN, packages::TEST])?;
+    eprintln!("building");
+    lab::build()?;
+    let cores = std::thread::available_parallelism().map_or(1, usize::from);
+    let topology = format!(
+        "{cores} cores, which both hosts share: two network namespaces joined by a veth pair; each virtual layer has its own pollers, each program spins"
+    );
+    let mut networks = Vec::new();
+    for mtu in [9000, 1500] {
+        eprintln!("MTU {mtu}: TCP, latency, bandwidth from 64 B to 8 MiB");
+        networks.push(network(mtu)?);
+    }
+    eprintln!("the share of the invariant CRC");
+    let bandwidth_without_icrc = icrc_share()?;
+    eprintln!("one guest with the kernel's rxe");
+    let report = Report { topology, networks, bandwidth_without_icrc, guest: guest()? };
+    if json {
+        println!("{}", serde_json::to_string_pretty(&report).map_err(|e| e.to_string())?);
+        return Ok(());
+    }
+    println!("topology: {}", report.topology);
+    for n in &report.networks {
+        println!(
+            "\nMTU {}\n{:28} {:>12} {:>12} {:>12}",
+            n.mtu, "latency, 2 B, one way", "typical us", "99 % us", "this / TCP"
+        );
+        for l in &n.latency {
+            println!("{:28} {:>12.2} {:>12.2} {:>11.2}x", l.operation, l.typical_us, l.p99_us, l.over_tcp);
+        }
+        println!("{:>10} {:>10} {:>10} {:>10} {:>10} {:>10}", "MiB/s of", "WRITE", "READ", "SEND", "TCP", "WRITE/TCP");
+        for b in &n.bandwidth {
+            println!(
+                "{:>8} B {:>10.0} {:>10.0} {:>10.0} {:>10.0} {:>9.2}x",
+                b.bytes, b.write, b.read, b.send, b.tcp, b.write_over_tcp
+            );
+        }
+    }
+    println!(
+        "\n{:28} {:>12} {:>12} {:>14} {:>12}",
+        "in one emulated guest", "rxe", "uniRDMA", "in packets", "uniRDMA/rxe"
+    );
+    for g in &report.guest {
+        println!("{:28} {:>12.2} {:>12.2} {:>14.2} {:>11.2}x", g.what, g.rxe, g.ours, g.by_packets, g.ours_over_rxe);
+    }
+    println!("\nWRITE of 1 MiB without the invariant CRC: {:.2} of that with it", report.bandwidth_without_icrc);
+    Ok(())
+}
