@@ -12,7 +12,7 @@ mod verbs;
 pub mod wire;
 
 pub use ids::{Gid, Guid, Lkey, Mac, Psn, Qpn, Rkey};
-pub use path::{ack_timeout_ns, mtu_bytes, psn_count, rnr_timer_ns};
+pub use path::{NO_CREDITS, ack_timeout_ns, credit_code, credits, mtu_bytes, psn_count, rnr_timer_ns};
 pub use verbs::{AsyncEvent, QpState, QpType, WcOpcode, WcStatus, WrOpcode, access, attr_mask, send_flags, wc_flags};
 
 /// Length of a longest message, in bytes: 2 GiB (IBTA vol. 1, 9.7.2 limits an RC message to 2^31).

@@ -25,6 +25,24 @@ pub fn rnr_timer_ns(code: u8) -> u64 {
     u64::from(HUNDREDTH_MS[usize::from(code & 31)]) * 10_000
 }
 
+/// Credits of each code but [`NO_CREDITS`]. IBTA vol. 1, table 47.
+const CREDITS: [u16; 31] = [
+    0, 1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512, 768, 1024, 1536, 2048, 3072, 4096, 6144,
+    8192, 12288, 16384, 24576, 32768,
+];
+/// The code of a responder that gives no credits: requesters need none.
+pub const NO_CREDITS: u8 = 31;
+
+/// Code of the end-to-end credits for `receives` posted receives, rounded down.
+pub fn credit_code(receives: u32) -> u8 {
+    CREDITS.partition_point(|&c| u32::from(c) <= receives) as u8 - 1
+}
+
+/// Receives that a credit code promises; `None`: none are promised and none are needed.
+pub fn credits(code: u8) -> Option<u32> {
+    CREDITS.get(usize::from(code & 31)).map(|&c| c.into())
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
@@ -39,6 +57,16 @@ mod tests {
         assert_eq!(rnr_timer_ns(0), 655_360_000);
         assert_eq!(rnr_timer_ns(12), 640_000);
         assert_eq!(rnr_timer_ns(31), 491_520_000);
+    }
+
+    #[test]
+    fn credits_are_rounded_down() {
+        for n in [0, 1, 4, 5, 6, 7, 500, 32_768, 100_000] {
+            let code = credit_code(n);
+            assert!(credits(code).is_some_and(|c| c <= n));
+            assert!(credits(code + 1).is_none_or(|c| c > n), "{n}");
+        }
+        assert_eq!(credits(NO_CREDITS), None);
     }
 
     #[test]

@@ -245,6 +245,31 @@ fn no_receive_is_waited_for_and_then_an_error() {
     assert_eq!(status(&net.ends[0].done()), WcStatus::RnrRetryExcErr);
 }
 
+/// A sender that knows of no receive tries one message at a time, instead of a window full of them.
+#[test]
+fn credits_keep_a_sender_from_sending_in_vain() {
+    let mut net = Net::new(1, Faults::default(), |a| abi::QpAttr { rnr_retry: 7, ..a });
+    let (to, from) = (net.ends[1].sge(0, 2000), net.ends[0].sge(0, 2000));
+    for round in 0..3 {
+        for id in 0..2 {
+            net.ends[1].recv(id, &[to]);
+        }
+        for id in 0..8 {
+            net.ends[0].post(wqe(WrOpcode::Send, id), &[from]);
+        }
+        net.run(10_000_000);
+        assert_eq!(net.ends[0].poll().len(), 2, "round {round}");
+        for id in 2..8 {
+            net.ends[1].recv(id, &[to]);
+            net.run(10_000_000);
+        }
+        assert_eq!(net.ends[0].poll().len(), 6);
+    }
+    // Each of the refused tries was one packet or two, never the other messages behind it.
+    let c = net.counters(0).wire;
+    assert!(c.retransmitted_pkts <= 3 * c.rcvd_rnr_err, "{c:?}");
+}
+
 #[test]
 fn the_responder_refuses_what_hardware_refuses() {
     type Change = fn(&mut abi::SqWqe);

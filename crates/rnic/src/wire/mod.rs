@@ -201,6 +201,8 @@ pub(crate) struct Flight {
     work: Box<Work>,
     first: Psn,
     packets: u32,
+    /// Sequence number of its first message, 24 bits: a READ may be several.
+    ssn: u32,
     /// It could not even begin: completes with this when all before it have.
     status: Option<unirdma_formats::WcStatus>,
 }
@@ -230,6 +232,10 @@ pub(crate) struct Wire {
     reads: VecDeque<Psn>,
     retries_left: u8,
     rnr_left: u8,
+    /// Sequence number of the next message.
+    ssn: u32,
+    /// Messages up to this sequence number have a receive at the responder; `None`: it gives no credits.
+    credit_limit: Option<u32>,
     /// When the oldest packet without an answer is given up, ns; `u64::MAX` for never.
     deadline: u64,
     /// Nothing is sent before this time: the responder had no receive.
@@ -329,6 +335,8 @@ impl Wire {
             reads: VecDeque::new(),
             retries_left: 0,
             rnr_left: 0,
+            ssn: 1,
+            credit_limit: None,
             deadline: u64::MAX,
             rnr_until: 0,
             timer_at: u64::MAX,

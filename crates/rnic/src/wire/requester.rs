@@ -1,7 +1,9 @@
 //! Requester and completer: work requests to packets, answers to completions (IBTA vol. 1, 9.7.2 to 9.7.6, 9.9.2).
 
-use unirdma_formats::wire::{AtomicEth, Extra, Op, Opcode, Packet, Part, Reth, Transport, syndrome};
-use unirdma_formats::{Psn, QpState, QpType, WcStatus, WrOpcode, ack_timeout_ns, psn_count, rnr_timer_ns, send_flags};
+use unirdma_formats::wire::{Aeth, AtomicEth, Extra, Op, Opcode, Packet, Part, Reth, Transport, syndrome};
+use unirdma_formats::{
+    Psn, QpState, QpType, WcStatus, WrOpcode, ack_timeout_ns, credits, psn_count, rnr_timer_ns, send_flags,
+};
 
 use super::{Flight, Wire};
 use crate::access::{Tables, local_side};
@@ -26,6 +28,11 @@ impl Wire {
     /// Place of the WQE that PSN `psn` belongs to.
     fn find(&self, psn: Psn) -> Option<usize> {
         self.flight.iter().position(|f| f.packets > 0 && psn.since(f.first) < f.packets)
+    }
+
+    /// True if no receive is promised for the message with sequence number `ssn` (IBTA vol. 1, 9.7.7.2).
+    fn lacks_credit(&self, ssn: u32) -> bool {
+        self.credit_limit.is_some_and(|limit| limit.wrapping_sub(ssn) & 0xff_ffff >= 0x80_0000)
     }
 
     /// Sends again from `psn` on.
@@ -119,6 +126,10 @@ impl Rnic {
         if outstanding != 0 && outstanding + span > w.cc.packets {
             return None;
         }
+        // Without a credit one message at a time may try its luck.
+        if begins && op.consumes_recv() && outstanding != 0 && w.lacks_credit(f.ssn) {
+            return None;
+        }
         if op.returns_data() && w.reads.len() >= usize::from(q.attr.max_rd_atomic) {
             return None;
         }
@@ -193,7 +204,10 @@ impl Rnic {
         }
         let first = q.sq_psn;
         q.sq_psn = q.sq_psn.advance(packets);
-        w.flight.push_back(Flight { work, first, packets, status });
+        let ssn = w.ssn;
+        let messages = if op == Some(WrOpcode::Read) { packets.div_ceil(READ_PACKETS) } else { packets.min(1) };
+        w.ssn = w.ssn.wrapping_add(messages);
+        w.flight.push_back(Flight { work, first, packets, ssn, status });
         true
     }
 
@@ -271,13 +285,14 @@ impl Rnic {
         }
         match p.opcode.op {
             Op::ReadResponse(_) | Op::AtomicAck => self.on_data(h, w, psn, p),
-            _ => self.on_ack(h, w, psn, p.aeth.syndrome),
+            _ => self.on_ack(h, w, psn, p.aeth),
         }
     }
 
-    fn on_ack(&mut self, h: u32, w: &mut Wire, psn: Psn, code: u8) {
+    fn on_ack(&mut self, h: u32, w: &mut Wire, psn: Psn, Aeth { syndrome: code, msn }: Aeth) {
         match code >> 5 {
             0 => {
+                w.credit_limit = credits(code).map(|c| msn.wrapping_add(c));
                 self.advance_to(h, w, psn.advance(1));
             }
             1 => {

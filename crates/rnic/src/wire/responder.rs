@@ -3,7 +3,7 @@
 use std::collections::VecDeque;
 
 use unirdma_formats::wire::{Aeth, Extra, Op, Opcode, Packet, Part, Transport, syndrome};
-use unirdma_formats::{AsyncEvent, Psn, QpType, WcStatus, access, psn_count};
+use unirdma_formats::{AsyncEvent, NO_CREDITS, Psn, QpType, WcStatus, access, credit_code, psn_count};
 use unirdma_mem::atomic_u64;
 
 use super::Wire;
@@ -438,7 +438,11 @@ impl Rnic {
         let mut fails = None;
         let nothing = |_: &mut [u8]| Ok(());
         let sent = match a {
-            Answer::Ack { psn, msn } => self.tx.push(w.path, &head(Op::Ack, psn, syndrome::ACK, msn), 0, nothing),
+            Answer::Ack { psn, msn } => {
+                // End-to-end credits: the receives that are posted now.
+                let credits = q.rings.rq_pending(q.rq_cons).map_or(NO_CREDITS, credit_code);
+                self.tx.push(w.path, &head(Op::Ack, psn, credits, msn), 0, nothing)
+            }
             Answer::Nak { psn, msn, code, fails: f } => {
                 fails = f;
                 self.tx.push(w.path, &head(Op::Ack, psn, code, msn), 0, nothing)
