@@ -79,7 +79,9 @@ fn programs() -> Vec<String> {
     each(&mut v, "ib_write_lat -c UC", &["", "-a -n 100"]);
     each(&mut v, "ib_send_bw -c UC", &["", "-q 8"]);
     each(&mut v, "ib_send_lat -c UC", &["", "-e"]);
-    each(&mut v, "ib_send_bw -c UD", &["", "-e", "-q 8"]);
+    each(&mut v, "ib_send_bw -c UD", &["", "-e", "-q 8", "--use-srq"]);
+    each(&mut v, "ibv_srq_pingpong -g 0", &["", "-e", "-c -q 4"]);
+    each(&mut v, "ib_send_bw --use-srq", &["", "-q 8", "-c UC"]);
     each(&mut v, "ib_send_lat -c UD", &["", "-a -n 100", "-e"]);
     v
 }
@@ -167,8 +169,8 @@ fn refusals(s: &mut Suite<'_>) {
         let o = lab.spawn("a", &[], "ibv_rc_pingpong -g 0 -o")?.finish();
         require(o.code == Some(1) && o.text.contains("ODP"), o.text)
     });
-    s.check("ibv_srq_pingpong and -N are refused", |lab| {
-        for p in ["ibv_rc_pingpong -g 0 -N", "ibv_rc_pingpong -g 0 -t", "ibv_srq_pingpong -g 0"] {
+    s.check("ibv_rc_pingpong -N and -t are refused", |lab| {
+        for p in ["ibv_rc_pingpong -g 0 -N", "ibv_rc_pingpong -g 0 -t", "ibv_xsrq_pingpong -g 0"] {
             let o = lab.spawn("a", &[], p)?.finish();
             require(o.code.is_some_and(|c| c != 0 && c < 126), format!("{p} ({:?}): {}", o.code, o.text))?;
         }

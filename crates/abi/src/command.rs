@@ -43,13 +43,17 @@ pub enum Command {
     SetDoorbell = 21,
     CreateAh = 22,
     DestroyAh = 23,
+    CreateSrq = 24,
+    DestroySrq = 25,
+    ModifySrq = 26,
+    QuerySrq = 27,
 }
 
 impl Command {
     /// The command of a raw code.
     pub fn from_raw(raw: u8) -> Option<Self> {
         use Command::*;
-        const ALL: [Command; 23] = [
+        const ALL: [Command; 27] = [
             QueryPort,
             CreateCq,
             DestroyCq,
@@ -73,6 +77,10 @@ impl Command {
             SetDoorbell,
             CreateAh,
             DestroyAh,
+            CreateSrq,
+            DestroySrq,
+            ModifySrq,
+            QuerySrq,
         ];
         ALL.get(usize::from(raw).wrapping_sub(1)).copied()
     }
@@ -148,7 +156,7 @@ wire! {
     CreateCqReq = 32 {
         cqe: u32, entries: u32, ring_addr: u64, ctrl_addr: u64, comp_queue: u32, reserved: u32,
     }
-    /// A CQ, PD, MR or AH handle, or a QPN, alone. Request of the DESTROY commands.
+    /// A CQ, PD, MR, AH or SRQ handle, or a QPN, alone. Request of the DESTROY commands.
     HandleReq = 8 { handle: u32, reserved: u32 }
     /// A new CQ, PD or AH.
     HandleResp = 8 { handle: u32, reserved: u32 }
@@ -171,12 +179,22 @@ wire! {
     }
     /// The rings are the driver's memory; see [`crate::QpLayout`] for their sizes.
     CreateQpReq = 80 {
-        pdn: u32, qp_type: u8, sq_sig_all: u8, reserved: u16,
-        send_cqn: u32, recv_cqn: u32, cap: QpCap, reserved2: u32,
+        pdn: u32, qp_type: u8, sq_sig_all: u8, has_srq: u8, reserved: u8,
+        send_cqn: u32, recv_cqn: u32, cap: QpCap, srqn: u32,
         ctrl_addr: u64, sq_addr: u64, rq_addr: u64, reserved3: [u64; 2],
     }
     /// `db_slot`: the doorbell bit of this QP.
     CreateQpResp = 32 { qpn: u32, db_slot: u32, cap: QpCap, reserved: u32 }
+
+    /// The ring is the driver's memory, as an RQ of these capabilities would be; `ctrl_addr`: a [`crate::QpCtrl`], of which
+    /// the RQ's part is used.
+    CreateSrqReq = 48 {
+        pdn: u32, max_wr: u32, max_sge: u32, limit: u32, ctrl_addr: u64, ring_addr: u64, reserved: [u64; 2],
+    }
+    /// `max_wr` is what the ring really holds.
+    CreateSrqResp = 16 { srqn: u32, max_wr: u32, reserved: [u32; 2] }
+    ModifySrqReq = 16 { srqn: u32, limit: u32, reserved: [u32; 2] }
+    QuerySrqResp = 16 { max_wr: u32, max_sge: u32, limit: u32, reserved: u32 }
 
     GlobalRoute = 24 {
         dgid: [u8; 16], flow_label: u32, sgid_index: u8, hop_limit: u8, traffic_class: u8, reserved: u8,
@@ -229,10 +247,10 @@ mod tests {
 
     #[test]
     fn command_codes_are_those_of_the_rfc() {
-        for raw in 1..=23u8 {
+        for raw in 1..=27u8 {
             assert_eq!(Command::from_raw(raw).unwrap() as u8, raw);
         }
-        assert_eq!((Command::from_raw(0), Command::from_raw(24)), (None, None));
+        assert_eq!((Command::from_raw(0), Command::from_raw(28)), (None, None));
         assert_eq!(Command::RegUserMr as u8, 9);
         assert_eq!(Command::ReqNotifyCq as u8, 18);
     }

@@ -74,8 +74,8 @@ pub struct Config {
     pub local_ca_ack_delay: u8,
     pub reserved: u8,
     pub max_ah: u32,
-    pub reserved2: u32,
-    pub reserved3: u64,
+    pub max_srq: u32,
+    pub reserved2: u64,
 }
 
 #[cfg(test)]

@@ -4,7 +4,7 @@ use unirdma_abi as abi;
 use unirdma_abi::{Command, Status};
 use unirdma_link::Memory;
 use unirdma_mem::{Bell, CqRing, QpRings, Span};
-use unirdma_rnic::{Backing, CreateQp, Rnic};
+use unirdma_rnic::{Backing, CreateQp, Rnic, SrqAttr};
 use zerocopy::{FromBytes, Immutable, IntoBytes};
 
 use crate::{Device, lock};
@@ -40,6 +40,8 @@ fn response_bytes(c: Command) -> usize {
         Command::GetDmaMr | Command::CreateMr | Command::RegUserMr => size_of::<abi::MrResp>(),
         Command::MapMrSg => 8,
         Command::CreateQp => size_of::<abi::CreateQpResp>(),
+        Command::CreateSrq => size_of::<abi::CreateSrqResp>(),
+        Command::QuerySrq => size_of::<abi::QuerySrqResp>(),
         Command::QueryQp => size_of::<abi::QueryQpResp>(),
         Command::QueryPkey => size_of::<abi::QueryPkeyResp>(),
         Command::QueryDevice => size_of::<abi::QueryDeviceResp>(),
@@ -143,6 +145,16 @@ impl Device {
                 answer(abi::HandleResp { handle: rnic.create_ah(s, r.pdn, &r.attr)?, reserved: 0 })
             }
             Command::DestroyAh => nothing(rnic.destroy_ah(s, handle(data)?)),
+            Command::CreateSrq => self.create_srq(rnic, data),
+            Command::DestroySrq => nothing(rnic.destroy_srq(s, handle(data)?)),
+            Command::ModifySrq => {
+                let r: abi::ModifySrqReq = parse(data)?;
+                nothing(rnic.modify_srq(s, r.srqn, r.limit))
+            }
+            Command::QuerySrq => {
+                let SrqAttr { max_wr, max_sge, limit } = rnic.query_srq(s, handle(data)?)?;
+                answer(abi::QuerySrqResp { max_wr, max_sge, limit, reserved: 0 })
+            }
             Command::DestroyQp => nothing(rnic.destroy_qp(s, handle(data)?)),
         }
     }
@@ -211,10 +223,29 @@ impl Device {
         let rings = QpRings::new(ctrl, sq, rq, layout).ok_or(Status::BadAddress)?;
         // What the rings really hold (R84p).
         let cap = abi::QpCap { max_send_wr: layout.sq_entries, max_recv_wr: layout.rq_entries, ..r.cap };
-        let create =
-            CreateQp { pd: r.pdn, send_cq: r.send_cqn, recv_cq: r.recv_cqn, sig_all: r.sq_sig_all != 0, cap, rings };
+        let create = CreateQp {
+            pd: r.pdn,
+            send_cq: r.send_cqn,
+            recv_cq: r.recv_cqn,
+            srq: (r.has_srq != 0).then_some(r.srqn),
+            sig_all: r.sq_sig_all != 0,
+            cap,
+            rings,
+        };
         let (qpn, db_slot) = rnic.create_qp(self.session, r.qp_type, create)?;
         answer(abi::CreateQpResp { qpn, db_slot, cap, reserved: 0 })
+    }
+
+    fn create_srq(&self, rnic: &mut Rnic, data: &[u8]) -> Answer {
+        let r: abi::CreateSrqReq = parse(data)?;
+        let cap = abi::QpCap { max_recv_wr: r.max_wr, max_recv_sge: r.max_sge, ..Default::default() };
+        let layout = abi::QpLayout::of(&cap).ok_or(Status::BadValue)?;
+        let ctrl = span(&self.memory, r.ctrl_addr, size_of::<abi::QpCtrl>() as u64)?;
+        let ring = span(&self.memory, r.ring_addr, layout.rq_bytes() as u64)?;
+        let rings = QpRings::receive_only(ctrl, ring, layout).ok_or(Status::BadAddress)?;
+        let attr = SrqAttr { max_wr: layout.rq_entries, max_sge: r.max_sge, limit: r.limit };
+        let srqn = rnic.create_srq(self.session, r.pdn, attr, rings)?;
+        answer(abi::CreateSrqResp { srqn, max_wr: attr.max_wr, ..Default::default() })
     }
 
     fn reg_user_mr(&self, rnic: &mut Rnic, data: &[u8]) -> Answer {

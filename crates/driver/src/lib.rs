@@ -17,7 +17,7 @@ pub use arena::Block;
 pub use context::{Context, device_config, socket_path};
 pub use events::EventSource;
 pub use memory::{Buffer, Mr, Way};
-pub use queues::{Cq, Qp, QpInit, RecvBatch, SendBatch, SendWr};
+pub use queues::{Cq, Qp, QpInit, RecvBatch, SendBatch, SendWr, Srq};
 
 /// An errno value.
 pub type Errno = i32;

@@ -126,6 +126,8 @@ pub struct QpInit {
     pub send_cqn: u32,
     /// CQ handle for receives.
     pub recv_cqn: u32,
+    /// SRQ handle, if receives come from there.
+    pub srqn: Option<u32>,
     /// Wanted capabilities.
     pub cap: abi::QpCap,
 }
@@ -200,6 +202,8 @@ impl Qp {
             sq_sig_all: init.sig_all.into(),
             send_cqn: init.send_cqn,
             recv_cqn: init.recv_cqn,
+            has_srq: init.srqn.is_some().into(),
+            srqn: init.srqn.unwrap_or(0),
             cap: init.cap,
             ctrl_addr: ctrl.bus,
             sq_addr: sq.bus,
@@ -261,7 +265,8 @@ impl Qp {
 
     /// Begins a batch of receives.
     pub fn recv_batch(&self) -> RecvBatch<'_> {
-        RecvBatch { qp: self, post: lock(&self.rq) }
+        let max_sge = self.cap.max_recv_sge;
+        RecvBatch { ctx: &self.ctx, rings: &self.rings, max_sge, slot: Some(self.slot), post: lock(&self.rq) }
     }
 }
 
@@ -330,9 +335,101 @@ impl Drop for SendBatch<'_> {
     }
 }
 
+/// A shared receive queue.
+pub struct Srq {
+    ctx: Arc<Context>,
+    /// Its handle.
+    pub srqn: u32,
+    /// Receives that it holds.
+    pub max_wr: u32,
+    /// SGEs of one receive.
+    pub max_sge: u32,
+    rings: QpRings,
+    rq: Mutex<Post>,
+    blocks: Mutex<Vec<Block>>,
+}
+
+impl Srq {
+    /// An SRQ for at least `max_wr` receives of `max_sge` SGEs.
+    ///
+    /// # Errors
+    /// `EINVAL` for more than the device's limits, or those of the device.
+    pub fn create(ctx: &Arc<Context>, pdn: u32, max_wr: u32, max_sge: u32, limit: u32) -> Result<Self> {
+        let cap = abi::QpCap { max_recv_wr: max_wr, max_recv_sge: max_sge, ..Default::default() };
+        let layout = abi::QpLayout::of(&cap).filter(|_| max_wr > 0).ok_or(libc::EINVAL)?;
+        let ctrl = ctx.alloc(size_of::<abi::QpCtrl>())?;
+        let ring = match ctx.alloc(layout.rq_bytes()) {
+            Ok(r) => r,
+            Err(e) => {
+                ctx.free(ctrl);
+                return Err(e);
+            }
+        };
+        let (ctrl_addr, ring_addr) = (ctrl.bus, ring.bus);
+        let req = abi::CreateSrqReq { pdn, max_wr, max_sge, limit, ctrl_addr, ring_addr, ..Default::default() };
+        let rings = QpRings::receive_only(ctrl.span.clone(), ring.span.clone(), layout).ok_or(libc::EPROTO);
+        let made: Result<abi::CreateSrqResp> =
+            rings.as_ref().map_err(|e| *e).and_then(|_| ctx.command(Command::CreateSrq, &req));
+        match (made, rings) {
+            (Ok(r), Ok(rings)) => Ok(Srq {
+                ctx: ctx.clone(),
+                srqn: r.srqn,
+                max_wr: r.max_wr,
+                max_sge,
+                rings,
+                rq: Mutex::new(Post { prod: 0, published: 0 }),
+                blocks: Mutex::new(vec![ctrl, ring]),
+            }),
+            (Err(e), _) | (_, Err(e)) => {
+                ctx.free(ctrl);
+                ctx.free(ring);
+                Err(e)
+            }
+        }
+    }
+
+    /// Destroys the SRQ.
+    ///
+    /// # Errors
+    /// `EBUSY` while QPs use it; the SRQ lives on.
+    pub fn destroy(&self) -> Result<()> {
+        gone_is_fine(
+            self.ctx.command_void(Command::DestroySrq, &abi::HandleReq { handle: self.srqn, reserved: 0 }),
+            &self.ctx,
+        )?;
+        lock(&self.blocks).drain(..).for_each(|b| self.ctx.free(b));
+        Ok(())
+    }
+
+    /// Arms the limit event.
+    ///
+    /// # Errors
+    /// `EINVAL` for a limit above its size.
+    pub fn set_limit(&self, limit: u32) -> Result<()> {
+        self.ctx.command_void(Command::ModifySrq, &abi::ModifySrqReq { srqn: self.srqn, limit, reserved: [0; 2] })
+    }
+
+    /// QUERY_SRQ.
+    ///
+    /// # Errors
+    /// Those of the device.
+    pub fn query(&self) -> Result<abi::QuerySrqResp> {
+        self.ctx.command(Command::QuerySrq, &abi::HandleReq { handle: self.srqn, reserved: 0 })
+    }
+
+    /// Begins a batch of receives.
+    pub fn recv_batch(&self) -> RecvBatch<'_> {
+        RecvBatch { ctx: &self.ctx, rings: &self.rings, max_sge: self.max_sge, slot: None, post: lock(&self.rq) }
+    }
+}
+
 /// Receives that are being posted.
 pub struct RecvBatch<'a> {
-    qp: &'a Qp,
+    ctx: &'a Context,
+    rings: &'a QpRings,
+    max_sge: u32,
+    /// Doorbell slot to ring if the device wants it; an SRQ has none.
+    slot: Option<u32>,
     post: std::sync::MutexGuard<'a, Post>,
 }
 
@@ -343,11 +440,11 @@ impl RecvBatch<'_> {
     /// `ENOMEM` if the RQ is full, `EINVAL` for too many SGEs, `EIO` as for sends.
     #[inline]
     pub fn push(&mut self, wr_id: u64, sges: &[abi::Sge]) -> Result<()> {
-        let rings = &self.qp.rings;
-        if self.qp.ctx.is_dead() {
+        let rings = self.rings;
+        if self.ctx.is_dead() {
             return Err(libc::EIO);
         }
-        if sges.len() > self.qp.cap.max_recv_sge as usize {
+        if sges.len() > self.max_sge as usize {
             return Err(libc::EINVAL);
         }
         if rings.rq_free(self.post.prod) == 0 {
@@ -365,8 +462,9 @@ impl Drop for RecvBatch<'_> {
     fn drop(&mut self) {
         if self.post.prod != self.post.published {
             self.post.published = self.post.prod;
-            if self.qp.rings.set_rq_prod(self.post.prod) {
-                self.qp.ctx.ring(self.qp.slot);
+            let wanted = self.rings.set_rq_prod(self.post.prod);
+            if let Some(slot) = self.slot.filter(|_| wanted) {
+                self.ctx.ring(slot);
             }
         }
     }

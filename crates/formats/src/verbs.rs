@@ -180,6 +180,12 @@ code!(
         DeviceFatal = 8,
         /// The port came up.
         PortActive = 9,
+        /// The SRQ failed.
+        SrqErr = 14,
+        /// The SRQ has fewer receives than its limit.
+        SrqLimitReached = 15,
+        /// A QP with an SRQ failed and takes no more of its receives.
+        QpLastWqeReached = 16,
     }
 );
 

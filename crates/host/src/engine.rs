@@ -86,6 +86,8 @@ const LOOKS_BETWEEN_ROUNDS: u32 = 64;
 const WAKE: u64 = u64::MAX;
 /// Token of the port's descriptors.
 const PORT: u64 = u64::MAX - 1;
+/// How long a busy poller keeps others off its core, nanoseconds.
+const SHARE_NS: u64 = 300_000;
 /// A round that took so long did much, nanoseconds.
 const LONG_ROUND_NS: u64 = 10_000;
 /// How long its poller then keeps the RNIC, nanoseconds.
@@ -382,6 +384,16 @@ impl Engine {
         Some(Round { found, idle, sleep_ns })
     }
 
+    /// A poller that is busy all the time lets others on its core in now and then: one of them may have been interrupted
+    /// in a round of another virtual layer, which then waits for it as a whole.
+    fn share_core(&self, watch: &mut Watch) {
+        let now = self.now();
+        if self.yields && now - watch.paused_ns > SHARE_NS {
+            self.pause();
+            watch.paused_ns = self.now();
+        }
+    }
+
     fn pause(&self) {
         if self.yields {
             rustix::thread::sched_yield();
@@ -399,6 +411,7 @@ impl Engine {
             match self.round(&mut watch, 0) {
                 Some(r) if r.idle => self.listen(r.sleep_ns),
                 Some(r) if r.found => {
+                    self.share_core(&mut watch);
                     if self.asleep.load(Ordering::Relaxed) > 0 {
                         self.wake_others();
                     }
@@ -432,7 +445,7 @@ impl Engine {
                     drop(wakes);
                     self.asleep.fetch_sub(1, Ordering::SeqCst);
                 }
-                Some(r) if r.found => {}
+                Some(r) if r.found => self.share_core(&mut watch),
                 _ => self.pause(),
             }
         }
@@ -483,6 +496,8 @@ struct Watch {
     changes: u64,
     bells: Vec<Bell>,
     looks: u32,
+    /// When a busy poller let others in.
+    paused_ns: u64,
     out: Vec<Output>,
 }
 

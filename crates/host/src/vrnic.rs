@@ -178,6 +178,7 @@ pub(crate) fn device_config(mac: Mac, l: &Limits) -> abi::Config {
         max_pkeys: 1,
         local_ca_ack_delay: 15,
         max_ah: l.max_ah,
+        max_srq: l.max_srq,
         ..abi::Config::default()
     }
 }

@@ -77,6 +77,11 @@ impl QpRings {
         fits.then_some(QpRings { ctrl, sq, rq, layout })
     }
 
+    /// The rings of a shared receive queue: no SQ.
+    pub fn receive_only(ctrl: Span, rq: Span, layout: abi::QpLayout) -> Option<Self> {
+        Self::new(ctrl, Span::anonymous(layout.sq_bytes()), rq, layout)
+    }
+
     /// Sizes of the rings.
     pub fn layout(&self) -> &abi::QpLayout {
         &self.layout

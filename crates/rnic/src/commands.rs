@@ -75,11 +75,12 @@ impl Rnic {
     /// DESTROY_PD.
     ///
     /// # Errors
-    /// `Busy` while it has MRs, AHs or QPs.
+    /// `Busy` while it has MRs, AHs, SRQs or QPs.
     pub fn destroy_pd(&mut self, s: SessionId, pd: u32) -> Result<()> {
         self.own_pd(s, pd)?;
         let used = self.mrs.iter().any(|m| m.pd == pd)
             || self.ahs.iter().any(|(_, a)| a.pd == pd)
+            || self.srqs.iter().any(|(_, a)| a.pd == pd)
             || self.qps.iter().any(|(_, q)| q.pd == pd);
         if used {
             return Err(Status::Busy);
@@ -199,6 +200,9 @@ impl Rnic {
         self.own_pd(s, c.pd)?;
         self.own_cq(s, c.send_cq)?;
         self.own_cq(s, c.recv_cq)?;
+        if let Some(srq) = c.srq {
+            self.own_srq(s, srq)?;
+        }
         let vnic = self.vnic_of(s)?;
         let used = self.qps.iter().filter(|(_, q)| q.vnic == vnic).count();
         self.quota(s, used, |l| l.max_qp)?;
@@ -231,6 +235,7 @@ impl Rnic {
             sig_all: c.sig_all,
             send_cq: c.send_cq,
             recv_cq: c.recv_cq,
+            srq: c.srq,
             cap: c.cap,
             rings: c.rings,
             state: QpState::Reset,

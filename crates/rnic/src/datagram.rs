@@ -17,8 +17,8 @@ use crate::access::{Tables, list, local_side};
 use crate::exec::Outcome;
 use crate::objects::{SessionId, VnicId, Wait, Work};
 use crate::rnic::Rnic;
-use crate::wire::Path;
-use crate::wqe::{NoRecv, RecvDone, take_recv};
+use crate::wire::{ACK_DELAY_NS, Path};
+use crate::wqe::{NoRecv, RecvDone};
 
 /// MAC address, both ways, of the frames that carry datagrams between virtual layers. No vRNIC has it.
 pub const DATAGRAM_MAC: [u8; 6] = *b"\x06RoCEv";
@@ -55,6 +55,8 @@ const HOLD_BYTES: usize = 1 << 20;
 pub(crate) struct Backlog {
     held: VecDeque<Held>,
     bytes: usize,
+    /// Its QP stands among those that want a turn in a moment.
+    listed: bool,
 }
 
 struct Held {
@@ -67,6 +69,11 @@ struct Held {
 impl Backlog {
     pub fn is_empty(&self) -> bool {
         self.held.is_empty()
+    }
+
+    /// Its QP has its turn.
+    pub fn has_turn(&mut self) {
+        self.listed = false;
     }
 }
 
@@ -198,7 +205,7 @@ impl Rnic {
         if !q.backlog.is_empty() {
             return self.hold(h, flow, data, note);
         }
-        match take_recv(q) {
+        match self.take_recv(h) {
             Ok(()) => self.put(h, flow, data, note),
             Err(NoRecv::Broken) => self.break_qp(h),
             Err(NoRecv::Empty) => self.hold(h, flow, data, note),
@@ -216,9 +223,20 @@ impl Rnic {
         }
         q.backlog.bytes += size;
         q.backlog.held.push_back(Held { until, flow: *flow, data: data.into(), note });
+        if q.srq.is_some() {
+            return self.look_again(h);
+        }
         // From now on the driver rings for receives; one that came before is seen by the QP's turn.
         q.rings.set_rq_notify(true);
         self.make_runnable(h);
+    }
+
+    /// Gives QP `h` a turn in a moment.
+    fn look_again(&mut self, h: u32) {
+        let soon = self.now.saturating_add(ACK_DELAY_NS);
+        if self.qps.get_mut(h).is_some_and(|q| !std::mem::replace(&mut q.backlog.listed, true)) {
+            self.due_soon.push_back((soon, h));
+        }
     }
 
     /// Delivers the datagrams that wait, as far as there are receives, and drops those that waited too long.
@@ -231,10 +249,14 @@ impl Rnic {
                 return;
             };
             let (expired, size) = (first.until < now, first.data.len() + size_of::<Held>());
-            match take_recv(q) {
+            let shared = q.srq.is_some();
+            match self.take_recv(h) {
                 Err(NoRecv::Broken) => return self.break_qp(h),
+                // Nobody rings for the receives of an SRQ.
+                Err(NoRecv::Empty) if !expired && shared => return self.look_again(h),
                 Err(NoRecv::Empty) if !expired => return,
                 r => {
+                    let Some(q) = self.qps.get_mut(h) else { return };
                     let Some(d) = q.backlog.held.pop_front() else { return };
                     q.backlog.bytes -= size;
                     if r.is_ok() && !expired { self.put(h, &d.flow, &d.data, d.note) } else { self.count_dropped(h) }

@@ -14,7 +14,7 @@ use unirdma_mem::{Fault, atomic_u64};
 use crate::access::{Side, Tables, list, local_side, remote_access, remote_side};
 use crate::objects::{Counters, Qp, Wait, Work};
 use crate::rnic::{OP_COST, Rnic};
-use crate::wqe::{NoRecv, RecvDone, load, take_recv};
+use crate::wqe::{NoRecv, RecvDone, load};
 
 /// Most bytes that move before keys are looked up again.
 const SLICE: u64 = 128 << 10;
@@ -50,7 +50,8 @@ impl Rnic {
     /// Gives QP `h` a turn worth `allowance`; returns what it cost and whether it has more to do.
     pub(crate) fn step(&mut self, h: u32, allowance: u64) -> (u64, bool) {
         let mut cost = 0;
-        if self.qps.get(h).is_some_and(|q| !q.backlog.is_empty()) {
+        if let Some(q) = self.qps.get_mut(h).filter(|q| !q.backlog.is_empty()) {
+            q.backlog.has_turn();
             self.drain_backlog(h);
         }
         while cost < allowance {
@@ -191,8 +192,7 @@ impl Rnic {
         if !op.consumes_recv() {
             return Ok(());
         }
-        let p = self.qps.get_mut(ph).ok_or(Refusal::Silent)?;
-        match take_recv(p) {
+        match self.take_recv(ph) {
             Ok(()) => {}
             Err(NoRecv::Empty) => return Err(Refusal::NotReady),
             Err(NoRecv::Broken) => {
@@ -201,6 +201,7 @@ impl Rnic {
             }
         }
         let p = self.qps.get(ph).ok_or(Refusal::Silent)?;
+        let tables = Tables { mrs: &self.mrs, sessions: &self.sessions };
         let recv = p.recv.as_ref().ok_or(Refusal::Silent)?;
         let is_send = op != WrOpcode::WriteImm;
         // IBTA vol. 1, 9.7.4.1.6 and 9.9.6.3: what each side sees of a receive that does not fit.

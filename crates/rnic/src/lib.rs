@@ -25,6 +25,7 @@ mod mr;
 mod objects;
 mod rnic;
 mod slab;
+mod srq;
 mod wire;
 mod wqe;
 
@@ -35,4 +36,5 @@ pub use keys::{KeyCipher, Rng};
 pub use mr::{Backing, Resolve};
 pub use objects::{Counters, CreateQp, QpInfo, SessionId, VnicId, WireCounters};
 pub use rnic::{Limits, Output, Rnic, Usage, VnicConfig};
+pub use srq::SrqAttr;
 pub use wire::{MAX_OUTER_BYTES, Path, Route, Tx, TxPacket, WireDrops};

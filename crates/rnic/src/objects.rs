@@ -123,6 +123,20 @@ pub(crate) struct Cq {
     pub dead: bool,
 }
 
+/// A shared receive queue.
+pub(crate) struct Srq {
+    pub owner: SessionId,
+    pub pd: u32,
+    pub rings: QpRings,
+    pub max_wr: u32,
+    pub max_sge: u32,
+    pub cons: u32,
+    /// An event is raised once, when fewer receives than this are left; 0: none.
+    pub limit: u32,
+    /// An index jumped: the ring is never looked at again.
+    pub broken: bool,
+}
+
 /// What a QP is created from; handles and rings already resolved by the device.
 pub struct CreateQp {
     /// PD handle.
@@ -131,6 +145,8 @@ pub struct CreateQp {
     pub send_cq: u32,
     /// CQ handle for receives.
     pub recv_cq: u32,
+    /// SRQ handle, if receives come from there.
+    pub srq: Option<u32>,
     /// Every send is signaled.
     pub sig_all: bool,
     /// Capabilities, already within limits.
@@ -207,6 +223,7 @@ pub(crate) struct Qp {
     pub sig_all: bool,
     pub send_cq: u32,
     pub recv_cq: u32,
+    pub srq: Option<u32>,
     pub cap: abi::QpCap,
     pub rings: QpRings,
     pub state: QpState,

@@ -11,7 +11,7 @@ use crate::capture::Tap;
 use crate::datagram::{Ah, Backlog};
 use crate::keys::Rng;
 use crate::mr::{Backing, MrTable};
-use crate::objects::{Counters, Cq, Pd, Qp, QpInfo, Session, SessionId, Vnic, VnicId};
+use crate::objects::{Counters, Cq, Pd, Qp, QpInfo, Session, SessionId, Srq, Vnic, VnicId};
 use crate::slab::Slab;
 use crate::wire::{Route, Tx, WireDrops};
 
@@ -38,13 +38,23 @@ pub struct Limits {
     pub max_pd: u32,
     /// Address handles.
     pub max_ah: u32,
+    /// Shared receive queues.
+    pub max_srq: u32,
     /// Bytes of registered memory, all MRs together.
     pub max_mr_bytes: u64,
 }
 
 impl Default for Limits {
     fn default() -> Self {
-        Limits { max_qp: 16_384, max_cq: 16_384, max_mr: 65_536, max_pd: 4096, max_ah: 65_536, max_mr_bytes: 1 << 47 }
+        Limits {
+            max_qp: 16_384,
+            max_cq: 16_384,
+            max_mr: 65_536,
+            max_pd: 4096,
+            max_ah: 65_536,
+            max_srq: 4096,
+            max_mr_bytes: 1 << 47,
+        }
     }
 }
 
@@ -107,6 +117,7 @@ pub struct Rnic {
     pub(crate) pds: Slab<Pd>,
     pub(crate) mrs: MrTable,
     pub(crate) ahs: Slab<Ah>,
+    pub(crate) srqs: Slab<Srq>,
     pub(crate) cqs: Slab<Cq>,
     pub(crate) qps: Slab<Qp>,
     pub(crate) qpns: HashMap<u32, u32>,
@@ -125,8 +136,8 @@ pub struct Rnic {
     pub(crate) adapts: bool,
     pub(crate) drops: WireDrops,
     pub(crate) tx: Tx,
-    /// QPs with an ACK that waits, and until when, in order.
-    pub(crate) acks_due: VecDeque<(u64, u32)>,
+    /// QPs that want a turn in a moment, all after the same delay, and when.
+    pub(crate) due_soon: VecDeque<(u64, u32)>,
     /// QPs that wait for room in `tx`.
     pub(crate) tx_waiting: Vec<u32>,
     pub(crate) scratch: Box<[u8]>,
@@ -151,6 +162,7 @@ impl Rnic {
             sessions: Slab::default(),
             pds: Slab::default(),
             ahs: Slab::default(),
+            srqs: Slab::default(),
             cqs: Slab::default(),
             qps: Slab::default(),
             qpns: HashMap::new(),
@@ -164,7 +176,7 @@ impl Rnic {
             adapts: true,
             drops: WireDrops::default(),
             tx: Tx::default(),
-            acks_due: VecDeque::new(),
+            due_soon: VecDeque::new(),
             tx_waiting: Vec::new(),
             tap: None,
             starved: false,
@@ -265,6 +277,9 @@ impl Rnic {
         for h in self.mrs.handles(|m| m.owner == id) {
             self.mrs.remove(h);
         }
+        for h in self.srqs.handles(|s| s.owner == id) {
+            self.srqs.remove(h);
+        }
         for h in self.ahs.handles(|a| a.owner == id) {
             self.ahs.remove(h);
         }
@@ -334,7 +349,7 @@ impl Rnic {
     /// When [`Rnic::poll`] must be called again even if nothing rings; `None` for never.
     pub fn next_timeout(&self) -> Option<u64> {
         let timer = self.timers.peek().map(|t| t.0.0);
-        timer.into_iter().chain(self.acks_due.front().map(|a| a.0)).min()
+        timer.into_iter().chain(self.due_soon.front().map(|a| a.0)).min()
     }
 
     /// Moves all outputs to the end of `out`.
@@ -345,7 +360,7 @@ impl Rnic {
     /// Looks at the doorbells and timers, and executes work for a bounded time; true if it found any.
     pub fn poll(&mut self, now: u64) -> bool {
         self.now = now;
-        let mut found = self.scan_bells() | self.wake_acks();
+        let mut found = self.scan_bells() | self.wake_due();
         if !self.tx.is_full() {
             self.wake_tx_waiting();
         }
@@ -482,8 +497,12 @@ impl Rnic {
         }
         if was != QpState::Err {
             q.rings.set_rq_notify(true);
+            let shares = q.srq.is_some();
             if let Some(kind) = event {
                 self.emit(owner, kind, qpn);
+            }
+            if shares {
+                self.emit(owner, AsyncEvent::QpLastWqeReached, qpn);
             }
         }
         self.make_runnable(h);

@@ -2,6 +2,7 @@
 
 use unirdma_abi as abi;
 use unirdma_formats::{QpState, WcOpcode, WcStatus, WrOpcode, send_flags, wc_flags};
+use unirdma_mem::QpRings;
 use zerocopy::IntoBytes;
 
 use crate::objects::{Qp, Recv, Work};
@@ -72,6 +73,40 @@ impl Rnic {
             }
         });
         self.complete(cq, cqe, d.solicited);
+    }
+
+    /// Takes the receive WQE at the head of QP `h`'s RQ, or of its SRQ, unless one is taken already: a message that was
+    /// broken off before its end leaves its receive to the next.
+    pub(crate) fn take_recv(&mut self, h: u32) -> Result<(), NoRecv> {
+        let p = self.qps.get_mut(h).ok_or(NoRecv::Broken)?;
+        let (rings, cons, max_sge) = match p.srq {
+            None => (&p.rings, &mut p.rq_cons, p.cap.max_recv_sge),
+            Some(_) if p.receiving => return Ok(()),
+            Some(srq) => match self.srqs.get_mut(srq).filter(|s| !s.broken) {
+                Some(s) => (&s.rings, &mut s.cons, s.max_sge),
+                None => return Err(NoRecv::Broken),
+            },
+        };
+        match rings.rq_pending(*cons) {
+            Err(_) => {
+                if let Some(srq) = p.srq {
+                    self.break_srq(srq);
+                }
+                return Err(NoRecv::Broken);
+            }
+            Ok(_) if p.receiving => return Ok(()),
+            Ok(0) => return Err(NoRecv::Empty),
+            Ok(_) => {}
+        }
+        let recv = p.recv.as_mut().ok_or(NoRecv::Broken)?;
+        load_recv(rings, *cons, max_sge, recv);
+        *cons = cons.wrapping_add(1);
+        rings.set_rq_cons(*cons);
+        p.receiving = true;
+        if let Some(srq) = p.srq {
+            self.check_srq_limit(srq);
+        }
+        Ok(())
     }
 
     /// Flushes one work request of a QP in ERR (IBTA vol. 1, 10.3.1.7), or in SQE, where receives stay; false if none is
@@ -197,30 +232,12 @@ pub(crate) enum NoRecv {
     Broken,
 }
 
-/// Takes the receive WQE at the head of the RQ, unless one is taken already: a message that was broken off before its
-/// end leaves its receive to the next.
-pub(crate) fn take_recv(p: &mut Qp) -> Result<(), NoRecv> {
-    match p.rings.rq_pending(p.rq_cons) {
-        Err(_) => return Err(NoRecv::Broken),
-        Ok(_) if p.receiving => return Ok(()),
-        Ok(0) => return Err(NoRecv::Empty),
-        Ok(_) => {}
-    }
-    let Some(mut recv) = p.recv.take() else { return Err(NoRecv::Broken) };
-    load_recv(p, &mut recv);
-    p.recv = Some(recv);
-    p.rq_cons = p.rq_cons.wrapping_add(1);
-    p.rings.set_rq_cons(p.rq_cons);
-    p.receiving = true;
-    Ok(())
-}
-
-/// Copies the receive WQE at the head of the RQ and notes whether it is well-formed.
-fn load_recv(p: &Qp, r: &mut Recv) {
-    let head = p.rings.rq_head(p.rq_cons);
+/// Copies receive WQE `at` of a ring and notes whether it is well-formed.
+fn load_recv(rings: &QpRings, at: u32, max_sge: u32, r: &mut Recv) {
+    let head = rings.rq_head(at);
     let n = head.num_sge as usize;
-    let sges = r.sges.get_mut(..n).filter(|_| head.num_sge <= p.cap.max_recv_sge);
-    r.valid = sges.is_some_and(|s| p.rings.rq_data(p.rq_cons, s.as_mut_bytes()));
+    let sges = r.sges.get_mut(..n).filter(|_| head.num_sge <= max_sge);
+    r.valid = sges.is_some_and(|s| rings.rq_data(at, s.as_mut_bytes()));
     r.wr_id = head.wr_id;
     r.num_sge = if r.valid { n } else { 0 };
     r.total = r.sges[..r.num_sge].iter().map(|s| u64::from(s.length)).sum();

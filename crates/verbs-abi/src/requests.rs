@@ -156,6 +156,20 @@ pub struct ibv_qp_init_attr {
     pub sq_sig_all: i32,
 }
 
+#[derive(Clone, Copy, Debug, Default)]
+#[repr(C)]
+pub struct ibv_srq_attr {
+    pub max_wr: u32,
+    pub max_sge: u32,
+    pub srq_limit: u32,
+}
+
+#[repr(C)]
+pub struct ibv_srq_init_attr {
+    pub srq_context: *mut c_void,
+    pub attr: ibv_srq_attr,
+}
+
 #[derive(Clone, Copy)]
 #[repr(C)]
 pub struct ibv_qp_attr {

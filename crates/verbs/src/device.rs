@@ -12,6 +12,7 @@ use unirdma_verbs_abi::*;
 
 use crate::cq::CqObj;
 use crate::qp::QpObj;
+use crate::srq::SrqObj;
 use crate::trace::trace;
 use crate::{code, lock, null, set_errno};
 
@@ -34,6 +35,7 @@ pub(crate) struct ContextObj {
     /// Objects by handle, for events.
     pub cqs: Mutex<HashMap<u32, *mut CqObj>>,
     pub qps: Mutex<HashMap<u32, *mut QpObj>>,
+    pub srqs: Mutex<HashMap<u32, *mut SrqObj>>,
     /// PDs, MRs, CQs, QPs and channels that refer to this context.
     objects: AtomicUsize,
 }
@@ -143,7 +145,7 @@ pub unsafe extern "C" fn x_ibv_open_device(d: *mut ibv_device) -> *mut ibv_conte
     ctx.ops.req_notify_cq = Some(crate::cq::req_notify_cq);
     ctx.ops.post_send = Some(crate::qp::post_send);
     ctx.ops.post_recv = Some(crate::qp::post_recv);
-    ctx.ops.post_srq_recv = Some(crate::qp::post_srq_recv);
+    ctx.ops.post_srq_recv = Some(crate::srq::post_srq_recv);
     ctx.cmd_fd = -1;
     ctx.async_fd = driver.async_fd();
     ctx.num_comp_vectors = 1;
@@ -154,6 +156,7 @@ pub unsafe extern "C" fn x_ibv_open_device(d: *mut ibv_device) -> *mut ibv_conte
         _device: device,
         cqs: Mutex::default(),
         qps: Mutex::default(),
+        srqs: Mutex::default(),
         objects: AtomicUsize::new(0),
     }));
     // SAFETY: just allocated.
@@ -200,6 +203,7 @@ fn device_attr(d: &abi::QueryDeviceResp) -> ibv_device_attr {
     a.max_qp_init_rd_atom = int(c.max_qp_rd_atom);
     a.atomic_cap = c.atomic_cap.into();
     a.max_ah = int(c.max_ah);
+    (a.max_srq, a.max_srq_wr, a.max_srq_sge) = (int(c.max_srq), int(c.max_qp_wr), int(c.max_sge));
     a.max_pkeys = c.max_pkeys;
     a.local_ca_ack_delay = c.local_ca_ack_delay;
     a.phys_port_cnt = c.phys_port_cnt;

@@ -130,7 +130,11 @@ fn is_cq_event(kind: u32) -> bool {
 
 fn is_qp_event(kind: u32) -> bool {
     use AsyncEvent::*;
-    [QpFatal, QpReqErr, QpAccessErr, CommEst, SqDrained].iter().any(|&k| k as u32 == kind)
+    [QpFatal, QpReqErr, QpAccessErr, CommEst, SqDrained, QpLastWqeReached].iter().any(|&k| k as u32 == kind)
+}
+
+fn is_srq_event(kind: u32) -> bool {
+    [AsyncEvent::SrqErr, AsyncEvent::SrqLimitReached].iter().any(|&k| k as u32 == kind)
 }
 
 pub unsafe extern "C" fn x_ibv_get_async_event(c: *mut ibv_context, event: *mut ibv_async_event) -> i32 {
@@ -154,6 +158,11 @@ pub unsafe extern "C" fn x_ibv_get_async_event(c: *mut ibv_context, event: *mut 
             // SAFETY: live; see ibv_get_cq_event.
             unsafe { (*qp).async_events.give() };
             qp.cast()
+        } else if is_srq_event(e.kind) {
+            let Some(srq) = by_handle(&ctx.srqs, e.handle) else { continue };
+            // SAFETY: live; see ibv_get_cq_event.
+            unsafe { (*srq).async_events.give() };
+            srq.cast()
         } else {
             e.handle as usize as *mut c_void
         };
@@ -176,6 +185,10 @@ pub unsafe extern "C" fn x_ibv_ack_async_event(event: *mut ibv_async_event) {
             let qp = &mut *e.element.cast::<crate::qp::QpObj>();
             qp.c.events_completed = qp.c.events_completed.wrapping_add(1);
             qp.async_events.ack(1);
+        } else if is_srq_event(e.event_type) {
+            let srq = &mut *e.element.cast::<crate::srq::SrqObj>();
+            srq.c.events_completed = srq.c.events_completed.wrapping_add(1);
+            srq.async_events.ack(1);
         }
     }
     trace!("ibv_ack_async_event()");

@@ -13,6 +13,7 @@ mod device;
 mod event;
 mod mr;
 mod qp;
+mod srq;
 mod strings;
 mod stubs;
 mod trace;
@@ -25,6 +26,7 @@ mod api {
     pub use crate::event::*;
     pub use crate::mr::*;
     pub use crate::qp::*;
+    pub use crate::srq::*;
     pub use crate::strings::*;
     pub use crate::stubs::*;
 }

@@ -47,8 +47,8 @@ pub unsafe extern "C" fn x_ibv_create_qp(pd: *mut ibv_pd, init: *mut ibv_qp_init
     if a.send_cq.is_null() || a.recv_cq.is_null() {
         return null(libc::EINVAL);
     }
-    let Some(typ) = QpType::from_raw(a.qp_type).filter(|_| a.srq.is_null()) else {
-        trace!("ibv_create_qp(type {}, srq {:p}): not supported", a.qp_type, a.srq);
+    let Some(typ) = QpType::from_raw(a.qp_type) else {
+        trace!("ibv_create_qp(type {}): not supported", a.qp_type);
         return null(libc::EOPNOTSUPP);
     };
     // SAFETY: a PD's context is open; the CQs are the caller's.
@@ -59,7 +59,13 @@ pub unsafe extern "C" fn x_ibv_create_qp(pd: *mut ibv_pd, init: *mut ibv_qp_init
         sig_all: a.sq_sig_all != 0,
         send_cqn,
         recv_cqn,
-        cap: cap_in(&a.cap),
+        // SAFETY: NULL or an SRQ of the caller.
+        srqn: unsafe { a.srq.as_ref() }.map(|s| s.handle),
+        cap: if a.srq.is_null() {
+            cap_in(&a.cap)
+        } else {
+            abi::QpCap { max_recv_wr: 0, max_recv_sge: 0, ..cap_in(&a.cap) }
+        },
     };
     let qp = match driver::Qp::create(&ctx.driver, &q) {
         Ok(qp) => qp,
@@ -77,6 +83,7 @@ pub unsafe extern "C" fn x_ibv_create_qp(pd: *mut ibv_pd, init: *mut ibv_qp_init
     raw.pd = pd;
     raw.send_cq = a.send_cq;
     raw.recv_cq = a.recv_cq;
+    raw.srq = a.srq;
     raw.handle = qp.qpn;
     raw.qp_num = qp.qpn;
     raw.qp_type = a.qp_type;
@@ -298,44 +305,44 @@ pub(crate) unsafe extern "C" fn post_send(
     code(result)
 }
 
-pub(crate) unsafe extern "C" fn post_recv(
-    qp: *mut ibv_qp,
+pub(crate) unsafe extern "C" fn post_recv(qp: *mut ibv_qp, wr: *mut ibv_recv_wr, bad: *mut *mut ibv_recv_wr) -> i32 {
+    // SAFETY: the caller passes its QP.
+    let obj = unsafe { &*qp.cast::<QpObj>() };
+    // Nothing may be posted in RESET, nor to a QP whose receives are shared.
+    if obj.c.state == 0 || !obj.c.srq.is_null() {
+        if !bad.is_null() {
+            // SAFETY: room for the first request that was not posted.
+            unsafe { *bad = wr };
+        }
+        return code(Err(libc::EINVAL));
+    }
+    trace!("ibv_post_recv({:#x})", obj.c.qp_num);
+    // SAFETY: as ibv_post_recv(3) demands of the caller.
+    unsafe { push_receives(obj.qp.recv_batch(), wr, bad) }
+}
+
+/// Posts a list of receives.
+///
+/// # Safety
+/// `wr` is a list of valid work requests that ends with NULL, `bad` NULL or room for a pointer.
+pub(crate) unsafe fn push_receives(
+    mut batch: driver::RecvBatch<'_>,
     mut wr: *mut ibv_recv_wr,
     bad: *mut *mut ibv_recv_wr,
 ) -> i32 {
-    // SAFETY: the caller passes its QP.
-    let obj = unsafe { &*qp.cast::<QpObj>() };
-    let result = if obj.c.state == 0 {
-        Err(libc::EINVAL)
-    } else {
-        let mut batch = obj.qp.recv_batch();
-        loop {
-            // SAFETY: the caller passes a list of valid work requests that ends with NULL.
-            let Some(r) = (unsafe { wr.as_ref() }) else { break Ok(()) };
-            trace!("ibv_post_recv({:#x}): wr_id {:#x} sges {}", obj.c.qp_num, r.wr_id, r.num_sge);
-            // SAFETY: as above.
-            let pushed = unsafe { sges(r.sg_list, r.num_sge) }.and_then(|s| batch.push(r.wr_id, s));
-            if let Err(e) = pushed {
-                break Err(e);
+    // SAFETY: by the contract.
+    while let Some(r) = unsafe { wr.as_ref() } {
+        trace!("receive: wr_id {:#x} sges {}", r.wr_id, r.num_sge);
+        // SAFETY: by the contract.
+        let pushed = unsafe { sges(r.sg_list, r.num_sge) }.and_then(|s| batch.push(r.wr_id, s));
+        if let Err(e) = pushed {
+            if !bad.is_null() {
+                // SAFETY: room for the first request that was not posted.
+                unsafe { *bad = wr };
             }
-            wr = r.next;
+            return code(Err(e));
         }
-    };
-    if result.is_err() && !bad.is_null() {
-        // SAFETY: room for the first request that was not posted.
-        unsafe { *bad = wr };
+        wr = r.next;
     }
-    code(result)
-}
-
-pub(crate) unsafe extern "C" fn post_srq_recv(
-    _srq: *mut ibv_srq,
-    wr: *mut ibv_recv_wr,
-    bad: *mut *mut ibv_recv_wr,
-) -> i32 {
-    if !bad.is_null() {
-        // SAFETY: room for the first request that was not posted.
-        unsafe { *bad = wr };
-    }
-    libc::EOPNOTSUPP
+    0
 }

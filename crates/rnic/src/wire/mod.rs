@@ -4,6 +4,7 @@
 //! (`requester`) and of its responder (`responder`). Packets come in by [`Rnic::handle_packet`] and leave through
 //! [`Tx`], from the base transport header up to the payload's padding; IP, UDP and the invariant CRC are the port's.
 
+mod pace;
 mod requester;
 mod responder;
 
@@ -21,7 +22,7 @@ use crate::datagram::ethernet;
 use crate::objects::{VnicId, Wait, Work};
 use crate::rnic::Rnic;
 pub(crate) use requester::request_packet;
-pub(crate) use responder::Responder;
+pub(crate) use responder::{ACK_DELAY_NS, Responder};
 
 /// Where the holder of a GID is reached.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
@@ -247,6 +248,8 @@ pub(crate) struct Wire {
     /// It stands among those that wait for room in [`Tx`].
     waits_for_tx: bool,
     cc: Window,
+    /// Of an unreliable connection.
+    pace: pace::Pace,
     /// When the peer may be told of congestion again.
     cnp_after: u64,
     pub resp: Responder,
@@ -343,6 +346,7 @@ impl Wire {
             recovering: false,
             waits_for_tx: false,
             cc: Window::new(adapts),
+            pace: pace::Pace::default(),
             cnp_after: 0,
             resp: Responder::default(),
         }
@@ -450,6 +454,9 @@ impl Rnic {
                 Op::Cnp => {
                     rnic.count(h, |c| c.wire.rp_cnp_handled += 1);
                     w.cc.notified();
+                    if rnic.adapts {
+                        w.pace.notified(rnic.now, w.cc.alpha.into());
+                    }
                 }
                 _ => rnic.on_request(h, w, &p),
             }
@@ -544,11 +551,11 @@ impl Rnic {
         turn.unwrap_or((0, false))
     }
 
-    /// ACKs that have waited long enough go in their QPs' turns.
-    pub(crate) fn wake_acks(&mut self) -> bool {
+    /// QPs whose ACK has waited long enough, or that look for receives again, get their turns.
+    pub(crate) fn wake_due(&mut self) -> bool {
         let mut any = false;
-        while let Some(&(_, h)) = self.acks_due.front().filter(|a| a.0 <= self.now) {
-            self.acks_due.pop_front();
+        while let Some(&(_, h)) = self.due_soon.front().filter(|a| a.0 <= self.now) {
+            self.due_soon.pop_front();
             self.make_runnable(h);
             any = true;
         }
@@ -573,7 +580,8 @@ impl Rnic {
     /// Keeps a timer in the heap that fires no later than this QP needs it.
     fn arm_wire(&mut self, h: u32, w: &mut Wire) {
         let rnr = if w.rnr_until > self.now { w.rnr_until } else { u64::MAX };
-        let need = w.deadline.min(rnr);
+        let pace = w.pace.wait(self.now).filter(|_| w.is_busy()).unwrap_or(u64::MAX);
+        let need = w.deadline.min(rnr).min(pace);
         if need < w.timer_at {
             w.timer_at = need;
             self.arm_timer(h, need.saturating_sub(self.now));

@@ -10,14 +10,14 @@ use super::Wire;
 use crate::access::{Side, Tables, list};
 use crate::objects::Qp;
 use crate::rnic::{OP_COST, Rnic};
-use crate::wqe::{NoRecv, RecvDone, take_recv};
+use crate::wqe::{NoRecv, RecvDone};
 
 /// Most answers that wait for their turn; what a peer asks for beyond is as if lost, and it asks again.
 const MAX_ANSWERS: usize = 512;
 
 /// The ACK of a message waits so long for the program's own reply: both then take one system call, and the program its
 /// turn first. Nanoseconds.
-const ACK_DELAY_NS: u64 = 5_000;
+pub(crate) const ACK_DELAY_NS: u64 = 5_000;
 
 /// What the responder has to send, in order.
 #[derive(Clone, Copy, Debug)]
@@ -308,8 +308,7 @@ impl Rnic {
 
     /// Makes sure that a receive WQE is taken.
     fn next_recv(&mut self, h: u32) -> Result<(), Refusal> {
-        let q = self.qps.get_mut(h).ok_or(Refusal::Broken)?;
-        take_recv(q).map_err(|e| match e {
+        self.take_recv(h).map_err(|e| match e {
             NoRecv::Empty => Refusal::NotReady,
             NoRecv::Broken => Refusal::Broken,
         })
@@ -416,7 +415,7 @@ impl Rnic {
     /// Notes that QP `h` has an ACK to send soon; when.
     fn delay_ack(&mut self, h: u32) -> u64 {
         let due = self.now.saturating_add(ACK_DELAY_NS);
-        self.acks_due.push_back((due, h));
+        self.due_soon.push_back((due, h));
         self.count(h, |c| c.wire.ack_deferred += 1);
         due
     }
@@ -440,7 +439,9 @@ impl Rnic {
         let sent = match a {
             Answer::Ack { psn, msn } => {
                 // End-to-end credits: the receives that are posted now.
-                let credits = q.rings.rq_pending(q.rq_cons).map_or(NO_CREDITS, credit_code);
+                // A shared receive queue promises nothing to anyone.
+                let posted = q.rings.rq_pending(q.rq_cons).ok().filter(|_| q.srq.is_none());
+                let credits = posted.map_or(NO_CREDITS, credit_code);
                 self.tx.push(w.path, &head(Op::Ack, psn, credits, msn), 0, nothing)
             }
             Answer::Nak { psn, msn, code, fails: f } => {

@@ -67,7 +67,7 @@ impl End {
             abi::QpCap { max_send_wr: 16, max_recv_wr: 16, max_send_sge: 4, max_recv_sge: 4, max_inline_data: 256 };
         let layout = abi::QpLayout::of(&cap).unwrap();
         let rings = QpRings::new(aligned(128), aligned(layout.sq_bytes()), aligned(layout.rq_bytes()), layout).unwrap();
-        let create = CreateQp { pd, send_cq: cqn, recv_cq: cqn, sig_all: false, cap, rings: rings.clone() };
+        let create = CreateQp { pd, send_cq: cqn, recv_cq: cqn, srq: None, sig_all: false, cap, rings: rings.clone() };
         let (qpn, slot) = rnic.create_qp(session, typ as u8, create).unwrap();
         let memory = aligned(MR_BYTES);
         let (mr, key) =

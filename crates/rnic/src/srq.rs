@@ -1,0 +1,96 @@
+//! Shared receive queues (IBTA vol. 1, 10.2.9).
+
+use unirdma_abi::Status;
+use unirdma_formats::AsyncEvent;
+use unirdma_mem::QpRings;
+
+use crate::objects::{SessionId, Srq};
+use crate::rnic::Rnic;
+
+/// What an SRQ is: receives, SGEs of one, and the limit.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct SrqAttr {
+    /// Receives that it holds.
+    pub max_wr: u32,
+    /// SGEs of one receive.
+    pub max_sge: u32,
+    /// An event is raised when fewer receives than this are left; 0: none.
+    pub limit: u32,
+}
+
+impl Rnic {
+    /// CREATE_SRQ on a ring that the device has resolved.
+    ///
+    /// # Errors
+    /// `BadHandle`, `BadValue` for a limit above its size, `Exhausted` at the vRNIC's quota.
+    pub fn create_srq(&mut self, s: SessionId, pd: u32, a: SrqAttr, rings: QpRings) -> Result<u32, Status> {
+        self.own_pd(s, pd)?;
+        if a.limit > a.max_wr {
+            return Err(Status::BadValue);
+        }
+        let used = self.srqs.iter().filter(|(_, q)| self.same_vnic(s)(q.owner)).count();
+        self.quota(s, used, |l| l.max_srq)?;
+        let SrqAttr { max_wr, max_sge, limit } = a;
+        let srq = Srq { owner: s, pd, rings, max_wr, max_sge, cons: 0, limit, broken: false };
+        self.srqs.insert_with(|_| srq).ok_or(Status::Exhausted)
+    }
+
+    pub(crate) fn own_srq(&self, s: SessionId, srq: u32) -> Result<&Srq, Status> {
+        self.srqs.get(srq).filter(|q| q.owner == s).ok_or(Status::BadHandle)
+    }
+
+    /// DESTROY_SRQ.
+    ///
+    /// # Errors
+    /// `Busy` while QPs use it.
+    pub fn destroy_srq(&mut self, s: SessionId, srq: u32) -> Result<(), Status> {
+        self.own_srq(s, srq)?;
+        if self.qps.iter().any(|(_, q)| q.srq == Some(srq)) {
+            return Err(Status::Busy);
+        }
+        self.srqs.remove(srq);
+        Ok(())
+    }
+
+    /// MODIFY_SRQ: arms the limit event; 0 disarms it.
+    ///
+    /// # Errors
+    /// `BadValue` for a limit above its size.
+    pub fn modify_srq(&mut self, s: SessionId, srq: u32, limit: u32) -> Result<(), Status> {
+        if limit > self.own_srq(s, srq)?.max_wr {
+            return Err(Status::BadValue);
+        }
+        if let Some(q) = self.srqs.get_mut(srq) {
+            q.limit = limit;
+        }
+        self.check_srq_limit(srq);
+        Ok(())
+    }
+
+    /// QUERY_SRQ.
+    ///
+    /// # Errors
+    /// `BadHandle` if the session has no such SRQ.
+    pub fn query_srq(&self, s: SessionId, srq: u32) -> Result<SrqAttr, Status> {
+        self.own_srq(s, srq).map(|q| SrqAttr { max_wr: q.max_wr, max_sge: q.max_sge, limit: q.limit })
+    }
+
+    /// Raises the limit event, once, if it is due.
+    pub(crate) fn check_srq_limit(&mut self, srq: u32) {
+        let Some(q) = self.srqs.get_mut(srq).filter(|q| q.limit > 0 && !q.broken) else { return };
+        if q.rings.rq_pending(q.cons).is_ok_and(|left| left < q.limit) {
+            q.limit = 0;
+            let owner = q.owner;
+            self.emit(owner, AsyncEvent::SrqLimitReached, srq);
+        }
+    }
+
+    /// An index jumped: the SRQ is lost, and the QPs that use it.
+    pub(crate) fn break_srq(&mut self, srq: u32) {
+        let Some(q) = self.srqs.get_mut(srq) else { return };
+        if !std::mem::replace(&mut q.broken, true) {
+            let owner = q.owner;
+            self.emit(owner, AsyncEvent::SrqErr, srq);
+        }
+    }
+}
