@@ -20,6 +20,7 @@ pub(crate) const RUN: Needed = &[
 /// What the tests take beside that.
 pub(crate) const TEST: Needed = &[
     ("/usr/bin/tshark", "tshark"),
+    ("/usr/lib/python3/dist-packages/pyverbs", "python3-pyverbs"),
     // The virtual machine with the kernel's rxe.
     ("/usr/bin/qemu-system-x86_64", "qemu-system-x86"),
     ("/etc/libibverbs.d/rxe.driver", "ibverbs-providers"),

@@ -47,13 +47,14 @@ pub enum Command {
     DestroySrq = 25,
     ModifySrq = 26,
     QuerySrq = 27,
+    ReregMr = 28,
 }
 
 impl Command {
     /// The command of a raw code.
     pub fn from_raw(raw: u8) -> Option<Self> {
         use Command::*;
-        const ALL: [Command; 27] = [
+        const ALL: [Command; 28] = [
             QueryPort,
             CreateCq,
             DestroyCq,
@@ -81,6 +82,7 @@ impl Command {
             DestroySrq,
             ModifySrq,
             QuerySrq,
+            ReregMr,
         ];
         ALL.get(usize::from(raw).wrapping_sub(1)).copied()
     }
@@ -170,6 +172,8 @@ wire! {
     }
     /// A new MR.
     MrResp = 16 { mrn: u32, lkey: u32, rkey: u32, reserved: u32 }
+    /// MR `mrn` becomes what `by` is, and keeps its keys; `by` is gone.
+    ReregMrReq = 8 { mrn: u32, by: u32 }
     CreateMrReq = 16 { pdn: u32, access_flags: u32, max_num_sg: u32, reserved: u32 }
     MapMrSgReq = 32 { mrn: u32, npages: u32, start: u64, length: u64, pages: u64 }
 
@@ -247,10 +251,10 @@ mod tests {
 
     #[test]
     fn command_codes_are_those_of_the_rfc() {
-        for raw in 1..=27u8 {
+        for raw in 1..=28u8 {
             assert_eq!(Command::from_raw(raw).unwrap() as u8, raw);
         }
-        assert_eq!((Command::from_raw(0), Command::from_raw(28)), (None, None));
+        assert_eq!((Command::from_raw(0), Command::from_raw(29)), (None, None));
         assert_eq!(Command::RegUserMr as u8, 9);
         assert_eq!(Command::ReqNotifyCq as u8, 18);
     }

@@ -128,6 +128,10 @@ impl Device {
                 mr_answer(mr)
             }
             Command::RegUserMr => self.reg_user_mr(rnic, data),
+            Command::ReregMr => {
+                let r: abi::ReregMrReq = parse(data)?;
+                nothing(rnic.rereg_mr(s, r.mrn, r.by))
+            }
             Command::DeregMr => nothing(rnic.dereg_mr(s, handle(data)?)),
             // Both need MEM_MGT_EXTENSIONS, which this device does not offer (R34).
             Command::CreateMr | Command::MapMrSg => Err(Status::Unsupported),

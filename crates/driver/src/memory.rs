@@ -121,20 +121,19 @@ impl Mr {
     /// the device.
     pub fn register(ctx: &Arc<Context>, pdn: u32, addr: u64, len: u64, iova: u64, flags: u32) -> Result<Self> {
         share::install_fork_handlers();
-        addr.checked_add(len).filter(|&end| end <= PROCESS_LIMIT).ok_or(libc::EINVAL)?;
-        let lo = addr / PAGE * PAGE;
-        let hi = if len == 0 { lo } else { (addr + len).next_multiple_of(PAGE) };
-        let map = if lo == hi { Vec::new() } else { vmas(lo, hi).map_err(|e| errno(&e))? };
-        check_range(&map, lo, hi, flags)?;
         let mut mr = Mr { ctx: ctx.clone(), mrn: 0, key: 0, way: Way::Copy, regions: Vec::new(), inodes: Vec::new() };
-        let start = match mr.map_in_place(&map, lo, hi) {
-            Some(bus) => bus + (addr - lo),
-            None => {
-                mr.take_regions_back();
-                mr.way = Way::Copy;
-                offer_process(ctx)?;
-                addr
-            }
+        let on_demand = flags & access::ON_DEMAND != 0;
+        // There are no memory windows yet, so leave to bind them grants nothing.
+        let flags = flags & !(access::ON_DEMAND | access::HUGETLB | access::MW_BIND);
+        let (start, len) = if on_demand {
+            // Its pages may change at any time: each access looks them up. All of the address space is one MR, if asked.
+            let implicit = addr == 0 && len == usize::MAX as u64;
+            let len = if implicit { PROCESS_LIMIT } else { len };
+            addr.checked_add(len).filter(|&end| end <= PROCESS_LIMIT).ok_or(libc::EINVAL)?;
+            offer_process(ctx)?;
+            (addr, len)
+        } else {
+            (mr.place(addr, len, flags)?, len)
         };
         let req =
             abi::RegUserMrReq { pdn, access_flags: flags, start, length: len, virt_addr: iova, ..Default::default() };
@@ -149,6 +148,39 @@ impl Mr {
                 Err(e)
             }
         }
+    }
+
+    /// Chooses the way of a range; its bus address.
+    fn place(&mut self, addr: u64, len: u64, flags: u32) -> Result<u64> {
+        addr.checked_add(len).filter(|&end| end <= PROCESS_LIMIT).ok_or(libc::EINVAL)?;
+        let lo = addr / PAGE * PAGE;
+        let hi = if len == 0 { lo } else { (addr + len).next_multiple_of(PAGE) };
+        let map = if lo == hi { Vec::new() } else { vmas(lo, hi).map_err(|e| errno(&e))? };
+        check_range(&map, lo, hi, flags)?;
+        if let Some(bus) = self.map_in_place(&map, lo, hi) {
+            return Ok(bus + (addr - lo));
+        }
+        self.take_regions_back();
+        self.way = Way::Copy;
+        offer_process(&self.ctx)?;
+        Ok(addr)
+    }
+
+    /// Becomes what `new` is, with the keys that it has. If the device refuses, it stays as it was, and `new` is gone.
+    ///
+    /// # Errors
+    /// Those of the device.
+    pub fn replace(&mut self, mut new: Mr) -> Result<()> {
+        let req = abi::ReregMrReq { mrn: self.mrn, by: new.mrn };
+        if let Err(e) = self.ctx.command_void(Command::ReregMr, &req) {
+            let _ = new.deregister();
+            return Err(e);
+        }
+        self.way = new.way;
+        std::mem::swap(&mut self.regions, &mut new.regions);
+        std::mem::swap(&mut self.inodes, &mut new.inodes);
+        new.take_regions_back();
+        Ok(())
     }
 
     /// Deregisters the MR.

@@ -102,6 +102,11 @@ impl Cq {
         Ok(0)
     }
 
+    /// Drops the completions of QP `qpn` that wait in the CQ.
+    pub fn forget(&self, qpn: u32) {
+        lock(&self.tail).forget(qpn);
+    }
+
     /// Arms the CQ for one event.
     pub fn arm(&self, solicited_only: bool) {
         lock(&self.tail).arm(if solicited_only { abi::NOTIFY_SOLICITED } else { abi::NOTIFY_NEXT });
@@ -322,6 +327,13 @@ impl SendBatch<'_> {
         rings.sq_put(i, 0, head.as_bytes());
         self.post.prod = i.wrapping_add(1);
         Ok(())
+    }
+}
+
+impl SendBatch<'_> {
+    /// Forgets what was written.
+    pub fn abort(mut self) {
+        self.post.prod = self.post.published;
     }
 }
 

@@ -201,6 +201,14 @@ pub mod access {
     pub const REMOTE_ATOMIC: u32 = 8;
     /// Every flag that a memory region of this device may carry.
     pub const MR_SUPPORTED: u32 = LOCAL_WRITE | REMOTE_WRITE | REMOTE_READ | REMOTE_ATOMIC;
+    /// Memory windows may be bound to it.
+    pub const MW_BIND: u32 = 1 << 4;
+    /// Pages come and go while the region lives.
+    pub const ON_DEMAND: u32 = 1 << 6;
+    /// The memory is in huge pages.
+    pub const HUGETLB: u32 = 1 << 7;
+    /// Flags that a QP may be given; those of memory mean nothing to it.
+    pub const QP_ACCEPTED: u32 = 0xff | OPTIONAL_RANGE;
     /// Flags that a device may ignore (`IBV_ACCESS_OPTIONAL_RANGE`).
     pub const OPTIONAL_RANGE: u32 = 0x3ff0_0000;
 }

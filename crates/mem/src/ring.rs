@@ -264,25 +264,48 @@ pub struct CqTail {
     mask: u32,
     cons: u32,
     arm_seq: u32,
+    /// QPs whose completions before these indices are not wanted any more.
+    forgotten: Vec<(u32, u32)>,
 }
 
 impl CqTail {
     /// As [`CqRing::new`]; the memory must be zero.
     pub fn new(ctrl: Span, ring: Span, entries: u32) -> Option<Self> {
         CqRing::new(ctrl.clone(), ring.clone(), entries)?;
-        Some(CqTail { ctrl, ring, mask: entries - 1, cons: 0, arm_seq: 0 })
+        Some(CqTail { ctrl, ring, mask: entries - 1, cons: 0, arm_seq: 0, forgotten: Vec::new() })
     }
 
     /// The next completion, if there is one; its slot stays taken until [`CqTail::release`].
     #[inline]
     pub fn pop(&mut self) -> Option<abi::Cqe> {
-        let at = (self.cons & self.mask) as usize * size_of::<abi::Cqe>();
-        if self.ring.load32(at + abi::CQE_VALID, Ordering::Acquire) != phase(self.cons, self.mask) {
-            return None;
+        loop {
+            let at = (self.cons & self.mask) as usize * size_of::<abi::Cqe>();
+            if self.ring.load32(at + abi::CQE_VALID, Ordering::Acquire) != phase(self.cons, self.mask) {
+                return None;
+            }
+            let cqe: abi::Cqe = self.ring.read_obj(at);
+            let index = self.cons;
+            self.cons = index.wrapping_add(1);
+            if self.forgotten.is_empty() || !self.skips(index, cqe.qp_num) {
+                return Some(cqe);
+            }
+            self.release();
         }
-        let cqe = self.ring.read_obj(at);
-        self.cons = self.cons.wrapping_add(1);
-        Some(cqe)
+    }
+
+    /// Completions of QP `qpn` that the device has written so far are not wanted any more.
+    pub fn forget(&mut self, qpn: u32) {
+        let written = self.ctrl.load32(abi::CQ_PROD, Ordering::Acquire);
+        self.forgotten.retain(|f| f.0 != qpn);
+        if written != self.cons {
+            self.forgotten.push((qpn, written));
+        }
+    }
+
+    #[cold]
+    fn skips(&mut self, index: u32, qpn: u32) -> bool {
+        self.forgotten.retain(|f| (f.1.wrapping_sub(index) as i32) > 0);
+        self.forgotten.iter().any(|f| f.0 == qpn)
     }
 
     /// Gives the slots of popped completions back.
@@ -397,6 +420,25 @@ mod tests {
             assert!(drv.pop().is_none());
             drv.release();
         }
+    }
+
+    #[test]
+    fn forgotten_completions_are_passed_over() {
+        let (mut dev, mut drv) = cq(8);
+        let mut push = |qp_num, wr_id| dev.push(abi::Cqe { qp_num, wr_id, ..Default::default() }).unwrap();
+        for lap in 0..20 {
+            push(1, lap);
+            push(2, 100 + lap);
+            push(1, 200 + lap);
+            drv.forget(1);
+            // What comes afterwards is wanted again.
+            push(1, 300 + lap);
+            let got: Vec<u64> = std::iter::from_fn(|| drv.pop()).map(|c| c.wr_id).collect();
+            assert_eq!(got, [100 + lap, 300 + lap]);
+            drv.release();
+            drv.forget(2);
+        }
+        assert!(drv.forgotten.is_empty());
     }
 
     #[test]

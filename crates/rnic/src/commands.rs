@@ -160,17 +160,19 @@ impl Rnic {
             return Err(Status::BadValue);
         }
         let same = self.same_vnic(s);
-        let (count, bytes) =
-            self.mrs.iter().filter(|m| same(m.owner)).fold((0, 0u64), |a, m| (a.0 + 1, a.1.saturating_add(m.len)));
+        let (count, bytes) = self
+            .mrs
+            .iter()
+            .filter(|m| same(m.owner))
+            .fold((0, 0u64), |a, m| (a.0 + 1, a.1.saturating_add(m.counted())));
         drop(same);
         self.quota(s, count, |l| l.max_mr)?;
         let vnic = self.vnic_of(s)?;
-        let whole_memory = matches!(backing, Backing::Session);
         let limit = self.vnics.get(vnic.0).map_or(0, |v| v.limits.max_mr_bytes);
-        if !whole_memory && bytes.checked_add(len).is_none_or(|b| b > limit) {
+        let mr = Mr { owner: s, pd, access: flags, iova, len, regions, backing };
+        if bytes.checked_add(mr.counted()).is_none_or(|b| b > limit) {
             return Err(Status::Exhausted);
         }
-        let mr = Mr { owner: s, pd, access: flags, iova, len, regions, backing };
         self.mrs.insert(mr).ok_or(Status::Exhausted)
     }
 
@@ -181,6 +183,21 @@ impl Rnic {
     pub fn dereg_mr(&mut self, s: SessionId, mr: u32) -> Result<()> {
         self.mrs.get(mr).filter(|m| m.owner == s).ok_or(Status::BadHandle)?;
         self.mrs.remove(mr);
+        Ok(())
+    }
+
+    /// REREG_MR: `mr` becomes what `by` is, and keeps its keys; `by` is gone.
+    ///
+    /// # Errors
+    /// `BadHandle` if the session has no such MRs, or they are one.
+    pub fn rereg_mr(&mut self, s: SessionId, mr: u32, by: u32) -> Result<()> {
+        let own = |h: u32| self.mrs.get(h).is_some_and(|m| m.owner == s);
+        if mr == by || !own(mr) || !own(by) {
+            return Err(Status::BadHandle);
+        }
+        if let Some(new) = self.mrs.remove(by) {
+            self.mrs.replace(mr, new);
+        }
         Ok(())
     }
 
@@ -344,7 +361,7 @@ impl Rnic {
             || given(m::ALT_PATH)
             || given(m::RATE_LIMIT)
             || given(m::PATH_MIG_STATE) && a.path_mig_state != 0
-            || given(m::ACCESS_FLAGS) && a.qp_access_flags & !(access::MR_SUPPORTED | access::OPTIONAL_RANGE) != 0;
+            || given(m::ACCESS_FLAGS) && a.qp_access_flags & !access::QP_ACCEPTED != 0;
         if bad {
             return Err(Status::BadValue);
         }

@@ -37,7 +37,19 @@ pub(crate) struct Mr {
     pub backing: Backing,
 }
 
+/// Bytes of a process's whole address space.
+const WHOLE_PROCESS: u64 = 1 << 47;
+
 impl Mr {
+    /// Bytes that count against the vRNIC's quota; a grant of all memory is not a size.
+    pub fn counted(&self) -> u64 {
+        match self.backing {
+            Backing::Session => 0,
+            Backing::Process(..) if self.len >= WHOLE_PROCESS => 0,
+            _ => self.len,
+        }
+    }
+
     /// True if the MR belongs to `pd`, grants `access`, and holds `[addr, addr + len)`.
     #[inline]
     pub fn grants(&self, pd: u32, access: u32, addr: u64, len: u64) -> bool {
@@ -87,6 +99,13 @@ impl MrTable {
 
     pub fn remove(&mut self, handle: u32) -> Option<Mr> {
         self.mrs.remove(handle)
+    }
+
+    /// Puts `mr` in the place of another, under its key.
+    pub fn replace(&mut self, handle: u32, mr: Mr) {
+        if let Some(old) = self.mrs.get_mut(handle) {
+            *old = mr;
+        }
     }
 
     pub fn handles(&self, f: impl Fn(&Mr) -> bool) -> Vec<u32> {

@@ -470,6 +470,36 @@ fn an_overrun_cq_takes_its_qps_down_and_nobody_else() {
     assert_eq!(status(&p.a.done()), WcStatus::Success);
 }
 
+/// REREG_MR: the keys stay, what they name does not.
+#[test]
+fn an_mr_can_become_another_one() {
+    let mut p = Pair::new();
+    let (session, pd, mr) = (p.b.session, p.b.pd, p.b.mr);
+    let memory = aligned(4096);
+    let backing = unirdma_rnic::Backing::Mapped(memory.clone());
+    let (by, key) = p.rnic.reg_mr(session, pd, ALL, 0x9000, 4096, backing, vec![8]).unwrap();
+    p.rnic.rereg_mr(session, mr, by).unwrap();
+    for (bad, other) in [(mr, mr), (mr, by), (by, mr), (p.a.mr, mr), (mr, p.a.mr)] {
+        assert_eq!(p.rnic.rereg_mr(session, bad, other).unwrap_err(), abi::Status::BadHandle);
+    }
+    p.a.fill(0, &[5; 64]);
+    let sge = p.a.sge(0, 64);
+    p.a.post(abi::SqWqe { remote_addr: 0x9000, rkey: p.b.key, ..wqe(WrOpcode::Write, 1) }, &[sge]);
+    p.settle();
+    assert_eq!(status(&p.a.done()), WcStatus::Success);
+    let mut got = [0; 64];
+    memory.read(0, &mut got);
+    assert_eq!(got, [5; 64]);
+    // The other's key is gone with it, and so is the old range.
+    for (addr, rkey) in [(0x9000, key), (IOVA, p.b.key)] {
+        p.reconnect(true, |a| a);
+        p.reconnect(false, |a| a);
+        p.a.post(abi::SqWqe { remote_addr: addr, rkey, ..wqe(WrOpcode::Write, 2) }, &[sge]);
+        p.settle();
+        assert_eq!(status(&p.a.done()), WcStatus::RemAccessErr);
+    }
+}
+
 #[test]
 fn a_jumping_index_breaks_its_own_qp_only() {
     let mut p = Pair::new();

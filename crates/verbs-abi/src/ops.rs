@@ -3,6 +3,7 @@
 
 use std::ffi::c_void;
 
+use crate::extended::*;
 use crate::objects::*;
 use crate::requests::*;
 
@@ -34,7 +35,7 @@ pub struct verbs_context {
     /// Operations that rdma-core added after version 56; none is offered.
     pub newer: [Unused; 6],
     pub query_port: Option<unsafe extern "C" fn(*mut ibv_context, u8, *mut ibv_port_attr, usize) -> i32>,
-    pub advise_mr: Unused,
+    pub advise_mr: Option<unsafe extern "C" fn(*mut ibv_pd, u32, u32, *mut ibv_sge, u32) -> i32>,
     pub alloc_null_mr: Unused,
     pub read_counters: Unused,
     pub attach_counters_point_flow: Unused,
@@ -47,9 +48,10 @@ pub struct verbs_context {
     pub destroy_flow_action: Unused,
     pub create_flow_action_esp: Unused,
     pub modify_qp_rate_limit: Unused,
-    pub alloc_parent_domain: Unused,
-    pub dealloc_td: Unused,
-    pub alloc_td: Unused,
+    pub alloc_parent_domain:
+        Option<unsafe extern "C" fn(*mut ibv_context, *mut ibv_parent_domain_init_attr) -> *mut ibv_pd>,
+    pub dealloc_td: Option<unsafe extern "C" fn(*mut c_void) -> i32>,
+    pub alloc_td: Option<unsafe extern "C" fn(*mut ibv_context, *mut u32) -> *mut c_void>,
     pub modify_cq: Unused,
     pub post_srq_ops: Unused,
     pub destroy_rwq_ind_table: Unused,
@@ -58,7 +60,7 @@ pub struct verbs_context {
     pub modify_wq: Unused,
     pub create_wq: Unused,
     pub query_rt_values: Unused,
-    pub create_cq_ex: Unused,
+    pub create_cq_ex: Option<unsafe extern "C" fn(*mut ibv_context, *mut ibv_cq_init_attr_ex) -> *mut ibv_cq_ex>,
     pub private: *mut c_void,
     pub query_device_ex:
         Option<unsafe extern "C" fn(*mut ibv_context, *const c_void, *mut ibv_device_attr_ex, usize) -> i32>,
@@ -67,7 +69,7 @@ pub struct verbs_context {
     pub ibv_create_flow: Unused,
     pub abi_placeholder1: Unused,
     pub open_qp: Unused,
-    pub create_qp_ex: Unused,
+    pub create_qp_ex: Option<unsafe extern "C" fn(*mut ibv_context, *mut ibv_qp_init_attr_ex) -> *mut ibv_qp>,
     pub get_srq_num: Unused,
     pub create_srq_ex: Unused,
     pub open_xrcd: Unused,

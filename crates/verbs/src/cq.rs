@@ -1,7 +1,10 @@
 //! Completion queues.
 
+use std::cell::UnsafeCell;
 use std::ffi::c_void;
+use std::sync::atomic::AtomicBool;
 
+use unirdma_abi as abi;
 use unirdma_driver as driver;
 use unirdma_verbs_abi::*;
 
@@ -12,10 +15,15 @@ use crate::{code, lock, null};
 
 #[repr(C)]
 pub(crate) struct CqObj {
-    pub c: ibv_cq,
+    pub c: ibv_cq_ex,
     pub cq: driver::Cq,
     pub comp_events: Outstanding,
     pub async_events: Outstanding,
+    /// Held from `start_poll` to `end_poll`.
+    pub polled: AtomicBool,
+    pub single_threaded: bool,
+    /// The completion that `start_poll` or `next_poll` has found.
+    pub current: UnsafeCell<abi::Cqe>,
 }
 
 pub unsafe extern "C" fn x_ibv_create_cq(
@@ -25,59 +33,72 @@ pub unsafe extern "C" fn x_ibv_create_cq(
     channel: *mut ibv_comp_channel,
     comp_vector: i32,
 ) -> *mut ibv_cq {
-    // SAFETY: the caller passes its context.
+    // SAFETY: as ibv_create_cq(3) demands.
+    unsafe { create(c, cqe, cq_context, channel, comp_vector, false) }.map_or_else(null, |o| o.cast())
+}
+
+/// Makes a CQ.
+///
+/// # Safety
+/// `c` is the caller's context, `channel` NULL or one of its channels.
+pub(crate) unsafe fn create(
+    c: *mut ibv_context,
+    cqe: i32,
+    cq_context: *mut c_void,
+    channel: *mut ibv_comp_channel,
+    comp_vector: i32,
+    single_threaded: bool,
+) -> Result<*mut CqObj, i32> {
+    // SAFETY: by the contract.
     let ctx = unsafe { context(c) };
     if comp_vector < 0 || comp_vector >= ctx.c.context.num_comp_vectors || cqe <= 0 {
-        return null(libc::EINVAL);
+        return Err(libc::EINVAL);
     }
     // SAFETY: NULL or a channel of this context.
     let channel_obj = unsafe { channel.cast::<ChannelObj>().as_ref() };
-    match driver::Cq::create(&ctx.driver, cqe as u32, channel_obj.map(|ch| ch.slot)) {
-        Ok(cq) => {
-            trace!("ibv_create_cq({cqe}) = {:#x}", cq.cqn);
-            // SAFETY: integers, pointers and zeroed pthread objects.
-            let mut raw: ibv_cq = unsafe { std::mem::zeroed() };
-            raw.context = c;
-            raw.channel = channel;
-            raw.cq_context = cq_context;
-            raw.handle = cq.cqn;
-            raw.cqe = cq.capacity as i32;
-            let handle = cq.cqn;
-            let obj = Box::into_raw(Box::new(CqObj {
-                c: raw,
-                cq,
-                comp_events: Outstanding::default(),
-                async_events: Outstanding::default(),
-            }));
-            if let Some(ch) = channel_obj {
-                ch.add_user(true);
-            }
-            ctx.born();
-            lock(&ctx.cqs).insert(handle, obj);
-            obj.cast()
-        }
-        Err(e) => {
-            trace!("ibv_create_cq({cqe}): errno {e}");
-            null(e)
-        }
+    let made = driver::Cq::create(&ctx.driver, cqe as u32, channel_obj.map(|ch| ch.slot));
+    trace!("ibv_create_cq({cqe}) = {:?}", made.as_ref().map(|cq| cq.cqn));
+    let cq = made?;
+    // SAFETY: integers, pointers, optional functions and zeroed pthread objects.
+    let mut raw: ibv_cq_ex = unsafe { std::mem::zeroed() };
+    raw.base.context = c;
+    raw.base.channel = channel;
+    raw.base.cq_context = cq_context;
+    raw.base.handle = cq.cqn;
+    raw.base.cqe = cq.capacity as i32;
+    let handle = cq.cqn;
+    let obj = Box::into_raw(Box::new(CqObj {
+        c: raw,
+        cq,
+        comp_events: Outstanding::default(),
+        async_events: Outstanding::default(),
+        polled: AtomicBool::new(false),
+        single_threaded,
+        current: UnsafeCell::default(),
+    }));
+    if let Some(ch) = channel_obj {
+        ch.add_user(true);
     }
+    ctx.born();
+    lock(&ctx.cqs).insert(handle, obj);
+    Ok(obj)
 }
 
 pub unsafe extern "C" fn x_ibv_destroy_cq(cq: *mut ibv_cq) -> i32 {
     // SAFETY: the caller passes its CQ.
     let obj = unsafe { &*cq.cast::<CqObj>() };
     // SAFETY: a CQ's context is open.
-    let ctx = unsafe { context(obj.c.context) };
+    let ctx = unsafe { context(obj.c.base.context) };
     let r = obj.cq.destroy();
-    trace!("ibv_destroy_cq({:#x}) = {r:?}", obj.c.handle);
+    trace!("ibv_destroy_cq({:#x}) = {r:?}", obj.c.base.handle);
     if r.is_err() {
         return code(r);
     }
-    lock(&ctx.cqs).remove(&obj.c.handle);
+    lock(&ctx.cqs).remove(&obj.c.base.handle);
     obj.comp_events.wait();
     obj.async_events.wait();
     // SAFETY: NULL or the CQ's channel, which lives while CQs use it.
-    if let Some(ch) = unsafe { obj.c.channel.cast::<ChannelObj>().as_ref() } {
+    if let Some(ch) = unsafe { obj.c.base.channel.cast::<ChannelObj>().as_ref() } {
         ch.add_user(false);
     }
     // SAFETY: boxed in ibv_create_cq; out of the table, all events acknowledged.
@@ -110,7 +131,7 @@ pub(crate) unsafe extern "C" fn poll_cq(cq: *mut ibv_cq, n: i32, wc: *mut ibv_wc
         unsafe { wc.add(i).write(out) };
         trace!(
             "ibv_poll_cq({:#x}): wr_id {:#x} status {} opcode {} len {}",
-            obj.c.handle, c.wr_id, c.status, c.opcode, c.byte_len
+            obj.c.base.handle, c.wr_id, c.status, c.opcode, c.byte_len
         );
     });
     got.map_or(-1, |n| n as i32)
@@ -119,7 +140,7 @@ pub(crate) unsafe extern "C" fn poll_cq(cq: *mut ibv_cq, n: i32, wc: *mut ibv_wc
 pub(crate) unsafe extern "C" fn req_notify_cq(cq: *mut ibv_cq, solicited_only: i32) -> i32 {
     // SAFETY: the caller passes its CQ.
     let obj = unsafe { &*cq.cast::<CqObj>() };
-    trace!("ibv_req_notify_cq({:#x}, {solicited_only})", obj.c.handle);
+    trace!("ibv_req_notify_cq({:#x}, {solicited_only})", obj.c.base.handle);
     obj.cq.arm(solicited_only != 0);
     0
 }

@@ -2,6 +2,7 @@
 
 use std::collections::HashMap;
 use std::ffi::{CStr, c_char, c_void};
+use std::os::fd::{AsRawFd, OwnedFd};
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex};
 
@@ -11,6 +12,7 @@ use unirdma_driver as driver;
 use unirdma_verbs_abi::*;
 
 use crate::cq::CqObj;
+use crate::mr::MrObj;
 use crate::qp::QpObj;
 use crate::srq::SrqObj;
 use crate::trace::trace;
@@ -32,10 +34,14 @@ pub(crate) struct ContextObj {
     pub c: verbs_context,
     pub driver: Arc<driver::Context>,
     _device: Box<DeviceObj>,
+    /// Programs hand this to others to import the device from, which then is refused: it leads nowhere.
+    _cmd: OwnedFd,
     /// Objects by handle, for events.
     pub cqs: Mutex<HashMap<u32, *mut CqObj>>,
     pub qps: Mutex<HashMap<u32, *mut QpObj>>,
     pub srqs: Mutex<HashMap<u32, *mut SrqObj>>,
+    /// By key.
+    pub mrs: Mutex<HashMap<u32, *mut MrObj>>,
     /// PDs, MRs, CQs, QPs and channels that refer to this context.
     objects: AtomicUsize,
 }
@@ -132,10 +138,17 @@ pub unsafe extern "C" fn x_ibv_open_device(d: *mut ibv_device) -> *mut ibv_conte
     };
     // SAFETY: the caller passes a device of the list.
     let device = new_device(unsafe { (*d.cast::<DeviceObj>()).guid });
+    let Ok(cmd) = std::fs::File::open("/dev/null").map(OwnedFd::from) else { return null(libc::ENODEV) };
     // SAFETY: all fields are integers, pointers, optional functions or zeroed pthread objects.
     let mut c: verbs_context = unsafe { std::mem::zeroed() };
     c.query_port = Some(query_port);
     c.query_device_ex = Some(query_device_ex);
+    c.advise_mr = Some(crate::mr::advise_mr);
+    c.alloc_td = Some(crate::domain::alloc_td);
+    c.dealloc_td = Some(crate::domain::dealloc_td);
+    c.alloc_parent_domain = Some(crate::domain::alloc_parent_domain);
+    c.create_cq_ex = Some(crate::cq_ex::create_cq_ex);
+    c.create_qp_ex = Some(crate::wr::create_qp_ex);
     c.sz = size_of::<verbs_context>();
     let ctx = &mut c.context;
     ctx.device = std::ptr::from_ref(&*device).cast_mut().cast();
@@ -146,7 +159,7 @@ pub unsafe extern "C" fn x_ibv_open_device(d: *mut ibv_device) -> *mut ibv_conte
     ctx.ops.post_send = Some(crate::qp::post_send);
     ctx.ops.post_recv = Some(crate::qp::post_recv);
     ctx.ops.post_srq_recv = Some(crate::srq::post_srq_recv);
-    ctx.cmd_fd = -1;
+    ctx.cmd_fd = cmd.as_raw_fd();
     ctx.async_fd = driver.async_fd();
     ctx.num_comp_vectors = 1;
     ctx.abi_compat = VERBS_ABI_IS_EXTENDED;
@@ -154,9 +167,11 @@ pub unsafe extern "C" fn x_ibv_open_device(d: *mut ibv_device) -> *mut ibv_conte
         c,
         driver,
         _device: device,
+        _cmd: cmd,
         cqs: Mutex::default(),
         qps: Mutex::default(),
         srqs: Mutex::default(),
+        mrs: Mutex::default(),
         objects: AtomicUsize::new(0),
     }));
     // SAFETY: just allocated.
@@ -217,6 +232,13 @@ pub unsafe extern "C" fn x_ibv_query_device(c: *mut ibv_context, attr: *mut ibv_
     0
 }
 
+const ODP_SUPPORT: u64 = 1;
+const ODP_IMPLICIT: u64 = 2;
+/// SEND 1, RECV 2, WRITE 4, READ 8, ATOMIC 16, SRQ_RECV 32.
+const ODP_RC: u32 = 0x3f;
+const ODP_UC: u32 = 0x27;
+const ODP_UD: u32 = 0x23;
+
 unsafe extern "C" fn query_device_ex(
     c: *mut ibv_context,
     input: *const c_void,
@@ -238,6 +260,11 @@ unsafe extern "C" fn query_device_ex(
         a.orig_attr = device_attr(&context(c).driver.device);
         a.phys_port_cnt_ex = a.orig_attr.phys_port_cnt.into();
         a.device_cap_flags_ex = a.orig_attr.device_cap_flags.into();
+        // On-demand paging: of all that RC, UC and UD can, since each access of such an MR looks its pages up.
+        a.odp_general_caps = ODP_SUPPORT | ODP_IMPLICIT;
+        a.odp_per_transport = [ODP_RC, ODP_UC, ODP_UD];
+        // Completions carry nanoseconds.
+        (a.completion_timestamp_mask, a.hca_core_clock) = (u64::MAX, 1_000_000);
         let n = size.min(size_of::<ibv_device_attr_ex>());
         std::ptr::copy_nonoverlapping(std::ptr::from_ref(&a).cast::<u8>(), attr.cast::<u8>(), n);
     }
@@ -411,34 +438,6 @@ pub unsafe extern "C" fn x_ibv_get_pkey_index(c: *mut ibv_context, port: u8, pke
     let mut found = 0;
     // SAFETY: as ibv_query_pkey.
     if unsafe { x_ibv_query_pkey(c, port, 0, &raw mut found) } == 0 && found == pkey { 0 } else { -1 }
-}
-
-pub unsafe extern "C" fn x_ibv_alloc_pd(c: *mut ibv_context) -> *mut ibv_pd {
-    // SAFETY: the caller passes its context.
-    let r: Result<abi::HandleResp, i32> = unsafe { context(c) }.driver.command(Command::CreatePd, &[0u8; 0]);
-    trace!("ibv_alloc_pd() = {r:?}");
-    match r {
-        Ok(r) => {
-            // SAFETY: as above.
-            unsafe { context(c) }.born();
-            Box::into_raw(Box::new(ibv_pd { context: c, handle: r.handle }))
-        }
-        Err(e) => null(e),
-    }
-}
-
-pub unsafe extern "C" fn x_ibv_dealloc_pd(pd: *mut ibv_pd) -> i32 {
-    // SAFETY: the caller passes its PD.
-    let (ctx, handle) = unsafe { (context((*pd).context), (*pd).handle) };
-    let r = ctx.driver.command_void(Command::DestroyPd, &abi::HandleReq { handle, reserved: 0 });
-    trace!("ibv_dealloc_pd({handle:#x}) = {r:?}");
-    if r.is_ok() || ctx.driver.is_dead() {
-        // SAFETY: boxed in ibv_alloc_pd.
-        unsafe { drop(Box::from_raw(pd)) };
-        ctx.gone();
-        return 0;
-    }
-    code(r)
 }
 
 /// `/sys`, as the environment may have it elsewhere.

@@ -108,7 +108,7 @@ pub unsafe extern "C" fn x_ibv_get_cq_event(
             unsafe {
                 (*found).comp_events.give();
                 *cq = found.cast();
-                *cq_context = (*found).c.cq_context;
+                *cq_context = (*found).c.base.cq_context;
             }
             trace!("ibv_get_cq_event() = cq {:#x}", event.handle);
             return 0;
@@ -120,7 +120,8 @@ pub unsafe extern "C" fn x_ibv_ack_cq_events(cq: *mut ibv_cq, n: u32) {
     trace!("ibv_ack_cq_events({n})");
     // SAFETY: the caller passes its CQ.
     let obj = unsafe { &mut *cq.cast::<crate::cq::CqObj>() };
-    obj.c.comp_events_completed = obj.c.comp_events_completed.wrapping_add(n);
+    let done = &mut obj.c.base.comp_events_completed;
+    *done = done.wrapping_add(n);
     obj.comp_events.ack(n);
 }
 
@@ -179,11 +180,13 @@ pub unsafe extern "C" fn x_ibv_ack_async_event(event: *mut ibv_async_event) {
         let e = &*event;
         if is_cq_event(e.event_type) {
             let cq = &mut *e.element.cast::<crate::cq::CqObj>();
-            cq.c.async_events_completed = cq.c.async_events_completed.wrapping_add(1);
+            let done = &mut cq.c.base.async_events_completed;
+            *done = done.wrapping_add(1);
             cq.async_events.ack(1);
         } else if is_qp_event(e.event_type) {
             let qp = &mut *e.element.cast::<crate::qp::QpObj>();
-            qp.c.events_completed = qp.c.events_completed.wrapping_add(1);
+            let done = &mut qp.c.qp_base.events_completed;
+            *done = done.wrapping_add(1);
             qp.async_events.ack(1);
         } else if is_srq_event(e.event_type) {
             let srq = &mut *e.element.cast::<crate::srq::SrqObj>();

@@ -9,7 +9,9 @@
 
 mod ah;
 mod cq;
+mod cq_ex;
 mod device;
+mod domain;
 mod event;
 mod mr;
 mod qp;
@@ -17,18 +19,21 @@ mod srq;
 mod strings;
 mod stubs;
 mod trace;
+mod wr;
 
 /// Every implementation, for the trampolines.
 mod api {
     pub use crate::ah::*;
     pub use crate::cq::*;
     pub use crate::device::*;
+    pub use crate::domain::*;
     pub use crate::event::*;
     pub use crate::mr::*;
     pub use crate::qp::*;
     pub use crate::srq::*;
     pub use crate::strings::*;
     pub use crate::stubs::*;
+    pub use crate::wr::*;
 }
 
 include!(concat!(env!("OUT_DIR"), "/exports.rs"));

@@ -5,14 +5,15 @@ use std::ffi::c_void;
 use unirdma_driver as driver;
 use unirdma_verbs_abi::*;
 
-use crate::device::context;
+use crate::device::{by_handle, context};
 use crate::trace::trace;
-use crate::{code, null};
+use crate::{code, lock, null};
 
 #[repr(C)]
-struct MrObj {
+pub(crate) struct MrObj {
     c: ibv_mr,
     mr: driver::Mr,
+    range: Range,
 }
 
 unsafe fn register(pd: *mut ibv_pd, addr: *mut c_void, length: usize, iova: u64, access: u32) -> *mut ibv_mr {
@@ -20,12 +21,15 @@ unsafe fn register(pd: *mut ibv_pd, addr: *mut c_void, length: usize, iova: u64,
     let (c, pdn) = unsafe { ((*pd).context, (*pd).handle) };
     // SAFETY: a PD's context is open.
     let ctx = unsafe { context(c) };
-    match driver::Mr::register(&ctx.driver, pdn, addr as u64, length as u64, iova, access) {
+    let range = Range { addr, length, iova_offset: iova.wrapping_sub(addr as u64), access };
+    match register_range(&ctx.driver, pdn, range) {
         Ok(mr) => {
             trace!("ibv_reg_mr({addr:p}, {length}, {access:#x}) = key {:#x}, way {:?}", mr.key, mr.way);
             ctx.born();
             let c = ibv_mr { context: c, pd, addr, length, handle: mr.mrn, lkey: mr.key, rkey: mr.key };
-            Box::into_raw(Box::new(MrObj { c, mr })).cast()
+            let (key, obj) = (mr.key, Box::into_raw(Box::new(MrObj { c, mr, range })));
+            lock(&ctx.mrs).insert(key, obj);
+            obj.cast()
         }
         Err(e) => {
             trace!("ibv_reg_mr({addr:p}, {length}, {access:#x}): errno {e}");
@@ -98,30 +102,116 @@ pub unsafe extern "C" fn x_ibv_reg_buf_mr(
     unsafe { register(pd, addr, length, addr as u64, access as u32) }
 }
 
-/// Not offered yet: `IBV_REREG_MR_ERR_INPUT`, which says that the MR is as it was.
+/// What a registration is made of.
+#[derive(Clone, Copy)]
+struct Range {
+    addr: *mut c_void,
+    length: usize,
+    /// Distance of the address that WQEs use from `addr`.
+    iova_offset: u64,
+    access: u32,
+}
+
+const REREG_TRANSLATION: i32 = 1;
+const REREG_PD: i32 = 2;
+const REREG_ACCESS: i32 = 4;
+/// `IBV_REREG_MR_ERR_INPUT`: the MR is as it was.
+const REREG_ERR_INPUT: i32 = -1;
+/// `IBV_REREG_MR_ERR_CMD`: the same, and the device has refused.
+const REREG_ERR_CMD: i32 = -4;
+
+/// A new registration is made first and then takes the old one's place, so that a failure changes nothing. The keys stay.
 pub unsafe extern "C" fn x_ibv_rereg_mr(
-    _mr: *mut ibv_mr,
-    _flags: i32,
-    _pd: *mut ibv_pd,
-    _addr: *mut c_void,
-    _length: usize,
-    _access: i32,
+    mr: *mut ibv_mr,
+    flags: i32,
+    pd: *mut ibv_pd,
+    addr: *mut c_void,
+    length: usize,
+    access: i32,
 ) -> i32 {
-    trace!("ibv_rereg_mr: not supported");
-    crate::set_errno(libc::EOPNOTSUPP);
-    -1
+    // SAFETY: the caller passes its MR.
+    let obj = unsafe { &mut *mr.cast::<MrObj>() };
+    let translation = flags & REREG_TRANSLATION != 0;
+    let known = REREG_TRANSLATION | REREG_PD | REREG_ACCESS;
+    let bad = flags == 0
+        || flags & !known != 0
+        || translation && (addr.is_null() || length == 0)
+        || flags & REREG_PD != 0 && pd.is_null();
+    trace!("ibv_rereg_mr({:#x}, flags {flags:#x})", obj.c.lkey);
+    if bad {
+        crate::set_errno(libc::EINVAL);
+        return REREG_ERR_INPUT;
+    }
+    let mut range = obj.range;
+    if translation {
+        range = Range { addr, length, iova_offset: 0, ..range };
+    }
+    if flags & REREG_ACCESS != 0 {
+        range.access = access as u32;
+    }
+    let pd = if flags & REREG_PD != 0 { pd } else { obj.c.pd };
+    // SAFETY: the MR's context is open; the PD is the caller's.
+    let (ctx, pdn) = unsafe { (context(obj.c.context), (*pd).handle) };
+    let replaced = register_range(&ctx.driver, pdn, range).and_then(|new| obj.mr.replace(new));
+    trace!("ibv_rereg_mr: {replaced:?}");
+    if let Err(e) = replaced {
+        crate::set_errno(e);
+        return REREG_ERR_CMD;
+    }
+    (obj.range, obj.c.pd, obj.c.addr, obj.c.length) = (range, pd, range.addr, range.length);
+    0
+}
+
+fn register_range(ctx: &std::sync::Arc<driver::Context>, pdn: u32, r: Range) -> Result<driver::Mr, i32> {
+    let addr = r.addr as u64;
+    driver::Mr::register(ctx, pdn, addr, r.length as u64, addr.wrapping_add(r.iova_offset), r.access)
+}
+
+/// `ibv_advise_mr(3)`: pages of an on-demand MR are found at each access, so there is nothing to fetch ahead; the request
+/// is checked as a device would.
+pub(crate) unsafe extern "C" fn advise_mr(pd: *mut ibv_pd, advice: u32, flags: u32, list: *mut ibv_sge, n: u32) -> i32 {
+    const LAST_ADVICE: u32 = 2;
+    const FLUSH: u32 = 1;
+    // SAFETY: the caller passes its PD; its context is open.
+    let ctx = unsafe { context((*pd).context) };
+    trace!("ibv_advise_mr(advice {advice}, {n} ranges)");
+    if advice > LAST_ADVICE || flags & !FLUSH != 0 || n == 0 || list.is_null() {
+        return libc::EINVAL;
+    }
+    for i in 0..n as usize {
+        // SAFETY: the caller's list has `n` elements.
+        let s = unsafe { *list.add(i) };
+        let Some(mr) = by_handle(&ctx.mrs, s.lkey) else { return libc::ENOENT };
+        // SAFETY: the table holds live MRs only.
+        let (mr_pd, range) = unsafe { ((*mr).c.pd, (*mr).range) };
+        let start = range.addr as u64;
+        let end = start.saturating_add(range.length as u64);
+        if mr_pd != pd {
+            return libc::ENOENT;
+        }
+        // Advice 1 is to write.
+        if advice == 1 && range.access & unirdma_formats::access::LOCAL_WRITE == 0 {
+            return libc::EPERM;
+        }
+        if s.addr < start || s.addr.saturating_add(s.length.into()) > end {
+            return libc::EFAULT;
+        }
+    }
+    0
 }
 
 pub unsafe extern "C" fn x_ibv_dereg_mr(mr: *mut ibv_mr) -> i32 {
     // SAFETY: the caller passes its MR, boxed in `register`.
     let mut obj = unsafe { Box::from_raw(mr.cast::<MrObj>()) };
+    // SAFETY: an MR's context is open, or kept for its sake.
+    let ctx = unsafe { context(obj.c.context) };
     let r = obj.mr.deregister();
     trace!("ibv_dereg_mr({:#x}) = {r:?}", obj.c.lkey);
     if r.is_err() {
         let _ = Box::into_raw(obj);
     } else {
-        // SAFETY: an MR's context is open, or kept for its sake.
-        unsafe { context(obj.c.context) }.gone();
+        lock(&ctx.mrs).remove(&obj.c.lkey);
+        ctx.gone();
     }
     code(r)
 }

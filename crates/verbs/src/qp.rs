@@ -7,18 +7,22 @@ use unirdma_formats::{QpType, WrOpcode, send_flags};
 use unirdma_verbs_abi::*;
 
 use crate::ah::{ah_in, ah_out};
+use crate::cq::CqObj;
 use crate::device::context;
 use crate::event::Outstanding;
 use crate::trace::trace;
+use crate::wr::Builder;
 use crate::{code, lock, null};
 
 #[repr(C)]
 pub(crate) struct QpObj {
-    pub c: ibv_qp,
+    pub c: ibv_qp_ex,
     pub qp: driver::Qp,
     pub async_events: Outstanding,
     sig_all: bool,
-    typ: QpType,
+    pub typ: QpType,
+    /// Requests under construction by `ibv_wr_*`; `None` unless the QP was created for that.
+    pub builder: Option<Box<Builder>>,
 }
 
 fn cap_in(c: &ibv_qp_cap) -> abi::QpCap {
@@ -42,8 +46,17 @@ fn cap_out(c: &abi::QpCap) -> ibv_qp_cap {
 }
 
 pub unsafe extern "C" fn x_ibv_create_qp(pd: *mut ibv_pd, init: *mut ibv_qp_init_attr) -> *mut ibv_qp {
-    // SAFETY: the caller passes its PD and attributes.
-    let (pd_ref, a) = unsafe { (&*pd, &mut *init) };
+    // SAFETY: as ibv_create_qp(3) demands.
+    unsafe { create(pd, &mut *init, None) }
+}
+
+/// Makes a QP, with the means of `ibv_wr_*` if there is a builder.
+///
+/// # Safety
+/// `pd`, and the CQs and the SRQ of `a`, are the caller's.
+pub(crate) unsafe fn create(pd: *mut ibv_pd, a: &mut ibv_qp_init_attr, builder: Option<Box<Builder>>) -> *mut ibv_qp {
+    // SAFETY: by the contract.
+    let pd_ref = unsafe { &*pd };
     if a.send_cq.is_null() || a.recv_cq.is_null() {
         return null(libc::EINVAL);
     }
@@ -76,20 +89,25 @@ pub unsafe extern "C" fn x_ibv_create_qp(pd: *mut ibv_pd, init: *mut ibv_qp_init
     };
     a.cap = cap_out(&qp.cap);
     trace!("ibv_create_qp() = qpn {:#x}, {:?}", qp.qpn, a.cap);
-    // SAFETY: integers, pointers and zeroed pthread objects.
-    let mut raw: ibv_qp = unsafe { std::mem::zeroed() };
-    raw.context = pd_ref.context;
-    raw.qp_context = a.qp_context;
-    raw.pd = pd;
-    raw.send_cq = a.send_cq;
-    raw.recv_cq = a.recv_cq;
-    raw.srq = a.srq;
-    raw.handle = qp.qpn;
-    raw.qp_num = qp.qpn;
-    raw.qp_type = a.qp_type;
+    // SAFETY: integers, pointers, optional functions and zeroed pthread objects.
+    let mut raw: ibv_qp_ex = unsafe { std::mem::zeroed() };
+    let base = &mut raw.qp_base;
+    base.context = pd_ref.context;
+    base.qp_context = a.qp_context;
+    base.pd = pd;
+    base.send_cq = a.send_cq;
+    base.recv_cq = a.recv_cq;
+    base.srq = a.srq;
+    base.handle = qp.qpn;
+    base.qp_num = qp.qpn;
+    base.qp_type = a.qp_type;
+    if builder.is_some() {
+        crate::wr::fill(&mut raw);
+    }
     let qpn = qp.qpn;
     let sig_all = a.sq_sig_all != 0;
-    let obj = Box::into_raw(Box::new(QpObj { c: raw, qp, async_events: Outstanding::default(), sig_all, typ }));
+    let obj =
+        Box::into_raw(Box::new(QpObj { c: raw, qp, async_events: Outstanding::default(), sig_all, typ, builder }));
     ctx.born();
     lock(&ctx.qps).insert(qpn, obj);
     obj.cast()
@@ -99,13 +117,13 @@ pub unsafe extern "C" fn x_ibv_destroy_qp(qp: *mut ibv_qp) -> i32 {
     // SAFETY: the caller passes its QP.
     let obj = unsafe { &*qp.cast::<QpObj>() };
     // SAFETY: a QP's context is open.
-    let ctx = unsafe { context(obj.c.context) };
+    let ctx = unsafe { context(obj.c.qp_base.context) };
     let r = obj.qp.destroy();
-    trace!("ibv_destroy_qp({:#x}) = {r:?}", obj.c.qp_num);
+    trace!("ibv_destroy_qp({:#x}) = {r:?}", obj.c.qp_base.qp_num);
     if r.is_err() {
         return code(r);
     }
-    lock(&ctx.qps).remove(&obj.c.qp_num);
+    lock(&ctx.qps).remove(&obj.c.qp_base.qp_num);
     obj.async_events.wait();
     // SAFETY: boxed in ibv_create_qp; out of the table, all events acknowledged.
     unsafe { drop(Box::from_raw(qp.cast::<QpObj>())) };
@@ -153,9 +171,16 @@ pub unsafe extern "C" fn x_ibv_modify_qp(qp: *mut ibv_qp, attr: *mut ibv_qp_attr
         reserved2: [0; 4],
     };
     let r = obj.qp.modify(mask as u32, &wire);
-    trace!("ibv_modify_qp({:#x}, mask {mask:#x}, state {}) = {r:?}", obj.c.qp_num, a.qp_state);
+    trace!("ibv_modify_qp({:#x}, mask {mask:#x}, state {}) = {r:?}", obj.c.qp_base.qp_num, a.qp_state);
     if r.is_ok() && mask as u32 & unirdma_formats::attr_mask::STATE != 0 {
-        obj.c.state = a.qp_state;
+        obj.c.qp_base.state = a.qp_state;
+        if a.qp_state == 0 {
+            // A QP that starts over has no completions (ibv_modify_qp(3) of every provider).
+            for cq in [obj.c.qp_base.send_cq, obj.c.qp_base.recv_cq] {
+                // SAFETY: a QP's CQs live as long as it does.
+                unsafe { &*cq.cast::<CqObj>() }.cq.forget(obj.c.qp_base.qp_num);
+            }
+        }
     }
     code(r)
 }
@@ -172,8 +197,8 @@ pub unsafe extern "C" fn x_ibv_query_qp(
         Ok(q) => q,
         Err(e) => return code(Err(e)),
     };
-    trace!("ibv_query_qp({:#x}) = state {}", obj.c.qp_num, q.qp_state);
-    obj.c.state = q.qp_state.into();
+    trace!("ibv_query_qp({:#x}) = state {}", obj.c.qp_base.qp_num, q.qp_state);
+    obj.c.qp_base.state = q.qp_state.into();
     let out = ibv_qp_attr {
         qp_state: q.qp_state.into(),
         cur_qp_state: q.cur_qp_state.into(),
@@ -203,12 +228,12 @@ pub unsafe extern "C" fn x_ibv_query_qp(
         rate_limit: q.rate_limit,
     };
     let init_out = ibv_qp_init_attr {
-        qp_context: obj.c.qp_context,
-        send_cq: obj.c.send_cq,
-        recv_cq: obj.c.recv_cq,
-        srq: obj.c.srq,
+        qp_context: obj.c.qp_base.qp_context,
+        send_cq: obj.c.qp_base.send_cq,
+        recv_cq: obj.c.qp_base.recv_cq,
+        srq: obj.c.qp_base.srq,
         cap: cap_out(&q.cap),
-        qp_type: obj.c.qp_type,
+        qp_type: obj.c.qp_base.qp_type,
         sq_sig_all: obj.sig_all.into(),
     };
     // SAFETY: the caller passes room for both.
@@ -265,7 +290,7 @@ unsafe fn push(obj: &QpObj, batch: &mut driver::SendBatch<'_>, wr: &ibv_send_wr)
     let list = unsafe { sges(wr.sg_list, wr.num_sge) }?;
     trace!(
         "ibv_post_send({:#x}): wr_id {:#x} opcode {} flags {:#x} sges {}",
-        obj.c.qp_num, wr.wr_id, wr.opcode, wr.send_flags, wr.num_sge
+        obj.c.qp_base.qp_num, wr.wr_id, wr.opcode, wr.send_flags, wr.num_sge
     );
     let inline = wr.send_flags & send_flags::INLINE != 0;
     if inline && op.returns_data() {
@@ -284,7 +309,7 @@ pub(crate) unsafe extern "C" fn post_send(
     // SAFETY: the caller passes its QP.
     let obj = unsafe { &*qp.cast::<QpObj>() };
     // In the states before RTS nothing may be posted to the SQ (ibv_post_send(3), IBTA vol. 1, 10.8.3.1).
-    let result = if obj.c.state < 3 {
+    let result = if obj.c.qp_base.state < 3 {
         Err(libc::EINVAL)
     } else {
         let mut batch = obj.qp.send_batch();
@@ -309,14 +334,14 @@ pub(crate) unsafe extern "C" fn post_recv(qp: *mut ibv_qp, wr: *mut ibv_recv_wr,
     // SAFETY: the caller passes its QP.
     let obj = unsafe { &*qp.cast::<QpObj>() };
     // Nothing may be posted in RESET, nor to a QP whose receives are shared.
-    if obj.c.state == 0 || !obj.c.srq.is_null() {
+    if obj.c.qp_base.state == 0 || !obj.c.qp_base.srq.is_null() {
         if !bad.is_null() {
             // SAFETY: room for the first request that was not posted.
             unsafe { *bad = wr };
         }
         return code(Err(libc::EINVAL));
     }
-    trace!("ibv_post_recv({:#x})", obj.c.qp_num);
+    trace!("ibv_post_recv({:#x})", obj.c.qp_base.qp_num);
     // SAFETY: as ibv_post_recv(3) demands of the caller.
     unsafe { push_receives(obj.qp.recv_batch(), wr, bad) }
 }

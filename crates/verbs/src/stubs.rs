@@ -28,11 +28,6 @@ pub(crate) extern "C" fn stub_errno(n: *const c_char) -> i32 {
     libc::EOPNOTSUPP
 }
 
-/// A QP of this library has no extended post interface yet.
-pub unsafe extern "C" fn x_ibv_qp_to_qp_ex(_qp: *mut ibv_qp) -> *mut c_void {
-    std::ptr::null_mut()
-}
-
 /// Nothing to prepare: a forked child must not use its parent's devices, and gets its own pages.
 pub extern "C" fn x_ibv_fork_init() -> i32 {
     trace!("ibv_fork_init()");

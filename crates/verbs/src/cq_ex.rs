@@ -1,0 +1,135 @@
+//! The extended CQ: completions one at a time, each field by a call (`ibv_create_cq_ex(3)`).
+
+use std::sync::atomic::Ordering;
+
+use unirdma_abi as abi;
+use unirdma_verbs_abi::*;
+
+use crate::cq::{CqObj, create};
+use crate::null;
+use crate::trace::trace;
+
+/// `IBV_WC_STANDARD_FLAGS` and `IBV_WC_EX_WITH_COMPLETION_TIMESTAMP`.
+const WC_FLAGS: u64 = 0xff;
+const MASK_FLAGS: u32 = 1;
+const FLAG_SINGLE_THREADED: u32 = 1;
+const FLAG_IGNORE_OVERRUN: u32 = 2;
+
+pub(crate) unsafe extern "C" fn create_cq_ex(c: *mut ibv_context, init: *mut ibv_cq_init_attr_ex) -> *mut ibv_cq_ex {
+    // SAFETY: the caller passes its context and attributes.
+    let a = unsafe { &*init };
+    let flags = if a.comp_mask & MASK_FLAGS != 0 { a.flags } else { 0 };
+    trace!("ibv_create_cq_ex(wc_flags {:#x}, flags {flags:#x})", a.wc_flags);
+    // A program that ignores overruns asks for what this device never needs to do.
+    let known = flags & !(FLAG_SINGLE_THREADED | FLAG_IGNORE_OVERRUN) == 0;
+    if a.comp_mask & !MASK_FLAGS != 0 || a.wc_flags & !WC_FLAGS != 0 || !known {
+        return null(libc::EOPNOTSUPP);
+    }
+    let (cqe, vector) = (i32::try_from(a.cqe).unwrap_or(-1), i32::try_from(a.comp_vector).unwrap_or(-1));
+    // SAFETY: as ibv_create_cq_ex(3) demands.
+    let made = unsafe { create(c, cqe, a.cq_context, a.channel, vector, flags & FLAG_SINGLE_THREADED != 0) };
+    let obj = match made {
+        Ok(obj) => obj,
+        Err(e) => return null(e),
+    };
+    // SAFETY: just made; nobody else knows it yet.
+    let x = unsafe { &mut (*obj).c };
+    x.start_poll = Some(start_poll);
+    x.next_poll = Some(next_poll);
+    x.end_poll = Some(end_poll);
+    x.read_opcode = Some(read_opcode);
+    x.read_vendor_err = Some(read_vendor_err);
+    x.read_byte_len = Some(read_byte_len);
+    x.read_imm_data = Some(read_imm_data);
+    x.read_qp_num = Some(read_qp_num);
+    x.read_src_qp = Some(read_src_qp);
+    x.read_wc_flags = Some(read_wc_flags);
+    x.read_slid = Some(read_slid);
+    x.read_sl = Some(read_sl);
+    x.read_dlid_path_bits = Some(read_dlid_path_bits);
+    x.read_completion_ts = Some(read_completion_ts);
+    obj.cast()
+}
+
+/// Takes the next completion, if there is one.
+///
+/// # Safety
+/// `cq` is an extended CQ of this library, polled by this thread alone.
+unsafe fn take(cq: *mut ibv_cq_ex) -> i32 {
+    let obj = cq.cast::<CqObj>();
+    // SAFETY: by the contract.
+    let current = unsafe { (*obj).current.get() };
+    // SAFETY: by the contract; only the polling thread touches the current completion.
+    match unsafe { (*obj).cq.poll(1, |_, c| *current = *c) } {
+        Ok(0) => libc::ENOENT,
+        Ok(_) => {
+            // SAFETY: as above.
+            unsafe {
+                (*cq).status = (*current).status.into();
+                (*cq).wr_id = (*current).wr_id;
+            }
+            0
+        }
+        Err(e) => e,
+    }
+}
+
+unsafe extern "C" fn start_poll(cq: *mut ibv_cq_ex, attr: *mut ibv_poll_cq_attr) -> i32 {
+    // SAFETY: the caller passes its CQ.
+    let obj = unsafe { &*cq.cast::<CqObj>() };
+    // SAFETY: NULL or attributes.
+    if unsafe { attr.as_ref() }.is_some_and(|a| a.comp_mask != 0) {
+        return libc::EINVAL;
+    }
+    while !obj.single_threaded && obj.polled.swap(true, Ordering::Acquire) {
+        std::thread::yield_now();
+    }
+    // SAFETY: the flag keeps other threads out.
+    let r = unsafe { take(cq) };
+    if r != 0 {
+        obj.polled.store(false, Ordering::Release);
+    }
+    r
+}
+
+unsafe extern "C" fn next_poll(cq: *mut ibv_cq_ex) -> i32 {
+    // SAFETY: between start_poll and end_poll the CQ is this thread's.
+    unsafe { take(cq) }
+}
+
+unsafe extern "C" fn end_poll(cq: *mut ibv_cq_ex) {
+    // SAFETY: the caller passes its CQ.
+    unsafe { &*cq.cast::<CqObj>() }.polled.store(false, Ordering::Release);
+}
+
+/// The completion that was found last.
+///
+/// # Safety
+/// As [`take`].
+unsafe fn current<'a>(cq: *mut ibv_cq_ex) -> &'a abi::Cqe {
+    // SAFETY: by the contract.
+    unsafe { &*(*cq.cast::<CqObj>()).current.get() }
+}
+
+macro_rules! readers {
+    ($($name:ident -> $t:ty = |$c:ident| $e:expr;)*) => {
+        $(unsafe extern "C" fn $name(cq: *mut ibv_cq_ex) -> $t {
+            // SAFETY: called between start_poll and end_poll, by the thread that polls.
+            let $c = unsafe { current(cq) };
+            $e
+        })*
+    };
+}
+readers! {
+    read_opcode -> u32 = |c| c.opcode.into();
+    read_vendor_err -> u32 = |c| c.vendor_err;
+    read_byte_len -> u32 = |c| c.byte_len;
+    read_imm_data -> u32 = |c| c.imm;
+    read_qp_num -> u32 = |c| c.qp_num;
+    read_src_qp -> u32 = |c| c.src_qp;
+    read_wc_flags -> u32 = |c| c.wc_flags.into();
+    read_slid -> u32 = |_c| 0;
+    read_sl -> u8 = |c| c.sl;
+    read_dlid_path_bits -> u8 = |_c| 0;
+    read_completion_ts -> u64 = |c| c.timestamp;
+}
