@@ -375,7 +375,7 @@ fn wire(s: &mut Suite<'_>) {
                     return both_end_well(two.pair(&p, &format!("{p} 10.0.0.1"))?);
                 }
                 // UDP may lose packets on a machine that is busy otherwise.
-                let p = format!("timeout 15 {p}");
+                let p = format!("timeout 60 {p}");
                 let run = || both_end_well(two.pair(&p, &format!("{p} 10.0.0.1"))?);
                 run().or_else(|_| run()).or_else(|_| run())
             });

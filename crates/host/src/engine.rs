@@ -87,7 +87,7 @@ const WAKE: u64 = u64::MAX;
 /// Token of the port's descriptors.
 const PORT: u64 = u64::MAX - 1;
 /// How long a busy poller keeps others off its core, nanoseconds.
-const SHARE_NS: u64 = 300_000;
+const SHARE_NS: u64 = 2_000_000;
 /// A round that took so long did much, nanoseconds.
 const LONG_ROUND_NS: u64 = 10_000;
 /// How long its poller then keeps the RNIC, nanoseconds.

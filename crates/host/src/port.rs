@@ -318,12 +318,10 @@ impl Port for UdpPort {
                     std::ptr::null_mut(),
                 )
             };
-            let crowded = n == BATCH as i32 && is_crowded(udp);
             for i in 0..n.max(0) as usize {
                 any = true;
                 let len = headers[i].msg_len as usize;
-                let (segment, marked) = notes(&headers[i].msg_hdr);
-                let congested = marked || crowded;
+                let (segment, congested) = notes(&headers[i].msg_hdr);
                 let segment = segment.unwrap_or(len).max(1);
                 let Some((from, src_port)) = sender(&names[i]) else { continue };
                 let whole = &self.buffers[i * BUFFER..i * BUFFER + len];
@@ -353,19 +351,6 @@ impl Port for UdpPort {
     fn counters(&self) -> PortCounters {
         self.counters
     }
-}
-
-/// True if packets come faster than they are taken: a sixteenth of the socket's buffer is full. Their senders are told as if
-/// the network had marked the packets.
-fn is_crowded(udp: &UdpSocket) -> bool {
-    const SO_MEMINFO: i32 = 55;
-    let mut info = [0u32; 9];
-    let mut len = size_of_val(&info) as u32;
-    // SAFETY: the buffer and its length belong together.
-    let r =
-        unsafe { libc::getsockopt(udp.as_raw_fd(), libc::SOL_SOCKET, SO_MEMINFO, info.as_mut_ptr().cast(), &mut len) };
-    // The first two: bytes in the receive buffer, and its size.
-    r == 0 && info[0] > info[1] / 16
 }
 
 /// Size of the packets that the kernel has joined, and whether they carry a congestion mark. It joins only packets that

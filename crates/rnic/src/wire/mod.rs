@@ -4,7 +4,6 @@
 //! (`requester`) and of its responder (`responder`). Packets come in by [`Rnic::handle_packet`] and leave through
 //! [`Tx`], from the base transport header up to the payload's padding; IP, UDP and the invariant CRC are the port's.
 
-mod pace;
 mod requester;
 mod responder;
 
@@ -248,8 +247,6 @@ pub(crate) struct Wire {
     /// It stands among those that wait for room in [`Tx`].
     waits_for_tx: bool,
     cc: Window,
-    /// Of an unreliable connection.
-    pace: pace::Pace,
     /// When the peer may be told of congestion again.
     cnp_after: u64,
     pub resp: Responder,
@@ -346,7 +343,6 @@ impl Wire {
             recovering: false,
             waits_for_tx: false,
             cc: Window::new(adapts),
-            pace: pace::Pace::default(),
             cnp_after: 0,
             resp: Responder::default(),
         }
@@ -454,9 +450,6 @@ impl Rnic {
                 Op::Cnp => {
                     rnic.count(h, |c| c.wire.rp_cnp_handled += 1);
                     w.cc.notified();
-                    if rnic.adapts {
-                        w.pace.notified(rnic.now, w.cc.alpha.into());
-                    }
                 }
                 _ => rnic.on_request(h, w, &p),
             }
@@ -580,8 +573,7 @@ impl Rnic {
     /// Keeps a timer in the heap that fires no later than this QP needs it.
     fn arm_wire(&mut self, h: u32, w: &mut Wire) {
         let rnr = if w.rnr_until > self.now { w.rnr_until } else { u64::MAX };
-        let pace = w.pace.wait(self.now).filter(|_| w.is_busy()).unwrap_or(u64::MAX);
-        let need = w.deadline.min(rnr).min(pace);
+        let need = w.deadline.min(rnr);
         if need < w.timer_at {
             w.timer_at = need;
             self.arm_timer(h, need.saturating_sub(self.now));

@@ -114,9 +114,6 @@ impl Rnic {
             return if i == 0 { self.fail_head(h, w) } else { None };
         }
         let op = w.op(i);
-        if q.typ == QpType::Uc && w.pace.wait(self.now).is_some() {
-            return None;
-        }
         let f = w.flight.get(i)?;
         let index = w.next.since(f.first);
         let off = u64::from(index) * u64::from(q.mtu);
@@ -163,7 +160,6 @@ impl Rnic {
             w.reads.push_back(w.next);
         }
         if unanswered {
-            w.pace.sent(self.now, len as u64);
             self.advance(h, w, w.next);
         } else if w.deadline == u64::MAX {
             w.deadline = self.deadline(h);
