@@ -84,7 +84,7 @@ fn programs() -> Vec<String> {
     each(&mut v, "ibv_uc_pingpong -g 0", &["", "-e", "-c", "-s 1 -n 200", "-s 1048576 -n 200 -r 4", "-m 256"]);
     each(&mut v, "ibv_ud_pingpong -g 0", &["", "-e", "-c", "-s 1 -n 200"]);
     each(&mut v, "ib_write_bw -c UC", &["", "-a -n 200", "-q 8"]);
-    each(&mut v, "ib_write_lat -c UC", &["", "-a -n 100"]);
+    each(&mut v, "ib_write_lat -c UC", &["", "-a -n 20"]);
     each(&mut v, "ib_send_bw -c UC", &["", "-q 8"]);
     each(&mut v, "ib_send_lat -c UC", &["", "-e"]);
     each(&mut v, "ib_send_bw -c UD", &["", "-e", "-q 8", "--use-srq"]);
