@@ -303,6 +303,7 @@ impl Rnic {
     }
 
     pub(crate) fn remove_qp(&mut self, h: u32) {
+        self.acknowledge_all(h);
         let Some(q) = self.qps.remove(h) else { return };
         self.qpns.remove(&q.qpn);
         if let Some(s) = self.sessions.get_mut(q.owner.0) {
@@ -414,6 +415,7 @@ impl Rnic {
     }
 
     fn reset_qp(&mut self, h: u32) {
+        self.acknowledge_all(h);
         let Some(q) = self.qps.get_mut(h) else { return };
         q.state = QpState::Reset;
         q.attr = abi::QpAttr::default();

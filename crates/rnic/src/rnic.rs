@@ -336,9 +336,9 @@ impl Rnic {
         self.active.iter().filter_map(session).collect()
     }
 
-    /// True if QPs have work that [`Rnic::poll`] has not come to yet.
+    /// True if QPs have work that [`Rnic::poll`] has not come to yet, or packets wait for the port.
     pub fn has_runnable(&self) -> bool {
-        !self.round.is_empty() || !self.tx_waiting.is_empty()
+        !self.round.is_empty() || !self.tx_waiting.is_empty() || !self.tx.packets().is_empty()
     }
 
     /// True while some session is polled or some QP has work.
@@ -486,6 +486,7 @@ impl Rnic {
 
     /// Moves a QP to ERR; its work is flushed in its turn.
     pub(crate) fn fail_qp(&mut self, h: u32, event: Option<AsyncEvent>) {
+        self.acknowledge_all(h);
         let Some(q) = self.qps.get_mut(h) else { return };
         let (owner, qpn) = (q.owner, q.qpn);
         let was = std::mem::replace(&mut q.state, QpState::Err);

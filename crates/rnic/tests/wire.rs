@@ -245,6 +245,31 @@ fn no_receive_is_waited_for_and_then_an_error() {
     assert_eq!(status(&net.ends[0].done()), WcStatus::RnrRetryExcErr);
 }
 
+/// A program may end as soon as it has its message: the sender's ACK must not be lost with the QP.
+#[test]
+fn the_last_message_is_acknowledged_before_its_qp_goes() {
+    let endings: [fn(&mut Net); 3] = [
+        |n| n.rnics[1].destroy_qp(n.ends[1].session, n.ends[1].qpn).unwrap(),
+        |n| n.rnics[1].remove_session(n.ends[1].session),
+        |n| {
+            let err = abi::QpAttr { qp_state: 6, ..Default::default() };
+            n.rnics[1].modify_qp(n.ends[1].session, n.ends[1].qpn, m::STATE, &err).unwrap();
+        },
+    ];
+    for (i, end) in endings.into_iter().enumerate() {
+        let mut net = Net::new(1, Faults::default(), |a| a);
+        let (to, from) = (net.ends[1].sge(0, 100), net.ends[0].sge(0, 100));
+        net.ends[1].recv(1, &[to]);
+        net.ends[0].post(wqe(WrOpcode::Send, 1), &[from]);
+        while net.ends[1].poll().is_empty() {
+            net.run(500);
+        }
+        end(&mut net);
+        net.run(20_000);
+        assert_eq!(status(&net.ends[0].done()), WcStatus::Success, "ending {i}");
+    }
+}
+
 /// A sender that knows of no receive tries one message at a time, instead of a window full of them.
 #[test]
 fn credits_keep_a_sender_from_sending_in_vain() {

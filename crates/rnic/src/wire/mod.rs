@@ -499,6 +499,9 @@ impl Rnic {
     fn with_wire<R>(&mut self, h: u32, f: impl FnOnce(&mut Self, &mut Wire) -> R) -> Option<R> {
         let mut w = self.qps.get_mut(h)?.wire.take()?;
         let r = f(self, &mut w);
+        if self.qps.get(h).is_some_and(|q| q.state == QpState::Err) {
+            self.send_last_ack(h, &mut w);
+        }
         if let Some(q) = self.qps.get_mut(h) {
             match q.state {
                 QpState::Err => w.clear(),
@@ -511,6 +514,11 @@ impl Rnic {
             q.wire = Some(w);
         }
         Some(r)
+    }
+
+    /// QP `h` is about to go: what it has received is acknowledged first, or its peer would wait in vain.
+    pub(crate) fn acknowledge_all(&mut self, h: u32) {
+        self.with_wire(h, |rnic, w| rnic.send_last_ack(h, w));
     }
 
     /// A turn of a connected QP: responses first, then requests. Its cost, and whether it has more to do.
