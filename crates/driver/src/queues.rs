@@ -369,35 +369,41 @@ impl Srq {
     pub fn create(ctx: &Arc<Context>, pdn: u32, max_wr: u32, max_sge: u32, limit: u32) -> Result<Self> {
         let cap = abi::QpCap { max_recv_wr: max_wr, max_recv_sge: max_sge, ..Default::default() };
         let layout = abi::QpLayout::of(&cap).filter(|_| max_wr > 0).ok_or(libc::EINVAL)?;
-        let ctrl = ctx.alloc(size_of::<abi::QpCtrl>())?;
-        let ring = match ctx.alloc(layout.rq_bytes()) {
-            Ok(r) => r,
-            Err(e) => {
-                ctx.free(ctrl);
-                return Err(e);
-            }
-        };
-        let (ctrl_addr, ring_addr) = (ctrl.bus, ring.bus);
-        let req = abi::CreateSrqReq { pdn, max_wr, max_sge, limit, ctrl_addr, ring_addr, ..Default::default() };
-        let rings = QpRings::receive_only(ctrl.span.clone(), ring.span.clone(), layout).ok_or(libc::EPROTO);
-        let made: Result<abi::CreateSrqResp> =
-            rings.as_ref().map_err(|e| *e).and_then(|_| ctx.command(Command::CreateSrq, &req));
-        match (made, rings) {
-            (Ok(r), Ok(rings)) => Ok(Srq {
+        let mut blocks = Vec::new();
+        match Self::create_in(ctx, pdn, max_wr, max_sge, limit, layout, &mut blocks) {
+            Ok((resp, rings)) => Ok(Srq {
                 ctx: ctx.clone(),
-                srqn: r.srqn,
-                max_wr: r.max_wr,
+                srqn: resp.srqn,
+                max_wr: resp.max_wr,
                 max_sge,
                 rings,
                 rq: Mutex::new(Post { prod: 0, published: 0 }),
-                blocks: Mutex::new(vec![ctrl, ring]),
+                blocks: Mutex::new(blocks),
             }),
-            (Err(e), _) | (_, Err(e)) => {
-                ctx.free(ctrl);
-                ctx.free(ring);
+            Err(e) => {
+                blocks.into_iter().for_each(|b| ctx.free(b));
                 Err(e)
             }
         }
+    }
+
+    fn create_in(
+        ctx: &Arc<Context>,
+        pdn: u32,
+        max_wr: u32,
+        max_sge: u32,
+        limit: u32,
+        layout: abi::QpLayout,
+        blocks: &mut Vec<Block>,
+    ) -> Result<(abi::CreateSrqResp, QpRings)> {
+        for len in [size_of::<abi::QpCtrl>(), layout.rq_bytes()] {
+            blocks.push(ctx.alloc(len)?);
+        }
+        let [ctrl, ring] = &blocks[..] else { return Err(libc::ENOMEM) };
+        let (ctrl_addr, ring_addr) = (ctrl.bus, ring.bus);
+        let rings = QpRings::receive_only(ctrl.span.clone(), ring.span.clone(), layout).ok_or(libc::EPROTO)?;
+        let req = abi::CreateSrqReq { pdn, max_wr, max_sge, limit, ctrl_addr, ring_addr, ..Default::default() };
+        Ok((ctx.command(Command::CreateSrq, &req)?, rings))
     }
 
     /// Destroys the SRQ.

@@ -11,7 +11,7 @@ use unirdma_abi as abi;
 use unirdma_abi::Status;
 use unirdma_formats::net::{ETH_BYTES, Flow, GRH_BYTES, HOP_LIMIT};
 use unirdma_formats::wire::{Deth, Extra, ICRC_BYTES, Op, Opcode, Packet, Part, ROCE_PORT, Transport, icrc};
-use unirdma_formats::{Gid, QpState, QpType, WcStatus, WrOpcode, access, send_flags};
+use unirdma_formats::{Gid, QpType, WcStatus, WrOpcode, access, send_flags};
 
 use crate::access::{Tables, list, local_side};
 use crate::exec::Outcome;
@@ -191,8 +191,7 @@ impl Rnic {
     /// Puts a datagram into a receive of UD QP `h`, if it takes it.
     fn accept(&mut self, h: u32, qkey: u32, flow: &Flow, data: &[u8], note: Note) {
         let Some(q) = self.qps.get_mut(h) else { return };
-        let receives = matches!(q.state, QpState::Rtr | QpState::Rts | QpState::Sqd | QpState::Sqe) && !q.broken;
-        if !receives {
+        if !q.receives() {
             return self.count_dropped(h);
         }
         if qkey != q.attr.qkey {

@@ -328,11 +328,10 @@ impl Rnic {
             None => *self.qpns.get(&dest)?,
         };
         let p = self.qps.get(ph)?;
-        let receives = matches!(p.state, QpState::Rtr | QpState::Rts | QpState::Sqd | QpState::Sqe) && !p.broken;
         let connected = p.vnic == vnic && p.attr.dest_qp_num == q.qpn && p.peer_vnic == Some(q.vnic) && p.typ == q.typ;
         // An unreliable responder takes any PSN where a message begins.
         let in_sequence = p.rq_psn == q.sq_psn || !q.typ.is_reliable();
-        if !(receives && connected && in_sequence) {
+        if !(p.receives() && connected && in_sequence) {
             return None;
         }
         if cached.is_none()

@@ -276,6 +276,11 @@ pub struct QpInfo {
 }
 
 impl Qp {
+    /// True if messages may come in: in RTR and every later state but ERR.
+    pub fn receives(&self) -> bool {
+        matches!(self.state, QpState::Rtr | QpState::Rts | QpState::Sqd | QpState::Sqe) && !self.broken
+    }
+
     /// True while a send WQE is under way.
     pub fn is_sending(&self) -> bool {
         self.busy || self.wire.as_ref().is_some_and(|w| w.is_busy())

@@ -103,8 +103,7 @@ pub unsafe extern "C" fn x_ibv_init_ah_from_wc(
     // SAFETY: with that flag the caller's buffer begins with 40 bytes of header.
     let bytes: [u8; GRH_BYTES] = unsafe { grh.cast::<[u8; GRH_BYTES]>().read_unaligned() };
     let Some((sender, own)) = parse_grh(&bytes) else { return failed(libc::EINVAL) };
-    let index =
-        (0..256).take_while(|&i| gid(ctx, port.into(), i).is_ok()).find(|&i| gid(ctx, port.into(), i) == Ok(own.0));
+    let index = (0..256).map_while(|i| gid(ctx, port.into(), i).ok()).position(|g| g == own.0);
     let Some(index) = index else { return failed(libc::EINVAL) };
     let v6 = bytes[0] >> 4 == 6;
     let traffic_class = if v6 { (u16::from_be_bytes([bytes[0], bytes[1]]) >> 4) as u8 } else { bytes[21] };

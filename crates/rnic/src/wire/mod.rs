@@ -433,8 +433,7 @@ impl Rnic {
             Transport::Ud => false,
             Transport::Cnp => true,
         };
-        let takes = matches!(q.state, QpState::Rtr | QpState::Rts | QpState::Sqd | QpState::Sqe) && !q.broken;
-        if !takes || !transport {
+        if !q.receives() || !transport {
             self.drops.bad_state += 1;
             return;
         }
