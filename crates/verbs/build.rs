@@ -1,9 +1,9 @@
 //! Gives the library the symbol versions of rdma-core.
 //!
-//! `data/ibverbs.tsv` lists every (version, symbol, default or compat) of Debian 12, 13 and unstable. For
-//! each of them an assembly trampoline with `.symver` is written: to `api::x_NAME` where the sources have
+//! `data/ibverbs.tsv` and `data/rdmacm.tsv` list every (version, symbol, default or compat) of Debian 12, 13 and
+//! unstable: one file is both libraries, so that a program has one state. For each symbol an assembly trampoline with `.symver` is written: to `api::x_NAME` where the sources have
 //! such a function, else to a stub that reports `EOPNOTSUPP`. The version script only declares the nodes;
-//! what is exported comes from the assembly. Also sets the soname, and links `libibverbs.so.1` into
+//! what is exported comes from the assembly. Also sets the soname, and links `libibverbs.so.1` and `librdmacm.so.1` into
 //! `target/<profile>/dropin`, a directory for LD_LIBRARY_PATH.
 
 use std::collections::BTreeSet;
@@ -14,21 +14,28 @@ use std::{env, fs};
 /// The one exported variable: a byte that provider libraries read.
 const DATA_SYMBOL: &str = "verbs_allow_disassociate_destroy";
 
-fn implemented() -> BTreeSet<String> {
-    let mut names = BTreeSet::new();
-    for entry in fs::read_dir("src").expect("src").flatten() {
+/// The lists of symbols.
+const TABLES: [&str; 2] = ["data/ibverbs.tsv", "data/rdmacm.tsv"];
+
+fn implemented(dir: &Path, names: &mut BTreeSet<String>) {
+    for entry in fs::read_dir(dir).expect("sources").flatten() {
+        if entry.path().is_dir() {
+            implemented(&entry.path(), names);
+            continue;
+        }
         let text = fs::read_to_string(entry.path()).unwrap_or_default();
         for part in text.split("extern \"C\" fn x_").skip(1) {
             names.insert(part.split('(').next().unwrap_or_default().to_string());
         }
     }
-    names
 }
 
-/// What a missing function returns: errors come as NULL, as an errno value, or not at all.
-fn stub(name: &str) -> &'static str {
+/// What a missing function returns: errors come as -1, as NULL, as an errno value, or not at all.
+fn stub(version: &str, name: &str) -> &'static str {
     const POINTERS: [&str; 7] = ["alloc", "create", "reg_", "open", "import", "_str", "get_"];
-    if name.starts_with("verbs_register_driver") {
+    if version.starts_with("RDMACM") {
+        "stub_minus_one"
+    } else if name.starts_with("verbs_register_driver") {
         "stub_void"
     } else if !name.starts_with("ibv_cmd")
         && POINTERS.iter().any(|p| name.contains(p))
@@ -44,18 +51,21 @@ fn stub(name: &str) -> &'static str {
 
 fn main() {
     println!("cargo::rerun-if-changed=src");
-    println!("cargo::rerun-if-changed=data/ibverbs.tsv");
+    for table in TABLES {
+        println!("cargo::rerun-if-changed={table}");
+    }
     let out = PathBuf::from(env::var("OUT_DIR").expect("OUT_DIR"));
     let arm = env::var("CARGO_CFG_TARGET_ARCH").expect("arch") == "aarch64";
     let jump = if arm { "b" } else { "jmp" };
-    let have = implemented();
-    let table = fs::read_to_string("data/ibverbs.tsv").expect("data/ibverbs.tsv");
+    let mut have = BTreeSet::new();
+    implemented(Path::new("src"), &mut have);
+    let table = TABLES.map(|t| fs::read_to_string(t).expect(t)).concat();
     let mut asm = String::from("core::arch::global_asm!(\n");
     let mut used = BTreeSet::new();
     let mut nodes: Vec<&str> = Vec::new();
     for (n, line) in table.lines().enumerate() {
         let f: Vec<&str> = line.split('\t').collect();
-        let [version, name, kind] = f[..] else { panic!("data/ibverbs.tsv:{}: three columns expected", n + 1) };
+        let [version, name, kind] = f[..] else { panic!("line {} of the symbols: three columns expected", n + 1) };
         let at = if kind == "default" { "@@" } else { "@" };
         if !nodes.contains(&version) {
             nodes.push(version);
@@ -72,9 +82,9 @@ fn main() {
                 used.insert(name);
                 format!("{jump} {{{name}}}")
             } else if arm {
-                format!("adrp x0, .Lname{n}\nadd x0, x0, :lo12:.Lname{n}\nb {{{}}}", stub(name))
+                format!("adrp x0, .Lname{n}\nadd x0, x0, :lo12:.Lname{n}\nb {{{}}}", stub(version, name))
             } else {
-                format!("lea rdi, [rip + .Lname{n}]\njmp {{{}}}", stub(name))
+                format!("lea rdi, [rip + .Lname{n}]\njmp {{{}}}", stub(version, name))
             };
             put(format!(".globl {label}\n.type {label},@function\n{label}: {body}\n.size {label}, . - {label}"));
             put(format!(".Lname{n}: .asciz \"{name}@{version}\""));
@@ -84,7 +94,7 @@ fn main() {
     for name in used {
         writeln!(asm, "    {name} = sym crate::api::x_{name},").expect("string");
     }
-    for s in ["stub_void", "stub_null", "stub_errno"] {
+    for s in ["stub_void", "stub_null", "stub_errno", "stub_minus_one"] {
         writeln!(asm, "    {s} = sym crate::stubs::{s},").expect("string");
     }
     asm += ");\n";
@@ -94,10 +104,12 @@ fn main() {
 
 fn link(out: &Path, nodes: &[&str]) {
     let mut map = String::new();
+    let library = |v: &str| v.split('_').next().unwrap_or_default().to_string();
     let mut previous = "";
     for v in nodes {
         let private = v.contains("PRIVATE");
-        let parent = if private { "" } else { previous };
+        // Each version of a library builds upon the one before.
+        let parent = if private || library(v) != library(previous) { "" } else { previous };
         writeln!(map, "{v} {{ }} {parent};").expect("string");
         if !private {
             previous = v;
@@ -110,7 +122,7 @@ fn link(out: &Path, nodes: &[&str]) {
     let profile = out.ancestors().nth(3).expect("target/<profile>");
     let dir = profile.join("dropin");
     fs::create_dir_all(&dir).expect("dropin");
-    for name in ["libibverbs.so.1", "libibverbs.so"] {
+    for name in ["libibverbs.so.1", "libibverbs.so", "librdmacm.so.1", "librdmacm.so"] {
         let path = dir.join(name);
         let _ = fs::remove_file(&path);
         std::os::unix::fs::symlink("../libibverbs.so", &path).expect("symlink");

@@ -166,6 +166,11 @@ impl Lab {
         Running::start(c, &log)
     }
 
+    /// True if a program of a vRNIC listens for RDMA connections.
+    pub fn rdma_listens(&self, vrnic: &str) -> bool {
+        self.unirdma(&["vrnic", "show", vrnic, "--json"]).text.contains("\"listeners\": [\n")
+    }
+
     /// Runs a server in one container and, once it listens, its client in another. Both outputs.
     ///
     /// # Errors
@@ -186,7 +191,7 @@ impl Lab {
         options: &[&str],
     ) -> Result<(Output, Output)> {
         let mut s = self.spawn(server.0, options, server.1)?;
-        if !s.wait_listening() {
+        if !s.wait_listening(|| self.rdma_listens(server.0)) {
             return Ok((s.finish(), Output::default()));
         }
         let c = other.spawn(client.0, options, client.1)?.finish();
@@ -345,10 +350,13 @@ impl Running {
         self.child.stdin.as_mut()
     }
 
-    /// Waits until some process of the container listens on TCP, or the program ends.
-    pub fn wait_listening(&mut self) -> bool {
-        while Instant::now() < self.limit && matches!(self.child.try_wait(), Ok(None)) {
-            if listens(self.child.id()) {
+    /// Waits until some process of the container listens on TCP, or `otherwise` says so, or the program ends.
+    pub fn wait_listening(&mut self, otherwise: impl Fn() -> bool) -> bool {
+        for look in 1.. {
+            if Instant::now() > self.limit || !matches!(self.child.try_wait(), Ok(None)) {
+                break;
+            }
+            if listens(self.child.id()) || look % 20 == 0 && otherwise() {
                 return true;
             }
             std::thread::sleep(Duration::from_millis(5));

@@ -20,6 +20,8 @@ pub(crate) const RUN: Needed = &[
 /// What the tests take beside that.
 pub(crate) const TEST: Needed = &[
     ("/usr/bin/tshark", "tshark"),
+    ("/usr/bin/rping", "rdmacm-utils"),
+    ("/usr/bin/ucx_perftest", "ucx-utils"),
     ("/usr/lib/python3/dist-packages/pyverbs", "python3-pyverbs"),
     // The virtual machine with the kernel's rxe.
     ("/usr/bin/qemu-system-x86_64", "qemu-system-x86"),

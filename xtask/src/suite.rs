@@ -4,7 +4,7 @@ use std::time::Duration;
 
 use crate::Result;
 use crate::lab::{self, Lab, Link, Output, TwoHosts};
-use crate::vm::Guest;
+use crate::vm::{self, Guest};
 
 type Check = Result<()>;
 
@@ -92,6 +92,87 @@ fn programs() -> Vec<String> {
     each(&mut v, "ib_send_bw --use-srq", &["", "-q 8", "-c UC"]);
     each(&mut v, "ib_send_lat -c UD", &["", "-a -n 100", "-e"]);
     v
+}
+
+/// Programs that connect by IP address (`rdma_cm(7)`): server and client, `ADDR` for the server's address.
+const CONNECTING: &[(&str, &str)] = &[
+    ("rping -s -C 20 -v", "rping -c -a ADDR -C 20 -V"),
+    ("rping -s -C 5 -q", "rping -c -a ADDR -C 5 -q"),
+    ("rping -s -C 5 -S 60000", "rping -c -a ADDR -C 5 -V -S 60000"),
+    ("ucmatose -c 5", "ucmatose -c 5 -s ADDR"),
+    ("udaddy -c 3", "udaddy -c 3 -s ADDR"),
+    ("rdma_server", "rdma_client -s ADDR"),
+    ("ib_write_bw -R -F -n 500", "ib_write_bw -R -F -n 500 ADDR"),
+    ("ib_read_bw -R -F -n 500 -q 4", "ib_read_bw -R -F -n 500 -q 4 ADDR"),
+    ("ib_send_lat -R -F -n 500", "ib_send_lat -R -F -n 500 ADDR"),
+    ("ib_atomic_bw -R -F -n 500", "ib_atomic_bw -R -F -n 500 ADDR"),
+];
+
+/// Connections by address, multicast, and UCX, which looks for devices by itself.
+fn connections(s: &mut Suite<'_>) {
+    for (server, client) in CONNECTING {
+        s.check(&format!("rdma_cm: {server}"), |lab| {
+            both_end_well(lab.pair(("a", server), ("b", &client.replace("ADDR", "10.0.0.1")), &[])?)
+        });
+    }
+    s.check("rdma_cm: rping over IPv6", |lab| {
+        both_end_well(lab.pair(("a", "rping -s -a fd00::1 -C 5"), ("b", "rping -c -a fd00::1 -C 5 -V"), &[])?)
+    });
+    s.check("rdma_cm: nobody listens, nobody is there, no such address", |lab| {
+        let o = lab.spawn("b", &[], "rping -c -a 10.0.0.1 -C 1")?.finish();
+        require(!o.ok() && o.text.contains("RDMA_CM_EVENT_REJECTED, error 8"), o.text)?;
+        let o = lab.spawn("b", &[], "rping -c -a 10.0.0.99 -C 1")?.finish();
+        require(!o.ok() && o.text.contains("No route to host"), o.text)?;
+        let o = lab.spawn("b", &[], "rping -s -a 10.0.0.1 -C 1")?.finish();
+        require(!o.ok() && o.text.contains("No such device"), o.text)
+    });
+    s.check("rdma_cm: a client whose server is killed is told", |lab| {
+        let mut server = lab.spawn("a", &[], "rping -s -C 100000000")?;
+        require(server.wait_listening(|| lab.rdma_listens("a")), "the server does not listen")?;
+        let client = lab.spawn("b", &[], "timeout 20 rping -c -a 10.0.0.1 -C 100000000")?;
+        std::thread::sleep(Duration::from_millis(700));
+        server.kill();
+        server.finish();
+        let o = client.finish();
+        require(
+            o.code.is_some_and(|c| c != 124) && o.text.contains("DISCONNECT EVENT"),
+            format!("{:?} {}", o.code, o.text),
+        )
+    });
+    s.check("multicast: mckey", |lab| multicast(lab, lab));
+    for transport in ["rc", "ud"] {
+        for test in ["tag_lat", "tag_bw", "ucp_put_bw", "ucp_get -n 50", "stream_bw", "ucp_fadd -s 8"] {
+            s.check(&format!("UCX over {transport}: ucx_perftest -t {test}"), |lab| ucx(lab, lab, transport, test));
+        }
+    }
+    s.check("UCX: ucx_info -d", |lab| {
+        let o = lab.spawn("a", &[], "ucx_info -d")?.finish();
+        require(o.ok() && o.text.contains("rc_verbs") && o.text.contains("ud_verbs"), o.text)
+    });
+    s.check("sysfs: ibstatus and the GID types", |lab| {
+        let show = "cat /sys/class/infiniband/*/ports/1/gid_attrs/types/0 /sys/class/infiniband/*/ports/1/gids/0";
+        let o = lab.spawn("a", &[], &format!("sh -c '{show}'"))?.finish();
+        require(o.ok() && o.text == "RoCE v2\n0000:0000:0000:0000:0000:ffff:0a00:0001\n", o.text)
+    });
+}
+
+/// A member of a multicast group, and one that sends to it.
+fn multicast(here: &Lab, there: &Lab) -> Check {
+    let member = here.spawn("a", &[], "timeout 20 mckey -m 239.1.1.1 -b 10.0.0.1")?;
+    for _ in 0..400 {
+        if member.text().contains("receiving") {
+            break;
+        }
+        std::thread::sleep(Duration::from_millis(10));
+    }
+    let sender = there.spawn("b", &[], "timeout 20 mckey -m 239.1.1.1 -b 10.0.0.2 -s")?.finish();
+    both_end_well((member.finish(), sender))
+}
+
+fn ucx(here: &Lab, there: &Lab, transport: &str, test: &str) -> Check {
+    let env = format!("env UCX_TLS={transport},self UCX_NET_DEVICES=unirdma0:1 timeout 60 ucx_perftest");
+    let client = format!("{env} 10.0.0.1 -n 500 -w 50 -s 8192 -t {test}");
+    both_end_well(here.pair_with(there, ("a", &env), ("b", &client), &[])?)
 }
 
 /// One line on standard error that contains `text`, and an exit code that is not 0.
@@ -362,7 +443,9 @@ fn wire(s: &mut Suite<'_>) {
             .map(|p| (format!("two hosts, {title}: {p}"), p))
             .filter(|(name, _)| s.only.is_none_or(|o| name.contains(o)))
             .collect();
-        let others = ["tshark reads a capture", "the counters say that it went over the network"];
+        let mut others = vec!["tshark reads a capture", "the counters say that it went over the network"];
+        others.extend(["multicast", "UCX over rc", "UCX over ud"]);
+        others.extend(CONNECTING.iter().map(|c| c.0));
         let wanted = |o: &str| others.iter().any(|n| format!("two hosts, {title}: {n}").contains(o));
         if programs.is_empty() && !s.only.is_none_or(wanted) {
             continue;
@@ -378,6 +461,22 @@ fn wire(s: &mut Suite<'_>) {
                 let p = format!("timeout 60 {p}");
                 let run = || both_end_well(two.pair(&p, &format!("{p} 10.0.0.1"))?);
                 run().or_else(|_| run()).or_else(|_| run())
+            });
+        }
+        for (server, client) in CONNECTING {
+            s.check(&format!("two hosts, {title}: {server}"), |_| {
+                let two = two.as_ref().map_err(Clone::clone)?;
+                both_end_well(two.pair(server, &client.replace("ADDR", "10.0.0.1"))?)
+            });
+        }
+        s.check(&format!("two hosts, {title}: multicast"), |_| {
+            let two = two.as_ref().map_err(Clone::clone)?;
+            multicast(&two.labs[0], &two.labs[1])
+        });
+        for transport in ["rc", "ud"] {
+            s.check(&format!("two hosts, {title}: UCX over {transport}"), |_| {
+                let two = two.as_ref().map_err(Clone::clone)?;
+                ucx(&two.labs[0], &two.labs[1], transport, "tag_bw")
             });
         }
         s.check(&format!("two hosts, {title}: tshark reads a capture"), |_| {
@@ -433,9 +532,11 @@ fn kernel(s: &mut Suite<'_>) {
         programs.push((format!("{p} -F -n 200"), format!("{p} -F -n 200 -d rxe0 -x 1")));
     }
     let name = |serves: bool, p: &str| format!("kernel's rxe {} us: {p}", if serves { "serves" } else { "calls" });
+    let connecting = &CONNECTING[..5];
     let last = "kernel's rxe found no wrong ICRC, nor did we";
     let wanted = |n: &str| s.only.is_none_or(|o| n.contains(o));
-    if !wanted(last) && !programs.iter().any(|(p, _)| wanted(&name(true, p)) || wanted(&name(false, p))) {
+    let connects = connecting.iter().any(|(p, _)| wanted(&name(true, p)) || wanted(&name(false, p)));
+    if !wanted(last) && !connects && !programs.iter().any(|(p, _)| wanted(&name(true, p)) || wanted(&name(false, p))) {
         return;
     }
     let guest = Guest::start();
@@ -446,6 +547,16 @@ fn kernel(s: &mut Suite<'_>) {
                 both_end_well(g.pair(serves, ours, guests)?)
             });
         }
+    }
+    for (server, client) in connecting {
+        s.check(&name(true, server), |_| {
+            let g = guest.as_ref().map_err(Clone::clone)?;
+            both_end_well(g.serve_there(server, &client.replace("ADDR", vm::GUEST))?)
+        });
+        s.check(&name(false, server), |_| {
+            let g = guest.as_ref().map_err(Clone::clone)?;
+            both_end_well(g.serve_here(server, &client.replace("ADDR", vm::OURS))?)
+        });
     }
     s.check(last, |_| {
         let g = guest.as_ref().map_err(Clone::clone)?;
@@ -529,8 +640,8 @@ fn own_user() -> u32 {
 
 pub(crate) fn run(only: Option<&str>) -> Result<()> {
     let lab = Lab::start(None)?;
-    lab.vrnic("a", &["--ip", "10.0.0.1"])?;
-    lab.vrnic("b", &["--ip", "10.0.0.2"])?;
+    lab.vrnic("a", &["--ip", "10.0.0.1", "--ip", "fd00::1"])?;
+    lab.vrnic("b", &["--ip", "10.0.0.2", "--ip", "fd00::2"])?;
     lab.unirdma(&["group", "add", "other"]);
     lab.vrnic("c", &["--ip", "10.0.0.1", "--group", "other"])?;
     let mut s = Suite { lab: &lab, only, passed: 0, failed: 0 };
@@ -538,6 +649,7 @@ pub(crate) fn run(only: Option<&str>) -> Result<()> {
     for p in programs() {
         s.pair(&p);
     }
+    connections(&mut s);
     isolation(&mut s);
     c_program(&mut s);
     captures(&mut s);

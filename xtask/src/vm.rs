@@ -31,6 +31,9 @@ const PROGRAMS: &[&str] = &[
     "ib_send_bw",
     "ib_atomic_bw",
     "ib_write_lat",
+    "rping",
+    "ucmatose",
+    "udaddy",
 ];
 /// The guest's commands: one connection each, the line in, output and `rc=N` out.
 const SERVE: &str = "#!/bin/sh\nread -r line\nsh -c \"$line\" 2>&1\necho \"rc=$?\"\n";
@@ -279,11 +282,11 @@ impl Guest {
         self.spawn(command).map(guest_output)
     }
 
-    /// Waits until a program of the guest listens on a TCP port other than that of the commands.
+    /// Waits until a program of the guest listens, on TCP other than for the commands, or for RDMA connections.
     fn wait_listening(&self) -> Result<()> {
         let start = Instant::now();
         while start.elapsed() < Duration::from_secs(20) {
-            let o = self.run("netstat -ltn")?;
+            let o = self.run("netstat -ltn; rdma resource show cm_id")?;
             if o.text.lines().any(|l| l.contains("LISTEN") && !l.contains(&format!(":{PORT} "))) {
                 return Ok(());
             }
@@ -297,18 +300,33 @@ impl Guest {
     /// # Errors
     /// One of them could not be started.
     pub fn pair(&self, guest_serves: bool, ours: &str, guests: &str) -> Result<(Output, Output)> {
+        let [ours_calls, guests_call] = [(ours, GUEST), (guests, OURS)].map(|(p, a)| format!("{p} {a}"));
+        if guest_serves { self.serve_there(guests, &ours_calls) } else { self.serve_here(ours, &guests_call) }
+    }
+
+    /// A server in the guest and its client on the vRNIC: their outputs.
+    ///
+    /// # Errors
+    /// One of them could not be started.
+    pub fn serve_there(&self, server: &str, client: &str) -> Result<(Output, Output)> {
         let lab = self.lab.as_ref().ok_or("no virtual layer")?;
-        if guest_serves {
-            let server = self.spawn(guests)?;
-            self.wait_listening()?;
-            let client = lab.spawn("v", &["--net", "host"], &format!("{ours} {GUEST}"))?.finish();
-            return Ok((guest_output(server), client));
-        }
-        let mut server = lab.spawn("v", &["--net", "host"], ours)?;
-        if !server.wait_listening() {
+        let server = self.spawn(server)?;
+        self.wait_listening()?;
+        let client = lab.spawn("v", &["--net", "host"], client)?.finish();
+        Ok((guest_output(server), client))
+    }
+
+    /// A server on the vRNIC and its client in the guest: their outputs.
+    ///
+    /// # Errors
+    /// One of them could not be started.
+    pub fn serve_here(&self, server: &str, client: &str) -> Result<(Output, Output)> {
+        let lab = self.lab.as_ref().ok_or("no virtual layer")?;
+        let mut server = lab.spawn("v", &["--net", "host"], server)?;
+        if !server.wait_listening(|| lab.rdma_listens("v")) {
             return Ok((server.finish(), Output::default()));
         }
-        let client = self.run(&format!("{guests} {OURS}"))?;
+        let client = self.run(client)?;
         Ok((server.finish(), client))
     }
 }

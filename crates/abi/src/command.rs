@@ -15,6 +15,8 @@ macro_rules! wire {
     };
 }
 
+pub(crate) use wire;
+
 /// Command codes; 1 to 18 are those of seed 002.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[repr(u8)]
@@ -48,13 +50,18 @@ pub enum Command {
     ModifySrq = 26,
     QuerySrq = 27,
     ReregMr = 28,
+    Cm = 29,
+    CmQpAttr = 30,
+    CmEvent = 31,
+    AttachMcast = 32,
+    DetachMcast = 33,
 }
 
 impl Command {
     /// The command of a raw code.
     pub fn from_raw(raw: u8) -> Option<Self> {
         use Command::*;
-        const ALL: [Command; 28] = [
+        const ALL: [Command; 33] = [
             QueryPort,
             CreateCq,
             DestroyCq,
@@ -83,6 +90,11 @@ impl Command {
             ModifySrq,
             QuerySrq,
             ReregMr,
+            Cm,
+            CmQpAttr,
+            CmEvent,
+            AttachMcast,
+            DetachMcast,
         ];
         ALL.get(usize::from(raw).wrapping_sub(1)).copied()
     }
@@ -114,13 +126,17 @@ pub enum Status {
     Unreachable = 9,
     /// Not granted by the control centre. `EPERM`
     Denied = 10,
+    /// Another object has this address. `EADDRINUSE`
+    AddressInUse = 11,
+    /// No GID of the vRNIC is this address. `ENODEV`
+    NoDevice = 12,
 }
 
 impl Status {
     /// The errno that a verbs library returns for this code.
     pub fn errno(raw: u8) -> i32 {
         // Linux numbers: EPERM 1, ENOENT 2, EIO 5, ENOMEM 12, EFAULT 14, EBUSY 16, EINVAL 22,
-        // EOPNOTSUPP 95, EHOSTUNREACH 113.
+        // ENODEV 19, EOPNOTSUPP 95, EADDRINUSE 98, EHOSTUNREACH 113.
         match raw {
             0 => 0,
             1 => 95,
@@ -131,6 +147,8 @@ impl Status {
             7 => 14,
             9 => 113,
             10 => 1,
+            11 => 98,
+            12 => 19,
             _ => 5,
         }
     }
@@ -206,6 +224,8 @@ wire! {
     AhAttr = 32 {
         grh: GlobalRoute, dlid: u16, sl: u8, static_rate: u8, port_num: u8, is_global: u8, reserved: [u8; 2],
     }
+    /// Request of ATTACH_MCAST and DETACH_MCAST.
+    McastReq = 24 { qpn: u32, reserved: u32, gid: [u8; 16] }
     CreateAhReq = 40 { pdn: u32, reserved: u32, attr: AhAttr }
     QpAttr = 144 {
         qp_state: u8, cur_qp_state: u8, path_mtu: u8, path_mig_state: u8,
@@ -238,6 +258,8 @@ wire! {
 
 /// `Event::kind` on a completion event virtqueue.
 pub const EVENT_COMPLETION: u32 = 0x100;
+/// `Event::kind` on a completion event virtqueue: CM_EVENT has something.
+pub const EVENT_CM: u32 = 0x101;
 /// `CreateCqReq::comp_queue` of a CQ without events.
 pub const NO_COMP_QUEUE: u32 = u32::MAX;
 /// `ReqNotifyReq::flags` and the low bits of `CqCtrl::arm`: any completion.
@@ -251,10 +273,10 @@ mod tests {
 
     #[test]
     fn command_codes_are_those_of_the_rfc() {
-        for raw in 1..=28u8 {
+        for raw in 1..=33u8 {
             assert_eq!(Command::from_raw(raw).unwrap() as u8, raw);
         }
-        assert_eq!((Command::from_raw(0), Command::from_raw(29)), (None, None));
+        assert_eq!((Command::from_raw(0), Command::from_raw(34)), (None, None));
         assert_eq!(Command::RegUserMr as u8, 9);
         assert_eq!(Command::ReqNotifyCq as u8, 18);
     }
@@ -262,7 +284,7 @@ mod tests {
     #[test]
     fn every_status_has_an_errno() {
         assert_eq!(Status::errno(Status::Ok as u8), 0);
-        for raw in 1..=10 {
+        for raw in 1..=12 {
             assert_ne!(Status::errno(raw), 0);
         }
         assert_eq!(Status::errno(200), 5);

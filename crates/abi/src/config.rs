@@ -75,7 +75,8 @@ pub struct Config {
     pub reserved: u8,
     pub max_ah: u32,
     pub max_srq: u32,
-    pub reserved2: u64,
+    pub max_mcast_grp: u32,
+    pub max_mcast_qp_attach: u32,
 }
 
 #[cfg(test)]

@@ -4,10 +4,12 @@
 //! each field lies. All fields are little-endian and naturally aligned; the tests at the end of each
 //! module hold sizes and offsets to the specification.
 
+mod cm;
 mod command;
 mod config;
 mod ring;
 
+pub use cm::*;
 pub use command::*;
 pub use config::*;
 pub use ring::*;

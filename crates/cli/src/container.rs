@@ -199,6 +199,9 @@ fn enter(dir: &Path, args: &RunArgs, info: &VrnicInfo, mut sock: UnixStream) -> 
     // Nothing that is mounted here shows outside; only this vRNIC's directory shows inside (U18).
     rustix::mount::mount_change("/", MountPropagationFlags::PRIVATE | MountPropagationFlags::REC)
         .map_err(context("mount"))?;
+    if let Err(e) = crate::devices::set_up(dir, info) {
+        eprintln!("unirdma: programs that look for devices in /sys or /dev will find none: {e}");
+    }
     rustix::mount::mount_bind(&info.dir, dir).map_err(context("cannot mount the vRNIC's directory"))?;
     if args.net == Net::Own {
         let fd = crate::net::set_up(parse_mac(&info.mac)?, info.mtu, &info.ips)?;

@@ -5,6 +5,7 @@
 
 mod capture;
 mod container;
+mod devices;
 mod hosting;
 mod net;
 mod print;

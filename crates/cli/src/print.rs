@@ -69,6 +69,7 @@ fn show(v: &VrnicInfo) -> String {
         ("MRs", format!("{} of {}", v.mrs_mapped + v.mrs_copied, v.limits.max_mr)),
         ("  mapped (direct, share)", format!("{}, {}", v.mrs_mapped, bytes(v.bytes_mapped))),
         ("  copied", format!("{}, {}", v.mrs_copied, bytes(v.bytes_copied))),
+        ("listens on", if v.listeners.is_empty() { "nothing".into() } else { v.listeners.join(", ") }),
         ("sent", format!("{} requests, {}", c.sent_wrs, bytes(c.sent_bytes))),
         ("received", format!("{} receives, {}", c.received_wrs, bytes(c.received_bytes))),
         ("RNR waits", c.rnr_waits.to_string()),

@@ -2,6 +2,7 @@
 
 use unirdma_abi as abi;
 use unirdma_abi::{Command, Status};
+use unirdma_formats::Gid;
 use unirdma_link::Memory;
 use unirdma_mem::{Bell, CqRing, QpRings, Span};
 use unirdma_rnic::{Backing, CreateQp, Rnic, SrqAttr};
@@ -42,6 +43,9 @@ fn response_bytes(c: Command) -> usize {
         Command::CreateQp => size_of::<abi::CreateQpResp>(),
         Command::CreateSrq => size_of::<abi::CreateSrqResp>(),
         Command::QuerySrq => size_of::<abi::QuerySrqResp>(),
+        Command::Cm => size_of::<abi::CmResp>(),
+        Command::CmQpAttr => size_of::<abi::CmQpAttrResp>(),
+        Command::CmEvent => size_of::<abi::CmEvent>(),
         Command::QueryQp => size_of::<abi::QueryQpResp>(),
         Command::QueryPkey => size_of::<abi::QueryPkeyResp>(),
         Command::QueryDevice => size_of::<abi::QueryDeviceResp>(),
@@ -158,6 +162,21 @@ impl Device {
             Command::QuerySrq => {
                 let SrqAttr { max_wr, max_sge, limit } = rnic.query_srq(s, handle(data)?)?;
                 answer(abi::QuerySrqResp { max_wr, max_sge, limit, reserved: 0 })
+            }
+            Command::Cm => answer(rnic.cm(s, &parse::<abi::CmReq>(data)?)?),
+            Command::CmQpAttr => {
+                let r: abi::CmQpAttrReq = parse(data)?;
+                let (attr_mask, attr) = rnic.cm_qp_attr(s, r.id, r.state)?;
+                answer(abi::CmQpAttrResp { attr_mask, reserved: 0, attr })
+            }
+            Command::CmEvent => answer(rnic.cm_event(s, parse::<abi::CmEventReq>(data)?.queue)?),
+            Command::AttachMcast => {
+                let r: abi::McastReq = parse(data)?;
+                nothing(rnic.attach_mcast(s, r.qpn, Gid(r.gid)))
+            }
+            Command::DetachMcast => {
+                let r: abi::McastReq = parse(data)?;
+                nothing(rnic.detach_mcast(s, r.qpn, Gid(r.gid)))
             }
             Command::DestroyQp => nothing(rnic.destroy_qp(s, handle(data)?)),
         }

@@ -4,6 +4,7 @@
 //! workspace. It must never do I/O, allocate on a data path, or read a clock. Values are those of
 //! the InfiniBand Architecture Specification volume 1 and of `ibv_*(3)`.
 
+pub mod cm;
 mod ids;
 pub mod net;
 mod path;

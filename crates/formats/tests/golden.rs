@@ -5,6 +5,7 @@
 use std::collections::BTreeSet;
 use std::net::IpAddr;
 
+use unirdma_formats::cm::{GSI_QKEY, GSI_QPN, IpHeader, Mad, Message};
 use unirdma_formats::wire::{BTH_BYTES, Envelope, ICRC_BYTES, MAX_HEADER_BYTES, Packet, ROCE_PORT, icrc, padding};
 
 /// (envelope, from the BTH to the ICRC) of every RoCEv2 packet over IPv4 in the capture.
@@ -51,4 +52,25 @@ fn the_kernels_packets_are_understood_and_made_alike() {
     }
     assert_eq!(all.len(), 178);
     assert!(opcodes.len() >= 12, "{opcodes:x?}");
+}
+
+#[test]
+fn the_kernels_connection_management_is_understood_and_made_alike() {
+    let mut seen = BTreeSet::new();
+    for (_, bytes) in &packets() {
+        let p = Packet::parse(&bytes[..bytes.len() - ICRC_BYTES]).unwrap();
+        if p.dest_qp != GSI_QPN {
+            continue;
+        }
+        assert_eq!((p.deth.qkey, p.deth.src_qp), (GSI_QKEY, GSI_QPN));
+        let mad = Mad::parse(p.payload).unwrap();
+        assert_eq!(mad.bytes()[..], *p.payload, "{mad:?}");
+        if let Message::Req(r) = &mad.message {
+            let (ip, user) = IpHeader::parse(&r.private).unwrap();
+            assert_eq!(ip.before(user), r.private);
+            assert_eq!(r.remote_gid.ip(), ip.dst);
+        }
+        seen.insert(p.payload[17]);
+    }
+    assert!(seen.len() >= 6, "{seen:x?}");
 }

@@ -240,6 +240,10 @@ impl Engine {
                     let e = abi::Event { kind: abi::EVENT_COMPLETION, handle: cqn, reserved: 0 };
                     (session, abi::VQ_COMP_FIRST as u16 + queue, e)
                 }
+                Output::Connection { session, queue } => {
+                    let e = abi::Event { kind: abi::EVENT_CM, handle: 0, reserved: 0 };
+                    (session, abi::VQ_COMP_FIRST as u16 + queue, e)
+                }
                 Output::Async { session, kind, handle } => {
                     (session, abi::VQ_ASYNC as u16, abi::Event { kind: kind as u32, handle, reserved: 0 })
                 }

@@ -5,7 +5,7 @@ use std::net::{IpAddr, Ipv4Addr, Ipv6Addr};
 use serde::{Deserialize, Serialize};
 use unirdma_abi as abi;
 use unirdma_formats::{Gid, Mac};
-use unirdma_rnic::{Counters, Limits, QpInfo};
+use unirdma_rnic::{Counters, Limits, MAX_MULTICAST_QPS, QpInfo};
 
 /// An address with its prefix length.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
@@ -84,6 +84,9 @@ pub struct VrnicInfo {
     pub bytes_copied: u64,
     pub limits: Limits,
     pub counters: Counters,
+    /// Where its programs listen for RDMA connections, as `TCP 0.0.0.0:7174`; left out of lists.
+    #[serde(default)]
+    pub listeners: Vec<String>,
     /// Its QPs; left out of lists.
     #[serde(default)]
     pub queue_pairs: Vec<QpInfo>,
@@ -146,6 +149,9 @@ pub(crate) fn is_link_local(a: Ipv6Addr) -> bool {
     a.segments()[0] & 0xffc0 == 0xfe80
 }
 
+/// Multicast groups that programs may count on: there is no limit but that of each QP.
+const MAX_MULTICAST_GROUPS: u32 = 8192;
+
 /// The configuration space of a vRNIC.
 pub(crate) fn device_config(mac: Mac, l: &Limits) -> abi::Config {
     // BAD_PKEY_CNTR | BAD_QKEY_CNTR | PORT_ACTIVE_EVENT | SYS_IMAGE_GUID | RC_RNR_NAK_GEN
@@ -179,6 +185,8 @@ pub(crate) fn device_config(mac: Mac, l: &Limits) -> abi::Config {
         local_ca_ack_delay: 15,
         max_ah: l.max_ah,
         max_srq: l.max_srq,
+        max_mcast_grp: MAX_MULTICAST_GROUPS,
+        max_mcast_qp_attach: MAX_MULTICAST_QPS as u32,
         ..abi::Config::default()
     }
 }

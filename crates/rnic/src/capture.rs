@@ -97,13 +97,18 @@ impl Rnic {
         self.tap.as_ref().is_some_and(|t| wanted(t))
     }
 
-    fn vnic_id(&self, h: u32) -> Option<VnicId> {
+    pub(crate) fn vnic_id(&self, h: u32) -> Option<VnicId> {
         self.qps.get(h).map(|q| q.vnic)
     }
 
     /// Captures the packet that QP `h` has just put into [`crate::Tx`].
     pub(crate) fn tap_sent(&mut self, h: u32) {
-        if self.tap.is_none() || !self.wants(self.vnic_id(h)) {
+        self.tap_sent_by(self.vnic_id(h));
+    }
+
+    /// Captures the packet that a vRNIC has just put into [`crate::Tx`].
+    pub(crate) fn tap_sent_by(&mut self, vnic: Option<VnicId>) {
+        if self.tap.is_none() || !self.wants(vnic) {
             return;
         }
         let Some(&p) = self.tx.packets().last() else { return };
@@ -114,9 +119,9 @@ impl Rnic {
         }
     }
 
-    /// Captures a packet that came from `from` for QP `h`; `own` is this end if it is not the host's address.
-    pub(crate) fn tap_received(&mut self, h: u32, path: Path, body: &[u8]) {
-        if self.tap.is_none() || !self.wants(self.vnic_id(h)) {
+    /// Captures a packet that came from `path.to` for a vRNIC; `own` is this end if it is not the host's address.
+    pub(crate) fn tap_received(&mut self, vnic: Option<VnicId>, path: Path, body: &[u8]) {
+        if self.tap.is_none() || !self.wants(vnic) {
             return;
         }
         let mut body = [body, &[0; ICRC_BYTES]].concat();
@@ -127,8 +132,15 @@ impl Rnic {
     }
 
     /// Captures a datagram that came from host `from` inside VXLAN.
-    pub(crate) fn tap_encapsulated(&mut self, h: u32, from: IpAddr, vni: u32, flow: &Flow, packet: &[u8]) {
-        if self.tap.is_none() || !self.wants(self.vnic_id(h)) {
+    pub(crate) fn tap_encapsulated(
+        &mut self,
+        vnic: Option<VnicId>,
+        from: IpAddr,
+        vni: u32,
+        flow: &Flow,
+        packet: &[u8],
+    ) {
+        if self.tap.is_none() || !self.wants(vnic) {
             return;
         }
         let mut body = [&vxlan(vni)[..], &ethernet(flow), packet].concat();
@@ -139,9 +151,16 @@ impl Rnic {
     }
 
     /// Captures a datagram between two vRNICs of this host.
-    pub(crate) fn tap_datagram(&mut self, h: u32, to: VnicId, flow: &Flow, p: &Packet<'_>, payload: &[u8]) {
-        if self.tap.is_some() && (self.wants(self.vnic_id(h)) || self.wants(Some(to))) {
+    pub(crate) fn tap_datagram(&mut self, h: u32, to: Option<VnicId>, flow: &Flow, p: &Packet<'_>, payload: &[u8]) {
+        if self.tap.is_some() && (self.wants(self.vnic_id(h)) || self.wants(to)) {
             self.tap_local(flow, p, payload);
+        }
+    }
+
+    /// Captures a MAD between two vRNICs of this host.
+    pub(crate) fn tap_mad(&mut self, from: VnicId, to: VnicId, flow: &Flow, p: &Packet<'_>, mad: &[u8]) {
+        if self.tap.is_some() && (self.wants(Some(from)) || self.wants(Some(to))) {
+            self.tap_local(flow, p, mad);
         }
     }
 

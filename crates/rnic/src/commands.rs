@@ -287,7 +287,7 @@ impl Rnic {
         Ok((qpn, slot))
     }
 
-    fn own_qp(&self, s: SessionId, qpn: u32) -> Result<u32> {
+    pub(crate) fn own_qp(&self, s: SessionId, qpn: u32) -> Result<u32> {
         let h = *self.qpns.get(&qpn).ok_or(Status::BadHandle)?;
         self.qps.get(h).filter(|q| q.owner == s).map(|_| h).ok_or(Status::BadHandle)
     }
@@ -304,6 +304,7 @@ impl Rnic {
 
     pub(crate) fn remove_qp(&mut self, h: u32) {
         self.acknowledge_all(h);
+        self.detach_all(h);
         let Some(q) = self.qps.remove(h) else { return };
         self.qpns.remove(&q.qpn);
         if let Some(s) = self.sessions.get_mut(q.owner.0) {

@@ -9,6 +9,7 @@ use std::net::IpAddr;
 
 use unirdma_abi as abi;
 use unirdma_abi::Status;
+use unirdma_formats::cm::GSI_QPN;
 use unirdma_formats::net::{ETH_BYTES, Flow, GRH_BYTES, HOP_LIMIT};
 use unirdma_formats::wire::{Deth, Extra, ICRC_BYTES, Op, Opcode, Packet, Part, ROCE_PORT, Transport, icrc};
 use unirdma_formats::{Gid, QpType, WcStatus, WrOpcode, access, send_flags};
@@ -39,6 +40,8 @@ enum Target {
     Foreign(Path),
     /// A vRNIC of another host: the host, and its group's VXLAN network identifier.
     There(Path, u32),
+    /// The members of a multicast group.
+    Many,
 }
 
 /// A Q_Key with this bit stands for the QP's own (IBTA vol. 1, 10.2.5).
@@ -79,10 +82,17 @@ impl Backlog {
 
 /// What a datagram says beside its bytes.
 #[derive(Clone, Copy)]
-struct Note {
+pub(crate) struct Note {
     imm: Option<u32>,
     src_qp: u32,
     solicited: bool,
+}
+
+impl Note {
+    pub fn of(p: &Packet<'_>) -> Self {
+        let imm = (p.opcode.extra == Extra::Imm).then_some(p.extra);
+        Note { imm, src_qp: p.deth.src_qp, solicited: p.solicited }
+    }
 }
 
 impl Rnic {
@@ -99,6 +109,7 @@ impl Rnic {
         let own = v.gids.get(usize::from(a.grh.sgid_index)).filter(|_| a.is_global != 0 && a.port_num == 1);
         let (own, dgid) = (*own.ok_or(Status::BadValue)?, Gid(a.grh.dgid));
         let target = match (self.find_vnic(v.group, dgid), self.routes.get(&(v.group, dgid))) {
+            _ if dgid.ip().is_multicast() => Target::Many,
             (Some(id), _) => Target::Here(id),
             (None, Some(r)) => {
                 let path = self.route(vnic, a.grh.sgid_index, dgid).ok_or(Status::Unreachable)?;
@@ -145,16 +156,24 @@ impl Rnic {
         let tables = Tables { mrs: &self.mrs, sessions: &self.sessions };
         let local = local_side(q, w, op);
         let sent = match target {
-            Target::Here(vnic) => {
-                let mut data = std::mem::take(&mut self.datagram);
-                let loaded = tables.load(local, 0, &mut data[..len]);
-                if loaded.is_ok() {
-                    self.tap_datagram(h, vnic, &flow, &head, &data[..len]);
-                    let imm = op.has_imm().then_some(w.wqe.imm);
-                    self.deliver_here(vnic, w.wqe.dest_qpn, qkey, &flow, &data[..len], Note { imm, src_qp, solicited });
+            Target::Many if self.tx.is_full() => {
+                self.wait_for_tx(h);
+                return Outcome::Waits;
+            }
+            Target::Here(_) | Target::Many => {
+                let mut buffer = std::mem::take(&mut self.datagram);
+                let data = &mut buffer[..len];
+                let mut sent = tables.load(local, 0, data);
+                if sent.is_ok() {
+                    if let Target::Here(vnic) = target {
+                        self.tap_datagram(h, Some(vnic), &flow, &head, data);
+                        self.deliver_here(vnic, w.wqe.dest_qpn, qkey, &flow, data, Note::of(&head));
+                    } else {
+                        sent = self.send_multicast(h, &flow, &head, data);
+                    }
                 }
-                self.datagram = data;
-                loaded
+                self.datagram = buffer;
+                sent
             }
             Target::Foreign(path) | Target::There(path, _) => {
                 if self.tx.is_full() {
@@ -189,7 +208,7 @@ impl Rnic {
     }
 
     /// Puts a datagram into a receive of UD QP `h`, if it takes it.
-    fn accept(&mut self, h: u32, qkey: u32, flow: &Flow, data: &[u8], note: Note) {
+    pub(crate) fn accept(&mut self, h: u32, qkey: u32, flow: &Flow, data: &[u8], note: Note) {
         let Some(q) = self.qps.get_mut(h) else { return };
         if !q.receives() {
             return self.count_dropped(h);
@@ -299,9 +318,7 @@ impl Rnic {
             return;
         }
         self.count(h, |c| c.wire.rcvd_pkts += 1);
-        let imm = (p.opcode.extra == Extra::Imm).then_some(p.extra);
-        let note = Note { imm, src_qp: p.deth.src_qp, solicited: p.solicited };
-        self.accept(h, p.deth.qkey, flow, p.payload, note);
+        self.accept(h, p.deth.qkey, flow, p.payload, Note::of(p));
         self.make_runnable(h);
     }
 
@@ -313,11 +330,21 @@ impl Rnic {
         let own = v.gids.iter().find(|g| g.ip().is_ipv4() == from.is_ipv4());
         match own.filter(|_| known) {
             Some(&own) => {
-                self.tap_received(h, Path { to: from, from: Some(own.ip()) }, body);
+                self.tap_received(self.vnic_id(h), Path { to: from, from: Some(own.ip()) }, body);
                 self.on_datagram(h, &Flow::roce(src, own), p);
             }
             None => self.drops.wrong_source += 1,
         }
+    }
+
+    /// A plain packet came in for QP 1 of some vRNIC.
+    pub(crate) fn on_foreign_mad(&mut self, from: IpAddr, p: &Packet<'_>, body: &[u8]) {
+        let Some((vnic, own)) = self.mad_target(from, p.payload) else {
+            self.drops.wrong_source += 1;
+            return;
+        };
+        self.tap_received(Some(vnic), Path { to: from, from: Some(own.ip()) }, body);
+        self.handle_mad(vnic, own, Gid::from_ip(from), p);
     }
 
     /// The IP packet of a datagram that host `from` sent to `group` inside VXLAN came in.
@@ -334,19 +361,30 @@ impl Rnic {
             self.drops.bad_icrc += 1;
             return;
         };
-        let Some((h, p)) = self.find_target(body) else { return };
+        let Some(p) = self.parse(body) else { return };
         let (src, dst) = (Gid::from_ip(flow.src), Gid::from_ip(flow.dst));
-        let route = self.routes.get(&(group, src)).copied();
-        let of_host = route.is_some_and(|r| !r.foreign && r.host == from);
-        let for_vnic = self.qps.get(h).is_some_and(|q| {
-            let v = self.vnics.get(q.vnic.0);
-            q.typ == QpType::Ud && v.is_some_and(|v| v.group == group && v.gids.contains(&dst))
-        });
-        if !of_host || !for_vnic {
+        let Some(route) = self.routes.get(&(group, src)).copied().filter(|r| !r.foreign && r.host == from) else {
+            self.drops.wrong_source += 1;
+            return;
+        };
+        if flow.dst.is_multicast() {
+            self.tap_encapsulated(None, from, route.vni, &flow, packet);
+            return self.deliver_multicast(group, &flow, &p, p.payload);
+        }
+        let Some(vnic) = self.find_vnic(group, dst) else {
+            self.drops.wrong_source += 1;
+            return;
+        };
+        if p.dest_qp == GSI_QPN {
+            self.tap_encapsulated(Some(vnic), from, route.vni, &flow, packet);
+            return self.handle_mad(vnic, dst, src, &p);
+        }
+        let Some(h) = self.find_qp(&p) else { return };
+        if !self.qps.get(h).is_some_and(|q| q.typ == QpType::Ud && q.vnic == vnic) {
             self.drops.wrong_source += 1;
             return;
         }
-        self.tap_encapsulated(h, from, route.map_or(0, |r| r.vni), &flow, packet);
+        self.tap_encapsulated(Some(vnic), from, route.vni, &flow, packet);
         self.on_datagram(h, &flow, &p);
     }
 

@@ -17,11 +17,13 @@
 mod access;
 mod attr;
 mod capture;
+mod cm;
 mod commands;
 mod datagram;
 mod exec;
 mod keys;
 mod mr;
+mod multicast;
 mod objects;
 mod rnic;
 mod slab;
@@ -31,9 +33,11 @@ mod wqe;
 
 pub use attr::{Transition, transition};
 pub use capture::Capture;
+pub use cm::CmEventKind;
 pub use datagram::DATAGRAM_MAC;
 pub use keys::{KeyCipher, Rng};
 pub use mr::{Backing, Resolve};
+pub use multicast::MAX_MULTICAST_QPS;
 pub use objects::{Counters, CreateQp, QpInfo, SessionId, VnicId, WireCounters};
 pub use rnic::{Limits, Output, Rnic, Usage, VnicConfig};
 pub use srq::SrqAttr;

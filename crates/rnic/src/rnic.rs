@@ -8,9 +8,11 @@ use unirdma_formats::{AsyncEvent, Gid, QpState};
 use unirdma_mem::Bell;
 
 use crate::capture::Tap;
+use crate::cm::Cm;
 use crate::datagram::{Ah, Backlog};
 use crate::keys::Rng;
 use crate::mr::{Backing, MrTable};
+use crate::multicast::Multicast;
 use crate::objects::{Counters, Cq, Pd, Qp, QpInfo, Session, SessionId, Srq, Vnic, VnicId};
 use crate::slab::Slab;
 use crate::wire::{Route, Tx, WireDrops};
@@ -96,6 +98,13 @@ pub enum Output {
         /// Which CQ.
         cqn: u32,
     },
+    /// CM_EVENT has something for completion event virtqueue `queue`.
+    Connection {
+        /// Whom.
+        session: SessionId,
+        /// Which queue, counted from 0.
+        queue: u16,
+    },
     /// An asynchronous event.
     Async {
         /// Whom.
@@ -105,6 +114,17 @@ pub enum Output {
         /// QPN, CQ handle or port.
         handle: u32,
     },
+}
+
+impl Output {
+    /// Whom it is for.
+    pub fn session(&self) -> SessionId {
+        match *self {
+            Output::Completion { session, .. } | Output::Connection { session, .. } | Output::Async { session, .. } => {
+                session
+            }
+        }
+    }
 }
 
 /// The software RNIC of one host. See the crate's documentation for the order of calls.
@@ -147,6 +167,8 @@ pub struct Rnic {
     pub(crate) starved: bool,
     /// The datagram under way on this host.
     pub(crate) datagram: Box<[u8]>,
+    pub(crate) cm: Cm,
+    pub(crate) multicast: Multicast,
 }
 
 impl Rnic {
@@ -182,6 +204,8 @@ impl Rnic {
             starved: false,
             scratch: vec![0; 64 << 10].into_boxed_slice(),
             datagram: vec![0; MAX_MTU as usize].into_boxed_slice(),
+            cm: Cm::default(),
+            multicast: Multicast::default(),
         }
     }
 
@@ -204,6 +228,7 @@ impl Rnic {
         for s in self.sessions.handles(|s| s.vnic == id) {
             self.remove_session(SessionId(s));
         }
+        self.cm_forget_vnic(id);
         self.vnics.remove(id.0);
     }
 
@@ -268,6 +293,7 @@ impl Rnic {
 
     /// Frees everything that a session had. Peers of its QPs get no answers any more.
     pub fn remove_session(&mut self, id: SessionId) {
+        self.cm_forget_session(id);
         for h in self.qps.handles(|q| q.owner == id) {
             self.remove_qp(h);
         }
@@ -288,9 +314,7 @@ impl Rnic {
         }
         self.active.retain(|&s| s != id.0);
         self.active_changes += 1;
-        self.outputs.retain(
-            |o| !matches!(o, Output::Completion { session, .. } | Output::Async { session, .. } if *session == id),
-        );
+        self.outputs.retain(|o| o.session() != id);
         self.sessions.remove(id.0);
     }
 
@@ -349,7 +373,7 @@ impl Rnic {
     /// When [`Rnic::poll`] must be called again even if nothing rings; `None` for never.
     pub fn next_timeout(&self) -> Option<u64> {
         let timer = self.timers.peek().map(|t| t.0.0);
-        timer.into_iter().chain(self.due_soon.front().map(|a| a.0)).min()
+        timer.into_iter().chain(self.due_soon.front().map(|a| a.0)).chain(self.cm.next_timeout()).min()
     }
 
     /// Moves all outputs to the end of `out`.
@@ -360,7 +384,7 @@ impl Rnic {
     /// Looks at the doorbells and timers, and executes work for a bounded time; true if it found any.
     pub fn poll(&mut self, now: u64) -> bool {
         self.now = now;
-        let mut found = self.scan_bells() | self.wake_due();
+        let mut found = self.scan_bells() | self.wake_due() | self.poll_cm();
         if !self.tx.is_full() {
             self.wake_tx_waiting();
         }
@@ -449,6 +473,10 @@ impl Rnic {
             q.timer = q.timer.wrapping_add(1);
             self.timers.push(Reverse((now.saturating_add(delay_ns), qp, q.timer)));
         }
+    }
+
+    pub(crate) fn push_output(&mut self, o: Output) {
+        self.outputs.push_back(o);
     }
 
     pub(crate) fn emit(&mut self, session: SessionId, kind: AsyncEvent, handle: u32) {

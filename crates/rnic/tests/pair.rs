@@ -19,7 +19,7 @@ fn remote(op: WrOpcode, wr_id: u64, peer: &End, off: u64) -> abi::SqWqe {
 fn asyncs(p: &Pair) -> Vec<(u32, AsyncEvent)> {
     let kind = |o: &Output| match *o {
         Output::Async { kind, handle, .. } => Some((handle, kind)),
-        Output::Completion { .. } => None,
+        _ => None,
     };
     p.outputs.iter().filter_map(kind).collect()
 }

@@ -6,11 +6,13 @@
 //! every size and the offsets that inline functions of that header use are asserted below.
 #![allow(missing_docs, non_camel_case_types)]
 
+mod cm;
 mod extended;
 mod objects;
 mod ops;
 mod requests;
 
+pub use cm::*;
 pub use extended::*;
 pub use objects::*;
 pub use ops::*;

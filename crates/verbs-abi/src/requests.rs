@@ -145,6 +145,7 @@ pub struct ibv_qp_cap {
     pub max_inline_data: u32,
 }
 
+#[derive(Clone, Copy)]
 #[repr(C)]
 pub struct ibv_qp_init_attr {
     pub qp_context: *mut c_void,

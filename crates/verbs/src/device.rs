@@ -219,6 +219,8 @@ fn device_attr(d: &abi::QueryDeviceResp) -> ibv_device_attr {
     a.atomic_cap = c.atomic_cap.into();
     a.max_ah = int(c.max_ah);
     (a.max_srq, a.max_srq_wr, a.max_srq_sge) = (int(c.max_srq), int(c.max_qp_wr), int(c.max_sge));
+    (a.max_mcast_grp, a.max_mcast_qp_attach) = (int(c.max_mcast_grp), int(c.max_mcast_qp_attach));
+    a.max_total_mcast_qp_attach = int(c.max_mcast_grp.saturating_mul(c.max_mcast_qp_attach));
     a.max_pkeys = c.max_pkeys;
     a.local_ca_ack_delay = c.local_ca_ack_delay;
     a.phys_port_cnt = c.phys_port_cnt;

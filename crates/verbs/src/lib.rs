@@ -1,4 +1,5 @@
-//! `libibverbs.so.1`: a drop-in for rdma-core's library whose device is a uniRDMA vRNIC.
+//! `libibverbs.so.1` and, in the same file, `librdmacm.so.1`: drop-ins for rdma-core's libraries whose device is a
+//! uniRDMA vRNIC.
 //!
 //! A thin C skin over the driver crate: it checks pointers and values that C programs pass, keeps the
 //! public fields of the C objects true, and turns errors into what each man page says. It must never
@@ -13,8 +14,10 @@ mod cq_ex;
 mod device;
 mod domain;
 mod event;
+mod mcast;
 mod mr;
 mod qp;
+mod rdmacm;
 mod srq;
 mod strings;
 mod stubs;
@@ -28,8 +31,10 @@ mod api {
     pub use crate::device::*;
     pub use crate::domain::*;
     pub use crate::event::*;
+    pub use crate::mcast::*;
     pub use crate::mr::*;
     pub use crate::qp::*;
+    pub use crate::rdmacm::*;
     pub use crate::srq::*;
     pub use crate::strings::*;
     pub use crate::stubs::*;
@@ -57,6 +62,17 @@ fn code(r: Result<(), i32>) -> i32 {
         Err(e) => {
             set_errno(e);
             e
+        }
+    }
+}
+
+/// 0, or -1 with errno: what the calls of `librdmacm` return.
+fn done(r: Result<(), i32>) -> i32 {
+    match r {
+        Ok(()) => 0,
+        Err(e) => {
+            set_errno(e);
+            -1
         }
     }
 }

@@ -185,21 +185,9 @@ pub unsafe extern "C" fn x_ibv_modify_qp(qp: *mut ibv_qp, attr: *mut ibv_qp_attr
     code(r)
 }
 
-pub unsafe extern "C" fn x_ibv_query_qp(
-    qp: *mut ibv_qp,
-    attr: *mut ibv_qp_attr,
-    _mask: i32,
-    init: *mut ibv_qp_init_attr,
-) -> i32 {
-    // SAFETY: the caller passes its QP.
-    let obj = unsafe { &mut *qp.cast::<QpObj>() };
-    let q = match obj.qp.query() {
-        Ok(q) => q,
-        Err(e) => return code(Err(e)),
-    };
-    trace!("ibv_query_qp({:#x}) = state {}", obj.c.qp_base.qp_num, q.qp_state);
-    obj.c.qp_base.state = q.qp_state.into();
-    let out = ibv_qp_attr {
+/// Attributes as the application sees them.
+pub(crate) fn attr_out(q: &abi::QpAttr) -> ibv_qp_attr {
+    ibv_qp_attr {
         qp_state: q.qp_state.into(),
         cur_qp_state: q.cur_qp_state.into(),
         path_mtu: q.path_mtu.into(),
@@ -226,7 +214,23 @@ pub unsafe extern "C" fn x_ibv_query_qp(
         alt_port_num: q.alt_port_num,
         alt_timeout: q.alt_timeout,
         rate_limit: q.rate_limit,
+    }
+}
+
+pub unsafe extern "C" fn x_ibv_query_qp(
+    qp: *mut ibv_qp,
+    attr: *mut ibv_qp_attr,
+    _mask: i32,
+    init: *mut ibv_qp_init_attr,
+) -> i32 {
+    // SAFETY: the caller passes its QP.
+    let obj = unsafe { &mut *qp.cast::<QpObj>() };
+    let q = match obj.qp.query() {
+        Ok(q) => q,
+        Err(e) => return code(Err(e)),
     };
+    trace!("ibv_query_qp({:#x}) = state {}", obj.c.qp_base.qp_num, q.qp_state);
+    obj.c.qp_base.state = q.qp_state.into();
     let init_out = ibv_qp_init_attr {
         qp_context: obj.c.qp_base.qp_context,
         send_cq: obj.c.qp_base.send_cq,
@@ -238,7 +242,7 @@ pub unsafe extern "C" fn x_ibv_query_qp(
     };
     // SAFETY: the caller passes room for both.
     unsafe {
-        attr.write(out);
+        attr.write(attr_out(&q));
         init.write(init_out);
     }
     0

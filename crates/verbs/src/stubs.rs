@@ -28,6 +28,11 @@ pub(crate) extern "C" fn stub_errno(n: *const c_char) -> i32 {
     libc::EOPNOTSUPP
 }
 
+pub(crate) extern "C" fn stub_minus_one(n: *const c_char) -> i32 {
+    stub_errno(n);
+    -1
+}
+
 /// Nothing to prepare: a forked child must not use its parent's devices, and gets its own pages.
 pub extern "C" fn x_ibv_fork_init() -> i32 {
     trace!("ibv_fork_init()");

@@ -10,7 +10,9 @@ impl Control {
             Request::VrnicShow { name } => {
                 let v = self.vrnics.get(&name).ok_or_else(|| self.unknown(&name))?;
                 let mut info = self.info(&name).ok_or_else(|| self.unknown(&name))?;
-                info.queue_pairs = lock(&self.engine.rnic).queue_pairs(v.id);
+                let rnic = lock(&self.engine.rnic);
+                (info.queue_pairs, info.listeners) = (rnic.queue_pairs(v.id), rnic.listeners(v.id));
+                drop(rnic);
                 Ok(Response::Vrnic(Box::new(info)))
             }
             Request::VrnicRemove { name, force } => self.remove_vrnic(&name, force),
@@ -251,6 +253,7 @@ impl Control {
             bytes_copied: u.bytes_copied,
             limits: v.limits,
             counters: rnic.counters(v.id).unwrap_or_default(),
+            listeners: Vec::new(),
             queue_pairs: Vec::new(),
         })
     }

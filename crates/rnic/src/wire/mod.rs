@@ -10,6 +10,7 @@ mod responder;
 use std::collections::VecDeque;
 use std::net::IpAddr;
 
+use unirdma_formats::cm::GSI_QPN;
 use unirdma_formats::net::{ETH_BYTES, Flow, MAX_IP_UDP_BYTES, VXLAN_BYTES, vxlan};
 use unirdma_formats::wire::{
     DEFAULT_PKEY, Extra, ICRC_BYTES, MAX_HEADER_BYTES, Op, Opcode, Packet, Transport, padding,
@@ -379,6 +380,7 @@ impl Rnic {
     /// Where GIDs of other hosts are reached, by group. QPs keep the route that they were connected with.
     pub fn set_routes(&mut self, routes: std::collections::HashMap<(u32, Gid), Route>) {
         self.routes = routes;
+        self.find_group_hosts();
     }
 
     /// The largest path MTU that the network to other hosts takes, bytes.
@@ -414,7 +416,11 @@ impl Rnic {
     /// the network has marked it (ECN, RFC 3168).
     pub fn handle_packet(&mut self, now: u64, from: IpAddr, congested: bool, bytes: &[u8]) {
         self.now = now;
-        let Some((h, p)) = self.find_target(bytes) else { return };
+        let Some(p) = self.parse(bytes) else { return };
+        if p.dest_qp == GSI_QPN {
+            return self.on_foreign_mad(from, &p, bytes);
+        }
+        let Some(h) = self.find_qp(&p) else { return };
         let Some(q) = self.qps.get(h) else { return };
         if q.typ == QpType::Ud {
             return self.on_foreign_datagram(h, from, &p, bytes);
@@ -439,7 +445,7 @@ impl Rnic {
         }
         let path = wire.path;
         self.count(h, |c| c.wire.rcvd_pkts += 1);
-        self.tap_received(h, path, bytes);
+        self.tap_received(self.vnic_id(h), path, bytes);
         self.with_wire(h, |rnic, w| {
             if congested {
                 rnic.notify_congestion(h, w);
@@ -477,13 +483,9 @@ impl Rnic {
     }
 
     /// Reads a packet and finds the QP that it is for; what is for none is counted.
-    pub(crate) fn find_target<'a>(&mut self, bytes: &'a [u8]) -> Option<(u32, Packet<'a>)> {
+    pub(crate) fn parse<'a>(&mut self, bytes: &'a [u8]) -> Option<Packet<'a>> {
         let Ok(p) = Packet::parse(bytes) else {
             self.drops.malformed += 1;
-            return None;
-        };
-        let Some(&h) = self.qpns.get(&p.dest_qp) else {
-            self.drops.no_qp += 1;
             return None;
         };
         // IBTA vol. 1, 9.6.1.1.5: the membership bit does not count.
@@ -491,7 +493,14 @@ impl Rnic {
             self.drops.bad_pkey += 1;
             return None;
         }
-        Some((h, p))
+        Some(p)
+    }
+
+    /// The QP that a packet names.
+    pub(crate) fn find_qp(&mut self, p: &Packet<'_>) -> Option<u32> {
+        let found = self.qpns.get(&p.dest_qp).copied();
+        self.drops.no_qp += u64::from(found.is_none());
+        found
     }
 
     /// Runs `f` with the wire state of QP `h` taken out; what the QP lost meanwhile, its state loses too.

@@ -4,8 +4,9 @@ use std::collections::{BTreeMap, HashMap};
 use std::net::IpAddr;
 
 use super::*;
+use unirdma_formats::cm::{GSI_QPN, Mad};
 use unirdma_formats::net::{ETH_BYTES, Flow, VXLAN_BYTES};
-use unirdma_formats::wire::{Envelope, ICRC_BYTES, ROCE_PORT, icrc};
+use unirdma_formats::wire::{Envelope, ICRC_BYTES, Packet, ROCE_PORT, icrc};
 use unirdma_rnic::{Rng, Route};
 
 const DELAY: u64 = 5_000;
@@ -43,6 +44,8 @@ pub struct Net {
     pub congested: bool,
     /// Corrupted packets that the ICRC gave away.
     pub caught: u64,
+    /// Messages of connection management that were sent.
+    pub mads: Vec<Mad>,
 }
 
 /// Address of host `i`.
@@ -81,7 +84,19 @@ impl Net {
         }
         let rng = Rng::new(seed);
         let cut = vec![false; hosts];
-        Net { rnics, ends, now: 0, flying: BTreeMap::new(), sent: 0, faults, rng, cut, congested: false, caught: 0 }
+        Net {
+            rnics,
+            ends,
+            now: 0,
+            flying: BTreeMap::new(),
+            sent: 0,
+            faults,
+            rng,
+            cut,
+            congested: false,
+            caught: 0,
+            mads: Vec::new(),
+        }
     }
 
     fn host_of(&self, end: usize) -> usize {
@@ -129,6 +144,11 @@ impl Net {
             let crc = icrc(&envelope(from, to, outer, &bytes), &bytes[outer..bytes.len() - ICRC_BYTES]);
             let end = bytes.len() - ICRC_BYTES;
             bytes[end..].copy_from_slice(&crc.to_le_bytes());
+            if let Ok(p) = Packet::parse(&bytes[outer..end])
+                && p.dest_qp == GSI_QPN
+            {
+                self.mads.extend(Mad::parse(p.payload));
+            }
             if self.cut[from] || self.chance(self.faults.loss) {
                 continue;
             }

@@ -1,0 +1,140 @@
+//! The files by which programs find RDMA devices, made up for a container: `/dev/infiniband`, where some look for a
+//! character device, and `/sys/class/infiniband`. The host's own devices are not there.
+
+use std::fs;
+use std::io;
+use std::net::Ipv6Addr;
+use std::os::unix::fs::symlink;
+use std::path::{Path, PathBuf};
+
+use rustix::mount::{MountFlags, MountPropagationFlags, UnmountFlags};
+use unirdma_host::VrnicInfo;
+
+const DEVICE: &str = "unirdma0";
+
+/// What failed, and why.
+fn context(what: &str) -> impl FnOnce(rustix::io::Errno) -> io::Error {
+    let what = what.to_string();
+    move |e| io::Error::new(io::Error::from(e).kind(), format!("{what}: {e}"))
+}
+
+/// Makes the files; `staging` is a directory that something else is mounted on later.
+pub(crate) fn set_up(staging: &Path, info: &VrnicInfo) -> io::Result<()> {
+    let none: Option<&std::ffi::CStr> = None;
+    rustix::mount::mount("unirdma", staging, "tmpfs", MountFlags::NOSUID, none).map_err(context("mount tmpfs"))?;
+    let made = device_files(&staging.join("dev")).and_then(|()| class_files(&staging.join("class"), info));
+    // What was mounted from it stays.
+    let gone = rustix::mount::unmount(staging, UnmountFlags::DETACH).map_err(context("unmount"));
+    made.and(gone)
+}
+
+/// A `/dev` of its own with the host's devices, but for RDMA: there the one that programs look for is `/dev/null`.
+/// (Making device files, or a directory in the host's `/dev`, takes privileges and leaves traces.)
+fn device_files(dev: &Path) -> io::Result<()> {
+    fs::create_dir(dev)?;
+    for entry in fs::read_dir("/dev")?.flatten() {
+        let (from, to) = (entry.path(), dev.join(entry.file_name()));
+        let kind = entry.file_type()?;
+        if entry.file_name() == "infiniband" {
+            continue;
+        } else if kind.is_symlink() {
+            symlink(fs::read_link(&from)?, &to)?;
+            continue;
+        } else if kind.is_dir() {
+            fs::create_dir(&to)?;
+        } else {
+            fs::write(&to, "")?;
+        }
+        rustix::mount::mount_bind_recursive(&from, &to).map_err(context("mount /dev"))?;
+    }
+    fs::create_dir(dev.join("infiniband"))?;
+    let node = dev.join("infiniband/uverbs0");
+    fs::write(&node, "")?;
+    rustix::mount::mount_bind("/dev/null", &node).map_err(context("mount /dev/infiniband"))?;
+    rustix::mount::mount_bind_recursive(dev, "/dev").map_err(context("mount /dev"))
+}
+
+/// A GUID or GID in groups of four digits.
+fn groups(bytes: &[u8]) -> String {
+    let group = |g: &[u8]| g.iter().map(|b| format!("{b:02x}")).collect::<String>();
+    bytes.chunks(2).map(group).collect::<Vec<_>>().join(":")
+}
+
+fn class_files(class: &Path, info: &VrnicInfo) -> io::Result<()> {
+    let put = |path: PathBuf, text: &str| {
+        fs::create_dir_all(path.parent().unwrap_or(class))?;
+        fs::write(path, format!("{text}\n"))
+    };
+    let ib = class.join("infiniband");
+    let device = ib.join(DEVICE);
+    for (name, text) in [
+        ("node_type", "1: CA"),
+        ("node_guid", &info.guid),
+        ("sys_image_guid", &info.guid),
+        ("node_desc", &info.name),
+        ("board_id", "uniRDMA vRNIC"),
+        ("hca_type", "uniRDMA"),
+        ("hw_rev", "1"),
+        ("fw_ver", env!("CARGO_PKG_VERSION")),
+        ("device/numa_node", "-1"),
+        ("device/local_cpus", &cpu_mask()),
+        ("device/net/eth0/address", &info.mac),
+        ("device/infiniband_verbs/uverbs0/ibdev", DEVICE),
+    ] {
+        put(device.join(name), text)?;
+    }
+    let port = device.join("ports/1");
+    for (name, text) in [
+        ("state", "4: ACTIVE"),
+        ("phys_state", "5: LinkUp"),
+        ("link_layer", "Ethernet"),
+        ("rate", "100 Gb/sec (4X EDR)"),
+        ("lid", "0x0"),
+        ("lid_mask_count", "0"),
+        ("sm_lid", "0x0"),
+        ("sm_sl", "0"),
+        ("cap_mask", "0x04010000"),
+        ("pkeys/0", "0xffff"),
+        ("gid_attrs/ndevs/.keep", ""),
+    ] {
+        put(port.join(name), text)?;
+    }
+    fs::remove_file(port.join("gid_attrs/ndevs/.keep"))?;
+    for (i, gid) in info.gids.iter().enumerate() {
+        let gid: Ipv6Addr =
+            gid.parse().map_err(|_| io::Error::other(format!("the virtual layer gave the GID `{gid}`")))?;
+        put(port.join(format!("gids/{i}")), &groups(&gid.octets()))?;
+        put(port.join(format!("gid_attrs/types/{i}")), "RoCE v2")?;
+        put(port.join(format!("gid_attrs/ndevs/{i}")), "eth0")?;
+    }
+    let verbs = class.join("infiniband_verbs");
+    put(verbs.join("abi_version"), "6")?;
+    put(verbs.join("uverbs0/ibdev"), DEVICE)?;
+    put(verbs.join("uverbs0/abi_version"), "1")?;
+    overlay(class)?;
+    // Devices of the host do not show through.
+    for name in ["infiniband", "infiniband_verbs"] {
+        let to = Path::new("/sys/class").join(name);
+        rustix::mount::mount_bind(class.join(name), to).map_err(context("mount /sys/class"))?;
+    }
+    Ok(())
+}
+
+/// Puts `class` over `/sys/class`: no directory can be made there.
+fn overlay(class: &Path) -> io::Result<()> {
+    let mut layers = b"lowerdir=".to_vec();
+    layers.extend_from_slice(class.as_os_str().as_encoded_bytes());
+    layers.extend_from_slice(b":/sys/class");
+    let options = std::ffi::CString::new(layers).map_err(io::Error::other)?;
+    rustix::mount::mount("unirdma", "/sys/class", "overlay", MountFlags::RDONLY, Some(options.as_c_str()))
+        .map_err(context("mount an overlay on /sys/class"))?;
+    rustix::mount::mount_change("/sys/class", MountPropagationFlags::PRIVATE).map_err(context("mount"))
+}
+
+/// All processors, as the kernel writes a set of them.
+fn cpu_mask() -> String {
+    let n = std::thread::available_parallelism().map_or(1, usize::from);
+    let word = |bits: usize| if bits >= 32 { u32::MAX } else { (1 << bits) - 1 };
+    let words: Vec<String> = (0..n.div_ceil(32)).rev().map(|w| format!("{:08x}", word(n - w * 32))).collect();
+    words.join(",")
+}

@@ -1,0 +1,115 @@
+//! Multicast: datagrams to a group go to every QP that is attached to it, on this host and on the others (IBTA vol. 1,
+//! 10.5). A group's GID is an IP multicast address (annex A17). Other hosts get one copy each.
+
+use std::collections::HashMap;
+
+use unirdma_abi::Status;
+use unirdma_formats::net::Flow;
+use unirdma_formats::wire::Packet;
+use unirdma_formats::{Gid, QpType};
+use unirdma_mem::Fault;
+
+use crate::datagram::Note;
+use crate::objects::SessionId;
+use crate::rnic::Rnic;
+use crate::wire::Path;
+
+/// Destination QPN of multicast packets.
+pub(crate) const MULTICAST_QPN: u32 = 0xff_ffff;
+/// QPs that may be attached to one group.
+pub const MAX_MULTICAST_QPS: usize = 1024;
+/// Groups that one QP may be attached to.
+const MAX_GROUPS: usize = 64;
+
+/// Who is attached, by group of vRNICs and multicast GID.
+#[derive(Default)]
+pub(crate) struct Multicast {
+    attached: HashMap<(u32, Gid), Vec<u32>>,
+    /// Other hosts of each group of vRNICs, with their VXLAN network identifier.
+    hosts: HashMap<u32, Vec<(Path, u32)>>,
+}
+
+impl Rnic {
+    /// ATTACH_MCAST.
+    ///
+    /// # Errors
+    /// `BadHandle`, `BadValue` for a QP that is not UD or a GID that is no group's, `Exhausted`.
+    pub fn attach_mcast(&mut self, s: SessionId, qpn: u32, gid: Gid) -> Result<(), Status> {
+        let h = self.own_qp(s, qpn)?;
+        let q = self.qps.get(h).filter(|q| q.typ == QpType::Ud && gid.ip().is_multicast()).ok_or(Status::BadValue)?;
+        let group = self.vnics.get(q.vnic.0).ok_or(Status::BadHandle)?.group;
+        let groups = self.multicast.attached.values().filter(|v| v.contains(&h)).count();
+        let attached = self.multicast.attached.entry((group, gid)).or_default();
+        if attached.contains(&h) {
+            return Ok(());
+        }
+        if attached.len() >= MAX_MULTICAST_QPS || groups >= MAX_GROUPS {
+            return Err(Status::Exhausted);
+        }
+        attached.push(h);
+        Ok(())
+    }
+
+    /// DETACH_MCAST.
+    ///
+    /// # Errors
+    /// `BadHandle`, `BadValue` if it is not attached.
+    pub fn detach_mcast(&mut self, s: SessionId, qpn: u32, gid: Gid) -> Result<(), Status> {
+        let h = self.own_qp(s, qpn)?;
+        let group = self.vnic_of(s).ok().and_then(|v| self.vnics.get(v.0)).ok_or(Status::BadHandle)?.group;
+        let attached = self.multicast.attached.get_mut(&(group, gid)).ok_or(Status::BadValue)?;
+        let at = attached.iter().position(|&a| a == h).ok_or(Status::BadValue)?;
+        attached.swap_remove(at);
+        if attached.is_empty() {
+            self.multicast.attached.remove(&(group, gid));
+        }
+        Ok(())
+    }
+
+    /// QP `h` is about to go.
+    pub(crate) fn detach_all(&mut self, h: u32) {
+        self.multicast.attached.retain(|_, v| {
+            v.retain(|&a| a != h);
+            !v.is_empty()
+        });
+    }
+
+    /// Notes which hosts each group of vRNICs reaches.
+    pub(crate) fn find_group_hosts(&mut self) {
+        let mut hosts: HashMap<u32, Vec<(Path, u32)>> = HashMap::new();
+        for ((group, _), r) in self.routes.iter().filter(|(_, r)| !r.foreign) {
+            let path = Path { to: r.host, from: None };
+            let list = hosts.entry(*group).or_default();
+            if !list.iter().any(|(p, _)| *p == path) {
+                list.push((path, r.vni));
+            }
+        }
+        self.multicast.hosts = hosts;
+    }
+
+    /// Sends a datagram of QP `h` to all members of its multicast group, the QP itself if it is one.
+    pub(crate) fn send_multicast(&mut self, h: u32, flow: &Flow, head: &Packet<'_>, data: &[u8]) -> Result<(), Fault> {
+        let Some(group) = self.qps.get(h).and_then(|q| self.vnics.get(q.vnic.0)).map(|v| v.group) else {
+            return Ok(());
+        };
+        self.tap_datagram(h, None, flow, head, data);
+        self.deliver_multicast(group, flow, head, data);
+        for (path, vni) in self.multicast.hosts.get(&group).into_iter().flatten() {
+            self.tx.push_datagram(*path, Some((*vni, *flow)), head, data.len(), |to| {
+                to.copy_from_slice(data);
+                Ok(())
+            })?;
+        }
+        Ok(())
+    }
+
+    /// Gives a datagram to the members of its multicast group on this host.
+    pub(crate) fn deliver_multicast(&mut self, group: u32, flow: &Flow, p: &Packet<'_>, data: &[u8]) {
+        let key = (group, Gid::from_ip(flow.dst));
+        let mut at = 0;
+        while let Some(&h) = self.multicast.attached.get(&key).and_then(|v| v.get(at)) {
+            self.accept(h, p.deth.qkey, flow, data, Note::of(p));
+            at += 1;
+        }
+    }
+}

@@ -1,0 +1,458 @@
+//! Connection management between two vRNICs: of one host, of two hosts, and over a network that loses messages.
+#![allow(missing_docs)]
+
+mod common;
+
+use std::net::Ipv4Addr;
+
+use common::net::{Faults, Net, gid};
+use common::*;
+use unirdma_abi as abi;
+use unirdma_abi::{CmOp, Status, port_space};
+use unirdma_formats::cm::{Message, reason};
+use unirdma_formats::{Gid, QpState, QpType, WcStatus, WrOpcode};
+use unirdma_rnic::CmEventKind::{self, *};
+
+const PORT: u16 = 7174;
+const QUEUE: u32 = 3;
+
+fn addr(last: u8, port: u16) -> abi::CmAddr {
+    abi::CmAddr { ip: Ipv4Addr::new(10, 0, 0, last).to_ipv6_mapped().octets(), port, family: 4, ..Default::default() }
+}
+
+/// The two ends' programs.
+struct Cm {
+    net: Net,
+    space: u16,
+}
+
+impl Cm {
+    fn new(hosts: usize, space: u16, seed: u64, faults: Faults) -> Cm {
+        let typ = if space == port_space::UDP { QpType::Ud } else { QpType::Rc };
+        Cm { net: Net::hosts(hosts, &[typ, typ], seed, faults), space }
+    }
+
+    fn each() -> [(&'static str, Cm); 2] {
+        [1, 2].map(|n| (["one host", "two hosts"][n - 1], Cm::new(n, port_space::TCP, 5, Faults::default())))
+    }
+
+    fn ask(&mut self, end: usize, op: CmOp, id: u32, f: impl FnOnce(&mut abi::CmReq)) -> Result<u32, Status> {
+        let mut r = abi::CmReq { op: op as u8, id, queue: QUEUE, port_space: self.space, ..Default::default() };
+        f(&mut r);
+        let s = self.net.ends[end].session;
+        self.net.rnic(end).cm(s, &r).map(|r| r.id)
+    }
+
+    fn events(&mut self, end: usize) -> Vec<abi::CmEvent> {
+        let s = self.net.ends[end].session;
+        std::iter::from_fn(|| self.net.rnic(end).cm_event(s, QUEUE).ok()).collect()
+    }
+
+    /// The one event that an end must have.
+    fn event(&mut self, end: usize, kind: CmEventKind) -> abi::CmEvent {
+        let e = self.events(end);
+        assert_eq!(e.iter().map(|e| e.kind).collect::<Vec<_>>(), [kind as u32], "end {end}: {e:?}");
+        e[0]
+    }
+
+    fn listen(&mut self, end: usize) -> u32 {
+        let id = self.ask(end, CmOp::Create, 0, |_| ()).unwrap();
+        self.ask(end, CmOp::Bind, id, |r| r.src = addr(0, PORT)).unwrap_err();
+        let any = abi::CmAddr { ip: Ipv4Addr::UNSPECIFIED.to_ipv6_mapped().octets(), ..addr(0, PORT) };
+        self.ask(end, CmOp::Bind, id, |r| r.src = any).unwrap();
+        self.ask(end, CmOp::Listen, id, |r| r.value = 4).unwrap();
+        id
+    }
+
+    /// An identifier of end 0 that knows the way to end 1.
+    fn resolved(&mut self) -> u32 {
+        let id = self.ask(0, CmOp::Create, 0, |_| ()).unwrap();
+        self.ask(0, CmOp::ResolveAddr, id, |r| r.dst = addr(2, PORT)).unwrap();
+        self.event(0, AddrResolved);
+        self.ask(0, CmOp::ResolveRoute, id, |_| ()).unwrap();
+        self.event(0, RouteResolved);
+        id
+    }
+
+    fn connect(&mut self, private: &[u8]) -> u32 {
+        let id = self.resolved();
+        let qpn = self.net.ends[0].qpn;
+        self.ask(0, CmOp::Connect, id, |r| {
+            r.param = abi::CmParam { qpn, responder_resources: 3, initiator_depth: 5, retry_count: 6, ..r.param };
+            r.param.rnr_retry_count = 7;
+            r.param.private_len = private.len() as u8;
+            r.private.as_flattened_mut()[..private.len()].copy_from_slice(private);
+        })
+        .unwrap();
+        id
+    }
+
+    fn accept(&mut self, id: u32) {
+        let qpn = self.net.ends[1].qpn;
+        self.ask(1, CmOp::Accept, id, |r| {
+            r.param = abi::CmParam { qpn, responder_resources: 255, initiator_depth: 255, ..r.param };
+            r.param.rnr_retry_count = 7;
+        })
+        .unwrap();
+    }
+
+    /// Moves the QP of an end to RTS with what the connection says.
+    fn ready(&mut self, end: usize, id: u32) {
+        let (s, qpn) = (self.net.ends[end].session, self.net.ends[end].qpn);
+        for state in [QpState::Init, QpState::Rtr, QpState::Rts] {
+            let (mask, a) = self.net.rnic(end).cm_qp_attr(s, id, state as u32).unwrap();
+            self.net.rnic(end).modify_qp(s, qpn, mask, &a).unwrap();
+        }
+    }
+
+    /// Two connected ends: their identifiers.
+    fn connected(&mut self) -> (u32, u32) {
+        self.listen(1);
+        let a = self.connect(b"hello");
+        self.net.run(SECOND / 10);
+        let b = self.event(1, ConnectRequest).id;
+        self.ready(1, b);
+        self.accept(b);
+        self.net.run(SECOND / 10);
+        self.event(0, ConnectResponse);
+        self.ready(0, a);
+        self.ask(0, CmOp::Establish, a, |_| ()).unwrap();
+        self.net.run(SECOND / 10);
+        self.event(1, Established);
+        (a, b)
+    }
+}
+
+#[test]
+fn a_connection_is_made_used_and_ended() {
+    for (place, mut cm) in Cm::each() {
+        let (a, b) = cm.connected();
+        // What one end may ask for, the other answers.
+        let attr = |cm: &mut Cm, end: usize| {
+            let (s, qpn) = (cm.net.ends[end].session, cm.net.ends[end].qpn);
+            cm.net.rnic(end).query_qp(s, qpn).unwrap()
+        };
+        let (x, y) = (attr(&mut cm, 0), attr(&mut cm, 1));
+        assert_eq!((x.max_rd_atomic, x.max_dest_rd_atomic), (5, 3), "{place}");
+        assert_eq!((y.max_rd_atomic, y.max_dest_rd_atomic), (3, 5), "{place}");
+        assert_eq!((x.path_mtu, y.retry_cnt, x.rnr_retry), (y.path_mtu, 6, 7), "{place}");
+        assert_eq!((x.sq_psn, y.sq_psn), (y.rq_psn, x.rq_psn), "{place}");
+        assert_ne!(x.sq_psn, x.rq_psn, "{place}");
+        let to = cm.net.ends[1].sge(0, 100);
+        cm.net.ends[1].recv(1, &[to]);
+        let from = cm.net.ends[0].sge(0, 100);
+        cm.net.ends[0].post(wqe(WrOpcode::Send, 2), &[from]);
+        cm.net.run(SECOND);
+        assert_eq!(cm.net.ends[0].done().status, WcStatus::Success as u8, "{place}");
+        assert_eq!(cm.net.ends[1].done().byte_len, 100, "{place}");
+        cm.ask(0, CmOp::Disconnect, a, |_| ()).unwrap();
+        cm.net.run(SECOND / 10);
+        cm.event(0, Disconnected);
+        cm.event(1, Disconnected);
+        cm.ask(1, CmOp::Disconnect, b, |_| ()).unwrap();
+        cm.net.run(2 * SECOND);
+        cm.event(0, TimewaitExit);
+        cm.event(1, TimewaitExit);
+    }
+}
+
+#[test]
+fn a_request_says_who_asks_and_with_what() {
+    for (place, mut cm) in Cm::each() {
+        let l = cm.listen(1);
+        cm.connect(b"hello");
+        cm.net.run(SECOND / 10);
+        let e = cm.event(1, ConnectRequest);
+        assert_eq!((e.listen_id, e.dst.ip, e.src.ip, e.src.port), (l, gid(0).0, gid(1).0, PORT), "{place}");
+        assert!(e.dst.port >= 32_768, "{place}");
+        // From this end's point of view.
+        assert_eq!((e.param.responder_resources, e.param.initiator_depth), (5, 3), "{place}");
+        assert_eq!(&e.private.as_flattened()[..6], b"hello\0", "{place}");
+        assert_eq!(e.param.private_len, 56, "{place}");
+    }
+}
+
+#[test]
+fn refusals_say_why() {
+    for (place, mut cm) in Cm::each() {
+        cm.connect(b"");
+        cm.net.run(SECOND / 10);
+        assert_eq!(cm.event(0, Rejected).status, i32::from(reason::INVALID_SERVICE), "{place}");
+        cm.listen(1);
+        cm.connect(b"");
+        cm.net.run(SECOND / 10);
+        let b = cm.event(1, ConnectRequest).id;
+        cm.ask(1, CmOp::Reject, b, |r| {
+            r.param.private_len = 3;
+            r.private[0][..3].copy_from_slice(b"why");
+        })
+        .unwrap();
+        cm.net.run(SECOND / 10);
+        let e = cm.event(0, Rejected);
+        assert_eq!((e.status, &e.private[0][..4]), (i32::from(reason::CONSUMER), &b"why\0"[..]), "{place}");
+        // A listener that goes away refuses what its program has not seen.
+        let l = cm.ask(1, CmOp::Create, 0, |_| ()).unwrap();
+        cm.ask(1, CmOp::Bind, l, |r| r.src = addr(2, PORT + 1)).unwrap();
+        cm.ask(1, CmOp::Listen, l, |_| ()).unwrap();
+        let c = cm.ask(0, CmOp::Create, 0, |_| ()).unwrap();
+        cm.ask(0, CmOp::ResolveAddr, c, |r| r.dst = addr(2, PORT + 1)).unwrap();
+        cm.ask(0, CmOp::ResolveRoute, c, |_| ()).unwrap();
+        cm.ask(0, CmOp::Connect, c, |_| ()).unwrap();
+        cm.net.run(SECOND / 10);
+        cm.events(0);
+        cm.ask(1, CmOp::Destroy, l, |_| ()).unwrap();
+        cm.net.run(SECOND / 10);
+        assert_eq!(cm.event(0, Rejected).status, i32::from(reason::CONSUMER), "{place}");
+        assert!(cm.events(1).is_empty(), "{place}");
+    }
+}
+
+#[test]
+fn whoever_ends_is_missed_at_once() {
+    for (place, mut cm) in Cm::each() {
+        let (a, _) = cm.connected();
+        cm.ask(0, CmOp::Destroy, a, |_| ()).unwrap();
+        cm.net.run(SECOND / 10);
+        cm.event(1, Disconnected);
+        assert_eq!(cm.ask(0, CmOp::Disconnect, a, |_| ()), Err(Status::BadHandle), "{place}");
+    }
+    for (_, mut cm) in Cm::each() {
+        cm.connected();
+        let s = cm.net.ends[0].session;
+        cm.net.rnic(0).remove_session(s);
+        cm.net.run(SECOND / 10);
+        cm.event(1, Disconnected);
+    }
+}
+
+#[test]
+fn nobody_there_is_unreachable_after_all_tries() {
+    let mut cm = Cm::new(2, port_space::TCP, 5, Faults::default());
+    cm.listen(1);
+    cm.net.cut(0, true);
+    cm.connect(b"");
+    cm.net.run(40 * SECOND);
+    assert!(cm.events(0).is_empty());
+    cm.net.run(40 * SECOND);
+    assert_eq!(cm.event(0, Unreachable).status, -110);
+    let id = cm.ask(0, CmOp::Create, 0, |_| ()).unwrap();
+    assert_eq!(cm.ask(0, CmOp::ResolveAddr, id, |r| r.dst = addr(99, PORT)), Err(Status::Unreachable));
+}
+
+/// What the kernel's own peers do: each begins where the other's message says.
+#[test]
+fn each_end_begins_where_the_other_says() {
+    let (_, mut cm) = Cm::each().into_iter().nth(1).unwrap();
+    let sent = cm.connected();
+    let psn = |cm: &mut Cm, end: usize, id: u32, state: QpState| {
+        let s = cm.net.ends[end].session;
+        let (_, a) = cm.net.rnic(end).cm_qp_attr(s, id, state as u32).unwrap();
+        if state == QpState::Rtr { a.rq_psn } else { a.sq_psn }
+    };
+    let requests = cm.net.mads.iter().filter_map(|m| match &m.message {
+        Message::Req(r) => Some(r.psn),
+        Message::Rep(r) => Some(r.psn),
+        _ => None,
+    });
+    let [req, rep] = requests.collect::<Vec<_>>()[..] else { panic!("one REQ, one REP") };
+    assert_eq!((psn(&mut cm, 0, sent.0, QpState::Rtr), psn(&mut cm, 0, sent.0, QpState::Rts)), (req, rep));
+    assert_eq!((psn(&mut cm, 1, sent.1, QpState::Rtr), psn(&mut cm, 1, sent.1, QpState::Rts)), (rep, req));
+}
+
+/// A program may take minutes to accept: the peer is asked to wait.
+#[test]
+fn a_slow_program_is_waited_for() {
+    let mut cm = Cm::new(2, port_space::TCP, 5, Faults::default());
+    cm.listen(1);
+    let a = cm.connect(b"");
+    cm.net.run(100 * SECOND);
+    assert!(cm.events(0).is_empty());
+    let b = cm.event(1, ConnectRequest).id;
+    cm.ready(1, b);
+    cm.accept(b);
+    cm.net.run(SECOND / 10);
+    cm.event(0, ConnectResponse);
+    cm.ready(0, a);
+}
+
+#[test]
+fn a_full_backlog_makes_peers_ask_again() {
+    let mut cm = Cm::new(2, port_space::TCP, 5, Faults::default());
+    cm.listen(1);
+    for _ in 0..6 {
+        cm.connect(b"");
+    }
+    cm.net.run(SECOND / 10);
+    assert_eq!(cm.events(1).len(), 4);
+    cm.net.run(2 * SECOND);
+    assert_eq!(cm.events(1).len(), 2);
+}
+
+#[test]
+fn lost_doubled_and_late_messages_change_nothing() {
+    for seed in 0..60 {
+        let faults = Faults { loss: 200, duplication: 100, reordering: 200, corruption: 0 };
+        let mut cm = Cm::new(2, port_space::TCP, seed, faults);
+        cm.listen(1);
+        let a = cm.connect(b"x");
+        cm.net.run(30 * SECOND);
+        let b = cm.event(1, ConnectRequest).id;
+        cm.ready(1, b);
+        cm.accept(b);
+        cm.net.run(30 * SECOND);
+        cm.event(0, ConnectResponse);
+        cm.ready(0, a);
+        cm.ask(0, CmOp::Establish, a, |_| ()).unwrap();
+        cm.net.run(30 * SECOND);
+        cm.event(1, Established);
+        cm.ask(1, CmOp::Disconnect, b, |_| ()).unwrap();
+        cm.net.run(30 * SECOND);
+        for end in 0..2 {
+            let kinds: Vec<u32> = cm.events(end).iter().map(|e| e.kind).collect();
+            assert_eq!(kinds, [Disconnected as u32, TimewaitExit as u32], "seed {seed}, end {end}");
+        }
+    }
+}
+
+#[test]
+fn datagram_services_are_found() {
+    for hosts in [1, 2] {
+        let mut cm = Cm::new(hosts, port_space::UDP, 5, Faults::default());
+        cm.listen(1);
+        let a = cm.connect(b"who");
+        cm.net.run(SECOND / 10);
+        let e = cm.event(1, ConnectRequest);
+        assert_eq!((&e.private[0][..3], e.param.private_len), (&b"who"[..], 180));
+        let b = e.id;
+        cm.accept(b);
+        cm.net.run(SECOND / 10);
+        let e = cm.event(0, Established);
+        assert_eq!((e.param.qpn, e.param.qkey), (cm.net.ends[1].qpn, 0x0123_4567));
+        assert_eq!(e.ah.grh.dgid, gid(1).0);
+        for end in 0..2 {
+            cm.ready(end, if end == 0 { a } else { b });
+        }
+        let s = cm.net.ends[0].session;
+        let pd = cm.net.ends[0].pd;
+        let ah = cm.net.rnic(0).create_ah(s, pd, &e.ah).unwrap();
+        let to = cm.net.ends[1].sge(0, 200);
+        cm.net.ends[1].recv(1, &[to]);
+        let from = cm.net.ends[0].sge(0, 100);
+        let dest_qpn = e.param.qpn;
+        cm.net.ends[0].post(abi::SqWqe { ah, dest_qpn, qkey: e.param.qkey, ..wqe(WrOpcode::Send, 2) }, &[from]);
+        cm.net.run(SECOND);
+        assert_eq!(cm.net.ends[1].done().byte_len, 140);
+    }
+    let mut cm = Cm::new(2, port_space::UDP, 5, Faults::default());
+    cm.connect(b"");
+    cm.net.run(SECOND / 10);
+    assert_eq!(cm.event(0, Unreachable).status, 1);
+}
+
+#[test]
+fn addresses_belong_to_one_at_a_time() {
+    let mut cm = Cm::new(1, port_space::TCP, 5, Faults::default());
+    let mut bind = |end: usize, a: abi::CmAddr, reuse: bool| {
+        let id = cm.ask(end, CmOp::Create, 0, |_| ()).unwrap();
+        if reuse {
+            cm.ask(end, CmOp::SetOption, id, |r| (r.option, r.value) = (abi::cm_option::REUSE_ADDRESS, 1)).unwrap();
+        }
+        cm.ask(end, CmOp::Bind, id, |r| r.src = a).map(|_| id)
+    };
+    bind(0, addr(1, 500), false).unwrap();
+    assert_eq!(bind(0, addr(1, 500), false), Err(Status::AddressInUse));
+    assert_eq!(bind(0, addr(1, 500), true), Err(Status::AddressInUse));
+    let any = abi::CmAddr { ip: [0; 16], family: 6, ..addr(0, 500) };
+    assert_eq!(bind(0, any, false), Err(Status::AddressInUse));
+    // Another vRNIC has ports of its own, and another's address is none.
+    bind(1, addr(2, 500), false).unwrap();
+    assert_eq!(bind(1, addr(1, 501), false), Err(Status::NoDevice));
+    bind(0, addr(1, 502), true).unwrap();
+    bind(0, addr(1, 502), true).unwrap();
+}
+
+#[test]
+fn other_sessions_identifiers_are_not_there() {
+    let (_, mut cm) = Cm::each().into_iter().next().unwrap();
+    let l = cm.listen(1);
+    for op in 2..=15u8 {
+        let r = abi::CmReq { op, id: l, ..Default::default() };
+        let s = cm.net.ends[0].session;
+        assert_eq!(cm.net.rnic(0).cm(s, &r).unwrap_err(), Status::BadHandle, "operation {op}");
+    }
+    let s = cm.net.ends[0].session;
+    assert_eq!(cm.net.rnic(0).cm_qp_attr(s, l, 1).unwrap_err(), Status::BadHandle);
+    for op in [0, 16, 255] {
+        let r = abi::CmReq { op, id: l, ..Default::default() };
+        assert_eq!(cm.net.rnic(0).cm(s, &r).unwrap_err(), Status::BadValue);
+    }
+}
+
+/// Every operation in every state: no panic, and an error where it makes no sense.
+#[test]
+fn operations_at_the_wrong_time_are_refused() {
+    let mut rng = unirdma_rnic::Rng::new(3);
+    for round in 0..300 {
+        let space = if round % 2 == 0 { port_space::TCP } else { port_space::UDP };
+        let mut cm = Cm::new(2, space, round, Faults { loss: 100, ..Faults::default() });
+        cm.listen(1);
+        let mut ids = [vec![], vec![]];
+        for _ in 0..60 {
+            let end = (rng.next_u64() % 2) as usize;
+            let op = CmOp::from_raw(1 + (rng.next_u64() % 15) as u8).unwrap();
+            let known: &Vec<u32> = &ids[end];
+            let id = if known.is_empty() { 7 } else { known[rng.next_u64() as usize % known.len()] };
+            let (value, to) = (rng.next_u64() as u32 % 40, addr(1 + (rng.next_u64() % 3) as u8, PORT));
+            let made = cm.ask(end, op, id, |r| {
+                (r.value, r.option, r.dst, r.src) = (value, value as u8 % 5, to, abi::CmAddr::default());
+                r.param.private_len = value as u8 * 6;
+            });
+            if let (CmOp::Create, Ok(id)) = (op, made) {
+                ids[end].push(id);
+            }
+            cm.net.run(rng.next_u64() % SECOND);
+            for (end, ids) in ids.iter_mut().enumerate() {
+                ids.extend(cm.events(end).iter().map(|e| e.id));
+            }
+        }
+    }
+}
+
+#[test]
+fn multicast_reaches_every_member_on_every_host() {
+    let types = [QpType::Ud; 4];
+    let mut net = Net::hosts(2, &types, 5, Faults::default());
+    for i in 0..4 {
+        net.connect(QpType::Ud, i, 0, &|a| a);
+    }
+    let group = Gid::from_ip([239, 1, 2, 3].into());
+    let (s, qpn) = (net.ends[0].session, net.ends[0].qpn);
+    assert_eq!(net.rnic(0).attach_mcast(s, qpn, gid(1)), Err(Status::BadValue));
+    assert_eq!(net.rnic(1).attach_mcast(s, qpn, group), Err(Status::BadHandle));
+    for i in [0, 1, 2] {
+        let (s, qpn) = (net.ends[i].session, net.ends[i].qpn);
+        net.rnic(i).attach_mcast(s, qpn, group).unwrap();
+        net.rnic(i).attach_mcast(s, qpn, group).unwrap();
+    }
+    let send = |net: &mut Net| {
+        for i in 0..4 {
+            let to = net.ends[i].sge(0, 200);
+            net.ends[i].recv(1, &[to]);
+        }
+        let (s, pd) = (net.ends[3].session, net.ends[3].pd);
+        let ah = net.rnic(3).create_ah(s, pd, &address(group)).unwrap();
+        let from = net.ends[3].sge(0, 100);
+        net.ends[3].post_to(wqe(WrOpcode::Send, 2), ah, 0xff_ffff, &[from]);
+        net.run(SECOND);
+        [0, 1, 2].map(|i| net.ends[i].poll().len())
+    };
+    assert_eq!(send(&mut net), [1, 1, 1]);
+    // The sender is no member.
+    assert_eq!(net.ends[3].poll().len(), 1);
+    let (s, qpn) = (net.ends[1].session, net.ends[1].qpn);
+    net.rnic(1).detach_mcast(s, qpn, group).unwrap();
+    assert_eq!(net.rnic(1).detach_mcast(s, qpn, group), Err(Status::BadValue));
+    let (s, qpn) = (net.ends[2].session, net.ends[2].qpn);
+    net.rnic(2).destroy_qp(s, qpn).unwrap();
+    assert_eq!(send(&mut net)[..2], [1, 0]);
+}

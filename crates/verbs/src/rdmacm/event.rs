@@ -1,0 +1,300 @@
+//! Events of identifiers.
+
+use std::ffi::{c_char, c_void};
+
+use unirdma_abi as abi;
+use unirdma_abi::{CmOp, Command};
+use unirdma_verbs_abi::*;
+
+use super::{EventChannelObj, IdObj, address, id, request, with_device};
+use crate::ah::ah_out;
+use crate::trace::trace;
+use crate::{null, set_errno};
+
+// enum rdma_cm_event_type
+const ADDR_RESOLVED: u32 = 0;
+const ROUTE_RESOLVED: u32 = 2;
+const CONNECT_REQUEST: u32 = 4;
+const CONNECT_RESPONSE: u32 = 5;
+const CONNECT_ERROR: u32 = 6;
+pub(super) const REJECTED: u32 = 8;
+const ESTABLISHED: u32 = 9;
+const MULTICAST_JOIN: u32 = 12;
+const MULTICAST_ERROR: u32 = 13;
+
+const QPT_UD: u32 = 4;
+
+/// An event that a program holds, with its private data.
+#[repr(C)]
+struct EventObj {
+    c: rdma_cm_event,
+    private: [[u8; 32]; 7],
+}
+
+pub unsafe extern "C" fn x_rdma_get_cm_event(channel: *mut rdma_event_channel, event: *mut *mut rdma_cm_event) -> i32 {
+    if channel.is_null() || event.is_null() {
+        set_errno(libc::EINVAL);
+        return -1;
+    }
+    // SAFETY: the caller passes its channel.
+    match unsafe { next(channel) } {
+        Ok(e) => {
+            // SAFETY: room for the event.
+            unsafe { *event = e };
+            0
+        }
+        Err(e) => {
+            set_errno(e);
+            -1
+        }
+    }
+}
+
+/// Waits for the next event of a channel, unless its descriptor does not block.
+///
+/// # Safety
+/// `channel` is one of this library.
+pub(super) unsafe fn next(channel: *mut rdma_event_channel) -> Result<*mut rdma_cm_event, i32> {
+    // SAFETY: by the contract.
+    let ch = unsafe { &*channel.cast::<EventChannelObj>() };
+    loop {
+        ch.events.next()?;
+        let r: Result<abi::CmEvent, i32> =
+            ch.ctx.driver.command(Command::CmEvent, &abi::CmEventReq { queue: ch.slot, reserved: 0 });
+        match r {
+            // It has gone with its identifier, or to another channel.
+            Err(libc::ENOENT) => {}
+            Err(e) => return Err(e),
+            Ok(e) => {
+                if let Some(event) = take(channel, &e) {
+                    return Ok(event);
+                }
+            }
+        }
+    }
+}
+
+/// What an event does, and the event that the program sees; `None` if it is not the program's business.
+fn take(channel: *mut rdma_event_channel, e: &abi::CmEvent) -> Option<*mut rdma_cm_event> {
+    let of = if e.kind == CONNECT_REQUEST { e.listen_id } else { e.id };
+    let found = with_device(|d| d.ids.get(&of).copied()).ok().flatten();
+    let Some(at) = found else {
+        // Whoever listened is gone.
+        let _ = request(CmOp::Destroy, e.id, |_| ());
+        return None;
+    };
+    // SAFETY: the table holds live identifiers; destroying one waits for its events.
+    let obj = unsafe { &mut *at };
+    let mut kind = e.kind;
+    let mut status = e.status;
+    let mut who = at;
+    match e.kind {
+        ADDR_RESOLVED => {
+            let _ = obj.attach_device();
+            address::write(&e.src, &mut obj.c.route.addr.src);
+        }
+        ROUTE_RESOLVED => obj.set_route(e),
+        CONNECT_REQUEST => {
+            let (l, context) = (&obj.c, obj.c.context);
+            who = id::wrap(e.id, channel, context, l.ps, l.qp_type, obj.sync).cast();
+            // SAFETY: just made.
+            let new = unsafe { &mut *who };
+            let _ = new.attach_device();
+            address::write(&e.src, &mut new.c.route.addr.src);
+            address::write(&e.dst, &mut new.c.route.addr.dst);
+            new.set_route(e);
+        }
+        CONNECT_RESPONSE if !obj.c.qp.is_null() => match obj.to_rts(None) {
+            Ok(()) => kind = ESTABLISHED,
+            Err(error) => {
+                trace!("rdma_cm: the QP cannot be connected: errno {error}");
+                let _ = request(CmOp::Reject, obj.handle, |_| ());
+                (kind, status) = (CONNECT_ERROR, -error);
+            }
+        },
+        REJECTED => obj.to_error(),
+        _ => {}
+    }
+    let datagram = obj.c.qp_type == QPT_UD;
+    let mut private: *const c_void = std::ptr::null();
+    if e.kind == MULTICAST_JOIN {
+        let joined = obj.on_joined(e.listen_id);
+        private = joined.unwrap_or(std::ptr::null_mut());
+        if joined.is_err() {
+            (kind, status) = (MULTICAST_ERROR, -libc::EINVAL);
+        }
+    }
+    obj.events.give();
+    let param = if datagram {
+        let ud = rdma_ud_param {
+            private_data: private,
+            private_data_len: e.param.private_len,
+            ah_attr: ah_out(&e.ah),
+            qp_num: e.param.qpn,
+            qkey: e.param.qkey,
+        };
+        rdma_event_param { ud }
+    } else {
+        // SAFETY: integers and a pointer; the union's other bytes are zero for those who look at them.
+        let mut p: rdma_event_param = unsafe { std::mem::zeroed() };
+        p.conn = rdma_conn_param {
+            private_data: private,
+            private_data_len: e.param.private_len,
+            responder_resources: e.param.responder_resources,
+            initiator_depth: e.param.initiator_depth,
+            flow_control: e.param.flow_control,
+            retry_count: e.param.retry_count,
+            rnr_retry_count: e.param.rnr_retry_count,
+            srq: e.param.srq,
+            qp_num: e.param.qpn,
+        };
+        p
+    };
+    let listen_id = if e.kind == CONNECT_REQUEST { at.cast() } else { std::ptr::null_mut() };
+    let c = rdma_cm_event { id: who.cast(), listen_id, event: kind, status, param };
+    let event = Box::into_raw(Box::new(EventObj { c, private: e.private }));
+    if e.param.private_len > 0 {
+        // SAFETY: just made; both kinds of parameters begin with the pointer.
+        unsafe { (*event).c.param.conn.private_data = (&raw const (*event).private).cast() };
+    }
+    trace!("rdma_get_cm_event() = {kind} of {:#x}, status {status}", e.id);
+    Some(event.cast())
+}
+
+impl IdObj {
+    /// Fills in the one path that there is.
+    fn set_route(&mut self, e: &abi::CmEvent) {
+        const MTU_4096: u8 = 5;
+        let path = ibv_sa_path_rec {
+            dgid: ibv_gid { raw: address::gid(&e.dst) },
+            sgid: ibv_gid { raw: address::gid(&e.src) },
+            dlid: 0,
+            slid: 0,
+            raw_traffic: 0,
+            flow_label: 0,
+            hop_limit: e.ah.grh.hop_limit,
+            traffic_class: e.ah.grh.traffic_class,
+            reversible: 1,
+            numb_path: 1,
+            pkey: 0xffff,
+            sl: 0,
+            mtu_selector: 2,
+            mtu: MTU_4096,
+            rate_selector: 2,
+            rate: 0,
+            packet_life_time_selector: 2,
+            packet_life_time: 16,
+            preference: 0,
+        };
+        let r = &mut self.c.route;
+        r.addr.ibaddr = rdma_ib_addr { sgid: path.sgid, dgid: path.dgid, pkey: path.pkey };
+        if r.path_rec.is_null() {
+            r.path_rec = Box::into_raw(Box::new(path));
+            r.num_paths = 1;
+        }
+    }
+}
+
+pub unsafe extern "C" fn x_rdma_ack_cm_event(event: *mut rdma_cm_event) -> i32 {
+    if event.is_null() {
+        set_errno(libc::EINVAL);
+        return -1;
+    }
+    // SAFETY: the caller gives back an event that it got; the identifier lives until then.
+    unsafe {
+        let e = Box::from_raw(event.cast::<EventObj>());
+        let of = if e.c.event == CONNECT_REQUEST { e.c.listen_id } else { e.c.id };
+        super::object(of).events.ack(1);
+    }
+    0
+}
+
+pub extern "C" fn x_rdma_event_str(event: u32) -> *const c_char {
+    let name = match event {
+        0 => c"RDMA_CM_EVENT_ADDR_RESOLVED",
+        1 => c"RDMA_CM_EVENT_ADDR_ERROR",
+        2 => c"RDMA_CM_EVENT_ROUTE_RESOLVED",
+        3 => c"RDMA_CM_EVENT_ROUTE_ERROR",
+        4 => c"RDMA_CM_EVENT_CONNECT_REQUEST",
+        5 => c"RDMA_CM_EVENT_CONNECT_RESPONSE",
+        6 => c"RDMA_CM_EVENT_CONNECT_ERROR",
+        7 => c"RDMA_CM_EVENT_UNREACHABLE",
+        8 => c"RDMA_CM_EVENT_REJECTED",
+        9 => c"RDMA_CM_EVENT_ESTABLISHED",
+        10 => c"RDMA_CM_EVENT_DISCONNECTED",
+        11 => c"RDMA_CM_EVENT_DEVICE_REMOVAL",
+        12 => c"RDMA_CM_EVENT_MULTICAST_JOIN",
+        13 => c"RDMA_CM_EVENT_MULTICAST_ERROR",
+        14 => c"RDMA_CM_EVENT_ADDR_CHANGE",
+        15 => c"RDMA_CM_EVENT_TIMEWAIT_EXIT",
+        _ => c"UNKNOWN EVENT",
+    };
+    name.as_ptr()
+}
+
+/// The next request of an identifier that listens and whose calls wait.
+pub unsafe extern "C" fn x_rdma_get_request(listen: *mut rdma_cm_id, id: *mut *mut rdma_cm_id) -> i32 {
+    // SAFETY: the caller passes its identifier.
+    match unsafe { get_request(listen) } {
+        Ok(new) => {
+            // SAFETY: room for the identifier.
+            unsafe { *id = new };
+            0
+        }
+        Err(e) => {
+            let _: *mut c_void = null(e);
+            -1
+        }
+    }
+}
+
+/// # Safety
+/// `listen` is an identifier of this library.
+unsafe fn get_request(listen: *mut rdma_cm_id) -> Result<*mut rdma_cm_id, i32> {
+    // SAFETY: by the contract.
+    let l = unsafe { super::object(listen) };
+    if !l.sync {
+        return Err(libc::EINVAL);
+    }
+    // SAFETY: the identifier's own channel and events; what comes is from this library.
+    unsafe {
+        if !l.c.event.is_null() {
+            x_rdma_ack_cm_event(l.c.event);
+            l.c.event = std::ptr::null_mut();
+        }
+        let event = next(l.c.channel)?;
+        if (*event).status != 0 || (*event).event != CONNECT_REQUEST {
+            let e = if (*event).status != 0 { (*event).status.abs() } else { libc::EINVAL };
+            x_rdma_ack_cm_event(event);
+            return Err(e);
+        }
+        let new = (*event).id;
+        let made = if let Some(mut attr) = l.template {
+            attr.qp_type = l.c.qp_type;
+            super::qp::create(super::object(new), l.c.pd, &mut attr)
+        } else {
+            Ok(())
+        };
+        // The new one gets a channel of its own; the event stays with it until its next call.
+        let obj = super::object(new);
+        obj.sync = false;
+        let moved = made.and_then(|()| id::migrate(obj, std::ptr::null_mut()));
+        if let Err(e) = moved {
+            x_rdma_ack_cm_event(event);
+            destroy_with_qp(new);
+            return Err(e);
+        }
+        obj.c.event = event;
+        Ok(new)
+    }
+}
+
+/// # Safety
+/// As `rdma_destroy_id(3)`, with its QP.
+unsafe fn destroy_with_qp(id: *mut rdma_cm_id) {
+    // SAFETY: by the contract.
+    unsafe {
+        super::x_rdma_destroy_qp(id);
+        super::x_rdma_destroy_id(id);
+    }
+}

@@ -1,0 +1,127 @@
+//! `librdmacm`: connections by IP address and port (`rdma_cm(7)`). The virtual layer has the identifiers, talks to the
+//! peers and keeps the time; here they get the faces that C programs know, and their QPs are moved.
+
+mod address;
+mod addrinfo;
+mod connect;
+mod event;
+mod id;
+mod qp;
+
+use std::collections::HashMap;
+use std::sync::Mutex;
+
+use unirdma_abi as abi;
+use unirdma_abi::{CmOp, Command};
+use unirdma_driver as driver;
+use unirdma_verbs_abi::*;
+
+use crate::device::{ContextObj, context, x_ibv_free_device_list, x_ibv_get_device_list, x_ibv_open_device};
+use crate::event::Outstanding;
+use crate::lock;
+
+pub use addrinfo::*;
+pub use connect::*;
+pub use event::*;
+pub use id::*;
+pub use qp::*;
+
+/// The device that all identifiers of this process share.
+struct Device {
+    verbs: *mut ibv_context,
+    /// The PD of QPs that are created without one.
+    pd: *mut ibv_pd,
+    pid: u32,
+    ids: HashMap<u32, *mut IdObj>,
+}
+
+// SAFETY: the pointers are to objects that any thread may use.
+unsafe impl Send for Device {}
+
+static DEVICE: Mutex<Option<Device>> = Mutex::new(None);
+
+/// The device, opened when it is first needed, and anew in a forked child.
+fn with_device<R>(f: impl FnOnce(&mut Device) -> R) -> Result<R, i32> {
+    let mut slot = lock(&DEVICE);
+    let pid = std::process::id();
+    if slot.as_ref().is_none_or(|d| d.pid != pid) {
+        *slot = Some(open(pid)?);
+    }
+    slot.as_mut().map(f).ok_or(libc::ENODEV)
+}
+
+fn open(pid: u32) -> Result<Device, i32> {
+    let mut n = 0;
+    // SAFETY: the list is given back before this function returns; the first device is in it.
+    let verbs = unsafe {
+        let list = x_ibv_get_device_list(&mut n);
+        let verbs = if n > 0 { x_ibv_open_device(*list) } else { std::ptr::null_mut() };
+        x_ibv_free_device_list(list);
+        verbs
+    };
+    if verbs.is_null() {
+        return Err(libc::ENODEV);
+    }
+    Ok(Device { verbs, pd: std::ptr::null_mut(), pid, ids: HashMap::new() })
+}
+
+/// The context of the shared device.
+fn shared_context() -> Result<(*mut ibv_context, &'static ContextObj), i32> {
+    // SAFETY: the shared device is never closed.
+    with_device(|d| (d.verbs, unsafe { context(d.verbs) }))
+}
+
+/// An event channel. The C structure is all that programs know.
+#[repr(C)]
+pub(crate) struct EventChannelObj {
+    c: rdma_event_channel,
+    slot: u32,
+    ctx: &'static ContextObj,
+    events: driver::EventSource,
+}
+
+/// An identifier.
+#[repr(C)]
+pub(crate) struct IdObj {
+    c: rdma_cm_id,
+    handle: u32,
+    /// It has its channel for itself, and its calls wait until they are done.
+    sync: bool,
+    /// Events that were handed out and not acknowledged.
+    events: Outstanding,
+    /// What QPs of requests are created from (`rdma_create_ep(3)`).
+    template: Option<ibv_qp_init_attr>,
+    /// Data to connect with (`rdma_getaddrinfo(3)`).
+    connect_data: Vec<u8>,
+    /// Completion queues that were created with its QP.
+    own_send_cq: bool,
+    own_recv_cq: bool,
+    groups: Vec<Group>,
+}
+
+/// A multicast group that an identifier has joined.
+struct Group {
+    token: u32,
+    mgid: ibv_gid,
+    context: *mut std::ffi::c_void,
+    attached: bool,
+}
+
+/// The object around an identifier of this library.
+///
+/// # Safety
+/// `id` came from `rdma_create_id` or an event, and was not destroyed.
+unsafe fn object<'a>(id: *mut rdma_cm_id) -> &'a mut IdObj {
+    // SAFETY: by the contract.
+    unsafe { &mut *id.cast::<IdObj>() }
+}
+
+/// Asks the virtual layer for something.
+fn request(op: CmOp, handle: u32, change: impl FnOnce(&mut abi::CmReq)) -> Result<abi::CmResp, i32> {
+    let (_, ctx) = shared_context()?;
+    let mut r = abi::CmReq { op: op as u8, id: handle, ..Default::default() };
+    change(&mut r);
+    let result = ctx.driver.command(Command::Cm, &r);
+    crate::trace::trace!("rdma_cm {op:?}({handle:#x}) = {:?}", result.as_ref().map(|r: &abi::CmResp| r.id));
+    result
+}

@@ -1,0 +1,290 @@
+//! QPs, SRQs and completion queues of identifiers.
+
+use std::ffi::c_void;
+
+use unirdma_abi as abi;
+use unirdma_abi::Command;
+use unirdma_formats::attr_mask as m;
+use unirdma_verbs_abi::*;
+
+use super::{IdObj, object, shared_context, with_device};
+use crate::cq::{x_ibv_create_cq, x_ibv_destroy_cq};
+use crate::device::x_ibv_query_device;
+use crate::domain::x_ibv_alloc_pd;
+use crate::done;
+use crate::event::{x_ibv_create_comp_channel, x_ibv_destroy_comp_channel};
+use crate::qp::{attr_out, x_ibv_create_qp, x_ibv_destroy_qp, x_ibv_modify_qp};
+use crate::srq::{x_ibv_create_srq, x_ibv_destroy_srq};
+use crate::wr::create_qp_ex;
+
+const INIT: u32 = 1;
+const RTR: u32 = 2;
+const RTS: u32 = 3;
+const ERR: u32 = 6;
+const QPT_UD: u32 = 4;
+const MASK_PD: u32 = 1;
+
+fn last_error() -> i32 {
+    std::io::Error::last_os_error().raw_os_error().unwrap_or(libc::EIO)
+}
+
+/// The PD of QPs that are created without one.
+pub(super) fn default_pd() -> Result<*mut ibv_pd, i32> {
+    with_device(|d| {
+        if d.pd.is_null() {
+            // SAFETY: the shared device is open.
+            d.pd = unsafe { x_ibv_alloc_pd(d.verbs) };
+        }
+        if d.pd.is_null() { Err(last_error()) } else { Ok(d.pd) }
+    })?
+}
+
+impl IdObj {
+    /// The PD that an object of this identifier shall be in.
+    fn choose_pd(&mut self, pd: *mut ibv_pd) -> Result<*mut ibv_pd, i32> {
+        if self.c.verbs.is_null() {
+            return Err(libc::EINVAL);
+        }
+        let pd = if pd.is_null() { default_pd()? } else { pd };
+        // SAFETY: the caller's PD or the default one.
+        if unsafe { (*pd).context } != self.c.verbs {
+            return Err(libc::EINVAL);
+        }
+        Ok(pd)
+    }
+
+    /// What the QP needs to go to `state`.
+    pub(super) fn qp_attr(&self, state: u32) -> Result<(u32, abi::QpAttr), i32> {
+        let (_, ctx) = shared_context()?;
+        let r: abi::CmQpAttrResp =
+            ctx.driver.command(Command::CmQpAttr, &abi::CmQpAttrReq { id: self.handle, state })?;
+        Ok((r.attr_mask, r.attr))
+    }
+
+    fn modify(&self, state: u32, change: impl FnOnce(&mut ibv_qp_attr)) -> Result<(), i32> {
+        let (mask, a) = self.qp_attr(state)?;
+        let mut attr = attr_out(&a);
+        change(&mut attr);
+        // SAFETY: the identifier's own QP.
+        match unsafe { x_ibv_modify_qp(self.c.qp, &mut attr, mask as i32) } {
+            0 => Ok(()),
+            e => Err(e),
+        }
+    }
+
+    /// Connects the QP. `limits`: READs and atomics that it answers, and that it asks for, instead of those agreed upon.
+    pub(super) fn to_rts(&self, limits: Option<(u8, u8)>) -> Result<(), i32> {
+        // The QP may have been moved on by its program.
+        self.modify(INIT, |_| ())?;
+        self.modify(RTR, |a| a.max_dest_rd_atomic = limits.map_or(a.max_dest_rd_atomic, |l| l.0))?;
+        self.modify(RTS, |a| a.max_rd_atomic = limits.map_or(a.max_rd_atomic, |l| l.1))?;
+        if limits.is_none() {
+            super::request(unirdma_abi::CmOp::Establish, self.handle, |_| ())?;
+        }
+        Ok(())
+    }
+
+    /// Moves the QP to ERR, if there is one: its work is flushed.
+    pub(super) fn to_error(&self) {
+        if !self.c.qp.is_null() && self.c.qp_type != QPT_UD {
+            // SAFETY: zero is valid for all fields; the QP is the identifier's own.
+            unsafe {
+                let mut a: ibv_qp_attr = std::mem::zeroed();
+                a.qp_state = ERR;
+                x_ibv_modify_qp(self.c.qp, &mut a, m::STATE as i32);
+            }
+        }
+    }
+
+    /// A completion queue with events for one side of the QP.
+    fn make_cq(&mut self, wr: u32) -> Result<(*mut ibv_comp_channel, *mut ibv_cq), i32> {
+        // SAFETY: the identifier's device is open.
+        unsafe {
+            let channel = x_ibv_create_comp_channel(self.c.verbs);
+            if channel.is_null() {
+                return Err(last_error());
+            }
+            let context: *mut c_void = std::ptr::from_mut(self).cast();
+            let cq = x_ibv_create_cq(self.c.verbs, wr.clamp(1, i32::MAX as u32) as i32, context, channel, 0);
+            if cq.is_null() {
+                let e = last_error();
+                x_ibv_destroy_comp_channel(channel);
+                return Err(e);
+            }
+            Ok((channel, cq))
+        }
+    }
+
+    fn destroy_cqs(&mut self) {
+        // SAFETY: made by make_cq, and no QP uses them any more.
+        unsafe {
+            if std::mem::take(&mut self.own_send_cq) {
+                x_ibv_destroy_cq(self.c.send_cq);
+                x_ibv_destroy_comp_channel(self.c.send_cq_channel);
+            }
+            if std::mem::take(&mut self.own_recv_cq) {
+                x_ibv_destroy_cq(self.c.recv_cq);
+                x_ibv_destroy_comp_channel(self.c.recv_cq_channel);
+            }
+        }
+        let c = &mut self.c;
+        (c.send_cq, c.recv_cq) = (std::ptr::null_mut(), std::ptr::null_mut());
+        (c.send_cq_channel, c.recv_cq_channel) = (std::ptr::null_mut(), std::ptr::null_mut());
+    }
+
+    /// Completion queues for a new QP, where its program gives none.
+    fn choose_cqs(&mut self, send: &mut *mut ibv_cq, recv: &mut *mut ibv_cq, cap: &ibv_qp_cap) -> Result<(), i32> {
+        if recv.is_null() && cap.max_recv_wr > 0 {
+            (self.c.recv_cq_channel, self.c.recv_cq) = self.make_cq(cap.max_recv_wr)?;
+            self.own_recv_cq = true;
+            *recv = self.c.recv_cq;
+        }
+        if send.is_null() && cap.max_send_wr > 0 {
+            (self.c.send_cq_channel, self.c.send_cq) = self.make_cq(cap.max_send_wr)?;
+            self.own_send_cq = true;
+            *send = self.c.send_cq;
+        }
+        // A side that is never used needs no queue of its own.
+        if recv.is_null() {
+            *recv = *send;
+        }
+        if send.is_null() {
+            *send = *recv;
+        }
+        Ok(())
+    }
+
+    /// The QP is there: it is made ready to be connected.
+    fn adopt(&mut self, qp: *mut ibv_qp, pd: *mut ibv_pd) -> Result<(), i32> {
+        if qp.is_null() {
+            let e = last_error();
+            self.destroy_cqs();
+            return Err(e);
+        }
+        (self.c.qp, self.c.pd) = (qp, pd);
+        let r = if self.c.qp_type == QPT_UD {
+            [INIT, RTR, RTS].into_iter().try_for_each(|s| self.modify(s, |_| ()))
+        } else {
+            self.modify(INIT, |_| ())
+        };
+        if r.is_err() {
+            // SAFETY: just made.
+            unsafe { x_ibv_destroy_qp(qp) };
+            self.c.qp = std::ptr::null_mut();
+            self.destroy_cqs();
+        }
+        r
+    }
+}
+
+pub unsafe extern "C" fn x_rdma_create_qp(id: *mut rdma_cm_id, pd: *mut ibv_pd, init: *mut ibv_qp_init_attr) -> i32 {
+    // SAFETY: the caller passes its identifier, PD and attributes.
+    done(unsafe { create(object(id), pd, &mut *init) })
+}
+
+/// # Safety
+/// `pd` is NULL or the caller's; what `init` names is the caller's.
+pub(super) unsafe fn create(obj: &mut IdObj, pd: *mut ibv_pd, init: &mut ibv_qp_init_attr) -> Result<(), i32> {
+    if obj.c.qp_type != init.qp_type || !obj.c.qp.is_null() {
+        return Err(libc::EINVAL);
+    }
+    let pd = obj.choose_pd(pd)?;
+    if init.srq.is_null() {
+        init.srq = obj.c.srq;
+    }
+    let (mut send, mut recv) = (init.send_cq, init.recv_cq);
+    if let Err(e) = obj.choose_cqs(&mut send, &mut recv, &init.cap) {
+        obj.destroy_cqs();
+        return Err(e);
+    }
+    (init.send_cq, init.recv_cq) = (send, recv);
+    // SAFETY: by the contract.
+    let qp = unsafe { x_ibv_create_qp(pd, init) };
+    obj.adopt(qp, pd)
+}
+
+pub unsafe extern "C" fn x_rdma_create_qp_ex(id: *mut rdma_cm_id, init: *mut ibv_qp_init_attr_ex) -> i32 {
+    // SAFETY: the caller passes its identifier and attributes.
+    let (obj, a) = unsafe { (object(id), &mut *init) };
+    if obj.c.qp_type != a.qp_type || !obj.c.qp.is_null() {
+        return done(Err(libc::EINVAL));
+    }
+    let wanted = if a.comp_mask & MASK_PD != 0 { a.pd } else { std::ptr::null_mut() };
+    let made = obj.choose_pd(wanted).and_then(|pd| {
+        a.pd = pd;
+        a.comp_mask |= MASK_PD;
+        if a.srq.is_null() {
+            a.srq = obj.c.srq;
+        }
+        let (mut send, mut recv) = (a.send_cq, a.recv_cq);
+        if let Err(e) = obj.choose_cqs(&mut send, &mut recv, &a.cap) {
+            obj.destroy_cqs();
+            return Err(e);
+        }
+        (a.send_cq, a.recv_cq) = (send, recv);
+        // SAFETY: the caller's attributes, completed.
+        let qp = unsafe { create_qp_ex(obj.c.verbs, a) };
+        obj.adopt(qp, pd)
+    });
+    done(made)
+}
+
+pub unsafe extern "C" fn x_rdma_destroy_qp(id: *mut rdma_cm_id) {
+    // SAFETY: the caller passes its identifier.
+    let obj = unsafe { object(id) };
+    if !obj.c.qp.is_null() {
+        // SAFETY: the identifier's own QP.
+        unsafe { x_ibv_destroy_qp(obj.c.qp) };
+        obj.c.qp = std::ptr::null_mut();
+    }
+    obj.destroy_cqs();
+}
+
+pub unsafe extern "C" fn x_rdma_create_srq(id: *mut rdma_cm_id, pd: *mut ibv_pd, attr: *mut ibv_srq_init_attr) -> i32 {
+    // SAFETY: the caller passes its identifier.
+    let obj = unsafe { object(id) };
+    let made = obj.choose_pd(pd).and_then(|pd| {
+        // SAFETY: the caller's attributes.
+        let srq = unsafe { x_ibv_create_srq(pd, attr) };
+        if srq.is_null() {
+            return Err(last_error());
+        }
+        (obj.c.srq, obj.c.pd) = (srq, pd);
+        Ok(())
+    });
+    done(made)
+}
+
+pub unsafe extern "C" fn x_rdma_destroy_srq(id: *mut rdma_cm_id) {
+    // SAFETY: the caller passes its identifier.
+    let obj = unsafe { object(id) };
+    if !obj.c.srq.is_null() {
+        // SAFETY: the identifier's own SRQ.
+        unsafe { x_ibv_destroy_srq(obj.c.srq) };
+        obj.c.srq = std::ptr::null_mut();
+    }
+}
+
+pub unsafe extern "C" fn x_rdma_init_qp_attr(id: *mut rdma_cm_id, attr: *mut ibv_qp_attr, mask: *mut i32) -> i32 {
+    // SAFETY: the caller passes its identifier and attributes with a state.
+    let r = unsafe { object(id).qp_attr((*attr).qp_state) };
+    done(r.map(|(bits, a)| {
+        // SAFETY: room for both.
+        unsafe {
+            *attr = attr_out(&a);
+            *mask = bits as i32;
+        }
+    }))
+}
+
+/// The most READs and atomics that the device holds at a time.
+pub(super) fn max_rd_atomic(verbs: *mut ibv_context) -> u8 {
+    // SAFETY: all zero is valid; the context is open.
+    unsafe {
+        let mut a: ibv_device_attr = std::mem::zeroed();
+        if x_ibv_query_device(verbs, &mut a) != 0 {
+            return 1;
+        }
+        a.max_qp_rd_atom.clamp(0, 254) as u8
+    }
+}
