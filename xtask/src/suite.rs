@@ -272,7 +272,7 @@ fn refusals(s: &mut Suite<'_>) {
         let last = o.text.lines().last().unwrap_or_default();
         // Those of other vendors' devices are skipped, and what is not there yet.
         let skipped = last.strip_prefix("OK (skipped=").and_then(|n| n.trim_end_matches(')').parse::<u32>().ok());
-        require(o.ok() && skipped.is_some_and(|n| n <= 176), o.text)
+        require(o.ok() && skipped.is_some_and(|n| n <= 143), o.text)
     });
     s.check("without a virtual layer there are no devices", |lab| {
         let lib = lab::unirdma().with_file_name("dropin");

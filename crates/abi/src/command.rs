@@ -55,13 +55,16 @@ pub enum Command {
     CmEvent = 31,
     AttachMcast = 32,
     DetachMcast = 33,
+    AllocMw = 34,
+    DeallocMw = 35,
+    ResizeCq = 36,
 }
 
 impl Command {
     /// The command of a raw code.
     pub fn from_raw(raw: u8) -> Option<Self> {
         use Command::*;
-        const ALL: [Command; 33] = [
+        const ALL: [Command; 36] = [
             QueryPort,
             CreateCq,
             DestroyCq,
@@ -95,6 +98,9 @@ impl Command {
             CmEvent,
             AttachMcast,
             DetachMcast,
+            AllocMw,
+            DeallocMw,
+            ResizeCq,
         ];
         ALL.get(usize::from(raw).wrapping_sub(1)).copied()
     }
@@ -176,6 +182,8 @@ wire! {
     CreateCqReq = 32 {
         cqe: u32, entries: u32, ring_addr: u64, ctrl_addr: u64, comp_queue: u32, reserved: u32,
     }
+    /// New rings of a CQ, as in [`CreateCqReq`].
+    ResizeCqReq = 32 { cqn: u32, cqe: u32, entries: u32, reserved: u32, ring_addr: u64, ctrl_addr: u64 }
     /// A CQ, PD, MR, AH or SRQ handle, or a QPN, alone. Request of the DESTROY commands.
     HandleReq = 8 { handle: u32, reserved: u32 }
     /// A new CQ, PD or AH.
@@ -192,6 +200,8 @@ wire! {
     MrResp = 16 { mrn: u32, lkey: u32, rkey: u32, reserved: u32 }
     /// MR `mrn` becomes what `by` is, and keeps its keys; `by` is gone.
     ReregMrReq = 8 { mrn: u32, by: u32 }
+    /// A memory window of type 1 or 2.
+    AllocMwReq = 8 { pdn: u32, mw_type: u32 }
     CreateMrReq = 16 { pdn: u32, access_flags: u32, max_num_sg: u32, reserved: u32 }
     MapMrSgReq = 32 { mrn: u32, npages: u32, start: u64, length: u64, pages: u64 }
 
@@ -273,10 +283,10 @@ mod tests {
 
     #[test]
     fn command_codes_are_those_of_the_rfc() {
-        for raw in 1..=33u8 {
+        for raw in 1..=36u8 {
             assert_eq!(Command::from_raw(raw).unwrap() as u8, raw);
         }
-        assert_eq!((Command::from_raw(0), Command::from_raw(34)), (None, None));
+        assert_eq!((Command::from_raw(0), Command::from_raw(37)), (None, None));
         assert_eq!(Command::RegUserMr as u8, 9);
         assert_eq!(Command::ReqNotifyCq as u8, 18);
     }

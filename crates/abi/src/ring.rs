@@ -17,9 +17,13 @@ pub struct SqWqe {
     pub send_flags: u32,
     /// Immediate data, in network order as the application gave it, or the rkey to invalidate.
     pub imm: u32,
+    /// Of a remote range; or the new key of a memory window.
     pub rkey: u32,
+    /// Or the first address of a memory window.
     pub remote_addr: u64,
+    /// Or the bytes of a memory window.
     pub compare_add: u64,
+    /// Or the lkey of the MR that a memory window is bound to, and in the upper half the access that it grants.
     pub swap: u64,
     /// UD: address handle, and the destination's number and Q_Key.
     pub ah: u32,

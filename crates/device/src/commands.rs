@@ -38,7 +38,7 @@ fn response_bytes(c: Command) -> usize {
     match c {
         Command::QueryPort => size_of::<abi::QueryPortResp>(),
         Command::CreateCq | Command::CreatePd | Command::CreateAh => size_of::<abi::HandleResp>(),
-        Command::GetDmaMr | Command::CreateMr | Command::RegUserMr => size_of::<abi::MrResp>(),
+        Command::GetDmaMr | Command::CreateMr | Command::RegUserMr | Command::AllocMw => size_of::<abi::MrResp>(),
         Command::MapMrSg => 8,
         Command::CreateQp => size_of::<abi::CreateQpResp>(),
         Command::CreateSrq => size_of::<abi::CreateSrqResp>(),
@@ -120,6 +120,7 @@ impl Device {
             }
             Command::DestroyPd => nothing(rnic.destroy_pd(s, handle(data)?)),
             Command::CreateCq => self.create_cq(rnic, data),
+            Command::ResizeCq => self.resize_cq(rnic, data),
             Command::DestroyCq => nothing(rnic.destroy_cq(s, handle(data)?)),
             Command::ReqNotifyCq => {
                 let r: abi::ReqNotifyReq = parse(data)?;
@@ -137,6 +138,11 @@ impl Device {
                 nothing(rnic.rereg_mr(s, r.mrn, r.by))
             }
             Command::DeregMr => nothing(rnic.dereg_mr(s, handle(data)?)),
+            Command::AllocMw => {
+                let r: abi::AllocMwReq = parse(data)?;
+                mr_answer(rnic.alloc_mw(s, r.pdn, r.mw_type)?)
+            }
+            Command::DeallocMw => nothing(rnic.dealloc_mw(s, handle(data)?)),
             // Both need MEM_MGT_EXTENSIONS, which this device does not offer (R34).
             Command::CreateMr | Command::MapMrSg => Err(Status::Unsupported),
             Command::CreateQp => self.create_qp(rnic, data),
@@ -220,20 +226,30 @@ impl Device {
         })
     }
 
-    fn create_cq(&self, rnic: &mut Rnic, data: &[u8]) -> Answer {
-        let r: abi::CreateCqReq = parse(data)?;
-        let entries = r.entries;
-        if r.cqe == 0 || r.cqe > abi::MAX_CQE || entries < r.cqe || entries > (abi::MAX_CQE + 1).next_power_of_two() {
+    /// The rings of a CQ, checked.
+    fn cq_ring(&self, cqe: u32, entries: u32, ring: u64, ctrl: u64) -> Result<CqRing, Status> {
+        if cqe == 0 || cqe > abi::MAX_CQE || entries < cqe || entries > (abi::MAX_CQE + 1).next_power_of_two() {
             return Err(Status::BadValue);
         }
+        let ring = span(&self.memory, ring, u64::from(entries) * size_of::<abi::Cqe>() as u64)?;
+        let ctrl = span(&self.memory, ctrl, size_of::<abi::CqCtrl>() as u64)?;
+        CqRing::new(ctrl, ring, entries).ok_or(Status::BadValue)
+    }
+
+    fn resize_cq(&self, rnic: &mut Rnic, data: &[u8]) -> Answer {
+        let r: abi::ResizeCqReq = parse(data)?;
+        let ring = self.cq_ring(r.cqe, r.entries, r.ring_addr, r.ctrl_addr)?;
+        nothing(rnic.resize_cq(self.session, r.cqn, ring))
+    }
+
+    fn create_cq(&self, rnic: &mut Rnic, data: &[u8]) -> Answer {
+        let r: abi::CreateCqReq = parse(data)?;
         let comp_queue = match r.comp_queue {
             abi::NO_COMP_QUEUE => None,
             q if q < abi::MAX_COMP_QUEUES => Some(q as u16),
             _ => return Err(Status::BadValue),
         };
-        let ring = span(&self.memory, r.ring_addr, u64::from(entries) * size_of::<abi::Cqe>() as u64)?;
-        let ctrl = span(&self.memory, r.ctrl_addr, size_of::<abi::CqCtrl>() as u64)?;
-        let ring = CqRing::new(ctrl, ring, entries).ok_or(Status::BadValue)?;
+        let ring = self.cq_ring(r.cqe, r.entries, r.ring_addr, r.ctrl_addr)?;
         answer(abi::HandleResp { handle: rnic.create_cq(self.session, ring, comp_queue)?, reserved: 0 })
     }
 

@@ -14,7 +14,7 @@ use zerocopy::{FromBytes, Immutable, IntoBytes};
 
 use crate::arena::{Arena, Block};
 use crate::events::EventSource;
-use crate::share::forked;
+use crate::share::forks;
 use crate::{Result, errno, lock};
 
 /// Descriptors of the control queue: one request, one response.
@@ -35,6 +35,8 @@ pub struct Context {
     /// The process's own memory was offered for copying.
     pub(crate) process_offered: Mutex<bool>,
     socket: OwnedFd,
+    /// [`forks`] when it was opened.
+    forks: u32,
     control: Mutex<Control>,
     bell: Bell,
     wake: OwnedFd,
@@ -102,6 +104,7 @@ impl Context {
             arena: Mutex::new(arena),
             process_offered: Mutex::new(false),
             socket,
+            forks: forks(),
             control: Mutex::new(control),
             wake,
             dead: AtomicBool::new(false),
@@ -185,7 +188,7 @@ impl Context {
     /// True once the virtual layer is known to be gone, or in a forked child.
     #[inline]
     pub fn is_dead(&self) -> bool {
-        self.dead.load(Ordering::Relaxed) || forked()
+        self.dead.load(Ordering::Relaxed) || self.forks != forks()
     }
 
     /// Rings for a QP; kicks the device if it sleeps.

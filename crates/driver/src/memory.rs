@@ -123,8 +123,7 @@ impl Mr {
         share::install_fork_handlers();
         let mut mr = Mr { ctx: ctx.clone(), mrn: 0, key: 0, way: Way::Copy, regions: Vec::new(), inodes: Vec::new() };
         let on_demand = flags & access::ON_DEMAND != 0;
-        // There are no memory windows yet, so leave to bind them grants nothing.
-        let flags = flags & !(access::ON_DEMAND | access::HUGETLB | access::MW_BIND);
+        let flags = flags & !(access::ON_DEMAND | access::HUGETLB | access::ZERO_BASED);
         let (start, len) = if on_demand {
             // Its pages may change at any time: each access looks them up. All of the address space is one MR, if asked.
             let implicit = addr == 0 && len == usize::MAX as u64;

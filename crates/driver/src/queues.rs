@@ -1,5 +1,6 @@
 //! CQs and QPs: rings in shared memory, posted to and polled without a system call.
 
+use std::collections::VecDeque;
 use std::sync::{Arc, Mutex};
 
 use unirdma_abi as abi;
@@ -16,10 +17,70 @@ pub struct Cq {
     ctx: Arc<Context>,
     /// Its handle.
     pub cqn: u32,
+    tail: Mutex<Tails>,
+}
+
+/// Turns that the device gets before a CQ is made smaller.
+const TURNS: u32 = 100;
+
+/// The rings of a CQ.
+struct Tails {
     /// CQEs that it holds.
-    pub capacity: u32,
-    tail: Mutex<CqTail>,
-    blocks: Mutex<Vec<Block>>,
+    capacity: u32,
+    now: CqTail,
+    /// Ring and control block.
+    blocks: Vec<Block>,
+    /// What it had before it was resized, as long as completions wait there, the oldest first.
+    before: VecDeque<(CqTail, Vec<Block>)>,
+}
+
+impl Tails {
+    /// Rings for at least `cqe` completions, and their slots.
+    fn new(ctx: &Context, cqe: u32) -> Result<(Self, u32)> {
+        if cqe == 0 || cqe > ctx.device.config.max_cqe {
+            return Err(libc::EINVAL);
+        }
+        let entries = cqe.next_power_of_two();
+        let ring = ctx.alloc(entries as usize * size_of::<abi::Cqe>())?;
+        let ctrl = match ctx.alloc(size_of::<abi::CqCtrl>()) {
+            Ok(ctrl) => ctrl,
+            Err(e) => {
+                ctx.free(ring);
+                return Err(e);
+            }
+        };
+        let now = CqTail::new(ctrl.span.clone(), ring.span.clone(), entries).ok_or(libc::EINVAL)?;
+        let capacity = entries.min(ctx.device.config.max_cqe);
+        Ok((Tails { capacity, now, blocks: vec![ring, ctrl], before: VecDeque::new() }, entries))
+    }
+
+    fn free(&mut self, ctx: &Context) {
+        let before = self.before.drain(..).flat_map(|b| b.1);
+        self.blocks.drain(..).chain(before).for_each(|b| ctx.free(b));
+    }
+
+    /// The next completion: those of the rings before come first.
+    #[inline]
+    fn pop(&mut self, ctx: &Context) -> Option<abi::Cqe> {
+        if !self.before.is_empty()
+            && let Some(cqe) = self.pop_before(ctx)
+        {
+            return Some(cqe);
+        }
+        self.now.pop()
+    }
+
+    #[cold]
+    fn pop_before(&mut self, ctx: &Context) -> Option<abi::Cqe> {
+        while let Some((tail, _)) = self.before.front_mut() {
+            if let Some(cqe) = tail.pop() {
+                return Some(cqe);
+            }
+            let (_, blocks) = self.before.pop_front()?;
+            blocks.into_iter().for_each(|b| ctx.free(b));
+        }
+        None
+    }
 }
 
 impl Cq {
@@ -28,36 +89,55 @@ impl Cq {
     /// # Errors
     /// `EINVAL` if `cqe` is 0 or above the device's limit, or those of the device.
     pub fn create(ctx: &Arc<Context>, cqe: u32, comp_queue: Option<u32>) -> Result<Self> {
-        if cqe == 0 || cqe > ctx.device.config.max_cqe {
-            return Err(libc::EINVAL);
-        }
-        let entries = cqe.next_power_of_two();
-        let ring = ctx.alloc(entries as usize * size_of::<abi::Cqe>())?;
-        let ctrl = ctx.alloc(size_of::<abi::CqCtrl>())?;
-        let tail = CqTail::new(ctrl.span.clone(), ring.span.clone(), entries).ok_or(libc::EINVAL)?;
+        let (mut tails, entries) = Tails::new(ctx, cqe)?;
         let req = abi::CreateCqReq {
             cqe,
             entries,
-            ring_addr: ring.bus,
-            ctrl_addr: ctrl.bus,
+            ring_addr: tails.blocks[0].bus,
+            ctrl_addr: tails.blocks[1].bus,
             comp_queue: comp_queue.unwrap_or(abi::NO_COMP_QUEUE),
             reserved: 0,
         };
         let resp: Result<abi::HandleResp> = ctx.command(Command::CreateCq, &req);
         match resp {
-            Ok(r) => Ok(Cq {
-                ctx: ctx.clone(),
-                cqn: r.handle,
-                capacity: entries.min(ctx.device.config.max_cqe),
-                tail: Mutex::new(tail),
-                blocks: Mutex::new(vec![ring, ctrl]),
-            }),
+            Ok(r) => Ok(Cq { ctx: ctx.clone(), cqn: r.handle, tail: Mutex::new(tails) }),
             Err(e) => {
-                ctx.free(ring);
-                ctx.free(ctrl);
+                tails.free(ctx);
                 Err(e)
             }
         }
+    }
+
+    /// CQEs that it holds.
+    pub fn capacity(&self) -> u32 {
+        lock(&self.tail).capacity
+    }
+
+    /// Gives the CQ room for at least `cqe` completions. Those that wait stay.
+    ///
+    /// # Errors
+    /// `EINVAL` if more than that wait, or `cqe` is out of range, or those of the device.
+    pub fn resize(&self, cqe: u32) -> Result<()> {
+        let mut tails = lock(&self.tail);
+        if cqe < tails.capacity {
+            // What was posted just now shall have its turn before completions are counted.
+            (0..TURNS).for_each(|_| self.ctx.relax());
+        }
+        let waiting: u32 = tails.before.iter().map(|b| b.0.waiting()).sum();
+        if tails.now.waiting() + waiting > cqe {
+            return Err(libc::EINVAL);
+        }
+        let (mut new, entries) = Tails::new(&self.ctx, cqe)?;
+        let (ring_addr, ctrl_addr) = (new.blocks[0].bus, new.blocks[1].bus);
+        let req = abi::ResizeCqReq { cqn: self.cqn, cqe, entries, reserved: 0, ring_addr, ctrl_addr };
+        if let Err(e) = self.ctx.command_void(Command::ResizeCq, &req) {
+            new.free(&self.ctx);
+            return Err(e);
+        }
+        let mut old = std::mem::replace(&mut *tails, new);
+        old.before.push_back((old.now, old.blocks));
+        tails.before = old.before;
+        Ok(())
     }
 
     /// Destroys the CQ.
@@ -69,7 +149,7 @@ impl Cq {
             self.ctx.command_void(Command::DestroyCq, &abi::HandleReq { handle: self.cqn, reserved: 0 }),
             &self.ctx,
         )?;
-        lock(&self.blocks).drain(..).for_each(|b| self.ctx.free(b));
+        lock(&self.tail).free(&self.ctx);
         Ok(())
     }
 
@@ -82,16 +162,16 @@ impl Cq {
         let mut tail = lock(&self.tail);
         let mut n = 0;
         while n < max
-            && let Some(cqe) = tail.pop()
+            && let Some(cqe) = tail.pop(&self.ctx)
         {
             f(n, &cqe);
             n += 1;
         }
         if n > 0 {
-            tail.release();
+            tail.now.release();
             return Ok(n);
         }
-        let lost = tail.overrun();
+        let lost = tail.now.overrun();
         drop(tail);
         if lost || self.ctx.is_dead() {
             return Err(libc::EIO);
@@ -104,12 +184,14 @@ impl Cq {
 
     /// Drops the completions of QP `qpn` that wait in the CQ.
     pub fn forget(&self, qpn: u32) {
-        lock(&self.tail).forget(qpn);
+        let mut tail = lock(&self.tail);
+        tail.now.forget(qpn);
+        tail.before.iter_mut().for_each(|b| b.0.forget(qpn));
     }
 
     /// Arms the CQ for one event.
     pub fn arm(&self, solicited_only: bool) {
-        lock(&self.tail).arm(if solicited_only { abi::NOTIFY_SOLICITED } else { abi::NOTIFY_NEXT });
+        lock(&self.tail).now.arm(if solicited_only { abi::NOTIFY_SOLICITED } else { abi::NOTIFY_NEXT });
     }
 }
 

@@ -10,7 +10,7 @@
 
 use std::os::fd::{AsFd, AsRawFd, FromRawFd, OwnedFd};
 use std::sync::Once;
-use std::sync::atomic::{AtomicBool, AtomicI32, AtomicPtr, AtomicUsize, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicI32, AtomicPtr, AtomicU32, AtomicUsize, Ordering};
 
 use rustix::fs::{MemfdFlags, SealFlags};
 
@@ -22,7 +22,7 @@ const PAGE: u64 = 4096;
 
 /// Ranges that were ever moved; a fork without any costs nothing.
 static MOVED: AtomicUsize = AtomicUsize::new(0);
-static FORKED: AtomicBool = AtomicBool::new(false);
+static FORKS: AtomicU32 = AtomicU32::new(0);
 /// A fork is under way: its handlers share the two statics below.
 static FORKING: AtomicBool = AtomicBool::new(false);
 /// The moved mappings at the time of a fork. The child must find them without allocating: until it has
@@ -31,10 +31,10 @@ static AT_FORK: AtomicPtr<Vec<Vma>> = AtomicPtr::new(std::ptr::null_mut());
 /// The pipe on which a forked child says that it has its own pages.
 static PIPE: [AtomicI32; 2] = [AtomicI32::new(-1), AtomicI32::new(-1)];
 
-/// True in a child that was forked after a device was opened: its contexts are the parent's.
+/// How often this process was forked off another since devices were opened: contexts of an older number are a parent's.
 #[inline]
-pub(crate) fn forked() -> bool {
-    FORKED.load(Ordering::Relaxed)
+pub(crate) fn forks() -> u32 {
+    FORKS.load(Ordering::Relaxed)
 }
 
 /// Arranges for forks, once. Called before the first context is used.
@@ -85,7 +85,7 @@ extern "C" fn after_in_parent() {
 }
 
 extern "C" fn after_in_child() {
-    FORKED.store(true, Ordering::SeqCst);
+    FORKS.fetch_add(1, Ordering::SeqCst);
     drop(take_pipe(0));
     if let Some(done) = take_pipe(1) {
         // SAFETY: before_fork made the list and the parent waits with freeing it. It is only read.

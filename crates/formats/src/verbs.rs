@@ -64,6 +64,12 @@ code!(
         CmpSwap = 5,
         /// 8-byte fetch and add.
         FetchAdd = 6,
+        /// Takes the grant of a memory window back.
+        LocalInv = 7,
+        /// Binds a memory window.
+        BindMw = 8,
+        /// SEND that takes the grant of a memory window of the peer back.
+        SendInv = 9,
     }
 );
 
@@ -76,7 +82,7 @@ impl QpType {
     pub fn allows(self, op: WrOpcode) -> bool {
         match self {
             QpType::Rc => true,
-            QpType::Uc => !op.returns_data(),
+            QpType::Uc => !op.returns_data() && op != WrOpcode::SendInv,
             QpType::Ud => matches!(op, WrOpcode::Send | WrOpcode::SendImm),
         }
     }
@@ -87,15 +93,25 @@ impl WrOpcode {
     pub fn wc(self) -> WcOpcode {
         match self {
             WrOpcode::Write | WrOpcode::WriteImm => WcOpcode::Write,
-            WrOpcode::Send | WrOpcode::SendImm => WcOpcode::Send,
+            WrOpcode::Send | WrOpcode::SendImm | WrOpcode::SendInv => WcOpcode::Send,
             WrOpcode::Read => WcOpcode::Read,
             WrOpcode::CmpSwap => WcOpcode::CmpSwap,
             WrOpcode::FetchAdd => WcOpcode::FetchAdd,
+            WrOpcode::LocalInv => WcOpcode::LocalInv,
+            WrOpcode::BindMw => WcOpcode::BindMw,
         }
     }
     /// True if the peer must have a receive work request posted.
     pub fn consumes_recv(self) -> bool {
-        matches!(self, WrOpcode::Send | WrOpcode::SendImm | WrOpcode::WriteImm)
+        self.is_send() || self == WrOpcode::WriteImm
+    }
+    /// True for the SENDs.
+    pub fn is_send(self) -> bool {
+        matches!(self, WrOpcode::Send | WrOpcode::SendImm | WrOpcode::SendInv)
+    }
+    /// True if nothing of it leaves the requester.
+    pub fn is_local(self) -> bool {
+        matches!(self, WrOpcode::LocalInv | WrOpcode::BindMw)
     }
     /// True if it carries immediate data.
     pub fn has_imm(self) -> bool {
@@ -124,6 +140,10 @@ code!(
         CmpSwap = 3,
         /// A fetch and add.
         FetchAdd = 4,
+        /// A memory window was bound.
+        BindMw = 5,
+        /// The grant of a memory window was taken back.
+        LocalInv = 6,
         /// A SEND was received.
         Recv = 128,
         /// A WRITE with immediate was received.
@@ -144,6 +164,8 @@ code!(
         LocProtErr = 4,
         /// The QP went to ERR before this request was executed.
         WrFlushErr = 5,
+        /// A memory window could not be bound, or its grant not be taken back.
+        MwBindErr = 6,
         /// The peer's answer made no sense.
         BadRespErr = 7,
         /// The peer found the request invalid.
@@ -200,9 +222,13 @@ pub mod access {
     /// Peers may use atomics.
     pub const REMOTE_ATOMIC: u32 = 8;
     /// Every flag that a memory region of this device may carry.
-    pub const MR_SUPPORTED: u32 = LOCAL_WRITE | REMOTE_WRITE | REMOTE_READ | REMOTE_ATOMIC;
+    pub const MR_SUPPORTED: u32 = LOCAL_WRITE | REMOTE_WRITE | REMOTE_READ | REMOTE_ATOMIC | MW_BIND;
+    /// Flags that the grant of a memory window may carry; that of local access means nothing.
+    pub const MW_SUPPORTED: u32 = LOCAL_WRITE | REMOTE_WRITE | REMOTE_READ | REMOTE_ATOMIC | ZERO_BASED;
     /// Memory windows may be bound to it.
     pub const MW_BIND: u32 = 1 << 4;
+    /// Its addresses begin at 0.
+    pub const ZERO_BASED: u32 = 1 << 5;
     /// Pages come and go while the region lives.
     pub const ON_DEMAND: u32 = 1 << 6;
     /// The memory is in huge pages.
@@ -233,6 +259,8 @@ pub mod wc_flags {
     pub const GRH: u32 = 1;
     /// `imm_data` is valid.
     pub const WITH_IMM: u32 = 2;
+    /// `invalidated_rkey` is valid.
+    pub const WITH_INV: u32 = 8;
 }
 
 /// Bits of `attr_mask` (`enum ibv_qp_attr_mask`).

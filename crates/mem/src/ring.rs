@@ -248,6 +248,11 @@ impl CqRing {
         self.served = arm;
         true
     }
+
+    /// `NOTIFY_*` flags that it is armed with; 0 for none.
+    pub fn armed(&self) -> u32 {
+        protocol::armed(&Full, &W(&self.ctrl, abi::CQ_ARM), self.served).map_or(0, |arm| arm & 3)
+    }
 }
 
 /// Phase bit of slot number `index`: 1 on the first lap, so that zeroed memory is invalid.
@@ -318,6 +323,11 @@ impl CqTail {
     pub fn arm(&mut self, flags: u32) {
         self.arm_seq = self.arm_seq.wrapping_add(1);
         protocol::arm(&Full, &W(&self.ctrl, abi::CQ_ARM), self.arm_seq << 2 | flags & 3);
+    }
+
+    /// Completions that wait.
+    pub fn waiting(&self) -> u32 {
+        self.ctrl.load32(abi::CQ_PROD, Ordering::Acquire).wrapping_sub(self.cons)
     }
 
     /// True once the device has found the CQ overrun.

@@ -6,7 +6,7 @@ use unirdma_abi as abi;
 use unirdma_formats::{WrOpcode, access, send_flags};
 use unirdma_mem::{Fault, Loc, fetch, transfer};
 
-use crate::mr::{MrTable, Resolve};
+use crate::mr::{Mr, MrTable, Resolve};
 use crate::objects::{Qp, Session, Work};
 use crate::slab::Slab;
 
@@ -16,7 +16,7 @@ pub(crate) enum Side<'a> {
     /// Gather or scatter list.
     List { pd: u32, session: u32, access: u32, sges: &'a [abi::Sge] },
     /// One range of the peer's memory.
-    Remote { pd: u32, session: u32, access: u32, key: u32, addr: u64 },
+    Remote { pd: u32, session: u32, qpn: u32, access: u32, key: u32, addr: u64 },
     /// Data in the WQE.
     Inline(&'a [u8]),
 }
@@ -32,9 +32,20 @@ impl<'a> Tables<'a> {
         self.sessions.get(session).map_or(&None, |s| &s.memory)
     }
 
-    fn place(&self, key: u32, pd: u32, session: u32, need: u32, addr: u64, len: u64) -> Option<Loc<'a>> {
-        let mr = self.mrs.by_key(key).filter(|m| m.grants(pd, need, addr, len))?;
-        mr.locate(addr, len, self.memory(session))
+    fn place(&self, mr: &'a Mr, pd: u32, session: u32, need: u32, addr: u64, len: u64) -> Option<Loc<'a>> {
+        if mr.grants(pd, need, addr, len) { mr.locate(addr, len, self.memory(session)) } else { None }
+    }
+
+    /// What an SGE names: a memory window is nobody's local memory.
+    fn local(&self, s: &abi::Sge, pd: u32, session: u32, need: u32, addr: u64, len: u64) -> Option<Loc<'a>> {
+        let mr = self.mrs.by_key(s.lkey).filter(|m| m.window.is_none())?;
+        self.place(mr, pd, session, need, addr, len)
+    }
+
+    /// What a request names by `key` at QP `qpn`: a window of type 2 is for its own QP.
+    fn remote(&self, key: u32, qpn: u32, pd: u32, session: u32, need: u32, addr: u64, len: u64) -> Option<Loc<'a>> {
+        let mr = self.mrs.by_key(key).filter(|m| m.window.is_none_or(|w| !w.second || w.qpn == qpn))?;
+        self.place(mr, pd, session, need, addr, len)
     }
 
     /// True if every byte of the side may be used.
@@ -43,9 +54,9 @@ impl<'a> Tables<'a> {
             // A length of zero reaches no memory and needs no key (IBTA vol. 1, 10.7.2.2, 9.7.4.1.4).
             Side::List { pd, session, access, sges } => sges
                 .iter()
-                .all(|s| s.length == 0 || self.place(s.lkey, pd, session, access, s.addr, s.length.into()).is_some()),
-            Side::Remote { pd, session, access, key, addr } => {
-                len == 0 || self.place(key, pd, session, access, addr, len).is_some()
+                .all(|s| s.length == 0 || self.local(s, pd, session, access, s.addr, s.length.into()).is_some()),
+            Side::Remote { pd, session, qpn, access, key, addr } => {
+                len == 0 || self.remote(key, qpn, pd, session, access, addr, len).is_some()
             }
             Side::Inline(b) => len <= b.len() as u64,
         }
@@ -58,8 +69,8 @@ impl<'a> Tables<'a> {
     {
         match side {
             Side::Inline(b) => Some((Loc::Bytes(b.get(off as usize..)?), max)),
-            Side::Remote { pd, session, access, key, addr } => {
-                Some((self.place(key, pd, session, access, addr.checked_add(off)?, max)?, max))
+            Side::Remote { pd, session, qpn, access, key, addr } => {
+                Some((self.remote(key, qpn, pd, session, access, addr.checked_add(off)?, max)?, max))
             }
             Side::List { pd, session, access, sges } => {
                 let mut skip = off;
@@ -67,7 +78,7 @@ impl<'a> Tables<'a> {
                     let len = u64::from(s.length);
                     if skip < len {
                         let n = max.min(len - skip);
-                        return Some((self.place(s.lkey, pd, session, access, s.addr.checked_add(skip)?, n)?, n));
+                        return Some((self.local(s, pd, session, access, s.addr.checked_add(skip)?, n)?, n));
                     }
                     skip -= len;
                 }
@@ -133,11 +144,16 @@ pub(crate) fn remote_access(op: WrOpcode) -> u32 {
         WrOpcode::Write | WrOpcode::WriteImm => access::REMOTE_WRITE,
         WrOpcode::Read => access::REMOTE_READ,
         WrOpcode::CmpSwap | WrOpcode::FetchAdd => access::REMOTE_ATOMIC,
-        WrOpcode::Send | WrOpcode::SendImm => 0,
+        _ => 0,
     }
+}
+
+/// A range of the memory that QP `p` answers for.
+pub(crate) fn remote<'a>(p: &Qp, access: u32, key: u32, addr: u64) -> Side<'a> {
+    Side::Remote { pd: p.pd, session: p.owner.0, qpn: p.qpn, access, key, addr }
 }
 
 /// The responder's side of a one-sided request.
 pub(crate) fn remote_side<'a>(p: &Qp, w: &Work, op: WrOpcode) -> Side<'a> {
-    Side::Remote { pd: p.pd, session: p.owner.0, access: remote_access(op), key: w.wqe.rkey, addr: w.wqe.remote_addr }
+    remote(p, remote_access(op), w.wqe.rkey, w.wqe.remote_addr)
 }

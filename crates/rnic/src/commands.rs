@@ -104,6 +104,18 @@ impl Rnic {
         self.cqs.get(cq).filter(|c| c.owner == s).ok_or(Status::BadHandle)
     }
 
+    /// RESIZE_CQ: further completions go to another ring; an arming that was not served yet holds for it.
+    ///
+    /// # Errors
+    /// `BadHandle`, or `BadState` for a CQ that has overrun.
+    pub fn resize_cq(&mut self, s: SessionId, cq: u32, ring: CqRing) -> Result<()> {
+        self.own_cq(s, cq)?;
+        let c = self.cqs.get_mut(cq).filter(|c| !c.dead).ok_or(Status::BadState)?;
+        c.notify |= c.ring.armed();
+        c.ring = ring;
+        Ok(())
+    }
+
     /// DESTROY_CQ.
     ///
     /// # Errors
@@ -169,19 +181,25 @@ impl Rnic {
         self.quota(s, count, |l| l.max_mr)?;
         let vnic = self.vnic_of(s)?;
         let limit = self.vnics.get(vnic.0).map_or(0, |v| v.limits.max_mr_bytes);
-        let mr = Mr { owner: s, pd, access: flags, iova, len, regions, backing };
+        let mr = Mr { access: flags, iova, len, regions: regions.into(), backing, ..Mr::empty(s, pd) };
         if bytes.checked_add(mr.counted()).is_none_or(|b| b > limit) {
             return Err(Status::Exhausted);
         }
         self.mrs.insert(mr).ok_or(Status::Exhausted)
     }
 
+    /// An MR of the session that no window is bound to.
+    fn free_mr(&self, s: SessionId, mr: u32) -> Result<()> {
+        let m = self.mrs.get(mr).filter(|m| m.owner == s && m.window.is_none()).ok_or(Status::BadHandle)?;
+        if m.windows > 0 { Err(Status::Busy) } else { Ok(()) }
+    }
+
     /// DEREG_MR.
     ///
     /// # Errors
-    /// `BadHandle` if the session has no such MR.
+    /// `BadHandle` if the session has no such MR, `Busy` while windows are bound to it.
     pub fn dereg_mr(&mut self, s: SessionId, mr: u32) -> Result<()> {
-        self.mrs.get(mr).filter(|m| m.owner == s).ok_or(Status::BadHandle)?;
+        self.free_mr(s, mr)?;
         self.mrs.remove(mr);
         Ok(())
     }
@@ -189,12 +207,13 @@ impl Rnic {
     /// REREG_MR: `mr` becomes what `by` is, and keeps its keys; `by` is gone.
     ///
     /// # Errors
-    /// `BadHandle` if the session has no such MRs, or they are one.
+    /// `BadHandle` if the session has no such MRs, or they are one; `Busy` while windows are bound to them.
     pub fn rereg_mr(&mut self, s: SessionId, mr: u32, by: u32) -> Result<()> {
-        let own = |h: u32| self.mrs.get(h).is_some_and(|m| m.owner == s);
-        if mr == by || !own(mr) || !own(by) {
+        if mr == by {
             return Err(Status::BadHandle);
         }
+        self.free_mr(s, mr)?;
+        self.free_mr(s, by)?;
         if let Some(new) = self.mrs.remove(by) {
             self.mrs.replace(mr, new);
         }
@@ -204,7 +223,10 @@ impl Rnic {
     /// A memory region of the session is gone: MRs in it grant nothing any more (X28).
     pub fn revoke_region(&mut self, s: SessionId, region: u64) {
         for h in self.mrs.handles(|m| m.owner == s && m.regions.contains(&region)) {
-            self.mrs.remove(h);
+            match self.mrs.get(h).and_then(|m| m.window) {
+                Some(_) => self.unbind(h),
+                None => drop(self.mrs.remove(h)),
+            }
         }
     }
 

@@ -305,7 +305,10 @@ impl Rnic {
         // Programs tell the two headers apart by the service level, as ConnectX sets it.
         let grh = Some(if flow.src.is_ipv4() { 0xa } else { 0x9 });
         self.establish(h);
-        self.finish_recv(h, RecvDone { status, write: false, imm, byte_len: total, src_qp, solicited, grh });
+        self.finish_recv(
+            h,
+            RecvDone { status, write: false, imm, invalidated: None, byte_len: total, src_qp, solicited, grh },
+        );
         if status != WcStatus::Success {
             self.fail_qp(h, None);
         }

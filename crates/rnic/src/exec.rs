@@ -121,8 +121,13 @@ impl Rnic {
         }
         let typ = q.typ;
         let before = work.done;
+        let local = WrOpcode::from_raw(work.wqe.opcode.into()).is_some_and(WrOpcode::is_local);
         let outcome = match status {
             Some(s) => Outcome::Failed(s),
+            None if local => match self.execute_local(h, &work) {
+                WcStatus::Success => Outcome::Done,
+                s => Outcome::Failed(s),
+            },
             None if typ == QpType::Ud => self.send_datagram(h, &mut work),
             None if work.started => self.slice(h, &mut work),
             None => self.begin(h, &mut work),
@@ -191,6 +196,9 @@ impl Rnic {
         }
         if !op.consumes_recv() {
             return Ok(());
+        }
+        if op == WrOpcode::SendInv && !self.may_invalidate(p, w.wqe.imm) {
+            return Err(NO_ACCESS);
         }
         match self.take_recv(ph) {
             Ok(()) => {}
@@ -264,7 +272,8 @@ impl Rnic {
         let local = local_side(q, w, op);
         let n = SLICE.min(w.total - w.done);
         let moved = match op {
-            WrOpcode::Send | WrOpcode::SendImm => {
+            WrOpcode::LocalInv | WrOpcode::BindMw => Ok(()),
+            WrOpcode::Send | WrOpcode::SendImm | WrOpcode::SendInv => {
                 let recv = p.recv.as_ref().map_or(&[][..], |r| &r.sges[..r.num_sge]);
                 tables.copy(local, list(p, recv, access::LOCAL_WRITE), w.done, n, &mut self.scratch)
             }
@@ -291,8 +300,7 @@ impl Rnic {
             Ok(()) => {}
             Err(Fault::Source) => return Outcome::Failed(WcStatus::LocProtErr),
             Err(Fault::Destination) => {
-                let is_send = matches!(op, WrOpcode::Send | WrOpcode::SendImm);
-                return self.refused(h, ph, w, if is_send { BAD_RECV } else { NO_ACCESS });
+                return self.refused(h, ph, w, if op.is_send() { BAD_RECV } else { NO_ACCESS });
             }
         }
         w.done += n;
@@ -301,6 +309,9 @@ impl Rnic {
         }
         let mtu = q.mtu;
         let packets = psn_count(w.total, mtu);
+        if op == WrOpcode::SendInv {
+            self.invalidate(ph, w.wqe.imm);
+        }
         if op.consumes_recv() {
             self.finish_local(ph, h, w, WcStatus::Success);
         } else if op != WrOpcode::Read {
@@ -412,6 +423,7 @@ impl Rnic {
             status,
             write: op == Some(WrOpcode::WriteImm),
             imm: op.is_some_and(|o| o.has_imm()).then_some(w.wqe.imm),
+            invalidated: (op == Some(WrOpcode::SendInv)).then_some(w.wqe.imm),
             byte_len: w.total,
             src_qp,
             solicited: w.wqe.send_flags & send_flags::SOLICITED != 0,

@@ -28,6 +28,7 @@ mod objects;
 mod rnic;
 mod slab;
 mod srq;
+mod window;
 mod wire;
 mod wqe;
 

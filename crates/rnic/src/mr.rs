@@ -24,8 +24,13 @@ pub enum Backing {
     Session,
 }
 
-/// A memory region.
+/// A memory region, or a memory window: what it grants by its key.
 pub(crate) struct Mr {
+    pub key: u32,
+    /// It is a window.
+    pub window: Option<Window>,
+    /// Windows that are bound to it.
+    pub windows: u32,
     pub owner: SessionId,
     pub pd: u32,
     pub access: u32,
@@ -33,17 +38,45 @@ pub(crate) struct Mr {
     pub iova: u64,
     pub len: u64,
     /// Memory regions of the session that it lies in; it dies with any of them.
-    pub regions: Vec<u64>,
+    pub regions: Arc<[u64]>,
     pub backing: Backing,
+}
+
+/// What makes a memory window of a key (IBTA vol. 1, 10.6.7).
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct Window {
+    /// Type 2: it is bound by work requests, for one QP, and its grant can be taken back. Else type 1.
+    pub second: bool,
+    /// The MR that it is bound to.
+    pub parent: Option<u32>,
+    /// QP that it was bound by.
+    pub qpn: u32,
 }
 
 /// Bytes of a process's whole address space.
 const WHOLE_PROCESS: u64 = 1 << 47;
 
 impl Mr {
+    /// One that grants nothing.
+    pub fn empty(owner: SessionId, pd: u32) -> Self {
+        Mr {
+            key: 0,
+            window: None,
+            windows: 0,
+            owner,
+            pd,
+            access: 0,
+            iova: 0,
+            len: 0,
+            regions: [].into(),
+            backing: Backing::Mapped(Span::anonymous(0)),
+        }
+    }
+
     /// Bytes that count against the vRNIC's quota; a grant of all memory is not a size.
     pub fn counted(&self) -> u64 {
         match self.backing {
+            _ if self.window.is_some() => 0,
             Backing::Session => 0,
             Backing::Process(..) if self.len >= WHOLE_PROCESS => 0,
             _ => self.len,
@@ -70,27 +103,51 @@ impl Mr {
 
 /// All MRs of the host, by handle and by key.
 ///
-/// A key is the sealed handle: its table slot needs no search, and without the secret no key can be
-/// told from another's. lkey and rkey of an MR are the same number, as on most hardware.
+/// The upper 24 bits of a key are its sealed place in the table, so that it needs no search; the lower 8 are random, or what
+/// the owner of a memory window has chosen. Without the secret no key can be told from another's. lkey and rkey of an MR
+/// are the same number, as on most hardware.
 pub(crate) struct MrTable {
     mrs: Slab<Mr>,
     cipher: KeyCipher,
+    rng: Rng,
 }
 
 impl MrTable {
     pub fn new(rng: &mut Rng) -> Self {
-        MrTable { mrs: Slab::default(), cipher: KeyCipher::new(rng) }
+        MrTable { mrs: Slab::default(), cipher: KeyCipher::new(rng), rng: Rng::new(rng.next_u64()) }
     }
 
     /// Stores `mr` and gives it its key; returns (handle, key).
-    pub fn insert(&mut self, mr: Mr) -> Option<(u32, u32)> {
-        let handle = self.mrs.insert_with(|_| mr)?;
-        Some((handle, self.cipher.seal(handle)))
+    pub fn insert(&mut self, mut mr: Mr) -> Option<(u32, u32)> {
+        let (cipher, noise) = (&self.cipher, self.rng.next_u64() as u32);
+        let mut key = 0;
+        let handle = self.mrs.insert_with(|handle| {
+            // Four of the bits above the slot's are noise too, so that a slot's next key differs in more than 8 bits.
+            let place = Slab::<Mr>::slot_of(handle) | noise >> 8 << 20;
+            key = cipher.seal(place & 0xff_ffff) << 8 | noise & 0xff;
+            mr.key = key;
+            mr
+        })?;
+        Some((handle, key))
+    }
+
+    fn in_place(&self, key: u32) -> Option<(u32, &Mr)> {
+        self.mrs.in_slot(Slab::<Mr>::slot_of(self.cipher.open(key >> 8)))
     }
 
     #[inline]
     pub fn by_key(&self, key: u32) -> Option<&Mr> {
-        self.mrs.get(self.cipher.open(key))
+        self.in_place(key).map(|f| f.1).filter(|m| m.key == key)
+    }
+
+    /// The handle of the MR or window with this key.
+    pub fn handle_of(&self, key: u32) -> Option<u32> {
+        self.in_place(key).filter(|f| f.1.key == key).map(|f| f.0)
+    }
+
+    /// The handle of the window whose key differs from this one in its lower 8 bits at most.
+    pub fn window_like(&self, key: u32) -> Option<u32> {
+        self.in_place(key).filter(|f| f.1.window.is_some() && f.1.key >> 8 == key >> 8).map(|f| f.0)
     }
 
     pub fn get(&self, handle: u32) -> Option<&Mr> {
@@ -101,10 +158,14 @@ impl MrTable {
         self.mrs.remove(handle)
     }
 
+    pub fn get_mut(&mut self, handle: u32) -> Option<&mut Mr> {
+        self.mrs.get_mut(handle)
+    }
+
     /// Puts `mr` in the place of another, under its key.
     pub fn replace(&mut self, handle: u32, mr: Mr) {
         if let Some(old) = self.mrs.get_mut(handle) {
-            *old = mr;
+            *old = Mr { key: old.key, ..mr };
         }
     }
 

@@ -246,7 +246,7 @@ impl Rnic {
             cqs: self.cqs.iter().filter(|(_, c)| of(c.owner)).count(),
             ..Usage::default()
         };
-        for m in self.mrs.iter().filter(|m| of(m.owner)) {
+        for m in self.mrs.iter().filter(|m| of(m.owner) && m.window.is_none()) {
             let (count, bytes) = match m.backing {
                 Backing::Process(..) => (&mut u.mrs_copied, &mut u.bytes_copied),
                 _ => (&mut u.mrs_mapped, &mut u.bytes_mapped),

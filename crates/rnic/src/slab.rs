@@ -53,6 +53,19 @@ impl<T> Slab<T> {
         if e.gen_bits == handle >> INDEX_BITS { e.value.as_mut() } else { None }
     }
 
+    /// Handle and value in slot `index`, whatever its generation.
+    #[inline]
+    pub(crate) fn in_slot(&self, index: u32) -> Option<(u32, &T)> {
+        let e = self.entries.get(index as usize)?;
+        Some((e.gen_bits << INDEX_BITS | index, e.value.as_ref()?))
+    }
+
+    /// Slot of a handle.
+    #[inline]
+    pub(crate) fn slot_of(handle: u32) -> u32 {
+        handle & INDEX_MASK
+    }
+
     pub(crate) fn remove(&mut self, handle: u32) -> Option<T> {
         let v = self.get_mut(handle).is_some().then(|| self.entries[(handle & INDEX_MASK) as usize].value.take())?;
         self.free.push(handle & INDEX_MASK);

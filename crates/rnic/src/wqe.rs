@@ -28,7 +28,7 @@ impl Rnic {
             ..abi::Cqe::default()
         };
         let cq = q.send_cq;
-        let is_send = op.is_some_and(|o| matches!(o, WrOpcode::Send | WrOpcode::SendImm));
+        let is_send = op.is_some_and(WrOpcode::is_send);
         self.count(h, |c| match status {
             WcStatus::Success => {
                 c.sent_wrs += 1;
@@ -48,14 +48,15 @@ impl Rnic {
         let Some(p) = self.qps.get_mut(ph) else { return };
         p.receiving = false;
         let with_imm = if d.imm.is_some() { wc_flags::WITH_IMM } else { 0 };
+        let with_inv = if d.invalidated.is_some() { wc_flags::WITH_INV } else { 0 };
         let with_grh = if d.grh.is_some() { wc_flags::GRH } else { 0 };
         let cqe = abi::Cqe {
             wr_id: p.recv.as_ref().map_or(0, |r| r.wr_id),
             status: d.status as u8,
             opcode: if d.write { WcOpcode::RecvWriteImm } else { WcOpcode::Recv } as u8,
-            wc_flags: (with_imm | with_grh) as u16,
+            wc_flags: (with_imm | with_inv | with_grh) as u16,
             byte_len: d.byte_len as u32,
-            imm: d.imm.unwrap_or(0),
+            imm: d.imm.or(d.invalidated).unwrap_or(0),
             qp_num: p.qpn,
             src_qp: d.src_qp,
             sl: d.grh.unwrap_or(0),
@@ -171,7 +172,7 @@ pub(crate) fn load(q: &Qp, at: u32, w: &mut Work) -> Result<(), WcStatus> {
     }
     if w.wqe.send_flags & send_flags::INLINE != 0 {
         let n = usize::from(w.wqe.inline_len);
-        let may = !matches!(op, WrOpcode::Read | WrOpcode::CmpSwap | WrOpcode::FetchAdd);
+        let may = !op.returns_data() && !op.is_local();
         let data = w.inline.get_mut(..n).filter(|_| may && n as u32 <= q.cap.max_inline_data);
         if !data.is_some_and(|d| q.rings.sq_data(at, d)) {
             return Err(WcStatus::LocQpOpErr);
@@ -186,6 +187,9 @@ pub(crate) fn load(q: &Qp, at: u32, w: &mut Work) -> Result<(), WcStatus> {
     }
     w.num_sge = n;
     w.total = w.sges[..n].iter().map(|s| u64::from(s.length)).sum();
+    if op.is_local() {
+        (w.num_sge, w.total) = (0, 0);
+    }
     if op.is_atomic() && w.total < 8 {
         return Err(WcStatus::LocLenErr);
     }
@@ -202,6 +206,8 @@ pub(crate) struct RecvDone {
     /// A WRITE with immediate.
     pub write: bool,
     pub imm: Option<u32>,
+    /// The rkey whose grant it took back.
+    pub invalidated: Option<u32>,
     pub byte_len: u64,
     pub src_qp: u32,
     pub solicited: bool,
@@ -216,6 +222,7 @@ impl RecvDone {
             status: WcStatus::Success,
             write: false,
             imm: None,
+            invalidated: None,
             byte_len: 0,
             src_qp: q.attr.dest_qp_num,
             solicited: false,

@@ -81,7 +81,7 @@ fn drain(from: &mut Side, to: &mut Side) {
                 to.memory[r..r + 8].copy_from_slice(&new.to_ne_bytes());
                 from.memory[l..l + 8].copy_from_slice(&old.to_ne_bytes());
             }
-            WrOpcode::Send | WrOpcode::SendImm => {}
+            _ => {}
         }
         if o.op.consumes_recv()
             && let Some((rid, off)) = to.recvs.pop_front()

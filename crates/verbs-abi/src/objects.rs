@@ -55,6 +55,24 @@ pub struct ibv_mr {
 }
 
 #[repr(C)]
+pub struct ibv_mw {
+    pub context: *mut ibv_context,
+    pub pd: *mut ibv_pd,
+    pub rkey: u32,
+    pub handle: u32,
+    pub mw_type: u32,
+}
+
+#[repr(C)]
+pub struct ibv_dm {
+    pub context: *mut ibv_context,
+    pub memcpy_to_dm: Option<unsafe extern "C" fn(*mut ibv_dm, u64, *const c_void, usize) -> i32>,
+    pub memcpy_from_dm: Option<unsafe extern "C" fn(*mut c_void, *mut ibv_dm, u64, usize) -> i32>,
+    pub comp_mask: u32,
+    pub handle: u32,
+}
+
+#[repr(C)]
 pub struct ibv_ah {
     pub context: *mut ibv_context,
     pub pd: *mut ibv_pd,
@@ -117,6 +135,7 @@ const _: () = {
     assert!(offset_of!(verbs_context, context) == 368);
     assert!(size_of::<ibv_pd>() == 16);
     assert!(size_of::<ibv_mr>() == 48);
+    assert!(size_of::<ibv_mw>() == 32 && size_of::<ibv_dm>() == 32);
     assert!(size_of::<ibv_ah>() == 24);
     assert!(size_of::<ibv_srq>() == 128);
     assert!(size_of::<ibv_comp_channel>() == 16);

@@ -61,6 +61,45 @@ pub union ibv_send_wr_target {
     pub ud: ibv_send_wr_ud,
 }
 
+#[derive(Clone, Copy)]
+#[repr(C)]
+pub struct ibv_mw_bind_info {
+    pub mr: *mut ibv_mr,
+    pub addr: u64,
+    pub length: u64,
+    pub mw_access_flags: u32,
+}
+
+#[repr(C)]
+pub struct ibv_mw_bind {
+    pub wr_id: u64,
+    pub send_flags: u32,
+    pub bind_info: ibv_mw_bind_info,
+}
+
+/// What a work request that binds a memory window has at its end.
+#[derive(Clone, Copy)]
+#[repr(C)]
+pub struct ibv_send_wr_bind {
+    pub mw: *mut ibv_mw,
+    pub rkey: u32,
+    pub bind_info: ibv_mw_bind_info,
+}
+
+#[repr(C)]
+pub struct ibv_alloc_dm_attr {
+    pub length: usize,
+    pub log_align_req: u32,
+    pub comp_mask: u32,
+}
+
+#[derive(Clone, Copy)]
+#[repr(C)]
+pub union ibv_send_wr_rest {
+    pub bind_mw: ibv_send_wr_bind,
+    pub tso: [u64; 2],
+}
+
 #[repr(C)]
 pub struct ibv_send_wr {
     pub wr_id: u64,
@@ -72,7 +111,7 @@ pub struct ibv_send_wr {
     pub imm_data: u32,
     pub wr: ibv_send_wr_target,
     pub remote_srqn: u32,
-    pub bind_or_tso: [u64; 6],
+    pub rest: ibv_send_wr_rest,
 }
 
 #[repr(C)]
@@ -320,6 +359,8 @@ const _: () = {
     assert!(size_of::<ibv_gid_entry>() == 32);
     assert!(size_of::<ibv_send_wr>() == 128);
     assert!(offset_of!(ibv_send_wr, wr) == 40 && offset_of!(ibv_send_wr, remote_srqn) == 72);
+    assert!(size_of::<ibv_mw_bind>() == 48 && size_of::<ibv_send_wr_bind>() == 48);
+    assert!(offset_of!(ibv_send_wr, rest) == 80 && size_of::<ibv_alloc_dm_attr>() == 16);
     assert!(size_of::<ibv_recv_wr>() == 32);
     assert!(size_of::<ibv_wc>() == 48);
     assert!(size_of::<ibv_global_route>() == 24 && size_of::<ibv_ah_attr>() == 32);

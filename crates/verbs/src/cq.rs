@@ -65,7 +65,7 @@ pub(crate) unsafe fn create(
     raw.base.channel = channel;
     raw.base.cq_context = cq_context;
     raw.base.handle = cq.cqn;
-    raw.base.cqe = cq.capacity as i32;
+    raw.base.cqe = cq.capacity() as i32;
     let handle = cq.cqn;
     let obj = Box::into_raw(Box::new(CqObj {
         c: raw,
@@ -82,6 +82,15 @@ pub(crate) unsafe fn create(
     ctx.born();
     lock(&ctx.cqs).insert(handle, obj);
     Ok(obj)
+}
+
+pub unsafe extern "C" fn x_ibv_resize_cq(cq: *mut ibv_cq, cqe: i32) -> i32 {
+    // SAFETY: the caller passes its CQ.
+    let obj = unsafe { &mut *cq.cast::<CqObj>() };
+    let r = u32::try_from(cqe).map_err(|_| libc::EINVAL).and_then(|n| obj.cq.resize(n));
+    trace!("ibv_resize_cq({:#x}, {cqe}) = {r:?}", obj.c.base.handle);
+    obj.c.base.cqe = obj.cq.capacity() as i32;
+    code(r)
 }
 
 pub unsafe extern "C" fn x_ibv_destroy_cq(cq: *mut ibv_cq) -> i32 {

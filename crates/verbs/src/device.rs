@@ -144,6 +144,9 @@ pub unsafe extern "C" fn x_ibv_open_device(d: *mut ibv_device) -> *mut ibv_conte
     c.query_port = Some(query_port);
     c.query_device_ex = Some(query_device_ex);
     c.advise_mr = Some(crate::mr::advise_mr);
+    c.alloc_dm = Some(crate::dm::alloc_dm);
+    c.free_dm = Some(crate::dm::free_dm);
+    c.reg_dm_mr = Some(crate::dm::reg_dm_mr);
     c.alloc_td = Some(crate::domain::alloc_td);
     c.dealloc_td = Some(crate::domain::dealloc_td);
     c.alloc_parent_domain = Some(crate::domain::alloc_parent_domain);
@@ -154,6 +157,9 @@ pub unsafe extern "C" fn x_ibv_open_device(d: *mut ibv_device) -> *mut ibv_conte
     ctx.device = std::ptr::from_ref(&*device).cast_mut().cast();
     ctx.ops._compat_query_device = Some(x_ibv_query_device);
     ctx.ops._compat_query_port = Some(compat_query_port);
+    ctx.ops.alloc_mw = Some(crate::mw::alloc_mw);
+    ctx.ops.bind_mw = Some(crate::mw::bind_mw);
+    ctx.ops.dealloc_mw = Some(crate::mw::dealloc_mw);
     ctx.ops.poll_cq = Some(crate::cq::poll_cq);
     ctx.ops.req_notify_cq = Some(crate::cq::req_notify_cq);
     ctx.ops.post_send = Some(crate::qp::post_send);
@@ -207,11 +213,12 @@ fn device_attr(d: &abi::QueryDeviceResp) -> ibv_device_attr {
     let int = |v: u32| v.min(i32::MAX as u32) as i32;
     a.max_qp = int(c.max_qp);
     a.max_qp_wr = int(c.max_qp_wr);
-    a.device_cap_flags = c.device_cap_flags as u32;
+    // Windows of type 2 come with requests that take their grants back.
+    a.device_cap_flags = c.device_cap_flags as u32 | MEM_MGT_EXTENSIONS;
     (a.max_sge, a.max_sge_rd) = (int(c.max_sge), int(c.max_sge));
     a.max_cq = int(c.max_cq);
     a.max_cqe = int(c.max_cqe);
-    a.max_mr = int(c.max_mr);
+    (a.max_mr, a.max_mw) = (int(c.max_mr), int(c.max_mr));
     a.max_pd = int(c.max_pd);
     a.max_qp_rd_atom = int(c.max_qp_rd_atom);
     a.max_res_rd_atom = int(c.max_qp_rd_atom.saturating_mul(c.max_qp));
@@ -234,6 +241,7 @@ pub unsafe extern "C" fn x_ibv_query_device(c: *mut ibv_context, attr: *mut ibv_
     0
 }
 
+const MEM_MGT_EXTENSIONS: u32 = 1 << 21;
 const ODP_SUPPORT: u64 = 1;
 const ODP_IMPLICIT: u64 = 2;
 /// SEND 1, RECV 2, WRITE 4, READ 8, ATOMIC 16, SRQ_RECV 32.
@@ -265,6 +273,7 @@ unsafe extern "C" fn query_device_ex(
         // On-demand paging: of all that RC, UC and UD can, since each access of such an MR looks its pages up.
         a.odp_general_caps = ODP_SUPPORT | ODP_IMPLICIT;
         a.odp_per_transport = [ODP_RC, ODP_UC, ODP_UD];
+        a.max_dm_size = crate::dm::MAX_BYTES;
         // Completions carry nanoseconds.
         (a.completion_timestamp_mask, a.hca_core_clock) = (u64::MAX, 1_000_000);
         let n = size.min(size_of::<ibv_device_attr_ex>());

@@ -10,6 +10,7 @@ use crate::ah::{ah_in, ah_out};
 use crate::cq::CqObj;
 use crate::device::context;
 use crate::event::Outstanding;
+use crate::mw::bind_request;
 use crate::trace::trace;
 use crate::wr::Builder;
 use crate::{code, lock, null};
@@ -24,6 +25,8 @@ pub(crate) struct QpObj {
     /// Requests under construction by `ibv_wr_*`; `None` unless the QP was created for that.
     pub builder: Option<Box<Builder>>,
 }
+
+const MW_TYPE_2: u32 = 2;
 
 fn cap_in(c: &ibv_qp_cap) -> abi::QpCap {
     abi::QpCap {
@@ -283,6 +286,13 @@ unsafe fn push(obj: &QpObj, batch: &mut driver::SendBatch<'_>, wr: &ibv_send_wr)
         if obj.typ == QpType::Ud {
             let ud = wr.wr.ud;
             (head.ah, head.dest_qpn, head.qkey) = ((*ud.ah).handle, ud.remote_qpn, ud.remote_qkey);
+        } else if op == WrOpcode::BindMw {
+            let b = wr.rest.bind_mw;
+            if b.mw.is_null() || (*b.mw).mw_type != MW_TYPE_2 || (*b.mw).pd != obj.c.qp_base.pd {
+                return Err(libc::EINVAL);
+            }
+            let (wr_id, send_flags) = (head.wr_id, head.send_flags & !send_flags::INLINE);
+            head = abi::SqWqe { wr_id, send_flags, ..bind_request(b.rkey, &b.bind_info) };
         } else if op.is_atomic() {
             let a = wr.wr.atomic;
             (head.remote_addr, head.compare_add, head.swap, head.rkey) = (a.remote_addr, a.compare_add, a.swap, a.rkey);
@@ -297,9 +307,10 @@ unsafe fn push(obj: &QpObj, batch: &mut driver::SendBatch<'_>, wr: &ibv_send_wr)
         obj.c.qp_base.qp_num, wr.wr_id, wr.opcode, wr.send_flags, wr.num_sge
     );
     let inline = wr.send_flags & send_flags::INLINE != 0;
-    if inline && op.returns_data() {
+    if inline && (op.returns_data() || op.is_local()) {
         return Err(libc::EINVAL);
     }
+    let list = if op.is_local() { &[] } else { list };
     let data = if inline { SendWr::Inline(list) } else { SendWr::Sges(list) };
     // SAFETY: the application vouches for its inline data, as ibv_post_send(3) demands.
     unsafe { batch.push(&head, data) }

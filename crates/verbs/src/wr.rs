@@ -7,6 +7,7 @@ use unirdma_driver::{SendBatch, SendWr};
 use unirdma_formats::{QpType, WrOpcode, send_flags};
 use unirdma_verbs_abi::*;
 
+use crate::mw::bind_request;
 use crate::null;
 use crate::qp::{QpObj, create};
 use crate::trace::trace;
@@ -16,7 +17,7 @@ const MASK_CREATE_FLAGS: u32 = 1 << 2;
 const MASK_SEND_OPS: u32 = 1 << 6;
 
 /// Bits of `enum ibv_qp_create_send_ops_flags`, in the order of the opcodes that they stand for.
-const OPS: [WrOpcode; 7] = [
+const OPS: [WrOpcode; 10] = [
     WrOpcode::Write,
     WrOpcode::WriteImm,
     WrOpcode::Send,
@@ -24,6 +25,9 @@ const OPS: [WrOpcode; 7] = [
     WrOpcode::Read,
     WrOpcode::CmpSwap,
     WrOpcode::FetchAdd,
+    WrOpcode::LocalInv,
+    WrOpcode::BindMw,
+    WrOpcode::SendInv,
 ];
 
 /// Requests between `ibv_wr_start` and `ibv_wr_complete`. The lock of the SQ is held by `batch` meanwhile, so that one
@@ -130,6 +134,9 @@ pub unsafe extern "C" fn x_ibv_qp_to_qp_ex(qp: *mut ibv_qp) -> *mut ibv_qp_ex {
 pub(crate) fn fill(x: &mut ibv_qp_ex) {
     x.wr_atomic_cmp_swp = Some(atomic_cmp_swp);
     x.wr_atomic_fetch_add = Some(atomic_fetch_add);
+    x.wr_bind_mw = Some(bind_mw);
+    x.wr_local_inv = Some(local_inv);
+    x.wr_send_inv = Some(send_inv);
     x.wr_rdma_read = Some(rdma_read);
     x.wr_rdma_write = Some(rdma_write);
     x.wr_rdma_write_imm = Some(rdma_write_imm);
@@ -209,6 +216,8 @@ macro_rules! requests {
 requests! {
     send() Send |_w| ();
     send_imm(imm: u32) SendImm |w| w.imm = imm;
+    send_inv(rkey: u32) SendInv |w| w.imm = rkey;
+    local_inv(rkey: u32) LocalInv |w| w.imm = rkey;
     rdma_write(rkey: u32, addr: u64) Write |w| (w.rkey, w.remote_addr) = (rkey, addr);
     rdma_write_imm(rkey: u32, addr: u64, imm: u32) WriteImm |w| (w.rkey, w.remote_addr, w.imm) = (rkey, addr, imm);
     rdma_read(rkey: u32, addr: u64) Read |w| (w.rkey, w.remote_addr) = (rkey, addr);
@@ -216,6 +225,17 @@ requests! {
         |w| (w.rkey, w.remote_addr, w.compare_add, w.swap) = (rkey, addr, compare, swap);
     atomic_fetch_add(rkey: u32, addr: u64, add: u64) FetchAdd
         |w| (w.rkey, w.remote_addr, w.compare_add) = (rkey, addr, add);
+}
+
+unsafe extern "C" fn bind_mw(qp: *mut ibv_qp_ex, mw: *mut ibv_mw, rkey: u32, info: *const ibv_mw_bind_info) {
+    // SAFETY: called between wr_start and wr_complete, with the caller's window and MR.
+    unsafe {
+        if (*mw).pd != (*qp).qp_base.pd {
+            return builder(qp).fail(libc::EINVAL);
+        }
+        let bind = bind_request(rkey, &*info);
+        begin(qp, WrOpcode::BindMw, |w| *w = abi::SqWqe { wr_id: w.wr_id, send_flags: w.send_flags, ..bind });
+    }
 }
 
 unsafe extern "C" fn set_ud_addr(qp: *mut ibv_qp_ex, ah: *mut ibv_ah, remote_qpn: u32, remote_qkey: u32) {

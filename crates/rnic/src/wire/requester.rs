@@ -71,14 +71,22 @@ pub(crate) fn request_packet(
     let part = Part::of(index == 0, ends);
     let wqe = &w.wqe;
     let kind = match op {
-        WrOpcode::Send | WrOpcode::SendImm => Op::Send(part),
+        // Of local requests nothing is ever sent.
+        WrOpcode::Send | WrOpcode::SendImm | WrOpcode::SendInv | WrOpcode::LocalInv | WrOpcode::BindMw => {
+            Op::Send(part)
+        }
         WrOpcode::Write | WrOpcode::WriteImm => Op::Write(part),
         WrOpcode::Read => Op::ReadRequest,
         WrOpcode::CmpSwap => Op::CmpSwap,
         WrOpcode::FetchAdd => Op::FetchAdd,
     };
     let transport = if q.typ == QpType::Uc { Transport::Uc } else { Transport::Rc };
-    let extra = if ends && op.has_imm() { Extra::Imm } else { Extra::None };
+    let extra = match op {
+        _ if !ends => Extra::None,
+        WrOpcode::SendInv => Extra::Invalidate,
+        _ if op.has_imm() => Extra::Imm,
+        _ => Extra::None,
+    };
     let mut head = Packet::new(Opcode { transport, op: kind, extra }, q.attr.dest_qp_num, psn.get());
     head.extra = wqe.imm;
     head.solicited = ends && op.consumes_recv() && wqe.send_flags & send_flags::SOLICITED != 0;
@@ -114,6 +122,10 @@ impl Rnic {
             return if i == 0 { self.fail_head(h, w) } else { None };
         }
         let op = w.op(i);
+        if op.is_local() {
+            // It has its turn when everything before it is answered.
+            return if i == 0 { self.local_head(h, w) } else { None };
+        }
         let f = w.flight.get(i)?;
         let index = w.next.since(f.first);
         let off = u64::from(index) * u64::from(q.mtu);
@@ -198,7 +210,8 @@ impl Rnic {
         if let (None, Some(op)) = (status, op) {
             status = self.check_local(q, &work, op).err();
         }
-        let packets = if status.is_none() { psn_count(work.total, q.mtu) } else { 0 };
+        let sends = status.is_none() && op.is_some_and(|o| !o.is_local());
+        let packets = if sends { psn_count(work.total, q.mtu) } else { 0 };
         let Some(q) = self.qps.get_mut(h) else { return false };
         if w.flight.is_empty() {
             (w.retries_left, w.rnr_left) = (q.attr.retry_cnt, q.attr.rnr_retry);
@@ -210,6 +223,21 @@ impl Rnic {
         w.ssn = w.ssn.wrapping_add(messages);
         w.flight.push_back(Flight { work, first, packets, ssn, status });
         true
+    }
+
+    /// Executes the request at the head, of which nothing is sent.
+    fn local_head(&mut self, h: u32, w: &mut Wire) -> Option<u64> {
+        let f = w.flight.front_mut()?;
+        let status = self.execute_local(h, &f.work);
+        if status != WcStatus::Success {
+            f.status = Some(status);
+            return self.fail_head(h, w);
+        }
+        let f = w.flight.pop_front()?;
+        w.cursor = w.cursor.saturating_sub(1);
+        self.retire(h, &f.work, WcStatus::Success);
+        w.spare.push(f.work);
+        Some(OP_COST)
     }
 
     /// The WQE at the head failed before it was sent.

@@ -7,8 +7,7 @@ use unirdma_formats::{AsyncEvent, NO_CREDITS, Psn, QpType, WcStatus, access, cre
 use unirdma_mem::atomic_u64;
 
 use super::Wire;
-use crate::access::{Side, Tables, list};
-use crate::objects::Qp;
+use crate::access::{Tables, list, remote};
 use crate::rnic::{OP_COST, Rnic};
 use crate::wqe::{NoRecv, RecvDone};
 
@@ -111,10 +110,6 @@ impl Responder {
         self.failed = true;
         self.push(Answer::Nak { psn, msn: self.msn, code, fails: Some(event) });
     }
-}
-
-fn remote(q: &Qp, need: u32, key: u32, addr: u64) -> Side<'static> {
-    Side::Remote { pd: q.pd, session: q.owner.0, access: need, key, addr }
 }
 
 /// Why a request is not executed.
@@ -265,8 +260,11 @@ impl Rnic {
 
     fn on_send(&mut self, h: u32, w: &mut Wire, p: &Packet<'_>, part: Part) -> Result<u32, Refusal> {
         self.continues(h, w, p, part, true)?;
-        if p.opcode.extra == Extra::Invalidate {
-            return Err(INVALID);
+        let invalidated = (p.opcode.extra == Extra::Invalidate).then_some(p.extra);
+        if let Some(key) = invalidated
+            && !self.qps.get(h).is_some_and(|q| self.may_invalidate(q, key))
+        {
+            return Err(NO_ACCESS);
         }
         if part.begins() {
             self.next_recv(h)?;
@@ -289,7 +287,14 @@ impl Rnic {
         };
         w.resp.got += n;
         let imm = (p.opcode.extra == Extra::Imm).then_some(p.extra);
-        let done = RecvDone { byte_len: w.resp.got, imm, write: false, solicited: p.solicited, ..RecvDone::of(q) };
+        let done = RecvDone {
+            byte_len: w.resp.got,
+            imm,
+            invalidated,
+            write: false,
+            solicited: p.solicited,
+            ..RecvDone::of(q)
+        };
         if let Some((status, code)) = refused {
             // On an unreliable connection a message that is too long leaves its receive to the next one.
             if q.typ == QpType::Uc && status == WcStatus::LocLenErr {
@@ -301,6 +306,9 @@ impl Rnic {
         w.resp.message = (!part.ends()).then_some(Message::Send);
         if part.ends() {
             w.resp.msn = w.resp.msn.wrapping_add(1);
+            if let Some(key) = invalidated {
+                self.invalidate(h, key);
+            }
             self.finish_recv(h, done);
         }
         Ok(1)

@@ -1,0 +1,132 @@
+//! Memory windows (IBTA vol. 1, 10.6.7): grants of part of an MR that work requests make and take back.
+
+use unirdma_abi::Status;
+use unirdma_formats::{WcStatus, WrOpcode, access};
+use unirdma_mem::Span;
+
+use crate::mr::{Backing, Mr, Window};
+use crate::objects::{Qp, SessionId, Work};
+use crate::rnic::Rnic;
+
+impl Rnic {
+    /// ALLOC_MW, of type 1 or 2. Returns (handle, rkey).
+    ///
+    /// # Errors
+    /// `BadValue` for another type, `BadHandle`, `Exhausted`.
+    pub fn alloc_mw(&mut self, s: SessionId, pd: u32, typ: u32) -> Result<(u32, u32), Status> {
+        self.own_pd(s, pd)?;
+        let second = match typ {
+            1 => false,
+            2 => true,
+            _ => return Err(Status::BadValue),
+        };
+        let same = self.same_vnic(s);
+        let used = self.mrs.iter().filter(|m| same(m.owner)).count();
+        drop(same);
+        self.quota(s, used, |l| l.max_mr)?;
+        let window = Some(Window { second, parent: None, qpn: 0 });
+        let mr = Mr { window, ..Mr::empty(s, pd) };
+        self.mrs.insert(mr).ok_or(Status::Exhausted)
+    }
+
+    /// DEALLOC_MW: it grants nothing any more.
+    ///
+    /// # Errors
+    /// `BadHandle` if the session has no such window.
+    pub fn dealloc_mw(&mut self, s: SessionId, mw: u32) -> Result<(), Status> {
+        self.mrs.get(mw).filter(|m| m.owner == s && m.window.is_some()).ok_or(Status::BadHandle)?;
+        self.unbind(mw);
+        self.mrs.remove(mw);
+        Ok(())
+    }
+
+    /// A window grants nothing any more.
+    pub(crate) fn unbind(&mut self, mw: u32) {
+        let Some(m) = self.mrs.get_mut(mw) else { return };
+        let Some(w) = &mut m.window else { return };
+        let parent = w.parent.take();
+        w.qpn = 0;
+        (m.access, m.len, m.iova) = (0, 0, 0);
+        m.backing = Backing::Mapped(Span::anonymous(0));
+        m.regions = [].into();
+        if let Some(p) = parent.and_then(|p| self.mrs.get_mut(p)) {
+            p.windows = p.windows.saturating_sub(1);
+        }
+    }
+
+    /// Executes a request that stays at its requester.
+    pub(crate) fn execute_local(&mut self, h: u32, w: &Work) -> WcStatus {
+        let Some(q) = self.qps.get(h) else { return WcStatus::FatalErr };
+        let done = match WrOpcode::from_raw(w.wqe.opcode.into()) {
+            Some(WrOpcode::BindMw) => self.bind(h, w),
+            _ => match self.window_of(q, w.wqe.imm) {
+                Some(mw) => {
+                    self.unbind(mw);
+                    Some(())
+                }
+                None => None,
+            },
+        };
+        if done.is_some() { WcStatus::Success } else { WcStatus::MwBindErr }
+    }
+
+    /// The bound window of type 2 whose grant QP `q` may take back.
+    fn window_of(&self, q: &Qp, key: u32) -> Option<u32> {
+        let handle = self.mrs.handle_of(key)?;
+        let mr = self.mrs.get(handle)?;
+        let bound = mr.window.is_some_and(|w| w.second && w.parent.is_some() && w.qpn == q.qpn);
+        (bound && mr.pd == q.pd).then_some(handle)
+    }
+
+    /// True if a peer of QP `q` may take back the grant of the window with this key.
+    pub(crate) fn may_invalidate(&self, q: &Qp, key: u32) -> bool {
+        self.window_of(q, key).is_some()
+    }
+
+    /// The peer of QP `h` takes the grant of a window back.
+    pub(crate) fn invalidate(&mut self, h: u32, key: u32) {
+        if let Some(mw) = self.qps.get(h).and_then(|q| self.window_of(q, key)) {
+            self.unbind(mw);
+        }
+    }
+
+    /// Binds the window with key `rkey`, whose lower 8 bits are new, to `compare_add` bytes from `remote_addr` on of the MR with the
+    /// lkey that `swap` begins with; the access that it grants is in the upper half of `swap`.
+    fn bind(&mut self, h: u32, work: &Work) -> Option<()> {
+        let q = self.qps.get(h)?;
+        let wqe = &work.wqe;
+        let (addr, len, lkey, flags) = (wqe.remote_addr, wqe.compare_add, wqe.swap as u32, (wqe.swap >> 32) as u32);
+        let (pd, qpn) = (q.pd, q.qpn);
+        let mw = self.mrs.window_like(wqe.rkey)?;
+        let window = self.mrs.get(mw).filter(|m| m.pd == pd)?.window?;
+        if window.second && window.parent.is_some() || flags & !(access::MW_SUPPORTED | access::OPTIONAL_RANGE) != 0 {
+            return None;
+        }
+        if len == 0 {
+            self.unbind(mw);
+            self.mrs.get_mut(mw)?.key = wqe.rkey;
+            return Some(());
+        }
+        let parent = self.mrs.handle_of(lkey)?;
+        let p = self.mrs.get(parent).filter(|m| m.window.is_none() && m.grants(pd, access::MW_BIND, addr, len))?;
+        if flags & (access::REMOTE_WRITE | access::REMOTE_ATOMIC) != 0 && p.access & access::LOCAL_WRITE == 0 {
+            return None;
+        }
+        let off = addr - p.iova;
+        let backing = match &p.backing {
+            Backing::Mapped(span) => Backing::Mapped(span.sub(off, len)?),
+            Backing::Process(mem, base) => Backing::Process(mem.clone(), base.wrapping_add(off)),
+            Backing::Session if flags & access::ZERO_BASED == 0 => Backing::Session,
+            Backing::Session => return None,
+        };
+        let regions = p.regions.clone();
+        self.unbind(mw);
+        let m = self.mrs.get_mut(mw)?;
+        (m.key, m.len, m.backing, m.regions) = (wqe.rkey, len, backing, regions);
+        m.access = flags & (access::REMOTE_WRITE | access::REMOTE_READ | access::REMOTE_ATOMIC);
+        m.iova = if flags & access::ZERO_BASED != 0 { 0 } else { addr };
+        m.window = Some(Window { parent: Some(parent), qpn, ..window });
+        self.mrs.get_mut(parent)?.windows += 1;
+        Some(())
+    }
+}
