@@ -58,13 +58,15 @@ pub enum Command {
     AllocMw = 34,
     DeallocMw = 35,
     ResizeCq = 36,
+    CreateXrcd = 37,
+    DestroyXrcd = 38,
 }
 
 impl Command {
     /// The command of a raw code.
     pub fn from_raw(raw: u8) -> Option<Self> {
         use Command::*;
-        const ALL: [Command; 36] = [
+        const ALL: [Command; 38] = [
             QueryPort,
             CreateCq,
             DestroyCq,
@@ -101,6 +103,8 @@ impl Command {
             AllocMw,
             DeallocMw,
             ResizeCq,
+            CreateXrcd,
+            DestroyXrcd,
         ];
         ALL.get(usize::from(raw).wrapping_sub(1)).copied()
     }
@@ -213,7 +217,7 @@ wire! {
     CreateQpReq = 80 {
         pdn: u32, qp_type: u8, sq_sig_all: u8, has_srq: u8, reserved: u8,
         send_cqn: u32, recv_cqn: u32, cap: QpCap, srqn: u32,
-        ctrl_addr: u64, sq_addr: u64, rq_addr: u64, reserved3: [u64; 2],
+        ctrl_addr: u64, sq_addr: u64, rq_addr: u64, xrcdn: u32, reserved3: u32, reserved4: u64,
     }
     /// `db_slot`: the doorbell bit of this QP.
     CreateQpResp = 32 { qpn: u32, db_slot: u32, cap: QpCap, reserved: u32 }
@@ -221,10 +225,13 @@ wire! {
     /// The ring is the driver's memory, as an RQ of these capabilities would be; `ctrl_addr`: a [`crate::QpCtrl`], of which
     /// the RQ's part is used.
     CreateSrqReq = 48 {
-        pdn: u32, max_wr: u32, max_sge: u32, limit: u32, ctrl_addr: u64, ring_addr: u64, reserved: [u64; 2],
+        pdn: u32, max_wr: u32, max_sge: u32, limit: u32, ctrl_addr: u64, ring_addr: u64,
+        is_xrc: u32, xrcdn: u32, cqn: u32, reserved: u32,
     }
-    /// `max_wr` is what the ring really holds.
-    CreateSrqResp = 16 { srqn: u32, max_wr: u32, reserved: [u32; 2] }
+    /// `max_wr` is what the ring really holds; `number` what XRC requests name it by.
+    CreateSrqResp = 16 { srqn: u32, max_wr: u32, number: u32, reserved: u32 }
+    /// An XRC domain; programs share it by device and inode of a file if `flags` has [`XRCD_SHARED`].
+    CreateXrcdReq = 24 { dev: u64, ino: u64, flags: u32, reserved: u32 }
     ModifySrqReq = 16 { srqn: u32, limit: u32, reserved: [u32; 2] }
     QuerySrqResp = 16 { max_wr: u32, max_sge: u32, limit: u32, reserved: u32 }
 
@@ -270,6 +277,12 @@ wire! {
 pub const EVENT_COMPLETION: u32 = 0x100;
 /// `Event::kind` on a completion event virtqueue: CM_EVENT has something.
 pub const EVENT_CM: u32 = 0x101;
+/// `CreateXrcdReq::flags`: it has a file.
+pub const XRCD_SHARED: u32 = 1;
+/// It may be new.
+pub const XRCD_CREATE: u32 = 2;
+/// It must be new.
+pub const XRCD_EXCLUSIVE: u32 = 4;
 /// `CreateCqReq::comp_queue` of a CQ without events.
 pub const NO_COMP_QUEUE: u32 = u32::MAX;
 /// `ReqNotifyReq::flags` and the low bits of `CqCtrl::arm`: any completion.
@@ -283,10 +296,10 @@ mod tests {
 
     #[test]
     fn command_codes_are_those_of_the_rfc() {
-        for raw in 1..=36u8 {
+        for raw in 1..=38u8 {
             assert_eq!(Command::from_raw(raw).unwrap() as u8, raw);
         }
-        assert_eq!((Command::from_raw(0), Command::from_raw(37)), (None, None));
+        assert_eq!((Command::from_raw(0), Command::from_raw(39)), (None, None));
         assert_eq!(Command::RegUserMr as u8, 9);
         assert_eq!(Command::ReqNotifyCq as u8, 18);
     }

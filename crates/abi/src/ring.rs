@@ -25,7 +25,7 @@ pub struct SqWqe {
     pub compare_add: u64,
     /// Or the lkey of the MR that a memory window is bound to, and in the upper half the access that it grants.
     pub swap: u64,
-    /// UD: address handle, and the destination's number and Q_Key.
+    /// UD: address handle, and the destination's number and Q_Key. XRC: the number of the SRQ is in `dest_qpn`.
     pub ah: u32,
     pub dest_qpn: u32,
     pub qkey: u32,
@@ -201,7 +201,7 @@ impl QpLayout {
         let sge = size_of::<Sge>() as u32;
         ok.then(|| QpLayout {
             sq_entries: cap.max_send_wr.max(1).next_power_of_two(),
-            sq_stride: (SQ_DATA as u32 + (cap.max_send_sge * sge).max(cap.max_inline_data)).next_multiple_of(64),
+            sq_stride: (SQ_DATA as u32 + (cap.max_send_sge * sge).max(cap.max_inline_data).max(8)).next_multiple_of(64),
             rq_entries: cap.max_recv_wr.max(1).next_power_of_two(),
             rq_stride: RQ_DATA as u32 + cap.max_recv_sge.max(1) * sge,
         })

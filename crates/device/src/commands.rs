@@ -2,10 +2,10 @@
 
 use unirdma_abi as abi;
 use unirdma_abi::{Command, Status};
-use unirdma_formats::Gid;
+use unirdma_formats::{Gid, QpType};
 use unirdma_link::Memory;
 use unirdma_mem::{Bell, CqRing, QpRings, Span};
-use unirdma_rnic::{Backing, CreateQp, Rnic, SrqAttr};
+use unirdma_rnic::{Backing, CreateQp, OpenXrcd, Rnic, SrqAttr};
 use zerocopy::{FromBytes, Immutable, IntoBytes};
 
 use crate::{Device, lock};
@@ -37,7 +37,7 @@ fn nothing(r: Result<(), Status>) -> Answer {
 fn response_bytes(c: Command) -> usize {
     match c {
         Command::QueryPort => size_of::<abi::QueryPortResp>(),
-        Command::CreateCq | Command::CreatePd | Command::CreateAh => size_of::<abi::HandleResp>(),
+        Command::CreateCq | Command::CreatePd | Command::CreateAh | Command::CreateXrcd => size_of::<abi::HandleResp>(),
         Command::GetDmaMr | Command::CreateMr | Command::RegUserMr | Command::AllocMw => size_of::<abi::MrResp>(),
         Command::MapMrSg => 8,
         Command::CreateQp => size_of::<abi::CreateQpResp>(),
@@ -154,6 +154,17 @@ impl Device {
                 let r: abi::QueryQpReq = parse(data)?;
                 answer(abi::QueryQpResp { attr: rnic.query_qp(s, r.qpn)? })
             }
+            Command::CreateXrcd => {
+                let r: abi::CreateXrcdReq = parse(data)?;
+                let flag = |bit: u32| r.flags & bit != 0;
+                let open = OpenXrcd {
+                    key: flag(abi::XRCD_SHARED).then_some((r.dev, r.ino)),
+                    create: flag(abi::XRCD_CREATE),
+                    exclusive: flag(abi::XRCD_EXCLUSIVE),
+                };
+                answer(abi::HandleResp { handle: rnic.create_xrcd(s, open)?, reserved: 0 })
+            }
+            Command::DestroyXrcd => nothing(rnic.destroy_xrcd(s, handle(data)?)),
             Command::CreateAh => {
                 let r: abi::CreateAhReq = parse(data)?;
                 answer(abi::HandleResp { handle: rnic.create_ah(s, r.pdn, &r.attr)?, reserved: 0 })
@@ -166,7 +177,7 @@ impl Device {
                 nothing(rnic.modify_srq(s, r.srqn, r.limit))
             }
             Command::QuerySrq => {
-                let SrqAttr { max_wr, max_sge, limit } = rnic.query_srq(s, handle(data)?)?;
+                let SrqAttr { max_wr, max_sge, limit, .. } = rnic.query_srq(s, handle(data)?)?;
                 answer(abi::QuerySrqResp { max_wr, max_sge, limit, reserved: 0 })
             }
             Command::Cm => answer(rnic.cm(s, &parse::<abi::CmReq>(data)?)?),
@@ -267,6 +278,7 @@ impl Device {
             send_cq: r.send_cqn,
             recv_cq: r.recv_cqn,
             srq: (r.has_srq != 0).then_some(r.srqn),
+            xrcd: (u32::from(r.qp_type) == QpType::XrcRecv as u32).then_some(r.xrcdn),
             sig_all: r.sq_sig_all != 0,
             cap,
             rings,
@@ -282,9 +294,10 @@ impl Device {
         let ctrl = span(&self.memory, r.ctrl_addr, size_of::<abi::QpCtrl>() as u64)?;
         let ring = span(&self.memory, r.ring_addr, layout.rq_bytes() as u64)?;
         let rings = QpRings::receive_only(ctrl, ring, layout).ok_or(Status::BadAddress)?;
-        let attr = SrqAttr { max_wr: layout.rq_entries, max_sge: r.max_sge, limit: r.limit };
-        let srqn = rnic.create_srq(self.session, r.pdn, attr, rings)?;
-        answer(abi::CreateSrqResp { srqn, max_wr: attr.max_wr, ..Default::default() })
+        let xrc = (r.is_xrc != 0).then_some((r.xrcdn, r.cqn));
+        let attr = SrqAttr { max_wr: layout.rq_entries, max_sge: r.max_sge, limit: r.limit, xrc };
+        let (srqn, number) = rnic.create_srq(self.session, r.pdn, attr, rings)?;
+        answer(abi::CreateSrqResp { srqn, max_wr: attr.max_wr, number, reserved: 0 })
     }
 
     fn reg_user_mr(&self, rnic: &mut Rnic, data: &[u8]) -> Answer {

@@ -5,6 +5,7 @@ use std::sync::{Arc, Mutex};
 
 use unirdma_abi as abi;
 use unirdma_abi::Command;
+use unirdma_formats::WrOpcode;
 use unirdma_mem::{CqTail, QpRings};
 use zerocopy::IntoBytes;
 
@@ -215,6 +216,8 @@ pub struct QpInit {
     pub recv_cqn: u32,
     /// SRQ handle, if receives come from there.
     pub srqn: Option<u32>,
+    /// XRC domain handle, for the target of an XRC connection.
+    pub xrcdn: Option<u32>,
     /// Wanted capabilities.
     pub cap: abi::QpCap,
 }
@@ -291,6 +294,7 @@ impl Qp {
             recv_cqn: init.recv_cqn,
             has_srq: init.srqn.is_some().into(),
             srqn: init.srqn.unwrap_or(0),
+            xrcdn: init.xrcdn.unwrap_or(0),
             cap: init.cap,
             ctrl_addr: ctrl.bus,
             sq_addr: sq.bus,
@@ -393,7 +397,8 @@ impl SendBatch<'_> {
             }
             SendWr::Inline(s) => {
                 let total: u64 = s.iter().map(|s| u64::from(s.length)).sum();
-                if total > self.qp.cap.max_inline_data.into() {
+                let op = WrOpcode::from_raw(head.opcode.into()).ok_or(libc::EINVAL)?;
+                if total > op.inline_bytes(self.qp.cap.max_inline_data).into() {
                     return Err(libc::EINVAL);
                 }
                 head.inline_len = total as u16;
@@ -434,6 +439,8 @@ pub struct Srq {
     ctx: Arc<Context>,
     /// Its handle.
     pub srqn: u32,
+    /// What XRC requests name it by; 0 if it is none for XRC.
+    pub number: u32,
     /// Receives that it holds.
     pub max_wr: u32,
     /// SGEs of one receive.
@@ -448,14 +455,15 @@ impl Srq {
     ///
     /// # Errors
     /// `EINVAL` for more than the device's limits, or those of the device.
-    pub fn create(ctx: &Arc<Context>, pdn: u32, max_wr: u32, max_sge: u32, limit: u32) -> Result<Self> {
+    pub fn create(ctx: &Arc<Context>, pdn: u32, max_wr: u32, max_sge: u32, xrc: Option<(u32, u32)>) -> Result<Self> {
         let cap = abi::QpCap { max_recv_wr: max_wr, max_recv_sge: max_sge, ..Default::default() };
         let layout = abi::QpLayout::of(&cap).filter(|_| max_wr > 0).ok_or(libc::EINVAL)?;
         let mut blocks = Vec::new();
-        match Self::create_in(ctx, pdn, max_wr, max_sge, limit, layout, &mut blocks) {
+        match Self::create_in(ctx, pdn, max_wr, max_sge, xrc, layout, &mut blocks) {
             Ok((resp, rings)) => Ok(Srq {
                 ctx: ctx.clone(),
                 srqn: resp.srqn,
+                number: resp.number,
                 max_wr: resp.max_wr,
                 max_sge,
                 rings,
@@ -474,7 +482,7 @@ impl Srq {
         pdn: u32,
         max_wr: u32,
         max_sge: u32,
-        limit: u32,
+        xrc: Option<(u32, u32)>,
         layout: abi::QpLayout,
         blocks: &mut Vec<Block>,
     ) -> Result<(abi::CreateSrqResp, QpRings)> {
@@ -484,7 +492,10 @@ impl Srq {
         let [ctrl, ring] = &blocks[..] else { return Err(libc::ENOMEM) };
         let (ctrl_addr, ring_addr) = (ctrl.bus, ring.bus);
         let rings = QpRings::receive_only(ctrl.span.clone(), ring.span.clone(), layout).ok_or(libc::EPROTO)?;
-        let req = abi::CreateSrqReq { pdn, max_wr, max_sge, limit, ctrl_addr, ring_addr, ..Default::default() };
+        let (xrcdn, cqn) = xrc.unwrap_or_default();
+        let is_xrc = xrc.is_some().into();
+        let req =
+            abi::CreateSrqReq { pdn, max_wr, max_sge, ctrl_addr, ring_addr, is_xrc, xrcdn, cqn, ..Default::default() };
         Ok((ctx.command(Command::CreateSrq, &req)?, rings))
     }
 

@@ -44,6 +44,10 @@ code!(
         Uc = 3,
         /// Unreliable datagram.
         Ud = 4,
+        /// Initiator of an extended reliable connection.
+        XrcSend = 9,
+        /// Its target.
+        XrcRecv = 10,
     }
 );
 
@@ -70,18 +74,29 @@ code!(
         BindMw = 8,
         /// SEND that takes the grant of a memory window of the peer back.
         SendInv = 9,
+        /// RDMA WRITE of 8 bytes at once.
+        AtomicWrite = 15,
     }
 );
 
 impl QpType {
     /// True if the responder answers, and requests are retried.
     pub fn is_reliable(self) -> bool {
-        self == QpType::Rc
+        matches!(self, QpType::Rc | QpType::XrcSend | QpType::XrcRecv)
+    }
+    /// The type of the QP that one of this type is connected to.
+    pub fn peer(self) -> QpType {
+        match self {
+            QpType::XrcSend => QpType::XrcRecv,
+            QpType::XrcRecv => QpType::XrcSend,
+            same => same,
+        }
     }
     /// True if a QP of this type may be asked to do `op` (IBTA vol. 1, table 33).
     pub fn allows(self, op: WrOpcode) -> bool {
         match self {
-            QpType::Rc => true,
+            QpType::Rc | QpType::XrcSend => true,
+            QpType::XrcRecv => false,
             QpType::Uc => !op.returns_data() && op != WrOpcode::SendInv,
             QpType::Ud => matches!(op, WrOpcode::Send | WrOpcode::SendImm),
         }
@@ -99,7 +114,12 @@ impl WrOpcode {
             WrOpcode::FetchAdd => WcOpcode::FetchAdd,
             WrOpcode::LocalInv => WcOpcode::LocalInv,
             WrOpcode::BindMw => WcOpcode::BindMw,
+            WrOpcode::AtomicWrite => WcOpcode::AtomicWrite,
         }
+    }
+    /// Bytes that may be in its WQE, at a QP whose requests may have `most`: the value of an atomic WRITE always.
+    pub fn inline_bytes(self, most: u32) -> u32 {
+        if self == WrOpcode::AtomicWrite { most.max(8) } else { most }
     }
     /// True if the peer must have a receive work request posted.
     pub fn consumes_recv(self) -> bool {
@@ -117,11 +137,15 @@ impl WrOpcode {
     pub fn has_imm(self) -> bool {
         matches!(self, WrOpcode::SendImm | WrOpcode::WriteImm)
     }
-    /// True if the responder answers with data: READ and the atomics. It holds only so many of those.
+    /// True if the responder answers with more than an ACK, as to a READ: it holds only so many of those.
     pub fn returns_data(self) -> bool {
+        self.stores_locally() || self == WrOpcode::AtomicWrite
+    }
+    /// True if what the responder answers is put into the requester's memory: READ and the atomics that fetch.
+    pub fn stores_locally(self) -> bool {
         self == WrOpcode::Read || self.is_atomic()
     }
-    /// True for the two 8-byte atomics.
+    /// True for the two 8-byte atomics that fetch.
     pub fn is_atomic(self) -> bool {
         matches!(self, WrOpcode::CmpSwap | WrOpcode::FetchAdd)
     }
@@ -144,6 +168,8 @@ code!(
         BindMw = 5,
         /// The grant of a memory window was taken back.
         LocalInv = 6,
+        /// An atomic WRITE.
+        AtomicWrite = 9,
         /// A SEND was received.
         Recv = 128,
         /// A WRITE with immediate was received.

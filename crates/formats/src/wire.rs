@@ -13,7 +13,7 @@ pub const ICRC_BYTES: usize = 4;
 /// Bytes of a base transport header.
 pub const BTH_BYTES: usize = 12;
 /// Most bytes that the headers of one packet take.
-pub const MAX_HEADER_BYTES: usize = BTH_BYTES + 28;
+pub const MAX_HEADER_BYTES: usize = BTH_BYTES + 4 + 28;
 /// The only P_Key of this device: the default one, full member.
 pub const DEFAULT_PKEY: u16 = 0xffff;
 
@@ -26,6 +26,8 @@ pub enum Transport {
     Uc,
     /// Unreliable datagram.
     Ud,
+    /// Extended reliable connection (annex A14).
+    Xrc,
     /// Congestion notification (annex A17): one opcode.
     Cnp,
 }
@@ -82,6 +84,8 @@ pub enum Op {
     CmpSwap,
     /// Fetch and add.
     FetchAdd,
+    /// Atomic write.
+    AtomicWrite,
     /// Congestion notification.
     Cnp,
 }
@@ -119,6 +123,7 @@ impl std::fmt::Display for Opcode {
             Op::AtomicAck => ("atomic ACK", None),
             Op::CmpSwap => ("compare and swap", None),
             Op::FetchAdd => ("fetch and add", None),
+            Op::AtomicWrite => ("atomic write", None),
             Op::Cnp => return f.write_str("CNP"),
         };
         let transport = format!("{:?}", self.transport).to_uppercase();
@@ -134,8 +139,8 @@ impl std::fmt::Display for Opcode {
     }
 }
 
-/// The five low bits of each opcode (IBTA vol. 1, table 38).
-const OPS: [(u8, Op, Extra); 23] = {
+/// The five low bits of each opcode (IBTA vol. 1, table 38; annex A19 for the last).
+const OPS: [(u8, Op, Extra); 24] = {
     use Extra::{Imm, Invalidate, None};
     use Part::{First, Last, Middle, Only};
     [
@@ -162,6 +167,7 @@ const OPS: [(u8, Op, Extra); 23] = {
         (0x14, Op::FetchAdd, None),
         (0x16, Op::Send(Last), Invalidate),
         (0x17, Op::Send(Only), Invalidate),
+        (0x1d, Op::AtomicWrite, None),
     ]
 };
 
@@ -174,6 +180,7 @@ impl Opcode {
             0 => Transport::Rc,
             1 => Transport::Uc,
             3 => Transport::Ud,
+            5 => Transport::Xrc,
             _ if raw == CNP => return Some(Opcode { transport: Transport::Cnp, op: Op::Cnp, extra: Extra::None }),
             _ => return None,
         };
@@ -184,7 +191,7 @@ impl Opcode {
 
     fn exists(self) -> bool {
         match self.transport {
-            Transport::Rc => self.op != Op::Cnp,
+            Transport::Rc | Transport::Xrc => self.op != Op::Cnp,
             Transport::Uc => matches!(self.op, Op::Send(_) | Op::Write(_)) && self.extra != Extra::Invalidate,
             Transport::Ud => matches!(self.op, Op::Send(Part::Only)) && self.extra != Extra::Invalidate,
             Transport::Cnp => self.op == Op::Cnp,
@@ -197,6 +204,7 @@ impl Opcode {
             Transport::Rc => 0,
             Transport::Uc => 0x20,
             Transport::Ud => 0x60,
+            Transport::Xrc => 0xa0,
             Transport::Cnp => return (self.op == Op::Cnp).then_some(CNP),
         };
         let low = OPS.iter().find(|r| (r.1, r.2) == (self.op, self.extra))?.0;
@@ -204,7 +212,7 @@ impl Opcode {
     }
 
     fn has_reth(self) -> bool {
-        matches!(self.op, Op::Write(p) if p.begins()) || self.op == Op::ReadRequest
+        matches!(self.op, Op::Write(p) if p.begins()) || matches!(self.op, Op::ReadRequest | Op::AtomicWrite)
     }
     fn has_aeth(self) -> bool {
         matches!(self.op, Op::ReadResponse(p) if p != Part::Middle) || matches!(self.op, Op::Ack | Op::AtomicAck)
@@ -212,14 +220,20 @@ impl Opcode {
     fn has_atomic(self) -> bool {
         matches!(self.op, Op::CmpSwap | Op::FetchAdd)
     }
+    /// Requests name their SRQ.
+    fn has_xrceth(self) -> bool {
+        let answer = matches!(self.op, Op::ReadResponse(_) | Op::Ack | Op::AtomicAck);
+        self.transport == Transport::Xrc && !answer
+    }
     fn has_payload(self) -> bool {
-        matches!(self.op, Op::Send(_) | Op::Write(_) | Op::ReadResponse(_))
+        matches!(self.op, Op::Send(_) | Op::Write(_) | Op::ReadResponse(_) | Op::AtomicWrite)
     }
 
     /// Bytes of all headers of a packet with this opcode.
     pub fn header_bytes(self) -> usize {
         BTH_BYTES
             + if self.transport == Transport::Ud { 8 } else { 0 }
+            + if self.has_xrceth() { 4 } else { 0 }
             + if self.has_reth() { 16 } else { 0 }
             + if self.has_aeth() { 4 } else { 0 }
             + if self.op == Op::AtomicAck { 8 } else { 0 }
@@ -324,6 +338,8 @@ pub struct Packet<'a> {
     /// What an atomic found (AtomicAckETH).
     pub original: u64,
     pub deth: Deth,
+    /// Number of the SRQ that an XRC request is for.
+    pub srqn: u32,
     /// Immediate data as the application gave it (network order in memory), or the rkey to invalidate.
     pub extra: u32,
     pub payload: &'a [u8],
@@ -347,6 +363,7 @@ impl<'a> Packet<'a> {
             atomic: AtomicEth::default(),
             original: 0,
             deth: Deth::default(),
+            srqn: 0,
             extra: 0,
             payload: &[],
         }
@@ -375,6 +392,9 @@ impl<'a> Packet<'a> {
         p.ack_req = psn >> 31 != 0;
         if opcode.transport == Transport::Ud {
             p.deth = Deth { qkey: r.u32()?, src_qp: r.u32()? & 0xff_ffff };
+        }
+        if opcode.has_xrceth() {
+            p.srqn = r.u32()? & 0xff_ffff;
         }
         if opcode.has_reth() {
             p.reth = Reth { va: r.u64()?, rkey: r.u32()?, dma_len: r.u32()? };
@@ -424,6 +444,9 @@ impl<'a> Packet<'a> {
         if self.opcode.transport == Transport::Ud {
             w.put(&self.deth.qkey.to_be_bytes());
             w.put(&(self.deth.src_qp & 0xff_ffff).to_be_bytes());
+        }
+        if self.opcode.has_xrceth() {
+            w.put(&(self.srqn & 0xff_ffff).to_be_bytes());
         }
         if self.opcode.has_reth() {
             w.put(&self.reth.va.to_be_bytes());
@@ -570,8 +593,8 @@ mod tests {
         for &r in &known {
             assert_eq!(Opcode::from_raw(r).unwrap().raw(), Some(r));
         }
-        // RC 23, UC 12, UD 2, CNP.
-        assert_eq!(known.len(), 23 + 12 + 2 + 1);
+        // RC and XRC 24, UC 12, UD 2, CNP.
+        assert_eq!(known.len(), 2 * 24 + 12 + 2 + 1);
     }
 
     #[test]

@@ -12,7 +12,7 @@ use std::net::IpAddr;
 use std::os::fd::{BorrowedFd, OwnedFd};
 use std::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering};
 use std::sync::{Arc, Condvar, Mutex, RwLock};
-use std::time::{Instant, SystemTime};
+use std::time::SystemTime;
 
 use rustix::event::{EventfdFlags, epoll};
 use rustix::net::SendFlags;
@@ -70,7 +70,6 @@ pub struct Engine {
     /// Until then the port is polled; later its descriptors wake poller 0.
     port_until_ns: AtomicU64,
     capture: Mutex<Option<Sink>>,
-    start: Instant,
     idle_ns: u64,
     yields: bool,
 }
@@ -141,7 +140,6 @@ impl Engine {
             port: port.map(Mutex::new),
             port_until_ns: AtomicU64::new(0),
             capture: Mutex::default(),
-            start: Instant::now(),
             idle_ns: c.spin_us * 1000,
             yields,
         });
@@ -167,9 +165,10 @@ impl Engine {
         self.wake_others();
     }
 
-    /// Nanoseconds since the engine started.
+    /// The monotonic clock, nanoseconds: completions carry it, and programs of this machine can ask for it too.
     pub fn now(&self) -> u64 {
-        self.start.elapsed().as_nanos() as u64
+        let t = rustix::time::clock_gettime(rustix::time::ClockId::Monotonic);
+        t.tv_sec as u64 * 1_000_000_000 + t.tv_nsec as u64
     }
 
     /// Tells the pollers where a session's events go.

@@ -126,7 +126,7 @@ impl<'a> Tables<'a> {
 
 /// A gather or scatter list of QP `q`.
 pub(crate) fn list<'a>(q: &Qp, sges: &'a [abi::Sge], access: u32) -> Side<'a> {
-    Side::List { pd: q.pd, session: q.owner.0, access, sges }
+    Side::List { pd: q.pd, session: q.memory.0, access, sges }
 }
 
 /// The requester's side of a request.
@@ -134,14 +134,13 @@ pub(crate) fn local_side<'a>(q: &Qp, w: &'a Work, op: WrOpcode) -> Side<'a> {
     if w.wqe.send_flags & send_flags::INLINE != 0 {
         return Side::Inline(&w.inline[..w.total as usize]);
     }
-    let stores = op == WrOpcode::Read || op.is_atomic();
-    list(q, &w.sges[..w.num_sge], if stores { access::LOCAL_WRITE } else { 0 })
+    list(q, &w.sges[..w.num_sge], if op.stores_locally() { access::LOCAL_WRITE } else { 0 })
 }
 
 /// What the responder's MR and QP must grant; 0 for SEND.
 pub(crate) fn remote_access(op: WrOpcode) -> u32 {
     match op {
-        WrOpcode::Write | WrOpcode::WriteImm => access::REMOTE_WRITE,
+        WrOpcode::Write | WrOpcode::WriteImm | WrOpcode::AtomicWrite => access::REMOTE_WRITE,
         WrOpcode::Read => access::REMOTE_READ,
         WrOpcode::CmpSwap | WrOpcode::FetchAdd => access::REMOTE_ATOMIC,
         _ => 0,
@@ -150,7 +149,7 @@ pub(crate) fn remote_access(op: WrOpcode) -> u32 {
 
 /// A range of the memory that QP `p` answers for.
 pub(crate) fn remote<'a>(p: &Qp, access: u32, key: u32, addr: u64) -> Side<'a> {
-    Side::Remote { pd: p.pd, session: p.owner.0, qpn: p.qpn, access, key, addr }
+    Side::Remote { pd: p.pd, session: p.memory.0, qpn: p.qpn, access, key, addr }
 }
 
 /// The responder's side of a one-sided request.

@@ -52,6 +52,51 @@ const RC: &[Row] = &[
     ),
 ];
 
+/// As [`RC`], of the initiator of an XRC connection: it answers nothing.
+const XRC_SEND: &[Row] = &[
+    (Reset, Init, PKEY_INDEX | PORT | ACCESS_FLAGS, 0),
+    (Init, Init, 0, PKEY_INDEX | PORT | ACCESS_FLAGS),
+    (
+        Init,
+        Rtr,
+        AV | PATH_MTU | DEST_QPN | RQ_PSN,
+        ALT_PATH | ACCESS_FLAGS | PKEY_INDEX | MAX_DEST_RD_ATOMIC | MIN_RNR_TIMER,
+    ),
+    (Rtr, Rts, TIMEOUT | RETRY_CNT | RNR_RETRY | SQ_PSN | MAX_QP_RD_ATOMIC, RTS_OPTIONAL),
+    (Rts, Rts, 0, RTS_OPTIONAL),
+    (Rts, Sqd, 0, EN_SQD_ASYNC_NOTIFY),
+    (Sqd, Rts, 0, RTS_OPTIONAL),
+    (
+        Sqd,
+        Sqd,
+        0,
+        PORT | AV
+            | TIMEOUT
+            | RETRY_CNT
+            | RNR_RETRY
+            | MAX_QP_RD_ATOMIC
+            | ALT_PATH
+            | CUR_STATE
+            | PKEY_INDEX
+            | ACCESS_FLAGS
+            | PATH_MIG_STATE,
+    ),
+];
+
+/// As [`RC`], of its target: it asks for nothing.
+const XRC_RECV: &[Row] = &[
+    (Reset, Init, PKEY_INDEX | PORT | ACCESS_FLAGS, 0),
+    (Init, Init, 0, PKEY_INDEX | PORT | ACCESS_FLAGS),
+    (
+        Init,
+        Rtr,
+        AV | PATH_MTU | DEST_QPN | RQ_PSN | MAX_DEST_RD_ATOMIC | MIN_RNR_TIMER,
+        ALT_PATH | ACCESS_FLAGS | PKEY_INDEX,
+    ),
+    (Rtr, Rts, SQ_PSN, TIMEOUT | RETRY_CNT | RNR_RETRY | MAX_QP_RD_ATOMIC | RTS_OPTIONAL),
+    (Rts, Rts, 0, RTS_OPTIONAL),
+];
+
 const UC_OPTIONAL: u32 = CUR_STATE | ALT_PATH | ACCESS_FLAGS | PATH_MIG_STATE;
 
 /// As [`RC`], of a UC QP.
@@ -89,6 +134,8 @@ pub fn transition(typ: QpType, from: QpState, to: QpState) -> Option<Transition>
         QpType::Rc => RC,
         QpType::Uc => UC,
         QpType::Ud => UD,
+        QpType::XrcSend => XRC_SEND,
+        QpType::XrcRecv => XRC_RECV,
     };
     rows.iter().find(|t| (t.0, t.1) == (from, to)).map(|t| Transition { required: t.2, optional: t.3 })
 }

@@ -7,16 +7,14 @@
 use std::net::IpAddr;
 
 use unirdma_formats::net::{ETH_BYTES, Flow, MAX_IP_UDP_BYTES, VXLAN_BYTES, VXLAN_PORT, seal, vxlan};
-use unirdma_formats::wire::{
-    Aeth, Extra, ICRC_BYTES, MAX_HEADER_BYTES, Op, Opcode, Packet, Part, Transport, padding, syndrome,
-};
+use unirdma_formats::wire::{Aeth, Extra, ICRC_BYTES, MAX_HEADER_BYTES, Op, Opcode, Packet, Part, padding, syndrome};
 use unirdma_formats::{Gid, WrOpcode, pcap, psn_count};
 
 use crate::access::{Tables, local_side};
 use crate::datagram::ethernet;
 use crate::objects::{Qp, VnicId, Work};
 use crate::rnic::{MAX_MTU, Rnic};
-use crate::wire::{Path, request_packet};
+use crate::wire::{Path, request_packet, transport_of};
 
 /// What is captured, and how.
 #[derive(Clone, Debug, Default)]
@@ -180,6 +178,7 @@ impl Rnic {
         let there = self.flow(q);
         let back = Flow { src: there.dst, dst: there.src, ..there };
         let (own, mtu, first) = (q.qpn, q.mtu, q.sq_psn);
+        let transport = transport_of(q.typ);
         let (reliable, failed) = (q.typ.is_reliable(), code != syndrome::ACK);
         let packets = psn_count(w.total, mtu);
         let mut buffer = [0; MAX_MTU as usize];
@@ -203,7 +202,7 @@ impl Rnic {
             return;
         }
         let answer = |op: Op, psn: u32, code: u8| {
-            let opcode = Opcode { transport: Transport::Rc, op, extra: Extra::None };
+            let opcode = Opcode { transport, op, extra: Extra::None };
             let mut p = Packet::new(opcode, own, psn);
             p.aeth = Aeth { syndrome: code, msn: 0 };
             p
@@ -231,6 +230,9 @@ impl Rnic {
                 let _ = tables.load(local_side(q, w, op), 0, &mut found);
                 let p = Packet { original: u64::from_ne_bytes(found), ..answer(Op::AtomicAck, first.get(), code) };
                 self.tap_local(&back, &p, &[]);
+            }
+            WrOpcode::AtomicWrite => {
+                self.tap_local(&back, &answer(Op::ReadResponse(Part::Only), first.get(), code), &[]);
             }
             _ => self.tap_local(&back, &answer(Op::Ack, first.advance(packets - 1).get(), code), &[]),
         }

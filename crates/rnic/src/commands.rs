@@ -10,7 +10,7 @@ use unirdma_mem::{Bell, CqRing};
 use crate::attr;
 use crate::datagram::Backlog;
 use crate::mr::{Backing, Mr, Resolve};
-use crate::objects::{Counters, Cq, CreateQp, Pd, Qp, SessionId, VnicId, Wait};
+use crate::objects::{Counters, Cq, CreateQp, Pd, Qp, SessionId, Srq, VnicId, Wait};
 use crate::rnic::Rnic;
 use crate::wire::Wire;
 
@@ -81,7 +81,7 @@ impl Rnic {
         let used = self.mrs.iter().any(|m| m.pd == pd)
             || self.ahs.iter().any(|(_, a)| a.pd == pd)
             || self.srqs.iter().any(|(_, a)| a.pd == pd)
-            || self.qps.iter().any(|(_, q)| q.pd == pd);
+            || self.qps.iter().any(|(_, q)| q.pd == pd && q.typ != QpType::XrcRecv);
         if used {
             return Err(Status::Busy);
         }
@@ -100,7 +100,7 @@ impl Rnic {
         self.cqs.insert_with(|_| cq).ok_or(Status::Exhausted)
     }
 
-    fn own_cq(&self, s: SessionId, cq: u32) -> Result<&Cq> {
+    pub(crate) fn own_cq(&self, s: SessionId, cq: u32) -> Result<&Cq> {
         self.cqs.get(cq).filter(|c| c.owner == s).ok_or(Status::BadHandle)
     }
 
@@ -119,10 +119,12 @@ impl Rnic {
     /// DESTROY_CQ.
     ///
     /// # Errors
-    /// `Busy` while QPs use it.
+    /// `Busy` while QPs or XRC SRQs use it.
     pub fn destroy_cq(&mut self, s: SessionId, cq: u32) -> Result<()> {
         self.own_cq(s, cq)?;
-        if self.qps.iter().any(|(_, q)| q.send_cq == cq || q.recv_cq == cq) {
+        let of_qp = |q: &Qp| (q.send_cq == cq || q.recv_cq == cq) && q.typ != QpType::XrcRecv;
+        let of_srq = |q: &Srq| q.xrc.is_some_and(|x| x.cq == cq);
+        if self.qps.iter().any(|(_, q)| of_qp(q)) || self.srqs.iter().any(|(_, q)| of_srq(q)) {
             return Err(Status::Busy);
         }
         self.cqs.remove(cq);
@@ -236,9 +238,16 @@ impl Rnic {
     /// `Unsupported` for a type that is not offered, `BadHandle`, or `Exhausted` at a quota.
     pub fn create_qp(&mut self, s: SessionId, typ: u8, c: CreateQp) -> Result<(u32, u32)> {
         let typ = QpType::from_raw(typ.into()).ok_or(Status::Unsupported)?;
-        self.own_pd(s, c.pd)?;
-        self.own_cq(s, c.send_cq)?;
-        self.own_cq(s, c.recv_cq)?;
+        let xrcd = match (typ, c.xrcd) {
+            (QpType::XrcRecv, Some(xrcd)) => Some((xrcd, self.own_xrcd(s, xrcd)?)),
+            (QpType::XrcRecv, None) => return Err(Status::BadValue),
+            _ => {
+                self.own_pd(s, c.pd)?;
+                self.own_cq(s, c.send_cq)?;
+                self.own_cq(s, c.recv_cq)?;
+                None
+            }
+        };
         if let Some(srq) = c.srq {
             self.own_srq(s, srq)?;
         }
@@ -264,16 +273,19 @@ impl Rnic {
                 break n;
             }
         };
+        let of_target = |handle: u32| if xrcd.is_some() { NOBODY } else { handle };
         let qp = Qp {
             owner: s,
+            memory: s,
+            xrcd,
             vnic,
-            pd: c.pd,
+            pd: of_target(c.pd),
             qpn,
             typ,
             slot,
             sig_all: c.sig_all,
-            send_cq: c.send_cq,
-            recv_cq: c.recv_cq,
+            send_cq: of_target(c.send_cq),
+            recv_cq: of_target(c.recv_cq),
             srq: c.srq,
             cap: c.cap,
             rings: c.rings,
@@ -456,6 +468,8 @@ impl Rnic {
 
 /// Most outstanding READs and atomics of a QP, each way.
 pub(crate) const MAX_RD_ATOMIC: u8 = 128;
+/// A handle that no object has: the target of an XRC connection has neither PD nor CQs.
+const NOBODY: u32 = u32::MAX;
 
 fn apply(q: &mut Qp, mask: u32, a: &abi::QpAttr) {
     use attr_mask as m;

@@ -181,11 +181,15 @@ impl Rnic {
 
     /// The responder's checks (IBTA vol. 1, 9.7.4.1). Takes the receive WQE that a SEND or a WRITE with immediate consumes.
     fn check_remote(&mut self, ph: u32, w: &Work, op: WrOpcode) -> Result<(), Refusal> {
+        if !self.aim(ph, w.wqe.dest_qpn) {
+            return Err(Refusal::Request(WcStatus::RemInvReqErr, AsyncEvent::QpReqErr));
+        }
         let p = self.qps.get(ph).ok_or(Refusal::Silent)?;
         let tables = Tables { mrs: &self.mrs, sessions: &self.sessions };
         let need = remote_access(op);
         if need != 0 {
-            let misaligned = op.is_atomic() && w.wqe.remote_addr % 8 != 0;
+            let words = op.is_atomic() || op == WrOpcode::AtomicWrite;
+            let misaligned = words && w.wqe.remote_addr % 8 != 0;
             let no_resources = op.returns_data() && p.attr.max_dest_rd_atomic == 0;
             if misaligned || no_resources {
                 return Err(Refusal::Request(WcStatus::RemInvReqErr, AsyncEvent::QpReqErr));
@@ -284,6 +288,12 @@ impl Rnic {
             WrOpcode::Read => tables
                 .copy(remote_side(p, w, op), local, w.done, n, &mut self.scratch)
                 .map_err(|f| if f == Fault::Source { Fault::Destination } else { Fault::Source }),
+            WrOpcode::AtomicWrite => {
+                let mut value = [0; 8];
+                let to = tables.at(remote_side(p, w, op), 0, 8).ok_or(Fault::Destination);
+                let loaded = tables.load(local, 0, &mut value);
+                loaded.and(to).and_then(|(at, _)| atomic_u64(at, |_| u64::from_ne_bytes(value))).map(|_| ())
+            }
             WrOpcode::CmpSwap | WrOpcode::FetchAdd => {
                 tables.at(remote_side(p, w, op), 0, 8).ok_or(Fault::Destination).and_then(|(at, _)| {
                     let (add, swap) = (w.wqe.compare_add, w.wqe.swap);
@@ -339,7 +349,8 @@ impl Rnic {
             None => *self.qpns.get(&dest)?,
         };
         let p = self.qps.get(ph)?;
-        let connected = p.vnic == vnic && p.attr.dest_qp_num == q.qpn && p.peer_vnic == Some(q.vnic) && p.typ == q.typ;
+        let connected =
+            p.vnic == vnic && p.attr.dest_qp_num == q.qpn && p.peer_vnic == Some(q.vnic) && p.typ == q.typ.peer();
         // An unreliable responder takes any PSN where a message begins.
         let in_sequence = p.rq_psn == q.sq_psn || !q.typ.is_reliable();
         if !(p.receives() && connected && in_sequence) {

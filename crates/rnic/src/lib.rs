@@ -31,6 +31,7 @@ mod srq;
 mod window;
 mod wire;
 mod wqe;
+mod xrc;
 
 pub use attr::{Transition, transition};
 pub use capture::Capture;
@@ -43,3 +44,4 @@ pub use objects::{Counters, CreateQp, QpInfo, SessionId, VnicId, WireCounters};
 pub use rnic::{Limits, Output, Rnic, Usage, VnicConfig};
 pub use srq::SrqAttr;
 pub use wire::{MAX_OUTER_BYTES, Path, Route, Tx, TxPacket, WireDrops};
+pub use xrc::OpenXrcd;

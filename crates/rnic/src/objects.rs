@@ -11,6 +11,7 @@ use crate::datagram::Backlog;
 use crate::mr::Resolve;
 use crate::rnic::Limits;
 use crate::wire::Wire;
+use crate::xrc::XrcSrq;
 
 /// A vRNIC of this host.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
@@ -135,6 +136,7 @@ pub(crate) struct Srq {
     pub limit: u32,
     /// An index jumped: the ring is never looked at again.
     pub broken: bool,
+    pub xrc: Option<XrcSrq>,
 }
 
 /// What a QP is created from; handles and rings already resolved by the device.
@@ -147,6 +149,8 @@ pub struct CreateQp {
     pub recv_cq: u32,
     /// SRQ handle, if receives come from there.
     pub srq: Option<u32>,
+    /// XRC domain handle, of the target of an XRC connection, which has no PD and CQs.
+    pub xrcd: Option<u32>,
     /// Every send is signaled.
     pub sig_all: bool,
     /// Capabilities, already within limits.
@@ -215,6 +219,10 @@ impl Default for Recv {
 
 pub(crate) struct Qp {
     pub owner: SessionId,
+    /// Whose memory its requests and those of its peer reach: its owner's, or that of the XRC SRQ that a message is for.
+    pub memory: SessionId,
+    /// XRC domain: its handle and which it is.
+    pub xrcd: Option<(u32, u32)>,
     pub vnic: VnicId,
     pub pd: u32,
     pub qpn: u32,

@@ -4,7 +4,7 @@ use std::cmp::Reverse;
 use std::collections::{BinaryHeap, HashMap, VecDeque};
 
 use unirdma_abi as abi;
-use unirdma_formats::{AsyncEvent, Gid, QpState};
+use unirdma_formats::{AsyncEvent, Gid, QpState, QpType};
 use unirdma_mem::Bell;
 
 use crate::capture::Tap;
@@ -16,6 +16,7 @@ use crate::multicast::Multicast;
 use crate::objects::{Counters, Cq, Pd, Qp, QpInfo, Session, SessionId, Srq, Vnic, VnicId};
 use crate::slab::Slab;
 use crate::wire::{Route, Tx, WireDrops};
+use crate::xrc::Xrcd;
 
 /// What a vRNIC gets in one turn: bytes, with [`OP_COST`] added for each operation.
 pub(crate) const QUANTUM: u64 = 256 << 10;
@@ -138,6 +139,10 @@ pub struct Rnic {
     pub(crate) mrs: MrTable,
     pub(crate) ahs: Slab<Ah>,
     pub(crate) srqs: Slab<Srq>,
+    /// XRC SRQs by number.
+    pub(crate) srq_numbers: HashMap<u32, u32>,
+    pub(crate) xrcds: Slab<Xrcd>,
+    pub(crate) next_domain: u32,
     pub(crate) cqs: Slab<Cq>,
     pub(crate) qps: Slab<Qp>,
     pub(crate) qpns: HashMap<u32, u32>,
@@ -185,6 +190,9 @@ impl Rnic {
             pds: Slab::default(),
             ahs: Slab::default(),
             srqs: Slab::default(),
+            srq_numbers: HashMap::new(),
+            xrcds: Slab::default(),
+            next_domain: 0,
             cqs: Slab::default(),
             qps: Slab::default(),
             qpns: HashMap::new(),
@@ -304,10 +312,13 @@ impl Rnic {
             self.mrs.remove(h);
         }
         for h in self.srqs.handles(|s| s.owner == id) {
-            self.srqs.remove(h);
+            self.remove_srq(h);
         }
         for h in self.ahs.handles(|a| a.owner == id) {
             self.ahs.remove(h);
+        }
+        for h in self.xrcds.handles(|x| x.owner == id) {
+            self.xrcds.remove(h);
         }
         for h in self.pds.handles(|p| p.owner == id) {
             self.pds.remove(h);
@@ -526,7 +537,7 @@ impl Rnic {
         }
         if was != QpState::Err {
             q.rings.set_rq_notify(true);
-            let shares = q.srq.is_some();
+            let shares = q.srq.is_some() && q.typ != QpType::XrcRecv;
             if let Some(kind) = event {
                 self.emit(owner, kind, qpn);
             }

@@ -17,7 +17,7 @@ impl Rnic {
         q.rings.set_sq_cons(q.sq_cons);
         let signaled = q.sig_all || w.wqe.send_flags & send_flags::SIGNALED != 0 || status != WcStatus::Success;
         let op = WrOpcode::from_raw(w.wqe.opcode.into());
-        let returns = op.is_some_and(|o| o.returns_data());
+        let returns = op.is_some_and(WrOpcode::stores_locally);
         let cqe = abi::Cqe {
             wr_id: w.wqe.wr_id,
             status: status as u8,
@@ -172,13 +172,14 @@ pub(crate) fn load(q: &Qp, at: u32, w: &mut Work) -> Result<(), WcStatus> {
     }
     if w.wqe.send_flags & send_flags::INLINE != 0 {
         let n = usize::from(w.wqe.inline_len);
-        let may = !op.returns_data() && !op.is_local();
-        let data = w.inline.get_mut(..n).filter(|_| may && n as u32 <= q.cap.max_inline_data);
+        let may = !op.stores_locally() && !op.is_local();
+        let most = op.inline_bytes(q.cap.max_inline_data);
+        let data = w.inline.get_mut(..n).filter(|_| may && n as u32 <= most);
         if !data.is_some_and(|d| q.rings.sq_data(at, d)) {
             return Err(WcStatus::LocQpOpErr);
         }
         w.total = n as u64;
-        return Ok(());
+        return check_length(op, w);
     }
     let n = usize::from(w.wqe.num_sge);
     let sges = w.sges.get_mut(..n).filter(|_| n as u32 <= q.cap.max_send_sge);
@@ -190,7 +191,12 @@ pub(crate) fn load(q: &Qp, at: u32, w: &mut Work) -> Result<(), WcStatus> {
     if op.is_local() {
         (w.num_sge, w.total) = (0, 0);
     }
-    if op.is_atomic() && w.total < 8 {
+    check_length(op, w)
+}
+
+/// Atomics are of 8 bytes; those that fetch may have more room.
+fn check_length(op: WrOpcode, w: &mut Work) -> Result<(), WcStatus> {
+    if op.is_atomic() && w.total < 8 || op == WrOpcode::AtomicWrite && w.total != 8 {
         return Err(WcStatus::LocLenErr);
     }
     if op.is_atomic() {

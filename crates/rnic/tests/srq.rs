@@ -24,8 +24,8 @@ impl Shared {
         let cap = abi::QpCap { max_recv_wr: 16, max_recv_sge: 2, ..Default::default() };
         let layout = abi::QpLayout::of(&cap).unwrap();
         let rings = QpRings::receive_only(aligned(128), aligned(layout.rq_bytes()), layout).unwrap();
-        let attr = SrqAttr { max_wr: 16, max_sge: 2, limit };
-        let srq = net.rnic(1).create_srq(session, pd, attr, rings.clone()).unwrap();
+        let attr = SrqAttr { max_wr: 16, max_sge: 2, limit, xrc: None };
+        let (srq, _) = net.rnic(1).create_srq(session, pd, attr, rings.clone()).unwrap();
         Shared { srq, rings, prod: 0 }
     }
 
@@ -49,6 +49,7 @@ impl Shared {
             send_cq: e.cqn,
             recv_cq: e.cqn,
             srq: Some(self.srq),
+            xrcd: None,
             sig_all: false,
             cap,
             rings: rings.clone(),

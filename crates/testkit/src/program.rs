@@ -34,8 +34,16 @@ impl Program {
         let cq = Cq::create(&ctx, 64, None).expect("CQ");
         let cap =
             abi::QpCap { max_send_wr: 16, max_recv_wr: 16, max_send_sge: 2, max_recv_sge: 2, max_inline_data: 64 };
-        let init =
-            QpInit { pdn: pd.handle, qp_type: 2, sig_all: true, send_cqn: cq.cqn, recv_cqn: cq.cqn, srqn: None, cap };
+        let init = QpInit {
+            pdn: pd.handle,
+            qp_type: 2,
+            sig_all: true,
+            send_cqn: cq.cqn,
+            recv_cqn: cq.cqn,
+            srqn: None,
+            xrcdn: None,
+            cap,
+        };
         let qp = Qp::create(&ctx, &init).expect("QP");
         let buf = vec![0u8; len].into_boxed_slice();
         let flags = access::LOCAL_WRITE | access::REMOTE_WRITE | access::REMOTE_READ | access::REMOTE_ATOMIC;

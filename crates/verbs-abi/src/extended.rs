@@ -62,7 +62,7 @@ pub struct ibv_qp_init_attr_ex {
     pub sq_sig_all: i32,
     pub comp_mask: u32,
     pub pd: *mut ibv_pd,
-    pub xrcd: *mut c_void,
+    pub xrcd: *mut ibv_xrcd,
     pub create_flags: u32,
     pub max_tso_header: u16,
     pub rwq_ind_tbl: *mut c_void,
@@ -71,11 +71,36 @@ pub struct ibv_qp_init_attr_ex {
     pub send_ops_flags: u64,
 }
 
+#[repr(C)]
+pub struct ibv_xrcd_init_attr {
+    pub comp_mask: u32,
+    pub fd: i32,
+    pub oflags: i32,
+}
+
+#[repr(C)]
+pub struct ibv_srq_init_attr_ex {
+    pub srq_context: *mut c_void,
+    pub attr: ibv_srq_attr,
+    pub comp_mask: u32,
+    pub srq_type: u32,
+    pub pd: *mut ibv_pd,
+    pub xrcd: *mut ibv_xrcd,
+    pub cq: *mut ibv_cq,
+    pub tm_cap: [u32; 2],
+}
+
 #[derive(Clone, Copy)]
 #[repr(C)]
 pub struct ibv_data_buf {
     pub addr: *mut c_void,
     pub length: usize,
+}
+
+#[repr(C)]
+pub struct ibv_values_ex {
+    pub comp_mask: u32,
+    pub raw_clock: libc::timespec,
 }
 
 #[repr(C)]
@@ -125,6 +150,7 @@ const _: () = {
     use std::mem::{offset_of, size_of};
     assert!(size_of::<ibv_cq_ex>() == 288 && offset_of!(ibv_cq_ex, start_poll) == 144);
     assert!(size_of::<ibv_qp_ex>() == 360 && offset_of!(ibv_qp_ex, wr_start) == 320);
+    assert!(size_of::<ibv_srq_init_attr_ex>() == 64 && size_of::<ibv_xrcd_init_attr>() == 12);
     assert!(size_of::<ibv_cq_init_attr_ex>() == 56 && size_of::<ibv_parent_domain_init_attr>() == 48);
     assert!(size_of::<ibv_qp_init_attr_ex>() == 136 && offset_of!(ibv_qp_init_attr_ex, send_ops_flags) == 128);
 };

@@ -9,9 +9,11 @@ use crate::cq::{CqObj, create};
 use crate::null;
 use crate::trace::trace;
 
-/// `IBV_WC_STANDARD_FLAGS` and `IBV_WC_EX_WITH_COMPLETION_TIMESTAMP`.
-const WC_FLAGS: u64 = 0xff;
+/// `IBV_WC_STANDARD_FLAGS`, and completion timestamps by the device's clock and by the wall clock.
+const WC_FLAGS: u64 = 0xff | 1 << 11;
 const MASK_FLAGS: u32 = 1;
+/// A parent domain: its thread domain says that one thread polls.
+const MASK_PD: u32 = 2;
 const FLAG_SINGLE_THREADED: u32 = 1;
 const FLAG_IGNORE_OVERRUN: u32 = 2;
 
@@ -22,12 +24,15 @@ pub(crate) unsafe extern "C" fn create_cq_ex(c: *mut ibv_context, init: *mut ibv
     trace!("ibv_create_cq_ex(wc_flags {:#x}, flags {flags:#x})", a.wc_flags);
     // A program that ignores overruns asks for what this device never needs to do.
     let known = flags & !(FLAG_SINGLE_THREADED | FLAG_IGNORE_OVERRUN) == 0;
-    if a.comp_mask & !MASK_FLAGS != 0 || a.wc_flags & !WC_FLAGS != 0 || !known {
+    if a.comp_mask & !(MASK_FLAGS | MASK_PD) != 0 || a.wc_flags & !WC_FLAGS != 0 || !known {
         return null(libc::EOPNOTSUPP);
     }
     let (cqe, vector) = (i32::try_from(a.cqe).unwrap_or(-1), i32::try_from(a.comp_vector).unwrap_or(-1));
+    // SAFETY: a parent domain of the caller.
+    let alone = flags & FLAG_SINGLE_THREADED != 0
+        || a.comp_mask & MASK_PD != 0 && unsafe { crate::domain::has_thread_domain(a.parent_domain) };
     // SAFETY: as ibv_create_cq_ex(3) demands.
-    let made = unsafe { create(c, cqe, a.cq_context, a.channel, vector, flags & FLAG_SINGLE_THREADED != 0) };
+    let made = unsafe { create(c, cqe, a.cq_context, a.channel, vector, alone) };
     let obj = match made {
         Ok(obj) => obj,
         Err(e) => return null(e),
@@ -48,6 +53,7 @@ pub(crate) unsafe extern "C" fn create_cq_ex(c: *mut ibv_context, init: *mut ibv
     x.read_sl = Some(read_sl);
     x.read_dlid_path_bits = Some(read_dlid_path_bits);
     x.read_completion_ts = Some(read_completion_ts);
+    x.read_completion_wallclock_ns = Some(read_completion_wallclock_ns);
     obj.cast()
 }
 
@@ -132,4 +138,29 @@ readers! {
     read_sl -> u8 = |c| c.sl;
     read_dlid_path_bits -> u8 = |_c| 0;
     read_completion_ts -> u64 = |c| c.timestamp;
+    read_completion_wallclock_ns -> u64 = |c| {
+        // The device's clock is the monotonic one, which both sides share.
+        let since_boot = clock_ns(libc::CLOCK_MONOTONIC);
+        clock_ns(libc::CLOCK_REALTIME).saturating_sub(since_boot.saturating_sub(c.timestamp))
+    };
+}
+
+/// A clock of the system, nanoseconds.
+fn clock_ns(clock: libc::clockid_t) -> u64 {
+    let mut t = libc::timespec { tv_sec: 0, tv_nsec: 0 };
+    // SAFETY: room for a time.
+    unsafe { libc::clock_gettime(clock, &mut t) };
+    t.tv_sec as u64 * 1_000_000_000 + t.tv_nsec as u64
+}
+
+/// The device's clock now, in its own unit, nanoseconds.
+pub(crate) unsafe extern "C" fn query_rt_values(_c: *mut ibv_context, values: *mut ibv_values_ex) -> i32 {
+    const RAW_CLOCK: u32 = 1;
+    // SAFETY: the caller passes room for the values.
+    let v = unsafe { &mut *values };
+    if v.comp_mask & RAW_CLOCK != 0 {
+        v.raw_clock = libc::timespec { tv_sec: 0, tv_nsec: clock_ns(libc::CLOCK_MONOTONIC) as i64 };
+    }
+    v.comp_mask &= RAW_CLOCK;
+    0
 }

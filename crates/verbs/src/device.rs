@@ -150,7 +150,12 @@ pub unsafe extern "C" fn x_ibv_open_device(d: *mut ibv_device) -> *mut ibv_conte
     c.alloc_td = Some(crate::domain::alloc_td);
     c.dealloc_td = Some(crate::domain::dealloc_td);
     c.alloc_parent_domain = Some(crate::domain::alloc_parent_domain);
+    c.query_rt_values = Some(crate::cq_ex::query_rt_values);
     c.create_cq_ex = Some(crate::cq_ex::create_cq_ex);
+    c.get_srq_num = Some(crate::xrcd::get_srq_num);
+    c.create_srq_ex = Some(crate::xrcd::create_srq_ex);
+    c.open_xrcd = Some(crate::xrcd::open_xrcd);
+    c.close_xrcd = Some(crate::xrcd::close_xrcd);
     c.create_qp_ex = Some(crate::wr::create_qp_ex);
     c.sz = size_of::<verbs_context>();
     let ctx = &mut c.context;
@@ -269,10 +274,12 @@ unsafe extern "C" fn query_device_ex(
     unsafe {
         a.orig_attr = device_attr(&context(c).driver.device);
         a.phys_port_cnt_ex = a.orig_attr.phys_port_cnt.into();
-        a.device_cap_flags_ex = a.orig_attr.device_cap_flags.into();
+        a.device_cap_flags_ex =
+            context(c).driver.device.config.device_cap_flags | u64::from(a.orig_attr.device_cap_flags);
         // On-demand paging: of all that RC, UC and UD can, since each access of such an MR looks its pages up.
         a.odp_general_caps = ODP_SUPPORT | ODP_IMPLICIT;
         a.odp_per_transport = [ODP_RC, ODP_UC, ODP_UD];
+        a.xrc_odp_caps = ODP_RC;
         a.max_dm_size = crate::dm::MAX_BYTES;
         // Completions carry nanoseconds.
         (a.completion_timestamp_mask, a.hca_core_clock) = (u64::MAX, 1_000_000);

@@ -73,6 +73,15 @@ pub unsafe extern "C" fn x_ibv_dealloc_pd(pd: *mut ibv_pd) -> i32 {
     0
 }
 
+/// True for a parent domain whose objects one thread uses at a time.
+///
+/// # Safety
+/// `pd` is NULL or one of this library.
+pub(crate) unsafe fn has_thread_domain(pd: *mut ibv_pd) -> bool {
+    // SAFETY: by the contract.
+    unsafe { pd.cast::<PdObj>().as_ref() }.is_some_and(|p| !p.td.is_null())
+}
+
 /// A thread domain. Queues of this library take an uncontended lock for each batch, which costs next to nothing.
 pub(crate) unsafe extern "C" fn alloc_td(c: *mut ibv_context, attr: *mut u32) -> *mut c_void {
     // SAFETY: the caller passes attributes, which begin with their comp_mask.

@@ -25,6 +25,7 @@ mod strings;
 mod stubs;
 mod trace;
 mod wr;
+mod xrcd;
 
 /// Every implementation, for the trampolines.
 mod api {

@@ -75,13 +75,12 @@ pub(crate) unsafe extern "C" fn bind_mw(qp: *mut ibv_qp, mw: *mut ibv_mw, bind: 
     let (obj, w, b) = unsafe { (&*qp.cast::<QpObj>(), &mut *mw, &*bind) };
     let info = &b.bind_info;
     let known = access::MW_SUPPORTED | access::OPTIONAL_RANGE;
-    // SAFETY: NULL or an MR of the caller.
-    let other_pd = unsafe { info.mr.as_ref() }.is_some_and(|m| m.pd != w.pd);
-    if other_pd
-        || obj.c.qp_base.pd != w.pd
-        || info.mr.is_null() && info.length > 0
-        || info.mw_access_flags & !known != 0
-    {
+    // SAFETY: objects of the caller; the MR may be NULL.
+    let other_pd = unsafe {
+        let pd = (*w.pd).handle;
+        info.mr.as_ref().is_some_and(|m| (*m.pd).handle != pd) || (*obj.c.qp_base.pd).handle != pd
+    };
+    if other_pd || info.mr.is_null() && info.length > 0 || info.mw_access_flags & !known != 0 {
         return code(Err(libc::EINVAL));
     }
     if obj.c.qp_base.state != 3 {

@@ -50,27 +50,52 @@ fn cap_out(c: &abi::QpCap) -> ibv_qp_cap {
 
 pub unsafe extern "C" fn x_ibv_create_qp(pd: *mut ibv_pd, init: *mut ibv_qp_init_attr) -> *mut ibv_qp {
     // SAFETY: as ibv_create_qp(3) demands.
-    unsafe { create(pd, &mut *init, None) }
+    unsafe {
+        if pd.is_null() {
+            return null(libc::EINVAL);
+        }
+        create((*pd).context, pd, &mut *init, None, None)
+    }
 }
 
-/// Makes a QP, with the means of `ibv_wr_*` if there is a builder.
+/// Makes a QP, with the means of `ibv_wr_*` if there is a builder; `xrcd`: the XRC domain of a target, which needs no PD.
 ///
 /// # Safety
-/// `pd`, and the CQs and the SRQ of `a`, are the caller's.
-pub(crate) unsafe fn create(pd: *mut ibv_pd, a: &mut ibv_qp_init_attr, builder: Option<Box<Builder>>) -> *mut ibv_qp {
-    // SAFETY: by the contract.
-    let pd_ref = unsafe { &*pd };
-    if a.send_cq.is_null() || a.recv_cq.is_null() {
-        return null(libc::EINVAL);
-    }
+/// `c`, `pd`, and the CQs and the SRQ of `a`, are the caller's.
+pub(crate) unsafe fn create(
+    c: *mut ibv_context,
+    pd: *mut ibv_pd,
+    a: &mut ibv_qp_init_attr,
+    xrcdn: Option<u32>,
+    builder: Option<Box<Builder>>,
+) -> *mut ibv_qp {
     let Some(typ) = QpType::from_raw(a.qp_type) else {
         trace!("ibv_create_qp(type {}): not supported", a.qp_type);
         return null(libc::EOPNOTSUPP);
     };
-    // SAFETY: a PD's context is open; the CQs are the caller's.
-    let (ctx, send_cqn, recv_cqn) = unsafe { (context(pd_ref.context), (*a.send_cq).handle, (*a.recv_cq).handle) };
+    match typ {
+        QpType::XrcSend => {
+            (a.recv_cq, a.srq) = (a.send_cq, std::ptr::null_mut());
+            (a.cap.max_recv_wr, a.cap.max_recv_sge) = (0, 0);
+        }
+        QpType::XrcRecv => {
+            (a.send_cq, a.recv_cq, a.srq) = (std::ptr::null_mut(), std::ptr::null_mut(), std::ptr::null_mut());
+            a.cap = ibv_qp_cap::default();
+        }
+        _ => {}
+    }
+    let target = typ == QpType::XrcRecv;
+    if !target && (a.send_cq.is_null() || a.recv_cq.is_null()) || target && xrcdn.is_none() {
+        return null(libc::EINVAL);
+    }
+    // SAFETY: by the contract; a target has neither CQs nor PD.
+    let (ctx, send_cqn, recv_cqn, pdn) = unsafe {
+        let cqn = |cq: *mut ibv_cq| cq.as_ref().map_or(0, |c| c.handle);
+        (context(c), cqn(a.send_cq), cqn(a.recv_cq), pd.as_ref().map_or(0, |p| p.handle))
+    };
     let q = driver::QpInit {
-        pdn: pd_ref.handle,
+        pdn,
+        xrcdn,
         qp_type: a.qp_type as u8,
         sig_all: a.sq_sig_all != 0,
         send_cqn,
@@ -95,7 +120,7 @@ pub(crate) unsafe fn create(pd: *mut ibv_pd, a: &mut ibv_qp_init_attr, builder: 
     // SAFETY: integers, pointers, optional functions and zeroed pthread objects.
     let mut raw: ibv_qp_ex = unsafe { std::mem::zeroed() };
     let base = &mut raw.qp_base;
-    base.context = pd_ref.context;
+    base.context = c;
     base.qp_context = a.qp_context;
     base.pd = pd;
     base.send_cq = a.send_cq;
@@ -180,8 +205,10 @@ pub unsafe extern "C" fn x_ibv_modify_qp(qp: *mut ibv_qp, attr: *mut ibv_qp_attr
         if a.qp_state == 0 {
             // A QP that starts over has no completions (ibv_modify_qp(3) of every provider).
             for cq in [obj.c.qp_base.send_cq, obj.c.qp_base.recv_cq] {
-                // SAFETY: a QP's CQs live as long as it does.
-                unsafe { &*cq.cast::<CqObj>() }.cq.forget(obj.c.qp_base.qp_num);
+                // SAFETY: a QP's CQs live as long as it does; the target of an XRC connection has none.
+                if let Some(cq) = unsafe { cq.cast::<CqObj>().as_ref() } {
+                    cq.cq.forget(obj.c.qp_base.qp_num);
+                }
             }
         }
     }
@@ -288,7 +315,7 @@ unsafe fn push(obj: &QpObj, batch: &mut driver::SendBatch<'_>, wr: &ibv_send_wr)
             (head.ah, head.dest_qpn, head.qkey) = ((*ud.ah).handle, ud.remote_qpn, ud.remote_qkey);
         } else if op == WrOpcode::BindMw {
             let b = wr.rest.bind_mw;
-            if b.mw.is_null() || (*b.mw).mw_type != MW_TYPE_2 || (*b.mw).pd != obj.c.qp_base.pd {
+            if b.mw.is_null() || (*b.mw).mw_type != MW_TYPE_2 || (*(*b.mw).pd).handle != (*obj.c.qp_base.pd).handle {
                 return Err(libc::EINVAL);
             }
             let (wr_id, send_flags) = (head.wr_id, head.send_flags & !send_flags::INLINE);
@@ -300,6 +327,9 @@ unsafe fn push(obj: &QpObj, batch: &mut driver::SendBatch<'_>, wr: &ibv_send_wr)
             (head.remote_addr, head.rkey) = (wr.wr.rdma.remote_addr, wr.wr.rdma.rkey);
         }
     }
+    if obj.typ == QpType::XrcSend {
+        head.dest_qpn = wr.remote_srqn;
+    }
     // SAFETY: by the contract.
     let list = unsafe { sges(wr.sg_list, wr.num_sge) }?;
     trace!(
@@ -307,7 +337,7 @@ unsafe fn push(obj: &QpObj, batch: &mut driver::SendBatch<'_>, wr: &ibv_send_wr)
         obj.c.qp_base.qp_num, wr.wr_id, wr.opcode, wr.send_flags, wr.num_sge
     );
     let inline = wr.send_flags & send_flags::INLINE != 0;
-    if inline && (op.returns_data() || op.is_local()) {
+    if inline && (op.stores_locally() || op.is_local()) {
         return Err(libc::EINVAL);
     }
     let list = if op.is_local() { &[] } else { list };

@@ -21,17 +21,31 @@ const SRQ_LIMIT: i32 = 2;
 
 pub unsafe extern "C" fn x_ibv_create_srq(pd: *mut ibv_pd, init: *mut ibv_srq_init_attr) -> *mut ibv_srq {
     // SAFETY: the caller passes its PD and attributes.
-    let (c, pdn, init) = unsafe { ((*pd).context, (*pd).handle, &mut *init) };
+    unsafe { create(pd, (*init).srq_context, &mut (*init).attr, None) }
+}
+
+/// Makes an SRQ; `xrc`: the handles of its XRC domain and CQ.
+///
+/// # Safety
+/// `pd` is the caller's.
+pub(crate) unsafe fn create(
+    pd: *mut ibv_pd,
+    srq_context: *mut std::ffi::c_void,
+    attr: &mut ibv_srq_attr,
+    xrc: Option<(u32, u32)>,
+) -> *mut ibv_srq {
+    // SAFETY: by the contract.
+    let (c, pdn) = unsafe { ((*pd).context, (*pd).handle) };
     // SAFETY: a PD's context is open.
     let ctx = unsafe { context(c) };
-    let a = init.attr;
-    match driver::Srq::create(&ctx.driver, pdn, a.max_wr, a.max_sge, 0) {
+    let a = *attr;
+    match driver::Srq::create(&ctx.driver, pdn, a.max_wr, a.max_sge, xrc) {
         Ok(srq) => {
             trace!("ibv_create_srq({a:?}) = {:#x}", srq.srqn);
-            init.attr.max_wr = srq.max_wr;
+            attr.max_wr = srq.max_wr;
             // SAFETY: integers, pointers and zeroed pthread objects.
             let mut raw: ibv_srq = unsafe { std::mem::zeroed() };
-            (raw.context, raw.srq_context, raw.pd, raw.handle) = (c, init.srq_context, pd, srq.srqn);
+            (raw.context, raw.srq_context, raw.pd, raw.handle) = (c, srq_context, pd, srq.srqn);
             let handle = srq.srqn;
             let obj = Box::into_raw(Box::new(SrqObj { c: raw, srq, async_events: Outstanding::default() }));
             ctx.born();

@@ -11,23 +11,26 @@ use crate::mw::bind_request;
 use crate::null;
 use crate::qp::{QpObj, create};
 use crate::trace::trace;
+use crate::xrcd::handle_of;
 
 const MASK_PD: u32 = 1;
+const MASK_XRCD: u32 = 1 << 1;
 const MASK_CREATE_FLAGS: u32 = 1 << 2;
 const MASK_SEND_OPS: u32 = 1 << 6;
 
-/// Bits of `enum ibv_qp_create_send_ops_flags`, in the order of the opcodes that they stand for.
-const OPS: [WrOpcode; 10] = [
-    WrOpcode::Write,
-    WrOpcode::WriteImm,
-    WrOpcode::Send,
-    WrOpcode::SendImm,
-    WrOpcode::Read,
-    WrOpcode::CmpSwap,
-    WrOpcode::FetchAdd,
-    WrOpcode::LocalInv,
-    WrOpcode::BindMw,
-    WrOpcode::SendInv,
+/// Bits of `enum ibv_qp_create_send_ops_flags`, and the opcodes that they stand for.
+const OPS: [(u32, WrOpcode); 11] = [
+    (0, WrOpcode::Write),
+    (1, WrOpcode::WriteImm),
+    (2, WrOpcode::Send),
+    (3, WrOpcode::SendImm),
+    (4, WrOpcode::Read),
+    (5, WrOpcode::CmpSwap),
+    (6, WrOpcode::FetchAdd),
+    (7, WrOpcode::LocalInv),
+    (8, WrOpcode::BindMw),
+    (9, WrOpcode::SendInv),
+    (12, WrOpcode::AtomicWrite),
 ];
 
 /// Requests between `ibv_wr_start` and `ibv_wr_complete`. The lock of the SQ is held by `batch` meanwhile, so that one
@@ -91,19 +94,23 @@ pub(crate) unsafe extern "C" fn create_qp_ex(c: *mut ibv_context, init: *mut ibv
     // SAFETY: the caller passes its context and attributes.
     let a = unsafe { &mut *init };
     trace!("ibv_create_qp_ex(comp_mask {:#x})", a.comp_mask);
-    let known = MASK_PD | MASK_CREATE_FLAGS | MASK_SEND_OPS;
+    let known = MASK_PD | MASK_XRCD | MASK_CREATE_FLAGS | MASK_SEND_OPS;
     if a.comp_mask & !known != 0 || a.comp_mask & MASK_CREATE_FLAGS != 0 && a.create_flags != 0 {
         return null(libc::EOPNOTSUPP);
     }
+    // SAFETY: a domain of the caller, if there is one.
+    let xrcdn = if a.comp_mask & MASK_XRCD != 0 { unsafe { handle_of(a.xrcd) } } else { None };
+    let target = QpType::from_raw(a.qp_type) == Some(QpType::XrcRecv);
     // SAFETY: a PD of the caller, if there is one.
-    if a.comp_mask & MASK_PD == 0 || a.pd.is_null() || unsafe { (*a.pd).context } != c {
+    if !target && (a.comp_mask & MASK_PD == 0 || a.pd.is_null() || unsafe { (*a.pd).context } != c) {
         return null(libc::EINVAL);
     }
+    let pd = if target { std::ptr::null_mut() } else { a.pd };
     let mut made_for = None;
     if a.comp_mask & MASK_SEND_OPS != 0 {
         let typ = QpType::from_raw(a.qp_type);
-        let offered = |op: &WrOpcode| typ.is_some_and(|t| t.allows(*op));
-        let bits = OPS.iter().enumerate().filter(|o| offered(o.1)).fold(0u64, |m, (i, _)| m | 1 << i);
+        let offered = |op: WrOpcode| typ.is_some_and(|t| t.allows(op));
+        let bits = OPS.iter().filter(|o| offered(o.1)).fold(0u64, |m, o| m | 1 << o.0);
         if a.send_ops_flags & !bits != 0 {
             return null(libc::EOPNOTSUPP);
         }
@@ -119,7 +126,7 @@ pub(crate) unsafe extern "C" fn create_qp_ex(c: *mut ibv_context, init: *mut ibv
         sq_sig_all: a.sq_sig_all,
     };
     // SAFETY: as ibv_create_qp_ex(3) demands.
-    let qp = unsafe { create(a.pd, &mut plain, made_for) };
+    let qp = unsafe { create(c, pd, &mut plain, xrcdn, made_for) };
     a.cap = plain.cap;
     qp
 }
@@ -134,6 +141,7 @@ pub unsafe extern "C" fn x_ibv_qp_to_qp_ex(qp: *mut ibv_qp) -> *mut ibv_qp_ex {
 pub(crate) fn fill(x: &mut ibv_qp_ex) {
     x.wr_atomic_cmp_swp = Some(atomic_cmp_swp);
     x.wr_atomic_fetch_add = Some(atomic_fetch_add);
+    x.wr_atomic_write = Some(atomic_write);
     x.wr_bind_mw = Some(bind_mw);
     x.wr_local_inv = Some(local_inv);
     x.wr_send_inv = Some(send_inv);
@@ -143,6 +151,7 @@ pub(crate) fn fill(x: &mut ibv_qp_ex) {
     x.wr_send = Some(send);
     x.wr_send_imm = Some(send_imm);
     x.wr_set_ud_addr = Some(set_ud_addr);
+    x.wr_set_xrc_srqn = Some(set_xrc_srqn);
     x.wr_set_inline_data = Some(set_inline_data);
     x.wr_set_inline_data_list = Some(set_inline_data_list);
     x.wr_set_sge = Some(set_sge);
@@ -227,10 +236,18 @@ requests! {
         |w| (w.rkey, w.remote_addr, w.compare_add) = (rkey, addr, add);
 }
 
+unsafe extern "C" fn atomic_write(qp: *mut ibv_qp_ex, rkey: u32, addr: u64, value: *const c_void) {
+    // SAFETY: called between wr_start and wr_complete, with 8 bytes of the caller.
+    unsafe {
+        begin(qp, WrOpcode::AtomicWrite, |w| (w.rkey, w.remote_addr) = (rkey, addr));
+        set_inline_data_list(qp, 1, &ibv_data_buf { addr: value.cast_mut(), length: 8 });
+    }
+}
+
 unsafe extern "C" fn bind_mw(qp: *mut ibv_qp_ex, mw: *mut ibv_mw, rkey: u32, info: *const ibv_mw_bind_info) {
     // SAFETY: called between wr_start and wr_complete, with the caller's window and MR.
     unsafe {
-        if (*mw).pd != (*qp).qp_base.pd {
+        if (*(*mw).pd).handle != (*(*qp).qp_base.pd).handle {
             return builder(qp).fail(libc::EINVAL);
         }
         let bind = bind_request(rkey, &*info);
@@ -243,6 +260,13 @@ unsafe extern "C" fn set_ud_addr(qp: *mut ibv_qp_ex, ah: *mut ibv_ah, remote_qpn
     let (b, ah) = unsafe { (builder(qp), (*ah).handle) };
     if let Some(head) = &mut b.head {
         (head.ah, head.dest_qpn, head.qkey) = (ah, remote_qpn, remote_qkey);
+    }
+}
+
+unsafe extern "C" fn set_xrc_srqn(qp: *mut ibv_qp_ex, srqn: u32) {
+    // SAFETY: called between wr_start and wr_complete.
+    if let Some(head) = unsafe { &mut builder(qp).head } {
+        head.dest_qpn = srqn;
     }
 }
 
@@ -288,7 +312,7 @@ unsafe extern "C" fn set_inline_data_list(qp: *mut ibv_qp_ex, n: usize, list: *c
         at += piece.length;
     }
     let returns =
-        b.head.as_ref().is_some_and(|h| WrOpcode::from_raw(h.opcode.into()).is_some_and(|o| o.returns_data()));
+        b.head.as_ref().is_some_and(|h| WrOpcode::from_raw(h.opcode.into()).is_some_and(|o| o.stores_locally()));
     if returns {
         return b.fail(libc::EINVAL);
     }

@@ -197,6 +197,15 @@ impl Tx {
     }
 }
 
+/// The transport of a connected QP's packets.
+pub(crate) fn transport_of(typ: QpType) -> Transport {
+    match typ {
+        QpType::Uc => Transport::Uc,
+        QpType::XrcSend | QpType::XrcRecv => Transport::Xrc,
+        _ => Transport::Rc,
+    }
+}
+
 /// A send WQE that is under way: its copy, and the PSNs that its message takes.
 pub(crate) struct Flight {
     work: Box<Work>,
@@ -436,6 +445,7 @@ impl Rnic {
         let transport = match p.opcode.transport {
             Transport::Rc => q.typ == QpType::Rc,
             Transport::Uc => q.typ == QpType::Uc,
+            Transport::Xrc => matches!(q.typ, QpType::XrcSend | QpType::XrcRecv),
             Transport::Ud => false,
             Transport::Cnp => true,
         };

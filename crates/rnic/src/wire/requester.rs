@@ -1,9 +1,7 @@
 //! Requester and completer: work requests to packets, answers to completions (IBTA vol. 1, 9.7.2 to 9.7.6, 9.9.2).
 
-use unirdma_formats::wire::{Aeth, AtomicEth, Extra, Op, Opcode, Packet, Part, Reth, Transport, syndrome};
-use unirdma_formats::{
-    Psn, QpState, QpType, WcStatus, WrOpcode, ack_timeout_ns, credits, psn_count, rnr_timer_ns, send_flags,
-};
+use unirdma_formats::wire::{Aeth, AtomicEth, Extra, Op, Opcode, Packet, Part, Reth, syndrome};
+use unirdma_formats::{Psn, QpState, WcStatus, WrOpcode, ack_timeout_ns, credits, psn_count, rnr_timer_ns, send_flags};
 
 use super::{Flight, Wire};
 use crate::access::{Tables, local_side};
@@ -79,8 +77,9 @@ pub(crate) fn request_packet(
         WrOpcode::Read => Op::ReadRequest,
         WrOpcode::CmpSwap => Op::CmpSwap,
         WrOpcode::FetchAdd => Op::FetchAdd,
+        WrOpcode::AtomicWrite => Op::AtomicWrite,
     };
-    let transport = if q.typ == QpType::Uc { Transport::Uc } else { Transport::Rc };
+    let transport = super::transport_of(q.typ);
     let extra = match op {
         _ if !ends => Extra::None,
         WrOpcode::SendInv => Extra::Invalidate,
@@ -88,7 +87,7 @@ pub(crate) fn request_packet(
         _ => Extra::None,
     };
     let mut head = Packet::new(Opcode { transport, op: kind, extra }, q.attr.dest_qp_num, psn.get());
-    head.extra = wqe.imm;
+    (head.extra, head.srqn) = (wqe.imm, wqe.dest_qpn);
     head.solicited = ends && op.consumes_recv() && wqe.send_flags & send_flags::SOLICITED != 0;
     let mtu = u64::from(q.mtu);
     let off = u64::from(index) * mtu;
@@ -102,7 +101,7 @@ pub(crate) fn request_packet(
     };
     let (swap_add, compare) = if op == WrOpcode::CmpSwap { (wqe.swap, wqe.compare_add) } else { (wqe.compare_add, 0) };
     head.atomic = AtomicEth { va: wqe.remote_addr, rkey: wqe.rkey, swap_add, compare };
-    (head, if op.returns_data() { 0 } else { left.min(mtu) as usize })
+    (head, if op.stores_locally() { 0 } else { left.min(mtu) as usize })
 }
 
 impl Rnic {
@@ -377,6 +376,8 @@ impl Rnic {
         let (data, want): (&[u8], u64) = match (op, p.opcode.op) {
             (WrOpcode::Read, Op::ReadResponse(_)) => (p.payload, (f.work.total - off).min(q.mtu.into())),
             (WrOpcode::CmpSwap | WrOpcode::FetchAdd, Op::AtomicAck) => (&original, 8),
+            // Its answer is that of a READ of no bytes (annex A19).
+            (WrOpcode::AtomicWrite, Op::ReadResponse(_)) => (p.payload, 0),
             // A response of the wrong kind (IBTA vol. 1, 9.9.2.2): the responder is broken.
             _ => return self.fail_request(h, w, WcStatus::BadRespErr),
         };

@@ -2,12 +2,13 @@
 
 use std::collections::VecDeque;
 
-use unirdma_formats::wire::{Aeth, Extra, Op, Opcode, Packet, Part, Transport, syndrome};
+use unirdma_formats::wire::{Aeth, Extra, Op, Opcode, Packet, Part, syndrome};
 use unirdma_formats::{AsyncEvent, NO_CREDITS, Psn, QpType, WcStatus, access, credit_code, psn_count};
 use unirdma_mem::atomic_u64;
 
 use super::Wire;
-use crate::access::{Tables, list, remote};
+use crate::access::{Side, Tables, list, remote};
+use crate::objects::SessionId;
 use crate::rnic::{OP_COST, Rnic};
 use crate::wqe::{NoRecv, RecvDone};
 
@@ -32,6 +33,8 @@ enum Answer {
         rkey: u32,
         len: u64,
         done: u64,
+        /// Whose memory: PD and session.
+        of: (u32, SessionId),
         /// For a duplicate request.
         again: bool,
     },
@@ -170,10 +173,15 @@ impl Rnic {
     }
 
     fn perform(&mut self, h: u32, w: &mut Wire, p: &Packet<'_>) -> Result<u32, Refusal> {
+        let begins = !matches!(p.opcode.op, Op::Send(part) | Op::Write(part) if !part.begins());
+        if begins && w.resp.message.is_none() && !self.aim(h, p.srqn) {
+            return Err(INVALID);
+        }
         match p.opcode.op {
             Op::Send(part) => self.on_send(h, w, p, part),
             Op::Write(part) => self.on_write(h, w, p, part),
             Op::ReadRequest => self.on_read(h, w, p),
+            Op::AtomicWrite => self.on_atomic_write(h, w, p),
             _ => self.on_atomic(h, w, p),
         }
     }
@@ -227,12 +235,22 @@ impl Rnic {
             Op::Send(_) | Op::Write(_) => w.resp.ack(expected.advance(0xff_ffff)),
             Op::ReadRequest => {
                 let Some(q) = self.qps.get(h) else { return };
+                let now = (q.pd, q.memory, q.srq, q.recv_cq);
+                if !self.aim(h, p.srqn) {
+                    return;
+                }
+                let Some(q) = self.qps.get(h) else { return };
                 // It must lie in what was asked for before.
                 let inside = psn_count(p.reth.dma_len.into(), q.mtu) <= expected.since(psn);
                 if inside && self.readable(h, p) {
-                    self.queue_read(w, p, true);
+                    self.queue_read(h, w, p, true);
+                }
+                // A message of several packets goes on where it was.
+                if let Some(q) = self.qps.get_mut(h) {
+                    (q.pd, q.memory, q.srq, q.recv_cq) = now;
                 }
             }
+            Op::AtomicWrite => self.queue_answer(h, w, psn, true),
             _ => {
                 if let Some(&(_, value)) = w.resp.atomics.iter().find(|a| a.0 == psn) {
                     w.resp.push(Answer::Atomic { psn, msn: w.resp.msn, value, again: true });
@@ -374,9 +392,10 @@ impl Rnic {
         q.attr.qp_access_flags & access::REMOTE_READ != 0 && tables.allows(from, p.reth.dma_len.into())
     }
 
-    fn queue_read(&self, w: &mut Wire, p: &Packet<'_>, again: bool) {
+    fn queue_read(&self, h: u32, w: &mut Wire, p: &Packet<'_>, again: bool) {
+        let Some(of) = self.qps.get(h).map(|q| (q.pd, q.memory)) else { return };
         let (va, rkey, len) = (p.reth.va, p.reth.rkey, p.reth.dma_len.into());
-        w.resp.push(Answer::Read { psn: Psn::new(p.psn), msn: w.resp.msn, va, rkey, len, done: 0, again });
+        w.resp.push(Answer::Read { psn: Psn::new(p.psn), msn: w.resp.msn, va, rkey, len, done: 0, of, again });
     }
 
     fn on_read(&mut self, h: u32, w: &mut Wire, p: &Packet<'_>) -> Result<u32, Refusal> {
@@ -389,8 +408,34 @@ impl Rnic {
             return Err(NO_ACCESS);
         }
         w.resp.msn = w.resp.msn.wrapping_add(1);
-        self.queue_read(w, p, false);
+        self.queue_read(h, w, p, false);
         Ok(psn_count(p.reth.dma_len.into(), q.mtu))
+    }
+
+    /// The answer to an atomic write: that of a READ of no bytes (annex A19).
+    fn queue_answer(&self, h: u32, w: &mut Wire, psn: Psn, again: bool) {
+        let Some(of) = self.qps.get(h).map(|q| (q.pd, q.memory)) else { return };
+        w.resp.push(Answer::Read { psn, msn: w.resp.msn, va: 0, rkey: 0, len: 0, done: 0, of, again });
+    }
+
+    fn on_atomic_write(&mut self, h: u32, w: &mut Wire, p: &Packet<'_>) -> Result<u32, Refusal> {
+        let q = self.qps.get(h).ok_or(Refusal::Broken)?;
+        let room = w.resp.reads_waiting() < usize::from(q.attr.max_dest_rd_atomic);
+        let (reth, value) = (p.reth, <[u8; 8]>::try_from(p.payload));
+        let Ok(value) = value.map(u64::from_ne_bytes) else { return Err(INVALID) };
+        if w.resp.message.is_some() || !room || reth.va % 8 != 0 || reth.dma_len != 8 {
+            return Err(INVALID);
+        }
+        if q.attr.qp_access_flags & access::REMOTE_WRITE == 0 {
+            return Err(NO_ACCESS);
+        }
+        let tables = Tables { mrs: &self.mrs, sessions: &self.sessions };
+        let (at, _) = tables.at(remote(q, access::REMOTE_WRITE, reth.rkey, reth.va), 0, 8).ok_or(NO_ACCESS)?;
+        atomic_u64(at, |_| value).map_err(|_| NO_ACCESS)?;
+        w.resp.msn = w.resp.msn.wrapping_add(1);
+        self.queue_answer(h, w, Psn::new(p.psn), false);
+        self.count(h, |c| c.received_bytes += 8);
+        Ok(1)
     }
 
     fn on_atomic(&mut self, h: u32, w: &mut Wire, p: &Packet<'_>) -> Result<u32, Refusal> {
@@ -443,9 +488,9 @@ impl Rnic {
             return None;
         }
         let q = self.qps.get(h)?;
-        let dest = q.attr.dest_qp_num;
+        let (dest, transport) = (q.attr.dest_qp_num, super::transport_of(q.typ));
         let head = |op: Op, psn: Psn, code: u8, msn: u32| {
-            let mut p = Packet::new(Opcode { transport: Transport::Rc, op, extra: Extra::None }, dest, psn.get());
+            let mut p = Packet::new(Opcode { transport, op, extra: Extra::None }, dest, psn.get());
             p.aeth = Aeth { syndrome: code, msn };
             p
         };
@@ -456,7 +501,7 @@ impl Rnic {
             Answer::Ack { psn, msn } => {
                 // End-to-end credits: the receives that are posted now.
                 // A shared receive queue promises nothing to anyone.
-                let posted = q.rings.rq_pending(q.rq_cons).ok().filter(|_| q.srq.is_none());
+                let posted = q.rings.rq_pending(q.rq_cons).ok().filter(|_| q.srq.is_none() && q.typ != QpType::XrcRecv);
                 let credits = posted.map_or(NO_CREDITS, credit_code);
                 self.tx.push(w.path, &head(Op::Ack, psn, credits, msn), 0, nothing)
             }
@@ -468,17 +513,18 @@ impl Rnic {
                 let p = Packet { original: value, ..head(Op::AtomicAck, psn, syndrome::ACK, msn) };
                 self.tx.push(w.path, &p, 0, nothing)
             }
-            Answer::Read { psn, msn, va, rkey, len, done, again } => {
+            Answer::Read { psn, msn, va, rkey, len, done, of, again } => {
                 let n = (len - done).min(q.mtu.into());
                 let ends = done + n == len;
                 let p = head(Op::ReadResponse(Part::of(done == 0, ends)), psn, syndrome::ACK, msn);
                 let tables = Tables { mrs: &self.mrs, sessions: &self.sessions };
-                let from = remote(q, access::REMOTE_READ, rkey, va);
+                let (pd, session) = (of.0, of.1.0);
+                let from = Side::Remote { pd, session, qpn: q.qpn, access: access::REMOTE_READ, key: rkey, addr: va };
                 bytes = n;
                 let sent = self.tx.push(w.path, &p, n as usize, |to| tables.load(from, done, to));
                 match sent {
                     Ok(()) if !ends => {
-                        let next = Answer::Read { psn: psn.advance(1), msn, va, rkey, len, done: done + n, again };
+                        let next = Answer::Read { psn: psn.advance(1), msn, va, rkey, len, done: done + n, of, again };
                         w.resp.answers[0] = next;
                     }
                     Ok(()) => {}

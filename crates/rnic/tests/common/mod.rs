@@ -67,7 +67,16 @@ impl End {
             abi::QpCap { max_send_wr: 16, max_recv_wr: 16, max_send_sge: 4, max_recv_sge: 4, max_inline_data: 256 };
         let layout = abi::QpLayout::of(&cap).unwrap();
         let rings = QpRings::new(aligned(128), aligned(layout.sq_bytes()), aligned(layout.rq_bytes()), layout).unwrap();
-        let create = CreateQp { pd, send_cq: cqn, recv_cq: cqn, srq: None, sig_all: false, cap, rings: rings.clone() };
+        let create = CreateQp {
+            pd,
+            send_cq: cqn,
+            recv_cq: cqn,
+            srq: None,
+            xrcd: None,
+            sig_all: false,
+            cap,
+            rings: rings.clone(),
+        };
         let (qpn, slot) = rnic.create_qp(session, typ as u8, create).unwrap();
         let memory = aligned(MR_BYTES);
         let (mr, key) =
@@ -177,6 +186,10 @@ pub fn attrs_of(typ: QpType, peer_qpn: u32, gid: Gid) -> [(u32, abi::QpAttr); 3]
             address | m::MAX_DEST_RD_ATOMIC | m::MIN_RNR_TIMER,
             m::TIMEOUT | m::RETRY_CNT | m::RNR_RETRY | m::SQ_PSN | m::MAX_QP_RD_ATOMIC,
         ),
+        QpType::XrcSend => {
+            (m::ACCESS_FLAGS, address, m::TIMEOUT | m::RETRY_CNT | m::RNR_RETRY | m::SQ_PSN | m::MAX_QP_RD_ATOMIC)
+        }
+        QpType::XrcRecv => (m::ACCESS_FLAGS, address | m::MAX_DEST_RD_ATOMIC | m::MIN_RNR_TIMER, m::SQ_PSN),
         QpType::Uc => (m::ACCESS_FLAGS, address, m::SQ_PSN),
         QpType::Ud => (m::QKEY, 0, m::SQ_PSN),
     };

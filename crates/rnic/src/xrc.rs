@@ -1,0 +1,107 @@
+//! Extended reliable connections (IBTA vol. 1, annex A14): a sender names the shared receive queue of each message, so that
+//! one connection serves all programs of a peer. Domains say which connections reach which queues.
+
+use unirdma_abi::Status;
+use unirdma_formats::{QpType, Qpn};
+
+use crate::objects::{SessionId, VnicId};
+use crate::rnic::Rnic;
+
+/// An open XRC domain.
+pub(crate) struct Xrcd {
+    pub owner: SessionId,
+    vnic: VnicId,
+    /// What programs share it by: device and inode of a file.
+    key: Option<(u64, u64)>,
+    /// The same for all that have opened one domain.
+    pub domain: u32,
+}
+
+/// What makes an SRQ an XRC SRQ.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct XrcSrq {
+    pub xrcd: u32,
+    pub domain: u32,
+    pub cq: u32,
+    /// Its number in packets, 24 bits.
+    pub number: u32,
+}
+
+/// How a domain is opened (`ibv_open_xrcd(3)`).
+#[derive(Clone, Copy, Debug, Default)]
+pub struct OpenXrcd {
+    /// Device and inode of a file, by which programs share it.
+    pub key: Option<(u64, u64)>,
+    /// It may be new.
+    pub create: bool,
+    /// It must be new.
+    pub exclusive: bool,
+}
+
+impl Rnic {
+    /// CREATE_XRCD.
+    ///
+    /// # Errors
+    /// `BadHandle` if it does not exist and may not be made, `BadValue` if it exists and may not, `Exhausted`.
+    pub fn create_xrcd(&mut self, s: SessionId, o: OpenXrcd) -> Result<u32, Status> {
+        let vnic = self.vnic_of(s)?;
+        let used = self.xrcds.iter().filter(|(_, x)| x.vnic == vnic).count();
+        self.quota(s, used, |l| l.max_pd)?;
+        let same = |x: &Xrcd| x.vnic == vnic && x.key == o.key && x.key.is_some();
+        let found = self.xrcds.iter().find(|(_, x)| same(x)).map(|(_, x)| x.domain);
+        match found {
+            Some(_) if o.exclusive => return Err(Status::BadValue),
+            None if o.key.is_some() && !o.create => return Err(Status::BadHandle),
+            _ => {}
+        }
+        let domain = found.unwrap_or_else(|| {
+            self.next_domain = self.next_domain.wrapping_add(1);
+            self.next_domain
+        });
+        let x = Xrcd { owner: s, vnic, key: o.key, domain };
+        self.xrcds.insert_with(|_| x).ok_or(Status::Exhausted)
+    }
+
+    pub(crate) fn own_xrcd(&self, s: SessionId, xrcd: u32) -> Result<u32, Status> {
+        self.xrcds.get(xrcd).filter(|x| x.owner == s).map(|x| x.domain).ok_or(Status::BadHandle)
+    }
+
+    /// DESTROY_XRCD.
+    ///
+    /// # Errors
+    /// `Busy` while the session has QPs or SRQs in it.
+    pub fn destroy_xrcd(&mut self, s: SessionId, xrcd: u32) -> Result<(), Status> {
+        self.own_xrcd(s, xrcd)?;
+        let used = self.qps.iter().any(|(_, q)| q.xrcd.is_some_and(|x| x.0 == xrcd))
+            || self.srqs.iter().any(|(_, q)| q.xrc.is_some_and(|x| x.xrcd == xrcd));
+        if used {
+            return Err(Status::Busy);
+        }
+        self.xrcds.remove(xrcd);
+        Ok(())
+    }
+
+    /// A number for an XRC SRQ, which cannot be guessed.
+    pub(crate) fn new_srq_number(&mut self) -> u32 {
+        loop {
+            let n = self.rng.next_u64() as u32 & Qpn::MASK;
+            if n != 0 && !self.srq_numbers.contains_key(&n) {
+                return n;
+            }
+        }
+    }
+
+    /// A message for SRQ number `number` begins at QP `h`: memory and receives are that queue's from now on. False if the QP has no
+    /// such queue. A QP of another type has its own always.
+    pub(crate) fn aim(&mut self, h: u32, number: u32) -> bool {
+        let Some(q) = self.qps.get_mut(h) else { return false };
+        if q.typ != QpType::XrcRecv {
+            return q.typ != QpType::XrcSend;
+        }
+        let Some(&srq) = self.srq_numbers.get(&number) else { return false };
+        let Some(s) = self.srqs.get(srq) else { return false };
+        let Some(x) = s.xrc.filter(|x| q.xrcd.is_some_and(|own| own.1 == x.domain)) else { return false };
+        (q.pd, q.memory, q.srq, q.recv_cq) = (s.pd, s.owner, Some(srq), x.cq);
+        true
+    }
+}

@@ -1,0 +1,164 @@
+//! Extended reliable connections, on one host and over the wire: each message goes to the shared receive queue that it names, of
+//! whichever program.
+#![allow(missing_docs)]
+
+mod common;
+
+use common::net::{Faults, Net, gid};
+use common::*;
+use unirdma_abi as abi;
+use unirdma_abi::Status;
+use unirdma_formats::{QpType, WcStatus, WrOpcode};
+use unirdma_mem::QpRings;
+use unirdma_rnic::{CreateQp, OpenXrcd, SrqAttr};
+use zerocopy::IntoBytes;
+
+const FILE: OpenXrcd = OpenXrcd { key: Some((1, 2)), create: true, exclusive: false };
+
+/// An XRC SRQ of a program.
+struct Shared {
+    xrcd: u32,
+    srq: u32,
+    number: u32,
+    rings: QpRings,
+    prod: u32,
+}
+
+impl Shared {
+    fn new(net: &mut Net, host: usize, e: &End, open: OpenXrcd) -> Shared {
+        let rnic = net.rnic(host);
+        let xrcd = rnic.create_xrcd(e.session, open).unwrap();
+        let cap = abi::QpCap { max_recv_wr: 16, max_recv_sge: 2, ..Default::default() };
+        let layout = abi::QpLayout::of(&cap).unwrap();
+        let rings = QpRings::receive_only(aligned(128), aligned(layout.rq_bytes()), layout).unwrap();
+        let attr = SrqAttr { max_wr: 16, max_sge: 2, limit: 0, xrc: Some((xrcd, e.cqn)) };
+        let (srq, number) = rnic.create_srq(e.session, e.pd, attr, rings.clone()).unwrap();
+        Shared { xrcd, srq, number, rings, prod: 0 }
+    }
+
+    fn recv(&mut self, wr_id: u64, sge: abi::Sge) {
+        let head = abi::RqWqe { wr_id, num_sge: 1, reserved: 0 };
+        self.rings.rq_put(self.prod, 0, head.as_bytes());
+        self.rings.rq_put(self.prod, abi::RQ_DATA, [sge].as_bytes());
+        self.prod += 1;
+        self.rings.set_rq_prod(self.prod);
+    }
+}
+
+/// An initiator (end 0) connected to a target in the session of end 1; another program of the same vRNIC as end 1.
+struct Xrc {
+    net: Net,
+    target: u32,
+    other: End,
+    a: Shared,
+    b: Shared,
+}
+
+fn each() -> [(&'static str, Xrc); 2] {
+    [1, 2].map(|hosts| {
+        let mut net = Net::hosts(hosts, &[QpType::XrcSend, QpType::Rc], 3, Faults::default());
+        let vnic = net.ends[1].vnic;
+        let other = End::of_vnic(net.rnic(1), vnic, 64, QpType::Rc);
+        let end = net.ends.remove(1);
+        let host = hosts - 1;
+        let a = Shared::new(&mut net, host, &end, FILE);
+        let b = Shared::new(&mut net, host, &other, OpenXrcd { create: false, ..FILE });
+        let cap = abi::QpCap::default();
+        let layout = abi::QpLayout::of(&cap).unwrap();
+        let rings = QpRings::new(aligned(128), aligned(layout.sq_bytes()), aligned(layout.rq_bytes()), layout).unwrap();
+        let create =
+            CreateQp { pd: 0, send_cq: 0, recv_cq: 0, srq: None, xrcd: Some(a.xrcd), sig_all: false, cap, rings };
+        let session = end.session;
+        let (target, _) = net.rnic(host).create_qp(session, QpType::XrcRecv as u8, create).unwrap();
+        let (s, qpn) = (net.ends[0].session, net.ends[0].qpn);
+        for (mask, attr) in attrs_of(QpType::XrcSend, target, gid(1)) {
+            net.rnic(0).modify_qp(s, qpn, mask, &attr).unwrap();
+        }
+        for (mask, attr) in attrs_of(QpType::XrcRecv, qpn, gid(0)) {
+            net.rnic(host).modify_qp(session, target, mask, &attr).unwrap();
+        }
+        net.ends.push(end);
+        (["one host", "two hosts"][hosts - 1], Xrc { net, target, other, a, b })
+    })
+}
+
+impl Xrc {
+    fn post(&mut self, w: abi::SqWqe, number: u32, len: u32) -> u8 {
+        let sge = self.net.ends[0].sge(0, len);
+        self.net.ends[0].post(abi::SqWqe { dest_qpn: number, ..w }, &[sge]);
+        self.net.run(SECOND);
+        self.net.ends[0].done().status
+    }
+}
+
+#[test]
+fn messages_go_to_the_queue_that_they_name() {
+    for (place, mut x) in each() {
+        x.net.ends[0].fill(0, &[5; 3000]);
+        let (to_a, to_b) = (x.net.ends[1].sge(0, 4000), x.other.sge(0, 4000));
+        for i in 0..3 {
+            x.a.recv(10 + i, to_a);
+            x.b.recv(20 + i, to_b);
+        }
+        let (a, b) = (x.a.number, x.b.number);
+        for number in [b, a, a, b] {
+            assert_eq!(x.post(wqe(WrOpcode::Send, 1), number, 3000), WcStatus::Success as u8, "{place}");
+        }
+        let got = |e: &mut End| e.poll().iter().map(|c| (c.wr_id, c.byte_len, c.qp_num)).collect::<Vec<_>>();
+        let t = x.target;
+        assert_eq!(got(&mut x.net.ends[1]), [(10, 3000, t), (11, 3000, t)], "{place}");
+        assert_eq!(got(&mut x.other), [(20, 3000, t), (21, 3000, t)], "{place}");
+        assert_eq!(x.other.bytes(0, 3000), [5; 3000], "{place}");
+    }
+}
+
+#[test]
+fn memory_is_that_of_the_queues_program() {
+    for (place, mut x) in each() {
+        x.net.ends[0].fill(0, &[6; 3000]);
+        let (a, b) = (x.a.number, x.b.number);
+        let write = |key: u32| abi::SqWqe { rkey: key, remote_addr: IOVA, ..wqe(WrOpcode::Write, 1) };
+        let key = x.other.key;
+        assert_eq!(x.post(write(key), b, 3000), WcStatus::Success as u8, "{place}");
+        assert_eq!(x.other.bytes(0, 3000), [6; 3000], "{place}");
+        x.other.fill(0, &[7; 3000]);
+        let read = abi::SqWqe { opcode: WrOpcode::Read as u8, ..write(key) };
+        assert_eq!(x.post(read, b, 3000), WcStatus::Success as u8, "{place}");
+        assert_eq!(x.net.ends[0].bytes(0, 3000), [7; 3000], "{place}");
+        let add = abi::SqWqe { opcode: WrOpcode::FetchAdd as u8, compare_add: 1, ..write(key) };
+        assert_eq!(x.post(add, b, 8), WcStatus::Success as u8, "{place}");
+        // The other program's key is none of this queue's.
+        assert_eq!(x.post(write(key), a, 100), WcStatus::RemAccessErr as u8, "{place}");
+    }
+}
+
+#[test]
+fn a_queue_of_another_domain_is_none() {
+    for (place, mut x) in each() {
+        let host = x.net.rnics.len() - 1;
+        let private = OpenXrcd { key: None, create: true, exclusive: false };
+        let foreign = Shared::new(&mut x.net, host, &x.other, private);
+        let status = x.post(wqe(WrOpcode::Send, 1), foreign.number, 10);
+        assert_eq!(status, WcStatus::RemInvReqErr as u8, "{place}");
+    }
+    let (_, mut x) = each().into_iter().next().unwrap();
+    assert_eq!(x.post(wqe(WrOpcode::Send, 1), 12345, 10), WcStatus::RemInvReqErr as u8);
+}
+
+#[test]
+fn what_is_in_use_stays() {
+    let (_, mut x) = each().into_iter().next().unwrap();
+    let (s, other) = (x.net.ends[1].session, x.other.session);
+    let rnic = &mut x.net.rnics[0];
+    assert_eq!(rnic.destroy_xrcd(s, x.a.xrcd), Err(Status::Busy));
+    assert_eq!(rnic.destroy_cq(other, x.other.cqn), Err(Status::Busy));
+    assert_eq!(rnic.destroy_xrcd(other, x.a.xrcd), Err(Status::BadHandle));
+    rnic.destroy_srq(s, x.a.srq).unwrap();
+    rnic.destroy_qp(s, x.target).unwrap();
+    rnic.destroy_xrcd(s, x.a.xrcd).unwrap();
+    let open = |exclusive, create, key| OpenXrcd { key: Some((key, 0)), create, exclusive };
+    assert_eq!(rnic.create_xrcd(s, OpenXrcd { exclusive: true, ..FILE }), Err(Status::BadValue));
+    assert_eq!(rnic.create_xrcd(s, open(false, false, 9)), Err(Status::BadHandle));
+    rnic.create_xrcd(s, open(true, true, 9)).unwrap();
+    assert_eq!(x.post(wqe(WrOpcode::Send, 1), x.b.number, 10), WcStatus::RetryExcErr as u8);
+}
