@@ -3,6 +3,7 @@
 //! Depends on no crate of the workspace: it uses the built programs as a user would.
 
 mod bench;
+mod conformance;
 mod demo;
 mod lab;
 mod packages;

@@ -23,6 +23,8 @@ pub(crate) const TEST: Needed = &[
     ("/usr/bin/rping", "rdmacm-utils"),
     ("/usr/bin/ucx_perftest", "ucx-utils"),
     ("/usr/lib/python3/dist-packages/pyverbs", "python3-pyverbs"),
+    ("/usr/bin/mmdebstrap", "mmdebstrap"),
+    ("/usr/share/keyrings/debian-archive-keyring.gpg", "debian-archive-keyring"),
     // The virtual machine with the kernel's rxe.
     ("/usr/bin/qemu-system-x86_64", "qemu-system-x86"),
     ("/etc/libibverbs.d/rxe.driver", "ibverbs-providers"),

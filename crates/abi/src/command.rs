@@ -60,13 +60,14 @@ pub enum Command {
     ResizeCq = 36,
     CreateXrcd = 37,
     DestroyXrcd = 38,
+    ResizeSrq = 39,
 }
 
 impl Command {
     /// The command of a raw code.
     pub fn from_raw(raw: u8) -> Option<Self> {
         use Command::*;
-        const ALL: [Command; 38] = [
+        const ALL: [Command; 39] = [
             QueryPort,
             CreateCq,
             DestroyCq,
@@ -105,6 +106,7 @@ impl Command {
             ResizeCq,
             CreateXrcd,
             DestroyXrcd,
+            ResizeSrq,
         ];
         ALL.get(usize::from(raw).wrapping_sub(1)).copied()
     }
@@ -232,6 +234,8 @@ wire! {
     CreateSrqResp = 16 { srqn: u32, max_wr: u32, number: u32, reserved: u32 }
     /// An XRC domain; programs share it by device and inode of a file if `flags` has [`XRCD_SHARED`].
     CreateXrcdReq = 24 { dev: u64, ino: u64, flags: u32, reserved: u32 }
+    /// A new ring of an SRQ, with the same indices and the WQEs that wait; the control block stays.
+    ResizeSrqReq = 32 { srqn: u32, max_wr: u32, ctrl_addr: u64, ring_addr: u64, reserved: u64 }
     ModifySrqReq = 16 { srqn: u32, limit: u32, reserved: [u32; 2] }
     QuerySrqResp = 16 { max_wr: u32, max_sge: u32, limit: u32, reserved: u32 }
 
@@ -296,10 +300,10 @@ mod tests {
 
     #[test]
     fn command_codes_are_those_of_the_rfc() {
-        for raw in 1..=38u8 {
+        for raw in 1..=39u8 {
             assert_eq!(Command::from_raw(raw).unwrap() as u8, raw);
         }
-        assert_eq!((Command::from_raw(0), Command::from_raw(39)), (None, None));
+        assert_eq!((Command::from_raw(0), Command::from_raw(40)), (None, None));
         assert_eq!(Command::RegUserMr as u8, 9);
         assert_eq!(Command::ReqNotifyCq as u8, 18);
     }

@@ -171,6 +171,7 @@ impl Device {
             }
             Command::DestroyAh => nothing(rnic.destroy_ah(s, handle(data)?)),
             Command::CreateSrq => self.create_srq(rnic, data),
+            Command::ResizeSrq => self.resize_srq(rnic, data),
             Command::DestroySrq => nothing(rnic.destroy_srq(s, handle(data)?)),
             Command::ModifySrq => {
                 let r: abi::ModifySrqReq = parse(data)?;
@@ -287,15 +288,27 @@ impl Device {
         answer(abi::CreateQpResp { qpn, db_slot, cap, reserved: 0 })
     }
 
+    /// The ring of an SRQ, checked.
+    fn srq_ring(&self, max_wr: u32, max_sge: u32, ctrl: u64, ring: u64) -> Result<QpRings, Status> {
+        let cap = abi::QpCap { max_recv_wr: max_wr, max_recv_sge: max_sge, ..Default::default() };
+        let layout = abi::QpLayout::of(&cap).ok_or(Status::BadValue)?;
+        let ctrl = span(&self.memory, ctrl, size_of::<abi::QpCtrl>() as u64)?;
+        let ring = span(&self.memory, ring, layout.rq_bytes() as u64)?;
+        QpRings::receive_only(ctrl, ring, layout).ok_or(Status::BadAddress)
+    }
+
+    fn resize_srq(&self, rnic: &mut Rnic, data: &[u8]) -> Answer {
+        let r: abi::ResizeSrqReq = parse(data)?;
+        let max_sge = rnic.query_srq(self.session, r.srqn)?.max_sge;
+        let rings = self.srq_ring(r.max_wr, max_sge, r.ctrl_addr, r.ring_addr)?;
+        nothing(rnic.resize_srq(self.session, r.srqn, rings))
+    }
+
     fn create_srq(&self, rnic: &mut Rnic, data: &[u8]) -> Answer {
         let r: abi::CreateSrqReq = parse(data)?;
-        let cap = abi::QpCap { max_recv_wr: r.max_wr, max_recv_sge: r.max_sge, ..Default::default() };
-        let layout = abi::QpLayout::of(&cap).ok_or(Status::BadValue)?;
-        let ctrl = span(&self.memory, r.ctrl_addr, size_of::<abi::QpCtrl>() as u64)?;
-        let ring = span(&self.memory, r.ring_addr, layout.rq_bytes() as u64)?;
-        let rings = QpRings::receive_only(ctrl, ring, layout).ok_or(Status::BadAddress)?;
+        let rings = self.srq_ring(r.max_wr, r.max_sge, r.ctrl_addr, r.ring_addr)?;
         let xrc = (r.is_xrc != 0).then_some((r.xrcdn, r.cqn));
-        let attr = SrqAttr { max_wr: layout.rq_entries, max_sge: r.max_sge, limit: r.limit, xrc };
+        let attr = SrqAttr { max_wr: rings.layout().rq_entries, max_sge: r.max_sge, limit: r.limit, xrc };
         let (srqn, number) = rnic.create_srq(self.session, r.pdn, attr, rings)?;
         answer(abi::CreateSrqResp { srqn, max_wr: attr.max_wr, number, reserved: 0 })
     }

@@ -230,6 +230,12 @@ pub enum SendWr<'a> {
     Inline(&'a [abi::Sge]),
 }
 
+/// Where receives are posted; that of an SRQ may be resized.
+struct ReceiveQueue {
+    rings: QpRings,
+    post: Post,
+}
+
 struct Post {
     prod: u32,
     published: u32,
@@ -245,7 +251,7 @@ pub struct Qp {
     slot: u32,
     rings: QpRings,
     sq: Mutex<Post>,
-    rq: Mutex<Post>,
+    rq: Mutex<ReceiveQueue>,
     blocks: Mutex<Vec<Block>>,
 }
 
@@ -264,9 +270,9 @@ impl Qp {
                 qpn: resp.qpn,
                 cap: resp.cap,
                 slot: resp.db_slot,
+                rq: Mutex::new(ReceiveQueue { rings: rings.clone(), post: Post { prod: 0, published: 0 } }),
                 rings,
                 sq: Mutex::new(Post { prod: 0, published: 0 }),
-                rq: Mutex::new(Post { prod: 0, published: 0 }),
                 blocks: Mutex::new(blocks),
             }),
             Err(e) => {
@@ -330,7 +336,7 @@ impl Qp {
         let (mut sq, mut rq) = (lock(&self.sq), lock(&self.rq));
         self.ctx.command_void(Command::ModifyQp, &abi::ModifyQpReq { qpn: self.qpn, attr_mask: mask, attr: *attr })?;
         if mask & unirdma_formats::attr_mask::STATE != 0 && attr.qp_state == 0 {
-            for post in [&mut *sq, &mut *rq] {
+            for post in [&mut *sq, &mut rq.post] {
                 *post = Post { prod: 0, published: 0 };
             }
             self.rings.set_sq_prod(0);
@@ -357,7 +363,7 @@ impl Qp {
     /// Begins a batch of receives.
     pub fn recv_batch(&self) -> RecvBatch<'_> {
         let max_sge = self.cap.max_recv_sge;
-        RecvBatch { ctx: &self.ctx, rings: &self.rings, max_sge, slot: Some(self.slot), post: lock(&self.rq) }
+        RecvBatch { ctx: &self.ctx, max_sge, slot: Some(self.slot), rq: lock(&self.rq) }
     }
 }
 
@@ -441,12 +447,9 @@ pub struct Srq {
     pub srqn: u32,
     /// What XRC requests name it by; 0 if it is none for XRC.
     pub number: u32,
-    /// Receives that it holds.
-    pub max_wr: u32,
     /// SGEs of one receive.
     pub max_sge: u32,
-    rings: QpRings,
-    rq: Mutex<Post>,
+    rq: Mutex<ReceiveQueue>,
     blocks: Mutex<Vec<Block>>,
 }
 
@@ -464,10 +467,8 @@ impl Srq {
                 ctx: ctx.clone(),
                 srqn: resp.srqn,
                 number: resp.number,
-                max_wr: resp.max_wr,
                 max_sge,
-                rings,
-                rq: Mutex::new(Post { prod: 0, published: 0 }),
+                rq: Mutex::new(ReceiveQueue { rings, post: Post { prod: 0, published: 0 } }),
                 blocks: Mutex::new(blocks),
             }),
             Err(e) => {
@@ -512,6 +513,52 @@ impl Srq {
         Ok(())
     }
 
+    /// Receives that it holds.
+    pub fn max_wr(&self) -> u32 {
+        lock(&self.rq).rings.layout().rq_entries
+    }
+
+    /// Gives the SRQ room for at least `max_wr` receives. Those that wait stay.
+    ///
+    /// # Errors
+    /// `EINVAL` if more than that wait, or for more than the device's limits, or those of the device.
+    pub fn resize(&self, max_wr: u32) -> Result<()> {
+        let mut rq = lock(&self.rq);
+        let cap = abi::QpCap { max_recv_wr: max_wr, max_recv_sge: self.max_sge, ..Default::default() };
+        let layout = abi::QpLayout::of(&cap).filter(|_| max_wr > 0).ok_or(libc::EINVAL)?;
+        let old = rq.rings.layout().rq_entries;
+        let waiting = old - rq.rings.rq_free(rq.post.prod);
+        if waiting > layout.rq_entries {
+            return Err(libc::EINVAL);
+        }
+        let ring = self.ctx.alloc(layout.rq_bytes())?;
+        let mut blocks = lock(&self.blocks);
+        let [ctrl, _] = &blocks[..] else { return Err(libc::EINVAL) };
+        let made = QpRings::receive_only(ctrl.span.clone(), ring.span.clone(), layout).ok_or(libc::EPROTO);
+        let moved = made.and_then(|rings| {
+            let mut wqe = vec![0; layout.rq_stride as usize];
+            for i in 1..=waiting {
+                let at = rq.post.prod.wrapping_sub(i);
+                rq.rings.rq_copy(at, &mut wqe);
+                rings.rq_put(at, 0, &wqe);
+            }
+            let (ctrl_addr, ring_addr) = (ctrl.bus, ring.bus);
+            let req = abi::ResizeSrqReq { srqn: self.srqn, max_wr, ctrl_addr, ring_addr, reserved: 0 };
+            self.ctx.command_void(Command::ResizeSrq, &req).map(|()| rings)
+        });
+        match moved {
+            Ok(rings) => {
+                rq.rings = rings;
+                self.ctx.free(std::mem::replace(&mut blocks[1], ring));
+                Ok(())
+            }
+            Err(e) => {
+                self.ctx.free(ring);
+                Err(e)
+            }
+        }
+    }
+
     /// Arms the limit event.
     ///
     /// # Errors
@@ -530,18 +577,17 @@ impl Srq {
 
     /// Begins a batch of receives.
     pub fn recv_batch(&self) -> RecvBatch<'_> {
-        RecvBatch { ctx: &self.ctx, rings: &self.rings, max_sge: self.max_sge, slot: None, post: lock(&self.rq) }
+        RecvBatch { ctx: &self.ctx, max_sge: self.max_sge, slot: None, rq: lock(&self.rq) }
     }
 }
 
 /// Receives that are being posted.
 pub struct RecvBatch<'a> {
     ctx: &'a Context,
-    rings: &'a QpRings,
     max_sge: u32,
     /// Doorbell slot to ring if the device wants it; an SRQ has none.
     slot: Option<u32>,
-    post: std::sync::MutexGuard<'a, Post>,
+    rq: std::sync::MutexGuard<'a, ReceiveQueue>,
 }
 
 impl RecvBatch<'_> {
@@ -551,29 +597,30 @@ impl RecvBatch<'_> {
     /// `ENOMEM` if the RQ is full, `EINVAL` for too many SGEs, `EIO` as for sends.
     #[inline]
     pub fn push(&mut self, wr_id: u64, sges: &[abi::Sge]) -> Result<()> {
-        let rings = self.rings;
+        let ReceiveQueue { rings, post } = &mut *self.rq;
         if self.ctx.is_dead() {
             return Err(libc::EIO);
         }
         if sges.len() > self.max_sge as usize {
             return Err(libc::EINVAL);
         }
-        if rings.rq_free(self.post.prod) == 0 {
+        if rings.rq_free(post.prod) == 0 {
             return Err(libc::ENOMEM);
         }
         let head = abi::RqWqe { wr_id, num_sge: sges.len() as u32, reserved: 0 };
-        rings.rq_put(self.post.prod, 0, head.as_bytes());
-        rings.rq_put(self.post.prod, abi::RQ_DATA, sges.as_bytes());
-        self.post.prod = self.post.prod.wrapping_add(1);
+        rings.rq_put(post.prod, 0, head.as_bytes());
+        rings.rq_put(post.prod, abi::RQ_DATA, sges.as_bytes());
+        post.prod = post.prod.wrapping_add(1);
         Ok(())
     }
 }
 
 impl Drop for RecvBatch<'_> {
     fn drop(&mut self) {
-        if self.post.prod != self.post.published {
-            self.post.published = self.post.prod;
-            let wanted = self.rings.set_rq_prod(self.post.prod);
+        let ReceiveQueue { rings, post } = &mut *self.rq;
+        if post.prod != post.published {
+            post.published = post.prod;
+            let wanted = rings.set_rq_prod(post.prod);
             if let Some(slot) = self.slot.filter(|_| wanted) {
                 self.ctx.ring(slot);
             }

@@ -74,6 +74,8 @@ code!(
         BindMw = 8,
         /// SEND that takes the grant of a memory window of the peer back.
         SendInv = 9,
+        /// Waits until what was written before is visible.
+        Flush = 14,
         /// RDMA WRITE of 8 bytes at once.
         AtomicWrite = 15,
     }
@@ -115,6 +117,7 @@ impl WrOpcode {
             WrOpcode::LocalInv => WcOpcode::LocalInv,
             WrOpcode::BindMw => WcOpcode::BindMw,
             WrOpcode::AtomicWrite => WcOpcode::AtomicWrite,
+            WrOpcode::Flush => WcOpcode::Flush,
         }
     }
     /// Bytes that may be in its WQE, at a QP whose requests may have `most`: the value of an atomic WRITE always.
@@ -139,7 +142,7 @@ impl WrOpcode {
     }
     /// True if the responder answers with more than an ACK, as to a READ: it holds only so many of those.
     pub fn returns_data(self) -> bool {
-        self.stores_locally() || self == WrOpcode::AtomicWrite
+        self.stores_locally() || matches!(self, WrOpcode::AtomicWrite | WrOpcode::Flush)
     }
     /// True if what the responder answers is put into the requester's memory: READ and the atomics that fetch.
     pub fn stores_locally(self) -> bool {
@@ -168,6 +171,8 @@ code!(
         BindMw = 5,
         /// The grant of a memory window was taken back.
         LocalInv = 6,
+        /// A flush.
+        Flush = 8,
         /// An atomic WRITE.
         AtomicWrite = 9,
         /// A SEND was received.
@@ -248,7 +253,7 @@ pub mod access {
     /// Peers may use atomics.
     pub const REMOTE_ATOMIC: u32 = 8;
     /// Every flag that a memory region of this device may carry.
-    pub const MR_SUPPORTED: u32 = LOCAL_WRITE | REMOTE_WRITE | REMOTE_READ | REMOTE_ATOMIC | MW_BIND;
+    pub const MR_SUPPORTED: u32 = LOCAL_WRITE | REMOTE_WRITE | REMOTE_READ | REMOTE_ATOMIC | MW_BIND | FLUSH_GLOBAL;
     /// Flags that the grant of a memory window may carry; that of local access means nothing.
     pub const MW_SUPPORTED: u32 = LOCAL_WRITE | REMOTE_WRITE | REMOTE_READ | REMOTE_ATOMIC | ZERO_BASED;
     /// Memory windows may be bound to it.
@@ -259,8 +264,12 @@ pub mod access {
     pub const ON_DEMAND: u32 = 1 << 6;
     /// The memory is in huge pages.
     pub const HUGETLB: u32 = 1 << 7;
+    /// Peers may flush, so that everybody sees what they wrote.
+    pub const FLUSH_GLOBAL: u32 = 1 << 8;
+    /// Peers may flush to memory that outlives power failures, which there is none of.
+    pub const FLUSH_PERSISTENT: u32 = 1 << 9;
     /// Flags that a QP may be given; those of memory mean nothing to it.
-    pub const QP_ACCEPTED: u32 = 0xff | OPTIONAL_RANGE;
+    pub const QP_ACCEPTED: u32 = 0x3ff | OPTIONAL_RANGE;
     /// Flags that a device may ignore (`IBV_ACCESS_OPTIONAL_RANGE`).
     pub const OPTIONAL_RANGE: u32 = 0x3ff0_0000;
 }

@@ -86,6 +86,8 @@ pub enum Op {
     FetchAdd,
     /// Atomic write.
     AtomicWrite,
+    /// Flush.
+    Flush,
     /// Congestion notification.
     Cnp,
 }
@@ -124,6 +126,7 @@ impl std::fmt::Display for Opcode {
             Op::CmpSwap => ("compare and swap", None),
             Op::FetchAdd => ("fetch and add", None),
             Op::AtomicWrite => ("atomic write", None),
+            Op::Flush => ("flush", None),
             Op::Cnp => return f.write_str("CNP"),
         };
         let transport = format!("{:?}", self.transport).to_uppercase();
@@ -139,8 +142,8 @@ impl std::fmt::Display for Opcode {
     }
 }
 
-/// The five low bits of each opcode (IBTA vol. 1, table 38; annex A19 for the last).
-const OPS: [(u8, Op, Extra); 24] = {
+/// The five low bits of each opcode (IBTA vol. 1, table 38; annex A19 for the last two).
+const OPS: [(u8, Op, Extra); 25] = {
     use Extra::{Imm, Invalidate, None};
     use Part::{First, Last, Middle, Only};
     [
@@ -167,6 +170,7 @@ const OPS: [(u8, Op, Extra); 24] = {
         (0x14, Op::FetchAdd, None),
         (0x16, Op::Send(Last), Invalidate),
         (0x17, Op::Send(Only), Invalidate),
+        (0x1c, Op::Flush, None),
         (0x1d, Op::AtomicWrite, None),
     ]
 };
@@ -212,7 +216,8 @@ impl Opcode {
     }
 
     fn has_reth(self) -> bool {
-        matches!(self.op, Op::Write(p) if p.begins()) || matches!(self.op, Op::ReadRequest | Op::AtomicWrite)
+        matches!(self.op, Op::Write(p) if p.begins())
+            || matches!(self.op, Op::ReadRequest | Op::AtomicWrite | Op::Flush)
     }
     fn has_aeth(self) -> bool {
         matches!(self.op, Op::ReadResponse(p) if p != Part::Middle) || matches!(self.op, Op::Ack | Op::AtomicAck)
@@ -234,6 +239,7 @@ impl Opcode {
         BTH_BYTES
             + if self.transport == Transport::Ud { 8 } else { 0 }
             + if self.has_xrceth() { 4 } else { 0 }
+            + if self.op == Op::Flush { 4 } else { 0 }
             + if self.has_reth() { 16 } else { 0 }
             + if self.has_aeth() { 4 } else { 0 }
             + if self.op == Op::AtomicAck { 8 } else { 0 }
@@ -277,6 +283,23 @@ pub mod syndrome {
     pub const NAK_ACCESS: u8 = 0x62;
     /// NAK: remote operational error.
     pub const NAK_OPERATION: u8 = 0x63;
+}
+
+/// The flush extended transport header (annex A19).
+pub mod flush {
+    /// Placement: everybody sees it.
+    pub const GLOBAL: u32 = 1;
+    /// Placement: it outlives power failures.
+    pub const PERSISTENT: u32 = 2;
+
+    /// The header's word of a placement and a level (0: the range, 1: the whole memory region).
+    pub fn word(placement: u8, level: u8) -> u32 {
+        u32::from(placement & 0xf) | u32::from(level & 3) << 4
+    }
+    /// Placement and level of the header's word.
+    pub fn parts(word: u32) -> (u32, u32) {
+        (word & 0xf, word >> 4 & 3)
+    }
 }
 
 /// Atomic extended transport header.
@@ -340,6 +363,8 @@ pub struct Packet<'a> {
     pub deth: Deth,
     /// Number of the SRQ that an XRC request is for.
     pub srqn: u32,
+    /// What a flush is of: see [`flush`].
+    pub flush: u32,
     /// Immediate data as the application gave it (network order in memory), or the rkey to invalidate.
     pub extra: u32,
     pub payload: &'a [u8],
@@ -364,6 +389,7 @@ impl<'a> Packet<'a> {
             original: 0,
             deth: Deth::default(),
             srqn: 0,
+            flush: 0,
             extra: 0,
             payload: &[],
         }
@@ -395,6 +421,9 @@ impl<'a> Packet<'a> {
         }
         if opcode.has_xrceth() {
             p.srqn = r.u32()? & 0xff_ffff;
+        }
+        if opcode.op == Op::Flush {
+            p.flush = r.u32()?;
         }
         if opcode.has_reth() {
             p.reth = Reth { va: r.u64()?, rkey: r.u32()?, dma_len: r.u32()? };
@@ -447,6 +476,9 @@ impl<'a> Packet<'a> {
         }
         if self.opcode.has_xrceth() {
             w.put(&(self.srqn & 0xff_ffff).to_be_bytes());
+        }
+        if self.opcode.op == Op::Flush {
+            w.put(&self.flush.to_be_bytes());
         }
         if self.opcode.has_reth() {
             w.put(&self.reth.va.to_be_bytes());
@@ -593,8 +625,8 @@ mod tests {
         for &r in &known {
             assert_eq!(Opcode::from_raw(r).unwrap().raw(), Some(r));
         }
-        // RC and XRC 24, UC 12, UD 2, CNP.
-        assert_eq!(known.len(), 2 * 24 + 12 + 2 + 1);
+        // RC and XRC 25, UC 12, UD 2, CNP.
+        assert_eq!(known.len(), 2 * 25 + 12 + 2 + 1);
     }
 
     #[test]

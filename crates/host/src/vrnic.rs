@@ -154,9 +154,10 @@ const MAX_MULTICAST_GROUPS: u32 = 8192;
 
 /// The configuration space of a vRNIC.
 pub(crate) fn device_config(mac: Mac, l: &Limits) -> abi::Config {
-    // BAD_PKEY_CNTR | BAD_QKEY_CNTR | PORT_ACTIVE_EVENT | SYS_IMAGE_GUID | RC_RNR_NAK_GEN | MEM_WINDOW | XRC |
-    // MEM_WINDOW_TYPE_2B | ATOMIC_WRITE
-    const CAPS: u64 = 1 << 1 | 1 << 2 | 1 << 10 | 1 << 11 | 1 << 12 | 1 << 17 | 1 << 20 | 1 << 24 | 1 << 40;
+    // BAD_PKEY_CNTR | BAD_QKEY_CNTR | PORT_ACTIVE_EVENT | SYS_IMAGE_GUID | RC_RNR_NAK_GEN | SRQ_RESIZE | MEM_WINDOW | XRC |
+    // MEM_WINDOW_TYPE_2B | FLUSH_GLOBAL | ATOMIC_WRITE
+    const CAPS: u64 =
+        1 << 1 | 1 << 2 | 1 << 10 | 1 << 11 | 1 << 12 | 1 << 13 | 1 << 17 | 1 << 20 | 1 << 24 | 1 << 38 | 1 << 40;
     abi::Config {
         magic: abi::CONFIG_MAGIC,
         version: abi::CONFIG_VERSION,

@@ -144,6 +144,12 @@ impl QpRings {
         fits
     }
 
+    /// Driver: copies RQ WQE `index` as it was put, at most a slot.
+    pub fn rq_copy(&self, index: u32, dst: &mut [u8]) {
+        let n = dst.len().min(self.layout.rq_stride as usize);
+        self.rq.read(self.rq_at(index), &mut dst[..n]);
+    }
+
     /// Device: gives SQ slots below `cons` back.
     pub fn set_sq_cons(&self, cons: u32) {
         self.ctrl.store32(abi::QP_SQ_CONS, cons, Ordering::Release);

@@ -3,6 +3,7 @@
 use std::sync::Arc;
 
 use unirdma_abi as abi;
+use unirdma_formats::wire::flush;
 use unirdma_formats::{WrOpcode, access, send_flags};
 use unirdma_mem::{Fault, Loc, fetch, transfer};
 
@@ -121,6 +122,21 @@ impl<'a> Tables<'a> {
             at += n;
         }
         Ok(())
+    }
+}
+
+/// True if a peer of QP `p` may flush: this range, or the whole memory region that it names.
+pub(crate) fn may_flush(tables: &Tables<'_>, p: &Qp, word: u32, key: u32, addr: u64, len: u64) -> bool {
+    let (placement, level) = flush::parts(word);
+    let need = match placement {
+        flush::GLOBAL => access::FLUSH_GLOBAL,
+        _ => return false,
+    };
+    let granted = p.attr.qp_access_flags & need != 0;
+    match level {
+        0 => granted && tables.allows(remote(p, need, key, addr), len),
+        1 => granted && tables.mrs.by_key(key).is_some_and(|m| m.pd == p.pd && m.access & need != 0),
+        _ => false,
     }
 }
 

@@ -231,7 +231,7 @@ impl Rnic {
                 let p = Packet { original: u64::from_ne_bytes(found), ..answer(Op::AtomicAck, first.get(), code) };
                 self.tap_local(&back, &p, &[]);
             }
-            WrOpcode::AtomicWrite => {
+            WrOpcode::AtomicWrite | WrOpcode::Flush => {
                 self.tap_local(&back, &answer(Op::ReadResponse(Part::Only), first.get(), code), &[]);
             }
             _ => self.tap_local(&back, &answer(Op::Ack, first.advance(packets - 1).get(), code), &[]),

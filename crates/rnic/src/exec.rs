@@ -11,7 +11,7 @@ use unirdma_formats::{
 };
 use unirdma_mem::{Fault, atomic_u64};
 
-use crate::access::{Side, Tables, list, local_side, remote_access, remote_side};
+use crate::access::{Side, Tables, list, local_side, may_flush, remote_access, remote_side};
 use crate::objects::{Counters, Qp, Wait, Work};
 use crate::rnic::{OP_COST, Rnic};
 use crate::wqe::{NoRecv, RecvDone, load};
@@ -187,6 +187,10 @@ impl Rnic {
         let p = self.qps.get(ph).ok_or(Refusal::Silent)?;
         let tables = Tables { mrs: &self.mrs, sessions: &self.sessions };
         let need = remote_access(op);
+        if op == WrOpcode::Flush {
+            let (word, key, addr, len) = (w.wqe.imm, w.wqe.rkey, w.wqe.remote_addr, w.wqe.compare_add);
+            return if may_flush(&tables, p, word, key, addr, len) { Ok(()) } else { Err(NO_ACCESS) };
+        }
         if need != 0 {
             let words = op.is_atomic() || op == WrOpcode::AtomicWrite;
             let misaligned = words && w.wqe.remote_addr % 8 != 0;
@@ -276,7 +280,8 @@ impl Rnic {
         let local = local_side(q, w, op);
         let n = SLICE.min(w.total - w.done);
         let moved = match op {
-            WrOpcode::LocalInv | WrOpcode::BindMw => Ok(()),
+            // What was copied before is visible.
+            WrOpcode::LocalInv | WrOpcode::BindMw | WrOpcode::Flush => Ok(()),
             WrOpcode::Send | WrOpcode::SendImm | WrOpcode::SendInv => {
                 let recv = p.recv.as_ref().map_or(&[][..], |r| &r.sges[..r.num_sge]);
                 tables.copy(local, list(p, recv, access::LOCAL_WRITE), w.done, n, &mut self.scratch)

@@ -90,6 +90,21 @@ impl Rnic {
         Ok(())
     }
 
+    /// RESIZE_SRQ: receives are taken from another ring, which holds those that wait at the same indices.
+    ///
+    /// # Errors
+    /// `BadValue` if more wait than it holds, or its limit is above its size; `BadState` for an SRQ that is lost.
+    pub fn resize_srq(&mut self, s: SessionId, srq: u32, rings: QpRings) -> Result<(), Status> {
+        self.own_srq(s, srq)?;
+        let q = self.srqs.get_mut(srq).filter(|q| !q.broken).ok_or(Status::BadState)?;
+        let size = rings.layout().rq_entries;
+        if q.limit > size || rings.rq_pending(q.cons).is_err() {
+            return Err(Status::BadValue);
+        }
+        (q.rings, q.max_wr) = (rings, size);
+        Ok(())
+    }
+
     /// QUERY_SRQ.
     ///
     /// # Errors

@@ -172,7 +172,7 @@ pub(crate) fn load(q: &Qp, at: u32, w: &mut Work) -> Result<(), WcStatus> {
     }
     if w.wqe.send_flags & send_flags::INLINE != 0 {
         let n = usize::from(w.wqe.inline_len);
-        let may = !op.stores_locally() && !op.is_local();
+        let may = !op.stores_locally() && !op.is_local() && op != WrOpcode::Flush;
         let most = op.inline_bytes(q.cap.max_inline_data);
         let data = w.inline.get_mut(..n).filter(|_| may && n as u32 <= most);
         if !data.is_some_and(|d| q.rings.sq_data(at, d)) {
@@ -188,7 +188,7 @@ pub(crate) fn load(q: &Qp, at: u32, w: &mut Work) -> Result<(), WcStatus> {
     }
     w.num_sge = n;
     w.total = w.sges[..n].iter().map(|s| u64::from(s.length)).sum();
-    if op.is_local() {
+    if op.is_local() || op == WrOpcode::Flush {
         (w.num_sge, w.total) = (0, 0);
     }
     check_length(op, w)

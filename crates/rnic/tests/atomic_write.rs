@@ -1,4 +1,5 @@
-//! Atomic writes, on one host and over a network that loses packets: eight bytes at once, aligned, once.
+//! Atomic writes and flushes, on one host and over a network that loses packets: eight bytes at once, aligned, once; a flush is
+//! answered when it may be made.
 #![allow(missing_docs)]
 
 mod common;
@@ -65,6 +66,44 @@ fn wrong_lengths_and_places_are_refused() {
             net.ends[0].post(write, &[sge]);
             net.run(SECOND);
             assert_eq!(net.ends[0].done().status, status as u8, "{place}: {len} bytes at {off}");
+        }
+    }
+}
+
+#[test]
+fn what_may_be_flushed_is_answered() {
+    use unirdma_formats::access::{FLUSH_GLOBAL, LOCAL_WRITE};
+    use unirdma_formats::wire::flush::{GLOBAL, PERSISTENT};
+    let (ok, denied) = (WcStatus::Success as u8, WcStatus::RemAccessErr as u8);
+    for (granted, word, off, len, status) in [
+        (true, GLOBAL, 0, 4096, ok),
+        (true, GLOBAL, 0, 0, ok),
+        (true, GLOBAL | 1 << 4, u64::MAX / 2, 7, ok),
+        (true, GLOBAL, 1, MR_BYTES as u64, denied),
+        (true, PERSISTENT, 0, 4096, denied),
+        (true, GLOBAL | 2 << 4, 0, 4096, denied),
+        (true, 0, 0, 4096, denied),
+        (false, GLOBAL, 0, 4096, denied),
+    ] {
+        for (place, mut net) in each() {
+            let e = &net.ends[1];
+            let (s, pd, qpn, backing) = (e.session, e.pd, e.qpn, unirdma_rnic::Backing::Mapped(e.memory.clone()));
+            let flags = LOCAL_WRITE | if granted { FLUSH_GLOBAL } else { 0 };
+            let (_, rkey) = net.rnic(1).reg_mr(s, pd, flags, IOVA, MR_BYTES as u64, backing, vec![3]).unwrap();
+            let a = abi::QpAttr { qp_access_flags: ALL | FLUSH_GLOBAL, ..Default::default() };
+            net.rnic(1).modify_qp(s, qpn, unirdma_formats::attr_mask::ACCESS_FLAGS, &a).unwrap();
+            let flush = abi::SqWqe {
+                rkey,
+                remote_addr: IOVA.wrapping_add(off),
+                compare_add: len,
+                imm: word,
+                ..wqe(WrOpcode::Flush, 1)
+            };
+            net.ends[0].post(flush, &[]);
+            net.run(SECOND);
+            let c = net.ends[0].done();
+            assert_eq!(c.status, status, "{place}: {granted} {word:#x} {off} {len}");
+            assert_eq!(c.opcode, WcOpcode::Flush as u8);
         }
     }
 }

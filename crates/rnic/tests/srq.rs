@@ -14,6 +14,7 @@ use zerocopy::IntoBytes;
 /// An SRQ of end 1, whose QP is replaced by one that uses it.
 struct Shared {
     srq: u32,
+    ctrl: unirdma_mem::Span,
     rings: QpRings,
     prod: u32,
 }
@@ -23,10 +24,11 @@ impl Shared {
         let (session, pd) = (net.ends[1].session, net.ends[1].pd);
         let cap = abi::QpCap { max_recv_wr: 16, max_recv_sge: 2, ..Default::default() };
         let layout = abi::QpLayout::of(&cap).unwrap();
-        let rings = QpRings::receive_only(aligned(128), aligned(layout.rq_bytes()), layout).unwrap();
+        let ctrl = aligned(128);
+        let rings = QpRings::receive_only(ctrl.clone(), aligned(layout.rq_bytes()), layout).unwrap();
         let attr = SrqAttr { max_wr: 16, max_sge: 2, limit, xrc: None };
         let (srq, _) = net.rnic(1).create_srq(session, pd, attr, rings.clone()).unwrap();
-        Shared { srq, rings, prod: 0 }
+        Shared { srq, ctrl, rings, prod: 0 }
     }
 
     fn recv(&mut self, wr_id: u64, sge: abi::Sge) {
@@ -183,5 +185,45 @@ fn a_jumping_index_breaks_the_shared_queue() {
         let got = events(&mut net);
         assert!(got.contains(&AsyncEvent::SrqErr) && got.contains(&AsyncEvent::QpFatal), "{place}: {got:?}");
         assert_ne!(status(&net.ends[0].done()), WcStatus::Success);
+    }
+}
+
+#[test]
+fn a_queue_that_is_resized_keeps_its_receives() {
+    for typ in [QpType::Rc, QpType::Ud] {
+        let mut net = Net::hosts(2, &[typ, typ], 3, Faults::default());
+        let mut shared = Shared::new(&mut net, 0);
+        shared.attach(&mut net, 1, typ);
+        net.connect(typ, 0, 1, &|a| a);
+        net.connect(typ, 1, 0, &|a| a);
+        let to = net.ends[1].sge(0, 1000);
+        (0..5).for_each(|i| shared.recv(i, to));
+        let session = net.ends[1].session;
+        let ring = |entries: u32| {
+            let cap = abi::QpCap { max_recv_wr: entries, max_recv_sge: 2, ..Default::default() };
+            abi::QpLayout::of(&cap).unwrap()
+        };
+        let ctrl = shared.ctrl.clone();
+        let small = QpRings::receive_only(ctrl.clone(), aligned(ring(4).rq_bytes()), ring(4)).unwrap();
+        assert_eq!(net.rnic(1).resize_srq(session, shared.srq, small), Err(unirdma_abi::Status::BadValue));
+        let large = QpRings::receive_only(ctrl, aligned(ring(64).rq_bytes()), ring(64)).unwrap();
+        let mut slot = vec![0; ring(64).rq_stride as usize];
+        for i in 0..5 {
+            shared.rings.rq_copy(i, &mut slot);
+            large.rq_put(i, 0, &slot);
+        }
+        net.rnic(1).resize_srq(session, shared.srq, large.clone()).unwrap();
+        shared.rings = large;
+        (5..40).for_each(|i| shared.recv(i, to));
+        let ah = if typ == QpType::Ud { net.ah(0, 1) } else { 0 };
+        let (sge, dest) = (net.ends[0].sge(0, 100), net.ends[1].qpn);
+        for i in 0..40 {
+            net.ends[0].post_to(wqe(WrOpcode::Send, i), ah, dest, &[sge]);
+            net.run(SECOND / 100);
+            net.ends[0].poll();
+        }
+        let got: Vec<u64> = net.ends[1].poll().iter().map(|c| c.wr_id).collect();
+        assert_eq!(got, (0..40).collect::<Vec<_>>());
+        assert_eq!(net.rnic(1).query_srq(session, shared.srq).unwrap().max_wr, 64);
     }
 }

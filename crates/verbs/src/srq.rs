@@ -42,7 +42,7 @@ pub(crate) unsafe fn create(
     match driver::Srq::create(&ctx.driver, pdn, a.max_wr, a.max_sge, xrc) {
         Ok(srq) => {
             trace!("ibv_create_srq({a:?}) = {:#x}", srq.srqn);
-            attr.max_wr = srq.max_wr;
+            attr.max_wr = srq.max_wr();
             // SAFETY: integers, pointers and zeroed pthread objects.
             let mut raw: ibv_srq = unsafe { std::mem::zeroed() };
             (raw.context, raw.srq_context, raw.pd, raw.handle) = (c, srq_context, pd, srq.srqn);
@@ -77,7 +77,6 @@ pub unsafe extern "C" fn x_ibv_destroy_srq(srq: *mut ibv_srq) -> i32 {
     0
 }
 
-/// The limit can be set; the size stays (`IBV_DEVICE_SRQ_RESIZE` is not offered).
 pub unsafe extern "C" fn x_ibv_modify_srq(srq: *mut ibv_srq, attr: *mut ibv_srq_attr, mask: i32) -> i32 {
     // SAFETY: the caller passes its SRQ and attributes.
     let (obj, a) = unsafe { (&*srq.cast::<SrqObj>(), &*attr) };
@@ -85,8 +84,10 @@ pub unsafe extern "C" fn x_ibv_modify_srq(srq: *mut ibv_srq, attr: *mut ibv_srq_
     if mask & !(SRQ_MAX_WR | SRQ_LIMIT) != 0 {
         return code(Err(libc::EINVAL));
     }
-    if mask & SRQ_MAX_WR != 0 {
-        return code(Err(libc::EOPNOTSUPP));
+    if mask & SRQ_MAX_WR != 0
+        && let Err(e) = obj.srq.resize(a.max_wr)
+    {
+        return code(Err(e));
     }
     if mask & SRQ_LIMIT == 0 {
         return 0;

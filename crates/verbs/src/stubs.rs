@@ -52,7 +52,10 @@ pub extern "C" fn x_ibv_dofork_range(_base: *mut c_void, _size: usize) -> i32 {
     0
 }
 
-/// Data of a WRITE arrives in order; see `docs/spec/virtio-rdma.md`, section 7.6.
-pub unsafe extern "C" fn x_ibv_query_qp_data_in_order(_qp: *mut ibv_qp, _op: u32, _flags: u32) -> i32 {
-    1
+/// Data of a WRITE arrives in order, as a whole and in each 128 bytes; see `docs/spec/virtio-rdma.md`, section 7.6.
+pub unsafe extern "C" fn x_ibv_query_qp_data_in_order(_qp: *mut ibv_qp, _op: u32, flags: u32) -> i32 {
+    const RETURN_CAPS: u32 = 1;
+    const WHOLE_MSG: i32 = 1;
+    const ALIGNED_128_BYTES: i32 = 2;
+    if flags & RETURN_CAPS != 0 { WHOLE_MSG | ALIGNED_128_BYTES } else { 1 }
 }

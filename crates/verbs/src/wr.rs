@@ -19,7 +19,7 @@ const MASK_CREATE_FLAGS: u32 = 1 << 2;
 const MASK_SEND_OPS: u32 = 1 << 6;
 
 /// Bits of `enum ibv_qp_create_send_ops_flags`, and the opcodes that they stand for.
-const OPS: [(u32, WrOpcode); 11] = [
+const OPS: [(u32, WrOpcode); 12] = [
     (0, WrOpcode::Write),
     (1, WrOpcode::WriteImm),
     (2, WrOpcode::Send),
@@ -30,6 +30,7 @@ const OPS: [(u32, WrOpcode); 11] = [
     (7, WrOpcode::LocalInv),
     (8, WrOpcode::BindMw),
     (9, WrOpcode::SendInv),
+    (11, WrOpcode::Flush),
     (12, WrOpcode::AtomicWrite),
 ];
 
@@ -142,6 +143,7 @@ pub(crate) fn fill(x: &mut ibv_qp_ex) {
     x.wr_atomic_cmp_swp = Some(atomic_cmp_swp);
     x.wr_atomic_fetch_add = Some(atomic_fetch_add);
     x.wr_atomic_write = Some(atomic_write);
+    x.wr_flush = Some(flush);
     x.wr_bind_mw = Some(bind_mw);
     x.wr_local_inv = Some(local_inv);
     x.wr_send_inv = Some(send_inv);
@@ -241,6 +243,20 @@ unsafe extern "C" fn atomic_write(qp: *mut ibv_qp_ex, rkey: u32, addr: u64, valu
     unsafe {
         begin(qp, WrOpcode::AtomicWrite, |w| (w.rkey, w.remote_addr) = (rkey, addr));
         set_inline_data_list(qp, 1, &ibv_data_buf { addr: value.cast_mut(), length: 8 });
+    }
+}
+
+unsafe extern "C" fn flush(qp: *mut ibv_qp_ex, rkey: u32, addr: u64, len: usize, placement: u8, level: u8) {
+    const LEVELS: u8 = 2;
+    // SAFETY: called between wr_start and wr_complete.
+    unsafe {
+        if placement == 0 || placement > 3 || level >= LEVELS || len as u64 > u64::from(u32::MAX) {
+            return builder(qp).fail(libc::EINVAL);
+        }
+        let word = unirdma_formats::wire::flush::word(placement, level);
+        begin(qp, WrOpcode::Flush, |w| {
+            (w.rkey, w.remote_addr, w.compare_add, w.imm) = (rkey, addr, len as u64, word);
+        });
     }
 }
 

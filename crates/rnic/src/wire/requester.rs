@@ -78,6 +78,7 @@ pub(crate) fn request_packet(
         WrOpcode::CmpSwap => Op::CmpSwap,
         WrOpcode::FetchAdd => Op::FetchAdd,
         WrOpcode::AtomicWrite => Op::AtomicWrite,
+        WrOpcode::Flush => Op::Flush,
     };
     let transport = super::transport_of(q.typ);
     let extra = match op {
@@ -87,7 +88,7 @@ pub(crate) fn request_packet(
         _ => Extra::None,
     };
     let mut head = Packet::new(Opcode { transport, op: kind, extra }, q.attr.dest_qp_num, psn.get());
-    (head.extra, head.srqn) = (wqe.imm, wqe.dest_qpn);
+    (head.extra, head.flush, head.srqn) = (wqe.imm, wqe.imm, wqe.dest_qpn);
     head.solicited = ends && op.consumes_recv() && wqe.send_flags & send_flags::SOLICITED != 0;
     let mtu = u64::from(q.mtu);
     let off = u64::from(index) * mtu;
@@ -97,6 +98,7 @@ pub(crate) fn request_packet(
             let len = left.min(u64::from(span) * mtu);
             Reth { va: wqe.remote_addr.wrapping_add(off), rkey: wqe.rkey, dma_len: len as u32 }
         }
+        WrOpcode::Flush => Reth { va: wqe.remote_addr, rkey: wqe.rkey, dma_len: wqe.compare_add as u32 },
         _ => Reth { va: wqe.remote_addr, rkey: wqe.rkey, dma_len: w.total as u32 },
     };
     let (swap_add, compare) = if op == WrOpcode::CmpSwap { (wqe.swap, wqe.compare_add) } else { (wqe.compare_add, 0) };
@@ -377,7 +379,7 @@ impl Rnic {
             (WrOpcode::Read, Op::ReadResponse(_)) => (p.payload, (f.work.total - off).min(q.mtu.into())),
             (WrOpcode::CmpSwap | WrOpcode::FetchAdd, Op::AtomicAck) => (&original, 8),
             // Its answer is that of a READ of no bytes (annex A19).
-            (WrOpcode::AtomicWrite, Op::ReadResponse(_)) => (p.payload, 0),
+            (WrOpcode::AtomicWrite | WrOpcode::Flush, Op::ReadResponse(_)) => (p.payload, 0),
             // A response of the wrong kind (IBTA vol. 1, 9.9.2.2): the responder is broken.
             _ => return self.fail_request(h, w, WcStatus::BadRespErr),
         };

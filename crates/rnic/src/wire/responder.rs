@@ -7,7 +7,7 @@ use unirdma_formats::{AsyncEvent, NO_CREDITS, Psn, QpType, WcStatus, access, cre
 use unirdma_mem::atomic_u64;
 
 use super::Wire;
-use crate::access::{Side, Tables, list, remote};
+use crate::access::{Side, Tables, list, may_flush, remote};
 use crate::objects::SessionId;
 use crate::rnic::{OP_COST, Rnic};
 use crate::wqe::{NoRecv, RecvDone};
@@ -182,6 +182,7 @@ impl Rnic {
             Op::Write(part) => self.on_write(h, w, p, part),
             Op::ReadRequest => self.on_read(h, w, p),
             Op::AtomicWrite => self.on_atomic_write(h, w, p),
+            Op::Flush => self.on_flush(h, w, p),
             _ => self.on_atomic(h, w, p),
         }
     }
@@ -250,7 +251,7 @@ impl Rnic {
                     (q.pd, q.memory, q.srq, q.recv_cq) = now;
                 }
             }
-            Op::AtomicWrite => self.queue_answer(h, w, psn, true),
+            Op::AtomicWrite | Op::Flush => self.queue_answer(h, w, psn, true),
             _ => {
                 if let Some(&(_, value)) = w.resp.atomics.iter().find(|a| a.0 == psn) {
                     w.resp.push(Answer::Atomic { psn, msn: w.resp.msn, value, again: true });
@@ -412,7 +413,7 @@ impl Rnic {
         Ok(psn_count(p.reth.dma_len.into(), q.mtu))
     }
 
-    /// The answer to an atomic write: that of a READ of no bytes (annex A19).
+    /// The answer to an atomic write or a flush: that of a READ of no bytes (annex A19).
     fn queue_answer(&self, h: u32, w: &mut Wire, psn: Psn, again: bool) {
         let Some(of) = self.qps.get(h).map(|q| (q.pd, q.memory)) else { return };
         w.resp.push(Answer::Read { psn, msn: w.resp.msn, va: 0, rkey: 0, len: 0, done: 0, of, again });
@@ -435,6 +436,20 @@ impl Rnic {
         w.resp.msn = w.resp.msn.wrapping_add(1);
         self.queue_answer(h, w, Psn::new(p.psn), false);
         self.count(h, |c| c.received_bytes += 8);
+        Ok(1)
+    }
+
+    fn on_flush(&mut self, h: u32, w: &mut Wire, p: &Packet<'_>) -> Result<u32, Refusal> {
+        let q = self.qps.get(h).ok_or(Refusal::Broken)?;
+        if w.resp.message.is_some() || w.resp.reads_waiting() >= usize::from(q.attr.max_dest_rd_atomic) {
+            return Err(INVALID);
+        }
+        let tables = Tables { mrs: &self.mrs, sessions: &self.sessions };
+        if !may_flush(&tables, q, p.flush, p.reth.rkey, p.reth.va, p.reth.dma_len.into()) {
+            return Err(NO_ACCESS);
+        }
+        w.resp.msn = w.resp.msn.wrapping_add(1);
+        self.queue_answer(h, w, Psn::new(p.psn), false);
         Ok(1)
     }
 

@@ -1,0 +1,152 @@
+//! rdma-core's own tests, of two Debian releases. What they may skip is in `docs/conformance.md`.
+
+use std::fs;
+use std::os::unix::fs::symlink;
+use std::path::{Path, PathBuf};
+use std::process::Command;
+
+use crate::Result;
+use crate::lab::{self, Lab};
+
+const TESTS: &str = "/usr/share/doc/rdma-core/tests";
+const RUN: &str = "tests/run_tests.py --dev unirdma0 -v";
+const HUGE_PAGES: &str = "/proc/sys/vm/nr_hugepages";
+/// Pages of 2 MiB that the tests need.
+const WANTED_PAGES: u32 = 64;
+
+fn failed(what: &str) -> impl Fn(std::io::Error) -> String + '_ {
+    move |e| format!("{what}: {e}")
+}
+
+fn run(words: &[&str]) -> Result<()> {
+    let o = Command::new(words[0]).args(&words[1..]).output().map_err(failed(words[0]))?;
+    if o.status.success() {
+        Ok(())
+    } else {
+        Err(format!("{}: {}", words.join(" "), String::from_utf8_lossy(&o.stderr)))
+    }
+}
+
+/// Huge pages that are reserved while this lives, if they can be.
+struct HugePages(Option<String>);
+
+impl HugePages {
+    fn reserve() -> HugePages {
+        let before = fs::read_to_string(HUGE_PAGES).ok();
+        let enough = before.as_ref().is_none_or(|b| b.trim().parse::<u32>().is_ok_and(|n| n >= WANTED_PAGES));
+        if enough || fs::write(HUGE_PAGES, WANTED_PAGES.to_string()).is_err() {
+            return HugePages(None);
+        }
+        HugePages(before)
+    }
+}
+
+impl Drop for HugePages {
+    fn drop(&mut self) {
+        if let Some(before) = &self.0 {
+            let _ = fs::write(HUGE_PAGES, before);
+        }
+    }
+}
+
+/// What `docs/conformance.md` says that a test may say when it is skipped.
+fn known_reasons() -> Result<Vec<String>> {
+    let text = fs::read_to_string(lab::root().join("docs/conformance.md")).map_err(failed("docs/conformance.md"))?;
+    let reasons = text.lines().filter_map(|l| l.strip_prefix("| `")).filter_map(|l| l.split('`').next());
+    Ok(reasons.map(String::from).collect())
+}
+
+/// Judges a run: no failure, at least so many that pass, and no skip for an unknown reason.
+fn judge(text: &str, at_least: usize) -> Result<()> {
+    let known = known_reasons()?;
+    let reason = |l: &str| Some(l.split(" ... skipped ").nth(1)?.trim_matches(['\'', '"']).to_string());
+    let unknown: Vec<String> =
+        text.lines().filter_map(reason).filter(|r| !known.iter().any(|k| r.starts_with(k))).collect();
+    if !unknown.is_empty() {
+        return Err(format!("skipped for reasons that docs/conformance.md does not have: {unknown:?}"));
+    }
+    let last = text.lines().last().unwrap_or_default();
+    let number = |l: &str, before: &str| {
+        let digits: String = l.split(before).nth(1)?.chars().take_while(char::is_ascii_digit).collect();
+        digits.parse::<usize>().ok()
+    };
+    let all = text.lines().find_map(|l| number(l, "Ran ")).unwrap_or(0);
+    let passed = all.saturating_sub(number(last, "skipped=").unwrap_or(0));
+    if last.starts_with("OK") && passed >= at_least {
+        return Ok(());
+    }
+    let from = text.find("======").unwrap_or(0);
+    Err(format!("{passed} passed, {at_least} are expected: {last}\n{}", &text[from..]))
+}
+
+/// Runs the tests of this machine's own release.
+///
+/// # Errors
+/// What failed, or was skipped without leave.
+pub(crate) fn debian_12(lab: &Lab) -> Result<()> {
+    let _pages = HugePages::reserve();
+    let dir = lab.dir.join("pyverbs");
+    fs::create_dir_all(&dir).map_err(failed("pyverbs"))?;
+    let tests = unpack(Path::new(TESTS), &dir)?;
+    let script = format!("cd {} && exec /usr/bin/python3 {RUN}", tests.display());
+    judge(&lab.spawn("a", &[], &format!("sh -c '{script}'"))?.finish().text, 140)
+}
+
+/// Copies the tests below `dir`; the package has them compressed. Returns the directory to run them in.
+fn unpack(from: &Path, dir: &Path) -> Result<PathBuf> {
+    let to = dir.join("tests");
+    let (from, to) = (from.display().to_string(), to.display().to_string());
+    run(&["cp", "-r", &from, &to])?;
+    run(&["sh", "-c", &format!("gunzip -qf {to}/*.gz")])?;
+    Ok(dir.to_path_buf())
+}
+
+/// The programs of Debian 13, in a directory of their own.
+fn root_of_debian_13() -> Result<PathBuf> {
+    let root = lab::root().join("target/trixie");
+    if root.join("usr/bin/rdma").exists() {
+        return Ok(root);
+    }
+    println!("downloading programs of Debian 13");
+    let _ = fs::remove_dir_all(&root);
+    let path = root.display().to_string();
+    let source =
+        "deb [signed-by=/usr/share/keyrings/debian-archive-keyring.gpg] http://deb.debian.org/debian trixie main";
+    let include = "--include=python3-pyverbs,python3,ibverbs-utils,iproute2,coreutils";
+    run(&["mmdebstrap", "--quiet", "--variant=extract", include, "trixie", &path, source])?;
+    for d in ["bin", "sbin", "lib", "lib64"] {
+        let at = root.join(d);
+        if !at.exists() {
+            symlink(format!("usr/{d}"), at).map_err(failed(d))?;
+        }
+    }
+    for d in ["dev", "sys", "proc", "tmp", "run/unirdma", "opt/unirdma", "t"] {
+        fs::create_dir_all(root.join(d)).map_err(failed(d))?;
+    }
+    unpack(&root.join(TESTS.trim_start_matches('/')), &root.join("t"))?;
+    // The tests ask this tool for network interfaces first, and then sysfs; it wants the kernel's RDMA.
+    let tool = root.join("usr/bin/rdma");
+    let _ = fs::remove_file(&tool);
+    fs::write(&tool, "#!/usr/bin/python3\nprint('[]')\n").map_err(failed("rdma"))?;
+    run(&["chmod", "755", &tool.display().to_string()])?;
+    Ok(root)
+}
+
+/// Runs the tests of Debian 13, in a container whose root directory is that release.
+///
+/// # Errors
+/// What failed, or was skipped without leave.
+pub(crate) fn debian_13(lab: &Lab) -> Result<()> {
+    let _pages = HugePages::reserve();
+    let root = root_of_debian_13()?;
+    let script = format!(
+        "R={}; for d in dev sys proc; do mount --rbind /$d $R/$d || exit 9; done\n\
+         mount --bind $UNIRDMA_DIR $R/run/unirdma && mount --bind ${{LD_LIBRARY_PATH%%:*}}/.. $R/opt/unirdma || exit 9\n\
+         export LD_LIBRARY_PATH=/opt/unirdma/dropin UNIRDMA_DIR=/run/unirdma PATH=/usr/bin:/usr/sbin\n\
+         exec chroot $R /usr/bin/env --chdir=/t python3 {RUN}\n",
+        root.display()
+    );
+    let file = lab.dir.join("debian-13.sh");
+    fs::write(&file, script).map_err(failed("debian-13.sh"))?;
+    judge(&lab.spawn("a", &[], &format!("sh {}", file.display()))?.finish().text, 150)
+}
