@@ -112,7 +112,10 @@ const CONNECTING: &[(&str, &str)] = &[
     ("rping -s -C 5 -S 60000", "rping -c -a ADDR -C 5 -V -S 60000"),
     ("ucmatose -c 5", "ucmatose -c 5 -s ADDR"),
     ("udaddy -c 3", "udaddy -c 3 -s ADDR"),
+    ("rstream -S 100000 -C 20 -I 5 -T v", "rstream -s ADDR -S 100000 -C 20 -I 5 -T v"),
     ("rdma_server", "rdma_client -s ADDR"),
+    ("rdma_xserver", "rdma_xclient -s ADDR"),
+    ("rdma_xserver -c x", "rdma_xclient -s ADDR -c x"),
     ("ib_write_bw -R -F -n 500", "ib_write_bw -R -F -n 500 ADDR"),
     ("ib_read_bw -R -F -n 500 -q 4", "ib_read_bw -R -F -n 500 -q 4 ADDR"),
     ("ib_send_lat -R -F -n 500", "ib_send_lat -R -F -n 500 ADDR"),
@@ -169,7 +172,7 @@ fn connections(s: &mut Suite<'_>) {
 
 /// A member of a multicast group, and one that sends to it.
 fn multicast(here: &Lab, there: &Lab) -> Check {
-    let member = here.spawn("a", &[], "timeout 20 mckey -m 239.1.1.1 -b 10.0.0.1")?;
+    let member = here.spawn("a", &[], "timeout 20 stdbuf -oL mckey -m 239.1.1.1 -b 10.0.0.1")?;
     for _ in 0..400 {
         if member.text().contains("receiving") {
             break;
@@ -529,7 +532,7 @@ fn kernel(s: &mut Suite<'_>) {
         programs.push((format!("{p} -F -n 200"), format!("{p} -F -n 200 -d rxe0 -x 1")));
     }
     let name = |serves: bool, p: &str| format!("kernel's rxe {} us: {p}", if serves { "serves" } else { "calls" });
-    let connecting = &CONNECTING[..5];
+    let connecting = &CONNECTING[..6];
     let last = "kernel's rxe found no wrong ICRC, nor did we";
     let wanted = |n: &str| s.only.is_none_or(|o| n.contains(o));
     let connects = connecting.iter().any(|(p, _)| wanted(&name(true, p)) || wanted(&name(false, p)));

@@ -40,7 +40,7 @@ wire! {
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[repr(u8)]
 pub enum CmOp {
-    /// A new identifier in `port_space`, with events on completion event queue `queue`.
+    /// A new identifier in `port_space`, with events on completion event queue `queue`; `option`: [`CM_XRC`] or 0.
     Create = 1,
     /// Gives `id` back; what is connected is disconnected.
     Destroy = 2,
@@ -96,6 +96,9 @@ impl CmOp {
         ALL.get(usize::from(raw).wrapping_sub(1)).copied()
     }
 }
+
+/// `CmReq::option` of [`CmOp::Create`]: connections of XRC QPs.
+pub const CM_XRC: u8 = 1;
 
 /// Port spaces (`enum rdma_port_space`).
 pub mod port_space {

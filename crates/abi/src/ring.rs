@@ -206,6 +206,10 @@ impl QpLayout {
             rq_stride: RQ_DATA as u32 + cap.max_recv_sge.max(1) * sge,
         })
     }
+    /// Bytes of inline data that an SQ slot has room for.
+    pub fn inline_room(&self) -> u32 {
+        (self.sq_stride - SQ_DATA as u32).min(crate::MAX_INLINE)
+    }
     /// Bytes of the SQ.
     pub fn sq_bytes(&self) -> usize {
         self.sq_entries as usize * self.sq_stride as usize

@@ -273,7 +273,12 @@ impl Device {
         let rq = span(&self.memory, r.rq_addr, layout.rq_bytes() as u64)?;
         let rings = QpRings::new(ctrl, sq, rq, layout).ok_or(Status::BadAddress)?;
         // What the rings really hold (R84p).
-        let cap = abi::QpCap { max_send_wr: layout.sq_entries, max_recv_wr: layout.rq_entries, ..r.cap };
+        let cap = abi::QpCap {
+            max_send_wr: layout.sq_entries,
+            max_recv_wr: layout.rq_entries,
+            max_inline_data: layout.inline_room(),
+            ..r.cap
+        };
         let create = CreateQp {
             pd: r.pdn,
             send_cq: r.send_cqn,

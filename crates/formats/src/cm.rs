@@ -80,8 +80,10 @@ pub struct Req {
     /// Encoded times: 4.096 us * 2^value.
     pub remote_response_timeout: u8,
     pub local_response_timeout: u8,
-    /// 0 RC, 1 UC, 3 XRC.
+    /// 0 RC, 1 UC, 3 extended: see the next.
     pub transport: u8,
+    /// 1 XRC.
+    pub extended_transport: u8,
     pub flow_control: bool,
     pub psn: u32,
     pub retry_count: u8,
@@ -333,6 +335,7 @@ impl Mad {
             rnr_retry_count: b.u8(50) & 7,
             max_cm_retries: b.u8(51) >> 4,
             srq: b.u8(51) & 8 != 0,
+            extended_transport: b.u8(51) & 7,
             local_lid: b.u16(52),
             remote_lid: b.u16(54),
             local_gid: b.gid(56),
@@ -380,7 +383,7 @@ impl Mad {
                 high(b, 44, r.psn, r.local_response_timeout << 3 | r.retry_count & 7);
                 put(b, 48, &r.pkey.to_be_bytes());
                 b[50] = r.mtu << 4 | r.rnr_retry_count & 7;
-                b[51] = r.max_cm_retries << 4 | u8::from(r.srq) << 3;
+                b[51] = r.max_cm_retries << 4 | u8::from(r.srq) << 3 | r.extended_transport & 7;
                 put(b, 52, &r.local_lid.to_be_bytes());
                 put(b, 54, &r.remote_lid.to_be_bytes());
                 put(b, 56, &r.local_gid.0);

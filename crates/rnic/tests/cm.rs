@@ -177,6 +177,8 @@ fn refusals_say_why() {
     for (place, mut cm) in Cm::each() {
         cm.connect(b"");
         cm.net.run(SECOND / 10);
+        assert!(cm.events(0).is_empty(), "{place}: somebody may listen yet");
+        cm.net.run(SECOND / 5);
         assert_eq!(cm.event(0, Rejected).status, i32::from(reason::INVALID_SERVICE), "{place}");
         cm.listen(1);
         cm.connect(b"");
@@ -345,8 +347,24 @@ fn datagram_services_are_found() {
     }
     let mut cm = Cm::new(2, port_space::UDP, 5, Faults::default());
     cm.connect(b"");
-    cm.net.run(SECOND / 10);
+    cm.net.run(SECOND / 2);
     assert_eq!(cm.event(0, Unreachable).status, 1);
+}
+
+#[test]
+fn a_server_between_two_listeners_is_waited_for() {
+    for space in [port_space::TCP, port_space::UDP] {
+        for hosts in [1, 2] {
+            let mut cm = Cm::new(hosts, space, 5, Faults::default());
+            cm.connect(b"x");
+            cm.net.run(SECOND / 10);
+            cm.listen(1);
+            cm.net.run(SECOND / 100);
+            cm.event(1, ConnectRequest);
+            cm.net.run(SECOND);
+            assert!(cm.events(0).is_empty());
+        }
+    }
 }
 
 #[test]

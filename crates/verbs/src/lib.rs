@@ -20,6 +20,7 @@ mod mr;
 mod mw;
 mod qp;
 mod rdmacm;
+mod rsocket;
 mod srq;
 mod strings;
 mod stubs;
@@ -38,6 +39,7 @@ mod api {
     pub use crate::mr::*;
     pub use crate::qp::*;
     pub use crate::rdmacm::*;
+    pub use crate::rsocket::*;
     pub use crate::srq::*;
     pub use crate::strings::*;
     pub use crate::stubs::*;

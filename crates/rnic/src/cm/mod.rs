@@ -129,6 +129,8 @@ pub(crate) struct CmId {
     vnic: VnicId,
     queue: u16,
     space: u16,
+    /// Its connections are XRC's.
+    xrc: bool,
     state: State,
     src: Option<Addr>,
     dst: Option<Addr>,
@@ -183,6 +185,18 @@ impl CmId {
     }
 }
 
+/// A request that waits a moment for somebody to listen: a server that serves one client after the other is between two
+/// listeners now and then, and its next client may be fast.
+struct Early {
+    /// `None` until time is known.
+    until: Option<u64>,
+    vnic: VnicId,
+    own: Gid,
+    from: Gid,
+    service: u64,
+    mad: Box<[u8; MAD_BYTES]>,
+}
+
 /// The connection management of a host.
 #[derive(Default)]
 pub(crate) struct Cm {
@@ -198,13 +212,18 @@ pub(crate) struct Cm {
     timers: BinaryHeap<Reverse<(u64, u32, u32)>>,
     /// Timers that begin when time is known.
     fresh: Vec<(u64, u32, u32)>,
+    /// Requests to services that nobody listens to yet, in order of their deadlines.
+    early: VecDeque<Early>,
     psn: Psn,
 }
 
 impl Cm {
     /// When something is due; at once if a timer has not begun.
     pub fn next_timeout(&self) -> Option<u64> {
-        if self.fresh.is_empty() { self.timers.peek().map(|t| t.0.0) } else { Some(0) }
+        if !self.fresh.is_empty() || self.early.back().is_some_and(|e| e.until.is_none()) {
+            return Some(0);
+        }
+        self.timers.peek().map(|t| t.0.0).into_iter().chain(self.early.front().and_then(|e| e.until)).min()
     }
 }
 
@@ -289,7 +308,9 @@ impl Rnic {
         if ![port_space::TCP, port_space::UDP, port_space::IB].contains(&r.port_space) {
             return Err(Status::Unsupported);
         }
-        self.cm_insert(vnic, Some(s), queue, r.port_space)
+        let id = self.cm_insert(vnic, Some(s), queue, r.port_space)?;
+        self.own_id(s, id)?.xrc = r.option == abi::CM_XRC;
+        Ok(id)
     }
 
     fn cm_insert(&mut self, vnic: VnicId, owner: Option<SessionId>, queue: u16, space: u16) -> Result<u32> {
@@ -301,6 +322,7 @@ impl Rnic {
             vnic,
             queue,
             space,
+            xrc: false,
             state: State::Idle,
             src: None,
             dst: None,
@@ -424,6 +446,7 @@ impl Rnic {
             return Err(Status::AddressInUse);
         }
         self.expect(id, &[State::Bound, State::Listening])?.state = State::Listening;
+        self.hear_early();
         Ok(())
     }
 
@@ -568,6 +591,7 @@ impl Rnic {
 
     /// A vRNIC is gone: so are connections that waited for their last answer.
     pub(crate) fn cm_forget_vnic(&mut self, vnic: VnicId) {
+        self.cm.early.retain(|e| e.vnic != vnic);
         for id in self.cm.ids.handles(|c| c.vnic == vnic) {
             self.cm_remove(id);
         }

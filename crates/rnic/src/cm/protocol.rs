@@ -12,7 +12,7 @@ use unirdma_formats::net::Flow;
 use unirdma_formats::wire::{DEFAULT_PKEY, Deth, Extra, Op, Opcode, Packet, Part, Transport};
 use unirdma_formats::{Gid, Psn};
 
-use super::{Addr, CmEventKind, CmId, ECONNRESET, ETIMEDOUT, Ends, MAX_BACKLOG, Result, State, private_of};
+use super::{Addr, CmEventKind, CmId, ECONNRESET, ETIMEDOUT, Early, Ends, MAX_BACKLOG, Result, State, private_of};
 use crate::commands::MAX_RD_ATOMIC;
 use crate::objects::VnicId;
 use crate::rnic::Rnic;
@@ -21,6 +21,11 @@ use crate::rnic::Rnic;
 const IP_SERVICE: u64 = 1 << 24;
 /// Encoded time that a peer has for an answer: 4.3 s.
 const RESPONSE_TIMEOUT: u8 = 20;
+/// How long a request waits for somebody to listen, ns, and how many may.
+const EARLY_NS: u64 = 200_000_000;
+const MAX_EARLY: usize = 1024;
+/// Transport of a REQ that names another one elsewhere.
+const EXTENDED_TRANSPORT: u8 = 3;
 /// Times that a message is sent again.
 const RETRIES: u8 = 15;
 /// A message is sent again after this time at first, ns, later at the time of [`RESPONSE_TIMEOUT`]: on a network that
@@ -76,7 +81,7 @@ impl Rnic {
     /// ends: so does this.
     pub(super) fn deliver_local_mads(&mut self) {
         while let Some((vnic, own, from, mad)) = self.cm.local.pop_front() {
-            self.on_mad(vnic, own, from, &*mad);
+            self.on_mad(vnic, own, from, &*mad, false);
         }
     }
 
@@ -87,7 +92,7 @@ impl Rnic {
             self.drops.bad_state += 1;
             return;
         }
-        self.on_mad(vnic, own, from, p.payload);
+        self.on_mad(vnic, own, from, p.payload, false);
         self.deliver_local_mads();
     }
 
@@ -117,12 +122,20 @@ impl Rnic {
         }
     }
 
-    fn on_mad(&mut self, vnic: VnicId, own: Gid, from: Gid, bytes: &[u8]) {
+    /// `last`: a request to a service that nobody listens to is refused, it has waited.
+    fn on_mad(&mut self, vnic: VnicId, own: Gid, from: Gid, bytes: &[u8], last: bool) {
         let Some(mad) = Mad::parse(bytes) else {
             self.drops.malformed += 1;
             return;
         };
         let tid = mad.tid;
+        if let Message::Req(Req { service_id: service, .. }) | Message::SidrReq { service_id: service, .. } =
+            mad.message
+            && self.find_listener(vnic, service, own.ip()).is_none()
+            && self.keep_early(vnic, own, from, service, &mad, last)
+        {
+            return;
+        }
         // Answers are for an identifier of this vRNIC that deals with this peer, and nobody else.
         let find = |id: u32| -> Option<u32> {
             let h = *self.cm.by_local_id.get(&id)?;
@@ -212,6 +225,8 @@ impl Rnic {
                 remote_response_timeout: RESPONSE_TIMEOUT,
                 local_response_timeout: RESPONSE_TIMEOUT,
                 flow_control: c.own.flow_control,
+                transport: if c.xrc { EXTENDED_TRANSPORT } else { 0 },
+                extended_transport: u8::from(c.xrc),
                 psn,
                 retry_count: c.own.retry_count,
                 pkey: DEFAULT_PKEY,
@@ -279,9 +294,41 @@ impl Rnic {
         }
     }
 
+    /// Keeps a request until somebody listens; false if it has waited, or too many do.
+    fn keep_early(&mut self, vnic: VnicId, own: Gid, from: Gid, service: u64, mad: &Mad, last: bool) -> bool {
+        if last || self.cm.early.len() >= MAX_EARLY {
+            return false;
+        }
+        let mad = Box::new(mad.bytes());
+        let known = |e: &Early| e.vnic == vnic && e.from == from && e.mad == mad;
+        if !self.cm.early.iter().any(known) {
+            self.cm.early.push_back(Early { until: None, vnic, own, from, service, mad });
+        }
+        true
+    }
+
+    /// Somebody listens: requests that waited for that are there now.
+    pub(super) fn hear_early(&mut self) {
+        for e in std::mem::take(&mut self.cm.early) {
+            if self.find_listener(e.vnic, e.service, e.own.ip()).is_some() {
+                self.on_mad(e.vnic, e.own, e.from, &*e.mad, true);
+            } else {
+                self.cm.early.push_back(e);
+            }
+        }
+    }
+
     /// Looks at the timers; true if one was due.
     pub(crate) fn poll_cm(&mut self) -> bool {
         let now = self.now;
+        for e in self.cm.early.iter_mut().rev().take_while(|e| e.until.is_none()) {
+            e.until = Some(now.saturating_add(EARLY_NS));
+        }
+        while self.cm.early.front().is_some_and(|e| e.until.is_some_and(|t| t <= now)) {
+            let Some(e) = self.cm.early.pop_front() else { break };
+            self.on_mad(e.vnic, e.own, e.from, &*e.mad, true);
+            self.deliver_local_mads();
+        }
         for (delay, id, timer) in self.cm.fresh.drain(..) {
             self.cm.timers.push(Reverse((now.saturating_add(delay), id, timer)));
         }
@@ -486,14 +533,15 @@ impl Rnic {
         if r.mtu == 0 || r.mtu > mtu {
             return refuse(self, INVALID_PATH_MTU);
         }
-        if r.transport != 0 {
+        let xrc = r.transport == EXTENDED_TRANSPORT && r.extended_transport == 1;
+        if r.transport != 0 && !xrc || self.cm.ids.get(listener).is_some_and(|l| l.xrc != xrc) {
             return refuse(self, INVALID_TRANSPORT);
         }
         // A full backlog: the peer will ask again.
         let Some(id) = self.new_request(listener, own, from, r.local_id, tid, &ip) else { return };
         let psn = self.rng.next_u64() as u32 & 0xff_ffff;
         let Some(c) = self.cm.ids.get_mut(id) else { return };
-        c.mtu = r.mtu;
+        (c.mtu, c.xrc) = (r.mtu, xrc);
         c.ack_timeout = r.ack_timeout;
         // What the peer asks for, until the program says something else. How often this end tries is the peer's choice.
         c.own = Ends {

@@ -2,7 +2,7 @@
 
 use std::ffi::c_void;
 
-use unirdma_abi::{CmOp, port_space};
+use unirdma_abi::{CM_XRC, CmOp, port_space};
 use unirdma_verbs_abi::*;
 
 use super::qp::default_pd;
@@ -13,6 +13,8 @@ use crate::{done, null};
 
 const QPT_RC: u32 = 2;
 const QPT_UD: u32 = 4;
+const QPT_XRC_SEND: u32 = 9;
+const QPT_XRC_RECV: u32 = 10;
 const OPTION_LEVEL_ID: i32 = 0;
 
 pub unsafe extern "C" fn x_rdma_create_event_channel() -> *mut rdma_event_channel {
@@ -65,7 +67,10 @@ pub(super) unsafe fn create(
     let channel = if sync { create_channel()?.cast() } else { channel };
     // SAFETY: a channel of this library.
     let slot = unsafe { (*channel.cast::<EventChannelObj>()).slot };
-    let made = request(CmOp::Create, 0, |r| (r.port_space, r.queue) = (u16::try_from(ps).unwrap_or(0), slot));
+    let made = request(CmOp::Create, 0, |r| {
+        (r.port_space, r.queue) = (u16::try_from(ps).unwrap_or(0), slot);
+        r.option = if [QPT_XRC_SEND, QPT_XRC_RECV].contains(&qp_type) { CM_XRC } else { 0 };
+    });
     match made {
         Ok(r) => Ok(wrap(r.id, channel, context, ps, qp_type, sync)),
         Err(e) => {

@@ -31,6 +31,8 @@ struct Device {
     verbs: *mut ibv_context,
     /// The PD of QPs that are created without one.
     pd: *mut ibv_pd,
+    /// The XRC domain of QPs and SRQs that are created without one.
+    xrcd: *mut ibv_xrcd,
     pid: u32,
     ids: HashMap<u32, *mut IdObj>,
 }
@@ -62,7 +64,7 @@ fn open(pid: u32) -> Result<Device, i32> {
     if verbs.is_null() {
         return Err(libc::ENODEV);
     }
-    Ok(Device { verbs, pd: std::ptr::null_mut(), pid, ids: HashMap::new() })
+    Ok(Device { verbs, pd: std::ptr::null_mut(), xrcd: std::ptr::null_mut(), pid, ids: HashMap::new() })
 }
 
 /// The context of the shared device.

@@ -14,14 +14,17 @@ use crate::domain::x_ibv_alloc_pd;
 use crate::done;
 use crate::event::{x_ibv_create_comp_channel, x_ibv_destroy_comp_channel};
 use crate::qp::{attr_out, x_ibv_create_qp, x_ibv_destroy_qp, x_ibv_modify_qp};
-use crate::srq::{x_ibv_create_srq, x_ibv_destroy_srq};
+use crate::srq::x_ibv_destroy_srq;
 use crate::wr::create_qp_ex;
+use crate::xrcd::{create_srq_ex, handle_of, open_xrcd};
 
 const INIT: u32 = 1;
 const RTR: u32 = 2;
 const RTS: u32 = 3;
 const ERR: u32 = 6;
 const QPT_UD: u32 = 4;
+const QPT_XRC_SEND: u32 = 9;
+const QPT_XRC_RECV: u32 = 10;
 const MASK_PD: u32 = 1;
 
 fn last_error() -> i32 {
@@ -36,6 +39,19 @@ pub(super) fn default_pd() -> Result<*mut ibv_pd, i32> {
             d.pd = unsafe { x_ibv_alloc_pd(d.verbs) };
         }
         if d.pd.is_null() { Err(last_error()) } else { Ok(d.pd) }
+    })?
+}
+
+/// The XRC domain of QPs and SRQs that are created without one.
+fn default_xrcd() -> Result<*mut ibv_xrcd, i32> {
+    const FD_AND_FLAGS: u32 = 3;
+    with_device(|d| {
+        if d.xrcd.is_null() {
+            let mut attr = ibv_xrcd_init_attr { comp_mask: FD_AND_FLAGS, fd: -1, oflags: libc::O_CREAT };
+            // SAFETY: the shared device is open.
+            d.xrcd = unsafe { open_xrcd(d.verbs, &mut attr) };
+        }
+        if d.xrcd.is_null() { Err(last_error()) } else { Ok(d.xrcd) }
     })?
 }
 
@@ -116,20 +132,18 @@ impl IdObj {
     }
 
     fn destroy_cqs(&mut self) {
-        // SAFETY: made by make_cq, and no QP uses them any more.
+        // SAFETY: made by make_cq; one that an XRC SRQ still uses goes with it.
         unsafe {
-            if std::mem::take(&mut self.own_send_cq) {
-                x_ibv_destroy_cq(self.c.send_cq);
-                x_ibv_destroy_comp_channel(self.c.send_cq_channel);
+            let c = &mut self.c;
+            if self.own_send_cq && x_ibv_destroy_cq(c.send_cq) == 0 {
+                x_ibv_destroy_comp_channel(c.send_cq_channel);
+                (self.own_send_cq, c.send_cq, c.send_cq_channel) = (false, std::ptr::null_mut(), std::ptr::null_mut());
             }
-            if std::mem::take(&mut self.own_recv_cq) {
-                x_ibv_destroy_cq(self.c.recv_cq);
-                x_ibv_destroy_comp_channel(self.c.recv_cq_channel);
+            if self.own_recv_cq && x_ibv_destroy_cq(c.recv_cq) == 0 {
+                x_ibv_destroy_comp_channel(c.recv_cq_channel);
+                (self.own_recv_cq, c.recv_cq, c.recv_cq_channel) = (false, std::ptr::null_mut(), std::ptr::null_mut());
             }
         }
-        let c = &mut self.c;
-        (c.send_cq, c.recv_cq) = (std::ptr::null_mut(), std::ptr::null_mut());
-        (c.send_cq_channel, c.recv_cq_channel) = (std::ptr::null_mut(), std::ptr::null_mut());
     }
 
     /// Completion queues for a new QP, where its program gives none.
@@ -189,6 +203,16 @@ pub(super) unsafe fn create(obj: &mut IdObj, pd: *mut ibv_pd, init: &mut ibv_qp_
         return Err(libc::EINVAL);
     }
     let pd = obj.choose_pd(pd)?;
+    if init.qp_type == QPT_XRC_RECV {
+        // SAFETY: a domain of this library.
+        let xrcd = unsafe { handle_of(default_xrcd()?) };
+        // SAFETY: by the contract.
+        let qp = unsafe { crate::qp::create(obj.c.verbs, std::ptr::null_mut(), init, xrcd, None) };
+        return obj.adopt(qp, pd);
+    }
+    if init.qp_type == QPT_XRC_SEND {
+        init.cap.max_recv_wr = 0;
+    }
     if init.srq.is_null() {
         init.srq = obj.c.srq;
     }
@@ -240,14 +264,56 @@ pub unsafe extern "C" fn x_rdma_destroy_qp(id: *mut rdma_cm_id) {
     obj.destroy_cqs();
 }
 
+const SRQ_TYPE: u32 = 1;
+const SRQ_PD: u32 = 2;
+const SRQ_XRCD: u32 = 4;
+const SRQ_CQ: u32 = 8;
+const SRQT_BASIC: u32 = 0;
+const SRQT_XRC: u32 = 1;
+
+/// The SRQ of an identifier; that of an XRC target is for XRC.
 pub unsafe extern "C" fn x_rdma_create_srq(id: *mut rdma_cm_id, pd: *mut ibv_pd, attr: *mut ibv_srq_init_attr) -> i32 {
-    // SAFETY: the caller passes its identifier.
-    let obj = unsafe { object(id) };
-    let made = obj.choose_pd(pd).and_then(|pd| {
-        // SAFETY: the caller's attributes.
-        let srq = unsafe { x_ibv_create_srq(pd, attr) };
+    // SAFETY: the caller passes its identifier and attributes.
+    let (xrc, a) = unsafe { ((*id).qp_type == QPT_XRC_RECV, &mut *attr) };
+    let mut ex = ibv_srq_init_attr_ex {
+        srq_context: a.srq_context,
+        attr: a.attr,
+        comp_mask: SRQ_TYPE | SRQ_PD,
+        srq_type: if xrc { SRQT_XRC } else { SRQT_BASIC },
+        pd,
+        xrcd: std::ptr::null_mut(),
+        cq: std::ptr::null_mut(),
+        tm_cap: [0; 2],
+    };
+    // SAFETY: as above.
+    let r = unsafe { x_rdma_create_srq_ex(id, &mut ex) };
+    a.attr = ex.attr;
+    r
+}
+
+/// An SRQ with more attributes: for XRC, the domain and a completion queue are made if there are none.
+pub unsafe extern "C" fn x_rdma_create_srq_ex(id: *mut rdma_cm_id, attr: *mut ibv_srq_init_attr_ex) -> i32 {
+    // SAFETY: the caller passes its identifier and attributes.
+    let (obj, a) = unsafe { (object(id), &mut *attr) };
+    let wanted = if a.comp_mask & SRQ_PD != 0 { a.pd } else { std::ptr::null_mut() };
+    let made = obj.choose_pd(wanted).and_then(|pd| {
+        (a.pd, a.comp_mask) = (pd, a.comp_mask | SRQ_PD);
+        if a.comp_mask & SRQ_TYPE != 0 && a.srq_type == SRQT_XRC {
+            if a.comp_mask & SRQ_XRCD == 0 || a.xrcd.is_null() {
+                (a.xrcd, a.comp_mask) = (default_xrcd()?, a.comp_mask | SRQ_XRCD);
+            }
+            if a.comp_mask & SRQ_CQ == 0 || a.cq.is_null() {
+                (obj.c.recv_cq_channel, obj.c.recv_cq) = obj.make_cq(a.attr.max_wr)?;
+                obj.own_recv_cq = true;
+                (a.cq, a.comp_mask) = (obj.c.recv_cq, a.comp_mask | SRQ_CQ);
+            }
+        }
+        // SAFETY: the caller's attributes, completed.
+        let srq = unsafe { create_srq_ex(obj.c.verbs, a) };
         if srq.is_null() {
-            return Err(last_error());
+            let e = last_error();
+            obj.destroy_cqs();
+            return Err(e);
         }
         (obj.c.srq, obj.c.pd) = (srq, pd);
         Ok(())
@@ -262,6 +328,9 @@ pub unsafe extern "C" fn x_rdma_destroy_srq(id: *mut rdma_cm_id) {
         // SAFETY: the identifier's own SRQ.
         unsafe { x_ibv_destroy_srq(obj.c.srq) };
         obj.c.srq = std::ptr::null_mut();
+        if obj.c.qp.is_null() {
+            obj.destroy_cqs();
+        }
     }
 }
 
