@@ -21,6 +21,8 @@ pub(crate) const RUN: Needed = &[
 pub(crate) const TEST: Needed = &[
     ("/usr/bin/tshark", "tshark"),
     ("/usr/bin/rping", "rdmacm-utils"),
+    ("/usr/include/rdma/rdma_cma.h", "librdmacm-dev"),
+    ("/usr/bin/valgrind", "valgrind"),
     ("/usr/bin/ucx_perftest", "ucx-utils"),
     ("/usr/lib/python3/dist-packages/pyverbs", "python3-pyverbs"),
     ("/usr/bin/mmdebstrap", "mmdebstrap"),

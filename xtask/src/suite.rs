@@ -294,25 +294,44 @@ fn refusals(s: &mut Suite<'_>) {
     });
 }
 
-/// A C program of ours that loads the library as UCX and Python do, and uses it from many threads.
+/// Seeds of the program that makes random calls, and how many it makes with each.
+const RANDOM_SEEDS: std::ops::RangeInclusive<u64> = 1..=4;
+const RANDOM_STEPS: u32 = 5000;
+
+/// Compiles one of our C programs.
+fn compile(lab: &Lab, name: &str, libraries: &[&str]) -> Result<String> {
+    let exe = lab.dir.join(name);
+    let source = lab::root().join(format!("xtask/c/{name}.c"));
+    let mut gcc = std::process::Command::new("gcc");
+    gcc.args(["-O1", "-g", "-Wall", "-o"]).arg(&exe).arg(source).args(libraries);
+    let done = gcc.output().map_err(|e| e.to_string())?;
+    require(done.status.success(), String::from_utf8_lossy(&done.stderr))?;
+    Ok(exe.display().to_string())
+}
+
+/// C programs of ours: one loads the library as UCX and Python do and uses it from many threads, one calls all of it with
+/// random arguments.
 fn c_program(s: &mut Suite<'_>) {
     s.check("dlopen, threads, fork (C program)", |lab| {
-        let exe = lab.dir.join("verbs-threads");
-        let source = lab::root().join("xtask/c/verbs-threads.c");
-        let gcc = std::process::Command::new("gcc")
-            .args(["-O1", "-Wall", "-o"])
-            .arg(&exe)
-            .arg(source)
-            .args(["-ldl", "-pthread"])
-            .output();
-        let gcc = gcc.map_err(|e| e.to_string())?;
-        require(gcc.status.success(), String::from_utf8_lossy(&gcc.stderr))?;
+        let exe = compile(lab, "verbs-threads", &["-ldl", "-pthread"])?;
         for way in ["", "env UNIRDMA_MR=copy "] {
-            let o = lab.spawn("a", &[], &format!("{way}{}", exe.display()))?.finish();
+            let o = lab.spawn("a", &[], &format!("{way}{exe}"))?.finish();
             require(o.ok() && o.text.contains("all threads done"), o.text)?;
         }
         Ok(())
     });
+    for seed in RANDOM_SEEDS {
+        s.check(&format!("random calls under valgrind, seed {seed} (C program)"), |lab| {
+            let exe = compile(lab, "verbs-random", &["-libverbs", "-lrdmacm"])?;
+            let valgrind = format!(
+                "valgrind -q --error-exitcode=9 --leak-check=full --show-leak-kinds=definite \
+                 --errors-for-leak-kinds=definite --suppressions={}",
+                lab::root().join("xtask/c/valgrind.supp").display()
+            );
+            let o = lab.spawn("a", &[], &format!("{valgrind} {exe} {seed} {RANDOM_STEPS}"))?.finish();
+            require(o.ok() && o.text.contains("all objects destroyed"), o.text)
+        });
+    }
     s.check("ib_write_bw with UNIRDMA_MR=copy", |lab| {
         let p = "env UNIRDMA_MR=copy ib_write_bw -n 500";
         let (s, c) = lab.pair(("a", p), ("b", &format!("{p} 10.0.0.1")), &[])?;

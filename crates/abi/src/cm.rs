@@ -21,8 +21,8 @@ wire! {
         op: u8, option: u8, port_space: u16, id: u32, queue: u32, value: u32, src: CmAddr, dst: CmAddr, param: CmParam,
         private: [[u8; 32]; 7], reserved: [u64; 2],
     }
-    /// Response of CM: the identifier, and the address that it is bound to.
-    CmResp = 32 { id: u32, reserved: u32, src: CmAddr }
+    /// Response of CM: the identifier, the address that it is bound to, and how many events have left its queue with it.
+    CmResp = 32 { id: u32, dropped: u32, src: CmAddr }
     /// Request of CM_QP_ATTR: what a QP needs to go to `state` for this connection.
     CmQpAttrReq = 8 { id: u32, state: u32 }
     CmQpAttrResp = 152 { attr_mask: u32, reserved: u32, attr: QpAttr }

@@ -61,13 +61,14 @@ pub enum Command {
     CreateXrcd = 37,
     DestroyXrcd = 38,
     ResizeSrq = 39,
+    ModifyCq = 40,
 }
 
 impl Command {
     /// The command of a raw code.
     pub fn from_raw(raw: u8) -> Option<Self> {
         use Command::*;
-        const ALL: [Command; 39] = [
+        const ALL: [Command; 40] = [
             QueryPort,
             CreateCq,
             DestroyCq,
@@ -107,6 +108,7 @@ impl Command {
             CreateXrcd,
             DestroyXrcd,
             ResizeSrq,
+            ModifyCq,
         ];
         ALL.get(usize::from(raw).wrapping_sub(1)).copied()
     }
@@ -190,6 +192,8 @@ wire! {
     }
     /// New rings of a CQ, as in [`CreateCqReq`].
     ResizeCqReq = 32 { cqn: u32, cqe: u32, entries: u32, reserved: u32, ring_addr: u64, ctrl_addr: u64 }
+    /// Completion events come after `count` completions or `period_us` microseconds; at once if one is 0.
+    ModifyCqReq = 8 { cqn: u32, count: u16, period_us: u16 }
     /// A CQ, PD, MR, AH or SRQ handle, or a QPN, alone. Request of the DESTROY commands.
     HandleReq = 8 { handle: u32, reserved: u32 }
     /// A new CQ, PD or AH.
@@ -300,10 +304,10 @@ mod tests {
 
     #[test]
     fn command_codes_are_those_of_the_rfc() {
-        for raw in 1..=39u8 {
+        for raw in 1..=40u8 {
             assert_eq!(Command::from_raw(raw).unwrap() as u8, raw);
         }
-        assert_eq!((Command::from_raw(0), Command::from_raw(40)), (None, None));
+        assert_eq!((Command::from_raw(0), Command::from_raw(41)), (None, None));
         assert_eq!(Command::RegUserMr as u8, 9);
         assert_eq!(Command::ReqNotifyCq as u8, 18);
     }

@@ -121,6 +121,10 @@ impl Device {
             Command::DestroyPd => nothing(rnic.destroy_pd(s, handle(data)?)),
             Command::CreateCq => self.create_cq(rnic, data),
             Command::ResizeCq => self.resize_cq(rnic, data),
+            Command::ModifyCq => {
+                let r: abi::ModifyCqReq = parse(data)?;
+                nothing(rnic.modify_cq(self.session, r.cqn, r.count, r.period_us))
+            }
             Command::DestroyCq => nothing(rnic.destroy_cq(s, handle(data)?)),
             Command::ReqNotifyCq => {
                 let r: abi::ReqNotifyReq = parse(data)?;

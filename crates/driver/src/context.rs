@@ -238,6 +238,11 @@ impl Context {
         }
     }
 
+    /// Drops events that wait, of an object that is gone.
+    pub fn forget_async(&self, stale: impl Fn(&abi::Event) -> bool) {
+        self.asyncs.retain(|e| !stale(e));
+    }
+
     /// The descriptor that becomes readable for asynchronous events.
     pub fn async_fd(&self) -> i32 {
         self.asyncs.raw_fd()

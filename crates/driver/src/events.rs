@@ -1,5 +1,6 @@
 //! Event virtqueues, driver side: a descriptor to poll and block on, and one event for each readable unit.
 
+use std::collections::VecDeque;
 use std::os::fd::{AsFd, AsRawFd, BorrowedFd, OwnedFd};
 use std::sync::Mutex;
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -25,8 +26,16 @@ pub struct EventSource {
     epoll: OwnedFd,
     call: OwnedFd,
     kick: OwnedFd,
-    queue: Mutex<(DriverQueue, Block, Block)>,
+    queue: Mutex<Queue>,
     hung_up: AtomicBool,
+}
+
+struct Queue {
+    used: DriverQueue,
+    ring: Block,
+    buffers: Block,
+    /// Events that were taken from the ring, and are still announced.
+    kept: VecDeque<abi::Event>,
 }
 
 impl EventSource {
@@ -50,7 +59,7 @@ impl EventSource {
             epoll: set,
             call,
             kick,
-            queue: Mutex::new((queue, ring, buffers)),
+            queue: Mutex::new(Queue { used: queue, ring, buffers, kept: VecDeque::new() }),
             hung_up: AtomicBool::new(false),
         })
     }
@@ -91,6 +100,13 @@ impl EventSource {
         }
     }
 
+    /// The next event, if there is one.
+    pub fn try_next(&self) -> Option<abi::Event> {
+        let mut unit = [0; 8];
+        rustix::io::read(&self.call, &mut unit).ok()?;
+        self.take()
+    }
+
     fn wait(&self, nonblocking: bool) -> Result<()> {
         let mut events = [const { std::mem::MaybeUninit::<epoll::Event>::uninit() }; 2];
         let now = rustix::time::Timespec { tv_sec: 0, tv_nsec: 0 };
@@ -107,13 +123,33 @@ impl EventSource {
     }
 
     fn take(&self) -> Option<abi::Event> {
-        let (queue, _, buffers) = &mut *lock(&self.queue);
-        let (head, len) = queue.pop_used()?;
+        let queue = &mut *lock(&self.queue);
+        queue.kept.pop_front().or_else(|| self.pop(queue))
+    }
+
+    fn pop(&self, queue: &mut Queue) -> Option<abi::Event> {
+        let (head, len) = queue.used.pop_used()?;
         let head = head % SLOTS;
-        let event = (len as usize >= EVENT).then(|| buffers.span.read_obj(usize::from(head) * EVENT));
-        queue.publish(head, &[slot(buffers, head)]);
+        let event = (len as usize >= EVENT).then(|| queue.buffers.span.read_obj(usize::from(head) * EVENT));
+        queue.used.publish(head, &[slot(&queue.buffers, head)]);
         let _ = rustix::io::write(&self.kick, &1u64.to_ne_bytes());
         event
+    }
+
+    /// Drops the events that wait and are not to be kept: the descriptor does not announce them any more.
+    pub fn retain(&self, keep: impl Fn(&abi::Event) -> bool) {
+        let queue = &mut *lock(&self.queue);
+        let mut kept = VecDeque::new();
+        let mut unit = [0; 8];
+        while rustix::io::read(&self.call, &mut unit).is_ok() {
+            kept.extend(queue.kept.pop_front().or_else(|| self.pop(queue)).filter(&keep));
+        }
+        let n = kept.len() as u64;
+        kept.append(&mut queue.kept);
+        queue.kept = kept;
+        if n > 0 {
+            let _ = rustix::io::write(&self.call, &n.to_ne_bytes());
+        }
     }
 
     /// Stops watching for the hang-up, so that its one event does not repeat.
@@ -123,9 +159,9 @@ impl EventSource {
 
     pub(crate) fn close(self, f: &mut Frontend, arena: &mut Arena) {
         let _: std::result::Result<(), Errno> = f.stop_vring(self.index).map_err(|e| errno(&e));
-        let (_, ring, buffers) = self.queue.into_inner().unwrap_or_else(|e| e.into_inner());
-        arena.free(ring);
-        arena.free(buffers);
+        let queue = self.queue.into_inner().unwrap_or_else(|e| e.into_inner());
+        arena.free(queue.ring);
+        arena.free(queue.buffers);
     }
 
     /// The raw descriptor, for the C structures.

@@ -141,6 +141,14 @@ impl Cq {
         Ok(())
     }
 
+    /// Lets completion events wait for `count` completions or `period_us` microseconds (`ibv_modify_cq(3)`).
+    ///
+    /// # Errors
+    /// Those of the device.
+    pub fn moderate(&self, count: u16, period_us: u16) -> Result<()> {
+        self.ctx.command_void(Command::ModifyCq, &abi::ModifyCqReq { cqn: self.cqn, count, period_us })
+    }
+
     /// Destroys the CQ.
     ///
     /// # Errors
@@ -393,11 +401,12 @@ impl SendBatch<'_> {
         }
         let i = self.post.prod;
         let mut head = *head;
+        let (SendWr::Sges(list) | SendWr::Inline(list)) = data;
+        if list.len() > self.qp.cap.max_send_sge as usize {
+            return Err(libc::EINVAL);
+        }
         match data {
             SendWr::Sges(s) => {
-                if s.len() > self.qp.cap.max_send_sge as usize {
-                    return Err(libc::EINVAL);
-                }
                 head.num_sge = s.len() as u8;
                 rings.sq_put(i, abi::SQ_DATA, s.as_bytes());
             }

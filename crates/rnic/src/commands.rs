@@ -10,7 +10,7 @@ use unirdma_mem::{Bell, CqRing};
 use crate::attr;
 use crate::datagram::Backlog;
 use crate::mr::{Backing, Mr, Resolve};
-use crate::objects::{Counters, Cq, CreateQp, Pd, Qp, SessionId, Srq, VnicId, Wait};
+use crate::objects::{Counters, Cq, CreateQp, Moderation, Pd, Qp, SessionId, Srq, VnicId, Wait};
 use crate::rnic::Rnic;
 use crate::wire::Wire;
 
@@ -96,7 +96,7 @@ impl Rnic {
     pub fn create_cq(&mut self, s: SessionId, ring: CqRing, comp_queue: Option<u16>) -> Result<u32> {
         let used = self.cqs.iter().filter(|(_, c)| self.same_vnic(s)(c.owner)).count();
         self.quota(s, used, |l| l.max_cq)?;
-        let cq = Cq { owner: s, ring, comp_queue, notify: 0, dead: false };
+        let cq = Cq { owner: s, ring, comp_queue, notify: 0, moderation: None, dead: false };
         self.cqs.insert_with(|_| cq).ok_or(Status::Exhausted)
     }
 
@@ -113,6 +113,21 @@ impl Rnic {
         let c = self.cqs.get_mut(cq).filter(|c| !c.dead).ok_or(Status::BadState)?;
         c.notify |= c.ring.armed();
         c.ring = ring;
+        Ok(())
+    }
+
+    /// MODIFY_CQ: completion events come after `count` completions or `period_us` microseconds after the first of them;
+    /// at once if one of both is 0. What waits already is reported now.
+    ///
+    /// # Errors
+    /// `BadHandle`.
+    pub fn modify_cq(&mut self, s: SessionId, cq: u32, count: u16, period_us: u16) -> Result<()> {
+        self.own_cq(s, cq)?;
+        self.end_moderation(cq);
+        let wanted = Moderation { count, period_ns: u64::from(period_us) * 1000, ..Moderation::default() };
+        if let Some(c) = self.cqs.get_mut(cq) {
+            c.moderation = (count > 1 && period_us > 0).then_some(wanted);
+        }
         Ok(())
     }
 

@@ -121,7 +121,22 @@ pub(crate) struct Cq {
     pub comp_queue: Option<u16>,
     /// Set by REQ_NOTIFY_CQ: `NOTIFY_*` flags, served once.
     pub notify: u32,
+    pub moderation: Option<Moderation>,
     pub dead: bool,
+}
+
+/// How a CQ's completion events wait for each other (`ibv_modify_cq(3)`): one comes after `count` completions or
+/// `period_ns` after the first, whatever is earlier.
+#[derive(Clone, Copy, Default)]
+pub(crate) struct Moderation {
+    pub count: u16,
+    pub period_ns: u64,
+    /// Completions that wait for an event, and whether one of them is solicited.
+    pub waiting: u16,
+    pub solicited: bool,
+    /// When the first of them is to be reported, ns; and whether a timer runs, which may have been set for earlier ones.
+    pub due: u64,
+    pub timed: bool,
 }
 
 /// A shared receive queue.

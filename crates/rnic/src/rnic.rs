@@ -153,6 +153,8 @@ pub struct Rnic {
     /// vRNICs with runnable QPs, in turn.
     round: VecDeque<u32>,
     timers: BinaryHeap<Reverse<(u64, u32, u32)>>,
+    /// (when a completion event is due, CQ).
+    moderated: BinaryHeap<Reverse<(u64, u32)>>,
     outputs: VecDeque<Output>,
     pub(crate) routes: HashMap<(u32, Gid), Route>,
     /// Largest path MTU to other hosts, bytes.
@@ -200,6 +202,7 @@ impl Rnic {
             active_changes: 0,
             round: VecDeque::new(),
             timers: BinaryHeap::new(),
+            moderated: BinaryHeap::new(),
             outputs: VecDeque::new(),
             routes: HashMap::new(),
             wire_mtu: MAX_MTU,
@@ -384,7 +387,9 @@ impl Rnic {
     /// When [`Rnic::poll`] must be called again even if nothing rings; `None` for never.
     pub fn next_timeout(&self) -> Option<u64> {
         let timer = self.timers.peek().map(|t| t.0.0);
-        timer.into_iter().chain(self.due_soon.front().map(|a| a.0)).chain(self.cm.next_timeout()).min()
+        let events = self.moderated.peek().map(|m| m.0.0);
+        let acks = self.due_soon.front().map(|a| a.0);
+        [timer, events, acks, self.cm.next_timeout()].into_iter().flatten().min()
     }
 
     /// Moves all outputs to the end of `out`.
@@ -395,7 +400,7 @@ impl Rnic {
     /// Looks at the doorbells and timers, and executes work for a bounded time; true if it found any.
     pub fn poll(&mut self, now: u64) -> bool {
         self.now = now;
-        let mut found = self.scan_bells() | self.wake_due() | self.poll_cm();
+        let mut found = self.scan_bells() | self.wake_due() | self.poll_cm() | self.poll_moderated();
         if !self.tx.is_full() {
             self.wake_tx_waiting();
         }
@@ -511,8 +516,20 @@ impl Rnic {
             }
             return;
         }
-        let Some(queue) = cq.comp_queue else { return };
+        if cq.comp_queue.is_none() {
+            return;
+        }
         let solicited = solicited || cqe.status != 0;
+        if cq.moderation.is_none() || self.moderated(cqn, solicited) {
+            self.notify(cqn, solicited);
+        }
+    }
+
+    /// Raises the completion event that the program has asked for, if it has.
+    fn notify(&mut self, cqn: u32, solicited: bool) {
+        let Some(cq) = self.cqs.get_mut(cqn) else { return };
+        let Some(queue) = cq.comp_queue else { return };
+        let owner = cq.owner;
         let asked = cq.notify;
         let by_command = asked & abi::NOTIFY_NEXT != 0 || asked & abi::NOTIFY_SOLICITED != 0 && solicited;
         if by_command {
@@ -520,6 +537,58 @@ impl Rnic {
         }
         if cq.ring.take_event(solicited) || by_command {
             self.outputs.push_back(Output::Completion { session: owner, queue, cqn });
+        }
+    }
+
+    /// A completion came to a CQ with moderation: true if its event is due. The first that waits sets the time.
+    fn moderated(&mut self, cqn: u32, solicited: bool) -> bool {
+        let now = self.now;
+        let Some(cq) = self.cqs.get_mut(cqn) else { return false };
+        let asked = cq.notify | cq.ring.armed();
+        let Some(m) = &mut cq.moderation else { return true };
+        if asked & abi::NOTIFY_NEXT == 0 && !(solicited && asked != 0) {
+            return false;
+        }
+        m.solicited |= solicited;
+        m.waiting += 1;
+        if m.waiting >= m.count {
+            (m.waiting, m.solicited) = (0, false);
+            return true;
+        }
+        if m.waiting == 1 {
+            m.due = now + m.period_ns;
+            if !std::mem::replace(&mut m.timed, true) {
+                self.moderated.push(Reverse((m.due, cqn)));
+            }
+        }
+        false
+    }
+
+    /// Reports the completions that have waited long enough; true if there were any.
+    fn poll_moderated(&mut self) -> bool {
+        let mut found = false;
+        while let Some(&Reverse((at, cqn))) = self.moderated.peek()
+            && at <= self.now
+        {
+            self.moderated.pop();
+            let Some(m) = self.cqs.get_mut(cqn).and_then(|c| c.moderation.as_mut()) else { continue };
+            m.timed = m.waiting > 0 && m.due > self.now;
+            if m.timed {
+                self.moderated.push(Reverse((m.due, cqn)));
+            } else {
+                found |= m.waiting > 0;
+                self.end_moderation(cqn);
+            }
+        }
+        found
+    }
+
+    /// Reports what waits for an event of a CQ.
+    pub(crate) fn end_moderation(&mut self, cqn: u32) {
+        let Some(m) = self.cqs.get_mut(cqn).and_then(|c| c.moderation.as_mut()) else { return };
+        let (waiting, solicited) = (std::mem::take(&mut m.waiting), std::mem::take(&mut m.solicited));
+        if waiting > 0 {
+            self.notify(cqn, solicited);
         }
     }
 

@@ -368,6 +368,26 @@ fn a_server_between_two_listeners_is_waited_for() {
 }
 
 #[test]
+fn events_that_leave_their_queue_are_counted() {
+    let mut cm = Cm::new(1, port_space::TCP, 5, Faults::default());
+    let s = cm.net.ends[0].session;
+    let ask = |cm: &mut Cm, op, id| {
+        let r = abi::CmReq { op: op as u8, id, queue: QUEUE + 1, ..Default::default() };
+        cm.net.rnic(0).cm(s, &r).unwrap().dropped
+    };
+    let ids = [cm.resolved(), cm.resolved()];
+    for id in ids {
+        cm.ask(0, CmOp::Connect, id, |_| ()).unwrap();
+    }
+    cm.net.run(SECOND);
+    assert_eq!(ask(&mut cm, CmOp::Migrate, ids[0]), 1, "nobody listens: the refusal waits");
+    assert_eq!(ask(&mut cm, CmOp::Migrate, ids[0]), 1, "it goes with the identifier");
+    assert_eq!(ask(&mut cm, CmOp::Destroy, ids[0]), 1);
+    assert_eq!(ask(&mut cm, CmOp::Destroy, ids[1]), 1);
+    assert!(cm.events(0).is_empty());
+}
+
+#[test]
 fn addresses_belong_to_one_at_a_time() {
     let mut cm = Cm::new(1, port_space::TCP, 5, Faults::default());
     let mut bind = |end: usize, a: abi::CmAddr, reuse: bool| {

@@ -132,6 +132,43 @@ fn events_come_once_for_each_arming() {
 }
 
 #[test]
+fn moderated_events_come_after_a_count_or_a_period() {
+    let mut p = Pair::new();
+    let completions = |p: &Pair| p.outputs.iter().filter(|o| matches!(o, Output::Completion { .. })).count();
+    let send = |p: &mut Pair, n: u64| {
+        for i in 0..n {
+            p.b.recv(i, &[]);
+            p.a.post(wqe(WrOpcode::Send, i), &[]);
+        }
+        p.run(1000);
+    };
+    assert_eq!(p.rnic.modify_cq(p.a.session, p.b.cqn, 3, 50), Err(unirdma_abi::Status::BadHandle));
+    p.rnic.modify_cq(p.b.session, p.b.cqn, 3, 50).unwrap();
+    send(&mut p, 3);
+    assert_eq!(completions(&p), 0, "nobody has asked");
+    p.b.cq.arm(abi::NOTIFY_NEXT);
+    send(&mut p, 2);
+    assert_eq!(completions(&p), 0);
+    send(&mut p, 2);
+    assert_eq!(completions(&p), 1, "the third of them; the fourth finds nothing armed");
+    p.b.cq.arm(abi::NOTIFY_NEXT);
+    send(&mut p, 1);
+    p.run(40_000);
+    assert_eq!(completions(&p), 1);
+    p.run(10_000);
+    assert_eq!(completions(&p), 2, "50 us after the first");
+    // What waits is reported when the moderation ends, and then each at once.
+    p.b.cq.arm(abi::NOTIFY_NEXT);
+    send(&mut p, 1);
+    p.rnic.modify_cq(p.b.session, p.b.cqn, 0, 0).unwrap();
+    p.run(0);
+    assert_eq!(completions(&p), 3);
+    p.b.cq.arm(abi::NOTIFY_NEXT);
+    send(&mut p, 1);
+    assert_eq!(completions(&p), 4);
+}
+
+#[test]
 fn a_missing_receive_waits_for_the_rnr_timer_and_then_gives_up() {
     let mut p = Pair::new();
     p.a.post(wqe(WrOpcode::Send, 1), &[p.a.sge(0, 8)]);

@@ -103,6 +103,17 @@ pub struct ibv_values_ex {
     pub raw_clock: libc::timespec,
 }
 
+/// `IBV_CQ_ATTR_MODERATE`: an event after `cq_count` completions or `cq_period` microseconds.
+pub const IBV_CQ_ATTR_MODERATE: u32 = 1;
+
+#[repr(C)]
+#[derive(Clone, Copy)]
+pub struct ibv_modify_cq_attr {
+    pub attr_mask: u32,
+    pub cq_count: u16,
+    pub cq_period: u16,
+}
+
 #[repr(C)]
 pub struct ibv_parent_domain_init_attr {
     pub pd: *mut ibv_pd,

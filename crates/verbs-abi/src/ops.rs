@@ -52,7 +52,7 @@ pub struct verbs_context {
         Option<unsafe extern "C" fn(*mut ibv_context, *mut ibv_parent_domain_init_attr) -> *mut ibv_pd>,
     pub dealloc_td: Option<unsafe extern "C" fn(*mut c_void) -> i32>,
     pub alloc_td: Option<unsafe extern "C" fn(*mut ibv_context, *mut u32) -> *mut c_void>,
-    pub modify_cq: Unused,
+    pub modify_cq: Option<unsafe extern "C" fn(*mut ibv_cq, *mut ibv_modify_cq_attr) -> i32>,
     pub post_srq_ops: Unused,
     pub destroy_rwq_ind_table: Unused,
     pub create_rwq_ind_table: Unused,

@@ -61,6 +61,8 @@ pub unsafe extern "C" fn x_ibv_create_ah(pd: *mut ibv_pd, attr: *mut ibv_ah_attr
     match made {
         Ok(r) => {
             ctx.born();
+            // SAFETY: the caller's PD, which the object names.
+            unsafe { crate::domain::hold(pd) };
             Box::into_raw(Box::new(ibv_ah { context: c, pd, handle: r.handle }))
         }
         Err(e) => null(e),
@@ -75,8 +77,11 @@ pub unsafe extern "C" fn x_ibv_destroy_ah(ah: *mut ibv_ah) -> i32 {
     if r.is_err() && !ctx.driver.is_dead() {
         return code(r);
     }
-    // SAFETY: boxed in ibv_create_ah.
-    unsafe { drop(Box::from_raw(ah)) };
+    // SAFETY: boxed in ibv_create_ah; its PD lives.
+    unsafe {
+        crate::domain::release((*ah).pd);
+        drop(Box::from_raw(ah));
+    }
     ctx.gone();
     0
 }

@@ -9,7 +9,7 @@ use unirdma_driver as driver;
 use unirdma_verbs_abi::*;
 
 use crate::device::context;
-use crate::event::{ChannelObj, Outstanding};
+use crate::event::{ChannelObj, Outstanding, is_cq_event};
 use crate::trace::trace;
 use crate::{code, lock, null};
 
@@ -93,6 +93,18 @@ pub unsafe extern "C" fn x_ibv_resize_cq(cq: *mut ibv_cq, cqe: i32) -> i32 {
     code(r)
 }
 
+pub(crate) unsafe extern "C" fn modify_cq(cq: *mut ibv_cq, attr: *mut ibv_modify_cq_attr) -> i32 {
+    // SAFETY: the caller passes its CQ and the attributes.
+    let (obj, a) = unsafe { (&*cq.cast::<CqObj>(), *attr) };
+    let r = match a.attr_mask {
+        0 => Ok(()),
+        IBV_CQ_ATTR_MODERATE => obj.cq.moderate(a.cq_count, a.cq_period),
+        _ => Err(libc::EOPNOTSUPP),
+    };
+    trace!("ibv_modify_cq({:#x}, {:#x}, {}, {}) = {r:?}", obj.c.base.handle, a.attr_mask, a.cq_count, a.cq_period);
+    code(r)
+}
+
 pub unsafe extern "C" fn x_ibv_destroy_cq(cq: *mut ibv_cq) -> i32 {
     // SAFETY: the caller passes its CQ.
     let obj = unsafe { &*cq.cast::<CqObj>() };
@@ -104,10 +116,15 @@ pub unsafe extern "C" fn x_ibv_destroy_cq(cq: *mut ibv_cq) -> i32 {
         return code(r);
     }
     lock(&ctx.cqs).remove(&obj.c.base.handle);
+    // SAFETY: NULL or the CQ's channel, which lives while CQs use it.
+    let channel = unsafe { obj.c.base.channel.cast::<ChannelObj>().as_ref() };
+    if let Some(ch) = channel {
+        ch.forget_cq(obj.c.base.handle);
+    }
+    ctx.driver.forget_async(|e| is_cq_event(e.kind) && e.handle == obj.c.base.handle);
     obj.comp_events.wait();
     obj.async_events.wait();
-    // SAFETY: NULL or the CQ's channel, which lives while CQs use it.
-    if let Some(ch) = unsafe { obj.c.base.channel.cast::<ChannelObj>().as_ref() } {
+    if let Some(ch) = channel {
         ch.add_user(false);
     }
     // SAFETY: boxed in ibv_create_cq; out of the table, all events acknowledged.

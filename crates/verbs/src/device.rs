@@ -16,7 +16,7 @@ use crate::mr::MrObj;
 use crate::qp::QpObj;
 use crate::srq::SrqObj;
 use crate::trace::trace;
-use crate::{code, lock, null, set_errno};
+use crate::{code, null, set_errno};
 
 /// An entry of the device list.
 #[repr(C)]
@@ -150,6 +150,7 @@ pub unsafe extern "C" fn x_ibv_open_device(d: *mut ibv_device) -> *mut ibv_conte
     c.alloc_td = Some(crate::domain::alloc_td);
     c.dealloc_td = Some(crate::domain::dealloc_td);
     c.alloc_parent_domain = Some(crate::domain::alloc_parent_domain);
+    c.modify_cq = Some(crate::cq::modify_cq);
     c.query_rt_values = Some(crate::cq_ex::query_rt_values);
     c.create_cq_ex = Some(crate::cq_ex::create_cq_ex);
     c.get_srq_num = Some(crate::xrcd::get_srq_num);
@@ -281,6 +282,7 @@ unsafe extern "C" fn query_device_ex(
         a.odp_per_transport = [ODP_RC, ODP_UC, ODP_UD];
         a.xrc_odp_caps = ODP_RC;
         a.max_dm_size = crate::dm::MAX_BYTES;
+        a.cq_mod_caps = [u16::MAX; 2];
         // Completions carry nanoseconds.
         (a.completion_timestamp_mask, a.hca_core_clock) = (u64::MAX, 1_000_000);
         let n = size.min(size_of::<ibv_device_attr_ex>());
@@ -505,9 +507,4 @@ pub unsafe extern "C" fn x_ibv_resolve_eth_l2_from_gid(
         }
     }
     0
-}
-
-/// Finds the object that an event names.
-pub(crate) fn by_handle<T>(table: &Mutex<HashMap<u32, *mut T>>, handle: u32) -> Option<*mut T> {
-    lock(table).get(&handle).copied()
 }

@@ -18,8 +18,31 @@ struct PdObj {
     /// The PD of a parent domain.
     of: *mut PdObj,
     td: *mut TdObj,
-    /// Parent domains that were made from this PD.
+    /// Objects in this PD, and parent domains that were made from it. Objects of a parent domain are in its PD for the
+    /// device: only here is it known that they name it.
     users: AtomicUsize,
+}
+
+/// An object is in a PD from now on, which cannot go before it.
+///
+/// # Safety
+/// `pd` is NULL or one of this library.
+pub(crate) unsafe fn hold(pd: *mut ibv_pd) {
+    // SAFETY: by the contract.
+    if let Some(p) = unsafe { pd.cast::<PdObj>().as_ref() } {
+        p.users.fetch_add(1, Ordering::Relaxed);
+    }
+}
+
+/// An object has left its PD.
+///
+/// # Safety
+/// As for [`hold`], which was called before.
+pub(crate) unsafe fn release(pd: *mut ibv_pd) {
+    // SAFETY: by the contract.
+    if let Some(p) = unsafe { pd.cast::<PdObj>().as_ref() } {
+        p.users.fetch_sub(1, Ordering::Relaxed);
+    }
 }
 
 #[repr(C)]
@@ -129,9 +152,13 @@ pub(crate) unsafe extern "C" fn alloc_parent_domain(
     if of.c.context != c || half {
         return null(libc::EINVAL);
     }
-    of.users.fetch_add(1, Ordering::Relaxed);
     // SAFETY: NULL or a thread domain of the caller.
-    if let Some(td) = unsafe { a.td.cast::<TdObj>().as_ref() } {
+    let td = unsafe { a.td.cast::<TdObj>().as_ref() };
+    if td.is_some_and(|td| td.context != c) {
+        return null(libc::EINVAL);
+    }
+    of.users.fetch_add(1, Ordering::Relaxed);
+    if let Some(td) = td {
         td.users.fetch_add(1, Ordering::Relaxed);
     }
     // SAFETY: the caller passes its context.

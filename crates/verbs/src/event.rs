@@ -3,6 +3,7 @@
 //! Whoever destroys an object waits until every event of it that was handed out has been acknowledged
 //! (`ibv_get_cq_event(3)`, `ibv_get_async_event(3)`).
 
+use std::collections::HashMap;
 use std::ffi::c_void;
 use std::sync::{Condvar, Mutex};
 
@@ -10,7 +11,7 @@ use unirdma_driver as driver;
 use unirdma_formats::AsyncEvent;
 use unirdma_verbs_abi::*;
 
-use crate::device::{by_handle, context};
+use crate::device::context;
 use crate::trace::trace;
 use crate::{lock, null, set_errno};
 
@@ -46,6 +47,13 @@ pub(crate) struct ChannelObj {
 }
 
 impl ChannelObj {
+    /// A CQ is gone: the descriptor shall not announce its events.
+    pub fn forget_cq(&self, cqn: u32) {
+        if let Some(events) = &self.events {
+            events.retain(|e| e.handle != cqn);
+        }
+    }
+
     pub fn add_user(&self, up: bool) {
         let mut n = lock(&self.users);
         *n = if up { *n + 1 } else { n.saturating_sub(1) };
@@ -103,10 +111,9 @@ pub unsafe extern "C" fn x_ibv_get_cq_event(
             }
         };
         // An event of a CQ that was destroyed meanwhile is nobody's.
-        if let Some(found) = by_handle(&ctx.cqs, event.handle) {
-            // SAFETY: the table holds live CQs only; destroying one waits for its acknowledgements.
+        if let Some(found) = give_event(&ctx.cqs, event.handle, |cq| &cq.comp_events) {
+            // SAFETY: destroying it waits for the acknowledgement; the caller passes room for both.
             unsafe {
-                (*found).comp_events.give();
                 *cq = found.cast();
                 *cq_context = (*found).c.base.cq_context;
             }
@@ -125,16 +132,25 @@ pub unsafe extern "C" fn x_ibv_ack_cq_events(cq: *mut ibv_cq, n: u32) {
     obj.comp_events.ack(n);
 }
 
-fn is_cq_event(kind: u32) -> bool {
+/// The object that an event names, which whoever destroys it waits for from here on; `None` if it is gone.
+fn give_event<T>(table: &Mutex<HashMap<u32, *mut T>>, handle: u32, of: impl Fn(&T) -> &Outstanding) -> Option<*mut T> {
+    let table = lock(table);
+    let found = table.get(&handle).copied()?;
+    // SAFETY: the table holds live objects only, and is locked.
+    of(unsafe { &*found }).give();
+    Some(found)
+}
+
+pub(crate) fn is_cq_event(kind: u32) -> bool {
     kind == AsyncEvent::CqErr as u32
 }
 
-fn is_qp_event(kind: u32) -> bool {
+pub(crate) fn is_qp_event(kind: u32) -> bool {
     use AsyncEvent::*;
     [QpFatal, QpReqErr, QpAccessErr, CommEst, SqDrained, QpLastWqeReached].iter().any(|&k| k as u32 == kind)
 }
 
-fn is_srq_event(kind: u32) -> bool {
+pub(crate) fn is_srq_event(kind: u32) -> bool {
     [AsyncEvent::SrqErr, AsyncEvent::SrqLimitReached].iter().any(|&k| k as u32 == kind)
 }
 
@@ -150,19 +166,13 @@ pub unsafe extern "C" fn x_ibv_get_async_event(c: *mut ibv_context, event: *mut 
             }
         };
         let element: *mut c_void = if is_cq_event(e.kind) {
-            let Some(cq) = by_handle(&ctx.cqs, e.handle) else { continue };
-            // SAFETY: live; see ibv_get_cq_event.
-            unsafe { (*cq).async_events.give() };
+            let Some(cq) = give_event(&ctx.cqs, e.handle, |o| &o.async_events) else { continue };
             cq.cast()
         } else if is_qp_event(e.kind) {
-            let Some(qp) = by_handle(&ctx.qps, e.handle) else { continue };
-            // SAFETY: live; see ibv_get_cq_event.
-            unsafe { (*qp).async_events.give() };
+            let Some(qp) = give_event(&ctx.qps, e.handle, |o| &o.async_events) else { continue };
             qp.cast()
         } else if is_srq_event(e.kind) {
-            let Some(srq) = by_handle(&ctx.srqs, e.handle) else { continue };
-            // SAFETY: live; see ibv_get_cq_event.
-            unsafe { (*srq).async_events.give() };
+            let Some(srq) = give_event(&ctx.srqs, e.handle, |o| &o.async_events) else { continue };
             srq.cast()
         } else {
             e.handle as usize as *mut c_void

@@ -7,7 +7,7 @@ use unirdma_verbs_abi::*;
 
 use unirdma_formats::access::ZERO_BASED;
 
-use crate::device::{by_handle, context};
+use crate::device::context;
 use crate::trace::trace;
 use crate::{code, lock, null};
 
@@ -47,6 +47,8 @@ pub(crate) unsafe fn register_named(
         Ok(mr) => {
             trace!("ibv_reg_mr({addr:p}, {length}, {access:#x}) = key {:#x}, way {:?}", mr.key, mr.way);
             ctx.born();
+            // SAFETY: the caller's PD, which the object names.
+            unsafe { crate::domain::hold(pd) };
             let c = ibv_mr { context: c, pd, addr: name, length, handle: mr.mrn, lkey: mr.key, rkey: mr.key };
             let (key, obj) = (mr.key, Box::into_raw(Box::new(MrObj { c, mr, range, mapped: None })));
             lock(&ctx.mrs).insert(key, obj);
@@ -217,6 +219,11 @@ pub unsafe extern "C" fn x_ibv_rereg_mr(
         crate::set_errno(e);
         return REREG_ERR_CMD;
     }
+    // SAFETY: both are PDs of this library.
+    unsafe {
+        crate::domain::hold(pd);
+        crate::domain::release(obj.c.pd);
+    }
     (obj.range, obj.c.pd, obj.c.addr, obj.c.length) = (range, pd, range.addr, range.length);
     0
 }
@@ -240,9 +247,9 @@ pub(crate) unsafe extern "C" fn advise_mr(pd: *mut ibv_pd, advice: u32, flags: u
     for i in 0..n as usize {
         // SAFETY: the caller's list has `n` elements.
         let s = unsafe { *list.add(i) };
-        let Some(mr) = by_handle(&ctx.mrs, s.lkey) else { return libc::ENOENT };
-        // SAFETY: the table holds live MRs only.
-        let (mr_pd, range) = unsafe { ((*mr).c.pd, (*mr).range) };
+        // SAFETY: the table holds live MRs only, and is locked.
+        let found = lock(&ctx.mrs).get(&s.lkey).map(|&mr| unsafe { ((*mr).c.pd, (*mr).range) });
+        let Some((mr_pd, range)) = found else { return libc::ENOENT };
         let start = range.addr as u64;
         let end = start.saturating_add(range.length as u64);
         if mr_pd != pd {
@@ -274,6 +281,8 @@ pub unsafe extern "C" fn x_ibv_dereg_mr(mr: *mut ibv_mr) -> i32 {
             // SAFETY: mapped for this MR, which is gone.
             unsafe { libc::munmap(map, bytes) };
         }
+        // SAFETY: its PD lives.
+        unsafe { crate::domain::release(obj.c.pd) };
         ctx.gone();
     }
     code(r)

@@ -27,6 +27,8 @@ pub(crate) unsafe extern "C" fn alloc_mw(pd: *mut ibv_pd, typ: u32) -> *mut ibv_
     match made {
         Ok(m) => {
             ctx.born();
+            // SAFETY: the caller's PD, which the object names.
+            unsafe { crate::domain::hold(pd) };
             Box::into_raw(Box::new(ibv_mw { context: c, pd, rkey: m.rkey, handle: m.mrn, mw_type: typ }))
         }
         Err(e) => null(e),
@@ -41,8 +43,11 @@ pub(crate) unsafe extern "C" fn dealloc_mw(mw: *mut ibv_mw) -> i32 {
     if r.is_err() && !ctx.driver.is_dead() {
         return code(r);
     }
-    // SAFETY: boxed in alloc_mw.
-    unsafe { drop(Box::from_raw(mw)) };
+    // SAFETY: boxed in alloc_mw; its PD lives.
+    unsafe {
+        crate::domain::release((*mw).pd);
+        drop(Box::from_raw(mw));
+    }
     ctx.gone();
     0
 }

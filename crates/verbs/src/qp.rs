@@ -9,7 +9,7 @@ use unirdma_verbs_abi::*;
 use crate::ah::{ah_in, ah_out};
 use crate::cq::CqObj;
 use crate::device::context;
-use crate::event::Outstanding;
+use crate::event::{Outstanding, is_qp_event};
 use crate::mw::bind_request;
 use crate::trace::trace;
 use crate::wr::Builder;
@@ -137,6 +137,8 @@ pub(crate) unsafe fn create(
     let obj =
         Box::into_raw(Box::new(QpObj { c: raw, qp, async_events: Outstanding::default(), sig_all, typ, builder }));
     ctx.born();
+    // SAFETY: NULL or the caller's PD, which the QP names.
+    unsafe { crate::domain::hold(pd) };
     lock(&ctx.qps).insert(qpn, obj);
     obj.cast()
 }
@@ -152,9 +154,13 @@ pub unsafe extern "C" fn x_ibv_destroy_qp(qp: *mut ibv_qp) -> i32 {
         return code(r);
     }
     lock(&ctx.qps).remove(&obj.c.qp_base.qp_num);
+    ctx.driver.forget_async(|e| is_qp_event(e.kind) && e.handle == obj.c.qp_base.qp_num);
     obj.async_events.wait();
-    // SAFETY: boxed in ibv_create_qp; out of the table, all events acknowledged.
-    unsafe { drop(Box::from_raw(qp.cast::<QpObj>())) };
+    // SAFETY: boxed in ibv_create_qp; out of the table, all events acknowledged; its PD lives.
+    unsafe {
+        crate::domain::release((*qp).pd);
+        drop(Box::from_raw(qp.cast::<QpObj>()));
+    }
     ctx.gone();
     0
 }
@@ -312,6 +318,9 @@ unsafe fn push(obj: &QpObj, batch: &mut driver::SendBatch<'_>, wr: &ibv_send_wr)
     unsafe {
         if obj.typ == QpType::Ud {
             let ud = wr.wr.ud;
+            if ud.ah.is_null() {
+                return Err(libc::EINVAL);
+            }
             (head.ah, head.dest_qpn, head.qkey) = ((*ud.ah).handle, ud.remote_qpn, ud.remote_qkey);
         } else if op == WrOpcode::BindMw {
             let b = wr.rest.bind_mw;

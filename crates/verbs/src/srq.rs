@@ -4,7 +4,7 @@ use unirdma_driver as driver;
 use unirdma_verbs_abi::*;
 
 use crate::device::context;
-use crate::event::Outstanding;
+use crate::event::{Outstanding, is_srq_event};
 use crate::qp::push_receives;
 use crate::trace::trace;
 use crate::{code, lock, null};
@@ -49,6 +49,8 @@ pub(crate) unsafe fn create(
             let handle = srq.srqn;
             let obj = Box::into_raw(Box::new(SrqObj { c: raw, srq, async_events: Outstanding::default() }));
             ctx.born();
+            // SAFETY: the caller's PD, which the object names.
+            unsafe { crate::domain::hold(pd) };
             lock(&ctx.srqs).insert(handle, obj);
             obj.cast()
         }
@@ -70,9 +72,13 @@ pub unsafe extern "C" fn x_ibv_destroy_srq(srq: *mut ibv_srq) -> i32 {
         return code(r);
     }
     lock(&ctx.srqs).remove(&obj.c.handle);
+    ctx.driver.forget_async(|e| is_srq_event(e.kind) && e.handle == obj.c.handle);
     obj.async_events.wait();
-    // SAFETY: boxed in ibv_create_srq; out of the table, all events acknowledged.
-    unsafe { drop(Box::from_raw(srq.cast::<SrqObj>())) };
+    // SAFETY: boxed in ibv_create_srq; out of the table, all events acknowledged; its PD lives.
+    unsafe {
+        crate::domain::release((*srq).pd);
+        drop(Box::from_raw(srq.cast::<SrqObj>()));
+    }
     ctx.gone();
     0
 }

@@ -2,9 +2,10 @@
 //! RoCE peer understands (IBTA vol. 1, chapter 12; annex A11).
 //!
 //! It lies with the RNIC, not in the program: it answers while the program does something else, and what a program that
-//! ends was connected to hears of it. Here are the identifiers and the commands on them; `protocol` has the messages
-//! and timers. A QP is its owner's: CM_QP_ATTR says how to move it.
+//! ends was connected to hears of it. Here are the identifiers and the commands on them; `connect` makes and ends
+//! connections, `protocol` sends, receives and repeats the messages. A QP is its owner's: CM_QP_ATTR says how to move it.
 
+mod connect;
 mod protocol;
 
 use std::cmp::Reverse;
@@ -26,6 +27,8 @@ type Result<T> = std::result::Result<T, Status>;
 
 /// Identifiers of one vRNIC.
 const MAX_IDS: usize = 65_536;
+/// Events that wait on a queue, beyond which no group is joined. (An identifier has few others at a time.)
+const MAX_EVENTS: usize = 65_536;
 /// Requests that wait at an identifier, at most.
 const MAX_BACKLOG: u32 = 4096;
 /// Ports that are given when none is asked for.
@@ -201,6 +204,8 @@ struct Early {
 #[derive(Default)]
 pub(crate) struct Cm {
     ids: Slab<CmId>,
+    /// How many each vRNIC has.
+    used: HashMap<VnicId, usize>,
     /// Of each vRNIC, port space and port: who has it.
     ports: HashMap<(VnicId, u16, u16), Vec<u32>>,
     by_local_id: HashMap<u32, u32>,
@@ -253,12 +258,17 @@ impl Rnic {
         let op = CmOp::from_raw(r.op).ok_or(Status::BadValue)?;
         let id = if op == CmOp::Create { self.cm_create(s, r)? } else { r.id };
         self.own_id(s, id)?;
+        let mut dropped = 0;
         match op {
             CmOp::Create => {}
             CmOp::Destroy => {
+                let queue = self.own_id(s, id)?.queue;
+                let waiting = |c: &Cm| c.events.get(&(s, queue)).map_or(0, VecDeque::len);
+                let before = waiting(&self.cm);
                 self.cm_destroy(id);
+                let dropped = before.saturating_sub(waiting(&self.cm)) as u32;
                 self.deliver_local_mads();
-                return Ok(abi::CmResp { id, ..Default::default() });
+                return Ok(abi::CmResp { id, dropped, ..Default::default() });
             }
             CmOp::Bind => self.cm_bind(id, Addr::read(&r.src)?.ok_or(Status::BadValue)?)?,
             CmOp::ResolveAddr => self.cm_resolve(id, r)?,
@@ -272,7 +282,7 @@ impl Rnic {
             CmOp::Reject => self.cm_reject(id, r)?,
             CmOp::Establish => self.cm_establish(id)?,
             CmOp::Disconnect => self.cm_disconnect(id)?,
-            CmOp::Migrate => self.cm_migrate(s, id, r.queue)?,
+            CmOp::Migrate => dropped = self.cm_migrate(s, id, r.queue)?,
             CmOp::SetOption => self.cm_set(id, r.option, r.value)?,
             CmOp::Join => self.cm_join(id, r)?,
             // Joining attaches nothing: the program attaches its QP, and detaches it.
@@ -280,7 +290,7 @@ impl Rnic {
         }
         self.deliver_local_mads();
         let src = self.cm.ids.get(id).and_then(|c| c.src);
-        Ok(abi::CmResp { id, reserved: 0, src: write(src) })
+        Ok(abi::CmResp { id, dropped, src: write(src) })
     }
 
     /// CM_EVENT: the next event on a completion event queue.
@@ -314,9 +324,11 @@ impl Rnic {
     }
 
     fn cm_insert(&mut self, vnic: VnicId, owner: Option<SessionId>, queue: u16, space: u16) -> Result<u32> {
-        if self.cm.ids.iter().filter(|(_, c)| c.vnic == vnic).count() >= MAX_IDS {
+        let used = self.cm.used.entry(vnic).or_default();
+        if *used >= MAX_IDS {
             return Err(Status::Exhausted);
         }
+        *used += 1;
         let id = CmId {
             owner,
             vnic,
@@ -462,16 +474,18 @@ impl Rnic {
         Ok(())
     }
 
-    fn cm_migrate(&mut self, s: SessionId, id: u32, queue: u32) -> Result<()> {
+    /// Returns how many events have left the old queue.
+    fn cm_migrate(&mut self, s: SessionId, id: u32, queue: u32) -> Result<u32> {
         let queue = queue_of(queue)?;
         let old = std::mem::replace(&mut self.own_id(s, id)?.queue, queue);
         let waiting = self.cm.events.remove(&(s, old)).unwrap_or_default();
         let (moved, stay): (VecDeque<_>, VecDeque<_>) = waiting.into_iter().partition(|e| e.id == id);
         self.cm.events.insert((s, old), stay);
+        let n = moved.len() as u32;
         for e in moved {
             self.push_event(s, queue, e);
         }
-        Ok(())
+        Ok(n)
     }
 
     /// A multicast group's address is its GID (annex A17): nobody is asked.
@@ -479,6 +493,9 @@ impl Rnic {
         let group = Addr::read(&r.dst)?.filter(|a| a.ip.is_multicast()).ok_or(Status::BadValue)?;
         let c = self.cm.ids.get(id).filter(|c| c.is_datagram() && c.src.is_some()).ok_or(Status::BadState)?;
         let (owner, queue) = (c.owner.ok_or(Status::BadHandle)?, c.queue);
+        if self.cm.events.get(&(owner, queue)).is_some_and(|e| e.len() >= MAX_EVENTS) {
+            return Err(Status::Exhausted);
+        }
         let event = abi::CmEvent {
             id,
             listen_id: r.value,
@@ -595,6 +612,7 @@ impl Rnic {
         for id in self.cm.ids.handles(|c| c.vnic == vnic) {
             self.cm_remove(id);
         }
+        self.cm.used.remove(&vnic);
     }
 
     /// An identifier is given back: requests to it are refused, what is connected is disconnected.
@@ -645,6 +663,9 @@ impl Rnic {
     fn cm_remove(&mut self, id: u32) {
         self.release_port(id);
         let Some(c) = self.cm.ids.remove(id) else { return };
+        if let Some(used) = self.cm.used.get_mut(&c.vnic) {
+            *used -= 1;
+        }
         self.cm.by_local_id.remove(&c.local_id);
         if let (Some(peer), false) = (c.remote(), c.active) {
             self.cm.requests.remove(&(c.vnic, peer, c.remote_id, c.is_datagram()));

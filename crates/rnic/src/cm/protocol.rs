@@ -1,57 +1,44 @@
-//! The messages of connection management, and what each does to an identifier (IBTA vol. 1, 12.9).
+//! The messages of connection management, and what each does to an identifier (IBTA vol. 1, 12.9): how they travel, wait and are repeated.
 
 use std::cmp::Reverse;
 use std::net::IpAddr;
 
-use unirdma_abi as abi;
-use unirdma_abi::{Status, port_space};
-use unirdma_formats::cm::{
-    About, GSI_QKEY, GSI_QPN, IpHeader, MAD_BYTES, Mad, Message, Rep, Req, UDP_QKEY, reason, sidr, user_bytes,
-};
+use unirdma_formats::Gid;
+use unirdma_formats::cm::{About, GSI_QKEY, GSI_QPN, IpHeader, MAD_BYTES, Mad, Message, Req, reason};
 use unirdma_formats::net::Flow;
-use unirdma_formats::wire::{DEFAULT_PKEY, Deth, Extra, Op, Opcode, Packet, Part, Transport};
-use unirdma_formats::{Gid, Psn};
+use unirdma_formats::wire::{Deth, Extra, Op, Opcode, Packet, Part, Transport};
 
-use super::{Addr, CmEventKind, CmId, ECONNRESET, ETIMEDOUT, Early, Ends, MAX_BACKLOG, Result, State, private_of};
-use crate::commands::MAX_RD_ATOMIC;
+use super::{CmEventKind, CmId, ETIMEDOUT, Early, State};
 use crate::objects::VnicId;
 use crate::rnic::Rnic;
 
-/// Upper half of service IDs of connections over IP (annex A11).
-const IP_SERVICE: u64 = 1 << 24;
 /// Encoded time that a peer has for an answer: 4.3 s.
-const RESPONSE_TIMEOUT: u8 = 20;
+pub(super) const RESPONSE_TIMEOUT: u8 = 20;
 /// How long a request waits for somebody to listen, ns, and how many may.
 const EARLY_NS: u64 = 200_000_000;
 const MAX_EARLY: usize = 1024;
-/// Transport of a REQ that names another one elsewhere.
-const EXTENDED_TRANSPORT: u8 = 3;
 /// Times that a message is sent again.
-const RETRIES: u8 = 15;
+pub(super) const RETRIES: u8 = 15;
 /// A message is sent again after this time at first, ns, later at the time of [`RESPONSE_TIMEOUT`]: on a network that
 /// loses packets nobody wants to wait for seconds.
 const FIRST_RETRY_NS: u64 = 250_000_000;
 /// Encoded time of an MRA: 68 s.
-const MRA_TIMEOUT: u8 = 24;
+pub(super) const MRA_TIMEOUT: u8 = 24;
 
-fn time_ns(encoded: u8) -> u64 {
+pub(super) fn time_ns(encoded: u8) -> u64 {
     4096 << encoded.min(31)
-}
-
-fn service_id(space: u16, port: u16) -> u64 {
-    IP_SERVICE | u64::from(space & 0xff) << 16 | u64::from(port)
 }
 
 impl Rnic {
     /// Sends a MAD from an identifier to its peer.
-    fn send_mad(&mut self, id: u32, mad: &[u8; MAD_BYTES]) {
+    pub(super) fn send_mad(&mut self, id: u32, mad: &[u8; MAD_BYTES]) {
         let Some(c) = self.cm.ids.get(id) else { return };
         let (Some(src), Some(to), vnic) = (c.src, c.remote(), c.vnic) else { return };
         self.send_mad_to(vnic, Gid::from_ip(src.ip), to, mad);
     }
 
     /// Sends a MAD; it may be lost.
-    fn send_mad_to(&mut self, vnic: VnicId, own: Gid, to: Gid, mad: &[u8; MAD_BYTES]) {
+    pub(super) fn send_mad_to(&mut self, vnic: VnicId, own: Gid, to: Gid, mad: &[u8; MAD_BYTES]) {
         let Some(v) = self.vnics.get(vnic.0) else { return };
         let flow = Flow::roce(own, to);
         let opcode = Opcode { transport: Transport::Ud, op: Op::Send(Part::Only), extra: Extra::None };
@@ -199,61 +186,7 @@ impl Rnic {
         }
     }
 
-    // Asking for a connection.
-
-    pub(super) fn cm_connect(&mut self, id: u32, r: &abi::CmReq) -> Result<()> {
-        let c = self.expect(id, &[State::RouteResolved])?;
-        let (datagram, vnic) = (c.is_datagram(), c.vnic);
-        let (Some(src), Some(dst)) = (c.src, c.dst) else { return Err(Status::BadState) };
-        let private = private_of(r, if datagram { user_bytes::SIDR_REQ } else { user_bytes::REQ })?;
-        let private = IpHeader { src_port: src.port, src: src.ip, dst: dst.ip }.before(private);
-        let (local_id, psn) = (self.new_local_id(id), self.rng.next_u64() as u32 & 0xff_ffff);
-        let mtu = self.cm_mtu(vnic, dst.ip);
-        let c = self.expect(id, &[State::RouteResolved])?;
-        let service_id = service_id(c.space, dst.port);
-        (c.local_id, c.tid, c.mtu, c.active) = (local_id, u64::from(local_id), mtu, true);
-        c.own = ends(&r.param, psn);
-        let message = if datagram {
-            Message::SidrReq { request_id: local_id, pkey: DEFAULT_PKEY, service_id, private }
-        } else {
-            Message::Req(Req {
-                local_id,
-                service_id,
-                qpn: c.own.qpn,
-                responder_resources: c.own.responder_resources,
-                initiator_depth: c.own.initiator_depth,
-                remote_response_timeout: RESPONSE_TIMEOUT,
-                local_response_timeout: RESPONSE_TIMEOUT,
-                flow_control: c.own.flow_control,
-                transport: if c.xrc { EXTENDED_TRANSPORT } else { 0 },
-                extended_transport: u8::from(c.xrc),
-                psn,
-                retry_count: c.own.retry_count,
-                pkey: DEFAULT_PKEY,
-                mtu,
-                rnr_retry_count: c.own.rnr_retry_count,
-                max_cm_retries: RETRIES,
-                srq: c.own.srq,
-                local_lid: 0xffff,
-                remote_lid: 0xffff,
-                local_gid: Gid::from_ip(src.ip),
-                remote_gid: Gid::from_ip(dst.ip),
-                traffic_class: c.tos,
-                hop_limit: unirdma_formats::net::HOP_LIMIT,
-                subnet_local: false,
-                ack_timeout: c.ack_timeout,
-                guid: u64::from(local_id),
-                private,
-                ..Req::default()
-            })
-        };
-        let mad = Mad { tid: c.tid, message };
-        c.state = State::ReqSent;
-        self.send_until_answered(id, &mad);
-        Ok(())
-    }
-
-    fn new_local_id(&mut self, id: u32) -> u32 {
+    pub(super) fn new_local_id(&mut self, id: u32) -> u32 {
         loop {
             let n = self.rng.next_u64() as u32;
             if n != 0 && !self.cm.by_local_id.contains_key(&n) {
@@ -264,14 +197,14 @@ impl Rnic {
     }
 
     /// Path MTU code between a vRNIC and an address.
-    fn cm_mtu(&self, vnic: VnicId, to: IpAddr) -> u8 {
+    pub(super) fn cm_mtu(&self, vnic: VnicId, to: IpAddr) -> u8 {
         let here = self.vnics.get(vnic.0).is_some_and(|v| self.find_vnic(v.group, Gid::from_ip(to)).is_some());
         let bytes = if here { crate::rnic::MAX_MTU } else { self.wire_mtu };
         (bytes.max(256).ilog2() - 7) as u8
     }
 
     /// Sends a message, and again until something stops its timer.
-    fn send_until_answered(&mut self, id: u32, mad: &Mad) {
+    pub(super) fn send_until_answered(&mut self, id: u32, mad: &Mad) {
         let bytes = mad.bytes();
         if let Some(c) = self.cm.ids.get_mut(id) {
             (c.sent, c.tries) = (Some(Box::new(bytes)), 0);
@@ -280,14 +213,14 @@ impl Rnic {
         self.send_mad(id, &bytes);
     }
 
-    fn arm_cm(&mut self, id: u32, delay_ns: u64) {
+    pub(super) fn arm_cm(&mut self, id: u32, delay_ns: u64) {
         if let Some(c) = self.cm.ids.get_mut(id) {
             c.timer = c.timer.wrapping_add(1);
             self.cm.fresh.push((delay_ns, id, c.timer));
         }
     }
 
-    fn stop_timer(&mut self, id: u32) {
+    pub(super) fn stop_timer(&mut self, id: u32) {
         if let Some(c) = self.cm.ids.get_mut(id) {
             c.timer = c.timer.wrapping_add(1);
             c.sent = None;
@@ -372,7 +305,7 @@ impl Rnic {
     }
 
     /// An identifier comes to nothing.
-    fn close(&mut self, id: u32, kind: CmEventKind, status: i32, private: &[u8]) {
+    pub(super) fn close(&mut self, id: u32, kind: CmEventKind, status: i32, private: &[u8]) {
         self.stop_timer(id);
         if let Some(c) = self.cm.ids.get_mut(id) {
             c.state = State::Closed;
@@ -392,390 +325,5 @@ impl Rnic {
         if self.cm.ids.get(id).is_some_and(waits) {
             self.arm_cm(id, time_ns(timeout.min(MRA_TIMEOUT)));
         }
-    }
-
-    fn on_rej(&mut self, id: u32, remote_id: u32, why: u16, private: &[u8]) {
-        let Some(c) = self.cm.ids.get_mut(id) else { return };
-        match c.state {
-            State::ReqSent => {
-                c.remote_id = remote_id;
-                self.close(id, CmEventKind::Rejected, why.into(), private);
-            }
-            State::RepSent | State::RepReceived => self.close(id, CmEventKind::Rejected, why.into(), private),
-            _ => {}
-        }
-    }
-
-    fn on_rep(&mut self, id: u32, r: &Rep) {
-        let Some(c) = self.cm.ids.get_mut(id) else { return };
-        match c.state {
-            State::ReqSent => {
-                c.remote_id = r.local_id;
-                c.peer = Ends {
-                    qpn: r.qpn,
-                    psn: r.psn,
-                    responder_resources: r.responder_resources,
-                    initiator_depth: r.initiator_depth,
-                    retry_count: 0,
-                    rnr_retry_count: r.rnr_retry_count,
-                    srq: r.srq,
-                    flow_control: r.flow_control,
-                };
-                // What the peer grants is what holds.
-                c.own.initiator_depth = r.responder_resources.min(MAX_RD_ATOMIC);
-                c.own.responder_resources = r.initiator_depth.min(MAX_RD_ATOMIC);
-                c.own.rnr_retry_count = r.rnr_retry_count;
-                c.state = State::RepReceived;
-                self.stop_timer(id);
-                self.raise(id, CmEventKind::ConnectResponse, 0, &r.private);
-            }
-            // The RTU was lost.
-            State::Established if c.active && c.remote_id == r.local_id => self.send_rtu(id),
-            _ => {}
-        }
-    }
-
-    fn send_rtu(&mut self, id: u32) {
-        let Some(c) = self.cm.ids.get(id) else { return };
-        let message = Message::Rtu { local_id: c.local_id, remote_id: c.remote_id, private: Vec::new() };
-        let mad = Mad { tid: c.tid, message }.bytes();
-        self.send_mad(id, &mad);
-    }
-
-    /// The QP of an identifier is ready.
-    pub(super) fn cm_establish(&mut self, id: u32) -> Result<()> {
-        let c = self.expect(id, &[State::RepReceived, State::RepSent])?;
-        if c.state == State::RepSent {
-            self.established(id);
-            return Ok(());
-        }
-        c.state = State::Established;
-        self.send_rtu(id);
-        Ok(())
-    }
-
-    fn established(&mut self, id: u32) {
-        self.stop_timer(id);
-        if let Some(c) = self.cm.ids.get_mut(id) {
-            c.state = State::Established;
-        }
-        self.raise(id, CmEventKind::Established, 0, &[]);
-    }
-
-    // Being asked for a connection.
-
-    /// Who listens to a service at an address.
-    fn find_listener(&self, vnic: VnicId, service: u64, ip: IpAddr) -> Option<u32> {
-        if service >> 24 != IP_SERVICE >> 24 {
-            return None;
-        }
-        let (space, port) = (0x100 | (service >> 16 & 0xff) as u16, service as u16);
-        let users = self.cm.ports.get(&(vnic, space, port))?;
-        let takes = |c: &CmId| {
-            let wild =
-                |a: Addr| a.ip.is_unspecified() && (a.ip.is_ipv4() == ip.is_ipv4() || a.ip.is_ipv6() && !c.one_family);
-            c.state == State::Listening && c.src.is_some_and(|a| a.ip == ip || wild(a))
-        };
-        users.iter().copied().find(|&u| self.cm.ids.get(u).is_some_and(takes))
-    }
-
-    /// Makes the identifier of a request that came in; `None` if nobody may have it now.
-    fn new_request(
-        &mut self,
-        listener: u32,
-        own: Gid,
-        from: Gid,
-        remote_id: u32,
-        tid: u64,
-        ip: &IpHeader,
-    ) -> Option<u32> {
-        let l = self.cm.ids.get_mut(listener)?;
-        if l.waiting >= l.backlog.min(MAX_BACKLOG) {
-            return None;
-        }
-        let (vnic, owner, queue, space, tos, timeout) = (l.vnic, l.owner, l.queue, l.space, l.tos, l.ack_timeout);
-        let port = l.src.map_or(0, |a| a.port);
-        let id = self.cm_insert(vnic, owner, queue, space).ok()?;
-        self.cm.ids.get_mut(listener)?.waiting += 1;
-        let local_id = self.new_local_id(id);
-        let c = self.cm.ids.get_mut(id)?;
-        (c.state, c.listener, c.local_id, c.remote_id, c.tid) =
-            (State::ReqReceived, listener, local_id, remote_id, tid);
-        (c.tos, c.ack_timeout) = (tos, timeout);
-        c.src = Some(Addr { ip: own.ip(), port });
-        c.dst = Some(Addr { ip: from.ip(), port: ip.src_port });
-        self.cm.requests.insert((vnic, from, remote_id, space == port_space::UDP), id);
-        Some(id)
-    }
-
-    fn on_req(&mut self, vnic: VnicId, own: Gid, from: Gid, tid: u64, r: &Req) {
-        if let Some(&id) = self.cm.requests.get(&(vnic, from, r.local_id, false)) {
-            return self.on_req_again(id);
-        }
-        let refuse = |rnic: &mut Self, reason: u16| {
-            let message = Message::Rej {
-                local_id: 0,
-                remote_id: r.local_id,
-                about: About::Req,
-                reason,
-                info: Vec::new(),
-                private: Vec::new(),
-            };
-            rnic.send_mad_to(vnic, own, from, &Mad { tid, message }.bytes());
-        };
-        let listener = self.find_listener(vnic, r.service_id, own.ip());
-        let (Some(listener), Some((ip, user))) = (listener, IpHeader::parse(&r.private)) else {
-            return refuse(self, reason::INVALID_SERVICE);
-        };
-        const INVALID_PATH_MTU: u16 = 26;
-        const INVALID_TRANSPORT: u16 = 9;
-        let mtu = self.cm_mtu(vnic, from.ip());
-        if r.mtu == 0 || r.mtu > mtu {
-            return refuse(self, INVALID_PATH_MTU);
-        }
-        let xrc = r.transport == EXTENDED_TRANSPORT && r.extended_transport == 1;
-        if r.transport != 0 && !xrc || self.cm.ids.get(listener).is_some_and(|l| l.xrc != xrc) {
-            return refuse(self, INVALID_TRANSPORT);
-        }
-        // A full backlog: the peer will ask again.
-        let Some(id) = self.new_request(listener, own, from, r.local_id, tid, &ip) else { return };
-        let psn = self.rng.next_u64() as u32 & 0xff_ffff;
-        let Some(c) = self.cm.ids.get_mut(id) else { return };
-        (c.mtu, c.xrc) = (r.mtu, xrc);
-        c.ack_timeout = r.ack_timeout;
-        // What the peer asks for, until the program says something else. How often this end tries is the peer's choice.
-        c.own = Ends {
-            psn,
-            responder_resources: r.initiator_depth.min(MAX_RD_ATOMIC),
-            initiator_depth: r.responder_resources.min(MAX_RD_ATOMIC),
-            retry_count: r.retry_count,
-            rnr_retry_count: r.rnr_retry_count,
-            ..Ends::default()
-        };
-        c.peer = Ends {
-            qpn: r.qpn,
-            psn: r.psn,
-            responder_resources: r.responder_resources,
-            initiator_depth: r.initiator_depth,
-            retry_count: r.retry_count,
-            rnr_retry_count: r.rnr_retry_count,
-            srq: r.srq,
-            flow_control: r.flow_control,
-        };
-        self.raise_for(listener, id, listener, CmEventKind::ConnectRequest, 0, user);
-    }
-
-    /// A request came again: its answer was lost, or there is none yet.
-    fn on_req_again(&mut self, id: u32) {
-        let Some(c) = self.cm.ids.get(id) else { return };
-        match (c.state, &c.sent) {
-            (State::ReqReceived, _) => {
-                let message = Message::Mra {
-                    local_id: c.local_id,
-                    remote_id: c.remote_id,
-                    about: About::Req,
-                    timeout: MRA_TIMEOUT,
-                    private: Vec::new(),
-                };
-                let mad = Mad { tid: c.tid, message }.bytes();
-                self.send_mad(id, &mad);
-            }
-            (_, Some(sent)) => {
-                let sent = sent.clone();
-                self.send_mad(id, &sent);
-            }
-            _ => {}
-        }
-    }
-
-    pub(super) fn cm_accept(&mut self, id: u32, r: &abi::CmReq) -> Result<()> {
-        let c = self.expect(id, &[State::ReqReceived])?;
-        let datagram = c.is_datagram();
-        let private = private_of(r, if datagram { user_bytes::SIDR_REP } else { user_bytes::REP })?.to_vec();
-        if datagram {
-            c.state = State::Established;
-            let service_id = service_id(c.space, c.src.map_or(0, |a| a.port));
-            let mad = Mad {
-                tid: c.tid,
-                message: Message::SidrRep {
-                    request_id: c.remote_id,
-                    status: sidr::OK,
-                    qpn: r.param.qpn,
-                    service_id,
-                    qkey: if r.param.qkey == 0 { UDP_QKEY } else { r.param.qkey },
-                    info: Vec::new(),
-                    private,
-                },
-            };
-            let bytes = mad.bytes();
-            // Sent again when the request comes again.
-            c.sent = Some(Box::new(bytes));
-            self.send_mad(id, &bytes);
-            return Ok(());
-        }
-        let most = |wanted: u8, offered: u8| if wanted == u8::MAX { offered } else { wanted }.min(MAX_RD_ATOMIC);
-        c.own = Ends {
-            initiator_depth: most(r.param.initiator_depth, c.own.initiator_depth),
-            responder_resources: most(r.param.responder_resources, c.own.responder_resources),
-            retry_count: c.own.retry_count,
-            rnr_retry_count: c.own.rnr_retry_count,
-            ..ends(&r.param, c.own.psn)
-        };
-        let rep = Rep {
-            local_id: c.local_id,
-            remote_id: c.remote_id,
-            qpn: c.own.qpn,
-            psn: c.own.psn,
-            responder_resources: c.own.responder_resources,
-            initiator_depth: c.own.initiator_depth,
-            ack_delay: 15,
-            flow_control: c.own.flow_control,
-            rnr_retry_count: r.param.rnr_retry_count & 7,
-            srq: c.own.srq,
-            guid: u64::from(c.local_id),
-            private,
-            ..Rep::default()
-        };
-        c.state = State::RepSent;
-        let mad = Mad { tid: c.tid, message: Message::Rep(rep) };
-        self.send_until_answered(id, &mad);
-        Ok(())
-    }
-
-    pub(super) fn cm_reject(&mut self, id: u32, r: &abi::CmReq) -> Result<()> {
-        let c = self.expect(id, &[State::ReqReceived, State::RepReceived])?;
-        let room = if c.is_datagram() { user_bytes::SIDR_REP } else { user_bytes::REJ };
-        let private = private_of(r, room)?;
-        self.refuse(id, if r.value == 0 { reason::CONSUMER } else { r.value as u16 }, private);
-        Ok(())
-    }
-
-    /// Tells the peer of an identifier that there will be no connection.
-    pub(super) fn refuse(&mut self, id: u32, reason: u16, private: &[u8]) {
-        let Some(c) = self.cm.ids.get_mut(id) else { return };
-        let about = match c.state {
-            State::ReqReceived => About::Req,
-            State::RepReceived => About::Rep,
-            _ => About::Other,
-        };
-        let private = private.to_vec();
-        let message = if c.is_datagram() {
-            if c.active {
-                c.state = State::Closed;
-                return;
-            }
-            let service_id = service_id(c.space, c.src.map_or(0, |a| a.port));
-            let (request_id, status) = (c.remote_id, sidr::REJECTED);
-            Message::SidrRep { request_id, status, qpn: 0, service_id, qkey: 0, info: Vec::new(), private }
-        } else {
-            // Who gives up a request of its own has run out of time.
-            let reason = if c.state == State::ReqSent { reason::TIMEOUT } else { reason };
-            Message::Rej { local_id: c.local_id, remote_id: c.remote_id, about, reason, info: Vec::new(), private }
-        };
-        c.state = State::Closed;
-        let mad = Mad { tid: c.tid, message }.bytes();
-        self.stop_timer(id);
-        if let Some(c) = self.cm.ids.get_mut(id) {
-            c.sent = Some(Box::new(mad));
-        }
-        self.send_mad(id, &mad);
-    }
-
-    // Ending a connection.
-
-    pub(super) fn cm_disconnect(&mut self, id: u32) -> Result<()> {
-        let c =
-            self.expect(id, &[State::Established, State::RepSent, State::TimeWait, State::Closed, State::DreqSent])?;
-        match c.state {
-            State::Established | State::RepSent if !c.is_datagram() => self.send_dreq(id),
-            // The peer was first.
-            State::TimeWait | State::Closed | State::DreqSent => {}
-            _ => return Err(Status::BadState),
-        }
-        Ok(())
-    }
-
-    pub(super) fn send_dreq(&mut self, id: u32) {
-        let Some(c) = self.cm.ids.get_mut(id) else { return };
-        c.state = State::DreqSent;
-        let (local_id, remote_id, remote_qpn) = (c.local_id, c.remote_id, c.peer.qpn);
-        let message = Message::Dreq { local_id, remote_id, remote_qpn, private: Vec::new() };
-        let mad = Mad { tid: c.tid, message };
-        self.send_until_answered(id, &mad);
-    }
-
-    fn on_dreq(&mut self, id: u32, remote_id: u32) {
-        let Some(c) = self.cm.ids.get(id).filter(|c| c.remote_id == remote_id) else { return };
-        match c.state {
-            State::Established | State::DreqSent | State::RepSent => self.disconnected(id, 0),
-            State::RepReceived => self.close(id, CmEventKind::Rejected, -ECONNRESET, &[]),
-            _ => {}
-        }
-    }
-
-    /// A connection is over; for a while its QPN means nothing new (IBTA vol. 1, 12.9.8.4).
-    fn disconnected(&mut self, id: u32, status: i32) {
-        self.stop_timer(id);
-        let Some(c) = self.cm.ids.get_mut(id) else { return };
-        c.state = State::TimeWait;
-        let (wait, gone) = (time_ns(c.ack_timeout), c.owner.is_none());
-        if gone {
-            return self.cm_remove(id);
-        }
-        self.raise(id, CmEventKind::Disconnected, status, &[]);
-        self.arm_cm(id, wait);
-    }
-
-    // Datagrams: resolution of service IDs.
-
-    #[allow(clippy::too_many_arguments)]
-    fn on_sidr_req(&mut self, vnic: VnicId, own: Gid, from: Gid, tid: u64, request: u32, service: u64, private: &[u8]) {
-        if let Some(&id) = self.cm.requests.get(&(vnic, from, request, true)) {
-            if let Some(sent) = self.cm.ids.get(id).and_then(|c| c.sent.clone()) {
-                self.send_mad(id, &sent);
-            }
-            return;
-        }
-        let listener = self.find_listener(vnic, service, own.ip());
-        let (Some(listener), Some((ip, user))) = (listener, IpHeader::parse(private)) else {
-            let message = Message::SidrRep {
-                request_id: request,
-                status: sidr::UNSUPPORTED,
-                qpn: 0,
-                service_id: service,
-                qkey: 0,
-                info: Vec::new(),
-                private: Vec::new(),
-            };
-            return self.send_mad_to(vnic, own, from, &Mad { tid, message }.bytes());
-        };
-        let Some(id) = self.new_request(listener, own, from, request, tid, &ip) else { return };
-        self.raise_for(listener, id, listener, CmEventKind::ConnectRequest, 0, user);
-    }
-
-    fn on_sidr_rep(&mut self, id: u32, status: u8, qpn: u32, qkey: u32, private: &[u8]) {
-        let Some(c) = self.cm.ids.get_mut(id).filter(|c| c.is_datagram() && c.state == State::ReqSent) else { return };
-        if status != sidr::OK {
-            return self.close(id, CmEventKind::Unreachable, status.into(), private);
-        }
-        c.peer.qpn = qpn;
-        c.peer_qkey = qkey;
-        c.state = State::Established;
-        self.stop_timer(id);
-        self.raise(id, CmEventKind::Established, 0, private);
-    }
-}
-
-/// What a program says of its QP.
-fn ends(p: &abi::CmParam, psn: u32) -> Ends {
-    Ends {
-        qpn: p.qpn & unirdma_formats::Qpn::MASK,
-        psn: Psn::new(psn).get(),
-        responder_resources: p.responder_resources.min(MAX_RD_ATOMIC),
-        initiator_depth: p.initiator_depth.min(MAX_RD_ATOMIC),
-        retry_count: p.retry_count & 7,
-        rnr_retry_count: p.rnr_retry_count & 7,
-        srq: p.srq != 0,
-        flow_control: p.flow_control != 0,
     }
 }

@@ -63,6 +63,9 @@ impl IdObj {
     /// Refuses parameters that the device cannot have.
     fn check(&self, p: Option<&rdma_conn_param>) -> Result<(), i32> {
         let Some(p) = p.filter(|_| self.c.qp_type != QPT_UD) else { return Ok(()) };
+        if self.c.verbs.is_null() {
+            return Err(libc::EINVAL);
+        }
         let most = max_rd_atomic(self.c.verbs);
         let fits = |n: u8| n == MOST || n <= most;
         if fits(p.responder_resources) && fits(p.initiator_depth) { Ok(()) } else { Err(libc::EINVAL) }

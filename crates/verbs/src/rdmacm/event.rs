@@ -1,6 +1,7 @@
 //! Events of identifiers.
 
 use std::ffi::{c_char, c_void};
+use std::sync::atomic::Ordering;
 
 use unirdma_abi as abi;
 use unirdma_abi::{CmOp, Command};
@@ -63,7 +64,7 @@ pub(super) unsafe fn next(channel: *mut rdma_event_channel) -> Result<*mut rdma_
             ch.ctx.driver.command(Command::CmEvent, &abi::CmEventReq { queue: ch.slot, reserved: 0 });
         match r {
             // It has gone with its identifier, or to another channel.
-            Err(libc::ENOENT) => {}
+            Err(libc::ENOENT) => _ = ch.stale.fetch_sub(1, Ordering::AcqRel),
             Err(e) => return Err(e),
             Ok(e) => {
                 if let Some(event) = take(channel, &e) {
@@ -77,13 +78,22 @@ pub(super) unsafe fn next(channel: *mut rdma_event_channel) -> Result<*mut rdma_
 /// What an event does, and the event that the program sees; `None` if it is not the program's business.
 fn take(channel: *mut rdma_event_channel, e: &abi::CmEvent) -> Option<*mut rdma_cm_event> {
     let of = if e.kind == CONNECT_REQUEST { e.listen_id } else { e.id };
-    let found = with_device(|d| d.ids.get(&of).copied()).ok().flatten();
-    let Some(at) = found else {
+    // Whoever destroys the identifier waits for this event from here on.
+    let found = with_device(|d| {
+        let at = d.ids.get(&of).copied()?;
+        // SAFETY: the table holds live identifiers.
+        unsafe { (*at).events.give() };
+        Some(at)
+    });
+    let Some(at) = found.ok().flatten() else {
         // Whoever listened is gone.
-        let _ = request(CmOp::Destroy, e.id, |_| ());
+        if let Ok(r) = request(CmOp::Destroy, e.id, |_| ()) {
+            // SAFETY: a channel of this library.
+            unsafe { &*channel.cast::<EventChannelObj>() }.discard(r.dropped);
+        }
         return None;
     };
-    // SAFETY: the table holds live identifiers; destroying one waits for its events.
+    // SAFETY: live, see above.
     let obj = unsafe { &mut *at };
     let mut kind = e.kind;
     let mut status = e.status;
@@ -124,7 +134,6 @@ fn take(channel: *mut rdma_event_channel, e: &abi::CmEvent) -> Option<*mut rdma_
             (kind, status) = (MULTICAST_ERROR, -libc::EINVAL);
         }
     }
-    obj.events.give();
     let param = if datagram {
         let ud = rdma_ud_param {
             private_data: private,

@@ -1,6 +1,7 @@
 //! Event channels and identifiers: made, bound, resolved, given back.
 
 use std::ffi::c_void;
+use std::sync::atomic::AtomicI32;
 
 use unirdma_abi::{CM_XRC, CmOp, port_space};
 use unirdma_verbs_abi::*;
@@ -26,7 +27,7 @@ fn create_channel() -> Result<*mut EventChannelObj, i32> {
     let (_, ctx) = shared_context()?;
     let (slot, events) = ctx.driver.open_comp_queue()?;
     let c = rdma_event_channel { fd: events.raw_fd() };
-    Ok(Box::into_raw(Box::new(EventChannelObj { c, slot, ctx, events })))
+    Ok(Box::into_raw(Box::new(EventChannelObj { c, slot, ctx, events, stale: AtomicI32::new(0) })))
 }
 
 pub unsafe extern "C" fn x_rdma_destroy_event_channel(channel: *mut rdma_event_channel) {
@@ -114,12 +115,12 @@ pub unsafe extern "C" fn x_rdma_destroy_id(id: *mut rdma_cm_id) -> i32 {
     // SAFETY: the caller gives its identifier back.
     let obj = unsafe { object(id) };
     let r = request(CmOp::Destroy, obj.handle, |_| ());
-    // An identifier dies with the virtual layer, or with the process that this one was forked from.
-    if let Err(e) = r
-        && e != libc::EIO
-        && e != libc::ENOENT
-    {
-        return done(Err(e));
+    match r {
+        // SAFETY: an identifier's channel lives as long as it.
+        Ok(r) => unsafe { &*obj.c.channel.cast::<EventChannelObj>() }.discard(r.dropped),
+        // An identifier dies with the virtual layer, or with the process that this one was forked from.
+        Err(libc::EIO | libc::ENOENT) => {}
+        Err(e) => return done(Err(e)),
     }
     let _ = with_device(|d| d.ids.remove(&obj.handle));
     if !obj.c.event.is_null() {
@@ -152,12 +153,16 @@ pub(super) unsafe fn migrate(obj: &mut IdObj, channel: *mut rdma_event_channel) 
     let new = if sync { create_channel()?.cast() } else { channel };
     // SAFETY: a channel of this library.
     let slot = unsafe { (*new.cast::<EventChannelObj>()).slot };
-    if let Err(e) = request(CmOp::Migrate, obj.handle, |r| r.queue = slot) {
-        if sync {
-            // SAFETY: made above.
-            unsafe { x_rdma_destroy_event_channel(new) };
+    match request(CmOp::Migrate, obj.handle, |r| r.queue = slot) {
+        // SAFETY: an identifier's channel lives as long as it.
+        Ok(r) => unsafe { &*obj.c.channel.cast::<EventChannelObj>() }.discard(r.dropped),
+        Err(e) => {
+            if sync {
+                // SAFETY: made above.
+                unsafe { x_rdma_destroy_event_channel(new) };
+            }
+            return Err(e);
         }
-        return Err(e);
     }
     obj.events.wait();
     let (old, was_sync) = (std::mem::replace(&mut obj.c.channel, new), std::mem::replace(&mut obj.sync, sync));

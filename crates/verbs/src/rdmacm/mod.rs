@@ -10,6 +10,7 @@ mod qp;
 
 use std::collections::HashMap;
 use std::sync::Mutex;
+use std::sync::atomic::{AtomicI32, Ordering};
 
 use unirdma_abi as abi;
 use unirdma_abi::{CmOp, Command};
@@ -80,6 +81,25 @@ pub(crate) struct EventChannelObj {
     slot: u32,
     ctx: &'static ContextObj,
     events: driver::EventSource,
+    /// Units of `events` whose event has gone with its identifier, or to another channel.
+    stale: AtomicI32,
+}
+
+impl EventChannelObj {
+    /// `n` events have left the queue: the descriptor shall not announce them. A reader may be at one of them just now,
+    /// and one may still be on its way.
+    fn discard(&self, n: u32) {
+        self.stale.fetch_add(n as i32, Ordering::AcqRel);
+        for _ in 0..1000 {
+            if self.stale.load(Ordering::Acquire) <= 0 {
+                break;
+            }
+            match self.events.try_next() {
+                Some(_) => _ = self.stale.fetch_sub(1, Ordering::AcqRel),
+                None => std::thread::yield_now(),
+            }
+        }
+    }
 }
 
 /// An identifier.
