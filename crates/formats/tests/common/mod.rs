@@ -1,6 +1,7 @@
 //! What fuzzing and its corpus do with bytes.
 #![allow(missing_docs)]
 
+use unirdma_formats::cm::{IpHeader, Mad};
 use unirdma_formats::net::{Flow, GRH_BYTES, parse_grh, seal};
 use unirdma_formats::wire::{Envelope, Packet, padding};
 use unirdma_formats::{pcap, wire};
@@ -28,6 +29,11 @@ pub fn parse_everything(data: &[u8]) {
     if let Some(grh) = data.first_chunk::<GRH_BYTES>() {
         let _ = parse_grh(grh);
     }
+    if let Some(mad) = Mad::parse(data) {
+        let again = Mad::parse(&mad.bytes()).expect("what was written can be read");
+        assert_eq!(mad, again);
+    }
+    let _ = IpHeader::parse(data);
     let _ = pcap::records(data).map(<[u8]>::len).sum::<usize>();
     let plain = Envelope { src: [10, 0, 0, 1].into(), dst: [10, 0, 0, 2].into(), src_port: 1, ip_id: 2 };
     for outer in [0, 50, 70] {

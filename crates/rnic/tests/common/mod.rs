@@ -1,6 +1,8 @@
 //! Two endpoints on a virtual clock: drivers that post and poll, and an RNIC between them.
 #![allow(dead_code, missing_docs)]
 
+pub mod cm;
+pub mod cm_peer;
 pub mod net;
 pub mod peer;
 

@@ -5,15 +5,15 @@ use super::*;
 use unirdma_formats::wire::{AtomicEth, Deth, Opcode, Packet, Reth, padding};
 
 /// Reads small numbers off the input; 0 when it is at its end.
-struct Input<'a>(&'a [u8]);
+pub struct Input<'a>(pub &'a [u8]);
 
 impl Input<'_> {
-    fn byte(&mut self) -> u8 {
+    pub fn byte(&mut self) -> u8 {
         let Some((&b, rest)) = self.0.split_first() else { return 0 };
         self.0 = rest;
         b
     }
-    fn word(&mut self) -> u32 {
+    pub fn word(&mut self) -> u32 {
         u32::from_le_bytes([self.byte(), self.byte(), self.byte(), self.byte()])
     }
 }

@@ -1,0 +1,128 @@
+//! Programs that connect by address.
+
+use std::net::Ipv4Addr;
+
+use super::net::{Faults, Net};
+use super::*;
+use unirdma_abi::{CmOp, Status, port_space};
+use unirdma_formats::QpState;
+use unirdma_rnic::CmEventKind::{self, *};
+
+pub const PORT: u16 = 7174;
+pub const QUEUE: u32 = 3;
+
+pub fn addr(last: u8, port: u16) -> abi::CmAddr {
+    abi::CmAddr { ip: Ipv4Addr::new(10, 0, 0, last).to_ipv6_mapped().octets(), port, family: 4, ..Default::default() }
+}
+
+/// The two ends' programs.
+pub struct Cm {
+    pub net: Net,
+    pub space: u16,
+}
+
+impl Cm {
+    pub fn new(hosts: usize, space: u16, seed: u64, faults: Faults) -> Cm {
+        let typ = if space == port_space::UDP { QpType::Ud } else { QpType::Rc };
+        Cm { net: Net::hosts(hosts, &[typ, typ], seed, faults), space }
+    }
+
+    pub fn each() -> [(&'static str, Cm); 2] {
+        [1, 2].map(|n| (["one host", "two hosts"][n - 1], Cm::new(n, port_space::TCP, 5, Faults::default())))
+    }
+
+    pub fn ask(&mut self, end: usize, op: CmOp, id: u32, f: impl FnOnce(&mut abi::CmReq)) -> Result<u32, Status> {
+        let mut r = abi::CmReq { op: op as u8, id, queue: QUEUE, port_space: self.space, ..Default::default() };
+        f(&mut r);
+        let s = self.net.ends[end].session;
+        self.net.rnic(end).cm(s, &r).map(|r| r.id)
+    }
+
+    pub fn events(&mut self, end: usize) -> Vec<abi::CmEvent> {
+        let s = self.net.ends[end].session;
+        std::iter::from_fn(|| self.net.rnic(end).cm_event(s, QUEUE).ok()).collect()
+    }
+
+    /// The one event that an end must have.
+    pub fn event(&mut self, end: usize, kind: CmEventKind) -> abi::CmEvent {
+        let e = self.events(end);
+        assert_eq!(e.iter().map(|e| e.kind).collect::<Vec<_>>(), [kind as u32], "end {end}: {e:?}");
+        e[0]
+    }
+
+    pub fn listen(&mut self, end: usize) -> u32 {
+        let id = self.ask(end, CmOp::Create, 0, |_| ()).unwrap();
+        self.ask(end, CmOp::Bind, id, |r| r.src = addr(0, PORT)).unwrap_err();
+        let any = abi::CmAddr { ip: Ipv4Addr::UNSPECIFIED.to_ipv6_mapped().octets(), ..addr(0, PORT) };
+        self.ask(end, CmOp::Bind, id, |r| r.src = any).unwrap();
+        self.ask(end, CmOp::Listen, id, |r| r.value = 4).unwrap();
+        id
+    }
+
+    /// An identifier of end 0 that knows the way to end 1.
+    pub fn resolved(&mut self) -> u32 {
+        let id = self.ask(0, CmOp::Create, 0, |_| ()).unwrap();
+        self.ask(0, CmOp::ResolveAddr, id, |r| r.dst = addr(2, PORT)).unwrap();
+        self.event(0, AddrResolved);
+        self.ask(0, CmOp::ResolveRoute, id, |_| ()).unwrap();
+        self.event(0, RouteResolved);
+        id
+    }
+
+    pub fn connect(&mut self, private: &[u8]) -> u32 {
+        let id = self.resolved();
+        let qpn = self.net.ends[0].qpn;
+        self.ask(0, CmOp::Connect, id, |r| {
+            r.param = abi::CmParam { qpn, responder_resources: 3, initiator_depth: 5, retry_count: 6, ..r.param };
+            r.param.rnr_retry_count = 7;
+            r.param.private_len = private.len() as u8;
+            r.private.as_flattened_mut()[..private.len()].copy_from_slice(private);
+        })
+        .unwrap();
+        id
+    }
+
+    /// Connects while other events may come.
+    pub fn connect_again(&mut self) -> u32 {
+        let id = self.ask(0, CmOp::Create, 0, |_| ()).unwrap();
+        self.ask(0, CmOp::ResolveAddr, id, |r| r.dst = addr(2, PORT)).unwrap();
+        self.ask(0, CmOp::ResolveRoute, id, |_| ()).unwrap();
+        self.ask(0, CmOp::Connect, id, |_| ()).unwrap();
+        id
+    }
+
+    pub fn accept(&mut self, id: u32) {
+        let qpn = self.net.ends[1].qpn;
+        self.ask(1, CmOp::Accept, id, |r| {
+            r.param = abi::CmParam { qpn, responder_resources: 255, initiator_depth: 255, ..r.param };
+            r.param.rnr_retry_count = 7;
+        })
+        .unwrap();
+    }
+
+    /// Moves the QP of an end to RTS with what the connection says.
+    pub fn ready(&mut self, end: usize, id: u32) {
+        let (s, qpn) = (self.net.ends[end].session, self.net.ends[end].qpn);
+        for state in [QpState::Init, QpState::Rtr, QpState::Rts] {
+            let (mask, a) = self.net.rnic(end).cm_qp_attr(s, id, state as u32).unwrap();
+            self.net.rnic(end).modify_qp(s, qpn, mask, &a).unwrap();
+        }
+    }
+
+    /// Two connected ends: their identifiers.
+    pub fn connected(&mut self) -> (u32, u32) {
+        self.listen(1);
+        let a = self.connect(b"hello");
+        self.net.run(SECOND / 10);
+        let b = self.event(1, ConnectRequest).id;
+        self.ready(1, b);
+        self.accept(b);
+        self.net.run(SECOND / 10);
+        self.event(0, ConnectResponse);
+        self.ready(0, a);
+        self.ask(0, CmOp::Establish, a, |_| ()).unwrap();
+        self.net.run(SECOND / 10);
+        self.event(1, Established);
+        (a, b)
+    }
+}
