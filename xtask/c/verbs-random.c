@@ -158,7 +158,7 @@ static void memory(void)
 	case 0: case 1: case 2: case 3:
 		last = "reg_mr";
 		if (pd && mrs.n < MANY)
-			keep(&mrs, rnd(2) ? ibv_reg_mr(pd, any_addr(), any_len(), access)
+			keep(&mrs, !rnd(8) ? ibv_alloc_null_mr(pd) : rnd(2) ? ibv_reg_mr(pd, any_addr(), any_len(), access)
 					  : ibv_reg_mr_iova(pd, any_addr(), any_len(), odd(), access));
 		break;
 	case 4: case 5:

@@ -62,13 +62,14 @@ pub enum Command {
     DestroyXrcd = 38,
     ResizeSrq = 39,
     ModifyCq = 40,
+    AllocNullMr = 41,
 }
 
 impl Command {
     /// The command of a raw code.
     pub fn from_raw(raw: u8) -> Option<Self> {
         use Command::*;
-        const ALL: [Command; 40] = [
+        const ALL: [Command; 41] = [
             QueryPort,
             CreateCq,
             DestroyCq,
@@ -109,6 +110,7 @@ impl Command {
             DestroyXrcd,
             ResizeSrq,
             ModifyCq,
+            AllocNullMr,
         ];
         ALL.get(usize::from(raw).wrapping_sub(1)).copied()
     }
@@ -304,10 +306,10 @@ mod tests {
 
     #[test]
     fn command_codes_are_those_of_the_rfc() {
-        for raw in 1..=40u8 {
+        for raw in 1..=41u8 {
             assert_eq!(Command::from_raw(raw).unwrap() as u8, raw);
         }
-        assert_eq!((Command::from_raw(0), Command::from_raw(41)), (None, None));
+        assert_eq!((Command::from_raw(0), Command::from_raw(42)), (None, None));
         assert_eq!(Command::RegUserMr as u8, 9);
         assert_eq!(Command::ReqNotifyCq as u8, 18);
     }

@@ -2,7 +2,7 @@
 
 use unirdma_abi as abi;
 use unirdma_abi::{Command, Status};
-use unirdma_formats::{Gid, QpType};
+use unirdma_formats::{Gid, QpType, access};
 use unirdma_link::Memory;
 use unirdma_mem::{Bell, CqRing, QpRings, Span};
 use unirdma_rnic::{Backing, CreateQp, OpenXrcd, Rnic, SrqAttr};
@@ -38,7 +38,9 @@ fn response_bytes(c: Command) -> usize {
     match c {
         Command::QueryPort => size_of::<abi::QueryPortResp>(),
         Command::CreateCq | Command::CreatePd | Command::CreateAh | Command::CreateXrcd => size_of::<abi::HandleResp>(),
-        Command::GetDmaMr | Command::CreateMr | Command::RegUserMr | Command::AllocMw => size_of::<abi::MrResp>(),
+        Command::GetDmaMr | Command::AllocNullMr | Command::CreateMr | Command::RegUserMr | Command::AllocMw => {
+            size_of::<abi::MrResp>()
+        }
         Command::MapMrSg => 8,
         Command::CreateQp => size_of::<abi::CreateQpResp>(),
         Command::CreateSrq => size_of::<abi::CreateSrqResp>(),
@@ -134,6 +136,11 @@ impl Device {
                 let r: abi::GetDmaMrReq = parse(data)?;
                 // All of this session's own memory, never anybody else's (X14).
                 let mr = rnic.reg_mr(s, r.pdn, r.access_flags, 0, u64::MAX, Backing::Session, Vec::new())?;
+                mr_answer(mr)
+            }
+            Command::AllocNullMr => {
+                let pd = parse::<abi::HandleReq>(data)?.handle;
+                let mr = rnic.reg_mr(s, pd, access::LOCAL_WRITE, 0, u64::MAX, Backing::Null, Vec::new())?;
                 mr_answer(mr)
             }
             Command::RegUserMr => self.reg_user_mr(rnic, data),

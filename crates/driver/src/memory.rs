@@ -149,6 +149,18 @@ impl Mr {
         }
     }
 
+    /// An MR of no memory: zeros are read from any address of it, and what is written is discarded. Its key serves as
+    /// lkey only.
+    ///
+    /// # Errors
+    /// Those of the device.
+    pub fn null(ctx: &Arc<Context>, pdn: u32) -> Result<Self> {
+        let req = abi::HandleReq { handle: pdn, reserved: 0 };
+        let r: abi::MrResp = ctx.command(Command::AllocNullMr, &req)?;
+        let (regions, inodes) = (Vec::new(), Vec::new());
+        Ok(Mr { ctx: ctx.clone(), mrn: r.mrn, key: r.lkey, way: Way::Direct, regions, inodes })
+    }
+
     /// Chooses the way of a range; its bus address.
     fn place(&mut self, addr: u64, len: u64, flags: u32) -> Result<u64> {
         addr.checked_add(len).filter(|&end| end <= PROCESS_LIMIT).ok_or(libc::EINVAL)?;

@@ -16,6 +16,22 @@ pub enum Loc<'a> {
     Process(&'a ProcMem, u64),
     /// Private bytes; source only.
     Bytes(&'a [u8]),
+    /// Nowhere: zeros come from there, and what goes there is gone.
+    Null,
+}
+
+const ZEROS: [u8; 4096] = [0; 4096];
+
+impl Loc<'_> {
+    /// The place `n` bytes on.
+    fn after(self, n: u64) -> Option<Self> {
+        Some(match self {
+            Loc::Mapped(s, off) => Loc::Mapped(s, off.checked_add(n)?),
+            Loc::Process(p, addr) => Loc::Process(p, addr.checked_add(n)?),
+            Loc::Bytes(b) => Loc::Bytes(b.get(usize::try_from(n).ok()?..)?),
+            Loc::Null => Loc::Null,
+        })
+    }
 }
 
 /// Which end of a copy could not be reached.
@@ -72,6 +88,16 @@ pub fn transfer(src: Loc<'_>, dst: Loc<'_>, len: usize, scratch: &mut [u8]) -> R
             }
             Ok(())
         }
+        (_, Loc::Null) => Ok(()),
+        (Loc::Null, to) => {
+            let mut done = 0;
+            while done < len {
+                let n = ZEROS.len().min(len - done);
+                transfer(Loc::Bytes(&ZEROS), to.after(done as u64).ok_or(Fault::Destination)?, n, scratch)?;
+                done += n;
+            }
+            Ok(())
+        }
         (_, Loc::Bytes(_)) => panic!("private bytes are no destination"),
     }
 }
@@ -85,6 +111,7 @@ pub fn fetch(src: Loc<'_>, dst: &mut [u8]) -> Result<(), Fault> {
         Loc::Bytes(b) => dst.copy_from_slice(b.get(..dst.len()).ok_or(Fault::Source)?),
         Loc::Mapped(s, off) => s.read(range(s, off, dst.len()).ok_or(Fault::Source)?, dst),
         Loc::Process(p, addr) => p.read(addr, dst).map_err(|_| Fault::Source)?,
+        Loc::Null => dst.fill(0),
     }
     Ok(())
 }
@@ -129,6 +156,7 @@ pub fn atomic_u64(at: Loc<'_>, f: impl Fn(u64) -> u64) -> Result<u64, Fault> {
             p.write(addr, &f(old).to_ne_bytes()).map_err(|_| Fault::Destination)?;
             Ok(old)
         }
+        Loc::Null => Err(Fault::Destination),
         Loc::Bytes(_) => panic!("private bytes hold no shared word"),
     }
 }
@@ -197,6 +225,22 @@ mod tests {
         assert_eq!(bad, Err(Fault::Source));
         let bad = transfer(Loc::Bytes(&src), Loc::Process(&me, 8), 8, &mut scratch);
         assert_eq!(bad, Err(Fault::Destination));
+    }
+
+    #[test]
+    fn nowhere_gives_zeros_and_takes_anything() {
+        let d = Span::anonymous(10_000);
+        d.write(0, &[7; 10_000]);
+        transfer(Loc::Null, Loc::Mapped(&d, 1), 9_998, &mut []).unwrap();
+        let mut all = [1; 10_000];
+        fetch(Loc::Mapped(&d, 0), &mut all).unwrap();
+        assert!(all[0] == 7 && all[9_999] == 7 && all[1..9_999].iter().all(|&b| b == 0));
+        transfer(Loc::Mapped(&d, 0), Loc::Null, 10_000, &mut []).unwrap();
+        let mut some = [1; 5];
+        fetch(Loc::Null, &mut some).unwrap();
+        assert_eq!(some, [0; 5]);
+        assert_eq!(transfer(Loc::Null, Loc::Mapped(&d, 9_000), 4096, &mut []), Err(Fault::Destination));
+        assert_eq!(atomic_u64(Loc::Null, |v| v), Err(Fault::Destination));
     }
 
     #[test]

@@ -22,6 +22,8 @@ pub enum Backing {
     Process(ProcMem, u64),
     /// All of the session's memory, by bus address (GET_DMA_MR).
     Session,
+    /// Nowhere: a null MR.
+    Null,
 }
 
 /// A memory region, or a memory window: what it grants by its key.
@@ -77,7 +79,7 @@ impl Mr {
     pub fn counted(&self) -> u64 {
         match self.backing {
             _ if self.window.is_some() => 0,
-            Backing::Session => 0,
+            Backing::Session | Backing::Null => 0,
             Backing::Process(..) if self.len >= WHOLE_PROCESS => 0,
             _ => self.len,
         }
@@ -97,6 +99,7 @@ impl Mr {
             Backing::Mapped(span) => Some(Loc::Mapped(span, addr - self.iova)),
             Backing::Process(mem, base) => Some(Loc::Process(mem, base.wrapping_add(addr - self.iova))),
             Backing::Session => memory.as_ref()?.resolve(addr, len).map(|(s, off)| Loc::Mapped(s, off)),
+            Backing::Null => Some(Loc::Null),
         }
     }
 }

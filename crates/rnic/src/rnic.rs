@@ -263,7 +263,7 @@ impl Rnic {
                 _ => (&mut u.mrs_mapped, &mut u.bytes_mapped),
             };
             *count += 1;
-            *bytes = bytes.saturating_add(m.len);
+            *bytes = bytes.saturating_add(m.counted());
         }
         u
     }

@@ -118,6 +118,7 @@ impl Rnic {
             Backing::Process(mem, base) => Backing::Process(mem.clone(), base.wrapping_add(off)),
             Backing::Session if flags & access::ZERO_BASED == 0 => Backing::Session,
             Backing::Session => return None,
+            Backing::Null => Backing::Null,
         };
         let regions = p.regions.clone();
         self.unbind(mw);

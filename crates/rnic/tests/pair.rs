@@ -132,6 +132,25 @@ fn events_come_once_for_each_arming() {
 }
 
 #[test]
+fn a_null_mr_gives_zeros_takes_anything_and_is_for_nobody_else() {
+    let mut p = Pair::new();
+    let (_, key) =
+        p.rnic.reg_mr(p.a.session, p.a.pd, access::LOCAL_WRITE, 0, u64::MAX, Backing::Null, Vec::new()).unwrap();
+    let nowhere = abi::Sge { addr: 1 << 40, length: 16, lkey: key };
+    p.b.fill(0, &[7; 64]);
+    p.a.fill(0, &[9; 64]);
+    p.a.post(remote(WrOpcode::Write, 1, &p.b, 8), &[nowhere, p.a.sge(0, 8)]);
+    p.a.post(remote(WrOpcode::Read, 2, &p.b, 0), &[nowhere, p.a.sge(32, 4)]);
+    p.settle();
+    assert!(p.a.poll().iter().all(|c| c.status == 0));
+    assert_eq!(p.b.bytes(0, 40), [[7; 8].as_slice(), &[0; 16], &[9; 8], &[7; 8]].concat());
+    assert_eq!(p.a.bytes(28, 12), [[9; 4].as_slice(), &[0; 4], &[9; 4]].concat());
+    p.b.post(abi::SqWqe { rkey: key, remote_addr: 0, ..wqe(WrOpcode::Write, 3) }, &[p.b.sge(0, 8)]);
+    p.settle();
+    assert_eq!(status(&p.b.done()), WcStatus::RemAccessErr);
+}
+
+#[test]
 fn moderated_events_come_after_a_count_or_a_period() {
     let mut p = Pair::new();
     let completions = |p: &Pair| p.outputs.iter().filter(|o| matches!(o, Output::Completion { .. })).count();

@@ -36,7 +36,7 @@ pub struct verbs_context {
     pub newer: [Unused; 6],
     pub query_port: Option<unsafe extern "C" fn(*mut ibv_context, u8, *mut ibv_port_attr, usize) -> i32>,
     pub advise_mr: Option<unsafe extern "C" fn(*mut ibv_pd, u32, u32, *mut ibv_sge, u32) -> i32>,
-    pub alloc_null_mr: Unused,
+    pub alloc_null_mr: Option<unsafe extern "C" fn(*mut ibv_pd) -> *mut ibv_mr>,
     pub read_counters: Unused,
     pub attach_counters_point_flow: Unused,
     pub create_counters: Unused,

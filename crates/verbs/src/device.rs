@@ -150,6 +150,7 @@ pub unsafe extern "C" fn x_ibv_open_device(d: *mut ibv_device) -> *mut ibv_conte
     c.alloc_td = Some(crate::domain::alloc_td);
     c.dealloc_td = Some(crate::domain::dealloc_td);
     c.alloc_parent_domain = Some(crate::domain::alloc_parent_domain);
+    c.alloc_null_mr = Some(crate::mr::alloc_null_mr);
     c.modify_cq = Some(crate::cq::modify_cq);
     c.query_rt_values = Some(crate::cq_ex::query_rt_values);
     c.create_cq_ex = Some(crate::cq_ex::create_cq_ex);

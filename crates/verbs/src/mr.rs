@@ -26,6 +26,22 @@ unsafe fn register(pd: *mut ibv_pd, addr: *mut c_void, length: usize, iova: u64,
     unsafe { register_named(pd, addr, length, iova, access, addr) }
 }
 
+/// Hands an MR to the program.
+///
+/// # Safety
+/// `c` names the caller's PD, and its context.
+unsafe fn keep(c: ibv_mr, mr: driver::Mr, range: Range) -> *mut ibv_mr {
+    // SAFETY: by the contract.
+    let ctx = unsafe {
+        crate::domain::hold(c.pd);
+        context(c.context)
+    };
+    ctx.born();
+    let (key, obj) = (mr.key, Box::into_raw(Box::new(MrObj { c, mr, range, mapped: None })));
+    lock(&ctx.mrs).insert(key, obj);
+    obj.cast()
+}
+
 /// As `register`, of an MR that its program knows under another address.
 ///
 /// # Safety
@@ -46,13 +62,9 @@ pub(crate) unsafe fn register_named(
     match register_range(&ctx.driver, pdn, range) {
         Ok(mr) => {
             trace!("ibv_reg_mr({addr:p}, {length}, {access:#x}) = key {:#x}, way {:?}", mr.key, mr.way);
-            ctx.born();
-            // SAFETY: the caller's PD, which the object names.
-            unsafe { crate::domain::hold(pd) };
             let c = ibv_mr { context: c, pd, addr: name, length, handle: mr.mrn, lkey: mr.key, rkey: mr.key };
-            let (key, obj) = (mr.key, Box::into_raw(Box::new(MrObj { c, mr, range, mapped: None })));
-            lock(&ctx.mrs).insert(key, obj);
-            obj.cast()
+            // SAFETY: the caller's PD.
+            unsafe { keep(c, mr, range) }
         }
         Err(e) => {
             trace!("ibv_reg_mr({addr:p}, {length}, {access:#x}): errno {e}");
@@ -264,6 +276,24 @@ pub(crate) unsafe extern "C" fn advise_mr(pd: *mut ibv_pd, advice: u32, flags: u
         }
     }
     0
+}
+
+pub(crate) unsafe extern "C" fn alloc_null_mr(pd: *mut ibv_pd) -> *mut ibv_mr {
+    // SAFETY: the caller passes its PD; its context is open.
+    let (c, pdn) = unsafe { ((*pd).context, (*pd).handle) };
+    // SAFETY: as above.
+    let ctx = unsafe { context(c) };
+    match driver::Mr::null(&ctx.driver, pdn) {
+        Ok(mr) => {
+            trace!("ibv_alloc_null_mr() = key {:#x}", mr.key);
+            let addr = std::ptr::null_mut();
+            let range = Range { addr, length: 0, iova_offset: 0, access: unirdma_formats::access::LOCAL_WRITE };
+            let c = ibv_mr { context: c, pd, addr, length: 0, handle: mr.mrn, lkey: mr.key, rkey: 0 };
+            // SAFETY: the caller's PD.
+            unsafe { keep(c, mr, range) }
+        }
+        Err(e) => null(e),
+    }
 }
 
 pub unsafe extern "C" fn x_ibv_dereg_mr(mr: *mut ibv_mr) -> i32 {
