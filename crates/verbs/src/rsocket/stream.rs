@@ -701,8 +701,13 @@ impl Socket {
         f(lock(&self.inner).id)
     }
 
-    /// Waits until `f` has an answer; `EAGAIN` if the caller does not wait.
-    fn wait<R>(&self, dontwait: bool, mut f: impl FnMut(&mut Inner) -> Option<Result<R, i32>>) -> Result<R, i32> {
+    /// Waits until `f` has an answer; `EAGAIN` if the caller or the socket does not wait.
+    fn wait<R>(&self, dontwait: bool, f: impl FnMut(&mut Inner) -> Option<Result<R, i32>>) -> Result<R, i32> {
+        self.wait_if(!dontwait && !self.nonblocking.load(Ordering::Relaxed), f)
+    }
+
+    /// As [`Socket::wait`], where it is known whether to wait.
+    fn wait_if<R>(&self, waits: bool, mut f: impl FnMut(&mut Inner) -> Option<Result<R, i32>>) -> Result<R, i32> {
         let begin = Instant::now();
         loop {
             let fds = {
@@ -713,7 +718,7 @@ impl Socket {
                     let _ = inner.tell();
                     return r;
                 }
-                if dontwait || self.nonblocking.load(Ordering::Relaxed) {
+                if !waits {
                     return Err(libc::EAGAIN);
                 }
                 if begin.elapsed() < SPIN {
@@ -852,23 +857,21 @@ impl Socket {
             }
             inner.writable = false;
         }
-        // Everything that was sent arrives before the peer hears of the end.
-        let sent = self.wait(false, |inner| {
+        // Everything that was sent arrives before the peer hears of the end. This waits on a non-blocking socket too: nobody
+        // would send the rest after a `rclose`.
+        self.wait_if(true, |inner| {
             let idle = inner.controls > 0 && inner.send_free == BUFFER;
             (idle || inner.state != State::Connected).then_some(Ok(()))
-        });
+        })?;
         let mut inner = lock(&self.inner);
         if inner.state != State::Connected {
             return Ok(());
-        }
-        if sent == Err(libc::EAGAIN) && inner.controls == 0 {
-            return Err(libc::EAGAIN);
         }
         let kind = if inner.readable { CTRL_SHUTDOWN } else { CTRL_DISCONNECT };
         inner.control(message(OP_CTRL, kind))?;
         if kind == CTRL_DISCONNECT {
             drop(inner);
-            let _ = self.wait(false, |i| (i.controls == CONTROLS || i.state != State::Connected).then_some(Ok(())));
+            let _ = self.wait_if(true, |i| (i.controls == CONTROLS || i.state != State::Connected).then_some(Ok(())));
             lock(&self.inner).hang_up();
         }
         Ok(())
