@@ -113,6 +113,7 @@ const CONNECTING: &[(&str, &str)] = &[
     ("ucmatose -c 5", "ucmatose -c 5 -s ADDR"),
     ("udaddy -c 3", "udaddy -c 3 -s ADDR"),
     ("rstream -S 100000 -C 20 -I 5 -T v", "rstream -s ADDR -S 100000 -C 20 -I 5 -T v"),
+    ("riostream -S 100000 -C 20 -I 5 -T v", "riostream -s ADDR -S 100000 -C 20 -I 5 -T v"),
     ("rdma_server", "rdma_client -s ADDR"),
     ("rdma_xserver", "rdma_xclient -s ADDR"),
     ("rdma_xserver -c x", "rdma_xclient -s ADDR -c x"),
@@ -551,7 +552,7 @@ fn kernel(s: &mut Suite<'_>) {
         programs.push((format!("{p} -F -n 200"), format!("{p} -F -n 200 -d rxe0 -x 1")));
     }
     let name = |serves: bool, p: &str| format!("kernel's rxe {} us: {p}", if serves { "serves" } else { "calls" });
-    let connecting = &CONNECTING[..6];
+    let connecting = &CONNECTING[..7];
     let last = "kernel's rxe found no wrong ICRC, nor did we";
     let wanted = |n: &str| s.only.is_none_or(|o| n.contains(o));
     let connects = connecting.iter().any(|(p, _)| wanted(&name(true, p)) || wanted(&name(false, p)));

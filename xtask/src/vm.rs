@@ -35,6 +35,7 @@ const PROGRAMS: &[&str] = &[
     "ucmatose",
     "udaddy",
     "rstream",
+    "riostream",
 ];
 /// The guest's commands: one connection each, the line in, output and `rc=N` out.
 const SERVE: &str = "#!/bin/sh\nread -r line\nsh -c \"$line\" 2>&1\necho \"rc=$?\"\n";

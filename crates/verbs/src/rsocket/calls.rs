@@ -5,7 +5,9 @@ use std::sync::Arc;
 use std::sync::atomic::Ordering;
 use std::time::{Duration, Instant};
 
-use super::stream::{Ready, Socket};
+use super::connection::{BUFFER, INLINE, Ready};
+use super::protocol::QUEUE;
+use super::stream::Socket;
 use super::{SOCKETS, find};
 use crate::lock;
 use crate::set_errno;
@@ -349,12 +351,16 @@ pub unsafe extern "C" fn x_rgetsockname(fd: i32, addr: *mut libc::sockaddr, len:
     done(find(fd).map(|s| unsafe { put_address(&s, false, addr, len) }))
 }
 
+// Level and names of options of `rsocket(7)`.
+const SOL_RDMA: i32 = 0x10000;
+const RDMA_SQSIZE: i32 = 0;
+const RDMA_RQSIZE: i32 = 1;
+const RDMA_INLINE: i32 = 2;
+const RDMA_IOMAPSIZE: i32 = 3;
+const RDMA_ROUTE: i32 = 4;
+
 /// Options are accepted as far as they mean something to a stream of this kind; sizes of buffers are its own.
 pub unsafe extern "C" fn x_rsetsockopt(fd: i32, level: i32, name: i32, value: *const c_void, len: u32) -> i32 {
-    const SOL_RDMA: i32 = 0x10000;
-    const RDMA_SQSIZE: i32 = 0;
-    const RDMA_INLINE: i32 = 2;
-    const RDMA_ROUTE: i32 = 4;
     let Ok(s) = find(fd) else { return done(Err(libc::EBADF)) };
     match (level, name) {
         (libc::SOL_SOCKET, libc::SO_REUSEADDR) if len >= 4 => s.with_id(|id| {
@@ -363,6 +369,11 @@ pub unsafe extern "C" fn x_rsetsockopt(fd: i32, level: i32, name: i32, value: *c
             // SAFETY: the caller's value has that many bytes.
             unsafe { crate::rdmacm::x_rdma_set_option(id, LEVEL_ID, REUSE_ADDRESS, value.cast_mut(), 4) }
         }),
+        (SOL_RDMA, RDMA_IOMAPSIZE) if len >= 4 => {
+            // SAFETY: as above.
+            let n = unsafe { value.cast::<i32>().read_unaligned() };
+            done(s.set_table(n.max(0) as u32))
+        }
         (libc::SOL_SOCKET, libc::SO_RCVBUF | libc::SO_SNDBUF | libc::SO_KEEPALIVE | libc::SO_LINGER)
         | (libc::SOL_SOCKET, libc::SO_OOBINLINE)
         | (libc::IPPROTO_TCP, libc::TCP_NODELAY | libc::TCP_MAXSEG)
@@ -379,10 +390,13 @@ pub unsafe extern "C" fn x_rgetsockopt(fd: i32, level: i32, name: i32, value: *m
             s.poll(false);
             s.take_error()
         }
-        (libc::SOL_SOCKET, libc::SO_RCVBUF | libc::SO_SNDBUF) => 128 << 10,
+        (libc::SOL_SOCKET, libc::SO_RCVBUF | libc::SO_SNDBUF) => BUFFER as i32,
         (libc::SOL_SOCKET, libc::SO_REUSEADDR | libc::SO_KEEPALIVE | libc::SO_OOBINLINE) => 0,
         (libc::IPPROTO_TCP, libc::TCP_NODELAY) => 1,
         (libc::IPPROTO_TCP, libc::TCP_MAXSEG) => 4096,
+        (SOL_RDMA, RDMA_SQSIZE | RDMA_RQSIZE) => QUEUE.into(),
+        (SOL_RDMA, RDMA_INLINE) => INLINE as i32,
+        (SOL_RDMA, RDMA_IOMAPSIZE) => s.table() as i32,
         _ => return done(Err(libc::ENOTSUP)),
     };
     // SAFETY: the caller's room for a value.
@@ -415,16 +429,27 @@ pub unsafe extern "C" fn x_rfcntl(fd: i32, cmd: i32, arg: i64) -> i32 {
     }
 }
 
-// Placement into memory of the peer by offset is not offered.
-
-pub unsafe extern "C" fn x_riomap(_fd: i32, _buf: *mut c_void, _len: usize, _prot: i32, _flags: i32, _off: i64) -> i64 {
-    i64::from(done(Err(libc::ENOTSUP)))
+/// # Errors
+/// -1 with errno: `EINVAL` for a socket without a connection or another `prot`, `ENOMEM` for more mappings than the peer has
+/// room for (its option `RDMA_IOMAPSIZE`), and those of `ibv_reg_mr(3)`.
+pub unsafe extern "C" fn x_riomap(fd: i32, buf: *mut c_void, len: usize, prot: i32, _flags: i32, offset: i64) -> i64 {
+    if prot & !libc::PROT_WRITE != 0 {
+        return i64::from(done(Err(libc::EINVAL)));
+    }
+    let asked = (offset != -1).then_some(offset as u64);
+    match find(fd).and_then(|s| s.map(buf, len, prot & libc::PROT_WRITE != 0, asked)) {
+        Ok(at) => at as i64,
+        Err(e) => i64::from(done(Err(e))),
+    }
 }
 
-pub unsafe extern "C" fn x_riounmap(_fd: i32, _buf: *mut c_void, _len: usize) -> i32 {
-    done(Err(libc::ENOTSUP))
+pub unsafe extern "C" fn x_riounmap(fd: i32, buf: *mut c_void, len: usize) -> i32 {
+    done(find(fd).and_then(|s| s.unmap(buf, len)))
 }
 
-pub unsafe extern "C" fn x_riowrite(_fd: i32, _buf: *const c_void, _n: usize, _off: i64, _flags: i32) -> usize {
-    result(Err(libc::ENOTSUP)) as usize
+/// Returns the number of bytes: fewer than `n`, or 0, where the peer has mapped nothing.
+pub unsafe extern "C" fn x_riowrite(fd: i32, buf: *const c_void, n: usize, offset: i64, flags: i32) -> usize {
+    // SAFETY: as write(2) demands; the bytes are only read.
+    let data: &[u8] = unsafe { bytes(buf.cast_mut(), n) };
+    result(find(fd).and_then(|s| s.write_at(data, offset as u64, flags & libc::MSG_DONTWAIT != 0))) as usize
 }

@@ -1,10 +1,13 @@
 //! rsockets: streams over RDMA with the calls of sockets (`rsocket(7)`).
 //!
 //! The protocol is rdma-core's, so that either end may be a program on the kernel's RDMA: data is WRITTEN into the peer's
-//! receive buffer, half by half, and the immediate data of each WRITE says how much it was. `stream` has the protocol of a
-//! connection, `calls` the functions of the library.
+//! receive buffer, half by half, and the immediate data of each WRITE says how much it was. `calls` has the functions of the
+//! library, `stream` waits, `connection` never does; `protocol` is what the two ends tell each other, `board` the memory for it.
 
+mod board;
 mod calls;
+mod connection;
+mod protocol;
 mod stream;
 
 use std::collections::HashMap;

@@ -1,0 +1,321 @@
+//! The bytes of a stream: what is sent, what has arrived, and what each end tells the other of its room.
+
+use unirdma_verbs_abi::*;
+
+use super::super::board::PARTS;
+use super::super::protocol::*;
+use super::{BUFFER, CONTROLS, Connection, HALF, INLINE, State};
+use crate::cq::{poll_cq, req_notify_cq};
+use crate::event::{x_ibv_ack_cq_events, x_ibv_get_cq_event};
+use crate::qp::{post_recv, post_send};
+
+/// Most bytes of one message.
+const MOST: usize = 64 << 10;
+
+const WR_RDMA_WRITE: u32 = 0;
+const WR_RDMA_WRITE_IMM: u32 = 1;
+const SEND_SIGNALED: u32 = 2;
+const SEND_INLINE: u32 = 8;
+const WC_RECV: u32 = 128;
+/// A send of control, in `wr_id`; else the bytes of data.
+const CONTROL: u64 = 1 << 63;
+
+/// What a socket is ready for.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub(in crate::rsocket) struct Ready {
+    pub read: bool,
+    pub write: bool,
+    pub hang_up: bool,
+    pub error: bool,
+}
+
+/// Where at the peer: address and rkey.
+type Place = (u64, u32);
+
+impl Connection {
+    pub(super) fn post_receive(&self) -> Result<(), i32> {
+        let mut wr = ibv_recv_wr { wr_id: 0, next: std::ptr::null_mut(), sg_list: std::ptr::null_mut(), num_sge: 0 };
+        let mut bad = std::ptr::null_mut();
+        // SAFETY: the identifier's own QP.
+        match unsafe { post_recv((*self.id).qp, &mut wr, &mut bad) } {
+            0 => Ok(()),
+            e => Err(e),
+        }
+    }
+
+    pub(super) fn arm(&self) {
+        // SAFETY: the identifier's own CQ.
+        unsafe { req_notify_cq((*self.id).recv_cq, 0) };
+    }
+
+    /// Takes the completion events that have come, and arms the CQ for the next.
+    pub fn rearm(&self) {
+        if self.memory.is_none() {
+            return;
+        }
+        // SAFETY: the identifier's own CQ and channel, which does not block.
+        unsafe {
+            let (mut cq, mut context) = (std::ptr::null_mut(), std::ptr::null_mut());
+            while x_ibv_get_cq_event((*self.id).recv_cq_channel, &mut cq, &mut context) == 0 {
+                x_ibv_ack_cq_events(cq, 1);
+            }
+        }
+        self.arm();
+    }
+
+    /// Posts a WRITE to the peer, with immediate data or without.
+    fn write(&mut self, sges: &mut [ibv_sge], wr_id: u64, imm: Option<u32>, to: Place, flags: u32) -> Result<(), i32> {
+        let rdma = ibv_send_wr_rdma { remote_addr: to.0, rkey: to.1 };
+        let mut wr = ibv_send_wr {
+            wr_id,
+            next: std::ptr::null_mut(),
+            sg_list: sges.as_mut_ptr(),
+            num_sge: sges.len() as i32,
+            opcode: if imm.is_some() { WR_RDMA_WRITE_IMM } else { WR_RDMA_WRITE },
+            send_flags: SEND_SIGNALED | flags,
+            imm_data: imm.unwrap_or(0).to_be(),
+            wr: ibv_send_wr_target { rdma },
+            remote_srqn: 0,
+            rest: ibv_send_wr_rest { tso: [0; 2] },
+        };
+        let mut bad = std::ptr::null_mut();
+        // SAFETY: the identifier's own QP; the SGEs name memory of this socket.
+        match unsafe { post_send((*self.id).qp, &mut wr, &mut bad) } {
+            0 => Ok(()),
+            e => Err(e),
+        }
+    }
+
+    pub fn control(&mut self, imm: u32) -> Result<(), i32> {
+        self.controls -= 1;
+        self.write(&mut [], CONTROL, Some(imm), (0, 0), 0)
+    }
+
+    /// Writes one entry of what the peer reads, and tells it so.
+    pub(super) fn write_entry<T: Copy>(&mut self, entry: &T, wr_id: u64, imm: u32, to: u64) -> Result<(), i32> {
+        const { assert!(size_of::<T>() <= INLINE as usize) };
+        let mut sge = [ibv_sge { addr: std::ptr::from_ref(entry) as u64, length: size_of::<T>() as u32, lkey: 0 }];
+        self.write(&mut sge, wr_id, Some(imm), (to, self.peer_sgl.key), SEND_INLINE)
+    }
+
+    /// Tells the peer of room that there is again.
+    pub fn tell(&mut self) -> Result<(), i32> {
+        let due = self.freed >= HALF || self.taken.wrapping_sub(self.tell_at) as i16 >= 0;
+        if !due || self.controls == 0 || self.state != State::Connected {
+            return Ok(());
+        }
+        self.tell_at = self.taken.wrapping_add(QUEUE / 2);
+        let imm = message(OP_SGL, self.taken.wrapping_add(QUEUE).into());
+        if self.freed < HALF {
+            return self.control(imm);
+        }
+        let Some(m) = &self.memory else { return Ok(()) };
+        // SAFETY: a live MR.
+        let key = unsafe { (*m.mrs[1]).rkey };
+        let half = Sge { addr: m.recv.as_ptr() as u64 + self.free_half as u64, key, length: HALF as u32 };
+        let to = self.peer_sgl.addr.wrapping_add(u64::from(self.peer_entry) * size_of::<Sge>() as u64);
+        self.controls -= 1;
+        self.write_entry(&half, CONTROL, imm, to)?;
+        self.freed -= HALF;
+        self.free_half = (self.free_half + HALF) % BUFFER;
+        self.peer_entry = (self.peer_entry + 1) % self.peer_sgl.length;
+        Ok(())
+    }
+
+    /// Takes the completions that there are.
+    pub fn progress(&mut self) {
+        if !self.channel.is_null() {
+            self.connection_events();
+        }
+        if self.memory.is_none() {
+            return;
+        }
+        let mut wcs = [ibv_wc::default(); 16];
+        loop {
+            // SAFETY: the identifier's own CQ, and room for so many.
+            let n = unsafe { poll_cq((*self.id).recv_cq, wcs.len() as i32, wcs.as_mut_ptr()) };
+            for wc in wcs.iter().take(usize::try_from(n).unwrap_or(0)) {
+                self.completed(wc);
+            }
+            if n < 0 {
+                self.hang_up();
+            }
+            if n <= 0 {
+                break;
+            }
+        }
+        if self.state == State::Connected
+            && let Err(e) = self.tell()
+        {
+            self.fail(e);
+        }
+    }
+
+    fn completed(&mut self, wc: &ibv_wc) {
+        if wc.opcode & WC_RECV == 0 {
+            if wc.wr_id & CONTROL != 0 {
+                self.controls += 1;
+            } else {
+                self.send_free += wc.wr_id as usize;
+                self.sends_free += 1;
+            }
+            if wc.status != 0 && self.state == State::Connected {
+                self.hang_up();
+            }
+            return;
+        }
+        if wc.status != 0 {
+            if self.state == State::Connected {
+                self.hang_up();
+            }
+            return;
+        }
+        let _ = self.post_receive();
+        match parts(u32::from_be(wc.imm_data)) {
+            (OP_DATA, n) if n as usize <= BUFFER && self.arrived.len() < usize::from(QUEUE) => {
+                self.arrived.push_back(n as usize);
+            }
+            // More than it was given room for.
+            (OP_DATA, _) => self.hang_up(),
+            (OP_SGL, limit) => self.send_limit = limit as u16,
+            // A message like those with data, which is taken at once.
+            (OP_MAPPING, _) => self.taken = self.taken.wrapping_add(1),
+            (OP_CTRL, CTRL_DISCONNECT) => self.hang_up(),
+            (OP_CTRL, CTRL_SHUTDOWN) => self.readable = false,
+            _ => {}
+        }
+    }
+
+    /// Whether a request may be posted.
+    pub(super) fn may_post(&self) -> bool {
+        self.writable && self.state == State::Connected && self.sends_free > 0
+    }
+
+    /// Whether a message may be sent, which takes a receive of the peer's.
+    pub(super) fn may_tell(&self) -> bool {
+        self.may_post() && self.sent != self.send_limit
+    }
+
+    /// Whether all data is with the peer, and it can be told of the end.
+    pub fn may_end(&self) -> bool {
+        self.controls > 0 && self.sends_free == u32::from(QUEUE)
+    }
+
+    /// Whether everything that was sent is with the peer.
+    pub fn all_arrived(&self) -> bool {
+        self.controls == CONTROLS && self.sends_free == u32::from(QUEUE)
+    }
+
+    /// Bytes that the next request may take from the send buffer.
+    pub(super) fn unsent(&self) -> usize {
+        self.send_free.min(BUFFER - self.send_at).min(MOST)
+    }
+
+    /// The peer's memory for the next bytes: what is free there of the part that is written now.
+    fn part(&self) -> Sge {
+        self.memory.as_ref().map_or(Sge::default(), |m| m.board.part(self.target))
+    }
+
+    /// Sends bytes, no more than [`Connection::unsent`].
+    pub(super) fn transmit(&mut self, bytes: &[u8], imm: Option<u32>, to: Place) -> Result<(), i32> {
+        let (at, n) = (self.send_at, bytes.len());
+        let m = self.memory.as_mut().ok_or(libc::ENOTCONN)?;
+        m.send[at..at + n].copy_from_slice(bytes);
+        // SAFETY: a live MR.
+        let lkey = unsafe { (*m.mrs[0]).lkey };
+        let mut sge = [ibv_sge { addr: m.send.as_ptr() as u64 + at as u64, length: n as u32, lkey }];
+        let flags = if n <= INLINE as usize { SEND_INLINE } else { 0 };
+        self.write(&mut sge, n as u64, imm, to, flags)?;
+        self.sends_free -= 1;
+        self.send_free -= n;
+        self.send_at = (at + n) % BUFFER;
+        Ok(())
+    }
+
+    /// Sends as much as there is room for; how much that was.
+    pub fn send(&mut self, bytes: &[u8]) -> Result<usize, i32> {
+        let mut done = 0;
+        if !self.tell_mappings()? {
+            return Ok(0);
+        }
+        while done < bytes.len() && self.may_tell() {
+            let part = self.part();
+            let n = (part.length as usize).min(self.unsent()).min(bytes.len() - done);
+            if n == 0 {
+                break;
+            }
+            self.transmit(&bytes[done..done + n], Some(message(OP_DATA, n as u32)), (part.addr, part.key))?;
+            self.sent = self.sent.wrapping_add(1);
+            let left = Sge { addr: part.addr.wrapping_add(n as u64), length: part.length - n as u32, ..part };
+            if let Some(m) = &self.memory {
+                m.board.set_part(self.target, left);
+            }
+            if left.length == 0 {
+                self.target = (self.target + 1) % PARTS;
+            }
+            done += n;
+        }
+        Ok(done)
+    }
+
+    /// Takes bytes that have arrived; how many there were.
+    pub fn receive(&mut self, bytes: &mut [u8], peek: bool) -> usize {
+        let Some(m) = &self.memory else { return 0 };
+        let (mut done, mut at) = (0, self.recv_at);
+        let mut index = 0;
+        while done < bytes.len()
+            && let Some(&have) = self.arrived.get(index)
+        {
+            let n = have.min(bytes.len() - done);
+            // The peer's WRITEs there are over. A message may wrap around the buffer's end.
+            let (head, tail) = bytes[done..done + n].split_at_mut(n.min(BUFFER - at));
+            head.copy_from_slice(&m.recv[at..at + head.len()]);
+            tail.copy_from_slice(&m.recv[..tail.len()]);
+            done += n;
+            at = (at + n) % BUFFER;
+            if peek {
+                index += 1;
+                continue;
+            }
+            self.freed += n;
+            if n == have {
+                self.arrived.pop_front();
+                self.taken = self.taken.wrapping_add(1);
+            } else {
+                self.arrived[0] -= n;
+            }
+        }
+        if !peek {
+            self.recv_at = at;
+        }
+        done
+    }
+
+    pub fn ready(&self) -> Ready {
+        match self.state {
+            State::Listening => Ready { read: !self.waiting.is_empty(), ..Ready::default() },
+            State::Connected => Ready {
+                read: !self.arrived.is_empty() || !self.readable,
+                write: self.may_tell() && self.unsent() > 0 && self.part().length > 0 || !self.writable,
+                ..Ready::default()
+            },
+            State::Ended => Ready { read: true, write: true, hang_up: true, error: self.error != 0 },
+            _ => Ready::default(),
+        }
+    }
+
+    /// Descriptors that become readable when something happens.
+    pub fn descriptors(&self) -> Vec<i32> {
+        let mut v = Vec::new();
+        // SAFETY: the socket's own channels.
+        unsafe {
+            if !self.channel.is_null() {
+                v.push((*self.channel).fd);
+            }
+            if self.memory.is_some() {
+                v.push((*(*self.id).recv_cq_channel).fd);
+            }
+        }
+        v
+    }
+}
