@@ -296,6 +296,7 @@ static void completion(void)
 					  .channel = rnd(2) ? ch : NULL, .comp_mask = MOSTLY(0, 4), .flags = MOSTLY(rnd(4), 4) };
 	struct ibv_modify_cq_attr ma = { MOSTLY(IBV_CQ_ATTR_MODERATE, 4), { odd(), odd() } };
 	struct ibv_poll_cq_attr pa = { MOSTLY(0, 4) };
+	struct ibv_wc_tm_info tm;
 	struct ibv_context *c = any_ctx();
 	void *user;
 
@@ -361,6 +362,7 @@ static void completion(void)
 		do {
 			ibv_wc_read_opcode(x);
 			ibv_wc_read_vendor_err(x);
+			ibv_wc_read_tm_info(x, &tm);
 			CHECK(ibv_wc_status_str(x->status));
 		} while (!code(ibv_next_poll(x)));
 		ibv_end_poll(x);
@@ -430,7 +432,7 @@ static void qp_objects(void)
 					  .send_ops_flags = MOSTLY(rnd(0x400), 3), .create_flags = MOSTLY(0, 4) };
 	struct ibv_srq_init_attr sa = { .attr = { MOSTLY(1 + rnd(100), 5), MOSTLY(1 + rnd(4), 5), odd() } };
 	struct ibv_srq_init_attr_ex sx = { .attr = sa.attr, .comp_mask = MOSTLY(rnd(32), 3), .srq_type = MOSTLY(rnd(3), 4), .pd = pd,
-					   .xrcd = xrcd, .cq = cq };
+					   .xrcd = xrcd, .cq = cq, .tm_cap = { MOSTLY(1 + rnd(8), 6), MOSTLY(1 + rnd(8), 6) } };
 	struct ibv_srq_attr srq_attr = { odd(), odd(), odd() };
 	struct ibv_qp_attr a;
 	union ibv_gid gid = { .raw = { 0xff, 0x0e, [15] = rnd(8) } };
@@ -575,6 +577,31 @@ static void work(void)
 		if ((r = code(ibv_post_srq_recv(srq, rr, &bad_recv))))
 			CHECK(bad_recv >= rr && bad_recv < rr + n);
 	}
+}
+
+/* Buffers with tags, for SRQs that match them and for others. */
+static void tags(void)
+{
+	static unsigned handles[8];
+	struct ibv_srq *srq = pick(&srqs);
+	struct ibv_sge sge[8] = { 0 };
+	struct ibv_ops_wr op = { .wr_id = rnd64(), .opcode = MOSTLY(rnd(3), 8), .flags = MOSTLY(rnd(4), 8) }, *bad = NULL;
+	unsigned *handle = handles + rnd(8);
+
+	op.tm.unexpected_cnt = MOSTLY(rnd(4), 4);
+	op.tm.handle = MOSTLY(*handle, 4);
+	op.tm.add.recv_wr_id = rnd64();
+	op.tm.add.sg_list = sge;
+	op.tm.add.num_sge = any_sge(sge, 0);
+	op.tm.add.tag = rnd(4);
+	op.tm.add.mask = MOSTLY(3, 4);
+	if (!srq)
+		return;
+	last = "post_srq_ops";
+	if (code(ibv_post_srq_ops(srq, &op, &bad)))
+		CHECK(bad == &op);
+	else if (op.opcode == IBV_WR_TAG_ADD)
+		*handle = op.tm.handle;
 }
 
 static void queries(void)
@@ -812,7 +839,7 @@ static void still_works(struct ibv_context *c)
 
 int main(int argc, char **argv)
 {
-	static void (*const calls[])(void) = { memory, domains, completion, completion, qp_objects, qp_objects, work, work, work,
+	static void (*const calls[])(void) = { memory, domains, completion, completion, qp_objects, qp_objects, work, work, work, tags,
 					       queries, connections, connections };
 	long steps = argc > 2 ? atol(argv[2]) : 0;
 	struct ibv_device **list;

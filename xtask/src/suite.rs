@@ -310,8 +310,8 @@ fn compile(lab: &Lab, name: &str, libraries: &[&str]) -> Result<String> {
     Ok(exe.display().to_string())
 }
 
-/// C programs of ours: one loads the library as UCX and Python do and uses it from many threads, one calls all of it with
-/// random arguments.
+/// C programs of ours: one loads the library as UCX and Python do and uses it from many threads, one matches tags, one calls
+/// all of it with random arguments.
 fn c_program(s: &mut Suite<'_>) {
     s.check("dlopen, threads, fork (C program)", |lab| {
         let exe = compile(lab, "verbs-threads", &["-ldl", "-pthread"])?;
@@ -320,6 +320,11 @@ fn c_program(s: &mut Suite<'_>) {
             require(o.ok() && o.text.contains("all threads done"), o.text)?;
         }
         Ok(())
+    });
+    s.check("tag matching (C program)", |lab| {
+        let exe = compile(lab, "tags", &["-libverbs"])?;
+        let o = lab.spawn("a", &[], &exe)?.finish();
+        require(o.ok() && o.text.contains("tags matched"), o.text)
     });
     for seed in RANDOM_SEEDS {
         s.check(&format!("random calls under valgrind, seed {seed} (C program)"), |lab| {

@@ -35,7 +35,7 @@ pub struct ibv_cq_ex {
     pub read_completion_ts: Option<unsafe extern "C" fn(Cq) -> u64>,
     pub read_cvlan: Option<unsafe extern "C" fn(Cq) -> u16>,
     pub read_flow_tag: Option<unsafe extern "C" fn(Cq) -> u32>,
-    pub read_tm_info: Option<unsafe extern "C" fn(Cq, *mut c_void)>,
+    pub read_tm_info: Option<unsafe extern "C" fn(Cq, *mut ibv_wc_tm_info)>,
     pub read_completion_wallclock_ns: Option<unsafe extern "C" fn(Cq) -> u64>,
 }
 
@@ -88,6 +88,37 @@ pub struct ibv_srq_init_attr_ex {
     pub xrcd: *mut ibv_xrcd,
     pub cq: *mut ibv_cq,
     pub tm_cap: [u32; 2],
+}
+
+#[derive(Clone, Copy)]
+#[repr(C)]
+pub struct ibv_ops_tm {
+    pub unexpected_cnt: u32,
+    pub handle: u32,
+    pub recv_wr_id: u64,
+    pub sg_list: *mut ibv_sge,
+    pub num_sge: i32,
+    pub tag: u64,
+    pub mask: u64,
+}
+
+#[derive(Clone, Copy)]
+#[repr(C)]
+pub struct ibv_ops_wr {
+    pub wr_id: u64,
+    pub next: *mut ibv_ops_wr,
+    pub opcode: u32,
+    pub flags: i32,
+    pub tm: ibv_ops_tm,
+}
+const _: () = assert!(size_of::<ibv_ops_wr>() == 72 && std::mem::offset_of!(ibv_ops_wr, tm) == 24);
+
+/// What `ibv_wc_read_tm_info` says.
+#[derive(Clone, Copy, Default)]
+#[repr(C)]
+pub struct ibv_wc_tm_info {
+    pub tag: u64,
+    pub private: u32,
 }
 
 #[derive(Clone, Copy)]

@@ -53,7 +53,7 @@ pub struct verbs_context {
     pub dealloc_td: Option<unsafe extern "C" fn(*mut c_void) -> i32>,
     pub alloc_td: Option<unsafe extern "C" fn(*mut ibv_context, *mut u32) -> *mut c_void>,
     pub modify_cq: Option<unsafe extern "C" fn(*mut ibv_cq, *mut ibv_modify_cq_attr) -> i32>,
-    pub post_srq_ops: Unused,
+    pub post_srq_ops: Option<unsafe extern "C" fn(*mut ibv_srq, *mut ibv_ops_wr, *mut *mut ibv_ops_wr) -> i32>,
     pub destroy_rwq_ind_table: Unused,
     pub create_rwq_ind_table: Unused,
     pub destroy_wq: Unused,

@@ -2,6 +2,7 @@
 
 use std::cell::UnsafeCell;
 use std::ffi::c_void;
+use std::sync::OnceLock;
 use std::sync::atomic::AtomicBool;
 
 use unirdma_abi as abi;
@@ -10,6 +11,7 @@ use unirdma_verbs_abi::*;
 
 use crate::device::context;
 use crate::event::{ChannelObj, Outstanding, is_cq_event};
+use crate::tm::{Done, Matching};
 use crate::trace::trace;
 use crate::{code, lock, null};
 
@@ -23,7 +25,9 @@ pub(crate) struct CqObj {
     pub polled: AtomicBool,
     pub single_threaded: bool,
     /// The completion that `start_poll` or `next_poll` has found.
-    pub current: UnsafeCell<abi::Cqe>,
+    pub current: UnsafeCell<Done>,
+    /// Tag matching, of a CQ that has such SRQs.
+    pub tm: OnceLock<Matching>,
 }
 
 pub unsafe extern "C" fn x_ibv_create_cq(
@@ -75,6 +79,7 @@ pub(crate) unsafe fn create(
         polled: AtomicBool::new(false),
         single_threaded,
         current: UnsafeCell::default(),
+        tm: OnceLock::new(),
     }));
     if let Some(ch) = channel_obj {
         ch.add_user(true);
@@ -137,7 +142,7 @@ pub(crate) unsafe extern "C" fn poll_cq(cq: *mut ibv_cq, n: i32, wc: *mut ibv_wc
     // SAFETY: the caller passes its CQ.
     let obj = unsafe { &*cq.cast::<CqObj>() };
     let max = usize::try_from(n).unwrap_or(0);
-    let got = obj.cq.poll(max, |i, c| {
+    let put = |i: usize, c: &abi::Cqe| {
         let out = ibv_wc {
             wr_id: c.wr_id,
             status: c.status.into(),
@@ -159,7 +164,11 @@ pub(crate) unsafe extern "C" fn poll_cq(cq: *mut ibv_cq, n: i32, wc: *mut ibv_wc
             "ibv_poll_cq({:#x}): wr_id {:#x} status {} opcode {} len {}",
             obj.c.base.handle, c.wr_id, c.status, c.opcode, c.byte_len
         );
-    });
+    };
+    let got = match obj.tm.get() {
+        None => obj.cq.poll(max, put),
+        Some(tm) => tm.poll(&obj.cq, max, |i, d| put(i, &d.cqe)),
+    };
     got.map_or(-1, |n| n as i32)
 }
 

@@ -9,8 +9,8 @@ use crate::cq::{CqObj, create};
 use crate::null;
 use crate::trace::trace;
 
-/// `IBV_WC_STANDARD_FLAGS`, and completion timestamps by the device's clock and by the wall clock.
-const WC_FLAGS: u64 = 0xff | 1 << 11;
+/// `IBV_WC_STANDARD_FLAGS`, completion timestamps by the device's clock and by the wall clock, and tag matching.
+const WC_FLAGS: u64 = 0xff | 1 << 10 | 1 << 11;
 const MASK_FLAGS: u32 = 1;
 /// A parent domain: its thread domain says that one thread polls.
 const MASK_PD: u32 = 2;
@@ -54,6 +54,7 @@ pub(crate) unsafe extern "C" fn create_cq_ex(c: *mut ibv_context, init: *mut ibv
     x.read_dlid_path_bits = Some(read_dlid_path_bits);
     x.read_completion_ts = Some(read_completion_ts);
     x.read_completion_wallclock_ns = Some(read_completion_wallclock_ns);
+    x.read_tm_info = Some(read_tm_info);
     obj.cast()
 }
 
@@ -64,15 +65,21 @@ pub(crate) unsafe extern "C" fn create_cq_ex(c: *mut ibv_context, init: *mut ibv
 unsafe fn take(cq: *mut ibv_cq_ex) -> i32 {
     let obj = cq.cast::<CqObj>();
     // SAFETY: by the contract.
-    let current = unsafe { (*obj).current.get() };
+    let (obj, current) = unsafe { (&*obj, (*obj).current.get()) };
     // SAFETY: by the contract; only the polling thread touches the current completion.
-    match unsafe { (*obj).cq.poll(1, |_, c| *current = *c) } {
+    let found = unsafe {
+        match obj.tm.get() {
+            None => obj.cq.poll(1, |_, c| (*current).cqe = *c),
+            Some(tm) => tm.poll(&obj.cq, 1, |_, d| *current = *d),
+        }
+    };
+    match found {
         Ok(0) => libc::ENOENT,
         Ok(_) => {
             // SAFETY: as above.
             unsafe {
-                (*cq).status = (*current).status.into();
-                (*cq).wr_id = (*current).wr_id;
+                (*cq).status = (*current).cqe.status.into();
+                (*cq).wr_id = (*current).cqe.wr_id;
             }
             0
         }
@@ -114,7 +121,7 @@ unsafe extern "C" fn end_poll(cq: *mut ibv_cq_ex) {
 /// As [`take`].
 unsafe fn current<'a>(cq: *mut ibv_cq_ex) -> &'a abi::Cqe {
     // SAFETY: by the contract.
-    unsafe { &*(*cq.cast::<CqObj>()).current.get() }
+    unsafe { &(*(*cq.cast::<CqObj>()).current.get()).cqe }
 }
 
 macro_rules! readers {
@@ -143,6 +150,14 @@ readers! {
         let since_boot = clock_ns(libc::CLOCK_MONOTONIC);
         clock_ns(libc::CLOCK_REALTIME).saturating_sub(since_boot.saturating_sub(c.timestamp))
     };
+}
+
+unsafe extern "C" fn read_tm_info(cq: *mut ibv_cq_ex, info: *mut ibv_wc_tm_info) {
+    // SAFETY: as the readers above, with room for the answer.
+    unsafe {
+        let d = &*(*cq.cast::<CqObj>()).current.get();
+        *info = ibv_wc_tm_info { tag: d.tag, private: d.app_ctx };
+    }
 }
 
 /// A clock of the system, nanoseconds.

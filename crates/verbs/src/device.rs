@@ -155,6 +155,7 @@ pub unsafe extern "C" fn x_ibv_open_device(d: *mut ibv_device) -> *mut ibv_conte
     c.query_rt_values = Some(crate::cq_ex::query_rt_values);
     c.create_cq_ex = Some(crate::cq_ex::create_cq_ex);
     c.get_srq_num = Some(crate::xrcd::get_srq_num);
+    c.post_srq_ops = Some(crate::tm::post_srq_ops);
     c.create_srq_ex = Some(crate::xrcd::create_srq_ex);
     c.open_xrcd = Some(crate::xrcd::open_xrcd);
     c.close_xrcd = Some(crate::xrcd::close_xrcd);
@@ -282,6 +283,7 @@ unsafe extern "C" fn query_device_ex(
         a.odp_general_caps = ODP_SUPPORT | ODP_IMPLICIT;
         a.odp_per_transport = [ODP_RC, ODP_UC, ODP_UD];
         a.xrc_odp_caps = ODP_RC;
+        a.tm_caps = crate::tm::CAPS;
         a.max_dm_size = crate::dm::MAX_BYTES;
         a.cq_mod_caps = [u16::MAX; 2];
         // Completions carry nanoseconds.

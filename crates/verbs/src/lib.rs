@@ -24,6 +24,7 @@ mod rsocket;
 mod srq;
 mod strings;
 mod stubs;
+mod tm;
 mod trace;
 mod wr;
 mod xrcd;

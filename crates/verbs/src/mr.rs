@@ -240,6 +240,16 @@ pub unsafe extern "C" fn x_ibv_rereg_mr(
     0
 }
 
+/// Where the bytes of an SGE lie in this process, if its MR is there, of this PD, and lets the device write to it.
+pub(crate) fn memory(ctx: &crate::device::ContextObj, pdn: u32, s: &unirdma_abi::Sge) -> Option<*mut u8> {
+    // SAFETY: the table holds live MRs only, and is locked; an MR's PD lives.
+    let (range, of) = lock(&ctx.mrs).get(&s.lkey).map(|&mr| unsafe { ((*mr).range, (*(*mr).c.pd).handle) })?;
+    let skip = s.addr.wrapping_sub(range.iova_offset).wrapping_sub(range.addr as u64);
+    let end = skip.checked_add(s.length.into())?;
+    let may = of == pdn && range.access & unirdma_formats::access::LOCAL_WRITE != 0 && end <= range.length as u64;
+    may.then(|| range.addr.cast::<u8>().wrapping_add(skip as usize))
+}
+
 fn register_range(ctx: &std::sync::Arc<driver::Context>, pdn: u32, r: Range) -> Result<driver::Mr, i32> {
     let addr = r.addr as u64;
     driver::Mr::register(ctx, pdn, addr, r.length as u64, addr.wrapping_add(r.iova_offset), r.access)

@@ -11,6 +11,7 @@ use crate::cq::CqObj;
 use crate::device::context;
 use crate::event::{Outstanding, is_qp_event};
 use crate::mw::bind_request;
+use crate::srq::SrqObj;
 use crate::trace::trace;
 use crate::wr::Builder;
 use crate::{code, lock, null};
@@ -21,12 +22,16 @@ pub(crate) struct QpObj {
     pub qp: driver::Qp,
     pub async_events: Outstanding,
     sig_all: bool,
+    /// The program may post sends from this state on.
+    sends_from: u32,
     pub typ: QpType,
     /// Requests under construction by `ibv_wr_*`; `None` unless the QP was created for that.
     pub builder: Option<Box<Builder>>,
 }
 
 const MW_TYPE_2: u32 = 2;
+/// `IBV_QPS_RTS`.
+const RTS: u32 = 3;
 
 fn cap_in(c: &ibv_qp_cap) -> abi::QpCap {
     abi::QpCap {
@@ -84,6 +89,16 @@ pub(crate) unsafe fn create(
         }
         _ => {}
     }
+    // SAFETY: NULL or an SRQ of the caller.
+    let tm = unsafe { a.srq.cast::<SrqObj>().as_ref() }.and_then(|s| s.tm);
+    let mut cap = cap_in(&a.cap);
+    if let Some(cq) = tm {
+        if typ != QpType::Rc || builder.is_some() {
+            return null(libc::EOPNOTSUPP);
+        }
+        // The SRQ has its own CQ, and the sends (`tm`).
+        (a.send_cq, a.recv_cq, cap) = (cq.cast_mut().cast(), cq.cast_mut().cast(), crate::tm::MEMBER);
+    }
     let target = typ == QpType::XrcRecv;
     if !target && (a.send_cq.is_null() || a.recv_cq.is_null()) || target && xrcdn.is_none() {
         return null(libc::EINVAL);
@@ -102,11 +117,7 @@ pub(crate) unsafe fn create(
         recv_cqn,
         // SAFETY: NULL or an SRQ of the caller.
         srqn: unsafe { a.srq.as_ref() }.map(|s| s.handle),
-        cap: if a.srq.is_null() {
-            cap_in(&a.cap)
-        } else {
-            abi::QpCap { max_recv_wr: 0, max_recv_sge: 0, ..cap_in(&a.cap) }
-        },
+        cap: if a.srq.is_null() { cap } else { abi::QpCap { max_recv_wr: 0, max_recv_sge: 0, ..cap } },
     };
     let qp = match driver::Qp::create(&ctx.driver, &q) {
         Ok(qp) => qp,
@@ -115,7 +126,7 @@ pub(crate) unsafe fn create(
             return null(e);
         }
     };
-    a.cap = cap_out(&qp.cap);
+    a.cap = if tm.is_some() { ibv_qp_cap::default() } else { cap_out(&qp.cap) };
     trace!("ibv_create_qp() = qpn {:#x}, {:?}", qp.qpn, a.cap);
     // SAFETY: integers, pointers, optional functions and zeroed pthread objects.
     let mut raw: ibv_qp_ex = unsafe { std::mem::zeroed() };
@@ -134,8 +145,14 @@ pub(crate) unsafe fn create(
     }
     let qpn = qp.qpn;
     let sig_all = a.sq_sig_all != 0;
-    let obj =
-        Box::into_raw(Box::new(QpObj { c: raw, qp, async_events: Outstanding::default(), sig_all, typ, builder }));
+    let sends_from = if tm.is_some() { u32::MAX } else { RTS };
+    let async_events = Outstanding::default();
+    let obj = Box::into_raw(Box::new(QpObj { c: raw, qp, async_events, sig_all, sends_from, typ, builder }));
+    // SAFETY: the SRQ's CQ.
+    if let Some(tm) = tm.and_then(|cq| unsafe { &*cq }.tm.get()) {
+        // SAFETY: checked above to be there.
+        tm.join(unsafe { (*a.srq).handle }, obj, qpn);
+    }
     ctx.born();
     // SAFETY: NULL or the caller's PD, which the QP names.
     unsafe { crate::domain::hold(pd) };
@@ -154,6 +171,12 @@ pub unsafe extern "C" fn x_ibv_destroy_qp(qp: *mut ibv_qp) -> i32 {
         return code(r);
     }
     lock(&ctx.qps).remove(&obj.c.qp_base.qp_num);
+    // SAFETY: NULL or the QP's CQ, which lives.
+    if let Some(cq) = unsafe { obj.c.qp_base.recv_cq.cast::<CqObj>().as_ref() }
+        && let Some(tm) = cq.tm.get()
+    {
+        tm.leave(&cq.cq, obj.c.qp_base.qp_num);
+    }
     ctx.driver.forget_async(|e| is_qp_event(e.kind) && e.handle == obj.c.qp_base.qp_num);
     obj.async_events.wait();
     // SAFETY: boxed in ibv_create_qp; out of the table, all events acknowledged; its PD lives.
@@ -213,7 +236,10 @@ pub unsafe extern "C" fn x_ibv_modify_qp(qp: *mut ibv_qp, attr: *mut ibv_qp_attr
             for cq in [obj.c.qp_base.send_cq, obj.c.qp_base.recv_cq] {
                 // SAFETY: a QP's CQs live as long as it does; the target of an XRC connection has none.
                 if let Some(cq) = unsafe { cq.cast::<CqObj>().as_ref() } {
-                    cq.cq.forget(obj.c.qp_base.qp_num);
+                    match cq.tm.get() {
+                        None => cq.cq.forget(obj.c.qp_base.qp_num),
+                        Some(tm) => tm.forget(&cq.cq, obj.c.qp_base.qp_num),
+                    }
                 }
             }
         }
@@ -289,7 +315,7 @@ pub unsafe extern "C" fn x_ibv_query_qp(
 /// # Safety
 /// `list` must hold `n` elements.
 #[inline]
-unsafe fn sges<'a>(list: *const ibv_sge, n: i32) -> Result<&'a [abi::Sge], i32> {
+pub(crate) unsafe fn sges<'a>(list: *const ibv_sge, n: i32) -> Result<&'a [abi::Sge], i32> {
     const _: () = assert!(size_of::<abi::Sge>() == size_of::<ibv_sge>());
     match usize::try_from(n) {
         Err(_) => Err(libc::EINVAL),
@@ -363,7 +389,7 @@ pub(crate) unsafe extern "C" fn post_send(
     // SAFETY: the caller passes its QP.
     let obj = unsafe { &*qp.cast::<QpObj>() };
     // In the states before RTS nothing may be posted to the SQ (ibv_post_send(3), IBTA vol. 1, 10.8.3.1).
-    let result = if obj.c.qp_base.state < 3 {
+    let result = if obj.c.qp_base.state < obj.sends_from {
         Err(libc::EINVAL)
     } else {
         let mut batch = obj.qp.send_batch();

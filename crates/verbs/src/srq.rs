@@ -3,6 +3,7 @@
 use unirdma_driver as driver;
 use unirdma_verbs_abi::*;
 
+use crate::cq::CqObj;
 use crate::device::context;
 use crate::event::{Outstanding, is_srq_event};
 use crate::qp::push_receives;
@@ -14,6 +15,8 @@ pub(crate) struct SrqObj {
     pub c: ibv_srq,
     pub srq: driver::Srq,
     pub async_events: Outstanding,
+    /// The CQ of a tag-matching SRQ.
+    pub tm: Option<*const CqObj>,
 }
 
 const SRQ_MAX_WR: i32 = 1;
@@ -47,7 +50,7 @@ pub(crate) unsafe fn create(
             let mut raw: ibv_srq = unsafe { std::mem::zeroed() };
             (raw.context, raw.srq_context, raw.pd, raw.handle) = (c, srq_context, pd, srq.srqn);
             let handle = srq.srqn;
-            let obj = Box::into_raw(Box::new(SrqObj { c: raw, srq, async_events: Outstanding::default() }));
+            let obj = Box::into_raw(Box::new(SrqObj { c: raw, srq, async_events: Outstanding::default(), tm: None }));
             ctx.born();
             // SAFETY: the caller's PD, which the object names.
             unsafe { crate::domain::hold(pd) };
@@ -66,7 +69,9 @@ pub unsafe extern "C" fn x_ibv_destroy_srq(srq: *mut ibv_srq) -> i32 {
     let obj = unsafe { &*srq.cast::<SrqObj>() };
     // SAFETY: an SRQ's context is open.
     let ctx = unsafe { context(obj.c.context) };
-    let r = obj.srq.destroy();
+    // SAFETY: the CQ of a tag-matching SRQ lives as long as it does.
+    let left = obj.tm.map_or(Ok(()), |cq| crate::tm::destroy(unsafe { &*cq }, obj.c.handle));
+    let r = left.and_then(|()| obj.srq.destroy());
     trace!("ibv_destroy_srq({:#x}) = {r:?}", obj.c.handle);
     if r.is_err() {
         return code(r);
@@ -122,6 +127,10 @@ pub(crate) unsafe extern "C" fn post_srq_recv(
     // SAFETY: the caller passes its SRQ.
     let obj = unsafe { &*srq.cast::<SrqObj>() };
     trace!("ibv_post_srq_recv({:#x})", obj.c.handle);
+    if let Some(cq) = obj.tm {
+        // SAFETY: as above, and as ibv_post_srq_recv(3) demands of the caller.
+        return unsafe { crate::tm::post_receives(&*cq, obj, wr, bad) };
+    }
     // SAFETY: as ibv_post_srq_recv(3) demands of the caller.
     unsafe { push_receives(obj.srq.recv_batch(), wr, bad) }
 }

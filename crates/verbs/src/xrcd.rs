@@ -6,6 +6,7 @@ use unirdma_verbs_abi::*;
 
 use crate::device::context;
 use crate::srq::{SrqObj, create};
+use crate::tm::{SRQ_TM, SRQT_TM};
 use crate::trace::trace;
 use crate::{code, null};
 
@@ -87,12 +88,19 @@ pub(crate) unsafe extern "C" fn create_srq_ex(c: *mut ibv_context, init: *mut ib
     let a = unsafe { &mut *init };
     let given = |bit: u32| a.comp_mask & bit != 0;
     let typ = if given(SRQ_TYPE) { a.srq_type } else { SRQT_BASIC };
-    if a.comp_mask & !(SRQ_TYPE | SRQ_PD | SRQ_XRCD | SRQ_CQ) != 0 || typ > SRQT_XRC {
+    if a.comp_mask & !(SRQ_TYPE | SRQ_PD | SRQ_XRCD | SRQ_CQ | SRQ_TM) != 0 || typ > SRQT_TM {
         return null(libc::EOPNOTSUPP);
     }
     // SAFETY: a PD of the caller, if there is one.
     if !given(SRQ_PD) || a.pd.is_null() || unsafe { (*a.pd).context } != c {
         return null(libc::EINVAL);
+    }
+    if typ == SRQT_TM {
+        if !given(SRQ_CQ) || !given(SRQ_TM) {
+            return null(libc::EINVAL);
+        }
+        // SAFETY: the caller's PD and CQ.
+        return unsafe { crate::tm::create(c, a) };
     }
     let mut xrc = None;
     if typ == SRQT_XRC {
