@@ -123,6 +123,23 @@ const CONNECTING: &[(&str, &str)] = &[
     ("ib_atomic_bw -R -F -n 500", "ib_atomic_bw -R -F -n 500 ADDR"),
 ];
 
+/// Programs of other projects: server, client, and what the client's output contains.
+const OTHERS: &[(&str, &str, &str)] = &[
+    ("fi_pingpong -p verbs -e msg", "fi_pingpong -p verbs -e msg ADDR", "1m "),
+    ("fi_pingpong -p verbs -e rdm", "fi_pingpong -p verbs -e rdm ADDR", "1m "),
+    ("fi_pingpong -p verbs -e dgram", "fi_pingpong -p verbs -e dgram ADDR", "4k "),
+    (
+        "fio --name=s --ioengine=rdma --port=10000 --bs=64k --size=50m --iodepth=16 --rw=read",
+        "fio --name=c --ioengine=rdma --port=10000 --bs=64k --size=50m --iodepth=16 --rw=write --hostname=ADDR --verb=write",
+        "io=50.0MiB",
+    ),
+    (
+        "fio --name=s --ioengine=rdma --port=10001 --bs=64k --size=50m --iodepth=16 --rw=read",
+        "fio --name=c --ioengine=rdma --port=10001 --bs=64k --size=50m --iodepth=16 --rw=write --hostname=ADDR --verb=read",
+        "io=50.0MiB",
+    ),
+];
+
 /// Connections by address, multicast, and UCX, which looks for devices by itself.
 fn connections(s: &mut Suite<'_>) {
     for (server, client) in CONNECTING {
@@ -130,6 +147,20 @@ fn connections(s: &mut Suite<'_>) {
             both_end_well(lab.pair(("a", server), ("b", &client.replace("ADDR", "10.0.0.1")), &[])?)
         });
     }
+    for (server, client, shows) in OTHERS {
+        s.check(&format!("other projects: {client}"), |lab| {
+            let (s, c) = lab.pair(("a", server), ("b", &client.replace("ADDR", "10.0.0.1")), &[])?;
+            require(c.text.contains(shows), &c.text)?;
+            both_end_well((s, c))
+        });
+    }
+    s.check("other projects: iperf3 over rsockets", |lab| {
+        // Nobody has this address for TCP.
+        let preload =
+            format!("env LD_PRELOAD=/usr/lib/{}-linux-gnu/rsocket/librspreload.so iperf3", std::env::consts::ARCH);
+        let (server, client) = (format!("{preload} -s -1 -4"), format!("{preload} -4 -t 1 -c 10.0.0.1"));
+        both_end_well(lab.pair(("a", &server), ("b", &client), &["--net", "host"])?)
+    });
     s.check("rdma_cm: rping over IPv6", |lab| {
         both_end_well(lab.pair(("a", "rping -s -a fd00::1 -C 5"), ("b", "rping -c -a fd00::1 -C 5 -V"), &[])?)
     });

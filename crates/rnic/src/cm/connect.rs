@@ -314,7 +314,7 @@ impl Rnic {
             initiator_depth: c.own.initiator_depth,
             ack_delay: 15,
             flow_control: c.own.flow_control,
-            rnr_retry_count: r.param.rnr_retry_count & 7,
+            rnr_retry_count: r.param.rnr_retry_count.min(7),
             srq: c.own.srq,
             guid: u64::from(c.local_id),
             private,
@@ -459,15 +459,15 @@ impl Rnic {
     }
 }
 
-/// What a program says of its QP.
+/// What a program says of its QP. Counts of retries have three bits; more is as many as there are, as in the kernel.
 fn ends(p: &abi::CmParam, psn: u32) -> Ends {
     Ends {
         qpn: p.qpn & unirdma_formats::Qpn::MASK,
         psn: Psn::new(psn).get(),
         responder_resources: p.responder_resources.min(MAX_RD_ATOMIC),
         initiator_depth: p.initiator_depth.min(MAX_RD_ATOMIC),
-        retry_count: p.retry_count & 7,
-        rnr_retry_count: p.rnr_retry_count & 7,
+        retry_count: p.retry_count.min(7),
+        rnr_retry_count: p.rnr_retry_count.min(7),
         srq: p.srq != 0,
         flow_control: p.flow_control != 0,
     }

@@ -74,7 +74,8 @@ impl Cm {
         let qpn = self.net.ends[0].qpn;
         self.ask(0, CmOp::Connect, id, |r| {
             r.param = abi::CmParam { qpn, responder_resources: 3, initiator_depth: 5, retry_count: 6, ..r.param };
-            r.param.rnr_retry_count = 7;
+            // More than there is: programs ask for that (fio).
+            r.param.rnr_retry_count = 10;
             r.param.private_len = private.len() as u8;
             r.private.as_flattened_mut()[..private.len()].copy_from_slice(private);
         })
@@ -95,7 +96,8 @@ impl Cm {
         let qpn = self.net.ends[1].qpn;
         self.ask(1, CmOp::Accept, id, |r| {
             r.param = abi::CmParam { qpn, responder_resources: 255, initiator_depth: 255, ..r.param };
-            r.param.rnr_retry_count = 7;
+            // More than there is: programs ask for that (fio).
+            r.param.rnr_retry_count = 10;
         })
         .unwrap();
     }

@@ -265,12 +265,9 @@ unsafe fn get_request(listen: *mut rdma_cm_id) -> Result<*mut rdma_cm_id, i32> {
     if !l.sync {
         return Err(libc::EINVAL);
     }
+    l.give_back_event();
     // SAFETY: the identifier's own channel and events; what comes is from this library.
     unsafe {
-        if !l.c.event.is_null() {
-            x_rdma_ack_cm_event(l.c.event);
-            l.c.event = std::ptr::null_mut();
-        }
         let event = next(l.c.channel)?;
         if (*event).status != 0 || (*event).event != CONNECT_REQUEST {
             let e = if (*event).status != 0 { (*event).status.abs() } else { libc::EINVAL };

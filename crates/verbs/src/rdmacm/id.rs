@@ -123,10 +123,7 @@ pub unsafe extern "C" fn x_rdma_destroy_id(id: *mut rdma_cm_id) -> i32 {
         Err(e) => return done(Err(e)),
     }
     let _ = with_device(|d| d.ids.remove(&obj.handle));
-    if !obj.c.event.is_null() {
-        // SAFETY: the event of a call that waited; it is given back with the identifier.
-        unsafe { super::x_rdma_ack_cm_event(obj.c.event) };
-    }
+    obj.give_back_event();
     obj.events.wait();
     // SAFETY: boxed in `wrap` and in `event`; out of the table, all events acknowledged.
     unsafe {
@@ -150,6 +147,9 @@ pub unsafe extern "C" fn x_rdma_migrate_id(id: *mut rdma_cm_id, channel: *mut rd
 /// `channel` is NULL or a channel of this library.
 pub(super) unsafe fn migrate(obj: &mut IdObj, channel: *mut rdma_event_channel) -> Result<(), i32> {
     let sync = channel.is_null();
+    if sync && obj.sync {
+        return Err(libc::EINVAL);
+    }
     let new = if sync { create_channel()?.cast() } else { channel };
     // SAFETY: a channel of this library.
     let slot = unsafe { (*new.cast::<EventChannelObj>()).slot };
@@ -164,6 +164,7 @@ pub(super) unsafe fn migrate(obj: &mut IdObj, channel: *mut rdma_event_channel) 
             return Err(e);
         }
     }
+    obj.give_back_event();
     obj.events.wait();
     let (old, was_sync) = (std::mem::replace(&mut obj.c.channel, new), std::mem::replace(&mut obj.sync, sync));
     if was_sync {
@@ -184,17 +185,24 @@ impl IdObj {
         Ok(())
     }
 
+    /// Gives back the event of a call that waited.
+    pub(super) fn give_back_event(&mut self) {
+        let event = std::mem::replace(&mut self.c.event, std::ptr::null_mut());
+        if !event.is_null() {
+            // SAFETY: it is this library's, and nobody else gives it back.
+            unsafe { super::x_rdma_ack_cm_event(event) };
+        }
+    }
+
     /// Waits for the outcome of a call, if the identifier's calls do so.
     pub(super) fn complete(&mut self) -> Result<(), i32> {
         if !self.sync {
             return Ok(());
         }
-        // SAFETY: the identifier's own channel and event; the event that is there is from an older call.
+        // The event that is there is from an older call.
+        self.give_back_event();
+        // SAFETY: the identifier's own channel.
         unsafe {
-            if !self.c.event.is_null() {
-                super::x_rdma_ack_cm_event(self.c.event);
-                self.c.event = std::ptr::null_mut();
-            }
             let event = super::event::next(self.c.channel)?;
             self.c.event = event;
             match (*event).status {

@@ -37,19 +37,16 @@ fn keep(s: Socket) -> i32 {
     fd
 }
 
-pub unsafe extern "C" fn x_rsocket(domain: i32, typ: i32, _protocol: i32) -> i32 {
-    const FLAGS: i32 = libc::SOCK_NONBLOCK | libc::SOCK_CLOEXEC;
-    trace!("rsocket({domain}, {typ:#x})");
-    let r = match (domain, typ & !FLAGS) {
-        (libc::AF_INET | libc::AF_INET6, libc::SOCK_STREAM) => Socket::create(),
-        (libc::AF_INET | libc::AF_INET6, _) => Err(libc::EPROTONOSUPPORT),
-        _ => Err(libc::EAFNOSUPPORT),
+/// No flags with the type: librspreload takes sockets that have some for those of the kernel, and does not hand over the calls
+/// that such programs make (`accept4`).
+pub unsafe extern "C" fn x_rsocket(domain: i32, typ: i32, protocol: i32) -> i32 {
+    trace!("rsocket({domain}, {typ:#x}, {protocol})");
+    let r = match (domain, typ, protocol) {
+        (libc::AF_INET | libc::AF_INET6, libc::SOCK_STREAM, 0 | libc::IPPROTO_TCP) => Socket::create(),
+        _ => Err(libc::ENOTSUP),
     };
     match r {
-        Ok(s) => {
-            s.nonblocking.store(typ & libc::SOCK_NONBLOCK != 0, Ordering::Relaxed);
-            keep(s)
-        }
+        Ok(s) => keep(s),
         Err(e) => done(Err(e)),
     }
 }
