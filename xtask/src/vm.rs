@@ -36,6 +36,10 @@ const PROGRAMS: &[&str] = &[
     "udaddy",
     "rstream",
     "riostream",
+    "rdma_server",
+    "rdma_client",
+    "ibv_srq_pingpong",
+    "ib_send_lat",
 ];
 /// The guest's commands: one connection each, the line in, output and `rc=N` out.
 const SERVE: &str = "#!/bin/sh\nread -r line\nsh -c \"$line\" 2>&1\necho \"rc=$?\"\n";

@@ -9,7 +9,7 @@ use std::net::IpAddr;
 
 use unirdma_abi as abi;
 use unirdma_abi::Status;
-use unirdma_formats::cm::GSI_QPN;
+use unirdma_formats::cm::{GSI_QPN, Mad, Message};
 use unirdma_formats::net::{ETH_BYTES, Flow, GRH_BYTES, HOP_LIMIT};
 use unirdma_formats::wire::{Deth, Extra, ICRC_BYTES, Op, Opcode, Packet, Part, ROCE_PORT, Transport, icrc};
 use unirdma_formats::{Gid, QpType, WcStatus, WrOpcode, access, send_flags};
@@ -343,7 +343,13 @@ impl Rnic {
     /// A plain packet came in for QP 1 of some vRNIC.
     pub(crate) fn on_foreign_mad(&mut self, from: IpAddr, p: &Packet<'_>, body: &[u8]) {
         let Some((vnic, own)) = self.mad_target(from, p.payload) else {
-            self.drops.wrong_source += 1;
+            // What speaks of a connection that is gone is no stranger's: such messages come late and twice.
+            let reason = match Mad::parse(p.payload).map(|m| m.message) {
+                None => &mut self.drops.malformed,
+                Some(Message::Req(_) | Message::SidrReq { .. }) => &mut self.drops.wrong_source,
+                Some(_) => &mut self.drops.no_qp,
+            };
+            *reason += 1;
             return;
         };
         self.tap_received(Some(vnic), Path { to: from, from: Some(own.ip()) }, body);

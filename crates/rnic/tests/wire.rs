@@ -8,7 +8,8 @@ use std::net::IpAddr;
 use common::net::{Faults, Net, host};
 use common::*;
 use unirdma_abi as abi;
-use unirdma_formats::wire::{Op, Opcode, Packet, Reth, Transport};
+use unirdma_formats::cm;
+use unirdma_formats::wire::{Deth, Op, Opcode, Packet, Reth, Transport};
 use unirdma_formats::{QpType, WcStatus, WrOpcode, attr_mask as m, send_flags};
 use unirdma_rnic::Rng;
 
@@ -387,6 +388,30 @@ fn forged_packets_change_nothing() {
     assert_eq!((d.wrong_source, d.no_qp, d.bad_pkey, d.malformed), (1, 1, 1, 1));
     net.run(SECOND);
     assert_eq!(net.ends[1].bytes(0, 64), [7; 64]);
+}
+
+/// Messages of connection management that are for nobody are counted by what they are.
+#[test]
+fn messages_for_no_connection_are_counted() {
+    let mut net = Net::new(3, Faults::default(), |a| a);
+    let mut take = |mad: &[u8]| {
+        let only = unirdma_formats::wire::Part::Only;
+        let send = Opcode { transport: Transport::Ud, op: Op::Send(only), extra: unirdma_formats::wire::Extra::None };
+        let mut p = Packet::new(send, cm::GSI_QPN, 0);
+        p.deth = Deth { qkey: cm::GSI_QKEY, src_qp: cm::GSI_QPN };
+        let mut bytes = vec![0; 64 + mad.len()];
+        let n = p.put(&mut bytes, mad.len());
+        bytes.truncate(n);
+        bytes.extend_from_slice(mad);
+        net.rnics[1].handle_packet(0, host(0), false, &bytes);
+        let d = net.rnics[1].wire_drops();
+        (d.wrong_source, d.no_qp, d.malformed)
+    };
+    let bytes = |message| cm::Mad { tid: 1, message }.bytes();
+    let late = cm::Message::Drep { local_id: 5, remote_id: 6, private: Vec::new() };
+    assert_eq!(take(&bytes(late)), (0, 1, 0), "of a connection that is gone");
+    assert_eq!(take(&bytes(cm::Message::Req(cm::Req::default()))), (1, 1, 0), "of a stranger");
+    assert_eq!(take(&[0xff; 256]), (1, 1, 1));
 }
 
 #[test]

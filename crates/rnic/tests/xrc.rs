@@ -4,46 +4,15 @@
 
 mod common;
 
-use common::net::{Faults, Net, gid};
+use common::net::{Faults, Net};
+use common::shared::{Shared, target};
 use common::*;
 use unirdma_abi as abi;
 use unirdma_abi::Status;
 use unirdma_formats::{QpType, WcStatus, WrOpcode};
-use unirdma_mem::QpRings;
-use unirdma_rnic::{CreateQp, OpenXrcd, SrqAttr};
-use zerocopy::IntoBytes;
+use unirdma_rnic::OpenXrcd;
 
 const FILE: OpenXrcd = OpenXrcd { key: Some((1, 2)), create: true, exclusive: false };
-
-/// An XRC SRQ of a program.
-struct Shared {
-    xrcd: u32,
-    srq: u32,
-    number: u32,
-    rings: QpRings,
-    prod: u32,
-}
-
-impl Shared {
-    fn new(net: &mut Net, host: usize, e: &End, open: OpenXrcd) -> Shared {
-        let rnic = net.rnic(host);
-        let xrcd = rnic.create_xrcd(e.session, open).unwrap();
-        let cap = abi::QpCap { max_recv_wr: 16, max_recv_sge: 2, ..Default::default() };
-        let layout = abi::QpLayout::of(&cap).unwrap();
-        let rings = QpRings::receive_only(aligned(128), aligned(layout.rq_bytes()), layout).unwrap();
-        let attr = SrqAttr { max_wr: 16, max_sge: 2, limit: 0, xrc: Some((xrcd, e.cqn)) };
-        let (srq, number) = rnic.create_srq(e.session, e.pd, attr, rings.clone()).unwrap();
-        Shared { xrcd, srq, number, rings, prod: 0 }
-    }
-
-    fn recv(&mut self, wr_id: u64, sge: abi::Sge) {
-        let head = abi::RqWqe { wr_id, num_sge: 1, reserved: 0 };
-        self.rings.rq_put(self.prod, 0, head.as_bytes());
-        self.rings.rq_put(self.prod, abi::RQ_DATA, [sge].as_bytes());
-        self.prod += 1;
-        self.rings.set_rq_prod(self.prod);
-    }
-}
 
 /// An initiator (end 0) connected to a target in the session of end 1; another program of the same vRNIC as end 1.
 struct Xrc {
@@ -60,24 +29,10 @@ fn each() -> [(&'static str, Xrc); 2] {
         let vnic = net.ends[1].vnic;
         let other = End::of_vnic(net.rnic(1), vnic, 64, QpType::Rc);
         let end = net.ends.remove(1);
-        let host = hosts - 1;
-        let a = Shared::new(&mut net, host, &end, FILE);
-        let b = Shared::new(&mut net, host, &other, OpenXrcd { create: false, ..FILE });
-        let cap = abi::QpCap::default();
-        let layout = abi::QpLayout::of(&cap).unwrap();
-        let rings = QpRings::new(aligned(128), aligned(layout.sq_bytes()), aligned(layout.rq_bytes()), layout).unwrap();
-        let create =
-            CreateQp { pd: 0, send_cq: 0, recv_cq: 0, srq: None, xrcd: Some(a.xrcd), sig_all: false, cap, rings };
-        let session = end.session;
-        let (target, _) = net.rnic(host).create_qp(session, QpType::XrcRecv as u8, create).unwrap();
-        let (s, qpn) = (net.ends[0].session, net.ends[0].qpn);
-        for (mask, attr) in attrs_of(QpType::XrcSend, target, gid(1)) {
-            net.rnic(0).modify_qp(s, qpn, mask, &attr).unwrap();
-        }
-        for (mask, attr) in attrs_of(QpType::XrcRecv, qpn, gid(0)) {
-            net.rnic(host).modify_qp(session, target, mask, &attr).unwrap();
-        }
+        let a = Shared::new(net.rnic(1), &end, FILE);
+        let b = Shared::new(net.rnic(1), &other, OpenXrcd { create: false, ..FILE });
         net.ends.push(end);
+        let target = target(&mut net, 0, 1, a.xrcd, &|a| a);
         (["one host", "two hosts"][hosts - 1], Xrc { net, target, other, a, b })
     })
 }
@@ -135,9 +90,8 @@ fn memory_is_that_of_the_queues_program() {
 #[test]
 fn a_queue_of_another_domain_is_none() {
     for (place, mut x) in each() {
-        let host = x.net.rnics.len() - 1;
         let private = OpenXrcd { key: None, create: true, exclusive: false };
-        let foreign = Shared::new(&mut x.net, host, &x.other, private);
+        let foreign = Shared::new(x.net.rnic(1), &x.other, private);
         let status = x.post(wqe(WrOpcode::Send, 1), foreign.number, 10);
         assert_eq!(status, WcStatus::RemInvReqErr as u8, "{place}");
     }

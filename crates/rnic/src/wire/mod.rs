@@ -49,7 +49,7 @@ pub struct Path {
 pub struct WireDrops {
     /// Truncated, an opcode that does not exist, a bad version.
     pub malformed: u64,
-    /// No such QP, or one that is not connected over the wire.
+    /// No such QP or connection, or one that is not connected over the wire.
     pub no_qp: u64,
     /// From a host that the QP is not connected to.
     pub wrong_source: u64,

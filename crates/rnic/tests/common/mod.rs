@@ -5,6 +5,7 @@ pub mod cm;
 pub mod cm_peer;
 pub mod net;
 pub mod peer;
+pub mod shared;
 
 use unirdma_abi as abi;
 use unirdma_formats::{Gid, QpType, WcStatus, WrOpcode, access, attr_mask as m, send_flags};
