@@ -40,6 +40,7 @@ const PROGRAMS: &[&str] = &[
     "rdma_client",
     "ibv_srq_pingpong",
     "ib_send_lat",
+    "mckey",
 ];
 /// The guest's commands: one connection each, the line in, output and `rc=N` out.
 const SERVE: &str = "#!/bin/sh\nread -r line\nsh -c \"$line\" 2>&1\necho \"rc=$?\"\n";
@@ -334,6 +335,43 @@ impl Guest {
         }
         let client = self.run(client)?;
         Ok((server.finish(), client))
+    }
+}
+
+/// Sends to a multicast group.
+const MULTICAST_SENDER: &str = "timeout 20 mckey -m 239.1.1.1 -s -b";
+
+impl Guest {
+    /// A member of a multicast group in the guest, and one on the vRNIC that sends to it: their outputs.
+    ///
+    /// # Errors
+    /// One of them could not be started.
+    pub fn multicast_there(&self) -> Result<(Output, Output)> {
+        let lab = self.lab.as_ref().ok_or("no virtual layer")?;
+        let member = self.spawn(&format!("timeout 20 mckey -m 239.1.1.1 -b {GUEST}"))?;
+        let start = Instant::now();
+        // The group, as the kernel prints it.
+        while !self.run("cat /proc/net/igmp")?.text.contains("010101EF") && start.elapsed() < Duration::from_secs(10) {
+            std::thread::sleep(Duration::from_millis(100));
+        }
+        let sender = lab.spawn("v", &["--net", "host"], &format!("{MULTICAST_SENDER} {OURS}"))?.finish();
+        Ok((guest_output(member), sender))
+    }
+
+    /// As [`Guest::multicast_there`], the other way round.
+    ///
+    /// # Errors
+    /// One of them could not be started.
+    pub fn multicast_here(&self) -> Result<(Output, Output)> {
+        let lab = self.lab.as_ref().ok_or("no virtual layer")?;
+        let command = format!("timeout 20 stdbuf -oL mckey -m 239.1.1.1 -b {OURS}");
+        let member = lab.spawn("v", &["--net", "host"], &command)?;
+        let start = Instant::now();
+        while !member.text().contains("receiving") && start.elapsed() < Duration::from_secs(10) {
+            std::thread::sleep(Duration::from_millis(10));
+        }
+        let sender = self.run(&format!("{MULTICAST_SENDER} {GUEST}"))?;
+        Ok((member.finish(), sender))
     }
 }
 

@@ -202,11 +202,23 @@ impl Engine {
             let mut r = lock(&self.rnic);
             r.drain_outputs(&mut out);
             self.publish(&r);
+            self.join_groups(&mut r);
             r.is_busy() || r.next_timeout().is_some()
         };
         self.deliver(&mut out);
         if busy && self.sleeping.load(Ordering::SeqCst) {
             self.kick();
+        }
+    }
+
+    /// Lets the port listen to the IP multicast groups that plain devices may send to.
+    fn join_groups(&self, r: &mut Rnic) {
+        let (Some(groups), Some(port)) = (r.multicast_changes(), &self.port) else { return };
+        let mut port = lock(port);
+        port.join(&groups);
+        for fd in port.descriptors() {
+            // Those that were there before are watched already.
+            let _ = epoll::add(&self.epoll, fd, epoll::EventData::new_u64(PORT), epoll::EventFlags::IN);
         }
     }
 
@@ -287,7 +299,13 @@ impl Engine {
         let Some(port) = &self.port else { return r.poll(now) };
         let mut port = lock(port);
         let mut moved = self.port_is_polled(now)
-            && port.receive(&mut |from, congested, bytes| r.handle_packet(now, from, congested, bytes));
+            && port.receive(&mut |a, bytes| {
+                if a.to.is_multicast() {
+                    r.handle_multicast(now, a.from, a.to, bytes);
+                } else {
+                    r.handle_packet(now, a.from, a.congested, bytes);
+                }
+            });
         let found = r.poll(now);
         if !r.tx().packets().is_empty() {
             port.send(r.tx());

@@ -5,7 +5,7 @@ use std::os::fd::BorrowedFd;
 
 use unirdma_rnic::{Rng, Tx};
 
-use crate::port::{Port, PortCounters};
+use crate::port::{Arrival, Port, PortCounters};
 
 /// Loses, doubles and delays packets that come in, each with the same chance.
 pub(crate) struct FaultyPort {
@@ -13,7 +13,7 @@ pub(crate) struct FaultyPort {
     percent: u64,
     rng: Rng,
     /// A packet that waits until another one has passed it.
-    held: Option<(IpAddr, bool, Vec<u8>)>,
+    held: Option<(Arrival, Vec<u8>)>,
 }
 
 impl FaultyPort {
@@ -28,25 +28,29 @@ impl Port for FaultyPort {
         self.inner.send(tx);
     }
 
-    fn receive(&mut self, f: &mut dyn FnMut(IpAddr, bool, &[u8])) -> bool {
+    fn receive(&mut self, f: &mut dyn FnMut(Arrival, &[u8])) -> bool {
         let FaultyPort { inner, percent, rng, held } = self;
         let mut chance = || rng.next_u64() % 100 < *percent;
-        inner.receive(&mut |from, congested, bytes| {
+        inner.receive(&mut |arrival, bytes| {
             if chance() {
                 return;
             }
             if held.is_none() && chance() {
-                *held = Some((from, congested, bytes.to_vec()));
+                *held = Some((arrival, bytes.to_vec()));
                 return;
             }
-            f(from, congested, bytes);
+            f(arrival, bytes);
             if chance() {
-                f(from, congested, bytes);
+                f(arrival, bytes);
             }
-            if let Some((from, congested, bytes)) = held.take() {
-                f(from, congested, &bytes);
+            if let Some((arrival, bytes)) = held.take() {
+                f(arrival, &bytes);
             }
         })
+    }
+
+    fn join(&mut self, groups: &[IpAddr]) {
+        self.inner.join(groups);
     }
 
     fn descriptors(&self) -> Vec<BorrowedFd<'_>> {

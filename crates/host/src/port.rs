@@ -20,13 +20,23 @@ use unirdma_rnic::{Tx, TxPacket};
 pub(crate) trait Port: Send {
     /// Seals and sends packets from the front of `tx`, as many as the network takes now.
     fn send(&mut self, tx: &mut Tx);
-    /// Hands each packet that has come in, its ICRC checked and cut off, to `f`, with its sender and whether the network
-    /// has marked it as congested; a bounded number.
-    fn receive(&mut self, f: &mut dyn FnMut(IpAddr, bool, &[u8])) -> bool;
+    /// Hands each packet that has come in, its ICRC checked and cut off, to `f`; a bounded number. Its address is this host's or a multicast group's.
+    fn receive(&mut self, f: &mut dyn FnMut(Arrival, &[u8])) -> bool;
+    /// From now on packets to these IP multicast groups come in, and to no others.
+    fn join(&mut self, groups: &[IpAddr]);
     /// What becomes readable when a packet comes in.
     fn descriptors(&self) -> Vec<BorrowedFd<'_>>;
     /// Totals since the start.
     fn counters(&self) -> PortCounters;
+}
+
+/// Where a packet came from and went to.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct Arrival {
+    pub from: IpAddr,
+    pub to: IpAddr,
+    /// The network has marked it as congested.
+    pub congested: bool,
 }
 
 /// What a port has done.
@@ -49,6 +59,8 @@ const MAX_DATAGRAM: usize = 65_000;
 /// Datagrams of one system call.
 const BATCH: usize = 16;
 const BUFFER: usize = 1 << 16;
+/// Most IP multicast groups, each with a socket of its own.
+const MAX_GROUPS: usize = 256;
 /// Wanted socket buffers, bytes.
 const SOCKET_BUFFER: i32 = 16 << 20;
 const SOL_UDP: i32 = 17;
@@ -120,6 +132,35 @@ fn bind(addr: IpAddr) -> io::Result<UdpSocket> {
         };
         io::Error::new(e.kind(), text)
     })?;
+    // What this host's own vRNICs send to each other does not go through the network.
+    let _ = match addr {
+        IpAddr::V4(_) => udp.set_multicast_loop_v4(false),
+        IpAddr::V6(_) => udp.set_multicast_loop_v6(false),
+    };
+    configure(udp, addr)
+}
+
+/// A socket for packets to an IP multicast group, on the interfaces of these addresses.
+fn bind_group(group: IpAddr, addresses: &[IpAddr]) -> io::Result<UdpSocket> {
+    use rustix::net::{AddressFamily, SocketType, bind, socket, sockopt};
+    let family = if group.is_ipv4() { AddressFamily::INET } else { AddressFamily::INET6 };
+    let fd = socket(family, SocketType::DGRAM, None)?;
+    // Other virtual layers of this host may listen to the same group.
+    sockopt::set_socket_reuseaddr(&fd, true)?;
+    bind(&fd, &SocketAddr::new(group, ROCE_PORT))?;
+    let udp = UdpSocket::from(fd);
+    for &a in addresses {
+        match (group, a) {
+            (IpAddr::V4(group), IpAddr::V4(a)) => udp.join_multicast_v4(&group, &a)?,
+            (IpAddr::V6(group), IpAddr::V6(_)) => udp.join_multicast_v6(&group, crate::wire::interface_index(a))?,
+            _ => {}
+        }
+    }
+    configure(udp, group)
+}
+
+/// Options of every socket of the port.
+fn configure(udp: UdpSocket, addr: IpAddr) -> io::Result<UdpSocket> {
     udp.set_nonblocking(true)?;
     enlarge_buffers(&udp);
     let set = |level, name, value| set(&udp, level, name, value);
@@ -197,6 +238,10 @@ struct Control([u8; 64]);
 /// How many of `packets`, from the first, one buffer can carry: one path, one size, only the last shorter.
 fn batch(packets: &[TxPacket]) -> usize {
     let first = &packets[0];
+    if first.path.to.is_multicast() {
+        // Not every interface cuts these.
+        return 1;
+    }
     let mut bytes = 0;
     let mut n = 0;
     for p in packets.iter().take(MAX_SEGMENTS) {
@@ -287,7 +332,7 @@ impl Port for UdpPort {
         }
     }
 
-    fn receive(&mut self, f: &mut dyn FnMut(IpAddr, bool, &[u8])) -> bool {
+    fn receive(&mut self, f: &mut dyn FnMut(Arrival, &[u8])) -> bool {
         let mut any = false;
         for s in 0..self.sockets.len() {
             // SAFETY: all zero is a valid value of each.
@@ -335,13 +380,27 @@ impl Port for UdpPort {
                         packet.split_last_chunk::<ICRC_BYTES>().map(|s| s.0)
                     };
                     match body {
-                        Some(body) => f(from, congested, body),
+                        Some(body) => f(Arrival { from, to: *addr, congested }, body),
                         None => self.counters.icrc_errors += 1,
                     }
                 }
             }
         }
         any
+    }
+
+    fn join(&mut self, groups: &[IpAddr]) {
+        self.sockets.retain(|s| !s.addr.is_multicast() || groups.contains(&s.addr));
+        let own: Vec<IpAddr> = self.sockets.iter().map(|s| s.addr).filter(|a| !a.is_multicast()).collect();
+        for &addr in groups.iter().take(MAX_GROUPS) {
+            if self.sockets.iter().any(|s| s.addr == addr) {
+                continue;
+            }
+            match bind_group(addr, &own) {
+                Ok(udp) => self.sockets.push(Socket { addr, udp }),
+                Err(e) => tracing::warn!("plain devices cannot be heard in multicast group {addr}: {e}"),
+            }
+        }
     }
 
     fn descriptors(&self) -> Vec<BorrowedFd<'_>> {
@@ -460,7 +519,7 @@ mod tests {
         }
         a.send(&mut tx);
         let mut got = Vec::new();
-        while b_port.receive(&mut |from, _, bytes| got.push((from, bytes.to_vec()))) {}
+        while b_port.receive(&mut |a, bytes| got.push((a.from, bytes.to_vec()))) {}
         assert_eq!(got.len(), 200);
         assert!(got.iter().enumerate().all(|(i, g)| g.0.to_string() == "127.0.47.1" && g.1[0] == i as u8));
         assert_eq!((a.counters().sent, b_port.counters().icrc_errors), (200, 0));

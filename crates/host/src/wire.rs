@@ -181,6 +181,13 @@ fn interface_mtu(a: IpAddr) -> io::Result<u32> {
     ask().map_err(|e| io::Error::new(e.kind(), format!("MTU of {name}: {e}")))
 }
 
+/// Index of the interface that has an address; 0, which leaves the choice to the kernel, if there is none.
+pub(crate) fn interface_index(a: IpAddr) -> u32 {
+    let name = interface_of(a).and_then(|n| std::ffi::CString::new(n).ok());
+    // SAFETY: a string that ends with zero.
+    name.map_or(0, |n| unsafe { libc::if_nametoindex(n.as_ptr()) })
+}
+
 fn interface_of(a: IpAddr) -> Option<String> {
     let mut list = std::ptr::null_mut();
     // SAFETY: getifaddrs makes a list that is valid until freeifaddrs; names and addresses in it are too.

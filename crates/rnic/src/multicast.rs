@@ -1,11 +1,13 @@
 //! Multicast: datagrams to a group go to every QP that is attached to it, on this host and on the others (IBTA vol. 1,
-//! 10.5). A group's GID is an IP multicast address (annex A17). Other hosts get one copy each.
+//! 10.5). A group's GID is an IP multicast address (annex A17). Other hosts get one copy each; plain devices, which the network
+//! finds by that address, one for all.
 
-use std::collections::HashMap;
+use std::collections::{HashMap, HashSet};
+use std::net::IpAddr;
 
 use unirdma_abi::Status;
 use unirdma_formats::net::Flow;
-use unirdma_formats::wire::Packet;
+use unirdma_formats::wire::{Packet, Transport};
 use unirdma_formats::{Gid, QpType};
 use unirdma_mem::Fault;
 
@@ -27,6 +29,10 @@ pub(crate) struct Multicast {
     attached: HashMap<(u32, Gid), Vec<u32>>,
     /// Other hosts of each group of vRNICs, with their VXLAN network identifier.
     hosts: HashMap<u32, Vec<(Path, u32)>>,
+    /// Groups of vRNICs that have plain devices.
+    foreign: HashSet<u32>,
+    /// Something of this is other than when the port was told of it.
+    changed: bool,
 }
 
 impl Rnic {
@@ -47,6 +53,7 @@ impl Rnic {
             return Err(Status::Exhausted);
         }
         attached.push(h);
+        self.multicast.changed = true;
         Ok(())
     }
 
@@ -63,15 +70,18 @@ impl Rnic {
         if attached.is_empty() {
             self.multicast.attached.remove(&(group, gid));
         }
+        self.multicast.changed = true;
         Ok(())
     }
 
     /// QP `h` is about to go.
     pub(crate) fn detach_all(&mut self, h: u32) {
+        let before = self.multicast.attached.len();
         self.multicast.attached.retain(|_, v| {
             v.retain(|&a| a != h);
             !v.is_empty()
         });
+        self.multicast.changed |= self.multicast.attached.len() != before;
     }
 
     /// Notes which hosts each group of vRNICs reaches.
@@ -85,6 +95,40 @@ impl Rnic {
             }
         }
         self.multicast.hosts = hosts;
+        self.multicast.foreign = self.routes.iter().filter(|(_, r)| r.foreign).map(|((group, _), _)| *group).collect();
+        self.multicast.changed = true;
+    }
+
+    /// The IP multicast groups by which plain devices may send to this host, if others than at the last call.
+    pub fn multicast_changes(&mut self) -> Option<Vec<IpAddr>> {
+        if !std::mem::take(&mut self.multicast.changed) {
+            return None;
+        }
+        let Multicast { attached, foreign, .. } = &self.multicast;
+        let heard = attached.keys().filter(|(group, _)| foreign.contains(group)).map(|(_, gid)| gid.ip());
+        let mut heard: Vec<IpAddr> = heard.collect();
+        heard.sort_unstable();
+        heard.dedup();
+        Some(heard)
+    }
+
+    /// A plain packet to IP multicast group `to` came in from `from`; `bytes` as in [`Rnic::handle_packet`]. It is for the groups
+    /// of vRNICs that have this device.
+    pub fn handle_multicast(&mut self, now: u64, from: IpAddr, to: IpAddr, bytes: &[u8]) {
+        self.now = now;
+        let Some(p) = self.parse(bytes) else { return };
+        if p.opcode.transport != Transport::Ud || p.dest_qp != MULTICAST_QPN {
+            self.drops.bad_state += 1;
+            return;
+        }
+        let (src, dst) = (Gid::from_ip(from), Gid::from_ip(to));
+        let knows = |group: u32| self.routes.get(&(group, src)).is_some_and(|r| r.foreign && r.host == from);
+        let listens = self.multicast.attached.keys().filter(|(_, gid)| *gid == dst).map(|(group, _)| *group);
+        let groups: Vec<u32> = listens.filter(|&group| knows(group)).collect();
+        self.drops.wrong_source += u64::from(groups.is_empty());
+        for group in groups {
+            self.deliver_multicast(group, &Flow::roce(src, dst), &p, p.payload);
+        }
     }
 
     /// Sends a datagram of QP `h` to all members of its multicast group, the QP itself if it is one.
@@ -96,6 +140,13 @@ impl Rnic {
         self.deliver_multicast(group, flow, head, data);
         for (path, vni) in self.multicast.hosts.get(&group).into_iter().flatten() {
             self.tx.push_datagram(*path, Some((*vni, *flow)), head, data.len(), |to| {
+                to.copy_from_slice(data);
+                Ok(())
+            })?;
+        }
+        if self.multicast.foreign.contains(&group) && flow.src.is_ipv4() == flow.dst.is_ipv4() {
+            let path = Path { to: flow.dst, from: Some(flow.src) };
+            self.tx.push_datagram(path, None, head, data.len(), |to| {
                 to.copy_from_slice(data);
                 Ok(())
             })?;

@@ -3,12 +3,15 @@
 
 mod common;
 
+use std::net::IpAddr;
+
 use common::cm::*;
-use common::net::{Faults, Net, gid};
+use common::net::{Faults, Net, gid, host};
 use common::*;
 use unirdma_abi as abi;
 use unirdma_abi::{CmOp, Status, port_space};
 use unirdma_formats::cm::{Message, reason};
+use unirdma_formats::wire::{Deth, Extra, Op, Opcode, Packet, Part, Transport};
 use unirdma_formats::{Gid, QpState, QpType, WcStatus, WrOpcode};
 use unirdma_rnic::CmEventKind::*;
 
@@ -382,4 +385,49 @@ fn multicast_reaches_every_member_on_every_host() {
     let (s, qpn) = (net.ends[2].session, net.ends[2].qpn);
     net.rnic(2).destroy_qp(s, qpn).unwrap();
     assert_eq!(send(&mut net)[..2], [1, 0]);
+}
+
+/// A plain device sends to a group by its IP address, and hears it so; one that nobody knows is not heard.
+#[test]
+fn multicast_reaches_plain_devices_and_comes_from_them() {
+    let mut net = Net::hosts(1, &[QpType::Ud; 2], 5, Faults::default());
+    for i in 0..2 {
+        net.connect(QpType::Ud, i, 0, &|a| a);
+    }
+    let (device, ip) = (host(7), IpAddr::from([239, 1, 2, 3]));
+    let group = Gid::from_ip(ip);
+    let plain = unirdma_rnic::Route { host: device, foreign: true, vni: 0 };
+    net.rnics[0].set_routes([((0, Gid::from_ip(device)), plain)].into_iter().collect());
+    assert_eq!(net.rnics[0].multicast_changes(), Some(vec![]));
+    let (s, qpn) = (net.ends[1].session, net.ends[1].qpn);
+    net.rnics[0].attach_mcast(s, qpn, group).unwrap();
+    assert_eq!(net.rnics[0].multicast_changes(), Some(vec![ip]));
+    assert_eq!(net.rnics[0].multicast_changes(), None);
+
+    let send = Opcode { transport: Transport::Ud, op: Op::Send(Part::Only), extra: Extra::None };
+    let mut p = Packet::new(send, 0xff_ffff, 0);
+    p.deth = Deth { qkey: QKEY, src_qp: 17 };
+    let mut bytes = vec![0; 64];
+    let head = p.put(&mut bytes, 4);
+    bytes.truncate(head);
+    bytes.extend_from_slice(b"data");
+    let to = net.ends[1].sge(0, 200);
+    net.ends[1].recv(1, &[to]);
+    net.rnics[0].handle_multicast(0, host(8), ip, &bytes);
+    net.rnics[0].handle_multicast(0, device, [239, 1, 2, 4].into(), &bytes);
+    assert_eq!((net.rnics[0].wire_drops().wrong_source, net.ends[1].poll().len()), (2, 0));
+    net.rnics[0].handle_multicast(0, device, ip, &bytes);
+    let c = net.ends[1].done();
+    assert_eq!((c.src_qp, c.byte_len, net.ends[1].bytes(40, 4)), (17, 44, b"data".to_vec()));
+
+    let (s, pd) = (net.ends[0].session, net.ends[0].pd);
+    let ah = net.rnics[0].create_ah(s, pd, &address(group)).unwrap();
+    let from = net.ends[0].sge(0, 100);
+    net.ends[0].post_to(wqe(WrOpcode::Send, 2), ah, 0xff_ffff, &[from]);
+    while net.rnics[0].poll(1) {}
+    let sent: Vec<_> = net.rnics[0].tx().packets().iter().map(|p| (p.path.to, p.path.from, p.outer())).collect();
+    assert_eq!(sent, [(ip, Some(gid(0).ip()), 0)]);
+
+    net.rnics[0].destroy_qp(net.ends[1].session, qpn).unwrap();
+    assert_eq!(net.rnics[0].multicast_changes(), Some(vec![]));
 }
