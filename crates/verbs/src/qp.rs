@@ -12,6 +12,7 @@ use crate::device::context;
 use crate::event::{Outstanding, is_qp_event};
 use crate::mw::bind_request;
 use crate::srq::SrqObj;
+use crate::tm::Matching;
 use crate::trace::trace;
 use crate::wr::Builder;
 use crate::{code, lock, null};
@@ -27,6 +28,15 @@ pub(crate) struct QpObj {
     pub typ: QpType,
     /// Requests under construction by `ibv_wr_*`; `None` unless the QP was created for that.
     pub builder: Option<Box<Builder>>,
+}
+
+impl QpObj {
+    /// Its CQ's tag matching, if that has any.
+    fn matching(&self) -> Option<(&CqObj, &Matching)> {
+        // SAFETY: NULL or the QP's CQ, which lives as long as the QP.
+        let cq = unsafe { self.c.qp_base.recv_cq.cast::<CqObj>().as_ref() }?;
+        Some((cq, cq.tm.get()?))
+    }
 }
 
 const MW_TYPE_2: u32 = 2;
@@ -165,16 +175,20 @@ pub unsafe extern "C" fn x_ibv_destroy_qp(qp: *mut ibv_qp) -> i32 {
     let obj = unsafe { &*qp.cast::<QpObj>() };
     // SAFETY: a QP's context is open.
     let ctx = unsafe { context(obj.c.qp_base.context) };
+    let tm = obj.matching();
+    if let Some((_, tm)) = tm {
+        tm.hold(obj.c.qp_base.qp_num, None);
+    }
     let r = obj.qp.destroy();
     trace!("ibv_destroy_qp({:#x}) = {r:?}", obj.c.qp_base.qp_num);
     if r.is_err() {
+        if let Some((_, tm)) = tm {
+            tm.hold(obj.c.qp_base.qp_num, Some(obj));
+        }
         return code(r);
     }
     lock(&ctx.qps).remove(&obj.c.qp_base.qp_num);
-    // SAFETY: NULL or the QP's CQ, which lives.
-    if let Some(cq) = unsafe { obj.c.qp_base.recv_cq.cast::<CqObj>().as_ref() }
-        && let Some(tm) = cq.tm.get()
-    {
+    if let Some((cq, tm)) = tm {
         tm.leave(&cq.cq, obj.c.qp_base.qp_num);
     }
     ctx.driver.forget_async(|e| is_qp_event(e.kind) && e.handle == obj.c.qp_base.qp_num);
@@ -227,11 +241,17 @@ pub unsafe extern "C" fn x_ibv_modify_qp(qp: *mut ibv_qp, attr: *mut ibv_qp_attr
         alt_ah_attr: ah_in(&a.alt_ah_attr),
         reserved2: [0; 4],
     };
+    let resets = mask as u32 & unirdma_formats::attr_mask::STATE != 0 && a.qp_state == 0;
+    let hold = |obj: &QpObj, given| match obj.matching() {
+        Some((_, tm)) if resets => tm.hold(obj.c.qp_base.qp_num, given),
+        _ => {}
+    };
+    hold(obj, None);
     let r = obj.qp.modify(mask as u32, &wire);
     trace!("ibv_modify_qp({:#x}, mask {mask:#x}, state {}) = {r:?}", obj.c.qp_base.qp_num, a.qp_state);
     if r.is_ok() && mask as u32 & unirdma_formats::attr_mask::STATE != 0 {
         obj.c.qp_base.state = a.qp_state;
-        if a.qp_state == 0 {
+        if resets {
             // A QP that starts over has no completions (ibv_modify_qp(3) of every provider).
             for cq in [obj.c.qp_base.send_cq, obj.c.qp_base.recv_cq] {
                 // SAFETY: a QP's CQs live as long as it does; the target of an XRC connection has none.
@@ -244,6 +264,7 @@ pub unsafe extern "C" fn x_ibv_modify_qp(qp: *mut ibv_qp, attr: *mut ibv_qp_attr
             }
         }
     }
+    hold(obj, Some(qp.cast::<QpObj>().cast_const()));
     code(r)
 }
 

@@ -78,8 +78,8 @@ pub(crate) struct Done {
 enum Role {
     /// Completes the list operations of this SRQ.
     Operations(u32),
-    /// Receives from this SRQ, which sends by it.
-    Member(u32, *const QpObj),
+    /// Receives from this SRQ, which sends by it, unless the QP is about to go.
+    Member(u32, Option<*const QpObj>),
 }
 
 /// Tag matching of the SRQs of one CQ.
@@ -117,10 +117,17 @@ impl Matching {
 
     /// A QP of one of the SRQs.
     pub fn join(&self, srqn: u32, qp: *const QpObj, qpn: u32) {
-        lock(&self.0).qps.insert(qpn, Role::Member(srqn, qp));
+        lock(&self.0).qps.insert(qpn, Role::Member(srqn, Some(qp)));
     }
 
-    /// A QP is gone: nobody else than the program hears of what it has left.
+    /// Nothing is sent by this QP until it is given here again.
+    pub fn hold(&self, qpn: u32, given: Option<*const QpObj>) {
+        if let Some(Role::Member(_, qp)) = lock(&self.0).qps.get_mut(&qpn) {
+            *qp = given;
+        }
+    }
+
+    /// A QP that was held is gone: nobody else than the program hears of what it has left.
     pub fn leave(&self, cq: &driver::Cq, qpn: u32) {
         let mut inner = lock(&self.0);
         inner.drain(cq);
@@ -131,7 +138,7 @@ impl Matching {
         }
     }
 
-    /// A QP starts over: it has no completions.
+    /// A QP that was held starts over: it has no completions.
     pub fn forget(&self, cq: &driver::Cq, qpn: u32) {
         let mut inner = lock(&self.0);
         inner.drain(cq);
@@ -166,14 +173,15 @@ impl Inner {
             }
             Some(&Role::Member(srqn, qp)) => {
                 let Some(s) = srqs.get_mut(&srqn) else { return };
-                // SAFETY: a QP leaves before it goes.
-                let qp = unsafe { &(*qp).qp };
                 if srq::is_sent(&cqe) {
                     ready.extend(s.sent(&cqe));
                 } else {
                     ready.push_back(s.received(&cqe));
                 }
-                s.fetch(qp);
+                // SAFETY: a QP is held before it goes.
+                if let Some(qp) = qp.map(|qp| unsafe { &(*qp).qp }) {
+                    s.fetch(qp);
+                }
             }
         }
     }
