@@ -632,8 +632,11 @@ fn kernel(s: &mut Suite<'_>) {
             both_end_well(g.serve_here(server, &client.replace("ADDR", vm::OURS))?)
         });
     }
-    s.check(MULTICAST_THERE, |_| both_end_well(guest.as_ref().map_err(Clone::clone)?.multicast_there()?));
-    s.check(MULTICAST_HERE, |_| both_end_well(guest.as_ref().map_err(Clone::clone)?.multicast_here()?));
+    // Datagrams may get lost.
+    let there = || both_end_well(guest.as_ref().map_err(Clone::clone)?.multicast_there()?);
+    let here = || both_end_well(guest.as_ref().map_err(Clone::clone)?.multicast_here()?);
+    s.check(MULTICAST_THERE, |_| there().or_else(|_| there()));
+    s.check(MULTICAST_HERE, |_| here().or_else(|_| here()));
     s.check(last, |_| {
         let g = guest.as_ref().map_err(Clone::clone)?;
         let log = g.run("dmesg | grep -i icrc | head -3; ibv_devinfo -d rxe0 | grep state")?;

@@ -354,6 +354,8 @@ impl Guest {
         while !self.run("cat /proc/net/igmp")?.text.contains("010101EF") && start.elapsed() < Duration::from_secs(10) {
             std::thread::sleep(Duration::from_millis(100));
         }
+        // The program attaches its QP a moment after the kernel has joined the group, and nothing shows it.
+        std::thread::sleep(Duration::from_secs(2));
         let sender = lab.spawn("v", &["--net", "host"], &format!("{MULTICAST_SENDER} {OURS}"))?.finish();
         Ok((guest_output(member), sender))
     }
