@@ -434,12 +434,33 @@ static void qp_objects(void)
 	struct ibv_srq_init_attr_ex sx = { .attr = sa.attr, .comp_mask = MOSTLY(rnd(32), 3), .srq_type = MOSTLY(rnd(3), 4), .pd = pd,
 					   .xrcd = xrcd, .cq = cq, .tm_cap = { MOSTLY(1 + rnd(8), 6), MOSTLY(1 + rnd(8), 6) } };
 	struct ibv_srq_attr srq_attr = { odd(), odd(), odd() };
+	struct ibv_qp_rate_limit_attr limit = { .rate_limit = rnd(2) ? 0 : 1000000 + odd(), .comp_mask = MOSTLY(0, 4) };
+	struct ibv_qp_open_attr oa = { .comp_mask = MOSTLY(15, 4), .xrcd = xrcd, .qp_type = MOSTLY(IBV_QPT_XRC_RECV, 4) };
 	struct ibv_qp_attr a;
 	union ibv_gid gid = { .raw = { 0xff, 0x0e, [15] = rnd(8) } };
 	unsigned number;
 	int mask;
 
-	switch (rnd(16)) {
+	switch (rnd(19)) {
+	case 16:
+		last = "modify_qp(sizes)";
+		if (qp) {
+			a = (struct ibv_qp_attr){ .cap = cap };
+			code(ibv_modify_qp(qp, &a, IBV_QP_CAP | MOSTLY(0, 4)));
+		}
+		break;
+	case 17:
+		last = "modify_qp_rate_limit";
+		if (qp)
+			code(ibv_modify_qp_rate_limit(qp, &limit));
+		break;
+	case 18:
+		last = "open_qp";
+		if (qps.n < MANY) {
+			oa.qp_num = qp ? qp->qp_num : odd();
+			keep(&qps, ibv_open_qp(any_ctx(), &oa));
+		}
+		break;
 	case 0: case 1: case 2:
 		last = "create_qp";
 		if (pd && qps.n < MANY)

@@ -1,5 +1,7 @@
 //! Black-box tests: Debian's programs in containers, wrong input at the command line, lost peers.
 
+mod changes;
+
 use std::time::Duration;
 
 use crate::Result;
@@ -733,6 +735,7 @@ pub(crate) fn run(only: Option<&str>) -> Result<()> {
     c_program(&mut s);
     captures(&mut s);
     losses(&mut s);
+    changes::run(&mut s);
     wrong_input(&mut s);
     own_labs(&mut s);
     wire(&mut s);

@@ -63,13 +63,15 @@ pub enum Command {
     ResizeSrq = 39,
     ModifyCq = 40,
     AllocNullMr = 41,
+    ResizeQp = 42,
+    OpenQp = 43,
 }
 
 impl Command {
     /// The command of a raw code.
     pub fn from_raw(raw: u8) -> Option<Self> {
         use Command::*;
-        const ALL: [Command; 41] = [
+        const ALL: [Command; 43] = [
             QueryPort,
             CreateCq,
             DestroyCq,
@@ -111,6 +113,8 @@ impl Command {
             ResizeSrq,
             ModifyCq,
             AllocNullMr,
+            ResizeQp,
+            OpenQp,
         ];
         ALL.get(usize::from(raw).wrapping_sub(1)).copied()
     }
@@ -230,6 +234,14 @@ wire! {
     /// `db_slot`: the doorbell bit of this QP.
     CreateQpResp = 32 { qpn: u32, db_slot: u32, cap: QpCap, reserved: u32 }
 
+    /// New rings of a QP, with the same indices, sizes of WQEs and the WQEs that wait; the control block stays.
+    ResizeQpReq = 48 {
+        qpn: u32, max_send_wr: u32, max_recv_wr: u32, reserved: u32, ctrl_addr: u64, sq_addr: u64, rq_addr: u64,
+        reserved2: u64,
+    }
+    /// QP `qpn`, the target of an XRC connection in this domain, is this session's too.
+    OpenQpReq = 8 { xrcdn: u32, qpn: u32 }
+
     /// The ring is the driver's memory, as an RQ of these capabilities would be; `ctrl_addr`: a [`crate::QpCtrl`], of which
     /// the RQ's part is used.
     CreateSrqReq = 48 {
@@ -306,10 +318,10 @@ mod tests {
 
     #[test]
     fn command_codes_are_those_of_the_rfc() {
-        for raw in 1..=41u8 {
+        for raw in 1..=43u8 {
             assert_eq!(Command::from_raw(raw).unwrap() as u8, raw);
         }
-        assert_eq!((Command::from_raw(0), Command::from_raw(42)), (None, None));
+        assert_eq!((Command::from_raw(0), Command::from_raw(44)), (None, None));
         assert_eq!(Command::RegUserMr as u8, 9);
         assert_eq!(Command::ReqNotifyCq as u8, 18);
     }

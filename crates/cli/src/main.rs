@@ -114,6 +114,23 @@ enum VrnicCommand {
         #[command(flatten)]
         out: Out,
     },
+    /// Set the link of a vRNIC up or down: its programs see it as a cable that is plugged in or pulled out
+    #[command(
+        after_help = "Examples:\n  unirdma vrnic link a down    connections of `a` retry, and fail if it stays down\n  unirdma vrnic link a up"
+    )]
+    Link {
+        /// Name of the vRNIC
+        name: String,
+        /// What its link becomes
+        state: LinkState,
+        #[command(flatten)]
+        out: Out,
+    },
+    /// Give a vRNIC an address, or take one away, while its programs run
+    Ip {
+        #[command(subcommand)]
+        command: IpCommand,
+    },
     /// Remove a vRNIC
     Rm {
         /// Name of the vRNIC
@@ -124,6 +141,35 @@ enum VrnicCommand {
         #[command(flatten)]
         out: Out,
     },
+}
+
+#[derive(Clone, Copy, PartialEq, clap::ValueEnum)]
+enum LinkState {
+    Up,
+    Down,
+}
+
+#[derive(Subcommand)]
+enum IpCommand {
+    /// Give it an address: programs hear of the new GID
+    #[command(
+        after_help = "Example:\n  unirdma vrnic ip add a fd00::7/64\n\nThe interface of a container that runs already is its own: there, add the address with `ip addr add` too."
+    )]
+    Add(IpArgs),
+    /// Take an address away: connections that use it break, and its place in the GID table becomes empty
+    #[command(after_help = "Example:\n  unirdma vrnic ip rm a fd00::7")]
+    Rm(IpArgs),
+}
+
+#[derive(Args)]
+struct IpArgs {
+    /// Name of the vRNIC
+    name: String,
+    /// Virtual address, IPv4 or IPv6, with an optional prefix length
+    #[arg(value_name = "IP[/PREFIX]")]
+    ip: IpNet,
+    #[command(flatten)]
+    out: Out,
 }
 
 #[derive(Subcommand)]
@@ -179,6 +225,16 @@ fn vrnic(dir: &std::path::Path, command: VrnicCommand) -> io::Result<u8> {
         }
         VrnicCommand::Ls { out } => ask(dir, &Request::VrnicList, &out),
         VrnicCommand::Show { name, out } => ask(dir, &Request::VrnicShow { name }, &out),
+        VrnicCommand::Link { name, state, out } => {
+            ask(dir, &Request::VrnicLink { name, up: state == LinkState::Up }, &out)
+        }
+        VrnicCommand::Ip { command } => {
+            let (IpArgs { name, ip, out }, add) = match command {
+                IpCommand::Add(args) => (args, true),
+                IpCommand::Rm(args) => (args, false),
+            };
+            ask(dir, &Request::VrnicAddress { name, ip, add }, &out)
+        }
         VrnicCommand::Rm { name, force, out } => ask(dir, &Request::VrnicRemove { name, force }, &out),
     }
 }

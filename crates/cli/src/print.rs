@@ -21,6 +21,10 @@ fn ips(v: &VrnicInfo) -> String {
     v.ips.iter().map(ToString::to_string).collect::<Vec<_>>().join(",")
 }
 
+fn link(v: &VrnicInfo) -> String {
+    if v.up { "up" } else { "down" }.into()
+}
+
 fn bytes(n: u64) -> String {
     const UNITS: [&str; 5] = ["B", "KiB", "MiB", "GiB", "TiB"];
     let mut v = n as f64;
@@ -33,13 +37,14 @@ fn bytes(n: u64) -> String {
 }
 
 fn list(vs: &[VrnicInfo]) -> String {
-    let head = ["NAME", "GROUP", "ADDRESS", "CONTAINER", "PROGRAMS", "QPS", "MEMORY", "SENT", "RECEIVED"];
+    let head = ["NAME", "GROUP", "ADDRESS", "LINK", "CONTAINER", "PROGRAMS", "QPS", "MEMORY", "SENT", "RECEIVED"];
     let mut rows = vec![head.map(String::from).to_vec()];
     rows.extend(vs.iter().map(|v| {
         vec![
             v.name.clone(),
             v.group.clone(),
             ips(v),
+            link(v),
             if v.attached { "yes" } else { "-" }.into(),
             v.sessions.to_string(),
             v.qps.to_string(),
@@ -58,6 +63,7 @@ fn show(v: &VrnicInfo) -> String {
         ("group", v.group.clone()),
         ("addresses", ips(v)),
         ("GIDs", v.gids.join(", ")),
+        ("link", link(v)),
         ("MAC", v.mac.clone()),
         ("GUID", v.guid.clone()),
         ("MTU", v.mtu.to_string()),

@@ -99,7 +99,10 @@ impl Device {
             // GIDs come from the virtual layer; a driver may only name what it was given (R26).
             Command::AddGid => {
                 let r: abi::AddGidReq = parse(data)?;
-                let granted = rnic.gids(self.identity.vnic).get(usize::from(r.index)).is_some_and(|g| g.0 == r.gid);
+                let granted = {
+                    let gids = rnic.gids(self.identity.vnic);
+                    gids.get(usize::from(r.index)).is_some_and(|g| g.0 == r.gid && !g.is_zero())
+                };
                 if granted && r.port_num == 1 { Ok(Vec::new()) } else { Err(Status::Denied) }
             }
             Command::DelGid => {
@@ -157,6 +160,11 @@ impl Device {
             // Both need MEM_MGT_EXTENSIONS, which this device does not offer (R34).
             Command::CreateMr | Command::MapMrSg => Err(Status::Unsupported),
             Command::CreateQp => self.create_qp(rnic, data),
+            Command::ResizeQp => self.resize_qp(rnic, data),
+            Command::OpenQp => {
+                let r: abi::OpenQpReq = parse(data)?;
+                nothing(rnic.open_qp(s, r.xrcdn, r.qpn))
+            }
             Command::ModifyQp => {
                 let r: abi::ModifyQpReq = parse(data)?;
                 nothing(rnic.modify_qp(s, r.qpn, r.attr_mask, &r.attr))
@@ -231,11 +239,13 @@ impl Device {
             return Err(Status::BadValue);
         }
         let mtu = self.identity.active_mtu;
+        // ACTIVE and LinkUp, or DOWN and Disabled.
+        let (state, phys_state) = if rnic.is_up(self.identity.vnic) { (4, 5) } else { (1, 3) };
         answer(abi::QueryPortResp {
-            state: 4,
+            state,
             max_mtu: 5,
             active_mtu: mtu,
-            phys_state: 5,
+            phys_state,
             phys_mtu: 128 << mtu,
             gid_tbl_len: rnic.gids(self.identity.vnic).len() as u32,
             port_cap_flags: 1 << 16 | 1 << 26,
@@ -276,13 +286,27 @@ impl Device {
         answer(abi::HandleResp { handle: rnic.create_cq(self.session, ring, comp_queue)?, reserved: 0 })
     }
 
+    /// The rings of a QP, checked.
+    fn qp_rings(&self, cap: &abi::QpCap, ctrl: u64, sq: u64, rq: u64) -> Result<QpRings, Status> {
+        let layout = abi::QpLayout::of(cap).ok_or(Status::BadValue)?;
+        let ctrl = span(&self.memory, ctrl, size_of::<abi::QpCtrl>() as u64)?;
+        let sq = span(&self.memory, sq, layout.sq_bytes() as u64)?;
+        let rq = span(&self.memory, rq, layout.rq_bytes() as u64)?;
+        QpRings::new(ctrl, sq, rq, layout).ok_or(Status::BadAddress)
+    }
+
+    fn resize_qp(&self, rnic: &mut Rnic, data: &[u8]) -> Answer {
+        let r: abi::ResizeQpReq = parse(data)?;
+        let cap = rnic.query_qp(self.session, r.qpn)?.cap;
+        let cap = abi::QpCap { max_send_wr: r.max_send_wr, max_recv_wr: r.max_recv_wr, ..cap };
+        let rings = self.qp_rings(&cap, r.ctrl_addr, r.sq_addr, r.rq_addr)?;
+        nothing(rnic.resize_qp(self.session, r.qpn, rings))
+    }
+
     fn create_qp(&self, rnic: &mut Rnic, data: &[u8]) -> Answer {
         let r: abi::CreateQpReq = parse(data)?;
-        let layout = abi::QpLayout::of(&r.cap).ok_or(Status::BadValue)?;
-        let ctrl = span(&self.memory, r.ctrl_addr, size_of::<abi::QpCtrl>() as u64)?;
-        let sq = span(&self.memory, r.sq_addr, layout.sq_bytes() as u64)?;
-        let rq = span(&self.memory, r.rq_addr, layout.rq_bytes() as u64)?;
-        let rings = QpRings::new(ctrl, sq, rq, layout).ok_or(Status::BadAddress)?;
+        let rings = self.qp_rings(&r.cap, r.ctrl_addr, r.sq_addr, r.rq_addr)?;
+        let layout = *rings.layout();
         // What the rings really hold (R84p).
         let cap = abi::QpCap {
             max_send_wr: layout.sq_entries,

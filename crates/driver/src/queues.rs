@@ -6,7 +6,7 @@ use std::sync::{Arc, Mutex};
 use unirdma_abi as abi;
 use unirdma_abi::Command;
 use unirdma_formats::WrOpcode;
-use unirdma_mem::{CqTail, QpRings};
+use unirdma_mem::{CqTail, QpRings, Span};
 use zerocopy::IntoBytes;
 
 use crate::arena::Block;
@@ -238,10 +238,52 @@ pub enum SendWr<'a> {
     Inline(&'a [abi::Sge]),
 }
 
-/// Where receives are posted; that of an SRQ may be resized.
-struct ReceiveQueue {
+/// Where requests are posted: the rings, which a resize replaces, and how far.
+struct WorkQueue {
     rings: QpRings,
     post: Post,
+}
+
+impl WorkQueue {
+    fn new(rings: QpRings) -> Mutex<Self> {
+        Mutex::new(WorkQueue { rings, post: Post { prod: 0, published: 0 } })
+    }
+
+    /// Copies the receives that wait to other rings.
+    ///
+    /// # Errors
+    /// `EINVAL` if there is no room for them.
+    fn copy_receives(&self, to: &QpRings) -> Result<()> {
+        let (from, prod) = (&self.rings, self.post.prod);
+        let waiting = from.layout().rq_entries - from.rq_free(prod);
+        copy(waiting, prod, to.layout().rq_entries, to.layout().rq_stride, |at, wqe| {
+            from.rq_copy(at, wqe);
+            to.rq_put(at, 0, wqe);
+        })
+    }
+
+    /// Copies the sends that wait or are under way to other rings.
+    ///
+    /// # Errors
+    /// `EINVAL` if there is no room for them.
+    fn copy_sends(&self, to: &QpRings) -> Result<()> {
+        let (from, prod) = (&self.rings, self.post.prod);
+        let waiting = from.layout().sq_entries - from.sq_free(prod);
+        copy(waiting, prod, to.layout().sq_entries, to.layout().sq_stride, |at, wqe| {
+            from.sq_copy(at, wqe);
+            to.sq_put(at, 0, wqe);
+        })
+    }
+}
+
+/// Copies the last `waiting` WQEs before index `prod`, one at a time, if there are no more than `room`.
+fn copy(waiting: u32, prod: u32, room: u32, stride: u32, one: impl Fn(u32, &mut [u8])) -> Result<()> {
+    if waiting > room {
+        return Err(libc::EINVAL);
+    }
+    let mut wqe = vec![0; stride as usize];
+    (1..=waiting).for_each(|i| one(prod.wrapping_sub(i), &mut wqe));
+    Ok(())
 }
 
 struct Post {
@@ -254,12 +296,11 @@ pub struct Qp {
     ctx: Arc<Context>,
     /// Its number.
     pub qpn: u32,
-    /// What it can do.
+    /// What it could do when it was created; [`Qp::resize`] changes how many requests it holds, and nothing else.
     pub cap: abi::QpCap,
     slot: u32,
-    rings: QpRings,
-    sq: Mutex<Post>,
-    rq: Mutex<ReceiveQueue>,
+    sq: Mutex<WorkQueue>,
+    rq: Mutex<WorkQueue>,
     blocks: Mutex<Vec<Block>>,
 }
 
@@ -278,9 +319,8 @@ impl Qp {
                 qpn: resp.qpn,
                 cap: resp.cap,
                 slot: resp.db_slot,
-                rq: Mutex::new(ReceiveQueue { rings: rings.clone(), post: Post { prod: 0, published: 0 } }),
-                rings,
-                sq: Mutex::new(Post { prod: 0, published: 0 }),
+                sq: WorkQueue::new(rings.clone()),
+                rq: WorkQueue::new(rings),
                 blocks: Mutex::new(blocks),
             }),
             Err(e) => {
@@ -344,13 +384,68 @@ impl Qp {
         let (mut sq, mut rq) = (lock(&self.sq), lock(&self.rq));
         self.ctx.command_void(Command::ModifyQp, &abi::ModifyQpReq { qpn: self.qpn, attr_mask: mask, attr: *attr })?;
         if mask & unirdma_formats::attr_mask::STATE != 0 && attr.qp_state == 0 {
-            for post in [&mut *sq, &mut rq.post] {
-                *post = Post { prod: 0, published: 0 };
+            for queue in [&mut *sq, &mut *rq] {
+                queue.post = Post { prod: 0, published: 0 };
             }
-            self.rings.set_sq_prod(0);
-            self.rings.set_rq_prod(0);
+            sq.rings.set_sq_prod(0);
+            rq.rings.set_rq_prod(0);
         }
         Ok(())
+    }
+
+    /// The target of an XRC connection that somebody made in domain `xrcdn`; nothing is ever posted to it.
+    ///
+    /// # Errors
+    /// Those of the device.
+    pub fn open(ctx: &Arc<Context>, xrcdn: u32, qpn: u32) -> Result<Self> {
+        let cap = abi::QpCap::default();
+        let layout = abi::QpLayout::of(&cap).ok_or(libc::EINVAL)?;
+        // Only this side has rings of it, which stay empty.
+        let ctrl = ctx.alloc(size_of::<abi::QpCtrl>())?;
+        let (sq, rq) = (Span::anonymous(layout.sq_bytes()), Span::anonymous(layout.rq_bytes()));
+        let rings = QpRings::new(ctrl.span.clone(), sq, rq, layout).ok_or(libc::EPROTO);
+        let opened = ctx.command_void(Command::OpenQp, &abi::OpenQpReq { xrcdn, qpn });
+        match opened.and(rings) {
+            Ok(rings) => {
+                let (sq, rq) = (WorkQueue::new(rings.clone()), WorkQueue::new(rings));
+                Ok(Qp { ctx: ctx.clone(), qpn, cap, slot: 0, sq, rq, blocks: Mutex::new(vec![ctrl]) })
+            }
+            Err(e) => {
+                ctx.free(ctrl);
+                Err(e)
+            }
+        }
+    }
+
+    /// Gives the QP room for at least `max_send_wr` and `max_recv_wr` requests. Those that wait or are under way stay.
+    ///
+    /// # Errors
+    /// `EINVAL` if there are more than that, or for more than the device's limits, or those of the device.
+    pub fn resize(&self, max_send_wr: u32, max_recv_wr: u32) -> Result<()> {
+        let (mut sq, mut rq) = (lock(&self.sq), lock(&self.rq));
+        let mut blocks = lock(&self.blocks);
+        let [ctrl, _, _] = &blocks[..] else { return Err(libc::EINVAL) };
+        let ctrl_addr = ctrl.bus;
+        let layout = abi::QpLayout::of(&abi::QpCap { max_send_wr, max_recv_wr, ..self.cap }).ok_or(libc::EINVAL)?;
+        let mut new = Vec::new();
+        let moved = (|| {
+            new.push(self.ctx.alloc(layout.sq_bytes())?);
+            new.push(self.ctx.alloc(layout.rq_bytes())?);
+            let rings = sq.rings.with_rings(new[0].span.clone(), new[1].span.clone(), layout).ok_or(libc::EPROTO)?;
+            sq.copy_sends(&rings)?;
+            rq.copy_receives(&rings)?;
+            let (sq_addr, rq_addr) = (new[0].bus, new[1].bus);
+            let (qpn, reserved, reserved2) = (self.qpn, 0, 0);
+            let req =
+                abi::ResizeQpReq { qpn, max_send_wr, max_recv_wr, reserved, ctrl_addr, sq_addr, rq_addr, reserved2 };
+            self.ctx.command_void(Command::ResizeQp, &req).map(|()| rings)
+        })();
+        let done = moved.map(|rings| {
+            (sq.rings, rq.rings) = (rings.clone(), rings);
+            blocks[1..].swap_with_slice(&mut new);
+        });
+        new.into_iter().for_each(|b| self.ctx.free(b));
+        done
     }
 
     /// QUERY_QP.
@@ -365,7 +460,7 @@ impl Qp {
 
     /// Begins a batch of sends. The WQEs are published when it is dropped, and the bell rings once.
     pub fn send_batch(&self) -> SendBatch<'_> {
-        SendBatch { qp: self, post: lock(&self.sq) }
+        SendBatch { qp: self, sq: lock(&self.sq) }
     }
 
     /// Begins a batch of receives.
@@ -378,7 +473,7 @@ impl Qp {
 /// Sends that are being posted.
 pub struct SendBatch<'a> {
     qp: &'a Qp,
-    post: std::sync::MutexGuard<'a, Post>,
+    sq: std::sync::MutexGuard<'a, WorkQueue>,
 }
 
 impl SendBatch<'_> {
@@ -392,14 +487,14 @@ impl SendBatch<'_> {
     /// The pieces of [`SendWr::Inline`] must be readable memory of this process.
     #[inline]
     pub unsafe fn push(&mut self, head: &abi::SqWqe, data: SendWr<'_>) -> Result<()> {
-        let rings = &self.qp.rings;
+        let WorkQueue { rings, post } = &mut *self.sq;
         if self.qp.ctx.is_dead() {
             return Err(libc::EIO);
         }
-        if rings.sq_free(self.post.prod) == 0 {
+        if rings.sq_free(post.prod) == 0 {
             return Err(libc::ENOMEM);
         }
-        let i = self.post.prod;
+        let i = post.prod;
         let mut head = *head;
         let (SendWr::Sges(list) | SendWr::Inline(list)) = data;
         if list.len() > self.qp.cap.max_send_sge as usize {
@@ -427,7 +522,7 @@ impl SendBatch<'_> {
             }
         }
         rings.sq_put(i, 0, head.as_bytes());
-        self.post.prod = i.wrapping_add(1);
+        post.prod = i.wrapping_add(1);
         Ok(())
     }
 }
@@ -435,15 +530,17 @@ impl SendBatch<'_> {
 impl SendBatch<'_> {
     /// Forgets what was written.
     pub fn abort(mut self) {
-        self.post.prod = self.post.published;
+        let post = &mut self.sq.post;
+        post.prod = post.published;
     }
 }
 
 impl Drop for SendBatch<'_> {
     fn drop(&mut self) {
-        if self.post.prod != self.post.published {
-            self.post.published = self.post.prod;
-            self.qp.rings.set_sq_prod(self.post.prod);
+        let WorkQueue { rings, post } = &mut *self.sq;
+        if post.prod != post.published {
+            post.published = post.prod;
+            rings.set_sq_prod(post.prod);
             self.qp.ctx.ring(self.qp.slot);
         }
     }
@@ -458,7 +555,7 @@ pub struct Srq {
     pub number: u32,
     /// SGEs of one receive.
     pub max_sge: u32,
-    rq: Mutex<ReceiveQueue>,
+    rq: Mutex<WorkQueue>,
     blocks: Mutex<Vec<Block>>,
 }
 
@@ -477,7 +574,7 @@ impl Srq {
                 srqn: resp.srqn,
                 number: resp.number,
                 max_sge,
-                rq: Mutex::new(ReceiveQueue { rings, post: Post { prod: 0, published: 0 } }),
+                rq: WorkQueue::new(rings),
                 blocks: Mutex::new(blocks),
             }),
             Err(e) => {
@@ -535,22 +632,12 @@ impl Srq {
         let mut rq = lock(&self.rq);
         let cap = abi::QpCap { max_recv_wr: max_wr, max_recv_sge: self.max_sge, ..Default::default() };
         let layout = abi::QpLayout::of(&cap).filter(|_| max_wr > 0).ok_or(libc::EINVAL)?;
-        let old = rq.rings.layout().rq_entries;
-        let waiting = old - rq.rings.rq_free(rq.post.prod);
-        if waiting > layout.rq_entries {
-            return Err(libc::EINVAL);
-        }
         let ring = self.ctx.alloc(layout.rq_bytes())?;
         let mut blocks = lock(&self.blocks);
         let [ctrl, _] = &blocks[..] else { return Err(libc::EINVAL) };
         let made = QpRings::receive_only(ctrl.span.clone(), ring.span.clone(), layout).ok_or(libc::EPROTO);
         let moved = made.and_then(|rings| {
-            let mut wqe = vec![0; layout.rq_stride as usize];
-            for i in 1..=waiting {
-                let at = rq.post.prod.wrapping_sub(i);
-                rq.rings.rq_copy(at, &mut wqe);
-                rings.rq_put(at, 0, &wqe);
-            }
+            rq.copy_receives(&rings)?;
             let (ctrl_addr, ring_addr) = (ctrl.bus, ring.bus);
             let req = abi::ResizeSrqReq { srqn: self.srqn, max_wr, ctrl_addr, ring_addr, reserved: 0 };
             self.ctx.command_void(Command::ResizeSrq, &req).map(|()| rings)
@@ -596,7 +683,7 @@ pub struct RecvBatch<'a> {
     max_sge: u32,
     /// Doorbell slot to ring if the device wants it; an SRQ has none.
     slot: Option<u32>,
-    rq: std::sync::MutexGuard<'a, ReceiveQueue>,
+    rq: std::sync::MutexGuard<'a, WorkQueue>,
 }
 
 impl RecvBatch<'_> {
@@ -606,7 +693,7 @@ impl RecvBatch<'_> {
     /// `ENOMEM` if the RQ is full, `EINVAL` for too many SGEs, `EIO` as for sends.
     #[inline]
     pub fn push(&mut self, wr_id: u64, sges: &[abi::Sge]) -> Result<()> {
-        let ReceiveQueue { rings, post } = &mut *self.rq;
+        let WorkQueue { rings, post } = &mut *self.rq;
         if self.ctx.is_dead() {
             return Err(libc::EIO);
         }
@@ -626,7 +713,7 @@ impl RecvBatch<'_> {
 
 impl Drop for RecvBatch<'_> {
     fn drop(&mut self) {
-        let ReceiveQueue { rings, post } = &mut *self.rq;
+        let WorkQueue { rings, post } = &mut *self.rq;
         if post.prod != post.published {
             post.published = post.prod;
             let wanted = rings.set_rq_prod(post.prod);

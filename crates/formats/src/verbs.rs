@@ -233,14 +233,26 @@ code!(
         DeviceFatal = 8,
         /// The port came up.
         PortActive = 9,
+        /// The port went down.
+        PortErr = 10,
         /// The SRQ failed.
         SrqErr = 14,
         /// The SRQ has fewer receives than its limit.
         SrqLimitReached = 15,
         /// A QP with an SRQ failed and takes no more of its receives.
         QpLastWqeReached = 16,
+        /// The GID table has changed.
+        GidChange = 18,
     }
 );
+
+impl AsyncEvent {
+    /// True if it concerns a QP.
+    pub fn is_of_qp(self) -> bool {
+        use AsyncEvent::*;
+        matches!(self, QpFatal | QpReqErr | QpAccessErr | CommEst | SqDrained | QpLastWqeReached)
+    }
+}
 
 /// Access flags (`enum ibv_access_flags`).
 pub mod access {

@@ -13,7 +13,7 @@ use unirdma_rnic::WireDrops;
 
 use crate::fdpass;
 use crate::port::PortCounters;
-use crate::vrnic::{AddVrnic, VrnicInfo};
+use crate::vrnic::{AddVrnic, IpNet, VrnicInfo};
 
 /// What may be asked.
 #[derive(Clone, Debug, Serialize, Deserialize)]
@@ -28,6 +28,17 @@ pub enum Request {
     VrnicRemove {
         name: String,
         force: bool,
+    },
+    /// Sets the link of a vRNIC up or down.
+    VrnicLink {
+        name: String,
+        up: bool,
+    },
+    /// Gives a vRNIC an address, or takes one away, while programs run.
+    VrnicAddress {
+        name: String,
+        ip: IpNet,
+        add: bool,
     },
     GroupAdd {
         name: String,

@@ -15,7 +15,7 @@ use rustix::event::{EventfdFlags, epoll};
 use rustix::net::SocketFlags;
 use unirdma_abi as abi;
 use unirdma_device::{Device, Identity, lock};
-use unirdma_formats::Mac;
+use unirdma_formats::{Gid, Mac};
 use unirdma_link::{Backend, Handler, Memory, Progress, RegionBudget, Vring};
 use unirdma_rnic::{Limits, VnicConfig, VnicId};
 
@@ -44,6 +44,8 @@ struct Vrnic {
     limits: Limits,
     listener: (u64, UnixListener),
     attached: Option<u64>,
+    /// Its link.
+    up: bool,
     sessions: usize,
     budget: RegionBudget,
 }

@@ -515,7 +515,10 @@ mod tests {
         assert!(none.err().unwrap().to_string().contains("no address of this host"));
         let mut tx = Tx::default();
         for i in 0..200u32 {
-            tx.push_raw(unirdma_rnic::Path { to: b, from: None }, &vec![i as u8; if i == 150 { 40 } else { 600 }]);
+            tx.push_raw(
+                unirdma_rnic::Path { to: b, from: None, cut: false },
+                &vec![i as u8; if i == 150 { 40 } else { 600 }],
+            );
         }
         a.send(&mut tx);
         let mut got = Vec::new();

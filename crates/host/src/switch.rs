@@ -8,6 +8,7 @@ use std::collections::HashMap;
 use std::io;
 use std::mem::MaybeUninit;
 use std::os::fd::OwnedFd;
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex};
 
 use rustix::event::{EventfdFlags, epoll};
@@ -21,6 +22,8 @@ struct Port {
     fd: OwnedFd,
     group: u32,
     mac: Mac,
+    /// Frames pass, both ways.
+    up: AtomicBool,
 }
 
 /// The switch; its thread runs until the process ends.
@@ -61,16 +64,23 @@ impl Switch {
         Ok(s)
     }
 
-    /// Adds the interface of a vRNIC under `id`.
+    /// Adds the interface of a vRNIC under `id`; `up`: its link.
     ///
     /// # Errors
     /// The descriptor cannot be polled.
-    pub fn add(&self, id: u64, fd: OwnedFd, group: u32, mac: Mac) -> io::Result<()> {
+    pub fn add(&self, id: u64, fd: OwnedFd, group: u32, mac: Mac, up: bool) -> io::Result<()> {
         rustix::fs::fcntl_setfl(&fd, rustix::fs::OFlags::NONBLOCK)?;
         let mut ports = lock(&self.ports);
         epoll::add(&*self.epoll, &fd, epoll::EventData::new_u64(id), epoll::EventFlags::IN)?;
-        ports.insert(id, Arc::new(Port { fd, group, mac }));
+        ports.insert(id, Arc::new(Port { fd, group, mac, up: up.into() }));
         Ok(())
+    }
+
+    /// Sets the link of an interface up or down.
+    pub fn set_link(&self, id: u64, up: bool) {
+        if let Some(p) = lock(&self.ports).get(&id) {
+            p.up.store(up, Ordering::Relaxed);
+        }
     }
 
     /// Removes an interface.
@@ -122,7 +132,7 @@ impl Switch {
     }
 
     fn forward(&self, id: u64, port: &Port, frame: &[u8]) {
-        if frame[6..12] != port.mac.0 {
+        if frame[6..12] != port.mac.0 || !port.up.load(Ordering::Relaxed) {
             return;
         }
         let here = self.deliver(Some(id), port.group, frame);
@@ -137,8 +147,10 @@ impl Switch {
         let mut found = false;
         for (&id, p) in lock(&self.ports).iter() {
             if Some(id) != from && p.group == group && (to_all || frame[..6] == p.mac.0) {
-                // A full queue drops the frame, as a wire would.
-                let _ = rustix::io::write(&p.fd, frame);
+                if p.up.load(Ordering::Relaxed) {
+                    // A full queue drops the frame, as a wire would.
+                    let _ = rustix::io::write(&p.fd, frame);
+                }
                 found = true;
             }
         }

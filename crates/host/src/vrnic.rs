@@ -69,6 +69,8 @@ pub struct VrnicInfo {
     pub group: String,
     pub ips: Vec<IpNet>,
     pub gids: Vec<String>,
+    /// Its link is up.
+    pub up: bool,
     pub mac: String,
     pub guid: String,
     pub mtu: u32,
@@ -132,6 +134,9 @@ pub(crate) fn gid_table(ips: &[IpNet], mac: Mac) -> Vec<Gid> {
     }
     gids
 }
+
+/// Most entries of a GID table, the holes that removed addresses leave included.
+pub(crate) const MAX_GIDS: usize = 256;
 
 /// The `n`-th automatic address.
 pub(crate) fn auto_ip(n: u32) -> IpNet {

@@ -82,6 +82,11 @@ impl QpRings {
         Self::new(ctrl, Span::anonymous(layout.sq_bytes()), rq, layout)
     }
 
+    /// Other rings with the same control block; `None` as of [`QpRings::new`].
+    pub fn with_rings(&self, sq: Span, rq: Span, layout: abi::QpLayout) -> Option<Self> {
+        Self::new(self.ctrl.clone(), sq, rq, layout)
+    }
+
     /// Sizes of the rings.
     pub fn layout(&self) -> &abi::QpLayout {
         &self.layout
@@ -142,6 +147,12 @@ impl QpRings {
             self.rq.read(self.rq_at(index) + abi::RQ_DATA, dst);
         }
         fits
+    }
+
+    /// Driver: copies SQ WQE `index` as it was put, at most a slot.
+    pub fn sq_copy(&self, index: u32, dst: &mut [u8]) {
+        let n = dst.len().min(self.layout.sq_stride as usize);
+        self.sq.read(self.sq_at(index), &mut dst[..n]);
     }
 
     /// Driver: copies RQ WQE `index` as it was put, at most a slot.

@@ -97,7 +97,7 @@ const XRC_RECV: &[Row] = &[
     (Rts, Rts, 0, RTS_OPTIONAL),
 ];
 
-const UC_OPTIONAL: u32 = CUR_STATE | ALT_PATH | ACCESS_FLAGS | PATH_MIG_STATE;
+const UC_OPTIONAL: u32 = CUR_STATE | ALT_PATH | ACCESS_FLAGS | PATH_MIG_STATE | RATE_LIMIT;
 
 /// As [`RC`], of a UC QP.
 const UC: &[Row] = &[
@@ -117,10 +117,10 @@ const UD: &[Row] = &[
     (Reset, Init, PKEY_INDEX | PORT | QKEY, 0),
     (Init, Init, 0, PKEY_INDEX | PORT | QKEY),
     (Init, Rtr, 0, PKEY_INDEX | QKEY),
-    (Rtr, Rts, SQ_PSN, CUR_STATE | QKEY),
-    (Rts, Rts, 0, CUR_STATE | QKEY),
+    (Rtr, Rts, SQ_PSN, CUR_STATE | QKEY | RATE_LIMIT),
+    (Rts, Rts, 0, CUR_STATE | QKEY | RATE_LIMIT),
     (Rts, Sqd, 0, EN_SQD_ASYNC_NOTIFY),
-    (Sqd, Rts, 0, CUR_STATE | QKEY),
+    (Sqd, Rts, 0, CUR_STATE | QKEY | RATE_LIMIT),
     (Sqd, Sqd, 0, PKEY_INDEX | QKEY),
     (Sqe, Rts, 0, CUR_STATE | QKEY),
 ];

@@ -241,7 +241,6 @@ impl Rnic {
     /// The virtual addresses that a connected QP uses.
     fn flow(&self, q: &Qp) -> Flow {
         let grh = q.attr.ah_attr.grh;
-        let own = self.vnics.get(q.vnic.0).and_then(|v| v.gids.get(usize::from(grh.sgid_index)));
-        Flow::roce(own.copied().unwrap_or_default(), Gid(grh.dgid))
+        Flow::roce(q.own.unwrap_or_default(), Gid(grh.dgid))
     }
 }

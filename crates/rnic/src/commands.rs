@@ -5,12 +5,13 @@ use std::sync::Arc;
 use unirdma_abi as abi;
 use unirdma_abi::Status;
 use unirdma_formats::{Gid, Psn, QpState, QpType, access, attr_mask, mtu_bytes};
-use unirdma_mem::{Bell, CqRing};
+use unirdma_mem::{Bell, CqRing, QpRings};
 
 use crate::attr;
 use crate::datagram::Backlog;
 use crate::mr::{Backing, Mr, Resolve};
 use crate::objects::{Counters, Cq, CreateQp, Moderation, Pd, Qp, SessionId, Srq, VnicId, Wait};
+use crate::pace::Pace;
 use crate::rnic::Rnic;
 use crate::wire::Wire;
 
@@ -291,6 +292,7 @@ impl Rnic {
         let of_target = |handle: u32| if xrcd.is_some() { NOBODY } else { handle };
         let qp = Qp {
             owner: s,
+            openers: Vec::new(),
             memory: s,
             xrcd,
             vnic,
@@ -312,6 +314,8 @@ impl Rnic {
             rq_psn: Psn::default(),
             mtu: 1024,
             peer_vnic: None,
+            own: None,
+            linked: self.is_up(vnic),
             peer: None,
             work: Some(Box::default()),
             busy: false,
@@ -323,6 +327,7 @@ impl Rnic {
             broken: false,
             established: false,
             wire: None,
+            pace: Pace::default(),
             backlog: Backlog::default(),
             counters: Counters::default(),
         };
@@ -338,16 +343,16 @@ impl Rnic {
 
     pub(crate) fn own_qp(&self, s: SessionId, qpn: u32) -> Result<u32> {
         let h = *self.qpns.get(&qpn).ok_or(Status::BadHandle)?;
-        self.qps.get(h).filter(|q| q.owner == s).map(|_| h).ok_or(Status::BadHandle)
+        self.qps.get(h).filter(|q| q.is_open_to(s)).map(|_| h).ok_or(Status::BadHandle)
     }
 
-    /// DESTROY_QP.
+    /// DESTROY_QP. One that others have opened lives on for them.
     ///
     /// # Errors
     /// `BadHandle` if the session has no such QP.
     pub fn destroy_qp(&mut self, s: SessionId, qpn: u32) -> Result<()> {
         let h = self.own_qp(s, qpn)?;
-        self.remove_qp(h);
+        self.leave_qp(h, s);
         Ok(())
     }
 
@@ -357,9 +362,60 @@ impl Rnic {
         let Some(q) = self.qps.remove(h) else { return };
         self.qpns.remove(&q.qpn);
         if let Some(s) = self.sessions.get_mut(q.owner.0) {
-            s.slots[q.slot as usize] = None;
-            s.free_slots.push(q.slot);
+            s.free_slot(q.slot);
         }
+    }
+
+    /// OPEN_QP: `s` shares the target of an XRC connection that somebody made in this domain (`ibv_open_qp(3)`).
+    ///
+    /// # Errors
+    /// `BadHandle` for the domain, `BadValue` if there is no such QP in it.
+    pub fn open_qp(&mut self, s: SessionId, xrcd: u32, qpn: u32) -> Result<()> {
+        let domain = self.own_xrcd(s, xrcd)?;
+        let h = *self.qpns.get(&qpn).ok_or(Status::BadValue)?;
+        let q = self.qps.get_mut(h).filter(|q| q.xrcd.is_some_and(|x| x.1 == domain)).ok_or(Status::BadValue)?;
+        q.openers.push((s, xrcd));
+        Ok(())
+    }
+
+    /// `s` uses QP `h` no more. It goes with the last one that does; true if `s` uses it still.
+    pub(crate) fn leave_qp(&mut self, h: u32, s: SessionId) -> bool {
+        let Some(q) = self.qps.get_mut(h) else { return false };
+        match q.openers.iter().position(|o| o.0 == s) {
+            Some(at) => drop(q.openers.swap_remove(at)),
+            None if q.openers.is_empty() => {
+                self.remove_qp(h);
+                return false;
+            }
+            None => {
+                // The doorbell bit goes: nothing is posted to such a QP.
+                let (heir, xrcd) = q.openers.swap_remove(0);
+                let slot = std::mem::replace(&mut q.slot, NO_SLOT);
+                (q.owner, q.xrcd) = (heir, q.xrcd.map(|x| (xrcd, x.1)));
+                if let Some(s) = self.sessions.get_mut(s.0) {
+                    s.free_slot(slot);
+                }
+            }
+        }
+        self.qps.get(h).is_some_and(|q| q.is_open_to(s))
+    }
+
+    /// RESIZE_QP: the rings, already checked, hold what waited in those before, at the same indices.
+    ///
+    /// # Errors
+    /// `BadHandle` if the session has no such QP, `BadState` if it is lost, `BadValue` if the rings do not hold what waits.
+    pub fn resize_qp(&mut self, s: SessionId, qpn: u32, rings: QpRings) -> Result<()> {
+        let h = self.own_qp(s, qpn)?;
+        let q = self.qps.get_mut(h).filter(|q| q.owner == s && !q.broken).ok_or(Status::BadState)?;
+        let layout = *rings.layout();
+        // Those under way are still in the ring: their slots are freed in order.
+        let fits = rings.sq_pending(q.sq_cons).is_ok() && rings.rq_pending(q.rq_cons).is_ok();
+        if !fits || layout.sq_stride != q.rings.layout().sq_stride || layout.rq_stride != q.rings.layout().rq_stride {
+            return Err(Status::BadValue);
+        }
+        (q.cap.max_send_wr, q.cap.max_recv_wr) = (layout.sq_entries, layout.rq_entries);
+        q.rings = rings;
+        Ok(())
     }
 
     /// QUERY_QP: the attributes as they are now.
@@ -410,17 +466,17 @@ impl Rnic {
             || given(m::MAX_DEST_RD_ATOMIC) && a.max_dest_rd_atomic > MAX_RD_ATOMIC
             || given(m::DEST_QPN) && a.dest_qp_num > unirdma_formats::Qpn::MASK
             || given(m::ALT_PATH)
-            || given(m::RATE_LIMIT)
             || given(m::PATH_MIG_STATE) && a.path_mig_state != 0
             || given(m::ACCESS_FLAGS) && a.qp_access_flags & !access::QP_ACCEPTED != 0;
         if bad {
             return Err(Status::BadValue);
         }
-        let (mut peer_vnic, mut path) = (q.peer_vnic, q.wire.as_ref().map(|w| w.path));
+        let (mut peer_vnic, mut path, mut own) = (q.peer_vnic, q.wire.as_ref().map(|w| w.path), q.own);
         if given(m::AV) {
             let ah = &a.ah_attr;
             // RoCE has no LIDs: an address vector without a GRH names nobody (annex A16).
-            if ah.is_global == 0 || usize::from(ah.grh.sgid_index) >= v.gids.len() || ah.port_num > 1 {
+            own = v.gid(ah.grh.sgid_index);
+            if ah.is_global == 0 || own.is_none() || ah.port_num > 1 {
                 return Err(Status::BadValue);
             }
             let dgid = Gid(ah.grh.dgid);
@@ -437,9 +493,9 @@ impl Rnic {
             self.reset_qp(h);
             return Ok(());
         }
-        let adapts = self.adapts;
+        let (adapts, linked) = (self.adapts, v.is_linked(own));
         let Some(q) = self.qps.get_mut(h) else { return Err(Status::BadHandle) };
-        q.peer_vnic = peer_vnic;
+        (q.peer_vnic, q.own, q.linked) = (peer_vnic, own, linked);
         match (&mut q.wire, path) {
             (Some(w), Some(path)) => w.path = path,
             (_, path) => q.wire = path.map(|p| Box::new(Wire::new(p, adapts))),
@@ -467,6 +523,8 @@ impl Rnic {
     fn reset_qp(&mut self, h: u32) {
         self.acknowledge_all(h);
         let Some(q) = self.qps.get_mut(h) else { return };
+        q.linked = self.vnics.get(q.vnic.0).is_some_and(|v| v.is_linked(None));
+        q.own = None;
         q.state = QpState::Reset;
         q.attr = abi::QpAttr::default();
         (q.sq_cons, q.rq_cons) = (0, 0);
@@ -474,6 +532,7 @@ impl Rnic {
         (q.peer, q.peer_vnic, q.wait) = (None, None, Wait::No);
         q.wire = None;
         q.backlog = Backlog::default();
+        q.pace = Pace::default();
         q.timer = q.timer.wrapping_add(1);
         q.rings.set_sq_cons(0);
         q.rings.set_rq_cons(0);
@@ -485,6 +544,8 @@ impl Rnic {
 pub(crate) const MAX_RD_ATOMIC: u8 = 128;
 /// A handle that no object has: the target of an XRC connection has neither PD nor CQs.
 const NOBODY: u32 = u32::MAX;
+/// A doorbell bit that no session has.
+const NO_SLOT: u32 = u32::MAX;
 
 fn apply(q: &mut Qp, mask: u32, a: &abi::QpAttr) {
     use attr_mask as m;
@@ -507,6 +568,7 @@ fn apply(q: &mut Qp, mask: u32, a: &abi::QpAttr) {
         MIN_RNR_TIMER => min_rnr_timer;
         MAX_DEST_RD_ATOMIC => max_dest_rd_atomic;
         DEST_QPN => dest_qp_num;
+        RATE_LIMIT => rate_limit;
         EN_SQD_ASYNC_NOTIFY => en_sqd_async_notify;
     }
     if mask & m::RQ_PSN != 0 {

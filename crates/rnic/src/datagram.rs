@@ -30,6 +30,15 @@ pub(crate) struct Ah {
     pub pd: u32,
     flow: Flow,
     target: Target,
+    /// What is sent with it leaves.
+    pub linked: bool,
+}
+
+impl Ah {
+    /// The address that it sends from.
+    pub fn own(&self) -> Gid {
+        Gid::from_ip(self.flow.src)
+    }
 }
 
 #[derive(Clone, Copy)]
@@ -106,8 +115,9 @@ impl Rnic {
         self.quota(s, used, |l| l.max_ah)?;
         let vnic = self.vnic_of(s)?;
         let v = self.vnics.get(vnic.0).ok_or(Status::BadHandle)?;
-        let own = v.gids.get(usize::from(a.grh.sgid_index)).filter(|_| a.is_global != 0 && a.port_num == 1);
-        let (own, dgid) = (*own.ok_or(Status::BadValue)?, Gid(a.grh.dgid));
+        let own = v.gid(a.grh.sgid_index).filter(|_| a.is_global != 0 && a.port_num == 1);
+        let linked = v.is_linked(own);
+        let (own, dgid) = (own.ok_or(Status::BadValue)?, Gid(a.grh.dgid));
         let target = match (self.find_vnic(v.group, dgid), self.routes.get(&(v.group, dgid))) {
             _ if dgid.ip().is_multicast() => Target::Many,
             (Some(id), _) => Target::Here(id),
@@ -119,7 +129,7 @@ impl Rnic {
         };
         let hop_limit = if a.grh.hop_limit == 0 { HOP_LIMIT } else { a.grh.hop_limit };
         let flow = Flow { traffic_class: a.grh.traffic_class, hop_limit, ..Flow::roce(own, dgid) };
-        self.ahs.insert_with(|_| Ah { owner: s, pd, flow, target }).ok_or(Status::Exhausted)
+        self.ahs.insert_with(|_| Ah { owner: s, pd, flow, target, linked }).ok_or(Status::Exhausted)
     }
 
     /// DESTROY_AH. Datagrams that were posted with it and not sent yet fail.
@@ -143,7 +153,7 @@ impl Rnic {
             return Outcome::Failed(status);
         }
         let ah = self.ahs.get(w.wqe.ah).filter(|a| a.owner == q.owner && a.pd == q.pd);
-        let Some(&Ah { flow, target, .. }) = ah else { return Outcome::Failed(WcStatus::LocQpOpErr) };
+        let Some(&Ah { flow, target, linked, .. }) = ah else { return Outcome::Failed(WcStatus::LocQpOpErr) };
         let len = w.total as usize;
         let (src_qp, psn) = (q.qpn, q.sq_psn);
         let qkey = if w.wqe.qkey & OWN_QKEY != 0 { q.attr.qkey } else { w.wqe.qkey };
@@ -156,6 +166,7 @@ impl Rnic {
         let tables = Tables { mrs: &self.mrs, sessions: &self.sessions };
         let local = local_side(q, w, op);
         let sent = match target {
+            _ if !linked => Ok(()),
             Target::Many if self.tx.is_full() => {
                 self.wait_for_tx(h);
                 return Outcome::Waits;
@@ -330,10 +341,10 @@ impl Rnic {
         let Some(v) = self.qps.get(h).and_then(|q| self.vnics.get(q.vnic.0)) else { return };
         let src = Gid::from_ip(from);
         let known = self.routes.get(&(v.group, src)).is_some_and(|r| r.foreign && r.host == from);
-        let own = v.gids.iter().find(|g| g.ip().is_ipv4() == from.is_ipv4());
+        let own = v.gids.iter().find(|g| !g.is_zero() && g.ip().is_ipv4() == from.is_ipv4());
         match own.filter(|_| known) {
             Some(&own) => {
-                self.tap_received(self.vnic_id(h), Path { to: from, from: Some(own.ip()) }, body);
+                self.tap_received(self.vnic_id(h), Path { to: from, from: Some(own.ip()), cut: false }, body);
                 self.on_datagram(h, &Flow::roce(src, own), p);
             }
             None => self.drops.wrong_source += 1,
@@ -352,7 +363,7 @@ impl Rnic {
             *reason += 1;
             return;
         };
-        self.tap_received(Some(vnic), Path { to: from, from: Some(own.ip()) }, body);
+        self.tap_received(Some(vnic), Path { to: from, from: Some(own.ip()), cut: false }, body);
         self.handle_mad(vnic, own, Gid::from_ip(from), p);
     }
 

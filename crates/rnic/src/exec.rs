@@ -101,6 +101,9 @@ impl Rnic {
 
     /// Executes one slice of the WQE at the head of the SQ; its cost, or `None` if there is nothing to do.
     fn execute(&mut self, h: u32) -> Option<u64> {
+        if !self.may_send(h) {
+            return None;
+        }
         let q = self.qps.get_mut(h)?;
         let mut work = q.work.take()?;
         let mut status = None;
@@ -132,7 +135,8 @@ impl Rnic {
             None if work.started => self.slice(h, &mut work),
             None => self.begin(h, &mut work),
         };
-        let mut cost = OP_COST + work.done - before;
+        let mut cost = OP_COST + work.done.saturating_sub(before);
+        self.has_sent(h, cost - OP_COST);
         match outcome {
             Outcome::Progress => {}
             Outcome::Waits => cost = 0,
@@ -344,9 +348,9 @@ impl Rnic {
         Outcome::Done
     }
 
-    /// The peer QP, if it would answer: connected to us, able to receive, and at our PSN.
+    /// The peer QP, if it would answer: connected to us, able to receive, at our PSN, and both have a link.
     fn answering_peer(&mut self, h: u32) -> Option<u32> {
-        let q = self.qps.get(h)?;
+        let q = self.qps.get(h).filter(|q| q.linked)?;
         let (dest, vnic) = (q.attr.dest_qp_num, q.peer_vnic?);
         let cached = q.peer.filter(|&p| self.qps.get(p).is_some_and(|p| p.qpn == dest));
         let ph = match cached {

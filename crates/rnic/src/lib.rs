@@ -25,6 +25,8 @@ mod keys;
 mod mr;
 mod multicast;
 mod objects;
+mod pace;
+mod port;
 mod rnic;
 mod slab;
 mod srq;

@@ -88,7 +88,7 @@ impl Rnic {
     pub(crate) fn find_group_hosts(&mut self) {
         let mut hosts: HashMap<u32, Vec<(Path, u32)>> = HashMap::new();
         for ((group, _), r) in self.routes.iter().filter(|(_, r)| !r.foreign) {
-            let path = Path { to: r.host, from: None };
+            let path = Path { to: r.host, from: None, cut: false };
             let list = hosts.entry(*group).or_default();
             if !list.iter().any(|(p, _)| *p == path) {
                 list.push((path, r.vni));
@@ -145,7 +145,7 @@ impl Rnic {
             })?;
         }
         if self.multicast.foreign.contains(&group) && flow.src.is_ipv4() == flow.dst.is_ipv4() {
-            let path = Path { to: flow.dst, from: Some(flow.src) };
+            let path = Path { to: flow.dst, from: Some(flow.src), cut: false };
             self.tx.push_datagram(path, None, head, data.len(), |to| {
                 to.copy_from_slice(data);
                 Ok(())

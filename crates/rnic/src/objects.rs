@@ -9,6 +9,7 @@ use unirdma_mem::{Bell, CqRing, QpRings};
 
 use crate::datagram::Backlog;
 use crate::mr::Resolve;
+use crate::pace::Pace;
 use crate::rnic::Limits;
 use crate::wire::Wire;
 use crate::xrc::XrcSrq;
@@ -90,6 +91,8 @@ pub struct WireCounters {
 pub(crate) struct Vnic {
     pub group: u32,
     pub gids: Vec<Gid>,
+    /// Its link is up.
+    pub up: bool,
     pub limits: Limits,
     pub counters: Counters,
     /// QPs with work, in turn.
@@ -109,6 +112,16 @@ pub(crate) struct Session {
     pub parked: bool,
     pub last_rung_ns: u64,
     pub memory: Option<Arc<dyn Resolve>>,
+}
+
+impl Session {
+    /// A QP that had this doorbell bit is gone.
+    pub fn free_slot(&mut self, slot: u32) {
+        if let Some(s) = self.slots.get_mut(slot as usize) {
+            *s = None;
+            self.free_slots.push(slot);
+        }
+    }
 }
 
 pub(crate) struct Pd {
@@ -234,6 +247,8 @@ impl Default for Recv {
 
 pub(crate) struct Qp {
     pub owner: SessionId,
+    /// Others that have opened it, with their handle of its XRC domain.
+    pub openers: Vec<(SessionId, u32)>,
     /// Whose memory its requests and those of its peer reach: its owner's, or that of the XRC SRQ that a message is for.
     pub memory: SessionId,
     /// XRC domain: its handle and which it is.
@@ -257,6 +272,10 @@ pub(crate) struct Qp {
     pub rq_psn: Psn,
     pub mtu: u32,
     pub peer_vnic: Option<VnicId>,
+    /// Its own address in its connection.
+    pub own: Option<Gid>,
+    /// Its packets leave and come in: the port is up, and has this address.
+    pub linked: bool,
     /// Handle of the peer QP when it was last seen.
     pub peer: Option<u32>,
     /// Taken out while it is executed; `busy` says that it holds a WQE.
@@ -274,6 +293,7 @@ pub(crate) struct Qp {
     pub established: bool,
     /// The state of a connection to another host.
     pub wire: Option<Box<Wire>>,
+    pub pace: Pace,
     /// Datagrams that wait a moment for a receive.
     pub backlog: Backlog,
     pub counters: Counters,
@@ -299,9 +319,14 @@ pub struct QpInfo {
 }
 
 impl Qp {
-    /// True if messages may come in: in RTR and every later state but ERR.
+    /// True if messages may come in: in RTR and every later state but ERR, while it has a link.
     pub fn receives(&self) -> bool {
-        matches!(self.state, QpState::Rtr | QpState::Rts | QpState::Sqd | QpState::Sqe) && !self.broken
+        matches!(self.state, QpState::Rtr | QpState::Rts | QpState::Sqd | QpState::Sqe) && !self.broken && self.linked
+    }
+
+    /// True if it is this session's, or one that this session has opened.
+    pub fn is_open_to(&self, s: SessionId) -> bool {
+        self.owner == s || self.openers.iter().any(|o| o.0 == s)
     }
 
     /// True while a send WQE is under way.

@@ -155,6 +155,8 @@ pub struct Rnic {
     timers: BinaryHeap<Reverse<(u64, u32, u32)>>,
     /// (when a completion event is due, CQ).
     moderated: BinaryHeap<Reverse<(u64, u32)>>,
+    /// (when a QP with a rate limit may send again, QP).
+    pub(crate) paced: BinaryHeap<Reverse<(u64, u32)>>,
     outputs: VecDeque<Output>,
     pub(crate) routes: HashMap<(u32, Gid), Route>,
     /// Largest path MTU to other hosts, bytes.
@@ -203,6 +205,7 @@ impl Rnic {
             round: VecDeque::new(),
             timers: BinaryHeap::new(),
             moderated: BinaryHeap::new(),
+            paced: BinaryHeap::new(),
             outputs: VecDeque::new(),
             routes: HashMap::new(),
             wire_mtu: MAX_MTU,
@@ -225,6 +228,7 @@ impl Rnic {
         let v = Vnic {
             group: c.group,
             gids: c.gids,
+            up: true,
             limits: c.limits,
             counters: Counters::default(),
             run: VecDeque::new(),
@@ -305,8 +309,8 @@ impl Rnic {
     /// Frees everything that a session had. Peers of its QPs get no answers any more.
     pub fn remove_session(&mut self, id: SessionId) {
         self.cm_forget_session(id);
-        for h in self.qps.handles(|q| q.owner == id) {
-            self.remove_qp(h);
+        for h in self.qps.handles(|q| q.is_open_to(id)) {
+            while self.leave_qp(h, id) {}
         }
         for h in self.cqs.handles(|c| c.owner == id) {
             self.cqs.remove(h);
@@ -389,7 +393,8 @@ impl Rnic {
         let timer = self.timers.peek().map(|t| t.0.0);
         let events = self.moderated.peek().map(|m| m.0.0);
         let acks = self.due_soon.front().map(|a| a.0);
-        [timer, events, acks, self.cm.next_timeout()].into_iter().flatten().min()
+        let paced = self.paced.peek().map(|p| p.0.0);
+        [timer, events, acks, paced, self.cm.next_timeout()].into_iter().flatten().min()
     }
 
     /// Moves all outputs to the end of `out`.
@@ -400,7 +405,8 @@ impl Rnic {
     /// Looks at the doorbells and timers, and executes work for a bounded time; true if it found any.
     pub fn poll(&mut self, now: u64) -> bool {
         self.now = now;
-        let mut found = self.scan_bells() | self.wake_due() | self.poll_cm() | self.poll_moderated();
+        let mut found =
+            self.scan_bells() | self.wake_due() | self.poll_cm() | self.poll_moderated() | self.poll_paced();
         if !self.tx.is_full() {
             self.wake_tx_waiting();
         }
@@ -497,6 +503,10 @@ impl Rnic {
 
     pub(crate) fn emit(&mut self, session: SessionId, kind: AsyncEvent, handle: u32) {
         self.outputs.push_back(Output::Async { session, kind, handle });
+        let shared = kind.is_of_qp().then(|| self.qpns.get(&handle).and_then(|&h| self.qps.get(h))).flatten();
+        for &(session, _) in shared.iter().flat_map(|q| &q.openers) {
+            self.outputs.push_back(Output::Async { session, kind, handle });
+        }
     }
 
     /// Writes a completion. A CQ that overruns dies with its QPs (R84b).

@@ -72,7 +72,7 @@ impl Rnic {
     /// `Busy` while the session has QPs or SRQs in it.
     pub fn destroy_xrcd(&mut self, s: SessionId, xrcd: u32) -> Result<(), Status> {
         self.own_xrcd(s, xrcd)?;
-        let used = self.qps.iter().any(|(_, q)| q.xrcd.is_some_and(|x| x.0 == xrcd))
+        let used = self.qps.iter().any(|(_, q)| q.xrcd.is_some_and(|x| x.0 == xrcd) || q.openers.contains(&(s, xrcd)))
             || self.srqs.iter().any(|(_, q)| q.xrc.is_some_and(|x| x.xrcd == xrcd));
         if used {
             return Err(Status::Busy);

@@ -135,9 +135,9 @@ fn random_control_commands_get_an_error_code() {
         prop_oneof![Just(0u32), Just(1), Just(u32::MAX), any::<u32>(), proptest::sample::select(foreign.to_vec())];
     let data = proptest::collection::vec(word, 0..45);
     proptest!(config(600), |(c in any::<u8>(), words in data, room in prop_oneof![Just(1024u32), 0..16u32])| {
-        let bytes: Vec<u8> = [u32::from(c % 30), 0].iter().chain(&words).flat_map(|w| w.to_ne_bytes()).collect();
+        let bytes: Vec<u8> = [u32::from(c % 48), 0].iter().chain(&words).flat_map(|w| w.to_ne_bytes()).collect();
         let answer = h.borrow_mut().request(&bytes, room);
-        prop_assert!(answer.is_some(), "no answer to command {}", c % 30);
+        prop_assert!(answer.is_some(), "no answer to command {}", c % 48);
     });
     let d = h.borrow_mut().command(abi::Command::QueryDevice as u8, &[]);
     assert_eq!(d.0, 0);
@@ -154,7 +154,7 @@ fn random_control_commands_get_an_error_code() {
 fn exact_lengths_are_demanded() {
     let scene = Scene::new();
     let mut h = Hostile::new(&scene.evil);
-    for c in 1..=21u8 {
+    for c in (1..=u8::MAX).take_while(|&c| abi::Command::from_raw(c).is_some()) {
         for len in [3, 7, 500] {
             let (status, _) = h.command(c, &vec![0; len]);
             let unsupported = [abi::Command::CreateMr as u8, abi::Command::MapMrSg as u8].contains(&c);

@@ -47,7 +47,7 @@ pub struct verbs_context {
     pub modify_flow_action_esp: Unused,
     pub destroy_flow_action: Unused,
     pub create_flow_action_esp: Unused,
-    pub modify_qp_rate_limit: Unused,
+    pub modify_qp_rate_limit: Option<unsafe extern "C" fn(*mut ibv_qp, *mut ibv_qp_rate_limit_attr) -> i32>,
     pub alloc_parent_domain:
         Option<unsafe extern "C" fn(*mut ibv_context, *mut ibv_parent_domain_init_attr) -> *mut ibv_pd>,
     pub dealloc_td: Option<unsafe extern "C" fn(*mut c_void) -> i32>,
@@ -68,7 +68,7 @@ pub struct verbs_context {
     pub abi_placeholder2: Unused,
     pub ibv_create_flow: Unused,
     pub abi_placeholder1: Unused,
-    pub open_qp: Unused,
+    pub open_qp: Option<unsafe extern "C" fn(*mut ibv_context, *mut ibv_qp_open_attr) -> *mut ibv_qp>,
     pub create_qp_ex: Option<unsafe extern "C" fn(*mut ibv_context, *mut ibv_qp_init_attr_ex) -> *mut ibv_qp>,
     pub get_srq_num: Option<unsafe extern "C" fn(*mut ibv_srq, *mut u32) -> i32>,
     pub create_srq_ex: Option<unsafe extern "C" fn(*mut ibv_context, *mut ibv_srq_init_attr_ex) -> *mut ibv_srq>,

@@ -286,6 +286,27 @@ pub struct ibv_device_attr {
     pub phys_port_cnt: u8,
 }
 
+/// `struct ibv_qp_open_attr`.
+#[derive(Clone, Copy)]
+#[repr(C)]
+pub struct ibv_qp_open_attr {
+    pub comp_mask: u32,
+    pub qp_num: u32,
+    pub xrcd: *mut ibv_xrcd,
+    pub qp_context: *mut c_void,
+    pub qp_type: u32,
+}
+
+/// `struct ibv_qp_rate_limit_attr`: kilobits a second; the rest are hints.
+#[derive(Clone, Copy)]
+#[repr(C)]
+pub struct ibv_qp_rate_limit_attr {
+    pub rate_limit: u32,
+    pub max_burst_sz: u32,
+    pub typical_pkt_sz: u16,
+    pub comp_mask: u32,
+}
+
 #[derive(Clone, Copy)]
 #[repr(C)]
 pub struct ibv_rss_caps {
@@ -367,6 +388,7 @@ const _: () = {
     assert!(size_of::<ibv_grh>() == 40);
     assert!(size_of::<ibv_qp_init_attr>() == 64);
     assert!(size_of::<ibv_qp_attr>() == 144);
+    assert!(size_of::<ibv_qp_open_attr>() == 32 && size_of::<ibv_qp_rate_limit_attr>() == 16);
     assert!(offset_of!(ibv_qp_attr, ah_attr) == 56 && offset_of!(ibv_qp_attr, rate_limit) == 136);
     assert!(size_of::<ibv_device_attr>() == 232);
     assert!(size_of::<ibv_device_attr_ex>() == 400);

@@ -159,6 +159,8 @@ pub unsafe extern "C" fn x_ibv_open_device(d: *mut ibv_device) -> *mut ibv_conte
     c.create_srq_ex = Some(crate::xrcd::create_srq_ex);
     c.open_xrcd = Some(crate::xrcd::open_xrcd);
     c.close_xrcd = Some(crate::xrcd::close_xrcd);
+    c.open_qp = Some(crate::xrcd::open_qp);
+    c.modify_qp_rate_limit = Some(crate::qp::modify_qp_rate_limit);
     c.create_qp_ex = Some(crate::wr::create_qp_ex);
     c.sz = size_of::<verbs_context>();
     let ctx = &mut c.context;
@@ -255,6 +257,8 @@ const ODP_IMPLICIT: u64 = 2;
 /// SEND 1, RECV 2, WRITE 4, READ 8, ATOMIC 16, SRQ_RECV 32.
 const ODP_RC: u32 = 0x3f;
 const ODP_UC: u32 = 0x27;
+/// QP types that take a rate limit, a bit each: RC, UC, UD, XRC initiator.
+const PACED_QPTS: u32 = 1 << 2 | 1 << 3 | 1 << 4 | 1 << 9;
 const ODP_UD: u32 = 0x23;
 
 unsafe extern "C" fn query_device_ex(
@@ -285,6 +289,7 @@ unsafe extern "C" fn query_device_ex(
         a.xrc_odp_caps = ODP_RC;
         a.tm_caps = crate::tm::CAPS;
         a.max_dm_size = crate::dm::MAX_BYTES;
+        a.packet_pacing_caps = [1, u32::MAX, PACED_QPTS];
         a.cq_mod_caps = [u16::MAX; 2];
         // Completions carry nanoseconds.
         (a.completion_timestamp_mask, a.hca_core_clock) = (u64::MAX, 1_000_000);
@@ -384,6 +389,9 @@ pub unsafe extern "C" fn x_ibv_query_gid_type(c: *mut ibv_context, port: u8, ind
 
 fn gid_entry(ctx: &ContextObj, port: u32, index: u32) -> Result<ibv_gid_entry, i32> {
     let raw = gid(ctx, port, index as i32)?;
+    if raw == [0; 16] {
+        return Err(libc::ENODATA);
+    }
     Ok(ibv_gid_entry { gid: ibv_gid { raw }, gid_index: index, port_num: port, gid_type: 2, ndev_ifindex: 0 })
 }
 
@@ -428,7 +436,13 @@ pub unsafe extern "C" fn x__ibv_query_gid_table(
     // SAFETY: the caller passes its context.
     let ctx = unsafe { context(c) };
     let mut n = 0;
-    while let Ok(e) = gid_entry(ctx, 1, n as u32) {
+    for index in 0.. {
+        let e = match gid_entry(ctx, 1, index) {
+            Ok(e) => e,
+            // An address that was taken away leaves a hole.
+            Err(libc::ENODATA) => continue,
+            Err(_) => break,
+        };
         if n == max {
             return -(libc::EINVAL as isize);
         }

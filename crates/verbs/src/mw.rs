@@ -80,10 +80,11 @@ pub(crate) unsafe extern "C" fn bind_mw(qp: *mut ibv_qp, mw: *mut ibv_mw, bind: 
     let (obj, w, b) = unsafe { (&*qp.cast::<QpObj>(), &mut *mw, &*bind) };
     let info = &b.bind_info;
     let known = access::MW_SUPPORTED | access::OPTIONAL_RANGE;
-    // SAFETY: objects of the caller; the MR may be NULL.
+    // SAFETY: objects of the caller; the MR may be NULL, and the target of an XRC connection has no PD.
     let other_pd = unsafe {
         let pd = (*w.pd).handle;
-        info.mr.as_ref().is_some_and(|m| (*m.pd).handle != pd) || (*obj.c.qp_base.pd).handle != pd
+        let other = |of: *mut ibv_pd| of.as_ref().is_none_or(|p| p.handle != pd);
+        info.mr.as_ref().is_some_and(|m| other(m.pd)) || other(obj.c.qp_base.pd)
     };
     if other_pd || info.mr.is_null() && info.length > 0 || info.mw_access_flags & !known != 0 {
         return code(Err(libc::EINVAL));

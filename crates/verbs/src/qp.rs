@@ -138,6 +138,30 @@ pub(crate) unsafe fn create(
     };
     a.cap = if tm.is_some() { ibv_qp_cap::default() } else { cap_out(&qp.cap) };
     trace!("ibv_create_qp() = qpn {:#x}, {:?}", qp.qpn, a.cap);
+    let (qpn, sends_from) = (qp.qpn, if tm.is_some() { u32::MAX } else { RTS });
+    // SAFETY: by the contract.
+    let obj = unsafe { wrap(c, pd, a, qp, typ, sends_from, builder) };
+    // SAFETY: the SRQ's CQ.
+    if let Some(tm) = tm.and_then(|cq| unsafe { &*cq }.tm.get()) {
+        // SAFETY: checked above to be there.
+        tm.join(unsafe { (*a.srq).handle }, obj, qpn);
+    }
+    obj.cast()
+}
+
+/// The C object of a QP, known to its context.
+///
+/// # Safety
+/// As of [`create`].
+pub(crate) unsafe fn wrap(
+    c: *mut ibv_context,
+    pd: *mut ibv_pd,
+    a: &ibv_qp_init_attr,
+    qp: driver::Qp,
+    typ: QpType,
+    sends_from: u32,
+    builder: Option<Box<Builder>>,
+) -> *mut QpObj {
     // SAFETY: integers, pointers, optional functions and zeroed pthread objects.
     let mut raw: ibv_qp_ex = unsafe { std::mem::zeroed() };
     let base = &mut raw.qp_base;
@@ -155,19 +179,16 @@ pub(crate) unsafe fn create(
     }
     let qpn = qp.qpn;
     let sig_all = a.sq_sig_all != 0;
-    let sends_from = if tm.is_some() { u32::MAX } else { RTS };
     let async_events = Outstanding::default();
     let obj = Box::into_raw(Box::new(QpObj { c: raw, qp, async_events, sig_all, sends_from, typ, builder }));
-    // SAFETY: the SRQ's CQ.
-    if let Some(tm) = tm.and_then(|cq| unsafe { &*cq }.tm.get()) {
-        // SAFETY: checked above to be there.
-        tm.join(unsafe { (*a.srq).handle }, obj, qpn);
-    }
+    // SAFETY: the caller's context.
+    let ctx = unsafe { context(c) };
     ctx.born();
     // SAFETY: NULL or the caller's PD, which the QP names.
     unsafe { crate::domain::hold(pd) };
-    lock(&ctx.qps).insert(qpn, obj);
-    obj.cast()
+    // One that was made and opened in the same context has its events at the first object.
+    lock(&ctx.qps).entry(qpn).or_insert(obj);
+    obj
 }
 
 pub unsafe extern "C" fn x_ibv_destroy_qp(qp: *mut ibv_qp) -> i32 {
@@ -187,7 +208,12 @@ pub unsafe extern "C" fn x_ibv_destroy_qp(qp: *mut ibv_qp) -> i32 {
         }
         return code(r);
     }
-    lock(&ctx.qps).remove(&obj.c.qp_base.qp_num);
+    {
+        let mut qps = lock(&ctx.qps);
+        if qps.get(&obj.c.qp_base.qp_num).is_some_and(|&q| std::ptr::eq(q, obj)) {
+            qps.remove(&obj.c.qp_base.qp_num);
+        }
+    }
     if let Some((cq, tm)) = tm {
         tm.leave(&cq.cq, obj.c.qp_base.qp_num);
     }
@@ -205,6 +231,38 @@ pub unsafe extern "C" fn x_ibv_destroy_qp(qp: *mut ibv_qp) -> i32 {
 /// A value of an attribute as a byte; one that does not fit becomes one that no attribute has.
 fn byte(v: u32) -> u8 {
     u8::try_from(v).unwrap_or(u8::MAX)
+}
+
+/// Changes attributes; the sizes of its queues last, when the rest was taken.
+fn modify(obj: &QpObj, mask: u32, a: &abi::QpAttr) -> Result<(), i32> {
+    use unirdma_formats::attr_mask::CAP;
+    if mask & CAP == 0 {
+        return obj.qp.modify(mask, a);
+    }
+    let (has, wants) = (&obj.qp.cap, &a.cap);
+    // WQEs keep their size; and the queues of tag matching are not the program's.
+    let same_wqes = wants.max_send_sge <= has.max_send_sge
+        && wants.max_recv_sge <= has.max_recv_sge
+        && wants.max_inline_data <= has.max_inline_data;
+    if !same_wqes || obj.matching().is_some() {
+        return Err(libc::EINVAL);
+    }
+    if mask != CAP {
+        obj.qp.modify(mask & !CAP, a)?;
+    }
+    obj.qp.resize(wants.max_send_wr, wants.max_recv_wr)
+}
+
+pub(crate) unsafe extern "C" fn modify_qp_rate_limit(qp: *mut ibv_qp, attr: *mut ibv_qp_rate_limit_attr) -> i32 {
+    // SAFETY: the caller passes its QP and attributes.
+    let (obj, a) = unsafe { (&*qp.cast::<QpObj>(), &*attr) };
+    if a.comp_mask != 0 {
+        return libc::EINVAL;
+    }
+    let wire = abi::QpAttr { rate_limit: a.rate_limit, ..abi::QpAttr::default() };
+    let r = obj.qp.modify(unirdma_formats::attr_mask::RATE_LIMIT, &wire);
+    trace!("ibv_modify_qp_rate_limit({:#x}, {} kbps) = {r:?}", obj.c.qp_base.qp_num, a.rate_limit);
+    code(r)
 }
 
 pub unsafe extern "C" fn x_ibv_modify_qp(qp: *mut ibv_qp, attr: *mut ibv_qp_attr, mask: i32) -> i32 {
@@ -247,7 +305,7 @@ pub unsafe extern "C" fn x_ibv_modify_qp(qp: *mut ibv_qp, attr: *mut ibv_qp_attr
         _ => {}
     };
     hold(obj, None);
-    let r = obj.qp.modify(mask as u32, &wire);
+    let r = modify(obj, mask as u32, &wire);
     trace!("ibv_modify_qp({:#x}, mask {mask:#x}, state {}) = {r:?}", obj.c.qp_base.qp_num, a.qp_state);
     if r.is_ok() && mask as u32 & unirdma_formats::attr_mask::STATE != 0 {
         obj.c.qp_base.state = a.qp_state;

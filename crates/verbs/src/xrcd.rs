@@ -2,6 +2,8 @@
 
 use unirdma_abi as abi;
 use unirdma_abi::Command;
+use unirdma_driver::Qp;
+use unirdma_formats::QpType;
 use unirdma_verbs_abi::*;
 
 use crate::device::context;
@@ -72,6 +74,36 @@ pub(crate) unsafe extern "C" fn close_xrcd(xrcd: *mut ibv_xrcd) -> i32 {
     unsafe { drop(Box::from_raw(xrcd.cast::<XrcdObj>())) };
     ctx.gone();
     0
+}
+
+/// `IBV_QP_OPEN_ATTR_*`: number, XRC domain, context, type.
+const OPEN_NUM: u32 = 1;
+const OPEN_XRCD: u32 = 2;
+const OPEN_CONTEXT: u32 = 4;
+const OPEN_TYPE: u32 = 8;
+
+pub(crate) unsafe extern "C" fn open_qp(c: *mut ibv_context, attr: *mut ibv_qp_open_attr) -> *mut ibv_qp {
+    // SAFETY: the caller passes its context and attributes.
+    let (ctx, a) = unsafe { (context(c), &*attr) };
+    let needed = OPEN_NUM | OPEN_XRCD | OPEN_TYPE;
+    // SAFETY: a domain of the caller, or NULL.
+    let xrcd = unsafe { handle_of(a.xrcd) }.filter(|_| a.comp_mask & !OPEN_CONTEXT == needed);
+    let (Some(xrcd), Some(typ @ QpType::XrcRecv)) = (xrcd, QpType::from_raw(a.qp_type)) else {
+        return null(libc::EINVAL);
+    };
+    let made = Qp::open(&ctx.driver, xrcd, a.qp_num);
+    trace!("ibv_open_qp({:#x}) = {:?}", a.qp_num, made.as_ref().map(|_| ()));
+    match made {
+        Ok(qp) => {
+            let given = if a.comp_mask & OPEN_CONTEXT != 0 { a.qp_context } else { std::ptr::null_mut() };
+            // SAFETY: integers and pointers.
+            let mut init: ibv_qp_init_attr = unsafe { std::mem::zeroed() };
+            (init.qp_context, init.qp_type) = (given, a.qp_type);
+            // SAFETY: the caller's context; such a QP has no PD.
+            unsafe { crate::qp::wrap(c, std::ptr::null_mut(), &init, qp, typ, 0, None) }.cast()
+        }
+        Err(e) => null(e),
+    }
 }
 
 /// The handle of a domain of the caller.

@@ -16,6 +16,9 @@ impl Control {
                 Ok(Response::Vrnic(Box::new(info)))
             }
             Request::VrnicRemove { name, force } => self.remove_vrnic(&name, force),
+            Request::VrnicLink { name, up } => self.set_link(&name, up),
+            Request::VrnicAddress { name, ip, add: true } => self.add_address(&name, ip),
+            Request::VrnicAddress { name, ip, add: false } => self.remove_address(&name, ip),
             Request::GroupAdd { name } => {
                 vrnic::check_name("group", &name)?;
                 if self.groups.contains_key(&name) {
@@ -129,6 +132,7 @@ impl Control {
             limits,
             listener,
             attached: None,
+            up: true,
             sessions: 0,
             budget: RegionBudget::default(),
         };
@@ -137,33 +141,97 @@ impl Control {
     }
 
     fn choose_ips(&self, add: &AddVrnic, group: &str) -> Result<Vec<IpNet>, String> {
-        let taken = |ip: &IpNet| {
-            let mut members = self.vrnics.iter().filter(|(_, v)| v.group == group);
-            members.find(|(_, v)| v.ips.iter().any(|o| vrnic::same_address(o, ip))).map(|(n, _)| n.clone())
-        };
         if add.ips.is_empty() {
-            let mut free = (0..0xfffe).map(vrnic::auto_ip).filter(|ip| taken(ip).is_none());
+            let mut free = (0..0xfffe).map(vrnic::auto_ip).filter(|ip| self.holder(ip, group).is_none());
             return free.next().map(|ip| vec![ip]).ok_or("no automatic address is left; give one with --ip".into());
         }
         for (i, ip) in add.ips.iter().enumerate() {
-            if let Some(other) = taken(ip) {
-                return Err(format!(
-                    "{} belongs to vRNIC {other} of group {group} already; choose another --ip or another --group",
-                    ip.addr
-                ));
-            }
+            self.check_free(ip, group)?;
             let again =
                 add.ips[..i].iter().any(|o| vrnic::same_address(o, ip) || o.addr.is_ipv4() && ip.addr.is_ipv4());
             if again {
                 return Err(format!("{}: a vRNIC has at most one IPv4 address, and no address twice", ip.addr));
             }
-            if let std::net::IpAddr::V6(v6) = ip.addr
-                && vrnic::is_link_local(v6)
-            {
-                return Err(format!("{v6} is link-local; a vRNIC has one of those by itself"));
-            }
         }
         Ok(add.ips.clone())
+    }
+
+    /// The vRNIC of `group` that has an address.
+    fn holder(&self, ip: &IpNet, group: &str) -> Option<&str> {
+        let mut members = self.vrnics.iter().filter(|(_, v)| v.group == group);
+        members.find(|(_, v)| v.ips.iter().any(|o| vrnic::same_address(o, ip))).map(|(n, _)| n.as_str())
+    }
+
+    /// Says why a vRNIC of `group` cannot get an address.
+    fn check_free(&self, ip: &IpNet, group: &str) -> Result<(), String> {
+        if let Some(other) = self.holder(ip, group) {
+            return Err(format!(
+                "{} belongs to vRNIC {other} of group {group} already; choose another address or another group",
+                ip.addr
+            ));
+        }
+        match ip.addr {
+            std::net::IpAddr::V6(v6) if vrnic::is_link_local(v6) => {
+                Err(format!("{v6} is link-local; a vRNIC has one of those by itself"))
+            }
+            _ => Ok(()),
+        }
+    }
+
+    fn set_link(&mut self, name: &str, up: bool) -> Answer {
+        let unknown = self.unknown(name);
+        let v = self.vrnics.get_mut(name).ok_or(unknown)?;
+        v.up = up;
+        lock(&self.engine.rnic).set_link(v.id, up);
+        if let Some(id) = v.attached {
+            self.switch.set_link(id, up);
+        }
+        self.engine.after_command();
+        Ok(Response::Done)
+    }
+
+    fn add_address(&mut self, name: &str, ip: IpNet) -> Answer {
+        let unknown = self.unknown(name);
+        let v = self.vrnics.get(name).ok_or(unknown)?;
+        self.check_free(&ip, &v.group)?;
+        let gid = Gid::from_ip(ip.addr);
+        let mut gids = lock(&self.engine.rnic).gids(v.id).to_vec();
+        match gids.iter().position(|g| g.is_zero()) {
+            Some(hole) => gids[hole] = gid,
+            None if gids.len() < vrnic::MAX_GIDS => gids.push(gid),
+            None => return Err(format!("vRNIC {name} has {} addresses already; take one away first", gids.len())),
+        }
+        self.change_addresses(name, gids, |ips| ips.push(ip))
+    }
+
+    fn remove_address(&mut self, name: &str, ip: IpNet) -> Answer {
+        let unknown = self.unknown(name);
+        let v = self.vrnics.get(name).ok_or(unknown)?;
+        if !v.ips.iter().any(|o| vrnic::same_address(o, &ip)) {
+            return Err(format!(
+                "vRNIC {name} does not have the address {}; `unirdma vrnic show {name}` lists its own",
+                ip.addr
+            ));
+        }
+        if v.ips.len() == 1 {
+            return Err(format!(
+                "{} is the only address of vRNIC {name}; add another one first, or remove the vRNIC",
+                ip.addr
+            ));
+        }
+        let gone = Gid::from_ip(ip.addr);
+        let mut gids = lock(&self.engine.rnic).gids(v.id).to_vec();
+        gids.iter_mut().filter(|g| **g == gone).for_each(|g| *g = Gid::default());
+        self.change_addresses(name, gids, |ips| ips.retain(|o| !vrnic::same_address(o, &ip)))
+    }
+
+    fn change_addresses(&mut self, name: &str, gids: Vec<Gid>, change: impl Fn(&mut Vec<IpNet>)) -> Answer {
+        if let Some(v) = self.vrnics.get_mut(name) {
+            change(&mut v.ips);
+            lock(&self.engine.rnic).set_gids(v.id, gids);
+        }
+        self.engine.after_command();
+        self.info(name).map(|i| Response::Vrnic(Box::new(i))).ok_or_else(|| self.unknown(name))
     }
 
     fn listen(&mut self, name: &str) -> io::Result<(u64, UnixListener)> {
@@ -213,7 +281,7 @@ impl Control {
         }
         let group = *self.groups.get(&v.group).ok_or("the group is gone")?;
         let fd = fd.ok_or("attach needs a descriptor")?;
-        self.switch.add(id, fd, group, v.mac).map_err(|e| format!("cannot use that interface: {e}"))?;
+        self.switch.add(id, fd, group, v.mac, v.up).map_err(|e| format!("cannot use that interface: {e}"))?;
         v.attached = Some(id);
         Ok(Response::Done)
     }
@@ -239,6 +307,7 @@ impl Control {
             group: v.group.clone(),
             ips: v.ips.clone(),
             gids: rnic.gids(v.id).iter().map(|g| g.to_string()).collect(),
+            up: v.up,
             mac: v.mac.to_string(),
             guid: v.mac.guid().to_string(),
             mtu: self.wire.as_ref().map_or(vrnic::NET_MTU, Wire::net_mtu),

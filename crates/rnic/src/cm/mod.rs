@@ -403,7 +403,11 @@ impl Rnic {
         if ip.is_unspecified() || gids.contains(&Gid::from_ip(ip)) {
             return Ok(ip);
         }
-        let loopback = gids.iter().map(|g| g.ip()).find(|g| ip.is_loopback() && g.is_ipv4() == ip.is_ipv4());
+        let loopback = gids
+            .iter()
+            .filter(|g| !g.is_zero())
+            .map(|g| g.ip())
+            .find(|g| ip.is_loopback() && g.is_ipv4() == ip.is_ipv4());
         loopback.ok_or(Status::NoDevice)
     }
 
@@ -426,7 +430,7 @@ impl Rnic {
         }
         let (group, own) = {
             let v = self.vnics.get(vnic.0).ok_or(Status::BadHandle)?;
-            let own = v.gids.iter().map(|g| g.ip()).find(|g| g.is_ipv4() == dst.ip.is_ipv4());
+            let own = v.gids.iter().filter(|g| !g.is_zero()).map(|g| g.ip()).find(|g| g.is_ipv4() == dst.ip.is_ipv4());
             (v.group, own)
         };
         let gid = Gid::from_ip(dst.ip);

@@ -39,7 +39,7 @@ impl Rnic {
 
     /// Sends a MAD; it may be lost.
     pub(super) fn send_mad_to(&mut self, vnic: VnicId, own: Gid, to: Gid, mad: &[u8; MAD_BYTES]) {
-        let Some(v) = self.vnics.get(vnic.0) else { return };
+        let Some(v) = self.vnics.get(vnic.0).filter(|v| v.is_linked(Some(own))) else { return };
         let flow = Flow::roce(own, to);
         let opcode = Opcode { transport: Transport::Ud, op: Op::Send(Part::Only), extra: Extra::None };
         let mut head = Packet::new(opcode, GSI_QPN, self.cm.psn.get());
@@ -54,7 +54,7 @@ impl Rnic {
         if self.tx.is_full() {
             return;
         }
-        let path = crate::wire::Path { to: route.host, from: route.foreign.then(|| own.ip()) };
+        let path = crate::wire::Path { to: route.host, from: route.foreign.then(|| own.ip()), cut: false };
         let inside = (!route.foreign).then_some((route.vni, flow));
         let fill = |b: &mut [u8]| {
             b.copy_from_slice(mad);
@@ -89,7 +89,7 @@ impl Rnic {
             let own = Gid::from_ip(IpHeader::parse(private)?.0.dst);
             let knows =
                 |group: u32| self.routes.get(&(group, Gid::from_ip(from))).is_some_and(|r| r.foreign && r.host == from);
-            let found = self.vnics.iter().find(|(_, v)| v.gids.contains(&own) && knows(v.group));
+            let found = self.vnics.iter().find(|(_, v)| !own.is_zero() && v.gids.contains(&own) && knows(v.group));
             found.map(|(h, _)| (VnicId(h), own))
         };
         let by_id = |id: u32| {
@@ -111,6 +111,9 @@ impl Rnic {
 
     /// `last`: a request to a service that nobody listens to is refused, it has waited.
     fn on_mad(&mut self, vnic: VnicId, own: Gid, from: Gid, bytes: &[u8], last: bool) {
+        if !self.is_up(vnic) {
+            return;
+        }
         let Some(mad) = Mad::parse(bytes) else {
             self.drops.malformed += 1;
             return;

@@ -42,6 +42,8 @@ pub struct Path {
     pub to: IpAddr,
     /// Source address; `None`: the host's own.
     pub from: Option<IpAddr>,
+    /// There is no link: what is sent is lost.
+    pub cut: bool,
 }
 
 /// What came in from the network and was not for any QP, by reason; counted for the whole host.
@@ -172,8 +174,8 @@ impl Tx {
         fill: impl FnOnce(&mut [u8]) -> Result<(), Fault>,
     ) -> Result<(), Fault> {
         let start = self.used;
-        if self.bytes.len() - start < MAX_OUTER_BYTES + MAX_HEADER_BYTES + len + 3 + ICRC_BYTES {
-            // Never reached while callers ask `is_full` first; a packet may always be lost.
+        if path.cut || self.bytes.len() - start < MAX_OUTER_BYTES + MAX_HEADER_BYTES + len + 3 + ICRC_BYTES {
+            // There is room while callers ask `is_full` first; a packet may always be lost.
             return Ok(());
         }
         let mut outer = 0;
@@ -417,8 +419,8 @@ impl Rnic {
     pub(crate) fn route(&self, vnic: VnicId, sgid_index: u8, dgid: Gid) -> Option<Path> {
         let v = self.vnics.get(vnic.0)?;
         let r = self.routes.get(&(v.group, dgid))?;
-        let own = v.gids.get(usize::from(sgid_index))?;
-        Some(Path { to: r.host, from: r.foreign.then(|| own.ip()) })
+        let own = v.gid(sgid_index)?;
+        Some(Path { to: r.host, from: r.foreign.then(|| own.ip()), cut: !v.up })
     }
 
     /// A packet came in from `from`; `bytes` are all from the BTH up to the ICRC, which the port has checked. `congested`:

@@ -109,7 +109,7 @@ pub(crate) fn request_packet(
 impl Rnic {
     /// Sends one packet, or takes one WQE; its cost, or `None` if there is nothing to do now.
     pub(super) fn request(&mut self, h: u32, w: &mut Wire) -> Option<u64> {
-        if w.rnr_until > self.now {
+        if w.rnr_until > self.now || !self.may_send(h) {
             return None;
         }
         if w.cursor == w.flight.len() && !self.admit(h, w) {
@@ -181,6 +181,7 @@ impl Rnic {
             c.wire.sent_pkts += 1;
             c.wire.retransmitted_pkts += u64::from(again);
         });
+        self.has_sent(h, len as u64);
         Some(len as u64 + OP_COST / 8)
     }
 

@@ -20,6 +20,7 @@ const CONNECT_RESPONSE: u32 = 5;
 const CONNECT_ERROR: u32 = 6;
 pub(super) const REJECTED: u32 = 8;
 const ESTABLISHED: u32 = 9;
+const DEVICE_REMOVAL: u32 = 11;
 const MULTICAST_JOIN: u32 = 12;
 const MULTICAST_ERROR: u32 = 13;
 
@@ -59,10 +60,12 @@ pub(super) unsafe fn next(channel: *mut rdma_event_channel) -> Result<*mut rdma_
     // SAFETY: by the contract.
     let ch = unsafe { &*channel.cast::<EventChannelObj>() };
     loop {
-        ch.events.next()?;
-        let r: Result<abi::CmEvent, i32> =
-            ch.ctx.driver.command(Command::CmEvent, &abi::CmEventReq { queue: ch.slot, reserved: 0 });
+        let r: Result<abi::CmEvent, i32> = ch
+            .events
+            .next()
+            .and_then(|_| ch.ctx.driver.command(Command::CmEvent, &abi::CmEventReq { queue: ch.slot, reserved: 0 }));
         match r {
+            Err(libc::EIO) => return removal(channel).ok_or(libc::EIO),
             // It has gone with its identifier, or to another channel.
             Err(libc::ENOENT) => _ = ch.stale.fetch_sub(1, Ordering::AcqRel),
             Err(e) => return Err(e),
@@ -73,6 +76,24 @@ pub(super) unsafe fn next(channel: *mut rdma_event_channel) -> Result<*mut rdma_
             }
         }
     }
+}
+
+/// The virtual layer is lost: the news for the next identifier of the channel that has a device, and does not know yet.
+fn removal(channel: *mut rdma_event_channel) -> Option<*mut rdma_cm_event> {
+    let found = with_device(|d| {
+        // SAFETY: the table holds live identifiers.
+        let mut ids = d.ids.values().map(|&at| unsafe { &mut *at });
+        let at = ids.find(|o| o.c.channel == channel && !o.c.verbs.is_null() && !o.sync && !o.removed)?;
+        at.removed = true;
+        at.events.give();
+        Some(std::ptr::from_mut(at))
+    });
+    let at = found.ok().flatten()?;
+    // SAFETY: integers and pointers; whoever destroys the identifier waits for this event.
+    let mut c: rdma_cm_event = unsafe { std::mem::zeroed() };
+    (c.id, c.event) = (at.cast(), DEVICE_REMOVAL);
+    trace!("rdma_get_cm_event() = device removal");
+    Some(Box::into_raw(Box::new(EventObj { c, private: [[0; 32]; 7] })).cast())
 }
 
 /// What an event does, and the event that the program sees; `None` if it is not the program's business.

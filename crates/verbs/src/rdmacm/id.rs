@@ -106,6 +106,7 @@ pub(super) fn wrap(
         own_send_cq: false,
         own_recv_cq: false,
         groups: Vec::new(),
+        removed: false,
     }));
     let _ = with_device(|d| d.ids.insert(handle, obj));
     obj.cast()

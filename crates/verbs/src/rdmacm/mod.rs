@@ -119,6 +119,8 @@ pub(crate) struct IdObj {
     own_send_cq: bool,
     own_recv_cq: bool,
     groups: Vec<Group>,
+    /// Its program has been told that the device is gone.
+    removed: bool,
 }
 
 /// A multicast group that an identifier has joined.

@@ -1,0 +1,73 @@
+//! The port of a vRNIC: its link, which the virtual layer sets up and down, and its addresses, which it gives and takes away
+//! while programs run.
+//!
+//! A QP or AH that has no link sends into the void and hears nothing, as on a NIC without a cable: reliable connections end in
+//! RETRY_EXC_ERR after their retries, or go on if the link comes back before. So does one whose own address was taken away.
+
+use unirdma_formats::{AsyncEvent, Gid};
+
+use crate::objects::{Vnic, VnicId};
+use crate::rnic::Rnic;
+
+impl Vnic {
+    /// True if packets from this own address may leave; `None` stands for no address in particular.
+    pub fn is_linked(&self, own: Option<Gid>) -> bool {
+        self.up && own.is_none_or(|gid| self.gids.contains(&gid))
+    }
+
+    /// The GID at an index, unless there is a hole.
+    pub fn gid(&self, index: u8) -> Option<Gid> {
+        self.gids.get(usize::from(index)).copied().filter(|g| !g.is_zero())
+    }
+}
+
+impl Rnic {
+    /// True if the link of a vRNIC is up.
+    pub fn is_up(&self, id: VnicId) -> bool {
+        self.vnics.get(id.0).is_some_and(|v| v.up)
+    }
+
+    /// Sets the link of a vRNIC up or down; its programs hear of a change (`PORT_ACTIVE`, `PORT_ERR`).
+    pub fn set_link(&mut self, id: VnicId, up: bool) {
+        let Some(v) = self.vnics.get_mut(id.0) else { return };
+        if std::mem::replace(&mut v.up, up) != up {
+            self.relink(id);
+            self.emit_to_port(id, if up { AsyncEvent::PortActive } else { AsyncEvent::PortErr });
+        }
+    }
+
+    /// Replaces the GID table of a vRNIC; a zero GID is a hole. Its programs hear of a change (`GID_CHANGE`).
+    pub fn set_gids(&mut self, id: VnicId, gids: Vec<Gid>) {
+        let Some(v) = self.vnics.get_mut(id.0) else { return };
+        if v.gids != gids {
+            v.gids = gids;
+            self.relink(id);
+            self.emit_to_port(id, AsyncEvent::GidChange);
+        }
+    }
+
+    /// Notes at each QP and AH of a vRNIC whether it has a link.
+    fn relink(&mut self, id: VnicId) {
+        let Some(v) = self.vnics.get(id.0) else { return };
+        for h in self.qps.handles(|q| q.vnic == id) {
+            if let Some(q) = self.qps.get_mut(h) {
+                q.linked = v.is_linked(q.own);
+                if let Some(w) = &mut q.wire {
+                    w.path.cut = !q.linked;
+                }
+            }
+        }
+        let of = |s: crate::SessionId| self.sessions.get(s.0).is_some_and(|s| s.vnic == id);
+        for h in self.ahs.handles(|a| of(a.owner)) {
+            if let Some(a) = self.ahs.get_mut(h) {
+                a.linked = v.is_linked(Some(a.own()));
+            }
+        }
+    }
+
+    fn emit_to_port(&mut self, id: VnicId, kind: AsyncEvent) {
+        for s in self.sessions.handles(|s| s.vnic == id) {
+            self.emit(crate::SessionId(s), kind, 1);
+        }
+    }
+}

@@ -1,0 +1,102 @@
+//! What an administrator changes while programs run: links and addresses; and what programs change at QPs that work.
+
+use super::*;
+
+/// Waits until the output of a program contains a text.
+fn wait_for(r: &lab::Running, text: &str) -> Check {
+    for _ in 0..200 {
+        if r.text().contains(text) {
+            return Ok(());
+        }
+        std::thread::sleep(Duration::from_millis(50));
+    }
+    Err(format!("expected `{text}` in: {}", r.text()))
+}
+
+/// Runs `unirdma`, which must succeed.
+fn admin(lab: &Lab, args: &[&str]) -> Check {
+    let o = lab.unirdma(args);
+    require(o.ok(), format!("unirdma {}: {}", args.join(" "), o.text))
+}
+
+fn rping(lab: &Lab, address: &str) -> Check {
+    let client = format!("timeout 30 rping -c -a {address} -C 3 -V");
+    both_end_well(lab.pair(("a", &format!("timeout 30 rping -s -a {address} -C 3")), ("b", &client), &[])?)
+}
+
+pub(super) fn run(s: &mut Suite<'_>) {
+    s.check("queue sizes, rate limits, shared targets (C program)", |lab| {
+        let exe = compile(lab, "changes", &["-libverbs"])?;
+        for way in ["", "env UNIRDMA_MR=copy "] {
+            let o = lab.spawn("a", &[], &format!("timeout 60 {way}{exe}"))?.finish();
+            require(o.ok() && o.text.contains("all changes made"), o.text)?;
+        }
+        Ok(())
+    });
+    s.check("vrnic link, vrnic ip: programs hear of it", |lab| {
+        let watch = lab.spawn("a", &[], "timeout 30 stdbuf -oL ibv_asyncwatch")?;
+        wait_for(&watch, "async event FD")?;
+        admin(lab, &["vrnic", "link", "a", "down"])?;
+        wait_for(&watch, "IBV_EVENT_PORT_ERR (10), port 1")?;
+        let o = lab.unirdma(&["vrnic", "show", "a", "--json"]);
+        require(o.text.contains("\"up\": false"), o.text)?;
+        admin(lab, &["vrnic", "link", "a", "up"])?;
+        wait_for(&watch, "IBV_EVENT_PORT_ACTIVE (9), port 1")?;
+        admin(lab, &["vrnic", "ip", "add", "a", "fd00::7"])?;
+        wait_for(&watch, "IBV_EVENT_GID_CHANGE (18), port 1")?;
+        admin(lab, &["vrnic", "ip", "rm", "a", "fd00::7"])
+    });
+    s.check("vrnic link: a port that is down, and what runs over it", |lab| {
+        let server = lab.spawn("a", &[], "timeout 60 ib_write_bw -D 5 -f 1")?;
+        std::thread::sleep(Duration::from_millis(500));
+        let client = lab.spawn("b", &[], "timeout 60 ib_write_bw -D 5 -f 1 10.0.0.1")?;
+        std::thread::sleep(Duration::from_millis(2500));
+        // Less than the retries of perftest's QPs take, and the TCP connection beside them.
+        admin(lab, &["vrnic", "link", "b", "down"])?;
+        let shown = lab.unirdma(&["vrnic", "ls"]);
+        std::thread::sleep(Duration::from_millis(150));
+        admin(lab, &["vrnic", "link", "b", "up"])?;
+        require(shown.text.contains("down"), shown.text)?;
+        both_end_well((server.finish(), client.finish()))?;
+        admin(lab, &["vrnic", "link", "a", "down"])?;
+        let o = lab.spawn("a", &[], "ibv_devinfo")?.finish();
+        let unreachable = lab.spawn("b", &[], "timeout 3 rping -c -a 10.0.0.1 -C 1")?.finish();
+        admin(lab, &["vrnic", "link", "a", "up"])?;
+        require(o.text.contains("PORT_DOWN"), o.text)?;
+        require(!unreachable.ok(), unreachable.text)?;
+        rping(lab, "10.0.0.1")
+    });
+    s.check("vrnic ip: a new address is used, and one that is taken away is not", |lab| {
+        admin(lab, &["vrnic", "ip", "add", "a", "fd00::a:7/64"])?;
+        let o = lab.spawn("a", &[], "ibv_devinfo -v")?.finish();
+        let used = rping(lab, "fd00::a:7");
+        admin(lab, &["vrnic", "ip", "rm", "a", "fd00::a:7"])?;
+        require(o.text.contains("fd00::a:7"), o.text)?;
+        used?;
+        let o = lab.spawn("a", &[], "timeout 5 rping -s -a fd00::a:7 -C 1")?.finish();
+        require(!o.ok() && o.text.contains("No such device"), o.text)?;
+        let o = lab.spawn("b", &[], "timeout 5 rping -c -a fd00::a:7 -C 1")?.finish();
+        require(!o.ok() && o.text.contains("No route to host"), o.text)
+    });
+    s.check("a vRNIC that is removed is a removed device to rdma_cm", |lab| {
+        admin(lab, &["vrnic", "add", "gone", "--ip", "10.0.0.77"])?;
+        let server = lab.spawn("gone", &[], "timeout 30 rping -s -C 100000000")?;
+        let mut client = lab.spawn("b", &[], "timeout 30 rping -c -a 10.0.0.77 -C 100000000")?;
+        std::thread::sleep(Duration::from_millis(800));
+        admin(lab, &["vrnic", "rm", "gone", "--force"])?;
+        let o = server.finish();
+        client.kill();
+        client.finish();
+        require(o.code.is_some_and(|c| c != 124) && o.text.contains("cma detected device removal"), o.text)
+    });
+    let cases: &[(&str, &[&str], &str)] = &[
+        ("an_address_of_another_vrnic", &["vrnic", "ip", "add", "a", "10.0.0.2"], "belongs to vRNIC b"),
+        ("a_link_local_address", &["vrnic", "ip", "add", "a", "fe80::5"], "has one of those by itself"),
+        ("an_address_that_it_does_not_have", &["vrnic", "ip", "rm", "a", "10.9.9.9"], "unirdma vrnic show a"),
+        ("the_only_address", &["vrnic", "ip", "rm", "c", "10.0.0.1"], "add another one first"),
+        ("the_link_of_nobody", &["vrnic", "link", "z", "down"], "there is no vRNIC z"),
+    ];
+    for (name, args, text) in cases {
+        s.check(&format!("wrong_input_{name}"), |lab| refused(&lab.unirdma(args), text));
+    }
+}
