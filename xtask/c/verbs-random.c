@@ -14,11 +14,14 @@
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
+#include <netinet/tcp.h>
 #include <sys/mman.h>
+#include <sys/uio.h>
 #include <unistd.h>
 
 #include <infiniband/verbs.h>
 #include <rdma/rdma_cma.h>
+#include <rdma/rsocket.h>
 
 #define MANY 12
 #define BYTES (1 << 20)
@@ -70,7 +73,7 @@ struct pool {
 	int n;
 };
 
-static struct pool pds, mrs, cqs, cqxs, channels, qps, srqs, ahs, mws, dms, xrcds, tds, ids, queues;
+static struct pool pds, mrs, cqs, cqxs, channels, qps, srqs, ahs, mws, dms, xrcds, tds, ids, queues, socks;
 static struct ibv_context *ctx[2];
 static char *arena, *hole;
 
@@ -784,6 +787,118 @@ static void connections(void)
 	}
 }
 
+/* An answer in the way of sockets: bytes, or -1 and errno. */
+static long bytes(long r, size_t most)
+{
+	CHECK(r == -1 ? errno > 0 && errno < MAX_ERRNO : r >= 0 && (size_t)r <= most);
+	return r;
+}
+
+/* Sockets live in the pool as their descriptors plus one. None of their calls waits. */
+static void keep_socket(int fd)
+{
+	bytes(fd, 1 << 20);
+	if (fd < 0)
+		return;
+	minus(rfcntl(fd, F_SETFL, O_NONBLOCK));
+	CHECK(rfcntl(fd, F_GETFL, 0) & O_NONBLOCK);
+	keep(&socks, (void *)(long)(fd + 1));
+}
+
+static void sockets(void)
+{
+	static const int levels[] = { SOL_SOCKET, IPPROTO_TCP, IPPROTO_IPV6, SOL_RDMA };
+	static const int names[] = { SO_REUSEADDR, SO_RCVBUF, SO_ERROR, TCP_NODELAY, RDMA_SQSIZE, RDMA_IOMAPSIZE, RDMA_INLINE };
+	int fd = (int)(long)pick(&socks) - 1, value = odd(), level = levels[rnd(4)], name = names[rnd(7)];
+	struct sockaddr_in a = any_sockaddr();
+	struct sockaddr_storage from;
+	socklen_t len = MOSTLY(sizeof(from), 4) & 0xff, four = MOSTLY(4, 4);
+	size_t n = rnd(3) ? rnd(9000) : rnd(200000);
+	struct iovec iov[3] = { { arena, rnd(3000) }, { NULL, 0 }, { arena + 4096, rnd(3000) } };
+	struct msghdr msg = { .msg_name = rnd(2) ? &a : NULL, .msg_namelen = sizeof(a), .msg_iov = iov, .msg_iovlen = rnd(4) };
+	struct pollfd p[2] = { { fd, POLLIN | POLLOUT, 0 }, { (int)(long)pick(&socks) - 1, POLLIN, 0 } };
+	int flags = MSG_DONTWAIT | (rnd(4) ? 0 : MSG_PEEK);
+
+	if (fd < 0 || !rnd(8)) {
+		last = "rsocket";
+		if (socks.n < MANY)
+			keep_socket(rsocket(MOSTLY(AF_INET, 6), MOSTLY(SOCK_STREAM + rnd(2), 6), MOSTLY(0, 4)));
+		return;
+	}
+	last = "rsockets";
+	switch (rnd(20)) {
+	case 0: case 1:
+		minus(rbind(fd, (void *)&a, sizeof(a)));
+		break;
+	case 2:
+		minus(rlisten(fd, odd()));
+		break;
+	case 3: case 4:
+		last = "raccept";
+		if (socks.n < MANY)
+			keep_socket(raccept(fd, rnd(2) ? (void *)&from : NULL, &len));
+		break;
+	case 5: case 6:
+		last = "rconnect";
+		minus(rconnect(fd, (void *)&a, sizeof(a)));
+		break;
+	case 7: case 8:
+		last = "rsend";
+		bytes(rnd(2) ? rsend(fd, arena, n, flags) : rsendto(fd, arena, n, flags, (void *)&a, sizeof(a)), n);
+		break;
+	case 9: case 10:
+		last = "rrecv";
+		bytes(rnd(2) ? rrecv(fd, arena, n, flags) : rrecvfrom(fd, arena, n, flags, (void *)&from, &len), n);
+		break;
+	case 11:
+		last = "rwritev";
+		bytes(rnd(2) ? rwritev(fd, iov, msg.msg_iovlen) : rsendmsg(fd, &msg, flags), 6000);
+		break;
+	case 12:
+		last = "rreadv";
+		msg.msg_name = rnd(2) ? &from : NULL;
+		bytes(rnd(2) ? rreadv(fd, iov, msg.msg_iovlen) : rrecvmsg(fd, &msg, flags), 6000);
+		break;
+	case 13: case 14:
+		last = "rpoll";
+		bytes(rpoll(p, 1 + rnd(2), rnd(2)), 2);
+		break;
+	case 15:
+		last = "rsetsockopt";
+		minus(rsetsockopt(fd, level, name, &value, four & 4 ? 4 : 0));
+		minus(rgetsockopt(fd, level, name, &value, &four));
+		break;
+	case 16:
+		last = "rgetsockname";
+		minus(rgetsockname(fd, (void *)&from, &len));
+		len = sizeof(from);
+		minus(rgetpeername(fd, (void *)&from, &len));
+		break;
+	case 17:
+		last = "riomap";
+		if (riomap(fd, arena + 65536, MOSTLY(4096, 4) & 0x1ffff, MOSTLY(PROT_WRITE, 4), 0, MOSTLY(0, 2)) != -1)
+			minus(riounmap(fd, arena + 65536, 4096));
+		if (riowrite(fd, arena, rnd(5000), MOSTLY(0, 2), flags) == (size_t)-1)
+			CHECK(errno > 0);
+		break;
+	case 18:
+		last = "rshutdown";
+		if (!rnd(3))
+			minus(rshutdown(fd, rnd(3)));
+		break;
+	default:
+		last = "rclose";
+		if (rnd(2) && !minus(rclose(fd)))
+			forget(&socks, (void *)(long)(fd + 1));
+		minus(rclose(MOSTLY(-1, 4) | 1 << 20));
+	}
+}
+
+static int close_socket(void *s)
+{
+	return rclose((int)(long)s - 1);
+}
+
 #define DESTROY_ALL(pool, call, type) do { last = #call; while ((pool).n) { \
 	type *x = (pool).at[0]; CHECK(!call(x)); forget(&(pool), x); } } while (0)
 
@@ -797,6 +912,7 @@ static void clean_up(void)
 {
 	int before;
 
+	DESTROY_ALL(socks, close_socket, void);
 	DESTROY_ALL(ids, destroy_id, struct rdma_cm_id);
 	last = "rdma_destroy_event_channel";
 	while (queues.n)
@@ -861,7 +977,7 @@ static void still_works(struct ibv_context *c)
 int main(int argc, char **argv)
 {
 	static void (*const calls[])(void) = { memory, domains, completion, completion, qp_objects, qp_objects, work, work, work, tags,
-					       queries, connections, connections };
+					       queries, connections, connections, sockets, sockets };
 	long steps = argc > 2 ? atol(argv[2]) : 0;
 	struct ibv_device **list;
 

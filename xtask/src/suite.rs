@@ -186,6 +186,9 @@ fn connections(s: &mut Suite<'_>) {
         let told = ["DISCONNECT EVENT", "cq completion failed"].iter().any(|t| o.text.contains(t));
         require(o.code.is_some_and(|c| c != 124) && told, format!("{:?} {}", o.code, o.text))
     });
+    for address in ["10.0.0.1", "fd00::1"] {
+        s.check(&format!("rsockets: udpong, {address}"), |lab| udpong(lab, lab, address));
+    }
     s.check("multicast: mckey", |lab| multicast(lab, lab));
     for transport in ["rc", "ud"] {
         for test in ["tag_lat", "tag_bw", "ucp_put_bw", "ucp_get -n 50", "stream_bw", "ucp_fadd -s 8"] {
@@ -214,6 +217,20 @@ fn multicast(here: &Lab, there: &Lab) -> Check {
     }
     let sender = there.spawn("b", &[], "timeout 20 mckey -m 239.1.1.1 -b 10.0.0.2 -s")?.finish();
     both_end_well((member.finish(), sender))
+}
+
+/// Datagrams of rsockets. The server serves for ever.
+fn udpong(here: &Lab, there: &Lab, address: &str) -> Check {
+    let mut server = here.spawn("a", &[], &format!("udpong -b {address}"))?;
+    require(server.wait_listening(|| here.rdma_listens("a")), "the server does not listen")?;
+    for options in ["-S 512 -C 5000", "-S 64 -C 1000 -T e", "-S 1000 -C 1000 -T a"] {
+        let o = there.spawn("b", &[], &format!("timeout 30 udpong -s {address} {options}"))?.finish();
+        require(o.ok() && o.text.contains("custom"), format!("{options}: {:?} {}", o.code, o.text))?;
+    }
+    server.kill();
+    server.finish();
+    let o = there.spawn("b", &[], &format!("timeout 3 udpong -s {address} -S 512 -C 10"))?.finish();
+    require(o.text.contains("Connection refused"), o.text)
 }
 
 fn ucx(here: &Lab, there: &Lab, transport: &str, test: &str) -> Check {
@@ -503,6 +520,7 @@ fn wire(s: &mut Suite<'_>) {
         let mut others = vec!["tshark reads a capture", "the counters say that it went over the network"];
         others.extend(["multicast", "UCX over rc", "UCX over ud"]);
         others.extend(CONNECTING.iter().map(|c| c.0));
+        others.push("udpong");
         let wanted = |o: &str| others.iter().any(|n| format!("two hosts, {title}: {n}").contains(o));
         if programs.is_empty() && !s.only.is_none_or(wanted) {
             continue;
@@ -526,6 +544,10 @@ fn wire(s: &mut Suite<'_>) {
                 both_end_well(two.pair(server, &client.replace("ADDR", "10.0.0.1"))?)
             });
         }
+        s.check(&format!("two hosts, {title}: udpong"), |_| {
+            let two = two.as_ref().map_err(Clone::clone)?;
+            udpong(&two.labs[0], &two.labs[1], "10.0.0.1")
+        });
         s.check(&format!("two hosts, {title}: multicast"), |_| {
             let two = two.as_ref().map_err(Clone::clone)?;
             multicast(&two.labs[0], &two.labs[1])

@@ -243,6 +243,45 @@ fn datagram_services_are_found() {
     assert_eq!(cm.event(0, Unreachable).status, 1);
 }
 
+/// The program of the service is not asked; of two that share a port by reuse, the later one is found.
+#[test]
+fn datagram_services_are_answered_for() {
+    const REUSE_ADDRESS: u8 = 1;
+    for hosts in [1, 2] {
+        let mut cm = Cm::new(hosts, port_space::UDP, 5, Faults::default());
+        let own = cm.net.ends[1].qpn;
+        let vnic = cm.net.ends[1].vnic;
+        let other = End::of_vnic(cm.net.rnic(1), vnic, 64, QpType::Ud);
+        let answers = |cm: &mut Cm, qpn: u32, qkey: u32, reuse: bool| {
+            let id = cm.ask(1, CmOp::Create, 0, |_| ()).unwrap();
+            cm.ask(1, CmOp::SetOption, id, |r| (r.option, r.value) = (REUSE_ADDRESS, reuse.into())).unwrap();
+            cm.ask(1, CmOp::Bind, id, |r| r.src = addr(2, PORT))?;
+            cm.ask(1, CmOp::Listen, id, |r| (r.param.qpn, r.param.qkey) = (qpn, qkey))
+        };
+        assert_eq!(answers(&mut cm, other.qpn, 0, true), Err(Status::BadHandle), "another program's QP");
+        let expect = |cm: &mut Cm, qkey: u32| {
+            let a = cm.connect(b"");
+            cm.net.run(SECOND / 10);
+            let e = cm.event(0, Established);
+            assert_eq!((e.param.qpn, e.param.qkey), (own, qkey), "{hosts} hosts");
+            assert!(cm.events(1).is_empty());
+            cm.ask(0, CmOp::Destroy, a, |_| ()).unwrap();
+        };
+        cm.ask(1, CmOp::Create, 0, |_| ()).unwrap();
+        let first = answers(&mut cm, own, 0, true).unwrap();
+        expect(&mut cm, 0x0123_4567);
+        assert_eq!(answers(&mut cm, own, 5, false), Err(Status::AddressInUse));
+        let second = answers(&mut cm, own, 7, true).unwrap();
+        expect(&mut cm, 7);
+        cm.ask(1, CmOp::Destroy, second, |_| ()).unwrap();
+        expect(&mut cm, 0x0123_4567);
+        cm.ask(1, CmOp::Destroy, first, |_| ()).unwrap();
+        cm.connect(b"");
+        cm.net.run(SECOND / 2);
+        cm.event(0, Unreachable);
+    }
+}
+
 #[test]
 fn a_server_between_two_listeners_is_waited_for() {
     for space in [port_space::TCP, port_space::UDP] {

@@ -160,7 +160,7 @@ impl Rnic {
                 |a: Addr| a.ip.is_unspecified() && (a.ip.is_ipv4() == ip.is_ipv4() || a.ip.is_ipv6() && !c.one_family);
             c.state == State::Listening && c.src.is_some_and(|a| a.ip == ip || wild(a))
         };
-        users.iter().copied().find(|&u| self.cm.ids.get(u).is_some_and(takes))
+        users.iter().rev().copied().find(|&u| self.cm.ids.get(u).is_some_and(takes))
     }
 
     /// Makes the identifier of a request that came in; `None` if nobody may have it now.
@@ -430,16 +430,12 @@ impl Rnic {
             return;
         }
         let listener = self.find_listener(vnic, service, own.ip());
-        let (Some(listener), Some((ip, user))) = (listener, IpHeader::parse(private)) else {
-            let message = Message::SidrRep {
-                request_id: request,
-                status: sidr::UNSUPPORTED,
-                qpn: 0,
-                service_id: service,
-                qkey: 0,
-                info: Vec::new(),
-                private: Vec::new(),
-            };
+        let answers = listener.and_then(|l| self.cm.ids.get(l)?.answers);
+        let (None, Some(listener), Some((ip, user))) = (answers, listener, IpHeader::parse(private)) else {
+            let (status, (qpn, qkey)) = answers.map_or((sidr::UNSUPPORTED, (0, 0)), |a| (sidr::OK, a));
+            let (info, private) = (Vec::new(), Vec::new());
+            let message =
+                Message::SidrRep { request_id: request, status, qpn, service_id: service, qkey, info, private };
             return self.send_mad_to(vnic, own, from, &Mad { tid, message }.bytes());
         };
         let Some(id) = self.new_request(listener, own, from, request, tid, &ip) else { return };

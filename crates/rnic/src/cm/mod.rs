@@ -146,6 +146,8 @@ pub(crate) struct CmId {
     backlog: u32,
     waiting: u32,
     listener: u32,
+    /// Requests for datagrams are answered with this QPN and Q_Key, and the program never hears of them.
+    answers: Option<(u32, u32)>,
     /// 0: none.
     local_id: u32,
     remote_id: u32,
@@ -276,7 +278,10 @@ impl Rnic {
                 self.expect(id, &[State::AddrResolved])?.state = State::RouteResolved;
                 self.raise(id, CmEventKind::RouteResolved, 0, &[]);
             }
-            CmOp::Listen => self.cm_listen(id, r.value)?,
+            CmOp::Listen => {
+                self.cm_answers(s, id, &r.param)?;
+                self.cm_listen(id, r.value)?;
+            }
             CmOp::Connect => self.cm_connect(id, r)?,
             CmOp::Accept => self.cm_accept(id, r)?,
             CmOp::Reject => self.cm_reject(id, r)?,
@@ -346,6 +351,7 @@ impl Rnic {
             backlog: 0,
             waiting: 0,
             listener: 0,
+            answers: None,
             local_id: 0,
             remote_id: 0,
             tid: 0,
@@ -369,7 +375,7 @@ impl Rnic {
         let meets = there.ip == ip
             || any(there.ip) && families(there.ip, b.one_family, ip)
             || any(ip) && families(ip, a.one_family, there.ip);
-        meets && !(a.reuse && b.reuse && b.state != State::Listening)
+        meets && !(a.reuse && b.reuse && (b.state != State::Listening || b.answers.is_some()))
     }
 
     fn cm_bind(&mut self, id: u32, to: Addr) -> Result<()> {
@@ -445,6 +451,17 @@ impl Rnic {
         Ok(())
     }
 
+    /// Notes the QP with which requests for datagrams are answered without asking the program, if it names one.
+    fn cm_answers(&mut self, s: SessionId, id: u32, p: &abi::CmParam) -> Result<()> {
+        if p.qpn == 0 {
+            return Ok(());
+        }
+        self.own_qp(s, p.qpn)?;
+        let c = self.cm.ids.get_mut(id).filter(|c| c.is_datagram()).ok_or(Status::BadValue)?;
+        c.answers = Some((p.qpn, if p.qkey == 0 { UDP_QKEY } else { p.qkey }));
+        Ok(())
+    }
+
     fn cm_listen(&mut self, id: u32, backlog: u32) -> Result<()> {
         if self.expect(id, &[State::Idle, State::Bound, State::Listening])?.state == State::Idle {
             self.cm_bind(id, Addr { ip: IpAddr::V6(Ipv6Addr::UNSPECIFIED), port: 0 })?;
@@ -452,10 +469,13 @@ impl Rnic {
         let c = self.expect(id, &[State::Bound, State::Listening])?;
         c.backlog = if backlog == 0 { 1024 } else { backlog.min(MAX_BACKLOG) };
         let (key, src) = ((c.vnic, c.space, c.src.map_or(0, |a| a.port)), c.src);
-        // An address may be shared by identifiers that connect, not by ones that listen.
+        let shares = c.reuse && c.answers.is_some();
+        // An address may be shared by identifiers that connect, not by ones that listen, but for those that answer by themselves:
+        // there the last one does.
         let others = self.cm.ports.get(&key).into_iter().flatten().filter(|&&o| o != id);
         let taken = others.filter_map(|&o| self.cm.ids.get(o)).any(|o| {
             o.state == State::Listening
+                && !(shares && o.reuse && o.answers.is_some())
                 && (o.src == src || o.src.is_some_and(|a| a.ip.is_unspecified()) && !o.one_family)
         });
         if taken {

@@ -8,7 +8,7 @@ use unirdma_abi as abi;
 ///
 /// # Safety
 /// `a` is NULL or points to an address as long as its family's.
-pub(super) unsafe fn read(a: *const libc::sockaddr) -> Result<abi::CmAddr, i32> {
+pub(crate) unsafe fn read(a: *const libc::sockaddr) -> Result<abi::CmAddr, i32> {
     if a.is_null() {
         return Ok(abi::CmAddr::default());
     }
@@ -32,7 +32,7 @@ pub(super) unsafe fn read(a: *const libc::sockaddr) -> Result<abi::CmAddr, i32> 
 }
 
 /// Writes an address where a program looks for it; nothing for none.
-pub(super) fn write(a: &abi::CmAddr, to: &mut libc::sockaddr_storage) {
+pub(crate) fn write(a: &abi::CmAddr, to: &mut libc::sockaddr_storage) {
     let place = std::ptr::from_mut(to);
     let v6 = Ipv6Addr::from(a.ip);
     // SAFETY: the storage has room for each kind of address, and is aligned for it.
@@ -64,7 +64,7 @@ pub(super) fn port(a: &libc::sockaddr_storage) -> u16 {
 }
 
 /// The GID of an address.
-pub(super) fn gid(a: &abi::CmAddr) -> [u8; 16] {
+pub(crate) fn gid(a: &abi::CmAddr) -> [u8; 16] {
     let v6 = Ipv6Addr::from(a.ip);
     unirdma_formats::Gid::from_ip(v6.to_ipv4_mapped().map_or(IpAddr::V6(v6), IpAddr::V4)).0
 }

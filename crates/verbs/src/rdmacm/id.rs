@@ -280,6 +280,32 @@ pub unsafe extern "C" fn x_rdma_listen(id: *mut rdma_cm_id, backlog: i32) -> i32
     done(r.map(|r| address::write(&r.src, &mut obj.c.route.addr.src)))
 }
 
+/// Binds an identifier for datagrams to an address, and gives it a device, so that a QP can be made for it.
+///
+/// # Safety
+/// `id` is an identifier of this library, `addr` an address of a program.
+pub(crate) unsafe fn bind_to_device(id: *mut rdma_cm_id, addr: *const libc::sockaddr) -> Result<(), i32> {
+    // SAFETY: by the contract.
+    unsafe {
+        bind(object(id), addr)?;
+        object(id).attach_device()
+    }
+}
+
+/// Lets the device answer those who look for the identifier's QP.
+///
+/// # Safety
+/// As of [`bind_to_device`]; the identifier has a QP for datagrams.
+pub(crate) unsafe fn answer_by_itself(id: *mut rdma_cm_id) -> Result<(), i32> {
+    // SAFETY: by the contract.
+    let obj = unsafe { object(id) };
+    // SAFETY: as above.
+    let qpn = unsafe { (*obj.c.qp).qp_num };
+    let r = request(CmOp::Listen, obj.handle, |r| r.param.qpn = qpn)?;
+    address::write(&r.src, &mut obj.c.route.addr.src);
+    Ok(())
+}
+
 pub unsafe extern "C" fn x_rdma_get_src_port(id: *mut rdma_cm_id) -> u16 {
     // SAFETY: the caller passes its identifier.
     address::port(unsafe { &(*id).route.addr.src })

@@ -1,7 +1,7 @@
 //! `librdmacm`: connections by IP address and port (`rdma_cm(7)`). The virtual layer has the identifiers, talks to the
 //! peers and keeps the time; here they get the faces that C programs know, and their QPs are moved.
 
-mod address;
+pub(crate) mod address;
 mod addrinfo;
 mod connect;
 mod event;

@@ -6,9 +6,10 @@ use std::sync::atomic::Ordering;
 use std::time::{Duration, Instant};
 
 use super::connection::{BUFFER, INLINE, Ready};
+use super::datagram::Datagrams;
 use super::protocol::QUEUE;
 use super::stream::Socket;
-use super::{SOCKETS, find};
+use super::{Endpoint, SOCKETS, find};
 use crate::lock;
 use crate::set_errno;
 use crate::trace::trace;
@@ -31,9 +32,9 @@ fn done(r: Result<(), i32>) -> i32 {
     result(r.map(|()| 0)) as i32
 }
 
-fn keep(s: Socket) -> i32 {
+fn keep(s: Arc<dyn Endpoint>) -> i32 {
     let fd = s.fd();
-    lock(&SOCKETS).insert(fd, Arc::new(s));
+    lock(&SOCKETS).insert(fd, s);
     fd
 }
 
@@ -41,8 +42,13 @@ fn keep(s: Socket) -> i32 {
 /// that such programs make (`accept4`).
 pub unsafe extern "C" fn x_rsocket(domain: i32, typ: i32, protocol: i32) -> i32 {
     trace!("rsocket({domain}, {typ:#x}, {protocol})");
-    let r = match (domain, typ, protocol) {
-        (libc::AF_INET | libc::AF_INET6, libc::SOCK_STREAM, 0 | libc::IPPROTO_TCP) => Socket::create(),
+    let r: Result<Arc<dyn Endpoint>, i32> = match (domain, typ, protocol) {
+        (libc::AF_INET | libc::AF_INET6, libc::SOCK_STREAM, 0 | libc::IPPROTO_TCP) => {
+            Socket::create().map(|s| Arc::new(s) as _)
+        }
+        (libc::AF_INET | libc::AF_INET6, libc::SOCK_DGRAM, 0 | libc::IPPROTO_UDP) => {
+            Datagrams::create(domain).map(|s| Arc::new(s) as _)
+        }
         _ => Err(libc::ENOTSUP),
     };
     match r {
@@ -64,7 +70,7 @@ pub unsafe extern "C" fn x_raccept(fd: i32, addr: *mut libc::sockaddr, len: *mut
         Ok(new) => {
             if !addr.is_null() {
                 // SAFETY: the caller's room for an address.
-                unsafe { put_address(&new, true, addr, len) };
+                let _ = unsafe { put_name(&*new, true, addr, len) };
             }
             keep(new)
         }
@@ -99,10 +105,8 @@ unsafe fn bytes<'a>(at: *mut c_void, len: usize) -> &'a mut [u8] {
 }
 
 pub unsafe extern "C" fn x_rrecv(fd: i32, buf: *mut c_void, len: usize, flags: i32) -> isize {
-    let has = |f: i32| flags & f != 0;
     // SAFETY: as recv(2) demands.
-    let room = unsafe { bytes(buf, len) };
-    result(find(fd).and_then(|s| s.recv(room, has(libc::MSG_WAITALL), has(libc::MSG_PEEK), has(libc::MSG_DONTWAIT))))
+    unsafe { x_rrecvfrom(fd, buf, len, flags, std::ptr::null_mut(), std::ptr::null_mut()) }
 }
 
 pub unsafe extern "C" fn x_rrecvfrom(
@@ -114,13 +118,14 @@ pub unsafe extern "C" fn x_rrecvfrom(
     addr_len: *mut u32,
 ) -> isize {
     // SAFETY: as recvfrom(2) demands.
-    unsafe {
-        let n = x_rrecv(fd, buf, len, flags);
-        if n > 0 && !addr.is_null() {
-            x_rgetpeername(fd, addr, addr_len);
+    let room = unsafe { bytes(buf, len) };
+    result(find(fd).and_then(|s| s.recv(room, flags)).map(|r| {
+        if let Some(from) = r.from.filter(|_| !addr.is_null() && !addr_len.is_null()) {
+            // SAFETY: as above.
+            unsafe { put_address(&from, addr, addr_len) };
         }
-        n
-    }
+        r.bytes
+    }))
 }
 
 pub unsafe extern "C" fn x_rread(fd: i32, buf: *mut c_void, len: usize) -> isize {
@@ -129,9 +134,8 @@ pub unsafe extern "C" fn x_rread(fd: i32, buf: *mut c_void, len: usize) -> isize
 }
 
 pub unsafe extern "C" fn x_rsend(fd: i32, buf: *const c_void, len: usize, flags: i32) -> isize {
-    // SAFETY: as send(2) demands; the bytes are only read.
-    let data: &[u8] = unsafe { bytes(buf.cast_mut(), len) };
-    result(find(fd).and_then(|s| s.send(data, flags & libc::MSG_DONTWAIT != 0)))
+    // SAFETY: as send(2) demands.
+    unsafe { x_rsendto(fd, buf, len, flags, std::ptr::null(), 0) }
 }
 
 pub unsafe extern "C" fn x_rsendto(
@@ -139,16 +143,59 @@ pub unsafe extern "C" fn x_rsendto(
     buf: *const c_void,
     len: usize,
     flags: i32,
-    _addr: *const libc::sockaddr,
+    addr: *const libc::sockaddr,
     _addr_len: u32,
 ) -> isize {
-    // SAFETY: as send(2) demands; a stream has one peer.
-    unsafe { x_rsend(fd, buf, len, flags) }
+    // SAFETY: as sendto(2) demands; the bytes are only read.
+    let data: &[u8] = unsafe { bytes(buf.cast_mut(), len) };
+    result(find(fd).and_then(|s| s.send(data, flags & libc::MSG_DONTWAIT != 0, addr)))
 }
 
 pub unsafe extern "C" fn x_rwrite(fd: i32, buf: *const c_void, len: usize) -> isize {
     // SAFETY: as write(2) demands.
     unsafe { x_rsend(fd, buf, len, 0) }
+}
+
+/// The pieces of a datagram, in one.
+///
+/// # Safety
+/// `iov` has `n` elements of readable memory.
+unsafe fn gather(iov: *const libc::iovec, n: usize) -> Vec<u8> {
+    // SAFETY: by the contract.
+    (0..n).flat_map(|i| unsafe { bytes((*iov.add(i)).iov_base, (*iov.add(i)).iov_len) }.iter().copied()).collect()
+}
+
+/// Takes a datagram into pieces.
+///
+/// # Safety
+/// As of `recvmsg(2)`; `name` is NULL or has `*name_len` bytes.
+unsafe fn scatter(
+    s: &dyn Endpoint,
+    iov: *const libc::iovec,
+    n: usize,
+    flags: i32,
+    name: (*mut libc::sockaddr, *mut u32),
+) -> Result<usize, i32> {
+    // SAFETY: by the contract.
+    let rooms = (0..n).map(|i| unsafe { bytes((*iov.add(i)).iov_base, (*iov.add(i)).iov_len) }).collect::<Vec<_>>();
+    let mut all = vec![0; rooms.iter().map(|r| r.len()).sum()];
+    let r = s.recv(&mut all, flags)?;
+    let mut at = 0;
+    for room in rooms {
+        let some = room.len().min(r.bytes - at);
+        room[..some].copy_from_slice(&all[at..at + some]);
+        at += some;
+    }
+    if let Some(from) = r.from.filter(|_| !name.0.is_null()) {
+        // SAFETY: by the contract.
+        unsafe { put_address(&from, name.0, name.1) };
+    }
+    Ok(r.bytes)
+}
+
+/// True for a socket whose messages are whole.
+fn is_datagram(fd: i32) -> bool {
+    find(fd).is_ok_and(|s| s.stream().is_none())
 }
 
 /// Calls `f` for each piece until one is not done whole; how many bytes were.
@@ -176,6 +223,11 @@ unsafe fn pieces(iov: *const libc::iovec, n: usize, mut f: impl FnMut(*mut c_voi
 }
 
 pub unsafe extern "C" fn x_rreadv(fd: i32, iov: *const libc::iovec, n: i32) -> isize {
+    if is_datagram(fd) {
+        let none = (std::ptr::null_mut(), std::ptr::null_mut());
+        // SAFETY: as readv(2) demands.
+        return result(find(fd).and_then(|s| unsafe { scatter(&*s, iov, n.max(0) as usize, 0, none) }));
+    }
     // Only the first piece waits.
     let more = |later: bool| if later { libc::MSG_DONTWAIT } else { 0 };
     // SAFETY: as readv(2) demands.
@@ -183,6 +235,11 @@ pub unsafe extern "C" fn x_rreadv(fd: i32, iov: *const libc::iovec, n: i32) -> i
 }
 
 pub unsafe extern "C" fn x_rwritev(fd: i32, iov: *const libc::iovec, n: i32) -> isize {
+    if is_datagram(fd) {
+        // SAFETY: as writev(2) demands.
+        let all = unsafe { gather(iov, n.max(0) as usize) };
+        return result(find(fd).and_then(|s| s.send(&all, false, std::ptr::null())));
+    }
     // SAFETY: as writev(2) demands.
     unsafe { pieces(iov, n.max(0) as usize, |at, len, _| x_rsend(fd, at, len, 0)) }
 }
@@ -191,6 +248,10 @@ pub unsafe extern "C" fn x_rrecvmsg(fd: i32, msg: *mut libc::msghdr, flags: i32)
     // SAFETY: as recvmsg(2) demands; a stream has no ancillary data.
     unsafe {
         (*msg).msg_controllen = 0;
+        if is_datagram(fd) {
+            let (m, name) = (&*msg, ((*msg).msg_name.cast(), &raw mut (*msg).msg_namelen));
+            return result(find(fd).and_then(|s| scatter(&*s, m.msg_iov, m.msg_iovlen, flags, name)));
+        }
         let more = |later: bool| if later { flags | libc::MSG_DONTWAIT } else { flags };
         pieces((*msg).msg_iov, (*msg).msg_iovlen, |at, len, later| x_rrecv(fd, at, len, more(later)))
     }
@@ -201,6 +262,11 @@ pub unsafe extern "C" fn x_rsendmsg(fd: i32, msg: *const libc::msghdr, flags: i3
     unsafe {
         if (*msg).msg_controllen != 0 {
             return result(Err(libc::ENOTSUP));
+        }
+        if is_datagram(fd) {
+            let all = gather((*msg).msg_iov, (*msg).msg_iovlen);
+            let dontwait = flags & libc::MSG_DONTWAIT != 0;
+            return result(find(fd).and_then(|s| s.send(&all, dontwait, (*msg).msg_name.cast())));
         }
         pieces((*msg).msg_iov, (*msg).msg_iovlen, |at, len, _| x_rsend(fd, at, len, flags))
     }
@@ -318,34 +384,39 @@ pub unsafe extern "C" fn x_rselect(
     }
 }
 
-/// Writes an address of a socket, cut off at the caller's room.
+/// Writes an address, cut off at the caller's room.
 ///
 /// # Safety
 /// `addr` has `*len` bytes.
-unsafe fn put_address(s: &Socket, peer: bool, addr: *mut libc::sockaddr, len: *mut u32) {
+unsafe fn put_address(a: &libc::sockaddr_storage, addr: *mut libc::sockaddr, len: *mut u32) {
+    let is_v6 = i32::from(a.ss_family) == libc::AF_INET6;
+    let size = if is_v6 { size_of::<libc::sockaddr_in6>() } else { size_of::<libc::sockaddr_in>() };
     // SAFETY: by the contract.
     unsafe {
-        s.with_id(|id| {
-            let a = if peer { &(*id).route.addr.dst } else { &(*id).route.addr.src };
-            let size = if i32::from(a.ss_family) == libc::AF_INET6 {
-                size_of::<libc::sockaddr_in6>()
-            } else {
-                size_of::<libc::sockaddr_in>()
-            };
-            std::ptr::copy_nonoverlapping(std::ptr::from_ref(a).cast::<u8>(), addr.cast(), size.min(*len as usize));
-            *len = size as u32;
-        });
+        std::ptr::copy_nonoverlapping(std::ptr::from_ref(a).cast::<u8>(), addr.cast(), size.min(*len as usize));
+        *len = size as u32;
     }
+}
+
+/// Writes the address of a socket or of its peer.
+///
+/// # Safety
+/// As of [`put_address`].
+unsafe fn put_name(s: &dyn Endpoint, peer: bool, addr: *mut libc::sockaddr, len: *mut u32) -> Result<(), i32> {
+    let name = s.name(peer)?;
+    // SAFETY: by the contract.
+    unsafe { put_address(&name, addr, len) };
+    Ok(())
 }
 
 pub unsafe extern "C" fn x_rgetpeername(fd: i32, addr: *mut libc::sockaddr, len: *mut u32) -> i32 {
     // SAFETY: as getpeername(2) demands.
-    done(find(fd).map(|s| unsafe { put_address(&s, true, addr, len) }))
+    done(find(fd).and_then(|s| unsafe { put_name(&*s, true, addr, len) }))
 }
 
 pub unsafe extern "C" fn x_rgetsockname(fd: i32, addr: *mut libc::sockaddr, len: *mut u32) -> i32 {
     // SAFETY: as getsockname(2) demands.
-    done(find(fd).map(|s| unsafe { put_address(&s, false, addr, len) }))
+    done(find(fd).and_then(|s| unsafe { put_name(&*s, false, addr, len) }))
 }
 
 // Level and names of options of `rsocket(7)`.
@@ -360,16 +431,16 @@ const RDMA_ROUTE: i32 = 4;
 pub unsafe extern "C" fn x_rsetsockopt(fd: i32, level: i32, name: i32, value: *const c_void, len: u32) -> i32 {
     let Ok(s) = find(fd) else { return done(Err(libc::EBADF)) };
     match (level, name) {
-        (libc::SOL_SOCKET, libc::SO_REUSEADDR) if len >= 4 => s.with_id(|id| {
-            const LEVEL_ID: i32 = 0;
+        (libc::SOL_SOCKET, libc::SO_REUSEADDR) if len >= 4 => {
             const REUSE_ADDRESS: i32 = 1;
             // SAFETY: the caller's value has that many bytes.
-            unsafe { crate::rdmacm::x_rdma_set_option(id, LEVEL_ID, REUSE_ADDRESS, value.cast_mut(), 4) }
-        }),
+            let on = unsafe { value.cast::<u32>().read_unaligned() };
+            done(s.set_option(REUSE_ADDRESS, on))
+        }
         (SOL_RDMA, RDMA_IOMAPSIZE) if len >= 4 => {
             // SAFETY: as above.
             let n = unsafe { value.cast::<i32>().read_unaligned() };
-            done(s.set_table(n.max(0) as u32))
+            done(s.stream().ok_or(libc::ENOTSUP).and_then(|s| s.set_table(n.max(0) as u32)))
         }
         (libc::SOL_SOCKET, libc::SO_RCVBUF | libc::SO_SNDBUF | libc::SO_KEEPALIVE | libc::SO_LINGER)
         | (libc::SOL_SOCKET, libc::SO_OOBINLINE)
@@ -393,7 +464,7 @@ pub unsafe extern "C" fn x_rgetsockopt(fd: i32, level: i32, name: i32, value: *m
         (libc::IPPROTO_TCP, libc::TCP_MAXSEG) => 4096,
         (SOL_RDMA, RDMA_SQSIZE | RDMA_RQSIZE) => QUEUE.into(),
         (SOL_RDMA, RDMA_INLINE) => INLINE as i32,
-        (SOL_RDMA, RDMA_IOMAPSIZE) => s.table() as i32,
+        (SOL_RDMA, RDMA_IOMAPSIZE) => s.stream().map_or(0, Socket::table) as i32,
         _ => return done(Err(libc::ENOTSUP)),
     };
     // SAFETY: the caller's room for a value.
@@ -412,18 +483,23 @@ pub unsafe extern "C" fn x_rfcntl(fd: i32, cmd: i32, arg: i64) -> i32 {
     let Ok(s) = find(fd) else { return done(Err(libc::EBADF)) };
     match cmd {
         libc::F_GETFL => {
-            if s.nonblocking.load(Ordering::Relaxed) {
+            if s.nonblocking().load(Ordering::Relaxed) {
                 libc::O_RDWR | libc::O_NONBLOCK
             } else {
                 libc::O_RDWR
             }
         }
         libc::F_SETFL => {
-            s.nonblocking.store(arg as i32 & libc::O_NONBLOCK != 0, Ordering::Relaxed);
+            s.nonblocking().store(arg as i32 & libc::O_NONBLOCK != 0, Ordering::Relaxed);
             0
         }
         _ => done(Err(libc::ENOTSUP)),
     }
+}
+
+/// Calls `f` with a socket that is a stream.
+fn with_stream<R>(fd: i32, f: impl FnOnce(&Socket) -> Result<R, i32>) -> Result<R, i32> {
+    find(fd).and_then(|s| f(s.stream().ok_or(libc::EOPNOTSUPP)?))
 }
 
 /// # Errors
@@ -434,19 +510,19 @@ pub unsafe extern "C" fn x_riomap(fd: i32, buf: *mut c_void, len: usize, prot: i
         return i64::from(done(Err(libc::EINVAL)));
     }
     let asked = (offset != -1).then_some(offset as u64);
-    match find(fd).and_then(|s| s.map(buf, len, prot & libc::PROT_WRITE != 0, asked)) {
+    match with_stream(fd, |s| s.map(buf, len, prot & libc::PROT_WRITE != 0, asked)) {
         Ok(at) => at as i64,
         Err(e) => i64::from(done(Err(e))),
     }
 }
 
 pub unsafe extern "C" fn x_riounmap(fd: i32, buf: *mut c_void, len: usize) -> i32 {
-    done(find(fd).and_then(|s| s.unmap(buf, len)))
+    done(with_stream(fd, |s| s.unmap(buf, len)))
 }
 
 /// Returns the number of bytes: fewer than `n`, or 0, where the peer has mapped nothing.
 pub unsafe extern "C" fn x_riowrite(fd: i32, buf: *const c_void, n: usize, offset: i64, flags: i32) -> usize {
     // SAFETY: as write(2) demands; the bytes are only read.
     let data: &[u8] = unsafe { bytes(buf.cast_mut(), n) };
-    result(find(fd).and_then(|s| s.write_at(data, offset as u64, flags & libc::MSG_DONTWAIT != 0))) as usize
+    result(with_stream(fd, |s| s.write_at(data, offset as u64, flags & libc::MSG_DONTWAIT != 0))) as usize
 }

@@ -11,6 +11,7 @@ use unirdma_verbs_abi::*;
 
 use super::board::{Board, PARTS};
 use super::protocol::*;
+use super::wait::Completions;
 use crate::mr::{x_ibv_dereg_mr, x_ibv_reg_mr};
 use crate::rdmacm::*;
 pub(in crate::rsocket) use data::Ready;
@@ -25,14 +26,14 @@ const CONTROLS: u32 = 4;
 pub(super) const INLINE: u32 = 64;
 
 // enum rdma_cm_event_type
-const ADDR_RESOLVED: u32 = 0;
-const ROUTE_RESOLVED: u32 = 2;
+pub(super) const ADDR_RESOLVED: u32 = 0;
+pub(super) const ROUTE_RESOLVED: u32 = 2;
 const CONNECT_REQUEST: u32 = 4;
 const REJECTED: u32 = 8;
-const ESTABLISHED: u32 = 9;
+pub(super) const ESTABLISHED: u32 = 9;
 const DISCONNECTED: u32 = 10;
 
-const ACCESS_LOCAL_WRITE: i32 = 1;
+pub(super) const ACCESS_LOCAL_WRITE: i32 = 1;
 const ACCESS_REMOTE_WRITE: i32 = 2;
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -62,6 +63,8 @@ pub(super) struct Connection {
     pub error: i32,
     pub readable: bool,
     pub writable: bool,
+    /// Its completions, while there is `memory`.
+    queue: Option<Completions>,
     memory: Option<Memory>,
     /// Mappings that the peer may tell of.
     pub table: u32,
@@ -113,6 +116,7 @@ impl Connection {
             error: 0,
             readable: true,
             writable: true,
+            queue: None,
             memory: None,
             table: 0,
             peer_table: 0,
@@ -166,23 +170,12 @@ impl Connection {
                 max_recv_sge: 1,
                 max_inline_data: INLINE,
             };
-            let c = &*self.id;
-            let channel = crate::event::x_ibv_create_comp_channel(c.verbs);
-            if channel.is_null() {
-                return Err(errno());
-            }
-            libc::fcntl((*channel).fd, libc::F_SETFL, libc::O_NONBLOCK);
-            let cq = crate::cq::x_ibv_create_cq(c.verbs, 4 * i32::from(QUEUE), std::ptr::null_mut(), channel, 0);
-            if cq.is_null() {
-                let e = errno();
-                crate::event::x_ibv_destroy_comp_channel(channel);
-                return Err(e);
-            }
-            ((*self.id).recv_cq_channel, (*self.id).recv_cq) = (channel, cq);
+            let queue = Completions::create(self.id, 4 * i32::from(QUEUE))?;
+            self.queue = Some(queue);
             let mut init = ibv_qp_init_attr {
                 qp_context: std::ptr::null_mut(),
-                send_cq: cq,
-                recv_cq: cq,
+                send_cq: queue.cq,
+                recv_cq: queue.cq,
                 srq: std::ptr::null_mut(),
                 cap,
                 qp_type: 2,
@@ -218,8 +211,8 @@ impl Connection {
             for _ in 0..u32::from(QUEUE) + CONTROLS {
                 self.post_receive()?;
             }
+            queue.arm();
         }
-        self.arm();
         Ok(())
     }
 
@@ -284,6 +277,9 @@ impl Connection {
 
     /// Handles events of the connection that have come.
     fn connection_events(&mut self) {
+        if self.channel.is_null() {
+            return;
+        }
         loop {
             let mut event = std::ptr::null_mut();
             // SAFETY: the socket's own channel, which does not block; the event is given back below.
@@ -361,7 +357,6 @@ impl Drop for Connection {
     fn drop(&mut self) {
         // SAFETY: everything is this socket's own, and nobody uses it any more.
         unsafe {
-            let (cq, channel) = ((*self.id).recv_cq, (*self.id).recv_cq_channel);
             x_rdma_destroy_qp(self.id);
             self.mapped.drain(..).for_each(Mapped::release);
             if let Some(m) = self.memory.take() {
@@ -369,9 +364,8 @@ impl Drop for Connection {
                     x_ibv_dereg_mr(mr);
                 }
             }
-            if !cq.is_null() {
-                crate::cq::x_ibv_destroy_cq(cq);
-                crate::event::x_ibv_destroy_comp_channel(channel);
+            if let Some(queue) = self.queue.take() {
+                queue.destroy();
             }
             self.waiting.clear();
             x_rdma_destroy_id(self.id);

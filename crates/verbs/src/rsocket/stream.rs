@@ -1,26 +1,20 @@
-//! A socket: calls that wait for what its connection has to say.
+//! A stream: calls that wait for what its connection has to say.
 
 use std::ffi::c_void;
-use std::sync::Mutex;
 use std::sync::atomic::{AtomicBool, Ordering};
-use std::time::{Duration, Instant};
-
-use unirdma_verbs_abi::rdma_cm_id;
+use std::sync::{Arc, Mutex};
 
 use super::connection::{Connection, Ready, State, check, errno};
 use super::protocol::*;
+use super::wait::{Progress, wait};
+use super::{Endpoint, Received, set_option};
 use crate::lock;
 use crate::rdmacm::*;
-
-/// An idle stream is looked at for so long before its thread sleeps.
-const SPIN: Duration = Duration::from_micros(50);
-/// Longest sleep: another thread of the socket may have taken the event.
-const NAP_MS: i32 = 20;
 
 /// A socket of this library.
 pub(super) struct Socket {
     inner: Mutex<Connection>,
-    pub nonblocking: AtomicBool,
+    nonblocking: AtomicBool,
 }
 
 impl Socket {
@@ -32,150 +26,21 @@ impl Socket {
         Connection::create().map(Socket::of)
     }
 
-    /// The descriptor that stands for it.
-    pub fn fd(&self) -> i32 {
-        let inner = lock(&self.inner);
-        // SAFETY: a socket that was created has a channel; one that was accepted, its completion channel.
-        unsafe { if inner.channel.is_null() { (*(*inner.id).recv_cq_channel).fd } else { (*inner.channel).fd } }
-    }
-
-    /// Calls `f` with the identifier.
-    pub fn with_id<R>(&self, f: impl FnOnce(*mut rdma_cm_id) -> R) -> R {
-        f(lock(&self.inner).id)
-    }
-
     /// Waits until `f` has an answer; `EAGAIN` if the caller or the socket does not wait.
     fn wait<R>(&self, dontwait: bool, f: impl FnMut(&mut Connection) -> Option<Result<R, i32>>) -> Result<R, i32> {
-        self.wait_if(!dontwait && !self.nonblocking.load(Ordering::Relaxed), f)
-    }
-
-    /// As [`Socket::wait`], where it is known whether to wait.
-    fn wait_if<R>(&self, waits: bool, mut f: impl FnMut(&mut Connection) -> Option<Result<R, i32>>) -> Result<R, i32> {
-        let begin = Instant::now();
-        loop {
-            let fds = {
-                let mut inner = lock(&self.inner);
-                inner.progress();
-                if let Some(r) = f(&mut inner) {
-                    // What was taken makes room.
-                    let _ = inner.tell();
-                    return r;
-                }
-                if !waits {
-                    return Err(libc::EAGAIN);
-                }
-                if begin.elapsed() < SPIN {
-                    continue;
-                }
-                inner.rearm();
-                inner.progress();
-                if let Some(r) = f(&mut inner) {
-                    let _ = inner.tell();
-                    return r;
-                }
-                inner.descriptors()
-            };
-            let mut polled: Vec<libc::pollfd> =
-                fds.into_iter().map(|fd| libc::pollfd { fd, events: libc::POLLIN, revents: 0 }).collect();
-            // SAFETY: so many descriptors.
-            unsafe { libc::poll(polled.as_mut_ptr(), polled.len() as libc::nfds_t, NAP_MS) };
-        }
-    }
-
-    pub fn bind(&self, addr: *const libc::sockaddr) -> Result<(), i32> {
-        let mut inner = lock(&self.inner);
-        if inner.state != State::Idle {
-            return Err(libc::EINVAL);
-        }
-        // SAFETY: the caller's address.
-        check(unsafe { x_rdma_bind_addr(inner.id, addr.cast_mut()) })?;
-        inner.state = State::Bound;
-        Ok(())
-    }
-
-    pub fn listen(&self, backlog: i32) -> Result<(), i32> {
-        let mut inner = lock(&self.inner);
-        if !matches!(inner.state, State::Idle | State::Bound | State::Listening) {
-            return Err(libc::EINVAL);
-        }
-        // SAFETY: the socket's own identifier.
-        check(unsafe { x_rdma_listen(inner.id, backlog) })?;
-        inner.state = State::Listening;
-        Ok(())
-    }
-
-    pub fn connect(&self, addr: *const libc::sockaddr) -> Result<(), i32> {
-        {
-            let mut inner = lock(&self.inner);
-            match inner.state {
-                State::Connected => return Err(libc::EISCONN),
-                State::Connecting => {}
-                State::Idle | State::Bound => {
-                    // SAFETY: the caller's address.
-                    check(unsafe { x_rdma_resolve_addr(inner.id, std::ptr::null_mut(), addr.cast_mut(), 2000) })?;
-                    inner.state = State::Connecting;
-                }
-                _ => return Err(libc::EINVAL),
-            }
-        }
-        let r = self.wait(false, |inner| match inner.state {
-            State::Connected => Some(Ok(())),
-            State::Ended => Some(Err(if inner.error != 0 { inner.error } else { libc::ECONNRESET })),
-            _ => None,
-        });
-        r.map_err(|e| if e == libc::EAGAIN { libc::EINPROGRESS } else { e })
-    }
-
-    /// A connection that came in.
-    pub fn accept(&self) -> Result<Socket, i32> {
-        let mut new = self.wait(false, |inner| {
-            if inner.state != State::Listening {
-                return Some(Err(libc::EINVAL));
-            }
-            inner.waiting.pop_front().map(Ok)
-        })?;
-        // It gets a channel of its own.
-        // SAFETY: the channel and the identifier are this library's.
-        unsafe {
-            let channel = x_rdma_create_event_channel();
-            if channel.is_null() {
-                return Err(errno());
-            }
-            libc::fcntl((*channel).fd, libc::F_SETFL, libc::O_NONBLOCK);
-            new.channel = channel;
-            check(x_rdma_migrate_id(new.id, channel))?;
-        }
-        new.answer()?;
-        let socket = Socket::of(new);
-        socket.wait(false, |inner| (inner.state != State::Connecting).then_some(Ok(())))?;
-        Ok(socket)
+        wait(&self.inner, !dontwait && !self.nonblocking.load(Ordering::Relaxed), f)
     }
 
     /// Why nothing can be sent, if so.
     fn send_error(c: &Connection) -> Option<i32> {
         match c.state {
+            State::Connecting => None,
             State::Connected if c.writable => None,
             State::Connected => Some(libc::EPIPE),
             State::Ended if c.error != 0 => Some(c.error),
             State::Ended => Some(libc::ECONNRESET),
             _ => Some(libc::ENOTCONN),
         }
-    }
-
-    pub fn send(&self, bytes: &[u8], dontwait: bool) -> Result<usize, i32> {
-        let mut done = 0;
-        let r = self.wait(dontwait, |inner| {
-            if let Some(e) = Self::send_error(inner) {
-                return Some(Err(e));
-            }
-            match inner.send(&bytes[done..]) {
-                Ok(n) => done += n,
-                Err(e) => return Some(Err(e)),
-            }
-            (done == bytes.len()).then_some(Ok(()))
-        });
-        // What was sent counts, whatever came after.
-        if done > 0 { Ok(done) } else { r.map(|()| 0) }
     }
 
     /// Writes into memory that the peer has mapped at `offset`. Fewer bytes, or none, where nothing is mapped.
@@ -224,11 +89,115 @@ impl Socket {
         inner.table = from_scale(to_scale(n));
         Ok(())
     }
+}
 
-    pub fn recv(&self, bytes: &mut [u8], all: bool, peek: bool, dontwait: bool) -> Result<usize, i32> {
+impl Endpoint for Socket {
+    fn fd(&self) -> i32 {
+        let inner = lock(&self.inner);
+        // SAFETY: a socket that was created or accepted has a channel.
+        unsafe { (*inner.channel).fd }
+    }
+
+    fn nonblocking(&self) -> &AtomicBool {
+        &self.nonblocking
+    }
+
+    fn stream(&self) -> Option<&Socket> {
+        Some(self)
+    }
+
+    fn bind(&self, addr: *const libc::sockaddr) -> Result<(), i32> {
+        let mut inner = lock(&self.inner);
+        if inner.state != State::Idle {
+            return Err(libc::EINVAL);
+        }
+        // SAFETY: the caller's address.
+        check(unsafe { x_rdma_bind_addr(inner.id, addr.cast_mut()) })?;
+        inner.state = State::Bound;
+        Ok(())
+    }
+
+    fn listen(&self, backlog: i32) -> Result<(), i32> {
+        let mut inner = lock(&self.inner);
+        if !matches!(inner.state, State::Idle | State::Bound | State::Listening) {
+            return Err(libc::EINVAL);
+        }
+        // SAFETY: the socket's own identifier.
+        check(unsafe { x_rdma_listen(inner.id, backlog) })?;
+        inner.state = State::Listening;
+        Ok(())
+    }
+
+    fn connect(&self, addr: *const libc::sockaddr) -> Result<(), i32> {
+        {
+            let mut inner = lock(&self.inner);
+            match inner.state {
+                State::Connected => return Err(libc::EISCONN),
+                State::Connecting => {}
+                State::Idle | State::Bound => {
+                    // SAFETY: the caller's address.
+                    check(unsafe { x_rdma_resolve_addr(inner.id, std::ptr::null_mut(), addr.cast_mut(), 2000) })?;
+                    inner.state = State::Connecting;
+                }
+                _ => return Err(libc::EINVAL),
+            }
+        }
+        let r = self.wait(false, |inner| match inner.state {
+            State::Connected => Some(Ok(())),
+            State::Ended => Some(Err(if inner.error != 0 { inner.error } else { libc::ECONNRESET })),
+            _ => None,
+        });
+        r.map_err(|e| if e == libc::EAGAIN { libc::EINPROGRESS } else { e })
+    }
+
+    fn accept(&self) -> Result<Arc<dyn Endpoint>, i32> {
+        let mut new = self.wait(false, |inner| {
+            if inner.state != State::Listening {
+                return Some(Err(libc::EINVAL));
+            }
+            inner.waiting.pop_front().map(Ok)
+        })?;
+        // It gets a channel of its own.
+        // SAFETY: the channel and the identifier are this library's.
+        unsafe {
+            let channel = x_rdma_create_event_channel();
+            if channel.is_null() {
+                return Err(errno());
+            }
+            libc::fcntl((*channel).fd, libc::F_SETFL, libc::O_NONBLOCK);
+            new.channel = channel;
+            check(x_rdma_migrate_id(new.id, channel))?;
+        }
+        new.answer()?;
+        let socket = Socket::of(new);
+        // A program that does not wait may have the other end, too.
+        if !self.nonblocking.load(Ordering::Relaxed) {
+            socket.wait(false, |inner| (inner.state != State::Connecting).then_some(Ok(())))?;
+        }
+        Ok(Arc::new(socket))
+    }
+
+    fn send(&self, bytes: &[u8], dontwait: bool, _to: *const libc::sockaddr) -> Result<usize, i32> {
         let mut done = 0;
         let r = self.wait(dontwait, |inner| {
-            if matches!(inner.state, State::Idle | State::Bound | State::Listening | State::Connecting) {
+            if let Some(e) = Self::send_error(inner) {
+                return Some(Err(e));
+            }
+            match inner.send(&bytes[done..]) {
+                Ok(n) => done += n,
+                Err(e) => return Some(Err(e)),
+            }
+            (done == bytes.len()).then_some(Ok(()))
+        });
+        // What was sent counts, whatever came after.
+        if done > 0 { Ok(done) } else { r.map(|()| 0) }
+    }
+
+    fn recv(&self, bytes: &mut [u8], flags: i32) -> Result<Received, i32> {
+        let [all, peek, dontwait] = [libc::MSG_WAITALL, libc::MSG_PEEK, libc::MSG_DONTWAIT].map(|f| flags & f != 0);
+        let mut done = 0;
+        let r = self.wait(dontwait, |inner| {
+            if matches!(inner.state, State::Idle | State::Bound | State::Listening) {
                 return Some(Err(libc::ENOTCONN));
             }
             done += inner.receive(&mut bytes[done..], peek);
@@ -236,10 +205,11 @@ impl Socket {
             let enough = done == bytes.len() || done > 0 && !all || peek && done > 0;
             (enough || over).then_some(Ok(()))
         });
-        if done > 0 { Ok(done) } else { r.map(|()| 0) }
+        let bytes = if done > 0 { Ok(done) } else { r.map(|()| 0) }?;
+        Ok(Received { bytes, from: if bytes > 0 { self.name(true).ok() } else { None } })
     }
 
-    pub fn shutdown(&self, how: i32) -> Result<(), i32> {
+    fn shutdown(&self, how: i32) -> Result<(), i32> {
         let (read, write) = (how != libc::SHUT_WR, how != libc::SHUT_RD);
         {
             let mut inner = lock(&self.inner);
@@ -254,7 +224,7 @@ impl Socket {
         }
         // Everything that was sent arrives before the peer hears of the end. This waits on a non-blocking socket too: nobody
         // would send the rest after a `rclose`.
-        self.wait_if(true, |inner| (inner.may_end() || inner.state != State::Connected).then_some(Ok(())))?;
+        wait(&self.inner, true, |inner| (inner.may_end() || inner.state != State::Connected).then_some(Ok(())))?;
         let mut inner = lock(&self.inner);
         if inner.state != State::Connected {
             return Ok(());
@@ -263,14 +233,13 @@ impl Socket {
         inner.control(message(OP_CTRL, kind))?;
         if kind == CTRL_DISCONNECT {
             drop(inner);
-            let _ = self.wait_if(true, |i| (i.all_arrived() || i.state != State::Connected).then_some(Ok(())));
+            let _ = wait(&self.inner, true, |i| (i.all_arrived() || i.state != State::Connected).then_some(Ok(())));
             lock(&self.inner).hang_up();
         }
         Ok(())
     }
 
-    /// What it is ready for now; `arm`: and an event shall come when that changes.
-    pub fn poll(&self, arm: bool) -> (Ready, Vec<i32>) {
+    fn poll(&self, arm: bool) -> (Ready, Vec<i32>) {
         let mut inner = lock(&self.inner);
         inner.progress();
         if arm {
@@ -280,8 +249,18 @@ impl Socket {
         (inner.ready(), inner.descriptors())
     }
 
-    /// Its pending error, once.
-    pub fn take_error(&self) -> i32 {
+    fn take_error(&self) -> i32 {
         std::mem::take(&mut lock(&self.inner).error)
+    }
+
+    fn name(&self, peer: bool) -> Result<libc::sockaddr_storage, i32> {
+        let inner = lock(&self.inner);
+        // SAFETY: the socket's own identifier.
+        let addr = unsafe { &(*inner.id).route.addr };
+        Ok(if peer { addr.dst } else { addr.src })
+    }
+
+    fn set_option(&self, option: i32, value: u32) -> Result<(), i32> {
+        set_option(lock(&self.inner).id, option, value)
     }
 }

@@ -4,9 +4,8 @@ use unirdma_verbs_abi::*;
 
 use super::super::board::PARTS;
 use super::super::protocol::*;
+use super::super::wait::Progress;
 use super::{BUFFER, CONTROLS, Connection, HALF, INLINE, State};
-use crate::cq::{poll_cq, req_notify_cq};
-use crate::event::{x_ibv_ack_cq_events, x_ibv_get_cq_event};
 use crate::qp::{post_recv, post_send};
 
 /// Most bytes of one message.
@@ -41,26 +40,6 @@ impl Connection {
             0 => Ok(()),
             e => Err(e),
         }
-    }
-
-    pub(super) fn arm(&self) {
-        // SAFETY: the identifier's own CQ.
-        unsafe { req_notify_cq((*self.id).recv_cq, 0) };
-    }
-
-    /// Takes the completion events that have come, and arms the CQ for the next.
-    pub fn rearm(&self) {
-        if self.memory.is_none() {
-            return;
-        }
-        // SAFETY: the identifier's own CQ and channel, which does not block.
-        unsafe {
-            let (mut cq, mut context) = (std::ptr::null_mut(), std::ptr::null_mut());
-            while x_ibv_get_cq_event((*self.id).recv_cq_channel, &mut cq, &mut context) == 0 {
-                x_ibv_ack_cq_events(cq, 1);
-            }
-        }
-        self.arm();
     }
 
     /// Posts a WRITE to the peer, with immediate data or without.
@@ -120,35 +99,6 @@ impl Connection {
         self.free_half = (self.free_half + HALF) % BUFFER;
         self.peer_entry = (self.peer_entry + 1) % self.peer_sgl.length;
         Ok(())
-    }
-
-    /// Takes the completions that there are.
-    pub fn progress(&mut self) {
-        if !self.channel.is_null() {
-            self.connection_events();
-        }
-        if self.memory.is_none() {
-            return;
-        }
-        let mut wcs = [ibv_wc::default(); 16];
-        loop {
-            // SAFETY: the identifier's own CQ, and room for so many.
-            let n = unsafe { poll_cq((*self.id).recv_cq, wcs.len() as i32, wcs.as_mut_ptr()) };
-            for wc in wcs.iter().take(usize::try_from(n).unwrap_or(0)) {
-                self.completed(wc);
-            }
-            if n < 0 {
-                self.hang_up();
-            }
-            if n <= 0 {
-                break;
-            }
-        }
-        if self.state == State::Connected
-            && let Err(e) = self.tell()
-        {
-            self.fail(e);
-        }
     }
 
     fn completed(&mut self, wc: &ibv_wc) {
@@ -303,19 +253,54 @@ impl Connection {
             _ => Ready::default(),
         }
     }
+}
 
-    /// Descriptors that become readable when something happens.
-    pub fn descriptors(&self) -> Vec<i32> {
-        let mut v = Vec::new();
-        // SAFETY: the socket's own channels.
-        unsafe {
-            if !self.channel.is_null() {
-                v.push((*self.channel).fd);
-            }
-            if self.memory.is_some() {
-                v.push((*(*self.id).recv_cq_channel).fd);
+impl Progress for Connection {
+    fn progress(&mut self) {
+        if self.state != State::Connected {
+            self.connection_events();
+        }
+        let Some(queue) = self.queue.filter(|_| self.memory.is_some()) else { return };
+        let mut wcs = [ibv_wc::default(); 16];
+        let mut any = false;
+        loop {
+            match queue.poll(&mut wcs) {
+                Ok(0) => break,
+                Ok(n) => {
+                    any = true;
+                    wcs[..n].iter().for_each(|wc| self.completed(wc));
+                }
+                Err(_) => {
+                    self.hang_up();
+                    break;
+                }
             }
         }
-        v
+        // The news of an end takes system calls, and can wait until there is no data.
+        if !any && self.state == State::Connected {
+            self.connection_events();
+        }
+        if self.state == State::Connected
+            && let Err(e) = self.tell()
+        {
+            self.fail(e);
+        }
+    }
+
+    fn rearm(&self) {
+        if let Some(queue) = self.queue.filter(|_| self.memory.is_some()) {
+            queue.rearm();
+        }
+    }
+
+    fn descriptors(&self) -> Vec<i32> {
+        // SAFETY: the socket's own channel, or NULL.
+        let channel = unsafe { self.channel.as_ref() }.map(|c| c.fd);
+        channel.into_iter().chain(self.queue.map(|q| q.fd())).collect()
+    }
+
+    /// What was taken makes room.
+    fn taken(&mut self) {
+        let _ = self.tell();
     }
 }
