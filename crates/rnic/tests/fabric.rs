@@ -4,6 +4,8 @@
 
 mod common;
 
+use common::cm::Meeting;
+use common::group::Group;
 use common::net::{Faults, Net};
 use common::shared::{Shared, target};
 use common::*;
@@ -35,6 +37,12 @@ struct Traffic {
     ahs: Vec<u32>,
     /// Receives of ends whose peer is the initiator of an XRC connection; those send nothing themselves.
     shared: Vec<Option<Shared>>,
+    /// Connections that were made by address.
+    meetings: Vec<Meeting>,
+    /// Its members are the ends after the pairs.
+    group: Group,
+    /// What members heard of each other.
+    heard: u64,
     /// Keys of windows of all memory, of ends of type RC.
     windows: Vec<u32>,
     sent: Vec<Vec<Sent>>,
@@ -94,10 +102,12 @@ impl Traffic {
             .flat_map(|t| if t == QpType::XrcSend { [t, QpType::Rc] } else { [t, t] })
             .collect();
         let faults = Faults { loss: 10, duplication: 10, reordering: 10, corruption: 10 };
-        let mut net = Net::hosts(HOSTS, &types, seed, faults);
+        let all: Vec<QpType> = types.iter().copied().chain([QpType::Ud; HOSTS]).collect();
+        let mut net = Net::hosts(HOSTS, &all, seed, faults);
         let mtu = 1 + (seed % 5) as u8;
         let mut ahs = Vec::new();
         let mut shared: Vec<Option<Shared>> = types.iter().map(|_| None).collect();
+        let mut meetings = Vec::new();
         // Long enough that a network that parts for a while kills no connection.
         let patient = |a| abi::QpAttr { path_mtu: mtu, timeout: 16, retry_cnt: 7, rnr_retry: 7, ..a };
         for (end, &typ) in types.iter().enumerate() {
@@ -108,7 +118,10 @@ impl Traffic {
                 net.ends.insert(peer(end), to);
                 target(&mut net, end, peer(end), queue.xrcd, &patient);
                 shared[peer(end)] = Some(queue);
-            } else if shared[end].is_none() {
+            } else if typ == QpType::Rc && end % 4 == 1 && shared[end].is_none() {
+                // Every other pair of RC QPs meets by address, from here on: one end is not in use yet.
+                meetings.push(Meeting::new(&mut net, end, peer(end)));
+            } else if shared[end].is_none() && !(typ == QpType::Rc && end % 4 == 0) {
                 net.connect(typ, end, peer(end), &patient);
             }
             ahs.push(net.ah(end, peer(end)));
@@ -121,7 +134,11 @@ impl Traffic {
             }
         }
         let none = || vec![Vec::new(); types.len()];
+        let group = Group::new(&mut net, (types.len()..all.len()).collect(), seed);
         Traffic {
+            meetings,
+            group,
+            heard: 0,
             net,
             rng,
             ahs,
@@ -217,6 +234,9 @@ impl Traffic {
     fn run(&mut self, steps: u64) {
         for i in 0..steps * 20 {
             self.step();
+            if i % 7 == 3 {
+                self.group.send(&mut self.net, i / 7);
+            }
             if self.rng.next_u64() % 4 == 0 {
                 let time = self.rng.next_u64() % 200_000;
                 self.net.run(time);
@@ -234,6 +254,10 @@ impl Traffic {
         }
         self.net.run(60 * SECOND);
         self.poll();
+        self.heard = self.group.check(&mut self.net);
+        for (by, m) in self.meetings.drain(..).enumerate() {
+            m.end(&mut self.net, by);
+        }
     }
 
     fn check(&self) {
@@ -313,15 +337,17 @@ fn setting(name: &str, default: u64) -> u64 {
 #[test]
 fn every_message_has_an_allowed_outcome() {
     let first = setting("UNIRDMA_SIM_SEED", 0);
-    let mut caught = 0;
+    let (mut caught, mut heard) = (0, 0);
     for seed in first..first + setting("UNIRDMA_SIM_SEEDS", 60) {
         println!("seed {seed}");
         let mut t = Traffic::new(seed);
         t.run(setting("UNIRDMA_SIM_STEPS", 15));
         t.check();
         caught += t.net.caught;
+        heard += t.heard;
     }
-    println!("{caught} corrupted packets were recognized");
+    println!("{caught} corrupted packets were recognized, {heard} multicast messages heard");
+    assert!(heard > 0);
 }
 
 /// A peer that is cut off for good costs its own connection an error and nobody else anything.

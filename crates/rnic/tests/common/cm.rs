@@ -128,3 +128,93 @@ impl Cm {
         (a, b)
     }
 }
+
+/// A connection of two ends by address, made and ended on whatever network there is.
+pub struct Meeting {
+    ends: [usize; 2],
+    ids: [u32; 2],
+}
+
+impl Meeting {
+    fn ask(net: &mut Net, end: usize, op: CmOp, id: u32, f: impl FnOnce(&mut abi::CmReq)) -> u32 {
+        let space = port_space::TCP;
+        let mut r = abi::CmReq { op: op as u8, id, queue: QUEUE, port_space: space, ..Default::default() };
+        f(&mut r);
+        let s = net.ends[end].session;
+        net.rnic(end).cm(s, &r).unwrap().id
+    }
+
+    fn event(net: &mut Net, end: usize) -> Option<abi::CmEvent> {
+        let s = net.ends[end].session;
+        net.rnic(end).cm_event(s, QUEUE).ok()
+    }
+
+    /// Moves an end to RTS, with more access than connections have by themselves.
+    fn ready(net: &mut Net, end: usize, id: u32) {
+        let (s, qpn) = (net.ends[end].session, net.ends[end].qpn);
+        for state in [QpState::Init, QpState::Rtr, QpState::Rts] {
+            let (mask, mut a) = net.rnic(end).cm_qp_attr(s, id, state as u32).unwrap();
+            a.qp_access_flags |= ALL;
+            net.rnic(end).modify_qp(s, qpn, mask, &a).unwrap();
+        }
+    }
+
+    /// Connects RC ends that are not in use yet: each step comes once, in order, whatever the network does.
+    pub fn new(net: &mut Net, client: usize, server: usize) -> Meeting {
+        let port = PORT + server as u16;
+        let qpns = [client, server].map(|e| net.ends[e].qpn);
+        let listener = Self::ask(net, server, CmOp::Create, 0, |_| ());
+        Self::ask(net, server, CmOp::Bind, listener, |r| r.src = addr(1 + server as u8, port));
+        Self::ask(net, server, CmOp::Listen, listener, |_| ());
+        let a = Self::ask(net, client, CmOp::Create, 0, |_| ());
+        Self::ask(net, client, CmOp::ResolveAddr, a, |r| r.dst = addr(1 + server as u8, port));
+        Self::ask(net, client, CmOp::ResolveRoute, a, |_| ());
+        let param = |r: &mut abi::CmReq, qpn| {
+            r.param = abi::CmParam { qpn, responder_resources: 4, initiator_depth: 4, ..r.param };
+            (r.param.retry_count, r.param.rnr_retry_count) = (7, 7);
+        };
+        Self::ask(net, client, CmOp::Connect, a, |r| param(r, qpns[0]));
+        let (mut seen, mut b) = ([Vec::new(), Vec::new()], 0);
+        for _ in 0..1000 {
+            net.run(SECOND / 20);
+            while let Some(e) = Self::event(net, server) {
+                seen[1].push(e.kind);
+                if e.kind == ConnectRequest as u32 {
+                    b = e.id;
+                    Self::ready(net, server, b);
+                    Self::ask(net, server, CmOp::Accept, b, |r| param(r, qpns[1]));
+                }
+            }
+            while let Some(e) = Self::event(net, client) {
+                seen[0].push(e.kind);
+                if e.kind == ConnectResponse as u32 {
+                    Self::ready(net, client, a);
+                    Self::ask(net, client, CmOp::Establish, a, |_| ());
+                }
+            }
+            if seen[1].len() == 2 {
+                break;
+            }
+        }
+        let expected = [vec![AddrResolved, RouteResolved, ConnectResponse], vec![ConnectRequest, Established]];
+        assert_eq!(
+            seen,
+            expected.map(|v| v.into_iter().map(|k| k as u32).collect::<Vec<_>>()),
+            "ends {client}, {server}"
+        );
+        Self::ask(net, server, CmOp::Destroy, listener, |_| ());
+        Meeting { ends: [client, server], ids: [a, b] }
+    }
+
+    /// One end hangs up: both hear of it once.
+    pub fn end(self, net: &mut Net, by: usize) {
+        let by = by % 2;
+        Self::ask(net, self.ends[by], CmOp::Disconnect, self.ids[by], |_| ());
+        net.run(100 * SECOND);
+        for (end, id) in self.ends.into_iter().zip(self.ids) {
+            let kinds: Vec<u32> = std::iter::from_fn(|| Self::event(net, end)).map(|e| e.kind).collect();
+            assert_eq!(kinds, [Disconnected as u32, TimewaitExit as u32], "end {end}");
+            Self::ask(net, end, CmOp::Destroy, id, |_| ());
+        }
+    }
+}

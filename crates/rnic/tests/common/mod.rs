@@ -3,6 +3,7 @@
 
 pub mod cm;
 pub mod cm_peer;
+pub mod group;
 pub mod net;
 pub mod peer;
 pub mod shared;
