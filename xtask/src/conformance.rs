@@ -72,6 +72,7 @@ fn judge(text: &str, at_least: usize) -> Result<()> {
     };
     let all = text.lines().find_map(|l| number(l, "Ran ")).unwrap_or(0);
     let passed = all.saturating_sub(number(last, "skipped=").unwrap_or(0));
+    println!("{passed} of {all} tests pass: {last}");
     if last.starts_with("OK") && passed >= at_least {
         return Ok(());
     }

@@ -93,7 +93,7 @@ impl Device {
             }
             Command::QueryGid => {
                 let r: abi::QueryGidReq = parse(data)?;
-                let gid = rnic.gids(self.identity.vnic).get(r.index as usize).filter(|_| r.port == 1);
+                let gid = rnic.gid_at(self.identity.vnic, r.index as usize).filter(|_| r.port == 1);
                 answer(abi::QueryGidResp { gid: gid.ok_or(Status::BadValue)?.0, gid_type: 2, reserved: 0 })
             }
             // GIDs come from the virtual layer; a driver may only name what it was given (R26).
@@ -247,7 +247,7 @@ impl Device {
             active_mtu: mtu,
             phys_state,
             phys_mtu: 128 << mtu,
-            gid_tbl_len: rnic.gids(self.identity.vnic).len() as u32,
+            gid_tbl_len: rnic.gid_table_len(self.identity.vnic) as u32,
             port_cap_flags: 1 << 16 | 1 << 26,
             max_msg_sz: unirdma_formats::MAX_MSG_BYTES as u32,
             qkey_viol_cntr: rnic.counters(self.identity.vnic).map_or(0, |c| c.qkey_violations as u32),

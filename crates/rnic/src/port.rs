@@ -9,6 +9,9 @@ use unirdma_formats::{AsyncEvent, Gid};
 use crate::objects::{Vnic, VnicId};
 use crate::rnic::Rnic;
 
+/// Fewest entries of a GID table.
+const MIN_GIDS: usize = 16;
+
 impl Vnic {
     /// True if packets from this own address may leave; `None` stands for no address in particular.
     pub fn is_linked(&self, own: Option<Gid>) -> bool {
@@ -25,6 +28,17 @@ impl Rnic {
     /// True if the link of a vRNIC is up.
     pub fn is_up(&self, id: VnicId) -> bool {
         self.vnics.get(id.0).is_some_and(|v| v.up)
+    }
+
+    /// Entries of the GID table of a vRNIC, with the empty ones for addresses to come.
+    pub fn gid_table_len(&self, id: VnicId) -> usize {
+        self.gids(id).len().next_power_of_two().max(MIN_GIDS)
+    }
+
+    /// The GID at an index of the table, zero if that is empty; `None` beyond its end.
+    pub fn gid_at(&self, id: VnicId, index: usize) -> Option<Gid> {
+        let gid = self.gids(id).get(index).copied().unwrap_or_default();
+        (index < self.gid_table_len(id)).then_some(gid)
     }
 
     /// Sets the link of a vRNIC up or down; its programs hear of a change (`PORT_ACTIVE`, `PORT_ERR`).
