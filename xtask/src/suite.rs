@@ -229,7 +229,14 @@ fn udpong(here: &Lab, there: &Lab, address: &str) -> Check {
     }
     server.kill();
     server.finish();
-    let o = there.spawn("b", &[], &format!("timeout 3 udpong -s {address} -S 512 -C 10"))?.finish();
+    // Who has found the server before would wait for it in vain.
+    for _ in 0..100 {
+        if !here.rdma_listens("a") {
+            break;
+        }
+        std::thread::sleep(Duration::from_millis(20));
+    }
+    let o = there.spawn("b", &[], &format!("timeout 5 udpong -s {address} -S 512 -C 10"))?.finish();
     require(o.text.contains("Connection refused"), o.text)
 }
 
