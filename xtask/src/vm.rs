@@ -159,7 +159,8 @@ impl Parts {
             "#!/bin/sh\nexport PATH=/usr/bin:/bin HOME=/\nmount -t proc proc /proc\nmount -t sysfs sys /sys\n\
              mount -t devtmpfs dev /dev\nulimit -l unlimited\n{insmod}ip link set lo up\n\
              ip addr add {GUEST}/24 dev eth0\nip link set eth0 up\nrdma link add rxe0 type rxe netdev eth0\n\
-             echo GUEST-READY\nexec nc -ll -p {PORT} -e /serve\n"
+             nc -ll -p {PORT} -e /serve &\nuntil netstat -ltn | grep -q :{PORT}; do sleep 0.1; done\n\
+             echo GUEST-READY\nwait\n"
         );
         write(root.join("init"), &init, 0o755)?;
         write(root.join("serve"), SERVE, 0o755)?;
