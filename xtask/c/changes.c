@@ -1,7 +1,8 @@
 /* SPDX-License-Identifier: Apache-2.0 OR MIT
  *
  * What a program may change at a QP that works: the sizes of its queues (IBV_QP_CAP), its rate limit
- * (ibv_modify_qp_rate_limit(3)), and with whom it shares the target of an XRC connection (ibv_open_qp(3)).
+ * (ibv_modify_qp_rate_limit(3)), and with whom it shares the target of an XRC connection (ibv_open_qp(3)). All once more in a
+ * thread domain, whose queues take no lock.
  */
 #define _GNU_SOURCE
 #include <errno.h>
@@ -252,9 +253,38 @@ static void share(void)
 	close(fd);
 }
 
+static void work(void)
+{
+	struct ibv_qp *a = make_qp(), *b = make_qp();
+
+	connect_to(a, b->qp_num);
+	connect_to(b, a->qp_num);
+	sizes(a, b);
+	rates(a, b);
+	CHECK(!ibv_destroy_qp(a) && !ibv_destroy_qp(b) && !ibv_destroy_cq(cq));
+}
+
+/* The same with objects of one thread. */
+static void alone(void)
+{
+	struct ibv_td_init_attr none = { 0 };
+	struct ibv_td *td = ibv_alloc_td(ctx, &none);
+	struct ibv_pd *plain = pd;
+	struct ibv_parent_domain_init_attr attr = { .pd = pd, .td = td };
+	struct ibv_cq_init_attr_ex cx = { .cqe = 4 * AFTER, .comp_mask = IBV_CQ_INIT_ATTR_MASK_PD };
+
+	CHECK(td);
+	CHECK((pd = ibv_alloc_parent_domain(ctx, &attr)));
+	cx.parent_domain = pd;
+	CHECK((cq = ibv_cq_ex_to_cq(ibv_create_cq_ex(ctx, &cx))));
+	CHECK(ibv_dealloc_td(td) == EBUSY);
+	work();
+	CHECK(!ibv_dealloc_pd(pd) && !ibv_dealloc_td(td));
+	pd = plain;
+}
+
 int main(void)
 {
-	struct ibv_qp *a, *b;
 
 	setvbuf(stdout, NULL, _IONBF, 0);
 	ctx = open_device();
@@ -262,13 +292,9 @@ int main(void)
 	CHECK((pd = ibv_alloc_pd(ctx)));
 	CHECK((mr = ibv_reg_mr(pd, memory, sizeof(memory), IBV_ACCESS_LOCAL_WRITE)));
 	CHECK((cq = ibv_create_cq(ctx, 4 * AFTER, NULL, NULL, 0)));
-	a = make_qp();
-	b = make_qp();
-	connect_to(a, b->qp_num);
-	connect_to(b, a->qp_num);
-	sizes(a, b);
-	rates(a, b);
-	CHECK(!ibv_destroy_qp(a) && !ibv_destroy_qp(b) && !ibv_destroy_cq(cq) && !ibv_dereg_mr(mr) && !ibv_dealloc_pd(pd));
+	work();
+	alone();
+	CHECK(!ibv_dereg_mr(mr) && !ibv_dealloc_pd(pd));
 	share();
 	CHECK(!ibv_close_device(ctx));
 	printf("all changes made\n");

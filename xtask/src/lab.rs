@@ -378,6 +378,11 @@ impl Running {
         false
     }
 
+    /// True once it has ended.
+    pub fn has_ended(&mut self) -> bool {
+        !matches!(self.child.try_wait(), Ok(None))
+    }
+
     /// Asks it to end, as Ctrl-C does.
     pub fn interrupt(&self) {
         // SAFETY: our own child, not waited for yet.

@@ -349,16 +349,24 @@ impl Guest {
     /// One of them could not be started.
     pub fn multicast_there(&self) -> Result<(Output, Output)> {
         let lab = self.lab.as_ref().ok_or("no virtual layer")?;
-        let member = self.spawn(&format!("timeout 20 mckey -m 239.1.1.1 -b {GUEST}"))?;
+        let mut member = self.spawn(&format!("timeout 60 mckey -m 239.1.1.1 -b {GUEST}"))?;
         let start = Instant::now();
         // The group, as the kernel prints it.
         while !self.run("cat /proc/net/igmp")?.text.contains("010101EF") && start.elapsed() < Duration::from_secs(10) {
             std::thread::sleep(Duration::from_millis(100));
         }
-        // The program attaches its QP a moment after the kernel has joined the group, and nothing shows it.
-        std::thread::sleep(Duration::from_secs(2));
-        let sender = lab.spawn("v", &["--net", "host"], &format!("{MULTICAST_SENDER} {OURS}"))?.finish();
-        Ok((guest_output(member), sender))
+        // The program attaches its QP a moment after the kernel has joined the group, and nothing shows it: what is sent before
+        // is lost, and the sender comes again.
+        loop {
+            let sender = lab.spawn("v", &["--net", "host"], &format!("{MULTICAST_SENDER} {OURS}"))?.finish();
+            let enough = Instant::now() + Duration::from_secs(2);
+            while !member.has_ended() && Instant::now() < enough {
+                std::thread::sleep(Duration::from_millis(50));
+            }
+            if member.has_ended() || !sender.ok() {
+                return Ok((guest_output(member), sender));
+            }
+        }
     }
 
     /// As [`Guest::multicast_there`], the other way round.

@@ -5,6 +5,7 @@
 //! interface of libibverbs. It must never abort the application: everything fails with an errno, and a
 //! virtual layer that is gone is an event. Errors of this crate are Linux errno values.
 
+mod alone;
 mod arena;
 mod context;
 mod events;

@@ -9,6 +9,7 @@ use unirdma_formats::WrOpcode;
 use unirdma_mem::{CqTail, QpRings, Span};
 use zerocopy::IntoBytes;
 
+use crate::alone::{Held, QueueLock};
 use crate::arena::Block;
 use crate::context::Context;
 use crate::{Result, lock};
@@ -18,7 +19,7 @@ pub struct Cq {
     ctx: Arc<Context>,
     /// Its handle.
     pub cqn: u32,
-    tail: Mutex<Tails>,
+    tail: QueueLock<Tails>,
 }
 
 /// Turns that the device gets before a CQ is made smaller.
@@ -85,11 +86,12 @@ impl Tails {
 }
 
 impl Cq {
-    /// A CQ for at least `cqe` completions, with events on completion event queue `comp_queue`.
+    /// A CQ for at least `cqe` completions, with events on completion event queue `comp_queue`. `alone`: no two threads use it
+    /// at a time.
     ///
     /// # Errors
     /// `EINVAL` if `cqe` is 0 or above the device's limit, or those of the device.
-    pub fn create(ctx: &Arc<Context>, cqe: u32, comp_queue: Option<u32>) -> Result<Self> {
+    pub fn create(ctx: &Arc<Context>, cqe: u32, comp_queue: Option<u32>, alone: bool) -> Result<Self> {
         let (mut tails, entries) = Tails::new(ctx, cqe)?;
         let req = abi::CreateCqReq {
             cqe,
@@ -101,7 +103,7 @@ impl Cq {
         };
         let resp: Result<abi::HandleResp> = ctx.command(Command::CreateCq, &req);
         match resp {
-            Ok(r) => Ok(Cq { ctx: ctx.clone(), cqn: r.handle, tail: Mutex::new(tails) }),
+            Ok(r) => Ok(Cq { ctx: ctx.clone(), cqn: r.handle, tail: QueueLock::new(tails, alone) }),
             Err(e) => {
                 tails.free(ctx);
                 Err(e)
@@ -111,7 +113,7 @@ impl Cq {
 
     /// CQEs that it holds.
     pub fn capacity(&self) -> u32 {
-        lock(&self.tail).capacity
+        self.tail.lock().capacity
     }
 
     /// Gives the CQ room for at least `cqe` completions. Those that wait stay.
@@ -119,7 +121,7 @@ impl Cq {
     /// # Errors
     /// `EINVAL` if more than that wait, or `cqe` is out of range, or those of the device.
     pub fn resize(&self, cqe: u32) -> Result<()> {
-        let mut tails = lock(&self.tail);
+        let mut tails = self.tail.lock();
         if cqe < tails.capacity {
             // What was posted just now shall have its turn before completions are counted.
             (0..TURNS).for_each(|_| self.ctx.relax());
@@ -158,7 +160,7 @@ impl Cq {
             self.ctx.command_void(Command::DestroyCq, &abi::HandleReq { handle: self.cqn, reserved: 0 }),
             &self.ctx,
         )?;
-        lock(&self.tail).free(&self.ctx);
+        self.tail.lock().free(&self.ctx);
         Ok(())
     }
 
@@ -168,7 +170,7 @@ impl Cq {
     /// `EIO` if the CQ has overrun or the virtual layer is gone.
     #[inline]
     pub fn poll(&self, max: usize, mut f: impl FnMut(usize, &abi::Cqe)) -> Result<usize> {
-        let mut tail = lock(&self.tail);
+        let mut tail = self.tail.lock();
         let mut n = 0;
         while n < max
             && let Some(cqe) = tail.pop(&self.ctx)
@@ -193,14 +195,14 @@ impl Cq {
 
     /// Drops the completions of QP `qpn` that wait in the CQ.
     pub fn forget(&self, qpn: u32) {
-        let mut tail = lock(&self.tail);
+        let mut tail = self.tail.lock();
         tail.now.forget(qpn);
         tail.before.iter_mut().for_each(|b| b.0.forget(qpn));
     }
 
     /// Arms the CQ for one event.
     pub fn arm(&self, solicited_only: bool) {
-        lock(&self.tail).now.arm(if solicited_only { abi::NOTIFY_SOLICITED } else { abi::NOTIFY_NEXT });
+        self.tail.lock().now.arm(if solicited_only { abi::NOTIFY_SOLICITED } else { abi::NOTIFY_NEXT });
     }
 }
 
@@ -228,6 +230,8 @@ pub struct QpInit {
     pub xrcdn: Option<u32>,
     /// Wanted capabilities.
     pub cap: abi::QpCap,
+    /// No two threads use the SQ, or the RQ, at a time.
+    pub alone: bool,
 }
 
 /// Data of a send: its SGEs, or bytes to put into the WQE.
@@ -245,8 +249,8 @@ struct WorkQueue {
 }
 
 impl WorkQueue {
-    fn new(rings: QpRings) -> Mutex<Self> {
-        Mutex::new(WorkQueue { rings, post: Post { prod: 0, published: 0 } })
+    fn new(rings: QpRings, alone: bool) -> QueueLock<Self> {
+        QueueLock::new(WorkQueue { rings, post: Post { prod: 0, published: 0 } }, alone)
     }
 
     /// Copies the receives that wait to other rings.
@@ -299,8 +303,8 @@ pub struct Qp {
     /// What it could do when it was created; [`Qp::resize`] changes how many requests it holds, and nothing else.
     pub cap: abi::QpCap,
     slot: u32,
-    sq: Mutex<WorkQueue>,
-    rq: Mutex<WorkQueue>,
+    sq: QueueLock<WorkQueue>,
+    rq: QueueLock<WorkQueue>,
     blocks: Mutex<Vec<Block>>,
 }
 
@@ -319,8 +323,8 @@ impl Qp {
                 qpn: resp.qpn,
                 cap: resp.cap,
                 slot: resp.db_slot,
-                sq: WorkQueue::new(rings.clone()),
-                rq: WorkQueue::new(rings),
+                sq: WorkQueue::new(rings.clone(), init.alone),
+                rq: WorkQueue::new(rings, init.alone),
                 blocks: Mutex::new(blocks),
             }),
             Err(e) => {
@@ -381,7 +385,7 @@ impl Qp {
     /// # Errors
     /// Those of the device.
     pub fn modify(&self, mask: u32, attr: &abi::QpAttr) -> Result<()> {
-        let (mut sq, mut rq) = (lock(&self.sq), lock(&self.rq));
+        let (mut sq, mut rq) = (self.sq.lock(), self.rq.lock());
         self.ctx.command_void(Command::ModifyQp, &abi::ModifyQpReq { qpn: self.qpn, attr_mask: mask, attr: *attr })?;
         if mask & unirdma_formats::attr_mask::STATE != 0 && attr.qp_state == 0 {
             for queue in [&mut *sq, &mut *rq] {
@@ -407,7 +411,7 @@ impl Qp {
         let opened = ctx.command_void(Command::OpenQp, &abi::OpenQpReq { xrcdn, qpn });
         match opened.and(rings) {
             Ok(rings) => {
-                let (sq, rq) = (WorkQueue::new(rings.clone()), WorkQueue::new(rings));
+                let (sq, rq) = (WorkQueue::new(rings.clone(), false), WorkQueue::new(rings, false));
                 Ok(Qp { ctx: ctx.clone(), qpn, cap, slot: 0, sq, rq, blocks: Mutex::new(vec![ctrl]) })
             }
             Err(e) => {
@@ -422,7 +426,7 @@ impl Qp {
     /// # Errors
     /// `EINVAL` if there are more than that, or for more than the device's limits, or those of the device.
     pub fn resize(&self, max_send_wr: u32, max_recv_wr: u32) -> Result<()> {
-        let (mut sq, mut rq) = (lock(&self.sq), lock(&self.rq));
+        let (mut sq, mut rq) = (self.sq.lock(), self.rq.lock());
         let mut blocks = lock(&self.blocks);
         let [ctrl, _, _] = &blocks[..] else { return Err(libc::EINVAL) };
         let ctrl_addr = ctrl.bus;
@@ -460,20 +464,20 @@ impl Qp {
 
     /// Begins a batch of sends. The WQEs are published when it is dropped, and the bell rings once.
     pub fn send_batch(&self) -> SendBatch<'_> {
-        SendBatch { qp: self, sq: lock(&self.sq) }
+        SendBatch { qp: self, sq: self.sq.lock() }
     }
 
     /// Begins a batch of receives.
     pub fn recv_batch(&self) -> RecvBatch<'_> {
         let max_sge = self.cap.max_recv_sge;
-        RecvBatch { ctx: &self.ctx, max_sge, slot: Some(self.slot), rq: lock(&self.rq) }
+        RecvBatch { ctx: &self.ctx, max_sge, slot: Some(self.slot), rq: self.rq.lock() }
     }
 }
 
 /// Sends that are being posted.
 pub struct SendBatch<'a> {
     qp: &'a Qp,
-    sq: std::sync::MutexGuard<'a, WorkQueue>,
+    sq: Held<'a, WorkQueue>,
 }
 
 impl SendBatch<'_> {
@@ -555,16 +559,23 @@ pub struct Srq {
     pub number: u32,
     /// SGEs of one receive.
     pub max_sge: u32,
-    rq: Mutex<WorkQueue>,
+    rq: QueueLock<WorkQueue>,
     blocks: Mutex<Vec<Block>>,
 }
 
 impl Srq {
-    /// An SRQ for at least `max_wr` receives of `max_sge` SGEs.
+    /// An SRQ for at least `max_wr` receives of `max_sge` SGEs; `alone` as of [`Cq::create`].
     ///
     /// # Errors
     /// `EINVAL` for more than the device's limits, or those of the device.
-    pub fn create(ctx: &Arc<Context>, pdn: u32, max_wr: u32, max_sge: u32, xrc: Option<(u32, u32)>) -> Result<Self> {
+    pub fn create(
+        ctx: &Arc<Context>,
+        pdn: u32,
+        max_wr: u32,
+        max_sge: u32,
+        xrc: Option<(u32, u32)>,
+        alone: bool,
+    ) -> Result<Self> {
         let cap = abi::QpCap { max_recv_wr: max_wr, max_recv_sge: max_sge, ..Default::default() };
         let layout = abi::QpLayout::of(&cap).filter(|_| max_wr > 0).ok_or(libc::EINVAL)?;
         let mut blocks = Vec::new();
@@ -574,7 +585,7 @@ impl Srq {
                 srqn: resp.srqn,
                 number: resp.number,
                 max_sge,
-                rq: WorkQueue::new(rings),
+                rq: WorkQueue::new(rings, alone),
                 blocks: Mutex::new(blocks),
             }),
             Err(e) => {
@@ -621,7 +632,7 @@ impl Srq {
 
     /// Receives that it holds.
     pub fn max_wr(&self) -> u32 {
-        lock(&self.rq).rings.layout().rq_entries
+        self.rq.lock().rings.layout().rq_entries
     }
 
     /// Gives the SRQ room for at least `max_wr` receives. Those that wait stay.
@@ -629,7 +640,7 @@ impl Srq {
     /// # Errors
     /// `EINVAL` if more than that wait, or for more than the device's limits, or those of the device.
     pub fn resize(&self, max_wr: u32) -> Result<()> {
-        let mut rq = lock(&self.rq);
+        let mut rq = self.rq.lock();
         let cap = abi::QpCap { max_recv_wr: max_wr, max_recv_sge: self.max_sge, ..Default::default() };
         let layout = abi::QpLayout::of(&cap).filter(|_| max_wr > 0).ok_or(libc::EINVAL)?;
         let ring = self.ctx.alloc(layout.rq_bytes())?;
@@ -673,7 +684,7 @@ impl Srq {
 
     /// Begins a batch of receives.
     pub fn recv_batch(&self) -> RecvBatch<'_> {
-        RecvBatch { ctx: &self.ctx, max_sge: self.max_sge, slot: None, rq: lock(&self.rq) }
+        RecvBatch { ctx: &self.ctx, max_sge: self.max_sge, slot: None, rq: self.rq.lock() }
     }
 }
 
@@ -683,7 +694,7 @@ pub struct RecvBatch<'a> {
     max_sge: u32,
     /// Doorbell slot to ring if the device wants it; an SRQ has none.
     slot: Option<u32>,
-    rq: std::sync::MutexGuard<'a, WorkQueue>,
+    rq: Held<'a, WorkQueue>,
 }
 
 impl RecvBatch<'_> {

@@ -31,7 +31,7 @@ impl Program {
     pub fn new(socket: &Path, len: usize) -> Self {
         let ctx = Context::open(socket).expect("open");
         let pd: abi::HandleResp = ctx.command(abi::Command::CreatePd, &[0u8; 0]).expect("PD");
-        let cq = Cq::create(&ctx, 64, None).expect("CQ");
+        let cq = Cq::create(&ctx, 64, None, false).expect("CQ");
         let cap =
             abi::QpCap { max_send_wr: 16, max_recv_wr: 16, max_send_sge: 2, max_recv_sge: 2, max_inline_data: 64 };
         let init = QpInit {
@@ -43,6 +43,7 @@ impl Program {
             srqn: None,
             xrcdn: None,
             cap,
+            alone: false,
         };
         let qp = Qp::create(&ctx, &init).expect("QP");
         let buf = vec![0u8; len].into_boxed_slice();

@@ -60,7 +60,7 @@ pub(crate) unsafe fn create(
     }
     // SAFETY: NULL or a channel of this context.
     let channel_obj = unsafe { channel.cast::<ChannelObj>().as_ref() };
-    let made = driver::Cq::create(&ctx.driver, cqe as u32, channel_obj.map(|ch| ch.slot));
+    let made = driver::Cq::create(&ctx.driver, cqe as u32, channel_obj.map(|ch| ch.slot), single_threaded);
     trace!("ibv_create_cq({cqe}) = {:?}", made.as_ref().map(|cq| cq.cqn));
     let cq = made?;
     // SAFETY: integers, pointers, optional functions and zeroed pthread objects.

@@ -105,7 +105,7 @@ pub(crate) unsafe fn has_thread_domain(pd: *mut ibv_pd) -> bool {
     unsafe { pd.cast::<PdObj>().as_ref() }.is_some_and(|p| !p.td.is_null())
 }
 
-/// A thread domain. Queues of this library take an uncontended lock for each batch, which costs next to nothing.
+/// A thread domain: queues of its parent domains take no lock.
 pub(crate) unsafe extern "C" fn alloc_td(c: *mut ibv_context, attr: *mut u32) -> *mut c_void {
     // SAFETY: the caller passes attributes, which begin with their comp_mask.
     if unsafe { *attr } != 0 {

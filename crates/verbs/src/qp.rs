@@ -9,6 +9,7 @@ use unirdma_verbs_abi::*;
 use crate::ah::{ah_in, ah_out};
 use crate::cq::CqObj;
 use crate::device::context;
+use crate::domain::has_thread_domain;
 use crate::event::{Outstanding, is_qp_event};
 use crate::mw::bind_request;
 use crate::srq::SrqObj;
@@ -128,6 +129,8 @@ pub(crate) unsafe fn create(
         // SAFETY: NULL or an SRQ of the caller.
         srqn: unsafe { a.srq.as_ref() }.map(|s| s.handle),
         cap: if a.srq.is_null() { cap } else { abi::QpCap { max_recv_wr: 0, max_recv_sge: 0, ..cap } },
+        // SAFETY: NULL or the caller's PD.
+        alone: unsafe { has_thread_domain(pd) },
     };
     let qp = match driver::Qp::create(&ctx.driver, &q) {
         Ok(qp) => qp,

@@ -42,7 +42,9 @@ pub(crate) unsafe fn create(
     // SAFETY: a PD's context is open.
     let ctx = unsafe { context(c) };
     let a = *attr;
-    match driver::Srq::create(&ctx.driver, pdn, a.max_wr, a.max_sge, xrc) {
+    // SAFETY: the caller's PD.
+    let alone = unsafe { crate::domain::has_thread_domain(pd) };
+    match driver::Srq::create(&ctx.driver, pdn, a.max_wr, a.max_sge, xrc, alone) {
         Ok(srq) => {
             trace!("ibv_create_srq({a:?}) = {:#x}", srq.srqn);
             attr.max_wr = srq.max_wr();

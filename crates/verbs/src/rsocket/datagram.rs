@@ -38,6 +38,8 @@ const HEADER: usize = 8;
 const MAX_WAITING: usize = 64;
 /// Peers that are remembered.
 const MAX_ROUTES: usize = 4096;
+/// Looks at completions that come before one at connection management, at most.
+const PUT_OFF: u32 = 32;
 /// How long a call that may wait does so for a peer to be found, and `rclose` for what is under way.
 const PATIENCE: Duration = Duration::from_secs(3);
 /// The Q_Key of datagrams by address (`RDMA_UDP_QKEY`).
@@ -96,6 +98,8 @@ struct Inner {
     handles: HashMap<[u8; 16], *mut ibv_ah>,
     peer: Option<Key>,
     error: i32,
+    /// Times that answers of connection management were not looked at.
+    put_off: u32,
 }
 
 // SAFETY: the objects may be used by any thread; the socket's lock keeps them apart.
@@ -137,6 +141,7 @@ impl Inner {
             handles: HashMap::new(),
             peer: None,
             error: 0,
+            put_off: 0,
         })
     }
 
@@ -378,7 +383,7 @@ impl Inner {
         let header = rest.first_chunk::<HEADER>().filter(|h| h[0] == 1 && usize::from(h[1]) == HEADER)?;
         let (ip, _) = parse_grh(grh)?;
         let from = (ip.0, u16::from_be_bytes([header[2], header[3]]));
-        if ip.ip().is_ipv4() != (self.domain == libc::AF_INET) && self.domain == libc::AF_INET {
+        if self.domain == libc::AF_INET && !ip.ip().is_ipv4() {
             return None;
         }
         let known = matches!(self.routes.get(&from), Some(Route::Known { qpn, .. }) if *qpn == wc.src_qp);
@@ -388,7 +393,9 @@ impl Inner {
             unsafe {
                 let mut attr: ibv_ah_attr = std::mem::zeroed();
                 let at = (&raw mut grh).cast::<ibv_grh>();
-                if x_ibv_init_ah_from_wc((*self.id).verbs, 1, wc, at, &mut attr) == 0 {
+                // An address that is known costs no command, however many ports it has.
+                let there = self.handles.contains_key(&from.0);
+                if there || x_ibv_init_ah_from_wc((*self.id).verbs, 1, wc, at, &mut attr) == 0 {
                     self.found(from, &mut attr, wc.src_qp, QKEY);
                 }
             }
@@ -454,8 +461,9 @@ impl Progress for Inner {
                 }
             }
         }
-        // Answers of connection management take system calls, and can wait until there is nothing else.
-        if !any {
+        // Answers of connection management take system calls, and can wait until there is nothing else; but not for ever.
+        self.put_off = if any { self.put_off.wrapping_add(1) } else { 0 };
+        if self.put_off % PUT_OFF == 0 {
             self.connection_events();
         }
     }

@@ -75,6 +75,7 @@ pub(super) fn operations_qp(ctx: &Arc<driver::Context>, pdn: u32, cqn: u32, most
             srqn: None,
             xrcdn: None,
             cap: abi::QpCap { max_send_wr: most, ..abi::QpCap::default() },
+            alone: false,
         },
     )?;
     let attr = abi::QpAttr { qp_state: QpState::Err as u8, ..abi::QpAttr::default() };
