@@ -22,8 +22,9 @@ pub struct Cq {
     tail: QueueLock<Tails>,
 }
 
-/// Turns that the device gets before a CQ is made smaller.
+/// Turns that the device gets before a CQ is made smaller, and time, should it have lost its processor.
 const TURNS: u32 = 100;
+const SHRINK_WAIT: std::time::Duration = std::time::Duration::from_millis(2);
 
 /// The rings of a CQ.
 struct Tails {
@@ -125,6 +126,7 @@ impl Cq {
         if cqe < tails.capacity {
             // What was posted just now shall have its turn before completions are counted.
             (0..TURNS).for_each(|_| self.ctx.relax());
+            std::thread::sleep(SHRINK_WAIT);
         }
         let waiting: u32 = tails.before.iter().map(|b| b.0.waiting()).sum();
         if tails.now.waiting() + waiting > cqe {
