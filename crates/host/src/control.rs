@@ -44,8 +44,6 @@ struct Vrnic {
     limits: Limits,
     listener: (u64, UnixListener),
     attached: Option<u64>,
-    /// Its link.
-    up: bool,
     sessions: usize,
     budget: RegionBudget,
 }

@@ -341,9 +341,9 @@ impl Rnic {
         let Some(v) = self.qps.get(h).and_then(|q| self.vnics.get(q.vnic.0)) else { return };
         let src = Gid::from_ip(from);
         let known = self.routes.get(&(v.group, src)).is_some_and(|r| r.foreign && r.host == from);
-        let own = v.gids.iter().find(|g| !g.is_zero() && g.ip().is_ipv4() == from.is_ipv4());
+        let own = v.first(from.is_ipv4());
         match own.filter(|_| known) {
-            Some(&own) => {
+            Some(own) => {
                 self.tap_received(self.vnic_id(h), Path { to: from, from: Some(own.ip()), cut: false }, body);
                 self.on_datagram(h, &Flow::roce(src, own), p);
             }

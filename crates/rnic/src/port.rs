@@ -18,6 +18,11 @@ impl Vnic {
         self.up && own.is_none_or(|gid| self.gids.contains(&gid))
     }
 
+    /// Its first address of a family.
+    pub fn first(&self, is_ipv4: bool) -> Option<Gid> {
+        self.gids.iter().copied().find(|g| !g.is_zero() && g.ip().is_ipv4() == is_ipv4)
+    }
+
     /// The GID at an index, unless there is a hole.
     pub fn gid(&self, index: u8) -> Option<Gid> {
         self.gids.get(usize::from(index)).copied().filter(|g| !g.is_zero())

@@ -257,9 +257,9 @@ const ODP_IMPLICIT: u64 = 2;
 /// SEND 1, RECV 2, WRITE 4, READ 8, ATOMIC 16, SRQ_RECV 32.
 const ODP_RC: u32 = 0x3f;
 const ODP_UC: u32 = 0x27;
+const ODP_UD: u32 = 0x23;
 /// QP types that take a rate limit, a bit each: RC, UC, UD, XRC initiator.
 const PACED_QPTS: u32 = 1 << 2 | 1 << 3 | 1 << 4 | 1 << 9;
-const ODP_UD: u32 = 0x23;
 
 unsafe extern "C" fn query_device_ex(
     c: *mut ibv_context,

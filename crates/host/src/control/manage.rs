@@ -132,7 +132,6 @@ impl Control {
             limits,
             listener,
             attached: None,
-            up: true,
             sessions: 0,
             budget: RegionBudget::default(),
         };
@@ -179,9 +178,7 @@ impl Control {
     }
 
     fn set_link(&mut self, name: &str, up: bool) -> Answer {
-        let unknown = self.unknown(name);
-        let v = self.vrnics.get_mut(name).ok_or(unknown)?;
-        v.up = up;
+        let v = self.vrnics.get(name).ok_or_else(|| self.unknown(name))?;
         lock(&self.engine.rnic).set_link(v.id, up);
         if let Some(id) = v.attached {
             self.switch.set_link(id, up);
@@ -191,8 +188,7 @@ impl Control {
     }
 
     fn add_address(&mut self, name: &str, ip: IpNet) -> Answer {
-        let unknown = self.unknown(name);
-        let v = self.vrnics.get(name).ok_or(unknown)?;
+        let v = self.vrnics.get(name).ok_or_else(|| self.unknown(name))?;
         self.check_free(&ip, &v.group)?;
         let gid = Gid::from_ip(ip.addr);
         let mut gids = lock(&self.engine.rnic).gids(v.id).to_vec();
@@ -205,8 +201,7 @@ impl Control {
     }
 
     fn remove_address(&mut self, name: &str, ip: IpNet) -> Answer {
-        let unknown = self.unknown(name);
-        let v = self.vrnics.get(name).ok_or(unknown)?;
+        let v = self.vrnics.get(name).ok_or_else(|| self.unknown(name))?;
         if !v.ips.iter().any(|o| vrnic::same_address(o, &ip)) {
             return Err(format!(
                 "vRNIC {name} does not have the address {}; `unirdma vrnic show {name}` lists its own",
@@ -281,7 +276,8 @@ impl Control {
         }
         let group = *self.groups.get(&v.group).ok_or("the group is gone")?;
         let fd = fd.ok_or("attach needs a descriptor")?;
-        self.switch.add(id, fd, group, v.mac, v.up).map_err(|e| format!("cannot use that interface: {e}"))?;
+        let up = lock(&self.engine.rnic).is_up(v.id);
+        self.switch.add(id, fd, group, v.mac, up).map_err(|e| format!("cannot use that interface: {e}"))?;
         v.attached = Some(id);
         Ok(Response::Done)
     }
@@ -307,7 +303,7 @@ impl Control {
             group: v.group.clone(),
             ips: v.ips.clone(),
             gids: rnic.gids(v.id).iter().map(|g| g.to_string()).collect(),
-            up: v.up,
+            up: rnic.is_up(v.id),
             mac: v.mac.to_string(),
             guid: v.mac.guid().to_string(),
             mtu: self.wire.as_ref().map_or(vrnic::NET_MTU, Wire::net_mtu),

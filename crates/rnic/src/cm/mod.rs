@@ -405,15 +405,11 @@ impl Rnic {
     /// The vRNIC's own address that `ip` stands for: loopback is its first one.
     fn local_ip(&self, id: u32, ip: IpAddr) -> Result<IpAddr> {
         let c = self.cm.ids.get(id).ok_or(Status::BadHandle)?;
-        let gids = self.gids(c.vnic);
-        if ip.is_unspecified() || gids.contains(&Gid::from_ip(ip)) {
+        let v = self.vnics.get(c.vnic.0).ok_or(Status::BadHandle)?;
+        if ip.is_unspecified() || v.gids.contains(&Gid::from_ip(ip)) {
             return Ok(ip);
         }
-        let loopback = gids
-            .iter()
-            .filter(|g| !g.is_zero())
-            .map(|g| g.ip())
-            .find(|g| ip.is_loopback() && g.is_ipv4() == ip.is_ipv4());
+        let loopback = v.first(ip.is_ipv4()).filter(|_| ip.is_loopback()).map(|g| g.ip());
         loopback.ok_or(Status::NoDevice)
     }
 
@@ -436,7 +432,7 @@ impl Rnic {
         }
         let (group, own) = {
             let v = self.vnics.get(vnic.0).ok_or(Status::BadHandle)?;
-            let own = v.gids.iter().filter(|g| !g.is_zero()).map(|g| g.ip()).find(|g| g.is_ipv4() == dst.ip.is_ipv4());
+            let own = v.first(dst.ip.is_ipv4()).map(|g| g.ip());
             (v.group, own)
         };
         let gid = Gid::from_ip(dst.ip);

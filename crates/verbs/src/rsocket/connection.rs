@@ -11,7 +11,7 @@ use unirdma_verbs_abi::*;
 
 use super::board::{Board, PARTS};
 use super::protocol::*;
-use super::wait::Completions;
+use super::wait::{Completions, identifier};
 use crate::mr::{x_ibv_dereg_mr, x_ibv_reg_mr};
 use crate::rdmacm::*;
 pub(in crate::rsocket) use data::Ready;
@@ -141,22 +141,8 @@ impl Connection {
     }
 
     pub fn create() -> Result<Connection, i32> {
-        let mut id = std::ptr::null_mut();
-        // SAFETY: room for the identifier; the channel is given back with it.
-        unsafe {
-            let channel = x_rdma_create_event_channel();
-            if channel.is_null() {
-                return Err(errno());
-            }
-            let made = x_rdma_create_id(channel, &mut id, std::ptr::null_mut(), port_space::TCP.into());
-            if let Err(e) = check(made) {
-                x_rdma_destroy_event_channel(channel);
-                return Err(e);
-            }
-            // Its calls do not block: this library waits itself, without its lock.
-            libc::fcntl((*channel).fd, libc::F_SETFL, libc::O_NONBLOCK);
-            Ok(Connection::new(id, channel))
-        }
+        let (id, channel) = identifier(port_space::TCP)?;
+        Ok(Connection::new(id, channel))
     }
 
     /// QP, buffers and receives of a connection.

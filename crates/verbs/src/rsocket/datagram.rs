@@ -18,7 +18,7 @@ use unirdma_formats::net::{GRH_BYTES, parse_grh};
 use unirdma_verbs_abi::*;
 
 use super::connection::{ACCESS_LOCAL_WRITE, ADDR_RESOLVED, ESTABLISHED, ROUTE_RESOLVED, Ready, check, errno};
-use super::wait::{Completions, Progress, wait};
+use super::wait::{Completions, Progress, identifier, look, wait};
 use super::{Endpoint, Received, set_option};
 use crate::ah::{x_ibv_create_ah, x_ibv_destroy_ah, x_ibv_init_ah_from_wc};
 use crate::lock;
@@ -113,21 +113,7 @@ pub(super) struct Datagrams {
 
 impl Inner {
     fn create(domain: i32) -> Result<Inner, i32> {
-        let mut id = std::ptr::null_mut();
-        // SAFETY: room for the identifier; the channel is given back with it, and its calls do not block.
-        let channel = unsafe {
-            let channel = x_rdma_create_event_channel();
-            if channel.is_null() {
-                return Err(errno());
-            }
-            let made = x_rdma_create_id(channel, &mut id, std::ptr::null_mut(), port_space::UDP.into());
-            if let Err(e) = check(made) {
-                x_rdma_destroy_event_channel(channel);
-                return Err(e);
-            }
-            libc::fcntl((*channel).fd, libc::F_SETFL, libc::O_NONBLOCK);
-            channel
-        };
+        let (id, channel) = identifier(port_space::UDP)?;
         Ok(Inner {
             domain,
             id,
@@ -446,21 +432,10 @@ impl Inner {
 impl Progress for Inner {
     fn progress(&mut self) {
         let Some(queue) = self.queue.filter(|_| self.memory.is_some()) else { return };
-        let mut wcs = [ibv_wc::default(); 16];
-        let mut any = false;
-        loop {
-            match queue.poll(&mut wcs) {
-                Ok(0) => break,
-                Ok(n) => {
-                    any = true;
-                    wcs[..n].iter_mut().for_each(|wc| self.completed(wc));
-                }
-                Err(e) => {
-                    self.error = e;
-                    break;
-                }
-            }
-        }
+        let any = queue.take(|wc| self.completed(wc)).unwrap_or_else(|e| {
+            self.error = e;
+            false
+        });
         // Answers of connection management take system calls, and can wait until there is nothing else; but not for ever.
         self.put_off = if any { self.put_off.wrapping_add(1) } else { 0 };
         if self.put_off % PUT_OFF == 0 {
@@ -472,6 +447,11 @@ impl Progress for Inner {
         if let Some(queue) = self.queue.filter(|_| self.memory.is_some()) {
             queue.rearm();
         }
+    }
+
+    fn ready(&self) -> Ready {
+        let error = self.error != 0;
+        Ready { read: error || !self.arrived.is_empty(), write: !self.free.is_empty(), hang_up: false, error }
     }
 
     fn descriptors(&self) -> Vec<i32> {
@@ -599,16 +579,7 @@ impl Endpoint for Datagrams {
     }
 
     fn poll(&self, arm: bool) -> (Ready, Vec<i32>) {
-        let mut inner = lock(&self.inner);
-        inner.progress();
-        if arm {
-            inner.rearm();
-            inner.progress();
-        }
-        let error = inner.error != 0;
-        let ready =
-            Ready { read: error || !inner.arrived.is_empty(), write: !inner.free.is_empty(), hang_up: false, error };
-        (ready, inner.descriptors())
+        look(&self.inner, arm)
     }
 
     fn take_error(&self) -> i32 {

@@ -6,7 +6,7 @@ use std::sync::{Arc, Mutex};
 
 use super::connection::{Connection, Ready, State, check, errno};
 use super::protocol::*;
-use super::wait::{Progress, wait};
+use super::wait::{Progress, look, wait};
 use super::{Endpoint, Received, set_option};
 use crate::lock;
 use crate::rdmacm::*;
@@ -240,13 +240,7 @@ impl Endpoint for Socket {
     }
 
     fn poll(&self, arm: bool) -> (Ready, Vec<i32>) {
-        let mut inner = lock(&self.inner);
-        inner.progress();
-        if arm {
-            inner.rearm();
-            inner.progress();
-        }
-        (inner.ready(), inner.descriptors())
+        look(&self.inner, arm)
     }
 
     fn take_error(&self) -> i32 {

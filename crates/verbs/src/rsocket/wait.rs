@@ -3,12 +3,13 @@
 use std::sync::Mutex;
 use std::time::{Duration, Instant};
 
-use unirdma_verbs_abi::{ibv_comp_channel, ibv_cq, ibv_wc, rdma_cm_id};
+use unirdma_verbs_abi::{ibv_comp_channel, ibv_cq, ibv_wc, rdma_cm_id, rdma_event_channel};
 
-use super::connection::errno;
+use super::connection::{Ready, check, errno};
 use crate::cq::{poll_cq, req_notify_cq, x_ibv_create_cq, x_ibv_destroy_cq};
 use crate::event::{x_ibv_ack_cq_events, x_ibv_create_comp_channel, x_ibv_destroy_comp_channel, x_ibv_get_cq_event};
 use crate::lock;
+use crate::rdmacm::{x_rdma_create_event_channel, x_rdma_create_id, x_rdma_destroy_event_channel};
 
 /// An idle socket is looked at for so long before its thread sleeps.
 const SPIN: Duration = Duration::from_micros(50);
@@ -23,8 +24,21 @@ pub(super) trait Progress {
     fn rearm(&self);
     /// Descriptors that become readable when something happens.
     fn descriptors(&self) -> Vec<i32>;
+    /// What it is ready for now.
+    fn ready(&self) -> Ready;
     /// A call has taken what it wanted.
     fn taken(&mut self) {}
+}
+
+/// What a socket is ready for, and its descriptors; `arm`: an event shall come when that changes.
+pub(super) fn look<P: Progress>(socket: &Mutex<P>, arm: bool) -> (Ready, Vec<i32>) {
+    let mut inner = lock(socket);
+    inner.progress();
+    if arm {
+        inner.rearm();
+        inner.progress();
+    }
+    (inner.ready(), inner.descriptors())
 }
 
 /// Waits until `f` has an answer; `EAGAIN` at once if the caller does not wait.
@@ -63,6 +77,25 @@ pub(super) fn wait<P: Progress, R>(
     }
 }
 
+/// An identifier for a socket, and its event channel, whose calls do not block: the socket waits itself, without its lock.
+pub(super) fn identifier(port_space: u16) -> Result<(*mut rdma_cm_id, *mut rdma_event_channel), i32> {
+    let mut id = std::ptr::null_mut();
+    // SAFETY: room for the identifier; the channel is given back with it.
+    unsafe {
+        let channel = x_rdma_create_event_channel();
+        if channel.is_null() {
+            return Err(errno());
+        }
+        let made = x_rdma_create_id(channel, &mut id, std::ptr::null_mut(), port_space.into());
+        if let Err(e) = check(made) {
+            x_rdma_destroy_event_channel(channel);
+            return Err(e);
+        }
+        libc::fcntl((*channel).fd, libc::F_SETFL, libc::O_NONBLOCK);
+        Ok((id, channel))
+    }
+}
+
 /// The completion queue of a socket, for both directions. It belongs to the socket's identifier, and is destroyed with
 /// [`Completions::destroy`] after its QP.
 #[derive(Clone, Copy)]
@@ -98,11 +131,22 @@ impl Completions {
         unsafe { (*self.channel).fd }
     }
 
-    /// Takes completions; fewer than there is room for if there are no more. `EIO` if the device is lost.
-    pub fn poll(&self, room: &mut [ibv_wc]) -> Result<usize, i32> {
-        // SAFETY: a live CQ, and room for so many.
-        let n = unsafe { poll_cq(self.cq, room.len() as i32, room.as_mut_ptr()) };
-        usize::try_from(n).map_err(|_| libc::EIO)
+    /// Takes all completions that there are; whether there were any.
+    ///
+    /// # Errors
+    /// `EIO` if the device is lost.
+    pub fn take(&self, mut f: impl FnMut(&mut ibv_wc)) -> Result<bool, i32> {
+        let mut wcs = [ibv_wc::default(); 16];
+        let mut any = false;
+        loop {
+            // SAFETY: a live CQ, and room for so many.
+            let n = unsafe { poll_cq(self.cq, wcs.len() as i32, wcs.as_mut_ptr()) };
+            match usize::try_from(n).map_err(|_| libc::EIO)? {
+                0 => return Ok(any),
+                n => wcs[..n].iter_mut().for_each(&mut f),
+            }
+            any = true;
+        }
     }
 
     pub fn arm(&self) {

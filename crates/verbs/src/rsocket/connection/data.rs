@@ -240,8 +240,10 @@ impl Connection {
         }
         done
     }
+}
 
-    pub fn ready(&self) -> Ready {
+impl Progress for Connection {
+    fn ready(&self) -> Ready {
         match self.state {
             State::Listening => Ready { read: !self.waiting.is_empty(), ..Ready::default() },
             State::Connected => Ready {
@@ -253,31 +255,18 @@ impl Connection {
             _ => Ready::default(),
         }
     }
-}
 
-impl Progress for Connection {
     fn progress(&mut self) {
         if self.state != State::Connected {
             self.connection_events();
         }
         let Some(queue) = self.queue.filter(|_| self.memory.is_some()) else { return };
-        let mut wcs = [ibv_wc::default(); 16];
-        let mut any = false;
-        loop {
-            match queue.poll(&mut wcs) {
-                Ok(0) => break,
-                Ok(n) => {
-                    any = true;
-                    wcs[..n].iter().for_each(|wc| self.completed(wc));
-                }
-                Err(_) => {
-                    self.hang_up();
-                    break;
-                }
-            }
+        let any = queue.take(|wc| self.completed(wc));
+        if any.is_err() {
+            self.hang_up();
         }
         // The news of an end takes system calls, and can wait until there is no data.
-        if !any && self.state == State::Connected {
+        if any == Ok(false) && self.state == State::Connected {
             self.connection_events();
         }
         if self.state == State::Connected
