@@ -86,6 +86,8 @@ fn show(v: &VrnicInfo) -> String {
     let w = &c.wire;
     let packets = [
         ("sent", w.sent_pkts),
+        ("not sent", w.send_err),
+        ("links lost", w.link_downed),
         ("received", w.rcvd_pkts),
         ("sent again", w.retransmitted_pkts),
         ("duplicate requests", w.duplicate_request),

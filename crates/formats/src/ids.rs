@@ -86,6 +86,10 @@ impl Gid {
         raw[8..].copy_from_slice(&guid);
         Gid(raw)
     }
+    /// Its last 32 bits: of an IPv4 address, all of it.
+    pub fn low_bits(self) -> u32 {
+        u128::from_be_bytes(self.0) as u32
+    }
     /// True for the all-zero GID, which names nobody.
     pub fn is_zero(self) -> bool {
         self.0 == [0; 16]

@@ -18,6 +18,10 @@ pub const MAX_IP_UDP_BYTES: usize = 48;
 pub const VXLAN_BYTES: usize = 8;
 /// UDP port of VXLAN.
 pub const VXLAN_PORT: u16 = 4789;
+/// UDP source ports of flows: this one and the next [`SOURCE_PORTS`] - 1. A port is a socket, so that not all 16,384 are used.
+pub const FIRST_SOURCE_PORT: u16 = 0xc000;
+/// How many UDP source ports flows are spread over.
+pub const SOURCE_PORTS: u16 = 64;
 /// Hop limit of packets whose sender named none.
 pub const HOP_LIMIT: u8 = 64;
 const IP_UDP: u8 = 17;
@@ -169,6 +173,15 @@ pub fn parse_grh(grh: &[u8; GRH_BYTES]) -> Option<(Gid, Gid)> {
     Some((gid(8), gid(24)))
 }
 
+/// UDP source port of a flow, by which networks spread flows over equal paths (annex A17, 17.9.2): of its 20-bit flow
+/// label, or if that is 0 of the numbers of its two ends.
+pub fn source_port(flow_label: u32, own: u32, peer: u32) -> u16 {
+    let both = u64::from(own) * u64::from(peer);
+    let all = if flow_label == 0 { both } else { flow_label.into() };
+    let folded = (0..64).step_by(6).fold(0, |folded, at| folded ^ all >> at) as u16;
+    FIRST_SOURCE_PORT + folded % SOURCE_PORTS
+}
+
 /// The VXLAN header of network identifier `vni`.
 pub fn vxlan(vni: u32) -> [u8; VXLAN_BYTES] {
     let mut b = [0; VXLAN_BYTES];
@@ -201,6 +214,19 @@ mod tests {
 
     fn gid(s: &str) -> Gid {
         Gid::from_ip(s.parse().unwrap())
+    }
+
+    #[test]
+    fn flows_have_source_ports() {
+        let ports = |label: &dyn Fn(u32) -> u32| {
+            let all = (0..1000).map(|i| source_port(label(i), 0x12_3456 + i, 0xab_cdef));
+            all.collect::<std::collections::BTreeSet<u16>>()
+        };
+        let all: Vec<u16> = (FIRST_SOURCE_PORT..FIRST_SOURCE_PORT + SOURCE_PORTS).collect();
+        assert!(ports(&|_| 0).into_iter().eq(all.iter().copied()));
+        assert!(ports(&|i| 1 + i * 977).into_iter().eq(all));
+        assert_eq!(ports(&|_| 0xf_ffff).len(), 1);
+        assert_eq!(source_port(0, 5, 7), source_port(0, 7, 5));
     }
 
     #[test]

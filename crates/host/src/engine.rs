@@ -298,14 +298,7 @@ impl Engine {
     fn turn(&self, r: &mut Rnic, now: u64) -> bool {
         let Some(port) = &self.port else { return r.poll(now) };
         let mut port = lock(port);
-        let mut moved = self.port_is_polled(now)
-            && port.receive(&mut |a, bytes| {
-                if a.to.is_multicast() {
-                    r.handle_multicast(now, a.from, a.to, bytes);
-                } else {
-                    r.handle_packet(now, a.from, a.congested, bytes);
-                }
-            });
+        let mut moved = self.port_is_polled(now) && port.receive(&mut |a, bytes| r.handle_packet(now, &a, bytes));
         let found = r.poll(now);
         if !r.tx().packets().is_empty() {
             port.send(r.tx());

@@ -3,9 +3,9 @@
 use std::net::IpAddr;
 use std::os::fd::BorrowedFd;
 
-use unirdma_rnic::{Rng, Tx};
+use unirdma_rnic::{Arrival, Rng, Tx};
 
-use crate::port::{Arrival, Port, PortCounters};
+use crate::port::{Port, PortCounters};
 
 /// Loses, doubles and delays packets that come in, each with the same chance.
 pub(crate) struct FaultyPort {

@@ -12,15 +12,15 @@ use std::io;
 use std::net::{IpAddr, Ipv4Addr, Ipv6Addr, SocketAddr, UdpSocket};
 use std::os::fd::{AsFd, AsRawFd, BorrowedFd};
 
-use unirdma_formats::net::{VXLAN_PORT, seal};
+use unirdma_formats::net::{FIRST_SOURCE_PORT, SOURCE_PORTS, VXLAN_PORT, seal};
 use unirdma_formats::wire::{Envelope, ICRC_BYTES, ROCE_PORT, icrc};
-use unirdma_rnic::{Tx, TxPacket};
+use unirdma_rnic::{Arrival, Tx, TxPacket};
 
 /// What carries packets to other hosts and back.
 pub(crate) trait Port: Send {
     /// Seals and sends packets from the front of `tx`, as many as the network takes now.
     fn send(&mut self, tx: &mut Tx);
-    /// Hands each packet that has come in, its ICRC checked and cut off, to `f`; a bounded number. Its address is this host's or a multicast group's.
+    /// Hands each packet that has come in, its ICRC checked and cut off, to `f`; a bounded number.
     fn receive(&mut self, f: &mut dyn FnMut(Arrival, &[u8])) -> bool;
     /// From now on packets to these IP multicast groups come in, and to no others.
     fn join(&mut self, groups: &[IpAddr]);
@@ -28,15 +28,6 @@ pub(crate) trait Port: Send {
     fn descriptors(&self) -> Vec<BorrowedFd<'_>>;
     /// Totals since the start.
     fn counters(&self) -> PortCounters;
-}
-
-/// Where a packet came from and went to.
-#[derive(Clone, Copy, Debug)]
-pub(crate) struct Arrival {
-    pub from: IpAddr,
-    pub to: IpAddr,
-    /// The network has marked it as congested.
-    pub congested: bool,
 }
 
 /// What a port has done.
@@ -70,6 +61,27 @@ const ECN_CAPABLE: i32 = 2;
 struct Socket {
     addr: IpAddr,
     udp: UdpSocket,
+    /// Sockets that only send, from a port each; none, or [`SOURCE_PORTS`], each made when first used. `Some(None)`: somebody else has the port.
+    flows: Vec<Option<Option<UdpSocket>>>,
+}
+
+impl Socket {
+    fn new(addr: IpAddr, udp: UdpSocket) -> Self {
+        Socket { addr, udp, flows: Vec::new() }
+    }
+
+    /// The socket of a flow and its port. A flow whose port somebody else has leaves by the socket that receives.
+    fn outlet(&mut self, flow: u16) -> (&UdpSocket, u16) {
+        let number = flow.checked_sub(FIRST_SOURCE_PORT).filter(|&n| n < SOURCE_PORTS);
+        if let Some(n) = number.map(usize::from) {
+            self.flows.resize_with(SOURCE_PORTS.into(), || None);
+            let from = SocketAddr::new(self.addr, flow);
+            if let Some(udp) = self.flows[n].get_or_insert_with(|| bind_flow(from).ok()) {
+                return (udp, flow);
+            }
+        }
+        (&self.udp, ROCE_PORT)
+    }
 }
 
 /// UDP sockets on port 4791 of this host's addresses.
@@ -87,7 +99,7 @@ impl UdpPort {
     /// # Errors
     /// One line that says what is wrong and what to do.
     pub fn open(addresses: &[IpAddr], icrc: bool) -> io::Result<Self> {
-        let sockets = addresses.iter().map(|&addr| bind(addr).map(|udp| Socket { addr, udp }));
+        let sockets = addresses.iter().map(|&addr| bind(addr).map(|udp| Socket::new(addr, udp)));
         Ok(UdpPort {
             sockets: sockets.collect::<io::Result<_>>()?,
             buffers: vec![0; BATCH * BUFFER],
@@ -137,7 +149,27 @@ fn bind(addr: IpAddr) -> io::Result<UdpSocket> {
         IpAddr::V4(_) => udp.set_multicast_loop_v4(false),
         IpAddr::V6(_) => udp.set_multicast_loop_v6(false),
     };
-    configure(udp, addr)
+    receiving(udp, addr)
+}
+
+/// A socket that sends from its port, and receives nothing: peers send to port 4791.
+fn bind_flow(from: SocketAddr) -> io::Result<UdpSocket> {
+    let udp = UdpSocket::bind(from)?;
+    drop_incoming(&udp)?;
+    configure(&udp, from.ip())?;
+    Ok(udp)
+}
+
+/// Lets the kernel drop what comes in by a socket.
+fn drop_incoming(udp: &UdpSocket) -> io::Result<()> {
+    // BPF_RET | BPF_K: keep 0 bytes.
+    let mut nothing = libc::sock_filter { code: 6, jt: 0, jf: 0, k: 0 };
+    let program = libc::sock_fprog { len: 1, filter: &mut nothing };
+    let size = size_of::<libc::sock_fprog>() as u32;
+    let value = std::ptr::from_ref(&program).cast();
+    // SAFETY: the option is a program of one instruction, which lives until after the call.
+    let done = unsafe { libc::setsockopt(udp.as_raw_fd(), libc::SOL_SOCKET, libc::SO_ATTACH_FILTER, value, size) };
+    if done == 0 { Ok(()) } else { Err(io::Error::last_os_error()) }
 }
 
 /// A socket for packets to an IP multicast group, on the interfaces of these addresses.
@@ -156,27 +188,36 @@ fn bind_group(group: IpAddr, addresses: &[IpAddr]) -> io::Result<UdpSocket> {
             _ => {}
         }
     }
-    configure(udp, group)
+    receiving(udp, group)
 }
 
 /// Options of every socket of the port.
-fn configure(udp: UdpSocket, addr: IpAddr) -> io::Result<UdpSocket> {
+fn configure(udp: &UdpSocket, addr: IpAddr) -> io::Result<()> {
     udp.set_nonblocking(true)?;
-    enlarge_buffers(&udp);
-    let set = |level, name, value| set(&udp, level, name, value);
-    // DF, so that the Identification is that of the segment, and nothing is cut on the way.
-    let df = match addr {
-        IpAddr::V4(_) => set(libc::IPPROTO_IP, libc::IP_MTU_DISCOVER, libc::IP_PMTUDISC_PROBE),
-        IpAddr::V6(_) => set(libc::IPPROTO_IPV6, libc::IPV6_MTU_DISCOVER, libc::IP_PMTUDISC_PROBE),
+    enlarge_buffers(udp);
+    // DF, so that the Identification is that of the segment, and nothing is cut on the way. The network may mark packets
+    // instead of dropping them; a kernel that cannot say so costs congestion control only.
+    let (df, _) = match addr {
+        IpAddr::V4(_) => (
+            set(udp, libc::IPPROTO_IP, libc::IP_MTU_DISCOVER, libc::IP_PMTUDISC_PROBE),
+            set(udp, libc::IPPROTO_IP, libc::IP_TOS, ECN_CAPABLE),
+        ),
+        IpAddr::V6(_) => (
+            set(udp, libc::IPPROTO_IPV6, libc::IPV6_MTU_DISCOVER, libc::IP_PMTUDISC_PROBE),
+            set(udp, libc::IPPROTO_IPV6, libc::IPV6_TCLASS, ECN_CAPABLE),
+        ),
     };
-    // The network may mark packets instead of dropping them; a kernel that cannot say so costs congestion control only.
+    if df { Ok(()) } else { Err(io::Error::last_os_error()) }
+}
+
+/// A socket that also receives: it shows marks, and takes packets joined.
+fn receiving(udp: UdpSocket, addr: IpAddr) -> io::Result<UdpSocket> {
+    configure(&udp, addr)?;
     let _ = match addr {
-        IpAddr::V4(_) => set(libc::IPPROTO_IP, libc::IP_TOS, ECN_CAPABLE) && set(libc::IPPROTO_IP, libc::IP_RECVTOS, 1),
-        IpAddr::V6(_) => {
-            set(libc::IPPROTO_IPV6, libc::IPV6_TCLASS, ECN_CAPABLE) && set(libc::IPPROTO_IPV6, libc::IPV6_RECVTCLASS, 1)
-        }
+        IpAddr::V4(_) => set(&udp, libc::IPPROTO_IP, libc::IP_RECVTOS, 1),
+        IpAddr::V6(_) => set(&udp, libc::IPPROTO_IPV6, libc::IPV6_RECVTCLASS, 1),
     };
-    if !df || !set(SOL_UDP, libc::UDP_GRO, 1) {
+    if !set(&udp, SOL_UDP, libc::UDP_GRO, 1) {
         return Err(io::Error::new(
             io::ErrorKind::Unsupported,
             format!("UDP sockets of {addr} lack GRO (Linux 5.0 or later has it): {}", io::Error::last_os_error()),
@@ -268,23 +309,26 @@ impl Port for UdpPort {
             let mut controls = [Control([0; 64]); BATCH];
             let mut names = [sockaddr(Ipv4Addr::UNSPECIFIED.into(), 0); BATCH];
             let mut counts = [0; BATCH];
+            let flow = tx.packets()[0].path.port;
             let Some(socket) = self.socket_for(&tx.packets()[0]) else {
                 self.counters.send_errors += 1;
                 tx.sent(1);
                 continue;
             };
+            let src = self.sockets[socket].addr;
+            let (udp, src_port) = self.sockets[socket].outlet(flow);
+            let fd = udp.as_raw_fd();
             let (mut at, mut messages) = (0, 0);
             while messages < BATCH && at < tx.packets().len() {
                 let first = tx.packets()[at];
-                if self.socket_for(&first) != Some(socket) {
+                if self.socket_for(&first) != Some(socket) || first.path.port != flow {
                     break;
                 }
                 let n = batch(&tx.packets()[at..]);
-                let src = self.sockets[socket].addr;
                 for i in 0..if self.icrc { n } else { 0 } {
                     let p = tx.packets()[at + i];
                     let ip_id = if src.is_ipv4() { i as u16 } else { 0 };
-                    seal(tx.bytes(&p), p.outer(), Envelope { src, dst: p.path.to, src_port: ROCE_PORT, ip_id });
+                    seal(tx.bytes(&p), p.outer(), Envelope { src, dst: p.path.to, src_port, ip_id });
                 }
                 let span = tx.span(at, n);
                 iovs[messages] = libc::iovec { iov_base: span.as_ptr().cast_mut().cast(), iov_len: span.len() };
@@ -311,7 +355,6 @@ impl Port for UdpPort {
                 at += n;
                 messages += 1;
             }
-            let fd = self.sockets[socket].udp.as_raw_fd();
             // SAFETY: `messages` headers are filled in, and all that they point to lives until after the call.
             let done = unsafe { libc::sendmmsg(fd, headers.as_mut_ptr(), messages as u32, libc::MSG_DONTWAIT) };
             if done > 0 {
@@ -352,7 +395,7 @@ impl Port for UdpPort {
                 h.msg_control = std::ptr::from_mut(&mut controls[i]).cast();
                 h.msg_controllen = size_of::<Control>();
             }
-            let Socket { addr, udp } = &self.sockets[s];
+            let Socket { addr, udp, .. } = &self.sockets[s];
             // SAFETY: BATCH headers are filled in, and all that they point to lives until after the call.
             let n = unsafe {
                 libc::recvmmsg(
@@ -380,7 +423,7 @@ impl Port for UdpPort {
                         packet.split_last_chunk::<ICRC_BYTES>().map(|s| s.0)
                     };
                     match body {
-                        Some(body) => f(Arrival { from, to: *addr, congested }, body),
+                        Some(body) => f(Arrival { from, port: src_port, to: *addr, congested }, body),
                         None => self.counters.icrc_errors += 1,
                     }
                 }
@@ -397,7 +440,7 @@ impl Port for UdpPort {
                 continue;
             }
             match bind_group(addr, &own) {
-                Ok(udp) => self.sockets.push(Socket { addr, udp }),
+                Ok(udp) => self.sockets.push(Socket::new(addr, udp)),
                 Err(e) => tracing::warn!("plain devices cannot be heard in multicast group {addr}: {e}"),
             }
         }
@@ -514,17 +557,19 @@ mod tests {
         let none = UdpPort::open(&["203.0.113.1".parse().unwrap()], true);
         assert!(none.err().unwrap().to_string().contains("no address of this host"));
         let mut tx = Tx::default();
-        for i in 0..200u32 {
-            tx.push_raw(
-                unirdma_rnic::Path { to: b, from: None, cut: false },
-                &vec![i as u8; if i == 150 { 40 } else { 600 }],
-            );
+        for i in 0..250u32 {
+            let port = if i < 100 { ROCE_PORT } else { FIRST_SOURCE_PORT + i as u16 / 100 };
+            let path = unirdma_rnic::Path { port, ..unirdma_rnic::Path::new(b) };
+            tx.push_raw(path, &vec![i as u8; if i == 150 { 40 } else { 600 }]);
         }
         a.send(&mut tx);
         let mut got = Vec::new();
-        while b_port.receive(&mut |a, bytes| got.push((a.from, bytes.to_vec()))) {}
-        assert_eq!(got.len(), 200);
-        assert!(got.iter().enumerate().all(|(i, g)| g.0.to_string() == "127.0.47.1" && g.1[0] == i as u8));
-        assert_eq!((a.counters().sent, b_port.counters().icrc_errors), (200, 0));
+        while b_port.receive(&mut |a, bytes| got.push((a.from, a.port, bytes.to_vec()))) {}
+        assert_eq!(got.len(), 250);
+        assert!(got.iter().enumerate().all(|(i, g)| g.0.to_string() == "127.0.47.1" && g.2[0] == i as u8));
+        assert_eq!((a.counters().sent, b_port.counters().icrc_errors), (250, 0));
+        // Each flow has a source port of its own.
+        let ports: Vec<u16> = got.chunk_by(|a, b| a.1 == b.1).map(|g| g[0].1).collect();
+        assert_eq!(ports, [ROCE_PORT, FIRST_SOURCE_PORT + 1, FIRST_SOURCE_PORT + 2]);
     }
 }

@@ -57,11 +57,13 @@ impl Tap {
     }
 
     /// The flow between this host and another.
-    fn outer_flow(&self, host: IpAddr, from: Option<IpAddr>, inward: bool, encapsulated: bool) -> Flow {
-        let own = from.or_else(|| self.what.hosts.iter().copied().find(|h| h.is_ipv4() == host.is_ipv4()));
+    fn outer_flow(&self, path: &Path, inward: bool, encapsulated: bool) -> Flow {
+        let host = path.to;
+        let own = path.from.or_else(|| self.what.hosts.iter().copied().find(|h| h.is_ipv4() == host.is_ipv4()));
         let (own, host) = (Gid::from_ip(own.unwrap_or(host)), Gid::from_ip(host));
         let flow = if inward { Flow::roce(host, own) } else { Flow::roce(own, host) };
-        if encapsulated { Flow { dst_port: VXLAN_PORT, ..flow } } else { flow }
+        let dst_port = if encapsulated { VXLAN_PORT } else { flow.dst_port };
+        Flow { src_port: path.port, dst_port, ..flow }
     }
 }
 
@@ -99,20 +101,15 @@ impl Rnic {
         self.qps.get(h).map(|q| q.vnic)
     }
 
-    /// Captures the packet that QP `h` has just put into [`crate::Tx`].
-    pub(crate) fn tap_sent(&mut self, h: u32) {
-        self.tap_sent_by(self.vnic_id(h));
-    }
-
     /// Captures the packet that a vRNIC has just put into [`crate::Tx`].
-    pub(crate) fn tap_sent_by(&mut self, vnic: Option<VnicId>) {
+    pub(crate) fn tap_sent(&mut self, vnic: Option<VnicId>) {
         if self.tap.is_none() || !self.wants(vnic) {
             return;
         }
         let Some(&p) = self.tx.packets().last() else { return };
         let mut body = self.tx.bytes(&p).to_vec();
         if let Some(t) = &mut self.tap {
-            let flow = t.outer_flow(p.path.to, p.path.from, false, p.outer() > 0);
+            let flow = t.outer_flow(&p.path, false, p.outer() > 0);
             t.packet(self.now, &flow, p.outer(), &mut body);
         }
     }
@@ -124,7 +121,7 @@ impl Rnic {
         }
         let mut body = [body, &[0; ICRC_BYTES]].concat();
         if let Some(t) = &mut self.tap {
-            let flow = t.outer_flow(path.to, path.from, true, false);
+            let flow = t.outer_flow(&path, true, false);
             t.packet(self.now, &flow, 0, &mut body);
         }
     }
@@ -143,7 +140,7 @@ impl Rnic {
         }
         let mut body = [&vxlan(vni)[..], &ethernet(flow), packet].concat();
         if let Some(t) = &mut self.tap {
-            let outer = t.outer_flow(from, None, true, true);
+            let outer = t.outer_flow(&Path::new(from), true, true);
             t.packet(self.now, &outer, VXLAN_BYTES + ETH_BYTES + flow.header_bytes(), &mut body);
         }
     }

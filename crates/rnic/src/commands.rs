@@ -4,6 +4,7 @@ use std::sync::Arc;
 
 use unirdma_abi as abi;
 use unirdma_abi::Status;
+use unirdma_formats::net::source_port;
 use unirdma_formats::{Gid, Psn, QpState, QpType, access, attr_mask, mtu_bytes};
 use unirdma_mem::{Bell, CqRing, QpRings};
 
@@ -13,7 +14,7 @@ use crate::mr::{Backing, Mr, Resolve};
 use crate::objects::{Counters, Cq, CreateQp, Moderation, Pd, Qp, SessionId, Srq, VnicId, Wait};
 use crate::pace::Pace;
 use crate::rnic::Rnic;
-use crate::wire::Wire;
+use crate::wire::{Path, Wire};
 
 type Result<T> = std::result::Result<T, Status>;
 
@@ -482,6 +483,9 @@ impl Rnic {
             let dgid = Gid(ah.grh.dgid);
             peer_vnic = self.find_vnic(v.group, dgid);
             path = self.route(vnic, ah.grh.sgid_index, dgid).filter(|_| peer_vnic.is_none());
+            let peer_qpn = if given(m::DEST_QPN) { a.dest_qp_num } else { q.attr.dest_qp_num };
+            let port = source_port(ah.grh.flow_label, q.qpn, peer_qpn);
+            path = path.map(|path| Path { port, ..path });
             if peer_vnic.is_none() && path.is_none() {
                 return Err(Status::Unreachable);
             }

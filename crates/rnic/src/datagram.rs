@@ -10,7 +10,7 @@ use std::net::IpAddr;
 use unirdma_abi as abi;
 use unirdma_abi::Status;
 use unirdma_formats::cm::{GSI_QPN, Mad, Message};
-use unirdma_formats::net::{ETH_BYTES, Flow, GRH_BYTES, HOP_LIMIT};
+use unirdma_formats::net::{ETH_BYTES, Flow, GRH_BYTES, HOP_LIMIT, source_port};
 use unirdma_formats::wire::{Deth, Extra, ICRC_BYTES, Op, Opcode, Packet, Part, ROCE_PORT, Transport, icrc};
 use unirdma_formats::{Gid, QpType, WcStatus, WrOpcode, access, send_flags};
 
@@ -18,7 +18,7 @@ use crate::access::{Tables, list, local_side};
 use crate::exec::Outcome;
 use crate::objects::{SessionId, VnicId, Wait, Work};
 use crate::rnic::Rnic;
-use crate::wire::{ACK_DELAY_NS, Path};
+use crate::wire::{ACK_DELAY_NS, Arrival, Path};
 use crate::wqe::{NoRecv, RecvDone};
 
 /// MAC address, both ways, of the frames that carry datagrams between virtual layers. No vRNIC has it.
@@ -123,6 +123,9 @@ impl Rnic {
             (Some(id), _) => Target::Here(id),
             (None, Some(r)) => {
                 let path = self.route(vnic, a.grh.sgid_index, dgid).ok_or(Status::Unreachable)?;
+                let port = source_port(a.grh.flow_label, own.low_bits(), dgid.low_bits());
+                // `linked` says whether there is a link.
+                let path = Path { port, cut: false, ..path };
                 if r.foreign { Target::Foreign(path) } else { Target::There(path, r.vni) }
             }
             (None, None) => return Err(Status::Unreachable),
@@ -166,7 +169,10 @@ impl Rnic {
         let tables = Tables { mrs: &self.mrs, sessions: &self.sessions };
         let local = local_side(q, w, op);
         let sent = match target {
-            _ if !linked => Ok(()),
+            _ if !linked => {
+                self.count(h, |c| c.wire.send_err += 1);
+                Ok(())
+            }
             Target::Many if self.tx.is_full() => {
                 self.wait_for_tx(h);
                 return Outcome::Waits;
@@ -193,9 +199,8 @@ impl Rnic {
                 }
                 let inside = if let Target::There(_, vni) = target { Some((vni, flow)) } else { None };
                 let sent = self.tx.push_datagram(path, inside, &head, len, |to| tables.load(local, 0, to));
-                self.count(h, |c| c.wire.sent_pkts += 1);
                 if sent.is_ok() {
-                    self.tap_sent(h);
+                    self.note_sent(h, &path);
                 }
                 sent
             }
@@ -337,14 +342,15 @@ impl Rnic {
     }
 
     /// A plain packet came in for UD QP `h`: only plain devices send those, from the address of their GID.
-    pub(crate) fn on_foreign_datagram(&mut self, h: u32, from: IpAddr, p: &Packet<'_>, body: &[u8]) {
+    pub(crate) fn on_foreign_datagram(&mut self, h: u32, a: &Arrival, p: &Packet<'_>, body: &[u8]) {
         let Some(v) = self.qps.get(h).and_then(|q| self.vnics.get(q.vnic.0)) else { return };
-        let src = Gid::from_ip(from);
-        let known = self.routes.get(&(v.group, src)).is_some_and(|r| r.foreign && r.host == from);
-        let own = v.first(from.is_ipv4());
+        let src = Gid::from_ip(a.from);
+        let known = self.routes.get(&(v.group, src)).is_some_and(|r| r.foreign && r.host == a.from);
+        let own = v.first(a.from.is_ipv4());
         match own.filter(|_| known) {
             Some(own) => {
-                self.tap_received(self.vnic_id(h), Path { to: from, from: Some(own.ip()), cut: false }, body);
+                let path = Path { from: Some(own.ip()), port: a.port, ..Path::new(a.from) };
+                self.tap_received(self.vnic_id(h), path, body);
                 self.on_datagram(h, &Flow::roce(src, own), p);
             }
             None => self.drops.wrong_source += 1,
@@ -352,8 +358,8 @@ impl Rnic {
     }
 
     /// A plain packet came in for QP 1 of some vRNIC.
-    pub(crate) fn on_foreign_mad(&mut self, from: IpAddr, p: &Packet<'_>, body: &[u8]) {
-        let Some((vnic, own)) = self.mad_target(from, p.payload) else {
+    pub(crate) fn on_foreign_mad(&mut self, a: &Arrival, p: &Packet<'_>, body: &[u8]) {
+        let Some((vnic, own)) = self.mad_target(a.from, p.payload) else {
             // What speaks of a connection that is gone is no stranger's: such messages come late and twice.
             let reason = match Mad::parse(p.payload).map(|m| m.message) {
                 None => &mut self.drops.malformed,
@@ -363,8 +369,9 @@ impl Rnic {
             *reason += 1;
             return;
         };
-        self.tap_received(Some(vnic), Path { to: from, from: Some(own.ip()), cut: false }, body);
-        self.handle_mad(vnic, own, Gid::from_ip(from), p);
+        let path = Path { from: Some(own.ip()), port: a.port, ..Path::new(a.from) };
+        self.tap_received(Some(vnic), path, body);
+        self.handle_mad(vnic, own, Gid::from_ip(a.from), p);
     }
 
     /// The IP packet of a datagram that host `from` sent to `group` inside VXLAN came in.

@@ -14,7 +14,7 @@ use unirdma_mem::Fault;
 use crate::datagram::Note;
 use crate::objects::SessionId;
 use crate::rnic::Rnic;
-use crate::wire::Path;
+use crate::wire::{Arrival, Path};
 
 /// Destination QPN of multicast packets.
 pub(crate) const MULTICAST_QPN: u32 = 0xff_ffff;
@@ -88,7 +88,7 @@ impl Rnic {
     pub(crate) fn find_group_hosts(&mut self) {
         let mut hosts: HashMap<u32, Vec<(Path, u32)>> = HashMap::new();
         for ((group, _), r) in self.routes.iter().filter(|(_, r)| !r.foreign) {
-            let path = Path { to: r.host, from: None, cut: false };
+            let path = Path::new(r.host);
             let list = hosts.entry(*group).or_default();
             if !list.iter().any(|(p, _)| *p == path) {
                 list.push((path, r.vni));
@@ -112,22 +112,19 @@ impl Rnic {
         Some(heard)
     }
 
-    /// A plain packet to IP multicast group `to` came in from `from`; `bytes` as in [`Rnic::handle_packet`]. It is for the groups
-    /// of vRNICs that have this device.
-    pub fn handle_multicast(&mut self, now: u64, from: IpAddr, to: IpAddr, bytes: &[u8]) {
-        self.now = now;
-        let Some(p) = self.parse(bytes) else { return };
+    /// A plain packet to an IP multicast group came in. It is for the groups of vRNICs that have its sender.
+    pub(crate) fn on_multicast(&mut self, a: &Arrival, p: &Packet<'_>) {
         if p.opcode.transport != Transport::Ud || p.dest_qp != MULTICAST_QPN {
             self.drops.bad_state += 1;
             return;
         }
-        let (src, dst) = (Gid::from_ip(from), Gid::from_ip(to));
-        let knows = |group: u32| self.routes.get(&(group, src)).is_some_and(|r| r.foreign && r.host == from);
+        let (src, dst) = (Gid::from_ip(a.from), Gid::from_ip(a.to));
+        let knows = |group: u32| self.routes.get(&(group, src)).is_some_and(|r| r.foreign && r.host == a.from);
         let listens = self.multicast.attached.keys().filter(|(_, gid)| *gid == dst).map(|(group, _)| *group);
         let groups: Vec<u32> = listens.filter(|&group| knows(group)).collect();
         self.drops.wrong_source += u64::from(groups.is_empty());
         for group in groups {
-            self.deliver_multicast(group, &Flow::roce(src, dst), &p, p.payload);
+            self.deliver_multicast(group, &Flow::roce(src, dst), p, p.payload);
         }
     }
 
@@ -145,7 +142,7 @@ impl Rnic {
             })?;
         }
         if self.multicast.foreign.contains(&group) && flow.src.is_ipv4() == flow.dst.is_ipv4() {
-            let path = Path { to: flow.dst, from: Some(flow.src), cut: false };
+            let path = Path { from: Some(flow.src), ..Path::new(flow.dst) };
             self.tx.push_datagram(path, None, head, data.len(), |to| {
                 to.copy_from_slice(data);
                 Ok(())

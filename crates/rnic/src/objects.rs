@@ -52,6 +52,10 @@ pub struct Counters {
 pub struct WireCounters {
     /// Packets sent.
     pub sent_pkts: u64,
+    /// Packets that could not be sent, since there was no link.
+    pub send_err: u64,
+    /// Times a link that it had went down.
+    pub link_downed: u64,
     /// Packets received for one of its QPs.
     pub rcvd_pkts: u64,
     /// Of those sent, packets sent again.

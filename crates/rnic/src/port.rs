@@ -50,6 +50,7 @@ impl Rnic {
     pub fn set_link(&mut self, id: VnicId, up: bool) {
         let Some(v) = self.vnics.get_mut(id.0) else { return };
         if std::mem::replace(&mut v.up, up) != up {
+            v.counters.wire.link_downed += u64::from(!up);
             self.relink(id);
             self.emit_to_port(id, if up { AsyncEvent::PortActive } else { AsyncEvent::PortErr });
         }
@@ -70,7 +71,9 @@ impl Rnic {
         let Some(v) = self.vnics.get(id.0) else { return };
         for h in self.qps.handles(|q| q.vnic == id) {
             if let Some(q) = self.qps.get_mut(h) {
-                q.linked = v.is_linked(q.own);
+                let linked = v.is_linked(q.own);
+                q.counters.wire.link_downed += u64::from(q.linked && !linked);
+                q.linked = linked;
                 if let Some(w) = &mut q.wire {
                     w.path.cut = !q.linked;
                 }

@@ -6,13 +6,14 @@ mod common;
 use std::net::IpAddr;
 
 use common::cm::*;
-use common::net::{Faults, Net, gid, host};
+use common::net::{Faults, Net, arrival, gid, host};
 use common::*;
 use unirdma_abi as abi;
 use unirdma_abi::{CmOp, Status, port_space};
 use unirdma_formats::cm::{Message, reason};
 use unirdma_formats::wire::{Deth, Extra, Op, Opcode, Packet, Part, Transport};
 use unirdma_formats::{Gid, QpState, QpType, WcStatus, WrOpcode};
+use unirdma_rnic::Arrival;
 use unirdma_rnic::CmEventKind::*;
 
 #[test]
@@ -452,10 +453,11 @@ fn multicast_reaches_plain_devices_and_comes_from_them() {
     bytes.extend_from_slice(b"data");
     let to = net.ends[1].sge(0, 200);
     net.ends[1].recv(1, &[to]);
-    net.rnics[0].handle_multicast(0, host(8), ip, &bytes);
-    net.rnics[0].handle_multicast(0, device, [239, 1, 2, 4].into(), &bytes);
+    let to = |from, to| Arrival { to, ..arrival(from) };
+    net.rnics[0].handle_packet(0, &to(host(8), ip), &bytes);
+    net.rnics[0].handle_packet(0, &to(device, [239, 1, 2, 4].into()), &bytes);
     assert_eq!((net.rnics[0].wire_drops().wrong_source, net.ends[1].poll().len()), (2, 0));
-    net.rnics[0].handle_multicast(0, device, ip, &bytes);
+    net.rnics[0].handle_packet(0, &to(device, ip), &bytes);
     let c = net.ends[1].done();
     assert_eq!((c.src_qp, c.byte_len, net.ends[1].bytes(40, 4)), (17, 44, b"data".to_vec()));
 

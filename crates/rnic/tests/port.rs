@@ -60,6 +60,9 @@ fn without_a_link_nobody_answers_until_it_is_back() {
             write(&mut net);
             net.run(SECOND);
             assert_eq!(status(&net.ends[0].done()), WcStatus::RetryExcErr, "{place}, {down} is down");
+            assert_eq!(net.counters(down).wire.link_downed, 2);
+            let unsent = net.counters(0).wire.send_err;
+            assert_eq!(unsent > 0, down == 0 && place == "two hosts", "{place}, {down} was down: {unsent}");
         }
     }
 }
@@ -68,10 +71,11 @@ fn without_a_link_nobody_answers_until_it_is_back() {
 fn datagrams_and_connection_requests_stop_at_a_port_that_is_down() {
     for down in [0, 1] {
         for (place, mut net) in places(QpType::Ud) {
+            let vnic = net.ends[down].vnic;
+            net.rnic(down).set_link(vnic, false);
             let ah = net.ah(0, 1);
             let (sge, dest, to) = (net.ends[0].sge(0, 10), net.ends[1].qpn, net.ends[1].sge(0, 100));
             (0..2).for_each(|i| net.ends[1].recv(i, &[to]));
-            let vnic = net.ends[down].vnic;
             for (up, arrived) in [(false, 0), (true, 1)] {
                 net.rnic(down).set_link(vnic, up);
                 net.ends[0].post_to(wqe(WrOpcode::Send, 1), ah, dest, &[sge]);

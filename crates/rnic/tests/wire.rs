@@ -5,7 +5,7 @@ mod common;
 
 use std::net::IpAddr;
 
-use common::net::{Faults, Net, host};
+use common::net::{Faults, Net, arrival, host};
 use common::*;
 use unirdma_abi as abi;
 use unirdma_formats::cm;
@@ -168,7 +168,7 @@ fn nonsense_from_the_peer_costs_its_own_connection_only() {
                 bytes[at] ^= r as u8;
             }
             let now = net.now;
-            net.rnics[to].handle_packet(now, host(1 - to), false, &bytes);
+            net.rnics[to].handle_packet(now, &arrival(host(1 - to)), &bytes);
             if i % 16 == 0 {
                 net.run(1000);
             }
@@ -380,10 +380,10 @@ fn forged_packets_change_nothing() {
         b
     };
     // Another host; no such QP; a foreign P_Key; garbage.
-    net.rnics[1].handle_packet(0, IpAddr::from([192, 168, 0, 9]), false, &bytes(&p));
-    net.rnics[1].handle_packet(0, host(0), false, &bytes(&Packet { dest_qp: p.dest_qp ^ 1, ..p }));
-    net.rnics[1].handle_packet(0, host(0), false, &bytes(&Packet { pkey: 0x1234, ..p }));
-    net.rnics[1].handle_packet(0, host(0), false, &bytes(&p)[..20]);
+    net.rnics[1].handle_packet(0, &arrival(IpAddr::from([192, 168, 0, 9])), &bytes(&p));
+    net.rnics[1].handle_packet(0, &arrival(host(0)), &bytes(&Packet { dest_qp: p.dest_qp ^ 1, ..p }));
+    net.rnics[1].handle_packet(0, &arrival(host(0)), &bytes(&Packet { pkey: 0x1234, ..p }));
+    net.rnics[1].handle_packet(0, &arrival(host(0)), &bytes(&p)[..20]);
     let d = net.rnics[1].wire_drops();
     assert_eq!((d.wrong_source, d.no_qp, d.bad_pkey, d.malformed), (1, 1, 1, 1));
     net.run(SECOND);
@@ -403,7 +403,7 @@ fn messages_for_no_connection_are_counted() {
         let n = p.put(&mut bytes, mad.len());
         bytes.truncate(n);
         bytes.extend_from_slice(mad);
-        net.rnics[1].handle_packet(0, host(0), false, &bytes);
+        net.rnics[1].handle_packet(0, &arrival(host(0)), &bytes);
         let d = net.rnics[1].wire_drops();
         (d.wrong_source, d.no_qp, d.malformed)
     };

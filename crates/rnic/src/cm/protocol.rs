@@ -11,6 +11,7 @@ use unirdma_formats::wire::{Deth, Extra, Op, Opcode, Packet, Part, Transport};
 use super::{CmEventKind, CmId, ETIMEDOUT, Early, State};
 use crate::objects::VnicId;
 use crate::rnic::Rnic;
+use crate::wire::Path;
 
 /// Encoded time that a peer has for an answer: 4.3 s.
 pub(super) const RESPONSE_TIMEOUT: u8 = 20;
@@ -54,14 +55,14 @@ impl Rnic {
         if self.tx.is_full() {
             return;
         }
-        let path = crate::wire::Path { to: route.host, from: route.foreign.then(|| own.ip()), cut: false };
+        let path = Path { from: route.foreign.then(|| own.ip()), ..Path::new(route.host) };
         let inside = (!route.foreign).then_some((route.vni, flow));
         let fill = |b: &mut [u8]| {
             b.copy_from_slice(mad);
             Ok(())
         };
         let _ = self.tx.push_datagram(path, inside, &head, MAD_BYTES, fill);
-        self.tap_sent_by(Some(vnic));
+        self.tap_sent(Some(vnic));
     }
 
     /// Delivers what vRNICs of this host have sent each other. Each message causes one more at most, and a chain of them

@@ -13,7 +13,7 @@ use std::net::IpAddr;
 use unirdma_formats::cm::GSI_QPN;
 use unirdma_formats::net::{ETH_BYTES, Flow, MAX_IP_UDP_BYTES, VXLAN_BYTES, vxlan};
 use unirdma_formats::wire::{
-    DEFAULT_PKEY, Extra, ICRC_BYTES, MAX_HEADER_BYTES, Op, Opcode, Packet, Transport, padding,
+    DEFAULT_PKEY, Extra, ICRC_BYTES, MAX_HEADER_BYTES, Op, Opcode, Packet, ROCE_PORT, Transport, padding,
 };
 use unirdma_formats::{Gid, Psn, QpState, QpType};
 use unirdma_mem::Fault;
@@ -42,8 +42,30 @@ pub struct Path {
     pub to: IpAddr,
     /// Source address; `None`: the host's own.
     pub from: Option<IpAddr>,
+    /// UDP source port: one for all packets of a connection, which keeps them in order, and others for other connections.
+    pub port: u16,
     /// There is no link: what is sent is lost.
     pub cut: bool,
+}
+
+impl Path {
+    /// From this host to another one, on the port of RoCEv2.
+    pub fn new(to: IpAddr) -> Self {
+        Path { to, from: None, port: ROCE_PORT, cut: false }
+    }
+}
+
+/// Where a packet came from and went to.
+#[derive(Clone, Copy, Debug)]
+pub struct Arrival {
+    /// The sender's address.
+    pub from: IpAddr,
+    /// The sender's UDP port.
+    pub port: u16,
+    /// An address of this host, or of an IP multicast group.
+    pub to: IpAddr,
+    /// The network has marked it (ECN, RFC 3168).
+    pub congested: bool,
 }
 
 /// What came in from the network and was not for any QP, by reason; counted for the whole host.
@@ -420,27 +442,29 @@ impl Rnic {
         let v = self.vnics.get(vnic.0)?;
         let r = self.routes.get(&(v.group, dgid))?;
         let own = v.gid(sgid_index)?;
-        Some(Path { to: r.host, from: r.foreign.then(|| own.ip()), cut: !v.up })
+        Some(Path { from: r.foreign.then(|| own.ip()), cut: !v.up, ..Path::new(r.host) })
     }
 
-    /// A packet came in from `from`; `bytes` are all from the BTH up to the ICRC, which the port has checked. `congested`:
-    /// the network has marked it (ECN, RFC 3168).
-    pub fn handle_packet(&mut self, now: u64, from: IpAddr, congested: bool, bytes: &[u8]) {
+    /// A packet came in; `bytes` are all from the BTH up to the ICRC, which the port has checked.
+    pub fn handle_packet(&mut self, now: u64, a: &Arrival, bytes: &[u8]) {
         self.now = now;
         let Some(p) = self.parse(bytes) else { return };
+        if a.to.is_multicast() {
+            return self.on_multicast(a, &p);
+        }
         if p.dest_qp == GSI_QPN {
-            return self.on_foreign_mad(from, &p, bytes);
+            return self.on_foreign_mad(a, &p, bytes);
         }
         let Some(h) = self.find_qp(&p) else { return };
         let Some(q) = self.qps.get(h) else { return };
         if q.typ == QpType::Ud {
-            return self.on_foreign_datagram(h, from, &p, bytes);
+            return self.on_foreign_datagram(h, a, &p, bytes);
         }
         let Some(wire) = &q.wire else {
             self.drops.no_qp += 1;
             return;
         };
-        if wire.path.to != from {
+        if wire.path.to != a.from {
             self.drops.wrong_source += 1;
             return;
         }
@@ -455,11 +479,11 @@ impl Rnic {
             self.drops.bad_state += 1;
             return;
         }
-        let path = wire.path;
+        let path = Path { port: a.port, ..wire.path };
         self.count(h, |c| c.wire.rcvd_pkts += 1);
         self.tap_received(self.vnic_id(h), path, bytes);
         self.with_wire(h, |rnic, w| {
-            if congested {
+            if a.congested {
                 rnic.notify_congestion(h, w);
             }
             match p.opcode.op {
@@ -486,12 +510,18 @@ impl Rnic {
         let mut p = Packet::new(opcode, dest, 0);
         p.becn = true;
         if self.tx.push(w.path, &p, 0, |_| Ok(())).is_ok() {
-            self.tap_sent(h);
-            self.count(h, |c| {
-                c.wire.np_cnp_sent += 1;
-                c.wire.sent_pkts += 1;
-            });
+            self.note_sent(h, &w.path);
+            self.count(h, |c| c.wire.np_cnp_sent += 1);
         }
+    }
+
+    /// QP `h` has put a packet for `path` into [`Tx`]; without a link it is lost.
+    pub(crate) fn note_sent(&mut self, h: u32, path: &Path) {
+        if path.cut {
+            return self.count(h, |c| c.wire.send_err += 1);
+        }
+        self.tap_sent(self.vnic_id(h));
+        self.count(h, |c| c.wire.sent_pkts += 1);
     }
 
     /// Reads a packet and finds the QP that it is for; what is for none is counted.

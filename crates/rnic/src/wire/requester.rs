@@ -160,7 +160,7 @@ impl Rnic {
             w.flight[i].status = Some(WcStatus::LocProtErr);
             return Some(OP_COST);
         }
-        self.tap_sent(h);
+        self.note_sent(h, &w.path);
         let again = w.next.is_before(w.high);
         w.next = w.next.advance(span);
         if !again {
@@ -177,10 +177,9 @@ impl Rnic {
         } else if w.deadline == u64::MAX {
             w.deadline = self.deadline(h);
         }
-        self.count(h, |c| {
-            c.wire.sent_pkts += 1;
-            c.wire.retransmitted_pkts += u64::from(again);
-        });
+        if again {
+            self.count(h, |c| c.wire.retransmitted_pkts += 1);
+        }
         self.has_sent(h, len as u64);
         Some(len as u64 + OP_COST / 8)
     }

@@ -553,8 +553,7 @@ impl Rnic {
                     }
                 }
                 if !ends {
-                    self.tap_sent(h);
-                    self.count(h, |c| c.wire.sent_pkts += 1);
+                    self.note_sent(h, &w.path);
                     return Some(n + OP_COST / 8);
                 }
                 sent
@@ -562,8 +561,7 @@ impl Rnic {
         };
         debug_assert!(sent.is_ok(), "packets without payload cannot fail");
         w.resp.answers.pop_front();
-        self.tap_sent(h);
-        self.count(h, |c| c.wire.sent_pkts += 1);
+        self.note_sent(h, &w.path);
         if let Some(event) = fails {
             self.fail_qp(h, event);
         }

@@ -7,7 +7,7 @@ use super::*;
 use unirdma_formats::cm::{GSI_QPN, Mad};
 use unirdma_formats::net::{ETH_BYTES, Flow, VXLAN_BYTES};
 use unirdma_formats::wire::{Envelope, ICRC_BYTES, Packet, ROCE_PORT, icrc};
-use unirdma_rnic::{Rng, Route};
+use unirdma_rnic::{Arrival, Rng, Route};
 
 const DELAY: u64 = 5_000;
 
@@ -51,6 +51,11 @@ pub struct Net {
 /// Address of host `i`.
 pub fn host(i: usize) -> IpAddr {
     IpAddr::from([192, 168, 0, 1 + i as u8])
+}
+
+/// Where a packet from `from` came in.
+pub fn arrival(from: IpAddr) -> Arrival {
+    Arrival { from, port: ROCE_PORT, to: host(0), congested: false }
 }
 
 /// GID of end `i`.
@@ -178,7 +183,7 @@ impl Net {
         }
         let (body, crc) = f.bytes.split_last_chunk::<ICRC_BYTES>().unwrap();
         if icrc(&envelope(f.from, f.to, 0, &f.bytes), body).to_le_bytes() == *crc {
-            rnic.handle_packet(self.now, host(f.from), congested, body);
+            rnic.handle_packet(self.now, &Arrival { congested, ..arrival(host(f.from)) }, body);
         } else {
             self.caught += 1;
         }

@@ -1,6 +1,6 @@
 //! A peer that lies, driven by bytes: for fuzzing, and for its corpus.
 
-use super::net::{Faults, Net, host};
+use super::net::{Faults, Net, arrival, host};
 use super::*;
 use unirdma_formats::wire::{AtomicEth, Deth, Opcode, Packet, Reth, padding};
 
@@ -59,7 +59,7 @@ pub fn lying_peer(data: &[u8]) {
             3 => {
                 let n = usize::from(input.byte());
                 let raw = &input.0[..n.min(input.0.len())];
-                net.rnics[0].handle_packet(net.now, host(1), false, raw);
+                net.rnics[0].handle_packet(net.now, &arrival(host(1)), raw);
                 net.rnics[0].handle_encapsulated(net.now, host(1), 0, raw);
                 input.0 = &input.0[raw.len()..];
             }
@@ -104,5 +104,5 @@ fn packet(net: &mut Net, end: usize, input: &mut Input<'_>, payload: &[u8]) {
     let n = p.put(&mut bytes, len);
     bytes[n..n + len].copy_from_slice(&payload[..len]);
     bytes.truncate(n + len + padding(len));
-    net.rnics[0].handle_packet(net.now, host(1), false, &bytes);
+    net.rnics[0].handle_packet(net.now, &arrival(host(1)), &bytes);
 }
