@@ -573,11 +573,16 @@ fn wire(s: &mut Suite<'_>) {
         });
         s.check(&format!("two hosts, {title}: the counters say that it went over the network"), |_| {
             let two = two.as_ref().map_err(Clone::clone)?;
-            let o = two.labs[0].unirdma(&["status", "--json"]);
-            let clean = ["\"icrc_errors\": 0", "\"malformed\": 0", "\"wrong_source\": 0", "\"bad_pkey\": 0"];
-            require(clean.iter().all(|c| o.text.contains(c)) && !o.text.contains("\"received\": 0"), o.text)
+            clean_packets(&two.labs[0])
         });
     }
+    s.check("two hosts, --full-icrc", |_| {
+        let two = TwoHosts::start(Link { name: "f", ipv6: false, mtu: 9000, args: &["--full-icrc"] })?;
+        for p in ["ibv_rc_pingpong -g 0 -c -s 100000 -n 100", "ib_write_bw -q 4 -n 500"] {
+            both_end_well(two.pair(p, &format!("{p} 10.0.0.1"))?)?;
+        }
+        clean_packets(&two.labs[0])
+    });
     s.check("two hosts, 1 % of the packets lost, doubled and reordered: 10 MB arrive", |_| {
         let two = TwoHosts::start(Link { name: "c", ipv6: false, mtu: 1500, args: &["--faults", "1"] })?;
         let p = "ibv_rc_pingpong -g 0 -c -s 100000 -n 100";
@@ -633,13 +638,18 @@ fn kernel(s: &mut Suite<'_>) {
     let mut connecting = CONNECTING[..8].to_vec();
     connecting.push(("ib_write_bw -R -F -s 65536 -n 200", "ib_write_bw -R -F -s 65536 -n 200 ADDR"));
     let last = "kernel's rxe found no wrong ICRC, nor did we";
+    let full = "kernel's rxe and we, with --full-icrc";
     let wanted = |n: &str| s.only.is_none_or(|o| n.contains(o));
     let joins = wanted(MULTICAST_THERE) || wanted(MULTICAST_HERE);
     let connects = joins || connecting.iter().any(|(p, _)| wanted(&name(true, p)) || wanted(&name(false, p)));
-    if !wanted(last) && !connects && !programs.iter().any(|(p, _)| wanted(&name(true, p)) || wanted(&name(false, p))) {
+    if !wanted(last)
+        && !wanted(full)
+        && !connects
+        && !programs.iter().any(|(p, _)| wanted(&name(true, p)) || wanted(&name(false, p)))
+    {
         return;
     }
-    let guest = Guest::start();
+    let mut guest = Guest::start();
     for (ours, guests) in &programs {
         for serves in [true, false] {
             s.check(&name(serves, ours), |_| {
@@ -675,10 +685,24 @@ fn kernel(s: &mut Suite<'_>) {
         let g = guest.as_ref().map_err(Clone::clone)?;
         let log = g.run("dmesg | grep -i icrc | head -3; ibv_devinfo -d rxe0 | grep state")?;
         require(log.ok() && !log.text.to_lowercase().contains("icrc") && log.text.contains("PORT_ACTIVE"), log.text)?;
-        let o = g.lab.as_ref().ok_or("no virtual layer")?.unirdma(&["status", "--json"]);
-        let clean = ["\"icrc_errors\": 0", "\"malformed\": 0", "\"wrong_source\": 0", "\"bad_pkey\": 0"];
-        require(clean.iter().all(|c| o.text.contains(c)) && !o.text.contains("\"received\": 0"), o.text)
+        clean_packets(g.lab.as_ref().ok_or("no virtual layer")?)
     });
+    s.check(full, |_| {
+        let g = guest.as_mut().map_err(|e| e.clone())?;
+        g.serve(&["--full-icrc"])?;
+        for (ours, guests) in programs.iter().filter(|p| !is_unreliable(&p.0)).take(3) {
+            both_end_well(g.pair(true, ours, guests)?)?;
+            both_end_well(g.pair(false, ours, guests)?)?;
+        }
+        clean_packets(g.lab.as_ref().ok_or("no virtual layer")?)
+    });
+}
+
+/// Packets came in, and there was nothing wrong with any.
+fn clean_packets(lab: &Lab) -> Result<()> {
+    let o = lab.unirdma(&["status", "--json"]);
+    let clean = ["\"icrc_errors\": 0", "\"malformed\": 0", "\"wrong_source\": 0", "\"bad_pkey\": 0"];
+    require(clean.iter().all(|c| o.text.contains(c)) && !o.text.contains("\"received\": 0"), o.text)
 }
 
 fn wire_wrong_input(s: &mut Suite<'_>) {

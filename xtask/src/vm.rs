@@ -188,13 +188,24 @@ impl Guest {
     /// What could not be made.
     pub fn start() -> Result<Guest> {
         let mut g = Guest::boot_alone()?;
-        let peers = g.dir.join("peers");
+        g.serve(&[])?;
+        Ok(g)
+    }
+
+    /// Starts a virtual layer on this side, with these arguments more, in the place of the one before.
+    ///
+    /// # Errors
+    /// Why it does not serve.
+    pub fn serve(&mut self, more: &[&str]) -> Result<()> {
+        self.lab = None;
+        let peers = self.dir.join("peers");
         write(peers.clone(), &format!("{GUEST} default {GUEST} foreign\n"), 0o644)?;
         let peers = peers.display().to_string();
-        let lab = Lab::start_in(None, Some(&g.netns), &["--address", OURS, "--peers", &peers])?;
+        let args = [&["--address", OURS, "--peers", &peers], more].concat();
+        let lab = Lab::start_in(None, Some(&self.netns), &args)?;
         lab.vrnic("v", &["--ip", OURS])?;
-        g.lab = Some(lab);
-        Ok(g)
+        self.lab = Some(lab);
+        Ok(())
     }
 
     /// Boots it. Needs root, for the network namespace.

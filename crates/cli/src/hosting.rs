@@ -38,8 +38,12 @@ pub(crate) struct HostArgs {
     /// What connections do about congestion: heed losses and ECN marks as DCQCN does, or nothing
     #[arg(long, value_name = "HOW", requires = "peers", default_value = "dcqcn", value_parser = ["dcqcn", "off"])]
     congestion_control: String,
+    /// Check the invariant CRC of plain devices' IPv4 packets with their IP headers, all 32 bits of it, not 16; slower, and only
+    /// for root (CAP_NET_RAW) on Linux 6.2 or later
+    #[arg(long, requires = "peers")]
+    full_icrc: bool,
     /// Neither make nor check the invariant CRC; for measurements only, with the same at the peer
-    #[arg(long, hide = true, requires = "peers")]
+    #[arg(long, hide = true, requires = "peers", conflicts_with = "full_icrc")]
     no_icrc: bool,
     /// Percent of incoming packets to lose, to double and to reorder; for tests only
     #[arg(long, value_name = "PERCENT", hide = true, requires = "peers", value_parser = clap::value_parser!(u64).range(0..=50))]
@@ -85,6 +89,7 @@ pub(crate) fn host(dir: PathBuf, args: &HostArgs) -> io::Result<()> {
         mtu: args.mtu.as_ref().and_then(|m| m.parse().ok()),
         congestion_control: args.congestion_control != "off",
         icrc: !args.no_icrc,
+        full_icrc: args.full_icrc,
         faults: args.faults,
     });
     serve(&HostConfig { dir, engine, wire }, stop.as_fd(), || {

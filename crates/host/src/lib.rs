@@ -53,6 +53,8 @@ pub struct WireConfig {
     pub congestion_control: bool,
     /// Make and check the invariant CRC; false is for measurements between two of our own hosts only.
     pub icrc: bool,
+    /// Check all bits of the ICRC of IPv4 packets that others sent, by packet sockets.
+    pub full_icrc: bool,
     /// Percent of incoming packets to lose, to double and to reorder; for tests.
     pub faults: Option<u64>,
 }

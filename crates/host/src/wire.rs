@@ -13,7 +13,7 @@ use unirdma_rnic::MAX_OUTER_BYTES;
 use crate::WireConfig;
 use crate::faults::FaultyPort;
 use crate::peers::{self, Peer};
-use crate::port::{Port, UdpPort};
+use crate::port::{PacketPort, Port, UdpPort};
 use crate::tunnel::TUNNEL_BYTES;
 use crate::vrnic;
 
@@ -73,7 +73,8 @@ impl Wire {
             changes,
         };
         wire.peers = wire.read().map_err(|e| io::Error::new(io::ErrorKind::InvalidInput, e))?;
-        let port: Box<dyn Port> = Box::new(port);
+        let port: Box<dyn Port> =
+            if c.full_icrc { Box::new(PacketPort::open(port, &c.addresses)?) } else { Box::new(port) };
         Ok(match c.faults {
             Some(percent) => (Box::new(FaultyPort::new(port, percent, 1)), wire),
             None => (port, wire),

@@ -1,0 +1,49 @@
+//! The port: RoCEv2 packets in UDP sockets, many to a system call.
+//!
+//! Sending joins packets of one size and path into one buffer that the kernel cuts (UDP_SEGMENT); receiving takes what
+//! it has joined (UDP_GRO). The invariant CRC is sealed and checked here, since it covers the IP header.
+//!
+//! The ICRC covers the IPv4 Identification, which a UDP socket does not show. Packets that this port sends have the
+//! number of their segment. Of any other packet [`UdpPort`] checks that *some* Identification makes the ICRC right (`icrc`);
+//! [`PacketPort`] sees the IP header, and checks it as it is.
+
+mod icrc;
+mod packet;
+mod socket;
+mod udp;
+
+use std::net::IpAddr;
+use std::os::fd::BorrowedFd;
+
+use unirdma_rnic::{Arrival, Tx};
+
+pub(crate) use packet::PacketPort;
+pub(crate) use socket::enlarge_buffers;
+pub(crate) use udp::UdpPort;
+
+/// What carries packets to other hosts and back.
+pub(crate) trait Port: Send {
+    /// Seals and sends packets from the front of `tx`, as many as the network takes now.
+    fn send(&mut self, tx: &mut Tx);
+    /// Hands each packet that has come in, its ICRC checked and cut off, to `f`; a bounded number.
+    fn receive(&mut self, f: &mut dyn FnMut(Arrival, &[u8])) -> bool;
+    /// From now on packets to these IP multicast groups come in, and to no others.
+    fn join(&mut self, groups: &[IpAddr]);
+    /// What becomes readable when a packet comes in.
+    fn descriptors(&self) -> Vec<BorrowedFd<'_>>;
+    /// Totals since the start.
+    fn counters(&self) -> PortCounters;
+}
+
+/// What a port has done.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, serde::Serialize, serde::Deserialize)]
+pub struct PortCounters {
+    /// Packets sent.
+    pub sent: u64,
+    /// Packets received.
+    pub received: u64,
+    /// Received with a wrong ICRC, and dropped.
+    pub icrc_errors: u64,
+    /// Not sent, because the network refused them.
+    pub send_errors: u64,
+}

@@ -1,0 +1,189 @@
+//! Socket options, addresses and control messages of the port, and its receive buffers.
+
+use std::io;
+use std::net::{IpAddr, Ipv4Addr, Ipv6Addr};
+use std::os::fd::{AsFd, AsRawFd, BorrowedFd};
+
+/// Datagrams of one system call.
+pub(super) const BATCH: usize = 16;
+const BUFFER: usize = 1 << 16;
+/// Wanted socket buffers, bytes.
+const SOCKET_BUFFER: i32 = 16 << 20;
+pub(super) const SOL_UDP: i32 = 17;
+
+/// Sets an option that is an int; true if the kernel took it.
+pub(super) fn set(fd: &impl AsFd, level: i32, name: i32, value: i32) -> bool {
+    // SAFETY: the option is an int, whose size is given.
+    unsafe { libc::setsockopt(fd.as_fd().as_raw_fd(), level, name, std::ptr::from_ref(&value).cast(), 4) == 0 }
+}
+
+/// Gives a socket buffers for a burst. The FORCE variants need CAP_NET_ADMIN; without it the system's limit holds.
+pub(crate) fn enlarge_buffers(fd: &impl AsFd) {
+    for (force, plain) in [(libc::SO_RCVBUFFORCE, libc::SO_RCVBUF), (libc::SO_SNDBUFFORCE, libc::SO_SNDBUF)] {
+        let _ = set(fd, libc::SOL_SOCKET, force, SOCKET_BUFFER) || set(fd, libc::SOL_SOCKET, plain, SOCKET_BUFFER);
+    }
+}
+
+/// Lets the kernel drop what comes in by a socket and does not pass `program`, which returns how many bytes to keep.
+///
+/// # Errors
+/// Those of SO_ATTACH_FILTER.
+pub(super) fn filter(fd: &impl AsFd, program: &mut [libc::sock_filter]) -> io::Result<()> {
+    let program = libc::sock_fprog { len: program.len() as u16, filter: program.as_mut_ptr() };
+    let size = size_of::<libc::sock_fprog>() as u32;
+    let value = std::ptr::from_ref(&program).cast();
+    let fd = fd.as_fd().as_raw_fd();
+    // SAFETY: the option is a program of `len` instructions, which lives until after the call.
+    let done = unsafe { libc::setsockopt(fd, libc::SOL_SOCKET, libc::SO_ATTACH_FILTER, value, size) };
+    if done == 0 { Ok(()) } else { Err(io::Error::last_os_error()) }
+}
+
+/// The end of a filter's program: keep that many bytes.
+pub(super) const fn keep(bytes: u32) -> libc::sock_filter {
+    // BPF_RET | BPF_K.
+    libc::sock_filter { code: 6, jt: 0, jf: 0, k: bytes }
+}
+
+/// A socket address as the kernel takes it, and its length.
+pub(super) fn sockaddr(ip: IpAddr, port: u16) -> (libc::sockaddr_storage, u32) {
+    // SAFETY: all zero is a valid storage.
+    let mut s: libc::sockaddr_storage = unsafe { std::mem::zeroed() };
+    let p: *mut libc::sockaddr_storage = &mut s;
+    // SAFETY: the storage is large enough and aligned for both.
+    let len = unsafe {
+        match ip {
+            IpAddr::V4(a) => {
+                let v4 = p.cast::<libc::sockaddr_in>();
+                (*v4).sin_family = libc::AF_INET as u16;
+                (*v4).sin_port = port.to_be();
+                (*v4).sin_addr.s_addr = u32::from_ne_bytes(a.octets());
+                size_of::<libc::sockaddr_in>()
+            }
+            IpAddr::V6(a) => {
+                let v6 = p.cast::<libc::sockaddr_in6>();
+                (*v6).sin6_family = libc::AF_INET6 as u16;
+                (*v6).sin6_port = port.to_be();
+                (*v6).sin6_addr.s6_addr = a.octets();
+                size_of::<libc::sockaddr_in6>()
+            }
+        }
+    };
+    (s, len as u32)
+}
+
+fn sender(s: &libc::sockaddr_storage) -> Option<(IpAddr, u16)> {
+    let p: *const libc::sockaddr_storage = s;
+    // SAFETY: the family says which of the two it is.
+    unsafe {
+        match i32::from(s.ss_family) {
+            libc::AF_INET => {
+                let v4 = &*p.cast::<libc::sockaddr_in>();
+                Some((Ipv4Addr::from(v4.sin_addr.s_addr.to_ne_bytes()).into(), u16::from_be(v4.sin_port)))
+            }
+            libc::AF_INET6 => {
+                let v6 = &*p.cast::<libc::sockaddr_in6>();
+                Some((Ipv6Addr::from(v6.sin6_addr.s6_addr).into(), u16::from_be(v6.sin6_port)))
+            }
+            _ => None,
+        }
+    }
+}
+
+/// Room for two control messages.
+#[repr(C, align(8))]
+#[derive(Clone, Copy)]
+pub(super) struct Control(pub [u8; 64]);
+
+/// Receive buffers for datagrams.
+pub(super) struct Inbox(Vec<u8>);
+
+/// A datagram that has come in.
+pub(super) struct Incoming<'a> {
+    /// Sender, of UDP sockets.
+    pub from: Option<(IpAddr, u16)>,
+    pub header: &'a libc::msghdr,
+    pub bytes: &'a [u8],
+}
+
+impl Inbox {
+    pub fn new() -> Self {
+        Inbox(vec![0; BATCH * BUFFER])
+    }
+
+    /// Hands [`BATCH`] datagrams of a socket at most to `f`; false if there was none.
+    pub fn receive(&mut self, fd: BorrowedFd<'_>, mut f: impl FnMut(Incoming<'_>)) -> bool {
+        // SAFETY: all zero is a valid value of each.
+        let mut headers: [libc::mmsghdr; BATCH] = unsafe { std::mem::zeroed() };
+        // SAFETY: as above.
+        let mut iovs: [libc::iovec; BATCH] = unsafe { std::mem::zeroed() };
+        // SAFETY: as above.
+        let mut names: [libc::sockaddr_storage; BATCH] = unsafe { std::mem::zeroed() };
+        let mut controls = [Control([0; 64]); BATCH];
+        for (i, buffer) in self.0.chunks_exact_mut(BUFFER).enumerate() {
+            iovs[i] = libc::iovec { iov_base: buffer.as_mut_ptr().cast(), iov_len: BUFFER };
+            let h = &mut headers[i].msg_hdr;
+            h.msg_name = std::ptr::from_mut(&mut names[i]).cast();
+            h.msg_namelen = size_of::<libc::sockaddr_storage>() as u32;
+            h.msg_iov = &mut iovs[i];
+            h.msg_iovlen = 1;
+            h.msg_control = std::ptr::from_mut(&mut controls[i]).cast();
+            h.msg_controllen = size_of::<Control>();
+        }
+        let (headers_at, none) = (headers.as_mut_ptr(), std::ptr::null_mut());
+        // SAFETY: BATCH headers are filled in, and all that they point to lives until after the call.
+        let n = unsafe { libc::recvmmsg(fd.as_raw_fd(), headers_at, BATCH as u32, libc::MSG_DONTWAIT, none) };
+        let n = n.max(0) as usize;
+        for (i, h) in headers[..n].iter().enumerate() {
+            let bytes = &self.0[i * BUFFER..][..(h.msg_len as usize).min(BUFFER)];
+            f(Incoming { from: sender(&names[i]), header: &h.msg_hdr, bytes });
+        }
+        n > 0
+    }
+}
+
+/// The control messages of a datagram: level, type and the bytes that they begin at.
+fn control_messages(h: &libc::msghdr, mut f: impl FnMut(i32, i32, *const u8)) {
+    // SAFETY: the kernel has filled in the control buffer and its length; the macros stay inside.
+    unsafe {
+        let mut c = libc::CMSG_FIRSTHDR(h);
+        while !c.is_null() {
+            f((*c).cmsg_level, (*c).cmsg_type, libc::CMSG_DATA(c));
+            c = libc::CMSG_NXTHDR(h, c);
+        }
+    }
+}
+
+/// Size of the packets that the kernel has joined, and whether they carry a congestion mark. It joins only packets that
+/// are alike in this.
+pub(super) fn notes(h: &libc::msghdr) -> (Option<usize>, bool) {
+    let (mut segment, mut marks) = (None, 0u8);
+    control_messages(h, |level, typ, data| {
+        // SAFETY: each of these messages is a byte or an int. The first byte of an int in host order holds its low bits.
+        unsafe {
+            match (level, typ) {
+                (SOL_UDP, libc::UDP_GRO) => segment = Some(data.cast::<i32>().read_unaligned() as usize),
+                (libc::IPPROTO_IP, libc::IP_TOS) => marks = *data,
+                (libc::IPPROTO_IPV6, libc::IPV6_TCLASS) => marks = data.cast::<i32>().read_unaligned() as u8,
+                _ => {}
+            }
+        }
+    });
+    (segment, is_congested(marks))
+}
+
+/// What a packet socket says of a packet: where its IP header begins.
+pub(super) fn ip_header_at(h: &libc::msghdr) -> Option<usize> {
+    let mut at = None;
+    control_messages(h, |level, typ, data| {
+        if (level, typ) == (libc::SOL_PACKET, libc::PACKET_AUXDATA) {
+            // SAFETY: the message is this structure.
+            at = Some(unsafe { data.cast::<libc::tpacket_auxdata>().read_unaligned() }.tp_net.into());
+        }
+    });
+    at
+}
+
+/// A traffic class that says: congestion experienced (RFC 3168).
+pub(super) fn is_congested(traffic_class: u8) -> bool {
+    traffic_class & 3 == 3
+}
