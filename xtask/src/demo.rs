@@ -47,8 +47,8 @@ pub(crate) fn run() -> Result<()> {
     println!("      refused, as it should be: {why}");
     step(7, "the same over TCP loopback, both ends spinning");
     let mut tcp = Tcp::start()?;
-    tcp.latencies(2, 2000)?;
-    let all = tcp.latencies(2, 20_000)?;
+    tcp.latencies(2, 2000, false)?;
+    let all = tcp.latencies(2, 20_000, false)?;
     let (tcp_typical, tcp_average) = (all[all.len() / 2], all.iter().sum::<f64>() / all.len() as f64);
     let tcp_bandwidth = tcp.bandwidth(1 << 20, 4000)?;
     println!();

@@ -7,6 +7,7 @@ mod conformance;
 mod demo;
 mod lab;
 mod packages;
+mod siw;
 mod suite;
 mod tcp;
 mod test;
@@ -66,12 +67,18 @@ enum Command {
 
 #[derive(Subcommand)]
 enum Bench {
-    /// Latency and bandwidth between two hosts joined by a veth pair, beside TCP over the same pair; needs root
-    #[command(after_help = "Examples:\n  cargo xtask bench wire\n  cargo xtask bench wire --json > wire.json")]
+    /// Latency and bandwidth between two hosts joined by a veth pair, beside TCP over the same pair, and in one virtual machine
+    /// beside the kernel's soft RDMA devices, rxe and siw; needs root
+    #[command(
+        after_help = "Examples:\n  cargo xtask bench wire\n  cargo xtask bench wire --only guest\n  cargo xtask bench wire --json > wire.json"
+    )]
     Wire {
         /// Print JSON instead of tables
         #[arg(long)]
         json: bool,
+        /// Measure only this; may be given more than once: the two hosts, the cost of the invariant CRC, the virtual machine
+        #[arg(long, value_name = "PART", value_parser = bench::PARTS)]
+        only: Vec<String>,
     },
     /// Latency and bandwidth between two containers of this host, beside TCP loopback and memcpy
     #[command(
@@ -93,7 +100,7 @@ fn main() -> ExitCode {
         Command::Test { only } => test::run(only.as_deref()),
         Command::Sim { seed, seeds, steps } => test::sim(seed, seeds, steps),
         Command::Bench { what: Bench::Local { json, svg } } => bench::local(json, &svg),
-        Command::Bench { what: Bench::Wire { json } } => bench::wire(json),
+        Command::Bench { what: Bench::Wire { json, only } } => bench::wire(json, &only),
         Command::TcpPeer { to } => tcp::peer(to),
         Command::TcpBench { listen, netns } => bench::tcp(listen, &netns),
     };

@@ -39,6 +39,9 @@ pub(crate) const TEST: Needed = &[
     ("/usr/bin/xz", "xz-utils"),
 ];
 
+/// What building a kernel module takes.
+pub(crate) const BUILD: Needed = &[("/usr/bin/make", "make"), ("/usr/bin/gcc", "gcc")];
+
 /// Installs what is missing, through sudo if this is not root.
 ///
 /// # Errors

@@ -1,4 +1,5 @@
-//! TCP over loopback between two processes, both spinning: the peer that everything is compared with.
+//! TCP between two processes: the peer that everything is compared with. Both spin, as programs of RDMA do, or both sleep
+//! until something comes, as most programs of sockets do.
 
 use std::io::{ErrorKind, Read, Write};
 use std::net::{Ipv4Addr, SocketAddr, TcpListener, TcpStream};
@@ -36,14 +37,14 @@ fn write_all(s: &mut TcpStream, buf: &[u8]) -> std::io::Result<()> {
     Ok(())
 }
 
-/// The other process: takes (size, count, echo) and then messages; answers each, or all at the end.
+/// The other process: takes (size, count, echo, sleep) and then messages; answers each, or all at the end.
 pub(crate) fn peer(to: SocketAddr) -> Result<()> {
     let mut s = TcpStream::connect(to).map_err(text)?;
     s.set_nodelay(true).map_err(text)?;
-    s.set_nonblocking(true).map_err(text)?;
-    let mut head = [0; 24];
+    let mut head = [0; 32];
     while read_exact(&mut s, &mut head).is_ok() {
         let word = |i: usize| u64::from_ne_bytes(std::array::from_fn(|k| head[i * 8 + k])) as usize;
+        s.set_nonblocking(word(3) == 0).map_err(text)?;
         let mut buf = vec![0; word(0)];
         for _ in 0..word(1) {
             read_exact(&mut s, &mut buf).map_err(text)?;
@@ -84,21 +85,22 @@ impl Tcp {
         let child = peer.args(["tcp-peer", &address]).spawn().map_err(text)?;
         let (stream, _) = listener.accept().map_err(text)?;
         stream.set_nodelay(true).map_err(text)?;
-        stream.set_nonblocking(true).map_err(text)?;
         Ok(Tcp { stream, child })
     }
 
-    fn begin(&mut self, size: usize, count: usize, echo: bool) -> Result<()> {
-        let head: Vec<u8> = [size, count, usize::from(echo)].iter().flat_map(|v| v.to_ne_bytes()).collect();
+    fn begin(&mut self, size: usize, count: usize, echo: bool, sleep: bool) -> Result<()> {
+        self.stream.set_nonblocking(!sleep).map_err(text)?;
+        let words = [size, count, usize::from(echo), usize::from(sleep)];
+        let head: Vec<u8> = words.iter().flat_map(|v| v.to_ne_bytes()).collect();
         write_all(&mut self.stream, &head).map_err(text)
     }
 
-    /// One-way latencies, microseconds, sorted.
+    /// One-way latencies, microseconds, sorted; `sleep`: both ends sleep until something comes, else they spin.
     ///
     /// # Errors
     /// What failed.
-    pub fn latencies(&mut self, size: usize, count: usize) -> Result<Vec<f64>> {
-        self.begin(size, count, true)?;
+    pub fn latencies(&mut self, size: usize, count: usize, sleep: bool) -> Result<Vec<f64>> {
+        self.begin(size, count, true, sleep)?;
         let mut buf = vec![0; size];
         let mut all = Vec::with_capacity(count);
         for _ in 0..count {
@@ -118,7 +120,7 @@ impl Tcp {
     pub fn bandwidth(&mut self, size: usize, count: usize) -> Result<f64> {
         let buf = vec![0; size];
         let start = Instant::now();
-        self.begin(size, count, false)?;
+        self.begin(size, count, false, false)?;
         for _ in 0..count {
             write_all(&mut self.stream, &buf).map_err(text)?;
         }

@@ -12,6 +12,7 @@ use std::time::{Duration, Instant};
 
 use crate::Result;
 use crate::lab::{self, Lab, Output, Running};
+use crate::siw;
 
 /// Address of the guest, and of this end of its cable.
 pub(crate) const GUEST: &str = "10.0.0.2";
@@ -19,6 +20,8 @@ pub(crate) const OURS: &str = "10.0.0.254";
 
 /// Kernel modules, in the order in which they are wanted.
 const MODULES: &[&str] = &["virtio_pci", "virtio_net", "crc32_generic", "ib_uverbs", "rdma_ucm", "rdma_rxe"];
+/// Those that siw wants more.
+const SIW_MODULES: &[&str] = &["crc32c_generic", "libcrc32c"];
 /// Programs of this machine that the guest gets.
 const PROGRAMS: &[&str] = &[
     "rdma",
@@ -49,11 +52,12 @@ const PORT: &str = "7000";
 const BOOT: Duration = Duration::from_secs(90);
 const TRIES: u32 = 3;
 
-fn failed(what: &str) -> impl Fn(std::io::Error) -> String + '_ {
+pub(crate) fn failed(what: &str) -> impl Fn(std::io::Error) -> String + '_ {
     move |e| format!("{what}: {e}")
 }
 
-fn run(dir: &Path, words: &[&str]) -> Result<String> {
+/// Runs a program in `dir`; what it prints.
+pub(crate) fn run(dir: &Path, words: &[&str]) -> Result<String> {
     let o = Command::new(words[0]).args(&words[1..]).current_dir(dir).output().map_err(failed(words[0]))?;
     if o.status.success() {
         return Ok(String::from_utf8_lossy(&o.stdout).into_owned());
@@ -87,6 +91,15 @@ fn copy_program(file: &str, root: &Path) -> Result<()> {
     Ok(())
 }
 
+/// Copies rdma-core's provider for a kind of device.
+fn copy_provider(kind: &str, root: &Path) -> Result<()> {
+    let providers = "/usr/lib/x86_64-linux-gnu/libibverbs";
+    let all = fs::read_dir(providers).map_err(failed(providers))?.flatten();
+    let found = all.map(|e| e.path().display().to_string()).find(|p| p.contains(&format!("/lib{kind}-")));
+    copy_program(&found.ok_or(format!("no {kind} provider in {providers}"))?, root)?;
+    copy(&format!("/etc/libibverbs.d/{kind}.driver"), root)
+}
+
 fn write(path: PathBuf, text: &str, mode: u32) -> Result<()> {
     use std::os::unix::fs::PermissionsExt;
     let name = path.display().to_string();
@@ -95,7 +108,8 @@ fn write(path: PathBuf, text: &str, mode: u32) -> Result<()> {
 }
 
 impl Parts {
-    fn make() -> Result<Parts> {
+    /// `siw`: with the kernel's software iWARP device too, if it can be built.
+    fn make(siw: bool) -> Result<Parts> {
         let dir = lab::root().join("target/vm");
         fs::create_dir_all(&dir).map_err(failed("target/vm"))?;
         let kernel = run(&dir, &["apt-cache", "depends", "linux-image-amd64"])?;
@@ -119,7 +133,7 @@ impl Parts {
             fs::create_dir_all(root.join(d)).map_err(failed(d))?;
         }
         let mut modules = Vec::new();
-        for m in MODULES {
+        for m in MODULES.iter().chain(SIW_MODULES.iter().filter(|_| siw)) {
             let chain = run(&dir, &["modprobe", "-d", &base, "-S", version, "--show-depends", m])?;
             for file in chain.lines().filter_map(|l| l.strip_prefix("insmod ")).map(str::trim) {
                 let name = Path::new(file).file_name().unwrap_or_default().to_string_lossy().into_owned();
@@ -134,6 +148,15 @@ impl Parts {
                 modules.push(plain);
             }
         }
+        if siw {
+            match siw::module(version, &dir) {
+                Ok(file) => {
+                    fs::copy(&file, root.join("modules/siw.ko")).map_err(failed("siw.ko"))?;
+                    copy_provider("siw", &root)?;
+                }
+                Err(e) => eprintln!("no siw: {e}"),
+            }
+        }
         copy_program("/bin/busybox", &root)?;
         for applet in run(&dir, &["/bin/busybox", "--list"])?.lines().filter(|a| *a != "busybox") {
             let _ = symlink("busybox", root.join("bin").join(applet));
@@ -141,11 +164,7 @@ impl Parts {
         for p in PROGRAMS {
             copy_program(&format!("/usr/bin/{p}"), &root)?;
         }
-        let providers = "/usr/lib/x86_64-linux-gnu/libibverbs";
-        let rxe = fs::read_dir(providers).map_err(failed(providers))?.flatten();
-        let rxe = rxe.map(|e| e.path().display().to_string()).find(|p| p.contains("/librxe-"));
-        copy_program(&rxe.ok_or(format!("no rxe provider in {providers}"))?, &root)?;
-        copy("/etc/libibverbs.d/rxe.driver", &root)?;
+        copy_provider("rxe", &root)?;
         // Our own programs, for comparisons inside the guest.
         let ours = lab::unirdma();
         copy_program(&ours.display().to_string(), &root)?;
@@ -159,6 +178,7 @@ impl Parts {
             "#!/bin/sh\nexport PATH=/usr/bin:/bin HOME=/\nmount -t proc proc /proc\nmount -t sysfs sys /sys\n\
              mount -t devtmpfs dev /dev\nulimit -l unlimited\n{insmod}ip link set lo up\n\
              ip addr add {GUEST}/24 dev eth0\nip link set eth0 up\nrdma link add rxe0 type rxe netdev eth0\n\
+             [ -e /modules/siw.ko ] && insmod /modules/siw.ko && rdma link add siw0 type siw netdev eth0\n\
              nc -ll -p {PORT} -e /serve &\nuntil netstat -ltn | grep -q :{PORT}; do sleep 0.1; done\n\
              echo GUEST-READY\nwait\n"
         );
@@ -187,7 +207,7 @@ impl Guest {
     /// # Errors
     /// What could not be made.
     pub fn start() -> Result<Guest> {
-        let mut g = Guest::boot_alone()?;
+        let mut g = Guest::boot_alone(false)?;
         g.serve(&[])?;
         Ok(g)
     }
@@ -208,12 +228,12 @@ impl Guest {
         Ok(())
     }
 
-    /// Boots it. Needs root, for the network namespace.
+    /// Boots it, with siw too if that is wanted and can be built. Needs root, for the network namespace.
     ///
     /// # Errors
     /// What could not be made.
-    pub fn boot_alone() -> Result<Guest> {
-        let parts = Parts::make()?;
+    pub fn boot_alone(siw: bool) -> Result<Guest> {
+        let parts = Parts::make(siw)?;
         let netns = format!("ur{}-vm", std::process::id());
         let dir = std::env::temp_dir().join(format!("unirdma-{netns}"));
         fs::create_dir_all(&dir).map_err(failed("temporary directory"))?;

@@ -139,9 +139,9 @@ pub(crate) fn local(json: bool, svg: &Path) -> Result<()> {
     };
     say("latency");
     let mut tcp = Tcp::start()?;
-    tcp.latencies(2, 2000)?;
+    tcp.latencies(2, 2000, false)?;
     let mut latency = Vec::new();
-    let t = tcp.latencies(2, 20_000)?;
+    let t = tcp.latencies(2, 20_000, false)?;
     // Its other process spins: nothing else is measured while it lives.
     drop(tcp);
     let tcp_typical = t[t.len() / 2];

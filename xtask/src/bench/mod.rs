@@ -7,7 +7,7 @@ use crate::Result;
 use crate::lab;
 
 pub(crate) use local::local;
-pub(crate) use wire::{tcp, wire};
+pub(crate) use wire::{PARTS, tcp, wire};
 
 /// Rows of numbers of a server and a client that both ended well.
 fn rows(command: &str, (s, c): (lab::Output, lab::Output)) -> Result<Vec<Vec<f64>>> {

@@ -16,7 +16,7 @@ struct Report {
     topology: String,
     networks: Vec<Network>,
     /// WRITE of 1 MiB, MTU 9000, without the invariant CRC over with it.
-    bandwidth_without_icrc: f64,
+    bandwidth_without_icrc: Option<f64>,
     guest: Vec<InGuest>,
 }
 
@@ -25,6 +25,8 @@ struct Report {
 struct InGuest {
     what: String,
     rxe: f64,
+    /// The kernel's software iWARP, if it could be built.
+    siw: Option<f64>,
     /// Two vRNICs of one virtual layer.
     ours: f64,
     /// Two virtual layers, over the loopback interface.
@@ -44,7 +46,9 @@ struct Latency {
     operation: String,
     typical_us: f64,
     p99_us: f64,
-    over_tcp: f64,
+    /// Over TCP whose ends spin, and over TCP whose ends sleep until something comes.
+    over_spinning_tcp: f64,
+    over_sleeping_tcp: f64,
 }
 
 #[derive(Serialize)]
@@ -60,8 +64,9 @@ struct Bandwidth {
 /// What TCP does between the two hosts.
 #[derive(Serialize, Deserialize)]
 struct TcpFigures {
-    typical_us: f64,
-    p99_us: f64,
+    /// Latency: median and 99 %, microseconds.
+    spinning: (f64, f64),
+    sleeping: (f64, f64),
     /// (bytes, MiB/s)
     bandwidth: Vec<(usize, f64)>,
 }
@@ -74,13 +79,17 @@ pub(crate) fn tcp(listen: SocketAddr, netns: &str) -> Result<()> {
     let mut peer = Command::new("ip");
     peer.args(["netns", "exec", netns]).arg(std::env::current_exe().map_err(|e| e.to_string())?);
     let mut t = Tcp::start_with(listen, peer)?;
-    t.latencies(2, 2000)?;
-    let all = t.latencies(2, 20_000)?;
+    let mut latency = |sleep: bool| -> Result<(f64, f64)> {
+        t.latencies(2, 2000, sleep)?;
+        let all = t.latencies(2, 20_000, sleep)?;
+        Ok((all[all.len() / 2], all[all.len() * 99 / 100]))
+    };
+    let (spinning, sleeping) = (latency(false)?, latency(true)?);
     let mut bandwidth = Vec::new();
     for size in SIZES {
         bandwidth.push((size, t.bandwidth(size, ((256 << 20) / size).clamp(50, 100_000))?));
     }
-    let figures = TcpFigures { typical_us: all[all.len() / 2], p99_us: all[all.len() * 99 / 100], bandwidth };
+    let figures = TcpFigures { spinning, sleeping, bandwidth };
     println!("{}", serde_json::to_string(&figures).map_err(|e| e.to_string())?);
     Ok(())
 }
@@ -99,18 +108,20 @@ fn network(mtu: u32) -> Result<Network> {
     let two = TwoHosts::start(link)?;
     let run = |command: &str| rows(command, two.pair(command, &format!("{command} 10.0.0.1"))?);
     let tcp = measure_tcp(&two, &link)?;
+    let line = |operation: String, (typical_us, p99_us): (f64, f64)| Latency {
+        operation,
+        typical_us,
+        p99_us,
+        over_spinning_tcp: typical_us / tcp.spinning.0,
+        over_sleeping_tcp: typical_us / tcp.sleeping.0,
+    };
     let mut latency = Vec::new();
     for (name, program) in [("WRITE", "ib_write_lat"), ("SEND", "ib_send_lat"), ("READ", "ib_read_lat")] {
         let row = run(&format!("{program} -s 2 -n 20000"))?.pop().unwrap_or_default();
-        let operation = format!("{name} ({program})");
-        latency.push(Latency { operation, typical_us: row[4], p99_us: row[7], over_tcp: row[4] / tcp.typical_us });
+        latency.push(line(format!("{name} ({program})"), (row[4], row[7])));
     }
-    latency.push(Latency {
-        operation: "TCP, both ends spinning".into(),
-        typical_us: tcp.typical_us,
-        p99_us: tcp.p99_us,
-        over_tcp: 1.0,
-    });
+    latency.push(line("TCP, both ends spin".into(), tcp.spinning));
+    latency.push(line("TCP, both ends sleep".into(), tcp.sleeping));
     let all = |program: &str| run(&format!("{program} -a -n 1000"));
     let (write, read, send) = (all("ib_write_bw")?, all("ib_read_bw")?, all("ib_send_bw")?);
     let of = |rows: &[Vec<f64>], size: usize| rows.iter().find(|r| r[0] as usize == size).map_or(0.0, |r| r[3]);
@@ -127,7 +138,8 @@ fn network(mtu: u32) -> Result<Network> {
 
 /// The same programs in one guest: on the kernel's rxe, and on two virtual layers over its loopback interface.
 fn guest() -> Result<Vec<InGuest>> {
-    let g = Guest::boot_alone()?;
+    let g = Guest::boot_alone(true)?;
+    let has_siw = g.run("rdma link show siw0/1")?.ok();
     let run = |command: &str| -> Result<f64> {
         let o = g.run(command)?;
         let row = lab::rows(&o.text).pop().ok_or_else(|| format!("in the guest, {command}: {}", o.text))?;
@@ -160,8 +172,10 @@ fn guest() -> Result<Vec<InGuest>> {
         ("WRITE, 2 B [us]", "ib_write_lat -F -n 1000"),
     ] {
         let rxe = run(&pair(&format!("{command} -d rxe0 -x 1"), "env", "env", OWN))?;
+        // iWARP knows no other way to connect.
+        let siw = has_siw.then(|| run(&pair(&format!("{command} -d siw0 -R"), "env", "env", OWN))).transpose()?;
         let (ours, by_packets) = (run(&local(command))?, run(&packets(command))?);
-        all.push(InGuest { what: what.into(), rxe, ours, by_packets, ours_over_rxe: ours / rxe });
+        all.push(InGuest { what: what.into(), rxe, siw, ours, by_packets, ours_over_rxe: ours / rxe });
     }
     Ok(all)
 }
@@ -180,8 +194,12 @@ fn icrc_share() -> Result<f64> {
     Ok(best[1] / best[0])
 }
 
-pub(crate) fn wire(json: bool) -> Result<()> {
-    packages::ensure(&[packages::RUN, packages::TEST])?;
+/// What [`wire`] measures; all of it unless it is told to measure only some.
+pub(crate) const PARTS: [&str; 3] = ["veth", "icrc", "guest"];
+
+pub(crate) fn wire(json: bool, only: &[String]) -> Result<()> {
+    let wanted = |part: &str| only.is_empty() || only.iter().any(|o| o == part);
+    packages::ensure(&[packages::RUN, packages::TEST, packages::BUILD])?;
     eprintln!("building");
     lab::build()?;
     let cores = std::thread::available_parallelism().map_or(1, usize::from);
@@ -189,14 +207,19 @@ pub(crate) fn wire(json: bool) -> Result<()> {
         "{cores} cores, which both hosts share: two network namespaces joined by a veth pair; each virtual layer has its own pollers, each program spins"
     );
     let mut networks = Vec::new();
-    for mtu in [9000, 1500] {
+    for mtu in [9000, 1500].into_iter().filter(|_| wanted(PARTS[0])) {
         eprintln!("MTU {mtu}: TCP, latency, bandwidth from 64 B to 8 MiB");
         networks.push(network(mtu)?);
     }
-    eprintln!("the share of the invariant CRC");
-    let bandwidth_without_icrc = icrc_share()?;
-    eprintln!("one guest with the kernel's rxe");
-    let report = Report { topology, networks, bandwidth_without_icrc, guest: guest()? };
+    let mut report = Report { topology, networks, bandwidth_without_icrc: None, guest: Vec::new() };
+    if wanted(PARTS[1]) {
+        eprintln!("the share of the invariant CRC");
+        report.bandwidth_without_icrc = Some(icrc_share()?);
+    }
+    if wanted(PARTS[2]) {
+        eprintln!("one guest with the kernel's rxe and siw");
+        report.guest = guest()?;
+    }
     if json {
         println!("{}", serde_json::to_string_pretty(&report).map_err(|e| e.to_string())?);
         return Ok(());
@@ -204,11 +227,14 @@ pub(crate) fn wire(json: bool) -> Result<()> {
     println!("topology: {}", report.topology);
     for n in &report.networks {
         println!(
-            "\nMTU {}\n{:28} {:>12} {:>12} {:>12}",
-            n.mtu, "latency, 2 B, one way", "typical us", "99 % us", "this / TCP"
+            "\nMTU {}\n{:28} {:>12} {:>12} {:>18} {:>18}",
+            n.mtu, "latency, 2 B, one way", "typical us", "99 % us", "/ TCP that spins", "/ TCP that sleeps"
         );
         for l in &n.latency {
-            println!("{:28} {:>12.2} {:>12.2} {:>11.2}x", l.operation, l.typical_us, l.p99_us, l.over_tcp);
+            println!(
+                "{:28} {:>12.2} {:>12.2} {:>17.2}x {:>17.2}x",
+                l.operation, l.typical_us, l.p99_us, l.over_spinning_tcp, l.over_sleeping_tcp
+            );
         }
         println!("{:>10} {:>10} {:>10} {:>10} {:>10} {:>10}", "MiB/s of", "WRITE", "READ", "SEND", "TCP", "WRITE/TCP");
         for b in &n.bandwidth {
@@ -218,13 +244,21 @@ pub(crate) fn wire(json: bool) -> Result<()> {
             );
         }
     }
-    println!(
-        "\n{:28} {:>12} {:>12} {:>14} {:>12}",
-        "in one emulated guest", "rxe", "uniRDMA", "in packets", "uniRDMA/rxe"
-    );
-    for g in &report.guest {
-        println!("{:28} {:>12.2} {:>12.2} {:>14.2} {:>11.2}x", g.what, g.rxe, g.ours, g.by_packets, g.ours_over_rxe);
+    if !report.guest.is_empty() {
+        println!(
+            "\n{:28} {:>12} {:>12} {:>12} {:>14} {:>12}",
+            "in one emulated guest", "rxe", "siw", "uniRDMA", "in packets", "uniRDMA/rxe"
+        );
     }
-    println!("\nWRITE of 1 MiB without the invariant CRC: {:.2} of that with it", report.bandwidth_without_icrc);
+    for g in &report.guest {
+        let siw = g.siw.map_or("-".into(), |v| format!("{v:.2}"));
+        println!(
+            "{:28} {:>12.2} {siw:>12} {:>12.2} {:>14.2} {:>11.2}x",
+            g.what, g.rxe, g.ours, g.by_packets, g.ours_over_rxe
+        );
+    }
+    if let Some(ratio) = report.bandwidth_without_icrc {
+        println!("\nWRITE of 1 MiB without the invariant CRC: {ratio:.2} of that with it");
+    }
     Ok(())
 }
