@@ -67,7 +67,9 @@ pub struct Engine {
     asleep: AtomicUsize,
     /// Taken only by who has the RNIC.
     port: Option<Mutex<Box<dyn Port>>>,
-    /// Until then the port is polled; later its descriptors wake poller 0.
+    /// The port is polled; else its descriptors wake poller 0.
+    port_polled: AtomicBool,
+    /// After this time it is polled once more, in case pollers had no turn since, and then no longer.
     port_until_ns: AtomicU64,
     capture: Mutex<Option<Sink>>,
     idle_ns: u64,
@@ -138,6 +140,7 @@ impl Engine {
             woken: Condvar::new(),
             asleep: AtomicUsize::new(0),
             port: port.map(Mutex::new),
+            port_polled: AtomicBool::new(false),
             port_until_ns: AtomicU64::new(0),
             capture: Mutex::default(),
             idle_ns: c.spin_us * 1000,
@@ -280,17 +283,13 @@ impl Engine {
             || watch.bells.iter().any(Bell::has_rung)
             || self.runnable.load(Ordering::Acquire)
             || watch.looks % LOOKS_BETWEEN_ROUNDS == 0
-            || {
-                let now = self.now();
-                self.due_ns.load(Ordering::Acquire) <= now || self.port_is_polled(now)
-            }
+            || self.port_polled.load(Ordering::Relaxed)
+            || self.due_ns.load(Ordering::Acquire) <= self.now()
     }
 
-    fn port_is_polled(&self, now: u64) -> bool {
-        now < self.port_until_ns.load(Ordering::Relaxed)
-    }
-
+    /// Lets the port be polled for a while.
     fn poll_port(&self, now: u64) {
+        self.port_polled.store(true, Ordering::Relaxed);
         self.port_until_ns.store(now + self.idle_ns.max(PORT_POLL_NS), Ordering::Relaxed);
     }
 
@@ -298,7 +297,8 @@ impl Engine {
     fn turn(&self, r: &mut Rnic, now: u64) -> bool {
         let Some(port) = &self.port else { return r.poll(now) };
         let mut port = lock(port);
-        let mut moved = self.port_is_polled(now) && port.receive(&mut |a, bytes| r.handle_packet(now, &a, bytes));
+        let polled = self.port_polled.load(Ordering::Relaxed);
+        let mut moved = polled && port.receive(&mut |a, bytes| r.handle_packet(now, &a, bytes));
         let found = r.poll(now);
         if !r.tx().packets().is_empty() {
             port.send(r.tx());
@@ -306,6 +306,8 @@ impl Engine {
         }
         if moved {
             self.poll_port(now);
+        } else if polled && now >= self.port_until_ns.load(Ordering::Relaxed) {
+            self.port_polled.store(false, Ordering::Relaxed);
         }
         found || moved
     }
@@ -369,7 +371,7 @@ impl Engine {
             r.park_idle(now, self.idle_ns);
         }
         r.drain_outputs(out);
-        let idle = !found && !r.is_busy() && !self.port_is_polled(now);
+        let idle = !found && !r.is_busy() && !self.port_polled.load(Ordering::Relaxed);
         if idle {
             // Under the lock, so that whoever makes work afterwards sees it.
             self.sleeping.store(true, Ordering::SeqCst);
@@ -423,7 +425,9 @@ impl Engine {
         while !self.stopping.load(Ordering::SeqCst) {
             rounds = rounds.wrapping_add(1);
             match self.round(&mut watch, 0) {
-                Some(r) if r.idle => self.listen(r.sleep_ns),
+                Some(r) if r.idle => {
+                    self.listen(r.sleep_ns);
+                }
                 Some(r) if r.found => {
                     self.share_core(&mut watch);
                     if self.asleep.load(Ordering::Relaxed) > 0 {
@@ -435,10 +439,9 @@ impl Engine {
                 }
                 _ => {
                     // Some sessions are polled while others sleep and kick.
-                    if rounds % idle_rounds == 0 {
-                        self.listen(Some(0));
+                    if rounds % idle_rounds != 0 || !self.listen(Some(0)) {
+                        self.pause();
                     }
-                    self.pause();
                 }
             }
         }
@@ -470,8 +473,8 @@ impl Engine {
         self.woken.notify_all();
     }
 
-    /// Poller 0 takes kicks on behalf of all, and waits for them and for timers up to the limit.
-    fn listen(&self, limit_ns: Option<u64>) {
+    /// Poller 0 takes kicks on behalf of all, and waits for them and for timers up to the limit; false if none came.
+    fn listen(&self, limit_ns: Option<u64>) -> bool {
         let mut events = [MaybeUninit::<epoll::Event>::uninit(); 64];
         let limit = limit_ns.map(|ns| rustix::time::Timespec {
             tv_sec: (ns / 1_000_000_000) as i64,
@@ -482,8 +485,9 @@ impl Engine {
             Err(_) => Vec::new(),
         };
         self.sleeping.store(false, Ordering::SeqCst);
-        if limit_ns == Some(0) && got.is_empty() {
-            return;
+        let any = !got.is_empty();
+        if limit_ns == Some(0) && !any {
+            return false;
         }
         let mut r = lock(&self.rnic);
         let now = self.now();
@@ -494,12 +498,13 @@ impl Engine {
                 r.unpark(SessionId(token as u32), now);
             }
         }
-        let busy = r.is_busy() || self.port_is_polled(now);
+        let busy = r.is_busy() || self.port_polled.load(Ordering::Relaxed);
         self.publish(&r);
         drop(r);
         if busy {
             self.wake_others();
         }
+        any
     }
 }
 
@@ -533,4 +538,45 @@ fn cores() -> Vec<usize> {
     let set = rustix::thread::sched_getaffinity(None).unwrap_or_else(|_| rustix::thread::CpuSet::new());
     let cores: Vec<usize> = (0..rustix::thread::CpuSet::MAX_CPU).filter(|&i| set.is_set(i)).collect();
     if cores.is_empty() { vec![0] } else { cores }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use unirdma_rnic::{Arrival, Tx};
+
+    /// A port that nothing comes in by; counts how often it was asked.
+    struct Quiet(Arc<AtomicUsize>);
+
+    impl Port for Quiet {
+        fn send(&mut self, _: &mut Tx) {}
+        fn receive(&mut self, _: &mut dyn FnMut(Arrival, &[u8])) -> bool {
+            self.0.fetch_add(1, Ordering::Relaxed);
+            false
+        }
+        fn join(&mut self, _: &[IpAddr]) {}
+        fn descriptors(&self) -> Vec<BorrowedFd<'_>> {
+            Vec::new()
+        }
+        fn counters(&self) -> PortCounters {
+            PortCounters::default()
+        }
+    }
+
+    /// A program that spins on the poller's core can keep a poller from its turn for longer than the port is polled.
+    #[test]
+    fn a_port_with_packets_is_polled_however_late_the_turn_comes() {
+        let asked = Arc::new(AtomicUsize::new(0));
+        let engine = Engine::start(&EngineConfig::default(), Some(Box::new(Quiet(asked.clone())))).unwrap();
+        engine.stop();
+        while Arc::strong_count(&engine) > 1 {
+            std::thread::yield_now();
+        }
+        engine.poll_port(engine.now());
+        let late = engine.now() + 1_000_000_000;
+        for turn in [late, late + 1] {
+            engine.turn(&mut lock(&engine.rnic), turn);
+            assert_eq!(asked.load(Ordering::Relaxed), 1);
+        }
+    }
 }
