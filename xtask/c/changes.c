@@ -16,13 +16,7 @@
 #include <time.h>
 #include <unistd.h>
 
-#define CHECK(x)                                                                        \
-	do {                                                                            \
-		if (!(x)) {                                                             \
-			printf("line %d: %s (errno %d)\n", __LINE__, #x, errno);        \
-			exit(1);                                                        \
-		}                                                                       \
-	} while (0)
+#include "check.h"
 
 enum { SIZE = 100000, BEFORE = 10, AFTER = 100 };
 

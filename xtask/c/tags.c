@@ -12,13 +12,7 @@
 #include <stdlib.h>
 #include <string.h>
 
-#define CHECK(x)                                                                        \
-	do {                                                                            \
-		if (!(x)) {                                                             \
-			printf("line %d: %s (errno %d)\n", __LINE__, #x, errno);        \
-			exit(1);                                                        \
-		}                                                                       \
-	} while (0)
+#include "check.h"
 
 enum { ROOM = 4096, TMH = sizeof(struct ibv_tmh), HEADERS = TMH + sizeof(struct ibv_rvh) };
 

@@ -101,10 +101,11 @@ impl Rnic {
 
     /// Executes one slice of the WQE at the head of the SQ; its cost, or `None` if there is nothing to do.
     fn execute(&mut self, h: u32) -> Option<u64> {
-        if !self.may_send(h) {
+        let q = self.qps.get_mut(h)?;
+        if !q.may_send(self.now) {
+            self.wait_for_pace(h);
             return None;
         }
-        let q = self.qps.get_mut(h)?;
         let mut work = q.work.take()?;
         let mut status = None;
         if !q.busy {
@@ -122,7 +123,7 @@ impl Rnic {
             }
             q.busy = true;
         }
-        let typ = q.typ;
+        let (typ, paced) = (q.typ, q.is_paced());
         let before = work.done;
         let local = WrOpcode::from_raw(work.wqe.opcode.into()).is_some_and(WrOpcode::is_local);
         let outcome = match status {
@@ -136,7 +137,9 @@ impl Rnic {
             None => self.begin(h, &mut work),
         };
         let mut cost = OP_COST + work.done.saturating_sub(before);
-        self.has_sent(h, cost - OP_COST);
+        if paced {
+            self.has_sent(h, cost - OP_COST);
+        }
         match outcome {
             Outcome::Progress => {}
             Outcome::Waits => cost = 0,

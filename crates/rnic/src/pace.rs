@@ -3,6 +3,7 @@
 
 use std::cmp::Reverse;
 
+use crate::objects::Qp;
 use crate::rnic::Rnic;
 
 /// Nanoseconds that a kilobit takes at 1 kilobit a second, over the bits of a byte.
@@ -17,24 +18,31 @@ pub(crate) struct Pace {
     listed: bool,
 }
 
+impl Qp {
+    /// It has a rate limit.
+    pub fn is_paced(&self) -> bool {
+        self.attr.rate_limit != 0
+    }
+
+    /// It may send now, as far as its rate limit goes.
+    pub fn may_send(&self, now: u64) -> bool {
+        !self.is_paced() || self.pace.after <= now
+    }
+}
+
 impl Rnic {
-    /// True if QP `h` may send now; if not, it gets a turn when it may.
-    pub(crate) fn may_send(&mut self, h: u32) -> bool {
-        let now = self.now;
-        let Some(q) = self.qps.get_mut(h) else { return false };
-        if q.attr.rate_limit == 0 || q.pace.after <= now {
-            return true;
-        }
+    /// QP `h`, which may not send now, gets a turn when it may.
+    pub(crate) fn wait_for_pace(&mut self, h: u32) {
+        let Some(q) = self.qps.get_mut(h) else { return };
         if !std::mem::replace(&mut q.pace.listed, true) {
             self.paced.push(Reverse((q.pace.after, h)));
         }
-        false
     }
 
-    /// QP `h` has sent `bytes`.
+    /// QP `h`, which has a rate limit, has sent `bytes`.
     pub(crate) fn has_sent(&mut self, h: u32, bytes: u64) {
         let now = self.now;
-        let Some(q) = self.qps.get_mut(h).filter(|q| q.attr.rate_limit != 0) else { return };
+        let Some(q) = self.qps.get_mut(h).filter(|q| q.is_paced()) else { return };
         let ns = bytes.saturating_mul(NS_PER_BYTE_AT_1_KBPS) / u64::from(q.attr.rate_limit);
         q.pace.after = q.pace.after.max(now).saturating_add(ns);
     }

@@ -109,7 +109,7 @@ pub(crate) fn request_packet(
 impl Rnic {
     /// Sends one packet, or takes one WQE; its cost, or `None` if there is nothing to do now.
     pub(super) fn request(&mut self, h: u32, w: &mut Wire) -> Option<u64> {
-        if w.rnr_until > self.now || !self.may_send(h) {
+        if w.rnr_until > self.now {
             return None;
         }
         if w.cursor == w.flight.len() && !self.admit(h, w) {
@@ -117,6 +117,11 @@ impl Rnic {
         }
         let i = w.cursor;
         let q = self.qps.get(h)?;
+        let paced = q.is_paced();
+        if !q.may_send(self.now) {
+            self.wait_for_pace(h);
+            return None;
+        }
         let f = w.flight.get(i)?;
         if f.status.is_some() {
             // Everything before it must be answered first.
@@ -180,7 +185,9 @@ impl Rnic {
         if again {
             self.count(h, |c| c.wire.retransmitted_pkts += 1);
         }
-        self.has_sent(h, len as u64);
+        if paced {
+            self.has_sent(h, len as u64);
+        }
         Some(len as u64 + OP_COST / 8)
     }
 
