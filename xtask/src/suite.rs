@@ -634,9 +634,15 @@ fn kernel(s: &mut Suite<'_>) {
     for p in measured {
         programs.push((format!("{p} -F -n 200"), format!("{p} -F -n 200 -d rxe0 -x 1")));
     }
+    for p in ["ibv_rc_pingpong -c -n 200", "ibv_ud_pingpong -c -n 200"] {
+        programs.push((format!("{p} -g 1"), format!("{p} -d rxe0 -g 2")));
+    }
+    let p = "ib_write_bw -s 65536 -F -n 200";
+    programs.push((format!("{p} -x 1"), format!("{p} -d rxe0 -x 2")));
     let name = |serves: bool, p: &str| format!("kernel's rxe {} us: {p}", if serves { "serves" } else { "calls" });
     let mut connecting = CONNECTING[..8].to_vec();
     connecting.push(("ib_write_bw -R -F -s 65536 -n 200", "ib_write_bw -R -F -s 65536 -n 200 ADDR"));
+    connecting.push(("rping -s -a ::0 -C 20 -v", "rping -c -a IPV6 -C 20 -V"));
     let last = "kernel's rxe found no wrong ICRC, nor did we";
     let full = "kernel's rxe and we, with --full-icrc";
     let wanted = |n: &str| s.only.is_none_or(|o| n.contains(o));
@@ -666,14 +672,14 @@ fn kernel(s: &mut Suite<'_>) {
     for (server, client) in &connecting {
         s.check(&name(true, server), |_| {
             let g = guest.as_ref().map_err(Clone::clone)?;
-            let run = || g.serve_there(server, &client.replace("ADDR", vm::GUEST));
+            let run = || g.serve_there(server, &client.replace("ADDR", vm::GUEST).replace("IPV6", vm::GUEST6));
             // What shows that the guest listens may be of the program before.
             let early = run().and_then(|o| if o.1.text.contains("REJECTED") { run() } else { Ok(o) });
             both_end_well(early?)
         });
         s.check(&name(false, server), |_| {
             let g = guest.as_ref().map_err(Clone::clone)?;
-            both_end_well(g.serve_here(server, &client.replace("ADDR", vm::OURS))?)
+            both_end_well(g.serve_here(server, &client.replace("ADDR", vm::OURS).replace("IPV6", vm::OURS6))?)
         });
     }
     // Datagrams may get lost.

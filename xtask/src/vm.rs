@@ -17,6 +17,9 @@ use crate::siw;
 /// Address of the guest, and of this end of its cable.
 pub(crate) const GUEST: &str = "10.0.0.2";
 pub(crate) const OURS: &str = "10.0.0.254";
+/// The same for IPv6.
+pub(crate) const GUEST6: &str = "fd01::2";
+pub(crate) const OURS6: &str = "fd01::254";
 
 /// Kernel modules, in the order in which they are wanted.
 const MODULES: &[&str] = &["virtio_pci", "virtio_net", "crc32_generic", "ib_uverbs", "rdma_ucm", "rdma_rxe"];
@@ -177,7 +180,9 @@ impl Parts {
         let init = format!(
             "#!/bin/sh\nexport PATH=/usr/bin:/bin HOME=/\nmount -t proc proc /proc\nmount -t sysfs sys /sys\n\
              mount -t devtmpfs dev /dev\nulimit -l unlimited\n{insmod}ip link set lo up\n\
+             echo 0 >/proc/sys/net/ipv6/conf/eth0/accept_dad\n\
              ip addr add {GUEST}/24 dev eth0\nip link set eth0 up\nrdma link add rxe0 type rxe netdev eth0\n\
+             ip addr add {GUEST6}/64 dev eth0\n\
              [ -e /modules/siw.ko ] && insmod /modules/siw.ko && rdma link add siw0 type siw netdev eth0\n\
              nc -ll -p {PORT} -e /serve &\nuntil netstat -ltn | grep -q :{PORT}; do sleep 0.1; done\n\
              echo GUEST-READY\nwait\n"
@@ -219,11 +224,12 @@ impl Guest {
     pub fn serve(&mut self, more: &[&str]) -> Result<()> {
         self.lab = None;
         let peers = self.dir.join("peers");
-        write(peers.clone(), &format!("{GUEST} default {GUEST} foreign\n"), 0o644)?;
+        let lines = [GUEST, GUEST6].map(|ip| format!("{ip} default {ip} foreign\n"));
+        write(peers.clone(), &lines.concat(), 0o644)?;
         let peers = peers.display().to_string();
-        let args = [&["--address", OURS, "--peers", &peers], more].concat();
+        let args = [&["--address", OURS, "--address", OURS6, "--peers", &peers], more].concat();
         let lab = Lab::start_in(None, Some(&self.netns), &args)?;
-        lab.vrnic("v", &["--ip", OURS])?;
+        lab.vrnic("v", &["--ip", OURS, "--ip", OURS6])?;
         self.lab = Some(lab);
         Ok(())
     }
@@ -243,6 +249,7 @@ impl Guest {
             "link set lo up",
             "tuntap add dev tap0 mode tap",
             &format!("addr add {OURS}/24 dev tap0"),
+            &format!("addr add {OURS6}/64 dev tap0 nodad"),
             "link set tap0 up",
         ] {
             lab::ip(&format!("-n {netns} {args}"))?;

@@ -164,12 +164,14 @@ fn configure(udp: &UdpSocket, addr: IpAddr) -> io::Result<()> {
     if df { Ok(()) } else { Err(io::Error::last_os_error()) }
 }
 
-/// A socket that also receives: it shows marks, and takes packets joined.
+/// A socket that also receives: it shows marks, and takes packets joined. Over IPv6 too, devices send no UDP checksum (annex A17).
 fn receiving(udp: UdpSocket, addr: IpAddr) -> io::Result<UdpSocket> {
     configure(&udp, addr)?;
     let _ = match addr {
         IpAddr::V4(_) => set(&udp, libc::IPPROTO_IP, libc::IP_RECVTOS, 1),
-        IpAddr::V6(_) => set(&udp, libc::IPPROTO_IPV6, libc::IPV6_RECVTCLASS, 1),
+        IpAddr::V6(_) => {
+            set(&udp, SOL_UDP, libc::UDP_NO_CHECK6_RX, 1) && set(&udp, libc::IPPROTO_IPV6, libc::IPV6_RECVTCLASS, 1)
+        }
     };
     if !set(&udp, SOL_UDP, libc::UDP_GRO, 1) {
         return Err(io::Error::new(
@@ -331,6 +333,7 @@ impl Port for UdpPort {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use unirdma_formats::wire::icrc;
 
     #[test]
     fn packets_travel_between_two_addresses() {
@@ -355,5 +358,19 @@ mod tests {
         // Each flow has a source port of its own.
         let ports: Vec<u16> = got.chunk_by(|a, b| a.1 == b.1).map(|g| g[0].1).collect();
         assert_eq!(ports, [ROCE_PORT, FIRST_SOURCE_PORT + 1, FIRST_SOURCE_PORT + 2]);
+    }
+
+    #[test]
+    fn packets_without_a_udp_checksum_are_taken_over_ipv6() {
+        let here: IpAddr = "::1".parse().unwrap();
+        let mut port = UdpPort::open(&[here], true).unwrap();
+        let device = UdpSocket::bind((here, 0)).unwrap();
+        assert!(set(&device, SOL_UDP, libc::UDP_NO_CHECK6_TX, 1));
+        let src_port = device.local_addr().unwrap().port();
+        let crc = icrc(&Envelope { src: here, dst: here, src_port, ip_id: 0 }, &[7; 40]);
+        device.send_to(&[&[7; 40][..], &crc.to_le_bytes()].concat(), (here, ROCE_PORT)).unwrap();
+        let mut got = Vec::new();
+        port.receive(&mut |a, bytes| got.push((a.from, a.port, bytes.to_vec())));
+        assert_eq!(got, [(here, src_port, vec![7; 40])]);
     }
 }
