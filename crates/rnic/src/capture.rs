@@ -63,7 +63,7 @@ impl Tap {
         let (own, host) = (Gid::from_ip(own.unwrap_or(host)), Gid::from_ip(host));
         let flow = if inward { Flow::roce(host, own) } else { Flow::roce(own, host) };
         let dst_port = if encapsulated { VXLAN_PORT } else { flow.dst_port };
-        Flow { src_port: path.port, dst_port, ..flow }
+        Flow { src_port: path.port, dst_port, traffic_class: path.class, ..flow }
     }
 }
 

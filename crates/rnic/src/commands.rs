@@ -14,7 +14,7 @@ use crate::mr::{Backing, Mr, Resolve};
 use crate::objects::{Counters, Cq, CreateQp, Moderation, Pd, Qp, SessionId, Srq, VnicId, Wait};
 use crate::pace::Pace;
 use crate::rnic::Rnic;
-use crate::wire::{Path, Wire};
+use crate::wire::{DSCP, Path, Wire};
 
 type Result<T> = std::result::Result<T, Status>;
 
@@ -485,7 +485,7 @@ impl Rnic {
             path = self.route(vnic, ah.grh.sgid_index, dgid).filter(|_| peer_vnic.is_none());
             let peer_qpn = if given(m::DEST_QPN) { a.dest_qp_num } else { q.attr.dest_qp_num };
             let port = source_port(ah.grh.flow_label, q.qpn, peer_qpn);
-            path = path.map(|path| Path { port, ..path });
+            path = path.map(|path| Path { port, class: ah.grh.traffic_class & DSCP, ..path });
             if peer_vnic.is_none() && path.is_none() {
                 return Err(Status::Unreachable);
             }

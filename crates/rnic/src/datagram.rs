@@ -18,7 +18,7 @@ use crate::access::{Tables, list, local_side};
 use crate::exec::Outcome;
 use crate::objects::{SessionId, VnicId, Wait, Work};
 use crate::rnic::Rnic;
-use crate::wire::{ACK_DELAY_NS, Arrival, Path};
+use crate::wire::{ACK_DELAY_NS, Arrival, DSCP, Path};
 use crate::wqe::{NoRecv, RecvDone};
 
 /// MAC address, both ways, of the frames that carry datagrams between virtual layers. No vRNIC has it.
@@ -125,7 +125,7 @@ impl Rnic {
                 let path = self.route(vnic, a.grh.sgid_index, dgid).ok_or(Status::Unreachable)?;
                 let port = source_port(a.grh.flow_label, own.low_bits(), dgid.low_bits());
                 // `linked` says whether there is a link.
-                let path = Path { port, cut: false, ..path };
+                let path = Path { port, class: a.grh.traffic_class & DSCP, cut: false, ..path };
                 if r.foreign { Target::Foreign(path) } else { Target::There(path, r.vni) }
             }
             (None, None) => return Err(Status::Unreachable),

@@ -14,7 +14,7 @@ use unirdma_mem::Fault;
 use crate::datagram::Note;
 use crate::objects::SessionId;
 use crate::rnic::Rnic;
-use crate::wire::{Arrival, Path};
+use crate::wire::{Arrival, DSCP, Path};
 
 /// Destination QPN of multicast packets.
 pub(crate) const MULTICAST_QPN: u32 = 0xff_ffff;
@@ -142,7 +142,7 @@ impl Rnic {
             })?;
         }
         if self.multicast.foreign.contains(&group) && flow.src.is_ipv4() == flow.dst.is_ipv4() {
-            let path = Path { from: Some(flow.src), ..Path::new(flow.dst) };
+            let path = Path { from: Some(flow.src), class: flow.traffic_class & DSCP, ..Path::new(flow.dst) };
             self.tx.push_datagram(path, None, head, data.len(), |to| {
                 to.copy_from_slice(data);
                 Ok(())

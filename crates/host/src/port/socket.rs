@@ -94,6 +94,25 @@ fn sender(s: &libc::sockaddr_storage) -> Option<(IpAddr, u16)> {
 #[derive(Clone, Copy)]
 pub(super) struct Control(pub [u8; 64]);
 
+/// Adds a control message to those of a header, which lie in `control`.
+pub(super) fn add_control<T: Copy>(h: &mut libc::msghdr, control: &mut Control, level: i32, typ: i32, value: T) {
+    let at = h.msg_controllen;
+    let size = size_of::<T>() as u32;
+    // SAFETY: these compute sizes.
+    let (len, space, head) = unsafe { (libc::CMSG_LEN(size), libc::CMSG_SPACE(size), libc::CMSG_LEN(0) as usize) };
+    let room = &mut control.0[at..at + space as usize];
+    let message = room.as_mut_ptr().cast::<libc::cmsghdr>();
+    // SAFETY: the room has the size of a message with this value, and each message before it ends aligned.
+    unsafe {
+        (*message).cmsg_level = level;
+        (*message).cmsg_type = typ;
+        (*message).cmsg_len = len as usize;
+        room.as_mut_ptr().add(head).cast::<T>().write_unaligned(value);
+    }
+    h.msg_controllen = at + space as usize;
+    h.msg_control = std::ptr::from_mut(control).cast();
+}
+
 /// Receive buffers for datagrams.
 pub(super) struct Inbox(Vec<u8>);
 
@@ -142,7 +161,7 @@ impl Inbox {
 }
 
 /// The control messages of a datagram: level, type and the bytes that they begin at.
-fn control_messages(h: &libc::msghdr, mut f: impl FnMut(i32, i32, *const u8)) {
+pub(super) fn control_messages(h: &libc::msghdr, mut f: impl FnMut(i32, i32, *const u8)) {
     // SAFETY: the kernel has filled in the control buffer and its length; the macros stay inside.
     unsafe {
         let mut c = libc::CMSG_FIRSTHDR(h);

@@ -9,7 +9,7 @@ use unirdma_formats::wire::{Envelope, ICRC_BYTES, ROCE_PORT};
 use unirdma_rnic::{Arrival, Tx, TxPacket};
 
 use super::icrc::Checker;
-use super::socket::{BATCH, Control, Inbox, SOL_UDP, enlarge_buffers, filter, keep, notes, set, sockaddr};
+use super::socket::{BATCH, Control, Inbox, SOL_UDP, add_control, enlarge_buffers, filter, keep, notes, set, sockaddr};
 use super::{Port, PortCounters};
 
 /// Most packets in one UDP_SEGMENT buffer (the kernel's UDP_MAX_SEGMENTS).
@@ -245,17 +245,16 @@ impl Port for UdpPort {
                 h.msg_namelen = names[messages].1;
                 h.msg_iov = &mut iovs[messages];
                 h.msg_iovlen = 1;
+                let control = &mut controls[messages];
                 if n > 1 {
-                    h.msg_control = std::ptr::from_mut(&mut controls[messages]).cast();
-                    // SAFETY: the control buffer holds one message with a u16; the macros stay inside.
-                    unsafe {
-                        h.msg_controllen = libc::CMSG_SPACE(2) as usize;
-                        let c = libc::CMSG_FIRSTHDR(h);
-                        (*c).cmsg_level = SOL_UDP;
-                        (*c).cmsg_type = libc::UDP_SEGMENT;
-                        (*c).cmsg_len = libc::CMSG_LEN(2) as usize;
-                        libc::CMSG_DATA(c).cast::<u16>().write_unaligned(first.len() as u16);
-                    }
+                    add_control(h, control, SOL_UDP, libc::UDP_SEGMENT, first.len() as u16);
+                }
+                // Without the message it is ECN_CAPABLE.
+                let class = i32::from(first.path.class) | ECN_CAPABLE;
+                match first.path.to {
+                    _ if first.path.class == 0 => {}
+                    IpAddr::V4(_) => add_control(h, control, libc::IPPROTO_IP, libc::IP_TOS, class),
+                    IpAddr::V6(_) => add_control(h, control, libc::IPPROTO_IPV6, libc::IPV6_TCLASS, class),
                 }
                 counts[messages] = n;
                 at += n;
@@ -333,6 +332,7 @@ impl Port for UdpPort {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::port::socket::control_messages;
     use unirdma_formats::wire::icrc;
 
     #[test]
@@ -372,5 +372,28 @@ mod tests {
         let mut got = Vec::new();
         port.receive(&mut |a, bytes| got.push((a.from, a.port, bytes.to_vec())));
         assert_eq!(got, [(here, src_port, vec![7; 40])]);
+    }
+
+    #[test]
+    fn packets_carry_the_traffic_class_of_their_path() {
+        let (from, to): (IpAddr, IpAddr) = ("127.0.47.7".parse().unwrap(), "127.0.47.8".parse().unwrap());
+        let mut port = UdpPort::open(&[from], true).unwrap();
+        let device = UdpSocket::bind((to, ROCE_PORT)).unwrap();
+        assert!(set(&device, libc::IPPROTO_IP, libc::IP_RECVTOS, 1));
+        let mut tx = Tx::default();
+        for class in [0, 0x68, 0x68, 0] {
+            tx.push_raw(unirdma_rnic::Path { class, ..unirdma_rnic::Path::new(to) }, &[7; 40]);
+        }
+        port.send(&mut tx);
+        let mut classes = Vec::new();
+        Inbox::new().receive(device.as_fd(), |i| {
+            control_messages(i.header, |level, typ, data| {
+                assert_eq!((level, typ), (libc::IPPROTO_IP, libc::IP_TOS));
+                // SAFETY: the message is a byte.
+                classes.push(unsafe { *data });
+            });
+        });
+        // The network may mark each of them as congested.
+        assert_eq!(classes, [2, 0x6a, 0x6a, 2]);
     }
 }

@@ -44,6 +44,8 @@ pub struct Path {
     pub from: Option<IpAddr>,
     /// UDP source port: one for all packets of a connection, which keeps them in order, and others for other connections.
     pub port: u16,
+    /// Traffic class of the address vector, its two ECN bits aside: those are the network's.
+    pub class: u8,
     /// There is no link: what is sent is lost.
     pub cut: bool,
 }
@@ -51,9 +53,12 @@ pub struct Path {
 impl Path {
     /// From this host to another one, on the port of RoCEv2.
     pub fn new(to: IpAddr) -> Self {
-        Path { to, from: None, port: ROCE_PORT, cut: false }
+        Path { to, from: None, port: ROCE_PORT, class: 0, cut: false }
     }
 }
+
+/// The bits of a traffic class that say how a packet is treated (RFC 2474); the others are ECN.
+pub(crate) const DSCP: u8 = 0xfc;
 
 /// Where a packet came from and went to.
 #[derive(Clone, Copy, Debug)]
