@@ -1,13 +1,13 @@
 //! Black-box tests: Debian's programs in containers, wrong input at the command line, lost peers.
 
 mod changes;
+mod kernel;
 
 use std::time::Duration;
 
 use crate::Result;
 use crate::conformance;
 use crate::lab::{self, Lab, Link, Output, TwoHosts};
-use crate::vm::{self, Guest};
 
 type Check = Result<()>;
 
@@ -608,102 +608,6 @@ fn wire(s: &mut Suite<'_>) {
     wire_wrong_input(s);
 }
 
-const MULTICAST_THERE: &str = "kernel's rxe hears our multicast: mckey";
-const MULTICAST_HERE: &str = "we hear the multicast of the kernel's rxe: mckey";
-
-/// The Linux kernel's soft RNIC in a virtual machine as the peer, each program in both directions.
-fn kernel(s: &mut Suite<'_>) {
-    if lab::uid() != 0 {
-        println!("skipped: the kernel's rxe (network namespaces need root)");
-        return;
-    }
-    let mut programs: Vec<(String, String)> = ["rc", "uc", "ud"]
-        .iter()
-        .map(|t| format!("ibv_{t}_pingpong -c -n 200"))
-        .map(|p| (format!("{p} -g 0"), format!("{p} -d rxe0 -g 1")))
-        .collect();
-    programs.push(("ibv_srq_pingpong -c -n 200 -g 0".into(), "ibv_srq_pingpong -c -n 200 -d rxe0 -g 1".into()));
-    let measured = [
-        "ib_write_bw -s 65536",
-        "ib_read_bw -s 65536",
-        "ib_send_bw -s 65536",
-        "ib_atomic_bw",
-        "ib_send_bw --use-srq -s 65536",
-        "ib_send_lat -c UD",
-    ];
-    for p in measured {
-        programs.push((format!("{p} -F -n 200"), format!("{p} -F -n 200 -d rxe0 -x 1")));
-    }
-    for p in ["ibv_rc_pingpong -c -n 200", "ibv_ud_pingpong -c -n 200"] {
-        programs.push((format!("{p} -g 1"), format!("{p} -d rxe0 -g 2")));
-    }
-    let p = "ib_write_bw -s 65536 -F -n 200";
-    programs.push((format!("{p} -x 1"), format!("{p} -d rxe0 -x 2")));
-    let name = |serves: bool, p: &str| format!("kernel's rxe {} us: {p}", if serves { "serves" } else { "calls" });
-    let mut connecting = CONNECTING[..8].to_vec();
-    connecting.push(("ib_write_bw -R -F -s 65536 -n 200", "ib_write_bw -R -F -s 65536 -n 200 ADDR"));
-    connecting.push(("rping -s -a ::0 -C 20 -v", "rping -c -a IPV6 -C 20 -V"));
-    let last = "kernel's rxe found no wrong ICRC, nor did we";
-    let full = "kernel's rxe and we, with --full-icrc";
-    let wanted = |n: &str| s.only.is_none_or(|o| n.contains(o));
-    let joins = wanted(MULTICAST_THERE) || wanted(MULTICAST_HERE);
-    let connects = joins || connecting.iter().any(|(p, _)| wanted(&name(true, p)) || wanted(&name(false, p)));
-    if !wanted(last)
-        && !wanted(full)
-        && !connects
-        && !programs.iter().any(|(p, _)| wanted(&name(true, p)) || wanted(&name(false, p)))
-    {
-        return;
-    }
-    let mut guest = Guest::start();
-    for (ours, guests) in &programs {
-        for serves in [true, false] {
-            s.check(&name(serves, ours), |_| {
-                let g = guest.as_ref().map_err(Clone::clone)?;
-                if !is_unreliable(ours) {
-                    return both_end_well(g.pair(serves, ours, guests)?);
-                }
-                let [ours, guests] = [ours, guests].map(|p| format!("timeout 30 {p}"));
-                let run = || both_end_well(g.pair(serves, &ours, &guests)?);
-                run().or_else(|_| run())
-            });
-        }
-    }
-    for (server, client) in &connecting {
-        s.check(&name(true, server), |_| {
-            let g = guest.as_ref().map_err(Clone::clone)?;
-            let run = || g.serve_there(server, &client.replace("ADDR", vm::GUEST).replace("IPV6", vm::GUEST6));
-            // What shows that the guest listens may be of the program before.
-            let early = run().and_then(|o| if o.1.text.contains("REJECTED") { run() } else { Ok(o) });
-            both_end_well(early?)
-        });
-        s.check(&name(false, server), |_| {
-            let g = guest.as_ref().map_err(Clone::clone)?;
-            both_end_well(g.serve_here(server, &client.replace("ADDR", vm::OURS).replace("IPV6", vm::OURS6))?)
-        });
-    }
-    // Datagrams may get lost.
-    let there = || both_end_well(guest.as_ref().map_err(Clone::clone)?.multicast_there()?);
-    let here = || both_end_well(guest.as_ref().map_err(Clone::clone)?.multicast_here()?);
-    s.check(MULTICAST_THERE, |_| there().or_else(|_| there()));
-    s.check(MULTICAST_HERE, |_| here().or_else(|_| here()));
-    s.check(last, |_| {
-        let g = guest.as_ref().map_err(Clone::clone)?;
-        let log = g.run("dmesg | grep -i icrc | head -3; ibv_devinfo -d rxe0 | grep state")?;
-        require(log.ok() && !log.text.to_lowercase().contains("icrc") && log.text.contains("PORT_ACTIVE"), log.text)?;
-        clean_packets(g.lab.as_ref().ok_or("no virtual layer")?)
-    });
-    s.check(full, |_| {
-        let g = guest.as_mut().map_err(|e| e.clone())?;
-        g.serve(&["--full-icrc"])?;
-        for (ours, guests) in programs.iter().filter(|p| !is_unreliable(&p.0)).take(3) {
-            both_end_well(g.pair(true, ours, guests)?)?;
-            both_end_well(g.pair(false, ours, guests)?)?;
-        }
-        clean_packets(g.lab.as_ref().ok_or("no virtual layer")?)
-    });
-}
-
 /// Packets came in, and there was nothing wrong with any.
 fn clean_packets(lab: &Lab) -> Result<()> {
     let o = lab.unirdma(&["status", "--json"]);
@@ -801,7 +705,7 @@ pub(crate) fn run(only: Option<&str>) -> Result<()> {
     wrong_input(&mut s);
     own_labs(&mut s);
     wire(&mut s);
-    kernel(&mut s);
+    kernel::run(&mut s);
     println!("{} passed, {} failed", s.passed, s.failed);
     if s.failed == 0 { Ok(()) } else { Err(format!("{} black-box tests failed", s.failed)) }
 }
