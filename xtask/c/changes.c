@@ -279,7 +279,6 @@ static void alone(void)
 
 int main(void)
 {
-
 	setvbuf(stdout, NULL, _IONBF, 0);
 	ctx = open_device();
 	CHECK(!ibv_query_gid(ctx, 1, 0, &gid));

@@ -67,9 +67,8 @@ pub struct Engine {
     asleep: AtomicUsize,
     /// Taken only by who has the RNIC.
     port: Option<Mutex<Box<dyn Port>>>,
-    /// The port is polled; else its descriptors wake poller 0.
-    port_polled: AtomicBool,
-    /// After this time it is polled once more, in case pollers had no turn since, and then no longer.
+    /// After this time the port is polled once more, in case pollers had no turn since, and then no longer. 0: it is not
+    /// polled, and its descriptors wake poller 0.
     port_until_ns: AtomicU64,
     capture: Mutex<Option<Sink>>,
     idle_ns: u64,
@@ -140,7 +139,6 @@ impl Engine {
             woken: Condvar::new(),
             asleep: AtomicUsize::new(0),
             port: port.map(Mutex::new),
-            port_polled: AtomicBool::new(false),
             port_until_ns: AtomicU64::new(0),
             capture: Mutex::default(),
             idle_ns: c.spin_us * 1000,
@@ -283,13 +281,16 @@ impl Engine {
             || watch.bells.iter().any(Bell::has_rung)
             || self.runnable.load(Ordering::Acquire)
             || watch.looks % LOOKS_BETWEEN_ROUNDS == 0
-            || self.port_polled.load(Ordering::Relaxed)
+            || self.port_is_polled()
             || self.due_ns.load(Ordering::Acquire) <= self.now()
+    }
+
+    fn port_is_polled(&self) -> bool {
+        self.port_until_ns.load(Ordering::Relaxed) != 0
     }
 
     /// Lets the port be polled for a while.
     fn poll_port(&self, now: u64) {
-        self.port_polled.store(true, Ordering::Relaxed);
         self.port_until_ns.store(now + self.idle_ns.max(PORT_POLL_NS), Ordering::Relaxed);
     }
 
@@ -297,7 +298,7 @@ impl Engine {
     fn turn(&self, r: &mut Rnic, now: u64) -> bool {
         let Some(port) = &self.port else { return r.poll(now) };
         let mut port = lock(port);
-        let polled = self.port_polled.load(Ordering::Relaxed);
+        let polled = self.port_is_polled();
         let mut moved = polled && port.receive(&mut |a, bytes| r.handle_packet(now, &a, bytes));
         let found = r.poll(now);
         if !r.tx().packets().is_empty() {
@@ -307,7 +308,7 @@ impl Engine {
         if moved {
             self.poll_port(now);
         } else if polled && now >= self.port_until_ns.load(Ordering::Relaxed) {
-            self.port_polled.store(false, Ordering::Relaxed);
+            self.port_until_ns.store(0, Ordering::Relaxed);
         }
         found || moved
     }
@@ -371,7 +372,7 @@ impl Engine {
             r.park_idle(now, self.idle_ns);
         }
         r.drain_outputs(out);
-        let idle = !found && !r.is_busy() && !self.port_polled.load(Ordering::Relaxed);
+        let idle = !found && !r.is_busy() && !self.port_is_polled();
         if idle {
             // Under the lock, so that whoever makes work afterwards sees it.
             self.sleeping.store(true, Ordering::SeqCst);
@@ -498,7 +499,7 @@ impl Engine {
                 r.unpark(SessionId(token as u32), now);
             }
         }
-        let busy = r.is_busy() || self.port_polled.load(Ordering::Relaxed);
+        let busy = r.is_busy() || self.port_is_polled();
         self.publish(&r);
         drop(r);
         if busy {

@@ -484,9 +484,11 @@ impl Rnic {
             self.drops.bad_state += 1;
             return;
         }
-        let path = Path { port: a.port, ..wire.path };
+        let path = wire.path;
         self.count(h, |c| c.wire.rcvd_pkts += 1);
-        self.tap_received(self.vnic_id(h), path, bytes);
+        if self.tap.is_some() {
+            self.tap_received(self.vnic_id(h), Path { port: a.port, ..path }, bytes);
+        }
         self.with_wire(h, |rnic, w| {
             if a.congested {
                 rnic.notify_congestion(h, w);
@@ -525,7 +527,9 @@ impl Rnic {
         if path.cut {
             return self.count(h, |c| c.wire.send_err += 1);
         }
-        self.tap_sent(self.vnic_id(h));
+        if self.tap.is_some() {
+            self.tap_sent(self.vnic_id(h));
+        }
         self.count(h, |c| c.wire.sent_pkts += 1);
     }
 
