@@ -14,6 +14,8 @@ mod memory;
 mod queues;
 mod share;
 
+pub use unirdma_link::fds;
+
 pub use arena::Block;
 pub use context::{Context, device_config, socket_path};
 pub use events::EventSource;

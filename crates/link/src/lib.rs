@@ -1,5 +1,5 @@
-//! The vhost-user link: framing, the backend's protocol engine, the frontend of a process, and the
-//! driver half of a split virtqueue.
+//! The vhost-user link: framing, the backend's protocol engine, the frontend of a process, the driver half of a split
+//! virtqueue, and descriptors that are kept in somebody else's process.
 //!
 //! May depend on the device ABI, the `mem` crate, and the vhost and vm-memory crates (kept to this
 //! crate and the device crate). It must never know what a control command means, and a malformed or
@@ -7,6 +7,7 @@
 
 mod backend;
 mod driver_queue;
+pub mod fds;
 mod frontend;
 mod memory;
 mod msg;

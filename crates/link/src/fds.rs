@@ -1,0 +1,157 @@
+//! Descriptors that a library keeps in somebody else's process.
+//!
+//! The program owns the table of descriptors. It may close all that it does not know, and open files of its own under
+//! the same numbers. So the library's descriptors stay away from the numbers that a program expects to get, and
+//! nothing is written to, read from or closed by number without a look at what is behind the number now.
+
+use std::io;
+use std::mem::ManuallyDrop;
+use std::os::fd::{AsFd, AsRawFd, BorrowedFd, OwnedFd, RawFd};
+
+use rustix::process::{Resource, getrlimit};
+
+/// `select(2)` takes descriptors below this.
+const SELECTABLE: RawFd = 1024;
+/// Numbers below this are standard input, output and error, also while they are closed.
+const STANDARD: RawFd = 3;
+
+/// Where to look for a free number, the best first, in a process whose numbers end at `limit`.
+fn bases(limit: u64) -> [RawFd; 5] {
+    let top = RawFd::try_from(limit).unwrap_or(RawFd::MAX).clamp(STANDARD, SELECTABLE);
+    [top - top / 16, top * 3 / 4, top / 2, top / 4, STANDARD].map(|b| b.max(STANDARD))
+}
+
+/// Moves a descriptor to a high number: never 0 to 2, close-on-exec, and below 1024 while there is room, since a program may
+/// pass it to `select(2)`. The old number is closed.
+///
+/// # Errors
+/// `EMFILE` if no number is free. The descriptor is closed then.
+pub fn high(fd: OwnedFd) -> io::Result<OwnedFd> {
+    let mut last = Err(rustix::io::Errno::MFILE);
+    for base in bases(getrlimit(Resource::Nofile).current.unwrap_or(u64::MAX)) {
+        last = rustix::io::fcntl_dupfd_cloexec(&fd, base);
+        if last.as_ref().is_ok_and(|new| new.as_raw_fd() < SELECTABLE) {
+            break;
+        }
+    }
+    Ok(last?)
+}
+
+/// A descriptor, and which open file it is. It is given back when it is dropped, if it is still that file.
+///
+/// The file must have an inode of its own, as sockets, pipes, memory files and ordinary files do. Eventfds, epoll sets
+/// and timers share one.
+#[derive(Debug)]
+pub struct Known {
+    fd: ManuallyDrop<OwnedFd>,
+    dev: u64,
+    ino: u64,
+}
+
+impl Known {
+    /// Moves `fd` to a high number and remembers what it is.
+    ///
+    /// # Errors
+    /// As [`high`].
+    pub fn new(fd: OwnedFd) -> io::Result<Self> {
+        let fd = high(fd)?;
+        let stat = rustix::fs::fstat(&fd)?;
+        Ok(Known { fd: ManuallyDrop::new(fd), dev: stat.st_dev, ino: stat.st_ino })
+    }
+
+    /// True while the number is the file that it was at first.
+    pub fn still_ours(&self) -> bool {
+        rustix::fs::fstat(&*self.fd).is_ok_and(|s| (s.st_dev, s.st_ino) == (self.dev, self.ino))
+    }
+
+    /// The descriptor, if it is still ours; a look costs one system call.
+    ///
+    /// # Errors
+    /// `EBADF` if the program has closed it.
+    pub fn get(&self) -> io::Result<BorrowedFd<'_>> {
+        if self.still_ours() { Ok(self.fd.as_fd()) } else { Err(rustix::io::Errno::BADF.into()) }
+    }
+}
+
+impl AsRawFd for Known {
+    fn as_raw_fd(&self) -> RawFd {
+        self.fd.as_raw_fd()
+    }
+}
+
+/// Without a look: for what does no harm to a file of the program, such as `send(2)`, which only sockets take.
+impl AsFd for Known {
+    fn as_fd(&self) -> BorrowedFd<'_> {
+        self.fd.as_fd()
+    }
+}
+
+impl Drop for Known {
+    fn drop(&mut self) {
+        if self.still_ours() {
+            // SAFETY: dropped once, here.
+            unsafe { ManuallyDrop::drop(&mut self.fd) };
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use rustix::net::{AddressFamily, SocketFlags, SocketType, socketpair};
+    use std::fs::File;
+    use std::os::fd::FromRawFd;
+
+    fn pair() -> (OwnedFd, OwnedFd) {
+        socketpair(AddressFamily::UNIX, SocketType::SEQPACKET, SocketFlags::CLOEXEC, None).unwrap()
+    }
+
+    #[test]
+    fn numbers_are_high_whatever_the_limit() {
+        assert_eq!(bases(1024), [960, 768, 512, 256, 3]);
+        assert_eq!(bases(u64::MAX), bases(1024));
+        assert_eq!(bases(64), [60, 48, 32, 16, 3]);
+        assert_eq!(bases(0), [3; 5]);
+        assert!(bases(8).iter().all(|&b| (3..=8).contains(&b)));
+    }
+
+    #[test]
+    fn a_moved_descriptor_is_the_same_file_and_closed_on_exec() {
+        let (a, b) = pair();
+        let old = rustix::fs::fstat(&a).unwrap();
+        let a = high(a).unwrap();
+        assert_eq!(old.st_ino, rustix::fs::fstat(&a).unwrap().st_ino);
+        let limit = getrlimit(Resource::Nofile).current.unwrap_or(u64::MAX);
+        assert!(a.as_raw_fd() >= bases(limit)[4] && a.as_raw_fd() < SELECTABLE);
+        assert!(rustix::io::fcntl_getfd(&a).unwrap().contains(rustix::io::FdFlags::CLOEXEC));
+        // The old number is closed: dropping the new one is the end of the file.
+        drop(a);
+        assert_eq!(rustix::io::read(&b, &mut [0; 4]), Ok(0));
+    }
+
+    #[test]
+    fn a_number_that_the_program_has_taken_is_left_alone() {
+        let (a, b) = pair();
+        let known = Known::new(a).unwrap();
+        assert!(known.still_ours());
+        let number = known.as_raw_fd();
+        // What a program does that closes everything and opens its own files.
+        let mine = File::open("/dev/null").unwrap();
+        // SAFETY: the number is `known`'s, which sees that it is another file.
+        let mut place = ManuallyDrop::new(unsafe { OwnedFd::from_raw_fd(number) });
+        rustix::io::dup2(&mine, &mut place).unwrap();
+        assert!(!known.still_ours());
+        assert_eq!(known.get().unwrap_err().raw_os_error(), Some(9));
+        drop(known);
+        assert!(rustix::fs::fstat(&*place).is_ok(), "the program's own file was closed");
+        drop(ManuallyDrop::into_inner(place));
+        assert_eq!(rustix::io::read(&b, &mut [0; 4]), Ok(0));
+    }
+
+    #[test]
+    fn a_descriptor_that_is_still_ours_is_closed() {
+        let (a, b) = pair();
+        drop(Known::new(a).unwrap());
+        assert_eq!(rustix::io::read(&b, &mut [0; 4]), Ok(0));
+    }
+}
