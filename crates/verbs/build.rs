@@ -119,6 +119,8 @@ fn link(out: &Path, nodes: &[&str]) {
     fs::write(&script, map).expect("nodes.map");
     println!("cargo::rustc-cdylib-link-arg=-Wl,--version-script={}", script.display());
     println!("cargo::rustc-cdylib-link-arg=-Wl,-soname,libibverbs.so.1");
+    // Memory may be moved, and fork handlers are installed: the library stays whatever dlclose(3) is asked.
+    println!("cargo::rustc-cdylib-link-arg=-Wl,-z,nodelete");
     let profile = out.ancestors().nth(3).expect("target/<profile>");
     let dir = profile.join("dropin");
     fs::create_dir_all(&dir).expect("dropin");

@@ -207,10 +207,11 @@ wire! {
 
     GetDmaMrReq = 8 { pdn: u32, access_flags: u32 }
     /// `pages_addr` 0: [start, start + length) is one range of bus addresses. Else an array of
-    /// `npages` 64-bit bus addresses of 4096-byte pages; `start` gives the offset in the first one.
+    /// `npages` 64-bit bus addresses of 4096-byte pages; `start` gives the offset in the first one. `why` is for the
+    /// operator: [`mr_why`].
     RegUserMrReq = 48 {
         pdn: u32, access_flags: u32, start: u64, length: u64, virt_addr: u64, pages_addr: u64,
-        npages: u32, reserved: u32,
+        npages: u32, why: u32,
     }
     /// A new MR.
     MrResp = 16 { mrn: u32, lkey: u32, rkey: u32, reserved: u32 }
@@ -311,6 +312,23 @@ pub const NO_COMP_QUEUE: u32 = u32::MAX;
 pub const NOTIFY_NEXT: u32 = 2;
 /// Only solicited completions and errors.
 pub const NOTIFY_SOLICITED: u32 = 1;
+
+/// What [`RegUserMrReq::why`] says, in words: why an MR's memory is reached as it is.
+pub fn mr_why(why: u32) -> &'static str {
+    match why {
+        0 => "as fast as it goes",
+        1 => "UNIRDMA_MR asks for it",
+        2 => "on-demand paging",
+        3 => "the program has threads, and no full userfaultfd",
+        4 => "in use by the registering thread, or watched by a userfaultfd of the program",
+        5 => "the kernel holds pages of it",
+        6 => "not private anonymous memory",
+        7 => "moved by another copy of the library",
+        8 => "registrations like it are brief",
+        9 => "a limit of the process or of the virtual layer",
+        _ => "unknown",
+    }
+}
 
 #[cfg(test)]
 mod tests {

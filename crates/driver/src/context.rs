@@ -14,7 +14,7 @@ use zerocopy::{FromBytes, Immutable, IntoBytes};
 
 use crate::arena::{Arena, Block};
 use crate::events::EventSource;
-use crate::share::forks;
+use crate::memory::{Regions, forks};
 use crate::{Result, errno, lock};
 
 /// Descriptors of the control queue: one request, one response.
@@ -34,6 +34,8 @@ pub struct Context {
     pub(crate) arena: Mutex<Arena>,
     /// The process's own memory was offered for copying.
     pub(crate) process_offered: Mutex<bool>,
+    /// Memory files of MRs.
+    pub(crate) regions: Mutex<Regions>,
     socket: OwnedFd,
     /// [`forks`] when it was opened.
     forks: u32,
@@ -80,6 +82,7 @@ impl Context {
     pub fn open(path: &Path) -> Result<Arc<Self>> {
         let os = |e: rustix::io::Errno| e.raw_os_error();
         let io = |e: std::io::Error| errno(&e);
+        crate::memory::prepare();
         let mut f = Frontend::connect(path).map_err(io)?;
         let mut arena = Arena::new();
         let event = || eventfd(0, EventfdFlags::CLOEXEC | EventfdFlags::NONBLOCK).map_err(os);
@@ -103,6 +106,7 @@ impl Context {
             frontend: Mutex::new(f),
             arena: Mutex::new(arena),
             process_offered: Mutex::new(false),
+            regions: Mutex::default(),
             socket,
             forks: forks(),
             control: Mutex::new(control),

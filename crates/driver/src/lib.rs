@@ -9,17 +9,15 @@ mod alone;
 mod arena;
 mod context;
 mod events;
-mod maps;
 mod memory;
 mod queues;
-mod share;
 
 pub use unirdma_link::fds;
 
 pub use arena::Block;
 pub use context::{Context, device_config, socket_path};
 pub use events::EventSource;
-pub use memory::{Buffer, Mr, Way};
+pub use memory::{Buffer, Mr, Way, Why, install_fork_handlers};
 pub use queues::{Cq, Qp, QpInit, RecvBatch, SendBatch, SendWr, Srq};
 
 /// An errno value.

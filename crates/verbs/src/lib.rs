@@ -49,6 +49,17 @@ mod api {
 
 include!(concat!(env!("OUT_DIR"), "/exports.rs"));
 
+/// Runs when the library is loaded: its fork handlers come before those of the program, so that they run last before a
+/// fork and first after it.
+#[used]
+#[unsafe(link_section = ".init_array")]
+static LOADED: extern "C" fn() = {
+    extern "C" fn loaded() {
+        unirdma_driver::install_fork_handlers();
+    }
+    loaded
+};
+
 /// Sets errno.
 fn set_errno(e: i32) {
     // SAFETY: the location is this thread's own.

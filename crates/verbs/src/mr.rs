@@ -61,7 +61,8 @@ pub(crate) unsafe fn register_named(
     let range = Range { addr, length, iova_offset: iova.wrapping_sub(addr as u64), access };
     match register_range(&ctx.driver, pdn, range) {
         Ok(mr) => {
-            trace!("ibv_reg_mr({addr:p}, {length}, {access:#x}) = key {:#x}, way {:?}", mr.key, mr.way);
+            let (way, why) = mr.way();
+            trace!("ibv_reg_mr({addr:p}, {length}, {access:#x}) = key {:#x}, way {way:?}: {}", mr.key, why.text());
             let c = ibv_mr { context: c, pd, addr: name, length, handle: mr.mrn, lkey: mr.key, rkey: mr.key };
             // SAFETY: the caller's PD.
             unsafe { keep(c, mr, range) }

@@ -1,0 +1,556 @@
+//! Memory registration: how the device reaches an MR's bytes. One of three ways for each MR.
+//!
+//! | way | when | a transfer costs |
+//! |---|---|---|
+//! | direct | the range is shared memory already (memfd, `/dev/shm`) | one copy |
+//! | share | private memory that can be moved into a memory file without anybody noticing | one copy |
+//! | copy | everything else | system calls and two copies |
+//!
+//! `UNIRDMA_MR=copy` forces the last, `UNIRDMA_MR=direct` never moves pages, `UNIRDMA_MR=share` moves them whatever it costs.
+//!
+//! `moved` knows what is in the memory file, `pages` moves it there and back, `maps` and `tools` ask the kernel.
+
+mod cover;
+mod history;
+mod maps;
+mod moved;
+mod pages;
+mod regions;
+mod tools;
+mod uffd;
+
+use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
+use std::sync::atomic::{AtomicU64, AtomicUsize, Ordering};
+use std::sync::{Arc, Mutex, OnceLock, Weak};
+
+use unirdma_abi as abi;
+use unirdma_abi::Command;
+use unirdma_formats::access;
+use unirdma_link::{PROCESS_LIMIT, RegionDesc};
+use unirdma_mem::MemFd;
+
+use crate::context::Context;
+use crate::queues::gone_is_fine;
+use crate::{Result, errno, lock, map_errno};
+
+use maps::{FileId, Vma};
+pub use moved::install_fork_handlers;
+use moved::moved;
+pub(crate) use moved::{forks, prepare};
+use pages::PAGE;
+pub(crate) use regions::Regions;
+
+/// How an MR's bytes are reached.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Way {
+    /// Mapped as it is.
+    Direct,
+    /// Moved into a memory file, then mapped.
+    Share,
+    /// Copied by system calls.
+    Copy,
+}
+
+/// Why an MR goes the way that it goes.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[repr(u8)]
+pub enum Why {
+    /// Nothing speaks against the fastest way.
+    Fastest = 0,
+    /// `UNIRDMA_MR` asks for it.
+    Asked = 1,
+    /// On-demand paging looks its pages up at each access.
+    OnDemand = 2,
+    /// The process has threads, and may not stop them for a moment (userfaultfd).
+    Threads = 3,
+    /// This thread's own stack or data is in it, or the program watches it by a userfaultfd.
+    InUse = 4,
+    /// The kernel holds pages of it (io_uring, AF_XDP, input or output that is under way).
+    Pinned = 5,
+    /// It is no private anonymous memory: a file, a device, read-only or executable memory.
+    Kind = 6,
+    /// Another copy of this library has moved it.
+    Another = 7,
+    /// The last MRs like it lived so briefly that moving their memory was not worth it.
+    Brief = 8,
+    /// A limit of the process or of the virtual layer.
+    Limits = 9,
+}
+
+impl Why {
+    /// The reason in words.
+    pub fn text(self) -> &'static str {
+        abi::mr_why(self as u32)
+    }
+}
+
+#[derive(Clone, Copy, PartialEq, Eq)]
+enum Policy {
+    Auto,
+    Share,
+    Direct,
+    Copy,
+}
+
+fn policy() -> Policy {
+    static P: OnceLock<Policy> = OnceLock::new();
+    *P.get_or_init(|| match std::env::var("UNIRDMA_MR").as_deref() {
+        Ok("copy") => Policy::Copy,
+        Ok("direct") => Policy::Direct,
+        Ok("share") => Policy::Share,
+        _ => Policy::Auto,
+    })
+}
+
+/// Nanoseconds of a clock that goes on.
+pub(crate) fn clock() -> u64 {
+    let t = rustix::time::clock_gettime(rustix::time::ClockId::Monotonic);
+    t.tv_sec as u64 * 1_000_000_000 + t.tv_nsec as u64
+}
+
+/// Memory of this process that is shared from the start: its MRs are *direct* whatever the process does.
+pub struct Buffer(MemFd);
+
+impl Buffer {
+    /// Zeroed memory of at least `len` bytes, page aligned.
+    ///
+    /// # Errors
+    /// `EINVAL` for no bytes, or those of the memory file.
+    pub fn new(len: usize) -> Result<Self> {
+        if len == 0 {
+            return Err(libc::EINVAL);
+        }
+        MemFd::new(c"unirdma-buf", len).map(Buffer).map_err(|e| map_errno(&e))
+    }
+
+    /// Address of the first byte.
+    pub fn addr(&self) -> usize {
+        self.0.span().addr()
+    }
+
+    /// True if `[addr, addr + len)` lies in it.
+    pub fn holds(&self, addr: usize, len: usize) -> bool {
+        let off = addr.wrapping_sub(self.addr());
+        addr >= self.addr() && off.checked_add(len).is_some_and(|end| end <= self.0.span().len())
+    }
+}
+
+/// What a registration asks for.
+#[derive(Clone, Copy, Debug)]
+struct Asked {
+    pdn: u32,
+    addr: u64,
+    len: u64,
+    iova: u64,
+    flags: u32,
+}
+
+/// Where an MR's bytes are.
+struct Placed {
+    way: Way,
+    why: Why,
+    /// Bus address of the first byte.
+    start: u64,
+    /// The region of the context in which it lies alone.
+    region: Option<regions::Key>,
+    /// Regions of its own, if it lies in several files.
+    own: Vec<RegionDesc>,
+    /// Parts of the memory file that it lies over: from where, and how many bytes.
+    held: Vec<(u64, u64)>,
+}
+
+impl Placed {
+    fn copied(start: u64, why: Why) -> Self {
+        Placed { way: Way::Copy, why, start, region: None, own: Vec::new(), held: Vec::new() }
+    }
+}
+
+/// A memory region.
+pub struct Mr {
+    /// Its handle.
+    pub mrn: u32,
+    /// Its lkey and rkey.
+    pub key: u32,
+    core: Arc<Core>,
+}
+
+/// What of an MR may change while it lives: a brief one that lives on is moved later.
+struct Core {
+    ctx: Arc<Context>,
+    mrn: u32,
+    since_ns: u64,
+    state: Mutex<Option<(Asked, Placed)>>,
+}
+
+/// MRs that are to be moved if they live on, and when to look at the first of them.
+static LATER: Mutex<Vec<Weak<Core>>> = Mutex::new(Vec::new());
+static LATER_COUNT: AtomicUsize = AtomicUsize::new(0);
+static LATER_NS: AtomicU64 = AtomicU64::new(0);
+
+/// Where the bytes of one mapping are, or will be.
+enum Source {
+    /// In the memory file of this process.
+    Moved,
+    /// In another memory file.
+    File(FileId, OwnedFd),
+    /// In private memory, to be moved.
+    Private,
+}
+
+impl Mr {
+    /// Registers `[addr, addr + len)` under virtual address `iova`.
+    ///
+    /// # Errors
+    /// `EFAULT` if the range is not mapped so, `EINVAL` for flags that do not go together, or those of
+    /// the device.
+    pub fn register(ctx: &Arc<Context>, pdn: u32, addr: u64, len: u64, iova: u64, flags: u32) -> Result<Self> {
+        look_at_brief();
+        let asked = Asked { pdn, addr, len, iova, flags };
+        let (r, placed) = asked.register(ctx, true)?;
+        let brief = placed.why == Why::Brief;
+        let since_ns = clock();
+        let core = Arc::new(Core { ctx: ctx.clone(), mrn: r.mrn, since_ns, state: Mutex::new(Some((asked, placed))) });
+        if brief {
+            let due = since_ns + history::worth_ns(len);
+            let mut later = lock(&LATER);
+            if later.is_empty() || due < LATER_NS.load(Ordering::Relaxed) {
+                LATER_NS.store(due, Ordering::Relaxed);
+            }
+            later.push(Arc::downgrade(&core));
+            LATER_COUNT.store(later.len(), Ordering::Relaxed);
+        }
+        Ok(Mr { mrn: r.mrn, key: r.lkey, core })
+    }
+
+    /// An MR of no memory: zeros are read from any address of it, and what is written is discarded. Its key serves as
+    /// lkey only.
+    ///
+    /// # Errors
+    /// Those of the device.
+    pub fn null(ctx: &Arc<Context>, pdn: u32) -> Result<Self> {
+        let req = abi::HandleReq { handle: pdn, reserved: 0 };
+        let r: abi::MrResp = ctx.command(Command::AllocNullMr, &req)?;
+        let asked = Asked { pdn, addr: 0, len: 0, iova: 0, flags: access::LOCAL_WRITE };
+        let placed = Placed { way: Way::Direct, ..Placed::copied(0, Why::Fastest) };
+        let state = Mutex::new(Some((asked, placed)));
+        let core = Arc::new(Core { ctx: ctx.clone(), mrn: r.mrn, since_ns: clock(), state });
+        Ok(Mr { mrn: r.mrn, key: r.lkey, core })
+    }
+
+    /// How its bytes are reached, and why so.
+    pub fn way(&self) -> (Way, Why) {
+        lock(&self.core.state).as_ref().map_or((Way::Copy, Why::Limits), |(_, p)| (p.way, p.why))
+    }
+
+    /// Becomes what `new` is, with the keys that it has. If the device refuses, it stays as it was, and `new` is gone.
+    ///
+    /// # Errors
+    /// Those of the device.
+    pub fn replace(&mut self, mut new: Mr) -> Result<()> {
+        let mut state = lock(&self.core.state);
+        if let Err(e) = replace(&self.core.ctx, self.core.mrn, new.mrn) {
+            let _ = new.deregister();
+            return Err(e);
+        }
+        let old = std::mem::replace(&mut *state, lock(&new.core.state).take());
+        drop(state);
+        if let Some((asked, placed)) = old {
+            placed.release(&self.core.ctx, Some((&asked, clock() - self.core.since_ns)));
+        }
+        Ok(())
+    }
+
+    /// Deregisters the MR.
+    ///
+    /// # Errors
+    /// Those of the device; the MR lives on.
+    pub fn deregister(&mut self) -> Result<()> {
+        let core = &self.core;
+        let mut state = lock(&core.state);
+        deregister(&core.ctx, core.mrn)?;
+        let Some((asked, placed)) = state.take() else { return Ok(()) };
+        drop(state);
+        placed.release(&core.ctx, Some((&asked, clock() - core.since_ns)));
+        Ok(())
+    }
+}
+
+fn deregister(ctx: &Context, mrn: u32) -> Result<()> {
+    let req = abi::HandleReq { handle: mrn, reserved: 0 };
+    gone_is_fine(ctx.command_void(Command::DeregMr, &req), ctx)
+}
+
+fn replace(ctx: &Context, mrn: u32, by: u32) -> Result<()> {
+    ctx.command_void(Command::ReregMr, &abi::ReregMrReq { mrn, by })
+}
+
+/// Moves the memory of MRs that were expected to be brief, and are not. Cheap if there are none.
+#[inline]
+pub(crate) fn look_at_brief() {
+    if LATER_COUNT.load(Ordering::Relaxed) > 0 && clock() >= LATER_NS.load(Ordering::Relaxed) {
+        move_those_that_live();
+    }
+}
+
+#[cold]
+fn move_those_that_live() {
+    let now = clock();
+    let mut due = Vec::new();
+    {
+        let mut later = lock(&LATER);
+        let mut next = u64::MAX;
+        later.retain(|w| {
+            let Some(core) = w.upgrade() else { return false };
+            // Its owner may be about to deregister it, or to register another one.
+            let Ok(state) = core.state.try_lock() else { return true };
+            let Some((asked, _)) = &*state else { return false };
+            let at = core.since_ns + history::worth_ns(asked.len);
+            drop(state);
+            if at > now {
+                next = next.min(at);
+                return true;
+            }
+            due.push(core);
+            false
+        });
+        LATER_NS.store(if next == u64::MAX { now } else { next }, Ordering::Relaxed);
+        LATER_COUNT.store(later.len(), Ordering::Relaxed);
+    }
+    for core in due {
+        core.move_now();
+    }
+}
+
+impl Core {
+    /// Registers the same memory anew, without regard to how long it may live, and lets this MR become that one.
+    fn move_now(&self) {
+        let mut state = lock(&self.state);
+        let Some((asked, old)) = state.as_mut() else { return };
+        let Ok((r, placed)) = asked.register(&self.ctx, false) else { return };
+        if placed.way != Way::Copy && replace(&self.ctx, self.mrn, r.mrn).is_ok() {
+            *old = placed;
+        } else {
+            let _ = deregister(&self.ctx, r.mrn);
+            placed.release(&self.ctx, None);
+        }
+    }
+}
+
+impl Asked {
+    /// Places the memory and tells the device of it. `guess`: an MR that will be brief is not moved.
+    fn register(&self, ctx: &Arc<Context>, guess: bool) -> Result<(abi::MrResp, Placed)> {
+        let placed = if self.flags & access::ON_DEMAND != 0 { self.on_demand(ctx)? } else { self.place(ctx, guess)? };
+        let req = abi::RegUserMrReq {
+            pdn: self.pdn,
+            access_flags: self.flags & !(access::ON_DEMAND | access::HUGETLB | access::ZERO_BASED),
+            start: placed.start,
+            length: self.length(),
+            virt_addr: self.iova,
+            why: placed.why as u32,
+            ..Default::default()
+        };
+        match ctx.command(Command::RegUserMr, &req) {
+            Ok(r) => Ok((r, placed)),
+            Err(e) => {
+                placed.release(ctx, None);
+                Err(e)
+            }
+        }
+    }
+
+    /// All of the address space is one MR, if asked.
+    fn length(&self) -> u64 {
+        let implicit = self.flags & access::ON_DEMAND != 0 && self.addr == 0 && self.len == usize::MAX as u64;
+        if implicit { PROCESS_LIMIT } else { self.len }
+    }
+
+    fn check_end(&self) -> Result<u64> {
+        self.addr.checked_add(self.length()).filter(|&end| end <= PROCESS_LIMIT).ok_or(libc::EINVAL)
+    }
+
+    /// Pages may change at any time: each access looks them up.
+    fn on_demand(&self, ctx: &Context) -> Result<Placed> {
+        self.check_end()?;
+        offer_process(ctx)?;
+        Ok(Placed::copied(self.addr, Why::OnDemand))
+    }
+
+    /// Chooses the way of the range.
+    fn place(&self, ctx: &Arc<Context>, guess: bool) -> Result<Placed> {
+        let end = self.check_end()?;
+        let lo = self.addr / PAGE * PAGE;
+        let hi = if self.len == 0 { lo } else { end.next_multiple_of(PAGE) };
+        match self.map(ctx, lo, hi, guess)? {
+            Ok(p) => Ok(Placed { start: p.start + (self.addr - lo), ..p }),
+            Err(why) => {
+                offer_process(ctx)?;
+                Ok(Placed::copied(self.addr, why))
+            }
+        }
+    }
+
+    /// Gives the pages to the device as mapped memory, or says why they cannot be.
+    fn map(&self, ctx: &Arc<Context>, lo: u64, hi: u64, guess: bool) -> Result<std::result::Result<Placed, Why>> {
+        let mut m = moved();
+        let Some(maps) = m.maps() else { return Ok(Err(Why::Limits)) };
+        let map: Vec<Vma> = maps.range(lo, hi).collect();
+        check_range(&map, lo, hi, self.flags)?;
+        if map.is_empty() {
+            return Ok(Err(Why::Kind));
+        }
+        if policy() == Policy::Copy {
+            return Ok(Err(Why::Asked));
+        }
+        // Nothing is moved before it is known that every part can be mapped.
+        let brief = guess && m.history.expects_brief(lo, hi);
+        let mut sources = Vec::with_capacity(map.len());
+        for v in &map {
+            match source(&m, v, brief) {
+                Ok(s) => sources.push(s),
+                Err(why) => return Ok(Err(why)),
+            }
+        }
+        let mut placed = Placed { way: Way::Direct, ..Placed::copied(0, Why::Fastest) };
+        let mut pieces = Vec::with_capacity(map.len());
+        let mut failed = None;
+        for (v, source) in map.iter().zip(sources) {
+            let part = v.clip(lo, hi);
+            let len = part.end - part.start;
+            let off = match source {
+                Source::File(id, fd) => {
+                    let whole = (v.offset, v.end - v.start);
+                    pieces.push(Piece { id, fd: Some(fd), off: part.offset, len, whole });
+                    continue;
+                }
+                Source::Moved => Ok(part.offset),
+                Source::Private => m.take(&part),
+            };
+            match off {
+                Ok(off) => {
+                    m.hold(off, len);
+                    placed.way = Way::Share;
+                    placed.held.push((off, len));
+                    let (id, whole) = (m.file_id().unwrap_or_default(), m.part_around(off, len));
+                    pieces.push(Piece { id, fd: None, off, len, whole });
+                }
+                Err(why) => {
+                    failed = Some(why);
+                    break;
+                }
+            }
+        }
+        let file = m.file();
+        drop(m);
+        if failed.is_none() && placed.announce(ctx, &pieces, file.as_ref()).is_none() {
+            failed = Some(Why::Limits);
+        }
+        Ok(match failed {
+            None => Ok(placed),
+            Some(why) => {
+                placed.release(ctx, None);
+                Err(why)
+            }
+        })
+    }
+}
+
+/// A part of an MR in a memory file; without a descriptor it is the process's own.
+struct Piece {
+    id: FileId,
+    fd: Option<OwnedFd>,
+    off: u64,
+    len: u64,
+    /// What is worth being a region, for the sake of other MRs: from where, and how many bytes.
+    whole: (u64, u64),
+}
+
+impl Placed {
+    /// Tells the device of the files in which the MR lies.
+    fn announce(&mut self, ctx: &Context, pieces: &[Piece], moved: Option<&OwnedFd>) -> Option<()> {
+        fn fd<'a>(p: &'a Piece, moved: Option<&'a OwnedFd>) -> Option<BorrowedFd<'a>> {
+            p.fd.as_ref().or(moved).map(|fd| fd.as_fd())
+        }
+        if let [p] = pieces {
+            let part = (p.off, p.len);
+            let get = |whole| regions::get(ctx, p.id, fd(p, moved)?, part, whole);
+            let (key, bus) = get(p.whole).or_else(|| get(part).filter(|_| p.whole != part))?;
+            (self.region, self.start) = (Some(key), bus);
+            return Some(());
+        }
+        // The parts of an MR follow each other on the bus.
+        self.start = lock(&ctx.arena).take_bus(pieces.iter().map(|p| p.len).sum());
+        let mut bus = self.start;
+        for p in pieces {
+            self.own.push(regions::add(ctx, fd(p, moved)?, p.off, p.len, bus)?);
+            bus += p.len;
+        }
+        Some(())
+    }
+
+    /// Gives back what it has: no MR of the device lies there any more. `ended`: what was asked for, and for how many
+    /// nanoseconds it was there.
+    fn release(self, ctx: &Context, ended: Option<(&Asked, u64)>) {
+        if let Some(key) = self.region {
+            regions::put(ctx, key);
+        }
+        for d in self.own {
+            regions::remove(ctx, d);
+        }
+        let noted = ended.filter(|_| self.why == Why::Brief || self.way == Way::Share);
+        if noted.is_none() && self.held.is_empty() {
+            return;
+        }
+        let mut m = moved();
+        if let Some((asked, life_ns)) = noted {
+            let end = asked.addr + asked.len;
+            m.history.note(asked.addr / PAGE * PAGE, end.next_multiple_of(PAGE), life_ns);
+        }
+        m.release(&self.held);
+    }
+}
+
+/// How a mapping's bytes come to lie in a memory file; or why they do not.
+fn source(m: &moved::Moved, v: &Vma, brief: bool) -> std::result::Result<Source, Why> {
+    if Some(v.file) == m.file_id() {
+        return Ok(Source::Moved);
+    }
+    if v.is_anothers() {
+        return Err(Why::Another);
+    }
+    if v.is_shared_memory() {
+        let file = m.tools().and_then(|t| t.find_open_file(v.file)).or_else(|| tools::open_by_name(v.name(), v.file));
+        return file.map(|fd| Source::File(v.file, fd)).ok_or(Why::Kind);
+    }
+    match policy() {
+        _ if !v.is_movable() => Err(Why::Kind),
+        Policy::Auto if brief => Err(Why::Brief),
+        Policy::Auto | Policy::Share => Ok(Source::Private),
+        Policy::Direct | Policy::Copy => Err(Why::Asked),
+    }
+}
+
+/// `EFAULT` unless the mappings cover the range and allow what the MR allows.
+fn check_range(map: &[Vma], lo: u64, hi: u64, flags: u32) -> Result<()> {
+    let mut at = lo;
+    for v in map {
+        let stores = flags & access::LOCAL_WRITE != 0;
+        if v.start > at || !v.read || stores && !v.write {
+            return Err(libc::EFAULT);
+        }
+        at = v.end;
+    }
+    if at < hi { Err(libc::EFAULT) } else { Ok(()) }
+}
+
+/// Lets the device copy in and out of this process, once for each context. Other threads wait for it.
+fn offer_process(ctx: &Context) -> Result<()> {
+    let mut offered = lock(&ctx.process_offered);
+    if *offered {
+        return Ok(());
+    }
+    let mem = moved().tools().and_then(|t| t.process.clone()).ok_or(libc::EACCES)?;
+    let d = RegionDesc { bus_addr: 0, size: PROCESS_LIMIT, user_addr: 0, mmap_offset: 0 };
+    lock(&ctx.frontend).add_region(d, mem.as_fd()).map_err(|e| errno(&e))?;
+    *offered = true;
+    Ok(())
+}

@@ -1,0 +1,517 @@
+//! Which pages of the program lie in the memory file, and for how many MRs; when they go there and when they come back.
+//!
+//! One lock guards all of it, and signals are held under it, so that a signal handler may fork. The fork handlers of this
+//! process are here too: a fork finds no moved page, so that the kernel gives the child a copy of everything, as of
+//! private memory; then the pages go back to the file.
+
+use std::os::fd::OwnedFd;
+use std::sync::atomic::{AtomicU32, Ordering};
+use std::sync::{Mutex, MutexGuard, Once};
+
+use super::cover::Cover;
+use super::history::History;
+use super::maps::{FileId, Maps, Vma};
+use super::pages::{self, Failed, Hands, PAGE, Place};
+use super::tools::{self, Tools};
+use super::{Why, clock};
+use crate::lock;
+
+/// Parts of the program's memory that are moved at most. Each is a mapping, and a shadow is another.
+const MAX_PLACES: usize = 8192;
+/// Each part has so many bytes of the memory file for itself: a program may make its mapping longer.
+const SLOT: u64 = 1 << 40;
+/// Parts of the memory file that are given out at most.
+const MAX_SLOTS: u64 = 1 << 21;
+/// This thread's stack is in use so far above and below the place of a local variable.
+const NEAR: u64 = 128 << 10;
+/// A list of places has room for so many more, so that a fork handler need not allocate.
+const SPARE: usize = 64;
+
+/// A part of the program that lies in the memory file: one mapping of it.
+#[derive(Clone, Copy, Debug)]
+struct Part {
+    place: Place,
+    /// As the program has set it.
+    prot: i32,
+    locked: bool,
+    /// Private for the moment of a fork.
+    out: bool,
+}
+
+impl Part {
+    fn end(&self) -> u64 {
+        self.place.off + self.place.len
+    }
+
+    fn cut(&self, off: u64, len: u64) -> Part {
+        let skip = off - self.place.off;
+        let shadow = if self.place.shadow == 0 { 0 } else { self.place.shadow + skip };
+        Part { place: Place { at: self.place.at + skip, len, off, shadow }, ..*self }
+    }
+}
+
+/// The moved memory of this process.
+pub(crate) struct Moved {
+    /// [`forks`] when the tools were opened.
+    forks: u32,
+    tools: Option<Tools>,
+    /// By their place in the file.
+    parts: Vec<Part>,
+    /// For building the next list of parts.
+    spare: Vec<Part>,
+    cover: Cover,
+    slots: u64,
+    free_slots: Vec<u64>,
+    /// What came back soon after it was taken.
+    pub history: History,
+    pins: Option<(u64, bool)>,
+}
+
+static MOVED: Mutex<Moved> = Mutex::new(Moved {
+    forks: 0,
+    tools: None,
+    parts: Vec::new(),
+    spare: Vec::new(),
+    cover: Cover::new(),
+    slots: 0,
+    free_slots: Vec::new(),
+    history: History::new(),
+    pins: None,
+});
+
+static FORKS: AtomicU32 = AtomicU32::new(0);
+
+/// How often this process was forked off another: contexts of an older number are a parent's.
+#[inline]
+pub(crate) fn forks() -> u32 {
+    FORKS.load(Ordering::Relaxed)
+}
+
+/// Holds all signals of this thread until dropped.
+struct HoldSignals(libc::sigset_t);
+
+impl HoldSignals {
+    fn new() -> Self {
+        // SAFETY: both sets are initialized by the calls that write them.
+        unsafe {
+            let (mut all, mut old) = (std::mem::zeroed(), std::mem::zeroed());
+            libc::sigfillset(&mut all);
+            libc::pthread_sigmask(libc::SIG_SETMASK, &all, &mut old);
+            HoldSignals(old)
+        }
+    }
+}
+
+impl Drop for HoldSignals {
+    fn drop(&mut self) {
+        // SAFETY: restores the mask that `new` saved.
+        unsafe { libc::pthread_sigmask(libc::SIG_SETMASK, &self.0, std::ptr::null_mut()) };
+    }
+}
+
+/// The lock, with signals held.
+pub(crate) struct Held {
+    guard: MutexGuard<'static, Moved>,
+    // Dropped after the lock.
+    _signals: HoldSignals,
+}
+
+impl std::ops::Deref for Held {
+    type Target = Moved;
+    fn deref(&self) -> &Moved {
+        &self.guard
+    }
+}
+
+impl std::ops::DerefMut for Held {
+    fn deref_mut(&mut self) -> &mut Moved {
+        &mut self.guard
+    }
+}
+
+/// Takes the lock.
+pub(crate) fn moved() -> Held {
+    let signals = HoldSignals::new();
+    Held { guard: lock(&MOVED), _signals: signals }
+}
+
+/// Opens what moving memory needs, once for each process. Called when a device is opened.
+pub(crate) fn prepare() {
+    install_fork_handlers();
+    let mut m = moved();
+    if m.tools.is_some() && m.forks == forks() {
+        return;
+    }
+    // A child's parts are its own private memory, and its parent's tools would act on the parent.
+    let stale = std::mem::replace(&mut *m, Moved { forks: forks(), tools: Some(Tools::open()), ..Moved::empty() });
+    m.parts.reserve(SPARE);
+    m.spare.reserve(SPARE);
+    drop(stale);
+}
+
+impl Moved {
+    const fn empty() -> Self {
+        Moved {
+            forks: 0,
+            tools: None,
+            parts: Vec::new(),
+            spare: Vec::new(),
+            cover: Cover::new(),
+            slots: 0,
+            free_slots: Vec::new(),
+            history: History::new(),
+            pins: None,
+        }
+    }
+
+    /// What was opened, if it is this process's own.
+    pub fn tools(&self) -> Option<&Tools> {
+        self.tools.as_ref().filter(|_| self.forks == forks())
+    }
+
+    /// Which file private memory is moved to.
+    pub fn file_id(&self) -> Option<FileId> {
+        self.tools()?.file_id()
+    }
+
+    /// A descriptor of that file.
+    pub fn file(&self) -> Option<OwnedFd> {
+        self.tools()?.file()?.try_clone_to_owned().ok()
+    }
+
+    /// Mappings of this process.
+    pub fn maps(&self) -> Option<&Maps> {
+        self.tools()?.maps.as_ref()
+    }
+
+    /// An MR begins to use a range of the file.
+    pub fn hold(&mut self, off: u64, len: u64) {
+        self.cover.add(off, off + len);
+    }
+
+    /// Moves private memory into the file; where it lies there. Nobody holds it yet.
+    ///
+    /// # Errors
+    /// Why not. The memory is private, as it was.
+    pub fn take(&mut self, v: &Vma) -> Result<u64, Why> {
+        let len = v.end - v.start;
+        let t = self.tools().ok_or(Why::Limits)?;
+        if tools::limited() || self.parts.len() >= MAX_PLACES {
+            return Err(Why::Limits);
+        }
+        if is_used(v) {
+            return Err(Why::InUse);
+        }
+        let threads = t.threads() > 1;
+        if threads && !t.stops_threads() {
+            return Err(Why::Threads);
+        }
+        if !t.sees_pins() && self.may_be_pinned() {
+            return Err(Why::Pinned);
+        }
+        let slot = self.free_slots.pop().or_else(|| {
+            self.slots += 1;
+            (self.slots <= MAX_SLOTS).then_some(self.slots)
+        });
+        let slot = slot.ok_or(Why::Limits)?;
+        // Huge pages lie alike in the memory and in the file.
+        let off = slot * SLOT + v.start % (2 << 20);
+        let Some(shadow) = pages::reserve_shadow(v.start, len) else {
+            self.free_slots.push(slot);
+            return Err(Why::Limits);
+        };
+        let place = Place { at: v.start, len, off, shadow };
+        self.parts.reserve(SPARE);
+        let Some(h) = self.tools().and_then(|t| t.hands(false)) else { return Err(Why::Threads) };
+        // SAFETY: the caller has found private anonymous memory there; it is not this thread's stack; signals are held.
+        let taken = unsafe { pages::take(&h, &place, libc::PROT_READ | libc::PROT_WRITE) };
+        let (done, locked) = match taken {
+            Ok(locked) => (len, locked),
+            Err((_, done)) => (done, false),
+        };
+        if done > 0 {
+            let part = Part { place: Place { len: done, ..place }, prot: v.prot(), locked, out: false };
+            let at = self.parts.partition_point(|p| p.place.off < off);
+            self.parts.insert(at, part);
+            self.reserve();
+        }
+        match taken {
+            Ok(_) => Ok(off),
+            Err((why, _)) => {
+                if done == 0 {
+                    self.free_slots.push(slot);
+                }
+                self.give_back_free();
+                Err(match why {
+                    Failed::Pinned => Why::Pinned,
+                    Failed::Watched => Why::InUse,
+                    Failed::Room => Why::Limits,
+                })
+            }
+        }
+    }
+
+    /// Room in the lists, so that a fork handler need not allocate.
+    fn reserve(&mut self) {
+        self.parts.reserve(SPARE);
+        let need = self.parts.len() + SPARE;
+        self.spare.reserve(need);
+    }
+
+    /// An MR does not use these ranges of the file any more. What nobody uses becomes private memory again.
+    pub fn release(&mut self, ranges: &[(u64, u64)]) {
+        if self.forks != forks() {
+            return;
+        }
+        for &(off, len) in ranges {
+            self.cover.remove(off, off + len);
+        }
+        self.give_back_free();
+        for &(off, len) in ranges {
+            let mut at = off;
+            while let Some((lo, hi)) = self.cover.first_free(at, off + len) {
+                at = hi;
+                // Memory that the program has unmapped meanwhile has no part any more, and its data no reader.
+                if !self.parts.iter().any(|p| p.place.off < hi && lo < p.end())
+                    && let Some(h) = self.tools().and_then(|t| t.hands(false))
+                {
+                    pages::punch(h.file, lo, hi - lo);
+                }
+            }
+            let slot = off / SLOT;
+            let used = |o: u64, e: u64| o < (slot + 1) * SLOT && e > slot * SLOT;
+            if !self.parts.iter().any(|p| used(p.place.off, p.end()))
+                && self.cover.first_free(slot * SLOT, (slot + 1) * SLOT) == Some((slot * SLOT, (slot + 1) * SLOT))
+                && !self.free_slots.contains(&slot)
+            {
+                self.free_slots.push(slot);
+            }
+        }
+    }
+
+    /// Gives all parts back that no MR lies over.
+    fn give_back_free(&mut self) {
+        if !self.parts.iter().any(|p| self.cover.first_free(p.place.off, p.end()).is_some()) {
+            return;
+        }
+        if self.may_be_pinned() && !self.tools().is_none_or(|t| t.file().is_none()) {
+            return;
+        }
+        self.look();
+        let mut i = 0;
+        while i < self.parts.len() {
+            let part = self.parts[i];
+            let Some((lo, hi)) = self.cover.first_free(part.place.off, part.end()) else {
+                i += 1;
+                continue;
+            };
+            // Its ends that somebody holds become parts of their own.
+            if lo > part.place.off {
+                self.parts[i] = part.cut(part.place.off, lo - part.place.off);
+                i += 1;
+                self.parts.insert(i, part.cut(lo, part.end() - lo));
+            }
+            if hi < part.end() {
+                self.parts[i] = part.cut(lo, hi - lo);
+                self.parts.insert(i + 1, part.cut(hi, part.end() - hi));
+            }
+            let mut free = part.cut(lo, hi - lo);
+            let Some(h) = self.tools().and_then(|t| t.hands(false)) else { break };
+            let done = give_back(&h, &mut free);
+            if done > 0 {
+                pages::punch(h.file, lo, done);
+            }
+            if done == free.place.len {
+                self.parts.remove(i);
+            } else {
+                self.parts[i] = free.cut(lo + done, free.place.len - done);
+                i += 1;
+            }
+        }
+        self.reserve();
+    }
+
+    /// The part of the file that `[off, off + len)` is a piece of.
+    pub fn part_around(&self, off: u64, len: u64) -> (u64, u64) {
+        let i = self.parts.partition_point(|p| p.end() <= off);
+        let whole = self.parts.get(i).filter(|p| p.place.off <= off && off + len <= p.end());
+        whole.map_or((off, len), |p| (p.place.off, p.place.len))
+    }
+
+    /// True if the kernel may hold pages of this process. The look costs time for each open file, so that an answer holds
+    /// for a while.
+    fn may_be_pinned(&mut self) -> bool {
+        let now = clock();
+        if let Some((until, known)) = self.pins
+            && now < until
+        {
+            return known;
+        }
+        let held = self.tools().is_none_or(Tools::holds_pages);
+        // At most a twentieth of the time is spent so.
+        self.pins = Some((clock() + (clock() - now) * 20, held));
+        held
+    }
+
+    /// Makes the list of parts agree with what the program has done to its mappings: it may have moved, cut, protected or
+    /// unmapped them, or made them longer.
+    fn look(&mut self) {
+        let (Some(tools), Some(id)) = (self.tools.as_ref(), self.file_id()) else { return };
+        let Some(maps) = &tools.maps else { return };
+        let as_expected = |p: &Part| {
+            maps.find(p.place.at).is_some_and(|v| {
+                let (end, at) = (p.place.at + p.place.len, p.place.at);
+                let there = v.file == id && v.start <= at && end <= v.end && v.prot() == p.prot;
+                there && v.offset + (at - v.start) == p.place.off && !grown(&self.parts, &v, p)
+            })
+        };
+        if self.parts.iter().all(as_expected) {
+            return;
+        }
+        self.spare.clear();
+        for v in maps.range(0, u64::MAX).filter(|v| v.file == id) {
+            let (mut off, end) = (v.offset, v.offset + (v.end - v.start));
+            while off < end && self.spare.len() < self.spare.capacity() {
+                let i = self.parts.partition_point(|p| p.end() <= off);
+                let known = self.parts.get(i).filter(|p| p.place.off < end);
+                let at = v.start + (off - v.offset);
+                let part = match known {
+                    Some(p) if p.place.off <= off => {
+                        let cut = p.cut(off, p.end().min(end) - off);
+                        Part { place: Place { at, ..cut.place }, prot: v.prot(), ..cut }
+                    }
+                    // Longer than it was when it was taken.
+                    next => {
+                        let len = next.map_or(end, |p| p.place.off) - off;
+                        let place = Place { at, len, off, shadow: 0 };
+                        Part { place, prot: v.prot(), locked: false, out: false }
+                    }
+                };
+                off += part.place.len;
+                self.spare.push(part);
+            }
+        }
+        self.spare.sort_unstable_by_key(|p| p.place.off);
+        // Shadows of what is unmapped are not needed.
+        for p in &self.parts {
+            let mut off = p.place.off;
+            while off < p.end() {
+                let next = self.spare.iter().find(|s| s.end() > off);
+                let until = next.map_or(p.end(), |s| s.place.off.clamp(off, p.end()));
+                if until > off && p.place.shadow != 0 {
+                    // SAFETY: a part of a shadow whose range is gone.
+                    unsafe { pages::drop_shadow(p.place.shadow + (off - p.place.off), until - off) };
+                }
+                off = next.map_or(p.end(), |s| s.end()).max(until);
+            }
+        }
+        std::mem::swap(&mut self.parts, &mut self.spare);
+    }
+}
+
+/// True if mapping `v` goes on behind part `p`, with what is no part yet.
+fn grown(parts: &[Part], v: &Vma, p: &Part) -> bool {
+    let goes_on = v.end > p.place.at + p.place.len;
+    let i = parts.partition_point(|q| q.place.off < p.end());
+    goes_on && parts.get(i).is_none_or(|q| q.place.off != p.end())
+}
+
+fn give_back(h: &Hands<'_>, part: &mut Part) -> u64 {
+    if part.place.shadow == 0 {
+        match pages::fresh_shadow(part.place.at, part.place.len) {
+            Some(s) => part.place.shadow = s,
+            None => return 0,
+        }
+    }
+    // SAFETY: `look` has found the mapping there; signals are held, and `hands` has looked at the threads.
+    unsafe { pages::give_back(h, &part.place, part.prot, part.locked) }
+}
+
+/// True if this thread uses the range while it moves memory: its stack, or its own block, which has errno and what the
+/// kernel keeps up to date for restartable sequences.
+fn is_used(v: &Vma) -> bool {
+    let meets = |from: u64, to: u64| v.start < to && from < v.end;
+    let here = 0u8;
+    let stack = (&raw const here) as u64;
+    // SAFETY: glibc's own addresses; the block is at most a page long from where pthread_self(3) points.
+    let (own, errno) = unsafe { (libc::pthread_self() as u64, libc::__errno_location() as u64) };
+    meets(stack.saturating_sub(NEAR), stack + NEAR) || meets(own.min(errno) & !(PAGE - 1), own.max(errno) + PAGE)
+}
+
+// --- fork ---
+
+/// The lock, while a fork is under way.
+static FORKING: Mutex<Option<ForkGuard>> = Mutex::new(None);
+
+struct ForkGuard(Held);
+// SAFETY: the guard is taken and dropped by the one thread that forks.
+unsafe impl Send for ForkGuard {}
+
+extern "C" fn before_fork() {
+    let mut m = moved();
+    m.leave_file();
+    *lock(&FORKING) = Some(ForkGuard(m));
+}
+
+extern "C" fn after_in_parent() {
+    let held = lock(&FORKING).take();
+    if let Some(mut m) = held {
+        m.0.enter_file();
+    }
+}
+
+extern "C" fn after_in_child() {
+    FORKS.fetch_add(1, Ordering::SeqCst);
+    drop(lock(&FORKING).take());
+}
+
+impl Moved {
+    /// Everything that is moved becomes private memory, for the moment of a fork. What cannot be is not inherited: a child
+    /// that touches it crashes.
+    fn leave_file(&mut self) {
+        if self.parts.is_empty() || self.forks != forks() {
+            return;
+        }
+        self.look();
+        let Some(h) = self.tools.as_ref().and_then(|t| t.hands(true)) else { return };
+        let mut i = 0;
+        while i < self.parts.len() {
+            let mut part = self.parts[i];
+            let done = give_back(&h, &mut part);
+            part.out = done == part.place.len;
+            // Beyond the room of the list the rest of a part would be lost, so it stays as it is.
+            if !part.out && done > 0 && self.parts.len() < self.parts.capacity() {
+                self.parts[i] = Part { out: true, ..part.cut(part.place.off, done) };
+                i += 1;
+                self.parts.insert(i, part.cut(part.place.off + done, part.place.len - done));
+            } else {
+                self.parts[i] = part;
+            }
+            i += 1;
+        }
+    }
+
+    /// Everything that [`Moved::leave_file`] made private goes back to where it was in the file.
+    fn enter_file(&mut self) {
+        let Some(h) = self.tools.as_ref().and_then(|t| t.hands(true)) else { return };
+        for part in self.parts.iter_mut().filter(|p| p.out) {
+            part.out = false;
+            let Some(shadow) = pages::reserve_shadow(part.place.at, part.place.len) else {
+                continue;
+            };
+            part.place.shadow = shadow;
+            // SAFETY: the range was made private memory in `leave_file`; signals are held.
+            let _ = unsafe { pages::take(&h, &part.place, part.prot) };
+        }
+    }
+}
+
+/// Arranges for forks, once. Called when the library is loaded, so that the handlers run last before a fork and first
+/// after it.
+pub fn install_fork_handlers() {
+    static ONCE: Once = Once::new();
+    ONCE.call_once(|| {
+        // SAFETY: registers three functions that live as long as this library, which is never unloaded.
+        unsafe { libc::pthread_atfork(Some(before_fork), Some(after_in_parent), Some(after_in_child)) };
+    });
+}

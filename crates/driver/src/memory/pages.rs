@@ -1,0 +1,508 @@
+//! Moving pages of the running program: private memory into the memory file, and back.
+//!
+//! Both ways replace a range by something else at the same address, in pieces, while other threads, the kernel and other
+//! processes may write to it. Whoever touches the range in that moment sleeps (userfaultfd) until the piece is done, so
+//! no store is lost. Without userfaultfd only a process with one thread may do this; the caller sees to that.
+//!
+//! The *shadow* of a range is its original mapping, emptied and kept at another address while the memory file is in its
+//! place. It has what the program asked for in `madvise(2)` and `mbind(2)`, and it is what the range becomes again.
+//!
+//! **While a piece is under way nothing but this thread's stack and the work area may be touched**: a page of the heap
+//! may be one of those that are being moved, and then this thread would wait for itself. So: no allocation, no lock, no
+//! log, no formatting. Signals are held by the caller.
+
+use std::os::fd::RawFd;
+
+use super::uffd::{NotMoved, Stops, Uffd};
+
+pub(crate) const PAGE: u64 = 4096;
+/// Bytes that are moved while threads wait.
+const STEP: u64 = 2 << 20;
+/// Bytes of address space that are moved at a time if nobody waits.
+const STEP_ALONE: u64 = 1 << 30;
+/// A hole of the memory file that is large.
+const LARGE_HOLE: u64 = 64 << 20;
+/// Bytes of one entry of `/proc/self/pagemap`.
+const ENTRY: u64 = 8;
+/// Ranges that one look at the page tables finds at most.
+const FOUND: usize = 64;
+/// How often a page is tried that is busy.
+const TRIES: u32 = 4;
+
+const MADV_POPULATE_WRITE: i32 = 23;
+const MADV_COLD: i32 = 20;
+const PAGEMAP_SCAN: libc::c_ulong = 0xc060_6610;
+
+/// Why memory was not taken.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Failed {
+    /// The kernel holds pages of it for input or output.
+    Pinned,
+    /// The program watches it by a userfaultfd of its own.
+    Watched,
+    /// No memory, no room in the address space, or a limit of the process.
+    Room,
+}
+
+/// What moving needs: plain numbers, copied to the stack before a piece begins.
+#[derive(Clone, Copy)]
+pub(crate) struct Hands<'a> {
+    /// The memory file.
+    pub file: RawFd,
+    /// `/proc/self/pagemap`.
+    pub pagemap: RawFd,
+    pub uffd: Option<&'a Uffd>,
+    /// Where pages lie for a moment: [`STEP`] bytes at a multiple of it, watched by `uffd`.
+    pub side: u64,
+    /// Other threads are there, or may come.
+    pub threads: bool,
+    /// Pages of the range may be shared with a child that was just forked; they are not looked at for pins.
+    pub after_fork: bool,
+}
+
+/// A range of the program, its place in the memory file, and its shadow.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) struct Place {
+    pub at: u64,
+    pub len: u64,
+    pub off: u64,
+    pub shadow: u64,
+}
+
+impl Place {
+    fn part(&self, skip: u64, len: u64) -> Place {
+        Place { at: self.at + skip, len, off: self.off + skip, shadow: self.shadow + skip }
+    }
+}
+
+/// The errno of the last system call of this thread.
+pub(crate) fn last_errno() -> i32 {
+    // SAFETY: a thread's own errno.
+    unsafe { *libc::__errno_location() }
+}
+
+// Plain system calls: the wrappers of the C library may be replaced (AddressSanitizer, ThreadSanitizer, allocators), and
+// what replaces them looks at memory that is on its way.
+
+unsafe fn sys_mmap(at: u64, len: u64, prot: i32, flags: i32, fd: RawFd, off: u64) -> Option<u64> {
+    // SAFETY: by the caller's contract about the range.
+    let r = unsafe { libc::syscall(libc::SYS_mmap, at, len, prot, flags, fd, off) };
+    (r != -1).then_some(r as u64)
+}
+
+unsafe fn sys_mremap(from: u64, len: u64, flags: i32, to: u64) -> bool {
+    // SAFETY: by the caller's contract about both ranges.
+    unsafe {
+        libc::syscall(libc::SYS_mremap, from, len, len, libc::MREMAP_MAYMOVE | libc::MREMAP_FIXED | flags, to) != -1
+    }
+}
+
+/// `madvise(2)`; true if it did it.
+pub(crate) unsafe fn sys_madvise(at: u64, len: u64, advice: i32) -> bool {
+    // SAFETY: by the caller's contract about the range.
+    unsafe { libc::syscall(libc::SYS_madvise, at, len, advice) == 0 }
+}
+
+unsafe fn sys_munmap(at: u64, len: u64) {
+    // SAFETY: by the caller's contract about the range.
+    unsafe { libc::syscall(libc::SYS_munmap, at, len) };
+}
+
+unsafe fn sys_mprotect(at: u64, len: u64, prot: i32) -> bool {
+    // SAFETY: by the caller's contract about the range.
+    unsafe { libc::syscall(libc::SYS_mprotect, at, len, prot) == 0 }
+}
+
+unsafe fn sys_lock(call: libc::c_long, at: u64, len: u64) -> bool {
+    // SAFETY: locking changes no contents.
+    unsafe { libc::syscall(call, at, len) == 0 }
+}
+
+const RESERVED: i32 = libc::MAP_PRIVATE | libc::MAP_ANONYMOUS | libc::MAP_NORESERVE;
+const READ_WRITE: i32 = libc::PROT_READ | libc::PROT_WRITE;
+
+/// Address space for the shadow of `len` bytes at `at`, as far from a huge page's boundary as that.
+pub(crate) fn reserve_shadow(at: u64, len: u64) -> Option<u64> {
+    // SAFETY: a new mapping at a place of the kernel's choice, of which the ends are given back.
+    unsafe {
+        let all = sys_mmap(0, len + STEP, libc::PROT_NONE, RESERVED, -1, 0)?;
+        let shadow = all + (at % STEP + STEP - all % STEP) % STEP;
+        if shadow > all {
+            sys_munmap(all, shadow - all);
+        }
+        if all + STEP > shadow {
+            sys_munmap(shadow + len, all + STEP - shadow);
+        }
+        Some(shadow)
+    }
+}
+
+/// Gives the address space of a shadow back.
+///
+/// # Safety
+/// The range is a shadow that nothing needs any more.
+pub(crate) unsafe fn drop_shadow(shadow: u64, len: u64) {
+    // SAFETY: by the contract.
+    unsafe { sys_munmap(shadow, len) };
+}
+
+/// The work area: [`STEP`] bytes at a multiple of it.
+pub(crate) fn make_side(uffd: Option<&Uffd>) -> Option<u64> {
+    let side = reserve_shadow(0, STEP)?;
+    // SAFETY: our own new mapping. A child needs none of it.
+    unsafe {
+        if !sys_mprotect(side, STEP, READ_WRITE) {
+            return None;
+        }
+        sys_madvise(side, STEP, libc::MADV_DONTFORK);
+    }
+    if let Some(u) = uffd.filter(|u| u.moves)
+        && !u.watch(side, STEP, Stops::Missing)
+    {
+        return None;
+    }
+    Some(side)
+}
+
+/// Calls `f` with each range of `[at, at + len)` that has memory of its own, present or swapped out, until it says no.
+/// Pages that were only read are holes.
+fn each_present(h: &Hands<'_>, at: u64, len: u64, mut f: impl FnMut(u64, u64) -> bool) -> bool {
+    let end = at + len;
+    let mut from = at;
+    let mut found = [[0u64; 3]; FOUND];
+    while from < end {
+        // struct pm_scan_arg: neither a zero page, and present or swapped.
+        const ZERO: u64 = 1 << 5;
+        const THERE: u64 = 1 << 3 | 1 << 4;
+        let mut arg = [96, 0, from, end, 0, found.as_mut_ptr() as u64, FOUND as u64, 0, ZERO, ZERO, THERE, THERE];
+        // SAFETY: the kernel fills at most FOUND ranges.
+        let n = unsafe { libc::syscall(libc::SYS_ioctl, h.pagemap, PAGEMAP_SCAN, arg.as_mut_ptr()) };
+        if n < 0 {
+            return each_in_pagemap(h, from, end, f);
+        }
+        if !found[..n as usize].iter().all(|r| f(r[0], r[1] - r[0])) {
+            return false;
+        }
+        from = if arg[4] > from { arg[4] } else { end };
+    }
+    true
+}
+
+/// [`each_present`] on kernels before 6.7.
+fn each_in_pagemap(h: &Hands<'_>, mut from: u64, end: u64, mut f: impl FnMut(u64, u64) -> bool) -> bool {
+    let mut entries = [0u64; 256];
+    while from < end {
+        let n = (entries.len() as u64).min((end - from) / PAGE) as usize;
+        // SAFETY: reads at most the buffer.
+        let got =
+            unsafe { libc::syscall(libc::SYS_pread64, h.pagemap, entries.as_mut_ptr(), n * 8, from / PAGE * ENTRY) };
+        // Without the file all pages count as there.
+        let there = |i: usize| got < (n * 8) as i64 || entries[i] >> 62 != 0;
+        let mut i = 0;
+        while i < n {
+            let first = i;
+            while i < n && there(i) {
+                i += 1;
+            }
+            if i > first && !f(from + first as u64 * PAGE, (i - first) as u64 * PAGE) {
+                return false;
+            }
+            i += 1;
+        }
+        from += n as u64 * PAGE;
+    }
+    true
+}
+
+/// Bytes from `at` on that are moved at once: up to the next multiple of [`STEP`], and all of a hole.
+fn step(h: &Hands<'_>, at: u64, left: u64) -> u64 {
+    if h.after_fork && !h.threads {
+        return left.min(STEP_ALONE);
+    }
+    let window = STEP - at % STEP;
+    if left <= window {
+        return left;
+    }
+    let mut first = at + left;
+    each_present(h, at, left, |page, _| {
+        first = page;
+        false
+    });
+    if first >= at + left { left } else { window.max((first / STEP * STEP).saturating_sub(at)) }
+}
+
+/// Moves private pages into the memory file, which is mapped over them: shared, not inherited by children.
+/// Returns true if the range was locked (`mlock(2)`), and is again.
+///
+/// # Errors
+/// See [`Failed`], and how many bytes were moved before; the rest is as it was, and its shadow is gone.
+///
+/// # Safety
+/// `p.at` is private anonymous memory of protection `prot`, without this thread's stack; `p.shadow` is reserved.
+/// Signals are held. Without a userfaultfd there is no other thread.
+pub(crate) unsafe fn take(h: &Hands<'_>, p: &Place, prot: i32) -> Result<bool, (Failed, u64)> {
+    let (mut done, mut locked) = (0, false);
+    while done < p.len {
+        let n = step(h, p.at + done, p.len - done);
+        // SAFETY: a part of the caller's range.
+        match unsafe { take_piece(h, &p.part(done, n), prot) } {
+            Ok(l) => locked |= l,
+            Err(e) => {
+                let rest = done + n;
+                // SAFETY: only reserved so far.
+                unsafe { sys_munmap(p.shadow + rest, p.len - rest) };
+                return Err((e, done));
+            }
+        }
+        done += n;
+    }
+    Ok(locked)
+}
+
+unsafe fn take_piece(h: &Hands<'_>, p: &Place, prot: i32) -> Result<bool, Failed> {
+    // Locked pages are unlocked for the moment: they count only once against the limit of the process then.
+    let locked = is_locked(p.at);
+    if locked {
+        // SAFETY: changes no contents.
+        unsafe { sys_lock(libc::SYS_munlock, p.at, p.len) };
+    }
+    // What fails early leaves a shadow that is only reserved.
+    // SAFETY: as it says.
+    let give_up = |why| unsafe {
+        if locked {
+            sys_lock(libc::SYS_mlock, p.at, p.len);
+        }
+        sys_munmap(p.shadow, p.len);
+        Err(why)
+    };
+    if let Some(u) = h.uffd
+        && !u.watch(p.at, p.len, Stops::Missing)
+    {
+        return give_up(Failed::Watched);
+    }
+    let aside = match h.uffd {
+        Some(u) if u.moves && !h.after_fork && p.at % STEP + p.len <= STEP => {
+            let side = h.side + p.at % STEP;
+            match move_aside(u, p, side) {
+                Ok(()) => Some(side),
+                Err(NotMoved::Unable) => None,
+                Err(NotMoved::Busy(_)) => return give_up(Failed::Pinned),
+            }
+        }
+        _ => None,
+    };
+    // From here on nobody else reads or writes the pages.
+    // SAFETY: the shadow is reserved for this range; the original mapping stays, empty.
+    if !unsafe { sys_mremap(p.at, p.len, libc::MREMAP_DONTUNMAP, p.shadow) } {
+        if let (Some(u), Some(side)) = (h.uffd, aside) {
+            let _ = u.move_pages(side, p.at, p.len);
+        }
+        h.uffd.inspect(|u| u.forget(p.at, p.len));
+        return give_up(Failed::Room);
+    }
+    let source = aside.unwrap_or(p.shadow);
+    if prot != READ_WRITE {
+        // SAFETY: the shadow is ours.
+        unsafe { sys_mprotect(p.shadow, p.len, READ_WRITE) };
+    }
+    let copied = each_present(h, source, p.len, |at, len| write_file(h.file, at, len, p.off + (at - source)));
+    let flags = libc::MAP_SHARED | libc::MAP_FIXED;
+    // SAFETY: replaces the empty mapping by the file that has its bytes.
+    if !copied || unsafe { sys_mmap(p.at, p.len, prot, flags, h.file, p.off) }.is_none() {
+        // SAFETY: the shadow has the original mapping.
+        unsafe {
+            put_back(h, p, aside);
+            if locked {
+                sys_lock(libc::SYS_mlock, p.at, p.len);
+            }
+        }
+        return Err(Failed::Room);
+    }
+    // SAFETY: advice and locks on mappings of ours; the pages aside are in the file now.
+    unsafe {
+        sys_madvise(p.at, p.len, libc::MADV_DONTFORK);
+        if let Some(u) = h.uffd {
+            u.wake(p.at, p.len);
+        }
+        sys_madvise(source, p.len, libc::MADV_DONTNEED);
+        if locked {
+            sys_lock(libc::SYS_mlock, p.at, p.len);
+        }
+    }
+    Ok(locked)
+}
+
+/// True if the page is locked (`mlock(2)`): such pages take no advice about when they are needed.
+fn is_locked(at: u64) -> bool {
+    // SAFETY: the advice changes no contents.
+    !unsafe { sys_madvise(at, PAGE, MADV_COLD) } && last_errno() == libc::EINVAL
+}
+
+/// Moves the pages to the work area. Those that are shared with a child are first made this process's own.
+fn move_aside(u: &Uffd, p: &Place, side: u64) -> Result<(), NotMoved> {
+    let (mut from, mut tries) = (p.at, 0);
+    loop {
+        let done = from - p.at;
+        let busy = match u.move_pages(from, side + done, p.len - done) {
+            Ok(()) => return Ok(()),
+            Err(NotMoved::Busy(page)) => page,
+            Err(NotMoved::Unable) => {
+                let _ = u.move_pages(side, p.at, from - p.at);
+                return Err(NotMoved::Unable);
+            }
+        };
+        tries = if busy > from { 1 } else { tries + 1 };
+        from = busy;
+        // SAFETY: a write fault that changes no byte: it ends copy-on-write.
+        let own = unsafe { sys_madvise(busy, PAGE, MADV_POPULATE_WRITE) };
+        if tries > TRIES || !own {
+            let _ = u.move_pages(side, p.at, from - p.at);
+            u.forget(p.at, p.len);
+            return Err(NotMoved::Busy(busy));
+        }
+    }
+}
+
+/// Undoes what was begun: the shadow takes its old place, with the pages in it.
+unsafe fn put_back(h: &Hands<'_>, p: &Place, aside: Option<u64>) {
+    if let (Some(u), Some(side)) = (h.uffd, aside)
+        && u.watch(p.shadow, p.len, Stops::Missing)
+    {
+        let _ = u.move_pages(side, p.shadow, p.len);
+    }
+    // SAFETY: the range is empty or unmapped, and the shadow is its original mapping.
+    unsafe { sys_mremap(p.shadow, p.len, 0, p.at) };
+    if let Some(u) = h.uffd {
+        u.forget(p.at, p.len);
+    }
+    punch(h.file, p.off, p.len);
+}
+
+fn write_file(file: RawFd, mut at: u64, mut len: u64, mut off: u64) -> bool {
+    while len > 0 {
+        // SAFETY: the kernel reads the range, or says that it cannot.
+        let n = unsafe { libc::syscall(libc::SYS_pwrite64, file, at, len, off) };
+        if n <= 0 {
+            return false;
+        }
+        (at, len, off) = (at + n as u64, len - n as u64, off + n as u64);
+    }
+    true
+}
+
+fn read_file(file: RawFd, mut at: u64, mut len: u64, mut off: u64) -> bool {
+    while len > 0 {
+        // SAFETY: the kernel writes to a mapping of ours, or says that it cannot.
+        let n = unsafe { libc::syscall(libc::SYS_pread64, file, at, len, off) };
+        if n <= 0 {
+            return false;
+        }
+        (at, len, off) = (at + n as u64, len - n as u64, off + n as u64);
+    }
+    true
+}
+
+/// Frees a range of the memory file: it reads as zeros, and takes no memory.
+pub(crate) fn punch(file: RawFd, off: u64, len: u64) {
+    // SAFETY: changes the file only.
+    unsafe {
+        let mode = libc::FALLOC_FL_PUNCH_HOLE | libc::FALLOC_FL_KEEP_SIZE;
+        libc::syscall(libc::SYS_fallocate, file, mode, off, len);
+    }
+}
+
+/// The next range of the memory file in `[off, end)` that has data.
+fn next_data(file: RawFd, off: u64, end: u64) -> Option<(u64, u64)> {
+    // SAFETY: moves the file's position, which nobody uses.
+    let seek = |at: u64, whence: i32| unsafe { libc::syscall(libc::SYS_lseek, file, at, whence) };
+    let first = seek(off, libc::SEEK_DATA);
+    if first < 0 || first as u64 >= end {
+        return None;
+    }
+    let last = seek(first as u64, libc::SEEK_HOLE);
+    Some((first as u64, if last < 0 { end } else { (last as u64).min(end) }))
+}
+
+/// Makes a range that the memory file is mapped at private memory again, with the same bytes: its shadow takes its place.
+/// The range may have other protection than its shadow, and lie at another address than when it was taken. The file keeps
+/// its data. Returns how many bytes are private, from the beginning on; the shadow of those is gone.
+///
+/// # Safety
+/// `p.at` is a mapping of the memory file at `p.off`, and `p.shadow` its shadow. Signals are held. Without a userfaultfd
+/// there is no other thread.
+pub(crate) unsafe fn give_back(h: &Hands<'_>, p: &Place, prot: i32, locked: bool) -> u64 {
+    let mut done = 0;
+    while done < p.len {
+        let part = p.part(done, p.len - done);
+        let (n, hole) = step_back(h, &part);
+        // SAFETY: a part of the caller's range.
+        if !unsafe { give_back_piece(h, &part.part(0, n), prot, locked, hole) } {
+            break;
+        }
+        done += n;
+    }
+    done
+}
+
+/// Bytes that are given back at once, and whether all of them are a hole so large that protecting each of its pages costs
+/// more than it is worth while there is one thread.
+fn step_back(h: &Hands<'_>, p: &Place) -> (u64, bool) {
+    let window = (STEP - p.at % STEP).min(p.len);
+    if h.threads {
+        return (window, false);
+    }
+    let first = next_data(h.file, p.off, p.off + p.len).map_or(p.len, |d| d.0 - p.off);
+    if first > LARGE_HOLE { (first, true) } else { (window, false) }
+}
+
+unsafe fn give_back_piece(h: &Hands<'_>, p: &Place, prot: i32, locked: bool, hole: bool) -> bool {
+    let stops = h.uffd.filter(|u| u.protects && !hole && (u.full || h.threads));
+    if let Some(u) = stops {
+        if !u.watch(p.at, p.len, Stops::Writes) {
+            return false;
+        }
+        if !u.protect(p.at, p.len) {
+            u.forget(p.at, p.len);
+            return false;
+        }
+    }
+    let end = p.off + p.len;
+    let mut filled = true;
+    let mut from = p.off;
+    while let Some((data, hole)) = next_data(h.file, from, end).filter(|_| filled) {
+        filled = read_file(h.file, p.shadow + (data - p.off), hole - data, data);
+        from = hole;
+    }
+    // SAFETY: the shadow is ours until it takes the range's place, at once and with the same bytes.
+    let placed = filled
+        && unsafe {
+            let ready = prot == READ_WRITE || sys_mprotect(p.shadow, p.len, prot);
+            if locked {
+                sys_lock(libc::SYS_munlock, p.at, p.len);
+            }
+            ready && sys_mremap(p.shadow, p.len, 0, p.at)
+        };
+    if locked {
+        // SAFETY: changes no contents.
+        unsafe { sys_lock(libc::SYS_mlock, p.at, p.len) };
+    }
+    if !placed {
+        // SAFETY: the shadow is emptied again.
+        unsafe {
+            sys_mprotect(p.shadow, p.len, READ_WRITE);
+            sys_madvise(p.shadow, p.len, libc::MADV_DONTNEED);
+        }
+    }
+    if let Some(u) = stops {
+        // Whoever waits for the shared mapping goes on with what is there now.
+        if placed { u.wake(p.at, p.len) } else { u.forget(p.at, p.len) }
+    }
+    placed
+}
+
+/// A fresh private mapping, as the shadow of memory that had none: a mapping that the program has made longer.
+pub(crate) fn fresh_shadow(at: u64, len: u64) -> Option<u64> {
+    let shadow = reserve_shadow(at, len)?;
+    // SAFETY: our own new mapping.
+    unsafe { sys_mprotect(shadow, len, READ_WRITE) }.then_some(shadow)
+}

@@ -1,0 +1,168 @@
+//! What moving memory needs from the system. It is opened with the first device, since a program may have dropped its
+//! privileges or changed its root when it registers memory. It belongs to one address space: a forked child opens its own.
+
+use std::fs::File;
+use std::os::fd::{AsFd, AsRawFd, BorrowedFd, OwnedFd};
+use std::path::Path;
+
+use rustix::fs::{MemfdFlags, SealFlags};
+use unirdma_link::fds::{Known, high};
+use unirdma_mem::ProcMem;
+
+use super::maps::{FileId, Maps};
+use super::pages::{self, Hands};
+use super::uffd::Uffd;
+
+/// Bytes of the memory file; nearly all of it are holes.
+const FILE_BYTES: u64 = 1 << 62;
+
+/// What was opened. What could not be is missing, and then there is less that can be done.
+pub(crate) struct Tools {
+    /// `/proc/self/maps`.
+    pub maps: Option<Maps>,
+    /// This process's memory, for the way *copy*.
+    pub process: Option<ProcMem>,
+    mover: Option<Mover>,
+    tasks: Option<Known>,
+    fds: Option<Known>,
+}
+
+struct Mover {
+    file: Known,
+    id: FileId,
+    pagemap: Known,
+    uffd: Option<Uffd>,
+    side: u64,
+}
+
+fn open(path: &str) -> Option<Known> {
+    File::open(Path::new(path)).ok().and_then(|f| Known::new(f.into()).ok())
+}
+
+fn process() -> Option<ProcMem> {
+    let file = File::options().read(true).write(true).open("/proc/self/mem").ok()?;
+    ProcMem::from_fd(high(file.into()).ok()?).ok()
+}
+
+impl Mover {
+    fn open() -> Option<Self> {
+        if limited() {
+            return None;
+        }
+        let file = rustix::fs::memfd_create(c"unirdma-mr", MemfdFlags::CLOEXEC | MemfdFlags::ALLOW_SEALING).ok()?;
+        let file = Known::new(file).ok()?;
+        rustix::fs::ftruncate(&file, FILE_BYTES).ok()?;
+        rustix::fs::fcntl_add_seals(&file, SealFlags::SHRINK | SealFlags::GROW | SealFlags::SEAL).ok()?;
+        let id = FileId::of(&file)?;
+        let uffd = Uffd::open().and_then(|u| u.with_fd(|fd| high(fd).ok()));
+        let side = pages::make_side(uffd.as_ref())?;
+        Some(Mover { file, id, pagemap: open("/proc/self/pagemap")?, uffd, side })
+    }
+}
+
+/// True if the process may not write large files (RLIMIT_FSIZE): a write to the memory file would end it by a signal.
+pub(crate) fn limited() -> bool {
+    rustix::process::getrlimit(rustix::process::Resource::Fsize).current.is_some()
+}
+
+impl Tools {
+    /// Opens what can be opened.
+    pub fn open() -> Self {
+        Tools {
+            maps: open("/proc/self/maps").map(Maps::new),
+            process: process(),
+            mover: Mover::open(),
+            tasks: open("/proc/self/task"),
+            fds: open("/proc/self/fd"),
+        }
+    }
+
+    /// The memory file.
+    pub fn file(&self) -> Option<BorrowedFd<'_>> {
+        self.mover.as_ref().map(|m| m.file.as_fd())
+    }
+
+    /// Which file that is.
+    pub fn file_id(&self) -> Option<FileId> {
+        self.mover.as_ref().map(|m| m.id)
+    }
+
+    /// True if other threads may run while memory is moved: they sleep, and so do their system calls.
+    pub fn stops_threads(&self) -> bool {
+        self.mover.as_ref().and_then(|m| m.uffd.as_ref()).is_some_and(|u| u.full && u.protects)
+    }
+
+    /// True if pages that the kernel holds are found when they are moved.
+    pub fn sees_pins(&self) -> bool {
+        self.mover.as_ref().and_then(|m| m.uffd.as_ref()).is_some_and(|u| u.moves)
+    }
+
+    /// Threads of this process; many if that is not known.
+    pub fn threads(&self) -> u64 {
+        // A directory has two links beside one for each entry.
+        let links = self.tasks.as_ref().and_then(|d| rustix::fs::fstat(d).ok()).map(|s| u64::from(s.st_nlink as u32));
+        links.map_or(u64::MAX, |n| n.saturating_sub(2))
+    }
+
+    /// What moves pages; `None` if nothing can. Other threads can be told to wait, or there are none.
+    pub fn hands(&self, after_fork: bool) -> Option<Hands<'_>> {
+        // The program may have closed our descriptors, and given their numbers to files of its own.
+        let m = self.mover.as_ref().filter(|m| m.file.still_ours())?;
+        let threads = self.threads() > 1;
+        if threads && m.uffd.is_none() {
+            return None;
+        }
+        Some(Hands {
+            file: m.file.as_raw_fd(),
+            pagemap: m.pagemap.as_raw_fd(),
+            uffd: m.uffd.as_ref(),
+            side: m.side,
+            threads,
+            after_fork,
+        })
+    }
+
+    /// True if the process has a descriptor by which the kernel may hold pages of it: io_uring or AF_XDP.
+    pub fn holds_pages(&self) -> bool {
+        let Some(dir) = self.fds.as_ref().and_then(|fd| rustix::fs::Dir::read_from(fd).ok()) else { return true };
+        let Some(fds) = &self.fds else { return true };
+        let mut text = [0u8; 64];
+        dir.flatten().any(|e| {
+            let n = rustix::fs::readlinkat_raw(fds, e.file_name(), &mut text[..]).unwrap_or(0);
+            let name = &text[..n];
+            name.starts_with(b"anon_inode:[io_uring]")
+                || name.starts_with(b"socket:")
+                    && e.file_name().to_str().ok().and_then(|s| s.parse().ok()).is_some_and(is_xdp)
+        })
+    }
+
+    /// A descriptor of this process that is open on the memory file `id` for reading and writing.
+    pub fn find_open_file(&self, id: FileId) -> Option<OwnedFd> {
+        let dir = rustix::fs::Dir::read_from(self.fds.as_ref()?).ok()?;
+        dir.flatten().filter_map(|e| e.file_name().to_str().ok()?.parse().ok()).find_map(|n: i32| {
+            // SAFETY: the descriptor is only borrowed for these calls; if it was closed meanwhile they fail.
+            let fd = unsafe { BorrowedFd::borrow_raw(n) };
+            let writable = || rustix::fs::fcntl_getfl(fd).is_ok_and(|f| f.contains(rustix::fs::OFlags::RDWR));
+            let memory = || rustix::fs::fstatfs(fd).is_ok_and(|s| s.f_type as u64 == 0x0102_1994);
+            (n >= 0 && FileId::of(fd) == Some(id) && writable() && memory())
+                .then(|| fd.try_clone_to_owned().ok())
+                .flatten()
+        })
+    }
+}
+
+fn is_xdp(fd: i32) -> bool {
+    const AF_XDP: i32 = 44;
+    let (mut domain, mut len) = (0i32, size_of::<i32>() as libc::socklen_t);
+    // SAFETY: the kernel writes one integer.
+    let r = unsafe { libc::getsockopt(fd, libc::SOL_SOCKET, libc::SO_DOMAIN, (&raw mut domain).cast(), &raw mut len) };
+    r == 0 && domain == AF_XDP
+}
+
+/// Opens a shared memory object by the name under which it is mapped.
+pub(crate) fn open_by_name(name: &[u8], id: FileId) -> Option<OwnedFd> {
+    use std::os::unix::ffi::OsStrExt;
+    let path = Path::new(std::ffi::OsStr::from_bytes(name));
+    let file = name.starts_with(b"/dev/shm/").then(|| File::options().read(true).write(true).open(path).ok())??;
+    (FileId::of(&file) == Some(id)).then(|| file.into())
+}
