@@ -123,10 +123,14 @@ pub struct DoorbellPage {
     pub need_kick: u32,
     /// Device: [`DB_YIELD`].
     pub hints: u32,
-    pub reserved: [u32; 14],
+    /// Device: [`COPYING`] and [`COPY_WAITS`].
+    pub copying: u32,
+    pub reserved: [u32; 13],
     /// Driver sets, device clears: bit w says that `bits[w]` has a bit set.
     pub summary: u64,
-    pub reserved2: [u64; 7],
+    /// Driver: odd while it moves pages of its process.
+    pub moving: u32,
+    pub reserved2: [u32; 13],
     /// Driver sets, device clears: bit b of word w is the QP with `db_slot` 64 w + b.
     pub bits: [u64; DOORBELL_WORDS],
     pub reserved3: [u64; 432],
@@ -135,6 +139,11 @@ pub struct DoorbellPage {
 /// `DoorbellPage::hints`: the device shares its cores with the applications; a driver that finds
 /// nothing to poll should yield the processor.
 pub const DB_YIELD: u32 = 1;
+
+/// `DoorbellPage::copying`: the device copies through a process region of this session.
+pub const COPYING: u32 = 1;
+/// `DoorbellPage::copying`: the device would copy, but the driver moves pages; it tries again soon.
+pub const COPY_WAITS: u32 = 2;
 
 macro_rules! offsets {
     ($($(#[$doc:meta])* $name:ident = $t:ty, $f:ident;)*) => {
@@ -167,7 +176,11 @@ offsets! {
     /// Byte offset in [`DoorbellPage`].
     DB_HINTS = DoorbellPage, hints;
     /// Byte offset in [`DoorbellPage`].
+    DB_COPYING = DoorbellPage, copying;
+    /// Byte offset in [`DoorbellPage`].
     DB_SUMMARY = DoorbellPage, summary;
+    /// Byte offset in [`DoorbellPage`].
+    DB_MOVING = DoorbellPage, moving;
     /// Byte offset in [`DoorbellPage`].
     DB_BITS = DoorbellPage, bits;
 }
@@ -236,7 +249,8 @@ mod tests {
         assert_eq!((QP_SQ_PROD, QP_RQ_PROD, QP_SQ_CONS, QP_RQ_CONS, QP_RQ_NOTIFY), (0, 4, 64, 68, 72));
         assert_eq!((CQ_CONS, CQ_ARM, CQ_PROD, CQ_ERROR), (0, 4, 64, 68));
         assert_eq!(size_of::<DoorbellPage>(), 4096);
-        assert_eq!((DB_NEED_KICK, DB_HINTS, DB_SUMMARY, DB_BITS), (0, 4, 64, 128));
+        assert_eq!((DB_NEED_KICK, DB_HINTS, DB_COPYING), (0, 4, 8));
+        assert_eq!((DB_SUMMARY, DB_MOVING, DB_BITS), (64, 72, 128));
     }
 
     #[test]

@@ -1,9 +1,11 @@
-//! The two handshakes between a driver and a device that may sleep, over any words: the doorbell's
-//! need-kick word and the CQ's arm word.
+//! The handshakes between a driver and a device, over any words: the doorbell's need-kick word and the CQ's arm word, for
+//! a device that may sleep, and the doorbell's copying and moving words, for a driver that moves pages of its process.
 //!
-//! Both are the same pattern: each side stores its own word, fences, and only then loads the other's,
+//! All are the same pattern: each side stores its own word, fences, and only then loads the other's,
 //! so at least one of the two sees the other. The functions are generic over the words so that `loom`
 //! runs this very code (`RUSTFLAGS="--cfg loom" cargo test -p unirdma-mem --release loom`).
+
+use unirdma_abi as abi;
 
 /// A shared 32-bit word.
 pub trait Word32 {
@@ -67,6 +69,33 @@ pub fn armed(f: &impl Fence, word: &impl Word32, served: u32) -> Option<u32> {
     f.fence();
     let v = word.load();
     (v != served).then_some(v)
+}
+
+/// Driver: is about to move pages of its process. It must not begin before [`abi::COPYING`] is gone from `copying`.
+pub fn begin_move(f: &impl Fence, moving: &impl Word32) {
+    moving.store(moving.load().wrapping_add(1) | 1);
+    f.fence();
+}
+
+/// Driver: has moved its pages, or will not.
+pub fn end_move(moving: &impl Word32) {
+    moving.store((moving.load() | 1).wrapping_add(1));
+}
+
+/// Device: is about to copy through a process region; false if the driver moves pages, and then it copies nothing.
+pub fn begin_copy(f: &impl Fence, copying: &impl Word32, moving: &impl Word32) -> bool {
+    copying.store(abi::COPYING);
+    f.fence();
+    let may = moving.load() & 1 == 0;
+    if !may {
+        copying.store(abi::COPY_WAITS);
+    }
+    may
+}
+
+/// Device: has copied.
+pub fn end_copy(copying: &impl Word32) {
+    copying.store(0);
 }
 
 #[cfg(all(test, loom))]
@@ -142,6 +171,37 @@ mod loom_tests {
             let polled = cqe.load(Ordering::Acquire) == 1;
             let event = t.join().unwrap();
             assert!(polled || event, "a completion that nobody hears of");
+        });
+    }
+
+    #[test]
+    fn loom_nobody_copies_while_pages_move() {
+        loom::model(|| {
+            let copying = Arc::new(AtomicU32::new(0));
+            let moving = Arc::new(AtomicU32::new(0));
+            // Who is at the pages: both may never be.
+            let at_pages = Arc::new(AtomicU32::new(0));
+            let t = {
+                let (copying, moving, at_pages) = (copying.clone(), moving.clone(), at_pages.clone());
+                loom::thread::spawn(move || {
+                    let may = begin_copy(&F, &*copying, &*moving);
+                    if may {
+                        assert_eq!(at_pages.fetch_add(1, Ordering::Relaxed), 0, "the device copies what moves");
+                        at_pages.fetch_sub(1, Ordering::Relaxed);
+                        end_copy(&*copying);
+                    }
+                    may
+                })
+            };
+            begin_move(&F, &*moving);
+            let free = Word32::load(&*copying) & abi::COPYING == 0;
+            if free {
+                assert_eq!(at_pages.fetch_add(1, Ordering::Relaxed), 0, "the driver moves what is copied");
+                at_pages.fetch_sub(1, Ordering::Relaxed);
+            }
+            end_move(&*moving);
+            t.join().unwrap();
+            assert_eq!(Word32::load(&*moving), 2);
         });
     }
 }

@@ -9,6 +9,8 @@
 //! | `CqCtrl::cons` | driver | after the CQE was copied, release |
 //! | `CqCtrl::arm` | driver | store, full fence, then it polls once more |
 //! | doorbell words | both | atomic or / swap; see [`crate::protocol`] |
+//! | `copying` | device | store, full fence, then it looks at `moving`; 0 again with release after the copy |
+//! | `moving` | driver | store, full fence, then it waits for `copying` |
 //!
 //! Pointers are resolved once, when a ring is set up. Each index read from the other side is checked
 //! here: a producer that runs ahead by more than the ring is a [`RingError`].
@@ -420,6 +422,43 @@ impl Bell {
     /// Device: wants no kicks, it is polling.
     pub fn unpark(&self) {
         self.0.store32(abi::DB_NEED_KICK, 0, Ordering::Release);
+    }
+
+    /// Driver: is about to move pages of its process, which the device may reach through a process region. It begins when
+    /// [`Bell::is_copying`] is false, and says [`Bell::end_move`] in any case. One move at a time: the caller has a lock.
+    pub fn begin_move(&self) {
+        protocol::begin_move(&Full, &W(&self.0, abi::DB_MOVING));
+    }
+
+    /// Driver: true while the device copies, after [`Bell::begin_move`] not for long.
+    pub fn is_copying(&self) -> bool {
+        W(&self.0, abi::DB_COPYING).load() & abi::COPYING != 0
+    }
+
+    /// Driver: has moved its pages, or given up.
+    pub fn end_move(&self) {
+        protocol::end_move(&W(&self.0, abi::DB_MOVING));
+    }
+
+    /// Driver: true if the device has found pages moving and would copy. A driver that moves much in pieces leaves it time
+    /// between two of them.
+    pub fn is_awaited(&self) -> bool {
+        W(&self.0, abi::DB_COPYING).load() & abi::COPY_WAITS != 0
+    }
+
+    /// Device: is about to copy; false if the driver moves pages: nothing is copied then, and it is tried again soon.
+    pub fn begin_copy(&self) -> bool {
+        protocol::begin_copy(&Full, &W(&self.0, abi::DB_COPYING), &W(&self.0, abi::DB_MOVING))
+    }
+
+    /// Device: has copied.
+    pub fn end_copy(&self) {
+        protocol::end_copy(&W(&self.0, abi::DB_COPYING));
+    }
+
+    /// Device: changes whenever the driver begins or ends a move.
+    pub fn moves(&self) -> u32 {
+        W(&self.0, abi::DB_MOVING).load()
     }
 }
 

@@ -2,7 +2,7 @@
 
 use std::sync::atomic::{AtomicU64, Ordering, fence};
 
-use crate::{ProcMem, Span};
+use crate::{Bell, ProcMem, Span};
 
 /// Bytes at the end of a copy that are written one word at a time, last.
 const TAIL: usize = 64;
@@ -12,8 +12,8 @@ const TAIL: usize = 64;
 pub enum Loc<'a> {
     /// Offset in a mapped window.
     Mapped(&'a Span, u64),
-    /// Address in another process.
-    Process(&'a ProcMem, u64),
+    /// Address in another process, whose driver says in its doorbell page when it moves pages.
+    Process(&'a ProcMem, u64, Option<&'a Bell>),
     /// Private bytes; source only.
     Bytes(&'a [u8]),
     /// Nowhere: zeros come from there, and what goes there is gone.
@@ -27,10 +27,15 @@ impl Loc<'_> {
     fn after(self, n: u64) -> Option<Self> {
         Some(match self {
             Loc::Mapped(s, off) => Loc::Mapped(s, off.checked_add(n)?),
-            Loc::Process(p, addr) => Loc::Process(p, addr.checked_add(n)?),
+            Loc::Process(p, addr, bell) => Loc::Process(p, addr.checked_add(n)?, bell),
             Loc::Bytes(b) => Loc::Bytes(b.get(usize::try_from(n).ok()?..)?),
             Loc::Null => Loc::Null,
         })
+    }
+
+    /// The doorbell page of the process that it lies in.
+    fn bell(&self) -> Option<&Bell> {
+        if let Loc::Process(_, _, bell) = self { *bell } else { None }
     }
 }
 
@@ -41,24 +46,82 @@ pub enum Fault {
     Source,
     /// The destination.
     Destination,
+    /// The source, now: its process moves pages.
+    SourceMoves,
+    /// The destination, now: its process moves pages.
+    DestinationMoves,
+}
+
+impl Fault {
+    /// True if the copy may be tried again soon.
+    pub fn passes(self) -> bool {
+        matches!(self, Fault::SourceMoves | Fault::DestinationMoves)
+    }
+
+    /// What it is once nobody will try again.
+    pub fn lasting(self) -> Self {
+        match self {
+            Fault::SourceMoves => Fault::Source,
+            Fault::DestinationMoves => Fault::Destination,
+            f => f,
+        }
+    }
+
+    /// What it is for somebody who calls the source the destination.
+    pub fn reversed(self) -> Self {
+        match self {
+            Fault::Source => Fault::Destination,
+            Fault::Destination => Fault::Source,
+            Fault::SourceMoves => Fault::DestinationMoves,
+            Fault::DestinationMoves => Fault::SourceMoves,
+        }
+    }
+
+    fn moves(self) -> Self {
+        match self {
+            Fault::Source => Fault::SourceMoves,
+            Fault::Destination => Fault::DestinationMoves,
+            f => f,
+        }
+    }
+}
+
+/// Runs `f`, which reaches the process behind `bell`, while that process moves no pages. If it does, or if `f` could not
+/// reach `end` and pages moved meanwhile, the fault passes.
+fn steady<R>(bell: Option<&Bell>, end: Fault, f: impl FnOnce() -> Result<R, Fault>) -> Result<R, Fault> {
+    let Some(bell) = bell else { return f() };
+    let before = bell.moves();
+    if !bell.begin_copy() {
+        return Err(end.moves());
+    }
+    let done = f();
+    bell.end_copy();
+    match done {
+        Err(fault) if fault == end && bell.moves() != before => Err(fault.moves()),
+        r => r,
+    }
 }
 
 /// Copies `len` bytes. The destination sees them in address order, the last byte last: applications
 /// poll on it (DESIGN, application memory). `scratch` bounces a copy between two processes.
 ///
 /// # Errors
-/// The end whose memory is gone. A mapped range that leaves its window is a fault of that end too.
+/// The end whose memory is gone, or moves. A mapped range that leaves its window is a fault of that end too.
 ///
 /// # Panics
 /// If the destination is [`Loc::Bytes`], or `scratch` is empty when both ends are processes.
 pub fn transfer(src: Loc<'_>, dst: Loc<'_>, len: usize, scratch: &mut [u8]) -> Result<(), Fault> {
+    steady(src.bell(), Fault::Source, || steady(dst.bell(), Fault::Destination, || copy(src, dst, len, scratch)))
+}
+
+fn copy(src: Loc<'_>, dst: Loc<'_>, len: usize, scratch: &mut [u8]) -> Result<(), Fault> {
     match (src, dst) {
         (Loc::Bytes(b), Loc::Mapped(d, doff)) => {
             let b = b.get(..len).ok_or(Fault::Source)?;
             d.write(range(d, doff, len).ok_or(Fault::Destination)?, b);
             Ok(())
         }
-        (Loc::Bytes(b), Loc::Process(p, addr)) => {
+        (Loc::Bytes(b), Loc::Process(p, addr, _)) => {
             p.write(addr, b.get(..len).ok_or(Fault::Source)?).map_err(|_| Fault::Destination)
         }
         (Loc::Mapped(s, soff), Loc::Mapped(d, doff)) => {
@@ -68,15 +131,15 @@ pub fn transfer(src: Loc<'_>, dst: Loc<'_>, len: usize, scratch: &mut [u8]) -> R
             unsafe { copy_raw(to, from, len) };
             Ok(())
         }
-        (Loc::Mapped(s, soff), Loc::Process(p, addr)) => {
+        (Loc::Mapped(s, soff), Loc::Process(p, addr, _)) => {
             let off = range(s, soff, len).ok_or(Fault::Source)?;
             p.write_span(addr, s, off, len).map_err(|_| Fault::Destination)
         }
-        (Loc::Process(p, addr), Loc::Mapped(d, doff)) => {
+        (Loc::Process(p, addr, _), Loc::Mapped(d, doff)) => {
             let off = range(d, doff, len).ok_or(Fault::Destination)?;
             p.read_span(addr, d, off, len).map_err(|_| Fault::Source)
         }
-        (Loc::Process(p, from), Loc::Process(q, to)) => {
+        (Loc::Process(p, from, _), Loc::Process(q, to, _)) => {
             assert!(!scratch.is_empty(), "a copy between processes needs scratch memory");
             let mut done = 0;
             while done < len {
@@ -93,7 +156,7 @@ pub fn transfer(src: Loc<'_>, dst: Loc<'_>, len: usize, scratch: &mut [u8]) -> R
             let mut done = 0;
             while done < len {
                 let n = ZEROS.len().min(len - done);
-                transfer(Loc::Bytes(&ZEROS), to.after(done as u64).ok_or(Fault::Destination)?, n, scratch)?;
+                copy(Loc::Bytes(&ZEROS), to.after(done as u64).ok_or(Fault::Destination)?, n, scratch)?;
                 done += n;
             }
             Ok(())
@@ -105,12 +168,14 @@ pub fn transfer(src: Loc<'_>, dst: Loc<'_>, len: usize, scratch: &mut [u8]) -> R
 /// Copies bytes at `src` into private memory, once.
 ///
 /// # Errors
-/// [`Fault::Source`] if the memory is gone or the range leaves its window.
+/// [`Fault::Source`] if the memory is gone or the range leaves its window, or [`Fault::SourceMoves`].
 pub fn fetch(src: Loc<'_>, dst: &mut [u8]) -> Result<(), Fault> {
     match src {
         Loc::Bytes(b) => dst.copy_from_slice(b.get(..dst.len()).ok_or(Fault::Source)?),
         Loc::Mapped(s, off) => s.read(range(s, off, dst.len()).ok_or(Fault::Source)?, dst),
-        Loc::Process(p, addr) => p.read(addr, dst).map_err(|_| Fault::Source)?,
+        Loc::Process(p, addr, bell) => {
+            steady(bell, Fault::Source, || p.read(addr, dst).map_err(|_| Fault::Source))?;
+        }
         Loc::Null => dst.fill(0),
     }
     Ok(())
@@ -126,7 +191,7 @@ fn range(s: &Span, off: u64, len: usize) -> Option<usize> {
 /// (`IBV_ATOMIC_HCA`).
 ///
 /// # Errors
-/// [`Fault::Destination`] if the word cannot be reached or is not 8-byte aligned.
+/// [`Fault::Destination`] if the word cannot be reached or is not 8-byte aligned, or [`Fault::DestinationMoves`].
 ///
 /// # Panics
 /// If `at` is [`Loc::Bytes`].
@@ -146,15 +211,17 @@ pub fn atomic_u64(at: Loc<'_>, f: impl Fn(u64) -> u64) -> Result<u64, Fault> {
             }
             Ok(old)
         }
-        Loc::Process(p, addr) => {
+        Loc::Process(p, addr, bell) => {
             if addr % 8 != 0 {
                 return Err(Fault::Destination);
             }
-            let mut b = [0; 8];
-            p.read(addr, &mut b).map_err(|_| Fault::Destination)?;
-            let old = u64::from_ne_bytes(b);
-            p.write(addr, &f(old).to_ne_bytes()).map_err(|_| Fault::Destination)?;
-            Ok(old)
+            steady(bell, Fault::Destination, || {
+                let mut b = [0; 8];
+                p.read(addr, &mut b).map_err(|_| Fault::Destination)?;
+                let old = u64::from_ne_bytes(b);
+                p.write(addr, &f(old).to_ne_bytes()).map_err(|_| Fault::Destination)?;
+                Ok(old)
+            })
         }
         Loc::Null => Err(Fault::Destination),
         Loc::Bytes(_) => panic!("private bytes hold no shared word"),
@@ -219,11 +286,12 @@ mod tests {
         let mut dst = vec![0u8; 9000];
         let to = dst.as_mut_ptr() as u64;
         let mut scratch = vec![0; 1000];
-        transfer(Loc::Process(&me, src.as_ptr() as u64), Loc::Process(&me, to), 9000, &mut scratch).unwrap();
+        transfer(Loc::Process(&me, src.as_ptr() as u64, None), Loc::Process(&me, to, None), 9000, &mut scratch)
+            .unwrap();
         assert_eq!(dst, src);
-        let bad = transfer(Loc::Process(&me, 8), Loc::Process(&me, to), 8, &mut scratch);
+        let bad = transfer(Loc::Process(&me, 8, None), Loc::Process(&me, to, None), 8, &mut scratch);
         assert_eq!(bad, Err(Fault::Source));
-        let bad = transfer(Loc::Bytes(&src), Loc::Process(&me, 8), 8, &mut scratch);
+        let bad = transfer(Loc::Bytes(&src), Loc::Process(&me, 8, None), 8, &mut scratch);
         assert_eq!(bad, Err(Fault::Destination));
     }
 
@@ -254,13 +322,54 @@ mod tests {
     }
 
     #[test]
+    fn a_process_that_moves_pages_is_left_alone() {
+        let me = ProcMem::of_self().unwrap();
+        let page = Span::anonymous(4096 + 64);
+        let skip = (64 - page.addr() as u64 % 64) % 64;
+        let bell = Bell::new(page.sub(skip, 4096).unwrap()).unwrap();
+        let (src, mut dst) = (pattern(100), vec![0u8; 100]);
+        let word = Box::new(AtomicU64::new(3));
+        let from = Loc::Process(&me, src.as_ptr() as u64, Some(&bell));
+        let to = Loc::Process(&me, dst.as_mut_ptr() as u64, Some(&bell));
+        let counter = Loc::Process(&me, word.as_ptr() as u64, Some(&bell));
+        let mut private = [0; 100];
+        bell.begin_move();
+        assert!(!bell.is_copying());
+        assert_eq!(transfer(from, to, 100, &mut [0; 64]), Err(Fault::SourceMoves));
+        assert_eq!(transfer(Loc::Bytes(&src), to, 100, &mut []), Err(Fault::DestinationMoves));
+        assert_eq!(fetch(from, &mut private), Err(Fault::SourceMoves));
+        assert_eq!(atomic_u64(counter, |v| v + 1), Err(Fault::DestinationMoves));
+        assert!(bell.is_awaited() && !bell.is_copying());
+        assert_eq!((word.load(Ordering::SeqCst), &private), (3, &[0; 100]));
+        bell.end_move();
+        transfer(from, to, 100, &mut [0; 64]).unwrap();
+        fetch(from, &mut private).unwrap();
+        assert_eq!(atomic_u64(counter, |v| v + 1), Ok(3));
+        assert!(!bell.is_awaited() && !bell.is_copying());
+        assert_eq!((&dst, &private[..]), (&src, &src[..]));
+        // Memory that is not there is a lasting fault, unless pages moved while it was looked for.
+        let gone = Loc::Process(&me, 8, Some(&bell));
+        assert_eq!(fetch(gone, &mut private), Err(Fault::Source));
+        let moved = steady(Some(&bell), Fault::Source, || {
+            assert!(bell.is_copying());
+            bell.begin_move();
+            p_read(&me, 8)
+        });
+        assert_eq!(moved, Err(Fault::SourceMoves));
+    }
+
+    fn p_read(p: &ProcMem, addr: u64) -> Result<(), Fault> {
+        p.read(addr, &mut [0; 8]).map_err(|_| Fault::Source)
+    }
+
+    #[test]
     fn atomics_return_the_old_value() {
         let s = Span::anonymous(16);
         assert_eq!(atomic_u64(Loc::Mapped(&s, 8), |v| v + 5), Ok(0));
         assert_eq!(atomic_u64(Loc::Mapped(&s, 8), |v| v + 5), Ok(5));
         let me = ProcMem::of_self().unwrap();
         let word = Box::new(AtomicU64::new(3));
-        let at = Loc::Process(&me, word.as_ptr() as u64);
+        let at = Loc::Process(&me, word.as_ptr() as u64, None);
         assert_eq!(atomic_u64(at, |v| v * 2), Ok(3));
         assert_eq!(word.load(Ordering::SeqCst), 6);
     }

@@ -1,13 +1,11 @@
 //! The two sides of a message: which memory a work request names, and whether it may.
 
-use std::sync::Arc;
-
 use unirdma_abi as abi;
 use unirdma_formats::wire::flush;
 use unirdma_formats::{WrOpcode, access, send_flags};
 use unirdma_mem::{Fault, Loc, fetch, transfer};
 
-use crate::mr::{Mr, MrTable, Resolve};
+use crate::mr::{Mr, MrTable};
 use crate::objects::{Qp, Session, Work};
 use crate::slab::Slab;
 
@@ -29,12 +27,13 @@ pub(crate) struct Tables<'a> {
 }
 
 impl<'a> Tables<'a> {
-    fn memory(&self, session: u32) -> &'a Option<Arc<dyn Resolve>> {
-        self.sessions.get(session).map_or(&None, |s| &s.memory)
-    }
-
     fn place(&self, mr: &'a Mr, pd: u32, session: u32, need: u32, addr: u64, len: u64) -> Option<Loc<'a>> {
-        if mr.grants(pd, need, addr, len) { mr.locate(addr, len, self.memory(session)) } else { None }
+        if !mr.grants(pd, need, addr, len) {
+            return None;
+        }
+        let memory = || self.sessions.get(session).and_then(|s| s.memory.as_ref());
+        let bell = || self.sessions.get(mr.owner.0).and_then(|s| s.bell.as_ref());
+        mr.locate(addr, len, memory, bell)
     }
 
     /// What an SGE names: a memory window is nobody's local memory.

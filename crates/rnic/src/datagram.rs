@@ -205,8 +205,10 @@ impl Rnic {
                 sent
             }
         };
-        if sent.is_err() {
-            return Outcome::Failed(WcStatus::LocProtErr);
+        match sent {
+            Ok(()) => {}
+            Err(fault) if fault.passes() && self.waits_for_memory(h, w) => return Outcome::Waits,
+            Err(_) => return Outcome::Failed(WcStatus::LocProtErr),
         }
         if let Some(q) = self.qps.get_mut(h) {
             q.sq_psn = q.sq_psn.advance(1);
@@ -240,13 +242,17 @@ impl Rnic {
             return self.hold(h, flow, data, note);
         }
         match self.take_recv(h) {
-            Ok(()) => self.put(h, flow, data, note),
+            Ok(()) => {
+                if !self.put(h, flow, data, note) {
+                    self.hold(h, flow, data, note);
+                }
+            }
             Err(NoRecv::Broken) => self.break_qp(h),
             Err(NoRecv::Empty) => self.hold(h, flow, data, note),
         }
     }
 
-    /// Keeps a datagram until there is a receive for it.
+    /// Keeps a datagram until there is a receive for it, and the receive's memory can be reached.
     fn hold(&mut self, h: u32, flow: &Flow, data: &[u8], note: Note) {
         self.starved = true;
         let until = self.now.saturating_add(HOLD_NS);
@@ -293,29 +299,40 @@ impl Rnic {
                     let Some(q) = self.qps.get_mut(h) else { return };
                     let Some(d) = q.backlog.held.pop_front() else { return };
                     q.backlog.bytes -= size;
-                    if r.is_ok() && !expired { self.put(h, &d.flow, &d.data, d.note) } else { self.count_dropped(h) }
+                    if r.is_err() || expired {
+                        self.count_dropped(h);
+                    } else if !self.put(h, &d.flow, &d.data, d.note) {
+                        let Some(q) = self.qps.get_mut(h) else { return };
+                        q.backlog.bytes += size;
+                        q.backlog.held.push_front(d);
+                        return self.look_again(h);
+                    }
                 }
             }
         }
     }
 
-    /// Puts a datagram into the receive that QP `h` has taken.
-    fn put(&mut self, h: u32, flow: &Flow, data: &[u8], note: Note) {
-        let Some(q) = self.qps.get(h) else { return };
-        let Some(r) = &q.recv else { return };
+    /// Puts a datagram into the receive that QP `h` has taken; false if the receive's memory moves, and then it is still
+    /// taken.
+    fn put(&mut self, h: u32, flow: &Flow, data: &[u8], note: Note) -> bool {
+        let Some(q) = self.qps.get(h) else { return true };
+        let Some(r) = &q.recv else { return true };
         let total = (GRH_BYTES + data.len()) as u64;
         if r.valid && total > r.total {
-            return self.count_dropped(h);
+            self.count_dropped(h);
+            return true;
         }
         let tables = Tables { mrs: &self.mrs, sessions: &self.sessions };
         let to = list(q, &r.sges[..r.num_sge], access::LOCAL_WRITE);
         let put = |at: usize, bytes: &[u8]| tables.store(to, at as u64, bytes);
         let status = if !r.valid {
             WcStatus::LocQpOpErr
-        } else if put(0, &flow.grh(data.len())).and_then(|()| put(GRH_BYTES, data)).is_err() {
-            WcStatus::LocProtErr
         } else {
-            WcStatus::Success
+            match put(0, &flow.grh(data.len())).and_then(|()| put(GRH_BYTES, data)) {
+                Ok(()) => WcStatus::Success,
+                Err(fault) if fault.passes() => return false,
+                Err(_) => WcStatus::LocProtErr,
+            }
         };
         let Note { imm, src_qp, solicited } = note;
         // Programs tell the two headers apart by the service level, as ConnectX sets it.
@@ -328,6 +345,7 @@ impl Rnic {
         if status != WcStatus::Success {
             self.fail_qp(h, None);
         }
+        true
     }
 
     /// A datagram packet for UD QP `h`, from the vRNIC or device that `flow` names.

@@ -11,7 +11,7 @@ use unirdma_formats::{
 };
 use unirdma_mem::{Fault, atomic_u64};
 
-use crate::access::{Side, Tables, list, local_side, may_flush, remote_access, remote_side};
+use crate::access::{Tables, list, local_side, may_flush, remote_access, remote_side};
 use crate::objects::{Counters, Qp, Wait, Work};
 use crate::rnic::{OP_COST, Rnic};
 use crate::wqe::{NoRecv, RecvDone, load};
@@ -25,7 +25,7 @@ pub(crate) enum Outcome {
     Progress,
     /// Done.
     Done,
-    /// Nobody answers, or no receive is there: a timer is armed. Or there is no room for its packet.
+    /// Nobody answers, no receive is there, or memory moves: a timer is armed. Or there is no room for its packet.
     Waits,
     /// Failed with this status.
     Failed(WcStatus),
@@ -297,9 +297,9 @@ impl Rnic {
                 tables.copy(local, remote_side(p, w, op), w.done, n, &mut self.scratch)
             }
             // The responder is the source of a READ: swap what a fault means.
-            WrOpcode::Read => tables
-                .copy(remote_side(p, w, op), local, w.done, n, &mut self.scratch)
-                .map_err(|f| if f == Fault::Source { Fault::Destination } else { Fault::Source }),
+            WrOpcode::Read => {
+                tables.copy(remote_side(p, w, op), local, w.done, n, &mut self.scratch).map_err(Fault::reversed)
+            }
             WrOpcode::AtomicWrite => {
                 let mut value = [0; 8];
                 let to = tables.at(remote_side(p, w, op), 0, 8).ok_or(Fault::Destination);
@@ -309,19 +309,22 @@ impl Rnic {
             WrOpcode::CmpSwap | WrOpcode::FetchAdd => {
                 tables.at(remote_side(p, w, op), 0, 8).ok_or(Fault::Destination).and_then(|(at, _)| {
                     let (add, swap) = (w.wqe.compare_add, w.wqe.swap);
-                    let old = match op {
-                        WrOpcode::CmpSwap => atomic_u64(at, |v| if v == add { swap } else { v }),
-                        _ => atomic_u64(at, |v| v.wrapping_add(add)),
-                    }?;
-                    let bytes = old.to_ne_bytes();
-                    tables.copy(Side::Inline(&bytes), local, 0, 8, &mut self.scratch).map_err(|_| Fault::Source)
+                    let old = match (w.found, op) {
+                        (Some(old), _) => old,
+                        (None, WrOpcode::CmpSwap) => atomic_u64(at, |v| if v == add { swap } else { v })?,
+                        (None, _) => atomic_u64(at, |v| v.wrapping_add(add))?,
+                    };
+                    // It is executed once, even if its result cannot be stored at once.
+                    w.found = Some(old);
+                    tables.store(local_side(q, w, op), 0, &old.to_ne_bytes()).map_err(Fault::reversed)
                 })
             }
         };
         match moved {
-            Ok(()) => {}
-            Err(Fault::Source) => return Outcome::Failed(WcStatus::LocProtErr),
-            Err(Fault::Destination) => {
+            Ok(()) => w.stall.over(),
+            Err(fault) if fault.passes() && self.waits_for_memory(h, w) => return Outcome::Waits,
+            Err(fault) if fault.lasting() == Fault::Source => return Outcome::Failed(WcStatus::LocProtErr),
+            Err(_) => {
                 return self.refused(h, ph, w, if op.is_send() { BAD_RECV } else { NO_ACCESS });
             }
         }
@@ -408,6 +411,16 @@ impl Rnic {
         self.arm_timer(h, delay);
         self.count(h, |c| c.rnr_waits += 1);
         Outcome::Waits
+    }
+
+    /// Memory that request `w` needs moves: it is tried again in a moment. False if it has waited long enough.
+    pub(crate) fn waits_for_memory(&mut self, h: u32, w: &mut Work) -> bool {
+        let Some(delay) = w.stall.again(self.now) else { return false };
+        if let Some(q) = self.qps.get_mut(h) {
+            q.wait = Wait::Memory;
+        }
+        self.arm_timer(h, delay);
+        true
     }
 
     /// A wait of QP `h` is over.

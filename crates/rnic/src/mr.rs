@@ -2,7 +2,7 @@
 
 use std::sync::Arc;
 
-use unirdma_mem::{Loc, ProcMem, Span};
+use unirdma_mem::{Bell, Loc, ProcMem, Span};
 
 use crate::keys::{KeyCipher, Rng};
 use crate::objects::SessionId;
@@ -92,13 +92,19 @@ impl Mr {
         self.pd == pd && self.access & access == access && addr >= self.iova && off <= self.len && len <= self.len - off
     }
 
-    /// The place of `addr`, which [`Mr::grants`] has allowed.
+    /// The place of `addr`, which [`Mr::grants`] has allowed; `memory` and `bell` are those of its session.
     #[inline]
-    pub fn locate<'a>(&'a self, addr: u64, len: u64, memory: &'a Option<Arc<dyn Resolve>>) -> Option<Loc<'a>> {
+    pub fn locate<'a>(
+        &'a self,
+        addr: u64,
+        len: u64,
+        memory: impl FnOnce() -> Option<&'a Arc<dyn Resolve>>,
+        bell: impl FnOnce() -> Option<&'a Bell>,
+    ) -> Option<Loc<'a>> {
         match &self.backing {
             Backing::Mapped(span) => Some(Loc::Mapped(span, addr - self.iova)),
-            Backing::Process(mem, base) => Some(Loc::Process(mem, base.wrapping_add(addr - self.iova))),
-            Backing::Session => memory.as_ref()?.resolve(addr, len).map(|(s, off)| Loc::Mapped(s, off)),
+            Backing::Process(mem, base) => Some(Loc::Process(mem, base.wrapping_add(addr - self.iova), bell())),
+            Backing::Session => memory()?.resolve(addr, len).map(|(s, off)| Loc::Mapped(s, off)),
             Backing::Null => Some(Loc::Null),
         }
     }

@@ -11,6 +11,7 @@ use crate::datagram::Backlog;
 use crate::mr::Resolve;
 use crate::pace::Pace;
 use crate::rnic::Limits;
+use crate::stall::Stall;
 use crate::wire::Wire;
 use crate::xrc::XrcSrq;
 
@@ -201,6 +202,8 @@ pub(crate) enum Wait {
     Rnr,
     /// No room for a datagram's packet.
     Tx,
+    /// The process of some memory moves its pages: try again at the deadline.
+    Memory,
 }
 
 /// A send WQE under execution: a private copy, so that the driver cannot change it after it was checked.
@@ -215,6 +218,9 @@ pub(crate) struct Work {
     pub started: bool,
     pub retries_left: u8,
     pub rnr_left: u8,
+    /// What an atomic has found at the peer, if it has been there.
+    pub found: Option<u64>,
+    pub stall: Stall,
 }
 
 impl Default for Work {
@@ -229,6 +235,8 @@ impl Default for Work {
             started: false,
             retries_left: 0,
             rnr_left: 0,
+            found: None,
+            stall: Stall::default(),
         }
     }
 }

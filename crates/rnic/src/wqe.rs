@@ -166,6 +166,8 @@ pub(crate) fn load(q: &Qp, at: u32, w: &mut Work) -> Result<(), WcStatus> {
     w.num_sge = 0;
     w.retries_left = q.attr.retry_cnt;
     w.rnr_left = q.attr.rnr_retry;
+    w.found = None;
+    w.stall.over();
     let op = WrOpcode::from_raw(w.wqe.opcode.into()).ok_or(WcStatus::LocQpOpErr)?;
     if w.wqe.send_flags & !send_flags::SUPPORTED != 0 || !q.typ.allows(op) {
         return Err(WcStatus::LocQpOpErr);

@@ -21,6 +21,7 @@ use unirdma_mem::Fault;
 use crate::datagram::ethernet;
 use crate::objects::{VnicId, Wait, Work};
 use crate::rnic::Rnic;
+use crate::stall::Stall;
 pub(crate) use requester::request_packet;
 pub(crate) use responder::{ACK_DELAY_NS, Responder};
 
@@ -397,6 +398,13 @@ impl Wire {
         !self.flight.is_empty()
     }
 
+    /// When memory that moves is tried again; `u64::MAX` if nothing waits for it.
+    fn memory_due(&self, now: u64) -> u64 {
+        let request = self.flight.get(self.cursor).map(|f| f.work.stall);
+        let due = |s: Stall| s.due().filter(|&at| at > now);
+        [request, Some(self.resp.stall())].into_iter().flatten().filter_map(due).min().unwrap_or(u64::MAX)
+    }
+
     /// Forgets all work: the QP failed or was reset.
     pub fn clear(&mut self) {
         self.clear_requests();
@@ -640,7 +648,7 @@ impl Rnic {
     /// Keeps a timer in the heap that fires no later than this QP needs it.
     fn arm_wire(&mut self, h: u32, w: &mut Wire) {
         let rnr = if w.rnr_until > self.now { w.rnr_until } else { u64::MAX };
-        let need = w.deadline.min(rnr);
+        let need = w.deadline.min(rnr).min(w.memory_due(self.now));
         if need < w.timer_at {
             w.timer_at = need;
             self.arm_timer(h, need.saturating_sub(self.now));

@@ -116,6 +116,9 @@ impl Rnic {
             return None;
         }
         let i = w.cursor;
+        if w.flight.get(i)?.work.stall.holds(self.now) {
+            return None;
+        }
         let q = self.qps.get(h)?;
         let paced = q.is_paced();
         if !q.may_send(self.now) {
@@ -160,10 +163,15 @@ impl Rnic {
         let tables = Tables { mrs: &self.mrs, sessions: &self.sessions };
         let local = local_side(q, &f.work, op);
         let sent = self.tx.push(w.path, &head, len, |to| tables.load(local, off, to));
-        if sent.is_err() {
-            // The memory is gone since the request was checked.
-            w.flight[i].status = Some(WcStatus::LocProtErr);
-            return Some(OP_COST);
+        let f = &mut w.flight[i];
+        match sent {
+            Ok(()) => f.work.stall.over(),
+            Err(fault) if fault.passes() && f.work.stall.again(self.now).is_some() => return None,
+            Err(_) => {
+                // The memory is gone since the request was checked.
+                f.status = Some(WcStatus::LocProtErr);
+                return Some(OP_COST);
+            }
         }
         self.note_sent(h, &w.path);
         let again = w.next.is_before(w.high);
@@ -394,10 +402,21 @@ impl Rnic {
             return self.fail_request(h, w, WcStatus::BadRespErr);
         }
         let tables = Tables { mrs: &self.mrs, sessions: &self.sessions };
-        if tables.store(local_side(q, &f.work, op), off, data).is_err() {
-            return self.fail_request(h, w, WcStatus::LocProtErr);
+        let stored = tables.store(local_side(q, &f.work, op), off, data);
+        let Some(f) = w.flight.front_mut() else { return };
+        match stored {
+            Ok(()) => {
+                f.work.stall.over();
+                self.advance(h, w, psn.advance(1));
+            }
+            Err(fault) if fault.passes() && f.work.stall.again(self.now).is_some() => {
+                // As if it had been lost: it is asked for again when the memory can be reached, but no timeout counts.
+                w.recovering = true;
+                w.go_back(psn);
+                w.deadline = u64::MAX;
+            }
+            Err(_) => self.fail_request(h, w, WcStatus::LocProtErr),
         }
-        self.advance(h, w, psn.advance(1));
     }
 
     /// The oldest packet got no answer in time (IBTA vol. 1, 9.9.2.1.1).

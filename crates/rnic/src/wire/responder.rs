@@ -4,12 +4,13 @@ use std::collections::VecDeque;
 
 use unirdma_formats::wire::{Aeth, Extra, Op, Opcode, Packet, Part, syndrome};
 use unirdma_formats::{AsyncEvent, NO_CREDITS, Psn, QpType, WcStatus, access, credit_code, psn_count};
-use unirdma_mem::atomic_u64;
+use unirdma_mem::{Fault, atomic_u64};
 
 use super::Wire;
 use crate::access::{Side, Tables, list, may_flush, remote};
 use crate::objects::SessionId;
 use crate::rnic::{OP_COST, Rnic};
+use crate::stall::Stall;
 use crate::wqe::{NoRecv, RecvDone};
 
 /// Most answers that wait for their turn; what a peer asks for beyond is as if lost, and it asks again.
@@ -74,6 +75,10 @@ pub(crate) struct Responder {
     answers: VecDeque<Answer>,
     /// When an ACK that is alone must go; until then the program's own reply may take it along.
     ack_due: u64,
+    /// Memory moves that an answer needs, or a request that was dropped for it.
+    stall: Stall,
+    /// A request was dropped because memory moved: it is asked for again.
+    missed: bool,
     /// The last atomics, to answer duplicates with what was found then (IBTA vol. 1, 9.4.5).
     atomics: VecDeque<(Psn, u64)>,
 }
@@ -95,6 +100,16 @@ impl Responder {
     fn ack(&mut self, psn: Psn) {
         self.ack_due = 0;
         self.push(Answer::Ack { psn, msn: self.msn });
+    }
+
+    /// Its wait for memory that moves.
+    pub fn stall(&self) -> Stall {
+        self.stall
+    }
+
+    /// True if memory could not be reached because it moves, and is to be tried again.
+    fn waits(&mut self, fault: Fault, now: u64) -> bool {
+        fault.passes() && self.stall.again(now).is_some()
     }
 
     /// An ACK alone waits, and what it waits for has come.
@@ -123,6 +138,8 @@ enum Refusal {
     Nak(u8, Option<AsyncEvent>),
     /// A ring index jumped.
     Broken,
+    /// Its memory moves: it is as if the packet had been lost.
+    Moves,
 }
 
 const INVALID: Refusal = Refusal::Nak(syndrome::NAK_INVALID, Some(AsyncEvent::QpReqErr));
@@ -142,7 +159,7 @@ impl Rnic {
         if psn != expected {
             return if psn.is_before(expected) { self.duplicate(h, w, p, expected) } else { self.gap(h, w, expected) };
         }
-        w.resp.nak_sent = false;
+        (w.resp.nak_sent, w.resp.missed) = (false, false);
         self.establish(h);
         let done = self.perform(h, w, p);
         match done {
@@ -169,6 +186,8 @@ impl Rnic {
             }
             Err(Refusal::Nak(code, event)) => w.resp.fail(psn, code, event),
             Err(Refusal::Broken) => self.break_qp(h),
+            // What follows it is a gap that needs no NAK of its own.
+            Err(Refusal::Moves) => (w.resp.nak_sent, w.resp.missed) = (true, true),
         }
     }
 
@@ -214,6 +233,7 @@ impl Rnic {
             Err(Refusal::Nak(syndrome::NAK_OPERATION, _)) => self.fail_qp(h, None),
             Err(_) => {
                 w.resp.message = None;
+                w.resp.stall.over();
                 self.count_dropped(h);
             }
         }
@@ -299,11 +319,14 @@ impl Rnic {
             Some((WcStatus::LocQpOpErr, syndrome::NAK_OPERATION))
         } else if w.resp.got + n > r.total {
             Some((WcStatus::LocLenErr, syndrome::NAK_INVALID))
-        } else if tables.store(to, w.resp.got, p.payload).is_err() {
-            Some((WcStatus::LocProtErr, syndrome::NAK_OPERATION))
         } else {
-            None
+            match tables.store(to, w.resp.got, p.payload) {
+                Ok(()) => None,
+                Err(fault) if w.resp.waits(fault, self.now) => return Err(Refusal::Moves),
+                Err(_) => Some((WcStatus::LocProtErr, syndrome::NAK_OPERATION)),
+            }
         };
+        w.resp.stall.over();
         w.resp.got += n;
         let imm = (p.opcode.extra == Extra::Imm).then_some(p.extra);
         let done = RecvDone {
@@ -370,7 +393,8 @@ impl Rnic {
         }
         let q = self.qps.get(h).ok_or(Refusal::Broken)?;
         let tables = Tables { mrs: &self.mrs, sessions: &self.sessions };
-        tables.store(remote(q, access::REMOTE_WRITE, rkey, va), got, p.payload).map_err(|_| NO_ACCESS)?;
+        let stored = tables.store(remote(q, access::REMOTE_WRITE, rkey, va), got, p.payload);
+        self.reached(w, stored)?;
         w.resp.got = got + n;
         w.resp.message = (!part.ends()).then_some(Message::Write { va, rkey, len });
         if part.ends() {
@@ -383,6 +407,18 @@ impl Rnic {
             }
         }
         Ok(1)
+    }
+
+    /// What was found in remote memory, or why the request is not executed.
+    fn reached<R>(&self, w: &mut Wire, r: Result<R, Fault>) -> Result<R, Refusal> {
+        match r {
+            Ok(found) => {
+                w.resp.stall.over();
+                Ok(found)
+            }
+            Err(fault) if w.resp.waits(fault, self.now) => Err(Refusal::Moves),
+            Err(_) => Err(NO_ACCESS),
+        }
     }
 
     /// True if a READ request names memory that may be read.
@@ -432,7 +468,7 @@ impl Rnic {
         }
         let tables = Tables { mrs: &self.mrs, sessions: &self.sessions };
         let (at, _) = tables.at(remote(q, access::REMOTE_WRITE, reth.rkey, reth.va), 0, 8).ok_or(NO_ACCESS)?;
-        atomic_u64(at, |_| value).map_err(|_| NO_ACCESS)?;
+        self.reached(w, atomic_u64(at, |_| value))?;
         w.resp.msn = w.resp.msn.wrapping_add(1);
         self.queue_answer(h, w, Psn::new(p.psn), false);
         self.count(h, |c| c.received_bytes += 8);
@@ -469,7 +505,7 @@ impl Rnic {
             Op::CmpSwap => atomic_u64(at, |v| if v == a.compare { a.swap_add } else { v }),
             _ => atomic_u64(at, |v| v.wrapping_add(a.swap_add)),
         };
-        let value = found.map_err(|_| NO_ACCESS)?;
+        let value = self.reached(w, found)?;
         let psn = Psn::new(p.psn);
         w.resp.msn = w.resp.msn.wrapping_add(1);
         if w.resp.atomics.len() >= usize::from(q.attr.max_dest_rd_atomic) {
@@ -498,7 +534,15 @@ impl Rnic {
 
     /// Sends one packet of the oldest answer; its cost, or `None` if there is none, or none yet.
     pub(super) fn respond(&mut self, h: u32, w: &mut Wire) -> Option<u64> {
+        if w.resp.missed && !w.resp.stall.holds(self.now) {
+            w.resp.missed = false;
+            let psn = self.qps.get(h)?.rq_psn;
+            w.resp.push(Answer::Nak { psn, msn: w.resp.msn, code: syndrome::NAK_SEQUENCE, fails: None });
+        }
         let a = *w.resp.answers.front()?;
+        if matches!(a, Answer::Read { .. }) && w.resp.stall.holds(self.now) {
+            return None;
+        }
         if matches!(a, Answer::Ack { .. }) && w.resp.answers.len() == 1 && self.now < w.resp.ack_due {
             return None;
         }
@@ -543,6 +587,7 @@ impl Rnic {
                         w.resp.answers[0] = next;
                     }
                     Ok(()) => {}
+                    Err(fault) if w.resp.waits(fault, self.now) => return None,
                     Err(_) => {
                         // The memory is gone since it was checked.
                         let code = syndrome::NAK_ACCESS;
@@ -552,6 +597,7 @@ impl Rnic {
                         return Some(OP_COST);
                     }
                 }
+                w.resp.stall.over();
                 if !ends {
                     self.note_sent(h, &w.path);
                     return Some(n + OP_COST / 8);
