@@ -207,11 +207,11 @@ wire! {
 
     GetDmaMrReq = 8 { pdn: u32, access_flags: u32 }
     /// `pages_addr` 0: [start, start + length) is one range of bus addresses. Else an array of
-    /// `npages` 64-bit bus addresses of 4096-byte pages; `start` gives the offset in the first one. `why` is for the
-    /// operator: [`mr_why`].
+    /// `npages` 64-bit bus addresses of 4096-byte pages; `start` gives the offset in the first one. `note` is for the
+    /// operator: [`mr_way`] and [`mr_why`].
     RegUserMrReq = 48 {
         pdn: u32, access_flags: u32, start: u64, length: u64, virt_addr: u64, pages_addr: u64,
-        npages: u32, why: u32,
+        npages: u32, note: u32,
     }
     /// A new MR.
     MrResp = 16 { mrn: u32, lkey: u32, rkey: u32, reserved: u32 }
@@ -313,9 +313,24 @@ pub const NOTIFY_NEXT: u32 = 2;
 /// Only solicited completions and errors.
 pub const NOTIFY_SOLICITED: u32 = 1;
 
-/// What [`RegUserMrReq::why`] says, in words: why an MR's memory is reached as it is.
-pub fn mr_why(why: u32) -> &'static str {
-    match why {
+/// The note of an MR whose memory is reached in this way (0 *direct*, 1 *share*, 2 *copy*), for this reason.
+pub fn mr_note(way: u8, why: u8) -> u32 {
+    u32::from(way) << 8 | u32::from(why)
+}
+
+/// Which way [`RegUserMrReq::note`] says that an MR's memory is reached.
+pub fn mr_way(note: u32) -> &'static str {
+    match note >> 8 {
+        0 => "direct",
+        1 => "share",
+        2 => "copy",
+        _ => "unknown",
+    }
+}
+
+/// Why, in words.
+pub fn mr_why(note: u32) -> &'static str {
+    match note & 0xff {
         0 => "as fast as it goes",
         1 => "UNIRDMA_MR asks for it",
         2 => "on-demand paging",

@@ -125,12 +125,16 @@ pub struct DoorbellPage {
     pub hints: u32,
     /// Device: [`COPYING`] and [`COPY_WAITS`].
     pub copying: u32,
-    pub reserved: [u32; 13],
+    /// Device: what it has last read in `away`, and heeds.
+    pub away_seen: u32,
+    pub reserved: [u32; 12],
     /// Driver sets, device clears: bit w says that `bits[w]` has a bit set.
     pub summary: u64,
     /// Driver: odd while it moves pages of its process.
     pub moving: u32,
-    pub reserved2: [u32; 13],
+    /// Driver: not 0 while the memory of its MRs is not where the device has it.
+    pub away: u32,
+    pub reserved2: [u32; 12],
     /// Driver sets, device clears: bit b of word w is the QP with `db_slot` 64 w + b.
     pub bits: [u64; DOORBELL_WORDS],
     pub reserved3: [u64; 432],
@@ -181,6 +185,10 @@ offsets! {
     DB_SUMMARY = DoorbellPage, summary;
     /// Byte offset in [`DoorbellPage`].
     DB_MOVING = DoorbellPage, moving;
+    /// Byte offset in [`DoorbellPage`].
+    DB_AWAY = DoorbellPage, away;
+    /// Byte offset in [`DoorbellPage`].
+    DB_AWAY_SEEN = DoorbellPage, away_seen;
     /// Byte offset in [`DoorbellPage`].
     DB_BITS = DoorbellPage, bits;
 }
@@ -249,8 +257,8 @@ mod tests {
         assert_eq!((QP_SQ_PROD, QP_RQ_PROD, QP_SQ_CONS, QP_RQ_CONS, QP_RQ_NOTIFY), (0, 4, 64, 68, 72));
         assert_eq!((CQ_CONS, CQ_ARM, CQ_PROD, CQ_ERROR), (0, 4, 64, 68));
         assert_eq!(size_of::<DoorbellPage>(), 4096);
-        assert_eq!((DB_NEED_KICK, DB_HINTS, DB_COPYING), (0, 4, 8));
-        assert_eq!((DB_SUMMARY, DB_MOVING, DB_BITS), (64, 72, 128));
+        assert_eq!((DB_NEED_KICK, DB_HINTS, DB_COPYING, DB_AWAY_SEEN), (0, 4, 8, 12));
+        assert_eq!((DB_SUMMARY, DB_MOVING, DB_AWAY, DB_BITS), (64, 72, 76, 128));
     }
 
     #[test]

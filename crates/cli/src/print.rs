@@ -109,6 +109,12 @@ fn show(v: &VrnicInfo) -> String {
         rows.push(("packets", packets.join(", ")));
     }
     let mut text = table(&rows.into_iter().map(|(k, v)| vec![k.to_string(), v]).collect::<Vec<_>>());
+    if !v.memory.is_empty() {
+        let head = ["MEMORY", "MRS", "BYTES", "BECAUSE"].map(String::from).to_vec();
+        let row = |m: &unirdma_host::MrNote| vec![m.way.clone(), m.mrs.to_string(), bytes(m.bytes), m.why.clone()];
+        text += "\n\n";
+        text += &table(&std::iter::once(head).chain(v.memory.iter().map(row)).collect::<Vec<_>>());
+    }
     if !v.queue_pairs.is_empty() {
         text += "\n\n";
         text += &queue_pairs(v);

@@ -367,7 +367,9 @@ impl Device {
         } else {
             self.gather(&[(r.start, r.length)])?
         };
-        mr_answer(rnic.reg_mr(self.session, r.pdn, r.access_flags, r.virt_addr, r.length, backing, regions)?)
+        let made = rnic.reg_mr(self.session, r.pdn, r.access_flags, r.virt_addr, r.length, backing, regions)?;
+        rnic.note_mr(made.0, r.note);
+        mr_answer(made)
     }
 
     fn gather(&self, ranges: &[(u64, u64)]) -> Result<(Backing, Vec<u64>), Status> {

@@ -36,12 +36,14 @@ pub struct Context {
     pub(crate) process_offered: Mutex<bool>,
     /// Memory files of MRs.
     pub(crate) regions: Mutex<Regions>,
-    socket: OwnedFd,
+    /// Its door, by which the device learns of moved memory.
+    pub(crate) id: u64,
+    socket: Arc<OwnedFd>,
     /// [`forks`] when it was opened.
     forks: u32,
     control: Mutex<Control>,
     bell: Bell,
-    wake: OwnedFd,
+    wake: Arc<OwnedFd>,
     dead: AtomicBool,
     fatal_told: AtomicBool,
     asyncs: EventSource,
@@ -97,12 +99,14 @@ impl Context {
         let (d, a, u) = control.queue.addresses();
         f.set_vring(abi::VQ_CONTROL, CONTROL_SLOTS, d, a, u, control.kick.as_fd(), control.call.as_fd()).map_err(io)?;
         let asyncs = EventSource::new(abi::VQ_ASYNC, &mut f, &mut arena)?;
-        let wake = event()?;
+        let wake = Arc::new(event()?);
         f.set_kick(abi::VQ_WAKE, wake.as_fd()).map_err(io)?;
         let page = arena.alloc(&mut f, size_of::<abi::DoorbellPage>(), 4096)?;
-        let socket = f.socket().try_clone_to_owned().map_err(io)?;
+        let socket = Arc::new(f.socket().try_clone_to_owned().map_err(io)?);
+        let bell = Bell::new(page.span.clone()).ok_or(libc::EPROTO)?;
         let mut ctx = Context {
-            bell: Bell::new(page.span.clone()).ok_or(libc::EPROTO)?,
+            id: crate::memory::moved().add_door(bell.clone(), wake.clone(), socket.clone()),
+            bell,
             frontend: Mutex::new(f),
             arena: Mutex::new(arena),
             process_offered: Mutex::new(false),
@@ -287,5 +291,11 @@ impl Context {
 
     pub(crate) fn free(&self, b: Block) {
         lock(&self.arena).free(b);
+    }
+}
+
+impl Drop for Context {
+    fn drop(&mut self) {
+        crate::memory::moved().remove_door(self.id);
     }
 }

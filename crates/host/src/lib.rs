@@ -27,6 +27,7 @@ use std::time::Duration;
 pub use admin::Client;
 pub use engine::EngineConfig;
 pub use port::PortCounters;
+pub use unirdma_rnic::MrNote;
 pub use vrnic::{AddVrnic, IpNet, VrnicInfo};
 
 /// How to run the virtual layer.

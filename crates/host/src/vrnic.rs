@@ -5,7 +5,7 @@ use std::net::{IpAddr, Ipv4Addr, Ipv6Addr};
 use serde::{Deserialize, Serialize};
 use unirdma_abi as abi;
 use unirdma_formats::{Gid, Mac};
-use unirdma_rnic::{Counters, Limits, MAX_MULTICAST_QPS, QpInfo};
+use unirdma_rnic::{Counters, Limits, MAX_MULTICAST_QPS, MrNote, QpInfo};
 
 /// An address with its prefix length.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
@@ -89,6 +89,9 @@ pub struct VrnicInfo {
     /// Where its programs listen for RDMA connections, as `TCP 0.0.0.0:7174`; left out of lists.
     #[serde(default)]
     pub listeners: Vec<String>,
+    /// How the memory of its MRs is reached, and why; left out of lists.
+    #[serde(default)]
+    pub memory: Vec<MrNote>,
     /// Its QPs; left out of lists.
     #[serde(default)]
     pub queue_pairs: Vec<QpInfo>,

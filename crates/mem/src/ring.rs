@@ -10,6 +10,8 @@
 //! | `CqCtrl::arm` | driver | store, full fence, then it polls once more |
 //! | doorbell words | both | atomic or / swap; see [`crate::protocol`] |
 //! | `copying` | device | store, full fence, then it looks at `moving`; 0 again with release after the copy |
+//! | `away` | driver | release; it waits until `away_seen` says so too |
+//! | `away_seen` | device | release, when it has finished what it was at |
 //! | `moving` | driver | store, full fence, then it waits for `copying` |
 //!
 //! Pointers are resolved once, when a ring is set up. Each index read from the other side is checked
@@ -444,6 +446,30 @@ impl Bell {
     /// between two of them.
     pub fn is_awaited(&self) -> bool {
         W(&self.0, abi::DB_COPYING).load() & abi::COPY_WAITS != 0
+    }
+
+    /// Driver: the memory of its MRs leaves the place where the device has it, or is back. True if the wake virtqueue must be
+    /// kicked. Memory may leave when [`Bell::is_left_alone`].
+    pub fn set_away(&self, away: bool) -> bool {
+        self.0.store32(abi::DB_AWAY, away.into(), Ordering::Release);
+        // A bit of no QP, so that the device looks.
+        self.ring(abi::MAX_QP - 1)
+    }
+
+    /// Driver: true once the device touches no memory of its MRs.
+    pub fn is_left_alone(&self) -> bool {
+        self.0.load32(abi::DB_AWAY_SEEN, Ordering::Acquire) != 0
+    }
+
+    /// Device: true while the memory of the session's MRs must not be touched.
+    #[inline]
+    pub fn is_away(&self) -> bool {
+        self.0.load32(abi::DB_AWAY, Ordering::Acquire) != 0
+    }
+
+    /// Device: heeds [`Bell::is_away`].
+    pub fn confirm_away(&self, away: bool) {
+        self.0.store32(abi::DB_AWAY_SEEN, away.into(), Ordering::Release);
     }
 
     /// Device: is about to copy; false if the driver moves pages: nothing is copied then, and it is tried again soon.

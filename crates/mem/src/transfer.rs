@@ -18,6 +18,8 @@ pub enum Loc<'a> {
     Bytes(&'a [u8]),
     /// Nowhere: zeros come from there, and what goes there is gone.
     Null,
+    /// Somewhere else for the moment: its driver says in its doorbell page when it is back.
+    Away,
 }
 
 const ZEROS: [u8; 4096] = [0; 4096];
@@ -30,6 +32,7 @@ impl Loc<'_> {
             Loc::Process(p, addr, bell) => Loc::Process(p, addr.checked_add(n)?, bell),
             Loc::Bytes(b) => Loc::Bytes(b.get(usize::try_from(n).ok()?..)?),
             Loc::Null => Loc::Null,
+            Loc::Away => Loc::Away,
         })
     }
 
@@ -116,6 +119,8 @@ pub fn transfer(src: Loc<'_>, dst: Loc<'_>, len: usize, scratch: &mut [u8]) -> R
 
 fn copy(src: Loc<'_>, dst: Loc<'_>, len: usize, scratch: &mut [u8]) -> Result<(), Fault> {
     match (src, dst) {
+        (Loc::Away, _) => Err(Fault::SourceMoves),
+        (_, Loc::Away) => Err(Fault::DestinationMoves),
         (Loc::Bytes(b), Loc::Mapped(d, doff)) => {
             let b = b.get(..len).ok_or(Fault::Source)?;
             d.write(range(d, doff, len).ok_or(Fault::Destination)?, b);
@@ -177,6 +182,7 @@ pub fn fetch(src: Loc<'_>, dst: &mut [u8]) -> Result<(), Fault> {
             steady(bell, Fault::Source, || p.read(addr, dst).map_err(|_| Fault::Source))?;
         }
         Loc::Null => dst.fill(0),
+        Loc::Away => return Err(Fault::SourceMoves),
     }
     Ok(())
 }
@@ -224,6 +230,7 @@ pub fn atomic_u64(at: Loc<'_>, f: impl Fn(u64) -> u64) -> Result<u64, Fault> {
             })
         }
         Loc::Null => Err(Fault::Destination),
+        Loc::Away => Err(Fault::DestinationMoves),
         Loc::Bytes(_) => panic!("private bytes hold no shared word"),
     }
 }

@@ -200,11 +200,19 @@ impl Rnic {
         self.quota(s, count, |l| l.max_mr)?;
         let vnic = self.vnic_of(s)?;
         let limit = self.vnics.get(vnic.0).map_or(0, |v| v.limits.max_mr_bytes);
-        let mr = Mr { access: flags, iova, len, regions: regions.into(), backing, ..Mr::empty(s, pd) };
+        let away = self.sessions.get(s.0).is_some_and(|s| s.away);
+        let mr = Mr { access: flags, iova, len, regions: regions.into(), backing, away, ..Mr::empty(s, pd) };
         if bytes.checked_add(mr.counted()).is_none_or(|b| b > limit) {
             return Err(Status::Exhausted);
         }
         self.mrs.insert(mr).ok_or(Status::Exhausted)
+    }
+
+    /// Keeps what a driver says of the way that its MR's memory goes.
+    pub fn note_mr(&mut self, mr: u32, note: u32) {
+        if let Some(m) = self.mrs.get_mut(mr) {
+            m.note = note;
+        }
     }
 
     /// An MR of the session that no window is bound to.

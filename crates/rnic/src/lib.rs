@@ -44,7 +44,7 @@ pub use keys::{KeyCipher, Rng};
 pub use mr::{Backing, Resolve};
 pub use multicast::MAX_MULTICAST_QPS;
 pub use objects::{Counters, CreateQp, QpInfo, SessionId, VnicId, WireCounters};
-pub use rnic::{Limits, Output, Rnic, Usage, VnicConfig};
+pub use rnic::{Limits, MrNote, Output, Rnic, Usage, VnicConfig};
 pub use srq::SrqAttr;
 pub use wire::{Arrival, MAX_OUTER_BYTES, Path, Route, Tx, TxPacket, WireDrops};
 pub use xrc::OpenXrcd;

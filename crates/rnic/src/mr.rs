@@ -42,6 +42,10 @@ pub(crate) struct Mr {
     /// Memory regions of the session that it lies in; it dies with any of them.
     pub regions: Arc<[u64]>,
     pub backing: Backing,
+    /// Its memory is somewhere else for the moment (section 7.5 of the specification).
+    pub away: bool,
+    /// What its driver says of the way that its memory goes: [`unirdma_abi::mr_way`] and [`unirdma_abi::mr_why`].
+    pub note: u32,
 }
 
 /// What makes a memory window of a key (IBTA vol. 1, 10.6.7).
@@ -72,6 +76,8 @@ impl Mr {
             len: 0,
             regions: [].into(),
             backing: Backing::Mapped(Span::anonymous(0)),
+            away: false,
+            note: 0,
         }
     }
 
@@ -102,6 +108,7 @@ impl Mr {
         bell: impl FnOnce() -> Option<&'a Bell>,
     ) -> Option<Loc<'a>> {
         match &self.backing {
+            Backing::Mapped(_) if self.away => Some(Loc::Away),
             Backing::Mapped(span) => Some(Loc::Mapped(span, addr - self.iova)),
             Backing::Process(mem, base) => Some(Loc::Process(mem, base.wrapping_add(addr - self.iova), bell())),
             Backing::Session => memory()?.resolve(addr, len).map(|(s, off)| Loc::Mapped(s, off)),
@@ -175,6 +182,13 @@ impl MrTable {
     pub fn replace(&mut self, handle: u32, mr: Mr) {
         if let Some(old) = self.mrs.get_mut(handle) {
             *old = Mr { key: old.key, ..mr };
+        }
+    }
+
+    /// The memory of all MRs of `owner` is somewhere else, or back.
+    pub fn set_away(&mut self, owner: SessionId, away: bool) {
+        for mr in self.mrs.values_mut().filter(|m| m.owner == owner) {
+            mr.away = away;
         }
     }
 

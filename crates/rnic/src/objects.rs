@@ -116,6 +116,8 @@ pub(crate) struct Session {
     /// False while the session is polled, true while it must kick.
     pub parked: bool,
     pub last_rung_ns: u64,
+    /// The memory of its MRs is somewhere else, as its driver says.
+    pub away: bool,
     pub memory: Option<Arc<dyn Resolve>>,
 }
 

@@ -1,7 +1,7 @@
 //! The core type: tables, the doorbell scan, deficit round robin over vRNICs, timers, outputs.
 
 use std::cmp::Reverse;
-use std::collections::{BinaryHeap, HashMap, VecDeque};
+use std::collections::{BTreeMap, BinaryHeap, HashMap, VecDeque};
 
 use unirdma_abi as abi;
 use unirdma_formats::{AsyncEvent, Gid, QpState, QpType};
@@ -74,6 +74,19 @@ pub struct Usage {
     /// MRs whose bytes are copied in and out of the application (way *copy*), and their bytes.
     pub mrs_copied: usize,
     pub bytes_copied: u64,
+}
+
+/// MRs whose memory is reached in the same way, for the same reason.
+#[derive(Clone, Debug, PartialEq, Eq, serde::Serialize, serde::Deserialize)]
+pub struct MrNote {
+    /// `direct`, `share` or `copy`.
+    pub way: String,
+    /// The reason in words.
+    pub why: String,
+    /// How many MRs.
+    pub mrs: usize,
+    /// Their bytes.
+    pub bytes: u64,
 }
 
 /// What makes a vRNIC.
@@ -272,6 +285,23 @@ impl Rnic {
         u
     }
 
+    /// How the memory of a vRNIC's MRs is reached, and why, as their drivers say.
+    pub fn mr_notes(&self, id: VnicId) -> Vec<MrNote> {
+        let of = |s: SessionId| self.sessions.get(s.0).is_some_and(|s| s.vnic == id);
+        let mut notes: BTreeMap<(&str, &str), (usize, u64)> = BTreeMap::new();
+        for m in self.mrs.iter().filter(|m| of(m.owner) && m.window.is_none()) {
+            let sum = notes.entry((abi::mr_way(m.note), abi::mr_why(m.note))).or_default();
+            *sum = (sum.0 + 1, sum.1.saturating_add(m.counted()));
+        }
+        let note = |((way, why), (mrs, bytes)): ((&str, &str), (usize, u64))| MrNote {
+            way: way.into(),
+            why: why.into(),
+            mrs,
+            bytes,
+        };
+        notes.into_iter().map(note).collect()
+    }
+
     /// The QPs of a vRNIC.
     pub fn queue_pairs(&self, id: VnicId) -> Vec<QpInfo> {
         let name = |q: &Qp| QpInfo {
@@ -301,6 +331,7 @@ impl Rnic {
             free_slots: Vec::new(),
             parked: true,
             last_rung_ns: 0,
+            away: false,
             memory: None,
         };
         self.sessions.insert_with(|_| s).map(SessionId)
@@ -439,6 +470,12 @@ impl Rnic {
             if rang {
                 s.last_rung_ns = self.now;
                 found = true;
+                let away = bell.is_away();
+                if away != s.away {
+                    s.away = away;
+                    self.mrs.set_away(SessionId(h), away);
+                    bell.confirm_away(away);
+                }
             }
         }
         found

@@ -80,6 +80,11 @@ impl<T> Slab<T> {
             .filter_map(|(i, e)| e.value.as_ref().map(|v| (e.gen_bits << INDEX_BITS | i as u32, v)))
     }
 
+    /// Values that are in use.
+    pub(crate) fn values_mut(&mut self) -> impl Iterator<Item = &mut T> {
+        self.entries.iter_mut().filter_map(|e| e.value.as_mut())
+    }
+
     /// Handles whose value satisfies `f`.
     pub(crate) fn handles(&self, f: impl Fn(&T) -> bool) -> Vec<u32> {
         self.iter().filter(|(_, v)| f(v)).map(|(h, _)| h).collect()

@@ -17,11 +17,7 @@ const SOON: u64 = 20 * MS;
 /// Two QPs on one host, and on two; the memory of both is reached through their processes. No timeout and no missing receive
 /// is forgiven.
 fn places(typ: QpType) -> Vec<(&'static str, Net)> {
-    let strict = |a| abi::QpAttr { retry_cnt: 0, rnr_retry: 0, ..a };
-    let mut one = Net::hosts(1, &[typ, typ], 9, Faults::default());
-    one.connect(typ, 0, 1, &strict);
-    one.connect(typ, 1, 0, &strict);
-    let mut places = vec![("one host", one), ("two hosts", Net::of_type(typ, 9, Faults::default(), strict))];
+    let mut places = mapped_places(typ);
     for (_, net) in &mut places {
         for i in 0..2 {
             let e = &net.ends[i];
@@ -32,6 +28,15 @@ fn places(typ: QpType) -> Vec<(&'static str, Net)> {
         }
     }
     places
+}
+
+/// The same with memory that the virtual layer maps.
+fn mapped_places(typ: QpType) -> Vec<(&'static str, Net)> {
+    let strict = |a| abi::QpAttr { retry_cnt: 0, rnr_retry: 0, ..a };
+    let mut one = Net::hosts(1, &[typ, typ], 9, Faults::default());
+    one.connect(typ, 0, 1, &strict);
+    one.connect(typ, 1, 0, &strict);
+    vec![("one host", one), ("two hosts", Net::of_type(typ, 9, Faults::default(), strict))]
 }
 
 fn request(net: &Net, op: WrOpcode, id: u64) -> abi::SqWqe {
@@ -142,6 +147,39 @@ fn a_stream_goes_on_where_it_was() {
                 assert_eq!(net.ends[0].bytes(i * 100_000, 100_000), want, "{place}, {mover}, {i}");
                 assert_eq!(net.ends[1].bytes(i * 100_000, 100_000), want, "{place}, {mover}, {i}");
             }
+        }
+    }
+}
+
+/// A fork: the memory of all MRs is somewhere else for a moment, also of those that are made meanwhile.
+#[test]
+fn memory_that_is_away_is_left_alone() {
+    for mover in [0, 1] {
+        for (place, mut net) in mapped_places(QpType::Rc) {
+            let (mine, theirs) = (pattern(50_000, 5), pattern(50_000, 6));
+            net.ends[0].fill(0, &mine);
+            net.ends[1].fill(100_000, &theirs);
+            let bell = net.ends[mover].bell.clone();
+            bell.set_away(true);
+            net.run(MS);
+            assert!(bell.is_left_alone(), "{place}, {mover}");
+            for (i, op) in [WrOpcode::Write, WrOpcode::Read].into_iter().enumerate() {
+                let at = i * 100_000;
+                let (w, sge) = (net.remote(op, i as u64, at as u64), net.ends[0].sge(at as u64, 50_000));
+                net.ends[0].post(w, &[sge]);
+            }
+            net.run(2 * MS);
+            assert_eq!(net.ends[0].poll(), [], "{place}, {mover}");
+            assert_eq!(
+                (net.ends[1].bytes(0, 50_000), net.ends[0].bytes(100_000, 50_000)),
+                (vec![0; 50_000], vec![0; 50_000])
+            );
+            bell.set_away(false);
+            net.run(SOON);
+            let got: Vec<_> = net.ends[0].poll().iter().map(|c| (c.wr_id, c.status)).collect();
+            assert_eq!(got, [(0, 0), (1, 0)], "{place}, {mover}");
+            assert_eq!((net.ends[1].bytes(0, 50_000), net.ends[0].bytes(100_000, 50_000)), (mine, theirs));
+            assert!(!bell.is_left_alone());
         }
     }
 }

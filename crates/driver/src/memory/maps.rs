@@ -45,7 +45,8 @@ impl FileId {
 }
 
 impl Vma {
-    fn parse(line: &[u8]) -> Option<Vma> {
+    /// A line of `/proc/self/maps`.
+    pub fn parse(line: &[u8]) -> Option<Vma> {
         // start-end perms offset major:minor inode [name]
         let mut rest = line;
         let mut word = || {

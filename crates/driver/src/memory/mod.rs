@@ -11,6 +11,7 @@
 //! `moved` knows what is in the memory file, `pages` moves it there and back, `maps` and `tools` ask the kernel.
 
 mod cover;
+pub(crate) mod doors;
 mod history;
 mod maps;
 mod moved;
@@ -35,7 +36,7 @@ use crate::{Result, errno, lock, map_errno};
 
 use maps::{FileId, Vma};
 pub use moved::install_fork_handlers;
-use moved::moved;
+pub(crate) use moved::moved;
 pub(crate) use moved::{forks, prepare};
 use pages::PAGE;
 pub(crate) use regions::Regions;
@@ -80,7 +81,7 @@ pub enum Why {
 impl Why {
     /// The reason in words.
     pub fn text(self) -> &'static str {
-        abi::mr_why(self as u32)
+        abi::mr_why(abi::mr_note(0, self as u8))
     }
 }
 
@@ -346,7 +347,7 @@ impl Asked {
             start: placed.start,
             length: self.length(),
             virt_addr: self.iova,
-            why: placed.why as u32,
+            note: abi::mr_note(placed.way as u8, placed.why as u8),
             ..Default::default()
         };
         match ctx.command(Command::RegUserMr, &req) {
@@ -550,6 +551,10 @@ fn offer_process(ctx: &Context) -> Result<()> {
     }
     let mem = moved().tools().and_then(|t| t.process.clone()).ok_or(libc::EACCES)?;
     let d = RegionDesc { bus_addr: 0, size: PROCESS_LIMIT, user_addr: 0, mmap_offset: 0 };
+    // From here on the device may copy, and hears of every move.
+    if let Some(d) = moved().door(ctx.id) {
+        d.copies = true;
+    }
     lock(&ctx.frontend).add_region(d, mem.as_fd()).map_err(|e| errno(&e))?;
     *offered = true;
     Ok(())

@@ -6,9 +6,12 @@
 
 use std::os::fd::OwnedFd;
 use std::sync::atomic::{AtomicU32, Ordering};
-use std::sync::{Mutex, MutexGuard, Once};
+use std::sync::{Arc, Mutex, MutexGuard, Once};
+
+use unirdma_mem::Bell;
 
 use super::cover::Cover;
+use super::doors::{self, Door};
 use super::history::History;
 use super::maps::{FileId, Maps, Vma};
 use super::pages::{self, Failed, Hands, PAGE, Place};
@@ -34,6 +37,8 @@ struct Part {
     /// As the program has set it.
     prot: i32,
     locked: bool,
+    /// Left out of core dumps.
+    undumped: bool,
     /// Private for the moment of a fork.
     out: bool,
 }
@@ -41,6 +46,14 @@ struct Part {
 impl Part {
     fn end(&self) -> u64 {
         self.place.off + self.place.len
+    }
+
+    /// What was left out of core dumps as private memory still is.
+    fn keep_undumped(&self) {
+        if self.undumped {
+            // SAFETY: advice about core dumps changes no contents.
+            unsafe { pages::sys_madvise(self.place.at, self.place.len, libc::MADV_DONTDUMP) };
+        }
     }
 
     fn cut(&self, off: u64, len: u64) -> Part {
@@ -65,6 +78,8 @@ pub(crate) struct Moved {
     /// What came back soon after it was taken.
     pub history: History,
     pins: Option<(u64, bool)>,
+    doors: Vec<Door>,
+    next_door: u64,
 }
 
 static MOVED: Mutex<Moved> = Mutex::new(Moved {
@@ -77,6 +92,8 @@ static MOVED: Mutex<Moved> = Mutex::new(Moved {
     free_slots: Vec::new(),
     history: History::new(),
     pins: None,
+    doors: Vec::new(),
+    next_door: 0,
 });
 
 static FORKS: AtomicU32 = AtomicU32::new(0);
@@ -143,7 +160,8 @@ pub(crate) fn prepare() {
         return;
     }
     // A child's parts are its own private memory, and its parent's tools would act on the parent.
-    let stale = std::mem::replace(&mut *m, Moved { forks: forks(), tools: Some(Tools::open()), ..Moved::empty() });
+    let fresh = Moved { forks: forks(), tools: Some(Tools::open()), next_door: m.next_door, ..Moved::empty() };
+    let stale = std::mem::replace(&mut *m, fresh);
     m.parts.reserve(SPARE);
     m.spare.reserve(SPARE);
     drop(stale);
@@ -161,6 +179,8 @@ impl Moved {
             free_slots: Vec::new(),
             history: History::new(),
             pins: None,
+            doors: Vec::new(),
+            next_door: 0,
         }
     }
 
@@ -182,6 +202,24 @@ impl Moved {
     /// Mappings of this process.
     pub fn maps(&self) -> Option<&Maps> {
         self.tools()?.maps.as_ref()
+    }
+
+    /// A device was opened; the number of its door.
+    pub fn add_door(&mut self, bell: Bell, wake: Arc<OwnedFd>, socket: Arc<OwnedFd>) -> u64 {
+        self.next_door += 1;
+        let id = self.next_door;
+        self.doors.push(Door { id, bell, wake, copies: false, socket });
+        id
+    }
+
+    /// The door of an open device.
+    pub fn door(&mut self, id: u64) -> Option<&mut Door> {
+        self.doors.iter_mut().find(|d| d.id == id)
+    }
+
+    /// A device was closed.
+    pub fn remove_door(&mut self, id: u64) {
+        self.doors.retain(|d| d.id != id);
     }
 
     /// An MR begins to use a range of the file.
@@ -216,13 +254,14 @@ impl Moved {
         let slot = slot.ok_or(Why::Limits)?;
         // Huge pages lie alike in the memory and in the file.
         let off = slot * SLOT + v.start % (2 << 20);
+        let undumped = self.tools.as_mut().is_some_and(|t| t.is_not_dumped(v.start));
         let Some(shadow) = pages::reserve_shadow(v.start, len) else {
             self.free_slots.push(slot);
             return Err(Why::Limits);
         };
         let place = Place { at: v.start, len, off, shadow };
         self.parts.reserve(SPARE);
-        let Some(h) = self.tools().and_then(|t| t.hands(false)) else { return Err(Why::Threads) };
+        let Some(h) = self.tools().and_then(|t| t.hands(&self.doors, false)) else { return Err(Why::Threads) };
         // SAFETY: the caller has found private anonymous memory there; it is not this thread's stack; signals are held.
         let taken = unsafe { pages::take(&h, &place, libc::PROT_READ | libc::PROT_WRITE) };
         let (done, locked) = match taken {
@@ -230,7 +269,8 @@ impl Moved {
             Err((_, done)) => (done, false),
         };
         if done > 0 {
-            let part = Part { place: Place { len: done, ..place }, prot: v.prot(), locked, out: false };
+            let part = Part { place: Place { len: done, ..place }, prot: v.prot(), locked, undumped, out: false };
+            part.keep_undumped();
             let at = self.parts.partition_point(|p| p.place.off < off);
             self.parts.insert(at, part);
             self.reserve();
@@ -273,7 +313,7 @@ impl Moved {
                 at = hi;
                 // Memory that the program has unmapped meanwhile has no part any more, and its data no reader.
                 if !self.parts.iter().any(|p| p.place.off < hi && lo < p.end())
-                    && let Some(h) = self.tools().and_then(|t| t.hands(false))
+                    && let Some(h) = self.tools().and_then(|t| t.hands(&self.doors, false))
                 {
                     pages::punch(h.file, lo, hi - lo);
                 }
@@ -294,7 +334,8 @@ impl Moved {
         if !self.parts.iter().any(|p| self.cover.first_free(p.place.off, p.end()).is_some()) {
             return;
         }
-        if self.may_be_pinned() && !self.tools().is_none_or(|t| t.file().is_none()) {
+        // The kernel holds pages of the memory file then: what it writes there would be lost.
+        if self.may_be_pinned() {
             return;
         }
         self.look();
@@ -316,7 +357,7 @@ impl Moved {
                 self.parts.insert(i + 1, part.cut(hi, part.end() - hi));
             }
             let mut free = part.cut(lo, hi - lo);
-            let Some(h) = self.tools().and_then(|t| t.hands(false)) else { break };
+            let Some(h) = self.tools().and_then(|t| t.hands(&self.doors, false)) else { break };
             let done = give_back(&h, &mut free);
             if done > 0 {
                 pages::punch(h.file, lo, done);
@@ -384,7 +425,7 @@ impl Moved {
                     next => {
                         let len = next.map_or(end, |p| p.place.off) - off;
                         let place = Place { at, len, off, shadow: 0 };
-                        Part { place, prot: v.prot(), locked: false, out: false }
+                        Part { place, prot: v.prot(), locked: false, undumped: false, out: false }
                     }
                 };
                 off += part.place.len;
@@ -469,11 +510,11 @@ impl Moved {
     /// Everything that is moved becomes private memory, for the moment of a fork. What cannot be is not inherited: a child
     /// that touches it crashes.
     fn leave_file(&mut self) {
-        if self.parts.is_empty() || self.forks != forks() {
+        if self.parts.is_empty() || self.forks != forks() || !doors::leave(&self.doors) {
             return;
         }
         self.look();
-        let Some(h) = self.tools.as_ref().and_then(|t| t.hands(true)) else { return };
+        let Some(h) = self.tools.as_ref().and_then(|t| t.hands(&self.doors, true)) else { return };
         let mut i = 0;
         while i < self.parts.len() {
             let mut part = self.parts[i];
@@ -493,15 +534,29 @@ impl Moved {
 
     /// Everything that [`Moved::leave_file`] made private goes back to where it was in the file.
     fn enter_file(&mut self) {
-        let Some(h) = self.tools.as_ref().and_then(|t| t.hands(true)) else { return };
+        if self.parts.is_empty() || self.forks != forks() {
+            return;
+        }
+        let mut whole = true;
+        let Some(h) = self.tools.as_ref().and_then(|t| t.hands(&self.doors, true)) else {
+            // Then nothing has left it either.
+            return doors::come_back(&self.doors);
+        };
         for part in self.parts.iter_mut().filter(|p| p.out) {
             part.out = false;
             let Some(shadow) = pages::reserve_shadow(part.place.at, part.place.len) else {
+                whole = false;
                 continue;
             };
             part.place.shadow = shadow;
             // SAFETY: the range was made private memory in `leave_file`; signals are held.
-            let _ = unsafe { pages::take(&h, &part.place, part.prot) };
+            whole &= unsafe { pages::take(&h, &part.place, part.prot) }.is_ok();
+            part.keep_undumped();
+        }
+        // If some memory could not go back, its MRs would be of other bytes than the program's: they stay away, and
+        // requests that need them fail.
+        if whole {
+            doors::come_back(&self.doors);
         }
     }
 }

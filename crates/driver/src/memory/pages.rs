@@ -13,6 +13,7 @@
 
 use std::os::fd::RawFd;
 
+use super::doors::{self, Door};
 use super::uffd::{NotMoved, Stops, Uffd};
 
 pub(crate) const PAGE: u64 = 4096;
@@ -54,6 +55,8 @@ pub(crate) struct Hands<'a> {
     pub uffd: Option<&'a Uffd>,
     /// Where pages lie for a moment: [`STEP`] bytes at a multiple of it, watched by `uffd`.
     pub side: u64,
+    /// The devices that are told of each move.
+    pub doors: &'a [Door],
     /// Other threads are there, or may come.
     pub threads: bool,
     /// Pages of the range may be shared with a child that was just forked; they are not looked at for pins.
@@ -244,17 +247,25 @@ pub(crate) unsafe fn take(h: &Hands<'_>, p: &Place, prot: i32) -> Result<bool, (
     let (mut done, mut locked) = (0, false);
     while done < p.len {
         let n = step(h, p.at + done, p.len - done);
-        // SAFETY: a part of the caller's range.
-        match unsafe { take_piece(h, &p.part(done, n), prot) } {
+        let piece = p.part(done, n);
+        let taken = if doors::begin_move(h.doors) {
+            // SAFETY: a part of the caller's range.
+            unsafe { take_piece(h, &piece, prot) }
+        } else {
+            // SAFETY: only reserved so far.
+            unsafe { sys_munmap(piece.shadow, n) };
+            Err(Failed::Room)
+        };
+        doors::end_move(h.doors);
+        done += n;
+        match taken {
             Ok(l) => locked |= l,
             Err(e) => {
-                let rest = done + n;
                 // SAFETY: only reserved so far.
-                unsafe { sys_munmap(p.shadow + rest, p.len - rest) };
-                return Err((e, done));
+                unsafe { sys_munmap(p.shadow + done, p.len - done) };
+                return Err((e, done - n));
             }
         }
-        done += n;
     }
     Ok(locked)
 }
@@ -436,7 +447,9 @@ pub(crate) unsafe fn give_back(h: &Hands<'_>, p: &Place, prot: i32, locked: bool
         let part = p.part(done, p.len - done);
         let (n, hole) = step_back(h, &part);
         // SAFETY: a part of the caller's range.
-        if !unsafe { give_back_piece(h, &part.part(0, n), prot, locked, hole) } {
+        let placed = doors::begin_move(h.doors) && unsafe { give_back_piece(h, &part.part(0, n), prot, locked, hole) };
+        doors::end_move(h.doors);
+        if !placed {
             break;
         }
         done += n;

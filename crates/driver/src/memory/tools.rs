@@ -9,7 +9,9 @@ use rustix::fs::{MemfdFlags, SealFlags};
 use unirdma_link::fds::{Known, high};
 use unirdma_mem::ProcMem;
 
-use super::maps::{FileId, Maps};
+use super::clock;
+use super::doors::Door;
+use super::maps::{FileId, Maps, Vma};
 use super::pages::{self, Hands};
 use super::uffd::Uffd;
 
@@ -25,6 +27,32 @@ pub(crate) struct Tools {
     mover: Option<Mover>,
     tasks: Option<Known>,
     fds: Option<Known>,
+    dumps: Dumps,
+}
+
+/// Memory that core dumps leave out, and until when to believe that.
+#[derive(Default)]
+struct Dumps {
+    until_ns: u64,
+    ranges: Vec<(u64, u64)>,
+}
+
+/// A look at `/proc/self/smaps` that takes less than this is taken each time.
+const SHORT_LOOK_NS: u64 = 1_000_000;
+
+fn undumped() -> Option<Vec<(u64, u64)>> {
+    let text = std::fs::read("/proc/self/smaps").ok()?;
+    let (mut ranges, mut current) = (Vec::new(), None);
+    for line in text.split(|&b| b == b'\n') {
+        if let Some(flags) = line.strip_prefix(b"VmFlags:") {
+            if flags.split(|&b| b == b' ').any(|f| f == b"dd") {
+                ranges.extend(current);
+            }
+        } else if let Some(v) = Vma::parse(line) {
+            current = Some((v.start, v.end));
+        }
+    }
+    Some(ranges)
 }
 
 struct Mover {
@@ -74,6 +102,7 @@ impl Tools {
             mover: Mover::open(),
             tasks: open("/proc/self/task"),
             fds: open("/proc/self/fd"),
+            dumps: Dumps::default(),
         }
     }
 
@@ -105,7 +134,7 @@ impl Tools {
     }
 
     /// What moves pages; `None` if nothing can. Other threads can be told to wait, or there are none.
-    pub fn hands(&self, after_fork: bool) -> Option<Hands<'_>> {
+    pub fn hands<'a>(&'a self, doors: &'a [Door], after_fork: bool) -> Option<Hands<'a>> {
         // The program may have closed our descriptors, and given their numbers to files of its own.
         let m = self.mover.as_ref().filter(|m| m.file.still_ours())?;
         let threads = self.threads() > 1;
@@ -117,9 +146,22 @@ impl Tools {
             pagemap: m.pagemap.as_raw_fd(),
             uffd: m.uffd.as_ref(),
             side: m.side,
+            doors,
             threads,
             after_fork,
         })
+    }
+
+    /// True if memory at `at` is left out of core dumps (MADV_DONTDUMP). Only `/proc/self/smaps` says so, and it takes long
+    /// where much memory is: then what it said stays good for a while.
+    pub fn is_not_dumped(&mut self, at: u64) -> bool {
+        let now = clock();
+        if now >= self.dumps.until_ns {
+            self.dumps.ranges = undumped().unwrap_or_default();
+            let cost = clock() - now;
+            self.dumps.until_ns = if cost < SHORT_LOOK_NS { 0 } else { clock() + cost * 20 };
+        }
+        self.dumps.ranges.iter().any(|r| r.0 <= at && at < r.1)
     }
 
     /// True if the process has a descriptor by which the kernel may hold pages of it: io_uring or AF_XDP.

@@ -12,6 +12,7 @@ impl Control {
                 let mut info = self.info(&name).ok_or_else(|| self.unknown(&name))?;
                 let rnic = lock(&self.engine.rnic);
                 (info.queue_pairs, info.listeners) = (rnic.queue_pairs(v.id), rnic.listeners(v.id));
+                info.memory = rnic.mr_notes(v.id);
                 drop(rnic);
                 Ok(Response::Vrnic(Box::new(info)))
             }
@@ -319,6 +320,7 @@ impl Control {
             limits: v.limits,
             counters: rnic.counters(v.id).unwrap_or_default(),
             listeners: Vec::new(),
+            memory: Vec::new(),
             queue_pairs: Vec::new(),
         })
     }

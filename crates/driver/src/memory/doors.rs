@@ -1,0 +1,91 @@
+//! The doorbell pages of this process's open devices: by them the device learns that memory is not where it was.
+//!
+//! Two things are said there (section 7.5 of the specification). *Moving*: pages of the process are replaced just now, so
+//! the device does not copy through the process's address space. *Away*: the memory of MRs is not in the memory file for
+//! the moment of a fork, so the device leaves all MRs of this process alone.
+
+use std::os::fd::{AsFd, OwnedFd};
+use std::sync::Arc;
+
+use unirdma_mem::Bell;
+
+use super::clock;
+
+/// How long a device may take to finish what it is at, ns. It takes microseconds, or it is not there any more.
+const PATIENCE_NS: u64 = 1_000_000_000;
+/// How long the device gets between two moves for what has waited for them, ns.
+const TURN_NS: u64 = 200_000;
+
+/// One open device.
+pub(crate) struct Door {
+    /// Names the device among those of this process.
+    pub id: u64,
+    pub bell: Bell,
+    /// Wakes the device.
+    pub wake: Arc<OwnedFd>,
+    /// The device has been given the process's address space.
+    pub copies: bool,
+    /// The connection: it hangs up when the virtual layer goes.
+    pub socket: Arc<OwnedFd>,
+}
+
+impl Door {
+    fn is_gone(&self) -> bool {
+        use rustix::event::{PollFd, PollFlags, poll};
+        let now = rustix::time::Timespec { tv_sec: 0, tv_nsec: 0 };
+        let mut fds = [PollFd::new(&*self.socket, PollFlags::RDHUP)];
+        poll(&mut fds, Some(&now)).is_ok_and(|n| n > 0)
+    }
+
+    fn set_away(&self, away: bool) {
+        if self.bell.set_away(away) {
+            let _ = rustix::io::write(self.wake.as_fd(), &1u64.to_ne_bytes());
+        }
+    }
+}
+
+/// Waits until `done`, yielding. False if that takes too long.
+fn wait(mut done: impl FnMut() -> bool) -> bool {
+    let until = clock() + PATIENCE_NS;
+    while !done() {
+        if clock() > until {
+            return false;
+        }
+        rustix::thread::sched_yield();
+    }
+    true
+}
+
+/// Tells all devices that pages move from now on. False if one of them does not stop copying; then nothing may move, and
+/// [`end_move`] is still due.
+pub(crate) fn begin_move(doors: &[Door]) -> bool {
+    let copying = || doors.iter().filter(|d| d.copies);
+    copying().for_each(|d| d.bell.begin_move());
+    copying().all(|d| wait(|| !d.bell.is_copying()) || d.is_gone())
+}
+
+/// Tells all devices that pages have moved. What has waited for that gets time before the next move.
+pub(crate) fn end_move(doors: &[Door]) {
+    let mut awaited = false;
+    for d in doors.iter().filter(|d| d.copies) {
+        awaited |= d.bell.is_awaited();
+        d.bell.end_move();
+    }
+    if awaited {
+        let until = clock() + TURN_NS;
+        while clock() < until {
+            rustix::thread::sched_yield();
+        }
+    }
+}
+
+/// Lets all devices leave the memory of MRs alone. False if one of them does not.
+pub(crate) fn leave(doors: &[Door]) -> bool {
+    doors.iter().for_each(|d| d.set_away(true));
+    doors.iter().all(|d| wait(|| d.bell.is_left_alone() || d.is_gone()))
+}
+
+/// The memory of MRs is back.
+pub(crate) fn come_back(doors: &[Door]) {
+    doors.iter().for_each(|d| d.set_away(false));
+}
