@@ -6,14 +6,16 @@
 mod commands;
 mod events;
 
+use std::sync::atomic::{Ordering, fence};
 use std::sync::{Arc, Mutex, MutexGuard};
 
 use unirdma_abi as abi;
 use unirdma_link::{Handler, Memory, Vring};
 use unirdma_mem::Span;
+use unirdma_mem::protocol::{self, Fence, Word16};
 use unirdma_rnic::{Resolve, Rnic, SessionId, VnicId};
 use virtio_queue::{Queue, QueueT};
-use vm_memory::{GuestAddress, GuestMemoryMmap};
+use vm_memory::{Bytes, GuestAddress, GuestMemoryMmap};
 
 pub use events::EventQueues;
 
@@ -35,6 +37,32 @@ pub fn lock<T>(m: &Mutex<T>) -> MutexGuard<'_, T> {
     m.lock().unwrap_or_else(std::sync::PoisonError::into_inner)
 }
 
+/// Commands of one session before the others get a turn.
+const MAX_TURN: u16 = 16;
+
+/// The flags by which a driver asks for no calls.
+struct AvailFlags<'a> {
+    guest: &'a GuestMemoryMmap,
+    addr: GuestAddress,
+}
+
+impl Word16 for AvailFlags<'_> {
+    fn load(&self) -> u16 {
+        self.guest.load(self.addr, Ordering::Acquire).map_or(0, u16::from_le)
+    }
+    fn store(&self, v: u16) {
+        let _ = self.guest.store(v.to_le(), self.addr, Ordering::Release);
+    }
+}
+
+struct Full;
+
+impl Fence for Full {
+    fn fence(&self) {
+        fence(Ordering::SeqCst);
+    }
+}
+
 struct MemoryTable(Memory);
 
 impl Resolve for MemoryTable {
@@ -52,6 +80,8 @@ pub struct Device {
     guest: Option<GuestMemoryMmap>,
     control: Option<Queue>,
     control_call: Option<std::os::fd::OwnedFd>,
+    /// The driver was told that it need not kick.
+    control_quiet: bool,
     events: Arc<EventQueues>,
 }
 
@@ -67,6 +97,7 @@ impl Device {
             guest: None,
             control: None,
             control_call: None,
+            control_quiet: false,
             events: Arc::default(),
         })
     }
@@ -81,20 +112,48 @@ impl Device {
         self.events.clone()
     }
 
-    /// Executes the control commands that wait, at most one queue full.
-    pub fn on_control_kick(&mut self) {
-        let (Some(mut queue), Some(guest)) = (self.control.take(), self.guest.clone()) else { return };
-        let mut used = false;
-        for _ in 0..queue.size() {
-            let Some(chain) = queue.pop_descriptor_chain(&guest) else { break };
-            let head = chain.head_index();
-            let len = self.command(&guest, chain);
-            used |= queue.add_used(&guest, head, len).is_ok();
+    /// Executes control commands that wait, at most [`MAX_TURN`]; true if there were any.
+    ///
+    /// If there were, the driver need not kick from then on, until [`Device::listen`] has said true.
+    pub fn serve_control(&mut self) -> bool {
+        let Some(guest) = self.guest.take() else { return false };
+        let mut queue = self.control.take();
+        let served = queue.as_mut().is_some_and(|q| self.serve(q, &guest));
+        (self.control, self.guest) = (queue, Some(guest));
+        served
+    }
+
+    fn serve(&mut self, queue: &mut Queue, guest: &GuestMemoryMmap) -> bool {
+        // An index that ran ahead by more than the queue is its driver's mistake, and nothing is done for it.
+        let Ok(avail) = queue.avail_idx(guest, Ordering::Acquire) else { return false };
+        let waiting = avail.0.wrapping_sub(queue.next_avail());
+        if waiting == 0 || waiting > queue.size() {
+            return false;
         }
-        self.control = Some(queue);
-        if used && let Some(call) = &self.control_call {
+        if !self.control_quiet {
+            self.control_quiet = queue.disable_notification(guest).is_ok();
+        }
+        for _ in 0..waiting.min(MAX_TURN) {
+            let Some(chain) = queue.pop_descriptor_chain(guest) else { break };
+            let head = chain.head_index();
+            let len = self.command(guest, chain);
+            let _ = queue.add_used(guest, head, len);
+        }
+        let flags = AvailFlags { guest, addr: GuestAddress(queue.avail_ring()) };
+        if let Some(call) = &self.control_call
+            && protocol::must_notify(&Full, &flags)
+        {
             events::signal(call);
         }
+        true
+    }
+
+    /// Asks the driver for kicks again, as this side is about to wait for them; false if commands wait already, and then
+    /// the driver need not kick.
+    pub fn listen(&mut self) -> bool {
+        let (Some(queue), Some(guest)) = (&mut self.control, &self.guest) else { return true };
+        self.control_quiet = false;
+        !queue.enable_notification(guest).unwrap_or(false)
     }
 
     fn command(&mut self, guest: &GuestMemoryMmap, chain: virtio_queue::DescriptorChain<&GuestMemoryMmap>) -> u32 {
@@ -156,6 +215,8 @@ impl Handler for Device {
 
     fn stop_vring(&mut self, index: usize) -> u16 {
         if index == abi::VQ_CONTROL as usize {
+            // Whoever serves the queue next may wait for kicks.
+            self.listen();
             self.control.take().map_or(0, |q| q.next_avail())
         } else {
             self.events.stop(index as u16)

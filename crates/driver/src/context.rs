@@ -53,6 +53,9 @@ pub struct Context {
     pub device: abi::QueryDeviceResp,
 }
 
+/// How long a command's answer is looked for before its caller sleeps, nanoseconds.
+const CONTROL_SPIN_NS: u64 = 50_000;
+
 /// Empty polls between two looks at whether the virtual layer is still there.
 const LIVENESS_POLLS: u32 = 4096;
 
@@ -76,6 +79,11 @@ pub fn device_config(path: &Path) -> Result<abi::Config> {
     Ok(config)
 }
 
+fn clock_ns() -> u64 {
+    let t = rustix::time::clock_gettime(rustix::time::ClockId::Monotonic);
+    t.tv_sec as u64 * 1_000_000_000 + t.tv_nsec as u64
+}
+
 impl Context {
     /// Opens the vRNIC whose socket is `path`.
     ///
@@ -96,6 +104,7 @@ impl Context {
             kick: event()?,
             call: event()?,
         };
+        control.queue.be_quiet();
         let (d, a, u) = control.queue.addresses();
         f.set_vring(abi::VQ_CONTROL, CONTROL_SLOTS, d, a, u, control.kick.as_fd(), control.call.as_fd()).map_err(io)?;
         let asyncs = EventSource::new(abi::VQ_ASYNC, &mut f, &mut arena)?;
@@ -162,17 +171,29 @@ impl Context {
         control.request.span.write(size_of::<abi::ReqHeader>(), req);
         let out = (size_of::<abi::ReqHeader>() + req.len()) as u32;
         let back = (size_of::<abi::RespHeader>() + resp.len()) as u32;
-        control.queue.publish(
+        let kick = control.queue.publish(
             0,
             &[
                 Segment { addr: control.request.bus, len: out, write: false },
                 Segment { addr: control.response.bus, len: back, write: true },
             ],
         );
-        let _ = rustix::io::write(&control.kick, &1u64.to_ne_bytes());
+        if kick {
+            let _ = rustix::io::write(&control.kick, &1u64.to_ne_bytes());
+        }
+        let mut looks_until = None;
         let written = loop {
             if let Some((_, len)) = control.queue.pop_used() {
                 break len;
+            }
+            // Most commands are answered before a call would have woken anybody.
+            let now = clock_ns();
+            if now < *looks_until.get_or_insert(now + CONTROL_SPIN_NS) {
+                self.pause();
+                continue;
+            }
+            if !control.queue.listen() {
+                continue;
             }
             let mut fds = [PollFd::new(&control.call, PollFlags::IN), PollFd::new(&self.socket, PollFlags::RDHUP)];
             let _ = rustix::event::poll(&mut fds, None);
@@ -181,6 +202,7 @@ impl Context {
                 return Err(libc::EIO);
             }
             let _ = rustix::io::read(&control.call, &mut [0u8; 8]);
+            control.queue.be_quiet();
         };
         let head: abi::RespHeader = control.response.span.read_obj(0);
         if head.status != 0 {
@@ -210,16 +232,22 @@ impl Context {
     /// A poll found nothing: lets the device run, and now and then looks whether it is still there.
     #[inline]
     pub fn relax(&self) {
-        if self.bell.hints() & abi::DB_YIELD != 0 {
-            rustix::thread::sched_yield();
-        } else {
-            std::hint::spin_loop();
-        }
+        self.pause();
         // A lost count costs nothing: this only spaces out the look.
         let n = self.empty_polls.load(Ordering::Relaxed).wrapping_add(1);
         self.empty_polls.store(n, Ordering::Relaxed);
         if n % LIVENESS_POLLS == 0 {
             self.check_alive();
+        }
+    }
+
+    /// Lets the device run: by giving it the core where it shares one with its programs.
+    #[inline]
+    fn pause(&self) {
+        if self.bell.hints() & abi::DB_YIELD != 0 {
+            rustix::thread::sched_yield();
+        } else {
+            std::hint::spin_loop();
         }
     }
 

@@ -158,7 +158,7 @@ impl EventSource {
     }
 
     pub(crate) fn close(self, f: &mut Frontend, arena: &mut Arena) {
-        let _: std::result::Result<(), Errno> = f.stop_vring(self.index).map_err(|e| errno(&e));
+        let _: std::result::Result<(), Errno> = f.stop_vring(self.index).map(|_| ()).map_err(|e| errno(&e));
         let queue = self.queue.into_inner().unwrap_or_else(|e| e.into_inner());
         arena.free(queue.ring);
         arena.free(queue.buffers);

@@ -32,6 +32,12 @@ use crate::{VHOST_SOCKET, vrnic_dir};
 const MAX_SESSIONS: usize = 256;
 /// Messages of one session before the others get a turn.
 const BURST: usize = 32;
+/// How long the control queue of a session is looked at after its last command, nanoseconds. Programs send commands in
+/// quick succession, and one that is found by a look costs neither side a wake-up.
+const LINGER_NS: u64 = 50_000;
+/// Rounds of looks, and nanoseconds of serving, between two looks at everything else.
+const LINGER_ROUNDS: u32 = 16;
+const LINGER_TURN_NS: u64 = 100_000;
 /// The group that always exists.
 const DEFAULT_GROUP: &str = "default";
 
@@ -55,6 +61,14 @@ struct Session {
     conn: Conn,
     _pidfd: Option<OwnedFd>,
     tokens: Vec<u64>,
+    /// It is in [`Control::lingering`].
+    lingers: bool,
+}
+
+/// A session whose control queue is looked at without a kick, and until when.
+struct Lingering {
+    session: u64,
+    until_ns: u64,
 }
 
 /// Passes the link's calls on to the device and notes the latest kick descriptor of each vring that changed.
@@ -125,6 +139,7 @@ pub(crate) struct Control {
     groups: BTreeMap<String, u32>,
     next_group: u32,
     sessions: HashMap<u64, Session>,
+    lingering: Vec<Lingering>,
     wire: Option<Wire>,
 }
 
@@ -157,6 +172,7 @@ impl Control {
             groups: BTreeMap::from([(DEFAULT_GROUP.to_string(), 0)]),
             next_group: 1,
             sessions: HashMap::new(),
+            lingering: Vec::new(),
             wire,
         })
     }
@@ -185,7 +201,9 @@ impl Control {
         ready();
         let mut events = [MaybeUninit::<epoll::Event>::uninit(); 64];
         loop {
-            let tokens: Vec<u64> = match epoll::wait(&self.epoll, &mut events, None) {
+            const NOW: rustix::time::Timespec = rustix::time::Timespec { tv_sec: 0, tv_nsec: 0 };
+            let limit = (!self.lingering.is_empty()).then_some(&NOW);
+            let tokens: Vec<u64> = match epoll::wait(&self.epoll, &mut events, limit) {
                 Ok((ready, _)) => ready.iter().map(|e| e.data.u64()).collect(),
                 Err(rustix::io::Errno::INTR) => continue,
                 Err(e) => return Err(e.into()),
@@ -204,6 +222,7 @@ impl Control {
                     None => {}
                 }
             }
+            self.linger();
         }
     }
 
@@ -247,7 +266,7 @@ impl Control {
         self.engine.add_session(device.session(), device.events());
         let backend = Backend::new(sock, abi::NUM_QUEUES as usize, budget);
         let conn = Conn { device, kicks: HashMap::new(), changed: HashMap::new() };
-        self.sessions.insert(id, Session { vrnic: name.into(), backend, conn, _pidfd: pidfd, tokens });
+        self.sessions.insert(id, Session { vrnic: name.into(), backend, conn, _pidfd: pidfd, tokens, lingers: false });
     }
 
     fn on_socket(&mut self, id: u64) {
@@ -260,6 +279,8 @@ impl Control {
             self.engine.add_session(after, s.conn.device.events());
         }
         let changed = std::mem::take(&mut s.conn.changed);
+        // A queue that begins, or begins again, may hold commands that nobody kicks for.
+        let control = changed.contains_key(&(abi::VQ_CONTROL as usize));
         for (vring, fd) in changed {
             self.set_kick(id, vring, fd);
         }
@@ -272,6 +293,9 @@ impl Control {
             }
         }
         self.engine.after_command();
+        if control {
+            self.serve(id);
+        }
     }
 
     fn set_kick(&mut self, id: u64, vring: usize, fd: Option<OwnedFd>) {
@@ -306,12 +330,51 @@ impl Control {
     }
 
     fn on_kick(&mut self, id: u64, vring: usize) {
-        let Some(s) = self.sessions.get_mut(&id) else { return };
         if vring == abi::VQ_CONTROL as usize {
-            s.conn.device.on_control_kick();
-            self.engine.after_command();
-        } else {
+            self.serve(id);
+        } else if let Some(s) = self.sessions.get_mut(&id) {
             s.conn.device.events().on_kick(vring as u16);
+        }
+    }
+
+    /// Executes commands of a session, and looks for more for a while.
+    fn serve(&mut self, session: u64) {
+        let Some(s) = self.sessions.get_mut(&session) else { return };
+        s.conn.device.serve_control();
+        if !std::mem::replace(&mut s.lingers, true) {
+            self.lingering.push(Lingering { session, until_ns: self.engine.now() + LINGER_NS });
+        }
+        self.engine.after_command();
+    }
+
+    /// Looks at the control queues of sessions that sent a command just now, each in its turn.
+    fn linger(&mut self) {
+        let began = self.engine.now();
+        for _ in 0..LINGER_ROUNDS {
+            let now = self.engine.now();
+            if self.lingering.is_empty() || now - began > LINGER_TURN_NS {
+                return;
+            }
+            let sessions = &mut self.sessions;
+            let mut served = false;
+            self.lingering.retain_mut(|l| {
+                let Some(s) = sessions.get_mut(&l.session) else { return false };
+                // At the end, what came between the last look and the driver's news that it must kick again is served.
+                // A queue that then has nothing to serve is broken, and is left alone until its next kick.
+                let found = s.conn.device.serve_control()
+                    || now >= l.until_ns && !s.conn.device.listen() && s.conn.device.serve_control();
+                served |= found;
+                if found {
+                    l.until_ns = now + LINGER_NS;
+                }
+                s.lingers = now < l.until_ns;
+                s.lingers
+            });
+            if served {
+                self.engine.after_command();
+            } else {
+                self.engine.pause();
+            }
         }
     }
 

@@ -411,7 +411,8 @@ impl Engine {
         }
     }
 
-    fn pause(&self) {
+    /// Lets others run, between two looks at something that may come soon.
+    pub(crate) fn pause(&self) {
         if self.yields {
             rustix::thread::sched_yield();
         } else {

@@ -1,11 +1,13 @@
 //! The driver half of a split virtqueue (virtio 1.3, section 2.7), over a [`Span`].
 //!
 //! Each slot is one chain of descriptors that its caller describes anew each time; there are as many
-//! chains in flight as the caller keeps track of. Neither event suppression nor indirect descriptors.
+//! chains in flight as the caller keeps track of. The flags of both rings say who wants notifications; no
+//! event indices, no indirect descriptors.
 
 use std::sync::atomic::{Ordering, fence};
 
 use unirdma_mem::Span;
+use unirdma_mem::protocol::{self, Fence, Word16};
 
 /// One buffer of a chain.
 #[derive(Clone, Copy, Debug)]
@@ -16,6 +18,26 @@ pub struct Segment {
     pub len: u32,
     /// The device writes it.
     pub write: bool,
+}
+
+/// A little-endian word of the queue.
+struct Word<'a>(&'a Span, usize);
+
+impl Word16 for Word<'_> {
+    fn load(&self) -> u16 {
+        u16::from_le(self.0.load16(self.1, Ordering::Acquire))
+    }
+    fn store(&self, v: u16) {
+        self.0.store16(self.1, v.to_le(), Ordering::Release);
+    }
+}
+
+struct Full;
+
+impl Fence for Full {
+    fn fence(&self) {
+        fence(Ordering::SeqCst);
+    }
 }
 
 const F_NEXT: u16 = 1;
@@ -63,11 +85,12 @@ impl DriverQueue {
         self.size
     }
 
-    /// Publishes a chain whose descriptors are `head`, `head + 1`, ... Kick the device afterwards.
+    /// Publishes a chain whose descriptors are `head`, `head + 1`, ...; true if the device wants to be
+    /// kicked for it. Kicking it nevertheless does no harm.
     ///
     /// # Panics
     /// If the chain leaves the table.
-    pub fn publish(&mut self, head: u16, chain: &[Segment]) {
+    pub fn publish(&mut self, head: u16, chain: &[Segment]) -> bool {
         assert!(usize::from(head) + chain.len() <= usize::from(self.size) && !chain.is_empty());
         for (i, s) in chain.iter().enumerate() {
             let at = (usize::from(head) + i) * 16;
@@ -82,20 +105,28 @@ impl DriverQueue {
         let slot = usize::from(self.next_avail % self.size);
         self.mem.write(avail + 4 + 2 * slot, &head.to_le_bytes());
         self.next_avail = self.next_avail.wrapping_add(1);
-        fence(Ordering::Release);
-        self.mem.write(avail + 2, &self.next_avail.to_le_bytes());
-        fence(Ordering::SeqCst);
+        let used = Self::used_off(self.size);
+        protocol::announce(&Full, &Word(&self.mem, avail + 2), self.next_avail, &Word(&self.mem, used))
+    }
+
+    /// Asks for no calls while the caller looks at the used ring by itself.
+    pub fn be_quiet(&self) {
+        Word(&self.mem, Self::avail_off(self.size)).store(protocol::VRING_QUIET);
+    }
+
+    /// Asks for calls again, before the caller sleeps; false if there is something to [`Self::pop_used`]
+    /// already, and then no calls come.
+    pub fn listen(&self) -> bool {
+        let (avail, used) = (Self::avail_off(self.size), Self::used_off(self.size));
+        protocol::listen(&Full, &Word(&self.mem, avail), &Word(&self.mem, used + 2), self.last_used)
     }
 
     /// The next chain that the device has used: its head and the bytes written.
     pub fn pop_used(&mut self) -> Option<(u16, u32)> {
         let used = Self::used_off(self.size);
-        let mut idx = [0; 2];
-        self.mem.read(used + 2, &mut idx);
-        if u16::from_le_bytes(idx) == self.last_used {
+        if Word(&self.mem, used + 2).load() == self.last_used {
             return None;
         }
-        fence(Ordering::Acquire);
         let at = used + 4 + 8 * usize::from(self.last_used % self.size);
         let (id, len): (u32, u32) = {
             let e: [u32; 2] = self.mem.read_obj(at);
@@ -103,5 +134,58 @@ impl DriverQueue {
         };
         self.last_used = self.last_used.wrapping_add(1);
         Some((id as u16, len))
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    const SEGMENT: Segment = Segment { addr: 0x1000, len: 8, write: true };
+
+    fn aligned(len: usize) -> Span {
+        let s = Span::anonymous(len + 64);
+        s.sub((64 - s.addr() as u64 % 64) % 64, len as u64).unwrap()
+    }
+
+    /// The device's half: uses the chain that was published last.
+    fn serve(mem: &Span, n: u16) {
+        let used = DriverQueue::used_off(2);
+        let at = used + 4 + 8 * usize::from((n - 1) % 2);
+        mem.write(at, &0u32.to_le_bytes());
+        mem.write(at + 4, &8u32.to_le_bytes());
+        mem.store16(used + 2, n.to_le(), Ordering::Release);
+    }
+
+    #[test]
+    fn a_device_that_looks_by_itself_is_not_kicked() {
+        let mem = aligned(DriverQueue::bytes(2));
+        let mut q = DriverQueue::new(mem.clone(), 2);
+        assert!(q.publish(0, &[SEGMENT]), "a device that has said nothing wants kicks");
+        mem.store16(DriverQueue::used_off(2), protocol::VRING_QUIET, Ordering::Release);
+        assert!(!q.publish(0, &[SEGMENT]));
+        // Bits that have no meaning ask for nothing.
+        mem.store16(DriverQueue::used_off(2), !protocol::VRING_QUIET, Ordering::Release);
+        assert!(q.publish(0, &[SEGMENT]));
+    }
+
+    #[test]
+    fn who_sleeps_asks_for_calls_and_looks_once_more() {
+        let mem = aligned(DriverQueue::bytes(2));
+        let mut q = DriverQueue::new(mem.clone(), 2);
+        let flags = || mem.load16(DriverQueue::avail_off(2), Ordering::Acquire);
+        q.be_quiet();
+        for n in 1..=5 {
+            q.publish(0, &[SEGMENT]);
+            assert_eq!(flags(), protocol::VRING_QUIET);
+            assert!(q.listen(), "there is nothing yet");
+            assert_eq!(flags(), 0);
+            q.be_quiet();
+            serve(&mem, n);
+            assert!(!q.listen(), "an answer is there");
+            assert_eq!(flags(), protocol::VRING_QUIET);
+            assert_eq!(q.pop_used(), Some((0, 8)));
+            assert_eq!(q.pop_used(), None);
+        }
     }
 }

@@ -126,10 +126,29 @@ impl Frontend {
         kick: BorrowedFd<'_>,
         call: BorrowedFd<'_>,
     ) -> io::Result<()> {
+        self.set_vring_at(index, size, 0, desc, avail, used, kick, call)
+    }
+
+    /// As [`Frontend::set_vring`], of a queue that has run before: `base` is where it stopped.
+    ///
+    /// # Errors
+    /// `InvalidInput` if it was refused.
+    #[allow(clippy::too_many_arguments)]
+    pub fn set_vring_at(
+        &mut self,
+        index: u32,
+        size: u16,
+        base: u16,
+        desc: u64,
+        avail: u64,
+        used: u64,
+        kick: BorrowedFd<'_>,
+        call: BorrowedFd<'_>,
+    ) -> io::Result<()> {
         use FrontendReq as R;
         let state = |num: u32| [index, num];
         self.tell(R::SET_VRING_NUM, state(size.into()).as_bytes(), &[], false)?;
-        self.tell(R::SET_VRING_BASE, state(0).as_bytes(), &[], false)?;
+        self.tell(R::SET_VRING_BASE, state(base.into()).as_bytes(), &[], false)?;
         let addr = [u64::from(index), desc, used, avail, 0];
         self.tell(R::SET_VRING_ADDR, addr.as_bytes(), &[], true)?;
         self.set_call(index, call)?;
@@ -153,13 +172,14 @@ impl Frontend {
         self.tell(FrontendReq::SET_VRING_CALL, &u64::from(index).to_ne_bytes(), &[call], false)
     }
 
-    /// Stops a vring.
+    /// Stops a vring; where it stopped.
     ///
     /// # Errors
     /// Those of the socket.
-    pub fn stop_vring(&mut self, index: u32) -> io::Result<()> {
+    pub fn stop_vring(&mut self, index: u32) -> io::Result<u16> {
         msg::send(self.sock.as_fd(), FrontendReq::GET_VRING_BASE as u32, 0, [index, 0].as_bytes(), &[])?;
-        self.answer(FrontendReq::GET_VRING_BASE).map(|_| ())
+        let b = self.answer(FrontendReq::GET_VRING_BASE)?;
+        Ok(b.get(4..6).map_or(0, |n| u16::from_ne_bytes([n[0], n[1]])))
     }
 }
 

@@ -1,5 +1,6 @@
 //! The handshakes between a driver and a device, over any words: the doorbell's need-kick word and the CQ's arm word, for
-//! a device that may sleep, and the doorbell's copying and moving words, for a driver that moves pages of its process.
+//! a device that may sleep, the flags by which either side of a split virtqueue asks the other for no notifications, and
+//! the doorbell's copying and moving words, for a driver that moves pages of its process.
 //!
 //! All are the same pattern: each side stores its own word, fences, and only then loads the other's,
 //! so at least one of the two sees the other. The functions are generic over the words so that `loom`
@@ -13,6 +14,14 @@ pub trait Word32 {
     fn load(&self) -> u32;
     /// Store with release order.
     fn store(&self, v: u32);
+}
+
+/// A shared 16-bit word, as split virtqueues have them.
+pub trait Word16 {
+    /// Load with acquire order.
+    fn load(&self) -> u16;
+    /// Store with release order.
+    fn store(&self, v: u16);
 }
 
 /// A shared 64-bit word.
@@ -98,11 +107,40 @@ pub fn end_copy(copying: &impl Word32) {
     copying.store(0);
 }
 
+/// Bit 0 of a virtqueue's flags (`VRING_AVAIL_F_NO_INTERRUPT`, `VRING_USED_F_NO_NOTIFY`): the side that
+/// owns the flags looks by itself and wants no notifications.
+pub const VRING_QUIET: u16 = 1;
+
+/// Either side of a virtqueue: announces entries up to `index`, which were written before; true if the
+/// other side must be notified.
+pub fn announce(f: &impl Fence, own_index: &impl Word16, index: u16, other_flags: &impl Word16) -> bool {
+    own_index.store(index);
+    must_notify(f, other_flags)
+}
+
+/// The second half of [`announce`], after the index was stored.
+pub fn must_notify(f: &impl Fence, other_flags: &impl Word16) -> bool {
+    f.fence();
+    other_flags.load() & VRING_QUIET == 0
+}
+
+/// Either side of a virtqueue: asks for notifications before it sleeps; false if the other side has
+/// announced more than `seen` meanwhile, and then it is awake and wants none.
+pub fn listen(f: &impl Fence, own_flags: &impl Word16, other_index: &impl Word16, seen: u16) -> bool {
+    own_flags.store(0);
+    f.fence();
+    if other_index.load() != seen {
+        own_flags.store(VRING_QUIET);
+        return false;
+    }
+    true
+}
+
 #[cfg(all(test, loom))]
 mod loom_tests {
     use super::*;
     use loom::sync::Arc;
-    use loom::sync::atomic::{AtomicU32, AtomicU64, Ordering, fence};
+    use loom::sync::atomic::{AtomicU16, AtomicU32, AtomicU64, Ordering, fence};
 
     struct F;
     impl Fence for F {
@@ -116,6 +154,14 @@ mod loom_tests {
         }
         fn store(&self, v: u32) {
             AtomicU32::store(self, v, Ordering::Release);
+        }
+    }
+    impl Word16 for AtomicU16 {
+        fn load(&self) -> u16 {
+            AtomicU16::load(self, Ordering::Acquire)
+        }
+        fn store(&self, v: u16) {
+            AtomicU16::store(self, v, Ordering::Release);
         }
     }
     impl Word64 for AtomicU64 {
@@ -202,6 +248,30 @@ mod loom_tests {
             end_move(&*moving);
             t.join().unwrap();
             assert_eq!(Word32::load(&*moving), 2);
+        });
+    }
+
+    #[test]
+    fn loom_an_entry_is_seen_or_the_sleeper_is_notified() {
+        loom::model(|| {
+            let entry = Arc::new(AtomicU32::new(0));
+            let index = Arc::new(AtomicU16::new(0));
+            // The sleeper looked by itself until now.
+            let flags = Arc::new(AtomicU16::new(VRING_QUIET));
+            let t = {
+                let (entry, index, flags) = (entry.clone(), index.clone(), flags.clone());
+                loom::thread::spawn(move || {
+                    entry.store(7, Ordering::Relaxed);
+                    announce(&F, &*index, 1, &*flags)
+                })
+            };
+            let asleep = listen(&F, &*flags, &*index, 0);
+            let notified = t.join().unwrap();
+            assert!(!asleep || notified, "asleep with an entry and no notification");
+            if !asleep {
+                assert_eq!(Word16::load(&*index), 1);
+                assert_eq!(entry.load(Ordering::Relaxed), 7);
+            }
         });
     }
 }

@@ -3,7 +3,7 @@
 use std::any::Any;
 use std::ptr::NonNull;
 use std::sync::Arc;
-use std::sync::atomic::{AtomicU32, AtomicU64, Ordering};
+use std::sync::atomic::{AtomicU16, AtomicU32, AtomicU64, Ordering};
 
 use zerocopy::{FromBytes, IntoBytes};
 
@@ -80,6 +80,13 @@ impl Span {
         unsafe { self.ptr.as_ptr().add(off) }
     }
 
+    fn word16(&self, off: usize) -> &AtomicU16 {
+        let p = self.at(off, 2);
+        assert!(p as usize % 2 == 0, "unaligned 16-bit word at {off}");
+        // SAFETY: as in word32.
+        unsafe { AtomicU16::from_ptr(p.cast()) }
+    }
+
     fn word32(&self, off: usize) -> &AtomicU32 {
         let p = self.at(off, 4);
         assert!(p as usize % 4 == 0, "unaligned 32-bit word at {off}");
@@ -95,6 +102,14 @@ impl Span {
         unsafe { AtomicU64::from_ptr(p.cast()) }
     }
 
+    /// Loads the 16-bit word at `off`.
+    pub fn load16(&self, off: usize, order: Ordering) -> u16 {
+        self.word16(off).load(order)
+    }
+    /// Stores the 16-bit word at `off`.
+    pub fn store16(&self, off: usize, v: u16, order: Ordering) {
+        self.word16(off).store(v, order);
+    }
     /// Loads the 32-bit word at `off`.
     pub fn load32(&self, off: usize, order: Ordering) -> u32 {
         self.word32(off).load(order)
@@ -167,5 +182,7 @@ mod tests {
         let mut b = [0; 8];
         s.read(8, &mut b);
         assert_eq!(b, [5, 0, 0, 0, 2, 0, 0, 0]);
+        s.store16(14, 0x0102, Ordering::Relaxed);
+        assert_eq!((s.load16(14, Ordering::Relaxed), s.load32(12, Ordering::Relaxed)), (0x0102, 0x0102_0002));
     }
 }

@@ -25,7 +25,7 @@ pub struct Hostile {
     queue: DriverQueue,
     memfd: MemFd,
     kick: OwnedFd,
-    _call: OwnedFd,
+    call: OwnedFd,
     wake: OwnedFd,
 }
 
@@ -46,7 +46,7 @@ impl Hostile {
         let (desc, avail, used) = queue.addresses();
         frontend.set_vring(abi::VQ_CONTROL, 4, desc, avail, used, kick.as_fd(), call.as_fd()).expect("vring");
         frontend.set_kick(abi::VQ_WAKE, wake.as_fd()).expect("kick");
-        Hostile { frontend, queue, memfd, kick, _call: call, wake }
+        Hostile { frontend, queue, memfd, kick, call, wake }
     }
 
     /// The memory that is shared with the virtual layer.
@@ -65,6 +65,32 @@ impl Hostile {
     /// Bus address of byte `off` of it.
     pub fn bus(&self, off: u64) -> u64 {
         BUS + off
+    }
+
+    /// Stops the control virtqueue and sets it up again where it was, as a VMM does that stops its guest for a moment.
+    ///
+    /// # Panics
+    /// If that fails.
+    pub fn restart_control(&mut self) {
+        let base = self.frontend.stop_vring(abi::VQ_CONTROL).expect("stop");
+        let (d, a, u) = self.queue.addresses();
+        let (kick, call) = (self.kick.as_fd(), self.call.as_fd());
+        self.frontend.set_vring_at(abi::VQ_CONTROL, 4, base, d, a, u, kick, call).expect("vring");
+    }
+
+    /// The control virtqueue was called since this was asked last.
+    pub fn was_called(&self) -> bool {
+        rustix::io::read(&self.call, &mut [0; 8]).is_ok()
+    }
+
+    /// Asks for no calls of the control virtqueue.
+    pub fn be_quiet(&self) {
+        self.queue.be_quiet();
+    }
+
+    /// Offset of the control virtqueue's available ring in the memory.
+    pub fn available_ring(&self) -> usize {
+        self.queue.addresses().1 as usize - self.memory().addr()
     }
 
     /// Kicks the wake virtqueue.
@@ -89,7 +115,32 @@ impl Hostile {
     /// Publishes any chain; what the device wrote at the response's place.
     pub fn chain(&mut self, chain: &[Segment]) -> Option<Vec<u8>> {
         self.queue.publish(0, chain);
+        self.kick();
+        self.answer()
+    }
+
+    /// Kicks the control virtqueue.
+    pub fn kick(&self) {
         let _ = rustix::io::write(&self.kick, &1u64.to_ne_bytes());
+    }
+
+    /// As [`Hostile::command`] of a command without data, but kicks only if the device wants it; whether it did, and
+    /// the status.
+    ///
+    /// # Panics
+    /// If nothing comes back.
+    pub fn command_as_asked(&mut self, c: u8) -> (bool, u8) {
+        let head = abi::ReqHeader { command: c, ..Default::default() };
+        self.memory().write(REQUEST as usize, head.as_bytes());
+        let request = Segment { addr: BUS + REQUEST, len: size_of::<abi::ReqHeader>() as u32, write: false };
+        let kicked = self.queue.publish(0, &[request, Segment { addr: BUS + RESPONSE, len: 1024, write: true }]);
+        if kicked {
+            self.kick();
+        }
+        (kicked, self.answer().expect("an answer")[0])
+    }
+
+    fn answer(&mut self) -> Option<Vec<u8>> {
         let start = Instant::now();
         while start.elapsed() < Duration::from_secs(5) {
             if let Some((_, len)) = self.queue.pop_used() {
@@ -97,7 +148,7 @@ impl Hostile {
                 self.memory().read(RESPONSE as usize, &mut v);
                 return Some(v);
             }
-            std::thread::sleep(Duration::from_micros(50));
+            std::thread::yield_now();
         }
         None
     }

@@ -364,7 +364,7 @@ pub(crate) fn attr_out(q: &abi::QpAttr) -> ibv_qp_attr {
 pub unsafe extern "C" fn x_ibv_query_qp(
     qp: *mut ibv_qp,
     attr: *mut ibv_qp_attr,
-    _mask: i32,
+    mask: i32,
     init: *mut ibv_qp_init_attr,
 ) -> i32 {
     // SAFETY: the caller passes its QP.
@@ -374,7 +374,10 @@ pub unsafe extern "C" fn x_ibv_query_qp(
         Err(e) => return code(Err(e)),
     };
     trace!("ibv_query_qp({:#x}) = state {}", obj.c.qp_base.qp_num, q.qp_state);
-    obj.c.qp_base.state = q.qp_state.into();
+    // Programs rely on it: UCX asks only for the capabilities, and expects the state to be what it was.
+    if mask as u32 & unirdma_formats::attr_mask::STATE != 0 {
+        obj.c.qp_base.state = q.qp_state.into();
+    }
     let init_out = ibv_qp_init_attr {
         qp_context: obj.c.qp_base.qp_context,
         send_cq: obj.c.qp_base.send_cq,

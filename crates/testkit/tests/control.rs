@@ -1,0 +1,125 @@
+//! The control virtqueue: who must notify whom, and who waits for whom.
+#![allow(missing_docs)]
+
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::time::{Duration, Instant};
+
+use unirdma_abi::Command;
+use unirdma_host::admin::Request;
+use unirdma_testkit::{Hostile, Program, TestHost};
+
+const QUERY: u8 = Command::QueryDevice as u8;
+
+/// CPU time of this process, in which the virtual layer runs.
+fn cpu_time() -> Duration {
+    let t = rustix::time::clock_gettime(rustix::time::ClockId::ProcessCPUTime);
+    Duration::new(t.tv_sec as u64, t.tv_nsec as u32)
+}
+
+#[test]
+fn commands_in_quick_succession_need_no_kick_and_later_ones_do() {
+    let host = TestHost::start();
+    let mut h = Hostile::new(&host.add("a", "10.0.0.1"));
+    assert_eq!(h.command_as_asked(QUERY), (true, 0), "nobody looks at a queue that was never used");
+    // The thread that would see the next one may be off its core for a moment, so not each of these counts.
+    let kicks = (0..1000).filter(|_| h.command_as_asked(QUERY).0).count();
+    assert!(kicks < 900, "{kicks} of 1000 commands wanted a kick");
+    std::thread::sleep(Duration::from_millis(100));
+    assert_eq!(h.command_as_asked(QUERY), (true, 0), "an idle session is not looked at");
+}
+
+#[test]
+fn an_idle_virtual_layer_takes_no_time_after_commands() {
+    let host = TestHost::start();
+    let mut h = Hostile::new(&host.add("a", "10.0.0.1"));
+    for _ in 0..100 {
+        h.command(QUERY, &[]);
+    }
+    std::thread::sleep(Duration::from_millis(100));
+    let before = cpu_time();
+    std::thread::sleep(Duration::from_millis(500));
+    let took = cpu_time() - before;
+    assert!(took < Duration::from_millis(50), "{took:?} of CPU time in half a second without work");
+}
+
+#[test]
+fn a_driver_that_wants_no_calls_gets_none() {
+    let host = TestHost::start();
+    let mut h = Hostile::new(&host.add("a", "10.0.0.1"));
+    h.command(QUERY, &[]);
+    while !h.was_called() {
+        std::thread::yield_now();
+    }
+    h.be_quiet();
+    for _ in 0..10 {
+        h.command(QUERY, &[]);
+    }
+    // Calls come after answers.
+    std::thread::sleep(Duration::from_millis(50));
+    assert!(!h.was_called());
+}
+
+#[test]
+fn an_index_that_jumped_gets_nothing_and_costs_nothing_until_it_is_right() {
+    let host = TestHost::start();
+    let mut h = Hostile::new(&host.add("a", "10.0.0.1"));
+    h.command(QUERY, &[]);
+    let at = h.available_ring() + 2;
+    let right = h.memory().load16(at, Ordering::Relaxed);
+    h.memory().store16(at, right.wrapping_add(1000), Ordering::SeqCst);
+    h.kick();
+    std::thread::sleep(Duration::from_millis(100));
+    let before = cpu_time();
+    std::thread::sleep(Duration::from_millis(500));
+    let took = cpu_time() - before;
+    assert!(took < Duration::from_millis(50), "{took:?} of CPU time for a broken queue");
+    h.memory().store16(at, right, Ordering::SeqCst);
+    assert_eq!(h.command(QUERY, &[]).0, 0);
+}
+
+#[test]
+fn a_session_whose_commands_never_end_keeps_nobody_waiting() {
+    let host = TestHost::start();
+    let flood = host.add("flood", "10.0.0.1");
+    let other = host.add("other", "10.0.0.2");
+    let stop = AtomicBool::new(false);
+    std::thread::scope(|s| {
+        let floods: Vec<_> = (0..2)
+            .map(|_| {
+                s.spawn(|| {
+                    let mut h = Hostile::new(&flood);
+                    let mut n = 0u64;
+                    while !stop.load(Ordering::Relaxed) {
+                        assert_eq!(h.command_as_asked(QUERY).1, 0);
+                        n += 1;
+                    }
+                    n
+                })
+            })
+            .collect();
+        let start = Instant::now();
+        for _ in 0..20 {
+            // A new session, its commands, and administration: listener, socket, control queue, eventfd.
+            drop(Program::new(&other, 4096));
+            host.ask(&Request::Status).unwrap();
+        }
+        let took = start.elapsed();
+        stop.store(true, Ordering::Relaxed);
+        for f in floods {
+            assert!(f.join().unwrap() > 20);
+        }
+        assert!(took < Duration::from_secs(20), "20 sessions and requests took {took:?}");
+    });
+}
+
+#[test]
+fn a_queue_that_is_stopped_and_set_up_again_serves_what_waits_there() {
+    let host = TestHost::start();
+    let mut h = Hostile::new(&host.add("a", "10.0.0.1"));
+    for _ in 0..20 {
+        // The device has just asked for no kicks, and must take that back as it stops.
+        assert_eq!(h.command_as_asked(QUERY).1, 0);
+        h.restart_control();
+        assert_eq!(h.command_as_asked(QUERY).1, 0);
+    }
+}
