@@ -1,8 +1,8 @@
 /* SPDX-License-Identifier: Apache-2.0 OR MIT
  *
  * What a program may change at a QP that works: the sizes of its queues (IBV_QP_CAP), its rate limit
- * (ibv_modify_qp_rate_limit(3)), and with whom it shares the target of an XRC connection (ibv_open_qp(3)). All once more in a
- * thread domain, whose queues take no lock.
+ * (ibv_modify_qp_rate_limit(3)), and with whom it shares the target of an XRC connection (ibv_open_qp(3)); and when its
+ * structure says that it has failed. All once more in a thread domain, whose queues take no lock.
  */
 #define _GNU_SOURCE
 #include <errno.h>
@@ -198,6 +198,28 @@ static struct ibv_qp *open_target(struct ibv_context *c, struct ibv_xrcd *x, uin
 	return ibv_open_qp(c, &a);
 }
 
+/* A QP that has failed: its structure says so once the program has asked for the state, and not before (UCX posts to it
+ * between the two). */
+static void states(struct ibv_qp *qp)
+{
+	struct ibv_sge sge = { (uintptr_t)memory[0], 8, mr->lkey };
+	struct ibv_send_wr wr = { .sg_list = &sge, .num_sge = 1, .opcode = IBV_WR_RDMA_WRITE, .send_flags = IBV_SEND_SIGNALED };
+	struct ibv_send_wr *bad;
+	struct ibv_qp_init_attr init;
+	struct ibv_qp_attr attr;
+	struct ibv_wc wc;
+	int n;
+
+	wr.wr.rdma.remote_addr = (uintptr_t)memory[1];
+	wr.wr.rdma.rkey = mr->rkey ^ 0x5a5a5a5a;
+	CHECK(!ibv_post_send(qp, &wr, &bad));
+	while (!(n = ibv_poll_cq(cq, 1, &wc)))
+		;
+	CHECK(n == 1 && wc.status == IBV_WC_REM_ACCESS_ERR && qp->state == IBV_QPS_RTS);
+	CHECK(!ibv_query_qp(qp, &attr, IBV_QP_CAP, &init) && qp->state == IBV_QPS_RTS);
+	CHECK(!ibv_query_qp(qp, &attr, IBV_QP_STATE, &init) && attr.qp_state == IBV_QPS_ERR && qp->state == IBV_QPS_ERR);
+}
+
 /* Another process opens the target, which its maker destroys then. */
 static void share(void)
 {
@@ -255,6 +277,7 @@ static void work(void)
 	connect_to(b, a->qp_num);
 	sizes(a, b);
 	rates(a, b);
+	states(a);
 	CHECK(!ibv_destroy_qp(a) && !ibv_destroy_qp(b) && !ibv_destroy_cq(cq));
 }
 
