@@ -231,6 +231,8 @@ impl Control {
         if let Some(w) = &self.wire {
             lock(&self.engine.rnic).set_routes(peers::routes(w.peers(), &self.groups));
             self.switch.set_groups(peers::members(w.peers(), &self.groups));
+            // Somebody may have waited for an address.
+            self.engine.after_command();
         }
     }
 

@@ -63,6 +63,7 @@ impl Rnic {
             v.gids = gids;
             self.relink(id);
             self.emit_to_port(id, AsyncEvent::GidChange);
+            self.cm_addresses_changed();
         }
     }
 

@@ -248,7 +248,9 @@ impl Rnic {
             deficit: 0,
             queued: false,
         };
-        self.vnics.insert_with(|_| v).map(VnicId)
+        let id = self.vnics.insert_with(|_| v).map(VnicId)?;
+        self.cm_addresses_changed();
+        Some(id)
     }
 
     /// Removes a vRNIC and all its sessions.

@@ -13,8 +13,8 @@ use unirdma_abi::{CmOp, Status, port_space};
 use unirdma_formats::cm::{Message, reason};
 use unirdma_formats::wire::{Deth, Extra, Op, Opcode, Packet, Part, Transport};
 use unirdma_formats::{Gid, QpState, QpType, WcStatus, WrOpcode};
-use unirdma_rnic::Arrival;
 use unirdma_rnic::CmEventKind::*;
+use unirdma_rnic::{Arrival, Limits, VnicConfig};
 
 #[test]
 fn a_connection_is_made_used_and_ended() {
@@ -130,8 +130,70 @@ fn nobody_there_is_unreachable_after_all_tries() {
     assert!(cm.events(0).is_empty());
     cm.net.run(40 * SECOND);
     assert_eq!(cm.event(0, Unreachable).status, -110);
-    let id = cm.ask(0, CmOp::Create, 0, |_| ()).unwrap();
-    assert_eq!(cm.ask(0, CmOp::ResolveAddr, id, |r| r.dst = addr(99, PORT)), Err(Status::Unreachable));
+}
+
+#[test]
+fn an_address_that_nobody_has_is_an_error_after_its_time() {
+    for (place, mut cm) in Cm::each() {
+        let id = cm.ask(0, CmOp::Create, 0, |_| ()).unwrap();
+        // A program may try again.
+        for _ in 0..2 {
+            cm.ask(0, CmOp::ResolveAddr, id, |r| (r.dst, r.value) = (addr(99, PORT), 2000)).unwrap();
+            assert_eq!(cm.ask(0, CmOp::ResolveRoute, id, |_| ()), Err(Status::BadState), "{place}");
+            assert_eq!(cm.ask(0, CmOp::ResolveAddr, id, |r| r.dst = addr(2, PORT)), Err(Status::BadState), "{place}");
+            cm.net.run(2 * SECOND - SECOND / 10);
+            assert!(cm.events(0).is_empty(), "{place}");
+            cm.net.run(SECOND / 5);
+            let e = cm.event(0, AddrError);
+            assert_eq!((e.id, e.status, e.dst), (id, -110, addr(99, PORT)), "{place}");
+        }
+        cm.ask(0, CmOp::ResolveAddr, id, |r| r.dst = addr(2, PORT)).unwrap();
+        cm.event(0, AddrResolved);
+        cm.net.run(10 * SECOND);
+        assert!(cm.events(0).is_empty(), "{place}");
+    }
+}
+
+#[test]
+fn an_address_that_appears_meanwhile_is_found() {
+    let mut cm = Cm::new(1, port_space::TCP, 5, Faults::default());
+    let wait = |cm: &mut Cm, last: u8| {
+        let id = cm.ask(0, CmOp::Create, 0, |_| ()).unwrap();
+        cm.ask(0, CmOp::ResolveAddr, id, |r| (r.dst, r.value) = (addr(last, PORT), 60_000)).unwrap();
+        cm.net.run(SECOND);
+        assert!(cm.events(0).is_empty());
+        id
+    };
+    // A vRNIC is added, in the same group and in another.
+    let id = wait(&mut cm, 99);
+    let config = |group| VnicConfig { group, gids: vec![ip(99)], limits: Limits::default() };
+    cm.net.rnic(0).add_vnic(config(77)).unwrap();
+    assert!(cm.events(0).is_empty());
+    let new = cm.net.rnic(0).add_vnic(config(0)).unwrap();
+    assert_eq!(cm.event(0, AddrResolved).id, id);
+    // A vRNIC gets another address.
+    let id = wait(&mut cm, 98);
+    cm.net.rnic(0).set_gids(new, vec![ip(99), ip(98)]);
+    assert_eq!(cm.event(0, AddrResolved).id, id);
+    // Who has given the identifier back hears nothing.
+    let id = wait(&mut cm, 97);
+    cm.ask(0, CmOp::Destroy, id, |_| ()).unwrap();
+    cm.net.rnic(0).set_gids(new, vec![ip(97)]);
+    cm.net.run(100 * SECOND);
+    assert!(cm.events(0).is_empty());
+}
+
+/// A program that resolves and gives up, again and again, makes the virtual layer remember nothing.
+#[test]
+fn timers_that_were_stopped_do_not_pile_up() {
+    let mut cm = Cm::new(1, port_space::TCP, 5, Faults::default());
+    for _ in 0..20_000 {
+        let id = cm.ask(0, CmOp::Create, 0, |_| ()).unwrap();
+        cm.ask(0, CmOp::ResolveAddr, id, |r| (r.dst, r.value) = (addr(99, PORT), u32::MAX)).unwrap();
+        cm.net.rnic(0).poll(0);
+        cm.ask(0, CmOp::Destroy, id, |_| ()).unwrap();
+    }
+    assert!(cm.net.rnic(0).pending_timers() < 5000, "{} timers", cm.net.rnic(0).pending_timers());
 }
 
 /// What the kernel's own peers do: each begins where the other's message says.

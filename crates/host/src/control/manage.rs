@@ -137,6 +137,8 @@ impl Control {
             budget: RegionBudget::default(),
         };
         self.vrnics.insert(add.name.clone(), v);
+        // Somebody may have waited for an address.
+        self.engine.after_command();
         self.info(&add.name).map(|i| Response::Vrnic(Box::new(i))).ok_or_else(|| self.unknown(&add.name))
     }
 

@@ -43,6 +43,7 @@ const ACK_TIMEOUT: u8 = 17;
 #[allow(missing_docs)]
 pub enum CmEventKind {
     AddrResolved = 0,
+    AddrError = 1,
     RouteResolved = 2,
     ConnectRequest = 4,
     ConnectResponse = 5,
@@ -62,6 +63,8 @@ const ECONNRESET: i32 = 104;
 enum State {
     Idle,
     Bound,
+    /// Nobody has the address yet.
+    AddrQuery,
     AddrResolved,
     RouteResolved,
     Listening,
@@ -217,6 +220,8 @@ pub(crate) struct Cm {
     /// Messages between vRNICs of this host.
     local: VecDeque<(VnicId, Gid, Gid, Box<[u8; MAD_BYTES]>)>,
     timers: BinaryHeap<Reverse<(u64, u32, u32)>>,
+    /// How many there were when those that were stopped had last been thrown away.
+    timers_kept: usize,
     /// Timers that begin when time is known.
     fresh: Vec<(u64, u32, u32)>,
     /// Requests to services that nobody listens to yet, in order of their deadlines.
@@ -245,6 +250,11 @@ impl Rnic {
         let listening = self.cm.ids.iter().filter(|(_, c)| c.vnic == vnic && c.state == State::Listening);
         let address = |c: &CmId| Some(std::net::SocketAddr::new(c.src?.ip, c.src?.port));
         listening.filter_map(|(_, c)| Some(format!("{} {}", space(c), address(c)?))).collect()
+    }
+
+    /// Timers of connection management, with those that were stopped and not yet thrown away.
+    pub fn pending_timers(&self) -> usize {
+        self.cm.timers.len() + self.cm.fresh.len()
     }
 
     fn own_id(&mut self, s: SessionId, id: u32) -> Result<&mut CmId> {
@@ -430,21 +440,39 @@ impl Rnic {
         if !bound.ip.is_unspecified() && bound.ip.is_ipv4() != dst.ip.is_ipv4() {
             return Err(Status::BadValue);
         }
-        let (group, own) = {
-            let v = self.vnics.get(vnic.0).ok_or(Status::BadHandle)?;
-            let own = v.first(dst.ip.is_ipv4()).map(|g| g.ip());
-            (v.group, own)
-        };
-        let gid = Gid::from_ip(dst.ip);
-        if !dst.ip.is_multicast() && self.find_vnic(group, gid).is_none() && !self.routes.contains_key(&(group, gid)) {
-            return Err(Status::Unreachable);
-        }
-        let own = own.ok_or(Status::NoDevice)?;
+        let v = self.vnics.get(vnic.0).ok_or(Status::BadHandle)?;
+        let own = v.first(dst.ip.is_ipv4()).map(|g| g.ip()).ok_or(Status::NoDevice)?;
         let c = self.expect(id, &[State::Bound])?;
         let ip = if bound.ip.is_unspecified() { own } else { bound.ip };
-        (c.src, c.dst, c.state) = (Some(Addr { ip, ..bound }), Some(dst), State::AddrResolved);
-        self.raise(id, CmEventKind::AddrResolved, 0, &[]);
+        (c.src, c.dst, c.state) = (Some(Addr { ip, ..bound }), Some(dst), State::AddrQuery);
+        if !self.cm_reach(id) {
+            self.arm_cm(id, u64::from(r.value) * 1_000_000);
+        }
         Ok(())
+    }
+
+    /// The destination of an identifier that waits for it is resolved, if somebody has the address now.
+    fn cm_reach(&mut self, id: u32) -> bool {
+        let Some(c) = self.cm.ids.get(id).filter(|c| c.state == State::AddrQuery) else { return false };
+        let (Some(dst), Some(v)) = (c.dst, self.vnics.get(c.vnic.0)) else { return false };
+        let (group, gid) = (v.group, Gid::from_ip(dst.ip));
+        let there =
+            dst.ip.is_multicast() || self.find_vnic(group, gid).is_some() || self.routes.contains_key(&(group, gid));
+        if there {
+            self.stop_timer(id);
+            if let Some(c) = self.cm.ids.get_mut(id) {
+                c.state = State::AddrResolved;
+            }
+            self.raise(id, CmEventKind::AddrResolved, 0, &[]);
+        }
+        there
+    }
+
+    /// Addresses have appeared: whoever waits for one may go on.
+    pub(crate) fn cm_addresses_changed(&mut self) {
+        for id in self.cm.ids.handles(|c| c.state == State::AddrQuery) {
+            self.cm_reach(id);
+        }
     }
 
     /// Notes the QP with which requests for datagrams are answered without asking the program, if it names one.

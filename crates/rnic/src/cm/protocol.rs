@@ -23,6 +23,8 @@ pub(super) const RETRIES: u8 = 15;
 /// A message is sent again after this time at first, ns, later at the time of [`RESPONSE_TIMEOUT`]: on a network that
 /// loses packets nobody wants to wait for seconds.
 const FIRST_RETRY_NS: u64 = 250_000_000;
+/// Stopped timers that are kept, beside as many as there are others.
+const MAX_STOPPED: usize = 1024;
 /// Encoded time of an MRA: 68 s.
 pub(super) const MRA_TIMEOUT: u8 = 24;
 
@@ -269,6 +271,12 @@ impl Rnic {
         for (delay, id, timer) in self.cm.fresh.drain(..) {
             self.cm.timers.push(Reverse((now.saturating_add(delay), id, timer)));
         }
+        // Timers that were stopped are in the way only when there are many.
+        if self.cm.timers.len() > self.cm.timers_kept * 2 + MAX_STOPPED {
+            let ids = &self.cm.ids;
+            self.cm.timers.retain(|t| ids.get(t.0.1).is_some_and(|c| c.timer == t.0.2));
+            self.cm.timers_kept = self.cm.timers.len();
+        }
         let mut found = false;
         while let Some(&Reverse((at, id, timer))) = self.cm.timers.peek() {
             if at > now {
@@ -292,6 +300,13 @@ impl Rnic {
             c.state = State::Closed;
             self.raise(id, CmEventKind::TimewaitExit, 0, &[]);
             return self.remove_if_nobodys(id);
+        }
+        if c.state == State::AddrQuery {
+            self.raise(id, CmEventKind::AddrError, -ETIMEDOUT, &[]);
+            if let Some(c) = self.cm.ids.get_mut(id) {
+                (c.state, c.dst) = (State::Bound, None);
+            }
+            return;
         }
         let Some(sent) = c.sent.clone() else { return };
         c.tries += 1;

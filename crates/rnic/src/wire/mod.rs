@@ -427,6 +427,7 @@ impl Rnic {
     pub fn set_routes(&mut self, routes: std::collections::HashMap<(u32, Gid), Route>) {
         self.routes = routes;
         self.find_group_hosts();
+        self.cm_addresses_changed();
     }
 
     /// The largest path MTU that the network to other hosts takes, bytes.

@@ -14,6 +14,9 @@ const FAMILY: i32 = 8;
 const QPT_RC: i32 = 2;
 const QPT_UD: i32 = 4;
 
+/// How long the address of a peer is looked for, milliseconds.
+const RESOLVE_MS: i32 = 2000;
+
 /// A socket address on the heap, as `rdma_freeaddrinfo` gives it back.
 ///
 /// # Safety
@@ -151,19 +154,21 @@ pub unsafe extern "C" fn x_rdma_create_ep(
                 obj.c.pd = pd;
             })
         } else {
-            id::resolve(obj, res.ai_src_addr, res.ai_dst_addr).and_then(|()| id::resolve_route(obj)).and_then(|()| {
-                if res.ai_connect_len > 0 && !res.ai_connect.is_null() {
-                    let data = std::slice::from_raw_parts(res.ai_connect.cast::<u8>(), res.ai_connect_len.min(255));
-                    obj.connect_data = data.to_vec();
-                }
-                match init {
-                    Some(init) => {
-                        init.qp_type = res.ai_qp_type as u32;
-                        qp::create(obj, pd, init)
+            id::resolve(obj, res.ai_src_addr, res.ai_dst_addr, RESOLVE_MS)
+                .and_then(|()| id::resolve_route(obj))
+                .and_then(|()| {
+                    if res.ai_connect_len > 0 && !res.ai_connect.is_null() {
+                        let data = std::slice::from_raw_parts(res.ai_connect.cast::<u8>(), res.ai_connect_len.min(255));
+                        obj.connect_data = data.to_vec();
                     }
-                    None => Ok(()),
-                }
-            })
+                    match init {
+                        Some(init) => {
+                            init.qp_type = res.ai_qp_type as u32;
+                            qp::create(obj, pd, init)
+                        }
+                        None => Ok(()),
+                    }
+                })
         }
     };
     // SAFETY: just made; room for the identifier.

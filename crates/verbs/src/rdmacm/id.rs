@@ -242,10 +242,10 @@ pub unsafe extern "C" fn x_rdma_resolve_addr(
     id: *mut rdma_cm_id,
     src: *mut libc::sockaddr,
     dst: *mut libc::sockaddr,
-    _timeout_ms: i32,
+    timeout_ms: i32,
 ) -> i32 {
     // SAFETY: the caller passes its identifier and addresses.
-    done(unsafe { resolve(object(id), src, dst) })
+    done(unsafe { resolve(object(id), src, dst, timeout_ms) })
 }
 
 /// # Safety
@@ -254,11 +254,15 @@ pub(super) unsafe fn resolve(
     obj: &mut IdObj,
     src: *const libc::sockaddr,
     dst: *const libc::sockaddr,
+    timeout_ms: i32,
 ) -> Result<(), i32> {
     // SAFETY: by the contract.
     let (src, dst) = unsafe { (address::read(src)?, address::read(dst)?) };
     address::write(&dst, &mut obj.c.route.addr.dst);
-    let r = request(CmOp::ResolveAddr, obj.handle, |r| (r.src, r.dst) = (src, dst))?;
+    let r = request(CmOp::ResolveAddr, obj.handle, |r| {
+        // The kernel takes a negative time for a very long one.
+        (r.src, r.dst, r.value) = (src, dst, u32::try_from(timeout_ms).unwrap_or(u32::MAX));
+    })?;
     address::write(&r.src, &mut obj.c.route.addr.src);
     obj.complete()
 }
