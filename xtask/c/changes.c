@@ -8,6 +8,7 @@
 #include <errno.h>
 #include <fcntl.h>
 #include <infiniband/verbs.h>
+#include <net/if.h>
 #include <stdint.h>
 #include <stdio.h>
 #include <stdlib.h>
@@ -300,11 +301,25 @@ static void alone(void)
 	pd = plain;
 }
 
+/* The network device of each GID is the container's. */
+static void network_device(void)
+{
+	struct ibv_gid_entry e, table[16];
+	unsigned want = if_nametoindex("eth0");
+	ssize_t n = ibv_query_gid_table(ctx, table, 16, 0), i;
+
+	CHECK(want && n > 0);
+	CHECK(!ibv_query_gid_ex(ctx, 1, 0, &e, 0) && e.ndev_ifindex == want);
+	for (i = 0; i < n; i++)
+		CHECK(table[i].ndev_ifindex == want);
+}
+
 int main(void)
 {
 	setvbuf(stdout, NULL, _IONBF, 0);
 	ctx = open_device();
 	CHECK(!ibv_query_gid(ctx, 1, 0, &gid));
+	network_device();
 	CHECK((pd = ibv_alloc_pd(ctx)));
 	CHECK((mr = ibv_reg_mr(pd, memory, sizeof(memory), IBV_ACCESS_LOCAL_WRITE)));
 	CHECK((cq = ibv_create_cq(ctx, 4 * AFTER, NULL, NULL, 0)));

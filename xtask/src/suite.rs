@@ -199,10 +199,14 @@ fn connections(s: &mut Suite<'_>) {
         let o = lab.spawn("a", &[], "ucx_info -d")?.finish();
         require(o.ok() && o.text.contains("rc_verbs") && o.text.contains("ud_verbs"), o.text)
     });
-    s.check("sysfs: ibstatus and the GID types", |lab| {
-        let show = "cat /sys/class/infiniband/*/ports/1/gid_attrs/types/0 /sys/class/infiniband/*/ports/1/gids/0";
+    s.check("sysfs: the GIDs, their types and their network device, and the way from uverbs0 to it", |lab| {
+        let port = "/sys/class/infiniband/*/ports/1";
+        let net = "/sys/class/infiniband_verbs/uverbs0/device/net";
+        let show =
+            format!("cat {port}/gid_attrs/types/0 {port}/gid_attrs/ndevs/0 {port}/gids/0 {port}/gids/15; ls {net}");
         let o = lab.spawn("a", &[], &format!("sh -c '{show}'"))?.finish();
-        require(o.ok() && o.text == "RoCE v2\n0000:0000:0000:0000:0000:ffff:0a00:0001\n", o.text)
+        let gids = "0000:0000:0000:0000:0000:ffff:0a00:0001\n0000:0000:0000:0000:0000:0000:0000:0000\n";
+        require(o.ok() && o.text == format!("RoCE v2\neth0\n{gids}eth0\n"), o.text)
     });
 }
 

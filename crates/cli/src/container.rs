@@ -199,7 +199,7 @@ fn enter(dir: &Path, args: &RunArgs, info: &VrnicInfo, mut sock: UnixStream) -> 
     // Nothing that is mounted here shows outside; only this vRNIC's directory shows inside (U18).
     rustix::mount::mount_change("/", MountPropagationFlags::PRIVATE | MountPropagationFlags::REC)
         .map_err(context("mount"))?;
-    if let Err(e) = crate::devices::set_up(dir, info) {
+    if let Err(e) = crate::devices::set_up(dir, info, args.net == Net::Own) {
         eprintln!("unirdma: programs that look for devices in /sys or /dev will find none: {e}");
     }
     rustix::mount::mount_bind(&info.dir, dir).map_err(context("cannot mount the vRNIC's directory"))?;

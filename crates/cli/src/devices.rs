@@ -18,11 +18,15 @@ fn context(what: &str) -> impl FnOnce(rustix::io::Errno) -> io::Error {
     move |e| io::Error::new(io::Error::from(e).kind(), format!("{what}: {e}"))
 }
 
-/// Makes the files; `staging` is a directory that something else is mounted on later.
-pub(crate) fn set_up(staging: &Path, info: &VrnicInfo) -> io::Result<()> {
+/// Entries of the GID table that are shown at least, as `ibv_query_port` says.
+const MIN_GIDS: usize = 16;
+
+/// Makes the files; `staging` is a directory that something else is mounted on later. `own_net`: the container will have an
+/// `eth0` with the vRNIC's addresses; else it sees the host's interfaces.
+pub(crate) fn set_up(staging: &Path, info: &VrnicInfo, own_net: bool) -> io::Result<()> {
     let none: Option<&std::ffi::CStr> = None;
     rustix::mount::mount("unirdma", staging, "tmpfs", MountFlags::NOSUID, none).map_err(context("mount tmpfs"))?;
-    let made = device_files(&staging.join("dev")).and_then(|()| class_files(&staging.join("class"), info));
+    let made = device_files(&staging.join("dev")).and_then(|()| class_files(&staging.join("class"), info, own_net));
     // What was mounted from it stays.
     let gone = rustix::mount::unmount(staging, UnmountFlags::DETACH).map_err(context("unmount"));
     made.and(gone)
@@ -60,7 +64,13 @@ fn groups(bytes: &[u8]) -> String {
     bytes.chunks(2).map(group).collect::<Vec<_>>().join(":")
 }
 
-fn class_files(class: &Path, info: &VrnicInfo) -> io::Result<()> {
+/// The interface of this network namespace that has an address.
+fn interface_of(addr: Ipv6Addr) -> Option<String> {
+    addr.to_ipv4_mapped()
+        .map_or_else(|| crate::net::interface_of(addr.into()), |v4| crate::net::interface_of(v4.into()))
+}
+
+fn class_files(class: &Path, info: &VrnicInfo, own_net: bool) -> io::Result<()> {
     let put = |path: PathBuf, text: &str| {
         fs::create_dir_all(path.parent().unwrap_or(class))?;
         fs::write(path, format!("{text}\n"))
@@ -78,10 +88,24 @@ fn class_files(class: &Path, info: &VrnicInfo) -> io::Result<()> {
         ("fw_ver", env!("CARGO_PKG_VERSION")),
         ("device/numa_node", "-1"),
         ("device/local_cpus", &cpu_mask()),
-        ("device/net/eth0/address", &info.mac),
         ("device/infiniband_verbs/uverbs0/ibdev", DEVICE),
     ] {
         put(device.join(name), text)?;
+    }
+    let addresses = info
+        .gids
+        .iter()
+        .map(|gid| gid.parse().map_err(|_| io::Error::other(format!("the virtual layer gave the GID `{gid}`"))));
+    let addresses: Vec<Ipv6Addr> = addresses.collect::<io::Result<_>>()?;
+    // As with a real device, all GIDs are of one interface.
+    let net = match own_net {
+        true => Some("eth0".to_string()),
+        false => addresses.iter().find_map(|&a| interface_of(a)),
+    };
+    if let Some(net) = &net {
+        for (name, text) in [("address", &*info.mac), ("dev_id", "0x0"), ("dev_port", "0"), ("type", "1")] {
+            put(device.join("device/net").join(net).join(name), text)?;
+        }
     }
     let port = device.join("ports/1");
     for (name, text) in [
@@ -95,22 +119,32 @@ fn class_files(class: &Path, info: &VrnicInfo) -> io::Result<()> {
         ("sm_sl", "0"),
         ("cap_mask", "0x04010000"),
         ("pkeys/0", "0xffff"),
-        ("gid_attrs/ndevs/.keep", ""),
     ] {
         put(port.join(name), text)?;
     }
-    fs::remove_file(port.join("gid_attrs/ndevs/.keep"))?;
-    for (i, gid) in info.gids.iter().enumerate() {
-        let gid: Ipv6Addr =
-            gid.parse().map_err(|_| io::Error::other(format!("the virtual layer gave the GID `{gid}`")))?;
+    // Programs count on the directory even where no interface has the addresses.
+    fs::create_dir_all(port.join("gid_attrs/ndevs"))?;
+    for i in 0..addresses.len().next_power_of_two().max(MIN_GIDS) {
+        let gid = addresses.get(i).copied().unwrap_or(Ipv6Addr::UNSPECIFIED);
         put(port.join(format!("gids/{i}")), &groups(&gid.octets()))?;
-        put(port.join(format!("gid_attrs/types/{i}")), "RoCE v2")?;
-        put(port.join(format!("gid_attrs/ndevs/{i}")), "eth0")?;
+        // The kernel's files of empty entries cannot be read.
+        if !gid.is_unspecified() {
+            put(port.join(format!("gid_attrs/types/{i}")), "RoCE v2")?;
+            if let Some(net) = &net {
+                put(port.join(format!("gid_attrs/ndevs/{i}")), net)?;
+            }
+        }
     }
+    // As the links of the kernel's tree lead on: scripts go from one class to the other by them.
+    fs::create_dir(device.join("device/infiniband"))?;
+    symlink(format!("../../../{DEVICE}"), device.join("device/infiniband").join(DEVICE))?;
     let verbs = class.join("infiniband_verbs");
     put(verbs.join("abi_version"), "6")?;
     put(verbs.join("uverbs0/ibdev"), DEVICE)?;
     put(verbs.join("uverbs0/abi_version"), "1")?;
+    // The numbers of /dev/null, which is mounted there.
+    put(verbs.join("uverbs0/dev"), "1:3")?;
+    symlink(format!("../../infiniband/{DEVICE}/device"), verbs.join("uverbs0/device"))?;
     overlay(class)?;
     // Devices of the host do not show through.
     for name in ["infiniband", "infiniband_verbs"] {

@@ -218,3 +218,47 @@ pub(crate) fn set_up(mac: [u8; 6], mtu: u32, ips: &[IpNet]) -> io::Result<OwnedF
     }
     Ok(fd)
 }
+
+/// The interface of this network namespace that has an address.
+pub(crate) fn interface_of(addr: std::net::IpAddr) -> Option<String> {
+    use std::net::{IpAddr, Ipv4Addr, Ipv6Addr};
+    let mut list: *mut libc::ifaddrs = std::ptr::null_mut();
+    // SAFETY: room for the list.
+    if unsafe { libc::getifaddrs(&mut list) } != 0 {
+        return None;
+    }
+    let mut found = None;
+    let mut at = list;
+    // SAFETY: the list ends with NULL; an entry's address is NULL or as long as its family's; its name is a string.
+    unsafe {
+        while let Some(i) = at.as_ref() {
+            at = i.ifa_next;
+            let has: Option<IpAddr> = match i.ifa_addr.as_ref().map(|a| i32::from(a.sa_family)) {
+                Some(libc::AF_INET) => {
+                    let v4 = i.ifa_addr.cast::<libc::sockaddr_in>().read_unaligned();
+                    Some(Ipv4Addr::from(u32::from_be(v4.sin_addr.s_addr)).into())
+                }
+                Some(libc::AF_INET6) => {
+                    let v6 = i.ifa_addr.cast::<libc::sockaddr_in6>().read_unaligned();
+                    Some(Ipv6Addr::from(v6.sin6_addr.s6_addr).into())
+                }
+                _ => None,
+            };
+            if has == Some(addr) {
+                found = Some(std::ffi::CStr::from_ptr(i.ifa_name).to_string_lossy().into_owned());
+                break;
+            }
+        }
+        libc::freeifaddrs(list);
+    }
+    found
+}
+
+#[cfg(test)]
+mod tests {
+    #[test]
+    fn loopback_has_its_address() {
+        assert_eq!(super::interface_of("127.0.0.1".parse().unwrap()).as_deref(), Some("lo"));
+        assert_eq!(super::interface_of("192.0.2.77".parse().unwrap()), None);
+    }
+}
