@@ -390,7 +390,7 @@ fn c_program(s: &mut Suite<'_>) {
         s.check(&format!("random calls under valgrind, seed {seed} (C program)"), |lab| {
             let exe = compile(lab, "verbs-random", &["-libverbs", "-lrdmacm"])?;
             let valgrind = format!(
-                "valgrind -q --error-exitcode=9 --leak-check=full --show-leak-kinds=definite \
+                "env UNIRDMA_HEAP=system valgrind -q --error-exitcode=9 --leak-check=full --show-leak-kinds=definite \
                  --errors-for-leak-kinds=definite --suppressions={}",
                 lab::root().join("xtask/c/valgrind.supp").display()
             );

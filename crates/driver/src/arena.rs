@@ -6,7 +6,7 @@ use std::collections::BTreeMap;
 use unirdma_link::{Frontend, PROCESS_LIMIT, RegionDesc};
 use unirdma_mem::{MemFd, Span};
 
-use crate::{Result, errno, map_errno};
+use crate::{HEAP, Result, errno, map_errno};
 
 /// Smallest region, bytes.
 const REGION: usize = 2 << 20;
@@ -35,6 +35,18 @@ pub(crate) struct Arena {
     next_bus: u64,
 }
 
+/// A memory file of [`REGION`] bytes, or less where the process may have no more (`RLIMIT_FSIZE`, `RLIMIT_AS`), but at
+/// least `len`.
+fn region(len: usize) -> Result<MemFd> {
+    let mut size = len.max(REGION);
+    loop {
+        match MemFd::new(c"unirdma-rings", size).map_err(|e| map_errno(&e)) {
+            Err(libc::EFBIG | libc::ENOMEM) if size > len => size = (size / 2).next_multiple_of(4096).max(len),
+            r => return r,
+        }
+    }
+}
+
 impl Arena {
     pub fn new() -> Self {
         Arena { regions: Vec::new(), next_bus: PROCESS_LIMIT * 2 }
@@ -49,14 +61,17 @@ impl Arena {
 
     /// A block of `len` bytes at a multiple of `align`, a power of two up to a page.
     pub fn alloc(&mut self, f: &mut Frontend, len: usize, align: usize) -> Result<Block> {
+        if HEAP.is_low() {
+            return Err(libc::ENOMEM);
+        }
         let len = len.next_multiple_of(64).max(64);
         for i in 0..self.regions.len() {
             if let Some(b) = self.take(i, len, align) {
                 return Ok(b);
             }
         }
-        let size = len.next_multiple_of(4096).max(REGION);
-        let memfd = MemFd::new(c"unirdma-rings", size).map_err(|e| map_errno(&e))?;
+        let memfd = region(len.next_multiple_of(4096))?;
+        let size = memfd.span().len();
         let bus = self.take_bus(size as u64);
         let desc =
             RegionDesc { bus_addr: bus, size: size as u64, user_addr: memfd.span().addr() as u64, mmap_offset: 0 };

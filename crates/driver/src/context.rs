@@ -15,7 +15,7 @@ use zerocopy::{FromBytes, Immutable, IntoBytes};
 use crate::arena::{Arena, Block};
 use crate::events::EventSource;
 use crate::memory::{Regions, forks};
-use crate::{Result, errno, lock};
+use crate::{HEAP, Result, errno, lock};
 
 /// Descriptors of the control queue: one request, one response.
 const CONTROL_SLOTS: u16 = 2;
@@ -79,6 +79,25 @@ pub fn device_config(path: &Path) -> Result<abi::Config> {
     Ok(config)
 }
 
+/// True for commands that make an object, for which the library then needs memory.
+fn makes_something(c: Command) -> bool {
+    use Command as C;
+    matches!(
+        c,
+        C::CreatePd
+            | C::CreateCq
+            | C::CreateQp
+            | C::OpenQp
+            | C::CreateSrq
+            | C::CreateAh
+            | C::CreateXrcd
+            | C::RegUserMr
+            | C::GetDmaMr
+            | C::AllocNullMr
+            | C::AllocMw
+    )
+}
+
 fn clock_ns() -> u64 {
     let t = rustix::time::clock_gettime(rustix::time::ClockId::Monotonic);
     t.tv_sec as u64 * 1_000_000_000 + t.tv_nsec as u64
@@ -92,6 +111,7 @@ impl Context {
     pub fn open(path: &Path) -> Result<Arc<Self>> {
         let os = |e: rustix::io::Errno| e.raw_os_error();
         let io = |e: std::io::Error| errno(&e);
+        HEAP.reserve()?;
         crate::memory::prepare();
         let mut f = Frontend::connect(path).map_err(io)?;
         let mut arena = Arena::new();
@@ -164,6 +184,9 @@ impl Context {
     fn run(&self, c: Command, req: &[u8], resp: &mut [u8]) -> Result<()> {
         if self.is_dead() {
             return Err(libc::EIO);
+        }
+        if makes_something(c) && HEAP.is_low() {
+            return Err(libc::ENOMEM);
         }
         let control = &mut *lock(&self.control);
         let head = abi::ReqHeader { command: c as u8, ..Default::default() };

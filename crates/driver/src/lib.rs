@@ -9,6 +9,7 @@ mod alone;
 mod arena;
 mod context;
 mod events;
+pub mod heap;
 mod memory;
 mod queues;
 
@@ -17,6 +18,7 @@ pub use unirdma_link::fds;
 pub use arena::Block;
 pub use context::{Context, device_config, socket_path};
 pub use events::EventSource;
+pub use heap::HEAP;
 pub use memory::{Buffer, Mr, Way, Why, install_fork_handlers};
 pub use queues::{Cq, Qp, QpInit, RecvBatch, SendBatch, SendWr, Srq};
 

@@ -18,7 +18,7 @@ mod ring;
 mod span;
 mod transfer;
 
-pub use map::{MapError, MemFd, map_file, map_pieces};
+pub use map::{MapError, MemFd, map_file, map_pieces, set_size};
 pub use proc::ProcMem;
 pub use ring::{Bell, CqRing, CqTail, QpRings, RingError};
 pub use span::Span;

@@ -134,6 +134,34 @@ pub fn map_pieces(pieces: &[(BorrowedFd<'_>, u64, u64)]) -> Result<Span, MapErro
     Ok(unsafe { Span::new(ptr, len, Arc::new(mapping)) })
 }
 
+/// Gives a file of our own its size. Beyond the process's `RLIMIT_FSIZE` that is an error and no signal: SIGXFSZ would end
+/// a program that knows nothing of this file.
+///
+/// # Errors
+/// Those of `ftruncate(2)`: `EFBIG` beyond the limit.
+pub fn set_size(fd: BorrowedFd<'_>, len: u64) -> rustix::io::Result<()> {
+    if rustix::process::getrlimit(rustix::process::Resource::Fsize).current.is_none() {
+        return rustix::fs::ftruncate(fd, len);
+    }
+    // The kernel sends the signal to this thread, which takes it off again, unless one was pending before.
+    // SAFETY: signal sets of this function; masks and pending signals are this thread's.
+    unsafe {
+        let mut set: libc::sigset_t = std::mem::zeroed();
+        let (mut old, mut pending) = (set, set);
+        libc::sigemptyset(&mut set);
+        libc::sigaddset(&mut set, libc::SIGXFSZ);
+        libc::pthread_sigmask(libc::SIG_BLOCK, &set, &mut old);
+        libc::sigpending(&mut pending);
+        let r = rustix::fs::ftruncate(fd, len);
+        if r == Err(rustix::io::Errno::FBIG) && libc::sigismember(&pending, libc::SIGXFSZ) == 0 {
+            let now = libc::timespec { tv_sec: 0, tv_nsec: 0 };
+            libc::sigtimedwait(&set, std::ptr::null_mut(), &now);
+        }
+        libc::pthread_sigmask(libc::SIG_SETMASK, &old, std::ptr::null_mut());
+        r
+    }
+}
+
 /// A sealed memory file of our own, mapped here, to be shared.
 pub struct MemFd {
     fd: OwnedFd,
@@ -144,11 +172,11 @@ impl MemFd {
     /// A zeroed file of `len` bytes, rounded up to pages. It cannot shrink.
     ///
     /// # Errors
-    /// Those of `memfd_create(2)`, `ftruncate(2)` and `mmap(2)`.
+    /// Those of `memfd_create(2)`, `ftruncate(2)` (also `EFBIG` where it raises SIGXFSZ, see [`set_size`]) and `mmap(2)`.
     pub fn new(name: &CStr, len: usize) -> Result<Self, MapError> {
         let len = (len as u64).checked_next_multiple_of(page()).ok_or(MapError::BadRange)?;
         let fd = rustix::fs::memfd_create(name, MemfdFlags::CLOEXEC | MemfdFlags::ALLOW_SEALING)?;
-        rustix::fs::ftruncate(&fd, len)?;
+        set_size(fd.as_fd(), len)?;
         rustix::fs::fcntl_add_seals(&fd, SealFlags::SHRINK | SealFlags::GROW | SealFlags::SEAL)?;
         let span = map_file(fd.as_fd(), 0, len)?;
         Ok(MemFd { fd, span })
@@ -180,6 +208,35 @@ mod tests {
         assert_eq!(m.len(), 8292);
         let at = |o| m.load32(o, Ordering::Relaxed);
         assert_eq!((at(0), at(4096), at(8192)), (3, 1, 2));
+    }
+
+    /// In a child: the limit is the process's.
+    #[test]
+    fn a_file_beyond_the_limit_is_an_error_and_no_signal() {
+        // SAFETY: the child makes system calls and memory files, and ends.
+        unsafe {
+            let child = libc::fork();
+            if child == 0 {
+                let limit = libc::rlimit { rlim_cur: 1 << 20, rlim_max: 1 << 20 };
+                libc::setrlimit(libc::RLIMIT_FSIZE, &limit);
+                let too_big = |r| matches!(r, Err(MapError::Os(e)) if io::Error::raw_os_error(&e) == Some(libc::EFBIG));
+                let refused = too_big(MemFd::new(c"t", 2 << 20)) && too_big(MemFd::new(c"t", 2 << 20));
+                let works = MemFd::new(c"t", 1 << 20).is_ok();
+                // A signal that was pending before stays so.
+                let mut set: libc::sigset_t = std::mem::zeroed();
+                libc::sigemptyset(&mut set);
+                libc::sigaddset(&mut set, libc::SIGXFSZ);
+                libc::pthread_sigmask(libc::SIG_BLOCK, &set, std::ptr::null_mut());
+                libc::raise(libc::SIGXFSZ);
+                let refused_again = too_big(MemFd::new(c"t", 2 << 20));
+                libc::sigpending(&mut set);
+                let kept = libc::sigismember(&set, libc::SIGXFSZ) == 1;
+                libc::_exit(i32::from(!(refused && works && refused_again && kept)));
+            }
+            let mut status = -1;
+            assert_eq!(libc::waitpid(child, &mut status, 0), child);
+            assert_eq!(status, 0, "the child ended with status {status:#x}");
+        }
     }
 
     #[test]

@@ -85,6 +85,9 @@ fn new_device(guid: u64) -> Box<DeviceObj> {
 
 /// The list ends with NULL; an absent virtual layer is an empty list.
 pub unsafe extern "C" fn x_ibv_get_device_list(num: *mut i32) -> *mut *mut ibv_device {
+    if let Err(e) = driver::HEAP.reserve() {
+        return null(e);
+    }
     let mut list: Vec<*mut ibv_device> = Vec::new();
     match driver::device_config(&driver::socket_path()) {
         Ok(c) => list.push(Box::into_raw(new_device(c.node_guid)).cast()),
@@ -134,7 +137,11 @@ pub unsafe extern "C" fn x_ibv_open_device(d: *mut ibv_device) -> *mut ibv_conte
     trace!("ibv_open_device()");
     let driver = match driver::Context::open(&driver::socket_path()) {
         Ok(c) => c,
-        Err(e) => return null(e),
+        Err(e) => {
+            let why = if e == libc::EUSERS { ": as many programs use it as its administrator lets" } else { "" };
+            trace!("ibv_open_device() = errno {e}{why}");
+            return null(e);
+        }
     };
     // SAFETY: the caller passes a device of the list.
     let device = new_device(unsafe { (*d.cast::<DeviceObj>()).guid });
@@ -387,12 +394,57 @@ pub unsafe extern "C" fn x_ibv_query_gid_type(c: *mut ibv_context, port: u8, ind
     }
 }
 
-fn gid_entry(ctx: &ContextObj, port: u32, index: u32) -> Result<ibv_gid_entry, i32> {
+fn gid_entry(ctx: &ContextObj, port: u32, index: u32, interfaces: &Interfaces) -> Result<ibv_gid_entry, i32> {
     let raw = gid(ctx, port, index as i32)?;
     if raw == [0; 16] {
         return Err(libc::ENODATA);
     }
-    Ok(ibv_gid_entry { gid: ibv_gid { raw }, gid_index: index, port_num: port, gid_type: 2, ndev_ifindex: 0 })
+    let ndev_ifindex = interfaces.of(ctx, &raw);
+    Ok(ibv_gid_entry { gid: ibv_gid { raw }, gid_index: index, port_num: port, gid_type: 2, ndev_ifindex })
+}
+
+/// The addresses of this network namespace, as GIDs, and the indices of the interfaces that have them.
+struct Interfaces(Vec<([u8; 16], u32)>);
+
+impl Interfaces {
+    fn read() -> Self {
+        let mut all = Vec::new();
+        let mut list: *mut libc::ifaddrs = std::ptr::null_mut();
+        // SAFETY: room for the list.
+        if unsafe { libc::getifaddrs(&mut list) } != 0 {
+            return Interfaces(all);
+        }
+        let mut at = list;
+        // SAFETY: the list ends with NULL; each entry has a name, and an address or NULL.
+        while let Some(i) = unsafe { at.as_ref() } {
+            at = i.ifa_next;
+            // SAFETY: an address as long as its family's, or NULL. Other families than IP are errors.
+            if let Ok(a) = unsafe { crate::rdmacm::address::read(i.ifa_addr) }
+                && a.family != 0
+            {
+                // SAFETY: the entry's name.
+                let index = unsafe { libc::if_nametoindex(i.ifa_name) };
+                all.push((crate::rdmacm::address::gid(&a), index));
+            }
+        }
+        // SAFETY: from getifaddrs, and not used any more.
+        unsafe { libc::freeifaddrs(list) };
+        Interfaces(all)
+    }
+
+    fn find(&self, gid: &[u8; 16]) -> Option<u32> {
+        self.0.iter().find(|(g, _)| g == gid).map(|&(_, index)| index)
+    }
+
+    /// The interface that a GID belongs to; 0 if there is none. A link-local GID belongs to the interface of the port's
+    /// first GID, even if IPv6 is off there.
+    fn of(&self, ctx: &ContextObj, raw: &[u8; 16]) -> u32 {
+        let first = || {
+            let link_local = raw[0] == 0xfe && raw[1] & 0xc0 == 0x80;
+            gid(ctx, 1, 0).ok().filter(|_| link_local).and_then(|g| self.find(&g))
+        };
+        self.find(raw).or_else(first).unwrap_or(0)
+    }
 }
 
 pub unsafe extern "C" fn x__ibv_query_gid_ex(
@@ -408,7 +460,7 @@ pub unsafe extern "C" fn x__ibv_query_gid_ex(
         return libc::EOPNOTSUPP;
     }
     // SAFETY: the caller passes its context and `size` bytes of room.
-    match gid_entry(unsafe { context(c) }, port, index) {
+    match gid_entry(unsafe { context(c) }, port, index, &Interfaces::read()) {
         Ok(e) => {
             let n = size.min(size_of::<ibv_gid_entry>());
             // SAFETY: as above.
@@ -435,9 +487,10 @@ pub unsafe extern "C" fn x__ibv_query_gid_table(
     }
     // SAFETY: the caller passes its context.
     let ctx = unsafe { context(c) };
+    let interfaces = Interfaces::read();
     let mut n = 0;
     for index in 0.. {
-        let e = match gid_entry(ctx, 1, index) {
+        let e = match gid_entry(ctx, 1, index, &interfaces) {
             Ok(e) => e,
             // An address that was taken away leaves a hole.
             Err(libc::ENODATA) => continue,

@@ -47,6 +47,15 @@ mod api {
     pub use crate::wr::*;
 }
 
+/// The library's own heap (see [`unirdma_driver::heap`]).
+#[global_allocator]
+static GLOBAL: unirdma_driver::heap::Global = unirdma_driver::heap::Global;
+
+/// Runs before the library's other constructors.
+#[used]
+#[unsafe(link_section = ".init_array.00101")]
+static SET_UP_HEAP: extern "C" fn() = unirdma_driver::heap::set_up;
+
 include!(concat!(env!("OUT_DIR"), "/exports.rs"));
 
 /// Runs when the library is loaded: its fork handlers come before those of the program, so that they run last before a

@@ -54,6 +54,10 @@ pub(crate) unsafe fn register_named(
     access: u32,
     name: *mut c_void,
 ) -> *mut ibv_mr {
+    // Before anything is looked up, which takes memory.
+    if driver::HEAP.is_low() {
+        return null(libc::ENOMEM);
+    }
     // SAFETY: the caller passes its PD.
     let (c, pdn) = unsafe { ((*pd).context, (*pd).handle) };
     // SAFETY: a PD's context is open.
