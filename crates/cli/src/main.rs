@@ -99,6 +99,9 @@ enum VrnicCommand {
         /// Most bytes of registered memory
         #[arg(long, value_name = "BYTES")]
         max_mr_bytes: Option<u64>,
+        /// Most programs that use it at a time
+        #[arg(long, value_name = "N")]
+        max_sessions: Option<u32>,
         #[command(flatten)]
         out: Out,
     },
@@ -219,8 +222,8 @@ fn main() -> ExitCode {
 
 fn vrnic(dir: &std::path::Path, command: VrnicCommand) -> io::Result<u8> {
     match command {
-        VrnicCommand::Add { name, ip, group, max_qp, max_cq, max_mr, max_mr_bytes, out } => {
-            let add = AddVrnic { name, ips: ip, group, max_qp, max_cq, max_mr, max_mr_bytes };
+        VrnicCommand::Add { name, ip, group, max_qp, max_cq, max_mr, max_mr_bytes, max_sessions, out } => {
+            let add = AddVrnic { name, ips: ip, group, max_qp, max_cq, max_mr, max_mr_bytes, max_sessions };
             ask(dir, &Request::VrnicAdd(add), &out)
         }
         VrnicCommand::Ls { out } => ask(dir, &Request::VrnicList, &out),

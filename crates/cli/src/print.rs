@@ -69,7 +69,7 @@ fn show(v: &VrnicInfo) -> String {
         ("MTU", v.mtu.to_string()),
         ("directory", v.dir.clone()),
         ("container", if v.attached { "attached" } else { "none" }.into()),
-        ("programs", v.sessions.to_string()),
+        ("programs", format!("{} of {}", v.sessions, v.limits.max_sessions)),
         ("QPs", format!("{} of {}", v.qps, v.limits.max_qp)),
         ("CQs", format!("{} of {}", v.cqs, v.limits.max_cq)),
         ("MRs", format!("{} of {}", v.mrs_mapped + v.mrs_copied, v.limits.max_mr)),

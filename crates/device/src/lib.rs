@@ -32,6 +32,13 @@ pub struct Identity {
     pub active_mtu: u8,
 }
 
+impl Identity {
+    /// The configuration space, as its readers see it.
+    pub fn config_space(&self) -> Vec<u8> {
+        zerocopy::IntoBytes::as_bytes(&self.config).to_vec()
+    }
+}
+
 /// Locks a mutex whatever happened to other holders: every critical section leaves valid state.
 pub fn lock<T>(m: &Mutex<T>) -> MutexGuard<'_, T> {
     m.lock().unwrap_or_else(std::sync::PoisonError::into_inner)
@@ -186,7 +193,7 @@ impl Device {
 
 impl Handler for Device {
     fn config(&self) -> Vec<u8> {
-        zerocopy::IntoBytes::as_bytes(&self.identity.config).to_vec()
+        self.identity.config_space()
     }
 
     fn memory_changed(&mut self, memory: &Memory, removed: &[u64]) {

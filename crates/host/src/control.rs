@@ -16,7 +16,7 @@ use rustix::net::SocketFlags;
 use unirdma_abi as abi;
 use unirdma_device::{Device, Identity, lock};
 use unirdma_formats::{Gid, Mac};
-use unirdma_link::{Backend, Handler, Memory, Progress, RegionBudget, Vring};
+use unirdma_link::{Backend, Handler, Memory, Progress, Refusal, RegionBudget, Vring};
 use unirdma_rnic::{Limits, VnicConfig, VnicId};
 
 use crate::admin::{self, GroupInfo, Request, Response, StatusInfo, WireInfo};
@@ -28,8 +28,9 @@ use crate::vrnic::{self, AddVrnic, IpNet, VrnicInfo};
 use crate::wire::Wire;
 use crate::{VHOST_SOCKET, vrnic_dir};
 
-/// Most sessions of one vRNIC.
-const MAX_SESSIONS: usize = 256;
+/// Programs of one vRNIC that look at its configuration while it has all the sessions that it may have. The oldest look
+/// ends for a new one.
+const MAX_LOOKERS: usize = 64;
 /// Messages of one session before the others get a turn.
 const BURST: usize = 32;
 /// How long the control queue of a session is looked at after its last command, nanoseconds. Programs send commands in
@@ -51,6 +52,8 @@ struct Vrnic {
     listener: (u64, UnixListener),
     attached: Option<u64>,
     sessions: usize,
+    /// The log has it that there are too many sessions.
+    full: bool,
     budget: RegionBudget,
 }
 
@@ -69,6 +72,29 @@ struct Session {
 struct Lingering {
     session: u64,
     until_ns: u64,
+}
+
+/// A program that came too many: it may see what there is, and hears why it cannot use it.
+struct Looker {
+    vrnic: String,
+    backend: Backend,
+    sight: Sight,
+    token: u64,
+}
+
+struct Sight(Arc<Identity>);
+
+impl Handler for Sight {
+    fn config(&self) -> Vec<u8> {
+        self.0.config_space()
+    }
+    fn memory_changed(&mut self, _: &Memory, _: &[u64]) {}
+    fn vring_changed(&mut self, _: usize, _: &Vring) {}
+    fn stop_vring(&mut self, _: usize) -> u16 {
+        0
+    }
+    fn reset(&mut self) {}
+    fn refused(&self, _: u32, _: &str) {}
 }
 
 /// Passes the link's calls on to the device and notes the latest kick descriptor of each vring that changed.
@@ -139,6 +165,7 @@ pub(crate) struct Control {
     groups: BTreeMap<String, u32>,
     next_group: u32,
     sessions: HashMap<u64, Session>,
+    lookers: BTreeMap<u64, Looker>,
     lingering: Vec<Lingering>,
     wire: Option<Wire>,
 }
@@ -172,6 +199,7 @@ impl Control {
             groups: BTreeMap::from([(DEFAULT_GROUP.to_string(), 0)]),
             next_group: 1,
             sessions: HashMap::new(),
+            lookers: BTreeMap::new(),
             lingering: Vec::new(),
             wire,
         })
@@ -242,9 +270,14 @@ impl Control {
         let Some(v) = self.vrnics.get_mut(name) else { return };
         let flags = SocketFlags::CLOEXEC | SocketFlags::NONBLOCK;
         let Ok(sock) = rustix::net::accept_with(&v.listener.1, flags) else { return };
-        if v.sessions >= MAX_SESSIONS {
-            tracing::warn!(vrnic = name, "too many sessions");
-            return;
+        if v.sessions >= v.limits.max_sessions as usize {
+            // Once, not for each program that tries.
+            if !std::mem::replace(&mut v.full, true) {
+                let max = v.limits.max_sessions;
+                tracing::warn!(vrnic = name, max, "too many programs; further ones get EUSERS (--max-sessions)");
+            }
+            let sight = Sight(v.identity.clone());
+            return self.add_looker(name, sock, sight);
         }
         let Some(device) = Device::new(self.engine.rnic.clone(), v.identity.clone()) else { return };
         let budget = v.budget.clone();
@@ -271,7 +304,30 @@ impl Control {
         self.sessions.insert(id, Session { vrnic: name.into(), backend, conn, _pidfd: pidfd, tokens, lingers: false });
     }
 
+    fn add_looker(&mut self, name: &str, sock: OwnedFd, sight: Sight) {
+        let mut others = self.lookers.iter().filter(|(_, l)| l.vrnic == name).map(|(&id, _)| id);
+        if let (Some(oldest), true) = (others.next(), others.count() + 1 >= MAX_LOOKERS) {
+            self.end_look(oldest);
+        }
+        let id = self.next_token;
+        let Ok(token) = self.watch(sock.as_fd(), Source::Socket(id), false) else { return };
+        let backend = Backend::look_only(sock, Refusal::TooManyUsers);
+        self.lookers.insert(id, Looker { vrnic: name.into(), backend, sight, token });
+    }
+
+    fn end_look(&mut self, id: u64) {
+        if let Some(l) = self.lookers.remove(&id) {
+            self.sources.remove(&l.token);
+        }
+    }
+
     fn on_socket(&mut self, id: u64) {
+        if let Some(l) = self.lookers.get_mut(&id) {
+            if !matches!(l.backend.on_readable(&mut l.sight, BURST), Ok(Progress::Open)) {
+                self.end_look(id);
+            }
+            return;
+        }
         let Some(s) = self.sessions.get_mut(&id) else { return };
         let before = s.conn.device.session();
         let result = s.backend.on_readable(&mut s.conn, BURST);
@@ -393,6 +449,7 @@ impl Control {
         self.engine.remove_session(s.conn.device.session());
         if let Some(v) = self.vrnics.get_mut(&s.vrnic) {
             v.sessions -= 1;
+            v.full = false;
         }
     }
 

@@ -59,6 +59,7 @@ pub struct AddVrnic {
     pub max_cq: Option<u32>,
     pub max_mr: Option<u32>,
     pub max_mr_bytes: Option<u64>,
+    pub max_sessions: Option<u32>,
 }
 
 /// A vRNIC as it is shown.

@@ -70,6 +70,18 @@ pub struct Backend {
     memory: Memory,
     vrings: Vec<Vring>,
     status: u64,
+    /// All but a look at the configuration is refused, with this code.
+    refuses: Option<Refusal>,
+}
+
+/// The answer to a request that is refused: not 0, as vhost-user demands. Beyond that the value is between the virtual
+/// layer and its own frontends, who take it for an errno.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Refusal {
+    /// For a reason that the log has.
+    Other = 1,
+    /// The device has as many users as it may (`EUSERS`).
+    TooManyUsers = 87,
 }
 
 type Answer = Result<Option<Vec<u8>>, String>;
@@ -101,7 +113,12 @@ impl Backend {
     /// Serves `sock`, which must be non-blocking, with `queues` vrings. Its regions count in `budget`.
     pub fn new(sock: OwnedFd, queues: usize, budget: RegionBudget) -> Self {
         let vrings = (0..queues).map(|_| Vring::default()).collect();
-        Backend { sock, rx: Receiver::default(), memory: Memory::new(budget), vrings, status: 0 }
+        Backend { sock, rx: Receiver::default(), memory: Memory::new(budget), vrings, status: 0, refuses: None }
+    }
+
+    /// Serves `sock` for a frontend that may only look at the configuration space.
+    pub fn look_only(sock: OwnedFd, why: Refusal) -> Self {
+        Backend { refuses: Some(why), ..Self::new(sock, 0, RegionBudget::default()) }
     }
 
     /// The socket, to be polled for input.
@@ -151,7 +168,8 @@ impl Backend {
             Ok(None) => Ok(()),
             Err(why) => {
                 h.refused(request, &why);
-                if flags & NEED_REPLY != 0 || always_answered(request) { reply(&1u64.to_ne_bytes()) } else { Ok(()) }
+                let code = self.refuses.unwrap_or(Refusal::Other) as u64;
+                if flags & NEED_REPLY != 0 || always_answered(request) { reply(&code.to_ne_bytes()) } else { Ok(()) }
             }
         }
     }
@@ -159,6 +177,11 @@ impl Backend {
     fn handle(&mut self, h: &mut dyn Handler, req: FrontendReq, mut m: Message) -> Answer {
         use FrontendReq as R;
         let u64_answer = |v: u64| Ok(Some(v.to_ne_bytes().to_vec()));
+        if let Some(why) = self.refuses
+            && !is_look(req)
+        {
+            return Err(format!("{why:?}"));
+        }
         match req {
             R::GET_FEATURES => u64_answer(FEATURES),
             R::SET_FEATURES => {
@@ -301,6 +324,21 @@ impl Backend {
 fn is_eventfd(fd: &OwnedFd) -> bool {
     let name = std::fs::read_link(format!("/proc/self/fd/{}", std::os::fd::AsRawFd::as_raw_fd(fd)));
     name.is_ok_and(|n| n.as_os_str() == "anon_inode:[eventfd]")
+}
+
+/// Requests that only ask what there is, or agree on how to ask.
+fn is_look(req: FrontendReq) -> bool {
+    use FrontendReq as R;
+    matches!(
+        req,
+        R::GET_FEATURES
+            | R::SET_FEATURES
+            | R::SET_OWNER
+            | R::GET_PROTOCOL_FEATURES
+            | R::SET_PROTOCOL_FEATURES
+            | R::GET_QUEUE_NUM
+            | R::GET_CONFIG
+    )
 }
 
 /// Requests whose frontends wait for an answer even without asking for one.

@@ -8,6 +8,7 @@ use rustix::net::{AddressFamily, SocketAddrUnix, SocketFlags, SocketType};
 use vhost::vhost_user::message::{FrontendReq, VhostUserProtocolFeatures as Proto};
 use zerocopy::IntoBytes;
 
+use crate::backend::Refusal;
 use crate::memory::RegionDesc;
 use crate::msg::{self, NEED_REPLY, REPLY, Receiver};
 use crate::{VHOST_USER_F_PROTOCOL_FEATURES, VIRTIO_F_VERSION_1};
@@ -18,7 +19,10 @@ pub struct Frontend {
     rx: Receiver,
 }
 
-fn refused(what: FrontendReq) -> io::Error {
+fn refused(what: FrontendReq, code: &[u8]) -> io::Error {
+    if code == (Refusal::TooManyUsers as u64).to_ne_bytes() {
+        return io::Error::from_raw_os_error(Refusal::TooManyUsers as i32);
+    }
     io::Error::new(io::ErrorKind::InvalidInput, format!("the virtual layer refused {what:?}"))
 }
 
@@ -52,10 +56,14 @@ impl Frontend {
     /// Sends a request; with `wait`, until it is acknowledged.
     ///
     /// # Errors
-    /// `InvalidInput` if it was refused, or those of the socket.
+    /// `InvalidInput` if it was refused, `EUSERS` if the device has too many users, or those of the socket.
     pub fn tell(&mut self, req: FrontendReq, payload: &[u8], fds: &[BorrowedFd<'_>], wait: bool) -> io::Result<()> {
         msg::send(self.sock.as_fd(), req as u32, if wait { NEED_REPLY } else { 0 }, payload, fds)?;
-        if wait && self.answer(req)? != 0u64.to_ne_bytes() { Err(refused(req)) } else { Ok(()) }
+        if !wait {
+            return Ok(());
+        }
+        let code = self.answer(req)?;
+        if code == 0u64.to_ne_bytes() { Ok(()) } else { Err(refused(req, &code)) }
     }
 
     fn answer(&mut self, req: FrontendReq) -> io::Result<Vec<u8>> {

@@ -12,7 +12,7 @@ mod frontend;
 mod memory;
 mod msg;
 
-pub use backend::{Backend, Handler, Progress, Vring};
+pub use backend::{Backend, Handler, Progress, Refusal, Vring};
 pub use driver_queue::{DriverQueue, Segment};
 pub use frontend::Frontend;
 pub use memory::{MAX_REGIONS, Memory, PROCESS_LIMIT, Refused, Region, RegionBudget, RegionDesc};

@@ -45,6 +45,13 @@ pub struct Limits {
     pub max_srq: u32,
     /// Bytes of registered memory, all MRs together.
     pub max_mr_bytes: u64,
+    /// Programs that use it at a time (kept by the virtual layer, which knows its connections).
+    #[serde(default = "default_sessions")]
+    pub max_sessions: u32,
+}
+
+fn default_sessions() -> u32 {
+    Limits::default().max_sessions
 }
 
 impl Default for Limits {
@@ -57,6 +64,7 @@ impl Default for Limits {
             max_ah: 65_536,
             max_srq: 4096,
             max_mr_bytes: 1 << 47,
+            max_sessions: 1024,
         }
     }
 }

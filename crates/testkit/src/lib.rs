@@ -60,7 +60,16 @@ impl TestHost {
     /// # Panics
     /// If that fails.
     pub fn add(&self, name: &str, ip: &str) -> PathBuf {
-        let add = AddVrnic { name: name.into(), ips: vec![ip.parse().expect("address")], ..AddVrnic::default() };
+        self.add_with(name, ip, |_| ())
+    }
+
+    /// As [`TestHost::add`], with what else `f` asks for.
+    ///
+    /// # Panics
+    /// If that fails.
+    pub fn add_with(&self, name: &str, ip: &str, f: impl FnOnce(&mut AddVrnic)) -> PathBuf {
+        let mut add = AddVrnic { name: name.into(), ips: vec![ip.parse().expect("address")], ..AddVrnic::default() };
+        f(&mut add);
         self.ask(&Request::VrnicAdd(add)).expect("vRNIC");
         vrnic_dir(&self.dir, name).join(VHOST_SOCKET)
     }

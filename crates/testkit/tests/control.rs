@@ -123,3 +123,30 @@ fn a_queue_that_is_stopped_and_set_up_again_serves_what_waits_there() {
         assert_eq!(h.command_as_asked(QUERY).1, 0);
     }
 }
+
+#[test]
+fn a_program_too_many_sees_the_device_and_is_told_why_it_cannot_use_it() {
+    use std::os::unix::net::UnixStream;
+    use unirdma_driver::{Context, device_config};
+    const EUSERS: i32 = 87;
+    let host = TestHost::start();
+    let path = host.add_with("a", "10.0.0.1", |a| a.max_sessions = Some(2));
+    let first = Context::open(&path).unwrap();
+    let _second = Context::open(&path).unwrap();
+    for _ in 0..3 {
+        assert_eq!(device_config(&path).unwrap().magic, unirdma_abi::CONFIG_MAGIC);
+        assert_eq!(Context::open(&path).err(), Some(EUSERS));
+    }
+    // Others who look, and never end, change nothing of that.
+    let looks: Vec<_> = (0..300).map(|_| UnixStream::connect(&path).unwrap()).collect();
+    assert_eq!(device_config(&path).unwrap().magic, unirdma_abi::CONFIG_MAGIC);
+    assert_eq!(Context::open(&path).err(), Some(EUSERS));
+    drop(looks);
+    drop(first);
+    // The virtual layer hears of the end by and by.
+    let start = Instant::now();
+    while Context::open(&path).is_err() {
+        assert!(start.elapsed() < Duration::from_secs(10));
+        std::thread::yield_now();
+    }
+}

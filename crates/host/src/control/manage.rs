@@ -110,6 +110,7 @@ impl Control {
             max_cq: add.max_cq.unwrap_or(d.max_cq),
             max_mr: add.max_mr.unwrap_or(d.max_mr),
             max_mr_bytes: add.max_mr_bytes.unwrap_or(d.max_mr_bytes),
+            max_sessions: add.max_sessions.unwrap_or(d.max_sessions),
             ..d
         };
         let config = VnicConfig { group: group_id, gids: vrnic::gid_table(&ips, mac), limits };
@@ -134,6 +135,7 @@ impl Control {
             listener,
             attached: None,
             sessions: 0,
+            full: false,
             budget: RegionBudget::default(),
         };
         self.vrnics.insert(add.name.clone(), v);
@@ -256,6 +258,10 @@ impl Control {
         let ids: Vec<u64> = self.sessions.iter().filter(|(_, s)| s.vrnic == name).map(|(&id, _)| id).collect();
         for id in ids {
             self.close(id);
+        }
+        let ids: Vec<u64> = self.lookers.iter().filter(|(_, l)| l.vrnic == name).map(|(&id, _)| id).collect();
+        for id in ids {
+            self.end_look(id);
         }
         if let Some(v) = self.vrnics.remove(name) {
             let _ = epoll::delete(&self.epoll, &v.listener.1);
