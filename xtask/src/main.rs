@@ -6,6 +6,7 @@ mod bench;
 mod conformance;
 mod demo;
 mod lab;
+mod memory;
 mod packages;
 mod siw;
 mod suite;
@@ -32,7 +33,10 @@ enum Command {
     /// Run Debian's own RDMA programs between two containers and compare with TCP
     Demo,
     /// Check everything: format, lints, unit and property tests, real programs
+    #[command(args_conflicts_with_subcommands = true)]
     Test {
+        #[command(subcommand)]
+        what: Option<Test>,
         /// Only the black-box tests whose name contains this
         #[arg(long, value_name = "TEXT")]
         only: Option<String>,
@@ -63,6 +67,25 @@ enum Command {
     /// Measures TCP against a process in another network namespace
     #[command(hide = true)]
     TcpBench { listen: std::net::SocketAddr, netns: String },
+}
+
+#[derive(Subcommand)]
+enum Test {
+    /// Compare what programs see of their own memory with and without a vRNIC; then random sequences, as long as there is time
+    #[command(
+        after_help = "Examples:\n  cargo xtask test memory\n  cargo xtask test memory --only memory-fork\n  cargo xtask test memory --only memory-random --seed 1234 --seconds 0"
+    )]
+    Memory {
+        /// How long; the seed that runs then is finished
+        #[arg(long, value_name = "N", default_value_t = 600)]
+        seconds: u64,
+        /// The first seed of the random sequences
+        #[arg(long, value_name = "S", default_value_t = 1)]
+        seed: u64,
+        /// Only the tests whose name contains this
+        #[arg(long, value_name = "TEXT")]
+        only: Option<String>,
+    },
 }
 
 #[derive(Subcommand)]
@@ -97,7 +120,10 @@ enum Bench {
 fn main() -> ExitCode {
     let result = match Cli::parse().command {
         Command::Demo => demo::run(),
-        Command::Test { only } => test::run(only.as_deref()),
+        Command::Test { what: Some(Test::Memory { seconds, seed, only }), .. } => {
+            memory::run(seconds, seed, only.as_deref())
+        }
+        Command::Test { what: None, only } => test::run(only.as_deref()),
         Command::Sim { seed, seeds, steps } => test::sim(seed, seeds, steps),
         Command::Bench { what: Bench::Local { json, svg } } => bench::local(json, &svg),
         Command::Bench { what: Bench::Wire { json, only } } => bench::wire(json, &only),

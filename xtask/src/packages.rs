@@ -4,6 +4,20 @@ use std::process::{Command, Stdio};
 
 use crate::{Result, lab};
 
+/// Where Debian has libraries of this architecture.
+#[cfg(target_arch = "aarch64")]
+macro_rules! library {
+    ($name:literal) => {
+        concat!("/usr/lib/aarch64-linux-gnu/", $name)
+    };
+}
+#[cfg(not(target_arch = "aarch64"))]
+macro_rules! library {
+    ($name:literal) => {
+        concat!("/usr/lib/x86_64-linux-gnu/", $name)
+    };
+}
+
 /// (a file that shows that the package is there, package).
 type Needed = &'static [(&'static str, &'static str)];
 
@@ -37,6 +51,16 @@ pub(crate) const TEST: Needed = &[
     ("/usr/bin/cpio", "cpio"),
     ("/usr/sbin/modprobe", "kmod"),
     ("/usr/bin/xz", "xz-utils"),
+];
+
+/// What the comparison of memory takes.
+pub(crate) const MEMORY: Needed = &[
+    ("/usr/include/rdma/rdma_cma.h", "librdmacm-dev"),
+    ("/usr/bin/valgrind", "valgrind"),
+    ("/usr/bin/strace", "strace"),
+    (library!("libjemalloc.so.2"), "libjemalloc2"),
+    (library!("libtcmalloc_minimal.so.4"), "libtcmalloc-minimal4"),
+    (library!("libmimalloc.so.2"), "libmimalloc2.0"),
 ];
 
 /// What building a kernel module takes.

@@ -8,6 +8,7 @@ use std::time::Duration;
 use crate::Result;
 use crate::conformance;
 use crate::lab::{self, Lab, Link, Output, TwoHosts};
+use crate::memory;
 
 type Check = Result<()>;
 
@@ -15,15 +16,30 @@ fn require(ok: bool, what: impl Into<String>) -> Check {
     if ok { Ok(()) } else { Err(what.into()) }
 }
 
-struct Suite<'a> {
+pub(crate) struct Suite<'a> {
     lab: &'a Lab,
     only: Option<&'a str>,
     passed: u32,
     failed: u32,
 }
 
-impl Suite<'_> {
-    fn check(&mut self, name: &str, f: impl FnOnce(&Lab) -> Check) {
+impl<'a> Suite<'a> {
+    /// Tests whose name contains `only`, in this lab.
+    pub fn new(lab: &'a Lab, only: Option<&'a str>) -> Self {
+        Suite { lab, only, passed: 0, failed: 0 }
+    }
+
+    /// Prints the closing line.
+    ///
+    /// # Errors
+    /// Some tests failed.
+    pub fn close(self) -> Result<()> {
+        println!("{} passed, {} failed", self.passed, self.failed);
+        if self.failed == 0 { Ok(()) } else { Err(format!("{} black-box tests failed", self.failed)) }
+    }
+
+    /// Runs a test, unless it is left out.
+    pub fn check(&mut self, name: &str, f: impl FnOnce(&Lab) -> Check) {
         if self.only.is_some_and(|o| !name.contains(o)) {
             return;
         }
@@ -360,8 +376,13 @@ const RANDOM_SEEDS: std::ops::RangeInclusive<u64> = 1..=4;
 const RANDOM_STEPS: u32 = 5000;
 
 /// Compiles one of our C programs.
-fn compile(lab: &Lab, name: &str, libraries: &[&str]) -> Result<String> {
-    let exe = lab.dir.join(name);
+pub(crate) fn compile(lab: &Lab, name: &str, libraries: &[&str]) -> Result<String> {
+    compile_as(lab, name, name, libraries)
+}
+
+/// Compiles one of our C programs under another name.
+pub(crate) fn compile_as(lab: &Lab, name: &str, exe: &str, libraries: &[&str]) -> Result<String> {
+    let exe = lab.dir.join(exe);
     let source = lab::root().join(format!("xtask/c/{name}.c"));
     let mut gcc = std::process::Command::new("gcc");
     gcc.args(["-O1", "-g", "-Wall", "-o"]).arg(&exe).arg(source).args(libraries);
@@ -682,7 +703,7 @@ fn wire_wrong_input(s: &mut Suite<'_>) {
 }
 
 /// An id without privileges: `nobody` for root, else this user.
-fn own_user() -> u32 {
+pub(crate) fn own_user() -> u32 {
     match lab::uid() {
         0 => 65534,
         u => u,
@@ -695,7 +716,7 @@ pub(crate) fn run(only: Option<&str>) -> Result<()> {
     lab.vrnic("b", &["--ip", "10.0.0.2", "--ip", "fd00::2"])?;
     lab.unirdma(&["group", "add", "other"]);
     lab.vrnic("c", &["--ip", "10.0.0.1", "--group", "other"])?;
-    let mut s = Suite { lab: &lab, only, passed: 0, failed: 0 };
+    let mut s = Suite::new(&lab, only);
     refusals(&mut s);
     for p in programs() {
         s.pair(&p);
@@ -708,8 +729,8 @@ pub(crate) fn run(only: Option<&str>) -> Result<()> {
     changes::run(&mut s);
     wrong_input(&mut s);
     own_labs(&mut s);
+    memory::fixed(&mut s, &lab);
     wire(&mut s);
     kernel::run(&mut s);
-    println!("{} passed, {} failed", s.passed, s.failed);
-    if s.failed == 0 { Ok(()) } else { Err(format!("{} black-box tests failed", s.failed)) }
+    s.close()
 }

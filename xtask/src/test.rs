@@ -34,7 +34,7 @@ fn has(component: &str) -> bool {
 }
 
 pub(crate) fn run(only: Option<&str>) -> Result<()> {
-    packages::ensure(&[packages::RUN, packages::TEST])?;
+    packages::ensure(&[packages::RUN, packages::TEST, packages::MEMORY])?;
     if only.is_none() {
         if has("fmt") {
             cargo(&["fmt", "--all", "--check"], &[])?;

@@ -1,0 +1,309 @@
+//! `cargo xtask test memory`: what programs see of their own memory, with a vRNIC and without one.
+//!
+//! Each case of the C programs `memory-*.c` runs three times: on private memory without a vRNIC, with `UNIRDMA_MR=copy`, and as
+//! everybody runs programs. The lines that it prints must be the same, but for the differences that [`ALLOWED`] lists. Then
+//! `memory-random` does random things to memory of which it knows every byte, under several allocators. As root all of this runs
+//! twice, the second time as an ordinary user, since the ways of memory are not the same for both.
+
+use std::path::Path;
+use std::time::{Duration, Instant};
+
+use crate::lab::{self, Lab, Output};
+use crate::packages;
+use crate::suite::{Suite, own_user};
+use crate::{Result, suite};
+
+/// How memory is registered: what is shown, and the environment.
+const WAYS: [(&str, &str); 2] = [("copy", "UNIRDMA_MR=copy"), ("default", "UNIRDMA_MR=")];
+
+/// Programs with cases, and what they are linked with.
+const PROGRAMS: [(&str, &[&str]); 5] = [
+    ("memory-return", &["-libverbs", "-pthread"]),
+    ("memory-registered", &["-libverbs", "-pthread"]),
+    ("memory-fork", &["-libverbs", "-pthread", "-ldl"]),
+    ("memory-writers", &["-libverbs", "-pthread", "-ldl"]),
+    ("memory-limits", &["-libverbs", "-lrdmacm", "-pthread"]),
+];
+
+/// A line that may be another one than on private memory.
+struct Allowed {
+    program: &'static str,
+    case: &'static str,
+    /// Of [`WAYS`].
+    way: &'static str,
+    /// How the line begins on private memory.
+    private: &'static str,
+    /// How it may begin instead.
+    instead: &'static str,
+    /// Why. ARCHITECTURE.md says the same to users.
+    reason: &'static str,
+}
+
+const NO_HANDLERS: &str = "A child that is made without fork handlers does not have its parent's registered memory: it crashes when \
+                           it touches it, rather than share it.";
+const PINNED: &str = "Registered pages are pinned, and keep their content until the last region is gone.";
+
+/// All differences that a program may see.
+const ALLOWED: &[Allowed] = &[
+    Allowed {
+        program: "memory-fork",
+        case: "no-handlers",
+        way: "default",
+        private: "_Fork: child 3,",
+        instead: "_Fork: child 1011, pages that it changed: 0, the peer wrote 1",
+        reason: NO_HANDLERS,
+    },
+    Allowed {
+        program: "memory-fork",
+        case: "no-handlers",
+        way: "default",
+        private: "raw fork: child 3,",
+        instead: "raw fork: child 1011, pages that it changed: 0, the peer wrote 1",
+        reason: NO_HANDLERS,
+    },
+    Allowed {
+        program: "memory-fork",
+        case: "no-handlers",
+        way: "default",
+        private: "raw clone: child 3,",
+        instead: "raw clone: child 1011, pages that it changed: 0, the peer wrote 1",
+        reason: NO_HANDLERS,
+    },
+    Allowed {
+        program: "memory-registered",
+        case: "dontneed",
+        way: "default",
+        private: "pages that are not zero: 0",
+        instead: "pages that are not zero: 128",
+        reason: PINNED,
+    },
+    Allowed {
+        program: "memory-registered",
+        case: "dontneed",
+        way: "default",
+        private: "MADV_FREE while it is registered: 0",
+        instead: "MADV_FREE while it is registered: -1",
+        reason: PINNED,
+    },
+];
+
+/// Lines that are wrong, or nothing.
+fn compare(program: &str, case: &str, way: &str, private: &str, seen: &str) -> String {
+    let (mut a, mut b) = (private.lines(), seen.lines());
+    let mut wrong = String::new();
+    loop {
+        let (expected, got) = match (a.next(), b.next()) {
+            (None, None) => return wrong,
+            (e, g) => (e.unwrap_or("(no line)"), g.unwrap_or("(no line)")),
+        };
+        let listed = |l: &&Allowed| {
+            (l.program, l.case, l.way) == (program, case, way)
+                && expected.starts_with(l.private)
+                && got.starts_with(l.instead)
+        };
+        if expected != got && ALLOWED.iter().find(listed).is_none() {
+            wrong += &format!("  {way}: {got}\n  private memory: {expected}\n");
+        }
+    }
+}
+
+/// What a case has printed, and how it ended if not well.
+fn lines(o: &Output) -> String {
+    match o.code {
+        Some(0) => o.text.clone(),
+        Some(137) | None => format!("{}(took too long)\n", o.text),
+        Some(c) => format!("{}(exit code {c})\n", o.text),
+    }
+}
+
+/// Whose programs run, with three vRNICs: a, b and c.
+pub(crate) struct Place<'a> {
+    pub name: &'static str,
+    pub lab: &'a Lab,
+}
+
+/// Starts a command with each way of memory, and without any, all at the same time: their lines in the order private, [`WAYS`].
+fn three(lab: &Lab, command: &str) -> Result<[Output; 3]> {
+    let private = lab.spawn("a", &[], &format!("timeout -s KILL 30 {command} private"))?;
+    let copy = lab.spawn("b", &[], &format!("env {} timeout -s KILL 30 {command}", WAYS[0].1))?;
+    let default = lab.spawn("c", &[], &format!("env {} timeout -s KILL 30 {command}", WAYS[1].1))?;
+    Ok([private.finish(), copy.finish(), default.finish()])
+}
+
+fn three_agree(lab: &Lab, exe: &str, program: &str, case: &str) -> Result<()> {
+    let [private, copy, default] = three(lab, &format!("{exe} {case}"))?;
+    if !private.ok() || !private.text.ends_with("end\n") {
+        return Err(format!("without a vRNIC: {}", lines(&private)));
+    }
+    let mut wrong = compare(program, case, WAYS[0].0, &private.text, &lines(&copy));
+    wrong += &compare(program, case, WAYS[1].0, &private.text, &lines(&default));
+    if wrong.is_empty() { Ok(()) } else { Err(wrong) }
+}
+
+/// The names of a program's cases.
+fn cases(exe: &str) -> Result<Vec<String>> {
+    let o = std::process::Command::new(exe).output().map_err(|e| format!("{exe}: {e}"))?;
+    Ok(String::from_utf8_lossy(&o.stdout).lines().map(String::from).collect())
+}
+
+/// All cases of all programs.
+fn compare_cases(s: &mut Suite<'_>, place: &Place<'_>) {
+    for (program, libraries) in PROGRAMS {
+        let exe = suite::compile(place.lab, program, libraries);
+        let list = exe.as_deref().map_err(|e| (*e).to_string()).and_then(cases);
+        let Ok(list) = list else {
+            s.check(&format!("memory, {}: {program}", place.name), |_| list.map(drop));
+            continue;
+        };
+        for case in list {
+            let exe = exe.as_deref().unwrap_or_default();
+            s.check(&format!("memory, {}: {program} {case}", place.name), |_| {
+                three_agree(place.lab, exe, program, &case)
+            });
+        }
+    }
+    s.check(&format!("memory, {}: sanitizers and valgrind", place.name), |_| sanitizers(place.lab));
+}
+
+/// A small program, built and run in the ways in which programmers look for errors.
+fn sanitizers(lab: &Lab) -> Result<()> {
+    let libraries = ["-libverbs", "-pthread"];
+    let plain = suite::compile(lab, "memory-small", &libraries)?;
+    let address = suite::compile_as(lab, "memory-small", "memory-small-asan", &["-fsanitize=address", "-libverbs"])?;
+    let thread = suite::compile_as(lab, "memory-small", "memory-small-tsan", &["-fsanitize=thread", "-libverbs"])?;
+    let suppressions = lab.dir.join("valgrind.supp");
+    std::fs::copy(lab::root().join("xtask/c/valgrind.supp"), &suppressions).map_err(|e| e.to_string())?;
+    let valgrind = format!(
+        "valgrind -q --error-exitcode=9 --leak-check=full --show-leak-kinds=definite --errors-for-leak-kinds=definite \
+         --suppressions={} {plain}",
+        suppressions.display()
+    );
+    let mut wrong = String::new();
+    for (name, exe) in
+        [("plain", &plain), ("AddressSanitizer", &address), ("ThreadSanitizer", &thread), ("valgrind", &valgrind)]
+    {
+        let [private, copy, default] = three(lab, &format!("{exe} small"))?;
+        if !private.ok() {
+            return Err(format!("{name}, without a vRNIC: {}", lines(&private)));
+        }
+        for (way, o) in [("copy", &copy), ("default", &default)] {
+            let diff = compare("memory-small", "small", way, &private.text, &lines(o));
+            if !diff.is_empty() {
+                wrong += &format!("{name}\n{diff}");
+            }
+        }
+    }
+    if wrong.is_empty() { Ok(()) } else { Err(wrong) }
+}
+
+/// Allocators: name, and the library that is preloaded.
+fn allocators() -> Vec<(&'static str, Option<String>)> {
+    let file = |name: &str| Some(format!("/usr/lib/{}-linux-gnu/{name}", std::env::consts::ARCH));
+    vec![
+        ("glibc", None),
+        ("jemalloc", file("libjemalloc.so.2")),
+        ("tcmalloc", file("libtcmalloc_minimal.so.4")),
+        ("mimalloc", file("libmimalloc.so.2")),
+    ]
+}
+
+/// One random sequence with each allocator in each way.
+fn random(s: &mut Suite<'_>, place: &Place<'_>, seed: u64, steps: u32) {
+    let exe = suite::compile(place.lab, "memory-random", &["-libverbs", "-pthread"]);
+    for (allocator, library) in allocators() {
+        s.check(&format!("memory, {}: memory-random {seed} {steps}, {allocator}", place.name), |_| {
+            let exe = exe.as_deref().map_err(|e| (*e).to_string())?;
+            // Preloaded for the program itself only: `timeout` would have it otherwise, and hold on to it.
+            let preload = library.map_or_else(String::new, |l| {
+                if Path::new(&l).exists() { format!("env LD_PRELOAD={l} ") } else { "no-such-allocator ".into() }
+            });
+            let [private, copy, default] = three(place.lab, &format!("{preload}{exe} {seed} {steps}"))?;
+            for (way, o) in [("private memory", private), ("copy", copy), ("default", default)] {
+                if !o.ok() || !o.text.ends_with("end\n") {
+                    return Err(format!("{way}: {}", lines(&o)));
+                }
+            }
+            Ok(())
+        });
+    }
+}
+
+/// Seed and steps of the sequences that are part of every test run.
+const SEED: u64 = 1;
+const STEPS: u32 = 1500;
+
+/// What is part of every test run. `root` has the vRNICs a, b and c.
+pub(crate) fn fixed(s: &mut Suite<'_>, root: &Lab) {
+    let mut both = |place: &Place<'_>| {
+        compare_cases(s, place);
+        random(s, place, SEED, STEPS);
+    };
+    if lab::uid() != 0 {
+        return both(&Place { name: "ordinary user", lab: root });
+    }
+    both(&Place { name: "root", lab: root });
+    let user = ordinary();
+    match user {
+        Ok(lab) => both(&Place { name: "ordinary user", lab: &lab }),
+        Err(e) => s.check("memory, ordinary user", |_| Err(e)),
+    }
+}
+
+fn three_vrnics(lab: &Lab) -> Result<()> {
+    ["a", "b", "c"].iter().try_for_each(|v| lab.vrnic(v, &[]))
+}
+
+fn ordinary() -> Result<Lab> {
+    let lab = Lab::start(Some(own_user()))?;
+    three_vrnics(&lab)?;
+    Ok(lab)
+}
+
+/// `cargo xtask test memory`: the cases, then random sequences from `seed` on for as long as there is time.
+pub(crate) fn run(seconds: u64, seed: u64, only: Option<&str>) -> Result<()> {
+    let end = Instant::now() + Duration::from_secs(seconds);
+    packages::ensure(&[packages::RUN, packages::MEMORY])?;
+    lab::build()?;
+    let (mut labs, root) = (Vec::new(), lab::uid() == 0);
+    if root {
+        let lab = Lab::start(None)?;
+        three_vrnics(&lab)?;
+        labs.push(("root", lab));
+    }
+    labs.push(("ordinary user", ordinary()?));
+    let mut s = Suite::new(&labs[0].1, only);
+    for (name, lab) in &labs {
+        compare_cases(&mut s, &Place { name, lab });
+    }
+    for seed in seed.. {
+        for (name, lab) in &labs {
+            random(&mut s, &Place { name, lab }, seed, STEPS);
+        }
+        if Instant::now() >= end {
+            break;
+        }
+    }
+    println!("\ndifferences from private memory that do not count:");
+    for (i, l) in ALLOWED.iter().enumerate() {
+        if ALLOWED[..i].iter().all(|before| before.reason != l.reason) {
+            println!("* {} ({}, {})", l.reason, l.program, l.case);
+        }
+    }
+    s.close()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_difference_is_wrong_unless_it_is_listed() {
+        assert!(compare("p", "c", "copy", "one\ntwo\n", "one\ntwo\n").is_empty());
+        assert!(compare("p", "c", "copy", "one\ntwo\n", "one\nthree\n").contains("copy: three"));
+        assert!(compare("p", "c", "copy", "one\ntwo\n", "one\n").contains("(no line)"));
+        for l in ALLOWED {
+            assert!(compare(l.program, l.case, l.way, l.private, l.instead).is_empty(), "{}", l.reason);
+            assert!(!compare(l.program, "another", l.way, l.private, l.instead).is_empty());
+        }
+    }
+}
