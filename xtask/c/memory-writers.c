@@ -530,13 +530,19 @@ static void many(char *p, size_t n, const char *name)
 	say("%s: %d regions were made, %d are gone\n", name, made, gone);
 }
 
-static void many_regions(void)
+static void many_private(void)
 {
-	size_t n = (size_t)4096 * PAGE;
-
 	open_device();
-	many(map_apart(n), n, "private memory");
-	many(mmap(NULL, n, PROT_READ | PROT_WRITE, MAP_SHARED | MAP_ANONYMOUS, -1, 0), n, "shared memory");
+	many(map_apart((size_t)4096 * PAGE), (size_t)4096 * PAGE, "private memory");
+}
+
+static void many_shared(void)
+{
+	char *p = mmap(NULL, (size_t)4096 * PAGE, PROT_READ | PROT_WRITE, MAP_SHARED | MAP_ANONYMOUS, -1, 0);
+
+	CHECK(p != MAP_FAILED);
+	open_device();
+	many(p, (size_t)4096 * PAGE, "shared memory");
 }
 
 /* Memory that is shared from the start stays shared. */
@@ -573,7 +579,8 @@ static void shared_memory(void)
 static const struct a_case cases[] = {
 	{ "threads", threads },	  { "signals", signals },     { "peer-process", peer_process }, { "system-calls", system_calls },
 	{ "regions", regions },	  { "on-demand", on_demand }, { "thread-ends", thread_ends },	{ "io_uring", uring },
-	{ "coroutine", coroutines }, { "second-copy", second_copy }, { "eight-threads", eight_threads }, { "many", many_regions },
+	{ "coroutine", coroutines }, { "second-copy", second_copy }, { "eight-threads", eight_threads }, { "many-private", many_private },
+	{ "many-shared", many_shared },
 	{ "shared", shared_memory }, { NULL, NULL },
 };
 

@@ -106,6 +106,11 @@ impl Lab {
         Ok(lab)
     }
 
+    /// The `unirdma` that it runs.
+    pub fn exe(&self) -> &Path {
+        &self.exe
+    }
+
     /// Process of the virtual layer.
     pub fn pid(&self) -> u32 {
         self.host.id()

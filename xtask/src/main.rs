@@ -103,6 +103,13 @@ enum Bench {
         #[arg(long, value_name = "PART", value_parser = bench::PARTS)]
         only: Vec<String>,
     },
+    /// What the way of an application's memory costs: programs with threads, MPI, registration, fork
+    #[command(after_help = "Examples:\n  cargo xtask bench memory\n  cargo xtask bench memory --json > memory.json")]
+    Memory {
+        /// Print JSON instead of a table
+        #[arg(long)]
+        json: bool,
+    },
     /// Latency and bandwidth between two containers of this host, beside TCP loopback and memcpy
     #[command(
         after_help = "Examples:\n  cargo xtask bench local\n  cargo xtask bench local --json > local.json\n  cargo xtask bench local --svg local.svg"
@@ -126,6 +133,7 @@ fn main() -> ExitCode {
         Command::Test { what: None, only } => test::run(only.as_deref()),
         Command::Sim { seed, seeds, steps } => test::sim(seed, seeds, steps),
         Command::Bench { what: Bench::Local { json, svg } } => bench::local(json, &svg),
+        Command::Bench { what: Bench::Memory { json } } => bench::memory(json),
         Command::Bench { what: Bench::Wire { json, only } } => bench::wire(json, &only),
         Command::TcpPeer { to } => tcp::peer(to),
         Command::TcpBench { listen, netns } => bench::tcp(listen, &netns),

@@ -230,7 +230,7 @@ fn random(s: &mut Suite<'_>, place: &Place<'_>, seed: u64, steps: u32) {
 
 /// Seed and steps of the sequences that are part of every test run.
 const SEED: u64 = 1;
-const STEPS: u32 = 1500;
+const STEPS: u32 = 4000;
 
 /// What is part of every test run. `root` has the vRNICs a, b and c.
 pub(crate) fn fixed(s: &mut Suite<'_>, root: &Lab) {

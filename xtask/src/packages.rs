@@ -63,6 +63,9 @@ pub(crate) const MEMORY: Needed = &[
     (library!("libmimalloc.so.2"), "libmimalloc2.0"),
 ];
 
+/// OpenMPI with a bandwidth test.
+pub(crate) const MPI: Needed = &[("/usr/bin/mpirun", "openmpi-bin"), ("/usr/bin/NPopenmpi", "netpipe-openmpi")];
+
 /// What building a kernel module takes.
 pub(crate) const BUILD: Needed = &[("/usr/bin/make", "make"), ("/usr/bin/gcc", "gcc")];
 

@@ -47,7 +47,7 @@ struct Bandwidth {
 }
 
 /// MiB/s of copying `size` bytes from one buffer to another.
-fn memcpy(size: usize) -> f64 {
+pub(super) fn memcpy(size: usize) -> f64 {
     let (src, mut dst) = (vec![1u8; size], vec![0u8; size]);
     let count = ((1usize << 30) / size).clamp(200, 4_000_000);
     let mut best = f64::MAX;

@@ -1,12 +1,14 @@
 //! `cargo xtask bench`: figures beside a peer in the same run.
 
 mod local;
+mod memory;
 mod wire;
 
 use crate::Result;
 use crate::lab;
 
 pub(crate) use local::local;
+pub(crate) use memory::memory;
 pub(crate) use wire::{PARTS, tcp, wire};
 
 /// Rows of numbers of a server and a client that both ended well.
