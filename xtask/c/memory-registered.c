@@ -55,6 +55,28 @@ static void grow(void)
 	say(" '%s'\n", q + SIZE - 2);
 }
 
+/* Only a part in the middle is registered; the mapping is still one to the program. */
+static void grow_part(void)
+{
+	struct ibv_mr *mr, *part;
+	char *p, *q;
+
+	mr = begin(&p);
+	dereg(mr);
+	part = reg(p + SIZE / 4, SIZE / 4);
+	q = mremap(p, SIZE, 2 * SIZE, MREMAP_MAYMOVE);
+	say("mremap to twice the size: %s\n", q == MAP_FAILED ? strerror(errno) : "done");
+	if (q == MAP_FAILED)
+		return;
+	say("pages lost: %ld; of the new part not zero: %ld\n", spoiled(q, SIZE, 1), not_zero(q + SIZE, SIZE));
+	dereg(part);
+	say("not registered any more: %ld pages lost\n", spoiled(q, SIZE, 1));
+	part = reg(q, PAGE);
+	say("mprotect: %d, madvise: %d", mprotect(q, 2 * SIZE, PROT_READ), madvise(q, 2 * SIZE, MADV_DONTDUMP));
+	say(", munmap: %d\n", munmap(q, 2 * SIZE));
+	dereg(part);
+}
+
 static void shrink(void)
 {
 	struct ibv_mr *mr;
@@ -459,7 +481,7 @@ static void futex(void)
 }
 
 static const struct a_case cases[] = {
-	{ "grow", grow },	    { "shrink", shrink },	{ "move", move },	    { "move-part", move_part },
+	{ "grow", grow },	    { "grow-part", grow_part }, { "shrink", shrink },	{ "move", move },	    { "move-part", move_part },
 	{ "unmap-part", unmap_part }, { "unmap-all", unmap_all }, { "protect", protect },   { "advice", advice },
 	{ "dontneed", dontneed },   { "flags", flags },		{ "others", seen_by_others }, { "system-calls", system_calls },
 	{ "core", core },	    { "futex", futex },		{ NULL, NULL },

@@ -6,6 +6,26 @@
 
 enum { SIZE = 1 << 20, PAGES = SIZE / PAGE };
 
+/* Kilobytes of a range that are in huge pages. */
+static long huge_kb(const char *p, size_t n)
+{
+	FILE *f = fopen("/proc/self/smaps", "r");
+	unsigned long start, end, at = (unsigned long)p;
+	long kb = 0, here;
+	char line[512];
+	int inside = 0;
+
+	CHECK(f);
+	while (fgets(line, sizeof line, f)) {
+		if (sscanf(line, "%lx-%lx ", &start, &end) == 2)
+			inside = start < at + n && end > at;
+		if (inside && sscanf(line, "AnonHugePages: %ld", &here) == 1)
+			kb += here;
+	}
+	fclose(f);
+	return kb;
+}
+
 /* Memory that was registered and is not any more. */
 static char *returned(size_t n, int seed)
 {
@@ -153,6 +173,24 @@ static void flags(void)
 	mr = reg(p, SIZE);
 	dereg(mr);
 	say_flags("no flags", p, SIZE, "sh lo dd dc wf hg nh io pf ");
+}
+
+/* Huge pages are huge again. */
+static void huge(void)
+{
+	size_t n = 8 << 20, large = 2 << 20;
+	char *p = map(n + large);
+	long before;
+
+	open_device();
+	p += -(uintptr_t)p % large;
+	say("MADV_HUGEPAGE: %d\n", madvise(p, n, MADV_HUGEPAGE));
+	fill(p, n, 1);
+	before = huge_kb(p, n);
+	dereg(reg(p, n));
+	say("content: %ld pages lost; huge pages are kept: %d\n", spoiled(p, n, 1), huge_kb(p, n) >= before);
+	if (huge_kb(p, n) < before)
+		say("huge pages: %ld kB of %ld\n", huge_kb(p, n), before);
 }
 
 static void locked(void)
@@ -327,6 +365,15 @@ static void of_a_file(void)
 static char data[8 * PAGE] = { 1 }, bss[8 * PAGE];
 static __thread char tls[2 * PAGE];
 
+/* Uses a megabyte and a half of stack. */
+static int deep(int left)
+{
+	volatile char frame[PAGE];
+
+	frame[0] = frame[PAGE - 1] = (char)left;
+	return left ? deep(left - 1) + (frame[0] == frame[PAGE - 1]) : 0;
+}
+
 /* Memory that is not from mmap: the program's own, its stack, that of a thread. */
 static void own(void)
 {
@@ -346,6 +393,7 @@ static void own(void)
 		say(" '%c', writes %d", heap[0], rdma_write(places[i], mr[i], heap + PAGE, heap_mr, PAGE));
 		say(" '%c'\n", places[i][PAGE - 1]);
 	}
+	say("the stack grows: %d\n", deep(400));
 	pid = fork();
 	if (!pid) {
 		for (int i = 0; i < 4; i++)
@@ -357,7 +405,10 @@ static void own(void)
 		dereg(mr[i]);
 		say("%s: '%c' '%c'\n", names[i], places[i][0], places[i][2 * PAGE - 1]);
 	}
+	say("the stack grows: %d\n", deep(400));
 	dereg(heap_mr);
+	say("the heap grows: %d, content '%c'\n", can_store(sbrk(8 * PAGE)), heap[3 * PAGE]);
+	sbrk(-8 * PAGE);
 	say("the end of the heap moves: %d\n", sbrk(-4 * PAGE) != (void *)-1);
 	say("heap: '%c'\n", heap[3 * PAGE]);
 }
@@ -400,7 +451,7 @@ static void sparse(void)
 
 static const struct a_case cases[] = {
 	{ "content", content },	    { "dontneed", dontneed },	{ "free", lazy_free },	  { "grow", grow },
-	{ "child", child },	    { "flags", flags },		{ "locked", locked },	  { "neighbours", neighbours },
+	{ "child", child },	    { "flags", flags },		{ "huge", huge },	    { "locked", locked },	  { "neighbours", neighbours },
 	{ "protection", protection }, { "overlap", overlap },	{ "allocator", allocator }, { "file", of_a_file },
 	{ "own", own },		    { "read-only", read_only }, { "sparse", sparse },	  { NULL, NULL },
 };

@@ -29,6 +29,11 @@ impl<'a> Suite<'a> {
         Suite { lab, only, passed: 0, failed: 0 }
     }
 
+    /// What names must contain.
+    pub fn only(&self) -> Option<&'a str> {
+        self.only
+    }
+
     /// Prints the closing line.
     ///
     /// # Errors
