@@ -217,28 +217,24 @@ COMMON void fill(char *p, size_t n, int seed)
 /* How many pages are not as `fill` has left them. */
 COMMON long spoiled(const char *p, size_t n, int seed)
 {
+	char page[PAGE];
 	long bad = 0;
 
-	for (size_t i = 0; i < n; i += PAGE)
-		for (size_t j = i; j < n && j < i + PAGE; j++)
-			if (p[j] != (char)(1 + (seed + i / PAGE) % 250)) {
-				bad++;
-				break;
-			}
+	for (size_t i = 0; i < n; i += PAGE) {
+		memset(page, 1 + (seed + i / PAGE) % 250, PAGE);
+		bad += memcmp(p + i, page, n - i < PAGE ? n - i : PAGE) != 0;
+	}
 	return bad;
 }
 
 /* How many pages have a byte that is not zero. */
 COMMON long not_zero(const char *p, size_t n)
 {
+	static const char page[PAGE];
 	long bad = 0;
 
 	for (size_t i = 0; i < n; i += PAGE)
-		for (size_t j = i; j < n && j < i + PAGE; j++)
-			if (p[j]) {
-				bad++;
-				break;
-			}
+		bad += memcmp(p + i, page, n - i < PAGE ? n - i : PAGE) != 0;
 	return bad;
 }
 

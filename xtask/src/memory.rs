@@ -1,7 +1,7 @@
 //! `cargo xtask test memory`: what programs see of their own memory, with a vRNIC and without one.
 //!
-//! Each case of the C programs `memory-*.c` runs three times: on private memory without a vRNIC, with `UNIRDMA_MR=copy`, and as
-//! everybody runs programs. The lines that it prints must be the same, but for the differences that [`ALLOWED`] lists. Then
+//! Each case of the C programs `memory-*.c` runs on private memory without a vRNIC, with `UNIRDMA_MR=copy`, with
+//! `UNIRDMA_MR=share`, and as everybody runs programs. The lines that it prints must be the same, but for the differences that [`ALLOWED`] lists. Then
 //! `memory-random` does random things to memory of which it knows every byte, under several allocators. As root all of this runs
 //! twice, the second time as an ordinary user, since the ways of memory are not the same for both.
 
@@ -13,8 +13,16 @@ use crate::packages;
 use crate::suite::{Suite, own_user};
 use crate::{Result, suite};
 
-/// How memory is registered: what is shown, and the environment.
-const WAYS: [(&str, &str); 2] = [("copy", "UNIRDMA_MR=copy"), ("default", "UNIRDMA_MR=")];
+/// How memory is registered: what is shown, the environment, and the vRNIC that the programs use.
+const WAYS: [(&str, &str, &str); 3] = [
+    ("copy", "UNIRDMA_MR=copy", "memory-copy"),
+    ("share", "UNIRDMA_MR=share", "memory-share"),
+    ("default", "UNIRDMA_MR=", "memory-default"),
+];
+/// The container of programs without a vRNIC.
+const PRIVATE: &str = "memory-private";
+/// Where pages may be moved.
+const MOVED: &[&str] = &["share", "default"];
 
 /// Programs with cases, and what they are linked with.
 const PROGRAMS: [(&str, &[&str]); 5] = [
@@ -30,7 +38,7 @@ struct Allowed {
     program: &'static str,
     case: &'static str,
     /// Of [`WAYS`].
-    way: &'static str,
+    ways: &'static [&'static str],
     /// How the line begins on private memory.
     private: &'static str,
     /// How it may begin instead.
@@ -48,7 +56,7 @@ const ALLOWED: &[Allowed] = &[
     Allowed {
         program: "memory-fork",
         case: "no-handlers",
-        way: "default",
+        ways: MOVED,
         private: "_Fork: child 3,",
         instead: "_Fork: child 1011, pages that it changed: 0, the peer wrote 1",
         reason: NO_HANDLERS,
@@ -56,7 +64,7 @@ const ALLOWED: &[Allowed] = &[
     Allowed {
         program: "memory-fork",
         case: "no-handlers",
-        way: "default",
+        ways: MOVED,
         private: "raw fork: child 3,",
         instead: "raw fork: child 1011, pages that it changed: 0, the peer wrote 1",
         reason: NO_HANDLERS,
@@ -64,7 +72,7 @@ const ALLOWED: &[Allowed] = &[
     Allowed {
         program: "memory-fork",
         case: "no-handlers",
-        way: "default",
+        ways: MOVED,
         private: "raw clone: child 3,",
         instead: "raw clone: child 1011, pages that it changed: 0, the peer wrote 1",
         reason: NO_HANDLERS,
@@ -72,7 +80,7 @@ const ALLOWED: &[Allowed] = &[
     Allowed {
         program: "memory-registered",
         case: "dontneed",
-        way: "default",
+        ways: MOVED,
         private: "pages that are not zero: 0",
         instead: "pages that are not zero: 128",
         reason: PINNED,
@@ -80,7 +88,7 @@ const ALLOWED: &[Allowed] = &[
     Allowed {
         program: "memory-registered",
         case: "dontneed",
-        way: "default",
+        ways: MOVED,
         private: "MADV_FREE while it is registered: 0",
         instead: "MADV_FREE while it is registered: -1",
         reason: PINNED,
@@ -97,7 +105,8 @@ fn compare(program: &str, case: &str, way: &str, private: &str, seen: &str) -> S
             (e, g) => (e.unwrap_or("(no line)"), g.unwrap_or("(no line)")),
         };
         let listed = |l: &&Allowed| {
-            (l.program, l.case, l.way) == (program, case, way)
+            (l.program, l.case) == (program, case)
+                && l.ways.contains(&way)
                 && expected.starts_with(l.private)
                 && got.starts_with(l.instead)
         };
@@ -127,27 +136,28 @@ fn none(wrong: &str) -> Result<()> {
     }
 }
 
-/// Whose programs run, with three vRNICs: a, b and c.
+/// Whose programs run, with a vRNIC for each of [`WAYS`] and [`PRIVATE`].
 pub(crate) struct Place<'a> {
     pub name: &'static str,
     pub lab: &'a Lab,
 }
 
-/// Starts a command with each way of memory, and without any, all at the same time: their lines in the order private, [`WAYS`].
-fn three(lab: &Lab, command: &str) -> Result<[Output; 3]> {
-    let private = lab.spawn("a", &[], &format!("timeout -s KILL 30 {command} private"))?;
-    let copy = lab.spawn("b", &[], &format!("env {} timeout -s KILL 30 {command}", WAYS[0].1))?;
-    let default = lab.spawn("c", &[], &format!("env {} timeout -s KILL 30 {command}", WAYS[1].1))?;
-    Ok([private.finish(), copy.finish(), default.finish()])
+/// Runs a command on private memory, and each of [`WAYS`], all at the same time.
+fn each(lab: &Lab, command: &str) -> Result<(Output, Vec<(&'static str, Output)>)> {
+    let private = lab.spawn(PRIVATE, &[], &format!("timeout -s KILL 30 {command} private"))?;
+    let start = |(way, environment, vrnic): (&'static str, &str, &str)| {
+        Ok((way, lab.spawn(vrnic, &[], &format!("env {environment} timeout -s KILL 30 {command}"))?))
+    };
+    let running = WAYS.into_iter().map(start).collect::<Result<Vec<_>>>()?;
+    Ok((private.finish(), running.into_iter().map(|(way, r)| (way, r.finish())).collect()))
 }
 
-fn three_agree(lab: &Lab, exe: &str, program: &str, case: &str) -> Result<()> {
-    let [private, copy, default] = three(lab, &format!("{exe} {case}"))?;
+fn all_agree(lab: &Lab, exe: &str, program: &str, case: &str) -> Result<()> {
+    let (private, others) = each(lab, &format!("{exe} {case}"))?;
     if !private.ok() || !private.text.ends_with("end\n") {
         return Err(format!("without a vRNIC: {}", lines(&private)));
     }
-    let mut wrong = compare(program, case, WAYS[0].0, &private.text, &lines(&copy));
-    wrong += &compare(program, case, WAYS[1].0, &private.text, &lines(&default));
+    let wrong: String = others.iter().map(|(way, o)| compare(program, case, way, &private.text, &lines(o))).collect();
     none(&wrong)
 }
 
@@ -174,7 +184,7 @@ fn compare_cases(s: &mut Suite<'_>, place: &Place<'_>) {
         for case in list {
             let exe = exe.as_deref().unwrap_or_default();
             s.check(&format!("memory, {}: {program} {case}", place.name), |_| {
-                three_agree(place.lab, exe, program, &case)
+                all_agree(place.lab, exe, program, &case)
             });
         }
     }
@@ -198,11 +208,11 @@ fn sanitizers(lab: &Lab) -> Result<()> {
     for (name, exe) in
         [("plain", &plain), ("AddressSanitizer", &address), ("ThreadSanitizer", &thread), ("valgrind", &valgrind)]
     {
-        let [private, copy, default] = three(lab, &format!("{exe} small"))?;
+        let (private, others) = each(lab, &format!("{exe} small"))?;
         if !private.ok() {
             return Err(format!("{name}, without a vRNIC: {}", lines(&private)));
         }
-        for (way, o) in [("copy", &copy), ("default", &default)] {
+        for (way, o) in &others {
             let diff = compare("memory-small", "small", way, &private.text, &lines(o));
             if !diff.is_empty() {
                 wrong += &format!("{name}\n{diff}");
@@ -234,8 +244,8 @@ fn random(s: &mut Suite<'_>, place: &Place<'_>, seed: u64, steps: u32) {
             let preload = library.map_or_else(String::new, |l| {
                 if Path::new(&l).exists() { format!("env LD_PRELOAD={l} ") } else { "no-such-allocator ".into() }
             });
-            let [private, copy, default] = three(place.lab, &format!("{preload}{exe} {seed} {steps}"))?;
-            for (way, o) in [("private memory", private), ("copy", copy), ("default", default)] {
+            let (private, others) = each(place.lab, &format!("{preload}{exe} {seed} {steps}"))?;
+            for (way, o) in std::iter::once(("private memory", private)).chain(others) {
                 if !o.ok() || !o.text.ends_with("end\n") {
                     return Err(format!("{way}: {}", lines(&o)));
                 }
@@ -249,11 +259,14 @@ fn random(s: &mut Suite<'_>, place: &Place<'_>, seed: u64, steps: u32) {
 const SEEDS: [u64; 2] = [1, 4];
 const STEPS: u32 = 4000;
 
-/// What is part of every test run. `root` has the vRNICs a, b and c.
-pub(crate) fn fixed(s: &mut Suite<'_>, root: &Lab) {
+/// What is part of every test run. `here` is this user's lab.
+pub(crate) fn fixed(s: &mut Suite<'_>, here: &Lab) {
     // A name that has nothing to do with memory: the labs are not needed.
     if s.only().is_some_and(|o| !o.contains("memory") && !"memory, root: ordinary user: ".contains(o)) {
         return;
+    }
+    if let Err(e) = vrnics(here) {
+        return s.check("memory, vRNICs", |_| Err(e));
     }
     let mut both = |place: &Place<'_>| {
         compare_cases(s, place);
@@ -262,9 +275,9 @@ pub(crate) fn fixed(s: &mut Suite<'_>, root: &Lab) {
         }
     };
     if lab::uid() != 0 {
-        return both(&Place { name: "ordinary user", lab: root });
+        return both(&Place { name: "ordinary user", lab: here });
     }
-    both(&Place { name: "root", lab: root });
+    both(&Place { name: "root", lab: here });
     let user = ordinary();
     match user {
         Ok(lab) => both(&Place { name: "ordinary user", lab: &lab }),
@@ -272,13 +285,13 @@ pub(crate) fn fixed(s: &mut Suite<'_>, root: &Lab) {
     }
 }
 
-fn three_vrnics(lab: &Lab) -> Result<()> {
-    ["a", "b", "c"].iter().try_for_each(|v| lab.vrnic(v, &[]))
+fn vrnics(lab: &Lab) -> Result<()> {
+    WAYS.iter().map(|w| w.2).chain([PRIVATE]).try_for_each(|v| lab.vrnic(v, &[]))
 }
 
 fn ordinary() -> Result<Lab> {
     let lab = Lab::start(Some(own_user()))?;
-    three_vrnics(&lab)?;
+    vrnics(&lab)?;
     Ok(lab)
 }
 
@@ -290,7 +303,7 @@ pub(crate) fn run(seconds: u64, seed: u64, only: Option<&str>) -> Result<()> {
     let (mut labs, root) = (Vec::new(), lab::uid() == 0);
     if root {
         let lab = Lab::start(None)?;
-        three_vrnics(&lab)?;
+        vrnics(&lab)?;
         labs.push(("root", lab));
     }
     labs.push(("ordinary user", ordinary()?));
@@ -325,8 +338,9 @@ mod tests {
         assert!(compare("p", "c", "copy", "one\ntwo\n", "one\nthree\n").contains("copy: three"));
         assert!(compare("p", "c", "copy", "one\ntwo\n", "one\n").contains("(no line)"));
         for l in ALLOWED {
-            assert!(compare(l.program, l.case, l.way, l.private, l.instead).is_empty(), "{}", l.reason);
-            assert!(!compare(l.program, "another", l.way, l.private, l.instead).is_empty());
+            assert!(compare(l.program, l.case, l.ways[0], l.private, l.instead).is_empty(), "{}", l.reason);
+            assert!(!compare(l.program, l.case, "copy", l.private, l.instead).is_empty());
+            assert!(!compare(l.program, "another", l.ways[0], l.private, l.instead).is_empty());
         }
     }
 }

@@ -247,8 +247,9 @@ impl Bench<'_> {
 fn ways(o: &Output) -> String {
     let mut count: BTreeMap<String, u32> = BTreeMap::new();
     for l in o.text.lines().filter(|l| l.contains("ibv_reg_mr")) {
-        if let Some((_, w)) = l.split_once("way ") {
-            *count.entry(w.trim().to_lowercase()).or_default() += 1;
+        // "way Share: the fastest", or without the reason.
+        if let Some((_, w)) = l.split_once(", way ") {
+            *count.entry(w.split(':').next().unwrap_or(w).trim().to_lowercase()).or_default() += 1;
         }
     }
     count.iter().map(|(w, n)| format!("{w} ({n})")).collect::<Vec<_>>().join(", ")
@@ -345,7 +346,7 @@ mod tests {
         assert!((gigabits(&o).expect("a figure") - 60.19932).abs() < 1e-9);
         assert!(gigabits(&out("mpirun: error\n")).is_err());
         assert_eq!(
-            ways(&out("ibv_reg_mr(0x1, 4096, 0x1) = key 0x5, way Copy\nibv_reg_mr(..), way Copy\nx\n")),
+            ways(&out("ibv_reg_mr(0x1, 4096, 0x1) = key 0x5, way Copy\nibv_reg_mr(..) = key 0x6, way Copy: threads\nx\n")),
             "copy (2)"
         );
         assert_eq!(json_number("{\n \"bytes_mapped\": 1234,\n", "bytes_mapped"), Some(1234));
