@@ -47,6 +47,25 @@ __attribute__((format(printf, 1, 2))) static void wrong(const char *format, ...)
 	_exit(1);
 }
 
+/* What the kernel says of the mappings in a range, for whoever looks for the reason. */
+static void show(const unsigned char *p, size_t n)
+{
+	FILE *f = fopen("/proc/self/smaps", "r");
+	unsigned long start, end, at = (unsigned long)p;
+	char line[512];
+	int inside = 0, head;
+
+	while (f && fgets(line, sizeof line, f)) {
+		head = sscanf(line, "%lx-%lx ", &start, &end) == 2;
+		if (head)
+			inside = start < at + n && end > at;
+		if (inside && (head || !strncmp(line, "VmFlags", 7)))
+			say("  %s", line);
+	}
+	if (f)
+		fclose(f);
+}
+
 static void check(struct block *b, const char *after)
 {
 	if (memcmp(b->at, b->model, b->size))
@@ -178,9 +197,14 @@ static void resize(struct block *b)
 		if (any(2))
 			deregister_all(b);
 		at = mremap(b->at, b->size, n, MREMAP_MAYMOVE);
-		if (at == MAP_FAILED)
+		if (at == MAP_FAILED) {
+			int why = errno;
+
+			show(b->at, b->size);
+			errno = why;
 			wrong("mremap of block %d from %zu to %zu, %s: %s", (int)(b - blocks), b->size, n,
 			      registered(b) ? "registered" : "private", strerror(errno));
+		}
 	} else {
 		deregister_all(b);
 		at = realloc(b->at, n);

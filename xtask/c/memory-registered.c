@@ -49,6 +49,11 @@ static void grow(void)
 	say("the new part keeps what is stored: %d %d\n", q[SIZE], q[2 * SIZE - 1]);
 	dereg(mr);
 	say("not registered any more: %ld pages lost, %d %d\n", spoiled(q, SIZE, 1), q[SIZE], q[2 * SIZE - 1]);
+	say("mappings: %d\n", mappings(q, 2 * SIZE));
+	p = mremap(q, 2 * SIZE, 3 * SIZE, MREMAP_MAYMOVE);
+	say("mremap once more: %s\n", p == MAP_FAILED ? strerror(errno) : "done");
+	if (p != MAP_FAILED)
+		q = p;
 	fill(q, 2 * SIZE, 7);
 	mr = reg(q, 2 * SIZE);
 	say("registered anew: the peer writes %d", put(q + SIZE - 2, mr, "over the seam"));

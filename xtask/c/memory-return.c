@@ -240,6 +240,41 @@ static void neighbours(void)
 	    can_store(p), can_store(p + SIZE - 1));
 }
 
+/* A mapping that has come from another address (realloc does that) is in one piece afterwards, too. */
+static void moved_before(void)
+{
+	char *p, *q;
+
+	open_device();
+	p = map_apart(SIZE);
+	fill(p, SIZE, 1);
+	q = mremap(p, SIZE, SIZE, MREMAP_MAYMOVE | MREMAP_FIXED, map_apart(SIZE));
+	CHECK(q != MAP_FAILED);
+	say("mappings: %d\n", mappings(q, SIZE));
+	dereg(reg(q + SIZE / 4, SIZE / 4));
+	say("a part was registered: %d, pages lost %ld\n", mappings(q, SIZE), spoiled(q, SIZE, 1));
+	p = mremap(q, SIZE, 2 * SIZE, MREMAP_MAYMOVE);
+	say("mremap: %s\n", p == MAP_FAILED ? strerror(errno) : "done");
+}
+
+/* A part of a mapping that no page has been touched of. */
+static void untouched(void)
+{
+	char *p, *q;
+
+	open_device();
+	p = map_apart(SIZE);
+	dereg(reg(p + SIZE / 4, SIZE / 4));
+	say("a part was registered: %d\n", mappings(p, SIZE));
+	p[SIZE - 1] = p[SIZE / 4] = 1;
+	dereg(reg(p + SIZE / 2, SIZE / 4));
+	say("two pages touched, another part registered: %d\n", mappings(p, SIZE));
+	dereg(reg(p + SIZE - PAGE, PAGE));
+	say("the last page: %d\n", mappings(p, SIZE));
+	q = mremap(p, SIZE, 2 * SIZE, MREMAP_MAYMOVE);
+	say("mremap: %s\n", q == MAP_FAILED ? strerror(errno) : "done");
+}
+
 static void protection(void)
 {
 	char *p;
@@ -451,7 +486,8 @@ static void sparse(void)
 
 static const struct a_case cases[] = {
 	{ "content", content },	    { "dontneed", dontneed },	{ "free", lazy_free },	  { "grow", grow },
-	{ "child", child },	    { "flags", flags },		{ "huge", huge },	    { "locked", locked },	  { "neighbours", neighbours },
+	{ "child", child },	    { "flags", flags },		{ "huge", huge },	    { "locked", locked },	  { "neighbours", neighbours }, { "moved-before", moved_before },
+	{ "untouched", untouched },
 	{ "protection", protection }, { "overlap", overlap },	{ "allocator", allocator }, { "file", of_a_file },
 	{ "own", own },		    { "read-only", read_only }, { "sparse", sparse },	  { NULL, NULL },
 };
