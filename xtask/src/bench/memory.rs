@@ -346,7 +346,9 @@ mod tests {
         assert!((gigabits(&o).expect("a figure") - 60.19932).abs() < 1e-9);
         assert!(gigabits(&out("mpirun: error\n")).is_err());
         assert_eq!(
-            ways(&out("ibv_reg_mr(0x1, 4096, 0x1) = key 0x5, way Copy\nibv_reg_mr(..) = key 0x6, way Copy: threads\nx\n")),
+            ways(&out(
+                "ibv_reg_mr(0x1, 4096, 0x1) = key 0x5, way Copy\nibv_reg_mr(..) = key 0x6, way Copy: threads\nx\n"
+            )),
             "copy (2)"
         );
         assert_eq!(json_number("{\n \"bytes_mapped\": 1234,\n", "bytes_mapped"), Some(1234));

@@ -470,6 +470,14 @@ fn step_back(h: &Hands<'_>, p: &Place) -> (u64, bool) {
 
 unsafe fn give_back_piece(h: &Hands<'_>, p: &Place, prot: i32, locked: bool, hole: bool) -> bool {
     let stops = h.uffd.filter(|u| u.protects && !hole && (u.full || h.threads));
+    if stops.is_some() {
+        // Pages are found while nobody waits yet.
+        each_data(h, p, |at, len, _| {
+            // SAFETY: the shadow is ours.
+            unsafe { sys_madvise(at, len, MADV_POPULATE_WRITE) };
+            true
+        });
+    }
     if let Some(u) = stops {
         if !u.watch(p.at, p.len, Stops::Writes) {
             return false;
@@ -479,13 +487,7 @@ unsafe fn give_back_piece(h: &Hands<'_>, p: &Place, prot: i32, locked: bool, hol
             return false;
         }
     }
-    let end = p.off + p.len;
-    let mut filled = true;
-    let mut from = p.off;
-    while let Some((data, hole)) = next_data(h.file, from, end).filter(|_| filled) {
-        filled = read_file(h.file, p.shadow + (data - p.off), hole - data, data);
-        from = hole;
-    }
+    let filled = each_data(h, p, |at, len, off| read_file(h.file, at, len, off));
     // SAFETY: the shadow is ours until it takes the range's place, at once and with the same bytes.
     let placed = filled
         && unsafe {
@@ -511,6 +513,18 @@ unsafe fn give_back_piece(h: &Hands<'_>, p: &Place, prot: i32, locked: bool, hol
         if placed { u.wake(p.at, p.len) } else { u.forget(p.at, p.len) }
     }
     placed
+}
+
+/// Calls `f` with each range of the shadow for which the file has data, and with its place in the file, until it says no.
+fn each_data(h: &Hands<'_>, p: &Place, mut f: impl FnMut(u64, u64, u64) -> bool) -> bool {
+    let mut from = p.off;
+    while let Some((data, hole)) = next_data(h.file, from, p.off + p.len) {
+        if !f(p.shadow + (data - p.off), hole - data, data) {
+            return false;
+        }
+        from = hole;
+    }
+    true
 }
 
 /// A fresh private mapping, as the shadow of memory that had none: a mapping that the program has made longer.
