@@ -191,11 +191,7 @@ impl Rnic {
             return Err(Status::BadValue);
         }
         let same = self.same_vnic(s);
-        let (count, bytes) = self
-            .mrs
-            .iter()
-            .filter(|m| same(m.owner))
-            .fold((0, 0u64), |a, m| (a.0 + 1, a.1.saturating_add(m.counted())));
+        let (count, bytes) = self.mrs.used(&same);
         drop(same);
         self.quota(s, count, |l| l.max_mr)?;
         let vnic = self.vnic_of(s)?;

@@ -1,5 +1,6 @@
 //! Memory regions: keys, protection, and where their bytes lie.
 
+use std::collections::HashMap;
 use std::sync::Arc;
 
 use unirdma_mem::{Bell, Loc, ProcMem, Span};
@@ -124,19 +125,22 @@ impl Mr {
 /// are the same number, as on most hardware.
 pub(crate) struct MrTable {
     mrs: Slab<Mr>,
+    /// MRs and windows of each session, and the bytes that count.
+    used: HashMap<SessionId, (usize, u64)>,
     cipher: KeyCipher,
     rng: Rng,
 }
 
 impl MrTable {
     pub fn new(rng: &mut Rng) -> Self {
-        MrTable { mrs: Slab::default(), cipher: KeyCipher::new(rng), rng: Rng::new(rng.next_u64()) }
+        MrTable { mrs: Slab::default(), used: HashMap::new(), cipher: KeyCipher::new(rng), rng: Rng::new(rng.next_u64()) }
     }
 
     /// Stores `mr` and gives it its key; returns (handle, key).
     pub fn insert(&mut self, mut mr: Mr) -> Option<(u32, u32)> {
         let (cipher, noise) = (&self.cipher, self.rng.next_u64() as u32);
         let mut key = 0;
+        let (owner, bytes) = (mr.owner, mr.counted());
         let handle = self.mrs.insert_with(|handle| {
             // Four of the bits above the slot's are noise too, so that a slot's next key differs in more than 8 bits.
             let place = Slab::<Mr>::slot_of(handle) | noise >> 8 << 20;
@@ -144,6 +148,8 @@ impl MrTable {
             mr.key = key;
             mr
         })?;
+        let used = self.used.entry(owner).or_default();
+        *used = (used.0 + 1, used.1.saturating_add(bytes));
         Some((handle, key))
     }
 
@@ -171,7 +177,20 @@ impl MrTable {
     }
 
     pub fn remove(&mut self, handle: u32) -> Option<Mr> {
-        self.mrs.remove(handle)
+        let mr = self.mrs.remove(handle)?;
+        if let Some(used) = self.used.get_mut(&mr.owner) {
+            *used = (used.0 - 1, used.1.saturating_sub(mr.counted()));
+            if used.0 == 0 {
+                self.used.remove(&mr.owner);
+            }
+        }
+        Some(mr)
+    }
+
+    /// How many MRs and windows the sessions have that `f` names, and how many bytes.
+    pub fn used(&self, f: impl Fn(SessionId) -> bool) -> (usize, u64) {
+        let of = self.used.iter().filter(|u| f(*u.0)).map(|u| *u.1);
+        of.fold((0, 0), |a, u| (a.0 + u.0, u64::saturating_add(a.1, u.1)))
     }
 
     pub fn get_mut(&mut self, handle: u32) -> Option<&mut Mr> {
@@ -180,9 +199,11 @@ impl MrTable {
 
     /// Puts `mr` in the place of another, under its key.
     pub fn replace(&mut self, handle: u32, mr: Mr) {
-        if let Some(old) = self.mrs.get_mut(handle) {
-            *old = Mr { key: old.key, ..mr };
+        let Some(old) = self.mrs.get_mut(handle) else { return };
+        if let Some(used) = self.used.get_mut(&old.owner) {
+            used.1 = used.1.saturating_sub(old.counted()).saturating_add(mr.counted());
         }
+        *old = Mr { key: old.key, owner: old.owner, ..mr };
     }
 
     /// The memory of all MRs of `owner` is somewhere else, or back.

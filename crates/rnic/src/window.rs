@@ -21,7 +21,7 @@ impl Rnic {
             _ => return Err(Status::BadValue),
         };
         let same = self.same_vnic(s);
-        let used = self.mrs.iter().filter(|m| same(m.owner)).count();
+        let (used, _) = self.mrs.used(&same);
         drop(same);
         self.quota(s, used, |l| l.max_mr)?;
         let window = Some(Window { second, parent: None, qpn: 0 });
