@@ -26,6 +26,10 @@ struct Control {
     response: Block,
     kick: OwnedFd,
     call: OwnedFd,
+    /// When the last command was answered.
+    last_ns: u64,
+    /// Until when answers are not looked for.
+    crowded_until_ns: u64,
 }
 
 /// An open vRNIC.
@@ -55,6 +59,12 @@ pub struct Context {
 
 /// How long a command's answer is looked for before its caller sleeps, nanoseconds.
 const CONTROL_SPIN_NS: u64 = 50_000;
+/// Only commands that follow another one within this time are looked for, nanoseconds.
+const QUICK_NS: u64 = 200_000;
+/// Who does not come back from one look to the next for this long shares its core with somebody who computes, nanoseconds.
+const CROWD_NS: u64 = 100_000;
+/// Then nobody looks for this long, nanoseconds: to sleep and be woken takes microseconds, a time slice milliseconds.
+const CROWDED_NS: u64 = 500_000_000;
 
 /// Empty polls between two looks at whether the virtual layer is still there.
 const LIVENESS_POLLS: u32 = 4096;
@@ -123,6 +133,8 @@ impl Context {
             response: arena.alloc(&mut f, abi::MAX_COMMAND_BYTES, 64)?,
             kick: event()?,
             call: event()?,
+            last_ns: 0,
+            crowded_until_ns: 0,
         };
         control.queue.be_quiet();
         let (d, a, u) = control.queue.addresses();
@@ -204,15 +216,21 @@ impl Context {
         if kick {
             let _ = rustix::io::write(&control.kick, &1u64.to_ne_bytes());
         }
-        let mut looks_until = None;
+        let began = clock_ns();
+        let mut now = began;
+        let mut looks = began - control.last_ns < QUICK_NS && began >= control.crowded_until_ns;
         let written = loop {
             if let Some((_, len)) = control.queue.pop_used() {
                 break len;
             }
             // Most commands are answered before a call would have woken anybody.
-            let now = clock_ns();
-            if now < *looks_until.get_or_insert(now + CONTROL_SPIN_NS) {
+            if looks {
                 self.pause();
+                let before = std::mem::replace(&mut now, clock_ns());
+                if now - before > CROWD_NS {
+                    control.crowded_until_ns = now + CROWDED_NS;
+                }
+                looks = now - before <= CROWD_NS && now - began < CONTROL_SPIN_NS;
                 continue;
             }
             if !control.queue.listen() {
@@ -227,6 +245,7 @@ impl Context {
             let _ = rustix::io::read(&control.call, &mut [0u8; 8]);
             control.queue.be_quiet();
         };
+        control.last_ns = clock_ns();
         let head: abi::RespHeader = control.response.span.read_obj(0);
         if head.status != 0 {
             return Err(abi::Status::errno(head.status));

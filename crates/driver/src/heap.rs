@@ -80,7 +80,7 @@ unsafe impl dlmalloc::Allocator for &Pages {
 
     fn free_part(&self, ptr: *mut u8, old: usize, new: usize) -> bool {
         // SAFETY: the end of a mapping of this heap, which nothing lies in.
-        unsafe { libc::munmap(ptr.add(new).cast(), old - new) == 0 }
+        unsafe { libc::munmap(ptr.wrapping_add(new).cast(), old - new) == 0 }
     }
 
     fn free(&self, ptr: *mut u8, size: usize) -> bool {

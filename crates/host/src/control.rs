@@ -36,6 +36,12 @@ const BURST: usize = 32;
 /// How long the control queue of a session is looked at after its last command, nanoseconds. Programs send commands in
 /// quick succession, and one that is found by a look costs neither side a wake-up.
 const LINGER_NS: u64 = 50_000;
+/// Only a command that follows another one of its session within this time is taken for one of several, nanoseconds.
+const QUICK_NS: u64 = 200_000;
+/// If a look comes so long after the one before, somebody computes on this core, nanoseconds.
+const CROWD_NS: u64 = 100_000;
+/// Then there are no looks for this long, nanoseconds: who sleeps and is woken has its core sooner than who waits in turn.
+const CROWDED_NS: u64 = 500_000_000;
 /// Rounds of looks, and nanoseconds of serving, between two looks at everything else.
 const LINGER_ROUNDS: u32 = 16;
 const LINGER_TURN_NS: u64 = 100_000;
@@ -66,6 +72,8 @@ struct Session {
     tokens: Vec<u64>,
     /// It is in [`Control::lingering`].
     lingers: bool,
+    /// When commands of it were served last.
+    served_ns: u64,
 }
 
 /// A session whose control queue is looked at without a kick, and until when.
@@ -167,6 +175,8 @@ pub(crate) struct Control {
     sessions: HashMap<u64, Session>,
     lookers: BTreeMap<u64, Looker>,
     lingering: Vec<Lingering>,
+    /// Until when nobody lingers.
+    crowded_until_ns: u64,
     wire: Option<Wire>,
 }
 
@@ -201,6 +211,7 @@ impl Control {
             sessions: HashMap::new(),
             lookers: BTreeMap::new(),
             lingering: Vec::new(),
+            crowded_until_ns: 0,
             wire,
         })
     }
@@ -301,7 +312,10 @@ impl Control {
         self.engine.add_session(device.session(), device.events());
         let backend = Backend::new(sock, abi::NUM_QUEUES as usize, budget);
         let conn = Conn { device, kicks: HashMap::new(), changed: HashMap::new() };
-        self.sessions.insert(id, Session { vrnic: name.into(), backend, conn, _pidfd: pidfd, tokens, lingers: false });
+        self.sessions.insert(
+            id,
+            Session { vrnic: name.into(), backend, conn, _pidfd: pidfd, tokens, lingers: false, served_ns: 0 },
+        );
     }
 
     fn add_looker(&mut self, name: &str, sock: OwnedFd, sight: Sight) {
@@ -395,12 +409,18 @@ impl Control {
         }
     }
 
-    /// Executes commands of a session, and looks for more for a while.
+    /// Executes commands of a session, and looks for more for a while if there were some just before.
     fn serve(&mut self, session: u64) {
         let Some(s) = self.sessions.get_mut(&session) else { return };
-        s.conn.device.serve_control();
-        if !std::mem::replace(&mut s.lingers, true) {
-            self.lingering.push(Lingering { session, until_ns: self.engine.now() + LINGER_NS });
+        let now = self.engine.now();
+        if s.conn.device.serve_control() {
+            let quick = now - s.served_ns < QUICK_NS && now >= self.crowded_until_ns;
+            s.served_ns = now;
+            // What has come since the driver was told not to kick is served by the look that ends the lingering.
+            if (quick || !s.conn.device.listen()) && !std::mem::replace(&mut s.lingers, true) {
+                let until_ns = if quick { now + LINGER_NS } else { now };
+                self.lingering.push(Lingering { session, until_ns });
+            }
         }
         self.engine.after_command();
     }
@@ -408,26 +428,33 @@ impl Control {
     /// Looks at the control queues of sessions that sent a command just now, each in its turn.
     fn linger(&mut self) {
         let began = self.engine.now();
+        let mut last = None;
         for _ in 0..LINGER_ROUNDS {
             let now = self.engine.now();
             if self.lingering.is_empty() || now - began > LINGER_TURN_NS {
                 return;
             }
+            if last.is_some_and(|last| now - last > CROWD_NS) {
+                self.crowded_until_ns = now + CROWDED_NS;
+            }
+            let crowded = now < self.crowded_until_ns;
             let sessions = &mut self.sessions;
             let mut served = false;
             self.lingering.retain_mut(|l| {
                 let Some(s) = sessions.get_mut(&l.session) else { return false };
                 // At the end, what came between the last look and the driver's news that it must kick again is served.
                 // A queue that then has nothing to serve is broken, and is left alone until its next kick.
-                let found = s.conn.device.serve_control()
-                    || now >= l.until_ns && !s.conn.device.listen() && s.conn.device.serve_control();
+                let ends = crowded || now >= l.until_ns;
+                let found =
+                    s.conn.device.serve_control() || ends && !s.conn.device.listen() && s.conn.device.serve_control();
                 served |= found;
                 if found {
-                    l.until_ns = now + LINGER_NS;
+                    (s.served_ns, l.until_ns) = (now, now + LINGER_NS);
                 }
-                s.lingers = now < l.until_ns;
+                s.lingers = found || !ends;
                 s.lingers
             });
+            last = (!served).then_some(now);
             if served {
                 self.engine.after_command();
             } else {
