@@ -191,7 +191,7 @@ fn connections(s: &mut Suite<'_>) {
         let o = lab.spawn("b", &[], "rping -c -a 10.0.0.1 -C 1")?.finish();
         require(!o.ok() && o.text.contains("RDMA_CM_EVENT_REJECTED, error 8"), o.text)?;
         let o = lab.spawn("b", &[], "rping -c -a 10.0.0.99 -C 1")?.finish();
-        require(!o.ok() && o.text.contains("No route to host"), o.text)?;
+        require(!o.ok() && o.text.contains("RDMA_CM_EVENT_ADDR_ERROR, error -110"), o.text)?;
         let o = lab.spawn("b", &[], "rping -s -a 10.0.0.1 -C 1")?.finish();
         require(!o.ok() && o.text.contains("No such device"), o.text)
     });

@@ -76,7 +76,7 @@ pub(super) fn run(s: &mut Suite<'_>) {
         let o = lab.spawn("a", &[], "timeout 5 rping -s -a fd00::a:7 -C 1")?.finish();
         require(!o.ok() && o.text.contains("No such device"), o.text)?;
         let o = lab.spawn("b", &[], "timeout 5 rping -c -a fd00::a:7 -C 1")?.finish();
-        require(!o.ok() && o.text.contains("No route to host"), o.text)
+        require(!o.ok() && o.text.contains("RDMA_CM_EVENT_ADDR_ERROR, error -110"), o.text)
     });
     s.check("a vRNIC that is removed is a removed device to rdma_cm", |lab| {
         admin(lab, &["vrnic", "add", "gone", "--ip", "10.0.0.77"])?;
