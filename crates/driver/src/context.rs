@@ -30,6 +30,7 @@ struct Control {
     last_ns: u64,
     /// Until when answers are not looked for.
     crowded_until_ns: u64,
+    crowded_ns: u64,
 }
 
 /// An open vRNIC.
@@ -64,7 +65,9 @@ const QUICK_NS: u64 = 200_000;
 /// Who does not come back from one look to the next for this long shares its core with somebody who computes, nanoseconds.
 const CROWD_NS: u64 = 100_000;
 /// Then nobody looks for this long, nanoseconds: to sleep and be woken takes microseconds, a time slice milliseconds.
+/// Twice as long each time that this is found again right afterwards, up to the maximum.
 const CROWDED_NS: u64 = 500_000_000;
+const CROWDED_MAX_NS: u64 = 16_000_000_000;
 
 /// Empty polls between two looks at whether the virtual layer is still there.
 const LIVENESS_POLLS: u32 = 4096;
@@ -135,6 +138,7 @@ impl Context {
             call: event()?,
             last_ns: 0,
             crowded_until_ns: 0,
+            crowded_ns: 0,
         };
         control.queue.be_quiet();
         let (d, a, u) = control.queue.addresses();
@@ -228,7 +232,9 @@ impl Context {
                 self.pause();
                 let before = std::mem::replace(&mut now, clock_ns());
                 if now - before > CROWD_NS {
-                    control.crowded_until_ns = now + CROWDED_NS;
+                    let again = before.saturating_sub(control.crowded_until_ns) < CROWDED_NS;
+                    control.crowded_ns = if again { (control.crowded_ns * 2).min(CROWDED_MAX_NS) } else { CROWDED_NS };
+                    control.crowded_until_ns = now + control.crowded_ns;
                 }
                 looks = now - before <= CROWD_NS && now - began < CONTROL_SPIN_NS;
                 continue;

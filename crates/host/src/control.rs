@@ -41,7 +41,9 @@ const QUICK_NS: u64 = 200_000;
 /// If a look comes so long after the one before, somebody computes on this core, nanoseconds.
 const CROWD_NS: u64 = 100_000;
 /// Then there are no looks for this long, nanoseconds: who sleeps and is woken has its core sooner than who waits in turn.
+/// Twice as long each time that this is found again right afterwards, up to the maximum.
 const CROWDED_NS: u64 = 500_000_000;
+const CROWDED_MAX_NS: u64 = 16_000_000_000;
 /// Rounds of looks, and nanoseconds of serving, between two looks at everything else.
 const LINGER_ROUNDS: u32 = 16;
 const LINGER_TURN_NS: u64 = 100_000;
@@ -177,6 +179,7 @@ pub(crate) struct Control {
     lingering: Vec<Lingering>,
     /// Until when nobody lingers.
     crowded_until_ns: u64,
+    crowded_ns: u64,
     wire: Option<Wire>,
 }
 
@@ -212,6 +215,7 @@ impl Control {
             lookers: BTreeMap::new(),
             lingering: Vec::new(),
             crowded_until_ns: 0,
+            crowded_ns: 0,
             wire,
         })
     }
@@ -434,8 +438,12 @@ impl Control {
             if self.lingering.is_empty() || now - began > LINGER_TURN_NS {
                 return;
             }
-            if last.is_some_and(|last| now - last > CROWD_NS) {
-                self.crowded_until_ns = now + CROWDED_NS;
+            if let Some(last) = last.filter(|last| now - last > CROWD_NS)
+                && last >= self.crowded_until_ns
+            {
+                let again = last - self.crowded_until_ns < CROWDED_NS;
+                self.crowded_ns = if again { (self.crowded_ns * 2).min(CROWDED_MAX_NS) } else { CROWDED_NS };
+                self.crowded_until_ns = now + self.crowded_ns;
             }
             let crowded = now < self.crowded_until_ns;
             let sessions = &mut self.sessions;
