@@ -192,9 +192,13 @@ static void resize(struct block *b)
 
 	unprotect(b);
 	if (b->mapped) {
+		int whole = 0;
+
 		n = (n + PAGE - 1) / PAGE * PAGE;
-		/* Half of the times with its regions. */
-		if (any(2))
+		for (int i = 0; i < REGIONS; i++)
+			whole |= b->mr[i] && b->mr_from[i] == 0 && b->mr_size[i] == b->size;
+		/* Half of the times with its regions; but if they are of a part only, mremap may refuse. */
+		if (any(2) || !whole)
 			deregister_all(b);
 		at = mremap(b->at, b->size, n, MREMAP_MAYMOVE);
 		if (at == MAP_FAILED) {

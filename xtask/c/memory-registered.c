@@ -64,21 +64,30 @@ static void grow(void)
 static void grow_part(void)
 {
 	struct ibv_mr *mr, *part;
+	size_t n = 2 * SIZE;
 	char *p, *q;
 
 	mr = begin(&p);
 	dereg(mr);
 	part = reg(p + SIZE / 4, SIZE / 4);
-	q = mremap(p, SIZE, 2 * SIZE, MREMAP_MAYMOVE);
-	say("mremap to twice the size: %s\n", q == MAP_FAILED ? strerror(errno) : "done");
-	if (q == MAP_FAILED)
-		return;
-	say("pages lost: %ld; of the new part not zero: %ld\n", spoiled(q, SIZE, 1), not_zero(q + SIZE, SIZE));
+	q = mremap(p, SIZE, n, MREMAP_MAYMOVE);
+	say("mremap of a mapping with a registered part: %s\n", q == MAP_FAILED ? strerror(errno) : "done");
+	if (q == MAP_FAILED) {
+		q = p;
+		n = SIZE;
+	}
+	say("pages lost: %ld; of the new part not zero: %ld\n", spoiled(q, SIZE, 1), not_zero(q + SIZE, n - SIZE));
 	dereg(part);
 	say("not registered any more: %ld pages lost\n", spoiled(q, SIZE, 1));
-	part = reg(q, PAGE);
-	say("mprotect: %d, madvise: %d", mprotect(q, 2 * SIZE, PROT_READ), madvise(q, 2 * SIZE, MADV_DONTDUMP));
-	say(", munmap: %d\n", munmap(q, 2 * SIZE));
+	p = mremap(q, n, 3 * SIZE, MREMAP_MAYMOVE);
+	say("mremap then: %s\n", p == MAP_FAILED ? strerror(errno) : "done");
+	if (p == MAP_FAILED)
+		return;
+	say("pages lost: %ld; of the new part not zero: %ld\n", spoiled(p, SIZE, 1), not_zero(p + SIZE, 2 * SIZE));
+	part = reg(p, PAGE);
+	say("mprotect: %d", mprotect(p, 3 * SIZE, PROT_READ));
+	say(", madvise: %d", madvise(p, 3 * SIZE, MADV_DONTDUMP));
+	say(", munmap: %d\n", munmap(p, 3 * SIZE));
 	dereg(part);
 }
 
