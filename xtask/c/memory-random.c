@@ -192,14 +192,15 @@ static void resize(struct block *b)
 
 	unprotect(b);
 	if (b->mapped) {
-		int whole = 0;
-
 		n = (n + PAGE - 1) / PAGE * PAGE;
-		for (int i = 0; i < REGIONS; i++)
-			whole |= b->mr[i] && b->mr_from[i] == 0 && b->mr_size[i] == b->size;
-		/* Half of the times with its regions; but if they are of a part only, mremap may refuse. */
-		if (any(2) || !whole)
-			deregister_all(b);
+		deregister_all(b);
+		check(b, "the end of all regions");
+		/* Half of the times while it is registered: as a whole, since mremap may refuse a mapping that is so in parts. */
+		if (any(2)) {
+			b->mr[0] = reg(b->at, b->size);
+			b->mr_from[0] = 0;
+			b->mr_size[0] = b->size;
+		}
 		at = mremap(b->at, b->size, n, MREMAP_MAYMOVE);
 		if (at == MAP_FAILED) {
 			int why = errno;
