@@ -51,6 +51,9 @@ const NO_HANDLERS: &str = "A child that is made without fork handlers does not h
                            it touches it, rather than share it.";
 const PARTS: &str = "A mapping of which a part is registered is several mappings to the kernel, which refuses mremap(2) over all of \
                      them; realloc(3) copies then.";
+const USER_MODE: &str = "Where there is a userfaultfd for user mode only, a peer's system call into a range that is just being moved \
+                         fails with EFAULT.";
+const WIPE: &str = "MADV_WIPEONFORK is for private memory; it works again after deregistration.";
 const PINNED: &str = "Registered pages are pinned, and keep their content until the last region is gone.";
 
 /// All differences that a program may see.
@@ -94,6 +97,30 @@ const ALLOWED: &[Allowed] = &[
         private: "MADV_FREE while it is registered: 0",
         instead: "MADV_FREE while it is registered: -1",
         reason: PINNED,
+    },
+    Allowed {
+        program: "memory-registered",
+        case: "flags",
+        ways: MOVED,
+        private: "MADV_WIPEONFORK: 0",
+        instead: "MADV_WIPEONFORK: -1",
+        reason: WIPE,
+    },
+    Allowed {
+        program: "memory-registered",
+        case: "flags",
+        ways: MOVED,
+        private: "child has zeros there, not elsewhere: 3",
+        instead: "child has zeros there, not elsewhere: 1",
+        reason: WIPE,
+    },
+    Allowed {
+        program: "memory-writers",
+        case: "peer-process",
+        ways: MOVED,
+        private: "its calls that failed: 0",
+        instead: "its calls that failed: ",
+        reason: USER_MODE,
     },
     Allowed {
         program: "memory-registered",
