@@ -133,7 +133,12 @@ pub(crate) struct MrTable {
 
 impl MrTable {
     pub fn new(rng: &mut Rng) -> Self {
-        MrTable { mrs: Slab::default(), used: HashMap::new(), cipher: KeyCipher::new(rng), rng: Rng::new(rng.next_u64()) }
+        MrTable {
+            mrs: Slab::default(),
+            used: HashMap::new(),
+            cipher: KeyCipher::new(rng),
+            rng: Rng::new(rng.next_u64()),
+        }
     }
 
     /// Stores `mr` and gives it its key; returns (handle, key).

@@ -482,7 +482,8 @@ impl Placed {
         self.start = lock(&ctx.arena).take_bus(pieces.iter().map(|p| p.len).sum());
         let mut bus = self.start;
         for p in pieces {
-            self.own.push(regions::add(ctx, fd(p, moved)?, p.off, p.len, bus)?);
+            let others = lock(&ctx.regions).len();
+            self.own.push(regions::add(ctx, fd(p, moved)?, (p.off, p.len), bus, others)?);
             bus += p.len;
         }
         Some(())

@@ -36,7 +36,6 @@ struct Part {
     place: Place,
     /// As the program has set it.
     prot: i32,
-    locked: bool,
     /// Left out of core dumps.
     undumped: bool,
     /// Private for the moment of a fork.
@@ -264,19 +263,16 @@ impl Moved {
         let Some(h) = self.tools().and_then(|t| t.hands(&self.doors, false)) else { return Err(Why::Threads) };
         // SAFETY: the caller has found private anonymous memory there; it is not this thread's stack; signals are held.
         let taken = unsafe { pages::take(&h, &place, libc::PROT_READ | libc::PROT_WRITE) };
-        let (done, locked) = match taken {
-            Ok(locked) => (len, locked),
-            Err((_, done)) => (done, false),
-        };
+        let done = taken.map_or_else(|(_, done)| done, |()| len);
         if done > 0 {
-            let part = Part { place: Place { len: done, ..place }, prot: v.prot(), locked, undumped, out: false };
+            let part = Part { place: Place { len: done, ..place }, prot: v.prot(), undumped, out: false };
             part.keep_undumped();
             let at = self.parts.partition_point(|p| p.place.off < off);
             self.parts.insert(at, part);
             self.reserve();
         }
         match taken {
-            Ok(_) => Ok(off),
+            Ok(()) => Ok(off),
             Err((why, _)) => {
                 if done == 0 {
                     self.free_slots.push(slot);
@@ -425,7 +421,7 @@ impl Moved {
                     next => {
                         let len = next.map_or(end, |p| p.place.off) - off;
                         let place = Place { at, len, off, shadow: 0 };
-                        Part { place, prot: v.prot(), locked: false, undumped: false, out: false }
+                        Part { place, prot: v.prot(), undumped: false, out: false }
                     }
                 };
                 off += part.place.len;
@@ -465,7 +461,7 @@ fn give_back(h: &Hands<'_>, part: &mut Part) -> u64 {
         }
     }
     // SAFETY: `look` has found the mapping there; signals are held, and `hands` has looked at the threads.
-    unsafe { pages::give_back(h, &part.place, part.prot, part.locked) }
+    unsafe { pages::give_back(h, &part.place, part.prot) }
 }
 
 /// True if this thread uses the range while it moves memory: its stack, or its own block, which has errno and what the

@@ -53,7 +53,7 @@ pub(crate) struct Hands<'a> {
     /// `/proc/self/pagemap`.
     pub pagemap: RawFd,
     pub uffd: Option<&'a Uffd>,
-    /// Where pages lie for a moment: [`STEP`] bytes at a multiple of it, watched by `uffd`.
+    /// Where pages lie for a moment: [`STEP`] bytes at a multiple of it.
     pub side: u64,
     /// The devices that are told of each move.
     pub doors: &'a [Door],
@@ -121,7 +121,7 @@ unsafe fn sys_lock(call: libc::c_long, at: u64, len: u64) -> bool {
     unsafe { libc::syscall(call, at, len) == 0 }
 }
 
-const RESERVED: i32 = libc::MAP_PRIVATE | libc::MAP_ANONYMOUS | libc::MAP_NORESERVE;
+const RESERVED: i32 = libc::MAP_PRIVATE | libc::MAP_ANONYMOUS;
 const READ_WRITE: i32 = libc::PROT_READ | libc::PROT_WRITE;
 
 /// Address space for the shadow of `len` bytes at `at`, as far from a huge page's boundary as that.
@@ -150,7 +150,7 @@ pub(crate) unsafe fn drop_shadow(shadow: u64, len: u64) {
 }
 
 /// The work area: [`STEP`] bytes at a multiple of it.
-pub(crate) fn make_side(uffd: Option<&Uffd>) -> Option<u64> {
+pub(crate) fn make_side() -> Option<u64> {
     let side = reserve_shadow(0, STEP)?;
     // SAFETY: our own new mapping. A child needs none of it.
     unsafe {
@@ -158,11 +158,6 @@ pub(crate) fn make_side(uffd: Option<&Uffd>) -> Option<u64> {
             return None;
         }
         sys_madvise(side, STEP, libc::MADV_DONTFORK);
-    }
-    if let Some(u) = uffd.filter(|u| u.moves)
-        && !u.watch(side, STEP, Stops::Missing)
-    {
-        return None;
     }
     Some(side)
 }
@@ -235,7 +230,7 @@ fn step(h: &Hands<'_>, at: u64, left: u64) -> u64 {
 }
 
 /// Moves private pages into the memory file, which is mapped over them: shared, not inherited by children.
-/// Returns true if the range was locked (`mlock(2)`), and is again.
+/// A range that is locked (`mlock(2)`) still is afterwards.
 ///
 /// # Errors
 /// See [`Failed`], and how many bytes were moved before; the rest is as it was, and its shadow is gone.
@@ -243,8 +238,8 @@ fn step(h: &Hands<'_>, at: u64, left: u64) -> u64 {
 /// # Safety
 /// `p.at` is private anonymous memory of protection `prot`, without this thread's stack; `p.shadow` is reserved.
 /// Signals are held. Without a userfaultfd there is no other thread.
-pub(crate) unsafe fn take(h: &Hands<'_>, p: &Place, prot: i32) -> Result<bool, (Failed, u64)> {
-    let (mut done, mut locked) = (0, false);
+pub(crate) unsafe fn take(h: &Hands<'_>, p: &Place, prot: i32) -> Result<(), (Failed, u64)> {
+    let mut done = 0;
     while done < p.len {
         let n = step(h, p.at + done, p.len - done);
         let piece = p.part(done, n);
@@ -258,19 +253,16 @@ pub(crate) unsafe fn take(h: &Hands<'_>, p: &Place, prot: i32) -> Result<bool, (
         };
         doors::end_move(h.doors);
         done += n;
-        match taken {
-            Ok(l) => locked |= l,
-            Err(e) => {
-                // SAFETY: only reserved so far.
-                unsafe { sys_munmap(p.shadow + done, p.len - done) };
-                return Err((e, done - n));
-            }
+        if let Err(e) = taken {
+            // SAFETY: only reserved so far.
+            unsafe { sys_munmap(p.shadow + done, p.len - done) };
+            return Err((e, done - n));
         }
     }
-    Ok(locked)
+    Ok(())
 }
 
-unsafe fn take_piece(h: &Hands<'_>, p: &Place, prot: i32) -> Result<bool, Failed> {
+unsafe fn take_piece(h: &Hands<'_>, p: &Place, prot: i32) -> Result<(), Failed> {
     // Locked pages are unlocked for the moment: they count only once against the limit of the process then.
     let locked = is_locked(p.at);
     if locked {
@@ -307,6 +299,7 @@ unsafe fn take_piece(h: &Hands<'_>, p: &Place, prot: i32) -> Result<bool, Failed
     if !unsafe { sys_mremap(p.at, p.len, libc::MREMAP_DONTUNMAP, p.shadow) } {
         if let (Some(u), Some(side)) = (h.uffd, aside) {
             let _ = u.move_pages(side, p.at, p.len);
+            u.forget(side, p.len);
         }
         h.uffd.inspect(|u| u.forget(p.at, p.len));
         return give_up(Failed::Room);
@@ -336,11 +329,14 @@ unsafe fn take_piece(h: &Hands<'_>, p: &Place, prot: i32) -> Result<bool, Failed
             u.wake(p.at, p.len);
         }
         sys_madvise(source, p.len, libc::MADV_DONTNEED);
+        if let (Some(u), Some(side)) = (h.uffd, aside) {
+            u.forget(side, p.len);
+        }
         if locked {
             sys_lock(libc::SYS_mlock, p.at, p.len);
         }
     }
-    Ok(locked)
+    Ok(())
 }
 
 /// True if the page is locked (`mlock(2)`): such pages take no advice about when they are needed.
@@ -352,6 +348,10 @@ fn is_locked(at: u64) -> bool {
 /// Moves the pages to the work area. Those that are shared with a child are first made this process's own.
 fn move_aside(u: &Uffd, p: &Place, side: u64) -> Result<(), NotMoved> {
     let (mut from, mut tries) = (p.at, 0);
+    // Only for the moment: whoever reads all memory of the process (valgrind, gdb) would wait for the pages that it has not.
+    if !u.watch(side, p.len, Stops::Missing) {
+        return Err(NotMoved::Unable);
+    }
     loop {
         let done = from - p.at;
         let busy = match u.move_pages(from, side + done, p.len - done) {
@@ -359,6 +359,7 @@ fn move_aside(u: &Uffd, p: &Place, side: u64) -> Result<(), NotMoved> {
             Err(NotMoved::Busy(page)) => page,
             Err(NotMoved::Unable) => {
                 let _ = u.move_pages(side, p.at, from - p.at);
+                u.forget(side, p.len);
                 return Err(NotMoved::Unable);
             }
         };
@@ -368,6 +369,7 @@ fn move_aside(u: &Uffd, p: &Place, side: u64) -> Result<(), NotMoved> {
         let own = unsafe { sys_madvise(busy, PAGE, MADV_POPULATE_WRITE) };
         if tries > TRIES || !own {
             let _ = u.move_pages(side, p.at, from - p.at);
+            u.forget(side, p.len);
             u.forget(p.at, p.len);
             return Err(NotMoved::Busy(busy));
         }
@@ -380,6 +382,7 @@ unsafe fn put_back(h: &Hands<'_>, p: &Place, aside: Option<u64>) {
         && u.watch(p.shadow, p.len, Stops::Missing)
     {
         let _ = u.move_pages(side, p.shadow, p.len);
+        u.forget(side, p.len);
     }
     // SAFETY: the range is empty or unmapped, and the shadow is its original mapping.
     unsafe { sys_mremap(p.shadow, p.len, 0, p.at) };
@@ -441,13 +444,13 @@ fn next_data(file: RawFd, off: u64, end: u64) -> Option<(u64, u64)> {
 /// # Safety
 /// `p.at` is a mapping of the memory file at `p.off`, and `p.shadow` its shadow. Signals are held. Without a userfaultfd
 /// there is no other thread.
-pub(crate) unsafe fn give_back(h: &Hands<'_>, p: &Place, prot: i32, locked: bool) -> u64 {
+pub(crate) unsafe fn give_back(h: &Hands<'_>, p: &Place, prot: i32) -> u64 {
     let mut done = 0;
     while done < p.len {
         let part = p.part(done, p.len - done);
         let (n, hole) = step_back(h, &part);
         // SAFETY: a part of the caller's range.
-        let placed = doors::begin_move(h.doors) && unsafe { give_back_piece(h, &part.part(0, n), prot, locked, hole) };
+        let placed = doors::begin_move(h.doors) && unsafe { give_back_piece(h, &part.part(0, n), prot, hole) };
         doors::end_move(h.doors);
         if !placed {
             break;
@@ -468,7 +471,8 @@ fn step_back(h: &Hands<'_>, p: &Place) -> (u64, bool) {
     if first > LARGE_HOLE { (first, true) } else { (window, false) }
 }
 
-unsafe fn give_back_piece(h: &Hands<'_>, p: &Place, prot: i32, locked: bool, hole: bool) -> bool {
+unsafe fn give_back_piece(h: &Hands<'_>, p: &Place, prot: i32, hole: bool) -> bool {
+    let locked = is_locked(p.at);
     let stops = h.uffd.filter(|u| u.protects && !hole && (u.full || h.threads));
     if stops.is_some() {
         // Pages are found while nobody waits yet.

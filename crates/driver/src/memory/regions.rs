@@ -22,14 +22,31 @@ struct Region {
 pub(crate) struct Regions(BTreeMap<Key, Region>);
 
 impl Regions {
+    /// How many there are.
+    pub fn len(&self) -> usize {
+        self.0.len()
+    }
+
     fn find(&mut self, file: FileId, off: u64, len: u64) -> Option<(Key, &mut Region)> {
         let (&key, r) = self.0.range_mut(..=(file, off)).next_back()?;
         (key.0 == file && off - key.1 <= r.desc.size && len <= r.desc.size - (off - key.1)).then_some((key, r))
     }
 }
 
-/// Tells the device of a range of a file, at a bus address of its own.
-pub(crate) fn add(ctx: &Context, fd: BorrowedFd<'_>, off: u64, len: u64, bus: u64) -> Option<RegionDesc> {
+/// Regions for the memory of MRs at most: some of those that a session may have are for its rings, and for the process.
+const MAX_SHARED: usize = unirdma_link::MAX_REGIONS * 7 / 8;
+
+/// Tells the device of a range of a file, at a bus address of its own. `others`: regions of MRs that there are.
+pub(crate) fn add(
+    ctx: &Context,
+    fd: BorrowedFd<'_>,
+    (off, len): (u64, u64),
+    bus: u64,
+    others: usize,
+) -> Option<RegionDesc> {
+    if others >= MAX_SHARED {
+        return None;
+    }
     // No vring lies in application memory, so its own address needs no announcing.
     let desc = RegionDesc { bus_addr: bus, size: len, user_addr: bus, mmap_offset: off };
     lock(&ctx.frontend).add_region(desc, fd).ok()?;
@@ -57,7 +74,7 @@ pub(crate) fn get(
         return None;
     }
     let bus = lock(&ctx.arena).take_bus(whole.1);
-    let desc = add(ctx, fd, whole.0, whole.1, bus)?;
+    let desc = add(ctx, fd, whole, bus, regions.0.len())?;
     regions.0.insert(key, Region { desc, users: 1 });
     Some((key, bus + (off - whole.0)))
 }

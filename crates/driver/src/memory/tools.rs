@@ -1,7 +1,9 @@
 //! What moving memory needs from the system. It is opened with the first device, since a program may have dropped its
 //! privileges or changed its root when it registers memory. It belongs to one address space: a forked child opens its own.
 
+use std::ffi::CStr;
 use std::fs::File;
+use std::mem::MaybeUninit;
 use std::os::fd::{AsFd, AsRawFd, BorrowedFd, OwnedFd};
 use std::path::Path;
 
@@ -35,6 +37,12 @@ pub(crate) struct Tools {
 struct Dumps {
     until_ns: u64,
     ranges: Vec<(u64, u64)>,
+}
+
+/// Time that this thread has run, whatever else the machine does.
+fn thread_ns() -> u64 {
+    let t = rustix::time::clock_gettime(rustix::time::ClockId::ThreadCPUTime);
+    t.tv_sec as u64 * 1_000_000_000 + t.tv_nsec as u64
 }
 
 /// A look at `/proc/self/smaps` that takes less than this is taken each time.
@@ -83,7 +91,7 @@ impl Mover {
         rustix::fs::fcntl_add_seals(&file, SealFlags::SHRINK | SealFlags::GROW | SealFlags::SEAL).ok()?;
         let id = FileId::of(&file)?;
         let uffd = Uffd::open().and_then(|u| u.with_fd(|fd| high(fd).ok()));
-        let side = pages::make_side(uffd.as_ref())?;
+        let side = pages::make_side()?;
         Some(Mover { file, id, pagemap: open("/proc/self/pagemap")?, uffd, side })
     }
 }
@@ -155,10 +163,10 @@ impl Tools {
     /// True if memory at `at` is left out of core dumps (MADV_DONTDUMP). Only `/proc/self/smaps` says so, and it takes long
     /// where much memory is: then what it said stays good for a while.
     pub fn is_not_dumped(&mut self, at: u64) -> bool {
-        let now = clock();
-        if now >= self.dumps.until_ns {
+        if clock() >= self.dumps.until_ns {
+            let before = thread_ns();
             self.dumps.ranges = undumped().unwrap_or_default();
-            let cost = clock() - now;
+            let cost = thread_ns() - before;
             self.dumps.until_ns = if cost < SHORT_LOOK_NS { 0 } else { clock() + cost * 20 };
         }
         self.dumps.ranges.iter().any(|r| r.0 <= at && at < r.1)
@@ -166,31 +174,49 @@ impl Tools {
 
     /// True if the process has a descriptor by which the kernel may hold pages of it: io_uring or AF_XDP.
     pub fn holds_pages(&self) -> bool {
-        let Some(dir) = self.fds.as_ref().and_then(|fd| rustix::fs::Dir::read_from(fd).ok()) else { return true };
-        let Some(fds) = &self.fds else { return true };
+        let Some(fds) = self.fds.as_ref().filter(|d| d.still_ours()) else { return true };
         let mut text = [0u8; 64];
-        dir.flatten().any(|e| {
-            let n = rustix::fs::readlinkat_raw(fds, e.file_name(), &mut text[..]).unwrap_or(0);
+        each_name(fds, |entry| {
+            let n = rustix::fs::readlinkat_raw(fds, entry, &mut text[..]).unwrap_or(0);
             let name = &text[..n];
-            name.starts_with(b"anon_inode:[io_uring]")
-                || name.starts_with(b"socket:")
-                    && e.file_name().to_str().ok().and_then(|s| s.parse().ok()).is_some_and(is_xdp)
+            let number = || entry.to_str().ok().and_then(|s| s.parse().ok());
+            name.starts_with(b"anon_inode:[io_uring]") || name.starts_with(b"socket:") && number().is_some_and(is_xdp)
         })
     }
 
     /// A descriptor of this process that is open on the memory file `id` for reading and writing.
     pub fn find_open_file(&self, id: FileId) -> Option<OwnedFd> {
-        let dir = rustix::fs::Dir::read_from(self.fds.as_ref()?).ok()?;
-        dir.flatten().filter_map(|e| e.file_name().to_str().ok()?.parse().ok()).find_map(|n: i32| {
+        let fds = self.fds.as_ref().filter(|d| d.still_ours())?;
+        let mut found = None;
+        each_name(fds, |entry| {
+            let Some(n) = entry.to_str().ok().and_then(|s| s.parse::<i32>().ok()) else { return false };
             // SAFETY: the descriptor is only borrowed for these calls; if it was closed meanwhile they fail.
             let fd = unsafe { BorrowedFd::borrow_raw(n) };
             let writable = || rustix::fs::fcntl_getfl(fd).is_ok_and(|f| f.contains(rustix::fs::OFlags::RDWR));
             let memory = || rustix::fs::fstatfs(fd).is_ok_and(|s| s.f_type as u64 == 0x0102_1994);
-            (n >= 0 && FileId::of(fd) == Some(id) && writable() && memory())
-                .then(|| fd.try_clone_to_owned().ok())
-                .flatten()
-        })
+            if FileId::of(fd) == Some(id) && writable() && memory() {
+                found = fd.try_clone_to_owned().ok();
+            }
+            found.is_some()
+        });
+        found
     }
+}
+
+/// Calls `f` with the names in an open directory until it says true; whether it did. Opens nothing: the process may have no
+/// descriptor left.
+fn each_name(dir: &Known, mut f: impl FnMut(&CStr) -> bool) -> bool {
+    let mut space = [MaybeUninit::uninit(); 2048];
+    if rustix::fs::seek(dir, rustix::fs::SeekFrom::Start(0)).is_err() {
+        return false;
+    }
+    let mut entries = rustix::fs::RawDir::new(dir, &mut space);
+    while let Some(Ok(e)) = entries.next() {
+        if f(e.file_name()) {
+            return true;
+        }
+    }
+    false
 }
 
 fn is_xdp(fd: i32) -> bool {
