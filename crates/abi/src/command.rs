@@ -65,13 +65,14 @@ pub enum Command {
     AllocNullMr = 41,
     ResizeQp = 42,
     OpenQp = 43,
+    SetStage = 44,
 }
 
 impl Command {
     /// The command of a raw code.
     pub fn from_raw(raw: u8) -> Option<Self> {
         use Command::*;
-        const ALL: [Command; 43] = [
+        const ALL: [Command; 44] = [
             QueryPort,
             CreateCq,
             DestroyCq,
@@ -115,6 +116,7 @@ impl Command {
             AllocNullMr,
             ResizeQp,
             OpenQp,
+            SetStage,
         ];
         ALL.get(usize::from(raw).wrapping_sub(1)).copied()
     }
@@ -290,6 +292,7 @@ wire! {
     QueryDeviceResp = 256 { config: crate::Config, fw_ver: [u8; 32], name: [u8; 32], reserved: [u64; 8] }
     /// `addr`: a [`crate::DoorbellPage`], 4096-byte aligned.
     SetDoorbellReq = 8 { addr: u64 }
+    SetStageReq = 16 { addr: u64, length: u64 }
 
     /// What the device writes into a buffer of an event virtqueue. `kind` is an `ibv_event_type`, or
     /// [`EVENT_COMPLETION`]; `handle` the QPN, CQ handle or port that it concerns.
@@ -354,7 +357,7 @@ mod tests {
         for raw in 1..=43u8 {
             assert_eq!(Command::from_raw(raw).unwrap() as u8, raw);
         }
-        assert_eq!((Command::from_raw(0), Command::from_raw(44)), (None, None));
+        assert_eq!((Command::from_raw(0), Command::from_raw(45)), (None, None));
         assert_eq!(Command::RegUserMr as u8, 9);
         assert_eq!(Command::ReqNotifyCq as u8, 18);
     }

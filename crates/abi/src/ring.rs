@@ -73,8 +73,45 @@ pub struct Cqe {
     pub wqe_index: u32,
     /// Device clock when the completion was written, nanoseconds.
     pub timestamp: u64,
-    pub reserved: [u32; 3],
+    /// Not 0: the data lies in the session's stage, in the record at this offset ([`StageRecord`]).
+    pub staged: u32,
+    pub reserved: [u32; 2],
     pub valid: u32,
+}
+
+/// A received message that the driver has to place: head of a record in the stage. The places follow, then the data, at a
+/// multiple of [`STAGE_GRANULE`] / 2.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, FromBytes, IntoBytes, Immutable, KnownLayout)]
+#[repr(C)]
+#[allow(missing_docs)]
+pub struct StageRecord {
+    /// Device: 1 while the record is in use. Driver: 0 when the data is placed.
+    pub busy: u32,
+    /// [`StagePlace`]s that follow.
+    pub num_places: u32,
+    pub reserved: u64,
+}
+
+/// A range of the process that a received message goes to, in their order as far as the message is long.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, FromBytes, IntoBytes, Immutable, KnownLayout)]
+#[repr(C)]
+#[allow(missing_docs)]
+pub struct StagePlace {
+    /// Address in the process: what a process region has there, not what the SGE calls it.
+    pub addr: u64,
+    pub length: u32,
+    /// The MR that the SGE named.
+    pub lkey: u32,
+}
+
+/// Records of the stage begin at multiples of this; the first granule is never used.
+pub const STAGE_GRANULE: usize = 128;
+/// Most bytes of a stage.
+pub const MAX_STAGE: u64 = 64 << 20;
+
+/// Bytes of a record before its data.
+pub fn stage_head(places: usize) -> usize {
+    (size_of::<StageRecord>() + places * size_of::<StagePlace>()).next_multiple_of(STAGE_GRANULE / 2)
 }
 
 /// Control block of a QP: the indices of its two rings, free-running modulo 2^32.
@@ -252,7 +289,9 @@ mod tests {
         assert_eq!(offset_of!(SqWqe, imm), 16);
         assert_eq!((offset_of!(SqWqe, remote_addr), offset_of!(SqWqe, ah)), (24, 48));
         assert_eq!((size_of::<RqWqe>(), size_of::<Sge>(), size_of::<Cqe>()), (16, 16, 64));
-        assert_eq!((CQE_VALID, offset_of!(Cqe, timestamp)), (60, 40));
+        assert_eq!((CQE_VALID, offset_of!(Cqe, timestamp), offset_of!(Cqe, staged)), (60, 40, 48));
+        assert_eq!((size_of::<StageRecord>(), size_of::<StagePlace>()), (16, 16));
+        assert_eq!((stage_head(1), stage_head(3), stage_head(4)), (64, 64, 128));
         assert_eq!((size_of::<QpCtrl>(), size_of::<CqCtrl>()), (128, 128));
         assert_eq!((QP_SQ_PROD, QP_RQ_PROD, QP_SQ_CONS, QP_RQ_CONS, QP_RQ_NOTIFY), (0, 4, 64, 68, 72));
         assert_eq!((CQ_CONS, CQ_ARM, CQ_PROD, CQ_ERROR), (0, 4, 64, 68));

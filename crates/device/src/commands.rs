@@ -117,6 +117,13 @@ impl Device {
                 let page = span(&self.memory, r.addr, PAGE)?;
                 nothing(rnic.set_doorbell(s, Bell::new(page).ok_or(Status::BadAddress)?))
             }
+            Command::SetStage => {
+                let r: abi::SetStageReq = parse(data)?;
+                if r.length > abi::MAX_STAGE {
+                    return Err(Status::BadValue);
+                }
+                nothing(rnic.set_stage(s, span(&self.memory, r.addr, r.length)?))
+            }
             Command::CreatePd => {
                 if !data.is_empty() {
                     return Err(Status::BadLength);

@@ -13,6 +13,7 @@ use unirdma_mem::Bell;
 use zerocopy::{FromBytes, Immutable, IntoBytes};
 
 use crate::arena::{Arena, Block};
+use crate::bounce::Bounce;
 use crate::events::EventSource;
 use crate::memory::{Regions, forks};
 use crate::{HEAP, Result, errno, lock};
@@ -43,6 +44,7 @@ pub struct Context {
     pub(crate) regions: Mutex<Regions>,
     /// Its door, by which the device learns of moved memory.
     pub(crate) id: u64,
+    pub(crate) bounce: Bounce,
     socket: Arc<OwnedFd>,
     /// [`forks`] when it was opened.
     forks: u32,
@@ -156,6 +158,7 @@ impl Context {
             arena: Mutex::new(arena),
             process_offered: Mutex::new(false),
             regions: Mutex::default(),
+            bounce: Bounce::default(),
             socket,
             forks: forks(),
             control: Mutex::new(control),
@@ -266,7 +269,13 @@ impl Context {
     /// True once the virtual layer is known to be gone, or in a forked child.
     #[inline]
     pub fn is_dead(&self) -> bool {
-        self.dead.load(Ordering::Relaxed) || self.forks != forks()
+        self.dead.load(Ordering::Relaxed) || self.is_inherited()
+    }
+
+    /// True in a forked child, which shares the rings with its parent and must leave them alone.
+    #[inline]
+    pub(crate) fn is_inherited(&self) -> bool {
+        self.forks != forks()
     }
 
     /// Rings for a QP; kicks the device if it sleeps.
@@ -366,7 +375,9 @@ impl Context {
     }
 
     pub(crate) fn free(&self, b: Block) {
-        lock(&self.arena).free(b);
+        if !self.is_inherited() {
+            lock(&self.arena).free(b);
+        }
     }
 }
 

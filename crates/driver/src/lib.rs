@@ -7,6 +7,7 @@
 
 mod alone;
 mod arena;
+mod bounce;
 mod context;
 mod events;
 pub mod heap;

@@ -11,6 +11,7 @@ use zerocopy::IntoBytes;
 
 use crate::alone::{Held, QueueLock};
 use crate::arena::Block;
+use crate::bounce::{SendRing, Taker};
 use crate::context::Context;
 use crate::{Result, lock};
 
@@ -70,13 +71,13 @@ impl Tails {
         {
             return Some(cqe);
         }
-        self.now.pop()
+        self.now.pop_wanted(|c| ctx.discard(c))
     }
 
     #[cold]
     fn pop_before(&mut self, ctx: &Context) -> Option<abi::Cqe> {
         while let Some((tail, _)) = self.before.front_mut() {
-            if let Some(cqe) = tail.pop() {
+            if let Some(cqe) = tail.pop_wanted(|c| ctx.discard(c)) {
                 return Some(cqe);
             }
             let (_, blocks) = self.before.pop_front()?;
@@ -162,7 +163,11 @@ impl Cq {
             self.ctx.command_void(Command::DestroyCq, &abi::HandleReq { handle: self.cqn, reserved: 0 }),
             &self.ctx,
         )?;
-        self.tail.lock().free(&self.ctx);
+        let mut tails = self.tail.lock();
+        while let Some(cqe) = tails.pop(&self.ctx) {
+            self.ctx.discard(&cqe);
+        }
+        tails.free(&self.ctx);
         Ok(())
     }
 
@@ -177,6 +182,9 @@ impl Cq {
         while n < max
             && let Some(cqe) = tail.pop(&self.ctx)
         {
+            if cqe.staged != 0 {
+                self.ctx.place(&cqe);
+            }
             f(n, &cqe);
             n += 1;
         }
@@ -248,11 +256,13 @@ pub enum SendWr<'a> {
 struct WorkQueue {
     rings: QpRings,
     post: Post,
+    /// Data that was taken when it was posted.
+    taken: SendRing,
 }
 
 impl WorkQueue {
     fn new(rings: QpRings, alone: bool) -> QueueLock<Self> {
-        QueueLock::new(WorkQueue { rings, post: Post { prod: 0, published: 0 } }, alone)
+        QueueLock::new(WorkQueue { rings, post: Post { prod: 0, published: 0 }, taken: SendRing::default() }, alone)
     }
 
     /// Copies the receives that wait to other rings.
@@ -305,6 +315,7 @@ pub struct Qp {
     /// What it could do when it was created; [`Qp::resize`] changes how many requests it holds, and nothing else.
     pub cap: abi::QpCap,
     slot: u32,
+    pdn: u32,
     sq: QueueLock<WorkQueue>,
     rq: QueueLock<WorkQueue>,
     blocks: Mutex<Vec<Block>>,
@@ -325,6 +336,7 @@ impl Qp {
                 qpn: resp.qpn,
                 cap: resp.cap,
                 slot: resp.db_slot,
+                pdn: init.pdn,
                 sq: WorkQueue::new(rings.clone(), init.alone),
                 rq: WorkQueue::new(rings, init.alone),
                 blocks: Mutex::new(blocks),
@@ -378,6 +390,7 @@ impl Qp {
             self.ctx.command_void(Command::DestroyQp, &abi::HandleReq { handle: self.qpn, reserved: 0 }),
             &self.ctx,
         )?;
+        self.sq.lock().taken.free(&self.ctx);
         lock(&self.blocks).drain(..).for_each(|b| self.ctx.free(b));
         Ok(())
     }
@@ -392,6 +405,7 @@ impl Qp {
         if mask & unirdma_formats::attr_mask::STATE != 0 && attr.qp_state == 0 {
             for queue in [&mut *sq, &mut *rq] {
                 queue.post = Post { prod: 0, published: 0 };
+                queue.taken.clear();
             }
             sq.rings.set_sq_prod(0);
             rq.rings.set_rq_prod(0);
@@ -414,7 +428,7 @@ impl Qp {
         match opened.and(rings) {
             Ok(rings) => {
                 let (sq, rq) = (WorkQueue::new(rings.clone(), false), WorkQueue::new(rings, false));
-                Ok(Qp { ctx: ctx.clone(), qpn, cap, slot: 0, sq, rq, blocks: Mutex::new(vec![ctrl]) })
+                Ok(Qp { ctx: ctx.clone(), qpn, cap, slot: 0, pdn: 0, sq, rq, blocks: Mutex::new(vec![ctrl]) })
             }
             Err(e) => {
                 ctx.free(ctrl);
@@ -466,7 +480,12 @@ impl Qp {
 
     /// Begins a batch of sends. The WQEs are published when it is dropped, and the bell rings once.
     pub fn send_batch(&self) -> SendBatch<'_> {
-        SendBatch { qp: self, sq: self.sq.lock() }
+        SendBatch { qp: self, sq: self.sq.lock(), whole: false }
+    }
+
+    /// As [`Qp::send_batch`], of requests of which none is published before the batch is dropped.
+    pub fn whole_send_batch(&self) -> SendBatch<'_> {
+        SendBatch { qp: self, sq: self.sq.lock(), whole: true }
     }
 
     /// Begins a batch of receives.
@@ -480,6 +499,7 @@ impl Qp {
 pub struct SendBatch<'a> {
     qp: &'a Qp,
     sq: Held<'a, WorkQueue>,
+    whole: bool,
 }
 
 impl SendBatch<'_> {
@@ -490,10 +510,11 @@ impl SendBatch<'_> {
     /// virtual layer is gone and in a forked child.
     ///
     /// # Safety
-    /// The pieces of [`SendWr::Inline`] must be readable memory of this process.
+    /// The pieces of [`SendWr::Inline`] must be readable memory of this process, and what MRs that the gather list of
+    /// [`SendWr::Sges`] names have in it.
     #[inline]
     pub unsafe fn push(&mut self, head: &abi::SqWqe, data: SendWr<'_>) -> Result<()> {
-        let WorkQueue { rings, post } = &mut *self.sq;
+        let WorkQueue { rings, post, taken } = &mut *self.sq;
         if self.qp.ctx.is_dead() {
             return Err(libc::EIO);
         }
@@ -507,6 +528,13 @@ impl SendBatch<'_> {
             return Err(libc::EINVAL);
         }
         match data {
+            SendWr::Sges(s)
+                if self.qp.ctx.bounce.is_used() && {
+                    let (qp, whole) = (self.qp, self.whole);
+                    let (ctx, pdn, max_inline) = (&*qp.ctx, qp.pdn, qp.cap.max_inline_data);
+                    Taker { ctx, pdn, max_inline, rings, ring: taken, index: i }
+                        .take(&mut head, s, || !(whole && post.prod != post.published) && publish(qp, rings, post))
+                } => {}
             SendWr::Sges(s) => {
                 head.num_sge = s.len() as u8;
                 rings.sq_put(i, abi::SQ_DATA, s.as_bytes());
@@ -536,20 +564,28 @@ impl SendBatch<'_> {
 impl SendBatch<'_> {
     /// Forgets what was written.
     pub fn abort(mut self) {
-        let post = &mut self.sq.post;
+        let WorkQueue { post, taken, .. } = &mut *self.sq;
         post.prod = post.published;
+        taken.forget_from(post.prod);
     }
 }
 
 impl Drop for SendBatch<'_> {
     fn drop(&mut self) {
-        let WorkQueue { rings, post } = &mut *self.sq;
-        if post.prod != post.published {
-            post.published = post.prod;
-            rings.set_sq_prod(post.prod);
-            self.qp.ctx.ring(self.qp.slot);
-        }
+        let WorkQueue { rings, post, .. } = &mut *self.sq;
+        publish(self.qp, rings, post);
     }
+}
+
+/// Shows the device the sends that are written. Always true.
+#[inline]
+fn publish(qp: &Qp, rings: &QpRings, post: &mut Post) -> bool {
+    if post.prod != post.published {
+        post.published = post.prod;
+        rings.set_sq_prod(post.prod);
+        qp.ctx.ring(qp.slot);
+    }
+    true
 }
 
 /// A shared receive queue.
@@ -706,7 +742,7 @@ impl RecvBatch<'_> {
     /// `ENOMEM` if the RQ is full, `EINVAL` for too many SGEs, `EIO` as for sends.
     #[inline]
     pub fn push(&mut self, wr_id: u64, sges: &[abi::Sge]) -> Result<()> {
-        let WorkQueue { rings, post } = &mut *self.rq;
+        let WorkQueue { rings, post, .. } = &mut *self.rq;
         if self.ctx.is_dead() {
             return Err(libc::EIO);
         }
@@ -726,7 +762,7 @@ impl RecvBatch<'_> {
 
 impl Drop for RecvBatch<'_> {
     fn drop(&mut self) {
-        let WorkQueue { rings, post } = &mut *self.rq;
+        let WorkQueue { rings, post, .. } = &mut *self.rq;
         if post.prod != post.published {
             post.published = post.prod;
             let wanted = rings.set_rq_prod(post.prod);

@@ -265,7 +265,8 @@ pub mod access {
     /// Peers may use atomics.
     pub const REMOTE_ATOMIC: u32 = 8;
     /// Every flag that a memory region of this device may carry.
-    pub const MR_SUPPORTED: u32 = LOCAL_WRITE | REMOTE_WRITE | REMOTE_READ | REMOTE_ATOMIC | MW_BIND | FLUSH_GLOBAL;
+    pub const MR_SUPPORTED: u32 =
+        LOCAL_WRITE | REMOTE_WRITE | REMOTE_READ | REMOTE_ATOMIC | MW_BIND | FLUSH_GLOBAL | STAGE;
     /// Flags that the grant of a memory window may carry; that of local access means nothing.
     pub const MW_SUPPORTED: u32 = LOCAL_WRITE | REMOTE_WRITE | REMOTE_READ | REMOTE_ATOMIC | ZERO_BASED;
     /// Memory windows may be bound to it.
@@ -284,6 +285,8 @@ pub mod access {
     pub const QP_ACCEPTED: u32 = 0x3ff | OPTIONAL_RANGE;
     /// Flags that a device may ignore (`IBV_ACCESS_OPTIONAL_RANGE`).
     pub const OPTIONAL_RANGE: u32 = 0x3ff0_0000;
+    /// Of the device, not of verbs: messages for it may go through the stage.
+    pub const STAGE: u32 = 1 << 31;
 }
 
 /// Send flags (`enum ibv_send_flags`).
@@ -298,6 +301,8 @@ pub mod send_flags {
     pub const INLINE: u32 = 8;
     /// Every flag that an RC WQE of this device may carry.
     pub const SUPPORTED: u32 = FENCE | SIGNALED | SOLICITED | INLINE;
+    /// Of WQEs, not of verbs: the SGEs name memory of the session by bus address, and their keys are not looked at.
+    pub const STAGED: u32 = 1 << 31;
 }
 
 /// Completion flags (`enum ibv_wc_flags`).

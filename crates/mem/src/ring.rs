@@ -187,6 +187,11 @@ impl QpRings {
         self.layout.sq_entries.saturating_sub(used)
     }
 
+    /// Driver: WQEs of the SQ that are retired.
+    pub fn sq_retired(&self) -> u32 {
+        self.ctrl.load32(abi::QP_SQ_CONS, Ordering::Acquire)
+    }
+
     /// Driver: slots of the RQ that are free when `prod` WQEs were posted.
     pub fn rq_free(&self, prod: u32) -> u32 {
         let used = prod.wrapping_sub(self.ctrl.load32(abi::QP_RQ_CONS, Ordering::Acquire));
@@ -197,6 +202,16 @@ impl QpRings {
     pub fn sq_put(&self, index: u32, off: usize, bytes: &[u8]) {
         assert!(off + bytes.len() <= self.layout.sq_stride as usize, "SQ slot overrun");
         self.sq.write(self.sq_at(index) + off, bytes);
+    }
+
+    /// Driver: as [`QpRings::sq_put`], from memory that others may write meanwhile.
+    ///
+    /// # Safety
+    /// As of [`Span::copy_from`].
+    pub unsafe fn sq_put_from(&self, index: u32, off: usize, src: *const u8, len: usize) {
+        assert!(off + len <= self.layout.sq_stride as usize, "SQ slot overrun");
+        // SAFETY: by the contract.
+        unsafe { self.sq.copy_from(self.sq_at(index) + off, src, len) };
     }
 
     /// Driver: writes RQ slot `index`.
@@ -304,6 +319,12 @@ impl CqTail {
     /// The next completion, if there is one; its slot stays taken until [`CqTail::release`].
     #[inline]
     pub fn pop(&mut self) -> Option<abi::Cqe> {
+        self.pop_wanted(|_| ())
+    }
+
+    /// As [`CqTail::pop`]; `skipped` is called for each completion that is not wanted any more.
+    #[inline]
+    pub fn pop_wanted(&mut self, skipped: impl Fn(&abi::Cqe)) -> Option<abi::Cqe> {
         loop {
             let at = (self.cons & self.mask) as usize * size_of::<abi::Cqe>();
             if self.ring.load32(at + abi::CQE_VALID, Ordering::Acquire) != phase(self.cons, self.mask) {
@@ -315,6 +336,7 @@ impl CqTail {
             if self.forgotten.is_empty() || !self.skips(index, cqe.qp_num) {
                 return Some(cqe);
             }
+            skipped(&cqe);
             self.release();
         }
     }

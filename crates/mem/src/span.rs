@@ -146,6 +146,24 @@ impl Span {
         v
     }
 
+    /// Copies `len` bytes at `off` to `dst`, which others may write too.
+    ///
+    /// # Safety
+    /// `dst..dst + len` must be memory of this process that may be written, and outside of this window.
+    pub unsafe fn copy_to(&self, off: usize, dst: *mut u8, len: usize) {
+        // SAFETY: source checked, destination by the contract.
+        unsafe { crate::transfer::copy_raw(dst, self.at(off, len), len) };
+    }
+
+    /// Copies `len` bytes at `src`, which others may write meanwhile, to `off`.
+    ///
+    /// # Safety
+    /// `src..src + len` must be memory of this process that may be read, and outside of this window.
+    pub unsafe fn copy_from(&self, off: usize, src: *const u8, len: usize) {
+        // SAFETY: destination checked, source by the contract.
+        unsafe { crate::transfer::copy_raw(self.at(off, len), src, len) };
+    }
+
     /// Copies private bytes in, in address order.
     pub fn write(&self, off: usize, src: &[u8]) {
         let dst = self.at(off, src.len());

@@ -6,7 +6,7 @@ use unirdma_formats::{WrOpcode, access, send_flags};
 use unirdma_mem::{Fault, Loc, fetch, transfer};
 
 use crate::mr::{Mr, MrTable};
-use crate::objects::{Qp, Session, Work};
+use crate::objects::{Qp, Recv, Session, Work};
 use crate::slab::Slab;
 
 /// One side of a message.
@@ -18,6 +18,10 @@ pub(crate) enum Side<'a> {
     Remote { pd: u32, session: u32, qpn: u32, access: u32, key: u32, addr: u64 },
     /// Data in the WQE.
     Inline(&'a [u8]),
+    /// Gather list of bus addresses of a session.
+    Bus { session: u32, sges: &'a [abi::Sge] },
+    /// A record of the session's stage.
+    Stage { session: u32, data: u64, room: u64 },
 }
 
 /// What keys and addresses are looked up in.
@@ -42,6 +46,11 @@ impl<'a> Tables<'a> {
         self.place(mr, pd, session, need, addr, len)
     }
 
+    fn by_bus(&self, session: u32, addr: u64, len: u64) -> Option<Loc<'a>> {
+        let memory = self.sessions.get(session)?.memory.as_ref()?;
+        memory.resolve(addr, len).map(|(span, off)| Loc::Mapped(span, off))
+    }
+
     /// What a request names by `key` at QP `qpn`: a window of type 2 is for its own QP.
     fn remote(&self, key: u32, qpn: u32, pd: u32, session: u32, need: u32, addr: u64, len: u64) -> Option<Loc<'a>> {
         let mr = self.mrs.by_key(key).filter(|m| m.window.is_none_or(|w| !w.second || w.qpn == qpn))?;
@@ -59,6 +68,10 @@ impl<'a> Tables<'a> {
                 len == 0 || self.remote(key, qpn, pd, session, access, addr, len).is_some()
             }
             Side::Inline(b) => len <= b.len() as u64,
+            Side::Bus { session, sges } => {
+                sges.iter().all(|s| s.length == 0 || self.by_bus(session, s.addr, s.length.into()).is_some())
+            }
+            Side::Stage { room, .. } => len <= room,
         }
     }
 
@@ -73,16 +86,18 @@ impl<'a> Tables<'a> {
                 Some((self.remote(key, qpn, pd, session, access, addr.checked_add(off)?, max)?, max))
             }
             Side::List { pd, session, access, sges } => {
-                let mut skip = off;
-                for s in sges {
-                    let len = u64::from(s.length);
-                    if skip < len {
-                        let n = max.min(len - skip);
-                        return Some((self.local(s, pd, session, access, s.addr.checked_add(skip)?, n)?, n));
-                    }
-                    skip -= len;
-                }
-                None
+                let (s, skip) = find(sges, off)?;
+                let n = max.min(u64::from(s.length) - skip);
+                Some((self.local(s, pd, session, access, s.addr.checked_add(skip)?, n)?, n))
+            }
+            Side::Bus { session, sges } => {
+                let (s, skip) = find(sges, off)?;
+                let n = max.min(u64::from(s.length) - skip);
+                Some((self.by_bus(session, s.addr.checked_add(skip)?, n)?, n))
+            }
+            Side::Stage { session, data, room } => {
+                let fits = off.checked_add(max).is_some_and(|end| end <= room);
+                fits.then_some((Loc::Mapped(self.stage(session)?, data + off), max))
             }
         }
     }
@@ -124,6 +139,19 @@ impl<'a> Tables<'a> {
     }
 }
 
+/// The SGE that holds byte `off` of a list, and how many of its bytes come before.
+fn find(sges: &[abi::Sge], off: u64) -> Option<(&abi::Sge, u64)> {
+    let mut skip = off;
+    for s in sges {
+        let len = u64::from(s.length);
+        if skip < len {
+            return Some((s, skip));
+        }
+        skip -= len;
+    }
+    None
+}
+
 /// True if a peer of QP `p` may flush: this range, or the whole memory region that it names.
 pub(crate) fn may_flush(tables: &Tables<'_>, p: &Qp, word: u32, key: u32, addr: u64, len: u64) -> bool {
     let (placement, level) = flush::parts(word);
@@ -144,10 +172,21 @@ pub(crate) fn list<'a>(q: &Qp, sges: &'a [abi::Sge], access: u32) -> Side<'a> {
     Side::List { pd: q.pd, session: q.memory.0, access, sges }
 }
 
+/// Where the message for the receive that QP `q` has taken goes.
+pub(crate) fn recv_side<'a>(q: &Qp, r: &'a Recv) -> Side<'a> {
+    match r.staged {
+        Some(s) => Side::Stage { session: s.owner.0, data: s.data, room: s.room },
+        None => list(q, &r.sges[..r.num_sge], access::LOCAL_WRITE),
+    }
+}
+
 /// The requester's side of a request.
 pub(crate) fn local_side<'a>(q: &Qp, w: &'a Work, op: WrOpcode) -> Side<'a> {
     if w.wqe.send_flags & send_flags::INLINE != 0 {
         return Side::Inline(&w.inline[..w.total as usize]);
+    }
+    if w.wqe.send_flags & send_flags::STAGED != 0 {
+        return Side::Bus { session: q.memory.0, sges: &w.sges[..w.num_sge] };
     }
     list(q, &w.sges[..w.num_sge], if op.stores_locally() { access::LOCAL_WRITE } else { 0 })
 }

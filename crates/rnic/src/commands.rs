@@ -363,6 +363,7 @@ impl Rnic {
 
     pub(crate) fn remove_qp(&mut self, h: u32) {
         self.acknowledge_all(h);
+        self.unstage(h);
         self.detach_all(h);
         let Some(q) = self.qps.remove(h) else { return };
         self.qpns.remove(&q.qpn);
@@ -530,6 +531,7 @@ impl Rnic {
 
     fn reset_qp(&mut self, h: u32) {
         self.acknowledge_all(h);
+        self.unstage(h);
         let Some(q) = self.qps.get_mut(h) else { return };
         q.linked = self.vnics.get(q.vnic.0).is_some_and(|v| v.is_linked(None));
         q.own = None;

@@ -12,9 +12,9 @@ use unirdma_abi::Status;
 use unirdma_formats::cm::{GSI_QPN, Mad, Message};
 use unirdma_formats::net::{ETH_BYTES, Flow, GRH_BYTES, HOP_LIMIT, source_port};
 use unirdma_formats::wire::{Deth, Extra, ICRC_BYTES, Op, Opcode, Packet, Part, ROCE_PORT, Transport, icrc};
-use unirdma_formats::{Gid, QpType, WcStatus, WrOpcode, access, send_flags};
+use unirdma_formats::{Gid, QpType, WcStatus, WrOpcode, send_flags};
 
-use crate::access::{Tables, list, local_side};
+use crate::access::{Tables, local_side, recv_side};
 use crate::exec::Outcome;
 use crate::objects::{SessionId, VnicId, Wait, Work};
 use crate::rnic::Rnic;
@@ -322,8 +322,12 @@ impl Rnic {
             self.count_dropped(h);
             return true;
         }
+        if r.valid {
+            let _ = self.stage_receive(h, total);
+        }
+        let Some((q, r)) = self.qps.get(h).and_then(|q| Some((q, q.recv.as_ref()?))) else { return true };
         let tables = Tables { mrs: &self.mrs, sessions: &self.sessions };
-        let to = list(q, &r.sges[..r.num_sge], access::LOCAL_WRITE);
+        let to = recv_side(q, r);
         let put = |at: usize, bytes: &[u8]| tables.store(to, at as u64, bytes);
         let status = if !r.valid {
             WcStatus::LocQpOpErr

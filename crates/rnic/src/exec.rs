@@ -11,13 +11,16 @@ use unirdma_formats::{
 };
 use unirdma_mem::{Fault, atomic_u64};
 
-use crate::access::{Tables, list, local_side, may_flush, remote_access, remote_side};
+use crate::access::{Tables, list, local_side, may_flush, recv_side, remote_access, remote_side};
 use crate::objects::{Counters, Qp, Wait, Work};
 use crate::rnic::{OP_COST, Rnic};
 use crate::wqe::{NoRecv, RecvDone, load};
 
 /// Most bytes that move before keys are looked up again.
 const SLICE: u64 = 128 << 10;
+
+/// Time between two looks for room in the receiver's stage, ns.
+const FULL_NS: u64 = 5_000;
 
 /// What became of a request.
 pub(crate) enum Outcome {
@@ -37,6 +40,8 @@ enum Refusal {
     Silent,
     /// No receive is posted.
     NotReady,
+    /// There is no room for its message now.
+    Full,
     /// The request is wrong: what the requester sees, and the responder's event.
     Request(WcStatus, AsyncEvent),
     /// The receive is wrong: what each side sees.
@@ -235,14 +240,14 @@ impl Rnic {
         } else if is_send && !tables.allows(list(p, &recv.sges[..recv.num_sge], access::LOCAL_WRITE), w.total) {
             Err(BAD_RECV)
         } else {
-            Ok(())
+            if is_send && !self.stage_receive(ph, w.total) { Err(Refusal::Full) } else { Ok(()) }
         }
     }
 
     /// What a responder's refusal would be on the wire (IBTA vol. 1, table 46); `None` for no answer.
     fn syndrome(&self, ph: u32, refusal: &Refusal) -> Option<u8> {
         Some(match refusal {
-            Refusal::Silent => return None,
+            Refusal::Silent | Refusal::Full => return None,
             Refusal::NotReady => syndrome::RNR_NAK | self.qps.get(ph)?.attr.min_rnr_timer,
             Refusal::Request(WcStatus::RemAccessErr, _) => syndrome::NAK_ACCESS,
             Refusal::Receive { requester: WcStatus::RemOpErr, .. } => syndrome::NAK_OPERATION,
@@ -261,6 +266,13 @@ impl Rnic {
         match refusal {
             Refusal::Silent => self.no_answer(h, w),
             Refusal::NotReady if reliable => self.not_ready(h, ph, w),
+            Refusal::Full => {
+                if let Some(q) = self.qps.get_mut(h) {
+                    q.wait = Wait::Memory;
+                }
+                self.arm_timer(h, FULL_NS);
+                Outcome::Waits
+            }
             Refusal::Request(status, event) if reliable => {
                 self.fail_qp(ph, Some(event));
                 Outcome::Failed(status)
@@ -290,8 +302,9 @@ impl Rnic {
             // What was copied before is visible.
             WrOpcode::LocalInv | WrOpcode::BindMw | WrOpcode::Flush => Ok(()),
             WrOpcode::Send | WrOpcode::SendImm | WrOpcode::SendInv => {
-                let recv = p.recv.as_ref().map_or(&[][..], |r| &r.sges[..r.num_sge]);
-                tables.copy(local, list(p, recv, access::LOCAL_WRITE), w.done, n, &mut self.scratch)
+                let nowhere = list(p, &[], access::LOCAL_WRITE);
+                let to = p.recv.as_ref().map_or(nowhere, |r| recv_side(p, r));
+                tables.copy(local, to, w.done, n, &mut self.scratch)
             }
             WrOpcode::Write | WrOpcode::WriteImm => {
                 tables.copy(local, remote_side(p, w, op), w.done, n, &mut self.scratch)

@@ -30,6 +30,7 @@ mod port;
 mod rnic;
 mod slab;
 mod srq;
+mod stage;
 mod stall;
 mod window;
 mod wire;

@@ -11,6 +11,7 @@ use crate::datagram::Backlog;
 use crate::mr::Resolve;
 use crate::pace::Pace;
 use crate::rnic::Limits;
+use crate::stage::{Stage, Staged};
 use crate::stall::Stall;
 use crate::wire::Wire;
 use crate::xrc::XrcSrq;
@@ -119,6 +120,7 @@ pub(crate) struct Session {
     /// The memory of its MRs is somewhere else, as its driver says.
     pub away: bool,
     pub memory: Option<Arc<dyn Resolve>>,
+    pub stage: Option<Stage>,
 }
 
 impl Session {
@@ -204,7 +206,7 @@ pub(crate) enum Wait {
     Rnr,
     /// No room for a datagram's packet.
     Tx,
-    /// The process of some memory moves its pages: try again at the deadline.
+    /// The process of some memory moves its pages, or the receiver's stage is full: try again at the deadline.
     Memory,
 }
 
@@ -251,11 +253,20 @@ pub(crate) struct Recv {
     pub total: u64,
     /// The WQE was well-formed.
     pub valid: bool,
+    /// Where its message waits to be placed.
+    pub staged: Option<Staged>,
 }
 
 impl Default for Recv {
     fn default() -> Self {
-        Recv { wr_id: 0, sges: [abi::Sge::default(); abi::MAX_SGE as usize], num_sge: 0, total: 0, valid: false }
+        Recv {
+            wr_id: 0,
+            sges: [abi::Sge::default(); abi::MAX_SGE as usize],
+            num_sge: 0,
+            total: 0,
+            valid: false,
+            staged: None,
+        }
     }
 }
 

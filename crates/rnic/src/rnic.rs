@@ -343,6 +343,7 @@ impl Rnic {
             last_rung_ns: 0,
             away: false,
             memory: None,
+            stage: None,
         };
         self.sessions.insert_with(|_| s).map(SessionId)
     }
@@ -561,12 +562,18 @@ impl Rnic {
         cqe.timestamp = self.now;
         cqe.port_num = 1;
         let Some(cq) = self.cqs.get_mut(cqn) else { return };
+        let owner = cq.owner;
         if cq.dead {
+            if cqe.staged != 0 {
+                self.give_stage_back(owner, cqe.staged);
+            }
             return;
         }
-        let owner = cq.owner;
         if cq.ring.push(cqe).is_err() {
             cq.dead = true;
+            if cqe.staged != 0 {
+                self.give_stage_back(owner, cqe.staged);
+            }
             self.emit(owner, AsyncEvent::CqErr, cqn);
             for h in self.qps.handles(|q| q.send_cq == cqn || q.recv_cq == cqn) {
                 self.fail_qp(h, Some(AsyncEvent::QpFatal));

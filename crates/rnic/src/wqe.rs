@@ -45,6 +45,8 @@ impl Rnic {
 
     /// Completes the receive that QP `ph` has under way.
     pub(crate) fn finish_recv(&mut self, ph: u32, d: RecvDone) {
+        let placed = d.status == WcStatus::Success && !d.write;
+        let staged = self.finish_stage(ph, placed, d.byte_len);
         let Some(p) = self.qps.get_mut(ph) else { return };
         p.receiving = false;
         let with_imm = if d.imm.is_some() { wc_flags::WITH_IMM } else { 0 };
@@ -61,6 +63,7 @@ impl Rnic {
             src_qp: d.src_qp,
             sl: d.grh.unwrap_or(0),
             wqe_index: p.rq_cons,
+            staged,
             ..abi::Cqe::default()
         };
         let cq = p.recv_cq;
@@ -134,7 +137,8 @@ impl Rnic {
             return false;
         }
         let wr_id = if std::mem::take(&mut q.receiving) {
-            q.recv.as_ref().map_or(0, |r| r.wr_id)
+            self.unstage(h);
+            self.qps.get(h).and_then(|q| q.recv.as_ref()).map_or(0, |r| r.wr_id)
         } else if rq > 0 {
             let head = q.rings.rq_head(q.rq_cons);
             q.rq_cons = q.rq_cons.wrapping_add(1);
@@ -143,6 +147,7 @@ impl Rnic {
         } else {
             return false;
         };
+        let Some(q) = self.qps.get(h) else { return false };
         let cqe = abi::Cqe {
             wr_id,
             status: WcStatus::WrFlushErr as u8,
@@ -169,7 +174,11 @@ pub(crate) fn load(q: &Qp, at: u32, w: &mut Work) -> Result<(), WcStatus> {
     w.found = None;
     w.stall.over();
     let op = WrOpcode::from_raw(w.wqe.opcode.into()).ok_or(WcStatus::LocQpOpErr)?;
-    if w.wqe.send_flags & !send_flags::SUPPORTED != 0 || !q.typ.allows(op) {
+    let staged = w.wqe.send_flags & send_flags::STAGED != 0;
+    let may_be_staged = (op.is_send() || matches!(op, WrOpcode::Write | WrOpcode::WriteImm))
+        && w.wqe.send_flags & send_flags::INLINE == 0;
+    let known = send_flags::SUPPORTED | send_flags::STAGED;
+    if w.wqe.send_flags & !known != 0 || staged && !may_be_staged || !q.typ.allows(op) {
         return Err(WcStatus::LocQpOpErr);
     }
     if w.wqe.send_flags & send_flags::INLINE != 0 {

@@ -166,7 +166,7 @@ pub(crate) fn fill(x: &mut ibv_qp_ex) {
 unsafe extern "C" fn start(qp: *mut ibv_qp_ex) {
     // SAFETY: the caller passes its QP.
     let obj = unsafe { &*qp.cast::<QpObj>() };
-    let batch = obj.qp.send_batch();
+    let batch = obj.qp.whole_send_batch();
     // SAFETY: the batch is gone before its QP is: wr_complete and wr_abort end it. From here on this thread alone has
     // the builder, since it has the lock of the SQ.
     let (b, batch) = unsafe { (builder(qp), std::mem::transmute::<SendBatch<'_>, SendBatch<'static>>(batch)) };

@@ -4,7 +4,7 @@
 //! |---|---|---|
 //! | direct | the range is shared memory already (memfd, `/dev/shm`) | one copy |
 //! | share | private memory that can be moved into a memory file without anybody noticing | one copy |
-//! | copy | everything else | system calls and two copies |
+//! | copy | everything else | three copies (`bounce`), or system calls and more copies |
 //!
 //! `UNIRDMA_MR=copy` forces the last, `UNIRDMA_MR=direct` never moves pages, `UNIRDMA_MR=share` moves them whatever it costs.
 //!
@@ -30,6 +30,7 @@ use unirdma_formats::access;
 use unirdma_link::{PROCESS_LIMIT, RegionDesc};
 use unirdma_mem::MemFd;
 
+use crate::bounce::Known;
 use crate::context::Context;
 use crate::queues::gone_is_fine;
 use crate::{Result, errno, lock, map_errno};
@@ -48,7 +49,7 @@ pub enum Way {
     Direct,
     /// Moved into a memory file, then mapped.
     Share,
-    /// Copied by system calls.
+    /// Copied, by this process (`bounce`) or by system calls of the device.
     Copy,
 }
 
@@ -179,6 +180,7 @@ pub struct Mr {
 struct Core {
     ctx: Arc<Context>,
     mrn: u32,
+    key: u32,
     since_ns: u64,
     state: Mutex<Option<(Asked, Placed)>>,
 }
@@ -205,12 +207,21 @@ impl Mr {
     /// `EFAULT` if the range is not mapped so, `EINVAL` for flags that do not go together, or those of
     /// the device.
     pub fn register(ctx: &Arc<Context>, pdn: u32, addr: u64, len: u64, iova: u64, flags: u32) -> Result<Self> {
+        if flags & access::STAGE != 0 {
+            return Err(libc::EINVAL);
+        }
         look_at_brief();
         let asked = Asked { pdn, addr, len, iova, flags };
         let (r, placed) = asked.register(ctx, true)?;
         let brief = placed.why == Why::Brief;
         let since_ns = clock();
-        let core = Arc::new(Core { ctx: ctx.clone(), mrn: r.mrn, since_ns, state: Mutex::new(Some((asked, placed))) });
+        let core = Arc::new(Core {
+            ctx: ctx.clone(),
+            mrn: r.mrn,
+            key: r.lkey,
+            since_ns,
+            state: Mutex::new(Some((asked, placed))),
+        });
         if brief {
             let due = since_ns + history::worth_ns(len);
             let mut later = lock(&LATER);
@@ -234,7 +245,7 @@ impl Mr {
         let asked = Asked { pdn, addr: 0, len: 0, iova: 0, flags: access::LOCAL_WRITE };
         let placed = Placed { way: Way::Direct, ..Placed::copied(0, Why::Fastest) };
         let state = Mutex::new(Some((asked, placed)));
-        let core = Arc::new(Core { ctx: ctx.clone(), mrn: r.mrn, since_ns: clock(), state });
+        let core = Arc::new(Core { ctx: ctx.clone(), mrn: r.mrn, key: r.lkey, since_ns: clock(), state });
         Ok(Mr { mrn: r.mrn, key: r.lkey, core })
     }
 
@@ -254,6 +265,9 @@ impl Mr {
             return Err(e);
         }
         let old = std::mem::replace(&mut *state, lock(&new.core.state).take());
+        if let Some((asked, _)) = &*state {
+            self.core.ctx.bounce.replace(self.key, new.key, asked.known());
+        }
         drop(state);
         if let Some((asked, placed)) = old {
             placed.release(&self.core.ctx, Some((&asked, clock() - self.core.since_ns)));
@@ -268,7 +282,7 @@ impl Mr {
     pub fn deregister(&mut self) -> Result<()> {
         let core = &self.core;
         let mut state = lock(&core.state);
-        deregister(&core.ctx, core.mrn)?;
+        deregister(&core.ctx, core.mrn, core.key)?;
         let Some((asked, placed)) = state.take() else { return Ok(()) };
         drop(state);
         placed.release(&core.ctx, Some((&asked, clock() - core.since_ns)));
@@ -276,9 +290,11 @@ impl Mr {
     }
 }
 
-fn deregister(ctx: &Context, mrn: u32) -> Result<()> {
+fn deregister(ctx: &Context, mrn: u32, key: u32) -> Result<()> {
     let req = abi::HandleReq { handle: mrn, reserved: 0 };
-    gone_is_fine(ctx.command_void(Command::DeregMr, &req), ctx)
+    gone_is_fine(ctx.command_void(Command::DeregMr, &req), ctx)?;
+    ctx.bounce.remove(ctx, key);
+    Ok(())
 }
 
 fn replace(ctx: &Context, mrn: u32, by: u32) -> Result<()> {
@@ -329,9 +345,10 @@ impl Core {
         let Some((asked, old)) = state.as_mut() else { return };
         let Ok((r, placed)) = asked.register(&self.ctx, false) else { return };
         if placed.way != Way::Copy && replace(&self.ctx, self.mrn, r.mrn).is_ok() {
+            self.ctx.bounce.replace(self.key, r.lkey, asked.known());
             *old = placed;
         } else {
-            let _ = deregister(&self.ctx, r.mrn);
+            let _ = deregister(&self.ctx, r.mrn, r.lkey);
             placed.release(&self.ctx, None);
         }
     }
@@ -341,17 +358,27 @@ impl Asked {
     /// Places the memory and tells the device of it. `guess`: an MR that will be brief is not moved.
     fn register(&self, ctx: &Arc<Context>, guess: bool) -> Result<(abi::MrResp, Placed)> {
         let placed = if self.flags & access::ON_DEMAND != 0 { self.on_demand(ctx)? } else { self.place(ctx, guess)? };
+        // Pages on demand may be gone when they are needed, which the device reports and this process would not survive.
+        let bounces = placed.way == Way::Copy && self.flags & access::ON_DEMAND == 0;
+        let stage = if bounces { access::STAGE } else { 0 };
         let req = abi::RegUserMrReq {
             pdn: self.pdn,
-            access_flags: self.flags & !(access::ON_DEMAND | access::HUGETLB | access::ZERO_BASED),
+            access_flags: self.flags & !(access::ON_DEMAND | access::HUGETLB | access::ZERO_BASED) | stage,
             start: placed.start,
             length: self.length(),
             virt_addr: self.iova,
             note: abi::mr_note(placed.way as u8, placed.why as u8),
             ..Default::default()
         };
-        match ctx.command(Command::RegUserMr, &req) {
-            Ok(r) => Ok((r, placed)),
+        let done: Result<abi::MrResp> = ctx.command(Command::RegUserMr, &req);
+        match done {
+            Ok(r) => {
+                if bounces {
+                    ctx.bounce.add(r.lkey, self.known());
+                    ctx.offer_stage();
+                }
+                Ok((r, placed))
+            }
             Err(e) => {
                 placed.release(ctx, None);
                 Err(e)
@@ -363,6 +390,10 @@ impl Asked {
     fn length(&self) -> u64 {
         let implicit = self.flags & access::ON_DEMAND != 0 && self.addr == 0 && self.len == usize::MAX as u64;
         if implicit { PROCESS_LIMIT } else { self.len }
+    }
+
+    fn known(&self) -> Known {
+        Known { pdn: self.pdn, addr: self.addr, iova: self.iova, len: self.len }
     }
 
     fn check_end(&self) -> Result<u64> {

@@ -7,7 +7,7 @@ use unirdma_formats::{AsyncEvent, NO_CREDITS, Psn, QpType, WcStatus, access, cre
 use unirdma_mem::{Fault, atomic_u64};
 
 use super::Wire;
-use crate::access::{Side, Tables, list, may_flush, remote};
+use crate::access::{Side, Tables, may_flush, recv_side, remote};
 use crate::objects::SessionId;
 use crate::rnic::{OP_COST, Rnic};
 use crate::stall::Stall;
@@ -309,11 +309,16 @@ impl Rnic {
             self.next_recv(h)?;
             w.resp.got = 0;
         }
+        let n = p.payload.len() as u64;
+        if part.begins() {
+            // Nobody knows yet how long a message of several packets is.
+            let room = self.qps.get(h).and_then(|q| q.recv.as_ref()).map_or(0, |r| r.total);
+            let _ = self.stage_receive(h, if part.ends() { n.min(room) } else { room });
+        }
         let q = self.qps.get(h).ok_or(Refusal::Broken)?;
         let r = q.recv.as_ref().ok_or(Refusal::Broken)?;
-        let n = p.payload.len() as u64;
         let tables = Tables { mrs: &self.mrs, sessions: &self.sessions };
-        let to = list(q, &r.sges[..r.num_sge], access::LOCAL_WRITE);
+        let to = recv_side(q, r);
         // What each side sees of a receive that does not fit: IBTA vol. 1, 9.7.4.1.6 and 9.9.6.3.
         let refused = if !r.valid {
             Some((WcStatus::LocQpOpErr, syndrome::NAK_OPERATION))

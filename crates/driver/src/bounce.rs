@@ -1,0 +1,471 @@
+//! Memory of the way *copy* without system calls: this thread takes a send's data when it is posted, and places a receive's when
+//! its completion is polled.
+//!
+//! Data that is taken goes into the WQE if there is room, else into a ring of the QP ([`SendRing`]) that the device can map. A
+//! message that comes in for such memory is put by the device into the stage, shared memory of the context, with the addresses
+//! where it belongs. What finds no room is copied by the device, as READ, atomics and the passive side of WRITE always are.
+
+use std::collections::{HashMap, VecDeque};
+use std::hash::{BuildHasherDefault, Hasher};
+use std::sync::atomic::{AtomicU32, Ordering};
+use std::sync::{Mutex, OnceLock, PoisonError, RwLock, RwLockReadGuard, RwLockWriteGuard};
+use std::time::{Duration, Instant};
+
+use unirdma_abi as abi;
+use unirdma_abi::Command;
+use unirdma_formats::{WrOpcode, send_flags};
+use unirdma_mem::{QpRings, Span};
+use zerocopy::IntoBytes;
+
+use crate::arena::Block;
+use crate::context::Context;
+use crate::lock;
+
+/// Bytes of the stage. Its pages take memory when they are used first.
+const STAGE_BYTES: usize = 8 << 20;
+/// Bytes of a send ring, and how many of its largest message it holds if it may.
+const SMALLEST_RING: usize = 64 << 10;
+const LARGEST_RING: usize = 4 << 20;
+const MESSAGES: u64 = 8;
+/// A post waits for room as long as the device retires requests within this time.
+const PATIENCE: Duration = Duration::from_millis(1);
+
+/// An MR that was registered with the way *copy*.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct Known {
+    pub pdn: u32,
+    /// Its first byte in this process, the address that WQEs have for it, and its length.
+    pub addr: u64,
+    pub iova: u64,
+    pub len: u64,
+}
+
+impl Known {
+    /// Where `[addr, addr + len)` of WQEs of PD `pdn` lies in this process.
+    fn place(&self, pdn: u32, addr: u64, len: u64) -> Option<u64> {
+        let off = addr.checked_sub(self.iova)?;
+        (self.pdn == pdn && off <= self.len && len <= self.len - off).then(|| self.addr + off)
+    }
+
+    fn holds(&self, addr: u64, len: u64) -> bool {
+        addr.checked_sub(self.addr).is_some_and(|off| off <= self.len && len <= self.len - off)
+    }
+}
+
+/// A hash for keys, which are random numbers.
+#[derive(Default)]
+struct KeyHash(u64);
+
+impl Hasher for KeyHash {
+    fn finish(&self) -> u64 {
+        self.0
+    }
+    fn write(&mut self, bytes: &[u8]) {
+        bytes.iter().for_each(|&b| self.write_u32(b.into()));
+    }
+    fn write_u32(&mut self, key: u32) {
+        self.0 = (self.0 ^ u64::from(key)).wrapping_mul(0x9e37_79b9_7f4a_7c15);
+    }
+}
+
+/// By key; and whether data is taken from it. Of one that is mapped by now, only messages that are in the stage are placed.
+type Table = HashMap<u32, (Known, bool), BuildHasherDefault<KeyHash>>;
+
+/// What a context knows of its MRs of the way *copy*, and its stage.
+#[derive(Default)]
+pub(crate) struct Bounce {
+    known: RwLock<Table>,
+    /// MRs that data is taken from.
+    copied: AtomicU32,
+    stage: OnceLock<Span>,
+    /// The stage was made, or tried to.
+    made: Mutex<bool>,
+}
+
+impl Bounce {
+    fn read(&self) -> RwLockReadGuard<'_, Table> {
+        self.known.read().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// Changes what is known of a key.
+    fn set(&self, table: &mut Table, key: u32, to: Option<(Known, bool)>) {
+        let old = match to {
+            Some(mr) => table.insert(key, mr),
+            None => table.remove(&key),
+        };
+        match (old.is_some_and(|k| k.1), to.is_some_and(|k| k.1)) {
+            (false, true) => _ = self.copied.fetch_add(1, Ordering::Relaxed),
+            (true, false) => _ = self.copied.fetch_sub(1, Ordering::Relaxed),
+            _ => {}
+        }
+    }
+
+    fn write(&self) -> RwLockWriteGuard<'_, Table> {
+        self.known.write().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// An MR of the way *copy* has this key.
+    pub fn add(&self, key: u32, mr: Known) {
+        self.set(&mut self.write(), key, Some((mr, true)));
+    }
+
+    /// The MR with key `key` has become what the one with key `by` was, which is gone.
+    pub fn replace(&self, key: u32, by: u32, mr: Known) {
+        let table = &mut *self.write();
+        match table.get(&by).copied() {
+            Some(new) => {
+                self.set(table, by, None);
+                self.set(table, key, Some(new));
+            }
+            // It is mapped from now on. What was in the stage before is still placed.
+            None if table.contains_key(&key) => self.set(table, key, Some((mr, false))),
+            None => {}
+        }
+    }
+
+    /// The MR with this key is gone: its program may have other plans for the memory.
+    pub fn remove(&self, ctx: &Context, key: u32) {
+        // The lock may have been held by another thread when this child was forked.
+        if !ctx.is_inherited() {
+            self.set(&mut self.write(), key, None);
+        }
+    }
+
+    /// True if there are MRs whose data is taken when it is posted.
+    #[inline]
+    pub fn is_used(&self) -> bool {
+        self.copied.load(Ordering::Relaxed) != 0
+    }
+}
+
+impl Context {
+    /// Gives the device a stage, once. Without one it copies.
+    pub(crate) fn offer_stage(&self) {
+        let mut made = lock(&self.bounce.made);
+        if std::mem::replace(&mut *made, true) {
+            return;
+        }
+        let Ok(block) = self.alloc(STAGE_BYTES) else { return };
+        let req = abi::SetStageReq { addr: block.bus, length: STAGE_BYTES as u64 };
+        match self.command_void(Command::SetStage, &req) {
+            Ok(()) => drop(self.bounce.stage.set(block.span)),
+            Err(_) => self.free(block),
+        }
+    }
+
+    /// Places the message of a completion that names a record of the stage.
+    #[cold]
+    #[inline(never)]
+    pub(crate) fn place(&self, cqe: &abi::Cqe) {
+        let Some(record) = Record::of(self, cqe) else { return };
+        // Held until the data is placed: an MR that is deregistered has nothing placed into it any more.
+        let known = self.bounce.read();
+        let (mut off, mut left) = (record.data, cqe.byte_len as usize);
+        for i in 0..record.places {
+            let p = record.place(i);
+            let n = left.min(p.length as usize);
+            let lives = known.get(&p.lkey).is_some_and(|(mr, _)| mr.holds(p.addr, n as u64));
+            if lives && off + n <= record.stage.len() {
+                // SAFETY: the program has registered this memory, and has said so in the receive that this message is for.
+                unsafe { record.stage.copy_to(off, p.addr as *mut u8, n) };
+            }
+            (off, left) = (off + n, left - n);
+        }
+        drop(known);
+        record.give_back();
+    }
+
+    /// Gives back the record of a completion that nobody wants.
+    pub(crate) fn discard(&self, cqe: &abi::Cqe) {
+        if cqe.staged != 0
+            && let Some(record) = Record::of(self, cqe)
+        {
+            record.give_back();
+        }
+    }
+}
+
+/// A record of the stage.
+struct Record<'a> {
+    stage: &'a Span,
+    at: usize,
+    places: usize,
+    data: usize,
+}
+
+impl<'a> Record<'a> {
+    fn of(ctx: &'a Context, cqe: &abi::Cqe) -> Option<Self> {
+        let stage = ctx.bounce.stage.get().filter(|_| !ctx.is_inherited())?;
+        let at = cqe.staged as usize;
+        if at % abi::STAGE_GRANULE != 0 || at + abi::STAGE_GRANULE > stage.len() {
+            return None;
+        }
+        let head: abi::StageRecord = stage.read_obj(at);
+        let places = head.num_places as usize;
+        let data = at + abi::stage_head(places.min(abi::MAX_SGE as usize));
+        (places <= abi::MAX_SGE as usize && data <= stage.len()).then_some(Record { stage, at, places, data })
+    }
+
+    fn place(&self, i: usize) -> abi::StagePlace {
+        self.stage.read_obj(self.at + size_of::<abi::StageRecord>() + i * size_of::<abi::StagePlace>())
+    }
+
+    fn give_back(&self) {
+        self.stage.store32(self.at, 0, Ordering::Release);
+    }
+}
+
+/// Where the data of a QP's sends lies until the device has sent it, in the order of the WQEs.
+#[derive(Default)]
+pub(crate) struct SendRing {
+    block: Option<Block>,
+    size: usize,
+    /// Where the next data goes.
+    head: usize,
+    /// WQEs with data here: index, and where it begins.
+    used: VecDeque<(u32, usize)>,
+    /// The device has not retired anything while a post waited.
+    stuck: bool,
+}
+
+impl SendRing {
+    /// Forgets WQEs that the device has retired: those below `retired`.
+    fn reclaim(&mut self, retired: u32) {
+        while self.used.front().is_some_and(|u| retired.wrapping_sub(u.0.wrapping_add(1)) as i32 >= 0) {
+            self.used.pop_front();
+            self.stuck = false;
+        }
+    }
+
+    /// The WQEs from index `from` on were never published.
+    pub fn forget_from(&mut self, from: u32) {
+        while self.used.back().is_some_and(|u| u.0.wrapping_sub(from) as i32 >= 0) {
+            if let Some((_, start)) = self.used.pop_back() {
+                self.head = start;
+            }
+        }
+    }
+
+    /// The QP has no WQEs any more.
+    pub fn clear(&mut self) {
+        self.used.clear();
+    }
+
+    /// Gives its memory back.
+    pub fn free(&mut self, ctx: &Context) {
+        self.clear();
+        self.size = 0;
+        if let Some(b) = self.block.take() {
+            ctx.free(b);
+        }
+    }
+
+    /// A place for `n` bytes, if there is one now.
+    fn find(&mut self, n: usize) -> Option<usize> {
+        let Some(&(_, tail)) = self.used.front() else {
+            // What was used last is in the caches still.
+            return (n <= self.size).then_some(0);
+        };
+        if self.head <= tail {
+            return (tail - self.head > n).then_some(self.head);
+        }
+        if self.size - self.head >= n { Some(self.head) } else { (tail > n).then_some(0) }
+    }
+
+    /// Makes the ring as large as messages of `n` bytes want it, if nothing is in it.
+    fn grow(&mut self, ctx: &Context, n: usize) {
+        let wanted =
+            (n as u64 * MESSAGES).next_power_of_two().clamp(SMALLEST_RING as u64, LARGEST_RING as u64) as usize;
+        if wanted <= self.size || !self.used.is_empty() {
+            return;
+        }
+        self.free(ctx);
+        if let Ok(b) = ctx.alloc(wanted) {
+            self.size = wanted;
+            self.block = Some(b);
+        }
+    }
+
+    /// A place for `n` bytes of WQE `index`. `publish` is called before it waits; false if it may not wait.
+    fn take(
+        &mut self,
+        ctx: &Context,
+        rings: &QpRings,
+        index: u32,
+        n: usize,
+        publish: impl FnOnce() -> bool,
+    ) -> Option<usize> {
+        if n > LARGEST_RING {
+            return None;
+        }
+        self.reclaim(rings.sq_retired());
+        self.grow(ctx, n);
+        if n > self.size {
+            return None;
+        }
+        let mut at = self.find(n);
+        if at.is_none() && !self.stuck && publish() {
+            at = self.wait(ctx, rings, n);
+        }
+        let at = at?;
+        self.head = at + n;
+        self.used.push_back((index, at));
+        Some(at)
+    }
+
+    #[cold]
+    fn wait(&mut self, ctx: &Context, rings: &QpRings, n: usize) -> Option<usize> {
+        let mut since = (rings.sq_retired(), Instant::now());
+        loop {
+            ctx.relax();
+            let retired = rings.sq_retired();
+            self.reclaim(retired);
+            if let Some(at) = self.find(n) {
+                return Some(at);
+            }
+            if retired != since.0 {
+                since = (retired, Instant::now());
+            } else if since.1.elapsed() > PATIENCE || ctx.is_dead() {
+                self.stuck = true;
+                return None;
+            }
+        }
+    }
+}
+
+/// A QP's send queue, as far as data is taken for it.
+pub(crate) struct Taker<'a> {
+    pub ctx: &'a Context,
+    pub pdn: u32,
+    pub max_inline: u32,
+    pub rings: &'a QpRings,
+    pub ring: &'a mut SendRing,
+    /// WQE that the data is for.
+    pub index: u32,
+}
+
+impl Taker<'_> {
+    /// Takes the data of a request whose gather list lies in MRs of the way *copy* as a whole: into its WQE, or into the ring.
+    /// False if it stays where it is, and the device looks at it.
+    #[cold]
+    #[inline(never)]
+    pub fn take(self, head: &mut abi::SqWqe, list: &[abi::Sge], publish: impl FnOnce() -> bool) -> bool {
+        use WrOpcode::{Send, SendImm, SendInv, Write, WriteImm};
+        let Some(op) = WrOpcode::from_raw(head.opcode.into()) else { return false };
+        let total: u64 = list.iter().map(|s| u64::from(s.length)).sum();
+        // With a fence it may be the data of a READ before it.
+        let now = head.send_flags & send_flags::FENCE == 0 && matches!(op, Send | SendImm | SendInv | Write | WriteImm);
+        if !now || total == 0 || list.len() > abi::MAX_SGE as usize {
+            return false;
+        }
+        let mut pieces = [(0, 0); abi::MAX_SGE as usize];
+        {
+            let known = self.ctx.bounce.read();
+            for (piece, s) in pieces.iter_mut().zip(list).filter(|p| p.1.length > 0) {
+                let mr = known.get(&s.lkey).filter(|k| k.1);
+                let Some(addr) = mr.and_then(|k| k.0.place(self.pdn, s.addr, s.length.into())) else { return false };
+                *piece = (addr, s.length as usize);
+            }
+        }
+        let pieces = pieces[..list.len()].iter().filter(|p| p.1 > 0).map(|p| (p.0 as *const u8, p.1));
+        let i = self.index;
+        if total <= op.inline_bytes(self.max_inline).into() {
+            let mut off = abi::SQ_DATA;
+            for (from, n) in pieces {
+                // SAFETY: the program has registered this memory, and asks for it to be sent.
+                unsafe { self.rings.sq_put_from(i, off, from, n) };
+                off += n;
+            }
+            head.send_flags |= send_flags::INLINE;
+            head.inline_len = total as u16;
+            return true;
+        }
+        let n = usize::try_from(total).unwrap_or(usize::MAX).saturating_add(63) / 64 * 64;
+        let Some(at) = self.ring.take(self.ctx, self.rings, i, n, publish) else { return false };
+        let Some(block) = &self.ring.block else { return false };
+        let mut off = at;
+        for (from, n) in pieces {
+            // SAFETY: as above.
+            unsafe { block.span.copy_from(off, from, n) };
+            off += n;
+        }
+        let sge = abi::Sge { addr: block.bus + at as u64, length: total as u32, lkey: 0 };
+        self.rings.sq_put(i, abi::SQ_DATA, sge.as_bytes());
+        head.send_flags |= send_flags::STAGED;
+        head.num_sge = 1;
+        true
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_ring_gives_out_what_is_free_and_nothing_else() {
+        let mut ring = SendRing { size: 1024, ..SendRing::default() };
+        let mut live: VecDeque<(u32, usize, usize)> = VecDeque::new();
+        let (mut index, mut n, mut full) = (u32::MAX - 50, 64, 0);
+        for round in 0..10_000u32 {
+            n = (n * 7 + 64) % 704 / 64 * 64 + 64;
+            match ring.find(n) {
+                Some(at) => {
+                    assert!(at + n <= 1024);
+                    assert!(live.iter().all(|o| at + n <= o.1 || at >= o.1 + o.2), "round {round}");
+                    ring.head = at + n;
+                    ring.used.push_back((index, at));
+                    live.push_back((index, at, n));
+                    index = index.wrapping_add(1);
+                }
+                None => {
+                    full += 1;
+                    assert!(!live.is_empty());
+                    let (done, ..) = live.pop_front().unwrap();
+                    ring.reclaim(done.wrapping_add(1));
+                }
+            }
+        }
+        assert!(full > 1000 && full < 9000);
+        // What was not published is as if it had never been.
+        let (head, first) = (ring.head, index);
+        ring.reclaim(index);
+        live.clear();
+        let at = ring.find(64).unwrap();
+        (ring.head, _) = (at + 64, ring.used.push_back((index, at)));
+        ring.forget_from(first);
+        assert!(ring.used.is_empty() && ring.head == at && head <= 1024);
+    }
+
+    #[test]
+    fn only_the_right_part_of_the_right_memory_is_taken() {
+        let mr = Known { pdn: 3, addr: 0x1000, iova: 0x10, len: 100 };
+        assert_eq!(mr.place(3, 0x10, 100), Some(0x1000));
+        assert_eq!(mr.place(3, 0x20, 1), Some(0x1010));
+        assert_eq!(mr.place(3, 0x74, 0), Some(0x1064));
+        for (pdn, addr, len) in [(4, 0x10, 1), (3, 0xf, 1), (3, 0x11, 100), (3, 0x75, 0), (3, 0x20, u64::MAX)] {
+            assert_eq!(mr.place(pdn, addr, len), None, "{pdn} {addr} {len}");
+        }
+        assert!(mr.holds(0x1000, 100) && !mr.holds(0xfff, 1) && !mr.holds(0x1001, 100));
+    }
+
+    #[test]
+    fn an_mr_that_is_mapped_by_now_still_has_its_messages_placed() {
+        let b = Bounce::default();
+        let mr = |addr| Known { pdn: 1, addr, iova: addr, len: 10 };
+        assert!(!b.is_used());
+        b.add(5, mr(100));
+        b.add(6, mr(200));
+        assert!(b.is_used());
+        // Another place of the same way.
+        b.replace(5, 6, mr(200));
+        assert!(b.read().get(&5).is_some_and(|k| k.0.addr == 200 && k.1) && !b.read().contains_key(&6));
+        // Another way.
+        b.replace(5, 7, mr(200));
+        assert!(b.read().get(&5).is_some_and(|k| !k.1) && !b.is_used());
+        // One that never was of this way.
+        b.replace(9, 8, mr(1));
+        assert!(!b.read().contains_key(&9));
+        b.set(&mut b.write(), 5, None);
+        assert!(!b.read().contains_key(&5) && !b.is_used());
+    }
+}
