@@ -663,11 +663,19 @@ static void queries(void)
 	}
 }
 
-static struct sockaddr_in any_sockaddr(void)
-{
-	struct sockaddr_in a = { .sin_family = MOSTLY(AF_INET, 8), .sin_port = htons(MOSTLY(7000 + rnd(4), 3)) };
+/* Calls without a length take an address to be as long as its family says. */
+union any_sockaddr {
+	struct sockaddr_in v4;
+	struct sockaddr_in6 v6;
+};
 
-	a.sin_addr.s_addr = rnd(4) ? inet_addr("10.0.0.1") : rnd(2) ? htonl(INADDR_ANY) : rnd64();
+static union any_sockaddr any_sockaddr(void)
+{
+	union any_sockaddr a = { .v6 = { 0 } };
+
+	a.v4.sin_family = MOSTLY(AF_INET, 8);
+	a.v4.sin_port = htons(MOSTLY(7000 + rnd(4), 3));
+	a.v4.sin_addr.s_addr = rnd(4) ? inet_addr("10.0.0.1") : rnd(2) ? htonl(INADDR_ANY) : rnd64();
 	return a;
 }
 
@@ -683,7 +691,7 @@ static void connections(void)
 	static const int spaces[] = { RDMA_PS_TCP, RDMA_PS_UDP, RDMA_PS_IB, RDMA_PS_IPOIB };
 	struct rdma_event_channel *q = pick(&queues);
 	struct rdma_cm_id *id = pick(&ids), *made = NULL;
-	struct sockaddr_in src = any_sockaddr(), dst = any_sockaddr();
+	union any_sockaddr src = any_sockaddr(), dst = any_sockaddr();
 	char private[256] = "private";
 	struct rdma_conn_param param = { .private_data = private, .private_data_len = MOSTLY(rnd(50), 3), .responder_resources = odd(),
 					 .initiator_depth = odd(), .retry_count = odd(), .rnr_retry_count = odd(), .qp_num = odd() };
@@ -810,12 +818,12 @@ static void sockets(void)
 	static const int levels[] = { SOL_SOCKET, IPPROTO_TCP, IPPROTO_IPV6, SOL_RDMA };
 	static const int names[] = { SO_REUSEADDR, SO_RCVBUF, SO_ERROR, TCP_NODELAY, RDMA_SQSIZE, RDMA_IOMAPSIZE, RDMA_INLINE };
 	int fd = (int)(long)pick(&socks) - 1, value = odd(), level = levels[rnd(4)], name = names[rnd(7)];
-	struct sockaddr_in a = any_sockaddr();
+	union any_sockaddr a = any_sockaddr();
 	struct sockaddr_storage from;
 	socklen_t len = MOSTLY(sizeof(from), 4) & 0xff, four = MOSTLY(4, 4);
 	size_t n = rnd(3) ? rnd(9000) : rnd(200000);
 	struct iovec iov[3] = { { arena, rnd(3000) }, { NULL, 0 }, { arena + 4096, rnd(3000) } };
-	struct msghdr msg = { .msg_name = rnd(2) ? &a : NULL, .msg_namelen = sizeof(a), .msg_iov = iov, .msg_iovlen = rnd(4) };
+	struct msghdr msg = { .msg_name = rnd(2) ? &a : NULL, .msg_namelen = sizeof(a.v4), .msg_iov = iov, .msg_iovlen = rnd(4) };
 	struct pollfd p[2] = { { fd, POLLIN | POLLOUT, 0 }, { (int)(long)pick(&socks) - 1, POLLIN, 0 } };
 	int flags = MSG_DONTWAIT | (rnd(4) ? 0 : MSG_PEEK);
 
@@ -828,7 +836,7 @@ static void sockets(void)
 	last = "rsockets";
 	switch (rnd(20)) {
 	case 0: case 1:
-		minus(rbind(fd, (void *)&a, sizeof(a)));
+		minus(rbind(fd, (void *)&a, sizeof(a.v4)));
 		break;
 	case 2:
 		minus(rlisten(fd, odd()));
@@ -840,11 +848,11 @@ static void sockets(void)
 		break;
 	case 5: case 6:
 		last = "rconnect";
-		minus(rconnect(fd, (void *)&a, sizeof(a)));
+		minus(rconnect(fd, (void *)&a, sizeof(a.v4)));
 		break;
 	case 7: case 8:
 		last = "rsend";
-		bytes(rnd(2) ? rsend(fd, arena, n, flags) : rsendto(fd, arena, n, flags, (void *)&a, sizeof(a)), n);
+		bytes(rnd(2) ? rsend(fd, arena, n, flags) : rsendto(fd, arena, n, flags, (void *)&a, sizeof(a.v4)), n);
 		break;
 	case 9: case 10:
 		last = "rrecv";

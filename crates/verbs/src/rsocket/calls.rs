@@ -57,8 +57,30 @@ pub unsafe extern "C" fn x_rsocket(domain: i32, typ: i32, protocol: i32) -> i32 
     }
 }
 
-pub unsafe extern "C" fn x_rbind(fd: i32, addr: *const libc::sockaddr, _len: u32) -> i32 {
-    done(find(fd).and_then(|s| s.bind(addr)))
+/// An address, if its `len` bytes are as many as its family needs; NULL is none.
+///
+/// # Safety
+/// `addr` is NULL or has `len` bytes.
+unsafe fn whole(addr: *const libc::sockaddr, len: u32) -> Result<*const libc::sockaddr, i32> {
+    let len = len as usize;
+    if addr.is_null() {
+        return Ok(addr);
+    }
+    if len < size_of::<libc::sa_family_t>() {
+        return Err(libc::EINVAL);
+    }
+    // SAFETY: the family is in the bytes that there are.
+    let needed = match i32::from(unsafe { (&raw const (*addr).sa_family).read_unaligned() }) {
+        libc::AF_INET => size_of::<libc::sockaddr_in>(),
+        libc::AF_INET6 => size_of::<libc::sockaddr_in6>(),
+        _ => 0,
+    };
+    if len < needed { Err(libc::EINVAL) } else { Ok(addr) }
+}
+
+pub unsafe extern "C" fn x_rbind(fd: i32, addr: *const libc::sockaddr, len: u32) -> i32 {
+    // SAFETY: as bind(2) demands.
+    done(find(fd).and_then(|s| s.bind(unsafe { whole(addr, len) }?)))
 }
 
 pub unsafe extern "C" fn x_rlisten(fd: i32, backlog: i32) -> i32 {
@@ -78,8 +100,9 @@ pub unsafe extern "C" fn x_raccept(fd: i32, addr: *mut libc::sockaddr, len: *mut
     }
 }
 
-pub unsafe extern "C" fn x_rconnect(fd: i32, addr: *const libc::sockaddr, _len: u32) -> i32 {
-    done(find(fd).and_then(|s| s.connect(addr)))
+pub unsafe extern "C" fn x_rconnect(fd: i32, addr: *const libc::sockaddr, len: u32) -> i32 {
+    // SAFETY: as connect(2) demands.
+    done(find(fd).and_then(|s| s.connect(unsafe { whole(addr, len) }?)))
 }
 
 pub unsafe extern "C" fn x_rshutdown(fd: i32, how: i32) -> i32 {
@@ -144,11 +167,11 @@ pub unsafe extern "C" fn x_rsendto(
     len: usize,
     flags: i32,
     addr: *const libc::sockaddr,
-    _addr_len: u32,
+    addr_len: u32,
 ) -> isize {
     // SAFETY: as sendto(2) demands; the bytes are only read.
-    let data: &[u8] = unsafe { bytes(buf.cast_mut(), len) };
-    result(find(fd).and_then(|s| s.send(data, flags & libc::MSG_DONTWAIT != 0, addr)))
+    let (data, addr): (&[u8], _) = unsafe { (bytes(buf.cast_mut(), len), whole(addr, addr_len)) };
+    result(find(fd).and_then(|s| s.send(data, flags & libc::MSG_DONTWAIT != 0, addr?)))
 }
 
 pub unsafe extern "C" fn x_rwrite(fd: i32, buf: *const c_void, len: usize) -> isize {
@@ -266,7 +289,9 @@ pub unsafe extern "C" fn x_rsendmsg(fd: i32, msg: *const libc::msghdr, flags: i3
         if is_datagram(fd) {
             let all = gather((*msg).msg_iov, (*msg).msg_iovlen);
             let dontwait = flags & libc::MSG_DONTWAIT != 0;
-            return result(find(fd).and_then(|s| s.send(&all, dontwait, (*msg).msg_name.cast())));
+            return result(
+                find(fd).and_then(|s| s.send(&all, dontwait, whole((*msg).msg_name.cast(), (*msg).msg_namelen)?)),
+            );
         }
         pieces((*msg).msg_iov, (*msg).msg_iovlen, |at, len, _| x_rsend(fd, at, len, flags))
     }
