@@ -407,6 +407,11 @@ fn c_program(s: &mut Suite<'_>) {
         }
         Ok(())
     });
+    s.check("waits for events and their descriptors (C program)", |lab| {
+        let exe = compile(lab, "waits", &["-fexceptions", "-pthread", "-libverbs", "-lrdmacm"])?;
+        let o = lab.spawn("a", &[], &exe)?.finish();
+        require(o.ok() && o.text.contains("all waits ended"), o.text)
+    });
     s.check("tag matching (C program)", |lab| {
         let exe = compile(lab, "tags", &["-libverbs"])?;
         let o = lab.spawn("a", &[], &exe)?.finish();

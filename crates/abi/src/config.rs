@@ -17,6 +17,14 @@ pub const MAX_COMP_QUEUES: u32 = 250;
 /// All virtqueues.
 pub const NUM_QUEUES: u32 = VQ_COMP_FIRST + MAX_COMP_QUEUES;
 const _: () = assert!(NUM_QUEUES <= 256, "a vhost-user vring index has 8 bits");
+/// Event channels of a process (section 8.1): completion event queue `n` is channel `n`, if that is open.
+pub const MAX_CHANNELS: u32 = 65_536;
+/// Channel of asynchronous events.
+pub const CHANNEL_ASYNC: u32 = 0xffff_ffff;
+/// Channel whose messages notify virtqueue 2.
+pub const CHANNEL_WAKE: u32 = 0xffff_fffe;
+/// Channel whose messages notify virtqueue 0, and are the calls of it.
+pub const CHANNEL_CONTROL: u32 = 0xffff_fffd;
 /// Largest size of a virtqueue, in descriptors.
 pub const MAX_VQ_SIZE: u16 = 256;
 

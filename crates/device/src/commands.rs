@@ -66,6 +66,10 @@ impl Device {
         }
         match self.dispatch(c, data) {
             Ok(resp) => {
+                // Who destroys an object, and knows that it is gone, finds all of its events.
+                if takes_events_away(c, data) {
+                    (self.settle)();
+                }
                 let mut bytes = error(Status::Ok);
                 bytes.extend_from_slice(&resp);
                 bytes
@@ -286,7 +290,7 @@ impl Device {
         let r: abi::CreateCqReq = parse(data)?;
         let comp_queue = match r.comp_queue {
             abi::NO_COMP_QUEUE => None,
-            q if q < abi::MAX_COMP_QUEUES => Some(q as u16),
+            q if q < abi::MAX_CHANNELS => Some(q as u16),
             _ => return Err(Status::BadValue),
         };
         let ring = self.cq_ring(r.cqe, r.entries, r.ring_addr, r.ctrl_addr)?;
@@ -408,6 +412,16 @@ impl Device {
             }
         }
         Ok(ranges)
+    }
+}
+
+/// True of commands after which a driver looks for events that are of no use any more.
+fn takes_events_away(c: Command, data: &[u8]) -> bool {
+    match c {
+        Command::DestroyCq | Command::DestroyQp | Command::DestroySrq => true,
+        Command::Cm => parse::<abi::CmReq>(data)
+            .is_ok_and(|r| [abi::CmOp::Destroy as u8, abi::CmOp::Migrate as u8].contains(&r.op)),
+        _ => false,
     }
 }
 

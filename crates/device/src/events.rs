@@ -1,25 +1,49 @@
-//! Event virtqueues: the driver fills them with buffers, the device writes one event into each.
+//! Events on their way to a driver: by event virtqueues, which the driver fills with buffers, or by channels, which are
+//! sockets.
 //!
-//! One call for each event, so that a driver may count them with a semaphore eventfd. An event that
-//! finds no buffer waits, in order, up to a bound; a driver that never gives buffers loses its own
-//! events and nothing else.
+//! On a virtqueue there is one call for each event, so that a driver may count them with a semaphore eventfd. On a
+//! channel each event is one message. An event that finds no room waits, in order, up to a bound; a driver that never
+//! makes room loses its own events and nothing else.
 
 use std::collections::{HashMap, VecDeque};
-use std::os::fd::OwnedFd;
-use std::sync::Mutex;
+use std::io::IoSliceMut;
+use std::mem::MaybeUninit;
+use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
+use std::sync::{Arc, Mutex};
 
+use rustix::net::{RecvAncillaryBuffer, RecvAncillaryMessage, RecvFlags, SendFlags, recvmsg};
 use unirdma_abi as abi;
+use unirdma_link::ChannelTicket;
 use virtio_queue::{Queue, QueueT};
 use vm_memory::{Bytes, GuestMemoryMmap};
-use zerocopy::IntoBytes;
+use zerocopy::{FromBytes, IntoBytes};
 
 use crate::lock;
 
-/// Most events that wait for buffers on one queue.
+/// Most events that wait for room on one queue.
 const MAX_PENDING: usize = 65_536;
+/// Most events of a session that wait for room.
+const MAX_PENDING_OF_SESSION: usize = 262_144;
+
+/// Most descriptors of one message on a socket (`SCM_MAX_FD` of the kernel).
+const MAX_DESCRIPTORS: usize = 253;
+
+/// What is asked to call [`EventQueues::on_room`] once a descriptor can be written to.
+pub type OnRoom = Box<dyn Fn(BorrowedFd<'_>) + Send>;
+
+/// The device's end of an event channel. The driver's end is another file, so that no flag and no buffer size that a
+/// driver sets is this end's.
+struct Channel {
+    fd: OwnedFd,
+    on_room: OnRoom,
+    /// The socket is full, and `on_room` was asked.
+    full: bool,
+    _ticket: ChannelTicket,
+}
 
 #[derive(Default)]
 struct EventQueue {
+    channel: Option<Channel>,
     queue: Option<Queue>,
     call: Option<OwnedFd>,
     pending: VecDeque<abi::Event>,
@@ -28,12 +52,27 @@ struct EventQueue {
 #[derive(Default)]
 struct Inner {
     guest: Option<GuestMemoryMmap>,
-    queues: HashMap<u16, EventQueue>,
+    /// By the index of the virtqueue. Completion event queues that have only a channel follow the others.
+    queues: HashMap<u32, EventQueue>,
+    /// Events that wait on all queues.
+    pending: usize,
 }
 
 /// The event queues of a session. Shared by the threads that drain the RNIC's outputs.
 #[derive(Default)]
-pub struct EventQueues(Mutex<Inner>);
+pub struct EventQueues {
+    inner: Mutex<Inner>,
+    wake: Mutex<Wake>,
+}
+
+/// The channel by which the driver wakes the device.
+#[derive(Default)]
+struct Wake {
+    channel: Option<Arc<OwnedFd>>,
+    /// What came with notifications, which nobody has asked for. Closing it may take its sender's time, such as that of a
+    /// socket that lingers, so pollers do not: it is closed with the session. Nothing is taken from the channel any more.
+    strange: Vec<OwnedFd>,
+}
 
 /// Adds one to an eventfd. A counter that is full has been signaled anyway; its owner may have made it
 /// blocking meanwhile, so that is undone first.
@@ -42,9 +81,53 @@ pub(crate) fn signal(fd: &OwnedFd) {
     let _ = rustix::io::write(fd, &1u64.to_ne_bytes());
 }
 
+/// Tells a driver something by a channel that carries no events. A full one has told it already.
+pub(crate) fn tell(channel: &OwnedFd) {
+    let _ = rustix::net::send(channel, &[1], SendFlags::DONTWAIT | SendFlags::NOSIGNAL);
+}
+
+/// Takes the notifications of a channel that carries no events.
+pub fn take_notifications(channel: &OwnedFd) {
+    // What is left over belongs to a driver that sends more than it needs, and is taken with its next one.
+    let _ = rustix::net::recv(channel, &mut [0u8; 256][..], RecvFlags::DONTWAIT);
+}
+
+/// The index of an event queue by the number of its channel; `None` if there is no such channel.
+pub fn queue_of_channel(number: u32) -> Option<u32> {
+    match number {
+        abi::CHANNEL_ASYNC => Some(abi::VQ_ASYNC),
+        n if n < abi::MAX_CHANNELS => Some(abi::VQ_COMP_FIRST + n),
+        _ => None,
+    }
+}
+
+impl Channel {
+    /// Sends as many events as there is room for.
+    fn flush(&mut self, pending: &mut VecDeque<abi::Event>) {
+        while !self.full
+            && let Some(event) = pending.front()
+        {
+            let flags = SendFlags::DONTWAIT | SendFlags::NOSIGNAL;
+            match rustix::net::send(&self.fd, event.as_bytes(), flags) {
+                Ok(_) => _ = pending.pop_front(),
+                Err(rustix::io::Errno::INTR) => {}
+                Err(rustix::io::Errno::AGAIN | rustix::io::Errno::NOBUFS | rustix::io::Errno::NOMEM) => {
+                    self.full = true;
+                    (self.on_room)(self.fd.as_fd());
+                }
+                // The driver has closed its end.
+                Err(_) => pending.clear(),
+            }
+        }
+    }
+}
+
 impl EventQueue {
-    fn flush(&mut self, guest: &GuestMemoryMmap) {
-        let Some(queue) = &mut self.queue else { return };
+    fn flush(&mut self, guest: Option<&GuestMemoryMmap>) {
+        if let Some(channel) = &mut self.channel {
+            return channel.flush(&mut self.pending);
+        }
+        let (Some(queue), Some(guest)) = (&mut self.queue, guest) else { return };
         while !self.pending.is_empty() {
             let Some(chain) = queue.pop_descriptor_chain(guest) else { break };
             let head = chain.head_index();
@@ -65,48 +148,299 @@ impl EventQueue {
     }
 }
 
+impl Inner {
+    /// Changes a queue, and delivers what then can be.
+    fn change<R>(&mut self, index: u32, f: impl FnOnce(&mut EventQueue) -> R) -> R {
+        let q = self.queues.entry(index).or_default();
+        let before = q.pending.len();
+        let r = f(q);
+        q.flush(self.guest.as_ref());
+        self.pending = self.pending + q.pending.len() - before;
+        r
+    }
+
+    fn has_room(&self, index: u32) -> bool {
+        self.pending < MAX_PENDING_OF_SESSION && self.queues.get(&index).is_none_or(|q| q.pending.len() < MAX_PENDING)
+    }
+
+    fn remove(&mut self, index: u32) -> Option<EventQueue> {
+        let q = self.queues.remove(&index)?;
+        self.pending -= q.pending.len();
+        Some(q)
+    }
+}
+
 impl EventQueues {
-    /// Delivers an event on virtqueue `index`, or keeps it until there is a buffer.
-    pub fn deliver(&self, index: u16, event: abi::Event) {
-        let inner = &mut *lock(&self.0);
-        let q = inner.queues.entry(index).or_default();
-        if q.pending.len() < MAX_PENDING {
-            q.pending.push_back(event);
-        }
-        if let Some(guest) = &inner.guest {
-            q.flush(guest);
+    /// Delivers an event on the queue of virtqueue `index`, or keeps it until there is room.
+    pub fn deliver(&self, index: u32, event: abi::Event) {
+        let inner = &mut *lock(&self.inner);
+        // A queue that is no virtqueue exists while its channel is open.
+        if inner.has_room(index) && (index < abi::NUM_QUEUES || inner.queues.contains_key(&index)) {
+            inner.change(index, |q| q.pending.push_back(event));
         }
     }
 
     /// The driver gave buffers.
-    pub fn on_kick(&self, index: u16) {
-        let inner = &mut *lock(&self.0);
-        if let (Some(guest), Some(q)) = (&inner.guest, inner.queues.get_mut(&index)) {
-            q.flush(guest);
+    pub fn on_kick(&self, index: u32) {
+        let inner = &mut *lock(&self.inner);
+        if inner.queues.contains_key(&index) {
+            inner.change(index, |_| ());
+        }
+    }
+
+    /// There is room again on the channel of a queue.
+    pub fn on_room(&self, index: u32) {
+        let inner = &mut *lock(&self.inner);
+        if inner.queues.get(&index).is_some_and(|q| q.channel.is_some()) {
+            inner.change(index, |q| q.channel.iter_mut().for_each(|c| c.full = false));
+        }
+    }
+
+    /// Gives a queue a channel, which it then uses instead of a virtqueue.
+    ///
+    /// # Errors
+    /// It has one already.
+    pub fn open_channel(&self, index: u32, fd: OwnedFd, ticket: ChannelTicket, on_room: OnRoom) -> Result<(), String> {
+        let inner = &mut *lock(&self.inner);
+        if inner.queues.get(&index).is_some_and(|q| q.channel.is_some()) {
+            return Err("the channel is open already".into());
+        }
+        inner.change(index, |q| q.channel = Some(Channel { fd, on_room, full: false, _ticket: ticket }));
+        Ok(())
+    }
+
+    /// Closes the channel of a queue; what waits on it is lost.
+    ///
+    /// # Errors
+    /// It has none.
+    pub fn close_channel(&self, index: u32) -> Result<(), String> {
+        let inner = &mut *lock(&self.inner);
+        if inner.queues.get(&index).is_none_or(|q| q.channel.is_none()) {
+            return Err("the channel is not open".into());
+        }
+        inner.remove(index);
+        Ok(())
+    }
+
+    /// Puts events back before all others of a queue.
+    ///
+    /// # Errors
+    /// The queue has no channel, or these are no events.
+    pub fn give_back(&self, index: u32, bytes: &[u8]) -> Result<(), String> {
+        let size = size_of::<abi::Event>();
+        if bytes.len() % size != 0 {
+            return Err("these are no whole events".into());
+        }
+        let events: Vec<_> = bytes.chunks_exact(size).filter_map(|b| abi::Event::read_from_bytes(b).ok()).collect();
+        let inner = &mut *lock(&self.inner);
+        if inner.queues.get(&index).is_none_or(|q| q.channel.is_none()) {
+            return Err("the channel is not open".into());
+        }
+        if !inner.has_room(index) {
+            return Err("too many events wait".into());
+        }
+        inner.change(index, |q| events.into_iter().rev().for_each(|e| q.pending.push_front(e)));
+        Ok(())
+    }
+
+    /// The channel by which the driver wakes the device.
+    pub fn set_wake(&self, channel: Option<Arc<OwnedFd>>) {
+        *lock(&self.wake) = Wake { channel, strange: Vec::new() };
+    }
+
+    /// The driver has woken the device: takes the notifications of the channel by which it may have done so.
+    pub fn on_wake(&self) {
+        let wake = &mut *lock(&self.wake);
+        let Some(channel) = wake.channel.as_ref().filter(|_| wake.strange.is_empty()) else { return };
+        // Room for all descriptors that a message can carry: the kernel would close others here and now.
+        let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(MAX_DESCRIPTORS))];
+        let mut control = RecvAncillaryBuffer::new(&mut space);
+        let flags = RecvFlags::DONTWAIT | RecvFlags::CMSG_CLOEXEC;
+        let _ = recvmsg(channel, &mut [IoSliceMut::new(&mut [0; 256])], &mut control, flags);
+        for m in control.drain() {
+            if let RecvAncillaryMessage::ScmRights(fds) = m {
+                wake.strange.extend(fds);
+            }
         }
     }
 
     pub(crate) fn set_memory(&self, guest: Option<GuestMemoryMmap>) {
-        lock(&self.0).guest = guest;
+        lock(&self.inner).guest = guest;
     }
 
-    pub(crate) fn set_queue(&self, index: u16, queue: Option<Queue>, call: Option<OwnedFd>) {
-        let inner = &mut *lock(&self.0);
-        let q = inner.queues.entry(index).or_default();
-        q.call = call;
-        if q.queue.is_none() || queue.is_none() {
-            q.queue = queue;
-        }
-        if let Some(guest) = &inner.guest {
-            q.flush(guest);
-        }
+    pub(crate) fn set_queue(&self, index: u32, queue: Option<Queue>, call: Option<OwnedFd>) {
+        lock(&self.inner).change(index, |q| {
+            q.call = call;
+            if q.queue.is_none() || queue.is_none() {
+                q.queue = queue;
+            }
+        });
     }
 
-    pub(crate) fn stop(&self, index: u16) -> u16 {
-        lock(&self.0).queues.remove(&index).and_then(|q| q.queue).map_or(0, |q| q.next_avail())
+    pub(crate) fn stop(&self, index: u32) -> u16 {
+        let inner = &mut *lock(&self.inner);
+        let q = match inner.queues.get_mut(&index) {
+            Some(q) if q.channel.is_some() => q.queue.take(),
+            _ => inner.remove(index).and_then(|q| q.queue),
+        };
+        q.map_or(0, |q| q.next_avail())
     }
 
     pub(crate) fn clear(&self) {
-        lock(&self.0).queues.clear();
+        let inner = &mut *lock(&self.inner);
+        inner.queues.clear();
+        inner.pending = 0;
+        *lock(&self.wake) = Wake::default();
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use rustix::net::{AddressFamily, SocketFlags, SocketType, socketpair};
+    use std::sync::atomic::{AtomicUsize, Ordering};
+    use unirdma_link::ChannelBudget;
+
+    struct Scene {
+        queues: EventQueues,
+        driver: OwnedFd,
+        asked: Arc<AtomicUsize>,
+    }
+
+    const INDEX: u32 = abi::VQ_COMP_FIRST + 40_000;
+
+    fn ticket() -> ChannelTicket {
+        ChannelBudget::of_host(64).take().unwrap()
+    }
+
+    fn scene() -> Scene {
+        let (driver, device) =
+            socketpair(AddressFamily::UNIX, SocketType::SEQPACKET, SocketFlags::CLOEXEC, None).unwrap();
+        let asked = Arc::new(AtomicUsize::new(0));
+        let count = asked.clone();
+        let on_room = Box::new(move |_: BorrowedFd<'_>| _ = count.fetch_add(1, Ordering::Relaxed));
+        let queues = EventQueues::default();
+        queues.open_channel(INDEX, device, ticket(), on_room).unwrap();
+        Scene { queues, driver, asked }
+    }
+
+    fn event(handle: u32) -> abi::Event {
+        abi::Event { kind: abi::EVENT_COMPLETION, handle, reserved: 0 }
+    }
+
+    impl Scene {
+        fn next(&self) -> Option<u32> {
+            let mut bytes = [0u8; 64];
+            let (n, _) = rustix::net::recv(&self.driver, &mut bytes[..], RecvFlags::DONTWAIT).ok()?;
+            Some(abi::Event::read_from_bytes(&bytes[..n]).unwrap().handle)
+        }
+
+        fn all(&self) -> Vec<u32> {
+            std::iter::from_fn(|| self.next()).collect()
+        }
+    }
+
+    #[test]
+    fn each_event_is_a_message_of_its_channel() {
+        let s = scene();
+        (0..3).for_each(|i| s.queues.deliver(INDEX, event(i)));
+        s.queues.deliver(INDEX + 1, event(9));
+        assert_eq!(s.all(), [0, 1, 2]);
+        // An event of a queue that does not exist is lost, not kept for whoever opens it.
+        assert_eq!(lock(&s.queues.inner).pending, 0);
+        assert!(!lock(&s.queues.inner).queues.contains_key(&(INDEX + 1)));
+    }
+
+    #[test]
+    fn events_that_find_no_room_wait_in_order_and_cost_no_system_calls() {
+        let s = scene();
+        const N: u32 = 5000;
+        (0..N).for_each(|i| s.queues.deliver(INDEX, event(i)));
+        assert_eq!(s.asked.load(Ordering::Relaxed), 1, "asked once, not for each event");
+        let mut got = s.all();
+        assert!(!got.is_empty() && got.len() < N as usize, "{} messages fit", got.len());
+        while got.len() < N as usize {
+            s.queues.on_room(INDEX);
+            let more = s.all();
+            assert!(!more.is_empty());
+            got.extend(more);
+        }
+        assert!(got.into_iter().eq(0..N));
+        assert_eq!(lock(&s.queues.inner).pending, 0);
+    }
+
+    #[test]
+    fn what_waits_is_bounded_for_a_queue_and_for_a_session() {
+        let s = scene();
+        (0..MAX_PENDING as u32 + 5000).for_each(|i| s.queues.deliver(INDEX, event(i)));
+        assert_eq!(lock(&s.queues.inner).pending, MAX_PENDING);
+        for i in 0..2 * MAX_PENDING_OF_SESSION as u32 {
+            s.queues.deliver(abi::VQ_COMP_FIRST + i % 100, event(i));
+        }
+        assert_eq!(lock(&s.queues.inner).pending, MAX_PENDING_OF_SESSION);
+        assert!(s.queues.give_back(INDEX, event(1).as_bytes()).is_err());
+        s.queues.close_channel(INDEX).unwrap();
+        assert_eq!(lock(&s.queues.inner).pending, MAX_PENDING_OF_SESSION - MAX_PENDING);
+    }
+
+    #[test]
+    fn events_that_come_back_are_the_next_ones() {
+        let s = scene();
+        (0..4).for_each(|i| s.queues.deliver(INDEX, event(i)));
+        assert_eq!(s.all(), [0, 1, 2, 3]);
+        s.queues.give_back(INDEX, [event(1), event(3)].as_bytes()).unwrap();
+        s.queues.deliver(INDEX, event(4));
+        assert_eq!(s.all(), [1, 3, 4]);
+        assert!(s.queues.give_back(INDEX, &[0; 17]).is_err());
+        assert!(s.queues.give_back(INDEX + 1, event(1).as_bytes()).is_err());
+    }
+
+    #[test]
+    fn a_channel_is_opened_and_closed_once() {
+        let s = scene();
+        let (_driver, device) =
+            socketpair(AddressFamily::UNIX, SocketType::SEQPACKET, SocketFlags::CLOEXEC, None).unwrap();
+        assert!(s.queues.open_channel(INDEX, device, ticket(), Box::new(|_| ())).is_err());
+        s.queues.close_channel(INDEX).unwrap();
+        assert!(s.queues.close_channel(INDEX).is_err());
+        let (n, _) = rustix::net::recv(&s.driver, &mut [0u8; 16][..], RecvFlags::empty()).unwrap();
+        assert_eq!(n, 0, "the driver sees that the channel is closed");
+    }
+
+    #[test]
+    fn descriptors_that_come_with_a_notification_are_kept_until_the_end() {
+        use rustix::net::{SendAncillaryBuffer, SendAncillaryMessage, sendmsg};
+        use std::io::IoSlice;
+        let (driver, device) = socketpair(AddressFamily::UNIX, SocketType::STREAM, SocketFlags::CLOEXEC, None).unwrap();
+        let (kept, other) = socketpair(AddressFamily::UNIX, SocketType::STREAM, SocketFlags::CLOEXEC, None).unwrap();
+        let queues = EventQueues::default();
+        queues.set_wake(Some(Arc::new(device)));
+        let notify = |fds: &[BorrowedFd<'_>]| {
+            let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(MAX_DESCRIPTORS))];
+            let mut control = SendAncillaryBuffer::new(&mut space);
+            assert!(fds.is_empty() || control.push(SendAncillaryMessage::ScmRights(fds)));
+            sendmsg(&driver, &[IoSlice::new(&[1])], &mut control, SendFlags::empty()).unwrap();
+        };
+        notify(&[]);
+        queues.on_wake();
+        assert!(lock(&queues.wake).strange.is_empty());
+        notify(&[kept.as_fd(); MAX_DESCRIPTORS]);
+        drop(kept);
+        queues.on_wake();
+        queues.on_wake();
+        assert_eq!(lock(&queues.wake).strange.len(), MAX_DESCRIPTORS);
+        let mut byte = [0u8; 1];
+        let open = rustix::net::recv(&other, &mut byte[..], RecvFlags::DONTWAIT);
+        assert_eq!(open.err(), Some(rustix::io::Errno::AGAIN), "nothing was closed by the poller");
+        queues.clear();
+        assert_eq!(rustix::net::recv(&other, &mut byte[..], RecvFlags::DONTWAIT).map(|(n, _)| n), Ok(0));
+    }
+
+    #[test]
+    fn a_driver_that_closed_its_end_loses_its_events_only() {
+        let mut s = scene();
+        s.driver = std::fs::File::open("/dev/null").unwrap().into();
+        (0..1000).for_each(|i| s.queues.deliver(INDEX, event(i)));
+        assert_eq!(lock(&s.queues.inner).pending, 0);
     }
 }

@@ -6,6 +6,7 @@
 mod commands;
 mod events;
 
+use std::os::fd::OwnedFd;
 use std::sync::atomic::{Ordering, fence};
 use std::sync::{Arc, Mutex, MutexGuard};
 
@@ -17,7 +18,7 @@ use unirdma_rnic::{Resolve, Rnic, SessionId, VnicId};
 use virtio_queue::{Queue, QueueT};
 use vm_memory::{Bytes, GuestAddress, GuestMemoryMmap};
 
-pub use events::EventQueues;
+pub use events::{EventQueues, OnRoom, queue_of_channel, take_notifications};
 
 /// What a vRNIC shows of itself; nothing of the host (U03).
 #[derive(Clone, Debug)]
@@ -86,15 +87,19 @@ pub struct Device {
     memory: Memory,
     guest: Option<GuestMemoryMmap>,
     control: Option<Queue>,
-    control_call: Option<std::os::fd::OwnedFd>,
+    control_call: Option<OwnedFd>,
+    /// The channel by which a process notifies the control queue and gets the calls of it.
+    control_channel: Option<Arc<OwnedFd>>,
     /// The driver was told that it need not kick.
     control_quiet: bool,
     events: Arc<EventQueues>,
+    settle: Box<dyn Fn() + Send>,
 }
 
 impl Device {
-    /// A device for a new session of `identity.vnic`; `None` if the RNIC has no room for it.
-    pub fn new(rnic: Arc<Mutex<Rnic>>, identity: Arc<Identity>) -> Option<Self> {
+    /// A device for a new session of `identity.vnic`; `None` if the RNIC has no room for it. `settle` delivers the events
+    /// that the RNIC has raised, and waits for those that other threads are about to deliver.
+    pub fn new(rnic: Arc<Mutex<Rnic>>, identity: Arc<Identity>, settle: Box<dyn Fn() + Send>) -> Option<Self> {
         let session = lock(&rnic).add_session(identity.vnic)?;
         Some(Device {
             rnic,
@@ -104,8 +109,10 @@ impl Device {
             guest: None,
             control: None,
             control_call: None,
+            control_channel: None,
             control_quiet: false,
             events: Arc::default(),
+            settle,
         })
     }
 
@@ -117,6 +124,11 @@ impl Device {
     /// The event queues, for whoever drains the RNIC's outputs.
     pub fn events(&self) -> Arc<EventQueues> {
         self.events.clone()
+    }
+
+    /// The channel by which the control queue is notified, and on which its calls go from now on.
+    pub fn set_control_channel(&mut self, channel: Option<Arc<OwnedFd>>) {
+        self.control_channel = channel;
     }
 
     /// Executes control commands that wait, at most [`MAX_TURN`]; true if there were any.
@@ -147,10 +159,12 @@ impl Device {
             let _ = queue.add_used(guest, head, len);
         }
         let flags = AvailFlags { guest, addr: GuestAddress(queue.avail_ring()) };
-        if let Some(call) = &self.control_call
-            && protocol::must_notify(&Full, &flags)
-        {
-            events::signal(call);
+        if (self.control_channel.is_some() || self.control_call.is_some()) && protocol::must_notify(&Full, &flags) {
+            match (&self.control_channel, &self.control_call) {
+                (Some(channel), _) => events::tell(channel),
+                (None, Some(call)) => events::signal(call),
+                (None, None) => {}
+            }
         }
         true
     }
@@ -216,7 +230,7 @@ impl Handler for Device {
             }
         } else if index != abi::VQ_WAKE as usize {
             let queue = self.make_queue(v);
-            self.events.set_queue(index as u16, queue, call);
+            self.events.set_queue(index as u32, queue, call);
         }
     }
 
@@ -226,7 +240,7 @@ impl Handler for Device {
             self.listen();
             self.control.take().map_or(0, |q| q.next_avail())
         } else {
-            self.events.stop(index as u16)
+            self.events.stop(index as u32)
         }
     }
 
@@ -239,6 +253,7 @@ impl Handler for Device {
         }
         drop(rnic);
         self.control = None;
+        self.control_channel = None;
         self.events.clear();
     }
 
@@ -250,5 +265,7 @@ impl Handler for Device {
 impl Drop for Device {
     fn drop(&mut self) {
         lock(&self.rnic).remove_session(self.session);
+        // A poller may still have the queues, but the process sees the end of its channels now.
+        self.events.clear();
     }
 }

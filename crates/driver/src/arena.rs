@@ -12,7 +12,7 @@ use crate::{HEAP, Result, errno, map_errno};
 const REGION: usize = 2 << 20;
 
 struct Region {
-    memfd: MemFd,
+    span: Span,
     bus: u64,
     /// Free ranges by offset.
     free: BTreeMap<usize, usize>,
@@ -76,7 +76,8 @@ impl Arena {
         let desc =
             RegionDesc { bus_addr: bus, size: size as u64, user_addr: memfd.span().addr() as u64, mmap_offset: 0 };
         f.add_region(desc, memfd.fd()).map_err(|e| errno(&e))?;
-        self.regions.push(Region { memfd, bus, free: BTreeMap::from([(0, size)]) });
+        // The mapping stays; its descriptor is not needed any more.
+        self.regions.push(Region { span: memfd.span().clone(), bus, free: BTreeMap::from([(0, size)]) });
         self.take(self.regions.len() - 1, len, align).ok_or(libc::ENOMEM)
     }
 
@@ -91,7 +92,7 @@ impl Arena {
         if off + len < start + have {
             r.free.insert(off + len, start + have - off - len);
         }
-        let span = r.memfd.span().sub(off as u64, len as u64)?;
+        let span = r.span.sub(off as u64, len as u64)?;
         Some(Block { span, bus: r.bus + off as u64, region, off, len })
     }
 

@@ -1,22 +1,24 @@
 //! An open device: the link, the control queue, the doorbell.
 
-use std::os::fd::{AsFd, OwnedFd};
 use std::path::{Path, PathBuf};
 use std::sync::atomic::{AtomicBool, AtomicU32, Ordering};
 use std::sync::{Arc, Mutex};
 
-use rustix::event::{EventfdFlags, PollFd, PollFlags, eventfd};
+use rustix::event::{PollFd, PollFlags};
+use rustix::net::{RecvFlags, SendFlags};
+use rustix::process::{Pid, getpid};
 use unirdma_abi as abi;
 use unirdma_abi::Command;
 use unirdma_link::{DriverQueue, Frontend, Segment};
 use unirdma_mem::Bell;
+use unirdma_mem::fds::Known;
 use zerocopy::{FromBytes, Immutable, IntoBytes};
 
 use crate::arena::{Arena, Block};
 use crate::bounce::Bounce;
 use crate::events::EventSource;
 use crate::memory::{Regions, forks};
-use crate::{HEAP, Result, errno, lock};
+use crate::{Errno, HEAP, Result, errno, lock};
 
 /// Descriptors of the control queue: one request, one response.
 const CONTROL_SLOTS: u16 = 2;
@@ -25,13 +27,32 @@ struct Control {
     queue: DriverQueue,
     request: Block,
     response: Block,
-    kick: OwnedFd,
-    call: OwnedFd,
+    /// Notifies the device, and gets a message for each command that it has done.
+    channel: Known,
     /// When the last command was answered.
     last_ns: u64,
     /// Until when answers are not looked for.
     crowded_until_ns: u64,
     crowded_ns: u64,
+}
+
+/// Numbers of event channels.
+#[derive(Default)]
+struct Numbers {
+    next: u32,
+    free: Vec<u32>,
+}
+
+impl Numbers {
+    fn take(&mut self) -> Option<u32> {
+        self.free.pop().or_else(|| {
+            let new = self.next;
+            (new < abi::MAX_CHANNELS).then(|| {
+                self.next += 1;
+                new
+            })
+        })
+    }
 }
 
 /// An open vRNIC.
@@ -45,16 +66,18 @@ pub struct Context {
     /// Its door, by which the device learns of moved memory.
     pub(crate) id: u64,
     pub(crate) bounce: Bounce,
-    socket: Arc<OwnedFd>,
+    /// The frontend's, to look whether the virtual layer is still there.
+    socket: Arc<Known>,
     /// [`forks`] when it was opened.
     forks: u32,
+    pid: Pid,
     control: Mutex<Control>,
     bell: Bell,
-    wake: Arc<OwnedFd>,
+    wake: Arc<Known>,
     dead: AtomicBool,
     fatal_told: AtomicBool,
     asyncs: EventSource,
-    comp_queues: Mutex<Vec<bool>>,
+    numbers: Mutex<Numbers>,
     empty_polls: AtomicU32,
     /// What the device said of itself.
     pub device: abi::QueryDeviceResp,
@@ -70,6 +93,16 @@ const CROWD_NS: u64 = 100_000;
 /// Twice as long each time that this is found again right afterwards, up to the maximum.
 const CROWDED_NS: u64 = 500_000_000;
 const CROWDED_MAX_NS: u64 = 16_000_000_000;
+
+/// Wakes the device, or tells it of a command, by a channel.
+///
+/// # Errors
+/// The program has closed it.
+pub(crate) fn notify(channel: &Known) -> std::io::Result<()> {
+    // A full one has notified the device.
+    let _ = rustix::net::send(channel.get()?, &[1], SendFlags::DONTWAIT | SendFlags::NOSIGNAL);
+    Ok(())
+}
 
 /// Empty polls between two looks at whether the virtual layer is still there.
 const LIVENESS_POLLS: u32 = 4096;
@@ -124,32 +157,29 @@ impl Context {
     /// # Errors
     /// Those of the connection, `EPROTO` if the peer is something else.
     pub fn open(path: &Path) -> Result<Arc<Self>> {
-        let os = |e: rustix::io::Errno| e.raw_os_error();
         let io = |e: std::io::Error| errno(&e);
         HEAP.reserve()?;
         crate::memory::prepare();
         let mut f = Frontend::connect(path).map_err(io)?;
         let mut arena = Arena::new();
-        let event = || eventfd(0, EventfdFlags::CLOEXEC | EventfdFlags::NONBLOCK).map_err(os);
+        let channel = |f: &mut Frontend, number| f.open_channel(number).and_then(Known::new).map_err(io);
         let ring = arena.alloc(&mut f, DriverQueue::bytes(CONTROL_SLOTS), 64)?;
         let control = Control {
             queue: DriverQueue::new(ring.span.clone(), CONTROL_SLOTS),
             request: arena.alloc(&mut f, abi::MAX_COMMAND_BYTES, 64)?,
             response: arena.alloc(&mut f, abi::MAX_COMMAND_BYTES, 64)?,
-            kick: event()?,
-            call: event()?,
+            channel: channel(&mut f, abi::CHANNEL_CONTROL)?,
             last_ns: 0,
             crowded_until_ns: 0,
             crowded_ns: 0,
         };
         control.queue.be_quiet();
         let (d, a, u) = control.queue.addresses();
-        f.set_vring(abi::VQ_CONTROL, CONTROL_SLOTS, d, a, u, control.kick.as_fd(), control.call.as_fd()).map_err(io)?;
-        let asyncs = EventSource::new(abi::VQ_ASYNC, &mut f, &mut arena)?;
-        let wake = Arc::new(event()?);
-        f.set_kick(abi::VQ_WAKE, wake.as_fd()).map_err(io)?;
+        f.set_vring(abi::VQ_CONTROL, CONTROL_SLOTS, d, a, u).map_err(io)?;
+        let asyncs = EventSource::new(abi::CHANNEL_ASYNC, f.open_channel(abi::CHANNEL_ASYNC).map_err(io)?)?;
+        let wake = Arc::new(channel(&mut f, abi::CHANNEL_WAKE)?);
         let page = arena.alloc(&mut f, size_of::<abi::DoorbellPage>(), 4096)?;
-        let socket = Arc::new(f.socket().try_clone_to_owned().map_err(io)?);
+        let socket = f.socket().clone();
         let bell = Bell::new(page.span.clone()).ok_or(libc::EPROTO)?;
         let mut ctx = Context {
             id: crate::memory::moved().add_door(bell.clone(), wake.clone(), socket.clone()),
@@ -161,12 +191,13 @@ impl Context {
             bounce: Bounce::default(),
             socket,
             forks: forks(),
+            pid: getpid(),
             control: Mutex::new(control),
             wake,
             dead: AtomicBool::new(false),
             fatal_told: AtomicBool::new(false),
             asyncs,
-            comp_queues: Mutex::new(vec![false; abi::MAX_COMP_QUEUES as usize]),
+            numbers: Mutex::default(),
             empty_polls: AtomicU32::new(0),
             device: abi::QueryDeviceResp::default(),
         };
@@ -201,7 +232,8 @@ impl Context {
     }
 
     fn run(&self, c: Command, req: &[u8], resp: &mut [u8]) -> Result<()> {
-        if self.is_dead() {
+        // The queue is the parent's also in a child for which no fork handler has run.
+        if self.is_dead() || getpid() != self.pid {
             return Err(libc::EIO);
         }
         if makes_something(c) && HEAP.is_low() {
@@ -220,8 +252,8 @@ impl Context {
                 Segment { addr: control.response.bus, len: back, write: true },
             ],
         );
-        if kick {
-            let _ = rustix::io::write(&control.kick, &1u64.to_ne_bytes());
+        if kick && notify(&control.channel).is_err() {
+            return Err(self.lose());
         }
         let began = clock_ns();
         let mut now = began;
@@ -245,13 +277,11 @@ impl Context {
             if !control.queue.listen() {
                 continue;
             }
-            let mut fds = [PollFd::new(&control.call, PollFlags::IN), PollFd::new(&self.socket, PollFlags::RDHUP)];
-            let _ = rustix::event::poll(&mut fds, None);
-            if !fds[1].revents().is_empty() {
-                self.dead.store(true, Ordering::Relaxed);
-                return Err(libc::EIO);
+            let channel = control.channel.get().map_err(|_| self.lose())?;
+            match rustix::net::recv(channel, &mut [0u8; 64][..], RecvFlags::empty()) {
+                Ok((1.., _)) | Err(rustix::io::Errno::INTR) => {}
+                Ok((0, _)) | Err(_) => return Err(self.lose()),
             }
-            let _ = rustix::io::read(&control.call, &mut [0u8; 8]);
             control.queue.be_quiet();
         };
         control.last_ns = clock_ns();
@@ -264,6 +294,13 @@ impl Context {
         }
         control.response.span.read(size_of::<abi::RespHeader>(), resp);
         Ok(())
+    }
+
+    /// The virtual layer is gone, or the program has closed what leads to it.
+    #[cold]
+    fn lose(&self) -> Errno {
+        self.dead.store(true, Ordering::Relaxed);
+        libc::EIO
     }
 
     /// True once the virtual layer is known to be gone, or in a forked child.
@@ -282,7 +319,14 @@ impl Context {
     #[inline]
     pub(crate) fn ring(&self, slot: u32) {
         if self.bell.ring(slot) {
-            let _ = rustix::io::write(&self.wake, &1u64.to_ne_bytes());
+            self.wake_device();
+        }
+    }
+
+    #[cold]
+    fn wake_device(&self) {
+        if notify(&self.wake).is_err() {
+            self.lose();
         }
     }
 
@@ -309,10 +353,13 @@ impl Context {
     }
 
     fn check_alive(&self) {
-        let mut fds = [PollFd::new(&self.socket, PollFlags::RDHUP)];
         let now = rustix::time::Timespec { tv_sec: 0, tv_nsec: 0 };
-        if rustix::event::poll(&mut fds, Some(&now)).is_ok_and(|n| n > 0) {
-            self.dead.store(true, Ordering::Relaxed);
+        let hung_up = self.socket.get().map(|socket| {
+            let mut fds = [PollFd::from_borrowed_fd(socket, PollFlags::RDHUP)];
+            rustix::event::poll(&mut fds, Some(&now)).is_ok_and(|n| n > 0)
+        });
+        if hung_up.unwrap_or(true) {
+            self.lose();
         }
     }
 
@@ -323,8 +370,8 @@ impl Context {
     pub fn next_async(&self) -> Result<abi::Event> {
         match self.asyncs.next() {
             Err(libc::EIO) if !self.fatal_told.swap(true, Ordering::SeqCst) => {
-                self.dead.store(true, Ordering::Relaxed);
-                self.asyncs.forget_socket(self.socket.as_fd());
+                self.lose();
+                self.asyncs.silence();
                 Ok(abi::Event { kind: unirdma_formats::AsyncEvent::DeviceFatal as u32, handle: 0, reserved: 0 })
             }
             r => r,
@@ -333,7 +380,15 @@ impl Context {
 
     /// Drops events that wait, of an object that is gone.
     pub fn forget_async(&self, stale: impl Fn(&abi::Event) -> bool) {
-        self.asyncs.retain(|e| !stale(e));
+        self.forget(&self.asyncs, stale);
+    }
+
+    /// Drops events of a channel that wait: its descriptor does not announce them any more.
+    pub fn forget(&self, of: &EventSource, stale: impl Fn(&abi::Event) -> bool) {
+        // A forked child leaves its parent's events alone.
+        if !self.is_dead() {
+            of.retain(|e| !stale(e), |kept| _ = lock(&self.frontend).return_events(of.number(), kept));
+        }
     }
 
     /// The descriptor that becomes readable for asynchronous events.
@@ -341,33 +396,35 @@ impl Context {
         self.asyncs.raw_fd()
     }
 
-    /// Takes a completion event queue.
+    /// Opens an event channel, for completions or for connection management.
     ///
     /// # Errors
-    /// `EMFILE` when all are taken.
-    pub fn open_comp_queue(&self) -> Result<(u32, EventSource)> {
-        let slot = {
-            let mut q = lock(&self.comp_queues);
-            let i = q.iter().position(|used| !used).ok_or(libc::EMFILE)?;
-            q[i] = true;
-            i as u32
-        };
-        // Lock order everywhere: arena, then frontend.
-        let mut arena = lock(&self.arena);
-        let made = EventSource::new(abi::VQ_COMP_FIRST + slot, &mut lock(&self.frontend), &mut arena);
-        drop(arena);
-        if made.is_err() {
-            lock(&self.comp_queues)[slot as usize] = false;
+    /// `EMFILE` when there are too many channels, or too many descriptors in this process.
+    pub fn open_channel(&self) -> Result<EventSource> {
+        if self.is_dead() {
+            return Err(libc::EIO);
         }
-        made.map(|e| (slot, e))
+        let number = lock(&self.numbers).take().ok_or(libc::EMFILE)?;
+        let opened = lock(&self.frontend).open_channel(number).map_err(|e| errno(&e));
+        let made = opened.and_then(|socket| {
+            let made = EventSource::new(number, socket);
+            if made.is_err() {
+                let _ = lock(&self.frontend).close_channel(number);
+            }
+            made
+        });
+        if made.is_err() {
+            lock(&self.numbers).free.push(number);
+        }
+        made
     }
 
-    /// Gives a completion event queue back.
-    pub fn close_comp_queue(&self, slot: u32, e: EventSource) {
-        let mut arena = lock(&self.arena);
-        e.close(&mut lock(&self.frontend), &mut arena);
-        drop(arena);
-        lock(&self.comp_queues)[slot as usize] = false;
+    /// Closes an event channel.
+    pub fn close_channel(&self, e: EventSource) {
+        // A forked child only closes its descriptor.
+        if !self.is_dead() && lock(&self.frontend).close_channel(e.number()).is_ok() {
+            lock(&self.numbers).free.push(e.number());
+        }
     }
 
     pub(crate) fn alloc(&self, len: usize) -> Result<Block> {

@@ -1,175 +1,184 @@
-//! Event virtqueues, driver side: a descriptor to poll and block on, and one event for each readable unit.
+//! Events: a descriptor to poll and block on, and one event for each message that it has.
+//!
+//! The descriptor is one end of a socket; the virtual layer has the other, and sends each event as a message. So it can be
+//! polled in all ways, made non-blocking, passed on and waited on as the descriptor of a kernel's event queue can. It
+//! reads as closed once the virtual layer is gone.
 
-use std::collections::VecDeque;
-use std::os::fd::{AsFd, AsRawFd, BorrowedFd, OwnedFd};
-use std::sync::Mutex;
+use std::os::fd::{AsRawFd, OwnedFd};
 use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::{Mutex, PoisonError, RwLock};
 
-use rustix::event::{EventfdFlags, epoll, eventfd};
+use rustix::io::Errno as Os;
+use rustix::net::{AddressFamily, RecvFlags, SocketFlags, SocketType, socket_with};
 use unirdma_abi as abi;
-use unirdma_link::{DriverQueue, Frontend, Segment};
+use unirdma_mem::fds::Known;
+use zerocopy::FromBytes;
 
-use crate::arena::{Arena, Block};
-use crate::{Errno, Result, errno, lock};
+use crate::{Result, errno, lock};
 
-/// Buffers of an event queue. More events than these wait in the device.
-const SLOTS: u16 = 64;
 const EVENT: usize = size_of::<abi::Event>();
 
-/// One event virtqueue.
-///
-/// Its descriptor is an epoll set over the queue's call eventfd (a semaphore: one unit an event) and over
-/// the hang-up of the vhost-user socket. It can be polled, nested in other epoll sets and made
-/// non-blocking, as the descriptor of a completion channel must be.
+/// The program's end of an event channel.
 pub struct EventSource {
-    index: u32,
-    epoll: OwnedFd,
-    call: OwnedFd,
-    kick: OwnedFd,
-    queue: Mutex<Queue>,
-    hung_up: AtomicBool,
+    number: u32,
+    socket: RwLock<Known>,
+    raw: i32,
+    /// Held while events are taken out and put back.
+    sorting: Mutex<()>,
+    silenced: AtomicBool,
 }
 
-struct Queue {
-    used: DriverQueue,
-    ring: Block,
-    buffers: Block,
-    /// Events that were taken from the ring, and are still announced.
-    kept: VecDeque<abi::Event>,
+fn event(bytes: &[u8]) -> Option<abi::Event> {
+    abi::Event::read_from_bytes(bytes).ok()
 }
 
 impl EventSource {
-    pub(crate) fn new(index: u32, f: &mut Frontend, arena: &mut Arena) -> Result<Self> {
-        let os = |e: rustix::io::Errno| e.raw_os_error();
-        let call = eventfd(0, EventfdFlags::CLOEXEC | EventfdFlags::NONBLOCK | EventfdFlags::SEMAPHORE).map_err(os)?;
-        let kick = eventfd(0, EventfdFlags::CLOEXEC | EventfdFlags::NONBLOCK).map_err(os)?;
-        let set = epoll::create(epoll::CreateFlags::CLOEXEC).map_err(os)?;
-        epoll::add(&set, &call, epoll::EventData::new_u64(0), epoll::EventFlags::IN).map_err(os)?;
-        epoll::add(&set, f.socket(), epoll::EventData::new_u64(1), epoll::EventFlags::RDHUP).map_err(os)?;
-        let ring = arena.alloc(f, DriverQueue::bytes(SLOTS), 64)?;
-        let buffers = arena.alloc(f, EVENT * usize::from(SLOTS), 64)?;
-        let mut queue = DriverQueue::new(ring.span.clone(), SLOTS);
-        for i in 0..SLOTS {
-            queue.publish(i, &[slot(&buffers, i)]);
-        }
-        let (d, a, u) = queue.addresses();
-        f.set_vring(index, SLOTS, d, a, u, kick.as_fd(), call.as_fd()).map_err(|e| errno(&e))?;
+    pub(crate) fn new(number: u32, socket: OwnedFd) -> Result<Self> {
+        let socket = Known::new(socket).map_err(|e| errno(&e))?;
+        let raw = socket.as_raw_fd();
         Ok(EventSource {
-            index,
-            epoll: set,
-            call,
-            kick,
-            queue: Mutex::new(Queue { used: queue, ring, buffers, kept: VecDeque::new() }),
-            hung_up: AtomicBool::new(false),
+            number,
+            socket: RwLock::new(socket),
+            raw,
+            sorting: Mutex::new(()),
+            silenced: AtomicBool::new(false),
         })
     }
 
-    /// The descriptor to poll.
-    pub fn fd(&self) -> BorrowedFd<'_> {
-        self.epoll.as_fd()
+    /// Number of the channel.
+    pub fn number(&self) -> u32 {
+        self.number
     }
 
-    /// Index of the virtqueue.
-    pub fn index(&self) -> u32 {
-        self.index
+    /// The descriptor, for the C structures.
+    pub fn raw_fd(&self) -> i32 {
+        self.raw
     }
 
     /// The next event. Waits for it, unless the descriptor was made non-blocking.
     ///
+    /// This is a cancellation point: `pthread_cancel(3)` may unwind the stack from here, with all callers up to the C
+    /// program. So neither this function nor a caller may have a lock held or a value to drop meanwhile. Callers
+    /// must not be `extern "C-unwind"`: this library is built to abort where Rust code unwinds, and such functions abort
+    /// for every unwinding, while `extern "C"` ones are passed like those of C.
+    ///
     /// # Errors
-    /// `EAGAIN` if there is none, `EINTR`, `EIO` once the virtual layer is gone.
+    /// `EAGAIN` if there is none, `EINTR` by a signal whose handler does not restart calls, `EIO` once the virtual
+    /// layer is gone.
     pub fn next(&self) -> Result<abi::Event> {
         loop {
-            let mut unit = [0; 8];
-            match rustix::io::read(&self.call, &mut unit) {
-                Ok(_) => {
-                    if let Some(e) = self.take() {
-                        return Ok(e);
-                    }
-                    continue;
-                }
-                Err(rustix::io::Errno::AGAIN) => {}
-                Err(e) => return Err(e.raw_os_error()),
+            let mut bytes = [0u8; EVENT];
+            // SAFETY: room for so many bytes. The system's function, not the system call, so that it can be cancelled.
+            let n = unsafe { libc::recv(self.raw, bytes.as_mut_ptr().cast(), EVENT, 0) };
+            match n {
+                0 => return Err(libc::EIO),
+                // SAFETY: this thread's own errno.
+                ..0 => match unsafe { *libc::__errno_location() } {
+                    libc::EAGAIN if self.silenced.load(Ordering::Relaxed) => return Err(libc::EIO),
+                    e => return Err(e),
+                },
+                _ => {}
             }
-            if self.hung_up.load(Ordering::Relaxed) {
-                return Err(libc::EIO);
+            // The virtual layer sends whole events only.
+            if let Some(e) = event(&bytes[..n as usize]) {
+                return Ok(e);
             }
-            let nonblocking =
-                rustix::fs::fcntl_getfl(&self.epoll).is_ok_and(|f| f.contains(rustix::fs::OFlags::NONBLOCK));
-            self.wait(nonblocking)?;
         }
     }
 
     /// The next event, if there is one.
     pub fn try_next(&self) -> Option<abi::Event> {
-        let mut unit = [0; 8];
-        rustix::io::read(&self.call, &mut unit).ok()?;
-        self.take()
-    }
-
-    fn wait(&self, nonblocking: bool) -> Result<()> {
-        let mut events = [const { std::mem::MaybeUninit::<epoll::Event>::uninit() }; 2];
-        let now = rustix::time::Timespec { tv_sec: 0, tv_nsec: 0 };
-        let (ready, _) =
-            epoll::wait(&self.epoll, &mut events, nonblocking.then_some(&now)).map_err(|e| e.raw_os_error())?;
-        if ready.iter().any(|e| e.data.u64() == 0) {
-            return Ok(());
-        }
-        if ready.is_empty() {
-            return Err(libc::EAGAIN);
-        }
-        self.hung_up.store(true, Ordering::Relaxed);
-        Err(libc::EIO)
-    }
-
-    fn take(&self) -> Option<abi::Event> {
-        let queue = &mut *lock(&self.queue);
-        queue.kept.pop_front().or_else(|| self.pop(queue))
-    }
-
-    fn pop(&self, queue: &mut Queue) -> Option<abi::Event> {
-        let (head, len) = queue.used.pop_used()?;
-        let head = head % SLOTS;
-        let event = (len as usize >= EVENT).then(|| queue.buffers.span.read_obj(usize::from(head) * EVENT));
-        queue.used.publish(head, &[slot(&queue.buffers, head)]);
-        let _ = rustix::io::write(&self.kick, &1u64.to_ne_bytes());
-        event
-    }
-
-    /// Drops the events that wait and are not to be kept: the descriptor does not announce them any more.
-    pub fn retain(&self, keep: impl Fn(&abi::Event) -> bool) {
-        let queue = &mut *lock(&self.queue);
-        let mut kept = VecDeque::new();
-        let mut unit = [0; 8];
-        while rustix::io::read(&self.call, &mut unit).is_ok() {
-            kept.extend(queue.kept.pop_front().or_else(|| self.pop(queue)).filter(&keep));
-        }
-        let n = kept.len() as u64;
-        kept.append(&mut queue.kept);
-        queue.kept = kept;
-        if n > 0 {
-            let _ = rustix::io::write(&self.call, &n.to_ne_bytes());
+        let socket = self.socket.read().unwrap_or_else(PoisonError::into_inner);
+        let mut bytes = [0u8; EVENT];
+        loop {
+            match rustix::net::recv(socket.get().ok()?, &mut bytes[..], RecvFlags::DONTWAIT) {
+                Err(Os::INTR) => {}
+                Ok((n, _)) => return event(&bytes[..n]),
+                Err(_) => return None,
+            }
         }
     }
 
-    /// Stops watching for the hang-up, so that its one event does not repeat.
-    pub(crate) fn forget_socket(&self, socket: BorrowedFd<'_>) {
-        let _ = epoll::delete(&self.epoll, socket);
+    /// Drops the events that wait and are not to be kept. `put_back` puts the others back to the head of the channel.
+    ///
+    /// The virtual layer has to do that: only its end can send to this one.
+    pub(crate) fn retain(&self, keep: impl Fn(&abi::Event) -> bool, put_back: impl FnOnce(&[abi::Event])) {
+        let _sorting = lock(&self.sorting);
+        let kept: Vec<_> = std::iter::from_fn(|| self.try_next()).filter(keep).collect();
+        if !kept.is_empty() {
+            put_back(&kept);
+        }
     }
 
-    pub(crate) fn close(self, f: &mut Frontend, arena: &mut Arena) {
-        let _: std::result::Result<(), Errno> = f.stop_vring(self.index).map(|_| ()).map_err(|e| errno(&e));
-        let queue = self.queue.into_inner().unwrap_or_else(|e| e.into_inner());
-        arena.free(queue.ring);
-        arena.free(queue.buffers);
-    }
-
-    /// The raw descriptor, for the C structures.
-    pub fn raw_fd(&self) -> i32 {
-        self.epoll.as_raw_fd()
+    /// The virtual layer is gone, and the program knows: the descriptor is not readable any more, instead of for ever.
+    pub(crate) fn silence(&self) {
+        let mut socket = self.socket.write().unwrap_or_else(PoisonError::into_inner);
+        self.silenced.store(true, Ordering::Relaxed);
+        // A socket that nobody sends to takes the place of the one that is closed on the other side.
+        let flags = SocketFlags::CLOEXEC | SocketFlags::NONBLOCK;
+        if let Ok(silent) = socket_with(AddressFamily::UNIX, SocketType::DGRAM, flags, None) {
+            socket.replace(silent);
+        }
     }
 }
 
-fn slot(buffers: &Block, i: u16) -> Segment {
-    Segment { addr: buffers.bus + u64::from(i) * EVENT as u64, len: EVENT as u32, write: true }
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use rustix::event::{PollFd, PollFlags};
+    use rustix::net::{SendFlags, send, socketpair};
+    use zerocopy::IntoBytes;
+
+    fn pair() -> (EventSource, OwnedFd) {
+        let (ours, theirs) =
+            socketpair(AddressFamily::UNIX, SocketType::SEQPACKET, SocketFlags::CLOEXEC, None).unwrap();
+        (EventSource::new(5, ours).unwrap(), theirs)
+    }
+
+    fn raise(to: &OwnedFd, handle: u32) {
+        send(to, abi::Event { kind: 1, handle, reserved: 0 }.as_bytes(), SendFlags::empty()).unwrap();
+    }
+
+    fn is_readable(e: &EventSource) -> bool {
+        let socket = e.socket.read().unwrap();
+        let mut fds = [PollFd::new(&*socket, PollFlags::IN)];
+        let now = rustix::time::Timespec { tv_sec: 0, tv_nsec: 0 };
+        rustix::event::poll(&mut fds, Some(&now)).unwrap() > 0
+    }
+
+    #[test]
+    fn each_message_is_an_event_and_the_end_is_an_error() {
+        let (e, peer) = pair();
+        assert!(e.try_next().is_none() && !is_readable(&e));
+        raise(&peer, 1);
+        send(&peer, b"short", SendFlags::empty()).unwrap();
+        raise(&peer, 2);
+        drop(peer);
+        assert_eq!([e.next().unwrap().handle, e.next().unwrap().handle], [1, 2], "what was sent before the end comes");
+        assert_eq!(e.next().unwrap_err(), libc::EIO);
+    }
+
+    #[test]
+    fn a_loss_that_was_told_is_not_announced_again() {
+        let (e, peer) = pair();
+        drop(peer);
+        assert!(is_readable(&e));
+        let number = e.raw_fd();
+        e.silence();
+        assert!(!is_readable(&e) && e.raw_fd() == number);
+        assert_eq!(e.next().unwrap_err(), libc::EIO);
+        assert!(e.try_next().is_none());
+    }
+
+    #[test]
+    fn events_that_are_kept_go_back_and_others_are_gone() {
+        let (e, peer) = pair();
+        (0..6).for_each(|i| raise(&peer, i));
+        e.retain(|e| e.handle % 3 == 1, |kept| kept.iter().for_each(|e| raise(&peer, e.handle + 100)));
+        assert_eq!([e.try_next().unwrap().handle, e.try_next().unwrap().handle], [101, 104]);
+        assert!(!is_readable(&e));
+        raise(&peer, 0);
+        e.retain(|_| false, |_| panic!("there is nothing to put back"));
+        assert!(!is_readable(&e));
+    }
 }

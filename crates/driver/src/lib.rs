@@ -14,7 +14,7 @@ pub mod heap;
 mod memory;
 mod queues;
 
-pub use unirdma_link::fds;
+pub use unirdma_mem::fds;
 
 pub use arena::Block;
 pub use context::{Context, device_config, socket_path};

@@ -1,5 +1,6 @@
 //! The control thread: sockets, control queues, sessions, administration; one event loop, no blocking.
 
+mod channels;
 mod manage;
 
 use std::collections::{BTreeMap, HashMap};
@@ -16,7 +17,7 @@ use rustix::net::SocketFlags;
 use unirdma_abi as abi;
 use unirdma_device::{Device, Identity, lock};
 use unirdma_formats::{Gid, Mac};
-use unirdma_link::{Backend, Handler, Memory, Progress, Refusal, RegionBudget, Vring};
+use unirdma_link::{Backend, ChannelBudget, Handler, Memory, Progress, Refusal, RegionBudget, Vring};
 use unirdma_rnic::{Limits, VnicConfig, VnicId};
 
 use crate::admin::{self, GroupInfo, Request, Response, StatusInfo, WireInfo};
@@ -27,6 +28,7 @@ use crate::tunnel;
 use crate::vrnic::{self, AddVrnic, IpNet, VrnicInfo};
 use crate::wire::Wire;
 use crate::{VHOST_SOCKET, vrnic_dir};
+pub(crate) use channels::raise_limit;
 
 /// Programs of one vRNIC that look at its configuration while it has all the sessions that it may have. The oldest look
 /// ends for a new one.
@@ -63,6 +65,7 @@ struct Vrnic {
     /// The log has it that there are too many sessions.
     full: bool,
     budget: RegionBudget,
+    channels: ChannelBudget,
 }
 
 /// A session: the protocol engine, the device behind it, and the descriptors that are watched for it.
@@ -109,14 +112,19 @@ impl Handler for Sight {
 
 /// Passes the link's calls on to the device and notes the latest kick descriptor of each vring that changed.
 struct Conn {
+    /// Of the session.
+    id: u64,
     device: Device,
+    /// By vring, or [`channels::CONTROL`] and [`channels::WAKE`].
     kicks: HashMap<usize, Kick>,
-    changed: HashMap<usize, Option<OwnedFd>>,
+    changed: HashMap<usize, Option<Arc<OwnedFd>>>,
+    epoll: Arc<OwnedFd>,
+    channels: ChannelBudget,
 }
 
 struct Kick {
     token: u64,
-    fd: OwnedFd,
+    fd: Arc<OwnedFd>,
 }
 
 impl Handler for Conn {
@@ -127,7 +135,7 @@ impl Handler for Conn {
         self.device.memory_changed(memory, removed);
     }
     fn vring_changed(&mut self, index: usize, v: &Vring) {
-        self.changed.insert(index, v.kick.as_ref().and_then(|fd| fd.try_clone().ok()));
+        self.changed.insert(index, v.kick.as_ref().and_then(|fd| fd.try_clone().ok()).map(Arc::new));
         self.device.vring_changed(index, v);
     }
     fn stop_vring(&mut self, index: usize) -> u16 {
@@ -137,6 +145,15 @@ impl Handler for Conn {
     fn reset(&mut self) {
         self.changed.extend(self.kicks.keys().map(|&i| (i, None)));
         self.device.reset();
+    }
+    fn open_channel(&mut self, number: u32) -> Result<OwnedFd, String> {
+        channels::open(self, number)
+    }
+    fn close_channel(&mut self, number: u32) -> Result<(), String> {
+        channels::close(self, number)
+    }
+    fn return_events(&mut self, number: u32, events: &[u8]) -> Result<(), String> {
+        channels::give_back(self, number, events)
     }
     fn refused(&self, request: u32, why: &str) {
         self.device.refused(request, why);
@@ -166,7 +183,7 @@ pub(crate) struct Control {
     engine: Arc<Engine>,
     switch: Switch,
     admin: UnixListener,
-    epoll: OwnedFd,
+    epoll: Arc<OwnedFd>,
     wake: Arc<OwnedFd>,
     asks: (mpsc::Sender<Ask>, mpsc::Receiver<Ask>),
     sources: HashMap<u64, Source>,
@@ -181,6 +198,7 @@ pub(crate) struct Control {
     crowded_until_ns: u64,
     crowded_ns: u64,
     wire: Option<Wire>,
+    channels: ChannelBudget,
 }
 
 type Answer = Result<Response, String>;
@@ -203,7 +221,7 @@ impl Control {
             engine,
             switch,
             admin,
-            epoll: epoll::create(epoll::CreateFlags::CLOEXEC)?,
+            epoll: Arc::new(epoll::create(epoll::CreateFlags::CLOEXEC)?),
             wake: Arc::new(rustix::event::eventfd(0, EventfdFlags::CLOEXEC | EventfdFlags::NONBLOCK)?),
             asks: mpsc::channel(),
             sources: HashMap::new(),
@@ -217,6 +235,7 @@ impl Control {
             crowded_until_ns: 0,
             crowded_ns: 0,
             wire,
+            channels: channels::budget(),
         })
     }
 
@@ -252,6 +271,10 @@ impl Control {
                 Err(e) => return Err(e.into()),
             };
             for t in tokens {
+                if let Some((id, index)) = channels::of_token(t) {
+                    self.on_room(id, index);
+                    continue;
+                }
                 match self.sources.get(&t).cloned() {
                     Some(Source::Stop) => return Ok(()),
                     Some(Source::Wake) => self.on_asks(),
@@ -294,8 +317,10 @@ impl Control {
             let sight = Sight(v.identity.clone());
             return self.add_looker(name, sock, sight);
         }
-        let Some(device) = Device::new(self.engine.rnic.clone(), v.identity.clone()) else { return };
-        let budget = v.budget.clone();
+        let engine = self.engine.clone();
+        let settle = Box::new(move || engine.settle());
+        let Some(device) = Device::new(self.engine.rnic.clone(), v.identity.clone(), settle) else { return };
+        let (budget, channels) = (v.budget.clone(), v.channels.clone());
         let id = self.next_token;
         // The process may be gone while somebody else still holds its socket.
         let pidfd = rustix::net::sockopt::socket_peercred(&sock)
@@ -315,7 +340,8 @@ impl Control {
         }
         self.engine.add_session(device.session(), device.events());
         let backend = Backend::new(sock, abi::NUM_QUEUES as usize, budget);
-        let conn = Conn { device, kicks: HashMap::new(), changed: HashMap::new() };
+        let epoll = self.epoll.clone();
+        let conn = Conn { id, device, kicks: HashMap::new(), changed: HashMap::new(), epoll, channels };
         self.sessions.insert(
             id,
             Session { vrnic: name.into(), backend, conn, _pidfd: pidfd, tokens, lingers: false, served_ns: 0 },
@@ -374,14 +400,14 @@ impl Control {
         }
     }
 
-    fn set_kick(&mut self, id: u64, vring: usize, fd: Option<OwnedFd>) {
+    fn set_kick(&mut self, id: u64, vring: usize, fd: Option<Arc<OwnedFd>>) {
         let Some(s) = self.sessions.get_mut(&id) else { return };
         let device_session = s.conn.device.session();
         if let Some(old) = s.conn.kicks.remove(&vring) {
             self.unwatch_kick(vring, &old);
         }
         let Some(fd) = fd else { return };
-        let token = if vring == abi::VQ_WAKE as usize {
+        let token = if channels::wakes(vring) {
             self.engine.watch(device_session, fd.as_fd()).map(|()| 0)
         } else {
             self.watch(fd.as_fd(), Source::Kick(id, vring), true)
@@ -397,19 +423,22 @@ impl Control {
 
     /// Others may hold the same open file, so closing ours would not end the watch.
     fn unwatch_kick(&mut self, vring: usize, kick: &Kick) {
-        if vring == abi::VQ_WAKE as usize {
+        if channels::wakes(vring) {
             self.engine.unwatch(kick.fd.as_fd());
         } else {
-            let _ = epoll::delete(&self.epoll, &kick.fd);
+            let _ = epoll::delete(&self.epoll, &*kick.fd);
             self.sources.remove(&kick.token);
         }
     }
 
     fn on_kick(&mut self, id: u64, vring: usize) {
-        if vring == abi::VQ_CONTROL as usize {
+        if [abi::VQ_CONTROL as usize, channels::CONTROL].contains(&vring) {
+            if let Some(kick) = self.sessions.get(&id).and_then(|s| s.conn.kicks.get(&channels::CONTROL)) {
+                unirdma_device::take_notifications(&kick.fd);
+            }
             self.serve(id);
         } else if let Some(s) = self.sessions.get_mut(&id) {
-            s.conn.device.events().on_kick(vring as u16);
+            s.conn.device.events().on_kick(vring as u32);
         }
     }
 

@@ -11,7 +11,7 @@ use std::mem::MaybeUninit;
 use std::net::IpAddr;
 use std::os::fd::{BorrowedFd, OwnedFd};
 use std::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering};
-use std::sync::{Arc, Condvar, Mutex, RwLock};
+use std::sync::{Arc, Condvar, Mutex, RwLock, RwLockReadGuard};
 use std::time::SystemTime;
 
 use rustix::event::{EventfdFlags, epoll};
@@ -49,6 +49,8 @@ pub struct Engine {
     /// The RNIC.
     pub rnic: Arc<Mutex<Rnic>>,
     events: RwLock<HashMap<SessionId, Arc<EventQueues>>>,
+    /// Held, shared, by whoever has outputs of the RNIC and has not delivered them yet.
+    delivering: RwLock<()>,
     epoll: OwnedFd,
     wake: OwnedFd,
     /// Poller 0 is in, or about to enter, epoll_wait.
@@ -126,6 +128,7 @@ impl Engine {
         let engine = Arc::new(Engine {
             rnic: Arc::new(Mutex::new(Rnic::new(seed, hints))),
             events: RwLock::default(),
+            delivering: RwLock::default(),
             epoll,
             wake,
             sleeping: AtomicBool::new(false),
@@ -182,7 +185,7 @@ impl Engine {
         self.events.write().unwrap_or_else(|e| e.into_inner()).remove(&s);
     }
 
-    /// Listens to a session's wake kicks. The descriptor is never read: it is watched for edges.
+    /// Listens to a session's wake kicks, by a descriptor that is watched for edges.
     ///
     /// # Errors
     /// `epoll_ctl(2)` refuses what cannot be polled.
@@ -199,17 +202,29 @@ impl Engine {
     /// After a command: delivers what it caused and wakes the pollers if it left them work.
     pub fn after_command(&self) {
         let mut out = Vec::new();
-        let busy = {
+        let (busy, delivering) = {
             let mut r = lock(&self.rnic);
             r.drain_outputs(&mut out);
             self.publish(&r);
             self.join_groups(&mut r);
-            r.is_busy() || r.next_timeout().is_some()
+            (r.is_busy() || r.next_timeout().is_some(), self.begin_delivery(&out))
         };
         self.deliver(&mut out);
+        drop(delivering);
         if busy && self.sleeping.load(Ordering::SeqCst) {
             self.kick();
         }
+    }
+
+    /// To be held from the moment when the RNIC, which is still locked, has given outputs until they are delivered.
+    fn begin_delivery(&self, out: &[Output]) -> Option<RwLockReadGuard<'_, ()>> {
+        (!out.is_empty()).then(|| self.delivering.read().unwrap_or_else(|e| e.into_inner()))
+    }
+
+    /// Delivers what the RNIC has raised so far: afterwards none of it is on its way.
+    pub fn settle(&self) {
+        self.after_command();
+        drop(self.delivering.write().unwrap_or_else(|e| e.into_inner()));
     }
 
     /// Lets the port listen to the IP multicast groups that plain devices may send to.
@@ -250,14 +265,14 @@ impl Engine {
             let (session, queue, event) = match o {
                 Output::Completion { session, queue, cqn } => {
                     let e = abi::Event { kind: abi::EVENT_COMPLETION, handle: cqn, reserved: 0 };
-                    (session, abi::VQ_COMP_FIRST as u16 + queue, e)
+                    (session, abi::VQ_COMP_FIRST + u32::from(queue), e)
                 }
                 Output::Connection { session, queue } => {
                     let e = abi::Event { kind: abi::EVENT_CM, handle: 0, reserved: 0 };
-                    (session, abi::VQ_COMP_FIRST as u16 + queue, e)
+                    (session, abi::VQ_COMP_FIRST + u32::from(queue), e)
                 }
                 Output::Async { session, kind, handle } => {
-                    (session, abi::VQ_ASYNC as u16, abi::Event { kind: kind as u32, handle, reserved: 0 })
+                    (session, abi::VQ_ASYNC, abi::Event { kind: kind as u32, handle, reserved: 0 })
                 }
             };
             if let Some(q) = events.get(&session) {
@@ -390,11 +405,13 @@ impl Engine {
             watch.bells = r.active_bells();
         }
         let captured = r.take_captured();
+        let delivering = self.begin_delivery(out);
         drop(r);
         if !captured.is_empty() {
             self.hand_over(&captured);
         }
         self.deliver(out);
+        drop(delivering);
         if starved {
             self.pause();
         }
@@ -490,6 +507,11 @@ impl Engine {
         let any = !got.is_empty();
         if limit_ns == Some(0) && !any {
             return false;
+        }
+        {
+            let events = self.events.read().unwrap_or_else(|e| e.into_inner());
+            let sessions = got.iter().filter(|&&t| t < PORT);
+            sessions.filter_map(|&t| events.get(&SessionId(t as u32))).for_each(|q| q.on_wake());
         }
         let mut r = lock(&self.rnic);
         let now = self.now();

@@ -50,6 +50,27 @@ pub trait Handler {
     fn stop_vring(&mut self, index: usize) -> u16;
     /// Back to the initial state, the memory aside.
     fn reset(&mut self);
+    /// Opens an event channel; the end of the frontend.
+    ///
+    /// # Errors
+    /// Why there is none.
+    fn open_channel(&mut self, _number: u32) -> Result<OwnedFd, String> {
+        Err("this device has no event channels".into())
+    }
+    /// Closes an event channel.
+    ///
+    /// # Errors
+    /// It is not open.
+    fn close_channel(&mut self, _number: u32) -> Result<(), String> {
+        Err("this device has no event channels".into())
+    }
+    /// Puts events that the frontend has read from a channel back to the head of it.
+    ///
+    /// # Errors
+    /// The channel is not open, or these are no events.
+    fn return_events(&mut self, _number: u32, _events: &[u8]) -> Result<(), String> {
+        Err("this device has no event channels".into())
+    }
     /// A request was refused, for the log.
     fn refused(&self, request: u32, why: &str);
 }
@@ -151,6 +172,7 @@ impl Backend {
 
     fn dispatch(&mut self, h: &mut dyn Handler, m: Message) -> io::Result<()> {
         let (request, flags) = (m.request, m.flags);
+        let mut given = None;
         let answer = if m.oversized {
             Err("payload over 4096 bytes".into())
         } else if flags & 3 != VERSION || flags & REPLY != 0 {
@@ -158,10 +180,15 @@ impl Backend {
         } else {
             match FrontendReq::try_from(request) {
                 Ok(req) => self.handle(h, req, m),
-                Err(_) => Err("unknown request".into()),
+                Err(_) if self.refuses.is_some() => Err("event channels of a device that may only be looked at".into()),
+                Err(_) => channel_request(h, &m).map(|fd| {
+                    given = fd;
+                    given.is_some().then(|| 0u64.to_ne_bytes().to_vec())
+                }),
             }
         };
-        let reply = |bytes: &[u8]| msg::send(self.sock.as_fd(), request, REPLY, bytes, &[]);
+        let given: Vec<BorrowedFd<'_>> = given.iter().map(AsFd::as_fd).collect();
+        let reply = |bytes: &[u8]| msg::send(self.sock.as_fd(), request, REPLY, bytes, &given);
         match answer {
             Ok(Some(bytes)) => reply(&bytes),
             Ok(None) if flags & NEED_REPLY != 0 => reply(&0u64.to_ne_bytes()),
@@ -321,6 +348,19 @@ impl Backend {
     }
 }
 
+/// The requests of event channels; the descriptor that goes with the answer.
+fn channel_request(h: &mut dyn Handler, m: &Message) -> Result<Option<OwnedFd>, String> {
+    let (head, events) = m.payload.split_at_checked(size_of::<State>()).ok_or("payload too short")?;
+    let number = State::read_from_bytes(head).map_err(|_| "payload")?.index;
+    match m.request {
+        msg::OPEN_CHANNEL if events.is_empty() => h.open_channel(number).map(Some),
+        msg::CLOSE_CHANNEL if events.is_empty() => h.close_channel(number).map(|()| None),
+        msg::RETURN_EVENTS => h.return_events(number, events).map(|()| None),
+        msg::OPEN_CHANNEL | msg::CLOSE_CHANNEL => Err(format!("payload of {} bytes", m.payload.len())),
+        _ => Err("unknown request".into()),
+    }
+}
+
 fn is_eventfd(fd: &OwnedFd) -> bool {
     let name = std::fs::read_link(format!("/proc/self/fd/{}", std::os::fd::AsRawFd::as_raw_fd(fd)));
     name.is_ok_and(|n| n.as_os_str() == "anon_inode:[eventfd]")
@@ -354,6 +394,7 @@ fn always_answered(request: u32) -> bool {
     ]
     .iter()
     .any(|r| *r as u32 == request)
+        || request == msg::OPEN_CHANNEL
 }
 
 /// The answer to GET_CONFIG; an empty payload says that the range is wrong (vhost-user specification).

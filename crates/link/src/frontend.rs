@@ -3,23 +3,28 @@
 use std::io;
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::path::Path;
+use std::sync::Arc;
 
 use rustix::net::{AddressFamily, SocketAddrUnix, SocketFlags, SocketType};
+use rustix::process::{Pid, getpid};
+use unirdma_mem::fds::Known;
 use vhost::vhost_user::message::{FrontendReq, VhostUserProtocolFeatures as Proto};
 use zerocopy::IntoBytes;
 
 use crate::backend::Refusal;
 use crate::memory::RegionDesc;
-use crate::msg::{self, NEED_REPLY, REPLY, Receiver};
+use crate::msg::{self, MAX_PAYLOAD, Message, NEED_REPLY, REPLY, Receiver};
 use crate::{VHOST_USER_F_PROTOCOL_FEATURES, VIRTIO_F_VERSION_1};
 
-/// A connection to a vRNIC, frontend side. Calls block until the virtual layer has answered.
+/// A connection to a vRNIC, frontend side. Calls block until the virtual layer has answered, and fail with `EBADF` once
+/// the program has closed the socket, and with `ECHILD` in a process that was forked off.
 pub struct Frontend {
-    sock: OwnedFd,
+    sock: Arc<Known>,
+    pid: Pid,
     rx: Receiver,
 }
 
-fn refused(what: FrontendReq, code: &[u8]) -> io::Error {
+fn refused(what: impl std::fmt::Debug, code: &[u8]) -> io::Error {
     if code == (Refusal::TooManyUsers as u64).to_ne_bytes() {
         return io::Error::from_raw_os_error(Refusal::TooManyUsers as i32);
     }
@@ -34,7 +39,7 @@ impl Frontend {
     pub fn connect(path: &Path) -> io::Result<Self> {
         let sock = rustix::net::socket_with(AddressFamily::UNIX, SocketType::STREAM, SocketFlags::CLOEXEC, None)?;
         rustix::net::connect(&sock, &SocketAddrUnix::new(path)?)?;
-        let mut f = Frontend { sock, rx: Receiver::default() };
+        let mut f = Frontend { sock: Arc::new(Known::new(sock)?), pid: getpid(), rx: Receiver::default() };
         f.tell(FrontendReq::SET_OWNER, &[], &[], false)?;
         let features = f.ask_u64(FrontendReq::GET_FEATURES)?;
         let wanted = VIRTIO_F_VERSION_1 | VHOST_USER_F_PROTOCOL_FEATURES;
@@ -49,8 +54,8 @@ impl Frontend {
     }
 
     /// The socket: it hangs up when the virtual layer goes.
-    pub fn socket(&self) -> BorrowedFd<'_> {
-        self.sock.as_fd()
+    pub fn socket(&self) -> &Arc<Known> {
+        &self.sock
     }
 
     /// Sends a request; with `wait`, until it is acknowledged.
@@ -58,18 +63,26 @@ impl Frontend {
     /// # Errors
     /// `InvalidInput` if it was refused, `EUSERS` if the device has too many users, or those of the socket.
     pub fn tell(&mut self, req: FrontendReq, payload: &[u8], fds: &[BorrowedFd<'_>], wait: bool) -> io::Result<()> {
-        msg::send(self.sock.as_fd(), req as u32, if wait { NEED_REPLY } else { 0 }, payload, fds)?;
+        self.send(req as u32, if wait { NEED_REPLY } else { 0 }, payload, fds)?;
         if !wait {
             return Ok(());
         }
-        let code = self.answer(req)?;
+        let code = self.answer(req as u32)?.payload;
         if code == 0u64.to_ne_bytes() { Ok(()) } else { Err(refused(req, &code)) }
     }
 
-    fn answer(&mut self, req: FrontendReq) -> io::Result<Vec<u8>> {
+    fn send(&self, request: u32, flags: u32, payload: &[u8], fds: &[BorrowedFd<'_>]) -> io::Result<()> {
+        // The stream is the parent's also where no fork handler has run.
+        if getpid() != self.pid {
+            return Err(rustix::io::Errno::CHILD.into());
+        }
+        msg::send(self.sock.get()?, request, flags, payload, fds)
+    }
+
+    fn answer(&mut self, request: u32) -> io::Result<Message> {
         loop {
             match self.rx.receive(self.sock.as_fd()) {
-                Ok(Some(m)) if m.request == req as u32 && m.flags & REPLY != 0 => return Ok(m.payload),
+                Ok(Some(m)) if m.request == request && m.flags & REPLY != 0 => return Ok(m),
                 Ok(Some(_)) => return Err(io::Error::new(io::ErrorKind::InvalidData, "unexpected answer")),
                 Ok(None) => return Err(io::ErrorKind::ConnectionAborted.into()),
                 Err(e) if e.kind() == io::ErrorKind::Interrupted => {}
@@ -79,8 +92,8 @@ impl Frontend {
     }
 
     fn ask_u64(&mut self, req: FrontendReq) -> io::Result<u64> {
-        msg::send(self.sock.as_fd(), req as u32, 0, &[], &[])?;
-        let b = self.answer(req)?;
+        self.send(req as u32, 0, &[], &[])?;
+        let b = self.answer(req as u32)?.payload;
         let b: [u8; 8] = b.try_into().map_err(|_| io::Error::from(io::ErrorKind::InvalidData))?;
         Ok(u64::from_ne_bytes(b))
     }
@@ -95,8 +108,8 @@ impl Frontend {
             p.extend_from_slice(&w.to_ne_bytes());
         }
         p.resize(12 + size, 0);
-        msg::send(self.sock.as_fd(), FrontendReq::GET_CONFIG as u32, 0, &p, &[])?;
-        let mut b = self.answer(FrontendReq::GET_CONFIG)?;
+        self.send(FrontendReq::GET_CONFIG as u32, 0, &p, &[])?;
+        let mut b = self.answer(FrontendReq::GET_CONFIG as u32)?.payload;
         if b.len() != 12 + size {
             return Err(io::ErrorKind::InvalidData.into());
         }
@@ -119,29 +132,19 @@ impl Frontend {
         self.tell(FrontendReq::REM_MEM_REG, region_payload(d).as_bytes(), &[], true)
     }
 
-    /// Sets a vring up and enables it. Addresses are this process's own.
+    /// Sets a vring up and enables it. Addresses are this process's own. Kick and call descriptors come before, if it
+    /// has any.
     ///
     /// # Errors
     /// `InvalidInput` if it was refused.
-    #[allow(clippy::too_many_arguments)]
-    pub fn set_vring(
-        &mut self,
-        index: u32,
-        size: u16,
-        desc: u64,
-        avail: u64,
-        used: u64,
-        kick: BorrowedFd<'_>,
-        call: BorrowedFd<'_>,
-    ) -> io::Result<()> {
-        self.set_vring_at(index, size, 0, desc, avail, used, kick, call)
+    pub fn set_vring(&mut self, index: u32, size: u16, desc: u64, avail: u64, used: u64) -> io::Result<()> {
+        self.set_vring_at(index, size, 0, desc, avail, used)
     }
 
     /// As [`Frontend::set_vring`], of a queue that has run before: `base` is where it stopped.
     ///
     /// # Errors
     /// `InvalidInput` if it was refused.
-    #[allow(clippy::too_many_arguments)]
     pub fn set_vring_at(
         &mut self,
         index: u32,
@@ -150,8 +153,6 @@ impl Frontend {
         desc: u64,
         avail: u64,
         used: u64,
-        kick: BorrowedFd<'_>,
-        call: BorrowedFd<'_>,
     ) -> io::Result<()> {
         use FrontendReq as R;
         let state = |num: u32| [index, num];
@@ -159,8 +160,6 @@ impl Frontend {
         self.tell(R::SET_VRING_BASE, state(base.into()).as_bytes(), &[], false)?;
         let addr = [u64::from(index), desc, used, avail, 0];
         self.tell(R::SET_VRING_ADDR, addr.as_bytes(), &[], true)?;
-        self.set_call(index, call)?;
-        self.set_kick(index, kick)?;
         self.tell(R::SET_VRING_ENABLE, state(1).as_bytes(), &[], true)
     }
 
@@ -185,9 +184,57 @@ impl Frontend {
     /// # Errors
     /// Those of the socket.
     pub fn stop_vring(&mut self, index: u32) -> io::Result<u16> {
-        msg::send(self.sock.as_fd(), FrontendReq::GET_VRING_BASE as u32, 0, [index, 0].as_bytes(), &[])?;
-        let b = self.answer(FrontendReq::GET_VRING_BASE)?;
+        self.send(FrontendReq::GET_VRING_BASE as u32, 0, [index, 0].as_bytes(), &[])?;
+        let b = self.answer(FrontendReq::GET_VRING_BASE as u32)?.payload;
         Ok(b.get(4..6).map_or(0, |n| u16::from_ne_bytes([n[0], n[1]])))
+    }
+
+    /// Opens an event channel; this end of it, at the lowest free number.
+    ///
+    /// # Errors
+    /// `EMFILE` if there are too many channels or descriptors, or those of the socket.
+    pub fn open_channel(&mut self, number: u32) -> io::Result<OwnedFd> {
+        self.send(msg::OPEN_CHANNEL, NEED_REPLY, [number, 0].as_bytes(), &[])?;
+        let mut answer = self.answer(msg::OPEN_CHANNEL)?;
+        if let Some(fd) = answer.fds.pop() {
+            return Ok(fd);
+        }
+        if answer.payload == (Refusal::TooManyUsers as u64).to_ne_bytes() {
+            return Err(refused(msg::OPEN_CHANNEL, &answer.payload));
+        }
+        // The kernel drops a descriptor that finds no number in this process.
+        if answer.payload == 0u64.to_ne_bytes() {
+            let _ = self.close_channel(number);
+        }
+        Err(rustix::io::Errno::MFILE.into())
+    }
+
+    /// Closes an event channel.
+    ///
+    /// # Errors
+    /// `InvalidInput` if it was not open, or those of the socket.
+    pub fn close_channel(&mut self, number: u32) -> io::Result<()> {
+        self.ask(msg::CLOSE_CHANNEL, [number, 0].as_bytes())
+    }
+
+    /// Gives events of a channel back, in their order.
+    ///
+    /// # Errors
+    /// `InvalidInput` if it is not open, or those of the socket.
+    pub fn return_events(&mut self, number: u32, events: &[unirdma_abi::Event]) -> io::Result<()> {
+        // The last ones first, since each message goes before what is there.
+        for some in events.rchunks(MAX_PAYLOAD / size_of::<unirdma_abi::Event>() - 1) {
+            let mut payload = [number, 0].as_bytes().to_vec();
+            payload.extend_from_slice(some.as_bytes());
+            self.ask(msg::RETURN_EVENTS, &payload)?;
+        }
+        Ok(())
+    }
+
+    fn ask(&mut self, request: u32, payload: &[u8]) -> io::Result<()> {
+        self.send(request, NEED_REPLY, payload, &[])?;
+        let code = self.answer(request)?.payload;
+        if code == 0u64.to_ne_bytes() { Ok(()) } else { Err(refused(request, &code)) }
     }
 }
 

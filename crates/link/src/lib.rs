@@ -1,22 +1,24 @@
-//! The vhost-user link: framing, the backend's protocol engine, the frontend of a process, the driver half of a split
-//! virtqueue, and descriptors that are kept in somebody else's process.
+//! The vhost-user link: framing, the backend's protocol engine, the frontend of a process, and the
+//! driver half of a split virtqueue.
 //!
 //! May depend on the device ABI, the `mem` crate, and the vhost and vm-memory crates (kept to this
 //! crate and the device crate). It must never know what a control command means, and a malformed or
 //! refused request must never end a session by itself: it is answered.
 
 mod backend;
+mod channel;
 mod driver_queue;
-pub mod fds;
 mod frontend;
 mod memory;
 mod msg;
 
 pub use backend::{Backend, Handler, Progress, Refusal, Vring};
+pub use channel::{ChannelBudget, ChannelTicket};
 pub use driver_queue::{DriverQueue, Segment};
 pub use frontend::Frontend;
 pub use memory::{MAX_REGIONS, Memory, PROCESS_LIMIT, Refused, Region, RegionBudget, RegionDesc};
-pub use msg::{MAX_FDS, MAX_PAYLOAD, Message, Receiver, send};
+pub use msg::{CLOSE_CHANNEL, MAX_FDS, MAX_PAYLOAD, Message, OPEN_CHANNEL, RETURN_EVENTS, Receiver, send};
+pub use unirdma_mem::fds;
 
 /// `VIRTIO_F_VERSION_1`.
 pub const VIRTIO_F_VERSION_1: u64 = 1 << 32;

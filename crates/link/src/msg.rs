@@ -17,6 +17,13 @@ const MAX_SKIP: usize = 1 << 20;
 pub const MAX_FDS: usize = 32;
 const HEADER: usize = 12;
 
+/// Requests that vhost-user does not have (specification, section 8.1): opens an event channel.
+pub const OPEN_CHANNEL: u32 = 0x5275_0001;
+/// Closes an event channel.
+pub const CLOSE_CHANNEL: u32 = 0x5275_0002;
+/// Gives back events that were read from a channel.
+pub const RETURN_EVENTS: u32 = 0x5275_0003;
+
 /// Header flags.
 pub(crate) const VERSION: u32 = 1;
 pub(crate) const REPLY: u32 = 4;

@@ -2,13 +2,14 @@
 
 use std::ffi::CStr;
 use std::io;
-use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
+use std::os::fd::{AsFd, BorrowedFd};
 use std::ptr::NonNull;
 use std::sync::Arc;
 
 use rustix::fs::{MemfdFlags, SealFlags};
 use rustix::mm::{MapFlags, ProtFlags};
 
+use crate::fds::Known;
 use crate::{Span, guard};
 
 /// Why a file could not be mapped.
@@ -164,7 +165,7 @@ pub fn set_size(fd: BorrowedFd<'_>, len: u64) -> rustix::io::Result<()> {
 
 /// A sealed memory file of our own, mapped here, to be shared.
 pub struct MemFd {
-    fd: OwnedFd,
+    fd: Known,
     span: Span,
 }
 
@@ -175,7 +176,8 @@ impl MemFd {
     /// Those of `memfd_create(2)`, `ftruncate(2)` (also `EFBIG` where it raises SIGXFSZ, see [`set_size`]) and `mmap(2)`.
     pub fn new(name: &CStr, len: usize) -> Result<Self, MapError> {
         let len = (len as u64).checked_next_multiple_of(page()).ok_or(MapError::BadRange)?;
-        let fd = rustix::fs::memfd_create(name, MemfdFlags::CLOEXEC | MemfdFlags::ALLOW_SEALING)?;
+        let file = rustix::fs::memfd_create(name, MemfdFlags::CLOEXEC | MemfdFlags::ALLOW_SEALING)?;
+        let fd = Known::new(file).map_err(MapError::Os)?;
         set_size(fd.as_fd(), len)?;
         rustix::fs::fcntl_add_seals(&fd, SealFlags::SHRINK | SealFlags::GROW | SealFlags::SEAL)?;
         let span = map_file(fd.as_fd(), 0, len)?;

@@ -44,7 +44,9 @@ impl Hostile {
         let (kick, call, wake) = (event(), event(), event());
         let queue = DriverQueue::new(memfd.span().sub(0, 4096).expect("span"), 4);
         let (desc, avail, used) = queue.addresses();
-        frontend.set_vring(abi::VQ_CONTROL, 4, desc, avail, used, kick.as_fd(), call.as_fd()).expect("vring");
+        frontend.set_call(abi::VQ_CONTROL, call.as_fd()).expect("call");
+        frontend.set_kick(abi::VQ_CONTROL, kick.as_fd()).expect("kick");
+        frontend.set_vring(abi::VQ_CONTROL, 4, desc, avail, used).expect("vring");
         frontend.set_kick(abi::VQ_WAKE, wake.as_fd()).expect("kick");
         Hostile { frontend, queue, memfd, kick, call, wake }
     }
@@ -74,8 +76,9 @@ impl Hostile {
     pub fn restart_control(&mut self) {
         let base = self.frontend.stop_vring(abi::VQ_CONTROL).expect("stop");
         let (d, a, u) = self.queue.addresses();
-        let (kick, call) = (self.kick.as_fd(), self.call.as_fd());
-        self.frontend.set_vring_at(abi::VQ_CONTROL, 4, base, d, a, u, kick, call).expect("vring");
+        self.frontend.set_call(abi::VQ_CONTROL, self.call.as_fd()).expect("call");
+        self.frontend.set_kick(abi::VQ_CONTROL, self.kick.as_fd()).expect("kick");
+        self.frontend.set_vring_at(abi::VQ_CONTROL, 4, base, d, a, u).expect("vring");
     }
 
     /// The control virtqueue was called since this was asked last.

@@ -45,7 +45,8 @@ fn message() -> impl Strategy<Value = Vec<u8>> {
     let word = prop_oneof![Just(0u64), Just(1), Just(u64::MAX), 0..300u64, any::<u64>(), Just(1 << 50)];
     let flags = prop_oneof![4 => Just(1u32), 4 => Just(9), 1 => any::<u32>()];
     let size = prop_oneof![8 => Just(None), 1 => any::<u32>().prop_map(Some), 1 => (0..5000u32).prop_map(Some)];
-    (0..50u32, flags, proptest::collection::vec(word, 0..8), size).prop_map(|(req, flags, words, size)| {
+    let request = prop_oneof![4 => 0..50u32, 1 => unirdma_link::OPEN_CHANNEL..unirdma_link::RETURN_EVENTS + 2];
+    (request, flags, proptest::collection::vec(word, 0..8), size).prop_map(|(req, flags, words, size)| {
         let payload: Vec<u8> = words.iter().flat_map(|w| w.to_ne_bytes()).collect();
         let head = [req, flags, size.unwrap_or(payload.len() as u32)];
         head.iter().flat_map(|w| w.to_ne_bytes()).chain(payload).collect()
@@ -96,6 +97,64 @@ fn a_refused_request_is_answered_and_the_session_goes_on() {
     }
     assert_eq!(h.command(abi::Command::QueryDevice as u8, &[]).0, 0, "the session works as before");
     scene.check();
+}
+
+/// Channels that do not exist, channels that nobody reads, and events that no device has raised.
+#[test]
+fn event_channels_cost_their_session_only() {
+    use rustix::net::{RecvFlags, SendFlags, recv, send};
+    use rustix::process::{Resource, Rlimit, getrlimit, setrlimit};
+    // The virtual layer raises its limit as far as it may; this test reaches it.
+    let most = getrlimit(Resource::Nofile).maximum.map_or(8192, |n| n.min(8192));
+    setrlimit(Resource::Nofile, Rlimit { current: Some(most), maximum: Some(most) }).unwrap();
+    let scene = Scene::new();
+    let mut h = Hostile::new(&scene.evil);
+    let open = |h: &mut Hostile, n| h.frontend.open_channel(n).map_err(|e| e.raw_os_error());
+    for n in [abi::MAX_CHANNELS, abi::MAX_CHANNELS + 7, u32::MAX / 2, abi::CHANNEL_CONTROL - 1] {
+        assert_eq!(open(&mut h, n).unwrap_err(), Some(24), "channel {n:#x}");
+        assert!(h.frontend.close_channel(n).is_err() && h.frontend.return_events(n, &[event(1)]).is_err());
+    }
+    let last = abi::MAX_CHANNELS - 1;
+    let socket = open(&mut h, last).unwrap();
+    assert!(open(&mut h, last).is_err(), "open already");
+    // What comes back goes to whom it came from, in any number and whatever it says.
+    for i in 0..400 {
+        let many: Vec<_> = (0..250).map(|k| event(i * 250 + k)).collect();
+        if h.frontend.return_events(last, &many).is_err() {
+            break;
+        }
+    }
+    assert!(recv(&socket, &mut [0; 64][..], RecvFlags::DONTWAIT).is_ok_and(|(n, _)| n == 16));
+    // The device's end takes nothing.
+    assert!(send(&socket, &[0; 64], SendFlags::DONTWAIT | SendFlags::NOSIGNAL).is_err());
+    drop(socket);
+    h.frontend.close_channel(last).unwrap();
+    assert!(h.frontend.close_channel(last).is_err());
+    // Notifications that nobody asked for, more than the socket takes.
+    for n in [abi::CHANNEL_CONTROL, abi::CHANNEL_WAKE] {
+        let socket = open(&mut h, n).unwrap();
+        assert!(open(&mut h, n).is_err() && h.frontend.close_channel(n).is_err());
+        for _ in 0..100_000 {
+            let _ = send(&socket, &[7; 100], SendFlags::DONTWAIT | SendFlags::NOSIGNAL);
+        }
+    }
+    assert_eq!(h.command(abi::Command::QueryDevice as u8, &[]).0, 0, "the session works as before");
+    scene.check();
+    // More channels than a vRNIC may have.
+    let mut channels = Vec::new();
+    let refused = (0..abi::MAX_CHANNELS).find(|&n| open(&mut h, n).map(|fd| channels.push(fd)).is_err());
+    assert!(refused.is_some_and(|n| n > 100), "{refused:?}");
+    scene.check();
+    drop(h);
+    // They end with their session.
+    for c in channels {
+        assert_eq!(recv(&c, &mut [0; 64][..], RecvFlags::empty()).map(|(n, _)| n), Ok(0));
+    }
+    scene.check();
+}
+
+fn event(handle: u32) -> abi::Event {
+    abi::Event { kind: abi::EVENT_COMPLETION, handle, reserved: 0 }
 }
 
 #[test]

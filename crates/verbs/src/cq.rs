@@ -60,7 +60,7 @@ pub(crate) unsafe fn create(
     }
     // SAFETY: NULL or a channel of this context.
     let channel_obj = unsafe { channel.cast::<ChannelObj>().as_ref() };
-    let made = driver::Cq::create(&ctx.driver, cqe as u32, channel_obj.map(|ch| ch.slot), single_threaded);
+    let made = driver::Cq::create(&ctx.driver, cqe as u32, channel_obj.map(ChannelObj::number), single_threaded);
     trace!("ibv_create_cq({cqe}) = {:?}", made.as_ref().map(|cq| cq.cqn));
     let cq = made?;
     // SAFETY: integers, pointers, optional functions and zeroed pthread objects.
@@ -124,7 +124,7 @@ pub unsafe extern "C" fn x_ibv_destroy_cq(cq: *mut ibv_cq) -> i32 {
     // SAFETY: NULL or the CQ's channel, which lives while CQs use it.
     let channel = unsafe { obj.c.base.channel.cast::<ChannelObj>().as_ref() };
     if let Some(ch) = channel {
-        ch.forget_cq(obj.c.base.handle);
+        ch.forget_cqs(ctx);
     }
     ctx.driver.forget_async(|e| is_cq_event(e.kind) && e.handle == obj.c.base.handle);
     obj.comp_events.wait();

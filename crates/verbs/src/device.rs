@@ -2,13 +2,14 @@
 
 use std::collections::HashMap;
 use std::ffi::{CStr, c_char, c_void};
-use std::os::fd::{AsRawFd, OwnedFd};
+use std::os::fd::AsRawFd;
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex};
 
 use unirdma_abi as abi;
 use unirdma_abi::Command;
 use unirdma_driver as driver;
+use unirdma_driver::fds::Known;
 use unirdma_verbs_abi::*;
 
 use crate::cq::CqObj;
@@ -35,7 +36,7 @@ pub(crate) struct ContextObj {
     pub driver: Arc<driver::Context>,
     _device: Box<DeviceObj>,
     /// Programs hand this to others to import the device from, which then is refused: it leads nowhere.
-    _cmd: OwnedFd,
+    _cmd: Known,
     /// Objects by handle, for events.
     pub cqs: Mutex<HashMap<u32, *mut CqObj>>,
     pub qps: Mutex<HashMap<u32, *mut QpObj>>,
@@ -145,7 +146,7 @@ pub unsafe extern "C" fn x_ibv_open_device(d: *mut ibv_device) -> *mut ibv_conte
     };
     // SAFETY: the caller passes a device of the list.
     let device = new_device(unsafe { (*d.cast::<DeviceObj>()).guid });
-    let Ok(cmd) = std::fs::File::open("/dev/null").map(OwnedFd::from) else { return null(libc::ENODEV) };
+    let Ok(cmd) = Known::empty() else { return null(libc::EMFILE) };
     // SAFETY: all fields are integers, pointers, optional functions or zeroed pthread objects.
     let mut c: verbs_context = unsafe { std::mem::zeroed() };
     c.query_port = Some(query_port);

@@ -11,7 +11,7 @@ use unirdma_driver as driver;
 use unirdma_formats::AsyncEvent;
 use unirdma_verbs_abi::*;
 
-use crate::device::context;
+use crate::device::{ContextObj, context};
 use crate::trace::trace;
 use crate::{lock, null, set_errno};
 
@@ -39,19 +39,20 @@ impl Outstanding {
 #[repr(C)]
 pub(crate) struct ChannelObj {
     c: ibv_comp_channel,
-    /// Which completion event queue.
-    pub slot: u32,
-    events: Option<driver::EventSource>,
+    events: driver::EventSource,
     /// CQs that use it.
     users: Mutex<u32>,
 }
 
 impl ChannelObj {
-    /// A CQ is gone: the descriptor shall not announce its events.
-    pub fn forget_cq(&self, cqn: u32) {
-        if let Some(events) = &self.events {
-            events.retain(|e| e.handle != cqn);
-        }
+    /// Which completion event queue.
+    pub fn number(&self) -> u32 {
+        self.events.number()
+    }
+
+    /// CQs are gone: the descriptor shall not announce events of those that are not in the table.
+    pub fn forget_cqs(&self, ctx: &ContextObj) {
+        ctx.driver.forget(&self.events, |e| !lock(&ctx.cqs).contains_key(&e.handle));
     }
 
     pub fn add_user(&self, up: bool) {
@@ -64,11 +65,11 @@ pub unsafe extern "C" fn x_ibv_create_comp_channel(c: *mut ibv_context) -> *mut 
     trace!("ibv_create_comp_channel()");
     // SAFETY: the caller passes its context.
     let ctx = unsafe { context(c) };
-    match ctx.driver.open_comp_queue() {
-        Ok((slot, e)) => {
+    match ctx.driver.open_channel() {
+        Ok(events) => {
             ctx.born();
-            let c = ibv_comp_channel { context: c, fd: e.raw_fd(), refcnt: 0 };
-            Box::into_raw(Box::new(ChannelObj { c, slot, events: Some(e), users: Mutex::new(0) })).cast()
+            let c = ibv_comp_channel { context: c, fd: events.raw_fd(), refcnt: 0 };
+            Box::into_raw(Box::new(ChannelObj { c, events, users: Mutex::new(0) })).cast()
         }
         Err(e) => null(e),
     }
@@ -82,13 +83,11 @@ pub unsafe extern "C" fn x_ibv_destroy_comp_channel(ch: *mut ibv_comp_channel) -
         return libc::EBUSY;
     }
     // SAFETY: boxed in ibv_create_comp_channel; no CQ refers to it.
-    let mut obj = unsafe { Box::from_raw(ch.cast::<ChannelObj>()) };
-    if let Some(e) = obj.events.take() {
-        // SAFETY: a channel's context is open.
-        let ctx = unsafe { context(obj.c.context) };
-        ctx.driver.close_comp_queue(obj.slot, e);
-        ctx.gone();
-    }
+    let obj = unsafe { Box::from_raw(ch.cast::<ChannelObj>()) };
+    // SAFETY: a channel's context is open.
+    let ctx = unsafe { context(obj.c.context) };
+    ctx.driver.close_channel(obj.events);
+    ctx.gone();
     0
 }
 
@@ -101,9 +100,9 @@ pub unsafe extern "C" fn x_ibv_get_cq_event(
     let obj = unsafe { &*ch.cast::<ChannelObj>() };
     // SAFETY: a channel's context is open.
     let ctx = unsafe { context(obj.c.context) };
-    let Some(events) = &obj.events else { return -1 };
+    // No lock is held and nothing is to be dropped while this waits: see `EventSource::next`.
     loop {
-        let event = match events.next() {
+        let event = match obj.events.next() {
             Ok(e) => e,
             Err(e) => {
                 set_errno(e);
@@ -157,6 +156,7 @@ pub(crate) fn is_srq_event(kind: u32) -> bool {
 pub unsafe extern "C" fn x_ibv_get_async_event(c: *mut ibv_context, event: *mut ibv_async_event) -> i32 {
     // SAFETY: the caller passes its context.
     let ctx = unsafe { context(c) };
+    // No lock is held and nothing is to be dropped while this waits: see `EventSource::next`.
     loop {
         let e = match ctx.driver.next_async() {
             Ok(e) => e,

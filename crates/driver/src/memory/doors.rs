@@ -4,10 +4,12 @@
 //! the device does not copy through the process's address space. *Away*: the memory of MRs is not in the memory file for
 //! the moment of a fork, so the device leaves all MRs of this process alone.
 
-use std::os::fd::{AsFd, OwnedFd};
 use std::sync::Arc;
 
 use unirdma_mem::Bell;
+use unirdma_mem::fds::Known;
+
+use crate::context::notify;
 
 use super::clock;
 
@@ -22,24 +24,27 @@ pub(crate) struct Door {
     pub id: u64,
     pub bell: Bell,
     /// Wakes the device.
-    pub wake: Arc<OwnedFd>,
+    pub wake: Arc<Known>,
     /// The device has been given the process's address space.
     pub copies: bool,
     /// The connection: it hangs up when the virtual layer goes.
-    pub socket: Arc<OwnedFd>,
+    pub socket: Arc<Known>,
 }
 
 impl Door {
     fn is_gone(&self) -> bool {
         use rustix::event::{PollFd, PollFlags, poll};
         let now = rustix::time::Timespec { tv_sec: 0, tv_nsec: 0 };
-        let mut fds = [PollFd::new(&*self.socket, PollFlags::RDHUP)];
-        poll(&mut fds, Some(&now)).is_ok_and(|n| n > 0)
+        // A program that has closed the connection has ended the session.
+        self.socket.get().map_or(true, |socket| {
+            let mut fds = [PollFd::from_borrowed_fd(socket, PollFlags::RDHUP)];
+            poll(&mut fds, Some(&now)).is_ok_and(|n| n > 0)
+        })
     }
 
     fn set_away(&self, away: bool) {
         if self.bell.set_away(away) {
-            let _ = rustix::io::write(self.wake.as_fd(), &1u64.to_ne_bytes());
+            let _ = notify(&self.wake);
         }
     }
 }

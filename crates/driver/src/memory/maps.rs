@@ -5,7 +5,7 @@
 
 use std::os::fd::{AsFd, AsRawFd};
 
-use unirdma_link::fds::Known;
+use unirdma_mem::fds::Known;
 
 /// Longest name of a mapping that is kept.
 const NAME: usize = 264;

@@ -9,6 +9,7 @@ use std::sync::atomic::{AtomicU32, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, Once};
 
 use unirdma_mem::Bell;
+use unirdma_mem::fds::Known;
 
 use super::cover::Cover;
 use super::doors::{self, Door};
@@ -204,7 +205,7 @@ impl Moved {
     }
 
     /// A device was opened; the number of its door.
-    pub fn add_door(&mut self, bell: Bell, wake: Arc<OwnedFd>, socket: Arc<OwnedFd>) -> u64 {
+    pub fn add_door(&mut self, bell: Bell, wake: Arc<Known>, socket: Arc<Known>) -> u64 {
         self.next_door += 1;
         let id = self.next_door;
         self.doors.push(Door { id, bell, wake, copies: false, socket });

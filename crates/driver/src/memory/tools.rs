@@ -8,8 +8,8 @@ use std::os::fd::{AsFd, AsRawFd, BorrowedFd, OwnedFd};
 use std::path::Path;
 
 use rustix::fs::{MemfdFlags, SealFlags};
-use unirdma_link::fds::{Known, high};
 use unirdma_mem::ProcMem;
+use unirdma_mem::fds::{Known, high};
 
 use super::clock;
 use super::doors::Door;

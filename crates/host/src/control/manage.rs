@@ -137,6 +137,7 @@ impl Control {
             sessions: 0,
             full: false,
             budget: RegionBudget::default(),
+            channels: self.channels.for_vrnic(),
         };
         self.vrnics.insert(add.name.clone(), v);
         // Somebody may have waited for an address.

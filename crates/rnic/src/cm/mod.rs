@@ -722,7 +722,7 @@ impl Rnic {
 }
 
 fn queue_of(queue: u32) -> Result<u16> {
-    if queue < abi::MAX_COMP_QUEUES { Ok(queue as u16) } else { Err(Status::BadValue) }
+    if queue < abi::MAX_CHANNELS { Ok(queue as u16) } else { Err(Status::BadValue) }
 }
 
 /// The private data of a request, within its room.

@@ -60,10 +60,9 @@ pub(super) unsafe fn next(channel: *mut rdma_event_channel) -> Result<*mut rdma_
     // SAFETY: by the contract.
     let ch = unsafe { &*channel.cast::<EventChannelObj>() };
     loop {
-        let r: Result<abi::CmEvent, i32> = ch
-            .events
-            .next()
-            .and_then(|_| ch.ctx.driver.command(Command::CmEvent, &abi::CmEventReq { queue: ch.slot, reserved: 0 }));
+        let r: Result<abi::CmEvent, i32> = ch.events.next().and_then(|_| {
+            ch.ctx.driver.command(Command::CmEvent, &abi::CmEventReq { queue: ch.events.number(), reserved: 0 })
+        });
         match r {
             Err(libc::EIO) => return removal(channel).ok_or(libc::EIO),
             // It has gone with its identifier, or to another channel.

@@ -25,9 +25,9 @@ pub unsafe extern "C" fn x_rdma_create_event_channel() -> *mut rdma_event_channe
 
 fn create_channel() -> Result<*mut EventChannelObj, i32> {
     let (_, ctx) = shared_context()?;
-    let (slot, events) = ctx.driver.open_comp_queue()?;
+    let events = ctx.driver.open_channel()?;
     let c = rdma_event_channel { fd: events.raw_fd() };
-    Ok(Box::into_raw(Box::new(EventChannelObj { c, slot, ctx, events, stale: AtomicI32::new(0) })))
+    Ok(Box::into_raw(Box::new(EventChannelObj { c, ctx, events, stale: AtomicI32::new(0) })))
 }
 
 pub unsafe extern "C" fn x_rdma_destroy_event_channel(channel: *mut rdma_event_channel) {
@@ -35,7 +35,7 @@ pub unsafe extern "C" fn x_rdma_destroy_event_channel(channel: *mut rdma_event_c
     if !channel.is_null() {
         // SAFETY: boxed in create_channel, given back once.
         let obj = unsafe { Box::from_raw(channel.cast::<EventChannelObj>()) };
-        obj.ctx.driver.close_comp_queue(obj.slot, obj.events);
+        obj.ctx.driver.close_channel(obj.events);
     }
 }
 
@@ -67,7 +67,7 @@ pub(super) unsafe fn create(
     let sync = channel.is_null();
     let channel = if sync { create_channel()?.cast() } else { channel };
     // SAFETY: a channel of this library.
-    let slot = unsafe { (*channel.cast::<EventChannelObj>()).slot };
+    let slot = unsafe { &*channel.cast::<EventChannelObj>() }.events.number();
     let made = request(CmOp::Create, 0, |r| {
         (r.port_space, r.queue) = (u16::try_from(ps).unwrap_or(0), slot);
         r.option = if [QPT_XRC_SEND, QPT_XRC_RECV].contains(&qp_type) { CM_XRC } else { 0 };
@@ -153,7 +153,7 @@ pub(super) unsafe fn migrate(obj: &mut IdObj, channel: *mut rdma_event_channel) 
     }
     let new = if sync { create_channel()?.cast() } else { channel };
     // SAFETY: a channel of this library.
-    let slot = unsafe { (*new.cast::<EventChannelObj>()).slot };
+    let slot = unsafe { &*new.cast::<EventChannelObj>() }.events.number();
     match request(CmOp::Migrate, obj.handle, |r| r.queue = slot) {
         // SAFETY: an identifier's channel lives as long as it.
         Ok(r) => unsafe { &*obj.c.channel.cast::<EventChannelObj>() }.discard(r.dropped),

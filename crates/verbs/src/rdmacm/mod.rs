@@ -78,7 +78,6 @@ fn shared_context() -> Result<(*mut ibv_context, &'static ContextObj), i32> {
 #[repr(C)]
 pub(crate) struct EventChannelObj {
     c: rdma_event_channel,
-    slot: u32,
     ctx: &'static ContextObj,
     events: driver::EventSource,
     /// Units of `events` whose event has gone with its identifier, or to another channel.

@@ -22,10 +22,10 @@ fn bases(limit: u64) -> [RawFd; 5] {
 }
 
 /// Moves a descriptor to a high number: never 0 to 2, close-on-exec, and below 1024 while there is room, since a program may
-/// pass it to `select(2)`. The old number is closed.
+/// pass it to `select(2)`. The old number is closed; it stays if it is the last that the process may have.
 ///
 /// # Errors
-/// `EMFILE` if no number is free. The descriptor is closed then.
+/// `EMFILE` if no number from 3 on is free. The descriptor is closed then.
 pub fn high(fd: OwnedFd) -> io::Result<OwnedFd> {
     let mut last = Err(rustix::io::Errno::MFILE);
     for base in bases(getrlimit(Resource::Nofile).current.unwrap_or(u64::MAX)) {
@@ -34,7 +34,14 @@ pub fn high(fd: OwnedFd) -> io::Result<OwnedFd> {
             break;
         }
     }
-    Ok(last?)
+    match last {
+        // A number that suits is as good as another one.
+        Err(rustix::io::Errno::MFILE) if fd.as_raw_fd() >= STANDARD => {
+            rustix::io::fcntl_setfd(&fd, rustix::io::FdFlags::CLOEXEC)?;
+            Ok(fd)
+        }
+        other => Ok(other?),
+    }
 }
 
 /// A descriptor, and which open file it is. It is given back when it is dropped, if it is still that file.
@@ -59,6 +66,14 @@ impl Known {
         Ok(Known { fd: ManuallyDrop::new(fd), dev: stat.st_dev, ino: stat.st_ino })
     }
 
+    /// An empty file that is no other's.
+    ///
+    /// # Errors
+    /// Those of `memfd_create(2)`.
+    pub fn empty() -> io::Result<Self> {
+        Known::new(rustix::fs::memfd_create(c"unirdma", rustix::fs::MemfdFlags::CLOEXEC)?)
+    }
+
     /// True while the number is the file that it was at first.
     pub fn still_ours(&self) -> bool {
         rustix::fs::fstat(&*self.fd).is_ok_and(|s| (s.st_dev, s.st_ino) == (self.dev, self.ino))
@@ -70,6 +85,19 @@ impl Known {
     /// `EBADF` if the program has closed it.
     pub fn get(&self) -> io::Result<BorrowedFd<'_>> {
         if self.still_ours() { Ok(self.fd.as_fd()) } else { Err(rustix::io::Errno::BADF.into()) }
+    }
+}
+
+impl Known {
+    /// Puts another file in the place of this one, under the same number; not if the program has done so already.
+    pub fn replace(&mut self, with: OwnedFd) {
+        if !self.still_ours() {
+            return;
+        }
+        let place = rustix::io::dup3(&with, &mut self.fd, rustix::io::DupFlags::CLOEXEC);
+        if let (Ok(()), Ok(stat)) = (place, rustix::fs::fstat(&with)) {
+            (self.dev, self.ino) = (stat.st_dev, stat.st_ino);
+        }
     }
 }
 
@@ -95,7 +123,7 @@ impl Drop for Known {
     }
 }
 
-#[cfg(test)]
+#[cfg(all(test, not(loom)))]
 mod tests {
     use super::*;
     use rustix::net::{AddressFamily, SocketFlags, SocketType, socketpair};

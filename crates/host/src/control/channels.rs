@@ -1,0 +1,134 @@
+//! The event channels of sessions: sockets by which a process gets events and calls, and notifies the device.
+//!
+//! Both ends are made here, and the process is given one of them. So nothing that a process does to its end, such as
+//! making it block or changing the size of its buffer, is done to ours, and a write to our end never waits.
+
+use std::os::fd::{BorrowedFd, OwnedFd};
+use std::sync::Arc;
+
+use rustix::event::epoll;
+use rustix::net::{AddressFamily, Shutdown, SocketFlags, SocketType, shutdown, socketpair};
+use rustix::process::{Resource, Rlimit, getrlimit, setrlimit};
+use unirdma_abi as abi;
+use unirdma_device::queue_of_channel;
+use unirdma_link::ChannelBudget;
+
+use super::{Conn, Control};
+
+/// Keys of the channels that notify, among those of vrings.
+pub(super) const CONTROL: usize = abi::NUM_QUEUES as usize;
+pub(super) const WAKE: usize = CONTROL + 1;
+
+/// Tokens of event channels in the control thread's epoll set: this bit, the session, the event queue.
+const TOKEN: u64 = 1 << 63;
+const INDEX_BITS: u32 = 20;
+const _: () = assert!(abi::VQ_COMP_FIRST + abi::MAX_CHANNELS < 1 << INDEX_BITS);
+
+fn token(session: u64, index: u32) -> u64 {
+    TOKEN | session << INDEX_BITS | u64::from(index)
+}
+
+/// Session and event queue of a token, if it is one of an event channel.
+pub(super) fn of_token(token: u64) -> Option<(u64, u32)> {
+    let mask = (1 << INDEX_BITS) - 1;
+    (token & TOKEN != 0).then_some(((token & !TOKEN) >> INDEX_BITS, (token & mask) as u32))
+}
+
+/// The budget of all vRNICs, by the descriptors that this process may open.
+pub(super) fn budget() -> ChannelBudget {
+    let limit = getrlimit(Resource::Nofile).current.and_then(|n| usize::try_from(n).ok());
+    ChannelBudget::of_host(limit.unwrap_or(usize::MAX))
+}
+
+/// Lets this process open as many descriptors as it may.
+pub(crate) fn raise_limit() {
+    let limit = getrlimit(Resource::Nofile);
+    let raised = setrlimit(Resource::Nofile, Rlimit { current: limit.maximum, maximum: limit.maximum });
+    if let Err(error) = raised {
+        tracing::debug!(%error, "the limit on descriptors stays as it is");
+    }
+}
+
+/// A pair of sockets: ours, and that of the process.
+fn pair(kind: SocketType) -> Result<(OwnedFd, OwnedFd), String> {
+    socketpair(AddressFamily::UNIX, kind, SocketFlags::CLOEXEC, None).map_err(|e| e.to_string())
+}
+
+/// Opens channel `number`; the end of the process.
+pub(super) fn open(conn: &mut Conn, number: u32) -> Result<OwnedFd, String> {
+    let key = match number {
+        abi::CHANNEL_CONTROL => CONTROL,
+        abi::CHANNEL_WAKE => WAKE,
+        _ => return open_events(conn, number),
+    };
+    if conn.kicks.contains_key(&key) || conn.changed.contains_key(&key) {
+        return Err("the channel is open already".into());
+    }
+    let (ours, theirs) = pair(SocketType::STREAM)?;
+    let ours = Arc::new(ours);
+    if key == WAKE {
+        conn.device.events().set_wake(Some(ours.clone()));
+    } else {
+        conn.device.set_control_channel(Some(ours.clone()));
+    }
+    conn.changed.insert(key, Some(ours));
+    Ok(theirs)
+}
+
+fn open_events(conn: &Conn, number: u32) -> Result<OwnedFd, String> {
+    let index = queue_of_channel(number).ok_or_else(|| format!("there is no channel {number:#x}"))?;
+    let ticket = conn.channels.take().ok_or("this vRNIC or this host has too many event channels")?;
+    let (ours, theirs) = pair(SocketType::SEQPACKET)?;
+    // Nothing comes by it.
+    shutdown(&ours, Shutdown::Read).map_err(|e| e.to_string())?;
+    // Nothing is watched for until the socket is full, and then for one event.
+    let once = epoll::EventFlags::ONESHOT;
+    let token = token(conn.id, index);
+    epoll::add(&conn.epoll, &ours, epoll::EventData::new_u64(token), once).map_err(|e| e.to_string())?;
+    let epoll = conn.epoll.clone();
+    let on_room = move |fd: BorrowedFd<'_>| {
+        let _ = epoll::modify(&epoll, fd, epoll::EventData::new_u64(token), epoll::EventFlags::OUT | once);
+    };
+    conn.device.events().open_channel(index, ours, ticket, Box::new(on_room))?;
+    Ok(theirs)
+}
+
+/// Closes channel `number`. Those that notify close with the session.
+pub(super) fn close(conn: &Conn, number: u32) -> Result<(), String> {
+    let index = queue_of_channel(number).ok_or_else(|| format!("channel {number:#x} cannot be closed"))?;
+    conn.device.events().close_channel(index)
+}
+
+/// Puts events back before all others of a channel.
+pub(super) fn give_back(conn: &Conn, number: u32, events: &[u8]) -> Result<(), String> {
+    let index = queue_of_channel(number).ok_or_else(|| format!("there is no channel {number:#x}"))?;
+    conn.device.events().give_back(index, events)
+}
+
+impl Control {
+    /// A channel that was full has room again.
+    pub(super) fn on_room(&mut self, session: u64, index: u32) {
+        if let Some(s) = self.sessions.get(&session) {
+            s.conn.device.events().on_room(index);
+        }
+    }
+}
+
+/// True of what wakes the pollers.
+pub(super) fn wakes(vring: usize) -> bool {
+    [abi::VQ_WAKE as usize, WAKE].contains(&vring)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_token_names_session_and_queue() {
+        let last = abi::VQ_COMP_FIRST + abi::MAX_CHANNELS - 1;
+        for (session, index) in [(1, abi::VQ_ASYNC), (77, last), (1 << 40, 3)] {
+            assert_eq!(of_token(token(session, index)), Some((session, index)));
+        }
+        assert_eq!(of_token(77), None);
+    }
+}
