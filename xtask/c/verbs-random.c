@@ -774,7 +774,7 @@ static void connections(void)
 		break;
 	case 14:
 		last = "rdma_join_multicast";
-		dst.sin_addr.s_addr = inet_addr("239.1.2.3");
+		dst.v4.sin_addr.s_addr = inet_addr("239.1.2.3");
 		minus(rnd(2) ? rdma_join_multicast(id, (void *)&dst, NULL) : rdma_leave_multicast(id, (void *)&dst));
 		rdma_get_src_port(id);
 		rdma_get_dst_port(id);
