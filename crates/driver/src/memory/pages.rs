@@ -425,16 +425,49 @@ pub(crate) fn punch(file: RawFd, off: u64, len: u64) {
     }
 }
 
-/// The next range of the memory file in `[off, end)` that has data.
-fn next_data(file: RawFd, off: u64, end: u64) -> Option<(u64, u64)> {
-    // SAFETY: moves the file's position, which nobody uses.
-    let seek = |at: u64, whence: i32| unsafe { libc::syscall(libc::SYS_lseek, file, at, whence) };
-    let first = seek(off, libc::SEEK_DATA);
-    if first < 0 || first as u64 >= end {
-        return None;
+/// Finds where the memory file has data. It remembers the last range, since the kernel counts all of its pages to find
+/// where it ends.
+struct Data {
+    file: RawFd,
+    known: (u64, u64),
+}
+
+impl Data {
+    fn new(file: RawFd) -> Self {
+        Data { file, known: (0, 0) }
     }
-    let last = seek(first as u64, libc::SEEK_HOLE);
-    Some((first as u64, if last < 0 { end } else { (last as u64).min(end) }))
+
+    /// The next range in `[off, end)` that has data.
+    fn next(&mut self, off: u64, end: u64) -> Option<(u64, u64)> {
+        if off >= end {
+            return None;
+        }
+        if !(self.known.0 <= off && off < self.known.1) {
+            // SAFETY: moves the file's position, which nobody uses.
+            let seek = |at: u64, whence: i32| unsafe { libc::syscall(libc::SYS_lseek, self.file, at, whence) };
+            let first = seek(off, libc::SEEK_DATA);
+            if first < 0 || first as u64 >= end {
+                return None;
+            }
+            let last = seek(first as u64, libc::SEEK_HOLE);
+            self.known = (first as u64, if last < 0 { end } else { last as u64 });
+        }
+        // The range may have been found by a look that went further than this one.
+        Some((self.known.0.max(off), self.known.1.min(end)))
+    }
+
+    /// Calls `f` with each range of the shadow of `p` for which the file has data, and with its place in the file, until
+    /// it says no.
+    fn each(&mut self, p: &Place, mut f: impl FnMut(u64, u64, u64) -> bool) -> bool {
+        let mut from = p.off;
+        while let Some((data, hole)) = self.next(from, p.off + p.len) {
+            if !f(p.shadow + (data - p.off), hole - data, data) {
+                return false;
+            }
+            from = hole;
+        }
+        true
+    }
 }
 
 /// Makes a range that the memory file is mapped at private memory again, with the same bytes: its shadow takes its place.
@@ -445,12 +478,13 @@ fn next_data(file: RawFd, off: u64, end: u64) -> Option<(u64, u64)> {
 /// `p.at` is a mapping of the memory file at `p.off`, and `p.shadow` its shadow. Signals are held. Without a userfaultfd
 /// there is no other thread.
 pub(crate) unsafe fn give_back(h: &Hands<'_>, p: &Place, prot: i32) -> u64 {
-    let mut done = 0;
+    let (mut done, mut data) = (0, Data::new(h.file));
     while done < p.len {
         let part = p.part(done, p.len - done);
-        let (n, hole) = step_back(h, &part);
+        let (n, hole) = step_back(h, &mut data, &part);
         // SAFETY: a part of the caller's range.
-        let placed = doors::begin_move(h.doors) && unsafe { give_back_piece(h, &part.part(0, n), prot, hole) };
+        let placed =
+            doors::begin_move(h.doors) && unsafe { give_back_piece(h, &mut data, &part.part(0, n), prot, hole) };
         doors::end_move(h.doors);
         if !placed {
             break;
@@ -462,21 +496,21 @@ pub(crate) unsafe fn give_back(h: &Hands<'_>, p: &Place, prot: i32) -> u64 {
 
 /// Bytes that are given back at once, and whether all of them are a hole so large that protecting each of its pages costs
 /// more than it is worth while there is one thread.
-fn step_back(h: &Hands<'_>, p: &Place) -> (u64, bool) {
+fn step_back(h: &Hands<'_>, data: &mut Data, p: &Place) -> (u64, bool) {
     let window = (STEP - p.at % STEP).min(p.len);
     if h.threads {
         return (window, false);
     }
-    let first = next_data(h.file, p.off, p.off + p.len).map_or(p.len, |d| d.0 - p.off);
+    let first = data.next(p.off, p.off + p.len).map_or(p.len, |d| d.0 - p.off);
     if first > LARGE_HOLE { (first, true) } else { (window, false) }
 }
 
-unsafe fn give_back_piece(h: &Hands<'_>, p: &Place, prot: i32, hole: bool) -> bool {
+unsafe fn give_back_piece(h: &Hands<'_>, data: &mut Data, p: &Place, prot: i32, hole: bool) -> bool {
     let locked = is_locked(p.at);
     let stops = h.uffd.filter(|u| u.protects && !hole && (u.full || h.threads));
     if stops.is_some() {
         // Pages are found while nobody waits yet.
-        each_data(h, p, |at, len, _| {
+        data.each(p, |at, len, _| {
             // SAFETY: the shadow is ours.
             unsafe { sys_madvise(at, len, MADV_POPULATE_WRITE) };
             true
@@ -491,7 +525,7 @@ unsafe fn give_back_piece(h: &Hands<'_>, p: &Place, prot: i32, hole: bool) -> bo
             return false;
         }
     }
-    let filled = each_data(h, p, |at, len, off| read_file(h.file, at, len, off));
+    let filled = data.each(p, |at, len, off| read_file(h.file, at, len, off));
     // SAFETY: the shadow is ours until it takes the range's place, at once and with the same bytes.
     let placed = filled
         && unsafe {
@@ -517,18 +551,6 @@ unsafe fn give_back_piece(h: &Hands<'_>, p: &Place, prot: i32, hole: bool) -> bo
         if placed { u.wake(p.at, p.len) } else { u.forget(p.at, p.len) }
     }
     placed
-}
-
-/// Calls `f` with each range of the shadow for which the file has data, and with its place in the file, until it says no.
-fn each_data(h: &Hands<'_>, p: &Place, mut f: impl FnMut(u64, u64, u64) -> bool) -> bool {
-    let mut from = p.off;
-    while let Some((data, hole)) = next_data(h.file, from, p.off + p.len) {
-        if !f(p.shadow + (data - p.off), hole - data, data) {
-            return false;
-        }
-        from = hole;
-    }
-    true
 }
 
 /// A fresh private mapping, as the shadow of memory that had none: a mapping that the program has made longer.
