@@ -165,6 +165,29 @@ static void cancellation(void)
 	rdma_destroy_ep(listener);
 }
 
+static void *wait_on(void *channel)
+{
+	struct rdma_cm_event *event;
+
+	rdma_get_cm_event(channel, &event);
+	return NULL;
+}
+
+/* A thread that waits on a channel while it is destroyed waits on: close(2) wakes nobody, and programs exit on errors. */
+static void destroyed_meanwhile(void)
+{
+	struct rdma_event_channel *c = rdma_create_event_channel();
+	pthread_t t;
+	void *r;
+
+	CHECK(c && !pthread_create(&t, NULL, wait_on, c));
+	usleep(PAUSE_US);
+	rdma_destroy_event_channel(c);
+	usleep(PAUSE_US);
+	CHECK(pthread_tryjoin_np(t, &r) == EBUSY);
+	CHECK(!pthread_cancel(t) && !pthread_join(t, &r) && r == PTHREAD_CANCELED);
+}
+
 /* --- signals --- */
 
 static void on_signal(int unused)
@@ -381,6 +404,7 @@ int main(void)
 	CHECK(channel->fd > 2 && cm->fd > 2 && ctx->async_fd > 2 && ctx->cmd_fd > 2 && fcntl(0, F_GETFD) < 0);
 	s = make_source();
 	cancellation();
+	destroyed_meanwhile();
 	interruption(&s);
 	polling(&s);
 	stale_events();

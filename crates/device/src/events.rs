@@ -11,6 +11,7 @@ use std::mem::MaybeUninit;
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::sync::{Arc, Mutex};
 
+use rustix::event::{PollFd, PollFlags};
 use rustix::net::{RecvAncillaryBuffer, RecvAncillaryMessage, RecvFlags, SendFlags, recvmsg};
 use unirdma_abi as abi;
 use unirdma_link::ChannelTicket;
@@ -28,8 +29,9 @@ const MAX_PENDING_OF_SESSION: usize = 262_144;
 /// Most descriptors of one message on a socket (`SCM_MAX_FD` of the kernel).
 const MAX_DESCRIPTORS: usize = 253;
 
-/// What is asked to call [`EventQueues::on_room`] once a descriptor can be written to.
-pub type OnRoom = Box<dyn Fn(BorrowedFd<'_>) + Send>;
+/// What is asked to call [`EventQueues::on_room`] once the other end of a socket is closed, and, if the flag says so, once
+/// it can be written to.
+pub type OnRoom = Box<dyn Fn(BorrowedFd<'_>, bool) + Send>;
 
 /// The device's end of an event channel. The driver's end is another file, so that no flag and no buffer size that a
 /// driver sets is this end's.
@@ -56,6 +58,9 @@ struct Inner {
     queues: HashMap<u32, EventQueue>,
     /// Events that wait on all queues.
     pending: usize,
+    /// Channels that were closed while a thread of the driver's program waits on them, by their queues. That thread waits on,
+    /// as it would for a kernel, so this end stays open as long as the other one.
+    closing: Vec<(u32, Channel)>,
 }
 
 /// The event queues of a session. Shared by the threads that drain the RNIC's outputs.
@@ -102,6 +107,12 @@ pub fn queue_of_channel(number: u32) -> Option<u32> {
 }
 
 impl Channel {
+    fn is_hung_up(&self) -> bool {
+        let mut fds = [PollFd::new(&self.fd, PollFlags::empty())];
+        let now = rustix::time::Timespec { tv_sec: 0, tv_nsec: 0 };
+        rustix::event::poll(&mut fds, Some(&now)).is_ok() && fds[0].revents().contains(PollFlags::HUP)
+    }
+
     /// Sends as many events as there is room for.
     fn flush(&mut self, pending: &mut VecDeque<abi::Event>) {
         while !self.full
@@ -113,7 +124,7 @@ impl Channel {
                 Err(rustix::io::Errno::INTR) => {}
                 Err(rustix::io::Errno::AGAIN | rustix::io::Errno::NOBUFS | rustix::io::Errno::NOMEM) => {
                     self.full = true;
-                    (self.on_room)(self.fd.as_fd());
+                    (self.on_room)(self.fd.as_fd(), true);
                 }
                 // The driver has closed its end.
                 Err(_) => pending.clear(),
@@ -188,9 +199,10 @@ impl EventQueues {
         }
     }
 
-    /// There is room again on the channel of a queue.
+    /// There is room again on the channel of a queue, or the other end of it is closed.
     pub fn on_room(&self, index: u32) {
         let inner = &mut *lock(&self.inner);
+        inner.closing.retain(|(of, channel)| *of != index || !channel.is_hung_up());
         if inner.queues.get(&index).is_some_and(|q| q.channel.is_some()) {
             inner.change(index, |q| q.channel.iter_mut().for_each(|c| c.full = false));
         }
@@ -209,7 +221,7 @@ impl EventQueues {
         Ok(())
     }
 
-    /// Closes the channel of a queue; what waits on it is lost.
+    /// Closes the channel of a queue; what waits for room on it is lost.
     ///
     /// # Errors
     /// It has none.
@@ -218,7 +230,13 @@ impl EventQueues {
         if inner.queues.get(&index).is_none_or(|q| q.channel.is_none()) {
             return Err("the channel is not open".into());
         }
-        inner.remove(index);
+        if let Some(channel) = inner.remove(index).and_then(|q| q.channel) {
+            (channel.on_room)(channel.fd.as_fd(), false);
+            // Asked for first, so that an end in between is not missed.
+            if !channel.is_hung_up() {
+                inner.closing.push((index, channel));
+            }
+        }
         Ok(())
     }
 
@@ -289,6 +307,7 @@ impl EventQueues {
     pub(crate) fn clear(&self) {
         let inner = &mut *lock(&self.inner);
         inner.queues.clear();
+        inner.closing.clear();
         inner.pending = 0;
         *lock(&self.wake) = Wake::default();
     }
@@ -318,7 +337,7 @@ mod tests {
             socketpair(AddressFamily::UNIX, SocketType::SEQPACKET, SocketFlags::CLOEXEC, None).unwrap();
         let asked = Arc::new(AtomicUsize::new(0));
         let count = asked.clone();
-        let on_room = Box::new(move |_: BorrowedFd<'_>| _ = count.fetch_add(1, Ordering::Relaxed));
+        let on_room = Box::new(move |_: BorrowedFd<'_>, _| _ = count.fetch_add(1, Ordering::Relaxed));
         let queues = EventQueues::default();
         queues.open_channel(INDEX, device, ticket(), on_room).unwrap();
         Scene { queues, driver, asked }
@@ -400,11 +419,32 @@ mod tests {
         let s = scene();
         let (_driver, device) =
             socketpair(AddressFamily::UNIX, SocketType::SEQPACKET, SocketFlags::CLOEXEC, None).unwrap();
-        assert!(s.queues.open_channel(INDEX, device, ticket(), Box::new(|_| ())).is_err());
+        assert!(s.queues.open_channel(INDEX, device, ticket(), Box::new(|_, _| ())).is_err());
         s.queues.close_channel(INDEX).unwrap();
         assert!(s.queues.close_channel(INDEX).is_err());
-        let (n, _) = rustix::net::recv(&s.driver, &mut [0u8; 16][..], RecvFlags::empty()).unwrap();
-        assert_eq!(n, 0, "the driver sees that the channel is closed");
+        // A thread that waits on it waits on, until the session ends.
+        let waits = |s: &Scene| rustix::net::recv(&s.driver, &mut [0u8; 16][..], RecvFlags::DONTWAIT).map(|(n, _)| n);
+        assert_eq!(waits(&s), Err(rustix::io::Errno::AGAIN));
+        s.queues.on_room(INDEX);
+        assert_eq!((lock(&s.queues.inner).closing.len(), waits(&s)), (1, Err(rustix::io::Errno::AGAIN)));
+        s.queues.clear();
+        assert_eq!(waits(&s), Ok(0));
+    }
+
+    #[test]
+    fn a_closed_channel_is_forgotten_when_its_driver_has_closed_it() {
+        for late in [false, true] {
+            let mut s = scene();
+            let null = || std::fs::File::open("/dev/null").unwrap().into();
+            if !late {
+                s.driver = null();
+            }
+            s.queues.close_channel(INDEX).unwrap();
+            assert_eq!(lock(&s.queues.inner).closing.len(), usize::from(late));
+            s.driver = null();
+            s.queues.on_room(INDEX);
+            assert!(lock(&s.queues.inner).closing.is_empty());
+        }
     }
 
     #[test]

@@ -419,11 +419,13 @@ impl Context {
         made
     }
 
-    /// Closes an event channel.
+    /// Closes an event channel. A thread that waits on it waits on, as if the descriptor were a kernel's.
     pub fn close_channel(&self, e: EventSource) {
         // A forked child only closes its descriptor.
-        if !self.is_dead() && lock(&self.frontend).close_channel(e.number()).is_ok() {
-            lock(&self.numbers).free.push(e.number());
+        let number = e.number();
+        drop(e);
+        if !self.is_dead() && lock(&self.frontend).close_channel(number).is_ok() {
+            lock(&self.numbers).free.push(number);
         }
     }
 

@@ -86,8 +86,10 @@ fn open_events(conn: &Conn, number: u32) -> Result<OwnedFd, String> {
     let token = token(conn.id, index);
     epoll::add(&conn.epoll, &ours, epoll::EventData::new_u64(token), once).map_err(|e| e.to_string())?;
     let epoll = conn.epoll.clone();
-    let on_room = move |fd: BorrowedFd<'_>| {
-        let _ = epoll::modify(&epoll, fd, epoll::EventData::new_u64(token), epoll::EventFlags::OUT | once);
+    let on_room = move |fd: BorrowedFd<'_>, room: bool| {
+        // The end of the other side is reported always.
+        let flags = if room { epoll::EventFlags::OUT | once } else { once };
+        let _ = epoll::modify(&epoll, fd, epoll::EventData::new_u64(token), flags);
     };
     conn.device.events().open_channel(index, ours, ticket, Box::new(on_room))?;
     Ok(theirs)
@@ -106,7 +108,7 @@ pub(super) fn give_back(conn: &Conn, number: u32, events: &[u8]) -> Result<(), S
 }
 
 impl Control {
-    /// A channel that was full has room again.
+    /// A channel that was full has room again, or the process has closed its end.
     pub(super) fn on_room(&mut self, session: u64, index: u32) {
         if let Some(s) = self.sessions.get(&session) {
             s.conn.device.events().on_room(index);
