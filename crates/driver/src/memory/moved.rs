@@ -196,7 +196,7 @@ impl Moved {
 
     /// A descriptor of that file.
     pub fn file(&self) -> Option<OwnedFd> {
-        self.tools()?.file()?.try_clone_to_owned().ok()
+        tools::dup_high(self.tools()?.file()?)
     }
 
     /// Mappings of this process.

@@ -195,12 +195,18 @@ impl Tools {
             let writable = || rustix::fs::fcntl_getfl(fd).is_ok_and(|f| f.contains(rustix::fs::OFlags::RDWR));
             let memory = || rustix::fs::fstatfs(fd).is_ok_and(|s| s.f_type as u64 == 0x0102_1994);
             if FileId::of(fd) == Some(id) && writable() && memory() {
-                found = fd.try_clone_to_owned().ok();
+                found = dup_high(fd);
             }
             found.is_some()
         });
         found
     }
+}
+
+/// A copy of a descriptor, with a number that no program expects.
+pub(crate) fn dup_high(fd: BorrowedFd<'_>) -> Option<OwnedFd> {
+    const HIGH: i32 = 512;
+    rustix::io::fcntl_dupfd_cloexec(fd, HIGH).ok().or_else(|| fd.try_clone_to_owned().ok())
 }
 
 /// Calls `f` with the names in an open directory until it says true; whether it did. Opens nothing: the process may have no

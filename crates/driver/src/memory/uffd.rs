@@ -64,7 +64,12 @@ impl Uffd {
             // SAFETY: as above.
             (fd >= 0).then(|| unsafe { OwnedFd::from_raw_fd(fd) })
         };
-        let (fd, full) = match call(flags).or_else(device) {
+        let full = call(flags);
+        if full.is_none() && super::pages::last_errno() == libc::ENOSYS {
+            // A kernel without it; or valgrind, which must not be surprised by what it does not know.
+            return None;
+        }
+        let (fd, full) = match full.or_else(device) {
             Some(fd) => (fd, true),
             None => (call(flags | USER_MODE_ONLY)?, false),
         };
