@@ -332,9 +332,11 @@ mod tests {
             let mut got = 0;
             // SAFETY: the block is never used.
             while !heap.is_low() && got < 1000 {
+                // SAFETY: an allocation that is not used.
                 got += usize::from(!heap.with(|h| unsafe { h.malloc(8000, 8) }).is_null());
             }
             // The call that found it out, and those of its kind, still got what they asked for.
+            // SAFETY: as above.
             let served = (0..40).all(|_| !heap.with(|h| unsafe { h.malloc(8000, 8) }).is_null());
             limit_address_space(1 << 30);
             heap.pages.low.load(Ordering::Relaxed) && got > 0 && served && !heap.is_low() && heap.reserve().is_ok()
