@@ -202,6 +202,9 @@ static void resize(struct block *b)
 			b->mr_size[0] = b->size;
 		}
 		at = mremap(b->at, b->size, n, MREMAP_MAYMOVE);
+		/* What has grown while it was registered may be two mappings afterwards: then realloc(3) copies. */
+		if (at == MAP_FAILED && errno == EFAULT && !registered(b))
+			return;
 		if (at == MAP_FAILED) {
 			int why = errno;
 

@@ -189,8 +189,6 @@ static void huge(void)
 	before = huge_kb(p, n);
 	dereg(reg(p, n));
 	say("content: %ld pages lost; huge pages are kept: %d\n", spoiled(p, n, 1), huge_kb(p, n) >= before);
-	if (huge_kb(p, n) < before)
-		say("huge pages: %ld kB of %ld\n", huge_kb(p, n), before);
 }
 
 static void locked(void)

@@ -3,9 +3,7 @@
 use std::cell::UnsafeCell;
 use std::ops::{Deref, DerefMut};
 use std::sync::atomic::{AtomicBool, Ordering};
-use std::sync::{Mutex, MutexGuard};
-
-use crate::lock;
+use std::sync::{Mutex, MutexGuard, PoisonError};
 
 /// A value behind a mutex, or behind the program's promise that no two threads use it at a time (`ibv_alloc_td(3)`).
 pub(crate) struct QueueLock<T> {
@@ -28,7 +26,7 @@ impl<T> QueueLock<T> {
     #[inline]
     pub fn lock(&self) -> Held<'_, T> {
         if !self.alone {
-            return Held { of: self, guard: Some(lock(&self.mutex)) };
+            return Held { of: self, guard: Some(self.mutex.lock().unwrap_or_else(PoisonError::into_inner)) };
         }
         while self.used.load(Ordering::Acquire) {
             std::hint::spin_loop();

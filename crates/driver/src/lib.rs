@@ -13,8 +13,11 @@ mod events;
 pub mod heap;
 mod memory;
 mod queues;
+mod sync;
 
 pub use unirdma_mem::fds;
+
+use sync::lock;
 
 pub use arena::Block;
 pub use context::{Context, device_config, socket_path};
@@ -45,8 +48,4 @@ pub(crate) fn map_errno(e: &unirdma_mem::MapError) -> Errno {
         unirdma_mem::MapError::Os(e) => errno(e),
         _ => libc::ENOMEM,
     }
-}
-
-pub(crate) fn lock<T>(m: &std::sync::Mutex<T>) -> std::sync::MutexGuard<'_, T> {
-    m.lock().unwrap_or_else(std::sync::PoisonError::into_inner)
 }

@@ -435,9 +435,11 @@ impl Asked {
         }
         // Nothing is moved before it is known that every part can be mapped.
         let brief = guess && m.history.expects_brief(lo, hi);
+        let full = lock(&ctx.regions).is_full();
         let mut sources = Vec::with_capacity(map.len());
         for v in &map {
             match source(&m, v, brief) {
+                Ok(Source::Private) if full => return Ok(Err(Why::Limits)),
                 Ok(s) => sources.push(s),
                 Err(why) => return Ok(Err(why)),
             }

@@ -6,7 +6,7 @@
 
 use std::os::fd::OwnedFd;
 use std::sync::atomic::{AtomicU32, Ordering};
-use std::sync::{Arc, Mutex, MutexGuard, Once};
+use std::sync::{Arc, Mutex, Once};
 
 use unirdma_mem::Bell;
 use unirdma_mem::fds::Known;
@@ -16,9 +16,10 @@ use super::doors::{self, Door};
 use super::history::History;
 use super::maps::{FileId, Maps, Vma};
 use super::pages::{self, Failed, Hands, PAGE, Place};
-use super::tools::{self, Tools};
+use super::tools::{self, Advice, Tools};
 use super::{Why, clock};
 use crate::lock;
+use crate::sync::Guard;
 
 /// Parts of the program's memory that are moved at most. Each is a mapping, and a shadow is another.
 const MAX_PLACES: usize = 8192;
@@ -37,8 +38,7 @@ struct Part {
     place: Place,
     /// As the program has set it.
     prot: i32,
-    /// Left out of core dumps.
-    undumped: bool,
+    advice: Advice,
     /// Private for the moment of a fork.
     out: bool,
 }
@@ -48,11 +48,13 @@ impl Part {
         self.place.off + self.place.len
     }
 
-    /// What was left out of core dumps as private memory still is.
-    fn keep_undumped(&self) {
-        if self.undumped {
-            // SAFETY: advice about core dumps changes no contents.
-            unsafe { pages::sys_madvise(self.place.at, self.place.len, libc::MADV_DONTDUMP) };
+    /// What the program has asked for goes for the mapping of the file too.
+    fn advise(&self) {
+        let Advice { undumped, huge, not_huge } = self.advice;
+        let wanted = [(undumped, libc::MADV_DONTDUMP), (huge, libc::MADV_HUGEPAGE), (not_huge, libc::MADV_NOHUGEPAGE)];
+        for (_, advice) in wanted.iter().filter(|w| w.0) {
+            // SAFETY: such advice changes no contents.
+            unsafe { pages::sys_madvise(self.place.at, self.place.len, *advice) };
         }
     }
 
@@ -128,7 +130,7 @@ impl Drop for HoldSignals {
 
 /// The lock, with signals held.
 pub(crate) struct Held {
-    guard: MutexGuard<'static, Moved>,
+    guard: Guard<'static, Moved>,
     // Dropped after the lock.
     _signals: HoldSignals,
 }
@@ -254,7 +256,7 @@ impl Moved {
         let slot = slot.ok_or(Why::Limits)?;
         // Huge pages lie alike in the memory and in the file.
         let off = slot * SLOT + v.start % (2 << 20);
-        let undumped = self.tools.as_mut().is_some_and(|t| t.is_not_dumped(v.start));
+        let advice = self.tools.as_mut().map_or(Advice::default(), |t| t.advice(v.start));
         let Some(shadow) = pages::reserve_shadow(v.start, len) else {
             self.free_slots.push(slot);
             return Err(Why::Limits);
@@ -266,8 +268,8 @@ impl Moved {
         let taken = unsafe { pages::take(&h, &place, libc::PROT_READ | libc::PROT_WRITE) };
         let done = taken.map_or_else(|(_, done)| done, |()| len);
         if done > 0 {
-            let part = Part { place: Place { len: done, ..place }, prot: v.prot(), undumped, out: false };
-            part.keep_undumped();
+            let part = Part { place: Place { len: done, ..place }, prot: v.prot(), advice, out: false };
+            part.advise();
             let at = self.parts.partition_point(|p| p.place.off < off);
             self.parts.insert(at, part);
             self.reserve();
@@ -421,8 +423,22 @@ impl Moved {
                     // Longer than it was when it was taken.
                     next => {
                         let len = next.map_or(end, |p| p.place.off) - off;
+                        let before = self.spare.last_mut().filter(|p| {
+                            let meets = p.end() == off && p.place.at + p.place.len == at;
+                            meets && p.prot == v.prot() && p.place.shadow != 0
+                        });
+                        // SAFETY: the shadow of a part, or the end of one.
+                        let longer =
+                            |p: &Part| unsafe { pages::lengthen(p.place.shadow, p.place.len, len) }.map(|s| (s, len));
+                        if let Some(p) = before
+                            && let Some((shadow, len)) = longer(p)
+                        {
+                            (p.place.shadow, p.place.len) = (shadow, p.place.len + len);
+                            off += len;
+                            continue;
+                        }
                         let place = Place { at, len, off, shadow: 0 };
-                        Part { place, prot: v.prot(), undumped: false, out: false }
+                        Part { place, prot: v.prot(), advice: Advice::default(), out: false }
                     }
                 };
                 off += part.place.len;
@@ -548,7 +564,7 @@ impl Moved {
             part.place.shadow = shadow;
             // SAFETY: the range was made private memory in `leave_file`; signals are held.
             whole &= unsafe { pages::take(&h, &part.place, part.prot) }.is_ok();
-            part.keep_undumped();
+            part.advise();
         }
         // If some memory could not go back, its MRs would be of other bytes than the program's: they stay away, and
         // requests that need them fail.

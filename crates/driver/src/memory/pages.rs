@@ -507,7 +507,7 @@ fn step_back(h: &Hands<'_>, data: &mut Data, p: &Place) -> (u64, bool) {
 
 unsafe fn give_back_piece(h: &Hands<'_>, data: &mut Data, p: &Place, prot: i32, hole: bool) -> bool {
     let locked = is_locked(p.at);
-    let stops = h.uffd.filter(|u| u.protects && !hole && (u.full || h.threads));
+    let stops = h.uffd.filter(|u| u.protects && !hole);
     if stops.is_some() {
         // Pages are found while nobody waits yet.
         data.each(p, |at, len, _| {
@@ -551,6 +551,17 @@ unsafe fn give_back_piece(h: &Hands<'_>, data: &mut Data, p: &Place, prot: i32, 
         if placed { u.wake(p.at, p.len) } else { u.forget(p.at, p.len) }
     }
     placed
+}
+
+/// Makes a shadow longer, as the program has made its range; where it lies then. It stays one mapping, so that the range is
+/// one mapping again afterwards.
+///
+/// # Safety
+/// The range is a shadow, or the end of one.
+pub(crate) unsafe fn lengthen(shadow: u64, len: u64, by: u64) -> Option<u64> {
+    // SAFETY: moves a mapping of ours that nobody has an address of but the caller.
+    let r = unsafe { libc::syscall(libc::SYS_mremap, shadow, len, len + by, libc::MREMAP_MAYMOVE) };
+    (r != -1).then_some(r as u64)
 }
 
 /// A fresh private mapping, as the shadow of memory that had none: a mapping that the program has made longer.

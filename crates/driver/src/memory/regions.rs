@@ -27,6 +27,11 @@ impl Regions {
         self.0.len()
     }
 
+    /// True if there is no room for one more.
+    pub fn is_full(&self) -> bool {
+        self.len() >= MAX_SHARED
+    }
+
     fn find(&mut self, file: FileId, off: u64, len: u64) -> Option<(Key, &mut Region)> {
         let (&key, r) = self.0.range_mut(..=(file, off)).next_back()?;
         (key.0 == file && off - key.1 <= r.desc.size && len <= r.desc.size - (off - key.1)).then_some((key, r))

@@ -29,14 +29,40 @@ pub(crate) struct Tools {
     mover: Option<Mover>,
     tasks: Option<Known>,
     fds: Option<Known>,
-    dumps: Dumps,
+    advised: Advised,
 }
 
-/// Memory that core dumps leave out, and until when to believe that.
+/// What `madvise(2)` was told of a range, as far as the mapping of a file can have it too.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub(crate) struct Advice {
+    /// Left out of core dumps.
+    pub undumped: bool,
+    pub huge: bool,
+    pub not_huge: bool,
+}
+
+/// Where the program has given advice, and until when to believe that.
 #[derive(Default)]
-struct Dumps {
+struct Advised {
     until_ns: u64,
-    ranges: Vec<(u64, u64)>,
+    ranges: Vec<(u64, u64, Advice)>,
+}
+
+fn advised() -> Option<Vec<(u64, u64, Advice)>> {
+    let text = std::fs::read("/proc/self/smaps").ok()?;
+    let (mut ranges, mut current) = (Vec::new(), None);
+    for line in text.split(|&b| b == b'\n') {
+        if let Some(flags) = line.strip_prefix(b"VmFlags:") {
+            let has = |name: &[u8]| flags.split(|&b| b == b' ').any(|f| f == name);
+            let advice = Advice { undumped: has(b"dd"), huge: has(b"hg"), not_huge: has(b"nh") };
+            if let Some((start, end)) = current.filter(|_| advice != Advice::default()) {
+                ranges.push((start, end, advice));
+            }
+        } else if let Some(v) = Vma::parse(line) {
+            current = Some((v.start, v.end));
+        }
+    }
+    Some(ranges)
 }
 
 /// Time that this thread has run, whatever else the machine does.
@@ -47,21 +73,6 @@ fn thread_ns() -> u64 {
 
 /// A look at `/proc/self/smaps` that takes less than this is taken each time.
 const SHORT_LOOK_NS: u64 = 1_000_000;
-
-fn undumped() -> Option<Vec<(u64, u64)>> {
-    let text = std::fs::read("/proc/self/smaps").ok()?;
-    let (mut ranges, mut current) = (Vec::new(), None);
-    for line in text.split(|&b| b == b'\n') {
-        if let Some(flags) = line.strip_prefix(b"VmFlags:") {
-            if flags.split(|&b| b == b' ').any(|f| f == b"dd") {
-                ranges.extend(current);
-            }
-        } else if let Some(v) = Vma::parse(line) {
-            current = Some((v.start, v.end));
-        }
-    }
-    Some(ranges)
-}
 
 struct Mover {
     file: Known,
@@ -110,7 +121,7 @@ impl Tools {
             mover: Mover::open(),
             tasks: open("/proc/self/task"),
             fds: open("/proc/self/fd"),
-            dumps: Dumps::default(),
+            advised: Advised::default(),
         }
     }
 
@@ -160,16 +171,16 @@ impl Tools {
         })
     }
 
-    /// True if memory at `at` is left out of core dumps (MADV_DONTDUMP). Only `/proc/self/smaps` says so, and it takes long
-    /// where much memory is: then what it said stays good for a while.
-    pub fn is_not_dumped(&mut self, at: u64) -> bool {
-        if clock() >= self.dumps.until_ns {
+    /// What the program has asked for at `at`. Only `/proc/self/smaps` says so, and it takes long where much memory is: then
+    /// what it said stays good for a while.
+    pub fn advice(&mut self, at: u64) -> Advice {
+        if clock() >= self.advised.until_ns {
             let before = thread_ns();
-            self.dumps.ranges = undumped().unwrap_or_default();
+            self.advised.ranges = advised().unwrap_or_default();
             let cost = thread_ns() - before;
-            self.dumps.until_ns = if cost < SHORT_LOOK_NS { 0 } else { clock() + cost * 20 };
+            self.advised.until_ns = if cost < SHORT_LOOK_NS { 0 } else { clock() + cost * 20 };
         }
-        self.dumps.ranges.iter().any(|r| r.0 <= at && at < r.1)
+        self.advised.ranges.iter().find(|r| r.0 <= at && at < r.1).map_or(Advice::default(), |r| r.2)
     }
 
     /// True if the process has a descriptor by which the kernel may hold pages of it: io_uring or AF_XDP.
