@@ -202,8 +202,8 @@ static void resize(struct block *b)
 			b->mr_size[0] = b->size;
 		}
 		at = mremap(b->at, b->size, n, MREMAP_MAYMOVE);
-		/* What has grown while it was registered may be two mappings afterwards: then realloc(3) copies. */
-		if (at == MAP_FAILED && errno == EFAULT && !registered(b))
+		/* Parts that were registered at different times may be different mappings: then realloc(3) copies. */
+		if (at == MAP_FAILED && errno == EFAULT)
 			return;
 		if (at == MAP_FAILED) {
 			int why = errno;

@@ -507,7 +507,8 @@ fn step_back(h: &Hands<'_>, data: &mut Data, p: &Place) -> (u64, bool) {
 
 unsafe fn give_back_piece(h: &Hands<'_>, data: &mut Data, p: &Place, prot: i32, hole: bool) -> bool {
     let locked = is_locked(p.at);
-    let stops = h.uffd.filter(|u| u.protects && !hole);
+    // A fork of a program with one thread has nobody to stop but peers, whose system calls would fail.
+    let stops = h.uffd.filter(|u| u.protects && !hole && (u.full || h.threads || !h.after_fork));
     if stops.is_some() {
         // Pages are found while nobody waits yet.
         data.each(p, |at, len, _| {

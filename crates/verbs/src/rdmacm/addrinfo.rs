@@ -17,7 +17,8 @@ const QPT_UD: i32 = 4;
 /// How long the address of a peer is looked for, milliseconds.
 const RESOLVE_MS: i32 = 2000;
 
-/// A socket address on the heap, as `rdma_freeaddrinfo` gives it back.
+/// A socket address in memory of malloc(3), since programs put addresses of their own into the structure (libfabric does),
+/// and `rdma_freeaddrinfo` gives all of them to free(3).
 ///
 /// # Safety
 /// `a` holds `len` bytes, or is NULL.
@@ -25,12 +26,14 @@ unsafe fn copy(a: *const libc::sockaddr, len: u32) -> *mut libc::sockaddr {
     if a.is_null() || len == 0 {
         return std::ptr::null_mut();
     }
-    // SAFETY: all zero is valid.
-    let mut storage: Box<libc::sockaddr_storage> = Box::new(unsafe { std::mem::zeroed() });
+    // SAFETY: zeroed memory for any address.
+    let storage = unsafe { libc::calloc(1, size_of::<libc::sockaddr_storage>()) };
     let n = (len as usize).min(size_of::<libc::sockaddr_storage>());
-    // SAFETY: by the contract.
-    unsafe { std::ptr::copy_nonoverlapping(a.cast::<u8>(), std::ptr::from_mut(&mut *storage).cast(), n) };
-    Box::into_raw(storage).cast()
+    if !storage.is_null() {
+        // SAFETY: by the contract, and there is room.
+        unsafe { std::ptr::copy_nonoverlapping(a.cast::<u8>(), storage.cast(), n) };
+    }
+    storage.cast()
 }
 
 pub unsafe extern "C" fn x_rdma_getaddrinfo(
@@ -90,9 +93,7 @@ pub unsafe extern "C" fn x_rdma_getaddrinfo(
                 } else {
                     (&mut new.ai_dst_addr, &mut new.ai_dst_len)
                 };
-                if !to.is_null() {
-                    drop(Box::from_raw(to.cast::<libc::sockaddr_storage>()));
-                }
+                libc::free(to.cast());
                 (*to, *len) = (copy(f.ai_addr, f.ai_addrlen), f.ai_addrlen);
                 new.ai_family = f.ai_family;
             }
@@ -120,9 +121,7 @@ pub unsafe extern "C" fn x_rdma_freeaddrinfo(mut res: *mut rdma_addrinfo) {
         unsafe {
             let a = Box::from_raw(res);
             for addr in [a.ai_src_addr, a.ai_dst_addr] {
-                if !addr.is_null() {
-                    drop(Box::from_raw(addr.cast::<libc::sockaddr_storage>()));
-                }
+                libc::free(addr.cast());
             }
             res = a.ai_next;
         }
