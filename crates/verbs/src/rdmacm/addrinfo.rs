@@ -76,7 +76,14 @@ pub unsafe extern "C" fn x_rdma_getaddrinfo(
         }
         // SAFETY: all zero is valid; addresses are as long as they say.
         unsafe {
-            let mut new: Box<rdma_addrinfo> = Box::new(std::mem::zeroed());
+            let made = libc::calloc(1, size_of::<rdma_addrinfo>()).cast::<rdma_addrinfo>();
+            let Some(new) = made.as_mut() else {
+                x_rdma_freeaddrinfo(first);
+                if !list.is_null() {
+                    libc::freeaddrinfo(list);
+                }
+                return done(Err(libc::ENOMEM));
+            };
             new.ai_flags = flags;
             new.ai_qp_type =
                 hints.map(|h| h.ai_qp_type).filter(|t| *t != 0).unwrap_or(if datagram { QPT_UD } else { QPT_RC });
@@ -97,7 +104,7 @@ pub unsafe extern "C" fn x_rdma_getaddrinfo(
                 (*to, *len) = (copy(f.ai_addr, f.ai_addrlen), f.ai_addrlen);
                 new.ai_family = f.ai_family;
             }
-            *link = Box::into_raw(new);
+            *link = made;
             link = &raw mut (**link).ai_next;
             match found {
                 Some(f) => at = f.ai_next,
@@ -117,12 +124,16 @@ pub unsafe extern "C" fn x_rdma_getaddrinfo(
 
 pub unsafe extern "C" fn x_rdma_freeaddrinfo(mut res: *mut rdma_addrinfo) {
     while !res.is_null() {
-        // SAFETY: a list of rdma_getaddrinfo, given back once.
+        // SAFETY: a list of rdma_getaddrinfo, given back once; all that it points to is of malloc(3).
         unsafe {
-            let a = Box::from_raw(res);
-            for addr in [a.ai_src_addr, a.ai_dst_addr] {
-                libc::free(addr.cast());
-            }
+            let a = res.read();
+            libc::free(a.ai_src_addr.cast());
+            libc::free(a.ai_dst_addr.cast());
+            libc::free(a.ai_src_canonname.cast());
+            libc::free(a.ai_dst_canonname.cast());
+            libc::free(a.ai_route);
+            libc::free(a.ai_connect);
+            libc::free(res.cast());
             res = a.ai_next;
         }
     }
