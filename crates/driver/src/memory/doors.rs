@@ -13,8 +13,8 @@ use crate::context::notify;
 
 use super::clock;
 
-/// How long a device may take to finish what it is at, ns. It takes microseconds, or it is not there any more.
-const PATIENCE_NS: u64 = 1_000_000_000;
+/// How long a device may take to finish what it is at, ns. It takes microseconds, unless the machine is busy.
+const PATIENCE_NS: u64 = 10_000_000_000;
 /// How long the device gets between two moves for what has waited for them, ns.
 const TURN_NS: u64 = 200_000;
 
