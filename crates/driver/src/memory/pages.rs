@@ -358,7 +358,7 @@ fn move_aside(u: &Uffd, p: &Place, side: u64) -> Result<(), NotMoved> {
             Ok(()) => return Ok(()),
             Err(NotMoved::Busy(page)) => page,
             Err(NotMoved::Unable) => {
-                let _ = u.move_pages(side, p.at, from - p.at);
+                let _ = u.move_pages(side, p.at, p.len);
                 u.forget(side, p.len);
                 return Err(NotMoved::Unable);
             }
@@ -368,7 +368,7 @@ fn move_aside(u: &Uffd, p: &Place, side: u64) -> Result<(), NotMoved> {
         // SAFETY: a write fault that changes no byte: it ends copy-on-write.
         let own = unsafe { sys_madvise(busy, PAGE, MADV_POPULATE_WRITE) };
         if tries > TRIES || !own {
-            let _ = u.move_pages(side, p.at, from - p.at);
+            let _ = u.move_pages(side, p.at, p.len);
             u.forget(side, p.len);
             u.forget(p.at, p.len);
             return Err(NotMoved::Busy(busy));
