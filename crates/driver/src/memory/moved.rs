@@ -84,19 +84,7 @@ pub(crate) struct Moved {
     next_door: u64,
 }
 
-static MOVED: Mutex<Moved> = Mutex::new(Moved {
-    forks: 0,
-    tools: None,
-    parts: Vec::new(),
-    spare: Vec::new(),
-    cover: Cover::new(),
-    slots: 0,
-    free_slots: Vec::new(),
-    history: History::new(),
-    pins: None,
-    doors: Vec::new(),
-    next_door: 0,
-});
+static MOVED: Mutex<Moved> = Mutex::new(Moved::empty());
 
 static FORKS: AtomicU32 = AtomicU32::new(0);
 
