@@ -293,7 +293,8 @@ static void advise(struct block *b)
 	advice = harmless[any(6)];
 	if (madvise(b->at, b->size, advice))
 		wrong("madvise %d: %s", advice, strerror(errno));
-	if (any(4) == 0) {
+	/* MADV_DOFORK has no effect on forks while it is registered. */
+	if (any(4) == 0 && !(b->wiped && registered(b))) {
 		int on = !b->wiped;
 
 		if (madvise(b->at, b->size, on ? MADV_DONTFORK : MADV_DOFORK))

@@ -56,12 +56,8 @@ const USER_MODE: &str = "Where there is a userfaultfd for user mode only, a peer
 const WIPE: &str = "MADV_WIPEONFORK is for private memory; it works again after deregistration.";
 const PINNED: &str = "Registered pages are pinned, and keep their content until the last region is gone.";
 
-const HUGE: &str =
-    "Huge pages are small ones while they are registered, and may be so afterwards until the kernel joins them.";
-const GROWN: &str = "What a mapping has grown by while it was registered may be a mapping of its own afterwards; mremap(2) refuses \
-                     to move both at once, and realloc(3) copies.";
-const MEANWHILE: &str = "Advice that is given while memory is registered (madvise(2)) goes to the mapping of the memory file, and ends \
-                         with it; MADV_DONTFORK is set for all of it.";
+const MEANWHILE: &str =
+    "The mapping of the memory file has MADV_DONTFORK: the program's own while memory is registered changes nothing.";
 const FUTEX: &str = "A thread that already waits at a futex which processes share, in memory that is just moved, is not woken: such a \
                      futex is known by the file that it lies in.";
 
@@ -140,43 +136,11 @@ const ALLOWED: &[Allowed] = &[
         reason: PARTS,
     },
     Allowed {
-        program: "memory-return",
-        case: "huge",
-        ways: MOVED,
-        private: "content: 0 pages lost; huge pages are kept: 1",
-        instead: "content: 0 pages lost; huge pages are kept: 0",
-        reason: HUGE,
-    },
-    Allowed {
-        program: "memory-registered",
-        case: "grow",
-        ways: MOVED,
-        private: "mappings: 1",
-        instead: "mappings: 2",
-        reason: GROWN,
-    },
-    Allowed {
-        program: "memory-registered",
-        case: "grow",
-        ways: MOVED,
-        private: "mremap once more: done",
-        instead: "mremap once more: Bad address",
-        reason: GROWN,
-    },
-    Allowed {
         program: "memory-registered",
         case: "flags",
         ways: MOVED,
         private: "child has the part, the rest: 1",
         instead: "child has the part, the rest: 3",
-        reason: MEANWHILE,
-    },
-    Allowed {
-        program: "memory-registered",
-        case: "flags",
-        ways: MOVED,
-        private: "a part, after: lo dd",
-        instead: "a part, after: lo --",
         reason: MEANWHILE,
     },
     Allowed {

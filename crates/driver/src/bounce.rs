@@ -317,7 +317,7 @@ impl SendRing {
     fn wait(&mut self, ctx: &Context, rings: &QpRings, n: usize) -> Option<usize> {
         let mut since = (rings.sq_retired(), Instant::now());
         loop {
-            ctx.relax();
+            let _ = ctx.relax();
             let retired = rings.sq_retired();
             self.reclaim(retired);
             if let Some(at) = self.find(n) {

@@ -330,16 +330,19 @@ impl Context {
         }
     }
 
-    /// A poll found nothing: lets the device run, and now and then looks whether it is still there.
+    /// A poll found nothing: lets the device run, and now and then looks whether it is still there. True then: it is a
+    /// moment for other things that are to be done now and then.
     #[inline]
-    pub fn relax(&self) {
+    pub fn relax(&self) -> bool {
         self.pause();
         // A lost count costs nothing: this only spaces out the look.
         let n = self.empty_polls.load(Ordering::Relaxed).wrapping_add(1);
         self.empty_polls.store(n, Ordering::Relaxed);
-        if n % LIVENESS_POLLS == 0 {
+        let now_and_then = n % LIVENESS_POLLS == 0;
+        if now_and_then {
             self.check_alive();
         }
+        now_and_then
     }
 
     /// Lets the device run: by giving it the core where it shares one with its programs.

@@ -13,6 +13,7 @@ use crate::alone::{Held, QueueLock};
 use crate::arena::Block;
 use crate::bounce::{SendRing, Taker};
 use crate::context::Context;
+use crate::memory::look_at_brief;
 use crate::{Result, lock};
 
 /// A completion queue.
@@ -126,7 +127,7 @@ impl Cq {
         let mut tails = self.tail.lock();
         if cqe < tails.capacity {
             // What was posted just now shall have its turn before completions are counted.
-            (0..TURNS).for_each(|_| self.ctx.relax());
+            (0..TURNS).for_each(|_| _ = self.ctx.relax());
             std::thread::sleep(SHRINK_WAIT);
         }
         let waiting: u32 = tails.before.iter().map(|b| b.0.waiting()).sum();
@@ -197,8 +198,8 @@ impl Cq {
         if lost || self.ctx.is_dead() {
             return Err(libc::EIO);
         }
-        if max > 0 {
-            self.ctx.relax();
+        if max > 0 && self.ctx.relax() {
+            look_at_brief();
         }
         Ok(0)
     }
@@ -212,6 +213,8 @@ impl Cq {
 
     /// Arms the CQ for one event.
     pub fn arm(&self, solicited_only: bool) {
+        // Who waits for events has a moment now, and may never poll in vain.
+        look_at_brief();
         self.tail.lock().now.arm(if solicited_only { abi::NOTIFY_SOLICITED } else { abi::NOTIFY_NEXT });
     }
 }

@@ -20,6 +20,8 @@ use crate::rnic::Rnic;
 
 /// Records that are looked at for each new one, whether the driver has given them back.
 const LOOKS: usize = 4;
+/// The search for room begins anew after so many granules more than twice those in use: what was used lately is in the caches.
+const NEAR: usize = 1024;
 /// A message of this host that is at least so long waits for room while the driver gives records back at least so often, ns:
 /// it is there sooner than by system calls.
 const LONG_BYTES: u64 = 16 << 10;
@@ -31,6 +33,7 @@ pub(crate) struct Stage {
     /// A bit for each granule in use.
     used: Box<[u64]>,
     granules: usize,
+    in_use: usize,
     /// Where the search for room begins.
     cursor: usize,
     /// Records in use, first granule and count: a record that its driver keeps for long goes round.
@@ -58,7 +61,7 @@ impl Stage {
         let fits = granules >= 2 && span.len() as u64 <= abi::MAX_STAGE && span.addr() % 64 == 0;
         let mut used = vec![0; granules.div_ceil(64)].into_boxed_slice();
         *used.first_mut()? = 1;
-        fits.then(|| Stage { span, used, granules, cursor: 1, given: VecDeque::new(), released_at: None })
+        fits.then(|| Stage { span, used, granules, in_use: 0, cursor: 1, given: VecDeque::new(), released_at: None })
     }
 
     pub fn span(&self) -> &Span {
@@ -70,6 +73,7 @@ impl Stage {
     }
 
     fn mark(&mut self, from: usize, count: usize, used: bool) {
+        self.in_use = if used { self.in_use + count } else { self.in_use - count };
         let mut g = from;
         while g < from + count {
             let n = (64 - g % 64).min(from + count - g);
@@ -95,8 +99,7 @@ impl Stage {
                 self.released_at = Some(now);
             }
         }
-        // What was used last is in the caches still.
-        if self.given.is_empty() {
+        if self.given.is_empty() || self.cursor > 2 * self.in_use + NEAR {
             self.cursor = 1;
         }
     }

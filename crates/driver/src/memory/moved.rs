@@ -48,14 +48,20 @@ impl Part {
         self.place.off + self.place.len
     }
 
-    /// What the program has asked for goes for the mapping of the file too.
+    /// What the program has asked for goes for the mapping of the file too, which no child gets in any case.
     fn advise(&self) {
-        let Advice { undumped, huge, not_huge } = self.advice;
-        let wanted = [(undumped, libc::MADV_DONTDUMP), (huge, libc::MADV_HUGEPAGE), (not_huge, libc::MADV_NOHUGEPAGE)];
-        for (_, advice) in wanted.iter().filter(|w| w.0) {
-            // SAFETY: such advice changes no contents.
-            unsafe { pages::sys_madvise(self.place.at, self.place.len, *advice) };
-        }
+        let Place { at, len, .. } = self.place;
+        // SAFETY: such advice changes no contents.
+        Advice::default().changes(self.advice).for_each(|a| _ = unsafe { pages::sys_madvise(at, len, a) });
+    }
+
+    /// What the program has asked for while the file was there goes for the range when it is private again.
+    fn renew(&self, now: Advice) {
+        // Advice that no child shall get it cannot be told from ours.
+        let now = Advice { unforked: self.advice.unforked && now.unforked, ..now };
+        let Place { shadow, len, .. } = self.place;
+        // SAFETY: as above.
+        self.advice.changes(now).for_each(|a| _ = unsafe { pages::sys_madvise(shadow, len, a) });
     }
 
     fn cut(&self, off: u64, len: u64) -> Part {
@@ -344,8 +350,9 @@ impl Moved {
                 self.parts.insert(i + 1, part.cut(hi, part.end() - hi));
             }
             let mut free = part.cut(lo, hi - lo);
+            let now = self.tools.as_mut().map(|t| t.advice(free.place.at));
             let Some(h) = self.tools().and_then(|t| t.hands(&self.doors, false)) else { break };
-            let done = give_back(&h, &mut free);
+            let done = give_back(&h, &mut free, now);
             if done > 0 {
                 pages::punch(h.file, lo, done);
             }
@@ -458,13 +465,15 @@ fn grown(parts: &[Part], v: &Vma, p: &Part) -> bool {
     goes_on && parts.get(i).is_none_or(|q| q.place.off != p.end())
 }
 
-fn give_back(h: &Hands<'_>, part: &mut Part) -> u64 {
+/// Makes a part private again, with advice `now` if that is known.
+fn give_back(h: &Hands<'_>, part: &mut Part, now: Option<Advice>) -> u64 {
     if part.place.shadow == 0 {
         match pages::fresh_shadow(part.place.at, part.place.len) {
             Some(s) => part.place.shadow = s,
             None => return 0,
         }
     }
+    now.iter().for_each(|&now| part.renew(now));
     // SAFETY: `look` has found the mapping there; signals are held, and `hands` has looked at the threads.
     unsafe { pages::give_back(h, &part.place, part.prot) }
 }
@@ -519,7 +528,7 @@ impl Moved {
         let mut i = 0;
         while i < self.parts.len() {
             let mut part = self.parts[i];
-            let done = give_back(&h, &mut part);
+            let done = give_back(&h, &mut part, None);
             part.out = done == part.place.len;
             // Beyond the room of the list the rest of a part would be lost, so it stays as it is.
             if !part.out && done > 0 && self.parts.len() < self.parts.capacity() {

@@ -31,7 +31,6 @@ const FOUND: usize = 64;
 const TRIES: u32 = 4;
 
 const MADV_POPULATE_WRITE: i32 = 23;
-const MADV_COLD: i32 = 20;
 const PAGEMAP_SCAN: libc::c_ulong = 0xc060_6610;
 
 /// Why memory was not taken.
@@ -339,10 +338,11 @@ unsafe fn take_piece(h: &Hands<'_>, p: &Place, prot: i32) -> Result<(), Failed> 
     Ok(())
 }
 
-/// True if the page is locked (`mlock(2)`): such pages take no advice about when they are needed.
+/// True if the page is locked (`mlock(2)`): such pages cannot be made invalid (`msync(2)`), which does nothing to others.
 fn is_locked(at: u64) -> bool {
-    // SAFETY: the advice changes no contents.
-    !unsafe { sys_madvise(at, PAGE, MADV_COLD) } && last_errno() == libc::EINVAL
+    // SAFETY: without MS_SYNC the call only checks the mapping. It leaves huge pages whole.
+    let r = unsafe { libc::syscall(libc::SYS_msync, at, PAGE, libc::MS_ASYNC | libc::MS_INVALIDATE) };
+    r == -1 && last_errno() == libc::EBUSY
 }
 
 /// Moves the pages to the work area. Those that are shared with a child are first made this process's own.
@@ -554,15 +554,21 @@ unsafe fn give_back_piece(h: &Hands<'_>, data: &mut Data, p: &Place, prot: i32, 
     placed
 }
 
-/// Makes a shadow longer, as the program has made its range; where it lies then. It stays one mapping, so that the range is
+/// Makes a shadow longer, as the program has made its range; where it lies then. It becomes one mapping, so that the range is
 /// one mapping again afterwards.
 ///
 /// # Safety
 /// The range is a shadow, or the end of one.
 pub(crate) unsafe fn lengthen(shadow: u64, len: u64, by: u64) -> Option<u64> {
-    // SAFETY: moves a mapping of ours that nobody has an address of but the caller.
-    let r = unsafe { libc::syscall(libc::SYS_mremap, shadow, len, len + by, libc::MREMAP_MAYMOVE) };
-    (r != -1).then_some(r as u64)
+    // SAFETY: changes and moves an empty mapping of ours that nobody has an address of but the caller.
+    unsafe {
+        // Its pieces came one by one, watched, and the kernel joins such mappings only when they are next changed.
+        if !sys_mprotect(shadow, len, libc::PROT_NONE) || !sys_mprotect(shadow, len, READ_WRITE) {
+            return None;
+        }
+        let r = libc::syscall(libc::SYS_mremap, shadow, len, len + by, libc::MREMAP_MAYMOVE);
+        (r != -1).then_some(r as u64)
+    }
 }
 
 /// A fresh private mapping, as the shadow of memory that had none: a mapping that the program has made longer.

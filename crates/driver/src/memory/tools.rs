@@ -39,12 +39,32 @@ pub(crate) struct Advice {
     pub undumped: bool,
     pub huge: bool,
     pub not_huge: bool,
+    /// No child gets it. The mapping of the memory file always is like that.
+    pub unforked: bool,
+}
+
+impl Advice {
+    /// What to call `madvise(2)` with, so that memory of this advice has that of `new`.
+    pub fn changes(self, new: Advice) -> impl Iterator<Item = i32> {
+        let dump = if new.undumped { libc::MADV_DONTDUMP } else { libc::MADV_DODUMP };
+        let fork = if new.unforked { libc::MADV_DONTFORK } else { libc::MADV_DOFORK };
+        [
+            (self.undumped != new.undumped, dump),
+            (!self.huge && new.huge, libc::MADV_HUGEPAGE),
+            (!self.not_huge && new.not_huge, libc::MADV_NOHUGEPAGE),
+            (self.unforked != new.unforked, fork),
+        ]
+        .into_iter()
+        .filter_map(|(needed, advice)| needed.then_some(advice))
+    }
 }
 
 /// Where the program has given advice, and until when to believe that.
 #[derive(Default)]
 struct Advised {
     until_ns: u64,
+    /// The last look took long.
+    long: bool,
     ranges: Vec<(u64, u64, Advice)>,
 }
 
@@ -54,7 +74,8 @@ fn advised() -> Option<Vec<(u64, u64, Advice)>> {
     for line in text.split(|&b| b == b'\n') {
         if let Some(flags) = line.strip_prefix(b"VmFlags:") {
             let has = |name: &[u8]| flags.split(|&b| b == b' ').any(|f| f == name);
-            let advice = Advice { undumped: has(b"dd"), huge: has(b"hg"), not_huge: has(b"nh") };
+            let (undumped, huge, not_huge, unforked) = (has(b"dd"), has(b"hg"), has(b"nh"), has(b"dc"));
+            let advice = Advice { undumped, huge, not_huge, unforked };
             if let Some((start, end)) = current.filter(|_| advice != Advice::default()) {
                 ranges.push((start, end, advice));
             }
@@ -71,7 +92,7 @@ fn thread_ns() -> u64 {
     t.tv_sec as u64 * 1_000_000_000 + t.tv_nsec as u64
 }
 
-/// A look at `/proc/self/smaps` that takes less than this is taken each time.
+/// A look at `/proc/self/smaps` that takes less than this is taken each time. That one look took longer may be chance.
 const SHORT_LOOK_NS: u64 = 1_000_000;
 
 struct Mover {
@@ -178,7 +199,9 @@ impl Tools {
             let before = thread_ns();
             self.advised.ranges = advised().unwrap_or_default();
             let cost = thread_ns() - before;
-            self.advised.until_ns = if cost < SHORT_LOOK_NS { 0 } else { clock() + cost * 20 };
+            let long = cost >= SHORT_LOOK_NS;
+            self.advised.until_ns = if long && self.advised.long { clock() + cost * 20 } else { 0 };
+            self.advised.long = long;
         }
         self.advised.ranges.iter().find(|r| r.0 <= at && at < r.1).map_or(Advice::default(), |r| r.2)
     }
