@@ -25,9 +25,10 @@ impl Board {
         (self.0.as_ptr().cast_mut().cast(), self.0.len() * 8)
     }
 
+    /// The length comes last in memory and is looked at first: where it is new, the rest is.
     fn sge(&self, word: usize) -> Sge {
-        let [addr, rest] = [0, 1].map(|i| self.0[word + i].load(Ordering::Relaxed));
-        let rest = rest.to_ne_bytes();
+        let rest = self.0[word + 1].load(Ordering::Acquire).to_ne_bytes();
+        let addr = self.0[word].load(Ordering::Acquire);
         let half = |i: usize| u32::from_ne_bytes([rest[i], rest[i + 1], rest[i + 2], rest[i + 3]]);
         Sge { addr, key: half(0), length: half(4) }
     }
@@ -51,8 +52,8 @@ impl Board {
     pub fn find(&self, offset: u64) -> Option<Sge> {
         let table = PARTS * PART_WORDS..self.0.len();
         table.step_by(MAPPING_WORDS).find_map(|word| {
-            let start = self.0[word].load(Ordering::Relaxed);
             let memory = self.sge(word + 1);
+            let start = self.0[word].load(Ordering::Acquire);
             let into = offset.checked_sub(start).filter(|&i| i < memory.length.into())?;
             let addr = memory.addr.wrapping_add(into);
             Some(Sge { addr, length: memory.length - into as u32, ..memory })

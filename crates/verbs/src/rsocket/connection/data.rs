@@ -194,12 +194,13 @@ impl Connection {
             if n == 0 {
                 break;
             }
-            self.transmit(&bytes[done..done + n], Some(message(OP_DATA, n as u32)), (part.addr, part.key))?;
-            self.sent = self.sent.wrapping_add(1);
             let left = Sge { addr: part.addr.wrapping_add(n as u64), length: part.length - n as u32, ..part };
+            // Before the bytes go: the peer may give this part anew as soon as it has them.
             if let Some(m) = &self.memory {
                 m.board.set_part(self.target, left);
             }
+            self.transmit(&bytes[done..done + n], Some(message(OP_DATA, n as u32)), (part.addr, part.key))?;
+            self.sent = self.sent.wrapping_add(1);
             if left.length == 0 {
                 self.target = (self.target + 1) % PARTS;
             }
