@@ -172,23 +172,34 @@ fn main() {
 
     check("an_mr_that_lives_on_is_moved_later", &mut passed, || {
         let pd: unirdma_abi::HandleResp = a.ctx.command(unirdma_abi::Command::CreatePd, &[0u8; 0]).expect("PD");
-        let v = vec![7u8; 100_000];
-        let at = v.as_ptr() as u64;
-        let register = || unirdma_driver::Mr::register(&a.ctx, pd.handle, at, v.len() as u64, at, 1).expect("MR");
-        register().deregister().expect("deregister");
-        let mut mr = register();
-        assert_eq!(mr.way(), (Way::Copy, Why::Brief));
-        let key = mr.key;
-        let start = std::time::Instant::now();
-        while mr.way().0 == Way::Copy && start.elapsed() < Duration::from_secs(10) {
-            // Any registration looks at those that were expected to be brief.
-            std::thread::sleep(Duration::from_millis(1));
-            unirdma_driver::Mr::null(&a.ctx, pd.handle).expect("null MR").deregister().expect("deregister");
-            register().deregister().expect("deregister");
+        let register = |v: &[u8]| {
+            let (at, len) = (v.as_ptr() as u64, v.len() as u64);
+            unirdma_driver::Mr::register(&a.ctx, pd.handle, at, len, at, 1).expect("MR")
+        };
+        let other = [0u8; 64];
+        let (polls, arms, registers) = (
+            || _ = (0..5000).map(|_| a.cq.poll(1, |_, _| ())).all(|n| n == Ok(0)),
+            || a.cq.arm(false),
+            || register(&other).deregister().expect("deregister"),
+        );
+        // A long one is not moved while the program polls, which would take long.
+        let cases: [(usize, &dyn Fn()); 4] =
+            [(100_000, &polls), (100_000, &arms), (100_000, &registers), (3 << 20, &registers)];
+        for (len, meanwhile) in cases {
+            let v = vec![7u8; len];
+            register(&v).deregister().expect("deregister");
+            let mut mr = register(&v);
+            assert_eq!(mr.way(), (Way::Copy, Why::Brief));
+            let key = mr.key;
+            let start = std::time::Instant::now();
+            while mr.way().0 == Way::Copy && start.elapsed() < Duration::from_secs(10) {
+                std::thread::sleep(Duration::from_millis(1));
+                meanwhile();
+            }
+            assert_eq!((mr.way(), mr.key), ((Way::Share, Why::Fastest), key), "{len}");
+            mr.deregister().expect("deregister");
+            assert!(v.iter().all(|&x| x == 7));
         }
-        assert_eq!((mr.way(), mr.key), ((Way::Share, Why::Fastest), key));
-        mr.deregister().expect("deregister");
-        assert!(v.iter().all(|&x| x == 7));
     });
 
     check("running_threads_lose_no_store", &mut passed, || threads_count(&a));

@@ -195,10 +195,12 @@ impl Bench<'_> {
     /// OpenMPI over UCX between two containers, beside OpenMPI's own shared memory.
     fn mpi(&mut self) -> Result<()> {
         let agent = self.lab.dir.join("agent");
+        // Two hosts do not share their temporary files, in which mpirun's agents keep what there is once for each host.
         let script = format!(
-            "#!/bin/sh\nhost=$1; shift\nexec {} --dir {} run --vrnic \"$host\" --net host -- sh -c \"$*\"\n",
-            self.lab.exe().display(),
-            self.lab.dir.join("run").display()
+            "#!/bin/sh\nhost=$1; shift\nexport TMPDIR={0}/tmp-$host; mkdir -p \"$TMPDIR\"\n\
+             exec {1} --dir {0}/run run --vrnic \"$host\" --net host -- sh -c \"$*\"\n",
+            self.lab.dir.display(),
+            self.lab.exe().display()
         );
         std::fs::write(&agent, script).map_err(|e| e.to_string())?;
         Command::new("chmod").arg("+x").arg(&agent).status().map_err(|e| e.to_string())?;

@@ -185,10 +185,20 @@ struct Core {
     state: Mutex<Option<(Asked, Placed)>>,
 }
 
-/// MRs that are to be moved if they live on, and when to look at the first of them.
-static LATER: Mutex<Vec<Weak<Core>>> = Mutex::new(Vec::new());
-static LATER_COUNT: AtomicUsize = AtomicUsize::new(0);
-static LATER_NS: AtomicU64 = AtomicU64::new(0);
+/// Most bytes of an MR that is moved while the program polls: its thread is stopped for so long.
+const MOVED_IN_PASSING: u64 = 2 << 20;
+
+/// MRs that are to be moved if they live on: those that are moved in passing, and those that wait for a call that may take
+/// long.
+static SMALL: Later = Later::new();
+static LARGE: Later = Later::new();
+
+/// A list of MRs that are to be moved if they live on, and when to look at the first of them.
+struct Later {
+    list: Mutex<Vec<Weak<Core>>>,
+    count: AtomicUsize,
+    due_ns: AtomicU64,
+}
 
 /// Where the bytes of one mapping are, or will be.
 enum Source {
@@ -211,6 +221,7 @@ impl Mr {
             return Err(libc::EINVAL);
         }
         look_at_brief();
+        LARGE.look();
         let asked = Asked { pdn, addr, len, iova, flags };
         let (r, placed) = asked.register(ctx, true)?;
         let brief = placed.why == Why::Brief;
@@ -223,13 +234,8 @@ impl Mr {
             state: Mutex::new(Some((asked, placed))),
         });
         if brief {
-            let due = since_ns + history::worth_ns(len);
-            let mut later = lock(&LATER);
-            if later.is_empty() || due < LATER_NS.load(Ordering::Relaxed) {
-                LATER_NS.store(due, Ordering::Relaxed);
-            }
-            later.push(Arc::downgrade(&core));
-            LATER_COUNT.store(later.len(), Ordering::Relaxed);
+            let later = if len <= MOVED_IN_PASSING { &SMALL } else { &LARGE };
+            later.add(&core, since_ns + history::worth_ns(len));
         }
         Ok(Mr { mrn: r.mrn, key: r.lkey, core })
     }
@@ -301,40 +307,61 @@ fn replace(ctx: &Context, mrn: u32, by: u32) -> Result<()> {
     ctx.command_void(Command::ReregMr, &abi::ReregMrReq { mrn, by })
 }
 
-/// Moves the memory of MRs that were expected to be brief, and are not. Cheap if there are none.
+/// Moves the memory of small MRs that were expected to be brief, and are not. Cheap if there are none.
 #[inline]
 pub(crate) fn look_at_brief() {
-    if LATER_COUNT.load(Ordering::Relaxed) > 0 && clock() >= LATER_NS.load(Ordering::Relaxed) {
-        move_those_that_live();
-    }
+    SMALL.look();
 }
 
-#[cold]
-fn move_those_that_live() {
-    let now = clock();
-    let mut due = Vec::new();
-    {
-        let mut later = lock(&LATER);
-        let mut next = u64::MAX;
-        later.retain(|w| {
-            let Some(core) = w.upgrade() else { return false };
-            // Its owner may be about to deregister it, or to register another one.
-            let Ok(state) = core.state.try_lock() else { return true };
-            let Some((asked, _)) = &*state else { return false };
-            let at = core.since_ns + history::worth_ns(asked.len);
-            drop(state);
-            if at > now {
-                next = next.min(at);
-                return true;
-            }
-            due.push(core);
-            false
-        });
-        LATER_NS.store(if next == u64::MAX { now } else { next }, Ordering::Relaxed);
-        LATER_COUNT.store(later.len(), Ordering::Relaxed);
+impl Later {
+    const fn new() -> Self {
+        Later { list: Mutex::new(Vec::new()), count: AtomicUsize::new(0), due_ns: AtomicU64::new(0) }
     }
-    for core in due {
-        core.move_now();
+
+    fn add(&self, core: &Arc<Core>, due_ns: u64) {
+        let mut list = lock(&self.list);
+        if list.is_empty() || due_ns < self.due_ns.load(Ordering::Relaxed) {
+            self.due_ns.store(due_ns, Ordering::Relaxed);
+        }
+        list.push(Arc::downgrade(core));
+        self.count.store(list.len(), Ordering::Relaxed);
+    }
+
+    /// Moves the memory of those that have lived long enough.
+    #[inline]
+    fn look(&self) {
+        if self.count.load(Ordering::Relaxed) > 0 && clock() >= self.due_ns.load(Ordering::Relaxed) {
+            self.move_those_that_live();
+        }
+    }
+
+    #[cold]
+    fn move_those_that_live(&self) {
+        let now = clock();
+        let mut due = Vec::new();
+        {
+            let mut list = lock(&self.list);
+            let mut next = u64::MAX;
+            list.retain(|w| {
+                let Some(core) = w.upgrade() else { return false };
+                // Its owner may be about to deregister it, or to register another one.
+                let Ok(state) = core.state.try_lock() else { return true };
+                let Some((asked, _)) = &*state else { return false };
+                let at = core.since_ns + history::worth_ns(asked.len);
+                drop(state);
+                if at > now {
+                    next = next.min(at);
+                    return true;
+                }
+                due.push(core);
+                false
+            });
+            self.due_ns.store(if next == u64::MAX { now } else { next }, Ordering::Relaxed);
+            self.count.store(list.len(), Ordering::Relaxed);
+        }
+        for core in due {
+            core.move_now();
+        }
     }
 }
 

@@ -161,28 +161,47 @@ pub(crate) fn make_side() -> Option<u64> {
     Some(side)
 }
 
-/// Calls `f` with each range of `[at, at + len)` that has memory of its own, present or swapped out, until it says no.
-/// Pages that were only read are holes.
+/// Ranges of `[from, end)` that have memory of their own, present or swapped out, as the kernel writes them; how many it
+/// found, and where it stopped looking: at `end`, or when there was no more room, or after `pages` pages unless that is 0.
+/// Pages that were only read are holes. `None` on kernels before 6.7.
+fn scan(h: &Hands<'_>, from: u64, end: u64, found: &mut [[u64; 3]], pages: u64) -> Option<(usize, u64)> {
+    // struct pm_scan_arg: neither a zero page, and present or swapped.
+    const ZERO: u64 = 1 << 5;
+    const THERE: u64 = 1 << 3 | 1 << 4;
+    let (room, count) = (found.as_mut_ptr() as u64, found.len() as u64);
+    let mut arg = [96, 0, from, end, 0, room, count, pages, ZERO, ZERO, THERE, THERE];
+    // SAFETY: the kernel fills at most `count` ranges.
+    let n = unsafe { libc::syscall(libc::SYS_ioctl, h.pagemap, PAGEMAP_SCAN, arg.as_mut_ptr()) };
+    (n >= 0).then(|| (n as usize, if arg[4] > from { arg[4] } else { end }))
+}
+
+/// Calls `f` with each range of `[at, at + len)` that has memory of its own, until it says no.
 fn each_present(h: &Hands<'_>, at: u64, len: u64, mut f: impl FnMut(u64, u64) -> bool) -> bool {
     let end = at + len;
     let mut from = at;
     let mut found = [[0u64; 3]; FOUND];
     while from < end {
-        // struct pm_scan_arg: neither a zero page, and present or swapped.
-        const ZERO: u64 = 1 << 5;
-        const THERE: u64 = 1 << 3 | 1 << 4;
-        let mut arg = [96, 0, from, end, 0, found.as_mut_ptr() as u64, FOUND as u64, 0, ZERO, ZERO, THERE, THERE];
-        // SAFETY: the kernel fills at most FOUND ranges.
-        let n = unsafe { libc::syscall(libc::SYS_ioctl, h.pagemap, PAGEMAP_SCAN, arg.as_mut_ptr()) };
-        if n < 0 {
-            return each_in_pagemap(h, from, end, f);
-        }
-        if !found[..n as usize].iter().all(|r| f(r[0], r[1] - r[0])) {
+        let Some((n, until)) = scan(h, from, end, &mut found, 0) else { return each_in_pagemap(h, from, end, f) };
+        if !found[..n].iter().all(|r| f(r[0], r[1] - r[0])) {
             return false;
         }
-        from = if arg[4] > from { arg[4] } else { end };
+        from = until;
     }
     true
+}
+
+/// The first page of `[at, at + len)` that has memory of its own; the end if there is none.
+fn first_present(h: &Hands<'_>, at: u64, len: u64) -> u64 {
+    let mut found = [[0u64; 3]];
+    if let Some((n, _)) = scan(h, at, at + len, &mut found, 1) {
+        return if n > 0 { found[0][0] } else { at + len };
+    }
+    let mut first = at + len;
+    each_in_pagemap(h, at, at + len, |page, _| {
+        first = page;
+        false
+    });
+    first
 }
 
 /// [`each_present`] on kernels before 6.7.
@@ -220,11 +239,7 @@ fn step(h: &Hands<'_>, at: u64, left: u64) -> u64 {
     if left <= window {
         return left;
     }
-    let mut first = at + left;
-    each_present(h, at, left, |page, _| {
-        first = page;
-        false
-    });
+    let first = first_present(h, at, left);
     if first >= at + left { left } else { window.max((first / STEP * STEP).saturating_sub(at)) }
 }
 
