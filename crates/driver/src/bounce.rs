@@ -23,12 +23,13 @@ use crate::lock;
 
 /// Bytes of the stage. Its pages take memory when they are used first.
 const STAGE_BYTES: usize = 8 << 20;
-/// Bytes of a send ring, and how many of its largest message it holds if it may.
+/// Bytes of a send ring, and how many of its largest message it holds if it may. More than the caches hold would be slower.
 const SMALLEST_RING: usize = 64 << 10;
+const USUAL_RING: usize = 2 << 20;
 const LARGEST_RING: usize = 4 << 20;
-const MESSAGES: u64 = 8;
+const MESSAGES: usize = 8;
 /// A post waits for room as long as the device retires requests within this time.
-const PATIENCE: Duration = Duration::from_millis(1);
+const PATIENCE: Duration = Duration::from_millis(5);
 
 /// An MR that was registered with the way *copy*.
 #[derive(Clone, Copy, Debug)]
@@ -274,8 +275,8 @@ impl SendRing {
 
     /// Makes the ring as large as messages of `n` bytes want it, if nothing is in it.
     fn grow(&mut self, ctx: &Context, n: usize) {
-        let wanted =
-            (n as u64 * MESSAGES).next_power_of_two().clamp(SMALLEST_RING as u64, LARGEST_RING as u64) as usize;
+        let most = USUAL_RING.max(n.next_power_of_two());
+        let wanted = n.saturating_mul(MESSAGES).next_power_of_two().clamp(SMALLEST_RING, most);
         if wanted <= self.size || !self.used.is_empty() {
             return;
         }
@@ -315,17 +316,17 @@ impl SendRing {
 
     #[cold]
     fn wait(&mut self, ctx: &Context, rings: &QpRings, n: usize) -> Option<usize> {
-        let mut since = (rings.sq_retired(), Instant::now());
+        let (mut since, mut seen) = (Instant::now(), None);
         loop {
             let _ = ctx.relax();
             let retired = rings.sq_retired();
-            self.reclaim(retired);
-            if let Some(at) = self.find(n) {
-                return Some(at);
-            }
-            if retired != since.0 {
-                since = (retired, Instant::now());
-            } else if since.1.elapsed() > PATIENCE || ctx.is_dead() {
+            if seen != Some(retired) {
+                self.reclaim(retired);
+                if let Some(at) = self.find(n) {
+                    return Some(at);
+                }
+                (since, seen) = (Instant::now(), Some(retired));
+            } else if since.elapsed() > PATIENCE || ctx.is_dead() {
                 self.stuck = true;
                 return None;
             }

@@ -26,6 +26,8 @@ const NEAR: usize = 1024;
 /// it is there sooner than by system calls.
 const LONG_BYTES: u64 = 16 << 10;
 const WAIT_NS: u64 = 5_000_000;
+/// It also waits while so much lies in the stage, which is more than the caches hold.
+const MUCH_BYTES: usize = 1 << 20;
 
 /// The stage of a session, in granules.
 pub(crate) struct Stage {
@@ -135,6 +137,9 @@ impl Stage {
     /// A record with these places and room for `bytes`.
     pub fn take(&mut self, now: u64, owner: SessionId, places: &[abi::StagePlace], bytes: u64) -> Option<Staged> {
         self.reclaim(now);
+        if self.in_use * abi::STAGE_GRANULE > MUCH_BYTES && self.is_worth_waiting(now, bytes) {
+            return None;
+        }
         let head = abi::stage_head(places.len());
         let n = (usize::try_from(bytes).ok()?.checked_add(head)?).div_ceil(abi::STAGE_GRANULE);
         if n >= self.granules {
