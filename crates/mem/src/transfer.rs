@@ -241,6 +241,7 @@ pub fn atomic_u64(at: Loc<'_>, f: impl Fn(u64) -> u64) -> Result<u64, Fault> {
 /// # Safety
 /// Both ranges must be valid; either may be written by others meanwhile, so the bytes copied are any
 /// mixture of what was there.
+#[inline]
 pub(crate) unsafe fn copy_raw(dst: *mut u8, src: *const u8, len: usize) {
     let body = len.saturating_sub(TAIL);
     if body > 0 {
