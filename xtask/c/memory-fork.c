@@ -452,6 +452,9 @@ static void racing(void)
 	pthread_join(t, NULL);
 	pthread_join(u, NULL);
 	say("children that went wrong: %d; pages lost: %ld %ld\n", bad, spoiled(buffer, SIZE, 1), spoiled(p, 16 * PAGE, 50));
+	memset(buffer, 7, 8);
+	say("the peer still writes: %d", rdma_write(buffer + PAGE, buffer_mr, buffer, buffer_mr, 8));
+	say(", %d\n", buffer[PAGE + 7]);
 }
 
 static void *fork_often(void *arg)

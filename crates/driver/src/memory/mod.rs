@@ -471,6 +471,9 @@ impl Asked {
                 Err(why) => return Ok(Err(why)),
             }
         }
+        if sources.iter().any(|s| matches!(s, Source::Private)) {
+            m.look_at_advice();
+        }
         let mut placed = Placed { way: Way::Direct, ..Placed::copied(0, Why::Fastest) };
         let mut pieces = Vec::with_capacity(map.len());
         let mut failed = None;

@@ -223,7 +223,15 @@ impl Moved {
         self.cover.add(off, off + len);
     }
 
-    /// Moves private memory into the file; where it lies there. Nobody holds it yet.
+    /// Looks what the program has asked for in `madvise(2)`, for what is moved next.
+    pub fn look_at_advice(&mut self) {
+        if let Some(t) = &mut self.tools {
+            t.look_at_advice();
+        }
+    }
+
+    /// Moves private memory into the file; where it lies there. Nobody holds it yet. [`Moved::look_at_advice`] was called
+    /// before.
     ///
     /// # Errors
     /// Why not. The memory is private, as it was.
@@ -250,7 +258,7 @@ impl Moved {
         let slot = slot.ok_or(Why::Limits)?;
         // Huge pages lie alike in the memory and in the file.
         let off = slot * SLOT + v.start % (2 << 20);
-        let advice = self.tools.as_mut().map_or(Advice::default(), |t| t.advice(v.start));
+        let advice = self.tools().map_or(Advice::default(), |t| t.advice(v.start));
         let Some(shadow) = pages::reserve_shadow(v.start, len) else {
             self.free_slots.push(slot);
             return Err(Why::Limits);
@@ -332,6 +340,7 @@ impl Moved {
             return;
         }
         self.look();
+        self.look_at_advice();
         let mut i = 0;
         while i < self.parts.len() {
             let part = self.parts[i];
@@ -350,7 +359,7 @@ impl Moved {
                 self.parts.insert(i + 1, part.cut(hi, part.end() - hi));
             }
             let mut free = part.cut(lo, hi - lo);
-            let now = self.tools.as_mut().map(|t| t.advice(free.place.at));
+            let now = self.tools().map(|t| t.advice(free.place.at));
             let Some(h) = self.tools().and_then(|t| t.hands(&self.doors, false)) else { break };
             let done = give_back(&h, &mut free, now);
             if done > 0 {
@@ -458,6 +467,17 @@ impl Moved {
     }
 }
 
+/// True if all of `[at, end)` is private anonymous memory.
+fn is_private(maps: &Maps, mut at: u64, end: u64) -> bool {
+    for v in maps.range(at, end) {
+        if v.start > at || v.shared || v.file.inode != 0 {
+            return false;
+        }
+        at = v.end;
+    }
+    at >= end
+}
+
 /// True if mapping `v` goes on behind part `p`, with what is no part yet.
 fn grown(parts: &[Part], v: &Vma, p: &Part) -> bool {
     let goes_on = v.end > p.place.at + p.place.len;
@@ -552,17 +572,26 @@ impl Moved {
             // Then nothing has left it either.
             return doors::come_back(&self.doors);
         };
+        let maps = self.tools.as_ref().and_then(|t| t.maps.as_ref());
         for part in self.parts.iter_mut().filter(|p| p.out) {
             part.out = false;
-            let Some(shadow) = pages::reserve_shadow(part.place.at, part.place.len) else {
-                whole = false;
-                continue;
+            let Place { at, len, .. } = part.place;
+            let taken = match pages::reserve_shadow(at, len) {
+                Some(shadow) => {
+                    part.place.shadow = shadow;
+                    // SAFETY: the range was made private memory in `leave_file`; signals are held.
+                    unsafe { pages::take(&h, &part.place, part.prot) }.map_err(|e| e.1)
+                }
+                None => Err(0),
             };
-            part.place.shadow = shadow;
-            // SAFETY: the range was made private memory in `leave_file`; signals are held.
-            whole &= unsafe { pages::take(&h, &part.place, part.prot) }.is_ok();
+            if let Err(done) = taken {
+                // What another thread has unmapped since then is no memory of the MR's any more.
+                whole &= maps.is_some_and(|m| !is_private(m, at + done, at + len));
+                part.place.len = done;
+            }
             part.advise();
         }
+        self.parts.retain(|p| p.place.len > 0);
         // If some memory could not go back, its MRs would be of other bytes than the program's: they stay away, and
         // requests that need them fail.
         if whole {

@@ -549,7 +549,9 @@ unsafe fn give_back_piece(h: &Hands<'_>, data: &mut Data, p: &Place, prot: i32, 
             if locked {
                 sys_lock(libc::SYS_munlock, p.at, p.len);
             }
-            ready && sys_mremap(p.shadow, p.len, 0, p.at)
+            // Another thread may have unmapped the range meanwhile, and the kernel may have given it to something else, which
+            // is not watched.
+            ready && stops.is_none_or(|u| u.protect(p.at, p.len)) && sys_mremap(p.shadow, p.len, 0, p.at)
         };
     if locked {
         // SAFETY: changes no contents.

@@ -192,17 +192,22 @@ impl Tools {
         })
     }
 
-    /// What the program has asked for at `at`. Only `/proc/self/smaps` says so, and it takes long where much memory is: then
+    /// Looks where the program has given advice. Only `/proc/self/smaps` says so, and it takes long where much memory is: then
     /// what it said stays good for a while.
-    pub fn advice(&mut self, at: u64) -> Advice {
-        if clock() >= self.advised.until_ns {
-            let before = thread_ns();
-            self.advised.ranges = advised().unwrap_or_default();
-            let cost = thread_ns() - before;
-            let long = cost >= SHORT_LOOK_NS;
-            self.advised.until_ns = if long && self.advised.long { clock() + cost * 20 } else { 0 };
-            self.advised.long = long;
+    pub fn look_at_advice(&mut self) {
+        if clock() < self.advised.until_ns {
+            return;
         }
+        let before = thread_ns();
+        self.advised.ranges = advised().unwrap_or_default();
+        let cost = thread_ns() - before;
+        let long = cost >= SHORT_LOOK_NS;
+        self.advised.until_ns = if long && self.advised.long { clock() + cost * 20 } else { 0 };
+        self.advised.long = long;
+    }
+
+    /// What the program had asked for at `at` when [`Tools::look_at_advice`] was called last.
+    pub fn advice(&self, at: u64) -> Advice {
         self.advised.ranges.iter().find(|r| r.0 <= at && at < r.1).map_or(Advice::default(), |r| r.2)
     }
 
