@@ -293,7 +293,7 @@ static void advise(struct block *b)
 	advice = harmless[any(6)];
 	if (madvise(b->at, b->size, advice))
 		wrong("madvise %d: %s", advice, strerror(errno));
-	/* MADV_DOFORK has no effect on forks while it is registered. */
+	/* A fork does not heed MADV_DOFORK that was given while the memory was registered and still is. */
 	if (any(4) == 0 && !(b->wiped && registered(b))) {
 		int on = !b->wiped;
 

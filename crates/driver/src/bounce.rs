@@ -23,11 +23,14 @@ use crate::lock;
 
 /// Bytes of the stage. Its pages take memory when they are used first.
 const STAGE_BYTES: usize = 8 << 20;
-/// Bytes of a send ring, and how many of its largest message it holds if it may. More than the caches hold would be slower.
-const SMALLEST_RING: usize = 64 << 10;
-const USUAL_RING: usize = 2 << 20;
-const LARGEST_RING: usize = 4 << 20;
+/// Messages that a send ring has room for, as far as the bounds below allow.
 const MESSAGES: usize = 8;
+/// Fewest bytes of a send ring.
+const SMALLEST_RING: usize = 64 << 10;
+/// Most bytes of a send ring, unless one message is longer: a ring that the caches do not hold is slower.
+const USUAL_RING: usize = 2 << 20;
+/// Most bytes of a message that goes through a send ring.
+const LARGEST_RING: usize = 4 << 20;
 /// A post waits for room as long as the device retires requests within this time.
 const PATIENCE: Duration = Duration::from_millis(5);
 
@@ -318,7 +321,7 @@ impl SendRing {
     fn wait(&mut self, ctx: &Context, rings: &QpRings, n: usize) -> Option<usize> {
         let (mut since, mut seen) = (Instant::now(), None);
         loop {
-            let _ = ctx.relax();
+            ctx.relax();
             let retired = rings.sq_retired();
             if seen != Some(retired) {
                 self.reclaim(retired);

@@ -330,8 +330,8 @@ impl Context {
         }
     }
 
-    /// A poll found nothing: lets the device run, and now and then looks whether it is still there. True then: it is a
-    /// moment for other things that are to be done now and then.
+    /// Called when a poll has found nothing. It lets the device run, and in every `LIVENESS_POLLS`th call looks whether the
+    /// device is still there. It returns true in such a call, so that the caller can do other rare work then.
     #[inline]
     pub fn relax(&self) -> bool {
         self.pause();

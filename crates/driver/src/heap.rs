@@ -330,7 +330,6 @@ mod tests {
             heap.reserve().unwrap();
             limit_address_space(64 << 10);
             let mut got = 0;
-            // SAFETY: the block is never used.
             while !heap.is_low() && got < 1000 {
                 // SAFETY: an allocation that is not used.
                 got += usize::from(!heap.with(|h| unsafe { h.malloc(8000, 8) }).is_null());

@@ -20,13 +20,14 @@ use crate::rnic::Rnic;
 
 /// Records that are looked at for each new one, whether the driver has given them back.
 const LOOKS: usize = 4;
-/// The search for room begins anew after so many granules more than twice those in use: what was used lately is in the caches.
+/// The search for room begins at the start of the stage again once it has gone past twice the granules in use and this many
+/// more. So the same memory, which is in the caches, is used again.
 const NEAR: usize = 1024;
 /// A message of this host that is at least so long waits for room while the driver gives records back at least so often, ns:
 /// it is there sooner than by system calls.
 const LONG_BYTES: u64 = 16 << 10;
 const WAIT_NS: u64 = 5_000_000;
-/// It also waits while so much lies in the stage, which is more than the caches hold.
+/// Such a message also waits while records of more than so many bytes are in use: the caches would not hold more.
 const MUCH_BYTES: usize = 1 << 20;
 
 /// The stage of a session, in granules.
@@ -35,6 +36,7 @@ pub(crate) struct Stage {
     /// A bit for each granule in use.
     used: Box<[u64]>,
     granules: usize,
+    /// Granules of all records.
     in_use: usize,
     /// Where the search for room begins.
     cursor: usize,

@@ -185,11 +185,11 @@ struct Core {
     state: Mutex<Option<(Asked, Placed)>>,
 }
 
-/// Most bytes of an MR that is moved while the program polls: its thread is stopped for so long.
+/// Most bytes of an MR that is moved while the program polls. The thread that polls is stopped until that is done, about 1 ms.
 const MOVED_IN_PASSING: u64 = 2 << 20;
 
-/// MRs that are to be moved if they live on: those that are moved in passing, and those that wait for a call that may take
-/// long.
+/// MRs that are moved if they live on. Those of up to [`MOVED_IN_PASSING`] bytes are moved while the program polls or arms a
+/// CQ; larger ones wait for the next registration, which may take long.
 static SMALL: Later = Later::new();
 static LARGE: Later = Later::new();
 

@@ -55,9 +55,10 @@ impl Part {
         Advice::default().changes(self.advice).for_each(|a| _ = unsafe { pages::sys_madvise(at, len, a) });
     }
 
-    /// What the program has asked for while the file was there goes for the range when it is private again.
+    /// Gives the shadow the advice that the program has given since the file was mapped, so that the range still has it when it
+    /// is private again. `now` is what the mapping of the file has.
     fn renew(&self, now: Advice) {
-        // Advice that no child shall get it cannot be told from ours.
+        // The library sets MADV_DONTFORK on the file's mapping, so only its absence says something of the program.
         let now = Advice { unforked: self.advice.unforked && now.unforked, ..now };
         let Place { shadow, len, .. } = self.place;
         // SAFETY: as above.
@@ -585,7 +586,7 @@ impl Moved {
                 None => Err(0),
             };
             if let Err(done) = taken {
-                // What another thread has unmapped since then is no memory of the MR's any more.
+                // If another thread has unmapped the range since then, there is nothing to take. That is no failure.
                 whole &= maps.is_some_and(|m| !is_private(m, at + done, at + len));
                 part.place.len = done;
             }

@@ -92,7 +92,8 @@ fn thread_ns() -> u64 {
     t.tv_sec as u64 * 1_000_000_000 + t.tv_nsec as u64
 }
 
-/// A look at `/proc/self/smaps` that takes less than this is taken each time. That one look took longer may be chance.
+/// A look at `/proc/self/smaps` that takes less than this is taken each time. A single longer look may be chance;
+/// after two in a row the result is used for a while.
 const SHORT_LOOK_NS: u64 = 1_000_000;
 
 struct Mover {

@@ -25,7 +25,8 @@ impl Board {
         (self.0.as_ptr().cast_mut().cast(), self.0.len() * 8)
     }
 
-    /// The length comes last in memory and is looked at first: where it is new, the rest is.
+    /// Reads an entry that the peer may be writing. The peer's bytes arrive in the order of their addresses, so the length, which
+    /// is last, is read first: if it is new, the address is new too.
     fn sge(&self, word: usize) -> Sge {
         let rest = self.0[word + 1].load(Ordering::Acquire).to_ne_bytes();
         let addr = self.0[word].load(Ordering::Acquire);

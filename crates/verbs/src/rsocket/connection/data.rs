@@ -195,7 +195,7 @@ impl Connection {
                 break;
             }
             let left = Sge { addr: part.addr.wrapping_add(n as u64), length: part.length - n as u32, ..part };
-            // Before the bytes go: the peer may give this part anew as soon as it has them.
+            // This is noted before the bytes go, since the peer may write a new grant here as soon as it has them.
             if let Some(m) = &self.memory {
                 m.board.set_part(self.target, left);
             }
