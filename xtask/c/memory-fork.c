@@ -525,6 +525,36 @@ static void parts(void)
 	say("MADV_DONTFORK, not registered any more: %d\n", ended(pid));
 }
 
+/* MADV_DONTFORK is given before the memory is registered, and ended for half of it while it is. */
+static void ends_dontfork(void)
+{
+	connect_to_self();
+	buffer = map_apart(SIZE);
+	fill(buffer, SIZE, 1);
+	CHECK(!madvise(buffer, SIZE, MADV_DONTFORK));
+	buffer_mr = reg(buffer, SIZE);
+	for (int i = 0; i < 6; i++) {
+		pid_t pid;
+
+		if (i == 1)
+			CHECK(!madvise(buffer + SIZE / 4, SIZE / 2, MADV_DOFORK));
+		if (i == 3)
+			dereg(buffer_mr);
+		if (i == 5)
+			CHECK(!madvise(buffer, SIZE, MADV_DOFORK));
+		pid = fork();
+		if (!pid) {
+			int code = can_load(buffer) ? 1 : 0;
+
+			code += can_load(buffer + SIZE / 4) && !spoiled(buffer + SIZE / 4, SIZE / 2, 1 + PAGES / 4) ? 2 : 0;
+			code += can_load(buffer + SIZE - 1) ? 4 : 0;
+			_exit(code);
+		}
+		say("fork %d, child has: %d\n", i, ended(pid));
+	}
+	say("pages that changed: %ld\n", spoiled(buffer, SIZE, 1));
+}
+
 /* As a plug-in does: the library is loaded, used and unloaded. */
 static void plug_in(void)
 {
@@ -626,8 +656,8 @@ static const struct a_case cases[] = {
 	{ "plain", plain },	    { "parent-writes", parent_writes }, { "no-handlers", no_handlers }, { "exec", exec },
 	{ "handler", in_handler },  { "descriptors", no_descriptors }, { "chroot", chrooted },	{ "space", little_space },
 	{ "forbidden", forbidden }, { "own-handlers", own_handlers }, { "snapshot", snapshot },	{ "racing", racing },
-	{ "threads", many_threads }, { "parts", parts },	    { "plug-in", plug_in },	{ "lets-go", child_lets_go },
-	{ "registers", child_registers }, { NULL, NULL },
+	{ "threads", many_threads }, { "parts", parts },	    { "dofork", ends_dontfork },    { "plug-in", plug_in },
+	{ "lets-go", child_lets_go }, { "registers", child_registers }, { NULL, NULL },
 };
 
 int main(int argc, char **argv)

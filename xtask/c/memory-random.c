@@ -202,8 +202,11 @@ static void resize(struct block *b)
 			b->mr_size[0] = b->size;
 		}
 		at = mremap(b->at, b->size, n, MREMAP_MAYMOVE);
-		/* Parts that were registered at different times may be different mappings: then realloc(3) copies. */
-		if (at == MAP_FAILED && errno == EFAULT)
+		/*
+		 * Parts that are registered may be mappings of their own, and so are those that were while the rest got
+		 * MADV_DONTFORK.
+		 */
+		if (at == MAP_FAILED && errno == EFAULT && (registered(b) || b->wiped))
 			return;
 		if (at == MAP_FAILED) {
 			int why = errno;
@@ -293,8 +296,7 @@ static void advise(struct block *b)
 	advice = harmless[any(6)];
 	if (madvise(b->at, b->size, advice))
 		wrong("madvise %d: %s", advice, strerror(errno));
-	/* A fork does not heed MADV_DOFORK that was given while the memory was registered and still is. */
-	if (any(4) == 0 && !(b->wiped && registered(b))) {
+	if (any(4) == 0) {
 		int on = !b->wiped;
 
 		if (madvise(b->at, b->size, on ? MADV_DONTFORK : MADV_DOFORK))

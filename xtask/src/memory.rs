@@ -56,7 +56,7 @@ const USER_MODE: &str = "Where there is a userfaultfd for user mode only, a peer
 const WIPE: &str = "MADV_WIPEONFORK is for private memory; it works again after deregistration.";
 const PINNED: &str = "Registered pages are pinned, and keep their content until the last region is gone.";
 
-const MEANWHILE: &str = "The mapping of the memory file always has MADV_DONTFORK, so a fork does not heed what the program says of that meanwhile.";
+const MEANWHILE: &str = "The mapping of the memory file always has MADV_DONTFORK, so it does not show that the program gave it too meanwhile.";
 const FUTEX: &str = "A thread that already waits at a futex which processes share, in memory that is just moved, is not woken: such a \
                      futex is known by the file that it lies in.";
 

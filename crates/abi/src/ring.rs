@@ -169,7 +169,7 @@ pub struct DoorbellPage {
     pub summary: u64,
     /// Driver: odd while it moves pages of its process.
     pub moving: u32,
-    /// Driver: not 0 while the memory of its MRs is not where the device has it.
+    /// Driver: not 0 while the memory of its MRs is not where the device has it; another number each time.
     pub away: u32,
     pub reserved2: [u32; 12],
     /// Driver sets, device clears: bit b of word w is the QP with `db_slot` 64 w + b.

@@ -10,7 +10,7 @@
 //! | `CqCtrl::arm` | driver | store, full fence, then it polls once more |
 //! | doorbell words | both | atomic or / swap; see [`crate::protocol`] |
 //! | `copying` | device | store, full fence, then it looks at `moving`; 0 again with release after the copy |
-//! | `away` | driver | release; it waits until `away_seen` says so too |
+//! | `away` | driver | release; it waits until `away_seen` is the same |
 //! | `away_seen` | device | release, when it has finished what it was at |
 //! | `moving` | driver | store, full fence, then it waits for `copying` |
 //!
@@ -470,28 +470,29 @@ impl Bell {
         W(&self.0, abi::DB_COPYING).load() & abi::COPY_WAITS != 0
     }
 
-    /// Driver: the memory of its MRs leaves the place where the device has it, or is back. True if the wake virtqueue must be
-    /// kicked. Memory may leave when [`Bell::is_left_alone`].
-    pub fn set_away(&self, away: bool) -> bool {
-        self.0.store32(abi::DB_AWAY, away.into(), Ordering::Release);
+    /// Driver: the memory of its MRs leaves the place where the device has it, for the time that this driver calls `away`, or is
+    /// back (0). True if the wake virtqueue must be kicked. Memory may leave when [`Bell::is_left_alone`].
+    pub fn set_away(&self, away: u32) -> bool {
+        self.0.store32(abi::DB_AWAY, away, Ordering::Release);
         // A bit of no QP, so that the device looks.
         self.ring(abi::MAX_QP - 1)
     }
 
-    /// Driver: true once the device touches no memory of its MRs.
-    pub fn is_left_alone(&self) -> bool {
-        self.0.load32(abi::DB_AWAY_SEEN, Ordering::Acquire) != 0
+    /// Driver: true once the device touches no memory of its MRs, for the time called `away`. What the device says of an earlier
+    /// time does not count: it may just have seen that one end.
+    pub fn is_left_alone(&self, away: u32) -> bool {
+        self.0.load32(abi::DB_AWAY_SEEN, Ordering::Acquire) == away
     }
 
-    /// Device: true while the memory of the session's MRs must not be touched.
+    /// Device: not 0 while the memory of the session's MRs must not be touched.
     #[inline]
-    pub fn is_away(&self) -> bool {
-        self.0.load32(abi::DB_AWAY, Ordering::Acquire) != 0
+    pub fn away(&self) -> u32 {
+        self.0.load32(abi::DB_AWAY, Ordering::Acquire)
     }
 
-    /// Device: heeds [`Bell::is_away`].
-    pub fn confirm_away(&self, away: bool) {
-        self.0.store32(abi::DB_AWAY_SEEN, away.into(), Ordering::Release);
+    /// Device: heeds what it has found in [`Bell::away`].
+    pub fn confirm_away(&self, away: u32) {
+        self.0.store32(abi::DB_AWAY_SEEN, away, Ordering::Release);
     }
 
     /// Device: is about to copy; false if the driver moves pages: nothing is copied then, and it is tried again soon.

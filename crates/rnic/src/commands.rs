@@ -196,7 +196,7 @@ impl Rnic {
         self.quota(s, count, |l| l.max_mr)?;
         let vnic = self.vnic_of(s)?;
         let limit = self.vnics.get(vnic.0).map_or(0, |v| v.limits.max_mr_bytes);
-        let away = self.sessions.get(s.0).is_some_and(|s| s.away);
+        let away = self.sessions.get(s.0).is_some_and(|s| s.away != 0);
         let mr = Mr { access: flags, iova, len, regions: regions.into(), backing, away, ..Mr::empty(s, pd) };
         if bytes.checked_add(mr.counted()).is_none_or(|b| b > limit) {
             return Err(Status::Exhausted);

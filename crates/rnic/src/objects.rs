@@ -117,8 +117,8 @@ pub(crate) struct Session {
     /// False while the session is polled, true while it must kick.
     pub parked: bool,
     pub last_rung_ns: u64,
-    /// The memory of its MRs is somewhere else, as its driver says.
-    pub away: bool,
+    /// Not 0 while the memory of its MRs is somewhere else: what its driver has said last.
+    pub away: u32,
     pub memory: Option<Arc<dyn Resolve>>,
     pub stage: Option<Stage>,
 }

@@ -341,7 +341,7 @@ impl Rnic {
             free_slots: Vec::new(),
             parked: true,
             last_rung_ns: 0,
-            away: false,
+            away: 0,
             memory: None,
             stage: None,
         };
@@ -481,10 +481,10 @@ impl Rnic {
             if rang {
                 s.last_rung_ns = self.now;
                 found = true;
-                let away = bell.is_away();
+                let away = bell.away();
                 if away != s.away {
                     s.away = away;
-                    self.mrs.set_away(SessionId(h), away);
+                    self.mrs.set_away(SessionId(h), away != 0);
                     bell.confirm_away(away);
                 }
             }

@@ -160,9 +160,9 @@ fn memory_that_is_away_is_left_alone() {
             net.ends[0].fill(0, &mine);
             net.ends[1].fill(100_000, &theirs);
             let bell = net.ends[mover].bell.clone();
-            bell.set_away(true);
+            bell.set_away(7);
             net.run(MS);
-            assert!(bell.is_left_alone(), "{place}, {mover}");
+            assert!(bell.is_left_alone(7) && !bell.is_left_alone(8), "{place}, {mover}");
             for (i, op) in [WrOpcode::Write, WrOpcode::Read].into_iter().enumerate() {
                 let at = i * 100_000;
                 let (w, sge) = (net.remote(op, i as u64, at as u64), net.ends[0].sge(at as u64, 50_000));
@@ -174,12 +174,18 @@ fn memory_that_is_away_is_left_alone() {
                 (net.ends[1].bytes(0, 50_000), net.ends[0].bytes(100_000, 50_000)),
                 (vec![0; 50_000], vec![0; 50_000])
             );
-            bell.set_away(false);
+            // Another time, begun before the device has seen the first one end.
+            bell.set_away(0);
+            bell.set_away(8);
+            assert!(!bell.is_left_alone(8));
+            net.run(MS);
+            assert!(bell.is_left_alone(8), "{place}, {mover}");
+            bell.set_away(0);
             net.run(SOON);
             let got: Vec<_> = net.ends[0].poll().iter().map(|c| (c.wr_id, c.status)).collect();
             assert_eq!(got, [(0, 0), (1, 0)], "{place}, {mover}");
             assert_eq!((net.ends[1].bytes(0, 50_000), net.ends[0].bytes(100_000, 50_000)), (mine, theirs));
-            assert!(!bell.is_left_alone());
+            assert!(bell.is_left_alone(0));
         }
     }
 }

@@ -5,6 +5,7 @@
 //! the moment of a fork, so the device leaves all MRs of this process alone.
 
 use std::sync::Arc;
+use std::sync::atomic::{AtomicU32, Ordering};
 
 use unirdma_mem::Bell;
 use unirdma_mem::fds::Known;
@@ -14,7 +15,7 @@ use crate::context::notify;
 use super::clock;
 
 /// How long a device may take to finish what it is at, ns. It takes microseconds, unless the machine is busy.
-const PATIENCE_NS: u64 = 10_000_000_000;
+const PATIENCE_NS: u64 = 30_000_000_000;
 /// How long the device gets between two moves for what has waited for them, ns.
 const TURN_NS: u64 = 200_000;
 
@@ -42,7 +43,7 @@ impl Door {
         })
     }
 
-    fn set_away(&self, away: bool) {
+    fn set_away(&self, away: u32) {
         if self.bell.set_away(away) {
             let _ = notify(&self.wake);
         }
@@ -86,11 +87,14 @@ pub(crate) fn end_move(doors: &[Door]) {
 
 /// Lets all devices leave the memory of MRs alone. False if one of them does not.
 pub(crate) fn leave(doors: &[Door]) -> bool {
-    doors.iter().for_each(|d| d.set_away(true));
-    doors.iter().all(|d| wait(|| d.bell.is_left_alone() || d.is_gone()))
+    // Each time has a number of its own; 0 is none.
+    static TIMES: AtomicU32 = AtomicU32::new(0);
+    let away = TIMES.fetch_add(1, Ordering::Relaxed) | 1 << 31;
+    doors.iter().for_each(|d| d.set_away(away));
+    doors.iter().all(|d| wait(|| d.bell.is_left_alone(away) || d.is_gone()))
 }
 
 /// The memory of MRs is back.
 pub(crate) fn come_back(doors: &[Door]) {
-    doors.iter().for_each(|d| d.set_away(false));
+    doors.iter().for_each(|d| d.set_away(0));
 }

@@ -209,24 +209,12 @@ impl Maps {
     }
 
     fn read(&self, addr: u64) -> Option<Vma> {
-        let (mut text, mut have, mut at) = ([0u8; 4096], 0, 0);
-        loop {
-            let n = rustix::io::pread(&self.fd, &mut text[have..], at).ok()?;
-            have += n;
-            at += n as u64;
-            let mut from = 0;
-            while let Some(len) = text[from..have].iter().position(|&b| b == b'\n') {
-                if let Some(v) = Vma::parse(&text[from..from + len]).filter(|v| v.end > addr) {
-                    return Some(v);
-                }
-                from += len + 1;
-            }
-            if n == 0 || from == 0 && have == text.len() {
-                return None;
-            }
-            text.copy_within(from..have, 0);
-            have -= from;
-        }
+        let mut found = None;
+        each_line(&self.fd, |line| {
+            found = Vma::parse(line).filter(|v| v.end > addr);
+            found.is_some()
+        });
+        found
     }
 
     /// Mappings that intersect `[lo, hi)`, in order.
@@ -237,6 +225,36 @@ impl Maps {
             at = v.end;
             Some(v)
         })
+    }
+}
+
+/// Longest line that is seen whole.
+const LINE: usize = 4096;
+
+/// Calls `f` with each line of an open file of `/proc` until it says true. Of a line longer than [`LINE`] bytes it sees the
+/// beginning.
+pub(crate) fn each_line(file: &Known, mut f: impl FnMut(&[u8]) -> bool) {
+    let (mut text, mut have, mut at, mut skip) = ([0u8; LINE], 0, 0, false);
+    while let Ok(n) = rustix::io::pread(file, &mut text[have..], at)
+        && n > 0
+    {
+        have += n;
+        at += n as u64;
+        let mut from = 0;
+        while let Some(len) = text[from..have].iter().position(|&b| b == b'\n') {
+            if !skip && f(&text[from..from + len]) {
+                return;
+            }
+            (skip, from) = (false, from + len + 1);
+        }
+        if from == 0 && have == LINE {
+            if !skip && f(&text) {
+                return;
+            }
+            (skip, from) = (true, have);
+        }
+        text.copy_within(from..have, 0);
+        have -= from;
     }
 }
 
@@ -284,6 +302,28 @@ mod tests {
         assert!(lib.exec && lib.file.inode != 0);
         assert!(text.find(lib.start) == Some(lib));
         assert!(maps.find(u64::MAX - 4095).is_none());
+    }
+
+    #[test]
+    fn lines_are_found_whatever_their_length() {
+        use std::io::Write;
+        let mut f = std::fs::File::from(rustix::fs::memfd_create(c"x", rustix::fs::MemfdFlags::CLOEXEC).unwrap());
+        let long = "x".repeat(3 * LINE);
+        let exact = "y".repeat(LINE);
+        write!(f, "one\n{long}\ntwo\n\n{exact}\nthree\nno end").unwrap();
+        let f = Known::new(f.into()).unwrap();
+        let mut seen = Vec::new();
+        each_line(&f, |l| {
+            seen.push(String::from_utf8(l.to_vec()).unwrap());
+            false
+        });
+        assert_eq!(seen, ["one", &long[..LINE], "two", "", &exact, "three"]);
+        let mut first = 0;
+        each_line(&f, |l| {
+            first += 1;
+            l == b"two"
+        });
+        assert_eq!(first, 3);
     }
 
     #[test]

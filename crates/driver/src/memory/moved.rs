@@ -39,6 +39,8 @@ struct Part {
     /// As the program has set it.
     prot: i32,
     advice: Advice,
+    /// Since when it lies at its address, on [`clock`].
+    since_ns: u64,
     /// Private for the moment of a fork.
     out: bool,
 }
@@ -57,12 +59,15 @@ impl Part {
 
     /// Gives the shadow the advice that the program has given since the file was mapped, so that the range still has it when it
     /// is private again. `now` is what the mapping of the file has.
-    fn renew(&self, now: Advice) {
+    fn renew(&mut self, now: Advice) {
         // The library sets MADV_DONTFORK on the file's mapping, so only its absence says something of the program.
         let now = Advice { unforked: self.advice.unforked && now.unforked, ..now };
         let Place { shadow, len, .. } = self.place;
-        // SAFETY: as above.
-        self.advice.changes(now).for_each(|a| _ = unsafe { pages::sys_madvise(shadow, len, a) });
+        if shadow != 0 {
+            // SAFETY: as above.
+            self.advice.changes(now).for_each(|a| _ = unsafe { pages::sys_madvise(shadow, len, a) });
+        }
+        self.advice = now;
     }
 
     fn cut(&self, off: u64, len: u64) -> Part {
@@ -259,19 +264,25 @@ impl Moved {
         let slot = slot.ok_or(Why::Limits)?;
         // Huge pages lie alike in the memory and in the file.
         let off = slot * SLOT + v.start % (2 << 20);
-        let advice = self.tools().map_or(Advice::default(), |t| t.advice(v.start));
+        let advice = self.tools().map_or(Advice::default(), |t| t.advice(v.start).0);
         let Some(shadow) = pages::reserve_shadow(v.start, len) else {
             self.free_slots.push(slot);
             return Err(Why::Limits);
         };
         let place = Place { at: v.start, len, off, shadow };
         self.parts.reserve(SPARE);
-        let Some(h) = self.tools().and_then(|t| t.hands(&self.doors, false)) else { return Err(Why::Threads) };
+        let Some(h) = self.tools().and_then(|t| t.hands(&self.doors, false)) else {
+            // SAFETY: our own new mapping.
+            unsafe { pages::drop_shadow(shadow, len) };
+            self.free_slots.push(slot);
+            return Err(Why::Threads);
+        };
         // SAFETY: the caller has found private anonymous memory there; it is not this thread's stack; signals are held.
         let taken = unsafe { pages::take(&h, &place, libc::PROT_READ | libc::PROT_WRITE) };
         let done = taken.map_or_else(|(_, done)| done, |()| len);
         if done > 0 {
-            let part = Part { place: Place { len: done, ..place }, prot: v.prot(), advice, out: false };
+            let part =
+                Part { place: Place { len: done, ..place }, prot: v.prot(), advice, since_ns: clock(), out: false };
             part.advise();
             let at = self.parts.partition_point(|p| p.place.off < off);
             self.parts.insert(at, part);
@@ -298,6 +309,7 @@ impl Moved {
         self.parts.reserve(SPARE);
         let need = self.parts.len() + SPARE;
         self.spare.reserve(need);
+        self.tools.iter_mut().for_each(|t| t.reserve(2 * need));
     }
 
     /// An MR does not use these ranges of the file any more. What nobody uses becomes private memory again.
@@ -342,6 +354,7 @@ impl Moved {
         }
         self.look();
         self.look_at_advice();
+        self.renew();
         let mut i = 0;
         while i < self.parts.len() {
             let part = self.parts[i];
@@ -360,9 +373,8 @@ impl Moved {
                 self.parts.insert(i + 1, part.cut(hi, part.end() - hi));
             }
             let mut free = part.cut(lo, hi - lo);
-            let now = self.tools().map(|t| t.advice(free.place.at));
             let Some(h) = self.tools().and_then(|t| t.hands(&self.doors, false)) else { break };
-            let done = give_back(&h, &mut free, now);
+            let done = give_back(&h, &mut free);
             if done > 0 {
                 pages::punch(h.file, lo, done);
             }
@@ -374,6 +386,27 @@ impl Moved {
             }
         }
         self.reserve();
+    }
+
+    /// Gives the parts the advice that the last look at it has seen. Allocates nothing.
+    fn renew(&mut self) {
+        let Some(tools) = &self.tools else { return };
+        let mut i = 0;
+        while i < self.parts.len() {
+            let part = self.parts[i];
+            let Place { at, len, off, .. } = part.place;
+            let (now, until) = tools.advice(at);
+            if part.since_ns <= tools.looked_ns() {
+                // Advice for a piece of it is for that alone, as long as there is room.
+                if until < at + len && self.parts.len() < self.parts.capacity() {
+                    let first = until - at;
+                    self.parts[i] = part.cut(off, first);
+                    self.parts.insert(i + 1, part.cut(off + first, len - first));
+                }
+                self.parts[i].renew(now);
+            }
+            i += 1;
+        }
     }
 
     /// The part of the file that `[off, off + len)` is a piece of.
@@ -423,7 +456,8 @@ impl Moved {
                 let part = match known {
                     Some(p) if p.place.off <= off => {
                         let cut = p.cut(off, p.end().min(end) - off);
-                        Part { place: Place { at, ..cut.place }, prot: v.prot(), ..cut }
+                        let since_ns = if cut.place.at == at { p.since_ns } else { clock() };
+                        Part { place: Place { at, ..cut.place }, prot: v.prot(), since_ns, ..cut }
                     }
                     // Longer than it was when it was taken.
                     next => {
@@ -443,7 +477,7 @@ impl Moved {
                             continue;
                         }
                         let place = Place { at, len, off, shadow: 0 };
-                        Part { place, prot: v.prot(), advice: Advice::default(), out: false }
+                        Part { place, prot: v.prot(), advice: Advice::default(), since_ns: clock(), out: false }
                     }
                 };
                 off += part.place.len;
@@ -486,15 +520,16 @@ fn grown(parts: &[Part], v: &Vma, p: &Part) -> bool {
     goes_on && parts.get(i).is_none_or(|q| q.place.off != p.end())
 }
 
-/// Makes a part private again, with advice `now` if that is known.
-fn give_back(h: &Hands<'_>, part: &mut Part, now: Option<Advice>) -> u64 {
+/// Makes a part private again.
+fn give_back(h: &Hands<'_>, part: &mut Part) -> u64 {
     if part.place.shadow == 0 {
         match pages::fresh_shadow(part.place.at, part.place.len) {
             Some(s) => part.place.shadow = s,
             None => return 0,
         }
+        let now = std::mem::take(&mut part.advice);
+        part.renew(now);
     }
-    now.iter().for_each(|&now| part.renew(now));
     // SAFETY: `look` has found the mapping there; signals are held, and `hands` has looked at the threads.
     unsafe { pages::give_back(h, &part.place, part.prot) }
 }
@@ -545,11 +580,14 @@ impl Moved {
             return;
         }
         self.look();
+        if self.tools.as_mut().is_some_and(Tools::look_at_advice_in_fork) {
+            self.renew();
+        }
         let Some(h) = self.tools.as_ref().and_then(|t| t.hands(&self.doors, true)) else { return };
         let mut i = 0;
         while i < self.parts.len() {
             let mut part = self.parts[i];
-            let done = give_back(&h, &mut part, None);
+            let done = give_back(&h, &mut part);
             part.out = done == part.place.len;
             // Beyond the room of the list the rest of a part would be lost, so it stays as it is.
             if !part.out && done > 0 && self.parts.len() < self.parts.capacity() {

@@ -13,7 +13,7 @@ use unirdma_mem::fds::{Known, high};
 
 use super::clock;
 use super::doors::Door;
-use super::maps::{FileId, Maps, Vma};
+use super::maps::{FileId, Maps, Vma, each_line};
 use super::pages::{self, Hands};
 use super::uffd::Uffd;
 
@@ -29,6 +29,7 @@ pub(crate) struct Tools {
     mover: Option<Mover>,
     tasks: Option<Known>,
     fds: Option<Known>,
+    smaps: Option<Known>,
     advised: Advised,
 }
 
@@ -63,27 +64,26 @@ impl Advice {
 #[derive(Default)]
 struct Advised {
     until_ns: u64,
-    /// The last look took long.
+    /// When the last look began; 0 if it saw nothing.
+    since_ns: u64,
+    /// It took long.
     long: bool,
     ranges: Vec<(u64, u64, Advice)>,
 }
 
-fn advised() -> Option<Vec<(u64, u64, Advice)>> {
-    let text = std::fs::read("/proc/self/smaps").ok()?;
-    let (mut ranges, mut current) = (Vec::new(), None);
-    for line in text.split(|&b| b == b'\n') {
+/// Calls `f` with each mapping that `/proc/self/smaps` shows, and with its advice. Nothing is allocated.
+fn each_advice(smaps: &Known, mut f: impl FnMut(&Vma, Advice)) {
+    let mut current = None;
+    each_line(smaps, |line| {
         if let Some(flags) = line.strip_prefix(b"VmFlags:") {
             let has = |name: &[u8]| flags.split(|&b| b == b' ').any(|f| f == name);
             let (undumped, huge, not_huge, unforked) = (has(b"dd"), has(b"hg"), has(b"nh"), has(b"dc"));
-            let advice = Advice { undumped, huge, not_huge, unforked };
-            if let Some((start, end)) = current.filter(|_| advice != Advice::default()) {
-                ranges.push((start, end, advice));
-            }
+            current.iter().for_each(|v| f(v, Advice { undumped, huge, not_huge, unforked }));
         } else if let Some(v) = Vma::parse(line) {
-            current = Some((v.start, v.end));
+            current = Some(v);
         }
-    }
-    Some(ranges)
+        false
+    });
 }
 
 /// Time that this thread has run, whatever else the machine does.
@@ -94,7 +94,7 @@ fn thread_ns() -> u64 {
 
 /// A look at `/proc/self/smaps` that takes less than this is taken each time. A single longer look may be chance;
 /// after two in a row the result is used for a while.
-const SHORT_LOOK_NS: u64 = 1_000_000;
+const SHORT_LOOK_NS: u64 = 4_000_000;
 
 struct Mover {
     file: Known,
@@ -143,6 +143,7 @@ impl Tools {
             mover: Mover::open(),
             tasks: open("/proc/self/task"),
             fds: open("/proc/self/fd"),
+            smaps: open("/proc/self/smaps"),
             advised: Advised::default(),
         }
     }
@@ -200,16 +201,63 @@ impl Tools {
             return;
         }
         let before = thread_ns();
-        self.advised.ranges = advised().unwrap_or_default();
+        while !self.look_now(|_| true) {
+            let more = self.advised.ranges.len() + 64;
+            self.advised.ranges.reserve(more);
+        }
         let cost = thread_ns() - before;
         let long = cost >= SHORT_LOOK_NS;
         self.advised.until_ns = if long && self.advised.long { clock() + cost * 20 } else { 0 };
         self.advised.long = long;
     }
 
-    /// What the program had asked for at `at` when [`Tools::look_at_advice`] was called last.
-    pub fn advice(&self, at: u64) -> Advice {
-        self.advised.ranges.iter().find(|r| r.0 <= at && at < r.1).map_or(Advice::default(), |r| r.2)
+    /// Looks what advice mappings of the memory file have. It allocates nothing, for a fork handler. False if it did not
+    /// work.
+    pub fn look_at_advice_in_fork(&mut self) -> bool {
+        let id = self.file_id();
+        // It has not seen the rest.
+        self.advised.until_ns = 0;
+        self.look_now(|v| Some(v.file) == id)
+    }
+
+    /// Makes room for a look at so many mappings that may not allocate.
+    pub fn reserve(&mut self, mappings: usize) {
+        let have = self.advised.ranges.len();
+        self.advised.ranges.reserve(mappings.saturating_sub(have));
+    }
+
+    /// False if there was no room.
+    fn look_now(&mut self, counts: impl Fn(&Vma) -> bool) -> bool {
+        let Tools { smaps, advised, .. } = self;
+        advised.ranges.clear();
+        advised.since_ns = 0;
+        let Some(smaps) = smaps.as_ref().filter(|s| s.still_ours()) else { return true };
+        advised.since_ns = clock();
+        let mut room = true;
+        each_advice(smaps, |v, advice| {
+            if advice != Advice::default() && counts(v) {
+                room = room && advised.ranges.len() < advised.ranges.capacity();
+                if room {
+                    advised.ranges.push((v.start, v.end, advice));
+                }
+            }
+        });
+        room
+    }
+
+    /// When [`Tools::look_at_advice`] looked last, on [`clock`]; 0 if it could not.
+    pub fn looked_ns(&self) -> u64 {
+        self.advised.since_ns
+    }
+
+    /// What the program had asked for at `at` when [`Tools::look_at_advice`] was called last, and where that ends.
+    pub fn advice(&self, at: u64) -> (Advice, u64) {
+        let next = self.advised.ranges.partition_point(|r| r.1 <= at);
+        match self.advised.ranges.get(next) {
+            Some(&(start, end, advice)) if start <= at => (advice, end),
+            Some(&(start, ..)) => (Advice::default(), start),
+            None => (Advice::default(), u64::MAX),
+        }
     }
 
     /// True if the process has a descriptor by which the kernel may hold pages of it: io_uring or AF_XDP.
