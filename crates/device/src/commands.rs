@@ -5,7 +5,7 @@ use unirdma_abi::{Command, Status};
 use unirdma_formats::{Gid, QpType, access};
 use unirdma_link::Memory;
 use unirdma_mem::{Bell, CqRing, QpRings, Span};
-use unirdma_rnic::{Backing, CreateQp, OpenXrcd, Rnic, SrqAttr};
+use unirdma_rnic::{Backing, CreateQp, OpenXrcd, Rnic, SrqAttr, SrqInfo};
 use zerocopy::{FromBytes, Immutable, IntoBytes};
 
 use crate::{Device, lock};
@@ -208,7 +208,7 @@ impl Device {
                 nothing(rnic.modify_srq(s, r.srqn, r.limit))
             }
             Command::QuerySrq => {
-                let SrqAttr { max_wr, max_sge, limit, .. } = rnic.query_srq(s, handle(data)?)?;
+                let SrqInfo { max_wr, max_sge, limit } = rnic.query_srq(s, handle(data)?)?;
                 answer(abi::QuerySrqResp { max_wr, max_sge, limit, reserved: 0 })
             }
             Command::Cm => answer(rnic.cm(s, &parse::<abi::CmReq>(data)?)?),
@@ -379,7 +379,7 @@ impl Device {
             self.gather(&[(r.start, r.length)])?
         };
         let made = rnic.reg_mr(self.session, r.pdn, r.access_flags, r.virt_addr, r.length, backing, regions)?;
-        rnic.note_mr(made.0, r.note);
+        rnic.note_mr(self.session, made.0, r.note);
         mr_answer(made)
     }
 

@@ -20,7 +20,7 @@ use unirdma_abi as abi;
 use unirdma_device::{EventQueues, lock};
 use unirdma_formats::pcap;
 use unirdma_mem::Bell;
-use unirdma_rnic::{Capture, Output, Rnic, SessionId, VnicId};
+use unirdma_rnic::{Capture, Output, Rnic, Seed, SessionId, VnicId};
 
 use crate::port::{Port, PortCounters};
 
@@ -111,11 +111,11 @@ impl Engine {
             n => n,
         };
         let seed = match c.seed {
-            Some(s) => s,
+            Some(s) => Seed::from(s),
             None => {
-                let mut b = [0; 8];
-                io::Read::read_exact(&mut std::fs::File::open("/dev/urandom")?, &mut b)?;
-                u64::from_ne_bytes(b)
+                let mut b = [0; 32];
+                getrandom::fill(&mut b)?;
+                Seed::from(b)
             }
         };
         let hints = if yields { abi::DB_YIELD } else { 0 };
@@ -191,7 +191,7 @@ impl Engine {
     /// `epoll_ctl(2)` refuses what cannot be polled.
     pub fn watch(&self, s: SessionId, kick: BorrowedFd<'_>) -> io::Result<()> {
         let flags = epoll::EventFlags::IN | epoll::EventFlags::ET;
-        Ok(epoll::add(&self.epoll, kick, epoll::EventData::new_u64(s.0.into()), flags)?)
+        Ok(epoll::add(&self.epoll, kick, epoll::EventData::new_u64(s.number()), flags)?)
     }
 
     /// Stops listening to a session's wake kicks.
@@ -511,7 +511,7 @@ impl Engine {
         {
             let events = self.events.read().unwrap_or_else(|e| e.into_inner());
             let sessions = got.iter().filter(|&&t| t < PORT);
-            sessions.filter_map(|&t| events.get(&SessionId(t as u32))).for_each(|q| q.on_wake());
+            sessions.filter_map(|&t| events.get(&SessionId::from_number(t))).for_each(|q| q.on_wake());
         }
         let mut r = lock(&self.rnic);
         let now = self.now();
@@ -519,7 +519,7 @@ impl Engine {
             if token == PORT {
                 self.poll_port(now);
             } else if token != WAKE {
-                r.unpark(SessionId(token as u32), now);
+                r.unpark(SessionId::from_number(token), now);
             }
         }
         let busy = r.is_busy() || self.port_is_polled();

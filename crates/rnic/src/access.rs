@@ -6,22 +6,22 @@ use unirdma_formats::{WrOpcode, access, send_flags};
 use unirdma_mem::{Fault, Loc, fetch, transfer};
 
 use crate::mr::{Mr, MrTable};
-use crate::objects::{Qp, Recv, Session, Work};
-use crate::slab::Slab;
+use crate::objects::{Pd, Qp, Recv, Session, SessionId, Work};
+use crate::slab::{Handle, Slab};
 
 /// One side of a message.
 #[derive(Clone, Copy)]
 pub(crate) enum Side<'a> {
     /// Gather or scatter list.
-    List { pd: u32, session: u32, access: u32, sges: &'a [abi::Sge] },
+    List { pd: Handle<Pd>, session: SessionId, access: u32, sges: &'a [abi::Sge] },
     /// One range of the peer's memory.
-    Remote { pd: u32, session: u32, qpn: u32, access: u32, key: u32, addr: u64 },
+    Remote { pd: Handle<Pd>, session: SessionId, qpn: u32, access: u32, key: u32, addr: u64 },
     /// Data in the WQE.
     Inline(&'a [u8]),
     /// Gather list of bus addresses of a session.
-    Bus { session: u32, sges: &'a [abi::Sge] },
+    Bus { session: SessionId, sges: &'a [abi::Sge] },
     /// A record of the session's stage.
-    Stage { session: u32, data: u64, room: u64 },
+    Stage { session: SessionId, data: u64, room: u64 },
 }
 
 /// What keys and addresses are looked up in.
@@ -31,28 +31,45 @@ pub(crate) struct Tables<'a> {
 }
 
 impl<'a> Tables<'a> {
-    fn place(&self, mr: &'a Mr, pd: u32, session: u32, need: u32, addr: u64, len: u64) -> Option<Loc<'a>> {
+    fn place(&self, mr: &'a Mr, pd: Handle<Pd>, session: SessionId, need: u32, addr: u64, len: u64) -> Option<Loc<'a>> {
         if !mr.grants(pd, need, addr, len) {
             return None;
         }
-        let memory = || self.sessions.get(session).and_then(|s| s.memory.as_ref());
+        let memory = || self.sessions.get(session.0).and_then(|s| s.memory.as_ref());
         let bell = || self.sessions.get(mr.owner.0).and_then(|s| s.bell.as_ref());
         mr.locate(addr, len, memory, bell)
     }
 
     /// What an SGE names: a memory window is nobody's local memory.
-    fn local(&self, s: &abi::Sge, pd: u32, session: u32, need: u32, addr: u64, len: u64) -> Option<Loc<'a>> {
+    fn local(
+        &self,
+        s: &abi::Sge,
+        pd: Handle<Pd>,
+        session: SessionId,
+        need: u32,
+        addr: u64,
+        len: u64,
+    ) -> Option<Loc<'a>> {
         let mr = self.mrs.by_key(s.lkey).filter(|m| m.window.is_none())?;
         self.place(mr, pd, session, need, addr, len)
     }
 
-    fn by_bus(&self, session: u32, addr: u64, len: u64) -> Option<Loc<'a>> {
-        let memory = self.sessions.get(session)?.memory.as_ref()?;
+    fn by_bus(&self, session: SessionId, addr: u64, len: u64) -> Option<Loc<'a>> {
+        let memory = self.sessions.get(session.0)?.memory.as_ref()?;
         memory.resolve(addr, len).map(|(span, off)| Loc::Mapped(span, off))
     }
 
     /// What a request names by `key` at QP `qpn`: a window of type 2 is for its own QP.
-    fn remote(&self, key: u32, qpn: u32, pd: u32, session: u32, need: u32, addr: u64, len: u64) -> Option<Loc<'a>> {
+    fn remote(
+        &self,
+        key: u32,
+        qpn: u32,
+        pd: Handle<Pd>,
+        session: SessionId,
+        need: u32,
+        addr: u64,
+        len: u64,
+    ) -> Option<Loc<'a>> {
         let mr = self.mrs.by_key(key).filter(|m| m.window.is_none_or(|w| !w.second || w.qpn == qpn))?;
         self.place(mr, pd, session, need, addr, len)
     }
@@ -169,13 +186,13 @@ pub(crate) fn may_flush(tables: &Tables<'_>, p: &Qp, word: u32, key: u32, addr: 
 
 /// A gather or scatter list of QP `q`.
 pub(crate) fn list<'a>(q: &Qp, sges: &'a [abi::Sge], access: u32) -> Side<'a> {
-    Side::List { pd: q.pd, session: q.memory.0, access, sges }
+    Side::List { pd: q.pd, session: q.memory, access, sges }
 }
 
 /// Where the message for the receive that QP `q` has taken goes.
 pub(crate) fn recv_side<'a>(q: &Qp, r: &'a Recv) -> Side<'a> {
     match r.staged {
-        Some(s) => Side::Stage { session: s.owner.0, data: s.data, room: s.room },
+        Some(s) => Side::Stage { session: s.owner, data: s.data, room: s.room },
         None => list(q, &r.sges[..r.num_sge], access::LOCAL_WRITE),
     }
 }
@@ -186,7 +203,7 @@ pub(crate) fn local_side<'a>(q: &Qp, w: &'a Work, op: WrOpcode) -> Side<'a> {
         return Side::Inline(&w.inline[..w.total as usize]);
     }
     if w.wqe.send_flags & send_flags::STAGED != 0 {
-        return Side::Bus { session: q.memory.0, sges: &w.sges[..w.num_sge] };
+        return Side::Bus { session: q.memory, sges: &w.sges[..w.num_sge] };
     }
     list(q, &w.sges[..w.num_sge], if op.stores_locally() { access::LOCAL_WRITE } else { 0 })
 }
@@ -203,7 +220,7 @@ pub(crate) fn remote_access(op: WrOpcode) -> u32 {
 
 /// A range of the memory that QP `p` answers for.
 pub(crate) fn remote<'a>(p: &Qp, access: u32, key: u32, addr: u64) -> Side<'a> {
-    Side::Remote { pd: p.pd, session: p.memory.0, qpn: p.qpn, access, key, addr }
+    Side::Remote { pd: p.pd, session: p.memory, qpn: p.qpn, access, key, addr }
 }
 
 /// The responder's side of a one-sided request.

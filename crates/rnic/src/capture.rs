@@ -14,6 +14,7 @@ use crate::access::{Tables, local_side};
 use crate::datagram::ethernet;
 use crate::objects::{Qp, VnicId, Work};
 use crate::rnic::{MAX_MTU, Rnic};
+use crate::slab::Handle;
 use crate::wire::{Path, request_packet, transport_of};
 
 /// What is captured, and how.
@@ -97,7 +98,7 @@ impl Rnic {
         self.tap.as_ref().is_some_and(|t| wanted(t))
     }
 
-    pub(crate) fn vnic_id(&self, h: u32) -> Option<VnicId> {
+    pub(crate) fn vnic_id(&self, h: Handle<Qp>) -> Option<VnicId> {
         self.qps.get(h).map(|q| q.vnic)
     }
 
@@ -146,7 +147,14 @@ impl Rnic {
     }
 
     /// Captures a datagram between two vRNICs of this host.
-    pub(crate) fn tap_datagram(&mut self, h: u32, to: Option<VnicId>, flow: &Flow, p: &Packet<'_>, payload: &[u8]) {
+    pub(crate) fn tap_datagram(
+        &mut self,
+        h: Handle<Qp>,
+        to: Option<VnicId>,
+        flow: &Flow,
+        p: &Packet<'_>,
+        payload: &[u8],
+    ) {
         if self.tap.is_some() && (self.wants(self.vnic_id(h)) || self.wants(to)) {
             self.tap_local(flow, p, payload);
         }
@@ -167,7 +175,7 @@ impl Rnic {
 
     /// Captures the packets that request `w` of QP `h` would have been, with those of its answer, which `code` is the
     /// syndrome of.
-    pub(crate) fn tap_request(&mut self, h: u32, w: &Work, op: WrOpcode, code: u8) {
+    pub(crate) fn tap_request(&mut self, h: Handle<Qp>, w: &Work, op: WrOpcode, code: u8) {
         let Some(q) = self.qps.get(h).filter(|_| self.tap.is_some()) else { return };
         if !self.wants(Some(q.vnic)) && !self.wants(q.peer_vnic) {
             return;

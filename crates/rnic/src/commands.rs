@@ -11,28 +11,15 @@ use unirdma_mem::{Bell, CqRing, QpRings};
 use crate::attr;
 use crate::datagram::Backlog;
 use crate::mr::{Backing, Mr, Resolve};
-use crate::objects::{Counters, Cq, CreateQp, Moderation, Pd, Qp, SessionId, Srq, VnicId, Wait};
+use crate::objects::{Counters, Cq, CreateQp, Moderation, Pd, Qp, SessionId, VnicId, Wait};
 use crate::pace::Pace;
 use crate::rnic::Rnic;
+use crate::slab::Handle;
 use crate::wire::{DSCP, Path, Wire};
 
 type Result<T> = std::result::Result<T, Status>;
 
 impl Rnic {
-    pub(crate) fn vnic_of(&self, s: SessionId) -> Result<VnicId> {
-        self.sessions.get(s.0).map(|s| s.vnic).ok_or(Status::BadHandle)
-    }
-
-    pub(crate) fn quota(&self, s: SessionId, used: usize, max: impl Fn(&crate::Limits) -> u32) -> Result<()> {
-        let v = self.vnics.get(self.vnic_of(s)?.0).ok_or(Status::BadHandle)?;
-        if used >= max(&v.limits) as usize { Err(Status::Exhausted) } else { Ok(()) }
-    }
-
-    pub(crate) fn same_vnic(&self, s: SessionId) -> impl Fn(SessionId) -> bool + '_ {
-        let vnic = self.vnic_of(s).ok();
-        move |o| self.sessions.get(o.0).map(|x| x.vnic) == vnic
-    }
-
     /// Gives a session its doorbell page. Once.
     ///
     /// # Errors
@@ -65,13 +52,12 @@ impl Rnic {
     /// # Errors
     /// `Exhausted` at the vRNIC's quota.
     pub fn create_pd(&mut self, s: SessionId) -> Result<u32> {
-        let used = self.pds.iter().filter(|(_, p)| self.same_vnic(s)(p.owner)).count();
-        self.quota(s, used, |l| l.max_pd)?;
-        self.pds.insert_with(|_| Pd { owner: s }).ok_or(Status::Exhausted)
-    }
-
-    pub(crate) fn own_pd(&self, s: SessionId, pd: u32) -> Result<()> {
-        self.pds.get(pd).filter(|p| p.owner == s).map(|_| ()).ok_or(Status::BadHandle)
+        self.quota(s, |u| u.pds, |l| l.max_pd)?;
+        let number = self.new_number(s)?;
+        let h = self.pds.insert(Pd { uses: 0 }).ok_or(Status::Exhausted)?;
+        self.names(s).and_then(|n| n.pds.insert(number, h));
+        self.count_used(s, |u| u.pds += 1);
+        Ok(number)
     }
 
     /// DESTROY_PD.
@@ -79,15 +65,13 @@ impl Rnic {
     /// # Errors
     /// `Busy` while it has MRs, AHs, SRQs or QPs.
     pub fn destroy_pd(&mut self, s: SessionId, pd: u32) -> Result<()> {
-        self.own_pd(s, pd)?;
-        let used = self.mrs.iter().any(|m| m.pd == pd)
-            || self.ahs.iter().any(|(_, a)| a.pd == pd)
-            || self.srqs.iter().any(|(_, a)| a.pd == pd)
-            || self.qps.iter().any(|(_, q)| q.pd == pd && q.typ != QpType::XrcRecv);
-        if used {
+        let h = self.own_pd(s, pd)?;
+        if self.pds.get(h).is_some_and(|p| p.uses > 0) {
             return Err(Status::Busy);
         }
-        self.pds.remove(pd);
+        self.pds.remove(h);
+        self.names(s).and_then(|n| n.pds.remove(&pd));
+        self.count_used(s, |u| u.pds -= 1);
         Ok(())
     }
 
@@ -96,14 +80,13 @@ impl Rnic {
     /// # Errors
     /// `Exhausted` at the vRNIC's quota.
     pub fn create_cq(&mut self, s: SessionId, ring: CqRing, comp_queue: Option<u16>) -> Result<u32> {
-        let used = self.cqs.iter().filter(|(_, c)| self.same_vnic(s)(c.owner)).count();
-        self.quota(s, used, |l| l.max_cq)?;
-        let cq = Cq { owner: s, ring, comp_queue, notify: 0, moderation: None, dead: false };
-        self.cqs.insert_with(|_| cq).ok_or(Status::Exhausted)
-    }
-
-    pub(crate) fn own_cq(&self, s: SessionId, cq: u32) -> Result<&Cq> {
-        self.cqs.get(cq).filter(|c| c.owner == s).ok_or(Status::BadHandle)
+        self.quota(s, |u| u.cqs, |l| l.max_cq)?;
+        let number = self.new_number(s)?;
+        let cq = Cq { owner: s, number, uses: 0, ring, comp_queue, notify: 0, moderation: None, dead: false };
+        let h = self.cqs.insert(cq).ok_or(Status::Exhausted)?;
+        self.names(s).and_then(|n| n.cqs.insert(number, h));
+        self.count_used(s, |u| u.cqs += 1);
+        Ok(number)
     }
 
     /// RESIZE_CQ: further completions go to another ring; an arming that was not served yet holds for it.
@@ -111,7 +94,7 @@ impl Rnic {
     /// # Errors
     /// `BadHandle`, or `BadState` for a CQ that has overrun.
     pub fn resize_cq(&mut self, s: SessionId, cq: u32, ring: CqRing) -> Result<()> {
-        self.own_cq(s, cq)?;
+        let cq = self.own_cq(s, cq)?;
         let c = self.cqs.get_mut(cq).filter(|c| !c.dead).ok_or(Status::BadState)?;
         c.notify |= c.ring.armed();
         c.ring = ring;
@@ -124,7 +107,7 @@ impl Rnic {
     /// # Errors
     /// `BadHandle`.
     pub fn modify_cq(&mut self, s: SessionId, cq: u32, count: u16, period_us: u16) -> Result<()> {
-        self.own_cq(s, cq)?;
+        let cq = self.own_cq(s, cq)?;
         self.end_moderation(cq);
         let wanted = Moderation { count, period_ns: u64::from(period_us) * 1000, ..Moderation::default() };
         if let Some(c) = self.cqs.get_mut(cq) {
@@ -138,13 +121,13 @@ impl Rnic {
     /// # Errors
     /// `Busy` while QPs or XRC SRQs use it.
     pub fn destroy_cq(&mut self, s: SessionId, cq: u32) -> Result<()> {
-        self.own_cq(s, cq)?;
-        let of_qp = |q: &Qp| (q.send_cq == cq || q.recv_cq == cq) && q.typ != QpType::XrcRecv;
-        let of_srq = |q: &Srq| q.xrc.is_some_and(|x| x.cq == cq);
-        if self.qps.iter().any(|(_, q)| of_qp(q)) || self.srqs.iter().any(|(_, q)| of_srq(q)) {
+        let h = self.own_cq(s, cq)?;
+        if self.cqs.get(h).is_some_and(|c| c.uses > 0) {
             return Err(Status::Busy);
         }
-        self.cqs.remove(cq);
+        self.cqs.remove(h);
+        self.names(s).and_then(|n| n.cqs.remove(&cq));
+        self.count_used(s, |u| u.cqs -= 1);
         Ok(())
     }
 
@@ -153,7 +136,8 @@ impl Rnic {
     /// # Errors
     /// `BadValue` for unknown flags, `BadState` for a CQ without an event queue.
     pub fn req_notify_cq(&mut self, s: SessionId, cq: u32, flags: u32) -> Result<()> {
-        if self.own_cq(s, cq)?.comp_queue.is_none() {
+        let cq = self.own_cq(s, cq)?;
+        if self.cqs.get(cq).is_none_or(|c| c.comp_queue.is_none()) {
             return Err(Status::BadState);
         }
         if flags == 0 || flags & !(abi::NOTIFY_NEXT | abi::NOTIFY_SOLICITED) != 0 {
@@ -180,7 +164,7 @@ impl Rnic {
         backing: Backing,
         regions: Vec<u64>,
     ) -> Result<(u32, u32)> {
-        self.own_pd(s, pd)?;
+        let pd = self.own_pd(s, pd)?;
         let flags = flags & !access::OPTIONAL_RANGE;
         // ibv_reg_mr(3): remote write and atomic need local write.
         let remote_store = flags & (access::REMOTE_WRITE | access::REMOTE_ATOMIC) != 0;
@@ -190,31 +174,52 @@ impl Rnic {
         if iova.checked_add(len).is_none() {
             return Err(Status::BadValue);
         }
-        let same = self.same_vnic(s);
-        let (count, bytes) = self.mrs.used(&same);
-        drop(same);
-        self.quota(s, count, |l| l.max_mr)?;
-        let vnic = self.vnic_of(s)?;
-        let limit = self.vnics.get(vnic.0).map_or(0, |v| v.limits.max_mr_bytes);
+        self.quota(s, |u| u.mrs, |l| l.max_mr)?;
+        let v = self.vnics.get(self.vnic_of(s)?.0).ok_or(Status::BadHandle)?;
+        let (bytes, limit) = (v.used.mr_bytes, v.limits.max_mr_bytes);
         let away = self.sessions.get(s.0).is_some_and(|s| s.away != 0);
         let mr = Mr { access: flags, iova, len, regions: regions.into(), backing, away, ..Mr::empty(s, pd) };
         if bytes.checked_add(mr.counted()).is_none_or(|b| b > limit) {
             return Err(Status::Exhausted);
         }
-        self.mrs.insert(mr).ok_or(Status::Exhausted)
+        self.insert_mr(mr)
+    }
+
+    /// Gives an MR or a window its number and its key, and returns both.
+    pub(crate) fn insert_mr(&mut self, mr: Mr) -> Result<(u32, u32)> {
+        let (s, pd, bytes, number) = (mr.owner, mr.pd, mr.counted(), self.new_number(mr.owner)?);
+        let made = self.mrs.insert(Mr { number, ..mr }, &mut self.random.keys);
+        let (h, key) = made.ok_or(Status::Exhausted)?;
+        self.names(s).and_then(|n| n.mrs.insert(number, h));
+        self.use_pd(pd, true);
+        self.count_used(s, |u| (u.mrs, u.mr_bytes) = (u.mrs + 1, u.mr_bytes + bytes));
+        Ok((number, key))
+    }
+
+    pub(crate) fn remove_mr(&mut self, h: Handle<Mr>) {
+        let Some(m) = self.mrs.remove(h) else { return };
+        self.names(m.owner).and_then(|n| n.mrs.remove(&m.number));
+        self.use_pd(m.pd, false);
+        self.count_used(m.owner, |u| (u.mrs, u.mr_bytes) = (u.mrs - 1, u.mr_bytes.saturating_sub(m.counted())));
     }
 
     /// Keeps what a driver says of the way that its MR's memory goes.
-    pub fn note_mr(&mut self, mr: u32, note: u32) {
-        if let Some(m) = self.mrs.get_mut(mr) {
+    pub fn note_mr(&mut self, s: SessionId, mr: u32, note: u32) {
+        if let Ok((h, _)) = self.own_mr(s, mr)
+            && let Some(m) = self.mrs.get_mut(h)
+        {
             m.note = note;
         }
     }
 
     /// An MR of the session that no window is bound to.
-    fn free_mr(&self, s: SessionId, mr: u32) -> Result<()> {
-        let m = self.mrs.get(mr).filter(|m| m.owner == s && m.window.is_none()).ok_or(Status::BadHandle)?;
-        if m.windows > 0 { Err(Status::Busy) } else { Ok(()) }
+    fn free_mr(&self, s: SessionId, mr: u32) -> Result<Handle<Mr>> {
+        let (h, m) = self.own_mr(s, mr)?;
+        match m.windows {
+            _ if m.window.is_some() => Err(Status::BadHandle),
+            0 => Ok(h),
+            _ => Err(Status::Busy),
+        }
     }
 
     /// DEREG_MR.
@@ -222,8 +227,8 @@ impl Rnic {
     /// # Errors
     /// `BadHandle` if the session has no such MR, `Busy` while windows are bound to it.
     pub fn dereg_mr(&mut self, s: SessionId, mr: u32) -> Result<()> {
-        self.free_mr(s, mr)?;
-        self.mrs.remove(mr);
+        let h = self.free_mr(s, mr)?;
+        self.remove_mr(h);
         Ok(())
     }
 
@@ -235,20 +240,25 @@ impl Rnic {
         if mr == by {
             return Err(Status::BadHandle);
         }
-        self.free_mr(s, mr)?;
-        self.free_mr(s, by)?;
-        if let Some(new) = self.mrs.remove(by) {
-            self.mrs.replace(mr, new);
-        }
+        let (mr, by_handle) = (self.free_mr(s, mr)?, self.free_mr(s, by)?);
+        let new = self.mrs.remove(by_handle).ok_or(Status::BadHandle)?;
+        self.names(s).and_then(|n| n.mrs.remove(&by));
+        // The bytes and the place in the PD of `by` are those of `mr` now.
+        let old = self.mrs.replace(mr, new).ok_or(Status::BadHandle)?;
+        self.use_pd(old.0, false);
+        self.count_used(s, |u| (u.mrs, u.mr_bytes) = (u.mrs - 1, u.mr_bytes.saturating_sub(old.1)));
         Ok(())
     }
 
     /// A memory region of the session is gone: MRs in it grant nothing any more (X28).
     pub fn revoke_region(&mut self, s: SessionId, region: u64) {
-        for h in self.mrs.handles(|m| m.owner == s && m.regions.contains(&region)) {
+        let Some(session) = self.sessions.get(s.0) else { return };
+        let lies_there = |h: &Handle<Mr>| self.mrs.get(*h).is_some_and(|m| m.regions.contains(&region));
+        let gone: Vec<Handle<Mr>> = session.names.mrs.values().copied().filter(lies_there).collect();
+        for h in gone {
             match self.mrs.get(h).and_then(|m| m.window) {
                 Some(_) => self.unbind(h),
-                None => drop(self.mrs.remove(h)),
+                None => self.remove_mr(h),
             }
         }
     }
@@ -259,22 +269,15 @@ impl Rnic {
     /// `Unsupported` for a type that is not offered, `BadHandle`, or `Exhausted` at a quota.
     pub fn create_qp(&mut self, s: SessionId, typ: u8, c: CreateQp) -> Result<(u32, u32)> {
         let typ = QpType::from_raw(typ.into()).ok_or(Status::Unsupported)?;
-        let xrcd = match (typ, c.xrcd) {
-            (QpType::XrcRecv, Some(xrcd)) => Some((xrcd, self.own_xrcd(s, xrcd)?)),
+        // The target of an XRC connection has neither PD nor CQs: each message is for an SRQ that has.
+        let (xrcd, pd, send_cq, recv_cq) = match (typ, c.xrcd) {
+            (QpType::XrcRecv, Some(xrcd)) => (Some(self.own_xrcd(s, xrcd)?), Handle::NONE, Handle::NONE, Handle::NONE),
             (QpType::XrcRecv, None) => return Err(Status::BadValue),
-            _ => {
-                self.own_pd(s, c.pd)?;
-                self.own_cq(s, c.send_cq)?;
-                self.own_cq(s, c.recv_cq)?;
-                None
-            }
+            _ => (None, self.own_pd(s, c.pd)?, self.own_cq(s, c.send_cq)?, self.own_cq(s, c.recv_cq)?),
         };
-        if let Some(srq) = c.srq {
-            self.own_srq(s, srq)?;
-        }
+        let srq = c.srq.map(|srq| self.own_srq(s, srq).map(|q| q.0)).transpose()?.filter(|_| xrcd.is_none());
         let vnic = self.vnic_of(s)?;
-        let used = self.qps.iter().filter(|(_, q)| q.vnic == vnic).count();
-        self.quota(s, used, |l| l.max_qp)?;
+        self.quota(s, |u| u.qps, |l| l.max_qp)?;
         let session = self.sessions.get_mut(s.0).ok_or(Status::BadHandle)?;
         if session.bell.is_none() {
             return Err(Status::BadState);
@@ -289,26 +292,25 @@ impl Rnic {
         };
         // QPNs are random and unique on the host; 0 and 1 are the management QPs.
         let qpn = loop {
-            let n = self.rng.next_u64() as u32 & unirdma_formats::Qpn::MASK;
+            let n = self.random.qpns.next_u64() as u32 & unirdma_formats::Qpn::MASK;
             if n > 1 && !self.qpns.contains_key(&n) {
                 break n;
             }
         };
-        let of_target = |handle: u32| if xrcd.is_some() { NOBODY } else { handle };
         let qp = Qp {
             owner: s,
             openers: Vec::new(),
             memory: s,
             xrcd,
             vnic,
-            pd: of_target(c.pd),
+            pd,
             qpn,
             typ,
             slot,
             sig_all: c.sig_all,
-            send_cq: of_target(c.send_cq),
-            recv_cq: of_target(c.recv_cq),
-            srq: c.srq,
+            send_cq,
+            recv_cq,
+            srq,
             cap: c.cap,
             rings: c.rings,
             state: QpState::Reset,
@@ -334,21 +336,35 @@ impl Rnic {
             wire: None,
             pace: Pace::default(),
             backlog: Backlog::default(),
+            groups: Vec::new(),
             counters: Counters::default(),
         };
-        let Some(h) = self.qps.insert_with(|_| qp) else {
-            return Err(Status::Exhausted);
-        };
+        let h = self.qps.insert(qp).ok_or(Status::Exhausted)?;
         self.qpns.insert(qpn, h);
         if let Some(session) = self.sessions.get_mut(s.0) {
             session.slots[slot as usize] = Some(h);
+            session.names.qps.insert(h);
+        }
+        self.use_objects(h, true);
+        if let Some(v) = self.vnics.get_mut(vnic.0) {
+            v.used.qps += 1;
         }
         Ok((qpn, slot))
     }
 
-    pub(crate) fn own_qp(&self, s: SessionId, qpn: u32) -> Result<u32> {
-        let h = *self.qpns.get(&qpn).ok_or(Status::BadHandle)?;
-        self.qps.get(h).filter(|q| q.is_open_to(s)).map(|_| h).ok_or(Status::BadHandle)
+    /// QP `h` begins, or ends, to use its PD, its CQs, its SRQ and its XRC domain.
+    fn use_objects(&mut self, h: Handle<Qp>, more: bool) {
+        let Some(q) = self.qps.get(h) else { return };
+        let (pd, cqs, srq, xrcd) = (q.pd, [q.send_cq, q.recv_cq], q.srq, q.xrcd);
+        match xrcd {
+            // It was aimed at the PD, the CQ and the SRQ of a message.
+            Some((xrcd, _)) => self.use_xrcd(xrcd, more),
+            None => {
+                self.use_pd(pd, more);
+                cqs.into_iter().for_each(|cq| self.use_cq(cq, more));
+                srq.into_iter().for_each(|srq| self.use_srq(srq, more));
+            }
+        }
     }
 
     /// DESTROY_QP. One that others have opened lives on for them.
@@ -361,14 +377,20 @@ impl Rnic {
         Ok(())
     }
 
-    pub(crate) fn remove_qp(&mut self, h: u32) {
+    pub(crate) fn remove_qp(&mut self, h: Handle<Qp>) {
         self.acknowledge_all(h);
         self.unstage(h);
         self.detach_all(h);
+        self.set_receiving(h, false);
+        self.use_objects(h, false);
         let Some(q) = self.qps.remove(h) else { return };
         self.qpns.remove(&q.qpn);
+        if let Some(v) = self.vnics.get_mut(q.vnic.0) {
+            v.used.qps -= 1;
+        }
         if let Some(s) = self.sessions.get_mut(q.owner.0) {
             s.free_slot(q.slot);
+            s.names.qps.remove(&h);
         }
     }
 
@@ -377,18 +399,20 @@ impl Rnic {
     /// # Errors
     /// `BadHandle` for the domain, `BadValue` if there is no such QP in it.
     pub fn open_qp(&mut self, s: SessionId, xrcd: u32, qpn: u32) -> Result<()> {
-        let domain = self.own_xrcd(s, xrcd)?;
+        let (xrcd, domain) = self.own_xrcd(s, xrcd)?;
         let h = *self.qpns.get(&qpn).ok_or(Status::BadValue)?;
         let q = self.qps.get_mut(h).filter(|q| q.xrcd.is_some_and(|x| x.1 == domain)).ok_or(Status::BadValue)?;
         q.openers.push((s, xrcd));
+        self.use_xrcd(xrcd, true);
+        self.names(s).map(|n| n.qps.insert(h));
         Ok(())
     }
 
     /// `s` uses QP `h` no more. It goes with the last one that does; true if `s` uses it still.
-    pub(crate) fn leave_qp(&mut self, h: u32, s: SessionId) -> bool {
+    pub(crate) fn leave_qp(&mut self, h: Handle<Qp>, s: SessionId) -> bool {
         let Some(q) = self.qps.get_mut(h) else { return false };
-        match q.openers.iter().position(|o| o.0 == s) {
-            Some(at) => drop(q.openers.swap_remove(at)),
+        let left = match q.openers.iter().position(|o| o.0 == s) {
+            Some(at) => q.openers.swap_remove(at).1,
             None if q.openers.is_empty() => {
                 self.remove_qp(h);
                 return false;
@@ -397,13 +421,20 @@ impl Rnic {
                 // The doorbell bit goes: nothing is posted to such a QP.
                 let (heir, xrcd) = q.openers.swap_remove(0);
                 let slot = std::mem::replace(&mut q.slot, NO_SLOT);
+                let left = q.xrcd.map_or(Handle::NONE, |x| x.0);
                 (q.owner, q.xrcd) = (heir, q.xrcd.map(|x| (xrcd, x.1)));
                 if let Some(s) = self.sessions.get_mut(s.0) {
                     s.free_slot(slot);
                 }
+                left
             }
+        };
+        let stays = self.qps.get(h).is_some_and(|q| q.is_open_to(s));
+        self.use_xrcd(left, false);
+        if !stays {
+            self.names(s).map(|n| n.qps.remove(&h));
         }
-        self.qps.get(h).is_some_and(|q| q.is_open_to(s))
+        stays
     }
 
     /// RESIZE_QP: the rings, already checked, hold what waited in those before, at the same indices.
@@ -529,16 +560,17 @@ impl Rnic {
         self.vnics.iter().find(|(_, v)| v.group == group && v.gids.contains(&gid)).map(|(h, _)| VnicId(h))
     }
 
-    fn reset_qp(&mut self, h: u32) {
+    fn reset_qp(&mut self, h: Handle<Qp>) {
         self.acknowledge_all(h);
         self.unstage(h);
+        self.set_receiving(h, false);
         let Some(q) = self.qps.get_mut(h) else { return };
         q.linked = self.vnics.get(q.vnic.0).is_some_and(|v| v.is_linked(None));
         q.own = None;
         q.state = QpState::Reset;
         q.attr = abi::QpAttr::default();
         (q.sq_cons, q.rq_cons) = (0, 0);
-        (q.busy, q.receiving, q.broken, q.established) = (false, false, false, false);
+        (q.busy, q.broken, q.established) = (false, false, false);
         (q.peer, q.peer_vnic, q.wait) = (None, None, Wait::No);
         q.wire = None;
         q.backlog = Backlog::default();
@@ -552,8 +584,6 @@ impl Rnic {
 
 /// Most outstanding READs and atomics of a QP, each way.
 pub(crate) const MAX_RD_ATOMIC: u8 = 128;
-/// A handle that no object has: the target of an XRC connection has neither PD nor CQs.
-const NOBODY: u32 = u32::MAX;
 /// A doorbell bit that no session has.
 const NO_SLOT: u32 = u32::MAX;
 

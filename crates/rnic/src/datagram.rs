@@ -16,8 +16,9 @@ use unirdma_formats::{Gid, QpType, WcStatus, WrOpcode, send_flags};
 
 use crate::access::{Tables, local_side, recv_side};
 use crate::exec::Outcome;
-use crate::objects::{SessionId, VnicId, Wait, Work};
+use crate::objects::{Pd, Qp, SessionId, VnicId, Wait, Work};
 use crate::rnic::Rnic;
+use crate::slab::Handle;
 use crate::wire::{ACK_DELAY_NS, Arrival, DSCP, Path};
 use crate::wqe::{NoRecv, RecvDone};
 
@@ -26,8 +27,7 @@ pub const DATAGRAM_MAC: [u8; 6] = *b"\x06RoCEv";
 
 /// An address handle.
 pub(crate) struct Ah {
-    pub owner: SessionId,
-    pub pd: u32,
+    pub pd: Handle<Pd>,
     flow: Flow,
     target: Target,
     /// What is sent with it leaves.
@@ -110,9 +110,8 @@ impl Rnic {
     /// # Errors
     /// `BadValue` for an address vector that is not global or names no own GID, `Unreachable`, `Exhausted`.
     pub fn create_ah(&mut self, s: SessionId, pd: u32, a: &abi::AhAttr) -> Result<u32, Status> {
-        self.own_pd(s, pd)?;
-        let used = self.ahs.iter().filter(|(_, a)| self.same_vnic(s)(a.owner)).count();
-        self.quota(s, used, |l| l.max_ah)?;
+        let pd = self.own_pd(s, pd)?;
+        self.quota(s, |u| u.ahs, |l| l.max_ah)?;
         let vnic = self.vnic_of(s)?;
         let v = self.vnics.get(vnic.0).ok_or(Status::BadHandle)?;
         let own = v.gid(a.grh.sgid_index).filter(|_| a.is_global != 0 && a.port_num == 1);
@@ -132,7 +131,12 @@ impl Rnic {
         };
         let hop_limit = if a.grh.hop_limit == 0 { HOP_LIMIT } else { a.grh.hop_limit };
         let flow = Flow { traffic_class: a.grh.traffic_class, hop_limit, ..Flow::roce(own, dgid) };
-        self.ahs.insert_with(|_| Ah { owner: s, pd, flow, target, linked }).ok_or(Status::Exhausted)
+        let number = self.new_number(s)?;
+        let h = self.ahs.insert(Ah { pd, flow, target, linked }).ok_or(Status::Exhausted)?;
+        self.names(s).and_then(|n| n.ahs.insert(number, h));
+        self.count_used(s, |u| u.ahs += 1);
+        self.use_pd(pd, true);
+        Ok(number)
     }
 
     /// DESTROY_AH. Datagrams that were posted with it and not sent yet fail.
@@ -140,13 +144,20 @@ impl Rnic {
     /// # Errors
     /// `BadHandle` if the session has no such AH.
     pub fn destroy_ah(&mut self, s: SessionId, ah: u32) -> Result<(), Status> {
-        self.ahs.get(ah).filter(|a| a.owner == s).ok_or(Status::BadHandle)?;
-        self.ahs.remove(ah);
+        let h = self.own_ah(s, ah)?;
+        self.names(s).and_then(|n| n.ahs.remove(&ah));
+        self.remove_ah(s, h);
         Ok(())
     }
 
+    pub(crate) fn remove_ah(&mut self, s: SessionId, h: Handle<Ah>) {
+        let Some(ah) = self.ahs.remove(h) else { return };
+        self.count_used(s, |u| u.ahs -= 1);
+        self.use_pd(ah.pd, false);
+    }
+
     /// Sends the datagram of a checked WQE.
-    pub(crate) fn send_datagram(&mut self, h: u32, w: &mut Work) -> Outcome {
+    pub(crate) fn send_datagram(&mut self, h: Handle<Qp>, w: &mut Work) -> Outcome {
         let Some(q) = self.qps.get(h) else { return Outcome::Failed(WcStatus::FatalErr) };
         let Some(op) = WrOpcode::from_raw(w.wqe.opcode.into()) else { return Outcome::Failed(WcStatus::LocQpOpErr) };
         if w.total > u64::from(self.wire_mtu) {
@@ -155,7 +166,7 @@ impl Rnic {
         if let Err(status) = self.check_local(q, w, op) {
             return Outcome::Failed(status);
         }
-        let ah = self.ahs.get(w.wqe.ah).filter(|a| a.owner == q.owner && a.pd == q.pd);
+        let ah = self.own_ah(q.owner, w.wqe.ah).ok().and_then(|ah| self.ahs.get(ah)).filter(|a| a.pd == q.pd);
         let Some(&Ah { flow, target, linked, .. }) = ah else { return Outcome::Failed(WcStatus::LocQpOpErr) };
         let len = w.total as usize;
         let (src_qp, psn) = (q.qpn, q.sq_psn);
@@ -219,14 +230,14 @@ impl Rnic {
 
     fn deliver_here(&mut self, vnic: VnicId, qpn: u32, qkey: u32, flow: &Flow, data: &[u8], note: Note) {
         let found = self.qpns.get(&qpn).copied();
-        let of_vnic = |h: &u32| self.qps.get(*h).is_some_and(|q| q.vnic == vnic && q.typ == QpType::Ud);
+        let of_vnic = |h: &Handle<Qp>| self.qps.get(*h).is_some_and(|q| q.vnic == vnic && q.typ == QpType::Ud);
         if let Some(h) = found.filter(of_vnic) {
             self.accept(h, qkey, flow, data, note);
         }
     }
 
     /// Puts a datagram into a receive of UD QP `h`, if it takes it.
-    pub(crate) fn accept(&mut self, h: u32, qkey: u32, flow: &Flow, data: &[u8], note: Note) {
+    pub(crate) fn accept(&mut self, h: Handle<Qp>, qkey: u32, flow: &Flow, data: &[u8], note: Note) {
         let Some(q) = self.qps.get_mut(h) else { return };
         if !q.receives() {
             return self.count_dropped(h);
@@ -253,7 +264,7 @@ impl Rnic {
     }
 
     /// Keeps a datagram until there is a receive for it, and the receive's memory can be reached.
-    fn hold(&mut self, h: u32, flow: &Flow, data: &[u8], note: Note) {
+    fn hold(&mut self, h: Handle<Qp>, flow: &Flow, data: &[u8], note: Note) {
         self.starved = true;
         let until = self.now.saturating_add(HOLD_NS);
         let Some(q) = self.qps.get_mut(h) else { return };
@@ -272,7 +283,7 @@ impl Rnic {
     }
 
     /// Gives QP `h` a turn in a moment.
-    fn look_again(&mut self, h: u32) {
+    fn look_again(&mut self, h: Handle<Qp>) {
         let soon = self.now.saturating_add(ACK_DELAY_NS);
         if self.qps.get_mut(h).is_some_and(|q| !std::mem::replace(&mut q.backlog.listed, true)) {
             self.due_soon.push_back((soon, h));
@@ -280,7 +291,7 @@ impl Rnic {
     }
 
     /// Delivers the datagrams that wait, as far as there are receives, and drops those that waited too long.
-    pub(crate) fn drain_backlog(&mut self, h: u32) {
+    pub(crate) fn drain_backlog(&mut self, h: Handle<Qp>) {
         loop {
             let now = self.now;
             let Some(q) = self.qps.get_mut(h) else { return };
@@ -314,7 +325,7 @@ impl Rnic {
 
     /// Puts a datagram into the receive that QP `h` has taken; false if the receive's memory moves, and then it is still
     /// taken.
-    fn put(&mut self, h: u32, flow: &Flow, data: &[u8], note: Note) -> bool {
+    fn put(&mut self, h: Handle<Qp>, flow: &Flow, data: &[u8], note: Note) -> bool {
         let Some(q) = self.qps.get(h) else { return true };
         let Some(r) = &q.recv else { return true };
         let total = (GRH_BYTES + data.len()) as u64;
@@ -353,7 +364,7 @@ impl Rnic {
     }
 
     /// A datagram packet for UD QP `h`, from the vRNIC or device that `flow` names.
-    pub(crate) fn on_datagram(&mut self, h: u32, flow: &Flow, p: &Packet<'_>) {
+    pub(crate) fn on_datagram(&mut self, h: Handle<Qp>, flow: &Flow, p: &Packet<'_>) {
         if p.opcode.transport != Transport::Ud {
             self.drops.bad_state += 1;
             return;
@@ -364,7 +375,7 @@ impl Rnic {
     }
 
     /// A plain packet came in for UD QP `h`: only plain devices send those, from the address of their GID.
-    pub(crate) fn on_foreign_datagram(&mut self, h: u32, a: &Arrival, p: &Packet<'_>, body: &[u8]) {
+    pub(crate) fn on_foreign_datagram(&mut self, h: Handle<Qp>, a: &Arrival, p: &Packet<'_>, body: &[u8]) {
         let Some(v) = self.qps.get(h).and_then(|q| self.vnics.get(q.vnic.0)) else { return };
         let src = Gid::from_ip(a.from);
         let known = self.routes.get(&(v.group, src)).is_some_and(|r| r.foreign && r.host == a.from);
@@ -444,7 +455,7 @@ impl Rnic {
     }
 
     /// Until there is room in [`crate::Tx`] again, QP `h` has nothing to do.
-    fn wait_for_tx(&mut self, h: u32) {
+    fn wait_for_tx(&mut self, h: Handle<Qp>) {
         if let Some(q) = self.qps.get_mut(h) {
             q.wait = Wait::Tx;
             self.tx_waiting.push(h);

@@ -14,6 +14,7 @@ use unirdma_mem::{Fault, atomic_u64};
 use crate::access::{Tables, list, local_side, may_flush, recv_side, remote_access, remote_side};
 use crate::objects::{Counters, Qp, Wait, Work};
 use crate::rnic::{OP_COST, Rnic};
+use crate::slab::Handle;
 use crate::wqe::{NoRecv, RecvDone, load};
 
 /// Most bytes that move before keys are looked up again.
@@ -53,7 +54,7 @@ const BAD_RECV: Refusal = Refusal::Receive { responder: WcStatus::LocProtErr, re
 
 impl Rnic {
     /// Gives QP `h` a turn worth `allowance`; returns what it cost and whether it has more to do.
-    pub(crate) fn step(&mut self, h: u32, allowance: u64) -> (u64, bool) {
+    pub(crate) fn step(&mut self, h: Handle<Qp>, allowance: u64) -> (u64, bool) {
         let mut cost = 0;
         if let Some(q) = self.qps.get_mut(h).filter(|q| !q.backlog.is_empty()) {
             q.backlog.has_turn();
@@ -96,7 +97,7 @@ impl Rnic {
         (cost, true)
     }
 
-    fn drained(&mut self, h: u32) {
+    fn drained(&mut self, h: Handle<Qp>) {
         let Some(q) = self.qps.get_mut(h) else { return };
         if std::mem::take(&mut q.attr.en_sqd_async_notify) != 0 {
             let (owner, qpn) = (q.owner, q.qpn);
@@ -105,7 +106,7 @@ impl Rnic {
     }
 
     /// Executes one slice of the WQE at the head of the SQ; its cost, or `None` if there is nothing to do.
-    fn execute(&mut self, h: u32) -> Option<u64> {
+    fn execute(&mut self, h: Handle<Qp>) -> Option<u64> {
         let q = self.qps.get_mut(h)?;
         if !q.may_send(self.now) {
             self.wait_for_pace(h);
@@ -176,7 +177,7 @@ impl Rnic {
     }
 
     /// Checks a request at both ends and, if the peer is ready for it, executes its first slice.
-    fn begin(&mut self, h: u32, w: &mut Work) -> Outcome {
+    fn begin(&mut self, h: Handle<Qp>, w: &mut Work) -> Outcome {
         let Some(q) = self.qps.get(h) else { return Outcome::Failed(WcStatus::FatalErr) };
         let Some(op) = WrOpcode::from_raw(w.wqe.opcode.into()) else { return Outcome::Failed(WcStatus::LocQpOpErr) };
         if let Err(status) = self.check_local(q, w, op) {
@@ -192,7 +193,7 @@ impl Rnic {
     }
 
     /// The responder's checks (IBTA vol. 1, 9.7.4.1). Takes the receive WQE that a SEND or a WRITE with immediate consumes.
-    fn check_remote(&mut self, ph: u32, w: &Work, op: WrOpcode) -> Result<(), Refusal> {
+    fn check_remote(&mut self, ph: Handle<Qp>, w: &Work, op: WrOpcode) -> Result<(), Refusal> {
         if !self.aim(ph, w.wqe.dest_qpn) {
             return Err(Refusal::Request(WcStatus::RemInvReqErr, AsyncEvent::QpReqErr));
         }
@@ -245,7 +246,7 @@ impl Rnic {
     }
 
     /// What a responder's refusal would be on the wire (IBTA vol. 1, table 46); `None` for no answer.
-    fn syndrome(&self, ph: u32, refusal: &Refusal) -> Option<u8> {
+    fn syndrome(&self, ph: Handle<Qp>, refusal: &Refusal) -> Option<u8> {
         Some(match refusal {
             Refusal::Silent | Refusal::Full => return None,
             Refusal::NotReady => syndrome::RNR_NAK | self.qps.get(ph)?.attr.min_rnr_timer,
@@ -256,7 +257,7 @@ impl Rnic {
     }
 
     /// What a responder's refusal means to the two ends.
-    fn refused(&mut self, h: u32, ph: u32, w: &mut Work, refusal: Refusal) -> Outcome {
+    fn refused(&mut self, h: Handle<Qp>, ph: Handle<Qp>, w: &mut Work, refusal: Refusal) -> Outcome {
         let reliable = self.qps.get(h).is_some_and(|q| q.typ.is_reliable());
         if self.tap.is_some()
             && let (Some(op), Some(code)) = (WrOpcode::from_raw(w.wqe.opcode.into()), self.syndrome(ph, &refusal))
@@ -291,7 +292,7 @@ impl Rnic {
     }
 
     /// Moves the next slice of a request that has begun.
-    fn slice(&mut self, h: u32, w: &mut Work) -> Outcome {
+    fn slice(&mut self, h: Handle<Qp>, w: &mut Work) -> Outcome {
         let Some(op) = WrOpcode::from_raw(w.wqe.opcode.into()) else { return Outcome::Failed(WcStatus::FatalErr) };
         let Some(ph) = self.answering_peer(h) else { return self.no_answer(h, w) };
         let (Some(q), Some(p)) = (self.qps.get(h), self.qps.get(ph)) else { return self.no_answer(h, w) };
@@ -368,7 +369,7 @@ impl Rnic {
     }
 
     /// The peer QP, if it would answer: connected to us, able to receive, at our PSN, and both have a link.
-    fn answering_peer(&mut self, h: u32) -> Option<u32> {
+    fn answering_peer(&mut self, h: Handle<Qp>) -> Option<Handle<Qp>> {
         let q = self.qps.get(h).filter(|q| q.linked)?;
         let (dest, vnic) = (q.attr.dest_qp_num, q.peer_vnic?);
         let cached = q.peer.filter(|&p| self.qps.get(p).is_some_and(|p| p.qpn == dest));
@@ -393,7 +394,7 @@ impl Rnic {
     }
 
     /// The peer is silent: `retry_cnt` more tries, one each ACK timeout (IBTA vol. 1, 9.9.2.1.1).
-    fn no_answer(&mut self, h: u32, w: &mut Work) -> Outcome {
+    fn no_answer(&mut self, h: Handle<Qp>, w: &mut Work) -> Outcome {
         let Some(q) = self.qps.get_mut(h) else { return Outcome::Failed(WcStatus::RetryExcErr) };
         if !q.typ.is_reliable() {
             return Outcome::Done;
@@ -410,7 +411,7 @@ impl Rnic {
     }
 
     /// The peer has no receive: it says when to come back (IBTA vol. 1, 9.7.5.2.8).
-    fn not_ready(&mut self, h: u32, ph: u32, w: &mut Work) -> Outcome {
+    fn not_ready(&mut self, h: Handle<Qp>, ph: Handle<Qp>, w: &mut Work) -> Outcome {
         if w.rnr_left == 0 {
             return Outcome::Failed(WcStatus::RnrRetryExcErr);
         }
@@ -427,7 +428,7 @@ impl Rnic {
     }
 
     /// Memory that request `w` needs moves: it is tried again in a moment. False if it has waited long enough.
-    pub(crate) fn waits_for_memory(&mut self, h: u32, w: &mut Work) -> bool {
+    pub(crate) fn waits_for_memory(&mut self, h: Handle<Qp>, w: &mut Work) -> bool {
         let Some(delay) = w.stall.again(self.now) else { return false };
         if let Some(q) = self.qps.get_mut(h) {
             q.wait = Wait::Memory;
@@ -437,7 +438,7 @@ impl Rnic {
     }
 
     /// A wait of QP `h` is over.
-    pub(crate) fn on_timer(&mut self, h: u32) {
+    pub(crate) fn on_timer(&mut self, h: Handle<Qp>) {
         let Some(q) = self.qps.get_mut(h) else { return };
         if q.wire.is_some() {
             return self.on_wire_timer(h);
@@ -465,7 +466,7 @@ impl Rnic {
         self.make_runnable(h);
     }
     /// Completes the receive that QP `ph` has under way for request `w` of QP `h` on this host.
-    fn finish_local(&mut self, ph: u32, h: u32, w: &Work, status: WcStatus) {
+    fn finish_local(&mut self, ph: Handle<Qp>, h: Handle<Qp>, w: &Work, status: WcStatus) {
         let src_qp = self.qps.get(h).map_or(0, |q| q.qpn);
         let op = WrOpcode::from_raw(w.wqe.opcode.into());
         let done = RecvDone {
@@ -482,7 +483,7 @@ impl Rnic {
     }
 
     /// A ring index jumped: the QP is lost, its sender hears of it, nobody else does.
-    pub(crate) fn break_qp(&mut self, h: u32) {
+    pub(crate) fn break_qp(&mut self, h: Handle<Qp>) {
         if let Some(q) = self.qps.get_mut(h) {
             q.broken = true;
             q.busy = false;
@@ -490,7 +491,7 @@ impl Rnic {
         self.fail_qp(h, Some(AsyncEvent::QpFatal));
     }
 
-    pub(crate) fn establish(&mut self, ph: u32) {
+    pub(crate) fn establish(&mut self, ph: Handle<Qp>) {
         let Some(p) = self.qps.get_mut(ph) else { return };
         if p.state == QpState::Rtr && !std::mem::replace(&mut p.established, true) {
             let (owner, qpn) = (p.owner, p.qpn);
@@ -499,12 +500,12 @@ impl Rnic {
     }
 
     /// A message for unreliable QP `h` was dropped.
-    pub(crate) fn count_dropped(&mut self, h: u32) {
+    pub(crate) fn count_dropped(&mut self, h: Handle<Qp>) {
         self.count(h, |c| c.dropped += 1);
     }
 
     /// Counts something for a QP and its vRNIC.
-    pub(crate) fn count(&mut self, h: u32, f: impl Fn(&mut Counters)) {
+    pub(crate) fn count(&mut self, h: Handle<Qp>, f: impl Fn(&mut Counters)) {
         let Some(q) = self.qps.get_mut(h) else { return };
         f(&mut q.counters);
         if let Some(v) = self.vnics.get_mut(q.vnic.0) {

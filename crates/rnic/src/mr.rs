@@ -1,13 +1,12 @@
 //! Memory regions: keys, protection, and where their bytes lie.
 
-use std::collections::HashMap;
 use std::sync::Arc;
 
 use unirdma_mem::{Bell, Loc, ProcMem, Span};
 
-use crate::keys::{KeyCipher, Rng};
-use crate::objects::SessionId;
-use crate::slab::Slab;
+use crate::objects::{Pd, SessionId};
+use crate::random::Rng;
+use crate::slab::{ByNumber, Handle, Slab};
 
 /// Finds bus addresses in a session's memory as it is now.
 pub trait Resolve: Send + Sync {
@@ -35,7 +34,9 @@ pub(crate) struct Mr {
     /// Windows that are bound to it.
     pub windows: u32,
     pub owner: SessionId,
-    pub pd: u32,
+    /// What its owner calls it.
+    pub number: u32,
+    pub pd: Handle<Pd>,
     pub access: u32,
     /// First virtual address that WQEs use for it.
     pub iova: u64,
@@ -55,7 +56,7 @@ pub(crate) struct Window {
     /// Type 2: it is bound by work requests, for one QP, and its grant can be taken back. Else type 1.
     pub second: bool,
     /// The MR that it is bound to.
-    pub parent: Option<u32>,
+    pub parent: Option<Handle<Mr>>,
     /// QP that it was bound by.
     pub qpn: u32,
 }
@@ -65,12 +66,13 @@ const WHOLE_PROCESS: u64 = 1 << 47;
 
 impl Mr {
     /// One that grants nothing.
-    pub fn empty(owner: SessionId, pd: u32) -> Self {
+    pub fn empty(owner: SessionId, pd: Handle<Pd>) -> Self {
         Mr {
             key: 0,
             window: None,
             windows: 0,
             owner,
+            number: 0,
             pd,
             access: 0,
             iova: 0,
@@ -94,7 +96,7 @@ impl Mr {
 
     /// True if the MR belongs to `pd`, grants `access`, and holds `[addr, addr + len)`.
     #[inline]
-    pub fn grants(&self, pd: u32, access: u32, addr: u64, len: u64) -> bool {
+    pub fn grants(&self, pd: Handle<Pd>, access: u32, addr: u64, len: u64) -> bool {
         let off = addr.wrapping_sub(self.iova);
         self.pd == pd && self.access & access == access && addr >= self.iova && off <= self.len && len <= self.len - off
     }
@@ -120,109 +122,66 @@ impl Mr {
 
 /// All MRs of the host, by handle and by key.
 ///
-/// The upper 24 bits of a key are its sealed place in the table, so that it needs no search; the lower 8 are random, or what
-/// the owner of a memory window has chosen. Without the secret no key can be told from another's. lkey and rkey of an MR
-/// are the same number, as on most hardware.
+/// The upper 24 bits of a key are random, and no other MR has them; so are the lower 8, unless the owner of a memory window has
+/// chosen them. lkey and rkey of an MR are the same number, as on most hardware.
+#[derive(Default)]
 pub(crate) struct MrTable {
     mrs: Slab<Mr>,
-    /// MRs and windows of each session, and the bytes that count.
-    used: HashMap<SessionId, (usize, u64)>,
-    cipher: KeyCipher,
-    rng: Rng,
+    /// By the upper 24 bits of the key.
+    by_key: ByNumber<Handle<Mr>>,
 }
 
 impl MrTable {
-    pub fn new(rng: &mut Rng) -> Self {
-        MrTable {
-            mrs: Slab::default(),
-            used: HashMap::new(),
-            cipher: KeyCipher::new(rng),
-            rng: Rng::new(rng.next_u64()),
-        }
-    }
-
-    /// Stores `mr` and gives it its key; returns (handle, key).
-    pub fn insert(&mut self, mut mr: Mr) -> Option<(u32, u32)> {
-        let (cipher, noise) = (&self.cipher, self.rng.next_u64() as u32);
-        let mut key = 0;
-        let (owner, bytes) = (mr.owner, mr.counted());
-        let handle = self.mrs.insert_with(|handle| {
-            // Four of the bits above the slot's are noise too, so that a slot's next key differs in more than 8 bits.
-            let place = Slab::<Mr>::slot_of(handle) | noise >> 8 << 20;
-            key = cipher.seal(place & 0xff_ffff) << 8 | noise & 0xff;
-            mr.key = key;
-            mr
-        })?;
-        let used = self.used.entry(owner).or_default();
-        *used = (used.0 + 1, used.1.saturating_add(bytes));
+    /// Stores `mr` and gives it its key; returns handle and key.
+    pub fn insert(&mut self, mut mr: Mr, random: &mut Rng) -> Option<(Handle<Mr>, u32)> {
+        let key = loop {
+            let key = random.next_u64() as u32;
+            if !self.by_key.contains_key(&(key >> 8)) {
+                break key;
+            }
+        };
+        mr.key = key;
+        let handle = self.mrs.insert(mr)?;
+        self.by_key.insert(key >> 8, handle);
         Some((handle, key))
-    }
-
-    fn in_place(&self, key: u32) -> Option<(u32, &Mr)> {
-        self.mrs.in_slot(Slab::<Mr>::slot_of(self.cipher.open(key >> 8)))
     }
 
     #[inline]
     pub fn by_key(&self, key: u32) -> Option<&Mr> {
-        self.in_place(key).map(|f| f.1).filter(|m| m.key == key)
+        self.mrs.get(*self.by_key.get(&(key >> 8))?).filter(|m| m.key == key)
     }
 
     /// The handle of the MR or window with this key.
-    pub fn handle_of(&self, key: u32) -> Option<u32> {
-        self.in_place(key).filter(|f| f.1.key == key).map(|f| f.0)
+    pub fn handle_of(&self, key: u32) -> Option<Handle<Mr>> {
+        let h = *self.by_key.get(&(key >> 8))?;
+        self.mrs.get(h).filter(|m| m.key == key).map(|_| h)
     }
 
     /// The handle of the window whose key differs from this one in its lower 8 bits at most.
-    pub fn window_like(&self, key: u32) -> Option<u32> {
-        self.in_place(key).filter(|f| f.1.window.is_some() && f.1.key >> 8 == key >> 8).map(|f| f.0)
+    pub fn window_like(&self, key: u32) -> Option<Handle<Mr>> {
+        let h = *self.by_key.get(&(key >> 8))?;
+        self.mrs.get(h).filter(|m| m.window.is_some()).map(|_| h)
     }
 
-    pub fn get(&self, handle: u32) -> Option<&Mr> {
+    pub fn get(&self, handle: Handle<Mr>) -> Option<&Mr> {
         self.mrs.get(handle)
     }
 
-    pub fn remove(&mut self, handle: u32) -> Option<Mr> {
-        let mr = self.mrs.remove(handle)?;
-        if let Some(used) = self.used.get_mut(&mr.owner) {
-            *used = (used.0 - 1, used.1.saturating_sub(mr.counted()));
-            if used.0 == 0 {
-                self.used.remove(&mr.owner);
-            }
-        }
-        Some(mr)
-    }
-
-    /// How many MRs and windows the sessions have that `f` names, and how many bytes.
-    pub fn used(&self, f: impl Fn(SessionId) -> bool) -> (usize, u64) {
-        let of = self.used.iter().filter(|u| f(*u.0)).map(|u| *u.1);
-        of.fold((0, 0), |a, u| (a.0 + u.0, u64::saturating_add(a.1, u.1)))
-    }
-
-    pub fn get_mut(&mut self, handle: u32) -> Option<&mut Mr> {
+    pub fn get_mut(&mut self, handle: Handle<Mr>) -> Option<&mut Mr> {
         self.mrs.get_mut(handle)
     }
 
-    /// Puts `mr` in the place of another, under its key.
-    pub fn replace(&mut self, handle: u32, mr: Mr) {
-        let Some(old) = self.mrs.get_mut(handle) else { return };
-        if let Some(used) = self.used.get_mut(&old.owner) {
-            used.1 = used.1.saturating_sub(old.counted()).saturating_add(mr.counted());
-        }
-        *old = Mr { key: old.key, owner: old.owner, ..mr };
+    pub fn remove(&mut self, handle: Handle<Mr>) -> Option<Mr> {
+        let mr = self.mrs.remove(handle)?;
+        self.by_key.remove(&(mr.key >> 8));
+        Some(mr)
     }
 
-    /// The memory of all MRs of `owner` is somewhere else, or back.
-    pub fn set_away(&mut self, owner: SessionId, away: bool) {
-        for mr in self.mrs.values_mut().filter(|m| m.owner == owner) {
-            mr.away = away;
-        }
-    }
-
-    pub fn handles(&self, f: impl Fn(&Mr) -> bool) -> Vec<u32> {
-        self.mrs.handles(f)
-    }
-
-    pub fn iter(&self) -> impl Iterator<Item = &Mr> {
-        self.mrs.iter().map(|(_, m)| m)
+    /// Puts `mr` in the place of another, under its key. Returns the PD of the other, and its bytes that counted.
+    pub fn replace(&mut self, handle: Handle<Mr>, mr: Mr) -> Option<(Handle<Pd>, u64)> {
+        let old = self.mrs.get_mut(handle)?;
+        let was = (old.pd, old.counted());
+        *old = Mr { key: old.key, number: old.number, owner: old.owner, ..mr };
+        Some(was)
     }
 }

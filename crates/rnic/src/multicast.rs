@@ -12,8 +12,9 @@ use unirdma_formats::{Gid, QpType};
 use unirdma_mem::Fault;
 
 use crate::datagram::Note;
-use crate::objects::SessionId;
+use crate::objects::{Qp, SessionId};
 use crate::rnic::Rnic;
+use crate::slab::Handle;
 use crate::wire::{Arrival, DSCP, Path};
 
 /// Destination QPN of multicast packets.
@@ -26,7 +27,7 @@ const MAX_GROUPS: usize = 64;
 /// Who is attached, by group of vRNICs and multicast GID.
 #[derive(Default)]
 pub(crate) struct Multicast {
-    attached: HashMap<(u32, Gid), Vec<u32>>,
+    attached: HashMap<(u32, Gid), Vec<Handle<Qp>>>,
     /// Other hosts of each group of vRNICs, with their VXLAN network identifier.
     hosts: HashMap<u32, Vec<(Path, u32)>>,
     /// Groups of vRNICs that have plain devices.
@@ -44,7 +45,7 @@ impl Rnic {
         let h = self.own_qp(s, qpn)?;
         let q = self.qps.get(h).filter(|q| q.typ == QpType::Ud && gid.ip().is_multicast()).ok_or(Status::BadValue)?;
         let group = self.vnics.get(q.vnic.0).ok_or(Status::BadHandle)?.group;
-        let groups = self.multicast.attached.values().filter(|v| v.contains(&h)).count();
+        let groups = q.groups.len();
         let attached = self.multicast.attached.entry((group, gid)).or_default();
         if attached.contains(&h) {
             return Ok(());
@@ -53,6 +54,9 @@ impl Rnic {
             return Err(Status::Exhausted);
         }
         attached.push(h);
+        if let Some(q) = self.qps.get_mut(h) {
+            q.groups.push(gid);
+        }
         self.multicast.changed = true;
         Ok(())
     }
@@ -63,25 +67,28 @@ impl Rnic {
     /// `BadHandle`, `BadValue` if it is not attached.
     pub fn detach_mcast(&mut self, s: SessionId, qpn: u32, gid: Gid) -> Result<(), Status> {
         let h = self.own_qp(s, qpn)?;
-        let group = self.vnic_of(s).ok().and_then(|v| self.vnics.get(v.0)).ok_or(Status::BadHandle)?.group;
-        let attached = self.multicast.attached.get_mut(&(group, gid)).ok_or(Status::BadValue)?;
-        let at = attached.iter().position(|&a| a == h).ok_or(Status::BadValue)?;
-        attached.swap_remove(at);
+        let q = self.qps.get_mut(h).ok_or(Status::BadHandle)?;
+        let at = q.groups.iter().position(|g| *g == gid).ok_or(Status::BadValue)?;
+        q.groups.swap_remove(at);
+        self.detach(h, gid);
+        Ok(())
+    }
+
+    fn detach(&mut self, h: Handle<Qp>, gid: Gid) {
+        let Some(group) = self.vnic_id(h).and_then(|v| self.vnics.get(v.0)).map(|v| v.group) else { return };
+        let Some(attached) = self.multicast.attached.get_mut(&(group, gid)) else { return };
+        attached.retain(|&a| a != h);
         if attached.is_empty() {
             self.multicast.attached.remove(&(group, gid));
         }
         self.multicast.changed = true;
-        Ok(())
     }
 
     /// QP `h` is about to go.
-    pub(crate) fn detach_all(&mut self, h: u32) {
-        let before = self.multicast.attached.len();
-        self.multicast.attached.retain(|_, v| {
-            v.retain(|&a| a != h);
-            !v.is_empty()
-        });
-        self.multicast.changed |= self.multicast.attached.len() != before;
+    pub(crate) fn detach_all(&mut self, h: Handle<Qp>) {
+        for gid in self.qps.get_mut(h).map(|q| std::mem::take(&mut q.groups)).unwrap_or_default() {
+            self.detach(h, gid);
+        }
     }
 
     /// Notes which hosts each group of vRNICs reaches.
@@ -129,7 +136,13 @@ impl Rnic {
     }
 
     /// Sends a datagram of QP `h` to all members of its multicast group, the QP itself if it is one.
-    pub(crate) fn send_multicast(&mut self, h: u32, flow: &Flow, head: &Packet<'_>, data: &[u8]) -> Result<(), Fault> {
+    pub(crate) fn send_multicast(
+        &mut self,
+        h: Handle<Qp>,
+        flow: &Flow,
+        head: &Packet<'_>,
+        data: &[u8],
+    ) -> Result<(), Fault> {
         let Some(group) = self.qps.get(h).and_then(|q| self.vnics.get(q.vnic.0)).map(|v| v.group) else {
             return Ok(());
         };

@@ -1,28 +1,42 @@
 //! The objects of a vRNIC.
 
-use std::collections::VecDeque;
+use std::collections::{BTreeSet, VecDeque};
 use std::sync::Arc;
 
 use unirdma_abi as abi;
 use unirdma_formats::{Gid, Psn, QpState, QpType};
 use unirdma_mem::{Bell, CqRing, QpRings};
 
-use crate::datagram::Backlog;
-use crate::mr::Resolve;
+use crate::datagram::{Ah, Backlog};
+use crate::mr::{Mr, Resolve};
 use crate::pace::Pace;
+use crate::random::Rng;
 use crate::rnic::Limits;
+use crate::slab::{ByNumber, Handle};
 use crate::stage::{Stage, Staged};
 use crate::stall::Stall;
 use crate::wire::Wire;
-use crate::xrc::XrcSrq;
+use crate::xrc::{XrcSrq, Xrcd};
 
 /// A vRNIC of this host.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
-pub struct VnicId(pub u32);
+pub struct VnicId(pub(crate) Handle<Vnic>);
 
 /// One frontend of a vRNIC: a process of a container, or a VM.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
-pub struct SessionId(pub u32);
+pub struct SessionId(pub(crate) Handle<Session>);
+
+impl SessionId {
+    /// The session with this number; there may be none.
+    pub fn from_number(n: u64) -> Self {
+        SessionId(Handle::from_raw(n))
+    }
+
+    /// Its number, which no later session has.
+    pub fn number(self) -> u64 {
+        self.0.raw()
+    }
+}
 
 /// What a vRNIC has done, or one of its QPs, since it was created.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, serde::Serialize, serde::Deserialize)]
@@ -100,19 +114,64 @@ pub(crate) struct Vnic {
     /// Its link is up.
     pub up: bool,
     pub limits: Limits,
+    /// What its sessions have in use.
+    pub used: Used,
     pub counters: Counters,
     /// QPs with work, in turn.
-    pub run: VecDeque<u32>,
+    pub run: VecDeque<Handle<Qp>>,
     /// What this vRNIC may still spend in its turn (deficit round robin).
     pub deficit: u64,
     /// True if it stands in the host's round.
     pub queued: bool,
 }
 
+/// Objects that count against the quotas of a vRNIC.
+#[derive(Clone, Copy, Debug, Default)]
+pub(crate) struct Used {
+    pub sessions: usize,
+    pub pds: usize,
+    pub cqs: usize,
+    pub qps: usize,
+    /// MRs and windows.
+    pub mrs: usize,
+    pub mr_bytes: u64,
+    pub ahs: usize,
+    pub srqs: usize,
+    pub xrcds: usize,
+}
+
+/// What a session calls its objects. No number is used twice, and none means anything to another session. The first one is
+/// random, so that a driver that takes another session's numbers for its own gets an error.
+#[derive(Default)]
+pub(crate) struct Names {
+    last: u32,
+    pub pds: ByNumber<Handle<Pd>>,
+    pub cqs: ByNumber<Handle<Cq>>,
+    pub mrs: ByNumber<Handle<Mr>>,
+    pub ahs: ByNumber<Handle<Ah>>,
+    pub srqs: ByNumber<Handle<Srq>>,
+    pub xrcds: ByNumber<Handle<Xrcd>>,
+    /// QPs that it owns or has opened.
+    pub qps: BTreeSet<Handle<Qp>>,
+}
+
+impl Names {
+    pub fn new(random: &mut Rng) -> Self {
+        Names { last: random.next_u64() as u32 >> 1, ..Names::default() }
+    }
+
+    /// A new number; `None` after at least 2^31 of them.
+    pub fn next(&mut self) -> Option<u32> {
+        self.last = self.last.checked_add(1)?;
+        Some(self.last)
+    }
+}
+
 pub(crate) struct Session {
     pub vnic: VnicId,
+    pub names: Names,
     pub bell: Option<Bell>,
-    pub slots: Vec<Option<u32>>,
+    pub slots: Vec<Option<Handle<Qp>>>,
     pub free_slots: Vec<u32>,
     /// False while the session is polled, true while it must kick.
     pub parked: bool,
@@ -134,11 +193,16 @@ impl Session {
 }
 
 pub(crate) struct Pd {
-    pub owner: SessionId,
+    /// MRs, windows, AHs, SRQs and QPs in it.
+    pub uses: u32,
 }
 
 pub(crate) struct Cq {
     pub owner: SessionId,
+    /// What its owner calls it.
+    pub number: u32,
+    /// Queues of QPs, and XRC SRQs, that complete to it.
+    pub uses: u32,
     pub ring: CqRing,
     pub comp_queue: Option<u16>,
     /// Set by REQ_NOTIFY_CQ: `NOTIFY_*` flags, served once.
@@ -164,7 +228,11 @@ pub(crate) struct Moderation {
 /// A shared receive queue.
 pub(crate) struct Srq {
     pub owner: SessionId,
-    pub pd: u32,
+    /// What its owner calls it.
+    pub number: u32,
+    /// QPs that take their receives here, and targets of XRC connections that are putting a message into one.
+    pub uses: u32,
+    pub pd: Handle<Pd>,
     pub rings: QpRings,
     pub max_wr: u32,
     pub max_sge: u32,
@@ -273,20 +341,20 @@ impl Default for Recv {
 pub(crate) struct Qp {
     pub owner: SessionId,
     /// Others that have opened it, with their handle of its XRC domain.
-    pub openers: Vec<(SessionId, u32)>,
+    pub openers: Vec<(SessionId, Handle<Xrcd>)>,
     /// Whose memory its requests and those of its peer reach: its owner's, or that of the XRC SRQ that a message is for.
     pub memory: SessionId,
     /// XRC domain: its handle and which it is.
-    pub xrcd: Option<(u32, u32)>,
+    pub xrcd: Option<(Handle<Xrcd>, u32)>,
     pub vnic: VnicId,
-    pub pd: u32,
+    pub pd: Handle<Pd>,
     pub qpn: u32,
     pub typ: QpType,
     pub slot: u32,
     pub sig_all: bool,
-    pub send_cq: u32,
-    pub recv_cq: u32,
-    pub srq: Option<u32>,
+    pub send_cq: Handle<Cq>,
+    pub recv_cq: Handle<Cq>,
+    pub srq: Option<Handle<Srq>>,
     pub cap: abi::QpCap,
     pub rings: QpRings,
     pub state: QpState,
@@ -302,7 +370,7 @@ pub(crate) struct Qp {
     /// Its packets leave and come in: the port is up, and has this address.
     pub linked: bool,
     /// Handle of the peer QP when it was last seen.
-    pub peer: Option<u32>,
+    pub peer: Option<Handle<Qp>>,
     /// Taken out while it is executed; `busy` says that it holds a WQE.
     pub work: Option<Box<Work>>,
     pub busy: bool,
@@ -321,6 +389,8 @@ pub(crate) struct Qp {
     pub pace: Pace,
     /// Datagrams that wait a moment for a receive.
     pub backlog: Backlog,
+    /// Multicast groups that it is attached to.
+    pub groups: Vec<Gid>,
     pub counters: Counters,
 }
 

@@ -5,6 +5,7 @@ use std::cmp::Reverse;
 
 use crate::objects::Qp;
 use crate::rnic::Rnic;
+use crate::slab::Handle;
 
 /// Nanoseconds that a kilobit takes at 1 kilobit a second, over the bits of a byte.
 const NS_PER_BYTE_AT_1_KBPS: u64 = 8_000_000;
@@ -32,7 +33,7 @@ impl Qp {
 
 impl Rnic {
     /// QP `h`, which may not send now, gets a turn when it may.
-    pub(crate) fn wait_for_pace(&mut self, h: u32) {
+    pub(crate) fn wait_for_pace(&mut self, h: Handle<Qp>) {
         let Some(q) = self.qps.get_mut(h) else { return };
         if !std::mem::replace(&mut q.pace.listed, true) {
             self.paced.push(Reverse((q.pace.after, h)));
@@ -40,7 +41,7 @@ impl Rnic {
     }
 
     /// QP `h`, which has a rate limit, has sent `bytes`.
-    pub(crate) fn has_sent(&mut self, h: u32, bytes: u64) {
+    pub(crate) fn has_sent(&mut self, h: Handle<Qp>, bytes: u64) {
         let now = self.now;
         let Some(q) = self.qps.get_mut(h).filter(|q| q.is_paced()) else { return };
         let ns = bytes.saturating_mul(NS_PER_BYTE_AT_1_KBPS) / u64::from(q.attr.rate_limit);

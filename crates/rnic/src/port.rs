@@ -80,8 +80,7 @@ impl Rnic {
                 }
             }
         }
-        let of = |s: crate::SessionId| self.sessions.get(s.0).is_some_and(|s| s.vnic == id);
-        for h in self.ahs.handles(|a| of(a.owner)) {
+        for &h in self.sessions.iter().filter(|(_, s)| s.vnic == id).flat_map(|(_, s)| s.names.ahs.values()) {
             if let Some(a) = self.ahs.get_mut(h) {
                 a.linked = v.is_linked(Some(a.own()));
             }

@@ -10,11 +10,11 @@ use unirdma_mem::Bell;
 use crate::capture::Tap;
 use crate::cm::Cm;
 use crate::datagram::{Ah, Backlog};
-use crate::keys::Rng;
-use crate::mr::{Backing, MrTable};
+use crate::mr::{Backing, Mr, MrTable};
 use crate::multicast::Multicast;
-use crate::objects::{Counters, Cq, Pd, Qp, QpInfo, Session, SessionId, Srq, Vnic, VnicId};
-use crate::slab::Slab;
+use crate::objects::{Counters, Cq, Names, Pd, Qp, QpInfo, Session, SessionId, Srq, Used, Vnic, VnicId};
+use crate::random::{Seed, Streams};
+use crate::slab::{Handle, Slab};
 use crate::wire::{Route, Tx, WireDrops};
 use crate::xrc::Xrcd;
 
@@ -151,7 +151,7 @@ impl Output {
 
 /// The software RNIC of one host. See the crate's documentation for the order of calls.
 pub struct Rnic {
-    pub(crate) rng: Rng,
+    pub(crate) random: Streams,
     pub(crate) now: u64,
     pub(crate) hints: u32,
     pub(crate) vnics: Slab<Vnic>,
@@ -161,23 +161,23 @@ pub struct Rnic {
     pub(crate) ahs: Slab<Ah>,
     pub(crate) srqs: Slab<Srq>,
     /// XRC SRQs by number.
-    pub(crate) srq_numbers: HashMap<u32, u32>,
+    pub(crate) srq_numbers: HashMap<u32, Handle<Srq>>,
     pub(crate) xrcds: Slab<Xrcd>,
     pub(crate) next_domain: u32,
     pub(crate) cqs: Slab<Cq>,
     pub(crate) qps: Slab<Qp>,
-    pub(crate) qpns: HashMap<u32, u32>,
+    pub(crate) qpns: HashMap<u32, Handle<Qp>>,
     /// Sessions that are polled.
-    pub(crate) active: Vec<u32>,
+    pub(crate) active: Vec<SessionId>,
     /// Counts the changes of `active`.
     active_changes: u64,
     /// vRNICs with runnable QPs, in turn.
-    round: VecDeque<u32>,
-    timers: BinaryHeap<Reverse<(u64, u32, u32)>>,
+    round: VecDeque<VnicId>,
+    timers: BinaryHeap<Reverse<(u64, Handle<Qp>, u32)>>,
     /// (when a completion event is due, CQ).
-    moderated: BinaryHeap<Reverse<(u64, u32)>>,
+    moderated: BinaryHeap<Reverse<(u64, Handle<Cq>)>>,
     /// (when a QP with a rate limit may send again, QP).
-    pub(crate) paced: BinaryHeap<Reverse<(u64, u32)>>,
+    pub(crate) paced: BinaryHeap<Reverse<(u64, Handle<Qp>)>>,
     outputs: VecDeque<Output>,
     pub(crate) routes: HashMap<(u32, Gid), Route>,
     /// Largest path MTU to other hosts, bytes.
@@ -187,9 +187,9 @@ pub struct Rnic {
     pub(crate) drops: WireDrops,
     pub(crate) tx: Tx,
     /// QPs that want a turn in a moment, all after the same delay, and when.
-    pub(crate) due_soon: VecDeque<(u64, u32)>,
+    pub(crate) due_soon: VecDeque<(u64, Handle<Qp>)>,
     /// QPs that wait for room in `tx`.
-    pub(crate) tx_waiting: Vec<u32>,
+    pub(crate) tx_waiting: Vec<Handle<Qp>>,
     pub(crate) scratch: Box<[u8]>,
     /// The capture that runs.
     pub(crate) tap: Option<Box<Tap>>,
@@ -203,11 +203,10 @@ pub struct Rnic {
 
 impl Rnic {
     /// An RNIC whose random numbers `seed` determines. `hints` are put into each doorbell page.
-    pub fn new(seed: u64, hints: u32) -> Self {
-        let mut rng = Rng::new(seed);
+    pub fn new(seed: impl Into<Seed>, hints: u32) -> Self {
         Rnic {
-            mrs: MrTable::new(&mut rng),
-            rng,
+            mrs: MrTable::default(),
+            random: Streams::new(&seed.into()),
             now: 0,
             hints,
             vnics: Slab::default(),
@@ -251,12 +250,13 @@ impl Rnic {
             gids: c.gids,
             up: true,
             limits: c.limits,
+            used: Used::default(),
             counters: Counters::default(),
             run: VecDeque::new(),
             deficit: 0,
             queued: false,
         };
-        let id = self.vnics.insert_with(|_| v).map(VnicId)?;
+        let id = self.vnics.insert(v).map(VnicId)?;
         self.cm_addresses_changed();
         Some(id)
     }
@@ -277,14 +277,10 @@ impl Rnic {
 
     /// What a vRNIC has in use.
     pub fn usage(&self, id: VnicId) -> Usage {
-        let of = |s: SessionId| self.sessions.get(s.0).is_some_and(|s| s.vnic == id);
-        let mut u = Usage {
-            sessions: self.sessions.iter().filter(|(_, s)| s.vnic == id).count(),
-            qps: self.qps.iter().filter(|(_, q)| q.vnic == id).count(),
-            cqs: self.cqs.iter().filter(|(_, c)| of(c.owner)).count(),
-            ..Usage::default()
-        };
-        for m in self.mrs.iter().filter(|m| of(m.owner) && m.window.is_none()) {
+        let Some(v) = self.vnics.get(id.0) else { return Usage::default() };
+        let Used { sessions, qps, cqs, .. } = v.used;
+        let mut u = Usage { sessions, qps, cqs, ..Usage::default() };
+        for m in self.mrs_of(id) {
             let (count, bytes) = match m.backing {
                 Backing::Process(..) => (&mut u.mrs_copied, &mut u.bytes_copied),
                 _ => (&mut u.mrs_mapped, &mut u.bytes_mapped),
@@ -295,11 +291,17 @@ impl Rnic {
         u
     }
 
+    /// The MRs of a vRNIC, without its windows.
+    fn mrs_of(&self, id: VnicId) -> impl Iterator<Item = &Mr> {
+        let sessions = self.sessions.iter().filter(move |(_, s)| s.vnic == id);
+        let mrs = sessions.flat_map(|(_, s)| s.names.mrs.values()).filter_map(|&h| self.mrs.get(h));
+        mrs.filter(|m| m.window.is_none())
+    }
+
     /// How the memory of a vRNIC's MRs is reached, and why, as their drivers say.
     pub fn mr_notes(&self, id: VnicId) -> Vec<MrNote> {
-        let of = |s: SessionId| self.sessions.get(s.0).is_some_and(|s| s.vnic == id);
         let mut notes: BTreeMap<(&str, &str), (usize, u64)> = BTreeMap::new();
-        for m in self.mrs.iter().filter(|m| of(m.owner) && m.window.is_none()) {
+        for m in self.mrs_of(id) {
             let sum = notes.entry((abi::mr_way(m.note), abi::mr_why(m.note))).or_default();
             *sum = (sum.0 + 1, sum.1.saturating_add(m.counted()));
         }
@@ -336,6 +338,7 @@ impl Rnic {
         self.vnics.get(vnic.0)?;
         let s = Session {
             vnic,
+            names: Names::new(&mut self.random.numbers),
             bell: None,
             slots: Vec::new(),
             free_slots: Vec::new(),
@@ -345,34 +348,44 @@ impl Rnic {
             memory: None,
             stage: None,
         };
-        self.sessions.insert_with(|_| s).map(SessionId)
+        let id = self.sessions.insert(s).map(SessionId)?;
+        self.count_used(id, |u| u.sessions += 1);
+        Some(id)
     }
 
     /// Frees everything that a session had. Peers of its QPs get no answers any more.
     pub fn remove_session(&mut self, id: SessionId) {
         self.cm_forget_session(id);
-        for h in self.qps.handles(|q| q.is_open_to(id)) {
+        // The QPs first, since they use the others.
+        let Some(names) = self.names(id).map(std::mem::take) else { return };
+        for h in names.qps {
             while self.leave_qp(h, id) {}
         }
-        for h in self.cqs.handles(|c| c.owner == id) {
-            self.cqs.remove(h);
-        }
-        for h in self.mrs.handles(|m| m.owner == id) {
-            self.mrs.remove(h);
-        }
-        for h in self.srqs.handles(|s| s.owner == id) {
+        for h in names.srqs.into_values() {
             self.remove_srq(h);
         }
-        for h in self.ahs.handles(|a| a.owner == id) {
-            self.ahs.remove(h);
+        for h in names.mrs.into_values() {
+            self.remove_mr(h);
         }
-        for h in self.xrcds.handles(|x| x.owner == id) {
+        for h in names.ahs.into_values() {
+            self.remove_ah(id, h);
+        }
+        for &h in names.cqs.values() {
+            self.cqs.remove(h);
+        }
+        for &h in names.xrcds.values() {
             self.xrcds.remove(h);
         }
-        for h in self.pds.handles(|p| p.owner == id) {
+        for &h in names.pds.values() {
             self.pds.remove(h);
         }
-        self.active.retain(|&s| s != id.0);
+        self.count_used(id, |u| {
+            u.sessions -= 1;
+            u.cqs -= names.cqs.len();
+            u.xrcds -= names.xrcds.len();
+            u.pds -= names.pds.len();
+        });
+        self.active.retain(|&s| s != id);
         self.active_changes += 1;
         self.outputs.retain(|o| o.session() != id);
         self.sessions.remove(id.0);
@@ -387,7 +400,7 @@ impl Rnic {
             {
                 bell.unpark();
                 s.parked = false;
-                self.active.push(id.0);
+                self.active.push(id);
                 self.active_changes += 1;
             }
         }
@@ -398,7 +411,7 @@ impl Rnic {
         let sessions = &mut self.sessions;
         let before = self.active.len();
         self.active.retain(|&h| {
-            let Some(s) = sessions.get_mut(h) else { return false };
+            let Some(s) = sessions.get_mut(h.0) else { return false };
             if now.saturating_sub(s.last_rung_ns) < idle_ns {
                 return true;
             }
@@ -416,7 +429,7 @@ impl Rnic {
     /// The doorbells that [`Rnic::poll`] looks at. Whoever holds copies may look at them without the
     /// RNIC, and need not call [`Rnic::poll`] while none has rung and nothing else is due.
     pub fn active_bells(&self) -> Vec<Bell> {
-        let session = |h: &u32| self.sessions.get(*h)?.bell.clone();
+        let session = |s: &SessionId| self.sessions.get(s.0)?.bell.clone();
         self.active.iter().filter_map(session).collect()
     }
 
@@ -469,7 +482,7 @@ impl Rnic {
         let mut found = false;
         for i in 0..self.active.len() {
             let h = self.active[i];
-            let Some(s) = self.sessions.get_mut(h) else { continue };
+            let Some(s) = self.sessions.get_mut(h.0) else { continue };
             let Some(bell) = &s.bell else { continue };
             let (slots, qps, vnics, round) = (&s.slots, &mut self.qps, &mut self.vnics, &mut self.round);
             let rang = bell.take(|slot| {
@@ -484,7 +497,9 @@ impl Rnic {
                 let away = bell.away();
                 if away != s.away {
                     s.away = away;
-                    self.mrs.set_away(SessionId(h), away != 0);
+                    for &mr in s.names.mrs.values() {
+                        self.mrs.get_mut(mr).into_iter().for_each(|m| m.away = away != 0);
+                    }
                     bell.confirm_away(away);
                 }
             }
@@ -493,7 +508,7 @@ impl Rnic {
     }
 
     /// Gives a QP its place in its vRNIC's round.
-    pub(crate) fn make_runnable(&mut self, qp: u32) {
+    pub(crate) fn make_runnable(&mut self, qp: Handle<Qp>) {
         enqueue(&mut self.qps, &mut self.vnics, &mut self.round, qp);
     }
 
@@ -502,9 +517,9 @@ impl Rnic {
         let mut spent = 0;
         while spent < budget {
             let Some(vh) = self.round.pop_front() else { break };
-            let Some(v) = self.vnics.get_mut(vh) else { continue };
+            let Some(v) = self.vnics.get_mut(vh.0) else { continue };
             v.deficit += QUANTUM;
-            while let Some(v) = self.vnics.get_mut(vh) {
+            while let Some(v) = self.vnics.get_mut(vh.0) {
                 let Some(qh) = v.run.pop_front() else {
                     v.queued = false;
                     v.deficit = 0;
@@ -518,11 +533,11 @@ impl Rnic {
                     if again {
                         self.make_runnable(qh);
                     }
-                    if let Some(v) = self.vnics.get_mut(vh) {
+                    if let Some(v) = self.vnics.get_mut(vh.0) {
                         v.deficit = v.deficit.saturating_sub(cost);
                     }
                 }
-                let Some(v) = self.vnics.get_mut(vh) else { break };
+                let Some(v) = self.vnics.get_mut(vh.0) else { break };
                 if v.deficit == 0 && !v.run.is_empty() {
                     self.round.push_back(vh);
                     break;
@@ -532,7 +547,7 @@ impl Rnic {
         spent > 0
     }
 
-    pub(crate) fn arm_timer(&mut self, qp: u32, delay_ns: u64) {
+    pub(crate) fn arm_timer(&mut self, qp: Handle<Qp>, delay_ns: u64) {
         let now = self.now;
         // Timers of waits that are over stay until they expire, which may be hours: bound them.
         if self.timers.len() > 1024 + 2 * self.qpns.len() {
@@ -557,55 +572,64 @@ impl Rnic {
         }
     }
 
-    /// Writes a completion. A CQ that overruns dies with its QPs (R84b).
-    pub(crate) fn complete(&mut self, cqn: u32, mut cqe: abi::Cqe, solicited: bool) {
+    /// Writes a completion of an object that session `whose` owns: only a CQ of the same session gets it. A CQ that overruns dies
+    /// with its QPs (R84b).
+    pub(crate) fn complete(&mut self, cq: Handle<Cq>, whose: SessionId, mut cqe: abi::Cqe, solicited: bool) {
         cqe.timestamp = self.now;
         cqe.port_num = 1;
-        let Some(cq) = self.cqs.get_mut(cqn) else { return };
-        let owner = cq.owner;
-        if cq.dead {
-            if cqe.staged != 0 {
-                self.give_stage_back(owner, cqe.staged);
-            }
+        let taken = self.cqs.get_mut(cq).filter(|c| c.owner == whose && !c.dead);
+        let alive = taken.is_some();
+        let written = taken.is_some_and(|c| c.ring.push(cqe).is_ok());
+        if !written && cqe.staged != 0 {
+            self.give_stage_back(whose, cqe.staged);
+        }
+        if alive && !written {
+            self.overrun(cq);
+        }
+        if !written {
             return;
         }
-        if cq.ring.push(cqe).is_err() {
-            cq.dead = true;
-            if cqe.staged != 0 {
-                self.give_stage_back(owner, cqe.staged);
-            }
-            self.emit(owner, AsyncEvent::CqErr, cqn);
-            for h in self.qps.handles(|q| q.send_cq == cqn || q.recv_cq == cqn) {
-                self.fail_qp(h, Some(AsyncEvent::QpFatal));
-            }
-            return;
-        }
-        if cq.comp_queue.is_none() {
+        let Some(c) = self.cqs.get_mut(cq) else { return };
+        if c.comp_queue.is_none() {
             return;
         }
         let solicited = solicited || cqe.status != 0;
-        if cq.moderation.is_none() || self.moderated(cqn, solicited) {
-            self.notify(cqn, solicited);
+        if c.moderation.is_none() || self.moderated(cq, solicited) {
+            self.notify(cq, solicited);
+        }
+    }
+
+    /// A completion found no room: the CQ is lost, and the QPs that use it.
+    fn overrun(&mut self, cq: Handle<Cq>) {
+        let Some(c) = self.cqs.get_mut(cq) else { return };
+        c.dead = true;
+        let (owner, number) = (c.owner, c.number);
+        self.emit(owner, AsyncEvent::CqErr, number);
+        let qps = self.sessions.get(owner.0).map(|s| s.names.qps.clone()).unwrap_or_default();
+        for h in qps {
+            if self.qps.get(h).is_some_and(|q| q.send_cq == cq || q.recv_cq == cq) {
+                self.fail_qp(h, Some(AsyncEvent::QpFatal));
+            }
         }
     }
 
     /// Raises the completion event that the program has asked for, if it has.
-    fn notify(&mut self, cqn: u32, solicited: bool) {
+    fn notify(&mut self, cqn: Handle<Cq>, solicited: bool) {
         let Some(cq) = self.cqs.get_mut(cqn) else { return };
         let Some(queue) = cq.comp_queue else { return };
-        let owner = cq.owner;
+        let (owner, number) = (cq.owner, cq.number);
         let asked = cq.notify;
         let by_command = asked & abi::NOTIFY_NEXT != 0 || asked & abi::NOTIFY_SOLICITED != 0 && solicited;
         if by_command {
             cq.notify = 0;
         }
         if cq.ring.take_event(solicited) || by_command {
-            self.outputs.push_back(Output::Completion { session: owner, queue, cqn });
+            self.outputs.push_back(Output::Completion { session: owner, queue, cqn: number });
         }
     }
 
     /// A completion came to a CQ with moderation: true if its event is due. The first that waits sets the time.
-    fn moderated(&mut self, cqn: u32, solicited: bool) -> bool {
+    fn moderated(&mut self, cqn: Handle<Cq>, solicited: bool) -> bool {
         let now = self.now;
         let Some(cq) = self.cqs.get_mut(cqn) else { return false };
         let asked = cq.notify | cq.ring.armed();
@@ -648,7 +672,7 @@ impl Rnic {
     }
 
     /// Reports what waits for an event of a CQ.
-    pub(crate) fn end_moderation(&mut self, cqn: u32) {
+    pub(crate) fn end_moderation(&mut self, cqn: Handle<Cq>) {
         let Some(m) = self.cqs.get_mut(cqn).and_then(|c| c.moderation.as_mut()) else { return };
         let (waiting, solicited) = (std::mem::take(&mut m.waiting), std::mem::take(&mut m.solicited));
         if waiting > 0 {
@@ -657,7 +681,7 @@ impl Rnic {
     }
 
     /// Moves a QP to ERR; its work is flushed in its turn.
-    pub(crate) fn fail_qp(&mut self, h: u32, event: Option<AsyncEvent>) {
+    pub(crate) fn fail_qp(&mut self, h: Handle<Qp>, event: Option<AsyncEvent>) {
         self.acknowledge_all(h);
         let Some(q) = self.qps.get_mut(h) else { return };
         let (owner, qpn) = (q.owner, q.qpn);
@@ -683,7 +707,7 @@ impl Rnic {
 
     /// A request of a QP failed: a reliable QP goes to ERR, any other to SQE, where it still receives (IBTA vol. 1,
     /// 10.3.1.6).
-    pub(crate) fn fail_requester(&mut self, h: u32) {
+    pub(crate) fn fail_requester(&mut self, h: Handle<Qp>) {
         let Some(q) = self.qps.get_mut(h) else { return };
         if q.typ.is_reliable() || !matches!(q.state, QpState::Rts | QpState::Sqd) {
             return self.fail_qp(h, None);
@@ -693,7 +717,7 @@ impl Rnic {
     }
 }
 
-fn enqueue(qps: &mut Slab<Qp>, vnics: &mut Slab<Vnic>, round: &mut VecDeque<u32>, qp: u32) {
+fn enqueue(qps: &mut Slab<Qp>, vnics: &mut Slab<Vnic>, round: &mut VecDeque<VnicId>, qp: Handle<Qp>) {
     let Some(q) = qps.get_mut(qp) else { return };
     if q.queued {
         return;
@@ -703,6 +727,6 @@ fn enqueue(qps: &mut Slab<Qp>, vnics: &mut Slab<Vnic>, round: &mut VecDeque<u32>
     v.run.push_back(qp);
     if !v.queued {
         v.queued = true;
-        round.push_back(q.vnic.0);
+        round.push_back(q.vnic);
     }
 }

@@ -1,17 +1,83 @@
-//! A table whose handles go stale: a handle names one object, never its successor in the same slot.
+//! Tables of objects. A handle names one object, and never a later one, however many are made.
+
+use std::collections::HashMap;
+use std::fmt;
+use std::hash::{BuildHasherDefault, Hash, Hasher};
+use std::marker::PhantomData;
 
 const INDEX_BITS: u32 = 20;
-const INDEX_MASK: u32 = (1 << INDEX_BITS) - 1;
+const INDEX_MASK: u64 = (1 << INDEX_BITS) - 1;
+
+/// Names an object of a [`Slab`]: 20 bits of slot, and which of the slot's objects it is. 44 bits do not run out.
+pub(crate) struct Handle<T>(u64, PhantomData<fn() -> T>);
+
+impl<T> Handle<T> {
+    /// What no object has.
+    pub const NONE: Self = Handle(0, PhantomData);
+
+    /// The handle with this number.
+    pub fn from_raw(raw: u64) -> Self {
+        Handle(raw, PhantomData)
+    }
+
+    /// Its number.
+    pub fn raw(self) -> u64 {
+        self.0
+    }
+
+    fn index(self) -> usize {
+        (self.0 & INDEX_MASK) as usize
+    }
+}
+
+impl<T> Clone for Handle<T> {
+    fn clone(&self) -> Self {
+        *self
+    }
+}
+impl<T> Copy for Handle<T> {}
+impl<T> PartialEq for Handle<T> {
+    fn eq(&self, other: &Self) -> bool {
+        self.0 == other.0
+    }
+}
+impl<T> Eq for Handle<T> {}
+impl<T> PartialOrd for Handle<T> {
+    fn partial_cmp(&self, other: &Self) -> Option<std::cmp::Ordering> {
+        Some(self.cmp(other))
+    }
+}
+impl<T> Ord for Handle<T> {
+    fn cmp(&self, other: &Self) -> std::cmp::Ordering {
+        self.0.cmp(&other.0)
+    }
+}
+impl<T> Hash for Handle<T> {
+    fn hash<H: Hasher>(&self, state: &mut H) {
+        self.0.hash(state);
+    }
+}
+impl<T> fmt::Debug for Handle<T> {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "{}.{}", self.0 & INDEX_MASK, self.0 >> INDEX_BITS)
+    }
+}
 
 struct Entry<T> {
-    gen_bits: u32,
+    generation: u64,
     value: Option<T>,
 }
 
-/// Values by 32-bit handle: 20 bits of slot, 12 bits of generation.
+impl<T> Entry<T> {
+    fn handle(&self, index: usize) -> Handle<T> {
+        Handle::from_raw(self.generation << INDEX_BITS | index as u64)
+    }
+}
+
+/// Values by [`Handle`].
 pub(crate) struct Slab<T> {
     entries: Vec<Entry<T>>,
-    free: Vec<u32>,
+    free: Vec<usize>,
 }
 
 impl<T> Default for Slab<T> {
@@ -21,73 +87,114 @@ impl<T> Default for Slab<T> {
 }
 
 impl<T> Slab<T> {
-    /// Stores what `make` returns for its handle; `None` when 2^20 slots are in use.
-    pub(crate) fn insert_with(&mut self, make: impl FnOnce(u32) -> T) -> Option<u32> {
+    /// Stores a value; `None` when 2^20 slots are in use.
+    pub(crate) fn insert(&mut self, value: T) -> Option<Handle<T>> {
         let index = match self.free.pop() {
             Some(i) => i,
             None if self.entries.len() <= INDEX_MASK as usize => {
-                self.entries.push(Entry { gen_bits: 0, value: None });
-                self.entries.len() as u32 - 1
+                self.entries.push(Entry { generation: 0, value: None });
+                self.entries.len() - 1
             }
             None => return None,
         };
-        let e = &mut self.entries[index as usize];
-        e.gen_bits = (e.gen_bits + 1) & (u32::MAX >> INDEX_BITS);
-        let handle = e.gen_bits << INDEX_BITS | index;
-        e.value = Some(make(handle));
-        Some(handle)
-    }
-
-    fn live(&self, handle: u32) -> Option<&Entry<T>> {
-        self.entries.get((handle & INDEX_MASK) as usize).filter(|e| e.gen_bits == handle >> INDEX_BITS)
+        let e = &mut self.entries[index];
+        e.generation += 1;
+        e.value = Some(value);
+        Some(e.handle(index))
     }
 
     #[inline]
-    pub(crate) fn get(&self, handle: u32) -> Option<&T> {
-        self.live(handle)?.value.as_ref()
+    pub(crate) fn get(&self, handle: Handle<T>) -> Option<&T> {
+        let e = self.entries.get(handle.index())?;
+        if e.generation == handle.0 >> INDEX_BITS { e.value.as_ref() } else { None }
     }
 
     #[inline]
-    pub(crate) fn get_mut(&mut self, handle: u32) -> Option<&mut T> {
-        let e = self.entries.get_mut((handle & INDEX_MASK) as usize)?;
-        if e.gen_bits == handle >> INDEX_BITS { e.value.as_mut() } else { None }
+    pub(crate) fn get_mut(&mut self, handle: Handle<T>) -> Option<&mut T> {
+        let e = self.entries.get_mut(handle.index())?;
+        if e.generation == handle.0 >> INDEX_BITS { e.value.as_mut() } else { None }
     }
 
-    /// Handle and value in slot `index`, whatever its generation.
-    #[inline]
-    pub(crate) fn in_slot(&self, index: u32) -> Option<(u32, &T)> {
-        let e = self.entries.get(index as usize)?;
-        Some((e.gen_bits << INDEX_BITS | index, e.value.as_ref()?))
-    }
-
-    /// Slot of a handle.
-    #[inline]
-    pub(crate) fn slot_of(handle: u32) -> u32 {
-        handle & INDEX_MASK
-    }
-
-    pub(crate) fn remove(&mut self, handle: u32) -> Option<T> {
-        let v = self.get_mut(handle).is_some().then(|| self.entries[(handle & INDEX_MASK) as usize].value.take())?;
-        self.free.push(handle & INDEX_MASK);
-        v
+    pub(crate) fn remove(&mut self, handle: Handle<T>) -> Option<T> {
+        self.get(handle)?;
+        self.free.push(handle.index());
+        self.entries[handle.index()].value.take()
     }
 
     /// Handles and values that are in use.
-    pub(crate) fn iter(&self) -> impl Iterator<Item = (u32, &T)> {
-        self.entries
-            .iter()
-            .enumerate()
-            .filter_map(|(i, e)| e.value.as_ref().map(|v| (e.gen_bits << INDEX_BITS | i as u32, v)))
-    }
-
-    /// Values that are in use.
-    pub(crate) fn values_mut(&mut self) -> impl Iterator<Item = &mut T> {
-        self.entries.iter_mut().filter_map(|e| e.value.as_mut())
+    pub(crate) fn iter(&self) -> impl Iterator<Item = (Handle<T>, &T)> {
+        self.entries.iter().enumerate().filter_map(|(i, e)| e.value.as_ref().map(|v| (e.handle(i), v)))
     }
 
     /// Handles whose value satisfies `f`.
-    pub(crate) fn handles(&self, f: impl Fn(&T) -> bool) -> Vec<u32> {
+    pub(crate) fn handles(&self, f: impl Fn(&T) -> bool) -> Vec<Handle<T>> {
         self.iter().filter(|(_, v)| f(v)).map(|(h, _)| h).collect()
+    }
+}
+
+/// Values by numbers that are spread well, or counted.
+pub(crate) type ByNumber<T> = HashMap<u32, T, BuildHasherDefault<NumberHash>>;
+
+/// Values by numbers that count up; one comes back after 2^32 others.
+pub(crate) struct Numbered<T> {
+    values: ByNumber<T>,
+    last: u32,
+}
+
+impl<T> Default for Numbered<T> {
+    fn default() -> Self {
+        Numbered { values: ByNumber::default(), last: 0 }
+    }
+}
+
+impl<T> Numbered<T> {
+    /// Stores a value, and returns its number.
+    pub(crate) fn insert(&mut self, value: T) -> u32 {
+        loop {
+            self.last = self.last.wrapping_add(1);
+            if self.last != 0 && !self.values.contains_key(&self.last) {
+                self.values.insert(self.last, value);
+                return self.last;
+            }
+        }
+    }
+
+    pub(crate) fn get(&self, n: u32) -> Option<&T> {
+        self.values.get(&n)
+    }
+
+    pub(crate) fn get_mut(&mut self, n: u32) -> Option<&mut T> {
+        self.values.get_mut(&n)
+    }
+
+    pub(crate) fn remove(&mut self, n: u32) -> Option<T> {
+        self.values.remove(&n)
+    }
+
+    /// Numbers and values.
+    pub(crate) fn iter(&self) -> impl Iterator<Item = (u32, &T)> {
+        self.values.iter().map(|(&n, v)| (n, v))
+    }
+
+    /// Numbers whose value satisfies `f`.
+    pub(crate) fn handles(&self, f: impl Fn(&T) -> bool) -> Vec<u32> {
+        self.iter().filter(|(_, v)| f(v)).map(|(n, _)| n).collect()
+    }
+}
+
+/// A hash for [`ByNumber`].
+#[derive(Default)]
+pub(crate) struct NumberHash(u64);
+
+impl Hasher for NumberHash {
+    fn finish(&self) -> u64 {
+        self.0
+    }
+    fn write(&mut self, bytes: &[u8]) {
+        bytes.iter().for_each(|&b| self.write_u32(b.into()));
+    }
+    fn write_u32(&mut self, n: u32) {
+        self.0 = (self.0 ^ u64::from(n)).wrapping_mul(0x9e37_79b9_7f4a_7c15);
     }
 }
 
@@ -98,12 +205,24 @@ mod tests {
     #[test]
     fn a_handle_dies_with_its_object() {
         let mut s = Slab::default();
-        let a = s.insert_with(|_| 'a').unwrap();
+        let a = s.insert('a').unwrap();
         assert_eq!(s.remove(a), Some('a'));
         assert_eq!(s.remove(a), None);
-        let b = s.insert_with(|_| 'b').unwrap();
-        assert_eq!(a & INDEX_MASK, b & INDEX_MASK, "the slot is used again");
+        let b = s.insert('b').unwrap();
+        assert_eq!(a.index(), b.index(), "the slot is used again");
         assert_eq!((s.get(a), s.get(b)), (None, Some(&'b')));
-        assert_eq!(s.get(u32::MAX), None);
+        assert_eq!((s.get(Handle::NONE), s.get(Handle::from_raw(u64::MAX))), (None, None));
+    }
+
+    #[test]
+    fn no_object_of_a_slot_has_the_handle_of_an_earlier_one() {
+        let mut s = Slab::default();
+        let first = s.insert(0).unwrap();
+        s.remove(first);
+        for i in 1..1_000_000 {
+            let h = s.insert(i).unwrap();
+            assert_ne!(h, first);
+            s.remove(h);
+        }
     }
 }

@@ -17,6 +17,7 @@ use crate::access::Tables;
 use crate::mr::Backing;
 use crate::objects::{Qp, SessionId};
 use crate::rnic::Rnic;
+use crate::slab::Handle;
 
 /// Records that are looked at for each new one, whether the driver has given them back.
 const LOOKS: usize = 4;
@@ -201,7 +202,7 @@ impl Rnic {
 
     /// Lets a message of at most `bytes` for the receive that QP `h` has taken go through the stage, if it has one, room, and
     /// all of the receive lies in the process's memory. False if it finds no room and had better wait a moment.
-    pub(crate) fn stage_receive(&mut self, h: u32, bytes: u64) -> bool {
+    pub(crate) fn stage_receive(&mut self, h: Handle<Qp>, bytes: u64) -> bool {
         let Some(q) = self.qps.get(h) else { return true };
         let Some(r) = &q.recv else { return true };
         if let Some(s) = r.staged {
@@ -247,7 +248,7 @@ impl Rnic {
     }
 
     /// The message of QP `h`'s receive does not go through the stage, or will not be completed.
-    pub(crate) fn unstage(&mut self, h: u32) {
+    pub(crate) fn unstage(&mut self, h: Handle<Qp>) {
         let Some(q) = self.qps.get_mut(h) else { return };
         let Some(s) = q.recv.as_mut().and_then(|r| r.staged.take()) else { return };
         self.give_stage_back(s.owner, s.record);
@@ -260,7 +261,7 @@ impl Rnic {
     }
 
     /// The record of a receive that completes with `bytes`, as its completion names it; 0 if it has none.
-    pub(crate) fn finish_stage(&mut self, h: u32, placed: bool, bytes: u64) -> u32 {
+    pub(crate) fn finish_stage(&mut self, h: Handle<Qp>, placed: bool, bytes: u64) -> u32 {
         let Some(q) = self.qps.get_mut(h) else { return 0 };
         let Some(s) = q.recv.as_mut().and_then(|r| r.staged.take()) else { return 0 };
         if !placed {
@@ -278,8 +279,8 @@ impl Rnic {
 
 impl<'a> Tables<'a> {
     /// The stage of a session.
-    pub fn stage(&self, session: u32) -> Option<&'a Span> {
-        self.sessions.get(session)?.stage.as_ref().map(Stage::span)
+    pub fn stage(&self, session: SessionId) -> Option<&'a Span> {
+        self.sessions.get(session.0)?.stage.as_ref().map(Stage::span)
     }
 }
 
@@ -302,12 +303,12 @@ mod tests {
         let mut s = stage(64 << 10);
         let all = free(&s);
         let place = abi::StagePlace { addr: 5, length: 6, lkey: 7 };
-        let mut rng = crate::keys::Rng::new(7);
+        let mut rng = crate::random::Rng::new(7);
         let mut live: Vec<Staged> = Vec::new();
         let mut full = 0;
         for round in 0..20_000u64 {
             let bytes = rng.next_u64() % 3000;
-            match s.take(round, SessionId(1), &[place], bytes) {
+            match s.take(round, SessionId::from_number(1), &[place], bytes) {
                 Some(r) => {
                     let (from, to) = (u64::from(r.record), r.data + r.room);
                     assert!(from >= 128 && to <= 64 << 10);
@@ -337,7 +338,7 @@ mod tests {
     #[test]
     fn one_that_is_kept_does_not_stop_the_others() {
         let mut s = stage(8 << 10);
-        let me = SessionId(1);
+        let me = SessionId::from_number(1);
         let kept = s.take(0, me, &[], 100).unwrap();
         for _ in 0..1000 {
             let r = s.take(0, me, &[], 2000).unwrap();

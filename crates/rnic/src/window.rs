@@ -7,6 +7,7 @@ use unirdma_mem::Span;
 use crate::mr::{Backing, Mr, Window};
 use crate::objects::{Qp, SessionId, Work};
 use crate::rnic::Rnic;
+use crate::slab::Handle;
 
 impl Rnic {
     /// ALLOC_MW, of type 1 or 2. Returns (handle, rkey).
@@ -14,19 +15,15 @@ impl Rnic {
     /// # Errors
     /// `BadValue` for another type, `BadHandle`, `Exhausted`.
     pub fn alloc_mw(&mut self, s: SessionId, pd: u32, typ: u32) -> Result<(u32, u32), Status> {
-        self.own_pd(s, pd)?;
+        let pd = self.own_pd(s, pd)?;
         let second = match typ {
             1 => false,
             2 => true,
             _ => return Err(Status::BadValue),
         };
-        let same = self.same_vnic(s);
-        let (used, _) = self.mrs.used(&same);
-        drop(same);
-        self.quota(s, used, |l| l.max_mr)?;
+        self.quota(s, |u| u.mrs, |l| l.max_mr)?;
         let window = Some(Window { second, parent: None, qpn: 0 });
-        let mr = Mr { window, ..Mr::empty(s, pd) };
-        self.mrs.insert(mr).ok_or(Status::Exhausted)
+        self.insert_mr(Mr { window, ..Mr::empty(s, pd) })
     }
 
     /// DEALLOC_MW: it grants nothing any more.
@@ -34,14 +31,14 @@ impl Rnic {
     /// # Errors
     /// `BadHandle` if the session has no such window.
     pub fn dealloc_mw(&mut self, s: SessionId, mw: u32) -> Result<(), Status> {
-        self.mrs.get(mw).filter(|m| m.owner == s && m.window.is_some()).ok_or(Status::BadHandle)?;
-        self.unbind(mw);
-        self.mrs.remove(mw);
+        let (h, _) = self.own_mr(s, mw).ok().filter(|m| m.1.window.is_some()).ok_or(Status::BadHandle)?;
+        self.unbind(h);
+        self.remove_mr(h);
         Ok(())
     }
 
     /// A window grants nothing any more.
-    pub(crate) fn unbind(&mut self, mw: u32) {
+    pub(crate) fn unbind(&mut self, mw: Handle<Mr>) {
         let Some(m) = self.mrs.get_mut(mw) else { return };
         let Some(w) = &mut m.window else { return };
         let parent = w.parent.take();
@@ -55,7 +52,7 @@ impl Rnic {
     }
 
     /// Executes a request that stays at its requester.
-    pub(crate) fn execute_local(&mut self, h: u32, w: &Work) -> WcStatus {
+    pub(crate) fn execute_local(&mut self, h: Handle<Qp>, w: &Work) -> WcStatus {
         let Some(q) = self.qps.get(h) else { return WcStatus::FatalErr };
         let done = match WrOpcode::from_raw(w.wqe.opcode.into()) {
             Some(WrOpcode::BindMw) => self.bind(h, w),
@@ -71,7 +68,7 @@ impl Rnic {
     }
 
     /// The bound window of type 2 whose grant QP `q` may take back.
-    fn window_of(&self, q: &Qp, key: u32) -> Option<u32> {
+    fn window_of(&self, q: &Qp, key: u32) -> Option<Handle<Mr>> {
         let handle = self.mrs.handle_of(key)?;
         let mr = self.mrs.get(handle)?;
         let bound = mr.window.is_some_and(|w| w.second && w.parent.is_some() && w.qpn == q.qpn);
@@ -84,7 +81,7 @@ impl Rnic {
     }
 
     /// The peer of QP `h` takes the grant of a window back.
-    pub(crate) fn invalidate(&mut self, h: u32, key: u32) {
+    pub(crate) fn invalidate(&mut self, h: Handle<Qp>, key: u32) {
         if let Some(mw) = self.qps.get(h).and_then(|q| self.window_of(q, key)) {
             self.unbind(mw);
         }
@@ -92,7 +89,7 @@ impl Rnic {
 
     /// Binds the window with key `rkey`, whose lower 8 bits are new, to `compare_add` bytes from `remote_addr` on of the MR with the
     /// lkey that `swap` begins with; the access that it grants is in the upper half of `swap`.
-    fn bind(&mut self, h: u32, work: &Work) -> Option<()> {
+    fn bind(&mut self, h: Handle<Qp>, work: &Work) -> Option<()> {
         let q = self.qps.get(h)?;
         let wqe = &work.wqe;
         let (addr, len, lkey, flags) = (wqe.remote_addr, wqe.compare_add, wqe.swap as u32, (wqe.swap >> 32) as u32);

@@ -1,16 +1,17 @@
 //! Work queue elements: copied from the rings and checked, completed, flushed.
 
 use unirdma_abi as abi;
-use unirdma_formats::{QpState, WcOpcode, WcStatus, WrOpcode, send_flags, wc_flags};
+use unirdma_formats::{QpState, QpType, WcOpcode, WcStatus, WrOpcode, send_flags, wc_flags};
 use unirdma_mem::QpRings;
 use zerocopy::IntoBytes;
 
 use crate::objects::{Qp, Recv, Work};
 use crate::rnic::Rnic;
+use crate::slab::Handle;
 
 impl Rnic {
     /// Completes the WQE at the head of the SQ.
-    pub(crate) fn retire(&mut self, h: u32, w: &Work, status: WcStatus) {
+    pub(crate) fn retire(&mut self, h: Handle<Qp>, w: &Work, status: WcStatus) {
         let Some(q) = self.qps.get_mut(h) else { return };
         q.busy = false;
         q.sq_cons = q.sq_cons.wrapping_add(1);
@@ -27,7 +28,7 @@ impl Rnic {
             wqe_index: q.sq_cons,
             ..abi::Cqe::default()
         };
-        let cq = q.send_cq;
+        let (cq, whose) = (q.send_cq, q.owner);
         let is_send = op.is_some_and(WrOpcode::is_send);
         self.count(h, |c| match status {
             WcStatus::Success => {
@@ -39,16 +40,16 @@ impl Rnic {
             _ => c.errors += 1,
         });
         if signaled {
-            self.complete(cq, cqe, false);
+            self.complete(cq, whose, cqe, false);
         }
     }
 
     /// Completes the receive that QP `ph` has under way.
-    pub(crate) fn finish_recv(&mut self, ph: u32, d: RecvDone) {
+    pub(crate) fn finish_recv(&mut self, ph: Handle<Qp>, d: RecvDone) {
         let placed = d.status == WcStatus::Success && !d.write;
         let staged = self.finish_stage(ph, placed, d.byte_len);
+        self.set_receiving(ph, false);
         let Some(p) = self.qps.get_mut(ph) else { return };
-        p.receiving = false;
         let with_imm = if d.imm.is_some() { wc_flags::WITH_IMM } else { 0 };
         let with_inv = if d.invalidated.is_some() { wc_flags::WITH_INV } else { 0 };
         let with_grh = if d.grh.is_some() { wc_flags::GRH } else { 0 };
@@ -66,22 +67,22 @@ impl Rnic {
             staged,
             ..abi::Cqe::default()
         };
-        let cq = p.recv_cq;
+        let (cq, whose) = (p.recv_cq, p.memory);
         self.count(ph, |c| {
             if d.status == WcStatus::Success {
                 c.received_wrs += 1;
                 c.received_bytes += d.byte_len;
                 c.wire.rdma_recvs += u64::from(!d.write);
             } else {
-                c.errors += 1;
+                c.errors += u64::from(d.status != WcStatus::WrFlushErr);
             }
         });
-        self.complete(cq, cqe, d.solicited);
+        self.complete(cq, whose, cqe, d.solicited);
     }
 
     /// Takes the receive WQE at the head of QP `h`'s RQ, or of its SRQ, unless one is taken already: a message that was
     /// broken off before its end leaves its receive to the next.
-    pub(crate) fn take_recv(&mut self, h: u32) -> Result<(), NoRecv> {
+    pub(crate) fn take_recv(&mut self, h: Handle<Qp>) -> Result<(), NoRecv> {
         let p = self.qps.get_mut(h).ok_or(NoRecv::Broken)?;
         let (rings, cons, max_sge) = match p.srq {
             None => (&p.rings, &mut p.rq_cons, p.cap.max_recv_sge),
@@ -106,16 +107,26 @@ impl Rnic {
         load_recv(rings, *cons, max_sge, recv);
         *cons = cons.wrapping_add(1);
         rings.set_rq_cons(*cons);
-        p.receiving = true;
-        if let Some(srq) = p.srq {
+        let srq = p.srq;
+        self.set_receiving(h, true);
+        if let Some(srq) = srq {
             self.check_srq_limit(srq);
         }
         Ok(())
     }
 
+    /// QP `h` has taken a receive, or is done with it. The target of an XRC connection uses its SRQ for so long.
+    pub(crate) fn set_receiving(&mut self, h: Handle<Qp>, receiving: bool) {
+        let Some(q) = self.qps.get_mut(h) else { return };
+        let changed = std::mem::replace(&mut q.receiving, receiving) != receiving;
+        if let Some(srq) = q.srq.filter(|_| changed && q.typ == QpType::XrcRecv) {
+            self.use_srq(srq, receiving);
+        }
+    }
+
     /// Flushes one work request of a QP in ERR (IBTA vol. 1, 10.3.1.7), or in SQE, where receives stay; false if none is
     /// left.
-    pub(crate) fn flush_one(&mut self, h: u32) -> bool {
+    pub(crate) fn flush_one(&mut self, h: Handle<Qp>) -> bool {
         let Some(q) = self.qps.get_mut(h) else { return false };
         let (sq, rq) = (q.rings.sq_pending(q.sq_cons), q.rings.rq_pending(q.rq_cons));
         let (Ok(sq), Ok(rq)) = (sq, rq) else {
@@ -136,7 +147,8 @@ impl Rnic {
         if q.state == QpState::Sqe {
             return false;
         }
-        let wr_id = if std::mem::take(&mut q.receiving) {
+        let wr_id = if q.receiving {
+            self.set_receiving(h, false);
             self.unstage(h);
             self.qps.get(h).and_then(|q| q.recv.as_ref()).map_or(0, |r| r.wr_id)
         } else if rq > 0 {
@@ -156,8 +168,8 @@ impl Rnic {
             wqe_index: q.rq_cons,
             ..abi::Cqe::default()
         };
-        let cq = q.recv_cq;
-        self.complete(cq, cqe, false);
+        let (cq, whose) = (q.recv_cq, q.memory);
+        self.complete(cq, whose, cqe, false);
         true
     }
 }
@@ -233,6 +245,20 @@ pub(crate) struct RecvDone {
 }
 
 impl RecvDone {
+    /// It got no message.
+    pub fn flushed() -> Self {
+        RecvDone {
+            status: WcStatus::WrFlushErr,
+            write: false,
+            imm: None,
+            invalidated: None,
+            byte_len: 0,
+            src_qp: 0,
+            solicited: false,
+            grh: None,
+        }
+    }
+
     /// Success, for a message from the QP that `q` is connected to.
     pub fn of(q: &Qp) -> Self {
         RecvDone {

@@ -4,12 +4,15 @@
 use unirdma_abi::Status;
 use unirdma_formats::{QpType, Qpn};
 
-use crate::objects::{SessionId, VnicId};
+use crate::objects::{Cq, Qp, SessionId, VnicId};
 use crate::rnic::Rnic;
+use crate::slab::Handle;
+use crate::wqe::RecvDone;
 
 /// An open XRC domain.
 pub(crate) struct Xrcd {
-    pub owner: SessionId,
+    /// QPs, openers of QPs, and SRQs in it.
+    pub uses: u32,
     vnic: VnicId,
     /// What programs share it by: device and inode of a file.
     key: Option<(u64, u64)>,
@@ -20,9 +23,9 @@ pub(crate) struct Xrcd {
 /// What makes an SRQ an XRC SRQ.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct XrcSrq {
-    pub xrcd: u32,
+    pub xrcd: Handle<Xrcd>,
     pub domain: u32,
-    pub cq: u32,
+    pub cq: Handle<Cq>,
     /// Its number in packets, 24 bits.
     pub number: u32,
 }
@@ -45,8 +48,7 @@ impl Rnic {
     /// `BadHandle` if it does not exist and may not be made, `BadValue` if it exists and may not, `Exhausted`.
     pub fn create_xrcd(&mut self, s: SessionId, o: OpenXrcd) -> Result<u32, Status> {
         let vnic = self.vnic_of(s)?;
-        let used = self.xrcds.iter().filter(|(_, x)| x.vnic == vnic).count();
-        self.quota(s, used, |l| l.max_pd)?;
+        self.quota(s, |u| u.xrcds, |l| l.max_pd)?;
         let same = |x: &Xrcd| x.vnic == vnic && x.key == o.key && x.key.is_some();
         let found = self.xrcds.iter().find(|(_, x)| same(x)).map(|(_, x)| x.domain);
         match found {
@@ -58,12 +60,11 @@ impl Rnic {
             self.next_domain = self.next_domain.wrapping_add(1);
             self.next_domain
         });
-        let x = Xrcd { owner: s, vnic, key: o.key, domain };
-        self.xrcds.insert_with(|_| x).ok_or(Status::Exhausted)
-    }
-
-    pub(crate) fn own_xrcd(&self, s: SessionId, xrcd: u32) -> Result<u32, Status> {
-        self.xrcds.get(xrcd).filter(|x| x.owner == s).map(|x| x.domain).ok_or(Status::BadHandle)
+        let number = self.new_number(s)?;
+        let h = self.xrcds.insert(Xrcd { uses: 0, vnic, key: o.key, domain }).ok_or(Status::Exhausted)?;
+        self.names(s).and_then(|n| n.xrcds.insert(number, h));
+        self.count_used(s, |u| u.xrcds += 1);
+        Ok(number)
     }
 
     /// DESTROY_XRCD.
@@ -71,20 +72,20 @@ impl Rnic {
     /// # Errors
     /// `Busy` while the session has QPs or SRQs in it.
     pub fn destroy_xrcd(&mut self, s: SessionId, xrcd: u32) -> Result<(), Status> {
-        self.own_xrcd(s, xrcd)?;
-        let used = self.qps.iter().any(|(_, q)| q.xrcd.is_some_and(|x| x.0 == xrcd) || q.openers.contains(&(s, xrcd)))
-            || self.srqs.iter().any(|(_, q)| q.xrc.is_some_and(|x| x.xrcd == xrcd));
-        if used {
+        let (h, _) = self.own_xrcd(s, xrcd)?;
+        if self.xrcds.get(h).is_some_and(|x| x.uses > 0) {
             return Err(Status::Busy);
         }
-        self.xrcds.remove(xrcd);
+        self.xrcds.remove(h);
+        self.names(s).and_then(|n| n.xrcds.remove(&xrcd));
+        self.count_used(s, |u| u.xrcds -= 1);
         Ok(())
     }
 
     /// A number for an XRC SRQ, which cannot be guessed.
     pub(crate) fn new_srq_number(&mut self) -> u32 {
         loop {
-            let n = self.rng.next_u64() as u32 & Qpn::MASK;
+            let n = self.random.srq_numbers.next_u64() as u32 & Qpn::MASK;
             if n != 0 && !self.srq_numbers.contains_key(&n) {
                 return n;
             }
@@ -93,7 +94,7 @@ impl Rnic {
 
     /// A message for SRQ number `number` begins at QP `h`: memory and receives are that queue's from now on. False if the QP has no
     /// such queue. A QP of another type has its own always.
-    pub(crate) fn aim(&mut self, h: u32, number: u32) -> bool {
+    pub(crate) fn aim(&mut self, h: Handle<Qp>, number: u32) -> bool {
         let Some(q) = self.qps.get_mut(h) else { return false };
         if q.typ != QpType::XrcRecv {
             return q.typ != QpType::XrcSend;
@@ -101,7 +102,14 @@ impl Rnic {
         let Some(&srq) = self.srq_numbers.get(&number) else { return false };
         let Some(s) = self.srqs.get(srq) else { return false };
         let Some(x) = s.xrc.filter(|x| q.xrcd.is_some_and(|own| own.1 == x.domain)) else { return false };
-        (q.pd, q.memory, q.srq, q.recv_cq) = (s.pd, s.owner, Some(srq), x.cq);
+        let to = (s.pd, s.owner, Some(srq), x.cq);
+        if q.receiving && q.srq != Some(srq) {
+            // A message that was broken off has left its receive: the one for this message is another queue's.
+            self.finish_recv(h, RecvDone::flushed());
+        }
+        if let Some(q) = self.qps.get_mut(h) {
+            (q.pd, q.memory, q.srq, q.recv_cq) = to;
+        }
         true
     }
 }

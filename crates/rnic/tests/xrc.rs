@@ -9,8 +9,10 @@ use common::shared::{Shared, target};
 use common::*;
 use unirdma_abi as abi;
 use unirdma_abi::Status;
-use unirdma_formats::{QpType, WcStatus, WrOpcode};
-use unirdma_rnic::OpenXrcd;
+use unirdma_formats::{QpType, WcStatus, WrOpcode, attr_mask};
+use unirdma_mem::{CqRing, CqTail, QpRings};
+use unirdma_rnic::{CreateQp, OpenXrcd, SrqAttr};
+use zerocopy::IntoBytes;
 
 const FILE: OpenXrcd = OpenXrcd { key: Some((1, 2)), create: true, exclusive: false };
 
@@ -115,4 +117,87 @@ fn what_is_in_use_stays() {
     assert_eq!(rnic.create_xrcd(s, open(false, false, 9)), Err(Status::BadHandle));
     rnic.create_xrcd(s, open(true, true, 9)).unwrap();
     assert_eq!(x.post(wqe(WrOpcode::Send, 1), x.b.number, 10), WcStatus::RetryExcErr as u8);
+}
+
+/// A message that goes into a receive of a queue holds the queue, and so its CQ, until it is there.
+#[test]
+fn a_queue_that_a_message_goes_into_stays() {
+    for (place, mut x) in each() {
+        let to = x.net.ends[1].sge(0, 4000);
+        x.a.recv(10, to);
+        let (s, bell) = (x.net.ends[1].session, x.net.ends[1].bell.clone());
+        // The memory of the receive is away for a moment, so that the message waits.
+        bell.set_away(1);
+        let sge = x.net.ends[0].sge(0, 3000);
+        x.net.ends[0].post(abi::SqWqe { dest_qpn: x.a.number, ..wqe(WrOpcode::Send, 1) }, &[sge]);
+        x.net.run(1_000_000);
+        assert_eq!(x.net.rnic(1).destroy_srq(s, x.a.srq), Err(Status::Busy), "{place}");
+        bell.set_away(0);
+        x.net.run(SECOND);
+        assert_eq!(x.net.ends[0].done().status, WcStatus::Success as u8, "{place}");
+        assert_eq!(x.net.ends[1].done().wr_id, 10, "{place}");
+        x.net.rnic(1).destroy_srq(s, x.a.srq).unwrap();
+    }
+}
+
+/// A target has sent its messages to a CQ that is gone. However many CQs are made afterwards, none of them gets what the target
+/// completes then.
+#[test]
+fn completions_for_a_cq_that_is_gone_reach_nobody() {
+    let (_, mut x) = each().into_iter().next().unwrap();
+    let s = x.net.ends[1].session;
+    let rnic = &mut x.net.rnics[0];
+    let ring = || CqRing::new(aligned(128), aligned(64 * 64), 64).unwrap();
+    let cq = rnic.create_cq(s, ring(), None).unwrap();
+    let cap = abi::QpCap { max_recv_wr: 16, max_recv_sge: 1, ..Default::default() };
+    let layout = abi::QpLayout::of(&cap).unwrap();
+    let rings = || QpRings::new(aligned(128), aligned(layout.sq_bytes()), aligned(layout.rq_bytes()), layout).unwrap();
+    let queue = SrqAttr { max_wr: 16, max_sge: 1, limit: 0, xrc: Some((x.a.xrcd, cq)) };
+    let receives = QpRings::receive_only(aligned(128), aligned(layout.rq_bytes()), layout).unwrap();
+    let (srq, number) = rnic.create_srq(s, x.net.ends[1].pd, queue, receives.clone()).unwrap();
+    let own = rings();
+    let target = CreateQp {
+        pd: 0,
+        send_cq: 0,
+        recv_cq: 0,
+        srq: None,
+        xrcd: Some(x.a.xrcd),
+        sig_all: false,
+        cap,
+        rings: own.clone(),
+    };
+    let (target, _) = rnic.create_qp(s, QpType::XrcRecv as u8, target).unwrap();
+    let (sender, qpn) = (x.net.ends[0].session, x.net.ends[0].qpn);
+    rnic.modify_qp(sender, qpn, attr_mask::STATE, &abi::QpAttr::default()).unwrap();
+    for (mask, attr) in attrs_of(QpType::XrcSend, target, common::net::gid(1)) {
+        rnic.modify_qp(sender, qpn, mask, &attr).unwrap();
+    }
+    for (mask, attr) in attrs_of(QpType::XrcRecv, qpn, common::net::gid(0)) {
+        rnic.modify_qp(s, target, mask, &attr).unwrap();
+    }
+    // A message without data, so that the target knows the CQ.
+    receives.rq_put(0, 0, abi::RqWqe { wr_id: 1, num_sge: 0, reserved: 0 }.as_bytes());
+    receives.set_rq_prod(1);
+    x.net.ends[0].post(abi::SqWqe { dest_qpn: number, ..wqe(WrOpcode::Send, 1) }, &[]);
+    x.net.run(SECOND);
+    assert_eq!(x.net.ends[0].done().status, WcStatus::Success as u8);
+    let rnic = &mut x.net.rnics[0];
+    rnic.destroy_srq(s, srq).unwrap();
+    rnic.destroy_cq(s, cq).unwrap();
+    // The victim makes CQs in the place of that one, as many as 12 bits tell apart.
+    let victim = x.other.session;
+    let mut last: Option<(u32, CqTail)> = None;
+    for _ in 0..4096 {
+        if let Some((old, _)) = last.take() {
+            rnic.destroy_cq(victim, old).unwrap();
+        }
+        let (ctrl, entries) = (aligned(128), aligned(64 * 64));
+        let made = rnic.create_cq(victim, CqRing::new(ctrl.clone(), entries.clone(), 64).unwrap(), None).unwrap();
+        last = Some((made, CqTail::new(ctrl, entries, 64).unwrap()));
+    }
+    own.rq_put(0, 0, abi::RqWqe { wr_id: 666, num_sge: 0, reserved: 0 }.as_bytes());
+    own.set_rq_prod(3);
+    rnic.modify_qp(s, target, attr_mask::STATE, &abi::QpAttr { qp_state: 6, ..Default::default() }).unwrap();
+    x.net.run(SECOND);
+    assert!(last.unwrap().1.pop().is_none());
 }

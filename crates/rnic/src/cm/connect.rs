@@ -32,7 +32,7 @@ impl Rnic {
         let (Some(src), Some(dst)) = (c.src, c.dst) else { return Err(Status::BadState) };
         let private = private_of(r, if datagram { user_bytes::SIDR_REQ } else { user_bytes::REQ })?;
         let private = IpHeader { src_port: src.port, src: src.ip, dst: dst.ip }.before(private);
-        let (local_id, psn) = (self.new_local_id(id), self.rng.next_u64() as u32 & 0xff_ffff);
+        let (local_id, psn) = (self.new_local_id(id), self.random.psns.next_u64() as u32 & 0xff_ffff);
         let mtu = self.cm_mtu(vnic, dst.ip);
         let c = self.expect(id, &[State::RouteResolved])?;
         let service_id = service_id(c.space, dst.port);
@@ -223,7 +223,7 @@ impl Rnic {
         }
         // A full backlog: the peer will ask again.
         let Some(id) = self.new_request(listener, own, from, r.local_id, tid, &ip) else { return };
-        let psn = self.rng.next_u64() as u32 & 0xff_ffff;
+        let psn = self.random.psns.next_u64() as u32 & 0xff_ffff;
         let Some(c) = self.cm.ids.get_mut(id) else { return };
         (c.mtu, c.xrc) = (r.mtu, xrc);
         c.ack_timeout = r.ack_timeout;

@@ -21,7 +21,7 @@ use unirdma_formats::{Gid, Psn, QpState, access, attr_mask as m};
 use crate::multicast::MULTICAST_QPN;
 use crate::objects::{SessionId, VnicId};
 use crate::rnic::{Output, Rnic};
-use crate::slab::Slab;
+use crate::slab::Numbered;
 
 type Result<T> = std::result::Result<T, Status>;
 
@@ -208,7 +208,7 @@ struct Early {
 /// The connection management of a host.
 #[derive(Default)]
 pub(crate) struct Cm {
-    ids: Slab<CmId>,
+    ids: Numbered<CmId>,
     /// How many each vRNIC has.
     used: HashMap<VnicId, usize>,
     /// Of each vRNIC, port space and port: who has it.
@@ -373,7 +373,7 @@ impl Rnic {
             timer: 0,
             peer_qkey: UDP_QKEY,
         };
-        self.cm.ids.insert_with(|_| id).ok_or(Status::Exhausted)
+        Ok(self.cm.ids.insert(id))
     }
 
     /// True if two identifiers may not have one port at a time.
@@ -401,7 +401,7 @@ impl Rnic {
             to.port
         } else {
             let n = u64::from(FREE_PORTS.end - FREE_PORTS.start);
-            let first = self.rng.next_u64() % n;
+            let first = self.random.cm_ports.next_u64() % n;
             let free = |p: &u16| !self.cm.ports.contains_key(&(vnic, space, *p));
             let mut all = (0..n).map(|i| FREE_PORTS.start + ((first + i) % n) as u16);
             all.find(free).ok_or(Status::AddressInUse)?

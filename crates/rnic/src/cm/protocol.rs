@@ -194,7 +194,7 @@ impl Rnic {
 
     pub(super) fn new_local_id(&mut self, id: u32) -> u32 {
         loop {
-            let n = self.rng.next_u64() as u32;
+            let n = self.random.cm_ids.next_u64() as u32;
             if n != 0 && !self.cm.by_local_id.contains_key(&n) {
                 self.cm.by_local_id.insert(n, id);
                 return n;

@@ -19,8 +19,9 @@ use unirdma_formats::{Gid, Psn, QpState, QpType};
 use unirdma_mem::Fault;
 
 use crate::datagram::ethernet;
-use crate::objects::{VnicId, Wait, Work};
+use crate::objects::{Qp, VnicId, Wait, Work};
 use crate::rnic::Rnic;
+use crate::slab::Handle;
 use crate::stall::Stall;
 pub(crate) use requester::request_packet;
 pub(crate) use responder::{ACK_DELAY_NS, Responder};
@@ -515,7 +516,7 @@ impl Rnic {
     }
 
     /// A marked packet came in: its sender is told (annex A17), but not for each one.
-    fn notify_congestion(&mut self, h: u32, w: &mut Wire) {
+    fn notify_congestion(&mut self, h: Handle<Qp>, w: &mut Wire) {
         self.count(h, |c| c.wire.np_ecn_marked_roce_packets += 1);
         if !self.adapts || self.now < w.cnp_after || self.tx.is_full() {
             return;
@@ -532,7 +533,7 @@ impl Rnic {
     }
 
     /// QP `h` has put a packet for `path` into [`Tx`]; without a link it is lost.
-    pub(crate) fn note_sent(&mut self, h: u32, path: &Path) {
+    pub(crate) fn note_sent(&mut self, h: Handle<Qp>, path: &Path) {
         if path.cut {
             return self.count(h, |c| c.wire.send_err += 1);
         }
@@ -557,14 +558,14 @@ impl Rnic {
     }
 
     /// The QP that a packet names.
-    pub(crate) fn find_qp(&mut self, p: &Packet<'_>) -> Option<u32> {
+    pub(crate) fn find_qp(&mut self, p: &Packet<'_>) -> Option<Handle<Qp>> {
         let found = self.qpns.get(&p.dest_qp).copied();
         self.drops.no_qp += u64::from(found.is_none());
         found
     }
 
     /// Runs `f` with the wire state of QP `h` taken out; what the QP lost meanwhile, its state loses too.
-    fn with_wire<R>(&mut self, h: u32, f: impl FnOnce(&mut Self, &mut Wire) -> R) -> Option<R> {
+    fn with_wire<R>(&mut self, h: Handle<Qp>, f: impl FnOnce(&mut Self, &mut Wire) -> R) -> Option<R> {
         let mut w = self.qps.get_mut(h)?.wire.take()?;
         let r = f(self, &mut w);
         if self.qps.get(h).is_some_and(|q| q.state == QpState::Err) {
@@ -585,12 +586,12 @@ impl Rnic {
     }
 
     /// QP `h` is about to go: what it has received is acknowledged first, or its peer would wait in vain.
-    pub(crate) fn acknowledge_all(&mut self, h: u32) {
+    pub(crate) fn acknowledge_all(&mut self, h: Handle<Qp>) {
         self.with_wire(h, |rnic, w| rnic.send_last_ack(h, w));
     }
 
     /// A turn of a connected QP: responses first, then requests. Its cost, and whether it has more to do.
-    pub(crate) fn wire_step(&mut self, h: u32, allowance: u64) -> (u64, bool) {
+    pub(crate) fn wire_step(&mut self, h: Handle<Qp>, allowance: u64) -> (u64, bool) {
         let turn = self.with_wire(h, |rnic, w| {
             let mut cost = 0;
             while cost < allowance {
@@ -647,7 +648,7 @@ impl Rnic {
     }
 
     /// Keeps a timer in the heap that fires no later than this QP needs it.
-    fn arm_wire(&mut self, h: u32, w: &mut Wire) {
+    fn arm_wire(&mut self, h: Handle<Qp>, w: &mut Wire) {
         let rnr = if w.rnr_until > self.now { w.rnr_until } else { u64::MAX };
         let need = w.deadline.min(rnr).min(w.memory_due(self.now));
         if need < w.timer_at {
@@ -657,7 +658,7 @@ impl Rnic {
     }
 
     /// The timer of a connected QP fired.
-    pub(crate) fn on_wire_timer(&mut self, h: u32) {
+    pub(crate) fn on_wire_timer(&mut self, h: Handle<Qp>) {
         self.with_wire(h, |rnic, w| {
             w.timer_at = u64::MAX;
             if w.deadline <= rnic.now {

@@ -7,6 +7,7 @@ use super::{Flight, Wire};
 use crate::access::{Tables, local_side};
 use crate::objects::{Qp, Work};
 use crate::rnic::{OP_COST, Rnic};
+use crate::slab::Handle;
 use crate::wqe::load;
 
 /// Most WQEs of one QP that are under way at once.
@@ -108,7 +109,7 @@ pub(crate) fn request_packet(
 
 impl Rnic {
     /// Sends one packet, or takes one WQE; its cost, or `None` if there is nothing to do now.
-    pub(super) fn request(&mut self, h: u32, w: &mut Wire) -> Option<u64> {
+    pub(super) fn request(&mut self, h: Handle<Qp>, w: &mut Wire) -> Option<u64> {
         if w.rnr_until > self.now {
             return None;
         }
@@ -199,13 +200,13 @@ impl Rnic {
         Some(len as u64 + OP_COST / 8)
     }
 
-    fn deadline(&self, h: u32) -> u64 {
+    fn deadline(&self, h: Handle<Qp>) -> u64 {
         let code = self.qps.get(h).map_or(0, |q| q.attr.timeout);
         ack_timeout_ns(code).map_or(u64::MAX, |ns| self.now.saturating_add(ns))
     }
 
     /// Takes the next WQE of the SQ and gives it its PSNs; false if there is none or it may not.
-    fn admit(&mut self, h: u32, w: &mut Wire) -> bool {
+    fn admit(&mut self, h: Handle<Qp>, w: &mut Wire) -> bool {
         let Some(q) = self.qps.get(h) else { return false };
         if q.state != QpState::Rts || w.flight.len() >= MAX_FLIGHT {
             return false;
@@ -242,7 +243,7 @@ impl Rnic {
     }
 
     /// Executes the request at the head, of which nothing is sent.
-    fn local_head(&mut self, h: u32, w: &mut Wire) -> Option<u64> {
+    fn local_head(&mut self, h: Handle<Qp>, w: &mut Wire) -> Option<u64> {
         let f = w.flight.front_mut()?;
         let status = self.execute_local(h, &f.work);
         if status != WcStatus::Success {
@@ -257,7 +258,7 @@ impl Rnic {
     }
 
     /// The WQE at the head failed before it was sent.
-    fn fail_head(&mut self, h: u32, w: &mut Wire) -> Option<u64> {
+    fn fail_head(&mut self, h: Handle<Qp>, w: &mut Wire) -> Option<u64> {
         let f = w.flight.pop_front()?;
         self.retire(h, &f.work, f.status.unwrap_or(WcStatus::FatalErr));
         w.spare.push(f.work);
@@ -266,7 +267,7 @@ impl Rnic {
     }
 
     /// The request at the head failed at the responder, or was never answered.
-    fn fail_request(&mut self, h: u32, w: &mut Wire, status: WcStatus) {
+    fn fail_request(&mut self, h: Handle<Qp>, w: &mut Wire, status: WcStatus) {
         if let Some(f) = w.flight.front_mut() {
             f.status = Some(status);
         }
@@ -274,7 +275,7 @@ impl Rnic {
     }
 
     /// Everything before `to` is answered.
-    fn advance(&mut self, h: u32, w: &mut Wire, to: Psn) {
+    fn advance(&mut self, h: Handle<Qp>, w: &mut Wire, to: Psn) {
         let n = to.since(w.una);
         if n == 0 {
             return;
@@ -306,7 +307,7 @@ impl Rnic {
 
     /// Answers before `to` are implied; true if that is so, false if data of a READ or atomic is missing before it,
     /// which is then asked for again (IBTA vol. 1, 9.7.5.1.4).
-    fn advance_to(&mut self, h: u32, w: &mut Wire, to: Psn) -> bool {
+    fn advance_to(&mut self, h: Handle<Qp>, w: &mut Wire, to: Psn) -> bool {
         let limit = w.data_limit(to);
         self.advance(h, w, limit);
         if limit != to && !w.recovering {
@@ -322,7 +323,7 @@ impl Rnic {
     }
 
     /// An ACK, NAK, READ response or atomic response.
-    pub(super) fn on_response(&mut self, h: u32, w: &mut Wire, p: &Packet<'_>) {
+    pub(super) fn on_response(&mut self, h: Handle<Qp>, w: &mut Wire, p: &Packet<'_>) {
         let psn = Psn::new(p.psn);
         // Answers to what was answered before, or never asked, are ghosts.
         if psn.since(w.una) >= w.high.since(w.una) {
@@ -334,7 +335,7 @@ impl Rnic {
         }
     }
 
-    fn on_ack(&mut self, h: u32, w: &mut Wire, psn: Psn, Aeth { syndrome: code, msn }: Aeth) {
+    fn on_ack(&mut self, h: Handle<Qp>, w: &mut Wire, psn: Psn, Aeth { syndrome: code, msn }: Aeth) {
         match code >> 5 {
             0 => {
                 w.credit_limit = credits(code).map(|c| msn.wrapping_add(c));
@@ -381,7 +382,7 @@ impl Rnic {
     }
 
     /// Data of a READ or atomic: it must be the next that is missing.
-    fn on_data(&mut self, h: u32, w: &mut Wire, psn: Psn, p: &Packet<'_>) {
+    fn on_data(&mut self, h: Handle<Qp>, w: &mut Wire, psn: Psn, p: &Packet<'_>) {
         if !self.advance_to(h, w, psn) {
             return;
         }
@@ -420,7 +421,7 @@ impl Rnic {
     }
 
     /// The oldest packet got no answer in time (IBTA vol. 1, 9.9.2.1.1).
-    pub(super) fn on_timeout(&mut self, h: u32, w: &mut Wire) {
+    pub(super) fn on_timeout(&mut self, h: Handle<Qp>, w: &mut Wire) {
         if w.una == w.high {
             w.deadline = u64::MAX;
             return;

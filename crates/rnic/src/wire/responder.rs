@@ -8,8 +8,9 @@ use unirdma_mem::{Fault, atomic_u64};
 
 use super::Wire;
 use crate::access::{Side, Tables, may_flush, recv_side, remote};
-use crate::objects::SessionId;
+use crate::objects::{Pd, Qp, SessionId};
 use crate::rnic::{OP_COST, Rnic};
+use crate::slab::Handle;
 use crate::stall::Stall;
 use crate::wqe::{NoRecv, RecvDone};
 
@@ -35,7 +36,7 @@ enum Answer {
         len: u64,
         done: u64,
         /// Whose memory: PD and session.
-        of: (u32, SessionId),
+        of: (Handle<Pd>, SessionId),
         /// For a duplicate request.
         again: bool,
     },
@@ -147,7 +148,7 @@ const NO_ACCESS: Refusal = Refusal::Nak(syndrome::NAK_ACCESS, Some(AsyncEvent::Q
 
 impl Rnic {
     /// A request came in.
-    pub(super) fn on_request(&mut self, h: u32, w: &mut Wire, p: &Packet<'_>) {
+    pub(super) fn on_request(&mut self, h: Handle<Qp>, w: &mut Wire, p: &Packet<'_>) {
         let Some(expected) = self.qps.get(h).map(|q| q.rq_psn) else { return };
         if w.resp.failed {
             return;
@@ -191,7 +192,7 @@ impl Rnic {
         }
     }
 
-    fn perform(&mut self, h: u32, w: &mut Wire, p: &Packet<'_>) -> Result<u32, Refusal> {
+    fn perform(&mut self, h: Handle<Qp>, w: &mut Wire, p: &Packet<'_>) -> Result<u32, Refusal> {
         let begins = !matches!(p.opcode.op, Op::Send(part) | Op::Write(part) if !part.begins());
         if begins && w.resp.message.is_none() && !self.aim(h, p.srqn) {
             return Err(INVALID);
@@ -208,7 +209,7 @@ impl Rnic {
 
     /// A packet of an unreliable connection (IBTA vol. 1, 9.8.2): a message with a gap, or that cannot be taken, is dropped,
     /// and any PSN will do where the next one begins.
-    fn on_unreliable(&mut self, h: u32, w: &mut Wire, p: &Packet<'_>, expected: Psn) {
+    fn on_unreliable(&mut self, h: Handle<Qp>, w: &mut Wire, p: &Packet<'_>, expected: Psn) {
         let psn = Psn::new(p.psn);
         let (Op::Send(part) | Op::Write(part)) = p.opcode.op else { return };
         if psn != expected {
@@ -240,7 +241,7 @@ impl Rnic {
     }
 
     /// A packet before this one was lost (IBTA vol. 1, 9.7.5.2.2): one NAK for each gap.
-    fn gap(&mut self, h: u32, w: &mut Wire, expected: Psn) {
+    fn gap(&mut self, h: Handle<Qp>, w: &mut Wire, expected: Psn) {
         if !w.resp.nak_sent {
             w.resp.nak_sent = true;
             w.resp.push(Answer::Nak { psn: expected, msn: w.resp.msn, code: syndrome::NAK_SEQUENCE, fails: None });
@@ -249,7 +250,7 @@ impl Rnic {
     }
 
     /// A request that was executed before (IBTA vol. 1, 9.7.5.1.3): the same answer, no second execution.
-    fn duplicate(&mut self, h: u32, w: &mut Wire, p: &Packet<'_>, expected: Psn) {
+    fn duplicate(&mut self, h: Handle<Qp>, w: &mut Wire, p: &Packet<'_>, expected: Psn) {
         self.count(h, |c| c.wire.duplicate_request += 1);
         let psn = Psn::new(p.psn);
         match p.opcode.op {
@@ -281,7 +282,7 @@ impl Rnic {
     }
 
     /// Checks that a packet continues what has begun, and that its length is right for its place.
-    fn continues(&self, h: u32, w: &Wire, p: &Packet<'_>, part: Part, is_send: bool) -> Result<(), Refusal> {
+    fn continues(&self, h: Handle<Qp>, w: &Wire, p: &Packet<'_>, part: Part, is_send: bool) -> Result<(), Refusal> {
         let mtu = self.qps.get(h).map_or(0, |q| q.mtu as usize);
         let right_message = match w.resp.message {
             None => part.begins(),
@@ -297,7 +298,7 @@ impl Rnic {
         if right_message && right_length { Ok(()) } else { Err(INVALID) }
     }
 
-    fn on_send(&mut self, h: u32, w: &mut Wire, p: &Packet<'_>, part: Part) -> Result<u32, Refusal> {
+    fn on_send(&mut self, h: Handle<Qp>, w: &mut Wire, p: &Packet<'_>, part: Part) -> Result<u32, Refusal> {
         self.continues(h, w, p, part, true)?;
         let invalidated = (p.opcode.extra == Extra::Invalidate).then_some(p.extra);
         if let Some(key) = invalidated
@@ -362,14 +363,14 @@ impl Rnic {
     }
 
     /// Makes sure that a receive WQE is taken.
-    fn next_recv(&mut self, h: u32) -> Result<(), Refusal> {
+    fn next_recv(&mut self, h: Handle<Qp>) -> Result<(), Refusal> {
         self.take_recv(h).map_err(|e| match e {
             NoRecv::Empty => Refusal::NotReady,
             NoRecv::Broken => Refusal::Broken,
         })
     }
 
-    fn on_write(&mut self, h: u32, w: &mut Wire, p: &Packet<'_>, part: Part) -> Result<u32, Refusal> {
+    fn on_write(&mut self, h: Handle<Qp>, w: &mut Wire, p: &Packet<'_>, part: Part) -> Result<u32, Refusal> {
         self.continues(h, w, p, part, false)?;
         let q = self.qps.get(h).ok_or(Refusal::Broken)?;
         let tables = Tables { mrs: &self.mrs, sessions: &self.sessions };
@@ -427,20 +428,20 @@ impl Rnic {
     }
 
     /// True if a READ request names memory that may be read.
-    fn readable(&self, h: u32, p: &Packet<'_>) -> bool {
+    fn readable(&self, h: Handle<Qp>, p: &Packet<'_>) -> bool {
         let Some(q) = self.qps.get(h) else { return false };
         let tables = Tables { mrs: &self.mrs, sessions: &self.sessions };
         let from = remote(q, access::REMOTE_READ, p.reth.rkey, p.reth.va);
         q.attr.qp_access_flags & access::REMOTE_READ != 0 && tables.allows(from, p.reth.dma_len.into())
     }
 
-    fn queue_read(&self, h: u32, w: &mut Wire, p: &Packet<'_>, again: bool) {
+    fn queue_read(&self, h: Handle<Qp>, w: &mut Wire, p: &Packet<'_>, again: bool) {
         let Some(of) = self.qps.get(h).map(|q| (q.pd, q.memory)) else { return };
         let (va, rkey, len) = (p.reth.va, p.reth.rkey, p.reth.dma_len.into());
         w.resp.push(Answer::Read { psn: Psn::new(p.psn), msn: w.resp.msn, va, rkey, len, done: 0, of, again });
     }
 
-    fn on_read(&mut self, h: u32, w: &mut Wire, p: &Packet<'_>) -> Result<u32, Refusal> {
+    fn on_read(&mut self, h: Handle<Qp>, w: &mut Wire, p: &Packet<'_>) -> Result<u32, Refusal> {
         let q = self.qps.get(h).ok_or(Refusal::Broken)?;
         let room = w.resp.reads_waiting() < usize::from(q.attr.max_dest_rd_atomic);
         if w.resp.message.is_some() || !room || u64::from(p.reth.dma_len) > unirdma_formats::MAX_MSG_BYTES {
@@ -455,12 +456,12 @@ impl Rnic {
     }
 
     /// The answer to an atomic write or a flush: that of a READ of no bytes (annex A19).
-    fn queue_answer(&self, h: u32, w: &mut Wire, psn: Psn, again: bool) {
+    fn queue_answer(&self, h: Handle<Qp>, w: &mut Wire, psn: Psn, again: bool) {
         let Some(of) = self.qps.get(h).map(|q| (q.pd, q.memory)) else { return };
         w.resp.push(Answer::Read { psn, msn: w.resp.msn, va: 0, rkey: 0, len: 0, done: 0, of, again });
     }
 
-    fn on_atomic_write(&mut self, h: u32, w: &mut Wire, p: &Packet<'_>) -> Result<u32, Refusal> {
+    fn on_atomic_write(&mut self, h: Handle<Qp>, w: &mut Wire, p: &Packet<'_>) -> Result<u32, Refusal> {
         let q = self.qps.get(h).ok_or(Refusal::Broken)?;
         let room = w.resp.reads_waiting() < usize::from(q.attr.max_dest_rd_atomic);
         let (reth, value) = (p.reth, <[u8; 8]>::try_from(p.payload));
@@ -480,7 +481,7 @@ impl Rnic {
         Ok(1)
     }
 
-    fn on_flush(&mut self, h: u32, w: &mut Wire, p: &Packet<'_>) -> Result<u32, Refusal> {
+    fn on_flush(&mut self, h: Handle<Qp>, w: &mut Wire, p: &Packet<'_>) -> Result<u32, Refusal> {
         let q = self.qps.get(h).ok_or(Refusal::Broken)?;
         if w.resp.message.is_some() || w.resp.reads_waiting() >= usize::from(q.attr.max_dest_rd_atomic) {
             return Err(INVALID);
@@ -494,7 +495,7 @@ impl Rnic {
         Ok(1)
     }
 
-    fn on_atomic(&mut self, h: u32, w: &mut Wire, p: &Packet<'_>) -> Result<u32, Refusal> {
+    fn on_atomic(&mut self, h: Handle<Qp>, w: &mut Wire, p: &Packet<'_>) -> Result<u32, Refusal> {
         let q = self.qps.get(h).ok_or(Refusal::Broken)?;
         let room = w.resp.reads_waiting() < usize::from(q.attr.max_dest_rd_atomic);
         let a = p.atomic;
@@ -522,7 +523,7 @@ impl Rnic {
     }
 
     /// Notes that QP `h` has an ACK to send soon; when.
-    fn delay_ack(&mut self, h: u32) -> u64 {
+    fn delay_ack(&mut self, h: Handle<Qp>) -> u64 {
         let due = self.now.saturating_add(ACK_DELAY_NS);
         self.due_soon.push_back((due, h));
         self.count(h, |c| c.wire.ack_deferred += 1);
@@ -530,7 +531,7 @@ impl Rnic {
     }
 
     /// Sends the ACK that waits: its QP will not have another turn.
-    pub(super) fn send_last_ack(&mut self, h: u32, w: &mut Wire) {
+    pub(super) fn send_last_ack(&mut self, h: Handle<Qp>, w: &mut Wire) {
         w.resp.hurry();
         if matches!(w.resp.answers.front(), Some(Answer::Ack { .. })) && !self.tx.is_full() {
             self.respond(h, w);
@@ -538,7 +539,7 @@ impl Rnic {
     }
 
     /// Sends one packet of the oldest answer; its cost, or `None` if there is none, or none yet.
-    pub(super) fn respond(&mut self, h: u32, w: &mut Wire) -> Option<u64> {
+    pub(super) fn respond(&mut self, h: Handle<Qp>, w: &mut Wire) -> Option<u64> {
         if w.resp.missed && !w.resp.stall.holds(self.now) {
             w.resp.missed = false;
             let psn = self.qps.get(h)?.rq_psn;
@@ -582,7 +583,7 @@ impl Rnic {
                 let ends = done + n == len;
                 let p = head(Op::ReadResponse(Part::of(done == 0, ends)), psn, syndrome::ACK, msn);
                 let tables = Tables { mrs: &self.mrs, sessions: &self.sessions };
-                let (pd, session) = (of.0, of.1.0);
+                let (pd, session) = of;
                 let from = Side::Remote { pd, session, qpn: q.qpn, access: access::REMOTE_READ, key: rkey, addr: va };
                 bytes = n;
                 let sent = self.tx.push(w.path, &p, n as usize, |to| tables.load(from, done, to));

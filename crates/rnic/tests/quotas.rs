@@ -1,0 +1,164 @@
+//! Quotas of a vRNIC: each is reached, costs its own vRNIC only, and is free again when an object goes.
+#![allow(missing_docs)]
+
+mod common;
+
+use common::*;
+use unirdma_abi as abi;
+use unirdma_abi::Status;
+use unirdma_formats::QpType;
+use unirdma_mem::{CqRing, QpRings};
+use unirdma_rnic::{Backing, CreateQp, Limits, OpenXrcd, Rnic, SessionId, SrqAttr, VnicConfig};
+
+const FEW: u32 = 3;
+
+/// Makes an object, given a PD and a CQ; returns its number.
+type Make = fn(&mut Rnic, SessionId, u32, u32) -> Result<u32, Status>;
+type Destroy = fn(&mut Rnic, SessionId, u32) -> Result<(), Status>;
+
+fn rings() -> QpRings {
+    let layout = abi::QpLayout::of(&cap()).unwrap();
+    QpRings::new(aligned(128), aligned(layout.sq_bytes()), aligned(layout.rq_bytes()), layout).unwrap()
+}
+
+fn cap() -> abi::QpCap {
+    abi::QpCap { max_send_wr: 4, max_recv_wr: 4, max_send_sge: 1, max_recv_sge: 1, max_inline_data: 0 }
+}
+
+fn create_qp(r: &mut Rnic, s: SessionId, pd: u32, cq: u32) -> Result<u32, Status> {
+    let create =
+        CreateQp { pd, send_cq: cq, recv_cq: cq, srq: None, xrcd: None, sig_all: false, cap: cap(), rings: rings() };
+    r.create_qp(s, QpType::Rc as u8, create).map(|q| q.0)
+}
+
+fn create_srq(r: &mut Rnic, s: SessionId, pd: u32, _: u32) -> Result<u32, Status> {
+    let layout = abi::QpLayout::of(&cap()).unwrap();
+    let rings = QpRings::receive_only(aligned(128), aligned(layout.rq_bytes()), layout).unwrap();
+    r.create_srq(s, pd, SrqAttr { max_wr: 4, max_sge: 1, limit: 0, xrc: None }, rings).map(|q| q.0)
+}
+
+fn reg_mr(r: &mut Rnic, s: SessionId, pd: u32, bytes: u64) -> Result<u32, Status> {
+    r.reg_mr(s, pd, 1, 0, bytes, Backing::Mapped(aligned(bytes as usize)), Vec::new()).map(|m| m.0)
+}
+
+const OBJECTS: [(&str, Make, Destroy); 8] = [
+    ("PD", |r, s, _, _| r.create_pd(s), |r, s, n| r.destroy_pd(s, n)),
+    (
+        "CQ",
+        |r, s, _, _| r.create_cq(s, CqRing::new(aligned(128), aligned(64 * 4), 4).unwrap(), None),
+        |r, s, n| r.destroy_cq(s, n),
+    ),
+    ("QP", create_qp, |r, s, n| r.destroy_qp(s, n)),
+    ("MR", |r, s, pd, _| reg_mr(r, s, pd, 8), |r, s, n| r.dereg_mr(s, n)),
+    ("MW", |r, s, pd, _| r.alloc_mw(s, pd, 1).map(|m| m.0), |r, s, n| r.dealloc_mw(s, n)),
+    ("AH", |r, s, pd, _| r.create_ah(s, pd, &address(ip(1))), |r, s, n| r.destroy_ah(s, n)),
+    ("SRQ", create_srq, |r, s, n| r.destroy_srq(s, n)),
+    (
+        "XRCD",
+        |r, s, _, _| r.create_xrcd(s, OpenXrcd { create: true, ..OpenXrcd::default() }),
+        |r, s, n| r.destroy_xrcd(s, n),
+    ),
+];
+
+/// A session with a PD and a CQ.
+fn session(r: &mut Rnic, vnic: unirdma_rnic::VnicId) -> (SessionId, u32, u32) {
+    let s = r.add_session(vnic).unwrap();
+    r.set_doorbell(s, unirdma_mem::Bell::new(aligned(4096)).unwrap()).unwrap();
+    let cq = r.create_cq(s, CqRing::new(aligned(128), aligned(64 * 4), 4).unwrap(), None).unwrap();
+    (s, r.create_pd(s).unwrap(), cq)
+}
+
+#[test]
+fn every_quota_is_reached_and_freed() {
+    let few = Limits {
+        max_qp: FEW,
+        max_cq: FEW + 2,
+        max_mr: FEW,
+        max_pd: FEW + 2,
+        max_ah: FEW,
+        max_srq: FEW,
+        max_mr_bytes: 1000,
+        ..Limits::default()
+    };
+    let mut r = Rnic::new(1, 0);
+    let mut vnic = |n, limits| r.add_vnic(VnicConfig { group: 0, gids: vec![ip(n)], limits }).unwrap();
+    let (tight, free) = (vnic(1, few), vnic(2, Limits::default()));
+    // Two programs share the quota of their vRNIC.
+    let (a, b, other) = (session(&mut r, tight), session(&mut r, tight), session(&mut r, free));
+    for (what, make, destroy) in OBJECTS {
+        let mut made = Vec::new();
+        let refused = loop {
+            let (s, pd, cq) = [a, b][made.len() % 2];
+            match make(&mut r, s, pd, cq) {
+                Ok(n) => made.push((s, n)),
+                Err(e) => break e,
+            }
+        };
+        assert_eq!(refused, Status::Exhausted, "{what}");
+        let limit = if what == "XRCD" { FEW + 2 } else { FEW };
+        assert_eq!(made.len(), limit as usize, "{what}");
+        make(&mut r, other.0, other.1, other.2).unwrap_or_else(|e| panic!("{what}: {e:?}"));
+        let (s, n) = made.pop().unwrap();
+        destroy(&mut r, s, n).unwrap();
+        assert_eq!(destroy(&mut r, s, n), Err(Status::BadHandle), "{what}");
+        made.push((a.0, make(&mut r, a.0, a.1, a.2).unwrap()));
+        for (s, n) in made {
+            destroy(&mut r, s, n).unwrap();
+        }
+    }
+    let mr = reg_mr(&mut r, a.0, a.1, 600).unwrap();
+    assert_eq!(reg_mr(&mut r, b.0, b.1, 401), Err(Status::Exhausted));
+    reg_mr(&mut r, b.0, b.1, 400).unwrap();
+    r.dereg_mr(a.0, mr).unwrap();
+    reg_mr(&mut r, b.0, b.1, 600).unwrap();
+}
+
+#[test]
+fn a_program_that_ends_frees_all_of_its_quota() {
+    let few = Limits {
+        max_qp: 1,
+        max_cq: 2,
+        max_mr: 1,
+        max_pd: 2,
+        max_ah: 1,
+        max_srq: 1,
+        max_mr_bytes: 8,
+        ..Limits::default()
+    };
+    let mut r = Rnic::new(1, 0);
+    let vnic = r.add_vnic(VnicConfig { group: 0, gids: vec![ip(1)], limits: few }).unwrap();
+    for round in 0..3 {
+        let (s, pd, cq) = session(&mut r, vnic);
+        for (what, make, _) in OBJECTS.into_iter().filter(|o| o.0 != "MW") {
+            make(&mut r, s, pd, cq).unwrap_or_else(|e| panic!("{round}, {what}: {e:?}"));
+        }
+        r.remove_session(s);
+        assert_eq!(r.usage(vnic), unirdma_rnic::Usage::default());
+    }
+}
+
+/// What is in use cannot be destroyed, whatever uses it.
+#[test]
+fn uses_are_counted() {
+    let mut r = Rnic::new(1, 0);
+    let vnic = r.add_vnic(VnicConfig { group: 0, gids: vec![ip(1)], limits: Limits::default() }).unwrap();
+    let (s, pd, cq) = session(&mut r, vnic);
+    for (what, make, destroy) in OBJECTS.into_iter().filter(|o| !["PD", "CQ", "XRCD"].contains(&o.0)) {
+        let n = make(&mut r, s, pd, cq).unwrap();
+        assert_eq!(r.destroy_pd(s, pd), Err(Status::Busy), "{what}");
+        if what == "QP" {
+            assert_eq!(r.destroy_cq(s, cq), Err(Status::Busy));
+        }
+        destroy(&mut r, s, n).unwrap();
+    }
+    // REREG_MR to another PD takes the use with it.
+    let second = r.create_pd(s).unwrap();
+    let (mr, by) = (reg_mr(&mut r, s, pd, 8).unwrap(), reg_mr(&mut r, s, second, 16).unwrap());
+    r.rereg_mr(s, mr, by).unwrap();
+    r.destroy_pd(s, pd).unwrap();
+    assert_eq!(r.destroy_pd(s, second), Err(Status::Busy));
+    r.dereg_mr(s, mr).unwrap();
+    r.destroy_pd(s, second).unwrap();
+    r.destroy_cq(s, cq).unwrap();
+    assert_eq!(r.usage(vnic), unirdma_rnic::Usage { sessions: 1, ..Default::default() });
+}
