@@ -557,7 +557,7 @@ impl Rnic {
         if gid.is_zero() {
             return None;
         }
-        self.vnics.iter().find(|(_, v)| v.group == group && v.gids.contains(&gid)).map(|(h, _)| VnicId(h))
+        self.by_gid.get(&(group, gid))?.first().copied()
     }
 
     fn reset_qp(&mut self, h: Handle<Qp>) {

@@ -58,12 +58,29 @@ impl Rnic {
 
     /// Replaces the GID table of a vRNIC; a zero GID is a hole. Its programs hear of a change (`GID_CHANGE`).
     pub fn set_gids(&mut self, id: VnicId, gids: Vec<Gid>) {
-        let Some(v) = self.vnics.get_mut(id.0) else { return };
-        if v.gids != gids {
-            v.gids = gids;
+        if self.gids(id) != gids {
+            self.list_gids(id, false);
+            if let Some(v) = self.vnics.get_mut(id.0) {
+                v.gids = gids;
+            }
+            self.list_gids(id, true);
             self.relink(id);
             self.emit_to_port(id, AsyncEvent::GidChange);
             self.cm_addresses_changed();
+        }
+    }
+
+    /// A vRNIC is found by its GIDs from now on, or no more.
+    pub(crate) fn list_gids(&mut self, id: VnicId, on: bool) {
+        let Some(v) = self.vnics.get(id.0) else { return };
+        for &gid in v.gids.iter().filter(|g| !g.is_zero()) {
+            let there = self.by_gid.entry((v.group, gid)).or_default();
+            there.retain(|&v| v != id);
+            if on {
+                there.push(id);
+            } else if there.is_empty() {
+                self.by_gid.remove(&(v.group, gid));
+            }
         }
     }
 

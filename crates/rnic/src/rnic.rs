@@ -16,7 +16,7 @@ use crate::objects::{Counters, Cq, Names, Pd, Qp, QpInfo, Session, SessionId, Sr
 use crate::random::{Seed, Streams};
 use crate::slab::{Handle, Slab};
 use crate::wire::{Route, Tx, WireDrops};
-use crate::xrc::Xrcd;
+use crate::xrc::{Domains, Xrcd};
 
 /// What a vRNIC gets in one turn: bytes, with [`OP_COST`] added for each operation.
 pub(crate) const QUANTUM: u64 = 256 << 10;
@@ -155,6 +155,8 @@ pub struct Rnic {
     pub(crate) now: u64,
     pub(crate) hints: u32,
     pub(crate) vnics: Slab<Vnic>,
+    /// By group and GID.
+    pub(crate) by_gid: HashMap<(u32, Gid), Vec<VnicId>>,
     pub(crate) sessions: Slab<Session>,
     pub(crate) pds: Slab<Pd>,
     pub(crate) mrs: MrTable,
@@ -163,7 +165,7 @@ pub struct Rnic {
     /// XRC SRQs by number.
     pub(crate) srq_numbers: HashMap<u32, Handle<Srq>>,
     pub(crate) xrcds: Slab<Xrcd>,
-    pub(crate) next_domain: u32,
+    pub(crate) domains: Domains,
     pub(crate) cqs: Slab<Cq>,
     pub(crate) qps: Slab<Qp>,
     pub(crate) qpns: HashMap<u32, Handle<Qp>>,
@@ -210,13 +212,14 @@ impl Rnic {
             now: 0,
             hints,
             vnics: Slab::default(),
+            by_gid: HashMap::new(),
             sessions: Slab::default(),
             pds: Slab::default(),
             ahs: Slab::default(),
             srqs: Slab::default(),
             srq_numbers: HashMap::new(),
             xrcds: Slab::default(),
-            next_domain: 0,
+            domains: Domains::default(),
             cqs: Slab::default(),
             qps: Slab::default(),
             qpns: HashMap::new(),
@@ -257,6 +260,7 @@ impl Rnic {
             queued: false,
         };
         let id = self.vnics.insert(v).map(VnicId)?;
+        self.list_gids(id, true);
         self.cm_addresses_changed();
         Some(id)
     }
@@ -267,6 +271,7 @@ impl Rnic {
             self.remove_session(SessionId(s));
         }
         self.cm_forget_vnic(id);
+        self.list_gids(id, false);
         self.vnics.remove(id.0);
     }
 
@@ -374,7 +379,7 @@ impl Rnic {
             self.cqs.remove(h);
         }
         for &h in names.xrcds.values() {
-            self.xrcds.remove(h);
+            self.remove_xrcd(h);
         }
         for &h in names.pds.values() {
             self.pds.remove(h);

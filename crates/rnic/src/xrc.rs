@@ -1,6 +1,8 @@
 //! Extended reliable connections (IBTA vol. 1, annex A14): a sender names the shared receive queue of each message, so that
 //! one connection serves all programs of a peer. Domains say which connections reach which queues.
 
+use std::collections::HashMap;
+
 use unirdma_abi::Status;
 use unirdma_formats::{QpType, Qpn};
 
@@ -13,11 +15,43 @@ use crate::wqe::RecvDone;
 pub(crate) struct Xrcd {
     /// QPs, openers of QPs, and SRQs in it.
     pub uses: u32,
-    vnic: VnicId,
-    /// What programs share it by: device and inode of a file.
-    key: Option<(u64, u64)>,
+    /// What programs share it by.
+    file: Option<File>,
     /// The same for all that have opened one domain.
     pub domain: u32,
+}
+
+/// A file by which programs of a vRNIC share a domain.
+type File = (VnicId, (u64, u64));
+
+/// The XRC domains that programs share.
+#[derive(Default)]
+pub(crate) struct Domains {
+    last: u32,
+    /// The domain of a file, and how often it is open.
+    by_file: HashMap<File, (u32, u32)>,
+}
+
+impl Domains {
+    fn open(&mut self, file: Option<File>) -> u32 {
+        let mut new = || {
+            self.last = self.last.wrapping_add(1);
+            self.last
+        };
+        let Some(file) = file else { return new() };
+        let shared = self.by_file.entry(file).or_insert_with(|| (new(), 0));
+        shared.1 += 1;
+        shared.0
+    }
+
+    fn close(&mut self, file: File) {
+        if let Some(shared) = self.by_file.get_mut(&file) {
+            shared.1 -= 1;
+            if shared.1 == 0 {
+                self.by_file.remove(&file);
+            }
+        }
+    }
 }
 
 /// What makes an SRQ an XRC SRQ.
@@ -49,19 +83,16 @@ impl Rnic {
     pub fn create_xrcd(&mut self, s: SessionId, o: OpenXrcd) -> Result<u32, Status> {
         let vnic = self.vnic_of(s)?;
         self.quota(s, |u| u.xrcds, |l| l.max_pd)?;
-        let same = |x: &Xrcd| x.vnic == vnic && x.key == o.key && x.key.is_some();
-        let found = self.xrcds.iter().find(|(_, x)| same(x)).map(|(_, x)| x.domain);
-        match found {
-            Some(_) if o.exclusive => return Err(Status::BadValue),
-            None if o.key.is_some() && !o.create => return Err(Status::BadHandle),
+        let file = o.key.map(|key| (vnic, key));
+        match file.map(|f| self.domains.by_file.contains_key(&f)) {
+            Some(true) if o.exclusive => return Err(Status::BadValue),
+            Some(false) if !o.create => return Err(Status::BadHandle),
             _ => {}
         }
-        let domain = found.unwrap_or_else(|| {
-            self.next_domain = self.next_domain.wrapping_add(1);
-            self.next_domain
-        });
         let number = self.new_number(s)?;
-        let h = self.xrcds.insert(Xrcd { uses: 0, vnic, key: o.key, domain }).ok_or(Status::Exhausted)?;
+        let h = self.xrcds.insert(Xrcd { uses: 0, file, domain: 0 }).ok_or(Status::Exhausted)?;
+        let domain = self.domains.open(file);
+        self.xrcds.get_mut(h).into_iter().for_each(|x| x.domain = domain);
         self.names(s).and_then(|n| n.xrcds.insert(number, h));
         self.count_used(s, |u| u.xrcds += 1);
         Ok(number)
@@ -76,10 +107,16 @@ impl Rnic {
         if self.xrcds.get(h).is_some_and(|x| x.uses > 0) {
             return Err(Status::Busy);
         }
-        self.xrcds.remove(h);
+        self.remove_xrcd(h);
         self.names(s).and_then(|n| n.xrcds.remove(&xrcd));
         self.count_used(s, |u| u.xrcds -= 1);
         Ok(())
+    }
+
+    pub(crate) fn remove_xrcd(&mut self, h: Handle<Xrcd>) {
+        if let Some(file) = self.xrcds.remove(h).and_then(|x| x.file) {
+            self.domains.close(file);
+        }
     }
 
     /// A number for an XRC SRQ, which cannot be guessed.
