@@ -60,12 +60,14 @@ impl Part {
     /// Gives the shadow the advice that the program has given since the file was mapped, so that the range still has it when it
     /// is private again. `now` is what the mapping of the file has.
     fn renew(&mut self, now: Advice) {
-        // The library sets MADV_DONTFORK on the file's mapping, so only its absence says something of the program.
+        // The library sets MADV_DONTFORK on the file's mapping, so only its absence says something of the program. It counts
+        // also if the look before the memory was taken had not seen that it had MADV_DONTFORK.
+        let was = Advice { unforked: self.advice.unforked || !now.unforked, ..self.advice };
         let now = Advice { unforked: self.advice.unforked && now.unforked, ..now };
         let Place { shadow, len, .. } = self.place;
         if shadow != 0 {
             // SAFETY: as above.
-            self.advice.changes(now).for_each(|a| _ = unsafe { pages::sys_madvise(shadow, len, a) });
+            was.changes(now).for_each(|a| _ = unsafe { pages::sys_madvise(shadow, len, a) });
         }
         self.advice = now;
     }
