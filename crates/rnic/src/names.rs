@@ -1,5 +1,6 @@
-//! What sessions call their objects, and what these count for: numbers that are never used twice and that mean nothing to
-//! anybody else, uses by other objects, and quotas. No command looks at another tenant's objects.
+//! The numbers by which sessions call their objects, the uses of an object by others, and quotas. A session uses no number twice,
+//! and its numbers mean nothing in another session. Uses and quotas are counted when an object is made or goes, so that no
+//! command has to search for them.
 
 use unirdma_abi::Status;
 
@@ -7,7 +8,7 @@ use crate::datagram::Ah;
 use crate::mr::Mr;
 use crate::objects::{Cq, Names, Pd, Qp, SessionId, Srq, Used, VnicId};
 use crate::rnic::{Limits, Rnic};
-use crate::slab::{ByNumber, Handle};
+use crate::slab::{ByNumber, Handle, Slab};
 use crate::xrc::Xrcd;
 
 type Result<T> = std::result::Result<T, Status>;
@@ -90,33 +91,28 @@ impl Rnic {
 
     /// One object more, or less, is in a PD.
     pub(crate) fn use_pd(&mut self, pd: Handle<Pd>, more: bool) {
-        if let Some(pd) = self.pds.get_mut(pd) {
-            change(&mut pd.uses, more);
-        }
+        count_use(&mut self.pds, pd, |p| &mut p.uses, more);
     }
 
     /// One queue more, or less, completes to a CQ.
     pub(crate) fn use_cq(&mut self, cq: Handle<Cq>, more: bool) {
-        if let Some(cq) = self.cqs.get_mut(cq) {
-            change(&mut cq.uses, more);
-        }
+        count_use(&mut self.cqs, cq, |c| &mut c.uses, more);
     }
 
     /// One QP more, or less, takes its receives from an SRQ.
     pub(crate) fn use_srq(&mut self, srq: Handle<Srq>, more: bool) {
-        if let Some(srq) = self.srqs.get_mut(srq) {
-            change(&mut srq.uses, more);
-        }
+        count_use(&mut self.srqs, srq, |q| &mut q.uses, more);
     }
 
     /// One QP or SRQ more, or less, is in an XRC domain.
     pub(crate) fn use_xrcd(&mut self, xrcd: Handle<Xrcd>, more: bool) {
-        if let Some(x) = self.xrcds.get_mut(xrcd) {
-            change(&mut x.uses, more);
-        }
+        count_use(&mut self.xrcds, xrcd, |x| &mut x.uses, more);
     }
 }
 
-fn change(uses: &mut u32, more: bool) {
-    *uses = if more { *uses + 1 } else { uses.saturating_sub(1) };
+fn count_use<T>(table: &mut Slab<T>, h: Handle<T>, uses: impl FnOnce(&mut T) -> &mut u32, more: bool) {
+    if let Some(object) = table.get_mut(h) {
+        let uses = uses(object);
+        *uses = if more { *uses + 1 } else { uses.saturating_sub(1) };
+    }
 }

@@ -211,11 +211,11 @@ impl Tools {
         self.advised.long = long;
     }
 
-    /// Looks what advice mappings of the memory file have. It allocates nothing, for a fork handler. False if it did not
-    /// work.
+    /// Looks what advice mappings of the memory file have. It allocates nothing, since a fork handler calls it. Returns false
+    /// if there was no room for what it found; then some advice is missing.
     pub fn look_at_advice_in_fork(&mut self) -> bool {
         let id = self.file_id();
-        // It has not seen the rest.
+        // The other mappings are not in the result, so that the next ordinary look must not rely on it.
         self.advised.until_ns = 0;
         self.look_now(|v| Some(v.file) == id)
     }
@@ -226,7 +226,7 @@ impl Tools {
         self.advised.ranges.reserve(mappings.saturating_sub(have));
     }
 
-    /// False if there was no room.
+    /// Reads the advice of the mappings for which `counts` is true. Returns false if there was no room for all of them.
     fn look_now(&mut self, counts: impl Fn(&Vma) -> bool) -> bool {
         let Tools { smaps, advised, .. } = self;
         advised.ranges.clear();
