@@ -1,7 +1,7 @@
 //! Control commands: bytes in, bytes out. Lengths are exact, reserved fields are ignored.
 
 use unirdma_abi as abi;
-use unirdma_abi::{Command, Status};
+use unirdma_abi::{Command, Nothing, Status};
 use unirdma_formats::{Gid, QpType, access};
 use unirdma_link::Memory;
 use unirdma_mem::{Bell, CqRing, QpRings, Span};
@@ -10,14 +10,14 @@ use zerocopy::{FromBytes, Immutable, IntoBytes};
 
 use crate::{Device, lock};
 
-type Answer = Result<Vec<u8>, Status>;
+type Answer<T> = Result<T, Status>;
 
 /// Pages that one REG_USER_MR may list.
 const MAX_PAGES: u32 = 1 << 20;
 const PAGE: u64 = 4096;
 
-/// A response without data.
-pub(crate) fn error(status: Status) -> Vec<u8> {
+/// The header of a response. It is all of one that refuses.
+pub(crate) fn head(status: Status) -> Vec<u8> {
     abi::RespHeader { status: status as u8, ..Default::default() }.as_bytes().to_vec()
 }
 
@@ -25,215 +25,61 @@ fn parse<T: FromBytes>(data: &[u8]) -> Result<T, Status> {
     T::read_from_bytes(data).map_err(|_| Status::BadLength)
 }
 
-fn answer<T: IntoBytes + Immutable>(resp: T) -> Answer {
-    Ok(resp.as_bytes().to_vec())
-}
-
-fn nothing(r: Result<(), Status>) -> Answer {
-    r.map(|()| Vec::new())
-}
-
-/// Bytes that the response of a command takes after its header.
-fn response_bytes(c: Command) -> usize {
-    match c {
-        Command::QueryPort => size_of::<abi::QueryPortResp>(),
-        Command::CreateCq | Command::CreatePd | Command::CreateAh | Command::CreateXrcd => size_of::<abi::HandleResp>(),
-        Command::GetDmaMr | Command::AllocNullMr | Command::CreateMr | Command::RegUserMr | Command::AllocMw => {
-            size_of::<abi::MrResp>()
-        }
-        Command::MapMrSg => 8,
-        Command::CreateQp => size_of::<abi::CreateQpResp>(),
-        Command::CreateSrq => size_of::<abi::CreateSrqResp>(),
-        Command::QuerySrq => size_of::<abi::QuerySrqResp>(),
-        Command::Cm => size_of::<abi::CmResp>(),
-        Command::CmQpAttr => size_of::<abi::CmQpAttrResp>(),
-        Command::CmEvent => size_of::<abi::CmEvent>(),
-        Command::QueryQp => size_of::<abi::QueryQpResp>(),
-        Command::QueryPkey => size_of::<abi::QueryPkeyResp>(),
-        Command::QueryDevice => size_of::<abi::QueryDeviceResp>(),
-        Command::QueryGid => size_of::<abi::QueryGidResp>(),
-        _ => 0,
+/// Runs a handler on a request, which must have exactly its length. There must be room for the response.
+fn run<Req: FromBytes, Resp: IntoBytes + Immutable>(
+    data: &[u8],
+    room: usize,
+    handler: impl FnOnce(Req) -> Answer<Resp>,
+) -> Answer<Vec<u8>> {
+    if room < size_of::<abi::RespHeader>() + size_of::<Resp>() {
+        return Err(Status::BadLength);
     }
+    let resp = handler(parse(data)?)?;
+    let mut bytes = head(Status::Ok);
+    bytes.extend_from_slice(resp.as_bytes());
+    Ok(bytes)
 }
+
+macro_rules! define_dispatch {
+    (
+        $($name:ident = $code:literal, $handler:ident($req:ident) -> $resp:ident;)*
+    ) => {
+        impl Device {
+            fn dispatch(&self, c: Command, data: &[u8], room: usize) -> Answer<Vec<u8>> {
+                let rnic = &mut *lock(&self.rnic);
+                match c {
+                    $(Command::$name => {
+                        run(data, room, |r: abi::$req| -> Answer<abi::$resp> { self.$handler(rnic, r) })
+                    })*
+                }
+            }
+        }
+    };
+}
+
+unirdma_abi::for_each_command!(define_dispatch);
 
 impl Device {
     /// Executes one request; `room` is what its response may take. Nothing happens if that is too small.
-    pub(crate) fn execute(&mut self, request: &[u8], room: usize) -> Vec<u8> {
-        let Ok((head, data)) = abi::ReqHeader::read_from_prefix(request) else { return error(Status::BadLength) };
-        let Some(c) = Command::from_raw(head.command) else { return error(Status::Unsupported) };
-        if room < size_of::<abi::RespHeader>() + response_bytes(c) {
-            return error(Status::BadLength);
-        }
-        match self.dispatch(c, data) {
-            Ok(resp) => {
+    pub(crate) fn execute(&self, request: &[u8], room: usize) -> Vec<u8> {
+        let Ok((header, data)) = abi::ReqHeader::read_from_prefix(request) else { return head(Status::BadLength) };
+        let Some(c) = Command::from_raw(header.command) else { return head(Status::Unsupported) };
+        match self.dispatch(c, data, room) {
+            Ok(bytes) => {
                 // Who destroys an object, and knows that it is gone, finds all of its events.
                 if takes_events_away(c, data) {
                     (self.settle)();
                 }
-                let mut bytes = error(Status::Ok);
-                bytes.extend_from_slice(&resp);
                 bytes
             }
             Err(status) => {
                 tracing::debug!(vrnic = %self.identity.name, command = ?c, ?status, "control command refused");
-                error(status)
+                head(status)
             }
         }
     }
 
-    fn dispatch(&mut self, c: Command, data: &[u8]) -> Answer {
-        let s = self.session;
-        let rnic_arc = self.rnic.clone();
-        let rnic = &mut *lock(&rnic_arc);
-        match c {
-            Command::QueryDevice => self.query_device(data),
-            Command::QueryPort => self.query_port(rnic, data),
-            Command::QueryPkey => {
-                let r: abi::QueryPkeyReq = parse(data)?;
-                if r.port != 1 || r.index != 0 {
-                    return Err(Status::BadValue);
-                }
-                answer(abi::QueryPkeyResp { pkey: 0xffff, ..Default::default() })
-            }
-            Command::QueryGid => {
-                let r: abi::QueryGidReq = parse(data)?;
-                let gid = rnic.gid_at(self.identity.vnic, r.index as usize).filter(|_| r.port == 1);
-                answer(abi::QueryGidResp { gid: gid.ok_or(Status::BadValue)?.0, gid_type: 2, reserved: 0 })
-            }
-            // GIDs come from the virtual layer; a driver may only name what it was given (R26).
-            Command::AddGid => {
-                let r: abi::AddGidReq = parse(data)?;
-                let granted = {
-                    let gids = rnic.gids(self.identity.vnic);
-                    gids.get(usize::from(r.index)).is_some_and(|g| g.0 == r.gid && !g.is_zero())
-                };
-                if granted && r.port_num == 1 { Ok(Vec::new()) } else { Err(Status::Denied) }
-            }
-            Command::DelGid => {
-                let _: abi::DelGidReq = parse(data)?;
-                Err(Status::Denied)
-            }
-            Command::SetDoorbell => {
-                let r: abi::SetDoorbellReq = parse(data)?;
-                if r.addr % PAGE != 0 {
-                    return Err(Status::BadValue);
-                }
-                let page = span(&self.memory, r.addr, PAGE)?;
-                nothing(rnic.set_doorbell(s, Bell::new(page).ok_or(Status::BadAddress)?))
-            }
-            Command::SetStage => {
-                let r: abi::SetStageReq = parse(data)?;
-                if r.length > abi::MAX_STAGE {
-                    return Err(Status::BadValue);
-                }
-                nothing(rnic.set_stage(s, span(&self.memory, r.addr, r.length)?))
-            }
-            Command::CreatePd => {
-                if !data.is_empty() {
-                    return Err(Status::BadLength);
-                }
-                answer(abi::HandleResp { handle: rnic.create_pd(s)?, reserved: 0 })
-            }
-            Command::DestroyPd => nothing(rnic.destroy_pd(s, handle(data)?)),
-            Command::CreateCq => self.create_cq(rnic, data),
-            Command::ResizeCq => self.resize_cq(rnic, data),
-            Command::ModifyCq => {
-                let r: abi::ModifyCqReq = parse(data)?;
-                nothing(rnic.modify_cq(self.session, r.cqn, r.count, r.period_us))
-            }
-            Command::DestroyCq => nothing(rnic.destroy_cq(s, handle(data)?)),
-            Command::ReqNotifyCq => {
-                let r: abi::ReqNotifyReq = parse(data)?;
-                nothing(rnic.req_notify_cq(s, r.cqn, r.flags))
-            }
-            Command::GetDmaMr => {
-                let r: abi::GetDmaMrReq = parse(data)?;
-                // All of this session's own memory, never anybody else's (X14).
-                let mr = rnic.reg_mr(s, r.pdn, r.access_flags, 0, u64::MAX, Backing::Session, Vec::new())?;
-                mr_answer(mr)
-            }
-            Command::AllocNullMr => {
-                let pd = parse::<abi::HandleReq>(data)?.handle;
-                let mr = rnic.reg_mr(s, pd, access::LOCAL_WRITE, 0, u64::MAX, Backing::Null, Vec::new())?;
-                mr_answer(mr)
-            }
-            Command::RegUserMr => self.reg_user_mr(rnic, data),
-            Command::ReregMr => {
-                let r: abi::ReregMrReq = parse(data)?;
-                nothing(rnic.rereg_mr(s, r.mrn, r.by))
-            }
-            Command::DeregMr => nothing(rnic.dereg_mr(s, handle(data)?)),
-            Command::AllocMw => {
-                let r: abi::AllocMwReq = parse(data)?;
-                mr_answer(rnic.alloc_mw(s, r.pdn, r.mw_type)?)
-            }
-            Command::DeallocMw => nothing(rnic.dealloc_mw(s, handle(data)?)),
-            // Both need MEM_MGT_EXTENSIONS, which this device does not offer (R34).
-            Command::CreateMr | Command::MapMrSg => Err(Status::Unsupported),
-            Command::CreateQp => self.create_qp(rnic, data),
-            Command::ResizeQp => self.resize_qp(rnic, data),
-            Command::OpenQp => {
-                let r: abi::OpenQpReq = parse(data)?;
-                nothing(rnic.open_qp(s, r.xrcdn, r.qpn))
-            }
-            Command::ModifyQp => {
-                let r: abi::ModifyQpReq = parse(data)?;
-                nothing(rnic.modify_qp(s, r.qpn, r.attr_mask, &r.attr))
-            }
-            Command::QueryQp => {
-                let r: abi::QueryQpReq = parse(data)?;
-                answer(abi::QueryQpResp { attr: rnic.query_qp(s, r.qpn)? })
-            }
-            Command::CreateXrcd => {
-                let r: abi::CreateXrcdReq = parse(data)?;
-                let flag = |bit: u32| r.flags & bit != 0;
-                let open = OpenXrcd {
-                    key: flag(abi::XRCD_SHARED).then_some((r.dev, r.ino)),
-                    create: flag(abi::XRCD_CREATE),
-                    exclusive: flag(abi::XRCD_EXCLUSIVE),
-                };
-                answer(abi::HandleResp { handle: rnic.create_xrcd(s, open)?, reserved: 0 })
-            }
-            Command::DestroyXrcd => nothing(rnic.destroy_xrcd(s, handle(data)?)),
-            Command::CreateAh => {
-                let r: abi::CreateAhReq = parse(data)?;
-                answer(abi::HandleResp { handle: rnic.create_ah(s, r.pdn, &r.attr)?, reserved: 0 })
-            }
-            Command::DestroyAh => nothing(rnic.destroy_ah(s, handle(data)?)),
-            Command::CreateSrq => self.create_srq(rnic, data),
-            Command::ResizeSrq => self.resize_srq(rnic, data),
-            Command::DestroySrq => nothing(rnic.destroy_srq(s, handle(data)?)),
-            Command::ModifySrq => {
-                let r: abi::ModifySrqReq = parse(data)?;
-                nothing(rnic.modify_srq(s, r.srqn, r.limit))
-            }
-            Command::QuerySrq => {
-                let SrqInfo { max_wr, max_sge, limit } = rnic.query_srq(s, handle(data)?)?;
-                answer(abi::QuerySrqResp { max_wr, max_sge, limit, reserved: 0 })
-            }
-            Command::Cm => answer(rnic.cm(s, &parse::<abi::CmReq>(data)?)?),
-            Command::CmQpAttr => {
-                let r: abi::CmQpAttrReq = parse(data)?;
-                let (attr_mask, attr) = rnic.cm_qp_attr(s, r.id, r.state)?;
-                answer(abi::CmQpAttrResp { attr_mask, reserved: 0, attr })
-            }
-            Command::CmEvent => answer(rnic.cm_event(s, parse::<abi::CmEventReq>(data)?.queue)?),
-            Command::AttachMcast => {
-                let r: abi::McastReq = parse(data)?;
-                nothing(rnic.attach_mcast(s, r.qpn, Gid(r.gid)))
-            }
-            Command::DetachMcast => {
-                let r: abi::McastReq = parse(data)?;
-                nothing(rnic.detach_mcast(s, r.qpn, Gid(r.gid)))
-            }
-            Command::DestroyQp => nothing(rnic.destroy_qp(s, handle(data)?)),
-        }
-    }
-
-    fn query_device(&self, data: &[u8]) -> Answer {
-        if !data.is_empty() {
-            return Err(Status::BadLength);
-        }
+    fn query_device(&self, _: &mut Rnic, _: Nothing) -> Answer<abi::QueryDeviceResp> {
         let mut resp = abi::QueryDeviceResp { config: self.identity.config, ..Default::default() };
         let put = |dst: &mut [u8; 32], text: &str| {
             let n = text.len().min(31);
@@ -241,18 +87,17 @@ impl Device {
         };
         put(&mut resp.fw_ver, env!("CARGO_PKG_VERSION"));
         put(&mut resp.name, &self.identity.name);
-        answer(resp)
+        Ok(resp)
     }
 
-    fn query_port(&self, rnic: &Rnic, data: &[u8]) -> Answer {
-        let r: abi::QueryPortReq = parse(data)?;
+    fn query_port(&self, rnic: &mut Rnic, r: abi::QueryPortReq) -> Answer<abi::QueryPortResp> {
         if r.port != 1 {
             return Err(Status::BadValue);
         }
         let mtu = self.identity.active_mtu;
         // ACTIVE and LinkUp, or DOWN and Disabled.
         let (state, phys_state) = if rnic.is_up(self.identity.vnic) { (4, 5) } else { (1, 3) };
-        answer(abi::QueryPortResp {
+        Ok(abi::QueryPortResp {
             state,
             max_mtu: 5,
             active_mtu: mtu,
@@ -270,6 +115,172 @@ impl Device {
         })
     }
 
+    fn query_pkey(&self, _: &mut Rnic, r: abi::QueryPkeyReq) -> Answer<abi::QueryPkeyResp> {
+        if r.port != 1 || r.index != 0 {
+            return Err(Status::BadValue);
+        }
+        Ok(abi::QueryPkeyResp { pkey: 0xffff, ..Default::default() })
+    }
+
+    fn query_gid(&self, rnic: &mut Rnic, r: abi::QueryGidReq) -> Answer<abi::QueryGidResp> {
+        let gid = rnic.gid_at(self.identity.vnic, r.index as usize).filter(|_| r.port == 1);
+        Ok(abi::QueryGidResp { gid: gid.ok_or(Status::BadValue)?.0, gid_type: 2, reserved: 0 })
+    }
+
+    /// GIDs come from the virtual layer; a driver may only name what it was given (R26).
+    fn add_gid(&self, rnic: &mut Rnic, r: abi::AddGidReq) -> Answer<Nothing> {
+        let gids = rnic.gids(self.identity.vnic);
+        let granted = gids.get(usize::from(r.index)).is_some_and(|g| g.0 == r.gid && !g.is_zero());
+        if granted && r.port_num == 1 { Ok(Nothing {}) } else { Err(Status::Denied) }
+    }
+
+    fn del_gid(&self, _: &mut Rnic, _: abi::DelGidReq) -> Answer<Nothing> {
+        Err(Status::Denied)
+    }
+
+    fn set_doorbell(&self, rnic: &mut Rnic, r: abi::SetDoorbellReq) -> Answer<Nothing> {
+        if r.addr % PAGE != 0 {
+            return Err(Status::BadValue);
+        }
+        let page = span(&self.memory, r.addr, PAGE)?;
+        done(rnic.set_doorbell(self.session, Bell::new(page).ok_or(Status::BadAddress)?))
+    }
+
+    fn set_stage(&self, rnic: &mut Rnic, r: abi::SetStageReq) -> Answer<Nothing> {
+        if r.length > abi::MAX_STAGE {
+            return Err(Status::BadValue);
+        }
+        done(rnic.set_stage(self.session, span(&self.memory, r.addr, r.length)?))
+    }
+
+    fn create_pd(&self, rnic: &mut Rnic, _: Nothing) -> Answer<abi::HandleResp> {
+        named(rnic.create_pd(self.session))
+    }
+
+    fn destroy_pd(&self, rnic: &mut Rnic, r: abi::HandleReq) -> Answer<Nothing> {
+        done(rnic.destroy_pd(self.session, r.handle))
+    }
+
+    fn modify_cq(&self, rnic: &mut Rnic, r: abi::ModifyCqReq) -> Answer<Nothing> {
+        done(rnic.modify_cq(self.session, r.cqn, r.count, r.period_us))
+    }
+
+    fn destroy_cq(&self, rnic: &mut Rnic, r: abi::HandleReq) -> Answer<Nothing> {
+        done(rnic.destroy_cq(self.session, r.handle))
+    }
+
+    fn req_notify_cq(&self, rnic: &mut Rnic, r: abi::ReqNotifyReq) -> Answer<Nothing> {
+        done(rnic.req_notify_cq(self.session, r.cqn, r.flags))
+    }
+
+    /// All of this session's own memory, never anybody else's (X14).
+    fn get_dma_mr(&self, rnic: &mut Rnic, r: abi::GetDmaMrReq) -> Answer<abi::MrResp> {
+        mr(rnic.reg_mr(self.session, r.pdn, r.access_flags, 0, u64::MAX, Backing::Session, Vec::new()))
+    }
+
+    fn alloc_null_mr(&self, rnic: &mut Rnic, r: abi::HandleReq) -> Answer<abi::MrResp> {
+        let (pd, flags) = (r.handle, access::LOCAL_WRITE);
+        mr(rnic.reg_mr(self.session, pd, flags, 0, u64::MAX, Backing::Null, Vec::new()))
+    }
+
+    fn rereg_mr(&self, rnic: &mut Rnic, r: abi::ReregMrReq) -> Answer<Nothing> {
+        done(rnic.rereg_mr(self.session, r.mrn, r.by))
+    }
+
+    fn dereg_mr(&self, rnic: &mut Rnic, r: abi::HandleReq) -> Answer<Nothing> {
+        done(rnic.dereg_mr(self.session, r.handle))
+    }
+
+    /// Needs MEM_MGT_EXTENSIONS, which this device does not offer (R34).
+    fn create_mr(&self, _: &mut Rnic, _: abi::CreateMrReq) -> Answer<abi::MrResp> {
+        Err(Status::Unsupported)
+    }
+
+    /// As CREATE_MR.
+    fn map_mr_sg(&self, _: &mut Rnic, _: abi::MapMrSgReq) -> Answer<abi::MapMrSgResp> {
+        Err(Status::Unsupported)
+    }
+
+    fn alloc_mw(&self, rnic: &mut Rnic, r: abi::AllocMwReq) -> Answer<abi::MrResp> {
+        mr(rnic.alloc_mw(self.session, r.pdn, r.mw_type))
+    }
+
+    fn dealloc_mw(&self, rnic: &mut Rnic, r: abi::HandleReq) -> Answer<Nothing> {
+        done(rnic.dealloc_mw(self.session, r.handle))
+    }
+
+    fn open_qp(&self, rnic: &mut Rnic, r: abi::OpenQpReq) -> Answer<Nothing> {
+        done(rnic.open_qp(self.session, r.xrcdn, r.qpn))
+    }
+
+    fn modify_qp(&self, rnic: &mut Rnic, r: abi::ModifyQpReq) -> Answer<Nothing> {
+        done(rnic.modify_qp(self.session, r.qpn, r.attr_mask, &r.attr))
+    }
+
+    fn query_qp(&self, rnic: &mut Rnic, r: abi::QueryQpReq) -> Answer<abi::QueryQpResp> {
+        Ok(abi::QueryQpResp { attr: rnic.query_qp(self.session, r.qpn)? })
+    }
+
+    fn destroy_qp(&self, rnic: &mut Rnic, r: abi::HandleReq) -> Answer<Nothing> {
+        done(rnic.destroy_qp(self.session, r.handle))
+    }
+
+    fn create_xrcd(&self, rnic: &mut Rnic, r: abi::CreateXrcdReq) -> Answer<abi::HandleResp> {
+        let flag = |bit: u32| r.flags & bit != 0;
+        let open = OpenXrcd {
+            key: flag(abi::XRCD_SHARED).then_some((r.dev, r.ino)),
+            create: flag(abi::XRCD_CREATE),
+            exclusive: flag(abi::XRCD_EXCLUSIVE),
+        };
+        named(rnic.create_xrcd(self.session, open))
+    }
+
+    fn destroy_xrcd(&self, rnic: &mut Rnic, r: abi::HandleReq) -> Answer<Nothing> {
+        done(rnic.destroy_xrcd(self.session, r.handle))
+    }
+
+    fn create_ah(&self, rnic: &mut Rnic, r: abi::CreateAhReq) -> Answer<abi::HandleResp> {
+        named(rnic.create_ah(self.session, r.pdn, &r.attr))
+    }
+
+    fn destroy_ah(&self, rnic: &mut Rnic, r: abi::HandleReq) -> Answer<Nothing> {
+        done(rnic.destroy_ah(self.session, r.handle))
+    }
+
+    fn destroy_srq(&self, rnic: &mut Rnic, r: abi::HandleReq) -> Answer<Nothing> {
+        done(rnic.destroy_srq(self.session, r.handle))
+    }
+
+    fn modify_srq(&self, rnic: &mut Rnic, r: abi::ModifySrqReq) -> Answer<Nothing> {
+        done(rnic.modify_srq(self.session, r.srqn, r.limit))
+    }
+
+    fn query_srq(&self, rnic: &mut Rnic, r: abi::HandleReq) -> Answer<abi::QuerySrqResp> {
+        let SrqInfo { max_wr, max_sge, limit } = rnic.query_srq(self.session, r.handle)?;
+        Ok(abi::QuerySrqResp { max_wr, max_sge, limit, reserved: 0 })
+    }
+
+    fn cm(&self, rnic: &mut Rnic, r: abi::CmReq) -> Answer<abi::CmResp> {
+        rnic.cm(self.session, &r)
+    }
+
+    fn cm_qp_attr(&self, rnic: &mut Rnic, r: abi::CmQpAttrReq) -> Answer<abi::CmQpAttrResp> {
+        let (attr_mask, attr) = rnic.cm_qp_attr(self.session, r.id, r.state)?;
+        Ok(abi::CmQpAttrResp { attr_mask, reserved: 0, attr })
+    }
+
+    fn cm_event(&self, rnic: &mut Rnic, r: abi::CmEventReq) -> Answer<abi::CmEvent> {
+        rnic.cm_event(self.session, r.queue)
+    }
+
+    fn attach_mcast(&self, rnic: &mut Rnic, r: abi::McastReq) -> Answer<Nothing> {
+        done(rnic.attach_mcast(self.session, r.qpn, Gid(r.gid)))
+    }
+
+    fn detach_mcast(&self, rnic: &mut Rnic, r: abi::McastReq) -> Answer<Nothing> {
+        done(rnic.detach_mcast(self.session, r.qpn, Gid(r.gid)))
+    }
+
     /// The rings of a CQ, checked.
     fn cq_ring(&self, cqe: u32, entries: u32, ring: u64, ctrl: u64) -> Result<CqRing, Status> {
         if cqe == 0 || cqe > abi::MAX_CQE || entries < cqe || entries > (abi::MAX_CQE + 1).next_power_of_two() {
@@ -280,21 +291,19 @@ impl Device {
         CqRing::new(ctrl, ring, entries).ok_or(Status::BadValue)
     }
 
-    fn resize_cq(&self, rnic: &mut Rnic, data: &[u8]) -> Answer {
-        let r: abi::ResizeCqReq = parse(data)?;
+    fn resize_cq(&self, rnic: &mut Rnic, r: abi::ResizeCqReq) -> Answer<Nothing> {
         let ring = self.cq_ring(r.cqe, r.entries, r.ring_addr, r.ctrl_addr)?;
-        nothing(rnic.resize_cq(self.session, r.cqn, ring))
+        done(rnic.resize_cq(self.session, r.cqn, ring))
     }
 
-    fn create_cq(&self, rnic: &mut Rnic, data: &[u8]) -> Answer {
-        let r: abi::CreateCqReq = parse(data)?;
+    fn create_cq(&self, rnic: &mut Rnic, r: abi::CreateCqReq) -> Answer<abi::HandleResp> {
         let comp_queue = match r.comp_queue {
             abi::NO_COMP_QUEUE => None,
             q if q < abi::MAX_CHANNELS => Some(q as u16),
             _ => return Err(Status::BadValue),
         };
         let ring = self.cq_ring(r.cqe, r.entries, r.ring_addr, r.ctrl_addr)?;
-        answer(abi::HandleResp { handle: rnic.create_cq(self.session, ring, comp_queue)?, reserved: 0 })
+        named(rnic.create_cq(self.session, ring, comp_queue))
     }
 
     /// The rings of a QP, checked.
@@ -306,16 +315,14 @@ impl Device {
         QpRings::new(ctrl, sq, rq, layout).ok_or(Status::BadAddress)
     }
 
-    fn resize_qp(&self, rnic: &mut Rnic, data: &[u8]) -> Answer {
-        let r: abi::ResizeQpReq = parse(data)?;
+    fn resize_qp(&self, rnic: &mut Rnic, r: abi::ResizeQpReq) -> Answer<Nothing> {
         let cap = rnic.query_qp(self.session, r.qpn)?.cap;
         let cap = abi::QpCap { max_send_wr: r.max_send_wr, max_recv_wr: r.max_recv_wr, ..cap };
         let rings = self.qp_rings(&cap, r.ctrl_addr, r.sq_addr, r.rq_addr)?;
-        nothing(rnic.resize_qp(self.session, r.qpn, rings))
+        done(rnic.resize_qp(self.session, r.qpn, rings))
     }
 
-    fn create_qp(&self, rnic: &mut Rnic, data: &[u8]) -> Answer {
-        let r: abi::CreateQpReq = parse(data)?;
+    fn create_qp(&self, rnic: &mut Rnic, r: abi::CreateQpReq) -> Answer<abi::CreateQpResp> {
         let rings = self.qp_rings(&r.cap, r.ctrl_addr, r.sq_addr, r.rq_addr)?;
         let layout = *rings.layout();
         // What the rings really hold (R84p).
@@ -336,7 +343,7 @@ impl Device {
             rings,
         };
         let (qpn, db_slot) = rnic.create_qp(self.session, r.qp_type, create)?;
-        answer(abi::CreateQpResp { qpn, db_slot, cap, reserved: 0 })
+        Ok(abi::CreateQpResp { qpn, db_slot, cap, reserved: 0 })
     }
 
     /// The ring of an SRQ, checked.
@@ -348,24 +355,21 @@ impl Device {
         QpRings::receive_only(ctrl, ring, layout).ok_or(Status::BadAddress)
     }
 
-    fn resize_srq(&self, rnic: &mut Rnic, data: &[u8]) -> Answer {
-        let r: abi::ResizeSrqReq = parse(data)?;
+    fn resize_srq(&self, rnic: &mut Rnic, r: abi::ResizeSrqReq) -> Answer<Nothing> {
         let max_sge = rnic.query_srq(self.session, r.srqn)?.max_sge;
         let rings = self.srq_ring(r.max_wr, max_sge, r.ctrl_addr, r.ring_addr)?;
-        nothing(rnic.resize_srq(self.session, r.srqn, rings))
+        done(rnic.resize_srq(self.session, r.srqn, rings))
     }
 
-    fn create_srq(&self, rnic: &mut Rnic, data: &[u8]) -> Answer {
-        let r: abi::CreateSrqReq = parse(data)?;
+    fn create_srq(&self, rnic: &mut Rnic, r: abi::CreateSrqReq) -> Answer<abi::CreateSrqResp> {
         let rings = self.srq_ring(r.max_wr, r.max_sge, r.ctrl_addr, r.ring_addr)?;
         let xrc = (r.is_xrc != 0).then_some((r.xrcdn, r.cqn));
         let attr = SrqAttr { max_wr: rings.layout().rq_entries, max_sge: r.max_sge, limit: r.limit, xrc };
         let (srqn, number) = rnic.create_srq(self.session, r.pdn, attr, rings)?;
-        answer(abi::CreateSrqResp { srqn, max_wr: attr.max_wr, number, reserved: 0 })
+        Ok(abi::CreateSrqResp { srqn, max_wr: attr.max_wr, number, reserved: 0 })
     }
 
-    fn reg_user_mr(&self, rnic: &mut Rnic, data: &[u8]) -> Answer {
-        let r: abi::RegUserMrReq = parse(data)?;
+    fn reg_user_mr(&self, rnic: &mut Rnic, r: abi::RegUserMrReq) -> Answer<abi::MrResp> {
         r.start.checked_add(r.length).ok_or(Status::BadValue)?;
         let (backing, regions) = if r.length == 0 {
             (Backing::Mapped(Span::anonymous(0)), Vec::new())
@@ -380,7 +384,7 @@ impl Device {
         };
         let made = rnic.reg_mr(self.session, r.pdn, r.access_flags, r.virt_addr, r.length, backing, regions)?;
         rnic.note_mr(self.session, made.0, r.note);
-        mr_answer(made)
+        mr(Ok(made))
     }
 
     fn gather(&self, ranges: &[(u64, u64)]) -> Result<(Backing, Vec<u64>), Status> {
@@ -425,14 +429,18 @@ fn takes_events_away(c: Command, data: &[u8]) -> bool {
     }
 }
 
-fn handle(data: &[u8]) -> Result<u32, Status> {
-    parse::<abi::HandleReq>(data).map(|r| r.handle)
-}
-
 fn span(memory: &Memory, addr: u64, len: u64) -> Result<Span, Status> {
     memory.span(addr, len).ok_or(Status::BadAddress)
 }
 
-fn mr_answer((mrn, key): (u32, u32)) -> Answer {
-    answer(abi::MrResp { mrn, lkey: key, rkey: key, reserved: 0 })
+fn done(r: Result<(), Status>) -> Answer<Nothing> {
+    r.map(|()| Nothing {})
+}
+
+fn named(handle: Result<u32, Status>) -> Answer<abi::HandleResp> {
+    handle.map(|handle| abi::HandleResp { handle, reserved: 0 })
+}
+
+fn mr(made: Result<(u32, u32), Status>) -> Answer<abi::MrResp> {
+    made.map(|(mrn, key)| abi::MrResp { mrn, lkey: key, rkey: key, reserved: 0 })
 }

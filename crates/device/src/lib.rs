@@ -184,7 +184,7 @@ impl Device {
         let n = reader.available_bytes();
         let room = writer.available_bytes();
         let whole = request.get_mut(..n).is_some_and(|r| reader.read_exact(r).is_ok());
-        let response = if whole { self.execute(&request[..n], room) } else { commands::error(abi::Status::BadLength) };
+        let response = if whole { self.execute(&request[..n], room) } else { commands::head(abi::Status::BadLength) };
         let n = response.len().min(room);
         if writer.write_all(&response[..n]).is_err() { 0 } else { n as u32 }
     }

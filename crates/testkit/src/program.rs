@@ -115,13 +115,13 @@ impl Program {
     /// Waits for one completion.
     ///
     /// # Errors
-    /// `ETIMEDOUT` after ten seconds, or those of polling.
+    /// `ETIMEDOUT` after a minute, or those of polling.
     pub fn wait(&self) -> unirdma_driver::Result<abi::Cqe> {
         let start = Instant::now();
         let mut got = None;
         while got.is_none() {
             self.cq.poll(1, |_, c| got = Some(*c))?;
-            if start.elapsed() > Duration::from_secs(10) {
+            if start.elapsed() > Duration::from_secs(60) {
                 return Err(110);
             }
         }
