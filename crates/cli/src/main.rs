@@ -9,6 +9,7 @@ mod devices;
 mod hosting;
 mod net;
 mod print;
+mod units;
 
 use std::io;
 use std::path::PathBuf;
@@ -16,7 +17,7 @@ use std::process::ExitCode;
 
 use clap::{Args, Parser, Subcommand};
 use unirdma_host::admin::{Request, Response};
-use unirdma_host::{AddVrnic, Client, IpNet, default_dir};
+use unirdma_host::{AddVrnic, Client, IpNet, SetShare, default_dir};
 
 /// Virtual RDMA NICs for containers and VMs, with or without RDMA hardware.
 #[derive(Parser)]
@@ -103,6 +104,20 @@ enum VrnicCommand {
         #[arg(long, value_name = "N")]
         max_sessions: Option<u32>,
         #[command(flatten)]
+        share: ShareArgs,
+        #[command(flatten)]
+        out: Out,
+    },
+    /// Give a vRNIC another part of the virtual layer while its programs run
+    #[command(
+        after_help = "Examples:\n  unirdma vrnic set a --weight 300            three times the time of a vRNIC with the default weight, when both want it\n  unirdma vrnic set a --rate 10G --ops 2M     at most 10 Gbit/s and 2 million requests a second\n  unirdma vrnic set a --rate none             as fast as it can again"
+    )]
+    Set {
+        /// Name of the vRNIC
+        name: String,
+        #[command(flatten)]
+        share: ShareArgs,
+        #[command(flatten)]
         out: Out,
     },
     /// List vRNICs
@@ -144,6 +159,28 @@ enum VrnicCommand {
         #[command(flatten)]
         out: Out,
     },
+}
+
+#[derive(Args)]
+struct ShareArgs {
+    /// Time of the virtual layer, in relation to that of other vRNICs, while they want it too [default: 100]
+    #[arg(long, value_name = "1-10000", value_parser = clap::value_parser!(u32).range(1..=i64::from(unirdma_host::MAX_WEIGHT)))]
+    weight: Option<u32>,
+    /// Most bits a second that its programs send, with K, M, G or T, or `none` [default: none]
+    #[arg(long, value_name = "BITS", value_parser = units::rate)]
+    rate: Option<u64>,
+    /// Most work requests a second that its programs begin, with K, M or G, or `none` [default: none]
+    #[arg(long, value_name = "N", value_parser = units::rate)]
+    ops: Option<u64>,
+    /// How far ahead of --rate and --ops it may be after a pause, with us, ms or s [default: 10ms]
+    #[arg(long, value_name = "TIME", value_parser = units::micros)]
+    burst: Option<u64>,
+}
+
+impl ShareArgs {
+    fn set(self) -> SetShare {
+        SetShare { weight: self.weight, rate_bps: self.rate, ops: self.ops, burst_us: self.burst }
+    }
 }
 
 #[derive(Clone, Copy, PartialEq, clap::ValueEnum)]
@@ -222,10 +259,12 @@ fn main() -> ExitCode {
 
 fn vrnic(dir: &std::path::Path, command: VrnicCommand) -> io::Result<u8> {
     match command {
-        VrnicCommand::Add { name, ip, group, max_qp, max_cq, max_mr, max_mr_bytes, max_sessions, out } => {
-            let add = AddVrnic { name, ips: ip, group, max_qp, max_cq, max_mr, max_mr_bytes, max_sessions };
+        VrnicCommand::Add { name, ip, group, max_qp, max_cq, max_mr, max_mr_bytes, max_sessions, share, out } => {
+            let share = share.set();
+            let add = AddVrnic { name, ips: ip, group, max_qp, max_cq, max_mr, max_mr_bytes, max_sessions, share };
             ask(dir, &Request::VrnicAdd(add), &out)
         }
+        VrnicCommand::Set { name, share, out } => ask(dir, &Request::VrnicSet { name, share: share.set() }, &out),
         VrnicCommand::Ls { out } => ask(dir, &Request::VrnicList, &out),
         VrnicCommand::Show { name, out } => ask(dir, &Request::VrnicShow { name }, &out),
         VrnicCommand::Link { name, state, out } => {

@@ -5,6 +5,8 @@ use std::io::{self, Write};
 use unirdma_host::VrnicInfo;
 use unirdma_host::admin::{Response, StatusInfo};
 
+use crate::units;
+
 /// Lines up columns; the first row is the heading.
 fn table(rows: &[Vec<String>]) -> String {
     let columns = rows.iter().map(Vec::len).max().unwrap_or(0);
@@ -75,6 +77,8 @@ fn show(v: &VrnicInfo) -> String {
         ("MRs", format!("{} of {}", v.mrs_mapped + v.mrs_copied, v.limits.max_mr)),
         ("  mapped (direct, share)", format!("{}, {}", v.mrs_mapped, bytes(v.bytes_mapped))),
         ("  copied", format!("{}, {}", v.mrs_copied, bytes(v.bytes_copied))),
+        ("share", share(v)),
+        ("time of the RNIC", units::seconds(v.busy_ns)),
         ("listens on", if v.listeners.is_empty() { "nothing".into() } else { v.listeners.join(", ") }),
         ("sent", format!("{} requests, {}", c.sent_wrs, bytes(c.sent_bytes))),
         ("received", format!("{} receives, {}", c.received_wrs, bytes(c.received_bytes))),
@@ -122,6 +126,21 @@ fn show(v: &VrnicInfo) -> String {
     text
 }
 
+fn share(v: &VrnicInfo) -> String {
+    let s = &v.share;
+    let mut text = format!("weight {}", s.weight);
+    if s.rate_bps > 0 {
+        text += &format!(", at most {}bit/s", units::decimal(s.rate_bps));
+    }
+    if s.ops > 0 {
+        text += &format!(", at most {}requests/s", units::decimal(s.ops));
+    }
+    if s.rate_bps > 0 || s.ops > 0 {
+        text += &format!(", {} ahead after a pause", units::seconds(s.burst_us * 1000));
+    }
+    text
+}
+
 /// Most QPs of a vRNIC that a table shows.
 const MAX_SHOWN: usize = 50;
 
@@ -155,6 +174,11 @@ fn status(s: &StatusInfo) -> String {
         "virtual layer {} (pid {}) serves {}: {} vRNICs, {} programs",
         s.version, s.pid, s.dir, s.vrnics, s.sessions
     );
+    let h = &s.rnic_held;
+    if h.times > 0 {
+        let (p50, p999, worst) = (h.p50_ns as f64 / 1e3, h.p999_ns as f64 / 1e3, h.worst_ns as f64 / 1e3);
+        text += &format!("\nlock of the RNIC: held {p50:.1} us (p50), {p999:.1} us (p99.9), {worst:.1} us (worst)");
+    }
     if let Some(w) = &s.wire {
         let own: Vec<String> = w.addresses.iter().map(ToString::to_string).collect();
         let (p, d) = (&w.port, &w.drops);

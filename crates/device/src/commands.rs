@@ -8,7 +8,7 @@ use unirdma_mem::{Bell, CqRing, QpRings, Span};
 use unirdma_rnic::{Backing, CreateQp, OpenXrcd, Rnic, SrqAttr, SrqInfo};
 use zerocopy::{FromBytes, Immutable, IntoBytes};
 
-use crate::{Device, lock};
+use crate::Device;
 
 type Answer<T> = Result<T, Status>;
 
@@ -46,7 +46,7 @@ macro_rules! define_dispatch {
     ) => {
         impl Device {
             fn dispatch(&self, c: Command, data: &[u8], room: usize) -> Answer<Vec<u8>> {
-                let rnic = &mut *lock(&self.rnic);
+                let rnic = &mut *self.rnic.lock();
                 match c {
                     $(Command::$name => {
                         run(data, room, |r: abi::$req| -> Answer<abi::$resp> { self.$handler(rnic, r) })
@@ -64,11 +64,17 @@ impl Device {
     pub(crate) fn execute(&self, request: &[u8], room: usize) -> Vec<u8> {
         let Ok((header, data)) = abi::ReqHeader::read_from_prefix(request) else { return head(Status::BadLength) };
         let Some(c) = Command::from_raw(header.command) else { return head(Status::Unsupported) };
+        // What was posted before the command, and needs what the command destroys, comes first.
+        match (c, parse::<abi::HandleReq>(data)) {
+            (Command::DestroyQp, Ok(qp)) => self.pollers.catch_up(self.session, Some(qp.handle)),
+            (Command::DestroyAh, Ok(_)) => self.pollers.catch_up(self.session, None),
+            _ => {}
+        }
         match self.dispatch(c, data, room) {
             Ok(bytes) => {
                 // Who destroys an object, and knows that it is gone, finds all of its events.
                 if takes_events_away(c, data) {
-                    (self.settle)();
+                    self.pollers.settle();
                 }
                 bytes
             }
@@ -417,6 +423,15 @@ impl Device {
         }
         Ok(ranges)
     }
+}
+
+/// True of commands after which the RNIC must not touch memory any more that it might touch before.
+pub(crate) fn takes_memory_away(request: &[u8]) -> bool {
+    let Ok((head, _)) = abi::ReqHeader::read_from_prefix(request) else { return false };
+    matches!(
+        Command::from_raw(head.command),
+        Some(Command::DestroyQp | Command::ModifyQp | Command::DeregMr | Command::ReregMr | Command::DeallocMw)
+    )
 }
 
 /// True of commands after which a driver looks for events that are of no use any more.

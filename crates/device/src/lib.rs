@@ -5,6 +5,7 @@
 
 mod commands;
 mod events;
+mod shared;
 
 use std::os::fd::OwnedFd;
 use std::sync::atomic::{Ordering, fence};
@@ -14,11 +15,12 @@ use unirdma_abi as abi;
 use unirdma_link::{Handler, Memory, Vring};
 use unirdma_mem::Span;
 use unirdma_mem::protocol::{self, Fence, Word16};
-use unirdma_rnic::{Resolve, Rnic, SessionId, VnicId};
+use unirdma_rnic::{Resolve, SessionId, VnicId};
 use virtio_queue::{Queue, QueueT};
 use vm_memory::{Bytes, GuestAddress, GuestMemoryMmap};
 
 pub use events::{EventQueues, OnRoom, queue_of_channel, take_notifications};
+pub use shared::{HoldTimes, RnicGuard, SharedRnic, now_ns};
 
 /// What a vRNIC shows of itself; nothing of the host (U03).
 #[derive(Clone, Debug)]
@@ -79,9 +81,18 @@ impl Resolve for MemoryTable {
     }
 }
 
+/// The threads that run the RNIC.
+pub trait Pollers: Send + Sync {
+    /// Delivers the events that the RNIC has raised, and waits for those that other threads are about to deliver.
+    fn settle(&self);
+
+    /// Executes, for a bounded time, what [`unirdma_rnic::Rnic::is_behind`] asks for.
+    fn catch_up(&self, s: SessionId, qpn: Option<u32>);
+}
+
 /// The device as one session sees it.
 pub struct Device {
-    rnic: Arc<Mutex<Rnic>>,
+    rnic: Arc<SharedRnic>,
     session: SessionId,
     identity: Arc<Identity>,
     memory: Memory,
@@ -90,17 +101,19 @@ pub struct Device {
     control_call: Option<OwnedFd>,
     /// The channel by which a process notifies the control queue and gets the calls of it.
     control_channel: Option<Arc<OwnedFd>>,
+    /// A command that was executed and is not answered yet, since jobs still reach the memory that it takes away: where its
+    /// buffer begins, and the bytes of its answer.
+    held: Option<(u16, u32)>,
     /// The driver was told that it need not kick.
     control_quiet: bool,
     events: Arc<EventQueues>,
-    settle: Box<dyn Fn() + Send>,
+    pollers: Arc<dyn Pollers>,
 }
 
 impl Device {
-    /// A device for a new session of `identity.vnic`; `None` if the RNIC has no room for it. `settle` delivers the events
-    /// that the RNIC has raised, and waits for those that other threads are about to deliver.
-    pub fn new(rnic: Arc<Mutex<Rnic>>, identity: Arc<Identity>, settle: Box<dyn Fn() + Send>) -> Option<Self> {
-        let session = lock(&rnic).add_session(identity.vnic)?;
+    /// A device for a new session of `identity.vnic`; `None` if the RNIC has no room for it.
+    pub fn new(rnic: Arc<SharedRnic>, identity: Arc<Identity>, pollers: Arc<dyn Pollers>) -> Option<Self> {
+        let session = rnic.lock().add_session(identity.vnic)?;
         Some(Device {
             rnic,
             session,
@@ -110,9 +123,10 @@ impl Device {
             control: None,
             control_call: None,
             control_channel: None,
+            held: None,
             control_quiet: false,
             events: Arc::default(),
-            settle,
+            pollers,
         })
     }
 
@@ -143,6 +157,24 @@ impl Device {
     }
 
     fn serve(&mut self, queue: &mut Queue, guest: &GuestMemoryMmap) -> bool {
+        let answered = match self.held {
+            Some(_) if self.rnic.lock().is_delayed(self.session) => return false,
+            Some((head, len)) => {
+                self.held = None;
+                let _ = queue.add_used(guest, head, len);
+                true
+            }
+            None => false,
+        };
+        let served = self.serve_new(queue, guest);
+        if answered || served {
+            self.tell_answered(queue, guest);
+        }
+        answered || served
+    }
+
+    /// Executes the commands that wait in the queue; true if there were any.
+    fn serve_new(&mut self, queue: &mut Queue, guest: &GuestMemoryMmap) -> bool {
         // An index that ran ahead by more than the queue is its driver's mistake, and nothing is done for it.
         let Ok(avail) = queue.avail_idx(guest, Ordering::Acquire) else { return false };
         let waiting = avail.0.wrapping_sub(queue.next_avail());
@@ -155,9 +187,18 @@ impl Device {
         for _ in 0..waiting.min(MAX_TURN) {
             let Some(chain) = queue.pop_descriptor_chain(guest) else { break };
             let head = chain.head_index();
-            let len = self.command(guest, chain);
+            let (len, delayed) = self.command(guest, chain);
+            if delayed {
+                self.held = Some((head, len));
+                break;
+            }
             let _ = queue.add_used(guest, head, len);
         }
+        true
+    }
+
+    /// Tells the driver of the answers in its queue, if it wants to hear of them.
+    fn tell_answered(&self, queue: &Queue, guest: &GuestMemoryMmap) {
         let flags = AvailFlags { guest, addr: GuestAddress(queue.avail_ring()) };
         if (self.control_channel.is_some() || self.control_call.is_some()) && protocol::must_notify(&Full, &flags) {
             match (&self.control_channel, &self.control_call) {
@@ -166,7 +207,6 @@ impl Device {
                 (None, None) => {}
             }
         }
-        true
     }
 
     /// Asks the driver for kicks again, as this side is about to wait for them; false if commands wait already, and then
@@ -177,16 +217,25 @@ impl Device {
         !queue.enable_notification(guest).unwrap_or(false)
     }
 
-    fn command(&mut self, guest: &GuestMemoryMmap, chain: virtio_queue::DescriptorChain<&GuestMemoryMmap>) -> u32 {
+    /// Executes a command. Returns the bytes of its answer, and whether it is to be held back.
+    fn command(
+        &mut self,
+        guest: &GuestMemoryMmap,
+        chain: virtio_queue::DescriptorChain<&GuestMemoryMmap>,
+    ) -> (u32, bool) {
         use std::io::{Read, Write};
-        let (Ok(mut reader), Ok(mut writer)) = (chain.clone().reader(guest), chain.writer(guest)) else { return 0 };
+        let (Ok(mut reader), Ok(mut writer)) = (chain.clone().reader(guest), chain.writer(guest)) else {
+            return (0, false);
+        };
         let mut request = [0; abi::MAX_COMMAND_BYTES];
         let n = reader.available_bytes();
         let room = writer.available_bytes();
         let whole = request.get_mut(..n).is_some_and(|r| reader.read_exact(r).is_ok());
         let response = if whole { self.execute(&request[..n], room) } else { commands::head(abi::Status::BadLength) };
-        let n = response.len().min(room);
-        if writer.write_all(&response[..n]).is_err() { 0 } else { n as u32 }
+        let answer = response.len().min(room);
+        let delayed =
+            whole && commands::takes_memory_away(&request[..n]) && self.rnic.lock().delay_command(self.session);
+        (if writer.write_all(&response[..answer]).is_err() { 0 } else { answer as u32 }, delayed)
     }
 
     fn make_queue(&self, v: &Vring) -> Option<Queue> {
@@ -214,7 +263,7 @@ impl Handler for Device {
         self.memory = memory.clone();
         self.guest = memory.guest();
         self.events.set_memory(self.guest.clone());
-        let mut rnic = lock(&self.rnic);
+        let mut rnic = self.rnic.lock();
         for &region in removed {
             rnic.revoke_region(self.session, region);
         }
@@ -238,6 +287,7 @@ impl Handler for Device {
         if index == abi::VQ_CONTROL as usize {
             // Whoever serves the queue next may wait for kicks.
             self.listen();
+            self.held = None;
             self.control.take().map_or(0, |q| q.next_avail())
         } else {
             self.events.stop(index as u32)
@@ -245,7 +295,7 @@ impl Handler for Device {
     }
 
     fn reset(&mut self) {
-        let mut rnic = lock(&self.rnic);
+        let mut rnic = self.rnic.lock();
         rnic.remove_session(self.session);
         if let Some(s) = rnic.add_session(self.identity.vnic) {
             self.session = s;
@@ -253,6 +303,7 @@ impl Handler for Device {
         }
         drop(rnic);
         self.control = None;
+        self.held = None;
         self.control_channel = None;
         self.events.clear();
     }
@@ -264,7 +315,7 @@ impl Handler for Device {
 
 impl Drop for Device {
     fn drop(&mut self) {
-        lock(&self.rnic).remove_session(self.session);
+        self.rnic.lock().remove_session(self.session);
         // A poller may still have the queues, but the process sees the end of its channels now.
         self.events.clear();
     }

@@ -9,11 +9,12 @@ use std::path::Path;
 
 use serde::{Deserialize, Serialize};
 
+use unirdma_device::HoldTimes;
 use unirdma_rnic::WireDrops;
 
 use crate::fdpass;
 use crate::port::PortCounters;
-use crate::vrnic::{AddVrnic, IpNet, VrnicInfo};
+use crate::vrnic::{AddVrnic, IpNet, SetShare, VrnicInfo};
 
 /// What may be asked.
 #[derive(Clone, Debug, Serialize, Deserialize)]
@@ -28,6 +29,11 @@ pub enum Request {
     VrnicRemove {
         name: String,
         force: bool,
+    },
+    /// Gives a vRNIC another part of the virtual layer, while programs run.
+    VrnicSet {
+        name: String,
+        share: SetShare,
     },
     /// Sets the link of a vRNIC up or down.
     VrnicLink {
@@ -81,6 +87,9 @@ pub struct StatusInfo {
     pub dir: String,
     pub vrnics: usize,
     pub sessions: usize,
+    /// How long the lock of the RNIC was held.
+    #[serde(default)]
+    pub rnic_held: HoldTimes,
     /// The network, if it was asked for.
     pub wire: Option<WireInfo>,
 }

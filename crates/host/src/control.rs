@@ -15,17 +15,17 @@ use std::sync::{Arc, mpsc};
 use rustix::event::{EventfdFlags, epoll};
 use rustix::net::SocketFlags;
 use unirdma_abi as abi;
-use unirdma_device::{Device, Identity, lock};
+use unirdma_device::{Device, Identity};
 use unirdma_formats::{Gid, Mac};
 use unirdma_link::{Backend, ChannelBudget, Handler, Memory, Progress, Refusal, RegionBudget, Vring};
-use unirdma_rnic::{Limits, VnicConfig, VnicId};
+use unirdma_rnic::{Limits, Share, VnicConfig, VnicId};
 
 use crate::admin::{self, GroupInfo, Request, Response, StatusInfo, WireInfo};
 use crate::engine::Engine;
 use crate::peers;
 use crate::switch::Switch;
 use crate::tunnel;
-use crate::vrnic::{self, AddVrnic, IpNet, VrnicInfo};
+use crate::vrnic::{self, AddVrnic, IpNet, SetShare, VrnicInfo};
 use crate::wire::Wire;
 use crate::{VHOST_SOCKET, vrnic_dir};
 pub(crate) use channels::raise_limit;
@@ -212,7 +212,7 @@ impl Control {
         wire: Option<Wire>,
     ) -> io::Result<Self> {
         if let Some(w) = &wire {
-            let mut rnic = lock(&engine.rnic);
+            let mut rnic = engine.rnic.lock();
             rnic.set_wire_mtu(w.mtu());
             rnic.set_congestion_control(w.congestion_control());
         }
@@ -253,6 +253,9 @@ impl Control {
         self.watch(stop, Source::Stop, false)?;
         let wake = self.wake.clone();
         self.watch(wake.as_fd(), Source::Wake, true)?;
+        self.engine.set_on_release(Box::new(move || {
+            let _ = rustix::io::write(&*wake, &1u64.to_ne_bytes());
+        }));
         let admin = self.admin.try_clone()?;
         self.watch(admin.as_fd(), Source::Admin, false)?;
         if let Some(w) = self.wire.take() {
@@ -277,7 +280,10 @@ impl Control {
                 }
                 match self.sources.get(&t).cloned() {
                     Some(Source::Stop) => return Ok(()),
-                    Some(Source::Wake) => self.on_asks(),
+                    Some(Source::Wake) => {
+                        self.on_asks();
+                        self.on_released();
+                    }
                     Some(Source::Admin) => self.on_admin(),
                     Some(Source::Listener(name)) => self.on_listener(&name),
                     Some(Source::Socket(id)) => self.on_socket(id),
@@ -295,7 +301,7 @@ impl Control {
     /// Tells the RNIC where peers are; after a change of the file or of the groups.
     fn set_routes(&self) {
         if let Some(w) = &self.wire {
-            lock(&self.engine.rnic).set_routes(peers::routes(w.peers(), &self.groups));
+            self.engine.rnic.lock().set_routes(peers::routes(w.peers(), &self.groups));
             self.switch.set_groups(peers::members(w.peers(), &self.groups));
             // Somebody may have waited for an address.
             self.engine.after_command();
@@ -317,9 +323,8 @@ impl Control {
             let sight = Sight(v.identity.clone());
             return self.add_looker(name, sock, sight);
         }
-        let engine = self.engine.clone();
-        let settle = Box::new(move || engine.settle());
-        let Some(device) = Device::new(self.engine.rnic.clone(), v.identity.clone(), settle) else { return };
+        let (rnic, engine) = (self.engine.rnic.clone(), self.engine.clone());
+        let Some(device) = Device::new(rnic, v.identity.clone(), engine) else { return };
         let (budget, channels) = (v.budget.clone(), v.channels.clone());
         let id = self.next_token;
         // The process may be gone while somebody else still holds its socket.
@@ -439,6 +444,16 @@ impl Control {
             self.serve(id);
         } else if let Some(s) = self.sessions.get_mut(&id) {
             s.conn.device.events().on_kick(vring as u32);
+        }
+    }
+
+    /// Answers the commands that were held back until jobs had ended.
+    fn on_released(&mut self) {
+        for released in self.engine.released() {
+            let session = self.sessions.iter().find(|(_, s)| s.conn.device.session() == released).map(|(&id, _)| id);
+            if let Some(id) = session {
+                self.serve(id);
+            }
         }
     }
 

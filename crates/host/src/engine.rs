@@ -3,7 +3,9 @@
 //! On a machine with few cores there is one poller for each core, pinned, and everybody yields: an
 //! application that has posted yields to the poller of its own core, so a request never waits for a
 //! peer that spins on the other core. With more cores one poller spins on its own and nobody yields.
-//! The RNIC has one owner at a time, under a mutex that a poller only ever tries.
+//! The RNIC has one owner at a time, under a lock that is held for moments: long copies are jobs, which a poller does after it
+//! has given the RNIC back, and so are the system calls of the network, for which the port has a lock of its own. Whoever wants
+//! both locks takes the port's first.
 
 use std::collections::HashMap;
 use std::io;
@@ -11,18 +13,17 @@ use std::mem::MaybeUninit;
 use std::net::IpAddr;
 use std::os::fd::{BorrowedFd, OwnedFd};
 use std::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering};
-use std::sync::{Arc, Condvar, Mutex, RwLock, RwLockReadGuard};
-use std::time::SystemTime;
+use std::sync::{Arc, Condvar, Mutex, OnceLock, RwLock, RwLockReadGuard};
 
 use rustix::event::{EventfdFlags, epoll};
-use rustix::net::SendFlags;
 use unirdma_abi as abi;
-use unirdma_device::{EventQueues, lock};
-use unirdma_formats::pcap;
+use unirdma_device::{EventQueues, Pollers, SharedRnic, lock, now_ns};
 use unirdma_mem::Bell;
-use unirdma_rnic::{Capture, Output, Rnic, Seed, SessionId, VnicId};
+use unirdma_rnic::{Job, Output, Rnic, Seed, SessionId, Tx};
 
 use crate::port::{Port, PortCounters};
+use crate::seats::{self, Seats};
+use crate::tap::Sink;
 
 /// How the pollers run.
 #[derive(Clone, Debug)]
@@ -47,7 +48,7 @@ const FEW_CORES: usize = 3;
 /// The RNIC and the threads that run it.
 pub struct Engine {
     /// The RNIC.
-    pub rnic: Arc<Mutex<Rnic>>,
+    pub rnic: Arc<SharedRnic>,
     events: RwLock<HashMap<SessionId, Arc<EventQueues>>>,
     /// Held, shared, by whoever has outputs of the RNIC and has not delivered them yet.
     delivering: RwLock<()>,
@@ -67,14 +68,20 @@ pub struct Engine {
     woken: Condvar,
     /// Other pollers that sleep.
     asleep: AtomicUsize,
-    /// Taken only by who has the RNIC.
-    port: Option<Mutex<Box<dyn Port>>>,
+    /// The way to other hosts.
+    net: Option<Mutex<Net>>,
+    /// Jobs wait for a poller.
+    jobs_wait: AtomicBool,
+    /// Sessions whose delayed command can be answered, and whom to tell.
+    released: Mutex<Vec<SessionId>>,
+    on_release: OnceLock<Box<dyn Fn() + Send + Sync>>,
     /// After this time the port is polled once more, in case pollers had no turn since, and then no longer. 0: it is not
     /// polled, and its descriptors wake poller 0.
     port_until_ns: AtomicU64,
-    capture: Mutex<Option<Sink>>,
+    pub(crate) capture: Mutex<Option<Sink>>,
     idle_ns: u64,
     yields: bool,
+    seats: Seats,
 }
 
 /// Rounds between two looks at the kicks of sleeping sessions: while nothing is found and each round
@@ -94,6 +101,9 @@ const SHARE_NS: u64 = 2_000_000;
 const LONG_ROUND_NS: u64 = 10_000;
 /// How long its poller then keeps the RNIC, nanoseconds.
 const KEEP_NS: u64 = 15_000;
+/// Most rounds of the RNIC that a command waits for, so that sends posted before it are executed before it. A round is worth
+/// some 50 datagrams. If many vRNICs have work, or the network takes no packets, the rest of the sends is lost.
+const CATCH_UP_ROUNDS: u32 = 64;
 /// Least time that the port is polled after a packet, nanoseconds.
 const PORT_POLL_NS: u64 = 20_000;
 
@@ -126,7 +136,7 @@ impl Engine {
             epoll::add(&epoll, fd, epoll::EventData::new_u64(PORT), epoll::EventFlags::IN)?;
         }
         let engine = Arc::new(Engine {
-            rnic: Arc::new(Mutex::new(Rnic::new(seed, hints))),
+            rnic: Arc::new(SharedRnic::new(Rnic::new(seed, hints))),
             events: RwLock::default(),
             delivering: RwLock::default(),
             epoll,
@@ -141,25 +151,56 @@ impl Engine {
             wakes: Mutex::new(0),
             woken: Condvar::new(),
             asleep: AtomicUsize::new(0),
-            port: port.map(Mutex::new),
+            net: port.map(|port| Mutex::new(Net { port, out: Tx::default() })),
+            jobs_wait: AtomicBool::new(false),
+            released: Mutex::default(),
+            on_release: OnceLock::new(),
             port_until_ns: AtomicU64::new(0),
             capture: Mutex::default(),
             idle_ns: c.spin_us * 1000,
             yields,
+            seats: Seats::new(pollers),
         });
         for i in 0..pollers {
-            let e = engine.clone();
-            let core = yields.then(|| cores[i % cores.len()]);
-            std::thread::Builder::new().name(format!("poller{i}")).spawn(move || {
-                if let Some(core) = core {
-                    let mut set = rustix::thread::CpuSet::new();
-                    set.set(core);
-                    let _ = rustix::thread::sched_setaffinity(None, &set);
-                }
-                if i == 0 { e.first_poller() } else { e.other_poller(i) }
-            })?;
+            engine.seat_thread(i)?;
         }
+        let e = engine.clone();
+        std::thread::Builder::new().name("watcher".into()).spawn(move || seats::watch(&e))?;
         Ok(engine)
+    }
+
+    /// Starts a thread that takes the seat of poller `i`, in the place of the one that has it.
+    pub(crate) fn seat_thread(self: &Arc<Self>, i: usize) -> io::Result<()> {
+        let (e, cores) = (self.clone(), cores());
+        let core = self.yields.then(|| cores[i % cores.len()]);
+        let (thread, before) = self.seats.give(i);
+        let builder = std::thread::Builder::new().name(format!("poller{i}"));
+        let started = builder.spawn(move || {
+            if let Some(core) = core {
+                let mut set = rustix::thread::CpuSet::new();
+                set.set(core);
+                let _ = rustix::thread::sched_setaffinity(None, &set);
+            }
+            let mut watch = Watch::new(i, thread);
+            if i == 0 {
+                e.first_poller(&mut watch)
+            } else {
+                e.other_poller(&mut watch)
+            }
+            e.leave(&mut watch);
+        });
+        if started.is_err() {
+            self.seats.give_back(i, before);
+        }
+        started.map(|_| ())
+    }
+
+    pub(crate) fn seats(&self) -> &Seats {
+        &self.seats
+    }
+
+    pub(crate) fn is_stopping(&self) -> bool {
+        self.stopping.load(Ordering::SeqCst)
     }
 
     /// Ends the pollers.
@@ -167,12 +208,22 @@ impl Engine {
         self.stopping.store(true, Ordering::SeqCst);
         self.kick();
         self.wake_others();
+        self.seats.wake_watcher();
     }
 
-    /// The monotonic clock, nanoseconds: completions carry it, and programs of this machine can ask for it too.
+    /// The time of [`now_ns`].
     pub fn now(&self) -> u64 {
-        let t = rustix::time::clock_gettime(rustix::time::ClockId::Monotonic);
-        t.tv_sec as u64 * 1_000_000_000 + t.tv_nsec as u64
+        now_ns()
+    }
+
+    /// `f` is called whenever [`Engine::released`] has something new. Once.
+    pub fn set_on_release(&self, f: Box<dyn Fn() + Send + Sync>) {
+        let _ = self.on_release.set(f);
+    }
+
+    /// The sessions whose delayed command can be answered.
+    pub fn released(&self) -> Vec<SessionId> {
+        std::mem::take(&mut lock(&self.released))
     }
 
     /// Tells the pollers where a session's events go.
@@ -202,13 +253,15 @@ impl Engine {
     /// After a command: delivers what it caused and wakes the pollers if it left them work.
     pub fn after_command(&self) {
         let mut out = Vec::new();
-        let (busy, delivering) = {
-            let mut r = lock(&self.rnic);
+        let (busy, delivering, groups) = {
+            let mut r = self.rnic.lock();
             r.drain_outputs(&mut out);
             self.publish(&r);
-            self.join_groups(&mut r);
-            (r.is_busy() || r.next_timeout().is_some(), self.begin_delivery(&out))
+            (r.is_busy() || r.next_timeout().is_some(), self.begin_delivery(&out), r.multicast_changes())
         };
+        if let Some(groups) = groups {
+            self.join_groups(&groups);
+        }
         self.deliver(&mut out);
         drop(delivering);
         if busy && self.sleeping.load(Ordering::SeqCst) {
@@ -221,18 +274,12 @@ impl Engine {
         (!out.is_empty()).then(|| self.delivering.read().unwrap_or_else(|e| e.into_inner()))
     }
 
-    /// Delivers what the RNIC has raised so far: afterwards none of it is on its way.
-    pub fn settle(&self) {
-        self.after_command();
-        drop(self.delivering.write().unwrap_or_else(|e| e.into_inner()));
-    }
-
     /// Lets the port listen to the IP multicast groups that plain devices may send to.
-    fn join_groups(&self, r: &mut Rnic) {
-        let (Some(groups), Some(port)) = (r.multicast_changes(), &self.port) else { return };
-        let mut port = lock(port);
-        port.join(&groups);
-        for fd in port.descriptors() {
+    fn join_groups(&self, groups: &[IpAddr]) {
+        let Some(net) = &self.net else { return };
+        let mut net = lock(net);
+        net.port.join(groups);
+        for fd in net.port.descriptors() {
             // Those that were there before are watched already.
             let _ = epoll::add(&self.epoll, fd, epoll::EventData::new_u64(PORT), epoll::EventFlags::IN);
         }
@@ -242,7 +289,7 @@ impl Engine {
     pub fn datagram(&self, from: IpAddr, group: u32, packet: &[u8]) {
         let now = self.now();
         let starved = {
-            let mut r = lock(&self.rnic);
+            let mut r = self.rnic.lock();
             r.handle_encapsulated(now, from, group, packet);
             r.take_starved()
         };
@@ -263,6 +310,11 @@ impl Engine {
         let events = self.events.read().unwrap_or_else(|e| e.into_inner());
         for o in out.drain(..) {
             let (session, queue, event) = match o {
+                Output::Released { session } => {
+                    lock(&self.released).push(session);
+                    self.on_release.get().into_iter().for_each(|f| f());
+                    continue;
+                }
                 Output::Completion { session, queue, cqn } => {
                     let e = abi::Event { kind: abi::EVENT_COMPLETION, handle: cqn, reserved: 0 };
                     (session, abi::VQ_COMP_FIRST + u32::from(queue), e)
@@ -285,6 +337,7 @@ impl Engine {
     fn publish(&self, r: &Rnic) {
         self.changes.store(r.active_changes(), Ordering::Release);
         self.runnable.store(r.has_runnable(), Ordering::Release);
+        self.jobs_wait.store(r.has_jobs(), Ordering::Release);
         self.due_ns.store(r.next_timeout().unwrap_or(u64::MAX), Ordering::Release);
     }
 
@@ -309,59 +362,31 @@ impl Engine {
         self.port_until_ns.store(now + self.idle_ns.max(PORT_POLL_NS), Ordering::Relaxed);
     }
 
-    /// Packets in, a turn of the RNIC, packets out; true if there was anything.
-    fn turn(&self, r: &mut Rnic, now: u64) -> bool {
-        let Some(port) = &self.port else { return r.poll(now) };
-        let mut port = lock(port);
-        let polled = self.port_is_polled();
-        let mut moved = polled && port.receive(&mut |a, bytes| r.handle_packet(now, &a, bytes));
-        let found = r.poll(now);
-        if !r.tx().packets().is_empty() {
-            port.send(r.tx());
-            moved = true;
-        }
-        if moved {
-            self.poll_port(now);
-        } else if polled && now >= self.port_until_ns.load(Ordering::Relaxed) {
-            self.port_until_ns.store(0, Ordering::Relaxed);
-        }
-        found || moved
-    }
-
-    /// Sends what the RNIC captures to `to`, for administration connection `id`; false if somebody else captures.
-    pub fn start_capture(&self, id: u64, to: OwnedFd, vnic: Option<VnicId>, snap: u32, hosts: Vec<IpAddr>) -> bool {
-        let mut sink = lock(&self.capture);
-        if sink.is_some() {
+    /// Takes the packets that have come in, if the port is polled; true if there were any.
+    fn receive(&self, net: &mut Net, now: u64) -> bool {
+        if !self.port_is_polled() {
             return false;
         }
-        *sink = Some(Sink { id, to, lost: 0 });
-        let since_1970 = SystemTime::now().duration_since(SystemTime::UNIX_EPOCH).unwrap_or_default();
-        let epoch_ns = (since_1970.as_nanos() as u64).saturating_sub(self.now());
-        lock(&self.rnic).start_capture(Capture { vnic, snap, epoch_ns, hosts });
-        true
+        let any = net.port.receive(&mut |a, bytes| self.rnic.brief_lock().handle_packet(now, &a, bytes));
+        if any {
+            self.poll_port(now);
+        } else if now >= self.port_until_ns.load(Ordering::Relaxed) {
+            self.port_until_ns.store(0, Ordering::Relaxed);
+        }
+        any
     }
 
-    /// Ends the capture of administration connection `id`, if it has one; how many packets were lost.
-    pub fn stop_capture(&self, id: u64) -> Option<u64> {
-        let ended = lock(&self.capture).take_if(|s| s.id == id)?;
-        let lost = lock(&self.rnic).stop_capture();
-        Some(ended.lost + lost)
-    }
-
-    /// Hands over what was captured, taken off the RNIC before.
-    fn hand_over(&self, records: &[u8]) {
-        let mut sink = lock(&self.capture);
-        let Some(sink) = sink.as_mut() else { return };
-        for record in pcap::records(records) {
-            // A reader that is too slow loses packets.
-            let sent = rustix::net::send(&sink.to, record, SendFlags::DONTWAIT | SendFlags::NOSIGNAL);
-            sink.lost += u64::from(sent.is_err());
+    /// Sends the packets that were taken off the RNIC, as many as the network takes now.
+    fn send(&self, net: &mut Net, now: u64) {
+        if !net.out.packets().is_empty() {
+            net.port.send(&mut net.out);
+            self.poll_port(now);
         }
     }
 
     /// What the port has done.
     pub fn port_counters(&self) -> Option<PortCounters> {
-        self.port.as_ref().map(|p| lock(p).counters())
+        self.net.as_ref().map(|n| lock(n).port.counters())
     }
 
     /// A poller that did much, and will do more, keeps the RNIC for a moment: its caches are warm, and the other core
@@ -370,32 +395,39 @@ impl Engine {
         self.busy_poller.load(Ordering::Relaxed) != me && self.now() < self.busy_until_ns.load(Ordering::Relaxed)
     }
 
-    /// One look at the RNIC by poller `me`; `None` if nothing calls for it or another poller has it.
-    fn round(&self, watch: &mut Watch, me: usize) -> Option<Round> {
-        if !self.needs_round(watch) || self.left_to_other(me) {
+    /// One look at the RNIC by a poller, and one job if there is any; `None` if nothing calls for it or another poller has it.
+    fn round(&self, watch: &mut Watch) -> Option<Round> {
+        let done = watch.job.take();
+        let comes_back = done.is_some();
+        let jobs_wait = self.jobs_wait.load(Ordering::Relaxed);
+        if !comes_back && !jobs_wait && (!self.needs_round(watch) || self.left_to_other(watch.seat)) {
             return None;
         }
-        let out = &mut watch.out;
-        let mut r = match self.rnic.try_lock() {
-            Ok(r) => r,
-            Err(std::sync::TryLockError::Poisoned(p)) => p.into_inner(),
-            Err(std::sync::TryLockError::WouldBlock) => return None,
-        };
-        let now = self.now();
-        let found = self.turn(&mut r, now);
+        let mut net = self.net.as_ref().and_then(|n| n.try_lock().ok());
+        let received = net.as_mut().is_some_and(|n| self.receive(n, self.now()));
+        let mut r = if comes_back || received { self.rnic.spin_lock() } else { self.rnic.try_lock()? };
+        let now = r.since_ns();
+        if let Some(job) = done {
+            r.end_job(job);
+        }
+        let found = r.poll_by(now_ns) || received || comes_back;
         if !found {
             r.park_idle(now, self.idle_ns);
         }
+        watch.job = r.take_job();
+        let out = &mut watch.out;
         r.drain_outputs(out);
+        let sends = net.as_mut().is_some_and(|n| {
+            if n.out.packets().is_empty() {
+                std::mem::swap(&mut n.out, r.tx());
+            }
+            !n.out.packets().is_empty()
+        });
+        let found = found || sends || watch.job.is_some();
         let idle = !found && !r.is_busy() && !self.port_is_polled();
         if idle {
             // Under the lock, so that whoever makes work afterwards sees it.
             self.sleeping.store(true, Ordering::SeqCst);
-        }
-        let end = self.now();
-        if end - now >= LONG_ROUND_NS {
-            self.busy_poller.store(me, Ordering::Relaxed);
-            self.busy_until_ns.store(end + KEEP_NS, Ordering::Relaxed);
         }
         let sleep_ns = r.next_timeout().map(|t| t.saturating_sub(now));
         let starved = r.take_starved();
@@ -407,15 +439,55 @@ impl Engine {
         let captured = r.take_captured();
         let delivering = self.begin_delivery(out);
         drop(r);
+        let end = self.now();
+        if end - now >= LONG_ROUND_NS || watch.job.is_some() {
+            self.busy_poller.store(watch.seat, Ordering::Relaxed);
+            self.busy_until_ns.store(end + KEEP_NS, Ordering::Relaxed);
+        }
+        // Poller 0 may sleep until a time that is not right any more.
+        if comes_back && !idle && self.sleeping.load(Ordering::SeqCst) {
+            self.kick();
+        }
         if !captured.is_empty() {
             self.hand_over(&captured);
         }
         self.deliver(out);
         drop(delivering);
-        if starved {
+        if let Some(net) = &mut net {
+            self.send(net, now);
+        }
+        drop(net);
+        if watch.job.is_some() {
+            self.do_job(watch);
+        } else if starved {
             self.pause();
         }
         Some(Round { found, idle, sleep_ns })
+    }
+
+    /// Does the job that a poller has. If it takes long, somebody else has the poller's seat afterwards.
+    fn do_job(&self, watch: &mut Watch) {
+        let Some(job) = &mut watch.job else { return };
+        let began = self.now();
+        let (number, scratch) = (job.number(), &mut watch.scratch);
+        let seated = if job.is_in_process() {
+            self.seats.do_slow(watch.seat, watch.thread, number, || job.run(scratch))
+        } else {
+            job.run(scratch);
+            true
+        };
+        job.set_time(self.now() - began);
+        if !seated {
+            self.leave(watch);
+        }
+    }
+
+    /// A poller has lost its seat: what it has done goes back to the RNIC.
+    fn leave(&self, watch: &mut Watch) {
+        if let Some(job) = watch.job.take() {
+            self.rnic.lock().end_job(job);
+            self.after_command();
+        }
     }
 
     /// A poller that is busy all the time lets others on its core in now and then: one of them may have been interrupted
@@ -437,18 +509,17 @@ impl Engine {
         }
     }
 
-    fn first_poller(&self) {
-        let mut watch = Watch::default();
+    fn first_poller(&self, watch: &mut Watch) {
         let mut rounds = 0u32;
         let idle_rounds = if self.yields { KICK_ROUNDS_YIELDING } else { KICK_ROUNDS_SPINNING };
-        while !self.stopping.load(Ordering::SeqCst) {
+        while self.goes_on(watch) {
             rounds = rounds.wrapping_add(1);
-            match self.round(&mut watch, 0) {
+            match self.round(watch) {
                 Some(r) if r.idle => {
                     self.listen(r.sleep_ns);
                 }
                 Some(r) if r.found => {
-                    self.share_core(&mut watch);
+                    self.share_core(watch);
                     if self.asleep.load(Ordering::Relaxed) > 0 {
                         self.wake_others();
                     }
@@ -466,12 +537,11 @@ impl Engine {
         }
     }
 
-    fn other_poller(&self, me: usize) {
-        let mut watch = Watch::default();
-        while !self.stopping.load(Ordering::SeqCst) {
+    fn other_poller(&self, watch: &mut Watch) {
+        while self.goes_on(watch) {
             // Read before the look, so that a wake in between is not lost.
             let seen = *lock(&self.wakes);
-            match self.round(&mut watch, me) {
+            match self.round(watch) {
                 Some(r) if r.idle => {
                     self.asleep.fetch_add(1, Ordering::SeqCst);
                     let mut wakes = lock(&self.wakes);
@@ -481,10 +551,15 @@ impl Engine {
                     drop(wakes);
                     self.asleep.fetch_sub(1, Ordering::SeqCst);
                 }
-                Some(r) if r.found => self.share_core(&mut watch),
+                Some(r) if r.found => self.share_core(watch),
                 _ => self.pause(),
             }
         }
+    }
+
+    /// True while the engine runs and the poller has its seat.
+    fn goes_on(&self, watch: &Watch) -> bool {
+        !self.is_stopping() && self.seats.has(watch.seat, watch.thread)
     }
 
     fn wake_others(&self) {
@@ -513,7 +588,7 @@ impl Engine {
             let sessions = got.iter().filter(|&&t| t < PORT);
             sessions.filter_map(|&t| events.get(&SessionId::from_number(t))).for_each(|q| q.on_wake());
         }
-        let mut r = lock(&self.rnic);
+        let mut r = self.rnic.lock();
         let now = self.now();
         for token in got {
             if token == PORT {
@@ -532,9 +607,54 @@ impl Engine {
     }
 }
 
-/// What a poller looks at between two rounds.
-#[derive(Default)]
+impl Pollers for Engine {
+    fn settle(&self) {
+        self.after_command();
+        drop(self.delivering.write().unwrap_or_else(|e| e.into_inner()));
+    }
+
+    fn catch_up(&self, s: SessionId, qpn: Option<u32>) {
+        for _ in 0..CATCH_UP_ROUNDS {
+            let mut r = self.rnic.lock();
+            if !r.is_behind(now_ns(), s, qpn) {
+                return;
+            }
+            r.poll_by(now_ns);
+        }
+    }
+}
+
+/// The way to other hosts.
+struct Net {
+    port: Box<dyn Port>,
+    /// Packets that were taken off the RNIC and are not sent yet.
+    out: Tx,
+}
+
+/// Bytes of a poller's memory for copies between two processes.
+const SCRATCH_BYTES: usize = 64 << 10;
+
+impl Watch {
+    fn new(seat: usize, thread: u64) -> Self {
+        Watch {
+            seat,
+            thread,
+            changes: 0,
+            bells: Vec::new(),
+            looks: 0,
+            paused_ns: 0,
+            out: Vec::new(),
+            job: None,
+            scratch: vec![0; SCRATCH_BYTES].into_boxed_slice(),
+        }
+    }
+}
+
+/// What a poller has and looks at between two rounds.
 struct Watch {
+    /// The poller's seat, and the number of its thread.
+    seat: usize,
+    thread: u64,
     /// [`Rnic::active_changes`] when `bells` was copied.
     changes: u64,
     bells: Vec<Bell>,
@@ -542,14 +662,9 @@ struct Watch {
     /// When a busy poller let others in.
     paused_ns: u64,
     out: Vec<Output>,
-}
-
-/// Where captured packets go.
-struct Sink {
-    /// The administration connection that asked.
-    id: u64,
-    to: OwnedFd,
-    lost: u64,
+    /// The job that it has done, which the RNIC has not heard of yet.
+    job: Option<Box<Job>>,
+    scratch: Box<[u8]>,
 }
 
 struct Round {
@@ -599,7 +714,7 @@ mod tests {
         engine.poll_port(engine.now());
         let late = engine.now() + 1_000_000_000;
         for turn in [late, late + 1] {
-            engine.turn(&mut lock(&engine.rnic), turn);
+            engine.receive(&mut lock(engine.net.as_ref().unwrap()), turn);
             assert_eq!(asked.load(Ordering::Relaxed), 1);
         }
     }

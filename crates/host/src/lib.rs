@@ -12,7 +12,9 @@ mod faults;
 pub mod fdpass;
 mod peers;
 mod port;
+mod seats;
 mod switch;
+mod tap;
 mod tunnel;
 mod vrnic;
 mod wire;
@@ -28,7 +30,7 @@ pub use admin::Client;
 pub use engine::EngineConfig;
 pub use port::PortCounters;
 pub use unirdma_rnic::MrNote;
-pub use vrnic::{AddVrnic, IpNet, VrnicInfo};
+pub use vrnic::{AddVrnic, IpNet, MAX_BURST_US, MAX_WEIGHT, SetShare, VrnicInfo};
 
 /// How to run the virtual layer.
 #[derive(Clone, Debug)]

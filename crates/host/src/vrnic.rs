@@ -5,7 +5,7 @@ use std::net::{IpAddr, Ipv4Addr, Ipv6Addr};
 use serde::{Deserialize, Serialize};
 use unirdma_abi as abi;
 use unirdma_formats::{Gid, Mac};
-use unirdma_rnic::{Counters, Limits, MAX_MULTICAST_QPS, MrNote, QpInfo};
+use unirdma_rnic::{Counters, Limits, MAX_MULTICAST_QPS, MrNote, QpInfo, Share};
 
 /// An address with its prefix length.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
@@ -60,6 +60,46 @@ pub struct AddVrnic {
     pub max_mr: Option<u32>,
     pub max_mr_bytes: Option<u64>,
     pub max_sessions: Option<u32>,
+    #[serde(flatten)]
+    pub share: SetShare,
+}
+
+/// A vRNIC's part of the virtual layer, as far as it is to be other than it is: see [`Share`].
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(default)]
+#[allow(missing_docs)]
+pub struct SetShare {
+    pub weight: Option<u32>,
+    pub rate_bps: Option<u64>,
+    pub ops: Option<u64>,
+    pub burst_us: Option<u64>,
+}
+
+/// Largest weight of a vRNIC.
+pub const MAX_WEIGHT: u32 = 10_000;
+/// Longest burst of a vRNIC, microseconds.
+pub const MAX_BURST_US: u64 = 10_000_000;
+
+impl SetShare {
+    /// What `share` becomes.
+    ///
+    /// # Errors
+    /// A value out of its range, in words.
+    pub fn apply(&self, share: Share) -> Result<Share, String> {
+        let share = Share {
+            weight: self.weight.unwrap_or(share.weight),
+            rate_bps: self.rate_bps.unwrap_or(share.rate_bps),
+            ops: self.ops.unwrap_or(share.ops),
+            burst_us: self.burst_us.unwrap_or(share.burst_us),
+        };
+        if !(1..=MAX_WEIGHT).contains(&share.weight) {
+            return Err(format!("the weight {} is not 1 to {MAX_WEIGHT}", share.weight));
+        }
+        if share.burst_us > MAX_BURST_US {
+            return Err(format!("the burst is at most {} s", MAX_BURST_US / 1_000_000));
+        }
+        Ok(share)
+    }
 }
 
 /// A vRNIC as it is shown.
@@ -86,6 +126,11 @@ pub struct VrnicInfo {
     pub bytes_mapped: u64,
     pub bytes_copied: u64,
     pub limits: Limits,
+    #[serde(default)]
+    pub share: Share,
+    /// How long the RNIC has worked for it, nanoseconds.
+    #[serde(default)]
+    pub busy_ns: u64,
     pub counters: Counters,
     /// Where its programs listen for RDMA connections, as `TCP 0.0.0.0:7174`; left out of lists.
     #[serde(default)]

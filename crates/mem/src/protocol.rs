@@ -95,11 +95,16 @@ pub fn end_move(moving: &impl Word32) {
 pub fn begin_copy(f: &impl Fence, copying: &impl Word32, moving: &impl Word32) -> bool {
     copying.store(abi::COPYING);
     f.fence();
-    let may = moving.load() & 1 == 0;
+    let may = !is_moving(moving);
     if !may {
         copying.store(abi::COPY_WAITS);
     }
     may
+}
+
+/// True between [`begin_move`] and [`end_move`].
+pub fn is_moving(moving: &impl Word32) -> bool {
+    moving.load() & 1 != 0
 }
 
 /// Device: has copied.

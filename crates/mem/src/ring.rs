@@ -18,6 +18,7 @@
 //! here: a producer that runs ahead by more than the ring is a [`RingError`].
 
 use std::sync::atomic::{Ordering, fence};
+use std::sync::{Arc, Mutex, PoisonError};
 
 use unirdma_abi as abi;
 use zerocopy::IntoBytes;
@@ -379,14 +380,14 @@ impl CqTail {
     }
 }
 
-/// The doorbell page, either side's view.
+/// The doorbell page, either side's view. Its clones share how many copies of the device are under way.
 #[derive(Clone, Debug)]
-pub struct Bell(Span);
+pub struct Bell(Span, Arc<Mutex<u32>>);
 
 impl Bell {
     /// `None` if the window is no aligned doorbell page.
     pub fn new(page: Span) -> Option<Self> {
-        (page.len() >= size_of::<abi::DoorbellPage>() && page.addr() % 64 == 0).then_some(Bell(page))
+        (page.len() >= size_of::<abi::DoorbellPage>() && page.addr() % 64 == 0).then(|| Bell(page, Arc::default()))
     }
 
     /// Driver: rings for `slot`; true if the wake virtqueue must be kicked.
@@ -418,9 +419,9 @@ impl Bell {
         W(&self.0, abi::DB_SUMMARY).peek() != 0
     }
 
-    /// Device: takes all rung slots and calls `f` with each; true if there were any.
+    /// Device: takes all rung slots and calls `f` with each that is below `slots`; true if any slot had rung.
     #[inline]
-    pub fn take(&self, mut f: impl FnMut(u32)) -> bool {
+    pub fn take(&self, slots: u32, mut f: impl FnMut(u32)) -> bool {
         let summary = W(&self.0, abi::DB_SUMMARY);
         if summary.peek() == 0 {
             return false;
@@ -430,6 +431,7 @@ impl Bell {
             let w = words.trailing_zeros();
             words &= words - 1;
             let mut bits = W(&self.0, abi::DB_BITS + w as usize * 8).take();
+            bits &= first_bits(slots.saturating_sub(w * 64));
             while bits != 0 {
                 f(w * 64 + bits.trailing_zeros());
                 bits &= bits - 1;
@@ -495,20 +497,38 @@ impl Bell {
         self.0.store32(abi::DB_AWAY_SEEN, away, Ordering::Release);
     }
 
-    /// Device: is about to copy; false if the driver moves pages: nothing is copied then, and it is tried again soon.
+    /// Device: is about to copy; false if the driver moves pages: nothing is copied then, and it is tried again soon. Several
+    /// threads of the device may copy at a time, and to the driver it is one copy.
     pub fn begin_copy(&self) -> bool {
-        protocol::begin_copy(&Full, &W(&self.0, abi::DB_COPYING), &W(&self.0, abi::DB_MOVING))
+        let mut copies = self.1.lock().unwrap_or_else(PoisonError::into_inner);
+        let moving = W(&self.0, abi::DB_MOVING);
+        let may = match *copies {
+            0 => protocol::begin_copy(&Full, &W(&self.0, abi::DB_COPYING), &moving),
+            // The driver waits for those that are under way, and for no more.
+            _ => !protocol::is_moving(&moving),
+        };
+        *copies += u32::from(may);
+        may
     }
 
     /// Device: has copied.
     pub fn end_copy(&self) {
-        protocol::end_copy(&W(&self.0, abi::DB_COPYING));
+        let mut copies = self.1.lock().unwrap_or_else(PoisonError::into_inner);
+        *copies -= 1;
+        if *copies == 0 {
+            protocol::end_copy(&W(&self.0, abi::DB_COPYING));
+        }
     }
 
     /// Device: changes whenever the driver begins or ends a move.
     pub fn moves(&self) -> u32 {
         W(&self.0, abi::DB_MOVING).load()
     }
+}
+
+/// A word whose first `n` bits are set.
+fn first_bits(n: u32) -> u64 {
+    if n < 64 { (1 << n) - 1 } else { u64::MAX }
 }
 
 #[cfg(all(test, not(loom)))]
@@ -590,6 +610,25 @@ mod tests {
     }
 
     #[test]
+    fn copies_of_several_threads_are_one_to_the_driver() {
+        let page = Span::anonymous(4096 + 64);
+        let bell = Bell::new(page.sub((64 - page.addr() as u64 % 64) % 64, 4096).unwrap()).unwrap();
+        let other = bell.clone();
+        assert!(bell.begin_copy() && other.begin_copy());
+        bell.end_copy();
+        assert!(bell.is_copying(), "the other one copies");
+        bell.begin_move();
+        assert!(!bell.begin_copy(), "none begins while the driver waits");
+        assert!(bell.is_copying());
+        other.end_copy();
+        assert!(!bell.is_copying());
+        assert!(!other.begin_copy() && bell.is_awaited());
+        bell.end_move();
+        assert!(other.begin_copy());
+        other.end_copy();
+    }
+
+    #[test]
     fn bells_carry_every_slot_once() {
         let page = Span::anonymous(4096 + 64);
         let bell = Bell::new(page.sub((64 - page.addr() as u64 % 64) % 64, 4096).unwrap()).unwrap();
@@ -597,9 +636,16 @@ mod tests {
             assert!(!bell.ring(slot));
         }
         let mut got = vec![];
-        assert!(bell.take(|s| got.push(s)));
+        assert!(bell.take(4096, |s| got.push(s)));
         assert_eq!(got, [0, 63, 64, 4095]);
-        assert!(!bell.take(|_| unreachable!()));
+        assert!(!bell.take(4096, |_| unreachable!()));
+        for slot in [0, 63, 64, 65, 4095] {
+            bell.ring(slot);
+        }
+        got.clear();
+        assert!(bell.take(65, |s| got.push(s)), "slots that nobody has are taken too, and told nobody");
+        assert_eq!(got, [0, 63, 64]);
+        assert!(!bell.has_rung());
         assert!(bell.park());
         assert!(bell.ring(1), "a parked device must be kicked");
         assert!(!bell.park(), "work is waiting");

@@ -9,13 +9,28 @@ use crate::mr::{Mr, MrTable};
 use crate::objects::{Pd, Qp, Recv, Session, SessionId, Work};
 use crate::slab::{Handle, Slab};
 
+/// What a QP may reach by keys: the memory of a session that lies in a PD, as far as it grants an access.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct Reach {
+    pub pd: Handle<Pd>,
+    pub session: SessionId,
+    pub access: u32,
+}
+
+impl Reach {
+    /// What QP `q` reaches, or answers for.
+    pub fn of(q: &Qp, access: u32) -> Self {
+        Reach { pd: q.pd, session: q.memory, access }
+    }
+}
+
 /// One side of a message.
 #[derive(Clone, Copy)]
 pub(crate) enum Side<'a> {
     /// Gather or scatter list.
-    List { pd: Handle<Pd>, session: SessionId, access: u32, sges: &'a [abi::Sge] },
+    List { reach: Reach, sges: &'a [abi::Sge] },
     /// One range of the peer's memory.
-    Remote { pd: Handle<Pd>, session: SessionId, qpn: u32, access: u32, key: u32, addr: u64 },
+    Remote { reach: Reach, qpn: u32, key: u32, addr: u64 },
     /// Data in the WQE.
     Inline(&'a [u8]),
     /// Gather list of bus addresses of a session.
@@ -31,27 +46,19 @@ pub(crate) struct Tables<'a> {
 }
 
 impl<'a> Tables<'a> {
-    fn place(&self, mr: &'a Mr, pd: Handle<Pd>, session: SessionId, need: u32, addr: u64, len: u64) -> Option<Loc<'a>> {
-        if !mr.grants(pd, need, addr, len) {
+    fn place(&self, mr: &'a Mr, reach: Reach, addr: u64, len: u64) -> Option<Loc<'a>> {
+        if !mr.grants(reach.pd, reach.access, addr, len) {
             return None;
         }
-        let memory = || self.sessions.get(session.0).and_then(|s| s.memory.as_ref());
+        let memory = || self.sessions.get(reach.session.0).and_then(|s| s.memory.as_ref());
         let bell = || self.sessions.get(mr.owner.0).and_then(|s| s.bell.as_ref());
         mr.locate(addr, len, memory, bell)
     }
 
     /// What an SGE names: a memory window is nobody's local memory.
-    fn local(
-        &self,
-        s: &abi::Sge,
-        pd: Handle<Pd>,
-        session: SessionId,
-        need: u32,
-        addr: u64,
-        len: u64,
-    ) -> Option<Loc<'a>> {
+    fn local(&self, s: &abi::Sge, reach: Reach, addr: u64, len: u64) -> Option<Loc<'a>> {
         let mr = self.mrs.by_key(s.lkey).filter(|m| m.window.is_none())?;
-        self.place(mr, pd, session, need, addr, len)
+        self.place(mr, reach, addr, len)
     }
 
     fn by_bus(&self, session: SessionId, addr: u64, len: u64) -> Option<Loc<'a>> {
@@ -60,30 +67,19 @@ impl<'a> Tables<'a> {
     }
 
     /// What a request names by `key` at QP `qpn`: a window of type 2 is for its own QP.
-    fn remote(
-        &self,
-        key: u32,
-        qpn: u32,
-        pd: Handle<Pd>,
-        session: SessionId,
-        need: u32,
-        addr: u64,
-        len: u64,
-    ) -> Option<Loc<'a>> {
+    fn remote(&self, key: u32, qpn: u32, reach: Reach, addr: u64, len: u64) -> Option<Loc<'a>> {
         let mr = self.mrs.by_key(key).filter(|m| m.window.is_none_or(|w| !w.second || w.qpn == qpn))?;
-        self.place(mr, pd, session, need, addr, len)
+        self.place(mr, reach, addr, len)
     }
 
     /// True if every byte of the side may be used.
     pub fn allows(&self, side: Side<'_>, len: u64) -> bool {
         match side {
             // A length of zero reaches no memory and needs no key (IBTA vol. 1, 10.7.2.2, 9.7.4.1.4).
-            Side::List { pd, session, access, sges } => sges
-                .iter()
-                .all(|s| s.length == 0 || self.local(s, pd, session, access, s.addr, s.length.into()).is_some()),
-            Side::Remote { pd, session, qpn, access, key, addr } => {
-                len == 0 || self.remote(key, qpn, pd, session, access, addr, len).is_some()
+            Side::List { reach, sges } => {
+                sges.iter().all(|s| s.length == 0 || self.local(s, reach, s.addr, s.length.into()).is_some())
             }
+            Side::Remote { reach, qpn, key, addr } => len == 0 || self.remote(key, qpn, reach, addr, len).is_some(),
             Side::Inline(b) => len <= b.len() as u64,
             Side::Bus { session, sges } => {
                 sges.iter().all(|s| s.length == 0 || self.by_bus(session, s.addr, s.length.into()).is_some())
@@ -99,13 +95,13 @@ impl<'a> Tables<'a> {
     {
         match side {
             Side::Inline(b) => Some((Loc::Bytes(b.get(off as usize..)?), max)),
-            Side::Remote { pd, session, qpn, access, key, addr } => {
-                Some((self.remote(key, qpn, pd, session, access, addr.checked_add(off)?, max)?, max))
+            Side::Remote { reach, qpn, key, addr } => {
+                Some((self.remote(key, qpn, reach, addr.checked_add(off)?, max)?, max))
             }
-            Side::List { pd, session, access, sges } => {
+            Side::List { reach, sges } => {
                 let (s, skip) = find(sges, off)?;
                 let n = max.min(u64::from(s.length) - skip);
-                Some((self.local(s, pd, session, access, s.addr.checked_add(skip)?, n)?, n))
+                Some((self.local(s, reach, s.addr.checked_add(skip)?, n)?, n))
             }
             Side::Bus { session, sges } => {
                 let (s, skip) = find(sges, off)?;
@@ -117,6 +113,11 @@ impl<'a> Tables<'a> {
                 fits.then_some((Loc::Mapped(self.stage(session)?, data + off), max))
             }
         }
+    }
+
+    /// True if the first byte of a side lies in the private memory of a process.
+    pub fn is_in_process(&self, side: Side<'_>) -> bool {
+        matches!(self.at(side, 0, 1), Some((Loc::Process(..), _)))
     }
 
     /// Copies bytes of a message from `off` on into private memory.
@@ -186,7 +187,7 @@ pub(crate) fn may_flush(tables: &Tables<'_>, p: &Qp, word: u32, key: u32, addr: 
 
 /// A gather or scatter list of QP `q`.
 pub(crate) fn list<'a>(q: &Qp, sges: &'a [abi::Sge], access: u32) -> Side<'a> {
-    Side::List { pd: q.pd, session: q.memory, access, sges }
+    Side::List { reach: Reach::of(q, access), sges }
 }
 
 /// Where the message for the receive that QP `q` has taken goes.
@@ -220,7 +221,7 @@ pub(crate) fn remote_access(op: WrOpcode) -> u32 {
 
 /// A range of the memory that QP `p` answers for.
 pub(crate) fn remote<'a>(p: &Qp, access: u32, key: u32, addr: u64) -> Side<'a> {
-    Side::Remote { pd: p.pd, session: p.memory, qpn: p.qpn, access, key, addr }
+    Side::Remote { reach: Reach::of(p, access), qpn: p.qpn, key, addr }
 }
 
 /// The responder's side of a one-sided request.

@@ -328,6 +328,7 @@ impl Rnic {
             busy: false,
             recv: Some(Box::default()),
             receiving: false,
+            served_by: 0,
             wait: Wait::No,
             timer: 0,
             queued: false,
@@ -367,7 +368,8 @@ impl Rnic {
         }
     }
 
-    /// DESTROY_QP. One that others have opened lives on for them.
+    /// DESTROY_QP. One that others have opened lives on for them. What was posted to it and not sent yet is lost: ask
+    /// [`Rnic::is_behind`] before.
     ///
     /// # Errors
     /// `BadHandle` if the session has no such QP.

@@ -139,7 +139,7 @@ impl Rnic {
         Ok(number)
     }
 
-    /// DESTROY_AH. Datagrams that were posted with it and not sent yet fail.
+    /// DESTROY_AH. Datagrams that were posted with it and not sent yet fail: ask [`Rnic::is_behind`] before.
     ///
     /// # Errors
     /// `BadHandle` if the session has no such AH.
@@ -286,7 +286,7 @@ impl Rnic {
     fn look_again(&mut self, h: Handle<Qp>) {
         let soon = self.now.saturating_add(ACK_DELAY_NS);
         if self.qps.get_mut(h).is_some_and(|q| !std::mem::replace(&mut q.backlog.listed, true)) {
-            self.due_soon.push_back((soon, h));
+            self.sched.soon(soon, h);
         }
     }
 
@@ -458,7 +458,7 @@ impl Rnic {
     fn wait_for_tx(&mut self, h: Handle<Qp>) {
         if let Some(q) = self.qps.get_mut(h) {
             q.wait = Wait::Tx;
-            self.tx_waiting.push(h);
+            self.tx_waiting.push_back(h);
         }
     }
 }

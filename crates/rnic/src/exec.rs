@@ -12,13 +12,20 @@ use unirdma_formats::{
 use unirdma_mem::{Fault, atomic_u64};
 
 use crate::access::{Tables, list, local_side, may_flush, recv_side, remote_access, remote_side};
+use crate::job::Made;
 use crate::objects::{Counters, Qp, Wait, Work};
-use crate::rnic::{OP_COST, Rnic};
+use crate::rnic::{OP_NS, Rnic, copy_ns};
 use crate::slab::Handle;
 use crate::wqe::{NoRecv, RecvDone, load};
 
-/// Most bytes that move before keys are looked up again.
+/// Most bytes that a job moves. Then keys are looked up again.
 const SLICE: u64 = 128 << 10;
+/// Most bytes that move at once, while the core is held.
+const SMALL_SLICE: u64 = 64 << 10;
+
+/// At least so many bytes are moved by a job, if somebody else could use the core meanwhile. Fewer are moved at once: they take less
+/// time than it takes to come back.
+const JOB_BYTES: u64 = 16 << 10;
 
 /// Time between two looks for room in the receiver's stage, ns.
 const FULL_NS: u64 = 5_000;
@@ -31,6 +38,8 @@ pub(crate) enum Outcome {
     Done,
     /// Nobody answers, no receive is there, or memory moves: a timer is armed. Or there is no room for its packet.
     Waits,
+    /// A job copies its next slice.
+    Copies,
     /// Failed with this status.
     Failed(WcStatus),
 }
@@ -53,7 +62,7 @@ const NO_ACCESS: Refusal = Refusal::Request(WcStatus::RemAccessErr, AsyncEvent::
 const BAD_RECV: Refusal = Refusal::Receive { responder: WcStatus::LocProtErr, requester: WcStatus::RemOpErr };
 
 impl Rnic {
-    /// Gives QP `h` a turn worth `allowance`; returns what it cost and whether it has more to do.
+    /// Gives QP `h` a turn of about `allowance` nanoseconds; returns what it takes, roughly, and whether there is more to do.
     pub(crate) fn step(&mut self, h: Handle<Qp>, allowance: u64) -> (u64, bool) {
         let mut cost = 0;
         if let Some(q) = self.qps.get_mut(h).filter(|q| !q.backlog.is_empty()) {
@@ -73,11 +82,13 @@ impl Rnic {
                 return (c, again);
             }
             match q.state {
+                // A job fills its receive.
+                QpState::Err if q.served_by > 0 => return (cost, false),
                 QpState::Err | QpState::Sqe => {
                     if !self.flush_one(h) {
                         return (cost, false);
                     }
-                    cost += OP_COST;
+                    cost += OP_NS;
                 }
                 QpState::Rts => match self.execute(h) {
                     Some(c) => cost += c,
@@ -105,13 +116,12 @@ impl Rnic {
         }
     }
 
-    /// Executes one slice of the WQE at the head of the SQ; its cost, or `None` if there is nothing to do.
+    /// Executes one slice of the WQE at the head of the SQ; what that takes, roughly, nanoseconds, or `None` if there is nothing to do.
     fn execute(&mut self, h: Handle<Qp>) -> Option<u64> {
-        let q = self.qps.get_mut(h)?;
-        if !q.may_send(self.now) {
-            self.wait_for_pace(h);
+        if !self.may_send(h) {
             return None;
         }
+        let q = self.qps.get_mut(h)?;
         let mut work = q.work.take()?;
         let mut status = None;
         if !q.busy {
@@ -129,8 +139,8 @@ impl Rnic {
             }
             q.busy = true;
         }
-        let (typ, paced) = (q.typ, q.is_paced());
-        let before = work.done;
+        let typ = q.typ;
+        let (before, began) = (work.done, !work.started);
         let local = WrOpcode::from_raw(work.wqe.opcode.into()).is_some_and(WrOpcode::is_local);
         let outcome = match status {
             Some(s) => Outcome::Failed(s),
@@ -142,13 +152,18 @@ impl Rnic {
             None if work.started => self.slice(h, &mut work),
             None => self.begin(h, &mut work),
         };
-        let mut cost = OP_COST + work.done.saturating_sub(before);
-        if paced {
-            self.has_sent(h, cost - OP_COST);
-        }
+        let moved = work.done.saturating_sub(before);
+        let cost = OP_NS + copy_ns(moved);
+        self.has_sent(h, u64::from(began), moved);
+        let more = !matches!(outcome, Outcome::Waits | Outcome::Copies);
+        self.conclude(h, work, outcome);
+        more.then_some(cost)
+    }
+
+    /// Completes a request if it has ended, and gives its WQE back to QP `h`.
+    fn conclude(&mut self, h: Handle<Qp>, work: Box<Work>, outcome: Outcome) {
         match outcome {
-            Outcome::Progress => {}
-            Outcome::Waits => cost = 0,
+            Outcome::Progress | Outcome::Waits | Outcome::Copies => {}
             Outcome::Done => self.retire(h, &work, WcStatus::Success),
             Outcome::Failed(status) => {
                 self.retire(h, &work, status);
@@ -158,7 +173,6 @@ impl Rnic {
         if let Some(q) = self.qps.get_mut(h) {
             q.work = Some(work);
         }
-        (cost > 0).then_some(cost)
     }
 
     /// What a requester checks of a request before it leaves: length, local keys, initiator depth.
@@ -291,32 +305,50 @@ impl Rnic {
         }
     }
 
-    /// Moves the next slice of a request that has begun.
+    /// Moves the next slice of a request that has begun, or lets a job move it.
     fn slice(&mut self, h: Handle<Qp>, w: &mut Work) -> Outcome {
         let Some(op) = WrOpcode::from_raw(w.wqe.opcode.into()) else { return Outcome::Failed(WcStatus::FatalErr) };
         let Some(ph) = self.answering_peer(h) else { return self.no_answer(h, w) };
         let (Some(q), Some(p)) = (self.qps.get(h), self.qps.get(ph)) else { return self.no_answer(h, w) };
         let tables = Tables { mrs: &self.mrs, sessions: &self.sessions };
         let local = local_side(q, w, op);
-        let n = SLICE.min(w.total - w.done);
+        let left = w.total - w.done;
+        let (from, to) = match op {
+            WrOpcode::Send | WrOpcode::SendImm | WrOpcode::SendInv => {
+                let nowhere = list(p, &[], access::LOCAL_WRITE);
+                (local, p.recv.as_ref().map_or(nowhere, |r| recv_side(p, r)))
+            }
+            WrOpcode::Read => (remote_side(p, w, op), local),
+            _ => (local, remote_side(p, w, op)),
+        };
+        let copies = op.is_send() || matches!(op, WrOpcode::Write | WrOpcode::WriteImm | WrOpcode::Read);
+        let in_process = |side| left > 0 && tables.is_in_process(side);
+        let shared = left >= JOB_BYTES && (self.jobs.are_flying() || self.sched.has_others(q.vnic));
+        if copies && (shared || in_process(from) || in_process(to)) {
+            let n = left.min(SLICE);
+            let (own, other) = ((q.memory, q.vnic), (p.memory, p.vnic));
+            let [f, t] = if op == WrOpcode::Read { [other, own] } else { [own, other] };
+            match self.jobs.make(&tables, [h, ph], [(from, f.0, f.1), (to, t.0, t.1)], w.done, n) {
+                Made::Job(number) => {
+                    self.qps.get_mut(ph).into_iter().for_each(|p| p.served_by += 1);
+                    self.qps.get_mut(h).into_iter().for_each(|q| q.wait = Wait::Job(number));
+                    return Outcome::Copies;
+                }
+                Made::Later => {
+                    let waits = self.waits_for_memory(h, w);
+                    return if waits { Outcome::Waits } else { Outcome::Failed(WcStatus::LocProtErr) };
+                }
+                // The copy below fails.
+                Made::Nothing => {}
+            }
+        }
+        let n = left.min(SMALL_SLICE);
         let moved = match op {
             // What was copied before is visible.
             WrOpcode::LocalInv | WrOpcode::BindMw | WrOpcode::Flush => Ok(()),
-            WrOpcode::Send | WrOpcode::SendImm | WrOpcode::SendInv => {
-                let nowhere = list(p, &[], access::LOCAL_WRITE);
-                let to = p.recv.as_ref().map_or(nowhere, |r| recv_side(p, r));
-                tables.copy(local, to, w.done, n, &mut self.scratch)
-            }
-            WrOpcode::Write | WrOpcode::WriteImm => {
-                tables.copy(local, remote_side(p, w, op), w.done, n, &mut self.scratch)
-            }
-            // The responder is the source of a READ: swap what a fault means.
-            WrOpcode::Read => {
-                tables.copy(remote_side(p, w, op), local, w.done, n, &mut self.scratch).map_err(Fault::reversed)
-            }
             WrOpcode::AtomicWrite => {
                 let mut value = [0; 8];
-                let to = tables.at(remote_side(p, w, op), 0, 8).ok_or(Fault::Destination);
+                let to = tables.at(to, 0, 8).ok_or(Fault::Destination);
                 let loaded = tables.load(local, 0, &mut value);
                 loaded.and(to).and_then(|(at, _)| atomic_u64(at, |_| u64::from_ne_bytes(value))).map(|_| ())
             }
@@ -333,8 +365,16 @@ impl Rnic {
                     tables.store(local_side(q, w, op), 0, &old.to_ne_bytes()).map_err(Fault::reversed)
                 })
             }
+            _ => tables.copy(from, to, w.done, n, &mut self.scratch),
         };
-        match moved {
+        self.moved(h, ph, w, n, moved)
+    }
+
+    /// The next `n` bytes of a request were moved, or not; goes on with it, or completes it.
+    fn moved(&mut self, h: Handle<Qp>, ph: Handle<Qp>, w: &mut Work, n: u64, moved: Result<(), Fault>) -> Outcome {
+        let Some(op) = WrOpcode::from_raw(w.wqe.opcode.into()) else { return Outcome::Failed(WcStatus::FatalErr) };
+        // The responder is the source of a READ: swap what a fault means.
+        match moved.map_err(|fault| if op == WrOpcode::Read { fault.reversed() } else { fault }) {
             Ok(()) => w.stall.over(),
             Err(fault) if fault.passes() && self.waits_for_memory(h, w) => return Outcome::Waits,
             Err(fault) if fault.lasting() == Fault::Source => return Outcome::Failed(WcStatus::LocProtErr),
@@ -346,7 +386,7 @@ impl Rnic {
         if w.done < w.total {
             return Outcome::Progress;
         }
-        let mtu = q.mtu;
+        let Some(mtu) = self.qps.get(h).map(|q| q.mtu) else { return Outcome::Done };
         let packets = psn_count(w.total, mtu);
         if op == WrOpcode::SendInv {
             self.invalidate(ph, w.wqe.imm);
@@ -366,6 +406,24 @@ impl Rnic {
             p.rq_psn = psn;
         }
         Outcome::Done
+    }
+
+    /// Job `number` has copied `bytes` for a request of QP `h`, or not.
+    pub(crate) fn copied(&mut self, [h, peer]: [Handle<Qp>; 2], number: u64, bytes: u64, result: Result<(), Fault>) {
+        // If the QP has been reset meanwhile, what it did then is over.
+        let Some(q) = self.qps.get_mut(h).filter(|q| q.wait == Wait::Job(number)) else { return };
+        q.wait = Wait::No;
+        let goes_on = matches!(q.state, QpState::Rts | QpState::Sqd);
+        let work = if goes_on { q.work.take() } else { None };
+        if let Some(mut w) = work {
+            let outcome = match self.answering_peer(h) {
+                Some(ph) if ph == peer => self.moved(h, ph, &mut w, bytes, result),
+                _ => self.no_answer(h, &mut w),
+            };
+            self.has_sent(h, 0, bytes);
+            self.conclude(h, w, outcome);
+        }
+        self.make_runnable(h);
     }
 
     /// The peer QP, if it would answer: connected to us, able to receive, at our PSN, and both have a link.

@@ -1,6 +1,6 @@
 //! The objects of a vRNIC.
 
-use std::collections::{BTreeSet, VecDeque};
+use std::collections::BTreeSet;
 use std::sync::Arc;
 
 use unirdma_abi as abi;
@@ -9,7 +9,7 @@ use unirdma_mem::{Bell, CqRing, QpRings};
 
 use crate::datagram::{Ah, Backlog};
 use crate::mr::{Mr, Resolve};
-use crate::pace::Pace;
+use crate::pace::{Limit, Pace};
 use crate::random::Rng;
 use crate::rnic::Limits;
 use crate::slab::{ByNumber, Handle};
@@ -23,7 +23,7 @@ use crate::xrc::{XrcSrq, Xrcd};
 pub struct VnicId(pub(crate) Handle<Vnic>);
 
 /// One frontend of a vRNIC: a process of a container, or a VM.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash, PartialOrd, Ord)]
 pub struct SessionId(pub(crate) Handle<Session>);
 
 impl SessionId {
@@ -114,15 +114,10 @@ pub(crate) struct Vnic {
     /// Its link is up.
     pub up: bool,
     pub limits: Limits,
+    pub limit: Limit,
     /// What its sessions have in use.
     pub used: Used,
     pub counters: Counters,
-    /// QPs with work, in turn.
-    pub run: VecDeque<Handle<Qp>>,
-    /// What this vRNIC may still spend in its turn (deficit round robin).
-    pub deficit: u64,
-    /// True if it stands in the host's round.
-    pub queued: bool,
 }
 
 /// Objects that count against the quotas of a vRNIC.
@@ -175,6 +170,8 @@ pub(crate) struct Session {
     pub free_slots: Vec<u32>,
     /// False while the session is polled, true while it must kick.
     pub parked: bool,
+    /// Its doorbell has rung, and its vRNIC knows.
+    pub rung: bool,
     pub last_rung_ns: u64,
     /// Not 0 while the memory of its MRs is somewhere else: what its driver has said last.
     pub away: u32,
@@ -276,6 +273,8 @@ pub(crate) enum Wait {
     Tx,
     /// The process of some memory moves its pages, or the receiver's stage is full: try again at the deadline.
     Memory,
+    /// The job with this number copies.
+    Job(u64),
 }
 
 /// A send WQE under execution: a private copy, so that the driver cannot change it after it was checked.
@@ -377,6 +376,8 @@ pub(crate) struct Qp {
     pub recv: Option<Box<Recv>>,
     /// `recv` holds a WQE that a message has begun to fill.
     pub receiving: bool,
+    /// Jobs that copy from or to the memory that it answers for.
+    pub served_by: u32,
     pub wait: Wait,
     /// Distinguishes this wait's timer from older ones.
     pub timer: u32,

@@ -1,66 +1,160 @@
-//! Packet pacing: a QP with a rate limit takes its next packet, or its next slice on this host, when what it sent before has had
-//! its time (`IBV_QP_RATE_LIMIT` of `ibv_modify_qp(3)`, `ibv_modify_qp_rate_limit(3)`). Responses are not limited.
-
-use std::cmp::Reverse;
+//! Packet pacing: a QP with a rate limit (`IBV_QP_RATE_LIMIT` of `ibv_modify_qp(3)`, `ibv_modify_qp_rate_limit(3)`), or of a vRNIC
+//! with limits, takes its next packet, or its next slice on this host, when what was sent before has had its time. Responses
+//! are not limited.
 
 use crate::objects::Qp;
 use crate::rnic::Rnic;
+use crate::sched::{DEFAULT_WEIGHT, Due};
 use crate::slab::Handle;
 
 /// Nanoseconds that a kilobit takes at 1 kilobit a second, over the bits of a byte.
 const NS_PER_BYTE_AT_1_KBPS: u64 = 8_000_000;
+/// Nanoseconds of a second, and of the bits of a byte at 1 bit a second.
+const SECOND_NS: u128 = 1_000_000_000;
+const NS_PER_BYTE_AT_1_BPS: u128 = 8 * SECOND_NS;
+
+/// A vRNIC's part of the RNIC.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, serde::Serialize, serde::Deserialize)]
+pub struct Share {
+    /// Time of the RNIC that it gets while others want it too, in relation to theirs: 1 to 10,000.
+    pub weight: u32,
+    /// Most bits of payload that its QPs send in a second as requesters; 0: as many as they can.
+    pub rate_bps: u64,
+    /// Most work requests that its QPs begin in a second as requesters; 0: as many as they can.
+    pub ops: u64,
+    /// After a pause it may be ahead of both limits by what they allow in so many microseconds.
+    pub burst_us: u64,
+}
+
+impl Default for Share {
+    fn default() -> Self {
+        Share { weight: DEFAULT_WEIGHT, rate_bps: 0, ops: 0, burst_us: 10_000 }
+    }
+}
+
+/// What a vRNIC has sent, held against its limits (generic cell rate algorithm, ITU-T I.371).
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct Limit {
+    share: Share,
+    /// When what was sent so far would be over at the rates of the limits, ns.
+    bits_until: u64,
+    ops_until: u64,
+}
+
+impl Limit {
+    pub fn new(share: Share) -> Self {
+        Limit { share, bits_until: 0, ops_until: 0 }
+    }
+
+    pub fn share(&self) -> Share {
+        self.share
+    }
+
+    fn is_set(&self) -> bool {
+        self.share.rate_bps != 0 || self.share.ops != 0
+    }
+
+    /// When its QPs may send; a time that is past if they may now.
+    fn after(&self) -> u64 {
+        self.bits_until.max(self.ops_until).saturating_sub(self.share.burst_us.saturating_mul(1000))
+    }
+
+    fn has_sent(&mut self, now: u64, begun: u64, bytes: u64) {
+        let ns = |n: u64, ns: u128, rate: u64| match rate {
+            0 => 0,
+            rate => u64::try_from(u128::from(n) * ns / u128::from(rate)).unwrap_or(u64::MAX),
+        };
+        let bits_ns = ns(bytes, NS_PER_BYTE_AT_1_BPS, self.share.rate_bps);
+        let ops_ns = ns(begun, SECOND_NS, self.share.ops);
+        self.bits_until = self.bits_until.max(now).saturating_add(bits_ns);
+        self.ops_until = self.ops_until.max(now).saturating_add(ops_ns);
+    }
+}
 
 /// When a QP with a rate limit may send.
 #[derive(Clone, Copy, Default)]
 pub(crate) struct Pace {
     /// Not before this time, ns.
     after: u64,
-    /// It stands among those that wait for their time.
-    listed: bool,
+    /// It waits for its time.
+    waits: bool,
 }
 
 impl Qp {
     /// It has a rate limit.
-    pub fn is_paced(&self) -> bool {
+    fn is_paced(&self) -> bool {
         self.attr.rate_limit != 0
-    }
-
-    /// It may send now, as far as its rate limit goes.
-    pub fn may_send(&self, now: u64) -> bool {
-        !self.is_paced() || self.pace.after <= now
     }
 }
 
 impl Rnic {
-    /// QP `h`, which may not send now, gets a turn when it may.
-    pub(crate) fn wait_for_pace(&mut self, h: Handle<Qp>) {
-        let Some(q) = self.qps.get_mut(h) else { return };
-        if !std::mem::replace(&mut q.pace.listed, true) {
-            self.paced.push(Reverse((q.pace.after, h)));
+    /// True if QP `h` may send now. If its own rate limit or its vRNIC's is against that, it gets a turn when it may.
+    pub(crate) fn may_send(&mut self, h: Handle<Qp>) -> bool {
+        let Some(q) = self.qps.get_mut(h) else { return false };
+        let Some(v) = self.vnics.get(q.vnic.0) else { return false };
+        let own = if q.is_paced() { q.pace.after } else { 0 };
+        let after = if v.limit.is_set() { own.max(v.limit.after()) } else { own };
+        if after <= self.now {
+            return true;
         }
+        let vnic = q.vnic;
+        if !std::mem::replace(&mut q.pace.waits, true) {
+            self.sched.arm(vnic, after, Due::Pace(h), usize::MAX, |_| false);
+        }
+        false
     }
 
-    /// QP `h`, which has a rate limit, has sent `bytes`.
-    pub(crate) fn has_sent(&mut self, h: Handle<Qp>, bytes: u64) {
+    /// QP `h` has begun so many work requests and sent so many bytes.
+    pub(crate) fn has_sent(&mut self, h: Handle<Qp>, begun: u64, bytes: u64) {
         let now = self.now;
-        let Some(q) = self.qps.get_mut(h).filter(|q| q.is_paced()) else { return };
-        let ns = bytes.saturating_mul(NS_PER_BYTE_AT_1_KBPS) / u64::from(q.attr.rate_limit);
-        q.pace.after = q.pace.after.max(now).saturating_add(ns);
+        let Some(q) = self.qps.get_mut(h) else { return };
+        if q.is_paced() {
+            let ns = bytes.saturating_mul(NS_PER_BYTE_AT_1_KBPS) / u64::from(q.attr.rate_limit);
+            q.pace.after = q.pace.after.max(now).saturating_add(ns);
+        }
+        if let Some(v) = self.vnics.get_mut(q.vnic.0).filter(|v| v.limit.is_set()) {
+            v.limit.has_sent(now, begun, bytes);
+        }
     }
 
-    /// QPs whose time has come get their turns; true if there were any.
-    pub(crate) fn poll_paced(&mut self) -> bool {
-        let mut found = false;
-        while let Some(&Reverse((at, h))) = self.paced.peek()
-            && at <= self.now
-        {
-            self.paced.pop();
-            if let Some(q) = self.qps.get_mut(h) {
-                q.pace.listed = false;
-                self.make_runnable(h);
-                found = true;
-            }
+    /// The time has come for which QP `h` waited.
+    pub(crate) fn end_pace(&mut self, h: Handle<Qp>) {
+        if let Some(q) = self.qps.get_mut(h) {
+            q.pace.waits = false;
+            self.make_runnable(h);
         }
-        found
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// Sends as soon as it may; how many operations of `bytes` in `ns`.
+    fn sent_in(share: Share, bytes: u64, ns: u64) -> u64 {
+        let (mut limit, mut sent) = (Limit::new(share), 0);
+        let mut now = 1_000_000_000;
+        let end = now + ns;
+        loop {
+            now = now.max(limit.after());
+            if now >= end {
+                return sent;
+            }
+            limit.has_sent(now, 1, bytes);
+            sent += 1;
+        }
+    }
+
+    #[test]
+    fn limits_hold_with_a_burst() {
+        let share = Share { rate_bps: 8_000_000_000, burst_us: 1000, ..Share::default() };
+        // 1 GB a second for 10 ms, and 1 ms ahead.
+        assert!((2685..=2687).contains(&sent_in(share, 4096, 10_000_000)));
+        let share = Share { ops: 1_000_000, burst_us: 0, ..Share::default() };
+        assert!((10_000..=10_001).contains(&sent_in(share, 4096, 10_000_000)));
+        let both = Share { rate_bps: 8_000_000_000, ops: 100_000, burst_us: 0, ..Share::default() };
+        assert!((1000..=1001).contains(&sent_in(both, 4096, 10_000_000)));
+        // The slowest rate and the longest message end in no overflow.
+        assert_eq!(sent_in(Share { rate_bps: 1, ..Share::default() }, 1 << 31, 10_000_000), 1);
     }
 }

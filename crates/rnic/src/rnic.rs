@@ -1,7 +1,6 @@
-//! The core type: tables, the doorbell scan, deficit round robin over vRNICs, timers, outputs.
+//! The core type: tables, turns, outputs.
 
-use std::cmp::Reverse;
-use std::collections::{BTreeMap, BinaryHeap, HashMap, VecDeque};
+use std::collections::{BTreeMap, HashMap, VecDeque};
 
 use unirdma_abi as abi;
 use unirdma_formats::{AsyncEvent, Gid, QpState, QpType};
@@ -10,20 +9,34 @@ use unirdma_mem::Bell;
 use crate::capture::Tap;
 use crate::cm::Cm;
 use crate::datagram::{Ah, Backlog};
+use crate::job::{Jobs, Waiter};
 use crate::mr::{Backing, Mr, MrTable};
 use crate::multicast::Multicast;
-use crate::objects::{Counters, Cq, Names, Pd, Qp, QpInfo, Session, SessionId, Srq, Used, Vnic, VnicId};
+use crate::objects::{Counters, Cq, Names, Pd, Qp, QpInfo, Session, SessionId, Srq, Used, Vnic, VnicId, Wait};
+use crate::pace::{Limit, Share};
 use crate::random::{Seed, Streams};
+use crate::sched::{Due, Scheduler};
 use crate::slab::{Handle, Slab};
 use crate::wire::{Route, Tx, WireDrops};
 use crate::xrc::{Domains, Xrcd};
 
-/// What a vRNIC gets in one turn: bytes, with [`OP_COST`] added for each operation.
-pub(crate) const QUANTUM: u64 = 256 << 10;
-/// Cost of one operation beside its bytes.
-pub(crate) const OP_COST: u64 = 1024;
-/// Most that one [`Rnic::poll`] spends, so that its caller can let others in.
-const POLL_BUDGET: u64 = 512 << 10;
+/// Most time that a vRNIC's turn takes as far as it can be foretold, nanoseconds.
+const TURN_NS: u64 = 6_000;
+/// [`Rnic::poll`] begins no turn after this time, nanoseconds, so that its caller can let others in.
+const ROUND_NS: u64 = 10_000;
+/// What steps take, roughly, nanoseconds. Turns are planned with it; what they took is measured. One operation:
+pub(crate) const OP_NS: u64 = 100;
+/// A timer that has fired, and the doorbell page of a session.
+const STEP_NS: u64 = 100;
+/// Bytes that are copied in a nanosecond.
+const BYTES_PER_NS: u64 = 8;
+/// QPs that get a turn because their time of `soon` has come, or because packets can leave again, at most in one round.
+pub(crate) const MAX_WOKEN: usize = 64;
+
+/// What it takes to move bytes, roughly, nanoseconds.
+pub(crate) fn copy_ns(bytes: u64) -> u64 {
+    bytes / BYTES_PER_NS
+}
 
 /// Largest path MTU, bytes.
 pub(crate) const MAX_MTU: u32 = 4096;
@@ -106,6 +119,8 @@ pub struct VnicConfig {
     pub gids: Vec<Gid>,
     /// Quotas.
     pub limits: Limits,
+    /// Its part of the RNIC.
+    pub share: Share,
 }
 
 /// Something a session must be told.
@@ -119,6 +134,11 @@ pub enum Output {
         queue: u16,
         /// Which CQ.
         cqn: u32,
+    },
+    /// The command of this session that was delayed can be answered.
+    Released {
+        /// Whose.
+        session: SessionId,
     },
     /// CM_EVENT has something for completion event virtqueue `queue`.
     Connection {
@@ -142,9 +162,10 @@ impl Output {
     /// Whom it is for.
     pub fn session(&self) -> SessionId {
         match *self {
-            Output::Completion { session, .. } | Output::Connection { session, .. } | Output::Async { session, .. } => {
-                session
-            }
+            Output::Completion { session, .. }
+            | Output::Connection { session, .. }
+            | Output::Released { session }
+            | Output::Async { session, .. } => session,
         }
     }
 }
@@ -173,13 +194,8 @@ pub struct Rnic {
     pub(crate) active: Vec<SessionId>,
     /// Counts the changes of `active`.
     active_changes: u64,
-    /// vRNICs with runnable QPs, in turn.
-    round: VecDeque<VnicId>,
-    timers: BinaryHeap<Reverse<(u64, Handle<Qp>, u32)>>,
-    /// (when a completion event is due, CQ).
-    moderated: BinaryHeap<Reverse<(u64, Handle<Cq>)>>,
-    /// (when a QP with a rate limit may send again, QP).
-    pub(crate) paced: BinaryHeap<Reverse<(u64, Handle<Qp>)>>,
+    pub(crate) sched: Scheduler,
+    pub(crate) jobs: Jobs,
     outputs: VecDeque<Output>,
     pub(crate) routes: HashMap<(u32, Gid), Route>,
     /// Largest path MTU to other hosts, bytes.
@@ -188,10 +204,8 @@ pub struct Rnic {
     pub(crate) adapts: bool,
     pub(crate) drops: WireDrops,
     pub(crate) tx: Tx,
-    /// QPs that want a turn in a moment, all after the same delay, and when.
-    pub(crate) due_soon: VecDeque<(u64, Handle<Qp>)>,
     /// QPs that wait for room in `tx`.
-    pub(crate) tx_waiting: Vec<Handle<Qp>>,
+    pub(crate) tx_waiting: VecDeque<Handle<Qp>>,
     pub(crate) scratch: Box<[u8]>,
     /// The capture that runs.
     pub(crate) tap: Option<Box<Tap>>,
@@ -225,18 +239,15 @@ impl Rnic {
             qpns: HashMap::new(),
             active: Vec::new(),
             active_changes: 0,
-            round: VecDeque::new(),
-            timers: BinaryHeap::new(),
-            moderated: BinaryHeap::new(),
-            paced: BinaryHeap::new(),
+            sched: Scheduler::default(),
+            jobs: Jobs::default(),
             outputs: VecDeque::new(),
             routes: HashMap::new(),
             wire_mtu: MAX_MTU,
             adapts: true,
             drops: WireDrops::default(),
             tx: Tx::default(),
-            due_soon: VecDeque::new(),
-            tx_waiting: Vec::new(),
+            tx_waiting: VecDeque::new(),
             tap: None,
             starved: false,
             scratch: vec![0; 64 << 10].into_boxed_slice(),
@@ -253,13 +264,12 @@ impl Rnic {
             gids: c.gids,
             up: true,
             limits: c.limits,
+            limit: Limit::new(c.share),
             used: Used::default(),
             counters: Counters::default(),
-            run: VecDeque::new(),
-            deficit: 0,
-            queued: false,
         };
         let id = self.vnics.insert(v).map(VnicId)?;
+        self.sched.add(id, c.share.weight);
         self.list_gids(id, true);
         self.cm_addresses_changed();
         Some(id)
@@ -272,7 +282,26 @@ impl Rnic {
         }
         self.cm_forget_vnic(id);
         self.list_gids(id, false);
+        self.sched.remove(id);
         self.vnics.remove(id.0);
+    }
+
+    /// Gives a vRNIC another part of the RNIC from now on.
+    pub fn set_share(&mut self, id: VnicId, share: Share) {
+        if let Some(v) = self.vnics.get_mut(id.0) {
+            v.limit = Limit::new(share);
+            self.sched.set_weight(id, share.weight);
+        }
+    }
+
+    /// The part of the RNIC that a vRNIC has.
+    pub fn share(&self, id: VnicId) -> Share {
+        self.vnics.get(id.0).map_or(Share::default(), |v| v.limit.share())
+    }
+
+    /// How long the RNIC has worked for a vRNIC, nanoseconds.
+    pub fn busy_ns(&self, id: VnicId) -> u64 {
+        self.sched.busy_ns(id)
     }
 
     /// The counters of a vRNIC.
@@ -348,6 +377,7 @@ impl Rnic {
             slots: Vec::new(),
             free_slots: Vec::new(),
             parked: true,
+            rung: false,
             last_rung_ns: 0,
             away: 0,
             memory: None,
@@ -393,6 +423,7 @@ impl Rnic {
         self.active.retain(|&s| s != id);
         self.active_changes += 1;
         self.outputs.retain(|o| o.session() != id);
+        self.jobs.forget(id);
         self.sessions.remove(id.0);
     }
 
@@ -440,7 +471,7 @@ impl Rnic {
 
     /// True if QPs have work that [`Rnic::poll`] has not come to yet, or packets wait for the port.
     pub fn has_runnable(&self) -> bool {
-        !self.round.is_empty() || !self.tx_waiting.is_empty() || !self.tx.packets().is_empty()
+        self.sched.has_ready() || self.jobs.has_any() || !self.tx_waiting.is_empty() || !self.tx.packets().is_empty()
     }
 
     /// True while some session is polled or some QP has work.
@@ -450,11 +481,7 @@ impl Rnic {
 
     /// When [`Rnic::poll`] must be called again even if nothing rings; `None` for never.
     pub fn next_timeout(&self) -> Option<u64> {
-        let timer = self.timers.peek().map(|t| t.0.0);
-        let events = self.moderated.peek().map(|m| m.0.0);
-        let acks = self.due_soon.front().map(|a| a.0);
-        let paced = self.paced.peek().map(|p| p.0.0);
-        [timer, events, acks, paced, self.cm.next_timeout()].into_iter().flatten().min()
+        [self.sched.next_timeout(), self.cm.next_timeout()].into_iter().flatten().min()
     }
 
     /// Moves all outputs to the end of `out`.
@@ -462,107 +489,169 @@ impl Rnic {
         out.extend(self.outputs.drain(..));
     }
 
-    /// Looks at the doorbells and timers, and executes work for a bounded time; true if it found any.
-    pub fn poll(&mut self, now: u64) -> bool {
-        self.now = now;
-        let mut found =
-            self.scan_bells() | self.wake_due() | self.poll_cm() | self.poll_moderated() | self.poll_paced();
+    /// Looks at the doorbells and timers, and gives turns for a bounded time; true if there was anything to do. `clock` tells
+    /// the time, nanoseconds, and what is done is measured by it.
+    pub fn poll_by(&mut self, clock: impl Fn() -> u64) -> bool {
+        let began = clock();
+        self.now = began;
+        let mut found = self.look_at_bells() | self.wake_soon() | self.poll_cm();
         if !self.tx.is_full() {
             self.wake_tx_waiting();
         }
-        while let Some(&Reverse((at, qp, timer))) = self.timers.peek() {
-            if at > now {
+        let mut planned = 0;
+        while planned < ROUND_NS && self.now - began < ROUND_NS {
+            if self.jobs.is_full() {
                 break;
             }
-            self.timers.pop();
-            if self.qps.get(qp).is_some_and(|q| q.timer == timer) {
-                found = true;
-                self.on_timer(qp);
-            }
+            let Some(id) = self.sched.begin_turn(self.now) else { break };
+            found = true;
+            let estimate = self.turn(id);
+            planned += estimate;
+            let now = clock().max(self.now);
+            // A clock that stands still is that of a simulation.
+            let took = if now == began { estimate } else { now - self.now };
+            self.now = now;
+            self.sched.end_turn(id, now, took);
         }
-        found | self.run(POLL_BUDGET)
+        found
     }
 
-    fn scan_bells(&mut self) -> bool {
+    /// As [`Rnic::poll_by`], at a moment: what is done takes no time.
+    pub fn poll(&mut self, now: u64) -> bool {
+        self.poll_by(|| now)
+    }
+
+    /// Finds the sessions whose doorbells have rung; true if there are any.
+    fn look_at_bells(&mut self) -> bool {
         let mut found = false;
-        for i in 0..self.active.len() {
-            let h = self.active[i];
-            let Some(s) = self.sessions.get_mut(h.0) else { continue };
-            let Some(bell) = &s.bell else { continue };
-            let (slots, qps, vnics, round) = (&s.slots, &mut self.qps, &mut self.vnics, &mut self.round);
-            let rang = bell.take(|slot| {
-                // A bit of a slot that has no QP is the driver's mistake and costs nothing.
-                if let Some(&Some(qp)) = slots.get(slot as usize) {
-                    enqueue(qps, vnics, round, qp);
-                }
-            });
-            if rang {
+        for &id in &self.active {
+            if let Some(s) = self.sessions.get_mut(id.0)
+                && !s.rung
+                && s.bell.as_ref().is_some_and(Bell::has_rung)
+            {
+                s.rung = true;
                 s.last_rung_ns = self.now;
+                self.sched.ring(s.vnic, id);
                 found = true;
-                let away = bell.away();
-                if away != s.away {
-                    s.away = away;
-                    for &mr in s.names.mrs.values() {
-                        self.mrs.get_mut(mr).into_iter().for_each(|m| m.away = away != 0);
-                    }
-                    bell.confirm_away(away);
-                }
             }
         }
         found
     }
 
-    /// Gives a QP its place in its vRNIC's round.
-    pub(crate) fn make_runnable(&mut self, qp: Handle<Qp>) {
-        enqueue(&mut self.qps, &mut self.vnics, &mut self.round, qp);
+    /// A vRNIC's turn: a doorbell page, timers, and QPs. Returns what it takes, roughly, nanoseconds.
+    fn turn(&mut self, id: VnicId) -> u64 {
+        let mut ns = STEP_NS;
+        if let Some(s) = self.sched.next_rung(id) {
+            self.sessions.get_mut(s.0).into_iter().for_each(|s| s.rung = false);
+            self.take_bell(s);
+        }
+        while ns < TURN_NS / 2
+            && let Some(due) = self.sched.next_due(id, self.now)
+        {
+            self.on_due(due);
+            ns += STEP_NS;
+        }
+        while ns < TURN_NS
+            && let Some(qp) = self.sched.next_qp(id)
+        {
+            if let Some(q) = self.qps.get_mut(qp) {
+                q.queued = false;
+                let (took, again) = self.step(qp, TURN_NS - ns);
+                if again {
+                    self.make_runnable(qp);
+                }
+                ns += took;
+            }
+            ns += OP_NS;
+        }
+        ns
     }
 
-    /// Deficit round robin: each vRNIC with work gets [`QUANTUM`] a turn.
-    fn run(&mut self, budget: u64) -> bool {
-        let mut spent = 0;
-        while spent < budget {
-            let Some(vh) = self.round.pop_front() else { break };
-            let Some(v) = self.vnics.get_mut(vh.0) else { continue };
-            v.deficit += QUANTUM;
-            while let Some(v) = self.vnics.get_mut(vh.0) {
-                let Some(qh) = v.run.pop_front() else {
-                    v.queued = false;
-                    v.deficit = 0;
-                    break;
-                };
-                let allowance = v.deficit.min(QUANTUM);
-                if let Some(q) = self.qps.get_mut(qh) {
-                    q.queued = false;
-                    let (cost, again) = self.step(qh, allowance);
-                    spent += cost;
-                    if again {
-                        self.make_runnable(qh);
-                    }
-                    if let Some(v) = self.vnics.get_mut(vh.0) {
-                        v.deficit = v.deficit.saturating_sub(cost);
-                    }
-                }
-                let Some(v) = self.vnics.get_mut(vh.0) else { break };
-                if v.deficit == 0 && !v.run.is_empty() {
-                    self.round.push_back(vh);
-                    break;
-                }
+    /// Takes what a session's doorbell page says.
+    fn take_bell(&mut self, id: SessionId) {
+        let Some(s) = self.sessions.get_mut(id.0) else { return };
+        let Some(bell) = &s.bell else { return };
+        let (slots, qps, sched) = (&s.slots, &mut self.qps, &mut self.sched);
+        bell.take(slots.len() as u32, |slot| {
+            // A bit of a slot that has no QP is the driver's mistake and costs nothing.
+            if let Some(&Some(qp)) = slots.get(slot as usize) {
+                enqueue(qps, sched, qp);
+            }
+        });
+        let away = bell.away();
+        if away != s.away {
+            s.away = away;
+            for &mr in s.names.mrs.values() {
+                self.mrs.get_mut(mr).into_iter().for_each(|m| m.away = away != 0);
+            }
+            if away == 0 || !self.jobs.fence(id, Waiter::Away(away)) {
+                bell.confirm_away(away);
             }
         }
-        spent > 0
+    }
+
+    /// True if a session has posted sends that the RNIC has not come to yet, and that DESTROY_QP of `qpn`, or DESTROY_AH
+    /// (`None`), would take away. [`Rnic::poll_by`] executes them, a bounded part at a time.
+    ///
+    /// A program may destroy a UD QP and its AHs as soon as it has posted its last datagrams. A hardware RNIC has sent them
+    /// by the time it gets such a command; pollers that share their core with other programs may not have had a turn.
+    /// This is about unreliable QPs only: on a reliable one, only a completion says that a message has left.
+    pub fn is_behind(&mut self, now: u64, id: SessionId, qpn: Option<u32>) -> bool {
+        let Some(session) = self.sessions.get(id.0) else { return false };
+        let vnic = session.vnic;
+        if session.bell.as_ref().is_some_and(Bell::has_rung) {
+            self.now = now;
+            // If the session is parked, its kick is on the way.
+            self.unpark(id, now);
+            self.take_bell(id);
+        }
+        let concerned = |h: &Handle<Qp>| {
+            self.qps.get(*h).is_some_and(|q| {
+                q.owner == id && !q.typ.is_reliable() && qpn.map_or(q.typ == QpType::Ud, |qpn| q.qpn == qpn)
+            })
+        };
+        self.sched.waiting(vnic).any(concerned) || self.tx_waiting.iter().any(concerned)
+    }
+
+    /// A timer has fired.
+    fn on_due(&mut self, due: Due) {
+        match due {
+            Due::Wait(qp, timer) => {
+                if self.qps.get(qp).is_some_and(|q| q.timer == timer) {
+                    self.on_timer(qp);
+                }
+            }
+            Due::Pace(qp) => self.end_pace(qp),
+            Due::Events(cq) => self.events_due(cq),
+        }
+    }
+
+    /// QPs whose time of `soon` has come get their turns.
+    fn wake_soon(&mut self) -> bool {
+        let woken = (0..MAX_WOKEN).map_while(|_| {
+            let qp = self.sched.next_soon(self.now)?;
+            self.make_runnable(qp);
+            Some(())
+        });
+        woken.count() > 0
+    }
+
+    /// Gives a QP its place in its vRNIC's agenda.
+    pub(crate) fn make_runnable(&mut self, qp: Handle<Qp>) {
+        enqueue(&mut self.qps, &mut self.sched, qp);
     }
 
     pub(crate) fn arm_timer(&mut self, qp: Handle<Qp>, delay_ns: u64) {
-        let now = self.now;
-        // Timers of waits that are over stay until they expire, which may be hours: bound them.
-        if self.timers.len() > 1024 + 2 * self.qpns.len() {
-            let qps = &self.qps;
-            self.timers.retain(|Reverse((_, qp, timer))| qps.get(*qp).is_some_and(|q| q.timer == *timer));
-        }
-        if let Some(q) = self.qps.get_mut(qp) {
-            q.timer = q.timer.wrapping_add(1);
-            self.timers.push(Reverse((now.saturating_add(delay_ns), qp, q.timer)));
-        }
+        let at = self.now.saturating_add(delay_ns);
+        let Some(q) = self.qps.get_mut(qp) else { return };
+        q.timer = q.timer.wrapping_add(1);
+        let (vnic, due) = (q.vnic, Due::Wait(qp, q.timer));
+        let (qps, limit) = (&self.qps, 2 * self.qpns.len());
+        let stopped = |due: &Due| match *due {
+            Due::Wait(qp, timer) => qps.get(qp).is_none_or(|q| q.timer != timer),
+            Due::Pace(_) | Due::Events(_) => false,
+        };
+        self.sched.arm(vnic, at, due, limit, stopped);
     }
 
     pub(crate) fn push_output(&mut self, o: Output) {
@@ -651,29 +740,30 @@ impl Rnic {
         if m.waiting == 1 {
             m.due = now + m.period_ns;
             if !std::mem::replace(&mut m.timed, true) {
-                self.moderated.push(Reverse((m.due, cqn)));
+                let due = m.due;
+                self.arm_events(cqn, due);
             }
         }
         false
     }
 
-    /// Reports the completions that have waited long enough; true if there were any.
-    fn poll_moderated(&mut self) -> bool {
-        let mut found = false;
-        while let Some(&Reverse((at, cqn))) = self.moderated.peek()
-            && at <= self.now
-        {
-            self.moderated.pop();
-            let Some(m) = self.cqs.get_mut(cqn).and_then(|c| c.moderation.as_mut()) else { continue };
-            m.timed = m.waiting > 0 && m.due > self.now;
-            if m.timed {
-                self.moderated.push(Reverse((m.due, cqn)));
-            } else {
-                found |= m.waiting > 0;
-                self.end_moderation(cqn);
-            }
+    fn arm_events(&mut self, cqn: Handle<Cq>, at: u64) {
+        if let Some(s) = self.cqs.get(cqn).and_then(|c| self.sessions.get(c.owner.0)) {
+            self.sched.arm(s.vnic, at, Due::Events(cqn), usize::MAX, |_| false);
         }
-        found
+    }
+
+    /// Reports the completions of a CQ that have waited long enough.
+    fn events_due(&mut self, cqn: Handle<Cq>) {
+        let now = self.now;
+        let Some(m) = self.cqs.get_mut(cqn).and_then(|c| c.moderation.as_mut()) else { return };
+        m.timed = m.waiting > 0 && m.due > now;
+        if m.timed {
+            let due = m.due;
+            self.arm_events(cqn, due);
+        } else {
+            self.end_moderation(cqn);
+        }
     }
 
     /// Reports what waits for an event of a CQ.
@@ -691,7 +781,9 @@ impl Rnic {
         let Some(q) = self.qps.get_mut(h) else { return };
         let (owner, qpn) = (q.owner, q.qpn);
         let was = std::mem::replace(&mut q.state, QpState::Err);
-        q.wait = crate::objects::Wait::No;
+        if !matches!(q.wait, Wait::Job(_)) {
+            q.wait = Wait::No;
+        }
         q.timer = q.timer.wrapping_add(1);
         q.backlog = Backlog::default();
         if let Some(w) = &mut q.wire {
@@ -722,16 +814,10 @@ impl Rnic {
     }
 }
 
-fn enqueue(qps: &mut Slab<Qp>, vnics: &mut Slab<Vnic>, round: &mut VecDeque<VnicId>, qp: Handle<Qp>) {
-    let Some(q) = qps.get_mut(qp) else { return };
-    if q.queued {
-        return;
-    }
-    let Some(v) = vnics.get_mut(q.vnic.0) else { return };
-    q.queued = true;
-    v.run.push_back(qp);
-    if !v.queued {
-        v.queued = true;
-        round.push_back(q.vnic);
+fn enqueue(qps: &mut Slab<Qp>, sched: &mut Scheduler, qp: Handle<Qp>) {
+    if let Some(q) = qps.get_mut(qp)
+        && !std::mem::replace(&mut q.queued, true)
+    {
+        sched.enqueue(q.vnic, qp);
     }
 }

@@ -36,6 +36,11 @@ impl<T> Clone for Handle<T> {
     }
 }
 impl<T> Copy for Handle<T> {}
+impl<T> Default for Handle<T> {
+    fn default() -> Self {
+        Self::NONE
+    }
+}
 impl<T> PartialEq for Handle<T> {
     fn eq(&self, other: &Self) -> bool {
         self.0 == other.0
@@ -129,6 +134,40 @@ impl<T> Slab<T> {
     /// Handles whose value satisfies `f`.
     pub(crate) fn handles(&self, f: impl Fn(&T) -> bool) -> Vec<Handle<T>> {
         self.iter().filter(|(_, v)| f(v)).map(|(h, _)| h).collect()
+    }
+}
+
+/// Values beside those of a [`Slab`], by the same handles.
+pub(crate) struct Beside<K, V>(Vec<Option<(Handle<K>, V)>>);
+
+impl<K, V> Default for Beside<K, V> {
+    fn default() -> Self {
+        Beside(Vec::new())
+    }
+}
+
+impl<K, V> Beside<K, V> {
+    pub(crate) fn insert(&mut self, handle: Handle<K>, value: V) {
+        if self.0.len() <= handle.index() {
+            self.0.resize_with(handle.index() + 1, || None);
+        }
+        self.0[handle.index()] = Some((handle, value));
+    }
+
+    #[inline]
+    pub(crate) fn get(&self, handle: Handle<K>) -> Option<&V> {
+        let (h, v) = self.0.get(handle.index())?.as_ref()?;
+        (*h == handle).then_some(v)
+    }
+
+    #[inline]
+    pub(crate) fn get_mut(&mut self, handle: Handle<K>) -> Option<&mut V> {
+        let (h, v) = self.0.get_mut(handle.index())?.as_mut()?;
+        (*h == handle).then_some(v)
+    }
+
+    pub(crate) fn remove(&mut self, handle: Handle<K>) -> Option<V> {
+        self.0.get_mut(handle.index())?.take_if(|e| e.0 == handle).map(|e| e.1)
     }
 }
 

@@ -14,7 +14,7 @@ use unirdma_formats::cm::{Message, reason};
 use unirdma_formats::wire::{Deth, Extra, Op, Opcode, Packet, Part, Transport};
 use unirdma_formats::{Gid, QpState, QpType, WcStatus, WrOpcode};
 use unirdma_rnic::CmEventKind::*;
-use unirdma_rnic::{Arrival, Limits, VnicConfig};
+use unirdma_rnic::{Arrival, Limits, Share, VnicConfig};
 
 #[test]
 fn a_connection_is_made_used_and_ended() {
@@ -166,7 +166,7 @@ fn an_address_that_appears_meanwhile_is_found() {
     };
     // A vRNIC is added, in the same group and in another.
     let id = wait(&mut cm, 99);
-    let config = |group| VnicConfig { group, gids: vec![ip(99)], limits: Limits::default() };
+    let config = |group| VnicConfig { group, gids: vec![ip(99)], limits: Limits::default(), share: Share::default() };
     cm.net.rnic(0).add_vnic(config(77)).unwrap();
     assert!(cm.events(0).is_empty());
     let new = cm.net.rnic(0).add_vnic(config(0)).unwrap();
@@ -527,7 +527,7 @@ fn multicast_reaches_plain_devices_and_comes_from_them() {
     let ah = net.rnics[0].create_ah(s, pd, &address(group)).unwrap();
     let from = net.ends[0].sge(0, 100);
     net.ends[0].post_to(wqe(WrOpcode::Send, 2), ah, 0xff_ffff, &[from]);
-    while net.rnics[0].poll(1) {}
+    while poll(&mut net.rnics[0], 1) {}
     let sent: Vec<_> = net.rnics[0].tx().packets().iter().map(|p| (p.path.to, p.path.from, p.outer())).collect();
     assert_eq!(sent, [(ip, Some(gid(0).ip()), 0)]);
 

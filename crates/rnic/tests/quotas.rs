@@ -8,7 +8,7 @@ use unirdma_abi as abi;
 use unirdma_abi::Status;
 use unirdma_formats::QpType;
 use unirdma_mem::{CqRing, QpRings};
-use unirdma_rnic::{Backing, CreateQp, Limits, OpenXrcd, Rnic, SessionId, SrqAttr, VnicConfig};
+use unirdma_rnic::{Backing, CreateQp, Limits, OpenXrcd, Rnic, SessionId, Share, SrqAttr, VnicConfig};
 
 const FEW: u32 = 3;
 
@@ -81,7 +81,8 @@ fn every_quota_is_reached_and_freed() {
         ..Limits::default()
     };
     let mut r = Rnic::new(1, 0);
-    let mut vnic = |n, limits| r.add_vnic(VnicConfig { group: 0, gids: vec![ip(n)], limits }).unwrap();
+    let mut vnic =
+        |n, limits| r.add_vnic(VnicConfig { group: 0, gids: vec![ip(n)], limits, share: Share::default() }).unwrap();
     let (tight, free) = (vnic(1, few), vnic(2, Limits::default()));
     // Two programs share the quota of their vRNIC.
     let (a, b, other) = (session(&mut r, tight), session(&mut r, tight), session(&mut r, free));
@@ -126,7 +127,7 @@ fn a_program_that_ends_frees_all_of_its_quota() {
         ..Limits::default()
     };
     let mut r = Rnic::new(1, 0);
-    let vnic = r.add_vnic(VnicConfig { group: 0, gids: vec![ip(1)], limits: few }).unwrap();
+    let vnic = r.add_vnic(VnicConfig { group: 0, gids: vec![ip(1)], limits: few, share: Share::default() }).unwrap();
     for round in 0..3 {
         let (s, pd, cq) = session(&mut r, vnic);
         for (what, make, _) in OBJECTS.into_iter().filter(|o| o.0 != "MW") {
@@ -141,7 +142,9 @@ fn a_program_that_ends_frees_all_of_its_quota() {
 #[test]
 fn uses_are_counted() {
     let mut r = Rnic::new(1, 0);
-    let vnic = r.add_vnic(VnicConfig { group: 0, gids: vec![ip(1)], limits: Limits::default() }).unwrap();
+    let vnic = r
+        .add_vnic(VnicConfig { group: 0, gids: vec![ip(1)], limits: Limits::default(), share: Share::default() })
+        .unwrap();
     let (s, pd, cq) = session(&mut r, vnic);
     for (what, make, destroy) in OBJECTS.into_iter().filter(|o| !["PD", "CQ", "XRCD"].contains(&o.0)) {
         let n = make(&mut r, s, pd, cq).unwrap();

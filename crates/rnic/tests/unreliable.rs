@@ -242,7 +242,7 @@ fn datagrams_wait_for_the_port() {
                 &[sge],
             );
         }
-        while net.rnics[0].poll(0) {}
+        while poll(&mut net.rnics[0], 0) {}
         let done = net.ends[0].poll().len();
         sent += done;
         if done < 16 {
@@ -254,4 +254,60 @@ fn datagrams_wait_for_the_port() {
     net.run(SECOND);
     assert_eq!(net.ends[0].poll().len(), 16 - sent % 16);
     assert_eq!(net.counters(1).wire.rcvd_pkts, sent as u64 / 16 * 16 + 16);
+}
+
+/// A program posts its last datagrams and destroys its AH and its QP at once, while no poller has a turn.
+#[test]
+fn datagrams_posted_before_their_objects_are_destroyed_are_sent() {
+    for destroys_ah in [true, false] {
+        for (place, mut net) in places(QpType::Ud) {
+            let ah = net.ah(0, 1);
+            let (dest, sge, to) = (net.ends[1].qpn, net.ends[0].sge(0, 1000), net.ends[1].sge(0, 2000));
+            let (session, qpn, other) = (net.ends[0].session, net.ends[0].qpn, net.ends[1].session);
+            (1..=10).for_each(|id| net.ends[1].recv(id, &[to]));
+            net.run(SECOND);
+            let now = net.now;
+            // An idle session is not polled: that somebody has rung is seen all the same.
+            net.rnic(0).park_idle(now, 0);
+            assert!(!net.rnic(0).is_behind(now, session, None), "{place}");
+            for id in 1..=10 {
+                net.ends[0].post_to(wqe(WrOpcode::Send, id), ah, dest, &[sge]);
+            }
+            let of = (!destroys_ah).then_some(qpn);
+            let rnic = net.rnic(0);
+            assert!(!rnic.is_behind(now, session, Some(qpn ^ 1)), "{place}: another QP");
+            if place == "one host" {
+                assert!(!rnic.is_behind(now, other, None), "another session");
+            }
+            assert!(rnic.is_behind(now, session, of), "{place}");
+            while rnic.is_behind(now, session, of) {
+                rnic.poll(now);
+            }
+            if destroys_ah {
+                rnic.destroy_ah(session, ah).unwrap();
+            }
+            rnic.destroy_qp(session, qpn).unwrap();
+            net.run(SECOND);
+            let got: Vec<u64> = net.ends[1].poll().iter().map(|c| c.wr_id).collect();
+            assert_eq!(got, (1..=10).collect::<Vec<_>>(), "{place}");
+            assert_eq!((net.counters(0).sent_wrs, net.counters(0).errors), (10, 0), "{place}");
+        }
+    }
+}
+
+/// On a reliable QP only a completion says that a message has left, so nobody waits for what was posted.
+#[test]
+fn only_unreliable_sends_come_before_a_command() {
+    for (typ, of_its_qp, of_ahs) in [(QpType::Rc, false, false), (QpType::Uc, true, false), (QpType::Ud, true, true)] {
+        for (place, mut net) in places(typ) {
+            let (session, qpn, dest) = (net.ends[0].session, net.ends[0].qpn, net.ends[1].qpn);
+            let (ah, sge) = (net.ah(0, 1), net.ends[0].sge(0, 100));
+            net.ends[0].post_to(wqe(WrOpcode::Send, 1), ah, dest, &[sge]);
+            let now = net.now;
+            let behind = (net.rnic(0).is_behind(now, session, Some(qpn)), net.rnic(0).is_behind(now, session, None));
+            assert_eq!(behind, (of_its_qp, of_ahs), "{typ:?}, {place}");
+            net.run(SECOND);
+            assert!(!net.rnic(0).is_behind(now, session, Some(qpn)), "{typ:?}, {place}");
+        }
+    }
 }

@@ -128,6 +128,7 @@ fn a_queue_that_a_message_goes_into_stays() {
         let (s, bell) = (x.net.ends[1].session, x.net.ends[1].bell.clone());
         // The memory of the receive is away for a moment, so that the message waits.
         bell.set_away(1);
+        x.net.run(0);
         let sge = x.net.ends[0].sge(0, 3000);
         x.net.ends[0].post(abi::SqWqe { dest_qpn: x.a.number, ..wqe(WrOpcode::Send, 1) }, &[sge]);
         x.net.run(1_000_000);

@@ -10,13 +10,14 @@ impl Control {
             Request::VrnicShow { name } => {
                 let v = self.vrnics.get(&name).ok_or_else(|| self.unknown(&name))?;
                 let mut info = self.info(&name).ok_or_else(|| self.unknown(&name))?;
-                let rnic = lock(&self.engine.rnic);
+                let rnic = self.engine.rnic.lock();
                 (info.queue_pairs, info.listeners) = (rnic.queue_pairs(v.id), rnic.listeners(v.id));
                 info.memory = rnic.mr_notes(v.id);
                 drop(rnic);
                 Ok(Response::Vrnic(Box::new(info)))
             }
             Request::VrnicRemove { name, force } => self.remove_vrnic(&name, force),
+            Request::VrnicSet { name, share } => self.set_share(&name, share),
             Request::VrnicLink { name, up } => self.set_link(&name, up),
             Request::VrnicAddress { name, ip, add: true } => self.add_address(&name, ip),
             Request::VrnicAddress { name, ip, add: false } => self.remove_address(&name, ip),
@@ -54,6 +55,7 @@ impl Control {
                 dir: self.dir.display().to_string(),
                 vrnics: self.vrnics.len(),
                 sessions: self.sessions.len(),
+                rnic_held: self.engine.rnic.held(),
                 wire: self.wire.as_ref().map(|w| WireInfo {
                     addresses: w.addresses().to_vec(),
                     peers_file: w.file().display().to_string(),
@@ -61,7 +63,7 @@ impl Control {
                     peers_error: w.error().map(str::to_string),
                     mtu: w.mtu(),
                     port: self.engine.port_counters().unwrap_or_default(),
-                    drops: lock(&self.engine.rnic).wire_drops(),
+                    drops: self.engine.rnic.lock().wire_drops(),
                 }),
             }))),
         }
@@ -113,8 +115,9 @@ impl Control {
             max_sessions: add.max_sessions.unwrap_or(d.max_sessions),
             ..d
         };
-        let config = VnicConfig { group: group_id, gids: vrnic::gid_table(&ips, mac), limits };
-        let id = lock(&self.engine.rnic).add_vnic(config).ok_or("too many vRNICs")?;
+        let share = add.share.apply(Share::default())?;
+        let config = VnicConfig { group: group_id, gids: vrnic::gid_table(&ips, mac), limits, share };
+        let id = self.engine.rnic.lock().add_vnic(config).ok_or("too many vRNICs")?;
         let identity = Arc::new(Identity {
             vnic: id,
             config: vrnic::device_config(mac, &limits),
@@ -122,7 +125,7 @@ impl Control {
             active_mtu: self.wire.as_ref().map_or(vrnic::PORT_MTU, Wire::mtu_code),
         });
         let listener = self.listen(&add.name).map_err(|e| {
-            lock(&self.engine.rnic).remove_vnic(id);
+            self.engine.rnic.lock().remove_vnic(id);
             format!("cannot serve vRNIC {}: {e}", add.name)
         })?;
         let v = Vrnic {
@@ -183,9 +186,22 @@ impl Control {
         }
     }
 
+    fn set_share(&mut self, name: &str, set: SetShare) -> Answer {
+        let v = self.vrnics.get(name).ok_or_else(|| self.unknown(name))?;
+        if set == SetShare::default() {
+            return Err("nothing to set; give --weight, --rate, --ops or --burst".into());
+        }
+        {
+            let mut rnic = self.engine.rnic.lock();
+            let share = set.apply(rnic.share(v.id))?;
+            rnic.set_share(v.id, share);
+        }
+        self.info(name).map(|i| Response::Vrnic(Box::new(i))).ok_or_else(|| self.unknown(name))
+    }
+
     fn set_link(&mut self, name: &str, up: bool) -> Answer {
         let v = self.vrnics.get(name).ok_or_else(|| self.unknown(name))?;
-        lock(&self.engine.rnic).set_link(v.id, up);
+        self.engine.rnic.lock().set_link(v.id, up);
         if let Some(id) = v.attached {
             self.switch.set_link(id, up);
         }
@@ -197,7 +213,7 @@ impl Control {
         let v = self.vrnics.get(name).ok_or_else(|| self.unknown(name))?;
         self.check_free(&ip, &v.group)?;
         let gid = Gid::from_ip(ip.addr);
-        let mut gids = lock(&self.engine.rnic).gids(v.id).to_vec();
+        let mut gids = self.engine.rnic.lock().gids(v.id).to_vec();
         match gids.iter().position(|g| g.is_zero()) {
             Some(hole) => gids[hole] = gid,
             None if gids.len() < vrnic::MAX_GIDS => gids.push(gid),
@@ -221,7 +237,7 @@ impl Control {
             ));
         }
         let gone = Gid::from_ip(ip.addr);
-        let mut gids = lock(&self.engine.rnic).gids(v.id).to_vec();
+        let mut gids = self.engine.rnic.lock().gids(v.id).to_vec();
         gids.iter_mut().filter(|g| **g == gone).for_each(|g| *g = Gid::default());
         self.change_addresses(name, gids, |ips| ips.retain(|o| !vrnic::same_address(o, &ip)))
     }
@@ -229,7 +245,7 @@ impl Control {
     fn change_addresses(&mut self, name: &str, gids: Vec<Gid>, change: impl Fn(&mut Vec<IpNet>)) -> Answer {
         if let Some(v) = self.vrnics.get_mut(name) {
             change(&mut v.ips);
-            lock(&self.engine.rnic).set_gids(v.id, gids);
+            self.engine.rnic.lock().set_gids(v.id, gids);
         }
         self.engine.after_command();
         self.info(name).map(|i| Response::Vrnic(Box::new(i))).ok_or_else(|| self.unknown(name))
@@ -270,7 +286,7 @@ impl Control {
             if let Some(id) = v.attached {
                 self.switch.remove(id);
             }
-            lock(&self.engine.rnic).remove_vnic(v.id);
+            self.engine.rnic.lock().remove_vnic(v.id);
             let _ = std::fs::remove_dir_all(vrnic_dir(&self.dir, name));
         }
         Ok(Response::Done)
@@ -286,7 +302,7 @@ impl Control {
         }
         let group = *self.groups.get(&v.group).ok_or("the group is gone")?;
         let fd = fd.ok_or("attach needs a descriptor")?;
-        let up = lock(&self.engine.rnic).is_up(v.id);
+        let up = self.engine.rnic.lock().is_up(v.id);
         self.switch.add(id, fd, group, v.mac, up).map_err(|e| format!("cannot use that interface: {e}"))?;
         v.attached = Some(id);
         Ok(Response::Done)
@@ -306,7 +322,7 @@ impl Control {
 
     fn info(&self, name: &str) -> Option<VrnicInfo> {
         let v = self.vrnics.get(name)?;
-        let rnic = lock(&self.engine.rnic);
+        let rnic = self.engine.rnic.lock();
         let u = rnic.usage(v.id);
         Some(VrnicInfo {
             name: name.into(),
@@ -327,6 +343,8 @@ impl Control {
             bytes_mapped: u.bytes_mapped,
             bytes_copied: u.bytes_copied,
             limits: v.limits,
+            share: rnic.share(v.id),
+            busy_ns: rnic.busy_ns(v.id),
             counters: rnic.counters(v.id).unwrap_or_default(),
             listeners: Vec::new(),
             memory: Vec::new(),

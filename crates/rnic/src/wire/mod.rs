@@ -20,7 +20,7 @@ use unirdma_mem::Fault;
 
 use crate::datagram::ethernet;
 use crate::objects::{Qp, VnicId, Wait, Work};
-use crate::rnic::Rnic;
+use crate::rnic::{MAX_WOKEN, Rnic};
 use crate::slab::Handle;
 use crate::stall::Stall;
 pub(crate) use requester::request_packet;
@@ -597,7 +597,7 @@ impl Rnic {
             while cost < allowance {
                 if rnic.tx.is_full() {
                     if !std::mem::replace(&mut w.waits_for_tx, true) {
-                        rnic.tx_waiting.push(h);
+                        rnic.tx_waiting.push_back(h);
                     }
                     return (cost, false);
                 }
@@ -621,20 +621,10 @@ impl Rnic {
         turn.unwrap_or((0, false))
     }
 
-    /// QPs whose ACK has waited long enough, or that look for receives again, get their turns.
-    pub(crate) fn wake_due(&mut self) -> bool {
-        let mut any = false;
-        while let Some(&(_, h)) = self.due_soon.front().filter(|a| a.0 <= self.now) {
-            self.due_soon.pop_front();
-            self.make_runnable(h);
-            any = true;
-        }
-        any
-    }
-
-    /// There is room in [`Tx`] again.
+    /// There is room in [`Tx`] again: QPs that waited for it get their turns.
     pub(crate) fn wake_tx_waiting(&mut self) {
-        while let Some(h) = self.tx_waiting.pop() {
+        for _ in 0..MAX_WOKEN {
+            let Some(h) = self.tx_waiting.pop_front() else { return };
             if let Some(q) = self.qps.get_mut(h) {
                 if q.wait == Wait::Tx {
                     q.wait = Wait::No;

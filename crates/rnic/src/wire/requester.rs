@@ -6,7 +6,7 @@ use unirdma_formats::{Psn, QpState, WcStatus, WrOpcode, ack_timeout_ns, credits,
 use super::{Flight, Wire};
 use crate::access::{Tables, local_side};
 use crate::objects::{Qp, Work};
-use crate::rnic::{OP_COST, Rnic};
+use crate::rnic::{OP_NS, Rnic, copy_ns};
 use crate::slab::Handle;
 use crate::wqe::load;
 
@@ -120,12 +120,10 @@ impl Rnic {
         if w.flight.get(i)?.work.stall.holds(self.now) {
             return None;
         }
-        let q = self.qps.get(h)?;
-        let paced = q.is_paced();
-        if !q.may_send(self.now) {
-            self.wait_for_pace(h);
+        if !self.may_send(h) {
             return None;
         }
+        let q = self.qps.get(h)?;
         let f = w.flight.get(i)?;
         if f.status.is_some() {
             // Everything before it must be answered first.
@@ -171,7 +169,7 @@ impl Rnic {
             Err(_) => {
                 // The memory is gone since the request was checked.
                 f.status = Some(WcStatus::LocProtErr);
-                return Some(OP_COST);
+                return Some(OP_NS);
             }
         }
         self.note_sent(h, &w.path);
@@ -194,10 +192,8 @@ impl Rnic {
         if again {
             self.count(h, |c| c.wire.retransmitted_pkts += 1);
         }
-        if paced {
-            self.has_sent(h, len as u64);
-        }
-        Some(len as u64 + OP_COST / 8)
+        self.has_sent(h, u64::from(begins && !again), len as u64);
+        Some(copy_ns(len as u64) + OP_NS)
     }
 
     fn deadline(&self, h: Handle<Qp>) -> u64 {
@@ -254,7 +250,7 @@ impl Rnic {
         w.cursor = w.cursor.saturating_sub(1);
         self.retire(h, &f.work, WcStatus::Success);
         w.spare.push(f.work);
-        Some(OP_COST)
+        Some(OP_NS)
     }
 
     /// The WQE at the head failed before it was sent.

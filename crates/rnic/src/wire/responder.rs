@@ -7,9 +7,9 @@ use unirdma_formats::{AsyncEvent, NO_CREDITS, Psn, QpType, WcStatus, access, cre
 use unirdma_mem::{Fault, atomic_u64};
 
 use super::Wire;
-use crate::access::{Side, Tables, may_flush, recv_side, remote};
-use crate::objects::{Pd, Qp, SessionId};
-use crate::rnic::{OP_COST, Rnic};
+use crate::access::{Reach, Side, Tables, may_flush, recv_side, remote};
+use crate::objects::Qp;
+use crate::rnic::{OP_NS, Rnic, copy_ns};
 use crate::slab::Handle;
 use crate::stall::Stall;
 use crate::wqe::{NoRecv, RecvDone};
@@ -35,8 +35,8 @@ enum Answer {
         rkey: u32,
         len: u64,
         done: u64,
-        /// Whose memory: PD and session.
-        of: (Handle<Pd>, SessionId),
+        /// Whose memory.
+        of: Reach,
         /// For a duplicate request.
         again: bool,
     },
@@ -436,7 +436,7 @@ impl Rnic {
     }
 
     fn queue_read(&self, h: Handle<Qp>, w: &mut Wire, p: &Packet<'_>, again: bool) {
-        let Some(of) = self.qps.get(h).map(|q| (q.pd, q.memory)) else { return };
+        let Some(of) = self.qps.get(h).map(|q| Reach::of(q, access::REMOTE_READ)) else { return };
         let (va, rkey, len) = (p.reth.va, p.reth.rkey, p.reth.dma_len.into());
         w.resp.push(Answer::Read { psn: Psn::new(p.psn), msn: w.resp.msn, va, rkey, len, done: 0, of, again });
     }
@@ -457,7 +457,7 @@ impl Rnic {
 
     /// The answer to an atomic write or a flush: that of a READ of no bytes (annex A19).
     fn queue_answer(&self, h: Handle<Qp>, w: &mut Wire, psn: Psn, again: bool) {
-        let Some(of) = self.qps.get(h).map(|q| (q.pd, q.memory)) else { return };
+        let Some(of) = self.qps.get(h).map(|q| Reach::of(q, access::REMOTE_READ)) else { return };
         w.resp.push(Answer::Read { psn, msn: w.resp.msn, va: 0, rkey: 0, len: 0, done: 0, of, again });
     }
 
@@ -525,7 +525,7 @@ impl Rnic {
     /// Notes that QP `h` has an ACK to send soon; when.
     fn delay_ack(&mut self, h: Handle<Qp>) -> u64 {
         let due = self.now.saturating_add(ACK_DELAY_NS);
-        self.due_soon.push_back((due, h));
+        self.sched.soon(due, h);
         self.count(h, |c| c.wire.ack_deferred += 1);
         due
     }
@@ -583,8 +583,7 @@ impl Rnic {
                 let ends = done + n == len;
                 let p = head(Op::ReadResponse(Part::of(done == 0, ends)), psn, syndrome::ACK, msn);
                 let tables = Tables { mrs: &self.mrs, sessions: &self.sessions };
-                let (pd, session) = of;
-                let from = Side::Remote { pd, session, qpn: q.qpn, access: access::REMOTE_READ, key: rkey, addr: va };
+                let from = Side::Remote { reach: of, qpn: q.qpn, key: rkey, addr: va };
                 bytes = n;
                 let sent = self.tx.push(w.path, &p, n as usize, |to| tables.load(from, done, to));
                 match sent {
@@ -600,13 +599,13 @@ impl Rnic {
                         w.resp.failed = true;
                         let event = Some(Some(AsyncEvent::QpAccessErr));
                         w.resp.answers[0] = Answer::Nak { psn, msn, code, fails: event };
-                        return Some(OP_COST);
+                        return Some(OP_NS);
                     }
                 }
                 w.resp.stall.over();
                 if !ends {
                     self.note_sent(h, &w.path);
-                    return Some(n + OP_COST / 8);
+                    return Some(copy_ns(n) + OP_NS);
                 }
                 sent
             }
@@ -617,6 +616,6 @@ impl Rnic {
         if let Some(event) = fails {
             self.fail_qp(h, event);
         }
-        Some(bytes + OP_COST / 8)
+        Some(copy_ns(bytes) + OP_NS)
     }
 }

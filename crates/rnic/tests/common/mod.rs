@@ -11,7 +11,7 @@ pub mod shared;
 use unirdma_abi as abi;
 use unirdma_formats::{Gid, QpType, WcStatus, WrOpcode, access, attr_mask as m, send_flags};
 use unirdma_mem::{Bell, CqRing, CqTail, QpRings, Span};
-use unirdma_rnic::{Backing, CreateQp, Limits, Output, Rnic, SessionId, VnicConfig, VnicId};
+use unirdma_rnic::{Backing, CreateQp, Limits, Output, Rnic, SessionId, Share, VnicConfig, VnicId};
 use zerocopy::IntoBytes;
 
 pub const MR_BYTES: usize = 1 << 20;
@@ -19,6 +19,17 @@ pub const IOVA: u64 = 0x10_0000;
 pub const QKEY: u32 = 0x1234_5678;
 pub const SECOND: u64 = 1_000_000_000;
 pub const ALL: u32 = access::LOCAL_WRITE | access::REMOTE_WRITE | access::REMOTE_READ | access::REMOTE_ATOMIC;
+
+/// Polls an RNIC, and does the jobs that it gives; true if there was anything to do.
+pub fn poll(rnic: &mut Rnic, now: u64) -> bool {
+    let mut found = rnic.poll(now);
+    while let Some(mut job) = rnic.take_job() {
+        job.run(&mut [0; 4096]);
+        rnic.end_job(job);
+        found = true;
+    }
+    found
+}
 
 /// A window at a multiple of 64.
 pub fn aligned(len: usize) -> Span {
@@ -53,7 +64,9 @@ impl End {
     }
 
     pub fn of_type(rnic: &mut Rnic, group: u32, n: u8, typ: QpType) -> End {
-        let vnic = rnic.add_vnic(VnicConfig { group, gids: vec![ip(n)], limits: Limits::default() }).unwrap();
+        let vnic = rnic
+            .add_vnic(VnicConfig { group, gids: vec![ip(n)], limits: Limits::default(), share: Share::default() })
+            .unwrap();
         Self::of_vnic(rnic, vnic, 64, typ)
     }
 
@@ -221,7 +234,7 @@ impl Pair {
 
     /// Runs until nothing happens any more at this time.
     pub fn settle(&mut self) {
-        while self.rnic.poll(self.now) {}
+        while poll(&mut self.rnic, self.now) {}
         self.rnic.drain_outputs(&mut self.outputs);
     }
 

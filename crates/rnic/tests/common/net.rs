@@ -194,7 +194,7 @@ impl Net {
         let end = self.now + limit;
         loop {
             for i in 0..self.rnics.len() {
-                while self.rnics[i].poll(self.now) | self.collect(i) {}
+                while poll(&mut self.rnics[i], self.now) | self.collect(i) {}
             }
             let arrival = self.flying.keys().next().map(|k| k.0);
             let timers = self.rnics.iter().filter_map(|r| r.next_timeout());

@@ -1,0 +1,75 @@
+//! Rates and times as people write them.
+
+/// A number with K, M, G or T for powers of 1000, or `none`, which is 0.
+pub fn rate(s: &str) -> Result<u64, String> {
+    if s == "none" {
+        return Ok(0);
+    }
+    let (digits, unit) = s.split_at(s.find(|c: char| !c.is_ascii_digit() && c != '.').unwrap_or(s.len()));
+    let factor = match unit {
+        "" => 1e0,
+        "K" | "k" => 1e3,
+        "M" => 1e6,
+        "G" => 1e9,
+        "T" => 1e12,
+        _ => return Err("write a number with K, M, G or T, as 500M or 2.5G, or `none`".into()),
+    };
+    let n: f64 = digits.parse().map_err(|_| "write a number with K, M, G or T, as 500M or 2.5G, or `none`")?;
+    let n = n * factor;
+    if (1.0..=1e15).contains(&n) { Ok(n as u64) } else { Err("the range is 1 to 1000T; `none` is no limit".into()) }
+}
+
+/// A time with us, ms or s, in microseconds.
+pub fn micros(s: &str) -> Result<u64, String> {
+    let (digits, unit) = s.split_at(s.find(|c: char| !c.is_ascii_digit()).unwrap_or(s.len()));
+    let factor = match unit {
+        "us" => 1,
+        "ms" => 1000,
+        "s" => 1_000_000,
+        _ => return Err("write a time with us, ms or s, as 500us or 10ms".into()),
+    };
+    let n: u64 = digits.parse().map_err(|_| "write a time with us, ms or s, as 500us or 10ms")?;
+    let max = unirdma_host::MAX_BURST_US;
+    n.checked_mul(factor).filter(|n| *n <= max).ok_or(format!("the longest time is {} s", max / 1_000_000))
+}
+
+/// A count with its power of 1000, and a space: `2.5 G`.
+pub fn decimal(n: u64) -> String {
+    for (factor, unit) in [(1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "K")] {
+        if n as f64 >= factor {
+            return format!("{} {unit}", (n as f64 / factor * 1000.0).round() / 1000.0);
+        }
+    }
+    format!("{n} ")
+}
+
+/// Nanoseconds as a time.
+pub fn seconds(ns: u64) -> String {
+    match ns {
+        0..1_000_000 => format!("{} us", ns / 1000),
+        1_000_000..1_000_000_000 => format!("{:.1} ms", ns as f64 / 1e6),
+        _ => format!("{:.2} s", ns as f64 / 1e9),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn what_people_write_is_understood_or_refused() {
+        for (text, n) in [("none", 0), ("1", 1), ("500M", 500_000_000), ("2.5G", 2_500_000_000), ("10k", 10_000)] {
+            assert_eq!(rate(text), Ok(n), "{text}");
+        }
+        for text in ["", "0", "-1", "5X", "1e9", "M", "2000T", "1.2.3G", "10 G"] {
+            assert!(rate(text).is_err(), "{text}");
+        }
+        for (text, n) in [("500us", 500), ("10ms", 10_000), ("1s", 1_000_000), ("0us", 0)] {
+            assert_eq!(micros(text), Ok(n), "{text}");
+        }
+        for text in ["", "5", "ms", "1h", "99999999999999999999s", "11s"] {
+            assert!(micros(text).is_err(), "{text}");
+        }
+        assert_eq!((decimal(2_500_000_000), decimal(7)), ("2.5 G".into(), "7 ".into()));
+    }
+}

@@ -1,0 +1,197 @@
+//! The RNIC behind its lock, and how long the lock is held.
+
+use std::ops::{Deref, DerefMut};
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::{Mutex, MutexGuard, PoisonError, TryLockError};
+
+use unirdma_rnic::Rnic;
+
+/// The monotonic clock, nanoseconds: completions carry it, and programs of this machine can ask for it too.
+pub fn now_ns() -> u64 {
+    let t = rustix::time::clock_gettime(rustix::time::ClockId::Monotonic);
+    t.tv_sec as u64 * 1_000_000_000 + t.tv_nsec as u64
+}
+
+/// Looks at a lock that somebody holds for a moment, before the thread sleeps.
+const SPINS: u32 = 2_000;
+
+/// An RNIC that several threads use, one at a time.
+pub struct SharedRnic {
+    rnic: Mutex<Rnic>,
+    held: Histogram,
+}
+
+impl SharedRnic {
+    /// An RNIC that nobody uses yet.
+    pub fn new(rnic: Rnic) -> Self {
+        SharedRnic { rnic: Mutex::new(rnic), held: Histogram::default() }
+    }
+
+    /// The RNIC, when nobody else has it. A thread that had it and panicked does not matter: every step leaves valid state.
+    pub fn lock(&self) -> RnicGuard<'_> {
+        self.guard(self.rnic.lock().unwrap_or_else(PoisonError::into_inner))
+    }
+
+    /// The RNIC, unless somebody has it.
+    pub fn try_lock(&self) -> Option<RnicGuard<'_>> {
+        match self.rnic.try_lock() {
+            Ok(r) => Some(self.guard(r)),
+            Err(TryLockError::Poisoned(p)) => Some(self.guard(p.into_inner())),
+            Err(TryLockError::WouldBlock) => None,
+        }
+    }
+
+    /// As [`SharedRnic::lock`], for a caller who expects that whoever has it is about to give it back.
+    pub fn spin_lock(&self) -> RnicGuard<'_> {
+        for _ in 0..SPINS {
+            if let Some(r) = self.try_lock() {
+                return r;
+            }
+            std::hint::spin_loop();
+        }
+        self.lock()
+    }
+
+    /// As [`SharedRnic::spin_lock`], for a step that is known to be short: how long it takes is not measured.
+    pub fn brief_lock(&self) -> MutexGuard<'_, Rnic> {
+        for _ in 0..SPINS {
+            match self.rnic.try_lock() {
+                Ok(r) => return r,
+                Err(TryLockError::Poisoned(p)) => return p.into_inner(),
+                Err(TryLockError::WouldBlock) => std::hint::spin_loop(),
+            }
+        }
+        self.rnic.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    fn guard<'a>(&'a self, rnic: MutexGuard<'a, Rnic>) -> RnicGuard<'a> {
+        RnicGuard { rnic, since_ns: now_ns(), held: &self.held }
+    }
+
+    /// How long the RNIC was held.
+    pub fn held(&self) -> HoldTimes {
+        self.held.read()
+    }
+}
+
+/// The RNIC, for as long as this lives.
+pub struct RnicGuard<'a> {
+    rnic: MutexGuard<'a, Rnic>,
+    since_ns: u64,
+    held: &'a Histogram,
+}
+
+impl RnicGuard<'_> {
+    /// When it was taken, nanoseconds.
+    pub fn since_ns(&self) -> u64 {
+        self.since_ns
+    }
+}
+
+impl Deref for RnicGuard<'_> {
+    type Target = Rnic;
+    fn deref(&self) -> &Rnic {
+        &self.rnic
+    }
+}
+
+impl DerefMut for RnicGuard<'_> {
+    fn deref_mut(&mut self) -> &mut Rnic {
+        &mut self.rnic
+    }
+}
+
+impl Drop for RnicGuard<'_> {
+    fn drop(&mut self) {
+        self.held.note(now_ns().saturating_sub(self.since_ns));
+    }
+}
+
+/// How long the lock of the RNIC was held, nanoseconds. Half of the times were at most `p50_ns`, and 999 of 1000 at most
+/// `p999_ns`; both are exact to a quarter.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, serde::Serialize, serde::Deserialize)]
+#[allow(missing_docs)]
+pub struct HoldTimes {
+    pub times: u64,
+    pub p50_ns: u64,
+    pub p999_ns: u64,
+    pub worst_ns: u64,
+}
+
+/// Buckets for each power of two.
+const PARTS: u64 = 4;
+const BUCKETS: usize = 64 * PARTS as usize;
+
+/// Counts times by their length. Only who holds the lock writes.
+struct Histogram {
+    buckets: Box<[AtomicU64]>,
+    worst: AtomicU64,
+}
+
+impl Default for Histogram {
+    fn default() -> Self {
+        Histogram { buckets: (0..BUCKETS).map(|_| AtomicU64::new(0)).collect(), worst: AtomicU64::new(0) }
+    }
+}
+
+impl Histogram {
+    /// Which bucket holds a time.
+    fn bucket(ns: u64) -> usize {
+        let ns = ns.max(PARTS);
+        let power = u64::from(ns.ilog2());
+        (power * PARTS + (ns >> (power - PARTS.ilog2() as u64)) % PARTS) as usize
+    }
+
+    /// The longest time that a bucket holds.
+    fn longest(bucket: usize) -> u64 {
+        let (power, part) = (bucket as u64 / PARTS, bucket as u64 % PARTS);
+        let step = (1u64 << power) / PARTS;
+        (1 << power) + (part + 1) * step - 1
+    }
+
+    fn note(&self, ns: u64) {
+        let bucket = &self.buckets[Self::bucket(ns).min(BUCKETS - 1)];
+        bucket.store(bucket.load(Ordering::Relaxed) + 1, Ordering::Relaxed);
+        if ns > self.worst.load(Ordering::Relaxed) {
+            self.worst.store(ns, Ordering::Relaxed);
+        }
+    }
+
+    fn read(&self) -> HoldTimes {
+        let counts: Vec<u64> = self.buckets.iter().map(|b| b.load(Ordering::Relaxed)).collect();
+        let times: u64 = counts.iter().sum();
+        let worst_ns = self.worst.load(Ordering::Relaxed);
+        let at = |thousandths: u64| {
+            let mut left = (times * thousandths).div_ceil(1000);
+            let found = counts.iter().position(|&n| {
+                let found = n >= left && n > 0;
+                left = left.saturating_sub(n);
+                found
+            });
+            found.map_or(0, Self::longest).min(worst_ns)
+        };
+        HoldTimes { times, p50_ns: at(500), p999_ns: at(999), worst_ns }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn times_are_counted_to_a_quarter() {
+        let h = Histogram::default();
+        assert_eq!(h.read(), HoldTimes::default());
+        for ns in 1..=1000u64 {
+            h.note(ns * 10);
+        }
+        let r = h.read();
+        assert_eq!((r.times, r.worst_ns), (1000, 10_000));
+        assert!((5_000..=6_250).contains(&r.p50_ns), "{r:?}");
+        assert!((9_990..=10_000).contains(&r.p999_ns), "{r:?}");
+        for ns in [0, 1, 3, 4, 5, 1023, 1024, u64::MAX] {
+            let b = Histogram::bucket(ns).min(BUCKETS - 1);
+            assert!(b == BUCKETS - 1 || ns <= Histogram::longest(b), "{ns}");
+        }
+    }
+}

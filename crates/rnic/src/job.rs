@@ -1,0 +1,493 @@
+//! Jobs: copies that leave the core. The core says what is to be copied, whoever is free does it outside of every lock, and
+//! what came of it is an input again.
+//!
+//! A job pins its memory: it outlives the MRs that it was made from. So whoever takes memory away (a command that ends an MR or a
+//! QP, a driver whose memory goes away for a moment) stops the jobs that were made before, and waits for those that reach the
+//! memory at that very moment: a *fence*. What was stopped is tried again, with the keys that hold then.
+//!
+//! Private memory of a process may be slow: a page of its own file system, a lock that a `fork` of a large process holds. A job
+//! that goes through such memory holds one end at a time, so that nobody waits for the other end's process, and few such jobs of
+//! a vRNIC are under way. One that takes long is noted as slow, and then its process gets no further ones until it has ended; one
+//! that takes far too long is given up, and its QP fails.
+
+use std::collections::VecDeque;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicU8, Ordering};
+
+use unirdma_mem::{Bell, Fault, Loc, ProcMem, Span, fetch, transfer};
+
+use crate::access::{Side, Tables};
+use crate::objects::{Qp, SessionId, VnicId};
+use crate::rnic::{Output, Rnic};
+use crate::slab::Handle;
+
+/// Jobs that wait for somebody to do them, beyond which no turn begins.
+const MAX_WAITING: usize = 8;
+/// Jobs of one vRNIC that go through private memory of processes and wait.
+const MAX_PROCESS_WAITING: usize = 4;
+/// Slow jobs of one vRNIC, beyond which it gets no more jobs that go through private memory.
+const MAX_SLOW: usize = 4;
+/// Boxes of jobs that are over, which are kept for new ones.
+const MAX_SPARE: usize = 16;
+
+/// Memory that stays where it is while a job has it.
+enum Place {
+    Mapped(Span, u64),
+    Process(ProcMem, u64, Option<Bell>),
+    Null,
+    Away,
+}
+
+impl Place {
+    /// `None` for private bytes, which no job has.
+    fn pin(at: Loc<'_>) -> Option<Self> {
+        Some(match at {
+            Loc::Mapped(span, off) => Place::Mapped(span.clone(), off),
+            Loc::Process(mem, addr, bell) => Place::Process(mem.clone(), addr, bell.cloned()),
+            Loc::Null => Place::Null,
+            Loc::Away => Place::Away,
+            Loc::Bytes(_) => return None,
+        })
+    }
+
+    /// The place `n` bytes on.
+    fn at(&self, n: u64) -> Loc<'_> {
+        match self {
+            Place::Mapped(span, off) => Loc::Mapped(span, off + n),
+            Place::Process(mem, addr, bell) => Loc::Process(mem, addr.wrapping_add(n), bell.as_ref()),
+            Place::Null => Loc::Null,
+            Place::Away => Loc::Away,
+        }
+    }
+}
+
+/// One end of a copy: places and their lengths.
+#[derive(Default)]
+struct End(Vec<(Place, u64)>);
+
+impl End {
+    /// Pins bytes `[off, off + len)` of a side of a message; false if they are not all there, or not worth a job.
+    fn pin(&mut self, tables: &Tables<'_>, side: Side<'_>, off: u64, len: u64) -> bool {
+        self.0.clear();
+        let mut done = 0;
+        while done < len {
+            let at = tables.at(side, off + done, len - done);
+            let Some((place, n)) = at.and_then(|(at, n)| Some((Place::pin(at)?, n))) else { return false };
+            self.0.push((place, n));
+            done += n;
+        }
+        true
+    }
+
+    /// True if it lies in the private memory of a process, which takes system calls and may be slow.
+    fn is_in_process(&self) -> bool {
+        self.0.iter().any(|(p, _)| matches!(p, Place::Process(..)))
+    }
+
+    /// The place of byte `off`, and how many bytes follow it there.
+    fn at(&self, mut off: u64) -> Option<(Loc<'_>, u64)> {
+        for (place, len) in &self.0 {
+            if off < *len {
+                return Some((place.at(off), len - off));
+            }
+            off -= len;
+        }
+        None
+    }
+}
+
+/// What a job is at: known to whoever does it, and to the core.
+#[derive(Default)]
+struct Phase(AtomicU8);
+
+impl Phase {
+    const READS: u8 = 1;
+    const WRITES: u8 = 2;
+    const STOPPED: u8 = 4;
+
+    /// Begins to read or write, or both; does nothing and gives `None` if the job was stopped.
+    fn enter<R>(&self, what: u8, f: impl FnOnce() -> R) -> Option<R> {
+        let stopped = self.0.fetch_or(what, Ordering::SeqCst) & Self::STOPPED != 0;
+        let r = (!stopped).then(f);
+        self.0.fetch_and(!what, Ordering::SeqCst);
+        r
+    }
+
+    /// From now on nothing is read or written that is not at this moment.
+    fn stop(&self) {
+        self.0.fetch_or(Self::STOPPED, Ordering::SeqCst);
+    }
+
+    fn is_at(&self, what: u8) -> bool {
+        self.0.load(Ordering::SeqCst) & what != 0
+    }
+}
+
+/// A copy of a part of a message between two QPs of this host.
+#[derive(Default)]
+pub struct Job {
+    number: u64,
+    phase: Arc<Phase>,
+    pub(crate) qp: Handle<Qp>,
+    pub(crate) peer: Handle<Qp>,
+    from: End,
+    to: End,
+    pub(crate) bytes: u64,
+    result: Option<Result<(), Fault>>,
+    took_ns: u64,
+}
+
+impl Job {
+    /// Copies. `scratch` bounces what goes through the private memory of a process.
+    pub fn run(&mut self, scratch: &mut [u8]) {
+        // What is stopped is tried again, as if its memory had moved.
+        const STOPPED: Fault = Fault::SourceMoves;
+        self.result = Some(if self.is_in_process() {
+            self.bounce(scratch).unwrap_or(Err(STOPPED))
+        } else {
+            self.phase.enter(Phase::READS | Phase::WRITES, || self.copy()).unwrap_or(Err(STOPPED))
+        });
+    }
+
+    fn copy(&self) -> Result<(), Fault> {
+        let mut done = 0;
+        while done < self.bytes {
+            let (from, n) = self.from.at(done).ok_or(Fault::Source)?;
+            let (to, room) = self.to.at(done).ok_or(Fault::Destination)?;
+            let n = n.min(room);
+            transfer(from, to, n as usize, &mut [])?;
+            done += n;
+        }
+        Ok(())
+    }
+
+    /// Copies by way of `scratch`, one end at a time; `None` if it was stopped.
+    fn bounce(&self, scratch: &mut [u8]) -> Option<Result<(), Fault>> {
+        let mut done = 0;
+        while done < self.bytes {
+            let (from, n) = self.from.at(done)?;
+            let (to, room) = self.to.at(done)?;
+            let n = n.min(room).min(scratch.len() as u64);
+            let bytes = &mut scratch[..n as usize];
+            let moved = match self.phase.enter(Phase::READS, || fetch(from, bytes))? {
+                Ok(()) => self.phase.enter(Phase::WRITES, || transfer(Loc::Bytes(bytes), to, bytes.len(), &mut []))?,
+                Err(fault) => Err(fault),
+            };
+            if moved.is_err() {
+                return Some(moved);
+            }
+            done += n;
+        }
+        Some(Ok(()))
+    }
+
+    /// Which it is: jobs are counted.
+    pub fn number(&self) -> u64 {
+        self.number
+    }
+
+    /// True if it goes through the private memory of a process, and may take long.
+    pub fn is_in_process(&self) -> bool {
+        self.from.is_in_process() || self.to.is_in_process()
+    }
+
+    /// Says how long it took, nanoseconds: its vRNIC is charged for it.
+    pub fn set_time(&mut self, ns: u64) {
+        self.took_ns = ns;
+    }
+
+    pub(crate) fn took_ns(&self) -> u64 {
+        self.took_ns
+    }
+
+    /// What came of it; `None` before it was done.
+    pub(crate) fn result(&self) -> Option<Result<(), Fault>> {
+        self.result
+    }
+}
+
+/// What waits for a fence.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Waiter {
+    /// The answer of a command.
+    Command,
+    /// A driver whose memory goes away, for the time that it calls by this number.
+    Away(u32),
+}
+
+/// A job that waits or is done by somebody.
+pub(crate) struct Flying {
+    number: u64,
+    pub qp: Handle<Qp>,
+    pub peer: Handle<Qp>,
+    phase: Arc<Phase>,
+    /// Whose memory it reads, and whose it writes.
+    sessions: [SessionId; 2],
+    /// Those of them, with their vRNICs, whose private memory it goes through.
+    processes: [Option<(SessionId, VnicId)>; 2],
+    /// It takes long.
+    slow: bool,
+    /// Its QP waits for it no more.
+    given_up: bool,
+}
+
+impl Flying {
+    /// True if it reaches memory of a session now.
+    fn reaches(&self, session: SessionId) -> bool {
+        self.sessions[0] == session && self.phase.is_at(Phase::READS)
+            || self.sessions[1] == session && self.phase.is_at(Phase::WRITES)
+    }
+
+    fn is_of(&self, vnic: VnicId) -> bool {
+        self.processes.iter().flatten().any(|p| p.1 == vnic)
+    }
+}
+
+/// What came of an attempt to make a job.
+pub(crate) enum Made {
+    /// The job with this number.
+    Job(u64),
+    /// Nothing: memory is not there.
+    Nothing,
+    /// Nothing for the moment: memory of its process is slow.
+    Later,
+}
+
+/// One end of a job that is to be made: the side of the message, and the session and vRNIC that it belongs to.
+pub(crate) type Whose<'a> = (Side<'a>, SessionId, VnicId);
+
+struct Fence {
+    session: SessionId,
+    /// The jobs before this one must end.
+    before: u64,
+    waiter: Waiter,
+}
+
+/// The jobs of an RNIC.
+#[derive(Default)]
+pub(crate) struct Jobs {
+    made: u64,
+    waiting: VecDeque<Box<Job>>,
+    /// Those that go through private memory of processes.
+    waiting_process: VecDeque<Box<Job>>,
+    /// Of those, how many somebody does now and are not slow.
+    in_process: usize,
+    flying: Vec<Flying>,
+    fences: Vec<Fence>,
+    #[allow(clippy::vec_box)]
+    spare: Vec<Box<Job>>,
+}
+
+impl Jobs {
+    /// True if enough wait to keep everybody busy.
+    pub fn is_full(&self) -> bool {
+        self.waiting.len() >= MAX_WAITING
+    }
+
+    /// True if somebody does jobs, or some wait.
+    pub fn are_flying(&self) -> bool {
+        !self.flying.is_empty()
+    }
+
+    /// True if [`Jobs::take`] has something.
+    pub fn has_any(&self) -> bool {
+        !self.waiting.is_empty() || self.in_process == 0 && !self.waiting_process.is_empty()
+    }
+
+    /// A copy for a QP of `bytes` from `off` on of a message to or from its peer.
+    pub fn make(
+        &mut self,
+        tables: &Tables<'_>,
+        [qp, peer]: [Handle<Qp>; 2],
+        ends: [Whose<'_>; 2],
+        off: u64,
+        bytes: u64,
+    ) -> Made {
+        let mut job = self.spare.pop().unwrap_or_default();
+        if !job.from.pin(tables, ends[0].0, off, bytes) || !job.to.pin(tables, ends[1].0, off, bytes) {
+            self.keep(job);
+            return Made::Nothing;
+        }
+        let process = |end: &End, w: &Whose<'_>| end.is_in_process().then_some((w.1, w.2));
+        let processes = [process(&job.from, &ends[0]), process(&job.to, &ends[1])];
+        if processes.iter().flatten().any(|&(session, vnic)| self.is_slow(session, vnic)) {
+            self.keep(job);
+            return Made::Later;
+        }
+        self.made += 1;
+        (job.number, job.qp, job.peer, job.bytes) = (self.made, qp, peer, bytes);
+        (job.result, job.took_ns, job.phase) = (None, 0, Arc::default());
+        self.flying.push(Flying {
+            number: job.number,
+            qp,
+            peer,
+            phase: job.phase.clone(),
+            sessions: [ends[0].1, ends[1].1],
+            processes,
+            slow: false,
+            given_up: false,
+        });
+        let through_process = processes.iter().any(Option::is_some);
+        let queue = if through_process { &mut self.waiting_process } else { &mut self.waiting };
+        queue.push_back(job);
+        Made::Job(self.made)
+    }
+
+    /// True if private memory of a session of this vRNIC gets no more jobs for the moment.
+    fn is_slow(&self, session: SessionId, vnic: VnicId) -> bool {
+        let (mut waiting, mut slow) = (0, 0);
+        for f in self.flying.iter().filter(|f| f.is_of(vnic)) {
+            if f.slow && f.processes.iter().flatten().any(|p| p.0 == session) {
+                return true;
+            }
+            waiting += 1;
+            slow += usize::from(f.slow);
+        }
+        slow >= MAX_SLOW || waiting - slow >= MAX_PROCESS_WAITING
+    }
+
+    /// The next job for who will do it. Of those that may be slow only one is given at a time, so that not everybody waits.
+    pub fn take(&mut self) -> Option<Box<Job>> {
+        if self.in_process == 0
+            && let Some(job) = self.waiting_process.pop_front()
+        {
+            self.in_process += 1;
+            return Some(job);
+        }
+        self.waiting.pop_front()
+    }
+
+    /// The job with this number takes long: others need not wait for it.
+    pub fn note_slow(&mut self, number: u64) {
+        if let Some(f) = self.flying.iter_mut().find(|f| f.number == number && !f.slow) {
+            f.slow = true;
+            self.in_process -= 1;
+        }
+    }
+
+    /// Nobody waits for the job with this number any more. Returns it, and what its memory is called: the end that it is at.
+    pub fn give_up(&mut self, number: u64) -> Option<(&Flying, Fault)> {
+        let f = self.flying.iter_mut().find(|f| f.number == number && !f.given_up)?;
+        f.given_up = true;
+        f.phase.stop();
+        let fault = if f.phase.is_at(Phase::WRITES) { Fault::Destination } else { Fault::Source };
+        Some((f, fault))
+    }
+
+    /// A job has ended; false if it was given up before.
+    pub fn end(&mut self, job: &Job) -> bool {
+        let Some(at) = self.flying.iter().position(|f| f.number == job.number) else { return false };
+        let f = self.flying.swap_remove(at);
+        if !f.slow && f.processes.iter().any(Option::is_some) {
+            self.in_process -= 1;
+        }
+        !f.given_up
+    }
+
+    /// Keeps the box of a job that has ended for another one.
+    pub fn keep(&mut self, mut job: Box<Job>) {
+        if self.spare.len() < MAX_SPARE {
+            job.from.0.clear();
+            job.to.0.clear();
+            self.spare.push(job);
+        }
+    }
+
+    fn is_clear(&self, session: SessionId, before: u64) -> bool {
+        !self.flying.iter().any(|f| f.number < before && f.reaches(session))
+    }
+
+    /// Stops the jobs that there are for memory of `session`, and lets `waiter` wait for those that reach it now; false if none
+    /// does.
+    pub fn fence(&mut self, session: SessionId, waiter: Waiter) -> bool {
+        let before = self.made + 1;
+        self.flying.iter().filter(|f| f.sessions.contains(&session)).for_each(|f| f.phase.stop());
+        let waits = !self.is_clear(session, before);
+        if waits {
+            self.fences.push(Fence { session, before, waiter });
+        }
+        waits
+    }
+
+    /// A fence that has passed.
+    pub fn passed(&mut self) -> Option<(SessionId, Waiter)> {
+        let at = self.fences.iter().position(|f| self.is_clear(f.session, f.before))?;
+        let f = self.fences.swap_remove(at);
+        Some((f.session, f.waiter))
+    }
+
+    /// Forgets who waits of a session.
+    pub fn forget(&mut self, session: SessionId) {
+        self.fences.retain(|f| f.session != session);
+    }
+
+    /// True if a command of a session waits.
+    pub fn delays(&self, session: SessionId) -> bool {
+        self.fences.iter().any(|f| f.session == session && f.waiter == Waiter::Command)
+    }
+}
+
+impl Rnic {
+    /// A copy that somebody else shall do, with [`Job::run`], and then give back by [`Rnic::end_job`].
+    pub fn take_job(&mut self) -> Option<Box<Job>> {
+        self.jobs.take()
+    }
+
+    /// True if [`Rnic::take_job`] has something.
+    pub fn has_jobs(&self) -> bool {
+        self.jobs.has_any()
+    }
+
+    /// A job was done.
+    pub fn end_job(&mut self, job: Box<Job>) {
+        if let Some(q) = self.qps.get(job.qp) {
+            self.sched.charge(q.vnic, job.took_ns());
+        }
+        if let Some(p) = self.qps.get_mut(job.peer) {
+            p.served_by -= 1;
+            // What it may not flush while a job fills it is flushed now.
+            self.make_runnable(job.peer);
+        }
+        if self.jobs.end(&job) {
+            let (bytes, result) = (job.bytes, job.result().unwrap_or(Err(Fault::SourceMoves)));
+            self.copied([job.qp, job.peer], job.number(), bytes, result);
+        }
+        self.jobs.keep(job);
+        while let Some((session, waiter)) = self.jobs.passed() {
+            match waiter {
+                Waiter::Command => self.push_output(Output::Released { session }),
+                Waiter::Away(away) => {
+                    if let Some(s) = self.sessions.get(session.0).filter(|s| s.away == away)
+                        && let Some(bell) = &s.bell
+                    {
+                        bell.confirm_away(away);
+                    }
+                }
+            }
+        }
+    }
+
+    /// The job with this number takes long. Its process gets no other until it has ended, and others need not wait for it.
+    pub fn note_slow(&mut self, number: u64) {
+        self.jobs.note_slow(number);
+    }
+
+    /// The job with this number takes too long: its QP fails, and somebody may do the job to its end without anybody waiting.
+    pub fn give_up(&mut self, number: u64) {
+        if let Some((f, fault)) = self.jobs.give_up(number) {
+            let ends = [f.qp, f.peer];
+            self.copied(ends, number, 0, Err(fault));
+        }
+    }
+
+    /// To be asked after a command that takes memory away from the RNIC: false if nothing reaches that memory any more, else the
+    /// command is to be answered when [`Rnic::is_delayed`] is false. [`Output::Released`] tells that.
+    pub fn delay_command(&mut self, s: SessionId) -> bool {
+        self.jobs.fence(s, Waiter::Command)
+    }
+
+    /// True while [`Rnic::delay_command`] holds the answer of a session's command back.
+    pub fn is_delayed(&self, s: SessionId) -> bool {
+        self.jobs.delays(s)
+    }
+}

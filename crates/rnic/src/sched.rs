@@ -1,0 +1,349 @@
+//! The scheduler: whose turn it is, and what turns cost.
+//!
+//! vRNICs share the RNIC by time. Each has an agenda: doorbells that have rung, timers, and QPs with work. Whatever is done for an
+//! agenda is measured in nanoseconds and charged to it, divided by the vRNIC's weight; the agenda that has been charged least has
+//! the next turn (start-time fair queueing). Deficit round robin would need to know what a turn costs before it begins, but what a
+//! timer, a retry or a doorbell costs is known only afterwards. A vRNIC that had nothing to do saves up no time for later.
+//!
+//! The scheduler knows vRNICs, QPs, CQs and sessions by their handles only.
+
+use std::cmp::Reverse;
+use std::collections::{BTreeSet, BinaryHeap, VecDeque};
+
+use crate::objects::{Cq, Qp, SessionId, Vnic, VnicId};
+use crate::slab::{Beside, Handle};
+
+/// The weight of a vRNIC unless it is given another one.
+pub const DEFAULT_WEIGHT: u32 = 100;
+/// Virtual nanoseconds of a nanosecond at weight 1.
+const SCALE: u64 = 1 << 16;
+/// Timers of one vRNIC, stopped ones included, beyond which the stopped ones are looked for.
+const MANY_TIMERS: usize = 1024;
+
+/// What a timer of a vRNIC is for.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
+pub(crate) enum Due {
+    /// The wait of a QP is over, if it is still the wait with this number.
+    Wait(Handle<Qp>, u32),
+    /// A QP with a rate limit, or of a vRNIC with one, may send again.
+    Pace(Handle<Qp>),
+    /// Completions of a CQ with moderation are to be reported.
+    Events(Handle<Cq>),
+}
+
+/// What a vRNIC has to do.
+struct Agenda {
+    weight: u32,
+    /// What it was charged, virtual nanoseconds.
+    charged: u64,
+    /// What its turns took, nanoseconds.
+    busy_ns: u64,
+    /// It stands in [`Scheduler::ready`], or has its turn.
+    queued: bool,
+    /// Its place in [`Scheduler::wakes`]; `u64::MAX` for none.
+    wakes_at: u64,
+    /// Sessions whose doorbells have rung.
+    rung: VecDeque<SessionId>,
+    /// QPs with work, in turn.
+    run: VecDeque<Handle<Qp>>,
+    timers: BinaryHeap<Reverse<(u64, Due)>>,
+}
+
+impl Agenda {
+    fn has_work(&self) -> bool {
+        !self.run.is_empty() || !self.rung.is_empty()
+    }
+}
+
+/// See the module's documentation.
+#[derive(Default)]
+pub(crate) struct Scheduler {
+    agendas: Beside<Vnic, Agenda>,
+    /// vRNICs with work, by what each had been charged when it was put there, or less.
+    ready: BinaryHeap<Reverse<(u64, VnicId)>>,
+    /// When the first timer of each vRNIC that has one fires.
+    wakes: BTreeSet<(u64, VnicId)>,
+    /// What the vRNIC of the last turn had been charged when the turn began.
+    clock: u64,
+    /// QPs that want a turn in a moment, all after the same delay, and when.
+    soon: VecDeque<(u64, Handle<Qp>)>,
+}
+
+impl Scheduler {
+    pub fn add(&mut self, id: VnicId, weight: u32) {
+        let agenda = Agenda {
+            weight: weight.max(1),
+            charged: self.clock,
+            busy_ns: 0,
+            queued: false,
+            wakes_at: u64::MAX,
+            rung: VecDeque::new(),
+            run: VecDeque::new(),
+            timers: BinaryHeap::new(),
+        };
+        self.agendas.insert(id.0, agenda);
+    }
+
+    pub fn remove(&mut self, id: VnicId) {
+        if let Some(a) = self.agendas.remove(id.0) {
+            self.wakes.remove(&(a.wakes_at, id));
+        }
+    }
+
+    pub fn set_weight(&mut self, id: VnicId, weight: u32) {
+        if let Some(a) = self.agendas.get_mut(id.0) {
+            a.weight = weight.max(1);
+        }
+    }
+
+    /// Nanoseconds that the RNIC has worked for a vRNIC.
+    pub fn busy_ns(&self, id: VnicId) -> u64 {
+        self.agendas.get(id.0).map_or(0, |a| a.busy_ns)
+    }
+
+    /// True if some vRNIC has a turn to come.
+    pub fn has_ready(&self) -> bool {
+        !self.ready.is_empty()
+    }
+
+    /// True if there is work beside that of the QP of this vRNIC that has its turn.
+    pub fn has_others(&self, id: VnicId) -> bool {
+        self.has_ready() || self.agendas.get(id.0).is_some_and(|a| !a.run.is_empty())
+    }
+
+    /// When [`Scheduler::begin_turn`] or [`Scheduler::next_soon`] will have something without any further call.
+    pub fn next_timeout(&self) -> Option<u64> {
+        let soon = self.soon.front().map(|s| s.0);
+        self.wakes.first().map(|w| w.0).into_iter().chain(soon).min()
+    }
+
+    /// A QP has work; the caller sees to it that it stands in the agenda once.
+    pub fn enqueue(&mut self, id: VnicId, qp: Handle<Qp>) {
+        if let Some(a) = self.agendas.get_mut(id.0) {
+            a.run.push_back(qp);
+            self.queue(id);
+        }
+    }
+
+    /// The doorbell of a session has rung; the caller sees to it that it stands in the agenda once.
+    pub fn ring(&mut self, id: VnicId, session: SessionId) {
+        if let Some(a) = self.agendas.get_mut(id.0) {
+            a.rung.push_back(session);
+            self.queue(id);
+        }
+    }
+
+    /// Gives a QP a turn at time `at`, which is not before that of an earlier call.
+    pub fn soon(&mut self, at: u64, qp: Handle<Qp>) {
+        self.soon.push_back((at, qp));
+    }
+
+    /// A QP whose time of [`Scheduler::soon`] has come.
+    pub fn next_soon(&mut self, now: u64) -> Option<Handle<Qp>> {
+        self.soon.front().filter(|s| s.0 <= now)?;
+        self.soon.pop_front().map(|s| s.1)
+    }
+
+    /// Sets a timer. `stopped` tells which of the timers that were set before mean nothing any more.
+    pub fn arm(&mut self, id: VnicId, at: u64, due: Due, limit: usize, stopped: impl Fn(&Due) -> bool) {
+        let Some(a) = self.agendas.get_mut(id.0) else { return };
+        // Timers of waits that are over stay until they fire, which may be hours: bound them.
+        if a.timers.len() > MANY_TIMERS.saturating_add(limit) {
+            a.timers.retain(|Reverse((_, due))| !stopped(due));
+        }
+        a.timers.push(Reverse((at, due)));
+        self.set_wake(id);
+    }
+
+    /// A timer of the vRNIC that is due.
+    pub fn next_due(&mut self, id: VnicId, now: u64) -> Option<Due> {
+        let a = self.agendas.get_mut(id.0)?;
+        let due = a.timers.peek().filter(|t| t.0.0 <= now)?.0.1;
+        a.timers.pop();
+        Some(due)
+    }
+
+    /// A session of the vRNIC whose doorbell has rung.
+    pub fn next_rung(&mut self, id: VnicId) -> Option<SessionId> {
+        self.agendas.get_mut(id.0)?.rung.pop_front()
+    }
+
+    /// A QP of the vRNIC that has work.
+    pub fn next_qp(&mut self, id: VnicId) -> Option<Handle<Qp>> {
+        self.agendas.get_mut(id.0)?.run.pop_front()
+    }
+
+    /// The QPs of a vRNIC that wait for their turn.
+    pub fn waiting(&self, id: VnicId) -> impl Iterator<Item = &Handle<Qp>> {
+        self.agendas.get(id.0).into_iter().flat_map(|a| &a.run)
+    }
+
+    /// The vRNIC that has the next turn. The caller says with [`Scheduler::end_turn`] what the turn took.
+    pub fn begin_turn(&mut self, now: u64) -> Option<VnicId> {
+        while let Some(&(at, id)) = self.wakes.first()
+            && at <= now
+        {
+            self.wakes.pop_first();
+            if let Some(a) = self.agendas.get_mut(id.0) {
+                a.wakes_at = u64::MAX;
+                self.queue(id);
+            }
+        }
+        while let Some(Reverse((key, id))) = self.ready.pop() {
+            let Some(a) = self.agendas.get_mut(id.0) else { continue };
+            if a.charged > key {
+                // It was charged for something else meanwhile.
+                self.ready.push(Reverse((a.charged, id)));
+                continue;
+            }
+            self.clock = self.clock.max(key);
+            return Some(id);
+        }
+        None
+    }
+
+    /// The turn of a vRNIC took so long, nanoseconds. If there is more to do, it has another turn.
+    pub fn end_turn(&mut self, id: VnicId, now: u64, ns: u64) {
+        self.charge(id, ns);
+        let Some(a) = self.agendas.get_mut(id.0) else { return };
+        a.queued = false;
+        if a.has_work() || a.timers.peek().is_some_and(|t| t.0.0 <= now) {
+            self.queue(id);
+        } else {
+            self.set_wake(id);
+        }
+    }
+
+    /// Something was done for a vRNIC that took so long, nanoseconds.
+    pub fn charge(&mut self, id: VnicId, ns: u64) {
+        if let Some(a) = self.agendas.get_mut(id.0) {
+            a.busy_ns += ns;
+            a.charged += ns * SCALE / u64::from(a.weight);
+        }
+    }
+
+    /// Gives a vRNIC its place among those that are ready.
+    fn queue(&mut self, id: VnicId) {
+        let Some(a) = self.agendas.get_mut(id.0) else { return };
+        if !std::mem::replace(&mut a.queued, true) {
+            a.charged = a.charged.max(self.clock);
+            self.ready.push(Reverse((a.charged, id)));
+        }
+    }
+
+    /// Sees to it that a vRNIC is woken by its first timer.
+    fn set_wake(&mut self, id: VnicId) {
+        let Some(a) = self.agendas.get_mut(id.0) else { return };
+        let at = a.timers.peek().map_or(u64::MAX, |t| t.0.0);
+        if at != a.wakes_at && !a.queued {
+            self.wakes.remove(&(a.wakes_at, id));
+            a.wakes_at = at;
+            if at != u64::MAX {
+                self.wakes.insert((at, id));
+            }
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn vnic(n: u64) -> VnicId {
+        VnicId(Handle::from_raw(n | 1 << 20))
+    }
+
+    fn qp(n: u64) -> Handle<Qp> {
+        Handle::from_raw(n | 1 << 20)
+    }
+
+    /// Gives `turns` turns of `ns(vRNIC)` to vRNICs that always have work; how many each had.
+    fn share(s: &mut Scheduler, ids: &[VnicId], turns: usize, ns: impl Fn(usize) -> u64) -> Vec<usize> {
+        let mut had = vec![0; ids.len()];
+        for &id in ids {
+            s.enqueue(id, qp(1));
+        }
+        for _ in 0..turns {
+            let id = s.begin_turn(0).unwrap();
+            let i = ids.iter().position(|&v| v == id).unwrap();
+            assert_eq!(s.next_qp(id), Some(qp(1)));
+            s.enqueue(id, qp(1));
+            s.end_turn(id, 0, ns(i));
+            had[i] += 1;
+        }
+        had
+    }
+
+    #[test]
+    fn time_is_shared_by_weight_whatever_a_turn_costs() {
+        let mut s = Scheduler::default();
+        let ids = [vnic(1), vnic(2), vnic(3)];
+        s.add(ids[0], 100);
+        s.add(ids[1], 100);
+        s.add(ids[2], 300);
+        let had = share(&mut s, &ids, 1000, |i| [1000, 100, 1000][i]);
+        let time = [had[0] * 1000, had[1] * 100, had[2] * 1000];
+        assert!(time[0].abs_diff(time[1]) <= 1000, "{time:?}");
+        assert!(time[2].abs_diff(3 * time[0]) <= 3000, "{time:?}");
+    }
+
+    #[test]
+    fn who_had_nothing_to_do_saves_up_no_time_and_who_was_charged_beside_a_turn_waits() {
+        let mut s = Scheduler::default();
+        let ids = [vnic(1), vnic(2)];
+        s.add(ids[0], 100);
+        s.add(ids[1], 100);
+        share(&mut s, &ids[..1], 100, |_| 1000);
+        let had = share(&mut s, &ids, 100, |_| 1000);
+        assert!(had[0].abs_diff(had[1]) <= 2, "{had:?}");
+        s.charge(ids[0], 50_000);
+        let mut had = [0, 0];
+        for _ in 0..60 {
+            let id = s.begin_turn(0).unwrap();
+            s.next_qp(id);
+            s.enqueue(id, qp(1));
+            s.end_turn(id, 0, 1000);
+            had[usize::from(id == ids[1])] += 1;
+        }
+        assert!((50..=56).contains(&had[1]), "{had:?}");
+    }
+
+    #[test]
+    fn timers_wake_their_vrnic_and_only_it() {
+        let mut s = Scheduler::default();
+        let (a, b) = (vnic(1), vnic(2));
+        s.add(a, 100);
+        s.add(b, 100);
+        let never = |_: &Due| false;
+        s.arm(a, 500, Due::Wait(qp(1), 1), 0, never);
+        s.arm(a, 300, Due::Pace(qp(2)), 0, never);
+        s.arm(b, 400, Due::Wait(qp(3), 1), 0, never);
+        assert_eq!(s.next_timeout(), Some(300));
+        assert_eq!(s.begin_turn(299), None);
+        assert_eq!(s.begin_turn(300), Some(a));
+        assert_eq!((s.next_due(a, 300), s.next_due(a, 300)), (Some(Due::Pace(qp(2))), None));
+        s.end_turn(a, 300, 10);
+        assert_eq!(s.next_timeout(), Some(400));
+        s.remove(b);
+        assert_eq!(s.next_timeout(), Some(500));
+        assert_eq!(s.begin_turn(1000), Some(a));
+        // What is due and was not taken in this turn is taken in the next.
+        s.end_turn(a, 1000, 10);
+        assert_eq!(s.begin_turn(1000), Some(a));
+        assert_eq!(s.next_due(a, 1000), Some(Due::Wait(qp(1), 1)));
+        s.end_turn(a, 1000, 10);
+        assert_eq!((s.begin_turn(2000), s.next_timeout()), (None, None));
+    }
+
+    #[test]
+    fn stopped_timers_do_not_pile_up() {
+        let mut s = Scheduler::default();
+        let a = vnic(1);
+        s.add(a, 100);
+        for i in 0..100_000u32 {
+            s.arm(a, 1 << 40, Due::Wait(qp(1), i), 16, |d| *d != Due::Wait(qp(1), i));
+        }
+        assert!(s.agendas.get(a.0).unwrap().timers.len() <= MANY_TIMERS + 17);
+        assert_eq!(s.wakes.len(), 1);
+    }
+}

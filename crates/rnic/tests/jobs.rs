@@ -1,0 +1,251 @@
+//! Copies that leave the core as jobs: what happens while somebody does them.
+#![allow(missing_docs)]
+
+mod common;
+
+use common::*;
+use unirdma_abi as abi;
+use unirdma_formats::{WcStatus, WrOpcode, attr_mask as m};
+use unirdma_mem::ProcMem;
+use unirdma_rnic::{Backing, Job, Output, Share};
+
+const BYTES: usize = 100_000;
+
+fn remote(op: WrOpcode, wr_id: u64, peer: &End, off: u64) -> abi::SqWqe {
+    abi::SqWqe { remote_addr: IOVA + off, rkey: peer.key, ..wqe(op, wr_id) }
+}
+
+fn run(p: &mut Pair, mut job: Box<Job>) {
+    job.run(&mut [0; 4096]);
+    p.rnic.end_job(job);
+}
+
+/// Each end writes to the other: both writes become jobs, since neither is alone. The jobs of a and of b.
+fn two_jobs(p: &mut Pair) -> [Box<Job>; 2] {
+    p.a.fill(0, &pattern(BYTES, 1));
+    p.b.fill(BYTES, &pattern(BYTES, 2));
+    p.a.post(remote(WrOpcode::Write, 1, &p.b, 0), &[p.a.sge(0, BYTES as u32)]);
+    p.b.post(remote(WrOpcode::Write, 2, &p.a, BYTES as u64), &[p.b.sge(BYTES as u64, BYTES as u32)]);
+    p.rnic.poll(0);
+    let jobs = [p.rnic.take_job().unwrap(), p.rnic.take_job().unwrap()];
+    assert!(!p.rnic.has_jobs() && p.a.poll().is_empty() && p.b.poll().is_empty());
+    jobs
+}
+
+/// Makes the memory of an end private memory of a process.
+fn through_process(p: &mut Pair, of_a: bool) {
+    let e = if of_a { &mut p.a } else { &mut p.b };
+    let backing = Backing::Process(ProcMem::of_self().unwrap(), e.memory.addr() as u64);
+    let made = p.rnic.reg_mr(e.session, e.pd, ALL, IOVA, MR_BYTES as u64, backing, vec![8]).unwrap();
+    (e.mr, e.key) = made;
+}
+
+fn released(p: &mut Pair) -> bool {
+    let mut out = Vec::new();
+    p.rnic.drain_outputs(&mut out);
+    out.iter().any(|o| matches!(o, Output::Released { .. }))
+}
+
+#[test]
+fn two_copies_are_done_side_by_side_and_end_in_any_order() {
+    let mut p = Pair::new();
+    let [of_a, of_b] = two_jobs(&mut p);
+    run(&mut p, of_b);
+    assert_eq!((p.a.poll().len(), p.b.done().wr_id), (0, 2));
+    assert_eq!(p.a.bytes(BYTES, BYTES), pattern(BYTES, 2));
+    run(&mut p, of_a);
+    assert_eq!(p.a.done().wr_id, 1);
+    assert_eq!(p.b.bytes(0, BYTES), pattern(BYTES, 1));
+}
+
+#[test]
+fn a_pair_that_is_alone_needs_no_job() {
+    let mut p = Pair::new();
+    p.settle();
+    p.a.post(remote(WrOpcode::Write, 1, &p.b, 0), &[p.a.sge(0, BYTES as u32)]);
+    while p.rnic.poll(0) {
+        assert!(!p.rnic.has_jobs());
+    }
+    assert_eq!(status(&p.a.done()), WcStatus::Success);
+}
+
+#[test]
+fn memory_that_a_command_takes_away_is_written_no_more() {
+    let mut p = Pair::new();
+    let [of_a, of_b] = two_jobs(&mut p);
+    p.rnic.dereg_mr(p.b.session, p.b.mr).unwrap();
+    assert!(!p.rnic.delay_command(p.b.session), "nobody copies at this moment");
+    let before = p.b.bytes(0, BYTES);
+    run(&mut p, of_a);
+    run(&mut p, of_b);
+    p.run(SECOND);
+    assert!(p.b.bytes(0, BYTES) == before, "nothing was written after the command");
+    // What was stopped is tried again, and the key is gone.
+    assert_eq!(status(&p.a.done()), WcStatus::RemAccessErr);
+    assert!(p.b.poll().iter().any(|c| c.status != 0));
+}
+
+#[test]
+fn a_copy_that_is_stopped_for_something_else_is_done_again() {
+    let mut p = Pair::new();
+    let jobs = two_jobs(&mut p);
+    assert!(!p.rnic.delay_command(p.b.session));
+    for job in jobs {
+        run(&mut p, job);
+    }
+    p.run(SECOND);
+    assert_eq!((status(&p.a.done()), status(&p.b.done())), (WcStatus::Success, WcStatus::Success));
+    assert_eq!(p.b.bytes(0, BYTES), pattern(BYTES, 1));
+}
+
+/// While a thread copies, a command that takes the memory away waits for it, and for nothing else.
+#[test]
+fn a_command_waits_for_the_copy_of_the_moment() {
+    let mut p = Pair::new();
+    through_process(&mut p, true);
+    p.a.fill(0, &pattern(BYTES, 1));
+    p.a.post(remote(WrOpcode::Write, 1, &p.b, 0), &[p.a.sge(0, BYTES as u32)]);
+    p.rnic.poll(0);
+    let mut job = p.rnic.take_job().unwrap();
+    let (go, gone) = (std::sync::Barrier::new(2), std::sync::Barrier::new(2));
+    std::thread::scope(|s| {
+        let bell = p.a.bell.clone();
+        let thread = s.spawn(|| {
+            go.wait();
+            // The copy through a process begins again and again, until it is stopped.
+            for _ in 0..1000 {
+                job.run(&mut [0; 64]);
+            }
+            gone.wait();
+            job
+        });
+        go.wait();
+        while !bell.is_copying() {
+            std::hint::spin_loop();
+        }
+        let delayed = p.rnic.delay_command(p.a.session);
+        assert_eq!(p.rnic.is_delayed(p.a.session), delayed);
+        gone.wait();
+        let job = thread.join().unwrap();
+        p.rnic.end_job(job);
+        assert!(!p.rnic.is_delayed(p.a.session));
+        assert_eq!(released(&mut p), delayed);
+    });
+    p.run(SECOND);
+    assert_eq!(status(&p.a.done()), WcStatus::Success);
+}
+
+#[test]
+fn a_qp_that_is_reset_or_destroyed_hears_of_no_old_copy() {
+    for destroyed in [false, true] {
+        let mut p = Pair::new();
+        let [of_a, of_b] = two_jobs(&mut p);
+        if destroyed {
+            p.rnic.destroy_qp(p.a.session, p.a.qpn).unwrap();
+        } else {
+            p.reconnect(true, |a| a);
+            p.reconnect(false, |a| a);
+        }
+        run(&mut p, of_a);
+        run(&mut p, of_b);
+        assert!(p.a.poll().is_empty());
+        if !destroyed {
+            p.a.post(remote(WrOpcode::Write, 7, &p.b, 0), &[p.a.sge(0, 8)]);
+            p.run(SECOND);
+            assert_eq!((p.a.done().wr_id, p.state(true)), (7, 3));
+        }
+    }
+}
+
+/// A receive that a copy goes into is flushed when the copy has ended, not before.
+#[test]
+fn a_receive_is_its_programs_again_when_nobody_writes_it() {
+    let mut p = Pair::new();
+    let to = p.b.sge(0, BYTES as u32);
+    p.b.recv(5, &[to]);
+    p.a.post(wqe(WrOpcode::Send, 1), &[p.a.sge(0, BYTES as u32)]);
+    p.b.post(remote(WrOpcode::Write, 2, &p.a, 0), &[p.b.sge(0, BYTES as u32)]);
+    p.rnic.poll(0);
+    let jobs = [p.rnic.take_job().unwrap(), p.rnic.take_job().unwrap()];
+    p.modify(false, m::STATE, abi::QpAttr { qp_state: 6, ..Default::default() });
+    p.rnic.poll(0);
+    assert!(p.b.poll().is_empty(), "it is being written");
+    for job in jobs {
+        run(&mut p, job);
+    }
+    p.run(SECOND);
+    let flushed: Vec<u64> = p.b.poll().iter().filter(|c| c.status != 0).map(|c| c.wr_id).collect();
+    assert!(flushed.contains(&5), "{flushed:?}");
+}
+
+/// Memory that is slow holds up its own process only, and in the end its QP.
+#[test]
+fn a_process_with_slow_memory_waits_alone_and_not_for_ever() {
+    let mut p = Pair::new();
+    let other = End::of_vnic(&mut p.rnic, p.a.vnic, 64, unirdma_formats::QpType::Rc);
+    through_process(&mut p, true);
+    p.a.post(remote(WrOpcode::Write, 1, &p.b, 0), &[p.a.sge(0, 100)]);
+    p.a.post(remote(WrOpcode::Write, 2, &p.b, 0), &[p.a.sge(0, 100)]);
+    p.rnic.poll(0);
+    let stuck = p.rnic.take_job().unwrap();
+    assert!(stuck.is_in_process());
+    // Mapped memory is copied meanwhile.
+    p.b.post(remote(WrOpcode::Write, 3, &p.a, 0), &[p.b.sge(0, 100)]);
+    p.rnic.poll(0);
+    assert!(p.rnic.take_job().is_none(), "one at a time goes through private memory");
+    p.rnic.note_slow(stuck.number());
+    let waiting = p.rnic.take_job().expect("the write of b goes into memory of a");
+    run(&mut p, waiting);
+    assert_eq!(p.b.done().wr_id, 3);
+    assert!(!p.rnic.delay_command(other.session), "another session of the vRNIC has nothing to wait for");
+    p.rnic.give_up(stuck.number());
+    p.run(SECOND);
+    let done: Vec<_> = p.a.poll().iter().map(|c| (c.wr_id, status(c))).collect();
+    assert_eq!(done, [(1, WcStatus::LocProtErr), (2, WcStatus::WrFlushErr)]);
+    // At last the memory answers: nothing is written any more.
+    let before = p.b.bytes(0, 100);
+    run(&mut p, stuck);
+    p.run(SECOND);
+    assert_eq!(p.b.bytes(0, 100), before);
+    assert!(p.a.poll().is_empty() && !released(&mut p));
+}
+
+#[test]
+fn slow_memory_of_a_vrnic_gets_no_further_jobs() {
+    let mut p = Pair::new();
+    through_process(&mut p, true);
+    p.a.post(remote(WrOpcode::Write, 1, &p.b, 0), &[p.a.sge(0, 100)]);
+    p.rnic.poll(0);
+    let stuck = p.rnic.take_job().unwrap();
+    p.rnic.note_slow(stuck.number());
+    p.b.post(remote(WrOpcode::Write, 3, &p.a, 0), &[p.b.sge(0, 100)]);
+    p.run(SECOND);
+    assert!(p.b.poll().is_empty() && !p.rnic.has_jobs(), "it waits for the memory");
+    run(&mut p, stuck);
+    p.run(SECOND);
+    assert_eq!((status(&p.a.done()), status(&p.b.done())), (WcStatus::Success, WcStatus::Success));
+}
+
+#[test]
+fn a_vrnic_keeps_its_limits() {
+    let ops = |share: Share| {
+        let mut p = Pair::new();
+        p.rnic.set_share(p.a.vnic, share);
+        let mut done = 0;
+        for ms in 1..=10 {
+            for id in 0..16 {
+                p.a.post(remote(WrOpcode::Write, id, &p.b, 0), &[p.a.sge(0, 1000)]);
+            }
+            p.run(ms * 1_000_000 - p.now);
+            done += p.a.poll().len();
+            if done % 16 != 0 {
+                return done;
+            }
+        }
+        done
+    };
+    assert_eq!(ops(Share::default()), 160);
+    assert_eq!(ops(Share { ops: 10_000, burst_us: 0, ..Share::default() }), 11, "one each 100 us");
+    assert_eq!(ops(Share { rate_bps: 64_000_000, burst_us: 0, ..Share::default() }), 9, "one each 125 us");
+    assert_eq!(ops(Share { ops: 10_000, burst_us: 300, ..Share::default() }), 14, "three more at once");
+}
