@@ -103,6 +103,22 @@ enum Bench {
         #[arg(long, value_name = "PART", value_parser = bench::PARTS)]
         only: Vec<String>,
     },
+    /// Latency and bandwidth of two programs beside neighbours that try to slow them down, beside an honest neighbour;
+    /// fails if one slows them down more than 1.5 times as much
+    #[command(
+        after_help = "Examples:\n  cargo xtask bench isolation\n  cargo xtask bench isolation --only rnr --runs 5\n  cargo xtask bench isolation --json > isolation.json"
+    )]
+    Isolation {
+        /// Print JSON instead of a table
+        #[arg(long)]
+        json: bool,
+        /// Only the attacks whose name contains this
+        #[arg(long, value_name = "TEXT")]
+        only: Option<String>,
+        /// How often each neighbour is measured; medians count
+        #[arg(long, value_name = "N", default_value_t = 3, value_parser = clap::value_parser!(u32).range(1..))]
+        runs: u32,
+    },
     /// What the way of an application's memory costs: programs with threads, MPI, registration, fork
     #[command(after_help = "Examples:\n  cargo xtask bench memory\n  cargo xtask bench memory --json > memory.json")]
     Memory {
@@ -133,6 +149,7 @@ fn main() -> ExitCode {
         Command::Test { what: None, only } => test::run(only.as_deref()),
         Command::Sim { seed, seeds, steps } => test::sim(seed, seeds, steps),
         Command::Bench { what: Bench::Local { json, svg } } => bench::local(json, &svg),
+        Command::Bench { what: Bench::Isolation { json, only, runs } } => bench::isolation(json, only.as_deref(), runs),
         Command::Bench { what: Bench::Memory { json } } => bench::memory(json),
         Command::Bench { what: Bench::Wire { json, only } } => bench::wire(json, &only),
         Command::TcpPeer { to } => tcp::peer(to),

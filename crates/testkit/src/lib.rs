@@ -1,10 +1,11 @@
-//! Test kit: a virtual layer in this process, well-behaved programs on it, and a hostile frontend.
+//! Test kit: a virtual layer in this process, well-behaved programs on it, a hostile frontend, and queues without a driver.
 //!
-//! Knows all layers; nothing but tests depends on it. It must never touch a virtual layer that it did
-//! not start.
+//! Knows all layers; nothing but tests and measurements depends on it. It must never touch a virtual
+//! layer that neither it nor `cargo xtask bench` has started.
 
 mod hostile;
 mod program;
+mod scripted;
 
 use std::os::fd::{AsFd, OwnedFd};
 use std::path::PathBuf;
@@ -18,6 +19,7 @@ use unirdma_host::{AddVrnic, Client, EngineConfig, HostConfig, VHOST_SOCKET, ser
 
 pub use hostile::Hostile;
 pub use program::{Program, connect};
+pub use scripted::{Queue, Scripted};
 
 /// A virtual layer in a directory of its own; it ends with this value.
 pub struct TestHost {
