@@ -41,9 +41,25 @@ pub(crate) fn build_example(name: &str) -> Result<PathBuf> {
     Ok(unirdma().with_file_name("examples").join(name))
 }
 
+/// Builds the programs of another checkout, into that checkout's `target`.
+///
+/// # Errors
+/// The build failed.
+pub(crate) fn build_in(tree: &Path) -> Result<()> {
+    let mut c = Command::new("cargo");
+    c.args(["build", "--release", "--quiet"]).current_dir(tree).env_remove("CARGO_TARGET_DIR");
+    succeed(c)
+}
+
 fn cargo_build(what: &[&str]) -> Result<()> {
-    let ok = Command::new("cargo").args(["build", "--release", "--quiet"]).args(what).current_dir(root()).status();
-    if ok.is_ok_and(|s| s.success()) { Ok(()) } else { Err("cargo build --release failed".into()) }
+    let mut c = Command::new("cargo");
+    c.args(["build", "--release", "--quiet"]).args(what).current_dir(root());
+    succeed(c)
+}
+
+fn succeed(mut build: Command) -> Result<()> {
+    let ok = build.status().is_ok_and(|s| s.success());
+    if ok { Ok(()) } else { Err("cargo build --release failed".into()) }
 }
 
 /// A virtual layer of its own, in a directory of its own; both end with this value.

@@ -1,5 +1,6 @@
 //! `cargo xtask bench`: figures beside a peer in the same run.
 
+mod ab;
 mod isolation;
 mod local;
 mod memory;
@@ -12,6 +13,7 @@ use serde::Serialize;
 use crate::Result;
 use crate::lab;
 
+pub(crate) use ab::ab;
 pub(crate) use isolation::isolation;
 pub(crate) use local::local;
 pub(crate) use memory::memory;
