@@ -121,6 +121,13 @@ enum Bench {
         #[arg(long, value_name = "PART", value_parser = bench::PARTS)]
         only: Vec<String>,
     },
+    /// The RNIC alone: WRITEs between pairs of vRNICs from send queues that are always full, without programs
+    #[command(after_help = "Examples:\n  cargo xtask bench engine\n  cargo xtask bench engine --json > engine.json")]
+    Engine {
+        /// Print JSON instead of a table
+        #[arg(long)]
+        json: bool,
+    },
     /// Latency and bandwidth of two programs beside neighbours that try to slow them down, beside an honest neighbour;
     /// fails if one slows them down more than 1.5 times as much
     #[command(
@@ -168,6 +175,7 @@ fn main() -> ExitCode {
         Command::Sim { seed, seeds, steps } => test::sim(seed, seeds, steps),
         Command::Bench { what: Bench::Local { json, svg } } => bench::local(json, &svg),
         Command::Bench { what: Bench::Ab { rev, runs, only, json } } => bench::ab(&rev, runs, only.as_deref(), json),
+        Command::Bench { what: Bench::Engine { json } } => bench::engine(json),
         Command::Bench { what: Bench::Isolation { json, only, runs } } => bench::isolation(json, only.as_deref(), runs),
         Command::Bench { what: Bench::Memory { json } } => bench::memory(json),
         Command::Bench { what: Bench::Wire { json, only } } => bench::wire(json, &only),

@@ -34,13 +34,21 @@ impl TestHost {
     /// # Panics
     /// If it does not come up in ten seconds.
     pub fn start() -> Self {
+        TestHost::start_with(EngineConfig::default())
+    }
+
+    /// Starts it with pollers as `engine` says; QPNs and keys are the same each time, if `engine` has no other seed.
+    ///
+    /// # Panics
+    /// If it does not come up in ten seconds.
+    pub fn start_with(engine: EngineConfig) -> Self {
         static COUNT: AtomicU32 = AtomicU32::new(0);
         let n = COUNT.fetch_add(1, Ordering::Relaxed);
         let dir = std::env::temp_dir().join(format!("unirdma-test-{}-{n}", std::process::id()));
         let stop = Arc::new(rustix::event::eventfd(0, rustix::event::EventfdFlags::CLOEXEC).expect("eventfd"));
         let config = HostConfig {
             dir: dir.clone(),
-            engine: EngineConfig { seed: Some(7), ..EngineConfig::default() },
+            engine: EngineConfig { seed: engine.seed.or(Some(7)), ..engine },
             wire: None,
         };
         let s = stop.clone();

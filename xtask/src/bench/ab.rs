@@ -57,18 +57,18 @@ const fn local(name: &'static str, command: &'static str, unit: Unit) -> Figure 
 }
 
 const FIGURES: [Figure; 12] = [
-    local("write latency, 2 B", "ib_write_lat -s 2 -n 20000", Unit::Us),
-    local("write latency, 8 B", "ib_write_lat -s 8 -n 20000", Unit::Us),
-    local("send latency, 2 B", "ib_send_lat -s 2 -n 20000", Unit::Us),
-    local("send latency, 8 B", "ib_send_lat -s 8 -n 20000", Unit::Us),
-    local("write bandwidth, 64 KiB", "ib_write_bw -s 65536 -n 50000", Unit::MibS),
-    local("write bandwidth, 1 MiB", "ib_write_bw -s 1048576 -n 5000", Unit::MibS),
-    local("send bandwidth, 64 KiB", "ib_send_bw -s 65536 -n 50000", Unit::MibS),
-    local("read bandwidth, 64 KiB", "ib_read_bw -s 65536 -n 50000", Unit::MibS),
-    local("write rate, 64 B", "ib_write_bw -s 64 -q 1 -n 500000", Unit::MillionsS),
-    local("send rate, 64 B", "ib_send_bw -s 64 -q 1 -n 300000", Unit::MillionsS),
-    Figure { wire: true, ..local("wire: write bandwidth, 64 KiB", "ib_write_bw -s 65536 -n 5000", Unit::MibS) },
-    Figure { wire: true, ..local("wire: send latency, 2 B", "ib_send_lat -s 2 -n 10000", Unit::Us) },
+    local("write latency, 2 B", "ib_write_lat -s 2 -n 100000", Unit::Us),
+    local("write latency, 8 B", "ib_write_lat -s 8 -n 100000", Unit::Us),
+    local("send latency, 2 B", "ib_send_lat -s 2 -n 100000", Unit::Us),
+    local("send latency, 8 B", "ib_send_lat -s 8 -n 100000", Unit::Us),
+    local("write bandwidth, 64 KiB", "ib_write_bw -s 65536 -n 200000", Unit::MibS),
+    local("write bandwidth, 1 MiB", "ib_write_bw -s 1048576 -n 15000", Unit::MibS),
+    local("send bandwidth, 64 KiB", "ib_send_bw -s 65536 -n 200000", Unit::MibS),
+    local("read bandwidth, 64 KiB", "ib_read_bw -s 65536 -n 200000", Unit::MibS),
+    local("write rate, 64 B", "ib_write_bw -s 64 -q 1 -n 1000000", Unit::MillionsS),
+    local("send rate, 64 B", "ib_send_bw -s 64 -q 1 -n 1000000", Unit::MillionsS),
+    Figure { wire: true, ..local("wire: write bandwidth, 64 KiB", "ib_write_bw -s 65536 -n 30000", Unit::MibS) },
+    Figure { wire: true, ..local("wire: send latency, 2 B", "ib_send_lat -s 2 -n 40000", Unit::Us) },
 ];
 
 /// MTU of the veth pair between two hosts.
@@ -194,7 +194,14 @@ pub(crate) fn ab(rev: &str, runs: u32, only: Option<&str>, json: bool) -> Result
         let (a, b) = (Build::start(&old, "a", local, wire)?, Build::start(&new, "b", local, wire)?);
         for (f, pairs) in figures.iter().zip(&mut pairs) {
             eprintln!("run {run} of {runs}: {}", f.name);
-            pairs.push((a.measure(f)?, b.measure(f)?));
+            // Each build is the first one in turn, since what runs second may find the machine otherwise than the first.
+            if run % 2 == 1 {
+                let old = a.measure(f)?;
+                pairs.push((old, b.measure(f)?));
+            } else {
+                let new = b.measure(f)?;
+                pairs.push((a.measure(f)?, new));
+            }
         }
     }
     let changed = if git(&["status", "--porcelain", "--untracked-files=no"])?.is_empty() { "" } else { ", changed" };
