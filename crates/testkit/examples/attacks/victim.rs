@@ -51,5 +51,9 @@ pub(crate) fn measure(a: &Path, b: &Path, seconds: f64) -> Result<(), String> {
         post(LARGE)?;
     }
     println!("mib_s {}", (writes * LARGE) as f64 / f64::from(1 << 20) / start.elapsed().as_secs_f64());
+    // No WRITE may come when the memory is given back.
+    for _ in 0..OUTSTANDING {
+        wait()?;
+    }
     Ok(())
 }
