@@ -3,6 +3,7 @@
 use std::fs::File;
 use std::path::{Path, PathBuf};
 use std::process::{Child, Command, Stdio};
+use std::sync::atomic::{AtomicU32, Ordering};
 use std::time::{Duration, Instant};
 
 use crate::Result;
@@ -28,8 +29,37 @@ pub(crate) fn unirdma() -> PathBuf {
 /// # Errors
 /// The build failed.
 pub(crate) fn build() -> Result<()> {
-    let ok = Command::new("cargo").args(["build", "--release", "--quiet"]).current_dir(root()).status();
-    if ok.is_ok_and(|s| s.success()) { Ok(()) } else { Err("cargo build --release failed".into()) }
+    cargo_build(&[])
+}
+
+/// Builds an example program of the test kit; its path.
+///
+/// # Errors
+/// The build failed.
+pub(crate) fn build_example(name: &str) -> Result<PathBuf> {
+    cargo_build(&["--package", "unirdma-testkit", "--example", name])?;
+    Ok(unirdma().with_file_name("examples").join(name))
+}
+
+/// Builds the programs of another checkout, into that checkout's `target`.
+///
+/// # Errors
+/// The build failed.
+pub(crate) fn build_in(tree: &Path) -> Result<()> {
+    let mut c = Command::new("cargo");
+    c.args(["build", "--release", "--quiet"]).current_dir(tree).env_remove("CARGO_TARGET_DIR");
+    succeed(c)
+}
+
+fn cargo_build(what: &[&str]) -> Result<()> {
+    let mut c = Command::new("cargo");
+    c.args(["build", "--release", "--quiet"]).args(what).current_dir(root());
+    succeed(c)
+}
+
+fn succeed(mut build: Command) -> Result<()> {
+    let ok = build.status().is_ok_and(|s| s.success());
+    if ok { Ok(()) } else { Err("cargo build --release failed".into()) }
 }
 
 /// A virtual layer of its own, in a directory of its own; both end with this value.
@@ -80,11 +110,21 @@ impl Lab {
     /// # Errors
     /// It did not come up: its log.
     pub fn start_in(user: Option<u32>, netns: Option<&str>, args: &[&str]) -> Result<Lab> {
-        let name = format!("unirdma-lab-{}-{}{}", std::process::id(), user.unwrap_or(0), netns.unwrap_or_default());
+        Lab::start_of(&unirdma(), user, netns, args)
+    }
+
+    /// As [`Lab::start_in`], with the `unirdma` and the libraries of any build.
+    ///
+    /// # Errors
+    /// It did not come up: its log.
+    pub fn start_of(unirdma: &Path, user: Option<u32>, netns: Option<&str>, args: &[&str]) -> Result<Lab> {
+        static COUNT: AtomicU32 = AtomicU32::new(0);
+        let count = COUNT.fetch_add(1, Ordering::Relaxed);
+        let name = format!("unirdma-lab-{}-{count}-{}", std::process::id(), user.unwrap_or(0));
         let dir = std::env::temp_dir().join(name);
         let _ = std::fs::remove_dir_all(&dir);
         std::fs::create_dir_all(&dir).map_err(|e| e.to_string())?;
-        let mut exe = unirdma();
+        let mut exe = unirdma.to_path_buf();
         if let Some(u) = user {
             std::os::unix::fs::chown(&dir, Some(u), Some(u)).map_err(|e| e.to_string())?;
             exe = copy_programs(&exe, &dir).map_err(|e| format!("cannot copy the programs: {e}"))?;
@@ -155,6 +195,11 @@ impl Lab {
     pub fn vrnic(&self, name: &str, more: &[&str]) -> Result<()> {
         let o = self.unirdma(&[&["vrnic", "add", name], more].concat());
         if o.ok() { Ok(()) } else { Err(o.text) }
+    }
+
+    /// The socket of a vRNIC, for programs that run outside of containers.
+    pub fn socket(&self, vrnic: &str) -> PathBuf {
+        self.dir.join("run/vrnics").join(vrnic).join("vhost.sock")
     }
 
     /// Starts a shell command in a container.
@@ -296,6 +341,14 @@ impl TwoHosts {
     /// # Errors
     /// What could not be made.
     pub fn start(link: Link<'_>) -> Result<TwoHosts> {
+        TwoHosts::start_of(&unirdma(), link)
+    }
+
+    /// As [`TwoHosts::start`], with the `unirdma` and the libraries of any build.
+    ///
+    /// # Errors
+    /// What could not be made.
+    pub fn start_of(unirdma: &Path, link: Link<'_>) -> Result<TwoHosts> {
         let name = |i: usize| format!("ur{}-{}{i}", std::process::id(), link.name);
         let mut two = TwoHosts { labs: Vec::new(), names: [name(0), name(1)] };
         let [a, b] = two.names.clone();
@@ -316,7 +369,7 @@ impl TwoHosts {
             let address = link.address(i);
             let peers = peers.display().to_string();
             let args = [&["--address", &address, "--peers", &peers], link.args].concat();
-            two.labs.push(Lab::start_in(None, Some(n), &args)?);
+            two.labs.push(Lab::start_of(unirdma, None, Some(n), &args)?);
         }
         two.labs[0].vrnic("a", &["--ip", "10.0.0.1", "--ip", "fd00::1"])?;
         two.labs[1].vrnic("b", &["--ip", "10.0.0.2", "--ip", "fd00::2"])?;

@@ -90,6 +90,24 @@ enum Test {
 
 #[derive(Subcommand)]
 enum Bench {
+    /// Latency, bandwidth and message rate of this tree beside those of another commit, measured in turn; with root also
+    /// between two hosts
+    #[command(
+        after_help = "Examples:\n  cargo xtask bench ab main\n  cargo xtask bench ab HEAD~3 --runs 9 --only latency\n  cargo xtask bench ab v0.1 --only wire --json > ab.json\n\nThe other commit is built in target/ab. How far apart two builds of one commit are on this machine: cargo xtask bench ab HEAD"
+    )]
+    Ab {
+        /// The other commit, by any name that git knows
+        rev: String,
+        /// How many pairs of runs; medians count
+        #[arg(long, value_name = "N", default_value_t = 5, value_parser = clap::value_parser!(u32).range(1..))]
+        runs: u32,
+        /// Only the figures whose name contains this
+        #[arg(long, value_name = "TEXT")]
+        only: Option<String>,
+        /// Print JSON instead of a table
+        #[arg(long)]
+        json: bool,
+    },
     /// Latency and bandwidth between two hosts joined by a veth pair, beside TCP over the same pair, and in one virtual machine
     /// beside the kernel's soft RDMA devices, rxe and siw; needs root
     #[command(
@@ -102,6 +120,29 @@ enum Bench {
         /// Measure only this; may be given more than once: the two hosts, the cost of the invariant CRC, the virtual machine
         #[arg(long, value_name = "PART", value_parser = bench::PARTS)]
         only: Vec<String>,
+    },
+    /// The RNIC alone: WRITEs between pairs of vRNICs from send queues that are always full, without programs
+    #[command(after_help = "Examples:\n  cargo xtask bench engine\n  cargo xtask bench engine --json > engine.json")]
+    Engine {
+        /// Print JSON instead of a table
+        #[arg(long)]
+        json: bool,
+    },
+    /// Latency and bandwidth of two programs beside neighbours that try to slow them down, beside an honest neighbour;
+    /// fails if one slows them down more than 1.5 times as much
+    #[command(
+        after_help = "Examples:\n  cargo xtask bench isolation\n  cargo xtask bench isolation --only rnr --runs 5\n  cargo xtask bench isolation --json > isolation.json"
+    )]
+    Isolation {
+        /// Print JSON instead of a table
+        #[arg(long)]
+        json: bool,
+        /// Only the attacks whose name contains this
+        #[arg(long, value_name = "TEXT")]
+        only: Option<String>,
+        /// How often each neighbour is measured; medians count
+        #[arg(long, value_name = "N", default_value_t = 3, value_parser = clap::value_parser!(u32).range(1..))]
+        runs: u32,
     },
     /// What the way of an application's memory costs: programs with threads, MPI, registration, fork
     #[command(after_help = "Examples:\n  cargo xtask bench memory\n  cargo xtask bench memory --json > memory.json")]
@@ -133,6 +174,9 @@ fn main() -> ExitCode {
         Command::Test { what: None, only } => test::run(only.as_deref()),
         Command::Sim { seed, seeds, steps } => test::sim(seed, seeds, steps),
         Command::Bench { what: Bench::Local { json, svg } } => bench::local(json, &svg),
+        Command::Bench { what: Bench::Ab { rev, runs, only, json } } => bench::ab(&rev, runs, only.as_deref(), json),
+        Command::Bench { what: Bench::Engine { json } } => bench::engine(json),
+        Command::Bench { what: Bench::Isolation { json, only, runs } } => bench::isolation(json, only.as_deref(), runs),
         Command::Bench { what: Bench::Memory { json } } => bench::memory(json),
         Command::Bench { what: Bench::Wire { json, only } } => bench::wire(json, &only),
         Command::TcpPeer { to } => tcp::peer(to),

@@ -1,10 +1,11 @@
-//! Test kit: a virtual layer in this process, well-behaved programs on it, and a hostile frontend.
+//! Test kit: a virtual layer in this process, well-behaved programs on it, a hostile frontend, and queues without a driver.
 //!
-//! Knows all layers; nothing but tests depends on it. It must never touch a virtual layer that it did
-//! not start.
+//! Knows all layers; nothing but tests and measurements depends on it. It must never touch a virtual
+//! layer that neither it nor `cargo xtask bench` has started.
 
 mod hostile;
 mod program;
+mod scripted;
 
 use std::os::fd::{AsFd, OwnedFd};
 use std::path::PathBuf;
@@ -18,6 +19,7 @@ use unirdma_host::{AddVrnic, Client, EngineConfig, HostConfig, VHOST_SOCKET, ser
 
 pub use hostile::Hostile;
 pub use program::{Program, connect};
+pub use scripted::{Queue, Scripted};
 
 /// A virtual layer in a directory of its own; it ends with this value.
 pub struct TestHost {
@@ -32,13 +34,21 @@ impl TestHost {
     /// # Panics
     /// If it does not come up in ten seconds.
     pub fn start() -> Self {
+        TestHost::start_with(EngineConfig::default())
+    }
+
+    /// Starts it with pollers as `engine` says; QPNs and keys are the same each time, if `engine` has no other seed.
+    ///
+    /// # Panics
+    /// If it does not come up in ten seconds.
+    pub fn start_with(engine: EngineConfig) -> Self {
         static COUNT: AtomicU32 = AtomicU32::new(0);
         let n = COUNT.fetch_add(1, Ordering::Relaxed);
         let dir = std::env::temp_dir().join(format!("unirdma-test-{}-{n}", std::process::id()));
         let stop = Arc::new(rustix::event::eventfd(0, rustix::event::EventfdFlags::CLOEXEC).expect("eventfd"));
         let config = HostConfig {
             dir: dir.clone(),
-            engine: EngineConfig { seed: Some(7), ..EngineConfig::default() },
+            engine: EngineConfig { seed: engine.seed.or(Some(7)), ..engine },
             wire: None,
         };
         let s = stop.clone();

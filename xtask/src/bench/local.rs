@@ -7,7 +7,7 @@ use std::time::{Duration, Instant};
 
 use serde::Serialize;
 
-use super::rows;
+use super::{print_json, rows};
 use crate::lab::{self, Lab};
 use crate::tcp::Tcp;
 use crate::{Result, packages};
@@ -131,12 +131,7 @@ pub(crate) fn local(json: bool, svg: &Path) -> Result<()> {
     let lab = Lab::start(None)?;
     lab.vrnic("a", &["--ip", "10.0.0.1"])?;
     lab.vrnic("b", &["--ip", "10.0.0.2"])?;
-    let cores = std::thread::available_parallelism().map_or(1, usize::from);
-    let topology = if cores <= 3 {
-        format!("{cores} cores; one poller on each core, which yields; the two programs spin on the same cores")
-    } else {
-        format!("{cores} cores; one poller spins on a core of its own; the two programs spin on two others")
-    };
+    let topology = super::topology();
     say("latency");
     let mut tcp = Tcp::start()?;
     tcp.latencies(2, 2000, false)?;
@@ -196,7 +191,7 @@ pub(crate) fn local(json: bool, svg: &Path) -> Result<()> {
     }
     std::fs::write(svg, plot(&report)).map_err(|e| format!("cannot write {}: {e}", svg.display()))?;
     if json {
-        println!("{}", serde_json::to_string_pretty(&report).map_err(|e| e.to_string())?);
+        print_json(&report)?;
     } else {
         print(&report);
     }

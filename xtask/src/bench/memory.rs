@@ -6,7 +6,7 @@ use std::time::{Duration, Instant};
 
 use serde::Serialize;
 
-use super::rows;
+use super::{figures, median, print_json, rows};
 use crate::lab::{self, Lab, Output, Running};
 use crate::suite::{compile, compile_as, own_user};
 use crate::{Result, packages};
@@ -123,8 +123,8 @@ impl Bench<'_> {
             with.push(self.perftest(&four, COMMAND)?[0][3]);
         }
         let way = self.perftest_way(&four, "ib_write_bw -s 1048576")?;
-        let one = (median(&mut without), "one thread");
-        self.row("WRITE 1 MiB, four threads", (median(&mut with), "MiB/s"), Some(one), Some(Goal::AtLeast(0.9)), &way);
+        let one = (median(without), "one thread");
+        self.row("WRITE 1 MiB, four threads", (median(with), "MiB/s"), Some(one), Some(Goal::AtLeast(0.9)), &way);
         Ok(())
     }
 
@@ -137,9 +137,9 @@ impl Bench<'_> {
             rates.push(self.perftest("UNIRDMA_MR=copy", "ib_send_bw -s 64 -n 100000")?[0][4]);
         }
         let way = self.perftest_way("UNIRDMA_MR=copy", "ib_send_bw -s 1048576")?;
-        let peer = (median(&mut memcpys), "one memcpy");
-        self.row("copy: SEND 1 MiB", (median(&mut sends), "MiB/s"), Some(peer), Some(Goal::AtLeast(0.4)), &way);
-        self.row("copy: SEND 64 B", (median(&mut rates), "M/s"), None, Some(Goal::AtLeast(1.0)), &way);
+        let peer = (median(memcpys), "one memcpy");
+        self.row("copy: SEND 1 MiB", (median(sends), "MiB/s"), Some(peer), Some(Goal::AtLeast(0.4)), &way);
+        self.row("copy: SEND 64 B", (median(rates), "M/s"), None, Some(Goal::AtLeast(1.0)), &way);
         Ok(())
     }
 
@@ -149,9 +149,8 @@ impl Bench<'_> {
         if !o.ok() {
             return Err(format!("{what}: {:?} {}", o.code, o.text));
         }
-        let number = |l: &str| l.split_once(' ').and_then(|(k, v)| Some((k.to_string(), v.parse().ok()?)));
         let traced = self.lab.spawn("a", &[], &format!("env UNIRDMA_TRACE=1 {exe} {what} quick"))?.finish();
-        Ok((o.text.lines().filter_map(number).collect(), ways(&traced)))
+        Ok((figures(&o.text), ways(&traced)))
     }
 
     fn registrations(&mut self) -> Result<()> {
@@ -217,8 +216,8 @@ impl Bench<'_> {
             own.push(gigabits(&self.mpirun(&alone, None)?)?);
             over.push(gigabits(&self.mpirun(&ucx, Some(&mut way))?)?);
         }
-        let peer = (median(&mut own), "OpenMPI's shared memory");
-        self.row("OpenMPI over UCX, 1 MiB", (median(&mut over), "Gbit/s"), Some(peer), Some(Goal::AtLeast(1.5)), &way);
+        let peer = (median(own), "OpenMPI's shared memory");
+        self.row("OpenMPI over UCX, 1 MiB", (median(over), "Gbit/s"), Some(peer), Some(Goal::AtLeast(1.5)), &way);
         Ok(())
     }
 
@@ -269,11 +268,6 @@ fn gigabits(o: &Output) -> Result<f64> {
     mbps.map(|m| m / 1e3).ok_or(format!("NetPIPE: {}", o.text))
 }
 
-fn median(x: &mut [f64]) -> f64 {
-    x.sort_by(f64::total_cmp);
-    x[x.len() / 2]
-}
-
 pub(crate) fn memory(json: bool) -> Result<()> {
     packages::ensure(&[packages::RUN])?;
     eprintln!("building");
@@ -303,10 +297,9 @@ pub(crate) fn memory(json: bool) -> Result<()> {
     }
     let report = Report { topology, rows: table, skipped };
     if json {
-        println!("{}", serde_json::to_string_pretty(&report).map_err(|e| e.to_string())?);
-    } else {
-        print(&report);
+        return print_json(&report);
     }
+    print(&report);
     Ok(())
 }
 

@@ -1,15 +1,54 @@
 //! `cargo xtask bench`: figures beside a peer in the same run.
 
+mod ab;
+mod engine;
+mod isolation;
 mod local;
 mod memory;
 mod wire;
 
+use std::collections::BTreeMap;
+
+use serde::Serialize;
+
 use crate::Result;
 use crate::lab;
 
+pub(crate) use ab::ab;
+pub(crate) use engine::engine;
+pub(crate) use isolation::isolation;
 pub(crate) use local::local;
 pub(crate) use memory::memory;
 pub(crate) use wire::{PARTS, tcp, wire};
+
+/// How the machine is shared out while programs on vRNICs of one host are measured.
+fn topology() -> String {
+    let cores = std::thread::available_parallelism().map_or(1, usize::from);
+    if cores <= 3 {
+        format!("{cores} cores; one poller on each core, which yields; the two programs spin on the same cores")
+    } else {
+        format!("{cores} cores; one poller spins on a core of its own; the two programs spin on two others")
+    }
+}
+
+/// Figures that a program of ours printed: a name and a number on each line.
+fn figures(text: &str) -> BTreeMap<String, f64> {
+    let number = |l: &str| l.split_once(' ').and_then(|(k, v)| Some((k.to_string(), v.parse().ok()?)));
+    text.lines().filter_map(number).collect()
+}
+
+/// The middle one, or the upper of two middle ones; not a number if there is none.
+fn median(x: impl IntoIterator<Item = f64>) -> f64 {
+    let mut x: Vec<f64> = x.into_iter().collect();
+    x.sort_by(f64::total_cmp);
+    x.get(x.len() / 2).copied().unwrap_or(f64::NAN)
+}
+
+/// Prints a report as JSON.
+fn print_json(report: &impl Serialize) -> Result<()> {
+    println!("{}", serde_json::to_string_pretty(report).map_err(|e| e.to_string())?);
+    Ok(())
+}
 
 /// Rows of numbers of a server and a client that both ended well.
 fn rows(command: &str, (s, c): (lab::Output, lab::Output)) -> Result<Vec<Vec<f64>>> {

@@ -5,7 +5,7 @@ use std::process::Command;
 
 use serde::{Deserialize, Serialize};
 
-use super::rows;
+use super::{print_json, rows};
 use crate::lab::{self, Link, TwoHosts};
 use crate::tcp::Tcp;
 use crate::vm::{GUEST as OWN, Guest};
@@ -222,8 +222,7 @@ pub(crate) fn wire(json: bool, only: &[String]) -> Result<()> {
         report.guest = guest()?;
     }
     if json {
-        println!("{}", serde_json::to_string_pretty(&report).map_err(|e| e.to_string())?);
-        return Ok(());
+        return print_json(&report);
     }
     println!("topology: {}", report.topology);
     for n in &report.networks {

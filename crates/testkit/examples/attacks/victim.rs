@@ -1,0 +1,59 @@
+//! Two well-behaved programs of which one writes to the other, and what that takes.
+
+use std::path::Path;
+use std::time::{Duration, Instant};
+
+use unirdma_formats::WrOpcode;
+use unirdma_testkit::{Program, connect};
+
+const SMALL: usize = 8;
+const LARGE: usize = 64 << 10;
+/// WRITEs of [`LARGE`] bytes that wait at a time.
+const OUTSTANDING: usize = 8;
+
+/// Latency for `seconds`, then bandwidth for as long.
+pub(crate) fn measure(a: &Path, b: &Path, seconds: f64) -> Result<(), String> {
+    let (a, b) = (Program::new(a, LARGE), Program::new(b, LARGE));
+    connect(&a, &b);
+    let post = |len| a.post(WrOpcode::Write, &b, 0, len).map_err(|e| format!("a WRITE cannot be posted: error {e}"));
+    let wait = || match a.wait() {
+        Ok(c) if c.status == 0 => Ok(()),
+        Ok(c) => Err(format!("a WRITE ended with status {}", c.status)),
+        Err(110) => Err("no completion for 10 s".into()),
+        Err(e) => Err(format!("polling failed: error {e}")),
+    };
+    for _ in 0..1000 {
+        post(LARGE)?;
+        wait()?;
+    }
+    println!("ready");
+    std::io::stdin().read_line(&mut String::new()).map_err(|e| e.to_string())?;
+
+    let time = Duration::from_secs_f64(seconds);
+    let (mut each_ns, start) = (Vec::new(), Instant::now());
+    while start.elapsed() < time {
+        let begin = Instant::now();
+        post(SMALL)?;
+        wait()?;
+        each_ns.push(begin.elapsed().as_nanos() as u64);
+    }
+    each_ns.sort_unstable();
+    let percentile = |p: usize| each_ns[(each_ns.len() - 1) * p / 100] as f64 / 1e3;
+    println!("p50_us {}\np99_us {}\nworst_us {}", percentile(50), percentile(99), percentile(100));
+
+    for _ in 0..OUTSTANDING {
+        post(LARGE)?;
+    }
+    let (mut writes, start) = (0, Instant::now());
+    while start.elapsed() < time {
+        wait()?;
+        writes += 1;
+        post(LARGE)?;
+    }
+    println!("mib_s {}", (writes * LARGE) as f64 / f64::from(1 << 20) / start.elapsed().as_secs_f64());
+    // No WRITE may come when the memory is given back.
+    for _ in 0..OUTSTANDING {
+        wait()?;
+    }
+    Ok(())
+}

@@ -1,0 +1,110 @@
+//! The RNIC alone: a virtual layer in this process, and pairs of vRNICs whose send queues are filled before anything is
+//! measured. No program polls or posts; one thread says now and then that the executed WQEs are posted again.
+//! `cargo xtask bench engine` runs it.
+//!
+//! Prints for each number of pollers and each size: pollers, bytes of a WRITE, and WRITEs a second.
+
+use std::time::{Duration, Instant};
+
+use unirdma_abi as abi;
+use unirdma_formats::WrOpcode;
+use unirdma_host::EngineConfig;
+use unirdma_mem::MemFd;
+use unirdma_testkit::{Queue, Scripted, TestHost};
+
+/// Pairs of vRNICs; each has one QP that writes.
+const PAIRS: u8 = 2;
+const POLLERS: [usize; 2] = [1, 2];
+const SIZES: [u32; 4] = [8, 4096, 64 << 10, 1 << 20];
+const LARGEST: u64 = 1 << 20;
+/// Slots of a send queue, and bytes that are posted at most: both are enough for the pollers while the other thread sleeps.
+const ENTRIES: u32 = 16_384;
+const POSTED_BYTES: u32 = 256 << 20;
+const REFILL: Duration = Duration::from_micros(200);
+const WARM_UP: Duration = Duration::from_millis(200);
+const MEASURED: Duration = Duration::from_secs(1);
+/// `IBV_MTU_4096`.
+const MTU: u8 = 5;
+
+/// A session that writes, its QP, and what keeps the QP's peer alive.
+struct Writer {
+    session: Scripted,
+    queue: Queue,
+    local_key: u32,
+    remote_key: u32,
+    _peer: Scripted,
+}
+
+impl Writer {
+    fn new(host: &TestHost, pair: u8) -> Writer {
+        let add = |side: u8| {
+            let socket = host.add(&format!("pair{pair}-{side}"), &format!("10.0.{pair}.{side}"));
+            let mut session = Scripted::new(&socket);
+            let file = MemFd::new(c"data", LARGEST as usize).expect("memory file");
+            let at = session.add_memory(&file);
+            let key = session.mr(at, LARGEST).lkey;
+            (session, key)
+        };
+        let ((mut session, local_key), (mut peer, remote_key)) = (add(1), add(2));
+        let (queue, other) = (session.queue(ENTRIES), peer.queue(1));
+        session.connect(&queue, peer.gid, other.qpn, MTU);
+        peer.connect(&other, session.gid, queue.qpn, MTU);
+        Writer { session, queue, local_key, remote_key, _peer: peer }
+    }
+
+    /// Fills the whole send queue with WRITEs of `len` bytes; none of them is posted.
+    fn fill(&self, len: u32) {
+        let local = abi::Sge { addr: 0, length: len, lkey: self.local_key };
+        for i in 0..ENTRIES {
+            self.session.write(&self.queue, i, WrOpcode::Write, local, (0, self.remote_key));
+        }
+    }
+
+    /// Posts WRITEs until `depth` of them wait; how many have been executed so far, modulo 2^32.
+    fn refill(&self, depth: u32) -> u32 {
+        let executed = self.session.executed(&self.queue);
+        self.session.post(&self.queue, executed.wrapping_add(depth));
+        executed
+    }
+
+    /// Waits until nothing is posted any more.
+    fn drain(&self) {
+        while self.session.executed(&self.queue) != self.session.posted(&self.queue) {
+            std::thread::sleep(REFILL);
+        }
+    }
+}
+
+/// WRITEs a second that all pairs together execute.
+fn rate(writers: &[Writer], len: u32) -> f64 {
+    writers.iter().for_each(|w| w.fill(len));
+    let depth = ENTRIES.min(POSTED_BYTES / len);
+    // Keeps the queues full for a while; how many WRITEs of each have been executed at the end.
+    let run = |time: Duration| -> Vec<u32> {
+        let start = Instant::now();
+        loop {
+            let executed = writers.iter().map(|w| w.refill(depth)).collect();
+            if start.elapsed() >= time {
+                return executed;
+            }
+            std::thread::sleep(REFILL);
+        }
+    };
+    let before = run(WARM_UP);
+    let start = Instant::now();
+    let after = run(MEASURED);
+    let seconds = start.elapsed().as_secs_f64();
+    writers.iter().for_each(Writer::drain);
+    let executed: u64 = before.iter().zip(after).map(|(b, a)| u64::from(a.wrapping_sub(*b))).sum();
+    executed as f64 / seconds
+}
+
+fn main() {
+    for pollers in POLLERS {
+        let host = TestHost::start_with(EngineConfig { pollers, ..EngineConfig::default() });
+        let writers: Vec<Writer> = (1..=PAIRS).map(|pair| Writer::new(&host, pair)).collect();
+        for len in SIZES {
+            println!("{pollers} {len} {:.1}", rate(&writers, len));
+        }
+    }
+}

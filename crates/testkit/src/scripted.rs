@@ -1,0 +1,258 @@
+//! A session without a driver, whose user writes WQEs, indices and doorbell bits itself.
+
+use std::path::Path;
+use std::sync::atomic::Ordering::SeqCst;
+
+use unirdma_abi as abi;
+use unirdma_formats::{WrOpcode, attr_mask as m};
+use unirdma_link::RegionDesc;
+use unirdma_mem::MemFd;
+use zerocopy::{FromBytes, IntoBytes};
+
+use crate::Hostile;
+
+/// Offset of the doorbell page in the session's memory. Everything from the next page on is for [`Scripted::alloc`].
+const DOORBELL: u64 = 0x3_0000;
+/// Bus address of the first region that [`Scripted::add_memory`] adds.
+const MORE_MEMORY: u64 = 1 << 52;
+/// A capability of `ibv_qp_type`: reliable connections.
+const RC: u8 = 2;
+const ALL_ACCESS: u32 = 15;
+
+/// A session with a doorbell page, a PD and a CQ, made by control commands only.
+pub struct Scripted {
+    /// The frontend, the session's memory, and its control virtqueue.
+    pub hostile: Hostile,
+    /// The PD of the session.
+    pub pdn: u32,
+    /// GID 0 of the vRNIC.
+    pub gid: [u8; 16],
+    cqn: u32,
+    free: u64,
+    regions: u64,
+}
+
+/// A QP of a scripted session, and where its rings are in the session's memory.
+#[derive(Clone, Copy, Debug)]
+pub struct Queue {
+    /// Its number.
+    pub qpn: u32,
+    db_slot: u32,
+    ctrl: usize,
+    sq: usize,
+    layout: abi::QpLayout,
+}
+
+impl Queue {
+    /// Slots of the SQ.
+    pub fn entries(&self) -> u32 {
+        self.layout.sq_entries
+    }
+}
+
+impl Scripted {
+    /// Connects to a vRNIC and makes the objects.
+    ///
+    /// # Panics
+    /// If any of it fails.
+    pub fn new(socket: &Path) -> Self {
+        let mut s =
+            Scripted { hostile: Hostile::new(socket), pdn: 0, gid: [0; 16], cqn: 0, free: DOORBELL + 4096, regions: 0 };
+        let page = s.hostile.bus(DOORBELL);
+        s.order(abi::Command::SetDoorbell, &page);
+        s.pdn = s.ask::<abi::HandleResp>(abi::Command::CreatePd, &[0u8; 0]).handle;
+        s.gid = s.ask::<abi::QueryGidResp>(abi::Command::QueryGid, &abi::QueryGidReq { port: 1, index: 0 }).gid;
+        let entries = 64;
+        let (ring, ctrl) = (s.alloc(u64::from(entries) * size_of::<abi::Cqe>() as u64), s.alloc(128));
+        let cq = abi::CreateCqReq {
+            cqe: entries,
+            entries,
+            ring_addr: s.hostile.bus(ring),
+            ctrl_addr: s.hostile.bus(ctrl),
+            comp_queue: abi::NO_COMP_QUEUE,
+            reserved: 0,
+        };
+        s.cqn = s.ask::<abi::HandleResp>(abi::Command::CreateCq, &cq).handle;
+        s
+    }
+
+    /// A control command whose response is of no interest.
+    ///
+    /// # Panics
+    /// If the device refuses it.
+    pub fn order(&mut self, command: abi::Command, request: &(impl IntoBytes + zerocopy::Immutable + ?Sized)) {
+        let (status, _) = self.hostile.command(command as u8, request.as_bytes());
+        assert_eq!(status, 0, "{command:?} failed");
+    }
+
+    /// A control command and its response.
+    ///
+    /// # Panics
+    /// If the device refuses it.
+    pub fn ask<R: FromBytes>(
+        &mut self,
+        command: abi::Command,
+        request: &(impl IntoBytes + zerocopy::Immutable + ?Sized),
+    ) -> R {
+        let (status, data) = self.hostile.command(command as u8, request.as_bytes());
+        assert_eq!(status, 0, "{command:?} failed");
+        let Ok((response, _)) = R::read_from_prefix(&data) else { panic!("{command:?} answered {} bytes", data.len()) };
+        response
+    }
+
+    /// Offset of `bytes` of the session's memory that nobody else uses.
+    ///
+    /// # Panics
+    /// If the memory is used up.
+    pub fn alloc(&mut self, bytes: u64) -> u64 {
+        let at = self.free;
+        self.free = (at + bytes).next_multiple_of(128);
+        assert!(self.free <= self.hostile.memory().len() as u64, "the session's memory is used up");
+        at
+    }
+
+    /// Adds a memory file to the session's memory; its bus address.
+    ///
+    /// # Panics
+    /// If the device refuses it.
+    pub fn add_memory(&mut self, file: &MemFd) -> u64 {
+        let bus_addr = MORE_MEMORY + (self.regions << 40);
+        self.regions += 1;
+        let size = file.span().len() as u64;
+        let region = RegionDesc { bus_addr, size, user_addr: bus_addr, mmap_offset: 0 };
+        self.hostile.frontend.add_region(region, file.fd()).expect("region");
+        bus_addr
+    }
+
+    /// A request for an MR over a range of bus addresses, with all access and addresses from 0 on.
+    pub fn mr_request(&self, start: u64, length: u64) -> abi::RegUserMrReq {
+        abi::RegUserMrReq { pdn: self.pdn, access_flags: ALL_ACCESS, start, length, ..Default::default() }
+    }
+
+    /// An MR over a range of bus addresses, with all access and addresses from 0 on.
+    ///
+    /// # Panics
+    /// If the device refuses it.
+    pub fn mr(&mut self, start: u64, length: u64) -> abi::MrResp {
+        let request = self.mr_request(start, length);
+        self.ask(abi::Command::RegUserMr, &request)
+    }
+
+    /// An RC QP with `send_wr` slots in its SQ, each with one SGE.
+    ///
+    /// # Panics
+    /// If the device refuses it.
+    pub fn queue(&mut self, send_wr: u32) -> Queue {
+        let cap =
+            abi::QpCap { max_send_wr: send_wr, max_recv_wr: 1, max_send_sge: 1, max_recv_sge: 1, max_inline_data: 0 };
+        let layout = abi::QpLayout::of(&cap).expect("the device's limits");
+        let (ctrl, sq, rq) =
+            (self.alloc(128), self.alloc(layout.sq_bytes() as u64), self.alloc(layout.rq_bytes() as u64));
+        let request = abi::CreateQpReq {
+            pdn: self.pdn,
+            qp_type: RC,
+            send_cqn: self.cqn,
+            recv_cqn: self.cqn,
+            cap,
+            ctrl_addr: self.hostile.bus(ctrl),
+            sq_addr: self.hostile.bus(sq),
+            rq_addr: self.hostile.bus(rq),
+            ..Default::default()
+        };
+        let made: abi::CreateQpResp = self.ask(abi::Command::CreateQp, &request);
+        Queue { qpn: made.qpn, db_slot: made.db_slot, ctrl: ctrl as usize, sq: sq as usize, layout }
+    }
+
+    /// Moves a QP to RTS, connected to QP `peer` of the vRNIC with `gid`; `path_mtu` is an `ibv_mtu`. The QP tries
+    /// again for ever if its receiver is not ready, and as a receiver it asks for the shortest RNR timer.
+    ///
+    /// # Panics
+    /// If the device refuses it.
+    pub fn connect(&mut self, q: &Queue, gid: [u8; 16], peer: u32, path_mtu: u8) {
+        let attr = abi::QpAttr {
+            port_num: 1,
+            qp_access_flags: ALL_ACCESS,
+            path_mtu,
+            dest_qp_num: peer,
+            max_dest_rd_atomic: 1,
+            max_rd_atomic: 1,
+            min_rnr_timer: 1,
+            timeout: 8,
+            retry_cnt: 7,
+            rnr_retry: 7,
+            ah_attr: abi::AhAttr {
+                grh: abi::GlobalRoute { dgid: gid, ..Default::default() },
+                is_global: 1,
+                port_num: 1,
+                ..Default::default()
+            },
+            ..Default::default()
+        };
+        let steps = [
+            m::PKEY_INDEX | m::PORT | m::ACCESS_FLAGS,
+            m::AV | m::PATH_MTU | m::DEST_QPN | m::RQ_PSN | m::MAX_DEST_RD_ATOMIC | m::MIN_RNR_TIMER,
+            m::TIMEOUT | m::RETRY_CNT | m::RNR_RETRY | m::SQ_PSN | m::MAX_QP_RD_ATOMIC,
+        ];
+        for (mask, qp_state) in steps.into_iter().zip(1..) {
+            let attr = abi::QpAttr { qp_state, ..attr };
+            self.order(abi::Command::ModifyQp, &abi::ModifyQpReq { qpn: q.qpn, attr_mask: m::STATE | mask, attr });
+        }
+    }
+
+    /// Two QPs of this session that are connected with each other; the second one has an SQ of one slot.
+    ///
+    /// # Panics
+    /// If the device refuses it.
+    pub fn pair(&mut self, send_wr: u32, path_mtu: u8) -> (Queue, Queue) {
+        let (a, b) = (self.queue(send_wr), self.queue(1));
+        self.connect(&a, self.gid, b.qpn, path_mtu);
+        self.connect(&b, self.gid, a.qpn, path_mtu);
+        (a, b)
+    }
+
+    /// Writes a WQE without completion into slot `index` modulo the SQ's size.
+    pub fn write(&self, q: &Queue, index: u32, op: WrOpcode, local: abi::Sge, remote: (u64, u32)) {
+        let wqe = abi::SqWqe {
+            opcode: op as u8,
+            num_sge: u8::from(local.length > 0),
+            remote_addr: remote.0,
+            rkey: remote.1,
+            ..Default::default()
+        };
+        let at = q.sq + (index % q.entries()) as usize * q.layout.sq_stride as usize;
+        self.hostile.memory().write(at, wqe.as_bytes());
+        self.hostile.memory().write(at + abi::SQ_DATA, local.as_bytes());
+    }
+
+    /// WQEs that have been posted, modulo 2^32.
+    pub fn posted(&self, q: &Queue) -> u32 {
+        self.hostile.memory().load32(q.ctrl + abi::QP_SQ_PROD, SeqCst)
+    }
+
+    /// WQEs that the device has executed, modulo 2^32.
+    pub fn executed(&self, q: &Queue) -> u32 {
+        self.hostile.memory().load32(q.ctrl + abi::QP_SQ_CONS, SeqCst)
+    }
+
+    /// Posts all WQEs below `index`, and rings the doorbell.
+    pub fn post(&self, q: &Queue, index: u32) {
+        let memory = self.hostile.memory();
+        memory.store32(q.ctrl + abi::QP_SQ_PROD, index, SeqCst);
+        let (word, bit) = (q.db_slot / 64, q.db_slot % 64);
+        memory.or64(DOORBELL as usize + abi::DB_BITS + word as usize * 8, 1 << bit, SeqCst);
+        memory.or64(DOORBELL as usize + abi::DB_SUMMARY, 1 << word, SeqCst);
+        if memory.load32(DOORBELL as usize + abi::DB_NEED_KICK, SeqCst) != 0 {
+            self.hostile.wake();
+        }
+    }
+
+    /// Sets every doorbell bit of the session, also those of no QP, and kicks.
+    pub fn ring_all(&self) {
+        let memory = self.hostile.memory();
+        for word in 0..abi::DOORBELL_WORDS {
+            memory.swap64(DOORBELL as usize + abi::DB_BITS + word * 8, u64::MAX, SeqCst);
+        }
+        memory.swap64(DOORBELL as usize + abi::DB_SUMMARY, u64::MAX, SeqCst);
+        self.hostile.wake();
+    }
+}
