@@ -1,7 +1,7 @@
 //! The RNIC behind its lock, and how long the lock is held.
 
 use std::ops::{Deref, DerefMut};
-use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::atomic::{AtomicU32, AtomicU64, Ordering};
 use std::sync::{Mutex, MutexGuard, PoisonError, TryLockError};
 
 use unirdma_rnic::Rnic;
@@ -18,18 +18,31 @@ const SPINS: u32 = 2_000;
 /// An RNIC that several threads use, one at a time.
 pub struct SharedRnic {
     rnic: Mutex<Rnic>,
+    /// Threads that wait for it in [`SharedRnic::lock`].
+    waiters: AtomicU32,
     held: Histogram,
 }
 
 impl SharedRnic {
     /// An RNIC that nobody uses yet.
     pub fn new(rnic: Rnic) -> Self {
-        SharedRnic { rnic: Mutex::new(rnic), held: Histogram::default() }
+        SharedRnic { rnic: Mutex::new(rnic), waiters: AtomicU32::new(0), held: Histogram::default() }
     }
 
     /// The RNIC, when nobody else has it. A thread that had it and panicked does not matter: every step leaves valid state.
     pub fn lock(&self) -> RnicGuard<'_> {
-        self.guard(self.rnic.lock().unwrap_or_else(PoisonError::into_inner))
+        if let Some(r) = self.try_lock() {
+            return r;
+        }
+        self.waiters.fetch_add(1, Ordering::SeqCst);
+        let r = self.rnic.lock().unwrap_or_else(PoisonError::into_inner);
+        self.waiters.fetch_sub(1, Ordering::SeqCst);
+        self.guard(r)
+    }
+
+    /// True if a thread waits for it: who takes it again and again lets that thread in first.
+    pub fn is_wanted(&self) -> bool {
+        self.waiters.load(Ordering::SeqCst) != 0
     }
 
     /// The RNIC, unless somebody has it.
@@ -65,7 +78,7 @@ impl SharedRnic {
     }
 
     fn guard<'a>(&'a self, rnic: MutexGuard<'a, Rnic>) -> RnicGuard<'a> {
-        RnicGuard { rnic, since_ns: now_ns(), held: &self.held }
+        RnicGuard { rnic, since_ns: now_ns(), noted_ns: None, held: &self.held }
     }
 
     /// How long the RNIC was held.
@@ -78,6 +91,8 @@ impl SharedRnic {
 pub struct RnicGuard<'a> {
     rnic: MutexGuard<'a, Rnic>,
     since_ns: u64,
+    /// How long it was held, once that is noted.
+    noted_ns: Option<u64>,
     held: &'a Histogram,
 }
 
@@ -85,6 +100,20 @@ impl RnicGuard<'_> {
     /// When it was taken, nanoseconds.
     pub fn since_ns(&self) -> u64 {
         self.since_ns
+    }
+
+    /// Gives it back; when that was, nanoseconds.
+    pub fn release(mut self) -> u64 {
+        self.note();
+        self.since_ns + self.noted_ns.unwrap_or(0)
+    }
+
+    fn note(&mut self) {
+        if self.noted_ns.is_none() {
+            let ns = now_ns().saturating_sub(self.since_ns);
+            self.held.note(ns);
+            self.noted_ns = Some(ns);
+        }
     }
 }
 
@@ -103,7 +132,7 @@ impl DerefMut for RnicGuard<'_> {
 
 impl Drop for RnicGuard<'_> {
     fn drop(&mut self) {
-        self.held.note(now_ns().saturating_sub(self.since_ns));
+        self.note();
     }
 }
 

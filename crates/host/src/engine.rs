@@ -17,7 +17,7 @@ use std::sync::{Arc, Condvar, Mutex, OnceLock, RwLock, RwLockReadGuard};
 
 use rustix::event::{EventfdFlags, epoll};
 use unirdma_abi as abi;
-use unirdma_device::{EventQueues, Pollers, SharedRnic, lock, now_ns};
+use unirdma_device::{EventQueues, Pollers, RnicGuard, SharedRnic, lock, now_ns};
 use unirdma_mem::Bell;
 use unirdma_rnic::{Job, Output, Rnic, Seed, SessionId, Tx};
 
@@ -91,6 +91,10 @@ const KICK_ROUNDS_SPINNING: u32 = 256;
 const KICK_ROUNDS_BUSY: u32 = 64;
 /// Looks at the doorbells between two rounds that find idle sessions and let them sleep.
 const LOOKS_BETWEEN_ROUNDS: u32 = 64;
+/// Rounds of the RNIC, each with the lock for itself, before their events are delivered.
+const ROUNDS_AT_ONCE: u32 = 8;
+/// Yields of a poller to a thread that wants the RNIC, before it takes the RNIC again.
+const MOST_PAUSES: u32 = 16;
 /// Token of the engine's own eventfd; sessions have 32-bit tokens.
 const WAKE: u64 = u64::MAX;
 /// Token of the port's descriptors.
@@ -98,7 +102,7 @@ const PORT: u64 = u64::MAX - 1;
 /// How long a busy poller keeps others off its core, nanoseconds.
 const SHARE_NS: u64 = 2_000_000;
 /// A round that took so long did much, nanoseconds.
-const LONG_ROUND_NS: u64 = 10_000;
+const LONG_ROUND_NS: u64 = 5_000;
 /// How long its poller then keeps the RNIC, nanoseconds.
 const KEEP_NS: u64 = 15_000;
 /// Most rounds of the RNIC that a command waits for, so that sends posted before it are executed before it. A round is worth
@@ -128,7 +132,8 @@ impl Engine {
                 Seed::from(b)
             }
         };
-        let hints = if yields { abi::DB_YIELD } else { 0 };
+        let mut rnic = Rnic::new(seed, if yields { abi::DB_YIELD } else { 0 });
+        rnic.set_helped(pollers > 1);
         let epoll = epoll::create(epoll::CreateFlags::CLOEXEC)?;
         let wake = rustix::event::eventfd(0, EventfdFlags::CLOEXEC | EventfdFlags::NONBLOCK)?;
         epoll::add(&epoll, &wake, epoll::EventData::new_u64(WAKE), epoll::EventFlags::IN | epoll::EventFlags::ET)?;
@@ -136,7 +141,7 @@ impl Engine {
             epoll::add(&epoll, fd, epoll::EventData::new_u64(PORT), epoll::EventFlags::IN)?;
         }
         let engine = Arc::new(Engine {
-            rnic: Arc::new(SharedRnic::new(Rnic::new(seed, hints))),
+            rnic: Arc::new(SharedRnic::new(rnic)),
             events: RwLock::default(),
             delivering: RwLock::default(),
             epoll,
@@ -410,7 +415,16 @@ impl Engine {
         if let Some(job) = done {
             r.end_job(job);
         }
-        let found = r.poll_by(now_ns) || received || comes_back;
+        let mut found = r.poll_by(now, now_ns) || received || comes_back;
+        for _ in 1..ROUNDS_AT_ONCE {
+            if !r.has_turns() || r.has_jobs() {
+                break;
+            }
+            drop(r);
+            r = self.reacquire();
+            let since = r.since_ns();
+            found |= r.poll_by(since, now_ns);
+        }
         if !found {
             r.park_idle(now, self.idle_ns);
         }
@@ -438,8 +452,7 @@ impl Engine {
         }
         let captured = r.take_captured();
         let delivering = self.begin_delivery(out);
-        drop(r);
-        let end = self.now();
+        let end = r.release();
         if end - now >= LONG_ROUND_NS || watch.job.is_some() {
             self.busy_poller.store(watch.seat, Ordering::Relaxed);
             self.busy_until_ns.store(end + KEEP_NS, Ordering::Relaxed);
@@ -458,17 +471,27 @@ impl Engine {
         }
         drop(net);
         if watch.job.is_some() {
-            self.do_job(watch);
+            self.do_job(watch, end);
         } else if starved {
             self.pause();
         }
         Some(Round { found, idle, sleep_ns })
     }
 
+    /// Takes the RNIC again, after others could.
+    fn reacquire(&self) -> RnicGuard<'_> {
+        for _ in 0..MOST_PAUSES {
+            if !self.rnic.is_wanted() {
+                break;
+            }
+            std::thread::yield_now();
+        }
+        self.rnic.spin_lock()
+    }
+
     /// Does the job that a poller has. If it takes long, somebody else has the poller's seat afterwards.
-    fn do_job(&self, watch: &mut Watch) {
+    fn do_job(&self, watch: &mut Watch, began: u64) {
         let Some(job) = &mut watch.job else { return };
-        let began = self.now();
         let (number, scratch) = (job.number(), &mut watch.scratch);
         let seated = if job.is_in_process() {
             self.seats.do_slow(watch.seat, watch.thread, number, || job.run(scratch))
@@ -619,7 +642,8 @@ impl Pollers for Engine {
             if !r.is_behind(now_ns(), s, qpn) {
                 return;
             }
-            r.poll_by(now_ns);
+            let now = r.since_ns();
+            r.poll_by(now, now_ns);
         }
     }
 }

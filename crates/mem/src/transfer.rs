@@ -36,6 +36,12 @@ impl Loc<'_> {
         })
     }
 
+    /// True if it lies in the private memory of a process.
+    #[inline]
+    pub fn is_in_process(&self) -> bool {
+        matches!(self, Loc::Process(..))
+    }
+
     /// The doorbell page of the process that it lies in.
     fn bell(&self) -> Option<&Bell> {
         if let Loc::Process(_, _, bell) = self { *bell } else { None }

@@ -115,11 +115,6 @@ impl<'a> Tables<'a> {
         }
     }
 
-    /// True if the first byte of a side lies in the private memory of a process.
-    pub fn is_in_process(&self, side: Side<'_>) -> bool {
-        matches!(self.at(side, 0, 1), Some((Loc::Process(..), _)))
-    }
-
     /// Copies bytes of a message from `off` on into private memory.
     pub fn load(&self, src: Side<'_>, off: u64, dst: &mut [u8]) -> Result<(), Fault> {
         let mut done = 0;
@@ -143,17 +138,23 @@ impl<'a> Tables<'a> {
         Ok(())
     }
 
-    /// Copies bytes `[off, off + len)` of a message.
-    pub fn copy(&self, src: Side<'_>, dst: Side<'_>, off: u64, len: u64, scratch: &mut [u8]) -> Result<(), Fault> {
+    /// Copies bytes `[off, off + len)` of a message; `None` if that goes through the private memory of a process, which may
+    /// be slow.
+    pub fn copy(&self, src: Side<'_>, dst: Side<'_>, off: u64, len: u64) -> Option<Result<(), Fault>> {
         let mut at = off;
         let end = off + len;
         while at < end {
-            let (from, n) = self.at(src, at, end - at).ok_or(Fault::Source)?;
-            let (to, n) = self.at(dst, at, n).ok_or(Fault::Destination)?;
-            transfer(from, to, n as usize, scratch)?;
+            let Some((from, n)) = self.at(src, at, end - at) else { return Some(Err(Fault::Source)) };
+            let Some((to, n)) = self.at(dst, at, n) else { return Some(Err(Fault::Destination)) };
+            if from.is_in_process() || to.is_in_process() {
+                return None;
+            }
+            if let Err(fault) = transfer(from, to, n as usize, &mut []) {
+                return Some(Err(fault));
+            }
             at += n;
         }
-        Ok(())
+        Some(Ok(()))
     }
 }
 

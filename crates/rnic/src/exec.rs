@@ -322,30 +322,28 @@ impl Rnic {
             _ => (local, remote_side(p, w, op)),
         };
         let copies = op.is_send() || matches!(op, WrOpcode::Write | WrOpcode::WriteImm | WrOpcode::Read);
-        let in_process = |side| left > 0 && tables.is_in_process(side);
-        let shared = left >= JOB_BYTES && (self.jobs.are_flying() || self.sched.has_others(q.vnic));
-        if copies && (shared || in_process(from) || in_process(to)) {
-            let n = left.min(SLICE);
+        if copies {
+            let n = left.min(SMALL_SLICE);
+            let others = self.helped && (self.jobs.are_flying() || self.sched.has_others(q.vnic));
+            let copied = if left >= JOB_BYTES && others { None } else { tables.copy(from, to, w.done, n) };
+            if let Some(moved) = copied {
+                return self.moved(h, ph, w, n, moved);
+            }
             let (own, other) = ((q.memory, q.vnic), (p.memory, p.vnic));
             let [f, t] = if op == WrOpcode::Read { [other, own] } else { [own, other] };
-            match self.jobs.make(&tables, [h, ph], [(from, f.0, f.1), (to, t.0, t.1)], w.done, n) {
+            let ends = [(from, f.0, f.1), (to, t.0, t.1)];
+            return match self.jobs.make(&tables, [h, ph], ends, w.done, left.min(SLICE)) {
                 Made::Job(number) => {
                     self.qps.get_mut(ph).into_iter().for_each(|p| p.served_by += 1);
                     self.qps.get_mut(h).into_iter().for_each(|q| q.wait = Wait::Job(number));
-                    return Outcome::Copies;
+                    Outcome::Copies
                 }
-                Made::Later => {
-                    let waits = self.waits_for_memory(h, w);
-                    return if waits { Outcome::Waits } else { Outcome::Failed(WcStatus::LocProtErr) };
-                }
-                // The copy below fails.
-                Made::Nothing => {}
-            }
+                Made::Later if self.waits_for_memory(h, w) => Outcome::Waits,
+                Made::Later => Outcome::Failed(WcStatus::LocProtErr),
+                Made::Nothing(fault) => self.moved(h, ph, w, 0, Err(fault)),
+            };
         }
-        let n = left.min(SMALL_SLICE);
         let moved = match op {
-            // What was copied before is visible.
-            WrOpcode::LocalInv | WrOpcode::BindMw | WrOpcode::Flush => Ok(()),
             WrOpcode::AtomicWrite => {
                 let mut value = [0; 8];
                 let to = tables.at(to, 0, 8).ok_or(Fault::Destination);
@@ -365,9 +363,10 @@ impl Rnic {
                     tables.store(local_side(q, w, op), 0, &old.to_ne_bytes()).map_err(Fault::reversed)
                 })
             }
-            _ => tables.copy(from, to, w.done, n, &mut self.scratch),
+            // What was copied before is visible.
+            _ => Ok(()),
         };
-        self.moved(h, ph, w, n, moved)
+        self.moved(h, ph, w, left, moved)
     }
 
     /// The next `n` bytes of a request were moved, or not; goes on with it, or completes it.

@@ -14,6 +14,7 @@ use std::collections::VecDeque;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU8, Ordering};
 
+use unirdma_formats::QpState;
 use unirdma_mem::{Bell, Fault, Loc, ProcMem, Span, fetch, transfer};
 
 use crate::access::{Side, Tables};
@@ -36,59 +37,68 @@ enum Place {
     Process(ProcMem, u64, Option<Bell>),
     Null,
     Away,
+    /// Private bytes of the job, from here on.
+    Own(usize),
 }
 
-impl Place {
-    /// `None` for private bytes, which no job has.
-    fn pin(at: Loc<'_>) -> Option<Self> {
-        Some(match at {
-            Loc::Mapped(span, off) => Place::Mapped(span.clone(), off),
-            Loc::Process(mem, addr, bell) => Place::Process(mem.clone(), addr, bell.cloned()),
-            Loc::Null => Place::Null,
-            Loc::Away => Place::Away,
-            Loc::Bytes(_) => return None,
-        })
-    }
-
-    /// The place `n` bytes on.
-    fn at(&self, n: u64) -> Loc<'_> {
-        match self {
-            Place::Mapped(span, off) => Loc::Mapped(span, off + n),
-            Place::Process(mem, addr, bell) => Loc::Process(mem, addr.wrapping_add(n), bell.as_ref()),
-            Place::Null => Loc::Null,
-            Place::Away => Loc::Away,
-        }
-    }
-}
-
-/// One end of a copy: places and their lengths.
+/// One end of a copy.
 #[derive(Default)]
-struct End(Vec<(Place, u64)>);
+struct End {
+    /// Places and their lengths.
+    places: Vec<(Place, u64)>,
+    /// Data that came with the WQE.
+    own: Vec<u8>,
+}
 
 impl End {
-    /// Pins bytes `[off, off + len)` of a side of a message; false if they are not all there, or not worth a job.
-    fn pin(&mut self, tables: &Tables<'_>, side: Side<'_>, off: u64, len: u64) -> bool {
-        self.0.clear();
+    fn clear(&mut self) {
+        self.places.clear();
+        self.own.clear();
+    }
+
+    /// Pins bytes `[off, off + len)` of a side of a message.
+    ///
+    /// # Errors
+    /// `fault` if they are not all there.
+    fn pin(&mut self, tables: &Tables<'_>, side: Side<'_>, off: u64, len: u64, fault: Fault) -> Result<(), Fault> {
+        self.clear();
         let mut done = 0;
         while done < len {
-            let at = tables.at(side, off + done, len - done);
-            let Some((place, n)) = at.and_then(|(at, n)| Some((Place::pin(at)?, n))) else { return false };
-            self.0.push((place, n));
+            let (at, n) = tables.at(side, off + done, len - done).ok_or(fault)?;
+            let place = match at {
+                Loc::Mapped(span, off) => Place::Mapped(span.clone(), off),
+                Loc::Process(mem, addr, bell) => Place::Process(mem.clone(), addr, bell.cloned()),
+                Loc::Null => Place::Null,
+                Loc::Away => Place::Away,
+                Loc::Bytes(b) => {
+                    let start = self.own.len();
+                    self.own.extend_from_slice(b.get(..n as usize).ok_or(fault)?);
+                    Place::Own(start)
+                }
+            };
+            self.places.push((place, n));
             done += n;
         }
-        true
+        Ok(())
     }
 
     /// True if it lies in the private memory of a process, which takes system calls and may be slow.
     fn is_in_process(&self) -> bool {
-        self.0.iter().any(|(p, _)| matches!(p, Place::Process(..)))
+        self.places.iter().any(|(p, _)| matches!(p, Place::Process(..)))
     }
 
     /// The place of byte `off`, and how many bytes follow it there.
     fn at(&self, mut off: u64) -> Option<(Loc<'_>, u64)> {
-        for (place, len) in &self.0 {
+        for (place, len) in &self.places {
             if off < *len {
-                return Some((place.at(off), len - off));
+                let at = match place {
+                    Place::Mapped(span, start) => Loc::Mapped(span, start + off),
+                    Place::Process(mem, addr, bell) => Loc::Process(mem, addr.wrapping_add(off), bell.as_ref()),
+                    Place::Null => Loc::Null,
+                    Place::Away => Loc::Away,
+                    Place::Own(start) => Loc::Bytes(self.own.get(start + off as usize..)?),
+                };
+                return Some((at, len - off));
             }
             off -= len;
         }
@@ -248,7 +258,7 @@ pub(crate) enum Made {
     /// The job with this number.
     Job(u64),
     /// Nothing: memory is not there.
-    Nothing,
+    Nothing(Fault),
     /// Nothing for the moment: memory of its process is slow.
     Later,
 }
@@ -273,6 +283,8 @@ pub(crate) struct Jobs {
     /// Of those, how many somebody does now and are not slow.
     in_process: usize,
     flying: Vec<Flying>,
+    /// The QP of the job that ended last: who did that job has the QP's memory in its caches.
+    warm: Handle<Qp>,
     fences: Vec<Fence>,
     #[allow(clippy::vec_box)]
     spare: Vec<Box<Job>>,
@@ -304,9 +316,10 @@ impl Jobs {
         bytes: u64,
     ) -> Made {
         let mut job = self.spare.pop().unwrap_or_default();
-        if !job.from.pin(tables, ends[0].0, off, bytes) || !job.to.pin(tables, ends[1].0, off, bytes) {
+        let pinned = job.from.pin(tables, ends[0].0, off, bytes, Fault::Source);
+        if let Err(fault) = pinned.and_then(|()| job.to.pin(tables, ends[1].0, off, bytes, Fault::Destination)) {
             self.keep(job);
-            return Made::Nothing;
+            return Made::Nothing(fault);
         }
         let process = |end: &End, w: &Whose<'_>| end.is_in_process().then_some((w.1, w.2));
         let processes = [process(&job.from, &ends[0]), process(&job.to, &ends[1])];
@@ -346,7 +359,7 @@ impl Jobs {
         slow >= MAX_SLOW || waiting - slow >= MAX_PROCESS_WAITING
     }
 
-    /// The next job for who will do it. Of those that may be slow only one is given at a time, so that not everybody waits.
+    /// The next job for who will do it; for who has just ended one, one of the same QP if there is any. Of those that may be slow only one is given at a time, so that not everybody waits.
     pub fn take(&mut self) -> Option<Box<Job>> {
         if self.in_process == 0
             && let Some(job) = self.waiting_process.pop_front()
@@ -354,7 +367,9 @@ impl Jobs {
             self.in_process += 1;
             return Some(job);
         }
-        self.waiting.pop_front()
+        let warm = std::mem::take(&mut self.warm);
+        let at = self.waiting.iter().position(|j| j.qp == warm).unwrap_or(0);
+        self.waiting.remove(at)
     }
 
     /// The job with this number takes long: others need not wait for it.
@@ -378,6 +393,7 @@ impl Jobs {
     pub fn end(&mut self, job: &Job) -> bool {
         let Some(at) = self.flying.iter().position(|f| f.number == job.number) else { return false };
         let f = self.flying.swap_remove(at);
+        self.warm = job.qp;
         if !f.slow && f.processes.iter().any(Option::is_some) {
             self.in_process -= 1;
         }
@@ -387,8 +403,8 @@ impl Jobs {
     /// Keeps the box of a job that has ended for another one.
     pub fn keep(&mut self, mut job: Box<Job>) {
         if self.spare.len() < MAX_SPARE {
-            job.from.0.clear();
-            job.to.0.clear();
+            job.from.clear();
+            job.to.clear();
             self.spare.push(job);
         }
     }
@@ -446,7 +462,9 @@ impl Rnic {
         if let Some(p) = self.qps.get_mut(job.peer) {
             p.served_by -= 1;
             // What it may not flush while a job fills it is flushed now.
-            self.make_runnable(job.peer);
+            if p.state == QpState::Err {
+                self.make_runnable(job.peer);
+            }
         }
         if self.jobs.end(&job) {
             let (bytes, result) = (job.bytes, job.result().unwrap_or(Err(Fault::SourceMoves)));

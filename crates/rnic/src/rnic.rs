@@ -25,7 +25,7 @@ const TURN_NS: u64 = 6_000;
 /// [`Rnic::poll`] begins no turn after this time, nanoseconds, so that its caller can let others in.
 const ROUND_NS: u64 = 10_000;
 /// What steps take, roughly, nanoseconds. Turns are planned with it; what they took is measured. One operation:
-pub(crate) const OP_NS: u64 = 100;
+pub(crate) const OP_NS: u64 = 250;
 /// A timer that has fired, and the doorbell page of a session.
 const STEP_NS: u64 = 100;
 /// Bytes that are copied in a nanosecond.
@@ -196,6 +196,8 @@ pub struct Rnic {
     active_changes: u64,
     pub(crate) sched: Scheduler,
     pub(crate) jobs: Jobs,
+    /// Jobs may be done while the core does something else.
+    pub(crate) helped: bool,
     outputs: VecDeque<Output>,
     pub(crate) routes: HashMap<(u32, Gid), Route>,
     /// Largest path MTU to other hosts, bytes.
@@ -206,7 +208,6 @@ pub struct Rnic {
     pub(crate) tx: Tx,
     /// QPs that wait for room in `tx`.
     pub(crate) tx_waiting: VecDeque<Handle<Qp>>,
-    pub(crate) scratch: Box<[u8]>,
     /// The capture that runs.
     pub(crate) tap: Option<Box<Tap>>,
     /// A datagram has found no receive.
@@ -241,6 +242,7 @@ impl Rnic {
             active_changes: 0,
             sched: Scheduler::default(),
             jobs: Jobs::default(),
+            helped: true,
             outputs: VecDeque::new(),
             routes: HashMap::new(),
             wire_mtu: MAX_MTU,
@@ -250,11 +252,15 @@ impl Rnic {
             tx_waiting: VecDeque::new(),
             tap: None,
             starved: false,
-            scratch: vec![0; 64 << 10].into_boxed_slice(),
             datagram: vec![0; MAX_MTU as usize].into_boxed_slice(),
             cm: Cm::default(),
             multicast: Multicast::default(),
         }
+    }
+
+    /// Tells whether jobs are done by somebody while somebody else has the core. If not, only what may be slow becomes a job.
+    pub fn set_helped(&mut self, on: bool) {
+        self.helped = on;
     }
 
     /// Adds a vRNIC; `None` if there are too many.
@@ -474,6 +480,11 @@ impl Rnic {
         self.sched.has_ready() || self.jobs.has_any() || !self.tx_waiting.is_empty() || !self.tx.packets().is_empty()
     }
 
+    /// True if a vRNIC has a turn to come.
+    pub fn has_turns(&self) -> bool {
+        self.sched.has_ready()
+    }
+
     /// True while some session is polled or some QP has work.
     pub fn is_busy(&self) -> bool {
         !self.active.is_empty() || self.has_runnable()
@@ -490,27 +501,26 @@ impl Rnic {
     }
 
     /// Looks at the doorbells and timers, and gives turns for a bounded time; true if there was anything to do. `clock` tells
-    /// the time, nanoseconds, and what is done is measured by it.
-    pub fn poll_by(&mut self, clock: impl Fn() -> u64) -> bool {
-        let began = clock();
+    /// the time, nanoseconds, which is `began` now, and what is done is measured by it.
+    pub fn poll_by(&mut self, began: u64, clock: impl Fn() -> u64) -> bool {
         self.now = began;
         let mut found = self.look_at_bells() | self.wake_soon() | self.poll_cm();
         if !self.tx.is_full() {
             self.wake_tx_waiting();
         }
-        let mut planned = 0;
-        while planned < ROUND_NS && self.now - began < ROUND_NS {
+        let mut spent = 0;
+        while spent < ROUND_NS {
             if self.jobs.is_full() {
                 break;
             }
             let Some(id) = self.sched.begin_turn(self.now) else { break };
             found = true;
             let estimate = self.turn(id);
-            planned += estimate;
             let now = clock().max(self.now);
             // A clock that stands still is that of a simulation.
             let took = if now == began { estimate } else { now - self.now };
             self.now = now;
+            spent += took;
             self.sched.end_turn(id, now, took);
         }
         found
@@ -518,7 +528,7 @@ impl Rnic {
 
     /// As [`Rnic::poll_by`], at a moment: what is done takes no time.
     pub fn poll(&mut self, now: u64) -> bool {
-        self.poll_by(|| now)
+        self.poll_by(now, || now)
     }
 
     /// Finds the sessions whose doorbells have rung; true if there are any.

@@ -249,3 +249,18 @@ fn a_vrnic_keeps_its_limits() {
     assert_eq!(ops(Share { rate_bps: 64_000_000, burst_us: 0, ..Share::default() }), 9, "one each 125 us");
     assert_eq!(ops(Share { ops: 10_000, burst_us: 300, ..Share::default() }), 14, "three more at once");
 }
+
+/// Data that came with the WQE goes into the private memory of a process too.
+#[test]
+fn inline_data_goes_through_a_job() {
+    let mut p = Pair::new();
+    through_process(&mut p, false);
+    let data = pattern(100, 5);
+    let flags = unirdma_formats::send_flags::INLINE | unirdma_formats::send_flags::SIGNALED;
+    let wqe = abi::SqWqe { send_flags: flags, inline_len: 100, ..remote(WrOpcode::Write, 1, &p.b, 50) };
+    p.a.rings.sq_put(p.a.sq_prod, abi::SQ_DATA, &data);
+    p.a.post_raw(wqe);
+    p.run(SECOND);
+    assert_eq!(status(&p.a.done()), WcStatus::Success);
+    assert_eq!(p.b.bytes(50, 100), data);
+}
