@@ -100,58 +100,55 @@ macro_rules! define_commands {
 
 for_each_command!(define_commands);
 
-/// Response codes (erratum R84a): what went wrong, each with the errno a verbs library reports.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-#[repr(u8)]
-pub enum Status {
-    /// Done.
-    Ok = 0,
-    /// The command code is unknown. `EOPNOTSUPP`
-    Unsupported = 1,
-    /// The request or the response buffer has the wrong length. `EINVAL`
-    BadLength = 2,
-    /// No such object in this session. `ENOENT`
-    BadHandle = 3,
-    /// A value is out of range. `EINVAL`
-    BadValue = 4,
-    /// A quota or a limit of the device is reached. `ENOMEM`
-    Exhausted = 5,
-    /// Other objects still use this one. `EBUSY`
-    Busy = 6,
-    /// An address range is not covered by the session's memory. `EFAULT`
-    BadAddress = 7,
-    /// The QP's state or type does not allow this. `EINVAL`
-    BadState = 8,
-    /// No vRNIC of this group has the destination GID. `EHOSTUNREACH`
-    Unreachable = 9,
-    /// Not granted by the control centre. `EPERM`
-    Denied = 10,
-    /// Another object has this address. `EADDRINUSE`
-    AddressInUse = 11,
-    /// No GID of the vRNIC is this address. `ENODEV`
-    NoDevice = 12,
+macro_rules! define_statuses {
+    ($($(#[$doc:meta])* $name:ident = $code:literal, $errno:literal;)*) => {
+        /// Response codes (erratum R84a): what went wrong.
+        #[derive(Clone, Copy, Debug, PartialEq, Eq)]
+        #[repr(u8)]
+        pub enum Status { $($(#[$doc])* $name = $code,)* }
+
+        impl Status {
+            /// All response codes, in the order of their numbers.
+            pub const ALL: &[Status] = &[$(Status::$name,)*];
+
+            /// The errno that a verbs library returns for a raw code: a number of Linux, EIO for an unknown code.
+            pub fn errno(raw: u8) -> i32 {
+                match raw {
+                    $($code => $errno,)*
+                    _ => 5,
+                }
+            }
+        }
+    };
 }
 
-impl Status {
-    /// The errno that a verbs library returns for this code.
-    pub fn errno(raw: u8) -> i32 {
-        // Linux numbers: EPERM 1, ENOENT 2, EIO 5, ENOMEM 12, EFAULT 14, EBUSY 16, EINVAL 22,
-        // ENODEV 19, EOPNOTSUPP 95, EADDRINUSE 98, EHOSTUNREACH 113.
-        match raw {
-            0 => 0,
-            1 => 95,
-            2 | 4 | 8 => 22,
-            3 => 2,
-            5 => 12,
-            6 => 16,
-            7 => 14,
-            9 => 113,
-            10 => 1,
-            11 => 98,
-            12 => 19,
-            _ => 5,
-        }
-    }
+define_statuses! {
+    /// Done.
+    Ok = 0, 0;
+    /// The command code is unknown, or the function is not offered. `EOPNOTSUPP`
+    Unsupported = 1, 95;
+    /// The request or the response buffer has the wrong length. `EINVAL`
+    BadLength = 2, 22;
+    /// No such object in this session. `ENOENT`
+    BadHandle = 3, 2;
+    /// A value is out of range. `EINVAL`
+    BadValue = 4, 22;
+    /// A quota or a limit of the device is reached. `ENOMEM`
+    Exhausted = 5, 12;
+    /// Other objects still use this one. `EBUSY`
+    Busy = 6, 16;
+    /// An address range is not covered by the session's memory. `EFAULT`
+    BadAddress = 7, 14;
+    /// The state of the object does not allow this. `EINVAL`
+    BadState = 8, 22;
+    /// No vRNIC of this group has the destination GID. `EHOSTUNREACH`
+    Unreachable = 9, 113;
+    /// Only the virtual layer may do this. `EPERM`
+    Denied = 10, 1;
+    /// Another identifier has this address. `EADDRINUSE`
+    AddressInUse = 11, 98;
+    /// No GID of the vRNIC is this address. `ENODEV`
+    NoDevice = 12, 19;
 }
 
 /// Longest request or response, header included, in bytes.
@@ -343,10 +340,8 @@ mod tests {
 
     #[test]
     fn every_status_has_an_errno() {
-        assert_eq!(Status::errno(Status::Ok as u8), 0);
-        for raw in 1..=12 {
-            assert_ne!(Status::errno(raw), 0);
-        }
-        assert_eq!(Status::errno(200), 5);
+        assert_eq!(Status::ALL.iter().map(|s| *s as u8).collect::<Vec<u8>>(), (0..=12).collect::<Vec<u8>>());
+        assert!(Status::ALL.iter().all(|s| (Status::errno(*s as u8) == 0) == (*s == Status::Ok)));
+        assert_eq!((Status::errno(Status::Unreachable as u8), Status::errno(200)), (113, 5));
     }
 }

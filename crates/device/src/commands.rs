@@ -60,8 +60,9 @@ macro_rules! define_dispatch {
 unirdma_abi::for_each_command!(define_dispatch);
 
 impl Device {
-    /// Executes one request; `room` is what its response may take. Nothing happens if that is too small.
-    pub(crate) fn execute(&self, request: &[u8], room: usize) -> Vec<u8> {
+    /// Executes one control request, and returns its response, of at most `room` bytes. Nothing happens if that is too small.
+    /// (A response that only refuses has the length of its header, whatever `room` is.)
+    pub fn execute(&self, request: &[u8], room: usize) -> Vec<u8> {
         let Ok((header, data)) = abi::ReqHeader::read_from_prefix(request) else { return head(Status::BadLength) };
         let Some(c) = Command::from_raw(header.command) else { return head(Status::Unsupported) };
         match self.dispatch(c, data, room) {

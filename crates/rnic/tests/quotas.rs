@@ -113,6 +113,19 @@ fn every_quota_is_reached_and_freed() {
     reg_mr(&mut r, b.0, b.1, 600).unwrap();
 }
 
+/// A doorbell page has a bit for each QP of its session, and no more.
+#[test]
+fn a_session_has_as_many_qps_as_doorbell_bits() {
+    let mut r = Rnic::new(1, 0);
+    let vnic = r.add_vnic(VnicConfig { group: 0, gids: vec![ip(1)], limits: Limits::default() }).unwrap();
+    let (a, b) = (session(&mut r, vnic), session(&mut r, vnic));
+    let qps: Vec<u32> = (0..abi::MAX_QP).map(|_| create_qp(&mut r, a.0, a.1, a.2).unwrap()).collect();
+    assert_eq!(create_qp(&mut r, a.0, a.1, a.2), Err(Status::Exhausted));
+    create_qp(&mut r, b.0, b.1, b.2).unwrap();
+    r.destroy_qp(a.0, qps[7]).unwrap();
+    create_qp(&mut r, a.0, a.1, a.2).unwrap();
+}
+
 #[test]
 fn a_program_that_ends_frees_all_of_its_quota() {
     let few = Limits {
