@@ -265,7 +265,18 @@ wire! {
     ReqNotifyReq = 8 { cqn: u32, flags: u32 }
     QueryGidReq = 8 { port: u32, index: u32 }
     QueryGidResp = 24 { gid: [u8; 16], gid_type: u32, reserved: u32 }
-    QueryDeviceResp = 256 { config: crate::Config, fw_ver: [u8; 32], name: [u8; 32], reserved: [u64; 8] }
+    /// What a verbs program may ask of a device and no driver needs before its first command follows the configuration space.
+    QueryDeviceResp = 256 {
+        config: crate::Config, fw_ver: [u8; 32], name: [u8; 32],
+        max_mw: u32, max_sge_rd: u32, max_res_rd_atom: u32, max_qp_init_rd_atom: u32,
+        max_srq_wr: u32, max_srq_sge: u32, max_total_mcast_qp_attach: u32,
+        /// QP types that heed `rate_limit`: bit *n* for type *n*.
+        rate_limit_qp_types: u32,
+        /// Of MODIFY_CQ.
+        max_cq_count: u16,
+        max_cq_period_us: u16,
+        reserved: [u32; 7],
+    }
     /// `addr`: a [`crate::DoorbellPage`], 4096-byte aligned.
     SetDoorbellReq = 8 { addr: u64 }
     SetStageReq = 16 { addr: u64, length: u64 }
@@ -336,6 +347,14 @@ mod tests {
             (0..=u8::MAX).all(|raw| Command::from_raw(raw).map(|c| c as u8) == codes.contains(&raw).then_some(raw))
         );
         assert_eq!((Command::RegUserMr as u8, Command::ReqNotifyCq as u8), (9, 18));
+    }
+
+    #[test]
+    fn what_query_device_adds_lies_as_specified() {
+        use std::mem::offset_of;
+        type R = QueryDeviceResp;
+        assert_eq!((offset_of!(R, fw_ver), offset_of!(R, name), offset_of!(R, max_mw)), (128, 160, 192));
+        assert_eq!((offset_of!(R, max_srq_wr), offset_of!(R, max_cq_count), offset_of!(R, reserved)), (208, 224, 228));
     }
 
     #[test]

@@ -18,7 +18,7 @@ use clap::{Args, Parser, Subcommand};
 use unirdma_host::admin::{Request, Response};
 use unirdma_host::{AddVrnic, Client, IpNet, default_dir};
 
-/// Virtual RDMA NICs for containers and VMs, with or without RDMA hardware.
+/// Virtual RDMA NICs for containers, on machines without RDMA hardware.
 #[derive(Parser)]
 #[command(name = "unirdma", version, after_help = EXAMPLES)]
 struct Cli {

@@ -81,7 +81,23 @@ impl Device {
     }
 
     fn query_device(&self, _: &mut Rnic, _: Nothing) -> Answer<abi::QueryDeviceResp> {
-        let mut resp = abi::QueryDeviceResp { config: self.identity.config, ..Default::default() };
+        let c = self.identity.config;
+        let paced = [QpType::Rc, QpType::Uc, QpType::Ud, QpType::XrcSend];
+        let mut resp = abi::QueryDeviceResp {
+            config: c,
+            // A window counts as an MR.
+            max_mw: c.max_mr,
+            max_sge_rd: c.max_sge,
+            max_res_rd_atom: c.max_qp_rd_atom.saturating_mul(c.max_qp),
+            max_qp_init_rd_atom: c.max_qp_rd_atom,
+            max_srq_wr: c.max_qp_wr,
+            max_srq_sge: c.max_sge,
+            max_total_mcast_qp_attach: c.max_mcast_grp.saturating_mul(c.max_mcast_qp_attach),
+            rate_limit_qp_types: paced.iter().map(|t| 1 << *t as u32).sum(),
+            max_cq_count: u16::MAX,
+            max_cq_period_us: u16::MAX,
+            ..Default::default()
+        };
         let put = |dst: &mut [u8; 32], text: &str| {
             let n = text.len().min(31);
             dst[..n].copy_from_slice(&text.as_bytes()[..n]);

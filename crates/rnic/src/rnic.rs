@@ -462,7 +462,7 @@ impl Rnic {
         out.extend(self.outputs.drain(..));
     }
 
-    /// Looks at the doorbells and timers, and executes work for a bounded time; true if it found any.
+    /// Looks at the doorbells, serves timers that are due, and executes work up to a budget of bytes; true if it found any.
     pub fn poll(&mut self, now: u64) -> bool {
         self.now = now;
         let mut found =

@@ -98,6 +98,15 @@ fn unknown_commands_are_unsupported_and_no_header_is_a_bad_length() {
     }
 }
 
+#[test]
+fn query_device_has_the_configuration_space_and_what_follows_from_it() {
+    let d: abi::QueryDeviceResp = World::new().me.ok(Command::QueryDevice, &abi::Nothing {});
+    assert_eq!((d.config.max_qp, d.max_mw, d.max_res_rd_atom, d.max_qp_init_rd_atom), (3, 5, 3 * 128, 128));
+    // RC 2, UC 3, UD 4 and the XRC initiator 9.
+    assert_eq!((d.rate_limit_qp_types, d.max_cq_count), (0b10_0001_1100, u16::MAX));
+    assert!(d.name.starts_with(b"a\0"));
+}
+
 /// The statuses of each command that [`rows`] provokes, those aside that every command or every handle gives.
 fn provoked(c: Command) -> BTreeSet<String> {
     let rows = rows().into_iter().filter(|r| r.command == c);

@@ -95,7 +95,8 @@ impl World {
         };
         let mut vnic = |ip| rnic.add_vnic(VnicConfig { group: 0, gids: vec![Gid(gid(ip))], limits }).expect("vRNIC");
         let (vnic, _) = (vnic(OWN), vnic(PEER));
-        let identity = Identity { vnic, config: abi::Config::default(), name: "a".into(), active_mtu: 5 };
+        let config = abi::Config { max_qp: 3, max_mr: 5, max_qp_rd_atom: 128, ..Default::default() };
+        let identity = Identity { vnic, config, name: "a".into(), active_mtu: 5 };
         let (rnic, identity) = (Arc::new(Mutex::new(rnic)), Arc::new(identity));
         let side = || Side::new(&rnic, &identity);
         World { me: side(), other: side() }
