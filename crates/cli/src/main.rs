@@ -93,10 +93,10 @@ enum VrnicCommand {
         /// Most completion queues
         #[arg(long, value_name = "N")]
         max_cq: Option<u32>,
-        /// Most memory regions
+        /// Most memory regions and memory windows together
         #[arg(long, value_name = "N")]
         max_mr: Option<u32>,
-        /// Most bytes of registered memory
+        /// Most bytes of registered memory, all memory regions together
         #[arg(long, value_name = "BYTES")]
         max_mr_bytes: Option<u64>,
         /// Most programs that use it at a time

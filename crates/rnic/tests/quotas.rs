@@ -127,6 +127,32 @@ fn a_session_has_as_many_qps_as_doorbell_bits() {
 }
 
 #[test]
+fn a_multicast_group_has_room_for_so_many_qps() {
+    let mut r = Rnic::new(1, 0);
+    let vnic = r.add_vnic(VnicConfig { group: 0, gids: vec![ip(1)], limits: Limits::default() }).unwrap();
+    let (s, pd, cq) = session(&mut r, vnic);
+    let group = unirdma_formats::Gid::from_ip("239.1.1.1".parse().unwrap());
+    let attach = |r: &mut Rnic| {
+        let create = CreateQp {
+            pd,
+            send_cq: cq,
+            recv_cq: cq,
+            srq: None,
+            xrcd: None,
+            sig_all: false,
+            cap: cap(),
+            rings: rings(),
+        };
+        let qpn = r.create_qp(s, QpType::Ud as u8, create).unwrap().0;
+        r.attach_mcast(s, qpn, group).map(|()| qpn)
+    };
+    let qps: Vec<u32> = (0..unirdma_rnic::MAX_MULTICAST_QPS).map(|_| attach(&mut r).unwrap()).collect();
+    assert_eq!(attach(&mut r), Err(Status::Exhausted));
+    r.detach_mcast(s, qps[0], group).unwrap();
+    attach(&mut r).unwrap();
+}
+
+#[test]
 fn a_program_that_ends_frees_all_of_its_quota() {
     let few = Limits {
         max_qp: 1,
