@@ -1,4 +1,4 @@
-//! Connection management (section 6.7 of the specification): RDMA connections by IP address and port.
+//! Connection management (section 6.4 of the specification): RDMA connections by IP address and port.
 
 use zerocopy::{FromBytes, Immutable, IntoBytes, KnownLayout};
 

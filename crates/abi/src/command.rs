@@ -100,58 +100,55 @@ macro_rules! define_commands {
 
 for_each_command!(define_commands);
 
-/// Response codes (erratum R84a): what went wrong, each with the errno a verbs library reports.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-#[repr(u8)]
-pub enum Status {
-    /// Done.
-    Ok = 0,
-    /// The command code is unknown. `EOPNOTSUPP`
-    Unsupported = 1,
-    /// The request or the response buffer has the wrong length. `EINVAL`
-    BadLength = 2,
-    /// No such object in this session. `ENOENT`
-    BadHandle = 3,
-    /// A value is out of range. `EINVAL`
-    BadValue = 4,
-    /// A quota or a limit of the device is reached. `ENOMEM`
-    Exhausted = 5,
-    /// Other objects still use this one. `EBUSY`
-    Busy = 6,
-    /// An address range is not covered by the session's memory. `EFAULT`
-    BadAddress = 7,
-    /// The QP's state or type does not allow this. `EINVAL`
-    BadState = 8,
-    /// No vRNIC of this group has the destination GID. `EHOSTUNREACH`
-    Unreachable = 9,
-    /// Not granted by the control centre. `EPERM`
-    Denied = 10,
-    /// Another object has this address. `EADDRINUSE`
-    AddressInUse = 11,
-    /// No GID of the vRNIC is this address. `ENODEV`
-    NoDevice = 12,
+macro_rules! define_statuses {
+    ($($(#[$doc:meta])* $name:ident = $code:literal, $errno:literal;)*) => {
+        /// Response codes (erratum R84a): what went wrong.
+        #[derive(Clone, Copy, Debug, PartialEq, Eq)]
+        #[repr(u8)]
+        pub enum Status { $($(#[$doc])* $name = $code,)* }
+
+        impl Status {
+            /// All response codes, in the order of their numbers.
+            pub const ALL: &[Status] = &[$(Status::$name,)*];
+
+            /// The errno that a verbs library returns for a raw code: a number of Linux, EIO for an unknown code.
+            pub fn errno(raw: u8) -> i32 {
+                match raw {
+                    $($code => $errno,)*
+                    _ => 5,
+                }
+            }
+        }
+    };
 }
 
-impl Status {
-    /// The errno that a verbs library returns for this code.
-    pub fn errno(raw: u8) -> i32 {
-        // Linux numbers: EPERM 1, ENOENT 2, EIO 5, ENOMEM 12, EFAULT 14, EBUSY 16, EINVAL 22,
-        // ENODEV 19, EOPNOTSUPP 95, EADDRINUSE 98, EHOSTUNREACH 113.
-        match raw {
-            0 => 0,
-            1 => 95,
-            2 | 4 | 8 => 22,
-            3 => 2,
-            5 => 12,
-            6 => 16,
-            7 => 14,
-            9 => 113,
-            10 => 1,
-            11 => 98,
-            12 => 19,
-            _ => 5,
-        }
-    }
+define_statuses! {
+    /// Done.
+    Ok = 0, 0;
+    /// The command code is unknown, or the function is not offered. `EOPNOTSUPP`
+    Unsupported = 1, 95;
+    /// The request or the response buffer has the wrong length. `EINVAL`
+    BadLength = 2, 22;
+    /// No such object in this session. `ENOENT`
+    BadHandle = 3, 2;
+    /// A value is out of range. `EINVAL`
+    BadValue = 4, 22;
+    /// A quota or a limit of the device is reached. `ENOMEM`
+    Exhausted = 5, 12;
+    /// Other objects still use this one. `EBUSY`
+    Busy = 6, 16;
+    /// An address range is not covered by the session's memory. `EFAULT`
+    BadAddress = 7, 14;
+    /// The state of the object does not allow this. `EINVAL`
+    BadState = 8, 22;
+    /// No vRNIC of this group has the destination GID. `EHOSTUNREACH`
+    Unreachable = 9, 113;
+    /// Only the virtual layer may do this. `EPERM`
+    Denied = 10, 1;
+    /// Another identifier has this address. `EADDRINUSE`
+    AddressInUse = 11, 98;
+    /// No GID of the vRNIC is this address. `ENODEV`
+    NoDevice = 12, 19;
 }
 
 /// Longest request or response, header included, in bytes.
@@ -268,7 +265,18 @@ wire! {
     ReqNotifyReq = 8 { cqn: u32, flags: u32 }
     QueryGidReq = 8 { port: u32, index: u32 }
     QueryGidResp = 24 { gid: [u8; 16], gid_type: u32, reserved: u32 }
-    QueryDeviceResp = 256 { config: crate::Config, fw_ver: [u8; 32], name: [u8; 32], reserved: [u64; 8] }
+    /// What a verbs program may ask of a device and no driver needs before its first command follows the configuration space.
+    QueryDeviceResp = 256 {
+        config: crate::Config, fw_ver: [u8; 32], name: [u8; 32],
+        max_mw: u32, max_sge_rd: u32, max_res_rd_atom: u32, max_qp_init_rd_atom: u32,
+        max_srq_wr: u32, max_srq_sge: u32, max_total_mcast_qp_attach: u32,
+        /// QP types that heed `rate_limit`: bit *n* for type *n*.
+        rate_limit_qp_types: u32,
+        /// Of MODIFY_CQ.
+        max_cq_count: u16,
+        max_cq_period_us: u16,
+        reserved: [u32; 7],
+    }
     /// `addr`: a [`crate::DoorbellPage`], 4096-byte aligned.
     SetDoorbellReq = 8 { addr: u64 }
     SetStageReq = 16 { addr: u64, length: u64 }
@@ -342,11 +350,17 @@ mod tests {
     }
 
     #[test]
+    fn what_query_device_adds_lies_as_specified() {
+        use std::mem::offset_of;
+        type R = QueryDeviceResp;
+        assert_eq!((offset_of!(R, fw_ver), offset_of!(R, name), offset_of!(R, max_mw)), (128, 160, 192));
+        assert_eq!((offset_of!(R, max_srq_wr), offset_of!(R, max_cq_count), offset_of!(R, reserved)), (208, 224, 228));
+    }
+
+    #[test]
     fn every_status_has_an_errno() {
-        assert_eq!(Status::errno(Status::Ok as u8), 0);
-        for raw in 1..=12 {
-            assert_ne!(Status::errno(raw), 0);
-        }
-        assert_eq!(Status::errno(200), 5);
+        assert_eq!(Status::ALL.iter().map(|s| *s as u8).collect::<Vec<u8>>(), (0..=12).collect::<Vec<u8>>());
+        assert!(Status::ALL.iter().all(|s| (Status::errno(*s as u8) == 0) == (*s == Status::Ok)));
+        assert_eq!((Status::errno(Status::Unreachable as u8), Status::errno(200)), (113, 5));
     }
 }

@@ -33,6 +33,9 @@ pub const CONFIG_MAGIC: u32 = 0x4d44_5275;
 /// `Config::version` that this crate describes.
 pub const CONFIG_VERSION: u16 = 1;
 
+/// `Config::features`: LOCAL_INV, SEND_WITH_INV and memory windows of type 2.
+pub const FEATURE_INVALIDATE: u64 = 1;
+
 /// Most SGEs of one WQE.
 pub const MAX_SGE: u32 = 32;
 /// Most inline bytes of one WQE.
@@ -56,7 +59,7 @@ pub struct Config {
     pub phys_port_cnt: u8,
     /// 0 none, 1 within the device, 2 global (R04).
     pub atomic_cap: u8,
-    /// Features of this device; a driver ignores bits that it does not know.
+    /// `FEATURE_*` bits; a driver ignores those that it does not know.
     pub features: u64,
     /// EUI-64 of the vRNIC.
     pub node_guid: u64,

@@ -19,7 +19,7 @@ use clap::{Args, Parser, Subcommand};
 use unirdma_host::admin::{Request, Response};
 use unirdma_host::{AddVrnic, Client, IpNet, SetShare, default_dir};
 
-/// Virtual RDMA NICs for containers and VMs, with or without RDMA hardware.
+/// Virtual RDMA NICs for containers, on machines without RDMA hardware.
 #[derive(Parser)]
 #[command(name = "unirdma", version, after_help = EXAMPLES)]
 struct Cli {
@@ -94,10 +94,10 @@ enum VrnicCommand {
         /// Most completion queues
         #[arg(long, value_name = "N")]
         max_cq: Option<u32>,
-        /// Most memory regions
+        /// Most memory regions and memory windows together
         #[arg(long, value_name = "N")]
         max_mr: Option<u32>,
-        /// Most bytes of registered memory
+        /// Most bytes of registered memory, all memory regions together
         #[arg(long, value_name = "BYTES")]
         max_mr_bytes: Option<u64>,
         /// Most programs that use it at a time

@@ -60,8 +60,9 @@ macro_rules! define_dispatch {
 unirdma_abi::for_each_command!(define_dispatch);
 
 impl Device {
-    /// Executes one request; `room` is what its response may take. Nothing happens if that is too small.
-    pub(crate) fn execute(&self, request: &[u8], room: usize) -> Vec<u8> {
+    /// Executes one control request, and returns its response, of at most `room` bytes. Nothing happens if that is too small.
+    /// (A response that only refuses has the length of its header, whatever `room` is.)
+    pub fn execute(&self, request: &[u8], room: usize) -> Vec<u8> {
         let Ok((header, data)) = abi::ReqHeader::read_from_prefix(request) else { return head(Status::BadLength) };
         let Some(c) = Command::from_raw(header.command) else { return head(Status::Unsupported) };
         // What was posted before the command, and needs what the command destroys, comes first.
@@ -86,7 +87,23 @@ impl Device {
     }
 
     fn query_device(&self, _: &mut Rnic, _: Nothing) -> Answer<abi::QueryDeviceResp> {
-        let mut resp = abi::QueryDeviceResp { config: self.identity.config, ..Default::default() };
+        let c = self.identity.config;
+        let paced = [QpType::Rc, QpType::Uc, QpType::Ud, QpType::XrcSend];
+        let mut resp = abi::QueryDeviceResp {
+            config: c,
+            // A window counts as an MR.
+            max_mw: c.max_mr,
+            max_sge_rd: c.max_sge,
+            max_res_rd_atom: c.max_qp_rd_atom.saturating_mul(c.max_qp),
+            max_qp_init_rd_atom: c.max_qp_rd_atom,
+            max_srq_wr: c.max_qp_wr,
+            max_srq_sge: c.max_sge,
+            max_total_mcast_qp_attach: c.max_mcast_grp.saturating_mul(c.max_mcast_qp_attach),
+            rate_limit_qp_types: paced.iter().map(|t| 1 << *t as u32).sum(),
+            max_cq_count: u16::MAX,
+            max_cq_period_us: u16::MAX,
+            ..Default::default()
+        };
         let put = |dst: &mut [u8; 32], text: &str| {
             let n = text.len().min(31);
             dst[..n].copy_from_slice(&text.as_bytes()[..n]);
@@ -181,12 +198,12 @@ impl Device {
 
     /// All of this session's own memory, never anybody else's (X14).
     fn get_dma_mr(&self, rnic: &mut Rnic, r: abi::GetDmaMrReq) -> Answer<abi::MrResp> {
-        mr(rnic.reg_mr(self.session, r.pdn, r.access_flags, 0, u64::MAX, Backing::Session, Vec::new()))
+        mr(rnic.reg_mr(self.session, r.pdn, r.access_flags, 0, u64::MAX, (Backing::Session, Vec::new())))
     }
 
     fn alloc_null_mr(&self, rnic: &mut Rnic, r: abi::HandleReq) -> Answer<abi::MrResp> {
         let (pd, flags) = (r.handle, access::LOCAL_WRITE);
-        mr(rnic.reg_mr(self.session, pd, flags, 0, u64::MAX, Backing::Null, Vec::new()))
+        mr(rnic.reg_mr(self.session, pd, flags, 0, u64::MAX, (Backing::Null, Vec::new())))
     }
 
     fn rereg_mr(&self, rnic: &mut Rnic, r: abi::ReregMrReq) -> Answer<Nothing> {
@@ -388,7 +405,7 @@ impl Device {
         } else {
             self.gather(&[(r.start, r.length)])?
         };
-        let made = rnic.reg_mr(self.session, r.pdn, r.access_flags, r.virt_addr, r.length, backing, regions)?;
+        let made = rnic.reg_mr(self.session, r.pdn, r.access_flags, r.virt_addr, r.length, (backing, regions))?;
         rnic.note_mr(self.session, made.0, r.note);
         mr(Ok(made))
     }

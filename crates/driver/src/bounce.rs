@@ -5,15 +5,14 @@
 //! message that comes in for such memory is put by the device into the stage, shared memory of the context, with the addresses
 //! where it belongs. What finds no room is copied by the device, as READ, atomics and the passive side of WRITE always are.
 
-use std::collections::{HashMap, VecDeque};
-use std::hash::{BuildHasherDefault, Hasher};
+use std::collections::VecDeque;
 use std::sync::atomic::{AtomicU32, Ordering};
 use std::sync::{Mutex, OnceLock, PoisonError, RwLock, RwLockReadGuard, RwLockWriteGuard};
 use std::time::{Duration, Instant};
 
 use unirdma_abi as abi;
 use unirdma_abi::Command;
-use unirdma_formats::{WrOpcode, send_flags};
+use unirdma_formats::{ByNumber, WrOpcode, send_flags};
 use unirdma_mem::{QpRings, Span};
 use zerocopy::IntoBytes;
 
@@ -56,24 +55,8 @@ impl Known {
     }
 }
 
-/// A hash for keys, which are random numbers.
-#[derive(Default)]
-struct KeyHash(u64);
-
-impl Hasher for KeyHash {
-    fn finish(&self) -> u64 {
-        self.0
-    }
-    fn write(&mut self, bytes: &[u8]) {
-        bytes.iter().for_each(|&b| self.write_u32(b.into()));
-    }
-    fn write_u32(&mut self, key: u32) {
-        self.0 = (self.0 ^ u64::from(key)).wrapping_mul(0x9e37_79b9_7f4a_7c15);
-    }
-}
-
 /// By key; and whether data is taken from it. Of one that is mapped by now, only messages that are in the stage are placed.
-type Table = HashMap<u32, (Known, bool), BuildHasherDefault<KeyHash>>;
+type Table = ByNumber<(Known, bool)>;
 
 /// What a context knows of its MRs of the way *copy*, and its stage.
 #[derive(Default)]

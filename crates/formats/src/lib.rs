@@ -7,12 +7,14 @@
 pub mod cm;
 mod ids;
 pub mod net;
+mod number;
 mod path;
 pub mod pcap;
 mod verbs;
 pub mod wire;
 
 pub use ids::{Gid, Guid, Lkey, Mac, Psn, Qpn, Rkey};
+pub use number::{ByNumber, NumberHash};
 pub use path::{NO_CREDITS, ack_timeout_ns, credit_code, credits, mtu_bytes, psn_count, rnr_timer_ns};
 pub use verbs::{AsyncEvent, QpState, QpType, WcOpcode, WcStatus, WrOpcode, access, attr_mask, send_flags, wc_flags};
 

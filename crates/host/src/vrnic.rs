@@ -209,7 +209,7 @@ const MAX_MULTICAST_GROUPS: u32 = 8192;
 /// The configuration space of a vRNIC.
 pub(crate) fn device_config(mac: Mac, l: &Limits) -> abi::Config {
     // BAD_PKEY_CNTR | BAD_QKEY_CNTR | PORT_ACTIVE_EVENT | SYS_IMAGE_GUID | RC_RNR_NAK_GEN | SRQ_RESIZE | MEM_WINDOW | XRC |
-    // MEM_WINDOW_TYPE_2B | FLUSH_GLOBAL | ATOMIC_WRITE
+    // MEM_WINDOW_TYPE_2B | FLUSH_GLOBAL | ATOMIC_WRITE. Not MEM_MGT_EXTENSIONS, which promises fast registration to a guest's kernel.
     const CAPS: u64 =
         1 << 1 | 1 << 2 | 1 << 10 | 1 << 11 | 1 << 12 | 1 << 13 | 1 << 17 | 1 << 20 | 1 << 24 | 1 << 38 | 1 << 40;
     abi::Config {
@@ -217,7 +217,7 @@ pub(crate) fn device_config(mac: Mac, l: &Limits) -> abi::Config {
         version: abi::CONFIG_VERSION,
         phys_port_cnt: 1,
         atomic_cap: 1,
-        features: 0,
+        features: abi::FEATURE_INVALIDATE,
         node_guid: mac.guid().0,
         sys_image_guid: mac.guid().0,
         device_cap_flags: CAPS,
@@ -250,6 +250,13 @@ pub(crate) fn device_config(mac: Mac, l: &Limits) -> abi::Config {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    /// `IBV_DEVICE_MEM_MGT_EXTENSIONS` promises fast registration too; invalidation alone is a feature.
+    #[test]
+    fn the_device_says_that_it_invalidates_and_promises_no_fast_registration() {
+        let c = device_config(mac_of(&["10.0.0.1".parse().unwrap()], 0), &Limits::default());
+        assert_eq!((c.features & abi::FEATURE_INVALIDATE, c.device_cap_flags & 1 << 21), (1, 0));
+    }
 
     #[test]
     fn addresses_are_read_as_people_write_them() {

@@ -161,8 +161,7 @@ impl Rnic {
         flags: u32,
         iova: u64,
         len: u64,
-        backing: Backing,
-        regions: Vec<u64>,
+        (backing, regions): (Backing, Vec<u64>),
     ) -> Result<(u32, u32)> {
         let pd = self.own_pd(s, pd)?;
         let flags = flags & !access::OPTIONAL_RANGE;

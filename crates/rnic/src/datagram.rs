@@ -263,7 +263,7 @@ impl Rnic {
         }
     }
 
-    /// Keeps a datagram until there is a receive for it, and the receive's memory can be reached.
+    /// Keeps a datagram, on the heap, until there is a receive for it, and the receive's memory can be reached.
     fn hold(&mut self, h: Handle<Qp>, flow: &Flow, data: &[u8], note: Note) {
         self.starved = true;
         let until = self.now.saturating_add(HOLD_NS);

@@ -2,7 +2,7 @@
 //!
 //! May depend on formats, the device ABI and the `mem` crate; it has no socket, clock, thread or
 //! environment inside. It must never trust a handle, key, index or WQE of a session, and must do no
-//! allocation, system call or log per work request.
+//! allocation, system call or log per work request (ARCHITECTURE.md, invariant 8, has the exceptions).
 //!
 //! The core type is [`Rnic`]. Its methods come in classes:
 //!

@@ -1,9 +1,10 @@
 //! Tables of objects. A handle names one object, and never a later one, however many are made.
 
-use std::collections::HashMap;
 use std::fmt;
-use std::hash::{BuildHasherDefault, Hash, Hasher};
+use std::hash::{Hash, Hasher};
 use std::marker::PhantomData;
+
+pub(crate) use unirdma_formats::ByNumber;
 
 const INDEX_BITS: u32 = 20;
 const INDEX_MASK: u64 = (1 << INDEX_BITS) - 1;
@@ -171,9 +172,6 @@ impl<K, V> Beside<K, V> {
     }
 }
 
-/// Values by numbers that are spread well, or counted.
-pub(crate) type ByNumber<T> = HashMap<u32, T, BuildHasherDefault<NumberHash>>;
-
 /// Values by numbers that count up; one comes back after 2^32 others.
 pub(crate) struct Numbered<T> {
     values: ByNumber<T>,
@@ -218,22 +216,6 @@ impl<T> Numbered<T> {
     /// Numbers whose value satisfies `f`.
     pub(crate) fn handles(&self, f: impl Fn(&T) -> bool) -> Vec<u32> {
         self.iter().filter(|(_, v)| f(v)).map(|(n, _)| n).collect()
-    }
-}
-
-/// A hash for [`ByNumber`].
-#[derive(Default)]
-pub(crate) struct NumberHash(u64);
-
-impl Hasher for NumberHash {
-    fn finish(&self) -> u64 {
-        self.0
-    }
-    fn write(&mut self, bytes: &[u8]) {
-        bytes.iter().for_each(|&b| self.write_u32(b.into()));
-    }
-    fn write_u32(&mut self, n: u32) {
-        self.0 = (self.0 ^ u64::from(n)).wrapping_mul(0x9e37_79b9_7f4a_7c15);
     }
 }
 

@@ -119,7 +119,7 @@ impl Rnic {
         }
     }
 
-    /// A number for an XRC SRQ, which cannot be guessed.
+    /// A random number for an XRC SRQ: 24 bits, so that it can be found by trying. Access rests on the domain.
     pub(crate) fn new_srq_number(&mut self) -> u32 {
         loop {
             let n = self.random.srq_numbers.next_u64() as u32 & Qpn::MASK;

@@ -89,7 +89,7 @@ fn what_may_be_flushed_is_answered() {
             let e = &net.ends[1];
             let (s, pd, qpn, backing) = (e.session, e.pd, e.qpn, unirdma_rnic::Backing::Mapped(e.memory.clone()));
             let flags = LOCAL_WRITE | if granted { FLUSH_GLOBAL } else { 0 };
-            let (_, rkey) = net.rnic(1).reg_mr(s, pd, flags, IOVA, MR_BYTES as u64, backing, vec![3]).unwrap();
+            let (_, rkey) = net.rnic(1).reg_mr(s, pd, flags, IOVA, MR_BYTES as u64, (backing, vec![3])).unwrap();
             let a = abi::QpAttr { qp_access_flags: ALL | FLUSH_GLOBAL, ..Default::default() };
             net.rnic(1).modify_qp(s, qpn, unirdma_formats::attr_mask::ACCESS_FLAGS, &a).unwrap();
             let flush = abi::SqWqe {

@@ -83,7 +83,7 @@ fn window(net: &mut Net, end: usize) -> u32 {
     let e = &net.ends[end];
     let (session, pd, backing) = (e.session, e.pd, unirdma_rnic::Backing::Mapped(e.memory.clone()));
     let flags = access::LOCAL_WRITE | access::MW_BIND;
-    let (_, lkey) = net.rnic(end).reg_mr(session, pd, flags, IOVA, MR_BYTES as u64, backing, vec![9]).unwrap();
+    let (_, lkey) = net.rnic(end).reg_mr(session, pd, flags, IOVA, MR_BYTES as u64, (backing, vec![9])).unwrap();
     let (_, key) = net.rnic(end).alloc_mw(session, pd, 2).unwrap();
     let key = key ^ 0x55;
     let swap = u64::from(access::REMOTE_WRITE) << 32 | u64::from(lkey);

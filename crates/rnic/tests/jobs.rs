@@ -36,7 +36,7 @@ fn two_jobs(p: &mut Pair) -> [Box<Job>; 2] {
 fn through_process(p: &mut Pair, of_a: bool) {
     let e = if of_a { &mut p.a } else { &mut p.b };
     let backing = Backing::Process(ProcMem::of_self().unwrap(), e.memory.addr() as u64);
-    let made = p.rnic.reg_mr(e.session, e.pd, ALL, IOVA, MR_BYTES as u64, backing, vec![8]).unwrap();
+    let made = p.rnic.reg_mr(e.session, e.pd, ALL, IOVA, MR_BYTES as u64, (backing, vec![8])).unwrap();
     (e.mr, e.key) = made;
 }
 

@@ -23,7 +23,7 @@ fn places(typ: QpType) -> Vec<(&'static str, Net)> {
             let e = &net.ends[i];
             let backing = Backing::Process(ProcMem::of_self().unwrap(), e.memory.addr() as u64);
             let (session, pd) = (e.session, e.pd);
-            let (mr, key) = net.rnic(i).reg_mr(session, pd, ALL, IOVA, MR_BYTES as u64, backing, vec![8]).unwrap();
+            let (mr, key) = net.rnic(i).reg_mr(session, pd, ALL, IOVA, MR_BYTES as u64, (backing, vec![8])).unwrap();
             (net.ends[i].mr, net.ends[i].key) = (mr, key);
         }
     }

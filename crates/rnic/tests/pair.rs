@@ -135,7 +135,7 @@ fn events_come_once_for_each_arming() {
 fn a_null_mr_gives_zeros_takes_anything_and_is_for_nobody_else() {
     let mut p = Pair::new();
     let (_, key) =
-        p.rnic.reg_mr(p.a.session, p.a.pd, access::LOCAL_WRITE, 0, u64::MAX, Backing::Null, Vec::new()).unwrap();
+        p.rnic.reg_mr(p.a.session, p.a.pd, access::LOCAL_WRITE, 0, u64::MAX, (Backing::Null, Vec::new())).unwrap();
     let nowhere = abi::Sge { addr: 1 << 40, length: 16, lkey: key };
     p.b.fill(0, &[7; 64]);
     p.a.fill(0, &[9; 64]);
@@ -375,7 +375,7 @@ fn access_flags_of_mr_and_qp_both_count() {
         let mut p = Pair::new();
         let (_, key) = p
             .rnic
-            .reg_mr(p.b.session, p.b.pd, mr_flags, IOVA, 4096, Backing::Mapped(p.b.memory.clone()), vec![])
+            .reg_mr(p.b.session, p.b.pd, mr_flags, IOVA, 4096, (Backing::Mapped(p.b.memory.clone()), vec![]))
             .unwrap();
         p.modify(false, m::ACCESS_FLAGS, abi::QpAttr { qp_access_flags: qp_flags, ..Default::default() });
         p.a.post(abi::SqWqe { rkey: key, ..remote(WrOpcode::Read, 1, &p.b, 0) }, &[p.a.sge(0, 8)]);
@@ -533,7 +533,7 @@ fn an_mr_can_become_another_one() {
     let (session, pd, mr) = (p.b.session, p.b.pd, p.b.mr);
     let memory = aligned(4096);
     let backing = unirdma_rnic::Backing::Mapped(memory.clone());
-    let (by, key) = p.rnic.reg_mr(session, pd, ALL, 0x9000, 4096, backing, vec![8]).unwrap();
+    let (by, key) = p.rnic.reg_mr(session, pd, ALL, 0x9000, 4096, (backing, vec![8])).unwrap();
     p.rnic.rereg_mr(session, mr, by).unwrap();
     for (bad, other) in [(mr, mr), (mr, by), (by, mr), (p.a.mr, mr), (mr, p.a.mr)] {
         assert_eq!(p.rnic.rereg_mr(session, bad, other).unwrap_err(), abi::Status::BadHandle);

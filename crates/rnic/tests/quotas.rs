@@ -38,7 +38,7 @@ fn create_srq(r: &mut Rnic, s: SessionId, pd: u32, _: u32) -> Result<u32, Status
 }
 
 fn reg_mr(r: &mut Rnic, s: SessionId, pd: u32, bytes: u64) -> Result<u32, Status> {
-    r.reg_mr(s, pd, 1, 0, bytes, Backing::Mapped(aligned(bytes as usize)), Vec::new()).map(|m| m.0)
+    r.reg_mr(s, pd, 1, 0, bytes, (Backing::Mapped(aligned(bytes as usize)), Vec::new())).map(|m| m.0)
 }
 
 const OBJECTS: [(&str, Make, Destroy); 8] = [
@@ -112,6 +112,49 @@ fn every_quota_is_reached_and_freed() {
     reg_mr(&mut r, b.0, b.1, 400).unwrap();
     r.dereg_mr(a.0, mr).unwrap();
     reg_mr(&mut r, b.0, b.1, 600).unwrap();
+}
+
+/// A doorbell page has a bit for each QP of its session, and no more.
+#[test]
+fn a_session_has_as_many_qps_as_doorbell_bits() {
+    let mut r = Rnic::new(1, 0);
+    let vnic = r
+        .add_vnic(VnicConfig { group: 0, gids: vec![ip(1)], limits: Limits::default(), share: Share::default() })
+        .unwrap();
+    let (a, b) = (session(&mut r, vnic), session(&mut r, vnic));
+    let qps: Vec<u32> = (0..abi::MAX_QP).map(|_| create_qp(&mut r, a.0, a.1, a.2).unwrap()).collect();
+    assert_eq!(create_qp(&mut r, a.0, a.1, a.2), Err(Status::Exhausted));
+    create_qp(&mut r, b.0, b.1, b.2).unwrap();
+    r.destroy_qp(a.0, qps[7]).unwrap();
+    create_qp(&mut r, a.0, a.1, a.2).unwrap();
+}
+
+#[test]
+fn a_multicast_group_has_room_for_so_many_qps() {
+    let mut r = Rnic::new(1, 0);
+    let vnic = r
+        .add_vnic(VnicConfig { group: 0, gids: vec![ip(1)], limits: Limits::default(), share: Share::default() })
+        .unwrap();
+    let (s, pd, cq) = session(&mut r, vnic);
+    let group = unirdma_formats::Gid::from_ip("239.1.1.1".parse().unwrap());
+    let attach = |r: &mut Rnic| {
+        let create = CreateQp {
+            pd,
+            send_cq: cq,
+            recv_cq: cq,
+            srq: None,
+            xrcd: None,
+            sig_all: false,
+            cap: cap(),
+            rings: rings(),
+        };
+        let qpn = r.create_qp(s, QpType::Ud as u8, create).unwrap().0;
+        r.attach_mcast(s, qpn, group).map(|()| qpn)
+    };
+    let qps: Vec<u32> = (0..unirdma_rnic::MAX_MULTICAST_QPS).map(|_| attach(&mut r).unwrap()).collect();
+    assert_eq!(attach(&mut r), Err(Status::Exhausted));
+    r.detach_mcast(s, qps[0], group).unwrap();
+    attach(&mut r).unwrap();
 }
 
 #[test]

@@ -38,7 +38,7 @@ impl Staged {
             let rnic = net.rnic(i);
             rnic.set_stage(session, stage.clone()).unwrap();
             assert!(rnic.set_stage(session, stage.clone()).is_err(), "only one");
-            let (mr, key) = rnic.reg_mr(session, pd, flags, IOVA, MR_BYTES as u64, backing, vec![8]).unwrap();
+            let (mr, key) = rnic.reg_mr(session, pd, flags, IOVA, MR_BYTES as u64, (backing, vec![8])).unwrap();
             (net.ends[i].mr, net.ends[i].key) = (mr, key);
             stages.push(stage);
         }

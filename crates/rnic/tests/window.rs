@@ -28,7 +28,7 @@ fn parent(net: &mut Net, flags: u32) -> (u32, u32) {
     let e = &net.ends[1];
     let (s, pd, memory) = (e.session, e.pd, e.memory.clone());
     let backing = unirdma_rnic::Backing::Mapped(memory);
-    net.rnic(1).reg_mr(s, pd, flags | access::MW_BIND, IOVA, MR_BYTES as u64, backing, vec![9]).unwrap()
+    net.rnic(1).reg_mr(s, pd, flags | access::MW_BIND, IOVA, MR_BYTES as u64, (backing, vec![9])).unwrap()
 }
 
 fn bind(key: u32, lkey: u32, off: u64, len: u64, flags: u32) -> abi::SqWqe {

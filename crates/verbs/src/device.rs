@@ -231,21 +231,25 @@ fn device_attr(d: &abi::QueryDeviceResp) -> ibv_device_attr {
     let int = |v: u32| v.min(i32::MAX as u32) as i32;
     a.max_qp = int(c.max_qp);
     a.max_qp_wr = int(c.max_qp_wr);
-    // Windows of type 2 come with requests that take their grants back.
-    a.device_cap_flags = c.device_cap_flags as u32 | MEM_MGT_EXTENSIONS;
-    (a.max_sge, a.max_sge_rd) = (int(c.max_sge), int(c.max_sge));
+    a.device_cap_flags = c.device_cap_flags as u32;
+    // Verbs of user space have no fast registration. What programs ask of this flag is whether they may use LOCAL_INV and
+    // SEND_WITH_INV (SPDK does, for one).
+    if c.features & abi::FEATURE_INVALIDATE != 0 {
+        a.device_cap_flags |= MEM_MGT_EXTENSIONS;
+    }
+    (a.max_sge, a.max_sge_rd) = (int(c.max_sge), int(d.max_sge_rd));
     a.max_cq = int(c.max_cq);
     a.max_cqe = int(c.max_cqe);
-    (a.max_mr, a.max_mw) = (int(c.max_mr), int(c.max_mr));
+    (a.max_mr, a.max_mw) = (int(c.max_mr), int(d.max_mw));
     a.max_pd = int(c.max_pd);
     a.max_qp_rd_atom = int(c.max_qp_rd_atom);
-    a.max_res_rd_atom = int(c.max_qp_rd_atom.saturating_mul(c.max_qp));
-    a.max_qp_init_rd_atom = int(c.max_qp_rd_atom);
+    a.max_res_rd_atom = int(d.max_res_rd_atom);
+    a.max_qp_init_rd_atom = int(d.max_qp_init_rd_atom);
     a.atomic_cap = c.atomic_cap.into();
     a.max_ah = int(c.max_ah);
-    (a.max_srq, a.max_srq_wr, a.max_srq_sge) = (int(c.max_srq), int(c.max_qp_wr), int(c.max_sge));
+    (a.max_srq, a.max_srq_wr, a.max_srq_sge) = (int(c.max_srq), int(d.max_srq_wr), int(d.max_srq_sge));
     (a.max_mcast_grp, a.max_mcast_qp_attach) = (int(c.max_mcast_grp), int(c.max_mcast_qp_attach));
-    a.max_total_mcast_qp_attach = int(c.max_mcast_grp.saturating_mul(c.max_mcast_qp_attach));
+    a.max_total_mcast_qp_attach = int(d.max_total_mcast_qp_attach);
     a.max_pkeys = c.max_pkeys;
     a.local_ca_ack_delay = c.local_ca_ack_delay;
     a.phys_port_cnt = c.phys_port_cnt;
@@ -266,8 +270,6 @@ const ODP_IMPLICIT: u64 = 2;
 const ODP_RC: u32 = 0x3f;
 const ODP_UC: u32 = 0x27;
 const ODP_UD: u32 = 0x23;
-/// QP types that take a rate limit, a bit each: RC, UC, UD, XRC initiator.
-const PACED_QPTS: u32 = 1 << 2 | 1 << 3 | 1 << 4 | 1 << 9;
 
 unsafe extern "C" fn query_device_ex(
     c: *mut ibv_context,
@@ -287,18 +289,18 @@ unsafe extern "C" fn query_device_ex(
     let mut a: ibv_device_attr_ex = unsafe { std::mem::zeroed() };
     // SAFETY: the caller passes its context and `size` bytes of room.
     unsafe {
-        a.orig_attr = device_attr(&context(c).driver.device);
+        let device = &context(c).driver.device;
+        a.orig_attr = device_attr(device);
         a.phys_port_cnt_ex = a.orig_attr.phys_port_cnt.into();
-        a.device_cap_flags_ex =
-            context(c).driver.device.config.device_cap_flags | u64::from(a.orig_attr.device_cap_flags);
+        a.device_cap_flags_ex = device.config.device_cap_flags | u64::from(a.orig_attr.device_cap_flags);
         // On-demand paging: of all that RC, UC and UD can, since each access of such an MR looks its pages up.
         a.odp_general_caps = ODP_SUPPORT | ODP_IMPLICIT;
         a.odp_per_transport = [ODP_RC, ODP_UC, ODP_UD];
         a.xrc_odp_caps = ODP_RC;
         a.tm_caps = crate::tm::CAPS;
         a.max_dm_size = crate::dm::MAX_BYTES;
-        a.packet_pacing_caps = [1, u32::MAX, PACED_QPTS];
-        a.cq_mod_caps = [u16::MAX; 2];
+        a.packet_pacing_caps = [1, u32::MAX, device.rate_limit_qp_types];
+        a.cq_mod_caps = [device.max_cq_count, device.max_cq_period_us];
         // Completions carry nanoseconds.
         (a.completion_timestamp_mask, a.hca_core_clock) = (u64::MAX, 1_000_000);
         let n = size.min(size_of::<ibv_device_attr_ex>());

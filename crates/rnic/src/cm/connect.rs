@@ -412,12 +412,10 @@ impl Rnic {
 
     // Datagrams: resolution of service IDs.
 
-    #[allow(clippy::too_many_arguments)]
     pub(super) fn on_sidr_req(
         &mut self,
         vnic: VnicId,
-        own: Gid,
-        from: Gid,
+        (own, from): (Gid, Gid),
         tid: u64,
         request: u32,
         service: u64,

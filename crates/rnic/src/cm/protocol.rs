@@ -137,7 +137,7 @@ impl Rnic {
         match mad.message {
             Message::Req(r) => self.on_req(vnic, own, from, tid, &r),
             Message::SidrReq { request_id, service_id, private, .. } => {
-                self.on_sidr_req(vnic, own, from, tid, request_id, service_id, &private);
+                self.on_sidr_req(vnic, (own, from), tid, request_id, service_id, &private);
             }
             Message::Mra { remote_id, timeout, .. } => {
                 if let Some(id) = find(remote_id) {

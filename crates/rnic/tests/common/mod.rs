@@ -97,7 +97,7 @@ impl End {
         let (qpn, slot) = rnic.create_qp(session, typ as u8, create).unwrap();
         let memory = aligned(MR_BYTES);
         let (mr, key) =
-            rnic.reg_mr(session, pd, ALL, IOVA, MR_BYTES as u64, Backing::Mapped(memory.clone()), vec![7]).unwrap();
+            rnic.reg_mr(session, pd, ALL, IOVA, MR_BYTES as u64, (Backing::Mapped(memory.clone()), vec![7])).unwrap();
         End { vnic, session, bell, pd, cqn, cq, qpn, slot, rings, memory, key, mr, sq_prod: 0, rq_prod: 0 }
     }
 

@@ -1,0 +1,165 @@
+//! Every control command and every status that it can give: a table of requests to [`unirdma_device::Device::execute`].
+#![allow(missing_docs)]
+
+mod table;
+mod world;
+
+use std::collections::BTreeSet;
+
+use table::rows;
+use unirdma_abi as abi;
+use unirdma_abi::{CmOp, Command, Status};
+use world::World;
+
+/// Bytes of the request and of the response of each command, headers aside.
+macro_rules! define_sizes {
+    ($($name:ident = $code:literal, $handler:ident($req:ident) -> $resp:ident;)*) => {
+        fn sizes(c: Command) -> (usize, usize) {
+            match c { $(Command::$name => (size_of::<abi::$req>(), size_of::<abi::$resp>()),)* }
+        }
+    };
+}
+abi::for_each_command!(define_sizes);
+
+const HEADER: usize = size_of::<abi::RespHeader>();
+
+#[test]
+fn every_command_gives_what_the_table_says() {
+    for row in rows() {
+        let (c, what) = (row.command, row.what);
+        let w = World::new();
+        let request = (row.good)(&w);
+        let (status, data) = w.me.call(c, &request, 1024);
+        assert_eq!(status, row.gives as u8, "{c:?} {what}");
+        let length = if row.gives == Status::Ok { sizes(c).1 } else { 0 };
+        assert_eq!((request.len(), data.len()), (sizes(c).0, length), "{c:?} {what}");
+        for (status, why, request) in row.refused {
+            let w = World::new();
+            let (given, data) = w.me.call(c, &request(&w), 1024);
+            assert_eq!((given, data.len()), (status as u8, 0), "{c:?} {what}: {why}");
+        }
+    }
+}
+
+#[test]
+fn a_wrong_length_changes_nothing() {
+    for row in rows() {
+        let (c, w) = (row.command, World::new());
+        let request = (row.good)(&w);
+        let bad = |data: &[u8], room| assert_eq!(w.me.call(c, data, room).0, Status::BadLength as u8, "{c:?}");
+        if let Some((_, shorter)) = request.split_last() {
+            bad(shorter, 1024);
+            bad(&[], 1024);
+        }
+        bad(&[&request[..], &[0]].concat(), 1024);
+        bad(&[0; 1024], 1024);
+        bad(&request, HEADER + sizes(c).1 - 1);
+        let (status, _) = w.me.call(c, &request, HEADER + sizes(c).1);
+        assert_eq!(status, row.gives as u8, "{c:?} {} after requests of wrong lengths", row.what);
+    }
+}
+
+#[test]
+fn a_handle_of_nothing_or_of_another_session_is_bad() {
+    for row in rows() {
+        for (at, kind) in row.handles {
+            let w = World::new();
+            let mut request = (row.good)(&w);
+            for handle in [u32::MAX, 0, w.other.make(kind)] {
+                request[at..at + 4].copy_from_slice(&handle.to_le_bytes());
+                let (status, _) = w.me.call(row.command, &request, 1024);
+                let (c, what) = (row.command, row.what);
+                assert_eq!(status, Status::BadHandle as u8, "{c:?} {what}: {kind:?} {handle:#x} at {at}");
+            }
+        }
+    }
+}
+
+#[test]
+fn what_makes_something_is_exhausted_in_the_end() {
+    for row in rows().into_iter().filter(|r| r.ends) {
+        let w = World::new();
+        let request = (row.good)(&w);
+        let last = (0..70_000).map(|_| w.me.call(row.command, &request, 1024).0).find(|s| *s != 0);
+        assert_eq!(last, Some(Status::Exhausted as u8), "{:?} {}", row.command, row.what);
+    }
+}
+
+#[test]
+fn unknown_commands_are_unsupported_and_no_header_is_a_bad_length() {
+    let w = World::new();
+    for raw in (0..=u8::MAX).filter(|raw| Command::from_raw(*raw).is_none()) {
+        let request = [raw, 0, 0, 0, 0, 0, 0, 0, 1, 2, 3];
+        assert_eq!(w.me.dev.execute(&request, 1024)[0], Status::Unsupported as u8, "{raw}");
+    }
+    let create_pd = [Command::CreatePd as u8, 0, 0, 0, 0, 0, 0, 0];
+    for n in 0..create_pd.len() {
+        assert_eq!(w.me.dev.execute(&create_pd[..n], 1024), [Status::BadLength as u8, 0, 0, 0, 0, 0, 0, 0]);
+    }
+}
+
+#[test]
+fn query_device_has_the_configuration_space_and_what_follows_from_it() {
+    let d: abi::QueryDeviceResp = World::new().me.ok(Command::QueryDevice, &abi::Nothing {});
+    assert_eq!((d.config.max_qp, d.max_mw, d.max_res_rd_atom, d.max_qp_init_rd_atom), (3, 5, 3 * 128, 128));
+    // RC 2, UC 3, UD 4 and the XRC initiator 9.
+    assert_eq!((d.rate_limit_qp_types, d.max_cq_count), (0b10_0001_1100, u16::MAX));
+    assert!(d.name.starts_with(b"a\0"));
+}
+
+/// The statuses of each command that [`rows`] provokes, those aside that every command or every handle gives.
+fn provoked(c: Command) -> BTreeSet<String> {
+    let rows = rows().into_iter().filter(|r| r.command == c);
+    let statuses = rows.flat_map(|r| {
+        let ends = r.ends.then_some(Status::Exhausted);
+        r.refused.iter().map(|x| x.0).chain(ends).chain([r.gives]).collect::<Vec<Status>>()
+    });
+    statuses.filter(|s| ![Status::Ok, Status::BadLength, Status::BadHandle].contains(s)).map(name).collect()
+}
+
+/// As the specification writes it: `BadValue` is BAD_VALUE.
+fn name(s: impl std::fmt::Debug) -> String {
+    let mut out = String::new();
+    for c in format!("{s:?}").chars() {
+        if c.is_uppercase() && !out.is_empty() {
+            out.push('_');
+        }
+        out.push(c.to_ascii_uppercase());
+    }
+    out
+}
+
+#[test]
+fn the_table_has_all_commands_operations_and_statuses() {
+    let commands: BTreeSet<String> = rows().iter().map(|r| name(r.command)).collect();
+    assert_eq!(commands, Command::ALL.iter().map(name).collect());
+    let made: BTreeSet<u8> =
+        rows().iter().filter(|r| r.command == Command::Cm).map(|r| (r.good)(&World::new())[0]).collect();
+    assert_eq!(made, (1..=u8::MAX).filter(|raw| CmOp::from_raw(*raw).is_some()).collect());
+    let mut statuses: BTreeSet<String> = Command::ALL.iter().flat_map(|c| provoked(*c)).collect();
+    // These have tests of their own above.
+    statuses.extend([Status::Ok, Status::BadLength, Status::BadHandle].map(name));
+    assert_eq!(statuses, Status::ALL.iter().map(name).collect());
+}
+
+/// Section 6.2 names the codes, the commands and the statuses that they give, and no others.
+#[test]
+fn the_specification_has_the_same_table() {
+    let spec = include_str!("../../../../docs/spec/virtio-rdma.md");
+    let section = spec.split("### 6.2").nth(1).and_then(|s| s.split("### 6.3").next()).expect("section 6.2");
+    let mut commands = Vec::new();
+    for line in section.lines().filter(|l| l.starts_with("| ")) {
+        let columns: Vec<&str> = line.trim_matches('|').split('|').map(str::trim).collect();
+        let &[code, command, _, _, statuses] = &columns[..] else { panic!("{line}") };
+        let Ok(code) = code.parse::<u8>() else { continue };
+        let c = Command::from_raw(code).expect(line);
+        assert_eq!(command.split(' ').next(), Some(&*name(c)), "{line}");
+        let words = statuses.split(|c: char| !c.is_ascii_uppercase() && c != '_');
+        let named: BTreeSet<String> =
+            words.filter(|w| Status::ALL.iter().any(|s| name(s) == *w)).map(Into::into).collect();
+        let named = named.into_iter().filter(|n| *n != name(Status::BadHandle)).collect();
+        assert_eq!(provoked(c), named, "what the test provokes, and what the specification says: {line}");
+        commands.push(code);
+    }
+    assert_eq!(commands, Command::ALL.iter().map(|c| *c as u8).collect::<Vec<u8>>());
+}

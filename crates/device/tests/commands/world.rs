@@ -1,0 +1,399 @@
+//! Two sessions of one vRNIC, and what their drivers would do to make objects.
+
+use std::cell::Cell;
+use std::net::IpAddr;
+use std::sync::Arc;
+use std::sync::atomic::Ordering;
+
+use unirdma_abi as abi;
+use unirdma_abi::{CmOp, Command, QpLayout};
+use unirdma_device::{Device, Identity, Pollers, SharedRnic};
+use unirdma_formats::{Gid, QpState, QpType, attr_mask as m};
+use unirdma_link::{Handler, Memory, RegionDesc};
+use unirdma_mem::{Bell, MemFd};
+use unirdma_rnic::{Limits, Rnic, SessionId, Share, VnicConfig};
+use zerocopy::{FromBytes, Immutable, IntoBytes};
+
+const MEMORY: usize = 4 << 20;
+const BUS: u64 = 1 << 50;
+/// A bus address where there is no memory.
+pub const NOWHERE: u64 = 1 << 49;
+/// Of every quota, for both sessions together.
+const QUOTA: u32 = 16;
+pub const MR_BYTES: u64 = 1 << 20;
+pub const ENTRIES: u32 = 4;
+pub const CAP: abi::QpCap =
+    abi::QpCap { max_send_wr: 4, max_recv_wr: 4, max_send_sge: 1, max_recv_sge: 1, max_inline_data: 0 };
+/// Address of the vRNIC, and of another one of its group.
+pub const OWN: &str = "10.0.0.1";
+pub const PEER: &str = "10.0.0.2";
+pub const NOBODY: &str = "10.0.0.9";
+
+pub fn gid(ip: &str) -> [u8; 16] {
+    Gid::from_ip(ip.parse().expect("address")).0
+}
+
+/// An address vector to `ip`.
+pub fn to(ip: &str) -> abi::AhAttr {
+    let grh = abi::GlobalRoute { dgid: gid(ip), ..Default::default() };
+    abi::AhAttr { grh, is_global: 1, port_num: 1, ..Default::default() }
+}
+
+pub fn cm_addr(ip: &str, port: u16) -> abi::CmAddr {
+    let family = if ip.parse::<IpAddr>().expect("address").is_ipv4() { 4 } else { 6 };
+    abi::CmAddr { ip: gid(ip), port, family, ..Default::default() }
+}
+
+/// What a handle names.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Kind {
+    Pd,
+    Cq,
+    Qp,
+    Mr,
+    Mw,
+    Ah,
+    Srq,
+    Xrcd,
+    Id,
+}
+
+/// A session and its memory.
+pub struct Side {
+    pub dev: Device,
+    rnic: Arc<SharedRnic>,
+    memory: MemFd,
+    used: Cell<u64>,
+    doorbell: Cell<Option<u64>>,
+}
+
+/// A QP that can be posted to.
+#[derive(Clone, Copy)]
+pub struct Posting {
+    pub qpn: u32,
+    slot: u32,
+    req: abi::CreateQpReq,
+}
+
+pub struct World {
+    pub me: Side,
+    pub other: Side,
+}
+
+impl World {
+    pub fn new() -> Self {
+        let mut rnic = Rnic::new(1, 0);
+        let limits = Limits {
+            max_qp: QUOTA,
+            max_cq: QUOTA,
+            max_mr: QUOTA,
+            max_pd: QUOTA,
+            max_ah: QUOTA,
+            max_srq: QUOTA,
+            max_mr_bytes: MR_BYTES,
+            ..Limits::default()
+        };
+        let mut vnic = |ip| {
+            rnic.add_vnic(VnicConfig { group: 0, gids: vec![Gid(gid(ip))], limits, share: Share::default() })
+                .expect("vRNIC")
+        };
+        let (vnic, _) = (vnic(OWN), vnic(PEER));
+        let config = abi::Config { max_qp: 3, max_mr: 5, max_qp_rd_atom: 128, ..Default::default() };
+        let identity = Identity { vnic, config, name: "a".into(), active_mtu: 5 };
+        let (rnic, identity) = (Arc::new(SharedRnic::new(rnic)), Arc::new(identity));
+        let side = || Side::new(&rnic, &identity);
+        World { me: side(), other: side() }
+    }
+}
+
+/// Nobody runs this RNIC.
+struct NoPollers;
+
+impl Pollers for NoPollers {
+    fn settle(&self) {}
+    fn catch_up(&self, _: SessionId, _: Option<u32>) {}
+}
+
+impl Side {
+    fn new(rnic: &Arc<SharedRnic>, identity: &Arc<Identity>) -> Self {
+        let mut dev = Device::new(rnic.clone(), identity.clone(), Arc::new(NoPollers)).expect("session");
+        let file = MemFd::new(c"commands", MEMORY).expect("memfd");
+        let mut memory = Memory::default();
+        let region = RegionDesc { bus_addr: BUS, size: MEMORY as u64, ..Default::default() };
+        memory.add(region, file.fd().try_clone_to_owned().expect("descriptor")).expect("region");
+        dev.memory_changed(&memory, &[]);
+        Side { dev, rnic: rnic.clone(), memory: file, used: Cell::new(0), doorbell: Cell::new(None) }
+    }
+
+    /// Bus address of fresh memory, of whole pages.
+    pub fn take(&self, bytes: usize) -> u64 {
+        let at = self.used.get();
+        self.used.set(at + bytes.next_multiple_of(4096) as u64);
+        assert!(self.used.get() <= MEMORY as u64);
+        BUS + at
+    }
+
+    /// Writes a word into the memory.
+    pub fn store(&self, bus: u64, value: u32) {
+        self.memory.span().store32((bus - BUS) as usize, value, Ordering::Release);
+    }
+
+    /// Status and data of the response to a request.
+    pub fn call(&self, c: Command, data: &[u8], room: usize) -> (u8, Vec<u8>) {
+        let head = abi::ReqHeader { command: c as u8, ..Default::default() };
+        let answer = self.dev.execute(&[head.as_bytes(), data].concat(), room);
+        (answer[0], answer[8..].to_vec())
+    }
+
+    /// The response to a request that succeeds.
+    pub fn ok<T: FromBytes>(&self, c: Command, request: &(impl IntoBytes + Immutable)) -> T {
+        let (status, data) = self.call(c, request.as_bytes(), 1024);
+        assert_eq!(status, 0, "{c:?}");
+        T::read_from_bytes(&data).expect("the response's length")
+    }
+
+    /// Lets the RNIC work on what was posted.
+    pub fn poll(&self) {
+        let mut rnic = self.rnic.lock();
+        rnic.unpark(self.dev.session(), 0);
+        (0..100).for_each(|i| {
+            rnic.poll(i * 1_000_000);
+        });
+    }
+
+    /// A new object of each kind.
+    pub fn make(&self, kind: Kind) -> u32 {
+        match kind {
+            Kind::Pd => self.ok::<abi::HandleResp>(Command::CreatePd, &abi::Nothing {}).handle,
+            Kind::Cq => self.ok::<abi::HandleResp>(Command::CreateCq, &self.cq_request(ENTRIES)).handle,
+            Kind::Qp => self.qp(QpType::Rc).qpn,
+            Kind::Mr => self.ok::<abi::MrResp>(Command::RegUserMr, &self.mr_request()).mrn,
+            Kind::Mw => self.mw(1).mrn,
+            Kind::Ah => {
+                let request = abi::CreateAhReq { pdn: self.make(Kind::Pd), attr: to(PEER), ..Default::default() };
+                self.ok::<abi::HandleResp>(Command::CreateAh, &request).handle
+            }
+            Kind::Srq => self.ok::<abi::CreateSrqResp>(Command::CreateSrq, &self.srq_request()).srqn,
+            Kind::Xrcd => self.xrcd(7),
+            Kind::Id => self.id(abi::port_space::TCP),
+        }
+    }
+
+    pub fn cq_request(&self, entries: u32) -> abi::CreateCqReq {
+        let (ring_addr, ctrl_addr) = (self.take(entries as usize * 64), self.take(128));
+        abi::CreateCqReq { cqe: entries, entries, ring_addr, ctrl_addr, comp_queue: 0, reserved: 0 }
+    }
+
+    pub fn mr_request(&self) -> abi::RegUserMrReq {
+        let (pdn, start) = (self.make(Kind::Pd), self.take(8192));
+        // LOCAL_WRITE and MW_BIND.
+        abi::RegUserMrReq { pdn, access_flags: 1 | 16, start, length: 8192, virt_addr: start, ..Default::default() }
+    }
+
+    pub fn mw(&self, mw_type: u32) -> abi::MrResp {
+        self.ok(Command::AllocMw, &abi::AllocMwReq { pdn: self.make(Kind::Pd), mw_type })
+    }
+
+    pub fn srq_request(&self) -> abi::CreateSrqReq {
+        let (ctrl_addr, ring_addr) = (self.take(128), self.take(4096));
+        abi::CreateSrqReq {
+            pdn: self.make(Kind::Pd),
+            max_wr: ENTRIES,
+            max_sge: 1,
+            ctrl_addr,
+            ring_addr,
+            ..Default::default()
+        }
+    }
+
+    /// The XRC domain of file `ino`.
+    pub fn xrcd(&self, ino: u64) -> u32 {
+        let flags = abi::XRCD_SHARED | abi::XRCD_CREATE;
+        let request = abi::CreateXrcdReq { dev: 1, ino, flags, reserved: 0 };
+        self.ok::<abi::HandleResp>(Command::CreateXrcd, &request).handle
+    }
+
+    /// The doorbell page, which the session gets with its first QP.
+    pub fn doorbell(&self) -> u64 {
+        self.doorbell.get().unwrap_or_else(|| {
+            let addr = self.take(4096);
+            self.doorbell.set(Some(addr));
+            self.ok::<abi::Nothing>(Command::SetDoorbell, &abi::SetDoorbellReq { addr });
+            addr
+        })
+    }
+
+    pub fn qp_request(&self, typ: QpType) -> abi::CreateQpReq {
+        let layout = QpLayout::of(&CAP).expect("capabilities");
+        let cq = self.make(Kind::Cq);
+        abi::CreateQpReq {
+            pdn: self.make(Kind::Pd),
+            qp_type: typ as u8,
+            sq_sig_all: 1,
+            send_cqn: cq,
+            recv_cqn: cq,
+            cap: CAP,
+            ctrl_addr: self.take(128),
+            sq_addr: self.take(layout.sq_bytes()),
+            rq_addr: self.take(layout.rq_bytes()),
+            ..Default::default()
+        }
+    }
+
+    pub fn create_qp(&self, req: abi::CreateQpReq) -> Posting {
+        self.doorbell();
+        let made: abi::CreateQpResp = self.ok(Command::CreateQp, &req);
+        Posting { qpn: made.qpn, slot: made.db_slot, req }
+    }
+
+    pub fn qp(&self, typ: QpType) -> Posting {
+        self.create_qp(self.qp_request(typ))
+    }
+
+    /// The target of an XRC connection in the domain of file 7.
+    pub fn xrc_target(&self) -> u32 {
+        let xrcdn = self.xrcd(7);
+        self.create_qp(abi::CreateQpReq { xrcdn, ..self.qp_request(QpType::XrcRecv) }).qpn
+    }
+
+    /// The MODIFY_QP that takes an RC QP to `state` from the one before, connected to QP `dest` at `ip`.
+    pub fn modify(&self, qpn: u32, state: QpState, ip: &str, dest: u32) -> abi::ModifyQpReq {
+        let attr = abi::QpAttr {
+            qp_state: state as u8,
+            port_num: 1,
+            path_mtu: 5,
+            dest_qp_num: dest,
+            timeout: 10,
+            retry_cnt: 1,
+            ah_attr: to(ip),
+            ..Default::default()
+        };
+        let mask = match state {
+            QpState::Init => m::PKEY_INDEX | m::PORT | m::ACCESS_FLAGS,
+            QpState::Rtr => m::AV | m::PATH_MTU | m::DEST_QPN | m::RQ_PSN | m::MAX_DEST_RD_ATOMIC | m::MIN_RNR_TIMER,
+            QpState::Rts => m::TIMEOUT | m::RETRY_CNT | m::RNR_RETRY | m::SQ_PSN | m::MAX_QP_RD_ATOMIC,
+            _ => 0,
+        };
+        abi::ModifyQpReq { qpn, attr_mask: m::STATE | mask, attr }
+    }
+
+    /// Connects two of this session's QPs.
+    pub fn connect(&self, a: u32, b: u32) {
+        for state in [QpState::Init, QpState::Rtr, QpState::Rts] {
+            for (qpn, dest) in [(a, b), (b, a)] {
+                self.ok::<abi::Nothing>(Command::ModifyQp, &self.modify(qpn, state, OWN, dest));
+            }
+        }
+    }
+
+    /// Posts the first send of a QP, and lets it be executed.
+    pub fn post(&self, qp: &Posting, wqe: &abi::SqWqe) {
+        self.memory.span().write((qp.req.sq_addr - BUS) as usize, wqe.as_bytes());
+        self.store(qp.req.ctrl_addr, 1);
+        self.ring(qp);
+    }
+
+    /// Says that a QP's send queue has more WQEs than it can hold.
+    pub fn jump(&self, qp: &Posting) {
+        self.store(qp.req.ctrl_addr, 1000);
+        self.ring(qp);
+    }
+
+    fn ring(&self, qp: &Posting) {
+        let page = self.memory.span().sub(self.doorbell() - BUS, 4096).expect("doorbell page");
+        Bell::new(page).expect("doorbell").ring(qp.slot);
+        self.poll();
+    }
+
+    /// An MR that a window is bound to.
+    pub fn bound_mr(&self) -> u32 {
+        let (a, b) = (self.qp(QpType::Rc), self.qp(QpType::Rc));
+        self.connect(a.qpn, b.qpn);
+        let request = abi::RegUserMrReq { pdn: a.req.pdn, ..self.mr_request() };
+        let mr: abi::MrResp = self.ok(Command::RegUserMr, &request);
+        let mw: abi::MrResp = self.ok(Command::AllocMw, &abi::AllocMwReq { pdn: a.req.pdn, mw_type: 1 });
+        let wqe = abi::SqWqe {
+            opcode: unirdma_formats::WrOpcode::BindMw as u8,
+            rkey: mw.rkey,
+            remote_addr: request.start,
+            compare_add: 64,
+            // The lkey, and REMOTE_READ.
+            swap: u64::from(mr.lkey) | 4 << 32,
+            ..Default::default()
+        };
+        self.post(&a, &wqe);
+        mr.mrn
+    }
+
+    /// A CQ of one entry, which two flushed receives have overrun.
+    pub fn overrun_cq(&self) -> u32 {
+        let cq = self.ok::<abi::HandleResp>(Command::CreateCq, &self.cq_request(1)).handle;
+        let req = abi::CreateQpReq { recv_cqn: cq, ..self.qp_request(QpType::Rc) };
+        let qp = self.create_qp(req);
+        self.store(req.ctrl_addr + abi::QP_RQ_PROD as u64, 2);
+        self.ok::<abi::Nothing>(Command::ModifyQp, &self.modify(qp.qpn, QpState::Err, OWN, 0));
+        self.poll();
+        cq
+    }
+
+    /// An SRQ whose producer jumped, which a message has found out.
+    pub fn broken_srq(&self) -> u32 {
+        let request = self.srq_request();
+        let srqn = self.ok::<abi::CreateSrqResp>(Command::CreateSrq, &request).srqn;
+        let (a, b) = (self.qp(QpType::Rc), abi::CreateQpReq { has_srq: 1, srqn, ..self.qp_request(QpType::Rc) });
+        let b = self.create_qp(b);
+        self.connect(a.qpn, b.qpn);
+        self.store(request.ctrl_addr + abi::QP_RQ_PROD as u64, 1000);
+        self.post(&a, &abi::SqWqe { opcode: unirdma_formats::WrOpcode::Send as u8, ..Default::default() });
+        srqn
+    }
+
+    /// Makes an identifier.
+    pub fn id(&self, port_space: u16) -> u32 {
+        self.ok::<abi::CmResp>(Command::Cm, &abi::CmReq { op: CmOp::Create as u8, port_space, ..Default::default() }).id
+    }
+
+    pub fn cm(&self, op: CmOp, id: u32) -> abi::CmResp {
+        self.ok(Command::Cm, &self.cm_request(op, id))
+    }
+
+    /// The request that does `op` to an identifier, with addresses of this vRNIC.
+    pub fn cm_request(&self, op: CmOp, id: u32) -> abi::CmReq {
+        let (src, dst) = match op {
+            CmOp::Bind => (cm_addr(OWN, 7000), abi::CmAddr::default()),
+            CmOp::ResolveAddr => (abi::CmAddr::default(), cm_addr(OWN, 7000)),
+            CmOp::Join | CmOp::Leave => (abi::CmAddr::default(), cm_addr("239.1.2.3", 0)),
+            _ => Default::default(),
+        };
+        abi::CmReq { op: op as u8, id, src, dst, ..Default::default() }
+    }
+
+    pub fn resolved(&self) -> u32 {
+        let id = self.make(Kind::Id);
+        self.cm(CmOp::ResolveAddr, id);
+        self.cm(CmOp::ResolveRoute, id);
+        id
+    }
+
+    /// An identifier that asks for a connection, and the one that its request is.
+    pub fn asked(&self) -> (u32, u32) {
+        let listener = self.make(Kind::Id);
+        self.cm(CmOp::Bind, listener);
+        self.cm(CmOp::Listen, listener);
+        let client = self.resolved();
+        self.cm(CmOp::Connect, client);
+        loop {
+            let event: abi::CmEvent = self.ok(Command::CmEvent, &abi::CmEventReq::default());
+            if event.listen_id == listener {
+                return (client, event.id);
+            }
+        }
+    }
+
+    /// As [`Side::asked`], and the request was accepted.
+    pub fn answered(&self) -> (u32, u32) {
+        let (client, server) = self.asked();
+        self.cm(CmOp::Accept, server);
+        (client, server)
+    }
+}
