@@ -8,7 +8,7 @@ use unirdma_mem::{Bell, CqRing, QpRings, Span};
 use unirdma_rnic::{Backing, CreateQp, OpenXrcd, Rnic, SrqAttr, SrqInfo};
 use zerocopy::{FromBytes, Immutable, IntoBytes};
 
-use crate::Device;
+use crate::{Device, RnicGuard, now_ns};
 
 type Answer<T> = Result<T, Status>;
 
@@ -40,16 +40,54 @@ fn run<Req: FromBytes, Resp: IntoBytes + Immutable>(
     Ok(bytes)
 }
 
+/// The RNIC for one command, taken when it is used first; the command's vRNIC is charged for the time.
+struct Turn<'a> {
+    device: &'a Device,
+    guard: Option<RnicGuard<'a>>,
+}
+
+impl<'a> Turn<'a> {
+    fn taken(&mut self) -> &mut RnicGuard<'a> {
+        self.guard.get_or_insert_with(|| self.device.rnic.lock())
+    }
+}
+
+impl Drop for Turn<'_> {
+    fn drop(&mut self) {
+        if let Some(rnic) = &mut self.guard {
+            let took_ns = now_ns().saturating_sub(rnic.since_ns());
+            rnic.charge_command(self.device.session, took_ns);
+        }
+    }
+}
+
+/// What a handler takes of the RNIC: the RNIC itself, or the right to take it later.
+trait Use<'a> {
+    fn of<'b>(turn: &'b mut Turn<'a>) -> &'b mut Self;
+}
+
+impl<'a> Use<'a> for Rnic {
+    fn of<'b>(turn: &'b mut Turn<'a>) -> &'b mut Self {
+        turn.taken()
+    }
+}
+
+impl<'a> Use<'a> for Turn<'a> {
+    fn of<'b>(turn: &'b mut Turn<'a>) -> &'b mut Self {
+        turn
+    }
+}
+
 macro_rules! define_dispatch {
     (
         $($name:ident = $code:literal, $handler:ident($req:ident) -> $resp:ident;)*
     ) => {
         impl Device {
             fn dispatch(&self, c: Command, data: &[u8], room: usize) -> Answer<Vec<u8>> {
-                let rnic = &mut *self.rnic.lock();
+                let rnic = &mut Turn { device: self, guard: None };
                 match c {
                     $(Command::$name => {
-                        run(data, room, |r: abi::$req| -> Answer<abi::$resp> { self.$handler(rnic, r) })
+                        run(data, room, |r: abi::$req| -> Answer<abi::$resp> { self.$handler(Use::of(rnic), r) })
                     })*
                 }
             }
@@ -392,7 +430,8 @@ impl Device {
         Ok(abi::CreateSrqResp { srqn, max_wr: attr.max_wr, number, reserved: 0 })
     }
 
-    fn reg_user_mr(&self, rnic: &mut Rnic, r: abi::RegUserMrReq) -> Answer<abi::MrResp> {
+    /// Mapping the memory takes long, so the RNIC is taken afterwards.
+    fn reg_user_mr(&self, rnic: &mut Turn<'_>, r: abi::RegUserMrReq) -> Answer<abi::MrResp> {
         r.start.checked_add(r.length).ok_or(Status::BadValue)?;
         let (backing, regions) = if r.length == 0 {
             (Backing::Mapped(Span::anonymous(0)), Vec::new())
@@ -405,6 +444,7 @@ impl Device {
         } else {
             self.gather(&[(r.start, r.length)])?
         };
+        let rnic = rnic.taken();
         let made = rnic.reg_mr(self.session, r.pdn, r.access_flags, r.virt_addr, r.length, (backing, regions))?;
         rnic.note_mr(self.session, made.0, r.note);
         mr(Ok(made))

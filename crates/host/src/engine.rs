@@ -408,6 +408,11 @@ impl Engine {
         if !comes_back && !jobs_wait && (!self.needs_round(watch) || self.left_to_other(watch.seat)) {
             return None;
         }
+        if !comes_back && self.rnic.is_wanted() && watch.pauses < MOST_PAUSES {
+            watch.pauses += 1;
+            return None;
+        }
+        watch.pauses = 0;
         let mut net = self.net.as_ref().and_then(|n| n.try_lock().ok());
         let received = net.as_mut().is_some_and(|n| self.receive(n, self.now()));
         let mut r = if comes_back || received { self.rnic.spin_lock() } else { self.rnic.try_lock()? };
@@ -458,7 +463,7 @@ impl Engine {
             self.busy_until_ns.store(end + KEEP_NS, Ordering::Relaxed);
         }
         // Poller 0 may sleep until a time that is not right any more.
-        if comes_back && !idle && self.sleeping.load(Ordering::SeqCst) {
+        if comes_back && self.sleeping.load(Ordering::SeqCst) {
             self.kick();
         }
         if !captured.is_empty() {
@@ -667,6 +672,7 @@ impl Watch {
             bells: Vec::new(),
             looks: 0,
             paused_ns: 0,
+            pauses: 0,
             out: Vec::new(),
             job: None,
             scratch: vec![0; SCRATCH_BYTES].into_boxed_slice(),
@@ -685,6 +691,8 @@ struct Watch {
     looks: u32,
     /// When a busy poller let others in.
     paused_ns: u64,
+    /// How often it has left the RNIC to a thread that wants it, since it had the RNIC last.
+    pauses: u32,
     out: Vec<Output>,
     /// The job that it has done, which the RNIC has not heard of yet.
     job: Option<Box<Job>>,

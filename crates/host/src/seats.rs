@@ -145,3 +145,36 @@ pub(crate) fn watch(engine: &Arc<Engine>) {
         empty = 0;
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::engine::EngineConfig;
+    use std::time::Instant;
+
+    #[test]
+    fn a_thread_that_is_stuck_loses_its_seat_and_a_fast_one_keeps_it() {
+        let config = EngineConfig { pollers: 1, ..EngineConfig::default() };
+        let engine = Engine::start(&config, None).unwrap();
+        let seats = engine.seats();
+        // This thread takes the seat of the only poller, which ends.
+        let (me, _) = seats.give(0);
+        for job in 0..100 {
+            assert!(seats.do_slow(0, me, job, || ()));
+        }
+        let began = Instant::now();
+        let seated = seats.do_slow(0, me, 100, || {
+            while seats.has(0, me) {
+                assert!(began.elapsed() < Duration::from_secs(30), "nobody has taken the seat");
+                std::thread::sleep(Duration::from_millis(1));
+            }
+        });
+        assert!(!seated);
+        assert!(began.elapsed() >= Duration::from_nanos(SLOW_NS));
+        // The one who has it now is seated until it is stuck itself.
+        let holder = seats.seats[0].holder.load(Ordering::SeqCst);
+        std::thread::sleep(Duration::from_millis(50));
+        assert!(seats.has(0, holder) && holder > me);
+        engine.stop();
+    }
+}

@@ -409,7 +409,7 @@ impl Rnic {
 
     /// The IP packet of a datagram that host `from` sent to `group` inside VXLAN came in.
     pub fn handle_encapsulated(&mut self, now: u64, from: IpAddr, group: u32, packet: &[u8]) {
-        self.now = now;
+        self.now = self.now.max(now);
         let Some((flow, udp)) = Flow::parse(packet).filter(|(f, _)| f.dst_port == ROCE_PORT) else {
             self.drops.malformed += 1;
             return;

@@ -305,6 +305,13 @@ impl Rnic {
         self.vnics.get(id.0).map_or(Share::default(), |v| v.limit.share())
     }
 
+    /// A command of a session took so long, nanoseconds: its vRNIC is charged for it.
+    pub fn charge_command(&mut self, s: SessionId, ns: u64) {
+        if let Some(s) = self.sessions.get(s.0) {
+            self.sched.charge(s.vnic, ns);
+        }
+    }
+
     /// How long the RNIC has worked for a vRNIC, nanoseconds.
     pub fn busy_ns(&self, id: VnicId) -> u64 {
         self.sched.busy_ns(id)

@@ -155,3 +155,33 @@ fn a_program_too_many_sees_the_device_and_is_told_why_it_cannot_use_it() {
         std::thread::yield_now();
     }
 }
+
+#[test]
+fn a_vrnic_gets_another_share_while_it_is_there() {
+    use unirdma_host::SetShare;
+    use unirdma_host::admin::Response;
+    let host = TestHost::start();
+    host.add_with("a", "10.0.0.1", |add| add.share.weight = Some(300));
+    let shown = |r: Response| match r {
+        Response::Vrnic(v) => v.share,
+        r => panic!("{r:?}"),
+    };
+    let set = |share| host.ask(&Request::VrnicSet { name: "a".into(), share });
+    let none = SetShare::default();
+    let share = shown(host.ask(&Request::VrnicShow { name: "a".into() }).unwrap());
+    assert_eq!((share.weight, share.rate_bps, share.ops), (300, 0, 0));
+    let limits = SetShare { rate_bps: Some(1_000_000), ops: Some(10), ..none };
+    let share = shown(set(limits).unwrap());
+    assert_eq!((share.weight, share.rate_bps, share.ops), (300, 1_000_000, 10), "what is not given stays");
+    assert_eq!(shown(set(SetShare { rate_bps: Some(0), ..none }).unwrap()).rate_bps, 0);
+    for wrong in [
+        none,
+        SetShare { weight: Some(0), ..none },
+        SetShare { weight: Some(10_001), ..none },
+        SetShare { burst_us: Some(10_000_001), ..none },
+    ] {
+        assert!(set(wrong).is_err(), "{wrong:?}");
+    }
+    assert_eq!(shown(host.ask(&Request::VrnicShow { name: "a".into() }).unwrap()).ops, 10);
+    assert!(host.ask(&Request::VrnicSet { name: "b".into(), share: limits }).is_err());
+}

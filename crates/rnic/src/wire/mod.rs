@@ -20,7 +20,7 @@ use unirdma_mem::Fault;
 
 use crate::datagram::ethernet;
 use crate::objects::{Qp, VnicId, Wait, Work};
-use crate::rnic::{MAX_WOKEN, Rnic};
+use crate::rnic::{MAX_WOKEN, OP_NS, Rnic, copy_ns};
 use crate::slab::Handle;
 use crate::stall::Stall;
 pub(crate) use requester::request_packet;
@@ -462,7 +462,7 @@ impl Rnic {
 
     /// A packet came in; `bytes` are all from the BTH up to the ICRC, which the port has checked.
     pub fn handle_packet(&mut self, now: u64, a: &Arrival, bytes: &[u8]) {
-        self.now = now;
+        self.now = self.now.max(now);
         let Some(p) = self.parse(bytes) else { return };
         if a.to.is_multicast() {
             return self.on_multicast(a, &p);
@@ -557,10 +557,13 @@ impl Rnic {
         Some(p)
     }
 
-    /// The QP that a packet names.
+    /// The QP that a packet names; its vRNIC is charged for the packet.
     pub(crate) fn find_qp(&mut self, p: &Packet<'_>) -> Option<Handle<Qp>> {
         let found = self.qpns.get(&p.dest_qp).copied();
         self.drops.no_qp += u64::from(found.is_none());
+        if let Some(q) = found.and_then(|h| self.qps.get(h)) {
+            self.sched.charge(q.vnic, OP_NS + copy_ns(p.payload.len() as u64));
+        }
         found
     }
 
