@@ -425,6 +425,8 @@ impl Engine {
             if !r.has_turns() || r.has_jobs() {
                 break;
             }
+            // Nobody else takes it in between, unless for a job.
+            self.keep(watch.seat, r.since_ns() + KEEP_NS);
             drop(r);
             r = self.reacquire();
             let since = r.since_ns();
@@ -459,8 +461,7 @@ impl Engine {
         let delivering = self.begin_delivery(out);
         let end = r.release();
         if end - now >= LONG_ROUND_NS || watch.job.is_some() {
-            self.busy_poller.store(watch.seat, Ordering::Relaxed);
-            self.busy_until_ns.store(end + KEEP_NS, Ordering::Relaxed);
+            self.keep(watch.seat, end);
         }
         // Poller 0 may sleep until a time that is not right any more.
         if comes_back && self.sleeping.load(Ordering::SeqCst) {
@@ -481,6 +482,12 @@ impl Engine {
             self.pause();
         }
         Some(Round { found, idle, sleep_ns })
+    }
+
+    /// The poller in `seat` keeps the RNIC for a moment after time `since`.
+    fn keep(&self, seat: usize, since: u64) {
+        self.busy_poller.store(seat, Ordering::Relaxed);
+        self.busy_until_ns.store(since + KEEP_NS, Ordering::Relaxed);
     }
 
     /// Takes the RNIC again, after others could.

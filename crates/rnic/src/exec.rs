@@ -27,7 +27,7 @@ const SMALL_SLICE: u64 = 64 << 10;
 /// time than it takes to come back.
 const JOB_BYTES: u64 = 16 << 10;
 
-/// Time between two looks for room in the receiver's stage, ns.
+/// Time between two looks for room in the receiver's stage, or among the jobs of a vRNIC, ns.
 const FULL_NS: u64 = 5_000;
 
 /// What became of a request.
@@ -281,13 +281,7 @@ impl Rnic {
         match refusal {
             Refusal::Silent => self.no_answer(h, w),
             Refusal::NotReady if reliable => self.not_ready(h, ph, w),
-            Refusal::Full => {
-                if let Some(q) = self.qps.get_mut(h) {
-                    q.wait = Wait::Memory;
-                }
-                self.arm_timer(h, FULL_NS);
-                Outcome::Waits
-            }
+            Refusal::Full => self.waits_for_room(h),
             Refusal::Request(status, event) if reliable => {
                 self.fail_qp(ph, Some(event));
                 Outcome::Failed(status)
@@ -338,8 +332,9 @@ impl Rnic {
                     self.qps.get_mut(h).into_iter().for_each(|q| q.wait = Wait::Job(number));
                     Outcome::Copies
                 }
-                Made::Later if self.waits_for_memory(h, w) => Outcome::Waits,
-                Made::Later => Outcome::Failed(WcStatus::LocProtErr),
+                Made::Slow if self.waits_for_memory(h, w) => Outcome::Waits,
+                Made::Slow => Outcome::Failed(WcStatus::LocProtErr),
+                Made::Full => self.waits_for_room(h),
                 Made::Nothing(fault) => self.moved(h, ph, w, 0, Err(fault)),
             };
         }
@@ -481,6 +476,15 @@ impl Rnic {
         }
         self.arm_timer(h, delay);
         self.count(h, |c| c.rnr_waits += 1);
+        Outcome::Waits
+    }
+
+    /// There is no room for a request of QP `h` now: it is tried again in a moment.
+    fn waits_for_room(&mut self, h: Handle<Qp>) -> Outcome {
+        if let Some(q) = self.qps.get_mut(h) {
+            q.wait = Wait::Memory;
+        }
+        self.arm_timer(h, FULL_NS);
         Outcome::Waits
     }
 

@@ -25,7 +25,7 @@ use crate::slab::Handle;
 /// Jobs that wait for somebody to do them, beyond which no turn begins.
 const MAX_WAITING: usize = 8;
 /// Jobs of one vRNIC that go through private memory of processes and wait.
-const MAX_PROCESS_WAITING: usize = 4;
+const MAX_PROCESS_WAITING: usize = 64;
 /// Slow jobs of one vRNIC, beyond which it gets no more jobs that go through private memory.
 const MAX_SLOW: usize = 4;
 /// Boxes of jobs that are over, which are kept for new ones.
@@ -235,6 +235,8 @@ pub(crate) struct Flying {
     sessions: [SessionId; 2],
     /// Those of them, with their vRNICs, whose private memory it goes through.
     processes: [Option<(SessionId, VnicId)>; 2],
+    /// Somebody does it.
+    runs: bool,
     /// It takes long.
     slow: bool,
     /// Its QP waits for it no more.
@@ -260,7 +262,9 @@ pub(crate) enum Made {
     /// Nothing: memory is not there.
     Nothing(Fault),
     /// Nothing for the moment: memory of its process is slow.
-    Later,
+    Slow,
+    /// Nothing for the moment: the vRNIC has enough of them.
+    Full,
 }
 
 /// One end of a job that is to be made: the side of the message, and the session and vRNIC that it belongs to.
@@ -323,9 +327,15 @@ impl Jobs {
         }
         let process = |end: &End, w: &Whose<'_>| end.is_in_process().then_some((w.1, w.2));
         let processes = [process(&job.from, &ends[0]), process(&job.to, &ends[1])];
-        if processes.iter().flatten().any(|&(session, vnic)| self.is_slow(session, vnic)) {
-            self.keep(job);
-            return Made::Later;
+        for &(session, vnic) in processes.iter().flatten() {
+            if self.is_slow(session, vnic) {
+                self.keep(job);
+                return Made::Slow;
+            }
+            if self.flying.iter().filter(|f| f.is_of(vnic)).count() >= MAX_PROCESS_WAITING {
+                self.keep(job);
+                return Made::Full;
+            }
         }
         self.made += 1;
         (job.number, job.qp, job.peer, job.bytes) = (self.made, qp, peer, bytes);
@@ -337,6 +347,7 @@ impl Jobs {
             phase: job.phase.clone(),
             sessions: [ends[0].1, ends[1].1],
             processes,
+            runs: false,
             slow: false,
             given_up: false,
         });
@@ -348,15 +359,8 @@ impl Jobs {
 
     /// True if private memory of a session of this vRNIC gets no more jobs for the moment.
     fn is_slow(&self, session: SessionId, vnic: VnicId) -> bool {
-        let (mut waiting, mut slow) = (0, 0);
-        for f in self.flying.iter().filter(|f| f.is_of(vnic)) {
-            if f.slow && f.processes.iter().flatten().any(|p| p.0 == session) {
-                return true;
-            }
-            waiting += 1;
-            slow += usize::from(f.slow);
-        }
-        slow >= MAX_SLOW || waiting - slow >= MAX_PROCESS_WAITING
+        let slow = || self.flying.iter().filter(|f| f.slow && f.is_of(vnic));
+        slow().any(|f| f.processes.iter().flatten().any(|p| p.0 == session)) || slow().count() >= MAX_SLOW
     }
 
     /// The next job for who will do it; for who has just ended one, one of the same QP if there is any. Of those that may be slow only one is given at a time, so that not everybody waits.
@@ -365,6 +369,7 @@ impl Jobs {
             && let Some(job) = self.waiting_process.pop_front()
         {
             self.in_process += 1;
+            self.flying.iter_mut().filter(|f| f.number == job.number).for_each(|f| f.runs = true);
             return Some(job);
         }
         let warm = std::mem::take(&mut self.warm);
@@ -372,12 +377,25 @@ impl Jobs {
         self.waiting.remove(at)
     }
 
-    /// The job with this number takes long: others need not wait for it.
-    pub fn note_slow(&mut self, number: u64) {
-        if let Some(f) = self.flying.iter_mut().find(|f| f.number == number && !f.slow) {
-            f.slow = true;
-            self.in_process -= 1;
+    /// The job with this number takes long: others need not wait for it. Returns those that nobody shall do now, since they go through
+    /// the same memory.
+    pub fn note_slow(&mut self, number: u64) -> VecDeque<Box<Job>> {
+        let Some(f) = self.flying.iter_mut().find(|f| f.number == number && f.runs && !f.slow) else {
+            return VecDeque::new();
+        };
+        f.slow = true;
+        self.in_process -= 1;
+        let (mut kept, mut withdrawn) = (VecDeque::new(), VecDeque::new());
+        for job in std::mem::take(&mut self.waiting_process) {
+            let of = self.flying.iter().find(|f| f.number == job.number).map_or([None; 2], |f| f.processes);
+            if of.iter().flatten().any(|&(session, vnic)| self.is_slow(session, vnic)) {
+                withdrawn.push_back(job);
+            } else {
+                kept.push_back(job);
+            }
         }
+        self.waiting_process = kept;
+        withdrawn
     }
 
     /// Nobody waits for the job with this number any more. Returns it, and what its memory is called: the end that it is at.
@@ -394,9 +412,7 @@ impl Jobs {
         let Some(at) = self.flying.iter().position(|f| f.number == job.number) else { return false };
         let f = self.flying.swap_remove(at);
         self.warm = job.qp;
-        if !f.slow && f.processes.iter().any(Option::is_some) {
-            self.in_process -= 1;
-        }
+        self.in_process -= usize::from(f.runs && !f.slow);
         !f.given_up
     }
 
@@ -487,7 +503,10 @@ impl Rnic {
 
     /// The job with this number takes long. Its process gets no other until it has ended, and others need not wait for it.
     pub fn note_slow(&mut self, number: u64) {
-        self.jobs.note_slow(number);
+        for job in self.jobs.note_slow(number) {
+            // It was never begun, and is tried again.
+            self.end_job(job);
+        }
     }
 
     /// The job with this number takes too long: its QP fails, and somebody may do the job to its end without anybody waiting.
