@@ -17,6 +17,8 @@ const HOSTS: usize = 4;
 /// Ends `2 i` and `2 i + 1` are a pair.
 const PAIRS: usize = 9;
 const SLOT: u64 = 16_384;
+/// `retry_cnt` of the reliable connections.
+const RETRIES: u8 = 7;
 /// Most messages of an end: the first slots are for WRITEs, the others for receives.
 const MESSAGES: u64 = 12;
 
@@ -109,7 +111,7 @@ impl Traffic {
         let mut shared: Vec<Option<Shared>> = types.iter().map(|_| None).collect();
         let mut meetings = Vec::new();
         // Long enough that a network that parts for a while kills no connection.
-        let patient = |a| abi::QpAttr { path_mtu: mtu, timeout: 16, retry_cnt: 7, rnr_retry: 7, ..a };
+        let patient = |a| abi::QpAttr { path_mtu: mtu, timeout: 16, retry_cnt: RETRIES, rnr_retry: 7, ..a };
         for (end, &typ) in types.iter().enumerate() {
             if typ == QpType::XrcSend {
                 let to = net.ends.remove(peer(end));
@@ -265,8 +267,12 @@ impl Traffic {
         for end in 0..self.types.len() {
             let (typ, to) = (self.types[end], peer(end));
             let sent = &self.sent[end];
-            // Every request completes once, in order, without an error.
+            // Every request completes once, in order, without an error, unless its connection was given up.
             let done: Vec<(u64, WcStatus)> = self.done[end].iter().map(|c| (c.wr_id, status(c))).collect();
+            if !matches!(typ, QpType::Uc | QpType::Ud) && [end, to].iter().any(|&e| self.gave_up(e)) {
+                self.check_given_up(end, &done);
+                continue;
+            }
             let all: Vec<(u64, WcStatus)> = sent.iter().map(|s| (s.0, WcStatus::Success)).collect();
             assert_eq!(done, all, "seed {seed}, {typ:?} end {end}");
             let consuming: Vec<&Sent> = sent.iter().filter(|s| s.1.consumes_recv()).collect();
@@ -292,6 +298,27 @@ impl Traffic {
                 assert!(got == message(seed, end, n, len), "seed {seed}, {typ:?} end {to}, message {n}");
             }
         }
+    }
+
+    /// True if an end has repeated a request as often as it may.
+    fn gave_up(&self, end: usize) -> bool {
+        self.done[end].iter().any(|c| status(c) == WcStatus::RetryExcErr)
+    }
+
+    /// What a connection may do that one of its ends gave up: for that the network must have lost a packet of the connection for each
+    /// try. What was done before was done in order, and all that came after it is flushed.
+    fn check_given_up(&self, end: usize, done: &[(u64, WcStatus)]) {
+        let (seed, typ, to) = (self.seed, self.types[end], peer(end));
+        let lost = self.net.lost_between(end, to);
+        assert!(lost > u32::from(RETRIES), "seed {seed}, {typ:?} end {end} gave up after {lost} losses: {done:?}");
+        let numbers: Vec<u64> = self.sent[end].iter().map(|s| s.0).collect();
+        assert_eq!(done.iter().map(|d| d.0).collect::<Vec<_>>(), numbers, "seed {seed}, {typ:?} end {end}");
+        let rest = done.iter().skip_while(|d| d.1 == WcStatus::Success).map(|d| d.1).collect::<Vec<_>>();
+        let flushed = rest.iter().skip(1).all(|&s| s == WcStatus::WrFlushErr);
+        assert!(
+            flushed && rest.first().is_none_or(|&s| s == WcStatus::RetryExcErr),
+            "seed {seed}, end {end}: {done:?}"
+        );
     }
 
     /// What a reliable connection must have done: everything, once, in order.

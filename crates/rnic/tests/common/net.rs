@@ -44,6 +44,8 @@ pub struct Net {
     pub congested: bool,
     /// Corrupted packets that the ICRC gave away.
     pub caught: u64,
+    /// Packets for each QP that did not arrive, or not whole.
+    lost: HashMap<u32, u32>,
     /// Messages of connection management that were sent.
     pub mads: Vec<Mad>,
 }
@@ -100,6 +102,7 @@ impl Net {
             cut,
             congested: false,
             caught: 0,
+            lost: HashMap::new(),
             mads: Vec::new(),
         }
     }
@@ -149,18 +152,20 @@ impl Net {
             let crc = icrc(&envelope(from, to, outer, &bytes), &bytes[outer..bytes.len() - ICRC_BYTES]);
             let end = bytes.len() - ICRC_BYTES;
             bytes[end..].copy_from_slice(&crc.to_le_bytes());
-            if let Ok(p) = Packet::parse(&bytes[outer..end])
-                && p.dest_qp == GSI_QPN
-            {
+            let parsed = Packet::parse(&bytes[outer..end]).ok();
+            let dest = parsed.as_ref().map_or(0, |p| p.dest_qp);
+            if let Some(p) = parsed.filter(|p| p.dest_qp == GSI_QPN) {
                 self.mads.extend(Mad::parse(p.payload));
             }
             if self.cut[from] || self.chance(self.faults.loss) {
+                *self.lost.entry(dest).or_default() += 1;
                 continue;
             }
             let copies = 1 + u64::from(self.chance(self.faults.duplication));
             for _ in 0..copies {
                 let mut bytes = bytes.clone();
                 if self.chance(self.faults.corruption) {
+                    *self.lost.entry(dest).or_default() += 1;
                     let bit = self.rng.next_u64() as usize % (8 * (bytes.len() - outer));
                     bytes[outer + bit / 8] ^= 1 << (bit % 8);
                 }
@@ -170,6 +175,12 @@ impl Net {
             }
         }
         !packets.is_empty()
+    }
+
+    /// Packets of the connection between two ends, either way, that did not arrive, or not whole.
+    pub fn lost_between(&self, a: usize, b: usize) -> u32 {
+        let lost = |end: usize| self.lost.get(&self.ends[end].qpn).copied().unwrap_or(0);
+        lost(a) + lost(b)
     }
 
     fn arrive(&mut self, f: &Flying) {
