@@ -1,5 +1,8 @@
 //! Rates and times as people write them.
 
+const RATES: &str = "write a number with K, M, G or T, as 500M or 2.5G, or `none`";
+const TIMES: &str = "write a time with us, ms or s, as 500us or 10ms";
+
 /// A number with K, M, G or T for powers of 1000, or `none`, which is 0.
 pub fn rate(s: &str) -> Result<u64, String> {
     if s == "none" {
@@ -12,9 +15,9 @@ pub fn rate(s: &str) -> Result<u64, String> {
         "M" => 1e6,
         "G" => 1e9,
         "T" => 1e12,
-        _ => return Err("write a number with K, M, G or T, as 500M or 2.5G, or `none`".into()),
+        _ => return Err(RATES.into()),
     };
-    let n: f64 = digits.parse().map_err(|_| "write a number with K, M, G or T, as 500M or 2.5G, or `none`")?;
+    let n: f64 = digits.parse().map_err(|_| RATES)?;
     let n = n * factor;
     if (1.0..=1e15).contains(&n) { Ok(n as u64) } else { Err("the range is 1 to 1000T; `none` is no limit".into()) }
 }
@@ -26,9 +29,9 @@ pub fn micros(s: &str) -> Result<u64, String> {
         "us" => 1,
         "ms" => 1000,
         "s" => 1_000_000,
-        _ => return Err("write a time with us, ms or s, as 500us or 10ms".into()),
+        _ => return Err(TIMES.into()),
     };
-    let n: u64 = digits.parse().map_err(|_| "write a time with us, ms or s, as 500us or 10ms")?;
+    let n: u64 = digits.parse().map_err(|_| TIMES)?;
     let max = unirdma_host::MAX_BURST_US;
     n.checked_mul(factor).filter(|n| *n <= max).ok_or(format!("the longest time is {} s", max / 1_000_000))
 }

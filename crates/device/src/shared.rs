@@ -18,7 +18,7 @@ const SPINS: u32 = 2_000;
 /// An RNIC that several threads use, one at a time.
 pub struct SharedRnic {
     rnic: Mutex<Rnic>,
-    /// Threads that wait for it in [`SharedRnic::lock`].
+    /// Threads that sleep until they get it.
     waiters: AtomicU32,
     held: Histogram,
 }
@@ -31,13 +31,7 @@ impl SharedRnic {
 
     /// The RNIC, when nobody else has it. A thread that had it and panicked does not matter: every step leaves valid state.
     pub fn lock(&self) -> RnicGuard<'_> {
-        if let Some(r) = self.try_lock() {
-            return r;
-        }
-        self.waiters.fetch_add(1, Ordering::SeqCst);
-        let r = self.rnic.lock().unwrap_or_else(PoisonError::into_inner);
-        self.waiters.fetch_sub(1, Ordering::SeqCst);
-        self.guard(r)
+        self.guard(self.wait())
     }
 
     /// True if a thread waits for it: who takes it again and again lets that thread in first.
@@ -47,34 +41,42 @@ impl SharedRnic {
 
     /// The RNIC, unless somebody has it.
     pub fn try_lock(&self) -> Option<RnicGuard<'_>> {
-        match self.rnic.try_lock() {
-            Ok(r) => Some(self.guard(r)),
-            Err(TryLockError::Poisoned(p)) => Some(self.guard(p.into_inner())),
-            Err(TryLockError::WouldBlock) => None,
-        }
+        self.try_take().map(|r| self.guard(r))
     }
 
     /// As [`SharedRnic::lock`], for a caller who expects that whoever has it is about to give it back.
     pub fn spin_lock(&self) -> RnicGuard<'_> {
-        for _ in 0..SPINS {
-            if let Some(r) = self.try_lock() {
-                return r;
-            }
-            std::hint::spin_loop();
-        }
-        self.lock()
+        self.guard(self.brief_lock())
     }
 
     /// As [`SharedRnic::spin_lock`], for a step that is known to be short: how long it takes is not measured.
     pub fn brief_lock(&self) -> MutexGuard<'_, Rnic> {
         for _ in 0..SPINS {
-            match self.rnic.try_lock() {
-                Ok(r) => return r,
-                Err(TryLockError::Poisoned(p)) => return p.into_inner(),
-                Err(TryLockError::WouldBlock) => std::hint::spin_loop(),
+            if let Some(r) = self.try_take() {
+                return r;
             }
+            std::hint::spin_loop();
         }
-        self.rnic.lock().unwrap_or_else(PoisonError::into_inner)
+        self.wait()
+    }
+
+    fn try_take(&self) -> Option<MutexGuard<'_, Rnic>> {
+        match self.rnic.try_lock() {
+            Ok(r) => Some(r),
+            Err(TryLockError::Poisoned(p)) => Some(p.into_inner()),
+            Err(TryLockError::WouldBlock) => None,
+        }
+    }
+
+    /// Takes the RNIC; sleeps, as one of the waiters, while somebody has it.
+    fn wait(&self) -> MutexGuard<'_, Rnic> {
+        if let Some(r) = self.try_take() {
+            return r;
+        }
+        self.waiters.fetch_add(1, Ordering::SeqCst);
+        let r = self.rnic.lock().unwrap_or_else(PoisonError::into_inner);
+        self.waiters.fetch_sub(1, Ordering::SeqCst);
+        r
     }
 
     fn guard<'a>(&'a self, rnic: MutexGuard<'a, Rnic>) -> RnicGuard<'a> {

@@ -7,12 +7,14 @@
 //! The core type is [`Rnic`]. Its methods come in classes:
 //!
 //! * *commands* of the control path (`add_vnic`, `create_qp`, `modify_qp`, ...): answered at once;
-//! * *inputs*: [`Rnic::unpark`] (a kick came), [`Rnic::handle_packet`] (a packet came), [`Rnic::poll`] (time has
-//!   passed, look at the doorbells);
-//! * *outputs*: [`Rnic::drain_outputs`] (events for sessions), [`Rnic::tx`] (packets), [`Rnic::next_timeout`].
+//! * *inputs*: [`Rnic::unpark`] (a kick came), [`Rnic::handle_packet`] (a packet came), [`Rnic::poll_by`] (time has
+//!   passed, look at the doorbells), [`Rnic::end_job`] (a copy was made);
+//! * *outputs*: [`Rnic::drain_outputs`] (events for sessions), [`Rnic::tx`] (packets), [`Rnic::take_job`] (a copy that the caller
+//!   makes without holding the RNIC), [`Rnic::next_timeout`].
 //!
-//! After every command or input the caller drains the outputs and, after a poll, sends the packets. [`Rnic::poll`] says
-//! whether it did anything; a caller that gets `false` may let idle sessions fall asleep with [`Rnic::park_idle`].
+//! After every command or input the caller drains the outputs. After a poll it also sends the packets and does the jobs.
+//! [`Rnic::poll_by`] says whether it did anything; a caller that gets `false` may let idle sessions fall asleep with
+//! [`Rnic::park_idle`].
 
 mod access;
 mod attr;

@@ -271,7 +271,8 @@ pub(crate) enum Wait {
     Rnr,
     /// No room for a datagram's packet.
     Tx,
-    /// The process of some memory moves its pages, or the receiver's stage is full: try again at the deadline.
+    /// The process of some memory moves its pages or is slow, or there is no room in the receiver's stage or among the jobs: try
+    /// again at the deadline.
     Memory,
     /// The job with this number copies.
     Job(u64),

@@ -22,15 +22,16 @@ use crate::xrc::{Domains, Xrcd};
 
 /// Most time that a vRNIC's turn takes as far as it can be foretold, nanoseconds.
 const TURN_NS: u64 = 6_000;
-/// [`Rnic::poll`] begins no turn after this time, nanoseconds, so that its caller can let others in.
+/// [`Rnic::poll_by`] begins no turn after this time, nanoseconds, so that its caller can let others in.
 const ROUND_NS: u64 = 10_000;
-/// What steps take, roughly, nanoseconds. Turns are planned with it; what they took is measured. One operation:
+/// What one operation takes beside its bytes, roughly, nanoseconds. Turns are planned with estimates, and charged by the clock.
 pub(crate) const OP_NS: u64 = 250;
-/// A timer that has fired, and the doorbell page of a session.
+/// What a timer takes that has fired, or the doorbell page of a session, roughly, nanoseconds.
 const STEP_NS: u64 = 100;
-/// Bytes that are copied in a nanosecond.
+/// Bytes that are copied in a nanosecond, roughly.
 const BYTES_PER_NS: u64 = 8;
-/// QPs that get a turn because their time of `soon` has come, or because packets can leave again, at most in one round.
+/// Most QPs that one round wakes because their time of [`Scheduler::soon`] has come, and most that it wakes because packets can
+/// leave again.
 pub(crate) const MAX_WOKEN: usize = 64;
 
 /// What it takes to move bytes, roughly, nanoseconds.

@@ -19,7 +19,7 @@ pub(crate) fn measure(a: &Path, b: &Path, seconds: f64) -> Result<(), String> {
     let wait = || match a.wait() {
         Ok(c) if c.status == 0 => Ok(()),
         Ok(c) => Err(format!("a WRITE ended with status {}", c.status)),
-        Err(110) => Err("no completion for 10 s".into()),
+        Err(110) => Err("no completion for a minute".into()),
         Err(e) => Err(format!("polling failed: error {e}")),
     };
     for _ in 0..1000 {
