@@ -79,8 +79,10 @@ impl SharedRnic {
         r
     }
 
-    fn guard<'a>(&'a self, rnic: MutexGuard<'a, Rnic>) -> RnicGuard<'a> {
-        RnicGuard { rnic, since_ns: now_ns(), noted_ns: None, held: &self.held }
+    fn guard<'a>(&'a self, mut rnic: MutexGuard<'a, Rnic>) -> RnicGuard<'a> {
+        let since_ns = now_ns();
+        rnic.at(since_ns);
+        RnicGuard { rnic, since_ns, noted_ns: None, held: &self.held }
     }
 
     /// How long the RNIC was held.

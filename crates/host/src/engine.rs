@@ -19,7 +19,7 @@ use rustix::event::{EventfdFlags, epoll};
 use unirdma_abi as abi;
 use unirdma_device::{EventQueues, Pollers, RnicGuard, SharedRnic, lock, now_ns};
 use unirdma_mem::Bell;
-use unirdma_rnic::{Job, Output, Rnic, Seed, SessionId, Tx};
+use unirdma_rnic::{Arrival, Job, Output, Rnic, Seed, SessionId, Tx};
 
 use crate::port::{Port, PortCounters};
 use crate::seats::{self, Seats};
@@ -295,7 +295,7 @@ impl Engine {
         let now = self.now();
         let starved = {
             let mut r = self.rnic.lock();
-            r.handle_encapsulated(now, from, group, packet);
+            r.handle_packet(now, &Arrival::inside(from, group), packet);
             r.take_starved()
         };
         self.after_command();
@@ -721,7 +721,7 @@ fn cores() -> Vec<usize> {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use unirdma_rnic::{Arrival, Tx};
+    use unirdma_rnic::Tx;
 
     /// A port that nothing comes in by; counts how often it was asked.
     struct Quiet(Arc<AtomicUsize>);

@@ -3,26 +3,10 @@
 use unirdma_abi as abi;
 use unirdma_formats::wire::flush;
 use unirdma_formats::{WrOpcode, access, send_flags};
-use unirdma_mem::{Fault, Loc, fetch, transfer};
+use unirdma_mem::{Fault, Loc, Span, fetch, transfer};
 
-use crate::mr::{Mr, MrTable};
-use crate::objects::{Pd, Qp, Recv, Session, SessionId, Work};
-use crate::slab::{Handle, Slab};
-
-/// What a QP may reach by keys: the memory of a session that lies in a PD, as far as it grants an access.
-#[derive(Clone, Copy, Debug)]
-pub(crate) struct Reach {
-    pub pd: Handle<Pd>,
-    pub session: SessionId,
-    pub access: u32,
-}
-
-impl Reach {
-    /// What QP `q` reaches, or answers for.
-    pub fn of(q: &Qp, access: u32) -> Self {
-        Reach { pd: q.pd, session: q.memory, access }
-    }
-}
+use crate::objects::{Mr, MrTable, Objects, Qp, Reach, Recv, Session, SessionId, Stage, Work};
+use crate::slab::Slab;
 
 /// One side of a message.
 #[derive(Clone, Copy)]
@@ -45,7 +29,19 @@ pub(crate) struct Tables<'a> {
     pub sessions: &'a Slab<Session>,
 }
 
+impl Objects {
+    /// What keys and addresses are looked up in.
+    pub fn memory(&self) -> Tables<'_> {
+        Tables { mrs: &self.mrs, sessions: &self.sessions }
+    }
+}
+
 impl<'a> Tables<'a> {
+    /// The stage of a session.
+    fn stage(&self, session: SessionId) -> Option<&'a Span> {
+        self.sessions.get(session.0)?.stage.as_ref().map(Stage::span)
+    }
+
     fn place(&self, mr: &'a Mr, reach: Reach, addr: u64, len: u64) -> Option<Loc<'a>> {
         if !mr.grants(reach.pd, reach.access, addr, len) {
             return None;

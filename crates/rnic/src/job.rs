@@ -14,12 +14,10 @@ use std::collections::VecDeque;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU8, Ordering};
 
-use unirdma_formats::QpState;
 use unirdma_mem::{Bell, Fault, Loc, ProcMem, Span, fetch, transfer};
 
 use crate::access::{Side, Tables};
 use crate::objects::{Qp, SessionId, VnicId};
-use crate::rnic::{Output, Rnic};
 use crate::slab::Handle;
 
 /// Jobs that wait for somebody to do them, beyond which no turn begins.
@@ -456,75 +454,5 @@ impl Jobs {
     /// True if a command of a session waits.
     pub fn delays(&self, session: SessionId) -> bool {
         self.fences.iter().any(|f| f.session == session && f.waiter == Waiter::Command)
-    }
-}
-
-impl Rnic {
-    /// A copy that somebody else shall do, with [`Job::run`], and then give back by [`Rnic::end_job`].
-    pub fn take_job(&mut self) -> Option<Box<Job>> {
-        self.jobs.take()
-    }
-
-    /// True if [`Rnic::take_job`] has something.
-    pub fn has_jobs(&self) -> bool {
-        self.jobs.has_any()
-    }
-
-    /// A job was done.
-    pub fn end_job(&mut self, job: Box<Job>) {
-        if let Some(q) = self.qps.get(job.qp) {
-            self.sched.charge(q.vnic, job.took_ns());
-        }
-        if let Some(p) = self.qps.get_mut(job.peer) {
-            p.served_by -= 1;
-            // What it may not flush while a job fills it is flushed now.
-            if p.state == QpState::Err {
-                self.make_runnable(job.peer);
-            }
-        }
-        if self.jobs.end(&job) {
-            let (bytes, result) = (job.bytes, job.result().unwrap_or(Err(Fault::SourceMoves)));
-            self.copied([job.qp, job.peer], job.number(), bytes, result);
-        }
-        self.jobs.keep(job);
-        while let Some((session, waiter)) = self.jobs.passed() {
-            match waiter {
-                Waiter::Command => self.push_output(Output::Released { session }),
-                Waiter::Away(away) => {
-                    if let Some(s) = self.sessions.get(session.0).filter(|s| s.away == away)
-                        && let Some(bell) = &s.bell
-                    {
-                        bell.confirm_away(away);
-                    }
-                }
-            }
-        }
-    }
-
-    /// The job with this number takes long. Its process gets no other until it has ended, and others need not wait for it.
-    pub fn note_slow(&mut self, number: u64) {
-        for job in self.jobs.note_slow(number) {
-            // It was never begun, and is tried again.
-            self.end_job(job);
-        }
-    }
-
-    /// The job with this number takes too long: its QP fails, and somebody may do the job to its end without anybody waiting.
-    pub fn give_up(&mut self, number: u64) {
-        if let Some((f, fault)) = self.jobs.give_up(number) {
-            let ends = [f.qp, f.peer];
-            self.copied(ends, number, 0, Err(fault));
-        }
-    }
-
-    /// To be asked after a command that takes memory away from the RNIC: false if nothing reaches that memory any more, else the
-    /// command is to be answered when [`Rnic::is_delayed`] is false. [`Output::Released`] tells that.
-    pub fn delay_command(&mut self, s: SessionId) -> bool {
-        self.jobs.fence(s, Waiter::Command)
-    }
-
-    /// True while [`Rnic::delay_command`] holds the answer of a session's command back.
-    pub fn is_delayed(&self, s: SessionId) -> bool {
-        self.jobs.delays(s)
     }
 }

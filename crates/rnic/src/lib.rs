@@ -4,56 +4,73 @@
 //! environment inside. It must never trust a handle, key, index or WQE of a session, and must do no
 //! allocation, system call or log per work request (ARCHITECTURE.md, invariant 8, has the exceptions).
 //!
-//! The core type is [`Rnic`]. Its methods come in classes:
+//! Its rooms, each of which knows only those above it:
 //!
-//! * *commands* of the control path (`add_vnic`, `create_qp`, `modify_qp`, ...): answered at once;
-//! * *inputs*: [`Rnic::unpark`] (a kick came), [`Rnic::handle_packet`] (a packet came), [`Rnic::poll_by`] (time has
-//!   passed, look at the doorbells), [`Rnic::end_job`] (a copy was made);
-//! * *outputs*: [`Rnic::drain_outputs`] (events for sessions), [`Rnic::tx`] (packets), [`Rnic::take_job`] (a copy that the caller
+//! * `objects`: what there is, as data: vRNICs, sessions, PDs, MRs, CQs, SRQs, QPs with their connections; names, uses, quotas;
+//! * `sched`, `pace`, `job`, `multicast`, `capture`, `net` with `tx` and `path`: whose turn it is, limits, copies that are done
+//!   elsewhere, group members, captured packets, routes and packets to send; none of them knows the core;
+//! * `core`: the struct that holds those, and what every room does with it: `complete` (completions, events, failures), `pacing`,
+//!   `tapping`, `access` (keys to memory);
+//! * `exec`: work requests between QPs of this host, WQEs, receives, jobs; `wire`: reliable and unreliable connections in packets,
+//!   with a requester and a responder; `datagram`: the unreliable datagrams of both;
+//! * `commands`, `vnics`, `sessions`: what the control path asks; `arrivals`: packets that come in; `turns`: rounds and turns;
+//! * `cm`: connection management, which sends and hears messages, and moves no QP; `rnic`: the whole.
+//!
+//! The type is [`Rnic`]. Its methods come in classes:
+//!
+//! * *commands* of the control path (`add_vnic`, `create_qp`, `modify_qp`, ...): answered at once, at the time that [`Rnic::at`] says;
+//! * *inputs*: [`Core::unpark`] (a kick came), [`Rnic::handle_packet`] (a packet came), [`Rnic::poll_by`] (time has
+//!   passed, look at the doorbells), [`Core::end_job`] (a copy was made);
+//! * *outputs*: [`Core::drain_outputs`] (events for sessions), [`Core::tx`] (packets), [`Core::take_job`] (a copy that the caller
 //!   makes without holding the RNIC), [`Rnic::next_timeout`].
 //!
 //! After every command or input the caller drains the outputs. After a poll it also sends the packets and does the jobs.
 //! [`Rnic::poll_by`] says whether it did anything; a caller that gets `false` may let idle sessions fall asleep with
-//! [`Rnic::park_idle`].
+//! [`Core::park_idle`].
 
 mod access;
+mod arrivals;
 mod attr;
 mod capture;
 mod cm;
 mod commands;
+mod complete;
+mod core;
 mod datagram;
 mod exec;
 mod job;
-mod mr;
 mod multicast;
-mod names;
+mod net;
 mod objects;
+mod output;
 mod pace;
-mod port;
+mod pacing;
+mod path;
 mod random;
 mod rnic;
 mod sched;
+mod sessions;
 mod slab;
-mod srq;
-mod stage;
 mod stall;
-mod window;
+mod tapping;
+mod turns;
+mod tx;
+mod vnics;
 mod wire;
-mod wqe;
-mod xrc;
 
 pub use attr::{Transition, transition};
 pub use capture::Capture;
 pub use cm::CmEventKind;
-pub use datagram::DATAGRAM_MAC;
+pub use core::Core;
 pub use job::Job;
-pub use mr::{Backing, Resolve};
 pub use multicast::MAX_MULTICAST_QPS;
-pub use objects::{Counters, CreateQp, QpInfo, SessionId, VnicId, WireCounters};
-pub use pace::Share;
+pub use objects::{
+    Backing, Counters, CreateQp, Limits, MrNote, OpenXrcd, QpInfo, Resolve, SessionId, SrqAttr, SrqInfo, Usage,
+    VnicConfig, VnicId, WireCounters,
+};
+pub use output::Output;
+pub use pace::{DEFAULT_WEIGHT, Share};
+pub use path::{Arrival, Path, Route, WireDrops};
 pub use random::{Rng, Seed};
-pub use rnic::{Limits, MrNote, Output, Rnic, Usage, VnicConfig};
-pub use sched::DEFAULT_WEIGHT;
-pub use srq::{SrqAttr, SrqInfo};
-pub use wire::{Arrival, MAX_OUTER_BYTES, Path, Route, Tx, TxPacket, WireDrops};
-pub use xrc::OpenXrcd;
+pub use rnic::Rnic;
+pub use tx::{DATAGRAM_MAC, MAX_OUTER_BYTES, Tx, TxPacket};

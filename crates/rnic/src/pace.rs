@@ -2,13 +2,8 @@
 //! with limits, takes its next packet, or its next slice on this host, when what was sent before has had its time. Responses
 //! are not limited.
 
-use crate::objects::Qp;
-use crate::rnic::Rnic;
-use crate::sched::{DEFAULT_WEIGHT, Due};
-use crate::slab::Handle;
-
-/// Nanoseconds that a kilobit takes at 1 kilobit a second, over the bits of a byte.
-const NS_PER_BYTE_AT_1_KBPS: u64 = 8_000_000;
+/// The weight of a vRNIC unless it is given another one.
+pub const DEFAULT_WEIGHT: u32 = 100;
 /// Nanoseconds of a second, and of the bits of a byte at 1 bit a second.
 const SECOND_NS: u128 = 1_000_000_000;
 const NS_PER_BYTE_AT_1_BPS: u128 = 8 * SECOND_NS;
@@ -50,16 +45,16 @@ impl Limit {
         self.share
     }
 
-    fn is_set(&self) -> bool {
+    pub fn is_set(&self) -> bool {
         self.share.rate_bps != 0 || self.share.ops != 0
     }
 
     /// When its QPs may send; a time that is past if they may now.
-    fn after(&self) -> u64 {
+    pub fn after(&self) -> u64 {
         self.bits_until.max(self.ops_until).saturating_sub(self.share.burst_us.saturating_mul(1000))
     }
 
-    fn has_sent(&mut self, now: u64, begun: u64, bytes: u64) {
+    pub fn has_sent(&mut self, now: u64, begun: u64, bytes: u64) {
         let ns = |n: u64, ns: u128, rate: u64| match rate {
             0 => 0,
             rate => u64::try_from(u128::from(n) * ns / u128::from(rate)).unwrap_or(u64::MAX),
@@ -75,55 +70,9 @@ impl Limit {
 #[derive(Clone, Copy, Default)]
 pub(crate) struct Pace {
     /// Not before this time, ns.
-    after: u64,
+    pub after: u64,
     /// It waits for its time.
-    waits: bool,
-}
-
-impl Qp {
-    /// It has a rate limit.
-    fn is_paced(&self) -> bool {
-        self.attr.rate_limit != 0
-    }
-}
-
-impl Rnic {
-    /// True if QP `h` may send now. If its own rate limit or its vRNIC's is against that, it gets a turn when it may.
-    pub(crate) fn may_send(&mut self, h: Handle<Qp>) -> bool {
-        let Some(q) = self.qps.get_mut(h) else { return false };
-        let Some(v) = self.vnics.get(q.vnic.0) else { return false };
-        let own = if q.is_paced() { q.pace.after } else { 0 };
-        let after = if v.limit.is_set() { own.max(v.limit.after()) } else { own };
-        if after <= self.now {
-            return true;
-        }
-        let vnic = q.vnic;
-        if !std::mem::replace(&mut q.pace.waits, true) {
-            self.sched.arm(vnic, after, Due::Pace(h), usize::MAX, |_| false);
-        }
-        false
-    }
-
-    /// QP `h` has begun so many work requests and sent so many bytes.
-    pub(crate) fn has_sent(&mut self, h: Handle<Qp>, begun: u64, bytes: u64) {
-        let now = self.now;
-        let Some(q) = self.qps.get_mut(h) else { return };
-        if q.is_paced() {
-            let ns = bytes.saturating_mul(NS_PER_BYTE_AT_1_KBPS) / u64::from(q.attr.rate_limit);
-            q.pace.after = q.pace.after.max(now).saturating_add(ns);
-        }
-        if let Some(v) = self.vnics.get_mut(q.vnic.0).filter(|v| v.limit.is_set()) {
-            v.limit.has_sent(now, begun, bytes);
-        }
-    }
-
-    /// The time has come for which QP `h` waited.
-    pub(crate) fn end_pace(&mut self, h: Handle<Qp>) {
-        if let Some(q) = self.qps.get_mut(h) {
-            q.pace.waits = false;
-            self.make_runnable(h);
-        }
-    }
+    pub waits: bool,
 }
 
 #[cfg(test)]

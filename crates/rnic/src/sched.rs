@@ -13,8 +13,9 @@ use std::collections::{BTreeSet, BinaryHeap, VecDeque};
 use crate::objects::{Cq, Qp, SessionId, Vnic, VnicId};
 use crate::slab::{Beside, Handle};
 
-/// The weight of a vRNIC unless it is given another one.
-pub const DEFAULT_WEIGHT: u32 = 100;
+/// What is to be done in a moment is done after this time, ns. The ACK of a message waits so long for the program's own reply: both
+/// then take one system call, and the program its turn first.
+pub(crate) const MOMENT_NS: u64 = 5_000;
 /// Virtual nanoseconds of a nanosecond at weight 1.
 const SCALE: u64 = 1 << 16;
 /// Timers of one vRNIC, stopped ones included, beyond which the stopped ones are looked for.
@@ -250,11 +251,11 @@ mod tests {
     use super::*;
 
     fn vnic(n: u64) -> VnicId {
-        VnicId(Handle::from_raw(n | 1 << 20))
+        VnicId(Handle::from_raw(n | 1 << 24))
     }
 
     fn qp(n: u64) -> Handle<Qp> {
-        Handle::from_raw(n | 1 << 20)
+        Handle::from_raw(n | 1 << 24)
     }
 
     /// Gives `turns` turns of `ns(vRNIC)` to vRNICs that always have work; how many each had.

@@ -6,10 +6,10 @@ use std::marker::PhantomData;
 
 pub(crate) use unirdma_formats::ByNumber;
 
-const INDEX_BITS: u32 = 20;
+const INDEX_BITS: u32 = 24;
 const INDEX_MASK: u64 = (1 << INDEX_BITS) - 1;
 
-/// Names an object of a [`Slab`]: 20 bits of slot, and which of the slot's objects it is. 44 bits do not run out.
+/// Names an object of a [`Slab`]: 24 bits of slot, and which of the slot's objects it is. 40 bits do not run out.
 pub(crate) struct Handle<T>(u64, PhantomData<fn() -> T>);
 
 impl<T> Handle<T> {
@@ -93,7 +93,7 @@ impl<T> Default for Slab<T> {
 }
 
 impl<T> Slab<T> {
-    /// Stores a value; `None` when 2^20 slots are in use.
+    /// Stores a value; `None` when 2^24 slots are in use.
     pub(crate) fn insert(&mut self, value: T) -> Option<Handle<T>> {
         let index = match self.free.pop() {
             Some(i) => i,
@@ -169,53 +169,6 @@ impl<K, V> Beside<K, V> {
 
     pub(crate) fn remove(&mut self, handle: Handle<K>) -> Option<V> {
         self.0.get_mut(handle.index())?.take_if(|e| e.0 == handle).map(|e| e.1)
-    }
-}
-
-/// Values by numbers that count up; one comes back after 2^32 others.
-pub(crate) struct Numbered<T> {
-    values: ByNumber<T>,
-    last: u32,
-}
-
-impl<T> Default for Numbered<T> {
-    fn default() -> Self {
-        Numbered { values: ByNumber::default(), last: 0 }
-    }
-}
-
-impl<T> Numbered<T> {
-    /// Stores a value, and returns its number.
-    pub(crate) fn insert(&mut self, value: T) -> u32 {
-        loop {
-            self.last = self.last.wrapping_add(1);
-            if self.last != 0 && !self.values.contains_key(&self.last) {
-                self.values.insert(self.last, value);
-                return self.last;
-            }
-        }
-    }
-
-    pub(crate) fn get(&self, n: u32) -> Option<&T> {
-        self.values.get(&n)
-    }
-
-    pub(crate) fn get_mut(&mut self, n: u32) -> Option<&mut T> {
-        self.values.get_mut(&n)
-    }
-
-    pub(crate) fn remove(&mut self, n: u32) -> Option<T> {
-        self.values.remove(&n)
-    }
-
-    /// Numbers and values.
-    pub(crate) fn iter(&self) -> impl Iterator<Item = (u32, &T)> {
-        self.values.iter().map(|(&n, v)| (n, v))
-    }
-
-    /// Numbers whose value satisfies `f`.
-    pub(crate) fn handles(&self, f: impl Fn(&T) -> bool) -> Vec<u32> {
-        self.iter().filter(|(_, v)| f(v)).map(|(n, _)| n).collect()
     }
 }
 

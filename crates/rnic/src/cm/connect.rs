@@ -9,10 +9,8 @@ use unirdma_formats::wire::DEFAULT_PKEY;
 use unirdma_formats::{Gid, Psn};
 
 use super::protocol::{MRA_TIMEOUT, RESPONSE_TIMEOUT, RETRIES, time_ns};
-use super::{Addr, CmEventKind, CmId, ECONNRESET, Ends, MAX_BACKLOG, Result, State, private_of};
-use crate::commands::MAX_RD_ATOMIC;
-use crate::objects::VnicId;
-use crate::rnic::Rnic;
+use super::{Addr, CmEventKind, CmId, ECONNRESET, Ends, Id, MAX_BACKLOG, Manager, Result, State, private_of};
+use crate::objects::{MAX_RD_ATOMIC, VnicId};
 
 /// Upper half of service IDs of connections over IP (annex A11).
 const IP_SERVICE: u64 = 1 << 24;
@@ -23,17 +21,17 @@ fn service_id(space: u16, port: u16) -> u64 {
     IP_SERVICE | u64::from(space & 0xff) << 16 | u64::from(port)
 }
 
-impl Rnic {
+impl Manager<'_> {
     // Asking for a connection.
 
-    pub(super) fn cm_connect(&mut self, id: u32, r: &abi::CmReq) -> Result<()> {
+    pub(super) fn connect(&mut self, id: Id, r: &abi::CmReq) -> Result<()> {
         let c = self.expect(id, &[State::RouteResolved])?;
         let (datagram, vnic) = (c.is_datagram(), c.vnic);
         let (Some(src), Some(dst)) = (c.src, c.dst) else { return Err(Status::BadState) };
         let private = private_of(r, if datagram { user_bytes::SIDR_REQ } else { user_bytes::REQ })?;
         let private = IpHeader { src_port: src.port, src: src.ip, dst: dst.ip }.before(private);
-        let (local_id, psn) = (self.new_local_id(id), self.random.psns.next_u64() as u32 & 0xff_ffff);
-        let mtu = self.cm_mtu(vnic, dst.ip);
+        let (local_id, psn) = (self.new_local_id(id), self.core.random.psns.next_u64() as u32 & 0xff_ffff);
+        let mtu = self.path_mtu(vnic, dst.ip);
         let c = self.expect(id, &[State::RouteResolved])?;
         let service_id = service_id(c.space, dst.port);
         (c.local_id, c.tid, c.mtu, c.active) = (local_id, u64::from(local_id), mtu, true);
@@ -78,7 +76,7 @@ impl Rnic {
         Ok(())
     }
 
-    pub(super) fn on_rej(&mut self, id: u32, remote_id: u32, why: u16, private: &[u8]) {
+    pub(super) fn on_rej(&mut self, id: Id, remote_id: u32, why: u16, private: &[u8]) {
         let Some(c) = self.cm.ids.get_mut(id) else { return };
         match c.state {
             State::ReqSent => {
@@ -90,7 +88,7 @@ impl Rnic {
         }
     }
 
-    pub(super) fn on_rep(&mut self, id: u32, r: &Rep) {
+    pub(super) fn on_rep(&mut self, id: Id, r: &Rep) {
         let Some(c) = self.cm.ids.get_mut(id) else { return };
         match c.state {
             State::ReqSent => {
@@ -119,7 +117,7 @@ impl Rnic {
         }
     }
 
-    fn send_rtu(&mut self, id: u32) {
+    fn send_rtu(&mut self, id: Id) {
         let Some(c) = self.cm.ids.get(id) else { return };
         let message = Message::Rtu { local_id: c.local_id, remote_id: c.remote_id, private: Vec::new() };
         let mad = Mad { tid: c.tid, message }.bytes();
@@ -127,7 +125,7 @@ impl Rnic {
     }
 
     /// The QP of an identifier is ready.
-    pub(super) fn cm_establish(&mut self, id: u32) -> Result<()> {
+    pub(super) fn establish(&mut self, id: Id) -> Result<()> {
         let c = self.expect(id, &[State::RepReceived, State::RepSent])?;
         if c.state == State::RepSent {
             self.established(id);
@@ -138,7 +136,7 @@ impl Rnic {
         Ok(())
     }
 
-    pub(super) fn established(&mut self, id: u32) {
+    pub(super) fn established(&mut self, id: Id) {
         self.stop_timer(id);
         if let Some(c) = self.cm.ids.get_mut(id) {
             c.state = State::Established;
@@ -149,7 +147,7 @@ impl Rnic {
     // Being asked for a connection.
 
     /// Who listens to a service at an address.
-    pub(super) fn find_listener(&self, vnic: VnicId, service: u64, ip: IpAddr) -> Option<u32> {
+    pub(super) fn find_listener(&self, vnic: VnicId, service: u64, ip: IpAddr) -> Option<Id> {
         if service >> 24 != IP_SERVICE >> 24 {
             return None;
         }
@@ -166,20 +164,20 @@ impl Rnic {
     /// Makes the identifier of a request that came in; `None` if nobody may have it now.
     fn new_request(
         &mut self,
-        listener: u32,
+        listener: Id,
         own: Gid,
         from: Gid,
         remote_id: u32,
         tid: u64,
         ip: &IpHeader,
-    ) -> Option<u32> {
+    ) -> Option<Id> {
         let l = self.cm.ids.get_mut(listener)?;
         if l.waiting >= l.backlog.min(MAX_BACKLOG) {
             return None;
         }
         let (vnic, owner, queue, space, tos, timeout) = (l.vnic, l.owner, l.queue, l.space, l.tos, l.ack_timeout);
         let port = l.src.map_or(0, |a| a.port);
-        let id = self.cm_insert(vnic, owner, queue, space).ok()?;
+        let id = self.insert(vnic, owner?, queue, space).ok()?;
         self.cm.ids.get_mut(listener)?.waiting += 1;
         let local_id = self.new_local_id(id);
         let c = self.cm.ids.get_mut(id)?;
@@ -213,7 +211,7 @@ impl Rnic {
         };
         const INVALID_PATH_MTU: u16 = 26;
         const INVALID_TRANSPORT: u16 = 9;
-        let mtu = self.cm_mtu(vnic, from.ip());
+        let mtu = self.path_mtu(vnic, from.ip());
         if r.mtu == 0 || r.mtu > mtu {
             return refuse(self, INVALID_PATH_MTU);
         }
@@ -223,7 +221,7 @@ impl Rnic {
         }
         // A full backlog: the peer will ask again.
         let Some(id) = self.new_request(listener, own, from, r.local_id, tid, &ip) else { return };
-        let psn = self.random.psns.next_u64() as u32 & 0xff_ffff;
+        let psn = self.core.random.psns.next_u64() as u32 & 0xff_ffff;
         let Some(c) = self.cm.ids.get_mut(id) else { return };
         (c.mtu, c.xrc) = (r.mtu, xrc);
         c.ack_timeout = r.ack_timeout;
@@ -246,11 +244,11 @@ impl Rnic {
             srq: r.srq,
             flow_control: r.flow_control,
         };
-        self.raise_for(listener, id, listener, CmEventKind::ConnectRequest, 0, user);
+        self.raise_request(listener, id, user);
     }
 
     /// A request came again: its answer was lost, or there is none yet.
-    fn on_req_again(&mut self, id: u32) {
+    fn on_req_again(&mut self, id: Id) {
         let Some(c) = self.cm.ids.get(id) else { return };
         match (c.state, &c.sent) {
             (State::ReqReceived, _) => {
@@ -272,7 +270,7 @@ impl Rnic {
         }
     }
 
-    pub(super) fn cm_accept(&mut self, id: u32, r: &abi::CmReq) -> Result<()> {
+    pub(super) fn accept(&mut self, id: Id, r: &abi::CmReq) -> Result<()> {
         let c = self.expect(id, &[State::ReqReceived])?;
         let datagram = c.is_datagram();
         let private = private_of(r, if datagram { user_bytes::SIDR_REP } else { user_bytes::REP })?.to_vec();
@@ -326,7 +324,7 @@ impl Rnic {
         Ok(())
     }
 
-    pub(super) fn cm_reject(&mut self, id: u32, r: &abi::CmReq) -> Result<()> {
+    pub(super) fn reject(&mut self, id: Id, r: &abi::CmReq) -> Result<()> {
         let c = self.expect(id, &[State::ReqReceived, State::RepReceived])?;
         let room = if c.is_datagram() { user_bytes::SIDR_REP } else { user_bytes::REJ };
         let private = private_of(r, room)?;
@@ -335,7 +333,7 @@ impl Rnic {
     }
 
     /// Tells the peer of an identifier that there will be no connection.
-    pub(super) fn refuse(&mut self, id: u32, reason: u16, private: &[u8]) {
+    pub(super) fn refuse(&mut self, id: Id, reason: u16, private: &[u8]) {
         let Some(c) = self.cm.ids.get_mut(id) else { return };
         let about = match c.state {
             State::ReqReceived => About::Req,
@@ -367,7 +365,7 @@ impl Rnic {
 
     // Ending a connection.
 
-    pub(super) fn cm_disconnect(&mut self, id: u32) -> Result<()> {
+    pub(super) fn disconnect(&mut self, id: Id) -> Result<()> {
         let c =
             self.expect(id, &[State::Established, State::RepSent, State::TimeWait, State::Closed, State::DreqSent])?;
         match c.state {
@@ -379,7 +377,7 @@ impl Rnic {
         Ok(())
     }
 
-    pub(super) fn send_dreq(&mut self, id: u32) {
+    pub(super) fn send_dreq(&mut self, id: Id) {
         let Some(c) = self.cm.ids.get_mut(id) else { return };
         c.state = State::DreqSent;
         let (local_id, remote_id, remote_qpn) = (c.local_id, c.remote_id, c.peer.qpn);
@@ -388,7 +386,7 @@ impl Rnic {
         self.send_until_answered(id, &mad);
     }
 
-    pub(super) fn on_dreq(&mut self, id: u32, remote_id: u32) {
+    pub(super) fn on_dreq(&mut self, id: Id, remote_id: u32) {
         let Some(c) = self.cm.ids.get(id).filter(|c| c.remote_id == remote_id) else { return };
         match c.state {
             State::Established | State::DreqSent | State::RepSent => self.disconnected(id, 0),
@@ -398,16 +396,16 @@ impl Rnic {
     }
 
     /// A connection is over; for a while its QPN means nothing new (IBTA vol. 1, 12.9.8.4).
-    pub(super) fn disconnected(&mut self, id: u32, status: i32) {
+    pub(super) fn disconnected(&mut self, id: Id, status: i32) {
         self.stop_timer(id);
         let Some(c) = self.cm.ids.get_mut(id) else { return };
         c.state = State::TimeWait;
         let (wait, gone) = (time_ns(c.ack_timeout), c.owner.is_none());
         if gone {
-            return self.cm_remove(id);
+            return self.remove(id);
         }
         self.raise(id, CmEventKind::Disconnected, status, &[]);
-        self.arm_cm(id, wait);
+        self.arm(id, wait);
     }
 
     // Datagrams: resolution of service IDs.
@@ -437,10 +435,10 @@ impl Rnic {
             return self.send_mad_to(vnic, own, from, &Mad { tid, message }.bytes());
         };
         let Some(id) = self.new_request(listener, own, from, request, tid, &ip) else { return };
-        self.raise_for(listener, id, listener, CmEventKind::ConnectRequest, 0, user);
+        self.raise_request(listener, id, user);
     }
 
-    pub(super) fn on_sidr_rep(&mut self, id: u32, status: u8, qpn: u32, qkey: u32, private: &[u8]) {
+    pub(super) fn on_sidr_rep(&mut self, id: Id, status: u8, qpn: u32, qkey: u32, private: &[u8]) {
         let Some(c) = self.cm.ids.get_mut(id).filter(|c| c.is_datagram() && c.state == State::ReqSent) else { return };
         if status != sidr::OK {
             return self.close(id, CmEventKind::Unreachable, status.into(), private);

@@ -8,10 +8,10 @@ use unirdma_formats::cm::{About, GSI_QKEY, GSI_QPN, IpHeader, MAD_BYTES, Mad, Me
 use unirdma_formats::net::Flow;
 use unirdma_formats::wire::{Deth, Extra, Op, Opcode, Packet, Part, Transport};
 
-use super::{CmEventKind, CmId, ETIMEDOUT, Early, State};
-use crate::objects::VnicId;
-use crate::rnic::Rnic;
-use crate::wire::Path;
+use super::{CmEventKind, CmId, ETIMEDOUT, Early, Id, Manager, State};
+use crate::arrivals::Mail;
+use crate::objects::{MAX_MTU, VnicId};
+use crate::path::{Arrival, Path};
 
 /// Encoded time that a peer has for an answer: 4.3 s.
 pub(super) const RESPONSE_TIMEOUT: u8 = 20;
@@ -32,9 +32,9 @@ pub(super) fn time_ns(encoded: u8) -> u64 {
     4096 << encoded.min(31)
 }
 
-impl Rnic {
+impl Manager<'_> {
     /// Sends a MAD from an identifier to its peer.
-    pub(super) fn send_mad(&mut self, id: u32, mad: &[u8; MAD_BYTES]) {
+    pub(super) fn send_mad(&mut self, id: Id, mad: &[u8; MAD_BYTES]) {
         let Some(c) = self.cm.ids.get(id) else { return };
         let (Some(src), Some(to), vnic) = (c.src, c.remote(), c.vnic) else { return };
         self.send_mad_to(vnic, Gid::from_ip(src.ip), to, mad);
@@ -42,19 +42,19 @@ impl Rnic {
 
     /// Sends a MAD; it may be lost.
     pub(super) fn send_mad_to(&mut self, vnic: VnicId, own: Gid, to: Gid, mad: &[u8; MAD_BYTES]) {
-        let Some(v) = self.vnics.get(vnic.0).filter(|v| v.is_linked(Some(own))) else { return };
+        let Some(v) = self.core.objects.vnics.get(vnic.0).filter(|v| v.is_linked(Some(own))) else { return };
         let flow = Flow::roce(own, to);
         let opcode = Opcode { transport: Transport::Ud, op: Op::Send(Part::Only), extra: Extra::None };
         let mut head = Packet::new(opcode, GSI_QPN, self.cm.psn.get());
         head.deth = Deth { qkey: GSI_QKEY, src_qp: GSI_QPN };
         self.cm.psn = self.cm.psn.advance(1);
-        if let Some(there) = self.find_vnic(v.group, to) {
-            self.tap_mad(vnic, there, &flow, &head, mad);
+        if let Some(there) = self.core.objects.find_vnic(v.group, to) {
+            self.core.tap_mad(vnic, there, &flow, &head, mad);
             self.cm.local.push_back((there, to, own, Box::new(*mad)));
             return;
         }
-        let Some(route) = self.routes.get(&(v.group, to)).copied() else { return };
-        if self.tx.is_full() {
+        let Some(route) = self.core.net.routes.get(&(v.group, to)).copied() else { return };
+        if self.core.net.tx.is_full() {
             return;
         }
         let path = Path { from: route.foreign.then(|| own.ip()), ..Path::new(route.host) };
@@ -63,8 +63,8 @@ impl Rnic {
             b.copy_from_slice(mad);
             Ok(())
         };
-        let _ = self.tx.push_datagram(path, inside, &head, MAD_BYTES, fill);
-        self.tap_sent(Some(vnic));
+        let _ = self.core.net.tx.push_datagram(path, inside, &head, MAD_BYTES, fill);
+        self.core.tap_sent(Some(vnic));
     }
 
     /// Delivers what vRNICs of this host have sent each other. Each message causes one more at most, and a chain of them
@@ -75,28 +75,43 @@ impl Rnic {
         }
     }
 
-    /// A packet for QP 1 of `vnic` came in, from GID `from` to `own`.
-    pub(crate) fn handle_mad(&mut self, vnic: VnicId, own: Gid, from: Gid, p: &Packet<'_>) {
+    /// A packet for QP 1 came in.
+    pub fn handle_mail(&mut self, a: &Arrival, bytes: &[u8], mail: &Mail<'_>) {
+        let p = &mail.packet;
+        let Some((vnic, own)) = mail.to.or_else(|| self.mad_target(a.from, p.payload)) else {
+            // What speaks of a connection that is gone is no stranger's: such messages come late and twice.
+            let drops = &mut self.core.net.drops;
+            match Mad::parse(p.payload).map(|m| m.message) {
+                None => drops.malformed += 1,
+                Some(Message::Req(_) | Message::SidrReq { .. }) => drops.wrong_source += 1,
+                Some(_) => drops.no_qp += 1,
+            }
+            return;
+        };
+        if mail.to.is_none() {
+            let path = Path { from: Some(own.ip()), port: a.port, ..Path::new(a.from) };
+            self.core.tap_received(Some(vnic), path, bytes);
+        }
         // No QP of a program has the number of the general services: what it sends is not believed.
         if p.deth.qkey != GSI_QKEY || p.deth.src_qp != GSI_QPN {
-            self.drops.bad_state += 1;
+            self.core.net.drops.bad_state += 1;
             return;
         }
-        self.on_mad(vnic, own, from, p.payload, false);
+        self.on_mad(vnic, own, mail.from, p.payload, false);
         self.deliver_local_mads();
     }
 
     /// The vRNIC that a plain device's MAD is for: the one with the address that it names, or that it has asked before.
-    pub(crate) fn mad_target(&self, from: IpAddr, mad: &[u8]) -> Option<(VnicId, Gid)> {
+    fn mad_target(&self, from: IpAddr, mad: &[u8]) -> Option<(VnicId, Gid)> {
         let by_ip = |private: &[u8]| {
             let own = Gid::from_ip(IpHeader::parse(private)?.0.dst);
-            let knows =
-                |group: u32| self.routes.get(&(group, Gid::from_ip(from))).is_some_and(|r| r.foreign && r.host == from);
-            let found = self.vnics.iter().find(|(_, v)| !own.is_zero() && v.gids.contains(&own) && knows(v.group));
+            let knows = |group: u32| self.core.net.is_foreign(group, from);
+            let found =
+                self.core.objects.vnics.iter().find(|(_, v)| !own.is_zero() && v.gids.contains(&own) && knows(v.group));
             found.map(|(h, _)| (VnicId(h), own))
         };
-        let by_id = |id: u32| {
-            let c = self.cm.ids.get(*self.cm.by_local_id.get(&id)?)?;
+        let by_id = |local_id: u32| {
+            let c = self.cm.ids.get(*self.cm.by_local_id.get(&local_id)?)?;
             Some((c.vnic, Gid::from_ip(c.src?.ip)))
         };
         match Mad::parse(mad)?.message {
@@ -114,11 +129,11 @@ impl Rnic {
 
     /// `last`: a request to a service that nobody listens to is refused, it has waited.
     fn on_mad(&mut self, vnic: VnicId, own: Gid, from: Gid, bytes: &[u8], last: bool) {
-        if !self.is_up(vnic) {
+        if !self.core.is_up(vnic) {
             return;
         }
         let Some(mad) = Mad::parse(bytes) else {
-            self.drops.malformed += 1;
+            self.core.net.drops.malformed += 1;
             return;
         };
         let tid = mad.tid;
@@ -130,8 +145,8 @@ impl Rnic {
             return;
         }
         // Answers are for an identifier of this vRNIC that deals with this peer, and nobody else.
-        let find = |id: u32| -> Option<u32> {
-            let h = *self.cm.by_local_id.get(&id)?;
+        let find = |local_id: u32| -> Option<Id> {
+            let h = *self.cm.by_local_id.get(&local_id)?;
             self.cm.ids.get(h).filter(|c| c.vnic == vnic && c.remote() == Some(from)).map(|_| h)
         };
         match mad.message {
@@ -192,9 +207,9 @@ impl Rnic {
         }
     }
 
-    pub(super) fn new_local_id(&mut self, id: u32) -> u32 {
+    pub(super) fn new_local_id(&mut self, id: Id) -> u32 {
         loop {
-            let n = self.random.cm_ids.next_u64() as u32;
+            let n = self.core.random.cm_ids.next_u64() as u32;
             if n != 0 && !self.cm.by_local_id.contains_key(&n) {
                 self.cm.by_local_id.insert(n, id);
                 return n;
@@ -203,30 +218,35 @@ impl Rnic {
     }
 
     /// Path MTU code between a vRNIC and an address.
-    pub(super) fn cm_mtu(&self, vnic: VnicId, to: IpAddr) -> u8 {
-        let here = self.vnics.get(vnic.0).is_some_and(|v| self.find_vnic(v.group, Gid::from_ip(to)).is_some());
-        let bytes = if here { crate::rnic::MAX_MTU } else { self.wire_mtu };
+    pub(super) fn path_mtu(&self, vnic: VnicId, to: IpAddr) -> u8 {
+        let here = self
+            .core
+            .objects
+            .vnics
+            .get(vnic.0)
+            .is_some_and(|v| self.core.objects.find_vnic(v.group, Gid::from_ip(to)).is_some());
+        let bytes = if here { MAX_MTU } else { self.core.net.wire_mtu };
         (bytes.max(256).ilog2() - 7) as u8
     }
 
     /// Sends a message, and again until something stops its timer.
-    pub(super) fn send_until_answered(&mut self, id: u32, mad: &Mad) {
+    pub(super) fn send_until_answered(&mut self, id: Id, mad: &Mad) {
         let bytes = mad.bytes();
         if let Some(c) = self.cm.ids.get_mut(id) {
             (c.sent, c.tries) = (Some(Box::new(bytes)), 0);
         }
-        self.arm_cm(id, FIRST_RETRY_NS);
+        self.arm(id, FIRST_RETRY_NS);
         self.send_mad(id, &bytes);
     }
 
-    pub(super) fn arm_cm(&mut self, id: u32, delay_ns: u64) {
+    pub(super) fn arm(&mut self, id: Id, delay_ns: u64) {
         if let Some(c) = self.cm.ids.get_mut(id) {
             c.timer = c.timer.wrapping_add(1);
-            self.cm.fresh.push((delay_ns, id, c.timer));
+            self.cm.timers.push(Reverse((self.core.now.saturating_add(delay_ns), id, c.timer)));
         }
     }
 
-    pub(super) fn stop_timer(&mut self, id: u32) {
+    pub(super) fn stop_timer(&mut self, id: Id) {
         if let Some(c) = self.cm.ids.get_mut(id) {
             c.timer = c.timer.wrapping_add(1);
             c.sent = None;
@@ -241,7 +261,8 @@ impl Rnic {
         let mad = Box::new(mad.bytes());
         let known = |e: &Early| e.vnic == vnic && e.from == from && e.mad == mad;
         if !self.cm.early.iter().any(known) {
-            self.cm.early.push_back(Early { until: None, vnic, own, from, service, mad });
+            let until = self.core.now.saturating_add(EARLY_NS);
+            self.cm.early.push_back(Early { until, vnic, own, from, service, mad });
         }
         true
     }
@@ -258,18 +279,12 @@ impl Rnic {
     }
 
     /// Looks at the timers; true if one was due.
-    pub(crate) fn poll_cm(&mut self) -> bool {
-        let now = self.now;
-        for e in self.cm.early.iter_mut().rev().take_while(|e| e.until.is_none()) {
-            e.until = Some(now.saturating_add(EARLY_NS));
-        }
-        while self.cm.early.front().is_some_and(|e| e.until.is_some_and(|t| t <= now)) {
+    pub fn poll(&mut self) -> bool {
+        let now = self.core.now;
+        while self.cm.early.front().is_some_and(|e| e.until <= now) {
             let Some(e) = self.cm.early.pop_front() else { break };
             self.on_mad(e.vnic, e.own, e.from, &*e.mad, true);
             self.deliver_local_mads();
-        }
-        for (delay, id, timer) in self.cm.fresh.drain(..) {
-            self.cm.timers.push(Reverse((now.saturating_add(delay), id, timer)));
         }
         // Timers that were stopped are in the way only when there are many.
         if self.cm.timers.len() > self.cm.timers_kept * 2 + MAX_STOPPED {
@@ -285,7 +300,7 @@ impl Rnic {
             self.cm.timers.pop();
             if self.cm.ids.get(id).is_some_and(|c| c.timer == timer) {
                 found = true;
-                self.on_cm_timer(id);
+                self.on_timer(id);
             }
         }
         if found {
@@ -294,7 +309,7 @@ impl Rnic {
         found
     }
 
-    fn on_cm_timer(&mut self, id: u32) {
+    fn on_timer(&mut self, id: Id) {
         let Some(c) = self.cm.ids.get_mut(id) else { return };
         if c.state == State::TimeWait {
             c.state = State::Closed;
@@ -312,7 +327,7 @@ impl Rnic {
         c.tries += 1;
         if c.tries <= RETRIES {
             let delay = FIRST_RETRY_NS << c.tries.min(16);
-            self.arm_cm(id, delay.min(time_ns(RESPONSE_TIMEOUT)));
+            self.arm(id, delay.min(time_ns(RESPONSE_TIMEOUT)));
             return self.send_mad(id, &sent);
         }
         self.stop_timer(id);
@@ -324,7 +339,7 @@ impl Rnic {
     }
 
     /// An identifier comes to nothing.
-    pub(super) fn close(&mut self, id: u32, kind: CmEventKind, status: i32, private: &[u8]) {
+    pub(super) fn close(&mut self, id: Id, kind: CmEventKind, status: i32, private: &[u8]) {
         self.stop_timer(id);
         if let Some(c) = self.cm.ids.get_mut(id) {
             c.state = State::Closed;
@@ -333,16 +348,16 @@ impl Rnic {
         self.remove_if_nobodys(id);
     }
 
-    fn remove_if_nobodys(&mut self, id: u32) {
+    fn remove_if_nobodys(&mut self, id: Id) {
         if self.cm.ids.get(id).is_some_and(|c| c.owner.is_none()) {
-            self.cm_remove(id);
+            self.remove(id);
         }
     }
 
-    fn on_mra(&mut self, id: u32, timeout: u8) {
+    fn on_mra(&mut self, id: Id, timeout: u8) {
         let waits = |c: &CmId| matches!(c.state, State::ReqSent | State::RepSent | State::DreqSent);
         if self.cm.ids.get(id).is_some_and(waits) {
-            self.arm_cm(id, time_ns(timeout.min(MRA_TIMEOUT)));
+            self.arm(id, time_ns(timeout.min(MRA_TIMEOUT)));
         }
     }
 }

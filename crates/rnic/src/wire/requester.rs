@@ -3,12 +3,11 @@
 use unirdma_formats::wire::{Aeth, AtomicEth, Extra, Op, Opcode, Packet, Part, Reth, syndrome};
 use unirdma_formats::{Psn, QpState, WcStatus, WrOpcode, ack_timeout_ns, credits, psn_count, rnr_timer_ns, send_flags};
 
-use super::{Flight, Wire};
-use crate::access::{Tables, local_side};
-use crate::objects::{Qp, Work};
-use crate::rnic::{OP_NS, Rnic, copy_ns};
+use crate::access::local_side;
+use crate::core::{Core, OP_NS, copy_ns};
+use crate::exec::load;
+use crate::objects::{Flight, Qp, Wire, Work, transport_of};
 use crate::slab::Handle;
-use crate::wqe::load;
 
 /// Most WQEs of one QP that are under way at once.
 const MAX_FLIGHT: usize = 256;
@@ -17,43 +16,6 @@ const MAX_FLIGHT: usize = 256;
 const READ_PACKETS: u32 = 32;
 /// Within a message, every so many packets ask for an ACK.
 const ACK_EVERY: u32 = 16;
-
-impl Wire {
-    fn op(&self, i: usize) -> WrOpcode {
-        // Loaded and checked when it was admitted.
-        WrOpcode::from_raw(self.flight[i].work.wqe.opcode.into()).unwrap_or(WrOpcode::Write)
-    }
-
-    /// Place of the WQE that PSN `psn` belongs to.
-    fn find(&self, psn: Psn) -> Option<usize> {
-        self.flight.iter().position(|f| f.packets > 0 && psn.since(f.first) < f.packets)
-    }
-
-    /// True if no receive is promised for the message with sequence number `ssn` (IBTA vol. 1, 9.7.7.2).
-    fn lacks_credit(&self, ssn: u32) -> bool {
-        self.credit_limit.is_some_and(|limit| limit.wrapping_sub(ssn) & 0xff_ffff >= 0x80_0000)
-    }
-
-    /// Sends again from `psn` on.
-    fn go_back(&mut self, psn: Psn) {
-        self.next = psn;
-        self.reads.retain(|&end| end.since(self.una) <= psn.since(self.una));
-        self.cursor = self.find(psn).unwrap_or(self.flight.len());
-    }
-
-    /// PSN up to which answers that carry no data may complete requests: the first READ or atomic stops them.
-    fn data_limit(&self, to: Psn) -> Psn {
-        for (i, f) in self.flight.iter().enumerate() {
-            if f.first.since(self.una) >= to.since(self.una) && !f.first.is_before(self.una) {
-                break;
-            }
-            if f.packets > 0 && self.op(i).returns_data() {
-                return if f.first.is_before(self.una) { self.una } else { f.first };
-            }
-        }
-        to
-    }
-}
 
 /// Packet `index` of the `packets` of request `w`, without its payload, and how long that is. A READ asks for `span`
 /// packets from there on.
@@ -81,7 +43,7 @@ pub(crate) fn request_packet(
         WrOpcode::AtomicWrite => Op::AtomicWrite,
         WrOpcode::Flush => Op::Flush,
     };
-    let transport = super::transport_of(q.typ);
+    let transport = transport_of(q.typ);
     let extra = match op {
         _ if !ends => Extra::None,
         WrOpcode::SendInv => Extra::Invalidate,
@@ -107,7 +69,7 @@ pub(crate) fn request_packet(
     (head, if op.stores_locally() { 0 } else { left.min(mtu) as usize })
 }
 
-impl Rnic {
+impl Core {
     /// Sends one packet, or takes one WQE; its cost, or `None` if there is nothing to do now.
     pub(super) fn request(&mut self, h: Handle<Qp>, w: &mut Wire) -> Option<u64> {
         if w.rnr_until > self.now {
@@ -123,7 +85,7 @@ impl Rnic {
         if !self.may_send(h) {
             return None;
         }
-        let q = self.qps.get(h)?;
+        let q = self.objects.qps.get(h)?;
         let f = w.flight.get(i)?;
         if f.status.is_some() {
             // Everything before it must be answered first.
@@ -159,9 +121,9 @@ impl Rnic {
         let (mut head, len) = request_packet(q, &f.work, op, w.next, index, f.packets, span);
         let full = outstanding + span + 1 >= w.cc.packets;
         head.ack_req = !unanswered && (ends || full || index % ACK_EVERY == ACK_EVERY - 1);
-        let tables = Tables { mrs: &self.mrs, sessions: &self.sessions };
+        let tables = self.objects.memory();
         let local = local_side(q, &f.work, op);
-        let sent = self.tx.push(w.path, &head, len, |to| tables.load(local, off, to));
+        let sent = self.net.tx.push(w.path, &head, len, |to| tables.load(local, off, to));
         let f = &mut w.flight[i];
         match sent {
             Ok(()) => f.work.stall.over(),
@@ -190,20 +152,20 @@ impl Rnic {
             w.deadline = self.deadline(h);
         }
         if again {
-            self.count(h, |c| c.wire.retransmitted_pkts += 1);
+            self.objects.count(h, |c| c.wire.retransmitted_pkts += 1);
         }
         self.has_sent(h, u64::from(begins && !again), len as u64);
         Some(copy_ns(len as u64) + OP_NS)
     }
 
     fn deadline(&self, h: Handle<Qp>) -> u64 {
-        let code = self.qps.get(h).map_or(0, |q| q.attr.timeout);
+        let code = self.objects.qps.get(h).map_or(0, |q| q.attr.timeout);
         ack_timeout_ns(code).map_or(u64::MAX, |ns| self.now.saturating_add(ns))
     }
 
     /// Takes the next WQE of the SQ and gives it its PSNs; false if there is none or it may not.
     fn admit(&mut self, h: Handle<Qp>, w: &mut Wire) -> bool {
-        let Some(q) = self.qps.get(h) else { return false };
+        let Some(q) = self.objects.qps.get(h) else { return false };
         if q.state != QpState::Rts || w.flight.len() >= MAX_FLIGHT {
             return false;
         }
@@ -219,13 +181,13 @@ impl Rnic {
         let mut work = w.spare.pop().unwrap_or_default();
         let mut status = load(q, at, &mut work).err();
         let op = WrOpcode::from_raw(work.wqe.opcode.into());
-        let Some(q) = self.qps.get(h) else { return false };
+        let Some(q) = self.objects.qps.get(h) else { return false };
         if let (None, Some(op)) = (status, op) {
             status = self.check_local(q, &work, op).err();
         }
         let sends = status.is_none() && op.is_some_and(|o| !o.is_local());
         let packets = if sends { psn_count(work.total, q.mtu) } else { 0 };
-        let Some(q) = self.qps.get_mut(h) else { return false };
+        let Some(q) = self.objects.qps.get_mut(h) else { return false };
         if w.flight.is_empty() {
             (w.retries_left, w.rnr_left) = (q.attr.retry_cnt, q.attr.rnr_retry);
         }
@@ -241,7 +203,7 @@ impl Rnic {
     /// Executes the request at the head, of which nothing is sent.
     fn local_head(&mut self, h: Handle<Qp>, w: &mut Wire) -> Option<u64> {
         let f = w.flight.front_mut()?;
-        let status = self.execute_local(h, &f.work);
+        let status = self.objects.execute_local(h, &f.work);
         if status != WcStatus::Success {
             f.status = Some(status);
             return self.fail_head(h, w);
@@ -296,7 +258,7 @@ impl Rnic {
             w.cursor = w.find(to).unwrap_or(w.flight.iter().take_while(|f| f.packets > 0).count());
         }
         w.deadline = if w.una == w.high { u64::MAX } else { self.deadline(h) };
-        if let Some(q) = self.qps.get(h) {
+        if let Some(q) = self.objects.qps.get(h) {
             (w.retries_left, w.rnr_left) = (q.attr.retry_cnt, q.attr.rnr_retry);
         }
     }
@@ -310,7 +272,7 @@ impl Rnic {
             w.recovering = true;
             w.cc.cut(w.una, w.high);
             w.go_back(limit);
-            self.count(h, |c| {
+            self.objects.count(h, |c| {
                 c.wire.implied_nak += 1;
                 c.wire.completer_retry_err += 1;
             });
@@ -341,9 +303,9 @@ impl Rnic {
                 if !self.advance_to(h, w, psn) {
                     return;
                 }
-                self.count(h, |c| c.wire.rcvd_rnr_err += 1);
+                self.objects.count(h, |c| c.wire.rcvd_rnr_err += 1);
                 if w.rnr_left == 0 {
-                    self.count(h, |c| c.wire.retry_rnr_exceeded_err += 1);
+                    self.objects.count(h, |c| c.wire.retry_rnr_exceeded_err += 1);
                     return self.fail_request(h, w, WcStatus::RnrRetryExcErr);
                 }
                 if w.rnr_left < 7 {
@@ -352,7 +314,7 @@ impl Rnic {
                 w.rnr_until = self.now.saturating_add(rnr_timer_ns(code & 0x1f));
                 w.deadline = u64::MAX;
                 w.go_back(psn);
-                self.count(h, |c| c.rnr_waits += 1);
+                self.objects.count(h, |c| c.rnr_waits += 1);
             }
             3 => {
                 if !self.advance_to(h, w, psn) {
@@ -360,7 +322,7 @@ impl Rnic {
                 }
                 let status = match code {
                     syndrome::NAK_SEQUENCE => {
-                        self.count(h, |c| c.wire.rcvd_seq_err += 1);
+                        self.objects.count(h, |c| c.wire.rcvd_seq_err += 1);
                         w.cc.cut(w.una, w.high);
                         w.go_back(psn);
                         return;
@@ -384,7 +346,7 @@ impl Rnic {
         }
         let Some(f) = w.flight.front().filter(|f| f.packets > 0 && psn.since(f.first) < f.packets) else { return };
         let op = w.op(0);
-        let Some(q) = self.qps.get(h) else { return };
+        let Some(q) = self.objects.qps.get(h) else { return };
         let off = u64::from(psn.since(f.first)) * u64::from(q.mtu);
         let original = p.original.to_ne_bytes();
         let (data, want): (&[u8], u64) = match (op, p.opcode.op) {
@@ -398,7 +360,7 @@ impl Rnic {
         if data.len() as u64 != want {
             return self.fail_request(h, w, WcStatus::BadRespErr);
         }
-        let tables = Tables { mrs: &self.mrs, sessions: &self.sessions };
+        let tables = self.objects.memory();
         let stored = tables.store(local_side(q, &f.work, op), off, data);
         let Some(f) = w.flight.front_mut() else { return };
         match stored {
@@ -422,12 +384,12 @@ impl Rnic {
             w.deadline = u64::MAX;
             return;
         }
-        self.count(h, |c| {
+        self.objects.count(h, |c| {
             c.timeouts += 1;
             c.wire.completer_retry_err += 1;
         });
         if w.retries_left == 0 {
-            self.count(h, |c| c.wire.retry_exceeded_err += 1);
+            self.objects.count(h, |c| c.wire.retry_exceeded_err += 1);
             return self.fail_request(h, w, WcStatus::RetryExcErr);
         }
         w.retries_left -= 1;

@@ -1,135 +1,15 @@
 //! Responder: packets to memory and receives, and the answers (IBTA vol. 1, 9.7.4, 9.7.5, 9.9.3).
 
-use std::collections::VecDeque;
-
 use unirdma_formats::wire::{Aeth, Extra, Op, Opcode, Packet, Part, syndrome};
 use unirdma_formats::{AsyncEvent, NO_CREDITS, Psn, QpType, WcStatus, access, credit_code, psn_count};
 use unirdma_mem::{Fault, atomic_u64};
 
-use super::Wire;
-use crate::access::{Reach, Side, Tables, may_flush, recv_side, remote};
-use crate::objects::Qp;
-use crate::rnic::{OP_NS, Rnic, copy_ns};
+use crate::access::{Side, may_flush, recv_side, remote};
+use crate::core::{Core, OP_NS, copy_ns};
+use crate::exec::{NoRecv, RecvDone};
+use crate::objects::{Answer, Message, Qp, Reach, Wire, transport_of};
+use crate::sched::MOMENT_NS;
 use crate::slab::Handle;
-use crate::stall::Stall;
-use crate::wqe::{NoRecv, RecvDone};
-
-/// Most answers that wait for their turn; what a peer asks for beyond is as if lost, and it asks again.
-const MAX_ANSWERS: usize = 512;
-
-/// The ACK of a message waits so long for the program's own reply: both then take one system call, and the program its
-/// turn first. Nanoseconds.
-pub(crate) const ACK_DELAY_NS: u64 = 5_000;
-
-/// What the responder has to send, in order.
-#[derive(Clone, Copy, Debug)]
-enum Answer {
-    Ack {
-        psn: Psn,
-        msn: u32,
-    },
-    Read {
-        psn: Psn,
-        msn: u32,
-        va: u64,
-        rkey: u32,
-        len: u64,
-        done: u64,
-        /// Whose memory.
-        of: Reach,
-        /// For a duplicate request.
-        again: bool,
-    },
-    Atomic {
-        psn: Psn,
-        msn: u32,
-        value: u64,
-        again: bool,
-    },
-    /// A NAK; `fails` ends the QP once it is sent.
-    Nak {
-        psn: Psn,
-        msn: u32,
-        code: u8,
-        fails: Option<Option<AsyncEvent>>,
-    },
-}
-
-/// A message of several packets that has begun.
-#[derive(Clone, Copy, Debug)]
-enum Message {
-    Send,
-    Write { va: u64, rkey: u32, len: u64 },
-}
-
-/// The responder's state of a connected QP. The expected PSN is the QP's `rq_psn`.
-#[derive(Default)]
-pub(crate) struct Responder {
-    msn: u32,
-    message: Option<Message>,
-    /// Bytes of the message that have come in.
-    got: u64,
-    /// A NAK went out for the expected PSN: nothing more is said until it comes.
-    nak_sent: bool,
-    /// A fatal NAK is on its way: further requests are dropped.
-    failed: bool,
-    answers: VecDeque<Answer>,
-    /// When an ACK that is alone must go; until then the program's own reply may take it along.
-    ack_due: u64,
-    /// Memory moves that an answer needs, or a request that was dropped for it.
-    stall: Stall,
-    /// A request was dropped because memory moved: it is asked for again.
-    missed: bool,
-    /// The last atomics, to answer duplicates with what was found then (IBTA vol. 1, 9.4.5).
-    atomics: VecDeque<(Psn, u64)>,
-}
-
-impl Responder {
-    pub fn clear(&mut self) {
-        *self = Responder { msn: self.msn, ..Responder::default() };
-    }
-
-    fn push(&mut self, a: Answer) {
-        // An ACK covers those before it (ACK coalescing).
-        if let (Answer::Ack { .. }, Some(last @ Answer::Ack { .. })) = (a, self.answers.back_mut()) {
-            *last = a;
-        } else if self.answers.len() < MAX_ANSWERS || matches!(a, Answer::Nak { fails: Some(_), .. }) {
-            self.answers.push_back(a);
-        }
-    }
-
-    fn ack(&mut self, psn: Psn) {
-        self.ack_due = 0;
-        self.push(Answer::Ack { psn, msn: self.msn });
-    }
-
-    /// Its wait for memory that moves.
-    pub fn stall(&self) -> Stall {
-        self.stall
-    }
-
-    /// True if memory could not be reached because it moves, and is to be tried again.
-    fn waits(&mut self, fault: Fault, now: u64) -> bool {
-        fault.passes() && self.stall.again(now).is_some()
-    }
-
-    /// An ACK alone waits, and what it waits for has come.
-    pub fn hurry(&mut self) {
-        self.ack_due = 0;
-    }
-
-    /// READs and atomics that wait for their first answer: of those the requester may have so many. Answers to duplicates
-    /// do not count, since the network makes duplicates too.
-    fn reads_waiting(&self) -> usize {
-        let first = |a: &&Answer| matches!(a, Answer::Read { again: false, .. } | Answer::Atomic { again: false, .. });
-        self.answers.iter().filter(first).count()
-    }
-
-    fn fail(&mut self, psn: Psn, code: u8, event: Option<AsyncEvent>) {
-        self.failed = true;
-        self.push(Answer::Nak { psn, msn: self.msn, code, fails: Some(event) });
-    }
-}
 
 /// Why a request is not executed.
 enum Refusal {
@@ -146,15 +26,15 @@ enum Refusal {
 const INVALID: Refusal = Refusal::Nak(syndrome::NAK_INVALID, Some(AsyncEvent::QpReqErr));
 const NO_ACCESS: Refusal = Refusal::Nak(syndrome::NAK_ACCESS, Some(AsyncEvent::QpAccessErr));
 
-impl Rnic {
+impl Core {
     /// A request came in.
     pub(super) fn on_request(&mut self, h: Handle<Qp>, w: &mut Wire, p: &Packet<'_>) {
-        let Some(expected) = self.qps.get(h).map(|q| q.rq_psn) else { return };
+        let Some(expected) = self.objects.qps.get(h).map(|q| q.rq_psn) else { return };
         if w.resp.failed {
             return;
         }
         let psn = Psn::new(p.psn);
-        if self.qps.get(h).is_some_and(|q| q.typ == QpType::Uc) {
+        if self.objects.qps.get(h).is_some_and(|q| q.typ == QpType::Uc) {
             return self.on_unreliable(h, w, p, expected);
         }
         if psn != expected {
@@ -165,7 +45,7 @@ impl Rnic {
         let done = self.perform(h, w, p);
         match done {
             Ok(packets) => {
-                if let Some(q) = self.qps.get_mut(h) {
+                if let Some(q) = self.objects.qps.get_mut(h) {
                     q.rq_psn = q.rq_psn.advance(packets);
                 }
                 let answered = matches!(p.opcode.op, Op::Send(_) | Op::Write(_));
@@ -179,11 +59,11 @@ impl Rnic {
                 }
             }
             Err(Refusal::NotReady) => {
-                let timer = self.qps.get(h).map_or(0, |q| q.attr.min_rnr_timer);
+                let timer = self.objects.qps.get(h).map_or(0, |q| q.attr.min_rnr_timer);
                 w.resp.nak_sent = true;
                 let code = syndrome::RNR_NAK | timer;
                 w.resp.push(Answer::Nak { psn, msn: w.resp.msn, code, fails: None });
-                self.count(h, |c| c.wire.send_rnr_err += 1);
+                self.objects.count(h, |c| c.wire.send_rnr_err += 1);
             }
             Err(Refusal::Nak(code, event)) => w.resp.fail(psn, code, event),
             Err(Refusal::Broken) => self.break_qp(h),
@@ -213,14 +93,14 @@ impl Rnic {
         let psn = Psn::new(p.psn);
         let (Op::Send(part) | Op::Write(part)) = p.opcode.op else { return };
         if psn != expected {
-            self.count(h, |c| c.wire.out_of_seq_request += 1);
+            self.objects.count(h, |c| c.wire.out_of_seq_request += 1);
         }
         let unfinished = w.resp.message.is_some();
         if unfinished && (psn != expected || part.begins()) {
             w.resp.message = None;
-            self.count_dropped(h);
+            self.objects.count_dropped(h);
         }
-        if let Some(q) = self.qps.get_mut(h) {
+        if let Some(q) = self.objects.qps.get_mut(h) {
             q.rq_psn = psn.advance(1);
         }
         if w.resp.message.is_none() && !part.begins() {
@@ -235,7 +115,7 @@ impl Rnic {
             Err(_) => {
                 w.resp.message = None;
                 w.resp.stall.over();
-                self.count_dropped(h);
+                self.objects.count_dropped(h);
             }
         }
     }
@@ -246,29 +126,29 @@ impl Rnic {
             w.resp.nak_sent = true;
             w.resp.push(Answer::Nak { psn: expected, msn: w.resp.msn, code: syndrome::NAK_SEQUENCE, fails: None });
         }
-        self.count(h, |c| c.wire.out_of_seq_request += 1);
+        self.objects.count(h, |c| c.wire.out_of_seq_request += 1);
     }
 
     /// A request that was executed before (IBTA vol. 1, 9.7.5.1.3): the same answer, no second execution.
     fn duplicate(&mut self, h: Handle<Qp>, w: &mut Wire, p: &Packet<'_>, expected: Psn) {
-        self.count(h, |c| c.wire.duplicate_request += 1);
+        self.objects.count(h, |c| c.wire.duplicate_request += 1);
         let psn = Psn::new(p.psn);
         match p.opcode.op {
             Op::Send(_) | Op::Write(_) => w.resp.ack(expected.advance(0xff_ffff)),
             Op::ReadRequest => {
-                let Some(q) = self.qps.get(h) else { return };
+                let Some(q) = self.objects.qps.get(h) else { return };
                 let now = (q.pd, q.memory, q.srq, q.recv_cq);
                 if !self.aim(h, p.srqn) {
                     return;
                 }
-                let Some(q) = self.qps.get(h) else { return };
+                let Some(q) = self.objects.qps.get(h) else { return };
                 // It must lie in what was asked for before.
                 let inside = psn_count(p.reth.dma_len.into(), q.mtu) <= expected.since(psn);
                 if inside && self.readable(h, p) {
                     self.queue_read(h, w, p, true);
                 }
                 // A message of several packets goes on where it was.
-                if let Some(q) = self.qps.get_mut(h) {
+                if let Some(q) = self.objects.qps.get_mut(h) {
                     (q.pd, q.memory, q.srq, q.recv_cq) = now;
                 }
             }
@@ -283,7 +163,7 @@ impl Rnic {
 
     /// Checks that a packet continues what has begun, and that its length is right for its place.
     fn continues(&self, h: Handle<Qp>, w: &Wire, p: &Packet<'_>, part: Part, is_send: bool) -> Result<(), Refusal> {
-        let mtu = self.qps.get(h).map_or(0, |q| q.mtu as usize);
+        let mtu = self.objects.qps.get(h).map_or(0, |q| q.mtu as usize);
         let right_message = match w.resp.message {
             None => part.begins(),
             Some(Message::Send) => is_send && !part.begins(),
@@ -302,7 +182,7 @@ impl Rnic {
         self.continues(h, w, p, part, true)?;
         let invalidated = (p.opcode.extra == Extra::Invalidate).then_some(p.extra);
         if let Some(key) = invalidated
-            && !self.qps.get(h).is_some_and(|q| self.may_invalidate(q, key))
+            && !self.objects.qps.get(h).is_some_and(|q| self.objects.may_invalidate(q, key))
         {
             return Err(NO_ACCESS);
         }
@@ -313,12 +193,12 @@ impl Rnic {
         let n = p.payload.len() as u64;
         if part.begins() {
             // Nobody knows yet how long a message of several packets is.
-            let room = self.qps.get(h).and_then(|q| q.recv.as_ref()).map_or(0, |r| r.total);
-            let _ = self.stage_receive(h, if part.ends() { n.min(room) } else { room });
+            let room = self.objects.qps.get(h).and_then(|q| q.recv.as_ref()).map_or(0, |r| r.total);
+            let _ = self.objects.stage_receive(self.now, h, if part.ends() { n.min(room) } else { room });
         }
-        let q = self.qps.get(h).ok_or(Refusal::Broken)?;
+        let q = self.objects.qps.get(h).ok_or(Refusal::Broken)?;
         let r = q.recv.as_ref().ok_or(Refusal::Broken)?;
-        let tables = Tables { mrs: &self.mrs, sessions: &self.sessions };
+        let tables = self.objects.memory();
         let to = recv_side(q, r);
         // What each side sees of a receive that does not fit: IBTA vol. 1, 9.7.4.1.6 and 9.9.6.3.
         let refused = if !r.valid {
@@ -355,7 +235,7 @@ impl Rnic {
         if part.ends() {
             w.resp.msn = w.resp.msn.wrapping_add(1);
             if let Some(key) = invalidated {
-                self.invalidate(h, key);
+                self.objects.invalidate(h, key);
             }
             self.finish_recv(h, done);
         }
@@ -372,8 +252,8 @@ impl Rnic {
 
     fn on_write(&mut self, h: Handle<Qp>, w: &mut Wire, p: &Packet<'_>, part: Part) -> Result<u32, Refusal> {
         self.continues(h, w, p, part, false)?;
-        let q = self.qps.get(h).ok_or(Refusal::Broken)?;
-        let tables = Tables { mrs: &self.mrs, sessions: &self.sessions };
+        let q = self.objects.qps.get(h).ok_or(Refusal::Broken)?;
+        let tables = self.objects.memory();
         let (va, rkey, len) = match w.resp.message {
             Some(Message::Write { va, rkey, len }) => (va, rkey, len),
             _ => (p.reth.va, p.reth.rkey, u64::from(p.reth.dma_len)),
@@ -397,8 +277,8 @@ impl Rnic {
         if imm.is_some() {
             self.next_recv(h)?;
         }
-        let q = self.qps.get(h).ok_or(Refusal::Broken)?;
-        let tables = Tables { mrs: &self.mrs, sessions: &self.sessions };
+        let q = self.objects.qps.get(h).ok_or(Refusal::Broken)?;
+        let tables = self.objects.memory();
         let stored = tables.store(remote(q, access::REMOTE_WRITE, rkey, va), got, p.payload);
         self.reached(w, stored)?;
         w.resp.got = got + n;
@@ -409,7 +289,7 @@ impl Rnic {
                 let done = RecvDone { byte_len: len, imm, write: true, solicited: p.solicited, ..RecvDone::of(q) };
                 self.finish_recv(h, done);
             } else {
-                self.count(h, |c| c.received_bytes += len);
+                self.objects.count(h, |c| c.received_bytes += len);
             }
         }
         Ok(1)
@@ -429,20 +309,20 @@ impl Rnic {
 
     /// True if a READ request names memory that may be read.
     fn readable(&self, h: Handle<Qp>, p: &Packet<'_>) -> bool {
-        let Some(q) = self.qps.get(h) else { return false };
-        let tables = Tables { mrs: &self.mrs, sessions: &self.sessions };
+        let Some(q) = self.objects.qps.get(h) else { return false };
+        let tables = self.objects.memory();
         let from = remote(q, access::REMOTE_READ, p.reth.rkey, p.reth.va);
         q.attr.qp_access_flags & access::REMOTE_READ != 0 && tables.allows(from, p.reth.dma_len.into())
     }
 
     fn queue_read(&self, h: Handle<Qp>, w: &mut Wire, p: &Packet<'_>, again: bool) {
-        let Some(of) = self.qps.get(h).map(|q| Reach::of(q, access::REMOTE_READ)) else { return };
+        let Some(of) = self.objects.qps.get(h).map(|q| Reach::of(q, access::REMOTE_READ)) else { return };
         let (va, rkey, len) = (p.reth.va, p.reth.rkey, p.reth.dma_len.into());
         w.resp.push(Answer::Read { psn: Psn::new(p.psn), msn: w.resp.msn, va, rkey, len, done: 0, of, again });
     }
 
     fn on_read(&mut self, h: Handle<Qp>, w: &mut Wire, p: &Packet<'_>) -> Result<u32, Refusal> {
-        let q = self.qps.get(h).ok_or(Refusal::Broken)?;
+        let q = self.objects.qps.get(h).ok_or(Refusal::Broken)?;
         let room = w.resp.reads_waiting() < usize::from(q.attr.max_dest_rd_atomic);
         if w.resp.message.is_some() || !room || u64::from(p.reth.dma_len) > unirdma_formats::MAX_MSG_BYTES {
             return Err(INVALID);
@@ -457,12 +337,12 @@ impl Rnic {
 
     /// The answer to an atomic write or a flush: that of a READ of no bytes (annex A19).
     fn queue_answer(&self, h: Handle<Qp>, w: &mut Wire, psn: Psn, again: bool) {
-        let Some(of) = self.qps.get(h).map(|q| Reach::of(q, access::REMOTE_READ)) else { return };
+        let Some(of) = self.objects.qps.get(h).map(|q| Reach::of(q, access::REMOTE_READ)) else { return };
         w.resp.push(Answer::Read { psn, msn: w.resp.msn, va: 0, rkey: 0, len: 0, done: 0, of, again });
     }
 
     fn on_atomic_write(&mut self, h: Handle<Qp>, w: &mut Wire, p: &Packet<'_>) -> Result<u32, Refusal> {
-        let q = self.qps.get(h).ok_or(Refusal::Broken)?;
+        let q = self.objects.qps.get(h).ok_or(Refusal::Broken)?;
         let room = w.resp.reads_waiting() < usize::from(q.attr.max_dest_rd_atomic);
         let (reth, value) = (p.reth, <[u8; 8]>::try_from(p.payload));
         let Ok(value) = value.map(u64::from_ne_bytes) else { return Err(INVALID) };
@@ -472,21 +352,21 @@ impl Rnic {
         if q.attr.qp_access_flags & access::REMOTE_WRITE == 0 {
             return Err(NO_ACCESS);
         }
-        let tables = Tables { mrs: &self.mrs, sessions: &self.sessions };
+        let tables = self.objects.memory();
         let (at, _) = tables.at(remote(q, access::REMOTE_WRITE, reth.rkey, reth.va), 0, 8).ok_or(NO_ACCESS)?;
         self.reached(w, atomic_u64(at, |_| value))?;
         w.resp.msn = w.resp.msn.wrapping_add(1);
         self.queue_answer(h, w, Psn::new(p.psn), false);
-        self.count(h, |c| c.received_bytes += 8);
+        self.objects.count(h, |c| c.received_bytes += 8);
         Ok(1)
     }
 
     fn on_flush(&mut self, h: Handle<Qp>, w: &mut Wire, p: &Packet<'_>) -> Result<u32, Refusal> {
-        let q = self.qps.get(h).ok_or(Refusal::Broken)?;
+        let q = self.objects.qps.get(h).ok_or(Refusal::Broken)?;
         if w.resp.message.is_some() || w.resp.reads_waiting() >= usize::from(q.attr.max_dest_rd_atomic) {
             return Err(INVALID);
         }
-        let tables = Tables { mrs: &self.mrs, sessions: &self.sessions };
+        let tables = self.objects.memory();
         if !may_flush(&tables, q, p.flush, p.reth.rkey, p.reth.va, p.reth.dma_len.into()) {
             return Err(NO_ACCESS);
         }
@@ -496,7 +376,7 @@ impl Rnic {
     }
 
     fn on_atomic(&mut self, h: Handle<Qp>, w: &mut Wire, p: &Packet<'_>) -> Result<u32, Refusal> {
-        let q = self.qps.get(h).ok_or(Refusal::Broken)?;
+        let q = self.objects.qps.get(h).ok_or(Refusal::Broken)?;
         let room = w.resp.reads_waiting() < usize::from(q.attr.max_dest_rd_atomic);
         let a = p.atomic;
         if w.resp.message.is_some() || !room || a.va % 8 != 0 {
@@ -505,7 +385,7 @@ impl Rnic {
         if q.attr.qp_access_flags & access::REMOTE_ATOMIC == 0 {
             return Err(NO_ACCESS);
         }
-        let tables = Tables { mrs: &self.mrs, sessions: &self.sessions };
+        let tables = self.objects.memory();
         let (at, _) = tables.at(remote(q, access::REMOTE_ATOMIC, a.rkey, a.va), 0, 8).ok_or(NO_ACCESS)?;
         let found = match p.opcode.op {
             Op::CmpSwap => atomic_u64(at, |v| if v == a.compare { a.swap_add } else { v }),
@@ -524,16 +404,16 @@ impl Rnic {
 
     /// Notes that QP `h` has an ACK to send soon; when.
     fn delay_ack(&mut self, h: Handle<Qp>) -> u64 {
-        let due = self.now.saturating_add(ACK_DELAY_NS);
+        let due = self.now.saturating_add(MOMENT_NS);
         self.sched.soon(due, h);
-        self.count(h, |c| c.wire.ack_deferred += 1);
+        self.objects.count(h, |c| c.wire.ack_deferred += 1);
         due
     }
 
     /// Sends the ACK that waits: its QP will not have another turn.
     pub(super) fn send_last_ack(&mut self, h: Handle<Qp>, w: &mut Wire) {
         w.resp.hurry();
-        if matches!(w.resp.answers.front(), Some(Answer::Ack { .. })) && !self.tx.is_full() {
+        if matches!(w.resp.answers.front(), Some(Answer::Ack { .. })) && !self.net.tx.is_full() {
             self.respond(h, w);
         }
     }
@@ -542,7 +422,7 @@ impl Rnic {
     pub(super) fn respond(&mut self, h: Handle<Qp>, w: &mut Wire) -> Option<u64> {
         if w.resp.missed && !w.resp.stall.holds(self.now) {
             w.resp.missed = false;
-            let psn = self.qps.get(h)?.rq_psn;
+            let psn = self.objects.qps.get(h)?.rq_psn;
             w.resp.push(Answer::Nak { psn, msn: w.resp.msn, code: syndrome::NAK_SEQUENCE, fails: None });
         }
         let a = *w.resp.answers.front()?;
@@ -552,8 +432,8 @@ impl Rnic {
         if matches!(a, Answer::Ack { .. }) && w.resp.answers.len() == 1 && self.now < w.resp.ack_due {
             return None;
         }
-        let q = self.qps.get(h)?;
-        let (dest, transport) = (q.attr.dest_qp_num, super::transport_of(q.typ));
+        let q = self.objects.qps.get(h)?;
+        let (dest, transport) = (q.attr.dest_qp_num, transport_of(q.typ));
         let head = |op: Op, psn: Psn, code: u8, msn: u32| {
             let mut p = Packet::new(Opcode { transport, op, extra: Extra::None }, dest, psn.get());
             p.aeth = Aeth { syndrome: code, msn };
@@ -568,24 +448,24 @@ impl Rnic {
                 // A shared receive queue promises nothing to anyone.
                 let posted = q.rings.rq_pending(q.rq_cons).ok().filter(|_| q.srq.is_none() && q.typ != QpType::XrcRecv);
                 let credits = posted.map_or(NO_CREDITS, credit_code);
-                self.tx.push(w.path, &head(Op::Ack, psn, credits, msn), 0, nothing)
+                self.net.tx.push(w.path, &head(Op::Ack, psn, credits, msn), 0, nothing)
             }
             Answer::Nak { psn, msn, code, fails: f } => {
                 fails = f;
-                self.tx.push(w.path, &head(Op::Ack, psn, code, msn), 0, nothing)
+                self.net.tx.push(w.path, &head(Op::Ack, psn, code, msn), 0, nothing)
             }
             Answer::Atomic { psn, msn, value, .. } => {
                 let p = Packet { original: value, ..head(Op::AtomicAck, psn, syndrome::ACK, msn) };
-                self.tx.push(w.path, &p, 0, nothing)
+                self.net.tx.push(w.path, &p, 0, nothing)
             }
             Answer::Read { psn, msn, va, rkey, len, done, of, again } => {
                 let n = (len - done).min(q.mtu.into());
                 let ends = done + n == len;
                 let p = head(Op::ReadResponse(Part::of(done == 0, ends)), psn, syndrome::ACK, msn);
-                let tables = Tables { mrs: &self.mrs, sessions: &self.sessions };
+                let tables = self.objects.memory();
                 let from = Side::Remote { reach: of, qpn: q.qpn, key: rkey, addr: va };
                 bytes = n;
-                let sent = self.tx.push(w.path, &p, n as usize, |to| tables.load(from, done, to));
+                let sent = self.net.tx.push(w.path, &p, n as usize, |to| tables.load(from, done, to));
                 match sent {
                     Ok(()) if !ends => {
                         let next = Answer::Read { psn: psn.advance(1), msn, va, rkey, len, done: done + n, of, again };

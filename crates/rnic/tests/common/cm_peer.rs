@@ -159,5 +159,5 @@ fn lie(cm: &mut Cm, qkey: u32, mad: &[u8; MAD_BYTES]) {
     let crc = icrc(&flow.envelope(), &bytes[start..end]);
     bytes[end..].copy_from_slice(&crc.to_le_bytes());
     let now = cm.net.now;
-    cm.net.rnic(0).handle_encapsulated(now, host(1), 0, &bytes);
+    cm.net.rnic(0).handle_packet(now, &unirdma_rnic::Arrival::inside(host(1), 0), &bytes);
 }

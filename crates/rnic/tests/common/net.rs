@@ -57,7 +57,7 @@ pub fn host(i: usize) -> IpAddr {
 
 /// Where a packet from `from` came in.
 pub fn arrival(from: IpAddr) -> Arrival {
-    Arrival { from, port: ROCE_PORT, to: host(0), congested: false }
+    Arrival { from, port: ROCE_PORT, to: host(0), congested: false, group: None }
 }
 
 /// GID of end `i`.
@@ -114,7 +114,8 @@ impl Net {
     /// The RNIC of an end.
     pub fn rnic(&mut self, end: usize) -> &mut Rnic {
         let h = self.host_of(end);
-        &mut self.rnics[h]
+        let now = self.now;
+        self.rnics[h].at(now)
     }
 
     /// Takes end `a` from RESET to RTS, connected to `b`.
@@ -188,7 +189,7 @@ impl Net {
         let rnic = &mut self.rnics[f.to];
         if f.outer > 0 {
             let before = rnic.wire_drops().bad_icrc;
-            rnic.handle_encapsulated(self.now, host(f.from), 0, &f.bytes[VXLAN_BYTES + ETH_BYTES..]);
+            rnic.handle_packet(self.now, &Arrival::inside(host(f.from), 0), &f.bytes[VXLAN_BYTES + ETH_BYTES..]);
             self.caught += rnic.wire_drops().bad_icrc - before;
             return;
         }

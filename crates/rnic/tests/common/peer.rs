@@ -60,7 +60,7 @@ pub fn lying_peer(data: &[u8]) {
                 let n = usize::from(input.byte());
                 let raw = &input.0[..n.min(input.0.len())];
                 net.rnics[0].handle_packet(net.now, &arrival(host(1)), raw);
-                net.rnics[0].handle_encapsulated(net.now, host(1), 0, raw);
+                net.rnics[0].handle_packet(net.now, &unirdma_rnic::Arrival::inside(host(1), 0), raw);
                 input.0 = &input.0[raw.len()..];
             }
             _ => packet(&mut net, end, &mut input, &payload),

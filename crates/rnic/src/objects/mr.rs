@@ -4,7 +4,8 @@ use std::sync::Arc;
 
 use unirdma_mem::{Bell, Loc, ProcMem, Span};
 
-use crate::objects::{Pd, SessionId};
+use super::queues::Pd;
+use super::session::SessionId;
 use crate::random::Rng;
 use crate::slab::{ByNumber, Handle, Slab};
 

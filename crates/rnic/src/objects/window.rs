@@ -1,44 +1,17 @@
 //! Memory windows (IBTA vol. 1, 10.6.7): grants of part of an MR that work requests make and take back.
 
-use unirdma_abi::Status;
 use unirdma_formats::{WcStatus, WrOpcode, access};
 use unirdma_mem::Span;
 
-use crate::mr::{Backing, Mr, Window};
-use crate::objects::{Qp, SessionId, Work};
-use crate::rnic::Rnic;
+use super::Objects;
+use super::mr::{Backing, Mr, Window};
+use super::qp::Qp;
+use super::work::Work;
 use crate::slab::Handle;
 
-impl Rnic {
-    /// ALLOC_MW, of type 1 or 2. Returns (handle, rkey).
-    ///
-    /// # Errors
-    /// `BadValue` for another type, `BadHandle`, `Exhausted`.
-    pub fn alloc_mw(&mut self, s: SessionId, pd: u32, typ: u32) -> Result<(u32, u32), Status> {
-        let pd = self.own_pd(s, pd)?;
-        let second = match typ {
-            1 => false,
-            2 => true,
-            _ => return Err(Status::BadValue),
-        };
-        self.quota(s, |u| u.mrs, |l| l.max_mr)?;
-        let window = Some(Window { second, parent: None, qpn: 0 });
-        self.insert_mr(Mr { window, ..Mr::empty(s, pd) })
-    }
-
-    /// DEALLOC_MW: it grants nothing any more.
-    ///
-    /// # Errors
-    /// `BadHandle` if the session has no such window.
-    pub fn dealloc_mw(&mut self, s: SessionId, mw: u32) -> Result<(), Status> {
-        let (h, _) = self.own_mr(s, mw).ok().filter(|m| m.1.window.is_some()).ok_or(Status::BadHandle)?;
-        self.unbind(h);
-        self.remove_mr(h);
-        Ok(())
-    }
-
+impl Objects {
     /// A window grants nothing any more.
-    pub(crate) fn unbind(&mut self, mw: Handle<Mr>) {
+    pub fn unbind(&mut self, mw: Handle<Mr>) {
         let Some(m) = self.mrs.get_mut(mw) else { return };
         let Some(w) = &mut m.window else { return };
         let parent = w.parent.take();
@@ -52,7 +25,7 @@ impl Rnic {
     }
 
     /// Executes a request that stays at its requester.
-    pub(crate) fn execute_local(&mut self, h: Handle<Qp>, w: &Work) -> WcStatus {
+    pub fn execute_local(&mut self, h: Handle<Qp>, w: &Work) -> WcStatus {
         let Some(q) = self.qps.get(h) else { return WcStatus::FatalErr };
         let done = match WrOpcode::from_raw(w.wqe.opcode.into()) {
             Some(WrOpcode::BindMw) => self.bind(h, w),
@@ -76,12 +49,12 @@ impl Rnic {
     }
 
     /// True if a peer of QP `q` may take back the grant of the window with this key.
-    pub(crate) fn may_invalidate(&self, q: &Qp, key: u32) -> bool {
+    pub fn may_invalidate(&self, q: &Qp, key: u32) -> bool {
         self.window_of(q, key).is_some()
     }
 
     /// The peer of QP `h` takes the grant of a window back.
-    pub(crate) fn invalidate(&mut self, h: Handle<Qp>, key: u32) {
+    pub fn invalidate(&mut self, h: Handle<Qp>, key: u32) {
         if let Some(mw) = self.qps.get(h).and_then(|q| self.window_of(q, key)) {
             self.unbind(mw);
         }

@@ -1,23 +1,13 @@
-//! The stage of a session: memory where messages wait for their receiver.
-//!
-//! A receive into memory of the way *copy* would cost system calls here. If the session has a stage, the message is put there
-//! instead, with the addresses where it belongs, and the driver places it when the program polls the completion. A message that
-//! finds no room goes through the process's memory as before.
+//! The stage of a session, as an allocator: memory where messages wait for their receiver.
 
 use std::collections::VecDeque;
 use std::sync::atomic::Ordering;
 
 use unirdma_abi as abi;
-use unirdma_abi::Status;
-use unirdma_formats::access;
 use unirdma_mem::Span;
 use zerocopy::IntoBytes;
 
-use crate::access::Tables;
-use crate::mr::Backing;
-use crate::objects::{Qp, SessionId};
-use crate::rnic::Rnic;
-use crate::slab::Handle;
+use super::session::SessionId;
 
 /// Records that are looked at for each new one, whether the driver has given them back.
 const LOOKS: usize = 4;
@@ -160,13 +150,13 @@ impl Stage {
     }
 
     /// True if a message of this length had better wait for room.
-    fn is_worth_waiting(&self, now: u64, bytes: u64) -> bool {
+    pub fn is_worth_waiting(&self, now: u64, bytes: u64) -> bool {
         let fits = bytes >= LONG_BYTES && bytes <= self.span.len() as u64 / 2;
         fits && self.released_at.is_some_and(|at| now.saturating_sub(at) < WAIT_NS)
     }
 
     /// A message was shorter than the room that was taken for it.
-    fn trim(&mut self, s: &Staged, bytes: u64) {
+    pub fn trim(&mut self, s: &Staged, bytes: u64) {
         let first = s.record / abi::STAGE_GRANULE as u32;
         let keep = (s.data - u64::from(s.record) + bytes).div_ceil(abi::STAGE_GRANULE as u64) as u32;
         let Some(i) = self.given.iter().rposition(|r| r.0 == first) else { return };
@@ -181,106 +171,8 @@ impl Stage {
     }
 
     /// Gives a record back that no completion names.
-    fn give_back(&self, record: u32) {
+    pub fn give_back(&self, record: u32) {
         self.span.store32(record as usize, 0, Ordering::Release);
-    }
-}
-
-impl Rnic {
-    /// SET_STAGE, once.
-    ///
-    /// # Errors
-    /// `BadAddress` for a window that cannot be one, `BadState` if there is one.
-    pub fn set_stage(&mut self, s: SessionId, span: Span) -> Result<(), Status> {
-        let session = self.sessions.get_mut(s.0).ok_or(Status::BadHandle)?;
-        if session.stage.is_some() {
-            return Err(Status::BadState);
-        }
-        session.stage = Some(Stage::new(span).ok_or(Status::BadAddress)?);
-        Ok(())
-    }
-
-    /// Lets a message of at most `bytes` for the receive that QP `h` has taken go through the stage, if it has one, room, and
-    /// all of the receive lies in the process's memory. False if it finds no room and had better wait a moment.
-    pub(crate) fn stage_receive(&mut self, h: Handle<Qp>, bytes: u64) -> bool {
-        let Some(q) = self.qps.get(h) else { return true };
-        let Some(r) = &q.recv else { return true };
-        if let Some(s) = r.staged {
-            // A message that was broken off has left its receive, and the record, to this one.
-            if s.owner == q.memory && s.room >= bytes {
-                return true;
-            }
-            self.unstage(h);
-            return self.stage_receive(h, bytes);
-        }
-        let Some(session) = self.sessions.get(q.memory.0) else { return true };
-        if session.stage.is_none() || bytes == 0 {
-            return true;
-        }
-        let mut places = [abi::StagePlace::default(); abi::MAX_SGE as usize];
-        let n = self.places(q, &r.sges[..r.num_sge], &mut places);
-        let owner = q.memory;
-        let (Some(n), Some(session)) = (n, self.sessions.get_mut(owner.0)) else { return true };
-        let Some(stage) = &mut session.stage else { return true };
-        let Some(staged) = stage.take(self.now, owner, &places[..n], bytes) else {
-            return !stage.is_worth_waiting(self.now, bytes);
-        };
-        if let Some(r) = self.qps.get_mut(h).and_then(|q| q.recv.as_mut()) {
-            r.staged = Some(staged);
-        }
-        true
-    }
-
-    /// Where in the process the ranges of a receive lie; how many there are. `None` if not all lie there, or one is refused.
-    fn places(&self, q: &Qp, sges: &[abi::Sge], out: &mut [abi::StagePlace]) -> Option<usize> {
-        let mut n = 0;
-        for s in sges.iter().filter(|s| s.length > 0) {
-            let mr = self.mrs.by_key(s.lkey).filter(|m| m.window.is_none() && m.owner == q.memory)?;
-            let Backing::Process(_, base) = &mr.backing else { return None };
-            if !mr.grants(q.pd, access::LOCAL_WRITE | access::STAGE, s.addr, s.length.into()) {
-                return None;
-            }
-            let addr = base.wrapping_add(s.addr - mr.iova);
-            *out.get_mut(n)? = abi::StagePlace { addr, length: s.length, lkey: s.lkey };
-            n += 1;
-        }
-        Some(n)
-    }
-
-    /// The message of QP `h`'s receive does not go through the stage, or will not be completed.
-    pub(crate) fn unstage(&mut self, h: Handle<Qp>) {
-        let Some(q) = self.qps.get_mut(h) else { return };
-        let Some(s) = q.recv.as_mut().and_then(|r| r.staged.take()) else { return };
-        self.give_stage_back(s.owner, s.record);
-    }
-
-    pub(crate) fn give_stage_back(&self, s: SessionId, record: u32) {
-        if let Some(stage) = self.sessions.get(s.0).and_then(|s| s.stage.as_ref()) {
-            stage.give_back(record);
-        }
-    }
-
-    /// The record of a receive that completes with `bytes`, as its completion names it; 0 if it has none.
-    pub(crate) fn finish_stage(&mut self, h: Handle<Qp>, placed: bool, bytes: u64) -> u32 {
-        let Some(q) = self.qps.get_mut(h) else { return 0 };
-        let Some(s) = q.recv.as_mut().and_then(|r| r.staged.take()) else { return 0 };
-        if !placed {
-            self.give_stage_back(s.owner, s.record);
-            return 0;
-        }
-        if bytes < s.room
-            && let Some(stage) = self.sessions.get_mut(s.owner.0).and_then(|s| s.stage.as_mut())
-        {
-            stage.trim(&s, bytes);
-        }
-        s.record
-    }
-}
-
-impl<'a> Tables<'a> {
-    /// The stage of a session.
-    pub fn stage(&self, session: SessionId) -> Option<&'a Span> {
-        self.sessions.get(session.0)?.stage.as_ref().map(Stage::span)
     }
 }
 

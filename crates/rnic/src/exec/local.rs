@@ -11,12 +11,13 @@ use unirdma_formats::{
 };
 use unirdma_mem::{Fault, atomic_u64};
 
-use crate::access::{Tables, list, local_side, may_flush, recv_side, remote_access, remote_side};
+use super::receive::{NoRecv, RecvDone};
+use super::wqe::load;
+use crate::access::{list, local_side, may_flush, recv_side, remote_access, remote_side};
+use crate::core::{Core, OP_NS, copy_ns};
 use crate::job::Made;
-use crate::objects::{Counters, Qp, Wait, Work};
-use crate::rnic::{OP_NS, Rnic, copy_ns};
+use crate::objects::{Qp, Wait, Work};
 use crate::slab::Handle;
-use crate::wqe::{NoRecv, RecvDone, load};
 
 /// Most bytes that a job moves. Then keys are looked up again.
 const SLICE: u64 = 128 << 10;
@@ -61,67 +62,13 @@ enum Refusal {
 const NO_ACCESS: Refusal = Refusal::Request(WcStatus::RemAccessErr, AsyncEvent::QpAccessErr);
 const BAD_RECV: Refusal = Refusal::Receive { responder: WcStatus::LocProtErr, requester: WcStatus::RemOpErr };
 
-impl Rnic {
-    /// Gives QP `h` a turn of about `allowance` nanoseconds; returns what it takes, roughly, and whether there is more to do.
-    pub(crate) fn step(&mut self, h: Handle<Qp>, allowance: u64) -> (u64, bool) {
-        let mut cost = 0;
-        if let Some(q) = self.qps.get_mut(h).filter(|q| !q.backlog.is_empty()) {
-            q.backlog.has_turn();
-            self.drain_backlog(h);
-        }
-        while cost < allowance {
-            let Some(q) = self.qps.get(h) else { return (cost, false) };
-            if q.broken || q.wait != Wait::No {
-                return (cost, false);
-            }
-            if q.wire.is_some() && matches!(q.state, QpState::Rtr | QpState::Rts | QpState::Sqd) {
-                let (c, again) = self.wire_step(h, allowance);
-                if self.qps.get(h).is_some_and(|q| q.state == QpState::Sqd && !q.is_sending()) {
-                    self.drained(h);
-                }
-                return (c, again);
-            }
-            match q.state {
-                // A job fills its receive.
-                QpState::Err if q.served_by > 0 => return (cost, false),
-                QpState::Err | QpState::Sqe => {
-                    if !self.flush_one(h) {
-                        return (cost, false);
-                    }
-                    cost += OP_NS;
-                }
-                QpState::Rts => match self.execute(h) {
-                    Some(c) => cost += c,
-                    None => return (cost, false),
-                },
-                QpState::Sqd if q.busy => match self.execute(h) {
-                    Some(c) => cost += c,
-                    None => return (cost, false),
-                },
-                QpState::Sqd => {
-                    self.drained(h);
-                    return (cost, false);
-                }
-                _ => return (cost, false),
-            }
-        }
-        (cost, true)
-    }
-
-    fn drained(&mut self, h: Handle<Qp>) {
-        let Some(q) = self.qps.get_mut(h) else { return };
-        if std::mem::take(&mut q.attr.en_sqd_async_notify) != 0 {
-            let (owner, qpn) = (q.owner, q.qpn);
-            self.emit(owner, AsyncEvent::SqDrained, qpn);
-        }
-    }
-
+impl Core {
     /// Executes one slice of the WQE at the head of the SQ; what that takes, roughly, nanoseconds, or `None` if there is nothing to do.
-    fn execute(&mut self, h: Handle<Qp>) -> Option<u64> {
+    pub(crate) fn execute(&mut self, h: Handle<Qp>) -> Option<u64> {
         if !self.may_send(h) {
             return None;
         }
-        let q = self.qps.get_mut(h)?;
+        let q = self.objects.qps.get_mut(h)?;
         let mut work = q.work.take()?;
         let mut status = None;
         if !q.busy {
@@ -144,7 +91,7 @@ impl Rnic {
         let local = WrOpcode::from_raw(work.wqe.opcode.into()).is_some_and(WrOpcode::is_local);
         let outcome = match status {
             Some(s) => Outcome::Failed(s),
-            None if local => match self.execute_local(h, &work) {
+            None if local => match self.objects.execute_local(h, &work) {
                 WcStatus::Success => Outcome::Done,
                 s => Outcome::Failed(s),
             },
@@ -170,14 +117,14 @@ impl Rnic {
                 self.fail_requester(h);
             }
         }
-        if let Some(q) = self.qps.get_mut(h) {
+        if let Some(q) = self.objects.qps.get_mut(h) {
             q.work = Some(work);
         }
     }
 
     /// What a requester checks of a request before it leaves: length, local keys, initiator depth.
     pub(crate) fn check_local(&self, q: &Qp, w: &Work, op: WrOpcode) -> Result<(), WcStatus> {
-        let tables = Tables { mrs: &self.mrs, sessions: &self.sessions };
+        let tables = self.objects.memory();
         if w.total > MAX_MSG_BYTES {
             return Err(WcStatus::LocLenErr);
         }
@@ -192,12 +139,12 @@ impl Rnic {
 
     /// Checks a request at both ends and, if the peer is ready for it, executes its first slice.
     fn begin(&mut self, h: Handle<Qp>, w: &mut Work) -> Outcome {
-        let Some(q) = self.qps.get(h) else { return Outcome::Failed(WcStatus::FatalErr) };
+        let Some(q) = self.objects.qps.get(h) else { return Outcome::Failed(WcStatus::FatalErr) };
         let Some(op) = WrOpcode::from_raw(w.wqe.opcode.into()) else { return Outcome::Failed(WcStatus::LocQpOpErr) };
         if let Err(status) = self.check_local(q, w, op) {
             return Outcome::Failed(status);
         }
-        let Some(ph) = self.answering_peer(h) else { return self.no_answer(h, w) };
+        let Some(ph) = self.objects.answering_peer(h) else { return self.no_answer(h, w) };
         if let Err(refusal) = self.check_remote(ph, w, op) {
             return self.refused(h, ph, w, refusal);
         }
@@ -211,8 +158,8 @@ impl Rnic {
         if !self.aim(ph, w.wqe.dest_qpn) {
             return Err(Refusal::Request(WcStatus::RemInvReqErr, AsyncEvent::QpReqErr));
         }
-        let p = self.qps.get(ph).ok_or(Refusal::Silent)?;
-        let tables = Tables { mrs: &self.mrs, sessions: &self.sessions };
+        let p = self.objects.qps.get(ph).ok_or(Refusal::Silent)?;
+        let tables = self.objects.memory();
         let need = remote_access(op);
         if op == WrOpcode::Flush {
             let (word, key, addr, len) = (w.wqe.imm, w.wqe.rkey, w.wqe.remote_addr, w.wqe.compare_add);
@@ -232,7 +179,7 @@ impl Rnic {
         if !op.consumes_recv() {
             return Ok(());
         }
-        if op == WrOpcode::SendInv && !self.may_invalidate(p, w.wqe.imm) {
+        if op == WrOpcode::SendInv && !self.objects.may_invalidate(p, w.wqe.imm) {
             return Err(NO_ACCESS);
         }
         match self.take_recv(ph) {
@@ -243,8 +190,8 @@ impl Rnic {
                 return Err(Refusal::Silent);
             }
         }
-        let p = self.qps.get(ph).ok_or(Refusal::Silent)?;
-        let tables = Tables { mrs: &self.mrs, sessions: &self.sessions };
+        let p = self.objects.qps.get(ph).ok_or(Refusal::Silent)?;
+        let tables = self.objects.memory();
         let recv = p.recv.as_ref().ok_or(Refusal::Silent)?;
         let is_send = op != WrOpcode::WriteImm;
         // IBTA vol. 1, 9.7.4.1.6 and 9.9.6.3: what each side sees of a receive that does not fit.
@@ -255,7 +202,7 @@ impl Rnic {
         } else if is_send && !tables.allows(list(p, &recv.sges[..recv.num_sge], access::LOCAL_WRITE), w.total) {
             Err(BAD_RECV)
         } else {
-            if is_send && !self.stage_receive(ph, w.total) { Err(Refusal::Full) } else { Ok(()) }
+            if is_send && !self.objects.stage_receive(self.now, ph, w.total) { Err(Refusal::Full) } else { Ok(()) }
         }
     }
 
@@ -263,7 +210,7 @@ impl Rnic {
     fn syndrome(&self, ph: Handle<Qp>, refusal: &Refusal) -> Option<u8> {
         Some(match refusal {
             Refusal::Silent | Refusal::Full => return None,
-            Refusal::NotReady => syndrome::RNR_NAK | self.qps.get(ph)?.attr.min_rnr_timer,
+            Refusal::NotReady => syndrome::RNR_NAK | self.objects.qps.get(ph)?.attr.min_rnr_timer,
             Refusal::Request(WcStatus::RemAccessErr, _) => syndrome::NAK_ACCESS,
             Refusal::Receive { requester: WcStatus::RemOpErr, .. } => syndrome::NAK_OPERATION,
             _ => syndrome::NAK_INVALID,
@@ -272,7 +219,7 @@ impl Rnic {
 
     /// What a responder's refusal means to the two ends.
     fn refused(&mut self, h: Handle<Qp>, ph: Handle<Qp>, w: &mut Work, refusal: Refusal) -> Outcome {
-        let reliable = self.qps.get(h).is_some_and(|q| q.typ.is_reliable());
+        let reliable = self.objects.qps.get(h).is_some_and(|q| q.typ.is_reliable());
         if self.tap.is_some()
             && let (Some(op), Some(code)) = (WrOpcode::from_raw(w.wqe.opcode.into()), self.syndrome(ph, &refusal))
         {
@@ -293,7 +240,7 @@ impl Rnic {
             }
             // An unreliable responder drops what it cannot take, and the requester never hears of it (IBTA vol. 1, 9.8.3).
             _ => {
-                self.count_dropped(ph);
+                self.objects.count_dropped(ph);
                 Outcome::Done
             }
         }
@@ -302,9 +249,11 @@ impl Rnic {
     /// Moves the next slice of a request that has begun, or lets a job move it.
     fn slice(&mut self, h: Handle<Qp>, w: &mut Work) -> Outcome {
         let Some(op) = WrOpcode::from_raw(w.wqe.opcode.into()) else { return Outcome::Failed(WcStatus::FatalErr) };
-        let Some(ph) = self.answering_peer(h) else { return self.no_answer(h, w) };
-        let (Some(q), Some(p)) = (self.qps.get(h), self.qps.get(ph)) else { return self.no_answer(h, w) };
-        let tables = Tables { mrs: &self.mrs, sessions: &self.sessions };
+        let Some(ph) = self.objects.answering_peer(h) else { return self.no_answer(h, w) };
+        let (Some(q), Some(p)) = (self.objects.qps.get(h), self.objects.qps.get(ph)) else {
+            return self.no_answer(h, w);
+        };
+        let tables = self.objects.memory();
         let local = local_side(q, w, op);
         let left = w.total - w.done;
         let (from, to) = match op {
@@ -328,8 +277,8 @@ impl Rnic {
             let ends = [(from, f.0, f.1), (to, t.0, t.1)];
             return match self.jobs.make(&tables, [h, ph], ends, w.done, left.min(SLICE)) {
                 Made::Job(number) => {
-                    self.qps.get_mut(ph).into_iter().for_each(|p| p.served_by += 1);
-                    self.qps.get_mut(h).into_iter().for_each(|q| q.wait = Wait::Job(number));
+                    self.objects.qps.get_mut(ph).into_iter().for_each(|p| p.served_by += 1);
+                    self.objects.qps.get_mut(h).into_iter().for_each(|q| q.wait = Wait::Job(number));
                     Outcome::Copies
                 }
                 Made::Slow if self.waits_for_memory(h, w) => Outcome::Waits,
@@ -380,23 +329,23 @@ impl Rnic {
         if w.done < w.total {
             return Outcome::Progress;
         }
-        let Some(mtu) = self.qps.get(h).map(|q| q.mtu) else { return Outcome::Done };
+        let Some(mtu) = self.objects.qps.get(h).map(|q| q.mtu) else { return Outcome::Done };
         let packets = psn_count(w.total, mtu);
         if op == WrOpcode::SendInv {
-            self.invalidate(ph, w.wqe.imm);
+            self.objects.invalidate(ph, w.wqe.imm);
         }
         if op.consumes_recv() {
             self.finish_local(ph, h, w, WcStatus::Success);
         } else if op != WrOpcode::Read {
-            self.count(ph, |c| c.received_bytes += w.total);
+            self.objects.count(ph, |c| c.received_bytes += w.total);
         }
         if self.tap.is_some() {
             self.tap_request(h, w, op, syndrome::ACK);
         }
-        let Some(q) = self.qps.get_mut(h) else { return Outcome::Done };
+        let Some(q) = self.objects.qps.get_mut(h) else { return Outcome::Done };
         q.sq_psn = q.sq_psn.advance(packets);
         let psn = q.sq_psn;
-        if let Some(p) = self.qps.get_mut(ph) {
+        if let Some(p) = self.objects.qps.get_mut(ph) {
             p.rq_psn = psn;
         }
         Outcome::Done
@@ -405,12 +354,12 @@ impl Rnic {
     /// Job `number` has copied `bytes` for a request of QP `h`, or not.
     pub(crate) fn copied(&mut self, [h, peer]: [Handle<Qp>; 2], number: u64, bytes: u64, result: Result<(), Fault>) {
         // If the QP has been reset meanwhile, what it did then is over.
-        let Some(q) = self.qps.get_mut(h).filter(|q| q.wait == Wait::Job(number)) else { return };
+        let Some(q) = self.objects.qps.get_mut(h).filter(|q| q.wait == Wait::Job(number)) else { return };
         q.wait = Wait::No;
         let goes_on = matches!(q.state, QpState::Rts | QpState::Sqd);
         let work = if goes_on { q.work.take() } else { None };
         if let Some(mut w) = work {
-            let outcome = match self.answering_peer(h) {
+            let outcome = match self.objects.answering_peer(h) {
                 Some(ph) if ph == peer => self.moved(h, ph, &mut w, bytes, result),
                 _ => self.no_answer(h, &mut w),
             };
@@ -420,34 +369,9 @@ impl Rnic {
         self.make_runnable(h);
     }
 
-    /// The peer QP, if it would answer: connected to us, able to receive, at our PSN, and both have a link.
-    fn answering_peer(&mut self, h: Handle<Qp>) -> Option<Handle<Qp>> {
-        let q = self.qps.get(h).filter(|q| q.linked)?;
-        let (dest, vnic) = (q.attr.dest_qp_num, q.peer_vnic?);
-        let cached = q.peer.filter(|&p| self.qps.get(p).is_some_and(|p| p.qpn == dest));
-        let ph = match cached {
-            Some(p) => p,
-            None => *self.qpns.get(&dest)?,
-        };
-        let p = self.qps.get(ph)?;
-        let connected =
-            p.vnic == vnic && p.attr.dest_qp_num == q.qpn && p.peer_vnic == Some(q.vnic) && p.typ == q.typ.peer();
-        // An unreliable responder takes any PSN where a message begins.
-        let in_sequence = p.rq_psn == q.sq_psn || !q.typ.is_reliable();
-        if !(p.receives() && connected && in_sequence) {
-            return None;
-        }
-        if cached.is_none()
-            && let Some(q) = self.qps.get_mut(h)
-        {
-            q.peer = Some(ph);
-        }
-        Some(ph)
-    }
-
     /// The peer is silent: `retry_cnt` more tries, one each ACK timeout (IBTA vol. 1, 9.9.2.1.1).
     fn no_answer(&mut self, h: Handle<Qp>, w: &mut Work) -> Outcome {
-        let Some(q) = self.qps.get_mut(h) else { return Outcome::Failed(WcStatus::RetryExcErr) };
+        let Some(q) = self.objects.qps.get_mut(h) else { return Outcome::Failed(WcStatus::RetryExcErr) };
         if !q.typ.is_reliable() {
             return Outcome::Done;
         }
@@ -470,18 +394,18 @@ impl Rnic {
         if w.rnr_left < 7 {
             w.rnr_left -= 1;
         }
-        let delay = self.qps.get(ph).map_or(0, |p| rnr_timer_ns(p.attr.min_rnr_timer));
-        if let Some(q) = self.qps.get_mut(h) {
+        let delay = self.objects.qps.get(ph).map_or(0, |p| rnr_timer_ns(p.attr.min_rnr_timer));
+        if let Some(q) = self.objects.qps.get_mut(h) {
             q.wait = Wait::Rnr;
         }
         self.arm_timer(h, delay);
-        self.count(h, |c| c.rnr_waits += 1);
+        self.objects.count(h, |c| c.rnr_waits += 1);
         Outcome::Waits
     }
 
     /// There is no room for a request of QP `h` now: it is tried again in a moment.
     fn waits_for_room(&mut self, h: Handle<Qp>) -> Outcome {
-        if let Some(q) = self.qps.get_mut(h) {
+        if let Some(q) = self.objects.qps.get_mut(h) {
             q.wait = Wait::Memory;
         }
         self.arm_timer(h, FULL_NS);
@@ -491,44 +415,16 @@ impl Rnic {
     /// Memory that request `w` needs moves: it is tried again in a moment. False if it has waited long enough.
     pub(crate) fn waits_for_memory(&mut self, h: Handle<Qp>, w: &mut Work) -> bool {
         let Some(delay) = w.stall.again(self.now) else { return false };
-        if let Some(q) = self.qps.get_mut(h) {
+        if let Some(q) = self.objects.qps.get_mut(h) {
             q.wait = Wait::Memory;
         }
         self.arm_timer(h, delay);
         true
     }
 
-    /// A wait of QP `h` is over.
-    pub(crate) fn on_timer(&mut self, h: Handle<Qp>) {
-        let Some(q) = self.qps.get_mut(h) else { return };
-        if q.wire.is_some() {
-            return self.on_wire_timer(h);
-        }
-        let was = std::mem::replace(&mut q.wait, Wait::No);
-        if was == Wait::Ack {
-            let answers = self.answering_peer(h).is_some();
-            self.count(h, |c| c.timeouts += 1);
-            let Some(q) = self.qps.get_mut(h) else { return };
-            let Some(mut w) = q.work.take() else { return };
-            let exhausted = !answers && w.retries_left == 0;
-            if answers {
-                w.retries_left = q.attr.retry_cnt;
-            } else {
-                w.retries_left = w.retries_left.saturating_sub(1);
-            }
-            if exhausted {
-                self.retire(h, &w, WcStatus::RetryExcErr);
-                self.fail_qp(h, None);
-            }
-            if let Some(q) = self.qps.get_mut(h) {
-                q.work = Some(w);
-            }
-        }
-        self.make_runnable(h);
-    }
     /// Completes the receive that QP `ph` has under way for request `w` of QP `h` on this host.
     fn finish_local(&mut self, ph: Handle<Qp>, h: Handle<Qp>, w: &Work, status: WcStatus) {
-        let src_qp = self.qps.get(h).map_or(0, |q| q.qpn);
+        let src_qp = self.objects.qps.get(h).map_or(0, |q| q.qpn);
         let op = WrOpcode::from_raw(w.wqe.opcode.into());
         let done = RecvDone {
             status,
@@ -543,34 +439,32 @@ impl Rnic {
         self.finish_recv(ph, done);
     }
 
-    /// A ring index jumped: the QP is lost, its sender hears of it, nobody else does.
-    pub(crate) fn break_qp(&mut self, h: Handle<Qp>) {
-        if let Some(q) = self.qps.get_mut(h) {
-            q.broken = true;
-            q.busy = false;
+    /// A wait of QP `h` is over.
+    pub(crate) fn on_timer(&mut self, h: Handle<Qp>) {
+        let Some(q) = self.objects.qps.get_mut(h) else { return };
+        if q.wire.is_some() {
+            return self.on_wire_timer(h);
         }
-        self.fail_qp(h, Some(AsyncEvent::QpFatal));
-    }
-
-    pub(crate) fn establish(&mut self, ph: Handle<Qp>) {
-        let Some(p) = self.qps.get_mut(ph) else { return };
-        if p.state == QpState::Rtr && !std::mem::replace(&mut p.established, true) {
-            let (owner, qpn) = (p.owner, p.qpn);
-            self.emit(owner, AsyncEvent::CommEst, qpn);
+        let was = std::mem::replace(&mut q.wait, Wait::No);
+        if was == Wait::Ack {
+            let answers = self.objects.answering_peer(h).is_some();
+            self.objects.count(h, |c| c.timeouts += 1);
+            let Some(q) = self.objects.qps.get_mut(h) else { return };
+            let Some(mut w) = q.work.take() else { return };
+            let exhausted = !answers && w.retries_left == 0;
+            if answers {
+                w.retries_left = q.attr.retry_cnt;
+            } else {
+                w.retries_left = w.retries_left.saturating_sub(1);
+            }
+            if exhausted {
+                self.retire(h, &w, WcStatus::RetryExcErr);
+                self.fail_qp(h, None);
+            }
+            if let Some(q) = self.objects.qps.get_mut(h) {
+                q.work = Some(w);
+            }
         }
-    }
-
-    /// A message for unreliable QP `h` was dropped.
-    pub(crate) fn count_dropped(&mut self, h: Handle<Qp>) {
-        self.count(h, |c| c.dropped += 1);
-    }
-
-    /// Counts something for a QP and its vRNIC.
-    pub(crate) fn count(&mut self, h: Handle<Qp>, f: impl Fn(&mut Counters)) {
-        let Some(q) = self.qps.get_mut(h) else { return };
-        f(&mut q.counters);
-        if let Some(v) = self.vnics.get_mut(q.vnic.0) {
-            f(&mut v.counters);
-        }
+        self.make_runnable(h);
     }
 }

@@ -1,0 +1,174 @@
+//! Packets that come in: whose they are. What is nobody's is counted by reason.
+
+use unirdma_formats::cm::GSI_QPN;
+use unirdma_formats::net::Flow;
+use unirdma_formats::wire::{DEFAULT_PKEY, ICRC_BYTES, Packet, ROCE_PORT, Transport, icrc};
+use unirdma_formats::{Gid, QpType};
+
+use crate::core::{Core, OP_NS, copy_ns};
+use crate::multicast::MULTICAST_QPN;
+use crate::objects::{Qp, VnicId};
+use crate::path::{Arrival, Path};
+use crate::slab::Handle;
+
+/// A packet for the general services (QP 1), which connection management has.
+pub(crate) struct Mail<'a> {
+    pub packet: Packet<'a>,
+    /// Who sends it.
+    pub from: Gid,
+    /// Whom it is for; `None` if only its contents say, as those from plain devices do.
+    pub to: Option<(VnicId, Gid)>,
+}
+
+impl Core {
+    /// A packet came in: from the BTH up to the ICRC, which the port has checked, or with its inner IP header if it came inside
+    /// VXLAN. Returns what is connection management's.
+    pub(crate) fn receive<'a>(&mut self, a: &Arrival, bytes: &'a [u8]) -> Option<Mail<'a>> {
+        match a.group {
+            None => self.receive_plain(a, bytes),
+            Some(group) => self.receive_encapsulated(a, group, bytes),
+        }
+    }
+
+    fn receive_plain<'a>(&mut self, a: &Arrival, bytes: &'a [u8]) -> Option<Mail<'a>> {
+        let p = self.parse(bytes)?;
+        if a.to.is_multicast() {
+            self.on_multicast(a, &p);
+            return None;
+        }
+        if p.dest_qp == GSI_QPN {
+            return Some(Mail { packet: p, from: Gid::from_ip(a.from), to: None });
+        }
+        let h = self.find_qp(&p)?;
+        match self.objects.qps.get(h)?.typ {
+            QpType::Ud => self.on_foreign_datagram(h, a, &p, bytes),
+            _ => self.on_connected(h, a, &p, bytes),
+        }
+        None
+    }
+
+    /// A packet for QP `h`, which may be connected.
+    fn on_connected(&mut self, h: Handle<Qp>, a: &Arrival, p: &Packet<'_>, bytes: &[u8]) {
+        let Some(q) = self.objects.qps.get(h) else { return };
+        let Some(wire) = &q.wire else {
+            self.net.drops.no_qp += 1;
+            return;
+        };
+        if wire.path.to != a.from {
+            self.net.drops.wrong_source += 1;
+            return;
+        }
+        let transport = match p.opcode.transport {
+            Transport::Rc => q.typ == QpType::Rc,
+            Transport::Uc => q.typ == QpType::Uc,
+            Transport::Xrc => matches!(q.typ, QpType::XrcSend | QpType::XrcRecv),
+            Transport::Ud => false,
+            Transport::Cnp => true,
+        };
+        if !q.receives() || !transport {
+            self.net.drops.bad_state += 1;
+            return;
+        }
+        let path = Path { port: a.port, ..wire.path };
+        self.objects.count(h, |c| c.wire.rcvd_pkts += 1);
+        if self.tap.is_some() {
+            self.tap_received(self.objects.vnic_of_qp(h), path, bytes);
+        }
+        self.on_wire_packet(h, a, p);
+    }
+
+    /// A plain packet came in for UD QP `h`: only plain devices send those, from the address of their GID.
+    fn on_foreign_datagram(&mut self, h: Handle<Qp>, a: &Arrival, p: &Packet<'_>, body: &[u8]) {
+        let Some(v) = self.objects.qps.get(h).and_then(|q| self.objects.vnics.get(q.vnic.0)) else { return };
+        match v.first(a.from.is_ipv4()).filter(|_| self.net.is_foreign(v.group, a.from)) {
+            Some(own) => {
+                let path = Path { from: Some(own.ip()), port: a.port, ..Path::new(a.from) };
+                self.tap_received(self.objects.vnic_of_qp(h), path, body);
+                self.on_datagram(h, &Flow::roce(Gid::from_ip(a.from), own), p);
+            }
+            None => self.net.drops.wrong_source += 1,
+        }
+    }
+
+    /// A plain packet to an IP multicast group came in. It is for the groups of vRNICs that have its sender.
+    fn on_multicast(&mut self, a: &Arrival, p: &Packet<'_>) {
+        if p.opcode.transport != Transport::Ud || p.dest_qp != MULTICAST_QPN {
+            self.net.drops.bad_state += 1;
+            return;
+        }
+        let (src, dst) = (Gid::from_ip(a.from), Gid::from_ip(a.to));
+        let knows = |group: &u32| self.net.is_foreign(*group, a.from);
+        let groups: Vec<u32> = self.multicast.groups_of(dst).filter(knows).collect();
+        self.net.drops.wrong_source += u64::from(groups.is_empty());
+        for group in groups {
+            self.deliver_multicast(group, &Flow::roce(src, dst), p, p.payload);
+        }
+    }
+
+    /// The IP packet of a datagram that another host sent to `group` inside VXLAN came in.
+    fn receive_encapsulated<'a>(&mut self, a: &Arrival, group: u32, packet: &'a [u8]) -> Option<Mail<'a>> {
+        let Some((flow, udp)) = Flow::parse(packet).filter(|(f, _)| f.dst_port == ROCE_PORT) else {
+            self.net.drops.malformed += 1;
+            return None;
+        };
+        let e = flow.envelope();
+        let Some((body, _)) =
+            udp.split_last_chunk::<ICRC_BYTES>().filter(|(b, crc)| icrc(&e, b).to_le_bytes() == **crc)
+        else {
+            self.net.drops.bad_icrc += 1;
+            return None;
+        };
+        let p = self.parse(body)?;
+        let (src, dst) = (Gid::from_ip(flow.src), Gid::from_ip(flow.dst));
+        let route = self.net.routes.get(&(group, src)).copied();
+        let Some(route) = route.filter(|r| !r.foreign && r.host == a.from) else {
+            self.net.drops.wrong_source += 1;
+            return None;
+        };
+        if flow.dst.is_multicast() {
+            self.tap_encapsulated(None, a.from, route.vni, &flow, packet);
+            self.deliver_multicast(group, &flow, &p, p.payload);
+            return None;
+        }
+        let Some(vnic) = self.objects.find_vnic(group, dst) else {
+            self.net.drops.wrong_source += 1;
+            return None;
+        };
+        if p.dest_qp == GSI_QPN {
+            self.tap_encapsulated(Some(vnic), a.from, route.vni, &flow, packet);
+            return Some(Mail { packet: p, from: src, to: Some((vnic, dst)) });
+        }
+        let h = self.find_qp(&p)?;
+        if !self.objects.qps.get(h).is_some_and(|q| q.typ == QpType::Ud && q.vnic == vnic) {
+            self.net.drops.wrong_source += 1;
+            return None;
+        }
+        self.tap_encapsulated(Some(vnic), a.from, route.vni, &flow, packet);
+        self.on_datagram(h, &flow, &p);
+        None
+    }
+
+    /// Reads a packet, if it is well-formed and for the default partition.
+    fn parse<'a>(&mut self, bytes: &'a [u8]) -> Option<Packet<'a>> {
+        let Ok(p) = Packet::parse(bytes) else {
+            self.net.drops.malformed += 1;
+            return None;
+        };
+        // IBTA vol. 1, 9.6.1.1.5: the membership bit does not count.
+        if p.pkey & 0x7fff != DEFAULT_PKEY & 0x7fff {
+            self.net.drops.bad_pkey += 1;
+            return None;
+        }
+        Some(p)
+    }
+
+    /// The QP that a packet names; its vRNIC is charged for the packet.
+    fn find_qp(&mut self, p: &Packet<'_>) -> Option<Handle<Qp>> {
+        let found = self.objects.qpns.get(&p.dest_qp).copied();
+        self.net.drops.no_qp += u64::from(found.is_none());
+        if let Some(q) = found.and_then(|h| self.objects.qps.get(h)) {
+            self.sched.charge(q.vnic, OP_NS + copy_ns(p.payload.len() as u64));
+        }
+        found
+    }
+}

@@ -1,0 +1,369 @@
+//! Identifiers: made, bound, resolved, moved and destroyed.
+
+use std::collections::VecDeque;
+use std::net::{IpAddr, Ipv4Addr, Ipv6Addr};
+
+use unirdma_abi as abi;
+use unirdma_abi::{Status, cm_option, port_space};
+use unirdma_formats::cm::{UDP_QKEY, reason};
+use unirdma_formats::{Gid, QpState, access, attr_mask as m};
+
+use super::{
+    ACK_TIMEOUT, Addr, CmEventKind, CmId, Ends, FREE_PORTS, Id, MAX_BACKLOG, MAX_EVENTS, MAX_IDS, MIN_RNR_TIMER,
+    Manager, Result, State, queue_of, write,
+};
+use crate::multicast::MULTICAST_QPN;
+use crate::objects::{SessionId, VnicId};
+
+impl Manager<'_> {
+    pub(super) fn create(&mut self, s: SessionId, r: &abi::CmReq) -> Result<Id> {
+        let vnic = self.core.objects.vnic_of(s)?;
+        let queue = queue_of(r.queue)?;
+        if ![port_space::TCP, port_space::UDP, port_space::IB].contains(&r.port_space) {
+            return Err(Status::Unsupported);
+        }
+        let id = self.insert(vnic, s, queue, r.port_space)?;
+        self.cm.ids.get_mut(id).ok_or(Status::BadHandle)?.xrc = r.option == abi::CM_XRC;
+        Ok(id)
+    }
+
+    pub(super) fn insert(&mut self, vnic: VnicId, owner: SessionId, queue: u16, space: u16) -> Result<Id> {
+        if self.cm.used.get(&vnic).is_some_and(|used| *used >= MAX_IDS) {
+            return Err(Status::Exhausted);
+        }
+        let number = self.core.objects.new_number(owner)?;
+        let id = CmId {
+            number,
+            owner: Some(owner),
+            vnic,
+            queue,
+            space,
+            xrc: false,
+            state: State::Idle,
+            src: None,
+            dst: None,
+            reuse: false,
+            one_family: false,
+            tos: 0,
+            ack_timeout: ACK_TIMEOUT,
+            mtu: 0,
+            backlog: 0,
+            waiting: 0,
+            listener: Id::NONE,
+            answers: None,
+            local_id: 0,
+            remote_id: 0,
+            tid: 0,
+            active: false,
+            own: Ends::default(),
+            peer: Ends::default(),
+            sent: None,
+            tries: 0,
+            timer: 0,
+            peer_qkey: UDP_QKEY,
+        };
+        let id = self.cm.ids.insert(id).ok_or(Status::Exhausted)?;
+        self.cm.numbers.insert((owner, number), id);
+        *self.cm.used.entry(vnic).or_default() += 1;
+        Ok(id)
+    }
+
+    /// True if two identifiers may not have one port at a time.
+    fn conflicts(&self, id: Id, other: Id, ip: IpAddr) -> bool {
+        let (Some(a), Some(b)) = (self.cm.ids.get(id), self.cm.ids.get(other)) else { return false };
+        let Some(there) = b.src else { return false };
+        let any = |ip: IpAddr| ip.is_unspecified();
+        let families = |wild: IpAddr, one: bool, ip: IpAddr| wild.is_ipv4() == ip.is_ipv4() || wild.is_ipv6() && !one;
+        let meets = there.ip == ip
+            || any(there.ip) && families(there.ip, b.one_family, ip)
+            || any(ip) && families(ip, a.one_family, there.ip);
+        meets && !(a.reuse && b.reuse && (b.state != State::Listening || b.answers.is_some()))
+    }
+
+    pub(super) fn bind(&mut self, id: Id, to: Addr) -> Result<()> {
+        self.expect(id, &[State::Idle])?;
+        let ip = self.local_ip(id, to.ip)?;
+        let c = self.cm.ids.get(id).ok_or(Status::BadHandle)?;
+        let (vnic, space) = (c.vnic, c.space);
+        let port = if to.port != 0 {
+            let taken = self.cm.ports.get(&(vnic, space, to.port)).into_iter().flatten();
+            if taken.copied().any(|other| self.conflicts(id, other, ip)) {
+                return Err(Status::AddressInUse);
+            }
+            to.port
+        } else {
+            let n = u64::from(FREE_PORTS.end - FREE_PORTS.start);
+            let first = self.core.random.cm_ports.next_u64() % n;
+            let free = |p: &u16| !self.cm.ports.contains_key(&(vnic, space, *p));
+            let mut all = (0..n).map(|i| FREE_PORTS.start + ((first + i) % n) as u16);
+            all.find(free).ok_or(Status::AddressInUse)?
+        };
+        self.cm.ports.entry((vnic, space, port)).or_default().push(id);
+        let c = self.expect(id, &[State::Idle])?;
+        (c.src, c.state) = (Some(Addr { ip, port }), State::Bound);
+        Ok(())
+    }
+
+    /// The vRNIC's own address that `ip` stands for: loopback is its first one.
+    fn local_ip(&self, id: Id, ip: IpAddr) -> Result<IpAddr> {
+        let c = self.cm.ids.get(id).ok_or(Status::BadHandle)?;
+        let v = self.core.objects.vnics.get(c.vnic.0).ok_or(Status::BadHandle)?;
+        if ip.is_unspecified() || v.gids.contains(&Gid::from_ip(ip)) {
+            return Ok(ip);
+        }
+        let loopback = v.first(ip.is_ipv4()).filter(|_| ip.is_loopback()).map(|g| g.ip());
+        loopback.ok_or(Status::NoDevice)
+    }
+
+    pub(super) fn resolve(&mut self, id: Id, r: &abi::CmReq) -> Result<()> {
+        let mut dst = Addr::read(&r.dst)?.ok_or(Status::BadValue)?;
+        if dst.ip.is_loopback() {
+            dst.ip = self.local_ip(id, dst.ip)?;
+        }
+        if self.expect(id, &[State::Idle, State::Bound])?.state == State::Idle {
+            let any = match dst.ip {
+                IpAddr::V4(_) => IpAddr::V4(Ipv4Addr::UNSPECIFIED),
+                IpAddr::V6(_) => IpAddr::V6(Ipv6Addr::UNSPECIFIED),
+            };
+            self.bind(id, Addr::read(&r.src)?.unwrap_or(Addr { ip: any, port: 0 }))?;
+        }
+        let c = self.expect(id, &[State::Bound])?;
+        let (vnic, bound) = (c.vnic, c.src.ok_or(Status::BadState)?);
+        if !bound.ip.is_unspecified() && bound.ip.is_ipv4() != dst.ip.is_ipv4() {
+            return Err(Status::BadValue);
+        }
+        let v = self.core.objects.vnics.get(vnic.0).ok_or(Status::BadHandle)?;
+        let own = v.first(dst.ip.is_ipv4()).map(|g| g.ip()).ok_or(Status::NoDevice)?;
+        let c = self.expect(id, &[State::Bound])?;
+        let ip = if bound.ip.is_unspecified() { own } else { bound.ip };
+        (c.src, c.dst, c.state) = (Some(Addr { ip, ..bound }), Some(dst), State::AddrQuery);
+        if !self.reach(id) {
+            self.arm(id, u64::from(r.value) * 1_000_000);
+        }
+        Ok(())
+    }
+
+    /// The destination of an identifier that waits for it is resolved, if somebody has the address now.
+    fn reach(&mut self, id: Id) -> bool {
+        let Some(c) = self.cm.ids.get(id).filter(|c| c.state == State::AddrQuery) else { return false };
+        let (Some(dst), Some(v)) = (c.dst, self.core.objects.vnics.get(c.vnic.0)) else { return false };
+        let (group, gid) = (v.group, Gid::from_ip(dst.ip));
+        let there = dst.ip.is_multicast()
+            || self.core.objects.find_vnic(group, gid).is_some()
+            || self.core.net.routes.contains_key(&(group, gid));
+        if there {
+            self.stop_timer(id);
+            if let Some(c) = self.cm.ids.get_mut(id) {
+                c.state = State::AddrResolved;
+            }
+            self.raise(id, CmEventKind::AddrResolved, 0, &[]);
+        }
+        there
+    }
+
+    /// Addresses have appeared: whoever waits for one may go on.
+    pub fn addresses_changed(&mut self) {
+        for id in self.cm.ids.handles(|c| c.state == State::AddrQuery) {
+            self.reach(id);
+        }
+    }
+
+    /// Notes the QP with which requests for datagrams are answered without asking the program, if it names one.
+    pub(super) fn set_answers(&mut self, s: SessionId, id: Id, p: &abi::CmParam) -> Result<()> {
+        if p.qpn == 0 {
+            return Ok(());
+        }
+        self.core.objects.own_qp(s, p.qpn)?;
+        let c = self.cm.ids.get_mut(id).filter(|c| c.is_datagram()).ok_or(Status::BadValue)?;
+        c.answers = Some((p.qpn, if p.qkey == 0 { UDP_QKEY } else { p.qkey }));
+        Ok(())
+    }
+
+    pub(super) fn listen(&mut self, id: Id, backlog: u32) -> Result<()> {
+        if self.expect(id, &[State::Idle, State::Bound, State::Listening])?.state == State::Idle {
+            self.bind(id, Addr { ip: IpAddr::V6(Ipv6Addr::UNSPECIFIED), port: 0 })?;
+        }
+        let c = self.expect(id, &[State::Bound, State::Listening])?;
+        c.backlog = if backlog == 0 { 1024 } else { backlog.min(MAX_BACKLOG) };
+        let (key, src) = ((c.vnic, c.space, c.src.map_or(0, |a| a.port)), c.src);
+        let shares = c.reuse && c.answers.is_some();
+        // An address may be shared by identifiers that connect, not by ones that listen, but for those that answer by themselves:
+        // there the last one does.
+        let others = self.cm.ports.get(&key).into_iter().flatten().filter(|&&o| o != id);
+        let taken = others.filter_map(|&o| self.cm.ids.get(o)).any(|o| {
+            o.state == State::Listening
+                && !(shares && o.reuse && o.answers.is_some())
+                && (o.src == src || o.src.is_some_and(|a| a.ip.is_unspecified()) && !o.one_family)
+        });
+        if taken {
+            return Err(Status::AddressInUse);
+        }
+        self.expect(id, &[State::Bound, State::Listening])?.state = State::Listening;
+        self.hear_early();
+        Ok(())
+    }
+
+    pub(super) fn set_option(&mut self, id: Id, option: u8, value: u32) -> Result<()> {
+        let c = self.cm.ids.get_mut(id).ok_or(Status::BadHandle)?;
+        match option {
+            cm_option::TOS => c.tos = value as u8,
+            cm_option::REUSE_ADDRESS => c.reuse = value != 0,
+            cm_option::ONE_FAMILY => c.one_family = value != 0,
+            cm_option::ACK_TIMEOUT if value <= 31 => c.ack_timeout = value as u8,
+            _ => return Err(Status::BadValue),
+        }
+        Ok(())
+    }
+
+    /// Returns how many events have left the old queue.
+    pub(super) fn migrate(&mut self, s: SessionId, id: Id, queue: u32) -> Result<u32> {
+        let queue = queue_of(queue)?;
+        let c = self.cm.ids.get_mut(id).ok_or(Status::BadHandle)?;
+        let (old, number) = (std::mem::replace(&mut c.queue, queue), c.number);
+        let waiting = self.cm.events.remove(&(s, old)).unwrap_or_default();
+        let (moved, stay): (VecDeque<_>, VecDeque<_>) = waiting.into_iter().partition(|e| e.id == number);
+        self.cm.events.insert((s, old), stay);
+        let n = moved.len() as u32;
+        for e in moved {
+            self.push_event(s, queue, e);
+        }
+        Ok(n)
+    }
+
+    /// A multicast group's address is its GID (annex A17): nobody is asked.
+    pub(super) fn join(&mut self, id: Id, r: &abi::CmReq) -> Result<()> {
+        let group = Addr::read(&r.dst)?.filter(|a| a.ip.is_multicast()).ok_or(Status::BadValue)?;
+        let c = self.cm.ids.get(id).filter(|c| c.is_datagram() && c.src.is_some()).ok_or(Status::BadState)?;
+        let (owner, queue) = (c.owner.ok_or(Status::BadHandle)?, c.queue);
+        if self.cm.events.get(&(owner, queue)).is_some_and(|e| e.len() >= MAX_EVENTS) {
+            return Err(Status::Exhausted);
+        }
+        let event = abi::CmEvent {
+            id: c.number,
+            listen_id: r.value,
+            kind: CmEventKind::MulticastJoin as u32,
+            src: write(c.src),
+            dst: group.write(),
+            param: abi::CmParam { qpn: MULTICAST_QPN, qkey: UDP_QKEY, ..Default::default() },
+            ah: self.ah_to(c, Gid::from_ip(group.ip))?,
+            ..Default::default()
+        };
+        self.push_event(owner, queue, event);
+        Ok(())
+    }
+
+    /// CM_QP_ATTR: what a QP needs to go to `state` for a connection; the attributes and their mask.
+    pub fn qp_attr(&self, s: SessionId, number: u32, state: u32) -> Result<(u32, abi::QpAttr)> {
+        let c = self.cm.ids.get(self.own_id(s, number)?).ok_or(Status::BadHandle)?;
+        let state = QpState::from_raw(state).ok_or(Status::BadValue)?;
+        let mut a = abi::QpAttr { qp_state: state as u8, port_num: 1, ..Default::default() };
+        let datagram = c.is_datagram();
+        let mask = match state {
+            QpState::Init if datagram => {
+                a.qkey = UDP_QKEY;
+                m::PKEY_INDEX | m::PORT | m::QKEY
+            }
+            QpState::Init => {
+                a.qp_access_flags = access::REMOTE_WRITE | access::REMOTE_READ | access::REMOTE_ATOMIC;
+                m::PKEY_INDEX | m::PORT | m::ACCESS_FLAGS
+            }
+            QpState::Rtr if datagram => 0,
+            QpState::Rts if datagram => m::SQ_PSN,
+            QpState::Rtr if c.peer.qpn != 0 => {
+                a.ah_attr = self.address_vector(c)?;
+                (a.path_mtu, a.dest_qp_num, a.rq_psn) = (c.mtu, c.peer.qpn, c.own.psn);
+                (a.max_dest_rd_atomic, a.min_rnr_timer) = (c.own.responder_resources, MIN_RNR_TIMER);
+                m::AV | m::PATH_MTU | m::DEST_QPN | m::RQ_PSN | m::MAX_DEST_RD_ATOMIC | m::MIN_RNR_TIMER
+            }
+            QpState::Rts if c.peer.qpn != 0 => {
+                (a.timeout, a.retry_cnt, a.rnr_retry) = (c.ack_timeout, c.own.retry_count, c.own.rnr_retry_count);
+                (a.sq_psn, a.max_rd_atomic) = (c.peer.psn, c.own.initiator_depth);
+                m::TIMEOUT | m::RETRY_CNT | m::RNR_RETRY | m::SQ_PSN | m::MAX_QP_RD_ATOMIC
+            }
+            QpState::Err => 0,
+            _ => return Err(Status::BadState),
+        };
+        Ok((m::STATE | mask, a))
+    }
+
+    /// A session is gone: its identifiers are given back.
+    pub fn forget_session(&mut self, s: SessionId) {
+        for id in self.cm.ids.handles(|c| c.owner == Some(s)) {
+            self.destroy(id);
+        }
+        self.cm.events.retain(|k, _| k.0 != s);
+        self.deliver_local_mads();
+    }
+
+    /// A vRNIC is gone: so are connections that waited for their last answer.
+    pub fn forget_vnic(&mut self, vnic: VnicId) {
+        self.cm.early.retain(|e| e.vnic != vnic);
+        for id in self.cm.ids.handles(|c| c.vnic == vnic) {
+            self.remove(id);
+        }
+        self.cm.used.remove(&vnic);
+    }
+
+    /// An identifier is given back: requests to it are refused, what is connected is disconnected.
+    pub(super) fn destroy(&mut self, id: Id) {
+        let Some(c) = self.cm.ids.get_mut(id) else { return };
+        let Some(owner) = c.owner.take() else { return };
+        let (queue, state, number) = (c.queue, c.state, c.number);
+        self.cm.numbers.remove(&(owner, number));
+        let waiting = self.cm.events.get_mut(&(owner, queue));
+        let mut refused = Vec::new();
+        if let Some(events) = waiting {
+            events.retain(|e| {
+                if e.listen_id == number {
+                    refused.push(e.id);
+                }
+                e.id != number && e.listen_id != number
+            });
+        }
+        for r in refused {
+            if let Ok(r) = self.own_id(owner, r) {
+                self.destroy(r);
+            }
+        }
+        self.release_port(id);
+        match state {
+            State::ReqReceived | State::ReqSent | State::RepSent | State::RepReceived => {
+                self.refuse(id, reason::CONSUMER, &[]);
+            }
+            State::Established if self.cm.ids.get(id).is_some_and(|c| !c.is_datagram()) => {
+                // It stays until the peer has answered.
+                return self.send_dreq(id);
+            }
+            State::DreqSent => return,
+            _ => {}
+        }
+        self.remove(id);
+    }
+
+    fn release_port(&mut self, id: Id) {
+        let Some(c) = self.cm.ids.get(id) else { return };
+        let Some(src) = c.src else { return };
+        let key = (c.vnic, c.space, src.port);
+        if let Some(users) = self.cm.ports.get_mut(&key) {
+            users.retain(|u| *u != id);
+            if users.is_empty() {
+                self.cm.ports.remove(&key);
+            }
+        }
+    }
+
+    pub(super) fn remove(&mut self, id: Id) {
+        self.release_port(id);
+        let Some(c) = self.cm.ids.remove(id) else { return };
+        if let Some(owner) = c.owner {
+            self.cm.numbers.remove(&(owner, c.number));
+        }
+        if let Some(used) = self.cm.used.get_mut(&c.vnic) {
+            *used -= 1;
+        }
+        self.cm.by_local_id.remove(&c.local_id);
+        if let (Some(peer), false) = (c.remote(), c.active) {
+            self.cm.requests.remove(&(c.vnic, peer, c.remote_id, c.is_datagram()));
+        }
+    }
+}

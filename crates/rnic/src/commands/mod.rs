@@ -1,0 +1,277 @@
+//! The control path: every handle is checked for existence and owner, every value for its range.
+
+mod multicast;
+mod qp;
+mod srq;
+mod window;
+mod xrc;
+
+use unirdma_abi as abi;
+use unirdma_abi::Status;
+use unirdma_formats::net::{Flow, HOP_LIMIT, source_port};
+use unirdma_formats::{Gid, access};
+use unirdma_mem::{CqRing, Span};
+
+use crate::core::Core;
+use crate::objects::{Ah, Backing, Cq, Moderation, Mr, Pd, SessionId, Stage, Target};
+use crate::path::{DSCP, Path};
+use crate::slab::Handle;
+
+type Result<T> = std::result::Result<T, Status>;
+
+impl Core {
+    /// CREATE_PD.
+    ///
+    /// # Errors
+    /// `Exhausted` at the vRNIC's quota.
+    pub fn create_pd(&mut self, s: SessionId) -> Result<u32> {
+        self.objects.quota(s, |u| u.pds, |l| l.max_pd)?;
+        let number = self.objects.new_number(s)?;
+        let h = self.objects.pds.insert(Pd { uses: 0 }).ok_or(Status::Exhausted)?;
+        self.objects.names(s).and_then(|n| n.pds.insert(number, h));
+        self.objects.count_used(s, |u| u.pds += 1);
+        Ok(number)
+    }
+
+    /// DESTROY_PD.
+    ///
+    /// # Errors
+    /// `Busy` while it has MRs, AHs, SRQs or QPs.
+    pub fn destroy_pd(&mut self, s: SessionId, pd: u32) -> Result<()> {
+        let h = self.objects.own_pd(s, pd)?;
+        if self.objects.pds.get(h).is_some_and(|p| p.uses > 0) {
+            return Err(Status::Busy);
+        }
+        self.objects.pds.remove(h);
+        self.objects.names(s).and_then(|n| n.pds.remove(&pd));
+        self.objects.count_used(s, |u| u.pds -= 1);
+        Ok(())
+    }
+
+    /// CREATE_CQ on a ring that the device has resolved.
+    ///
+    /// # Errors
+    /// `Exhausted` at the vRNIC's quota.
+    pub fn create_cq(&mut self, s: SessionId, ring: CqRing, comp_queue: Option<u16>) -> Result<u32> {
+        self.objects.quota(s, |u| u.cqs, |l| l.max_cq)?;
+        let number = self.objects.new_number(s)?;
+        let cq = Cq { owner: s, number, uses: 0, ring, comp_queue, notify: 0, moderation: None, dead: false };
+        let h = self.objects.cqs.insert(cq).ok_or(Status::Exhausted)?;
+        self.objects.names(s).and_then(|n| n.cqs.insert(number, h));
+        self.objects.count_used(s, |u| u.cqs += 1);
+        Ok(number)
+    }
+
+    /// RESIZE_CQ: further completions go to another ring; an arming that was not served yet holds for it.
+    ///
+    /// # Errors
+    /// `BadHandle`, or `BadState` for a CQ that has overrun.
+    pub fn resize_cq(&mut self, s: SessionId, cq: u32, ring: CqRing) -> Result<()> {
+        let cq = self.objects.own_cq(s, cq)?;
+        let c = self.objects.cqs.get_mut(cq).filter(|c| !c.dead).ok_or(Status::BadState)?;
+        c.notify |= c.ring.armed();
+        c.ring = ring;
+        Ok(())
+    }
+
+    /// MODIFY_CQ: completion events come after `count` completions or `period_us` microseconds after the first of them;
+    /// at once if one of both is 0. What waits already is reported now.
+    ///
+    /// # Errors
+    /// `BadHandle`.
+    pub fn modify_cq(&mut self, s: SessionId, cq: u32, count: u16, period_us: u16) -> Result<()> {
+        let cq = self.objects.own_cq(s, cq)?;
+        self.end_moderation(cq);
+        let wanted = Moderation { count, period_ns: u64::from(period_us) * 1000, ..Moderation::default() };
+        if let Some(c) = self.objects.cqs.get_mut(cq) {
+            c.moderation = (count > 1 && period_us > 0).then_some(wanted);
+        }
+        Ok(())
+    }
+
+    /// DESTROY_CQ.
+    ///
+    /// # Errors
+    /// `Busy` while QPs or XRC SRQs use it.
+    pub fn destroy_cq(&mut self, s: SessionId, cq: u32) -> Result<()> {
+        let h = self.objects.own_cq(s, cq)?;
+        if self.objects.cqs.get(h).is_some_and(|c| c.uses > 0) {
+            return Err(Status::Busy);
+        }
+        self.objects.cqs.remove(h);
+        self.objects.names(s).and_then(|n| n.cqs.remove(&cq));
+        self.objects.count_used(s, |u| u.cqs -= 1);
+        Ok(())
+    }
+
+    /// REQ_NOTIFY_CQ, for drivers that do not use the arm word.
+    ///
+    /// # Errors
+    /// `BadValue` for unknown flags, `BadState` for a CQ without an event queue.
+    pub fn req_notify_cq(&mut self, s: SessionId, cq: u32, flags: u32) -> Result<()> {
+        let cq = self.objects.own_cq(s, cq)?;
+        if self.objects.cqs.get(cq).is_none_or(|c| c.comp_queue.is_none()) {
+            return Err(Status::BadState);
+        }
+        if flags == 0 || flags & !(abi::NOTIFY_NEXT | abi::NOTIFY_SOLICITED) != 0 {
+            return Err(Status::BadValue);
+        }
+        if let Some(c) = self.objects.cqs.get_mut(cq) {
+            c.notify |= flags;
+        }
+        Ok(())
+    }
+
+    /// REG_USER_MR and GET_DMA_MR. `regions` are the session's memory regions below it.
+    /// Returns (handle, key); the key serves as lkey and rkey.
+    ///
+    /// # Errors
+    /// `BadValue` for flags that do not go together, `Exhausted` at a quota.
+    pub fn reg_mr(
+        &mut self,
+        s: SessionId,
+        pd: u32,
+        flags: u32,
+        iova: u64,
+        len: u64,
+        (backing, regions): (Backing, Vec<u64>),
+    ) -> Result<(u32, u32)> {
+        let pd = self.objects.own_pd(s, pd)?;
+        let flags = flags & !access::OPTIONAL_RANGE;
+        // ibv_reg_mr(3): remote write and atomic need local write.
+        let remote_store = flags & (access::REMOTE_WRITE | access::REMOTE_ATOMIC) != 0;
+        if flags & !access::MR_SUPPORTED != 0 || remote_store && flags & access::LOCAL_WRITE == 0 {
+            return Err(Status::BadValue);
+        }
+        if iova.checked_add(len).is_none() {
+            return Err(Status::BadValue);
+        }
+        self.objects.quota(s, |u| u.mrs, |l| l.max_mr)?;
+        let v = self.objects.vnics.get(self.objects.vnic_of(s)?.0).ok_or(Status::BadHandle)?;
+        let (bytes, limit) = (v.used.mr_bytes, v.limits.max_mr_bytes);
+        let away = self.objects.sessions.get(s.0).is_some_and(|s| s.away != 0);
+        let mr = Mr { access: flags, iova, len, regions: regions.into(), backing, away, ..Mr::empty(s, pd) };
+        if bytes.checked_add(mr.counted()).is_none_or(|b| b > limit) {
+            return Err(Status::Exhausted);
+        }
+        self.objects.insert_mr(mr, &mut self.random.keys)
+    }
+
+    /// Keeps what a driver says of the way that its MR's memory goes.
+    pub fn note_mr(&mut self, s: SessionId, mr: u32, note: u32) {
+        if let Ok((h, _)) = self.objects.own_mr(s, mr)
+            && let Some(m) = self.objects.mrs.get_mut(h)
+        {
+            m.note = note;
+        }
+    }
+
+    /// An MR of the session that no window is bound to.
+    fn free_mr(&self, s: SessionId, mr: u32) -> Result<Handle<Mr>> {
+        let (h, m) = self.objects.own_mr(s, mr)?;
+        match m.windows {
+            _ if m.window.is_some() => Err(Status::BadHandle),
+            0 => Ok(h),
+            _ => Err(Status::Busy),
+        }
+    }
+
+    /// DEREG_MR.
+    ///
+    /// # Errors
+    /// `BadHandle` if the session has no such MR, `Busy` while windows are bound to it.
+    pub fn dereg_mr(&mut self, s: SessionId, mr: u32) -> Result<()> {
+        let h = self.free_mr(s, mr)?;
+        self.objects.remove_mr(h);
+        Ok(())
+    }
+
+    /// REREG_MR: `mr` becomes what `by` is, and keeps its keys; `by` is gone.
+    ///
+    /// # Errors
+    /// `BadHandle` if the session has no such MRs, or they are one; `Busy` while windows are bound to them.
+    pub fn rereg_mr(&mut self, s: SessionId, mr: u32, by: u32) -> Result<()> {
+        if mr == by {
+            return Err(Status::BadHandle);
+        }
+        let (mr, by_handle) = (self.free_mr(s, mr)?, self.free_mr(s, by)?);
+        let new = self.objects.mrs.remove(by_handle).ok_or(Status::BadHandle)?;
+        self.objects.names(s).and_then(|n| n.mrs.remove(&by));
+        // The bytes and the place in the PD of `by` are those of `mr` now.
+        let old = self.objects.mrs.replace(mr, new).ok_or(Status::BadHandle)?;
+        self.objects.use_pd(old.0, false);
+        self.objects.count_used(s, |u| (u.mrs, u.mr_bytes) = (u.mrs - 1, u.mr_bytes.saturating_sub(old.1)));
+        Ok(())
+    }
+
+    /// A memory region of the session is gone: MRs in it grant nothing any more (X28).
+    pub fn revoke_region(&mut self, s: SessionId, region: u64) {
+        let Some(session) = self.objects.sessions.get(s.0) else { return };
+        let lies_there = |h: &Handle<Mr>| self.objects.mrs.get(*h).is_some_and(|m| m.regions.contains(&region));
+        let gone: Vec<Handle<Mr>> = session.names.mrs.values().copied().filter(lies_there).collect();
+        for h in gone {
+            match self.objects.mrs.get(h).and_then(|m| m.window) {
+                Some(_) => self.objects.unbind(h),
+                None => self.objects.remove_mr(h),
+            }
+        }
+    }
+
+    /// CREATE_AH: the destination is looked up here, once.
+    ///
+    /// # Errors
+    /// `BadValue` for an address vector that is not global or names no own GID, `Unreachable`, `Exhausted`.
+    pub fn create_ah(&mut self, s: SessionId, pd: u32, a: &abi::AhAttr) -> Result<u32> {
+        let pd = self.objects.own_pd(s, pd)?;
+        self.objects.quota(s, |u| u.ahs, |l| l.max_ah)?;
+        let vnic = self.objects.vnic_of(s)?;
+        let v = self.objects.vnics.get(vnic.0).ok_or(Status::BadHandle)?;
+        let own = v.gid(a.grh.sgid_index).filter(|_| a.is_global != 0 && a.port_num == 1);
+        let linked = v.is_linked(own);
+        let (own, dgid) = (own.ok_or(Status::BadValue)?, Gid(a.grh.dgid));
+        let target = match (self.objects.find_vnic(v.group, dgid), self.net.routes.get(&(v.group, dgid))) {
+            _ if dgid.ip().is_multicast() => Target::Many,
+            (Some(id), _) => Target::Here(id),
+            (None, Some(r)) => {
+                let path = self.net.path(v, a.grh.sgid_index, dgid).ok_or(Status::Unreachable)?;
+                let port = source_port(a.grh.flow_label, own.low_bits(), dgid.low_bits());
+                // `linked` says whether there is a link.
+                let path = Path { port, class: a.grh.traffic_class & DSCP, cut: false, ..path };
+                if r.foreign { Target::Foreign(path) } else { Target::There(path, r.vni) }
+            }
+            (None, None) => return Err(Status::Unreachable),
+        };
+        let hop_limit = if a.grh.hop_limit == 0 { HOP_LIMIT } else { a.grh.hop_limit };
+        let flow = Flow { traffic_class: a.grh.traffic_class, hop_limit, ..Flow::roce(own, dgid) };
+        let number = self.objects.new_number(s)?;
+        let h = self.objects.ahs.insert(Ah { pd, flow, target, linked }).ok_or(Status::Exhausted)?;
+        self.objects.names(s).and_then(|n| n.ahs.insert(number, h));
+        self.objects.count_used(s, |u| u.ahs += 1);
+        self.objects.use_pd(pd, true);
+        Ok(number)
+    }
+
+    /// DESTROY_AH. Datagrams that were posted with it and not sent yet fail: ask [`crate::Core::is_behind`] before.
+    ///
+    /// # Errors
+    /// `BadHandle` if the session has no such AH.
+    pub fn destroy_ah(&mut self, s: SessionId, ah: u32) -> Result<()> {
+        let h = self.objects.own_ah(s, ah)?;
+        self.objects.names(s).and_then(|n| n.ahs.remove(&ah));
+        self.objects.remove_ah(s, h);
+        Ok(())
+    }
+
+    /// SET_STAGE, once.
+    ///
+    /// # Errors
+    /// `BadAddress` for a window that cannot be one, `BadState` if there is one.
+    pub fn set_stage(&mut self, s: SessionId, span: Span) -> Result<()> {
+        let session = self.objects.sessions.get_mut(s.0).ok_or(Status::BadHandle)?;
+        if session.stage.is_some() {
+            return Err(Status::BadState);
+        }
+        session.stage = Some(Stage::new(span).ok_or(Status::BadAddress)?);
+        Ok(())
+    }
+}

@@ -1,0 +1,379 @@
+//! QPs: made, moved, shown and destroyed.
+
+use unirdma_abi as abi;
+use unirdma_abi::Status;
+use unirdma_formats::net::source_port;
+use unirdma_formats::{Gid, Psn, QpState, QpType, access, attr_mask, mtu_bytes};
+use unirdma_mem::QpRings;
+
+use super::Result;
+use crate::attr;
+use crate::core::Core;
+use crate::objects::{Backlog, Counters, CreateQp, MAX_RD_ATOMIC, Qp, SessionId, Wait, Wire};
+use crate::pace::Pace;
+use crate::path::{DSCP, Path};
+use crate::slab::Handle;
+
+impl Core {
+    /// CREATE_QP. Returns (QPN, doorbell slot).
+    ///
+    /// # Errors
+    /// `Unsupported` for a type that is not offered, `BadHandle`, or `Exhausted` at a quota.
+    pub fn create_qp(&mut self, s: SessionId, typ: u8, c: CreateQp) -> Result<(u32, u32)> {
+        let typ = QpType::from_raw(typ.into()).ok_or(Status::Unsupported)?;
+        // The target of an XRC connection has neither PD nor CQs: each message is for an SRQ that has.
+        let (xrcd, pd, send_cq, recv_cq) = match (typ, c.xrcd) {
+            (QpType::XrcRecv, Some(xrcd)) => {
+                (Some(self.objects.own_xrcd(s, xrcd)?), Handle::NONE, Handle::NONE, Handle::NONE)
+            }
+            (QpType::XrcRecv, None) => return Err(Status::BadValue),
+            _ => (
+                None,
+                self.objects.own_pd(s, c.pd)?,
+                self.objects.own_cq(s, c.send_cq)?,
+                self.objects.own_cq(s, c.recv_cq)?,
+            ),
+        };
+        let srq = c.srq.map(|srq| self.objects.own_srq(s, srq).map(|q| q.0)).transpose()?.filter(|_| xrcd.is_none());
+        let vnic = self.objects.vnic_of(s)?;
+        self.objects.quota(s, |u| u.qps, |l| l.max_qp)?;
+        let session = self.objects.sessions.get_mut(s.0).ok_or(Status::BadHandle)?;
+        if session.bell.is_none() {
+            return Err(Status::BadState);
+        }
+        let slot = match session.free_slots.pop() {
+            Some(slot) => slot,
+            None if session.slots.len() < abi::MAX_QP as usize => {
+                session.slots.push(None);
+                session.slots.len() as u32 - 1
+            }
+            None => return Err(Status::Exhausted),
+        };
+        // QPNs are random and unique on the host.
+        let qpn = loop {
+            let n = self.random.qpns.next_u64() as u32 & unirdma_formats::Qpn::MASK;
+            if self.objects.is_free_qpn(n) {
+                break n;
+            }
+        };
+        let qp = Qp {
+            owner: s,
+            openers: Vec::new(),
+            memory: s,
+            xrcd,
+            vnic,
+            pd,
+            qpn,
+            typ,
+            slot,
+            sig_all: c.sig_all,
+            send_cq,
+            recv_cq,
+            srq,
+            cap: c.cap,
+            rings: c.rings,
+            state: QpState::Reset,
+            attr: abi::QpAttr::default(),
+            sq_cons: 0,
+            rq_cons: 0,
+            sq_psn: Psn::default(),
+            rq_psn: Psn::default(),
+            mtu: 1024,
+            peer_vnic: None,
+            own: None,
+            linked: self.is_up(vnic),
+            peer: None,
+            work: Some(Box::default()),
+            busy: false,
+            recv: Some(Box::default()),
+            receiving: false,
+            served_by: 0,
+            wait: Wait::No,
+            timer: 0,
+            queued: false,
+            broken: false,
+            established: false,
+            wire: None,
+            pace: Pace::default(),
+            backlog: Backlog::default(),
+            groups: Vec::new(),
+            counters: Counters::default(),
+        };
+        let h = self.objects.qps.insert(qp).ok_or(Status::Exhausted)?;
+        self.objects.qpns.insert(qpn, h);
+        if let Some(session) = self.objects.sessions.get_mut(s.0) {
+            session.slots[slot as usize] = Some(h);
+            session.names.qps.insert(h);
+        }
+        self.use_objects(h, true);
+        if let Some(v) = self.objects.vnics.get_mut(vnic.0) {
+            v.used.qps += 1;
+        }
+        Ok((qpn, slot))
+    }
+
+    /// QP `h` begins, or ends, to use its PD, its CQs, its SRQ and its XRC domain.
+    fn use_objects(&mut self, h: Handle<Qp>, more: bool) {
+        let Some(q) = self.objects.qps.get(h) else { return };
+        let (pd, cqs, srq, xrcd) = (q.pd, [q.send_cq, q.recv_cq], q.srq, q.xrcd);
+        match xrcd {
+            // It was aimed at the PD, the CQ and the SRQ of a message.
+            Some((xrcd, _)) => self.objects.use_xrcd(xrcd, more),
+            None => {
+                self.objects.use_pd(pd, more);
+                cqs.into_iter().for_each(|cq| self.objects.use_cq(cq, more));
+                srq.into_iter().for_each(|srq| self.objects.use_srq(srq, more));
+            }
+        }
+    }
+
+    /// DESTROY_QP. One that others have opened lives on for them. What was posted to it and not sent yet is lost: ask
+    /// [`crate::Core::is_behind`] before.
+    ///
+    /// # Errors
+    /// `BadHandle` if the session has no such QP.
+    pub fn destroy_qp(&mut self, s: SessionId, qpn: u32) -> Result<()> {
+        let h = self.objects.own_qp(s, qpn)?;
+        self.leave_qp(h, s);
+        Ok(())
+    }
+
+    pub(crate) fn remove_qp(&mut self, h: Handle<Qp>) {
+        self.acknowledge_all(h);
+        self.objects.unstage(h);
+        self.detach_all(h);
+        self.set_receiving(h, false);
+        self.use_objects(h, false);
+        let Some(q) = self.objects.qps.remove(h) else { return };
+        self.objects.qpns.remove(&q.qpn);
+        if let Some(v) = self.objects.vnics.get_mut(q.vnic.0) {
+            v.used.qps -= 1;
+        }
+        if let Some(s) = self.objects.sessions.get_mut(q.owner.0) {
+            s.free_slot(q.slot);
+            s.names.qps.remove(&h);
+        }
+    }
+
+    /// OPEN_QP: `s` shares the target of an XRC connection that somebody made in this domain (`ibv_open_qp(3)`).
+    ///
+    /// # Errors
+    /// `BadHandle` for the domain, `BadValue` if there is no such QP in it.
+    pub fn open_qp(&mut self, s: SessionId, xrcd: u32, qpn: u32) -> Result<()> {
+        let (xrcd, domain) = self.objects.own_xrcd(s, xrcd)?;
+        let h = *self.objects.qpns.get(&qpn).ok_or(Status::BadValue)?;
+        let q =
+            self.objects.qps.get_mut(h).filter(|q| q.xrcd.is_some_and(|x| x.1 == domain)).ok_or(Status::BadValue)?;
+        q.openers.push((s, xrcd));
+        self.objects.use_xrcd(xrcd, true);
+        self.objects.names(s).map(|n| n.qps.insert(h));
+        Ok(())
+    }
+
+    /// `s` uses QP `h` no more. It goes with the last one that does; true if `s` uses it still.
+    pub(crate) fn leave_qp(&mut self, h: Handle<Qp>, s: SessionId) -> bool {
+        let Some(q) = self.objects.qps.get_mut(h) else { return false };
+        let left = match q.openers.iter().position(|o| o.0 == s) {
+            Some(at) => q.openers.swap_remove(at).1,
+            None if q.openers.is_empty() => {
+                self.remove_qp(h);
+                return false;
+            }
+            None => {
+                // The doorbell bit goes: nothing is posted to such a QP.
+                let (heir, xrcd) = q.openers.swap_remove(0);
+                let slot = std::mem::replace(&mut q.slot, NO_SLOT);
+                let left = q.xrcd.map_or(Handle::NONE, |x| x.0);
+                (q.owner, q.xrcd) = (heir, q.xrcd.map(|x| (xrcd, x.1)));
+                if let Some(s) = self.objects.sessions.get_mut(s.0) {
+                    s.free_slot(slot);
+                }
+                left
+            }
+        };
+        let stays = self.objects.qps.get(h).is_some_and(|q| q.is_open_to(s));
+        self.objects.use_xrcd(left, false);
+        if !stays {
+            self.objects.names(s).map(|n| n.qps.remove(&h));
+        }
+        stays
+    }
+
+    /// RESIZE_QP: the rings, already checked, hold what waited in those before, at the same indices.
+    ///
+    /// # Errors
+    /// `BadHandle` if the session has no such QP, `BadState` if it is lost, `BadValue` if the rings do not hold what waits.
+    pub fn resize_qp(&mut self, s: SessionId, qpn: u32, rings: QpRings) -> Result<()> {
+        let h = self.objects.own_qp(s, qpn)?;
+        let q = self.objects.qps.get_mut(h).filter(|q| q.owner == s && !q.broken).ok_or(Status::BadState)?;
+        let layout = *rings.layout();
+        // Those under way are still in the ring: their slots are freed in order.
+        let fits = rings.sq_pending(q.sq_cons).is_ok() && rings.rq_pending(q.rq_cons).is_ok();
+        if !fits || layout.sq_stride != q.rings.layout().sq_stride || layout.rq_stride != q.rings.layout().rq_stride {
+            return Err(Status::BadValue);
+        }
+        (q.cap.max_send_wr, q.cap.max_recv_wr) = (layout.sq_entries, layout.rq_entries);
+        q.rings = rings;
+        Ok(())
+    }
+
+    /// QUERY_QP: the attributes as they are now.
+    ///
+    /// # Errors
+    /// `BadHandle` if the session has no such QP.
+    pub fn query_qp(&self, s: SessionId, qpn: u32) -> Result<abi::QpAttr> {
+        let q = self.objects.qps.get(self.objects.own_qp(s, qpn)?).ok_or(Status::BadHandle)?;
+        Ok(abi::QpAttr {
+            qp_state: q.state as u8,
+            cur_qp_state: q.state as u8,
+            sq_psn: q.sq_psn.get(),
+            rq_psn: q.rq_psn.get(),
+            cap: q.cap,
+            sq_draining: u8::from(q.state == QpState::Sqd && q.is_sending()),
+            ..q.attr
+        })
+    }
+
+    /// MODIFY_QP: all attributes are checked before any is changed.
+    ///
+    /// # Errors
+    /// `BadState` for a transition that does not exist or takes other attributes, `BadValue` for a
+    /// value out of range, `Unreachable` if no vRNIC of the group has the destination GID.
+    pub fn modify_qp(&mut self, s: SessionId, qpn: u32, mask: u32, a: &abi::QpAttr) -> Result<()> {
+        use attr_mask as m;
+        let h = self.objects.own_qp(s, qpn)?;
+        let vnic = self.objects.vnic_of(s)?;
+        let q = self.objects.qps.get(h).ok_or(Status::BadHandle)?;
+        let given = |bit: u32| mask & bit != 0;
+        let raw = |v: u8| QpState::from_raw(v.into()).ok_or(Status::BadValue);
+        if given(m::CUR_STATE) && raw(a.cur_qp_state)? != q.state {
+            return Err(Status::BadState);
+        }
+        let to = if given(m::STATE) { raw(a.qp_state)? } else { q.state };
+        if !attr::allowed(q.typ, q.state, to, mask) {
+            return Err(Status::BadState);
+        }
+        let v = self.objects.vnics.get(vnic.0).ok_or(Status::BadHandle)?;
+        let bad = given(m::PORT) && a.port_num != 1
+            || given(m::PKEY_INDEX) && a.pkey_index != 0
+            || given(m::PATH_MTU) && mtu_bytes(a.path_mtu).is_none()
+            || given(m::TIMEOUT) && a.timeout > 31
+            || given(m::RETRY_CNT) && a.retry_cnt > 7
+            || given(m::RNR_RETRY) && a.rnr_retry > 7
+            || given(m::MIN_RNR_TIMER) && a.min_rnr_timer > 31
+            || given(m::MAX_QP_RD_ATOMIC) && a.max_rd_atomic > MAX_RD_ATOMIC
+            || given(m::MAX_DEST_RD_ATOMIC) && a.max_dest_rd_atomic > MAX_RD_ATOMIC
+            || given(m::DEST_QPN) && a.dest_qp_num > unirdma_formats::Qpn::MASK
+            || given(m::ALT_PATH)
+            || given(m::PATH_MIG_STATE) && a.path_mig_state != 0
+            || given(m::ACCESS_FLAGS) && a.qp_access_flags & !access::QP_ACCEPTED != 0;
+        if bad {
+            return Err(Status::BadValue);
+        }
+        let (mut peer_vnic, mut path, mut own) = (q.peer_vnic, q.wire.as_ref().map(|w| w.path), q.own);
+        if given(m::AV) {
+            let ah = &a.ah_attr;
+            // RoCE has no LIDs: an address vector without a GRH names nobody (annex A16).
+            own = v.gid(ah.grh.sgid_index);
+            if ah.is_global == 0 || own.is_none() || ah.port_num > 1 {
+                return Err(Status::BadValue);
+            }
+            let dgid = Gid(ah.grh.dgid);
+            peer_vnic = self.objects.find_vnic(v.group, dgid);
+            path = self.net.path(v, ah.grh.sgid_index, dgid).filter(|_| peer_vnic.is_none());
+            let peer_qpn = if given(m::DEST_QPN) { a.dest_qp_num } else { q.attr.dest_qp_num };
+            let port = source_port(ah.grh.flow_label, q.qpn, peer_qpn);
+            path = path.map(|path| Path { port, class: ah.grh.traffic_class & DSCP, ..path });
+            if peer_vnic.is_none() && path.is_none() {
+                return Err(Status::Unreachable);
+            }
+            if path.is_some() && given(m::PATH_MTU) && mtu_bytes(a.path_mtu).is_some_and(|b| b > self.net.wire_mtu) {
+                return Err(Status::BadValue);
+            }
+        }
+        if to == QpState::Reset {
+            self.reset_qp(h);
+            return Ok(());
+        }
+        let (adapts, linked) = (self.net.adapts, v.is_linked(own));
+        let Some(q) = self.objects.qps.get_mut(h) else { return Err(Status::BadHandle) };
+        (q.peer_vnic, q.own, q.linked) = (peer_vnic, own, linked);
+        match (&mut q.wire, path) {
+            (Some(w), Some(path)) => w.path = path,
+            (_, path) => q.wire = path.map(|p| Box::new(Wire::new(p, adapts))),
+        }
+        apply(q, mask, a);
+        let was = q.state;
+        if to == QpState::Err {
+            self.fail_qp(h, None);
+        } else {
+            q.state = to;
+            if was != to || to == QpState::Sqd {
+                self.make_runnable(h);
+            }
+        }
+        Ok(())
+    }
+
+    fn reset_qp(&mut self, h: Handle<Qp>) {
+        self.acknowledge_all(h);
+        self.objects.unstage(h);
+        self.set_receiving(h, false);
+        let Some(q) = self.objects.qps.get_mut(h) else { return };
+        q.linked = self.objects.vnics.get(q.vnic.0).is_some_and(|v| v.is_linked(None));
+        q.own = None;
+        q.state = QpState::Reset;
+        q.attr = abi::QpAttr::default();
+        (q.sq_cons, q.rq_cons) = (0, 0);
+        (q.busy, q.broken, q.established) = (false, false, false);
+        (q.peer, q.peer_vnic, q.wait) = (None, None, Wait::No);
+        q.wire = None;
+        q.backlog = Backlog::default();
+        q.pace = Pace::default();
+        q.timer = q.timer.wrapping_add(1);
+        q.rings.set_sq_cons(0);
+        q.rings.set_rq_cons(0);
+        q.rings.set_rq_notify(false);
+    }
+}
+
+/// A doorbell bit that no session has.
+const NO_SLOT: u32 = u32::MAX;
+
+fn apply(q: &mut Qp, mask: u32, a: &abi::QpAttr) {
+    use attr_mask as m;
+    macro_rules! set {
+        ($($bit:ident => $($f:ident),+;)*) => {
+            $(if mask & m::$bit != 0 { $(q.attr.$f = a.$f;)+ })*
+        };
+    }
+    set! {
+        ACCESS_FLAGS => qp_access_flags;
+        PKEY_INDEX => pkey_index;
+        PORT => port_num;
+        QKEY => qkey;
+        AV => ah_attr;
+        PATH_MTU => path_mtu;
+        TIMEOUT => timeout;
+        RETRY_CNT => retry_cnt;
+        RNR_RETRY => rnr_retry;
+        MAX_QP_RD_ATOMIC => max_rd_atomic;
+        MIN_RNR_TIMER => min_rnr_timer;
+        MAX_DEST_RD_ATOMIC => max_dest_rd_atomic;
+        DEST_QPN => dest_qp_num;
+        RATE_LIMIT => rate_limit;
+        EN_SQD_ASYNC_NOTIFY => en_sqd_async_notify;
+    }
+    if mask & m::RQ_PSN != 0 {
+        q.rq_psn = Psn::new(a.rq_psn);
+    }
+    if mask & m::SQ_PSN != 0 {
+        q.sq_psn = Psn::new(a.sq_psn);
+        if let Some(w) = &mut q.wire {
+            w.start(q.sq_psn);
+        }
+    }
+    if let Some(mtu) = mtu_bytes(q.attr.path_mtu) {
+        q.mtu = mtu;
+    }
+}

@@ -1,0 +1,125 @@
+//! The core: the objects, what works on them, and what comes of it. Its methods are in the rooms beside this file.
+
+use std::collections::VecDeque;
+
+use unirdma_formats::AsyncEvent;
+
+use crate::capture::Tap;
+use crate::job::Jobs;
+use crate::multicast::Multicast;
+use crate::net::Network;
+use crate::objects::{MAX_MTU, Objects, Qp, SessionId};
+use crate::output::Output;
+use crate::random::{Seed, Streams};
+use crate::sched::{Due, Scheduler};
+use crate::slab::{Handle, Slab};
+
+/// What one operation takes beside its bytes, roughly, nanoseconds. Turns are planned with estimates, and charged by the clock.
+pub(crate) const OP_NS: u64 = 250;
+/// Bytes that are copied in a nanosecond, roughly.
+const BYTES_PER_NS: u64 = 8;
+
+/// What it takes to move bytes, roughly, nanoseconds.
+pub(crate) fn copy_ns(bytes: u64) -> u64 {
+    bytes / BYTES_PER_NS
+}
+
+/// The software RNIC without connection management. [`crate::Rnic`] says in what order it is called.
+pub struct Core {
+    pub(crate) objects: Objects,
+    pub(crate) sched: Scheduler,
+    pub(crate) jobs: Jobs,
+    pub(crate) net: Network,
+    pub(crate) multicast: Multicast,
+    /// The capture that runs.
+    pub(crate) tap: Option<Box<Tap>>,
+    pub(crate) random: Streams,
+    /// The time of the input or command that is being worked on, ns.
+    pub(crate) now: u64,
+    /// What is put into each doorbell page.
+    pub(crate) hints: u32,
+    /// Jobs may be done while the core does something else.
+    pub(crate) helped: bool,
+    /// Sessions that are polled.
+    pub(crate) active: Vec<SessionId>,
+    /// Counts the changes of `active`.
+    pub(crate) active_changes: u64,
+    /// A datagram has found no receive.
+    pub(crate) starved: bool,
+    /// The datagram under way on this host.
+    pub(crate) datagram: Box<[u8]>,
+    pub(crate) outputs: VecDeque<Output>,
+}
+
+impl Core {
+    /// A core whose random numbers `seed` determines. `hints` are put into each doorbell page.
+    pub(crate) fn new(seed: &Seed, hints: u32) -> Self {
+        Core {
+            objects: Objects::default(),
+            sched: Scheduler::default(),
+            jobs: Jobs::default(),
+            net: Network::default(),
+            multicast: Multicast::default(),
+            tap: None,
+            random: Streams::new(seed),
+            now: 0,
+            hints,
+            helped: true,
+            active: Vec::new(),
+            active_changes: 0,
+            starved: false,
+            datagram: vec![0; MAX_MTU as usize].into_boxed_slice(),
+            outputs: VecDeque::new(),
+        }
+    }
+
+    /// Tells whether jobs are done by somebody while somebody else has the core. If not, only what may be slow becomes a job.
+    pub fn set_helped(&mut self, on: bool) {
+        self.helped = on;
+    }
+
+    /// Moves all outputs to the end of `out`.
+    pub fn drain_outputs(&mut self, out: &mut Vec<Output>) {
+        out.extend(self.outputs.drain(..));
+    }
+
+    /// Gives a QP its place in its vRNIC's agenda.
+    pub(crate) fn make_runnable(&mut self, qp: Handle<Qp>) {
+        enqueue(&mut self.objects.qps, &mut self.sched, qp);
+    }
+
+    pub(crate) fn arm_timer(&mut self, qp: Handle<Qp>, delay_ns: u64) {
+        let at = self.now.saturating_add(delay_ns);
+        let Some(q) = self.objects.qps.get_mut(qp) else { return };
+        q.timer = q.timer.wrapping_add(1);
+        let (vnic, due) = (q.vnic, Due::Wait(qp, q.timer));
+        let (qps, limit) = (&self.objects.qps, 2 * self.objects.qpns.len());
+        let stopped = |due: &Due| match *due {
+            Due::Wait(qp, timer) => qps.get(qp).is_none_or(|q| q.timer != timer),
+            Due::Pace(_) | Due::Events(_) => false,
+        };
+        self.sched.arm(vnic, at, due, limit, stopped);
+    }
+
+    pub(crate) fn push_output(&mut self, o: Output) {
+        self.outputs.push_back(o);
+    }
+
+    pub(crate) fn emit(&mut self, session: SessionId, kind: AsyncEvent, handle: u32) {
+        self.outputs.push_back(Output::Async { session, kind, handle });
+        let shared =
+            kind.is_of_qp().then(|| self.objects.qpns.get(&handle).and_then(|&h| self.objects.qps.get(h))).flatten();
+        for &(session, _) in shared.iter().flat_map(|q| &q.openers) {
+            self.outputs.push_back(Output::Async { session, kind, handle });
+        }
+    }
+}
+
+/// Gives a QP its place in its vRNIC's agenda, unless it stands there.
+pub(crate) fn enqueue(qps: &mut Slab<Qp>, sched: &mut Scheduler, qp: Handle<Qp>) {
+    if let Some(q) = qps.get_mut(qp)
+        && !std::mem::replace(&mut q.queued, true)
+    {
+        sched.enqueue(q.vnic, qp);
+    }
+}

@@ -1,0 +1,10 @@
+//! Execution of work requests: between QPs of this host, and what both transports have in common.
+
+mod jobs;
+mod local;
+mod receive;
+mod wqe;
+
+pub(crate) use local::Outcome;
+pub(crate) use receive::{NoRecv, RecvDone};
+pub(crate) use wqe::load;

@@ -1,0 +1,148 @@
+//! Work queue elements: copied from the rings and checked, completed, flushed.
+
+use unirdma_abi as abi;
+use unirdma_formats::{QpState, WcOpcode, WcStatus, WrOpcode, send_flags};
+use zerocopy::IntoBytes;
+
+use crate::core::Core;
+use crate::objects::{Qp, Work};
+use crate::slab::Handle;
+
+impl Core {
+    /// Completes the WQE at the head of the SQ.
+    pub(crate) fn retire(&mut self, h: Handle<Qp>, w: &Work, status: WcStatus) {
+        let Some(q) = self.objects.qps.get_mut(h) else { return };
+        q.busy = false;
+        q.sq_cons = q.sq_cons.wrapping_add(1);
+        q.rings.set_sq_cons(q.sq_cons);
+        let signaled = q.sig_all || w.wqe.send_flags & send_flags::SIGNALED != 0 || status != WcStatus::Success;
+        let op = WrOpcode::from_raw(w.wqe.opcode.into());
+        let returns = op.is_some_and(WrOpcode::stores_locally);
+        let cqe = abi::Cqe {
+            wr_id: w.wqe.wr_id,
+            status: status as u8,
+            opcode: op.map_or(0, |o| o.wc() as u8),
+            byte_len: if returns { w.total as u32 } else { 0 },
+            qp_num: q.qpn,
+            wqe_index: q.sq_cons,
+            ..abi::Cqe::default()
+        };
+        let (cq, whose) = (q.send_cq, q.owner);
+        let is_send = op.is_some_and(WrOpcode::is_send);
+        self.objects.count(h, |c| match status {
+            WcStatus::Success => {
+                c.sent_wrs += 1;
+                c.sent_bytes += w.total;
+                c.wire.rdma_sends += u64::from(is_send);
+            }
+            WcStatus::WrFlushErr => {}
+            _ => c.errors += 1,
+        });
+        if signaled {
+            self.complete(cq, whose, cqe, false);
+        }
+    }
+
+    /// Flushes one work request of a QP in ERR (IBTA vol. 1, 10.3.1.7), or in SQE, where receives stay; false if none is
+    /// left.
+    pub(crate) fn flush_one(&mut self, h: Handle<Qp>) -> bool {
+        let Some(q) = self.objects.qps.get_mut(h) else { return false };
+        let (sq, rq) = (q.rings.sq_pending(q.sq_cons), q.rings.rq_pending(q.rq_cons));
+        let (Ok(sq), Ok(rq)) = (sq, rq) else {
+            self.break_qp(h);
+            return false;
+        };
+        if q.busy || sq > 0 {
+            let Some(mut w) = q.work.take() else { return false };
+            if !q.busy {
+                w.wqe = q.rings.sq_head(q.sq_cons);
+            }
+            self.retire(h, &w, WcStatus::WrFlushErr);
+            if let Some(q) = self.objects.qps.get_mut(h) {
+                q.work = Some(w);
+            }
+            return true;
+        }
+        if q.state == QpState::Sqe {
+            return false;
+        }
+        let wr_id = if q.receiving {
+            self.set_receiving(h, false);
+            self.objects.unstage(h);
+            self.objects.qps.get(h).and_then(|q| q.recv.as_ref()).map_or(0, |r| r.wr_id)
+        } else if rq > 0 {
+            let head = q.rings.rq_head(q.rq_cons);
+            q.rq_cons = q.rq_cons.wrapping_add(1);
+            q.rings.set_rq_cons(q.rq_cons);
+            head.wr_id
+        } else {
+            return false;
+        };
+        let Some(q) = self.objects.qps.get(h) else { return false };
+        let cqe = abi::Cqe {
+            wr_id,
+            status: WcStatus::WrFlushErr as u8,
+            opcode: WcOpcode::Recv as u8,
+            qp_num: q.qpn,
+            wqe_index: q.rq_cons,
+            ..abi::Cqe::default()
+        };
+        let (cq, whose) = (q.recv_cq, q.memory);
+        self.complete(cq, whose, cqe, false);
+        true
+    }
+}
+
+/// Copies SQ WQE number `at` and checks its form.
+pub(crate) fn load(q: &Qp, at: u32, w: &mut Work) -> Result<(), WcStatus> {
+    w.wqe = q.rings.sq_head(at);
+    w.started = false;
+    w.done = 0;
+    w.total = 0;
+    w.num_sge = 0;
+    w.retries_left = q.attr.retry_cnt;
+    w.rnr_left = q.attr.rnr_retry;
+    w.found = None;
+    w.stall.over();
+    let op = WrOpcode::from_raw(w.wqe.opcode.into()).ok_or(WcStatus::LocQpOpErr)?;
+    let staged = w.wqe.send_flags & send_flags::STAGED != 0;
+    let may_be_staged = (op.is_send() || matches!(op, WrOpcode::Write | WrOpcode::WriteImm))
+        && w.wqe.send_flags & send_flags::INLINE == 0;
+    let known = send_flags::SUPPORTED | send_flags::STAGED;
+    if w.wqe.send_flags & !known != 0 || staged && !may_be_staged || !q.typ.allows(op) {
+        return Err(WcStatus::LocQpOpErr);
+    }
+    if w.wqe.send_flags & send_flags::INLINE != 0 {
+        let n = usize::from(w.wqe.inline_len);
+        let may = !op.stores_locally() && !op.is_local() && op != WrOpcode::Flush;
+        let most = op.inline_bytes(q.cap.max_inline_data);
+        let data = w.inline.get_mut(..n).filter(|_| may && n as u32 <= most);
+        if !data.is_some_and(|d| q.rings.sq_data(at, d)) {
+            return Err(WcStatus::LocQpOpErr);
+        }
+        w.total = n as u64;
+        return check_length(op, w);
+    }
+    let n = usize::from(w.wqe.num_sge);
+    let sges = w.sges.get_mut(..n).filter(|_| n as u32 <= q.cap.max_send_sge);
+    if !sges.is_some_and(|s| q.rings.sq_data(at, s.as_mut_bytes())) {
+        return Err(WcStatus::LocQpOpErr);
+    }
+    w.num_sge = n;
+    w.total = w.sges[..n].iter().map(|s| u64::from(s.length)).sum();
+    if op.is_local() || op == WrOpcode::Flush {
+        (w.num_sge, w.total) = (0, 0);
+    }
+    check_length(op, w)
+}
+
+/// Atomics are of 8 bytes; those that fetch may have more room.
+fn check_length(op: WrOpcode, w: &mut Work) -> Result<(), WcStatus> {
+    if op.is_atomic() && w.total < 8 || op == WrOpcode::AtomicWrite && w.total != 8 {
+        return Err(WcStatus::LocLenErr);
+    }
+    if op.is_atomic() {
+        w.total = 8;
+    }
+    Ok(())
+}

@@ -1,0 +1,52 @@
+//! The network between hosts, as the RNIC sees it.
+
+use std::collections::{HashMap, VecDeque};
+use std::net::IpAddr;
+
+use unirdma_formats::Gid;
+
+use crate::objects::{MAX_MTU, Qp, Vnic};
+use crate::path::{Path, Route, WireDrops};
+use crate::slab::Handle;
+use crate::tx::Tx;
+
+/// What leads to other hosts.
+pub(crate) struct Network {
+    /// By group and GID.
+    pub routes: HashMap<(u32, Gid), Route>,
+    /// Largest path MTU to other hosts, bytes.
+    pub wire_mtu: u32,
+    /// Congestion control is on.
+    pub adapts: bool,
+    pub drops: WireDrops,
+    pub tx: Tx,
+    /// QPs that wait for room in `tx`.
+    pub tx_waiting: VecDeque<Handle<Qp>>,
+}
+
+impl Default for Network {
+    fn default() -> Self {
+        Network {
+            routes: HashMap::new(),
+            wire_mtu: MAX_MTU,
+            adapts: true,
+            drops: WireDrops::default(),
+            tx: Tx::default(),
+            tx_waiting: VecDeque::new(),
+        }
+    }
+}
+
+impl Network {
+    /// The path from an entry of a vRNIC's GID table to `dgid`, if that lies on another host.
+    pub fn path(&self, v: &Vnic, sgid_index: u8, dgid: Gid) -> Option<Path> {
+        let r = self.routes.get(&(v.group, dgid))?;
+        let own = v.gid(sgid_index)?;
+        Some(Path { from: r.foreign.then(|| own.ip()), cut: !v.up, ..Path::new(r.host) })
+    }
+
+    /// True if `from` is the address of a plain device of this group.
+    pub fn is_foreign(&self, group: u32, from: IpAddr) -> bool {
+        self.routes.get(&(group, Gid::from_ip(from))).is_some_and(|r| r.foreign && r.host == from)
+    }
+}

@@ -1,0 +1,125 @@
+//! The objects of all vRNICs of a host, as data: what they are, by which numbers sessions call them, who uses them, and what
+//! counts against quotas. Nothing here sends, copies or completes anything.
+
+mod datagram;
+mod mr;
+mod names;
+mod qp;
+mod queues;
+mod session;
+mod stage;
+mod staging;
+mod vnic;
+mod window;
+mod wire;
+mod work;
+
+use std::collections::HashMap;
+
+use unirdma_formats::Gid;
+
+use crate::slab::{Handle, Slab};
+pub(crate) use datagram::{Ah, Backlog, Held, Note, Target};
+pub use mr::{Backing, Resolve};
+pub(crate) use mr::{Mr, MrTable, Window};
+pub use qp::{CreateQp, QpInfo};
+pub(crate) use qp::{Qp, Reach};
+pub(crate) use queues::{Cq, Domains, Moderation, Pd, Srq, XrcSrq, Xrcd};
+pub use queues::{OpenXrcd, SrqAttr, SrqInfo};
+pub use session::SessionId;
+pub(crate) use session::{Names, Session};
+pub(crate) use stage::Stage;
+pub use vnic::{Counters, Limits, MrNote, Usage, VnicConfig, VnicId, WireCounters};
+pub(crate) use vnic::{Used, Vnic};
+pub(crate) use wire::{Answer, Flight, Message, Wire, transport_of};
+pub(crate) use work::{Recv, Wait, Work};
+
+/// Largest path MTU, bytes.
+pub(crate) const MAX_MTU: u32 = 4096;
+/// Most outstanding READs and atomics of a QP, each way.
+pub(crate) const MAX_RD_ATOMIC: u8 = 128;
+
+/// The tables of objects.
+#[derive(Default)]
+pub(crate) struct Objects {
+    pub vnics: Slab<Vnic>,
+    /// By group and GID.
+    pub by_gid: HashMap<(u32, Gid), Vec<VnicId>>,
+    pub sessions: Slab<Session>,
+    pub pds: Slab<Pd>,
+    pub mrs: MrTable,
+    pub ahs: Slab<Ah>,
+    pub srqs: Slab<Srq>,
+    /// XRC SRQs by number.
+    pub srq_numbers: HashMap<u32, Handle<Srq>>,
+    pub xrcds: Slab<Xrcd>,
+    pub domains: Domains,
+    pub cqs: Slab<Cq>,
+    pub qps: Slab<Qp>,
+    pub qpns: HashMap<u32, Handle<Qp>>,
+}
+
+impl Objects {
+    /// The vRNIC of a group that has a GID.
+    pub fn find_vnic(&self, group: u32, gid: Gid) -> Option<VnicId> {
+        if gid.is_zero() {
+            return None;
+        }
+        self.by_gid.get(&(group, gid))?.first().copied()
+    }
+
+    /// The vRNIC of a QP.
+    pub fn vnic_of_qp(&self, h: Handle<Qp>) -> Option<VnicId> {
+        self.qps.get(h).map(|q| q.vnic)
+    }
+
+    /// True if the link of a vRNIC is up.
+    pub fn is_up(&self, id: VnicId) -> bool {
+        self.vnics.get(id.0).is_some_and(|v| v.up)
+    }
+
+    /// Counts something for a QP and its vRNIC.
+    pub fn count(&mut self, h: Handle<Qp>, f: impl Fn(&mut Counters)) {
+        let Some(q) = self.qps.get_mut(h) else { return };
+        f(&mut q.counters);
+        if let Some(v) = self.vnics.get_mut(q.vnic.0) {
+            f(&mut v.counters);
+        }
+    }
+
+    /// A message for an unreliable QP was dropped.
+    pub fn count_dropped(&mut self, h: Handle<Qp>) {
+        self.count(h, |c| c.dropped += 1);
+    }
+
+    /// True if a QP may get this number.
+    pub fn is_free_qpn(&self, qpn: u32) -> bool {
+        // 0 and 1 are the management QPs.
+        qpn > 1 && !self.qpns.contains_key(&qpn)
+    }
+
+    /// The peer QP, if it would answer: connected to us, able to receive, at our PSN, and both have a link.
+    pub fn answering_peer(&mut self, h: Handle<Qp>) -> Option<Handle<Qp>> {
+        let q = self.qps.get(h).filter(|q| q.linked)?;
+        let (dest, vnic) = (q.attr.dest_qp_num, q.peer_vnic?);
+        let cached = q.peer.filter(|&p| self.qps.get(p).is_some_and(|p| p.qpn == dest));
+        let ph = match cached {
+            Some(p) => p,
+            None => *self.qpns.get(&dest)?,
+        };
+        let p = self.qps.get(ph)?;
+        let connected =
+            p.vnic == vnic && p.attr.dest_qp_num == q.qpn && p.peer_vnic == Some(q.vnic) && p.typ == q.typ.peer();
+        // An unreliable responder takes any PSN where a message begins.
+        let in_sequence = p.rq_psn == q.sq_psn || !q.typ.is_reliable();
+        if !(p.receives() && connected && in_sequence) {
+            return None;
+        }
+        if cached.is_none()
+            && let Some(q) = self.qps.get_mut(h)
+        {
+            q.peer = Some(ph);
+        }
+        Some(ph)
+    }
+}

@@ -1,0 +1,164 @@
+//! The numbers by which sessions call their objects, the uses of an object by others, and quotas. A session uses no number twice,
+//! and its numbers mean nothing in another session. Uses and quotas are counted when an object is made or goes, so that no
+//! command has to search for them.
+
+use unirdma_abi::Status;
+
+use unirdma_formats::Qpn;
+
+use super::{Ah, Cq, Limits, Mr, Names, Objects, Pd, Qp, SessionId, Srq, Used, VnicId, Xrcd};
+use crate::random::Rng;
+use crate::slab::{ByNumber, Handle, Slab};
+
+type Result<T> = std::result::Result<T, Status>;
+
+impl Objects {
+    pub fn vnic_of(&self, s: SessionId) -> Result<VnicId> {
+        self.sessions.get(s.0).map(|s| s.vnic).ok_or(Status::BadHandle)
+    }
+
+    /// `Exhausted` if the vRNIC of a session has all that it may have.
+    pub fn quota(&self, s: SessionId, used: impl Fn(&Used) -> usize, max: impl Fn(&Limits) -> u32) -> Result<()> {
+        let v = self.vnics.get(self.vnic_of(s)?.0).ok_or(Status::BadHandle)?;
+        if used(&v.used) >= max(&v.limits) as usize { Err(Status::Exhausted) } else { Ok(()) }
+    }
+
+    /// Changes what a session's vRNIC has in use.
+    pub fn count_used(&mut self, s: SessionId, f: impl FnOnce(&mut Used)) {
+        if let Some(v) = self.vnic_of(s).ok().and_then(|v| self.vnics.get_mut(v.0)) {
+            f(&mut v.used);
+        }
+    }
+
+    /// A number for an object that session `s` is about to have.
+    ///
+    /// # Errors
+    /// `Exhausted` after at least 2^31 of them.
+    pub fn new_number(&mut self, s: SessionId) -> Result<u32> {
+        self.sessions.get_mut(s.0).ok_or(Status::BadHandle)?.names.next().ok_or(Status::Exhausted)
+    }
+
+    /// What session `s` has.
+    pub fn names(&mut self, s: SessionId) -> Option<&mut Names> {
+        self.sessions.get_mut(s.0).map(|s| &mut s.names)
+    }
+
+    fn find<T>(&self, s: SessionId, n: u32, table: impl Fn(&Names) -> &ByNumber<Handle<T>>) -> Result<Handle<T>> {
+        let names = &self.sessions.get(s.0).ok_or(Status::BadHandle)?.names;
+        table(names).get(&n).copied().ok_or(Status::BadHandle)
+    }
+
+    pub fn own_pd(&self, s: SessionId, n: u32) -> Result<Handle<Pd>> {
+        self.find(s, n, |t| &t.pds)
+    }
+
+    pub fn own_cq(&self, s: SessionId, n: u32) -> Result<Handle<Cq>> {
+        self.find(s, n, |t| &t.cqs)
+    }
+
+    /// An MR or a window.
+    pub fn own_mr(&self, s: SessionId, n: u32) -> Result<(Handle<Mr>, &Mr)> {
+        let h = self.find(s, n, |t| &t.mrs)?;
+        self.mrs.get(h).map(|m| (h, m)).ok_or(Status::BadHandle)
+    }
+
+    pub fn own_ah(&self, s: SessionId, n: u32) -> Result<Handle<Ah>> {
+        self.find(s, n, |t| &t.ahs)
+    }
+
+    pub fn own_srq(&self, s: SessionId, n: u32) -> Result<(Handle<Srq>, &Srq)> {
+        let h = self.find(s, n, |t| &t.srqs)?;
+        self.srqs.get(h).map(|q| (h, q)).ok_or(Status::BadHandle)
+    }
+
+    /// An XRC domain: its handle, and which it is.
+    pub fn own_xrcd(&self, s: SessionId, n: u32) -> Result<(Handle<Xrcd>, u32)> {
+        let h = self.find(s, n, |t| &t.xrcds)?;
+        self.xrcds.get(h).map(|x| (h, x.domain)).ok_or(Status::BadHandle)
+    }
+
+    /// A QP that the session has made, or opened.
+    pub fn own_qp(&self, s: SessionId, qpn: u32) -> Result<Handle<Qp>> {
+        let h = *self.qpns.get(&qpn).ok_or(Status::BadHandle)?;
+        self.qps.get(h).filter(|q| q.is_open_to(s)).map(|_| h).ok_or(Status::BadHandle)
+    }
+
+    /// One object more, or less, is in a PD.
+    pub fn use_pd(&mut self, pd: Handle<Pd>, more: bool) {
+        count_use(&mut self.pds, pd, |p| &mut p.uses, more);
+    }
+
+    /// One queue more, or less, completes to a CQ.
+    pub fn use_cq(&mut self, cq: Handle<Cq>, more: bool) {
+        count_use(&mut self.cqs, cq, |c| &mut c.uses, more);
+    }
+
+    /// One QP more, or less, takes its receives from an SRQ.
+    pub fn use_srq(&mut self, srq: Handle<Srq>, more: bool) {
+        count_use(&mut self.srqs, srq, |q| &mut q.uses, more);
+    }
+
+    /// One QP or SRQ more, or less, is in an XRC domain.
+    pub fn use_xrcd(&mut self, xrcd: Handle<Xrcd>, more: bool) {
+        count_use(&mut self.xrcds, xrcd, |x| &mut x.uses, more);
+    }
+
+    /// Gives an MR or a window its number and its key, and returns both.
+    pub fn insert_mr(&mut self, mr: Mr, random: &mut Rng) -> Result<(u32, u32)> {
+        let (s, pd, bytes, number) = (mr.owner, mr.pd, mr.counted(), self.new_number(mr.owner)?);
+        let made = self.mrs.insert(Mr { number, ..mr }, random);
+        let (h, key) = made.ok_or(Status::Exhausted)?;
+        self.names(s).and_then(|n| n.mrs.insert(number, h));
+        self.use_pd(pd, true);
+        self.count_used(s, |u| (u.mrs, u.mr_bytes) = (u.mrs + 1, u.mr_bytes + bytes));
+        Ok((number, key))
+    }
+
+    pub fn remove_mr(&mut self, h: Handle<Mr>) {
+        let Some(m) = self.mrs.remove(h) else { return };
+        self.names(m.owner).and_then(|n| n.mrs.remove(&m.number));
+        self.use_pd(m.pd, false);
+        self.count_used(m.owner, |u| (u.mrs, u.mr_bytes) = (u.mrs - 1, u.mr_bytes.saturating_sub(m.counted())));
+    }
+
+    pub fn remove_srq(&mut self, srq: Handle<Srq>) {
+        let Some(q) = self.srqs.remove(srq) else { return };
+        self.names(q.owner).and_then(|n| n.srqs.remove(&q.number));
+        self.count_used(q.owner, |u| u.srqs -= 1);
+        self.use_pd(q.pd, false);
+        if let Some(x) = q.xrc {
+            self.use_cq(x.cq, false);
+            self.use_xrcd(x.xrcd, false);
+            self.srq_numbers.remove(&x.number);
+        }
+    }
+
+    pub fn remove_xrcd(&mut self, h: Handle<Xrcd>) {
+        if let Some(file) = self.xrcds.remove(h).and_then(|x| x.file) {
+            self.domains.close(file);
+        }
+    }
+
+    /// A random number for an XRC SRQ: 24 bits, so that it can be found by trying. Access rests on the domain.
+    pub fn new_srq_number(&self, random: &mut Rng) -> u32 {
+        loop {
+            let n = random.next_u64() as u32 & Qpn::MASK;
+            if n != 0 && !self.srq_numbers.contains_key(&n) {
+                return n;
+            }
+        }
+    }
+
+    pub fn remove_ah(&mut self, s: SessionId, h: Handle<Ah>) {
+        let Some(ah) = self.ahs.remove(h) else { return };
+        self.count_used(s, |u| u.ahs -= 1);
+        self.use_pd(ah.pd, false);
+    }
+}
+
+fn count_use<T>(table: &mut Slab<T>, h: Handle<T>, uses: impl FnOnce(&mut T) -> &mut u32, more: bool) {
+    if let Some(object) = table.get_mut(h) {
+        let uses = uses(object);
+        *uses = if more { *uses + 1 } else { uses.saturating_sub(1) };
+    }
+}

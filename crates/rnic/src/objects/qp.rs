@@ -1,0 +1,143 @@
+//! Queue pairs.
+
+use unirdma_abi as abi;
+use unirdma_formats::{Gid, Psn, QpState, QpType};
+use unirdma_mem::QpRings;
+
+use super::datagram::Backlog;
+use super::queues::{Cq, Pd, Srq, Xrcd};
+use super::session::SessionId;
+use super::vnic::{Counters, VnicId};
+use super::wire::Wire;
+use super::work::{Recv, Wait, Work};
+use crate::pace::Pace;
+use crate::slab::Handle;
+
+/// What a QP is created from; handles and rings already resolved by the device.
+pub struct CreateQp {
+    /// PD handle.
+    pub pd: u32,
+    /// CQ handle for sends.
+    pub send_cq: u32,
+    /// CQ handle for receives.
+    pub recv_cq: u32,
+    /// SRQ handle, if receives come from there.
+    pub srq: Option<u32>,
+    /// XRC domain handle, of the target of an XRC connection, which has no PD and CQs.
+    pub xrcd: Option<u32>,
+    /// Every send is signaled.
+    pub sig_all: bool,
+    /// Capabilities, already within limits.
+    pub cap: abi::QpCap,
+    /// The rings.
+    pub rings: QpRings,
+}
+
+pub(crate) struct Qp {
+    pub owner: SessionId,
+    /// Others that have opened it, with their handle of its XRC domain.
+    pub openers: Vec<(SessionId, Handle<Xrcd>)>,
+    /// Whose memory its requests and those of its peer reach: its owner's, or that of the XRC SRQ that a message is for.
+    pub memory: SessionId,
+    /// XRC domain: its handle and which it is.
+    pub xrcd: Option<(Handle<Xrcd>, u32)>,
+    pub vnic: VnicId,
+    pub pd: Handle<Pd>,
+    pub qpn: u32,
+    pub typ: QpType,
+    pub slot: u32,
+    pub sig_all: bool,
+    pub send_cq: Handle<Cq>,
+    pub recv_cq: Handle<Cq>,
+    pub srq: Option<Handle<Srq>>,
+    pub cap: abi::QpCap,
+    pub rings: QpRings,
+    pub state: QpState,
+    pub attr: abi::QpAttr,
+    pub sq_cons: u32,
+    pub rq_cons: u32,
+    pub sq_psn: Psn,
+    pub rq_psn: Psn,
+    pub mtu: u32,
+    pub peer_vnic: Option<VnicId>,
+    /// Its own address in its connection.
+    pub own: Option<Gid>,
+    /// Its packets leave and come in: the port is up, and has this address.
+    pub linked: bool,
+    /// Handle of the peer QP when it was last seen.
+    pub peer: Option<Handle<Qp>>,
+    /// Taken out while it is executed; `busy` says that it holds a WQE.
+    pub work: Option<Box<Work>>,
+    pub busy: bool,
+    pub recv: Option<Box<Recv>>,
+    /// `recv` holds a WQE that a message has begun to fill.
+    pub receiving: bool,
+    /// Jobs that copy from or to the memory that it answers for.
+    pub served_by: u32,
+    pub wait: Wait,
+    /// Distinguishes this wait's timer from older ones.
+    pub timer: u32,
+    pub queued: bool,
+    /// An index jumped: the rings are never looked at again.
+    pub broken: bool,
+    pub established: bool,
+    /// The state of a connection to another host.
+    pub wire: Option<Box<Wire>>,
+    pub pace: Pace,
+    /// Datagrams that wait a moment for a receive.
+    pub backlog: Backlog,
+    /// Multicast groups that it is attached to.
+    pub groups: Vec<Gid>,
+    pub counters: Counters,
+}
+
+impl Qp {
+    /// True if messages may come in: in RTR and every later state but ERR, while it has a link.
+    pub fn receives(&self) -> bool {
+        matches!(self.state, QpState::Rtr | QpState::Rts | QpState::Sqd | QpState::Sqe) && !self.broken && self.linked
+    }
+
+    /// True if it is this session's, or one that this session has opened.
+    pub fn is_open_to(&self, s: SessionId) -> bool {
+        self.owner == s || self.openers.iter().any(|o| o.0 == s)
+    }
+
+    /// True while a send WQE is under way.
+    pub fn is_sending(&self) -> bool {
+        self.busy || self.wire.as_ref().is_some_and(|w| w.is_busy())
+    }
+}
+
+/// What a QP may reach by keys: the memory of a session that lies in a PD, as far as it grants an access.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct Reach {
+    pub pd: Handle<Pd>,
+    pub session: SessionId,
+    pub access: u32,
+}
+
+impl Reach {
+    /// What QP `q` reaches, or answers for.
+    pub fn of(q: &Qp, access: u32) -> Self {
+        Reach { pd: q.pd, session: q.memory, access }
+    }
+}
+
+/// A QP as it is shown.
+#[derive(Clone, Debug, PartialEq, Eq, serde::Serialize, serde::Deserialize)]
+pub struct QpInfo {
+    /// Its number.
+    pub qpn: u32,
+    /// RC, UC or UD.
+    pub kind: String,
+    /// Its state.
+    pub state: String,
+    /// GID that it is connected to.
+    pub peer_gid: Option<String>,
+    /// QP that it is connected to.
+    pub peer_qpn: Option<u32>,
+    /// The peer's host, if it is another one.
+    pub peer_host: Option<std::net::IpAddr>,
+    /// What it has done.
+    pub counters: Counters,
+}

@@ -1,0 +1,149 @@
+//! Protection domains, completion queues, shared receive queues and XRC domains.
+
+use std::collections::HashMap;
+
+use unirdma_mem::{CqRing, QpRings};
+
+use super::session::SessionId;
+use super::vnic::VnicId;
+use crate::slab::Handle;
+
+pub(crate) struct Pd {
+    /// MRs, windows, AHs, SRQs and QPs in it.
+    pub uses: u32,
+}
+
+pub(crate) struct Cq {
+    pub owner: SessionId,
+    /// What its owner calls it.
+    pub number: u32,
+    /// Queues of QPs, and XRC SRQs, that complete to it.
+    pub uses: u32,
+    pub ring: CqRing,
+    pub comp_queue: Option<u16>,
+    /// Set by REQ_NOTIFY_CQ: `NOTIFY_*` flags, served once.
+    pub notify: u32,
+    pub moderation: Option<Moderation>,
+    pub dead: bool,
+}
+
+/// How a CQ's completion events wait for each other (`ibv_modify_cq(3)`): one comes after `count` completions or
+/// `period_ns` after the first, whatever is earlier.
+#[derive(Clone, Copy, Default)]
+pub(crate) struct Moderation {
+    pub count: u16,
+    pub period_ns: u64,
+    /// Completions that wait for an event, and whether one of them is solicited.
+    pub waiting: u16,
+    pub solicited: bool,
+    /// When the first of them is to be reported, ns; and whether a timer runs, which may have been set for earlier ones.
+    pub due: u64,
+    pub timed: bool,
+}
+
+/// A shared receive queue.
+pub(crate) struct Srq {
+    pub owner: SessionId,
+    /// What its owner calls it.
+    pub number: u32,
+    /// QPs that take their receives here, and targets of XRC connections that are putting a message into one.
+    pub uses: u32,
+    pub pd: Handle<Pd>,
+    pub rings: QpRings,
+    pub max_wr: u32,
+    pub max_sge: u32,
+    pub cons: u32,
+    /// An event is raised once, when fewer receives than this are left; 0: none.
+    pub limit: u32,
+    /// An index jumped: the ring is never looked at again.
+    pub broken: bool,
+    pub xrc: Option<XrcSrq>,
+}
+
+/// What makes an SRQ an XRC SRQ.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct XrcSrq {
+    pub xrcd: Handle<Xrcd>,
+    pub domain: u32,
+    pub cq: Handle<Cq>,
+    /// Its number in packets, 24 bits.
+    pub number: u32,
+}
+
+/// An open XRC domain.
+pub(crate) struct Xrcd {
+    /// QPs, openers of QPs, and SRQs in it.
+    pub uses: u32,
+    /// What programs share it by.
+    pub file: Option<File>,
+    /// The same for all that have opened one domain.
+    pub domain: u32,
+}
+
+/// A file by which programs of a vRNIC share a domain.
+type File = (VnicId, (u64, u64));
+
+/// The XRC domains that programs share.
+#[derive(Default)]
+pub(crate) struct Domains {
+    pub last: u32,
+    /// The domain of a file, and how often it is open.
+    pub by_file: HashMap<File, (u32, u32)>,
+}
+
+impl Domains {
+    pub fn open(&mut self, file: Option<File>) -> u32 {
+        let mut new = || {
+            self.last = self.last.wrapping_add(1);
+            self.last
+        };
+        let Some(file) = file else { return new() };
+        let shared = self.by_file.entry(file).or_insert_with(|| (new(), 0));
+        shared.1 += 1;
+        shared.0
+    }
+
+    pub fn close(&mut self, file: File) {
+        if let Some(shared) = self.by_file.get_mut(&file) {
+            shared.1 -= 1;
+            if shared.1 == 0 {
+                self.by_file.remove(&file);
+            }
+        }
+    }
+}
+
+/// What an SRQ is: receives, SGEs of one, and the limit.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct SrqAttr {
+    /// Receives that it holds.
+    pub max_wr: u32,
+    /// SGEs of one receive.
+    pub max_sge: u32,
+    /// An event is raised when fewer receives than this are left; 0: none.
+    pub limit: u32,
+    /// XRC domain and CQ, for an XRC SRQ.
+    pub xrc: Option<(u32, u32)>,
+}
+
+/// An SRQ as QUERY_SRQ shows it.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct SrqInfo {
+    /// As in [`SrqAttr`].
+    pub max_wr: u32,
+    /// As in [`SrqAttr`].
+    pub max_sge: u32,
+    /// As in [`SrqAttr`].
+    pub limit: u32,
+}
+
+/// How a domain is opened (`ibv_open_xrcd(3)`).
+#[derive(Clone, Copy, Debug, Default)]
+pub struct OpenXrcd {
+    /// Device and inode of a file, by which programs share it.
+    pub key: Option<(u64, u64)>,
+    /// It may be new.
+    pub create: bool,
+    /// It must be new.
+    pub exclusive: bool,
+}

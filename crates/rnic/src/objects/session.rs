@@ -1,0 +1,85 @@
+//! Sessions: the frontends of vRNICs, with the numbers by which they call their objects.
+
+use std::collections::BTreeSet;
+use std::sync::Arc;
+
+use unirdma_mem::Bell;
+
+use super::datagram::Ah;
+use super::mr::{Mr, Resolve};
+use super::qp::Qp;
+use super::queues::{Cq, Pd, Srq, Xrcd};
+use super::stage::Stage;
+use super::vnic::VnicId;
+use crate::random::Rng;
+use crate::slab::{ByNumber, Handle};
+
+/// One frontend of a vRNIC: a process of a container, or a VM.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash, PartialOrd, Ord)]
+pub struct SessionId(pub(crate) Handle<Session>);
+
+impl SessionId {
+    /// The session with this number; there may be none.
+    pub fn from_number(n: u64) -> Self {
+        SessionId(Handle::from_raw(n))
+    }
+
+    /// Its number, which no later session has.
+    pub fn number(self) -> u64 {
+        self.0.raw()
+    }
+}
+
+/// What a session calls its objects. No number is used twice, and none means anything to another session. The first one is
+/// random, so that a driver that takes another session's numbers for its own gets an error.
+#[derive(Default)]
+pub(crate) struct Names {
+    pub last: u32,
+    pub pds: ByNumber<Handle<Pd>>,
+    pub cqs: ByNumber<Handle<Cq>>,
+    pub mrs: ByNumber<Handle<Mr>>,
+    pub ahs: ByNumber<Handle<Ah>>,
+    pub srqs: ByNumber<Handle<Srq>>,
+    pub xrcds: ByNumber<Handle<Xrcd>>,
+    /// QPs that it owns or has opened.
+    pub qps: BTreeSet<Handle<Qp>>,
+}
+
+impl Names {
+    pub fn new(random: &mut Rng) -> Self {
+        Names { last: random.next_u64() as u32 >> 1, ..Names::default() }
+    }
+
+    /// A new number; `None` after at least 2^31 of them.
+    pub fn next(&mut self) -> Option<u32> {
+        self.last = self.last.checked_add(1)?;
+        Some(self.last)
+    }
+}
+
+pub(crate) struct Session {
+    pub vnic: VnicId,
+    pub names: Names,
+    pub bell: Option<Bell>,
+    pub slots: Vec<Option<Handle<Qp>>>,
+    pub free_slots: Vec<u32>,
+    /// False while the session is polled, true while it must kick.
+    pub parked: bool,
+    /// Its doorbell has rung, and its vRNIC knows.
+    pub rung: bool,
+    pub last_rung_ns: u64,
+    /// Not 0 while the memory of its MRs is somewhere else: what its driver has said last.
+    pub away: u32,
+    pub memory: Option<Arc<dyn Resolve>>,
+    pub stage: Option<Stage>,
+}
+
+impl Session {
+    /// A QP that had this doorbell bit is gone.
+    pub fn free_slot(&mut self, slot: u32) {
+        if let Some(s) = self.slots.get_mut(slot as usize) {
+            *s = None;
+            self.free_slots.push(slot);
+        }
+    }
+}

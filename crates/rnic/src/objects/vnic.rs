@@ -1,0 +1,206 @@
+//! vRNICs: their addresses, quotas and counters.
+
+use unirdma_formats::Gid;
+
+use crate::pace::{Limit, Share};
+use crate::slab::Handle;
+
+/// A vRNIC of this host.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
+pub struct VnicId(pub(crate) Handle<Vnic>);
+
+/// What makes a vRNIC.
+#[derive(Clone, Debug)]
+pub struct VnicConfig {
+    /// Only vRNICs of one group may connect (U33).
+    pub group: u32,
+    /// The GID table, in order.
+    pub gids: Vec<Gid>,
+    /// Quotas.
+    pub limits: Limits,
+    /// Its part of the RNIC.
+    pub share: Share,
+}
+
+/// Quotas of one vRNIC (X12).
+#[derive(Clone, Copy, Debug, PartialEq, Eq, serde::Serialize, serde::Deserialize)]
+pub struct Limits {
+    /// Queue pairs.
+    pub max_qp: u32,
+    /// Completion queues.
+    pub max_cq: u32,
+    /// Memory regions.
+    pub max_mr: u32,
+    /// Protection domains.
+    pub max_pd: u32,
+    /// Address handles.
+    pub max_ah: u32,
+    /// Shared receive queues.
+    pub max_srq: u32,
+    /// Bytes of registered memory, all MRs together.
+    pub max_mr_bytes: u64,
+    /// Programs that use it at a time (kept by the virtual layer, which knows its connections).
+    #[serde(default = "default_sessions")]
+    pub max_sessions: u32,
+}
+
+fn default_sessions() -> u32 {
+    Limits::default().max_sessions
+}
+
+impl Default for Limits {
+    fn default() -> Self {
+        Limits {
+            max_qp: 16_384,
+            max_cq: 16_384,
+            max_mr: 65_536,
+            max_pd: 4096,
+            max_ah: 65_536,
+            max_srq: 4096,
+            max_mr_bytes: 1 << 47,
+            max_sessions: 1024,
+        }
+    }
+}
+
+/// Objects of a vRNIC in use.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+#[allow(missing_docs)]
+pub struct Usage {
+    pub sessions: usize,
+    pub qps: usize,
+    pub cqs: usize,
+    /// MRs that the virtual layer maps (ways *direct* and *share*), and their bytes.
+    pub mrs_mapped: usize,
+    pub bytes_mapped: u64,
+    /// MRs whose bytes are copied in and out of the application (way *copy*), and their bytes.
+    pub mrs_copied: usize,
+    pub bytes_copied: u64,
+}
+
+/// MRs whose memory is reached in the same way, for the same reason.
+#[derive(Clone, Debug, PartialEq, Eq, serde::Serialize, serde::Deserialize)]
+pub struct MrNote {
+    /// `direct`, `share` or `copy`.
+    pub way: String,
+    /// The reason in words.
+    pub why: String,
+    /// How many MRs.
+    pub mrs: usize,
+    /// Their bytes.
+    pub bytes: u64,
+}
+
+pub(crate) struct Vnic {
+    pub group: u32,
+    pub gids: Vec<Gid>,
+    /// Its link is up.
+    pub up: bool,
+    pub limits: Limits,
+    pub limit: Limit,
+    /// What its sessions have in use.
+    pub used: Used,
+    pub counters: Counters,
+}
+
+impl Vnic {
+    /// True if packets from this own address may leave; `None` stands for no address in particular.
+    pub fn is_linked(&self, own: Option<Gid>) -> bool {
+        self.up && own.is_none_or(|gid| self.gids.contains(&gid))
+    }
+
+    /// Its first address of a family.
+    pub fn first(&self, is_ipv4: bool) -> Option<Gid> {
+        self.gids.iter().copied().find(|g| !g.is_zero() && g.ip().is_ipv4() == is_ipv4)
+    }
+
+    /// The GID at an index, unless there is a hole.
+    pub fn gid(&self, index: u8) -> Option<Gid> {
+        self.gids.get(usize::from(index)).copied().filter(|g| !g.is_zero())
+    }
+}
+
+/// Objects that count against the quotas of a vRNIC.
+#[derive(Clone, Copy, Debug, Default)]
+pub(crate) struct Used {
+    pub sessions: usize,
+    pub pds: usize,
+    pub cqs: usize,
+    pub qps: usize,
+    /// MRs and windows.
+    pub mrs: usize,
+    pub mr_bytes: u64,
+    pub ahs: usize,
+    pub srqs: usize,
+    pub xrcds: usize,
+}
+
+/// What a vRNIC has done, or one of its QPs, since it was created.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, serde::Serialize, serde::Deserialize)]
+pub struct Counters {
+    /// Work requests completed with success, as requester.
+    pub sent_wrs: u64,
+    /// Payload bytes of SEND, WRITE and atomics sent, and of READ returned.
+    pub sent_bytes: u64,
+    /// Receive work requests completed with success.
+    pub received_wrs: u64,
+    /// Payload bytes that peers put into this vRNIC's memory.
+    pub received_bytes: u64,
+    /// Times a request found no receive and waited.
+    pub rnr_waits: u64,
+    /// Times a request got no answer and was tried again.
+    pub timeouts: u64,
+    /// Work requests completed with an error, flushes not counted.
+    pub errors: u64,
+    /// Messages for UC and UD QPs that were dropped: no receive, too long, no access.
+    pub dropped: u64,
+    /// Datagrams with another Q_Key than their QP's.
+    pub qkey_violations: u64,
+    /// What went over the network.
+    pub wire: WireCounters,
+}
+
+/// Packets of a vRNIC or of one of its QPs, under the names of rxe's `hw_counters`, and for congestion those of mlx5's.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, serde::Serialize, serde::Deserialize)]
+pub struct WireCounters {
+    /// Packets sent.
+    pub sent_pkts: u64,
+    /// Packets that could not be sent, since there was no link.
+    pub send_err: u64,
+    /// Times a link that it had went down.
+    pub link_downed: u64,
+    /// Packets received for one of its QPs.
+    pub rcvd_pkts: u64,
+    /// Of those sent, packets sent again.
+    pub retransmitted_pkts: u64,
+    /// Requests received again.
+    pub duplicate_request: u64,
+    /// Requests received after a gap.
+    pub out_of_seq_request: u64,
+    /// ACKs that waited for the program's own reply.
+    pub ack_deferred: u64,
+    /// RNR NAKs sent.
+    pub send_rnr_err: u64,
+    /// RNR NAKs received.
+    pub rcvd_rnr_err: u64,
+    /// NAKs received for a gap.
+    pub rcvd_seq_err: u64,
+    /// Gaps noticed in READ and atomic responses.
+    pub implied_nak: u64,
+    /// Times requests were sent again because their answers did not come.
+    pub completer_retry_err: u64,
+    /// SENDs completed as requester.
+    pub rdma_sends: u64,
+    /// SENDs received.
+    pub rdma_recvs: u64,
+    /// Packets received that the network had marked as congested (ECN).
+    pub np_ecn_marked_roce_packets: u64,
+    /// Congestion notifications sent.
+    pub np_cnp_sent: u64,
+    /// Congestion notifications received.
+    pub rp_cnp_handled: u64,
+    /// Requests given up because nobody answered.
+    pub retry_exceeded_err: u64,
+    /// Requests given up because the peer never had a receive.
+    pub retry_rnr_exceeded_err: u64,
+}

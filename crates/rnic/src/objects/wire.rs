@@ -1,0 +1,355 @@
+//! The state of a connection to another host: what its requester has under way, and what its responder has to say.
+
+use std::collections::VecDeque;
+
+use unirdma_formats::wire::Transport;
+use unirdma_formats::{AsyncEvent, Psn, QpType, WrOpcode};
+use unirdma_mem::Fault;
+
+use super::qp::Reach;
+use super::work::Work;
+use crate::path::Path;
+use crate::stall::Stall;
+
+/// The network state of a QP.
+pub(crate) struct Wire {
+    pub path: Path,
+    pub flight: VecDeque<Flight>,
+    /// Boxes of requests that are over, for new ones: no allocation for each request.
+    #[allow(clippy::vec_box)]
+    pub spare: Vec<Box<Work>>,
+    /// PSN of the oldest packet without an answer.
+    pub una: Psn,
+    /// PSN of the next packet to send; goes back to `una` for a retransmission.
+    pub next: Psn,
+    /// PSN after the last one that was ever sent.
+    pub high: Psn,
+    /// Place of `next` in `flight`.
+    pub cursor: usize,
+    /// Ends of the READ requests and atomics that were sent and not answered.
+    pub reads: VecDeque<Psn>,
+    pub retries_left: u8,
+    pub rnr_left: u8,
+    /// Sequence number of the next message.
+    pub ssn: u32,
+    /// Messages up to this sequence number have a receive at the responder; `None`: it gives no credits.
+    pub credit_limit: Option<u32>,
+    /// When the oldest packet without an answer is given up, ns; `u64::MAX` for never.
+    pub deadline: u64,
+    /// Nothing is sent before this time: the responder had no receive.
+    pub rnr_until: u64,
+    /// When the timer of the heap fires.
+    pub timer_at: u64,
+    /// A lost response was noticed and asked for again; cleared by progress.
+    pub recovering: bool,
+    /// It stands among those that wait for room in [`crate::Tx`].
+    pub waits_for_tx: bool,
+    pub cc: Window,
+    /// When the peer may be told of congestion again.
+    pub cnp_after: u64,
+    pub resp: Responder,
+}
+
+impl Wire {
+    /// The state of a new connection; `adapts`: to congestion.
+    pub fn new(path: Path, adapts: bool) -> Self {
+        Wire {
+            path,
+            flight: VecDeque::new(),
+            spare: Vec::new(),
+            una: Psn::new(0),
+            next: Psn::new(0),
+            high: Psn::new(0),
+            cursor: 0,
+            reads: VecDeque::new(),
+            retries_left: 0,
+            rnr_left: 0,
+            ssn: 1,
+            credit_limit: None,
+            deadline: u64::MAX,
+            rnr_until: 0,
+            timer_at: u64::MAX,
+            recovering: false,
+            waits_for_tx: false,
+            cc: Window::new(adapts),
+            cnp_after: 0,
+            resp: Responder::default(),
+        }
+    }
+
+    /// The QP goes to RTS with this first PSN.
+    pub fn start(&mut self, psn: Psn) {
+        (self.una, self.next, self.high, self.cc.cut_until) = (psn, psn, psn, psn);
+    }
+
+    /// True while requests are under way.
+    pub fn is_busy(&self) -> bool {
+        !self.flight.is_empty()
+    }
+
+    /// When memory that moves is tried again; `u64::MAX` if nothing waits for it.
+    pub fn memory_due(&self, now: u64) -> u64 {
+        let request = self.flight.get(self.cursor).map(|f| f.work.stall);
+        let due = |s: Stall| s.due().filter(|&at| at > now);
+        [request, Some(self.resp.stall())].into_iter().flatten().filter_map(due).min().unwrap_or(u64::MAX)
+    }
+
+    /// Forgets all work: the QP failed or was reset.
+    pub fn clear(&mut self) {
+        self.clear_requests();
+        self.resp.clear();
+    }
+
+    /// Forgets what it was about to send.
+    pub fn clear_requests(&mut self) {
+        while let Some(f) = self.flight.pop_front() {
+            self.spare.push(f.work);
+        }
+        self.reads.clear();
+        self.cursor = 0;
+        self.deadline = u64::MAX;
+    }
+}
+
+impl Wire {
+    pub fn op(&self, i: usize) -> WrOpcode {
+        // Loaded and checked when it was admitted.
+        WrOpcode::from_raw(self.flight[i].work.wqe.opcode.into()).unwrap_or(WrOpcode::Write)
+    }
+
+    /// Place of the WQE that PSN `psn` belongs to.
+    pub fn find(&self, psn: Psn) -> Option<usize> {
+        self.flight.iter().position(|f| f.packets > 0 && psn.since(f.first) < f.packets)
+    }
+
+    /// True if no receive is promised for the message with sequence number `ssn` (IBTA vol. 1, 9.7.7.2).
+    pub fn lacks_credit(&self, ssn: u32) -> bool {
+        self.credit_limit.is_some_and(|limit| limit.wrapping_sub(ssn) & 0xff_ffff >= 0x80_0000)
+    }
+
+    /// Sends again from `psn` on.
+    pub fn go_back(&mut self, psn: Psn) {
+        self.next = psn;
+        self.reads.retain(|&end| end.since(self.una) <= psn.since(self.una));
+        self.cursor = self.find(psn).unwrap_or(self.flight.len());
+    }
+
+    /// PSN up to which answers that carry no data may complete requests: the first READ or atomic stops them.
+    pub fn data_limit(&self, to: Psn) -> Psn {
+        for (i, f) in self.flight.iter().enumerate() {
+            if f.first.since(self.una) >= to.since(self.una) && !f.first.is_before(self.una) {
+                break;
+            }
+            if f.packets > 0 && self.op(i).returns_data() {
+                return if f.first.is_before(self.una) { self.una } else { f.first };
+            }
+        }
+        to
+    }
+}
+
+/// A send WQE that is under way: its copy, and the PSNs that its message takes.
+pub(crate) struct Flight {
+    pub work: Box<Work>,
+    pub first: Psn,
+    pub packets: u32,
+    /// Sequence number of its first message, 24 bits: a READ may be several.
+    pub ssn: u32,
+    /// It could not even begin: completes with this when all before it have.
+    pub status: Option<unirdma_formats::WcStatus>,
+}
+
+impl Flight {
+    pub fn end(&self) -> Psn {
+        self.first.advance(self.packets)
+    }
+}
+
+const WINDOW_MIN: u32 = 4;
+const WINDOW_START: u32 = 64;
+const WINDOW_MAX: u32 = 512;
+const ALPHA_ONE: u32 = 1024;
+/// `alpha` moves by this part of its distance (DCQCN's g is 1/256 for a rate; a window sees fewer events).
+const ALPHA_GAIN: u32 = 16;
+
+/// Packets that may be without an answer. It grows with each one, halves with each loss, and yields to congestion
+/// notifications as DCQCN does (SIGCOMM 2015): by half of `alpha`, an estimate of how many packets are marked.
+pub(crate) struct Window {
+    pub packets: u32,
+    pub threshold: u32,
+    pub acked: u32,
+    /// In 1024ths.
+    pub alpha: u32,
+    /// Losses before this PSN belong to the last cut.
+    pub cut_until: Psn,
+    /// False: always [`WINDOW_MAX`].
+    pub adapts: bool,
+}
+
+impl Window {
+    pub fn new(adapts: bool) -> Self {
+        let packets = if adapts { WINDOW_START } else { WINDOW_MAX };
+        Window { packets, threshold: WINDOW_MAX, acked: 0, alpha: ALPHA_ONE, cut_until: Psn::new(0), adapts }
+    }
+
+    pub fn grow(&mut self, packets: u32) {
+        if !self.adapts {
+            return;
+        }
+        if self.packets < self.threshold {
+            self.packets = (self.packets + packets).min(WINDOW_MAX);
+            return;
+        }
+        self.acked += packets;
+        if self.acked >= self.packets {
+            self.acked = 0;
+            self.alpha -= self.alpha / ALPHA_GAIN;
+            self.packets = (self.packets + 1).min(WINDOW_MAX);
+        }
+    }
+
+    /// A packet was lost.
+    pub fn cut(&mut self, una: Psn, high: Psn) {
+        if una.is_before(self.cut_until) {
+            return;
+        }
+        self.cut_until = high;
+        self.shrink(ALPHA_ONE);
+    }
+
+    /// The network is congested.
+    pub fn notified(&mut self) {
+        self.alpha = self.alpha - self.alpha / ALPHA_GAIN + ALPHA_ONE / ALPHA_GAIN;
+        self.shrink(self.alpha);
+    }
+
+    pub fn shrink(&mut self, alpha: u32) {
+        if self.adapts {
+            self.packets = (self.packets - self.packets * alpha / (2 * ALPHA_ONE)).max(WINDOW_MIN);
+            self.threshold = self.packets;
+            self.acked = 0;
+        }
+    }
+}
+
+/// Most answers that wait for their turn; what a peer asks for beyond is as if lost, and it asks again.
+const MAX_ANSWERS: usize = 512;
+
+/// What the responder has to send, in order.
+#[derive(Clone, Copy, Debug)]
+pub(crate) enum Answer {
+    Ack {
+        psn: Psn,
+        msn: u32,
+    },
+    Read {
+        psn: Psn,
+        msn: u32,
+        va: u64,
+        rkey: u32,
+        len: u64,
+        done: u64,
+        /// Whose memory.
+        of: Reach,
+        /// For a duplicate request.
+        again: bool,
+    },
+    Atomic {
+        psn: Psn,
+        msn: u32,
+        value: u64,
+        again: bool,
+    },
+    /// A NAK; `fails` ends the QP once it is sent.
+    Nak {
+        psn: Psn,
+        msn: u32,
+        code: u8,
+        fails: Option<Option<AsyncEvent>>,
+    },
+}
+
+/// A message of several packets that has begun.
+#[derive(Clone, Copy, Debug)]
+pub(crate) enum Message {
+    Send,
+    Write { va: u64, rkey: u32, len: u64 },
+}
+
+/// The responder's state of a connected QP. The expected PSN is the QP's `rq_psn`.
+#[derive(Default)]
+pub(crate) struct Responder {
+    pub msn: u32,
+    pub message: Option<Message>,
+    /// Bytes of the message that have come in.
+    pub got: u64,
+    /// A NAK went out for the expected PSN: nothing more is said until it comes.
+    pub nak_sent: bool,
+    /// A fatal NAK is on its way: further requests are dropped.
+    pub failed: bool,
+    pub answers: VecDeque<Answer>,
+    /// When an ACK that is alone must go; until then the program's own reply may take it along.
+    pub ack_due: u64,
+    /// Memory moves that an answer needs, or a request that was dropped for it.
+    pub stall: Stall,
+    /// A request was dropped because memory moved: it is asked for again.
+    pub missed: bool,
+    /// The last atomics, to answer duplicates with what was found then (IBTA vol. 1, 9.4.5).
+    pub atomics: VecDeque<(Psn, u64)>,
+}
+
+impl Responder {
+    pub fn clear(&mut self) {
+        *self = Responder { msn: self.msn, ..Responder::default() };
+    }
+
+    pub fn push(&mut self, a: Answer) {
+        // An ACK covers those before it (ACK coalescing).
+        if let (Answer::Ack { .. }, Some(last @ Answer::Ack { .. })) = (a, self.answers.back_mut()) {
+            *last = a;
+        } else if self.answers.len() < MAX_ANSWERS || matches!(a, Answer::Nak { fails: Some(_), .. }) {
+            self.answers.push_back(a);
+        }
+    }
+
+    pub fn ack(&mut self, psn: Psn) {
+        self.ack_due = 0;
+        self.push(Answer::Ack { psn, msn: self.msn });
+    }
+
+    /// Its wait for memory that moves.
+    pub fn stall(&self) -> Stall {
+        self.stall
+    }
+
+    /// True if memory could not be reached because it moves, and is to be tried again.
+    pub fn waits(&mut self, fault: Fault, now: u64) -> bool {
+        fault.passes() && self.stall.again(now).is_some()
+    }
+
+    /// An ACK alone waits, and what it waits for has come.
+    pub fn hurry(&mut self) {
+        self.ack_due = 0;
+    }
+
+    /// READs and atomics that wait for their first answer: of those the requester may have so many. Answers to duplicates
+    /// do not count, since the network makes duplicates too.
+    pub fn reads_waiting(&self) -> usize {
+        let first = |a: &&Answer| matches!(a, Answer::Read { again: false, .. } | Answer::Atomic { again: false, .. });
+        self.answers.iter().filter(first).count()
+    }
+
+    pub fn fail(&mut self, psn: Psn, code: u8, event: Option<AsyncEvent>) {
+        self.failed = true;
+        self.push(Answer::Nak { psn, msn: self.msn, code, fails: Some(event) });
+    }
+}
+
+/// The transport of a connected QP's packets.
+pub(crate) fn transport_of(typ: QpType) -> Transport {
+    match typ {
+        QpType::Uc => Transport::Uc,
+        QpType::XrcSend | QpType::XrcRecv => Transport::Xrc,
+        _ => Transport::Rc,
+    }
+}

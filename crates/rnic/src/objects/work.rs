@@ -1,0 +1,83 @@
+//! Work queue elements under execution.
+
+use unirdma_abi as abi;
+
+use super::stage::Staged;
+use crate::stall::Stall;
+
+/// Why a QP's send queue stands still.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Wait {
+    No,
+    /// No answer: try again at the deadline.
+    Ack,
+    /// No receive at the peer: try again at the deadline.
+    Rnr,
+    /// No room for a datagram's packet.
+    Tx,
+    /// The process of some memory moves its pages or is slow, or there is no room in the receiver's stage or among the jobs: try
+    /// again at the deadline.
+    Memory,
+    /// The job with this number copies.
+    Job(u64),
+}
+
+/// A send WQE under execution: a private copy, so that the driver cannot change it after it was checked.
+pub(crate) struct Work {
+    pub wqe: abi::SqWqe,
+    pub sges: [abi::Sge; abi::MAX_SGE as usize],
+    pub num_sge: usize,
+    pub inline: [u8; abi::MAX_INLINE as usize],
+    pub total: u64,
+    pub done: u64,
+    /// Checked, and under way at the peer.
+    pub started: bool,
+    pub retries_left: u8,
+    pub rnr_left: u8,
+    /// What an atomic has found at the peer, if it has been there.
+    pub found: Option<u64>,
+    pub stall: Stall,
+}
+
+impl Default for Work {
+    fn default() -> Self {
+        Work {
+            wqe: abi::SqWqe::default(),
+            sges: [abi::Sge::default(); abi::MAX_SGE as usize],
+            num_sge: 0,
+            inline: [0; abi::MAX_INLINE as usize],
+            total: 0,
+            done: 0,
+            started: false,
+            retries_left: 0,
+            rnr_left: 0,
+            found: None,
+            stall: Stall::default(),
+        }
+    }
+}
+
+/// A receive WQE that a message is being put into.
+pub(crate) struct Recv {
+    pub wr_id: u64,
+    pub sges: [abi::Sge; abi::MAX_SGE as usize],
+    pub num_sge: usize,
+    pub total: u64,
+    /// The WQE was well-formed.
+    pub valid: bool,
+    /// Where its message waits to be placed.
+    pub staged: Option<Staged>,
+}
+
+impl Default for Recv {
+    fn default() -> Self {
+        Recv {
+            wr_id: 0,
+            sges: [abi::Sge::default(); abi::MAX_SGE as usize],
+            num_sge: 0,
+            total: 0,
+            valid: false,
+            staged: None,
+        }
+    }
+}

@@ -1,0 +1,55 @@
+//! Holding QPs back: those with a rate limit, and those of a vRNIC with limits.
+
+use crate::core::Core;
+use crate::objects::Qp;
+use crate::sched::Due;
+use crate::slab::Handle;
+
+/// Nanoseconds that a kilobit takes at 1 kilobit a second, over the bits of a byte.
+const NS_PER_BYTE_AT_1_KBPS: u64 = 8_000_000;
+
+impl Qp {
+    /// It has a rate limit.
+    fn is_paced(&self) -> bool {
+        self.attr.rate_limit != 0
+    }
+}
+
+impl Core {
+    /// True if QP `h` may send now. If its own rate limit or its vRNIC's is against that, it gets a turn when it may.
+    pub(crate) fn may_send(&mut self, h: Handle<Qp>) -> bool {
+        let Some(q) = self.objects.qps.get_mut(h) else { return false };
+        let Some(v) = self.objects.vnics.get(q.vnic.0) else { return false };
+        let own = if q.is_paced() { q.pace.after } else { 0 };
+        let after = if v.limit.is_set() { own.max(v.limit.after()) } else { own };
+        if after <= self.now {
+            return true;
+        }
+        let vnic = q.vnic;
+        if !std::mem::replace(&mut q.pace.waits, true) {
+            self.sched.arm(vnic, after, Due::Pace(h), usize::MAX, |_| false);
+        }
+        false
+    }
+
+    /// QP `h` has begun so many work requests and sent so many bytes.
+    pub(crate) fn has_sent(&mut self, h: Handle<Qp>, begun: u64, bytes: u64) {
+        let now = self.now;
+        let Some(q) = self.objects.qps.get_mut(h) else { return };
+        if q.is_paced() {
+            let ns = bytes.saturating_mul(NS_PER_BYTE_AT_1_KBPS) / u64::from(q.attr.rate_limit);
+            q.pace.after = q.pace.after.max(now).saturating_add(ns);
+        }
+        if let Some(v) = self.objects.vnics.get_mut(q.vnic.0).filter(|v| v.limit.is_set()) {
+            v.limit.has_sent(now, begun, bytes);
+        }
+    }
+
+    /// The time has come for which QP `h` waited.
+    pub(crate) fn end_pace(&mut self, h: Handle<Qp>) {
+        if let Some(q) = self.objects.qps.get_mut(h) {
+            q.pace.waits = false;
+            self.make_runnable(h);
+        }
+    }
+}

@@ -1,0 +1,80 @@
+//! Where packets come from and go to.
+
+use std::net::IpAddr;
+
+use unirdma_formats::wire::ROCE_PORT;
+
+/// Where the holder of a GID is reached.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub struct Route {
+    /// Address of its host.
+    pub host: IpAddr,
+    /// A plain RoCEv2 device: it knows this side by the vRNIC's own GID, so packets leave from that address.
+    pub foreign: bool,
+    /// VXLAN network identifier of the group, 24 bits.
+    pub vni: u32,
+}
+
+/// The two ends of a QP's packets.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub struct Path {
+    /// The peer's host.
+    pub to: IpAddr,
+    /// Source address; `None`: the host's own.
+    pub from: Option<IpAddr>,
+    /// UDP source port: one for all packets of a connection, which keeps them in order, and others for other connections.
+    pub port: u16,
+    /// Traffic class of the address vector, its two ECN bits aside: those are the network's.
+    pub class: u8,
+    /// There is no link: what is sent is lost.
+    pub cut: bool,
+}
+
+impl Path {
+    /// From this host to another one, on the port of RoCEv2.
+    pub fn new(to: IpAddr) -> Self {
+        Path { to, from: None, port: ROCE_PORT, class: 0, cut: false }
+    }
+}
+
+/// The bits of a traffic class that say how a packet is treated (RFC 2474); the others are ECN.
+pub(crate) const DSCP: u8 = 0xfc;
+
+/// Where a packet came from and went to.
+#[derive(Clone, Copy, Debug)]
+pub struct Arrival {
+    /// The sender's address.
+    pub from: IpAddr,
+    /// The sender's UDP port.
+    pub port: u16,
+    /// An address of this host, or of an IP multicast group.
+    pub to: IpAddr,
+    /// The network has marked it (ECN, RFC 3168).
+    pub congested: bool,
+    /// The group of vRNICs in whose VXLAN network it came; its bytes begin with the inner IP header then, which has the addresses.
+    pub group: Option<u32>,
+}
+
+impl Arrival {
+    /// Of the IP packet of a datagram that came from a host inside the VXLAN network of a group.
+    pub fn inside(from: IpAddr, group: u32) -> Self {
+        Arrival { from, port: 0, to: from, congested: false, group: Some(group) }
+    }
+}
+
+/// What came in from the network and was not for any QP, by reason; counted for the whole host.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, serde::Serialize, serde::Deserialize)]
+pub struct WireDrops {
+    /// Truncated, an opcode that does not exist, a bad version.
+    pub malformed: u64,
+    /// No such QP or connection, or one that is not connected over the wire.
+    pub no_qp: u64,
+    /// From a host that the QP is not connected to.
+    pub wrong_source: u64,
+    /// A P_Key that is not the default one.
+    pub bad_pkey: u64,
+    /// The QP's state or type does not take it.
+    pub bad_state: u64,
+    /// A datagram from another virtual layer with a wrong ICRC.
+    pub bad_icrc: u64,
+}

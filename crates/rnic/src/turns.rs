@@ -1,0 +1,246 @@
+//! Rounds and turns: what has come up is looked at, and vRNICs work in the order that the scheduler says.
+
+use unirdma_formats::{QpState, QpType};
+use unirdma_mem::Bell;
+
+use crate::core::{Core, OP_NS, enqueue};
+use crate::job::Waiter;
+use crate::objects::{Qp, SessionId, VnicId, Wait};
+use crate::sched::Due;
+use crate::slab::Handle;
+
+/// Most time that a vRNIC's turn takes as far as it can be foretold, nanoseconds.
+const TURN_NS: u64 = 6_000;
+/// A round begins no turn after this time, nanoseconds, so that its caller can let others in.
+const ROUND_NS: u64 = 10_000;
+/// What a timer takes that has fired, or the doorbell page of a session, roughly, nanoseconds.
+const STEP_NS: u64 = 100;
+/// Most QPs that one round wakes because their time of [`Scheduler::soon`](crate::sched::Scheduler::soon) has come, and most that
+/// it wakes because packets can leave again.
+const MAX_WOKEN: usize = 64;
+
+impl Core {
+    /// True if QPs have work that [`crate::Rnic::poll`] has not come to yet, or packets wait for the port.
+    pub fn has_runnable(&self) -> bool {
+        self.sched.has_ready()
+            || self.jobs.has_any()
+            || !self.net.tx_waiting.is_empty()
+            || !self.net.tx.packets().is_empty()
+    }
+
+    /// True if a vRNIC has a turn to come.
+    pub fn has_turns(&self) -> bool {
+        self.sched.has_ready()
+    }
+
+    /// True while some session is polled or some QP has work.
+    pub fn is_busy(&self) -> bool {
+        !self.active.is_empty() || self.has_runnable()
+    }
+
+    /// When there is a turn to come even if nothing rings; `None` for never.
+    pub(crate) fn next_turn(&self) -> Option<u64> {
+        self.sched.next_timeout()
+    }
+
+    /// Looks at the doorbells and timers, and gives turns for a bounded time; true if there was anything to do.
+    pub(crate) fn round(&mut self, began: u64, clock: impl Fn() -> u64) -> bool {
+        let mut found = self.look_at_bells() | self.wake_soon();
+        if !self.net.tx.is_full() {
+            self.wake_tx_waiting();
+        }
+        let mut spent = 0;
+        while spent < ROUND_NS {
+            if self.jobs.is_full() {
+                break;
+            }
+            let Some(id) = self.sched.begin_turn(self.now) else { break };
+            found = true;
+            let estimate = self.turn(id);
+            let now = clock().max(self.now);
+            // A clock that stands still is that of a simulation.
+            let took = if now == began { estimate } else { now - self.now };
+            self.now = now;
+            spent += took;
+            self.sched.end_turn(id, now, took);
+        }
+        found
+    }
+
+    /// Finds the sessions whose doorbells have rung; true if there are any.
+    fn look_at_bells(&mut self) -> bool {
+        let mut found = false;
+        for &id in &self.active {
+            if let Some(s) = self.objects.sessions.get_mut(id.0)
+                && !s.rung
+                && s.bell.as_ref().is_some_and(Bell::has_rung)
+            {
+                s.rung = true;
+                s.last_rung_ns = self.now;
+                self.sched.ring(s.vnic, id);
+                found = true;
+            }
+        }
+        found
+    }
+
+    /// A vRNIC's turn: a doorbell page, timers, and QPs. Returns what it takes, roughly, nanoseconds.
+    fn turn(&mut self, id: VnicId) -> u64 {
+        let mut ns = STEP_NS;
+        if let Some(s) = self.sched.next_rung(id) {
+            self.objects.sessions.get_mut(s.0).into_iter().for_each(|s| s.rung = false);
+            self.take_bell(s);
+        }
+        while ns < TURN_NS / 2
+            && let Some(due) = self.sched.next_due(id, self.now)
+        {
+            self.on_due(due);
+            ns += STEP_NS;
+        }
+        while ns < TURN_NS
+            && let Some(qp) = self.sched.next_qp(id)
+        {
+            if let Some(q) = self.objects.qps.get_mut(qp) {
+                q.queued = false;
+                let (took, again) = self.step(qp, TURN_NS - ns);
+                if again {
+                    self.make_runnable(qp);
+                }
+                ns += took;
+            }
+            ns += OP_NS;
+        }
+        ns
+    }
+
+    /// Takes what a session's doorbell page says.
+    fn take_bell(&mut self, id: SessionId) {
+        let Some(s) = self.objects.sessions.get_mut(id.0) else { return };
+        let Some(bell) = &s.bell else { return };
+        let (slots, qps, sched) = (&s.slots, &mut self.objects.qps, &mut self.sched);
+        bell.take(slots.len() as u32, |slot| {
+            // A bit of a slot that has no QP is the driver's mistake and costs nothing.
+            if let Some(&Some(qp)) = slots.get(slot as usize) {
+                enqueue(qps, sched, qp);
+            }
+        });
+        let away = bell.away();
+        if away != s.away {
+            s.away = away;
+            for &mr in s.names.mrs.values() {
+                self.objects.mrs.get_mut(mr).into_iter().for_each(|m| m.away = away != 0);
+            }
+            if away == 0 || !self.jobs.fence(id, Waiter::Away(away)) {
+                bell.confirm_away(away);
+            }
+        }
+    }
+
+    /// True if a session has posted sends that the RNIC has not come to yet, and that DESTROY_QP of `qpn`, or DESTROY_AH
+    /// (`None`), would take away. [`crate::Rnic::poll_by`] executes them, a bounded part at a time.
+    ///
+    /// A program may destroy a UD QP and its AHs as soon as it has posted its last datagrams. A hardware RNIC has sent them
+    /// by the time it gets such a command; pollers that share their core with other programs may not have had a turn.
+    /// This is about unreliable QPs only: on a reliable one, only a completion says that a message has left.
+    pub fn is_behind(&mut self, now: u64, id: SessionId, qpn: Option<u32>) -> bool {
+        let Some(session) = self.objects.sessions.get(id.0) else { return false };
+        let vnic = session.vnic;
+        if session.bell.as_ref().is_some_and(Bell::has_rung) {
+            self.now = now;
+            // If the session is parked, its kick is on the way.
+            self.unpark(id, now);
+            self.take_bell(id);
+        }
+        let concerned = |h: &Handle<Qp>| {
+            self.objects.qps.get(*h).is_some_and(|q| {
+                q.owner == id && !q.typ.is_reliable() && qpn.map_or(q.typ == QpType::Ud, |qpn| q.qpn == qpn)
+            })
+        };
+        self.sched.waiting(vnic).any(concerned) || self.net.tx_waiting.iter().any(concerned)
+    }
+
+    /// A timer has fired.
+    fn on_due(&mut self, due: Due) {
+        match due {
+            Due::Wait(qp, timer) => {
+                if self.objects.qps.get(qp).is_some_and(|q| q.timer == timer) {
+                    self.on_timer(qp);
+                }
+            }
+            Due::Pace(qp) => self.end_pace(qp),
+            Due::Events(cq) => self.events_due(cq),
+        }
+    }
+
+    /// QPs whose time of `soon` has come get their turns.
+    fn wake_soon(&mut self) -> bool {
+        let woken = (0..MAX_WOKEN).map_while(|_| {
+            let qp = self.sched.next_soon(self.now)?;
+            self.make_runnable(qp);
+            Some(())
+        });
+        woken.count() > 0
+    }
+
+    /// Gives QP `h` a turn of about `allowance` nanoseconds; returns what it takes, roughly, and whether there is more to do.
+    pub(crate) fn step(&mut self, h: Handle<Qp>, allowance: u64) -> (u64, bool) {
+        let mut cost = 0;
+        if let Some(q) = self.objects.qps.get_mut(h).filter(|q| !q.backlog.is_empty()) {
+            q.backlog.has_turn();
+            self.drain_backlog(h);
+        }
+        while cost < allowance {
+            let Some(q) = self.objects.qps.get(h) else { return (cost, false) };
+            if q.broken || q.wait != Wait::No {
+                return (cost, false);
+            }
+            if q.wire.is_some() && matches!(q.state, QpState::Rtr | QpState::Rts | QpState::Sqd) {
+                let (c, again) = self.wire_step(h, allowance);
+                if self.objects.qps.get(h).is_some_and(|q| q.state == QpState::Sqd && !q.is_sending()) {
+                    self.drained(h);
+                }
+                return (c, again);
+            }
+            match q.state {
+                // A job fills its receive.
+                QpState::Err if q.served_by > 0 => return (cost, false),
+                QpState::Err | QpState::Sqe => {
+                    if !self.flush_one(h) {
+                        return (cost, false);
+                    }
+                    cost += OP_NS;
+                }
+                QpState::Rts => match self.execute(h) {
+                    Some(c) => cost += c,
+                    None => return (cost, false),
+                },
+                QpState::Sqd if q.busy => match self.execute(h) {
+                    Some(c) => cost += c,
+                    None => return (cost, false),
+                },
+                QpState::Sqd => {
+                    self.drained(h);
+                    return (cost, false);
+                }
+                _ => return (cost, false),
+            }
+        }
+        (cost, true)
+    }
+
+    /// There is room in [`crate::Tx`] again: QPs that waited for it get their turns.
+    pub(crate) fn wake_tx_waiting(&mut self) {
+        for _ in 0..MAX_WOKEN {
+            let Some(h) = self.net.tx_waiting.pop_front() else { return };
+            if let Some(q) = self.objects.qps.get_mut(h) {
+                if q.wait == Wait::Tx {
+                    q.wait = Wait::No;
+                }
+                if let Some(w) = &mut q.wire {
+                    w.waits_for_tx = false;
+                }
+            }
+            self.make_runnable(h);
+        }
+    }
+}

@@ -1,0 +1,156 @@
+//! Packets that wait for the port.
+
+use unirdma_formats::net::{ETH_BYTES, Flow, MAX_IP_UDP_BYTES, VXLAN_BYTES, vxlan};
+use unirdma_formats::wire::{ICRC_BYTES, MAX_HEADER_BYTES, Packet, padding};
+use unirdma_mem::Fault;
+
+use crate::path::Path;
+
+/// Packets that wait for the port, in one flat buffer.
+pub struct Tx {
+    bytes: Box<[u8]>,
+    used: usize,
+    packets: Vec<TxPacket>,
+    /// How many of `packets` are gone.
+    gone: usize,
+}
+
+/// A packet of [`Tx`].
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct TxPacket {
+    /// Where from and to.
+    pub path: Path,
+    start: usize,
+    len: usize,
+    outer: usize,
+}
+
+/// Bytes that [`Tx`] holds; beyond [`TX_FULL`] connected QPs wait, and nobody else.
+const TX_BYTES: usize = 1 << 20;
+const TX_FULL: usize = TX_BYTES - (64 << 10);
+
+/// Most bytes that an encapsulation puts before a packet.
+pub const MAX_OUTER_BYTES: usize = VXLAN_BYTES + ETH_BYTES + MAX_IP_UDP_BYTES;
+
+/// MAC address, both ways, of the frames that carry datagrams between virtual layers. No vRNIC has it.
+pub const DATAGRAM_MAC: [u8; 6] = *b"\x06RoCEv";
+
+impl TxPacket {
+    /// Bytes, the ICRC included.
+    pub fn len(&self) -> usize {
+        self.len
+    }
+
+    /// Bytes of the headers of an encapsulation before the base transport header: 0, or VXLAN, Ethernet, IP and UDP.
+    pub fn outer(&self) -> usize {
+        self.outer
+    }
+
+    /// True for a packet of no bytes, which there is none of.
+    pub fn is_empty(&self) -> bool {
+        self.len == 0
+    }
+}
+
+impl Default for Tx {
+    fn default() -> Self {
+        Tx { bytes: vec![0; TX_BYTES].into_boxed_slice(), used: 0, packets: Vec::with_capacity(4096), gone: 0 }
+    }
+}
+
+impl Tx {
+    /// The packets that are not sent yet, in order.
+    pub fn packets(&self) -> &[TxPacket] {
+        &self.packets[self.gone..]
+    }
+
+    /// Bytes of a packet: headers, payload and padding, then room for the ICRC.
+    pub fn bytes(&mut self, p: &TxPacket) -> &mut [u8] {
+        &mut self.bytes[p.start..p.start + p.len]
+    }
+
+    /// Bytes of `n` packets from number `at` on, which lie one after the other.
+    pub fn span(&self, at: usize, n: usize) -> &[u8] {
+        let packets = &self.packets()[at..at + n];
+        match (packets.first(), packets.last()) {
+            (Some(first), Some(last)) => &self.bytes[first.start..last.start + last.len],
+            _ => &[],
+        }
+    }
+
+    /// The first `n` packets are sent, or lost.
+    pub fn sent(&mut self, n: usize) {
+        self.gone += n;
+        if self.gone >= self.packets.len() {
+            (self.used, self.gone) = (0, 0);
+            self.packets.clear();
+        }
+    }
+
+    /// Appends a packet that is made already, its ICRC aside.
+    pub fn push_raw(&mut self, path: Path, bytes: &[u8]) {
+        let (start, end) = (self.used, self.used + bytes.len());
+        let Some(room) = self.bytes.get_mut(start..end + ICRC_BYTES) else { return };
+        room[..bytes.len()].copy_from_slice(bytes);
+        self.used = end + ICRC_BYTES;
+        self.packets.push(TxPacket { path, start, len: self.used - start, outer: 0 });
+    }
+
+    pub(crate) fn is_full(&self) -> bool {
+        self.used >= TX_FULL
+    }
+
+    /// Appends a packet whose payload `fill` writes; nothing if it fails.
+    pub(crate) fn push(
+        &mut self,
+        path: Path,
+        head: &Packet<'_>,
+        len: usize,
+        fill: impl FnOnce(&mut [u8]) -> Result<(), Fault>,
+    ) -> Result<(), Fault> {
+        self.push_datagram(path, None, head, len, fill)
+    }
+
+    /// As [`Tx::push`], for a datagram: inside VXLAN with this network identifier, in an IP packet of this flow.
+    pub(crate) fn push_datagram(
+        &mut self,
+        path: Path,
+        inside: Option<(u32, Flow)>,
+        head: &Packet<'_>,
+        len: usize,
+        fill: impl FnOnce(&mut [u8]) -> Result<(), Fault>,
+    ) -> Result<(), Fault> {
+        let start = self.used;
+        if path.cut || self.bytes.len() - start < MAX_OUTER_BYTES + MAX_HEADER_BYTES + len + 3 + ICRC_BYTES {
+            // There is room while callers ask `is_full` first; a packet may always be lost.
+            return Ok(());
+        }
+        let mut outer = 0;
+        if let Some((vni, flow)) = inside {
+            let mut put = |bytes: &[u8]| {
+                self.bytes[start + outer..start + outer + bytes.len()].copy_from_slice(bytes);
+                outer += bytes.len();
+            };
+            put(&vxlan(vni));
+            put(&ethernet(&flow));
+            let udp = head.opcode.header_bytes() + len + padding(len) + ICRC_BYTES;
+            outer += flow.put(&mut self.bytes[start + outer..], udp);
+        }
+        let at = start + outer + head.put(&mut self.bytes[start + outer..], len);
+        fill(&mut self.bytes[at..at + len])?;
+        let end = at + len + padding(len);
+        self.bytes[at + len..end].fill(0);
+        self.used = end + ICRC_BYTES;
+        self.packets.push(TxPacket { path, start, len: self.used - start, outer });
+        Ok(())
+    }
+}
+
+/// The Ethernet header of a datagram between virtual layers.
+pub(crate) fn ethernet(flow: &Flow) -> [u8; ETH_BYTES] {
+    let mut b = [0; ETH_BYTES];
+    b[..6].copy_from_slice(&DATAGRAM_MAC);
+    b[6..12].copy_from_slice(&DATAGRAM_MAC);
+    b[12..].copy_from_slice(&flow.ether_type().to_be_bytes());
+    b
+}

@@ -1,0 +1,252 @@
+//! vRNICs: made and removed, shown, and their ports: the link, which the virtual layer sets up and down, and the addresses,
+//! which it gives and takes away while programs run. And the network that they share.
+//!
+//! A QP or AH that has no link sends into the void and hears nothing, as on a NIC without a cable: reliable connections end in
+//! RETRY_EXC_ERR after their retries, or go on if the link comes back before. So does one whose own address was taken away.
+
+use std::collections::{BTreeMap, HashMap};
+use std::net::IpAddr;
+
+use unirdma_abi as abi;
+use unirdma_formats::{AsyncEvent, Gid};
+
+use crate::core::Core;
+use crate::objects::{Backing, Counters, Mr, MrNote, Qp, QpInfo, SessionId, Usage, Used, Vnic, VnicConfig, VnicId};
+use crate::pace::{Limit, Share};
+use crate::path::{Route, WireDrops};
+use crate::tx::Tx;
+
+/// Fewest entries of a GID table.
+const MIN_GIDS: usize = 16;
+
+impl Core {
+    /// Adds a vRNIC; `None` if there are too many.
+    pub(crate) fn add_vnic(&mut self, c: VnicConfig) -> Option<VnicId> {
+        let v = Vnic {
+            group: c.group,
+            gids: c.gids,
+            up: true,
+            limits: c.limits,
+            limit: Limit::new(c.share),
+            used: Used::default(),
+            counters: Counters::default(),
+        };
+        let id = self.objects.vnics.insert(v).map(VnicId)?;
+        self.sched.add(id, c.share.weight);
+        self.list_gids(id, true);
+        Some(id)
+    }
+
+    /// The sessions of a vRNIC.
+    pub(crate) fn sessions_of(&self, id: VnicId) -> Vec<SessionId> {
+        self.objects.sessions.handles(|s| s.vnic == id).into_iter().map(SessionId).collect()
+    }
+
+    /// Removes a vRNIC, which has no sessions any more.
+    pub(crate) fn remove_vnic(&mut self, id: VnicId) {
+        self.list_gids(id, false);
+        self.sched.remove(id);
+        self.objects.vnics.remove(id.0);
+    }
+
+    /// Gives a vRNIC another part of the RNIC from now on.
+    pub fn set_share(&mut self, id: VnicId, share: Share) {
+        if let Some(v) = self.objects.vnics.get_mut(id.0) {
+            v.limit = Limit::new(share);
+            self.sched.set_weight(id, share.weight);
+        }
+    }
+
+    /// The part of the RNIC that a vRNIC has.
+    pub fn share(&self, id: VnicId) -> Share {
+        self.objects.vnics.get(id.0).map_or(Share::default(), |v| v.limit.share())
+    }
+
+    /// A command of a session took so long, nanoseconds: its vRNIC is charged for it.
+    pub fn charge_command(&mut self, s: SessionId, ns: u64) {
+        if let Some(s) = self.objects.sessions.get(s.0) {
+            self.sched.charge(s.vnic, ns);
+        }
+    }
+
+    /// How long the RNIC has worked for a vRNIC, nanoseconds.
+    pub fn busy_ns(&self, id: VnicId) -> u64 {
+        self.sched.busy_ns(id)
+    }
+
+    /// The counters of a vRNIC.
+    pub fn counters(&self, id: VnicId) -> Option<Counters> {
+        self.objects.vnics.get(id.0).map(|v| v.counters)
+    }
+
+    /// What a vRNIC has in use.
+    pub fn usage(&self, id: VnicId) -> Usage {
+        let Some(v) = self.objects.vnics.get(id.0) else { return Usage::default() };
+        let Used { sessions, qps, cqs, .. } = v.used;
+        let mut u = Usage { sessions, qps, cqs, ..Usage::default() };
+        for m in self.mrs_of(id) {
+            let (count, bytes) = match m.backing {
+                Backing::Process(..) => (&mut u.mrs_copied, &mut u.bytes_copied),
+                _ => (&mut u.mrs_mapped, &mut u.bytes_mapped),
+            };
+            *count += 1;
+            *bytes = bytes.saturating_add(m.counted());
+        }
+        u
+    }
+
+    /// The MRs of a vRNIC, without its windows.
+    fn mrs_of(&self, id: VnicId) -> impl Iterator<Item = &Mr> {
+        let sessions = self.objects.sessions.iter().filter(move |(_, s)| s.vnic == id);
+        let mrs = sessions.flat_map(|(_, s)| s.names.mrs.values()).filter_map(|&h| self.objects.mrs.get(h));
+        mrs.filter(|m| m.window.is_none())
+    }
+
+    /// How the memory of a vRNIC's MRs is reached, and why, as their drivers say.
+    pub fn mr_notes(&self, id: VnicId) -> Vec<MrNote> {
+        let mut notes: BTreeMap<(&str, &str), (usize, u64)> = BTreeMap::new();
+        for m in self.mrs_of(id) {
+            let sum = notes.entry((abi::mr_way(m.note), abi::mr_why(m.note))).or_default();
+            *sum = (sum.0 + 1, sum.1.saturating_add(m.counted()));
+        }
+        let note = |((way, why), (mrs, bytes)): ((&str, &str), (usize, u64))| MrNote {
+            way: way.into(),
+            why: why.into(),
+            mrs,
+            bytes,
+        };
+        notes.into_iter().map(note).collect()
+    }
+
+    /// The QPs of a vRNIC.
+    pub fn queue_pairs(&self, id: VnicId) -> Vec<QpInfo> {
+        let name = |q: &Qp| QpInfo {
+            qpn: q.qpn,
+            kind: format!("{:?}", q.typ).to_uppercase(),
+            state: format!("{:?}", q.state).to_uppercase(),
+            peer_gid: (q.attr.ah_attr.is_global != 0).then(|| Gid(q.attr.ah_attr.grh.dgid).to_string()),
+            peer_qpn: (q.attr.ah_attr.is_global != 0).then_some(q.attr.dest_qp_num),
+            peer_host: q.wire.as_ref().map(|w| w.path.to),
+            counters: q.counters,
+        };
+        self.objects.qps.iter().filter(|(_, q)| q.vnic == id).map(|(_, q)| name(q)).collect()
+    }
+
+    /// GID table of a vRNIC.
+    pub fn gids(&self, id: VnicId) -> &[Gid] {
+        self.objects.vnics.get(id.0).map_or(&[], |v| &v.gids)
+    }
+
+    /// True if the link of a vRNIC is up.
+    pub fn is_up(&self, id: VnicId) -> bool {
+        self.objects.is_up(id)
+    }
+
+    /// Entries of the GID table of a vRNIC, with the empty ones for addresses to come.
+    pub fn gid_table_len(&self, id: VnicId) -> usize {
+        self.gids(id).len().next_power_of_two().max(MIN_GIDS)
+    }
+
+    /// The GID at an index of the table, zero if that is empty; `None` beyond its end.
+    pub fn gid_at(&self, id: VnicId, index: usize) -> Option<Gid> {
+        let gid = self.gids(id).get(index).copied().unwrap_or_default();
+        (index < self.gid_table_len(id)).then_some(gid)
+    }
+
+    /// Sets the link of a vRNIC up or down; its programs hear of a change (`PORT_ACTIVE`, `PORT_ERR`).
+    pub fn set_link(&mut self, id: VnicId, up: bool) {
+        let Some(v) = self.objects.vnics.get_mut(id.0) else { return };
+        if std::mem::replace(&mut v.up, up) != up {
+            v.counters.wire.link_downed += u64::from(!up);
+            self.relink(id);
+            self.emit_to_port(id, if up { AsyncEvent::PortActive } else { AsyncEvent::PortErr });
+        }
+    }
+
+    /// Replaces the GID table of a vRNIC; true if it was another one.
+    pub(crate) fn set_gids(&mut self, id: VnicId, gids: Vec<Gid>) -> bool {
+        if self.gids(id) == gids {
+            return false;
+        }
+        self.list_gids(id, false);
+        if let Some(v) = self.objects.vnics.get_mut(id.0) {
+            v.gids = gids;
+        }
+        self.list_gids(id, true);
+        self.relink(id);
+        self.emit_to_port(id, AsyncEvent::GidChange);
+        true
+    }
+
+    /// A vRNIC is found by its GIDs from now on, or no more.
+    fn list_gids(&mut self, id: VnicId, on: bool) {
+        let Some(v) = self.objects.vnics.get(id.0) else { return };
+        for &gid in v.gids.iter().filter(|g| !g.is_zero()) {
+            let there = self.objects.by_gid.entry((v.group, gid)).or_default();
+            there.retain(|&v| v != id);
+            if on {
+                there.push(id);
+            } else if there.is_empty() {
+                self.objects.by_gid.remove(&(v.group, gid));
+            }
+        }
+    }
+
+    /// Notes at each QP and AH of a vRNIC whether it has a link.
+    fn relink(&mut self, id: VnicId) {
+        let Some(v) = self.objects.vnics.get(id.0) else { return };
+        for h in self.objects.qps.handles(|q| q.vnic == id) {
+            if let Some(q) = self.objects.qps.get_mut(h) {
+                let linked = v.is_linked(q.own);
+                q.counters.wire.link_downed += u64::from(q.linked && !linked);
+                q.linked = linked;
+                if let Some(w) = &mut q.wire {
+                    w.path.cut = !q.linked;
+                }
+            }
+        }
+        for &h in self.objects.sessions.iter().filter(|(_, s)| s.vnic == id).flat_map(|(_, s)| s.names.ahs.values()) {
+            if let Some(a) = self.objects.ahs.get_mut(h) {
+                a.linked = v.is_linked(Some(a.own()));
+            }
+        }
+    }
+
+    fn emit_to_port(&mut self, id: VnicId, kind: AsyncEvent) {
+        for s in self.objects.sessions.handles(|s| s.vnic == id) {
+            self.emit(SessionId(s), kind, 1);
+        }
+    }
+
+    /// Where GIDs of other hosts are reached, by group.
+    pub(crate) fn set_routes(&mut self, routes: HashMap<(u32, Gid), Route>) {
+        self.multicast.set_routes(&routes);
+        self.net.routes = routes;
+    }
+
+    /// The IP multicast groups by which plain devices may send to this host, if others than at the last call.
+    pub fn multicast_changes(&mut self) -> Option<Vec<IpAddr>> {
+        self.multicast.take_changes()
+    }
+
+    /// The largest path MTU that the network to other hosts takes, bytes.
+    pub fn set_wire_mtu(&mut self, bytes: u32) {
+        self.net.wire_mtu = bytes;
+    }
+
+    /// Turns congestion control on or off, for connections made from now on: without it losses and notifications change
+    /// no window, and no notification is sent.
+    pub fn set_congestion_control(&mut self, on: bool) {
+        self.net.adapts = on;
+    }
+
+    /// What came in for no QP.
+    pub fn wire_drops(&self) -> WireDrops {
+        self.net.drops
+    }
+
+    /// Packets to send. The caller sends what it can and says so with [`Tx::sent`].
+    pub fn tx(&mut self) -> &mut Tx {
+        &mut self.net.tx
+    }
+}
