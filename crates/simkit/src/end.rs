@@ -178,7 +178,9 @@ pub fn wqe(op: WrOpcode, wr_id: u64) -> abi::SqWqe {
 /// Bytes that look random.
 pub fn pattern(n: usize, salt: u64) -> Vec<u8> {
     let mut r = Rng::new(salt);
-    (0..n).map(|_| r.next_u64() as u8).collect()
+    let mut bytes: Vec<u8> = (0..n.div_ceil(8)).flat_map(|_| r.next_u64().to_le_bytes()).collect();
+    bytes.truncate(n);
+    bytes
 }
 
 /// The status of a completion.
