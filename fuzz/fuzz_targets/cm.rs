@@ -1,9 +1,8 @@
 //! Connection management, fed by a peer that lies.
 #![no_main]
 
-#[path = "../../crates/rnic/tests/common/mod.rs"]
-mod common;
+use unirdma_simkit::cm_peer::lying_cm_peer;
 
 libfuzzer_sys::fuzz_target!(|data: &[u8]| {
-    common::cm_peer::lying_cm_peer(data);
+    lying_cm_peer(data);
 });

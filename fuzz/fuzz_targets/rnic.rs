@@ -1,7 +1,6 @@
 //! Requester and responder of every QP type, fed by a peer that lies.
 #![no_main]
 
-#[path = "../../crates/rnic/tests/common/mod.rs"]
-mod common;
+use unirdma_simkit::peer::lying_peer;
 
-libfuzzer_sys::fuzz_target!(|data: &[u8]| common::peer::lying_peer(data));
+libfuzzer_sys::fuzz_target!(|data: &[u8]| lying_peer(data));

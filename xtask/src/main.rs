@@ -1,6 +1,7 @@
 //! `cargo xtask`: the project's own commands. `demo` shows, `test` checks all, `bench` measures.
 //!
-//! Depends on no crate of the workspace: it uses the built programs as a user would.
+//! Of the workspace it depends on the simulation kit only, for `sim`; for everything else it uses the built programs as a
+//! user would.
 
 mod bench;
 mod conformance;
@@ -8,6 +9,7 @@ mod demo;
 mod lab;
 mod memory;
 mod packages;
+mod sim;
 mod siw;
 mod suite;
 mod tcp;
@@ -52,7 +54,7 @@ enum Command {
         /// How many seeds
         #[arg(long, value_name = "N", default_value_t = 100)]
         seeds: u64,
-        /// Rounds of eight requests for each seed
+        /// Steps for each seed: eight requests on one connection, twenty on a fabric of four hosts
         #[arg(long, value_name = "N", default_value_t = 6)]
         steps: u64,
     },
@@ -172,7 +174,10 @@ fn main() -> ExitCode {
             memory::run(seconds, seed, only.as_deref())
         }
         Command::Test { what: None, only } => test::run(only.as_deref()),
-        Command::Sim { seed, seeds, steps } => test::sim(seed, seeds, steps),
+        Command::Sim { seed, seeds, steps } => {
+            sim::run(seed, seeds, steps);
+            Ok(())
+        }
         Command::Bench { what: Bench::Local { json, svg } } => bench::local(json, &svg),
         Command::Bench { what: Bench::Ab { rev, runs, only, json } } => bench::ab(&rev, runs, only.as_deref(), json),
         Command::Bench { what: Bench::Engine { json } } => bench::engine(json),

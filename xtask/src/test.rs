@@ -18,16 +18,6 @@ fn cargo(args: &[&str], env: &[(&str, &str)]) -> Result<()> {
     }
 }
 
-/// Runs the simulation of the RNIC's tests with these seeds.
-pub(crate) fn sim(seed: u64, seeds: u64, steps: u64) -> Result<()> {
-    let (seed, seeds, steps) = (seed.to_string(), seeds.to_string(), steps.to_string());
-    let env = [("UNIRDMA_SIM_SEED", &*seed), ("UNIRDMA_SIM_SEEDS", &*seeds), ("UNIRDMA_SIM_STEPS", &*steps)];
-    let build = ["test", "--release", "--quiet", "--package", "unirdma-rnic", "--test", "wire", "--test", "fabric"];
-    let tests = ["--", "a_bad_network_changes_nothing_but_the_time", "every_message_has_an_allowed_outcome"];
-    cargo(&[&build[..], &tests, &["--nocapture"]].concat(), &env)
-        .map_err(|e| format!("{e}; the last seed above is the one, repeat it with --seed and --seeds 1"))
-}
-
 /// A component of the toolchain that a minimal installation lacks.
 fn has(component: &str) -> bool {
     Command::new("cargo").args([component, "--version"]).output().is_ok_and(|o| o.status.success())

@@ -1,13 +1,10 @@
 //! Atomic writes and flushes, on one host and over a network that loses packets: eight bytes at once, aligned, once; a flush is
 //! answered when it may be made.
-#![allow(missing_docs)]
 
-mod common;
-
-use common::net::{Faults, Net};
-use common::*;
 use unirdma_abi as abi;
 use unirdma_formats::{QpType, WcOpcode, WcStatus, WrOpcode, send_flags};
+use unirdma_simkit::net::{Faults, Net};
+use unirdma_simkit::*;
 
 fn each() -> [(&'static str, Net); 2] {
     [1, 2].map(|hosts| {

@@ -1,16 +1,13 @@
 //! A capture holds whole packets with right ICRCs, of the network and of messages that never left the host.
-#![allow(missing_docs)]
 
-mod common;
-
-use common::net::{Faults, Net, gid, host};
-use common::*;
 use unirdma_abi as abi;
 use unirdma_formats::net::{ETH_BYTES, Flow, VXLAN_BYTES, VXLAN_PORT};
 use unirdma_formats::pcap::{RECORD_BYTES, records};
 use unirdma_formats::wire::{ICRC_BYTES, Packet, icrc};
 use unirdma_formats::{QpType, WrOpcode};
 use unirdma_rnic::Capture;
+use unirdma_simkit::net::{Faults, Net, gid, host};
+use unirdma_simkit::*;
 
 /// What was captured at a host: source, destination and opcode of each packet, all checked.
 fn captured(net: &mut Net, at: usize) -> Vec<(String, String, String)> {

@@ -1,13 +1,7 @@
 //! Connection management between two vRNICs: of one host, of two hosts, and over a network that loses messages.
-#![allow(missing_docs)]
-
-mod common;
 
 use std::net::IpAddr;
 
-use common::cm::*;
-use common::net::{Faults, Net, arrival, gid, host};
-use common::*;
 use unirdma_abi as abi;
 use unirdma_abi::{CmOp, Status, port_space};
 use unirdma_formats::cm::{Message, reason};
@@ -15,6 +9,9 @@ use unirdma_formats::wire::{Deth, Extra, Op, Opcode, Packet, Part, Transport};
 use unirdma_formats::{Gid, QpState, QpType, WcStatus, WrOpcode};
 use unirdma_rnic::CmEventKind::*;
 use unirdma_rnic::{Arrival, Limits, Share, VnicConfig};
+use unirdma_simkit::cm::*;
+use unirdma_simkit::net::{Faults, Net, arrival, gid, host};
+use unirdma_simkit::*;
 
 #[test]
 fn a_connection_is_made_used_and_ended() {

@@ -1,13 +1,10 @@
 //! Copies that leave the core as jobs: what happens while somebody does them.
-#![allow(missing_docs)]
 
-mod common;
-
-use common::*;
 use unirdma_abi as abi;
 use unirdma_formats::{WcStatus, WrOpcode, attr_mask as m};
 use unirdma_mem::ProcMem;
 use unirdma_rnic::{Backing, Job, Output, Share};
+use unirdma_simkit::*;
 
 const BYTES: usize = 100_000;
 

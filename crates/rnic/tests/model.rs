@@ -1,15 +1,12 @@
 //! Random verbs traffic against a model that knows the only allowed outcome: each request completes exactly
 //! once, in order, with the right data at both ends.
-#![allow(missing_docs)]
-
-mod common;
 
 use std::collections::VecDeque;
 
-use common::*;
 use proptest::prelude::*;
 use unirdma_abi as abi;
 use unirdma_formats::WrOpcode;
+use unirdma_simkit::*;
 
 /// Bytes of each end's memory that the traffic uses.
 const SPACE: u64 = 40_000;

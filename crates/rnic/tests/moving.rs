@@ -1,14 +1,11 @@
 //! Processes that move their pages: what needs their memory waits, and nothing else is noticed.
-#![allow(missing_docs)]
 
-mod common;
-
-use common::net::{Faults, Net};
-use common::*;
 use unirdma_abi as abi;
 use unirdma_formats::{QpType, WcStatus, WrOpcode};
 use unirdma_mem::ProcMem;
 use unirdma_rnic::Backing;
+use unirdma_simkit::net::{Faults, Net};
+use unirdma_simkit::*;
 
 const MS: u64 = 1_000_000;
 /// The ACK timeout of these tests' QPs is 67 ms: nothing may wait for it.

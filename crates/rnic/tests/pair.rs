@@ -1,12 +1,9 @@
 //! Work requests between two QPs: data, completions, and every error that a peer can cause.
-#![allow(missing_docs)]
 
-mod common;
-
-use common::*;
 use unirdma_abi as abi;
 use unirdma_formats::{AsyncEvent, WcOpcode, WcStatus, WrOpcode, access, attr_mask as m, send_flags, wc_flags};
 use unirdma_rnic::{Backing, Output};
+use unirdma_simkit::*;
 
 fn pattern(n: usize) -> Vec<u8> {
     (0..n).map(|i| (i * 31 + i / 997) as u8).collect()

@@ -1,17 +1,14 @@
 //! The port under running programs: its link, its addresses; and what changes at a QP while it works: rate limit, sizes of its
 //! queues, who shares it.
-#![allow(missing_docs)]
 
-mod common;
-
-use common::net::{Faults, Net, gid};
-use common::shared::{Shared, target};
-use common::*;
 use unirdma_abi as abi;
 use unirdma_abi::Status;
 use unirdma_formats::{AsyncEvent, Gid, QpType, WcStatus, WrOpcode, attr_mask as m};
 use unirdma_mem::QpRings;
 use unirdma_rnic::{OpenXrcd, Output};
+use unirdma_simkit::net::{Faults, Net, gid};
+use unirdma_simkit::xrc::{XrcSrq, connect_target};
+use unirdma_simkit::*;
 
 /// Two connected QPs on one host, and on two.
 fn places(typ: QpType) -> [(&'static str, Net); 2] {
@@ -235,10 +232,10 @@ fn the_target_of_an_xrc_connection_lives_as_long_as_one_program_has_it_open() {
         let (vnic, first) = (net.ends[1].vnic, net.ends[1].session);
         let other = End::of_vnic(net.rnic(1), vnic, 64, QpType::Rc);
         let own = net.ends.remove(1);
-        let a = Shared::new(net.rnic(1), &own, FILE);
-        let mut b = Shared::new(net.rnic(1), &other, FILE);
+        let a = XrcSrq::new(net.rnic(1), &own, FILE);
+        let mut b = XrcSrq::new(net.rnic(1), &other, FILE);
         net.ends.push(own);
-        let qpn = target(&mut net, 0, 1, a.xrcd, &|a| a);
+        let qpn = connect_target(&mut net, 0, 1, a.xrcd, &|a| a);
         let second = other.session;
         assert_eq!(net.rnic(1).open_qp(second, a.xrcd, qpn), Err(Status::BadHandle));
         assert_eq!(net.rnic(1).open_qp(second, b.xrcd, qpn ^ 1), Err(Status::BadValue));

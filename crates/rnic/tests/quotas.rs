@@ -1,14 +1,11 @@
 //! Quotas of a vRNIC: each is reached, costs its own vRNIC only, and is free again when an object goes.
-#![allow(missing_docs)]
 
-mod common;
-
-use common::*;
 use unirdma_abi as abi;
 use unirdma_abi::Status;
 use unirdma_formats::QpType;
 use unirdma_mem::{CqRing, QpRings};
 use unirdma_rnic::{Backing, CreateQp, Limits, OpenXrcd, Rnic, SessionId, Share, SrqAttr, VnicConfig};
+use unirdma_simkit::*;
 
 const FEW: u32 = 3;
 

@@ -1,14 +1,11 @@
 //! Shared receive queues: many QPs take from one ring, on one host and over the network.
-#![allow(missing_docs)]
 
-mod common;
-
-use common::net::{Faults, Net};
-use common::*;
 use unirdma_abi as abi;
 use unirdma_formats::{AsyncEvent, QpType, WcStatus, WrOpcode};
 use unirdma_mem::QpRings;
 use unirdma_rnic::{CreateQp, Output, SrqAttr};
+use unirdma_simkit::net::{Faults, Net};
+use unirdma_simkit::*;
 use zerocopy::IntoBytes;
 
 /// An SRQ of end 1, whose QP is replaced by one that uses it.

@@ -1,14 +1,11 @@
 //! The stage: messages for memory of the way *copy* wait there, with their places, until the driver puts them where they belong.
-#![allow(missing_docs)]
 
-mod common;
-
-use common::net::{Faults, Net};
-use common::*;
 use unirdma_abi as abi;
 use unirdma_formats::{QpType, WcStatus, WrOpcode, access, attr_mask as m};
 use unirdma_mem::{ProcMem, Span};
 use unirdma_rnic::Backing;
+use unirdma_simkit::net::{Faults, Net};
+use unirdma_simkit::*;
 
 const STAGE_BYTES: usize = 256 << 10;
 

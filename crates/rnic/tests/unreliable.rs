@@ -1,13 +1,10 @@
 //! UC and UD: what arrives is right, what cannot be taken is dropped and counted, and the sender never waits.
-#![allow(missing_docs)]
 
-mod common;
-
-use common::net::{Faults, Net, gid};
-use common::*;
 use unirdma_abi as abi;
 use unirdma_formats::net::parse_grh;
 use unirdma_formats::{QpType, WcStatus, WrOpcode, attr_mask as m, send_flags, wc_flags};
+use unirdma_simkit::net::{Faults, Net, gid};
+use unirdma_simkit::*;
 
 /// Two QPs on one host, and on two.
 fn places(typ: QpType) -> Vec<(&'static str, Net)> {

@@ -1,13 +1,10 @@
 //! Memory windows of both types, on one host and over the wire: what they grant, to whom, and until when.
-#![allow(missing_docs)]
 
-mod common;
-
-use common::net::{Faults, Net};
-use common::*;
 use unirdma_abi as abi;
 use unirdma_abi::Status;
 use unirdma_formats::{QpType, WcOpcode, WcStatus, WrOpcode, access, wc_flags};
+use unirdma_simkit::net::{Faults, Net};
+use unirdma_simkit::*;
 
 fn each() -> [(&'static str, Net); 2] {
     [1, 2].map(|hosts| {

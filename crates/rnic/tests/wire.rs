@@ -1,128 +1,36 @@
 //! Two RNICs and a bad network between them: every request completes once, in order, with the right data.
-#![allow(missing_docs)]
-
-mod common;
 
 use std::net::IpAddr;
 
-use common::net::{Faults, Net, arrival, host};
-use common::*;
 use unirdma_abi as abi;
 use unirdma_formats::cm;
 use unirdma_formats::wire::{Deth, Op, Opcode, Packet, Reth, Transport};
 use unirdma_formats::{QpType, WcStatus, WrOpcode, attr_mask as m, send_flags};
 use unirdma_rnic::Rng;
-
-/// Rounds of eight random requests from end 0 to end 1, each with memory of its own; checked when all are done.
-fn traffic(seed: u64, faults: Faults, mtu: u8, rounds: u64) {
-    let mut net = Net::new(seed, faults, |a| abi::QpAttr { path_mtu: mtu, retry_cnt: 7, rnr_retry: 7, ..a });
-    let mut rng = Rng::new(seed ^ 77);
-    for round in 0..rounds {
-        let salt = seed << 8 | round;
-        let data = pattern(MR_BYTES, salt);
-        for e in &net.ends {
-            e.fill(0, &data);
-        }
-        let mine = pattern(MR_BYTES / 2, salt ^ 0x55);
-        net.ends[0].fill(0, &mine);
-        let ops = [
-            WrOpcode::Write,
-            WrOpcode::WriteImm,
-            WrOpcode::Send,
-            WrOpcode::SendImm,
-            WrOpcode::Read,
-            WrOpcode::FetchAdd,
-            WrOpcode::CmpSwap,
-        ];
-        let count = 8;
-        let slot = (MR_BYTES / 2 / 8) as u64;
-        let mut expect = Vec::new();
-        let mut recvs = Vec::new();
-        for i in 0..count {
-            let op = ops[rng.next_u64() as usize % ops.len()];
-            let len = match rng.next_u64() % 4 {
-                _ if op.is_atomic() => 8,
-                0 => rng.next_u64() % 16,
-                1 => rng.next_u64() % 5000,
-                _ => rng.next_u64() % slot,
-            };
-            let off = i * slot;
-            let mut w = net.remote(op, i, off);
-            w.imm = i as u32;
-            (w.compare_add, w.swap) = (3, 9);
-            if op.consumes_recv() {
-                let sge = net.ends[1].sge(off, slot as u32);
-                if rng.next_u64() % 2 == 0 {
-                    net.ends[1].recv(100 + i, &[sge]);
-                } else {
-                    recvs.push((100 + i, sge));
-                }
-                // A receive that is posted later is taken later.
-                if !recvs.is_empty() {
-                    for (id, sge) in recvs.drain(..) {
-                        net.run(rng.next_u64() % 2_000_000);
-                        net.ends[1].recv(id, &[sge]);
-                    }
-                }
-            }
-            let sge = net.ends[0].sge(off, len as u32);
-            net.ends[0].post(w, &[sge]);
-            if rng.next_u64() % 3 == 0 {
-                net.run(rng.next_u64() % 100_000);
-            }
-            expect.push((op, off, len));
-        }
-        net.run(30 * SECOND);
-        let done = net.ends[0].poll();
-        let got: Vec<_> = done.iter().map(|c| (c.wr_id, c.status)).collect();
-        assert_eq!(got, (0..count).map(|i| (i, 0)).collect::<Vec<_>>(), "seed {seed} round {round}");
-        let received: Vec<u64> = net.ends[1].poll().iter().map(|c| c.wr_id).collect();
-        let wanted: Vec<u64> = (0..count).filter(|&i| expect[i as usize].0.consumes_recv()).map(|i| 100 + i).collect();
-        assert_eq!(received, wanted, "seed {seed} round {round}");
-        for (op, off, len) in expect {
-            let (o, n) = (off as usize, len as usize);
-            let at = |e: usize| net.ends[e].bytes(o, n);
-            match op {
-                WrOpcode::Read => assert_eq!(at(0), data[o..o + n], "read, seed {seed}"),
-                WrOpcode::FetchAdd | WrOpcode::CmpSwap => {
-                    let before = u64::from_ne_bytes(data[o..o + 8].try_into().unwrap());
-                    let add = op == WrOpcode::FetchAdd;
-                    let after = if add { before.wrapping_add(3) } else { before };
-                    assert_eq!(at(0), before.to_ne_bytes(), "atomic once, seed {seed}");
-                    assert_eq!(at(1), after.to_ne_bytes(), "atomic once, seed {seed}");
-                }
-                _ => assert_eq!(at(1), mine[o..o + n], "{op:?}, seed {seed}"),
-            }
-        }
-    }
-}
+use unirdma_simkit::connection;
+use unirdma_simkit::net::{Faults, Net, arrival, host};
+use unirdma_simkit::*;
 
 #[test]
 fn a_good_network_delivers() {
     for mtu in 1..=5 {
-        traffic(mtu.into(), Faults::default(), mtu, 6);
+        connection::run_with(mtu.into(), Faults::default(), mtu, 6);
     }
 }
 
-fn setting(name: &str, default: u64) -> u64 {
-    std::env::var(name).ok().and_then(|v| v.parse().ok()).unwrap_or(default)
-}
-
-/// The simulation of `cargo xtask sim`: each seed is a network and traffic of its own.
+/// One of the two simulations of `cargo xtask sim`, with a fixed budget. Each seed is a network and traffic of its own.
 #[test]
 fn a_bad_network_changes_nothing_but_the_time() {
-    let first = setting("UNIRDMA_SIM_SEED", 0);
-    for seed in first..first + setting("UNIRDMA_SIM_SEEDS", 60) {
-        println!("seed {seed}");
-        let faults = Faults { loss: 10, duplication: 10, reordering: 10, corruption: 1 };
-        traffic(seed, faults, 1 + (seed % 5) as u8, setting("UNIRDMA_SIM_STEPS", 6));
+    for seed in 0..60 {
+        println!("cargo xtask sim --seed {seed} --seeds 1 --steps 6");
+        connection::run(seed, 6);
     }
 }
 
 #[test]
 fn a_terrible_network_too() {
     for seed in 100..110 {
-        traffic(seed, Faults { loss: 100, duplication: 100, reordering: 200, corruption: 10 }, 3, 6);
+        connection::run_with(seed, Faults { loss: 100, duplication: 100, reordering: 200, corruption: 10 }, 3, 6);
     }
 }
 
@@ -130,7 +38,12 @@ fn a_terrible_network_too() {
 #[test]
 fn a_network_that_sends_everything_twice_does_no_harm() {
     for seed in 200..215 {
-        traffic(seed, Faults { duplication: 1000, reordering: 300, ..Faults::default() }, 1 + (seed % 5) as u8, 3);
+        connection::run_with(
+            seed,
+            Faults { duplication: 1000, reordering: 300, ..Faults::default() },
+            1 + (seed % 5) as u8,
+            3,
+        );
     }
 }
 

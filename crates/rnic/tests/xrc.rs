@@ -1,17 +1,14 @@
 //! Extended reliable connections, on one host and over the wire: each message goes to the shared receive queue that it names, of
 //! whichever program.
-#![allow(missing_docs)]
 
-mod common;
-
-use common::net::{Faults, Net};
-use common::shared::{Shared, target};
-use common::*;
 use unirdma_abi as abi;
 use unirdma_abi::Status;
 use unirdma_formats::{QpType, WcStatus, WrOpcode, attr_mask};
 use unirdma_mem::{CqRing, CqTail, QpRings};
 use unirdma_rnic::{CreateQp, OpenXrcd, SrqAttr};
+use unirdma_simkit::net::{Faults, Net};
+use unirdma_simkit::xrc::{XrcSrq, connect_target};
+use unirdma_simkit::*;
 use zerocopy::IntoBytes;
 
 const FILE: OpenXrcd = OpenXrcd { key: Some((1, 2)), create: true, exclusive: false };
@@ -21,8 +18,8 @@ struct Xrc {
     net: Net,
     target: u32,
     other: End,
-    a: Shared,
-    b: Shared,
+    a: XrcSrq,
+    b: XrcSrq,
 }
 
 fn each() -> [(&'static str, Xrc); 2] {
@@ -31,10 +28,10 @@ fn each() -> [(&'static str, Xrc); 2] {
         let vnic = net.ends[1].vnic;
         let other = End::of_vnic(net.rnic(1), vnic, 64, QpType::Rc);
         let end = net.ends.remove(1);
-        let a = Shared::new(net.rnic(1), &end, FILE);
-        let b = Shared::new(net.rnic(1), &other, OpenXrcd { create: false, ..FILE });
+        let a = XrcSrq::new(net.rnic(1), &end, FILE);
+        let b = XrcSrq::new(net.rnic(1), &other, OpenXrcd { create: false, ..FILE });
         net.ends.push(end);
-        let target = target(&mut net, 0, 1, a.xrcd, &|a| a);
+        let target = connect_target(&mut net, 0, 1, a.xrcd, &|a| a);
         (["one host", "two hosts"][hosts - 1], Xrc { net, target, other, a, b })
     })
 }
@@ -93,7 +90,7 @@ fn memory_is_that_of_the_queues_program() {
 fn a_queue_of_another_domain_is_none() {
     for (place, mut x) in each() {
         let private = OpenXrcd { key: None, create: true, exclusive: false };
-        let foreign = Shared::new(x.net.rnic(1), &x.other, private);
+        let foreign = XrcSrq::new(x.net.rnic(1), &x.other, private);
         let status = x.post(wqe(WrOpcode::Send, 1), foreign.number, 10);
         assert_eq!(status, WcStatus::RemInvReqErr as u8, "{place}");
     }
@@ -170,10 +167,10 @@ fn completions_for_a_cq_that_is_gone_reach_nobody() {
     let (target, _) = rnic.create_qp(s, QpType::XrcRecv as u8, target).unwrap();
     let (sender, qpn) = (x.net.ends[0].session, x.net.ends[0].qpn);
     rnic.modify_qp(sender, qpn, attr_mask::STATE, &abi::QpAttr::default()).unwrap();
-    for (mask, attr) in attrs_of(QpType::XrcSend, target, common::net::gid(1)) {
+    for (mask, attr) in attrs_of(QpType::XrcSend, target, unirdma_simkit::net::gid(1)) {
         rnic.modify_qp(sender, qpn, mask, &attr).unwrap();
     }
-    for (mask, attr) in attrs_of(QpType::XrcRecv, qpn, common::net::gid(0)) {
+    for (mask, attr) in attrs_of(QpType::XrcRecv, qpn, unirdma_simkit::net::gid(0)) {
         rnic.modify_qp(s, target, mask, &attr).unwrap();
     }
     // A message without data, so that the target knows the CQ.

@@ -1,19 +1,22 @@
 //! A peer that lies, driven by bytes: for fuzzing, and for its corpus.
 
-use super::net::{Faults, Net, arrival, host};
-use super::*;
 use unirdma_formats::wire::{AtomicEth, Deth, Opcode, Packet, Reth, padding};
+use unirdma_formats::{QpState, QpType, WrOpcode};
+
+use crate::net::{Faults, Net, arrival, host};
+use crate::{IOVA, MR_BYTES, QKEY, SECOND};
 
 /// Reads small numbers off the input; 0 when it is at its end.
-pub struct Input<'a>(pub &'a [u8]);
+pub(crate) struct Input<'a>(pub(crate) &'a [u8]);
 
 impl Input<'_> {
-    pub fn byte(&mut self) -> u8 {
+    pub(crate) fn byte(&mut self) -> u8 {
         let Some((&b, rest)) = self.0.split_first() else { return 0 };
         self.0 = rest;
         b
     }
-    pub fn word(&mut self) -> u32 {
+
+    pub(crate) fn word(&mut self) -> u32 {
         u32::from_le_bytes([self.byte(), self.byte(), self.byte(), self.byte()])
     }
 }
@@ -47,7 +50,7 @@ pub fn lying_peer(data: &[u8]) {
                 let len = input.word() % 20_000;
                 let (sge, w) = (net.ends[end].sge(0, len), net.remote(op, 1, 0));
                 let peer = net.ends[end ^ 1].qpn;
-                if net.state(end) == 3 {
+                if net.state(end) == QpState::Rts as u8 {
                     net.ends[end].post_to(w, ah, peer, &[sge]);
                 }
             }

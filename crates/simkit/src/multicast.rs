@@ -1,8 +1,10 @@
 //! A multicast group with one member on each host, who all send to it.
 
-use super::net::{Net, gid};
-use super::*;
 use unirdma_formats::net::parse_grh;
+use unirdma_formats::{Gid, QpType, WcStatus, WrOpcode};
+
+use crate::net::{Net, gid};
+use crate::{address, pattern, status, wqe};
 
 /// Messages that a member sends, and receives that it has, all together.
 const MESSAGES: u64 = 3;
@@ -11,6 +13,7 @@ const ROOM: u64 = 512;
 /// Where messages are sent from.
 const FROM: u64 = RECEIVES * ROOM;
 
+/// A multicast group, what its members have sent, and what they must have heard.
 pub struct Group {
     /// Its ends.
     members: Vec<usize>,
@@ -39,7 +42,7 @@ impl Group {
 
     /// Message `n` of a member: who sent it and which it is stand in front.
     fn message(&self, member: usize, n: u64) -> Vec<u8> {
-        let mut bytes = pattern(16 + (self.seed.wrapping_mul(31) + n * 97) as usize % 200, self.seed ^ n);
+        let mut bytes = pattern(16 + self.seed.wrapping_mul(31).wrapping_add(n * 97) as usize % 200, self.seed ^ n);
         bytes[..2].copy_from_slice(&[member as u8, n as u8]);
         bytes
     }

@@ -3,20 +3,28 @@
 use std::collections::{BTreeMap, HashMap};
 use std::net::IpAddr;
 
-use super::*;
+use unirdma_abi as abi;
 use unirdma_formats::cm::{GSI_QPN, Mad};
 use unirdma_formats::net::{ETH_BYTES, Flow, VXLAN_BYTES};
 use unirdma_formats::wire::{Envelope, ICRC_BYTES, Packet, ROCE_PORT, icrc};
-use unirdma_rnic::{Arrival, Rng, Route};
+use unirdma_formats::{Gid, QpType, WrOpcode};
+use unirdma_rnic::{Arrival, Counters, Rng, Rnic, Route};
 
-const DELAY: u64 = 5_000;
+use crate::{End, IOVA, address, attrs_of, ip, poll, wqe};
+
+/// How long a packet takes that is not held up.
+const DELAY_NS: u64 = 5_000;
 
 /// What the network does to packets, in thousandths.
 #[derive(Clone, Copy, Default)]
 pub struct Faults {
+    /// Packets that do not arrive.
     pub loss: u64,
+    /// Packets that arrive twice.
     pub duplication: u64,
+    /// Packets that others may overtake.
     pub reordering: u64,
+    /// Packets in which one bit changes.
     pub corruption: u64,
 }
 
@@ -24,20 +32,25 @@ pub struct Faults {
 struct Flying {
     from: usize,
     to: usize,
+    /// Bytes of the headers of VXLAN and of the packet within; 0 if it is a plain packet.
     outer: usize,
     bytes: Vec<u8>,
 }
 
+/// Several hosts, their ends, and the network between them.
 pub struct Net {
+    /// The RNIC of each host.
     pub rnics: Vec<Rnic>,
     /// End `i` lives on host `i` modulo the number of hosts and has the address `ip(1 + i)`.
     pub ends: Vec<End>,
+    /// The virtual clock, in nanoseconds.
     pub now: u64,
     /// By arrival and number.
     flying: BTreeMap<(u64, u64), Flying>,
+    /// How many packets are on their way or have been.
     sent: u64,
-    pub faults: Faults,
-    pub rng: Rng,
+    faults: Faults,
+    rng: Rng,
     /// Packets that left these hosts are lost.
     cut: Vec<bool>,
     /// The network marks every packet as congested.
@@ -172,7 +185,7 @@ impl Net {
                 }
                 let late = if self.chance(self.faults.reordering) { self.rng.next_u64() % 20_000 } else { 0 };
                 self.sent += 1;
-                self.flying.insert((self.now + DELAY + late, self.sent), Flying { from, to, outer, bytes });
+                self.flying.insert((self.now + DELAY_NS + late, self.sent), Flying { from, to, outer, bytes });
             }
         }
         !packets.is_empty()
@@ -220,14 +233,17 @@ impl Net {
         self.now = end;
     }
 
+    /// A send WQE that reaches the memory of end 1.
     pub fn remote(&self, op: WrOpcode, wr_id: u64, off: u64) -> abi::SqWqe {
         abi::SqWqe { remote_addr: IOVA + off, rkey: self.ends[1].key, ..wqe(op, wr_id) }
     }
 
-    pub fn counters(&self, end: usize) -> unirdma_rnic::Counters {
+    /// Counters of the vRNIC of an end.
+    pub fn counters(&self, end: usize) -> Counters {
         self.rnics[self.host_of(end)].counters(self.ends[end].vnic).unwrap()
     }
 
+    /// State of the QP of an end, as QUERY_QP has it.
     pub fn state(&mut self, end: usize) -> u8 {
         let (session, qpn) = (self.ends[end].session, self.ends[end].qpn);
         self.rnic(end).query_qp(session, qpn).unwrap().qp_state

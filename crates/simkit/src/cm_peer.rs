@@ -1,14 +1,17 @@
 //! A peer that lies about connections, driven by bytes: for fuzzing, for its corpus, and for random tests.
 
-use super::cm::*;
-use super::net::{Faults, gid, host};
-use super::peer::Input;
-use super::*;
+use unirdma_abi as abi;
 use unirdma_abi::{CmOp, port_space};
+use unirdma_formats::attr_mask as m;
 use unirdma_formats::cm::{About, GSI_QKEY, GSI_QPN, IpHeader, MAD_BYTES, Mad, Message, Rep, Req};
 use unirdma_formats::net::Flow;
 use unirdma_formats::wire::{Deth, Extra, ICRC_BYTES, Op, Opcode, Packet, Part, Transport, icrc};
-use unirdma_rnic::CmEventKind::*;
+use unirdma_rnic::CmEventKind::ConnectRequest;
+
+use crate::SECOND;
+use crate::cm::{Cm, PORT, addr};
+use crate::net::{Faults, gid, host};
+use crate::peer::Input;
 
 /// Service of [`PORT`] in the TCP port space.
 const SERVICE: u64 = 1 << 24 | (port_space::TCP as u64 & 0xff) << 16 | PORT as u64;
@@ -42,7 +45,7 @@ pub fn lying_cm_peer(data: &[u8]) -> usize {
                 }
             }
             16..24 => cm.net.run(u64::from(input.word()) % (3 * SECOND)),
-            24..28 if ids.len() < 50 => ids.push(cm.connect_again()),
+            24..28 if ids.len() < 50 => ids.push(cm.connect_unseen()),
             28..40 => {
                 let n = usize::from(input.byte());
                 let mut raw = [0; MAD_BYTES];

@@ -1,0 +1,189 @@
+//! A program with one QP: what a driver does with rings, a doorbell and a CQ.
+
+use unirdma_abi as abi;
+use unirdma_formats::{Gid, QpType, WcStatus, WrOpcode, access, send_flags};
+use unirdma_mem::{Bell, CqRing, CqTail, QpRings, Span};
+use unirdma_rnic::{Backing, CreateQp, Limits, Rng, Rnic, SessionId, Share, VnicConfig, VnicId};
+use zerocopy::IntoBytes;
+
+use crate::QKEY;
+
+/// Size of an end's memory.
+pub const MR_BYTES: usize = 1 << 20;
+/// The address at which an end's memory is registered.
+pub const IOVA: u64 = 0x10_0000;
+/// Local writes, and all access from the other side.
+pub const ALL: u32 = access::LOCAL_WRITE | access::REMOTE_WRITE | access::REMOTE_READ | access::REMOTE_ATOMIC;
+
+/// A program: one session with a PD, a CQ, a QP and registered memory.
+pub struct End {
+    /// Its vRNIC.
+    pub vnic: VnicId,
+    /// Its session.
+    pub session: SessionId,
+    /// The driver's side of its doorbell page.
+    pub bell: Bell,
+    /// The PD of everything that it has.
+    pub pd: u32,
+    /// The number of its CQ.
+    pub cqn: u32,
+    /// The driver's side of its CQ.
+    pub cq: CqTail,
+    /// Its QP.
+    pub qpn: u32,
+    /// The doorbell slot of its QP.
+    pub slot: u32,
+    /// The rings of its QP.
+    pub rings: QpRings,
+    /// [`MR_BYTES`] of memory, registered at [`IOVA`].
+    pub memory: Span,
+    /// lkey and rkey of its memory.
+    pub key: u32,
+    /// The MR of its memory.
+    pub mr: u32,
+    /// How many send WQEs were posted.
+    pub sq_prod: u32,
+    /// How many receive WQEs were posted.
+    pub rq_prod: u32,
+}
+
+impl End {
+    /// A program with an RC QP on a new vRNIC with the address `ip(n)` in this group.
+    pub fn new(rnic: &mut Rnic, group: u32, n: u8) -> End {
+        Self::of_type(rnic, group, n, QpType::Rc)
+    }
+
+    /// A program with a QP of this type on a new vRNIC with the address `ip(n)` in this group.
+    pub fn of_type(rnic: &mut Rnic, group: u32, n: u8, typ: QpType) -> End {
+        let vnic = rnic
+            .add_vnic(VnicConfig { group, gids: vec![ip(n)], limits: Limits::default(), share: Share::default() })
+            .unwrap();
+        Self::of_vnic(rnic, vnic, 64, typ)
+    }
+
+    /// A program on this vRNIC, with a QP of this type and a CQ of so many entries.
+    pub fn of_vnic(rnic: &mut Rnic, vnic: VnicId, cqes: u32, typ: QpType) -> End {
+        let session = rnic.add_session(vnic).unwrap();
+        let bell = Bell::new(aligned(4096)).unwrap();
+        rnic.set_doorbell(session, bell.clone()).unwrap();
+        rnic.unpark(session, 0);
+        let pd = rnic.create_pd(session).unwrap();
+        let (ctrl, ring) = (aligned(128), aligned(cqes as usize * 64));
+        let dev = CqRing::new(ctrl.clone(), ring.clone(), cqes).unwrap();
+        let cqn = rnic.create_cq(session, dev, Some(0)).unwrap();
+        let cq = CqTail::new(ctrl, ring, cqes).unwrap();
+        let cap =
+            abi::QpCap { max_send_wr: 16, max_recv_wr: 16, max_send_sge: 4, max_recv_sge: 4, max_inline_data: 256 };
+        let layout = abi::QpLayout::of(&cap).unwrap();
+        let rings = QpRings::new(aligned(128), aligned(layout.sq_bytes()), aligned(layout.rq_bytes()), layout).unwrap();
+        let create = CreateQp {
+            pd,
+            send_cq: cqn,
+            recv_cq: cqn,
+            srq: None,
+            xrcd: None,
+            sig_all: false,
+            cap,
+            rings: rings.clone(),
+        };
+        let (qpn, slot) = rnic.create_qp(session, typ as u8, create).unwrap();
+        let memory = aligned(MR_BYTES);
+        let (mr, key) =
+            rnic.reg_mr(session, pd, ALL, IOVA, MR_BYTES as u64, (Backing::Mapped(memory.clone()), vec![7])).unwrap();
+        End { vnic, session, bell, pd, cqn, cq, qpn, slot, rings, memory, key, mr, sq_prod: 0, rq_prod: 0 }
+    }
+
+    /// An SGE of its memory.
+    pub fn sge(&self, off: u64, length: u32) -> abi::Sge {
+        abi::Sge { addr: IOVA + off, length, lkey: self.key }
+    }
+
+    /// Posts a send WQE with these SGEs.
+    pub fn post(&mut self, mut wqe: abi::SqWqe, sges: &[abi::Sge]) {
+        wqe.num_sge = sges.len() as u8;
+        self.rings.sq_put(self.sq_prod, abi::SQ_DATA, sges.as_bytes());
+        self.post_raw(wqe);
+    }
+
+    /// Posts a datagram.
+    pub fn post_to(&mut self, w: abi::SqWqe, ah: u32, dest_qpn: u32, sges: &[abi::Sge]) {
+        self.post(abi::SqWqe { ah, dest_qpn, qkey: QKEY, ..w }, sges);
+    }
+
+    /// Posts a send WQE as it is; its SGEs or inline data must be in the ring.
+    pub fn post_raw(&mut self, wqe: abi::SqWqe) {
+        self.rings.sq_put(self.sq_prod, 0, wqe.as_bytes());
+        self.sq_prod = self.sq_prod.wrapping_add(1);
+        self.rings.set_sq_prod(self.sq_prod);
+        self.bell.ring(self.slot);
+    }
+
+    /// Posts a receive.
+    pub fn recv(&mut self, wr_id: u64, sges: &[abi::Sge]) {
+        let head = abi::RqWqe { wr_id, num_sge: sges.len() as u32, reserved: 0 };
+        self.rings.rq_put(self.rq_prod, 0, head.as_bytes());
+        self.rings.rq_put(self.rq_prod, abi::RQ_DATA, sges.as_bytes());
+        self.rq_prod = self.rq_prod.wrapping_add(1);
+        if self.rings.set_rq_prod(self.rq_prod) {
+            self.bell.ring(self.slot);
+        }
+    }
+
+    /// Takes all completions from the CQ.
+    pub fn poll(&mut self) -> Vec<abi::Cqe> {
+        let mut v = Vec::new();
+        while let Some(c) = self.cq.pop() {
+            v.push(c);
+        }
+        self.cq.release();
+        v
+    }
+
+    /// The one completion that must be there.
+    pub fn done(&mut self) -> abi::Cqe {
+        let v = self.poll();
+        assert_eq!(v.len(), 1, "{v:?}");
+        v[0]
+    }
+
+    /// Writes to its memory.
+    pub fn fill(&self, off: usize, bytes: &[u8]) {
+        self.memory.write(off, bytes);
+    }
+
+    /// Reads from its memory.
+    pub fn bytes(&self, off: usize, len: usize) -> Vec<u8> {
+        let mut v = vec![0; len];
+        self.memory.read(off, &mut v);
+        v
+    }
+}
+
+/// New memory that begins at a multiple of 64.
+pub fn aligned(len: usize) -> Span {
+    let s = Span::anonymous(len + 64);
+    s.sub((64 - s.addr() as u64 % 64) % 64, len as u64).unwrap()
+}
+
+/// The GID of the address 10.0.0.n.
+pub fn ip(n: u8) -> Gid {
+    Gid::from_ip(std::net::IpAddr::from([10, 0, 0, n]))
+}
+
+/// A signaled send WQE of this operation.
+pub fn wqe(op: WrOpcode, wr_id: u64) -> abi::SqWqe {
+    abi::SqWqe { wr_id, opcode: op as u8, send_flags: send_flags::SIGNALED, ..Default::default() }
+}
+
+/// Bytes that look random.
+pub fn pattern(n: usize, salt: u64) -> Vec<u8> {
+    let mut r = Rng::new(salt);
+    let mut bytes: Vec<u8> = (0..n.div_ceil(8)).flat_map(|_| r.next_u64().to_le_bytes()).collect();
+    bytes.truncate(n);
+    bytes
+}
+
+/// The status of a completion.
+pub fn status(c: &abi::Cqe) -> WcStatus {
+    WcStatus::from_raw(c.status.into()).unwrap()
+}

@@ -1,0 +1,291 @@
+//! The simulation of a fabric: many hosts with many QPs of every type, on a network that loses, doubles, reorders and
+//! corrupts packets, and that parts for a while.
+//!
+//! A seed is a fabric and traffic of its own. Every message must have an outcome that its transport allows.
+
+mod check;
+
+use unirdma_abi as abi;
+use unirdma_formats::{QpType, WcStatus, WrOpcode, access};
+use unirdma_rnic::{Backing, OpenXrcd, Rng};
+
+use crate::cm::Meeting;
+use crate::multicast::Group;
+use crate::net::{Faults, Net};
+use crate::xrc::{XrcSrq, connect_target};
+use crate::{IOVA, MR_BYTES, SECOND, pattern, status, wqe};
+
+const HOSTS: usize = 4;
+/// Ends `2 i` and `2 i + 1` are a pair.
+const PAIRS: usize = 9;
+const SLOT: u64 = 16_384;
+/// `retry_cnt` of the reliable connections.
+const RETRIES: u8 = 7;
+/// Most messages of an end: the first slots are for WRITEs, the others for receives.
+const MESSAGES: u64 = 12;
+/// Requests of a step.
+const REQUESTS: u64 = 20;
+
+// Where in an end's memory: what peers READ, which never changes; what it READs itself; what its atomics return; and the
+// counter that its peer's atomics add to.
+const SOURCE: u64 = 0xb_0000;
+const READS: u64 = 0xc_0000;
+const RESULTS: u64 = 0xf_0000;
+const COUNTER: u64 = 0xf_1000;
+
+/// Runs the simulation of a seed and checks all outcomes. Panics if one is not allowed.
+pub fn run(seed: u64, steps: u64) -> Report {
+    let mut fabric = Fabric::new(seed);
+    fabric.run(steps);
+    fabric.check()
+}
+
+/// What a simulation has seen.
+#[derive(Clone, Copy, Debug, Default)]
+pub struct Report {
+    /// Corrupted packets that the ICRC gave away.
+    pub caught: u64,
+    /// Multicast messages that members heard of each other.
+    pub heard: u64,
+}
+
+/// What an end has sent: number of the message, opcode, length.
+type Sent = (u64, WrOpcode, u32);
+
+/// A fabric, its traffic, and what came of it.
+pub struct Fabric {
+    net: Net,
+    rng: Rng,
+    types: Vec<QpType>,
+    ahs: Vec<u32>,
+    /// Receives of ends whose peer is the initiator of an XRC connection; those send nothing themselves.
+    shared: Vec<Option<XrcSrq>>,
+    /// Connections that were made by address.
+    meetings: Vec<Meeting>,
+    /// Its members are the ends after the pairs.
+    group: Group,
+    /// Keys of windows of all memory, of ends of type RC.
+    windows: Vec<u32>,
+    sent: Vec<Vec<Sent>>,
+    /// Completions of each end's sends.
+    done: Vec<Vec<abi::Cqe>>,
+    /// Completions of each end's receives.
+    received: Vec<Vec<abi::Cqe>>,
+    seed: u64,
+}
+
+fn peer(end: usize) -> usize {
+    end ^ 1
+}
+
+/// True if the transport of this type repeats what the network loses.
+fn reliable(typ: QpType) -> bool {
+    !matches!(typ, QpType::Uc | QpType::Ud)
+}
+
+/// Bytes of message `n` of an end. The number stands in front.
+fn message(seed: u64, end: usize, n: u64, len: u32) -> Vec<u8> {
+    let mut bytes = pattern(len as usize, seed << 32 | (end as u64) << 16 | n);
+    for (b, v) in bytes.iter_mut().zip(n.to_le_bytes()) {
+        *b = v;
+    }
+    bytes
+}
+
+/// What stands at [`SOURCE`] in an end's memory.
+fn source(seed: u64, end: usize) -> Vec<u8> {
+    pattern(2 * SLOT as usize, seed << 32 | 0xffff << 16 | end as u64)
+}
+
+/// Offset in [`SOURCE`] at which message `n` READs.
+fn offset(n: u64) -> u64 {
+    n * 977 % SLOT
+}
+
+/// What message `n` adds.
+fn addend(n: u64) -> u64 {
+    3 * n + 1
+}
+
+/// Offset in the peer's memory of what message `n` WRITEs, or of the receive with this number.
+fn slot(op: WrOpcode, n: u64) -> u64 {
+    let receive = matches!(op, WrOpcode::Send | WrOpcode::SendImm | WrOpcode::SendInv);
+    (n + if receive { MESSAGES } else { 0 }) * SLOT
+}
+
+/// A memory window (type 2) of all memory of an end.
+fn window(net: &mut Net, end: usize) -> u32 {
+    let e = &net.ends[end];
+    let (session, pd, backing) = (e.session, e.pd, Backing::Mapped(e.memory.clone()));
+    let flags = access::LOCAL_WRITE | access::MW_BIND;
+    let (_, lkey) = net.rnic(end).reg_mr(session, pd, flags, IOVA, MR_BYTES as u64, (backing, vec![9])).unwrap();
+    let (_, key) = net.rnic(end).alloc_mw(session, pd, 2).unwrap();
+    let key = key ^ 0x55;
+    let swap = u64::from(access::REMOTE_WRITE) << 32 | u64::from(lkey);
+    let bind = wqe(WrOpcode::BindMw, 0);
+    net.ends[end].post_raw(abi::SqWqe { rkey: key, remote_addr: IOVA, compare_add: MR_BYTES as u64, swap, ..bind });
+    net.run(1000);
+    assert_eq!(status(&net.ends[end].done()), WcStatus::Success);
+    key
+}
+
+impl Fabric {
+    /// The fabric of a seed, with all its connections.
+    pub fn new(seed: u64) -> Fabric {
+        let mut rng = Rng::new(seed ^ 0xfab);
+        let types: Vec<QpType> = (0..PAIRS)
+            .map(|_| [QpType::Rc, QpType::Rc, QpType::Uc, QpType::Ud, QpType::XrcSend][rng.next_u64() as usize % 5])
+            .flat_map(|t| if t == QpType::XrcSend { [t, QpType::Rc] } else { [t, t] })
+            .collect();
+        let faults = Faults { loss: 10, duplication: 10, reordering: 10, corruption: 10 };
+        let all: Vec<QpType> = types.iter().copied().chain([QpType::Ud; HOSTS]).collect();
+        let mut net = Net::hosts(HOSTS, &all, seed, faults);
+        let mtu = 1 + (seed % 5) as u8;
+        let mut ahs = Vec::new();
+        let mut shared: Vec<Option<XrcSrq>> = types.iter().map(|_| None).collect();
+        let mut meetings = Vec::new();
+        // Long enough that a network that parts for a while kills no connection.
+        let patient = |a| abi::QpAttr { path_mtu: mtu, timeout: 16, retry_cnt: RETRIES, rnr_retry: 7, ..a };
+        for (end, &typ) in types.iter().enumerate() {
+            if typ == QpType::XrcSend {
+                let to = net.ends.remove(peer(end));
+                let private = OpenXrcd { key: None, create: true, exclusive: false };
+                let queue = XrcSrq::new(net.rnic(peer(end)), &to, private);
+                net.ends.insert(peer(end), to);
+                connect_target(&mut net, end, peer(end), queue.xrcd, &patient);
+                shared[peer(end)] = Some(queue);
+            } else if typ == QpType::Rc && end % 4 == 1 && shared[end].is_none() {
+                // Every other pair of RC QPs meets by address, from here on: one end is not in use yet.
+                meetings.push(Meeting::new(&mut net, end, peer(end)));
+            } else if shared[end].is_none() && !(typ == QpType::Rc && end % 4 == 0) {
+                net.connect(typ, end, peer(end), &patient);
+            }
+            ahs.push(net.ah(end, peer(end)));
+        }
+        let mut windows = vec![0; types.len()];
+        for end in (0..types.len()).filter(|&e| types[e] == QpType::Rc) {
+            net.ends[end].fill(SOURCE as usize, &source(seed, end));
+            if shared[end].is_none() {
+                windows[end] = window(&mut net, end);
+            }
+        }
+        let none = || vec![Vec::new(); types.len()];
+        let group = Group::new(&mut net, (types.len()..all.len()).collect(), seed);
+        Fabric {
+            meetings,
+            group,
+            net,
+            rng,
+            ahs,
+            shared,
+            windows,
+            sent: vec![Vec::new(); types.len()],
+            done: none(),
+            received: none(),
+            types,
+            seed,
+        }
+    }
+
+    /// Posts twenty requests in each step and lets time pass between them, then waits until all are done.
+    pub fn run(&mut self, steps: u64) {
+        for i in 0..steps * REQUESTS {
+            self.post();
+            if i % 7 == 3 {
+                self.group.send(&mut self.net, i / 7);
+            }
+            if self.rng.next_u64() % 4 == 0 {
+                let time = self.rng.next_u64() % 200_000;
+                self.net.run(time);
+                self.poll();
+            }
+            // Sometimes a host is cut off, for less time than the retries take.
+            if i % 50 == 25 {
+                let host = self.rng.next_u64() as usize % HOSTS;
+                self.net.cut(host, true);
+                self.net.run(500_000_000);
+                self.net.cut(host, false);
+                // Every connection is tried again before the next one is cut off.
+                self.net.run(300_000_000);
+            }
+        }
+        self.net.run(60 * SECOND);
+        self.poll();
+    }
+
+    /// Posts a request at a random end, if that has not sent all of its messages yet, and a receive at its peer. A message of
+    /// an unreliable transport sometimes finds no receive.
+    fn post(&mut self) {
+        let end = self.rng.next_u64() as usize % self.types.len();
+        let n = self.sent[end].len() as u64;
+        let typ = self.types[end];
+        if n >= MESSAGES || self.shared[end].is_some() {
+            return;
+        }
+        let op = self.opcode(typ, n);
+        let max = if typ == QpType::Ud { 256 } else { SLOT - 40 };
+        let eight = matches!(op, WrOpcode::FetchAdd | WrOpcode::AtomicWrite);
+        let len = if eight { 8 } else { 8 + (self.rng.next_u64() % (max - 8)) as u32 };
+        let bytes = message(self.seed, end, n, len);
+        // Upper half: what this end sends. Lower half: what it receives.
+        let from = MR_BYTES as u64 / 2 + slot(WrOpcode::Write, n);
+        self.net.ends[end].fill(from as usize, &bytes);
+        let to = peer(end);
+        if op.consumes_recv() && (reliable(typ) || self.rng.next_u64() % 8 != 0) {
+            let sge = self.net.ends[to].sge(slot(WrOpcode::Send, n), SLOT as u32);
+            match &mut self.shared[to] {
+                Some(queue) => queue.recv(n, sge),
+                None => self.net.ends[to].recv(n, &[sge]),
+            }
+        }
+        let local = match op {
+            WrOpcode::Read => READS + n * SLOT,
+            WrOpcode::FetchAdd => RESULTS + 8 * n,
+            _ => from,
+        };
+        let remote = match op {
+            WrOpcode::Read => SOURCE + offset(n),
+            WrOpcode::FetchAdd => COUNTER,
+            _ => slot(op, n),
+        };
+        let by_window = op == WrOpcode::Write && typ == QpType::Rc && self.rng.next_u64() % 2 == 0;
+        let rkey = if by_window { self.windows[to] } else { self.net.ends[to].key };
+        let imm = if op == WrOpcode::SendInv { self.windows[to] } else { n as u32 };
+        let sge = self.net.ends[end].sge(local, len);
+        let w = abi::SqWqe { remote_addr: IOVA + remote, rkey, imm, compare_add: addend(n), ..wqe(op, n) };
+        let number = self.shared[to].as_ref().map(|queue| queue.number);
+        let (ah, qpn) = (self.ahs[end], number.unwrap_or(self.net.ends[to].qpn));
+        self.net.ends[end].post_to(w, ah, qpn, &[sge]);
+        self.sent[end].push((n, op, len));
+    }
+
+    /// An operation for message `n` of an end of this type.
+    fn opcode(&mut self, typ: QpType, n: u64) -> WrOpcode {
+        let ops = [
+            WrOpcode::Send,
+            WrOpcode::SendImm,
+            WrOpcode::Write,
+            WrOpcode::WriteImm,
+            WrOpcode::Read,
+            WrOpcode::FetchAdd,
+            WrOpcode::AtomicWrite,
+        ];
+        let some = match typ {
+            QpType::Ud => 2,
+            QpType::Uc => 4,
+            _ => ops.len(),
+        };
+        let op = ops[self.rng.next_u64() as usize % some];
+        // The last message takes the window away.
+        if typ == QpType::Rc && n + 1 == MESSAGES { WrOpcode::SendInv } else { op }
+    }
+
+    fn poll(&mut self) {
+        for end in 0..self.types.len() {
+            for c in self.net.ends[end].poll() {
+                let all = if c.opcode >= 128 { &mut self.received } else { &mut self.done };
+                all[end].push(c);
+            }
+        }
+    }
+}
