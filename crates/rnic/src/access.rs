@@ -196,14 +196,14 @@ pub(crate) fn recv_side<'a>(q: &Qp, r: &'a Recv) -> Side<'a> {
 }
 
 /// The requester's side of a request.
-pub(crate) fn local_side<'a>(q: &Qp, w: &'a Work, op: WrOpcode) -> Side<'a> {
+pub(crate) fn local_side<'a>(q: &Qp, w: &'a Work) -> Side<'a> {
     if w.wqe.send_flags & send_flags::INLINE != 0 {
         return Side::Inline(&w.inline[..w.total as usize]);
     }
     if w.wqe.send_flags & send_flags::STAGED != 0 {
         return Side::Bus { session: q.memory, sges: &w.sges[..w.num_sge] };
     }
-    list(q, &w.sges[..w.num_sge], if op.stores_locally() { access::LOCAL_WRITE } else { 0 })
+    list(q, &w.sges[..w.num_sge], if w.op.stores_locally() { access::LOCAL_WRITE } else { 0 })
 }
 
 /// What the responder's MR and QP must grant; 0 for SEND.
@@ -222,6 +222,6 @@ pub(crate) fn remote<'a>(p: &Qp, access: u32, key: u32, addr: u64) -> Side<'a> {
 }
 
 /// The responder's side of a one-sided request.
-pub(crate) fn remote_side<'a>(p: &Qp, w: &Work, op: WrOpcode) -> Side<'a> {
-    remote(p, remote_access(op), w.wqe.rkey, w.wqe.remote_addr)
+pub(crate) fn remote_side<'a>(p: &Qp, w: &Work) -> Side<'a> {
+    remote(p, remote_access(w.op), w.wqe.rkey, w.wqe.remote_addr)
 }

@@ -50,7 +50,7 @@ impl Core {
     /// A packet for QP `h`, which may be connected.
     fn on_connected(&mut self, h: Handle<Qp>, a: &Arrival, p: &Packet<'_>, bytes: &[u8]) {
         let Some(q) = self.objects.qps.get(h) else { return };
-        let Some(wire) = &q.wire else {
+        let Some(wire) = q.wire() else {
             self.net.drops.no_qp += 1;
             return;
         };

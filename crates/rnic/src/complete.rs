@@ -119,20 +119,16 @@ impl Core {
         }
     }
 
-    /// Moves a QP to ERR; its work is flushed in its turn.
+    /// Moves a QP to ERR. In its turn it acknowledges what it has received, and its work is flushed.
     pub(crate) fn fail_qp(&mut self, h: Handle<Qp>, event: Option<AsyncEvent>) {
-        self.acknowledge_all(h);
         let Some(q) = self.objects.qps.get_mut(h) else { return };
         let (owner, qpn) = (q.owner, q.qpn);
         let was = std::mem::replace(&mut q.state, QpState::Err);
-        if !matches!(q.wait, Wait::Job(_)) {
-            q.wait = Wait::No;
+        if let Some(w) = q.work.as_mut().filter(|w| !matches!(w.wait, Wait::Job(_))) {
+            w.wait = Wait::No;
         }
         q.timer = q.timer.wrapping_add(1);
-        q.backlog = Backlog::default();
-        if let Some(w) = &mut q.wire {
-            w.clear();
-        }
+        q.datagrams_mut().into_iter().for_each(|d| d.backlog = Backlog::default());
         if was != QpState::Err {
             q.rings.set_rq_notify(true);
             let shares = q.srq.is_some() && q.typ != QpType::XrcRecv;
@@ -161,8 +157,8 @@ impl Core {
     pub(crate) fn break_qp(&mut self, h: Handle<Qp>) {
         if let Some(q) = self.objects.qps.get_mut(h) {
             q.broken = true;
-            q.busy = false;
         }
+        self.objects.end_work(h);
         self.fail_qp(h, Some(AsyncEvent::QpFatal));
     }
 

@@ -6,13 +6,13 @@
 
 use unirdma_formats::net::{Flow, GRH_BYTES};
 use unirdma_formats::wire::{Deth, Extra, Op, Opcode, Packet, Part, Transport};
-use unirdma_formats::{Gid, QpType, WcStatus, WrOpcode, send_flags};
+use unirdma_formats::{Gid, QpType, WcStatus, send_flags};
 use unirdma_mem::Fault;
 
 use crate::access::{local_side, recv_side};
 use crate::core::Core;
 use crate::exec::{NoRecv, Outcome, RecvDone};
-use crate::objects::{Ah, Held, Note, Qp, Target, VnicId, Wait, Work};
+use crate::objects::{Ah, Datagrams, Held, Note, Qp, Target, VnicId, Wait, Work};
 use crate::path::{DSCP, Path};
 use crate::sched::MOMENT_NS;
 use crate::slab::Handle;
@@ -30,11 +30,11 @@ impl Core {
     /// Sends the datagram of a checked WQE.
     pub(crate) fn send_datagram(&mut self, h: Handle<Qp>, w: &mut Work) -> Outcome {
         let Some(q) = self.objects.qps.get(h) else { return Outcome::Failed(WcStatus::FatalErr) };
-        let Some(op) = WrOpcode::from_raw(w.wqe.opcode.into()) else { return Outcome::Failed(WcStatus::LocQpOpErr) };
+        let op = w.op;
         if w.total > u64::from(self.net.wire_mtu) {
             return Outcome::Failed(WcStatus::LocLenErr);
         }
-        if let Err(status) = self.check_local(q, w, op) {
+        if let Err(status) = self.check_local(q, w) {
             return Outcome::Failed(status);
         }
         let ah = self
@@ -54,14 +54,14 @@ impl Core {
         (head.extra, head.solicited) = (w.wqe.imm, solicited);
         head.deth = Deth { qkey, src_qp };
         let tables = self.objects.memory();
-        let local = local_side(q, w, op);
+        let local = local_side(q, w);
         let sent = match target {
             _ if !linked => {
                 self.objects.count(h, |c| c.wire.send_err += 1);
                 Ok(())
             }
             Target::Many if self.net.tx.is_full() => {
-                self.wait_for_tx(h);
+                self.wait_for_tx(h, w);
                 return Outcome::Waits;
             }
             Target::Here(_) | Target::Many => {
@@ -81,7 +81,7 @@ impl Core {
             }
             Target::Foreign(path) | Target::There(path, _) => {
                 if self.net.tx.is_full() {
-                    self.wait_for_tx(h);
+                    self.wait_for_tx(h, w);
                     return Outcome::Waits;
                 }
                 let inside = if let Target::There(_, vni) = target { Some((vni, flow)) } else { None };
@@ -121,11 +121,10 @@ impl Core {
         if qkey != q.attr.qkey {
             return self.objects.count(h, |c| c.qkey_violations += 1);
         }
-        if !q.backlog.is_empty() {
+        if q.has_backlog() {
             self.drain_backlog(h);
         }
-        let Some(q) = self.objects.qps.get_mut(h) else { return };
-        if !q.backlog.is_empty() {
+        if self.objects.qps.get(h).is_some_and(Qp::has_backlog) {
             return self.hold(h, flow, data, note);
         }
         match self.take_recv(h) {
@@ -145,11 +144,12 @@ impl Core {
         let until = self.now.saturating_add(HOLD_NS);
         let Some(q) = self.objects.qps.get_mut(h) else { return };
         let size = data.len() + size_of::<Held>();
-        if q.backlog.bytes + size > HOLD_BYTES {
+        let Some(Datagrams { backlog, .. }) = q.datagrams_mut() else { return };
+        if backlog.bytes + size > HOLD_BYTES {
             return self.objects.count_dropped(h);
         }
-        q.backlog.bytes += size;
-        q.backlog.held.push_back(Held { until, flow: *flow, data: data.into(), note });
+        backlog.bytes += size;
+        backlog.held.push_back(Held { until, flow: *flow, data: data.into(), note });
         if q.srq.is_some() {
             return self.look_again(h);
         }
@@ -161,7 +161,8 @@ impl Core {
     /// Gives QP `h` a turn in a moment.
     fn look_again(&mut self, h: Handle<Qp>) {
         let soon = self.now.saturating_add(MOMENT_NS);
-        if self.objects.qps.get_mut(h).is_some_and(|q| !std::mem::replace(&mut q.backlog.listed, true)) {
+        let datagrams = self.objects.qps.get_mut(h).and_then(Qp::datagrams_mut);
+        if datagrams.is_some_and(|d| !std::mem::replace(&mut d.backlog.listed, true)) {
             self.sched.soon(soon, h);
         }
     }
@@ -171,7 +172,7 @@ impl Core {
         loop {
             let now = self.now;
             let Some(q) = self.objects.qps.get_mut(h) else { return };
-            let Some(first) = q.backlog.held.front() else {
+            let Some(first) = q.datagrams().and_then(|d| d.backlog.held.front()) else {
                 q.rings.set_rq_notify(false);
                 return;
             };
@@ -183,15 +184,20 @@ impl Core {
                 Err(NoRecv::Empty) if !expired && shared => return self.look_again(h),
                 Err(NoRecv::Empty) if !expired => return,
                 r => {
-                    let Some(q) = self.objects.qps.get_mut(h) else { return };
-                    let Some(d) = q.backlog.held.pop_front() else { return };
-                    q.backlog.bytes -= size;
+                    let Some(Datagrams { backlog, .. }) = self.objects.qps.get_mut(h).and_then(Qp::datagrams_mut)
+                    else {
+                        return;
+                    };
+                    let Some(d) = backlog.held.pop_front() else { return };
+                    backlog.bytes -= size;
                     if r.is_err() || expired {
                         self.objects.count_dropped(h);
                     } else if !self.put(h, &d.flow, &d.data, d.note) {
-                        let Some(q) = self.objects.qps.get_mut(h) else { return };
-                        q.backlog.bytes += size;
-                        q.backlog.held.push_front(d);
+                        let datagrams = self.objects.qps.get_mut(h).and_then(Qp::datagrams_mut);
+                        if let Some(Datagrams { backlog, .. }) = datagrams {
+                            backlog.bytes += size;
+                            backlog.held.push_front(d);
+                        }
                         return self.look_again(h);
                     }
                 }
@@ -251,11 +257,9 @@ impl Core {
     }
 
     /// Until there is room in [`crate::Tx`] again, QP `h` has nothing to do.
-    fn wait_for_tx(&mut self, h: Handle<Qp>) {
-        if let Some(q) = self.objects.qps.get_mut(h) {
-            q.wait = Wait::Tx;
-            self.net.tx_waiting.push_back(h);
-        }
+    fn wait_for_tx(&mut self, h: Handle<Qp>, w: &mut Work) {
+        w.wait = Wait::Tx;
+        self.net.tx_waiting.push_back(h);
     }
 
     /// True if datagrams have found no receive since this was asked last: whoever takes packets from the network should

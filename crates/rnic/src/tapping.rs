@@ -118,11 +118,12 @@ impl Core {
 
     /// Captures the packets that request `w` of QP `h` would have been, with those of its answer, which `code` is the
     /// syndrome of.
-    pub(crate) fn tap_request(&mut self, h: Handle<Qp>, w: &Work, op: WrOpcode, code: u8) {
+    pub(crate) fn tap_request(&mut self, h: Handle<Qp>, w: &Work, code: u8) {
         let Some(q) = self.objects.qps.get(h).filter(|_| self.tap.is_some()) else { return };
-        if !self.wants(Some(q.vnic)) && !self.wants(q.peer_vnic) {
+        if !self.wants(Some(q.vnic)) && !self.wants(q.local().map(|l| l.vnic)) {
             return;
         }
+        let op = w.op;
         let there = self.flow(q);
         let back = Flow { src: there.dst, dst: there.src, ..there };
         let (own, mtu, first) = (q.qpn, q.mtu, q.sq_psn);
@@ -139,11 +140,11 @@ impl Core {
         for index in 0..sent {
             let Some(q) = self.objects.qps.get(h) else { return };
             let span = if op == WrOpcode::Read { packets } else { 1 };
-            let (mut head, len) = request_packet(q, w, op, first.advance(index), index, packets, span);
+            let (mut head, len) = request_packet(q, w, first.advance(index), index, packets, span);
             head.ack_req = reliable && index + 1 == sent;
             let tables = self.objects.memory();
             let off = u64::from(index) * u64::from(mtu);
-            let _ = tables.load(local_side(q, w, op), off, &mut buffer[..len]);
+            let _ = tables.load(local_side(q, w), off, &mut buffer[..len]);
             self.tap_local(&there, &head, &buffer[..len]);
         }
         if !reliable {
@@ -165,7 +166,7 @@ impl Core {
                     let off = u64::from(index) * u64::from(mtu);
                     let len = (w.total - off.min(w.total)).min(mtu.into()) as usize;
                     let tables = self.objects.memory();
-                    let _ = tables.load(local_side(q, w, op), off, &mut buffer[..len]);
+                    let _ = tables.load(local_side(q, w), off, &mut buffer[..len]);
                     let part = Part::of(index == 0, index + 1 == packets);
                     let p = answer(Op::ReadResponse(part), first.advance(index).get(), code);
                     self.tap_local(&back, &p, &buffer[..len]);
@@ -175,7 +176,7 @@ impl Core {
                 let Some(q) = self.objects.qps.get(h) else { return };
                 let mut found = [0; 8];
                 let tables = self.objects.memory();
-                let _ = tables.load(local_side(q, w, op), 0, &mut found);
+                let _ = tables.load(local_side(q, w), 0, &mut found);
                 let p = Packet { original: u64::from_ne_bytes(found), ..answer(Op::AtomicAck, first.get(), code) };
                 self.tap_local(&back, &p, &[]);
             }

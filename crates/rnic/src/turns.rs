@@ -163,9 +163,8 @@ impl Core {
     fn on_due(&mut self, due: Due) {
         match due {
             Due::Wait(qp, timer) => {
-                if self.objects.qps.get(qp).is_some_and(|q| q.timer == timer) {
-                    self.on_timer(qp);
-                }
+                let Some(q) = self.objects.qps.get(qp).filter(|q| q.timer == timer) else { return };
+                if q.wire().is_some() { self.on_wire_timer(qp) } else { self.on_local_timer(qp) }
             }
             Due::Pace(qp) => self.end_pace(qp),
             Due::Events(cq) => self.events_due(cq),
@@ -185,16 +184,18 @@ impl Core {
     /// Gives QP `h` a turn of about `allowance` nanoseconds; returns what it takes, roughly, and whether there is more to do.
     pub(crate) fn step(&mut self, h: Handle<Qp>, allowance: u64) -> (u64, bool) {
         let mut cost = 0;
-        if let Some(q) = self.objects.qps.get_mut(h).filter(|q| !q.backlog.is_empty()) {
-            q.backlog.has_turn();
+        if let Some(d) = self.objects.qps.get_mut(h).and_then(Qp::datagrams_mut)
+            && !d.backlog.is_empty()
+        {
+            d.backlog.has_turn();
             self.drain_backlog(h);
         }
         while cost < allowance {
             let Some(q) = self.objects.qps.get(h) else { return (cost, false) };
-            if q.broken || q.wait != Wait::No {
+            if q.broken || q.wait() != Wait::No {
                 return (cost, false);
             }
-            if q.wire.is_some() && matches!(q.state, QpState::Rtr | QpState::Rts | QpState::Sqd) {
+            if q.wire().is_some() && matches!(q.state, QpState::Rtr | QpState::Rts | QpState::Sqd) {
                 let (c, again) = self.wire_step(h, allowance);
                 if self.objects.qps.get(h).is_some_and(|q| q.state == QpState::Sqd && !q.is_sending()) {
                     self.drained(h);
@@ -205,6 +206,9 @@ impl Core {
                 // A job fills its receive.
                 QpState::Err if q.served_by > 0 => return (cost, false),
                 QpState::Err | QpState::Sqe => {
+                    if q.wire().is_some_and(|w| !w.is_idle()) {
+                        self.acknowledge_all(h);
+                    }
                     if !self.flush_one(h) {
                         return (cost, false);
                     }
@@ -214,7 +218,7 @@ impl Core {
                     Some(c) => cost += c,
                     None => return (cost, false),
                 },
-                QpState::Sqd if q.busy => match self.execute(h) {
+                QpState::Sqd if q.work.is_some() => match self.execute(h) {
                     Some(c) => cost += c,
                     None => return (cost, false),
                 },
@@ -233,12 +237,10 @@ impl Core {
         for _ in 0..MAX_WOKEN {
             let Some(h) = self.net.tx_waiting.pop_front() else { return };
             if let Some(q) = self.objects.qps.get_mut(h) {
-                if q.wait == Wait::Tx {
-                    q.wait = Wait::No;
+                if let Some(w) = q.work.as_mut().filter(|w| w.wait == Wait::Tx) {
+                    w.wait = Wait::No;
                 }
-                if let Some(w) = &mut q.wire {
-                    w.waits_for_tx = false;
-                }
+                q.wire_mut().into_iter().for_each(|w| w.waits_for_tx = false);
             }
             self.make_runnable(h);
         }

@@ -126,7 +126,7 @@ impl Core {
             state: format!("{:?}", q.state).to_uppercase(),
             peer_gid: (q.attr.ah_attr.is_global != 0).then(|| Gid(q.attr.ah_attr.grh.dgid).to_string()),
             peer_qpn: (q.attr.ah_attr.is_global != 0).then_some(q.attr.dest_qp_num),
-            peer_host: q.wire.as_ref().map(|w| w.path.to),
+            peer_host: q.wire().map(|w| w.path.to),
             counters: q.counters,
         };
         self.objects.qps.iter().filter(|(_, q)| q.vnic == id).map(|(_, q)| name(q)).collect()
@@ -200,8 +200,8 @@ impl Core {
                 let linked = v.is_linked(q.own);
                 q.counters.wire.link_downed += u64::from(q.linked && !linked);
                 q.linked = linked;
-                if let Some(w) = &mut q.wire {
-                    w.path.cut = !q.linked;
+                if let Some(w) = q.wire_mut() {
+                    w.path.cut = !linked;
                 }
             }
         }

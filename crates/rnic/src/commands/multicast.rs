@@ -1,7 +1,7 @@
 //! QPs join and leave multicast groups.
 
 use unirdma_abi::Status;
-use unirdma_formats::{Gid, QpType};
+use unirdma_formats::Gid;
 
 use super::Result;
 use crate::core::Core;
@@ -19,15 +19,16 @@ impl Core {
     pub fn attach_mcast(&mut self, s: SessionId, qpn: u32, gid: Gid) -> Result<()> {
         let h = self.objects.own_qp(s, qpn)?;
         let q = self.objects.qps.get_mut(h).ok_or(Status::BadHandle)?;
-        if q.typ != QpType::Ud || !gid.ip().is_multicast() {
+        if !gid.ip().is_multicast() {
             return Err(Status::BadValue);
         }
         let group = self.objects.vnics.get(q.vnic.0).ok_or(Status::BadHandle)?.group;
-        if q.groups.len() >= MAX_GROUPS && !q.groups.contains(&gid) {
+        let groups = &mut q.datagrams_mut().ok_or(Status::BadValue)?.groups;
+        if groups.len() >= MAX_GROUPS && !groups.contains(&gid) {
             return Err(Status::Exhausted);
         }
         if self.multicast.attach(group, gid, h).ok_or(Status::Exhausted)? {
-            q.groups.push(gid);
+            groups.push(gid);
         }
         Ok(())
     }
@@ -39,8 +40,9 @@ impl Core {
     pub fn detach_mcast(&mut self, s: SessionId, qpn: u32, gid: Gid) -> Result<()> {
         let h = self.objects.own_qp(s, qpn)?;
         let q = self.objects.qps.get_mut(h).ok_or(Status::BadHandle)?;
-        let at = q.groups.iter().position(|g| *g == gid).ok_or(Status::BadValue)?;
-        q.groups.swap_remove(at);
+        let groups = &mut q.datagrams_mut().ok_or(Status::BadValue)?.groups;
+        let at = groups.iter().position(|g| *g == gid).ok_or(Status::BadValue)?;
+        groups.swap_remove(at);
         self.detach(h, gid);
         Ok(())
     }
@@ -54,7 +56,8 @@ impl Core {
 
     /// QP `h` is about to go.
     pub(crate) fn detach_all(&mut self, h: Handle<Qp>) {
-        for gid in self.objects.qps.get_mut(h).map(|q| std::mem::take(&mut q.groups)).unwrap_or_default() {
+        let groups = self.objects.qps.get_mut(h).and_then(Qp::datagrams_mut).map(|d| std::mem::take(&mut d.groups));
+        for gid in groups.unwrap_or_default() {
             self.detach(h, gid);
         }
     }

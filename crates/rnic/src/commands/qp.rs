@@ -9,7 +9,7 @@ use unirdma_mem::QpRings;
 use super::Result;
 use crate::attr;
 use crate::core::Core;
-use crate::objects::{Backlog, Counters, CreateQp, MAX_RD_ATOMIC, Qp, SessionId, Wait, Wire};
+use crate::objects::{Backlog, Connection, Counters, CreateQp, Local, MAX_RD_ATOMIC, Qp, SessionId, Wire};
 use crate::pace::Pace;
 use crate::path::{DSCP, Path};
 use crate::slab::Handle;
@@ -79,24 +79,17 @@ impl Core {
             sq_psn: Psn::default(),
             rq_psn: Psn::default(),
             mtu: 1024,
-            peer_vnic: None,
+            connection: Connection::of_type(typ),
             own: None,
             linked: self.is_up(vnic),
-            peer: None,
-            work: Some(Box::default()),
-            busy: false,
-            recv: Some(Box::default()),
-            receiving: false,
+            work: None,
+            recv: None,
             served_by: 0,
-            wait: Wait::No,
             timer: 0,
             queued: false,
             broken: false,
             established: false,
-            wire: None,
             pace: Pace::default(),
-            backlog: Backlog::default(),
-            groups: Vec::new(),
             counters: Counters::default(),
         };
         let h = self.objects.qps.insert(qp).ok_or(Status::Exhausted)?;
@@ -142,7 +135,8 @@ impl Core {
         self.acknowledge_all(h);
         self.objects.unstage(h);
         self.detach_all(h);
-        self.set_receiving(h, false);
+        self.objects.end_recv(h);
+        self.objects.end_work(h);
         self.use_objects(h, false);
         let Some(q) = self.objects.qps.remove(h) else { return };
         self.objects.qpns.remove(&q.qpn);
@@ -270,7 +264,7 @@ impl Core {
         if bad {
             return Err(Status::BadValue);
         }
-        let (mut peer_vnic, mut path, mut own) = (q.peer_vnic, q.wire.as_ref().map(|w| w.path), q.own);
+        let (mut to_whom, mut own) = (None, q.own);
         if given(m::AV) {
             let ah = &a.ah_attr;
             // RoCE has no LIDs: an address vector without a GRH names nobody (annex A16).
@@ -279,17 +273,18 @@ impl Core {
                 return Err(Status::BadValue);
             }
             let dgid = Gid(ah.grh.dgid);
-            peer_vnic = self.objects.find_vnic(v.group, dgid);
-            path = self.net.path(v, ah.grh.sgid_index, dgid).filter(|_| peer_vnic.is_none());
+            let peer_vnic = self.objects.find_vnic(v.group, dgid);
             let peer_qpn = if given(m::DEST_QPN) { a.dest_qp_num } else { q.attr.dest_qp_num };
             let port = source_port(ah.grh.flow_label, q.qpn, peer_qpn);
-            path = path.map(|path| Path { port, class: ah.grh.traffic_class & DSCP, ..path });
-            if peer_vnic.is_none() && path.is_none() {
-                return Err(Status::Unreachable);
-            }
+            let path = match peer_vnic {
+                Some(_) => None,
+                None => Some(self.net.path(v, ah.grh.sgid_index, dgid).ok_or(Status::Unreachable)?),
+            };
+            let path = path.map(|path| Path { port, class: ah.grh.traffic_class & DSCP, ..path });
             if path.is_some() && given(m::PATH_MTU) && mtu_bytes(a.path_mtu).is_some_and(|b| b > self.net.wire_mtu) {
                 return Err(Status::BadValue);
             }
+            to_whom = Some((peer_vnic, path));
         }
         if to == QpState::Reset {
             self.reset_qp(h);
@@ -297,10 +292,14 @@ impl Core {
         }
         let (adapts, linked) = (self.net.adapts, v.is_linked(own));
         let Some(q) = self.objects.qps.get_mut(h) else { return Err(Status::BadHandle) };
-        (q.peer_vnic, q.own, q.linked) = (peer_vnic, own, linked);
-        match (&mut q.wire, path) {
-            (Some(w), Some(path)) => w.path = path,
-            (_, path) => q.wire = path.map(|p| Box::new(Wire::new(p, adapts))),
+        (q.own, q.linked) = (own, linked);
+        match to_whom {
+            Some((Some(vnic), _)) => q.connection = Connection::Local(Local { vnic, qp: None }),
+            Some((None, Some(path))) => match q.wire_mut() {
+                Some(w) => w.path = path,
+                None => q.connection = Connection::Wire(Box::new(Wire::new(path, adapts))),
+            },
+            _ => {}
         }
         apply(q, mask, a);
         let was = q.state;
@@ -318,17 +317,20 @@ impl Core {
     fn reset_qp(&mut self, h: Handle<Qp>) {
         self.acknowledge_all(h);
         self.objects.unstage(h);
-        self.set_receiving(h, false);
+        self.objects.end_recv(h);
+        self.objects.end_work(h);
         let Some(q) = self.objects.qps.get_mut(h) else { return };
         q.linked = self.objects.vnics.get(q.vnic.0).is_some_and(|v| v.is_linked(None));
         q.own = None;
         q.state = QpState::Reset;
         q.attr = abi::QpAttr::default();
         (q.sq_cons, q.rq_cons) = (0, 0);
-        (q.busy, q.broken, q.established) = (false, false, false);
-        (q.peer, q.peer_vnic, q.wait) = (None, None, Wait::No);
-        q.wire = None;
-        q.backlog = Backlog::default();
+        (q.broken, q.established) = (false, false);
+        match &mut q.connection {
+            // It stays in its groups.
+            Connection::Datagram(d) => d.backlog = Backlog::default(),
+            c => *c = Connection::None,
+        }
         q.pace = Pace::default();
         q.timer = q.timer.wrapping_add(1);
         q.rings.set_sq_cons(0);
@@ -369,8 +371,9 @@ fn apply(q: &mut Qp, mask: u32, a: &abi::QpAttr) {
     }
     if mask & m::SQ_PSN != 0 {
         q.sq_psn = Psn::new(a.sq_psn);
-        if let Some(w) = &mut q.wire {
-            w.start(q.sq_psn);
+        let psn = q.sq_psn;
+        if let Some(w) = q.wire_mut() {
+            w.start(psn);
         }
     }
     if let Some(mtu) = mtu_bytes(q.attr.path_mtu) {

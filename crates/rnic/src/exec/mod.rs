@@ -3,8 +3,10 @@
 mod jobs;
 mod local;
 mod receive;
+mod responder;
 mod wqe;
 
 pub(crate) use local::Outcome;
 pub(crate) use receive::{NoRecv, RecvDone};
+pub(crate) use responder::{BAD_RECV, INVALID, NO_ACCESS, Refusal, Request, status_of_nak};
 pub(crate) use wqe::load;

@@ -15,13 +15,13 @@ impl Core {
     pub(crate) fn finish_recv(&mut self, ph: Handle<Qp>, d: RecvDone) {
         let placed = d.status == WcStatus::Success && !d.write;
         let staged = self.objects.finish_stage(ph, placed, d.byte_len);
-        self.set_receiving(ph, false);
-        let Some(p) = self.objects.qps.get_mut(ph) else { return };
+        let wr_id = self.objects.end_recv(ph).unwrap_or_default();
+        let Some(p) = self.objects.qps.get(ph) else { return };
         let with_imm = if d.imm.is_some() { wc_flags::WITH_IMM } else { 0 };
         let with_inv = if d.invalidated.is_some() { wc_flags::WITH_INV } else { 0 };
         let with_grh = if d.grh.is_some() { wc_flags::GRH } else { 0 };
         let cqe = abi::Cqe {
-            wr_id: p.recv.as_ref().map_or(0, |r| r.wr_id),
+            wr_id,
             status: d.status as u8,
             opcode: if d.write { WcOpcode::RecvWriteImm } else { WcOpcode::Recv } as u8,
             wc_flags: (with_imm | with_inv | with_grh) as u16,
@@ -53,7 +53,7 @@ impl Core {
         let p = self.objects.qps.get_mut(h).ok_or(NoRecv::Broken)?;
         let (rings, cons, max_sge) = match p.srq {
             None => (&p.rings, &mut p.rq_cons, p.cap.max_recv_sge),
-            Some(_) if p.receiving => return Ok(()),
+            Some(_) if p.recv.is_some() => return Ok(()),
             Some(srq) => match self.objects.srqs.get_mut(srq).filter(|s| !s.broken) {
                 Some(s) => (&s.rings, &mut s.cons, s.max_sge),
                 None => return Err(NoRecv::Broken),
@@ -66,29 +66,23 @@ impl Core {
                 }
                 return Err(NoRecv::Broken);
             }
-            Ok(_) if p.receiving => return Ok(()),
+            Ok(_) if p.recv.is_some() => return Ok(()),
             Ok(0) => return Err(NoRecv::Empty),
             Ok(_) => {}
         }
-        let recv = p.recv.as_mut().ok_or(NoRecv::Broken)?;
-        load_recv(rings, *cons, max_sge, recv);
+        let mut recv = self.objects.spare.recv();
+        load_recv(rings, *cons, max_sge, &mut recv);
         *cons = cons.wrapping_add(1);
         rings.set_rq_cons(*cons);
-        let srq = p.srq;
-        self.set_receiving(h, true);
-        if let Some(srq) = srq {
+        p.recv = Some(recv);
+        if let Some(srq) = p.srq {
+            // The target of an XRC connection uses an SRQ for as long as a message is under way.
+            if p.typ == QpType::XrcRecv {
+                self.objects.use_srq(srq, true);
+            }
             self.check_srq_limit(srq);
         }
         Ok(())
-    }
-
-    /// QP `h` has taken a receive, or is done with it. The target of an XRC connection uses its SRQ for so long.
-    pub(crate) fn set_receiving(&mut self, h: Handle<Qp>, receiving: bool) {
-        let Some(q) = self.objects.qps.get_mut(h) else { return };
-        let changed = std::mem::replace(&mut q.receiving, receiving) != receiving;
-        if let Some(srq) = q.srq.filter(|_| changed && q.typ == QpType::XrcRecv) {
-            self.objects.use_srq(srq, receiving);
-        }
     }
 
     /// A message for SRQ number `number` begins at QP `h`: memory and receives are that queue's from now on. False if the QP has no
@@ -102,7 +96,7 @@ impl Core {
         let Some(s) = self.objects.srqs.get(srq) else { return false };
         let Some(x) = s.xrc.filter(|x| q.xrcd.is_some_and(|own| own.1 == x.domain)) else { return false };
         let to = (s.pd, s.owner, Some(srq), x.cq);
-        if q.receiving && q.srq != Some(srq) {
+        if q.recv.is_some() && q.srq != Some(srq) {
             // A message that was broken off has left its receive: the one for this message is another queue's.
             self.finish_recv(h, RecvDone::flushed());
         }

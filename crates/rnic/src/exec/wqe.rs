@@ -5,30 +5,28 @@ use unirdma_formats::{QpState, WcOpcode, WcStatus, WrOpcode, send_flags};
 use zerocopy::IntoBytes;
 
 use crate::core::Core;
-use crate::objects::{Qp, Work};
+use crate::objects::{Qp, Wait, Work};
 use crate::slab::Handle;
 
 impl Core {
     /// Completes the WQE at the head of the SQ.
     pub(crate) fn retire(&mut self, h: Handle<Qp>, w: &Work, status: WcStatus) {
         let Some(q) = self.objects.qps.get_mut(h) else { return };
-        q.busy = false;
         q.sq_cons = q.sq_cons.wrapping_add(1);
         q.rings.set_sq_cons(q.sq_cons);
         let signaled = q.sig_all || w.wqe.send_flags & send_flags::SIGNALED != 0 || status != WcStatus::Success;
-        let op = WrOpcode::from_raw(w.wqe.opcode.into());
-        let returns = op.is_some_and(WrOpcode::stores_locally);
+        let returns = w.op.stores_locally();
         let cqe = abi::Cqe {
             wr_id: w.wqe.wr_id,
             status: status as u8,
-            opcode: op.map_or(0, |o| o.wc() as u8),
+            opcode: w.op.wc() as u8,
             byte_len: if returns { w.total as u32 } else { 0 },
             qp_num: q.qpn,
             wqe_index: q.sq_cons,
             ..abi::Cqe::default()
         };
         let (cq, whose) = (q.send_cq, q.owner);
-        let is_send = op.is_some_and(WrOpcode::is_send);
+        let is_send = w.op.is_send();
         self.objects.count(h, |c| match status {
             WcStatus::Success => {
                 c.sent_wrs += 1;
@@ -52,24 +50,22 @@ impl Core {
             self.break_qp(h);
             return false;
         };
-        if q.busy || sq > 0 {
-            let Some(mut w) = q.work.take() else { return false };
-            if !q.busy {
-                w.wqe = q.rings.sq_head(q.sq_cons);
-            }
-            self.retire(h, &w, WcStatus::WrFlushErr);
-            if let Some(q) = self.objects.qps.get_mut(h) {
-                q.work = Some(w);
-            }
+        if q.work.is_some() || sq > 0 {
+            let work = q.work.take().unwrap_or_else(|| {
+                let mut w = self.objects.spare.work();
+                load_head(q, q.sq_cons, &mut w);
+                w
+            });
+            self.retire(h, &work, WcStatus::WrFlushErr);
+            self.objects.spare.keep_work(work);
             return true;
         }
         if q.state == QpState::Sqe {
             return false;
         }
-        let wr_id = if q.receiving {
-            self.set_receiving(h, false);
+        let wr_id = if q.recv.is_some() {
             self.objects.unstage(h);
-            self.objects.qps.get(h).and_then(|q| q.recv.as_ref()).map_or(0, |r| r.wr_id)
+            self.objects.end_recv(h).unwrap_or_default()
         } else if rq > 0 {
             let head = q.rings.rq_head(q.rq_cons);
             q.rq_cons = q.rq_cons.wrapping_add(1);
@@ -93,9 +89,12 @@ impl Core {
     }
 }
 
-/// Copies SQ WQE number `at` and checks its form.
-pub(crate) fn load(q: &Qp, at: u32, w: &mut Work) -> Result<(), WcStatus> {
+/// Copies the head of SQ WQE number `at`; false if there is no such opcode.
+fn load_head(q: &Qp, at: u32, w: &mut Work) -> bool {
     w.wqe = q.rings.sq_head(at);
+    let op = WrOpcode::from_raw(w.wqe.opcode.into());
+    w.op = op.unwrap_or(WrOpcode::Send);
+    w.wait = Wait::No;
     w.started = false;
     w.done = 0;
     w.total = 0;
@@ -104,7 +103,15 @@ pub(crate) fn load(q: &Qp, at: u32, w: &mut Work) -> Result<(), WcStatus> {
     w.rnr_left = q.attr.rnr_retry;
     w.found = None;
     w.stall.over();
-    let op = WrOpcode::from_raw(w.wqe.opcode.into()).ok_or(WcStatus::LocQpOpErr)?;
+    op.is_some()
+}
+
+/// Copies SQ WQE number `at` and checks its form.
+pub(crate) fn load(q: &Qp, at: u32, w: &mut Work) -> Result<(), WcStatus> {
+    if !load_head(q, at, w) {
+        return Err(WcStatus::LocQpOpErr);
+    }
+    let op = w.op;
     let staged = w.wqe.send_flags & send_flags::STAGED != 0;
     let may_be_staged = (op.is_send() || matches!(op, WrOpcode::Write | WrOpcode::WriteImm))
         && w.wqe.send_flags & send_flags::INLINE == 0;

@@ -39,6 +39,14 @@ pub(crate) enum Target {
     Many,
 }
 
+/// The state of a UD QP beside its queues.
+#[derive(Default)]
+pub(crate) struct Datagrams {
+    pub backlog: Backlog,
+    /// Multicast groups that it is attached to.
+    pub groups: Vec<Gid>,
+}
+
 /// Datagrams that wait a moment for a receive.
 #[derive(Default)]
 pub(crate) struct Backlog {

@@ -16,14 +16,14 @@ mod work;
 
 use std::collections::HashMap;
 
-use unirdma_formats::Gid;
+use unirdma_formats::{Gid, QpType};
 
 use crate::slab::{Handle, Slab};
-pub(crate) use datagram::{Ah, Backlog, Held, Note, Target};
+pub(crate) use datagram::{Ah, Backlog, Datagrams, Held, Note, Target};
 pub use mr::{Backing, Resolve};
 pub(crate) use mr::{Mr, MrTable, Window};
+pub(crate) use qp::{Connection, Local, Qp, Reach};
 pub use qp::{CreateQp, QpInfo};
-pub(crate) use qp::{Qp, Reach};
 pub(crate) use queues::{Cq, Domains, Moderation, Pd, Srq, XrcSrq, Xrcd};
 pub use queues::{OpenXrcd, SrqAttr, SrqInfo};
 pub use session::SessionId;
@@ -32,7 +32,7 @@ pub(crate) use stage::Stage;
 pub use vnic::{Counters, Limits, MrNote, Usage, VnicConfig, VnicId, WireCounters};
 pub(crate) use vnic::{Used, Vnic};
 pub(crate) use wire::{Answer, Flight, Message, Wire, transport_of};
-pub(crate) use work::{Recv, Wait, Work};
+pub(crate) use work::{Recv, Spare, Wait, Work};
 
 /// Largest path MTU, bytes.
 pub(crate) const MAX_MTU: u32 = 4096;
@@ -57,6 +57,7 @@ pub(crate) struct Objects {
     pub cqs: Slab<Cq>,
     pub qps: Slab<Qp>,
     pub qpns: HashMap<u32, Handle<Qp>>,
+    pub spare: Spare,
 }
 
 impl Objects {
@@ -92,6 +93,25 @@ impl Objects {
         self.count(h, |c| c.dropped += 1);
     }
 
+    /// QP `h` is done with the receive that it has taken, if it has: its `wr_id`.
+    pub fn end_recv(&mut self, h: Handle<Qp>) -> Option<u64> {
+        let q = self.qps.get_mut(h)?;
+        let recv = q.recv.take()?;
+        if let Some(srq) = q.srq.filter(|_| q.typ == QpType::XrcRecv) {
+            self.use_srq(srq, false);
+        }
+        let wr_id = recv.wr_id;
+        self.spare.keep_recv(recv);
+        Some(wr_id)
+    }
+
+    /// QP `h` executes its send WQE no more, if it does.
+    pub fn end_work(&mut self, h: Handle<Qp>) {
+        if let Some(w) = self.qps.get_mut(h).and_then(|q| q.work.take()) {
+            self.spare.keep_work(w);
+        }
+    }
+
     /// True if a QP may get this number.
     pub fn is_free_qpn(&self, qpn: u32) -> bool {
         // 0 and 1 are the management QPs.
@@ -101,15 +121,17 @@ impl Objects {
     /// The peer QP, if it would answer: connected to us, able to receive, at our PSN, and both have a link.
     pub fn answering_peer(&mut self, h: Handle<Qp>) -> Option<Handle<Qp>> {
         let q = self.qps.get(h).filter(|q| q.linked)?;
-        let (dest, vnic) = (q.attr.dest_qp_num, q.peer_vnic?);
-        let cached = q.peer.filter(|&p| self.qps.get(p).is_some_and(|p| p.qpn == dest));
+        let (dest, local) = (q.attr.dest_qp_num, q.local()?);
+        let cached = local.qp.filter(|&p| self.qps.get(p).is_some_and(|p| p.qpn == dest));
         let ph = match cached {
             Some(p) => p,
             None => *self.qpns.get(&dest)?,
         };
         let p = self.qps.get(ph)?;
-        let connected =
-            p.vnic == vnic && p.attr.dest_qp_num == q.qpn && p.peer_vnic == Some(q.vnic) && p.typ == q.typ.peer();
+        let connected = p.vnic == local.vnic
+            && p.attr.dest_qp_num == q.qpn
+            && p.local().is_some_and(|l| l.vnic == q.vnic)
+            && p.typ == q.typ.peer();
         // An unreliable responder takes any PSN where a message begins.
         let in_sequence = p.rq_psn == q.sq_psn || !q.typ.is_reliable();
         if !(p.receives() && connected && in_sequence) {
@@ -118,7 +140,7 @@ impl Objects {
         if cached.is_none()
             && let Some(q) = self.qps.get_mut(h)
         {
-            q.peer = Some(ph);
+            q.connection = Connection::Local(Local { qp: Some(ph), ..local });
         }
         Some(ph)
     }

@@ -4,7 +4,7 @@ use unirdma_abi as abi;
 use unirdma_formats::{Gid, Psn, QpState, QpType};
 use unirdma_mem::QpRings;
 
-use super::datagram::Backlog;
+use super::datagram::Datagrams;
 use super::queues::{Cq, Pd, Srq, Xrcd};
 use super::session::SessionId;
 use super::vnic::{Counters, VnicId};
@@ -59,39 +59,89 @@ pub(crate) struct Qp {
     pub sq_psn: Psn,
     pub rq_psn: Psn,
     pub mtu: u32,
-    pub peer_vnic: Option<VnicId>,
+    pub connection: Connection,
     /// Its own address in its connection.
     pub own: Option<Gid>,
     /// Its packets leave and come in: the port is up, and has this address.
     pub linked: bool,
-    /// Handle of the peer QP when it was last seen.
-    pub peer: Option<Handle<Qp>>,
-    /// Taken out while it is executed; `busy` says that it holds a WQE.
+    /// The send WQE under execution, which stays here between its steps. A connection to another host has several, in its flight.
     pub work: Option<Box<Work>>,
-    pub busy: bool,
+    /// The receive WQE that a message is being put into.
     pub recv: Option<Box<Recv>>,
-    /// `recv` holds a WQE that a message has begun to fill.
-    pub receiving: bool,
     /// Jobs that copy from or to the memory that it answers for.
     pub served_by: u32,
-    pub wait: Wait,
-    /// Distinguishes this wait's timer from older ones.
+    /// Distinguishes the timer of its present wait from older ones.
     pub timer: u32,
+    /// It stands in its vRNIC's agenda.
     pub queued: bool,
     /// An index jumped: the rings are never looked at again.
     pub broken: bool,
+    /// COMM_EST was raised.
     pub established: bool,
-    /// The state of a connection to another host.
-    pub wire: Option<Box<Wire>>,
     pub pace: Pace,
-    /// Datagrams that wait a moment for a receive.
-    pub backlog: Backlog,
-    /// Multicast groups that it is attached to.
-    pub groups: Vec<Gid>,
     pub counters: Counters,
 }
 
+/// Whom a QP talks to.
+#[derive(Default)]
+pub(crate) enum Connection {
+    /// Nobody, or not yet; also while its [`Wire`] is worked on.
+    #[default]
+    None,
+    /// A QP of a vRNIC of this host.
+    Local(Local),
+    /// A QP of another host.
+    Wire(Box<Wire>),
+    /// Whomever each WQE names: it is a UD QP.
+    Datagram(Datagrams),
+}
+
+/// A connection within this host.
+#[derive(Clone, Copy)]
+pub(crate) struct Local {
+    pub vnic: VnicId,
+    /// The peer QP when it was last seen.
+    pub qp: Option<Handle<Qp>>,
+}
+
+impl Connection {
+    /// That of a new QP, or of one that was reset.
+    pub fn of_type(typ: QpType) -> Self {
+        if typ == QpType::Ud { Connection::Datagram(Datagrams::default()) } else { Connection::None }
+    }
+}
+
 impl Qp {
+    pub fn wire(&self) -> Option<&Wire> {
+        if let Connection::Wire(w) = &self.connection { Some(w) } else { None }
+    }
+
+    pub fn wire_mut(&mut self) -> Option<&mut Wire> {
+        if let Connection::Wire(w) = &mut self.connection { Some(w) } else { None }
+    }
+
+    pub fn local(&self) -> Option<Local> {
+        if let Connection::Local(l) = self.connection { Some(l) } else { None }
+    }
+
+    pub fn datagrams(&self) -> Option<&Datagrams> {
+        if let Connection::Datagram(d) = &self.connection { Some(d) } else { None }
+    }
+
+    pub fn datagrams_mut(&mut self) -> Option<&mut Datagrams> {
+        if let Connection::Datagram(d) = &mut self.connection { Some(d) } else { None }
+    }
+
+    /// True if datagrams wait for a receive.
+    pub fn has_backlog(&self) -> bool {
+        self.datagrams().is_some_and(|d| !d.backlog.is_empty())
+    }
+
+    /// Why its send queue stands still.
+    pub fn wait(&self) -> Wait {
+        self.work.as_ref().map_or(Wait::No, |w| w.wait)
+    }
+
     /// True if messages may come in: in RTR and every later state but ERR, while it has a link.
     pub fn receives(&self) -> bool {
         matches!(self.state, QpState::Rtr | QpState::Rts | QpState::Sqd | QpState::Sqe) && !self.broken && self.linked
@@ -104,7 +154,7 @@ impl Qp {
 
     /// True while a send WQE is under way.
     pub fn is_sending(&self) -> bool {
-        self.busy || self.wire.as_ref().is_some_and(|w| w.is_busy())
+        self.work.is_some() || self.wire().is_some_and(Wire::is_busy)
     }
 }
 

@@ -27,8 +27,8 @@ impl Objects {
     /// Executes a request that stays at its requester.
     pub fn execute_local(&mut self, h: Handle<Qp>, w: &Work) -> WcStatus {
         let Some(q) = self.qps.get(h) else { return WcStatus::FatalErr };
-        let done = match WrOpcode::from_raw(w.wqe.opcode.into()) {
-            Some(WrOpcode::BindMw) => self.bind(h, w),
+        let done = match w.op {
+            WrOpcode::BindMw => self.bind(h, w),
             _ => match self.window_of(q, w.wqe.imm) {
                 Some(mw) => {
                     self.unbind(mw);

@@ -3,11 +3,11 @@
 use std::collections::VecDeque;
 
 use unirdma_formats::wire::Transport;
-use unirdma_formats::{AsyncEvent, Psn, QpType, WrOpcode};
+use unirdma_formats::{AsyncEvent, Psn, QpType};
 use unirdma_mem::Fault;
 
 use super::qp::Reach;
-use super::work::Work;
+use super::work::{Spare, Work};
 use crate::path::Path;
 use crate::stall::Stall;
 
@@ -15,9 +15,6 @@ use crate::stall::Stall;
 pub(crate) struct Wire {
     pub path: Path,
     pub flight: VecDeque<Flight>,
-    /// Boxes of requests that are over, for new ones: no allocation for each request.
-    #[allow(clippy::vec_box)]
-    pub spare: Vec<Box<Work>>,
     /// PSN of the oldest packet without an answer.
     pub una: Psn,
     /// PSN of the next packet to send; goes back to `una` for a retransmission.
@@ -56,7 +53,6 @@ impl Wire {
         Wire {
             path,
             flight: VecDeque::new(),
-            spare: Vec::new(),
             una: Psn::new(0),
             next: Psn::new(0),
             high: Psn::new(0),
@@ -82,6 +78,11 @@ impl Wire {
         (self.una, self.next, self.high, self.cc.cut_until) = (psn, psn, psn, psn);
     }
 
+    /// True if nothing is under way, in or out.
+    pub fn is_idle(&self) -> bool {
+        self.flight.is_empty() && self.resp.answers.is_empty()
+    }
+
     /// True while requests are under way.
     pub fn is_busy(&self) -> bool {
         !self.flight.is_empty()
@@ -95,15 +96,15 @@ impl Wire {
     }
 
     /// Forgets all work: the QP failed or was reset.
-    pub fn clear(&mut self) {
-        self.clear_requests();
+    pub fn clear(&mut self, spare: &mut Spare) {
+        self.clear_requests(spare);
         self.resp.clear();
     }
 
     /// Forgets what it was about to send.
-    pub fn clear_requests(&mut self) {
+    pub fn clear_requests(&mut self, spare: &mut Spare) {
         while let Some(f) = self.flight.pop_front() {
-            self.spare.push(f.work);
+            spare.keep_work(f.work);
         }
         self.reads.clear();
         self.cursor = 0;
@@ -112,11 +113,6 @@ impl Wire {
 }
 
 impl Wire {
-    pub fn op(&self, i: usize) -> WrOpcode {
-        // Loaded and checked when it was admitted.
-        WrOpcode::from_raw(self.flight[i].work.wqe.opcode.into()).unwrap_or(WrOpcode::Write)
-    }
-
     /// Place of the WQE that PSN `psn` belongs to.
     pub fn find(&self, psn: Psn) -> Option<usize> {
         self.flight.iter().position(|f| f.packets > 0 && psn.since(f.first) < f.packets)
@@ -136,11 +132,11 @@ impl Wire {
 
     /// PSN up to which answers that carry no data may complete requests: the first READ or atomic stops them.
     pub fn data_limit(&self, to: Psn) -> Psn {
-        for (i, f) in self.flight.iter().enumerate() {
+        for f in &self.flight {
             if f.first.since(self.una) >= to.since(self.una) && !f.first.is_before(self.una) {
                 break;
             }
-            if f.packets > 0 && self.op(i).returns_data() {
+            if f.packets > 0 && f.work.op.returns_data() {
                 return if f.first.is_before(self.una) { self.una } else { f.first };
             }
         }

@@ -1,13 +1,16 @@
-//! Work queue elements under execution.
+//! Work queue elements under execution: private copies, in boxes that are used again.
 
 use unirdma_abi as abi;
+
+use unirdma_formats::WrOpcode;
 
 use super::stage::Staged;
 use crate::stall::Stall;
 
-/// Why a QP's send queue stands still.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+/// Why a send WQE stands still.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub(crate) enum Wait {
+    #[default]
     No,
     /// No answer: try again at the deadline.
     Ack,
@@ -25,6 +28,9 @@ pub(crate) enum Wait {
 /// A send WQE under execution: a private copy, so that the driver cannot change it after it was checked.
 pub(crate) struct Work {
     pub wqe: abi::SqWqe,
+    /// What `wqe.opcode` says; SEND if there is no such opcode, and then it has failed.
+    pub op: WrOpcode,
+    pub wait: Wait,
     pub sges: [abi::Sge; abi::MAX_SGE as usize],
     pub num_sge: usize,
     pub inline: [u8; abi::MAX_INLINE as usize],
@@ -43,6 +49,8 @@ impl Default for Work {
     fn default() -> Self {
         Work {
             wqe: abi::SqWqe::default(),
+            op: WrOpcode::Send,
+            wait: Wait::No,
             sges: [abi::Sge::default(); abi::MAX_SGE as usize],
             num_sge: 0,
             inline: [0; abi::MAX_INLINE as usize],
@@ -78,6 +86,39 @@ impl Default for Recv {
             total: 0,
             valid: false,
             staged: None,
+        }
+    }
+}
+
+/// Boxes of WQEs that are over, for new ones: no allocation for each request.
+#[derive(Default)]
+#[allow(clippy::vec_box)]
+pub(crate) struct Spare {
+    works: Vec<Box<Work>>,
+    recvs: Vec<Box<Recv>>,
+}
+
+impl Spare {
+    /// Most boxes of each kind that are kept.
+    const MAX: usize = 4096;
+
+    pub fn work(&mut self) -> Box<Work> {
+        self.works.pop().unwrap_or_default()
+    }
+
+    pub fn keep_work(&mut self, w: Box<Work>) {
+        if self.works.len() < Self::MAX {
+            self.works.push(w);
+        }
+    }
+
+    pub fn recv(&mut self) -> Box<Recv> {
+        self.recvs.pop().unwrap_or_default()
+    }
+
+    pub fn keep_recv(&mut self, r: Box<Recv>) {
+        if self.recvs.len() < Self::MAX {
+            self.recvs.push(r);
         }
     }
 }

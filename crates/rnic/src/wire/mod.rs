@@ -11,7 +11,7 @@ use unirdma_formats::QpState;
 use unirdma_formats::wire::{Extra, Op, Opcode, Packet, Transport};
 
 use crate::core::Core;
-use crate::objects::{Qp, Wire};
+use crate::objects::{Connection, Qp, Wire};
 use crate::path::{Arrival, Path};
 use crate::slab::Handle;
 pub(crate) use requester::request_packet;
@@ -68,21 +68,28 @@ impl Core {
 
     /// Runs `f` with the wire state of QP `h` taken out; what the QP lost meanwhile, its state loses too.
     fn with_wire<R>(&mut self, h: Handle<Qp>, f: impl FnOnce(&mut Self, &mut Wire) -> R) -> Option<R> {
-        let mut w = self.objects.qps.get_mut(h)?.wire.take()?;
+        let q = self.objects.qps.get_mut(h)?;
+        let mut w = match std::mem::take(&mut q.connection) {
+            Connection::Wire(w) => w,
+            other => {
+                q.connection = other;
+                return None;
+            }
+        };
         let r = f(self, &mut w);
         if self.objects.qps.get(h).is_some_and(|q| q.state == QpState::Err) {
             self.send_last_ack(h, &mut w);
         }
         if let Some(q) = self.objects.qps.get_mut(h) {
             match q.state {
-                QpState::Err => w.clear(),
+                QpState::Err => w.clear(&mut self.objects.spare),
                 QpState::Sqe => {
-                    w.clear_requests();
+                    w.clear_requests(&mut self.objects.spare);
                     w.start(q.sq_psn);
                 }
                 _ => {}
             }
-            q.wire = Some(w);
+            q.connection = Connection::Wire(w);
         }
         Some(r)
     }
@@ -135,12 +142,13 @@ impl Core {
 
     /// The timer of a connected QP fired.
     pub(crate) fn on_wire_timer(&mut self, h: Handle<Qp>) {
-        self.with_wire(h, |rnic, w| {
+        self.with_wire(h, |core, w| {
             w.timer_at = u64::MAX;
-            if w.deadline <= rnic.now {
-                rnic.on_timeout(h, w);
+            // One that has failed is flushed in its turn.
+            if w.deadline <= core.now && core.objects.qps.get(h).is_some_and(|q| q.state != QpState::Err) {
+                core.on_timeout(h, w);
             }
-            rnic.arm_wire(h, w);
+            core.arm_wire(h, w);
         });
         self.make_runnable(h);
     }

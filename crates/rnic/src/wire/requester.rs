@@ -5,7 +5,7 @@ use unirdma_formats::{Psn, QpState, WcStatus, WrOpcode, ack_timeout_ns, credits,
 
 use crate::access::local_side;
 use crate::core::{Core, OP_NS, copy_ns};
-use crate::exec::load;
+use crate::exec::{load, status_of_nak};
 use crate::objects::{Flight, Qp, Wire, Work, transport_of};
 use crate::slab::Handle;
 
@@ -22,12 +22,12 @@ const ACK_EVERY: u32 = 16;
 pub(crate) fn request_packet(
     q: &Qp,
     w: &Work,
-    op: WrOpcode,
     psn: Psn,
     index: u32,
     packets: u32,
     span: u32,
 ) -> (Packet<'static>, usize) {
+    let op = w.op;
     let ends = index + span == packets;
     let part = Part::of(index == 0, ends);
     let wqe = &w.wqe;
@@ -91,7 +91,7 @@ impl Core {
             // Everything before it must be answered first.
             return if i == 0 { self.fail_head(h, w) } else { None };
         }
-        let op = w.op(i);
+        let op = f.work.op;
         if op.is_local() {
             // It has its turn when everything before it is answered.
             return if i == 0 { self.local_head(h, w) } else { None };
@@ -118,11 +118,11 @@ impl Core {
         }
         let ends = index + span == f.packets;
         let unanswered = !q.typ.is_reliable();
-        let (mut head, len) = request_packet(q, &f.work, op, w.next, index, f.packets, span);
+        let (mut head, len) = request_packet(q, &f.work, w.next, index, f.packets, span);
         let full = outstanding + span + 1 >= w.cc.packets;
         head.ack_req = !unanswered && (ends || full || index % ACK_EVERY == ACK_EVERY - 1);
         let tables = self.objects.memory();
-        let local = local_side(q, &f.work, op);
+        let local = local_side(q, &f.work);
         let sent = self.net.tx.push(w.path, &head, len, |to| tables.load(local, off, to));
         let f = &mut w.flight[i];
         match sent {
@@ -178,14 +178,14 @@ impl Core {
                 return false;
             }
         }
-        let mut work = w.spare.pop().unwrap_or_default();
+        let mut work = self.objects.spare.work();
         let mut status = load(q, at, &mut work).err();
-        let op = WrOpcode::from_raw(work.wqe.opcode.into());
+        let op = work.op;
         let Some(q) = self.objects.qps.get(h) else { return false };
-        if let (None, Some(op)) = (status, op) {
-            status = self.check_local(q, &work, op).err();
+        if status.is_none() {
+            status = self.check_local(q, &work).err();
         }
-        let sends = status.is_none() && op.is_some_and(|o| !o.is_local());
+        let sends = status.is_none() && !op.is_local();
         let packets = if sends { psn_count(work.total, q.mtu) } else { 0 };
         let Some(q) = self.objects.qps.get_mut(h) else { return false };
         if w.flight.is_empty() {
@@ -194,7 +194,7 @@ impl Core {
         let first = q.sq_psn;
         q.sq_psn = q.sq_psn.advance(packets);
         let ssn = w.ssn;
-        let messages = if op == Some(WrOpcode::Read) { packets.div_ceil(READ_PACKETS) } else { packets.min(1) };
+        let messages = if op == WrOpcode::Read { packets.div_ceil(READ_PACKETS) } else { packets.min(1) };
         w.ssn = w.ssn.wrapping_add(messages);
         w.flight.push_back(Flight { work, first, packets, ssn, status });
         true
@@ -211,7 +211,7 @@ impl Core {
         let f = w.flight.pop_front()?;
         w.cursor = w.cursor.saturating_sub(1);
         self.retire(h, &f.work, WcStatus::Success);
-        w.spare.push(f.work);
+        self.objects.spare.keep_work(f.work);
         Some(OP_NS)
     }
 
@@ -219,7 +219,7 @@ impl Core {
     fn fail_head(&mut self, h: Handle<Qp>, w: &mut Wire) -> Option<u64> {
         let f = w.flight.pop_front()?;
         self.retire(h, &f.work, f.status.unwrap_or(WcStatus::FatalErr));
-        w.spare.push(f.work);
+        self.objects.spare.keep_work(f.work);
         self.fail_requester(h);
         None
     }
@@ -251,7 +251,7 @@ impl Core {
             let Some(f) = w.flight.pop_front() else { break };
             w.cursor = w.cursor.saturating_sub(1);
             self.retire(h, &f.work, WcStatus::Success);
-            w.spare.push(f.work);
+            self.objects.spare.keep_work(f.work);
         }
         if w.next == to {
             // A cursor that stood further back skips what was answered meanwhile.
@@ -327,12 +327,11 @@ impl Core {
                         w.go_back(psn);
                         return;
                     }
-                    syndrome::NAK_INVALID => WcStatus::RemInvReqErr,
-                    syndrome::NAK_ACCESS => WcStatus::RemAccessErr,
-                    syndrome::NAK_OPERATION => WcStatus::RemOpErr,
-                    _ => return,
+                    code => status_of_nak(code),
                 };
-                self.fail_request(h, w, status);
+                if let Some(status) = status {
+                    self.fail_request(h, w, status);
+                }
             }
             // Reserved: nothing is known of it.
             _ => {}
@@ -345,7 +344,7 @@ impl Core {
             return;
         }
         let Some(f) = w.flight.front().filter(|f| f.packets > 0 && psn.since(f.first) < f.packets) else { return };
-        let op = w.op(0);
+        let op = f.work.op;
         let Some(q) = self.objects.qps.get(h) else { return };
         let off = u64::from(psn.since(f.first)) * u64::from(q.mtu);
         let original = p.original.to_ne_bytes();
@@ -361,7 +360,7 @@ impl Core {
             return self.fail_request(h, w, WcStatus::BadRespErr);
         }
         let tables = self.objects.memory();
-        let stored = tables.store(local_side(q, &f.work, op), off, data);
+        let stored = tables.store(local_side(q, &f.work), off, data);
         let Some(f) = w.flight.front_mut() else { return };
         match stored {
             Ok(()) => {

@@ -1,30 +1,26 @@
 //! Responder: packets to memory and receives, and the answers (IBTA vol. 1, 9.7.4, 9.7.5, 9.9.3).
 
 use unirdma_formats::wire::{Aeth, Extra, Op, Opcode, Packet, Part, syndrome};
-use unirdma_formats::{AsyncEvent, NO_CREDITS, Psn, QpType, WcStatus, access, credit_code, psn_count};
-use unirdma_mem::{Fault, atomic_u64};
+use unirdma_formats::{AsyncEvent, NO_CREDITS, Psn, QpType, WrOpcode, access, credit_code, psn_count};
+use unirdma_mem::Fault;
 
-use crate::access::{Side, may_flush, recv_side, remote};
+use crate::access::{Side, recv_side, remote};
 use crate::core::{Core, OP_NS, copy_ns};
-use crate::exec::{NoRecv, RecvDone};
+use crate::exec::{BAD_RECV, INVALID, NO_ACCESS, RecvDone, Refusal, Request};
 use crate::objects::{Answer, Message, Qp, Reach, Wire, transport_of};
 use crate::sched::MOMENT_NS;
 use crate::slab::Handle;
 
-/// Why a request is not executed.
-enum Refusal {
-    /// No receive is posted.
-    NotReady,
-    /// NAK with this syndrome; the QP fails with this event.
-    Nak(u8, Option<AsyncEvent>),
-    /// A ring index jumped.
-    Broken,
-    /// Its memory moves: it is as if the packet had been lost.
-    Moves,
+/// The request of a packet, while `pending` others wait for their answers.
+fn request(op: WrOpcode, p: &Packet<'_>, pending: usize) -> Request {
+    let (va, rkey, len) = match op {
+        op if op.is_atomic() => (p.atomic.va, p.atomic.rkey, 8),
+        WrOpcode::SendInv => (0, 0, 0),
+        _ => (p.reth.va, p.reth.rkey, u64::from(p.reth.dma_len)),
+    };
+    let word = if op == WrOpcode::Flush { p.flush } else { p.extra };
+    Request { op, va, rkey, len, word, pending }
 }
-
-const INVALID: Refusal = Refusal::Nak(syndrome::NAK_INVALID, Some(AsyncEvent::QpReqErr));
-const NO_ACCESS: Refusal = Refusal::Nak(syndrome::NAK_ACCESS, Some(AsyncEvent::QpAccessErr));
 
 impl Core {
     /// A request came in.
@@ -58,18 +54,25 @@ impl Core {
                     }
                 }
             }
-            Err(Refusal::NotReady) => {
-                let timer = self.objects.qps.get(h).map_or(0, |q| q.attr.min_rnr_timer);
-                w.resp.nak_sent = true;
-                let code = syndrome::RNR_NAK | timer;
-                w.resp.push(Answer::Nak { psn, msn: w.resp.msn, code, fails: None });
-                self.objects.count(h, |c| c.wire.send_rnr_err += 1);
-            }
-            Err(Refusal::Nak(code, event)) => w.resp.fail(psn, code, event),
-            Err(Refusal::Broken) => self.break_qp(h),
-            // What follows it is a gap that needs no NAK of its own.
-            Err(Refusal::Moves) => (w.resp.nak_sent, w.resp.missed) = (true, true),
+            Err(refusal) => self.refuse(h, w, psn, refusal),
         }
+    }
+
+    /// The request with this PSN is refused.
+    fn refuse(&mut self, h: Handle<Qp>, w: &mut Wire, psn: Psn, refusal: Refusal) {
+        let Some(code) = self.objects.qps.get(h).and_then(|q| refusal.syndrome(q)) else {
+            return match refusal {
+                // What follows it is a gap that needs no NAK of its own.
+                Refusal::Moves | Refusal::Full => (w.resp.nak_sent, w.resp.missed) = (true, true),
+                _ => self.break_qp(h),
+            };
+        };
+        if refusal != Refusal::NotReady {
+            return w.resp.fail(psn, code, refusal.event());
+        }
+        w.resp.nak_sent = true;
+        w.resp.push(Answer::Nak { psn, msn: w.resp.msn, code, fails: None });
+        self.objects.count(h, |c| c.wire.send_rnr_err += 1);
     }
 
     fn perform(&mut self, h: Handle<Qp>, w: &mut Wire, p: &Packet<'_>) -> Result<u32, Refusal> {
@@ -111,7 +114,7 @@ impl Core {
             Ok(_) => {}
             Err(Refusal::Broken) => self.break_qp(h),
             // The receive itself is wrong, and has completed.
-            Err(Refusal::Nak(syndrome::NAK_OPERATION, _)) => self.fail_qp(h, None),
+            Err(refusal) if refusal.fails_unreliable() => self.fail_qp(h, None),
             Err(_) => {
                 w.resp.message = None;
                 w.resp.stall.over();
@@ -144,7 +147,7 @@ impl Core {
                 let Some(q) = self.objects.qps.get(h) else { return };
                 // It must lie in what was asked for before.
                 let inside = psn_count(p.reth.dma_len.into(), q.mtu) <= expected.since(psn);
-                if inside && self.readable(h, p) {
+                if inside && self.objects.check_request(q, &request(WrOpcode::Read, p, 0)).is_ok() {
                     self.queue_read(h, w, p, true);
                 }
                 // A message of several packets goes on where it was.
@@ -181,13 +184,11 @@ impl Core {
     fn on_send(&mut self, h: Handle<Qp>, w: &mut Wire, p: &Packet<'_>, part: Part) -> Result<u32, Refusal> {
         self.continues(h, w, p, part, true)?;
         let invalidated = (p.opcode.extra == Extra::Invalidate).then_some(p.extra);
-        if let Some(key) = invalidated
-            && !self.objects.qps.get(h).is_some_and(|q| self.objects.may_invalidate(q, key))
-        {
-            return Err(NO_ACCESS);
+        if invalidated.is_some() {
+            self.check(h, w, WrOpcode::SendInv, p)?;
         }
         if part.begins() {
-            self.next_recv(h)?;
+            self.take_recv(h)?;
             w.resp.got = 0;
         }
         let n = p.payload.len() as u64;
@@ -200,17 +201,13 @@ impl Core {
         let r = q.recv.as_ref().ok_or(Refusal::Broken)?;
         let tables = self.objects.memory();
         let to = recv_side(q, r);
-        // What each side sees of a receive that does not fit: IBTA vol. 1, 9.7.4.1.6 and 9.9.6.3.
-        let refused = if !r.valid {
-            Some((WcStatus::LocQpOpErr, syndrome::NAK_OPERATION))
-        } else if w.resp.got + n > r.total {
-            Some((WcStatus::LocLenErr, syndrome::NAK_INVALID))
-        } else {
-            match tables.store(to, w.resp.got, p.payload) {
+        let refused = match self.objects.check_recv(r, Some(w.resp.got + n)) {
+            Err(refusal) => Some(refusal),
+            Ok(()) => match tables.store(to, w.resp.got, p.payload) {
                 Ok(()) => None,
                 Err(fault) if w.resp.waits(fault, self.now) => return Err(Refusal::Moves),
-                Err(_) => Some((WcStatus::LocProtErr, syndrome::NAK_OPERATION)),
-            }
+                Err(_) => Some(BAD_RECV),
+            },
         };
         w.resp.stall.over();
         w.resp.got += n;
@@ -223,13 +220,13 @@ impl Core {
             solicited: p.solicited,
             ..RecvDone::of(q)
         };
-        if let Some((status, code)) = refused {
-            // On an unreliable connection a message that is too long leaves its receive to the next one.
-            if q.typ == QpType::Uc && status == WcStatus::LocLenErr {
-                return Err(INVALID);
+        if let Some(refusal) = refused {
+            if let Refusal::Receive { responder: status, .. } = refusal
+                && (q.typ.is_reliable() || refusal.fails_unreliable())
+            {
+                self.finish_recv(h, RecvDone { status, ..done });
             }
-            self.finish_recv(h, RecvDone { status, ..done });
-            return Err(Refusal::Nak(code, None));
+            return Err(refusal);
         }
         w.resp.message = (!part.ends()).then_some(Message::Send);
         if part.ends() {
@@ -242,32 +239,15 @@ impl Core {
         Ok(1)
     }
 
-    /// Makes sure that a receive WQE is taken.
-    fn next_recv(&mut self, h: Handle<Qp>) -> Result<(), Refusal> {
-        self.take_recv(h).map_err(|e| match e {
-            NoRecv::Empty => Refusal::NotReady,
-            NoRecv::Broken => Refusal::Broken,
-        })
-    }
-
     fn on_write(&mut self, h: Handle<Qp>, w: &mut Wire, p: &Packet<'_>, part: Part) -> Result<u32, Refusal> {
         self.continues(h, w, p, part, false)?;
-        let q = self.objects.qps.get(h).ok_or(Refusal::Broken)?;
-        let tables = self.objects.memory();
         let (va, rkey, len) = match w.resp.message {
             Some(Message::Write { va, rkey, len }) => (va, rkey, len),
             _ => (p.reth.va, p.reth.rkey, u64::from(p.reth.dma_len)),
         };
         let got = if part.begins() { 0 } else { w.resp.got };
-        let to = remote(q, access::REMOTE_WRITE, rkey, va);
         if part.begins() {
-            let allowed = q.attr.qp_access_flags & access::REMOTE_WRITE != 0;
-            if len > unirdma_formats::MAX_MSG_BYTES {
-                return Err(INVALID);
-            }
-            if !allowed || !tables.allows(to, len) {
-                return Err(NO_ACCESS);
-            }
+            self.check(h, w, WrOpcode::Write, p)?;
         }
         let n = p.payload.len() as u64;
         if got + n > len || part.ends() && got + n != len {
@@ -275,7 +255,7 @@ impl Core {
         }
         let imm = (p.opcode.extra == Extra::Imm).then_some(p.extra);
         if imm.is_some() {
-            self.next_recv(h)?;
+            self.take_recv(h)?;
         }
         let q = self.objects.qps.get(h).ok_or(Refusal::Broken)?;
         let tables = self.objects.memory();
@@ -307,12 +287,14 @@ impl Core {
         }
     }
 
-    /// True if a READ request names memory that may be read.
-    fn readable(&self, h: Handle<Qp>, p: &Packet<'_>) -> bool {
-        let Some(q) = self.objects.qps.get(h) else { return false };
-        let tables = self.objects.memory();
-        let from = remote(q, access::REMOTE_READ, p.reth.rkey, p.reth.va);
-        q.attr.qp_access_flags & access::REMOTE_READ != 0 && tables.allows(from, p.reth.dma_len.into())
+    /// Makes the responder's checks of a request that `p` begins, or completes.
+    fn check(&self, h: Handle<Qp>, w: &Wire, op: WrOpcode, p: &Packet<'_>) -> Result<(), Refusal> {
+        let q = self.objects.qps.get(h).ok_or(Refusal::Silent)?;
+        if op.returns_data() && w.resp.message.is_some() {
+            return Err(INVALID);
+        }
+        let pending = if op.returns_data() { w.resp.reads_waiting() } else { 0 };
+        self.objects.check_request(q, &request(op, p, pending))
     }
 
     fn queue_read(&self, h: Handle<Qp>, w: &mut Wire, p: &Packet<'_>, again: bool) {
@@ -322,17 +304,11 @@ impl Core {
     }
 
     fn on_read(&mut self, h: Handle<Qp>, w: &mut Wire, p: &Packet<'_>) -> Result<u32, Refusal> {
-        let q = self.objects.qps.get(h).ok_or(Refusal::Broken)?;
-        let room = w.resp.reads_waiting() < usize::from(q.attr.max_dest_rd_atomic);
-        if w.resp.message.is_some() || !room || u64::from(p.reth.dma_len) > unirdma_formats::MAX_MSG_BYTES {
-            return Err(INVALID);
-        }
-        if !self.readable(h, p) {
-            return Err(NO_ACCESS);
-        }
+        self.check(h, w, WrOpcode::Read, p)?;
+        let mtu = self.objects.qps.get(h).ok_or(Refusal::Silent)?.mtu;
         w.resp.msn = w.resp.msn.wrapping_add(1);
         self.queue_read(h, w, p, false);
-        Ok(psn_count(p.reth.dma_len.into(), q.mtu))
+        Ok(psn_count(p.reth.dma_len.into(), mtu))
     }
 
     /// The answer to an atomic write or a flush: that of a READ of no bytes (annex A19).
@@ -342,19 +318,14 @@ impl Core {
     }
 
     fn on_atomic_write(&mut self, h: Handle<Qp>, w: &mut Wire, p: &Packet<'_>) -> Result<u32, Refusal> {
-        let q = self.objects.qps.get(h).ok_or(Refusal::Broken)?;
-        let room = w.resp.reads_waiting() < usize::from(q.attr.max_dest_rd_atomic);
-        let (reth, value) = (p.reth, <[u8; 8]>::try_from(p.payload));
-        let Ok(value) = value.map(u64::from_ne_bytes) else { return Err(INVALID) };
-        if w.resp.message.is_some() || !room || reth.va % 8 != 0 || reth.dma_len != 8 {
+        let value = <[u8; 8]>::try_from(p.payload).map_err(|_| INVALID)?;
+        if p.reth.dma_len != 8 {
             return Err(INVALID);
         }
-        if q.attr.qp_access_flags & access::REMOTE_WRITE == 0 {
-            return Err(NO_ACCESS);
-        }
-        let tables = self.objects.memory();
-        let (at, _) = tables.at(remote(q, access::REMOTE_WRITE, reth.rkey, reth.va), 0, 8).ok_or(NO_ACCESS)?;
-        self.reached(w, atomic_u64(at, |_| value))?;
+        self.check(h, w, WrOpcode::AtomicWrite, p)?;
+        let q = self.objects.qps.get(h).ok_or(Refusal::Silent)?;
+        let done = self.objects.memory().atomic_write(q, p.reth.va, p.reth.rkey, u64::from_ne_bytes(value));
+        self.reached(w, done)?;
         w.resp.msn = w.resp.msn.wrapping_add(1);
         self.queue_answer(h, w, Psn::new(p.psn), false);
         self.objects.count(h, |c| c.received_bytes += 8);
@@ -362,35 +333,19 @@ impl Core {
     }
 
     fn on_flush(&mut self, h: Handle<Qp>, w: &mut Wire, p: &Packet<'_>) -> Result<u32, Refusal> {
-        let q = self.objects.qps.get(h).ok_or(Refusal::Broken)?;
-        if w.resp.message.is_some() || w.resp.reads_waiting() >= usize::from(q.attr.max_dest_rd_atomic) {
-            return Err(INVALID);
-        }
-        let tables = self.objects.memory();
-        if !may_flush(&tables, q, p.flush, p.reth.rkey, p.reth.va, p.reth.dma_len.into()) {
-            return Err(NO_ACCESS);
-        }
+        self.check(h, w, WrOpcode::Flush, p)?;
         w.resp.msn = w.resp.msn.wrapping_add(1);
         self.queue_answer(h, w, Psn::new(p.psn), false);
         Ok(1)
     }
 
     fn on_atomic(&mut self, h: Handle<Qp>, w: &mut Wire, p: &Packet<'_>) -> Result<u32, Refusal> {
-        let q = self.objects.qps.get(h).ok_or(Refusal::Broken)?;
-        let room = w.resp.reads_waiting() < usize::from(q.attr.max_dest_rd_atomic);
+        let op = if p.opcode.op == Op::CmpSwap { WrOpcode::CmpSwap } else { WrOpcode::FetchAdd };
+        self.check(h, w, op, p)?;
+        let q = self.objects.qps.get(h).ok_or(Refusal::Silent)?;
         let a = p.atomic;
-        if w.resp.message.is_some() || !room || a.va % 8 != 0 {
-            return Err(INVALID);
-        }
-        if q.attr.qp_access_flags & access::REMOTE_ATOMIC == 0 {
-            return Err(NO_ACCESS);
-        }
-        let tables = self.objects.memory();
-        let (at, _) = tables.at(remote(q, access::REMOTE_ATOMIC, a.rkey, a.va), 0, 8).ok_or(NO_ACCESS)?;
-        let found = match p.opcode.op {
-            Op::CmpSwap => atomic_u64(at, |v| if v == a.compare { a.swap_add } else { v }),
-            _ => atomic_u64(at, |v| v.wrapping_add(a.swap_add)),
-        };
+        let (compare_add, swap) = if op == WrOpcode::CmpSwap { (a.compare, a.swap_add) } else { (a.swap_add, 0) };
+        let found = self.objects.memory().atomic(q, op, (a.va, a.rkey), compare_add, swap);
         let value = self.reached(w, found)?;
         let psn = Psn::new(p.psn);
         w.resp.msn = w.resp.msn.wrapping_add(1);

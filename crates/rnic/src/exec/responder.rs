@@ -1,0 +1,157 @@
+//! What a responder checks before it executes a request, and what its refusal means to both ends: the same for requests of this host
+//! and for those in packets (IBTA vol. 1, 9.7.4.1).
+
+use unirdma_formats::wire::syndrome;
+use unirdma_formats::{AsyncEvent, MAX_MSG_BYTES, WcStatus, WrOpcode, access};
+use unirdma_mem::{Fault, atomic_u64};
+
+use super::NoRecv;
+use crate::access::{Tables, list, may_flush, remote, remote_access};
+use crate::objects::{Objects, Qp, Recv};
+
+/// A request as its responder sees it.
+#[derive(Clone, Copy)]
+pub(crate) struct Request {
+    pub op: WrOpcode,
+    pub va: u64,
+    pub rkey: u32,
+    /// Bytes that it names in the responder's memory.
+    pub len: u64,
+    /// Immediate data, the key to invalidate, or the word of a FLUSH.
+    pub word: u32,
+    /// READs, atomics and the like that wait for their answers.
+    pub pending: usize,
+}
+
+/// Why a responder does not execute a request.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Refusal {
+    /// It does not answer at all.
+    Silent,
+    /// A ring index jumped.
+    Broken,
+    /// No receive is posted.
+    NotReady,
+    /// There is no room for its message now.
+    Full,
+    /// Its memory moves.
+    Moves,
+    /// The request is wrong: what the requester sees, and the responder's event.
+    Request(WcStatus, AsyncEvent),
+    /// The receive is wrong: what each side sees (IBTA vol. 1, 9.7.4.1.6 and 9.9.6.3).
+    Receive { responder: WcStatus, requester: WcStatus },
+}
+
+pub(crate) const INVALID: Refusal = Refusal::Request(WcStatus::RemInvReqErr, AsyncEvent::QpReqErr);
+pub(crate) const NO_ACCESS: Refusal = Refusal::Request(WcStatus::RemAccessErr, AsyncEvent::QpAccessErr);
+pub(crate) const BAD_RECV: Refusal =
+    Refusal::Receive { responder: WcStatus::LocProtErr, requester: WcStatus::RemOpErr };
+
+impl From<NoRecv> for Refusal {
+    fn from(e: NoRecv) -> Self {
+        match e {
+            NoRecv::Empty => Refusal::NotReady,
+            NoRecv::Broken => Refusal::Broken,
+        }
+    }
+}
+
+/// The NAK that tells a requester of a refusal (IBTA vol. 1, table 46), and what the requester makes of it.
+const NAKS: [(WcStatus, u8); 3] = [
+    (WcStatus::RemInvReqErr, syndrome::NAK_INVALID),
+    (WcStatus::RemAccessErr, syndrome::NAK_ACCESS),
+    (WcStatus::RemOpErr, syndrome::NAK_OPERATION),
+];
+
+/// What a requester makes of a NAK; `None` if it is none of those that end a request.
+pub(crate) fn status_of_nak(code: u8) -> Option<WcStatus> {
+    NAKS.iter().find(|n| n.1 == code).map(|n| n.0)
+}
+
+impl Refusal {
+    /// Its syndrome in a packet of responder `p`; `None` for no answer.
+    pub fn syndrome(self, p: &Qp) -> Option<u8> {
+        let status = match self {
+            Refusal::Silent | Refusal::Broken | Refusal::Full | Refusal::Moves => return None,
+            Refusal::NotReady => return Some(syndrome::RNR_NAK | p.attr.min_rnr_timer),
+            Refusal::Request(status, _) => status,
+            Refusal::Receive { requester, .. } => requester,
+        };
+        NAKS.iter().find(|n| n.0 == status).map(|n| n.1)
+    }
+
+    /// The event of the responder's QP, which fails.
+    pub fn event(self) -> Option<AsyncEvent> {
+        if let Refusal::Request(_, event) = self { Some(event) } else { None }
+    }
+
+    /// True if a responder of an unreliable connection fails. Other requests that it cannot take it drops, and the requester never
+    /// hears of it (IBTA vol. 1, 9.8.3); a message that is too long leaves its receive to the next one.
+    pub fn fails_unreliable(self) -> bool {
+        matches!(self, Refusal::Receive { responder, .. } if responder != WcStatus::LocLenErr)
+    }
+}
+
+impl Objects {
+    /// Checks a request for QP `p`, its receive aside.
+    pub fn check_request(&self, p: &Qp, r: &Request) -> Result<(), Refusal> {
+        let tables = self.memory();
+        let words = r.op.is_atomic() || r.op == WrOpcode::AtomicWrite;
+        let no_resources = r.op.returns_data() && r.pending >= usize::from(p.attr.max_dest_rd_atomic);
+        let too_long = r.op != WrOpcode::Flush && r.len > MAX_MSG_BYTES;
+        if words && r.va % 8 != 0 || no_resources || too_long {
+            return Err(INVALID);
+        }
+        let need = remote_access(r.op);
+        let allowed = match r.op {
+            WrOpcode::Flush => may_flush(&tables, p, r.word, r.rkey, r.va, r.len),
+            WrOpcode::SendInv => self.may_invalidate(p, r.word),
+            _ if need == 0 => true,
+            op => {
+                p.attr.qp_access_flags & need == need
+                    && tables.allows(remote(p, remote_access(op), r.rkey, r.va), r.len)
+            }
+        };
+        if allowed { Ok(()) } else { Err(NO_ACCESS) }
+    }
+
+    /// Checks that a receive of QP `p` can hold a message up to this byte; `None`: the message goes elsewhere.
+    pub fn check_recv(&self, recv: &Recv, len: Option<u64>) -> Result<(), Refusal> {
+        if !recv.valid {
+            return Err(Refusal::Receive { responder: WcStatus::LocQpOpErr, requester: WcStatus::RemOpErr });
+        }
+        if len.is_some_and(|len| len > recv.total) {
+            return Err(Refusal::Receive { responder: WcStatus::LocLenErr, requester: WcStatus::RemInvReqErr });
+        }
+        Ok(())
+    }
+
+    /// True if the memory of a receive of QP `p` may be written.
+    pub fn may_fill(&self, p: &Qp, recv: &Recv, len: u64) -> bool {
+        self.memory().allows(list(p, &recv.sges[..recv.num_sge], access::LOCAL_WRITE), len)
+    }
+}
+
+impl Tables<'_> {
+    /// Executes an atomic in the memory that QP `p` answers for: what was there before.
+    pub fn atomic(
+        &self,
+        p: &Qp,
+        op: WrOpcode,
+        (va, rkey): (u64, u32),
+        compare_add: u64,
+        swap: u64,
+    ) -> Result<u64, Fault> {
+        let at = self.at(remote(p, access::REMOTE_ATOMIC, rkey, va), 0, 8).ok_or(Fault::Destination)?.0;
+        match op {
+            WrOpcode::CmpSwap => atomic_u64(at, |v| if v == compare_add { swap } else { v }),
+            _ => atomic_u64(at, |v| v.wrapping_add(compare_add)),
+        }
+    }
+
+    /// Executes an atomic write in the memory that QP `p` answers for.
+    pub fn atomic_write(&self, p: &Qp, va: u64, rkey: u32, value: u64) -> Result<(), Fault> {
+        let at = self.at(remote(p, access::REMOTE_WRITE, rkey, va), 0, 8).ok_or(Fault::Destination)?.0;
+        atomic_u64(at, |_| value).map(|_| ())
+    }
+}
