@@ -5,7 +5,7 @@ use unirdma_formats::wire::flush;
 use unirdma_formats::{WrOpcode, access, send_flags};
 use unirdma_mem::{Fault, Loc, Span, fetch, transfer};
 
-use crate::objects::{Mr, MrTable, Objects, Qp, Reach, Recv, Session, SessionId, Stage, Work};
+use crate::objects::{Mr, MrTable, Objects, Qp, Reach, Recv, Session, SessionId, SessionKind, Stage, Work};
 use crate::slab::Slab;
 
 /// One side of a message.
@@ -26,7 +26,7 @@ pub(crate) enum Side<'a> {
 /// What keys and addresses are looked up in.
 pub(crate) struct Tables<'a> {
     pub mrs: &'a MrTable,
-    pub sessions: &'a Slab<Session>,
+    pub sessions: &'a Slab<Session, SessionKind>,
 }
 
 impl Objects {
@@ -184,7 +184,7 @@ pub(crate) fn may_flush(tables: &Tables<'_>, p: &Qp, word: u32, key: u32, addr: 
 
 /// A gather or scatter list of QP `q`.
 pub(crate) fn list<'a>(q: &Qp, sges: &'a [abi::Sge], access: u32) -> Side<'a> {
-    Side::List { reach: Reach::of(q, access), sges }
+    Side::List { reach: q.reach(access), sges }
 }
 
 /// Where the message for the receive that QP `q` has taken goes.
@@ -218,7 +218,7 @@ pub(crate) fn remote_access(op: WrOpcode) -> u32 {
 
 /// A range of the memory that QP `p` answers for.
 pub(crate) fn remote<'a>(p: &Qp, access: u32, key: u32, addr: u64) -> Side<'a> {
-    Side::Remote { reach: Reach::of(p, access), qpn: p.qpn, key, addr }
+    Side::Remote { reach: p.reach(access), qpn: p.qpn, key, addr }
 }
 
 /// The responder's side of a one-sided request.

@@ -10,7 +10,7 @@
 use std::cmp::Reverse;
 use std::collections::{BTreeSet, BinaryHeap, VecDeque};
 
-use crate::objects::{Cq, Qp, SessionId, Vnic, VnicId};
+use crate::objects::{Cq, Qp, SessionId, VnicId, VnicKind};
 use crate::slab::{Beside, Handle};
 
 /// What is to be done in a moment is done after this time, ns. The ACK of a message waits so long for the program's own reply: both
@@ -59,7 +59,7 @@ impl Agenda {
 /// See the module's documentation.
 #[derive(Default)]
 pub(crate) struct Scheduler {
-    agendas: Beside<Vnic, Agenda>,
+    agendas: Beside<VnicKind, Agenda>,
     /// vRNICs with work, by what each had been charged when it was put there, or less.
     ready: BinaryHeap<Reverse<(u64, VnicId)>>,
     /// When the first timer of each vRNIC that has one fires.

@@ -75,26 +75,27 @@ struct Entry<T> {
 }
 
 impl<T> Entry<T> {
-    fn handle(&self, index: usize) -> Handle<T> {
+    fn handle<K>(&self, index: usize) -> Handle<K> {
         Handle::from_raw(self.generation << INDEX_BITS | index as u64)
     }
 }
 
-/// Values by [`Handle`].
-pub(crate) struct Slab<T> {
+/// Values by [`Handle`]. `K` stands for them in handles, in the place of a type that is defined elsewhere.
+pub(crate) struct Slab<T, K = T> {
     entries: Vec<Entry<T>>,
     free: Vec<usize>,
+    kind: PhantomData<fn() -> K>,
 }
 
-impl<T> Default for Slab<T> {
+impl<T, K> Default for Slab<T, K> {
     fn default() -> Self {
-        Slab { entries: Vec::new(), free: Vec::new() }
+        Slab { entries: Vec::new(), free: Vec::new(), kind: PhantomData }
     }
 }
 
-impl<T> Slab<T> {
+impl<T, K> Slab<T, K> {
     /// Stores a value; `None` when 2^24 slots are in use.
-    pub(crate) fn insert(&mut self, value: T) -> Option<Handle<T>> {
+    pub(crate) fn insert(&mut self, value: T) -> Option<Handle<K>> {
         let index = match self.free.pop() {
             Some(i) => i,
             None if self.entries.len() <= INDEX_MASK as usize => {
@@ -110,30 +111,30 @@ impl<T> Slab<T> {
     }
 
     #[inline]
-    pub(crate) fn get(&self, handle: Handle<T>) -> Option<&T> {
+    pub(crate) fn get(&self, handle: Handle<K>) -> Option<&T> {
         let e = self.entries.get(handle.index())?;
         if e.generation == handle.0 >> INDEX_BITS { e.value.as_ref() } else { None }
     }
 
     #[inline]
-    pub(crate) fn get_mut(&mut self, handle: Handle<T>) -> Option<&mut T> {
+    pub(crate) fn get_mut(&mut self, handle: Handle<K>) -> Option<&mut T> {
         let e = self.entries.get_mut(handle.index())?;
         if e.generation == handle.0 >> INDEX_BITS { e.value.as_mut() } else { None }
     }
 
-    pub(crate) fn remove(&mut self, handle: Handle<T>) -> Option<T> {
+    pub(crate) fn remove(&mut self, handle: Handle<K>) -> Option<T> {
         self.get(handle)?;
         self.free.push(handle.index());
         self.entries[handle.index()].value.take()
     }
 
     /// Handles and values that are in use.
-    pub(crate) fn iter(&self) -> impl Iterator<Item = (Handle<T>, &T)> {
+    pub(crate) fn iter(&self) -> impl Iterator<Item = (Handle<K>, &T)> {
         self.entries.iter().enumerate().filter_map(|(i, e)| e.value.as_ref().map(|v| (e.handle(i), v)))
     }
 
     /// Handles whose value satisfies `f`.
-    pub(crate) fn handles(&self, f: impl Fn(&T) -> bool) -> Vec<Handle<T>> {
+    pub(crate) fn handles(&self, f: impl Fn(&T) -> bool) -> Vec<Handle<K>> {
         self.iter().filter(|(_, v)| f(v)).map(|(h, _)| h).collect()
     }
 }
@@ -178,7 +179,7 @@ mod tests {
 
     #[test]
     fn a_handle_dies_with_its_object() {
-        let mut s = Slab::default();
+        let mut s: Slab<char> = Slab::default();
         let a = s.insert('a').unwrap();
         assert_eq!(s.remove(a), Some('a'));
         assert_eq!(s.remove(a), None);
@@ -190,7 +191,7 @@ mod tests {
 
     #[test]
     fn no_object_of_a_slot_has_the_handle_of_an_earlier_one() {
-        let mut s = Slab::default();
+        let mut s: Slab<u32> = Slab::default();
         let first = s.insert(0).unwrap();
         s.remove(first);
         for i in 1..1_000_000 {

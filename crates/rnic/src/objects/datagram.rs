@@ -6,8 +6,8 @@ use unirdma_formats::Gid;
 use unirdma_formats::net::Flow;
 use unirdma_formats::wire::{Extra, Packet};
 
+use super::ids::VnicId;
 use super::queues::Pd;
-use super::vnic::VnicId;
 use crate::path::Path;
 use crate::slab::Handle;
 

@@ -2,6 +2,7 @@
 //! counts against quotas. Nothing here sends, copies or completes anything.
 
 mod datagram;
+mod ids;
 mod mr;
 mod names;
 mod qp;
@@ -20,16 +21,17 @@ use unirdma_formats::{Gid, QpType};
 
 use crate::slab::{Handle, Slab};
 pub(crate) use datagram::{Ah, Backlog, Datagrams, Held, Note, Target};
+pub use ids::{SessionId, VnicId};
+pub(crate) use ids::{SessionKind, VnicKind};
 pub use mr::{Backing, Resolve};
-pub(crate) use mr::{Mr, MrTable, Window};
-pub(crate) use qp::{Connection, Local, Qp, Reach};
+pub(crate) use mr::{Mr, MrTable, Reach, Window};
+pub(crate) use qp::{Connection, Local, Qp};
 pub use qp::{CreateQp, QpInfo};
 pub(crate) use queues::{Cq, Domains, Moderation, Pd, Srq, XrcSrq, Xrcd};
 pub use queues::{OpenXrcd, SrqAttr, SrqInfo};
-pub use session::SessionId;
 pub(crate) use session::{Names, Session};
 pub(crate) use stage::Stage;
-pub use vnic::{Counters, Limits, MrNote, Usage, VnicConfig, VnicId, WireCounters};
+pub use vnic::{Counters, Limits, MrNote, Usage, VnicConfig, WireCounters};
 pub(crate) use vnic::{Used, Vnic};
 pub(crate) use wire::{Answer, Flight, Message, Wire, transport_of};
 pub(crate) use work::{Recv, Spare, Wait, Work};
@@ -42,10 +44,10 @@ pub(crate) const MAX_RD_ATOMIC: u8 = 128;
 /// The tables of objects.
 #[derive(Default)]
 pub(crate) struct Objects {
-    pub vnics: Slab<Vnic>,
+    pub vnics: Slab<Vnic, VnicKind>,
     /// By group and GID.
     pub by_gid: HashMap<(u32, Gid), Vec<VnicId>>,
-    pub sessions: Slab<Session>,
+    pub sessions: Slab<Session, SessionKind>,
     pub pds: Slab<Pd>,
     pub mrs: MrTable,
     pub ahs: Slab<Ah>,

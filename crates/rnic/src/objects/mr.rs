@@ -4,8 +4,8 @@ use std::sync::Arc;
 
 use unirdma_mem::{Bell, Loc, ProcMem, Span};
 
+use super::ids::SessionId;
 use super::queues::Pd;
-use super::session::SessionId;
 use crate::random::Rng;
 use crate::slab::{ByNumber, Handle, Slab};
 
@@ -60,6 +60,14 @@ pub(crate) struct Window {
     pub parent: Option<Handle<Mr>>,
     /// QP that it was bound by.
     pub qpn: u32,
+}
+
+/// What a QP may reach by keys: the memory of a session that lies in a PD, as far as it grants an access.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct Reach {
+    pub pd: Handle<Pd>,
+    pub session: SessionId,
+    pub access: u32,
 }
 
 /// Bytes of a process's whole address space.

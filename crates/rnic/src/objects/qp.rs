@@ -5,9 +5,10 @@ use unirdma_formats::{Gid, Psn, QpState, QpType};
 use unirdma_mem::QpRings;
 
 use super::datagram::Datagrams;
+use super::ids::{SessionId, VnicId};
+use super::mr::Reach;
 use super::queues::{Cq, Pd, Srq, Xrcd};
-use super::session::SessionId;
-use super::vnic::{Counters, VnicId};
+use super::vnic::Counters;
 use super::wire::Wire;
 use super::work::{Recv, Wait, Work};
 use crate::pace::Pace;
@@ -137,6 +138,11 @@ impl Qp {
         self.datagrams().is_some_and(|d| !d.backlog.is_empty())
     }
 
+    /// What it reaches by keys, or answers for.
+    pub fn reach(&self, access: u32) -> Reach {
+        Reach { pd: self.pd, session: self.memory, access }
+    }
+
     /// Why its send queue stands still.
     pub fn wait(&self) -> Wait {
         self.work.as_ref().map_or(Wait::No, |w| w.wait)
@@ -155,21 +161,6 @@ impl Qp {
     /// True while a send WQE is under way.
     pub fn is_sending(&self) -> bool {
         self.work.is_some() || self.wire().is_some_and(Wire::is_busy)
-    }
-}
-
-/// What a QP may reach by keys: the memory of a session that lies in a PD, as far as it grants an access.
-#[derive(Clone, Copy, Debug)]
-pub(crate) struct Reach {
-    pub pd: Handle<Pd>,
-    pub session: SessionId,
-    pub access: u32,
-}
-
-impl Reach {
-    /// What QP `q` reaches, or answers for.
-    pub fn of(q: &Qp, access: u32) -> Self {
-        Reach { pd: q.pd, session: q.memory, access }
     }
 }
 

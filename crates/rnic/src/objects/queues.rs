@@ -4,8 +4,7 @@ use std::collections::HashMap;
 
 use unirdma_mem::{CqRing, QpRings};
 
-use super::session::SessionId;
-use super::vnic::VnicId;
+use super::ids::{SessionId, VnicId};
 use crate::slab::Handle;
 
 pub(crate) struct Pd {

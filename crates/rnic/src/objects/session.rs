@@ -6,29 +6,13 @@ use std::sync::Arc;
 use unirdma_mem::Bell;
 
 use super::datagram::Ah;
+use super::ids::VnicId;
 use super::mr::{Mr, Resolve};
 use super::qp::Qp;
 use super::queues::{Cq, Pd, Srq, Xrcd};
 use super::stage::Stage;
-use super::vnic::VnicId;
 use crate::random::Rng;
 use crate::slab::{ByNumber, Handle};
-
-/// One frontend of a vRNIC: a process of a container, or a VM.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash, PartialOrd, Ord)]
-pub struct SessionId(pub(crate) Handle<Session>);
-
-impl SessionId {
-    /// The session with this number; there may be none.
-    pub fn from_number(n: u64) -> Self {
-        SessionId(Handle::from_raw(n))
-    }
-
-    /// Its number, which no later session has.
-    pub fn number(self) -> u64 {
-        self.0.raw()
-    }
-}
 
 /// What a session calls its objects. No number is used twice, and none means anything to another session. The first one is
 /// random, so that a driver that takes another session's numbers for its own gets an error.

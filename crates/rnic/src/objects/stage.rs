@@ -7,7 +7,7 @@ use unirdma_abi as abi;
 use unirdma_mem::Span;
 use zerocopy::IntoBytes;
 
-use super::session::SessionId;
+use super::ids::SessionId;
 
 /// Records that are looked at for each new one, whether the driver has given them back.
 const LOOKS: usize = 4;

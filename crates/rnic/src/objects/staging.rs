@@ -8,9 +8,9 @@ use unirdma_abi as abi;
 use unirdma_formats::access;
 
 use super::Objects;
+use super::ids::SessionId;
 use super::mr::Backing;
 use super::qp::Qp;
-use super::session::SessionId;
 use crate::slab::Handle;
 
 impl Objects {

@@ -3,11 +3,6 @@
 use unirdma_formats::Gid;
 
 use crate::pace::{Limit, Share};
-use crate::slab::Handle;
-
-/// A vRNIC of this host.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
-pub struct VnicId(pub(crate) Handle<Vnic>);
 
 /// What makes a vRNIC.
 #[derive(Clone, Debug)]

@@ -6,7 +6,7 @@ use unirdma_formats::wire::Transport;
 use unirdma_formats::{AsyncEvent, Psn, QpType};
 use unirdma_mem::Fault;
 
-use super::qp::Reach;
+use super::mr::Reach;
 use super::work::{Spare, Work};
 use crate::path::Path;
 use crate::stall::Stall;

@@ -7,7 +7,7 @@ use unirdma_mem::Fault;
 use crate::access::{Side, recv_side, remote};
 use crate::core::{Core, OP_NS, copy_ns};
 use crate::exec::{BAD_RECV, INVALID, NO_ACCESS, RecvDone, Refusal, Request};
-use crate::objects::{Answer, Message, Qp, Reach, Wire, transport_of};
+use crate::objects::{Answer, Message, Qp, Wire, transport_of};
 use crate::sched::MOMENT_NS;
 use crate::slab::Handle;
 
@@ -298,7 +298,7 @@ impl Core {
     }
 
     fn queue_read(&self, h: Handle<Qp>, w: &mut Wire, p: &Packet<'_>, again: bool) {
-        let Some(of) = self.objects.qps.get(h).map(|q| Reach::of(q, access::REMOTE_READ)) else { return };
+        let Some(of) = self.objects.qps.get(h).map(|q| q.reach(access::REMOTE_READ)) else { return };
         let (va, rkey, len) = (p.reth.va, p.reth.rkey, p.reth.dma_len.into());
         w.resp.push(Answer::Read { psn: Psn::new(p.psn), msn: w.resp.msn, va, rkey, len, done: 0, of, again });
     }
@@ -313,7 +313,7 @@ impl Core {
 
     /// The answer to an atomic write or a flush: that of a READ of no bytes (annex A19).
     fn queue_answer(&self, h: Handle<Qp>, w: &mut Wire, psn: Psn, again: bool) {
-        let Some(of) = self.objects.qps.get(h).map(|q| Reach::of(q, access::REMOTE_READ)) else { return };
+        let Some(of) = self.objects.qps.get(h).map(|q| q.reach(access::REMOTE_READ)) else { return };
         w.resp.push(Answer::Read { psn, msn: w.resp.msn, va: 0, rkey: 0, len: 0, done: 0, of, again });
     }
 
