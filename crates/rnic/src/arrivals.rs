@@ -8,7 +8,7 @@ use unirdma_formats::{Gid, QpType};
 use crate::core::{Core, OP_NS, copy_ns};
 use crate::multicast::MULTICAST_QPN;
 use crate::objects::{Qp, VnicId};
-use crate::path::{Arrival, Path};
+use crate::path::Arrival;
 use crate::slab::Handle;
 
 /// A packet for the general services (QP 1), which connection management has.
@@ -40,54 +40,8 @@ impl Core {
             return Some(Mail { packet: p, from: Gid::from_ip(a.from), to: None });
         }
         let h = self.find_qp(&p)?;
-        match self.objects.qps.get(h)?.typ {
-            QpType::Ud => self.on_foreign_datagram(h, a, &p, bytes),
-            _ => self.on_connected(h, a, &p, bytes),
-        }
+        self.execute_with(|e, core| e.packet(core, h, a, &p, bytes));
         None
-    }
-
-    /// A packet for QP `h`, which may be connected.
-    fn on_connected(&mut self, h: Handle<Qp>, a: &Arrival, p: &Packet<'_>, bytes: &[u8]) {
-        let Some(q) = self.objects.qps.get(h) else { return };
-        let Some(wire) = q.wire() else {
-            self.net.drops.no_qp += 1;
-            return;
-        };
-        if wire.path.to != a.from {
-            self.net.drops.wrong_source += 1;
-            return;
-        }
-        let transport = match p.opcode.transport {
-            Transport::Rc => q.typ == QpType::Rc,
-            Transport::Uc => q.typ == QpType::Uc,
-            Transport::Xrc => matches!(q.typ, QpType::XrcSend | QpType::XrcRecv),
-            Transport::Ud => false,
-            Transport::Cnp => true,
-        };
-        if !q.receives() || !transport {
-            self.net.drops.bad_state += 1;
-            return;
-        }
-        let path = Path { port: a.port, ..wire.path };
-        self.objects.count(h, |c| c.wire.rcvd_pkts += 1);
-        if self.tap.is_some() {
-            self.tap_received(self.objects.vnic_of_qp(h), path, bytes);
-        }
-        self.on_wire_packet(h, a, p);
-    }
-
-    /// A plain packet came in for UD QP `h`: only plain devices send those, from the address of their GID.
-    fn on_foreign_datagram(&mut self, h: Handle<Qp>, a: &Arrival, p: &Packet<'_>, body: &[u8]) {
-        let Some(v) = self.objects.qps.get(h).and_then(|q| self.objects.vnics.get(q.vnic.0)) else { return };
-        match v.first(a.from.is_ipv4()).filter(|_| self.net.is_foreign(v.group, a.from)) {
-            Some(own) => {
-                let path = Path { from: Some(own.ip()), port: a.port, ..Path::new(a.from) };
-                self.tap_received(self.objects.vnic_of_qp(h), path, body);
-                self.on_datagram(h, &Flow::roce(Gid::from_ip(a.from), own), p);
-            }
-            None => self.net.drops.wrong_source += 1,
-        }
     }
 
     /// A plain packet to an IP multicast group came in. It is for the groups of vRNICs that have its sender.

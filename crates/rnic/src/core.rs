@@ -2,9 +2,11 @@
 
 use std::collections::VecDeque;
 
+use unirdma_abi::Status;
 use unirdma_formats::AsyncEvent;
 
 use crate::capture::Tap;
+use crate::executor::{Away, Executor, Object};
 use crate::job::Jobs;
 use crate::multicast::Multicast;
 use crate::net::Network;
@@ -27,6 +29,8 @@ pub(crate) fn copy_ns(bytes: u64) -> u64 {
 /// The software RNIC without connection management. [`crate::Rnic`] says in what order it is called.
 pub struct Core {
     pub(crate) objects: Objects,
+    /// What executes the work of QPs; [`Away`] while it does.
+    executor: Box<dyn Executor<Core>>,
     pub(crate) sched: Scheduler,
     pub(crate) jobs: Jobs,
     pub(crate) net: Network,
@@ -52,10 +56,11 @@ pub struct Core {
 }
 
 impl Core {
-    /// A core whose random numbers `seed` determines. `hints` are put into each doorbell page.
-    pub(crate) fn new(seed: &Seed, hints: u32) -> Self {
+    /// A core whose random numbers `seed` determines, and whose QPs work by `executor`. `hints` are put into each doorbell page.
+    pub(crate) fn new(seed: &Seed, hints: u32, executor: Box<dyn Executor<Core>>) -> Self {
         Core {
             objects: Objects::default(),
+            executor,
             sched: Scheduler::default(),
             jobs: Jobs::default(),
             net: Network::default(),
@@ -71,6 +76,27 @@ impl Core {
             datagram: vec![0; MAX_MTU as usize].into_boxed_slice(),
             outputs: VecDeque::new(),
         }
+    }
+
+    /// Lets the executor do something.
+    pub(crate) fn execute_with<R>(&mut self, f: impl FnOnce(&mut dyn Executor<Core>, &mut Self) -> R) -> R {
+        let mut executor = std::mem::replace(&mut self.executor, Box::new(Away));
+        let r = f(&mut *executor, self);
+        self.executor = executor;
+        r
+    }
+
+    /// Tells the executor of an object that was made.
+    ///
+    /// # Errors
+    /// The executor's; the caller takes the object back then.
+    pub(crate) fn made(&mut self, object: Object) -> Result<(), Status> {
+        self.execute_with(|e, core| e.made(core, object))
+    }
+
+    /// Tells the executor of an object that is about to go.
+    pub(crate) fn gone(&mut self, object: Object) {
+        self.execute_with(|e, core| e.gone(core, object));
     }
 
     /// Tells whether jobs are done by somebody while somebody else has the core. If not, only what may be slow becomes a job.

@@ -13,7 +13,7 @@ use crate::access::{local_side, recv_side};
 use crate::core::Core;
 use crate::exec::{NoRecv, Outcome, RecvDone};
 use crate::objects::{Ah, Datagrams, Held, Note, Qp, Target, VnicId, Wait, Work};
-use crate::path::{DSCP, Path};
+use crate::path::{Arrival, DSCP, Path};
 use crate::sched::MOMENT_NS;
 use crate::slab::Handle;
 
@@ -304,6 +304,19 @@ impl Core {
         while let Some(h) = self.multicast.member(group, Gid::from_ip(flow.dst), at) {
             self.accept(h, p.deth.qkey, flow, data, Note::of(p));
             at += 1;
+        }
+    }
+
+    /// A plain packet came in for UD QP `h`: only plain devices send those, from the address of their GID.
+    pub(crate) fn on_foreign_datagram(&mut self, h: Handle<Qp>, a: &Arrival, p: &Packet<'_>, body: &[u8]) {
+        let Some(v) = self.objects.qps.get(h).and_then(|q| self.objects.vnics.get(q.vnic.0)) else { return };
+        match v.first(a.from.is_ipv4()).filter(|_| self.net.is_foreign(v.group, a.from)) {
+            Some(own) => {
+                let path = Path { from: Some(own.ip()), port: a.port, ..Path::new(a.from) };
+                self.tap_received(self.objects.vnic_of_qp(h), path, body);
+                self.on_datagram(h, &Flow::roce(Gid::from_ip(a.from), own), p);
+            }
+            None => self.net.drops.wrong_source += 1,
         }
     }
 }

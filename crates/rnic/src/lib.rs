@@ -11,9 +11,10 @@
 //!   elsewhere, group members, captured packets, routes and packets to send; none of them knows the core;
 //! * `core`: the struct that holds those, and what every room does with it: `complete` (completions, events, failures), `pacing`,
 //!   `tapping`, `access` (keys to memory);
-//! * `exec`: work requests between QPs of this host, WQEs, receives, jobs; `wire`: reliable and unreliable connections in packets,
-//!   with a requester and a responder; `datagram`: the unreliable datagrams of both;
-//! * `commands`, `vnics`, `sessions`: what the control path asks; `arrivals`: packets that come in; `turns`: rounds and turns;
+//! * `commands`, `vnics`, `sessions`: what the control path asks; `arrivals`: packets that come in; `turns`: rounds and turns. They
+//!   leave the work of QPs to an `executor`, which is a trait;
+//! * `software`: the executor that does all in this process. `exec`: work requests between QPs of this host, WQEs, receives, jobs;
+//!   `wire`: connections to other hosts, with a requester and a responder; `datagram`: the unreliable datagrams of both;
 //! * `cm`: connection management, which sends and hears messages, and moves no QP; `rnic`: the whole.
 //!
 //! The type is [`Rnic`]. Its methods come in classes:
@@ -38,6 +39,7 @@ mod complete;
 mod core;
 mod datagram;
 mod exec;
+mod executor;
 mod job;
 mod multicast;
 mod net;
@@ -49,8 +51,11 @@ mod path;
 mod random;
 mod rnic;
 mod sched;
+#[cfg(test)]
+mod scripted;
 mod sessions;
 mod slab;
+mod software;
 mod stall;
 mod tapping;
 mod turns;

@@ -9,9 +9,11 @@ use unirdma_formats::Gid;
 
 use crate::cm::{Cm, Manager};
 use crate::core::Core;
+use crate::executor::Executor;
 use crate::objects::{SessionId, VnicConfig, VnicId};
 use crate::path::{Arrival, Route};
 use crate::random::Seed;
+use crate::software::Software;
 
 /// The software RNIC of one host. The crate's first page says in what order it is called.
 ///
@@ -38,7 +40,12 @@ impl DerefMut for Rnic {
 impl Rnic {
     /// An RNIC whose random numbers `seed` determines. `hints` are put into each doorbell page.
     pub fn new(seed: impl Into<Seed>, hints: u32) -> Self {
-        Rnic { core: Core::new(&seed.into(), hints), cm: Cm::default() }
+        Self::with_executor(seed, hints, Box::new(Software))
+    }
+
+    /// As [`Rnic::new`]; QPs work by `executor`.
+    pub(crate) fn with_executor(seed: impl Into<Seed>, hints: u32, executor: Box<dyn Executor<Core>>) -> Self {
+        Rnic { core: Core::new(&seed.into(), hints, executor), cm: Cm::default() }
     }
 
     /// Tells the time, nanoseconds, before commands.

@@ -6,6 +6,7 @@ use unirdma_abi::Status;
 use unirdma_mem::Bell;
 
 use crate::core::Core;
+use crate::executor::Object;
 use crate::objects::{Names, Resolve, Session, SessionId, VnicId};
 
 impl Core {
@@ -37,30 +38,20 @@ impl Core {
         for h in names.qps {
             while self.leave_qp(h, id) {}
         }
-        for h in names.srqs.into_values() {
-            self.objects.remove_srq(h);
+        let srqs = names.srqs.into_values().map(Object::Srq);
+        let mrs = names.mrs.into_values().map(Object::Mr);
+        let ahs = names.ahs.into_values().map(Object::Ah);
+        let cqs = names.cqs.into_values().map(Object::Cq);
+        for object in srqs.chain(mrs).chain(ahs).chain(cqs) {
+            self.remove(object);
         }
-        for h in names.mrs.into_values() {
-            self.objects.remove_mr(h);
-        }
-        for h in names.ahs.into_values() {
-            self.objects.remove_ah(id, h);
-        }
-        for &h in names.cqs.values() {
-            self.objects.cqs.remove(h);
-        }
-        for &h in names.xrcds.values() {
+        for h in names.xrcds.into_values() {
             self.objects.remove_xrcd(h);
         }
-        for &h in names.pds.values() {
-            self.objects.pds.remove(h);
+        for h in names.pds.into_values() {
+            self.remove(Object::Pd(h));
         }
-        self.objects.count_used(id, |u| {
-            u.sessions -= 1;
-            u.cqs -= names.cqs.len();
-            u.xrcds -= names.xrcds.len();
-            u.pds -= names.pds.len();
-        });
+        self.objects.count_used(id, |u| u.sessions -= 1);
         self.active.retain(|&s| s != id);
         self.active_changes += 1;
         self.outputs.retain(|o| o.session() != id);

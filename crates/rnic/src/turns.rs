@@ -1,6 +1,6 @@
 //! Rounds and turns: what has come up is looked at, and vRNICs work in the order that the scheduler says.
 
-use unirdma_formats::{QpState, QpType};
+use unirdma_formats::QpType;
 use unirdma_mem::Bell;
 
 use crate::core::{Core, OP_NS, enqueue};
@@ -102,7 +102,7 @@ impl Core {
         {
             if let Some(q) = self.objects.qps.get_mut(qp) {
                 q.queued = false;
-                let (took, again) = self.step(qp, TURN_NS - ns);
+                let (took, again) = self.execute_with(|e, core| e.step(core, qp, TURN_NS - ns));
                 if again {
                     self.make_runnable(qp);
                 }
@@ -163,8 +163,9 @@ impl Core {
     fn on_due(&mut self, due: Due) {
         match due {
             Due::Wait(qp, timer) => {
-                let Some(q) = self.objects.qps.get(qp).filter(|q| q.timer == timer) else { return };
-                if q.wire().is_some() { self.on_wire_timer(qp) } else { self.on_local_timer(qp) }
+                if self.objects.qps.get(qp).is_some_and(|q| q.timer == timer) {
+                    self.execute_with(|e, core| e.timer(core, qp));
+                }
             }
             Due::Pace(qp) => self.end_pace(qp),
             Due::Events(cq) => self.events_due(cq),
@@ -179,57 +180,6 @@ impl Core {
             Some(())
         });
         woken.count() > 0
-    }
-
-    /// Gives QP `h` a turn of about `allowance` nanoseconds; returns what it takes, roughly, and whether there is more to do.
-    pub(crate) fn step(&mut self, h: Handle<Qp>, allowance: u64) -> (u64, bool) {
-        let mut cost = 0;
-        if let Some(d) = self.objects.qps.get_mut(h).and_then(Qp::datagrams_mut)
-            && !d.backlog.is_empty()
-        {
-            d.backlog.has_turn();
-            self.drain_backlog(h);
-        }
-        while cost < allowance {
-            let Some(q) = self.objects.qps.get(h) else { return (cost, false) };
-            if q.broken || q.wait() != Wait::No {
-                return (cost, false);
-            }
-            if q.wire().is_some() && matches!(q.state, QpState::Rtr | QpState::Rts | QpState::Sqd) {
-                let (c, again) = self.wire_step(h, allowance);
-                if self.objects.qps.get(h).is_some_and(|q| q.state == QpState::Sqd && !q.is_sending()) {
-                    self.drained(h);
-                }
-                return (c, again);
-            }
-            match q.state {
-                // A job fills its receive.
-                QpState::Err if q.served_by > 0 => return (cost, false),
-                QpState::Err | QpState::Sqe => {
-                    if q.wire().is_some_and(|w| !w.is_idle()) {
-                        self.acknowledge_all(h);
-                    }
-                    if !self.flush_one(h) {
-                        return (cost, false);
-                    }
-                    cost += OP_NS;
-                }
-                QpState::Rts => match self.execute(h) {
-                    Some(c) => cost += c,
-                    None => return (cost, false),
-                },
-                QpState::Sqd if q.work.is_some() => match self.execute(h) {
-                    Some(c) => cost += c,
-                    None => return (cost, false),
-                },
-                QpState::Sqd => {
-                    self.drained(h);
-                    return (cost, false);
-                }
-                _ => return (cost, false),
-            }
-        }
-        (cost, true)
     }
 
     /// There is room in [`crate::Tx`] again: QPs that waited for it get their turns.

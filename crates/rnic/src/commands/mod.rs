@@ -13,6 +13,7 @@ use unirdma_formats::{Gid, access};
 use unirdma_mem::{CqRing, Span};
 
 use crate::core::Core;
+use crate::executor::Object;
 use crate::objects::{Ah, Backing, Cq, Moderation, Mr, Pd, SessionId, Stage, Target};
 use crate::path::{DSCP, Path};
 use crate::slab::Handle;
@@ -27,9 +28,10 @@ impl Core {
     pub fn create_pd(&mut self, s: SessionId) -> Result<u32> {
         self.objects.quota(s, |u| u.pds, |l| l.max_pd)?;
         let number = self.objects.new_number(s)?;
-        let h = self.objects.pds.insert(Pd { uses: 0 }).ok_or(Status::Exhausted)?;
+        let h = self.objects.pds.insert(Pd { owner: s, number, uses: 0 }).ok_or(Status::Exhausted)?;
         self.objects.names(s).and_then(|n| n.pds.insert(number, h));
         self.objects.count_used(s, |u| u.pds += 1);
+        self.made(Object::Pd(h)).inspect_err(|_| self.objects.remove_pd(h))?;
         Ok(number)
     }
 
@@ -42,9 +44,7 @@ impl Core {
         if self.objects.pds.get(h).is_some_and(|p| p.uses > 0) {
             return Err(Status::Busy);
         }
-        self.objects.pds.remove(h);
-        self.objects.names(s).and_then(|n| n.pds.remove(&pd));
-        self.objects.count_used(s, |u| u.pds -= 1);
+        self.remove(Object::Pd(h));
         Ok(())
     }
 
@@ -59,6 +59,7 @@ impl Core {
         let h = self.objects.cqs.insert(cq).ok_or(Status::Exhausted)?;
         self.objects.names(s).and_then(|n| n.cqs.insert(number, h));
         self.objects.count_used(s, |u| u.cqs += 1);
+        self.made(Object::Cq(h)).inspect_err(|_| self.objects.remove_cq(h))?;
         Ok(number)
     }
 
@@ -98,9 +99,7 @@ impl Core {
         if self.objects.cqs.get(h).is_some_and(|c| c.uses > 0) {
             return Err(Status::Busy);
         }
-        self.objects.cqs.remove(h);
-        self.objects.names(s).and_then(|n| n.cqs.remove(&cq));
-        self.objects.count_used(s, |u| u.cqs -= 1);
+        self.remove(Object::Cq(h));
         Ok(())
     }
 
@@ -154,7 +153,27 @@ impl Core {
         if bytes.checked_add(mr.counted()).is_none_or(|b| b > limit) {
             return Err(Status::Exhausted);
         }
-        self.objects.insert_mr(mr, &mut self.random.keys)
+        self.make_mr(mr)
+    }
+
+    /// Makes an MR or a window: its number and its key.
+    fn make_mr(&mut self, mr: Mr) -> Result<(u32, u32)> {
+        let (h, named) = self.objects.insert_mr(mr, &mut self.random.keys)?;
+        self.made(Object::Mr(h)).inspect_err(|_| self.objects.remove_mr(h))?;
+        Ok(named)
+    }
+
+    /// An object goes, unless it is a QP, which goes by [`Core::remove_qp`]. The executor hears of it first.
+    pub(crate) fn remove(&mut self, object: Object) {
+        self.gone(object);
+        match object {
+            Object::Pd(h) => self.objects.remove_pd(h),
+            Object::Cq(h) => self.objects.remove_cq(h),
+            Object::Srq(h) => self.objects.remove_srq(h),
+            Object::Mr(h) => self.objects.remove_mr(h),
+            Object::Ah(h) => self.objects.remove_ah(h),
+            Object::Qp(_) => {}
+        }
     }
 
     /// Keeps what a driver says of the way that its MR's memory goes.
@@ -182,7 +201,7 @@ impl Core {
     /// `BadHandle` if the session has no such MR, `Busy` while windows are bound to it.
     pub fn dereg_mr(&mut self, s: SessionId, mr: u32) -> Result<()> {
         let h = self.free_mr(s, mr)?;
-        self.objects.remove_mr(h);
+        self.remove(Object::Mr(h));
         Ok(())
     }
 
@@ -195,13 +214,15 @@ impl Core {
             return Err(Status::BadHandle);
         }
         let (mr, by_handle) = (self.free_mr(s, mr)?, self.free_mr(s, by)?);
+        self.gone(Object::Mr(by_handle));
+        self.gone(Object::Mr(mr));
         let new = self.objects.mrs.remove(by_handle).ok_or(Status::BadHandle)?;
         self.objects.names(s).and_then(|n| n.mrs.remove(&by));
         // The bytes and the place in the PD of `by` are those of `mr` now.
         let old = self.objects.mrs.replace(mr, new).ok_or(Status::BadHandle)?;
         self.objects.use_pd(old.0, false);
         self.objects.count_used(s, |u| (u.mrs, u.mr_bytes) = (u.mrs - 1, u.mr_bytes.saturating_sub(old.1)));
-        Ok(())
+        self.made(Object::Mr(mr)).inspect_err(|_| self.objects.remove_mr(mr))
     }
 
     /// A memory region of the session is gone: MRs in it grant nothing any more (X28).
@@ -212,7 +233,7 @@ impl Core {
         for h in gone {
             match self.objects.mrs.get(h).and_then(|m| m.window) {
                 Some(_) => self.objects.unbind(h),
-                None => self.objects.remove_mr(h),
+                None => self.remove(Object::Mr(h)),
             }
         }
     }
@@ -244,10 +265,11 @@ impl Core {
         let hop_limit = if a.grh.hop_limit == 0 { HOP_LIMIT } else { a.grh.hop_limit };
         let flow = Flow { traffic_class: a.grh.traffic_class, hop_limit, ..Flow::roce(own, dgid) };
         let number = self.objects.new_number(s)?;
-        let h = self.objects.ahs.insert(Ah { pd, flow, target, linked }).ok_or(Status::Exhausted)?;
+        let h = self.objects.ahs.insert(Ah { owner: s, number, pd, flow, target, linked }).ok_or(Status::Exhausted)?;
         self.objects.names(s).and_then(|n| n.ahs.insert(number, h));
         self.objects.count_used(s, |u| u.ahs += 1);
         self.objects.use_pd(pd, true);
+        self.made(Object::Ah(h)).inspect_err(|_| self.objects.remove_ah(h))?;
         Ok(number)
     }
 
@@ -257,8 +279,7 @@ impl Core {
     /// `BadHandle` if the session has no such AH.
     pub fn destroy_ah(&mut self, s: SessionId, ah: u32) -> Result<()> {
         let h = self.objects.own_ah(s, ah)?;
-        self.objects.names(s).and_then(|n| n.ahs.remove(&ah));
-        self.objects.remove_ah(s, h);
+        self.remove(Object::Ah(h));
         Ok(())
     }
 

@@ -9,7 +9,8 @@ use unirdma_mem::QpRings;
 use super::Result;
 use crate::attr;
 use crate::core::Core;
-use crate::objects::{Backlog, Connection, Counters, CreateQp, Local, MAX_RD_ATOMIC, Qp, SessionId, Wire};
+use crate::executor::{Object, Peer};
+use crate::objects::{Connection, Counters, CreateQp, MAX_RD_ATOMIC, Qp, SessionId};
 use crate::pace::Pace;
 use crate::path::{DSCP, Path};
 use crate::slab::Handle;
@@ -102,6 +103,7 @@ impl Core {
         if let Some(v) = self.objects.vnics.get_mut(vnic.0) {
             v.used.qps += 1;
         }
+        self.made(Object::Qp(h)).inspect_err(|_| self.remove_qp(h))?;
         Ok((qpn, slot))
     }
 
@@ -132,11 +134,8 @@ impl Core {
     }
 
     pub(crate) fn remove_qp(&mut self, h: Handle<Qp>) {
-        self.acknowledge_all(h);
-        self.objects.unstage(h);
+        self.gone(Object::Qp(h));
         self.detach_all(h);
-        self.objects.end_recv(h);
-        self.objects.end_work(h);
         self.use_objects(h, false);
         let Some(q) = self.objects.qps.remove(h) else { return };
         self.objects.qpns.remove(&q.qpn);
@@ -264,7 +263,7 @@ impl Core {
         if bad {
             return Err(Status::BadValue);
         }
-        let (mut to_whom, mut own) = (None, q.own);
+        let (mut peer, mut own) = (None, q.own);
         if given(m::AV) {
             let ah = &a.ah_attr;
             // RoCE has no LIDs: an address vector without a GRH names nobody (annex A16).
@@ -276,33 +275,31 @@ impl Core {
             let peer_vnic = self.objects.find_vnic(v.group, dgid);
             let peer_qpn = if given(m::DEST_QPN) { a.dest_qp_num } else { q.attr.dest_qp_num };
             let port = source_port(ah.grh.flow_label, q.qpn, peer_qpn);
-            let path = match peer_vnic {
-                Some(_) => None,
-                None => Some(self.net.path(v, ah.grh.sgid_index, dgid).ok_or(Status::Unreachable)?),
-            };
-            let path = path.map(|path| Path { port, class: ah.grh.traffic_class & DSCP, ..path });
-            if path.is_some() && given(m::PATH_MTU) && mtu_bytes(a.path_mtu).is_some_and(|b| b > self.net.wire_mtu) {
-                return Err(Status::BadValue);
-            }
-            to_whom = Some((peer_vnic, path));
+            peer = Some(match peer_vnic {
+                Some(vnic) => Peer::Here(vnic),
+                None => {
+                    let path = self.net.path(v, ah.grh.sgid_index, dgid).ok_or(Status::Unreachable)?;
+                    if given(m::PATH_MTU) && mtu_bytes(a.path_mtu).is_some_and(|b| b > self.net.wire_mtu) {
+                        return Err(Status::BadValue);
+                    }
+                    Peer::There(Path { port, class: ah.grh.traffic_class & DSCP, ..path })
+                }
+            });
         }
         if to == QpState::Reset {
             self.reset_qp(h);
             return Ok(());
         }
-        let (adapts, linked) = (self.net.adapts, v.is_linked(own));
+        let linked = v.is_linked(own);
+        if let Some(peer) = peer {
+            self.execute_with(|e, core| e.connect(core, h, peer))?;
+        }
         let Some(q) = self.objects.qps.get_mut(h) else { return Err(Status::BadHandle) };
         (q.own, q.linked) = (own, linked);
-        match to_whom {
-            Some((Some(vnic), _)) => q.connection = Connection::Local(Local { vnic, qp: None }),
-            Some((None, Some(path))) => match q.wire_mut() {
-                Some(w) => w.path = path,
-                None => q.connection = Connection::Wire(Box::new(Wire::new(path, adapts))),
-            },
-            _ => {}
-        }
         apply(q, mask, a);
         let was = q.state;
+        self.execute_with(|e, core| e.modified(core, h, mask));
+        let Some(q) = self.objects.qps.get_mut(h) else { return Err(Status::BadHandle) };
         if to == QpState::Err {
             self.fail_qp(h, None);
         } else {
@@ -315,10 +312,7 @@ impl Core {
     }
 
     fn reset_qp(&mut self, h: Handle<Qp>) {
-        self.acknowledge_all(h);
-        self.objects.unstage(h);
-        self.objects.end_recv(h);
-        self.objects.end_work(h);
+        self.execute_with(|e, core| e.reset(core, h));
         let Some(q) = self.objects.qps.get_mut(h) else { return };
         q.linked = self.objects.vnics.get(q.vnic.0).is_some_and(|v| v.is_linked(None));
         q.own = None;
@@ -326,11 +320,6 @@ impl Core {
         q.attr = abi::QpAttr::default();
         (q.sq_cons, q.rq_cons) = (0, 0);
         (q.broken, q.established) = (false, false);
-        match &mut q.connection {
-            // It stays in its groups.
-            Connection::Datagram(d) => d.backlog = Backlog::default(),
-            c => *c = Connection::None,
-        }
         q.pace = Pace::default();
         q.timer = q.timer.wrapping_add(1);
         q.rings.set_sq_cons(0);
@@ -371,10 +360,6 @@ fn apply(q: &mut Qp, mask: u32, a: &abi::QpAttr) {
     }
     if mask & m::SQ_PSN != 0 {
         q.sq_psn = Psn::new(a.sq_psn);
-        let psn = q.sq_psn;
-        if let Some(w) = q.wire_mut() {
-            w.start(psn);
-        }
     }
     if let Some(mtu) = mtu_bytes(q.attr.path_mtu) {
         q.mtu = mtu;

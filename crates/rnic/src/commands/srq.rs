@@ -5,6 +5,7 @@ use unirdma_mem::QpRings;
 
 use super::Result;
 use crate::core::Core;
+use crate::executor::Object;
 use crate::objects::{SessionId, Srq, SrqAttr, SrqInfo, XrcSrq};
 
 impl Core {
@@ -37,6 +38,7 @@ impl Core {
             self.objects.use_xrcd(x.xrcd, true);
             self.objects.srq_numbers.insert(x.number, h);
         }
+        self.made(Object::Srq(h)).inspect_err(|_| self.objects.remove_srq(h))?;
         Ok((number, xrc.map_or(0, |x| x.number)))
     }
 
@@ -49,7 +51,7 @@ impl Core {
         if q.uses > 0 {
             return Err(Status::Busy);
         }
-        self.objects.remove_srq(h);
+        self.remove(Object::Srq(h));
         Ok(())
     }
 

@@ -4,6 +4,7 @@ use unirdma_abi::Status;
 
 use super::Result;
 use crate::core::Core;
+use crate::executor::Object;
 use crate::objects::{Mr, SessionId, Window};
 
 impl Core {
@@ -20,7 +21,7 @@ impl Core {
         };
         self.objects.quota(s, |u| u.mrs, |l| l.max_mr)?;
         let window = Some(Window { second, parent: None, qpn: 0 });
-        self.objects.insert_mr(Mr { window, ..Mr::empty(s, pd) }, &mut self.random.keys)
+        self.make_mr(Mr { window, ..Mr::empty(s, pd) })
     }
 
     /// DEALLOC_MW: it grants nothing any more.
@@ -30,7 +31,7 @@ impl Core {
     pub fn dealloc_mw(&mut self, s: SessionId, mw: u32) -> Result<()> {
         let (h, _) = self.objects.own_mr(s, mw).ok().filter(|m| m.1.window.is_some()).ok_or(Status::BadHandle)?;
         self.objects.unbind(h);
-        self.objects.remove_mr(h);
+        self.remove(Object::Mr(h));
         Ok(())
     }
 }

@@ -22,7 +22,8 @@ impl Core {
             _ => {}
         }
         let number = self.objects.new_number(s)?;
-        let h = self.objects.xrcds.insert(Xrcd { uses: 0, file, domain: 0 }).ok_or(Status::Exhausted)?;
+        let h =
+            self.objects.xrcds.insert(Xrcd { owner: s, number, uses: 0, file, domain: 0 }).ok_or(Status::Exhausted)?;
         let domain = self.objects.domains.open(file);
         self.objects.xrcds.get_mut(h).into_iter().for_each(|x| x.domain = domain);
         self.objects.names(s).and_then(|n| n.xrcds.insert(number, h));
@@ -40,8 +41,6 @@ impl Core {
             return Err(Status::Busy);
         }
         self.objects.remove_xrcd(h);
-        self.objects.names(s).and_then(|n| n.xrcds.remove(&xrcd));
-        self.objects.count_used(s, |u| u.xrcds -= 1);
         Ok(())
     }
 }

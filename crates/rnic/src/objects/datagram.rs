@@ -6,13 +6,16 @@ use unirdma_formats::Gid;
 use unirdma_formats::net::Flow;
 use unirdma_formats::wire::{Extra, Packet};
 
-use super::ids::VnicId;
+use super::ids::{SessionId, VnicId};
 use super::queues::Pd;
 use crate::path::Path;
 use crate::slab::Handle;
 
 /// An address handle.
 pub(crate) struct Ah {
+    pub owner: SessionId,
+    /// What its owner calls it.
+    pub number: u32,
     pub pd: Handle<Pd>,
     pub flow: Flow,
     pub target: Target,

@@ -103,15 +103,27 @@ impl Objects {
         count_use(&mut self.xrcds, xrcd, |x| &mut x.uses, more);
     }
 
-    /// Gives an MR or a window its number and its key, and returns both.
-    pub fn insert_mr(&mut self, mr: Mr, random: &mut Rng) -> Result<(u32, u32)> {
+    /// Gives an MR or a window its number and its key, and returns both, after its handle.
+    pub fn insert_mr(&mut self, mr: Mr, random: &mut Rng) -> Result<(Handle<Mr>, (u32, u32))> {
         let (s, pd, bytes, number) = (mr.owner, mr.pd, mr.counted(), self.new_number(mr.owner)?);
         let made = self.mrs.insert(Mr { number, ..mr }, random);
         let (h, key) = made.ok_or(Status::Exhausted)?;
         self.names(s).and_then(|n| n.mrs.insert(number, h));
         self.use_pd(pd, true);
         self.count_used(s, |u| (u.mrs, u.mr_bytes) = (u.mrs + 1, u.mr_bytes + bytes));
-        Ok((number, key))
+        Ok((h, (number, key)))
+    }
+
+    pub fn remove_pd(&mut self, h: Handle<Pd>) {
+        let Some(p) = self.pds.remove(h) else { return };
+        self.names(p.owner).and_then(|n| n.pds.remove(&p.number));
+        self.count_used(p.owner, |u| u.pds -= 1);
+    }
+
+    pub fn remove_cq(&mut self, h: Handle<Cq>) {
+        let Some(c) = self.cqs.remove(h) else { return };
+        self.names(c.owner).and_then(|n| n.cqs.remove(&c.number));
+        self.count_used(c.owner, |u| u.cqs -= 1);
     }
 
     pub fn remove_mr(&mut self, h: Handle<Mr>) {
@@ -134,7 +146,10 @@ impl Objects {
     }
 
     pub fn remove_xrcd(&mut self, h: Handle<Xrcd>) {
-        if let Some(file) = self.xrcds.remove(h).and_then(|x| x.file) {
+        let Some(x) = self.xrcds.remove(h) else { return };
+        self.names(x.owner).and_then(|n| n.xrcds.remove(&x.number));
+        self.count_used(x.owner, |u| u.xrcds -= 1);
+        if let Some(file) = x.file {
             self.domains.close(file);
         }
     }
@@ -149,9 +164,10 @@ impl Objects {
         }
     }
 
-    pub fn remove_ah(&mut self, s: SessionId, h: Handle<Ah>) {
+    pub fn remove_ah(&mut self, h: Handle<Ah>) {
         let Some(ah) = self.ahs.remove(h) else { return };
-        self.count_used(s, |u| u.ahs -= 1);
+        self.names(ah.owner).and_then(|n| n.ahs.remove(&ah.number));
+        self.count_used(ah.owner, |u| u.ahs -= 1);
         self.use_pd(ah.pd, false);
     }
 }

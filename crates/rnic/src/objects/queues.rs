@@ -8,6 +8,9 @@ use super::ids::{SessionId, VnicId};
 use crate::slab::Handle;
 
 pub(crate) struct Pd {
+    pub owner: SessionId,
+    /// What its owner calls it.
+    pub number: u32,
     /// MRs, windows, AHs, SRQs and QPs in it.
     pub uses: u32,
 }
@@ -71,6 +74,9 @@ pub(crate) struct XrcSrq {
 
 /// An open XRC domain.
 pub(crate) struct Xrcd {
+    pub owner: SessionId,
+    /// What its owner calls it.
+    pub number: u32,
     /// QPs, openers of QPs, and SRQs in it.
     pub uses: u32,
     /// What programs share it by.

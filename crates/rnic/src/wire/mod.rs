@@ -7,8 +7,8 @@
 mod requester;
 mod responder;
 
-use unirdma_formats::QpState;
 use unirdma_formats::wire::{Extra, Op, Opcode, Packet, Transport};
+use unirdma_formats::{QpState, QpType};
 
 use crate::core::Core;
 use crate::objects::{Connection, Qp, Wire};
@@ -20,8 +20,33 @@ pub(crate) use requester::request_packet;
 const CNP_INTERVAL_NS: u64 = 50_000;
 
 impl Core {
-    /// A packet for QP `h`, which is connected to its sender.
-    pub(crate) fn on_wire_packet(&mut self, h: Handle<Qp>, a: &Arrival, p: &Packet<'_>) {
+    /// A packet for QP `h`, which may be connected.
+    pub(crate) fn on_connected(&mut self, h: Handle<Qp>, a: &Arrival, p: &Packet<'_>, bytes: &[u8]) {
+        let Some(q) = self.objects.qps.get(h) else { return };
+        let Some(wire) = q.wire() else {
+            self.net.drops.no_qp += 1;
+            return;
+        };
+        if wire.path.to != a.from {
+            self.net.drops.wrong_source += 1;
+            return;
+        }
+        let transport = match p.opcode.transport {
+            Transport::Rc => q.typ == QpType::Rc,
+            Transport::Uc => q.typ == QpType::Uc,
+            Transport::Xrc => matches!(q.typ, QpType::XrcSend | QpType::XrcRecv),
+            Transport::Ud => false,
+            Transport::Cnp => true,
+        };
+        if !q.receives() || !transport {
+            self.net.drops.bad_state += 1;
+            return;
+        }
+        let path = Path { port: a.port, ..wire.path };
+        self.objects.count(h, |c| c.wire.rcvd_pkts += 1);
+        if self.tap.is_some() {
+            self.tap_received(self.objects.vnic_of_qp(h), path, bytes);
+        }
         self.with_wire(h, |core, w| {
             if a.congested {
                 core.notify_congestion(h, w);

@@ -1,0 +1,132 @@
+//! The software RNIC, as an executor: what the rooms `exec`, `wire` and `datagram` do for QPs.
+
+use unirdma_abi::Status;
+use unirdma_formats::wire::Packet;
+use unirdma_formats::{QpState, QpType, attr_mask};
+
+use crate::core::{Core, OP_NS};
+use crate::executor::{Executor, Object, Peer};
+use crate::objects::{Backlog, Connection, Local, Qp, Wait, Wire};
+use crate::path::Arrival;
+use crate::slab::Handle;
+
+/// Executes all work in this process.
+pub(crate) struct Software;
+
+impl Executor<Core> for Software {
+    fn gone(&mut self, core: &mut Core, object: Object) {
+        if let Object::Qp(qp) = object {
+            forget(core, qp);
+        }
+    }
+
+    fn connect(&mut self, core: &mut Core, qp: Handle<Qp>, peer: Peer) -> Result<(), Status> {
+        let adapts = core.net.adapts;
+        let q = core.objects.qps.get_mut(qp).ok_or(Status::BadHandle)?;
+        match (peer, q.wire_mut()) {
+            (Peer::Here(vnic), _) => q.connection = Connection::Local(Local { vnic, qp: None }),
+            (Peer::There(path), Some(w)) => w.path = path,
+            (Peer::There(path), None) => q.connection = Connection::Wire(Box::new(Wire::new(path, adapts))),
+        }
+        Ok(())
+    }
+
+    fn modified(&mut self, core: &mut Core, qp: Handle<Qp>, mask: u32) {
+        let Some(q) = core.objects.qps.get_mut(qp) else { return };
+        let psn = q.sq_psn;
+        if let Some(w) = q.wire_mut().filter(|_| mask & attr_mask::SQ_PSN != 0) {
+            w.start(psn);
+        }
+    }
+
+    fn reset(&mut self, core: &mut Core, qp: Handle<Qp>) {
+        forget(core, qp);
+        match core.objects.qps.get_mut(qp).map(|q| &mut q.connection) {
+            // It stays in its groups.
+            Some(Connection::Datagram(d)) => d.backlog = Backlog::default(),
+            Some(c) => *c = Connection::None,
+            None => {}
+        }
+    }
+
+    fn step(&mut self, core: &mut Core, qp: Handle<Qp>, allowance_ns: u64) -> (u64, bool) {
+        core.step(qp, allowance_ns)
+    }
+
+    fn timer(&mut self, core: &mut Core, qp: Handle<Qp>) {
+        match core.objects.qps.get(qp).map(|q| q.wire().is_some()) {
+            Some(true) => core.on_wire_timer(qp),
+            Some(false) => core.on_local_timer(qp),
+            None => {}
+        }
+    }
+
+    fn packet(&mut self, core: &mut Core, qp: Handle<Qp>, a: &Arrival, p: &Packet<'_>, bytes: &[u8]) {
+        match core.objects.qps.get(qp).map(|q| q.typ) {
+            Some(QpType::Ud) => core.on_foreign_datagram(qp, a, p, bytes),
+            Some(_) => core.on_connected(qp, a, p, bytes),
+            None => {}
+        }
+    }
+}
+
+/// Ends what a QP has under way. What it has received is acknowledged, or its peer would wait in vain.
+fn forget(core: &mut Core, qp: Handle<Qp>) {
+    core.acknowledge_all(qp);
+    core.objects.unstage(qp);
+    core.objects.end_recv(qp);
+    core.objects.end_work(qp);
+}
+
+impl Core {
+    /// Gives QP `h` a turn of about `allowance` nanoseconds; returns what it takes, roughly, and whether there is more to do.
+    fn step(&mut self, h: Handle<Qp>, allowance: u64) -> (u64, bool) {
+        let mut cost = 0;
+        if let Some(d) = self.objects.qps.get_mut(h).and_then(Qp::datagrams_mut)
+            && !d.backlog.is_empty()
+        {
+            d.backlog.has_turn();
+            self.drain_backlog(h);
+        }
+        while cost < allowance {
+            let Some(q) = self.objects.qps.get(h) else { return (cost, false) };
+            if q.broken || q.wait() != Wait::No {
+                return (cost, false);
+            }
+            if q.wire().is_some() && matches!(q.state, QpState::Rtr | QpState::Rts | QpState::Sqd) {
+                let (c, again) = self.wire_step(h, allowance);
+                if self.objects.qps.get(h).is_some_and(|q| q.state == QpState::Sqd && !q.is_sending()) {
+                    self.drained(h);
+                }
+                return (c, again);
+            }
+            match q.state {
+                // A job fills its receive.
+                QpState::Err if q.served_by > 0 => return (cost, false),
+                QpState::Err | QpState::Sqe => {
+                    if q.wire().is_some_and(|w| !w.is_idle()) {
+                        self.acknowledge_all(h);
+                    }
+                    if !self.flush_one(h) {
+                        return (cost, false);
+                    }
+                    cost += OP_NS;
+                }
+                QpState::Rts => match self.execute(h) {
+                    Some(c) => cost += c,
+                    None => return (cost, false),
+                },
+                QpState::Sqd if q.work.is_some() => match self.execute(h) {
+                    Some(c) => cost += c,
+                    None => return (cost, false),
+                },
+                QpState::Sqd => {
+                    self.drained(h);
+                    return (cost, false);
+                }
+                _ => return (cost, false),
+            }
+        }
+        (cost, true)
+    }
+}
