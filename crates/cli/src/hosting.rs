@@ -6,10 +6,11 @@ use std::os::fd::{AsFd, FromRawFd, OwnedFd};
 use std::path::PathBuf;
 
 use clap::Args;
-use unirdma_host::{EngineConfig, HostConfig, WireConfig, serve};
+use unirdma_host::{EngineConfig, HostConfig, Polling, WireConfig, serve};
 
 pub(crate) const EXAMPLES: &str = "Examples:
   unirdma host                                           vRNICs of this host only
+  unirdma host --polling dedicated --pollers 1-4         one core for nothing but RDMA, and up to four under load
   unirdma host --address 192.168.7.1 --peers peers.txt   and of other hosts, by RoCEv2 (UDP port 4791)
 
 The peers file has a line for each vRNIC of another host: its virtual address, its group, its host's address:
@@ -20,9 +21,14 @@ A foreign peer knows a vRNIC by its GID, so give that vRNIC this host's own addr
 
 #[derive(Args)]
 pub(crate) struct HostArgs {
-    /// Polling threads [default: one for each core on up to 3 cores, else 1]
-    #[arg(long, value_name = "N", value_parser = clap::value_parser!(u16).range(1..=256))]
-    pollers: Option<u16>,
+    /// Polling threads, or fewest and most: more than the fewest come and go with the load [default: one for each core if they
+    /// share them, else 1 to half as many as cores]
+    #[arg(long, value_name = "N[-MOST]", value_parser = parse_pollers)]
+    pollers: Option<(usize, usize)>,
+    /// Whether polling threads share their cores with programs: auto (they do on up to 3 cores), shared (one for each core, and
+    /// whoever finds nothing to do yields) or dedicated (they have cores for themselves, and nobody yields)
+    #[arg(long, value_name = "HOW", default_value = "auto", value_parser = ["auto", "shared", "dedicated"])]
+    polling: String,
     /// How long a vRNIC is polled after its last doorbell before it must wake the host, in microseconds
     #[arg(long, value_name = "US", default_value_t = 500, value_parser = clap::value_parser!(u64).range(0..=1_000_000))]
     spin_us: u64,
@@ -53,6 +59,16 @@ pub(crate) struct HostArgs {
     seed: Option<u64>,
 }
 
+/// Reads `4` or `1-4`.
+fn parse_pollers(text: &str) -> Result<(usize, usize), String> {
+    let (fewest, most) = text.split_once('-').unwrap_or((text, text));
+    let number = |n: &str| n.parse().ok().filter(|n| (1..=256).contains(n));
+    match (number(fewest), number(most)) {
+        (Some(fewest), Some(most)) if fewest <= most => Ok((fewest, most)),
+        _ => Err("give a number of threads from 1 to 256, or fewest and most of them: 4, or 1-4".into()),
+    }
+}
+
 /// A descriptor that is readable once the process was asked to end. Threads started later inherit the
 /// mask, so the signals reach nobody else.
 pub(crate) fn termination() -> io::Result<OwnedFd> {
@@ -81,7 +97,12 @@ pub(crate) fn host(dir: PathBuf, args: &HostArgs) -> io::Result<()> {
     tracing_subscriber::fmt().with_env_filter(filter).with_writer(io::stderr).init();
     raise_descriptor_limit();
     let stop = termination()?;
-    let engine = EngineConfig { pollers: args.pollers.unwrap_or(0).into(), spin_us: args.spin_us, seed: args.seed };
+    let polling = match args.polling.as_str() {
+        "shared" => Polling::Shared,
+        "dedicated" => Polling::Dedicated,
+        _ => Polling::Auto,
+    };
+    let engine = EngineConfig { polling, pollers: args.pollers, spin_us: args.spin_us, seed: args.seed };
     let shown = dir.display().to_string();
     let wire = args.peers.as_ref().map(|p| WireConfig {
         addresses: args.address.clone(),
@@ -95,4 +116,17 @@ pub(crate) fn host(dir: PathBuf, args: &HostArgs) -> io::Result<()> {
     serve(&HostConfig { dir, engine, wire }, stop.as_fd(), || {
         eprintln!("unirdma: serving {shown} (pid {}); stop with Ctrl-C or SIGTERM", std::process::id());
     })
+}
+
+#[cfg(test)]
+mod tests {
+    use super::parse_pollers;
+
+    #[test]
+    fn pollers_are_a_number_or_two() {
+        assert_eq!((parse_pollers("4"), parse_pollers("1-4")), (Ok((4, 4)), Ok((1, 4))));
+        for bad in ["", "0", "257", "4-1", "1-", "-4", "0-4", "1-4-5", "many"] {
+            assert!(parse_pollers(bad).is_err(), "{bad}");
+        }
+    }
 }

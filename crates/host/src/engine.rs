@@ -28,8 +28,11 @@ use crate::tap::Sink;
 /// How the pollers run.
 #[derive(Clone, Debug)]
 pub struct EngineConfig {
-    /// Threads; 0: one for each core on up to 3 cores, else 1.
-    pub pollers: usize,
+    /// Whether pollers share their cores with applications.
+    pub polling: Polling,
+    /// Fewest and most threads: more than the fewest come and go with the load. `None`: one for each core if they share them, else
+    /// one to half as many as cores.
+    pub pollers: Option<(usize, usize)>,
     /// How long a session is polled after its last doorbell, microseconds.
     pub spin_us: u64,
     /// Determines QPNs and keys; `None`: the kernel's random numbers.
@@ -38,12 +41,30 @@ pub struct EngineConfig {
 
 impl Default for EngineConfig {
     fn default() -> Self {
-        EngineConfig { pollers: 0, spin_us: 500, seed: None }
+        EngineConfig { polling: Polling::Auto, pollers: None, spin_us: 500, seed: None }
     }
 }
 
-/// Cores up to which pollers share them with the applications.
+/// Whether pollers share their cores with applications.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub enum Polling {
+    /// [`Polling::Shared`] on few cores, else [`Polling::Dedicated`].
+    #[default]
+    Auto,
+    /// One poller for each core. Pollers and programs that find nothing to do yield to each other.
+    Shared,
+    /// Pollers have cores for themselves, and nobody yields.
+    Dedicated,
+}
+
+/// Cores up to which pollers share them with the applications, unless it is said otherwise.
 const FEW_CORES: usize = 3;
+/// Most pollers that come with the load.
+const MOST_POLLERS: usize = 8;
+/// Work must be left over for so long before another poller comes, nanoseconds.
+const BACKLOG_NS: u64 = 50_000;
+/// A poller that came with the load goes when it has found nothing for so long, nanoseconds.
+const SPARE_NS: u64 = 1_000_000;
 
 /// The RNIC and the threads that run it.
 pub struct Engine {
@@ -81,6 +102,12 @@ pub struct Engine {
     pub(crate) capture: Mutex<Option<Sink>>,
     idle_ns: u64,
     yields: bool,
+    /// Pollers that work. Those beyond sleep until there is more work than these can do.
+    wanted: AtomicUsize,
+    /// Fewest and most of them.
+    pollers: (usize, usize),
+    /// Since when work was left over; 0 while none is.
+    backlog_since_ns: AtomicU64,
     seats: Seats,
 }
 
@@ -118,11 +145,14 @@ impl Engine {
     /// Those of epoll, eventfd and thread creation.
     pub fn start(c: &EngineConfig, port: Option<Box<dyn Port>>) -> io::Result<Arc<Self>> {
         let cores = cores();
-        let yields = cores.len() <= FEW_CORES;
-        let pollers = match c.pollers {
-            0 if yields => cores.len(),
-            0 => 1,
-            n => n,
+        let yields = match c.polling {
+            Polling::Auto => cores.len() <= FEW_CORES,
+            polling => polling == Polling::Shared,
+        };
+        let (wanted, pollers) = match c.pollers {
+            None if yields => (cores.len(), cores.len()),
+            None => (1, (cores.len() / 2).clamp(1, MOST_POLLERS)),
+            Some((fewest, most)) => (fewest.max(1), most.max(fewest).max(1)),
         };
         let seed = match c.seed {
             Some(s) => Seed::from(s),
@@ -133,7 +163,7 @@ impl Engine {
             }
         };
         let mut rnic = Rnic::new(seed, if yields { abi::DB_YIELD } else { 0 });
-        rnic.set_helped(pollers > 1);
+        rnic.set_helped(wanted > 1);
         let epoll = epoll::create(epoll::CreateFlags::CLOEXEC)?;
         let wake = rustix::event::eventfd(0, EventfdFlags::CLOEXEC | EventfdFlags::NONBLOCK)?;
         epoll::add(&epoll, &wake, epoll::EventData::new_u64(WAKE), epoll::EventFlags::IN | epoll::EventFlags::ET)?;
@@ -164,6 +194,9 @@ impl Engine {
             capture: Mutex::default(),
             idle_ns: c.spin_us * 1000,
             yields,
+            wanted: AtomicUsize::new(wanted),
+            pollers: (wanted, pollers),
+            backlog_since_ns: AtomicU64::new(0),
             seats: Seats::new(pollers),
         });
         for i in 0..pollers {
@@ -435,7 +468,11 @@ impl Engine {
         if !found {
             r.park_idle(now, self.idle_ns);
         }
+        let left_over = r.has_turns() || r.has_jobs();
         watch.job = r.take_job();
+        if self.grows() {
+            r.set_helped(self.wanted() > 1);
+        }
         let out = &mut watch.out;
         r.drain_outputs(out);
         let sends = net.as_mut().is_some_and(|n| {
@@ -467,6 +504,7 @@ impl Engine {
         if comes_back && self.sleeping.load(Ordering::SeqCst) {
             self.kick();
         }
+        self.note_backlog(left_over, end);
         if !captured.is_empty() {
             self.hand_over(&captured);
         }
@@ -482,6 +520,49 @@ impl Engine {
             self.pause();
         }
         Some(Round { found, idle, sleep_ns })
+    }
+
+    /// How many pollers work.
+    pub fn wanted(&self) -> usize {
+        self.wanted.load(Ordering::Relaxed)
+    }
+
+    /// True if pollers come and go with the load.
+    fn grows(&self) -> bool {
+        self.pollers.0 < self.pollers.1
+    }
+
+    /// Notes whether a round has left work over, and lets another poller come if that goes on.
+    fn note_backlog(&self, left_over: bool, now: u64) {
+        if !left_over || !self.grows() {
+            return self.backlog_since_ns.store(0, Ordering::Relaxed);
+        }
+        let since = self.backlog_since_ns.load(Ordering::Relaxed);
+        if since == 0 {
+            self.backlog_since_ns.store(now, Ordering::Relaxed);
+        } else if now.saturating_sub(since) >= BACKLOG_NS {
+            let wanted = self.wanted();
+            let one_more = |n: usize| (n == wanted && n < self.pollers.1).then_some(n + 1);
+            if self.wanted.fetch_update(Ordering::SeqCst, Ordering::Relaxed, one_more).is_ok() {
+                self.backlog_since_ns.store(now, Ordering::Relaxed);
+                self.wake_others();
+            }
+        }
+    }
+
+    /// The poller in `seat` has found nothing for long; true if it goes.
+    fn is_spare(&self, seat: usize, idle_since_ns: u64) -> bool {
+        let long = self.grows() && self.now().saturating_sub(idle_since_ns) >= SPARE_NS;
+        let last = |n: usize| (n == seat + 1 && seat >= self.pollers.0).then_some(seat);
+        long && self.wanted.fetch_update(Ordering::SeqCst, Ordering::Relaxed, last).is_ok()
+    }
+
+    /// The poller in `seat` sleeps until there is work for it.
+    fn rest(&self, seat: usize) {
+        let mut wakes = lock(&self.wakes);
+        while self.wanted() <= seat && !self.is_stopping() {
+            wakes = self.woken.wait(wakes).unwrap_or_else(|e| e.into_inner());
+        }
     }
 
     /// The poller in `seat` keeps the RNIC for a moment after time `since`.
@@ -573,10 +654,18 @@ impl Engine {
     }
 
     fn other_poller(&self, watch: &mut Watch) {
+        let mut idle_since_ns = self.now();
         while self.goes_on(watch) {
+            if self.wanted() <= watch.seat || self.is_spare(watch.seat, idle_since_ns) {
+                self.rest(watch.seat);
+                idle_since_ns = self.now();
+                continue;
+            }
             // Read before the look, so that a wake in between is not lost.
             let seen = *lock(&self.wakes);
             match self.round(watch) {
+                // Nobody has anything to do.
+                Some(r) if r.idle && self.is_spare(watch.seat, 0) => self.rest(watch.seat),
                 Some(r) if r.idle => {
                     self.asleep.fetch_add(1, Ordering::SeqCst);
                     let mut wakes = lock(&self.wakes);
@@ -586,7 +675,10 @@ impl Engine {
                     drop(wakes);
                     self.asleep.fetch_sub(1, Ordering::SeqCst);
                 }
-                Some(r) if r.found => self.share_core(watch),
+                Some(r) if r.found => {
+                    idle_since_ns = self.now();
+                    self.share_core(watch);
+                }
                 _ => self.pause(),
             }
         }
@@ -720,6 +812,8 @@ fn cores() -> Vec<usize> {
 
 #[cfg(test)]
 mod tests {
+    use std::time::{Duration, Instant};
+
     use super::*;
     use unirdma_rnic::Tx;
 
@@ -739,6 +833,32 @@ mod tests {
         fn counters(&self) -> PortCounters {
             PortCounters::default()
         }
+    }
+
+    #[test]
+    fn pollers_come_with_the_load_and_go() {
+        let config = EngineConfig { polling: Polling::Dedicated, pollers: Some((1, 3)), ..EngineConfig::default() };
+        let engine = Engine::start(&config, None).unwrap();
+        assert_eq!(engine.wanted(), 1);
+        engine.note_backlog(true, 1000);
+        engine.note_backlog(true, 1000 + BACKLOG_NS / 2);
+        assert_eq!(engine.wanted(), 1, "it may be over in a moment");
+        engine.note_backlog(false, 1000 + BACKLOG_NS);
+        engine.note_backlog(true, 2000 + BACKLOG_NS);
+        assert_eq!(engine.wanted(), 1, "it was over in between");
+        engine.note_backlog(true, 2000 + 2 * BACKLOG_NS);
+        let began = Instant::now();
+        while engine.wanted() != 1 {
+            assert!(began.elapsed() < Duration::from_secs(20), "{} pollers stay", engine.wanted());
+            engine.wake_others();
+            std::thread::sleep(Duration::from_millis(1));
+        }
+        for i in 1..9 {
+            engine.backlog_since_ns.store(1, Ordering::Relaxed);
+            engine.note_backlog(true, 1 + i * BACKLOG_NS);
+            assert!((1..=3).contains(&engine.wanted()));
+        }
+        engine.stop();
     }
 
     /// A program that spins on the poller's core can keep a poller from its turn for longer than the port is polled.

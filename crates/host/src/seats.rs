@@ -154,7 +154,7 @@ mod tests {
 
     #[test]
     fn a_thread_that_is_stuck_loses_its_seat_and_a_fast_one_keeps_it() {
-        let config = EngineConfig { pollers: 1, ..EngineConfig::default() };
+        let config = EngineConfig { pollers: Some((1, 1)), ..EngineConfig::default() };
         let engine = Engine::start(&config, None).unwrap();
         let seats = engine.seats();
         // This thread takes the seat of the only poller, which ends.

@@ -2,13 +2,17 @@
 //! measured. No program polls or posts; one thread says now and then that the executed WQEs are posted again.
 //! `cargo xtask bench engine` runs it.
 //!
-//! Prints for each number of pollers and each size: pollers, bytes of a WRITE, and WRITEs a second.
+//! Prints for each number of pollers and each size: pollers, bytes of a WRITE, and WRITEs a second. Then, with one poller that has a core
+//! for itself, how long it takes from the post of a WRITE of 8 bytes until its slot in the send queue is free again, beside the time
+//! that a word takes from one core to the other: `latency`, the median and the 99th percentile, and the hop, nanoseconds.
 
+use std::sync::Arc;
+use std::sync::atomic::{AtomicU32, Ordering};
 use std::time::{Duration, Instant};
 
 use unirdma_abi as abi;
 use unirdma_formats::WrOpcode;
-use unirdma_host::EngineConfig;
+use unirdma_host::{EngineConfig, Polling};
 use unirdma_mem::MemFd;
 use unirdma_testkit::{Queue, Scripted, TestHost};
 
@@ -21,6 +25,8 @@ const LARGEST: u64 = 1 << 20;
 const ENTRIES: u32 = 16_384;
 const POSTED_BYTES: u32 = 256 << 20;
 const REFILL: Duration = Duration::from_micros(200);
+/// WRITEs that are measured one at a time.
+const SINGLE: u32 = 200_000;
 const WARM_UP: Duration = Duration::from_millis(200);
 const MEASURED: Duration = Duration::from_secs(1);
 /// `IBV_MTU_4096`.
@@ -99,12 +105,62 @@ fn rate(writers: &[Writer], len: u32) -> f64 {
     executed as f64 / seconds
 }
 
+/// Post to completion of WRITEs of 8 bytes, one at a time, nanoseconds, in order of size.
+fn latencies(w: &Writer) -> Vec<u64> {
+    w.fill(8);
+    let mut times: Vec<u64> = (0..SINGLE)
+        .map(|_| {
+            let next = w.session.posted(&w.queue).wrapping_add(1);
+            let began = Instant::now();
+            w.session.post(&w.queue, next);
+            while w.session.executed(&w.queue) != next {
+                std::hint::spin_loop();
+            }
+            began.elapsed().as_nanos() as u64
+        })
+        .collect();
+    times.sort_unstable();
+    times
+}
+
+/// How long a word takes from one core to another that waits for it, nanoseconds: the median of many rounds.
+fn hop() -> u64 {
+    let words = Arc::new([AtomicU32::new(0), AtomicU32::new(0)]);
+    let other = words.clone();
+    let echo = std::thread::spawn(move || {
+        for n in 1..=SINGLE {
+            while other[0].load(Ordering::Acquire) != n {
+                std::hint::spin_loop();
+            }
+            other[1].store(n, Ordering::Release);
+        }
+    });
+    let mut times: Vec<u64> = (1..=SINGLE)
+        .map(|n| {
+            let began = Instant::now();
+            words[0].store(n, Ordering::Release);
+            while words[1].load(Ordering::Acquire) != n {
+                std::hint::spin_loop();
+            }
+            began.elapsed().as_nanos() as u64 / 2
+        })
+        .collect();
+    echo.join().expect("the other thread");
+    times.sort_unstable();
+    times[times.len() / 2]
+}
+
 fn main() {
     for pollers in POLLERS {
-        let host = TestHost::start_with(EngineConfig { pollers, ..EngineConfig::default() });
+        let host = TestHost::start_with(EngineConfig { pollers: Some((pollers, pollers)), ..EngineConfig::default() });
         let writers: Vec<Writer> = (1..=PAIRS).map(|pair| Writer::new(&host, pair)).collect();
         for len in SIZES {
             println!("{pollers} {len} {:.1}", rate(&writers, len));
         }
     }
+    let config = EngineConfig { polling: Polling::Dedicated, pollers: Some((1, 1)), ..EngineConfig::default() };
+    let host = TestHost::start_with(config);
+    let times = latencies(&Writer::new(&host, 1));
+    drop(host);
+    println!("latency {} {} {}", times[times.len() / 2], times[times.len() * 99 / 100], hop());
 }

@@ -12,6 +12,23 @@ use crate::{Result, lab};
 struct Report {
     topology: String,
     rows: Vec<Row>,
+    latency: Latency,
+}
+
+/// From the post of a WRITE of 8 bytes until its slot is free again, with one poller that has a core for itself.
+#[derive(Debug, PartialEq, Serialize)]
+struct Latency {
+    p50_ns: u64,
+    p99_ns: u64,
+    /// From one core to the other.
+    hop_ns: u64,
+    hops: f64,
+}
+
+fn latency(line: &str) -> Option<Latency> {
+    let mut words = line.strip_prefix("latency ")?.split_whitespace().map_while(|w| w.parse::<u64>().ok());
+    let (p50_ns, p99_ns, hop_ns) = (words.next()?, words.next()?, words.next()?);
+    Some(Latency { p50_ns, p99_ns, hop_ns, hops: p50_ns as f64 / hop_ns as f64 })
 }
 
 #[derive(Serialize)]
@@ -39,14 +56,14 @@ pub(crate) fn engine(json: bool) -> Result<()> {
     let program = lab::build_example("engine")?;
     eprintln!("WRITEs of 8 B to 1 MiB with one poller and with two");
     let o = Command::new(&program).output().map_err(|e| format!("{}: {e}", program.display()))?;
-    let rows: Vec<Row> = String::from_utf8_lossy(&o.stdout).lines().filter_map(row).collect();
-    if !o.status.success() || rows.is_empty() {
-        return Err(format!("{} failed: {}", program.display(), String::from_utf8_lossy(&o.stderr)));
-    }
+    let out = String::from_utf8_lossy(&o.stdout);
+    let rows: Vec<Row> = out.lines().filter_map(row).collect();
+    let failed = || format!("{} failed: {}", program.display(), String::from_utf8_lossy(&o.stderr));
+    let latency = out.lines().find_map(latency).filter(|_| o.status.success()).ok_or_else(failed)?;
     let cores = std::thread::available_parallelism().map_or(1, usize::from);
     let topology =
         format!("{cores} cores; two pairs of vRNICs, one QP each that writes; send queues that are always full");
-    let report = Report { topology, rows };
+    let report = Report { topology, rows, latency };
     if json {
         return print_json(&report);
     }
@@ -55,6 +72,11 @@ pub(crate) fn engine(json: bool) -> Result<()> {
     for r in &report.rows {
         println!("{:>8} {:>8} B {:>12.3} {:>12.0} {:>14.1}", r.pollers, r.bytes, r.millions_s, r.mib_s, r.ns);
     }
+    let l = &report.latency;
+    println!(
+        "\none poller with a core for itself, nobody yields: a WRITE of 8 B, from its post until its slot is free again"
+    );
+    println!("p50 {} ns, p99 {} ns; from core to core {} ns: {:.1} hops", l.p50_ns, l.p99_ns, l.hop_ns, l.hops);
     Ok(())
 }
 
@@ -68,5 +90,10 @@ mod tests {
         assert_eq!((r.pollers, r.bytes, r.ns), (2, 65536, 1000.0));
         assert!((r.mib_s - 62500.0).abs() < 1e-6 && (r.millions_s - 1.0).abs() < 1e-9);
         assert!(row("warning: nothing").is_none());
+        assert_eq!(
+            latency("latency 800 1500 200"),
+            Some(Latency { p50_ns: 800, p99_ns: 1500, hop_ns: 200, hops: 4.0 })
+        );
+        assert!(latency("2 65536 1000000.0").is_none() && latency("latency 1 2").is_none());
     }
 }
