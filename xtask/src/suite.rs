@@ -310,6 +310,13 @@ fn wrong_input(s: &mut Suite<'_>) {
         first.finish();
         refused(&second, "has a container already")
     });
+    s.check("containers_on_one_vrnic_one_after_the_other", |lab| {
+        for n in 1..=20 {
+            let o = lab.unirdma(&["run", "--vrnic", "a", "--", "true"]);
+            require(o.ok(), format!("container {n}: {}", o.text))?;
+        }
+        Ok(())
+    });
 }
 
 fn isolation(s: &mut Suite<'_>) {

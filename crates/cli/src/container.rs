@@ -78,7 +78,12 @@ pub(crate) fn run(dir: &Path, args: &RunArgs) -> io::Result<u8> {
     };
     drop(theirs);
     match parent(&mut client, args, pid, ours) {
-        Ok(()) => wait(pid),
+        Ok(()) => {
+            let code = wait(pid)?;
+            // Who runs the next container at once finds the vRNIC free. A virtual layer that is gone has no container left.
+            let _ = client.ask(&Request::Detach, None);
+            Ok(code)
+        }
         Err(e) => {
             // SAFETY: the child is ours and was not waited for yet.
             unsafe { libc::kill(pid, libc::SIGKILL) };

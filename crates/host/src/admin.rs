@@ -58,6 +58,8 @@ pub enum Request {
     Attach {
         name: String,
     },
+    /// Takes this connection's interface out again. The vRNIC is free for another one when this is answered.
+    Detach,
     /// Sends packets as pcap records, one a message, to the socket whose descriptor comes along, for as long as the
     /// connection stays open.
     Capture {

@@ -563,10 +563,7 @@ impl Control {
                     let _ = reply.send(answer);
                 }
                 Ask::Closed(id) => {
-                    for v in self.vrnics.values_mut().filter(|v| v.attached == Some(id)) {
-                        v.attached = None;
-                        self.switch.remove(id);
-                    }
+                    self.detach(id);
                     self.engine.stop_capture(id);
                 }
             }

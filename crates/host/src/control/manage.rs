@@ -44,6 +44,10 @@ impl Control {
             }
             Request::GroupRemove { name } => self.remove_group(&name),
             Request::Attach { name } => self.attach(id, &name, fd),
+            Request::Detach => {
+                self.detach(id);
+                Ok(Response::Done)
+            }
             Request::Capture { vrnic, snap } => self.capture(id, vrnic.as_deref(), snap, fd),
             Request::CaptureStop => {
                 let lost = self.engine.stop_capture(id).ok_or("no capture runs on this connection")?;
@@ -306,6 +310,14 @@ impl Control {
         self.switch.add(id, fd, group, v.mac, up).map_err(|e| format!("cannot use that interface: {e}"))?;
         v.attached = Some(id);
         Ok(Response::Done)
+    }
+
+    /// Takes out the interface that came by this connection, if one did.
+    pub(super) fn detach(&mut self, id: u64) {
+        for v in self.vrnics.values_mut().filter(|v| v.attached == Some(id)) {
+            v.attached = None;
+            self.switch.remove(id);
+        }
     }
 
     fn capture(&self, id: u64, vrnic: Option<&str>, snap: u32, fd: Option<OwnedFd>) -> Answer {
