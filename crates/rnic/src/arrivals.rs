@@ -1,4 +1,4 @@
-//! Packets that come in: whose they are. What is nobody's is counted by reason.
+//! Packets that come in. Here it is found out whose a packet is; a packet that is nobody's is counted by reason.
 
 use unirdma_formats::cm::GSI_QPN;
 use unirdma_formats::net::Flow;
@@ -16,13 +16,13 @@ pub(crate) struct Mail<'a> {
     pub packet: Packet<'a>,
     /// Who sends it.
     pub from: Gid,
-    /// Whom it is for; `None` if only its contents say, as those from plain devices do.
+    /// The vRNIC and the address that it is for. `None` for a packet of a plain device: then only its contents say that.
     pub to: Option<(VnicId, Gid)>,
 }
 
 impl Core {
-    /// A packet came in: from the BTH up to the ICRC, which the port has checked, or with its inner IP header if it came inside
-    /// VXLAN. Returns what is connection management's.
+    /// Takes a packet. `bytes` begin with the BTH and end before the ICRC, which the port has checked; if the packet came inside VXLAN,
+    /// they begin with the inner IP header and end with the ICRC. Returns the packet if it is for connection management.
     pub(crate) fn receive<'a>(&mut self, a: &Arrival, bytes: &'a [u8]) -> Option<Mail<'a>> {
         match a.group {
             None => self.receive_plain(a, bytes),

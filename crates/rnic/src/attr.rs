@@ -19,7 +19,7 @@ const RTS_OPTIONAL: u32 = CUR_STATE | ALT_PATH | ACCESS_FLAGS | MIN_RNR_TIMER | 
 /// From, to, required and optional attributes.
 type Row = (QpState, QpState, u32, u32);
 
-/// Every transition of an RC QP but those to RESET and ERR, which every state has.
+/// All transitions of an RC QP, except those to RESET and to ERR, which exist from every state.
 const RC: &[Row] = &[
     (Reset, Init, PKEY_INDEX | PORT | ACCESS_FLAGS, 0),
     (Init, Init, 0, PKEY_INDEX | PORT | ACCESS_FLAGS),
@@ -52,7 +52,7 @@ const RC: &[Row] = &[
     ),
 ];
 
-/// As [`RC`], of the initiator of an XRC connection: it answers nothing.
+/// As [`RC`], for the initiator of an XRC connection, which has no responder.
 const XRC_SEND: &[Row] = &[
     (Reset, Init, PKEY_INDEX | PORT | ACCESS_FLAGS, 0),
     (Init, Init, 0, PKEY_INDEX | PORT | ACCESS_FLAGS),
@@ -83,7 +83,7 @@ const XRC_SEND: &[Row] = &[
     ),
 ];
 
-/// As [`RC`], of its target: it asks for nothing.
+/// As [`RC`], for the target of an XRC connection, which has no requester.
 const XRC_RECV: &[Row] = &[
     (Reset, Init, PKEY_INDEX | PORT | ACCESS_FLAGS, 0),
     (Init, Init, 0, PKEY_INDEX | PORT | ACCESS_FLAGS),
@@ -99,7 +99,7 @@ const XRC_RECV: &[Row] = &[
 
 const UC_OPTIONAL: u32 = CUR_STATE | ALT_PATH | ACCESS_FLAGS | PATH_MIG_STATE | RATE_LIMIT;
 
-/// As [`RC`], of a UC QP.
+/// As [`RC`], for a UC QP.
 const UC: &[Row] = &[
     (Reset, Init, PKEY_INDEX | PORT | ACCESS_FLAGS, 0),
     (Init, Init, 0, PKEY_INDEX | PORT | ACCESS_FLAGS),
@@ -112,7 +112,7 @@ const UC: &[Row] = &[
     (Sqe, Rts, 0, CUR_STATE | ACCESS_FLAGS),
 ];
 
-/// As [`RC`], of a UD QP.
+/// As [`RC`], for a UD QP.
 const UD: &[Row] = &[
     (Reset, Init, PKEY_INDEX | PORT | QKEY, 0),
     (Init, Init, 0, PKEY_INDEX | PORT | QKEY),

@@ -1,4 +1,5 @@
-//! The core: the objects, what works on them, and what comes of it. Its methods are in the rooms beside this file.
+//! The core: the struct that holds the objects, the scheduler, jobs, the network and what waits to be told. Most of its methods are in
+//! other rooms.
 
 use std::collections::VecDeque;
 
@@ -40,7 +41,7 @@ pub struct Core {
     pub(crate) random: Streams,
     /// The time of the input or command that is being worked on, ns.
     pub(crate) now: u64,
-    /// What is put into each doorbell page.
+    /// The hints that are put into each doorbell page.
     pub(crate) hints: u32,
     /// Jobs may be done while the core does something else.
     pub(crate) helped: bool,
@@ -48,9 +49,9 @@ pub struct Core {
     pub(crate) active: Vec<SessionId>,
     /// Counts the changes of `active`.
     pub(crate) active_changes: u64,
-    /// A datagram has found no receive.
+    /// A datagram has found no receive since this was asked last.
     pub(crate) starved: bool,
-    /// The datagram under way on this host.
+    /// Room for the datagram that is being delivered on this host.
     pub(crate) datagram: Box<[u8]>,
     pub(crate) outputs: VecDeque<Output>,
 }

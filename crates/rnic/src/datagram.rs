@@ -23,7 +23,7 @@ const OWN_QKEY: u32 = 1 << 31;
 /// Datagrams that found no receive wait this long for one, ns: a program that shares its processor with others may not
 /// have had its turn yet. It is as if the network had been slower.
 const HOLD_NS: u64 = 10_000_000;
-/// Most bytes that wait so at one QP.
+/// Most bytes of datagrams that wait at one QP.
 const HOLD_BYTES: usize = 1 << 20;
 
 impl Core {
@@ -153,7 +153,7 @@ impl Core {
         if q.srq.is_some() {
             return self.look_again(h);
         }
-        // From now on the driver rings for receives; one that came before is seen by the QP's turn.
+        // From now on the driver rings when it posts a receive. A receive that was posted before is found in the QP's turn.
         q.rings.set_rq_notify(true);
         self.make_runnable(h);
     }
@@ -205,8 +205,7 @@ impl Core {
         }
     }
 
-    /// Puts a datagram into the receive that QP `h` has taken; false if the receive's memory moves, and then it is still
-    /// taken.
+    /// Puts a datagram into the receive that QP `h` has taken. False if the receive's memory moves; the receive stays taken then.
     fn put(&mut self, h: Handle<Qp>, flow: &Flow, data: &[u8], note: Note) -> bool {
         let Some(q) = self.objects.qps.get(h) else { return true };
         let Some(r) = &q.recv else { return true };

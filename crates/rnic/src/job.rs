@@ -20,16 +20,16 @@ use crate::access::{Side, Tables};
 use crate::objects::{Qp, SessionId, VnicId};
 use crate::slab::Handle;
 
-/// Jobs that wait for somebody to do them, beyond which no turn begins.
+/// While so many jobs wait for somebody to do them, no turn begins.
 const MAX_WAITING: usize = 8;
-/// Jobs of one vRNIC that go through private memory of processes and wait.
+/// Most jobs of one vRNIC that go through private memory of processes, waiting ones included.
 const MAX_PROCESS_WAITING: usize = 64;
-/// Slow jobs of one vRNIC, beyond which it gets no more jobs that go through private memory.
+/// A vRNIC that has so many slow jobs gets no more jobs that go through private memory of processes.
 const MAX_SLOW: usize = 4;
 /// Boxes of jobs that are over, which are kept for new ones.
 const MAX_SPARE: usize = 16;
 
-/// Memory that stays where it is while a job has it.
+/// Memory that a job holds: it stays mapped until the job lets it go.
 enum Place {
     Mapped(Span, u64),
     Process(ProcMem, u64, Option<Bell>),
@@ -104,7 +104,7 @@ impl End {
     }
 }
 
-/// What a job is at: known to whoever does it, and to the core.
+/// What a job does at this moment. Both the thread that does it and the core see it.
 #[derive(Default)]
 struct Phase(AtomicU8);
 
@@ -121,7 +121,7 @@ impl Phase {
         r
     }
 
-    /// From now on nothing is read or written that is not at this moment.
+    /// Stops the job: a read or write that runs at this moment goes on to its end, and no other begins.
     fn stop(&self) {
         self.0.fetch_or(Self::STOPPED, Ordering::SeqCst);
     }
@@ -189,7 +189,7 @@ impl Job {
         Some(Ok(()))
     }
 
-    /// Which it is: jobs are counted.
+    /// Its number. Jobs are counted from 1.
     pub fn number(&self) -> u64 {
         self.number
     }
@@ -219,7 +219,7 @@ impl Job {
 pub(crate) enum Waiter {
     /// The answer of a command.
     Command,
-    /// A driver whose memory goes away, for the time that it calls by this number.
+    /// A driver that has said, with this number, that its memory goes away.
     Away(u32),
 }
 
@@ -231,7 +231,7 @@ pub(crate) struct Flying {
     phase: Arc<Phase>,
     /// Whose memory it reads, and whose it writes.
     sessions: [SessionId; 2],
-    /// Those of them, with their vRNICs, whose private memory it goes through.
+    /// The sessions among those whose private memory it goes through, with their vRNICs.
     processes: [Option<(SessionId, VnicId)>; 2],
     /// Somebody does it.
     runs: bool,
@@ -282,7 +282,7 @@ pub(crate) struct Jobs {
     waiting: VecDeque<Box<Job>>,
     /// Those that go through private memory of processes.
     waiting_process: VecDeque<Box<Job>>,
-    /// Of those, how many somebody does now and are not slow.
+    /// How many of the jobs through private memory somebody does now, slow ones aside.
     in_process: usize,
     flying: Vec<Flying>,
     /// The QP of the job that ended last: who did that job has the QP's memory in its caches.
@@ -361,7 +361,8 @@ impl Jobs {
         slow().any(|f| f.processes.iter().flatten().any(|p| p.0 == session)) || slow().count() >= MAX_SLOW
     }
 
-    /// The next job for who will do it; for who has just ended one, one of the same QP if there is any. Of those that may be slow only one is given at a time, so that not everybody waits.
+    /// The next job for the caller to do. A caller that has just ended a job gets one of the same QP if there is one. Of the jobs
+    /// that may be slow only one is given out at a time, so that not every poller waits.
     pub fn take(&mut self) -> Option<Box<Job>> {
         if self.in_process == 0
             && let Some(job) = self.waiting_process.pop_front()
@@ -396,7 +397,8 @@ impl Jobs {
         withdrawn
     }
 
-    /// Nobody waits for the job with this number any more. Returns it, and what its memory is called: the end that it is at.
+    /// Notes that nobody waits for the job with this number any more. Returns the job, and the fault that names the end which it is
+    /// stuck in.
     pub fn give_up(&mut self, number: u64) -> Option<(&Flying, Fault)> {
         let f = self.flying.iter_mut().find(|f| f.number == number && !f.given_up)?;
         f.given_up = true;
@@ -446,7 +448,7 @@ impl Jobs {
         Some((f.session, f.waiter))
     }
 
-    /// Forgets who waits of a session.
+    /// Forgets the fences of a session.
     pub fn forget(&mut self, session: SessionId) {
         self.fences.retain(|f| f.session != session);
     }

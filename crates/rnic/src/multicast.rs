@@ -24,7 +24,7 @@ pub(crate) struct Multicast {
     hosts: HashMap<u32, Vec<(Path, u32)>>,
     /// Groups of vRNICs that have plain devices.
     foreign: HashSet<u32>,
-    /// Something of this is other than when the port was told of it.
+    /// Something has changed since the port was told the last time.
     changed: bool,
 }
 

@@ -9,30 +9,30 @@ use crate::objects::SessionId;
 pub enum Output {
     /// A completion event of CQ `cqn` on completion event virtqueue `queue`.
     Completion {
-        /// Whom.
+        /// The session that is told.
         session: SessionId,
-        /// Which queue, counted from 0.
+        /// The completion event virtqueue, counted from 0.
         queue: u16,
-        /// Which CQ.
+        /// The number of the CQ.
         cqn: u32,
     },
     /// The command of this session that was delayed can be answered.
     Released {
-        /// Whose.
+        /// The session whose command it is.
         session: SessionId,
     },
     /// CM_EVENT has something for completion event virtqueue `queue`.
     Connection {
-        /// Whom.
+        /// The session that is told.
         session: SessionId,
-        /// Which queue, counted from 0.
+        /// The completion event virtqueue, counted from 0.
         queue: u16,
     },
     /// An asynchronous event.
     Async {
-        /// Whom.
+        /// The session that is told.
         session: SessionId,
-        /// What.
+        /// The kind of event.
         kind: AsyncEvent,
         /// QPN, CQ handle or port.
         handle: u32,
@@ -40,7 +40,7 @@ pub enum Output {
 }
 
 impl Output {
-    /// Whom it is for.
+    /// The session that it is for.
     pub fn session(&self) -> SessionId {
         match *self {
             Output::Completion { session, .. }

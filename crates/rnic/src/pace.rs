@@ -11,13 +11,13 @@ const NS_PER_BYTE_AT_1_BPS: u128 = 8 * SECOND_NS;
 /// A vRNIC's part of the RNIC.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, serde::Serialize, serde::Deserialize)]
 pub struct Share {
-    /// Time of the RNIC that it gets while others want it too, in relation to theirs: 1 to 10,000.
+    /// Weight, 1 to 10,000. While several vRNICs want the RNIC, each gets time in proportion to its weight.
     pub weight: u32,
     /// Most bits of payload that its QPs send in a second as requesters; 0: as many as they can.
     pub rate_bps: u64,
     /// Most work requests that its QPs begin in a second as requesters; 0: as many as they can.
     pub ops: u64,
-    /// After a pause it may be ahead of both limits by what they allow in so many microseconds.
+    /// Burst: after a pause it may exceed both limits by what they allow in this time, microseconds.
     pub burst_us: u64,
 }
 
@@ -31,7 +31,7 @@ impl Default for Share {
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Limit {
     share: Share,
-    /// When what was sent so far would be over at the rates of the limits, ns.
+    /// When all that was sent so far would have left at exactly the limit's rate, ns.
     bits_until: u64,
     ops_until: u64,
 }
@@ -49,7 +49,7 @@ impl Limit {
         self.share.rate_bps != 0 || self.share.ops != 0
     }
 
-    /// When its QPs may send; a time that is past if they may now.
+    /// From when on its QPs may send, ns; a time in the past means now.
     pub fn after(&self) -> u64 {
         self.bits_until.max(self.ops_until).saturating_sub(self.share.burst_us.saturating_mul(1000))
     }

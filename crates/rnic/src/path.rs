@@ -9,7 +9,8 @@ use unirdma_formats::wire::ROCE_PORT;
 pub struct Route {
     /// Address of its host.
     pub host: IpAddr,
-    /// A plain RoCEv2 device: it knows this side by the vRNIC's own GID, so packets leave from that address.
+    /// The holder is a plain RoCEv2 device. Such a device knows this side by the vRNIC's own GID, so packets to it leave from that
+    /// address.
     pub foreign: bool,
     /// VXLAN network identifier of the group, 24 bits.
     pub vni: u32,
@@ -22,9 +23,9 @@ pub struct Path {
     pub to: IpAddr,
     /// Source address; `None`: the host's own.
     pub from: Option<IpAddr>,
-    /// UDP source port: one for all packets of a connection, which keeps them in order, and others for other connections.
+    /// UDP source port. All packets of a connection have the same one, so that the network keeps them in order.
     pub port: u16,
-    /// Traffic class of the address vector, its two ECN bits aside: those are the network's.
+    /// Traffic class of the address vector without its two ECN bits, which belong to the network.
     pub class: u8,
     /// There is no link: what is sent is lost.
     pub cut: bool,

@@ -1,4 +1,4 @@
-//! Random numbers that nobody can foretell from those that he has seen: ChaCha20, with a stream for each use.
+//! Random numbers by ChaCha20, a stream for each use: the numbers that somebody has seen say nothing of those to come.
 
 use rand_chacha::ChaCha20Rng;
 use rand_chacha::rand_core::{Rng as _, SeedableRng};

@@ -13,12 +13,12 @@ use std::collections::{BTreeSet, BinaryHeap, VecDeque};
 use crate::objects::{Cq, Qp, SessionId, VnicId, VnicKind};
 use crate::slab::{Beside, Handle};
 
-/// What is to be done in a moment is done after this time, ns. The ACK of a message waits so long for the program's own reply: both
-/// then take one system call, and the program its turn first.
+/// How long a QP waits that asks for a turn in a moment, ns. The ACK of a message waits for this time, so that it can leave
+/// together with the program's own reply, in one system call.
 pub(crate) const MOMENT_NS: u64 = 5_000;
 /// Virtual nanoseconds of a nanosecond at weight 1.
 const SCALE: u64 = 1 << 16;
-/// Timers of one vRNIC, stopped ones included, beyond which the stopped ones are looked for.
+/// If a vRNIC has more timers than this, and some in addition, the stopped ones among them are thrown away.
 const MANY_TIMERS: usize = 1024;
 
 /// What a timer of a vRNIC is for.
@@ -39,7 +39,7 @@ struct Agenda {
     charged: u64,
     /// What its turns took, nanoseconds.
     busy_ns: u64,
-    /// It stands in [`Scheduler::ready`], or has its turn.
+    /// It is in [`Scheduler::ready`], or has its turn.
     queued: bool,
     /// Its place in [`Scheduler::wakes`]; `u64::MAX` for none.
     wakes_at: u64,
@@ -60,13 +60,13 @@ impl Agenda {
 #[derive(Default)]
 pub(crate) struct Scheduler {
     agendas: Beside<VnicKind, Agenda>,
-    /// vRNICs with work, by what each had been charged when it was put there, or less.
+    /// vRNICs with work, in order of what each had been charged when it was put here.
     ready: BinaryHeap<Reverse<(u64, VnicId)>>,
     /// When the first timer of each vRNIC that has one fires.
     wakes: BTreeSet<(u64, VnicId)>,
     /// What the vRNIC of the last turn had been charged when the turn began.
     clock: u64,
-    /// QPs that want a turn in a moment, all after the same delay, and when.
+    /// QPs that want a turn in a moment, with the time of that turn. The delay is the same for all, so they are in order.
     soon: VecDeque<(u64, Handle<Qp>)>,
 }
 
@@ -118,7 +118,7 @@ impl Scheduler {
         self.wakes.first().map(|w| w.0).into_iter().chain(soon).min()
     }
 
-    /// A QP has work; the caller sees to it that it stands in the agenda once.
+    /// Adds a QP that has work. The caller makes sure that a QP is in the agenda once at most.
     pub fn enqueue(&mut self, id: VnicId, qp: Handle<Qp>) {
         if let Some(a) = self.agendas.get_mut(id.0) {
             a.run.push_back(qp);
@@ -126,7 +126,7 @@ impl Scheduler {
         }
     }
 
-    /// The doorbell of a session has rung; the caller sees to it that it stands in the agenda once.
+    /// Adds a session whose doorbell has rung. The caller makes sure that a session is in the agenda once at most.
     pub fn ring(&mut self, id: VnicId, session: SessionId) {
         if let Some(a) = self.agendas.get_mut(id.0) {
             a.rung.push_back(session);
@@ -148,7 +148,7 @@ impl Scheduler {
     /// Sets a timer. `stopped` tells which of the timers that were set before mean nothing any more.
     pub fn arm(&mut self, id: VnicId, at: u64, due: Due, limit: usize, stopped: impl Fn(&Due) -> bool) {
         let Some(a) = self.agendas.get_mut(id.0) else { return };
-        // Timers of waits that are over stay until they fire, which may be hours: bound them.
+        // The timer of a wait that is over stays until it fires, which may be hours later, so their number is bounded here.
         if a.timers.len() > MANY_TIMERS.saturating_add(limit) {
             a.timers.retain(|Reverse((_, due))| !stopped(due));
         }

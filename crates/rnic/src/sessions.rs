@@ -101,7 +101,7 @@ impl Core {
         self.active.iter().filter_map(session).collect()
     }
 
-    /// Gives a session its doorbell page. Once.
+    /// Gives a session its doorbell page, which it has from then on.
     ///
     /// # Errors
     /// `BadState` if it has one.

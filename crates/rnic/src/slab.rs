@@ -9,11 +9,12 @@ pub(crate) use unirdma_formats::ByNumber;
 const INDEX_BITS: u32 = 24;
 const INDEX_MASK: u64 = (1 << INDEX_BITS) - 1;
 
-/// Names an object of a [`Slab`]: 24 bits of slot, and which of the slot's objects it is. 40 bits do not run out.
+/// Names an object of a [`Slab`]: 24 bits say which slot, and 40 bits which of the objects that the slot has had. 40 bits are never
+/// used up.
 pub(crate) struct Handle<T>(u64, PhantomData<fn() -> T>);
 
 impl<T> Handle<T> {
-    /// What no object has.
+    /// A handle that no object ever has.
     pub const NONE: Self = Handle(0, PhantomData);
 
     /// The handle with this number.
@@ -80,7 +81,7 @@ impl<T> Entry<T> {
     }
 }
 
-/// Values by [`Handle`]. `K` stands for them in handles, in the place of a type that is defined elsewhere.
+/// Values by [`Handle`]. Their handles are of type `Handle<K>`, so that code which only passes handles on need not know `T`.
 pub(crate) struct Slab<T, K = T> {
     entries: Vec<Entry<T>>,
     free: Vec<usize>,

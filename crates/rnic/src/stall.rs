@@ -4,7 +4,8 @@
 /// The time between two tries grows with the wait, within these bounds, ns.
 const SHORTEST_NS: u64 = 5_000;
 const LONGEST_NS: u64 = 1_000_000;
-/// A process whose pages cannot be reached for this long has none, ns: its word about moving them may be a lie.
+/// If the pages of a process cannot be reached for this time, the request fails, ns: what a process says of moving its pages may be
+/// a lie.
 const PATIENCE_NS: u64 = 5_000_000_000;
 
 /// A request's wait for memory that moves.

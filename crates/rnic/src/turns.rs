@@ -1,4 +1,4 @@
-//! Rounds and turns: what has come up is looked at, and vRNICs work in the order that the scheduler says.
+//! Rounds and turns. A round looks at doorbells and timers, and then gives turns to vRNICs in the order that the scheduler says.
 
 use unirdma_formats::QpType;
 use unirdma_mem::Bell;
@@ -58,7 +58,7 @@ impl Core {
             found = true;
             let estimate = self.turn(id);
             let now = clock().max(self.now);
-            // A clock that stands still is that of a simulation.
+            // The clock of a simulation stands still during a round.
             let took = if now == began { estimate } else { now - self.now };
             self.now = now;
             spent += took;
@@ -119,7 +119,7 @@ impl Core {
         let Some(bell) = &s.bell else { return };
         let (slots, qps, sched) = (&s.slots, &mut self.objects.qps, &mut self.sched);
         bell.take(slots.len() as u32, |slot| {
-            // A bit of a slot that has no QP is the driver's mistake and costs nothing.
+            // If a driver sets the bit of a slot that has no QP, nothing happens.
             if let Some(&Some(qp)) = slots.get(slot as usize) {
                 enqueue(qps, sched, qp);
             }

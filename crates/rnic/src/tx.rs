@@ -11,21 +11,22 @@ pub struct Tx {
     bytes: Box<[u8]>,
     used: usize,
     packets: Vec<TxPacket>,
-    /// How many of `packets` are gone.
+    /// How many packets at the beginning of `packets` were sent already.
     gone: usize,
 }
 
 /// A packet of [`Tx`].
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct TxPacket {
-    /// Where from and to.
+    /// Its source and its destination.
     pub path: Path,
     start: usize,
     len: usize,
     outer: usize,
 }
 
-/// Bytes that [`Tx`] holds; beyond [`TX_FULL`] connected QPs wait, and nobody else.
+/// How many bytes [`Tx`] holds. While [`TX_FULL`] bytes or more are in use, connected QPs and datagrams wait; connection management
+/// may still send.
 const TX_BYTES: usize = 1 << 20;
 const TX_FULL: usize = TX_BYTES - (64 << 10);
 
@@ -46,7 +47,7 @@ impl TxPacket {
         self.outer
     }
 
-    /// True for a packet of no bytes, which there is none of.
+    /// Always false: a packet has at least a BTH.
     pub fn is_empty(&self) -> bool {
         self.len == 0
     }
@@ -87,7 +88,7 @@ impl Tx {
         }
     }
 
-    /// Appends a packet that is made already, its ICRC aside.
+    /// Appends a packet that is complete except for its ICRC.
     pub fn push_raw(&mut self, path: Path, bytes: &[u8]) {
         let (start, end) = (self.used, self.used + bytes.len());
         let Some(room) = self.bytes.get_mut(start..end + ICRC_BYTES) else { return };
@@ -122,7 +123,7 @@ impl Tx {
     ) -> Result<(), Fault> {
         let start = self.used;
         if path.cut || self.bytes.len() - start < MAX_OUTER_BYTES + MAX_HEADER_BYTES + len + 3 + ICRC_BYTES {
-            // There is room while callers ask `is_full` first; a packet may always be lost.
+            // Callers ask `is_full` first, so that there is room. If there is none, the packet is as if the network had lost it.
             return Ok(());
         }
         let mut outer = 0;

@@ -1,5 +1,5 @@
-//! vRNICs: made and removed, shown, and their ports: the link, which the virtual layer sets up and down, and the addresses,
-//! which it gives and takes away while programs run. And the network that they share.
+//! vRNICs: how they are made, shown and removed. Their ports: the virtual layer sets the link up and down, and gives and takes addresses
+//! while programs run. The network that all vRNICs share.
 //!
 //! A QP or AH that has no link sends into the void and hears nothing, as on a NIC without a cable: reliable connections end in
 //! RETRY_EXC_ERR after their retries, or go on if the link comes back before. So does one whose own address was taken away.

@@ -14,7 +14,7 @@ use crate::objects::{MAX_RD_ATOMIC, VnicId};
 
 /// Upper half of service IDs of connections over IP (annex A11).
 const IP_SERVICE: u64 = 1 << 24;
-/// Transport of a REQ that names another one elsewhere.
+/// The transport in a REQ that says "see the field extended transport".
 const EXTENDED_TRANSPORT: u8 = 3;
 
 fn service_id(space: u16, port: u16) -> u64 {
@@ -103,7 +103,7 @@ impl Manager<'_> {
                     srq: r.srq,
                     flow_control: r.flow_control,
                 };
-                // What the peer grants is what holds.
+                // The peer's REP says what it grants, which may be less than was asked for.
                 c.own.initiator_depth = r.responder_resources.min(MAX_RD_ATOMIC);
                 c.own.responder_resources = r.initiator_depth.min(MAX_RD_ATOMIC);
                 c.own.rnr_retry_count = r.rnr_retry_count;
@@ -350,7 +350,7 @@ impl Manager<'_> {
             let (request_id, status) = (c.remote_id, sidr::REJECTED);
             Message::SidrRep { request_id, status, qpn: 0, service_id, qkey: 0, info: Vec::new(), private }
         } else {
-            // Who gives up a request of its own has run out of time.
+            // Whoever gives up its own request says that its time has run out.
             let reason = if c.state == State::ReqSent { reason::TIMEOUT } else { reason };
             Message::Rej { local_id: c.local_id, remote_id: c.remote_id, about, reason, info: Vec::new(), private }
         };
@@ -370,7 +370,7 @@ impl Manager<'_> {
             self.expect(id, &[State::Established, State::RepSent, State::TimeWait, State::Closed, State::DreqSent])?;
         match c.state {
             State::Established | State::RepSent if !c.is_datagram() => self.send_dreq(id),
-            // The peer was first.
+            // The peer has disconnected before.
             State::TimeWait | State::Closed | State::DreqSent => {}
             _ => return Err(Status::BadState),
         }
@@ -451,7 +451,7 @@ impl Manager<'_> {
     }
 }
 
-/// What a program says of its QP. Counts of retries have three bits; more is as many as there are, as in the kernel.
+/// What a program says of its QP. Retry counts have three bits: a larger number is taken for 7, as the kernel does.
 fn ends(p: &abi::CmParam, psn: u32) -> Ends {
     Ends {
         qpn: p.qpn & unirdma_formats::Qpn::MASK,

@@ -187,8 +187,8 @@ impl Manager<'_> {
         c.backlog = if backlog == 0 { 1024 } else { backlog.min(MAX_BACKLOG) };
         let (key, src) = ((c.vnic, c.space, c.src.map_or(0, |a| a.port)), c.src);
         let shares = c.reuse && c.answers.is_some();
-        // An address may be shared by identifiers that connect, not by ones that listen, but for those that answer by themselves:
-        // there the last one does.
+        // Identifiers that connect may share an address. Identifiers that listen may not, unless they all answer by themselves; then the
+        // last one answers.
         let others = self.cm.ports.get(&key).into_iter().flatten().filter(|&&o| o != id);
         let taken = others.filter_map(|&o| self.cm.ids.get(o)).any(|o| {
             o.state == State::Listening

@@ -28,7 +28,7 @@ type Result<T> = std::result::Result<T, Status>;
 
 /// Identifiers of one vRNIC.
 const MAX_IDS: usize = 65_536;
-/// Events that wait on a queue, beyond which no group is joined. (An identifier has few others at a time.)
+/// While so many events wait on a queue, no multicast group is joined. (Other events are few for each identifier.)
 const MAX_EVENTS: usize = 65_536;
 /// Requests that wait at an identifier, at most.
 const MAX_BACKLOG: u32 = 4096;
@@ -184,7 +184,7 @@ impl CmId {
     }
 
     fn params(&self) -> abi::CmParam {
-        // What the peer can hold is what this end may ask for, and the other way round.
+        // This end may ask for as much as the peer can hold, and the other way round.
         abi::CmParam {
             qpn: self.peer.qpn,
             qkey: if self.is_datagram() { self.peer_qkey } else { 0 },
@@ -218,7 +218,7 @@ pub(crate) struct Cm {
     numbers: HashMap<(SessionId, u32), Id>,
     /// How many each vRNIC has.
     used: HashMap<VnicId, usize>,
-    /// Of each vRNIC, port space and port: who has it.
+    /// The identifiers that have a port: by vRNIC, port space and port.
     ports: HashMap<(VnicId, u16, u16), Vec<Id>>,
     by_local_id: HashMap<u32, Id>,
     /// Requests that came in: of a vRNIC, from a GID, with a communication ID, for datagrams or not.
@@ -227,7 +227,7 @@ pub(crate) struct Cm {
     /// Messages between vRNICs of this host.
     local: VecDeque<(VnicId, Gid, Gid, Box<[u8; MAD_BYTES]>)>,
     timers: BinaryHeap<Reverse<(u64, Id, u32)>>,
-    /// How many there were when those that were stopped had last been thrown away.
+    /// How many timers were left when the stopped ones were thrown away the last time.
     timers_kept: usize,
     /// Requests to services that nobody listens to yet, in order of their deadlines.
     early: VecDeque<Early>,

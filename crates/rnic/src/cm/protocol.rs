@@ -23,7 +23,7 @@ pub(super) const RETRIES: u8 = 15;
 /// A message is sent again after this time at first, ns, later at the time of [`RESPONSE_TIMEOUT`]: on a network that
 /// loses packets nobody wants to wait for seconds.
 const FIRST_RETRY_NS: u64 = 250_000_000;
-/// Stopped timers that are kept, beside as many as there are others.
+/// Stopped timers are thrown away when there are so many more timers than twice those that ran the last time.
 const MAX_STOPPED: usize = 1024;
 /// Encoded time of an MRA: 68 s.
 pub(super) const MRA_TIMEOUT: u8 = 24;
@@ -67,8 +67,8 @@ impl Manager<'_> {
         self.core.tap_sent(Some(vnic));
     }
 
-    /// Delivers what vRNICs of this host have sent each other. Each message causes one more at most, and a chain of them
-    /// ends: so does this.
+    /// Delivers what vRNICs of this host have sent each other, and follows the chain of answers until it ends: each message causes
+    /// one more at most.
     pub(super) fn deliver_local_mads(&mut self) {
         while let Some((vnic, own, from, mad)) = self.cm.local.pop_front() {
             self.on_mad(vnic, own, from, &*mad, false);
@@ -79,7 +79,7 @@ impl Manager<'_> {
     pub fn handle_mail(&mut self, a: &Arrival, bytes: &[u8], mail: &Mail<'_>) {
         let p = &mail.packet;
         let Some((vnic, own)) = mail.to.or_else(|| self.mad_target(a.from, p.payload)) else {
-            // What speaks of a connection that is gone is no stranger's: such messages come late and twice.
+            // A message about a connection that is gone need not come from a stranger: messages come late and twice.
             let drops = &mut self.core.net.drops;
             match Mad::parse(p.payload).map(|m| m.message) {
                 None => drops.malformed += 1,
@@ -92,7 +92,7 @@ impl Manager<'_> {
             let path = Path { from: Some(own.ip()), port: a.port, ..Path::new(a.from) };
             self.core.tap_received(Some(vnic), path, bytes);
         }
-        // No QP of a program has the number of the general services: what it sends is not believed.
+        // No program's QP has the number of the general services, so a packet from another number is not believed.
         if p.deth.qkey != GSI_QKEY || p.deth.src_qp != GSI_QPN {
             self.core.net.drops.bad_state += 1;
             return;
@@ -127,7 +127,7 @@ impl Manager<'_> {
         }
     }
 
-    /// `last`: a request to a service that nobody listens to is refused, it has waited.
+    /// A MAD came in. `last`: a request to a service that nobody listens to has waited long enough, and is refused.
     fn on_mad(&mut self, vnic: VnicId, own: Gid, from: Gid, bytes: &[u8], last: bool) {
         if !self.core.is_up(vnic) {
             return;
@@ -185,7 +185,7 @@ impl Manager<'_> {
                 }
             }
             Message::Dreq { local_id, remote_id, .. } => {
-                // Whoever knows nothing of a connection agrees that it is over.
+                // A DREQ about a connection that nobody knows is answered too: it is over.
                 let message = Message::Drep { local_id: remote_id, remote_id: local_id, private: Vec::new() };
                 let found = find(remote_id);
                 self.send_mad_to(vnic, own, from, &Mad { tid, message }.bytes());
@@ -338,7 +338,7 @@ impl Manager<'_> {
         }
     }
 
-    /// An identifier comes to nothing.
+    /// The connection of an identifier fails.
     pub(super) fn close(&mut self, id: Id, kind: CmEventKind, status: i32, private: &[u8]) {
         self.stop_timer(id);
         if let Some(c) = self.cm.ids.get_mut(id) {

@@ -63,7 +63,7 @@ impl Core {
         Ok(number)
     }
 
-    /// RESIZE_CQ: further completions go to another ring; an arming that was not served yet holds for it.
+    /// RESIZE_CQ: further completions go to another ring. If the CQ is armed, the other ring is armed too.
     ///
     /// # Errors
     /// `BadHandle`, or `BadState` for a CQ that has overrun.
@@ -205,7 +205,7 @@ impl Core {
         Ok(())
     }
 
-    /// REREG_MR: `mr` becomes what `by` is, and keeps its keys; `by` is gone.
+    /// REREG_MR: `mr` keeps its keys and gets all else from `by`, which ceases to exist.
     ///
     /// # Errors
     /// `BadHandle` if the session has no such MRs, or they are one; `Busy` while windows are bound to them.
@@ -283,7 +283,7 @@ impl Core {
         Ok(())
     }
 
-    /// SET_STAGE, once.
+    /// SET_STAGE: gives a session its stage, which it has from then on.
     ///
     /// # Errors
     /// `BadAddress` for a window that cannot be one, `BadState` if there is one.

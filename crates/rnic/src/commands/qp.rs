@@ -112,7 +112,7 @@ impl Core {
         let Some(q) = self.objects.qps.get(h) else { return };
         let (pd, cqs, srq, xrcd) = (q.pd, [q.send_cq, q.recv_cq], q.srq, q.xrcd);
         match xrcd {
-            // It was aimed at the PD, the CQ and the SRQ of a message.
+            // The PD, the CQ and the SRQ of such a QP are those of the last message.
             Some((xrcd, _)) => self.objects.use_xrcd(xrcd, more),
             None => {
                 self.objects.use_pd(pd, more);
@@ -173,7 +173,7 @@ impl Core {
                 return false;
             }
             None => {
-                // The doorbell bit goes: nothing is posted to such a QP.
+                // The QP loses its doorbell bit, since nobody posts to the target of an XRC connection.
                 let (heir, xrcd) = q.openers.swap_remove(0);
                 let slot = std::mem::replace(&mut q.slot, NO_SLOT);
                 let left = q.xrcd.map_or(Handle::NONE, |x| x.0);
@@ -200,7 +200,7 @@ impl Core {
         let h = self.objects.own_qp(s, qpn)?;
         let q = self.objects.qps.get_mut(h).filter(|q| q.owner == s && !q.broken).ok_or(Status::BadState)?;
         let layout = *rings.layout();
-        // Those under way are still in the ring: their slots are freed in order.
+        // WQEs under way are still in the ring, since slots are freed in order.
         let fits = rings.sq_pending(q.sq_cons).is_ok() && rings.rq_pending(q.rq_cons).is_ok();
         if !fits || layout.sq_stride != q.rings.layout().sq_stride || layout.rq_stride != q.rings.layout().rq_stride {
             return Err(Status::BadValue);

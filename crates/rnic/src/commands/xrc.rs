@@ -11,7 +11,7 @@ impl Core {
     /// CREATE_XRCD.
     ///
     /// # Errors
-    /// `BadHandle` if it does not exist and may not be made, `BadValue` if it exists and may not, `Exhausted`.
+    /// `BadHandle` if there is no such domain and `create` is not set, `BadValue` if there is one and `exclusive` is set, `Exhausted`.
     pub fn create_xrcd(&mut self, s: SessionId, o: OpenXrcd) -> Result<u32> {
         let vnic = self.objects.vnic_of(s)?;
         self.objects.quota(s, |u| u.xrcds, |l| l.max_pd)?;

@@ -1,4 +1,4 @@
-//! Jobs leave the core, and what came of them comes back.
+//! The core gives jobs out, and takes their results as inputs.
 
 use unirdma_formats::QpState;
 use unirdma_mem::Fault;
@@ -26,7 +26,7 @@ impl Core {
         }
         if let Some(p) = self.objects.qps.get_mut(job.peer) {
             p.served_by -= 1;
-            // What it may not flush while a job fills it is flushed now.
+            // A QP in ERR flushes no receive that a job fills. Now it can.
             if p.state == QpState::Err {
                 self.make_runnable(job.peer);
             }

@@ -19,13 +19,13 @@ use crate::job::Made;
 use crate::objects::{Qp, Wait, Work};
 use crate::slab::Handle;
 
-/// Most bytes that a job moves. Then keys are looked up again.
+/// Most bytes that one job moves. The keys of a message are looked up again for each job.
 const SLICE: u64 = 128 << 10;
 /// Most bytes that move at once, while the core is held.
 const SMALL_SLICE: u64 = 64 << 10;
 
-/// At least so many bytes are moved by a job, if somebody else could use the core meanwhile. Fewer are moved at once: they take less
-/// time than it takes to come back.
+/// A slice of at least so many bytes is moved by a job if somebody else could use the core meanwhile. A shorter slice is moved at
+/// once, which takes less time than a job.
 const JOB_BYTES: u64 = 16 << 10;
 
 /// Time between two looks for room in the receiver's stage, or among the jobs of a vRNIC, ns.
@@ -37,7 +37,7 @@ pub(crate) enum Outcome {
     Progress,
     /// Done.
     Done,
-    /// Nobody answers, no receive is there, or memory moves: a timer is armed. Or there is no room for its packet.
+    /// It has to wait: nobody answers, no receive is there, memory moves, or there is no room for its packet. [`Wait`] says which.
     Waits,
     /// A job copies its next slice.
     Copies,
@@ -304,7 +304,7 @@ impl Core {
 
     /// Job `number` has copied `bytes` for a request of QP `h`, or not.
     pub(crate) fn copied(&mut self, [h, peer]: [Handle<Qp>; 2], number: u64, bytes: u64, result: Result<(), Fault>) {
-        // If the QP has been reset meanwhile, what it did then is over.
+        // If the QP was reset or destroyed meanwhile, the result is of no interest.
         let Some(q) = self.objects.qps.get_mut(h).filter(|q| q.wait() == Wait::Job(number)) else { return };
         let goes_on = matches!(q.state, QpState::Rts | QpState::Sqd);
         q.work.iter_mut().for_each(|w| w.wait = Wait::No);

@@ -97,7 +97,7 @@ impl Core {
         let Some(x) = s.xrc.filter(|x| q.xrcd.is_some_and(|own| own.1 == x.domain)) else { return false };
         let to = (s.pd, s.owner, Some(srq), x.cq);
         if q.recv.is_some() && q.srq != Some(srq) {
-            // A message that was broken off has left its receive: the one for this message is another queue's.
+            // A message that was broken off has left its receive, but this message takes one of another queue.
             self.finish_recv(h, RecvDone::flushed());
         }
         if let Some(q) = self.objects.qps.get_mut(h) {
@@ -138,7 +138,7 @@ pub(crate) struct RecvDone {
     pub byte_len: u64,
     pub src_qp: u32,
     pub solicited: bool,
-    /// A datagram, its header before the data: the service level that tells the header's kind.
+    /// For a datagram, whose header stands before its data: the service level, which says which kind of header that is.
     pub grh: Option<u8>,
 }
 

@@ -38,7 +38,7 @@ pub(crate) struct Moderation {
     /// Completions that wait for an event, and whether one of them is solicited.
     pub waiting: u16,
     pub solicited: bool,
-    /// When the first of them is to be reported, ns; and whether a timer runs, which may have been set for earlier ones.
+    /// When the first of them is to be reported, ns; and whether a timer runs. That timer may have been set for earlier completions.
     pub due: u64,
     pub timed: bool,
 }
@@ -79,7 +79,7 @@ pub(crate) struct Xrcd {
     pub number: u32,
     /// QPs, openers of QPs, and SRQs in it.
     pub uses: u32,
-    /// What programs share it by.
+    /// The file by which programs share it, if they do.
     pub file: Option<File>,
     /// The same for all that have opened one domain.
     pub domain: u32,
@@ -147,8 +147,8 @@ pub struct SrqInfo {
 pub struct OpenXrcd {
     /// Device and inode of a file, by which programs share it.
     pub key: Option<(u64, u64)>,
-    /// It may be new.
+    /// A new domain may be made.
     pub create: bool,
-    /// It must be new.
+    /// A new domain must be made.
     pub exclusive: bool,
 }

@@ -49,10 +49,10 @@ pub(crate) struct Session {
     pub free_slots: Vec<u32>,
     /// False while the session is polled, true while it must kick.
     pub parked: bool,
-    /// Its doorbell has rung, and its vRNIC knows.
+    /// Its doorbell has rung, and it is in the agenda of its vRNIC.
     pub rung: bool,
     pub last_rung_ns: u64,
-    /// Not 0 while the memory of its MRs is somewhere else: what its driver has said last.
+    /// The number by which its driver has said that the memory of its MRs is somewhere else; 0: it is in its place.
     pub away: u32,
     pub memory: Option<Arc<dyn Resolve>>,
     pub stage: Option<Stage>,

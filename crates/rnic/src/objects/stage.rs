@@ -9,7 +9,7 @@ use zerocopy::IntoBytes;
 
 use super::ids::SessionId;
 
-/// Records that are looked at for each new one, whether the driver has given them back.
+/// For each new record, so many old ones are looked at, whether the driver has given them back.
 const LOOKS: usize = 4;
 /// The search for room begins at the start of the stage again once it has gone past twice the granules in use and this many
 /// more. So the same memory, which is in the caches, is used again.
@@ -31,7 +31,7 @@ pub(crate) struct Stage {
     in_use: usize,
     /// Where the search for room begins.
     cursor: usize,
-    /// Records in use, first granule and count: a record that its driver keeps for long goes round.
+    /// Records in use: first granule and count. One that is looked at and still in use goes to the end.
     given: VecDeque<(u32, u32)>,
     /// When the driver was last seen to have given one back.
     released_at: Option<u64>,
@@ -50,7 +50,7 @@ pub(crate) struct Staged {
 }
 
 impl Stage {
-    /// `None` if the window is no aligned one of at least two granules and at most [`abi::MAX_STAGE`] bytes.
+    /// `None` unless the window is aligned and has at least two granules and at most [`abi::MAX_STAGE`] bytes.
     pub fn new(span: Span) -> Option<Self> {
         let granules = span.len() / abi::STAGE_GRANULE;
         let fits = granules >= 2 && span.len() as u64 <= abi::MAX_STAGE && span.addr() % 64 == 0;

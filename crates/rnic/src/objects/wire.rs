@@ -11,7 +11,7 @@ use super::work::{Spare, Work};
 use crate::path::Path;
 use crate::stall::Stall;
 
-/// The network state of a QP.
+/// The state of a connection to another host.
 pub(crate) struct Wire {
     pub path: Path,
     pub flight: VecDeque<Flight>,
@@ -19,7 +19,7 @@ pub(crate) struct Wire {
     pub una: Psn,
     /// PSN of the next packet to send; goes back to `una` for a retransmission.
     pub next: Psn,
-    /// PSN after the last one that was ever sent.
+    /// The PSN that follows the highest one sent so far.
     pub high: Psn,
     /// Place of `next` in `flight`.
     pub cursor: usize,
@@ -149,9 +149,9 @@ pub(crate) struct Flight {
     pub work: Box<Work>,
     pub first: Psn,
     pub packets: u32,
-    /// Sequence number of its first message, 24 bits: a READ may be several.
+    /// Sequence number of its first message, 24 bits. A long READ is several messages.
     pub ssn: u32,
-    /// It could not even begin: completes with this when all before it have.
+    /// The request failed before anything of it was sent. It completes with this status when all requests before it have completed.
     pub status: Option<unirdma_formats::WcStatus>,
 }
 
@@ -176,7 +176,7 @@ pub(crate) struct Window {
     pub acked: u32,
     /// In 1024ths.
     pub alpha: u32,
-    /// Losses before this PSN belong to the last cut.
+    /// The last cut was for losses before this PSN: they cause no other cut.
     pub cut_until: Psn,
     /// False: always [`WINDOW_MAX`].
     pub adapts: bool,
@@ -228,7 +228,7 @@ impl Window {
     }
 }
 
-/// Most answers that wait for their turn; what a peer asks for beyond is as if lost, and it asks again.
+/// Most answers that wait for their turn. Requests beyond that are treated as lost packets: the peer sends them again.
 const MAX_ANSWERS: usize = 512;
 
 /// What the responder has to send, in order.
@@ -279,12 +279,12 @@ pub(crate) struct Responder {
     pub message: Option<Message>,
     /// Bytes of the message that have come in.
     pub got: u64,
-    /// A NAK went out for the expected PSN: nothing more is said until it comes.
+    /// A NAK went out for the expected PSN. No further NAK is sent until a packet with that PSN comes.
     pub nak_sent: bool,
     /// A fatal NAK is on its way: further requests are dropped.
     pub failed: bool,
     pub answers: VecDeque<Answer>,
-    /// When an ACK that is alone must go; until then the program's own reply may take it along.
+    /// When an ACK leaves at the latest. Until then it waits for the program's own reply, so that both leave together.
     pub ack_due: u64,
     /// Memory moves that an answer needs, or a request that was dropped for it.
     pub stall: Stall,
@@ -323,13 +323,13 @@ impl Responder {
         fault.passes() && self.stall.again(now).is_some()
     }
 
-    /// An ACK alone waits, and what it waits for has come.
+    /// Lets an ACK leave that waits for company.
     pub fn hurry(&mut self) {
         self.ack_due = 0;
     }
 
-    /// READs and atomics that wait for their first answer: of those the requester may have so many. Answers to duplicates
-    /// do not count, since the network makes duplicates too.
+    /// How many READs and atomics wait for their first answer. The requester may have at most `max_dest_rd_atomic` of them outstanding.
+    /// Answers to duplicates do not count, since the network makes duplicates too.
     pub fn reads_waiting(&self) -> usize {
         let first = |a: &&Answer| matches!(a, Answer::Read { again: false, .. } | Answer::Atomic { again: false, .. });
         self.answers.iter().filter(first).count()

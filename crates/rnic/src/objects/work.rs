@@ -28,7 +28,7 @@ pub(crate) enum Wait {
 /// A send WQE under execution: a private copy, so that the driver cannot change it after it was checked.
 pub(crate) struct Work {
     pub wqe: abi::SqWqe,
-    /// What `wqe.opcode` says; SEND if there is no such opcode, and then it has failed.
+    /// The opcode that `wqe.opcode` stands for. SEND for an opcode that does not exist; such a WQE has failed already.
     pub op: WrOpcode,
     pub wait: Wait,
     pub sges: [abi::Sge; abi::MAX_SGE as usize],
@@ -40,7 +40,7 @@ pub(crate) struct Work {
     pub started: bool,
     pub retries_left: u8,
     pub rnr_left: u8,
-    /// What an atomic has found at the peer, if it has been there.
+    /// The value that an atomic has found at the peer, once it was executed there.
     pub found: Option<u64>,
     pub stall: Stall,
 }

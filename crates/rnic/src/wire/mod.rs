@@ -91,7 +91,7 @@ impl Core {
         self.objects.count(h, |c| c.wire.sent_pkts += 1);
     }
 
-    /// Runs `f` with the wire state of QP `h` taken out; what the QP lost meanwhile, its state loses too.
+    /// Runs `f` with the wire state of QP `h` taken out. If the QP fails meanwhile, its wire state is cleared before it is put back.
     fn with_wire<R>(&mut self, h: Handle<Qp>, f: impl FnOnce(&mut Self, &mut Wire) -> R) -> Option<R> {
         let q = self.objects.qps.get_mut(h)?;
         let mut w = match std::mem::take(&mut q.connection) {
@@ -169,7 +169,7 @@ impl Core {
     pub(crate) fn on_wire_timer(&mut self, h: Handle<Qp>) {
         self.with_wire(h, |core, w| {
             w.timer_at = u64::MAX;
-            // One that has failed is flushed in its turn.
+            // A QP that has failed is flushed in its turn, and counts no timeout.
             if w.deadline <= core.now && core.objects.qps.get(h).is_some_and(|q| q.state != QpState::Err) {
                 core.on_timeout(h, w);
             }

@@ -14,7 +14,7 @@ const MAX_FLIGHT: usize = 256;
 /// A READ is asked for in requests of this many packets, each a READ of its own to the responder, so that the window
 /// holds for responses too.
 const READ_PACKETS: u32 = 32;
-/// Within a message, every so many packets ask for an ACK.
+/// Within a message, one packet of so many asks for an ACK.
 const ACK_EVERY: u32 = 16;
 
 /// Packet `index` of the `packets` of request `w`, without its payload, and how long that is. A READ asks for `span`
@@ -32,7 +32,7 @@ pub(crate) fn request_packet(
     let part = Part::of(index == 0, ends);
     let wqe = &w.wqe;
     let kind = match op {
-        // Of local requests nothing is ever sent.
+        // Local requests are never sent, so what stands here does not matter.
         WrOpcode::Send | WrOpcode::SendImm | WrOpcode::SendInv | WrOpcode::LocalInv | WrOpcode::BindMw => {
             Op::Send(part)
         }
@@ -109,7 +109,7 @@ impl Core {
         if outstanding != 0 && outstanding + span > w.cc.packets {
             return None;
         }
-        // Without a credit one message at a time may try its luck.
+        // Without a credit only one message at a time is sent.
         if begins && op.consumes_recv() && outstanding != 0 && w.lacks_credit(f.ssn) {
             return None;
         }
@@ -254,7 +254,7 @@ impl Core {
             self.objects.spare.keep_work(f.work);
         }
         if w.next == to {
-            // A cursor that stood further back skips what was answered meanwhile.
+            // If the cursor stood further back, it skips requests that were answered meanwhile.
             w.cursor = w.find(to).unwrap_or(w.flight.iter().take_while(|f| f.packets > 0).count());
         }
         w.deadline = if w.una == w.high { u64::MAX } else { self.deadline(h) };
@@ -283,7 +283,7 @@ impl Core {
     /// An ACK, NAK, READ response or atomic response.
     pub(super) fn on_response(&mut self, h: Handle<Qp>, w: &mut Wire, p: &Packet<'_>) {
         let psn = Psn::new(p.psn);
-        // Answers to what was answered before, or never asked, are ghosts.
+        // An answer to a packet that was answered before, or never sent, means nothing.
         if psn.since(w.una) >= w.high.since(w.una) {
             return;
         }
@@ -333,7 +333,7 @@ impl Core {
                     self.fail_request(h, w, status);
                 }
             }
-            // Reserved: nothing is known of it.
+            // A reserved syndrome is ignored.
             _ => {}
         }
     }
@@ -368,7 +368,7 @@ impl Core {
                 self.advance(h, w, psn.advance(1));
             }
             Err(fault) if fault.passes() && f.work.stall.again(self.now).is_some() => {
-                // As if it had been lost: it is asked for again when the memory can be reached, but no timeout counts.
+                // The response is treated as lost, and is asked for again when the memory can be reached. This counts as no timeout.
                 w.recovering = true;
                 w.go_back(psn);
                 w.deadline = u64::MAX;

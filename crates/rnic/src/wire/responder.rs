@@ -58,11 +58,11 @@ impl Core {
         }
     }
 
-    /// The request with this PSN is refused.
+    /// Answers the request with this PSN, which is refused.
     fn refuse(&mut self, h: Handle<Qp>, w: &mut Wire, psn: Psn, refusal: Refusal) {
         let Some(code) = self.objects.qps.get(h).and_then(|q| refusal.syndrome(q)) else {
             return match refusal {
-                // What follows it is a gap that needs no NAK of its own.
+                // The packets that follow are a gap, for which no NAK is sent.
                 Refusal::Moves | Refusal::Full => (w.resp.nak_sent, w.resp.missed) = (true, true),
                 _ => self.break_qp(h),
             };
@@ -113,7 +113,7 @@ impl Core {
         match self.perform(h, w, p) {
             Ok(_) => {}
             Err(Refusal::Broken) => self.break_qp(h),
-            // The receive itself is wrong, and has completed.
+            // The receive was wrong, and has completed with an error.
             Err(refusal) if refusal.fails_unreliable() => self.fail_qp(h, None),
             Err(_) => {
                 w.resp.message = None;
@@ -145,12 +145,12 @@ impl Core {
                     return;
                 }
                 let Some(q) = self.objects.qps.get(h) else { return };
-                // It must lie in what was asked for before.
+                // A duplicate asks for no more than was asked for before.
                 let inside = psn_count(p.reth.dma_len.into(), q.mtu) <= expected.since(psn);
                 if inside && self.objects.check_request(q, &request(WrOpcode::Read, p, 0)).is_ok() {
                     self.queue_read(h, w, p, true);
                 }
-                // A message of several packets goes on where it was.
+                // The message of several packets that is under way goes on in its own memory.
                 if let Some(q) = self.objects.qps.get_mut(h) {
                     (q.pd, q.memory, q.srq, q.recv_cq) = now;
                 }
@@ -357,7 +357,7 @@ impl Core {
         Ok(1)
     }
 
-    /// Notes that QP `h` has an ACK to send soon; when.
+    /// Gives QP `h` a turn soon, for an ACK; returns when that turn is.
     fn delay_ack(&mut self, h: Handle<Qp>) -> u64 {
         let due = self.now.saturating_add(MOMENT_NS);
         self.sched.soon(due, h);
@@ -400,7 +400,7 @@ impl Core {
         let sent = match a {
             Answer::Ack { psn, msn } => {
                 // End-to-end credits: the receives that are posted now.
-                // A shared receive queue promises nothing to anyone.
+                // Nobody in particular is promised a receive of a shared receive queue.
                 let posted = q.rings.rq_pending(q.rq_cons).ok().filter(|_| q.srq.is_none() && q.typ != QpType::XrcRecv);
                 let credits = posted.map_or(NO_CREDITS, credit_code);
                 self.net.tx.push(w.path, &head(Op::Ack, psn, credits, msn), 0, nothing)
