@@ -784,7 +784,7 @@ struct Watch {
     /// The poller's seat, and the number of its thread.
     seat: usize,
     thread: u64,
-    /// [`Rnic::active_changes`] when `bells` was copied.
+    /// [`unirdma_rnic::Core::active_changes`] when `bells` was copied.
     changes: u64,
     bells: Vec<Bell>,
     looks: u32,

@@ -2,7 +2,7 @@
 //!
 //! A job may go through private memory of a process, and so wait for as long as that process likes. The thread that does it keeps
 //! its seat for [`SLOW_NS`]. Then a new thread takes the seat, and the stuck one ends when it comes back. The jobs of one vRNIC
-//! that are stuck at a time are few ([`unirdma_rnic::Rnic::note_slow`]), and so are the stuck threads.
+//! that are stuck at a time are few ([`unirdma_rnic::Core::note_slow`]), and so are the stuck threads.
 
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::{Arc, Condvar, Mutex};
