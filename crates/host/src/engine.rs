@@ -573,6 +573,7 @@ impl Engine {
 
     /// Takes the RNIC again, after others could.
     fn reacquire(&self) -> RnicGuard<'_> {
+        self.rnic.let_in();
         for _ in 0..MOST_PAUSES {
             if !self.rnic.is_wanted() {
                 break;
