@@ -16,6 +16,8 @@ const TURN_NS: u64 = 6_000;
 const ROUND_NS: u64 = 5_000;
 /// What a timer takes that has fired, or the doorbell page of a session, roughly, nanoseconds.
 const STEP_NS: u64 = 100;
+/// What a look at a session's doorbell page takes, roughly, nanoseconds.
+const LOOK_NS: u64 = 30;
 /// Most QPs that one round wakes because their time of [`Scheduler::soon`](crate::sched::Scheduler::soon) has come, and most that
 /// it wakes because packets can leave again.
 const MAX_WOKEN: usize = 64;
@@ -36,7 +38,7 @@ impl Core {
 
     /// True while some session is polled or some QP has work.
     pub fn is_busy(&self) -> bool {
-        !self.active.is_empty() || self.has_runnable()
+        !self.polled.is_empty() || self.has_runnable()
     }
 
     /// When there is a turn to come even if nothing rings; `None` for never.
@@ -70,20 +72,28 @@ impl Core {
         found
     }
 
-    /// Finds the sessions whose doorbells have rung; true if there are any.
+    /// Looks at some doorbells of each vRNIC that has polled sessions; true if there are any that have rung.
     fn look_at_bells(&mut self) -> bool {
         let mut found = false;
-        for &id in &self.active {
-            if let Some(s) = self.objects.sessions.get_mut(id.0)
-                && !s.rung
-                && s.bell.as_ref().is_some_and(Bell::has_rung)
-            {
-                s.rung = true;
-                s.last_rung_ns = self.now;
-                self.sched.ring(s.vnic, id);
-                found = true;
+        let (sessions, sched, now) = (&mut self.objects.sessions, &mut self.sched, self.now);
+        // While nobody has work, looking takes time from nobody.
+        let charged = sched.has_ready();
+        self.polled.look(|vnic, looked| {
+            for &id in looked {
+                if let Some(s) = sessions.get_mut(id.0)
+                    && !s.rung
+                    && s.bell.as_ref().is_some_and(Bell::has_rung)
+                {
+                    s.rung = true;
+                    s.last_rung_ns = now;
+                    sched.ring(vnic, id);
+                    found = true;
+                }
             }
-        }
+            if charged {
+                sched.charge(vnic, looked.len() as u64 * LOOK_NS);
+            }
+        });
         found
     }
 
