@@ -15,18 +15,29 @@ pub fn now_ns() -> u64 {
 /// Looks at a lock that somebody holds for a moment, before the thread sleeps.
 const SPINS: u32 = 2_000;
 
+/// Looks of a thread that has just given the lock back at the number of spinning threads, before it takes the lock again although
+/// there are some: those may have lost their core.
+const MOST_LOOKS: u32 = 50;
+
 /// An RNIC that several threads use, one at a time.
 pub struct SharedRnic {
     rnic: Mutex<Rnic>,
     /// Threads that sleep until they get it.
     waiters: AtomicU32,
+    /// Threads that spin until they get it.
+    spinners: AtomicU32,
     held: Histogram,
 }
 
 impl SharedRnic {
     /// An RNIC that nobody uses yet.
     pub fn new(rnic: Rnic) -> Self {
-        SharedRnic { rnic: Mutex::new(rnic), waiters: AtomicU32::new(0), held: Histogram::default() }
+        SharedRnic {
+            rnic: Mutex::new(rnic),
+            waiters: AtomicU32::new(0),
+            spinners: AtomicU32::new(0),
+            held: Histogram::default(),
+        }
     }
 
     /// The RNIC, when nobody else has it. A thread that had it and panicked does not matter: every step leaves valid state.
@@ -51,13 +62,27 @@ impl SharedRnic {
 
     /// As [`SharedRnic::spin_lock`], for a step that is known to be short: how long it takes is not measured.
     pub fn brief_lock(&self) -> MutexGuard<'_, Rnic> {
-        for _ in 0..SPINS {
-            if let Some(r) = self.try_take() {
-                return r;
+        if let Some(r) = self.try_take() {
+            return r;
+        }
+        self.spinners.fetch_add(1, Ordering::SeqCst);
+        let taken = (0..SPINS).find_map(|_| {
+            std::hint::spin_loop();
+            self.try_take()
+        });
+        self.spinners.fetch_sub(1, Ordering::SeqCst);
+        taken.unwrap_or_else(|| self.wait())
+    }
+
+    /// To be called by a thread that has given it back and will take it again: lets spinning threads take it first. They would
+    /// hardly ever find it free otherwise, since the lock is in the caches of the caller's core.
+    pub fn let_in(&self) {
+        for _ in 0..MOST_LOOKS {
+            if self.spinners.load(Ordering::SeqCst) == 0 {
+                return;
             }
             std::hint::spin_loop();
         }
-        self.wait()
     }
 
     fn try_take(&self) -> Option<MutexGuard<'_, Rnic>> {
@@ -210,6 +235,23 @@ impl Histogram {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn a_thread_that_spins_is_known_until_it_has_the_lock() {
+        let shared = SharedRnic::new(Rnic::new(1, 0));
+        let held = shared.lock();
+        std::thread::scope(|scope| {
+            scope.spawn(|| drop(shared.spin_lock()));
+            while shared.spinners.load(Ordering::SeqCst) + shared.waiters.load(Ordering::SeqCst) == 0 {
+                std::thread::yield_now();
+            }
+            // It ends although the thread cannot have got the lock.
+            shared.let_in();
+            drop(held);
+        });
+        assert_eq!((shared.spinners.load(Ordering::SeqCst), shared.is_wanted()), (0, false));
+        assert!(shared.try_lock().is_some());
+    }
 
     #[test]
     fn times_are_counted_to_a_quarter() {

@@ -18,8 +18,7 @@ use std::sync::{Arc, Condvar, Mutex, OnceLock, RwLock, RwLockReadGuard};
 use rustix::event::{EventfdFlags, epoll};
 use unirdma_abi as abi;
 use unirdma_device::{EventQueues, Pollers, RnicGuard, SharedRnic, lock, now_ns};
-use unirdma_mem::Bell;
-use unirdma_rnic::{Arrival, Job, Output, Rnic, Seed, SessionId, Tx};
+use unirdma_rnic::{Arrival, Bells, Job, Output, Rnic, Seed, SessionId, Tx};
 
 use crate::port::{Port, PortCounters};
 use crate::seats::{self, Seats};
@@ -384,7 +383,7 @@ impl Engine {
     fn needs_round(&self, watch: &mut Watch) -> bool {
         watch.looks = watch.looks.wrapping_add(1);
         watch.changes != self.changes.load(Ordering::Acquire)
-            || watch.bells.iter().any(Bell::has_rung)
+            || watch.bells.look()
             || self.runnable.load(Ordering::Acquire)
             || watch.looks % LOOKS_BETWEEN_ROUNDS == 0
             || self.port_is_polled()
@@ -573,6 +572,7 @@ impl Engine {
 
     /// Takes the RNIC again, after others could.
     fn reacquire(&self) -> RnicGuard<'_> {
+        self.rnic.let_in();
         for _ in 0..MOST_PAUSES {
             if !self.rnic.is_wanted() {
                 break;
@@ -768,7 +768,7 @@ impl Watch {
             seat,
             thread,
             changes: 0,
-            bells: Vec::new(),
+            bells: Bells::default(),
             looks: 0,
             paused_ns: 0,
             pauses: 0,
@@ -786,7 +786,7 @@ struct Watch {
     thread: u64,
     /// [`unirdma_rnic::Core::active_changes`] when `bells` was copied.
     changes: u64,
-    bells: Vec<Bell>,
+    bells: Bells,
     looks: u32,
     /// When a busy poller let others in.
     paused_ns: u64,

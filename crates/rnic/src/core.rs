@@ -13,6 +13,7 @@ use crate::multicast::Multicast;
 use crate::net::Network;
 use crate::objects::{MAX_MTU, Objects, Qp, SessionId};
 use crate::output::Output;
+use crate::polled::Polled;
 use crate::random::{Seed, Streams};
 use crate::sched::{Due, Scheduler};
 use crate::slab::{Handle, Slab};
@@ -46,9 +47,7 @@ pub struct Core {
     /// Jobs may be done while the core does something else.
     pub(crate) helped: bool,
     /// Sessions that are polled.
-    pub(crate) active: Vec<SessionId>,
-    /// Counts the changes of `active`.
-    pub(crate) active_changes: u64,
+    pub(crate) polled: Polled,
     /// A datagram has found no receive since this was asked last.
     pub(crate) starved: bool,
     /// Room for the datagram that is being delivered on this host.
@@ -71,8 +70,7 @@ impl Core {
             now: 0,
             hints,
             helped: true,
-            active: Vec::new(),
-            active_changes: 0,
+            polled: Polled::default(),
             starved: false,
             datagram: vec![0; MAX_MTU as usize].into_boxed_slice(),
             outputs: VecDeque::new(),

@@ -7,8 +7,8 @@
 //! Its rooms, each of which knows only those above it:
 //!
 //! * `objects`: what there is, as data: vRNICs, sessions, PDs, MRs, CQs, SRQs, QPs with their connections; names, uses, quotas;
-//! * `sched`, `pace`, `job`, `multicast`, `capture`, `net` with `tx` and `path`: whose turn it is, limits, copies that are done
-//!   elsewhere, group members, captured packets, routes and packets to send; none of them knows the core;
+//! * `sched`, `polled`, `pace`, `job`, `multicast`, `capture`, `net` with `tx` and `path`: whose turn it is, sessions that are
+//!   polled, limits, copies that are done elsewhere, group members, captured packets, routes and packets to send; none of them knows the core;
 //! * `core`: the struct that holds those, and what every room does with it: `complete` (completions, events, failures), `pacing`,
 //!   `tapping`, `access` (keys to memory);
 //! * `commands`, `vnics`, `sessions`: what the control path asks; `arrivals`: packets that come in; `turns`: rounds and turns. They
@@ -48,6 +48,7 @@ mod output;
 mod pace;
 mod pacing;
 mod path;
+mod polled;
 mod random;
 mod rnic;
 mod sched;
@@ -76,6 +77,7 @@ pub use objects::{
 pub use output::Output;
 pub use pace::{DEFAULT_WEIGHT, Share};
 pub use path::{Arrival, Path, Route, WireDrops};
+pub use polled::Bells;
 pub use random::{Rng, Seed};
 pub use rnic::Rnic;
 pub use tx::{DATAGRAM_MAC, MAX_OUTER_BYTES, Tx, TxPacket};

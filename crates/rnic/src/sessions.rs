@@ -8,6 +8,7 @@ use unirdma_mem::Bell;
 use crate::core::Core;
 use crate::executor::Object;
 use crate::objects::{Names, Resolve, Session, SessionId, VnicId};
+use crate::polled::Bells;
 
 impl Core {
     /// Adds a frontend of `vnic`.
@@ -52,8 +53,7 @@ impl Core {
             self.remove(Object::Pd(h));
         }
         self.objects.count_used(id, |u| u.sessions -= 1);
-        self.active.retain(|&s| s != id);
-        self.active_changes += 1;
+        self.polled.remove(id);
         self.outputs.retain(|o| o.session() != id);
         self.jobs.forget(id);
         self.objects.sessions.remove(id.0);
@@ -68,37 +68,35 @@ impl Core {
             {
                 bell.unpark();
                 s.parked = false;
-                self.active.push(id);
-                self.active_changes += 1;
+                self.polled.add(s.vnic, id);
             }
         }
     }
 
-    /// Lets sessions that have not rung for `idle_ns` sleep. Their next doorbell kicks.
+    /// Lets sessions sleep that have not rung for `idle_ns`, of those whose doorbells the last round has looked at. Their next
+    /// doorbell kicks.
     pub fn park_idle(&mut self, now: u64, idle_ns: u64) {
         let sessions = &mut self.objects.sessions;
-        let before = self.active.len();
-        self.active.retain(|&h| {
-            let Some(s) = sessions.get_mut(h.0) else { return false };
+        // Of the others nobody knows whether they have rung.
+        self.polled.retain_looked(|id| {
+            let Some(s) = sessions.get_mut(id.0) else { return false };
             if now.saturating_sub(s.last_rung_ns) < idle_ns {
                 return true;
             }
             s.parked = s.bell.as_ref().is_none_or(|b| b.park());
             !s.parked
         });
-        self.active_changes += u64::from(before != self.active.len());
     }
 
     /// Changes whenever [`crate::Core::active_bells`] would.
     pub fn active_changes(&self) -> u64 {
-        self.active_changes
+        self.polled.changes()
     }
 
-    /// The doorbells that [`crate::Rnic::poll`] looks at. Whoever holds copies may look at them without the
-    /// RNIC, and need not call [`crate::Rnic::poll`] while none has rung and nothing else is due.
-    pub fn active_bells(&self) -> Vec<Bell> {
-        let session = |s: &SessionId| self.objects.sessions.get(s.0)?.bell.clone();
-        self.active.iter().filter_map(session).collect()
+    /// Copies of the doorbells that [`crate::Rnic::poll`] looks at. Whoever has them may look at them without having the RNIC, and
+    /// need not call [`crate::Rnic::poll`] while none has rung and nothing else is due.
+    pub fn active_bells(&self) -> Bells {
+        self.polled.bells(|s| self.objects.sessions.get(s.0)?.bell.clone())
     }
 
     /// Gives a session its doorbell page, which it has from then on.

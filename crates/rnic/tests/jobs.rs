@@ -17,14 +17,21 @@ fn run(p: &mut Pair, mut job: Box<Job>) {
     p.rnic.end_job(job);
 }
 
+/// The jobs of two rounds: a round that has made one ends.
+fn take_two(p: &mut Pair) -> [Box<Job>; 2] {
+    [(); 2].map(|()| {
+        p.rnic.poll(0);
+        p.rnic.take_job().unwrap()
+    })
+}
+
 /// Each end writes to the other: both writes become jobs, since neither is alone. The jobs of a and of b.
 fn two_jobs(p: &mut Pair) -> [Box<Job>; 2] {
     p.a.fill(0, &pattern(BYTES, 1));
     p.b.fill(BYTES, &pattern(BYTES, 2));
     p.a.post(remote(WrOpcode::Write, 1, &p.b, 0), &[p.a.sge(0, BYTES as u32)]);
     p.b.post(remote(WrOpcode::Write, 2, &p.a, BYTES as u64), &[p.b.sge(BYTES as u64, BYTES as u32)]);
-    p.rnic.poll(0);
-    let jobs = [p.rnic.take_job().unwrap(), p.rnic.take_job().unwrap()];
+    let jobs = take_two(p);
     assert!(!p.rnic.has_jobs() && p.a.poll().is_empty() && p.b.poll().is_empty());
     jobs
 }
@@ -53,6 +60,24 @@ fn two_copies_are_done_side_by_side_and_end_in_any_order() {
     run(&mut p, of_a);
     assert_eq!(p.a.done().wr_id, 1);
     assert_eq!(p.b.bytes(0, BYTES), pattern(BYTES, 1));
+}
+
+/// A vRNIC with one QP loses its part of the time if turns of others come between the making of its job and the copy.
+#[test]
+fn no_turn_of_another_delays_a_job() {
+    let mut p = Pair::new();
+    for wr_id in 0..8 {
+        p.b.post(remote(WrOpcode::Write, wr_id, &p.a, 0), &[p.b.sge(0, 8)]);
+    }
+    p.a.post(remote(WrOpcode::Write, 9, &p.b, 0), &[p.a.sge(0, BYTES as u32)]);
+    p.rnic.poll(0);
+    assert!(p.rnic.has_jobs() && p.b.poll().is_empty(), "b has had no turn after the job was made");
+    let job = p.rnic.take_job().unwrap();
+    p.rnic.poll(0);
+    assert_eq!(p.b.poll().len(), 8, "b works while somebody copies for a");
+    run(&mut p, job);
+    p.rnic.poll(0);
+    assert_eq!(p.a.done().wr_id, 9);
 }
 
 #[test]
@@ -162,8 +187,7 @@ fn a_receive_is_its_programs_again_when_nobody_writes_it() {
     p.b.recv(5, &[to]);
     p.a.post(wqe(WrOpcode::Send, 1), &[p.a.sge(0, BYTES as u32)]);
     p.b.post(remote(WrOpcode::Write, 2, &p.a, 0), &[p.b.sge(0, BYTES as u32)]);
-    p.rnic.poll(0);
-    let jobs = [p.rnic.take_job().unwrap(), p.rnic.take_job().unwrap()];
+    let jobs = take_two(&mut p);
     p.modify(false, m::STATE, abi::QpAttr { qp_state: 6, ..Default::default() });
     p.rnic.poll(0);
     assert!(p.b.poll().is_empty(), "it is being written");

@@ -1,0 +1,180 @@
+//! Sessions that are polled, and which of them the next look at doorbells comes to.
+//!
+//! A look comes to at most [`LOOKS`] sessions of each vRNIC, and the next look goes on where it ended. So a vRNIC whose many sessions
+//! ring all the time costs the others no more than one with few sessions, and each doorbell is seen after a bounded number of looks.
+
+use std::ops::Range;
+
+use unirdma_mem::Bell;
+
+use crate::objects::{SessionId, VnicId};
+
+/// Most sessions of one vRNIC that one look comes to.
+pub(crate) const LOOKS: usize = 8;
+
+/// The part of a list that the last look came to.
+#[derive(Default)]
+struct Window {
+    begin: usize,
+    end: usize,
+}
+
+impl Window {
+    /// The part of a list of `len` entries that the next look comes to. After the end of the list it begins anew.
+    #[inline]
+    fn next(&mut self, len: usize) -> Range<usize> {
+        self.begin = if self.end < len { self.end } else { 0 };
+        self.end = len.min(self.begin + LOOKS);
+        self.begin..self.end
+    }
+
+    /// Entry `i` of the list is gone, and those after it have moved down.
+    fn removed(&mut self, i: usize) {
+        self.begin -= usize::from(i < self.begin);
+        self.end -= usize::from(i < self.end);
+    }
+}
+
+/// The polled sessions of one vRNIC; at least one.
+struct Group {
+    vnic: VnicId,
+    sessions: Vec<SessionId>,
+    window: Window,
+}
+
+/// The sessions that are polled.
+#[derive(Default)]
+pub(crate) struct Polled {
+    groups: Vec<Group>,
+    /// Counts the changes of which sessions there are.
+    changes: u64,
+}
+
+impl Polled {
+    pub fn is_empty(&self) -> bool {
+        self.groups.is_empty()
+    }
+
+    pub fn changes(&self) -> u64 {
+        self.changes
+    }
+
+    /// A session is polled from now on; the caller sees to it that it was not.
+    pub fn add(&mut self, vnic: VnicId, session: SessionId) {
+        self.changes += 1;
+        match self.groups.iter_mut().find(|g| g.vnic == vnic) {
+            Some(g) => g.sessions.push(session),
+            None => self.groups.push(Group { vnic, sessions: vec![session], window: Window::default() }),
+        }
+    }
+
+    /// A session is polled no more, if it was.
+    pub fn remove(&mut self, session: SessionId) {
+        self.retain(|g| 0..g.sessions.len(), |s| s != session);
+    }
+
+    /// Keeps those sessions for which `keep` is true, of the ones that the last look came to; all others stay.
+    pub fn retain_looked(&mut self, keep: impl FnMut(SessionId) -> bool) {
+        self.retain(|g| g.window.begin..g.window.end, keep);
+    }
+
+    fn retain(&mut self, of: impl Fn(&Group) -> Range<usize>, mut keep: impl FnMut(SessionId) -> bool) {
+        for g in &mut self.groups {
+            for i in of(g).rev() {
+                if !keep(g.sessions[i]) {
+                    g.sessions.remove(i);
+                    g.window.removed(i);
+                    self.changes += 1;
+                }
+            }
+        }
+        self.groups.retain(|g| !g.sessions.is_empty());
+    }
+
+    /// Copies of the doorbells; `bell` has that of a session.
+    pub fn bells(&self, bell: impl Fn(SessionId) -> Option<Bell>) -> Bells {
+        let of = |g: &Group| (g.sessions.iter().filter_map(|&s| bell(s)).collect(), Window::default());
+        Bells { groups: self.groups.iter().map(of).collect() }
+    }
+
+    /// Goes on to the sessions that the next look comes to, and calls `f` with those of each vRNIC.
+    #[inline]
+    pub fn look(&mut self, mut f: impl FnMut(VnicId, &[SessionId])) {
+        for g in &mut self.groups {
+            f(g.vnic, &g.sessions[g.window.next(g.sessions.len())]);
+        }
+    }
+}
+
+/// The doorbells of the sessions that are polled, for somebody who looks at them without having the RNIC.
+#[derive(Default)]
+pub struct Bells {
+    /// Those of one vRNIC each.
+    groups: Vec<(Vec<Bell>, Window)>,
+}
+
+impl Bells {
+    /// Looks at some doorbells of each vRNIC, each time at the next ones; true if one of them has rung.
+    #[inline]
+    pub fn look(&mut self) -> bool {
+        self.groups.iter_mut().any(|(bells, window)| bells[window.next(bells.len())].iter().any(Bell::has_rung))
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::slab::Handle;
+
+    fn vnic(n: u64) -> VnicId {
+        VnicId(Handle::from_raw(n | 1 << 24))
+    }
+
+    fn session(n: u64) -> SessionId {
+        SessionId::from_number(n | 1 << 24)
+    }
+
+    /// The sessions that one look comes to.
+    fn look(p: &mut Polled) -> Vec<SessionId> {
+        let mut seen = Vec::new();
+        p.look(|_, sessions| seen.extend_from_slice(sessions));
+        seen
+    }
+
+    #[test]
+    fn few_sessions_are_looked_at_each_time_and_many_in_turn() {
+        let mut p = Polled::default();
+        p.add(vnic(1), session(0));
+        let n = 3 * LOOKS as u64 + 1;
+        (1..=n).for_each(|i| p.add(vnic(2), session(i)));
+        let mut seen = vec![0; n as usize + 1];
+        for _ in 0..8 {
+            let of_look = look(&mut p);
+            assert!(of_look.len() <= 1 + LOOKS);
+            (0..=n).for_each(|i| seen[i as usize] += usize::from(of_look.contains(&session(i))));
+        }
+        assert_eq!(seen[0], 8);
+        assert!(seen[1..].iter().all(|&times| times == 2), "{seen:?}");
+    }
+
+    #[test]
+    fn only_what_was_looked_at_goes_and_nothing_is_passed_over() {
+        let mut p = Polled::default();
+        (0..20).for_each(|i| p.add(vnic(1), session(i)));
+        let (first, changes) = (look(&mut p), p.changes());
+        p.retain_looked(|s| s == first[3]);
+        assert_eq!(p.changes() - changes, LOOKS as u64 - 1);
+        let rest: Vec<_> = (LOOKS as u64..20).map(session).collect();
+        assert_eq!([look(&mut p), look(&mut p)].concat(), rest);
+        assert_eq!(look(&mut p)[0], first[3]);
+        p.remove(first[3]);
+        p.remove(session(9));
+        let mut left = [look(&mut p), look(&mut p)].concat();
+        left.sort();
+        left.dedup();
+        assert_eq!(left.len(), rest.len() - 1);
+        left.into_iter().for_each(|s| p.remove(s));
+        assert!(p.is_empty() && look(&mut p).is_empty());
+        p.retain_looked(|_| false);
+    }
+}
