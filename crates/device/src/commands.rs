@@ -101,8 +101,21 @@ impl Device {
     /// Executes one control request, and returns its response, of at most `room` bytes. Nothing happens if that is too small.
     /// (A response that only refuses has the length of its header, whatever `room` is.)
     pub fn execute(&self, request: &[u8], room: usize) -> Vec<u8> {
-        let Ok((header, data)) = abi::ReqHeader::read_from_prefix(request) else { return head(Status::BadLength) };
-        let Some(c) = Command::from_raw(header.command) else { return head(Status::Unsupported) };
+        self.answer(request, room).0
+    }
+
+    /// As [`Device::execute`]. Also says which command it was, if there is such a command.
+    pub(crate) fn answer(&self, request: &[u8], room: usize) -> (Vec<u8>, Option<Command>) {
+        let Ok((header, data)) = abi::ReqHeader::read_from_prefix(request) else {
+            return (head(Status::BadLength), None);
+        };
+        match Command::from_raw(header.command) {
+            Some(c) => (self.perform(c, data, room), Some(c)),
+            None => (head(Status::Unsupported), None),
+        }
+    }
+
+    fn perform(&self, c: Command, data: &[u8], room: usize) -> Vec<u8> {
         // What was posted before the command, and needs what the command destroys, comes first.
         match (c, parse::<abi::HandleReq>(data)) {
             (Command::DestroyQp, Ok(qp)) => self.pollers.catch_up(self.session, Some(qp.handle)),
@@ -483,12 +496,8 @@ impl Device {
 }
 
 /// True of commands after which the RNIC must not touch memory any more that it might touch before.
-pub(crate) fn takes_memory_away(request: &[u8]) -> bool {
-    let Ok((head, _)) = abi::ReqHeader::read_from_prefix(request) else { return false };
-    matches!(
-        Command::from_raw(head.command),
-        Some(Command::DestroyQp | Command::ModifyQp | Command::DeregMr | Command::ReregMr | Command::DeallocMw)
-    )
+pub(crate) fn takes_memory_away(c: Command) -> bool {
+    matches!(c, Command::DestroyQp | Command::ModifyQp | Command::DeregMr | Command::ReregMr | Command::DeallocMw)
 }
 
 /// True of commands after which a driver looks for events that are of no use any more.

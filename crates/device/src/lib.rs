@@ -231,10 +231,10 @@ impl Device {
         let n = reader.available_bytes();
         let room = writer.available_bytes();
         let whole = request.get_mut(..n).is_some_and(|r| reader.read_exact(r).is_ok());
-        let response = if whole { self.execute(&request[..n], room) } else { commands::head(abi::Status::BadLength) };
+        let (response, command) =
+            if whole { self.answer(&request[..n], room) } else { (commands::head(abi::Status::BadLength), None) };
         let answer = response.len().min(room);
-        let delayed =
-            whole && commands::takes_memory_away(&request[..n]) && self.rnic.lock().delay_command(self.session);
+        let delayed = command.is_some_and(commands::takes_memory_away) && self.rnic.lock().delay_command(self.session);
         (if writer.write_all(&response[..answer]).is_err() { 0 } else { answer as u32 }, delayed)
     }
 
