@@ -493,7 +493,6 @@ impl Engine {
             watch.changes = r.active_changes();
             watch.bells = r.active_bells();
         }
-        let captured = r.take_captured();
         let delivering = self.begin_delivery(out);
         let end = r.release();
         if end - now >= LONG_ROUND_NS || watch.job.is_some() {
@@ -504,9 +503,6 @@ impl Engine {
             self.kick();
         }
         self.note_backlog(left_over, end);
-        if !captured.is_empty() {
-            self.hand_over(&captured);
-        }
         self.deliver(out);
         drop(delivering);
         if let Some(net) = &mut net {

@@ -65,7 +65,7 @@ mod vnics;
 mod wire;
 
 pub use attr::{Transition, transition};
-pub use capture::Capture;
+pub use capture::{Capture, Captured};
 pub use cm::CmEventKind;
 pub use core::Core;
 pub use job::Job;

@@ -7,27 +7,25 @@ use unirdma_formats::wire::{Aeth, Extra, ICRC_BYTES, MAX_HEADER_BYTES, Op, Opcod
 use unirdma_formats::{Gid, WrOpcode, psn_count};
 
 use crate::access::local_side;
-use crate::capture::{Capture, Tap};
-use crate::core::Core;
-use crate::objects::{MAX_MTU, Qp, VnicId, Work, transport_of};
+use crate::capture::{Capture, Captured, Tap};
+use crate::core::{Core, copy_ns};
+use crate::objects::{Qp, VnicId, Work, transport_of};
 use crate::path::Path;
 use crate::slab::Handle;
 use crate::tx::ethernet;
 use crate::wire::request_packet;
 
-/// A packet with room for its ICRC.
-fn bytes(p: &Packet<'_>, payload: &[u8]) -> Vec<u8> {
-    let mut b = vec![0; MAX_HEADER_BYTES + payload.len() + 3 + ICRC_BYTES];
-    let n = p.put(&mut b, payload.len());
-    b[n..n + payload.len()].copy_from_slice(payload);
-    b.truncate(n + payload.len() + padding(payload.len()) + ICRC_BYTES);
-    b
-}
+/// Most packets of a message that one step captures.
+const MAX_PACKETS: u64 = 16;
+/// What a packet takes that is captured, beside its bytes, roughly, nanoseconds.
+const PACKET_NS: u64 = 150;
+/// Most bytes of a message that one step captures.
+const MAX_STEP_BYTES: u64 = 16 << 10;
 
 impl Core {
     /// Captures packets from now on.
     pub fn start_capture(&mut self, what: Capture) {
-        self.tap = Some(Box::new(Tap { what, records: Vec::new(), lost: 0 }));
+        self.tap = Some(Box::new(Tap::new(what)));
     }
 
     /// Captures no more; how many packets were lost since the start.
@@ -35,9 +33,13 @@ impl Core {
         self.tap.take().map_or(0, |t| t.lost)
     }
 
-    /// The pcap records since this was asked last; empty if there are none.
-    pub fn take_captured(&mut self) -> Vec<u8> {
-        self.tap.as_mut().map_or_else(Vec::new, |t| std::mem::take(&mut t.records))
+    /// Takes the packets that were captured since this was called last, in exchange for `into`, whose memory is used for the next
+    /// ones. No packets if nothing is captured.
+    pub fn take_captured(&mut self, into: &mut Captured) {
+        match &mut self.tap {
+            Some(t) => t.take(into),
+            None => into.clear(),
+        }
     }
 
     fn wants(&self, vnic: Option<VnicId>) -> bool {
@@ -51,10 +53,10 @@ impl Core {
             return;
         }
         let Some(&p) = self.net.tx.packets().last() else { return };
-        let mut body = self.net.tx.bytes(&p).to_vec();
+        let body = self.net.tx.bytes(&p);
         if let Some(t) = &mut self.tap {
             let flow = t.outer_flow(&p.path, false, p.outer() > 0);
-            t.packet(self.now, &flow, p.outer(), &mut body);
+            t.packet(self.now, &flow, p.outer(), &[body], body.len());
         }
     }
 
@@ -63,10 +65,9 @@ impl Core {
         if !self.wants(vnic) {
             return;
         }
-        let mut body = [body, &[0; ICRC_BYTES]].concat();
         if let Some(t) = &mut self.tap {
             let flow = t.outer_flow(&path, true, false);
-            t.packet(self.now, &flow, 0, &mut body);
+            t.packet(self.now, &flow, 0, &[body], body.len() + ICRC_BYTES);
         }
     }
 
@@ -82,10 +83,12 @@ impl Core {
         if !self.wants(vnic) {
             return;
         }
-        let mut body = [&vxlan(vni)[..], &ethernet(flow), packet].concat();
+        let head = (vxlan(vni), ethernet(flow));
+        let parts = [&head.0[..], &head.1, packet];
         if let Some(t) = &mut self.tap {
             let outer = t.outer_flow(&Path::new(from), true, true);
-            t.packet(self.now, &outer, VXLAN_BYTES + ETH_BYTES + flow.header_bytes(), &mut body);
+            let all = parts.iter().map(|p| p.len()).sum();
+            t.packet(self.now, &outer, VXLAN_BYTES + ETH_BYTES + flow.header_bytes(), &parts, all);
         }
     }
 
@@ -99,91 +102,105 @@ impl Core {
         payload: &[u8],
     ) {
         if self.tap.is_some() && (self.wants(self.objects.vnic_of_qp(h)) || self.wants(to)) {
-            self.tap_local(flow, p, payload);
+            self.tap_local(flow, p, payload, payload.len());
         }
     }
 
     /// Captures a MAD between two vRNICs of this host.
     pub(crate) fn tap_mad(&mut self, from: VnicId, to: VnicId, flow: &Flow, p: &Packet<'_>, mad: &[u8]) {
         if self.tap.is_some() && (self.wants(Some(from)) || self.wants(Some(to))) {
-            self.tap_local(flow, p, mad);
+            self.tap_local(flow, p, mad, mad.len());
         }
     }
 
-    fn tap_local(&mut self, flow: &Flow, p: &Packet<'_>, payload: &[u8]) {
+    /// Captures a packet with `len` bytes of payload, of which `payload` are at least those that are kept.
+    fn tap_local(&mut self, flow: &Flow, p: &Packet<'_>, payload: &[u8], len: usize) {
         if let Some(t) = &mut self.tap {
-            t.packet(self.now, flow, 0, &mut bytes(p, payload));
+            let mut head = [0; MAX_HEADER_BYTES];
+            let n = p.put(&mut head, len);
+            t.packet(self.now, flow, 0, &[&head[..n], payload], n + len + padding(len) + ICRC_BYTES);
         }
     }
 
-    /// Captures the packets that request `w` of QP `h` would have been, with those of its answer, which `code` is the
-    /// syndrome of.
-    pub(crate) fn tap_request(&mut self, h: Handle<Qp>, w: &Work, code: u8) {
-        let Some(q) = self.objects.qps.get(h).filter(|_| self.tap.is_some()) else { return };
-        if !self.wants(Some(q.vnic)) && !self.wants(q.local().map(|l| l.vnic)) {
-            return;
-        }
-        let op = w.op;
+    /// True if packets between QP `q` and its peer on this host are captured.
+    fn taps(&self, q: &Qp) -> bool {
+        self.tap.is_some() && (self.wants(Some(q.vnic)) || self.wants(q.local().map(|l| l.vnic)))
+    }
+
+    /// Most bytes of a message of QP `q` that may be copied in one step: what is captured is copied once more under the RNIC's lock.
+    /// `None` if the message is not captured.
+    pub(crate) fn most_tapped(&self, q: &Qp) -> Option<u64> {
+        self.taps(q).then(|| MAX_STEP_BYTES.min(MAX_PACKETS * u64::from(q.mtu)))
+    }
+
+    /// What it takes to capture `bytes` of a message of QP `h`, roughly, nanoseconds; 0 if they are not captured.
+    pub(crate) fn tap_ns(&self, h: Handle<Qp>, bytes: u64) -> u64 {
+        let tapped = self.tap.as_ref().and_then(|_| self.objects.qps.get(h)).filter(|q| self.taps(q));
+        tapped.map_or(0, |q| copy_ns(bytes) + PACKET_NS * (bytes / u64::from(q.mtu) + 2))
+    }
+
+    /// Captures packet `index` of request `w` of QP `h`, or of its answer.
+    fn tap_packet(&mut self, h: Handle<Qp>, w: &Work, index: u32, as_answer: bool) {
+        let Some(q) = self.objects.qps.get(h) else { return };
+        let (packets, psn) = (psn_count(w.total, q.mtu), q.sq_psn.advance(index));
         let there = self.flow(q);
-        let back = Flow { src: there.dst, dst: there.src, ..there };
-        let (own, mtu, first) = (q.qpn, q.mtu, q.sq_psn);
-        let transport = transport_of(q.typ);
-        let (reliable, failed) = (q.typ.is_reliable(), code != syndrome::ACK);
-        let packets = psn_count(w.total, mtu);
-        let mut buffer = [0; MAX_MTU as usize];
-        let sent = match op {
-            // Of what was refused, the first packet tells enough.
-            _ if failed => 1,
-            WrOpcode::Read => 1,
-            _ => packets,
+        let off = u64::from(index) * u64::from(q.mtu);
+        let (flow, head, len) = if as_answer {
+            let part = Part::of(index == 0, index + 1 == packets);
+            let len = (w.total - off.min(w.total)).min(q.mtu.into()) as usize;
+            (back(&there), answer(q, Op::ReadResponse(part), psn.get(), syndrome::ACK), len)
+        } else {
+            let span = if w.op == WrOpcode::Read { packets } else { 1 };
+            let (mut head, len) = request_packet(q, w, psn, index, packets, span);
+            head.ack_req = q.typ.is_reliable() && index + span == packets;
+            (there, head, len)
         };
-        for index in 0..sent {
-            let Some(q) = self.objects.qps.get(h) else { return };
-            let span = if op == WrOpcode::Read { packets } else { 1 };
-            let (mut head, len) = request_packet(q, w, first.advance(index), index, packets, span);
-            head.ack_req = reliable && index + 1 == sent;
-            let tables = self.objects.memory();
-            let off = u64::from(index) * u64::from(mtu);
-            let _ = tables.load(local_side(q, w), off, &mut buffer[..len]);
-            self.tap_local(&there, &head, &buffer[..len]);
+        let Some(t) = &mut self.tap else { return };
+        let mut payload = std::mem::take(&mut t.payload);
+        let kept = &mut payload[..len.min(t.what.snap as usize)];
+        if !kept.is_empty() {
+            let _ = self.objects.memory().load(local_side(q, w), off, kept);
         }
-        if !reliable {
-            return;
+        self.tap_local(&flow, &head, kept, len);
+        self.tap.iter_mut().for_each(|t| t.payload = std::mem::take(&mut payload));
+    }
+
+    /// Captures what the bytes of request `w` of QP `h` from `from` to `w.done` would have been, which have just been copied: packets of
+    /// the request or of its answer, and at the end of the message its acknowledgment.
+    pub(crate) fn tap_slice(&mut self, h: Handle<Qp>, w: &Work, from: u64) {
+        let Some(q) = self.objects.qps.get(h).filter(|q| self.taps(q)) else { return };
+        let (mtu, reliable, flow) = (u64::from(q.mtu), q.typ.is_reliable(), back(&self.flow(q)));
+        let (packets, is_read) = (psn_count(w.total, q.mtu), w.op == WrOpcode::Read);
+        let ends = w.done >= w.total;
+        if is_read && from == 0 {
+            self.tap_packet(h, w, 0, false);
         }
-        let answer = |op: Op, psn: u32, code: u8| {
-            let opcode = Opcode { transport, op, extra: Extra::None };
-            let mut p = Packet::new(opcode, own, psn);
-            p.aeth = Aeth { syndrome: code, msn: 0 };
-            p
-        };
-        if failed {
-            return self.tap_local(&back, &answer(Op::Ack, first.get(), code), &[]);
+        for index in (from / mtu) as u32..if ends { packets } else { (w.done / mtu) as u32 } {
+            self.tap_packet(h, w, index, is_read);
         }
-        match op {
-            WrOpcode::Read => {
-                for index in 0..packets {
-                    let Some(q) = self.objects.qps.get(h) else { return };
-                    let off = u64::from(index) * u64::from(mtu);
-                    let len = (w.total - off.min(w.total)).min(mtu.into()) as usize;
-                    let tables = self.objects.memory();
-                    let _ = tables.load(local_side(q, w), off, &mut buffer[..len]);
-                    let part = Part::of(index == 0, index + 1 == packets);
-                    let p = answer(Op::ReadResponse(part), first.advance(index).get(), code);
-                    self.tap_local(&back, &p, &buffer[..len]);
-                }
-            }
+        let Some(q) = self.objects.qps.get(h).filter(|_| reliable && ends && !is_read) else { return };
+        let last = q.sq_psn.advance(packets - 1).get();
+        let p = match w.op {
             WrOpcode::CmpSwap | WrOpcode::FetchAdd => {
-                let Some(q) = self.objects.qps.get(h) else { return };
                 let mut found = [0; 8];
-                let tables = self.objects.memory();
-                let _ = tables.load(local_side(q, w), 0, &mut found);
-                let p = Packet { original: u64::from_ne_bytes(found), ..answer(Op::AtomicAck, first.get(), code) };
-                self.tap_local(&back, &p, &[]);
+                let _ = self.objects.memory().load(local_side(q, w), 0, &mut found);
+                Packet { original: u64::from_ne_bytes(found), ..answer(q, Op::AtomicAck, last, syndrome::ACK) }
             }
-            WrOpcode::AtomicWrite | WrOpcode::Flush => {
-                self.tap_local(&back, &answer(Op::ReadResponse(Part::Only), first.get(), code), &[]);
-            }
-            _ => self.tap_local(&back, &answer(Op::Ack, first.advance(packets - 1).get(), code), &[]),
+            WrOpcode::AtomicWrite | WrOpcode::Flush => answer(q, Op::ReadResponse(Part::Only), last, syndrome::ACK),
+            _ => answer(q, Op::Ack, last, syndrome::ACK),
+        };
+        self.tap_local(&flow, &p, &[], 0);
+    }
+
+    /// Captures the packet of request `w` of QP `h` that was refused, and the answer with syndrome `code`.
+    pub(crate) fn tap_refused(&mut self, h: Handle<Qp>, w: &Work, code: u8) {
+        let Some(q) = self.objects.qps.get(h).filter(|q| self.taps(q)) else { return };
+        let index = if w.op == WrOpcode::Read { 0 } else { (w.done / u64::from(q.mtu)) as u32 };
+        let p = answer(q, Op::Ack, q.sq_psn.advance(index).get(), code);
+        let (reliable, flow) = (q.typ.is_reliable(), back(&self.flow(q)));
+        self.tap_packet(h, w, index, false);
+        if reliable {
+            self.tap_local(&flow, &p, &[], 0);
         }
     }
 
@@ -192,4 +209,16 @@ impl Core {
         let grh = q.attr.ah_attr.grh;
         Flow::roce(q.own.unwrap_or_default(), Gid(grh.dgid))
     }
+}
+
+/// The flow of the answers to a flow.
+fn back(there: &Flow) -> Flow {
+    Flow { src: there.dst, dst: there.src, ..*there }
+}
+
+/// An answer to QP `q`.
+fn answer(q: &Qp, op: Op, psn: u32, code: u8) -> Packet<'static> {
+    let mut p = Packet::new(Opcode { transport: transport_of(q.typ), op, extra: Extra::None }, q.qpn, psn);
+    p.aeth = Aeth { syndrome: code, msn: 0 };
+    p
 }

@@ -2,18 +2,19 @@
 
 use unirdma_abi as abi;
 use unirdma_formats::net::{ETH_BYTES, Flow, VXLAN_BYTES, VXLAN_PORT};
-use unirdma_formats::pcap::{RECORD_BYTES, records};
+use unirdma_formats::pcap::RECORD_BYTES;
 use unirdma_formats::wire::{ICRC_BYTES, Packet, icrc};
 use unirdma_formats::{QpType, WrOpcode};
-use unirdma_rnic::Capture;
+use unirdma_rnic::{Capture, Captured};
 use unirdma_simkit::net::{Faults, Net, gid, host};
 use unirdma_simkit::*;
 
 /// What was captured at a host: source, destination and opcode of each packet, all checked.
 fn captured(net: &mut Net, at: usize) -> Vec<(String, String, String)> {
-    let all = net.rnics[at].take_captured();
+    let mut all = Captured::default();
+    net.rnics[at].take_captured(&mut all);
     let mut packets = Vec::new();
-    for r in records(&all) {
+    all.records(|r| {
         let (mut flow, mut payload) = Flow::parse(&r[RECORD_BYTES..]).expect("IP and UDP");
         if flow.dst_port == VXLAN_PORT {
             (flow, payload) = Flow::parse(&payload[VXLAN_BYTES + ETH_BYTES..]).expect("IP and UDP in VXLAN");
@@ -22,7 +23,7 @@ fn captured(net: &mut Net, at: usize) -> Vec<(String, String, String)> {
         assert_eq!(icrc(&flow.envelope(), body).to_le_bytes(), *crc, "ICRC");
         let p = Packet::parse(body).unwrap();
         packets.push((flow.src.to_string(), flow.dst.to_string(), p.opcode.to_string()));
-    }
+    });
     packets
 }
 
@@ -128,9 +129,43 @@ fn long_packets_are_cut_and_too_many_are_counted() {
         net.run(1000);
         net.ends[0].poll();
     }
-    let all = net.rnics[0].take_captured();
-    let count = records(&all).inspect(|r| assert!(r.len() <= RECORD_BYTES + 64)).count();
+    let (mut all, mut count) = (Captured::default(), 0u64);
+    net.rnics[0].take_captured(&mut all);
+    all.records(|r| {
+        assert!(r.len() <= RECORD_BYTES + 64);
+        count += 1;
+    });
     let lost = net.rnics[0].stop_capture();
-    assert_eq!(count as u64 + lost, 300 * (512 + 1));
+    assert_eq!(count + lost, 300 * (512 + 1));
     assert!(lost > 0);
+}
+
+/// A long message that is captured holds the RNIC for no longer than others, and loses no packet.
+#[test]
+fn a_long_message_is_captured_in_steps() {
+    const PACKETS: usize = 512;
+    // Beside the packets with data there is the acknowledgment, or the request.
+    for op in [WrOpcode::Write, WrOpcode::Read] {
+        let mut net = Net::hosts(1, &[QpType::Rc, QpType::Rc], 3, Faults::default());
+        net.connect(QpType::Rc, 0, 1, &|a| a);
+        net.connect(QpType::Rc, 1, 0, &|a| a);
+        start(&mut net, 0, None);
+        let (sge, w) = (net.ends[0].sge(0, 1 << 19), net.remote(op, 1, 0));
+        net.ends[0].post(w, &[sge]);
+        let mut got = Vec::new();
+        loop {
+            let now = net.now;
+            let found = net.rnics[0].poll(now);
+            assert!(!net.rnics[0].has_jobs(), "what is captured is copied in the turn that is charged for it");
+            let of_round = captured(&mut net, 0);
+            assert!(of_round.len() <= 2 * 16 + 1, "{} packets in one round", of_round.len());
+            got.extend(of_round);
+            if !found {
+                break;
+            }
+        }
+        assert_eq!(got.len(), PACKETS + 1, "{op:?}");
+        assert_eq!(net.ends[0].poll().len(), 1);
+        assert_eq!(net.rnics[0].stop_capture(), 0);
+    }
 }

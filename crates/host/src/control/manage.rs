@@ -325,11 +325,7 @@ impl Control {
         let vnic = vrnic.map(of).transpose()?;
         let hosts = self.wire.as_ref().map_or_else(Vec::new, |w| w.addresses().to_vec());
         let fd = fd.ok_or("capture needs a descriptor")?;
-        if self.engine.start_capture(id, fd, vnic, snap, hosts) {
-            Ok(Response::Done)
-        } else {
-            Err("another capture runs already; end it first".into())
-        }
+        self.engine.start_capture(id, fd, vnic, snap, hosts).map(|()| Response::Done)
     }
 
     fn info(&self, name: &str) -> Option<VrnicInfo> {

@@ -4,7 +4,6 @@
 //! what the wire does with packets is one copy here (T08). A message moves in slices so that nobody
 //! waits for a long one; each slice looks its keys up again, because they may be gone by then.
 
-use unirdma_formats::wire::syndrome;
 use unirdma_formats::{
     MAX_MSG_BYTES, QpState, QpType, WcStatus, WrOpcode, access, ack_timeout_ns, psn_count, rnr_timer_ns, send_flags,
 };
@@ -81,7 +80,7 @@ impl Core {
             None => self.begin(h, &mut work),
         };
         let moved = work.done.saturating_sub(before);
-        let cost = OP_NS + copy_ns(moved);
+        let cost = OP_NS + copy_ns(moved) + self.tap_ns(h, moved);
         self.has_sent(h, u64::from(began), moved);
         let more = !matches!(outcome, Outcome::Waits | Outcome::Copies);
         self.conclude(h, work, outcome);
@@ -164,7 +163,7 @@ impl Core {
         if self.tap.is_some()
             && let Some(code) = self.objects.qps.get(ph).and_then(|p| refusal.syndrome(p))
         {
-            self.tap_request(h, w, code);
+            self.tap_refused(h, w, code);
         }
         match refusal {
             Refusal::Broken => {
@@ -219,13 +218,16 @@ impl Core {
                 [(local_side(q, w), own, q_vnic), (to, other, p_vnic)]
             }
         };
-        let n = left.min(SMALL_SLICE);
-        let others = self.helped && (self.jobs.are_flying() || self.sched.has_others(q_vnic));
+        let tapped = self.most_tapped(q);
+        let most = tapped.unwrap_or(SLICE);
+        let n = left.min(SMALL_SLICE).min(most);
+        // What a capture takes is measured and charged in the turn that copies.
+        let others = self.helped && tapped.is_none() && (self.jobs.are_flying() || self.sched.has_others(q_vnic));
         let copied = if left >= JOB_BYTES && others { None } else { tables.copy(ends[0].0, ends[1].0, w.done, n) };
         if let Some(copied) = copied {
             return self.moved(h, ph, w, n, copied);
         }
-        match self.jobs.make(&tables, [h, ph], ends, w.done, left.min(SLICE)) {
+        match self.jobs.make(&tables, [h, ph], ends, w.done, left.min(most)) {
             Made::Job(number) => {
                 self.objects.qps.get_mut(ph).into_iter().for_each(|p| p.served_by += 1);
                 w.wait = Wait::Job(number);
@@ -277,6 +279,9 @@ impl Core {
             }
         }
         w.done += n;
+        if self.tap.is_some() {
+            self.tap_slice(h, w, w.done - n);
+        }
         if w.done < w.total {
             return Outcome::Progress;
         }
@@ -289,9 +294,6 @@ impl Core {
             self.finish_local(ph, h, w, WcStatus::Success);
         } else if op != WrOpcode::Read {
             self.objects.count(ph, |c| c.received_bytes += w.total);
-        }
-        if self.tap.is_some() {
-            self.tap_request(h, w, syndrome::ACK);
         }
         let Some(q) = self.objects.qps.get_mut(h) else { return Outcome::Done };
         q.sq_psn = q.sq_psn.advance(packets);
