@@ -127,6 +127,10 @@ const WAKE: u64 = u64::MAX;
 const PORT: u64 = u64::MAX - 1;
 /// How long a busy poller keeps others off its core, nanoseconds.
 const SHARE_NS: u64 = 2_000_000;
+/// The same while whoever it lets in gives the core back soon.
+const SHORT_SHARE_NS: u64 = 50_000;
+/// A pause that took so long was taken by somebody who computes, nanoseconds.
+const LONG_PAUSE_NS: u64 = 100_000;
 /// A round that took so long did much, nanoseconds.
 const LONG_ROUND_NS: u64 = 5_000;
 /// How long its poller then keeps the RNIC, nanoseconds.
@@ -606,9 +610,12 @@ impl Engine {
     /// in a round of another virtual layer, which then waits for it as a whole.
     fn share_core(&self, watch: &mut Watch) {
         let now = self.now();
-        if self.yields && now - watch.paused_ns > SHARE_NS {
+        if self.yields && now - watch.paused_ns > watch.share_ns {
             self.pause();
-            watch.paused_ns = self.now();
+            let back = self.now();
+            // Programs that look for completions come and go at once, but one that computes keeps the core for a time slice.
+            watch.share_ns = if back - now > LONG_PAUSE_NS { SHARE_NS } else { SHORT_SHARE_NS };
+            watch.paused_ns = back;
         }
     }
 
@@ -767,6 +774,7 @@ impl Watch {
             bells: Bells::default(),
             looks: 0,
             paused_ns: 0,
+            share_ns: SHARE_NS,
             pauses: 0,
             out: Vec::new(),
             job: None,
@@ -786,6 +794,8 @@ struct Watch {
     looks: u32,
     /// When a busy poller let others in.
     paused_ns: u64,
+    /// How long it then keeps them off its core, nanoseconds.
+    share_ns: u64,
     /// How often it has left the RNIC to a thread that wants it, since it had the RNIC last.
     pauses: u32,
     out: Vec<Output>,
