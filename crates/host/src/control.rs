@@ -215,6 +215,7 @@ impl Control {
             let mut rnic = engine.rnic.lock();
             rnic.set_wire_mtu(w.mtu());
             rnic.set_congestion_control(w.congestion_control());
+            w.addresses().first().into_iter().for_each(|&host| rnic.set_own_host(host));
         }
         Ok(Control {
             dir,

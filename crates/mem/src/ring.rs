@@ -255,6 +255,21 @@ impl CqRing {
         fits.then(|| CqRing { ctrl, ring, mask: entries - 1, prod: 0, served: 0 })
     }
 
+    /// Entries of the ring.
+    pub fn entries(&self) -> u32 {
+        self.mask + 1
+    }
+
+    /// What it knows beside its memory: completions written so far, and the arming that it served last.
+    pub fn position(&self) -> (u32, u32) {
+        (self.prod, self.served)
+    }
+
+    /// The same memory at another position.
+    pub fn at(&self, (prod, served): (u32, u32)) -> CqRing {
+        CqRing { ctrl: self.ctrl.clone(), ring: self.ring.clone(), mask: self.mask, prod, served }
+    }
+
     /// Writes a completion.
     ///
     /// # Errors

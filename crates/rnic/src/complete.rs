@@ -91,7 +91,7 @@ impl Core {
         false
     }
 
-    fn arm_events(&mut self, cqn: Handle<Cq>, at: u64) {
+    pub(crate) fn arm_events(&mut self, cqn: Handle<Cq>, at: u64) {
         if let Some(s) = self.objects.cqs.get(cqn).and_then(|c| self.objects.sessions.get(c.owner.0)) {
             self.sched.arm(s.vnic, at, Due::Events(cqn), usize::MAX, |_| false);
         }

@@ -441,6 +441,17 @@ impl Jobs {
         waits
     }
 
+    /// Stops the jobs that there are for memory of `session`, and lets nobody wait.
+    pub fn stop(&mut self, session: SessionId) {
+        self.flying.iter().filter(|f| f.sessions.contains(&session)).for_each(|f| f.phase.stop());
+    }
+
+    /// True if somebody copies now for a request with memory of `session` at one of its ends.
+    pub fn reach(&self, session: SessionId) -> bool {
+        let at_work = |f: &Flying| f.phase.is_at(Phase::READS | Phase::WRITES);
+        self.flying.iter().any(|f| f.sessions.contains(&session) && at_work(f))
+    }
+
     /// A fence that has passed.
     pub fn passed(&mut self) -> Option<(SessionId, Waiter)> {
         let at = self.fences.iter().position(|f| self.is_clear(f.session, f.before))?;

@@ -10,12 +10,13 @@
 //! * `sched`, `polled`, `pace`, `job`, `multicast`, `capture`, `net` with `tx` and `path`: whose turn it is, sessions that are
 //!   polled, limits, copies that are done elsewhere, group members, captured packets, routes and packets to send; none of them knows the core;
 //! * `core`: the struct that holds those, and what every room does with it: `complete` (completions, events, failures), `pacing`,
-//!   `tapping`, `access` (keys to memory);
+//!   `tapping`, `access` (keys to memory), `follow` (where connections lead), `uncouple` (connections within a host that leave it);
 //! * `commands`, `vnics`, `sessions`: what the control path asks; `arrivals`: packets that come in; `turns`: rounds and turns. They
 //!   leave the work of QPs to an `executor`, which is a trait;
 //! * `software`: the executor that does all in this process. `exec`: work requests between QPs of this host, WQEs, receives, jobs;
 //!   `wire`: connections to other hosts, with a requester and a responder; `datagram`: the unreliable datagrams of both;
-//! * `cm`: connection management, which sends and hears messages, and moves no QP; `rnic`: the whole.
+//! * `cm`: connection management, which sends and hears messages, and moves no QP; `rnic`: the whole; `record`: a vRNIC as data,
+//!   saved and restored.
 //!
 //! The type is [`Rnic`]. Its methods come in classes:
 //!
@@ -40,6 +41,7 @@ mod core;
 mod datagram;
 mod exec;
 mod executor;
+mod follow;
 mod job;
 mod multicast;
 mod net;
@@ -50,6 +52,7 @@ mod pacing;
 mod path;
 mod polled;
 mod random;
+mod record;
 mod rnic;
 mod sched;
 #[cfg(test)]
@@ -61,6 +64,7 @@ mod stall;
 mod tapping;
 mod turns;
 mod tx;
+mod uncouple;
 mod vnics;
 mod wire;
 
@@ -79,5 +83,6 @@ pub use pace::{DEFAULT_WEIGHT, Share};
 pub use path::{Arrival, Path, Route, WireDrops};
 pub use polled::Bells;
 pub use random::{Rng, Seed};
+pub use record::{Attach, Attached, Flaw, Object, Record, RecordError, RestoreError, Way, What};
 pub use rnic::Rnic;
 pub use tx::{DATAGRAM_MAC, MAX_OUTER_BYTES, Tx, TxPacket};

@@ -76,7 +76,7 @@ impl Multicast {
     /// Notes which hosts each group of vRNICs reaches.
     pub fn set_routes(&mut self, routes: &HashMap<(u32, Gid), Route>) {
         let mut hosts: HashMap<u32, Vec<(Path, u32)>> = HashMap::new();
-        for ((group, _), r) in routes.iter().filter(|(_, r)| !r.foreign) {
+        for ((group, _), r) in routes.iter().filter(|(_, r)| !r.foreign && !r.host.is_unspecified()) {
             let path = Path::new(r.host);
             let list = hosts.entry(*group).or_default();
             if !list.iter().any(|(p, _)| *p == path) {

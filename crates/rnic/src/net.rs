@@ -14,6 +14,8 @@ use crate::tx::Tx;
 pub(crate) struct Network {
     /// By group and GID.
     pub routes: HashMap<(u32, Gid), Route>,
+    /// This host's own address in that network, for connections over the wire between its own vRNICs.
+    pub own_host: Option<IpAddr>,
     /// Largest path MTU to other hosts, bytes.
     pub wire_mtu: u32,
     /// Congestion control is on.
@@ -28,6 +30,7 @@ impl Default for Network {
     fn default() -> Self {
         Network {
             routes: HashMap::new(),
+            own_host: None,
             wire_mtu: MAX_MTU,
             adapts: true,
             drops: WireDrops::default(),

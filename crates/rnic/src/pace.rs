@@ -30,10 +30,10 @@ impl Default for Share {
 /// What a vRNIC has sent, held against its limits (generic cell rate algorithm, ITU-T I.371).
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Limit {
-    share: Share,
+    pub share: Share,
     /// When all that was sent so far would have left at exactly the limit's rate, ns.
-    bits_until: u64,
-    ops_until: u64,
+    pub bits_until: u64,
+    pub ops_until: u64,
 }
 
 impl Limit {

@@ -1,13 +1,14 @@
 //! Where packets come from and go to.
 
-use std::net::IpAddr;
+use std::net::{IpAddr, Ipv4Addr};
 
 use unirdma_formats::wire::ROCE_PORT;
 
 /// Where the holder of a GID is reached.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub struct Route {
-    /// Address of its host.
+    /// Address of its host. The unspecified address stands for a host that is not known yet, as of a vRNIC that moves: what is sent
+    /// there is lost, and connections may be made already.
     pub host: IpAddr,
     /// The holder is a plain RoCEv2 device. Such a device knows this side by the vRNIC's own GID, so packets to it leave from that
     /// address.
@@ -35,6 +36,24 @@ impl Path {
     /// From this host to another one, on the port of RoCEv2.
     pub fn new(to: IpAddr) -> Self {
         Path { to, from: None, port: ROCE_PORT, class: 0, cut: false }
+    }
+
+    /// The path to a GID that no known host has at the moment. What is sent on it is lost.
+    pub(crate) fn nowhere() -> Self {
+        Path { cut: true, ..Path::new(IpAddr::V4(Ipv4Addr::UNSPECIFIED)) }
+    }
+
+    /// Notes whether this end has a link. A path to no known host stays cut.
+    pub(crate) fn link(&mut self, linked: bool) {
+        self.cut = !linked || self.to.is_unspecified();
+    }
+
+    /// This path with the two hosts of `there`, or to no known host. `linked` says whether this end has a link.
+    pub(crate) fn led(self, there: Option<Path>, linked: bool) -> Path {
+        let Path { to, from, .. } = there.unwrap_or(Path::nowhere());
+        let mut path = Path { to, from, ..self };
+        path.link(linked);
+        path
     }
 }
 

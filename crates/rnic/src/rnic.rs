@@ -19,8 +19,8 @@ use crate::software::Software;
 ///
 /// What concerns no connection management is a method of its core, which it dereferences to.
 pub struct Rnic {
-    core: Core,
-    cm: Cm,
+    pub(crate) core: Core,
+    pub(crate) cm: Cm,
 }
 
 impl Deref for Rnic {
@@ -54,7 +54,7 @@ impl Rnic {
         self
     }
 
-    fn manager(&mut self) -> Manager<'_> {
+    pub(crate) fn manager(&mut self) -> Manager<'_> {
         Manager { cm: &mut self.cm, core: &mut self.core }
     }
 

@@ -156,6 +156,11 @@ impl Scheduler {
         self.set_wake(id);
     }
 
+    /// The timers of a vRNIC, stopped ones included, and when each fires.
+    pub fn timers(&self, id: VnicId) -> impl Iterator<Item = (u64, Due)> {
+        self.agendas.get(id.0).into_iter().flat_map(|a| a.timers.iter().map(|t| t.0))
+    }
+
     /// A timer of the vRNIC that is due.
     pub fn next_due(&mut self, id: VnicId, now: u64) -> Option<Due> {
         let a = self.agendas.get_mut(id.0)?;

@@ -13,9 +13,11 @@ use crate::polled::Bells;
 impl Core {
     /// Adds a frontend of `vnic`.
     pub fn add_session(&mut self, vnic: VnicId) -> Option<SessionId> {
-        self.objects.vnics.get(vnic.0)?;
+        let v = self.objects.vnics.get_mut(vnic.0)?;
+        v.last_session += 1;
         let s = Session {
             vnic,
+            number: v.last_session,
             names: Names::new(&mut self.random.numbers),
             bell: None,
             slots: Vec::new(),

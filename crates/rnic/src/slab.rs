@@ -129,6 +129,11 @@ impl<T, K> Slab<T, K> {
         self.entries[handle.index()].value.take()
     }
 
+    /// How many more values it has room for.
+    pub(crate) fn room(&self) -> usize {
+        self.free.len() + (INDEX_MASK as usize + 1 - self.entries.len())
+    }
+
     /// Handles and values that are in use.
     pub(crate) fn iter(&self) -> impl Iterator<Item = (Handle<K>, &T)> {
         self.entries.iter().enumerate().filter_map(|(i, e)| e.value.as_ref().map(|v| (e.handle(i), v)))

@@ -12,7 +12,7 @@ const PATIENCE_NS: u64 = 5_000_000_000;
 #[derive(Clone, Copy, Debug, Default)]
 pub(crate) struct Stall {
     /// Since when it waits, and when it tries again.
-    now: Option<(u64, u64)>,
+    pub now: Option<(u64, u64)>,
 }
 
 impl Stall {

@@ -122,7 +122,8 @@ impl Tx {
         fill: impl FnOnce(&mut [u8]) -> Result<(), Fault>,
     ) -> Result<(), Fault> {
         let start = self.used;
-        if path.cut || self.bytes.len() - start < MAX_OUTER_BYTES + MAX_HEADER_BYTES + len + 3 + ICRC_BYTES {
+        let lost = path.cut || path.to.is_unspecified();
+        if lost || self.bytes.len() - start < MAX_OUTER_BYTES + MAX_HEADER_BYTES + len + 3 + ICRC_BYTES {
             // Callers ask `is_full` first, so that there is room. If there is none, the packet is as if the network had lost it.
             return Ok(());
         }

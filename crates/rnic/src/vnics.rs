@@ -29,6 +29,7 @@ impl Core {
             limits: c.limits,
             limit: Limit::new(c.share),
             used: Used::default(),
+            last_session: 0,
             counters: Counters::default(),
         };
         let id = self.objects.vnics.insert(v).map(VnicId)?;
@@ -179,7 +180,7 @@ impl Core {
     }
 
     /// A vRNIC is found by its GIDs from now on, or no more.
-    fn list_gids(&mut self, id: VnicId, on: bool) {
+    pub(crate) fn list_gids(&mut self, id: VnicId, on: bool) {
         let Some(v) = self.objects.vnics.get(id.0) else { return };
         for &gid in v.gids.iter().filter(|g| !g.is_zero()) {
             let there = self.objects.by_gid.entry((v.group, gid)).or_default();
@@ -201,7 +202,7 @@ impl Core {
                 q.counters.wire.link_downed += u64::from(q.linked && !linked);
                 q.linked = linked;
                 if let Some(w) = q.wire_mut() {
-                    w.path.cut = !linked;
+                    w.path.link(linked);
                 }
             }
         }

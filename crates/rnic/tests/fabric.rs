@@ -5,7 +5,7 @@ use unirdma_formats::{QpType, WcStatus, WrOpcode};
 use unirdma_simkit::net::{Faults, Net};
 use unirdma_simkit::*;
 
-/// One of the two simulations of `cargo xtask sim`. Each seed is a fabric and traffic of its own.
+/// One of the simulations of `cargo xtask sim`. Each seed is a fabric and traffic of its own.
 #[test]
 fn every_message_has_an_allowed_outcome() {
     let mut heard = 0;
@@ -14,6 +14,18 @@ fn every_message_has_an_allowed_outcome() {
         heard += fabric::run(seed, 15).heard;
     }
     assert!(heard > 0);
+}
+
+/// The same while vRNICs are saved, removed and restored at random moments, on the same host or another one. `cargo xtask sim` runs
+/// this one as well.
+#[test]
+fn vnics_move_and_nothing_is_lost() {
+    let mut moves = 0;
+    for seed in 0..64 {
+        println!("cargo xtask sim --seed {seed} --seeds 1 --steps 15");
+        moves += fabric::run_moving(seed, 15).moves;
+    }
+    assert!(moves > 1000, "{moves}");
 }
 
 /// A peer that is cut off for good costs its own connection an error and nobody else anything.

@@ -32,19 +32,19 @@ impl Net {
     ) -> Result<u32, Status> {
         let mut r = abi::CmReq { op: op as u8, id, queue: QUEUE, port_space: space, ..Default::default() };
         f(&mut r);
-        let s = self.ends[end].session;
+        let s = self.session(end);
         self.rnic(end).cm(s, &r).map(|r| r.id)
     }
 
     /// Takes the next event of an end.
     fn cm_event(&mut self, end: usize) -> Option<abi::CmEvent> {
-        let s = self.ends[end].session;
+        let s = self.session(end);
         self.rnic(end).cm_event(s, QUEUE).ok()
     }
 
     /// Moves the QP of an end to RTS with what the connection says, and more access.
     fn cm_ready(&mut self, end: usize, id: u32, access: u32) {
-        let (s, qpn) = (self.ends[end].session, self.ends[end].qpn);
+        let (s, qpn) = (self.session(end), self.ends[end].qpn);
         for state in [QpState::Init, QpState::Rtr, QpState::Rts] {
             let (mask, mut a) = self.rnic(end).cm_qp_attr(s, id, state as u32).unwrap();
             a.qp_access_flags |= access;

@@ -5,6 +5,8 @@
 
 mod check;
 
+use std::collections::VecDeque;
+
 use unirdma_abi as abi;
 use unirdma_formats::{QpType, WcStatus, WrOpcode, access};
 use unirdma_rnic::{Backing, OpenXrcd, Rng};
@@ -40,6 +42,16 @@ pub fn run(seed: u64, steps: u64) -> Report {
     fabric.check()
 }
 
+/// As [`run`], while vRNICs move: at random moments one is saved, removed, and restored on some host. Panics if an outcome is not
+/// allowed.
+pub fn run_moving(seed: u64, steps: u64) -> Report {
+    // In every other fabric the ends of a pair are on one host at first.
+    let mut fabric = Fabric::with_homes(seed, |end| (end >> (seed & 1)) % HOSTS);
+    fabric.net.wander = [2, 10, 50, 250][seed as usize / 2 % 4];
+    fabric.run(steps);
+    fabric.check()
+}
+
 /// What a simulation has seen.
 #[derive(Clone, Copy, Debug, Default)]
 pub struct Report {
@@ -47,6 +59,8 @@ pub struct Report {
     pub caught: u64,
     /// Multicast messages that members heard of each other.
     pub heard: u64,
+    /// Times a vRNIC was restored.
+    pub moves: u64,
 }
 
 /// What an end has sent: number of the message, opcode, length.
@@ -60,6 +74,8 @@ pub struct Fabric {
     ahs: Vec<u32>,
     /// Receives of ends whose peer is the initiator of an XRC connection; those send nothing themselves.
     shared: Vec<Option<XrcSrq>>,
+    /// QPNs of the targets of XRC connections, which are in the sessions of these ends.
+    targets: Vec<Option<u32>>,
     /// Connections that were made by address.
     meetings: Vec<Meeting>,
     /// Its members are the ends after the pairs.
@@ -67,6 +83,8 @@ pub struct Fabric {
     /// Keys of windows of all memory, of ends of type RC.
     windows: Vec<u32>,
     sent: Vec<Vec<Sent>>,
+    /// Numbers of receives of each end that are not posted yet, while its peer sends already.
+    late: Vec<VecDeque<u64>>,
     /// Completions of each end's sends.
     done: Vec<Vec<abi::Cqe>>,
     /// Completions of each end's receives.
@@ -132,6 +150,10 @@ fn window(net: &mut Net, end: usize) -> u32 {
 impl Fabric {
     /// The fabric of a seed, with all its connections.
     pub fn new(seed: u64) -> Fabric {
+        Self::with_homes(seed, |end| end % HOSTS)
+    }
+
+    fn with_homes(seed: u64, home: impl Fn(usize) -> usize) -> Fabric {
         let mut rng = Rng::new(seed ^ 0xfab);
         let types: Vec<QpType> = (0..PAIRS)
             .map(|_| [QpType::Rc, QpType::Rc, QpType::Uc, QpType::Ud, QpType::XrcSend][rng.next_u64() as usize % 5])
@@ -139,10 +161,11 @@ impl Fabric {
             .collect();
         let faults = Faults { loss: 10, duplication: 10, reordering: 10, corruption: 10 };
         let all: Vec<QpType> = types.iter().copied().chain([QpType::Ud; HOSTS]).collect();
-        let mut net = Net::hosts(HOSTS, &all, seed, faults);
+        let mut net = Net::homes(HOSTS, &all, seed, faults, home);
         let mtu = 1 + (seed % 5) as u8;
         let mut ahs = Vec::new();
         let mut shared: Vec<Option<XrcSrq>> = types.iter().map(|_| None).collect();
+        let mut targets = vec![None; types.len()];
         let mut meetings = Vec::new();
         // Long enough that a network that parts for a while kills no connection.
         let patient = |a| abi::QpAttr { path_mtu: mtu, timeout: 16, retry_cnt: RETRIES, rnr_retry: 7, ..a };
@@ -152,7 +175,7 @@ impl Fabric {
                 let private = OpenXrcd { key: None, create: true, exclusive: false };
                 let queue = XrcSrq::new(net.rnic(peer(end)), &to, private);
                 net.ends.insert(peer(end), to);
-                connect_target(&mut net, end, peer(end), queue.xrcd, &patient);
+                targets[peer(end)] = Some(connect_target(&mut net, end, peer(end), queue.xrcd, &patient));
                 shared[peer(end)] = Some(queue);
             } else if typ == QpType::Rc && end % 4 == 1 && shared[end].is_none() {
                 // Every other pair of RC QPs meets by address, from here on: one end is not in use yet.
@@ -178,8 +201,10 @@ impl Fabric {
             rng,
             ahs,
             shared,
+            targets,
             windows,
             sent: vec![Vec::new(); types.len()],
+            late: vec![VecDeque::new(); types.len()],
             done: none(),
             received: none(),
             types,
@@ -198,6 +223,10 @@ impl Fabric {
                 let time = self.rng.next_u64() % 200_000;
                 self.net.run(time);
                 self.poll();
+                if self.net.wander > 0 {
+                    let end = self.rng.next_u64() as usize % self.types.len();
+                    self.post_late(end);
+                }
             }
             // Sometimes a host is cut off, for less time than the retries take.
             if i % 50 == 25 {
@@ -209,6 +238,9 @@ impl Fabric {
                 self.net.run(300_000_000);
             }
         }
+        (0..self.types.len()).for_each(|end| self.post_late(end));
+        // Whoever is away comes back, and nobody leaves any more.
+        self.net.wander = 0;
         self.net.run(60 * SECOND);
         self.poll();
     }
@@ -232,10 +264,12 @@ impl Fabric {
         self.net.ends[end].fill(from as usize, &bytes);
         let to = peer(end);
         if op.consumes_recv() && (reliable(typ) || self.rng.next_u64() % 8 != 0) {
-            let sge = self.net.ends[to].sge(slot(WrOpcode::Send, n), SLOT as u32);
-            match &mut self.shared[to] {
-                Some(queue) => queue.recv(n, sge),
-                None => self.net.ends[to].recv(n, &[sge]),
+            // While vRNICs move, some find a peer that is not ready.
+            let moving = reliable(typ) && self.net.wander > 0;
+            if moving && (!self.late[to].is_empty() || self.rng.next_u64() % 4 == 0) {
+                self.late[to].push_back(n);
+            } else {
+                self.post_recv(to, n);
             }
         }
         let local = match op {
@@ -257,6 +291,22 @@ impl Fabric {
         let (ah, qpn) = (self.ahs[end], number.unwrap_or(self.net.ends[to].qpn));
         self.net.ends[end].post_to(w, ah, qpn, &[sge]);
         self.sent[end].push((n, op, len));
+    }
+
+    /// Posts the receive with this number.
+    fn post_recv(&mut self, end: usize, n: u64) {
+        let sge = self.net.ends[end].sge(slot(WrOpcode::Send, n), SLOT as u32);
+        match &mut self.shared[end] {
+            Some(queue) => queue.recv(n, sge),
+            None => self.net.ends[end].recv(n, &[sge]),
+        }
+    }
+
+    /// Posts the receives of an end that are late.
+    fn post_late(&mut self, end: usize) {
+        while let Some(n) = self.late[end].pop_front() {
+            self.post_recv(end, n);
+        }
     }
 
     /// An operation for message `n` of an end of this type.

@@ -8,12 +8,17 @@ use unirdma_formats::cm::{GSI_QPN, Mad};
 use unirdma_formats::net::{ETH_BYTES, Flow, VXLAN_BYTES};
 use unirdma_formats::wire::{Envelope, ICRC_BYTES, Packet, ROCE_PORT, icrc};
 use unirdma_formats::{Gid, QpType, WrOpcode};
-use unirdma_rnic::{Arrival, Counters, Rng, Rnic, Route};
+use unirdma_rnic::{Arrival, Attached, Counters, Object, Record, RestoreError, Rng, Rnic, Route, SessionId};
 
-use crate::{End, IOVA, address, attrs_of, ip, poll, wqe};
+use crate::{End, IOVA, SECOND, address, attrs_of, ip, poll, wqe};
 
 /// How long a packet takes that is not held up.
 const DELAY_NS: u64 = 5_000;
+
+/// An end that has left waits at most this long for a host.
+const MOST_AWAY_NS: u64 = SECOND / 10;
+/// A request that is repeated takes at least this long: an ACK timeout of code 16.
+const TRY_NS: u64 = SECOND / 4;
 
 /// What the network does to packets, in thousandths.
 #[derive(Clone, Copy, Default)]
@@ -32,17 +37,38 @@ pub struct Faults {
 struct Flying {
     from: usize,
     to: usize,
+    /// The QPN that it is for.
+    dest: u32,
     /// Bytes of the headers of VXLAN and of the packet within; 0 if it is a plain packet.
     outer: usize,
     bytes: Vec<u8>,
+}
+
+/// An end whose vRNIC was saved and is on no host.
+struct Away {
+    record: Vec<u8>,
+    memory: Attached,
+    since: u64,
+    /// When it comes back, and to which host.
+    until: u64,
+    to: usize,
 }
 
 /// Several hosts, their ends, and the network between them.
 pub struct Net {
     /// The RNIC of each host.
     pub rnics: Vec<Rnic>,
-    /// End `i` lives on host `i` modulo the number of hosts and has the address `ip(1 + i)`.
+    /// End `i` has the address `ip(1 + i)`.
     pub ends: Vec<End>,
+    /// The host of each end, or that of an end that is away: the one that it left.
+    homes: Vec<usize>,
+    /// Ends whose vRNICs are on no host.
+    away: BTreeMap<usize, Away>,
+    /// At so many thousandths of all moments at which something happens a vRNIC is saved and removed, to be restored on some host
+    /// a little later.
+    pub wander: u64,
+    /// How many times a vRNIC was restored.
+    pub moves: u64,
     /// The virtual clock, in nanoseconds.
     pub now: u64,
     /// By arrival and number.
@@ -92,19 +118,24 @@ impl Net {
         net
     }
 
-    /// `hosts` hosts and one end of each of these types, not connected yet.
+    /// `hosts` hosts and one end of each of these types, not connected yet. End `i` lives on host `i` modulo their number.
     pub fn hosts(hosts: usize, types: &[QpType], seed: u64, faults: Faults) -> Net {
+        Self::homes(hosts, types, seed, faults, |end| end % hosts)
+    }
+
+    /// As [`Net::hosts`], with ends on the hosts that `home` says.
+    pub fn homes(hosts: usize, types: &[QpType], seed: u64, faults: Faults, home: impl Fn(usize) -> usize) -> Net {
         let mut rnics: Vec<Rnic> = (0..hosts as u64).map(|i| Rnic::new(seed ^ (i * 0xabcd), 0)).collect();
         let ends: Vec<End> =
-            types.iter().enumerate().map(|(i, &t)| End::of_type(&mut rnics[i % hosts], 0, 1 + i as u8, t)).collect();
-        for (h, rnic) in rnics.iter_mut().enumerate() {
-            let others = (0..ends.len()).filter(|i| i % hosts != h);
-            let route = |i: usize| Route { host: host(i % hosts), foreign: false, vni: 77 };
-            rnic.set_routes(others.map(|i| ((0, gid(i)), route(i))).collect::<HashMap<_, _>>());
-        }
+            types.iter().enumerate().map(|(i, &t)| End::of_type(&mut rnics[home(i)], 0, 1 + i as u8, t)).collect();
+        rnics.iter_mut().enumerate().for_each(|(h, rnic)| rnic.set_own_host(host(h)));
         let rng = Rng::new(seed);
         let cut = vec![false; hosts];
-        Net {
+        let mut net = Net {
+            homes: (0..ends.len()).map(home).collect(),
+            away: BTreeMap::new(),
+            wander: 0,
+            moves: 0,
             rnics,
             ends,
             now: 0,
@@ -117,23 +148,101 @@ impl Net {
             caught: 0,
             lost: HashMap::new(),
             mads: Vec::new(),
+        };
+        net.set_routes();
+        net
+    }
+
+    /// Tells each host where the ends of the others are. An end that is away is where it was last, but for that host.
+    fn set_routes(&mut self) {
+        for (h, rnic) in self.rnics.iter_mut().enumerate() {
+            let nowhere = IpAddr::from([0; 4]);
+            let homes = self.homes.iter().enumerate();
+            let routes = homes.filter_map(|(end, &home)| match home == h {
+                false => Some((end, host(home))),
+                true => self.away.contains_key(&end).then_some((end, nowhere)),
+            });
+            let route = |(end, host)| ((0, gid(end)), Route { host, foreign: false, vni: 77 });
+            rnic.set_routes(routes.map(route).collect::<HashMap<_, _>>());
         }
     }
 
     fn host_of(&self, end: usize) -> usize {
-        end % self.rnics.len()
+        self.homes[end]
+    }
+
+    /// Saves the vRNIC of an end and removes it from its host. It comes back to host `to` after a while, or when somebody needs
+    /// its RNIC.
+    pub fn leave(&mut self, end: usize, to: usize, away_ns: u64) {
+        if self.away.contains_key(&end) {
+            return;
+        }
+        let (home, now) = (self.host_of(end), self.now);
+        let (record, memory) = self.rnics[home].take_vnic(now, self.ends[end].vnic).unwrap();
+        let record = record.to_bytes().unwrap();
+        self.away.insert(end, Away { record, memory, since: now, until: now + away_ns, to });
+        self.set_routes();
+    }
+
+    /// Restores the vRNIC of an end that is away.
+    pub fn come_back(&mut self, end: usize) {
+        let Some(mut a) = self.away.remove(&end) else { return };
+        let now = self.now;
+        let record = Record::from_bytes(&a.record).unwrap();
+        // A host on which another vRNIC has one of its keys or QPNs refuses it, and the next one takes it.
+        let vnic = loop {
+            match self.rnics[a.to].restore_vnic(now, &record, &mut a.memory) {
+                Ok(vnic) => break vnic,
+                Err(RestoreError::Taken(Object::Key(_) | Object::Qp { .. })) => a.to = (a.to + 1) % self.rnics.len(),
+                Err(e) => panic!("end {end}: {e}"),
+            }
+        };
+        let rnic = &mut self.rnics[a.to];
+        // Nothing was lost: what is saved now is what was saved then.
+        let again = rnic.save_vnic(now, vnic).unwrap();
+        assert!(again == record, "end {end}: {again:?}\nand before\n{record:?}");
+        assert!(again.to_bytes().unwrap() == a.record);
+        let e = &mut self.ends[end];
+        e.vnic = vnic;
+        e.session = rnic.numbered_sessions(vnic)[0].1;
+        self.homes[end] = a.to;
+        self.moves += 1;
+        *self.lost.entry(self.ends[end].qpn).or_default() += 1 + ((now - a.since) / TRY_NS) as u32;
+        self.set_routes();
+        for h in (0..self.rnics.len()).filter(|&h| h != a.to) {
+            self.rnics[h].follow(0, gid(end));
+        }
+    }
+
+    /// Perhaps a vRNIC leaves its host now.
+    fn wander(&mut self) {
+        if self.wander == 0 || !self.chance(self.wander) {
+            return;
+        }
+        let [end, to, time] = [(); 3].map(|()| self.rng.next_u64() as usize);
+        let to = to % self.rnics.len();
+        // Often it comes back at once, so that its peers have noticed nothing.
+        let away_ns = if time % 2 == 0 { 0 } else { time as u64 / 2 % MOST_AWAY_NS };
+        self.leave(end % self.ends.len(), to, away_ns);
     }
 
     /// The RNIC of an end.
     pub fn rnic(&mut self, end: usize) -> &mut Rnic {
+        self.come_back(end);
         let h = self.host_of(end);
         let now = self.now;
         self.rnics[h].at(now)
     }
 
+    /// The session of an end, which comes back if it is away.
+    pub fn session(&mut self, end: usize) -> SessionId {
+        self.come_back(end);
+        self.ends[end].session
+    }
+
     /// Takes end `a` from RESET to RTS, connected to `b`.
     pub fn connect(&mut self, typ: QpType, a: usize, b: usize, change: &impl Fn(abi::QpAttr) -> abi::QpAttr) {
-        let (session, qpn) = (self.ends[a].session, self.ends[a].qpn);
+        let (session, qpn) = (self.session(a), self.ends[a].qpn);
         for (mask, attr) in attrs_of(typ, self.ends[b].qpn, gid(b)) {
             self.rnic(a).modify_qp(session, qpn, mask, &change(attr)).unwrap();
         }
@@ -141,7 +250,7 @@ impl Net {
 
     /// An AH of end `a` that leads to `b`.
     pub fn ah(&mut self, a: usize, b: usize) -> u32 {
-        let (session, pd) = (self.ends[a].session, self.ends[a].pd);
+        let (session, pd) = (self.session(a), self.ends[a].pd);
         self.rnic(a).create_ah(session, pd, &address(gid(b))).unwrap()
     }
 
@@ -185,7 +294,7 @@ impl Net {
                 }
                 let late = if self.chance(self.faults.reordering) { self.rng.next_u64() % 20_000 } else { 0 };
                 self.sent += 1;
-                self.flying.insert((self.now + DELAY_NS + late, self.sent), Flying { from, to, outer, bytes });
+                self.flying.insert((self.now + DELAY_NS + late, self.sent), Flying { from, to, dest, outer, bytes });
             }
         }
         !packets.is_empty()
@@ -193,8 +302,12 @@ impl Net {
 
     /// Packets of the connection between two ends, either way, that did not arrive, or not whole.
     pub fn lost_between(&self, a: usize, b: usize) -> u32 {
-        let lost = |end: usize| self.lost.get(&self.ends[end].qpn).copied().unwrap_or(0);
-        lost(a) + lost(b)
+        self.lost_for(self.ends[a].qpn) + self.lost_for(self.ends[b].qpn)
+    }
+
+    /// Packets for this QP that did not arrive, or not whole.
+    pub fn lost_for(&self, qpn: u32) -> u32 {
+        self.lost.get(&qpn).copied().unwrap_or(0)
     }
 
     fn arrive(&mut self, f: &Flying) {
@@ -207,8 +320,12 @@ impl Net {
             return;
         }
         let (body, crc) = f.bytes.split_last_chunk::<ICRC_BYTES>().unwrap();
+        let dropped = |rnic: &Rnic| rnic.wire_drops().no_qp + rnic.wire_drops().wrong_source;
         if icrc(&envelope(f.from, f.to, 0, &f.bytes), body).to_le_bytes() == *crc {
+            let before = dropped(rnic);
             rnic.handle_packet(self.now, &Arrival { congested, ..arrival(host(f.from)) }, body);
+            // It came to a host where its QP is not any more, or from one where its peer is not known to be yet.
+            *self.lost.entry(f.dest).or_default() += (dropped(rnic) - before) as u32;
         } else {
             self.caught += 1;
         }
@@ -221,10 +338,16 @@ impl Net {
             for i in 0..self.rnics.len() {
                 while poll(&mut self.rnics[i], self.now) | self.collect(i) {}
             }
+            self.wander();
             let arrival = self.flying.keys().next().map(|k| k.0);
             let timers = self.rnics.iter().filter_map(|r| r.next_timeout());
-            let Some(next) = timers.chain(arrival).min().filter(|&t| t <= end) else { break };
+            let back = self.away.values().map(|a| a.until).min();
+            let Some(next) = timers.chain(arrival).chain(back).min().filter(|&t| t <= end) else { break };
             self.now = self.now.max(next);
+            let due = self.away.iter().filter(|(_, a)| a.until <= self.now).map(|(&end, _)| end);
+            for end in due.collect::<Vec<_>>() {
+                self.come_back(end);
+            }
             while let Some(e) = self.flying.first_entry().filter(|e| e.key().0 <= self.now) {
                 let f = e.remove();
                 self.arrive(&f);
@@ -238,14 +361,14 @@ impl Net {
         abi::SqWqe { remote_addr: IOVA + off, rkey: self.ends[1].key, ..wqe(op, wr_id) }
     }
 
-    /// Counters of the vRNIC of an end.
+    /// Counters of the vRNIC of an end, which is not away.
     pub fn counters(&self, end: usize) -> Counters {
         self.rnics[self.host_of(end)].counters(self.ends[end].vnic).unwrap()
     }
 
     /// State of the QP of an end, as QUERY_QP has it.
     pub fn state(&mut self, end: usize) -> u8 {
-        let (session, qpn) = (self.ends[end].session, self.ends[end].qpn);
+        let (session, qpn) = (self.session(end), self.ends[end].qpn);
         self.rnic(end).query_qp(session, qpn).unwrap().qp_state
     }
 }

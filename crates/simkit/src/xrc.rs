@@ -55,9 +55,9 @@ pub fn connect_target(
     let layout = abi::QpLayout::of(&cap).unwrap();
     let rings = QpRings::new(aligned(128), aligned(layout.sq_bytes()), aligned(layout.rq_bytes()), layout).unwrap();
     let create = CreateQp { pd: 0, send_cq: 0, recv_cq: 0, srq: None, xrcd: Some(xrcd), sig_all: false, cap, rings };
-    let session = net.ends[to].session;
+    let session = net.session(to);
     let (target, _) = net.rnic(to).create_qp(session, QpType::XrcRecv as u8, create).unwrap();
-    let (s, qpn) = (net.ends[from].session, net.ends[from].qpn);
+    let (s, qpn) = (net.session(from), net.ends[from].qpn);
     for (mask, attr) in attrs_of(QpType::XrcSend, target, gid(to)) {
         net.rnic(from).modify_qp(s, qpn, mask, &change(attr)).unwrap();
     }

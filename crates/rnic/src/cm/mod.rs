@@ -61,7 +61,7 @@ const ETIMEDOUT: i32 = 110;
 const ECONNRESET: i32 = 104;
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-enum State {
+pub(crate) enum State {
     Idle,
     Bound,
     /// Nobody has the address yet.
@@ -85,8 +85,8 @@ enum State {
 /// An IP address and a port.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub(crate) struct Addr {
-    ip: IpAddr,
-    port: u16,
+    pub ip: IpAddr,
+    pub port: u16,
 }
 
 impl Addr {
@@ -117,69 +117,69 @@ fn write(a: Option<Addr>) -> abi::CmAddr {
 
 /// What one end of a connection says of its QP.
 #[derive(Clone, Copy, Debug, Default)]
-struct Ends {
-    qpn: u32,
+pub(crate) struct Ends {
+    pub qpn: u32,
     /// Where the other end shall begin to send (IBTA vol. 1, 12.7.31).
-    psn: u32,
-    responder_resources: u8,
-    initiator_depth: u8,
-    retry_count: u8,
-    rnr_retry_count: u8,
-    srq: bool,
-    flow_control: bool,
+    pub psn: u32,
+    pub responder_resources: u8,
+    pub initiator_depth: u8,
+    pub retry_count: u8,
+    pub rnr_retry_count: u8,
+    pub srq: bool,
+    pub flow_control: bool,
 }
 
 /// Names an identifier. What its session calls it is [`CmId::number`].
-type Id = Handle<CmId>;
+pub(crate) type Id = Handle<CmId>;
 
 /// An identifier of connection management: what `struct rdma_cm_id` stands for.
 pub(crate) struct CmId {
     /// What its owner calls it.
-    number: u32,
+    pub number: u32,
     /// `None`: its program has given it back, and it waits for its last answer.
-    owner: Option<SessionId>,
-    vnic: VnicId,
-    queue: u16,
-    space: u16,
+    pub owner: Option<SessionId>,
+    pub vnic: VnicId,
+    pub queue: u16,
+    pub space: u16,
     /// Its connections are XRC's.
-    xrc: bool,
-    state: State,
-    src: Option<Addr>,
-    dst: Option<Addr>,
-    reuse: bool,
-    one_family: bool,
-    tos: u8,
-    ack_timeout: u8,
-    mtu: u8,
+    pub xrc: bool,
+    pub state: State,
+    pub src: Option<Addr>,
+    pub dst: Option<Addr>,
+    pub reuse: bool,
+    pub one_family: bool,
+    pub tos: u8,
+    pub ack_timeout: u8,
+    pub mtu: u8,
     /// Requests that may wait, and how many do.
-    backlog: u32,
-    waiting: u32,
-    listener: Id,
+    pub backlog: u32,
+    pub waiting: u32,
+    pub listener: Id,
     /// Requests for datagrams are answered with this QPN and Q_Key, and the program never hears of them.
-    answers: Option<(u32, u32)>,
+    pub answers: Option<(u32, u32)>,
     /// 0: none.
-    local_id: u32,
-    remote_id: u32,
-    tid: u64,
+    pub local_id: u32,
+    pub remote_id: u32,
+    pub tid: u64,
     /// It asked for the connection.
-    active: bool,
-    own: Ends,
-    peer: Ends,
+    pub active: bool,
+    pub own: Ends,
+    pub peer: Ends,
     /// The message that is sent again until it is answered.
-    sent: Option<Box<[u8; MAD_BYTES]>>,
-    tries: u8,
+    pub sent: Option<Box<[u8; MAD_BYTES]>>,
+    pub tries: u8,
     /// Distinguishes this wait from older ones.
-    timer: u32,
+    pub timer: u32,
     /// Of the peer's QP, for datagrams.
-    peer_qkey: u32,
+    pub peer_qkey: u32,
 }
 
 impl CmId {
-    fn is_datagram(&self) -> bool {
+    pub fn is_datagram(&self) -> bool {
         self.space == port_space::UDP
     }
 
-    fn remote(&self) -> Option<Gid> {
+    pub fn remote(&self) -> Option<Gid> {
         self.dst.map(|d| Gid::from_ip(d.ip))
     }
 
@@ -201,37 +201,37 @@ impl CmId {
 
 /// A request that waits a moment for somebody to listen: a server that serves one client after the other is between two
 /// listeners now and then, and its next client may be fast.
-struct Early {
-    until: u64,
-    vnic: VnicId,
-    own: Gid,
-    from: Gid,
-    service: u64,
-    mad: Box<[u8; MAD_BYTES]>,
+pub(crate) struct Early {
+    pub until: u64,
+    pub vnic: VnicId,
+    pub own: Gid,
+    pub from: Gid,
+    pub service: u64,
+    pub mad: Box<[u8; MAD_BYTES]>,
 }
 
 /// The connection management of a host.
 #[derive(Default)]
 pub(crate) struct Cm {
-    ids: Slab<CmId>,
+    pub ids: Slab<CmId>,
     /// By owner and number.
-    numbers: HashMap<(SessionId, u32), Id>,
+    pub numbers: HashMap<(SessionId, u32), Id>,
     /// How many each vRNIC has.
-    used: HashMap<VnicId, usize>,
+    pub used: HashMap<VnicId, usize>,
     /// The identifiers that have a port: by vRNIC, port space and port.
-    ports: HashMap<(VnicId, u16, u16), Vec<Id>>,
-    by_local_id: HashMap<u32, Id>,
+    pub ports: HashMap<(VnicId, u16, u16), Vec<Id>>,
+    pub by_local_id: HashMap<u32, Id>,
     /// Requests that came in: of a vRNIC, from a GID, with a communication ID, for datagrams or not.
-    requests: HashMap<(VnicId, Gid, u32, bool), Id>,
-    events: HashMap<(SessionId, u16), VecDeque<abi::CmEvent>>,
+    pub requests: HashMap<(VnicId, Gid, u32, bool), Id>,
+    pub events: HashMap<(SessionId, u16), VecDeque<abi::CmEvent>>,
     /// Messages between vRNICs of this host.
-    local: VecDeque<(VnicId, Gid, Gid, Box<[u8; MAD_BYTES]>)>,
-    timers: BinaryHeap<Reverse<(u64, Id, u32)>>,
+    pub local: VecDeque<(VnicId, Gid, Gid, Box<[u8; MAD_BYTES]>)>,
+    pub timers: BinaryHeap<Reverse<(u64, Id, u32)>>,
     /// How many timers were left when the stopped ones were thrown away the last time.
-    timers_kept: usize,
+    pub timers_kept: usize,
     /// Requests to services that nobody listens to yet, in order of their deadlines.
-    early: VecDeque<Early>,
-    psn: Psn,
+    pub early: VecDeque<Early>,
+    pub psn: Psn,
 }
 
 impl Cm {

@@ -1,7 +1,7 @@
 //! The control path: every handle is checked for existence and owner, every value for its range.
 
 mod multicast;
-mod qp;
+pub(crate) mod qp;
 mod srq;
 mod window;
 mod xrc;

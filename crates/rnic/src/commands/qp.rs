@@ -108,7 +108,7 @@ impl Core {
     }
 
     /// QP `h` begins, or ends, to use its PD, its CQs, its SRQ and its XRC domain.
-    fn use_objects(&mut self, h: Handle<Qp>, more: bool) {
+    pub(crate) fn use_objects(&mut self, h: Handle<Qp>, more: bool) {
         let Some(q) = self.objects.qps.get(h) else { return };
         let (pd, cqs, srq, xrcd) = (q.pd, [q.send_cq, q.recv_cq], q.srq, q.xrcd);
         match xrcd {
@@ -272,13 +272,13 @@ impl Core {
                 return Err(Status::BadValue);
             }
             let dgid = Gid(ah.grh.dgid);
-            let peer_vnic = self.objects.find_vnic(v.group, dgid);
             let peer_qpn = if given(m::DEST_QPN) { a.dest_qp_num } else { q.attr.dest_qp_num };
+            let peer_vnic = self.objects.find_vnic(v.group, dgid).filter(|&p| !self.is_wired(p, peer_qpn, qpn));
             let port = source_port(ah.grh.flow_label, q.qpn, peer_qpn);
             peer = Some(match peer_vnic {
                 Some(vnic) => Peer::Here(vnic),
                 None => {
-                    let path = self.net.path(v, ah.grh.sgid_index, dgid).ok_or(Status::Unreachable)?;
+                    let path = self.path_to(v, ah.grh.sgid_index, dgid).ok_or(Status::Unreachable)?;
                     if given(m::PATH_MTU) && mtu_bytes(a.path_mtu).is_some_and(|b| b > self.net.wire_mtu) {
                         return Err(Status::BadValue);
                     }
@@ -329,7 +329,7 @@ impl Core {
 }
 
 /// A doorbell bit that no session has.
-const NO_SLOT: u32 = u32::MAX;
+pub(crate) const NO_SLOT: u32 = u32::MAX;
 
 fn apply(q: &mut Qp, mask: u32, a: &abi::QpAttr) {
     use attr_mask as m;
@@ -361,7 +361,7 @@ fn apply(q: &mut Qp, mask: u32, a: &abi::QpAttr) {
     if mask & m::SQ_PSN != 0 {
         q.sq_psn = Psn::new(a.sq_psn);
     }
-    if let Some(mtu) = mtu_bytes(q.attr.path_mtu) {
+    if let Some(mtu) = mtu_bytes(q.attr.path_mtu).filter(|_| mask & m::PATH_MTU != 0) {
         q.mtu = mtu;
     }
 }

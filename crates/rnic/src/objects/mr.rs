@@ -155,6 +155,24 @@ impl MrTable {
         Some((handle, key))
     }
 
+    /// Stores `mr`, which has its key already.
+    pub fn insert_known(&mut self, mr: Mr) -> Option<Handle<Mr>> {
+        let key = mr.key;
+        let handle = self.mrs.insert(mr)?;
+        self.by_key.insert(key >> 8, handle);
+        Some(handle)
+    }
+
+    /// True if an MR or a window has this key, or one that differs in its lower 8 bits only.
+    pub fn is_taken(&self, key: u32) -> bool {
+        self.by_key.contains_key(&(key >> 8))
+    }
+
+    /// How many more it has room for.
+    pub fn room(&self) -> usize {
+        self.mrs.room()
+    }
+
     #[inline]
     pub fn by_key(&self, key: u32) -> Option<&Mr> {
         self.mrs.get(*self.by_key.get(&(key >> 8))?).filter(|m| m.key == key)

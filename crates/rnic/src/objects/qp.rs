@@ -103,6 +103,8 @@ pub(crate) struct Local {
     pub vnic: VnicId,
     /// The peer QP when it was last seen.
     pub qp: Option<Handle<Qp>>,
+    /// Of a connection that was restored: what an atomic of the peer with this PSN has found here that the peer had not completed.
+    pub found: Option<(Psn, u64)>,
 }
 
 impl Connection {

@@ -43,6 +43,8 @@ impl Names {
 
 pub(crate) struct Session {
     pub vnic: VnicId,
+    /// Which of its vRNIC's sessions it is: they are counted. It keeps this number when it is restored elsewhere.
+    pub number: u32,
     pub names: Names,
     pub bell: Option<Bell>,
     pub slots: Vec<Option<Handle<Qp>>>,

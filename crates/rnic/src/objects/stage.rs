@@ -23,18 +23,18 @@ const MUCH_BYTES: usize = 1 << 20;
 
 /// The stage of a session, in granules.
 pub(crate) struct Stage {
-    span: Span,
+    pub span: Span,
     /// A bit for each granule in use.
-    used: Box<[u64]>,
-    granules: usize,
+    pub used: Box<[u64]>,
+    pub granules: usize,
     /// Granules of all records.
-    in_use: usize,
+    pub in_use: usize,
     /// Where the search for room begins.
-    cursor: usize,
+    pub cursor: usize,
     /// Records in use: first granule and count. One that is looked at and still in use goes to the end.
-    given: VecDeque<(u32, u32)>,
+    pub given: VecDeque<(u32, u32)>,
     /// When the driver was last seen to have given one back.
-    released_at: Option<u64>,
+    pub released_at: Option<u64>,
 }
 
 /// A record that a message is being put into.
@@ -67,7 +67,7 @@ impl Stage {
         self.used[g / 64] >> (g % 64) & 1 != 0
     }
 
-    fn mark(&mut self, from: usize, count: usize, used: bool) {
+    pub fn mark(&mut self, from: usize, count: usize, used: bool) {
         self.in_use = if used { self.in_use + count } else { self.in_use - count };
         let mut g = from;
         while g < from + count {

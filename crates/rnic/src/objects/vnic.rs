@@ -95,6 +95,8 @@ pub(crate) struct Vnic {
     pub limit: Limit,
     /// What its sessions have in use.
     pub used: Used,
+    /// The number of the session that was made last.
+    pub last_session: u32,
     pub counters: Counters,
 }
 

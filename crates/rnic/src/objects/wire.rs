@@ -161,9 +161,9 @@ impl Flight {
     }
 }
 
-const WINDOW_MIN: u32 = 4;
+pub(crate) const WINDOW_MIN: u32 = 4;
 const WINDOW_START: u32 = 64;
-const WINDOW_MAX: u32 = 512;
+pub(crate) const WINDOW_MAX: u32 = 512;
 const ALPHA_ONE: u32 = 1024;
 /// `alpha` moves by this part of its distance (DCQCN's g is 1/256 for a rate; a window sees fewer events).
 const ALPHA_GAIN: u32 = 16;

@@ -14,7 +14,7 @@ use crate::core::Core;
 use crate::objects::{Connection, Qp, Wire};
 use crate::path::{Arrival, Path};
 use crate::slab::Handle;
-pub(crate) use requester::request_packet;
+pub(crate) use requester::{READ_PACKETS, request_packet};
 
 /// Least time between two congestion notifications to one QP, ns (DCQCN's N).
 const CNP_INTERVAL_NS: u64 = 50_000;

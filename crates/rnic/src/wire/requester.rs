@@ -13,7 +13,7 @@ use crate::slab::Handle;
 const MAX_FLIGHT: usize = 256;
 /// A READ is asked for in requests of this many packets, each a READ of its own to the responder, so that the window
 /// holds for responses too.
-const READ_PACKETS: u32 = 32;
+pub(crate) const READ_PACKETS: u32 = 32;
 /// Within a message, one packet of so many asks for an ACK.
 const ACK_EVERY: u32 = 16;
 

@@ -16,7 +16,7 @@ impl Fabric {
         for end in 0..self.types.len() {
             self.check_end(end);
         }
-        Report { caught: self.net.caught, heard }
+        Report { caught: self.net.caught, heard, moves: self.net.moves }
     }
 
     /// What an end has sent, and what of it has arrived at its peer.
@@ -61,7 +61,8 @@ impl Fabric {
     /// for each try. What was done before was done in order, and all that came after it is flushed.
     fn check_given_up(&self, end: usize, done: &[(u64, WcStatus)]) {
         let (seed, typ, to) = (self.seed, self.types[end], peer(end));
-        let lost = self.net.lost_between(end, to);
+        let targets = [end, to].into_iter().filter_map(|e| self.targets[e]);
+        let lost = self.net.lost_between(end, to) + targets.map(|qpn| self.net.lost_for(qpn)).sum::<u32>();
         assert!(lost > u32::from(RETRIES), "seed {seed}, {typ:?} end {end} gave up after {lost} losses: {done:?}");
         let numbers: Vec<u64> = self.sent[end].iter().map(|s| s.0).collect();
         assert_eq!(done.iter().map(|d| d.0).collect::<Vec<_>>(), numbers, "seed {seed}, {typ:?} end {end}");

@@ -1,0 +1,99 @@
+//! Where connections and address handles lead: to QPs of this host, or to other hosts. When a vRNIC moves, those that lead to it are
+//! led to its new host.
+
+use std::net::IpAddr;
+
+use unirdma_formats::Gid;
+use unirdma_formats::net::source_port;
+
+use crate::core::Core;
+use crate::objects::{Qp, SessionId, Target, Vnic, VnicId};
+use crate::path::Path;
+
+impl Core {
+    /// Sets this host's own address in the network of hosts. A connection over the wire between two vRNICs of this host sends its packets
+    /// there, and the network brings them back. Without an address such packets are lost.
+    pub fn set_own_host(&mut self, host: IpAddr) {
+        self.net.own_host = Some(host);
+    }
+
+    /// A vRNIC has moved. Connections and address handles of this host that lead to its GID lead to it again from now on: to this host if
+    /// the vRNIC is here, else to the host that [`crate::Rnic::set_routes`] has named. Packets that went to its former host are lost, and
+    /// requests are repeated after their timeouts.
+    pub fn follow(&mut self, group: u32, gid: Gid) {
+        let here = self.objects.find_vnic(group, gid);
+        let of_group = |core: &Self, id: VnicId| core.objects.vnics.get(id.0).is_some_and(|v| v.group == group);
+        let leads = |core: &Self, q: &Qp| Gid(q.attr.ah_attr.grh.dgid) == gid && of_group(core, q.vnic);
+        for h in self.objects.qps.handles(|q| q.wire().is_some() && leads(self, q)) {
+            let Some(q) = self.objects.qps.get(h) else { continue };
+            let there = self.objects.vnics.get(q.vnic.0).and_then(|v| self.way_to(v, q.own.unwrap_or_default(), gid));
+            if let Some(q) = self.objects.qps.get_mut(h) {
+                let linked = q.linked;
+                q.wire_mut().into_iter().for_each(|w| w.path = w.path.led(there, linked));
+            }
+            self.make_runnable(h);
+        }
+        let lost = |q: &Qp| q.local().is_some_and(|l| self.objects.vnics.get(l.vnic.0).is_none());
+        for h in self.objects.qps.handles(|q| lost(q) && leads(self, q)) {
+            self.recouple(h);
+        }
+        let sessions: Vec<SessionId> =
+            self.objects.sessions.iter().filter(|(_, s)| of_group(self, s.vnic)).map(|(h, _)| SessionId(h)).collect();
+        for s in sessions {
+            let Some(session) = self.objects.sessions.get(s.0) else { continue };
+            for h in session.names.ahs.values() {
+                let Some(ah) = self.objects.ahs.get(*h).filter(|a| Gid::from_ip(a.flow.dst) == gid) else { continue };
+                let target = self.target_of(session.vnic, ah.own(), gid, here, ah.target.port(ah.own(), gid));
+                self.objects.ahs.get_mut(*h).into_iter().for_each(|a| a.target = target);
+            }
+        }
+    }
+
+    /// Where the datagrams of an AH from `own` to `gid` go; `here` is the vRNIC of this host that has that GID.
+    pub(crate) fn target_of(&self, vnic: VnicId, own: Gid, gid: Gid, here: Option<VnicId>, port: u16) -> Target {
+        if gid.ip().is_multicast() {
+            return Target::Many;
+        }
+        let Some(v) = self.objects.vnics.get(vnic.0) else { return Target::There(Path::nowhere(), 0) };
+        match (here, self.net.routes.get(&(v.group, gid))) {
+            (Some(id), _) => Target::Here(id),
+            (None, Some(r)) => {
+                let path = Path { port, from: r.foreign.then(|| own.ip()), ..Path::new(r.host) };
+                if r.foreign { Target::Foreign(path) } else { Target::There(path, r.vni) }
+            }
+            (None, None) => Target::There(Path { port, ..Path::nowhere() }, 0),
+        }
+    }
+
+    /// Where packets from `own`, an address of a vRNIC, to `gid` go.
+    pub(crate) fn way_to(&self, v: &Vnic, own: Gid, gid: Gid) -> Option<Path> {
+        if self.objects.find_vnic(v.group, gid).is_some() {
+            return self.net.own_host.map(Path::new);
+        }
+        let r = self.net.routes.get(&(v.group, gid))?;
+        Some(Path { from: r.foreign.then(|| own.ip()), ..Path::new(r.host) })
+    }
+
+    /// The path of a QP to `dgid` over the wire, if there is one: to another host, or to this one.
+    pub(crate) fn path_to(&self, v: &Vnic, sgid_index: u8, dgid: Gid) -> Option<Path> {
+        let mut path = self.way_to(v, v.gid(sgid_index)?, dgid)?;
+        path.link(v.up);
+        Some(path)
+    }
+
+    /// True if QP `qpn` of vRNIC `peer` has a connection over the wire with the QP `own` of this host.
+    pub(crate) fn is_wired(&self, peer: VnicId, qpn: u32, own: u32) -> bool {
+        let found = self.objects.qpns.get(&qpn).and_then(|&h| self.objects.qps.get(h));
+        found.is_some_and(|p| p.vnic == peer && p.wire().is_some() && p.attr.dest_qp_num == own)
+    }
+}
+
+impl Target {
+    /// The UDP source port of packets from `own` to `gid`.
+    pub(crate) fn port(&self, own: Gid, gid: Gid) -> u16 {
+        match self {
+            Target::Foreign(path) | Target::There(path, _) => path.port,
+            Target::Here(_) | Target::Many => source_port(0, own.low_bits(), gid.low_bits()),
+        }
+    }
+}

@@ -1,0 +1,176 @@
+//! The memory that belongs to a record: who gives it back, and what must fit.
+
+use std::collections::HashMap;
+use std::sync::Arc;
+
+use unirdma_abi as abi;
+use unirdma_mem::{Bell, CqRing, QpRings, Span};
+
+use super::data::{LayoutData, VnicData, WayData};
+use super::{Object, RestoreError};
+use crate::objects::{Backing, Resolve};
+
+/// How the memory of an MR is reached: what kind of [`Backing`] it needs.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[allow(missing_docs)]
+pub enum Way {
+    Mapped,
+    Process,
+    Session,
+    Null,
+}
+
+/// Gives back the memory of a vRNIC that is being restored, with the content that it had when the vRNIC was saved. Sessions are named
+/// by their numbers in the record, and objects by the numbers that their sessions call them. `None`: there is no such memory, and
+/// nothing is restored.
+pub trait Attach {
+    /// The doorbell page of a session.
+    fn doorbell(&mut self, session: u32) -> Option<Bell>;
+    /// The memory of a session by bus address. Its regions have the numbers that they had.
+    fn memory(&mut self, session: u32) -> Option<Arc<dyn Resolve>>;
+    /// The stage of a session, of so many bytes.
+    fn stage(&mut self, session: u32, bytes: u64) -> Option<Span>;
+    /// The ring of a CQ, with so many entries.
+    fn cq(&mut self, session: u32, cq: u32, entries: u32) -> Option<CqRing>;
+    /// The ring of an SRQ, of this layout.
+    fn srq(&mut self, session: u32, srq: u32, layout: abi::QpLayout) -> Option<QpRings>;
+    /// The rings of a QP, of this layout.
+    fn qp(&mut self, qpn: u32, layout: abi::QpLayout) -> Option<QpRings>;
+    /// The memory of an MR of `len` bytes.
+    fn mr(&mut self, session: u32, mr: u32, way: Way, len: u64) -> Option<Backing>;
+}
+
+/// The memory of a vRNIC that was taken from its RNIC: for a restore in the same process.
+#[derive(Default)]
+pub struct Attached {
+    pub(super) doorbells: HashMap<u32, Bell>,
+    pub(super) memories: HashMap<u32, Arc<dyn Resolve>>,
+    pub(super) stages: HashMap<u32, Span>,
+    pub(super) cqs: HashMap<(u32, u32), CqRing>,
+    pub(super) srqs: HashMap<(u32, u32), QpRings>,
+    pub(super) qps: HashMap<u32, QpRings>,
+    pub(super) mrs: HashMap<(u32, u32), Backing>,
+}
+
+impl Attach for Attached {
+    fn doorbell(&mut self, session: u32) -> Option<Bell> {
+        self.doorbells.get(&session).cloned()
+    }
+    fn memory(&mut self, session: u32) -> Option<Arc<dyn Resolve>> {
+        self.memories.get(&session).cloned()
+    }
+    fn stage(&mut self, session: u32, _: u64) -> Option<Span> {
+        self.stages.get(&session).cloned()
+    }
+    fn cq(&mut self, session: u32, cq: u32, _: u32) -> Option<CqRing> {
+        self.cqs.get(&(session, cq)).map(|ring| ring.at(ring.position()))
+    }
+    fn srq(&mut self, session: u32, srq: u32, _: abi::QpLayout) -> Option<QpRings> {
+        self.srqs.get(&(session, srq)).cloned()
+    }
+    fn qp(&mut self, qpn: u32, _: abi::QpLayout) -> Option<QpRings> {
+        self.qps.get(&qpn).cloned()
+    }
+    fn mr(&mut self, session: u32, mr: u32, _: Way, _: u64) -> Option<Backing> {
+        self.mrs.get(&(session, mr)).map(Backing::share)
+    }
+}
+
+impl Backing {
+    /// The same memory once more.
+    pub(super) fn share(&self) -> Backing {
+        match self {
+            Backing::Mapped(span) => Backing::Mapped(span.clone()),
+            Backing::Process(mem, base) => Backing::Process(mem.clone(), *base),
+            Backing::Session => Backing::Session,
+            Backing::Null => Backing::Null,
+        }
+    }
+
+    pub(super) fn way(&self) -> WayData {
+        match self {
+            Backing::Mapped(_) => WayData::Mapped,
+            Backing::Process(..) => WayData::Process,
+            Backing::Session => WayData::Session,
+            Backing::Null => WayData::Null,
+        }
+    }
+}
+
+impl From<WayData> for Way {
+    fn from(way: WayData) -> Way {
+        match way {
+            WayData::Mapped => Way::Mapped,
+            WayData::Process => Way::Process,
+            WayData::Session => Way::Session,
+            WayData::Null => Way::Null,
+        }
+    }
+}
+
+impl LayoutData {
+    pub fn save(live: &abi::QpLayout) -> Self {
+        let abi::QpLayout { sq_entries, sq_stride, rq_entries, rq_stride } = *live;
+        LayoutData { sq_entries, sq_stride, rq_entries, rq_stride }
+    }
+
+    pub fn restore(&self) -> abi::QpLayout {
+        let LayoutData { sq_entries, sq_stride, rq_entries, rq_stride } = *self;
+        abi::QpLayout { sq_entries, sq_stride, rq_entries, rq_stride }
+    }
+}
+
+impl Attached {
+    /// Asks for all memory of a record, and checks its sizes and kinds.
+    pub(super) fn ask(d: &VnicData, attach: &mut dyn Attach) -> Result<Attached, RestoreError> {
+        use super::data::MrKind;
+        fn given<T>(object: Object, r: Option<T>, fits: impl Fn(&T) -> bool) -> Result<T, RestoreError> {
+            let r = r.ok_or(RestoreError::NotGiven(object))?;
+            if fits(&r) { Ok(r) } else { Err(RestoreError::Unlike(object)) }
+        }
+        let mut all = Attached::default();
+        for s in &d.sessions {
+            let session = s.number;
+            if s.doorbell {
+                let bell = given(Object::Doorbell { session }, attach.doorbell(session), |_| true)?;
+                all.doorbells.insert(session, bell);
+            }
+            if s.memory {
+                let memory = given(Object::Memory { session }, attach.memory(session), |_| true)?;
+                all.memories.insert(session, memory);
+            }
+            if let Some(stage) = &s.stage {
+                let fits = |span: &Span| span.len() as u64 == stage.bytes && span.addr() % 64 == 0;
+                let span = given(Object::Stage { session }, attach.stage(session, stage.bytes), fits)?;
+                all.stages.insert(session, span);
+            }
+            for c in &s.cqs {
+                let number = c.number;
+                let fits = |ring: &CqRing| ring.entries() == c.entries;
+                let ring = given(Object::Cq { session, number }, attach.cq(session, number, c.entries), fits)?;
+                all.cqs.insert((session, number), ring);
+            }
+            for q in &s.srqs {
+                let (number, layout) = (q.number, q.layout.restore());
+                let fits = |rings: &QpRings| *rings.layout() == layout;
+                let rings = given(Object::Srq { session, number }, attach.srq(session, number, layout), fits)?;
+                all.srqs.insert((session, number), rings);
+            }
+            for m in &s.mrs {
+                let MrKind::Region(way) = m.kind else { continue };
+                let number = m.number;
+                let fits = |b: &Backing| {
+                    b.way() == way && if let Backing::Mapped(span) = b { span.len() as u64 >= m.len } else { true }
+                };
+                let backing = attach.mr(session, number, way.into(), m.len);
+                all.mrs.insert((session, number), given(Object::Mr { session, number }, backing, fits)?);
+            }
+        }
+        for q in &d.qps {
+            let (qpn, layout) = (q.qpn, q.layout.restore());
+            let rings = given(Object::Qp { qpn }, attach.qp(qpn, layout), |r: &QpRings| *r.layout() == layout)?;
+            all.qps.insert(qpn, rings);
+        }
+        Ok(all)
+    }
+}

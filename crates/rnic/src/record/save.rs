@@ -1,0 +1,474 @@
+//! Writing a vRNIC out. Live structures are taken apart field by field, so that a new field does not compile until it is saved here, or
+//! named as one that is not.
+
+use std::collections::HashMap;
+
+use unirdma_formats::Gid;
+use unirdma_formats::net::Flow;
+
+use super::data::*;
+use super::{Attached, Record};
+use crate::cm::{Cm, Id};
+use crate::commands::qp::NO_SLOT;
+use crate::core::Core;
+use crate::objects::{
+    Ah, Backing, Backlog, Connection, Cq, Datagrams, Held, Local, Moderation, Mr, Note, Pd, Qp, Session, SessionId,
+    Srq, Stage, Vnic, VnicId, Wait, Window, XrcSrq, Xrcd,
+};
+use crate::output::Output;
+use crate::pace::{Limit, Pace};
+use crate::rnic::Rnic;
+use crate::sched::Due;
+use crate::slab::Handle;
+
+/// The numbers of the objects that others name by handles, and the time.
+pub(super) struct Saver<'a> {
+    pub(super) core: &'a Core,
+    pub(super) cm: &'a Cm,
+    pub(super) sessions: HashMap<SessionId, u32>,
+    pub(super) pds: HashMap<Handle<Pd>, At>,
+    pub(super) cqs: HashMap<Handle<Cq>, At>,
+    pub(super) srqs: HashMap<Handle<Srq>, At>,
+    pub(super) xrcds: HashMap<Handle<Xrcd>, At>,
+    /// Places of identifiers in their list.
+    pub(super) ids: HashMap<Id, u32>,
+    pub(super) id: VnicId,
+    /// When the waits of QPs end.
+    pub(super) waits: HashMap<(Handle<Qp>, u32), u64>,
+}
+
+impl Rnic {
+    /// Writes a vRNIC out as it is now; `None` if there is none. The vRNIC goes on. Copies that are under way for it as jobs are
+    /// stopped, and tried again here as well as wherever the record is restored. [`Core::has_copies`] says when the last of them has
+    /// ended.
+    pub fn save_vnic(&mut self, now: u64, id: VnicId) -> Option<Record> {
+        self.at(now);
+        for (_, s) in self.numbered_sessions(id) {
+            self.core.jobs.stop(s);
+        }
+        Saver::new(&self.core, &self.cm, id).vnic(id).map(Record)
+    }
+
+    /// Writes a vRNIC out and removes it. Its programs and peers are told nothing: to them it is as if all packets were lost from now on.
+    /// The memory that it had comes with the record, and may be handed on when [`Core::has_copies`] is false for all its sessions.
+    ///
+    /// Connections between it and other vRNICs of this host are connections over the wire from now on, at both ends.
+    pub fn take_vnic(&mut self, now: u64, id: VnicId) -> Option<(Record, Attached)> {
+        self.at(now).objects.vnics.get(id.0)?;
+        self.core.uncouple(id);
+        let record = self.save_vnic(now, id)?;
+        let attached = self.core.attached(id);
+        for (_, s) in self.numbered_sessions(id) {
+            self.cm.events.retain(|k, _| k.0 != s);
+        }
+        self.manager().forget_vnic(id);
+        self.core.forget_vnic(id);
+        Some((record, attached))
+    }
+}
+
+impl Core {
+    /// The sessions of a vRNIC, with the numbers by which records call them.
+    pub fn numbered_sessions(&self, id: VnicId) -> Vec<(u32, SessionId)> {
+        let of_vnic = self.objects.sessions.iter().filter(|(_, s)| s.vnic == id);
+        let mut all: Vec<_> = of_vnic.map(|(h, s)| (s.number, SessionId(h))).collect();
+        all.sort_unstable();
+        all
+    }
+
+    /// True while somebody does a copy to or from the memory of a session, which may be gone.
+    pub fn has_copies(&self, s: SessionId) -> bool {
+        self.jobs.reach(s)
+    }
+
+    /// The memory of a vRNIC.
+    fn attached(&self, id: VnicId) -> Attached {
+        let (mut all, objects) = (Attached::default(), &self.objects);
+        for (number, s) in self.numbered_sessions(id) {
+            let Some(session) = objects.sessions.get(s.0) else { continue };
+            all.doorbells.extend(session.bell.clone().map(|bell| (number, bell)));
+            all.memories.extend(session.memory.clone().map(|memory| (number, memory)));
+            all.stages.extend(session.stage.as_ref().map(|stage| (number, stage.span().clone())));
+            for (&n, &h) in &session.names.cqs {
+                all.cqs.extend(objects.cqs.get(h).map(|c| ((number, n), c.ring.at(c.ring.position()))));
+            }
+            for (&n, &h) in &session.names.srqs {
+                all.srqs.extend(objects.srqs.get(h).map(|q| ((number, n), q.rings.clone())));
+            }
+            for (&n, &h) in &session.names.mrs {
+                let mr = objects.mrs.get(h).filter(|m| m.window.is_none());
+                all.mrs.extend(mr.map(|m| ((number, n), m.backing.share())));
+            }
+        }
+        all.qps.extend(objects.qps.iter().filter(|(_, q)| q.vnic == id).map(|(_, q)| (q.qpn, q.rings.clone())));
+        all
+    }
+
+    /// Removes a vRNIC, and touches nothing but the RNIC's own tables.
+    fn forget_vnic(&mut self, id: VnicId) {
+        for h in self.objects.qps.handles(|q| q.vnic == id) {
+            self.detach_all(h);
+            if let Some(q) = self.objects.qps.remove(h) {
+                self.objects.qpns.remove(&q.qpn);
+            }
+        }
+        for s in self.sessions_of(id) {
+            let objects = &mut self.objects;
+            let Some(session) = objects.sessions.remove(s.0) else { continue };
+            let names = session.names;
+            names.pds.values().for_each(|&h| _ = objects.pds.remove(h));
+            names.cqs.values().for_each(|&h| _ = objects.cqs.remove(h));
+            names.mrs.values().for_each(|&h| _ = objects.mrs.remove(h));
+            names.ahs.values().for_each(|&h| _ = objects.ahs.remove(h));
+            names.xrcds.values().for_each(|&h| objects.remove_xrcd(h));
+            for &h in names.srqs.values() {
+                if let Some(x) = objects.srqs.remove(h).and_then(|q| q.xrc) {
+                    objects.srq_numbers.remove(&x.number);
+                }
+            }
+            self.polled.remove(s);
+            self.outputs.retain(|o| o.session() != s);
+            self.jobs.forget(s);
+        }
+        self.remove_vnic(id);
+    }
+}
+
+/// The list of a table of names, in the order of the numbers.
+fn sorted<T>(names: &crate::slab::ByNumber<Handle<T>>) -> Vec<(u32, Handle<T>)> {
+    let mut all: Vec<_> = names.iter().map(|(&n, &h)| (n, h)).collect();
+    all.sort_unstable_by_key(|e| e.0);
+    all
+}
+
+fn flow(f: &Flow) -> FlowData {
+    let Flow { src, dst, src_port, dst_port, traffic_class, hop_limit, ip_id } = *f;
+    FlowData { src, dst, src_port, dst_port, traffic_class, hop_limit, ip_id }
+}
+
+fn moderation(m: &Moderation, now: u64) -> ModerationData {
+    // Whether a timer runs is known when one is set again.
+    let Moderation { count, period_ns, waiting, solicited, due, timed: _ } = *m;
+    let due_ns = if waiting > 0 { due.saturating_sub(now) } else { 0 };
+    ModerationData { count, period_ns, waiting, solicited, due_ns }
+}
+
+impl<'a> Saver<'a> {
+    fn new(core: &'a Core, cm: &'a Cm, id: VnicId) -> Self {
+        let mut s = Saver {
+            core,
+            cm,
+            ids: HashMap::new(),
+            id,
+            sessions: HashMap::new(),
+            pds: HashMap::new(),
+            cqs: HashMap::new(),
+            srqs: HashMap::new(),
+            xrcds: HashMap::new(),
+            waits: HashMap::new(),
+        };
+        for (session, h) in core.numbered_sessions(id) {
+            s.sessions.insert(h, session);
+            let Some(live) = core.objects.sessions.get(h.0) else { continue };
+            let at = |(&number, &h)| (h, At { session, number });
+            s.pds.extend(live.names.pds.iter().map(at));
+            let at = |(&number, &h)| (h, At { session, number });
+            s.cqs.extend(live.names.cqs.iter().map(at));
+            let at = |(&number, &h)| (h, At { session, number });
+            s.srqs.extend(live.names.srqs.iter().map(at));
+            let at = |(&number, &h)| (h, At { session, number });
+            s.xrcds.extend(live.names.xrcds.iter().map(at));
+        }
+        let mut ids: Vec<_> = cm.ids.iter().filter(|(_, c)| c.vnic == id).collect();
+        // One that its program has given back has nothing but the number of its connection.
+        ids.sort_unstable_by_key(|(_, c)| (c.owner.map(|o| s.sessions.get(&o)), c.number, c.local_id));
+        s.ids.extend(ids.iter().zip(0..).map(|((h, _), place)| (*h, place)));
+        for (at, due) in core.sched.timers(id) {
+            if let Due::Wait(qp, timer) = due {
+                s.waits.insert((qp, timer), at);
+            }
+        }
+        s
+    }
+
+    /// Nanoseconds until a time.
+    pub(super) fn until(&self, at: u64) -> u64 {
+        at.saturating_sub(self.core.now)
+    }
+
+    fn vnic(&self, id: VnicId) -> Option<VnicData> {
+        // What it has in use is counted again.
+        let Vnic { group, gids, up, limits, limit, used: _, last_session, counters } =
+            self.core.objects.vnics.get(id.0)?;
+        let Limit { share, bits_until, ops_until } = limit;
+        let sessions = self.core.numbered_sessions(id);
+        let mut qps: Vec<QpData> =
+            self.core.objects.qps.iter().filter(|(_, q)| q.vnic == id).map(|(h, q)| self.qp(h, q)).collect();
+        qps.sort_unstable_by_key(|q| q.qpn);
+        Some(VnicData {
+            group: *group,
+            gids: gids.iter().map(|g| g.0).collect(),
+            up: *up,
+            limits: LimitsData::save(limits),
+            share: ShareData::save(share),
+            bits_ns: self.until(*bits_until),
+            ops_ns: self.until(*ops_until),
+            counters: CountersData::save(counters),
+            last_session: *last_session,
+            sessions: sessions.iter().filter_map(|&(_, s)| self.session(s)).collect(),
+            qps,
+            cm: self.cm(),
+        })
+    }
+
+    fn session(&self, id: SessionId) -> Option<SessionData> {
+        // A bell that has rung and whether somebody sleeps stand in the doorbell page; a restored session is polled at first.
+        let Session {
+            vnic: _,
+            number,
+            names,
+            bell,
+            slots,
+            free_slots,
+            parked: _,
+            rung: _,
+            last_rung_ns: _,
+            away,
+            memory,
+            stage,
+        } = self.core.objects.sessions.get(id.0)?;
+        let (core, objects) = (self.core, &self.core.objects);
+        let outputs = core.outputs.iter().filter(|o| o.session() == id).map(output);
+        let delayed = core.is_delayed(id).then_some(OutputData::Released);
+        Some(SessionData {
+            number: *number,
+            last_name: names.last,
+            doorbell: bell.is_some(),
+            memory: memory.is_some(),
+            stage: stage.as_ref().map(|s| self.stage(s)),
+            slots: slots.len() as u32,
+            free_slots: free_slots.clone(),
+            away: *away,
+            pds: sorted(&names.pds).into_iter().map(|(n, _)| n).collect(),
+            cqs: sorted(&names.cqs).into_iter().filter_map(|(_, h)| objects.cqs.get(h)).map(|c| self.cq(c)).collect(),
+            xrcds: sorted(&names.xrcds).into_iter().filter_map(|(_, h)| objects.xrcds.get(h)).map(xrcd).collect(),
+            srqs: sorted(&names.srqs)
+                .into_iter()
+                .filter_map(|(_, h)| objects.srqs.get(h))
+                .map(|q| self.srq(q))
+                .collect(),
+            mrs: sorted(&names.mrs).into_iter().filter_map(|(_, h)| objects.mrs.get(h)).map(|m| self.mr(m)).collect(),
+            ahs: sorted(&names.ahs).into_iter().filter_map(|(_, h)| objects.ahs.get(h)).map(|a| self.ah(a)).collect(),
+            outputs: outputs.chain(delayed).collect(),
+        })
+    }
+
+    fn stage(&self, s: &Stage) -> StageData {
+        // What is in use is the sum of the records.
+        let Stage { span, used: _, granules: _, in_use: _, cursor, given, released_at } = s;
+        StageData {
+            bytes: span.len() as u64,
+            given: given.iter().copied().collect(),
+            cursor: *cursor as u64,
+            released_ns: released_at.map(|at| self.core.now.saturating_sub(at)),
+        }
+    }
+
+    fn cq(&self, c: &Cq) -> CqData {
+        let Cq { owner: _, number, uses: _, ring, comp_queue, notify, moderation: moderated, dead } = c;
+        let (prod, served) = ring.position();
+        CqData {
+            number: *number,
+            entries: ring.entries(),
+            prod,
+            served,
+            comp_queue: *comp_queue,
+            notify: *notify,
+            moderation: moderated.map(|m| moderation(&m, self.core.now)),
+            dead: *dead,
+        }
+    }
+
+    fn srq(&self, q: &Srq) -> SrqData {
+        let Srq { owner: _, number, uses: _, pd, rings, max_wr, max_sge, cons, limit, broken, xrc } = q;
+        let xrc = xrc.map(|XrcSrq { xrcd, domain: _, cq, number }| XrcSrqData {
+            xrcd: self.xrcds.get(&xrcd).map_or(0, |at| at.number),
+            cq: self.cqs.get(&cq).map_or(0, |at| at.number),
+            number,
+        });
+        SrqData {
+            number: *number,
+            pd: self.pds.get(pd).map_or(0, |at| at.number),
+            layout: LayoutData::save(rings.layout()),
+            max_wr: *max_wr,
+            max_sge: *max_sge,
+            cons: *cons,
+            limit: *limit,
+            broken: *broken,
+            xrc,
+        }
+    }
+
+    fn mr(&self, m: &Mr) -> MrData {
+        let Mr { key, window, windows: _, owner: _, number, pd, access, iova, len, regions, backing, away, note } = m;
+        let kind = match window {
+            None => MrKind::Region(backing.way()),
+            Some(Window { second, parent, qpn }) => {
+                let parent = parent.and_then(|p| self.core.objects.mrs.get(p));
+                let bound = parent.map(|p| (p.number, offset(&p.backing, backing)));
+                MrKind::Window { second: *second, qpn: *qpn, bound }
+            }
+        };
+        MrData {
+            number: *number,
+            key: *key,
+            pd: self.pds.get(pd).map_or(0, |at| at.number),
+            access: *access,
+            iova: *iova,
+            len: *len,
+            regions: regions.to_vec(),
+            away: *away,
+            note: *note,
+            kind,
+        }
+    }
+
+    fn ah(&self, ah: &Ah) -> AhData {
+        // Where its packets go is looked up again.
+        let Ah { owner: _, number, pd, flow: f, target, linked: _ } = ah;
+        let port = target.port(ah.own(), Gid::from_ip(f.dst));
+        AhData { number: *number, pd: self.pds.get(pd).map_or(0, |at| at.number), flow: flow(f), port }
+    }
+
+    fn qp(&self, h: Handle<Qp>, q: &Qp) -> QpData {
+        // Its vRNIC is the record's; its link follows from `own`; its peer is looked up again; it gets a turn in any case.
+        let Qp {
+            owner,
+            openers,
+            memory,
+            xrcd,
+            vnic: _,
+            pd,
+            qpn,
+            typ,
+            slot,
+            sig_all,
+            send_cq,
+            recv_cq,
+            srq,
+            cap,
+            rings,
+            state,
+            attr,
+            sq_cons,
+            rq_cons,
+            sq_psn,
+            rq_psn,
+            mtu,
+            connection,
+            own,
+            linked: _,
+            work,
+            recv,
+            served_by: _,
+            timer,
+            queued: _,
+            broken,
+            established,
+            pace,
+            counters,
+        } = q;
+        let Pace { after, waits: _ } = pace;
+        let connection = match connection {
+            Connection::None => ConnectionData::None,
+            Connection::Local(Local { vnic: _, qp: _, found: _ }) => {
+                ConnectionData::Local { found: self.core.found_at(h) }
+            }
+            Connection::Wire(w) => ConnectionData::Wire(Box::new(self.wire(w))),
+            Connection::Datagram(Datagrams { backlog, groups }) => {
+                // It is listed again when its QP has its turn.
+                let Backlog { held, bytes: _, listed: _ } = backlog;
+                ConnectionData::Datagram {
+                    backlog: held.iter().map(|d| self.held(d)).collect(),
+                    groups: groups.iter().map(|g| g.0).collect(),
+                }
+            }
+        };
+        let due = self.waits.get(&(h, *timer)).map(|&at| self.until(at));
+        let why = match q.wait() {
+            // A job is tried again, and there is room for packets elsewhere.
+            Wait::No | Wait::Tx | Wait::Job(_) => None,
+            Wait::Ack => Some(WaitKind::Ack),
+            Wait::Rnr => Some(WaitKind::Rnr),
+            Wait::Memory => Some(WaitKind::Memory),
+        };
+        QpData {
+            qpn: *qpn,
+            typ: *typ as u8,
+            owner: self.sessions.get(owner).copied().unwrap_or(0),
+            openers: openers.iter().filter_map(|(_, x)| self.xrcds.get(x).copied()).collect(),
+            memory: self.sessions.get(memory).copied(),
+            xrcd: xrcd.and_then(|(x, _)| self.xrcds.get(&x)).map(|at| at.number),
+            pd: self.pds.get(pd).copied(),
+            send_cq: self.cqs.get(send_cq).copied(),
+            recv_cq: self.cqs.get(recv_cq).copied(),
+            srq: srq.and_then(|s| self.srqs.get(&s).copied()),
+            slot: (*slot != NO_SLOT).then_some(*slot),
+            sig_all: *sig_all,
+            cap: Raw(*cap),
+            layout: LayoutData::save(rings.layout()),
+            state: *state as u8,
+            attr: Raw(*attr),
+            sq_cons: *sq_cons,
+            rq_cons: *rq_cons,
+            sq_psn: sq_psn.get(),
+            rq_psn: rq_psn.get(),
+            mtu: *mtu,
+            own: own.map(|g| g.0),
+            connection,
+            work: work.as_ref().map(|w| self.work(w)),
+            recv: recv.as_ref().map(|r| self.recv(r)),
+            wait: why.map(|why| WaitData { why, due_ns: due }),
+            broken: *broken,
+            established: *established,
+            pace_ns: self.until(*after),
+            counters: CountersData::save(counters),
+        }
+    }
+
+    fn held(&self, d: &Held) -> HeldData {
+        let Held { until, flow: f, data, note: Note { imm, src_qp, solicited } } = d;
+        HeldData {
+            until_ns: self.until(*until),
+            flow: flow(f),
+            data: data.to_vec(),
+            imm: *imm,
+            src_qp: *src_qp,
+            solicited: *solicited,
+        }
+    }
+}
+
+fn xrcd(x: &Xrcd) -> XrcdData {
+    // Which domain it is follows from the file.
+    let Xrcd { owner: _, number, uses: _, file, domain: _ } = x;
+    XrcdData { number: *number, file: file.map(|f| f.1) }
+}
+
+fn output(o: &Output) -> OutputData {
+    match *o {
+        Output::Completion { session: _, queue, cqn } => OutputData::Completion { queue, cqn },
+        Output::Released { session: _ } => OutputData::Released,
+        Output::Connection { session: _, queue } => OutputData::Connection { queue },
+        Output::Async { session: _, kind, handle } => OutputData::Async { kind: kind as u32, handle },
+    }
+}
+
+/// Where in the memory of an MR that of a window begins.
+fn offset(mr: &Backing, window: &Backing) -> u64 {
+    match (mr, window) {
+        (Backing::Mapped(all), Backing::Mapped(part)) => (part.addr() - all.addr()) as u64,
+        (Backing::Process(_, all), Backing::Process(_, part)) => part.wrapping_sub(*all),
+        _ => 0,
+    }
+}
