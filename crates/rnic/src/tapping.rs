@@ -126,7 +126,7 @@ impl Core {
         let op = w.op;
         let there = self.flow(q);
         let back = Flow { src: there.dst, dst: there.src, ..there };
-        let (own, mtu, first) = (q.qpn, q.mtu, q.sq_psn);
+        let (own, mtu, first) = (q.qpn.0, q.mtu, q.sq_psn);
         let transport = transport_of(q.typ);
         let (reliable, failed) = (q.typ.is_reliable(), code != syndrome::ACK);
         let packets = psn_count(w.total, mtu);
