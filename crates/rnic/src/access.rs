@@ -2,7 +2,7 @@
 
 use unirdma_abi as abi;
 use unirdma_formats::wire::flush;
-use unirdma_formats::{WrOpcode, access, send_flags};
+use unirdma_formats::{Lkey, Qpn, Rkey, WrOpcode, access, send_flags};
 use unirdma_mem::{Fault, Loc, Span, fetch, transfer};
 
 use crate::objects::{Mr, MrTable, Objects, Qp, Reach, Recv, Session, SessionId, SessionKind, Stage, Work};
@@ -14,7 +14,7 @@ pub(crate) enum Side<'a> {
     /// Gather or scatter list.
     List { reach: Reach, sges: &'a [abi::Sge] },
     /// One range of the peer's memory.
-    Remote { reach: Reach, qpn: u32, key: u32, addr: u64 },
+    Remote { reach: Reach, qpn: Qpn, key: Rkey, addr: u64 },
     /// Data in the WQE.
     Inline(&'a [u8]),
     /// Gather list of bus addresses of a session.
@@ -53,7 +53,7 @@ impl<'a> Tables<'a> {
 
     /// What an SGE names: a memory window is nobody's local memory.
     fn local(&self, s: &abi::Sge, reach: Reach, addr: u64, len: u64) -> Option<Loc<'a>> {
-        let mr = self.mrs.by_key(s.lkey).filter(|m| m.window.is_none())?;
+        let mr = self.mrs.local(Lkey(s.lkey))?;
         self.place(mr, reach, addr, len)
     }
 
@@ -63,8 +63,8 @@ impl<'a> Tables<'a> {
     }
 
     /// What a request names by `key` at QP `qpn`: a window of type 2 is for its own QP.
-    fn remote(&self, key: u32, qpn: u32, reach: Reach, addr: u64, len: u64) -> Option<Loc<'a>> {
-        let mr = self.mrs.by_key(key).filter(|m| m.window.is_none_or(|w| !w.second || w.qpn == qpn))?;
+    fn remote(&self, key: Rkey, qpn: Qpn, reach: Reach, addr: u64, len: u64) -> Option<Loc<'a>> {
+        let mr = self.mrs.remote(key).filter(|m| m.window.is_none_or(|w| !w.second || w.qpn == Some(qpn)))?;
         self.place(mr, reach, addr, len)
     }
 
@@ -168,7 +168,7 @@ fn find(sges: &[abi::Sge], off: u64) -> Option<(&abi::Sge, u64)> {
 }
 
 /// True if a peer of QP `p` may flush: this range, or the whole memory region that it names.
-pub(crate) fn may_flush(tables: &Tables<'_>, p: &Qp, word: u32, key: u32, addr: u64, len: u64) -> bool {
+pub(crate) fn may_flush(tables: &Tables<'_>, p: &Qp, word: u32, key: Rkey, addr: u64, len: u64) -> bool {
     let (placement, level) = flush::parts(word);
     let need = match placement {
         flush::GLOBAL => access::FLUSH_GLOBAL,
@@ -177,7 +177,7 @@ pub(crate) fn may_flush(tables: &Tables<'_>, p: &Qp, word: u32, key: u32, addr: 
     let granted = p.attr.qp_access_flags & need != 0;
     match level {
         0 => granted && tables.allows(remote(p, need, key, addr), len),
-        1 => granted && tables.mrs.by_key(key).is_some_and(|m| m.pd == p.pd && m.access & need != 0),
+        1 => granted && tables.mrs.remote(key).is_some_and(|m| m.pd == p.pd && m.access & need != 0),
         _ => false,
     }
 }
@@ -217,11 +217,11 @@ pub(crate) fn remote_access(op: WrOpcode) -> u32 {
 }
 
 /// A range of the memory that QP `p` answers for.
-pub(crate) fn remote<'a>(p: &Qp, access: u32, key: u32, addr: u64) -> Side<'a> {
+pub(crate) fn remote<'a>(p: &Qp, access: u32, key: Rkey, addr: u64) -> Side<'a> {
     Side::Remote { reach: p.reach(access), qpn: p.qpn, key, addr }
 }
 
 /// The responder's side of a one-sided request.
 pub(crate) fn remote_side<'a>(p: &Qp, w: &Work) -> Side<'a> {
-    remote(p, remote_access(w.op), w.wqe.rkey, w.wqe.remote_addr)
+    remote(p, remote_access(w.op), Rkey(w.wqe.rkey), w.wqe.remote_addr)
 }

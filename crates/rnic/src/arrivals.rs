@@ -3,7 +3,7 @@
 use unirdma_formats::cm::GSI_QPN;
 use unirdma_formats::net::Flow;
 use unirdma_formats::wire::{DEFAULT_PKEY, ICRC_BYTES, Packet, ROCE_PORT, Transport, icrc};
-use unirdma_formats::{Gid, QpType};
+use unirdma_formats::{Gid, QpType, Qpn};
 
 use crate::core::{Core, OP_NS, copy_ns};
 use crate::multicast::MULTICAST_QPN;
@@ -118,7 +118,7 @@ impl Core {
 
     /// The QP that a packet names; its vRNIC is charged for the packet.
     fn find_qp(&mut self, p: &Packet<'_>) -> Option<Handle<Qp>> {
-        let found = self.objects.qpns.get(&p.dest_qp).copied();
+        let found = self.objects.qpns.get(&Qpn(p.dest_qp)).copied();
         self.net.drops.no_qp += u64::from(found.is_none());
         if let Some(q) = found.and_then(|h| self.objects.qps.get(h)) {
             self.sched.charge(q.vnic, OP_NS + copy_ns(p.payload.len() as u64));

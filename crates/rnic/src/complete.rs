@@ -133,10 +133,10 @@ impl Core {
             q.rings.set_rq_notify(true);
             let shares = q.srq.is_some() && q.typ != QpType::XrcRecv;
             if let Some(kind) = event {
-                self.emit(owner, kind, qpn);
+                self.emit(owner, kind, qpn.0);
             }
             if shares {
-                self.emit(owner, AsyncEvent::QpLastWqeReached, qpn);
+                self.emit(owner, AsyncEvent::QpLastWqeReached, qpn.0);
             }
         }
         self.make_runnable(h);
@@ -166,7 +166,7 @@ impl Core {
         let Some(q) = self.objects.qps.get_mut(h) else { return };
         if std::mem::take(&mut q.attr.en_sqd_async_notify) != 0 {
             let (owner, qpn) = (q.owner, q.qpn);
-            self.emit(owner, AsyncEvent::SqDrained, qpn);
+            self.emit(owner, AsyncEvent::SqDrained, qpn.0);
         }
     }
 
@@ -174,7 +174,7 @@ impl Core {
         let Some(p) = self.objects.qps.get_mut(ph) else { return };
         if p.state == QpState::Rtr && !std::mem::replace(&mut p.established, true) {
             let (owner, qpn) = (p.owner, p.qpn);
-            self.emit(owner, AsyncEvent::CommEst, qpn);
+            self.emit(owner, AsyncEvent::CommEst, qpn.0);
         }
     }
 }

@@ -4,7 +4,7 @@
 use std::collections::VecDeque;
 
 use unirdma_abi::Status;
-use unirdma_formats::AsyncEvent;
+use unirdma_formats::{AsyncEvent, Qpn};
 
 use crate::capture::Tap;
 use crate::executor::{Away, Executor, Object};
@@ -132,8 +132,10 @@ impl Core {
 
     pub(crate) fn emit(&mut self, session: SessionId, kind: AsyncEvent, handle: u32) {
         self.outputs.push_back(Output::Async { session, kind, handle });
-        let shared =
-            kind.is_of_qp().then(|| self.objects.qpns.get(&handle).and_then(|&h| self.objects.qps.get(h))).flatten();
+        let shared = kind
+            .is_of_qp()
+            .then(|| self.objects.qpns.get(&Qpn(handle)).and_then(|&h| self.objects.qps.get(h)))
+            .flatten();
         for &(session, _) in shared.iter().flat_map(|q| &q.openers) {
             self.outputs.push_back(Output::Async { session, kind, handle });
         }

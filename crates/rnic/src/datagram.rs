@@ -6,7 +6,7 @@
 
 use unirdma_formats::net::{Flow, GRH_BYTES};
 use unirdma_formats::wire::{Deth, Extra, Op, Opcode, Packet, Part, Transport};
-use unirdma_formats::{Gid, QpType, WcStatus, send_flags};
+use unirdma_formats::{Gid, QpType, Qpn, WcStatus, send_flags};
 use unirdma_mem::Fault;
 
 use crate::access::{local_side, recv_side};
@@ -45,7 +45,7 @@ impl Core {
             .filter(|a| a.pd == q.pd);
         let Some(&Ah { flow, target, linked, .. }) = ah else { return Outcome::Failed(WcStatus::LocQpOpErr) };
         let len = w.total as usize;
-        let (src_qp, psn) = (q.qpn, q.sq_psn);
+        let (src_qp, psn) = (q.qpn.0, q.sq_psn);
         let qkey = if w.wqe.qkey & OWN_QKEY != 0 { q.attr.qkey } else { w.wqe.qkey };
         let solicited = w.wqe.send_flags & send_flags::SOLICITED != 0;
         let extra = if op.has_imm() { Extra::Imm } else { Extra::None };
@@ -71,7 +71,7 @@ impl Core {
                 if sent.is_ok() {
                     if let Target::Here(vnic) = target {
                         self.tap_datagram(h, Some(vnic), &flow, &head, data);
-                        self.deliver_here(vnic, w.wqe.dest_qpn, qkey, &flow, data, Note::of(&head));
+                        self.deliver_here(vnic, Qpn(w.wqe.dest_qpn), qkey, &flow, data, Note::of(&head));
                     } else {
                         sent = self.send_multicast(h, &flow, &head, data);
                     }
@@ -104,7 +104,7 @@ impl Core {
         Outcome::Done
     }
 
-    fn deliver_here(&mut self, vnic: VnicId, qpn: u32, qkey: u32, flow: &Flow, data: &[u8], note: Note) {
+    fn deliver_here(&mut self, vnic: VnicId, qpn: Qpn, qkey: u32, flow: &Flow, data: &[u8], note: Note) {
         let found = self.objects.qpns.get(&qpn).copied();
         let of_vnic = |h: &Handle<Qp>| self.objects.qps.get(*h).is_some_and(|q| q.vnic == vnic && q.typ == QpType::Ud);
         if let Some(h) = found.filter(of_vnic) {

@@ -3,8 +3,8 @@
 
 use std::net::IpAddr;
 
-use unirdma_formats::Gid;
 use unirdma_formats::net::source_port;
+use unirdma_formats::{Gid, Qpn};
 
 use crate::core::Core;
 use crate::objects::{Qp, SessionId, Target, Vnic, VnicId};
@@ -82,9 +82,9 @@ impl Core {
     }
 
     /// True if QP `qpn` of vRNIC `peer` has a connection over the wire with the QP `own` of this host.
-    pub(crate) fn is_wired(&self, peer: VnicId, qpn: u32, own: u32) -> bool {
+    pub(crate) fn is_wired(&self, peer: VnicId, qpn: Qpn, own: Qpn) -> bool {
         let found = self.objects.qpns.get(&qpn).and_then(|&h| self.objects.qps.get(h));
-        found.is_some_and(|p| p.vnic == peer && p.wire().is_some() && p.attr.dest_qp_num == own)
+        found.is_some_and(|p| p.vnic == peer && p.wire().is_some() && p.dest() == own)
     }
 }
 

@@ -218,7 +218,7 @@ fn back(there: &Flow) -> Flow {
 
 /// An answer to QP `q`.
 fn answer(q: &Qp, op: Op, psn: u32, code: u8) -> Packet<'static> {
-    let mut p = Packet::new(Opcode { transport: transport_of(q.typ), op, extra: Extra::None }, q.qpn, psn);
+    let mut p = Packet::new(Opcode { transport: transport_of(q.typ), op, extra: Extra::None }, q.qpn.0, psn);
     p.aeth = Aeth { syndrome: code, msn: 0 };
     p
 }

@@ -1,6 +1,6 @@
 //! Rounds and turns. A round looks at doorbells and timers, and then gives turns to vRNICs in the order that the scheduler says.
 
-use unirdma_formats::QpType;
+use unirdma_formats::{QpType, Qpn};
 use unirdma_mem::Bell;
 
 use crate::core::{Core, OP_NS, enqueue};
@@ -166,7 +166,7 @@ impl Core {
         }
         let concerned = |h: &Handle<Qp>| {
             self.objects.qps.get(*h).is_some_and(|q| {
-                q.owner == id && !q.typ.is_reliable() && qpn.map_or(q.typ == QpType::Ud, |qpn| q.qpn == qpn)
+                q.owner == id && !q.typ.is_reliable() && qpn.map_or(q.typ == QpType::Ud, |qpn| q.qpn == Qpn(qpn))
             })
         };
         self.sched.waiting(vnic).any(concerned) || self.net.tx_waiting.iter().any(concerned)

@@ -20,9 +20,9 @@ impl Core {
     /// The QP at the other end of a connection within this host, if that QP is connected to this one.
     fn other_end(&self, h: Handle<Qp>) -> Option<&Qp> {
         let q = self.objects.qps.get(h)?;
-        let p = self.objects.qps.get(*self.objects.qpns.get(&q.attr.dest_qp_num)?)?;
+        let p = self.objects.qps.get(*self.objects.qpns.get(&q.dest())?)?;
         let local = |q: &Qp| q.local().map(|l| l.vnic);
-        let agrees = local(p) == Some(q.vnic) && p.attr.dest_qp_num == q.qpn && p.typ == q.typ.peer();
+        let agrees = local(p) == Some(q.vnic) && p.dest() == q.qpn && p.typ == q.typ.peer();
         (local(q) == Some(p.vnic) && agrees).then_some(p)
     }
 
@@ -60,8 +60,8 @@ impl Core {
         let there = self.way_to(v, q.own.unwrap_or_default(), gid);
         let (own, linked, mtu) = (q.vnic, q.linked, q.mtu.min(self.net.wire_mtu));
         if let Some(here) = objects.find_vnic(v.group, gid) {
-            let other = objects.qpns.get(&q.attr.dest_qp_num).and_then(|&p| Some((p, objects.qps.get(p)?)));
-            let connected = other.filter(|(_, p)| p.vnic == here && p.attr.dest_qp_num == q.qpn);
+            let other = objects.qpns.get(&q.dest()).and_then(|&p| Some((p, objects.qps.get(p)?)));
+            let connected = other.filter(|(_, p)| p.vnic == here && p.dest() == q.qpn);
             let Some((ph, p)) = connected.filter(|(_, p)| !matches!(p.connection, Connection::None)) else { return };
             if p.local().is_some() {
                 self.couple(h, here);
@@ -94,7 +94,7 @@ impl Core {
             return;
         }
         let ah = q.attr.ah_attr.grh;
-        let port = source_port(ah.flow_label, q.qpn, q.attr.dest_qp_num);
+        let port = source_port(ah.flow_label, q.qpn.0, q.attr.dest_qp_num);
         let path = Path { port, class: ah.traffic_class & DSCP, ..Path::nowhere() };
         let mut w = Box::new(Wire::new(path, adapts));
         w.start(q.sq_psn);

@@ -122,7 +122,7 @@ impl Core {
     /// The QPs of a vRNIC.
     pub fn queue_pairs(&self, id: VnicId) -> Vec<QpInfo> {
         let name = |q: &Qp| QpInfo {
-            qpn: q.qpn,
+            qpn: q.qpn.0,
             kind: format!("{:?}", q.typ).to_uppercase(),
             state: format!("{:?}", q.state).to_uppercase(),
             peer_gid: (q.attr.ah_attr.is_global != 0).then(|| Gid(q.attr.ah_attr.grh.dgid).to_string()),

@@ -6,7 +6,7 @@ use std::net::{IpAddr, Ipv4Addr, Ipv6Addr};
 use unirdma_abi as abi;
 use unirdma_abi::{Status, cm_option, port_space};
 use unirdma_formats::cm::{UDP_QKEY, reason};
-use unirdma_formats::{Gid, QpState, access, attr_mask as m};
+use unirdma_formats::{Gid, QpState, Qpn, access, attr_mask as m};
 
 use super::{
     ACK_TIMEOUT, Addr, CmEventKind, CmId, Ends, FREE_PORTS, Id, MAX_BACKLOG, MAX_EVENTS, MAX_IDS, MIN_RNR_TIMER,
@@ -173,7 +173,7 @@ impl Manager<'_> {
         if p.qpn == 0 {
             return Ok(());
         }
-        self.core.objects.own_qp(s, p.qpn)?;
+        self.core.objects.own_qp(s, Qpn(p.qpn))?;
         let c = self.cm.ids.get_mut(id).filter(|c| c.is_datagram()).ok_or(Status::BadValue)?;
         c.answers = Some((p.qpn, if p.qkey == 0 { UDP_QKEY } else { p.qkey }));
         Ok(())

@@ -1,7 +1,7 @@
 //! QPs join and leave multicast groups.
 
 use unirdma_abi::Status;
-use unirdma_formats::Gid;
+use unirdma_formats::{Gid, Qpn};
 
 use super::Result;
 use crate::core::Core;
@@ -17,7 +17,7 @@ impl Core {
     /// # Errors
     /// `BadHandle`, `BadValue` for a QP that is not UD or a GID that is no group's, `Exhausted`.
     pub fn attach_mcast(&mut self, s: SessionId, qpn: u32, gid: Gid) -> Result<()> {
-        let h = self.objects.own_qp(s, qpn)?;
+        let h = self.objects.own_qp(s, Qpn(qpn))?;
         let q = self.objects.qps.get_mut(h).ok_or(Status::BadHandle)?;
         if !gid.ip().is_multicast() {
             return Err(Status::BadValue);
@@ -38,7 +38,7 @@ impl Core {
     /// # Errors
     /// `BadHandle`, `BadValue` if it is not attached.
     pub fn detach_mcast(&mut self, s: SessionId, qpn: u32, gid: Gid) -> Result<()> {
-        let h = self.objects.own_qp(s, qpn)?;
+        let h = self.objects.own_qp(s, Qpn(qpn))?;
         let q = self.objects.qps.get_mut(h).ok_or(Status::BadHandle)?;
         let groups = &mut q.datagrams_mut().ok_or(Status::BadValue)?.groups;
         let at = groups.iter().position(|g| *g == gid).ok_or(Status::BadValue)?;

@@ -3,7 +3,7 @@
 use unirdma_abi as abi;
 use unirdma_abi::Status;
 use unirdma_formats::net::source_port;
-use unirdma_formats::{Gid, Psn, QpState, QpType, access, attr_mask, mtu_bytes};
+use unirdma_formats::{Gid, Psn, QpState, QpType, Qpn, access, attr_mask, mtu_bytes};
 use unirdma_mem::QpRings;
 
 use super::Result;
@@ -52,7 +52,7 @@ impl Core {
         };
         // QPNs are random and unique on the host.
         let qpn = loop {
-            let n = self.random.qpns.next_u64() as u32 & unirdma_formats::Qpn::MASK;
+            let n = Qpn(self.random.qpns.next_u64() as u32 & Qpn::MASK);
             if self.objects.is_free_qpn(n) {
                 break n;
             }
@@ -104,7 +104,7 @@ impl Core {
             v.used.qps += 1;
         }
         self.made(Object::Qp(h)).inspect_err(|_| self.remove_qp(h))?;
-        Ok((qpn, slot))
+        Ok((qpn.0, slot))
     }
 
     /// QP `h` begins, or ends, to use its PD, its CQs, its SRQ and its XRC domain.
@@ -128,7 +128,7 @@ impl Core {
     /// # Errors
     /// `BadHandle` if the session has no such QP.
     pub fn destroy_qp(&mut self, s: SessionId, qpn: u32) -> Result<()> {
-        let h = self.objects.own_qp(s, qpn)?;
+        let h = self.objects.own_qp(s, Qpn(qpn))?;
         self.leave_qp(h, s);
         Ok(())
     }
@@ -154,7 +154,7 @@ impl Core {
     /// `BadHandle` for the domain, `BadValue` if there is no such QP in it.
     pub fn open_qp(&mut self, s: SessionId, xrcd: u32, qpn: u32) -> Result<()> {
         let (xrcd, domain) = self.objects.own_xrcd(s, xrcd)?;
-        let h = *self.objects.qpns.get(&qpn).ok_or(Status::BadValue)?;
+        let h = *self.objects.qpns.get(&Qpn(qpn)).ok_or(Status::BadValue)?;
         let q =
             self.objects.qps.get_mut(h).filter(|q| q.xrcd.is_some_and(|x| x.1 == domain)).ok_or(Status::BadValue)?;
         q.openers.push((s, xrcd));
@@ -197,7 +197,7 @@ impl Core {
     /// # Errors
     /// `BadHandle` if the session has no such QP, `BadState` if it is lost, `BadValue` if the rings do not hold what waits.
     pub fn resize_qp(&mut self, s: SessionId, qpn: u32, rings: QpRings) -> Result<()> {
-        let h = self.objects.own_qp(s, qpn)?;
+        let h = self.objects.own_qp(s, Qpn(qpn))?;
         let q = self.objects.qps.get_mut(h).filter(|q| q.owner == s && !q.broken).ok_or(Status::BadState)?;
         let layout = *rings.layout();
         // WQEs under way are still in the ring, since slots are freed in order.
@@ -215,7 +215,7 @@ impl Core {
     /// # Errors
     /// `BadHandle` if the session has no such QP.
     pub fn query_qp(&self, s: SessionId, qpn: u32) -> Result<abi::QpAttr> {
-        let q = self.objects.qps.get(self.objects.own_qp(s, qpn)?).ok_or(Status::BadHandle)?;
+        let q = self.objects.qps.get(self.objects.own_qp(s, Qpn(qpn))?).ok_or(Status::BadHandle)?;
         Ok(abi::QpAttr {
             qp_state: q.state as u8,
             cur_qp_state: q.state as u8,
@@ -234,7 +234,7 @@ impl Core {
     /// value out of range, `Unreachable` if no vRNIC of the group has the destination GID.
     pub fn modify_qp(&mut self, s: SessionId, qpn: u32, mask: u32, a: &abi::QpAttr) -> Result<()> {
         use attr_mask as m;
-        let h = self.objects.own_qp(s, qpn)?;
+        let h = self.objects.own_qp(s, Qpn(qpn))?;
         let vnic = self.objects.vnic_of(s)?;
         let q = self.objects.qps.get(h).ok_or(Status::BadHandle)?;
         let given = |bit: u32| mask & bit != 0;
@@ -256,7 +256,7 @@ impl Core {
             || given(m::MIN_RNR_TIMER) && a.min_rnr_timer > 31
             || given(m::MAX_QP_RD_ATOMIC) && a.max_rd_atomic > MAX_RD_ATOMIC
             || given(m::MAX_DEST_RD_ATOMIC) && a.max_dest_rd_atomic > MAX_RD_ATOMIC
-            || given(m::DEST_QPN) && a.dest_qp_num > unirdma_formats::Qpn::MASK
+            || given(m::DEST_QPN) && a.dest_qp_num > Qpn::MASK
             || given(m::ALT_PATH)
             || given(m::PATH_MIG_STATE) && a.path_mig_state != 0
             || given(m::ACCESS_FLAGS) && a.qp_access_flags & !access::QP_ACCEPTED != 0;
@@ -273,8 +273,8 @@ impl Core {
             }
             let dgid = Gid(ah.grh.dgid);
             let peer_qpn = if given(m::DEST_QPN) { a.dest_qp_num } else { q.attr.dest_qp_num };
-            let peer_vnic = self.objects.find_vnic(v.group, dgid).filter(|&p| !self.is_wired(p, peer_qpn, qpn));
-            let port = source_port(ah.grh.flow_label, q.qpn, peer_qpn);
+            let peer_vnic = self.objects.find_vnic(v.group, dgid).filter(|&p| !self.is_wired(p, Qpn(peer_qpn), q.qpn));
+            let port = source_port(ah.grh.flow_label, q.qpn.0, peer_qpn);
             peer = Some(match peer_vnic {
                 Some(vnic) => Peer::Here(vnic),
                 None => {

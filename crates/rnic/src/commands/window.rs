@@ -20,7 +20,7 @@ impl Core {
             _ => return Err(Status::BadValue),
         };
         self.objects.quota(s, |u| u.mrs, |l| l.max_mr)?;
-        let window = Some(Window { second, parent: None, qpn: 0 });
+        let window = Some(Window { second, parent: None, qpn: None });
         self.make_mr(Mr { window, ..Mr::empty(s, pd) })
     }
 

@@ -5,7 +5,8 @@
 //! waits for a long one; each slice looks its keys up again, because they may be gone by then.
 
 use unirdma_formats::{
-    MAX_MSG_BYTES, QpState, QpType, WcStatus, WrOpcode, access, ack_timeout_ns, psn_count, rnr_timer_ns, send_flags,
+    MAX_MSG_BYTES, QpState, QpType, Rkey, WcStatus, WrOpcode, access, ack_timeout_ns, psn_count, rnr_timer_ns,
+    send_flags,
 };
 use unirdma_mem::Fault;
 
@@ -141,7 +142,7 @@ impl Core {
         }
         let p = self.objects.qps.get(ph).ok_or(Refusal::Silent)?;
         let len = if w.op == WrOpcode::Flush { w.wqe.compare_add } else { w.total };
-        let (va, rkey, word) = (w.wqe.remote_addr, w.wqe.rkey, w.wqe.imm);
+        let (va, rkey, word) = (w.wqe.remote_addr, Rkey(w.wqe.rkey), w.wqe.imm);
         self.objects.check_request(p, &Request { op: w.op, va, rkey, len, word, pending: 0 })?;
         if !w.op.consumes_recv() {
             return Ok(());
@@ -245,7 +246,7 @@ impl Core {
         let (Some(q), Some(p)) = (self.objects.qps.get(h), self.objects.qps.get(ph)) else {
             return Err(Fault::Destination);
         };
-        let (tables, va, rkey) = (self.objects.memory(), w.wqe.remote_addr, w.wqe.rkey);
+        let (tables, va, rkey) = (self.objects.memory(), w.wqe.remote_addr, Rkey(w.wqe.rkey));
         match w.op {
             WrOpcode::AtomicWrite => {
                 let mut value = [0; 8];
@@ -288,7 +289,7 @@ impl Core {
         let Some(mtu) = self.objects.qps.get(h).map(|q| q.mtu) else { return Outcome::Done };
         let packets = psn_count(w.total, mtu);
         if op == WrOpcode::SendInv {
-            self.objects.invalidate(ph, w.wqe.imm);
+            self.objects.invalidate(ph, Rkey(w.wqe.imm));
         }
         if op.consumes_recv() {
             self.finish_local(ph, h, w, WcStatus::Success);
@@ -370,7 +371,7 @@ impl Core {
 
     /// Completes the receive that QP `ph` has under way for request `w` of QP `h` on this host.
     fn finish_local(&mut self, ph: Handle<Qp>, h: Handle<Qp>, w: &Work, status: WcStatus) {
-        let src_qp = self.objects.qps.get(h).map_or(0, |q| q.qpn);
+        let src_qp = self.objects.qps.get(h).map_or(0, |q| q.qpn.0);
         let done = RecvDone {
             status,
             write: w.op == WrOpcode::WriteImm,

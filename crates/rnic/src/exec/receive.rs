@@ -27,7 +27,7 @@ impl Core {
             wc_flags: (with_imm | with_inv | with_grh) as u16,
             byte_len: d.byte_len as u32,
             imm: d.imm.or(d.invalidated).unwrap_or(0),
-            qp_num: p.qpn,
+            qp_num: p.qpn.0,
             src_qp: d.src_qp,
             sl: d.grh.unwrap_or(0),
             wqe_index: p.rq_cons,

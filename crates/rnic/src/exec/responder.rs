@@ -2,7 +2,7 @@
 //! and for those in packets (IBTA vol. 1, 9.7.4.1).
 
 use unirdma_formats::wire::syndrome;
-use unirdma_formats::{AsyncEvent, MAX_MSG_BYTES, WcStatus, WrOpcode, access};
+use unirdma_formats::{AsyncEvent, MAX_MSG_BYTES, Rkey, WcStatus, WrOpcode, access};
 use unirdma_mem::{Fault, atomic_u64};
 
 use super::NoRecv;
@@ -14,7 +14,7 @@ use crate::objects::{Objects, Qp, Recv};
 pub(crate) struct Request {
     pub op: WrOpcode,
     pub va: u64,
-    pub rkey: u32,
+    pub rkey: Rkey,
     /// Bytes that it names in the responder's memory.
     pub len: u64,
     /// Immediate data, the key to invalidate, or the word of a FLUSH.
@@ -105,7 +105,7 @@ impl Objects {
         let need = remote_access(r.op);
         let allowed = match r.op {
             WrOpcode::Flush => may_flush(&tables, p, r.word, r.rkey, r.va, r.len),
-            WrOpcode::SendInv => self.may_invalidate(p, r.word),
+            WrOpcode::SendInv => self.may_invalidate(p, Rkey(r.word)),
             _ if need == 0 => true,
             op => {
                 p.attr.qp_access_flags & need == need
@@ -138,7 +138,7 @@ impl Tables<'_> {
         &self,
         p: &Qp,
         op: WrOpcode,
-        (va, rkey): (u64, u32),
+        (va, rkey): (u64, Rkey),
         compare_add: u64,
         swap: u64,
     ) -> Result<u64, Fault> {
@@ -150,7 +150,7 @@ impl Tables<'_> {
     }
 
     /// Executes an atomic write in the memory that QP `p` answers for.
-    pub fn atomic_write(&self, p: &Qp, va: u64, rkey: u32, value: u64) -> Result<(), Fault> {
+    pub fn atomic_write(&self, p: &Qp, va: u64, rkey: Rkey, value: u64) -> Result<(), Fault> {
         let at = self.at(remote(p, access::REMOTE_WRITE, rkey, va), 0, 8).ok_or(Fault::Destination)?.0;
         atomic_u64(at, |_| value).map(|_| ())
     }

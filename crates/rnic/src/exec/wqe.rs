@@ -21,7 +21,7 @@ impl Core {
             status: status as u8,
             opcode: w.op.wc() as u8,
             byte_len: if returns { w.total as u32 } else { 0 },
-            qp_num: q.qpn,
+            qp_num: q.qpn.0,
             wqe_index: q.sq_cons,
             ..abi::Cqe::default()
         };
@@ -79,7 +79,7 @@ impl Core {
             wr_id,
             status: WcStatus::WrFlushErr as u8,
             opcode: WcOpcode::Recv as u8,
-            qp_num: q.qpn,
+            qp_num: q.qpn.0,
             wqe_index: q.rq_cons,
             ..abi::Cqe::default()
         };

@@ -17,7 +17,7 @@ mod work;
 
 use std::collections::HashMap;
 
-use unirdma_formats::{Gid, QpType};
+use unirdma_formats::{Gid, QpType, Qpn};
 
 use crate::slab::{Handle, Slab};
 pub(crate) use datagram::{Ah, Backlog, Datagrams, Held, Note, Target};
@@ -60,7 +60,7 @@ pub(crate) struct Objects {
     pub domains: Domains,
     pub cqs: Slab<Cq>,
     pub qps: Slab<Qp>,
-    pub qpns: HashMap<u32, Handle<Qp>>,
+    pub qpns: HashMap<Qpn, Handle<Qp>>,
     pub spare: Spare,
 }
 
@@ -117,15 +117,15 @@ impl Objects {
     }
 
     /// True if a QP may get this number.
-    pub fn is_free_qpn(&self, qpn: u32) -> bool {
+    pub fn is_free_qpn(&self, qpn: Qpn) -> bool {
         // 0 and 1 are the management QPs.
-        qpn > 1 && !self.qpns.contains_key(&qpn)
+        qpn.0 > 1 && !self.qpns.contains_key(&qpn)
     }
 
     /// The peer QP, if it would answer: connected to us, able to receive, at our PSN, and both have a link.
     pub fn answering_peer(&mut self, h: Handle<Qp>) -> Option<Handle<Qp>> {
         let q = self.qps.get(h).filter(|q| q.linked)?;
-        let (dest, local) = (q.attr.dest_qp_num, q.local()?);
+        let (dest, local) = (q.dest(), q.local()?);
         let cached = local.qp.filter(|&p| self.qps.get(p).is_some_and(|p| p.qpn == dest));
         let ph = match cached {
             Some(p) => p,
@@ -133,7 +133,7 @@ impl Objects {
         };
         let p = self.qps.get(ph)?;
         let connected = p.vnic == local.vnic
-            && p.attr.dest_qp_num == q.qpn
+            && p.dest() == q.qpn
             && p.local().is_some_and(|l| l.vnic == q.vnic)
             && p.typ == q.typ.peer();
         // An unreliable responder takes any PSN where a message begins.

@@ -2,6 +2,7 @@
 
 use std::sync::Arc;
 
+use unirdma_formats::{Lkey, Qpn, Rkey};
 use unirdma_mem::{Bell, Loc, ProcMem, Span};
 
 use super::ids::SessionId;
@@ -58,8 +59,8 @@ pub(crate) struct Window {
     pub second: bool,
     /// The MR that it is bound to.
     pub parent: Option<Handle<Mr>>,
-    /// QP that it was bound by.
-    pub qpn: u32,
+    /// The QP that it was bound by; `None`: it is not bound by a work request.
+    pub qpn: Option<Qpn>,
 }
 
 /// What a QP may reach by keys: the memory of a session that lies in a PD, as far as it grants an access.
@@ -174,19 +175,37 @@ impl MrTable {
     }
 
     #[inline]
-    pub fn by_key(&self, key: u32) -> Option<&Mr> {
+    fn by_key(&self, key: u32) -> Option<&Mr> {
         self.mrs.get(*self.by_key.get(&(key >> 8))?).filter(|m| m.key == key)
     }
 
-    /// The handle of the MR or window with this key.
-    pub fn handle_of(&self, key: u32) -> Option<Handle<Mr>> {
-        let h = *self.by_key.get(&(key >> 8))?;
-        self.mrs.get(h).filter(|m| m.key == key).map(|_| h)
+    /// The MR that a WQE names: a window is nobody's local memory.
+    #[inline]
+    pub fn local(&self, key: Lkey) -> Option<&Mr> {
+        self.by_key(key.0).filter(|m| m.window.is_none())
+    }
+
+    /// The MR or window that a peer names.
+    #[inline]
+    pub fn remote(&self, key: Rkey) -> Option<&Mr> {
+        self.by_key(key.0)
+    }
+
+    /// The handle of the MR that a WQE names.
+    pub fn local_handle(&self, key: Lkey) -> Option<Handle<Mr>> {
+        let h = *self.by_key.get(&(key.0 >> 8))?;
+        self.mrs.get(h).filter(|m| m.key == key.0 && m.window.is_none()).map(|_| h)
+    }
+
+    /// The handle of the MR or window that a peer names.
+    pub fn remote_handle(&self, key: Rkey) -> Option<Handle<Mr>> {
+        let h = *self.by_key.get(&(key.0 >> 8))?;
+        self.mrs.get(h).filter(|m| m.key == key.0).map(|_| h)
     }
 
     /// The handle of the window whose key differs from this one in its lower 8 bits at most.
-    pub fn window_like(&self, key: u32) -> Option<Handle<Mr>> {
-        let h = *self.by_key.get(&(key >> 8))?;
+    pub fn window_like(&self, key: Rkey) -> Option<Handle<Mr>> {
+        let h = *self.by_key.get(&(key.0 >> 8))?;
         self.mrs.get(h).filter(|m| m.window.is_some()).map(|_| h)
     }
 

@@ -78,7 +78,7 @@ impl Objects {
     }
 
     /// A QP that the session has made, or opened.
-    pub fn own_qp(&self, s: SessionId, qpn: u32) -> Result<Handle<Qp>> {
+    pub fn own_qp(&self, s: SessionId, qpn: Qpn) -> Result<Handle<Qp>> {
         let h = *self.qpns.get(&qpn).ok_or(Status::BadHandle)?;
         self.qps.get(h).filter(|q| q.is_open_to(s)).map(|_| h).ok_or(Status::BadHandle)
     }

@@ -1,7 +1,7 @@
 //! Queue pairs.
 
 use unirdma_abi as abi;
-use unirdma_formats::{Gid, Psn, QpState, QpType};
+use unirdma_formats::{Gid, Psn, QpState, QpType, Qpn};
 use unirdma_mem::QpRings;
 
 use super::datagram::Datagrams;
@@ -44,7 +44,7 @@ pub(crate) struct Qp {
     pub xrcd: Option<(Handle<Xrcd>, u32)>,
     pub vnic: VnicId,
     pub pd: Handle<Pd>,
-    pub qpn: u32,
+    pub qpn: Qpn,
     pub typ: QpType,
     pub slot: u32,
     pub sig_all: bool,
@@ -143,6 +143,11 @@ impl Qp {
     /// What it reaches by keys, or answers for.
     pub fn reach(&self, access: u32) -> Reach {
         Reach { pd: self.pd, session: self.memory, access }
+    }
+
+    /// The QP that it is connected to, or was told to be.
+    pub fn dest(&self) -> Qpn {
+        Qpn(self.attr.dest_qp_num)
     }
 
     /// Why its send queue stands still.

@@ -5,7 +5,7 @@
 //! finds no room goes through the process's memory as before.
 
 use unirdma_abi as abi;
-use unirdma_formats::access;
+use unirdma_formats::{Lkey, access};
 
 use super::Objects;
 use super::ids::SessionId;
@@ -49,7 +49,7 @@ impl Objects {
     fn places(&self, q: &Qp, sges: &[abi::Sge], out: &mut [abi::StagePlace]) -> Option<usize> {
         let mut n = 0;
         for s in sges.iter().filter(|s| s.length > 0) {
-            let mr = self.mrs.by_key(s.lkey).filter(|m| m.window.is_none() && m.owner == q.memory)?;
+            let mr = self.mrs.local(Lkey(s.lkey)).filter(|m| m.owner == q.memory)?;
             let Backing::Process(_, base) = &mr.backing else { return None };
             if !mr.grants(q.pd, access::LOCAL_WRITE | access::STAGE, s.addr, s.length.into()) {
                 return None;

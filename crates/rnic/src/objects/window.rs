@@ -1,6 +1,6 @@
 //! Memory windows (IBTA vol. 1, 10.6.7): grants of part of an MR that work requests make and take back.
 
-use unirdma_formats::{WcStatus, WrOpcode, access};
+use unirdma_formats::{Lkey, Rkey, WcStatus, WrOpcode, access};
 use unirdma_mem::Span;
 
 use super::Objects;
@@ -15,7 +15,7 @@ impl Objects {
         let Some(m) = self.mrs.get_mut(mw) else { return };
         let Some(w) = &mut m.window else { return };
         let parent = w.parent.take();
-        w.qpn = 0;
+        w.qpn = None;
         (m.access, m.len, m.iova) = (0, 0, 0);
         m.backing = Backing::Mapped(Span::anonymous(0));
         m.regions = [].into();
@@ -29,7 +29,7 @@ impl Objects {
         let Some(q) = self.qps.get(h) else { return WcStatus::FatalErr };
         let done = match w.op {
             WrOpcode::BindMw => self.bind(h, w),
-            _ => match self.window_of(q, w.wqe.imm) {
+            _ => match self.window_of(q, Rkey(w.wqe.imm)) {
                 Some(mw) => {
                     self.unbind(mw);
                     Some(())
@@ -41,20 +41,20 @@ impl Objects {
     }
 
     /// The bound window of type 2 whose grant QP `q` may take back.
-    fn window_of(&self, q: &Qp, key: u32) -> Option<Handle<Mr>> {
-        let handle = self.mrs.handle_of(key)?;
+    fn window_of(&self, q: &Qp, key: Rkey) -> Option<Handle<Mr>> {
+        let handle = self.mrs.remote_handle(key)?;
         let mr = self.mrs.get(handle)?;
-        let bound = mr.window.is_some_and(|w| w.second && w.parent.is_some() && w.qpn == q.qpn);
+        let bound = mr.window.is_some_and(|w| w.second && w.parent.is_some() && w.qpn == Some(q.qpn));
         (bound && mr.pd == q.pd).then_some(handle)
     }
 
     /// True if a peer of QP `q` may take back the grant of the window with this key.
-    pub fn may_invalidate(&self, q: &Qp, key: u32) -> bool {
+    pub fn may_invalidate(&self, q: &Qp, key: Rkey) -> bool {
         self.window_of(q, key).is_some()
     }
 
     /// The peer of QP `h` takes the grant of a window back.
-    pub fn invalidate(&mut self, h: Handle<Qp>, key: u32) {
+    pub fn invalidate(&mut self, h: Handle<Qp>, key: Rkey) {
         if let Some(mw) = self.qps.get(h).and_then(|q| self.window_of(q, key)) {
             self.unbind(mw);
         }
@@ -65,9 +65,10 @@ impl Objects {
     fn bind(&mut self, h: Handle<Qp>, work: &Work) -> Option<()> {
         let q = self.qps.get(h)?;
         let wqe = &work.wqe;
-        let (addr, len, lkey, flags) = (wqe.remote_addr, wqe.compare_add, wqe.swap as u32, (wqe.swap >> 32) as u32);
+        let (addr, len, lkey, flags) =
+            (wqe.remote_addr, wqe.compare_add, Lkey(wqe.swap as u32), (wqe.swap >> 32) as u32);
         let (pd, qpn) = (q.pd, q.qpn);
-        let mw = self.mrs.window_like(wqe.rkey)?;
+        let mw = self.mrs.window_like(Rkey(wqe.rkey))?;
         let window = self.mrs.get(mw).filter(|m| m.pd == pd)?.window?;
         if window.second && window.parent.is_some() || flags & !(access::MW_SUPPORTED | access::OPTIONAL_RANGE) != 0 {
             return None;
@@ -77,8 +78,8 @@ impl Objects {
             self.mrs.get_mut(mw)?.key = wqe.rkey;
             return Some(());
         }
-        let parent = self.mrs.handle_of(lkey)?;
-        let p = self.mrs.get(parent).filter(|m| m.window.is_none() && m.grants(pd, access::MW_BIND, addr, len))?;
+        let parent = self.mrs.local_handle(lkey)?;
+        let p = self.mrs.get(parent).filter(|m| m.grants(pd, access::MW_BIND, addr, len))?;
         if flags & (access::REMOTE_WRITE | access::REMOTE_ATOMIC) != 0 && p.access & access::LOCAL_WRITE == 0 {
             return None;
         }
@@ -96,7 +97,7 @@ impl Objects {
         (m.key, m.len, m.backing, m.regions) = (wqe.rkey, len, backing, regions);
         m.access = flags & (access::REMOTE_WRITE | access::REMOTE_READ | access::REMOTE_ATOMIC);
         m.iova = if flags & access::ZERO_BASED != 0 { 0 } else { addr };
-        m.window = Some(Window { parent: Some(parent), qpn, ..window });
+        m.window = Some(Window { parent: Some(parent), qpn: Some(qpn), ..window });
         self.mrs.get_mut(parent)?.windows += 1;
         Some(())
     }

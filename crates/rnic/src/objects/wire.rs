@@ -3,7 +3,7 @@
 use std::collections::VecDeque;
 
 use unirdma_formats::wire::Transport;
-use unirdma_formats::{AsyncEvent, Psn, QpType};
+use unirdma_formats::{AsyncEvent, Psn, QpType, Rkey};
 use unirdma_mem::Fault;
 
 use super::mr::Reach;
@@ -242,7 +242,7 @@ pub(crate) enum Answer {
         psn: Psn,
         msn: u32,
         va: u64,
-        rkey: u32,
+        rkey: Rkey,
         len: u64,
         done: u64,
         /// Whose memory.
@@ -269,7 +269,7 @@ pub(crate) enum Answer {
 #[derive(Clone, Copy, Debug)]
 pub(crate) enum Message {
     Send,
-    Write { va: u64, rkey: u32, len: u64 },
+    Write { va: u64, rkey: Rkey, len: u64 },
 }
 
 /// The responder's state of a connected QP. The expected PSN is the QP's `rq_psn`.

@@ -251,7 +251,7 @@ pub(crate) enum MrKind {
     /// A window, of type 2 or 1, for this QP; if it is bound, to which MR of the session, and where in it.
     Window {
         second: bool,
-        qpn: u32,
+        qpn: Option<u32>,
         bound: Option<(u32, u64)>,
     },
 }

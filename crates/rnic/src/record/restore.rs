@@ -4,7 +4,7 @@
 use std::collections::HashMap;
 
 use unirdma_formats::net::Flow;
-use unirdma_formats::{AsyncEvent, Gid, Psn, QpState, QpType};
+use unirdma_formats::{AsyncEvent, Gid, Psn, QpState, QpType, Qpn};
 use unirdma_mem::Span;
 
 use super::data::*;
@@ -67,7 +67,7 @@ impl Rnic {
             }
         }
         for q in &d.qps {
-            if !objects.is_free_qpn(q.qpn) {
+            if !objects.is_free_qpn(Qpn(q.qpn)) {
                 return taken(Object::Qp { qpn: q.qpn });
             }
             let most = self.core.net.wire_mtu;
@@ -346,7 +346,7 @@ impl<'a> Restorer<'a> {
                     mr.windows += 1;
                     Some((h, part(&mr.backing, off, *len).unwrap_or_else(nothing)))
                 });
-                let window = Window { second, qpn, parent: parent.as_ref().map(|p| p.0) };
+                let window = Window { second, qpn: qpn.map(Qpn), parent: parent.as_ref().map(|p| p.0) };
                 (Some(window), parent.map_or_else(nothing, |p| p.1))
             }
         };
@@ -457,7 +457,7 @@ impl<'a> Restorer<'a> {
             xrcd: xrcd.map(|number| self.domain(At { session: *owner, number })),
             vnic: self.vnic,
             pd: self.pd(*pd),
-            qpn: *qpn,
+            qpn: Qpn(*qpn),
             typ: typ.unwrap_or(QpType::Rc),
             slot: slot.unwrap_or(NO_SLOT),
             sig_all: *sig_all,
@@ -488,7 +488,7 @@ impl<'a> Restorer<'a> {
         };
         let Some(h) = self.core.objects.qps.insert(live) else { return };
         let objects = &mut self.core.objects;
-        objects.qpns.insert(*qpn, h);
+        objects.qpns.insert(Qpn(*qpn), h);
         if let Some(session) = objects.sessions.get_mut(owner_id.0) {
             session.names.qps.insert(h);
             if let Some(place) = slot.and_then(|slot| session.slots.get_mut(slot as usize)) {

@@ -100,7 +100,7 @@ impl Core {
                 all.mrs.extend(mr.map(|m| ((number, n), m.backing.share())));
             }
         }
-        all.qps.extend(objects.qps.iter().filter(|(_, q)| q.vnic == id).map(|(_, q)| (q.qpn, q.rings.clone())));
+        all.qps.extend(objects.qps.iter().filter(|(_, q)| q.vnic == id).map(|(_, q)| (q.qpn.0, q.rings.clone())));
         all
     }
 
@@ -316,7 +316,7 @@ impl<'a> Saver<'a> {
             Some(Window { second, parent, qpn }) => {
                 let parent = parent.and_then(|p| self.core.objects.mrs.get(p));
                 let bound = parent.map(|p| (p.number, offset(&p.backing, backing)));
-                MrKind::Window { second: *second, qpn: *qpn, bound }
+                MrKind::Window { second: *second, qpn: qpn.map(|q| q.0), bound }
             }
         };
         MrData {
@@ -403,7 +403,7 @@ impl<'a> Saver<'a> {
             Wait::Memory => Some(WaitKind::Memory),
         };
         QpData {
-            qpn: *qpn,
+            qpn: qpn.0,
             typ: *typ as u8,
             owner: self.sessions.get(owner).copied().unwrap_or(0),
             openers: openers.iter().filter_map(|(_, x)| self.xrcds.get(x).copied()).collect(),

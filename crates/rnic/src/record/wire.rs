@@ -1,7 +1,7 @@
 //! The requests that a QP has under way, and the state of its connection over the wire: to data, and back.
 
 use unirdma_abi as abi;
-use unirdma_formats::{AsyncEvent, Psn, WcStatus, WrOpcode, access, send_flags};
+use unirdma_formats::{AsyncEvent, Psn, Rkey, WcStatus, WrOpcode, access, send_flags};
 
 use super::data::*;
 use super::restore::Restorer;
@@ -128,7 +128,7 @@ impl Saver<'_> {
             msn: *msn,
             message: message.map(|m| match m {
                 Message::Send => MessageData::Send,
-                Message::Write { va, rkey, len } => MessageData::Write { va, rkey, len },
+                Message::Write { va, rkey, len } => MessageData::Write { va, rkey: rkey.0, len },
             }),
             got: *got,
             nak_sent: *nak_sent,
@@ -147,7 +147,7 @@ impl Saver<'_> {
                 // What it may is to read, always.
                 let Reach { pd, session, access: _ } = of;
                 let (pd, memory) = (self.pds.get(&pd).copied(), self.sessions.get(&session).copied());
-                AnswerData::Read { psn: psn.get(), msn, va, rkey, len, done, pd, memory, again }
+                AnswerData::Read { psn: psn.get(), msn, va, rkey: rkey.0, len, done, pd, memory, again }
             }
             Answer::Atomic { psn, msn, value, again } => AnswerData::Atomic { psn: psn.get(), msn, value, again },
             Answer::Nak { psn, msn, code, fails } => {
@@ -271,7 +271,7 @@ impl Restorer<'_> {
             msn: *msn,
             message: message.map(|m| match m {
                 MessageData::Send => Message::Send,
-                MessageData::Write { va, rkey, len } => Message::Write { va, rkey, len },
+                MessageData::Write { va, rkey, len } => Message::Write { va, rkey: Rkey(rkey), len },
             }),
             got: *got,
             nak_sent: *nak_sent,
@@ -289,7 +289,7 @@ impl Restorer<'_> {
             AnswerData::Ack { psn, msn } => Answer::Ack { psn: Psn::new(psn), msn },
             AnswerData::Read { psn, msn, va, rkey, len, done, pd, memory, again } => {
                 let of = Reach { pd: self.pd(pd), session: self.session_id(memory), access: access::REMOTE_READ };
-                Answer::Read { psn: Psn::new(psn), msn, va, rkey, len, done, of, again }
+                Answer::Read { psn: Psn::new(psn), msn, va, rkey: Rkey(rkey), len, done, of, again }
             }
             AnswerData::Atomic { psn, msn, value, again } => Answer::Atomic { psn: Psn::new(psn), msn, value, again },
             AnswerData::Nak { psn, msn, code, fails } => {

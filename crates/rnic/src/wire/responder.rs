@@ -1,7 +1,7 @@
 //! Responder: packets to memory and receives, and the answers (IBTA vol. 1, 9.7.4, 9.7.5, 9.9.3).
 
 use unirdma_formats::wire::{Aeth, Extra, Op, Opcode, Packet, Part, syndrome};
-use unirdma_formats::{AsyncEvent, NO_CREDITS, Psn, QpType, WrOpcode, access, credit_code, psn_count};
+use unirdma_formats::{AsyncEvent, NO_CREDITS, Psn, QpType, Rkey, WrOpcode, access, credit_code, psn_count};
 use unirdma_mem::Fault;
 
 use crate::access::{Side, recv_side, remote};
@@ -14,9 +14,9 @@ use crate::slab::Handle;
 /// The request of a packet, while `pending` others wait for their answers.
 fn request(op: WrOpcode, p: &Packet<'_>, pending: usize) -> Request {
     let (va, rkey, len) = match op {
-        op if op.is_atomic() => (p.atomic.va, p.atomic.rkey, 8),
-        WrOpcode::SendInv => (0, 0, 0),
-        _ => (p.reth.va, p.reth.rkey, u64::from(p.reth.dma_len)),
+        op if op.is_atomic() => (p.atomic.va, Rkey(p.atomic.rkey), 8),
+        WrOpcode::SendInv => (0, Rkey(0), 0),
+        _ => (p.reth.va, Rkey(p.reth.rkey), u64::from(p.reth.dma_len)),
     };
     let word = if op == WrOpcode::Flush { p.flush } else { p.extra };
     Request { op, va, rkey, len, word, pending }
@@ -232,7 +232,7 @@ impl Core {
         if part.ends() {
             w.resp.msn = w.resp.msn.wrapping_add(1);
             if let Some(key) = invalidated {
-                self.objects.invalidate(h, key);
+                self.objects.invalidate(h, Rkey(key));
             }
             self.finish_recv(h, done);
         }
@@ -243,7 +243,7 @@ impl Core {
         self.continues(h, w, p, part, false)?;
         let (va, rkey, len) = match w.resp.message {
             Some(Message::Write { va, rkey, len }) => (va, rkey, len),
-            _ => (p.reth.va, p.reth.rkey, u64::from(p.reth.dma_len)),
+            _ => (p.reth.va, Rkey(p.reth.rkey), u64::from(p.reth.dma_len)),
         };
         let got = if part.begins() { 0 } else { w.resp.got };
         if part.begins() {
@@ -299,7 +299,7 @@ impl Core {
 
     fn queue_read(&self, h: Handle<Qp>, w: &mut Wire, p: &Packet<'_>, again: bool) {
         let Some(of) = self.objects.qps.get(h).map(|q| q.reach(access::REMOTE_READ)) else { return };
-        let (va, rkey, len) = (p.reth.va, p.reth.rkey, p.reth.dma_len.into());
+        let (va, rkey, len) = (p.reth.va, Rkey(p.reth.rkey), p.reth.dma_len.into());
         w.resp.push(Answer::Read { psn: Psn::new(p.psn), msn: w.resp.msn, va, rkey, len, done: 0, of, again });
     }
 
@@ -314,7 +314,7 @@ impl Core {
     /// The answer to an atomic write or a flush: that of a READ of no bytes (annex A19).
     fn queue_answer(&self, h: Handle<Qp>, w: &mut Wire, psn: Psn, again: bool) {
         let Some(of) = self.objects.qps.get(h).map(|q| q.reach(access::REMOTE_READ)) else { return };
-        w.resp.push(Answer::Read { psn, msn: w.resp.msn, va: 0, rkey: 0, len: 0, done: 0, of, again });
+        w.resp.push(Answer::Read { psn, msn: w.resp.msn, va: 0, rkey: Rkey(0), len: 0, done: 0, of, again });
     }
 
     fn on_atomic_write(&mut self, h: Handle<Qp>, w: &mut Wire, p: &Packet<'_>) -> Result<u32, Refusal> {
@@ -324,7 +324,7 @@ impl Core {
         }
         self.check(h, w, WrOpcode::AtomicWrite, p)?;
         let q = self.objects.qps.get(h).ok_or(Refusal::Silent)?;
-        let done = self.objects.memory().atomic_write(q, p.reth.va, p.reth.rkey, u64::from_ne_bytes(value));
+        let done = self.objects.memory().atomic_write(q, p.reth.va, Rkey(p.reth.rkey), u64::from_ne_bytes(value));
         self.reached(w, done)?;
         w.resp.msn = w.resp.msn.wrapping_add(1);
         self.queue_answer(h, w, Psn::new(p.psn), false);
@@ -345,7 +345,7 @@ impl Core {
         let q = self.objects.qps.get(h).ok_or(Refusal::Silent)?;
         let a = p.atomic;
         let (compare_add, swap) = if op == WrOpcode::CmpSwap { (a.compare, a.swap_add) } else { (a.swap_add, 0) };
-        let found = self.objects.memory().atomic(q, op, (a.va, a.rkey), compare_add, swap);
+        let found = self.objects.memory().atomic(q, op, (a.va, Rkey(a.rkey)), compare_add, swap);
         let value = self.reached(w, found)?;
         let psn = Psn::new(p.psn);
         w.resp.msn = w.resp.msn.wrapping_add(1);
