@@ -48,7 +48,8 @@ impl<'a> Tables<'a> {
         }
         let memory = || self.sessions.get(reach.session.0).and_then(|s| s.memory.as_ref());
         let bell = || self.sessions.get(mr.owner.0).and_then(|s| s.bell.as_ref());
-        mr.locate(addr, len, memory, bell)
+        let away = || self.sessions.get(mr.owner.0).is_some_and(|s| s.away != 0);
+        mr.locate(addr, len, memory, bell, away)
     }
 
     /// What an SGE names: a memory window is nobody's local memory.

@@ -140,9 +140,6 @@ impl Core {
         let away = bell.away();
         if away != s.away {
             s.away = away;
-            for &mr in s.names.mrs.values() {
-                self.objects.mrs.get_mut(mr).into_iter().for_each(|m| m.away = away != 0);
-            }
             if away == 0 || !self.jobs.fence(id, Waiter::Away(away)) {
                 bell.confirm_away(away);
             }

@@ -148,8 +148,7 @@ impl Core {
         self.objects.quota(s, |u| u.mrs, |l| l.max_mr)?;
         let v = self.objects.vnics.get(self.objects.vnic_of(s)?.0).ok_or(Status::BadHandle)?;
         let (bytes, limit) = (v.used.mr_bytes, v.limits.max_mr_bytes);
-        let away = self.objects.sessions.get(s.0).is_some_and(|s| s.away != 0);
-        let mr = Mr { access: flags, iova, len, regions: regions.into(), backing, away, ..Mr::empty(s, pd) };
+        let mr = Mr { access: flags, iova, len, regions: regions.into(), backing, ..Mr::empty(s, pd) };
         if bytes.checked_add(mr.counted()).is_none_or(|b| b > limit) {
             return Err(Status::Exhausted);
         }

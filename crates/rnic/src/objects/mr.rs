@@ -46,8 +46,6 @@ pub(crate) struct Mr {
     /// Memory regions of the session that it lies in; it dies with any of them.
     pub regions: Arc<[u64]>,
     pub backing: Backing,
-    /// Its memory is somewhere else for the moment (section 7.5 of the specification).
-    pub away: bool,
     /// What its driver says of the way that its memory goes: [`unirdma_abi::mr_way`] and [`unirdma_abi::mr_why`].
     pub note: u32,
 }
@@ -89,7 +87,6 @@ impl Mr {
             len: 0,
             regions: [].into(),
             backing: Backing::Mapped(Span::anonymous(0)),
-            away: false,
             note: 0,
         }
     }
@@ -111,7 +108,8 @@ impl Mr {
         self.pd == pd && self.access & access == access && addr >= self.iova && off <= self.len && len <= self.len - off
     }
 
-    /// The place of `addr`, which [`Mr::grants`] has allowed; `memory` and `bell` are those of its session.
+    /// The place of `addr`, which [`Mr::grants`] has allowed; `memory` and `bell` are those of its session, and `away`
+    /// says whether the memory of that session's MRs is somewhere else (section 7.5 of the specification).
     #[inline]
     pub fn locate<'a>(
         &'a self,
@@ -119,9 +117,10 @@ impl Mr {
         len: u64,
         memory: impl FnOnce() -> Option<&'a Arc<dyn Resolve>>,
         bell: impl FnOnce() -> Option<&'a Bell>,
+        away: impl FnOnce() -> bool,
     ) -> Option<Loc<'a>> {
         match &self.backing {
-            Backing::Mapped(_) if self.away => Some(Loc::Away),
+            Backing::Mapped(_) if away() => Some(Loc::Away),
             Backing::Mapped(span) => Some(Loc::Mapped(span, addr - self.iova)),
             Backing::Process(mem, base) => Some(Loc::Process(mem, base.wrapping_add(addr - self.iova), bell())),
             Backing::Session => memory()?.resolve(addr, len).map(|(s, off)| Loc::Mapped(s, off)),

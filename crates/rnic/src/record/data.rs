@@ -240,7 +240,6 @@ pub(crate) struct MrData {
     pub iova: u64,
     pub len: u64,
     pub regions: Vec<u64>,
-    pub away: bool,
     pub note: u32,
     pub kind: MrKind,
 }

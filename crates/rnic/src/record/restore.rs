@@ -334,7 +334,7 @@ impl<'a> Restorer<'a> {
     }
 
     fn mr(&mut self, owner: SessionId, session: u32, d: &MrData) {
-        let MrData { number, key, pd, access, iova, len, regions, away, note, kind } = d;
+        let MrData { number, key, pd, access, iova, len, regions, note, kind } = d;
         let objects = &mut self.core.objects;
         let nothing = || Backing::Mapped(Span::anonymous(0));
         let (window, backing) = match *kind {
@@ -363,7 +363,6 @@ impl<'a> Restorer<'a> {
             len: *len,
             regions: regions.clone().into(),
             backing,
-            away: *away,
             note: *note,
         };
         let (bytes, objects) = (mr.counted(), &mut self.core.objects);

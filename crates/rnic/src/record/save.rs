@@ -310,7 +310,7 @@ impl<'a> Saver<'a> {
     }
 
     fn mr(&self, m: &Mr) -> MrData {
-        let Mr { key, window, windows: _, owner: _, number, pd, access, iova, len, regions, backing, away, note } = m;
+        let Mr { key, window, windows: _, owner: _, number, pd, access, iova, len, regions, backing, note } = m;
         let kind = match window {
             None => MrKind::Region(backing.way()),
             Some(Window { second, parent, qpn }) => {
@@ -327,7 +327,6 @@ impl<'a> Saver<'a> {
             iova: *iova,
             len: *len,
             regions: regions.to_vec(),
-            away: *away,
             note: *note,
             kind,
         }
