@@ -128,7 +128,7 @@ const PORT: u64 = u64::MAX - 1;
 /// How long a busy poller keeps others off its core, nanoseconds.
 const SHARE_NS: u64 = 2_000_000;
 /// The same while whoever it lets in gives the core back soon.
-const SHORT_SHARE_NS: u64 = 50_000;
+const SHORT_SHARE_NS: u64 = 100_000;
 /// A pause that took so long was taken by somebody who computes, nanoseconds.
 const LONG_PAUSE_NS: u64 = 100_000;
 /// A round that took so long did much, nanoseconds.
