@@ -86,7 +86,7 @@ pub trait Pollers: Send + Sync {
     /// Delivers the events that the RNIC has raised, and waits for those that other threads are about to deliver.
     fn settle(&self);
 
-    /// Executes, for a bounded time, what [`unirdma_rnic::Rnic::is_behind`] asks for.
+    /// Executes, for a bounded time, what [`unirdma_rnic::Core::is_behind`] asks for.
     fn catch_up(&self, s: SessionId, qpn: Option<u32>);
 }
 

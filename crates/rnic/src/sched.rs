@@ -18,7 +18,7 @@ use crate::slab::{Beside, Handle};
 pub(crate) const MOMENT_NS: u64 = 5_000;
 /// Virtual nanoseconds of a nanosecond at weight 1.
 const SCALE: u64 = 1 << 16;
-/// If a vRNIC has more timers than this, and some in addition, the stopped ones among them are thrown away.
+/// A vRNIC may have so many timers, and as many more as [`Scheduler::arm`] is told, before those that were stopped are thrown away.
 const MANY_TIMERS: usize = 1024;
 
 /// What a timer of a vRNIC is for.

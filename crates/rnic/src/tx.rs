@@ -25,8 +25,8 @@ pub struct TxPacket {
     outer: usize,
 }
 
-/// How many bytes [`Tx`] holds. While [`TX_FULL`] bytes or more are in use, connected QPs and datagrams wait; connection management
-/// may still send.
+/// How many bytes [`Tx`] holds. While [`TX_FULL`] bytes or more are in use, QPs wait, and messages of connection management and
+/// congestion notifications are lost.
 const TX_BYTES: usize = 1 << 20;
 const TX_FULL: usize = TX_BYTES - (64 << 10);
 
