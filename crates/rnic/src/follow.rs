@@ -3,12 +3,12 @@
 
 use std::net::IpAddr;
 
-use unirdma_formats::net::source_port;
+use unirdma_formats::net::{Flow, source_port};
 use unirdma_formats::{Gid, Qpn};
 
 use crate::core::Core;
 use crate::objects::{Qp, SessionId, Target, Vnic, VnicId};
-use crate::path::Path;
+use crate::path::{DSCP, Path};
 
 impl Core {
     /// Sets this host's own address in the network of hosts. A connection over the wire between two vRNICs of this host sends its packets
@@ -21,7 +21,6 @@ impl Core {
     /// the vRNIC is here, else to the host that [`crate::Rnic::set_routes`] has named. Packets that went to its former host are lost, and
     /// requests are repeated after their timeouts.
     pub fn follow(&mut self, group: u32, gid: Gid) {
-        let here = self.objects.find_vnic(group, gid);
         let of_group = |core: &Self, id: VnicId| core.objects.vnics.get(id.0).is_some_and(|v| v.group == group);
         let leads = |core: &Self, q: &Qp| Gid(q.attr.ah_attr.grh.dgid) == gid && of_group(core, q.vnic);
         for h in self.objects.qps.handles(|q| q.wire().is_some() && leads(self, q)) {
@@ -43,25 +42,37 @@ impl Core {
             let Some(session) = self.objects.sessions.get(s.0) else { continue };
             for h in session.names.ahs.values() {
                 let Some(ah) = self.objects.ahs.get(*h).filter(|a| Gid::from_ip(a.flow.dst) == gid) else { continue };
-                let target = self.target_of(session.vnic, ah.own(), gid, here, ah.target.port(ah.own(), gid));
+                let target = self.target_of(session.vnic, &ah.flow, ah.target.port(ah.own(), gid));
                 self.objects.ahs.get_mut(*h).into_iter().for_each(|a| a.target = target);
             }
         }
     }
 
-    /// Where the datagrams of an AH from `own` to `gid` go; `here` is the vRNIC of this host that has that GID.
-    pub(crate) fn target_of(&self, vnic: VnicId, own: Gid, gid: Gid, here: Option<VnicId>, port: u16) -> Target {
-        if gid.ip().is_multicast() {
+    /// True if somebody in a group of vRNICs has this GID, or if it is a multicast group's.
+    pub(crate) fn is_reachable(&self, group: u32, gid: Gid) -> bool {
+        gid.ip().is_multicast()
+            || self.objects.find_vnic(group, gid).is_some()
+            || self.net.routes.contains_key(&(group, gid))
+    }
+
+    /// Where the datagrams of an AH go whose packets have this flow, and this UDP source port between hosts.
+    pub(crate) fn target_of(&self, vnic: VnicId, flow: &Flow, port: u16) -> Target {
+        let gid = Gid::from_ip(flow.dst);
+        if flow.dst.is_multicast() {
             return Target::Many;
         }
-        let Some(v) = self.objects.vnics.get(vnic.0) else { return Target::There(Path::nowhere(), 0) };
-        match (here, self.net.routes.get(&(v.group, gid))) {
+        let way = |to: Path| {
+            let mut path = Path { port, class: flow.traffic_class & DSCP, ..to };
+            // The AH itself notes whether its vRNIC has a link.
+            path.link(true);
+            path
+        };
+        let Some(v) = self.objects.vnics.get(vnic.0) else { return Target::There(way(Path::nowhere()), 0) };
+        match (self.objects.find_vnic(v.group, gid), self.net.routes.get(&(v.group, gid))) {
             (Some(id), _) => Target::Here(id),
-            (None, Some(r)) => {
-                let path = Path { port, from: r.foreign.then(|| own.ip()), ..Path::new(r.host) };
-                if r.foreign { Target::Foreign(path) } else { Target::There(path, r.vni) }
-            }
-            (None, None) => Target::There(Path { port, ..Path::nowhere() }, 0),
+            (None, Some(r)) if r.foreign => Target::Foreign(way(Path { from: Some(flow.src), ..Path::new(r.host) })),
+            (None, Some(r)) => Target::There(way(Path::new(r.host)), r.vni),
+            (None, None) => Target::There(way(Path::nowhere()), 0),
         }
     }
 

@@ -5,8 +5,8 @@ use std::net::IpAddr;
 
 use unirdma_formats::Gid;
 
-use crate::objects::{MAX_MTU, Qp, Vnic};
-use crate::path::{Path, Route, WireDrops};
+use crate::objects::{MAX_MTU, Qp};
+use crate::path::{Route, WireDrops};
 use crate::slab::Handle;
 use crate::tx::Tx;
 
@@ -41,13 +41,6 @@ impl Default for Network {
 }
 
 impl Network {
-    /// The path from an entry of a vRNIC's GID table to `dgid`, if that lies on another host.
-    pub fn path(&self, v: &Vnic, sgid_index: u8, dgid: Gid) -> Option<Path> {
-        let r = self.routes.get(&(v.group, dgid))?;
-        let own = v.gid(sgid_index)?;
-        Some(Path { from: r.foreign.then(|| own.ip()), cut: !v.up, ..Path::new(r.host) })
-    }
-
     /// True if `from` is the address of a plain device of this group.
     pub fn is_foreign(&self, group: u32, from: IpAddr) -> bool {
         self.routes.get(&(group, Gid::from_ip(from))).is_some_and(|r| r.foreign && r.host == from)

@@ -5,22 +5,32 @@ use unirdma_formats::{QpType, WcStatus, WrOpcode, attr_mask as m};
 use unirdma_mem::ProcMem;
 use unirdma_rnic::*;
 use unirdma_simkit::cm::Meeting;
-use unirdma_simkit::net::{Faults, Net};
+use unirdma_simkit::net::{Faults, Net, gid};
 use unirdma_simkit::*;
 
 const MS: u64 = 1_000_000;
 
-/// Two connected ends on the first of two hosts. No lost packet is forgiven twice, so that nothing rests on patience.
-fn together(typ: QpType) -> Net {
-    let mut net = Net::homes(2, &[typ, typ], 9, Faults::default(), |_| 0);
-    let few = |a| abi::QpAttr { retry_cnt: 1, rnr_retry: 7, ..a };
-    net.connect(typ, 0, 1, &few);
-    net.connect(typ, 1, 0, &few);
-    net
-}
-
-fn request(net: &Net, op: WrOpcode, id: u64) -> abi::SqWqe {
-    abi::SqWqe { compare_add: 3, swap: 9, imm: 7, ..net.remote(op, id, 0) }
+#[test]
+fn datagrams_keep_their_traffic_class_when_their_receiver_moves() {
+    let mut net = Net::hosts(2, &[QpType::Ud; 2], 9, Faults::default());
+    net.connect(QpType::Ud, 0, 1, &|a| a);
+    let (session, pd, to) = (net.ends[0].session, net.ends[0].pd, net.ends[1].qpn);
+    let mut there = address(gid(1));
+    there.grh.traffic_class = 0x2b;
+    let ah = net.rnic(0).create_ah(session, pd, &there).unwrap();
+    for after_move in [false, true] {
+        if after_move {
+            net.rnics[0].follow(0, gid(1));
+        }
+        let sge = net.ends[0].sge(0, 8);
+        net.ends[0].post_to(wqe(WrOpcode::Send, 1), ah, to, &[sge]);
+        net.rnics[0].poll(net.now);
+        let tx = net.rnics[0].tx();
+        let classes: Vec<u8> = tx.packets().iter().map(|p| p.path.class).collect();
+        tx.sent(classes.len());
+        // The two bits of ECN are the network's.
+        assert_eq!(classes, [0x28], "after a move: {after_move}");
+    }
 }
 
 /// A long message between two vRNICs of a host is copied in slices. After so many of them one vRNIC moves to the other host.
@@ -30,7 +40,7 @@ fn a_message_within_a_host_goes_on_between_hosts() {
     for op in [WrOpcode::Write, WrOpcode::WriteImm, WrOpcode::Send, WrOpcode::SendImm, WrOpcode::Read] {
         for (mover, rounds) in (0..2).flat_map(|mover| (0..8).map(move |rounds| (mover, rounds))) {
             let about = format!("{op:?}, end {mover} moves after {rounds} rounds");
-            let mut net = together(QpType::Rc);
+            let mut net = Net::together(QpType::Rc);
             let [mine, theirs] = [1, 2].map(|salt| pattern(BYTES, salt));
             net.ends[0].fill(0, &mine);
             net.ends[1].fill(0, &theirs);
@@ -38,7 +48,7 @@ fn a_message_within_a_host_goes_on_between_hosts() {
                 let sge = net.ends[1].sge(0, BYTES as u32);
                 net.ends[1].recv(50, &[sge]);
             }
-            let (w, sge) = (request(&net, op, 1), net.ends[0].sge(0, BYTES as u32));
+            let (w, sge) = (net.request(op, 1), net.ends[0].sge(0, BYTES as u32));
             net.ends[0].post(w, &[sge]);
             (0..rounds).for_each(|_| _ = net.rnics[0].poll(0));
             net.leave(mover, 1, 0);
@@ -67,7 +77,7 @@ fn an_atomic_is_executed_once() {
         .flat_map(|op| [(op, 0, 0), (op, 0, 1), (op, 1, 0), (op, 1, 1)])
     {
         let about = format!("{op:?}, end {mover} moves to host {to}");
-        let mut net = together(QpType::Rc);
+        let mut net = Net::together(QpType::Rc);
         let e = &net.ends[0];
         let backing = Backing::Process(ProcMem::of_self().unwrap(), e.memory.addr() as u64);
         let (session, pd) = (e.session, e.pd);
@@ -75,7 +85,7 @@ fn an_atomic_is_executed_once() {
         (net.ends[0].mr, net.ends[0].key) = made;
         net.ends[1].fill(0, &3u64.to_ne_bytes());
         net.ends[0].bell.begin_move();
-        let (w, sge) = (request(&net, op, 1), net.ends[0].sge(64, 8));
+        let (w, sge) = (net.request(op, 1), net.ends[0].sge(64, 8));
         net.ends[0].post(w, &[sge]);
         net.run(MS);
         assert!(net.ends[0].poll().is_empty(), "{about}");
@@ -95,8 +105,8 @@ fn an_atomic_is_executed_once() {
 #[test]
 fn a_wait_for_a_receive_outlives_a_move() {
     for mover in [0, 1] {
-        let mut net = together(QpType::Rc);
-        let (w, sge) = (request(&net, WrOpcode::Send, 1), net.ends[0].sge(0, 100));
+        let mut net = Net::together(QpType::Rc);
+        let (w, sge) = (net.request(WrOpcode::Send, 1), net.ends[0].sge(0, 100));
         net.ends[0].post(w, &[sge]);
         net.run(MS);
         assert!(net.counters(0).rnr_waits > 0);
@@ -114,7 +124,7 @@ fn a_wait_for_a_receive_outlives_a_move() {
 fn a_copy_under_way_is_stopped() {
     const BYTES: usize = 100_000;
     for mover in [0, 1] {
-        let mut net = together(QpType::Rc);
+        let mut net = Net::together(QpType::Rc);
         for end in [0, 1] {
             net.ends[end].fill(0, &pattern(BYTES, end as u64));
             let (to, key) = (IOVA + BYTES as u64, net.ends[1 - end].key);
@@ -163,7 +173,7 @@ fn connections_are_made_and_ended_on_the_move() {
 #[test]
 fn what_was_saved_together_is_within_a_host_again() {
     for (op, first) in [(WrOpcode::Write, 0), (WrOpcode::Write, 1), (WrOpcode::Send, 0), (WrOpcode::FetchAdd, 1)] {
-        let mut net = together(QpType::Rc);
+        let mut net = Net::together(QpType::Rc);
         let len = if op == WrOpcode::FetchAdd { 8 } else { 500_000 };
         let mine = pattern(len, 1);
         net.ends[0].fill(0, &mine);
@@ -171,7 +181,7 @@ fn what_was_saved_together_is_within_a_host_again() {
             let sge = net.ends[1].sge(0, len as u32);
             net.ends[1].recv(50, &[sge]);
         }
-        let (w, sge) = (request(&net, op, 1), net.ends[0].sge(0, len as u32));
+        let (w, sge) = (net.request(op, 1), net.ends[0].sge(0, len as u32));
         net.ends[0].post(w, &[sge]);
         net.rnics[0].poll(0);
         net.rnics[0].poll(0);
@@ -205,7 +215,7 @@ fn a_connection_is_made_while_its_peer_moves() {
         let patient = |a| abi::QpAttr { retry_cnt: 7, ..a };
         net.leave(1, to, SECOND / 10);
         net.connect(QpType::Rc, 0, 1, &patient);
-        let (w, sge) = (request(&net, WrOpcode::Write, 1), net.ends[0].sge(0, 100));
+        let (w, sge) = (net.request(WrOpcode::Write, 1), net.ends[0].sge(0, 100));
         net.ends[0].post(w, &[sge]);
         net.run(SECOND / 20);
         assert!(net.ends[0].poll().is_empty());
@@ -218,11 +228,11 @@ fn a_connection_is_made_while_its_peer_moves() {
 /// What was to be reported is reported where the vRNIC is restored: events, and completions that wait for more of them.
 #[test]
 fn events_and_armings_are_kept() {
-    let mut net = together(QpType::Rc);
+    let mut net = Net::together(QpType::Rc);
     let (session, cqn) = (net.ends[0].session, net.ends[0].cqn);
     net.rnic(0).modify_cq(session, cqn, 5, 1000).unwrap();
     net.rnic(0).req_notify_cq(session, cqn, abi::NOTIFY_NEXT).unwrap();
-    let (w, sge) = (request(&net, WrOpcode::Write, 1), net.ends[0].sge(0, 100));
+    let (w, sge) = (net.request(WrOpcode::Write, 1), net.ends[0].sge(0, 100));
     net.ends[0].post(w, &[sge]);
     net.run(100_000);
     let err = abi::QpAttr { qp_state: 6, ..Default::default() };
@@ -249,7 +259,7 @@ fn events_and_armings_are_kept() {
 /// The numbers that a session gives go on where they were.
 #[test]
 fn numbers_go_on() {
-    let mut net = together(QpType::Rc);
+    let mut net = Net::together(QpType::Rc);
     let last = net.ends[0].mr;
     net.leave(0, 1, 0);
     net.come_back(0);
@@ -263,7 +273,7 @@ fn numbers_go_on() {
 /// A message in the stage is placed by the driver after the move, and a datagram waits for its receive over the move.
 #[test]
 fn what_waits_for_a_program_waits_on() {
-    let mut net = together(QpType::Ud);
+    let mut net = Net::together(QpType::Ud);
     let ah = net.ah(0, 1);
     let qpn = net.ends[1].qpn;
     net.ends[0].fill(0, &pattern(200, 3));
@@ -287,7 +297,7 @@ fn what_waits_for_a_program_waits_on() {
     net.run(MS);
     assert_eq!((net.ends[0].done().wr_id, net.ends[1].done().wr_id), (4, 3));
 
-    let mut net = together(QpType::Rc);
+    let mut net = Net::together(QpType::Rc);
     let stage = aligned(16 << 10);
     let e = &net.ends[1];
     let backing = Backing::Process(ProcMem::of_self().unwrap(), e.memory.addr() as u64);
@@ -363,13 +373,13 @@ fn shared_domains_and_targets_are_kept() {
 /// A vRNIC that is held to a rate is held to it after a move, and has not saved up anything.
 #[test]
 fn limits_are_kept() {
-    let mut net = together(QpType::Rc);
+    let mut net = Net::together(QpType::Rc);
     let vnic = net.ends[0].vnic;
     // 10 MB a second.
     let share = Share { weight: 7, rate_bps: 80_000_000, ops: 1000, burst_us: 0 };
     net.rnic(0).set_share(vnic, share);
     for i in 0..10 {
-        let (w, sge) = (request(&net, WrOpcode::Write, i), net.ends[0].sge(0, 50_000));
+        let (w, sge) = (net.request(WrOpcode::Write, i), net.ends[0].sge(0, 50_000));
         net.ends[0].post(w, &[sge]);
     }
     net.run(20 * MS);

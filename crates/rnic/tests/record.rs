@@ -7,25 +7,12 @@ use unirdma_abi::QpLayout;
 use unirdma_formats::{QpType, WrOpcode};
 use unirdma_mem::{Bell, CqRing, QpRings, Span};
 use unirdma_rnic::*;
-use unirdma_simkit::net::{Faults, Net};
+use unirdma_simkit::net::Net;
 use unirdma_simkit::*;
-
-/// Two connected ends on the first of two hosts. No lost packet is forgiven twice, so that nothing rests on patience.
-fn together(typ: QpType) -> Net {
-    let mut net = Net::homes(2, &[typ, typ], 9, Faults::default(), |_| 0);
-    let few = |a| abi::QpAttr { retry_cnt: 1, rnr_retry: 7, ..a };
-    net.connect(typ, 0, 1, &few);
-    net.connect(typ, 1, 0, &few);
-    net
-}
-
-fn request(net: &Net, op: WrOpcode, id: u64) -> abi::SqWqe {
-    abi::SqWqe { compare_add: 3, swap: 9, imm: 7, ..net.remote(op, id, 0) }
-}
 
 /// A vRNIC with an object of each kind, as bytes; and the host that it was taken from.
 fn full() -> (Net, Vec<u8>, Attached) {
-    let mut net = together(QpType::Rc);
+    let mut net = Net::together(QpType::Rc);
     let (session, pd, cqn) = (net.ends[0].session, net.ends[0].pd, net.ends[0].cqn);
     net.ah(0, 1);
     net.rnic(0).alloc_mw(session, pd, 1).unwrap();
@@ -38,7 +25,7 @@ fn full() -> (Net, Vec<u8>, Attached) {
     net.ends[0] = e;
     let sge = net.ends[0].sge(0, 3000);
     for i in 0..3 {
-        let w = request(&net, WrOpcode::Write, i);
+        let w = net.request(WrOpcode::Write, i);
         net.ends[0].post(w, &[sge]);
     }
     net.rnics[0].poll(0);

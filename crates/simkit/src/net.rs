@@ -123,6 +123,15 @@ impl Net {
         Self::homes(hosts, types, seed, faults, |end| end % hosts)
     }
 
+    /// Two connected ends of this type on the first of two hosts, without faults. Their connections bear one loss of a packet.
+    pub fn together(typ: QpType) -> Net {
+        let mut net = Net::homes(2, &[typ, typ], 9, Faults::default(), |_| 0);
+        let few = |a| abi::QpAttr { retry_cnt: 1, rnr_retry: 7, ..a };
+        net.connect(typ, 0, 1, &few);
+        net.connect(typ, 1, 0, &few);
+        net
+    }
+
     /// As [`Net::hosts`], with ends on the hosts that `home` says.
     pub fn homes(hosts: usize, types: &[QpType], seed: u64, faults: Faults, home: impl Fn(usize) -> usize) -> Net {
         let mut rnics: Vec<Rnic> = (0..hosts as u64).map(|i| Rnic::new(seed ^ (i * 0xabcd), 0)).collect();
@@ -359,6 +368,11 @@ impl Net {
     /// A send WQE that reaches the memory of end 1.
     pub fn remote(&self, op: WrOpcode, wr_id: u64, off: u64) -> abi::SqWqe {
         abi::SqWqe { remote_addr: IOVA + off, rkey: self.ends[1].key, ..wqe(op, wr_id) }
+    }
+
+    /// As [`Net::remote`], with values for what only some opcodes look at: immediate data, and the operands of atomics.
+    pub fn request(&self, op: WrOpcode, wr_id: u64) -> abi::SqWqe {
+        abi::SqWqe { compare_add: 3, swap: 9, imm: 7, ..self.remote(op, wr_id, 0) }
     }
 
     /// Counters of the vRNIC of an end, which is not away.

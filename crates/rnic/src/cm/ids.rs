@@ -148,9 +148,7 @@ impl Manager<'_> {
         let Some(c) = self.cm.ids.get(id).filter(|c| c.state == State::AddrQuery) else { return false };
         let (Some(dst), Some(v)) = (c.dst, self.core.objects.vnics.get(c.vnic.0)) else { return false };
         let (group, gid) = (v.group, Gid::from_ip(dst.ip));
-        let there = dst.ip.is_multicast()
-            || self.core.objects.find_vnic(group, gid).is_some()
-            || self.core.net.routes.contains_key(&(group, gid));
+        let there = self.core.is_reachable(group, gid);
         if there {
             self.stop_timer(id);
             if let Some(c) = self.cm.ids.get_mut(id) {

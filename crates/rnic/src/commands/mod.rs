@@ -14,8 +14,7 @@ use unirdma_mem::{CqRing, Span};
 
 use crate::core::Core;
 use crate::executor::Object;
-use crate::objects::{Ah, Backing, Cq, Moderation, Mr, Pd, SessionId, Stage, Target};
-use crate::path::{DSCP, Path};
+use crate::objects::{Ah, Backing, Cq, Moderation, Mr, Pd, SessionId, Stage};
 use crate::slab::Handle;
 
 type Result<T> = std::result::Result<T, Status>;
@@ -249,20 +248,12 @@ impl Core {
         let own = v.gid(a.grh.sgid_index).filter(|_| a.is_global != 0 && a.port_num == 1);
         let linked = v.is_linked(own);
         let (own, dgid) = (own.ok_or(Status::BadValue)?, Gid(a.grh.dgid));
-        let target = match (self.objects.find_vnic(v.group, dgid), self.net.routes.get(&(v.group, dgid))) {
-            _ if dgid.ip().is_multicast() => Target::Many,
-            (Some(id), _) => Target::Here(id),
-            (None, Some(r)) => {
-                let path = self.net.path(v, a.grh.sgid_index, dgid).ok_or(Status::Unreachable)?;
-                let port = source_port(a.grh.flow_label, own.low_bits(), dgid.low_bits());
-                // `linked` says whether there is a link.
-                let path = Path { port, class: a.grh.traffic_class & DSCP, cut: false, ..path };
-                if r.foreign { Target::Foreign(path) } else { Target::There(path, r.vni) }
-            }
-            (None, None) => return Err(Status::Unreachable),
-        };
+        if !self.is_reachable(v.group, dgid) {
+            return Err(Status::Unreachable);
+        }
         let hop_limit = if a.grh.hop_limit == 0 { HOP_LIMIT } else { a.grh.hop_limit };
         let flow = Flow { traffic_class: a.grh.traffic_class, hop_limit, ..Flow::roce(own, dgid) };
+        let target = self.target_of(vnic, &flow, source_port(a.grh.flow_label, own.low_bits(), dgid.low_bits()));
         let number = self.objects.new_number(s)?;
         let h = self.objects.ahs.insert(Ah { owner: s, number, pd, flow, target, linked }).ok_or(Status::Exhausted)?;
         self.objects.names(s).and_then(|n| n.ahs.insert(number, h));

@@ -375,11 +375,9 @@ impl<'a> Restorer<'a> {
     fn ah(&mut self, owner: SessionId, session: u32, d: &AhData) {
         let AhData { number, pd, flow: f, port } = d;
         let (f, pd) = (flow(f), self.pd(Some(At { session, number: *pd })));
-        let (own, gid) = (Gid::from_ip(f.src), Gid::from_ip(f.dst));
-        let v = self.core.objects.vnics.get(self.vnic.0);
-        let linked = v.is_some_and(|v| v.is_linked(Some(own)));
-        let here = v.and_then(|v| self.core.objects.find_vnic(v.group, gid));
-        let target = self.core.target_of(self.vnic, own, gid, here, *port);
+        let own = Gid::from_ip(f.src);
+        let linked = self.core.objects.vnics.get(self.vnic.0).is_some_and(|v| v.is_linked(Some(own)));
+        let target = self.core.target_of(self.vnic, &f, *port);
         let objects = &mut self.core.objects;
         let Some(h) = objects.ahs.insert(Ah { owner, number: *number, pd, flow: f, target, linked }) else { return };
         objects.names(owner).and_then(|n| n.ahs.insert(*number, h));
