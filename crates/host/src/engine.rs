@@ -441,7 +441,7 @@ impl Engine {
         let done = watch.job.take();
         let comes_back = done.is_some();
         let jobs_wait = self.jobs_wait.load(Ordering::Relaxed);
-        if !comes_back && !jobs_wait && (!self.needs_round(watch) || self.left_to_other(watch.seat)) {
+        if !comes_back && !jobs_wait && (self.left_to_other(watch.seat) || !self.needs_round(watch)) {
             return None;
         }
         if !comes_back && self.rnic.is_wanted() && watch.pauses < MOST_PAUSES {
@@ -514,7 +514,7 @@ impl Engine {
         }
         drop(net);
         if watch.job.is_some() {
-            self.do_job(watch, end);
+            self.do_job(watch);
         } else if starved {
             self.pause();
         }
@@ -583,16 +583,15 @@ impl Engine {
     }
 
     /// Does the job that a poller has. If it takes long, somebody else has the poller's seat afterwards.
-    fn do_job(&self, watch: &mut Watch, began: u64) {
+    fn do_job(&self, watch: &mut Watch) {
         let Some(job) = &mut watch.job else { return };
         let (number, scratch) = (job.number(), &mut watch.scratch);
         let seated = if job.is_in_process() {
-            self.seats.do_slow(watch.seat, watch.thread, number, || job.run(scratch))
+            self.seats.do_slow(watch.seat, watch.thread, number, || job.run(scratch, now_ns))
         } else {
-            job.run(scratch);
+            job.run(scratch, now_ns);
             true
         };
-        job.set_time(self.now() - began);
         if !seated {
             self.leave(watch);
         }

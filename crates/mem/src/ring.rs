@@ -126,6 +126,15 @@ impl QpRings {
         self.pending(abi::QP_RQ_PROD, cons, self.layout.rq_entries)
     }
 
+    /// Device: will look for WQE `cons` in the SQ in a moment. Their cache lines come from the driver's core meanwhile.
+    #[inline]
+    pub fn expect_sq(&self, cons: u32) {
+        self.ctrl.prefetch(abi::QP_SQ_PROD);
+        let at = self.sq_at(cons);
+        self.sq.prefetch(at);
+        self.sq.prefetch(at + abi::SQ_DATA);
+    }
+
     /// Device: copies the head of SQ WQE `index`, once.
     pub fn sq_head(&self, index: u32) -> abi::SqWqe {
         self.sq.read_obj(self.sq_at(index))
@@ -431,7 +440,12 @@ impl Bell {
     /// Device: true if a bell has rung.
     #[inline]
     pub fn has_rung(&self) -> bool {
-        W(&self.0, abi::DB_SUMMARY).peek() != 0
+        let words = W(&self.0, abi::DB_SUMMARY).peek();
+        if words != 0 {
+            // The next thing that is read of this page, by whoever takes the bell.
+            self.0.prefetch(abi::DB_BITS + words.trailing_zeros() as usize * 8);
+        }
+        words != 0
     }
 
     /// Device: takes all rung slots and calls `f` with each that is below `slots`; true if any slot had rung.

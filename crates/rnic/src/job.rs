@@ -17,7 +17,7 @@ use std::sync::atomic::{AtomicU8, Ordering};
 use unirdma_mem::{Bell, Fault, Loc, ProcMem, Span, fetch, transfer};
 
 use crate::access::{Side, Tables};
-use crate::objects::{Qp, SessionId, VnicId};
+use crate::objects::{Qp, SessionId, VnicId, Work};
 use crate::slab::Handle;
 
 /// While so many jobs wait for somebody to do them, no turn begins.
@@ -28,6 +28,16 @@ const MAX_PROCESS_WAITING: usize = 64;
 const MAX_SLOW: usize = 4;
 /// Boxes of jobs that are over, which are kept for new ones.
 const MAX_SPARE: usize = 16;
+/// Most requests of a QP that one job copies for, and most of their bytes. The keys of a longer message are looked up again for each
+/// job.
+const MAX_PARTS: usize = 32;
+const MAX_BYTES: u64 = 1 << 20;
+/// Most bytes that a job copies through private memory of a process.
+const MAX_PROCESS_BYTES: u64 = 128 << 10;
+/// A job looks at the clock, and whether it was stopped, after so many bytes.
+const PIECE: u64 = 64 << 10;
+/// After this time a job begins nothing more, nanoseconds: others may wait for whoever does it.
+const ENOUGH_NS: u64 = 10_000;
 
 /// Memory that a job holds: it stays mapped until the job lets it go.
 enum Place {
@@ -131,38 +141,38 @@ impl Phase {
     }
 }
 
-/// A copy of a part of a message between two QPs of this host.
+/// What a job copies for one request.
 #[derive(Default)]
-pub struct Job {
-    number: u64,
-    phase: Arc<Phase>,
-    pub(crate) qp: Handle<Qp>,
-    pub(crate) peer: Handle<Qp>,
+struct Part {
     from: End,
     to: End,
-    pub(crate) bytes: u64,
-    result: Option<Result<(), Fault>>,
-    took_ns: u64,
+    bytes: u64,
 }
 
-impl Job {
-    /// Copies. `scratch` bounces what goes through the private memory of a process.
-    pub fn run(&mut self, scratch: &mut [u8]) {
-        // What is stopped is tried again, as if its memory had moved.
-        const STOPPED: Fault = Fault::SourceMoves;
-        self.result = Some(if self.is_in_process() {
-            self.bounce(scratch).unwrap_or(Err(STOPPED))
-        } else {
-            self.phase.enter(Phase::READS | Phase::WRITES, || self.copy()).unwrap_or(Err(STOPPED))
-        });
+impl Part {
+    fn clear(&mut self) {
+        self.from.clear();
+        self.to.clear();
     }
 
-    fn copy(&self) -> Result<(), Fault> {
-        let mut done = 0;
-        while done < self.bytes {
+    /// Pins both ends of a copy.
+    fn pin(&mut self, tables: &Tables<'_>, [from, to]: [Side<'_>; 2], off: u64, bytes: u64) -> Result<(), Fault> {
+        self.bytes = bytes;
+        self.from.pin(tables, from, off, bytes, Fault::Source)?;
+        self.to.pin(tables, to, off, bytes, Fault::Destination)
+    }
+
+    fn is_in_process(&self) -> bool {
+        self.from.is_in_process() || self.to.is_in_process()
+    }
+
+    /// Copies up to `most` bytes from `done` on.
+    fn copy(&self, mut done: u64, most: u64) -> Result<(), Fault> {
+        let end = self.bytes.min(done + most);
+        while done < end {
             let (from, n) = self.from.at(done).ok_or(Fault::Source)?;
             let (to, room) = self.to.at(done).ok_or(Fault::Destination)?;
-            let n = n.min(room);
+            let n = n.min(room).min(end - done);
             transfer(from, to, n as usize, &mut [])?;
             done += n;
         }
@@ -170,15 +180,15 @@ impl Job {
     }
 
     /// Copies by way of `scratch`, one end at a time; `None` if it was stopped.
-    fn bounce(&self, scratch: &mut [u8]) -> Option<Result<(), Fault>> {
+    fn bounce(&self, phase: &Phase, scratch: &mut [u8]) -> Option<Result<(), Fault>> {
         let mut done = 0;
         while done < self.bytes {
             let (from, n) = self.from.at(done)?;
             let (to, room) = self.to.at(done)?;
             let n = n.min(room).min(scratch.len() as u64);
             let bytes = &mut scratch[..n as usize];
-            let moved = match self.phase.enter(Phase::READS, || fetch(from, bytes))? {
-                Ok(()) => self.phase.enter(Phase::WRITES, || transfer(Loc::Bytes(bytes), to, bytes.len(), &mut []))?,
+            let moved = match phase.enter(Phase::READS, || fetch(from, bytes))? {
+                Ok(()) => phase.enter(Phase::WRITES, || transfer(Loc::Bytes(bytes), to, bytes.len(), &mut []))?,
                 Err(fault) => Err(fault),
             };
             if moved.is_err() {
@@ -188,6 +198,66 @@ impl Job {
         }
         Some(Ok(()))
     }
+}
+
+/// A copy of a part of a message between two QPs of this host, and of the short messages that follow it.
+#[derive(Default)]
+pub struct Job {
+    number: u64,
+    phase: Arc<Phase>,
+    pub(crate) qp: Handle<Qp>,
+    pub(crate) peer: Handle<Qp>,
+    /// What it copies: for the request at the head of the QP's send queue, and then for each of `next`. What follows is from older jobs.
+    parts: Vec<Part>,
+    /// The requests behind the head of the send queue that it copies for.
+    next: VecDeque<Box<Work>>,
+    result: Copied,
+    took_ns: u64,
+}
+
+/// What a job has copied.
+#[derive(Clone, Copy, Default)]
+pub(crate) struct Copied {
+    /// How many bytes for the first request, or why none.
+    pub first: Option<Result<u64, Fault>>,
+    /// For how many of the requests behind it everything.
+    pub next: usize,
+}
+
+impl Job {
+    /// Copies, for some 10 us at most unless its memory is slow. `scratch` bounces what goes through the private memory of a process;
+    /// `clock` tells the time, nanoseconds.
+    pub fn run(&mut self, scratch: &mut [u8], clock: impl Fn() -> u64) {
+        // What is stopped is tried again, as if its memory had moved.
+        const STOPPED: Fault = Fault::SourceMoves;
+        let began = clock();
+        self.result = Copied::default();
+        let Some(first) = self.parts.first() else { return };
+        if self.is_in_process() {
+            let copied = first.bounce(&self.phase, scratch).unwrap_or(Err(STOPPED));
+            self.result.first = Some(copied.map(|()| first.bytes));
+        } else {
+            let parts = &self.parts[..=self.next.len()];
+            let goes_on = || clock().saturating_sub(began) < ENOUGH_NS;
+            for (i, part) in parts.iter().enumerate() {
+                let mut done = 0;
+                let mut copied = Ok(());
+                while copied.is_ok() && done < part.bytes && (i + done as usize == 0 || goes_on()) {
+                    let both = Phase::READS | Phase::WRITES;
+                    copied = self.phase.enter(both, || part.copy(done, PIECE)).unwrap_or(Err(STOPPED));
+                    done = if copied.is_ok() { part.bytes.min(done + PIECE) } else { done };
+                }
+                match i {
+                    0 => self.result.first = Some(copied.map(|()| done)),
+                    _ => self.result.next += usize::from(done == part.bytes),
+                }
+                if done < part.bytes {
+                    break;
+                }
+            }
+        }
+        self.took_ns = clock().saturating_sub(began);
+    }
 
     /// Its number. Jobs are counted from 1.
     pub fn number(&self) -> u64 {
@@ -196,21 +266,26 @@ impl Job {
 
     /// True if it goes through the private memory of a process, and may take long.
     pub fn is_in_process(&self) -> bool {
-        self.from.is_in_process() || self.to.is_in_process()
+        self.parts.first().is_some_and(Part::is_in_process)
     }
 
-    /// Says how long it took, nanoseconds: its vRNIC is charged for it.
-    pub fn set_time(&mut self, ns: u64) {
-        self.took_ns = ns;
-    }
-
+    /// How long it took, nanoseconds: its vRNIC is charged for it.
     pub(crate) fn took_ns(&self) -> u64 {
         self.took_ns
     }
 
-    /// What came of it; `None` before it was done.
-    pub(crate) fn result(&self) -> Option<Result<(), Fault>> {
+    /// What came of it: nothing before it was done.
+    pub(crate) fn result(&self) -> Copied {
         self.result
+    }
+
+    /// The requests behind the first one that it has copied for.
+    pub(crate) fn next(&mut self) -> &mut VecDeque<Box<Work>> {
+        &mut self.next
+    }
+
+    fn bytes(&self) -> u64 {
+        self.parts[..=self.next.len()].iter().map(|p| p.bytes).sum()
     }
 }
 
@@ -318,13 +393,17 @@ impl Jobs {
         bytes: u64,
     ) -> Made {
         let mut job = self.spare.pop().unwrap_or_default();
-        let pinned = job.from.pin(tables, ends[0].0, off, bytes, Fault::Source);
-        if let Err(fault) = pinned.and_then(|()| job.to.pin(tables, ends[1].0, off, bytes, Fault::Destination)) {
+        job.parts.resize_with(job.parts.len().max(1), Part::default);
+        let part = &mut job.parts[0];
+        if let Err(fault) = part.pin(tables, [ends[0].0, ends[1].0], off, bytes.min(MAX_BYTES)) {
             self.keep(job);
             return Made::Nothing(fault);
         }
+        if part.is_in_process() {
+            part.bytes = part.bytes.min(MAX_PROCESS_BYTES);
+        }
         let process = |end: &End, w: &Whose<'_>| end.is_in_process().then_some((w.1, w.2));
-        let processes = [process(&job.from, &ends[0]), process(&job.to, &ends[1])];
+        let processes = [process(&part.from, &ends[0]), process(&part.to, &ends[1])];
         for &(session, vnic) in processes.iter().flatten() {
             if self.is_slow(session, vnic) {
                 self.keep(job);
@@ -336,8 +415,8 @@ impl Jobs {
             }
         }
         self.made += 1;
-        (job.number, job.qp, job.peer, job.bytes) = (self.made, qp, peer, bytes);
-        (job.result, job.took_ns, job.phase) = (None, 0, Arc::default());
+        (job.number, job.qp, job.peer) = (self.made, qp, peer);
+        (job.result, job.took_ns, job.phase) = (Copied::default(), 0, Arc::default());
         self.flying.push(Flying {
             number: job.number,
             qp,
@@ -353,6 +432,21 @@ impl Jobs {
         let queue = if through_process { &mut self.waiting_process } else { &mut self.waiting };
         queue.push_back(job);
         Made::Job(self.made)
+    }
+
+    /// Lets the job that was made last copy one more message, from and to memory of the same sessions, for the request behind those that
+    /// it copies for already. Returns the list that the request is to be put into, or `None` if the job has enough, or if more than a
+    /// copy between mappings is to be done.
+    pub fn extend(&mut self, tables: &Tables<'_>, ends: [Side<'_>; 2], bytes: u64) -> Option<&mut VecDeque<Box<Work>>> {
+        let made = self.made;
+        let job = self.waiting.back_mut().filter(|j| j.number == made)?;
+        let at = job.next.len() + 1;
+        if at >= MAX_PARTS || job.bytes() + bytes > MAX_BYTES {
+            return None;
+        }
+        job.parts.resize_with(job.parts.len().max(at + 1), Part::default);
+        let part = &mut job.parts[at];
+        (part.pin(tables, ends, 0, bytes).is_ok() && !part.is_in_process()).then_some(&mut job.next)
     }
 
     /// True if private memory of a session of this vRNIC gets no more jobs for the moment.
@@ -419,8 +513,7 @@ impl Jobs {
     /// Keeps the box of a job that has ended for another one.
     pub fn keep(&mut self, mut job: Box<Job>) {
         if self.spare.len() < MAX_SPARE {
-            job.from.clear();
-            job.to.clear();
+            job.parts.iter_mut().for_each(Part::clear);
             self.spare.push(job);
         }
     }

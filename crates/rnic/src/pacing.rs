@@ -32,6 +32,12 @@ impl Core {
         false
     }
 
+    /// True if QP `h` or its vRNIC has a rate limit.
+    pub(crate) fn is_limited(&self, h: Handle<Qp>) -> bool {
+        let vnic = |q: &Qp| self.objects.vnics.get(q.vnic.0).is_some_and(|v| v.limit.is_set());
+        self.objects.qps.get(h).is_some_and(|q| q.is_paced() || vnic(q))
+    }
+
     /// QP `h` has begun so many work requests and sent so many bytes.
     pub(crate) fn has_sent(&mut self, h: Handle<Qp>, begun: u64, bytes: u64) {
         let now = self.now;

@@ -134,6 +134,9 @@ impl Core {
         bell.take(slots.len() as u32, |slot| {
             // If a driver sets the bit of a slot that has no QP, nothing happens.
             if let Some(&Some(qp)) = slots.get(slot as usize) {
+                if let Some(q) = qps.get(qp) {
+                    q.rings.expect_sq(q.sq_cons);
+                }
                 enqueue(qps, sched, qp);
             }
         });

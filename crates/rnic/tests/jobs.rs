@@ -13,7 +13,7 @@ fn remote(op: WrOpcode, wr_id: u64, peer: &End, off: u64) -> abi::SqWqe {
 }
 
 fn run(p: &mut Pair, mut job: Box<Job>) {
-    job.run(&mut [0; 4096]);
+    job.run(&mut [0; 4096], || 0);
     p.rnic.end_job(job);
 }
 
@@ -136,7 +136,7 @@ fn a_command_waits_for_the_copy_of_the_moment() {
             go.wait();
             // The copy through a process begins again and again, until it is stopped.
             for _ in 0..1000 {
-                job.run(&mut [0; 64]);
+                job.run(&mut [0; 64], || 0);
             }
             gone.wait();
             job
@@ -268,6 +268,109 @@ fn a_vrnic_keeps_its_limits() {
     assert_eq!(ops(Share { ops: 10_000, burst_us: 0, ..Share::default() }), 11, "one each 100 us");
     assert_eq!(ops(Share { rate_bps: 64_000_000, burst_us: 0, ..Share::default() }), 9, "one each 125 us");
     assert_eq!(ops(Share { ops: 10_000, burst_us: 300, ..Share::default() }), 14, "three more at once");
+}
+
+/// End a posts four WRITEs of 20,000 bytes, `keys` being what it has for b's memory in each, and b one, so that a is not alone.
+fn four_writes(p: &mut Pair, keys: [u32; 4]) -> [Box<Job>; 2] {
+    p.a.fill(0, &pattern(80_000, 1));
+    for (i, rkey) in (0..4).zip(keys) {
+        let to = abi::SqWqe { rkey, ..remote(WrOpcode::Write, i, &p.b, i * 20_000) };
+        p.a.post(to, &[p.a.sge(i * 20_000, 20_000)]);
+    }
+    p.b.post(remote(WrOpcode::Write, 9, &p.a, BYTES as u64), &[p.b.sge(BYTES as u64, 20_000)]);
+    take_two(p)
+}
+
+fn completions(e: &mut End) -> Vec<(u64, WcStatus)> {
+    e.poll().iter().map(|c| (c.wr_id, status(c))).collect()
+}
+
+const ALL_FOUR: [(u64, WcStatus); 4] =
+    [(0, WcStatus::Success), (1, WcStatus::Success), (2, WcStatus::Success), (3, WcStatus::Success)];
+
+#[test]
+fn one_job_copies_for_the_requests_that_follow() {
+    let mut p = Pair::new();
+    let key = p.b.key;
+    let [of_a, of_b] = four_writes(&mut p, [key; 4]);
+    run(&mut p, of_a);
+    assert_eq!(completions(&mut p.a), ALL_FOUR);
+    assert_eq!(p.b.bytes(0, 80_000), pattern(80_000, 1));
+    run(&mut p, of_b);
+    p.run(SECOND);
+    assert_eq!((completions(&mut p.a).len(), p.b.done().wr_id), (0, 9));
+}
+
+/// A job that has taken its time leaves the rest to the next one.
+#[test]
+fn a_long_job_ends_in_between() {
+    let mut p = Pair::new();
+    let key = p.b.key;
+    let [mut of_a, of_b] = four_writes(&mut p, [key; 4]);
+    let time = std::cell::Cell::new(0);
+    of_a.run(&mut [], || time.replace(time.get() + 5_000));
+    p.rnic.end_job(of_a);
+    assert_eq!(completions(&mut p.a), ALL_FOUR[..2]);
+    assert_eq!(p.b.bytes(0, 60_000), [pattern(80_000, 1)[..40_000].to_vec(), vec![0; 20_000]].concat());
+    run(&mut p, of_b);
+    p.run(SECOND);
+    assert_eq!(completions(&mut p.a), ALL_FOUR[2..]);
+    assert_eq!(p.b.bytes(0, 80_000), pattern(80_000, 1));
+}
+
+/// So does a message that is longer than what a job may copy in its time.
+#[test]
+fn a_long_message_goes_on_where_its_job_has_ended() {
+    let mut p = Pair::new();
+    let [mut of_a, of_b] = two_jobs(&mut p);
+    of_a.run(&mut [], || if p.b.bytes(0, 1) == [0] { 0 } else { 1_000_000 });
+    assert!(p.b.bytes(0, BYTES) != pattern(BYTES, 1), "it was not copied whole");
+    p.rnic.end_job(of_a);
+    assert!(p.a.poll().is_empty());
+    run(&mut p, of_b);
+    p.run(SECOND);
+    assert_eq!((status(&p.a.done()), p.b.bytes(0, BYTES)), (WcStatus::Success, pattern(BYTES, 1)));
+}
+
+#[test]
+fn a_wrong_request_ends_what_one_job_copies() {
+    let mut p = Pair::new();
+    let key = p.b.key;
+    let [of_a, of_b] = four_writes(&mut p, [key, key, key ^ 1 << 20, key]);
+    run(&mut p, of_a);
+    assert_eq!(completions(&mut p.a), ALL_FOUR[..2]);
+    run(&mut p, of_b);
+    p.run(SECOND);
+    assert_eq!(completions(&mut p.a), [(2, WcStatus::RemAccessErr), (3, WcStatus::WrFlushErr)]);
+    assert_eq!(p.b.bytes(40_000, 40_000), vec![0; 40_000]);
+}
+
+/// What a stopped job has not copied is tried again; a key that is gone by then is not used.
+#[test]
+fn requests_that_follow_heed_a_command_too() {
+    let mut p = Pair::new();
+    let key = p.b.key;
+    let [of_a, of_b] = four_writes(&mut p, [key; 4]);
+    p.rnic.dereg_mr(p.b.session, p.b.mr).unwrap();
+    assert!(!p.rnic.delay_command(p.b.session));
+    run(&mut p, of_a);
+    run(&mut p, of_b);
+    p.run(SECOND);
+    let (of_a, first) = (completions(&mut p.a), (0, WcStatus::RemAccessErr));
+    assert_eq!((of_a[0], of_a.len(), p.b.bytes(0, 80_000)), (first, 4, vec![0; 80_000]));
+    assert!(of_a[1..].iter().all(|c| c.1 == WcStatus::WrFlushErr));
+}
+
+#[test]
+fn requests_that_follow_are_flushed_if_their_qp_fails_meanwhile() {
+    let mut p = Pair::new();
+    let key = p.b.key;
+    let [of_a, of_b] = four_writes(&mut p, [key; 4]);
+    p.modify(true, m::STATE, abi::QpAttr { qp_state: 6, ..Default::default() });
+    run(&mut p, of_a);
+    run(&mut p, of_b);
+    p.run(SECOND);
+    assert_eq!(completions(&mut p.a), [0, 1, 2, 3].map(|i| (i, WcStatus::WrFlushErr)));
 }
 
 /// Data that came with the WQE goes into the private memory of a process too.

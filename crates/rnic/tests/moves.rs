@@ -141,7 +141,7 @@ fn a_copy_under_way_is_stopped() {
         net.leave(mover, 1, MS);
         assert!(!net.rnics[0].has_copies(session), "nobody has begun");
         for mut job in jobs {
-            job.run(&mut [0; 4096]);
+            job.run(&mut [0; 4096], || 0);
             net.rnics[0].end_job(job);
         }
         assert_eq!(net.ends[1].bytes(BYTES, BYTES), vec![0; BYTES], "it was stopped before it began");

@@ -589,8 +589,9 @@ fn a_message_that_breaks_off_loses_no_receive() {
     let s = p.b.sge(0, MR_BYTES as u32);
     p.b.recv(1, &[s]);
     p.b.recv(2, &[s]);
+    p.settle();
     p.a.post(wqe(WrOpcode::Send, 1), &[p.a.sge(0, MR_BYTES as u32)]);
-    poll(&mut p.rnic, 0);
+    p.rnic.poll(0);
     assert!(p.a.poll().is_empty() && p.b.poll().is_empty(), "under way");
     // The sender starts over, with the same sequence number, and sends something else.
     p.reconnect(true, |attr| attr);

@@ -20,7 +20,7 @@ impl Core {
     }
 
     /// A job was done.
-    pub fn end_job(&mut self, job: Box<Job>) {
+    pub fn end_job(&mut self, mut job: Box<Job>) {
         if let Some(q) = self.objects.qps.get(job.qp) {
             self.sched.charge(q.vnic, job.took_ns());
         }
@@ -32,9 +32,11 @@ impl Core {
             }
         }
         if self.jobs.end(&job) {
-            let (bytes, result) = (job.bytes, job.result().unwrap_or(Err(Fault::SourceMoves)));
-            self.copied([job.qp, job.peer], job.number(), bytes, result);
+            let copied = job.result();
+            let first = copied.first.unwrap_or(Err(Fault::SourceMoves));
+            self.copied([job.qp, job.peer], job.number(), first, job.next().drain(..copied.next));
         }
+        job.next().drain(..).for_each(|w| self.objects.spare.keep_work(w));
         self.jobs.keep(job);
         while let Some((session, waiter)) = self.jobs.passed() {
             match waiter {
@@ -62,7 +64,7 @@ impl Core {
     pub fn give_up(&mut self, number: u64) {
         if let Some((f, fault)) = self.jobs.give_up(number) {
             let ends = [f.qp, f.peer];
-            self.copied(ends, number, 0, Err(fault));
+            self.copied(ends, number, Err(fault), None);
         }
     }
 

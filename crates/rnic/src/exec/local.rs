@@ -19,8 +19,6 @@ use crate::job::Made;
 use crate::objects::{Qp, Wait, Work};
 use crate::slab::Handle;
 
-/// Most bytes that one job moves. The keys of a message are looked up again for each job.
-const SLICE: u64 = 128 << 10;
 /// Most bytes that move at once, while the core is held.
 const SMALL_SLICE: u64 = 64 << 10;
 
@@ -220,24 +218,54 @@ impl Core {
             }
         };
         let tapped = self.most_tapped(q);
-        let most = tapped.unwrap_or(SLICE);
-        let n = left.min(SMALL_SLICE).min(most);
+        let most = tapped.unwrap_or(left).min(left);
+        let n = most.min(SMALL_SLICE);
         // What a capture takes is measured and charged in the turn that copies.
         let others = self.helped && tapped.is_none() && (self.jobs.are_flying() || self.sched.has_others(q_vnic));
         let copied = if left >= JOB_BYTES && others { None } else { tables.copy(ends[0].0, ends[1].0, w.done, n) };
         if let Some(copied) = copied {
             return self.moved(h, ph, w, n, copied);
         }
-        match self.jobs.make(&tables, [h, ph], ends, w.done, left.min(most)) {
+        match self.jobs.make(&tables, [h, ph], ends, w.done, most) {
             Made::Job(number) => {
                 self.objects.qps.get_mut(ph).into_iter().for_each(|p| p.served_by += 1);
                 w.wait = Wait::Job(number);
+                if most == left {
+                    self.extend_job(h, ph, w.op);
+                }
                 Outcome::Copies
             }
             Made::Slow if self.waits_for_memory(h, w) => Outcome::Waits,
             Made::Slow => Outcome::Failed(WcStatus::LocProtErr),
             Made::Full => self.waits_for_room(h, w),
             Made::Nothing(fault) => self.moved(h, ph, w, 0, Err(fault)),
+        }
+    }
+
+    /// Lets the job that was just made for the WQE at the head of the SQ copy for WQEs behind it too, if they are WRITEs or READs as that
+    /// one. They are loaded again in their turn if the job does not come to them.
+    fn extend_job(&mut self, h: Handle<Qp>, ph: Handle<Qp>, op: WrOpcode) {
+        if !matches!(op, WrOpcode::Write | WrOpcode::Read) || self.is_limited(h) {
+            return;
+        }
+        for i in 1.. {
+            let (Some(q), Some(p)) = (self.objects.qps.get(h), self.objects.qps.get(ph)) else { return };
+            if !matches!(q.typ, QpType::Rc | QpType::Uc) || q.rings.sq_pending(q.sq_cons).is_ok_and(|n| n <= i) {
+                return;
+            }
+            let mut next = self.objects.spare.work();
+            let at = q.sq_cons.wrapping_add(i);
+            let loaded = load(q, at, &mut next).is_ok() && next.op == op && self.check_local(q, &next).is_ok();
+            let (va, rkey, len) = (next.wqe.remote_addr, Rkey(next.wqe.rkey), next.total);
+            let request = Request { op, va, rkey, len, word: 0, pending: 0 };
+            let tables = self.objects.memory();
+            let (own, other) = (local_side(q, &next), remote_side(p, &next));
+            let ends = if op == WrOpcode::Read { [other, own] } else { [own, other] };
+            let wanted = loaded && self.objects.check_request(p, &request).is_ok();
+            match wanted.then(|| self.jobs.extend(&tables, ends, len)).flatten() {
+                Some(requests) => requests.push_back(next),
+                None => return self.objects.spare.keep_work(next),
+            }
         }
     }
 
@@ -305,21 +333,43 @@ impl Core {
         Outcome::Done
     }
 
-    /// Job `number` has copied `bytes` for a request of QP `h`, or not.
-    pub(crate) fn copied(&mut self, [h, peer]: [Handle<Qp>; 2], number: u64, bytes: u64, result: Result<(), Fault>) {
+    /// Job `number` has copied so many bytes for the WQE at the head of the SQ of QP `h`, or none, and everything for those of `next`.
+    pub(crate) fn copied(
+        &mut self,
+        [h, peer]: [Handle<Qp>; 2],
+        number: u64,
+        first: Result<u64, Fault>,
+        next: impl IntoIterator<Item = Box<Work>>,
+    ) {
         // If the QP was reset or destroyed meanwhile, the result is of no interest.
         let Some(q) = self.objects.qps.get_mut(h).filter(|q| q.wait() == Wait::Job(number)) else { return };
-        let goes_on = matches!(q.state, QpState::Rts | QpState::Sqd);
+        let goes_on = |state| matches!(state, QpState::Rts | QpState::Sqd);
         q.work.iter_mut().for_each(|w| w.wait = Wait::No);
-        if let Some(mut w) = q.work.take_if(|_| goes_on) {
-            let outcome = match self.objects.answering_peer(h) {
-                Some(ph) if ph == peer => self.moved(h, ph, &mut w, bytes, result),
-                _ => self.no_answer(h, &mut w),
-            };
-            self.has_sent(h, 0, bytes);
-            self.conclude(h, w, outcome);
+        let sends = goes_on(q.state);
+        if let Some(w) = q.work.take_if(|_| sends) {
+            self.has_sent(h, 0, first.unwrap_or(0));
+            self.end_copy(h, peer, w, first);
+        }
+        for w in next {
+            // Each must be at the head of the SQ now.
+            if self.objects.qps.get(h).is_some_and(|q| q.work.is_none() && goes_on(q.state)) {
+                let bytes = w.total;
+                self.has_sent(h, 1, bytes);
+                self.end_copy(h, peer, w, Ok(bytes));
+            } else {
+                self.objects.spare.keep_work(w);
+            }
         }
         self.make_runnable(h);
+    }
+
+    /// Goes on with a request of QP `h` for which a job has copied so many bytes to or from `peer`.
+    fn end_copy(&mut self, h: Handle<Qp>, peer: Handle<Qp>, mut w: Box<Work>, copied: Result<u64, Fault>) {
+        let outcome = match self.objects.answering_peer(h) {
+            Some(ph) if ph == peer => self.moved(h, ph, &mut w, copied.unwrap_or(0), copied.map(|_| ())),
+            _ => self.no_answer(h, &mut w),
+        };
+        self.conclude(h, w, outcome);
     }
 
     /// The peer is silent: `retry_cnt` more tries, one each ACK timeout (IBTA vol. 1, 9.9.2.1.1).
