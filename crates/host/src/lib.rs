@@ -29,6 +29,7 @@ use std::time::Duration;
 pub use admin::Client;
 pub use engine::{EngineConfig, Polling};
 pub use port::PortCounters;
+pub use unirdma_device::HoldTimes;
 pub use unirdma_rnic::MrNote;
 pub use vrnic::{AddVrnic, IpNet, MAX_BURST_US, MAX_WEIGHT, SetShare, VrnicInfo};
 

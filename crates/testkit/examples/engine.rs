@@ -2,17 +2,20 @@
 //! measured. No program polls or posts; one thread says now and then that the executed WQEs are posted again.
 //! `cargo xtask bench engine` runs it.
 //!
-//! Prints for each number of pollers and each size: pollers, bytes of a WRITE, and WRITEs a second. Then, with one poller that has a core
-//! for itself, how long it takes from the post of a WRITE of 8 bytes until its slot in the send queue is free again, beside the time
-//! that a word takes from one core to the other: `latency`, the median and the 99th percentile, and the hop, nanoseconds.
+//! Prints for each number of pollers and each size: pollers, bytes of a WRITE, WRITEs a second, and how long the lock of the RNIC was held
+//! (`row`, the median, the 999th of 1000 and the longest time, nanoseconds). Then, with one poller, WRITEs a second of no bytes, of 8 bytes, and
+//! of 8 bytes with a completion (`stages`). Then, with one poller that has a core for itself, how long it takes from the post of a WRITE of 8
+//! bytes until its slot in the send queue is free again, beside the time that a word takes from one core to the other: `latency`, the
+//! median and the 99th percentile, and the hop, nanoseconds.
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU32, Ordering};
 use std::time::{Duration, Instant};
 
 use unirdma_abi as abi;
-use unirdma_formats::WrOpcode;
-use unirdma_host::{EngineConfig, Polling};
+use unirdma_formats::{WrOpcode, send_flags};
+use unirdma_host::admin::{Request, Response};
+use unirdma_host::{EngineConfig, HoldTimes, Polling};
 use unirdma_mem::MemFd;
 use unirdma_testkit::{Queue, Scripted, TestHost};
 
@@ -25,6 +28,8 @@ const LARGEST: u64 = 1 << 20;
 const ENTRIES: u32 = 16_384;
 const POSTED_BYTES: u32 = 256 << 20;
 const REFILL: Duration = Duration::from_micros(200);
+/// Entries of a CQ: more completions than there are between two refills.
+const CQ_ENTRIES: u32 = 4 * ENTRIES;
 /// WRITEs that are measured one at a time.
 const SINGLE: u32 = 200_000;
 const WARM_UP: Duration = Duration::from_millis(200);
@@ -52,6 +57,7 @@ impl Writer {
             (session, key)
         };
         let ((mut session, local_key), (mut peer, remote_key)) = (add(1), add(2));
+        session.large_cq(CQ_ENTRIES);
         let (queue, other) = (session.queue(ENTRIES), peer.queue(1));
         session.connect(&queue, peer.gid, other.qpn, MTU);
         peer.connect(&other, session.gid, queue.qpn, MTU);
@@ -59,15 +65,16 @@ impl Writer {
     }
 
     /// Fills the whole send queue with WRITEs of `len` bytes; none of them is posted.
-    fn fill(&self, len: u32) {
+    fn fill(&self, len: u32, flags: u32) {
         let local = abi::Sge { addr: 0, length: len, lkey: self.local_key };
         for i in 0..ENTRIES {
-            self.session.write(&self.queue, i, WrOpcode::Write, local, (0, self.remote_key));
+            self.session.write_with(&self.queue, i, WrOpcode::Write, local, (0, self.remote_key), flags);
         }
     }
 
     /// Posts WRITEs until `depth` of them wait; how many have been executed so far, modulo 2^32.
     fn refill(&self, depth: u32) -> u32 {
+        self.session.drain_cq();
         let executed = self.session.executed(&self.queue);
         self.session.post(&self.queue, executed.wrapping_add(depth));
         executed
@@ -82,9 +89,9 @@ impl Writer {
 }
 
 /// WRITEs a second that all pairs together execute.
-fn rate(writers: &[Writer], len: u32) -> f64 {
-    writers.iter().for_each(|w| w.fill(len));
-    let depth = ENTRIES.min(POSTED_BYTES / len);
+fn rate(writers: &[Writer], len: u32, flags: u32) -> f64 {
+    writers.iter().for_each(|w| w.fill(len, flags));
+    let depth = ENTRIES.min(POSTED_BYTES / len.max(1));
     // Keeps the queues full for a while; how many WRITEs of each have been executed at the end.
     let run = |time: Duration| -> Vec<u32> {
         let start = Instant::now();
@@ -107,7 +114,7 @@ fn rate(writers: &[Writer], len: u32) -> f64 {
 
 /// Post to completion of WRITEs of 8 bytes, one at a time, nanoseconds, in order of size.
 fn latencies(w: &Writer) -> Vec<u64> {
-    w.fill(8);
+    w.fill(8, 0);
     let mut times: Vec<u64> = (0..SINGLE)
         .map(|_| {
             let next = w.session.posted(&w.queue).wrapping_add(1);
@@ -150,14 +157,31 @@ fn hop() -> u64 {
     times[times.len() / 2]
 }
 
+fn start(pollers: usize) -> (TestHost, Vec<Writer>) {
+    let host = TestHost::start_with(EngineConfig { pollers: Some((pollers, pollers)), ..EngineConfig::default() });
+    let writers = (1..=PAIRS).map(|pair| Writer::new(&host, pair)).collect();
+    (host, writers)
+}
+
+/// How long the lock of the RNIC was held since the virtual layer was started.
+fn held(host: &TestHost) -> HoldTimes {
+    let Ok(Response::Status(status)) = host.ask(&Request::Status) else { panic!("no status") };
+    status.rnic_held
+}
+
 fn main() {
     for pollers in POLLERS {
-        let host = TestHost::start_with(EngineConfig { pollers: Some((pollers, pollers)), ..EngineConfig::default() });
-        let writers: Vec<Writer> = (1..=PAIRS).map(|pair| Writer::new(&host, pair)).collect();
         for len in SIZES {
-            println!("{pollers} {len} {:.1}", rate(&writers, len));
+            let (host, writers) = start(pollers);
+            let rate = rate(&writers, len, 0);
+            let h = held(&host);
+            println!("row {pollers} {len} {rate:.1} {} {} {}", h.p50_ns, h.p999_ns, h.worst_ns);
         }
     }
+    let (host, writers) = start(1);
+    let [none, copied, completed] = [(0, 0), (8, 0), (8, send_flags::SIGNALED)].map(|(n, f)| rate(&writers, n, f));
+    println!("stages {none:.1} {copied:.1} {completed:.1}");
+    drop((host, writers));
     let config = EngineConfig { polling: Polling::Dedicated, pollers: Some((1, 1)), ..EngineConfig::default() };
     let host = TestHost::start_with(config);
     let times = latencies(&Writer::new(&host, 1));

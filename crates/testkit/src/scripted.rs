@@ -6,7 +6,7 @@ use std::sync::atomic::Ordering::SeqCst;
 use unirdma_abi as abi;
 use unirdma_formats::{WrOpcode, attr_mask as m};
 use unirdma_link::RegionDesc;
-use unirdma_mem::MemFd;
+use unirdma_mem::{MemFd, Span};
 use zerocopy::{FromBytes, IntoBytes};
 
 use crate::Hostile;
@@ -28,6 +28,8 @@ pub struct Scripted {
     /// GID 0 of the vRNIC.
     pub gid: [u8; 16],
     cqn: u32,
+    /// The control block of a CQ with memory of its own.
+    cq_ctrl: Option<Span>,
     free: u64,
     regions: u64,
 }
@@ -56,24 +58,47 @@ impl Scripted {
     /// # Panics
     /// If any of it fails.
     pub fn new(socket: &Path) -> Self {
-        let mut s =
-            Scripted { hostile: Hostile::new(socket), pdn: 0, gid: [0; 16], cqn: 0, free: DOORBELL + 4096, regions: 0 };
+        let mut s = Scripted {
+            hostile: Hostile::new(socket),
+            pdn: 0,
+            gid: [0; 16],
+            cqn: 0,
+            cq_ctrl: None,
+            free: DOORBELL + 4096,
+            regions: 0,
+        };
         let page = s.hostile.bus(DOORBELL);
         s.order(abi::Command::SetDoorbell, &page);
         s.pdn = s.ask::<abi::HandleResp>(abi::Command::CreatePd, &[0u8; 0]).handle;
         s.gid = s.ask::<abi::QueryGidResp>(abi::Command::QueryGid, &abi::QueryGidReq { port: 1, index: 0 }).gid;
         let entries = 64;
         let (ring, ctrl) = (s.alloc(u64::from(entries) * size_of::<abi::Cqe>() as u64), s.alloc(128));
-        let cq = abi::CreateCqReq {
-            cqe: entries,
-            entries,
-            ring_addr: s.hostile.bus(ring),
-            ctrl_addr: s.hostile.bus(ctrl),
-            comp_queue: abi::NO_COMP_QUEUE,
-            reserved: 0,
-        };
-        s.cqn = s.ask::<abi::HandleResp>(abi::Command::CreateCq, &cq).handle;
+        s.make_cq(entries, s.hostile.bus(ring), s.hostile.bus(ctrl));
         s
+    }
+
+    fn make_cq(&mut self, entries: u32, ring_addr: u64, ctrl_addr: u64) {
+        let comp_queue = abi::NO_COMP_QUEUE;
+        let cq = abi::CreateCqReq { cqe: entries, entries, ring_addr, ctrl_addr, comp_queue, reserved: 0 };
+        self.cqn = self.ask::<abi::HandleResp>(abi::Command::CreateCq, &cq).handle;
+    }
+
+    /// Makes another CQ, of so many entries, in memory of its own. QPs that are made from now on have it.
+    ///
+    /// # Panics
+    /// If the device refuses it.
+    pub fn large_cq(&mut self, entries: u32) {
+        let ring = entries as usize * size_of::<abi::Cqe>();
+        let file = MemFd::new(c"cq", (ring + size_of::<abi::CqCtrl>()).next_multiple_of(4096)).expect("memory file");
+        let at = self.add_memory(&file);
+        self.make_cq(entries, at, at + ring as u64);
+        self.cq_ctrl = file.span().sub(ring as u64, size_of::<abi::CqCtrl>() as u64);
+    }
+
+    /// Gives all entries of the CQ of [`Scripted::large_cq`] back to the device.
+    pub fn drain_cq(&self) {
+        let Some(ctrl) = &self.cq_ctrl else { return };
+        ctrl.store32(abi::CQ_CONS, ctrl.load32(abi::CQ_PROD, SeqCst), SeqCst);
     }
 
     /// A control command whose response is of no interest.
@@ -212,8 +237,22 @@ impl Scripted {
 
     /// Writes a WQE without completion into slot `index` modulo the SQ's size.
     pub fn write(&self, q: &Queue, index: u32, op: WrOpcode, local: abi::Sge, remote: (u64, u32)) {
+        self.write_with(q, index, op, local, remote, 0);
+    }
+
+    /// As [`Scripted::write`], with these flags (`ibv_send_flags`).
+    pub fn write_with(
+        &self,
+        q: &Queue,
+        index: u32,
+        op: WrOpcode,
+        local: abi::Sge,
+        remote: (u64, u32),
+        send_flags: u32,
+    ) {
         let wqe = abi::SqWqe {
             opcode: op as u8,
+            send_flags,
             num_sge: u8::from(local.length > 0),
             remote_addr: remote.0,
             rkey: remote.1,

@@ -12,7 +12,26 @@ use crate::{Result, lab};
 struct Report {
     topology: String,
     rows: Vec<Row>,
+    stages: Stages,
     latency: Latency,
+}
+
+/// What the parts of a WRITE take with one poller, nanoseconds: each is what WRITEs with that part take longer than those without.
+#[derive(Debug, PartialEq, Serialize)]
+struct Stages {
+    /// To take the WQE, check it, and give its slot back: a WRITE of no bytes.
+    wqe_ns: f64,
+    /// To look up two keys and copy 8 bytes.
+    copy_ns: f64,
+    /// To write a completion.
+    completion_ns: f64,
+}
+
+fn stages(line: &str) -> Option<Stages> {
+    let mut words = line.strip_prefix("stages ")?.split_whitespace().map_while(|w| w.parse::<f64>().ok());
+    let mut ns = || words.next().map(|rate| 1e9 / rate);
+    let (none, copied, completed) = (ns()?, ns()?, ns()?);
+    Some(Stages { wqe_ns: none, copy_ns: copied - none, completion_ns: completed - copied })
 }
 
 /// From the post of a WRITE of 8 bytes until its slot is free again, with one poller that has a core for itself.
@@ -40,15 +59,32 @@ struct Row {
     mib_s: f64,
     /// From one WRITE to the next, of all pairs together.
     ns: f64,
+    /// Beside one poller.
+    ratio: f64,
+    /// How long the lock of the RNIC was held: the median, the 999th of 1000 times, the longest.
+    held_p50_ns: u64,
+    held_p999_ns: u64,
+    held_worst_ns: u64,
 }
 
-/// Pollers, bytes and WRITEs a second, as the example prints them.
+/// A line of the example about WRITEs of one size.
 fn row(line: &str) -> Option<Row> {
-    let mut words = line.split_whitespace();
+    let mut words = line.strip_prefix("row ")?.split_whitespace();
     let (pollers, bytes) = (words.next()?.parse().ok()?, words.next()?.parse::<u64>().ok()?);
     let rate: f64 = words.next()?.parse().ok()?;
     let mib_s = rate * bytes as f64 / f64::from(1 << 20);
-    Some(Row { pollers, bytes, millions_s: rate / 1e6, mib_s, ns: 1e9 / rate })
+    let mut ns = || words.next()?.parse().ok();
+    let (held_p50_ns, held_p999_ns, held_worst_ns) = (ns()?, ns()?, ns()?);
+    let (millions_s, ns) = (rate / 1e6, 1e9 / rate);
+    Some(Row { pollers, bytes, millions_s, mib_s, ns, ratio: 1.0, held_p50_ns, held_p999_ns, held_worst_ns })
+}
+
+/// Notes how much faster each row is than that of one poller with the same size.
+fn compare(rows: &mut [Row]) {
+    for i in 0..rows.len() {
+        let alone = rows.iter().find(|r| r.pollers == 1 && r.bytes == rows[i].bytes).map(|r| r.ns);
+        rows[i].ratio = alone.map_or(1.0, |ns| ns / rows[i].ns);
+    }
 }
 
 pub(crate) fn engine(json: bool) -> Result<()> {
@@ -57,21 +93,44 @@ pub(crate) fn engine(json: bool) -> Result<()> {
     eprintln!("WRITEs of 8 B to 1 MiB with one poller and with two");
     let o = Command::new(&program).output().map_err(|e| format!("{}: {e}", program.display()))?;
     let out = String::from_utf8_lossy(&o.stdout);
-    let rows: Vec<Row> = out.lines().filter_map(row).collect();
+    let mut rows: Vec<Row> = out.lines().filter_map(row).collect();
+    compare(&mut rows);
     let failed = || format!("{} failed: {}", program.display(), String::from_utf8_lossy(&o.stderr));
     let latency = out.lines().find_map(latency).filter(|_| o.status.success()).ok_or_else(failed)?;
+    let stages = out.lines().find_map(stages).ok_or_else(failed)?;
     let cores = std::thread::available_parallelism().map_or(1, usize::from);
     let topology =
         format!("{cores} cores; two pairs of vRNICs, one QP each that writes; send queues that are always full");
-    let report = Report { topology, rows, latency };
+    let report = Report { topology, rows, stages, latency };
     if json {
         return print_json(&report);
     }
     println!("topology: {}\n", report.topology);
-    println!("{:>8} {:>10} {:>12} {:>12} {:>14}", "pollers", "WRITE of", "M/s", "MiB/s", "ns a WRITE");
+    println!(
+        "{:>8} {:>10} {:>9} {:>9} {:>11} {:>10}   lock held: {:>7} {:>7} {:>9}",
+        "pollers", "WRITE of", "M/s", "MiB/s", "ns a WRITE", "one poller", "p50 us", "p99.9", "worst"
+    );
+    let us = |ns: u64| ns as f64 / 1e3;
     for r in &report.rows {
-        println!("{:>8} {:>8} B {:>12.3} {:>12.0} {:>14.1}", r.pollers, r.bytes, r.millions_s, r.mib_s, r.ns);
+        println!(
+            "{:>8} {:>8} B {:>9.3} {:>9.0} {:>11.1} {:>9.2}x {:>19.1} {:>7.1} {:>9.1}",
+            r.pollers,
+            r.bytes,
+            r.millions_s,
+            r.mib_s,
+            r.ns,
+            r.ratio,
+            us(r.held_p50_ns),
+            us(r.held_p999_ns),
+            us(r.held_worst_ns)
+        );
     }
+    let s = &report.stages;
+    println!("\none poller, a WRITE of 8 B with a completion, by stage:");
+    println!(
+        "WQE taken, checked and given back {:.0} ns; keys and copy {:.0} ns; completion {:.0} ns",
+        s.wqe_ns, s.copy_ns, s.completion_ns
+    );
     let l = &report.latency;
     println!(
         "\none poller with a core for itself, nobody yields: a WRITE of 8 B, from its post until its slot is free again"
@@ -86,14 +145,20 @@ mod tests {
 
     #[test]
     fn rates_become_bandwidth_and_time() {
-        let r = row("2 65536 1000000.0").expect("a row");
+        let r = row("row 2 65536 1000000.0 100 200 300").expect("a row");
         assert_eq!((r.pollers, r.bytes, r.ns), (2, 65536, 1000.0));
+        assert_eq!((r.held_p50_ns, r.held_p999_ns, r.held_worst_ns), (100, 200, 300));
         assert!((r.mib_s - 62500.0).abs() < 1e-6 && (r.millions_s - 1.0).abs() < 1e-9);
-        assert!(row("warning: nothing").is_none());
+        assert!(row("warning: nothing").is_none() && row("row 2 65536 1000000.0").is_none());
+        let mut rows = [row("row 1 65536 500000.0 1 2 3").expect("a row"), r];
+        compare(&mut rows);
+        assert_eq!(rows.map(|r| r.ratio), [1.0, 2.0]);
+        let parts = Stages { wqe_ns: 100.0, copy_ns: 25.0, completion_ns: 75.0 };
+        assert_eq!(stages("stages 10000000 8000000 5000000"), Some(parts));
         assert_eq!(
             latency("latency 800 1500 200"),
             Some(Latency { p50_ns: 800, p99_ns: 1500, hop_ns: 200, hops: 4.0 })
         );
-        assert!(latency("2 65536 1000000.0").is_none() && latency("latency 1 2").is_none());
+        assert!(latency("row 2 65536 1000000.0").is_none() && latency("latency 1 2").is_none());
     }
 }
