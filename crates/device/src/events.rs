@@ -14,7 +14,7 @@ use std::sync::{Arc, Mutex};
 use rustix::event::{PollFd, PollFlags};
 use rustix::net::{RecvAncillaryBuffer, RecvAncillaryMessage, RecvFlags, SendFlags, recvmsg};
 use unirdma_abi as abi;
-use unirdma_link::ChannelTicket;
+use unirdma_link::{ChannelTicket, signal};
 use virtio_queue::{Queue, QueueT};
 use vm_memory::{Bytes, GuestMemoryMmap};
 use zerocopy::{FromBytes, IntoBytes};
@@ -79,13 +79,6 @@ struct Wake {
     strange: Vec<OwnedFd>,
 }
 
-/// Adds one to an eventfd. A counter that is full has been signaled anyway; its owner may have made it
-/// blocking meanwhile, so that is undone first.
-pub(crate) fn signal(fd: &OwnedFd) {
-    let _ = rustix::fs::fcntl_setfl(fd, rustix::fs::OFlags::NONBLOCK);
-    let _ = rustix::io::write(fd, &1u64.to_ne_bytes());
-}
-
 /// Tells a driver something by a channel that carries no events. A full one has told it already.
 pub(crate) fn tell(channel: &OwnedFd) {
     let _ = rustix::net::send(channel, &[1], SendFlags::DONTWAIT | SendFlags::NOSIGNAL);
@@ -139,7 +132,11 @@ impl EventQueue {
             return channel.flush(&mut self.pending);
         }
         let (Some(queue), Some(guest)) = (&mut self.queue, guest) else { return };
-        while !self.pending.is_empty() {
+        // A driver may give buffers as fast as they are taken, each too small for an event: no more than the queue holds are taken at a time.
+        for _ in 0..queue.size() {
+            if self.pending.is_empty() {
+                break;
+            }
             let Some(chain) = queue.pop_descriptor_chain(guest) else { break };
             let head = chain.head_index();
             let fits = chain.writable().next().filter(|d| d.len() as usize >= size_of::<abi::Event>());

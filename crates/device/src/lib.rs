@@ -203,7 +203,7 @@ impl Device {
         if (self.control_channel.is_some() || self.control_call.is_some()) && protocol::must_notify(&Full, &flags) {
             match (&self.control_channel, &self.control_call) {
                 (Some(channel), _) => events::tell(channel),
-                (None, Some(call)) => events::signal(call),
+                (None, Some(call)) => unirdma_link::signal(call),
                 (None, None) => {}
             }
         }

@@ -170,6 +170,7 @@ enum Source {
     Kick(u64, usize),
     Exit(u64),
     Peers,
+    Broken,
 }
 
 /// A request of an administration connection, or its end.
@@ -257,6 +258,9 @@ impl Control {
         self.engine.set_on_release(Box::new(move || {
             let _ = rustix::io::write(&*wake, &1u64.to_ne_bytes());
         }));
+        if let Some(events) = unirdma_mem::guard::events() {
+            self.watch(events, Source::Broken, true)?;
+        }
         let admin = self.admin.try_clone()?;
         self.watch(admin.as_fd(), Source::Admin, false)?;
         if let Some(w) = self.wire.take() {
@@ -291,8 +295,8 @@ impl Control {
                     Some(Source::Kick(id, vring)) => self.on_kick(id, vring),
                     Some(Source::Exit(id)) => self.close(id),
                     Some(Source::Peers) if self.wire.as_mut().is_some_and(Wire::reload) => self.set_routes(),
-                    Some(Source::Peers) => {}
-                    None => {}
+                    Some(Source::Broken) => self.on_broken(),
+                    Some(Source::Peers) | None => {}
                 }
             }
             self.linger();
@@ -446,6 +450,22 @@ impl Control {
         } else if let Some(s) = self.sessions.get_mut(&id) {
             s.conn.device.events().on_kick(vring as u32);
         }
+    }
+
+    /// Memory of some program is gone: the program loses its session, and hears of it as of a device that is gone.
+    fn on_broken(&mut self) {
+        let broken: Vec<u64> =
+            self.sessions.iter().filter(|(_, s)| s.backend.memory().is_broken()).map(|(&id, _)| id).collect();
+        for id in broken {
+            let vrnic = self.sessions.get(&id).map(|s| s.vrnic.clone()).unwrap_or_default();
+            tracing::warn!(
+                session = id,
+                vrnic,
+                "memory that a program shares is gone (its file was truncated, or there is no memory left); its session ends"
+            );
+            self.close(id);
+        }
+        self.engine.after_command();
     }
 
     /// Answers the commands that were held back until jobs had ended.

@@ -123,7 +123,7 @@ fn lock_dir(dir: &Path) -> io::Result<File> {
 /// # Errors
 /// One line that says what is wrong: the directory, the lock, the sockets.
 pub fn serve(config: &HostConfig, stop: std::os::fd::BorrowedFd<'_>, ready: impl FnOnce()) -> io::Result<()> {
-    unirdma_mem::guard::install();
+    unirdma_mem::guard::install()?;
     control::raise_limit();
     let dir = &config.dir;
     std::fs::DirBuilder::new().recursive(true).mode(0o755).create(dir).map_err(context("cannot create", dir))?;

@@ -11,6 +11,7 @@ mod driver_queue;
 mod frontend;
 mod memory;
 mod msg;
+mod signal;
 
 pub use backend::{Backend, Handler, Progress, Refusal, Vring};
 pub use channel::{ChannelBudget, ChannelTicket};
@@ -18,6 +19,7 @@ pub use driver_queue::{DriverQueue, Segment};
 pub use frontend::Frontend;
 pub use memory::{MAX_REGIONS, Memory, PROCESS_LIMIT, Refused, Region, RegionBudget, RegionDesc};
 pub use msg::{CLOSE_CHANNEL, MAX_FDS, MAX_PAYLOAD, Message, OPEN_CHANNEL, RETURN_EVENTS, Receiver, send};
+pub use signal::signal;
 pub use unirdma_mem::fds;
 
 /// `VIRTIO_F_VERSION_1`.

@@ -148,6 +148,14 @@ impl Region {
         }
     }
 
+    /// True if memory of it is gone: it was found gone, or its file is shorter now.
+    fn is_broken(&self) -> bool {
+        self.mapped().is_some_and(|(span, fd)| {
+            let size = rustix::fs::fstat(fd).map_or(0, |s| s.st_size as u64);
+            span.is_broken() || size < self.desc.mmap_offset + self.desc.size
+        })
+    }
+
     fn holds(&self, addr: u64, len: u64) -> bool {
         let off = addr.wrapping_sub(self.desc.bus_addr);
         addr >= self.desc.bus_addr && off <= self.desc.size && len <= self.desc.size - off
@@ -203,6 +211,11 @@ impl Memory {
     /// Removes all regions; their ids.
     pub fn clear(&mut self) -> Vec<u64> {
         self.regions.drain(..).map(|r| r.id).collect()
+    }
+
+    /// True if memory of a region is gone: its owner has truncated the file, or there was none left for it.
+    pub fn is_broken(&self) -> bool {
+        self.regions.iter().any(|r| r.is_broken())
     }
 
     /// The region in which `addr` lies.

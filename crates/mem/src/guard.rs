@@ -1,57 +1,117 @@
-//! SIGBUS under a foreign mapping (a file that its owner truncated) costs its owner only.
+//! SIGBUS under a foreign mapping costs its owner only: a file that its owner truncated, a hole for which there is no memory, no huge page.
 //!
-//! [`remember`] keeps the ranges of foreign mappings in a fixed table of atomics. The handler looks the
-//! fault up there and puts a private zero page under it; any other SIGBUS takes its default course.
+//! [`remember`] keeps the ranges of foreign mappings in a fixed table of atomics. The handler looks the fault up there and puts memory
+//! of our own under the *whole* range, so that one range faults once, whatever its pages are, and mappings become fewer and not more.
+//! That memory belongs to a file made beforehand, in which each address has its own place: the mapping counts against no limit of
+//! memory, and threads that fault at the same time put the same bytes there. Then the range is broken, and [`events`] says that one is.
+//! Any other SIGBUS takes its default course.
 
-use std::sync::Once;
-use std::sync::atomic::{AtomicU64, AtomicUsize, Ordering};
+use std::io;
+use std::os::fd::{AsFd, AsRawFd, BorrowedFd, OwnedFd};
+use std::sync::OnceLock;
+use std::sync::atomic::{AtomicBool, AtomicU32, AtomicU64, AtomicUsize, Ordering};
+
+use rustix::event::EventfdFlags;
+use rustix::fs::{FallocateFlags, MemfdFlags};
 
 /// Foreign mappings that may exist at once.
 pub const MAX_MAPPINGS: usize = 65_536;
+/// Bytes of the file that replaces what is gone: as many as there are addresses.
+const SPARE_BYTES: u64 = 1 << 47;
+/// Faults in one range before the handler gives up: threads may fault at the same time, but nothing faults again afterwards.
+const MAX_FAULTS: u32 = 10_000;
 
 struct Range {
     start: AtomicUsize,
     len: AtomicUsize,
+    /// Faults in it.
+    faults: AtomicU32,
 }
 
 static RANGES: [Range; MAX_MAPPINGS] =
-    [const { Range { start: AtomicUsize::new(0), len: AtomicUsize::new(0) } }; MAX_MAPPINGS];
-/// Slots ever used, so that look-ups stay short.
+    [const { Range { start: AtomicUsize::new(0), len: AtomicUsize::new(0), faults: AtomicU32::new(0) } }; MAX_MAPPINGS];
+/// Slots ever used, so that look-ups stay short, and where to look for a free one first.
 static HIGH: AtomicUsize = AtomicUsize::new(0);
-static FAULTS: AtomicU64 = AtomicU64::new(0);
+static NEXT: AtomicUsize = AtomicUsize::new(0);
+static BROKEN: AtomicU64 = AtomicU64::new(0);
+static INSTALLED: OnceLock<Installed> = OnceLock::new();
 
-/// Adds a range; false if the table is full.
-pub(crate) fn remember(start: usize, len: usize) -> bool {
-    for (i, r) in RANGES.iter().enumerate() {
+/// What the handler needs, made beforehand.
+struct Installed {
+    /// The file that replaces what is gone.
+    spare: OwnedFd,
+    /// Counts the ranges that broke.
+    event: OwnedFd,
+}
+
+/// The place of a range in the table.
+#[derive(Debug)]
+pub(crate) struct Slot(usize);
+
+impl Slot {
+    /// True if memory of the range was gone, and all of it is memory of our own now.
+    pub fn is_broken(&self) -> bool {
+        RANGES[self.0].faults.load(Ordering::SeqCst) != 0
+    }
+}
+
+/// Adds a range of whole pages; `None` if the table is full.
+pub(crate) fn remember(start: usize, len: usize) -> Option<Slot> {
+    let first = NEXT.load(Ordering::Relaxed);
+    for i in (first..MAX_MAPPINGS).chain(0..first) {
+        let r = &RANGES[i];
         // The length goes in last and comes out first, so that the handler never sees half a range.
         if r.start.compare_exchange(0, start, Ordering::SeqCst, Ordering::Relaxed).is_ok() {
+            r.faults.store(0, Ordering::SeqCst);
             r.len.store(len, Ordering::SeqCst);
             HIGH.fetch_max(i + 1, Ordering::SeqCst);
-            return true;
+            NEXT.store((i + 1) % MAX_MAPPINGS, Ordering::Relaxed);
+            return Some(Slot(i));
         }
     }
-    false
+    None
 }
 
-/// Removes the range that starts at `start`.
-pub(crate) fn forget(start: usize) {
-    let high = HIGH.load(Ordering::SeqCst);
-    if let Some(r) = RANGES[..high].iter().find(|r| r.start.load(Ordering::SeqCst) == start) {
-        r.len.store(0, Ordering::SeqCst);
-        r.start.store(0, Ordering::SeqCst);
+/// Removes a range, which is about to be unmapped.
+pub(crate) fn forget(slot: &Slot) {
+    let r = &RANGES[slot.0];
+    let len = r.len.swap(0, Ordering::SeqCst);
+    let start = r.start.load(Ordering::SeqCst);
+    if let Some(i) = INSTALLED.get().filter(|_| slot.is_broken()) {
+        // Nobody else shall find what was written there.
+        let flags = FallocateFlags::PUNCH_HOLE | FallocateFlags::KEEP_SIZE;
+        let _ = rustix::fs::fallocate(&i.spare, flags, start as u64, len as u64);
     }
+    r.start.store(0, Ordering::SeqCst);
+    NEXT.fetch_min(slot.0, Ordering::Relaxed);
 }
 
-/// Pages of foreign mappings that vanished and were replaced by zeros, since the process started.
-pub fn faults() -> u64 {
-    FAULTS.load(Ordering::Relaxed)
+/// Foreign mappings whose memory was gone, since the process started.
+pub fn broken() -> u64 {
+    BROKEN.load(Ordering::Relaxed)
+}
+
+/// A descriptor that becomes readable whenever a foreign mapping breaks. It is to be watched for edges, by any number of threads, and
+/// not to be read. `None` before [`install`].
+pub fn events() -> Option<BorrowedFd<'static>> {
+    INSTALLED.get().map(|i| i.event.as_fd())
 }
 
 /// Installs the handler, once. The virtual layer calls it at start; an application's library does not,
 /// since signal dispositions are the application's.
-pub fn install() {
-    static ONCE: Once = Once::new();
-    ONCE.call_once(|| {
+///
+/// # Errors
+/// Those of `memfd_create(2)`, `ftruncate(2)` and `eventfd(2)`.
+pub fn install() -> io::Result<()> {
+    static DONE: AtomicBool = AtomicBool::new(false);
+    if INSTALLED.get().is_none() {
+        let spare = rustix::fs::memfd_create(c"spare", MemfdFlags::CLOEXEC)?;
+        crate::set_size(spare.as_fd(), SPARE_BYTES)?;
+        let event = rustix::event::eventfd(0, EventfdFlags::CLOEXEC | EventfdFlags::NONBLOCK)?;
+        // If another thread was faster, its descriptors are used.
+        let _ = INSTALLED.set(Installed { spare, event });
+    }
+    if !DONE.swap(true, Ordering::SeqCst) {
         // SAFETY: an all-zero sigaction is valid; the handler below is async-signal-safe.
         unsafe {
             let mut sa: libc::sigaction = std::mem::zeroed();
@@ -59,36 +119,57 @@ pub fn install() {
             sa.sa_flags = libc::SA_SIGINFO;
             libc::sigaction(libc::SIGBUS, &sa, std::ptr::null_mut());
         }
+    }
+    Ok(())
+}
+
+/// Puts memory of our own under the range that holds `addr`; false if there is none, or if that does not help.
+fn replace(addr: usize) -> bool {
+    let high = HIGH.load(Ordering::SeqCst);
+    let found = RANGES[..high].iter().find_map(|r| {
+        let (start, len) = (r.start.load(Ordering::SeqCst), r.len.load(Ordering::SeqCst));
+        (addr.wrapping_sub(start) < len).then_some((r, start, len))
     });
+    let (Some((range, start, len)), Some(i)) = (found, INSTALLED.get()) else { return false };
+    let faults = range.faults.fetch_add(1, Ordering::SeqCst);
+    if faults >= MAX_FAULTS {
+        return false;
+    }
+    // SAFETY: a plain system call; the range is one that this process mapped for a peer, whole, and that nobody unmaps while
+    // somebody accesses it.
+    let mapped = unsafe {
+        libc::mmap(
+            start as *mut _,
+            len,
+            libc::PROT_READ | libc::PROT_WRITE,
+            libc::MAP_SHARED | libc::MAP_FIXED | libc::MAP_NORESERVE,
+            i.spare.as_raw_fd(),
+            start as libc::off_t,
+        )
+    };
+    if mapped == libc::MAP_FAILED {
+        return false;
+    }
+    if faults == 0 {
+        BROKEN.fetch_add(1, Ordering::Relaxed);
+        let one = 1u64;
+        // SAFETY: a plain system call that writes eight bytes of a local variable to our own descriptor, which never blocks.
+        unsafe { libc::write(i.event.as_raw_fd(), (&raw const one).cast(), 8) };
+    }
+    true
 }
 
 extern "C" fn on_sigbus(sig: i32, info: *mut libc::siginfo_t, _ctx: *mut libc::c_void) {
     // SAFETY: the kernel passes a valid siginfo to an SA_SIGINFO handler.
     let addr = unsafe { (*info).si_addr() } as usize;
-    let high = HIGH.load(Ordering::SeqCst);
-    let ours = RANGES[..high].iter().any(|r| {
-        let (start, len) = (r.start.load(Ordering::SeqCst), r.len.load(Ordering::SeqCst));
-        addr.wrapping_sub(start) < len
-    });
-    if ours {
-        let page = addr & !4095;
-        // SAFETY: mmap and sigaction are plain system calls; the page lies in a range that this
-        // process mapped for a peer and that the peer emptied.
-        let r = unsafe {
-            libc::mmap(
-                page as *mut _,
-                4096,
-                libc::PROT_READ | libc::PROT_WRITE,
-                libc::MAP_PRIVATE | libc::MAP_ANONYMOUS | libc::MAP_FIXED,
-                -1,
-                0,
-            )
-        };
-        if r != libc::MAP_FAILED {
-            FAULTS.fetch_add(1, Ordering::Relaxed);
-            return;
+    // SAFETY: the C library's location of this thread's errno, which the interrupted code may be about to read.
+    let errno = unsafe { *libc::__errno_location() };
+    let replaced = replace(addr);
+    // SAFETY: as above; restores the default action; the faulting instruction runs again and ends the process.
+    unsafe {
+        *libc::__errno_location() = errno;
+        if !replaced {
+            libc::signal(sig, libc::SIG_DFL);
         }
     }
-    // SAFETY: restores the default action; the faulting instruction runs again and ends the process.
-    unsafe { libc::signal(sig, libc::SIG_DFL) };
 }

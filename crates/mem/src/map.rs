@@ -9,8 +9,9 @@ use std::sync::Arc;
 use rustix::fs::{MemfdFlags, SealFlags};
 use rustix::mm::{MapFlags, ProtFlags};
 
+use crate::Span;
 use crate::fds::Known;
-use crate::{Span, guard};
+use crate::guard::{self, Slot};
 
 /// Why a file could not be mapped.
 #[derive(Debug)]
@@ -43,6 +44,8 @@ impl From<rustix::io::Errno> for MapError {
 struct Mapping {
     ptr: NonNull<u8>,
     len: usize,
+    /// Where it stands among those whose faults are survived, once it does.
+    slot: Option<Slot>,
 }
 
 // SAFETY: owns an address range and nothing else; unmapping works from any thread.
@@ -52,7 +55,7 @@ unsafe impl Sync for Mapping {}
 
 impl Drop for Mapping {
     fn drop(&mut self) {
-        guard::forget(self.ptr.as_ptr() as usize);
+        self.slot.iter().for_each(guard::forget);
         // SAFETY: the range was mapped by `reserve`; no Span of it is left, since each holds this.
         let _ = unsafe { rustix::mm::munmap(self.ptr.as_ptr().cast(), self.len) };
     }
@@ -62,25 +65,38 @@ fn page() -> u64 {
     rustix::param::page_size() as u64
 }
 
-fn reserve(len: usize) -> Result<Mapping, MapError> {
+/// Reserves addresses: `len` bytes from a multiple of `align` on, both whole pages.
+fn reserve(len: usize, align: usize) -> Result<Mapping, MapError> {
+    let slack = align - page() as usize;
+    let all = len.checked_add(slack).ok_or(MapError::BadRange)?;
+    let flags = MapFlags::PRIVATE | MapFlags::NORESERVE;
     // SAFETY: a fresh anonymous mapping at an address of the kernel's choice.
-    let p = unsafe {
-        rustix::mm::mmap_anonymous(
-            std::ptr::null_mut(),
-            len,
-            ProtFlags::empty(),
-            MapFlags::PRIVATE | MapFlags::NORESERVE,
-        )
-    }?;
-    let ptr = NonNull::new(p.cast::<u8>()).ok_or(MapError::BadRange)?;
-    Ok(Mapping { ptr, len })
+    let p = unsafe { rustix::mm::mmap_anonymous(std::ptr::null_mut(), all, ProtFlags::empty(), flags) }?;
+    let before = (p as usize).next_multiple_of(align) - p as usize;
+    // SAFETY: both parts lie in the mapping that was just made, which nobody knows yet, and outside of what is kept.
+    unsafe {
+        if before > 0 {
+            let _ = rustix::mm::munmap(p, before);
+        }
+        if slack > before {
+            let _ = rustix::mm::munmap(p.cast::<u8>().add(before + len).cast(), slack - before);
+        }
+    }
+    let ptr = NonNull::new(p.cast::<u8>().wrapping_add(before)).ok_or(MapError::BadRange)?;
+    Ok(Mapping { ptr, len, slot: None })
 }
 
-/// True if `fd` is memory (tmpfs, memfd, hugetlbfs), so that touching it cannot wait for a file server.
-fn is_memory(fd: BorrowedFd<'_>) -> bool {
+/// Bytes of a page of a file that is memory (tmpfs, memfd, hugetlbfs), so that touching it cannot wait for a file server; `None` if it is
+/// another kind of file.
+fn page_of(fd: BorrowedFd<'_>) -> Option<u64> {
     const TMPFS_MAGIC: u64 = 0x0102_1994;
     const HUGETLBFS_MAGIC: u64 = 0x9584_58f6;
-    rustix::fs::fstatfs(fd).is_ok_and(|s| [TMPFS_MAGIC, HUGETLBFS_MAGIC].contains(&(s.f_type as u64)))
+    let s = rustix::fs::fstatfs(fd).ok()?;
+    match s.f_type as u64 {
+        TMPFS_MAGIC => Some(page()),
+        HUGETLBFS_MAGIC => Some(s.f_bsize as u64).filter(|&n| n >= page() && n.is_power_of_two()),
+        _ => None,
+    }
 }
 
 /// Maps bytes `[off, off + len)` of a memory file that a peer sent.
@@ -92,26 +108,28 @@ pub fn map_file(fd: BorrowedFd<'_>, off: u64, len: u64) -> Result<Span, MapError
 }
 
 /// Maps pieces of memory files one after the other into one contiguous window (U20). All but the last
-/// must be whole pages long.
+/// must be whole pages of their files long.
 ///
 /// # Errors
 /// See [`MapError`].
 pub fn map_pieces(pieces: &[(BorrowedFd<'_>, u64, u64)]) -> Result<Span, MapError> {
-    let mut total = 0u64;
+    let (mut total, mut room, mut align) = (0u64, 0u64, page());
     for (i, &(fd, off, len)) in pieces.iter().enumerate() {
-        if !is_memory(fd) {
-            return Err(MapError::NotMemory);
-        }
+        let unit = page_of(fd).ok_or(MapError::NotMemory)?;
         let size = rustix::fs::fstat(fd)?.st_size as u64;
         let in_file = off.checked_add(len).is_some_and(|end| end <= size);
-        let whole = len % page() == 0 || i + 1 == pieces.len();
-        if len == 0 || off % page() != 0 || !in_file || !whole {
+        let whole = len % unit == 0 || i + 1 == pieces.len();
+        // Where a piece begins in the window, a page of its file must be able to begin.
+        if len == 0 || off % unit != 0 || total % unit != 0 || !in_file || !whole {
             return Err(MapError::BadRange);
         }
+        align = align.max(unit);
+        // The kernel maps whole pages, however large these are, and asks nobody what lies behind.
+        room = len.checked_next_multiple_of(unit).and_then(|n| total.checked_add(n)).ok_or(MapError::BadRange)?;
         total = total.checked_add(len).ok_or(MapError::BadRange)?;
     }
-    let len = usize::try_from(total).map_err(|_| MapError::BadRange)?;
-    let mapping = reserve(len)?;
+    let usable = |n: u64| usize::try_from(n).map_err(|_| MapError::BadRange);
+    let mut mapping = reserve(usable(room)?, usable(align)?)?;
     let mut at = mapping.ptr.as_ptr();
     for &(fd, off, len) in pieces {
         // SAFETY: replaces a part of the range that `mapping` reserved and owns.
@@ -127,12 +145,18 @@ pub fn map_pieces(pieces: &[(BorrowedFd<'_>, u64, u64)]) -> Result<Span, MapErro
         }?;
         at = at.wrapping_add(len as usize);
     }
-    if !guard::remember(mapping.ptr.as_ptr() as usize, len) {
-        return Err(MapError::Os(io::Error::other("too many mappings")));
-    }
-    let ptr = mapping.ptr;
+    let slot = guard::remember(mapping.ptr.as_ptr() as usize, mapping.len);
+    mapping.slot = Some(slot.ok_or_else(|| MapError::Os(io::Error::other("too many mappings")))?);
+    let (ptr, len) = (mapping.ptr, usable(total)?);
     // SAFETY: the whole range is mapped read-write for the life of `mapping`.
     Ok(unsafe { Span::new(ptr, len, Arc::new(mapping)) })
+}
+
+impl Span {
+    /// True if it is a window of a mapped file whose memory was found gone (see [`guard`]).
+    pub fn is_broken(&self) -> bool {
+        self.owner().downcast_ref::<Mapping>().and_then(|m| m.slot.as_ref()).is_some_and(Slot::is_broken)
+    }
 }
 
 /// Gives a file of our own its size. Beyond the process's `RLIMIT_FSIZE` that is an error and no signal: SIGXFSZ would end
@@ -252,18 +276,81 @@ mod tests {
         assert!(matches!(map_file(exe.as_fd(), 0, 4096), Err(MapError::NotMemory)));
     }
 
+    fn truncatable(len: u64, flags: MemfdFlags) -> Option<std::os::fd::OwnedFd> {
+        let fd = rustix::fs::memfd_create(c"t", MemfdFlags::CLOEXEC | flags).ok()?;
+        rustix::fs::ftruncate(&fd, len).unwrap();
+        Some(fd)
+    }
+
     #[test]
-    fn a_truncated_file_reads_as_zeros_instead_of_ending_the_process() {
-        guard::install();
-        let fd = rustix::fs::memfd_create(c"t", MemfdFlags::CLOEXEC).unwrap();
-        rustix::fs::ftruncate(&fd, 8192).unwrap();
+    fn a_truncated_file_reads_as_zeros_and_is_broken_as_a_whole() {
+        guard::install().unwrap();
+        let fd = truncatable(8192, MemfdFlags::empty()).unwrap();
         let m = map_file(fd.as_fd(), 0, 8192).unwrap();
+        let (first, second) = (m.sub(0, 4096).unwrap(), m.sub(4096, 4096).unwrap());
+        m.store32(0, 5, Ordering::Relaxed);
         m.store32(4096, 7, Ordering::Relaxed);
         rustix::fs::ftruncate(&fd, 4096).unwrap();
-        let before = guard::faults();
+        let before = guard::broken();
+        assert!(!first.is_broken());
         assert_eq!(m.load32(4096, Ordering::Relaxed), 0);
-        assert_eq!(guard::faults(), before + 1);
+        assert!(guard::broken() > before && first.is_broken() && second.is_broken());
+        // What is left of the file is out of reach, too.
+        assert_eq!(m.load32(0, Ordering::Relaxed), 0);
         m.store32(4096, 9, Ordering::Relaxed);
         assert_eq!(m.load32(4096, Ordering::Relaxed), 9);
+        let mut fds = [rustix::event::PollFd::from_borrowed_fd(guard::events().unwrap(), rustix::event::PollFlags::IN)];
+        assert_eq!(rustix::event::poll(&mut fds, Some(&rustix::time::Timespec { tv_sec: 0, tv_nsec: 0 })), Ok(1));
+    }
+
+    fn mappings() -> usize {
+        std::fs::read_to_string("/proc/self/maps").unwrap().lines().count()
+    }
+
+    /// Every second page of a window is touched after all of them have gone: one mapping comes of it, not one for each.
+    #[test]
+    fn a_window_breaks_once_however_many_pages_are_gone() {
+        const PAGES: u64 = 4096;
+        guard::install().unwrap();
+        let fd = truncatable(PAGES * 4096, MemfdFlags::empty()).unwrap();
+        let m = map_file(fd.as_fd(), 0, PAGES * 4096).unwrap();
+        rustix::fs::ftruncate(&fd, 0).unwrap();
+        let before = mappings();
+        std::thread::scope(|s| {
+            for t in 0..2 {
+                let m = m.clone();
+                s.spawn(move || (t..PAGES).step_by(4).for_each(|p| m.store32(p as usize * 4096, 1, Ordering::Relaxed)));
+            }
+        });
+        assert!(m.is_broken() && mappings() < before + 1000, "{} mappings", mappings() - before);
+        // The next window at this address finds nothing of it.
+        let (at, len) = (m.addr(), m.len());
+        drop(m);
+        let spare = (0..64)
+            .map(|_| map_file(truncatable(len as u64, MemfdFlags::empty()).unwrap().as_fd(), 0, len as u64).unwrap());
+        for again in spare.collect::<Vec<_>>() {
+            if again.addr() == at {
+                assert_eq!(again.load32(0, Ordering::Relaxed), 0);
+            }
+        }
+    }
+
+    /// A window of a file with huge pages covers whole ones, so that the kernel maps nothing over its neighbours.
+    #[test]
+    fn huge_pages_are_mapped_whole_and_may_vanish() {
+        const HUGE: u64 = 2 << 20;
+        guard::install().unwrap();
+        let Some(fd) = truncatable(HUGE, MemfdFlags::HUGETLB | MemfdFlags::HUGE_2MB) else {
+            return eprintln!("skipped: the kernel has no huge pages of 2 MiB");
+        };
+        let m = match map_file(fd.as_fd(), 0, 4096) {
+            Ok(m) => m,
+            Err(e) => return eprintln!("skipped: no huge page is free ({e}); sysctl vm.nr_hugepages"),
+        };
+        assert_eq!((m.len(), m.addr() as u64 % HUGE), (4096, 0));
+        m.store32(0, 1, Ordering::Relaxed);
+        rustix::fs::ftruncate(&fd, 0).unwrap();
+        assert_eq!((m.load32(0, Ordering::Relaxed), m.is_broken()), (0, true));
+        assert!(matches!(map_file(fd.as_fd(), 4096, 4096), Err(MapError::BadRange)));
     }
 }

@@ -17,7 +17,7 @@ use zerocopy::{FromBytes, IntoBytes};
 pub struct Span {
     ptr: NonNull<u8>,
     len: usize,
-    _owner: Arc<dyn Any + Send + Sync>,
+    owner: Arc<dyn Any + Send + Sync>,
 }
 
 // SAFETY: the pointer stays valid as long as the owner, which is Send and Sync; every access goes
@@ -34,7 +34,11 @@ impl Span {
     /// `ptr..ptr + len` must be mapped readable and writable for as long as `owner` lives, and nothing
     /// may hold a Rust reference into it.
     pub unsafe fn new(ptr: NonNull<u8>, len: usize, owner: Arc<dyn Any + Send + Sync>) -> Self {
-        Span { ptr, len, _owner: owner }
+        Span { ptr, len, owner }
+    }
+
+    pub(crate) fn owner(&self) -> &(dyn Any + Send + Sync) {
+        &*self.owner
     }
 
     /// Fresh zeroed private memory, for tests and in-process rings.
@@ -70,7 +74,7 @@ impl Span {
         }
         // SAFETY: off <= self.len, so the result is within the mapping or one past its end.
         let ptr = unsafe { self.ptr.add(off as usize) };
-        Some(Span { ptr, len: len as usize, _owner: self._owner.clone() })
+        Some(Span { ptr, len: len as usize, owner: self.owner.clone() })
     }
 
     /// Raw address of `[off, off + len)`, for [`crate::transfer`] only.

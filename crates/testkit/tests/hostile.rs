@@ -357,13 +357,9 @@ fn others_get_all_their_work_done_meanwhile() {
 #[test]
 fn memory_that_is_taken_away_grants_nothing() {
     let scene = Scene::new();
-    // A file that can shrink is taken, and shrinks under the device's feet.
     let fd = rustix::fs::memfd_create(c"shrinks", rustix::fs::MemfdFlags::CLOEXEC).unwrap();
     rustix::fs::ftruncate(&fd, 1 << 20).unwrap();
-    let mut h = Hostile::new(&scene.evil);
     let desc = unirdma_link::RegionDesc { bus_addr: 1 << 52, size: 1 << 20, user_addr: 1 << 52, mmap_offset: 0 };
-    h.frontend.add_region(desc, std::os::fd::AsFd::as_fd(&fd)).unwrap();
-    rustix::fs::ftruncate(&fd, 0).unwrap();
     let pages = abi::RegUserMrReq {
         pdn: 0,
         start: 1 << 52,
@@ -372,11 +368,14 @@ fn memory_that_is_taken_away_grants_nothing() {
         npages: 2,
         ..Default::default()
     };
-    let (status, _) = h.command(abi::Command::RegUserMr as u8, pages.as_bytes());
-    assert_ne!(status, 0);
-    let bell: u64 = 1 << 52;
-    h.command(abi::Command::SetDoorbell as u8, bell.as_bytes());
+    let mut h = Hostile::new(&scene.evil);
+    h.frontend.add_region(desc, std::os::fd::AsFd::as_fd(&fd)).unwrap();
     h.frontend.remove_region(desc).unwrap();
+    assert_ne!(h.command(abi::Command::RegUserMr as u8, pages.as_bytes()).0, 0);
+    assert_ne!(h.command(abi::Command::SetDoorbell as u8, (1u64 << 52).as_bytes()).0, 0);
+    // A file that shrinks under the device's feet, which finds its page list gone. The session ends after the answer.
+    h.frontend.add_region(desc, std::os::fd::AsFd::as_fd(&fd)).unwrap();
+    rustix::fs::ftruncate(&fd, 0).unwrap();
     assert_ne!(h.command(abi::Command::RegUserMr as u8, pages.as_bytes()).0, 0);
     scene.check();
 }

@@ -1,0 +1,166 @@
+//! Memory that is not there any more, and descriptors that are not what they were: whoever gives them to the virtual layer loses its own
+//! session at most.
+#![allow(missing_docs)]
+
+use std::os::fd::{AsFd, OwnedFd};
+use std::sync::atomic::{AtomicBool, Ordering::SeqCst};
+use std::time::{Duration, Instant};
+
+use rustix::event::{EventfdFlags, eventfd};
+use rustix::fs::{MemfdFlags, ftruncate, memfd_create};
+use unirdma_abi as abi;
+use unirdma_formats::WrOpcode;
+use unirdma_host::admin::{Request, Response};
+use unirdma_link::RegionDesc;
+use unirdma_testkit::{Hostile, Program, Scripted, TestHost, connect};
+use zerocopy::IntoBytes;
+
+const BYTES: u64 = 64 << 20;
+const AT: u64 = 1 << 53;
+/// `IBV_MTU_4096`.
+const MTU: u8 = 5;
+
+fn truncatable(len: u64) -> OwnedFd {
+    let fd = memfd_create(c"lie", MemfdFlags::CLOEXEC).unwrap();
+    ftruncate(&fd, len).unwrap();
+    fd
+}
+
+fn region(bus_addr: u64, size: u64) -> RegionDesc {
+    RegionDesc { bus_addr, size, user_addr: bus_addr, mmap_offset: 0 }
+}
+
+/// Two programs that are connected, and a vRNIC for one that lies.
+struct Scene {
+    host: TestHost,
+    good: (Program, Program),
+    evil: std::path::PathBuf,
+}
+
+impl Scene {
+    fn new() -> Self {
+        let host = TestHost::start();
+        let (a, b) = (host.add("a", "10.0.0.1"), host.add("b", "10.0.0.2"));
+        let evil = host.add("evil", "10.0.0.3");
+        let good = (Program::new(&a, 1 << 16), Program::new(&b, 1 << 16));
+        connect(&good.0, &good.1);
+        Scene { host, good, evil }
+    }
+
+    fn sessions(&self) -> usize {
+        let Ok(Response::Vrnic(v)) = self.host.ask(&Request::VrnicShow { name: "evil".into() }) else {
+            panic!("no vRNIC")
+        };
+        v.sessions
+    }
+
+    /// The good programs still get their work done, and the liar has no session any more.
+    fn check_that_the_liar_has_lost(&self) {
+        let began = Instant::now();
+        while self.sessions() > 0 {
+            assert!(began.elapsed() < Duration::from_secs(10), "the session goes on");
+            std::thread::sleep(Duration::from_millis(1));
+        }
+        self.check();
+    }
+
+    fn check(&self) {
+        let (a, b) = &self.good;
+        a.post(WrOpcode::Write, b, 0, 4096).unwrap();
+        assert_eq!(a.wait().unwrap().status, 0);
+    }
+}
+
+#[test]
+fn who_truncates_a_file_of_its_memory_loses_its_session() {
+    let scene = Scene::new();
+    let mut s = Scripted::new(&scene.evil);
+    let file = truncatable(BYTES);
+    s.hostile.frontend.add_region(region(AT, BYTES), file.as_fd()).unwrap();
+    let key = s.mr(AT, BYTES);
+    let (q, _) = s.pair(1024, MTU);
+    for i in 0..1024 {
+        let local = abi::Sge { addr: u64::from(i) * 8192, length: 4096, lkey: key.lkey };
+        s.write(&q, i, WrOpcode::Write, local, (BYTES / 2 + u64::from(i) * 8192, key.rkey));
+    }
+    ftruncate(&file, 0).unwrap();
+    s.post(&q, 1024);
+    scene.check_that_the_liar_has_lost();
+}
+
+/// The doorbell page is looked at by every poller.
+#[test]
+fn who_truncates_its_doorbell_page_loses_its_session() {
+    let scene = Scene::new();
+    let mut h = Hostile::new(&scene.evil);
+    let file = truncatable(4096);
+    h.frontend.add_region(region(AT, 4096), file.as_fd()).unwrap();
+    assert_eq!(h.command(abi::Command::SetDoorbell as u8, AT.as_bytes()).0, 0);
+    ftruncate(&file, 0).unwrap();
+    h.wake();
+    scene.check_that_the_liar_has_lost();
+    // The vRNIC serves the next program.
+    let _next = Program::new(&scene.evil, 4096);
+    scene.check();
+}
+
+/// A call descriptor that is blocking, and full, at any moment.
+#[test]
+fn a_full_eventfd_holds_nobody_up() {
+    let scene = Scene::new();
+    let mut h = Hostile::new(&scene.evil);
+    let call = eventfd(0, EventfdFlags::CLOEXEC | EventfdFlags::NONBLOCK).unwrap();
+    rustix::io::write(&call, &(u64::MAX - 1).to_ne_bytes()).unwrap();
+    h.frontend.set_call(abi::VQ_CONTROL, call.as_fd()).unwrap();
+    let over = AtomicBool::new(false);
+    std::thread::scope(|t| {
+        t.spawn(|| {
+            while !over.load(SeqCst) {
+                let _ = rustix::fs::fcntl_setfl(&call, rustix::fs::OFlags::empty());
+            }
+        });
+        for _ in 0..2000 {
+            assert_eq!(h.command(abi::Command::QueryDevice as u8, &[]).0, 0);
+        }
+        over.store(true, SeqCst);
+    });
+    scene.check();
+}
+
+/// A driver that gives buffers as fast as the device takes them, each too small for the event that waits.
+#[test]
+fn buffers_that_hold_nothing_are_not_taken_for_ever() {
+    const SIZE: usize = 4;
+    let scene = Scene::new();
+    let mut h = Hostile::new(&scene.evil);
+    let memory = h.memory().clone();
+    let (desc, avail, used, buffer) = (0x10_0000, 0x10_1000, 0x10_2000, 0x10_3000);
+    for i in 0..SIZE {
+        memory.write(desc + 16 * i, h.bus(buffer).as_bytes());
+        // One byte, for the device to write.
+        memory.write(desc + 16 * i + 8, [1u32, 2].as_bytes());
+        memory.write(avail + 4 + 2 * i, (i as u16).as_bytes());
+    }
+    let user = memory.addr() as u64;
+    let kick = eventfd(0, EventfdFlags::CLOEXEC | EventfdFlags::NONBLOCK).unwrap();
+    h.frontend.set_kick(abi::VQ_ASYNC, kick.as_fd()).unwrap();
+    let at = |off: usize| user + off as u64;
+    h.frontend.set_vring(abi::VQ_ASYNC, SIZE as u16, at(desc), at(avail), at(used)).unwrap();
+    let taken = || memory.load16(used + 2, SeqCst);
+    let over = AtomicBool::new(false);
+    std::thread::scope(|t| {
+        t.spawn(|| {
+            while !over.load(SeqCst) {
+                memory.store16(avail + 2, taken().wrapping_add(SIZE as u16), SeqCst);
+            }
+        });
+        std::thread::sleep(Duration::from_millis(10));
+        scene.host.ask(&Request::VrnicLink { name: "evil".into(), up: false }).unwrap();
+        std::thread::sleep(Duration::from_millis(300));
+        let first = taken();
+        assert!(first <= 4 * SIZE as u16, "{first} buffers");
+        scene.host.ask(&Request::VrnicLink { name: "evil".into(), up: true }).unwrap();
+        scene.check();
+        over.store(true, SeqCst);
+    });
+}
