@@ -3,7 +3,7 @@
 use unirdma_abi as abi;
 use unirdma_abi::{Command, Nothing, Status};
 use unirdma_formats::{Gid, QpType, access};
-use unirdma_link::Memory;
+use unirdma_link::{Memory, Refused};
 use unirdma_mem::{Bell, CqRing, QpRings, Span};
 use unirdma_rnic::{Backing, CreateQp, OpenXrcd, Rnic, SrqAttr, SrqInfo};
 use zerocopy::{FromBytes, Immutable, IntoBytes};
@@ -464,7 +464,10 @@ impl Device {
     }
 
     fn gather(&self, ranges: &[(u64, u64)]) -> Result<(Backing, Vec<u64>), Status> {
-        let (span, regions) = self.memory.gather(ranges).map_err(|_| Status::BadAddress)?;
+        let (span, regions) = self.memory.gather(ranges).map_err(|e| match e {
+            Refused::Exhausted(_) => Status::Exhausted,
+            _ => Status::BadAddress,
+        })?;
         Ok((Backing::Mapped(span), regions))
     }
 

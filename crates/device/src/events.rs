@@ -14,7 +14,7 @@ use std::sync::{Arc, Mutex};
 use rustix::event::{PollFd, PollFlags};
 use rustix::net::{RecvAncillaryBuffer, RecvAncillaryMessage, RecvFlags, SendFlags, recvmsg};
 use unirdma_abi as abi;
-use unirdma_link::{ChannelTicket, signal};
+use unirdma_link::{Ticket, signal};
 use virtio_queue::{Queue, QueueT};
 use vm_memory::{Bytes, GuestMemoryMmap};
 use zerocopy::{FromBytes, IntoBytes};
@@ -40,7 +40,7 @@ struct Channel {
     on_room: OnRoom,
     /// The socket is full, and `on_room` was asked.
     full: bool,
-    _ticket: ChannelTicket,
+    _ticket: Ticket,
 }
 
 #[derive(Default)]
@@ -209,7 +209,7 @@ impl EventQueues {
     ///
     /// # Errors
     /// It has one already.
-    pub fn open_channel(&self, index: u32, fd: OwnedFd, ticket: ChannelTicket, on_room: OnRoom) -> Result<(), String> {
+    pub fn open_channel(&self, index: u32, fd: OwnedFd, ticket: Ticket, on_room: OnRoom) -> Result<(), String> {
         let inner = &mut *lock(&self.inner);
         if inner.queues.get(&index).is_some_and(|q| q.channel.is_some()) {
             return Err("the channel is open already".into());
@@ -315,7 +315,7 @@ mod tests {
     use super::*;
     use rustix::net::{AddressFamily, SocketFlags, SocketType, socketpair};
     use std::sync::atomic::{AtomicUsize, Ordering};
-    use unirdma_link::ChannelBudget;
+    use unirdma_link::{Ledger, Resource};
 
     struct Scene {
         queues: EventQueues,
@@ -325,8 +325,8 @@ mod tests {
 
     const INDEX: u32 = abi::VQ_COMP_FIRST + 40_000;
 
-    fn ticket() -> ChannelTicket {
-        ChannelBudget::of_host(64).take().unwrap()
+    fn ticket() -> Ticket {
+        Ledger::default().take(Resource::Descriptors, 1).unwrap()
     }
 
     fn scene() -> Scene {

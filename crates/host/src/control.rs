@@ -1,6 +1,7 @@
 //! The control thread: sockets, control queues, sessions, administration; one event loop, no blocking.
 
 mod channels;
+mod ledger;
 mod manage;
 
 use std::collections::{BTreeMap, HashMap};
@@ -17,7 +18,7 @@ use rustix::net::SocketFlags;
 use unirdma_abi as abi;
 use unirdma_device::{Device, Identity};
 use unirdma_formats::{Gid, Mac};
-use unirdma_link::{Backend, ChannelBudget, Handler, Memory, Progress, Refusal, RegionBudget, Vring};
+use unirdma_link::{Backend, Handler, Ledger, Memory, Progress, Refusal, Resource, Ticket, Vring};
 use unirdma_rnic::{Limits, Share, VnicConfig, VnicId};
 
 use crate::admin::{self, GroupInfo, Request, Response, StatusInfo, WireInfo};
@@ -28,7 +29,7 @@ use crate::tunnel;
 use crate::vrnic::{self, AddVrnic, IpNet, SetShare, VrnicInfo};
 use crate::wire::Wire;
 use crate::{VHOST_SOCKET, vrnic_dir};
-pub(crate) use channels::raise_limit;
+pub(crate) use ledger::raise_limit;
 
 /// Programs of one vRNIC that look at its configuration while it has all the sessions that it may have. The oldest look
 /// ends for a new one.
@@ -49,6 +50,10 @@ const CROWDED_MAX_NS: u64 = 16_000_000_000;
 /// Rounds of looks, and nanoseconds of serving, between two looks at everything else.
 const LINGER_ROUNDS: u32 = 16;
 const LINGER_TURN_NS: u64 = 100_000;
+/// Descriptors of a session itself: its socket and its process.
+const SESSION_DESCRIPTORS: u64 = 2;
+/// How long the rest of a message may take, nanoseconds.
+const HALF_NS: u64 = 5_000_000_000;
 /// The group that always exists.
 const DEFAULT_GROUP: &str = "default";
 
@@ -64,8 +69,7 @@ struct Vrnic {
     sessions: usize,
     /// The log has it that there are too many sessions.
     full: bool,
-    budget: RegionBudget,
-    channels: ChannelBudget,
+    ledger: Ledger,
 }
 
 /// A session: the protocol engine, the device behind it, and the descriptors that are watched for it.
@@ -79,6 +83,7 @@ struct Session {
     lingers: bool,
     /// When commands of it were served last.
     served_ns: u64,
+    _ticket: Ticket,
 }
 
 /// A session whose control queue is looked at without a kick, and until when.
@@ -93,6 +98,7 @@ struct Looker {
     backend: Backend,
     sight: Sight,
     token: u64,
+    _ticket: Ticket,
 }
 
 struct Sight(Arc<Identity>);
@@ -119,7 +125,7 @@ struct Conn {
     kicks: HashMap<usize, Kick>,
     changed: HashMap<usize, Option<Arc<OwnedFd>>>,
     epoll: Arc<OwnedFd>,
-    channels: ChannelBudget,
+    ledger: Ledger,
 }
 
 struct Kick {
@@ -199,7 +205,10 @@ pub(crate) struct Control {
     crowded_until_ns: u64,
     crowded_ns: u64,
     wire: Option<Wire>,
-    channels: ChannelBudget,
+    /// What all vRNICs may hold.
+    ledger: Ledger,
+    /// Sessions that have sent a part of a message, and since when, nanoseconds.
+    half: Vec<(u64, u64)>,
 }
 
 type Answer = Result<Response, String>;
@@ -237,7 +246,8 @@ impl Control {
             crowded_until_ns: 0,
             crowded_ns: 0,
             wire,
-            channels: channels::budget(),
+            ledger: ledger::of_host(),
+            half: Vec::new(),
         })
     }
 
@@ -271,9 +281,8 @@ impl Control {
         ready();
         let mut events = [MaybeUninit::<epoll::Event>::uninit(); 64];
         loop {
-            const NOW: rustix::time::Timespec = rustix::time::Timespec { tv_sec: 0, tv_nsec: 0 };
-            let limit = (!self.lingering.is_empty()).then_some(&NOW);
-            let tokens: Vec<u64> = match epoll::wait(&self.epoll, &mut events, limit) {
+            let limit = self.wait_limit();
+            let tokens: Vec<u64> = match epoll::wait(&self.epoll, &mut events, limit.as_ref()) {
                 Ok((ready, _)) => ready.iter().map(|e| e.data.u64()).collect(),
                 Err(rustix::io::Errno::INTR) => continue,
                 Err(e) => return Err(e.into()),
@@ -300,6 +309,48 @@ impl Control {
                 }
             }
             self.linger();
+            self.end_half();
+        }
+    }
+
+    /// How long this thread may sleep.
+    fn wait_limit(&self) -> Option<rustix::time::Timespec> {
+        let after = |ns: u64| rustix::time::Timespec {
+            tv_sec: (ns / 1_000_000_000) as i64,
+            tv_nsec: (ns % 1_000_000_000) as i64,
+        };
+        if !self.lingering.is_empty() {
+            return Some(after(0));
+        }
+        let first = self.half.iter().map(|h| h.1).min()?;
+        Some(after((first + HALF_NS).saturating_sub(self.engine.now())))
+    }
+
+    /// A program has sent a part of a message, or all of it.
+    fn note_half(&mut self, id: u64, half: bool) {
+        let known = self.half.iter().position(|h| h.0 == id);
+        match (known, half) {
+            (None, true) => self.half.push((id, self.engine.now())),
+            (Some(at), false) => _ = self.half.swap_remove(at),
+            _ => {}
+        }
+    }
+
+    /// Ends the sessions of programs that have not sent the rest of a message for too long.
+    fn end_half(&mut self) {
+        if self.half.is_empty() {
+            return;
+        }
+        let now = self.engine.now();
+        let over: Vec<u64> = self.half.iter().filter(|h| now.saturating_sub(h.1) >= HALF_NS).map(|h| h.0).collect();
+        for id in over {
+            self.note_half(id, false);
+            self.end_look(id);
+            if let Some(s) = self.sessions.get(&id) {
+                tracing::debug!(session = id, vrnic = s.vrnic, "half a message came, and no more; the session ends");
+                self.close(id);
+                self.engine.after_command();
+            }
         }
     }
 
@@ -325,12 +376,13 @@ impl Control {
                 let max = v.limits.max_sessions;
                 tracing::warn!(vrnic = name, max, "too many programs; further ones get EUSERS (--max-sessions)");
             }
-            let sight = Sight(v.identity.clone());
-            return self.add_looker(name, sock, sight);
+            let (sight, ledger) = (Sight(v.identity.clone()), v.ledger.clone());
+            return self.add_looker(name, sock, sight, ledger);
         }
         let (rnic, engine) = (self.engine.rnic.clone(), self.engine.clone());
         let Some(device) = Device::new(rnic, v.identity.clone(), engine) else { return };
-        let (budget, channels) = (v.budget.clone(), v.channels.clone());
+        let ledger = v.ledger.clone();
+        let Some(ticket) = ledger.take(Resource::Descriptors, SESSION_DESCRIPTORS) else { return };
         let id = self.next_token;
         // The process may be gone while somebody else still holds its socket.
         let pidfd = rustix::net::sockopt::socket_peercred(&sock)
@@ -349,27 +401,36 @@ impl Control {
             v.sessions += 1;
         }
         self.engine.add_session(device.session(), device.events());
-        let backend = Backend::new(sock, abi::NUM_QUEUES as usize, budget);
+        let backend = Backend::new(sock, abi::NUM_QUEUES as usize, ledger.clone());
         let epoll = self.epoll.clone();
-        let conn = Conn { id, device, kicks: HashMap::new(), changed: HashMap::new(), epoll, channels };
-        self.sessions.insert(
-            id,
-            Session { vrnic: name.into(), backend, conn, _pidfd: pidfd, tokens, lingers: false, served_ns: 0 },
-        );
+        let conn = Conn { id, device, kicks: HashMap::new(), changed: HashMap::new(), epoll, ledger };
+        let session = Session {
+            vrnic: name.into(),
+            backend,
+            conn,
+            _pidfd: pidfd,
+            tokens,
+            lingers: false,
+            served_ns: 0,
+            _ticket: ticket,
+        };
+        self.sessions.insert(id, session);
     }
 
-    fn add_looker(&mut self, name: &str, sock: OwnedFd, sight: Sight) {
+    fn add_looker(&mut self, name: &str, sock: OwnedFd, sight: Sight, ledger: Ledger) {
         let mut others = self.lookers.iter().filter(|(_, l)| l.vrnic == name).map(|(&id, _)| id);
         if let (Some(oldest), true) = (others.next(), others.count() + 1 >= MAX_LOOKERS) {
             self.end_look(oldest);
         }
+        let Some(ticket) = ledger.take(Resource::Descriptors, 1) else { return };
         let id = self.next_token;
         let Ok(token) = self.watch(sock.as_fd(), Source::Socket(id), false) else { return };
-        let backend = Backend::look_only(sock, Refusal::TooManyUsers);
-        self.lookers.insert(id, Looker { vrnic: name.into(), backend, sight, token });
+        let backend = Backend::look_only(sock, ledger, Refusal::TooManyUsers);
+        self.lookers.insert(id, Looker { vrnic: name.into(), backend, sight, token, _ticket: ticket });
     }
 
     fn end_look(&mut self, id: u64) {
+        self.note_half(id, false);
         if let Some(l) = self.lookers.remove(&id) {
             self.sources.remove(&l.token);
         }
@@ -377,7 +438,10 @@ impl Control {
 
     fn on_socket(&mut self, id: u64) {
         if let Some(l) = self.lookers.get_mut(&id) {
-            if !matches!(l.backend.on_readable(&mut l.sight, BURST), Ok(Progress::Open)) {
+            let open = matches!(l.backend.on_readable(&mut l.sight, BURST), Ok(Progress::Open));
+            let half = l.backend.is_half();
+            self.note_half(id, open && half);
+            if !open {
                 self.end_look(id);
             }
             return;
@@ -390,7 +454,8 @@ impl Control {
             self.engine.remove_session(before);
             self.engine.add_session(after, s.conn.device.events());
         }
-        let changed = std::mem::take(&mut s.conn.changed);
+        let (changed, half) = (std::mem::take(&mut s.conn.changed), s.backend.is_half());
+        self.note_half(id, half);
         // A queue that begins, or begins again, may hold commands that nobody kicks for.
         let control = changed.contains_key(&(abi::VQ_CONTROL as usize));
         for (vring, fd) in changed {
@@ -538,6 +603,7 @@ impl Control {
 
     /// Ends a session and frees all that it had.
     fn close(&mut self, id: u64) {
+        self.note_half(id, false);
         let Some(s) = self.sessions.remove(&id) else { return };
         for t in &s.tokens {
             self.sources.remove(t);

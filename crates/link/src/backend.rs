@@ -10,7 +10,8 @@ use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use vhost::vhost_user::message::{FrontendReq, VhostUserProtocolFeatures as Proto};
 use zerocopy::{FromBytes, IntoBytes};
 
-use crate::memory::{Memory, RegionBudget, RegionDesc};
+use crate::ledger::{Ledger, Resource, Ticket};
+use crate::memory::{Memory, RegionDesc};
 use crate::msg::{self, Message, NEED_REPLY, REPLY, Receiver, VERSION};
 use crate::{VHOST_USER_F_PROTOCOL_FEATURES, VIRTIO_F_VERSION_1};
 
@@ -36,7 +37,11 @@ pub struct Vring {
     pub call: Option<OwnedFd>,
     pub enabled: bool,
     pub addressed: bool,
+    tickets: [Option<Ticket>; 2],
 }
+
+/// Descriptors that a kick or call costs: the device has a copy of its own.
+const COPIES: u64 = 2;
 
 /// What a device does when the link changes.
 pub trait Handler {
@@ -93,6 +98,7 @@ pub struct Backend {
     status: u64,
     /// All but a look at the configuration is refused, with this code.
     refuses: Option<Refusal>,
+    ledger: Ledger,
 }
 
 /// The answer to a request that is refused: not 0, as vhost-user demands. Beyond that the value is between the virtual
@@ -131,15 +137,21 @@ struct Addr {
 }
 
 impl Backend {
-    /// Serves `sock`, which must be non-blocking, with `queues` vrings. Its regions count in `budget`.
-    pub fn new(sock: OwnedFd, queues: usize, budget: RegionBudget) -> Self {
+    /// Serves `sock`, which must be non-blocking, with `queues` vrings. What it holds is on the account of `ledger`.
+    pub fn new(sock: OwnedFd, queues: usize, ledger: Ledger) -> Self {
         let vrings = (0..queues).map(|_| Vring::default()).collect();
-        Backend { sock, rx: Receiver::default(), memory: Memory::new(budget), vrings, status: 0, refuses: None }
+        let rx = Receiver::new(ledger.clone());
+        Backend { sock, rx, memory: Memory::new(ledger.clone()), vrings, status: 0, refuses: None, ledger }
     }
 
     /// Serves `sock` for a frontend that may only look at the configuration space.
-    pub fn look_only(sock: OwnedFd, why: Refusal) -> Self {
-        Backend { refuses: Some(why), ..Self::new(sock, 0, RegionBudget::default()) }
+    pub fn look_only(sock: OwnedFd, ledger: Ledger, why: Refusal) -> Self {
+        Backend { refuses: Some(why), ..Self::new(sock, 0, ledger) }
+    }
+
+    /// True if a part of a message has come, and the rest has not.
+    pub fn is_half(&self) -> bool {
+        self.rx.is_half()
     }
 
     /// The socket, to be polled for input.
@@ -301,10 +313,12 @@ impl Backend {
                 if fd.as_ref().is_some_and(|fd| !is_eventfd(fd)) {
                     return Err("the descriptor is no eventfd".into());
                 }
+                let ticket = self.ledger.take(Resource::Descriptors, if fd.is_some() { COPIES } else { 0 });
+                let ticket = ticket.ok_or("the vRNIC holds too many descriptors")?;
                 let ring = self.vring(index)?;
                 match req {
-                    R::SET_VRING_KICK => ring.kick = fd,
-                    R::SET_VRING_CALL => ring.call = fd,
+                    R::SET_VRING_KICK => (ring.kick, ring.tickets[0]) = (fd, Some(ticket)),
+                    R::SET_VRING_CALL => (ring.call, ring.tickets[1]) = (fd, Some(ticket)),
                     _ => return Ok(None),
                 }
                 self.changed(h, index)

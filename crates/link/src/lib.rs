@@ -6,18 +6,18 @@
 //! refused request must never end a session by itself: it is answered.
 
 mod backend;
-mod channel;
 mod driver_queue;
 mod frontend;
+mod ledger;
 mod memory;
 mod msg;
 mod signal;
 
 pub use backend::{Backend, Handler, Progress, Refusal, Vring};
-pub use channel::{ChannelBudget, ChannelTicket};
 pub use driver_queue::{DriverQueue, Segment};
 pub use frontend::Frontend;
-pub use memory::{MAX_REGIONS, Memory, PROCESS_LIMIT, Refused, Region, RegionBudget, RegionDesc};
+pub use ledger::{Ledger, Resource, Ticket};
+pub use memory::{MAX_REGIONS, Memory, PROCESS_LIMIT, Refused, Region, RegionDesc};
 pub use msg::{CLOSE_CHANNEL, MAX_FDS, MAX_PAYLOAD, Message, OPEN_CHANNEL, RETURN_EVENTS, Receiver, send};
 pub use signal::signal;
 pub use unirdma_mem::fds;

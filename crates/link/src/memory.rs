@@ -6,17 +6,16 @@
 
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::sync::Arc;
-use std::sync::atomic::{AtomicUsize, Ordering};
 
-use unirdma_mem::{MapError, ProcMem, Span, map_file, map_pieces};
+use unirdma_mem::{ProcMem, Span, is_memory, map_pieces};
 use vm_memory::mmap::MmapRegionBuilder;
 use vm_memory::{GuestAddress, GuestMemoryMmap, GuestRegionMmap};
 use zerocopy::{FromBytes, Immutable, IntoBytes, KnownLayout};
 
+use crate::ledger::{Ledger, Resource, Ticket};
+
 /// Most regions of one session.
 pub const MAX_REGIONS: usize = 1024;
-/// Most regions of all sessions that share a [`RegionBudget`].
-pub const MAX_SHARED_REGIONS: usize = 4096;
 /// Bus addresses below this are a process's own; a mapped region of a process lies above.
 pub const PROCESS_LIMIT: u64 = 1 << 47;
 
@@ -34,27 +33,6 @@ pub struct RegionDesc {
     pub mmap_offset: u64,
 }
 
-/// Counts the regions of all sessions of one vRNIC: each holds a descriptor and a mapping of the host.
-#[derive(Clone, Debug, Default)]
-pub struct RegionBudget(Arc<AtomicUsize>);
-
-/// One region's share of a budget.
-struct Ticket(RegionBudget);
-
-impl RegionBudget {
-    fn take(&self) -> Option<Ticket> {
-        let ticket = Ticket(self.clone());
-        // Counted before it is checked, so that a refusal gives its own count back.
-        (self.0.fetch_add(1, Ordering::Relaxed) < MAX_SHARED_REGIONS).then_some(ticket)
-    }
-}
-
-impl Drop for Ticket {
-    fn drop(&mut self) {
-        self.0.0.fetch_sub(1, Ordering::Relaxed);
-    }
-}
-
 /// Why a region was refused.
 #[derive(Debug)]
 pub enum Refused {
@@ -62,8 +40,10 @@ pub enum Refused {
     Range,
     /// No such region.
     Unknown,
-    /// [`MAX_REGIONS`] or [`MAX_SHARED_REGIONS`] are there.
+    /// [`MAX_REGIONS`] are there.
     TooMany,
+    /// The vRNIC, or its host, holds too much: the ledger says of what.
+    Exhausted(Resource),
     /// The file cannot be used.
     File(String),
 }
@@ -74,8 +54,11 @@ impl std::fmt::Display for Refused {
             Refused::Range => write!(f, "the range is empty, wraps, or overlaps another region"),
             Refused::Unknown => write!(f, "there is no such region"),
             Refused::TooMany => {
-                write!(f, "a session has at most {MAX_REGIONS} regions, a vRNIC {MAX_SHARED_REGIONS}")
+                write!(f, "a session has at most {MAX_REGIONS} regions")
             }
+            Refused::Exhausted(Resource::Descriptors) => write!(f, "the vRNIC holds too many descriptors"),
+            Refused::Exhausted(Resource::Mappings) => write!(f, "the vRNIC has too many mappings"),
+            Refused::Exhausted(Resource::AddressSpace) => write!(f, "the vRNIC has mapped too many bytes"),
             Refused::File(e) => write!(f, "{e}"),
         }
     }
@@ -93,6 +76,7 @@ pub struct Region {
     /// As it was announced.
     pub desc: RegionDesc,
     kind: Kind,
+    /// For its descriptor.
     _ticket: Ticket,
 }
 
@@ -101,34 +85,38 @@ pub struct Region {
 pub struct Memory {
     regions: Vec<Arc<Region>>,
     next_id: u64,
-    budget: RegionBudget,
+    ledger: Ledger,
+}
+
+/// Leave for a mapping of so many pieces and bytes.
+fn map_tickets(ledger: &Ledger, pieces: usize, bytes: u64) -> Result<[Ticket; 2], Refused> {
+    let take = |resource, n| ledger.take(resource, n).ok_or(Refused::Exhausted(resource));
+    Ok([take(Resource::Mappings, pieces as u64)?, take(Resource::AddressSpace, bytes)?])
 }
 
 impl Region {
-    fn new(id: u64, desc: RegionDesc, fd: OwnedFd, ticket: Ticket) -> Result<Self, Refused> {
-        let file = |e: MapError| Refused::File(e.to_string());
-        let kind = match map_file(fd.as_fd(), desc.mmap_offset, desc.size) {
-            Ok(span) => {
-                let owner = span.clone();
-                // SAFETY: the pointer comes from a live mapping of that length; the region that is
-                // built is kept beside `span`, which keeps the mapping.
-                let raw = unsafe {
-                    MmapRegionBuilder::new(span.len())
-                        .with_raw_mmap_pointer(owner.addr() as *mut u8)
-                        .with_mmap_prot(3)
-                        .with_mmap_flags(1)
-                        .build()
-                };
-                let raw = raw.map_err(|e| Refused::File(e.to_string()))?;
-                let guest = GuestRegionMmap::new(raw, GuestAddress(desc.bus_addr)).ok_or(Refused::Range)?;
-                Kind::Mapped { span, fd, guest: Arc::new(guest) }
-            }
-            Err(MapError::NotMemory)
-                if desc.bus_addr + desc.size <= PROCESS_LIMIT && desc.mmap_offset == desc.bus_addr =>
-            {
-                Kind::Process(ProcMem::from_fd(fd).map_err(|e| Refused::File(e.to_string()))?)
-            }
-            Err(e) => return Err(file(e)),
+    fn new(id: u64, desc: RegionDesc, fd: OwnedFd, ledger: &Ledger) -> Result<Self, Refused> {
+        let file = |e: &dyn std::fmt::Display| Refused::File(e.to_string());
+        let ticket = ledger.take(Resource::Descriptors, 1).ok_or(Refused::Exhausted(Resource::Descriptors))?;
+        let may_be_process = desc.bus_addr + desc.size <= PROCESS_LIMIT && desc.mmap_offset == desc.bus_addr;
+        let kind = if may_be_process && !is_memory(fd.as_fd()) {
+            Kind::Process(ProcMem::from_fd(fd).map_err(|e| file(&e))?)
+        } else {
+            let hold = map_tickets(ledger, 1, desc.size)?;
+            let span =
+                map_pieces(&[(fd.as_fd(), desc.mmap_offset, desc.size)], Box::new(hold)).map_err(|e| file(&e))?;
+            // SAFETY: the pointer comes from a live mapping of that length; the region that is
+            // built is kept beside `span`, which keeps the mapping.
+            let raw = unsafe {
+                MmapRegionBuilder::new(span.len())
+                    .with_raw_mmap_pointer(span.addr() as *mut u8)
+                    .with_mmap_prot(3)
+                    .with_mmap_flags(1)
+                    .build()
+            };
+            let raw = raw.map_err(|e| file(&e))?;
+            let guest = GuestRegionMmap::new(raw, GuestAddress(desc.bus_addr)).ok_or(Refused::Range)?;
+            Kind::Mapped { span, fd, guest: Arc::new(guest) }
         };
         Ok(Region { id, desc, kind, _ticket: ticket })
     }
@@ -163,9 +151,9 @@ impl Region {
 }
 
 impl Memory {
-    /// Memory without regions, counted in `budget`.
-    pub fn new(budget: RegionBudget) -> Self {
-        Memory { budget, ..Memory::default() }
+    /// Memory without regions, on this account.
+    pub fn new(ledger: Ledger) -> Self {
+        Memory { ledger, ..Memory::default() }
     }
 
     /// Regions, sorted by bus address.
@@ -191,8 +179,7 @@ impl Memory {
         if desc.size == 0 || !free {
             return Err(Refused::Range);
         }
-        let ticket = self.budget.take().ok_or(Refused::TooMany)?;
-        let region = Region::new(self.next_id, desc, fd, ticket)?;
+        let region = Region::new(self.next_id, desc, fd, &self.ledger)?;
         self.next_id += 1;
         self.regions.insert(at, Arc::new(region));
         Ok(())
@@ -248,7 +235,7 @@ impl Memory {
     /// those regions. Ranges after the first must begin, and before the last must end, at a page.
     ///
     /// # Errors
-    /// [`Refused::Range`] if a range is not mapped memory of this session.
+    /// [`Refused::Range`] if a range is not mapped memory of this session, [`Refused::Exhausted`].
     pub fn gather(&self, ranges: &[(u64, u64)]) -> Result<(Span, Vec<u64>), Refused> {
         if let &[(addr, len)] = ranges
             && let Some(span) = self.span(addr, len)
@@ -283,7 +270,8 @@ impl Memory {
             p.2 += slack;
         }
         let plain: Vec<_> = pieces.iter().map(|&(fd, off, len, _)| (fd, off, len)).collect();
-        let whole = map_pieces(&plain).map_err(|e| Refused::File(e.to_string()))?;
+        let hold = map_tickets(&self.ledger, plain.len(), plain.iter().map(|p| p.2).sum())?;
+        let whole = map_pieces(&plain, Box::new(hold)).map_err(|e| Refused::File(e.to_string()))?;
         let len = whole.len() as u64 - slack;
         Ok((whole.sub(slack, len).ok_or(Refused::Range)?, ids))
     }
@@ -301,6 +289,7 @@ impl Memory {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use std::sync::atomic::Ordering;
     use unirdma_mem::MemFd;
 
     fn add(m: &mut Memory, f: &MemFd, bus: u64, off: u64, size: u64) -> Result<(), Refused> {
@@ -325,17 +314,34 @@ mod tests {
     }
 
     #[test]
-    fn a_budget_is_shared_and_given_back() {
-        let f = MemFd::new(c"t", 4096).unwrap();
-        let budget = RegionBudget::default();
-        let mut all: Vec<Memory> = (0..5).map(|_| Memory::new(budget.clone())).collect();
-        for i in 0..MAX_SHARED_REGIONS as u64 {
-            add(&mut all[i as usize / MAX_REGIONS], &f, (i + 1) << 20, 0, 4096).unwrap();
+    fn what_regions_hold_is_on_the_account_as_long_as_it_is_held() {
+        let f = MemFd::new(c"t", 4 * 4096).unwrap();
+        let host = Ledger::of_host([20, 16, 1 << 20]);
+        let ledger = host.for_vrnic([None; 3]);
+        let used = |l: &Ledger| Resource::ALL.map(|r| l.usage(r).0);
+        let (mut one, mut other) = (Memory::new(ledger.clone()), Memory::new(ledger.clone()));
+        for i in 0..4 {
+            add(&mut one, &f, (i + 1) << 20, i * 4096, 4096).unwrap();
+            add(&mut other, &f, (i + 1) << 20, 0, 8192).unwrap();
         }
-        let last = &mut all[4];
-        assert!(matches!(add(last, &f, 1 << 60, 0, 4096), Err(Refused::TooMany)));
-        all[0].clear();
-        add(&mut all[4], &f, 1 << 60, 0, 4096).unwrap();
+        assert_eq!(used(&ledger), [8, 8, 4 * (4096 + 8192)]);
+        let too_many = add(&mut other, &f, 9 << 20, 0, 4096);
+        assert!(matches!(too_many, Err(Refused::Exhausted(Resource::Mappings))));
+        assert_eq!(used(&ledger)[0], 8, "what was refused is not counted");
+        other.clear();
+        // A window over several regions is a mapping of its own, for as long as somebody has it.
+        let (window, _) = one.gather(&[(1 << 20, 4096), (3 << 20, 4096), (2 << 20, 4096)]).unwrap();
+        assert_eq!(used(&ledger), [4, 7, 4 * 4096 + 3 * 4096]);
+        let part = window.sub(0, 8).unwrap();
+        drop(window);
+        one.clear();
+        assert_eq!(used(&ledger), [0, 3, 3 * 4096]);
+        drop(part);
+        assert_eq!(used(&ledger), [0; 3]);
+        let small = host.for_vrnic([None, None, Some(8192)]);
+        let mut third = Memory::new(small);
+        add(&mut third, &f, 1 << 20, 0, 8192).unwrap();
+        assert!(matches!(add(&mut third, &f, 2 << 20, 0, 4096), Err(Refused::Exhausted(Resource::AddressSpace))));
     }
 
     #[test]

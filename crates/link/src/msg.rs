@@ -9,6 +9,8 @@ use rustix::net::{
     recvmsg, sendmsg,
 };
 
+use crate::ledger::{Ledger, Resource, Ticket};
+
 /// Longest payload that is taken apart, in bytes.
 pub const MAX_PAYLOAD: usize = 4096;
 /// Longest payload that is read over and answered with an error; beyond it the stream is lost.
@@ -51,9 +53,22 @@ pub struct Receiver {
     have: usize,
     payload: Vec<u8>,
     fds: Vec<OwnedFd>,
+    /// Who holds the descriptors of a message that is not whole yet.
+    ledger: Ledger,
+    tickets: Vec<Ticket>,
 }
 
 impl Receiver {
+    /// A receiver on this account.
+    pub fn new(ledger: Ledger) -> Self {
+        Receiver { ledger, ..Receiver::default() }
+    }
+
+    /// True if a part of a message has come.
+    pub fn is_half(&self) -> bool {
+        self.have > 0
+    }
+
     fn word(&self, i: usize) -> u32 {
         u32::from_ne_bytes([self.head[i], self.head[i + 1], self.head[i + 2], self.head[i + 3]])
     }
@@ -61,7 +76,8 @@ impl Receiver {
     /// Reads what is there; `Ok(None)` at the end of the stream.
     ///
     /// # Errors
-    /// `WouldBlock` until a message is whole; `InvalidData` when the stream cannot be followed any more.
+    /// `WouldBlock` until a message is whole; `InvalidData` when the stream cannot be followed any more, or more descriptors come
+    /// than a message or the account may have.
     pub fn receive(&mut self, sock: BorrowedFd<'_>) -> io::Result<Option<Message>> {
         while self.have < HEADER {
             let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(MAX_FDS))];
@@ -70,7 +86,13 @@ impl Receiver {
             let got = recvmsg(sock, &mut iov, &mut control, RecvFlags::CMSG_CLOEXEC)?;
             for m in control.drain() {
                 if let RecvAncillaryMessage::ScmRights(fds) = m {
+                    let before = self.fds.len();
                     self.fds.extend(fds);
+                    let new = self.fds.len() - before;
+                    let ticket = self.ledger.take(Resource::Descriptors, new as u64);
+                    self.tickets.push(ticket.filter(|_| self.fds.len() <= MAX_FDS).ok_or_else(|| {
+                        io::Error::new(io::ErrorKind::InvalidData, "too many descriptors beside a message")
+                    })?);
                 }
             }
             if got.bytes == 0 {
@@ -95,6 +117,7 @@ impl Receiver {
             }
         }
         self.have = 0;
+        self.tickets.clear();
         let mut payload = std::mem::take(&mut self.payload);
         let oversized = size > MAX_PAYLOAD;
         payload.truncate(MAX_PAYLOAD);

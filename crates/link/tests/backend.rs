@@ -9,8 +9,8 @@ use std::os::unix::net::UnixStream;
 
 use rustix::event::{EventfdFlags, eventfd};
 use unirdma_link::{
-    Backend, CLOSE_CHANNEL, Handler, MAX_FDS, MAX_PAYLOAD, MAX_REGIONS, Memory, OPEN_CHANNEL, Progress, RETURN_EVENTS,
-    Receiver, Refusal, RegionBudget, VHOST_USER_F_PROTOCOL_FEATURES, VIRTIO_F_VERSION_1, Vring, send,
+    Backend, CLOSE_CHANNEL, Handler, Ledger, MAX_FDS, MAX_PAYLOAD, MAX_REGIONS, Memory, OPEN_CHANNEL, Progress,
+    RETURN_EVENTS, Receiver, Refusal, VHOST_USER_F_PROTOCOL_FEATURES, VIRTIO_F_VERSION_1, Vring, send,
 };
 use unirdma_mem::MemFd;
 use vhost::vhost_user::message::FrontendReq as R;
@@ -98,7 +98,7 @@ const REFUSED: u64 = Refusal::Other as u64;
 
 impl Session {
     fn new() -> Self {
-        Self::with(|sock| Backend::new(sock, QUEUES as usize, RegionBudget::default()))
+        Self::with(|sock| Backend::new(sock, QUEUES as usize, Ledger::default()))
     }
 
     fn with(make: impl FnOnce(OwnedFd) -> Backend) -> Self {
@@ -376,7 +376,7 @@ fn a_session_too_many_may_look_at_the_device_only() {
         R::GET_QUEUE_NUM,
         R::GET_CONFIG,
     ];
-    let mut s = Session::with(|sock| Backend::look_only(sock, Refusal::TooManyUsers));
+    let mut s = Session::with(|sock| Backend::look_only(sock, Ledger::default(), Refusal::TooManyUsers));
     for c in cases() {
         let answer = s.ask(c.request, NEED_REPLY, &c.payload, &(c.fds)());
         let refused = answer == number(Refusal::TooManyUsers as u64);

@@ -19,7 +19,7 @@ mod ring;
 mod span;
 mod transfer;
 
-pub use map::{MapError, MemFd, map_file, map_pieces, set_size};
+pub use map::{MapError, MemFd, is_memory, map_file, map_pieces, set_size};
 pub use proc::ProcMem;
 pub use ring::{Bell, CqRing, CqTail, QpRings, RingError};
 pub use span::Span;

@@ -1,5 +1,6 @@
 //! Mappings of files that somebody else owns, and memory files of our own.
 
+use std::any::Any;
 use std::ffi::CStr;
 use std::io;
 use std::os::fd::{AsFd, BorrowedFd};
@@ -46,6 +47,8 @@ struct Mapping {
     len: usize,
     /// Where it stands among those whose faults are survived, once it does.
     slot: Option<Slot>,
+    /// Kept as long as the mapping, for whoever asked for it.
+    _hold: Box<dyn Any + Send + Sync>,
 }
 
 // SAFETY: owns an address range and nothing else; unmapping works from any thread.
@@ -66,7 +69,7 @@ fn page() -> u64 {
 }
 
 /// Reserves addresses: `len` bytes from a multiple of `align` on, both whole pages.
-fn reserve(len: usize, align: usize) -> Result<Mapping, MapError> {
+fn reserve(len: usize, align: usize, hold: Box<dyn Any + Send + Sync>) -> Result<Mapping, MapError> {
     let slack = align - page() as usize;
     let all = len.checked_add(slack).ok_or(MapError::BadRange)?;
     let flags = MapFlags::PRIVATE | MapFlags::NORESERVE;
@@ -83,7 +86,7 @@ fn reserve(len: usize, align: usize) -> Result<Mapping, MapError> {
         }
     }
     let ptr = NonNull::new(p.cast::<u8>().wrapping_add(before)).ok_or(MapError::BadRange)?;
-    Ok(Mapping { ptr, len, slot: None })
+    Ok(Mapping { ptr, len, slot: None, _hold: hold })
 }
 
 /// Bytes of a page of a file that is memory (tmpfs, memfd, hugetlbfs), so that touching it cannot wait for a file server; `None` if it is
@@ -99,20 +102,25 @@ fn page_of(fd: BorrowedFd<'_>) -> Option<u64> {
     }
 }
 
+/// True if `fd` is memory that can be mapped.
+pub fn is_memory(fd: BorrowedFd<'_>) -> bool {
+    page_of(fd).is_some()
+}
+
 /// Maps bytes `[off, off + len)` of a memory file that a peer sent.
 ///
 /// # Errors
 /// See [`MapError`]. `off` must be page aligned.
 pub fn map_file(fd: BorrowedFd<'_>, off: u64, len: u64) -> Result<Span, MapError> {
-    map_pieces(&[(fd, off, len)])
+    map_pieces(&[(fd, off, len)], Box::new(()))
 }
 
 /// Maps pieces of memory files one after the other into one contiguous window (U20). All but the last
-/// must be whole pages of their files long.
+/// must be whole pages of their files long. `hold` is kept as long as the window is mapped.
 ///
 /// # Errors
 /// See [`MapError`].
-pub fn map_pieces(pieces: &[(BorrowedFd<'_>, u64, u64)]) -> Result<Span, MapError> {
+pub fn map_pieces(pieces: &[(BorrowedFd<'_>, u64, u64)], hold: Box<dyn Any + Send + Sync>) -> Result<Span, MapError> {
     let (mut total, mut room, mut align) = (0u64, 0u64, page());
     for (i, &(fd, off, len)) in pieces.iter().enumerate() {
         let unit = page_of(fd).ok_or(MapError::NotMemory)?;
@@ -129,7 +137,7 @@ pub fn map_pieces(pieces: &[(BorrowedFd<'_>, u64, u64)]) -> Result<Span, MapErro
         total = total.checked_add(len).ok_or(MapError::BadRange)?;
     }
     let usable = |n: u64| usize::try_from(n).map_err(|_| MapError::BadRange);
-    let mut mapping = reserve(usable(room)?, usable(align)?)?;
+    let mut mapping = reserve(usable(room)?, usable(align)?, hold)?;
     let mut at = mapping.ptr.as_ptr();
     for &(fd, off, len) in pieces {
         // SAFETY: replaces a part of the range that `mapping` reserved and owns.
@@ -230,7 +238,7 @@ mod tests {
         for i in 0..3u32 {
             f.span().store32(i as usize * 4096, i + 1, Ordering::Relaxed);
         }
-        let m = map_pieces(&[(f.fd(), 8192, 4096), (f.fd(), 0, 4096), (f.fd(), 4096, 100)]).unwrap();
+        let m = map_pieces(&[(f.fd(), 8192, 4096), (f.fd(), 0, 4096), (f.fd(), 4096, 100)], Box::new(())).unwrap();
         assert_eq!(m.len(), 8292);
         let at = |o| m.load32(o, Ordering::Relaxed);
         assert_eq!((at(0), at(4096), at(8192)), (3, 1, 2));

@@ -164,3 +164,78 @@ fn buffers_that_hold_nothing_are_not_taken_for_ever() {
         over.store(true, SeqCst);
     });
 }
+
+/// Descriptors beside each byte of a header that never ends.
+#[test]
+fn descriptors_beside_half_a_message_are_few_and_not_for_ever() {
+    use rustix::net::{SendAncillaryBuffer, SendAncillaryMessage, SendFlags, sendmsg};
+    use std::io::{IoSlice, Read};
+    use std::os::unix::net::UnixStream;
+    let scene = Scene::new();
+    let event = eventfd(0, EventfdFlags::CLOEXEC).unwrap();
+    let part = |s: &UnixStream, fds: usize| {
+        let many = vec![event.as_fd(); fds];
+        let mut space = [std::mem::MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(32))];
+        let mut control = SendAncillaryBuffer::new(&mut space);
+        assert!(control.push(SendAncillaryMessage::ScmRights(&many)));
+        sendmsg(s, &[IoSlice::new(&[0])], &mut control, SendFlags::NOSIGNAL)
+    };
+    let open = || std::fs::read_dir("/proc/self/fd").unwrap().count();
+    let before = open();
+    let mut ends = |s: &UnixStream| s.try_clone().unwrap().read(&mut [0]).map_or(true, |n| n == 0);
+    let s = UnixStream::connect(&scene.evil).unwrap();
+    let _ = part(&s, 30).and_then(|_| part(&s, 30));
+    assert!(ends(&s), "more descriptors than a message may have");
+    // As many sessions as there may be, each with as many descriptors as it may.
+    let sessions: Vec<UnixStream> = (0..500).map(|_| UnixStream::connect(&scene.evil).unwrap()).collect();
+    let began = Instant::now();
+    sessions.iter().for_each(|s| _ = part(s, 32));
+    scene.check();
+    let _next = Program::new(&scene.host.add("c", "10.0.0.4"), 4096);
+    assert!(sessions.iter().all(&mut ends), "nobody sends the rest");
+    assert!(began.elapsed() < Duration::from_secs(30) && began.elapsed() > Duration::from_secs(2));
+    drop(sessions);
+    scene.check_that_the_liar_has_lost();
+    assert!(open() < before + 100, "{} descriptors, {before} before", open());
+}
+
+/// Sparse files take addresses and no memory.
+#[test]
+fn regions_leave_addresses_for_others() {
+    let scene = Scene::new();
+    let mut h = Hostile::new(&scene.evil);
+    let file = truncatable(1 << 42);
+    let taken = (0..200).take_while(|&i| h.frontend.add_region(region(AT + (i << 42), 1 << 42), file.as_fd()).is_ok());
+    let taken = taken.count();
+    assert!((4..=24).contains(&taken), "{taken} regions of 4 TiB");
+    let _other = Program::new(&scene.host.add("c", "10.0.0.4"), 1 << 20);
+    scene.check();
+}
+
+/// Page lists whose pages do not lie side by side: each takes mappings.
+#[test]
+fn page_lists_leave_mappings_for_others() {
+    const PAGES: usize = 20_000;
+    let scene = Scene::new();
+    let mut s = Scripted::new(&scene.evil);
+    let file = truncatable(PAGES as u64 * 8192);
+    s.hostile.frontend.add_region(region(AT, PAGES as u64 * 8192), file.as_fd()).unwrap();
+    let list = s.alloc(PAGES as u64 * 8);
+    for i in 0..PAGES {
+        s.hostile.memory().write(list as usize + 8 * i, (AT + 8192 * i as u64).as_bytes());
+    }
+    let bytes = PAGES as u64 * 4096;
+    let request =
+        abi::RegUserMrReq { pages_addr: s.hostile.bus(list), npages: PAGES as u32, ..s.mr_request(AT, bytes) };
+    let mut made = 0;
+    let refused = loop {
+        match s.hostile.command(abi::Command::RegUserMr as u8, request.as_bytes()).0 {
+            0 => made += 1,
+            status => break status,
+        }
+        assert!(made < 10, "{made} lists");
+    };
+    assert_eq!((made, refused), (1, abi::Status::Exhausted as u8));
+    let _other = Program::new(&scene.host.add("c", "10.0.0.4"), 1 << 20);
+    scene.check();
+}

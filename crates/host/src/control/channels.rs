@@ -8,10 +8,9 @@ use std::sync::Arc;
 
 use rustix::event::epoll;
 use rustix::net::{AddressFamily, Shutdown, SocketFlags, SocketType, shutdown, socketpair};
-use rustix::process::{Resource, Rlimit, getrlimit, setrlimit};
 use unirdma_abi as abi;
 use unirdma_device::queue_of_channel;
-use unirdma_link::ChannelBudget;
+use unirdma_link::Resource;
 
 use super::{Conn, Control};
 
@@ -32,21 +31,6 @@ fn token(session: u64, index: u32) -> u64 {
 pub(super) fn of_token(token: u64) -> Option<(u64, u32)> {
     let mask = (1 << INDEX_BITS) - 1;
     (token & TOKEN != 0).then_some(((token & !TOKEN) >> INDEX_BITS, (token & mask) as u32))
-}
-
-/// The budget of all vRNICs, by the descriptors that this process may open.
-pub(super) fn budget() -> ChannelBudget {
-    let limit = getrlimit(Resource::Nofile).current.and_then(|n| usize::try_from(n).ok());
-    ChannelBudget::of_host(limit.unwrap_or(usize::MAX))
-}
-
-/// Lets this process open as many descriptors as it may.
-pub(crate) fn raise_limit() {
-    let limit = getrlimit(Resource::Nofile);
-    let raised = setrlimit(Resource::Nofile, Rlimit { current: limit.maximum, maximum: limit.maximum });
-    if let Err(error) = raised {
-        tracing::debug!(%error, "the limit on descriptors stays as it is");
-    }
 }
 
 /// A pair of sockets: ours, and that of the process.
@@ -77,7 +61,8 @@ pub(super) fn open(conn: &mut Conn, number: u32) -> Result<OwnedFd, String> {
 
 fn open_events(conn: &Conn, number: u32) -> Result<OwnedFd, String> {
     let index = queue_of_channel(number).ok_or_else(|| format!("there is no channel {number:#x}"))?;
-    let ticket = conn.channels.take().ok_or("this vRNIC or this host has too many event channels")?;
+    let ticket =
+        conn.ledger.take(Resource::Descriptors, 1).ok_or("this vRNIC or this host has too many event channels")?;
     let (ours, theirs) = pair(SocketType::SEQPACKET)?;
     // Nothing comes by it.
     shutdown(&ours, Shutdown::Read).map_err(|e| e.to_string())?;

@@ -143,8 +143,7 @@ impl Control {
             attached: None,
             sessions: 0,
             full: false,
-            budget: RegionBudget::default(),
-            channels: self.channels.for_vrnic(),
+            ledger: self.ledger.for_vrnic([None; 3]),
         };
         self.vrnics.insert(add.name.clone(), v);
         // Somebody may have waited for an address.

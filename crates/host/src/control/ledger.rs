@@ -1,0 +1,31 @@
+//! What the vRNICs of this host may hold, by the limits of this process.
+
+use rustix::process::{Resource, Rlimit, getrlimit, setrlimit};
+use unirdma_link::Ledger;
+
+/// Descriptors that the virtual layer keeps for itself: listeners, administration, ports, logs.
+const OWN_DESCRIPTORS: u64 = 512;
+/// Mappings that it keeps for itself: code, threads, heaps.
+const OWN_MAPPINGS: u64 = 4096;
+/// What the kernel allows if it does not say.
+const MAP_COUNT: u64 = 65_530;
+/// Bytes of addresses for all vRNICs, of the 2^47 that a process has.
+const ADDRESSES: u64 = 96 << 40;
+
+/// The account of the host.
+pub(super) fn of_host() -> Ledger {
+    let descriptors = getrlimit(Resource::Nofile).current.unwrap_or(u64::MAX);
+    let mappings = std::fs::read_to_string("/proc/sys/vm/max_map_count").ok().and_then(|s| s.trim().parse().ok());
+    let left = |all: u64, own: u64| all.saturating_sub(own).max(all / 2);
+    let mappings = left(mappings.unwrap_or(MAP_COUNT), OWN_MAPPINGS).min(unirdma_mem::guard::MAX_MAPPINGS as u64);
+    Ledger::of_host([left(descriptors, OWN_DESCRIPTORS), mappings, ADDRESSES])
+}
+
+/// Lets this process open as many descriptors as it may.
+pub(crate) fn raise_limit() {
+    let limit = getrlimit(Resource::Nofile);
+    let raised = setrlimit(Resource::Nofile, Rlimit { current: limit.maximum, maximum: limit.maximum });
+    if let Err(error) = raised {
+        tracing::debug!(%error, "the limit on descriptors stays as it is");
+    }
+}

@@ -1,0 +1,151 @@
+//! The ledger: an account for each vRNIC of what it makes the virtual layer hold of things that are few and everybody's.
+//!
+//! Besides what an operator allows it, a vRNIC may have half of what the others leave. So one vRNIC has half at most, the next one half of
+//! the rest, and so on: however many vRNICs take all that they can, another one gets something too.
+
+use std::sync::Arc;
+use std::sync::atomic::{AtomicU64, Ordering};
+
+/// What accounts count.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Resource {
+    /// File descriptors: sockets, regions, event channels, kicks and calls, and what came with half a message.
+    Descriptors,
+    /// Mappings of memory files (`vm.max_map_count`).
+    Mappings,
+    /// Bytes of addresses that mappings take.
+    AddressSpace,
+}
+
+const KINDS: usize = 3;
+
+impl Resource {
+    /// All of them, in the order of limits.
+    pub const ALL: [Resource; KINDS] = [Resource::Descriptors, Resource::Mappings, Resource::AddressSpace];
+}
+
+#[derive(Debug)]
+struct Account {
+    used: [AtomicU64; KINDS],
+    limit: [AtomicU64; KINDS],
+}
+
+impl Account {
+    fn new(limit: [u64; KINDS]) -> Arc<Self> {
+        Arc::new(Account { used: Default::default(), limit: limit.map(AtomicU64::new) })
+    }
+}
+
+/// The account of one vRNIC, and that of its host.
+#[derive(Clone, Debug)]
+pub struct Ledger {
+    vrnic: Arc<Account>,
+    host: Arc<Account>,
+}
+
+impl Default for Ledger {
+    /// An account without limits.
+    fn default() -> Self {
+        Ledger::of_host([u64::MAX; KINDS]).for_vrnic([None; KINDS])
+    }
+}
+
+/// Leave to hold something; given back when it is dropped.
+#[derive(Debug)]
+pub struct Ticket {
+    ledger: Ledger,
+    resource: Resource,
+    n: u64,
+}
+
+impl Drop for Ticket {
+    fn drop(&mut self) {
+        for account in [&self.ledger.vrnic, &self.ledger.host] {
+            account.used[self.resource as usize].fetch_sub(self.n, Ordering::Relaxed);
+        }
+    }
+}
+
+impl Ledger {
+    /// The account of a host that may hold so much of each, for all vRNICs together.
+    pub fn of_host(limits: [u64; KINDS]) -> Self {
+        Ledger { vrnic: Account::new([u64::MAX; KINDS]), host: Account::new(limits) }
+    }
+
+    /// The account of another vRNIC of the same host. `None`: as much as the others leave it.
+    #[must_use]
+    pub fn for_vrnic(&self, limits: [Option<u64>; KINDS]) -> Self {
+        Ledger { vrnic: Account::new(limits.map(|l| l.unwrap_or(u64::MAX))), host: self.host.clone() }
+    }
+
+    /// Changes the limits that are given. What a vRNIC has beyond a new limit it keeps.
+    pub fn set_limits(&self, limits: [Option<u64>; KINDS]) {
+        for (old, new) in self.vrnic.limit.iter().zip(limits) {
+            new.into_iter().for_each(|n| old.store(n, Ordering::Relaxed));
+        }
+    }
+
+    /// How much of something the vRNIC has, and how much it may have now.
+    pub fn usage(&self, of: Resource) -> (u64, u64) {
+        let [used, all] = [&self.vrnic, &self.host].map(|a| a.used[of as usize].load(Ordering::Relaxed));
+        let [limit, host] = [&self.vrnic, &self.host].map(|a| a.limit[of as usize].load(Ordering::Relaxed));
+        (used, limit.min(host.saturating_sub(all.saturating_sub(used)) / 2))
+    }
+
+    /// Leave to hold `n` more; `None` if that is too much.
+    pub fn take(&self, resource: Resource, n: u64) -> Option<Ticket> {
+        let (used, limit) = self.usage(resource);
+        if used.checked_add(n).is_none_or(|sum| sum > limit) {
+            return None;
+        }
+        for account in [&self.vrnic, &self.host] {
+            account.used[resource as usize].fetch_add(n, Ordering::Relaxed);
+        }
+        Some(Ticket { ledger: self.clone(), resource, n })
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use Resource::{AddressSpace, Descriptors, Mappings};
+
+    fn most(l: &Ledger) -> Vec<Ticket> {
+        std::iter::from_fn(|| l.take(Descriptors, 1)).collect()
+    }
+
+    #[test]
+    fn each_vrnic_may_have_half_of_what_the_others_leave() {
+        let host = Ledger::of_host([80, 1000, 1 << 40]);
+        let all: Vec<Ledger> = (0..4).map(|_| host.for_vrnic([None; 3])).collect();
+        let mut held: Vec<Vec<Ticket>> = all.iter().map(most).collect();
+        assert_eq!(held.iter().map(Vec::len).collect::<Vec<_>>(), [40, 20, 10, 5]);
+        assert_eq!(all[3].usage(Descriptors), (5, 5));
+        // What was refused is counted nowhere, and what is given back is there for others.
+        held[0].clear();
+        assert_eq!((all[0].usage(Descriptors), all[3].usage(Descriptors)), ((0, 22), (5, 25)));
+        held.clear();
+        assert_eq!(most(&all[2]).len(), 40);
+    }
+
+    #[test]
+    fn an_operator_may_allow_less() {
+        let host = Ledger::of_host([80, 1000, 1 << 40]);
+        let v = host.for_vrnic([None, Some(7), None]);
+        assert_eq!((v.usage(Descriptors), v.usage(Mappings)), ((0, 40), (0, 7)));
+        let six = v.take(Mappings, 6).unwrap();
+        assert!(v.take(Mappings, 2).is_none() && v.take(Mappings, u64::MAX).is_none());
+        v.set_limits([Some(1), Some(3), None]);
+        assert_eq!((v.usage(Mappings), v.usage(Descriptors)), ((6, 3), (0, 1)));
+        assert!(v.take(Mappings, 1).is_none());
+        drop(six);
+        assert!(v.take(Mappings, 3).is_some() && v.take(AddressSpace, 1 << 39).is_some());
+    }
+
+    #[test]
+    fn without_limits_there_is_always_more() {
+        let v = Ledger::default();
+        let _much = v.take(AddressSpace, 1 << 60).unwrap();
+        assert!(v.take(AddressSpace, 1 << 60).is_some());
+    }
+}
