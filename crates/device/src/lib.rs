@@ -5,6 +5,7 @@
 
 mod commands;
 mod events;
+mod quiet;
 mod shared;
 
 use std::os::fd::OwnedFd;
@@ -20,10 +21,11 @@ use virtio_queue::{Queue, QueueT};
 use vm_memory::{Bytes, GuestAddress, GuestMemoryMmap};
 
 pub use events::{EventQueues, OnRoom, queue_of_channel, take_notifications};
+pub use quiet::LogLimit;
 pub use shared::{HoldTimes, RnicGuard, SharedRnic, now_ns};
 
 /// What a vRNIC shows of itself; nothing of the host (U03).
-#[derive(Clone, Debug)]
+#[derive(Debug)]
 pub struct Identity {
     /// Its vRNIC.
     pub vnic: VnicId,
@@ -33,6 +35,8 @@ pub struct Identity {
     pub name: String,
     /// Path MTU code of the port, 1..=5.
     pub active_mtu: u8,
+    /// What its programs cause in the log.
+    pub log: LogLimit,
 }
 
 impl Identity {
@@ -309,7 +313,9 @@ impl Handler for Device {
     }
 
     fn refused(&self, request: u32, why: &str) {
-        tracing::warn!(vrnic = %self.identity.name, request, why, "vhost-user request refused");
+        if let Some(left_out) = self.identity.log.next(now_ns()) {
+            tracing::warn!(vrnic = %self.identity.name, request, why, left_out, "vhost-user request refused");
+        }
     }
 }
 

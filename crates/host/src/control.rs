@@ -465,7 +465,9 @@ impl Control {
             Ok(Progress::Open) => {}
             Ok(Progress::Closed) => self.close(id),
             Err(e) => {
-                tracing::warn!(session = id, error = %e, "vhost-user session closed");
+                self.note(id, |left_out, vrnic| {
+                    tracing::warn!(session = id, vrnic, error = %e, left_out, "vhost-user session closed");
+                });
                 self.close(id);
             }
         }
@@ -491,8 +493,20 @@ impl Control {
             (Ok(token), Some(s)) => {
                 s.conn.kicks.insert(vring, Kick { token, fd });
             }
-            (Err(e), _) => tracing::warn!(session = id, vring, error = %e, "kick descriptor refused"),
+            (Err(e), _) => self.note(id, |left_out, vrnic| {
+                tracing::warn!(session = id, vrnic, vring, error = %e, left_out, "kick descriptor refused");
+            }),
             _ => {}
+        }
+    }
+
+    /// Writes a line that a session has caused to the log, unless its vRNIC has caused many; the arguments of `line` are how many
+    /// were left out, and the vRNIC's name.
+    fn note(&self, session: u64, line: impl FnOnce(u64, &str)) {
+        let Some(s) = self.sessions.get(&session) else { return };
+        let limit = self.vrnics.get(&s.vrnic).map(|v| &v.identity.log);
+        if let Some(left_out) = limit.and_then(|l| l.next(self.engine.now())) {
+            line(left_out, &s.vrnic);
         }
     }
 
@@ -522,12 +536,10 @@ impl Control {
         let broken: Vec<u64> =
             self.sessions.iter().filter(|(_, s)| s.backend.memory().is_broken()).map(|(&id, _)| id).collect();
         for id in broken {
-            let vrnic = self.sessions.get(&id).map(|s| s.vrnic.clone()).unwrap_or_default();
-            tracing::warn!(
-                session = id,
-                vrnic,
-                "memory that a program shares is gone (its file was truncated, or there is no memory left); its session ends"
-            );
+            self.note(id, |left_out, vrnic| {
+                let why = "its file was truncated, or there is no memory left";
+                tracing::warn!(session = id, vrnic, why, left_out, "memory of a program is gone; its session ends");
+            });
             self.close(id);
         }
         self.engine.after_command();

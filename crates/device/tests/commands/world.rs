@@ -99,7 +99,7 @@ impl World {
         };
         let (vnic, _) = (vnic(OWN), vnic(PEER));
         let config = abi::Config { max_qp: 3, max_mr: 5, max_qp_rd_atom: 128, ..Default::default() };
-        let identity = Identity { vnic, config, name: "a".into(), active_mtu: 5 };
+        let identity = Identity { vnic, config, name: "a".into(), active_mtu: 5, log: Default::default() };
         let (rnic, identity) = (Arc::new(SharedRnic::new(rnic)), Arc::new(identity));
         let side = || Side::new(&rnic, &identity);
         World { me: side(), other: side() }

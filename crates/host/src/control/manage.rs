@@ -127,6 +127,7 @@ impl Control {
             config: vrnic::device_config(mac, &limits),
             name: add.name.clone(),
             active_mtu: self.wire.as_ref().map_or(vrnic::PORT_MTU, Wire::mtu_code),
+            log: unirdma_device::LogLimit::default(),
         });
         let listener = self.listen(&add.name).map_err(|e| {
             self.engine.rnic.lock().remove_vnic(id);
