@@ -116,7 +116,6 @@ fn nft(script: &str) -> io::Result<()> {
 /// The rules in force; they are removed when this is dropped.
 pub(crate) struct Firewall {
     dir: PathBuf,
-    /// `None` at the end only.
     updates: Option<mpsc::Sender<BTreeSet<IpAddr>>>,
     thread: Option<JoinHandle<()>>,
 }
@@ -127,8 +126,10 @@ impl Firewall {
     /// # Errors
     /// One line that says what is wrong and what to do.
     pub fn start(dir: &Path, own: &[IpAddr], peers: &BTreeSet<IpAddr>) -> io::Result<Firewall> {
-        std::fs::write(dir.join(FILE), format!("{}\n", table(dir)))?;
         nft(&rules(dir, own, peers))?;
+        // From here on it is removed if anything fails.
+        let mut firewall = Firewall { dir: dir.to_path_buf(), updates: None, thread: None };
+        std::fs::write(dir.join(FILE), format!("{}\n", table(dir)))?;
         let (updates, later) = mpsc::channel::<BTreeSet<IpAddr>>();
         let (of_dir, own) = (dir.to_path_buf(), own.to_vec());
         // The control thread does not wait for a program.
@@ -140,7 +141,8 @@ impl Firewall {
             }
         };
         let thread = std::thread::Builder::new().name("firewall".into()).spawn(update)?;
-        Ok(Firewall { dir: dir.to_path_buf(), updates: Some(updates), thread: Some(thread) })
+        (firewall.updates, firewall.thread) = (Some(updates), Some(thread));
+        Ok(firewall)
     }
 
     /// From now on these are the peers.
@@ -166,17 +168,19 @@ impl Drop for Firewall {
     }
 }
 
-/// Removes the rules of a directory, if some may be left.
-pub(crate) fn remove(dir: &Path) {
-    let file = dir.join(FILE);
-    if !file.exists() {
-        return;
+/// Removes the rules of a directory that a crash may have left.
+pub(crate) fn remove_stale(dir: &Path) {
+    if dir.join(FILE).exists() {
+        remove(dir);
     }
+}
+
+fn remove(dir: &Path) {
     let name = table(dir);
     // A table that is made if it does not exist can be deleted in any case.
     match nft(&format!("table inet {name}\ndelete table inet {name}\n")) {
         Ok(()) => {
-            let _ = std::fs::remove_file(file);
+            let _ = std::fs::remove_file(dir.join(FILE));
         }
         Err(e) => tracing::error!("the rules of --firewall stay: {e}; remove them with `nft delete table inet {name}`"),
     }

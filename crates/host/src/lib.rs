@@ -154,8 +154,7 @@ pub fn serve(config: &HostConfig, stop: std::os::fd::BorrowedFd<'_>, ready: impl
     let _ = std::fs::remove_dir_all(&vrnics);
     std::fs::create_dir(&vrnics).map_err(context("cannot create", &vrnics))?;
     std::fs::set_permissions(&vrnics, PermissionsExt::from_mode(0o700))?;
-    // After a crash.
-    firewall::remove(dir);
+    firewall::remove_stale(dir);
     let wire = config.wire.as_ref().map(|w| wire::Wire::open(w, dir)).transpose()?;
     let (port, tunnel, wire) = wire.map_or((None, None, None), |(p, t, w)| (Some(p), Some(t), Some(w)));
     let engine = engine::Engine::start(&config.engine, port)?;

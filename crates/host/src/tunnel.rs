@@ -245,9 +245,9 @@ impl Tunnel {
         from: SocketAddr,
         packet: &'a [u8],
     ) -> Result<Tunneled<'a>, fn(&mut TunnelDrops) -> &mut u64> {
-        // Whoever may not use port 4789 of a peer may bind another one.
+        // Any user of a peer host can bind another port.
         if from.port() != VXLAN_PORT {
-            return Err(|d| &mut d.not_a_peer);
+            return Err(NOT_A_PEER);
         }
         let from = from.ip();
         let (head, frame) = packet.split_first_chunk::<VXLAN_BYTES>().ok_or(MALFORMED)?;
@@ -256,7 +256,10 @@ impl Tunnel {
         }
         let vni = u32::from_be_bytes([0, head[4], head[5], head[6]]);
         if vni == ANNOUNCEMENT {
-            let Some(news) = s.agreement.on_message(from, frame) else { return Err(MALFORMED) };
+            if !s.agreement.has_peer(from) {
+                return Err(NOT_A_PEER);
+            }
+            let news = s.agreement.on_message(from, frame).ok_or(MALFORMED)?;
             if news {
                 s.agreement.messages(from).iter().for_each(|m| self.send_to(m, from));
                 self.note_disagreements(s);
@@ -284,6 +287,7 @@ impl Tunnel {
     }
 }
 
+const NOT_A_PEER: fn(&mut TunnelDrops) -> &mut u64 = |d| &mut d.not_a_peer;
 const MALFORMED: fn(&mut TunnelDrops) -> &mut u64 = |d| &mut d.malformed;
 const NO_GROUP: fn(&mut TunnelDrops) -> &mut u64 = |d| &mut d.no_group;
 

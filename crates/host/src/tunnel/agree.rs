@@ -101,6 +101,11 @@ impl Agreement {
         }
     }
 
+    /// True if this host has a group together with that one.
+    pub fn has_peer(&self, host: IpAddr) -> bool {
+        self.said.contains_key(&host)
+    }
+
     /// Peers that do not know what this host says.
     pub fn uninformed(&self) -> Vec<IpAddr> {
         let mut hosts: Vec<IpAddr> = self.said.iter().filter(|(_, s)| !s.knows_us).map(|(&h, _)| h).collect();

@@ -40,7 +40,7 @@ fn frames_come_from_peers_of_the_group_only() {
     settle(&[&t[0], &t[1], &t[2]]);
     assert!(t[0].info().silent.is_empty() && t[1].info().silent.is_empty());
     // Nobody has told host 1 that host 2 is a peer, so it does not answer.
-    assert_eq!((t[2].info().silent, t[1].info().drops.malformed > 0), (vec![ips[1]], true));
+    assert_eq!((t[2].info().silent, t[1].info().drops.not_a_peer > 0), (vec![ips[1]], true));
     let frame = frame([6, 0, 0, 0, 0, 1]);
     let mut buffer = vec![0; 2000];
     t[0].send(3, &frame);
@@ -128,4 +128,23 @@ fn a_host_claims_no_address_of_another_one() {
     assert_eq!(drain(&t[0]).len(), 1);
     t[1].send(0, &guest);
     assert!(drain(&t[0]).is_empty());
+}
+
+#[test]
+fn what_the_network_loses_is_said_again() {
+    let ips = hosts(51);
+    let t: Vec<Tunnel> = ips[..2].iter().map(|&ip| Tunnel::open(&[ip]).unwrap()).collect();
+    for (i, t) in t.iter().enumerate() {
+        t.set_groups(HashMap::from([(0, members("default", 1, &[ips[1 - i]]))]));
+    }
+    let mut lost = [0; 2000];
+    while t.iter().any(|t| t.sockets[0].recv_from(&mut lost).is_ok()) {}
+    settle(&[&t[0], &t[1]]);
+    assert_eq!((t[0].info().silent, t[1].info().silent), (vec![ips[1]], vec![ips[0]]));
+    let mut ready = [rustix::event::PollFd::from_borrowed_fd(t[0].timer(), rustix::event::PollFlags::IN)];
+    let limit = rustix::time::Timespec { tv_sec: 10, tv_nsec: 0 };
+    assert_eq!(rustix::event::poll(&mut ready, Some(&limit)), Ok(1));
+    t[0].on_timer();
+    settle(&[&t[1], &t[0]]);
+    assert!(t.iter().all(|t| t.info().silent.is_empty()));
 }
