@@ -41,6 +41,7 @@ pub(crate) const TEST: Needed = &[
     ("/usr/bin/fi_pingpong", "libfabric-bin"),
     ("/usr/bin/fio", "fio"),
     ("/usr/bin/iperf3", "iperf3"),
+    ("/usr/sbin/nft", "nftables"),
     ("/usr/lib/python3/dist-packages/pyverbs", "python3-pyverbs"),
     ("/usr/bin/mmdebstrap", "mmdebstrap"),
     ("/usr/share/keyrings/debian-archive-keyring.gpg", "debian-archive-keyring"),

@@ -2,6 +2,7 @@
 
 mod changes;
 mod kernel;
+mod network;
 
 use std::time::Duration;
 
@@ -647,6 +648,7 @@ fn wire(s: &mut Suite<'_>) {
         drop(server);
         require(c.text.contains("status 12"), format!("{:?}: {}", c.code, c.text))
     });
+    network::between_hosts(s);
     wire_wrong_input(s);
 }
 
@@ -740,6 +742,7 @@ pub(crate) fn run(only: Option<&str>) -> Result<()> {
     }
     connections(&mut s);
     isolation(&mut s);
+    network::spoofing(&mut s);
     c_program(&mut s);
     captures(&mut s);
     losses(&mut s);

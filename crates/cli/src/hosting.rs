@@ -1,21 +1,26 @@
 //! `unirdma host`.
 
-use std::io;
+use std::io::{self, Write};
 use std::net::IpAddr;
 use std::os::fd::{AsFd, FromRawFd, OwnedFd};
 use std::path::PathBuf;
 
 use clap::Args;
-use unirdma_host::{EngineConfig, HostConfig, Polling, WireConfig, serve};
+use unirdma_host::{EngineConfig, HostConfig, Polling, WireConfig, firewall_rules, serve};
 
 pub(crate) const EXAMPLES: &str = "Examples:
   unirdma host                                           vRNICs of this host only
   unirdma host --polling dedicated --pollers 1-4         one core for nothing but RDMA, and up to four under load
   unirdma host --address 192.168.7.1 --peers peers.txt   and of other hosts, by RoCEv2 (UDP port 4791)
+  unirdma host --address 192.168.7.1 --peers peers.txt --firewall         and no other user of this host may pretend to be it
+  unirdma host --address 192.168.7.1 --peers peers.txt --firewall=print   the rules for that
 
 The peers file has a line for each vRNIC of another host: its virtual address, its group, its host's address:
   10.0.0.2      default  192.168.7.2
   192.168.7.9   default  192.168.7.9  foreign    # a plain RoCEv2 device, for instance the kernel's rxe
+and may have the number that a group has between hosts (VNI), which is else given out by the order of names:
+  group blue vni 42
+One file can serve all hosts: lines about a host itself say nothing to it. `unirdma status` says who disagrees.
 
 A foreign peer knows a vRNIC by its GID, so give that vRNIC this host's own address: vrnic add x --ip 192.168.7.1";
 
@@ -48,6 +53,10 @@ pub(crate) struct HostArgs {
     /// for root (CAP_NET_RAW) on Linux 6.2 or later
     #[arg(long, requires = "peers")]
     full_icrc: bool,
+    /// Let nobody but the virtual layer send from this host's address to other hosts as RoCEv2 and VXLAN do, by rules of nftables
+    /// that are removed at the end (root); `print` shows the rules and ends, for every user
+    #[arg(long, value_name = "HOW", requires = "peers", num_args = 0..=1, require_equals = true, default_missing_value = "on", value_parser = ["on", "print"])]
+    firewall: Option<String>,
     /// Neither make nor check the invariant CRC; for measurements only, with the same at the peer
     #[arg(long, hide = true, requires = "peers", conflicts_with = "full_icrc")]
     no_icrc: bool,
@@ -93,6 +102,10 @@ fn raise_descriptor_limit() {
 }
 
 pub(crate) fn host(dir: PathBuf, args: &HostArgs) -> io::Result<()> {
+    if let (Some("print"), Some(peers)) = (args.firewall.as_deref(), &args.peers) {
+        let rules = firewall_rules(&dir, &args.address, peers)?;
+        return io::stdout().write_all(rules.as_bytes());
+    }
     let filter = tracing_subscriber::EnvFilter::try_from_env("UNIRDMA_LOG").unwrap_or_else(|_| "warn".into());
     tracing_subscriber::fmt().with_env_filter(filter).with_writer(io::stderr).init();
     raise_descriptor_limit();
@@ -111,6 +124,7 @@ pub(crate) fn host(dir: PathBuf, args: &HostArgs) -> io::Result<()> {
         congestion_control: args.congestion_control != "off",
         icrc: !args.no_icrc,
         full_icrc: args.full_icrc,
+        firewall: args.firewall.is_some(),
         faults: args.faults,
     });
     serve(&HostConfig { dir, engine, wire }, stop.as_fd(), || {

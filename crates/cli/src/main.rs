@@ -77,7 +77,7 @@ struct Out {
 enum VrnicCommand {
     /// Make a vRNIC
     #[command(
-        after_help = "Examples:\n  unirdma vrnic add a                                  the next free 10.77.x.y in group `default`\n  unirdma vrnic add b --ip 10.0.0.2 --ip fd00::2 --group blue"
+        after_help = "Examples:\n  unirdma vrnic add a                                  the next free 10.77.x.y in group `default`\n  unirdma vrnic add b --ip 10.0.0.2 --ip fd00::2 --group blue\n  unirdma vrnic add r --ip 10.0.0.254 --allow-spoof    a router: its eth0 sends with the addresses of others\n\nWhat a container sends by eth0 must have addresses of its vRNIC; other frames are refused, and counted in `vrnic show`."
     )]
     Add {
         /// Name: 1 to 32 letters, digits, `_`, `.`, `-`
@@ -103,18 +103,24 @@ enum VrnicCommand {
         /// Most programs that use it at a time
         #[arg(long, value_name = "N")]
         max_sessions: Option<u32>,
+        /// Its eth0 may send with any IP address, answer ARP for any, and advertise routes: for routers and proxies only
+        #[arg(long)]
+        allow_spoof: bool,
         #[command(flatten)]
         share: ShareArgs,
         #[command(flatten)]
         out: Out,
     },
-    /// Give a vRNIC another part of the virtual layer while its programs run
+    /// Give a vRNIC another part of the virtual layer, or other rights, while its programs run
     #[command(
-        after_help = "Examples:\n  unirdma vrnic set a --weight 300            three times the time of a vRNIC with the default weight, when both want it\n  unirdma vrnic set a --rate 10G --ops 2M     at most 10 Gbit/s and 2 million requests a second\n  unirdma vrnic set a --rate none             as fast as it can again"
+        after_help = "Examples:\n  unirdma vrnic set a --weight 300            three times the time of a vRNIC with the default weight, when both want it\n  unirdma vrnic set a --rate 10G --ops 2M     at most 10 Gbit/s and 2 million requests a second\n  unirdma vrnic set a --rate none             as fast as it can again\n  unirdma vrnic set r --allow-spoof on        `r` routes for others, so it sends with their addresses"
     )]
     Set {
         /// Name of the vRNIC
         name: String,
+        /// Whether its eth0 may send with any IP address, answer ARP for any, and advertise routes
+        #[arg(long, value_name = "on|off")]
+        allow_spoof: Option<Switched>,
         #[command(flatten)]
         share: ShareArgs,
         #[command(flatten)]
@@ -184,6 +190,12 @@ impl ShareArgs {
 }
 
 #[derive(Clone, Copy, PartialEq, clap::ValueEnum)]
+enum Switched {
+    On,
+    Off,
+}
+
+#[derive(Clone, Copy, PartialEq, clap::ValueEnum)]
 enum LinkState {
     Up,
     Down,
@@ -221,7 +233,7 @@ enum GroupCommand {
         #[command(flatten)]
         out: Out,
     },
-    /// List groups
+    /// List groups, and the number (VNI) that each has between hosts
     Ls {
         #[command(flatten)]
         out: Out,
@@ -259,12 +271,38 @@ fn main() -> ExitCode {
 
 fn vrnic(dir: &std::path::Path, command: VrnicCommand) -> io::Result<u8> {
     match command {
-        VrnicCommand::Add { name, ip, group, max_qp, max_cq, max_mr, max_mr_bytes, max_sessions, share, out } => {
+        VrnicCommand::Add {
+            name,
+            ip,
+            group,
+            max_qp,
+            max_cq,
+            max_mr,
+            max_mr_bytes,
+            max_sessions,
+            allow_spoof,
+            share,
+            out,
+        } => {
             let share = share.set();
-            let add = AddVrnic { name, ips: ip, group, max_qp, max_cq, max_mr, max_mr_bytes, max_sessions, share };
+            let add = AddVrnic {
+                name,
+                ips: ip,
+                group,
+                max_qp,
+                max_cq,
+                max_mr,
+                max_mr_bytes,
+                max_sessions,
+                allow_spoof,
+                share,
+            };
             ask(dir, &Request::VrnicAdd(add), &out)
         }
-        VrnicCommand::Set { name, share, out } => ask(dir, &Request::VrnicSet { name, share: share.set() }, &out),
+        VrnicCommand::Set { name, allow_spoof, share, out } => {
+            let allow_spoof = allow_spoof.map(|s| s == Switched::On);
+            ask(dir, &Request::VrnicSet { name, share: share.set(), allow_spoof }, &out)
+        }
         VrnicCommand::Ls { out } => ask(dir, &Request::VrnicList, &out),
         VrnicCommand::Show { name, out } => ask(dir, &Request::VrnicShow { name }, &out),
         VrnicCommand::Link { name, state, out } => {

@@ -3,7 +3,7 @@
 use std::io::{self, Write};
 
 use unirdma_host::VrnicInfo;
-use unirdma_host::admin::{Response, StatusInfo};
+use unirdma_host::admin::{Response, StatusInfo, WireInfo};
 
 use crate::units;
 
@@ -79,6 +79,7 @@ fn show(v: &VrnicInfo) -> String {
         ("  copied", format!("{}, {}", v.mrs_copied, bytes(v.bytes_copied))),
         ("share", share(v)),
         ("time of the RNIC", units::seconds(v.busy_ns)),
+        ("eth0", frames(v)),
         ("listens on", if v.listeners.is_empty() { "nothing".into() } else { v.listeners.join(", ") }),
         ("sent", format!("{} requests, {}", c.sent_wrs, bytes(c.sent_bytes))),
         ("received", format!("{} receives, {}", c.received_wrs, bytes(c.received_bytes))),
@@ -124,6 +125,21 @@ fn show(v: &VrnicInfo) -> String {
         text += &queue_pairs(v);
     }
     text
+}
+
+/// What the interface may send, and what it tried.
+fn frames(v: &VrnicInfo) -> String {
+    let rule = if v.allow_spoof { "may send with any IP address" } else { "sends with its own addresses only" };
+    let f = &v.frames_refused;
+    let why = [
+        ("with another MAC", f.mac),
+        ("with another IP address", f.address),
+        ("with ARP or ND of another address", f.neighbour),
+        ("of other protocols", f.protocol),
+        ("malformed", f.malformed),
+    ];
+    let why: Vec<String> = why.iter().filter(|w| w.1 > 0).map(|w| format!("{} {}", w.1, w.0)).collect();
+    if why.is_empty() { rule.into() } else { format!("{rule}; refused: {}", why.join(", ")) }
 }
 
 fn share(v: &VrnicInfo) -> String {
@@ -202,6 +218,34 @@ fn status(s: &StatusInfo) -> String {
             d.bad_pkey,
             d.bad_state
         );
+        text += &tunnel(w);
+    }
+    text
+}
+
+/// The network of the containers' interfaces between hosts, as far as there is something to say.
+fn tunnel(w: &WireInfo) -> String {
+    let mut text = match &w.firewall {
+        Some(table) => format!("\nfirewall: only the virtual layer sends from and to its ports (nft table inet {table})"),
+        None => "\nfirewall: none; any user of this host can send to other hosts as if it were the virtual layer (--firewall, as root)".into(),
+    };
+    let d = &w.tunnel.drops;
+    let why = [
+        ("not from a peer's port", d.not_a_peer),
+        ("of no group here", d.no_group),
+        ("whose number was not agreed on", d.not_agreed),
+        ("with an address that lives elsewhere", d.address),
+        ("malformed", d.malformed),
+    ];
+    let why: Vec<String> = why.iter().filter(|w| w.1 > 0).map(|w| format!("{} {}", w.1, w.0)).collect();
+    if !why.is_empty() {
+        text += &format!("\ntunnel: dropped {}", why.join(", "));
+    }
+    for host in &w.tunnel.silent {
+        text += &format!("\ntunnel: {host} has not said which groups it has; nothing passes from it until it does");
+    }
+    for disagreement in &w.tunnel.disagreements {
+        text += &format!("\ntunnel: {disagreement}");
     }
     text
 }
@@ -223,8 +267,9 @@ fn text(r: &Response) -> String {
         Response::Vrnic(v) => show(v),
         Response::Vrnics(v) => list(v),
         Response::Groups(g) => {
-            let mut rows = vec![vec!["GROUP".to_string(), "VRNICS".into()]];
-            rows.extend(g.iter().map(|g| vec![g.name.clone(), g.vrnics.to_string()]));
+            let mut rows = vec![["GROUP", "VRNICS", "VNI"].map(String::from).to_vec()];
+            let vni = |n: Option<u32>| n.map_or("-".into(), |n| n.to_string());
+            rows.extend(g.iter().map(|g| vec![g.name.clone(), g.vrnics.to_string(), vni(g.vni)]));
             table(&rows)
         }
         Response::Status(s) => status(s),

@@ -5,6 +5,7 @@
 //! the InfiniBand Architecture Specification volume 1 and of `ibv_*(3)`.
 
 pub mod cm;
+pub mod frame;
 mod ids;
 pub mod net;
 mod number;

@@ -14,6 +14,7 @@ use unirdma_rnic::WireDrops;
 
 use crate::fdpass;
 use crate::port::PortCounters;
+use crate::tunnel::TunnelInfo;
 use crate::vrnic::{AddVrnic, IpNet, SetShare, VrnicInfo};
 
 /// What may be asked.
@@ -34,6 +35,9 @@ pub enum Request {
     VrnicSet {
         name: String,
         share: SetShare,
+        /// Its interface may send with any IP address, or not any more.
+        #[serde(default)]
+        allow_spoof: Option<bool>,
     },
     /// Sets the link of a vRNIC up or down.
     VrnicLink {
@@ -78,6 +82,9 @@ pub enum Request {
 pub struct GroupInfo {
     pub name: String,
     pub vrnics: usize,
+    /// Its number between hosts, if it has one.
+    #[serde(default)]
+    pub vni: Option<u32>,
 }
 
 /// The virtual layer itself.
@@ -111,6 +118,12 @@ pub struct WireInfo {
     pub port: PortCounters,
     /// Packets that were for no QP, by reason.
     pub drops: WireDrops,
+    /// The network of the containers' interfaces between hosts.
+    #[serde(default)]
+    pub tunnel: TunnelInfo,
+    /// The table of the packet filter by which only the virtual layer sends from and to its ports, if there is one.
+    #[serde(default)]
+    pub firewall: Option<String>,
 }
 
 /// What comes back.

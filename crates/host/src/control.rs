@@ -23,12 +23,12 @@ use unirdma_rnic::{Limits, Share, VnicConfig, VnicId};
 
 use crate::admin::{self, GroupInfo, Request, Response, StatusInfo, WireInfo};
 use crate::engine::Engine;
-use crate::peers;
+use crate::firewall::Firewall;
+use crate::guard::Guard;
 use crate::switch::Switch;
-use crate::tunnel;
 use crate::vrnic::{self, AddVrnic, IpNet, SetShare, VrnicInfo};
 use crate::wire::Wire;
-use crate::{VHOST_SOCKET, vrnic_dir};
+use crate::{DEFAULT_GROUP, VHOST_SOCKET, vrnic_dir};
 pub(crate) use ledger::raise_limit;
 
 /// Programs of one vRNIC that look at its configuration while it has all the sessions that it may have. The oldest look
@@ -54,14 +54,13 @@ const LINGER_TURN_NS: u64 = 100_000;
 const SESSION_DESCRIPTORS: u64 = 2;
 /// How long the rest of a message may take, nanoseconds.
 const HALF_NS: u64 = 5_000_000_000;
-/// The group that always exists.
-const DEFAULT_GROUP: &str = "default";
 
 struct Vrnic {
     id: VnicId,
     group: String,
     ips: Vec<IpNet>,
     mac: Mac,
+    guard: Arc<Guard>,
     identity: Arc<Identity>,
     limits: Limits,
     listener: (u64, UnixListener),
@@ -181,7 +180,7 @@ enum Source {
 
 /// A request of an administration connection, or its end.
 enum Ask {
-    Request(u64, Request, Option<OwnedFd>, mpsc::Sender<Response>),
+    Request(u64, Box<Request>, Option<OwnedFd>, mpsc::Sender<Response>),
     Closed(u64),
 }
 
@@ -357,8 +356,8 @@ impl Control {
     /// Tells the RNIC where peers are; after a change of the file or of the groups.
     fn set_routes(&self) {
         if let Some(w) = &self.wire {
-            self.engine.rnic.lock().set_routes(peers::routes(w.peers(), &self.groups));
-            self.switch.set_groups(peers::members(w.peers(), &self.groups));
+            self.engine.rnic.lock().set_routes(w.peers().routes(&self.groups));
+            self.switch.set_groups(w.peers().members(&self.groups));
             // Somebody may have waited for an address.
             self.engine.after_command();
         }
@@ -642,7 +641,7 @@ impl Control {
         let spawned = std::thread::Builder::new().name("admin".into()).spawn(move || {
             admin::serve(stream, |request, fd| {
                 let (tx, rx) = mpsc::channel();
-                asks.send(Ask::Request(id, request, fd, tx)).ok()?;
+                asks.send(Ask::Request(id, Box::new(request), fd, tx)).ok()?;
                 kick();
                 rx.recv().ok()
             });
@@ -658,7 +657,7 @@ impl Control {
         while let Ok(ask) = self.asks.1.try_recv() {
             match ask {
                 Ask::Request(id, request, fd, reply) => {
-                    let answer = self.answer(id, request, fd).unwrap_or_else(Response::Error);
+                    let answer = self.answer(id, *request, fd).unwrap_or_else(Response::Error);
                     let _ = reply.send(answer);
                 }
                 Ask::Closed(id) => {

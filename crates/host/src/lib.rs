@@ -10,6 +10,8 @@ mod control;
 mod engine;
 mod faults;
 pub mod fdpass;
+mod firewall;
+mod guard;
 mod peers;
 mod port;
 mod seats;
@@ -28,7 +30,9 @@ use std::time::Duration;
 
 pub use admin::Client;
 pub use engine::{EngineConfig, Polling};
+pub use guard::FrameDrops;
 pub use port::PortCounters;
+pub use tunnel::{Disagreement, TunnelDrops, TunnelInfo};
 pub use unirdma_device::HoldTimes;
 pub use unirdma_rnic::MrNote;
 pub use vrnic::{AddVrnic, IpNet, MAX_BURST_US, MAX_WEIGHT, SetShare, VrnicInfo};
@@ -59,10 +63,14 @@ pub struct WireConfig {
     pub icrc: bool,
     /// Check all bits of the ICRC of IPv4 packets that others sent, by packet sockets.
     pub full_icrc: bool,
+    /// Only the virtual layer sends from and to its ports: see [`firewall_rules`].
+    pub firewall: bool,
     /// Percent of incoming packets to lose, to double and to reorder; for tests.
     pub faults: Option<u64>,
 }
 
+/// The group that always exists.
+pub(crate) const DEFAULT_GROUP: &str = "default";
 /// Name of the administration socket in the directory.
 pub const ADMIN_SOCKET: &str = "admin.sock";
 /// Name of a vRNIC's vhost-user socket in its own directory.
@@ -118,6 +126,15 @@ fn lock_dir(dir: &Path) -> io::Result<File> {
     }
 }
 
+/// The rules that [`WireConfig::firewall`] sets for a virtual layer of this directory, as a script for `nft -f`.
+///
+/// # Errors
+/// The peers file is bad.
+pub fn firewall_rules(dir: &Path, addresses: &[IpAddr], peers: &Path) -> io::Result<String> {
+    let peers = wire::read(peers, addresses).map_err(|e| io::Error::new(io::ErrorKind::InvalidInput, e))?;
+    Ok(firewall::rules(dir, addresses, &peers.hosts()))
+}
+
 /// Serves until `stop` becomes readable. `ready` is called once the administration socket answers.
 ///
 /// # Errors
@@ -137,10 +154,10 @@ pub fn serve(config: &HostConfig, stop: std::os::fd::BorrowedFd<'_>, ready: impl
     let _ = std::fs::remove_dir_all(&vrnics);
     std::fs::create_dir(&vrnics).map_err(context("cannot create", &vrnics))?;
     std::fs::set_permissions(&vrnics, PermissionsExt::from_mode(0o700))?;
-    let wire = config.wire.as_ref().map(wire::Wire::open).transpose()?;
-    let (port, wire) = wire.map_or((None, None), |(p, w)| (Some(p), Some(w)));
+    firewall::remove_stale(dir);
+    let wire = config.wire.as_ref().map(|w| wire::Wire::open(w, dir)).transpose()?;
+    let (port, tunnel, wire) = wire.map_or((None, None, None), |(p, t, w)| (Some(p), Some(t), Some(w)));
     let engine = engine::Engine::start(&config.engine, port)?;
-    let tunnel = config.wire.as_ref().map(|w| tunnel::Tunnel::open(&w.addresses)).transpose()?;
     let switch = switch::Switch::start(tunnel, engine.clone())?;
     let admin = admin::listen(&dir.join(ADMIN_SOCKET))?;
     let result = control::Control::new(dir.clone(), engine.clone(), switch, admin, wire)?.run(stop, ready);

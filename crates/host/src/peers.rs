@@ -1,114 +1,218 @@
-//! The peers file: which virtual addresses live on which other host. One line each:
+//! The peers file: which virtual addresses live on which other host, and which number each group has between hosts.
 //!
 //! ```text
 //! # virtual address   group     host address    kind
 //! 10.0.0.2            default   192.168.7.2
 //! fd00::2             blue      fd07::2
 //! 192.168.7.9         default   192.168.7.9     foreign
+//! # numbers of groups in the tunnel (VNI)
+//! group blue vni 42
 //! ```
 //!
-//! A *foreign* peer is a plain RoCEv2 device. A file with a bad line changes nothing.
+//! A *foreign* peer is a plain RoCEv2 device. Lines about this host itself say nothing to it, so that one file serves all hosts. A
+//! file with a bad line changes nothing.
+//!
+//! A group without a number gets one: `default` 1, the others the first free ones in the order of their names. So hosts that read
+//! the same file agree, and no two groups of a file have one number. Hosts with different files hear of it if they do not agree
+//! (`tunnel`).
 
-use std::collections::{BTreeMap, HashMap};
+use std::collections::{BTreeMap, BTreeSet, HashMap};
 use std::net::IpAddr;
 
 use unirdma_formats::Gid;
 use unirdma_rnic::Route;
 
-use crate::tunnel::{self, Members};
+use crate::tunnel::Members;
 
-/// A line of the file.
+/// A virtual address on another host.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub(crate) struct Peer {
-    gid: Gid,
+struct Peer {
+    address: IpAddr,
     group: String,
     route: Route,
 }
 
+/// The file's contents.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub(crate) struct Peers {
+    list: Vec<Peer>,
+    vnis: BTreeMap<String, u32>,
+}
+
 /// Longest file, bytes.
 pub(crate) const MAX_BYTES: u64 = 16 << 20;
+/// A VNI has 24 bits; 0 is no group's.
+const VNIS: std::ops::RangeInclusive<u32> = 1..=0xff_ffff;
 
-fn parse_line(line: &str, own: &[IpAddr]) -> Result<Peer, String> {
-    let words: Vec<&str> = line.split_whitespace().collect();
-    let (gid, group, host, foreign) = match words[..] {
-        [gid, group, host] => (gid, group, host, false),
-        [gid, group, host, "foreign"] => (gid, group, host, true),
+/// Reads `N` of `group NAME vni N`.
+fn parse_vni(group: &str, number: &str) -> Result<u32, String> {
+    crate::vrnic::check_name("group", group)?;
+    let vni = number.parse().ok().filter(|n| VNIS.contains(n));
+    vni.ok_or_else(|| format!("`{number}` is no VNI: those are the numbers from 1 to {}", VNIS.end()))
+}
+
+fn parse_peer(words: &[&str], own: &[IpAddr]) -> Result<Peer, String> {
+    let (address, group, host, foreign) = match *words {
+        [address, group, host] => (address, group, host, false),
+        [address, group, host, "foreign"] => (address, group, host, true),
         [_, _, _, kind] => return Err(format!("`{kind}` is no kind of peer; leave it out or write `foreign`")),
-        _ => return Err("expected `VIRTUAL-ADDRESS GROUP HOST-ADDRESS [foreign]`".into()),
+        _ => return Err("expected `VIRTUAL-ADDRESS GROUP HOST-ADDRESS [foreign]` or `group GROUP vni NUMBER`".into()),
     };
     let ip = |text: &str| text.parse::<IpAddr>().map_err(|_| format!("`{text}` is no IP address"));
-    let (gid, host) = (ip(gid)?, ip(host)?);
+    let (address, host) = (ip(address)?, ip(host)?);
     crate::vrnic::check_name("group", group)?;
-    if own.contains(&host) {
-        return Err(format!("{host} is this host's own address; vRNICs of this host find each other by themselves"));
-    }
     if !own.iter().any(|o| o.is_ipv4() == host.is_ipv4()) {
         let family = if host.is_ipv4() { "IPv4" } else { "IPv6" };
         return Err(format!("{host} cannot be reached: this host serves no {family} address (--address)"));
     }
-    let route = Route { host, foreign, vni: tunnel::vni(group) };
-    Ok(Peer { gid: Gid::from_ip(gid), group: group.into(), route })
+    Ok(Peer { address, group: group.into(), route: Route { host, foreign, vni: 0 } })
 }
 
-/// Reads the file's text; `own` are this host's addresses.
-///
-/// # Errors
-/// What is wrong, with the number of the line.
-pub(crate) fn parse(text: &str, own: &[IpAddr]) -> Result<Vec<Peer>, String> {
-    let mut peers = Vec::new();
-    let mut lines = HashMap::new();
-    for (i, line) in text.lines().enumerate() {
-        let line = line.split('#').next().unwrap_or_default().trim();
-        if line.is_empty() {
-            continue;
+impl Peers {
+    /// Reads the file's text; `own` are this host's addresses.
+    ///
+    /// # Errors
+    /// What is wrong, with the number of the line.
+    pub fn parse(text: &str, own: &[IpAddr]) -> Result<Peers, String> {
+        let mut list: Vec<Peer> = Vec::new();
+        let mut lines = HashMap::new();
+        let (mut stated, mut stated_in) = (BTreeMap::new(), HashMap::new());
+        for (i, line) in text.lines().enumerate() {
+            let words: Vec<&str> = line.split('#').next().unwrap_or_default().split_whitespace().collect();
+            let at = |e: String| format!("line {}: {e}", i + 1);
+            match words[..] {
+                [] => {}
+                ["group", group, "vni", number] => {
+                    let vni = parse_vni(group, number).map_err(at)?;
+                    if let Some((before, line)) = stated_in.insert(vni, (group, i + 1)) {
+                        return Err(at(format!("VNI {vni} is that of group {before} in line {line} already")));
+                    }
+                    if let Some(before) = stated.insert(group.to_string(), vni) {
+                        return Err(at(format!("group {group} has VNI {before} already")));
+                    }
+                }
+                _ => {
+                    let peer = parse_peer(&words, own).map_err(at)?;
+                    if let Some(before) = lines.insert((peer.group.clone(), peer.address), i + 1) {
+                        return Err(at(format!(
+                            "{} of group {} is in line {before} already",
+                            peer.address, peer.group
+                        )));
+                    }
+                    list.push(peer);
+                }
+            }
         }
-        let peer = parse_line(line, own).map_err(|e| format!("line {}: {e}", i + 1))?;
-        if let Some(before) = lines.insert((peer.group.clone(), peer.gid), i + 1) {
-            return Err(format!("line {}: {} of group {} is in line {before} already", i + 1, peer.gid, peer.group));
+        let vnis = allocate(stated, list.iter().map(|p| p.group.as_str()));
+        list.retain(|p| !own.contains(&p.route.host));
+        for p in &mut list {
+            p.route.vni = vnis.get(&p.group).copied().unwrap_or_default();
         }
-        peers.push(peer);
+        Ok(Peers { list, vnis })
     }
-    Ok(peers)
+
+    /// How many virtual addresses of other hosts it has.
+    pub fn len(&self) -> usize {
+        self.list.len()
+    }
+
+    /// The number of a group between hosts, if the file has the group.
+    pub fn vni(&self, group: &str) -> Option<u32> {
+        self.vnis.get(group).copied()
+    }
+
+    /// The hosts that are virtual layers.
+    pub fn hosts(&self) -> BTreeSet<IpAddr> {
+        self.list.iter().filter(|p| !p.route.foreign).map(|p| p.route.host).collect()
+    }
+
+    /// The RNIC's routes. Peers of groups that this host does not have are left out.
+    pub fn routes(&self, groups: &BTreeMap<String, u32>) -> HashMap<(u32, Gid), Route> {
+        let route = |p: &Peer| Some(((*groups.get(&p.group)?, Gid::from_ip(p.address)), p.route));
+        self.list.iter().filter_map(route).collect()
+    }
+
+    /// Where the members of this host's groups are, for the tunnel; foreign peers have no part in it.
+    pub fn members(&self, groups: &BTreeMap<String, u32>) -> HashMap<u32, Members> {
+        let mut members: HashMap<u32, Members> = HashMap::new();
+        for p in self.list.iter().filter(|p| !p.route.foreign) {
+            if let Some(&id) = groups.get(&p.group) {
+                let m = members.entry(id).or_insert_with(|| Members::new(&p.group, p.route.vni));
+                m.hosts.insert(p.route.host);
+                m.places.insert(p.address, p.route.host);
+            }
+        }
+        members
+    }
 }
 
-/// The RNIC's routes. Peers of groups that this host does not have are left out.
-pub(crate) fn routes(peers: &[Peer], groups: &BTreeMap<String, u32>) -> HashMap<(u32, Gid), Route> {
-    peers.iter().filter_map(|p| Some(((*groups.get(&p.group)?, p.gid), p.route))).collect()
-}
-
-/// Where the members of this host's groups are, for the tunnel; foreign peers have no part in it.
-pub(crate) fn members(peers: &[Peer], groups: &BTreeMap<String, u32>) -> HashMap<u32, Members> {
-    let of = |name: &str| {
-        let here = peers.iter().filter(|p| p.group == name && !p.route.foreign);
-        Members { vni: tunnel::vni(name), hosts: here.map(|p| p.route.host).collect() }
-    };
-    groups.iter().map(|(name, &id)| (id, of(name))).collect()
+/// Gives each group a number: those that are stated, 1 to `default`, and to the others the first free ones, by name.
+fn allocate<'a>(stated: BTreeMap<String, u32>, groups: impl Iterator<Item = &'a str>) -> BTreeMap<String, u32> {
+    let taken: BTreeSet<u32> = stated.values().copied().collect();
+    let mut free = VNIS.filter(|n| !taken.contains(n));
+    let names: BTreeSet<&str> = groups.filter(|g| !stated.contains_key(*g)).collect();
+    // The default group is first, whether the file has it or not, so that its number does not depend on that.
+    let first = (!stated.contains_key(crate::DEFAULT_GROUP)).then_some(crate::DEFAULT_GROUP);
+    let others = names.into_iter().filter(|&g| g != crate::DEFAULT_GROUP);
+    let given: Vec<(String, u32)> = first.into_iter().chain(others).map(String::from).zip(&mut free).collect();
+    stated.into_iter().chain(given).collect()
 }
 
 #[cfg(test)]
 mod tests {
     use super::*;
 
+    fn own() -> Vec<IpAddr> {
+        vec!["192.168.7.1".parse().unwrap()]
+    }
+
     #[test]
     fn good_lines_are_routes_and_bad_lines_say_which() {
-        let own: Vec<IpAddr> = vec!["192.168.7.1".parse().unwrap()];
-        let text = "# peers\n10.0.0.2 default 192.168.7.2\n\n192.168.7.9 blue 192.168.7.9 foreign # rxe\n";
-        let peers = parse(text, &own).unwrap();
+        let text = "# peers\n10.0.0.2 default 192.168.7.2\n\n192.168.7.9 blue 192.168.7.9 foreign # rxe\n10.0.0.1 default 192.168.7.1\n";
+        let peers = Peers::parse(text, &own()).unwrap();
         let groups = BTreeMap::from([("default".to_string(), 0), ("blue".to_string(), 4)]);
-        let r = routes(&peers, &groups);
-        let gid = |s: &str| Gid::from_ip(s.parse().unwrap());
+        let r = peers.routes(&groups);
+        let ip = |s: &str| s.parse::<IpAddr>().unwrap();
+        let gid = |s: &str| Gid::from_ip(ip(s));
         assert!(!r[&(0, gid("10.0.0.2"))].foreign && r[&(4, gid("192.168.7.9"))].foreign);
+        assert_eq!((r.len(), peers.len()), (2, 2), "this host's own line is left out");
+        let m = peers.members(&groups);
+        assert_eq!((m.len(), &m[&0].places), (1, &HashMap::from([(ip("10.0.0.2"), ip("192.168.7.2"))])));
+        assert_eq!(peers.hosts(), [ip("192.168.7.2")].into());
         for (bad, what) in [
             ("10.0.0.2 default", "line 2: expected"),
             ("x default 192.168.7.2", "line 2: `x` is no IP"),
-            ("10.0.0.2 default 192.168.7.1", "line 2: 192.168.7.1 is this host's own"),
             ("10.0.0.2 default fd00::1", "no IPv6 address"),
             ("10.0.0.2 default 192.168.7.2 alien", "`alien`"),
             ("10.0.0.2 ../x 192.168.7.2", "no group name"),
-            ("10.0.0.1 default 192.168.7.3", "in line 1 already"),
+            ("10.0.0.1 default 192.168.7.3", "10.0.0.1 of group default is in line 1 already"),
+            ("group blue vni 0", "line 2: `0` is no VNI"),
+            ("group blue vni 16777216", "is no VNI"),
+            ("group blue vni", "line 2: `group` is no IP"),
+            ("group ../x vni 2", "no group name"),
+            ("group a vni 2\ngroup b vni 2", "line 3: VNI 2 is that of group a in line 2 already"),
+            ("group a vni 2\ngroup a vni 3", "line 3: group a has VNI 2 already"),
         ] {
-            let e = parse(&format!("10.0.0.1 default 192.168.7.2\n{bad}"), &own).unwrap_err();
+            let e = Peers::parse(&format!("10.0.0.1 default 192.168.7.2\n{bad}"), &own()).unwrap_err();
             assert!(e.contains(what), "{e}");
         }
+    }
+
+    #[test]
+    fn each_group_has_a_number_of_its_own_and_hosts_with_one_file_agree() {
+        let text = "10.0.0.2 red 192.168.7.2\n10.0.0.2 blue 192.168.7.2\n10.0.0.1 green 192.168.7.1\n10.0.0.1 x 192.168.7.2\ngroup x vni 2\n";
+        let numbers = |own: &str, text: &str| {
+            let peers = Peers::parse(text, &[own.parse().unwrap()]).unwrap();
+            ["default", "blue", "green", "red", "x", "y"].map(|g| peers.vni(g))
+        };
+        let here = numbers("192.168.7.1", text);
+        assert_eq!(here, [Some(1), Some(3), Some(4), Some(5), Some(2), None]);
+        assert_eq!(here, numbers("192.168.7.2", text));
+        assert_eq!(
+            numbers("192.168.7.1", "group blue vni 1\n10.0.0.2 red 192.168.7.2")[..4],
+            [Some(2), Some(1), None, Some(3)]
+        );
+        let route = Peers::parse(text, &own()).unwrap().list[0].route;
+        assert_eq!(route.vni, 5);
     }
 }

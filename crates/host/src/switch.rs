@@ -2,7 +2,8 @@
 //! through the tunnel, on others.
 //!
 //! Each interface arrives as a descriptor that reads and writes whole frames (a tap, or a packet socket on
-//! one end of a veth pair). A frame whose source is not the vRNIC's own MAC is dropped.
+//! one end of a veth pair). A frame is dropped that shows other addresses than its vRNIC has (`guard`), or that comes from another
+//! host and claims those of a vRNIC here.
 
 use std::collections::HashMap;
 use std::io;
@@ -13,15 +14,16 @@ use std::sync::{Arc, Mutex};
 
 use rustix::event::{EventfdFlags, epoll};
 use unirdma_device::lock;
-use unirdma_formats::Mac;
+use unirdma_formats::frame::Claims;
 
 use crate::engine::Engine;
-use crate::tunnel::{Members, Tunnel, Tunneled};
+use crate::guard::Guard;
+use crate::tunnel::{Members, Tunnel, TunnelInfo, Tunneled};
 
 struct Port {
     fd: OwnedFd,
     group: u32,
-    mac: Mac,
+    guard: Arc<Guard>,
     /// Frames pass, both ways.
     up: AtomicBool,
 }
@@ -42,6 +44,8 @@ const MAX_FRAME: usize = 65_536;
 const BURST: usize = 64;
 /// Token of the tunnel's first socket; interfaces have smaller ones.
 const TUNNEL: u64 = 1 << 63;
+/// Token of the tunnel's timer.
+const TIMER: u64 = u64::MAX;
 
 impl Switch {
     /// Starts the switch; `tunnel` leads to other hosts, `engine` takes the datagrams that come through it.
@@ -52,6 +56,9 @@ impl Switch {
         let epoll = epoll::create(epoll::CreateFlags::CLOEXEC)?;
         for (i, socket) in tunnel.iter().flat_map(|t| &t.sockets).enumerate() {
             epoll::add(&epoll, socket, epoll::EventData::new_u64(TUNNEL + i as u64), epoll::EventFlags::IN)?;
+        }
+        if let Some(t) = &tunnel {
+            epoll::add(&epoll, t.timer(), epoll::EventData::new_u64(TIMER), epoll::EventFlags::IN)?;
         }
         let s = Switch { ports: Arc::default(), epoll: Arc::new(epoll), tunnel: tunnel.map(Arc::new), engine };
         // Keeps the epoll set non-empty, so that waiting on it never spins.
@@ -68,11 +75,11 @@ impl Switch {
     ///
     /// # Errors
     /// The descriptor cannot be polled.
-    pub fn add(&self, id: u64, fd: OwnedFd, group: u32, mac: Mac, up: bool) -> io::Result<()> {
+    pub fn add(&self, id: u64, fd: OwnedFd, group: u32, guard: Arc<Guard>, up: bool) -> io::Result<()> {
         rustix::fs::fcntl_setfl(&fd, rustix::fs::OFlags::NONBLOCK)?;
         let mut ports = lock(&self.ports);
         epoll::add(&*self.epoll, &fd, epoll::EventData::new_u64(id), epoll::EventFlags::IN)?;
-        ports.insert(id, Arc::new(Port { fd, group, mac, up: up.into() }));
+        ports.insert(id, Arc::new(Port { fd, group, guard, up: up.into() }));
         Ok(())
     }
 
@@ -99,11 +106,16 @@ impl Switch {
                 Err(_) => continue,
             };
             for id in ready {
+                if let (TIMER, Some(t)) = (id, &self.tunnel) {
+                    t.on_timer();
+                    continue;
+                }
                 if let (Some(socket), Some(t)) = (id.checked_sub(TUNNEL), &self.tunnel) {
                     for _ in 0..BURST {
                         match t.receive(socket as usize, &mut frame) {
                             None => break,
                             Some(Tunneled::Nothing) => {}
+                            Some(Tunneled::Frame { group, frame }) if self.claims_ours(group, frame) => t.drop_claim(),
                             Some(Tunneled::Frame { group, frame }) => {
                                 self.deliver(None, group, frame);
                             }
@@ -132,7 +144,7 @@ impl Switch {
     }
 
     fn forward(&self, id: u64, port: &Port, frame: &[u8]) {
-        if frame[6..12] != port.mac.0 || !port.up.load(Ordering::Relaxed) {
+        if !port.up.load(Ordering::Relaxed) || !port.guard.passes(frame) {
             return;
         }
         let here = self.deliver(Some(id), port.group, frame);
@@ -146,7 +158,7 @@ impl Switch {
         let to_all = frame[0] & 1 != 0;
         let mut found = false;
         for (&id, p) in lock(&self.ports).iter() {
-            if Some(id) != from && p.group == group && (to_all || frame[..6] == p.mac.0) {
+            if Some(id) != from && p.group == group && (to_all || frame[..6] == p.guard.mac().0) {
                 if p.up.load(Ordering::Relaxed) {
                     // A full queue drops the frame, as a wire would.
                     let _ = rustix::io::write(&p.fd, frame);
@@ -157,10 +169,84 @@ impl Switch {
         found && !to_all
     }
 
+    /// True if a frame from another host claims an address of an interface here.
+    fn claims_ours(&self, group: u32, frame: &[u8]) -> bool {
+        let told = Claims::read(frame).ok().and_then(|c| c.located);
+        let ports = lock(&self.ports);
+        let mut members = ports.values().filter(|p| p.group == group);
+        members.any(|p| frame[6..12] == p.guard.mac().0 || told.is_some_and(|a| p.guard.has(a)))
+    }
+
+    /// What the tunnel has dropped, and who disagrees with this host.
+    pub fn tunnel_info(&self) -> TunnelInfo {
+        self.tunnel.as_ref().map(|t| t.info()).unwrap_or_default()
+    }
+
     /// Tells the tunnel where the members of each group are.
     pub fn set_groups(&self, groups: HashMap<u32, Members>) {
         if let Some(t) = &self.tunnel {
             t.set_groups(groups);
         }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::engine::EngineConfig;
+    use crate::vrnic::{IpNet, mac_of};
+    use rustix::net::{AddressFamily, SocketFlags, SocketType, socketpair};
+    use std::time::Duration;
+    use unirdma_formats::Mac;
+
+    /// An interface: its other end, and its guard.
+    fn plug(s: &Switch, id: u64, address: &str) -> (OwnedFd, Arc<Guard>) {
+        let (ours, theirs) =
+            socketpair(AddressFamily::UNIX, SocketType::SEQPACKET, SocketFlags::CLOEXEC, None).unwrap();
+        rustix::fs::fcntl_setfl(&ours, rustix::fs::OFlags::NONBLOCK).unwrap();
+        let ips: [IpNet; 1] = [address.parse().unwrap()];
+        let guard = Arc::new(Guard::new(mac_of(&ips, 0), &ips, false));
+        s.add(id, theirs, 0, guard.clone(), true).unwrap();
+        (ours, guard)
+    }
+
+    /// An ARP answer to all: `sender` is at the guard's MAC.
+    fn answer(guard: &Guard, sender: u8) -> Vec<u8> {
+        let mac = guard.mac().0;
+        [&[0xff; 6][..], &mac, &[8, 6, 0, 1, 8, 0, 6, 4, 0, 2], &mac, &[10, 0, 0, sender], &[0; 10]].concat()
+    }
+
+    fn next(fd: &OwnedFd) -> Option<Vec<u8>> {
+        let mut frame = vec![0; 2000];
+        for _ in 0..2000 {
+            if let Ok(n) = rustix::io::read(fd, &mut frame[..]) {
+                return Some(frame[..n].to_vec());
+            }
+            std::thread::sleep(Duration::from_millis(1));
+        }
+        None
+    }
+
+    #[test]
+    fn an_answer_with_anothers_address_reaches_nobody_unless_its_sender_is_a_router() {
+        let engine = Engine::start(&EngineConfig::default(), None).unwrap();
+        let s = Switch::start(None, engine.clone()).unwrap();
+        let [(a, _), (_b, _), (evil, guard)] =
+            [(1, "10.0.0.1"), (2, "10.0.0.2"), (3, "10.0.0.3")].map(|(id, ip)| plug(&s, id, ip));
+        let (stolen, own) = (answer(&guard, 2), answer(&guard, 3));
+        let send = |frame: &[u8]| assert_eq!(rustix::io::write(&evil, frame), Ok(frame.len()));
+        send(&stolen);
+        send(&own);
+        // Frames keep their order, so the first one is gone.
+        assert_eq!(next(&a), Some(own));
+        assert_eq!(guard.drops().neighbour, 1);
+        // A peer host claims no address of an interface here.
+        assert!(s.claims_ours(0, &answer(&guard, 2)) && !s.claims_ours(1, &answer(&guard, 2)));
+        let elsewhere = Guard::new(Mac([2, 0, 10, 0, 0, 9]), &[], false);
+        assert!(s.claims_ours(0, &answer(&elsewhere, 2)) && !s.claims_ours(0, &answer(&elsewhere, 9)));
+        guard.set_allow_spoof(true);
+        send(&stolen);
+        assert_eq!(next(&a), Some(stolen));
+        engine.stop();
     }
 }

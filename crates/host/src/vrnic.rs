@@ -7,6 +7,8 @@ use unirdma_abi as abi;
 use unirdma_formats::{Gid, Mac};
 use unirdma_rnic::{Counters, Limits, MAX_MULTICAST_QPS, MrNote, QpInfo, Share};
 
+use crate::guard::FrameDrops;
+
 /// An address with its prefix length.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct IpNet {
@@ -60,6 +62,8 @@ pub struct AddVrnic {
     pub max_mr: Option<u32>,
     pub max_mr_bytes: Option<u64>,
     pub max_sessions: Option<u32>,
+    /// Its interface may send with any IP address: it is a router.
+    pub allow_spoof: bool,
     #[serde(flatten)]
     pub share: SetShare,
 }
@@ -118,6 +122,12 @@ pub struct VrnicInfo {
     pub dir: String,
     /// A container holds its network interface.
     pub attached: bool,
+    /// Its interface may send with any IP address.
+    #[serde(default)]
+    pub allow_spoof: bool,
+    /// Frames of its interface that were refused.
+    #[serde(default)]
+    pub frames_refused: FrameDrops,
     pub sessions: usize,
     pub qps: usize,
     pub cqs: usize,

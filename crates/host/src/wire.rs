@@ -12,30 +12,40 @@ use unirdma_rnic::MAX_OUTER_BYTES;
 
 use crate::WireConfig;
 use crate::faults::FaultyPort;
-use crate::peers::{self, Peer};
+use crate::firewall::{self, Firewall};
+use crate::peers::{self, Peers};
 use crate::port::{PacketPort, Port, UdpPort};
-use crate::tunnel::TUNNEL_BYTES;
+use crate::tunnel::{TUNNEL_BYTES, Tunnel};
 use crate::vrnic;
 
 /// The state of the network.
 pub(crate) struct Wire {
     addresses: Vec<IpAddr>,
     file: PathBuf,
-    peers: Vec<Peer>,
+    peers: Peers,
     error: Option<String>,
     mtu_code: u8,
     net_mtu: u32,
     congestion_control: bool,
     changes: OwnedFd,
+    firewall: Option<Firewall>,
 }
 
 impl Wire {
-    /// Opens the port and reads the file.
+    /// Opens the port and the tunnel, and reads the file.
     ///
     /// # Errors
     /// One line: an address, the port or the MTU does not fit this host, or the file is bad.
-    pub fn open(c: &WireConfig) -> io::Result<(Box<dyn Port>, Wire)> {
-        let port = UdpPort::open(&c.addresses, c.icrc)?;
+    pub fn open(c: &WireConfig, dir: &Path) -> io::Result<(Box<dyn Port>, Tunnel, Wire)> {
+        let mut port = UdpPort::open(&c.addresses, c.icrc)?;
+        let tunnel = Tunnel::open(&c.addresses)?;
+        port.encapsulate_by(&c.addresses, &tunnel.sockets)?;
+        if c.firewall {
+            port.mark_packets(firewall::MARK).map_err(|e| {
+                let text = format!("--firewall marks what this host sends ({e}): run as root, or with CAP_NET_ADMIN");
+                io::Error::new(e.kind(), text)
+            })?;
+        }
         let (mut fits, mut net_mtu) = (u32::MAX, vrnic::NET_MTU);
         for &a in &c.addresses {
             let mtu = interface_mtu(a)?;
@@ -58,38 +68,32 @@ impl Wire {
         })?;
         let changes = inotify::init(inotify::CreateFlags::CLOEXEC | inotify::CreateFlags::NONBLOCK)?;
         // The directory: editors replace a file by another.
-        let dir = c.peers.parent().filter(|d| !d.as_os_str().is_empty()).unwrap_or(Path::new("."));
+        let watched = c.peers.parent().filter(|d| !d.as_os_str().is_empty()).unwrap_or(Path::new("."));
         let events = inotify::WatchFlags::CLOSE_WRITE | inotify::WatchFlags::MOVED_TO;
-        inotify::add_watch(&changes, dir, events)
-            .map_err(|e| io::Error::new(io::Error::from(e).kind(), format!("cannot watch {}: {e}", dir.display())))?;
+        inotify::add_watch(&changes, watched, events).map_err(|e| {
+            io::Error::new(io::Error::from(e).kind(), format!("cannot watch {}: {e}", watched.display()))
+        })?;
         let mut wire = Wire {
             addresses: c.addresses.clone(),
             file: c.peers.clone(),
-            peers: Vec::new(),
+            peers: Peers::default(),
             error: None,
             mtu_code,
             net_mtu,
             congestion_control: c.congestion_control,
             changes,
+            firewall: None,
         };
-        wire.peers = wire.read().map_err(|e| io::Error::new(io::ErrorKind::InvalidInput, e))?;
+        wire.peers = read(&c.peers, &c.addresses).map_err(|e| io::Error::new(io::ErrorKind::InvalidInput, e))?;
+        if c.firewall {
+            wire.firewall = Some(Firewall::start(dir, &c.addresses, &wire.peers.hosts())?);
+        }
         let port: Box<dyn Port> =
             if c.full_icrc { Box::new(PacketPort::open(port, &c.addresses)?) } else { Box::new(port) };
         Ok(match c.faults {
-            Some(percent) => (Box::new(FaultyPort::new(port, percent, 1)), wire),
-            None => (port, wire),
+            Some(percent) => (Box::new(FaultyPort::new(port, percent, 1)), tunnel, wire),
+            None => (port, tunnel, wire),
         })
-    }
-
-    fn read(&self) -> Result<Vec<Peer>, String> {
-        let name = self.file.display();
-        let text = match std::fs::metadata(&self.file) {
-            Ok(m) if m.len() > peers::MAX_BYTES => Err(io::Error::other("too long")),
-            Ok(_) => std::fs::read_to_string(&self.file),
-            Err(e) => Err(e),
-        };
-        let text = text.map_err(|e| format!("peers file {name}: {e}"))?;
-        peers::parse(&text, &self.addresses).map_err(|e| format!("peers file {name}, {e}"))
     }
 
     /// What becomes readable when the file may have changed.
@@ -101,10 +105,13 @@ impl Wire {
     pub fn reload(&mut self) -> bool {
         let mut events = [0; 4096];
         while rustix::io::read(&self.changes, &mut events[..]).is_ok_and(|n| n > 0) {}
-        match self.read() {
+        match read(&self.file, &self.addresses) {
             Ok(p) => {
                 self.error = None;
                 let changed = p != self.peers;
+                if let Some(f) = self.firewall.as_ref().filter(|_| changed) {
+                    f.set_peers(p.hosts());
+                }
                 self.peers = p;
                 changed
             }
@@ -119,7 +126,7 @@ impl Wire {
     }
 
     /// The peers in force.
-    pub fn peers(&self) -> &[Peer] {
+    pub fn peers(&self) -> &Peers {
         &self.peers
     }
     /// Why the file as it is now is not in force.
@@ -138,6 +145,10 @@ impl Wire {
     pub fn net_mtu(&self) -> u32 {
         self.net_mtu
     }
+    /// The firewall, if it was asked for.
+    pub fn firewall(&self) -> Option<&Firewall> {
+        self.firewall.as_ref()
+    }
     /// Heed losses and ECN marks.
     pub fn congestion_control(&self) -> bool {
         self.congestion_control
@@ -150,6 +161,18 @@ impl Wire {
     pub fn mtu(&self) -> u32 {
         mtu_bytes(self.mtu_code).unwrap_or(256)
     }
+}
+
+/// Reads a peers file for a host with these addresses.
+pub(crate) fn read(file: &Path, addresses: &[IpAddr]) -> Result<Peers, String> {
+    let name = file.display();
+    let text = match std::fs::metadata(file) {
+        Ok(m) if m.len() > peers::MAX_BYTES => Err(io::Error::other("too long")),
+        Ok(_) => std::fs::read_to_string(file),
+        Err(e) => Err(e),
+    };
+    let text = text.map_err(|e| format!("peers file {name}: {e}"))?;
+    Peers::parse(&text, addresses).map_err(|e| format!("peers file {name}, {e}"))
 }
 
 /// Bytes that headers and ICRC add to a payload, at most: those of a datagram inside VXLAN.

@@ -2,6 +2,7 @@
 #![allow(missing_docs)]
 
 use unirdma_formats::cm::{IpHeader, Mad};
+use unirdma_formats::frame::Claims;
 use unirdma_formats::net::{Flow, GRH_BYTES, parse_grh, seal};
 use unirdma_formats::wire::{Envelope, Packet, padding};
 use unirdma_formats::{pcap, wire};
@@ -34,6 +35,7 @@ pub fn parse_everything(data: &[u8]) {
         assert_eq!(mad, again);
     }
     let _ = IpHeader::parse(data);
+    let _ = Claims::read(data);
     let _ = pcap::records(data).map(<[u8]>::len).sum::<usize>();
     let plain = Envelope { src: [10, 0, 0, 1].into(), dst: [10, 0, 0, 2].into(), src_port: 1, ip_id: 2 };
     for outer in [0, 50, 70] {

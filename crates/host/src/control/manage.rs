@@ -17,7 +17,7 @@ impl Control {
                 Ok(Response::Vrnic(Box::new(info)))
             }
             Request::VrnicRemove { name, force } => self.remove_vrnic(&name, force),
-            Request::VrnicSet { name, share } => self.set_share(&name, share),
+            Request::VrnicSet { name, share, allow_spoof } => self.set(&name, share, allow_spoof),
             Request::VrnicLink { name, up } => self.set_link(&name, up),
             Request::VrnicAddress { name, ip, add: true } => self.add_address(&name, ip),
             Request::VrnicAddress { name, ip, add: false } => self.remove_address(&name, ip),
@@ -26,12 +26,6 @@ impl Control {
                 if self.groups.contains_key(&name) {
                     return Err(format!("group {name} exists already"));
                 }
-                let same = self.groups.keys().find(|g| tunnel::vni(g) == tunnel::vni(&name));
-                if let Some(g) = same.filter(|_| self.wire.is_some()) {
-                    return Err(format!(
-                        "group {name} would share its VXLAN identifier with group {g}; choose another name"
-                    ));
-                }
                 self.groups.insert(name, self.next_group);
                 self.next_group += 1;
                 self.set_routes();
@@ -39,7 +33,8 @@ impl Control {
             }
             Request::GroupList => {
                 let count = |g: &str| self.vrnics.values().filter(|v| v.group == g).count();
-                let infos = self.groups.keys().map(|g| GroupInfo { name: g.clone(), vrnics: count(g) });
+                let vni = |g: &str| self.wire.as_ref().and_then(|w| w.peers().vni(g));
+                let infos = self.groups.keys().map(|g| GroupInfo { name: g.clone(), vrnics: count(g), vni: vni(g) });
                 Ok(Response::Groups(infos.collect()))
             }
             Request::GroupRemove { name } => self.remove_group(&name),
@@ -68,6 +63,8 @@ impl Control {
                     mtu: w.mtu(),
                     port: self.engine.port_counters().unwrap_or_default(),
                     drops: self.engine.rnic.lock().wire_drops(),
+                    tunnel: self.switch.tunnel_info(),
+                    firewall: w.firewall().map(Firewall::table),
                 }),
             }))),
         }
@@ -136,6 +133,7 @@ impl Control {
         let v = Vrnic {
             id,
             group,
+            guard: Arc::new(Guard::new(mac, &ips, add.allow_spoof)),
             ips,
             mac,
             identity,
@@ -190,15 +188,18 @@ impl Control {
         }
     }
 
-    fn set_share(&mut self, name: &str, set: SetShare) -> Answer {
+    fn set(&mut self, name: &str, set: SetShare, allow_spoof: Option<bool>) -> Answer {
         let v = self.vrnics.get(name).ok_or_else(|| self.unknown(name))?;
-        if set == SetShare::default() {
-            return Err("nothing to set; give --weight, --rate, --ops or --burst".into());
+        if set == SetShare::default() && allow_spoof.is_none() {
+            return Err("nothing to set; give --weight, --rate, --ops, --burst or --allow-spoof".into());
         }
         {
             let mut rnic = self.engine.rnic.lock();
             let share = set.apply(rnic.share(v.id))?;
             rnic.set_share(v.id, share);
+        }
+        if let Some(on) = allow_spoof {
+            v.guard.set_allow_spoof(on);
         }
         self.info(name).map(|i| Response::Vrnic(Box::new(i))).ok_or_else(|| self.unknown(name))
     }
@@ -249,6 +250,7 @@ impl Control {
     fn change_addresses(&mut self, name: &str, gids: Vec<Gid>, change: impl Fn(&mut Vec<IpNet>)) -> Answer {
         if let Some(v) = self.vrnics.get_mut(name) {
             change(&mut v.ips);
+            v.guard.set_addresses(&v.ips);
             self.engine.rnic.lock().set_gids(v.id, gids);
         }
         self.engine.after_command();
@@ -307,7 +309,7 @@ impl Control {
         let group = *self.groups.get(&v.group).ok_or("the group is gone")?;
         let fd = fd.ok_or("attach needs a descriptor")?;
         let up = self.engine.rnic.lock().is_up(v.id);
-        self.switch.add(id, fd, group, v.mac, up).map_err(|e| format!("cannot use that interface: {e}"))?;
+        self.switch.add(id, fd, group, v.guard.clone(), up).map_err(|e| format!("cannot use that interface: {e}"))?;
         v.attached = Some(id);
         Ok(Response::Done)
     }
@@ -343,6 +345,8 @@ impl Control {
             mtu: self.wire.as_ref().map_or(vrnic::NET_MTU, Wire::net_mtu),
             dir: vrnic_dir(&self.dir, name).display().to_string(),
             attached: v.attached.is_some(),
+            allow_spoof: v.guard.allows_spoof(),
+            frames_refused: v.guard.drops(),
             sessions: u.sessions,
             qps: u.qps,
             cqs: u.cqs,

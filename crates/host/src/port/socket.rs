@@ -24,6 +24,15 @@ pub(crate) fn enlarge_buffers(fd: &impl AsFd) {
     }
 }
 
+/// Has the kernel mark what a socket sends, which takes CAP_NET_ADMIN.
+///
+/// # Errors
+/// Those of SO_MARK.
+pub(super) fn mark(fd: &impl AsFd, mark: u32) -> io::Result<()> {
+    let done = set(fd, libc::SOL_SOCKET, libc::SO_MARK, mark.cast_signed());
+    if done { Ok(()) } else { Err(io::Error::last_os_error()) }
+}
+
 /// Lets the kernel drop what comes in by a socket and does not pass `program`, which returns how many bytes to keep.
 ///
 /// # Errors

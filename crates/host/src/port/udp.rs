@@ -10,7 +10,7 @@ use unirdma_rnic::{Arrival, Tx, TxPacket};
 
 use super::icrc::Checker;
 use super::socket::{BATCH, Control, Inbox, SOL_UDP, add_control, enlarge_buffers, filter, keep, notes, set, sockaddr};
-use super::{Port, PortCounters};
+use super::{Port, PortCounters, socket};
 
 /// Most packets in one UDP_SEGMENT buffer (the kernel's UDP_MAX_SEGMENTS).
 const MAX_SEGMENTS: usize = 64;
@@ -20,6 +20,13 @@ const MAX_DATAGRAM: usize = 65_000;
 const MAX_GROUPS: usize = 256;
 /// ECT(0) of RFC 3168.
 const ECN_CAPABLE: i32 = 2;
+
+/// Where packets leave: by one of the sockets, from the port of a flow, or by one of the tunnel's.
+#[derive(Clone, Copy, PartialEq, Eq)]
+enum Exit {
+    Plain(usize, u16),
+    Tunnel(usize),
+}
 
 struct Socket {
     addr: IpAddr,
@@ -36,12 +43,12 @@ impl Socket {
     }
 
     /// The socket of a flow and its port. A flow whose port somebody else has leaves by the socket that receives.
-    fn outlet(&mut self, flow: u16) -> (&UdpSocket, u16) {
+    fn outlet(&mut self, flow: u16, mark: Option<u32>) -> (&UdpSocket, u16) {
         let number = flow.checked_sub(FIRST_SOURCE_PORT).filter(|&n| n < SOURCE_PORTS);
         if let Some(n) = number.map(usize::from) {
             self.flows.resize_with(SOURCE_PORTS.into(), || None);
             let from = SocketAddr::new(self.addr, flow);
-            if let Some(udp) = self.flows[n].get_or_insert_with(|| bind_flow(from).ok()) {
+            if let Some(udp) = self.flows[n].get_or_insert_with(|| bind_flow(from, mark).ok()) {
                 return (udp, flow);
             }
         }
@@ -52,6 +59,10 @@ impl Socket {
 /// UDP sockets on port 4791 of this host's addresses.
 pub(crate) struct UdpPort {
     sockets: Vec<Socket>,
+    /// By which packets inside VXLAN leave: their receivers believe no port but that of VXLAN.
+    tunnel: Vec<(IpAddr, UdpSocket)>,
+    /// What packets are marked with.
+    mark: Option<u32>,
     inbox: Inbox,
     checker: Checker,
     counters: PortCounters,
@@ -67,6 +78,8 @@ impl UdpPort {
         let sockets = addresses.iter().map(|&addr| bind(addr).map(|udp| Socket::new(addr, udp)));
         Ok(UdpPort {
             sockets: sockets.collect::<io::Result<_>>()?,
+            tunnel: Vec::new(),
+            mark: None,
             inbox: Inbox::new(),
             checker: Checker::default(),
             counters: PortCounters::default(),
@@ -86,6 +99,35 @@ impl UdpPort {
             s.silent = true;
         }
         Ok(())
+    }
+
+    /// From now on the kernel marks what this port and the tunnel send.
+    ///
+    /// # Errors
+    /// Those of SO_MARK: it takes a privilege.
+    pub fn mark_packets(&mut self, mark: u32) -> io::Result<()> {
+        let own = self.sockets.iter().map(|s| &s.udp).chain(self.tunnel.iter().map(|t| &t.1));
+        own.into_iter().try_for_each(|s| socket::mark(s, mark))?;
+        self.mark = Some(mark);
+        Ok(())
+    }
+
+    /// From now on packets inside VXLAN leave by these sockets, each of which has port 4789 of an address.
+    ///
+    /// # Errors
+    /// No descriptor is left.
+    pub fn encapsulate_by(&mut self, addresses: &[IpAddr], sockets: &[UdpSocket]) -> io::Result<()> {
+        let both = addresses.iter().zip(sockets);
+        self.tunnel = both.map(|(&a, s)| Ok((a, s.try_clone()?))).collect::<io::Result<_>>()?;
+        Ok(())
+    }
+
+    /// Where a packet leaves, and its source port; `None` if it cannot.
+    fn exit(&self, p: &TxPacket) -> Option<Exit> {
+        if p.outer() == 0 {
+            return Some(Exit::Plain(self.socket_for(p)?, p.path.port));
+        }
+        Some(Exit::Tunnel(self.tunnel.iter().position(|(a, _)| a.is_ipv4() == p.path.to.is_ipv4())?))
     }
 
     fn socket_for(&self, p: &TxPacket) -> Option<usize> {
@@ -119,10 +161,11 @@ fn bind(addr: IpAddr) -> io::Result<UdpSocket> {
 }
 
 /// A socket that sends from its port, and receives nothing: peers send to port 4791.
-fn bind_flow(from: SocketAddr) -> io::Result<UdpSocket> {
+fn bind_flow(from: SocketAddr, mark: Option<u32>) -> io::Result<UdpSocket> {
     let udp = UdpSocket::bind(from)?;
     filter(&udp, &mut [keep(0)])?;
     configure(&udp, from.ip())?;
+    mark.map_or(Ok(()), |m| socket::mark(&udp, m))?;
     Ok(udp)
 }
 
@@ -215,19 +258,24 @@ impl Port for UdpPort {
             let mut controls = [Control([0; 64]); BATCH];
             let mut names = [sockaddr(Ipv4Addr::UNSPECIFIED.into(), 0); BATCH];
             let mut counts = [0; BATCH];
-            let flow = tx.packets()[0].path.port;
-            let Some(socket) = self.socket_for(&tx.packets()[0]) else {
+            let Some(exit) = self.exit(&tx.packets()[0]) else {
                 self.counters.send_errors += 1;
                 tx.sent(1);
                 continue;
             };
-            let src = self.sockets[socket].addr;
-            let (udp, src_port) = self.sockets[socket].outlet(flow);
-            let fd = udp.as_raw_fd();
+            let mark = self.mark;
+            let (src, fd, src_port) = match exit {
+                Exit::Plain(socket, flow) => {
+                    let src = self.sockets[socket].addr;
+                    let (udp, src_port) = self.sockets[socket].outlet(flow, mark);
+                    (src, udp.as_raw_fd(), src_port)
+                }
+                Exit::Tunnel(i) => (self.tunnel[i].0, self.tunnel[i].1.as_raw_fd(), VXLAN_PORT),
+            };
             let (mut at, mut messages) = (0, 0);
             while messages < BATCH && at < tx.packets().len() {
                 let first = tx.packets()[at];
-                if self.socket_for(&first) != Some(socket) || first.path.port != flow {
+                if self.exit(&first) != Some(exit) {
                     break;
                 }
                 let n = batch(&tx.packets()[at..]);
@@ -238,7 +286,8 @@ impl Port for UdpPort {
                 }
                 let span = tx.span(at, n);
                 iovs[messages] = libc::iovec { iov_base: span.as_ptr().cast_mut().cast(), iov_len: span.len() };
-                let port = if first.outer() == 0 { ROCE_PORT } else { VXLAN_PORT };
+                let encapsulated = first.outer() > 0;
+                let port = if encapsulated { VXLAN_PORT } else { ROCE_PORT };
                 names[messages] = sockaddr(first.path.to, port);
                 let h = &mut headers[messages].msg_hdr;
                 h.msg_name = std::ptr::from_mut(&mut names[messages].0).cast();
@@ -249,10 +298,10 @@ impl Port for UdpPort {
                 if n > 1 {
                     add_control(h, control, SOL_UDP, libc::UDP_SEGMENT, first.len() as u16);
                 }
-                // Without the message it is ECN_CAPABLE.
+                // Without the message it is ECN_CAPABLE; the tunnel's sockets say nothing by themselves, since frames are not.
                 let class = i32::from(first.path.class) | ECN_CAPABLE;
                 match first.path.to {
-                    _ if first.path.class == 0 => {}
+                    _ if first.path.class == 0 && !encapsulated => {}
                     IpAddr::V4(_) => add_control(h, control, libc::IPPROTO_IP, libc::IP_TOS, class),
                     IpAddr::V6(_) => add_control(h, control, libc::IPPROTO_IPV6, libc::IPV6_TCLASS, class),
                 }
@@ -281,7 +330,7 @@ impl Port for UdpPort {
     }
 
     fn receive(&mut self, f: &mut dyn FnMut(Arrival, &[u8])) -> bool {
-        let UdpPort { sockets, inbox, checker, counters, icrc } = self;
+        let UdpPort { sockets, inbox, checker, counters, icrc, .. } = self;
         let mut any = false;
         for Socket { addr, udp, .. } in sockets.iter().filter(|s| !s.silent) {
             any |= inbox.receive(udp.as_fd(), |i| {

@@ -1,0 +1,151 @@
+/* What a hostile container, or a hostile user of a peer host, sends; and what its victims see of it.
+ *
+ *   forge arp ADDRESS TIMES                 tells everybody at eth0, ten times a second, that ADDRESS is here
+ *   forge neighbour ADDRESS SECONDS         sends to ADDRESS, ten times a second, and prints each MAC that the kernel has for it
+ *   forge vxlan FROM PORT TO VNI            sends a frame inside VXLAN from a port of the address FROM (0: any)
+ *   forge vxlan-pktinfo FROM PORT TO VNI    the same from a socket that is bound to another address of the host
+ *   forge listen SECONDS                    prints `arrived` when such a frame comes in by eth0, else `nothing` at the end
+ */
+#define _GNU_SOURCE
+#include <arpa/inet.h>
+#include <err.h>
+#include <linux/if_packet.h>
+#include <net/ethernet.h>
+#include <net/if.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+#include <sys/ioctl.h>
+#include <sys/socket.h>
+#include <time.h>
+#include <unistd.h>
+
+#define FRAME "INJECTED"
+#define TICK_US 100000
+
+static int eth0(int protocol, unsigned char mac[6])
+{
+	int s = socket(AF_PACKET, SOCK_RAW, htons(protocol));
+	if (s < 0)
+		err(1, "packet socket");
+	struct sockaddr_ll a = { .sll_family = AF_PACKET, .sll_protocol = htons(protocol), .sll_ifindex = if_nametoindex("eth0") };
+	if (bind(s, (struct sockaddr *)&a, sizeof a))
+		err(1, "bind to eth0");
+	struct ifreq r = { .ifr_name = "eth0" };
+	if (ioctl(s, SIOCGIFHWADDR, &r))
+		err(1, "MAC of eth0");
+	memcpy(mac, r.ifr_hwaddr.sa_data, 6);
+	return s;
+}
+
+static struct sockaddr_in address(const char *text, int port)
+{
+	struct sockaddr_in a = { .sin_family = AF_INET, .sin_port = htons(port) };
+	if (inet_pton(AF_INET, text, &a.sin_addr) != 1)
+		errx(1, "%s is no address", text);
+	return a;
+}
+
+static void arp(const char *whose, int times)
+{
+	unsigned char f[42] = { 0 };
+	int s = eth0(ETH_P_ARP, f + 6);
+	struct sockaddr_in a = address(whose, 0);
+	memset(f, 0xff, 6);
+	memcpy(f + 12, "\x08\x06\0\x01\x08\0\x06\x04\0\x02", 10);
+	memcpy(f + 22, f + 6, 6);
+	memcpy(f + 28, &a.sin_addr, 4);
+	memset(f + 32, 0xff, 10);
+	while (times-- > 0) {
+		if (send(s, f, sizeof f, 0) < 0)
+			err(1, "send");
+		usleep(TICK_US);
+	}
+}
+
+static void neighbour(const char *whom, int seconds)
+{
+	int s = socket(AF_INET, SOCK_DGRAM, 0);
+	struct sockaddr_in a = address(whom, 9);
+	char last[32] = "";
+	for (int i = 0; i < 10 * seconds; i++) {
+		sendto(s, "x", 1, 0, (struct sockaddr *)&a, sizeof a);
+		usleep(TICK_US);
+		FILE *table = fopen("/proc/net/arp", "r");
+		char line[256], ip[64], mac[32];
+		while (table && fgets(line, sizeof line, table)) {
+			if (sscanf(line, "%63s %*s %*s %31s", ip, mac) != 2 || strcmp(ip, whom) || !strcmp(mac, last))
+				continue;
+			strcpy(last, mac);
+			printf("%s is at %s\n", ip, mac);
+			fflush(stdout);
+		}
+		if (table)
+			fclose(table);
+	}
+}
+
+static void vxlan(const char *from, int port, const char *to, unsigned vni, int pktinfo)
+{
+	unsigned char packet[8 + 64] = { 8, 0, 0, 0, vni >> 16, vni >> 8, vni };
+	memset(packet + 8, 0xff, 6);
+	memcpy(packet + 14, "\x06\0\x0a\x09\0\x01\x08\0" FRAME, 8 + sizeof FRAME);
+	int s = socket(AF_INET, SOCK_DGRAM, 0);
+	struct sockaddr_in own = address(pktinfo ? "127.0.0.9" : from, port), peer = address(to, 4789);
+	if (bind(s, (struct sockaddr *)&own, sizeof own))
+		err(1, "bind to port %d", port);
+	struct iovec iov = { packet, sizeof packet };
+	union {
+		struct cmsghdr head;
+		char room[CMSG_SPACE(sizeof(struct in_pktinfo))];
+	} control = { 0 };
+	struct msghdr m = { .msg_name = &peer, .msg_namelen = sizeof peer, .msg_iov = &iov, .msg_iovlen = 1 };
+	if (pktinfo) {
+		struct in_pktinfo info = { .ipi_spec_dst = address(from, 0).sin_addr };
+		m.msg_control = &control;
+		m.msg_controllen = sizeof control;
+		control.head.cmsg_len = CMSG_LEN(sizeof info);
+		control.head.cmsg_level = IPPROTO_IP;
+		control.head.cmsg_type = IP_PKTINFO;
+		memcpy(CMSG_DATA(&control.head), &info, sizeof info);
+	}
+	for (int i = 0; i < 5; i++)
+		/* The sender may be told that a filter has dropped it. */
+		if (sendmsg(s, &m, 0) < 0)
+			warn("sendmsg");
+	printf("sent as user %d\n", getuid());
+}
+
+static void listen_for(int seconds)
+{
+	unsigned char mac[6], f[2000];
+	int s = eth0(ETH_P_ALL, mac);
+	struct timeval tick = { .tv_usec = TICK_US };
+	setsockopt(s, SOL_SOCKET, SO_RCVTIMEO, &tick, sizeof tick);
+	printf("listening\n");
+	fflush(stdout);
+	for (time_t end = time(NULL) + seconds; time(NULL) < end;) {
+		ssize_t n = recv(s, f, sizeof f, 0);
+		if (n > 0 && memmem(f, n, FRAME, strlen(FRAME))) {
+			printf("arrived\n");
+			return;
+		}
+	}
+	printf("nothing\n");
+}
+
+int main(int argc, char **argv)
+{
+	const char *what = argc > 1 ? argv[1] : "";
+	if (argc == 4 && !strcmp(what, "arp"))
+		arp(argv[2], atoi(argv[3]));
+	else if (argc == 4 && !strcmp(what, "neighbour"))
+		neighbour(argv[2], atoi(argv[3]));
+	else if (argc == 6 && !strncmp(what, "vxlan", 5))
+		vxlan(argv[2], atoi(argv[3]), argv[4], atoi(argv[5]), !strcmp(what, "vxlan-pktinfo"));
+	else if (argc == 3 && !strcmp(what, "listen"))
+		listen_for(atoi(argv[2]));
+	else
+		errx(2, "see the top of forge.c");
+	return 0;
+}
