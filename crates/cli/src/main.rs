@@ -17,7 +17,7 @@ use std::process::ExitCode;
 
 use clap::{Args, Parser, Subcommand};
 use unirdma_host::admin::{Request, Response};
-use unirdma_host::{AddVrnic, Client, IpNet, SetShare, default_dir};
+use unirdma_host::{AddVrnic, Client, IpNet, SetHeld, SetShare, default_dir};
 
 /// Virtual RDMA NICs for containers, on machines without RDMA hardware.
 #[derive(Parser)]
@@ -109,11 +109,13 @@ enum VrnicCommand {
         #[command(flatten)]
         share: ShareArgs,
         #[command(flatten)]
+        held: HeldArgs,
+        #[command(flatten)]
         out: Out,
     },
     /// Give a vRNIC another part of the virtual layer, or other rights, while its programs run
     #[command(
-        after_help = "Examples:\n  unirdma vrnic set a --weight 300            three times the time of a vRNIC with the default weight, when both want it\n  unirdma vrnic set a --rate 10G --ops 2M     at most 10 Gbit/s and 2 million requests a second\n  unirdma vrnic set a --rate none             as fast as it can again\n  unirdma vrnic set r --allow-spoof on        `r` routes for others, so it sends with their addresses"
+        after_help = "Examples:\n  unirdma vrnic set a --weight 300            three times the time of a vRNIC with the default weight, when both want it\n  unirdma vrnic set a --rate 10G --ops 2M     at most 10 Gbit/s and 2 million requests a second\n  unirdma vrnic set a --rate none             as fast as it can again\n  unirdma vrnic set r --allow-spoof on        `r` routes for others, so it sends with their addresses\n  unirdma vrnic set a --max-mappings 1000     its programs' memory takes at most 1,000 mappings of the virtual layer"
     )]
     Set {
         /// Name of the vRNIC
@@ -123,6 +125,8 @@ enum VrnicCommand {
         allow_spoof: Option<Switched>,
         #[command(flatten)]
         share: ShareArgs,
+        #[command(flatten)]
+        held: HeldArgs,
         #[command(flatten)]
         out: Out,
     },
@@ -186,6 +190,29 @@ struct ShareArgs {
 impl ShareArgs {
     fn set(self) -> SetShare {
         SetShare { weight: self.weight, rate_bps: self.rate, ops: self.ops, burst_us: self.burst }
+    }
+}
+
+#[derive(Args)]
+struct HeldArgs {
+    /// Most descriptors that its programs make the virtual layer hold [default: half of what other vRNICs leave, as below]
+    #[arg(long, value_name = "N")]
+    max_descriptors: Option<u64>,
+    /// Most mappings of memory files
+    #[arg(long, value_name = "N")]
+    max_mappings: Option<u64>,
+    /// Most bytes of addresses that these mappings take
+    #[arg(long, value_name = "BYTES")]
+    max_address_space: Option<u64>,
+}
+
+impl HeldArgs {
+    fn set(self) -> SetHeld {
+        SetHeld {
+            max_descriptors: self.max_descriptors,
+            max_mappings: self.max_mappings,
+            max_address_space: self.max_address_space,
+        }
     }
 }
 
@@ -282,9 +309,10 @@ fn vrnic(dir: &std::path::Path, command: VrnicCommand) -> io::Result<u8> {
             max_sessions,
             allow_spoof,
             share,
+            held,
             out,
         } => {
-            let share = share.set();
+            let (share, held) = (share.set(), held.set());
             let add = AddVrnic {
                 name,
                 ips: ip,
@@ -296,12 +324,13 @@ fn vrnic(dir: &std::path::Path, command: VrnicCommand) -> io::Result<u8> {
                 max_sessions,
                 allow_spoof,
                 share,
+                held,
             };
             ask(dir, &Request::VrnicAdd(add), &out)
         }
-        VrnicCommand::Set { name, allow_spoof, share, out } => {
+        VrnicCommand::Set { name, allow_spoof, share, held, out } => {
             let allow_spoof = allow_spoof.map(|s| s == Switched::On);
-            ask(dir, &Request::VrnicSet { name, share: share.set(), allow_spoof }, &out)
+            ask(dir, &Request::VrnicSet { name, share: share.set(), allow_spoof, held: held.set() }, &out)
         }
         VrnicCommand::Ls { out } => ask(dir, &Request::VrnicList, &out),
         VrnicCommand::Show { name, out } => ask(dir, &Request::VrnicShow { name }, &out),

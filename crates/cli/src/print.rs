@@ -77,6 +77,12 @@ fn show(v: &VrnicInfo) -> String {
         ("MRs", format!("{} of {}", v.mrs_mapped + v.mrs_copied, v.limits.max_mr)),
         ("  mapped (direct, share)", format!("{}, {}", v.mrs_mapped, bytes(v.bytes_mapped))),
         ("  copied", format!("{}, {}", v.mrs_copied, bytes(v.bytes_copied))),
+        ("descriptors held", format!("{} of {}", v.held.descriptors.used, v.held.descriptors.limit)),
+        ("mappings held", format!("{} of {}", v.held.mappings.used, v.held.mappings.limit)),
+        ("addresses held", {
+            let h = v.held.address_space;
+            format!("{} of {}", bytes(h.used), bytes(h.limit))
+        }),
         ("share", share(v)),
         ("time of the RNIC", units::seconds(v.busy_ns)),
         ("eth0", frames(v)),

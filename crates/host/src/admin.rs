@@ -15,7 +15,7 @@ use unirdma_rnic::WireDrops;
 use crate::fdpass;
 use crate::port::PortCounters;
 use crate::tunnel::TunnelInfo;
-use crate::vrnic::{AddVrnic, IpNet, SetShare, VrnicInfo};
+use crate::vrnic::{AddVrnic, IpNet, SetHeld, SetShare, VrnicInfo};
 
 /// What may be asked.
 #[derive(Clone, Debug, Serialize, Deserialize)]
@@ -38,6 +38,8 @@ pub enum Request {
         /// Its interface may send with any IP address, or not any more.
         #[serde(default)]
         allow_spoof: Option<bool>,
+        #[serde(default)]
+        held: SetHeld,
     },
     /// Sets the link of a vRNIC up or down.
     VrnicLink {

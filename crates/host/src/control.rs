@@ -26,7 +26,7 @@ use crate::engine::Engine;
 use crate::firewall::Firewall;
 use crate::guard::Guard;
 use crate::switch::Switch;
-use crate::vrnic::{self, AddVrnic, IpNet, SetShare, VrnicInfo};
+use crate::vrnic::{self, AddVrnic, IpNet, LedgerInfo, SetHeld, SetShare, VrnicInfo};
 use crate::wire::Wire;
 use crate::{DEFAULT_GROUP, VHOST_SOCKET, vrnic_dir};
 pub(crate) use ledger::raise_limit;

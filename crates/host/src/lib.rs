@@ -35,7 +35,7 @@ pub use port::PortCounters;
 pub use tunnel::{Disagreement, TunnelDrops, TunnelInfo};
 pub use unirdma_device::HoldTimes;
 pub use unirdma_rnic::MrNote;
-pub use vrnic::{AddVrnic, IpNet, MAX_BURST_US, MAX_WEIGHT, SetShare, VrnicInfo};
+pub use vrnic::{AddVrnic, Held, IpNet, LedgerInfo, MAX_BURST_US, MAX_WEIGHT, SetHeld, SetShare, VrnicInfo};
 
 /// How to run the virtual layer.
 #[derive(Clone, Debug)]

@@ -5,6 +5,7 @@ use std::net::{IpAddr, Ipv4Addr, Ipv6Addr};
 use serde::{Deserialize, Serialize};
 use unirdma_abi as abi;
 use unirdma_formats::{Gid, Mac};
+use unirdma_link::{Ledger, Resource};
 use unirdma_rnic::{Counters, Limits, MAX_MULTICAST_QPS, MrNote, QpInfo, Share};
 
 use crate::guard::FrameDrops;
@@ -66,6 +67,58 @@ pub struct AddVrnic {
     pub allow_spoof: bool,
     #[serde(flatten)]
     pub share: SetShare,
+    #[serde(flatten)]
+    pub held: SetHeld,
+}
+
+/// What a vRNIC may make the virtual layer hold, as far as it is to be other than it is: at most half of what the others leave.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(default)]
+#[allow(missing_docs)]
+pub struct SetHeld {
+    pub max_descriptors: Option<u64>,
+    pub max_mappings: Option<u64>,
+    /// Bytes.
+    pub max_address_space: Option<u64>,
+}
+
+impl SetHeld {
+    /// The limits in the order of [`Resource::ALL`].
+    pub(crate) fn limits(&self) -> [Option<u64>; 3] {
+        Resource::ALL.map(|r| match r {
+            Resource::Descriptors => self.max_descriptors,
+            Resource::Mappings => self.max_mappings,
+            Resource::AddressSpace => self.max_address_space,
+        })
+    }
+}
+
+/// How much of something a vRNIC makes the virtual layer hold, and how much it may at this moment.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[allow(missing_docs)]
+pub struct Held {
+    pub used: u64,
+    pub limit: u64,
+}
+
+/// What a vRNIC makes the virtual layer hold.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[allow(missing_docs)]
+pub struct LedgerInfo {
+    pub descriptors: Held,
+    pub mappings: Held,
+    /// Bytes.
+    pub address_space: Held,
+}
+
+impl LedgerInfo {
+    pub(crate) fn of(ledger: &Ledger) -> Self {
+        let [descriptors, mappings, address_space] = Resource::ALL.map(|r| {
+            let (used, limit) = ledger.usage(r);
+            Held { used, limit }
+        });
+        LedgerInfo { descriptors, mappings, address_space }
+    }
 }
 
 /// A vRNIC's part of the virtual layer, as far as it is to be other than it is: see [`Share`].
@@ -136,6 +189,8 @@ pub struct VrnicInfo {
     pub bytes_mapped: u64,
     pub bytes_copied: u64,
     pub limits: Limits,
+    #[serde(default)]
+    pub held: LedgerInfo,
     #[serde(default)]
     pub share: Share,
     /// How long the RNIC has worked for it, nanoseconds.

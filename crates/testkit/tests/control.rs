@@ -166,7 +166,8 @@ fn a_vrnic_gets_another_share_while_it_is_there() {
         Response::Vrnic(v) => v.share,
         r => panic!("{r:?}"),
     };
-    let set = |share| host.ask(&Request::VrnicSet { name: "a".into(), share, allow_spoof: None });
+    let set =
+        |share| host.ask(&Request::VrnicSet { name: "a".into(), share, allow_spoof: None, held: Default::default() });
     let none = SetShare::default();
     let share = shown(host.ask(&Request::VrnicShow { name: "a".into() }).unwrap());
     assert_eq!((share.weight, share.rate_bps, share.ops), (300, 0, 0));
@@ -183,5 +184,8 @@ fn a_vrnic_gets_another_share_while_it_is_there() {
         assert!(set(wrong).is_err(), "{wrong:?}");
     }
     assert_eq!(shown(host.ask(&Request::VrnicShow { name: "a".into() }).unwrap()).ops, 10);
-    assert!(host.ask(&Request::VrnicSet { name: "b".into(), share: limits, allow_spoof: None }).is_err());
+    assert!(
+        host.ask(&Request::VrnicSet { name: "b".into(), share: limits, allow_spoof: None, held: Default::default() })
+            .is_err()
+    );
 }

@@ -17,7 +17,7 @@ impl Control {
                 Ok(Response::Vrnic(Box::new(info)))
             }
             Request::VrnicRemove { name, force } => self.remove_vrnic(&name, force),
-            Request::VrnicSet { name, share, allow_spoof } => self.set(&name, share, allow_spoof),
+            Request::VrnicSet { name, share, allow_spoof, held } => self.set(&name, share, allow_spoof, held),
             Request::VrnicLink { name, up } => self.set_link(&name, up),
             Request::VrnicAddress { name, ip, add: true } => self.add_address(&name, ip),
             Request::VrnicAddress { name, ip, add: false } => self.remove_address(&name, ip),
@@ -142,7 +142,7 @@ impl Control {
             attached: None,
             sessions: 0,
             full: false,
-            ledger: self.ledger.for_vrnic([None; 3]),
+            ledger: self.ledger.for_vrnic(add.held.limits()),
         };
         self.vrnics.insert(add.name.clone(), v);
         // Somebody may have waited for an address.
@@ -188,10 +188,10 @@ impl Control {
         }
     }
 
-    fn set(&mut self, name: &str, set: SetShare, allow_spoof: Option<bool>) -> Answer {
+    fn set(&mut self, name: &str, set: SetShare, allow_spoof: Option<bool>, held: SetHeld) -> Answer {
         let v = self.vrnics.get(name).ok_or_else(|| self.unknown(name))?;
-        if set == SetShare::default() && allow_spoof.is_none() {
-            return Err("nothing to set; give --weight, --rate, --ops, --burst or --allow-spoof".into());
+        if set == SetShare::default() && allow_spoof.is_none() && held == SetHeld::default() {
+            return Err("nothing to set; give --weight, --rate, --ops, --burst, --allow-spoof, --max-descriptors, --max-mappings or --max-address-space".into());
         }
         {
             let mut rnic = self.engine.rnic.lock();
@@ -201,6 +201,7 @@ impl Control {
         if let Some(on) = allow_spoof {
             v.guard.set_allow_spoof(on);
         }
+        v.ledger.set_limits(held.limits());
         self.info(name).map(|i| Response::Vrnic(Box::new(i))).ok_or_else(|| self.unknown(name))
     }
 
@@ -355,6 +356,7 @@ impl Control {
             bytes_mapped: u.bytes_mapped,
             bytes_copied: u.bytes_copied,
             limits: v.limits,
+            held: LedgerInfo::of(&v.ledger),
             share: rnic.share(v.id),
             busy_ns: rnic.busy_ns(v.id),
             counters: rnic.counters(v.id).unwrap_or_default(),

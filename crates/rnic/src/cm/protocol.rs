@@ -112,6 +112,11 @@ impl Manager<'_> {
         };
         let by_id = |local_id: u32| {
             let c = self.cm.ids.get(*self.cm.by_local_id.get(&local_id)?)?;
+            let group = self.core.objects.vnics.get(c.vnic.0)?.group;
+            // Otherwise somebody whose own address is the virtual address of a peer could answer for that peer.
+            if !self.core.net.is_foreign(group, from) {
+                return None;
+            }
             Some((c.vnic, Gid::from_ip(c.src?.ip)))
         };
         match Mad::parse(mad)?.message {
