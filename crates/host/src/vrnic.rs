@@ -118,6 +118,9 @@ pub struct VrnicInfo {
     pub dir: String,
     /// A container holds its network interface.
     pub attached: bool,
+    /// PID of the first process of its container, or of the last that was started of several.
+    #[serde(default)]
+    pub container: Option<i32>,
     pub sessions: usize,
     pub qps: usize,
     pub cqs: usize,
