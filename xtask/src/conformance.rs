@@ -142,12 +142,13 @@ pub(crate) fn debian_13(lab: &Lab) -> Result<()> {
     let root = root_of_debian_13()?;
     let script = format!(
         "R={}; for d in dev sys proc; do mount --rbind /$d $R/$d || exit 9; done\n\
-         mount --bind $UNIRDMA_DIR $R/run/unirdma && mount --bind ${{LD_LIBRARY_PATH%%:*}}/.. $R/opt/unirdma || exit 9\n\
-         export LD_LIBRARY_PATH=/opt/unirdma/dropin UNIRDMA_DIR=/run/unirdma PATH=/usr/bin:/usr/sbin\n\
+         mount --bind $UNIRDMA_DIR $R/run/unirdma && mount --rbind ${{LD_LIBRARY_PATH%%:*}} $R/opt/unirdma || exit 9\n\
+         export LD_LIBRARY_PATH=/opt/unirdma UNIRDMA_DIR=/run/unirdma PATH=/usr/bin:/usr/sbin\n\
          exec chroot $R /usr/bin/env --chdir=/t python3 {RUN}\n",
         root.display()
     );
     let file = lab.dir.join("debian-13.sh");
     fs::write(&file, script).map_err(failed("debian-13.sh"))?;
-    judge(&lab.spawn("a", &[], &format!("sh {}", file.display()))?.finish().text, 150)
+    let binds = ["--bind", &root.display().to_string()];
+    judge(&lab.spawn("a", &binds, &format!("sh {}", file.display()))?.finish().text, 150)
 }

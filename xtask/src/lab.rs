@@ -70,6 +70,8 @@ pub(crate) struct Lab {
     user: Option<u32>,
     netns: Option<String>,
     count: std::cell::Cell<u32>,
+    /// Its containers see what they are given, not what is outside. They did not always.
+    has_sandbox: bool,
 }
 
 /// What a program did.
@@ -134,7 +136,8 @@ impl Lab {
         c.arg(&exe).arg("--dir").arg(dir.join("run")).arg("host").args(args).current_dir(&dir);
         let host = c.stderr(log).stdin(Stdio::null()).spawn().map_err(|e| format!("unirdma host: {e}"))?;
         let netns = netns.map(String::from);
-        let mut lab = Lab { dir, exe, host, user, netns, count: std::cell::Cell::new(0) };
+        let mut lab = Lab { dir, exe, host, user, netns, count: std::cell::Cell::new(0), has_sandbox: true };
+        lab.has_sandbox = lab.unirdma(&["run", "--help"]).text.contains("--bind");
         let start = Instant::now();
         while !lab.unirdma(&["status"]).ok() {
             if start.elapsed() > Duration::from_secs(10) || matches!(lab.host.try_wait(), Ok(Some(_))) {
@@ -210,10 +213,36 @@ impl Lab {
         self.count.set(self.count.get() + 1);
         let log = self.dir.join(format!("{:03}-{vrnic}.log", self.count.get()));
         let mut c = command(self.user, self.netns.as_deref());
-        c.arg(&self.exe).arg("--dir").arg(self.dir.join("run")).args(["run", "--vrnic", vrnic]).args(options);
-        c.current_dir(&self.dir);
+        c.arg(&self.exe).arg("--dir").arg(self.dir.join("run")).args(["run", "--vrnic", vrnic]).args(self.binds());
+        c.args(options).current_dir(&self.dir);
         c.args(["--", "sh", "-c", &format!("exec {shell}")]).stdin(Stdio::null());
         Running::start(c, &log)
+    }
+
+    /// What its containers see beside what every container sees: its directory and, if this user runs it, the checkout.
+    fn binds(&self) -> Vec<String> {
+        if !self.has_sandbox {
+            return Vec::new();
+        }
+        let mut binds = vec!["--bind".into(), self.dir.display().to_string()];
+        if self.user.is_none_or(|u| u == uid()) {
+            binds.extend(["--bind".into(), format!("{}:ro", root().display())]);
+        }
+        binds
+    }
+
+    /// Runs a shell script outside of containers, as the user of this lab. `$U` is `unirdma`, `$LAB` the lab's directory,
+    /// and `$HOME` a directory in it.
+    pub fn shell(&self, script: &str) -> Output {
+        let home = self.dir.join("home");
+        let mut c = command(self.user, self.netns.as_deref());
+        c.env("U", format!("{} --dir {}", self.exe.display(), self.dir.join("run").display()));
+        c.env("LAB", &self.dir).env("HOME", &home).stdin(Stdio::null()).current_dir(&self.dir);
+        c.args(["timeout", "60", "sh", "-c", &format!("mkdir -p $HOME; exec 2>&1; {script}")]);
+        match c.output() {
+            Ok(o) => Output { code: o.status.code(), text: String::from_utf8_lossy(&o.stdout).into_owned() },
+            Err(e) => Output { code: None, text: e.to_string() },
+        }
     }
 
     /// True if a program of a vRNIC listens for RDMA connections.

@@ -50,6 +50,10 @@ pub(crate) const TEST: Needed = &[
     ("/etc/libibverbs.d/rxe.driver", "ibverbs-providers"),
     ("/bin/busybox", "busybox-static"),
     ("/usr/bin/cpio", "cpio"),
+    // Containers.
+    ("/usr/bin/gdb", "gdb"),
+    ("/usr/bin/pgrep", "procps"),
+    ("/usr/bin/script", "bsdutils"),
     ("/usr/sbin/modprobe", "kmod"),
     ("/usr/bin/xz", "xz-utils"),
 ];

@@ -1,5 +1,5 @@
-//! The files by which programs find RDMA devices, made up for a container: `/dev/infiniband`, where some look for a
-//! character device, and `/sys/class/infiniband`. The host's own devices are not there.
+//! The files by which programs find RDMA devices, made up for a container: `/sys/class/infiniband` and what leads there.
+//! The host's own devices are not there.
 
 use std::fs;
 use std::io;
@@ -10,52 +10,23 @@ use std::path::{Path, PathBuf};
 use rustix::mount::{MountFlags, MountPropagationFlags, UnmountFlags};
 use unirdma_host::VrnicInfo;
 
-const DEVICE: &str = "unirdma0";
+use crate::mounts::context;
 
-/// What failed, and why.
-fn context(what: &str) -> impl FnOnce(rustix::io::Errno) -> io::Error {
-    let what = what.to_string();
-    move |e| io::Error::new(io::Error::from(e).kind(), format!("{what}: {e}"))
-}
+const DEVICE: &str = "unirdma0";
 
 /// Entries of the GID table that are shown at least, as `ibv_query_port` says.
 const MIN_GIDS: usize = 16;
 
-/// Makes the files; `staging` is a directory that something else is mounted on later. `own_net`: the container will have an
-/// `eth0` with the vRNIC's addresses; else it sees the host's interfaces.
+/// Puts the files over this mount namespace's `/sys/class`. `staging`: a directory that something else is mounted on later.
+/// `own_net`: the container will have an `eth0` with the vRNIC's addresses; else it sees the host's interfaces.
 pub(crate) fn set_up(staging: &Path, info: &VrnicInfo, own_net: bool) -> io::Result<()> {
     let none: Option<&std::ffi::CStr> = None;
-    rustix::mount::mount("unirdma", staging, "tmpfs", MountFlags::NOSUID, none).map_err(context("mount tmpfs"))?;
-    let made = device_files(&staging.join("dev")).and_then(|()| class_files(&staging.join("class"), info, own_net));
+    rustix::mount::mount("unirdma", staging, "tmpfs", MountFlags::NOSUID, none)
+        .map_err(context("cannot mount tmpfs"))?;
+    let made = class_files(&staging.join("class"), info, own_net);
     // What was mounted from it stays.
-    let gone = rustix::mount::unmount(staging, UnmountFlags::DETACH).map_err(context("unmount"));
+    let gone = rustix::mount::unmount(staging, UnmountFlags::DETACH).map_err(context("cannot unmount tmpfs"));
     made.and(gone)
-}
-
-/// A `/dev` of its own with the host's devices, but for RDMA: there the one that programs look for is `/dev/null`.
-/// (Making device files, or a directory in the host's `/dev`, takes privileges and leaves traces.)
-fn device_files(dev: &Path) -> io::Result<()> {
-    fs::create_dir(dev)?;
-    for entry in fs::read_dir("/dev")?.flatten() {
-        let (from, to) = (entry.path(), dev.join(entry.file_name()));
-        let kind = entry.file_type()?;
-        if entry.file_name() == "infiniband" {
-            continue;
-        } else if kind.is_symlink() {
-            symlink(fs::read_link(&from)?, &to)?;
-            continue;
-        } else if kind.is_dir() {
-            fs::create_dir(&to)?;
-        } else {
-            fs::write(&to, "")?;
-        }
-        rustix::mount::mount_bind_recursive(&from, &to).map_err(context("mount /dev"))?;
-    }
-    fs::create_dir(dev.join("infiniband"))?;
-    let node = dev.join("infiniband/uverbs0");
-    fs::write(&node, "")?;
-    rustix::mount::mount_bind("/dev/null", &node).map_err(context("mount /dev/infiniband"))?;
-    rustix::mount::mount_bind_recursive(dev, "/dev").map_err(context("mount /dev"))
 }
 
 /// A GUID or GID in groups of four digits.
@@ -149,7 +120,7 @@ fn class_files(class: &Path, info: &VrnicInfo, own_net: bool) -> io::Result<()> 
     // Devices of the host do not show through.
     for name in ["infiniband", "infiniband_verbs"] {
         let to = Path::new("/sys/class").join(name);
-        rustix::mount::mount_bind(class.join(name), to).map_err(context("mount /sys/class"))?;
+        rustix::mount::mount_bind(class.join(name), to).map_err(context("cannot mount on /sys/class"))?;
     }
     Ok(())
 }
@@ -161,8 +132,9 @@ fn overlay(class: &Path) -> io::Result<()> {
     layers.extend_from_slice(b":/sys/class");
     let options = std::ffi::CString::new(layers).map_err(io::Error::other)?;
     rustix::mount::mount("unirdma", "/sys/class", "overlay", MountFlags::RDONLY, Some(options.as_c_str()))
-        .map_err(context("mount an overlay on /sys/class"))?;
-    rustix::mount::mount_change("/sys/class", MountPropagationFlags::PRIVATE).map_err(context("mount"))
+        .map_err(context("cannot mount an overlay on /sys/class"))?;
+    rustix::mount::mount_change("/sys/class", MountPropagationFlags::PRIVATE)
+        .map_err(context("cannot mount on /sys/class"))
 }
 
 /// All processors, as the kernel writes a set of them.

@@ -3,12 +3,20 @@
 //! Parses arguments, talks to the administration socket, prints. It must hold no state of its own, and
 //! say in one line on standard error what is wrong and what to do; the exit code is then not 0.
 
+mod bind;
 mod capture;
+mod confine;
 mod container;
 mod devices;
+mod enter;
+mod hidden;
 mod hosting;
+mod ids;
+mod mounts;
 mod net;
 mod print;
+mod process;
+mod sandbox;
 mod units;
 
 use std::io;
@@ -36,6 +44,7 @@ const EXAMPLES: &str = "Examples:
   unirdma vrnic add b --ip 10.0.0.2
   unirdma run --vrnic a -- ib_write_bw &          an unmodified verbs program in a container
   unirdma run --vrnic b -- ib_write_bw 10.0.0.1   and its peer
+  unirdma exec --vrnic a -- bash                  a second command in the container of a
   unirdma vrnic show a --json                     what it did";
 
 #[derive(Subcommand)]
@@ -56,6 +65,9 @@ enum Command {
     /// Run a command as a container that has one vRNIC
     #[command(after_help = container::EXAMPLES)]
     Run(container::RunArgs),
+    /// Run a further command in the container that a vRNIC has
+    #[command(after_help = enter::EXAMPLES)]
+    Exec(enter::ExecArgs),
     /// Capture packets, also those that never left this host, until interrupted
     #[command(after_help = capture::EXAMPLES)]
     Capture(capture::CaptureArgs),
@@ -282,6 +294,7 @@ fn main() -> ExitCode {
     let result = match cli.command {
         Command::Host(args) => hosting::host(dir, &args).map(|()| 0),
         Command::Run(args) => container::run(&dir, &args),
+        Command::Exec(args) => enter::exec(&dir, &args),
         Command::Vrnic { command } => vrnic(&dir, command),
         Command::Group { command } => group(&dir, command),
         Command::Capture(args) => capture::run(&dir, &args).map(|()| 0),

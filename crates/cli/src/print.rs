@@ -27,6 +27,15 @@ fn link(v: &VrnicInfo) -> String {
     if v.up { "up" } else { "down" }.into()
 }
 
+fn container(v: &VrnicInfo) -> String {
+    match (v.attached, v.container) {
+        (true, Some(pid)) => format!("attached, first process {pid}"),
+        (false, Some(pid)) => format!("on the host's network, first process {pid}"),
+        (true, None) => "attached".into(),
+        (false, None) => "none".into(),
+    }
+}
+
 fn bytes(n: u64) -> String {
     const UNITS: [&str; 5] = ["B", "KiB", "MiB", "GiB", "TiB"];
     let mut v = n as f64;
@@ -70,7 +79,7 @@ fn show(v: &VrnicInfo) -> String {
         ("GUID", v.guid.clone()),
         ("MTU", v.mtu.to_string()),
         ("directory", v.dir.clone()),
-        ("container", if v.attached { "attached" } else { "none" }.into()),
+        ("container", container(v)),
         ("programs", format!("{} of {}", v.sessions, v.limits.max_sessions)),
         ("QPs", format!("{} of {}", v.qps, v.limits.max_qp)),
         ("CQs", format!("{} of {}", v.cqs, v.limits.max_cq)),

@@ -64,7 +64,12 @@ pub enum Request {
     Attach {
         name: String,
     },
-    /// Takes this connection's interface out again. The vRNIC is free for another one when this is answered.
+    /// The first process of a container of this vRNIC is the one whose pidfd comes along, for as long as the connection stays
+    /// open.
+    Container {
+        name: String,
+    },
+    /// Takes this connection's interface and container out again. The vRNIC is free for another one when this is answered.
     Detach,
     /// Sends packets as pcap records, one a message, to the socket whose descriptor comes along, for as long as the
     /// connection stays open.

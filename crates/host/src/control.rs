@@ -65,6 +65,8 @@ struct Vrnic {
     limits: Limits,
     listener: (u64, UnixListener),
     attached: Option<u64>,
+    /// The first process of each container, by the connection that told of it.
+    containers: BTreeMap<u64, OwnedFd>,
     sessions: usize,
     /// The log has it that there are too many sessions.
     full: bool,

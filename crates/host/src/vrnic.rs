@@ -181,6 +181,9 @@ pub struct VrnicInfo {
     /// Frames of its interface that were refused.
     #[serde(default)]
     pub frames_refused: FrameDrops,
+    /// PID of the first process of its container, or of the last that was started of several.
+    #[serde(default)]
+    pub container: Option<i32>,
     pub sessions: usize,
     pub qps: usize,
     pub cqs: usize,

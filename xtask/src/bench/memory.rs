@@ -197,7 +197,7 @@ impl Bench<'_> {
         // Two hosts do not share their temporary files, in which mpirun's agents keep what there is once for each host.
         let script = format!(
             "#!/bin/sh\nhost=$1; shift\nexport TMPDIR={0}/tmp-$host; mkdir -p \"$TMPDIR\"\n\
-             exec {1} --dir {0}/run run --vrnic \"$host\" --net host -- sh -c \"$*\"\n",
+             exec {1} --dir {0}/run run --vrnic \"$host\" --net host --bind {0} -- sh -c \"$*\"\n",
             self.lab.dir.display(),
             self.lab.exe().display()
         );

@@ -39,6 +39,12 @@ impl Control {
             }
             Request::GroupRemove { name } => self.remove_group(&name),
             Request::Attach { name } => self.attach(id, &name, fd),
+            Request::Container { name } => {
+                let unknown = self.unknown(&name);
+                let fd = fd.ok_or("a container needs a descriptor of its first process")?;
+                self.vrnics.get_mut(&name).ok_or(unknown)?.containers.insert(id, fd);
+                Ok(Response::Done)
+            }
             Request::Detach => {
                 self.detach(id);
                 Ok(Response::Done)
@@ -140,6 +146,7 @@ impl Control {
             limits,
             listener,
             attached: None,
+            containers: BTreeMap::new(),
             sessions: 0,
             full: false,
             ledger: self.ledger.for_vrnic(add.held.limits()),
@@ -304,7 +311,8 @@ impl Control {
         let v = self.vrnics.get_mut(name).ok_or(unknown)?;
         if v.attached.is_some() {
             return Err(format!(
-                "vRNIC {name} has a container already; end it first, or give this one a vRNIC of its own"
+                "vRNIC {name} has a container already; run the command in it with `unirdma exec --vrnic {name}`, end it, or \
+                 make another vRNIC"
             ));
         }
         let group = *self.groups.get(&v.group).ok_or("the group is gone")?;
@@ -315,8 +323,11 @@ impl Control {
         Ok(Response::Done)
     }
 
-    /// Takes out the interface that came by this connection, if one did.
+    /// Takes out the interface that came by this connection, if one did, and its container.
     pub(super) fn detach(&mut self, id: u64) {
+        for v in self.vrnics.values_mut() {
+            v.containers.remove(&id);
+        }
         for v in self.vrnics.values_mut().filter(|v| v.attached == Some(id)) {
             v.attached = None;
             self.switch.remove(id);
@@ -348,6 +359,7 @@ impl Control {
             attached: v.attached.is_some(),
             allow_spoof: v.guard.allows_spoof(),
             frames_refused: v.guard.drops(),
+            container: v.containers.values().rev().find_map(process_of),
             sessions: u.sessions,
             qps: u.qps,
             cqs: u.cqs,
@@ -365,4 +377,12 @@ impl Control {
             queue_pairs: Vec::new(),
         })
     }
+}
+
+/// The PID of a pidfd's process, if it still runs. (A child that has ended and was not waited for yet counts as running.)
+fn process_of(pidfd: &OwnedFd) -> Option<i32> {
+    use std::os::fd::AsRawFd;
+    let info = std::fs::read_to_string(format!("/proc/self/fdinfo/{}", pidfd.as_raw_fd())).ok()?;
+    let pid = info.lines().find_map(|l| l.strip_prefix("Pid:"))?.trim().parse().ok()?;
+    (pid > 0).then_some(pid)
 }

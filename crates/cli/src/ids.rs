@@ -1,0 +1,176 @@
+//! Who the user of a container is outside of it.
+//!
+//! Root inside must be nobody in particular outside: a file that belongs to root may be written by any process with root's user
+//! id, whatever capabilities that process lacks. So if root starts a container, its ids 0 to 65535 are a range that nobody
+//! else has. An ordinary user has no other id than its own.
+
+use std::io::{self, Read, Write};
+use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
+use std::os::unix::net::UnixStream;
+
+use rustix::fs::{Mode, OFlags};
+use rustix::process::{getegid, geteuid};
+use rustix::thread::UnshareFlags;
+
+use crate::process;
+
+/// How many ids a container of root has.
+const COUNT: u32 = 65_536;
+/// The first of them, if /etc/subuid does not say another one: distributions give no ids from here on to anybody.
+const BASE: u32 = 0x7000_0000;
+/// The one id of a container of root where ids are so few that there is no such range, as in a container of other software.
+const NOBODY: u32 = 65_534;
+
+/// The ids of a container.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) struct Ids {
+    /// User and group id outside of the first user and group inside.
+    pub outside: (u32, u32),
+    pub inside: (u32, u32),
+    pub count: u32,
+}
+
+/// True if a file like /proc/PID/uid_map has all of these ids inside.
+fn has(map: &str, first: u32, count: u32) -> bool {
+    let line = |l: &str| {
+        let mut n = l.split_whitespace().map(|w| w.parse::<u64>().unwrap_or(0));
+        (n.next().unwrap_or(0), n.nth(1).unwrap_or(0))
+    };
+    let (first, end) = (u64::from(first), u64::from(first) + u64::from(count));
+    map.lines().map(line).any(|(from, n)| from <= first && end <= from + n)
+}
+
+/// Root's range in a file like /etc/subuid, if it is large enough.
+fn subordinate(file: &str) -> Option<u32> {
+    let root = file.lines().filter_map(|l| l.strip_prefix("root:").or_else(|| l.strip_prefix("0:")));
+    let ranges =
+        root.filter_map(|r| r.split_once(':')).filter_map(|(b, n)| Some((b.parse().ok()?, n.parse::<u32>().ok()?)));
+    ranges.into_iter().find(|&(base, n)| base >= COUNT && n >= COUNT).map(|r| r.0)
+}
+
+impl Ids {
+    /// True if the user inside is another one outside.
+    pub fn are_mapped(&self) -> bool {
+        self.inside != self.outside
+    }
+
+    /// The ids of a container that this process starts.
+    pub fn choose() -> Ids {
+        let read = |f: &str| std::fs::read_to_string(f).unwrap_or_default();
+        let me = (geteuid().as_raw(), getegid().as_raw());
+        let own = Ids { outside: me, inside: me, count: 1 };
+        if me.0 != 0 {
+            return own;
+        }
+        let (uids, gids) = (read("/proc/self/uid_map"), read("/proc/self/gid_map"));
+        let from_files = subordinate(&read("/etc/subuid")).zip(subordinate(&read("/etc/subgid")));
+        let ranges =
+            from_files.into_iter().chain([(BASE, BASE)]).map(|base| (base, COUNT)).chain([((NOBODY, NOBODY), 1)]);
+        let fits = |&((u, g), n): &((u32, u32), u32)| has(&uids, u, n) && has(&gids, g, n);
+        let found = ranges.into_iter().find(fits);
+        found.map_or(own, |(outside, count)| Ids { outside, inside: (0, 0), count })
+    }
+
+    /// A new user namespace with these ids, below this process's own. `proc`: a /proc of this process's PID namespace.
+    ///
+    /// # Errors
+    /// What the kernel refuses.
+    pub fn namespace(&self, proc: BorrowedFd<'_>) -> io::Result<OwnedFd> {
+        let (mut ours, mut theirs) = UnixStream::pair()?;
+        let Some(pid) = process::fork(UnshareFlags::empty())? else {
+            drop(ours);
+            // SAFETY: the process has one thread and shares no descriptor table with another.
+            let made = unsafe { rustix::thread::unshare_unsafe(UnshareFlags::NEWUSER) };
+            let _ = theirs.write_all(&[u8::from(made.is_ok())]);
+            let _ = theirs.read(&mut [0]);
+            std::process::exit(0);
+        };
+        drop(theirs);
+        let mut made = [0];
+        let done = ours.read_exact(&mut made).and_then(|()| match made {
+            [1] => self.write(proc, pid),
+            _ => Err(io::Error::other("cannot make a user namespace (sysctl user.max_user_namespaces)")),
+        });
+        drop(ours);
+        process::wait(pid)?;
+        done
+    }
+
+    fn write(&self, proc: BorrowedFd<'_>, pid: i32) -> io::Result<OwnedFd> {
+        let put = |file: &str, text: String| {
+            let f = rustix::fs::openat(proc, format!("{pid}/{file}"), OFlags::WRONLY | OFlags::CLOEXEC, Mode::empty());
+            f.and_then(|f| rustix::io::write(&f, text.as_bytes())).map_err(|e| {
+                io::Error::new(io::Error::from(e).kind(), format!("cannot write {file} of the container: {e}"))
+            })
+        };
+        put("uid_map", format!("{} {} {}", self.inside.0, self.outside.0, self.count))?;
+        if !self.are_mapped() {
+            put("setgroups", "deny".into())?;
+        }
+        put("gid_map", format!("{} {} {}", self.inside.1, self.outside.1, self.count))?;
+        let namespace = format!("{pid}/ns/user");
+        Ok(rustix::fs::openat(proc, namespace, OFlags::RDONLY | OFlags::CLOEXEC, Mode::empty())?)
+    }
+
+    /// Becomes the container's user, in its user namespace.
+    ///
+    /// # Errors
+    /// What the kernel refuses.
+    pub fn enter(&self, namespace: &OwnedFd) -> io::Result<()> {
+        let kind = Some(rustix::thread::LinkNameSpaceType::User);
+        rustix::thread::move_into_link_name_space(namespace.as_fd(), kind)?;
+        if !self.are_mapped() {
+            return Ok(());
+        }
+        rustix::thread::set_thread_groups(&[])?;
+        become_user(self.inside)
+    }
+}
+
+/// Becomes this user and group of this process's user namespace.
+fn become_user((uid, gid): (u32, u32)) -> io::Result<()> {
+    let (uid, gid) = (rustix::process::Uid::from_raw(uid), rustix::process::Gid::from_raw(gid));
+    rustix::thread::set_thread_res_gid(gid, gid, gid)?;
+    Ok(rustix::thread::set_thread_res_uid(uid, uid, uid)?)
+}
+
+/// Gives up the groups that would still count in a container of another user, if this is root.
+pub(crate) fn leave_groups() {
+    if geteuid().is_root() {
+        // In a user namespace without groups there are none to leave.
+        let _ = rustix::thread::set_thread_groups(&[]);
+    }
+}
+
+/// Becomes the first user of the user namespace that this process is in: root, or the only one that there is.
+///
+/// # Errors
+/// What the kernel refuses.
+pub(crate) fn become_first_user() -> io::Result<()> {
+    let first = |file: &str| {
+        let map = std::fs::read_to_string(file)?;
+        let id = map.split_whitespace().next().and_then(|w| w.parse::<u32>().ok());
+        id.ok_or_else(|| io::Error::other(format!("{file} is empty")))
+    };
+    become_user((first("/proc/self/uid_map")?, first("/proc/self/gid_map")?))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_range_must_be_mapped_whole() {
+        let all = "         0          0 4294967295\n";
+        let some = "0 1000 1\n1 100000 65536\n";
+        assert!(has(all, BASE, COUNT) && has(some, NOBODY, 1));
+        assert!(!has(some, BASE, COUNT) && !has(some, 0, COUNT) && !has("0 1000 1\n", NOBODY, 1) && !has("", 0, 1));
+    }
+
+    #[test]
+    fn roots_subordinate_ids_are_used() {
+        assert_eq!(subordinate("user:100000:65536\nroot:231072:65536\n"), Some(231_072));
+        assert_eq!(subordinate("0:300000:131072\n"), Some(300_000));
+        assert_eq!(subordinate("root:100000:1000\nroot:1000:65536\nuser:100000:65536\n"), None);
+    }
+}

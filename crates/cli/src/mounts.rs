@@ -1,0 +1,435 @@
+//! What a container sees of the file system: a tree of mounts that is built from nothing.
+//!
+//! Copies of the host's mounts are made while they are still in sight, get their flags while they are nowhere, and are then put
+//! into a new root, which becomes the only one. No path leads out of it. Who enters a user namespace below this one and copies
+//! these mounts cannot take any of them away, nor change its flags.
+
+use std::fs::{self, File};
+use std::io;
+use std::os::fd::{AsFd, AsRawFd, BorrowedFd, OwnedFd};
+use std::os::unix::fs::{FileTypeExt, MetadataExt};
+use std::path::{Path, PathBuf};
+
+use rustix::fs::{CWD, Mode, OFlags, ResolveFlags, mkdirat, openat, openat2};
+use rustix::mount::{
+    FsMountFlags, FsOpenFlags, MountAttrFlags, MoveMountFlags, OpenTreeFlags, UnmountFlags, fsconfig_create,
+    fsconfig_set_string, fsmount, fsopen, move_mount, open_tree,
+};
+
+use crate::bind::Bind;
+use crate::hidden::Hidden;
+use crate::ids::Ids;
+
+/// Where programs find their vRNIC's socket, and our libraries.
+pub(crate) const VRNIC: &str = "/run/unirdma";
+pub(crate) const LIBRARIES: &str = "/run/unirdma-lib";
+
+/// What of the host's root directory is not shown as it is.
+const OWN: [&str; 5] = ["proc", "dev", "tmp", "run", "lost+found"];
+/// Devices that everybody may use.
+const DEVICES: [&str; 6] = ["null", "zero", "full", "random", "urandom", "tty"];
+/// Devices that only reach what a program has already: its memory, its network namespace, its mounts. If root makes a
+/// container, its user may use them whatever the host's permissions say.
+const OPEN_DEVICES: [&str; 3] = ["userfaultfd", "net/tun", "fuse"];
+
+/// Adds what failed.
+pub(crate) fn context<E: Into<io::Error>>(what: impl std::fmt::Display) -> impl FnOnce(E) -> io::Error {
+    move |e| {
+        let e = e.into();
+        io::Error::new(e.kind(), format!("{what}: {e}"))
+    }
+}
+
+/// What a container is made from.
+pub(crate) struct Plan<'a> {
+    /// The virtual layer's directory, which the container must not see.
+    pub dir: &'a Path,
+    /// The vRNIC's directory.
+    pub vrnic: &'a Path,
+    pub libraries: &'a Path,
+    pub binds: &'a [Bind],
+    pub ids: Ids,
+    /// The container's user namespace.
+    pub users: BorrowedFd<'a>,
+}
+
+/// A tree of mounts that is nowhere yet.
+struct Tree {
+    mount: OwnedFd,
+    directory: bool,
+    /// Files on it have the owners that they have outside.
+    owned: bool,
+}
+
+impl Tree {
+    /// A copy of what is mounted at `path` and below.
+    fn copy(path: &Path) -> io::Result<Tree> {
+        let flags = OpenTreeFlags::OPEN_TREE_CLONE | OpenTreeFlags::OPEN_TREE_CLOEXEC | OpenTreeFlags::AT_RECURSIVE;
+        let mount = open_tree(CWD, path, flags).map_err(context(format!("cannot mount {}", path.display())))?;
+        Ok(Tree { mount, directory: fs::metadata(path)?.is_dir(), owned: false })
+    }
+
+    fn set(&self, attributes: MountAttrFlags, users: Option<BorrowedFd<'_>>, recursive: bool) -> io::Result<()> {
+        /// `struct mount_attr` of mount_setattr(2).
+        #[repr(C)]
+        struct MountAttr {
+            set: u64,
+            clear: u64,
+            propagation: u64,
+            users: u64,
+        }
+        let users = users.map_or(0, |u| u.as_raw_fd() as u64);
+        let attr = MountAttr { set: u64::from(attributes.bits()), clear: 0, propagation: 0, users };
+        let at = libc::AT_EMPTY_PATH | if recursive { libc::AT_RECURSIVE } else { 0 };
+        let (fd, size) = (self.mount.as_raw_fd(), size_of::<MountAttr>());
+        // SAFETY: the structure is the kernel's and lives until the call returns.
+        let r = unsafe { libc::syscall(libc::SYS_mount_setattr, fd, c"".as_ptr(), at, &raw const attr, size) };
+        if r == 0 { Ok(()) } else { Err(io::Error::last_os_error()) }
+    }
+
+    /// Lets the container's user have the rights on it that this user has outside.
+    fn own(mut self, plan: &Plan<'_>) -> Tree {
+        let map = |recursive| self.set(MountAttrFlags::MOUNT_ATTR_IDMAP, Some(plan.users), recursive).is_ok();
+        self.owned = !plan.ids.are_mapped() || map(true) || map(false);
+        self
+    }
+
+    /// Neither setuid programs nor, unless it is one itself, devices.
+    fn harmless(self, read_only: bool, device: bool) -> io::Result<Tree> {
+        let mut flags = MountAttrFlags::MOUNT_ATTR_NOSUID;
+        flags.set(MountAttrFlags::MOUNT_ATTR_NODEV, !device);
+        flags.set(MountAttrFlags::MOUNT_ATTR_RDONLY, read_only);
+        self.set(flags, None, true)
+            .map_err(context("cannot set the flags of a mount (Linux 5.12 or later is needed)"))?;
+        Ok(self)
+    }
+}
+
+/// An entry of the host's root directory.
+enum Shown {
+    Tree(Tree),
+    Link(PathBuf),
+}
+
+/// A new file system that has no device.
+pub(crate) fn mount_new(kind: &str, options: &[(&str, &str)], attributes: MountAttrFlags) -> io::Result<OwnedFd> {
+    let made = || {
+        let fs = fsopen(kind, FsOpenFlags::FSOPEN_CLOEXEC)?;
+        for (key, value) in [("source", "unirdma")].iter().chain(options) {
+            fsconfig_set_string(fs.as_fd(), *key, *value)?;
+        }
+        fsconfig_create(fs.as_fd())?;
+        fsmount(fs.as_fd(), FsMountFlags::FSMOUNT_CLOEXEC, attributes)
+    };
+    made().map_err(context(format!("cannot mount {kind}")))
+}
+
+const HARMLESS: MountAttrFlags = MountAttrFlags::MOUNT_ATTR_NOSUID.union(MountAttrFlags::MOUNT_ATTR_NODEV);
+
+/// The new root directory while it is built.
+struct Root<'a> {
+    mount: OwnedFd,
+    plan: &'a Plan<'a>,
+}
+
+impl Root<'_> {
+    /// A tmpfs that belongs to the container's user.
+    fn tmpfs(plan: &Plan<'_>, mode: &str, attributes: MountAttrFlags) -> io::Result<OwnedFd> {
+        let (uid, gid) = plan.ids.outside;
+        mount_new("tmpfs", &[("mode", mode), ("uid", &uid.to_string()), ("gid", &gid.to_string())], attributes)
+    }
+
+    /// Opens a path of the new root, however symbolic links lead.
+    fn open(&self, path: &Path) -> rustix::io::Result<OwnedFd> {
+        let relative = path.strip_prefix("/").unwrap_or(path);
+        let relative = if relative.as_os_str().is_empty() { Path::new(".") } else { relative };
+        let resolve = ResolveFlags::IN_ROOT | ResolveFlags::NO_MAGICLINKS;
+        openat2(&self.mount, relative, OFlags::PATH | OFlags::CLOEXEC, Mode::empty(), resolve)
+    }
+
+    /// As [`Root::open`]; makes a directory or an empty file there if there is nothing.
+    fn place(&self, path: &Path, directory: bool) -> io::Result<OwnedFd> {
+        match self.open(path) {
+            Err(rustix::io::Errno::NOENT) => {}
+            found => return Ok(found?),
+        }
+        let (Some(parent), Some(name)) = (path.parent(), path.file_name()) else {
+            return Err(io::ErrorKind::NotFound.into());
+        };
+        let parent = self.place(parent, true)?;
+        if directory {
+            mkdirat(&parent, name, Mode::from_raw_mode(0o755))?;
+        } else {
+            let flags = OFlags::CREATE | OFlags::EXCL | OFlags::WRONLY | OFlags::CLOEXEC;
+            openat(&parent, name, flags, Mode::from_raw_mode(0o644))?;
+        }
+        Ok(self.open(path)?)
+    }
+
+    fn put_mount(&self, mount: &OwnedFd, path: &Path, directory: bool) -> io::Result<()> {
+        let why = |e: io::Error| {
+            let hint = match e.kind() {
+                io::ErrorKind::ReadOnlyFilesystem | io::ErrorKind::PermissionDenied => {
+                    " (nothing can be made there; make it outside of the container first, or choose another place)"
+                }
+                _ => "",
+            };
+            io::Error::new(e.kind(), format!("cannot put anything at {} of the container: {e}{hint}", path.display()))
+        };
+        let at = self.place(path, directory).map_err(why)?;
+        let flags = MoveMountFlags::MOVE_MOUNT_F_EMPTY_PATH | MoveMountFlags::MOVE_MOUNT_T_EMPTY_PATH;
+        move_mount(mount, "", &at, "", flags).map_err(|e| why(e.into()))
+    }
+
+    fn put(&self, tree: &Tree, path: &Path) -> io::Result<()> {
+        self.put_mount(&tree.mount, path, tree.directory)
+    }
+
+    /// As [`Root::put`], and sees to it that the container's user can get there. A directory on the way that is closed to it
+    /// shows it nothing anyway, and is replaced.
+    fn put_within_reach(&self, tree: &Tree, path: &Path) -> io::Result<()> {
+        let ways: Vec<&Path> = path.ancestors().skip(1).collect();
+        let (uid, gid) = self.plan.ids.outside;
+        for way in ways.into_iter().rev().filter(|_| self.plan.ids.are_mapped()) {
+            let Ok(stat) = self.open(way).and_then(rustix::fs::fstat) else { break };
+            let search = match (stat.st_uid == uid, stat.st_gid == gid) {
+                (true, _) => 0o100,
+                (false, true) => 0o010,
+                (false, false) => 0o001,
+            };
+            if stat.st_mode & search == 0 {
+                self.put_mount(&Root::tmpfs(self.plan, "0755", HARMLESS)?, way, true)?;
+                break;
+            }
+        }
+        self.put(tree, path)
+    }
+
+    fn put_tmpfs(&self, path: &str, mode: &str) -> io::Result<()> {
+        self.put_mount(&Root::tmpfs(self.plan, mode, HARMLESS)?, Path::new(path), true)
+    }
+
+    fn link(&self, to: &Path, path: &Path) -> io::Result<()> {
+        Ok(rustix::fs::symlinkat(to, &self.mount, path.strip_prefix("/").unwrap_or(path))?)
+    }
+
+    /// The devices that programs need.
+    fn devices(&self, devices: &[(Tree, PathBuf)], terminal: Option<&Tree>) -> io::Result<()> {
+        for (tree, path) in devices {
+            let open = path.strip_prefix("/dev").is_ok_and(|p| OPEN_DEVICES.iter().any(|o| p == Path::new(o)));
+            if !open || !self.plan.ids.are_mapped() || self.make_device(path).is_err() {
+                self.put(tree, path)?;
+            }
+        }
+        if let Some(t) = terminal {
+            self.put(t, Path::new("/dev/console"))?;
+        }
+        let pts = mount_new("devpts", &[("ptmxmode", "0666"), ("mode", "0620")], MountAttrFlags::MOUNT_ATTR_NOSUID)?;
+        self.put_mount(&pts, Path::new("/dev/pts"), true)?;
+        self.put_tmpfs("/dev/shm", "1777")?;
+        for (path, to) in [
+            ("/dev/ptmx", "pts/ptmx"),
+            ("/dev/fd", "/proc/self/fd"),
+            ("/dev/stdin", "/proc/self/fd/0"),
+            ("/dev/stdout", "/proc/self/fd/1"),
+            ("/dev/stderr", "/proc/self/fd/2"),
+        ] {
+            self.link(Path::new(to), Path::new(path))?;
+        }
+        Ok(())
+    }
+
+    /// Makes a device like the host's, which everybody may use. Only root can.
+    fn make_device(&self, path: &Path) -> io::Result<()> {
+        let device = fs::metadata(path)?.rdev();
+        let (Some(parent), Some(name)) = (path.parent(), path.file_name()) else { return Ok(()) };
+        let parent = self.place(parent, true)?;
+        let mode = Mode::from_raw_mode(0o666);
+        rustix::fs::mknodat(&parent, name, rustix::fs::FileType::CharacterDevice, mode, device)?;
+        Ok(rustix::fs::chmodat(&parent, name, mode, rustix::fs::AtFlags::empty())?)
+    }
+}
+
+/// The home directory, if it is one of this user's own. `/` is none, which is the home directory of services.
+fn home() -> Option<PathBuf> {
+    let home = fs::canonicalize(std::env::var_os("HOME")?).ok()?;
+    let meta = fs::metadata(&home).ok()?;
+    (meta.is_dir() && meta.uid() == rustix::process::geteuid().as_raw() && home != Path::new("/")).then_some(home)
+}
+
+/// What was made of the user's directories, to tell it to who asks.
+pub(crate) struct Built {
+    pub home: Option<(PathBuf, bool)>,
+    pub binds: Vec<(Bind, bool)>,
+}
+
+/// Everything of the host that the container shows. All copies are made before anything is mounted where it could be in their way.
+struct Copies {
+    top: Vec<(Shown, PathBuf)>,
+    home: Option<(Tree, PathBuf)>,
+    binds: Vec<(Tree, Bind)>,
+    vrnic: Tree,
+    libraries: Vec<(Tree, PathBuf)>,
+    /// Names are resolved by a file that often lies in /run.
+    resolver: Option<(Tree, PathBuf)>,
+    devices: Vec<(Tree, PathBuf)>,
+    terminal: Option<Tree>,
+}
+
+impl Copies {
+    fn make(plan: &Plan<'_>) -> io::Result<Copies> {
+        let given = |path: PathBuf, read_only| {
+            Ok::<_, io::Error>((Tree::copy(&path)?.own(plan).harmless(read_only, false)?, path))
+        };
+        let home = home().map(|h| given(h, false)).transpose()?;
+        let mut binds = Vec::new();
+        for b in plan.binds {
+            let kind = fs::metadata(&b.source)?.file_type();
+            let is_device = kind.is_char_device() || kind.is_block_device();
+            let tree = Tree::copy(&b.source)?;
+            let tree = if is_device { tree } else { tree.own(plan) };
+            binds.push((tree.harmless(b.read_only, is_device)?, b.clone()));
+        }
+        let mut libraries = Vec::new();
+        for entry in fs::read_dir(plan.libraries)?.flatten() {
+            // The names are links to one file, and must stay one.
+            if let Ok(file) = fs::canonicalize(entry.path())
+                && file.is_file()
+            {
+                libraries.push((given(file, true)?.0, Path::new(LIBRARIES).join(entry.file_name())));
+            }
+        }
+        let resolver = fs::canonicalize("/etc/resolv.conf").ok().filter(|p| p.starts_with("/run"));
+        let mut devices = Vec::new();
+        for name in DEVICES.iter().chain(&OPEN_DEVICES) {
+            let path = Path::new("/dev").join(name);
+            if path.exists() {
+                devices.push((Tree::copy(&path)?, path));
+            }
+        }
+        // Programs that look for a character device of RDMA find one. Our library opens none.
+        devices.push((Tree::copy(Path::new("/dev/null"))?, "/dev/infiniband/uverbs0".into()));
+        Ok(Copies {
+            top: top()?,
+            home,
+            binds,
+            vrnic: Tree::copy(plan.vrnic)?.harmless(true, false)?,
+            libraries,
+            resolver: resolver.map(|p| Ok::<_, io::Error>((Tree::copy(&p)?.harmless(true, false)?, p))).transpose()?,
+            devices,
+            terminal: terminal(),
+        })
+    }
+}
+
+/// The host's root directory, read-only.
+fn top() -> io::Result<Vec<(Shown, PathBuf)>> {
+    let mut top = Vec::new();
+    for entry in fs::read_dir("/")?.flatten().filter(|e| !OWN.iter().any(|o| e.file_name() == *o)) {
+        let (path, kind) = (entry.path(), entry.file_type()?);
+        if kind.is_symlink() {
+            top.push((Shown::Link(fs::read_link(&path)?), path));
+        } else if kind.is_dir() || kind.is_file() {
+            // What this user may not even look at, nobody inside misses.
+            let Ok(tree) = Tree::copy(&path) else { continue };
+            top.push((Shown::Tree(tree.harmless(true, false)?), path));
+        }
+    }
+    Ok(top)
+}
+
+/// Builds the tree and makes it the root directory. `proc`: the container's own /proc.
+///
+/// # Errors
+/// What could not be mounted.
+pub(crate) fn build(plan: &Plan<'_>, proc: &OwnedFd) -> io::Result<Built> {
+    // The new root is mounted on this directory while it is built.
+    let dir = fs::canonicalize(plan.dir)?;
+    let hidden = Hidden::find(&dir)?;
+    let copies = Copies::make(plan)?;
+    let root = Root { mount: Root::tmpfs(plan, "0755", MountAttrFlags::MOUNT_ATTR_NOSUID)?, plan };
+    let flags = MoveMountFlags::MOVE_MOUNT_F_EMPTY_PATH;
+    move_mount(&root.mount, "", CWD, &dir, flags).map_err(context("cannot mount the new root"))?;
+    for (shown, path) in &copies.top {
+        match shown {
+            Shown::Tree(tree) => root.put(tree, path)?,
+            Shown::Link(to) => root.link(to, path)?,
+        }
+    }
+    root.put_mount(proc, Path::new("/proc"), true)?;
+    root.put_tmpfs("/tmp", "1777")?;
+    if root.open(Path::new("/var/tmp")).is_ok() {
+        root.put_tmpfs("/var/tmp", "1777")?;
+    }
+    root.put_tmpfs("/run", "0755")?;
+    run_directories(&root)?;
+    if let Some((tree, path)) = &copies.resolver {
+        root.put(tree, path)?;
+    }
+    root.devices(&copies.devices, copies.terminal.as_ref())?;
+    if let Some((tree, path)) = &copies.home {
+        root.put_within_reach(tree, path)?;
+    }
+    for (tree, bind) in &copies.binds {
+        root.put_within_reach(tree, &bind.target)?;
+    }
+    root.put(&copies.vrnic, Path::new(VRNIC))?;
+    for (tree, path) in &copies.libraries {
+        root.put(tree, path)?;
+    }
+    hide(&hidden, &root, proc, &dir)?;
+    enter(root)?;
+    Ok(Built {
+        home: copies.home.map(|(tree, path)| (path, tree.owned)),
+        binds: copies.binds.into_iter().map(|(tree, bind)| (bind, tree.owned)).collect(),
+    })
+}
+
+/// Puts an empty directory on each place where the hidden one shows. `at`: where the new root is mounted while it is built.
+fn hide(hidden: &Hidden, root: &Root<'_>, proc: &OwnedFd, at: &Path) -> io::Result<()> {
+    let info = openat(proc, "self/mountinfo", OFlags::RDONLY | OFlags::CLOEXEC, Mode::empty())?;
+    for place in hidden.places(&io::read_to_string(File::from(info))?, at) {
+        if root.open(&place).and_then(rustix::fs::fstat).is_ok_and(|s| hidden.is(&s)) {
+            let empty = Root::tmpfs(root.plan, "0755", HARMLESS | MountAttrFlags::MOUNT_ATTR_RDONLY)?;
+            root.put_mount(&empty, &place, true)?;
+        }
+    }
+    Ok(())
+}
+
+/// Directories of /run that programs expect.
+fn run_directories(root: &Root<'_>) -> io::Result<()> {
+    let lock = root.place(Path::new("/run/lock"), true)?;
+    rustix::fs::chmodat(&lock, ".", Mode::from_raw_mode(0o1777), rustix::fs::AtFlags::empty())?;
+    let Some(runtime) = std::env::var_os("XDG_RUNTIME_DIR").map(PathBuf::from).filter(|d| d.starts_with("/run")) else {
+        return Ok(());
+    };
+    let fd = root.place(&runtime, true)?;
+    rustix::fs::chmodat(&fd, ".", Mode::from_raw_mode(0o700), rustix::fs::AtFlags::empty())?;
+    let (uid, gid) = root.plan.ids.outside;
+    let (uid, gid) = (rustix::fs::Uid::from_raw(uid), rustix::fs::Gid::from_raw(gid));
+    Ok(rustix::fs::chownat(&fd, ".", Some(uid), Some(gid), rustix::fs::AtFlags::empty())?)
+}
+
+/// The terminal that is standard input, which has its name only in the host's /dev/pts.
+fn terminal() -> Option<Tree> {
+    let stdin = rustix::stdio::stdin();
+    if !rustix::termios::isatty(stdin) {
+        return None;
+    }
+    let path = fs::read_link("/proc/self/fd/0").ok()?;
+    Tree::copy(&path).ok()
+}
+
+/// Makes the new root the only one, for reading.
+fn enter(root: Root<'_>) -> io::Result<()> {
+    let fixed = Tree { mount: root.mount, directory: true, owned: false };
+    fixed
+        .set(MountAttrFlags::MOUNT_ATTR_RDONLY, None, false)
+        .map_err(context("cannot set the flags of the new root"))?;
+    rustix::process::fchdir(&fixed.mount)?;
+    rustix::process::pivot_root(".", ".").map_err(context("cannot enter the new root"))?;
+    // The old root lies on the new one.
+    rustix::mount::unmount(".", UnmountFlags::DETACH).map_err(context("cannot leave the old root"))?;
+    Ok(rustix::process::chdir("/")?)
+}

@@ -1,0 +1,140 @@
+//! Processes: made in new namespaces, waited for, and given the signals that the command line gets meanwhile.
+
+use std::io;
+use std::sync::atomic::{AtomicBool, AtomicI32, Ordering};
+
+use rustix::process::Pid;
+use rustix::thread::UnshareFlags;
+
+/// Signals that are for the command, not for whoever waits for it.
+const PASSED: [libc::c_int; 6] =
+    [libc::SIGHUP, libc::SIGINT, libc::SIGQUIT, libc::SIGTERM, libc::SIGUSR1, libc::SIGUSR2];
+
+/// Who gets the signals. 0: nobody.
+static CHILD: AtomicI32 = AtomicI32::new(0);
+/// Signals are passed on only if they come from another PID namespace.
+static ONLY_FROM_OUTSIDE: AtomicBool = AtomicBool::new(false);
+
+/// Forks, with namespaces for the child if there are any. `None` in the child.
+///
+/// # Errors
+/// Those of `clone(2)`.
+pub(crate) fn fork(spaces: UnshareFlags) -> io::Result<Option<i32>> {
+    let flags = i64::from(spaces.bits()) | i64::from(libc::SIGCHLD);
+    // SAFETY: this program has one thread, so the child may run ordinary code; without a stack of its own, `clone` is `fork`.
+    match unsafe { libc::syscall(libc::SYS_clone, flags, 0, 0, 0, 0) } {
+        -1 => Err(io::Error::last_os_error()),
+        0 => Ok(None),
+        pid => Ok(Some(pid as i32)),
+    }
+}
+
+/// What has become of a child.
+pub(crate) struct Ended {
+    pub pid: i32,
+    /// Its exit code, or 128 and the signal that ended it.
+    pub code: u8,
+}
+
+/// Waits until a child ends: `pid`, or any if that is -1.
+///
+/// # Errors
+/// Those of `waitpid(2)`; signals do not interrupt it.
+pub(crate) fn wait(pid: i32) -> io::Result<Ended> {
+    loop {
+        let mut status = 0;
+        // SAFETY: waits for our own child, and writes its status into room for it.
+        let pid = unsafe { libc::waitpid(pid, &mut status, 0) };
+        if pid > 0 {
+            let signaled = libc::WIFSIGNALED(status);
+            let code = if signaled { 128 + libc::WTERMSIG(status) as u8 } else { libc::WEXITSTATUS(status) as u8 };
+            return Ok(Ended { pid, code });
+        }
+        let e = io::Error::last_os_error();
+        if e.kind() != io::ErrorKind::Interrupted {
+            return Err(e);
+        }
+    }
+}
+
+/// Ends a child at once.
+pub(crate) fn kill(pid: i32) {
+    // SAFETY: the child is ours and was not waited for yet.
+    unsafe { libc::kill(pid, libc::SIGKILL) };
+}
+
+extern "C" fn pass_on(signal: libc::c_int, info: *mut libc::siginfo_t, _: *mut libc::c_void) {
+    // SAFETY: the kernel has filled the structure for a handler with SA_SIGINFO; a signal of a process has its PID, and
+    // that of others is not looked at.
+    let (code, from) = unsafe { ((*info).si_code, (*info).si_pid()) };
+    let child = CHILD.load(Ordering::Relaxed);
+    // What the terminal sends, it sends to all processes in the foreground: the command has it already.
+    let by_a_process = code <= 0;
+    if child > 0 && by_a_process && (from == 0 || !ONLY_FROM_OUTSIDE.load(Ordering::Relaxed)) {
+        // SAFETY: kill is async-signal-safe, and the location of errno is this thread's own.
+        unsafe {
+            let errno = *libc::__errno_location();
+            libc::kill(child, signal);
+            *libc::__errno_location() = errno;
+        }
+    }
+}
+
+/// Passes signals on to a child from now on. `only_from_outside`: this is the first process of a PID namespace, whose other
+/// processes can signal the child themselves.
+pub(crate) fn pass_signals_to(child: i32, only_from_outside: bool) {
+    CHILD.store(child, Ordering::Relaxed);
+    ONLY_FROM_OUTSIDE.store(only_from_outside, Ordering::Relaxed);
+    for signal in PASSED {
+        // SAFETY: zero is a valid sigaction; the handler does only what handlers may.
+        unsafe {
+            let mut old: libc::sigaction = std::mem::zeroed();
+            libc::sigaction(signal, std::ptr::null(), &mut old);
+            // What was ignored before stays so: `nohup`, and background jobs of scripts.
+            if old.sa_sigaction == libc::SIG_IGN {
+                continue;
+            }
+            let mut new: libc::sigaction = std::mem::zeroed();
+            new.sa_sigaction = pass_on as *const () as usize;
+            new.sa_flags = libc::SA_SIGINFO | libc::SA_RESTART;
+            libc::sigaction(signal, &new, std::ptr::null_mut());
+        }
+    }
+}
+
+/// Holds back, or lets through, the signals that are passed on.
+pub(crate) fn hold_signals(hold: bool) {
+    // SAFETY: the set is initialized by sigemptyset.
+    unsafe {
+        let mut set = std::mem::zeroed();
+        libc::sigemptyset(&mut set);
+        for signal in PASSED {
+            libc::sigaddset(&mut set, signal);
+        }
+        let how = if hold { libc::SIG_BLOCK } else { libc::SIG_UNBLOCK };
+        libc::sigprocmask(how, &set, std::ptr::null_mut());
+    }
+}
+
+/// The terminal's foreground process group, if this process is in it. A shell in the container takes the terminal for its jobs
+/// and cannot give it back, since it does not see the processes outside.
+pub(crate) struct Foreground(Option<Pid>);
+
+impl Foreground {
+    pub fn now() -> Foreground {
+        let group = rustix::termios::tcgetpgrp(rustix::stdio::stdin()).ok();
+        Foreground(group.filter(|&g| g == rustix::process::getpgrp()))
+    }
+
+    /// Takes the terminal back if nobody has it any more.
+    pub fn restore(&self) {
+        let stdin = rustix::stdio::stdin();
+        let (Some(was), Ok(is)) = (self.0, rustix::termios::tcgetpgrp(stdin)) else { return };
+        if rustix::process::test_kill_process_group(is) != Err(rustix::io::Errno::SRCH) {
+            return;
+        }
+        // SAFETY: ignoring a signal runs no code. Who is in the background is stopped by it otherwise.
+        unsafe { libc::signal(libc::SIGTTOU, libc::SIG_IGN) };
+        let _ = rustix::termios::tcsetpgrp(stdin, was);
+    }
+}

@@ -1,0 +1,217 @@
+//! The inside of `unirdma run`: what the first process of a container does, until the command in it has ended.
+//!
+//! The order matters. The tree of mounts is built with all the rights that there are; a user namespace below it takes them
+//! away, so that nothing of the tree can be undone; what the command may change (network, IPC, host name) is made within that.
+
+use std::ffi::OsString;
+use std::fs;
+use std::io::{self, Read, Write};
+use std::os::fd::{AsFd, IntoRawFd};
+use std::os::unix::net::UnixStream;
+use std::os::unix::process::CommandExt;
+use std::path::{Path, PathBuf};
+use std::process::Command;
+
+use rustix::mount::{MountAttrFlags, MountPropagationFlags};
+use rustix::process::DumpableBehavior;
+use rustix::thread::UnshareFlags;
+use unirdma_host::{VrnicInfo, fdpass};
+
+use crate::bind::Bind;
+use crate::ids::Ids;
+use crate::mounts::{self, Built, LIBRARIES, Plan, VRNIC, context};
+use crate::{confine, process};
+
+/// What a container is made from.
+pub(crate) struct Sandbox<'a> {
+    /// The virtual layer's directory.
+    pub dir: &'a Path,
+    pub info: &'a VrnicInfo,
+    pub libraries: &'a Path,
+    pub own_net: bool,
+    pub binds: &'a [Bind],
+    /// Say what was made of it.
+    pub explain: bool,
+    pub command: &'a [OsString],
+}
+
+/// Namespaces that the first process begins in, and those that it makes within its user namespace.
+pub(crate) const OUTER: UnshareFlags = UnshareFlags::NEWNS.union(UnshareFlags::NEWPID);
+const INNER: UnshareFlags =
+    UnshareFlags::NEWNS.union(UnshareFlags::NEWIPC).union(UnshareFlags::NEWUTS).union(UnshareFlags::NEWCGROUP);
+
+/// Steps that take a party outside: the bytes by which both sides name them.
+pub(crate) const MAP_IDS: u8 = b'm';
+pub(crate) const READY: u8 = b'r';
+pub(crate) const GO: u8 = b'g';
+
+/// Waits for the answer to a step.
+fn wait_for_outside(mut sock: &UnixStream) -> io::Result<()> {
+    sock.read_exact(&mut [0]).map_err(|_| io::Error::other("the container was not set up"))
+}
+
+/// The first process: sets up the container, runs the command, and ends with its exit code. All else in the container ends
+/// with it. `nested`: it is in a user namespace already, since it would have had no right to make the others.
+pub(crate) fn first_process(sandbox: &Sandbox<'_>, sock: UnixStream, nested: bool) -> ! {
+    process::hold_signals(true);
+    let lost = match set_up(sandbox, sock, nested) {
+        Ok(lost) => lost,
+        Err(e) => fail(&e),
+    };
+    let child = match process::fork(UnshareFlags::empty()) {
+        Ok(Some(child)) => child,
+        Ok(None) => {
+            process::hold_signals(false);
+            execute(sandbox.command, lost.as_deref())
+        }
+        Err(e) => fail(&e),
+    };
+    process::pass_signals_to(child, true);
+    process::hold_signals(false);
+    // It is the parent of all whose parents have ended, too.
+    loop {
+        match process::wait(-1) {
+            Ok(ended) if ended.pid == child => std::process::exit(ended.code.into()),
+            Ok(_) => {}
+            Err(e) => fail(&e),
+        }
+    }
+}
+
+pub(crate) fn fail(e: &io::Error) -> ! {
+    eprintln!("unirdma: {e}");
+    std::process::exit(1);
+}
+
+/// Ends this process when its parent ends.
+pub(crate) fn end_with_parent() -> io::Result<()> {
+    Ok(rustix::process::set_parent_process_death_signal(Some(rustix::process::Signal::KILL))?)
+}
+
+/// Everything but the command. The working directory, if the container does not have it.
+fn set_up(sandbox: &Sandbox<'_>, sock: UnixStream, nested: bool) -> io::Result<Option<PathBuf>> {
+    end_with_parent()?;
+    confine::check_standard_descriptors()?;
+    if nested {
+        (&sock).write_all(&[MAP_IDS])?;
+        wait_for_outside(&sock)?;
+    }
+    let working = std::env::current_dir().ok();
+    let ids = Ids::choose();
+    rustix::mount::mount_change("/", MountPropagationFlags::PRIVATE | MountPropagationFlags::REC)
+        .map_err(context("cannot keep mounts to the container"))?;
+    if let Err(e) = crate::devices::set_up(sandbox.dir, sandbox.info, sandbox.own_net) {
+        eprintln!("unirdma: programs that look for devices in /sys will find none: {e}");
+    }
+    let flags =
+        MountAttrFlags::MOUNT_ATTR_NOSUID | MountAttrFlags::MOUNT_ATTR_NODEV | MountAttrFlags::MOUNT_ATTR_NOEXEC;
+    let proc = mounts::mount_new("proc", &[], flags).map_err(|e| {
+        let hint = "parts of this machine's own /proc are hidden, as docker does without --security-opt systempaths=unconfined";
+        if e.kind() == io::ErrorKind::PermissionDenied { io::Error::new(e.kind(), format!("{e}: {hint}")) } else { e }
+    })?;
+    let users = ids.namespace(proc.as_fd())?;
+    let plan = Plan {
+        dir: sandbox.dir,
+        vrnic: Path::new(&sandbox.info.dir),
+        libraries: sandbox.libraries,
+        binds: sandbox.binds,
+        ids,
+        users: users.as_fd(),
+    };
+    let built = mounts::build(&plan, &proc)?;
+    drop(proc);
+    ids.enter(&users).map_err(context("cannot enter the container's user namespace"))?;
+    drop(users);
+    let network = if sandbox.own_net { UnshareFlags::NEWNET } else { UnshareFlags::empty() };
+    // SAFETY: the process has one thread and shares no descriptor table with another.
+    unsafe { rustix::thread::unshare_unsafe(INNER | network) }.map_err(context("cannot make namespaces"))?;
+    // A change of the user id has taken both away.
+    end_with_parent()?;
+    // `unirdma exec` finds the namespaces by this process. Others in the container have nothing to find in it.
+    rustix::process::set_dumpable_behavior(DumpableBehavior::Dumpable)?;
+    let frames = match sandbox.own_net {
+        true => Some(crate::net::set_up(parse_mac(&sandbox.info.mac)?, sandbox.info.mtu, &sandbox.info.ips)?),
+        false => None,
+    };
+    fdpass::send(sock.as_fd(), &[READY], frames.as_ref().map(AsFd::as_fd))?;
+    wait_for_outside(&sock)?;
+    confine::confine().map_err(context("cannot confine the command"))?;
+    if sandbox.explain {
+        explain(&ids, nested, &built);
+    }
+    let _ = (sock.into_raw_fd(), frames.map(IntoRawFd::into_raw_fd));
+    confine::close_descriptors(false)?;
+    Ok(go_to(working))
+}
+
+fn parse_mac(text: &str) -> io::Result<[u8; 6]> {
+    let bytes: Vec<u8> = text.split(':').filter_map(|h| u8::from_str_radix(h, 16).ok()).collect();
+    bytes.try_into().map_err(|_| io::Error::other(format!("the virtual layer gave the MAC `{text}`")))
+}
+
+/// Goes to the working directory, or to the nearest to it that the container has: the home directory, or `/`. Returns the
+/// working directory if it is not there.
+pub(crate) fn go_to(working: Option<PathBuf>) -> Option<PathBuf> {
+    let working = working?;
+    if rustix::process::chdir(&working).is_ok() {
+        return None;
+    }
+    let home = std::env::var_os("HOME").unwrap_or_default();
+    let _ = rustix::process::chdir(&home).or_else(|_| rustix::process::chdir("/"));
+    Some(working)
+}
+
+/// Executes the command with our libraries first. `lost`: the working directory that the container does not have.
+pub(crate) fn execute(command: &[OsString], lost: Option<&Path>) -> ! {
+    let mut path = OsString::from(LIBRARIES);
+    if let Some(old) = std::env::var_os("LD_LIBRARY_PATH").filter(|v| !v.is_empty()) {
+        path.push(":");
+        path.push(old);
+    }
+    let mut c = Command::new(&command[0]);
+    let e = c.args(&command[1..]).env("LD_LIBRARY_PATH", path).env("UNIRDMA_DIR", VRNIC).exec();
+    let name = command[0].to_string_lossy();
+    // A directory of PATH that may not be searched must not look like a command that may not be run.
+    let path = std::env::var_os("PATH").unwrap_or_default();
+    let nowhere = !name.contains('/') && !std::env::split_paths(&path).any(|d| d.join(&*name).exists());
+    let (code, mut why) = match e.kind() {
+        io::ErrorKind::NotFound => (127, "there is no such command".to_string()),
+        io::ErrorKind::PermissionDenied if nowhere => (127, "there is no such command in PATH".to_string()),
+        _ => (126, e.to_string()),
+    };
+    if let Some(lost) = lost.filter(|_| name.contains('/')) {
+        let dir = lost.display();
+        why +=
+            &format!(" in the container, which does not have the working directory {dir}; give it with --bind {dir}");
+    }
+    eprintln!("unirdma: cannot run {name}: {why}");
+    std::process::exit(code);
+}
+
+/// Says on standard error what the container is.
+fn explain(ids: &Ids, nested: bool, built: &Built) {
+    let users = match (ids.are_mapped(), ids.count) {
+        (true, 1) => format!("root inside is uid {} outside; there are no other ids", ids.outside.0),
+        (true, n) => format!("uids 0 to {} inside are {} on outside", n - 1, ids.outside.0),
+        (false, _) => format!("uid {} inside and outside", ids.outside.0),
+    };
+    let rights = |owned: bool| match (owned, ids.are_mapped()) {
+        (true, true) => "its files have the same owners as outside (id-mapped mount)",
+        (true, false) => "as it is",
+        (false, _) => "what its permissions give to others (id-mapped mounts are not possible there)",
+    };
+    eprintln!("unirdma: users: {users}");
+    if nested {
+        eprintln!("unirdma: made without root's rights");
+    }
+    match &built.home {
+        Some((path, owned)) => eprintln!("unirdma: home directory {}: {}", path.display(), rights(*owned)),
+        None => eprintln!("unirdma: no home directory: HOME names none that belongs to this user"),
+    }
+    for (bind, owned) in &built.binds {
+        let kind = if bind.read_only { ", read-only" } else { "" };
+        eprintln!("unirdma: {}{kind}: {}", bind.target.display(), rights(*owned));
+    }
+    let full = fs::File::options().read(true).write(true).open("/dev/userfaultfd").is_ok();
+    eprintln!("unirdma: /dev/userfaultfd: {}", if full { "yes" } else { "no" });
+}

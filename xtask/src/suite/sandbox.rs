@@ -1,0 +1,215 @@
+//! What a container keeps in, what it shows, and how commands in it look from outside: as root and as an ordinary user.
+
+use super::*;
+
+/// Scripts that run outside of containers, and what they must print. `RUN` is `$U run --vrnic x`, `EXEC` is `$U exec --vrnic x`.
+const SCRIPTS: &[(&str, &str, &str)] = &[
+    (
+        "the home directory is as it is",
+        "echo in >$HOME/in; RUN -- sh -c 'cat $HOME/in; echo out >$HOME/out'; cat $HOME/out",
+        "in\nout\n",
+    ),
+    (
+        "files made in the home directory belong to its owner",
+        "rm -rf $HOME/f; RUN -- touch $HOME/f; test $(stat -c %u:%g $HOME/f) = $(id -u):$(id -g) && echo same",
+        "same\n",
+    ),
+    ("a home directory may be closed to others", "chmod 700 $HOME; echo deep >$HOME/x; RUN -- cat $HOME/x", "deep\n"),
+    (
+        "--bind gives a directory, at any place",
+        "mkdir -p $LAB/d/e; chmod 700 $LAB/d; echo 1 >$LAB/d/e/f\n\
+         RUN --bind $LAB/d -- sh -c 'cat $LAB/d/e/f; echo 2 >$LAB/d/e/f'; cat $LAB/d/e/f\n\
+         RUN --bind $LAB/d:/data/x --bind $LAB/d/e:/mnt:ro -- sh -c 'cat /data/x/e/f; cat /mnt/f'",
+        "1\n2\n2\n2\n",
+    ),
+    (
+        "--bind :ro cannot be written",
+        "mkdir -p $LAB/d; RUN --bind $LAB/d:ro -- sh -c 'touch $LAB/d/ro 2>&1 | grep -c Read-only'; ls $LAB/d | grep -c ro",
+        "1\n0\n",
+    ),
+    ("--bind gives a file", "echo one >$LAB/one; RUN --bind $LAB/one:/etc/hosts:ro -- cat /etc/hosts", "one\n"),
+    (
+        "--bind gives a device",
+        "RUN --bind /dev/null:/dev/other -- sh -c 'echo gone >/dev/other; test -c /dev/other && echo ok'",
+        "ok\n",
+    ),
+    (
+        "the virtual layer's directory is hidden wherever it would show",
+        "RUN --bind $LAB:/mnt --bind $LAB -- sh -c 'ls -A /mnt/run; ls -A $LAB/run; ls /mnt | grep -cx run'",
+        "1\n",
+    ),
+    (
+        "/tmp, /run, /dev/shm and /var/tmp are private and can be written",
+        "for d in /tmp /dev/shm /var/tmp /run/lock; do f=$d/unirdma-test-$$; RUN -- sh -c \"echo x >$f && ls -A $d | grep -c unirdma-test\"; ls $f 2>/dev/null; done",
+        "1\n1\n1\n1\n",
+    ),
+    (
+        "processes of the host do not show",
+        "test $(RUN -- sh -c 'ls -d /proc/[0-9]* | wc -l') -le 4 && echo few",
+        "few\n",
+    ),
+    (
+        "the host's name and IPC are not the container's",
+        "ipcs -m | wc -l >$LAB/n; RUN -- sh -c 'ipcmk -M 4096 >/dev/null; ipcs -m | grep -c 4096'; ipcs -m | wc -l | cmp - $LAB/n",
+        "1\n",
+    ),
+    (
+        "the environment is as it is",
+        "X='a b' LD_LIBRARY_PATH=/x RUN -- sh -c 'echo $X $LD_LIBRARY_PATH $UNIRDMA_DIR'",
+        "a b /run/unirdma-lib:/x /run/unirdma\n",
+    ),
+    (
+        "exit codes of run",
+        "RUN -- sh -c 'exit 42'; echo $?; RUN -- sh -c 'kill -9 $$'; echo $?; RUN -- /etc/passwd 2>/dev/null; echo $?; RUN -- nonesuch 2>/dev/null; echo $?",
+        "42\n137\n126\n127\n",
+    ),
+    ("options of the command are its own", "RUN -- echo --bind -x -- --help", "--bind -x -- --help\n"),
+    ("standard input and output pass", "echo in | RUN -- cat", "in\n"),
+    (
+        "a signal to run reaches the command, once",
+        "RUN -- sh -c 'trap \"echo usr1; exit 7\" USR1; echo up; while :; do sleep 0.1; done' >$LAB/sig & p=$!\n\
+         until grep -qs up $LAB/sig; do sleep 0.05; done; kill -USR1 $p; wait $p; echo $?; cat $LAB/sig",
+        "7\nup\nusr1\n",
+    ),
+    ("SIGTERM ends it", "RUN -- sleep 30 & p=$!; sleep 0.5; kill $p; wait $p; echo $?", "143\n"),
+    (
+        "what runs in the background ends with the command",
+        "RUN -- sh -c 'sleep 4711 & sleep 4711 & exit 3'; echo $?; pgrep -x -f 'sleep 4711' | wc -l",
+        "3\n0\n",
+    ),
+    ("orphans are waited for", "RUN -- sh -c '(true & ) ; (sleep 0.1 &); sleep 0.3; ps -eo stat | grep -c Z'", "0\n"),
+    (
+        "Ctrl-C in a terminal ends the command, not what comes after it",
+        "(sleep 1; printf '\\003'; sleep 1) | script -qec 'RUN -- sleep 20; echo code $?' /dev/null | tr -d '\\r' | grep -o 'code.*'",
+        "code 130\n",
+    ),
+    (
+        "Ctrl-Z stops it, and fg lets it go on",
+        "(sleep 0.5; echo 'RUN -- sh -c \"sleep 1; echo slept\"'; sleep 0.7; printf '\\032'; sleep 0.3; echo fg; sleep 2; echo exit) | \
+         script -qec 'bash --norc -i' /dev/null | tr -d '\\r' | grep -oE '(Stopped|^slept)'",
+        "Stopped\nslept\n",
+    ),
+    (
+        "a shell in a terminal has job control, and leaves the terminal to its starter",
+        "(sleep 1; printf 'sleep 9 | cat &\\njobs\\nkill %%1; tty; exit 5\\n'; sleep 1; echo word) | \
+         script -qec 'RUN -- bash --norc -i; echo code $?; read w; echo read $w' /dev/null | tr -d '\\r' | grep -oE '(.1..  Running|/dev/console|^code.*|^read .*)'",
+        "[1]+  Running\n/dev/console\ncode 5\nread word\n",
+    ),
+    (
+        "exec enters the container, twice at a time, with exit codes and signals",
+        "RUN -- sh -c 'echo mine >/tmp/mine; echo up; exec sleep 5' >$LAB/up & p=$!\n\
+         until grep -qs up $LAB/up; do sleep 0.05; done\n\
+         EXEC -- sh -c 'cat /tmp/mine; ip -o -4 a show dev eth0 | wc -l; echo $UNIRDMA_DIR; exit 9'; echo $?\n\
+         EXEC -- sleep 20 & q=$!; EXEC -- sh -c 'sleep 0.5; pgrep -c sleep'; kill -INT $q; kill $q; wait $q; echo $?\n\
+         EXEC -- nonesuch 2>/dev/null; echo $?; EXEC -- sleep 20 & q=$!; sleep 0.3; kill $p; wait $q; echo $?",
+        "mine\n1\n/run/unirdma\n9\n2\n143\n127\n137\n",
+    ),
+    (
+        "exec gives no more rights than run",
+        "RUN -- sh -c 'grep -E \"^(Uid|Gid|Groups|Cap|NoNewPrivs|Seccomp)\" /proc/self/status >$HOME/a; echo up; exec sleep 5' >$LAB/up2 & p=$!\n\
+         until grep -qs up $LAB/up2; do sleep 0.05; done\n\
+         EXEC -- grep -E '^(Uid|Gid|Groups|Cap|NoNewPrivs|Seccomp)' /proc/self/status | cmp - $HOME/a && echo same; kill $p",
+        "same\n",
+    ),
+    (
+        "a container on the host's network has the host's interfaces",
+        "RUN --net host -- ip -br link | cut -d' ' -f1 | sort >$LAB/i; ip -br link | cut -d' ' -f1 | sort | cmp - $LAB/i && echo same",
+        "same\n",
+    ),
+    (
+        "gdb, inside",
+        "RUN -- gdb -q -batch -ex 'break main' -ex run -ex 'p 6*7' /bin/true 2>&1 | grep -o '. = 42'",
+        "1 = 42\n",
+    ),
+];
+
+/// Command lines that are refused with one line.
+const REFUSED: &[(&str, &str)] = &[
+    ("RUN --bind etc -- true", "is no absolute path"),
+    ("RUN --bind /nonexistent/x -- true", "No such file"),
+    ("RUN --bind /etc:/proc/x -- true", "nothing can be put at"),
+    ("RUN --bind /etc:/usr/nonesuch -- true", "cannot put anything at /usr/nonesuch"),
+    ("RUN -- true </", "standard input is a directory"),
+    ("EXEC -- true", "vRNIC x has no container; start one with `unirdma run --vrnic x -- CMD`"),
+    ("$U exec --vrnic nonesuch -- true", "there is no vRNIC nonesuch"),
+    ("mkdir -p $LAB/w; cd $LAB/w; RUN -- ./nonesuch", "does not have the working directory"),
+];
+
+fn script(lab: &Lab, text: &str) -> Output {
+    let text = text.replace("RUN -", "$U run --vrnic x -").replace("EXEC -", "$U exec --vrnic x -");
+    lab.shell(&text)
+}
+
+/// Runs everything in a lab of its own; `place`: whose.
+fn in_place(s: &mut Suite<'_>, place: &str, user: Option<u32>) {
+    let title = |name: &str| format!("sandbox, {place}: {name}");
+    let attack = title("attacks from inside");
+    let wanted = |n: &str| s.only().is_none_or(|o| title(n).contains(o));
+    if !SCRIPTS.iter().any(|c| wanted(c.0)) && !wanted("attacks from inside") && !wanted("wrong input") {
+        return;
+    }
+    let lab = Lab::start(user).and_then(|lab| {
+        lab.vrnic("x", &[])?;
+        lab.vrnic("b", &[])?;
+        Ok(lab)
+    });
+    s.check(&attack, |_| attacks(lab.as_ref().map_err(Clone::clone)?));
+    for (name, text, expected) in SCRIPTS {
+        s.check(&title(name), |_| {
+            let lab = lab.as_ref().map_err(Clone::clone)?;
+            let o = script(lab, text);
+            let expected = expected.replace("LAB", &lab.dir.display().to_string());
+            require(o.text == expected, format!("expected:\n{expected}\ngot ({:?}):\n{}", o.code, o.text))
+        });
+    }
+    s.check(&title("wrong input"), |_| {
+        let lab = lab.as_ref().map_err(Clone::clone)?;
+        REFUSED.iter().try_for_each(|(text, why)| {
+            let o = script(lab, text);
+            require(o.code.is_some_and(|c| c != 0) && o.text.contains(why), format!("{text}: {:?} {}", o.code, o.text))
+        })
+    });
+}
+
+/// Runs a program that tries everything it can think of.
+fn attacks(lab: &Lab) -> Check {
+    let exe = compile(lab, "escape", &[])?;
+    let run = lab.dir.join("run");
+    let home = lab.dir.join("home");
+    let command = format!("{exe} {} {} {}", lab.pid(), run.display(), home.display());
+    // With a descriptor that nobody should inherit, as a container of each kind, and by `exec`.
+    for how in ["", "--net host "] {
+        let o = script(lab, &format!("exec 9</; RUN --bind $LAB {how}-- {command}"));
+        let tried = o.text.strip_prefix("tried ").and_then(|t| t.split(' ').next()).and_then(|n| n.parse::<u32>().ok());
+        require(o.ok() && tried.is_some_and(|n| n > 400), format!("{how}: {:?} {}", o.code, o.text))?;
+    }
+    let o = script(
+        lab,
+        &format!(
+            "RUN --bind $LAB -- sh -c 'echo up; exec sleep 30' >$LAB/up3 & p=$!\n\
+             until grep -qs up $LAB/up3; do sleep 0.05; done\nexec 9</; EXEC -- {command}; kill $p"
+        ),
+    );
+    require(o.text.starts_with("tried "), format!("exec: {:?} {}", o.code, o.text))
+}
+
+pub(super) fn run(s: &mut Suite<'_>) {
+    if lab::uid() == 0 {
+        in_place(s, "root", None);
+        s.check("sandbox, root: what is given below a closed directory is within reach", |_| {
+            let lab = Lab::start(None)?;
+            lab.vrnic("x", &[])?;
+            let o = script(&lab, "mkdir d; echo 1 >d/f; RUN --bind $LAB/d:/root/deep/x -- cat /root/deep/x/f");
+            require(o.text == "1\n", o.text)
+        });
+        s.check("sandbox, root: memory of a program with threads is shared, if the host has /dev/userfaultfd", |lab| {
+            let exe = compile(lab, "memory-writers", &["-libverbs", "-pthread", "-ldl"])?;
+            let o = lab.spawn("a", &[], &format!("env UNIRDMA_MR=share UNIRDMA_TRACE=1 {exe} threads"))?.finish();
+            let way = if std::path::Path::new("/dev/userfaultfd").exists() { "way Share" } else { "way Copy" };
+            require(o.ok() && o.text.contains(way), o.text)
+        });
+        in_place(s, "ordinary user", Some(own_user()));
+    } else {
+        in_place(s, "ordinary user", None);
+    }
+}
