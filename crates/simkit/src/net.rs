@@ -86,6 +86,10 @@ pub struct Net {
     faults: Faults,
     /// Jobs are begun up to so many nanoseconds after they were made, and end up to so many after that. 0: at once.
     pub late_ns: u64,
+    /// Jobs are given to nobody: they wait in `kept`, with the host that made them.
+    pub keeps_jobs: bool,
+    /// Jobs that nobody has begun.
+    pub kept: Vec<(usize, Box<Job>)>,
     /// By time and number.
     doing: BTreeMap<(u64, u64), Doing>,
     rng: Rng,
@@ -164,6 +168,8 @@ impl Net {
             sent: 0,
             faults,
             late_ns: 0,
+            keeps_jobs: false,
+            kept: Vec::new(),
             doing: BTreeMap::new(),
             rng,
             cut,
@@ -290,15 +296,29 @@ impl Net {
 
     /// Polls a host's RNIC, and does the jobs that it gives, now or later; true if there was anything to do.
     fn poll(&mut self, host: usize) -> bool {
-        if self.late_ns == 0 {
+        if self.late_ns == 0 && !self.keeps_jobs {
             return poll(&mut self.rnics[host], self.now);
         }
         let mut found = self.rnics[host].poll(self.now);
         while let Some(job) = self.rnics[host].take_job() {
-            self.do_later(Doing { host, job, done: false });
+            if self.keeps_jobs {
+                self.kept.push((host, job));
+            } else {
+                self.do_later(Doing { host, job, done: false });
+            }
             found = true;
         }
         found
+    }
+
+    /// Does the one job that is kept, and tells its RNIC.
+    pub fn do_kept(&mut self) {
+        let [(host, job)] = &mut self.kept[..] else { panic!("{} jobs are kept", self.kept.len()) };
+        job.run(&mut [0; 4096], || 0);
+        let host = *host;
+        for (_, job) in self.kept.drain(..) {
+            self.rnics[host].at(self.now).end_job(job);
+        }
     }
 
     fn do_later(&mut self, d: Doing) {

@@ -63,7 +63,7 @@ impl Default for Task {
 impl Task {
     /// True if bytes come back with the job.
     pub fn gives_data(self) -> bool {
-        matches!(self, Task::Fetch | Task::Copy { keeps: true })
+        !matches!(self, Task::Copy { keeps: false })
     }
 }
 
@@ -179,7 +179,8 @@ impl Job {
                 self.result.first = all(first.bring(&self.phase, &mut self.data));
             }
             Task::Word(word) => {
-                self.result.first = Some(execute(&self.phase, first, word).unwrap_or(Err(STOPPED)));
+                self.data.clear();
+                self.result.first = Some(execute(&self.phase, first, word, &mut self.data).unwrap_or(Err(STOPPED)));
             }
         }
         self.took_ns = clock().saturating_sub(began);
@@ -215,14 +216,16 @@ impl Job {
     }
 }
 
-/// Executes an operation on the word at the destination, once: what it has found. `None` if it was stopped before.
-fn execute(phase: &Phase, part: &Part, mut word: Word) -> Option<Result<u64, Fault>> {
+/// Executes an operation on the word at the destination, once: what it has found. `None` if it was stopped before. What it writes goes to
+/// `data` if that is the value of the source.
+fn execute(phase: &Phase, part: &Part, mut word: Word, data: &mut Vec<u8>) -> Option<Result<u64, Fault>> {
     if part.from.len() > 0 {
         let mut value = [0; 8];
         if let Err(fault) = part.bring(phase, &mut value)? {
             return Some(Err(fault));
         }
         word = Word::Write(u64::from_ne_bytes(value));
+        data.extend_from_slice(&value);
     }
     let (to, _) = part.to.at(0)?;
     let executed = |found: u64| {
