@@ -1,5 +1,7 @@
 //! Jobs: copies that leave the core. The core says what is to be copied, whoever is free does it outside of every lock, and
-//! what came of it is an input again.
+//! what came of it is an input again. A job copies between two QPs of this host, brings bytes that packets are made of, stores those
+//! of packets that came in, or executes an operation on a word. Mapped memory needs no job for anything but long copies; private memory
+//! of a process is reached by jobs only.
 //!
 //! A job pins its memory: it outlives the MRs that it was made from. So whoever takes memory away (a command that ends an MR or a
 //! QP, a driver whose memory goes away for a moment) stops the jobs that were made before, and waits for those that reach the

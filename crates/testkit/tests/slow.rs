@@ -1,7 +1,7 @@
 //! Memory of a program that is slow to reach, and messages from another host that need it: other programs do not notice.
 //!
-//! Both virtual layers are in this process, in a network namespace of its own; the slow program is another process. Without the privilege to
-//! make a namespace, and to mount a FUSE file system, there is nothing to test.
+//! Both virtual layers are in this process, in a network namespace of its own; the slow program is another process. Without the
+//! privilege to make a namespace, and to mount a FUSE file system, there is nothing to test.
 #![allow(missing_docs)]
 
 use std::fs::File;

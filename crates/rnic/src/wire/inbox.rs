@@ -7,6 +7,7 @@
 //!
 //! Requests of the peer and its answers are two directions, and so two inboxes: neither waits for the other.
 
+use unirdma_formats::QpState;
 use unirdma_formats::wire::Packet;
 use unirdma_mem::Fault;
 
@@ -102,7 +103,8 @@ impl Core {
 
     /// Executes a packet that has waited for a job: how many bytes it has.
     fn take_up_one(&mut self, h: Handle<Qp>, w: &mut Wire, direction: Direction) -> Option<usize> {
-        if !self.objects.qps.get(h).is_some_and(Qp::receives) {
+        // Without a link no packets come, but those that have come are executed: an atomic perhaps was.
+        if self.objects.qps.get(h).is_none_or(|q| q.broken || q.state == QpState::Err) {
             *direction.inbox(w) = Inbox::default();
             return None;
         }
