@@ -395,6 +395,50 @@ impl<'a> Packet<'a> {
         }
     }
 
+    /// The packet without its payload.
+    pub fn head(&self) -> Packet<'static> {
+        let Packet {
+            opcode,
+            solicited,
+            mig,
+            pkey,
+            dest_qp,
+            fecn,
+            becn,
+            ack_req,
+            psn,
+            reth,
+            aeth,
+            atomic,
+            original,
+            deth,
+            srqn,
+            flush,
+            extra,
+            payload: _,
+        } = *self;
+        Packet {
+            opcode,
+            solicited,
+            mig,
+            pkey,
+            dest_qp,
+            fecn,
+            becn,
+            ack_req,
+            psn,
+            reth,
+            aeth,
+            atomic,
+            original,
+            deth,
+            srqn,
+            flush,
+            extra,
+            payload: &[],
+        }
+    }
+
     /// Reads a packet without its ICRC.
     ///
     /// # Errors

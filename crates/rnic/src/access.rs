@@ -8,6 +8,21 @@ use unirdma_mem::{Fault, Loc, Span, fetch, transfer};
 use crate::objects::{Mr, MrTable, Objects, Qp, Reach, Recv, Session, SessionId, SessionKind, Stage, Work};
 use crate::slab::Slab;
 
+/// Why bytes of a message were not moved at once.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Miss {
+    /// The memory is gone, or moves.
+    Fault(Fault),
+    /// They lie in the private memory of a process. Only a job reaches that: it takes system calls, and may be slow.
+    Process,
+}
+
+impl From<Fault> for Miss {
+    fn from(fault: Fault) -> Self {
+        Miss::Fault(fault)
+    }
+}
+
 /// One side of a message.
 #[derive(Clone, Copy)]
 pub(crate) enum Side<'a> {
@@ -112,23 +127,32 @@ impl<'a> Tables<'a> {
         }
     }
 
-    /// Copies bytes of a message from `off` on into private memory.
-    pub fn load(&self, src: Side<'_>, off: u64, dst: &mut [u8]) -> Result<(), Fault> {
+    /// Copies bytes of a message from `off` on into private memory. `had` are bytes from `off` on that a job has brought, none or at
+    /// least as many: they stand for those that lie in the private memory of a process.
+    pub fn load(&self, src: Side<'_>, off: u64, dst: &mut [u8], had: &[u8]) -> Result<(), Miss> {
         let mut done = 0;
         while done < dst.len() {
             let (from, n) = self.at(src, off + done as u64, (dst.len() - done) as u64).ok_or(Fault::Source)?;
-            fetch(from, &mut dst[done..done + n as usize])?;
-            done += n as usize;
+            let end = done + n as usize;
+            if from.is_in_process() {
+                dst[done..end].copy_from_slice(had.get(done..end).ok_or(Miss::Process)?);
+            } else {
+                fetch(from, &mut dst[done..end])?;
+            }
+            done = end;
         }
         Ok(())
     }
 
     /// Puts `bytes` into a message's memory from `off` on.
-    pub fn store(&self, dst: Side<'_>, off: u64, bytes: &[u8]) -> Result<(), Fault> {
+    pub fn store(&self, dst: Side<'_>, off: u64, bytes: &[u8]) -> Result<(), Miss> {
         let mut done = 0;
         while done < bytes.len() {
             let left = (bytes.len() - done) as u64;
             let (to, n) = self.at(dst, off + done as u64, left).ok_or(Fault::Destination)?;
+            if to.is_in_process() {
+                return Err(Miss::Process);
+            }
             transfer(Loc::Bytes(&bytes[done..]), to, n as usize, &mut [])?;
             done += n as usize;
         }

@@ -47,6 +47,9 @@ pub struct Captured {
     bytes: Vec<u8>,
 }
 
+/// Most bytes of padding after a payload.
+const MOST_PADDING: usize = 3;
+
 /// Memory of the packets between two calls of [`crate::Core::take_captured`], bytes; more packets are lost.
 const MAX_BYTES: usize = 8 << 20;
 
@@ -70,7 +73,7 @@ impl Captured {
             rest = others;
             let mut head = [0; MAX_IP_UDP_BYTES];
             let n = s.flow.put(&mut head, s.all);
-            let size = self.snap.min(n + s.all);
+            let size = self.snap.min(n + s.kept);
             record.clear();
             record.extend(pcap::record(s.at_ns, size as u32, (n + s.all) as u32));
             record.extend_from_slice(&head[..n]);
@@ -91,21 +94,26 @@ pub(crate) struct Tap {
     pub lost: u64,
     /// Room for the payload of one packet.
     pub payload: Box<[u8]>,
+    /// What a job has copied of the message whose packets are captured, and from which byte on.
+    pub copied: (u64, Vec<u8>),
 }
 
 impl Tap {
     pub fn new(what: Capture) -> Self {
         let captured = Captured { snap: what.snap as usize, ..Captured::default() };
-        Tap { captured, what, lost: 0, payload: vec![0; MAX_MTU as usize].into() }
+        Tap { captured, what, lost: 0, payload: vec![0; MAX_MTU as usize].into(), copied: (0, Vec::new()) }
     }
 
     /// Appends a packet: `flow` says what is in its IP and UDP headers, and `parts` are the bytes of its body, at least those that are
-    /// kept. The body has `all` bytes, of which the last four are the ICRC. `outer` of its first bytes belong to an encapsulation.
+    /// kept; if payload is missing, no more is kept. The body has `all` bytes, of which the last four are the ICRC. `outer` of its first
+    /// bytes belong to an encapsulation.
     pub fn packet(&mut self, now: u64, flow: &Flow, outer: usize, parts: &[&[u8]], all: usize) {
         let (c, before) = (&mut self.captured, flow.header_bytes());
         // The ICRC covers all bytes before it.
         let whole = c.snap + ICRC_BYTES >= before + all;
         let kept = if whole { all } else { c.snap.saturating_sub(before) };
+        let given = parts.iter().map(|p| p.len()).sum::<usize>();
+        let kept = if given + MOST_PADDING + ICRC_BYTES < all { kept.min(given) } else { kept };
         let used = c.bytes.len() + c.seen.len() * size_of::<Seen>();
         if used + kept + size_of::<Seen>() > MAX_BYTES {
             self.lost += 1;

@@ -9,10 +9,11 @@ use unirdma_formats::wire::{Deth, Extra, Op, Opcode, Packet, Part, Transport};
 use unirdma_formats::{Gid, QpType, Qpn, WcStatus, send_flags};
 use unirdma_mem::Fault;
 
-use crate::access::{local_side, recv_side};
+use crate::access::{Miss, local_side, recv_side};
 use crate::core::Core;
 use crate::exec::{NoRecv, Outcome, RecvDone};
-use crate::objects::{Ah, Datagrams, Held, Note, Qp, Target, VnicId, Wait, Work};
+use crate::job::Made;
+use crate::objects::{Ah, Datagrams, Held, Note, Placing, Qp, Target, VnicId, Wait, Work};
 use crate::path::{Arrival, DSCP, Path};
 use crate::sched::MOMENT_NS;
 use crate::slab::Handle;
@@ -53,8 +54,9 @@ impl Core {
         let mut head = Packet::new(opcode, w.wqe.dest_qpn, psn.get());
         (head.extra, head.solicited) = (w.wqe.imm, solicited);
         head.deth = Deth { qkey, src_qp };
-        let tables = self.objects.memory();
+        let (tables, number) = (self.objects.memory(), q.sq_cons);
         let local = local_side(q, w);
+        let had = q.datagrams().map_or(&[][..], |d| d.fetched.bytes(number, 0));
         let sent = match target {
             _ if !linked => {
                 self.objects.count(h, |c| c.wire.send_err += 1);
@@ -67,13 +69,13 @@ impl Core {
             Target::Here(_) | Target::Many => {
                 let mut buffer = std::mem::take(&mut self.datagram);
                 let data = &mut buffer[..len];
-                let mut sent = tables.load(local, 0, data);
+                let sent = tables.load(local, 0, data, had);
                 if sent.is_ok() {
                     if let Target::Here(vnic) = target {
                         self.tap_datagram(h, Some(vnic), &flow, &head, data);
                         self.deliver_here(vnic, Qpn(w.wqe.dest_qpn), qkey, &flow, data, Note::of(&head));
                     } else {
-                        sent = self.send_multicast(h, &flow, &head, data);
+                        self.send_multicast(h, &flow, &head, data);
                     }
                 }
                 self.datagram = buffer;
@@ -85,23 +87,69 @@ impl Core {
                     return Outcome::Waits;
                 }
                 let inside = if let Target::There(_, vni) = target { Some((vni, flow)) } else { None };
-                let sent = self.net.tx.push_datagram(path, inside, &head, len, |to| tables.load(local, 0, to));
+                let sent = self.net.tx.push_datagram(path, inside, &head, len, |to| tables.load(local, 0, to, had));
                 if sent.is_ok() {
                     self.note_sent(h, &path);
                 }
                 sent
             }
         };
-        match sent {
-            Ok(()) => {}
-            Err(fault) if fault.passes() && self.waits_for_memory(h, w) => return Outcome::Waits,
-            Err(_) => return Outcome::Failed(WcStatus::LocProtErr),
+        let fault = match sent {
+            Ok(()) => None,
+            Err(Miss::Fault(fault)) => Some(fault),
+            Err(Miss::Process) => match self.fetch_datagram(h, w) {
+                Ok(outcome) => return outcome,
+                Err(fault) => Some(fault),
+            },
+        };
+        match fault {
+            None => {}
+            Some(fault) if fault.passes() && self.waits_for_memory(h, w) => return Outcome::Waits,
+            Some(_) => return Outcome::Failed(WcStatus::LocProtErr),
+        }
+        if let Some(d) = self.objects.qps.get_mut(h).and_then(Qp::datagrams_mut)
+            && !d.fetched.is_empty()
+        {
+            self.jobs.keep_buffer(d.fetched.clear());
         }
         if let Some(q) = self.objects.qps.get_mut(h) {
             q.sq_psn = q.sq_psn.advance(1);
         }
         w.done = w.total;
         Outcome::Done
+    }
+
+    /// The data of a datagram lies in the private memory of a process: lets a job bring it.
+    ///
+    /// # Errors
+    /// The fault if that cannot be.
+    fn fetch_datagram(&mut self, h: Handle<Qp>, w: &mut Work) -> Result<Outcome, Fault> {
+        let Some(q) = self.objects.qps.get_mut(h) else { return Err(Fault::Source) };
+        let (number, vnic) = (q.sq_cons, q.vnic);
+        let Some(d) = q.datagrams_mut() else { return Err(Fault::Source) };
+        let mut fetched = std::mem::take(&mut d.fetched);
+        let made = match fetched.take_fault(number, 0) {
+            Some(fault) => Made::Nothing(fault),
+            None => match self.objects.qps.get(h) {
+                Some(q) => {
+                    let (from, to) = ((local_side(q, w), q.memory, vnic), (&mut fetched, &self.objects.room(vnic)));
+                    self.jobs.fetch(&self.objects.memory(), h, from, (number, 0, w.total), to)
+                }
+                None => Made::Nothing(Fault::Source),
+            },
+        };
+        if let Some(d) = self.objects.qps.get_mut(h).and_then(Qp::datagrams_mut) {
+            d.fetched = fetched;
+        }
+        match made {
+            Made::Job(number) => {
+                w.wait = Wait::Job(number);
+                Ok(Outcome::Copies)
+            }
+            Made::Full => Ok(self.waits_for_room(h, w)),
+            Made::Slow => Err(Fault::SourceMoves),
+            Made::Nothing(fault) => Err(fault),
+        }
     }
 
     fn deliver_here(&mut self, vnic: VnicId, qpn: Qpn, qkey: u32, flow: &Flow, data: &[u8], note: Note) {
@@ -140,7 +188,6 @@ impl Core {
 
     /// Keeps a datagram, on the heap, until there is a receive for it, and the receive's memory can be reached.
     fn hold(&mut self, h: Handle<Qp>, flow: &Flow, data: &[u8], note: Note) {
-        self.starved = true;
         let until = self.now.saturating_add(HOLD_NS);
         let Some(q) = self.objects.qps.get_mut(h) else { return };
         let size = data.len() + size_of::<Held>();
@@ -148,6 +195,7 @@ impl Core {
         if backlog.bytes + size > HOLD_BYTES {
             return self.objects.count_dropped(h);
         }
+        self.starved |= !backlog.waits();
         backlog.bytes += size;
         backlog.held.push_back(Held { until, flow: *flow, data: data.into(), note });
         if q.srq.is_some() {
@@ -176,7 +224,13 @@ impl Core {
                 q.rings.set_rq_notify(false);
                 return;
             };
-            let (expired, size) = (first.until < now, first.data.len() + size_of::<Held>());
+            let size = first.data.len() + size_of::<Held>();
+            let Some(Datagrams { backlog, .. }) = q.datagrams() else { return };
+            let expired = match backlog.placing {
+                Placing::Job(_) => return,
+                Placing::Done(_) => false,
+                Placing::No => first.until < now,
+            };
             let shared = q.srq.is_some();
             match self.take_recv(h) {
                 Err(NoRecv::Broken) => return self.break_qp(h),
@@ -197,6 +251,9 @@ impl Core {
                         if let Some(Datagrams { backlog, .. }) = datagrams {
                             backlog.bytes += size;
                             backlog.held.push_front(d);
+                            if backlog.waits() {
+                                return;
+                            }
                         }
                         return self.look_again(h);
                     }
@@ -205,30 +262,29 @@ impl Core {
         }
     }
 
-    /// Puts a datagram into the receive that QP `h` has taken. False if the receive's memory moves; the receive stays taken then.
+    /// Puts a datagram into the receive that QP `h` has taken. False if the receive's memory moves, or if a job has to do it; the receive
+    /// stays taken then.
     fn put(&mut self, h: Handle<Qp>, flow: &Flow, data: &[u8], note: Note) -> bool {
         let Some(q) = self.objects.qps.get(h) else { return true };
         let Some(r) = &q.recv else { return true };
         let total = (GRH_BYTES + data.len()) as u64;
-        if r.valid && total > r.total {
+        let valid = r.valid;
+        if valid && total > r.total {
             self.objects.count_dropped(h);
             return true;
         }
-        if r.valid {
+        if valid {
             let _ = self.objects.stage_receive(self.now, h, total);
         }
-        let Some((q, r)) = self.objects.qps.get(h).and_then(|q| Some((q, q.recv.as_ref()?))) else { return true };
-        let tables = self.objects.memory();
-        let to = recv_side(q, r);
-        let put = |at: usize, bytes: &[u8]| tables.store(to, at as u64, bytes);
-        let status = if !r.valid {
-            WcStatus::LocQpOpErr
-        } else {
-            match put(0, &flow.grh(data.len())).and_then(|()| put(GRH_BYTES, data)) {
-                Ok(()) => WcStatus::Success,
-                Err(fault) if fault.passes() => return false,
-                Err(_) => WcStatus::LocProtErr,
+        let status = if valid {
+            match self.place(h, &[&flow.grh(data.len()), data]) {
+                None => return false,
+                Some(Ok(())) => WcStatus::Success,
+                Some(Err(fault)) if fault.passes() => return false,
+                Some(Err(_)) => WcStatus::LocProtErr,
             }
+        } else {
+            WcStatus::LocQpOpErr
         };
         let Note { imm, src_qp, solicited } = note;
         // Programs tell the two headers apart by the service level, as ConnectX sets it.
@@ -242,6 +298,32 @@ impl Core {
             self.fail_qp(h, None);
         }
         true
+    }
+
+    /// Puts these parts of a datagram into the receive that QP `h` has taken, one after the other. `None` if a job has to do it.
+    fn place(&mut self, h: Handle<Qp>, parts: &[&[u8]; 2]) -> Option<Result<(), Fault>> {
+        let backlog = &mut self.objects.qps.get_mut(h)?.datagrams_mut()?.backlog;
+        if let Placing::Done(done) = backlog.placing {
+            backlog.placing = Placing::No;
+            return Some(done);
+        }
+        let (q, r) = self.objects.qps.get(h).and_then(|q| Some((q, q.recv.as_ref()?)))?;
+        let (tables, to) = (self.objects.memory(), recv_side(q, r));
+        let stored = tables.store(to, 0, parts[0]).and_then(|()| tables.store(to, GRH_BYTES as u64, parts[1]));
+        let made = match stored {
+            Ok(()) => return Some(Ok(())),
+            Err(Miss::Fault(fault)) => return Some(Err(fault)),
+            Err(Miss::Process) => self.jobs.store(&tables, h, (to, q.memory, q.vnic), 0, parts),
+        };
+        match made {
+            Made::Job(number) => {
+                self.objects.serve(h);
+                self.objects.qps.get_mut(h)?.datagrams_mut()?.backlog.placing = Placing::Job(number);
+                None
+            }
+            Made::Full | Made::Slow => Some(Err(Fault::DestinationMoves)),
+            Made::Nothing(fault) => Some(Err(fault)),
+        }
     }
 
     /// A datagram packet for UD QP `h`, from the vRNIC or device that `flow` names.
@@ -268,33 +350,20 @@ impl Core {
     }
 
     /// Sends a datagram of QP `h` to all members of its multicast group, the QP itself if it is one.
-    pub(crate) fn send_multicast(
-        &mut self,
-        h: Handle<Qp>,
-        flow: &Flow,
-        head: &Packet<'_>,
-        data: &[u8],
-    ) -> Result<(), Fault> {
+    pub(crate) fn send_multicast(&mut self, h: Handle<Qp>, flow: &Flow, head: &Packet<'_>, data: &[u8]) {
         let Some(group) = self.objects.qps.get(h).and_then(|q| self.objects.vnics.get(q.vnic.0)).map(|v| v.group)
         else {
-            return Ok(());
+            return;
         };
         self.tap_datagram(h, None, flow, head, data);
         self.deliver_multicast(group, flow, head, data);
         for (path, vni) in self.multicast.hosts(group) {
-            self.net.tx.push_datagram(*path, Some((*vni, *flow)), head, data.len(), |to| {
-                to.copy_from_slice(data);
-                Ok(())
-            })?;
+            self.net.tx.put(*path, Some((*vni, *flow)), head, data);
         }
         if self.multicast.has_foreign(group) && flow.src.is_ipv4() == flow.dst.is_ipv4() {
             let path = Path { from: Some(flow.src), class: flow.traffic_class & DSCP, ..Path::new(flow.dst) };
-            self.net.tx.push_datagram(path, None, head, data.len(), |to| {
-                to.copy_from_slice(data);
-                Ok(())
-            })?;
+            self.net.tx.put(path, None, head, data);
         }
-        Ok(())
     }
 
     /// Gives a datagram to the members of its multicast group on this host.

@@ -1,5 +1,7 @@
 //! Jobs: copies that leave the core. The core says what is to be copied, whoever is free does it outside of every lock, and
-//! what came of it is an input again.
+//! what came of it is an input again. A job copies between two QPs of this host, brings bytes that packets are made of, stores those
+//! of packets that came in, or executes an operation on a word. Mapped memory needs no job for anything but long copies; private memory
+//! of a process is reached by jobs only.
 //!
 //! A job pins its memory: it outlives the MRs that it was made from. So whoever takes memory away (a command that ends an MR or a
 //! QP, a driver whose memory goes away for a moment) stops the jobs that were made before, and waits for those that reach the
@@ -10,15 +12,21 @@
 //! a vRNIC are under way. One that takes long is noted as slow, and then its process gets no further ones until it has ended; one
 //! that takes far too long is given up, and its QP fails.
 
+mod end;
+mod task;
+
 use std::collections::VecDeque;
 use std::sync::Arc;
-use std::sync::atomic::{AtomicU8, Ordering};
 
-use unirdma_mem::{Bell, Fault, Loc, ProcMem, Span, fetch, transfer};
+use unirdma_mem::Fault;
 
 use crate::access::{Side, Tables};
-use crate::objects::{Qp, SessionId, VnicId, Work};
+use crate::objects::{Fetched, Qp, Room, SessionId, VnicId, Work};
 use crate::slab::Handle;
+use end::Part;
+pub use task::Job;
+pub(crate) use task::Word;
+use task::{Phase, Task};
 
 /// While so many jobs wait for somebody to do them, no turn begins.
 const MAX_WAITING: usize = 8;
@@ -26,7 +34,7 @@ const MAX_WAITING: usize = 8;
 const MAX_PROCESS_WAITING: usize = 64;
 /// A vRNIC that has so many slow jobs gets no more jobs that go through private memory of processes.
 const MAX_SLOW: usize = 4;
-/// Boxes of jobs that are over, which are kept for new ones.
+/// Boxes of jobs that are over, and buffers, which are kept for new ones.
 const MAX_SPARE: usize = 16;
 /// Most requests of a QP that one job copies for, and most of their bytes. The keys of a longer message are looked up again for each
 /// job.
@@ -34,260 +42,10 @@ const MAX_PARTS: usize = 32;
 const MAX_BYTES: u64 = 1 << 20;
 /// Most bytes that a job copies through private memory of a process.
 const MAX_PROCESS_BYTES: u64 = 128 << 10;
-/// A job looks at the clock, and whether it was stopped, after so many bytes.
-const PIECE: u64 = 64 << 10;
-/// After this time a job begins nothing more, nanoseconds: others may wait for whoever does it.
-const ENOUGH_NS: u64 = 10_000;
-
-/// Memory that a job holds: it stays mapped until the job lets it go.
-enum Place {
-    Mapped(Span, u64),
-    Process(ProcMem, u64, Option<Bell>),
-    Null,
-    Away,
-    /// Private bytes of the job, from here on.
-    Own(usize),
-}
-
-/// One end of a copy.
-#[derive(Default)]
-struct End {
-    /// Places and their lengths.
-    places: Vec<(Place, u64)>,
-    /// Data that came with the WQE.
-    own: Vec<u8>,
-}
-
-impl End {
-    fn clear(&mut self) {
-        self.places.clear();
-        self.own.clear();
-    }
-
-    /// Pins bytes `[off, off + len)` of a side of a message.
-    ///
-    /// # Errors
-    /// `fault` if they are not all there.
-    fn pin(&mut self, tables: &Tables<'_>, side: Side<'_>, off: u64, len: u64, fault: Fault) -> Result<(), Fault> {
-        self.clear();
-        let mut done = 0;
-        while done < len {
-            let (at, n) = tables.at(side, off + done, len - done).ok_or(fault)?;
-            let place = match at {
-                Loc::Mapped(span, off) => Place::Mapped(span.clone(), off),
-                Loc::Process(mem, addr, bell) => Place::Process(mem.clone(), addr, bell.cloned()),
-                Loc::Null => Place::Null,
-                Loc::Away => Place::Away,
-                Loc::Bytes(b) => {
-                    let start = self.own.len();
-                    self.own.extend_from_slice(b.get(..n as usize).ok_or(fault)?);
-                    Place::Own(start)
-                }
-            };
-            self.places.push((place, n));
-            done += n;
-        }
-        Ok(())
-    }
-
-    /// True if it lies in the private memory of a process, which takes system calls and may be slow.
-    fn is_in_process(&self) -> bool {
-        self.places.iter().any(|(p, _)| matches!(p, Place::Process(..)))
-    }
-
-    /// The place of byte `off`, and how many bytes follow it there.
-    fn at(&self, mut off: u64) -> Option<(Loc<'_>, u64)> {
-        for (place, len) in &self.places {
-            if off < *len {
-                let at = match place {
-                    Place::Mapped(span, start) => Loc::Mapped(span, start + off),
-                    Place::Process(mem, addr, bell) => Loc::Process(mem, addr.wrapping_add(off), bell.as_ref()),
-                    Place::Null => Loc::Null,
-                    Place::Away => Loc::Away,
-                    Place::Own(start) => Loc::Bytes(self.own.get(start + off as usize..)?),
-                };
-                return Some((at, len - off));
-            }
-            off -= len;
-        }
-        None
-    }
-}
-
-/// What a job does at this moment. Both the thread that does it and the core see it.
-#[derive(Default)]
-struct Phase(AtomicU8);
-
-impl Phase {
-    const READS: u8 = 1;
-    const WRITES: u8 = 2;
-    const STOPPED: u8 = 4;
-
-    /// Begins to read or write, or both; does nothing and gives `None` if the job was stopped.
-    fn enter<R>(&self, what: u8, f: impl FnOnce() -> R) -> Option<R> {
-        let stopped = self.0.fetch_or(what, Ordering::SeqCst) & Self::STOPPED != 0;
-        let r = (!stopped).then(f);
-        self.0.fetch_and(!what, Ordering::SeqCst);
-        r
-    }
-
-    /// Stops the job: a read or write that runs at this moment goes on to its end, and no other begins.
-    fn stop(&self) {
-        self.0.fetch_or(Self::STOPPED, Ordering::SeqCst);
-    }
-
-    fn is_at(&self, what: u8) -> bool {
-        self.0.load(Ordering::SeqCst) & what != 0
-    }
-}
-
-/// What a job copies for one request.
-#[derive(Default)]
-struct Part {
-    from: End,
-    to: End,
-    bytes: u64,
-}
-
-impl Part {
-    fn clear(&mut self) {
-        self.from.clear();
-        self.to.clear();
-    }
-
-    /// Pins both ends of a copy.
-    fn pin(&mut self, tables: &Tables<'_>, [from, to]: [Side<'_>; 2], off: u64, bytes: u64) -> Result<(), Fault> {
-        self.bytes = bytes;
-        self.from.pin(tables, from, off, bytes, Fault::Source)?;
-        self.to.pin(tables, to, off, bytes, Fault::Destination)
-    }
-
-    fn is_in_process(&self) -> bool {
-        self.from.is_in_process() || self.to.is_in_process()
-    }
-
-    /// Copies up to `most` bytes from `done` on.
-    fn copy(&self, mut done: u64, most: u64) -> Result<(), Fault> {
-        let end = self.bytes.min(done + most);
-        while done < end {
-            let (from, n) = self.from.at(done).ok_or(Fault::Source)?;
-            let (to, room) = self.to.at(done).ok_or(Fault::Destination)?;
-            let n = n.min(room).min(end - done);
-            transfer(from, to, n as usize, &mut [])?;
-            done += n;
-        }
-        Ok(())
-    }
-
-    /// Copies by way of `scratch`, one end at a time; `None` if it was stopped.
-    fn bounce(&self, phase: &Phase, scratch: &mut [u8]) -> Option<Result<(), Fault>> {
-        let mut done = 0;
-        while done < self.bytes {
-            let (from, n) = self.from.at(done)?;
-            let (to, room) = self.to.at(done)?;
-            let n = n.min(room).min(scratch.len() as u64);
-            let bytes = &mut scratch[..n as usize];
-            let moved = match phase.enter(Phase::READS, || fetch(from, bytes))? {
-                Ok(()) => phase.enter(Phase::WRITES, || transfer(Loc::Bytes(bytes), to, bytes.len(), &mut []))?,
-                Err(fault) => Err(fault),
-            };
-            if moved.is_err() {
-                return Some(moved);
-            }
-            done += n;
-        }
-        Some(Ok(()))
-    }
-}
-
-/// A copy of a part of a message between two QPs of this host, and of the short messages that follow it.
-#[derive(Default)]
-pub struct Job {
-    number: u64,
-    phase: Arc<Phase>,
-    pub(crate) qp: Handle<Qp>,
-    pub(crate) peer: Handle<Qp>,
-    /// What it copies: for the request at the head of the QP's send queue, and then for each of `next`. What follows is from older jobs.
-    parts: Vec<Part>,
-    /// The requests behind the head of the send queue that it copies for.
-    next: VecDeque<Box<Work>>,
-    result: Copied,
-    took_ns: u64,
-}
-
-/// What a job has copied.
-#[derive(Clone, Copy, Default)]
-pub(crate) struct Copied {
-    /// How many bytes for the first request, or why none.
-    pub first: Option<Result<u64, Fault>>,
-    /// For how many of the requests behind it everything.
-    pub next: usize,
-}
-
-impl Job {
-    /// Copies, for some 10 us at most unless its memory is slow. `scratch` bounces what goes through the private memory of a process;
-    /// `clock` tells the time, nanoseconds.
-    pub fn run(&mut self, scratch: &mut [u8], clock: impl Fn() -> u64) {
-        // What is stopped is tried again, as if its memory had moved.
-        const STOPPED: Fault = Fault::SourceMoves;
-        let began = clock();
-        self.result = Copied::default();
-        let Some(first) = self.parts.first() else { return };
-        if self.is_in_process() {
-            let copied = first.bounce(&self.phase, scratch).unwrap_or(Err(STOPPED));
-            self.result.first = Some(copied.map(|()| first.bytes));
-        } else {
-            let parts = &self.parts[..=self.next.len()];
-            let goes_on = || clock().saturating_sub(began) < ENOUGH_NS;
-            for (i, part) in parts.iter().enumerate() {
-                let mut done = 0;
-                let mut copied = Ok(());
-                while copied.is_ok() && done < part.bytes && (i + done as usize == 0 || goes_on()) {
-                    let both = Phase::READS | Phase::WRITES;
-                    copied = self.phase.enter(both, || part.copy(done, PIECE)).unwrap_or(Err(STOPPED));
-                    done = if copied.is_ok() { part.bytes.min(done + PIECE) } else { done };
-                }
-                match i {
-                    0 => self.result.first = Some(copied.map(|()| done)),
-                    _ => self.result.next += usize::from(done == part.bytes),
-                }
-                if done < part.bytes {
-                    break;
-                }
-            }
-        }
-        self.took_ns = clock().saturating_sub(began);
-    }
-
-    /// Its number. Jobs are counted from 1.
-    pub fn number(&self) -> u64 {
-        self.number
-    }
-
-    /// True if it goes through the private memory of a process, and may take long.
-    pub fn is_in_process(&self) -> bool {
-        self.parts.first().is_some_and(Part::is_in_process)
-    }
-
-    /// How long it took, nanoseconds: its vRNIC is charged for it.
-    pub(crate) fn took_ns(&self) -> u64 {
-        self.took_ns
-    }
-
-    /// What came of it: nothing before it was done.
-    pub(crate) fn result(&self) -> Copied {
-        self.result
-    }
-
-    /// The requests behind the first one that it has copied for.
-    pub(crate) fn next(&mut self) -> &mut VecDeque<Box<Work>> {
-        &mut self.next
-    }
-
-    fn bytes(&self) -> u64 {
-        self.parts[..=self.next.len()].iter().map(|p| p.bytes).sum()
-    }
-}
+/// A buffer with room for more bytes is not kept.
+const MAX_SPARE_BYTES: usize = 512 << 10;
+/// Most bytes that one job brings or puts for packets.
+pub(crate) const MAX_PAYLOAD: u64 = 64 << 10;
 
 /// What waits for a fence.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -314,6 +72,8 @@ pub(crate) struct Flying {
     slow: bool,
     /// Its QP waits for it no more.
     given_up: bool,
+    /// It executes an operation on a word.
+    is_word: bool,
 }
 
 impl Flying {
@@ -365,6 +125,7 @@ pub(crate) struct Jobs {
     fences: Vec<Fence>,
     #[allow(clippy::vec_box)]
     spare: Vec<Box<Job>>,
+    buffers: Vec<Vec<u8>>,
 }
 
 impl Jobs {
@@ -383,27 +144,94 @@ impl Jobs {
         !self.waiting.is_empty() || self.in_process == 0 && !self.waiting_process.is_empty()
     }
 
-    /// A copy for a QP of `bytes` from `off` on of a message to or from its peer.
+    /// A copy for a QP of up to `bytes` from `off` on of a message to or from its peer. If they are captured, the job keeps what it
+    /// copies.
     pub fn make(
         &mut self,
         tables: &Tables<'_>,
-        [qp, peer]: [Handle<Qp>; 2],
+        qps: [Handle<Qp>; 2],
         ends: [Whose<'_>; 2],
-        off: u64,
-        bytes: u64,
+        (off, bytes): (u64, u64),
+        keeps: bool,
+    ) -> Made {
+        self.begin(qps, ends.map(|e| (e.1, e.2)), Task::Copy { keeps }, |part| {
+            part.pin(tables, ends.map(|e| e.0), off, bytes.min(MAX_BYTES))?;
+            if part.is_in_process() {
+                part.bytes = part.bytes.min(MAX_PROCESS_BYTES);
+            }
+            Ok(())
+        })
+    }
+
+    /// Brings `bytes` bytes of the source of request or answer `of` of a QP, from `off` on.
+    pub fn fetch(
+        &mut self,
+        tables: &Tables<'_>,
+        qp: Handle<Qp>,
+        from: Whose<'_>,
+        (of, off, bytes): (u32, u64, u64),
+        (to, room): (&mut Fetched, &Room),
+    ) -> Made {
+        if !to.reserve(room, bytes as usize) {
+            return Made::Full;
+        }
+        let made = self.begin([qp, Handle::NONE], [(from.1, from.2); 2], Task::Fetch, |part| {
+            part.bytes = bytes;
+            part.from.pin(tables, from.0, off, bytes, Fault::Source)
+        });
+        if let Made::Job(number) = made {
+            to.begin(number, of, off);
+        } else {
+            to.clear();
+        }
+        made
+    }
+
+    /// Puts the bytes of these parts, one after the other, into the destination of a message for a QP, from `off` on.
+    pub fn store(&mut self, tables: &Tables<'_>, qp: Handle<Qp>, to: Whose<'_>, off: u64, parts: &[&[u8]]) -> Made {
+        self.begin([qp, qp], [(to.1, to.2); 2], Task::Copy { keeps: false }, |part| {
+            part.from.copy_of(parts);
+            part.bytes = part.from.len();
+            part.to.pin(tables, to.0, off, part.bytes, Fault::Destination)
+        })
+    }
+
+    /// Executes an operation on a word of 8 bytes at the beginning of `to`, once. If there is a source, its value is written.
+    pub fn word(
+        &mut self,
+        tables: &Tables<'_>,
+        qps: [Handle<Qp>; 2],
+        from: Option<Whose<'_>>,
+        to: Whose<'_>,
+        word: Word,
+    ) -> Made {
+        let source = from.unwrap_or(to);
+        self.begin(qps, [(source.1, source.2), (to.1, to.2)], Task::Word(word), |part| {
+            part.bytes = size_of::<u64>() as u64;
+            if let Some(from) = from {
+                part.from.pin(tables, from.0, 0, part.bytes, Fault::Source)?;
+            }
+            part.to.pin(tables, to.0, 0, part.bytes, Fault::Destination)
+        })
+    }
+
+    /// Makes a job for memory of these owners at its two ends; `pin` says which.
+    fn begin(
+        &mut self,
+        [qp, peer]: [Handle<Qp>; 2],
+        owners: [(SessionId, VnicId); 2],
+        task: Task,
+        pin: impl FnOnce(&mut Part) -> Result<(), Fault>,
     ) -> Made {
         let mut job = self.spare.pop().unwrap_or_default();
         job.parts.resize_with(job.parts.len().max(1), Part::default);
         let part = &mut job.parts[0];
-        if let Err(fault) = part.pin(tables, [ends[0].0, ends[1].0], off, bytes.min(MAX_BYTES)) {
+        if let Err(fault) = pin(part) {
             self.keep(job);
             return Made::Nothing(fault);
         }
-        if part.is_in_process() {
-            part.bytes = part.bytes.min(MAX_PROCESS_BYTES);
-        }
-        let process = |end: &End, w: &Whose<'_>| end.is_in_process().then_some((w.1, w.2));
-        let processes = [process(&part.from, &ends[0]), process(&part.to, &ends[1])];
+        let process = |is_there: bool, owner| is_there.then_some(owner);
+        let processes = [process(part.from.is_in_process(), owners[0]), process(part.to.is_in_process(), owners[1])];
         for &(session, vnic) in processes.iter().flatten() {
             if self.is_slow(session, vnic) {
                 self.keep(job);
@@ -415,18 +243,21 @@ impl Jobs {
             }
         }
         self.made += 1;
-        (job.number, job.qp, job.peer) = (self.made, qp, peer);
-        (job.result, job.took_ns, job.phase) = (Copied::default(), 0, Arc::default());
+        if task.gives_data() {
+            job.data = self.buffer();
+        }
+        job.begin(self.made, [qp, peer], task);
         self.flying.push(Flying {
-            number: job.number,
+            number: job.number(),
             qp,
             peer,
             phase: job.phase.clone(),
-            sessions: [ends[0].1, ends[1].1],
+            sessions: [owners[0].0, owners[1].0],
             processes,
             runs: false,
             slow: false,
             given_up: false,
+            is_word: matches!(task, Task::Word(_)),
         });
         let through_process = processes.iter().any(Option::is_some);
         let queue = if through_process { &mut self.waiting_process } else { &mut self.waiting };
@@ -439,7 +270,7 @@ impl Jobs {
     /// copy between mappings is to be done.
     pub fn extend(&mut self, tables: &Tables<'_>, ends: [Side<'_>; 2], bytes: u64) -> Option<&mut VecDeque<Box<Work>>> {
         let made = self.made;
-        let job = self.waiting.back_mut().filter(|j| j.number == made)?;
+        let job = self.waiting.back_mut().filter(|j| j.number() == made)?;
         let at = job.next.len() + 1;
         if at >= MAX_PARTS || job.bytes() + bytes > MAX_BYTES {
             return None;
@@ -447,6 +278,19 @@ impl Jobs {
         job.parts.resize_with(job.parts.len().max(at + 1), Part::default);
         let part = &mut job.parts[at];
         (part.pin(tables, ends, 0, bytes).is_ok() && !part.is_in_process()).then_some(&mut job.next)
+    }
+
+    /// An empty buffer for packets.
+    pub fn buffer(&mut self) -> Vec<u8> {
+        self.buffers.pop().unwrap_or_default()
+    }
+
+    /// Keeps a buffer for others.
+    pub fn keep_buffer(&mut self, mut buffer: Vec<u8>) {
+        if self.buffers.len() < MAX_SPARE && (1..=MAX_SPARE_BYTES).contains(&buffer.capacity()) {
+            buffer.clear();
+            self.buffers.push(buffer);
+        }
     }
 
     /// True if private memory of a session of this vRNIC gets no more jobs for the moment.
@@ -462,7 +306,7 @@ impl Jobs {
             && let Some(job) = self.waiting_process.pop_front()
         {
             self.in_process += 1;
-            self.flying.iter_mut().filter(|f| f.number == job.number).for_each(|f| f.runs = true);
+            self.flying.iter_mut().filter(|f| f.number == job.number()).for_each(|f| f.runs = true);
             return Some(job);
         }
         let warm = std::mem::take(&mut self.warm);
@@ -480,7 +324,7 @@ impl Jobs {
         self.in_process -= 1;
         let (mut kept, mut withdrawn) = (VecDeque::new(), VecDeque::new());
         for job in std::mem::take(&mut self.waiting_process) {
-            let of = self.flying.iter().find(|f| f.number == job.number).map_or([None; 2], |f| f.processes);
+            let of = self.flying.iter().find(|f| f.number == job.number()).map_or([None; 2], |f| f.processes);
             if of.iter().flatten().any(|&(session, vnic)| self.is_slow(session, vnic)) {
                 withdrawn.push_back(job);
             } else {
@@ -503,7 +347,7 @@ impl Jobs {
 
     /// A job has ended; false if it was given up before.
     pub fn end(&mut self, job: &Job) -> bool {
-        let Some(at) = self.flying.iter().position(|f| f.number == job.number) else { return false };
+        let Some(at) = self.flying.iter().position(|f| f.number == job.number()) else { return false };
         let f = self.flying.swap_remove(at);
         self.warm = job.qp;
         self.in_process -= usize::from(f.runs && !f.slow);
@@ -512,10 +356,27 @@ impl Jobs {
 
     /// Keeps the box of a job that has ended for another one.
     pub fn keep(&mut self, mut job: Box<Job>) {
+        self.keep_buffer(std::mem::take(&mut job.data));
         if self.spare.len() < MAX_SPARE {
             job.parts.iter_mut().for_each(Part::clear);
             self.spare.push(job);
         }
+    }
+
+    /// The operations on words that were executed, or are being executed at this moment, for a QP that `concerns` knows: each job's QPs,
+    /// its number, and what it has found. Nobody waits for those jobs any more. A word that is just being written counts as written,
+    /// since nobody can wait for that here; if the write fails after all, its requester does not hear of it.
+    pub fn take_executed(&mut self, concerns: impl Fn(Handle<Qp>) -> bool) -> Vec<([Handle<Qp>; 2], u64, u64)> {
+        let mut all = Vec::new();
+        let those = |f: &&mut Flying| f.is_word && !f.given_up && (concerns(f.qp) || concerns(f.peer));
+        for f in self.flying.iter_mut().filter(those) {
+            f.phase.stop();
+            if let Some(found) = f.phase.executed() {
+                f.given_up = true;
+                all.push(([f.qp, f.peer], f.number, found));
+            }
+        }
+        all
     }
 
     fn is_clear(&self, session: SessionId, before: u64) -> bool {

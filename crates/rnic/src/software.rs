@@ -43,7 +43,10 @@ impl Executor<Core> for Software {
         forget(core, qp);
         match core.objects.qps.get_mut(qp).map(|q| &mut q.connection) {
             // It stays in its groups.
-            Some(Connection::Datagram(d)) => d.backlog = Backlog::default(),
+            Some(Connection::Datagram(d)) => {
+                d.backlog = Backlog::default();
+                d.fetched.clear();
+            }
             Some(c) => *c = Connection::None,
             None => {}
         }
@@ -88,17 +91,20 @@ impl Core {
             d.backlog.has_turn();
             self.drain_backlog(h);
         }
+        if self.objects.qps.get(h).and_then(Qp::wire).is_some_and(Wire::has_arrivals) {
+            cost += self.take_up(h, allowance);
+        }
         while cost < allowance {
             let Some(q) = self.objects.qps.get(h) else { return (cost, false) };
             if q.broken || q.wait() != Wait::No {
                 return (cost, false);
             }
             if q.wire().is_some() && matches!(q.state, QpState::Rtr | QpState::Rts | QpState::Sqd) {
-                let (c, again) = self.wire_step(h, allowance);
+                let (c, again) = self.wire_step(h, allowance - cost);
                 if self.objects.qps.get(h).is_some_and(|q| q.state == QpState::Sqd && !q.is_sending()) {
                     self.drained(h);
                 }
-                return (c, again);
+                return (cost + c, again);
             }
             match q.state {
                 // A job fills its receive.

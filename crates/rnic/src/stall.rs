@@ -29,6 +29,11 @@ impl Stall {
         Some(delay)
     }
 
+    /// There is no room now for what is to be done; it is tried again after so many nanoseconds, however often.
+    pub fn rest(&mut self, now: u64, delay_ns: u64) {
+        self.now = Some((now, now + delay_ns));
+    }
+
     /// When the next try is due, if it waits.
     pub fn due(&self) -> Option<u64> {
         self.now.map(|w| w.1)

@@ -6,7 +6,7 @@ use unirdma_formats::net::{ETH_BYTES, Flow, VXLAN_BYTES, vxlan};
 use unirdma_formats::wire::{Aeth, Extra, ICRC_BYTES, MAX_HEADER_BYTES, Op, Opcode, Packet, Part, padding, syndrome};
 use unirdma_formats::{Gid, WrOpcode, psn_count};
 
-use crate::access::local_side;
+use crate::access::{Miss, local_side};
 use crate::capture::{Capture, Captured, Tap};
 use crate::core::{Core, copy_ns};
 use crate::objects::{Qp, VnicId, Work, transport_of};
@@ -139,6 +139,15 @@ impl Core {
         tapped.map_or(0, |q| copy_ns(bytes) + PACKET_NS * (bytes / u64::from(q.mtu) + 2))
     }
 
+    /// A job has copied these bytes of a message from `from` on, which the packets that are captured next have. Gives back what there was
+    /// before.
+    pub(crate) fn tap_kept(&mut self, from: u64, copied: &mut Vec<u8>) {
+        if let Some(t) = &mut self.tap {
+            t.copied.0 = from;
+            std::mem::swap(&mut t.copied.1, copied);
+        }
+    }
+
     /// Captures packet `index` of request `w` of QP `h`, or of its answer.
     fn tap_packet(&mut self, h: Handle<Qp>, w: &Work, index: u32, as_answer: bool) {
         let Some(q) = self.objects.qps.get(h) else { return };
@@ -157,9 +166,14 @@ impl Core {
         };
         let Some(t) = &mut self.tap else { return };
         let mut payload = std::mem::take(&mut t.payload);
-        let kept = &mut payload[..len.min(t.what.snap as usize)];
+        let mut kept = &mut payload[..len.min(t.what.snap as usize)];
         if !kept.is_empty() {
-            let _ = self.objects.memory().load(local_side(q, w), off, kept);
+            let (from, copied) = &t.copied;
+            let had = copied.get(off.saturating_sub(*from) as usize..).unwrap_or_default();
+            // What nobody has copied of private memory of a process is not captured.
+            if self.objects.memory().load(local_side(q, w), off, kept, had) == Err(Miss::Process) {
+                kept = &mut [];
+            }
         }
         self.tap_local(&flow, &head, kept, len);
         self.tap.iter_mut().for_each(|t| t.payload = std::mem::take(&mut payload));
@@ -182,9 +196,7 @@ impl Core {
         let last = q.sq_psn.advance(packets - 1).get();
         let p = match w.op {
             WrOpcode::CmpSwap | WrOpcode::FetchAdd => {
-                let mut found = [0; 8];
-                let _ = self.objects.memory().load(local_side(q, w), 0, &mut found);
-                Packet { original: u64::from_ne_bytes(found), ..answer(q, Op::AtomicAck, last, syndrome::ACK) }
+                Packet { original: w.found.unwrap_or_default(), ..answer(q, Op::AtomicAck, last, syndrome::ACK) }
             }
             WrOpcode::AtomicWrite | WrOpcode::Flush => answer(q, Op::ReadResponse(Part::Only), last, syndrome::ACK),
             _ => answer(q, Op::Ack, last, syndrome::ACK),

@@ -1,8 +1,9 @@
 //! Packets that wait for the port.
 
+use std::convert::Infallible;
+
 use unirdma_formats::net::{ETH_BYTES, Flow, MAX_IP_UDP_BYTES, VXLAN_BYTES, vxlan};
 use unirdma_formats::wire::{ICRC_BYTES, MAX_HEADER_BYTES, Packet, padding};
-use unirdma_mem::Fault;
 
 use crate::path::Path;
 
@@ -101,26 +102,35 @@ impl Tx {
         self.used >= TX_FULL
     }
 
+    /// Appends a packet with this payload; inside VXLAN as with [`Tx::push_datagram`].
+    pub(crate) fn put(&mut self, path: Path, inside: Option<(u32, Flow)>, head: &Packet<'_>, data: &[u8]) {
+        let fill = |to: &mut [u8]| {
+            to.copy_from_slice(data);
+            Ok(())
+        };
+        let Ok(()): Result<(), Infallible> = self.push_datagram(path, inside, head, data.len(), fill);
+    }
+
     /// Appends a packet whose payload `fill` writes; nothing if it fails.
-    pub(crate) fn push(
+    pub(crate) fn push<E>(
         &mut self,
         path: Path,
         head: &Packet<'_>,
         len: usize,
-        fill: impl FnOnce(&mut [u8]) -> Result<(), Fault>,
-    ) -> Result<(), Fault> {
+        fill: impl FnOnce(&mut [u8]) -> Result<(), E>,
+    ) -> Result<(), E> {
         self.push_datagram(path, None, head, len, fill)
     }
 
     /// As [`Tx::push`], for a datagram: inside VXLAN with this network identifier, in an IP packet of this flow.
-    pub(crate) fn push_datagram(
+    pub(crate) fn push_datagram<E>(
         &mut self,
         path: Path,
         inside: Option<(u32, Flow)>,
         head: &Packet<'_>,
         len: usize,
-        fill: impl FnOnce(&mut [u8]) -> Result<(), Fault>,
-    ) -> Result<(), Fault> {
+        fill: impl FnOnce(&mut [u8]) -> Result<(), E>,
+    ) -> Result<(), E> {
         let start = self.used;
         let lost = path.cut || path.to.is_unspecified();
         if lost || self.bytes.len() - start < MAX_OUTER_BYTES + MAX_HEADER_BYTES + len + 3 + ICRC_BYTES {

@@ -11,7 +11,9 @@ use unirdma_abi as abi;
 use unirdma_formats::{AsyncEvent, Gid};
 
 use crate::core::Core;
-use crate::objects::{Backing, Counters, Mr, MrNote, Qp, QpInfo, SessionId, Usage, Used, Vnic, VnicConfig, VnicId};
+use crate::objects::{
+    Backing, Counters, Mr, MrNote, Qp, QpInfo, Room, SessionId, Usage, Used, Vnic, VnicConfig, VnicId,
+};
 use crate::pace::{Limit, Share};
 use crate::path::{Route, WireDrops};
 use crate::tx::Tx;
@@ -31,6 +33,7 @@ impl Core {
             used: Used::default(),
             last_session: 0,
             counters: Counters::default(),
+            room: Room::default(),
         };
         let id = self.objects.vnics.insert(v).map(VnicId)?;
         self.sched.add(id, c.share.weight);

@@ -169,3 +169,58 @@ fn a_long_message_is_captured_in_steps() {
         assert_eq!(net.rnics[0].stop_capture(), 0);
     }
 }
+
+const IPV4_AND_UDP: usize = 28;
+
+/// What jobs copy of private memory of processes is captured as they have copied it. Of a request that is refused nobody has read any
+/// payload, so its packet ends with its headers.
+#[test]
+fn messages_of_private_memory_are_captured_as_they_were_copied() {
+    for ends in [&[0][..], &[1], &[0, 1]] {
+        let mut net = Net::hosts(1, &[QpType::Rc, QpType::Rc], 3, Faults::default());
+        net.connect(QpType::Rc, 0, 1, &|a| a);
+        net.connect(QpType::Rc, 1, 0, &|a| a);
+        ends.iter().for_each(|&end| net.go_through_process(end));
+        start(&mut net, 0, None);
+        let data = pattern(40_000, 1);
+        for op in [WrOpcode::Write, WrOpcode::Read] {
+            net.ends[0].fill(0, &data);
+            let (w, sge) = (net.remote(op, 1, 0), net.ends[0].sge(0, 40_000));
+            net.ends[0].post(w, &[sge]);
+        }
+        let eight = net.ends[0].sge(0, 8);
+        for op in [WrOpcode::AtomicWrite, WrOpcode::FetchAdd] {
+            let w = net.request(op, 2);
+            net.ends[0].post(w, &[eight]);
+        }
+        let bad = abi::SqWqe { rkey: 1, ..net.remote(WrOpcode::Write, 4, 0) };
+        let sge = net.ends[0].sge(0, 40_000);
+        net.ends[0].post(bad, &[sge]);
+        net.run(SECOND);
+        let mut all = Captured::default();
+        net.rnics[0].take_captured(&mut all);
+        let (mut written, mut read, mut cut) = (Vec::new(), Vec::new(), Vec::new());
+        all.records(|r| {
+            // A record says how many bytes it has, and how many the packet had.
+            let size = |at: usize| u32::from_ne_bytes(r[at..at + 4].try_into().unwrap()) as usize;
+            assert_eq!(r.len(), RECORD_BYTES + size(8));
+            if size(8) < size(12) {
+                let body = &r[RECORD_BYTES + IPV4_AND_UDP..];
+                return cut.push((size(12) - size(8), Packet::parse(body).unwrap().opcode.to_string()));
+            }
+            let (flow, payload) = Flow::parse(&r[RECORD_BYTES..]).expect("IP and UDP");
+            let (body, crc) = payload.split_last_chunk::<ICRC_BYTES>().unwrap();
+            assert_eq!(icrc(&flow.envelope(), body).to_le_bytes(), *crc, "ICRC");
+            let p = Packet::parse(body).unwrap();
+            match p.opcode.to_string() {
+                o if o.contains("WRITE") && !o.contains("atomic") => written.extend_from_slice(p.payload),
+                o if o.contains("READ response") => read.extend_from_slice(p.payload),
+                o if o.contains("atomic ACK") => assert_eq!(p.original.to_ne_bytes(), data[..8]),
+                _ => {}
+            }
+        });
+        assert!(written[..40_000] == data && read[..40_000] == data, "{ends:?}");
+        let want = if ends.contains(&0) { vec![(1024 + ICRC_BYTES, "RC WRITE first".to_string())] } else { vec![] };
+        assert_eq!(cut, want, "{ends:?}");
+    }
+}

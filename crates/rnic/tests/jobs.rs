@@ -2,8 +2,7 @@
 
 use unirdma_abi as abi;
 use unirdma_formats::{WcStatus, WrOpcode, attr_mask as m};
-use unirdma_mem::ProcMem;
-use unirdma_rnic::{Backing, Job, Output, Share};
+use unirdma_rnic::{Job, Output, Share};
 use unirdma_simkit::*;
 
 const BYTES: usize = 100_000;
@@ -39,9 +38,7 @@ fn two_jobs(p: &mut Pair) -> [Box<Job>; 2] {
 /// Makes the memory of an end private memory of a process.
 fn through_process(p: &mut Pair, of_a: bool) {
     let e = if of_a { &mut p.a } else { &mut p.b };
-    let backing = Backing::Process(ProcMem::of_self().unwrap(), e.memory.addr() as u64);
-    let made = p.rnic.reg_mr(e.session, e.pd, ALL, IOVA, MR_BYTES as u64, (backing, vec![8])).unwrap();
-    (e.mr, e.key) = made;
+    e.go_through_process(&mut p.rnic);
 }
 
 fn released(p: &mut Pair) -> bool {
@@ -399,9 +396,7 @@ fn many_qps_share_the_jobs_of_a_vrnic() {
             let rc = unirdma_formats::QpType::Rc;
             let from = End::of_vnic(&mut p.rnic, p.a.vnic, 64, rc);
             let mut to = End::of_vnic(&mut p.rnic, p.b.vnic, 64, rc);
-            let backing = Backing::Process(ProcMem::of_self().unwrap(), to.memory.addr() as u64);
-            let made = p.rnic.reg_mr(to.session, to.pd, ALL, IOVA, MR_BYTES as u64, (backing, vec![8])).unwrap();
-            (to.mr, to.key) = made;
+            to.go_through_process(&mut p.rnic);
             for (e, peer, gid) in [(&from, &to, ip(2)), (&to, &from, ip(1))] {
                 for (mask, attr) in attrs(peer, gid) {
                     p.rnic.modify_qp(e.session, e.qpn, mask, &attr).unwrap();

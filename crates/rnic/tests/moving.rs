@@ -2,8 +2,6 @@
 
 use unirdma_abi as abi;
 use unirdma_formats::{QpType, WcStatus, WrOpcode};
-use unirdma_mem::ProcMem;
-use unirdma_rnic::Backing;
 use unirdma_simkit::net::{Faults, Net};
 use unirdma_simkit::*;
 
@@ -17,11 +15,7 @@ fn places(typ: QpType) -> Vec<(&'static str, Net)> {
     let mut places = mapped_places(typ);
     for (_, net) in &mut places {
         for i in 0..2 {
-            let e = &net.ends[i];
-            let backing = Backing::Process(ProcMem::of_self().unwrap(), e.memory.addr() as u64);
-            let (session, pd) = (e.session, e.pd);
-            let (mr, key) = net.rnic(i).reg_mr(session, pd, ALL, IOVA, MR_BYTES as u64, (backing, vec![8])).unwrap();
-            (net.ends[i].mr, net.ends[i].key) = (mr, key);
+            net.go_through_process(i);
         }
     }
     places

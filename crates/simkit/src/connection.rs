@@ -39,6 +39,11 @@ pub fn run(seed: u64, rounds: u64) {
 pub fn run_with(seed: u64, faults: Faults, mtu: u8, rounds: u64) {
     let mut net = Net::new(seed, faults, |a| abi::QpAttr { path_mtu: mtu, retry_cnt: 7, rnr_retry: 7, ..a });
     let mut rng = Rng::new(seed ^ 77);
+    // The memory of one end or both may be reached through its process, by jobs that take their time.
+    net.late_ns = [1, 3_000, 50_000, 1_000_000][seed as usize / 4 % 4];
+    for end in (0..2).filter(|end| seed >> end & 1 != 0) {
+        net.go_through_process(end);
+    }
     for round in 0..rounds {
         let salt = seed << 8 | round;
         let before = pattern(MR_BYTES, salt);

@@ -2,7 +2,7 @@
 
 use unirdma_abi as abi;
 use unirdma_formats::{Gid, QpType, WcStatus, WrOpcode, access, send_flags};
-use unirdma_mem::{Bell, CqRing, CqTail, QpRings, Span};
+use unirdma_mem::{Bell, CqRing, CqTail, ProcMem, QpRings, Span};
 use unirdma_rnic::{Backing, CreateQp, Limits, Rng, Rnic, SessionId, Share, VnicConfig, VnicId};
 use zerocopy::IntoBytes;
 
@@ -41,6 +41,8 @@ pub struct End {
     pub key: u32,
     /// The MR of its memory.
     pub mr: u32,
+    /// Its memory is reached as private memory of a process.
+    pub in_process: bool,
     /// How many send WQEs were posted.
     pub sq_prod: u32,
     /// How many receive WQEs were posted.
@@ -90,7 +92,38 @@ impl End {
         let memory = aligned(MR_BYTES);
         let (mr, key) =
             rnic.reg_mr(session, pd, ALL, IOVA, MR_BYTES as u64, (Backing::Mapped(memory.clone()), vec![7])).unwrap();
-        End { vnic, session, bell, pd, cqn, cq, qpn, slot, rings, memory, key, mr, sq_prod: 0, rq_prod: 0 }
+        End {
+            vnic,
+            session,
+            bell,
+            pd,
+            cqn,
+            cq,
+            qpn,
+            slot,
+            rings,
+            memory,
+            key,
+            mr,
+            in_process: false,
+            sq_prod: 0,
+            rq_prod: 0,
+        }
+    }
+
+    /// Registers its memory as private memory of a process, and uses that MR from now on.
+    pub fn go_through_process(&mut self, rnic: &mut Rnic) {
+        self.in_process = true;
+        let made = rnic.reg_mr(self.session, self.pd, ALL, IOVA, MR_BYTES as u64, (self.backing(), vec![8])).unwrap();
+        (self.mr, self.key) = made;
+    }
+
+    /// Where its memory lies.
+    pub fn backing(&self) -> Backing {
+        if !self.in_process {
+            return Backing::Mapped(self.memory.clone());
+        }
+        Backing::Process(ProcMem::of_self().unwrap(), self.memory.addr() as u64)
     }
 
     /// An SGE of its memory.

@@ -9,7 +9,7 @@ use std::collections::VecDeque;
 
 use unirdma_abi as abi;
 use unirdma_formats::{QpType, WcStatus, WrOpcode, access};
-use unirdma_rnic::{Backing, OpenXrcd, Rng};
+use unirdma_rnic::{OpenXrcd, Rng};
 
 use crate::cm::Meeting;
 use crate::multicast::Group;
@@ -134,7 +134,7 @@ fn slot(op: WrOpcode, n: u64) -> u64 {
 /// A memory window (type 2) of all memory of an end.
 fn window(net: &mut Net, end: usize) -> u32 {
     let e = &net.ends[end];
-    let (session, pd, backing) = (e.session, e.pd, Backing::Mapped(e.memory.clone()));
+    let (session, pd, backing) = (e.session, e.pd, e.backing());
     let flags = access::LOCAL_WRITE | access::MW_BIND;
     let (_, lkey) = net.rnic(end).reg_mr(session, pd, flags, IOVA, MR_BYTES as u64, (backing, vec![9])).unwrap();
     let (_, key) = net.rnic(end).alloc_mw(session, pd, 2).unwrap();
@@ -162,6 +162,13 @@ impl Fabric {
         let faults = Faults { loss: 10, duplication: 10, reordering: 10, corruption: 10 };
         let all: Vec<QpType> = types.iter().copied().chain([QpType::Ud; HOSTS]).collect();
         let mut net = Net::homes(HOSTS, &all, seed, faults, home);
+        // In three of four fabrics a third of the ends have memory that is reached through their process, by jobs that take their time.
+        net.late_ns = [0, 3_000, 20_000, 100_000][seed as usize / 3 % 4];
+        for end in 0..all.len() {
+            if net.late_ns > 0 && rng.next_u64() % 3 == 0 {
+                net.go_through_process(end);
+            }
+        }
         let mtu = 1 + (seed % 5) as u8;
         let mut ahs = Vec::new();
         let mut shared: Vec<Option<XrcSrq>> = types.iter().map(|_| None).collect();

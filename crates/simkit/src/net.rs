@@ -8,7 +8,7 @@ use unirdma_formats::cm::{GSI_QPN, Mad};
 use unirdma_formats::net::{ETH_BYTES, Flow, VXLAN_BYTES};
 use unirdma_formats::wire::{Envelope, ICRC_BYTES, Packet, ROCE_PORT, icrc};
 use unirdma_formats::{Gid, QpType, WrOpcode};
-use unirdma_rnic::{Arrival, Attached, Counters, Object, Record, RestoreError, Rng, Rnic, Route, SessionId};
+use unirdma_rnic::{Arrival, Attached, Counters, Job, Object, Record, RestoreError, Rng, Rnic, Route, SessionId};
 
 use crate::{End, IOVA, SECOND, address, attrs_of, ip, poll, wqe};
 
@@ -44,6 +44,14 @@ struct Flying {
     bytes: Vec<u8>,
 }
 
+/// A job that somebody does on a host.
+struct Doing {
+    host: usize,
+    job: Box<Job>,
+    /// It was done, and its RNIC has not heard of that yet.
+    done: bool,
+}
+
 /// An end whose vRNIC was saved and is on no host.
 struct Away {
     record: Vec<u8>,
@@ -76,6 +84,14 @@ pub struct Net {
     /// How many packets are on their way or have been.
     sent: u64,
     faults: Faults,
+    /// Jobs are begun up to so many nanoseconds after they were made, and end up to so many after that. 0: at once.
+    pub late_ns: u64,
+    /// Jobs are given to nobody: they wait in `kept`, with the host that made them.
+    pub keeps_jobs: bool,
+    /// Jobs that nobody has begun.
+    pub kept: Vec<(usize, Box<Job>)>,
+    /// By time and number.
+    doing: BTreeMap<(u64, u64), Doing>,
     rng: Rng,
     /// Packets that left these hosts are lost.
     cut: Vec<bool>,
@@ -151,6 +167,10 @@ impl Net {
             flying: BTreeMap::new(),
             sent: 0,
             faults,
+            late_ns: 0,
+            keeps_jobs: false,
+            kept: Vec::new(),
+            doing: BTreeMap::new(),
             rng,
             cut,
             congested: false,
@@ -243,6 +263,12 @@ impl Net {
         self.rnics[h].at(now)
     }
 
+    /// The memory of an end is reached as private memory of a process from now on.
+    pub fn go_through_process(&mut self, end: usize) {
+        let home = self.host_of(end);
+        self.ends[end].go_through_process(&mut self.rnics[home]);
+    }
+
     /// The session of an end, which comes back if it is away.
     pub fn session(&mut self, end: usize) -> SessionId {
         self.come_back(end);
@@ -266,6 +292,53 @@ impl Net {
     /// Loses everything that a host sends, or no longer.
     pub fn cut(&mut self, host: usize, cut: bool) {
         self.cut[host] = cut;
+    }
+
+    /// Polls a host's RNIC, and does the jobs that it gives, now or later; true if there was anything to do.
+    fn poll(&mut self, host: usize) -> bool {
+        if self.late_ns == 0 && !self.keeps_jobs {
+            return poll(&mut self.rnics[host], self.now);
+        }
+        let mut found = self.rnics[host].poll(self.now);
+        while let Some(job) = self.rnics[host].take_job() {
+            if self.keeps_jobs {
+                self.kept.push((host, job));
+            } else {
+                self.do_later(Doing { host, job, done: false });
+            }
+            found = true;
+        }
+        found
+    }
+
+    /// Does the one job that is kept, and tells its RNIC.
+    pub fn do_kept(&mut self) {
+        let [(host, job)] = &mut self.kept[..] else { panic!("{} jobs are kept", self.kept.len()) };
+        job.run(&mut [0; 4096], || 0);
+        let host = *host;
+        for (_, job) in self.kept.drain(..) {
+            self.rnics[host].at(self.now).end_job(job);
+        }
+    }
+
+    fn do_later(&mut self, d: Doing) {
+        self.sent += 1;
+        let at = self.now + self.rng.next_u64() % self.late_ns;
+        self.doing.insert((at, self.sent), d);
+    }
+
+    /// Does a job, or tells its RNIC that it was done.
+    fn go_on(&mut self, mut d: Doing) {
+        let rnic = self.rnics[d.host].at(self.now);
+        if d.done {
+            return rnic.end_job(d.job);
+        }
+        if self.rng.next_u64() % 16 == 0 {
+            // Somebody thinks that it takes long.
+            rnic.note_slow(d.job.number());
+        }
+        d.job.run(&mut [0; 4096], || 0);
+        self.do_later(Doing { done: true, ..d });
     }
 
     fn chance(&mut self, thousandths: u64) -> bool {
@@ -345,17 +418,22 @@ impl Net {
         let end = self.now + limit;
         loop {
             for i in 0..self.rnics.len() {
-                while poll(&mut self.rnics[i], self.now) | self.collect(i) {}
+                while self.poll(i) | self.collect(i) {}
             }
             self.wander();
             let arrival = self.flying.keys().next().map(|k| k.0);
             let timers = self.rnics.iter().filter_map(|r| r.next_timeout());
             let back = self.away.values().map(|a| a.until).min();
-            let Some(next) = timers.chain(arrival).chain(back).min().filter(|&t| t <= end) else { break };
+            let job = self.doing.keys().next().map(|k| k.0);
+            let Some(next) = timers.chain(arrival).chain(back).chain(job).min().filter(|&t| t <= end) else { break };
             self.now = self.now.max(next);
             let due = self.away.iter().filter(|(_, a)| a.until <= self.now).map(|(&end, _)| end);
             for end in due.collect::<Vec<_>>() {
                 self.come_back(end);
+            }
+            while let Some(e) = self.doing.first_entry().filter(|e| e.key().0 <= self.now) {
+                let d = e.remove();
+                self.go_on(d);
             }
             while let Some(e) = self.flying.first_entry().filter(|e| e.key().0 <= self.now) {
                 let f = e.remove();

@@ -3,10 +3,12 @@
 //! Knows all layers; nothing but tests and measurements depends on it. It must never touch a virtual
 //! layer that neither it nor `cargo xtask bench` has started.
 
+pub mod fuse;
 mod hostile;
 mod program;
 mod scripted;
 
+use std::net::IpAddr;
 use std::os::fd::{AsFd, OwnedFd};
 use std::path::PathBuf;
 use std::sync::Arc;
@@ -15,11 +17,19 @@ use std::thread::JoinHandle;
 use std::time::Duration;
 
 use unirdma_host::admin::{Request, Response};
-use unirdma_host::{AddVrnic, Client, EngineConfig, HostConfig, VHOST_SOCKET, serve, vrnic_dir, wait_ready};
+use unirdma_host::{
+    AddVrnic, Client, EngineConfig, HostConfig, VHOST_SOCKET, WireConfig, serve, vrnic_dir, wait_ready,
+};
 
 pub use hostile::Hostile;
 pub use program::{Program, connect};
 pub use scripted::{Queue, Scripted};
+
+fn new_dir() -> PathBuf {
+    static COUNT: AtomicU32 = AtomicU32::new(0);
+    let n = COUNT.fetch_add(1, Ordering::Relaxed);
+    std::env::temp_dir().join(format!("unirdma-test-{}-{n}", std::process::id()))
+}
 
 /// A virtual layer in a directory of its own; it ends with this value.
 pub struct TestHost {
@@ -42,15 +52,35 @@ impl TestHost {
     /// # Panics
     /// If it does not come up in ten seconds.
     pub fn start_with(engine: EngineConfig) -> Self {
-        static COUNT: AtomicU32 = AtomicU32::new(0);
-        let n = COUNT.fetch_add(1, Ordering::Relaxed);
-        let dir = std::env::temp_dir().join(format!("unirdma-test-{}-{n}", std::process::id()));
-        let stop = Arc::new(rustix::event::eventfd(0, rustix::event::EventfdFlags::CLOEXEC).expect("eventfd"));
-        let config = HostConfig {
-            dir: dir.clone(),
-            engine: EngineConfig { seed: engine.seed.or(Some(7)), ..engine },
-            wire: None,
+        TestHost::start_in(new_dir(), engine, None)
+    }
+
+    /// Starts it with a port to other hosts at this address, and these lines in its peers file.
+    ///
+    /// # Panics
+    /// If it does not come up in ten seconds.
+    pub fn start_wired(address: IpAddr, peers: &str) -> Self {
+        let dir = new_dir();
+        let file = dir.join("peers");
+        std::fs::create_dir(&dir).expect("directory");
+        std::fs::write(&file, peers).expect("peers file");
+        let wire = WireConfig {
+            addresses: vec![address],
+            peers: file,
+            mtu: None,
+            congestion_control: true,
+            icrc: true,
+            full_icrc: false,
+            faults: None,
+            firewall: false,
         };
+        TestHost::start_in(dir, EngineConfig::default(), Some(wire))
+    }
+
+    fn start_in(dir: PathBuf, engine: EngineConfig, wire: Option<WireConfig>) -> Self {
+        let stop = Arc::new(rustix::event::eventfd(0, rustix::event::EventfdFlags::CLOEXEC).expect("eventfd"));
+        let config =
+            HostConfig { dir: dir.clone(), engine: EngineConfig { seed: engine.seed.or(Some(7)), ..engine }, wire };
         let s = stop.clone();
         let thread = std::thread::spawn(move || serve(&config, s.as_fd(), || ()));
         wait_ready(&dir, Duration::from_secs(10)).expect("the virtual layer starts");

@@ -60,11 +60,24 @@ impl Program {
     /// # Errors
     /// Those of `ibv_modify_qp(3)`.
     pub fn connect(&self, peer: &Program) -> unirdma_driver::Result<()> {
-        let a = abi::QpAttr {
+        self.connect_to(peer.gid, peer.qp.qpn, |a| a)
+    }
+
+    /// As [`Program::connect`], to a QP of the vRNIC with this GID, with attributes as `change` has them.
+    ///
+    /// # Errors
+    /// Those of `ibv_modify_qp(3)`.
+    pub fn connect_to(
+        &self,
+        gid: [u8; 16],
+        qpn: u32,
+        change: impl Fn(abi::QpAttr) -> abi::QpAttr,
+    ) -> unirdma_driver::Result<()> {
+        let a = change(abi::QpAttr {
             port_num: 1,
             qp_access_flags: 15,
             path_mtu: 5,
-            dest_qp_num: peer.qp.qpn,
+            dest_qp_num: qpn,
             max_dest_rd_atomic: 1,
             max_rd_atomic: 1,
             min_rnr_timer: 1,
@@ -72,13 +85,13 @@ impl Program {
             retry_cnt: 3,
             rnr_retry: 7,
             ah_attr: abi::AhAttr {
-                grh: abi::GlobalRoute { dgid: peer.gid, ..Default::default() },
+                grh: abi::GlobalRoute { dgid: gid, ..Default::default() },
                 is_global: 1,
                 port_num: 1,
                 ..Default::default()
             },
             ..Default::default()
-        };
+        });
         let step = |state, mask| self.qp.modify(m::STATE | mask, &abi::QpAttr { qp_state: state, ..a });
         step(1, m::PKEY_INDEX | m::PORT | m::ACCESS_FLAGS)?;
         step(2, m::AV | m::PATH_MTU | m::DEST_QPN | m::RQ_PSN | m::MAX_DEST_RD_ATOMIC | m::MIN_RNR_TIMER)?;

@@ -59,11 +59,7 @@ impl Manager<'_> {
         }
         let path = Path { from: route.foreign.then(|| own.ip()), ..Path::new(route.host) };
         let inside = (!route.foreign).then_some((route.vni, flow));
-        let fill = |b: &mut [u8]| {
-            b.copy_from_slice(mad);
-            Ok(())
-        };
-        let _ = self.core.net.tx.push_datagram(path, inside, &head, MAD_BYTES, fill);
+        self.core.net.tx.put(path, inside, &head, mad);
         self.core.tap_sent(Some(vnic));
     }
 

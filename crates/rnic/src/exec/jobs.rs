@@ -5,8 +5,9 @@ use unirdma_mem::Fault;
 
 use crate::core::Core;
 use crate::job::{Job, Waiter};
-use crate::objects::SessionId;
+use crate::objects::{Connection, Qp, SessionId, VnicId, Wait, Work};
 use crate::output::Output;
+use crate::slab::Handle;
 
 impl Core {
     /// A copy that somebody else shall do, with [`Job::run`], and then give back by [`Core::end_job`].
@@ -32,9 +33,11 @@ impl Core {
             }
         }
         if self.jobs.end(&job) {
-            let copied = job.result();
+            let (ends, number, copied) = ([job.qp, job.peer], job.number(), job.result());
+            let mut data = std::mem::take(&mut job.data);
             let first = copied.first.unwrap_or(Err(Fault::SourceMoves));
-            self.copied([job.qp, job.peer], job.number(), first, job.next().drain(..copied.next));
+            self.hear(ends, number, first, job.next().drain(..copied.next), &mut data);
+            job.data = data;
         }
         job.next().drain(..).for_each(|w| self.objects.spare.keep_work(w));
         self.jobs.keep(job);
@@ -52,6 +55,41 @@ impl Core {
         }
     }
 
+    /// Job `number` for QP `h` has ended: what came of it for its first request, those of the others for which it has done everything, and
+    /// the data that it has brought or kept.
+    fn hear(
+        &mut self,
+        [h, peer]: [Handle<Qp>; 2],
+        number: u64,
+        first: Result<u64, Fault>,
+        next: impl IntoIterator<Item = Box<Work>>,
+        data: &mut Vec<u8>,
+    ) {
+        let Some(q) = self.objects.qps.get_mut(h) else { return };
+        match &mut q.connection {
+            Connection::Wire(w) => w.end_job(number, first, data),
+            Connection::Datagram(d) => {
+                d.backlog.end(number, first);
+                d.fetched.end(number, first, data);
+                q.work.iter_mut().filter(|w| w.wait == Wait::Job(number)).for_each(|w| w.wait = Wait::No);
+            }
+            Connection::Local(_) | Connection::None => self.copied([h, peer], number, first, next, data),
+        }
+        self.make_runnable(h);
+    }
+
+    /// Operations on words that jobs have executed for QPs of a vRNIC, or are executing at this moment, are over as if the jobs had ended.
+    /// Returns the QPs that have asked for them.
+    pub(crate) fn end_words(&mut self, id: VnicId) -> Vec<Handle<Qp>> {
+        let qps = &self.objects.qps;
+        let executed = self.jobs.take_executed(|h| qps.get(h).is_some_and(|q| q.vnic == id));
+        let end = |(ends, number, found): ([Handle<Qp>; 2], u64, u64)| {
+            self.hear(ends, number, Ok(found), None, &mut Vec::new());
+            ends[0]
+        };
+        executed.into_iter().map(end).collect()
+    }
+
     /// The job with this number takes long. Its process gets no other until it has ended, and others need not wait for it.
     pub fn note_slow(&mut self, number: u64) {
         for job in self.jobs.note_slow(number) {
@@ -64,7 +102,7 @@ impl Core {
     pub fn give_up(&mut self, number: u64) {
         if let Some((f, fault)) = self.jobs.give_up(number) {
             let ends = [f.qp, f.peer];
-            self.copied(ends, number, Err(fault), None);
+            self.hear(ends, number, Err(fault), None, &mut Vec::new());
         }
     }
 

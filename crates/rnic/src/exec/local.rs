@@ -11,11 +11,11 @@ use unirdma_formats::{
 use unirdma_mem::Fault;
 
 use super::receive::RecvDone;
-use super::responder::{BAD_RECV, INVALID, NO_ACCESS, Refusal, Request};
+use super::responder::{BAD_RECV, INVALID, NO_ACCESS, Refusal, Request, word_of};
 use super::wqe::load;
-use crate::access::{list, local_side, recv_side, remote_side};
+use crate::access::{Miss, list, local_side, recv_side, remote_side};
 use crate::core::{Core, OP_NS, copy_ns};
-use crate::job::Made;
+use crate::job::{Made, Word};
 use crate::objects::{Qp, Wait, Work};
 use crate::slab::Handle;
 
@@ -194,10 +194,7 @@ impl Core {
         match w.op {
             WrOpcode::Write | WrOpcode::WriteImm | WrOpcode::Read => self.copy_slice(h, ph, w),
             op if op.is_send() => self.copy_slice(h, ph, w),
-            _ => {
-                let done = self.execute_word(h, ph, w);
-                self.moved(h, ph, w, w.total - w.done, done)
-            }
+            _ => self.execute_word(h, ph, w),
         }
     }
 
@@ -226,13 +223,20 @@ impl Core {
         if let Some(copied) = copied {
             return self.moved(h, ph, w, n, copied);
         }
-        match self.jobs.make(&tables, [h, ph], ends, w.done, most) {
+        let made = self.jobs.make(&tables, [h, ph], ends, (w.done, most), tapped.is_some());
+        let outcome = self.waits_for_job(h, ph, w, made);
+        if most == left && matches!(outcome, Outcome::Copies) {
+            self.extend_job(h, ph, w.op);
+        }
+        outcome
+    }
+
+    /// Request `w` of QP `h` waits for a job, or for one that cannot be made now, or there is no memory for it.
+    fn waits_for_job(&mut self, h: Handle<Qp>, ph: Handle<Qp>, w: &mut Work, made: Made) -> Outcome {
+        match made {
             Made::Job(number) => {
-                self.objects.qps.get_mut(ph).into_iter().for_each(|p| p.served_by += 1);
+                self.objects.serve(ph);
                 w.wait = Wait::Job(number);
-                if most == left {
-                    self.extend_job(h, ph, w.op);
-                }
                 Outcome::Copies
             }
             Made::Slow if self.waits_for_memory(h, w) => Outcome::Waits,
@@ -269,29 +273,67 @@ impl Core {
         }
     }
 
-    /// Executes an atomic, an atomic write or a FLUSH.
-    fn execute_word(&self, h: Handle<Qp>, ph: Handle<Qp>, w: &mut Work) -> Result<(), Fault> {
-        let (Some(q), Some(p)) = (self.objects.qps.get(h), self.objects.qps.get(ph)) else {
-            return Err(Fault::Destination);
-        };
-        let (tables, va, rkey) = (self.objects.memory(), w.wqe.remote_addr, Rkey(w.wqe.rkey));
+    /// Executes an atomic, an atomic write or a FLUSH, or lets jobs do it.
+    fn execute_word(&mut self, h: Handle<Qp>, ph: Handle<Qp>, w: &mut Work) -> Outcome {
         match w.op {
-            WrOpcode::AtomicWrite => {
-                let mut value = [0; 8];
-                tables.load(local_side(q, w), 0, &mut value)?;
-                tables.atomic_write(p, va, rkey, u64::from_ne_bytes(value))
-            }
-            WrOpcode::CmpSwap | WrOpcode::FetchAdd => {
-                let old = match w.found {
-                    Some(old) => old,
-                    None => tables.atomic(p, w.op, (va, rkey), w.wqe.compare_add, w.wqe.swap)?,
-                };
-                // It is executed once, even if its result cannot be stored at once.
-                w.found = Some(old);
-                tables.store(local_side(q, w), 0, &old.to_ne_bytes()).map_err(Fault::reversed)
-            }
+            WrOpcode::AtomicWrite => self.write_word(h, ph, w),
+            WrOpcode::CmpSwap | WrOpcode::FetchAdd => self.fetch_word(h, ph, w),
             // What was copied before is visible.
-            _ => Ok(()),
+            _ => self.moved(h, ph, w, w.total - w.done, Ok(())),
+        }
+    }
+
+    fn write_word(&mut self, h: Handle<Qp>, ph: Handle<Qp>, w: &mut Work) -> Outcome {
+        let (Some(q), Some(p)) = (self.objects.qps.get(h), self.objects.qps.get(ph)) else {
+            return self.no_answer(h, w);
+        };
+        let (from, to) = ((local_side(q, w), q.memory, q.vnic), (remote_side(p, w), p.memory, p.vnic));
+        let (tables, mut value) = (self.objects.memory(), [0; 8]);
+        let loaded = tables.load(from.0, 0, &mut value, &[]);
+        let word = Word::Write(u64::from_ne_bytes(value));
+        match loaded.and_then(|()| tables.word(to.0, word)) {
+            Ok(_) => self.moved(h, ph, w, 8, Ok(())),
+            Err(Miss::Fault(fault)) => self.moved(h, ph, w, 8, Err(fault)),
+            Err(Miss::Process) => {
+                let made = self.jobs.word(&tables, [h, ph], loaded.is_err().then_some(from), to, word);
+                self.waits_for_job(h, ph, w, made)
+            }
+        }
+    }
+
+    fn fetch_word(&mut self, h: Handle<Qp>, ph: Handle<Qp>, w: &mut Work) -> Outcome {
+        let (Some(q), Some(p)) = (self.objects.qps.get(h), self.objects.qps.get(ph)) else {
+            return self.no_answer(h, w);
+        };
+        let tables = self.objects.memory();
+        let found = match w.found {
+            Some(found) => found,
+            None => {
+                let to = (remote_side(p, w), p.memory, p.vnic);
+                let word = word_of(w.op, w.wqe.compare_add, w.wqe.swap);
+                match tables.word(to.0, word) {
+                    Ok(found) => found,
+                    Err(Miss::Fault(fault)) => return self.moved(h, ph, w, 8, Err(fault)),
+                    Err(Miss::Process) => {
+                        let made = self.jobs.word(&tables, [h, ph], None, to, word);
+                        return self.waits_for_job(h, ph, w, made);
+                    }
+                }
+            }
+        };
+        // It is executed once, even if its result cannot be stored at once.
+        w.found = Some(found);
+        let (result, to) = (found.to_ne_bytes(), (local_side(q, w), q.memory, q.vnic));
+        match tables.store(to.0, 0, &result) {
+            Ok(()) => self.moved(h, ph, w, 8, Ok(())),
+            Err(Miss::Fault(fault)) => self.moved(h, ph, w, 8, Err(fault.reversed())),
+            Err(Miss::Process) => {
+                let made = match self.jobs.store(&tables, h, to, 0, &[&result]) {
+                    Made::Nothing(fault) => Made::Nothing(fault.reversed()),
+                    made => made,
+                };
+                self.waits_for_job(h, h, w, made)
+            }
         }
     }
 
@@ -333,22 +375,36 @@ impl Core {
         Outcome::Done
     }
 
-    /// Job `number` has copied so many bytes for the WQE at the head of the SQ of QP `h`, or none, and everything for those of `next`.
+    /// Job `number` has copied so many bytes for the WQE at the head of the SQ of QP `h`, or none, or has found this with its atomic, and
+    /// it has copied everything for those of `next`. `kept` is what it has copied, if that is captured.
     pub(crate) fn copied(
         &mut self,
         [h, peer]: [Handle<Qp>; 2],
         number: u64,
         first: Result<u64, Fault>,
         next: impl IntoIterator<Item = Box<Work>>,
+        kept: &mut Vec<u8>,
     ) {
         // If the QP was reset or destroyed meanwhile, the result is of no interest.
         let Some(q) = self.objects.qps.get_mut(h).filter(|q| q.wait() == Wait::Job(number)) else { return };
         let goes_on = |state| matches!(state, QpState::Rts | QpState::Sqd);
         q.work.iter_mut().for_each(|w| w.wait = Wait::No);
         let sends = goes_on(q.state);
-        if let Some(w) = q.work.take_if(|_| sends) {
+        if let Some(mut w) = q.work.take_if(|_| sends) {
+            let first = match first {
+                // What an atomic has found is stored next.
+                Ok(found) if w.op.is_atomic() && w.found.is_none() => {
+                    w.found = Some(found);
+                    Ok(0)
+                }
+                Ok(_) if w.op == WrOpcode::AtomicWrite => Ok(w.total),
+                Err(fault) if w.found.is_some() => Err(fault.reversed()),
+                first => first,
+            };
             self.has_sent(h, 0, first.unwrap_or(0));
+            self.tap_kept(w.done, kept);
             self.end_copy(h, peer, w, first);
+            self.tap_kept(0, kept);
         }
         for w in next {
             // Each must be at the head of the SQ now.
@@ -366,7 +422,7 @@ impl Core {
     /// Goes on with a request of QP `h` for which a job has copied so many bytes to or from `peer`.
     fn end_copy(&mut self, h: Handle<Qp>, peer: Handle<Qp>, mut w: Box<Work>, copied: Result<u64, Fault>) {
         let outcome = match self.objects.answering_peer(h) {
-            Some(ph) if ph == peer => self.moved(h, ph, &mut w, copied.unwrap_or(0), copied.map(|_| ())),
+            Some(ph) if ph == peer || h == peer => self.moved(h, ph, &mut w, copied.unwrap_or(0), copied.map(|_| ())),
             _ => self.no_answer(h, &mut w),
         };
         self.conclude(h, w, outcome);
@@ -405,7 +461,7 @@ impl Core {
     }
 
     /// There is no room for request `w` of QP `h` now: it is tried again in a moment.
-    fn waits_for_room(&mut self, h: Handle<Qp>, w: &mut Work) -> Outcome {
+    pub(crate) fn waits_for_room(&mut self, h: Handle<Qp>, w: &mut Work) -> Outcome {
         w.wait = Wait::Memory;
         self.arm_timer(h, FULL_NS);
         Outcome::Waits

@@ -6,7 +6,8 @@ use unirdma_formats::{AsyncEvent, MAX_MSG_BYTES, Rkey, WcStatus, WrOpcode, acces
 use unirdma_mem::{Fault, atomic_u64};
 
 use super::NoRecv;
-use crate::access::{Tables, list, may_flush, remote, remote_access};
+use crate::access::{Miss, Side, Tables, list, may_flush, remote, remote_access};
+use crate::job::Word;
 use crate::objects::{Objects, Qp, Recv};
 
 /// A request as its responder sees it.
@@ -36,6 +37,8 @@ pub(crate) enum Refusal {
     Full,
     /// Its memory moves.
     Moves,
+    /// A job does what it needs of the private memory of a process. It is executed again when that job has ended.
+    Later,
     /// The request is wrong: what the requester sees, and the responder's event.
     Request(WcStatus, AsyncEvent),
     /// The receive is wrong: what each side sees (IBTA vol. 1, 9.7.4.1.6 and 9.9.6.3).
@@ -72,7 +75,7 @@ impl Refusal {
     /// Its syndrome in a packet of responder `p`; `None` for no answer.
     pub fn syndrome(self, p: &Qp) -> Option<u8> {
         let status = match self {
-            Refusal::Silent | Refusal::Broken | Refusal::Full | Refusal::Moves => return None,
+            Refusal::Silent | Refusal::Broken | Refusal::Full | Refusal::Moves | Refusal::Later => return None,
             Refusal::NotReady => return Some(syndrome::RNR_NAK | p.attr.min_rnr_timer),
             Refusal::Request(status, _) => status,
             Refusal::Receive { requester, .. } => requester,
@@ -132,26 +135,18 @@ impl Objects {
     }
 }
 
-impl Tables<'_> {
-    /// Executes an atomic in the memory that QP `p` answers for: what was there before.
-    pub fn atomic(
-        &self,
-        p: &Qp,
-        op: WrOpcode,
-        (va, rkey): (u64, Rkey),
-        compare_add: u64,
-        swap: u64,
-    ) -> Result<u64, Fault> {
-        let at = self.at(remote(p, access::REMOTE_ATOMIC, rkey, va), 0, 8).ok_or(Fault::Destination)?.0;
-        match op {
-            WrOpcode::CmpSwap => atomic_u64(at, |v| if v == compare_add { swap } else { v }),
-            _ => atomic_u64(at, |v| v.wrapping_add(compare_add)),
-        }
-    }
+/// The operation of an atomic: for a compare-and-swap the value to compare with and the one to write, else what to add.
+pub(crate) fn word_of(op: WrOpcode, compare_add: u64, swap: u64) -> Word {
+    if op == WrOpcode::CmpSwap { Word::Swap { compare: compare_add, swap } } else { Word::Add(compare_add) }
+}
 
-    /// Executes an atomic write in the memory that QP `p` answers for.
-    pub fn atomic_write(&self, p: &Qp, va: u64, rkey: Rkey, value: u64) -> Result<(), Fault> {
-        let at = self.at(remote(p, access::REMOTE_WRITE, rkey, va), 0, 8).ok_or(Fault::Destination)?.0;
-        atomic_u64(at, |_| value).map(|_| ())
+impl Tables<'_> {
+    /// Executes an operation on the word at the beginning of `side`: what was there before.
+    pub fn word(&self, side: Side<'_>, word: Word) -> Result<u64, Miss> {
+        let at = self.at(side, 0, 8).ok_or(Fault::Destination)?.0;
+        if at.is_in_process() {
+            return Err(Miss::Process);
+        }
+        Ok(atomic_u64(at, |v| word.apply(v))?)
     }
 }

@@ -6,6 +6,9 @@ use unirdma_formats::Gid;
 use unirdma_formats::net::Flow;
 use unirdma_formats::wire::{Extra, Packet};
 
+use unirdma_mem::Fault;
+
+use super::fetched::Fetched;
 use super::ids::{SessionId, VnicId};
 use super::queues::Pd;
 use crate::path::Path;
@@ -46,6 +49,8 @@ pub(crate) enum Target {
 #[derive(Default)]
 pub(crate) struct Datagrams {
     pub backlog: Backlog,
+    /// The data of the next datagram to send, by the number of its WQE.
+    pub fetched: Fetched,
     /// Multicast groups that it is attached to.
     pub groups: Vec<Gid>,
 }
@@ -57,6 +62,19 @@ pub(crate) struct Backlog {
     pub bytes: usize,
     /// Its QP stands among those that want a turn in a moment.
     pub listed: bool,
+    pub placing: Placing,
+}
+
+/// What becomes of the first datagram of a backlog.
+#[derive(Clone, Copy, Debug, Default)]
+pub(crate) enum Placing {
+    /// It waits for a receive, or for the memory of one.
+    #[default]
+    No,
+    /// The job with this number puts it into its receive, in the private memory of a process.
+    Job(u64),
+    /// What came of that job.
+    Done(Result<(), Fault>),
 }
 
 pub(crate) struct Held {
@@ -69,6 +87,20 @@ pub(crate) struct Held {
 impl Backlog {
     pub fn is_empty(&self) -> bool {
         self.held.is_empty()
+    }
+
+    /// True while a job puts the first datagram into its receive.
+    pub fn waits(&self) -> bool {
+        matches!(self.placing, Placing::Job(_))
+    }
+
+    /// A job has ended.
+    pub fn end(&mut self, number: u64, done: Result<u64, Fault>) {
+        if matches!(self.placing, Placing::Job(job) if job == number) {
+            // What was stopped is tried again.
+            let stopped = done == Err(Fault::SourceMoves);
+            self.placing = if stopped { Placing::No } else { Placing::Done(done.map(|_| ())) };
+        }
     }
 
     /// Its QP has its turn.

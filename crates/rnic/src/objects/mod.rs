@@ -2,7 +2,9 @@
 //! counts against quotas. Nothing here sends, copies or completes anything.
 
 mod datagram;
+mod fetched;
 mod ids;
+mod inbox;
 mod mr;
 mod names;
 mod qp;
@@ -20,9 +22,11 @@ use std::collections::HashMap;
 use unirdma_formats::{Gid, QpType, Qpn};
 
 use crate::slab::{Handle, Slab};
-pub(crate) use datagram::{Ah, Backlog, Datagrams, Held, Note, Target};
+pub(crate) use datagram::{Ah, Backlog, Datagrams, Held, Note, Placing, Target};
+pub(crate) use fetched::{Fetched, Room};
 pub use ids::{SessionId, VnicId};
 pub(crate) use ids::{SessionKind, VnicKind};
+pub(crate) use inbox::{Inbox, Run};
 pub use mr::{Backing, Resolve};
 pub(crate) use mr::{Mr, MrTable, Reach, Window};
 pub(crate) use qp::{Connection, Local, Qp};
@@ -95,6 +99,16 @@ impl Objects {
     /// A message for an unreliable QP was dropped.
     pub fn count_dropped(&mut self, h: Handle<Qp>) {
         self.count(h, |c| c.dropped += 1);
+    }
+
+    /// The room of a vRNIC for packets that wait for jobs.
+    pub fn room(&self, id: VnicId) -> Room {
+        self.vnics.get(id.0).map(|v| v.room.clone()).unwrap_or_default()
+    }
+
+    /// A job reaches the memory that QP `h` answers for.
+    pub fn serve(&mut self, h: Handle<Qp>) {
+        self.qps.get_mut(h).into_iter().for_each(|q| q.served_by += 1);
     }
 
     /// QP `h` is done with the receive that it has taken, if it has: its `wr_id`.

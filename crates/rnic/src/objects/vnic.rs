@@ -2,6 +2,7 @@
 
 use unirdma_formats::Gid;
 
+use super::fetched::Room;
 use crate::pace::{Limit, Share};
 
 /// What makes a vRNIC.
@@ -98,6 +99,8 @@ pub(crate) struct Vnic {
     /// The number of the session that was made last.
     pub last_session: u32,
     pub counters: Counters,
+    /// How many bytes its packets have that wait for jobs.
+    pub room: Room,
 }
 
 impl Vnic {

@@ -6,6 +6,8 @@ use unirdma_formats::wire::Transport;
 use unirdma_formats::{AsyncEvent, Psn, QpType, Rkey};
 use unirdma_mem::Fault;
 
+use super::fetched::Fetched;
+use super::inbox::Inbox;
 use super::mr::Reach;
 use super::work::{Spare, Work};
 use crate::path::Path;
@@ -44,6 +46,10 @@ pub(crate) struct Wire {
     pub cc: Window,
     /// When the peer may be told of congestion again.
     pub cnp_after: u64,
+    /// Payload of the request at the cursor, by the number of its WQE.
+    pub fetched: Fetched,
+    /// Answers of the peer that wait for a job: for one that stores the data of a READ or atomic, mostly.
+    pub inbox: Inbox,
     pub resp: Responder,
 }
 
@@ -69,8 +75,23 @@ impl Wire {
             waits_for_tx: false,
             cc: Window::new(adapts),
             cnp_after: 0,
+            fetched: Fetched::default(),
+            inbox: Inbox::default(),
             resp: Responder::default(),
         }
+    }
+
+    /// True if packets have waited for a job and can be executed now.
+    pub fn has_arrivals(&self) -> bool {
+        self.resp.inbox.is_ready() || self.inbox.is_ready()
+    }
+
+    /// A job has ended, and `data` is what it has brought.
+    pub fn end_job(&mut self, number: u64, done: Result<u64, Fault>, data: &mut Vec<u8>) {
+        let _ = self.fetched.end(number, done, data)
+            || self.resp.fetched.end(number, done, data)
+            || self.inbox.end(number, done)
+            || self.resp.inbox.end(number, done);
     }
 
     /// The QP goes to RTS with this first PSN.
@@ -109,6 +130,8 @@ impl Wire {
         self.reads.clear();
         self.cursor = 0;
         self.deadline = u64::MAX;
+        self.fetched.clear();
+        self.inbox = Inbox::default();
     }
 }
 
@@ -127,6 +150,9 @@ impl Wire {
     pub fn go_back(&mut self, psn: Psn) {
         self.next = psn;
         self.reads.retain(|&end| end.since(self.una) <= psn.since(self.una));
+        if !self.fetched.is_coming() {
+            self.fetched.clear();
+        }
         self.cursor = self.find(psn).unwrap_or(self.flight.len());
     }
 
@@ -284,6 +310,10 @@ pub(crate) struct Responder {
     /// A fatal NAK is on its way: further requests are dropped.
     pub failed: bool,
     pub answers: VecDeque<Answer>,
+    /// Payload of the oldest answer.
+    pub fetched: Fetched,
+    /// Requests of the peer that wait for a job: for one that stores their payload or executes an atomic, or behind such a request.
+    pub inbox: Inbox,
     /// When an ACK leaves at the latest. Until then it waits for the program's own reply, so that both leave together.
     pub ack_due: u64,
     /// Memory moves that an answer needs, or a request that was dropped for it.

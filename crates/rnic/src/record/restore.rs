@@ -13,8 +13,8 @@ use crate::commands::qp::NO_SLOT;
 use crate::core::Core;
 use crate::multicast::MAX_MULTICAST_QPS;
 use crate::objects::{
-    Ah, Backing, Backlog, Connection, Cq, Datagrams, Held, Local, Moderation, Mr, Names, Note, Pd, Qp, Session,
-    SessionId, Srq, Stage, Used, Vnic, VnicId, Wait, Window, Work, XrcSrq, Xrcd,
+    Ah, Backing, Backlog, Connection, Cq, Datagrams, Fetched, Held, Local, Moderation, Mr, Names, Note, Pd, Qp, Room,
+    Session, SessionId, Srq, Stage, Used, Vnic, VnicId, Wait, Window, Work, XrcSrq, Xrcd,
 };
 use crate::output::Output;
 use crate::pace::{Limit, Pace};
@@ -140,6 +140,7 @@ impl Core {
             used: Used::default(),
             last_session: *last_session,
             counters: counters.restore(),
+            room: Room::default(),
         };
         let id = self.objects.vnics.insert(v).map(VnicId)?;
         self.sched.add(id, share.weight);
@@ -438,6 +439,7 @@ impl<'a> Restorer<'a> {
             }
             ConnectionData::Datagram { backlog, groups } => Connection::Datagram(Datagrams {
                 backlog: self.backlog(backlog),
+                fetched: Fetched::default(),
                 groups: groups.iter().map(|&g| Gid(g)).collect(),
             }),
         };

@@ -42,10 +42,7 @@ impl Rnic {
     /// stopped, and tried again here as well as wherever the record is restored. [`Core::has_copies`] says when the last of them has
     /// ended.
     pub fn save_vnic(&mut self, now: u64, id: VnicId) -> Option<Record> {
-        self.at(now);
-        for (_, s) in self.numbered_sessions(id) {
-            self.core.jobs.stop(s);
-        }
+        self.at(now).settle(id);
         Saver::new(&self.core, &self.cm, id).vnic(id).map(Record)
     }
 
@@ -55,6 +52,7 @@ impl Rnic {
     /// Connections between it and other vRNICs of this host are connections over the wire from now on, at both ends.
     pub fn take_vnic(&mut self, now: u64, id: VnicId) -> Option<(Record, Attached)> {
         self.at(now).objects.vnics.get(id.0)?;
+        self.core.settle(id);
         self.core.uncouple(id);
         let record = self.save_vnic(now, id)?;
         let attached = self.core.attached(id);
@@ -74,6 +72,16 @@ impl Core {
         let mut all: Vec<_> = of_vnic.map(|(h, s)| (s.number, SessionId(h))).collect();
         all.sort_unstable();
         all
+    }
+
+    /// Stops the jobs of a vRNIC. An atomic that one of them has executed already is not executed again, here or elsewhere.
+    fn settle(&mut self, id: VnicId) {
+        for (_, s) in self.numbered_sessions(id) {
+            self.jobs.stop(s);
+        }
+        for qp in self.end_words(id) {
+            self.take_up(qp, 1);
+        }
     }
 
     /// True while somebody does a copy to or from the memory of a session, which may be gone.
@@ -198,7 +206,7 @@ impl<'a> Saver<'a> {
 
     fn vnic(&self, id: VnicId) -> Option<VnicData> {
         // What it has in use is counted again.
-        let Vnic { group, gids, up, limits, limit, used: _, last_session, counters } =
+        let Vnic { group, gids, up, limits, limit, used: _, last_session, counters, room: _ } =
             self.core.objects.vnics.get(id.0)?;
         let Limit { share, bits_until, ops_until } = limit;
         let sessions = self.core.numbered_sessions(id);
@@ -384,9 +392,9 @@ impl<'a> Saver<'a> {
                 ConnectionData::Local { found: self.core.found_at(h) }
             }
             Connection::Wire(w) => ConnectionData::Wire(Box::new(self.wire(w))),
-            Connection::Datagram(Datagrams { backlog, groups }) => {
+            Connection::Datagram(Datagrams { backlog, fetched: _, groups }) => {
                 // It is listed again when its QP has its turn.
-                let Backlog { held, bytes: _, listed: _ } = backlog;
+                let Backlog { held, bytes: _, listed: _, placing: _ } = backlog;
                 ConnectionData::Datagram {
                     backlog: held.iter().map(|d| self.held(d)).collect(),
                     groups: groups.iter().map(|g| g.0).collect(),

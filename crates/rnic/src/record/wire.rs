@@ -6,7 +6,9 @@ use unirdma_formats::{AsyncEvent, Psn, Rkey, WcStatus, WrOpcode, access, send_fl
 use super::data::*;
 use super::restore::Restorer;
 use super::save::Saver;
-use crate::objects::{Answer, CongestionWindow, Flight, Message, Reach, Recv, Responder, Staged, Wait, Wire, Work};
+use crate::objects::{
+    Answer, CongestionWindow, Fetched, Flight, Inbox, Message, Reach, Recv, Responder, Staged, Wait, Wire, Work,
+};
 use crate::path::Path;
 use crate::stall::Stall;
 
@@ -58,7 +60,8 @@ impl Saver<'_> {
     }
 
     pub(super) fn wire(&self, w: &Wire) -> WireData {
-        // The path is looked up again, but for what makes it this connection's; timers are set in the QP's first turn.
+        // The path is looked up again, but for what makes it this connection's; timers are set in the QP's first turn. What jobs have
+        // brought is brought again, and packets that wait for jobs are as if the network had lost them.
         let Wire {
             path,
             flight,
@@ -78,6 +81,8 @@ impl Saver<'_> {
             waits_for_tx: _,
             cc,
             cnp_after,
+            fetched: _,
+            inbox: _,
             resp,
         } = w;
         let CongestionWindow { packets, threshold, acked, alpha, cut_until, adapts } = cc;
@@ -123,7 +128,20 @@ impl Saver<'_> {
 
     pub(super) fn responder(&self, r: &Responder) -> ResponderData {
         // An ACK that waits for company goes at once after a restore.
-        let Responder { msn, message, got, nak_sent, failed, answers, ack_due: _, stall, missed, atomics } = r;
+        let Responder {
+            msn,
+            message,
+            got,
+            nak_sent,
+            failed,
+            answers,
+            fetched: _,
+            inbox: _,
+            ack_due: _,
+            stall,
+            missed,
+            atomics,
+        } = r;
         ResponderData {
             msn: *msn,
             message: message.map(|m| match m {
@@ -250,6 +268,8 @@ impl Restorer<'_> {
             waits_for_tx: false,
             cc: CongestionWindow { packets, threshold, acked, alpha, cut_until: Psn::new(cut_until), adapts },
             cnp_after: self.at(*cnp_ns),
+            fetched: Fetched::default(),
+            inbox: Inbox::default(),
             resp: self.responder(responder),
         }
     }
@@ -277,6 +297,8 @@ impl Restorer<'_> {
             nak_sent: *nak_sent,
             failed: *failed,
             answers: answers.iter().map(|a| self.answer(a)).collect(),
+            fetched: Fetched::default(),
+            inbox: Inbox::default(),
             ack_due: 0,
             stall: self.stall(*stall),
             missed: *missed,

@@ -1,9 +1,11 @@
 //! The transport over a network: reliable connections in RoCEv2 packets, sans-IO (IBTA vol. 1, chapter 9).
 //!
 //! A QP whose destination GID lies on another host has a [`Wire`]: the state of its requester and completer
-//! (`requester`) and of its responder (`responder`). Packets come in by [`crate::Rnic::handle_packet`] and leave through
-//! [`crate::Tx`], from the base transport header up to the payload's padding; IP, UDP and the invariant CRC are the port's.
+//! (`requester`) and of its responder (`responder`), and packets that wait for jobs (`inbox`). Packets come in by
+//! [`crate::Rnic::handle_packet`] and leave through [`crate::Tx`], from the base transport header up to the payload's padding; IP, UDP and
+//! the invariant CRC are the port's.
 
+mod inbox;
 mod requester;
 mod responder;
 
@@ -14,6 +16,7 @@ use crate::core::Core;
 use crate::objects::{Connection, Qp, Wire};
 use crate::path::{Arrival, Path};
 use crate::slab::Handle;
+use inbox::Direction;
 pub(crate) use requester::{READ_PACKETS, request_packet};
 
 /// Least time between two congestion notifications to one QP, ns (DCQCN's N).
@@ -52,12 +55,12 @@ impl Core {
                 core.notify_congestion(h, w);
             }
             match p.opcode.op {
-                Op::Ack | Op::AtomicAck | Op::ReadResponse(_) => core.on_response(h, w, p),
+                Op::Ack | Op::AtomicAck | Op::ReadResponse(_) => core.take_in(h, w, Direction::Answers, p),
                 Op::Cnp => {
                     core.objects.count(h, |c| c.wire.rp_cnp_handled += 1);
                     w.cc.notified();
                 }
-                _ => core.on_request(h, w, p),
+                _ => core.take_in(h, w, Direction::Requests, p),
             }
         });
         self.make_runnable(h);
@@ -74,10 +77,9 @@ impl Core {
         let opcode = Opcode { transport: Transport::Cnp, op: Op::Cnp, extra: Extra::None };
         let mut p = Packet::new(opcode, dest, 0);
         p.becn = true;
-        if self.net.tx.push(w.path, &p, 0, |_| Ok(())).is_ok() {
-            self.note_sent(h, &w.path);
-            self.objects.count(h, |c| c.wire.np_cnp_sent += 1);
-        }
+        self.net.tx.put(w.path, None, &p, &[]);
+        self.note_sent(h, &w.path);
+        self.objects.count(h, |c| c.wire.np_cnp_sent += 1);
     }
 
     /// QP `h` has put a packet for `path` into [`crate::Tx`]; without a link it is lost.

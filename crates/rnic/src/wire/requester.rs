@@ -2,11 +2,14 @@
 
 use unirdma_formats::wire::{Aeth, AtomicEth, Extra, Op, Opcode, Packet, Part, Reth, syndrome};
 use unirdma_formats::{Psn, QpState, WcStatus, WrOpcode, ack_timeout_ns, credits, psn_count, rnr_timer_ns, send_flags};
+use unirdma_mem::Fault;
 
-use crate::access::local_side;
+use super::inbox::FULL_NS;
+use crate::access::{Miss, local_side};
 use crate::core::{Core, OP_NS, copy_ns};
 use crate::exec::{load, status_of_nak};
-use crate::objects::{Flight, Qp, Wire, Work, transport_of};
+use crate::job::{MAX_PAYLOAD, Made};
+use crate::objects::{Flight, Qp, Run, Wire, Work, transport_of};
 use crate::slab::Handle;
 
 /// Most WQEs of one QP that are under way at once.
@@ -123,16 +126,18 @@ impl Core {
         head.ack_req = !unanswered && (ends || full || index % ACK_EVERY == ACK_EVERY - 1);
         let tables = self.objects.memory();
         let local = local_side(q, &f.work);
-        let sent = self.net.tx.push(w.path, &head, len, |to| tables.load(local, off, to));
-        let f = &mut w.flight[i];
-        match sent {
-            Ok(()) => f.work.stall.over(),
-            Err(fault) if fault.passes() && f.work.stall.again(self.now).is_some() => return None,
-            Err(_) => {
-                // The memory is gone since the request was checked.
-                f.status = Some(WcStatus::LocProtErr);
-                return Some(OP_NS);
-            }
+        let number = q.sq_cons.wrapping_add(i as u32);
+        let had = w.fetched.bytes(number, off);
+        if let Err(miss) = self.net.tx.push(w.path, &head, len, |to| tables.load(local, off, to, had)) {
+            let fault = match miss {
+                Miss::Fault(fault) => fault,
+                Miss::Process => self.fetch_payload(h, w, number, off)?,
+            };
+            return self.lacks_payload(w, fault);
+        }
+        w.flight[i].work.stall.over();
+        if w.fetched.ends_at(number, off + len as u64) {
+            self.jobs.keep_buffer(w.fetched.clear());
         }
         self.note_sent(h, &w.path);
         let again = w.next.is_before(w.high);
@@ -156,6 +161,42 @@ impl Core {
         }
         self.has_sent(h, u64::from(begins && !again), len as u64);
         Some(copy_ns(len as u64) + OP_NS)
+    }
+
+    /// The payload of the request at the cursor lies in the private memory of a process, from byte `off` of its message on. Lets a job
+    /// bring as much of it as may be sent now. The fault if that cannot be; `None` if the request waits.
+    fn fetch_payload(&mut self, h: Handle<Qp>, w: &mut Wire, number: u32, off: u64) -> Option<Fault> {
+        if w.fetched.is_coming() {
+            return None;
+        }
+        if let Some(fault) = w.fetched.take_fault(number, off) {
+            return Some(fault);
+        }
+        let (q, f) = (self.objects.qps.get(h)?, w.flight.get_mut(w.cursor)?);
+        let may_be_sent = w.cc.packets.saturating_sub(w.next.since(w.una)).max(1);
+        let bytes = (f.work.total - off).min(u64::from(may_be_sent) * u64::from(q.mtu)).min(MAX_PAYLOAD);
+        let from = (local_side(q, &f.work), q.memory, q.vnic);
+        let to = (&mut w.fetched, &self.objects.room(q.vnic));
+        match self.jobs.fetch(&self.objects.memory(), h, from, (number, off, bytes), to) {
+            Made::Job(_) => None,
+            Made::Full => {
+                f.work.stall.rest(self.now, FULL_NS);
+                None
+            }
+            Made::Slow => Some(Fault::SourceMoves),
+            Made::Nothing(fault) => Some(fault),
+        }
+    }
+
+    /// The payload of the request at the cursor could not be read: the request is tried again in a moment, or fails.
+    fn lacks_payload(&mut self, w: &mut Wire, fault: Fault) -> Option<u64> {
+        let f = w.flight.get_mut(w.cursor)?;
+        if fault.passes() && f.work.stall.again(self.now).is_some() {
+            return None;
+        }
+        // The memory is gone since the request was checked.
+        f.status = Some(WcStatus::LocProtErr);
+        Some(OP_NS)
     }
 
     fn deadline(&self, h: Handle<Qp>) -> u64 {
@@ -281,14 +322,14 @@ impl Core {
     }
 
     /// An ACK, NAK, READ response or atomic response.
-    pub(super) fn on_response(&mut self, h: Handle<Qp>, w: &mut Wire, p: &Packet<'_>) {
+    pub(super) fn on_response(&mut self, h: Handle<Qp>, w: &mut Wire, p: &Packet<'_>, run: Run<'_>) {
         let psn = Psn::new(p.psn);
         // An answer to a packet that was answered before, or never sent, means nothing.
         if psn.since(w.una) >= w.high.since(w.una) {
             return;
         }
         match p.opcode.op {
-            Op::ReadResponse(_) | Op::AtomicAck => self.on_data(h, w, psn, p),
+            Op::ReadResponse(_) | Op::AtomicAck => self.on_data(h, w, psn, p, run),
             _ => self.on_ack(h, w, psn, p.aeth),
         }
     }
@@ -339,7 +380,7 @@ impl Core {
     }
 
     /// Data of a READ or atomic: it must be the next that is missing.
-    fn on_data(&mut self, h: Handle<Qp>, w: &mut Wire, psn: Psn, p: &Packet<'_>) {
+    fn on_data(&mut self, h: Handle<Qp>, w: &mut Wire, psn: Psn, p: &Packet<'_>, run: Run<'_>) {
         if !self.advance_to(h, w, psn) {
             return;
         }
@@ -359,8 +400,23 @@ impl Core {
         if data.len() as u64 != want {
             return self.fail_request(h, w, WcStatus::BadRespErr);
         }
-        let tables = self.objects.memory();
-        let stored = tables.store(local_side(q, &f.work), off, data);
+        let (tables, to) = (self.objects.memory(), local_side(q, &f.work));
+        let stored = match w.inbox.known() {
+            Some(done) => done.map(|_| ()).map_err(Miss::Fault),
+            None => tables.store(to, off, data),
+        };
+        let stored = match stored {
+            Ok(()) => Ok(()),
+            Err(Miss::Fault(fault)) => Err(fault),
+            Err(Miss::Process) => {
+                let (bytes, packets) = if op == WrOpcode::Read { run.within(f.work.total - off) } else { (data, 1) };
+                match self.jobs.store(&tables, h, (to, q.memory, q.vnic), off, &[bytes]) {
+                    Made::Job(number) => return w.inbox.wait(number, packets),
+                    Made::Full | Made::Slow => Err(Fault::DestinationMoves),
+                    Made::Nothing(fault) => Err(fault),
+                }
+            }
+        };
         let Some(f) = w.flight.front_mut() else { return };
         match stored {
             Ok(()) => {
@@ -381,6 +437,11 @@ impl Core {
     pub(super) fn on_timeout(&mut self, h: Handle<Qp>, w: &mut Wire) {
         if w.una == w.high {
             w.deadline = u64::MAX;
+            return;
+        }
+        if !w.inbox.is_empty() {
+            // The peer has answered; what it said waits for a job.
+            w.deadline = self.deadline(h);
             return;
         }
         self.objects.count(h, |c| {

@@ -4,12 +4,26 @@ use unirdma_formats::wire::{Aeth, Extra, Op, Opcode, Packet, Part, syndrome};
 use unirdma_formats::{AsyncEvent, NO_CREDITS, Psn, QpType, Rkey, WrOpcode, access, credit_code, psn_count};
 use unirdma_mem::Fault;
 
-use crate::access::{Side, recv_side, remote};
+use super::inbox::{FULL_NS, later};
+use crate::access::{Miss, Side, recv_side, remote, remote_access};
 use crate::core::{Core, OP_NS, copy_ns};
-use crate::exec::{BAD_RECV, INVALID, NO_ACCESS, RecvDone, Refusal, Request};
-use crate::objects::{Answer, Message, Qp, Wire, transport_of};
+use crate::exec::{BAD_RECV, INVALID, NO_ACCESS, RecvDone, Refusal, Request, word_of};
+use crate::job::{MAX_PAYLOAD, Made, Word};
+use crate::objects::{Answer, Message, Qp, Run, Wire, transport_of};
 use crate::sched::MOMENT_NS;
 use crate::slab::Handle;
+
+/// The answer that bytes are brought for: always the oldest one, which stays that until they were sent.
+const FRONT: u32 = 0;
+
+/// Where the payload of a message goes.
+#[derive(Clone, Copy)]
+enum To {
+    /// Into the receive that the QP has taken.
+    Receive,
+    /// To an address of remote memory.
+    Remote(Rkey, u64),
+}
 
 /// The request of a packet, while `pending` others wait for their answers.
 fn request(op: WrOpcode, p: &Packet<'_>, pending: usize) -> Request {
@@ -24,22 +38,21 @@ fn request(op: WrOpcode, p: &Packet<'_>, pending: usize) -> Request {
 
 impl Core {
     /// A request came in.
-    pub(super) fn on_request(&mut self, h: Handle<Qp>, w: &mut Wire, p: &Packet<'_>) {
+    pub(super) fn on_request(&mut self, h: Handle<Qp>, w: &mut Wire, p: &Packet<'_>, run: Run<'_>) {
         let Some(expected) = self.objects.qps.get(h).map(|q| q.rq_psn) else { return };
         if w.resp.failed {
             return;
         }
         let psn = Psn::new(p.psn);
         if self.objects.qps.get(h).is_some_and(|q| q.typ == QpType::Uc) {
-            return self.on_unreliable(h, w, p, expected);
+            return self.on_unreliable(h, w, p, run, expected);
         }
         if psn != expected {
             return if psn.is_before(expected) { self.duplicate(h, w, p, expected) } else { self.gap(h, w, expected) };
         }
         (w.resp.nak_sent, w.resp.missed) = (false, false);
         self.establish(h);
-        let done = self.perform(h, w, p);
-        match done {
+        match self.perform(h, w, p, run) {
             Ok(packets) => {
                 if let Some(q) = self.objects.qps.get_mut(h) {
                     q.rq_psn = q.rq_psn.advance(packets);
@@ -54,6 +67,7 @@ impl Core {
                     }
                 }
             }
+            Err(Refusal::Later) => {}
             Err(refusal) => self.refuse(h, w, psn, refusal),
         }
     }
@@ -75,14 +89,14 @@ impl Core {
         self.objects.count(h, |c| c.wire.send_rnr_err += 1);
     }
 
-    fn perform(&mut self, h: Handle<Qp>, w: &mut Wire, p: &Packet<'_>) -> Result<u32, Refusal> {
+    fn perform(&mut self, h: Handle<Qp>, w: &mut Wire, p: &Packet<'_>, run: Run<'_>) -> Result<u32, Refusal> {
         let begins = !matches!(p.opcode.op, Op::Send(part) | Op::Write(part) if !part.begins());
         if begins && w.resp.message.is_none() && !self.aim(h, p.srqn) {
             return Err(INVALID);
         }
         match p.opcode.op {
-            Op::Send(part) => self.on_send(h, w, p, part),
-            Op::Write(part) => self.on_write(h, w, p, part),
+            Op::Send(part) => self.on_send(h, w, p, run, part),
+            Op::Write(part) => self.on_write(h, w, p, run, part),
             Op::ReadRequest => self.on_read(h, w, p),
             Op::AtomicWrite => self.on_atomic_write(h, w, p),
             Op::Flush => self.on_flush(h, w, p),
@@ -92,7 +106,7 @@ impl Core {
 
     /// A packet of an unreliable connection (IBTA vol. 1, 9.8.2): a message with a gap, or that cannot be taken, is dropped,
     /// and any PSN will do where the next one begins.
-    fn on_unreliable(&mut self, h: Handle<Qp>, w: &mut Wire, p: &Packet<'_>, expected: Psn) {
+    fn on_unreliable(&mut self, h: Handle<Qp>, w: &mut Wire, p: &Packet<'_>, run: Run<'_>, expected: Psn) {
         let psn = Psn::new(p.psn);
         let (Op::Send(part) | Op::Write(part)) = p.opcode.op else { return };
         if psn != expected {
@@ -110,8 +124,10 @@ impl Core {
             return;
         }
         self.establish(h);
-        match self.perform(h, w, p) {
+        match self.perform(h, w, p, run) {
             Ok(_) => {}
+            // It is expected once more.
+            Err(Refusal::Later) => self.objects.qps.get_mut(h).into_iter().for_each(|q| q.rq_psn = psn),
             Err(Refusal::Broken) => self.break_qp(h),
             // The receive was wrong, and has completed with an error.
             Err(refusal) if refusal.fails_unreliable() => self.fail_qp(h, None),
@@ -181,7 +197,14 @@ impl Core {
         if right_message && right_length { Ok(()) } else { Err(INVALID) }
     }
 
-    fn on_send(&mut self, h: Handle<Qp>, w: &mut Wire, p: &Packet<'_>, part: Part) -> Result<u32, Refusal> {
+    fn on_send(
+        &mut self,
+        h: Handle<Qp>,
+        w: &mut Wire,
+        p: &Packet<'_>,
+        run: Run<'_>,
+        part: Part,
+    ) -> Result<u32, Refusal> {
         self.continues(h, w, p, part, true)?;
         let invalidated = (p.opcode.extra == Extra::Invalidate).then_some(p.extra);
         if invalidated.is_some() {
@@ -197,13 +220,11 @@ impl Core {
             let room = self.objects.qps.get(h).and_then(|q| q.recv.as_ref()).map_or(0, |r| r.total);
             let _ = self.objects.stage_receive(self.now, h, if part.ends() { n.min(room) } else { room });
         }
-        let q = self.objects.qps.get(h).ok_or(Refusal::Broken)?;
-        let r = q.recv.as_ref().ok_or(Refusal::Broken)?;
-        let tables = self.objects.memory();
-        let to = recv_side(q, r);
-        let refused = match self.objects.check_recv(r, Some(w.resp.got + n)) {
+        let recv = self.objects.qps.get(h).and_then(|q| q.recv.as_ref()).ok_or(Refusal::Broken)?;
+        let room = recv.total;
+        let refused = match self.objects.check_recv(recv, Some(w.resp.got + n)) {
             Err(refusal) => Some(refusal),
-            Ok(()) => match tables.store(to, w.resp.got, p.payload) {
+            Ok(()) => match self.store(h, w, To::Receive, run, room)? {
                 Ok(()) => None,
                 Err(fault) if w.resp.waits(fault, self.now) => return Err(Refusal::Moves),
                 Err(_) => Some(BAD_RECV),
@@ -211,6 +232,7 @@ impl Core {
         };
         w.resp.stall.over();
         w.resp.got += n;
+        let q = self.objects.qps.get(h).ok_or(Refusal::Broken)?;
         let imm = (p.opcode.extra == Extra::Imm).then_some(p.extra);
         let done = RecvDone {
             byte_len: w.resp.got,
@@ -239,7 +261,14 @@ impl Core {
         Ok(1)
     }
 
-    fn on_write(&mut self, h: Handle<Qp>, w: &mut Wire, p: &Packet<'_>, part: Part) -> Result<u32, Refusal> {
+    fn on_write(
+        &mut self,
+        h: Handle<Qp>,
+        w: &mut Wire,
+        p: &Packet<'_>,
+        run: Run<'_>,
+        part: Part,
+    ) -> Result<u32, Refusal> {
         self.continues(h, w, p, part, false)?;
         let (va, rkey, len) = match w.resp.message {
             Some(Message::Write { va, rkey, len }) => (va, rkey, len),
@@ -257,14 +286,14 @@ impl Core {
         if imm.is_some() {
             self.take_recv(h)?;
         }
-        let q = self.objects.qps.get(h).ok_or(Refusal::Broken)?;
-        let tables = self.objects.memory();
-        let stored = tables.store(remote(q, access::REMOTE_WRITE, rkey, va), got, p.payload);
+        w.resp.got = got;
+        let stored = self.store(h, w, To::Remote(rkey, va), run, len)?;
         self.reached(w, stored)?;
         w.resp.got = got + n;
         w.resp.message = (!part.ends()).then_some(Message::Write { va, rkey, len });
         if part.ends() {
             w.resp.msn = w.resp.msn.wrapping_add(1);
+            let q = self.objects.qps.get(h).ok_or(Refusal::Broken)?;
             if imm.is_some() {
                 let done = RecvDone { byte_len: len, imm, write: true, solicited: p.solicited, ..RecvDone::of(q) };
                 self.finish_recv(h, done);
@@ -273,6 +302,60 @@ impl Core {
             }
         }
         Ok(1)
+    }
+
+    /// Stores the payload of the first packet of a run, or lets a job store as much of the run as the message has `room` for.
+    fn store(
+        &mut self,
+        h: Handle<Qp>,
+        w: &mut Wire,
+        to: To,
+        run: Run<'_>,
+        room: u64,
+    ) -> Result<Result<(), Fault>, Refusal> {
+        if let Some(done) = w.resp.inbox.known() {
+            return Ok(done.map(|_| ()));
+        }
+        let q = self.objects.qps.get(h).ok_or(Refusal::Broken)?;
+        let to = match to {
+            To::Receive => recv_side(q, q.recv.as_ref().ok_or(Refusal::Broken)?),
+            To::Remote(key, va) => remote(q, access::REMOTE_WRITE, key, va),
+        };
+        let (tables, got) = (self.objects.memory(), w.resp.got);
+        Ok(match tables.store(to, got, run.first()) {
+            Ok(()) => Ok(()),
+            Err(Miss::Fault(fault)) => Err(fault),
+            Err(Miss::Process) => {
+                let (bytes, packets) = run.within(room - got);
+                let made = self.jobs.store(&tables, h, (to, q.memory, q.vnic), got, &[bytes]);
+                Err(later(w, made, packets, self.now)?)
+            }
+        })
+    }
+
+    /// Executes an operation on a word of remote memory, or lets a job do that: what was there before.
+    fn operate(
+        &mut self,
+        h: Handle<Qp>,
+        w: &mut Wire,
+        key: Rkey,
+        va: u64,
+        (op, word): (WrOpcode, Word),
+    ) -> Result<u64, Refusal> {
+        let q = self.objects.qps.get(h).ok_or(Refusal::Silent)?;
+        let (tables, to) = (self.objects.memory(), remote(q, remote_access(op), key, va));
+        let found = match w.resp.inbox.known() {
+            Some(done) => done,
+            None => match tables.word(to, word) {
+                Ok(found) => Ok(found),
+                Err(Miss::Fault(fault)) => Err(fault),
+                Err(Miss::Process) => {
+                    let made = self.jobs.word(&tables, [h, h], None, (to, q.memory, q.vnic), word);
+                    Err(later(w, made, 1, self.now)?)
+                }
+            },
+        };
+        self.reached(w, found)
     }
 
     /// What was found in remote memory, or why the request is not executed.
@@ -323,9 +406,13 @@ impl Core {
             return Err(INVALID);
         }
         self.check(h, w, WrOpcode::AtomicWrite, p)?;
-        let q = self.objects.qps.get(h).ok_or(Refusal::Silent)?;
-        let done = self.objects.memory().atomic_write(q, p.reth.va, Rkey(p.reth.rkey), u64::from_ne_bytes(value));
-        self.reached(w, done)?;
+        self.operate(
+            h,
+            w,
+            Rkey(p.reth.rkey),
+            p.reth.va,
+            (WrOpcode::AtomicWrite, Word::Write(u64::from_ne_bytes(value))),
+        )?;
         w.resp.msn = w.resp.msn.wrapping_add(1);
         self.queue_answer(h, w, Psn::new(p.psn), false);
         self.objects.count(h, |c| c.received_bytes += 8);
@@ -342,13 +429,12 @@ impl Core {
     fn on_atomic(&mut self, h: Handle<Qp>, w: &mut Wire, p: &Packet<'_>) -> Result<u32, Refusal> {
         let op = if p.opcode.op == Op::CmpSwap { WrOpcode::CmpSwap } else { WrOpcode::FetchAdd };
         self.check(h, w, op, p)?;
-        let q = self.objects.qps.get(h).ok_or(Refusal::Silent)?;
         let a = p.atomic;
-        let (compare_add, swap) = if op == WrOpcode::CmpSwap { (a.compare, a.swap_add) } else { (a.swap_add, 0) };
-        let found = self.objects.memory().atomic(q, op, (a.va, Rkey(a.rkey)), compare_add, swap);
-        let value = self.reached(w, found)?;
+        let compare_add = if op == WrOpcode::CmpSwap { a.compare } else { a.swap_add };
+        let value = self.operate(h, w, Rkey(a.rkey), a.va, (op, word_of(op, compare_add, a.swap_add)))?;
         let psn = Psn::new(p.psn);
         w.resp.msn = w.resp.msn.wrapping_add(1);
+        let q = self.objects.qps.get(h).ok_or(Refusal::Silent)?;
         if w.resp.atomics.len() >= usize::from(q.attr.max_dest_rd_atomic) {
             w.resp.atomics.pop_front();
         }
@@ -370,6 +456,31 @@ impl Core {
         w.resp.hurry();
         if matches!(w.resp.answers.front(), Some(Answer::Ack { .. })) && !self.net.tx.is_full() {
             self.respond(h, w);
+        }
+    }
+
+    /// What the oldest answer, of a READ, sends next lies in the private memory of a process. Lets a job bring some of it. The fault if
+    /// that cannot be; `None` if the answer waits.
+    fn fetch_answer(&mut self, h: Handle<Qp>, w: &mut Wire) -> Option<Fault> {
+        let Some(&Answer::Read { va, rkey, len, done, of, .. }) = w.resp.answers.front() else { return None };
+        if w.resp.fetched.is_coming() {
+            return None;
+        }
+        if let Some(fault) = w.resp.fetched.take_fault(FRONT, done) {
+            return Some(fault);
+        }
+        let q = self.objects.qps.get(h)?;
+        let from = (Side::Remote { reach: of, qpn: q.qpn, key: rkey, addr: va }, of.session, q.vnic);
+        let bytes = (len - done).min(MAX_PAYLOAD);
+        let to = (&mut w.resp.fetched, &self.objects.room(q.vnic));
+        match self.jobs.fetch(&self.objects.memory(), h, from, (FRONT, done, bytes), to) {
+            Made::Job(_) => None,
+            Made::Full => {
+                w.resp.stall.rest(self.now, FULL_NS);
+                None
+            }
+            Made::Slow => Some(Fault::SourceMoves),
+            Made::Nothing(fault) => Some(fault),
         }
     }
 
@@ -396,22 +507,21 @@ impl Core {
         };
         let mut bytes = 0;
         let mut fails = None;
-        let nothing = |_: &mut [u8]| Ok(());
-        let sent = match a {
+        match a {
             Answer::Ack { psn, msn } => {
                 // End-to-end credits: the receives that are posted now.
                 // Nobody in particular is promised a receive of a shared receive queue.
                 let posted = q.rings.rq_pending(q.rq_cons).ok().filter(|_| q.srq.is_none() && q.typ != QpType::XrcRecv);
                 let credits = posted.map_or(NO_CREDITS, credit_code);
-                self.net.tx.push(w.path, &head(Op::Ack, psn, credits, msn), 0, nothing)
+                self.net.tx.put(w.path, None, &head(Op::Ack, psn, credits, msn), &[]);
             }
             Answer::Nak { psn, msn, code, fails: f } => {
                 fails = f;
-                self.net.tx.push(w.path, &head(Op::Ack, psn, code, msn), 0, nothing)
+                self.net.tx.put(w.path, None, &head(Op::Ack, psn, code, msn), &[]);
             }
             Answer::Atomic { psn, msn, value, .. } => {
                 let p = Packet { original: value, ..head(Op::AtomicAck, psn, syndrome::ACK, msn) };
-                self.net.tx.push(w.path, &p, 0, nothing)
+                self.net.tx.put(w.path, None, &p, &[]);
             }
             Answer::Read { psn, msn, va, rkey, len, done, of, again } => {
                 let n = (len - done).min(q.mtu.into());
@@ -420,7 +530,15 @@ impl Core {
                 let tables = self.objects.memory();
                 let from = Side::Remote { reach: of, qpn: q.qpn, key: rkey, addr: va };
                 bytes = n;
-                let sent = self.net.tx.push(w.path, &p, n as usize, |to| tables.load(from, done, to));
+                let had = w.resp.fetched.bytes(FRONT, done);
+                let sent = match self.net.tx.push(w.path, &p, n as usize, |to| tables.load(from, done, to, had)) {
+                    Ok(()) => Ok(()),
+                    Err(Miss::Fault(fault)) => Err(fault),
+                    Err(Miss::Process) => Err(self.fetch_answer(h, w)?),
+                };
+                if w.resp.fetched.ends_at(FRONT, done + n) {
+                    self.jobs.keep_buffer(w.resp.fetched.clear());
+                }
                 match sent {
                     Ok(()) if !ends => {
                         let next = Answer::Read { psn: psn.advance(1), msn, va, rkey, len, done: done + n, of, again };
@@ -442,10 +560,8 @@ impl Core {
                     self.note_sent(h, &w.path);
                     return Some(copy_ns(n) + OP_NS);
                 }
-                sent
             }
-        };
-        debug_assert!(sent.is_ok(), "packets without payload cannot fail");
+        }
         w.resp.answers.pop_front();
         self.note_sent(h, &w.path);
         if let Some(event) = fails {

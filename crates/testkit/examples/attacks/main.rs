@@ -5,7 +5,6 @@
 //! prints `ready` when its programs are connected, measures once it has read a line, and prints its figures, a name and a
 //! number on each line.
 
-mod fuse;
 mod memory;
 mod victim;
 

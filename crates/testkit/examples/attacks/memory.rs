@@ -10,6 +10,7 @@ use unirdma_abi as abi;
 use unirdma_formats::WrOpcode;
 use unirdma_link::RegionDesc;
 use unirdma_testkit::Scripted;
+use unirdma_testkit::fuse::slow_file;
 
 use crate::{MTU_4096, Until, one_by_one, ready};
 
@@ -22,7 +23,7 @@ pub(crate) fn fuse(socket: &Path, until: Until) {
     let s = Scripted::new(socket);
     // The vRNIC's directory is hidden by the mount, but only from this process, which is connected already.
     let dir = socket.parent().expect("a socket in a directory");
-    let file = match crate::fuse::silent_file(dir, LEN) {
+    let file = match slow_file(dir, LEN, || None) {
         Ok(f) => f,
         Err(e) => return println!("skip: {e}"),
     };

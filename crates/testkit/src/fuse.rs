@@ -1,4 +1,4 @@
-//! A FUSE file system with one file whose data never comes.
+//! A FUSE file system with one file whose data comes late or never: memory that is slow.
 
 use std::fs::File;
 use std::io::{self, Read, Write};
@@ -27,26 +27,32 @@ const FILE: u64 = 2;
 /// Seconds for which the kernel need not ask again.
 const VALID: u64 = 1000;
 
-/// Mounts the file system at `dir`, in a mount namespace of this process, and opens its file of `len` bytes. A thread answers
-/// the kernel as long as the process lives.
-pub(crate) fn silent_file(dir: &Path, len: u64) -> Result<File, String> {
+/// Mounts the file system at `dir`, in a mount namespace of this thread and those that it starts, and opens its file of `len` bytes. A
+/// thread answers the kernel as long as the process lives. It calls `data` for each READ, and answers with what that returns, if anything.
+///
+/// # Errors
+/// Why that cannot be, in words.
+///
+/// # Panics
+/// Never: the name of the file system has no zero byte within.
+pub fn slow_file(dir: &Path, len: u64, data: impl FnMut() -> Option<Vec<u8>> + Send + 'static) -> Result<File, String> {
     let failed = |what: &'static str| move |e: io::Error| format!("{what}: {e}");
     let device = File::options().read(true).write(true).open("/dev/fuse").map_err(failed("/dev/fuse"))?;
     own_mounts().map_err(failed("cannot make a mount namespace"))?;
     let (user, group) = (rustix::process::geteuid().as_raw(), rustix::process::getegid().as_raw());
-    let data = format!("fd={},rootmode=40000,user_id={user},group_id={group}\0", device.as_raw_fd());
-    let data = std::ffi::CStr::from_bytes_with_nul(data.as_bytes()).expect("one zero byte");
-    mount(c"attack", dir, c"fuse", MountFlags::NOSUID | MountFlags::NODEV, Some(data))
+    let options = format!("fd={},rootmode=40000,user_id={user},group_id={group}\0", device.as_raw_fd());
+    let options = std::ffi::CStr::from_bytes_with_nul(options.as_bytes()).expect("one zero byte");
+    mount(c"slow", dir, c"fuse", MountFlags::NOSUID | MountFlags::NODEV, Some(options))
         .map_err(|e| format!("cannot mount a FUSE file system: {e}"))?;
-    std::thread::spawn(move || serve(device, len));
+    std::thread::spawn(move || serve(device, len, data));
     File::open(dir.join("file")).map_err(failed("cannot open a FUSE file"))
 }
 
-/// What this process mounts from now on is mounted for it alone.
+/// What this thread mounts from now on is mounted for it alone, and for those that it starts.
 fn own_mounts() -> io::Result<()> {
     let (user, group) = (rustix::process::geteuid(), rustix::process::getegid());
     let spaces = if user.is_root() { UnshareFlags::NEWNS } else { UnshareFlags::NEWNS | UnshareFlags::NEWUSER };
-    // SAFETY: the process has one thread so far, and no descriptor table is unshared.
+    // SAFETY: no descriptor table is unshared. The kernel makes no user namespace for one of several threads.
     unsafe { rustix::thread::unshare_unsafe(spaces) }?;
     if !user.is_root() {
         let (user, group) = (user.as_raw(), group.as_raw());
@@ -57,14 +63,18 @@ fn own_mounts() -> io::Result<()> {
     Ok(mount_change("/", MountPropagationFlags::PRIVATE | MountPropagationFlags::REC)?)
 }
 
-/// Answers everything but READs.
-fn serve(mut device: File, len: u64) {
+/// Answers everything, READs as `data` says.
+fn serve(mut device: File, len: u64, mut data: impl FnMut() -> Option<Vec<u8>>) {
     let mut request = vec![0; 1 << 17];
     while let Ok(n) = device.read(&mut request) {
         let word = |at: usize| u64::from_ne_bytes(request[at..at + 8].try_into().expect("eight bytes"));
         debug_assert!(n >= NODE + 8, "the kernel sends whole headers");
         let (error, body) = match word(OPCODE) as u32 {
-            READ | FORGET | BATCH_FORGET => continue,
+            FORGET | BATCH_FORGET => continue,
+            READ => match data() {
+                Some(bytes) => (0, bytes),
+                None => continue,
+            },
             // Version 7.31 with no features, and WRITEs of one page.
             INIT => (0, [words32(&[7, 31, 0, 0, 0, 4096]), vec![0; 40]].concat()),
             LOOKUP => (0, [words(&[FILE, 0, VALID, VALID, 0]), attributes(FILE, len)].concat()),

@@ -1,0 +1,250 @@
+//! A job: what somebody does outside of every lock.
+
+use std::collections::VecDeque;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicU8, AtomicU64, Ordering};
+
+use unirdma_mem::{Fault, Loc, atomic_u64, fetch, transfer};
+
+use super::end::Part;
+use crate::objects::{Qp, Work};
+use crate::slab::Handle;
+
+/// A job looks at the clock, and whether it was stopped, after so many bytes.
+const PIECE: u64 = 64 << 10;
+/// After this time a job begins nothing more, nanoseconds: others may wait for whoever does it.
+const ENOUGH_NS: u64 = 10_000;
+
+/// An operation on a word of 8 bytes.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Word {
+    /// Writes a value if another one is found.
+    Swap { compare: u64, swap: u64 },
+    /// Adds to what is found.
+    Add(u64),
+    /// Writes a value.
+    Write(u64),
+}
+
+impl Word {
+    /// What stands there afterwards.
+    pub fn apply(self, found: u64) -> u64 {
+        match self {
+            Word::Swap { compare, swap } => {
+                if found == compare {
+                    swap
+                } else {
+                    found
+                }
+            }
+            Word::Add(n) => found.wrapping_add(n),
+            Word::Write(value) => value,
+        }
+    }
+}
+
+/// What a job does.
+#[derive(Clone, Copy)]
+pub(super) enum Task {
+    /// Copies from one end to the other. What goes through private memory of a process is kept if it is captured.
+    Copy { keeps: bool },
+    /// Brings the bytes of its source.
+    Fetch,
+    /// Executes an operation on the word at its destination. The value of a WRITE is that of the source, if there is one.
+    Word(Word),
+}
+
+impl Default for Task {
+    fn default() -> Self {
+        Task::Copy { keeps: false }
+    }
+}
+
+impl Task {
+    /// True if bytes come back with the job.
+    pub fn gives_data(self) -> bool {
+        !matches!(self, Task::Copy { keeps: false })
+    }
+}
+
+/// What a job does at this moment. Both the thread that does it and the core see it.
+#[derive(Default)]
+pub(super) struct Phase {
+    state: AtomicU8,
+    /// What an operation on a word has found. It is known before the word is written.
+    found: AtomicU64,
+}
+
+impl Phase {
+    pub const READS: u8 = 1;
+    pub const WRITES: u8 = 2;
+    const STOPPED: u8 = 4;
+    /// The word was written.
+    const EXECUTED: u8 = 8;
+
+    /// Begins to read or write, or both; does nothing and gives `None` if the job was stopped.
+    pub fn enter<R>(&self, what: u8, f: impl FnOnce() -> R) -> Option<R> {
+        let stopped = self.state.fetch_or(what, Ordering::SeqCst) & Self::STOPPED != 0;
+        let r = (!stopped).then(f);
+        self.state.fetch_and(!what, Ordering::SeqCst);
+        r
+    }
+
+    /// Stops the job: a read or write that runs at this moment goes on to its end, and no other begins.
+    pub fn stop(&self) {
+        self.state.fetch_or(Self::STOPPED, Ordering::SeqCst);
+    }
+
+    pub fn is_at(&self, what: u8) -> bool {
+        self.state.load(Ordering::SeqCst) & what != 0
+    }
+
+    /// What the operation on a word has found, if the word was written or is being written at this moment.
+    pub fn executed(&self) -> Option<u64> {
+        self.is_at(Self::EXECUTED | Self::WRITES).then(|| self.found.load(Ordering::SeqCst))
+    }
+}
+
+/// A copy of a part of a message, and of the short messages that follow it, or an operation on a word.
+#[derive(Default)]
+pub struct Job {
+    number: u64,
+    pub(super) phase: Arc<Phase>,
+    task: Task,
+    pub(crate) qp: Handle<Qp>,
+    /// The QP that answers for memory that is written, or for the other end of a copy within this host.
+    pub(crate) peer: Handle<Qp>,
+    /// What it copies: for the request at the head of the QP's send queue, and then for each of `next`. What follows is from older jobs.
+    pub(super) parts: Vec<Part>,
+    /// The requests behind the head of the send queue that it copies for.
+    pub(super) next: VecDeque<Box<Work>>,
+    /// What it has brought, or copied if that is kept.
+    pub(crate) data: Vec<u8>,
+    result: Copied,
+    took_ns: u64,
+}
+
+/// What a job has done.
+#[derive(Clone, Copy, Default)]
+pub(crate) struct Copied {
+    /// How many bytes it has copied for the first request, or what it has found in a word, or why neither.
+    pub first: Option<Result<u64, Fault>>,
+    /// For how many of the requests behind it everything.
+    pub next: usize,
+}
+
+impl Job {
+    /// Makes it a new job, of what was pinned.
+    pub(super) fn begin(&mut self, number: u64, [qp, peer]: [Handle<Qp>; 2], task: Task) {
+        (self.number, self.qp, self.peer, self.task) = (number, qp, peer, task);
+        (self.result, self.took_ns, self.phase) = (Copied::default(), 0, Arc::default());
+    }
+
+    /// Does what is to be done, for some 10 us at most unless its memory is slow. `scratch` bounces what goes through the private memory
+    /// of a process; `clock` tells the time, nanoseconds.
+    pub fn run(&mut self, scratch: &mut [u8], clock: impl Fn() -> u64) {
+        // What is stopped is tried again, as if its memory had moved.
+        const STOPPED: Fault = Fault::SourceMoves;
+        let began = clock();
+        self.result = Copied::default();
+        let Some(first) = self.parts.first() else { return };
+        let all = |done: Option<Result<(), Fault>>| Some(done.unwrap_or(Err(STOPPED)).map(|()| first.bytes));
+        match self.task {
+            Task::Copy { keeps } if first.is_in_process() => {
+                self.data.clear();
+                self.result.first = all(first.bounce(&self.phase, scratch, keeps.then_some(&mut self.data)));
+            }
+            Task::Copy { .. } => {
+                let parts = &self.parts[..=self.next.len()];
+                let goes_on = || clock().saturating_sub(began) < ENOUGH_NS;
+                for (i, part) in parts.iter().enumerate() {
+                    let mut done = 0;
+                    let mut copied = Ok(());
+                    while copied.is_ok() && done < part.bytes && (i + done as usize == 0 || goes_on()) {
+                        let both = Phase::READS | Phase::WRITES;
+                        copied = self.phase.enter(both, || part.copy(done, PIECE)).unwrap_or(Err(STOPPED));
+                        done = if copied.is_ok() { part.bytes.min(done + PIECE) } else { done };
+                    }
+                    match i {
+                        0 => self.result.first = Some(copied.map(|()| done)),
+                        _ => self.result.next += usize::from(done == part.bytes),
+                    }
+                    if done < part.bytes {
+                        break;
+                    }
+                }
+            }
+            Task::Fetch => {
+                self.data.resize(first.bytes as usize, 0);
+                self.result.first = all(first.bring(&self.phase, &mut self.data));
+            }
+            Task::Word(word) => {
+                self.data.clear();
+                self.result.first = Some(execute(&self.phase, first, word, &mut self.data).unwrap_or(Err(STOPPED)));
+            }
+        }
+        self.took_ns = clock().saturating_sub(began);
+    }
+
+    /// Its number. Jobs are counted from 1.
+    pub fn number(&self) -> u64 {
+        self.number
+    }
+
+    /// True if it goes through the private memory of a process, and may take long.
+    pub fn is_in_process(&self) -> bool {
+        self.parts.first().is_some_and(Part::is_in_process)
+    }
+
+    /// How long it took, nanoseconds: its vRNIC is charged for it.
+    pub(crate) fn took_ns(&self) -> u64 {
+        self.took_ns
+    }
+
+    /// What came of it: nothing before it was done.
+    pub(crate) fn result(&self) -> Copied {
+        self.result
+    }
+
+    /// The requests behind the first one that it has copied for.
+    pub(crate) fn next(&mut self) -> &mut VecDeque<Box<Work>> {
+        &mut self.next
+    }
+
+    pub(super) fn bytes(&self) -> u64 {
+        self.parts[..=self.next.len()].iter().map(|p| p.bytes).sum()
+    }
+}
+
+/// Executes an operation on the word at the destination, once: what it has found. `None` if it was stopped before. What it writes goes to
+/// `data` if that is the value of the source.
+fn execute(phase: &Phase, part: &Part, mut word: Word, data: &mut Vec<u8>) -> Option<Result<u64, Fault>> {
+    if part.from.len() > 0 {
+        let mut value = [0; 8];
+        if let Err(fault) = part.bring(phase, &mut value)? {
+            return Some(Err(fault));
+        }
+        word = Word::Write(u64::from_ne_bytes(value));
+        data.extend_from_slice(&value);
+    }
+    let (to, _) = part.to.at(0)?;
+    let executed = |found: u64| {
+        phase.found.store(found, Ordering::SeqCst);
+        phase.state.fetch_or(Phase::EXECUTED, Ordering::SeqCst);
+        found
+    };
+    let Loc::Process(_, addr, _) = to else {
+        return phase.enter(Phase::WRITES, || atomic_u64(to, |v| word.apply(v)).map(executed));
+    };
+    if addr % 8 != 0 {
+        return Some(Err(Fault::Destination));
+    }
+    let mut found = [0; 8];
+    if let Err(fault) = phase.enter(Phase::READS, || fetch(to, &mut found))? {
+        return Some(Err(fault.reversed()));
+    }
+    let found = u64::from_ne_bytes(found);
+    phase.found.store(found, Ordering::SeqCst);
+    let new = word.apply(found).to_ne_bytes();
+    phase.enter(Phase::WRITES, || transfer(Loc::Bytes(&new), to, new.len(), &mut []).map(|()| executed(found)))
+}

@@ -1,0 +1,166 @@
+//! What jobs bring for packets and datagrams from private memory of processes, and how much of that a vRNIC may have.
+
+use std::sync::Arc;
+use std::sync::atomic::{AtomicUsize, Ordering};
+
+use unirdma_mem::Fault;
+
+/// Most bytes that a vRNIC has in packets and payloads that wait for jobs, or for the packets that are made of them.
+const ROOM_BYTES: usize = 4 << 20;
+
+/// How many such bytes a vRNIC has.
+#[derive(Clone, Default)]
+pub(crate) struct Room(Arc<AtomicUsize>);
+
+/// A part of a vRNIC's room. It is given back when this is dropped.
+#[derive(Default)]
+pub(crate) struct Taken {
+    room: Room,
+    bytes: usize,
+}
+
+impl Taken {
+    /// Takes so many bytes of `room`, in addition; false if there are not so many left.
+    pub fn take(&mut self, room: &Room, bytes: usize) -> bool {
+        let enough = room.0.load(Ordering::Relaxed) + bytes <= ROOM_BYTES;
+        if enough {
+            self.force(room, bytes);
+        }
+        enough
+    }
+
+    /// As [`Taken::take`], even if there are not so many left.
+    pub fn force(&mut self, room: &Room, bytes: usize) {
+        if self.bytes == 0 {
+            self.room = room.clone();
+        }
+        self.room.0.fetch_add(bytes, Ordering::Relaxed);
+        self.bytes += bytes;
+    }
+
+    /// How many bytes it is.
+    pub fn bytes(&self) -> usize {
+        self.bytes
+    }
+
+    /// Gives so many bytes back.
+    pub fn give(&mut self, bytes: usize) {
+        self.room.0.fetch_sub(bytes, Ordering::Relaxed);
+        self.bytes -= bytes;
+    }
+}
+
+impl Drop for Taken {
+    fn drop(&mut self) {
+        self.give(self.bytes);
+    }
+}
+
+/// Bytes of the message that a QP is about to send, which a job brings, or has brought.
+#[derive(Default)]
+pub(crate) struct Fetched {
+    /// The job that brings them.
+    job: Option<u64>,
+    /// Which request or answer they are of, and which of its bytes is the first.
+    of: u32,
+    off: u64,
+    bytes: Vec<u8>,
+    /// Why they could not be brought.
+    fault: Option<Fault>,
+    taken: Taken,
+}
+
+impl Fetched {
+    /// True if there are none, and none come.
+    pub fn is_empty(&self) -> bool {
+        self.bytes.is_empty() && self.job.is_none()
+    }
+
+    /// True while a job brings them.
+    pub fn is_coming(&self) -> bool {
+        self.job.is_some()
+    }
+
+    /// Takes room for so many bytes; false if there is none.
+    pub fn reserve(&mut self, room: &Room, bytes: usize) -> bool {
+        self.clear();
+        self.taken.take(room, bytes)
+    }
+
+    /// The job with this number brings bytes of request or answer `of`, from `off` on.
+    pub fn begin(&mut self, number: u64, of: u32, off: u64) {
+        (self.job, self.of, self.off) = (Some(number), of, off);
+    }
+
+    /// A job has ended, and `data` is what it has brought; false if it is another job than that one. `data` is another buffer then.
+    pub fn end(&mut self, number: u64, done: Result<u64, Fault>, data: &mut Vec<u8>) -> bool {
+        if self.job != Some(number) {
+            return false;
+        }
+        self.job = None;
+        self.fault = done.err();
+        std::mem::swap(&mut self.bytes, data);
+        if self.fault.is_some() {
+            self.bytes.clear();
+        }
+        true
+    }
+
+    /// Bytes of request or answer `of` from `off` on.
+    pub fn bytes(&self, of: u32, off: u64) -> &[u8] {
+        let skip = off.checked_sub(self.off).filter(|_| self.of == of);
+        skip.and_then(|skip| self.bytes.get(usize::try_from(skip).ok()?..)).unwrap_or_default()
+    }
+
+    /// Why the bytes of `of` from `off` on could not be brought, if that was tried.
+    pub fn take_fault(&mut self, of: u32, off: u64) -> Option<Fault> {
+        self.fault.take().filter(|_| (self.of, self.off) == (of, off))
+    }
+
+    /// True if it has the bytes of `of` before `end`, and no further ones.
+    pub fn ends_at(&self, of: u32, end: u64) -> bool {
+        !self.bytes.is_empty() && self.of == of && self.off + self.bytes.len() as u64 == end
+    }
+
+    /// Forgets them, or those that come. Returns their buffer.
+    pub fn clear(&mut self) -> Vec<u8> {
+        std::mem::take(self).bytes
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn room_is_given_back_however_its_part_ends() {
+        let room = Room::default();
+        let (mut a, mut b) = (Taken::default(), Taken::default());
+        assert!(a.take(&room, ROOM_BYTES - 10) && b.take(&room, 10));
+        assert!(!b.take(&room, 1) && !a.take(&room, 1));
+        b.give(4);
+        assert!(a.take(&room, 4));
+        a.force(&room, 100);
+        drop(a);
+        assert!(b.take(&room, ROOM_BYTES - 6) && !b.take(&room, 1));
+        drop(b);
+        assert_eq!(room.0.load(Ordering::Relaxed), 0);
+    }
+
+    #[test]
+    fn bytes_are_of_one_request_only() {
+        let (room, mut f) = (Room::default(), Fetched::default());
+        assert!(f.reserve(&room, 8));
+        f.begin(7, 3, 100);
+        assert!(f.is_coming() && !f.end(6, Ok(0), &mut vec![1]));
+        assert!(f.end(7, Ok(0), &mut vec![5; 8]) && !f.is_coming());
+        assert_eq!((f.bytes(3, 100).len(), f.bytes(3, 105).len(), f.bytes(3, 108).len()), (8, 3, 0));
+        assert!(f.bytes(4, 100).is_empty() && f.bytes(3, 99).is_empty() && f.bytes(3, 109).is_empty());
+        assert!(f.ends_at(3, 108) && !f.ends_at(4, 108) && !f.ends_at(3, 107));
+        assert_eq!(f.clear(), [5; 8]);
+        assert!(f.is_empty() && room.0.load(Ordering::Relaxed) == 0);
+        f.begin(8, 3, 0);
+        assert!(f.end(8, Err(Fault::Source), &mut vec![5; 8]) && f.is_empty());
+        assert_eq!((f.take_fault(3, 0), f.take_fault(3, 0)), (Some(Fault::Source), None));
+    }
+}

@@ -1,0 +1,120 @@
+//! Packets that need a job: their payload goes into the private memory of a process, which nobody reaches while the RNIC is locked.
+//!
+//! Such a packet waits in its QP's inbox, and those that come after it wait behind it. When the job has ended, the packet is executed
+//! again, in the QP's turn, and finds there what came of the job instead of reaching the memory. So a packet takes the same way
+//! whether its memory is mapped or not, and nothing is answered or completed before the memory has the data. A job stores what
+//! waits of a message, up to 64 KiB.
+//!
+//! Requests of the peer and its answers are two directions, and so two inboxes: neither waits for the other.
+
+use unirdma_formats::QpState;
+use unirdma_formats::wire::Packet;
+use unirdma_mem::Fault;
+
+use crate::core::{Core, OP_NS, copy_ns};
+use crate::exec::Refusal;
+use crate::job::Made;
+use crate::objects::{Inbox, Qp, Run, Wire};
+use crate::slab::Handle;
+
+/// If a vRNIC has enough jobs, or no room for what jobs bring, it is tried again after this time, ns: a request that was dropped for
+/// it has to come once more.
+pub(super) const FULL_NS: u64 = 50_000;
+
+/// Which packets of a connection.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum Direction {
+    /// Requests of the peer.
+    Requests,
+    /// Its answers to our requests.
+    Answers,
+}
+
+impl Direction {
+    fn inbox(self, w: &mut Wire) -> &mut Inbox {
+        match self {
+            Direction::Requests => &mut w.resp.inbox,
+            Direction::Answers => &mut w.inbox,
+        }
+    }
+}
+
+/// What came of an attempt to let a job do what a request needs of a process's memory: the request waits, or is not executed now, or
+/// finds this fault.
+pub(super) fn later(w: &mut Wire, made: Made, packets: u32, now: u64) -> Result<Fault, Refusal> {
+    match made {
+        Made::Job(number) => {
+            w.resp.inbox.wait(number, packets);
+            Err(Refusal::Later)
+        }
+        Made::Full => {
+            w.resp.stall.rest(now, FULL_NS);
+            Err(Refusal::Full)
+        }
+        Made::Slow => Ok(Fault::DestinationMoves),
+        Made::Nothing(fault) => Ok(fault),
+    }
+}
+
+impl Core {
+    /// Executes a packet that came in, or lets it wait for a job.
+    pub(super) fn take_in(&mut self, h: Handle<Qp>, w: &mut Wire, direction: Direction, p: &Packet<'_>) {
+        let room = |core: &Core| core.objects.vnic_of_qp(h).map(|id| core.objects.room(id)).unwrap_or_default();
+        if !direction.inbox(w).is_empty() {
+            // If there is no room, it is as if the network had lost the packet.
+            if !direction.inbox(w).push(p, &room(self)) {
+                self.objects.count_dropped(h);
+            }
+            return;
+        }
+        self.execute_packet(h, w, direction, p, Run::of(p));
+        if direction.inbox(w).waits() {
+            let buffer = self.jobs.buffer();
+            direction.inbox(w).begin(p, &room(self), buffer);
+        }
+    }
+
+    fn execute_packet(&mut self, h: Handle<Qp>, w: &mut Wire, direction: Direction, p: &Packet<'_>, run: Run<'_>) {
+        match direction {
+            Direction::Requests => self.on_request(h, w, p, run),
+            Direction::Answers => self.on_response(h, w, p, run),
+        }
+        if direction.inbox(w).waits() {
+            self.objects.serve(h);
+        }
+    }
+
+    /// Executes packets of QP `h` that have waited for a job; what that takes, roughly, nanoseconds.
+    pub(crate) fn take_up(&mut self, h: Handle<Qp>, allowance: u64) -> u64 {
+        let turn = self.with_wire(h, |core, w| {
+            let mut cost = 0;
+            while cost < allowance {
+                let Some(n) =
+                    core.take_up_one(h, w, Direction::Requests).or_else(|| core.take_up_one(h, w, Direction::Answers))
+                else {
+                    break;
+                };
+                cost += OP_NS + copy_ns(n as u64);
+            }
+            cost
+        });
+        turn.unwrap_or(0)
+    }
+
+    /// Executes a packet that has waited for a job: how many bytes it has.
+    fn take_up_one(&mut self, h: Handle<Qp>, w: &mut Wire, direction: Direction) -> Option<usize> {
+        // Without a link no packets come, but those that have come are executed: an atomic perhaps was.
+        if self.objects.qps.get(h).is_none_or(|q| q.broken || q.state == QpState::Err) {
+            *direction.inbox(w) = Inbox::default();
+            return None;
+        }
+        let lent = direction.inbox(w).lend()?;
+        let (p, run) = lent.packet();
+        let n = p.payload.len();
+        self.execute_packet(h, w, direction, &p, run);
+        if let Some(buffer) = direction.inbox(w).take_back(lent) {
+            self.jobs.keep_buffer(buffer);
+        }
+        Some(n)
+    }
+}
