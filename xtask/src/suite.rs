@@ -546,6 +546,21 @@ fn own_labs(s: &mut Suite<'_>) {
         }
         Ok(())
     });
+    if lab::uid() != 0 {
+        return println!("skipped: a fallback directory of somebody else (only root can make one)");
+    }
+    s.check("a fallback directory of somebody else is refused", |_| {
+        const USER: &str = "64321";
+        let dir = format!("/tmp/unirdma-{USER}");
+        let _ = std::fs::create_dir(&dir);
+        let mut c = std::process::Command::new("setpriv");
+        c.args(["--reuid", USER, "--regid", USER, "--clear-groups"]).arg(lab::unirdma()).args(["vrnic", "ls"]);
+        let o = c.env_remove("XDG_RUNTIME_DIR").output();
+        let _ = std::fs::remove_dir(&dir);
+        let o = o.map_err(|e| e.to_string())?;
+        let text = String::from_utf8_lossy(&o.stderr).into_owned();
+        refused(&Output { code: o.status.code(), text }, "not this user's own directory")
+    });
 }
 
 /// Two hosts joined by a network: all programs, bad networks, wrong input.

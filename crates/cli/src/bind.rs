@@ -1,5 +1,6 @@
 //! `--bind SRC[:DST][:ro]`: a directory or file that a container is given.
 
+use std::os::unix::fs::MetadataExt;
 use std::path::{Component, Path, PathBuf};
 
 /// What is given, and where.
@@ -46,6 +47,20 @@ pub(crate) fn parse(text: &str) -> Result<Bind, String> {
     }
     std::fs::metadata(&bind.source).map_err(|e| format!("SRC `{}`: {e}", bind.source.display()))?;
     Ok(bind)
+}
+
+/// The working directory, if it is this user's own and lies within a directory that containers have one of their own of: there, it would
+/// vanish with the files in it that the command names.
+pub(crate) fn working_directory() -> Option<Bind> {
+    let path = std::fs::canonicalize(".").ok()?;
+    let meta = std::fs::metadata(&path).ok()?;
+    let within = |dir| path.starts_with(dir) && path != Path::new(dir);
+    let own = meta.uid() == rustix::process::geteuid().as_raw();
+    (own && ["/tmp", "/var/tmp"].into_iter().any(within)).then(|| Bind {
+        source: path.clone(),
+        target: path.clone(),
+        read_only: false,
+    })
 }
 
 #[cfg(test)]

@@ -204,6 +204,7 @@ impl Client {
     /// # Errors
     /// One line that says what to do.
     pub fn connect(dir: &Path) -> io::Result<Self> {
+        crate::check_fallback(dir)?;
         let path = dir.join(crate::ADMIN_SOCKET);
         let stream = UnixStream::connect(&path).map_err(|e| {
             let hint = match e.kind() {

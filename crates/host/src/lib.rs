@@ -87,6 +87,21 @@ pub fn default_dir() -> PathBuf {
     }
 }
 
+/// Anybody may make a directory in `/tmp`, so one that nobody has named is believed only if it is this user's own.
+pub(crate) fn check_fallback(dir: &Path) -> io::Result<()> {
+    if !dir.starts_with("/tmp") || dir != default_dir() {
+        return Ok(());
+    }
+    let own = rustix::process::geteuid().as_raw();
+    match std::fs::symlink_metadata(dir) {
+        Ok(m) if m.uid() != own || !m.is_dir() => {
+            let text = format!("{} is not this user's own directory; choose another --dir", dir.display());
+            Err(io::Error::new(io::ErrorKind::PermissionDenied, text))
+        }
+        _ => Ok(()),
+    }
+}
+
 /// The directory of a vRNIC: what its container may see.
 pub fn vrnic_dir(base: &Path, name: &str) -> PathBuf {
     base.join("vrnics").join(name)

@@ -141,7 +141,7 @@ impl Tap {
         let own = path.from.or_else(|| self.what.hosts.iter().copied().find(|h| h.is_ipv4() == host.is_ipv4()));
         let (own, host) = (Gid::from_ip(own.unwrap_or(host)), Gid::from_ip(host));
         let flow = if inward { Flow::roce(host, own) } else { Flow::roce(own, host) };
-        let dst_port = if encapsulated { VXLAN_PORT } else { flow.dst_port };
-        Flow { src_port: path.port, dst_port, traffic_class: path.class, ..flow }
+        let (src_port, dst_port) = if encapsulated { (VXLAN_PORT, VXLAN_PORT) } else { (path.port, flow.dst_port) };
+        Flow { src_port, dst_port, traffic_class: path.class, ..flow }
     }
 }

@@ -94,9 +94,9 @@ const OWN_PORT: &str = "vxlan-pktinfo 192.168.7.1 4789 192.168.7.2 1";
 
 /// Between two hosts.
 pub(super) fn between_hosts(s: &mut Suite<'_>) {
-    s.check("two hosts, VXLAN from another port than 4789 is not believed", |lab| {
-        let forge = compile(lab, "forge", &[])?;
+    s.check("two hosts, VXLAN from another port than 4789 is not believed", |_| {
         let two = TwoHosts::start(Link { name: "n", ipv6: false, mtu: 1500, args: &[] })?;
+        let forge = compile(&two.labs[1], "forge", &[])?;
         let text = attacked(&two, &forge, RANDOM_PORT)?;
         require(text.contains("nothing"), text)?;
         let o = two.labs[1].unirdma(&["status"]);
@@ -105,9 +105,9 @@ pub(super) fn between_hosts(s: &mut Suite<'_>) {
         let text = attacked(&two, &forge, OWN_PORT)?;
         require(text.contains("arrived"), format!("docs/security.md says that this arrives: {text}"))
     });
-    s.check("two hosts, --firewall: nobody else sends from the virtual layer's address to its ports", |lab| {
-        let forge = compile(lab, "forge", &[])?;
+    s.check("two hosts, --firewall: nobody else sends from the virtual layer's address to its ports", |_| {
         let mut two = TwoHosts::start(Link { name: "w", ipv6: false, mtu: 1500, args: &["--firewall"] })?;
+        let forge = compile(&two.labs[1], "forge", &[])?;
         for attack in [RANDOM_PORT, OWN_PORT] {
             let text = attacked(&two, &forge, attack)?;
             require(text.contains("nothing"), format!("{attack}: {text}"))?;

@@ -44,6 +44,12 @@ const SCRIPTS: &[(&str, &str, &str)] = &[
         "1\n1\n1\n1\n",
     ),
     (
+        "a working directory within /tmp is there, and nothing beside it",
+        "cd $(mktemp -d /tmp/unirdma-test-XXXXXX); touch /tmp/unirdma-test-$$; echo in >in\n\
+         RUN -- sh -c 'cat in; echo out >out; ls -A /tmp | grep -c unirdma-test'; cat out; rm -r $PWD /tmp/unirdma-test-$$",
+        "in\n1\nout\n",
+    ),
+    (
         "processes of the host do not show",
         "test $(RUN -- sh -c 'ls -d /proc/[0-9]* | wc -l') -le 4 && echo few",
         "few\n",
@@ -132,7 +138,10 @@ const REFUSED: &[(&str, &str)] = &[
     ("RUN -- true </", "standard input is a directory"),
     ("EXEC -- true", "vRNIC x has no container; start one with `unirdma run --vrnic x -- CMD`"),
     ("$U exec --vrnic nonesuch -- true", "there is no vRNIC nonesuch"),
-    ("mkdir -p $LAB/w; cd $LAB/w; RUN -- ./nonesuch", "does not have the working directory"),
+    (
+        "d=$(mktemp -d -p /dev/shm); cd $d; RUN -- ./nonesuch; code=$?; rmdir $d; exit $code",
+        "does not have the working directory",
+    ),
 ];
 
 fn script(lab: &Lab, text: &str) -> Output {
