@@ -145,7 +145,7 @@ fn serve(client: &mut Client, args: &RunArgs, pid: i32, mut sock: UnixStream, ne
     if step != [READY] {
         return Ok(());
     }
-    if let Some(fd) = frames {
+    if let Some(fd) = frames.first() {
         client.ask(&Request::Attach { name: args.vrnic.clone() }, Some(fd.as_fd()))?;
     }
     let first = rustix::process::Pid::from_raw(pid).ok_or(io::ErrorKind::InvalidInput)?;

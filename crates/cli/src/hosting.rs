@@ -6,7 +6,7 @@ use std::os::fd::{AsFd, FromRawFd, OwnedFd};
 use std::path::PathBuf;
 
 use clap::Args;
-use unirdma_host::{EngineConfig, HostConfig, Polling, WireConfig, firewall_rules, serve};
+use unirdma_host::{Alone, EngineConfig, HostConfig, Isolation, Polling, WireConfig, firewall_rules, serve, work};
 
 pub(crate) const EXAMPLES: &str = "Examples:
   unirdma host                                           vRNICs of this host only
@@ -94,21 +94,12 @@ pub(crate) fn termination() -> io::Result<OwnedFd> {
     }
 }
 
-/// Allows as many descriptors as the system does: each program takes about ten.
-fn raise_descriptor_limit() {
-    let mut limit = rustix::process::getrlimit(rustix::process::Resource::Nofile);
-    limit.current = limit.maximum;
-    let _ = rustix::process::setrlimit(rustix::process::Resource::Nofile, limit);
-}
-
 pub(crate) fn host(dir: PathBuf, args: &HostArgs) -> io::Result<()> {
     if let (Some("print"), Some(peers)) = (args.firewall.as_deref(), &args.peers) {
         let rules = firewall_rules(&dir, &args.address, peers)?;
         return io::stdout().write_all(rules.as_bytes());
     }
-    let filter = tracing_subscriber::EnvFilter::try_from_env("UNIRDMA_LOG").unwrap_or_else(|_| "warn".into());
-    tracing_subscriber::fmt().with_env_filter(filter).with_writer(io::stderr).init();
-    raise_descriptor_limit();
+    log_to_stderr();
     let stop = termination()?;
     let polling = match args.polling.as_str() {
         "shared" => Polling::Shared,
@@ -127,9 +118,32 @@ pub(crate) fn host(dir: PathBuf, args: &HostArgs) -> io::Result<()> {
         firewall: args.firewall.is_some(),
         faults: args.faults,
     });
-    serve(&HostConfig { dir, engine, wire }, stop.as_fd(), || {
+    serve(&HostConfig { dir, engine, wire, isolation: Isolation::Processes }, stop.as_fd(), || {
         eprintln!("unirdma: serving {shown} (pid {}); stop with Ctrl-C or SIGTERM", std::process::id());
     })
+}
+
+fn log_to_stderr() {
+    let filter = tracing_subscriber::EnvFilter::try_from_env("UNIRDMA_LOG").unwrap_or_else(|_| "warn".into());
+    tracing_subscriber::fmt().with_env_filter(filter).with_writer(io::stderr).init();
+}
+
+#[derive(Args)]
+pub(crate) struct WorkerArgs {
+    /// The group, so that lists of processes show it
+    #[arg(value_name = "GROUP")]
+    _group: String,
+}
+
+/// Serves the vRNICs of a group. Its supervisor has made the socket that is its standard input.
+pub(crate) fn worker() -> io::Result<()> {
+    log_to_stderr();
+    let door = io::stdin().as_fd().try_clone_to_owned()?;
+    let refused = |e: io::Error| io::Error::new(e.kind(), format!("a worker is started by `unirdma host` only ({e})"));
+    if !rustix::net::sockopt::socket_acceptconn(&door).map_err(io::Error::from).map_err(refused)? {
+        return Err(refused(io::ErrorKind::InvalidInput.into()));
+    }
+    work(door.into(), Alone::Waits)
 }
 
 #[cfg(test)]

@@ -52,6 +52,9 @@ enum Command {
     /// Serve vRNICs on this host until interrupted
     #[command(after_help = hosting::EXAMPLES)]
     Host(hosting::HostArgs),
+    /// Serve the vRNICs of a group: what `unirdma host` starts
+    #[command(hide = true)]
+    Worker(hosting::WorkerArgs),
     /// Make, list, show and remove vRNICs
     Vrnic {
         #[command(subcommand)]
@@ -293,6 +296,7 @@ fn main() -> ExitCode {
     let dir = std::path::absolute(&dir).unwrap_or(dir);
     let result = match cli.command {
         Command::Host(args) => hosting::host(dir, &args).map(|()| 0),
+        Command::Worker(_) => hosting::worker().map(|()| 0),
         Command::Run(args) => container::run(&dir, &args),
         Command::Exec(args) => enter::exec(&dir, &args),
         Command::Vrnic { command } => vrnic(&dir, command),

@@ -210,6 +210,7 @@ fn status(s: &StatusInfo) -> String {
         let (p50, p999, worst) = (h.p50_ns as f64 / 1e3, h.p999_ns as f64 / 1e3, h.worst_ns as f64 / 1e3);
         text += &format!("\nlock of the RNIC: held {p50:.1} us (p50), {p999:.1} us (p99.9), {worst:.1} us (worst)");
     }
+    text += &format!("\n{}", workers(s));
     if let Some(w) = &s.wire {
         let own: Vec<String> = w.addresses.iter().map(ToString::to_string).collect();
         let (p, d) = (&w.port, &w.drops);
@@ -236,6 +237,17 @@ fn status(s: &StatusInfo) -> String {
         text += &tunnel(w);
     }
     text
+}
+
+/// A table of the workers.
+fn workers(s: &StatusInfo) -> String {
+    let mut rows = vec![["WORKER", "PID", "VRNICS", "PROGRAMS", "MEMORY", "RESTARTS"].map(String::from).to_vec()];
+    rows.extend(s.workers.iter().map(|w| {
+        let pid = w.pid.map_or("none".into(), |p| p.to_string());
+        let [vrnics, programs] = [w.vrnics, w.sessions].map(|n| n.to_string());
+        vec![w.group.clone(), pid, vrnics, programs, bytes(w.memory), w.restarts.to_string()]
+    }));
+    table(&rows)
 }
 
 /// The network of the containers' interfaces between hosts, as far as there is something to say.

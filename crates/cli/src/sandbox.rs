@@ -133,7 +133,7 @@ fn set_up(sandbox: &Sandbox<'_>, sock: UnixStream, nested: bool) -> io::Result<O
         true => Some(crate::net::set_up(parse_mac(&sandbox.info.mac)?, sandbox.info.mtu, &sandbox.info.ips)?),
         false => None,
     };
-    fdpass::send(sock.as_fd(), &[READY], frames.as_ref().map(AsFd::as_fd))?;
+    fdpass::send(sock.as_fd(), &[READY], frames.as_ref().map(AsFd::as_fd).as_slice())?;
     wait_for_outside(&sock)?;
     confine::confine().map_err(context("cannot confine the command"))?;
     if sandbox.explain {

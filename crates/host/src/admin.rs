@@ -103,11 +103,31 @@ pub struct StatusInfo {
     pub dir: String,
     pub vrnics: usize,
     pub sessions: usize,
-    /// How long the lock of the RNIC was held.
+    /// How long the locks of the workers' RNICs were held; the largest of each.
     #[serde(default)]
     pub rnic_held: HoldTimes,
+    /// The workers, one for each group.
+    #[serde(default)]
+    pub workers: Vec<WorkerInfo>,
     /// The network, if it was asked for.
     pub wire: Option<WireInfo>,
+}
+
+/// The worker of a group.
+#[derive(Clone, Debug, Default, Serialize, Deserialize)]
+#[allow(missing_docs)]
+pub struct WorkerInfo {
+    pub group: String,
+    /// Its process; `None` while it is being started anew.
+    pub pid: Option<u32>,
+    pub vrnics: usize,
+    pub sessions: usize,
+    /// How often it has died and was started anew.
+    pub restarts: u64,
+    /// Its memory, without that of programs which it shares, bytes.
+    pub memory: u64,
+    /// How long the lock of its RNIC was held.
+    pub rnic_held: HoldTimes,
 }
 
 /// How other hosts are reached, and what came of it.
@@ -173,7 +193,7 @@ pub(crate) fn serve(mut stream: UnixStream, mut handle: impl FnMut(Request, Opti
             match fdpass::receive(stream.as_fd(), &mut buf) {
                 Ok((n @ 1.., came)) if line.len() + n <= MAX_LINE => {
                     line.extend_from_slice(&buf[..n]);
-                    fd = came.or(fd);
+                    fd = came.into_iter().next_back().or(fd);
                 }
                 _ => return,
             }
@@ -225,7 +245,7 @@ impl Client {
     pub fn ask(&mut self, request: &Request, fd: Option<BorrowedFd<'_>>) -> io::Result<Response> {
         let mut bytes = serde_json::to_vec(request)?;
         bytes.push(b'\n');
-        fdpass::send(self.0.get_ref().as_fd(), &bytes, fd)?;
+        fdpass::send(self.0.get_ref().as_fd(), &bytes, fd.as_slice())?;
         let mut line = String::new();
         Read::by_ref(&mut self.0).take(1 << 26).read_line(&mut line)?;
         if line.is_empty() {

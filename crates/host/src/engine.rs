@@ -25,7 +25,7 @@ use crate::seats::{self, Seats};
 use crate::tap::Sink;
 
 /// How the pollers run.
-#[derive(Clone, Debug)]
+#[derive(Clone, Debug, serde::Serialize, serde::Deserialize)]
 pub struct EngineConfig {
     /// Whether pollers share their cores with applications.
     pub polling: Polling,
@@ -45,7 +45,7 @@ impl Default for EngineConfig {
 }
 
 /// Whether pollers share their cores with applications.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, serde::Serialize, serde::Deserialize)]
 pub enum Polling {
     /// [`Polling::Shared`] on few cores, else [`Polling::Dedicated`].
     #[default]

@@ -1,30 +1,32 @@
-//! The virtual layer of one host: vRNICs by name, their sessions, the pollers, the switch of the
-//! containers' taps, and the administration socket.
+//! The virtual layer of one host: a supervisor with the administration socket, and a worker for each group with its vRNICs' sessions,
+//! pollers, and the switch of its containers' taps.
 //!
-//! Knows all layers below. One thread owns the control path (vhost-user, control queues, administration),
-//! one or more pollers execute work requests, one thread switches Ethernet frames. It must never let one
-//! vRNIC's frontend block another's.
+//! Knows all layers below. In a worker one thread owns the control path (vhost-user, control queues, the supervisor's calls), one or
+//! more pollers execute work requests, one thread switches Ethernet frames. It must never let one vRNIC's frontend block another's.
 
 pub mod admin;
-mod control;
 mod engine;
 mod faults;
 pub mod fdpass;
 mod firewall;
 mod guard;
+mod line;
 mod peers;
 mod port;
+mod protocol;
 mod seats;
+mod supervisor;
 mod switch;
 mod tap;
 mod tunnel;
 mod vrnic;
 mod wire;
+mod worker;
 
 use std::fs::File;
 use std::io;
 use std::net::IpAddr;
-use std::os::unix::fs::{DirBuilderExt, MetadataExt, PermissionsExt};
+use std::os::unix::fs::{DirBuilderExt, MetadataExt};
 use std::path::{Path, PathBuf};
 use std::time::Duration;
 
@@ -35,6 +37,7 @@ pub use port::PortCounters;
 pub use tunnel::{Disagreement, TunnelDrops, TunnelInfo};
 pub use unirdma_device::HoldTimes;
 pub use unirdma_rnic::MrNote;
+pub use worker::{Alone, work};
 pub use vrnic::{AddVrnic, Held, IpNet, LedgerInfo, MAX_BURST_US, MAX_WEIGHT, SetHeld, SetShare, VrnicInfo};
 
 /// How to run the virtual layer.
@@ -46,6 +49,18 @@ pub struct HostConfig {
     pub engine: EngineConfig,
     /// The network; `None`: no other hosts.
     pub wire: Option<WireConfig>,
+    /// What keeps groups apart.
+    pub isolation: Isolation,
+}
+
+/// What the worker of a group is.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub enum Isolation {
+    /// A process: this program, started anew with the argument `worker`, which calls [`work`].
+    #[default]
+    Processes,
+    /// A thread of this process, for programs that are not the virtual layer itself. It cannot be ended from outside.
+    Threads,
 }
 
 /// How other hosts are reached.
@@ -155,8 +170,6 @@ pub fn firewall_rules(dir: &Path, addresses: &[IpAddr], peers: &Path) -> io::Res
 /// # Errors
 /// One line that says what is wrong: the directory, the lock, the sockets.
 pub fn serve(config: &HostConfig, stop: std::os::fd::BorrowedFd<'_>, ready: impl FnOnce()) -> io::Result<()> {
-    unirdma_mem::guard::install()?;
-    control::raise_limit();
     let dir = &config.dir;
     std::fs::DirBuilder::new().recursive(true).mode(0o755).create(dir).map_err(context("cannot create", dir))?;
     let owner = std::fs::metadata(dir).map_err(context("cannot read", dir))?.uid();
@@ -165,20 +178,20 @@ pub fn serve(config: &HostConfig, stop: std::os::fd::BorrowedFd<'_>, ready: impl
         return Err(io::Error::new(io::ErrorKind::PermissionDenied, text));
     }
     let _lock = lock_dir(dir)?;
-    let vrnics = dir.join("vrnics");
-    let _ = std::fs::remove_dir_all(&vrnics);
-    std::fs::create_dir(&vrnics).map_err(context("cannot create", &vrnics))?;
-    std::fs::set_permissions(&vrnics, PermissionsExt::from_mode(0o700))?;
+    // Workers inherit it.
+    worker::raise_limit();
     firewall::remove_stale(dir);
-    let wire = config.wire.as_ref().map(|w| wire::Wire::open(w, dir)).transpose()?;
-    let (port, tunnel, wire) = wire.map_or((None, None, None), |(p, t, w)| (Some(p), Some(t), Some(w)));
-    let engine = engine::Engine::start(&config.engine, port)?;
-    let switch = switch::Switch::start(tunnel, engine.clone())?;
-    let admin = admin::listen(&dir.join(ADMIN_SOCKET))?;
-    let result = control::Control::new(dir.clone(), engine.clone(), switch, admin, wire)?.run(stop, ready);
-    engine.stop();
+    let supervisor = supervisor::Supervisor::open(config)?;
+    let admin = admin::listen(&dir.join(ADMIN_SOCKET));
+    let result = admin.and_then(|admin| {
+        ready();
+        supervisor.run(stop, &admin)
+    });
+    supervisor.end();
     let _ = std::fs::remove_file(dir.join(ADMIN_SOCKET));
-    let _ = std::fs::remove_dir_all(&vrnics);
+    for d in ["vrnics", "workers"] {
+        let _ = std::fs::remove_dir_all(dir.join(d));
+    }
     result
 }
 

@@ -28,13 +28,14 @@ struct Port {
     up: AtomicBool,
 }
 
-/// The switch; its thread runs until the process ends.
+/// The switch; its thread runs until [`Switch::stop`].
 #[derive(Clone)]
 pub struct Switch {
     ports: Arc<Mutex<HashMap<u64, Arc<Port>>>>,
     epoll: Arc<OwnedFd>,
     tunnel: Option<Arc<Tunnel>>,
     engine: Arc<Engine>,
+    stop: Arc<OwnedFd>,
 }
 
 const ETH_HEADER: usize = 14;
@@ -46,6 +47,8 @@ const BURST: usize = 64;
 const TUNNEL: u64 = 1 << 63;
 /// Token of the tunnel's timer.
 const TIMER: u64 = u64::MAX;
+/// Token of what stops the thread.
+const STOP: u64 = u64::MAX - 1;
 
 impl Switch {
     /// Starts the switch; `tunnel` leads to other hosts, `engine` takes the datagrams that come through it.
@@ -60,15 +63,18 @@ impl Switch {
         if let Some(t) = &tunnel {
             epoll::add(&epoll, t.timer(), epoll::EventData::new_u64(TIMER), epoll::EventFlags::IN)?;
         }
-        let s = Switch { ports: Arc::default(), epoll: Arc::new(epoll), tunnel: tunnel.map(Arc::new), engine };
-        // Keeps the epoll set non-empty, so that waiting on it never spins.
-        let idle = rustix::event::eventfd(0, EventfdFlags::CLOEXEC)?;
+        let stop = rustix::event::eventfd(0, EventfdFlags::CLOEXEC)?;
+        epoll::add(&epoll, &stop, epoll::EventData::new_u64(STOP), epoll::EventFlags::IN)?;
+        let (epoll, stop, tunnel) = (Arc::new(epoll), Arc::new(stop), tunnel.map(Arc::new));
+        let s = Switch { ports: Arc::default(), epoll, tunnel, engine, stop };
         let me = s.clone();
-        std::thread::Builder::new().name("switch".into()).spawn(move || {
-            let _idle = idle;
-            me.run();
-        })?;
+        std::thread::Builder::new().name("switch".into()).spawn(move || me.run())?;
         Ok(s)
+    }
+
+    /// Ends its thread.
+    pub fn stop(&self) {
+        let _ = rustix::io::write(&*self.stop, &1u64.to_ne_bytes());
     }
 
     /// Adds the interface of a vRNIC under `id`; `up`: its link.
@@ -106,6 +112,9 @@ impl Switch {
                 Err(_) => continue,
             };
             for id in ready {
+                if id == STOP {
+                    return;
+                }
                 if let (TIMER, Some(t)) = (id, &self.tunnel) {
                     t.on_timer();
                     continue;

@@ -83,6 +83,13 @@ pub struct SetHeld {
 }
 
 impl SetHeld {
+    /// What it is after `change`.
+    pub(crate) fn merge(&mut self, change: &SetHeld) {
+        self.max_descriptors = change.max_descriptors.or(self.max_descriptors);
+        self.max_mappings = change.max_mappings.or(self.max_mappings);
+        self.max_address_space = change.max_address_space.or(self.max_address_space);
+    }
+
     /// The limits in the order of [`Resource::ALL`].
     pub(crate) fn limits(&self) -> [Option<u64>; 3] {
         Resource::ALL.map(|r| match r {

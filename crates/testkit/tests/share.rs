@@ -10,14 +10,14 @@ use std::time::Duration;
 use unirdma_driver::{Way, Why};
 use unirdma_formats::WrOpcode;
 use unirdma_host::admin::Request;
-use unirdma_host::{AddVrnic, EngineConfig, HostConfig, serve, vrnic_dir, wait_ready};
+use unirdma_host::{AddVrnic, EngineConfig, HostConfig, Isolation, serve, vrnic_dir, wait_ready};
 use unirdma_testkit::{Program, connect};
 
 fn host(dir: &str) -> ! {
     use std::os::fd::AsFd;
     // Ends when its standard input does, with the test.
     let stdin = std::io::stdin();
-    let config = HostConfig { dir: dir.into(), engine: EngineConfig::default(), wire: None };
+    let config = HostConfig { dir: dir.into(), engine: EngineConfig::default(), wire: None, isolation: Isolation::Threads };
     let _ = serve(&config, stdin.as_fd(), || ());
     std::process::exit(0);
 }

@@ -12,7 +12,7 @@ use unirdma_abi as abi;
 use unirdma_device::queue_of_channel;
 use unirdma_link::Resource;
 
-use super::{Conn, Control};
+use super::{Conn, Worker};
 
 /// Keys of the channels that notify, among those of vrings.
 pub(super) const CONTROL: usize = abi::NUM_QUEUES as usize;
@@ -92,7 +92,7 @@ pub(super) fn give_back(conn: &Conn, number: u32, events: &[u8]) -> Result<(), S
     conn.device.events().give_back(index, events)
 }
 
-impl Control {
+impl Worker {
     /// A channel that was full has room again, or the process has closed its end.
     pub(super) fn on_room(&mut self, session: u64, index: u32) {
         if let Some(s) = self.sessions.get(&session) {

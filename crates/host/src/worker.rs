@@ -1,35 +1,34 @@
-//! The control thread: sockets, control queues, sessions, administration; one event loop, no blocking.
+//! A worker: the process that serves the vRNICs of one group. This is its control thread: the sockets of programs, control queues,
+//! sessions, and what the supervisor calls for; one event loop, no blocking.
 
+mod calls;
 mod channels;
 mod ledger;
-mod manage;
 
 use std::collections::{BTreeMap, HashMap};
 use std::io;
 use std::mem::MaybeUninit;
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
-use std::os::unix::fs::PermissionsExt;
 use std::os::unix::net::UnixListener;
-use std::path::PathBuf;
-use std::sync::{Arc, mpsc};
+use std::sync::Arc;
+use std::time::Duration;
 
 use rustix::event::{EventfdFlags, epoll};
 use rustix::net::SocketFlags;
 use unirdma_abi as abi;
 use unirdma_device::{Device, Identity};
-use unirdma_formats::{Gid, Mac};
+use unirdma_formats::Gid;
 use unirdma_link::{Backend, Handler, Ledger, Memory, Progress, Refusal, Resource, Ticket, Vring};
-use unirdma_rnic::{Limits, Share, VnicConfig, VnicId};
+use unirdma_rnic::{Limits, VnicConfig, VnicId};
 
-use crate::admin::{self, GroupInfo, Request, Response, StatusInfo, WireInfo};
 use crate::engine::Engine;
-use crate::firewall::Firewall;
 use crate::guard::Guard;
+use crate::line::Line;
+use crate::protocol::{Answer, Begin, Call, Hello, Kept, NewVrnic, Notice, VERSION, WorkerStatus};
 use crate::switch::Switch;
-use crate::vrnic::{self, AddVrnic, IpNet, LedgerInfo, SetHeld, SetShare, VrnicInfo};
-use crate::wire::Wire;
-use crate::{DEFAULT_GROUP, VHOST_SOCKET, vrnic_dir};
+use crate::vrnic::{self, IpNet, LedgerInfo, VrnicInfo};
 pub(crate) use ledger::raise_limit;
+
 
 /// Programs of one vRNIC that look at its configuration while it has all the sessions that it may have. The oldest look
 /// ends for a new one.
@@ -54,19 +53,17 @@ const LINGER_TURN_NS: u64 = 100_000;
 const SESSION_DESCRIPTORS: u64 = 2;
 /// How long the rest of a message may take, nanoseconds.
 const HALF_NS: u64 = 5_000_000_000;
+/// How long the supervisor may take to send a call, or to take an answer. It is believed to be quick.
+const PATIENCE: Duration = Duration::from_secs(10);
 
 struct Vrnic {
     id: VnicId,
-    group: String,
     ips: Vec<IpNet>,
-    mac: Mac,
     guard: Arc<Guard>,
     identity: Arc<Identity>,
     limits: Limits,
-    listener: (u64, UnixListener),
+    listener: (u64, OwnedFd),
     attached: Option<u64>,
-    /// The first process of each container, by the connection that told of it.
-    containers: BTreeMap<u64, OwnedFd>,
     sessions: usize,
     /// The log has it that there are too many sessions.
     full: bool,
@@ -169,86 +166,126 @@ impl Handler for Conn {
 
 #[derive(Clone)]
 enum Source {
-    Stop,
+    /// Supervisors that come.
+    Door,
+    /// The supervisor that is here.
+    Supervisor,
     Wake,
-    Admin,
     Listener(String),
     Socket(u64),
     Kick(u64, usize),
     Exit(u64),
-    Peers,
     Broken,
 }
 
-/// A request of an administration connection, or its end.
-enum Ask {
-    Request(u64, Box<Request>, Option<OwnedFd>, mpsc::Sender<Response>),
-    Closed(u64),
+/// The supervisor that is here.
+struct Above {
+    line: Line,
+    token: u64,
+    notices: Option<OwnedFd>,
 }
 
-pub(crate) struct Control {
-    dir: PathBuf,
+/// What is kept for a supervisor to come.
+struct Keepsake {
+    what: String,
+    fds: Vec<OwnedFd>,
+}
+
+/// The control thread's state.
+struct Worker {
+    group: String,
+    /// Number of the group.
+    group_id: u32,
     engine: Arc<Engine>,
     switch: Switch,
-    admin: UnixListener,
     epoll: Arc<OwnedFd>,
     wake: Arc<OwnedFd>,
-    asks: (mpsc::Sender<Ask>, mpsc::Receiver<Ask>),
+    door: UnixListener,
+    above: Option<Above>,
+    keepsakes: BTreeMap<String, Keepsake>,
     sources: HashMap<u64, Source>,
     next_token: u64,
     vrnics: BTreeMap<String, Vrnic>,
-    groups: BTreeMap<String, u32>,
-    next_group: u32,
     sessions: HashMap<u64, Session>,
     lookers: BTreeMap<u64, Looker>,
     lingering: Vec<Lingering>,
     /// Until when nobody lingers.
     crowded_until_ns: u64,
     crowded_ns: u64,
-    wire: Option<Wire>,
     /// What all vRNICs may hold.
     ledger: Ledger,
     /// Sessions that have sent a part of a message, and since when, nanoseconds.
     half: Vec<(u64, u64)>,
+    ended: bool,
 }
 
-type Answer = Result<Response, String>;
+/// What becomes of a worker whose supervisor is gone.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Alone {
+    /// It goes on, and waits for another one.
+    Waits,
+    /// It ends.
+    Ends,
+}
 
-impl Control {
-    pub(crate) fn new(
-        dir: PathBuf,
-        engine: Arc<Engine>,
-        switch: Switch,
-        admin: UnixListener,
-        wire: Option<Wire>,
-    ) -> io::Result<Self> {
-        if let Some(w) = &wire {
-            let mut rnic = engine.rnic.lock();
-            rnic.set_wire_mtu(w.mtu());
-            rnic.set_congestion_control(w.congestion_control());
-            w.addresses().first().into_iter().for_each(|&host| rnic.set_own_host(host));
-        }
-        Ok(Control {
-            dir,
+/// Serves the vRNICs of a group, which a supervisor that comes to `door` will name, until a supervisor ends it.
+///
+/// # Errors
+/// The supervisor says something else, or the system lacks something.
+pub fn work(door: UnixListener, alone: Alone) -> io::Result<()> {
+    let (socket, _) = door.accept()?;
+    let line = Line::new(socket.into())?;
+    let (Call::Hello { version: VERSION }, notices) = line.receive(PATIENCE)? else {
+        line.send(&Answer::Hello(hello(None)), &[], PATIENCE)?;
+        return Err(io::Error::new(io::ErrorKind::InvalidData, "the supervisor is of another version"));
+    };
+    line.send(&Answer::Hello(hello(None)), &[], PATIENCE)?;
+    let (Call::Begin(begin), _) = line.receive(PATIENCE)? else {
+        return Err(io::Error::new(io::ErrorKind::InvalidData, "the supervisor did not say which group this is"));
+    };
+    let worker = Worker::start(begin, door);
+    let answer = worker.as_ref().map_or_else(|e| Answer::Error(e.to_string()), |_| Answer::Done);
+    line.send(&answer, &[], PATIENCE)?;
+    worker?.run(line, notices.into_iter().next(), alone)
+}
+
+fn hello(group: Option<&str>) -> Hello {
+    Hello {
+        version: VERSION,
+        program: env!("CARGO_PKG_VERSION").into(),
+        pid: std::process::id(),
+        group: group.map(String::from),
+    }
+}
+
+impl Worker {
+    fn start(begin: Begin, door: UnixListener) -> io::Result<Self> {
+        unirdma_mem::guard::install()?;
+        let ledger = ledger::of_worker();
+        let engine = Engine::start(&begin.engine, None)?;
+        let switch = Switch::start(None, engine.clone())?;
+        door.set_nonblocking(true)?;
+        Ok(Worker {
+            group: begin.group,
+            group_id: begin.id,
             engine,
             switch,
-            admin,
             epoll: Arc::new(epoll::create(epoll::CreateFlags::CLOEXEC)?),
             wake: Arc::new(rustix::event::eventfd(0, EventfdFlags::CLOEXEC | EventfdFlags::NONBLOCK)?),
-            asks: mpsc::channel(),
+            door,
+            above: None,
+            keepsakes: BTreeMap::new(),
             sources: HashMap::new(),
             next_token: 1,
             vrnics: BTreeMap::new(),
-            groups: BTreeMap::from([(DEFAULT_GROUP.to_string(), 0)]),
-            next_group: 1,
             sessions: HashMap::new(),
             lookers: BTreeMap::new(),
             lingering: Vec::new(),
             crowded_until_ns: 0,
             crowded_ns: 0,
-            wire,
-            ledger: ledger::of_host(),
+            ledger,
             half: Vec::new(),
+            ended: false,
         })
     }
 
@@ -261,9 +298,8 @@ impl Control {
         Ok(token)
     }
 
-    /// Serves until `stop` is readable.
-    pub(crate) fn run(mut self, stop: BorrowedFd<'_>, ready: impl FnOnce()) -> io::Result<()> {
-        self.watch(stop, Source::Stop, false)?;
+    /// Serves until a supervisor ends it.
+    fn run(mut self, line: Line, notices: Option<OwnedFd>, alone: Alone) -> io::Result<()> {
         let wake = self.wake.clone();
         self.watch(wake.as_fd(), Source::Wake, true)?;
         self.engine.set_on_release(Box::new(move || {
@@ -272,16 +308,11 @@ impl Control {
         if let Some(events) = unirdma_mem::guard::events() {
             self.watch(events, Source::Broken, true)?;
         }
-        let admin = self.admin.try_clone()?;
-        self.watch(admin.as_fd(), Source::Admin, false)?;
-        if let Some(w) = self.wire.take() {
-            self.watch(w.changes(), Source::Peers, false)?;
-            self.wire = Some(w);
-            self.set_routes();
-        }
-        ready();
+        let door = self.door.try_clone()?;
+        self.watch(door.as_fd(), Source::Door, false)?;
+        self.welcome(line, notices)?;
         let mut events = [MaybeUninit::<epoll::Event>::uninit(); 64];
-        loop {
+        while !self.ended {
             let limit = self.wait_limit();
             let tokens: Vec<u64> = match epoll::wait(&self.epoll, &mut events, limit.as_ref()) {
                 Ok((ready, _)) => ready.iter().map(|e| e.data.u64()).collect(),
@@ -294,24 +325,23 @@ impl Control {
                     continue;
                 }
                 match self.sources.get(&t).cloned() {
-                    Some(Source::Stop) => return Ok(()),
-                    Some(Source::Wake) => {
-                        self.on_asks();
-                        self.on_released();
-                    }
-                    Some(Source::Admin) => self.on_admin(),
+                    Some(Source::Door) => self.on_door(),
+                    Some(Source::Supervisor) => self.on_supervisor(alone),
+                    Some(Source::Wake) => self.on_released(),
                     Some(Source::Listener(name)) => self.on_listener(&name),
                     Some(Source::Socket(id)) => self.on_socket(id),
                     Some(Source::Kick(id, vring)) => self.on_kick(id, vring),
                     Some(Source::Exit(id)) => self.close(id),
-                    Some(Source::Peers) if self.wire.as_mut().is_some_and(Wire::reload) => self.set_routes(),
                     Some(Source::Broken) => self.on_broken(),
-                    Some(Source::Peers) | None => {}
+                    None => {}
                 }
             }
             self.linger();
             self.end_half();
         }
+        self.engine.stop();
+        self.switch.stop();
+        Ok(())
     }
 
     /// How long this thread may sleep.
@@ -352,16 +382,6 @@ impl Control {
                 self.close(id);
                 self.engine.after_command();
             }
-        }
-    }
-
-    /// Tells the RNIC where peers are; after a change of the file or of the groups.
-    fn set_routes(&self) {
-        if let Some(w) = &self.wire {
-            self.engine.rnic.lock().set_routes(w.peers().routes(&self.groups));
-            self.switch.set_groups(w.peers().members(&self.groups));
-            // Somebody may have waited for an address.
-            self.engine.after_command();
         }
     }
 
@@ -629,44 +649,6 @@ impl Control {
         if let Some(v) = self.vrnics.get_mut(&s.vrnic) {
             v.sessions -= 1;
             v.full = false;
-        }
-    }
-
-    // --- administration ---
-
-    fn on_admin(&mut self) {
-        let Ok((stream, _)) = self.admin.accept() else { return };
-        let id = self.next_token;
-        self.next_token += 1;
-        let (asks, wake) = (self.asks.0.clone(), self.wake.clone());
-        let kick = move || rustix::io::write(&*wake, &1u64.to_ne_bytes()).is_ok();
-        let spawned = std::thread::Builder::new().name("admin".into()).spawn(move || {
-            admin::serve(stream, |request, fd| {
-                let (tx, rx) = mpsc::channel();
-                asks.send(Ask::Request(id, Box::new(request), fd, tx)).ok()?;
-                kick();
-                rx.recv().ok()
-            });
-            let _ = asks.send(Ask::Closed(id));
-            kick();
-        });
-        if let Err(e) = spawned {
-            tracing::warn!(error = %e, "administration connection refused");
-        }
-    }
-
-    fn on_asks(&mut self) {
-        while let Ok(ask) = self.asks.1.try_recv() {
-            match ask {
-                Ask::Request(id, request, fd, reply) => {
-                    let answer = self.answer(id, *request, fd).unwrap_or_else(Response::Error);
-                    let _ = reply.send(answer);
-                }
-                Ask::Closed(id) => {
-                    self.detach(id);
-                    self.engine.stop_capture(id);
-                }
-            }
         }
     }
 }

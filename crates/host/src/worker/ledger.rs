@@ -1,4 +1,4 @@
-//! What the vRNICs of this host may hold, by the limits of this process.
+//! What the vRNICs of a worker may hold, by the limits of its process.
 
 use rustix::process::{Resource, Rlimit, getrlimit, setrlimit};
 use unirdma_link::Ledger;
@@ -12,8 +12,8 @@ const MAP_COUNT: u64 = 65_530;
 /// Bytes of addresses for all vRNICs, of the 2^47 that a process has.
 const ADDRESSES: u64 = 96 << 40;
 
-/// The account of the host.
-pub(super) fn of_host() -> Ledger {
+/// The account of this worker.
+pub(super) fn of_worker() -> Ledger {
     let descriptors = getrlimit(Resource::Nofile).current.unwrap_or(u64::MAX);
     let mappings = std::fs::read_to_string("/proc/sys/vm/max_map_count").ok().and_then(|s| s.trim().parse().ok());
     let left = |all: u64, own: u64| all.saturating_sub(own).max(all / 2);

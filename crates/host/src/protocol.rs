@@ -1,0 +1,142 @@
+//! What supervisor and worker say to each other. The supervisor calls and the worker answers, one call at a time; what a worker has to
+//! say by itself is a notice, on a socket of its own.
+//!
+//! Both are of one version: a worker is the supervisor's own program, or, if it was left by a supervisor that died, says at first
+//! which version it has.
+
+use std::net::IpAddr;
+
+use serde::{Deserialize, Serialize};
+use unirdma_device::HoldTimes;
+use unirdma_rnic::{Limits, Share, WireDrops};
+
+use crate::engine::EngineConfig;
+use crate::port::PortCounters;
+use crate::tunnel::TunnelDrops;
+use crate::vrnic::{IpNet, SetHeld, VrnicInfo};
+
+/// Version of these messages.
+pub(crate) const VERSION: u32 = 1;
+
+/// What a worker is, from its beginning on.
+#[derive(Clone, Debug, Serialize, Deserialize)]
+pub(crate) struct Begin {
+    /// Name of its group.
+    pub group: String,
+    /// Number of its group on this host.
+    pub id: u32,
+    pub engine: EngineConfig,
+}
+
+/// A vRNIC as its worker needs to know it.
+#[derive(Clone, Debug, Serialize, Deserialize)]
+pub(crate) struct NewVrnic {
+    pub name: String,
+    pub ips: Vec<IpNet>,
+    pub limits: Limits,
+    pub share: Share,
+    pub held: SetHeld,
+    pub allow_spoof: bool,
+    /// Its link.
+    pub up: bool,
+}
+
+/// What a supervisor asks of a worker.
+#[derive(Debug, Serialize, Deserialize)]
+pub(crate) enum Call {
+    /// The first call of a connection. With the socket for notices.
+    Hello { version: u32 },
+    /// The first call of all: of which group this is the worker.
+    Begin(Begin),
+    /// With the socket that its programs connect to.
+    Add(NewVrnic),
+    Remove { name: String },
+    /// With what takes a lock or a list for each vRNIC, if `whole`.
+    Show { name: String, whole: bool },
+    List,
+    Share { name: String, share: Share },
+    AllowSpoof { name: String, on: bool },
+    Held { name: String, held: SetHeld },
+    Link { name: String, up: bool },
+    Address { name: String, ip: IpNet, add: bool },
+    /// Connects the interface that comes along; `id` names it.
+    Attach { name: String, id: u64 },
+    Detach { id: u64 },
+    /// Sends packets to the socket that comes along; `id` names the capture.
+    Capture { id: u64, vrnic: Option<String>, snap: u32 },
+    CaptureStop { id: u64 },
+    Status,
+    /// Keeps descriptors for a supervisor to come, and what this one says of them, in the place of those of the same key.
+    Keep { key: String, what: String },
+    Forget { key: String },
+    /// Gives out what it keeps, one key at a time: the first one behind `after`.
+    Kept { after: Option<String> },
+    /// Ends it.
+    End,
+}
+
+/// What a worker answers.
+#[derive(Debug, Serialize, Deserialize)]
+pub(crate) enum Answer {
+    Done,
+    Hello(Hello),
+    Vrnic(Box<VrnicInfo>),
+    Vrnics(Vec<VrnicInfo>),
+    Status(Box<WorkerStatus>),
+    /// The capture has ended; this many packets came too fast for it.
+    Captured { lost: u64 },
+    /// With its descriptors; `None`: there is no further one.
+    Kept(Option<Kept>),
+    /// One line that says what is wrong.
+    Error(String),
+}
+
+/// Who answers.
+#[derive(Debug, Serialize, Deserialize)]
+pub(crate) struct Hello {
+    pub version: u32,
+    /// Version of its program.
+    pub program: String,
+    pub pid: u32,
+    /// Its group, if it has begun.
+    pub group: Option<String>,
+}
+
+/// Something that a worker keeps.
+#[derive(Debug, Serialize, Deserialize)]
+pub(crate) struct Kept {
+    pub key: String,
+    pub what: String,
+}
+
+/// A worker in figures.
+#[derive(Clone, Debug, Default, Serialize, Deserialize)]
+pub(crate) struct WorkerStatus {
+    pub sessions: usize,
+    pub rnic_held: HoldTimes,
+    pub port: PortCounters,
+    pub drops: WireDrops,
+    pub tunnel: TunnelDrops,
+}
+
+impl WorkerStatus {
+    /// Adds what another worker has.
+    pub fn add(&mut self, other: &WorkerStatus) {
+        self.sessions += other.sessions;
+        let (all, one) = (&mut self.rnic_held, &other.rnic_held);
+        all.times += one.times;
+        all.p50_ns = all.p50_ns.max(one.p50_ns);
+        all.p999_ns = all.p999_ns.max(one.p999_ns);
+        all.worst_ns = all.worst_ns.max(one.worst_ns);
+    }
+}
+
+/// What a worker says by itself.
+#[derive(Debug, Serialize, Deserialize)]
+pub(crate) enum Notice {
+    /// It wants to hear these IP multicast groups, and no others.
+    Groups(Vec<IpAddr>),
+}
+
+/// Longest notice, bytes.
+pub(crate) const MAX_NOTICE: usize = 64 << 10;

@@ -1,0 +1,507 @@
+//! What an administrator asks for: vRNICs, groups, attachment, status.
+
+use super::*;
+use crate::admin::{GroupInfo, Request, StatusInfo, WorkerInfo};
+use crate::protocol::{Answer, Call, NewVrnic, WorkerStatus};
+use crate::vrnic::{self, AddVrnic, SetHeld, SetShare, VrnicInfo};
+use group::{Capturing, Inner, Member};
+use std::net::IpAddr;
+use unirdma_rnic::{Limits, Share};
+
+type Reply = Result<Response, String>;
+
+impl Supervisor {
+    pub(super) fn answer(self: &Arc<Self>, id: u64, request: Request, fd: Option<OwnedFd>) -> Reply {
+        match request {
+            Request::VrnicAdd(add) => self.add_vrnic(&add),
+            Request::VrnicList => Ok(Response::Vrnics(self.list())),
+            Request::VrnicShow { name } => self.show(&name, true),
+            Request::VrnicRemove { name, force } => self.remove_vrnic(&name, force),
+            Request::VrnicSet { name, share, allow_spoof, held } => self.set(&name, share, allow_spoof, held),
+            Request::VrnicLink { name, up } => {
+                self.change(&name, |group, inner| {
+                    group.call(inner, &Call::Link { name: name.clone(), up }, &[])?;
+                    member(inner, &name)?.new.up = up;
+                    Ok(())
+                })?;
+                Ok(Response::Done)
+            }
+            Request::VrnicAddress { name, ip, add: true } => self.add_address(&name, ip),
+            Request::VrnicAddress { name, ip, add: false } => self.remove_address(&name, ip),
+            Request::GroupAdd { name } => self.make_group(&name),
+            Request::GroupList => {
+                let names = self.names();
+                let count = |g: &str| names.vrnics.values().filter(|v| v.group == g).count();
+                let infos = names.groups.keys().map(|g| GroupInfo { name: g.clone(), vrnics: count(g), vni: None });
+                Ok(Response::Groups(infos.collect()))
+            }
+            Request::GroupRemove { name } => self.remove_group(&name),
+            Request::Attach { name } => self.attach(id, &name, fd),
+            Request::Container { name } => {
+                let fd = fd.ok_or("a container needs a descriptor of its first process")?;
+                self.change(&name, |group, inner| {
+                    member(inner, &name)?.containers.insert(id, fd);
+                    self.names().held.entry(id).or_default().insert(group.name.clone());
+                    Ok(())
+                })?;
+                Ok(Response::Done)
+            }
+            Request::Detach => {
+                self.detach(id);
+                Ok(Response::Done)
+            }
+            Request::Capture { vrnic, snap } => self.capture(id, vrnic, snap, fd),
+            Request::CaptureStop => {
+                let lost = self.stop_capture(id).ok_or("no capture runs on this connection")?;
+                Ok(Response::Captured { lost })
+            }
+            Request::Status => Ok(Response::Status(Box::new(self.status()))),
+        }
+    }
+
+    /// An administration connection is closed, or the container whose connection it was has ended.
+    pub(super) fn closed(&self, id: u64) {
+        self.detach(id);
+        self.stop_capture(id);
+    }
+
+    /// The group that a vRNIC is in.
+    fn group_with(&self, name: &str) -> Result<Arc<Group>, String> {
+        let names = self.names();
+        names.vrnics.get(name).and_then(|v| names.groups.get(&v.group)).cloned().ok_or_else(|| unknown(name))
+    }
+
+    /// Changes something of a vRNIC with `f`, and lets its worker keep what changed.
+    fn change(
+        &self,
+        name: &str,
+        f: impl FnOnce(&Group, &mut Inner) -> Result<(), String>,
+    ) -> Result<Arc<Group>, String> {
+        let group = self.group_with(name)?;
+        let mut inner = group.lock();
+        f(&group, &mut inner)?;
+        group.keep(&mut inner, name);
+        drop(inner);
+        Ok(group)
+    }
+
+    fn make_group(self: &Arc<Self>, name: &str) -> Reply {
+        vrnic::check_name("group", name)?;
+        let id = {
+            let mut names = self.names();
+            if names.groups.contains_key(name) {
+                return Err(format!("group {name} exists already"));
+            }
+            names.next_group += 1;
+            names.next_group - 1
+        };
+        self.add_group(name, id)?;
+        Ok(Response::Done)
+    }
+
+    fn remove_group(&self, name: &str) -> Reply {
+        if name == DEFAULT_GROUP {
+            return Err("the group `default` always exists".into());
+        }
+        let group = {
+            let mut names = self.names();
+            if let Some((v, _)) = names.vrnics.iter().find(|(_, v)| v.group == name) {
+                return Err(format!("group {name} still has the vRNIC {v}; remove its vRNICs first"));
+            }
+            names.groups.remove(name).ok_or(format!("there is no group {name}"))?
+        };
+        group.end();
+        Ok(Response::Done)
+    }
+
+    fn add_vrnic(&self, add: &AddVrnic) -> Reply {
+        vrnic::check_name("vRNIC", &add.name)?;
+        let share = add.share.apply(Share::default())?;
+        let (group, ips) = self.reserve(add)?;
+        let d = Limits::default();
+        let limits = Limits {
+            max_qp: add.max_qp.unwrap_or(d.max_qp),
+            max_cq: add.max_cq.unwrap_or(d.max_cq),
+            max_mr: add.max_mr.unwrap_or(d.max_mr),
+            max_mr_bytes: add.max_mr_bytes.unwrap_or(d.max_mr_bytes),
+            max_sessions: add.max_sessions.unwrap_or(d.max_sessions),
+            ..d
+        };
+        let name = add.name.clone();
+        let new = NewVrnic { name, ips, limits, share, held: add.held, allow_spoof: add.allow_spoof, up: true };
+        let made = self.make_vrnic(&group, new);
+        if made.is_err() {
+            self.names().vrnics.remove(&add.name);
+        }
+        made?;
+        self.show(&add.name, false)
+    }
+
+    /// Takes a name and addresses for a vRNIC to be.
+    fn reserve(&self, add: &AddVrnic) -> Result<(Arc<Group>, Vec<IpNet>), String> {
+        let mut names = self.names();
+        if names.vrnics.contains_key(&add.name) {
+            return Err(format!(
+                "vRNIC {} exists already; choose another name or remove it with `unirdma vrnic rm {}`",
+                add.name, add.name
+            ));
+        }
+        let group = add.group.as_deref().unwrap_or(DEFAULT_GROUP);
+        let Some(group) = names.groups.get(group).cloned() else {
+            let known: Vec<&str> = names.groups.keys().map(String::as_str).collect();
+            return Err(format!(
+                "there is no group {group} (there are: {}); create it with `unirdma group add {group}`",
+                known.join(", ")
+            ));
+        };
+        let ips = names.choose_ips(add, &group.name)?;
+        let mac = vrnic::mac_of(&ips, group.id);
+        let mut members = names.vrnics.iter().filter(|(_, v)| v.group == group.name);
+        if let Some((n, _)) = members.find(|(_, v)| v.mac == mac) {
+            return Err(format!("the virtual MAC {mac} of these addresses is that of vRNIC {n}; choose another --ip"));
+        }
+        names.vrnics.insert(add.name.clone(), Named { group: group.name.clone(), mac, ips: ips.clone() });
+        Ok((group, ips))
+    }
+
+    fn make_vrnic(&self, group: &Group, new: NewVrnic) -> Result<(), String> {
+        let name = new.name.clone();
+        let mut inner = group.lock();
+        if inner.removed {
+            return Err(format!("group {} is gone", group.name));
+        }
+        let listener = listen(&self.dir, &name).map_err(|e| format!("cannot serve vRNIC {name}: {e}"))?;
+        let added = group.call(&mut inner, &Call::Add(new.clone()), &[listener.as_fd()]);
+        if let Err(e) = added {
+            let _ = std::fs::remove_dir_all(vrnic_dir(&self.dir, &name));
+            return Err(e);
+        }
+        inner.members.insert(name.clone(), Member { new, listener, attached: None, containers: BTreeMap::new() });
+        group.keep(&mut inner, &name);
+        Ok(())
+    }
+
+    fn remove_vrnic(&self, name: &str, force: bool) -> Reply {
+        let group = self.group_with(name)?;
+        let mut inner = group.lock();
+        let sessions = match group.call(&mut inner, &Call::Show { name: name.into(), whole: false }, &[]) {
+            Ok(Answer::Vrnic(v)) => v.sessions,
+            // Nobody uses a vRNIC that has no worker.
+            _ => 0,
+        };
+        if !force && (sessions > 0 || member(&mut inner, name)?.attached.is_some()) {
+            return Err(format!(
+                "vRNIC {name} is in use ({sessions} sessions); end its container first, or add --force"
+            ));
+        }
+        inner.members.remove(name).ok_or_else(|| unknown(name))?;
+        // A worker that does not do it is ended, and the next one is not told of this vRNIC.
+        let _ = group.call(&mut inner, &Call::Remove { name: name.into() }, &[]);
+        let _ = group.call(&mut inner, &Call::Forget { key: name.into() }, &[]);
+        let _ = std::fs::remove_dir_all(vrnic_dir(&self.dir, name));
+        self.names().vrnics.remove(name);
+        Ok(Response::Done)
+    }
+
+    fn set(&self, name: &str, set: SetShare, allow_spoof: Option<bool>, held: SetHeld) -> Reply {
+        self.group_with(name)?;
+        if set == SetShare::default() && allow_spoof.is_none() && held == SetHeld::default() {
+            return Err("nothing to set; give --weight, --rate, --ops, --burst, --allow-spoof, --max-descriptors, --max-mappings or --max-address-space".into());
+        }
+        self.change(name, |group, inner| {
+            let share = set.apply(member(inner, name)?.new.share)?;
+            group.call(inner, &Call::Share { name: name.into(), share }, &[])?;
+            group.call(inner, &Call::Held { name: name.into(), held }, &[])?;
+            if let Some(on) = allow_spoof {
+                group.call(inner, &Call::AllowSpoof { name: name.into(), on }, &[])?;
+                member(inner, name)?.new.allow_spoof = on;
+            }
+            let new = &mut member(inner, name)?.new;
+            new.share = share;
+            new.held.merge(&held);
+            Ok(())
+        })?;
+        self.show(name, false)
+    }
+
+    fn add_address(&self, name: &str, ip: IpNet) -> Reply {
+        {
+            let mut names = self.names();
+            let group = names.vrnics.get(name).ok_or_else(|| unknown(name))?.group.clone();
+            names.check_free(&ip, &group)?;
+            names.vrnics.get_mut(name).into_iter().for_each(|v| v.ips.push(ip));
+        }
+        let changed = self.change_address(name, ip, true);
+        if changed.is_err() {
+            self.forget_address(name, ip);
+        }
+        changed?;
+        self.show(name, false)
+    }
+
+    fn remove_address(&self, name: &str, ip: IpNet) -> Reply {
+        {
+            let names = self.names();
+            let v = names.vrnics.get(name).ok_or_else(|| unknown(name))?;
+            if !v.ips.iter().any(|o| vrnic::same_address(o, &ip)) {
+                return Err(format!(
+                    "vRNIC {name} does not have the address {}; `unirdma vrnic show {name}` lists its own",
+                    ip.addr
+                ));
+            }
+            if v.ips.len() == 1 {
+                return Err(format!(
+                    "{} is the only address of vRNIC {name}; add another one first, or remove the vRNIC",
+                    ip.addr
+                ));
+            }
+        }
+        self.change_address(name, ip, false)?;
+        self.forget_address(name, ip);
+        self.show(name, false)
+    }
+
+    fn change_address(&self, name: &str, ip: IpNet, add: bool) -> Result<(), String> {
+        self.change(name, |group, inner| {
+            group.call(inner, &Call::Address { name: name.into(), ip, add }, &[])?;
+            let ips = &mut member(inner, name)?.new.ips;
+            if add {
+                ips.push(ip);
+            } else {
+                ips.retain(|o| !vrnic::same_address(o, &ip));
+            }
+            Ok(())
+        })?;
+        Ok(())
+    }
+
+    fn forget_address(&self, name: &str, ip: IpNet) {
+        if let Some(v) = self.names().vrnics.get_mut(name) {
+            v.ips.retain(|o| !vrnic::same_address(o, &ip));
+        }
+    }
+
+    fn attach(&self, id: u64, name: &str, fd: Option<OwnedFd>) -> Reply {
+        self.change(name, |group, inner| {
+            if member(inner, name)?.attached.is_some() {
+                return Err(format!(
+                    "vRNIC {name} has a container already; run the command in it with `unirdma exec --vrnic {name}`, end it, or \
+                     make another vRNIC"
+                ));
+            }
+            let fd = fd.ok_or("attach needs a descriptor")?;
+            group.call(inner, &Call::Attach { name: name.into(), id }, &[fd.as_fd()])?;
+            member(inner, name)?.attached = Some((id, fd));
+            self.names().held.entry(id).or_default().insert(group.name.clone());
+            Ok(())
+        })?;
+        Ok(Response::Done)
+    }
+
+    /// Takes out the interface that came by this connection, if one did, and its container.
+    fn detach(&self, id: u64) {
+        let groups: Vec<Arc<Group>> = {
+            let mut names = self.names();
+            let held = names.held.remove(&id).unwrap_or_default();
+            held.iter().filter_map(|g| names.groups.get(g).cloned()).collect()
+        };
+        for group in groups {
+            let mut inner = group.lock();
+            let mut changed = Vec::new();
+            for (name, m) in &mut inner.members {
+                let had = m.containers.remove(&id).is_some() | m.attached.take_if(|a| a.0 == id).is_some();
+                changed.extend(had.then(|| name.clone()));
+            }
+            let _ = group.call(&mut inner, &Call::Detach { id }, &[]);
+            changed.iter().for_each(|name| group.keep(&mut inner, name));
+        }
+    }
+
+    fn groups(&self) -> Vec<Arc<Group>> {
+        self.names().groups.values().cloned().collect()
+    }
+
+    /// Lets the worker of a vRNIC, or all of them, send what passes to the descriptor.
+    fn capture(&self, id: u64, vrnic: Option<String>, snap: u32, fd: Option<OwnedFd>) -> Reply {
+        let groups = match &vrnic {
+            Some(name) => vec![self.group_with(name)?],
+            None => self.groups(),
+        };
+        let fd = fd.ok_or("capture needs a descriptor")?;
+        {
+            let mut capturing = lock(&self.capturing);
+            if capturing.is_some() {
+                return Err("another capture runs already; end it first".into());
+            }
+            *capturing = Some(id);
+        }
+        for group in groups {
+            let mut inner = group.lock();
+            let call = Call::Capture { id, vrnic: vrnic.clone(), snap };
+            let (begun, to) = (group.call(&mut inner, &call, &[fd.as_fd()]), fd.try_clone());
+            match (begun, to) {
+                (Ok(_), Ok(to)) => _ = inner.captures.insert(id, Capturing { vrnic: vrnic.clone(), snap, to }),
+                (begun, to) => {
+                    drop(inner);
+                    self.stop_capture(id);
+                    return Err(begun.err().or(to.err().map(|e| e.to_string())).unwrap_or_default());
+                }
+            }
+        }
+        Ok(Response::Done)
+    }
+
+    /// Ends the capture of a connection, if it has one; how many packets were lost.
+    fn stop_capture(&self, id: u64) -> Option<u64> {
+        lock(&self.capturing).take_if(|c| *c == id)?;
+        let mut lost = 0;
+        for group in self.groups() {
+            let mut inner = group.lock();
+            if inner.captures.remove(&id).is_some()
+                && let Ok(Answer::Captured { lost: here }) = group.call(&mut inner, &Call::CaptureStop { id }, &[])
+            {
+                lost += here;
+            }
+        }
+        Some(lost)
+    }
+
+    /// All vRNICs. Of one whose worker does not answer only what is known here.
+    fn list(&self) -> Vec<VrnicInfo> {
+        let mut all = BTreeMap::new();
+        for group in self.groups() {
+            let mut inner = group.lock();
+            let told = match group.call(&mut inner, &Call::List, &[]) {
+                Ok(Answer::Vrnics(told)) => told,
+                _ => Vec::new(),
+            };
+            let mut told: BTreeMap<String, VrnicInfo> = told.into_iter().map(|v| (v.name.clone(), v)).collect();
+            for (name, m) in &inner.members {
+                all.insert(name.clone(), self.complete(told.remove(name).unwrap_or_default(), &group, m));
+            }
+        }
+        all.into_values().collect()
+    }
+
+    fn show(&self, name: &str, whole: bool) -> Reply {
+        let group = self.group_with(name)?;
+        let mut inner = group.lock();
+        let answer = group.call(&mut inner, &Call::Show { name: name.into(), whole }, &[])?;
+        let Answer::Vrnic(info) = answer else { return Err("the worker says something else than it was asked".into()) };
+        let m = inner.members.get(name).ok_or_else(|| unknown(name))?;
+        Ok(Response::Vrnic(Box::new(self.complete(*info, &group, m))))
+    }
+
+    /// Adds to what a worker says of a vRNIC what is known here.
+    fn complete(&self, told: VrnicInfo, group: &Group, m: &Member) -> VrnicInfo {
+        let mac = vrnic::mac_of(&m.new.ips, group.id);
+        VrnicInfo {
+            name: m.new.name.clone(),
+            group: group.name.clone(),
+            ips: m.new.ips.clone(),
+            mac: mac.to_string(),
+            guid: mac.guid().to_string(),
+            mtu: vrnic::NET_MTU,
+            dir: vrnic_dir(&self.dir, &m.new.name).display().to_string(),
+            attached: m.attached.is_some(),
+            container: m.containers.values().rev().find_map(process_of),
+            limits: m.new.limits,
+            ..told
+        }
+    }
+
+    fn status(&self) -> StatusInfo {
+        let mut workers = Vec::new();
+        let mut all = WorkerStatus::default();
+        for group in self.groups() {
+            let mut inner = group.lock();
+            let told = match group.call(&mut inner, &Call::Status, &[]) {
+                Ok(Answer::Status(told)) => *told,
+                _ => WorkerStatus::default(),
+            };
+            workers.push(WorkerInfo {
+                group: group.name.clone(),
+                pid: inner.worker.as_ref().map(|w| w.pid),
+                vrnics: inner.members.len(),
+                sessions: told.sessions,
+                restarts: inner.restarts,
+                memory: inner.worker.as_ref().map_or(0, |w| memory_of(w.pid)),
+                rnic_held: told.rnic_held,
+            });
+            all.add(&told);
+        }
+        StatusInfo {
+            pid: std::process::id(),
+            version: env!("CARGO_PKG_VERSION").into(),
+            dir: self.dir.display().to_string(),
+            vrnics: self.names().vrnics.len(),
+            sessions: all.sessions,
+            rnic_held: all.rnic_held,
+            workers,
+            wire: None,
+        }
+    }
+}
+
+impl Names {
+    fn choose_ips(&self, add: &AddVrnic, group: &str) -> Result<Vec<IpNet>, String> {
+        if add.ips.is_empty() {
+            let mut free = (0..0xfffe).map(vrnic::auto_ip).filter(|ip| self.holder(ip, group).is_none());
+            return free.next().map(|ip| vec![ip]).ok_or("no automatic address is left; give one with --ip".into());
+        }
+        for (i, ip) in add.ips.iter().enumerate() {
+            self.check_free(ip, group)?;
+            let again =
+                add.ips[..i].iter().any(|o| vrnic::same_address(o, ip) || o.addr.is_ipv4() && ip.addr.is_ipv4());
+            if again {
+                return Err(format!("{}: a vRNIC has at most one IPv4 address, and no address twice", ip.addr));
+            }
+        }
+        Ok(add.ips.clone())
+    }
+
+    /// The vRNIC of `group` that has an address.
+    fn holder(&self, ip: &IpNet, group: &str) -> Option<&str> {
+        let mut members = self.vrnics.iter().filter(|(_, v)| v.group == group);
+        members.find(|(_, v)| v.ips.iter().any(|o| vrnic::same_address(o, ip))).map(|(n, _)| n.as_str())
+    }
+
+    /// Says why a vRNIC of `group` cannot get an address.
+    fn check_free(&self, ip: &IpNet, group: &str) -> Result<(), String> {
+        if let Some(other) = self.holder(ip, group) {
+            return Err(format!(
+                "{} belongs to vRNIC {other} of group {group} already; choose another address or another group",
+                ip.addr
+            ));
+        }
+        match ip.addr {
+            IpAddr::V6(v6) if vrnic::is_link_local(v6) => {
+                Err(format!("{v6} is link-local; a vRNIC has one of those by itself"))
+            }
+            _ => Ok(()),
+        }
+    }
+}
+
+fn member<'a>(inner: &'a mut Inner, name: &str) -> Result<&'a mut Member, String> {
+    inner.members.get_mut(name).ok_or_else(|| unknown(name))
+}
+
+fn unknown(name: &str) -> String {
+    format!("there is no vRNIC {name}; `unirdma vrnic ls` lists those that exist")
+}
+
+/// Memory of a process that is its own, bytes: anonymous, and of its program.
+fn memory_of(pid: u32) -> u64 {
+    let status = std::fs::read_to_string(format!("/proc/{pid}/status")).unwrap_or_default();
+    let kib = |name: &str| status.lines().find_map(|l| l.strip_prefix(name)?.trim().strip_suffix(" kB")?.parse().ok());
+    ["RssAnon:", "RssFile:"].into_iter().filter_map(kib).fold(0, |sum, k: u64| sum.saturating_add(k.saturating_mul(1024)))
+}
+
+/// The PID of a pidfd's process, if it still runs. (A child that has ended and was not waited for yet counts as running.)
+fn process_of(pidfd: &OwnedFd) -> Option<i32> {
+    use std::os::fd::AsRawFd;
+    let info = std::fs::read_to_string(format!("/proc/self/fdinfo/{}", pidfd.as_raw_fd())).ok()?;
+    let pid = info.lines().find_map(|l| l.strip_prefix("Pid:"))?.trim().parse().ok()?;
+    (pid > 0).then_some(pid)
+}

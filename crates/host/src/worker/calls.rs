@@ -1,0 +1,289 @@
+//! What a supervisor calls for: vRNICs, interfaces, captures, figures, keepsakes.
+
+use super::*;
+
+/// An answer and the descriptors beside it.
+type Done = Result<Answer, String>;
+
+impl Worker {
+    /// A supervisor is here, in the place of the one that was.
+    pub(super) fn welcome(&mut self, line: Line, notices: Option<OwnedFd>) -> io::Result<()> {
+        self.farewell();
+        let token = self.watch(line.as_fd(), Source::Supervisor, false)?;
+        self.above = Some(Above { line, token, notices });
+        Ok(())
+    }
+
+    fn farewell(&mut self) {
+        if let Some(above) = self.above.take() {
+            let _ = epoll::delete(&self.epoll, above.line.as_fd());
+            self.sources.remove(&above.token);
+        }
+    }
+
+    /// A supervisor comes. It must say first that it is of this version.
+    pub(super) fn on_door(&mut self) {
+        let Ok((socket, _)) = self.door.accept() else { return };
+        let come = || -> io::Result<(Line, Option<OwnedFd>)> {
+            let line = Line::new(socket.into())?;
+            let (call, notices) = line.receive(PATIENCE)?;
+            line.send(&Answer::Hello(hello(Some(&self.group))), &[], PATIENCE)?;
+            match call {
+                Call::Hello { version: VERSION } => Ok((line, notices.into_iter().next())),
+                _ => Err(io::Error::new(io::ErrorKind::InvalidData, "it is of another version")),
+            }
+        };
+        if let Err(e) = come().and_then(|(line, notices)| self.welcome(line, notices)) {
+            tracing::warn!(group = self.group, error = %e, "a supervisor came and is not taken");
+        }
+    }
+
+    /// The supervisor calls, or is gone.
+    pub(super) fn on_supervisor(&mut self, alone: Alone) {
+        let Some(above) = &self.above else { return };
+        let (call, fds) = match above.line.receive(PATIENCE) {
+            Ok(got) => got,
+            Err(e) => {
+                tracing::debug!(group = self.group, error = %e, "the supervisor is gone");
+                self.farewell();
+                self.ended |= alone == Alone::Ends;
+                return;
+            }
+        };
+        let answer = self.answer(call, fds).unwrap_or_else(Answer::Error);
+        let Some(above) = &self.above else { return };
+        let fds = match &answer {
+            Answer::Kept(Some(k)) => self.keepsakes.get(&k.key).map(|k| k.fds.as_slice()).unwrap_or_default(),
+            _ => &[],
+        };
+        let fds: Vec<BorrowedFd<'_>> = fds.iter().map(AsFd::as_fd).collect();
+        if let Err(e) = above.line.send(&answer, &fds, PATIENCE) {
+            tracing::warn!(group = self.group, error = %e, "the supervisor takes no answer");
+            self.farewell();
+        }
+    }
+
+    /// Tells the supervisor something, if one is here and listens.
+    pub(super) fn notify(&self, notice: &Notice) {
+        let socket = self.above.as_ref().and_then(|a| a.notices.as_ref());
+        if let (Some(socket), Ok(bytes)) = (socket, serde_json::to_vec(notice)) {
+            let flags = rustix::net::SendFlags::DONTWAIT | rustix::net::SendFlags::NOSIGNAL;
+            let _ = rustix::net::send(socket, &bytes, flags);
+        }
+    }
+
+    fn answer(&mut self, call: Call, fds: Vec<OwnedFd>) -> Done {
+        let mut fds = fds.into_iter();
+        match call {
+            Call::Hello { .. } => Ok(Answer::Hello(hello(Some(&self.group)))),
+            Call::Begin(_) => Err(format!("this is the worker of group {} already", self.group)),
+            Call::Add(new) => self.add(new, fds.next()),
+            Call::Remove { name } => self.remove(&name),
+            Call::Show { name, whole } => {
+                let mut info = self.info(&name).ok_or_else(|| unknown(&name))?;
+                if let Some(v) = self.vrnics.get(&name).filter(|_| whole) {
+                    let rnic = self.engine.rnic.lock();
+                    (info.queue_pairs, info.listeners) = (rnic.queue_pairs(v.id), rnic.listeners(v.id));
+                    info.memory = rnic.mr_notes(v.id);
+                }
+                Ok(Answer::Vrnic(Box::new(info)))
+            }
+            Call::List => Ok(Answer::Vrnics(self.vrnics.keys().filter_map(|n| self.info(n)).collect())),
+            Call::Share { name, share } => {
+                self.engine.rnic.lock().set_share(self.vrnic(&name)?.id, share);
+                Ok(Answer::Done)
+            }
+            Call::AllowSpoof { name, on } => {
+                self.vrnic(&name)?.guard.set_allow_spoof(on);
+                Ok(Answer::Done)
+            }
+            Call::Held { name, held } => {
+                self.vrnic(&name)?.ledger.set_limits(held.limits());
+                Ok(Answer::Done)
+            }
+            Call::Link { name, up } => self.set_link(&name, up),
+            Call::Address { name, ip, add } => self.change_address(&name, ip, add),
+            Call::Attach { name, id } => self.attach(&name, id, fds.next()),
+            Call::Detach { id } => {
+                for v in self.vrnics.values_mut().filter(|v| v.attached == Some(id)) {
+                    v.attached = None;
+                    self.switch.remove(id);
+                }
+                Ok(Answer::Done)
+            }
+            Call::Capture { id, vrnic, snap } => {
+                let vnic = vrnic.map(|name| self.vrnic(&name).map(|v| v.id)).transpose()?;
+                let fd = fds.next().ok_or("a capture needs a descriptor")?;
+                self.engine.start_capture(id, fd, vnic, snap, Vec::new()).map(|()| Answer::Done)
+            }
+            Call::CaptureStop { id } => {
+                Ok(Answer::Captured { lost: self.engine.stop_capture(id).ok_or("no such capture runs")? })
+            }
+            Call::Status => Ok(Answer::Status(Box::new(WorkerStatus {
+                sessions: self.sessions.len(),
+                rnic_held: self.engine.rnic.held(),
+                port: self.engine.port_counters().unwrap_or_default(),
+                drops: self.engine.rnic.lock().wire_drops(),
+                tunnel: self.switch.tunnel_info().drops,
+            }))),
+            Call::Keep { key, what } => {
+                self.keepsakes.insert(key, Keepsake { what, fds: fds.collect() });
+                Ok(Answer::Done)
+            }
+            Call::Forget { key } => {
+                self.keepsakes.remove(&key);
+                Ok(Answer::Done)
+            }
+            Call::Kept { after } => {
+                use std::ops::Bound::{Excluded, Unbounded};
+                let from = after.as_deref().map_or(Unbounded, Excluded);
+                let next = self.keepsakes.range::<str, _>((from, Unbounded)).next();
+                Ok(Answer::Kept(next.map(|(key, k)| Kept { key: key.clone(), what: k.what.clone() })))
+            }
+            Call::End => {
+                self.ended = true;
+                Ok(Answer::Done)
+            }
+        }
+    }
+
+    fn vrnic(&self, name: &str) -> Result<&Vrnic, String> {
+        self.vrnics.get(name).ok_or_else(|| unknown(name))
+    }
+
+    fn add(&mut self, new: NewVrnic, listener: Option<OwnedFd>) -> Done {
+        let listener = listener.ok_or("a vRNIC needs the socket that its programs connect to")?;
+        if self.vrnics.contains_key(&new.name) {
+            return Err(format!("vRNIC {} exists already", new.name));
+        }
+        let mac = vrnic::mac_of(&new.ips, self.group_id);
+        let gids = vrnic::gid_table(&new.ips, mac);
+        let config = VnicConfig { group: self.group_id, gids, limits: new.limits, share: new.share };
+        let token = self.watch(listener.as_fd(), Source::Listener(new.name.clone()), false);
+        let token = token.map_err(|e| format!("cannot serve vRNIC {}: {e}", new.name))?;
+        let Some(id) = self.engine.rnic.lock().add_vnic(config) else {
+            self.sources.remove(&token);
+            return Err("too many vRNICs".into());
+        };
+        if !new.up {
+            self.engine.rnic.lock().set_link(id, false);
+        }
+        let identity = Identity {
+            vnic: id,
+            config: vrnic::device_config(mac, &new.limits),
+            name: new.name.clone(),
+            active_mtu: vrnic::PORT_MTU,
+            log: unirdma_device::LogLimit::default(),
+        };
+        let v = Vrnic {
+            id,
+            guard: Arc::new(Guard::new(mac, &new.ips, new.allow_spoof)),
+            ips: new.ips,
+            identity: Arc::new(identity),
+            limits: new.limits,
+            listener: (token, listener),
+            attached: None,
+            sessions: 0,
+            full: false,
+            ledger: self.ledger.for_vrnic(new.held.limits()),
+        };
+        self.vrnics.insert(new.name, v);
+        // Somebody may have waited for an address.
+        self.engine.after_command();
+        Ok(Answer::Done)
+    }
+
+    fn remove(&mut self, name: &str) -> Done {
+        self.vrnic(name)?;
+        let ids: Vec<u64> = self.sessions.iter().filter(|(_, s)| s.vrnic == name).map(|(&id, _)| id).collect();
+        for id in ids {
+            self.close(id);
+        }
+        let ids: Vec<u64> = self.lookers.iter().filter(|(_, l)| l.vrnic == name).map(|(&id, _)| id).collect();
+        for id in ids {
+            self.end_look(id);
+        }
+        if let Some(v) = self.vrnics.remove(name) {
+            let _ = epoll::delete(&self.epoll, &v.listener.1);
+            self.sources.remove(&v.listener.0);
+            if let Some(id) = v.attached {
+                self.switch.remove(id);
+            }
+            self.engine.rnic.lock().remove_vnic(v.id);
+        }
+        Ok(Answer::Done)
+    }
+
+    fn set_link(&mut self, name: &str, up: bool) -> Done {
+        let v = self.vrnic(name)?;
+        self.engine.rnic.lock().set_link(v.id, up);
+        if let Some(id) = v.attached {
+            self.switch.set_link(id, up);
+        }
+        self.engine.after_command();
+        Ok(Answer::Done)
+    }
+
+    /// Gives a vRNIC an address, in the first hole of its GID table, or makes a hole of one.
+    fn change_address(&mut self, name: &str, ip: IpNet, add: bool) -> Done {
+        let v = self.vrnics.get_mut(name).ok_or_else(|| unknown(name))?;
+        let gid = Gid::from_ip(ip.addr);
+        let mut gids = self.engine.rnic.lock().gids(v.id).to_vec();
+        if !add {
+            gids.iter_mut().filter(|g| **g == gid).for_each(|g| *g = Gid::default());
+            v.ips.retain(|o| !vrnic::same_address(o, &ip));
+        } else {
+            match gids.iter().position(|g| g.is_zero()) {
+                Some(hole) => gids[hole] = gid,
+                None if gids.len() < vrnic::MAX_GIDS => gids.push(gid),
+                None => return Err(format!("vRNIC {name} has {} addresses already; take one away first", gids.len())),
+            }
+            v.ips.push(ip);
+        }
+        v.guard.set_addresses(&v.ips);
+        self.engine.rnic.lock().set_gids(v.id, gids);
+        self.engine.after_command();
+        Ok(Answer::Done)
+    }
+
+    fn attach(&mut self, name: &str, id: u64, fd: Option<OwnedFd>) -> Done {
+        let group = self.group_id;
+        let v = self.vrnics.get_mut(name).ok_or_else(|| unknown(name))?;
+        let fd = fd.ok_or("attach needs a descriptor")?;
+        let up = self.engine.rnic.lock().is_up(v.id);
+        self.switch.add(id, fd, group, v.guard.clone(), up).map_err(|e| format!("cannot use that interface: {e}"))?;
+        v.attached = Some(id);
+        Ok(Answer::Done)
+    }
+
+    /// What this worker knows of a vRNIC; the supervisor knows the rest.
+    fn info(&self, name: &str) -> Option<VrnicInfo> {
+        let v = self.vrnics.get(name)?;
+        let rnic = self.engine.rnic.lock();
+        let u = rnic.usage(v.id);
+        Some(VrnicInfo {
+            name: name.into(),
+            gids: rnic.gids(v.id).iter().map(|g| g.to_string()).collect(),
+            up: rnic.is_up(v.id),
+            allow_spoof: v.guard.allows_spoof(),
+            frames_refused: v.guard.drops(),
+            sessions: u.sessions,
+            qps: u.qps,
+            cqs: u.cqs,
+            mrs_mapped: u.mrs_mapped,
+            mrs_copied: u.mrs_copied,
+            bytes_mapped: u.bytes_mapped,
+            bytes_copied: u.bytes_copied,
+            limits: v.limits,
+            held: LedgerInfo::of(&v.ledger),
+            share: rnic.share(v.id),
+            busy_ns: rnic.busy_ns(v.id),
+            counters: rnic.counters(v.id).unwrap_or_default(),
+            ..VrnicInfo::default()
+        })
+    }
+}
+
+fn unknown(name: &str) -> String {
+    format!("there is no vRNIC {name}; `unirdma vrnic ls` lists those that exist")
+}
