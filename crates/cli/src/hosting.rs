@@ -3,10 +3,13 @@
 use std::io::{self, Write};
 use std::net::IpAddr;
 use std::os::fd::{AsFd, FromRawFd, OwnedFd};
+use std::os::unix::net::UnixListener;
 use std::path::PathBuf;
 
 use clap::Args;
-use unirdma_host::{Alone, EngineConfig, HostConfig, Isolation, Polling, WireConfig, firewall_rules, serve, work};
+use unirdma_host::{
+    Alone, EngineConfig, HostConfig, Isolation, Polling, WireConfig, firewall_rules, keep, serve, work,
+};
 
 pub(crate) const EXAMPLES: &str = "Examples:
   unirdma host                                           vRNICs of this host only
@@ -135,15 +138,27 @@ pub(crate) struct WorkerArgs {
     _group: String,
 }
 
-/// Serves the vRNICs of a group. Its supervisor has made the socket that is its standard input.
-pub(crate) fn worker() -> io::Result<()> {
+/// The socket that is our standard input, where the supervisor comes.
+fn door() -> io::Result<UnixListener> {
     log_to_stderr();
+    // As other programs of ours in lists of processes, which would show `exe`.
+    let _ = rustix::thread::set_name(c"unirdma");
     let door = io::stdin().as_fd().try_clone_to_owned()?;
-    let refused = |e: io::Error| io::Error::new(e.kind(), format!("a worker is started by `unirdma host` only ({e})"));
-    if !rustix::net::sockopt::socket_acceptconn(&door).map_err(io::Error::from).map_err(refused)? {
-        return Err(refused(io::ErrorKind::InvalidInput.into()));
+    if !rustix::net::sockopt::socket_acceptconn(&door).unwrap_or(false) {
+        let text = "this is what `unirdma host` starts, and not for people";
+        return Err(io::Error::new(io::ErrorKind::InvalidInput, text));
     }
-    work(door.into(), Alone::Waits)
+    Ok(door.into())
+}
+
+/// Serves the vRNICs of a group.
+pub(crate) fn worker() -> io::Result<()> {
+    work(door()?, Alone::Waits)
+}
+
+/// Keeps what a supervisor to come must have.
+pub(crate) fn keeper() -> io::Result<()> {
+    keep(&door()?)
 }
 
 #[cfg(test)]

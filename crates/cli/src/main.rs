@@ -55,6 +55,9 @@ enum Command {
     /// Serve the vRNICs of a group: what `unirdma host` starts
     #[command(hide = true)]
     Worker(hosting::WorkerArgs),
+    /// Keep what a supervisor needs that comes after this one: what `unirdma host` starts
+    #[command(hide = true)]
+    Keeper,
     /// Make, list, show and remove vRNICs
     Vrnic {
         #[command(subcommand)]
@@ -297,6 +300,7 @@ fn main() -> ExitCode {
     let result = match cli.command {
         Command::Host(args) => hosting::host(dir, &args).map(|()| 0),
         Command::Worker(_) => hosting::worker().map(|()| 0),
+        Command::Keeper => hosting::keeper().map(|()| 0),
         Command::Run(args) => container::run(&dir, &args),
         Command::Exec(args) => enter::exec(&dir, &args),
         Command::Vrnic { command } => vrnic(&dir, command),

@@ -10,9 +10,11 @@ mod faults;
 pub mod fdpass;
 mod firewall;
 mod guard;
+mod keeper;
 mod line;
 mod peers;
 mod port;
+mod process;
 mod protocol;
 mod seats;
 mod supervisor;
@@ -33,12 +35,13 @@ use std::time::Duration;
 pub use admin::Client;
 pub use engine::{EngineConfig, Polling};
 pub use guard::FrameDrops;
+pub use keeper::keep;
 pub use port::PortCounters;
 pub use tunnel::{Disagreement, TunnelDrops, TunnelInfo};
 pub use unirdma_device::HoldTimes;
 pub use unirdma_rnic::MrNote;
-pub use worker::{Alone, work};
 pub use vrnic::{AddVrnic, Held, IpNet, LedgerInfo, MAX_BURST_US, MAX_WEIGHT, SetHeld, SetShare, VrnicInfo};
+pub use worker::{Alone, work};
 
 /// How to run the virtual layer.
 #[derive(Clone, Debug)]
@@ -188,7 +191,9 @@ pub fn serve(config: &HostConfig, stop: std::os::fd::BorrowedFd<'_>, ready: impl
         supervisor.run(stop, &admin)
     });
     supervisor.end();
-    let _ = std::fs::remove_file(dir.join(ADMIN_SOCKET));
+    for f in [ADMIN_SOCKET, keeper::SOCKET] {
+        let _ = std::fs::remove_file(dir.join(f));
+    }
     for d in ["vrnics", "workers"] {
         let _ = std::fs::remove_dir_all(dir.join(d));
     }

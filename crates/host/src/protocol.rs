@@ -45,32 +45,62 @@ pub(crate) struct NewVrnic {
 #[derive(Debug, Serialize, Deserialize)]
 pub(crate) enum Call {
     /// The first call of a connection. With the socket for notices.
-    Hello { version: u32 },
+    Hello {
+        version: u32,
+    },
     /// The first call of all: of which group this is the worker.
     Begin(Begin),
     /// With the socket that its programs connect to.
     Add(NewVrnic),
-    Remove { name: String },
+    Remove {
+        name: String,
+    },
     /// With what takes a lock or a list for each vRNIC, if `whole`.
-    Show { name: String, whole: bool },
+    Show {
+        name: String,
+        whole: bool,
+    },
     List,
-    Share { name: String, share: Share },
-    AllowSpoof { name: String, on: bool },
-    Held { name: String, held: SetHeld },
-    Link { name: String, up: bool },
-    Address { name: String, ip: IpNet, add: bool },
+    Names,
+    Share {
+        name: String,
+        share: Share,
+    },
+    AllowSpoof {
+        name: String,
+        on: bool,
+    },
+    Held {
+        name: String,
+        held: SetHeld,
+    },
+    Link {
+        name: String,
+        up: bool,
+    },
+    Address {
+        name: String,
+        ip: IpNet,
+        add: bool,
+    },
     /// Connects the interface that comes along; `id` names it.
-    Attach { name: String, id: u64 },
-    Detach { id: u64 },
+    Attach {
+        name: String,
+        id: u64,
+    },
+    Detach {
+        id: u64,
+    },
     /// Sends packets to the socket that comes along; `id` names the capture.
-    Capture { id: u64, vrnic: Option<String>, snap: u32 },
-    CaptureStop { id: u64 },
+    Capture {
+        id: u64,
+        vrnic: Option<String>,
+        snap: u32,
+    },
+    CaptureStop {
+        id: u64,
+    },
     Status,
-    /// Keeps descriptors for a supervisor to come, and what this one says of them, in the place of those of the same key.
-    Keep { key: String, what: String },
-    Forget { key: String },
-    /// Gives out what it keeps, one key at a time: the first one behind `after`.
-    Kept { after: Option<String> },
     /// Ends it.
     End,
 }
@@ -82,11 +112,12 @@ pub(crate) enum Answer {
     Hello(Hello),
     Vrnic(Box<VrnicInfo>),
     Vrnics(Vec<VrnicInfo>),
+    Names(Vec<String>),
     Status(Box<WorkerStatus>),
     /// The capture has ended; this many packets came too fast for it.
-    Captured { lost: u64 },
-    /// With its descriptors; `None`: there is no further one.
-    Kept(Option<Kept>),
+    Captured {
+        lost: u64,
+    },
     /// One line that says what is wrong.
     Error(String),
 }
@@ -100,13 +131,6 @@ pub(crate) struct Hello {
     pub pid: u32,
     /// Its group, if it has begun.
     pub group: Option<String>,
-}
-
-/// Something that a worker keeps.
-#[derive(Debug, Serialize, Deserialize)]
-pub(crate) struct Kept {
-    pub key: String,
-    pub what: String,
 }
 
 /// A worker in figures.

@@ -2,8 +2,8 @@
 //! administrators. It executes nothing for a tenant, and nothing that a worker does or leaves undone keeps it from serving others.
 //!
 //! Its thread waits for what happens; each administration connection and whatever has to wait for a worker has a thread of its own.
-//! Two locks, in this order: a group's own (`Group::lock`), which is held while its worker answers, and that of the names
-//! ([`Supervisor::names`]), which is held for moments.
+//! Locks, in this order: a group's own (`Group::lock`), which is held while its worker answers; that of the keeper; and that of the
+//! names ([`Supervisor::names`]), which is held for moments.
 
 mod group;
 mod manage;
@@ -24,14 +24,20 @@ use unirdma_formats::Mac;
 
 use crate::admin::{self, Response};
 use crate::engine::EngineConfig;
+use crate::keeper::Keeper;
 use crate::protocol::{Begin, MAX_NOTICE, Notice};
 use crate::vrnic::{IpNet, mac_of};
 use crate::{DEFAULT_GROUP, HostConfig, Isolation, vrnic_dir};
-use group::{Group, Worker};
+use group::{Group, Inner, KeptGroup, Member};
+
+/// First words of the keys of what the keeper has.
+const GROUP: &str = "group";
+const VRNIC: &str = "vrnic";
 
 /// Tokens in the epoll set. Those of a group have its number in their lower half.
 const STOP: u64 = 0;
 const ADMIN: u64 = 1;
+const KEEPER: u64 = 2;
 const DEATH: u64 = 1 << 32;
 const NOTICE: u64 = 2 << 32;
 /// The first process of a container whose administration connection was that of another supervisor.
@@ -58,6 +64,8 @@ pub(crate) struct Supervisor {
     engine: EngineConfig,
     isolation: Isolation,
     names: Mutex<Names>,
+    /// `None` while workers are threads, or there is no keeper for the moment.
+    keeper: Mutex<Option<Keeper>>,
     epoll: OwnedFd,
     /// Number of the next administration connection.
     next_connection: AtomicU64,
@@ -82,6 +90,7 @@ impl Supervisor {
                 vrnics: BTreeMap::new(),
                 held: BTreeMap::new(),
             }),
+            keeper: Mutex::default(),
             epoll: epoll::create(epoll::CreateFlags::CLOEXEC)?,
             next_connection: AtomicU64::new(1),
             capturing: Mutex::default(),
@@ -89,10 +98,22 @@ impl Supervisor {
         };
         let s = Arc::new(s);
         for d in [s.workers_dir(), s.dir.join("vrnics")] {
-            std::fs::DirBuilder::new().recursive(true).mode(0o700).create(&d).map_err(crate::context("cannot create", &d))?;
+            std::fs::DirBuilder::new()
+                .recursive(true)
+                .mode(0o700)
+                .create(&d)
+                .map_err(crate::context("cannot create", &d))?;
             std::fs::set_permissions(&d, PermissionsExt::from_mode(0o700))?;
         }
-        s.adopt_all()?;
+        if s.isolation == Isolation::Processes {
+            match Keeper::find(&s.dir) {
+                Ok(keeper) => s.adopt_all(keeper)?,
+                Err(e) if e.kind() == io::ErrorKind::Unsupported => return Err(e),
+                Err(_) => *lock(&s.keeper) = Some(Keeper::start(&s.dir)?),
+            }
+            s.watch_keeper();
+        }
+        s.remove_unserved()?;
         if !s.names().groups.contains_key(DEFAULT_GROUP) {
             s.add_group(DEFAULT_GROUP, 0).map_err(io::Error::other)?;
         }
@@ -107,63 +128,136 @@ impl Supervisor {
         lock(&self.names)
     }
 
-    /// Takes over the workers whose supervisor died, and removes what is left of those that died too.
-    fn adopt_all(self: &Arc<Self>) -> io::Result<()> {
-        for entry in std::fs::read_dir(self.workers_dir())? {
-            let door = entry?.path();
-            let name = door.file_stem().unwrap_or_default().to_string_lossy().into_owned();
-            match Group::adopt(&door, self.isolation) {
-                Ok(group) if group.name == name => self.take_over(group),
-                Ok(group) => tracing::error!("the worker at {} says that its group is {}", door.display(), group.name),
-                Err(e) if e.kind() == io::ErrorKind::Unsupported => return Err(e),
-                Err(e) => {
-                    tracing::warn!(group = name, error = %e, "a worker of another supervisor is gone");
-                    let _ = std::fs::remove_file(&door);
+    // --- what outlives a supervisor ---
+
+    /// Takes over what a supervisor that died has left.
+    fn adopt_all(self: &Arc<Self>, mut keeper: Keeper) -> io::Result<()> {
+        let (mut groups, mut members) = (Vec::new(), BTreeMap::<String, BTreeMap<String, Member>>::new());
+        for (kept, fds) in keeper.all()? {
+            match kept.key.split_once(' ') {
+                Some((GROUP, _)) => groups.push((serde_json::from_str::<KeptGroup>(&kept.what)?, fds)),
+                Some((VRNIC, key)) => {
+                    let group = key.split_once(' ').map_or(key, |(group, _)| group).to_string();
+                    if let Some(m) = Member::of_kept(serde_json::from_str(&kept.what)?, fds) {
+                        members.entry(group).or_default().insert(m.new.name.clone(), m);
+                    }
                 }
+                _ => {}
             }
         }
-        // What nobody serves.
-        let names = self.names();
-        for entry in std::fs::read_dir(self.dir.join("vrnics"))? {
-            let path = entry?.path();
-            let name = path.file_name().unwrap_or_default().to_string_lossy().into_owned();
-            if !names.vrnics.contains_key(&name) {
-                let _ = std::fs::remove_dir_all(path);
+        *lock(&self.keeper) = Some(keeper);
+        for (kept, fds) in groups {
+            let name = kept.begin.group.clone();
+            let members = members.remove(&name).unwrap_or_default();
+            match Group::adopt(kept, fds, members, self.isolation, &self.workers_dir()) {
+                Some(group) => self.take_over(group),
+                None => tracing::error!(group = name, "what the keeper has of it is not whole; it is lost"),
             }
         }
         Ok(())
     }
 
-    /// A worker's group and vRNICs are known from now on.
+    /// A group of another supervisor is known from now on.
     fn take_over(self: &Arc<Self>, group: Group) {
         let group = Arc::new(group);
-        let mut inner = group.lock();
-        let mut names = self.names();
-        if names.groups.values().any(|g| g.id == group.id) {
-            tracing::error!(group = group.name, "the worker says that it has the number of another group; it is left alone");
-            return;
-        }
-        names.next_group = names.next_group.max(group.id + 1);
-        let twice: Vec<String> = inner.members.keys().filter(|n| names.vrnics.contains_key(*n)).cloned().collect();
-        for name in twice {
-            tracing::error!(group = group.name, vrnic = name, "two workers say that they have this vRNIC");
-            inner.members.remove(&name);
-        }
-        for (name, m) in &inner.members {
-            let mac = mac_of(&m.new.ips, group.id);
-            names.vrnics.insert(name.clone(), Named { group: group.name.clone(), mac, ips: m.new.ips.clone() });
-            for (&id, first) in &m.containers {
-                names.held.entry(id).or_default().insert(group.name.clone());
-                let next = self.next_connection.load(Ordering::Relaxed).max(id + 1);
-                self.next_connection.store(next, Ordering::Relaxed);
-                self.watch(first.as_fd(), CONTAINER + id);
+        {
+            let inner = group.lock();
+            let mut names = self.names();
+            names.next_group = names.next_group.max(group.id + 1);
+            for (name, m) in &inner.members {
+                let mac = mac_of(&m.new.ips, group.id);
+                names.vrnics.insert(name.clone(), Named { group: group.name.clone(), mac, ips: m.new.ips.clone() });
+                for (&id, first) in &m.containers {
+                    names.held.entry(id).or_default().insert(group.name.clone());
+                    self.next_connection.fetch_max(id + 1, Ordering::Relaxed);
+                    self.watch_once(first.as_fd(), CONTAINER + id);
+                }
+            }
+            names.groups.insert(group.name.clone(), group.clone());
+            tracing::info!(group = group.name, vrnics = inner.members.len(), "taken over");
+            if inner.worker.is_some() {
+                self.watch_worker(&group, &inner);
+                return;
             }
         }
-        tracing::info!(group = group.name, vrnics = inner.members.len(), "took over its worker");
-        names.groups.insert(group.name.clone(), group.clone());
-        if let Some(w) = &inner.worker {
-            self.watch_worker(&group, w);
+        self.revive(group);
+    }
+
+    /// Removes the directories of vRNICs and the sockets of workers that nobody serves.
+    fn remove_unserved(&self) -> io::Result<()> {
+        let names = self.names();
+        let entries = |d: PathBuf| std::fs::read_dir(d)?.map(|e| Ok(e?.path())).collect::<io::Result<Vec<PathBuf>>>();
+        let stem = |p: &Path| p.file_stem().unwrap_or_default().to_string_lossy().into_owned();
+        for path in entries(self.dir.join("vrnics"))? {
+            let name = path.file_name().unwrap_or_default().to_string_lossy().into_owned();
+            if !names.vrnics.contains_key(&name) {
+                let _ = std::fs::remove_dir_all(path);
+            }
         }
+        for path in entries(self.workers_dir())?.iter().filter(|p| !names.groups.contains_key(&stem(p))) {
+            // A worker without a keeper: nobody has its vRNICs' sockets any more.
+            group::end_stranger(path);
+            let _ = std::fs::remove_file(path);
+        }
+        Ok(())
+    }
+
+    fn watch_keeper(&self) {
+        if let Some(k) = &*lock(&self.keeper) {
+            self.watch_once(k.pidfd(), KEEPER);
+        }
+    }
+
+    /// Lets the keeper have what is new. If that fails the keeper is about to be replaced by one that is told all.
+    fn with_keeper(&self, f: impl FnOnce(&mut Keeper) -> io::Result<()>) {
+        let mut keeper = lock(&self.keeper);
+        if let Some(Err(e)) = keeper.as_mut().map(f) {
+            tracing::error!(error = %e, "the keeper does not answer");
+        }
+    }
+
+    /// Lets the keeper have a group.
+    fn keep_group(&self, group: &Group, inner: &Inner) {
+        if let Some((kept, fds)) = group.to_keep(inner) {
+            let key = format!("{GROUP} {}", group.name);
+            self.with_keeper(|k| k.keep(&key, serde_json::to_string(&kept)?, &fds));
+        }
+    }
+
+    /// Lets the keeper have a vRNIC as it is now, or forget it.
+    fn keep_vrnic(&self, group: &Group, inner: &Inner, name: &str) {
+        let key = format!("{VRNIC} {} {name}", group.name);
+        self.with_keeper(|k| match inner.members.get(name) {
+            Some(m) => {
+                let (kept, fds) = m.to_keep();
+                k.keep(&key, serde_json::to_string(&kept)?, &fds)
+            }
+            None => k.forget(&key),
+        });
+    }
+
+    /// The keeper has died: there is another one, which is told all.
+    fn replace_keeper(&self) {
+        tracing::error!("the keeper has ended; there is another one");
+        match Keeper::start(&self.dir) {
+            Ok(k) => *lock(&self.keeper) = Some(k),
+            Err(e) => {
+                *lock(&self.keeper) = None;
+                tracing::error!(error = %e, "there is no keeper: if the supervisor dies, the workers end with its successor");
+            }
+        }
+        self.watch_keeper();
+        for group in self.groups() {
+            let inner = group.lock();
+            self.keep_group(&group, &inner);
+            inner.members.keys().for_each(|name| self.keep_vrnic(&group, &inner, name));
+        }
+    }
+
+    // --- groups ---
+
+    fn groups(&self) -> Vec<Arc<Group>> {
+        self.names().groups.values().cloned().collect()
     }
 
     /// Makes a group and starts its worker.
@@ -171,17 +265,15 @@ impl Supervisor {
         let begin = Begin { group: name.into(), id, engine: self.engine.clone() };
         let group = Group::new(begin, self.isolation, &self.workers_dir()).map_err(|e| e.to_string())?;
         let group = Arc::new(group);
-        {
-            let mut inner = group.lock();
-            if let Err(e) = group.start(&mut inner) {
-                drop(inner);
-                group.end();
-                return Err(e.to_string());
-            }
-            if let Some(w) = &inner.worker {
-                self.watch_worker(&group, w);
-            }
+        let mut inner = group.lock();
+        if let Err(e) = group.start(&mut inner) {
+            drop(inner);
+            group.end();
+            return Err(e.to_string());
         }
+        self.keep_group(&group, &inner);
+        self.watch_worker(&group, &inner);
+        drop(inner);
         self.names().groups.insert(name.into(), group);
         Ok(())
     }
@@ -192,15 +284,30 @@ impl Supervisor {
         }
     }
 
-    fn watch_worker(&self, group: &Group, worker: &Worker) {
+    /// As [`Supervisor::watch`], for what stays readable: it is told once.
+    fn watch_once(&self, fd: BorrowedFd<'_>, token: u64) {
+        let flags = epoll::EventFlags::IN | epoll::EventFlags::ONESHOT;
+        if let Err(e) = epoll::add(&self.epoll, fd, epoll::EventData::new_u64(token), flags) {
+            tracing::error!(error = %e, "cannot be watched");
+        }
+    }
+
+    fn watch_worker(&self, group: &Group, inner: &Inner) {
+        let Some(worker) = &inner.worker else { return };
         if let Some(fd) = worker.pidfd() {
-            // Once: it stays readable until the thread that starts the next worker has closed it.
-            let (data, flags) = (epoll::EventData::new_u64(DEATH + u64::from(group.id)), epoll::EventFlags::IN);
-            if let Err(e) = epoll::add(&self.epoll, fd, data, flags | epoll::EventFlags::ONESHOT) {
-                tracing::error!(group = group.name, error = %e, "its worker cannot be watched");
-            }
+            self.watch_once(fd, DEATH + u64::from(group.id));
         }
         self.watch(worker.notices(), NOTICE + u64::from(group.id));
+    }
+
+    /// Starts a group's worker anew.
+    fn revive(self: &Arc<Self>, group: Arc<Group>) {
+        self.apart("revive", move |s| {
+            group.revive(|inner| {
+                s.keep_group(&group, inner);
+                s.watch_worker(&group, inner);
+            });
+        });
     }
 
     /// Serves until `stop` becomes readable.
@@ -224,6 +331,7 @@ impl Supervisor {
                     NOTICE => self.on_notice(number),
                     CONTAINER => self.on_container_end(u64::from(number)),
                     _ if t == ADMIN => self.on_admin(admin),
+                    _ if t == KEEPER => self.apart("keeper", |s| s.replace_keeper()),
                     _ => return Ok(()),
                 }
             }
@@ -233,8 +341,10 @@ impl Supervisor {
     /// Ends all workers.
     pub fn end(&self) {
         self.stopping.store(true, Ordering::SeqCst);
-        let groups: Vec<Arc<Group>> = self.names().groups.values().cloned().collect();
-        groups.iter().for_each(|g| g.end());
+        self.groups().iter().for_each(|g| g.end());
+        if let Some(k) = lock(&self.keeper).take() {
+            k.end();
+        }
     }
 
     fn group_of(&self, id: u32) -> Option<Arc<Group>> {
@@ -251,7 +361,7 @@ impl Supervisor {
 
     fn on_death(self: &Arc<Self>, id: u32) {
         if let Some(group) = self.group_of(id) {
-            self.apart("revive", move |s| group.revive(|w| s.watch_worker(&group, w)));
+            self.revive(group);
         }
     }
 

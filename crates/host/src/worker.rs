@@ -24,11 +24,10 @@ use unirdma_rnic::{Limits, VnicConfig, VnicId};
 use crate::engine::Engine;
 use crate::guard::Guard;
 use crate::line::Line;
-use crate::protocol::{Answer, Begin, Call, Hello, Kept, NewVrnic, Notice, VERSION, WorkerStatus};
+use crate::protocol::{Answer, Begin, Call, Hello, NewVrnic, Notice, VERSION, WorkerStatus};
 use crate::switch::Switch;
 use crate::vrnic::{self, IpNet, LedgerInfo, VrnicInfo};
 pub(crate) use ledger::raise_limit;
-
 
 /// Programs of one vRNIC that look at its configuration while it has all the sessions that it may have. The oldest look
 /// ends for a new one.
@@ -185,12 +184,6 @@ struct Above {
     notices: Option<OwnedFd>,
 }
 
-/// What is kept for a supervisor to come.
-struct Keepsake {
-    what: String,
-    fds: Vec<OwnedFd>,
-}
-
 /// The control thread's state.
 struct Worker {
     group: String,
@@ -202,7 +195,6 @@ struct Worker {
     wake: Arc<OwnedFd>,
     door: UnixListener,
     above: Option<Above>,
-    keepsakes: BTreeMap<String, Keepsake>,
     sources: HashMap<u64, Source>,
     next_token: u64,
     vrnics: BTreeMap<String, Vrnic>,
@@ -274,7 +266,6 @@ impl Worker {
             wake: Arc::new(rustix::event::eventfd(0, EventfdFlags::CLOEXEC | EventfdFlags::NONBLOCK)?),
             door,
             above: None,
-            keepsakes: BTreeMap::new(),
             sources: HashMap::new(),
             next_token: 1,
             vrnics: BTreeMap::new(),

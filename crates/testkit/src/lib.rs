@@ -79,13 +79,12 @@ impl TestHost {
 
     fn start_in(dir: PathBuf, engine: EngineConfig, wire: Option<WireConfig>) -> Self {
         let stop = Arc::new(rustix::event::eventfd(0, rustix::event::EventfdFlags::CLOEXEC).expect("eventfd"));
-        let config =
-            HostConfig {
-                dir: dir.clone(),
-                engine: EngineConfig { seed: engine.seed.or(Some(7)), ..engine },
-                wire,
-                isolation: Isolation::Threads,
-            };
+        let config = HostConfig {
+            dir: dir.clone(),
+            engine: EngineConfig { seed: engine.seed.or(Some(7)), ..engine },
+            wire,
+            isolation: Isolation::Threads,
+        };
         let s = stop.clone();
         let thread = std::thread::spawn(move || serve(&config, s.as_fd(), || ()));
         wait_ready(&dir, Duration::from_secs(10)).expect("the virtual layer starts");

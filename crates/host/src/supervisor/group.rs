@@ -1,24 +1,24 @@
 //! A group as the supervisor sees it: its worker, what that worker was told, and how it is started anew.
 //!
-//! The supervisor keeps a duplicate of every descriptor that it gives to a worker. So a worker that died loses the connections of its
-//! programs and nothing else: programs that open their device meanwhile wait at the same listening socket.
+//! The supervisor has a duplicate of every descriptor that it gives to a worker. So a worker that died loses the connections of its
+//! programs and nothing else: programs that open their device meanwhile wait at the same listening socket. The keeper has another
+//! duplicate, for the supervisor that comes after this one.
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 use std::io;
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::os::unix::net::{UnixListener, UnixStream};
 use std::path::{Path, PathBuf};
-use std::process::{Child, Command, Stdio};
 use std::sync::{Mutex, MutexGuard};
 use std::time::{Duration, Instant};
 
 use rustix::net::{AddressFamily, SocketFlags, SocketType, socketpair};
-use rustix::process::{Pid, PidfdFlags, Signal, pidfd_open, pidfd_send_signal};
 use serde::{Deserialize, Serialize};
 use unirdma_device::lock;
 
 use crate::line::Line;
-use crate::protocol::{Answer, Begin, Call, Hello, Kept, NewVrnic, VERSION};
+use crate::process::{self, Child};
+use crate::protocol::{Answer, Begin, Call, NewVrnic, VERSION};
 use crate::worker::Alone;
 use crate::{Isolation, context};
 
@@ -40,17 +40,17 @@ pub(super) struct Member {
     pub containers: BTreeMap<u64, OwnedFd>,
 }
 
-/// What a worker keeps of a vRNIC for a supervisor to come: beside it come the listening socket, the interface if it has one, and the
-/// first processes of its containers.
+/// What is kept of a vRNIC. Beside it come the listening socket, the interface if it has one, and the first processes of its
+/// containers.
 #[derive(Serialize, Deserialize)]
-struct KeptMember {
+pub(super) struct KeptMember {
     new: NewVrnic,
     attached: Option<u64>,
     containers: Vec<u64>,
 }
 
 impl Member {
-    fn keepsake(&self) -> (KeptMember, Vec<BorrowedFd<'_>>) {
+    pub fn to_keep(&self) -> (KeptMember, Vec<BorrowedFd<'_>>) {
         let kept = KeptMember {
             new: self.new.clone(),
             attached: self.attached.as_ref().map(|a| a.0),
@@ -61,8 +61,7 @@ impl Member {
         (kept, fds.collect())
     }
 
-    fn of_keepsake(kept: &Kept, fds: Vec<OwnedFd>) -> Option<Member> {
-        let k: KeptMember = serde_json::from_str(&kept.what).ok()?;
+    pub fn of_kept(k: KeptMember, fds: Vec<OwnedFd>) -> Option<Member> {
         let mut fds = fds.into_iter();
         let listener = fds.next()?.into();
         let attached = match k.attached {
@@ -70,9 +69,15 @@ impl Member {
             None => None,
         };
         let containers: BTreeMap<u64, OwnedFd> = k.containers.iter().copied().zip(fds).collect();
-        let whole = containers.len() == k.containers.len() && k.new.name == kept.key;
-        whole.then_some(Member { new: k.new, listener, attached, containers })
+        (containers.len() == k.containers.len()).then_some(Member { new: k.new, listener, attached, containers })
     }
+}
+
+/// What is kept of a group. Beside it come the socket at which its worker waits for supervisors, and the worker's pidfd.
+#[derive(Serialize, Deserialize)]
+pub(super) struct KeptGroup {
+    pub begin: Begin,
+    pub pid: u32,
 }
 
 /// A capture that runs in a worker.
@@ -82,20 +87,11 @@ pub(super) struct Capturing {
     pub to: OwnedFd,
 }
 
-/// The process of a worker.
-enum Process {
-    /// A thread of this process, for tests.
-    Thread,
-    Child(Child, OwnedFd),
-    /// Started by a supervisor before this one.
-    Adopted(OwnedFd),
-}
-
 /// A worker that runs.
 pub(super) struct Worker {
     line: Line,
-    process: Process,
-    pub pid: u32,
+    /// `None`: it is a thread of this process.
+    child: Option<Child>,
     notices: OwnedFd,
     since: Instant,
     /// It did not answer as it should, and was killed.
@@ -105,10 +101,11 @@ pub(super) struct Worker {
 impl Worker {
     /// What becomes readable when it has died.
     pub fn pidfd(&self) -> Option<BorrowedFd<'_>> {
-        match &self.process {
-            Process::Thread => None,
-            Process::Child(_, fd) | Process::Adopted(fd) => Some(fd.as_fd()),
-        }
+        self.child.as_ref().map(Child::pidfd)
+    }
+
+    pub fn pid(&self) -> u32 {
+        self.child.as_ref().map_or_else(std::process::id, Child::pid)
     }
 
     pub fn notices(&self) -> BorrowedFd<'_> {
@@ -117,28 +114,39 @@ impl Worker {
 
     /// Ends it at once. What its programs had is gone with it.
     fn kill(&mut self) {
-        match &mut self.process {
-            Process::Thread => _ = self.line.send(&Call::End, &[], PATIENCE),
-            Process::Child(child, _) => _ = child.kill(),
-            Process::Adopted(fd) => _ = pidfd_send_signal(&*fd, Signal::KILL),
+        match &self.child {
+            Some(child) => child.kill(),
+            None => _ = self.ask(&Call::End, &[]),
         }
     }
 
-    /// Waits until it has ended; in words how, if that is known.
     fn wait(&mut self) -> String {
-        match &mut self.process {
-            Process::Child(child, _) => child.wait().map_or_else(|e| e.to_string(), |s| s.to_string()),
-            Process::Adopted(fd) => {
-                let _ = rustix::event::poll(&mut [rustix::event::PollFd::new(fd, rustix::event::PollFlags::IN)], None);
-                "it was started by another supervisor".into()
-            }
-            Process::Thread => "it is a thread".into(),
+        self.child.as_mut().map_or_else(|| "it was a thread".into(), Child::wait)
+    }
+
+    fn ask(&mut self, call: &Call, fds: &[BorrowedFd<'_>]) -> io::Result<Answer> {
+        self.line.send(call, fds, PATIENCE)?;
+        Ok(self.line.receive(PATIENCE)?.0)
+    }
+
+    /// As [`Worker::ask`]; an error is one of ours.
+    fn tell(&mut self, call: &Call, fds: &[BorrowedFd<'_>]) -> io::Result<Answer> {
+        match self.ask(call, fds)? {
+            Answer::Error(e) => Err(io::Error::other(e)),
+            answer => Ok(answer),
         }
     }
 
-    fn ask(&mut self, call: &Call, fds: &[BorrowedFd<'_>]) -> io::Result<(Answer, Vec<OwnedFd>)> {
-        self.line.send(call, fds, PATIENCE)?;
-        self.line.receive(PATIENCE)
+    /// The first words of a connection; the group that it has begun for.
+    fn greet(&mut self, notices: BorrowedFd<'_>) -> io::Result<Option<String>> {
+        match self.ask(&Call::Hello { version: VERSION }, &[notices])? {
+            Answer::Hello(h) if h.version == VERSION && h.program == env!("CARGO_PKG_VERSION") => Ok(h.group),
+            Answer::Hello(h) => {
+                let text = format!("it is of unirdma {}, and this is {}", h.program, env!("CARGO_PKG_VERSION"));
+                Err(io::Error::new(io::ErrorKind::Unsupported, text))
+            }
+            _ => Err(nonsense()),
+        }
     }
 }
 
@@ -161,7 +169,7 @@ pub(super) struct Group {
     pub id: u32,
     begin: Begin,
     isolation: Isolation,
-    /// Where a supervisor to come finds its worker.
+    /// Where its worker waits for supervisors.
     door: PathBuf,
     listener: UnixListener,
     inner: Mutex<Inner>,
@@ -176,7 +184,7 @@ impl Group {
         let door = workers.join(format!("{}.sock", begin.group));
         let _ = std::fs::remove_file(&door);
         let listener = UnixListener::bind(&door).map_err(context("cannot listen on", &door))?;
-        Ok(Group::with(begin, isolation, door, listener, BTreeMap::new(), None))
+        Ok(Group::with(begin, isolation, door, listener, BTreeMap::new()))
     }
 
     fn with(
@@ -185,52 +193,76 @@ impl Group {
         door: PathBuf,
         listener: UnixListener,
         members: BTreeMap<String, Member>,
-        worker: Option<Worker>,
     ) -> Group {
         let captures = BTreeMap::new();
-        let inner = Inner { worker, members, captures, restarts: 0, failures: 0, removed: false };
+        let inner = Inner { worker: None, members, captures, restarts: 0, failures: 0, removed: false };
         let (name, id) = (begin.group.clone(), begin.id);
         Group { name, id, begin, isolation, door, listener, inner: Mutex::new(inner) }
     }
 
-    /// Takes over the worker that listens at `door`, with all that it serves.
-    ///
-    /// # Errors
-    /// `ConnectionRefused`: no worker is there. Else one line that says what is wrong with it.
-    pub fn adopt(door: &Path, isolation: Isolation) -> io::Result<Group> {
-        let socket = UnixStream::connect(door)?;
-        let pid = rustix::net::sockopt::socket_peercred(&socket)?.pid;
-        let line = Line::new(socket.into())?;
-        let (notices, theirs) = notice_sockets()?;
-        line.send(&Call::Hello { version: VERSION }, &[theirs.as_fd()], PATIENCE)?;
-        let (answer, _) = line.receive::<Answer>(PATIENCE)?;
-        let Answer::Hello(hello) = answer else { return Err(nonsense()) };
-        check_version(&hello)?;
-        // The socket was made by the supervisor before this one; who accepts is the worker.
-        let pid = Pid::from_raw(hello.pid as i32).unwrap_or(pid);
-        let process = Process::Adopted(pidfd_open(pid, PidfdFlags::empty())?);
-        let number = pid.as_raw_nonzero().get() as u32;
-        let mut worker = Worker { line, process, pid: number, notices, since: Instant::now(), given_up: false };
-        let (mut members, mut group, mut after) = (BTreeMap::new(), None, None);
-        loop {
-            let (answer, mut fds) = worker.ask(&Call::Kept { after: after.clone() }, &[])?;
-            let Answer::Kept(kept) = answer else { return Err(nonsense()) };
-            let Some(kept) = kept.filter(|k| after.as_ref() < Some(&k.key)) else { break };
-            if kept.key == GROUP {
-                let begin: Begin = serde_json::from_str(&kept.what)?;
-                group = fds.pop().map(|fd| (begin, UnixListener::from(fd)));
-            } else if let Some(m) = Member::of_keepsake(&kept, fds) {
-                members.insert(kept.key.clone(), m);
+    /// A group of a supervisor that died, with its worker if that lives. Else its worker is to be started.
+    pub fn adopt(
+        kept: KeptGroup,
+        fds: Vec<OwnedFd>,
+        members: BTreeMap<String, Member>,
+        isolation: Isolation,
+        workers: &Path,
+    ) -> Option<Group> {
+        let mut fds = fds.into_iter();
+        let (listener, pidfd) = (fds.next()?.into(), fds.next()?);
+        let door = workers.join(format!("{}.sock", kept.begin.group));
+        let group = Group::with(kept.begin, isolation, door, listener, members);
+        let child = Child::of_pidfd(kept.pid, pidfd);
+        if !child.has_ended() {
+            let mut inner = group.lock();
+            match group.take_over(child, &inner.members) {
+                Ok(worker) => inner.worker = Some(worker),
+                Err(e) => {
+                    tracing::error!(group = group.name, error = %e, "its worker cannot be taken over and is ended")
+                }
             }
-            after = Some(kept.key);
         }
-        let (begin, listener) = group.filter(|(b, _)| Some(&b.group) == hello.group.as_ref()).ok_or_else(nonsense)?;
-        Ok(Group::with(begin, isolation, door.to_path_buf(), listener, members, Some(worker)))
+        Some(group)
+    }
+
+    /// Takes over a worker that lives. It serves these vRNICs afterwards and no others.
+    fn take_over(&self, child: Child, members: &BTreeMap<String, Member>) -> io::Result<Worker> {
+        let taken = || {
+            let (notices, theirs) = notice_sockets()?;
+            let line = Line::new(UnixStream::connect(&self.door)?.into())?;
+            let mut worker = Worker { line, child: None, notices, since: Instant::now(), given_up: false };
+            if worker.greet(theirs.as_fd())?.as_deref() != Some(&self.name) {
+                return Err(nonsense());
+            }
+            let Answer::Names(names) = worker.tell(&Call::Names, &[])? else { return Err(nonsense()) };
+            let names: BTreeSet<String> = names.into_iter().collect();
+            for name in names.iter().filter(|n| !members.contains_key(*n)) {
+                worker.tell(&Call::Remove { name: name.clone() }, &[])?;
+            }
+            for m in members.values().filter(|m| !names.contains(&m.new.name)) {
+                worker.introduce(m)?;
+            }
+            Ok(worker)
+        };
+        match taken() {
+            Ok(worker) => Ok(Worker { child: Some(child), ..worker }),
+            Err(e) => {
+                child.kill();
+                Err(e)
+            }
+        }
     }
 
     /// Its state. A call to the worker may take as long as [`PATIENCE`]; so who holds this holds nothing else that others wait for.
     pub fn lock(&self) -> MutexGuard<'_, Inner> {
         lock(&self.inner)
+    }
+
+    /// What is to be kept of it, and the descriptors beside that; `None` if it has no worker that is a process.
+    pub fn to_keep<'a>(&'a self, inner: &'a Inner) -> Option<(KeptGroup, [BorrowedFd<'a>; 2])> {
+        let child = inner.worker.as_ref()?.child.as_ref()?;
+        let kept = KeptGroup { begin: self.begin.clone(), pid: child.pid() };
+        Some((kept, [self.listener.as_fd(), child.pidfd()]))
     }
 
     /// Starts a worker, and tells it all that the one before it was told.
@@ -239,86 +271,48 @@ impl Group {
     /// One line: why there is none.
     pub fn start(&self, inner: &mut Inner) -> io::Result<()> {
         let mut worker = self.launch()?;
-        let told = self.tell_all(&mut worker, inner);
-        if told.is_err() {
+        if let Err(e) = worker.introduce_all(inner) {
             worker.kill();
-            worker.wait();
+            let how = worker.wait();
+            return Err(io::Error::new(
+                e.kind(),
+                format!("the worker of group {} does not start: {e} ({how})", self.name),
+            ));
         }
-        told.map(|()| inner.worker = Some(worker))
+        inner.worker = Some(worker);
+        Ok(())
     }
 
     fn launch(&self) -> io::Result<Worker> {
         let line = Line::new(UnixStream::connect(&self.door).map_err(context("cannot reach", &self.door))?.into())?;
+        let (notices, theirs) = notice_sockets()?;
         let door = self.listener.try_clone()?;
-        door.set_nonblocking(false)?;
-        let (process, pid) = match self.isolation {
+        let child = match self.isolation {
+            Isolation::Processes => Some(process::start(&["worker", &self.name], door.into())?),
             Isolation::Threads => {
-                let name = format!("worker {}", self.name);
-                std::thread::Builder::new().name(name).spawn(move || {
+                let serve = move || {
                     if let Err(e) = crate::work(door, Alone::Ends) {
                         tracing::error!("worker: {e}");
                     }
-                })?;
-                (Process::Thread, std::process::id())
-            }
-            Isolation::Processes => {
-                // Not by its path: that may be another program by now.
-                let mut c = Command::new("/proc/self/exe");
-                c.arg("worker").arg(&self.name).env_clear().current_dir("/");
-                c.envs(std::env::vars_os().filter(|(name, _)| name == "UNIRDMA_LOG" || name == "RUST_BACKTRACE"));
-                c.stdin(Stdio::from(OwnedFd::from(door))).stdout(Stdio::null());
-                // What a terminal sends to the supervisor's process group is the supervisor's.
-                std::os::unix::process::CommandExt::process_group(&mut c, 0);
-                let mut child = c.spawn().map_err(|e| io::Error::new(e.kind(), format!("cannot start a worker: {e}")))?;
-                let pidfd = Pid::from_raw(child.id() as i32)
-                    .ok_or(io::ErrorKind::NotFound.into())
-                    .and_then(|p| pidfd_open(p, PidfdFlags::empty()).map_err(io::Error::from));
-                match pidfd {
-                    Ok(fd) => {
-                        let pid = child.id();
-                        (Process::Child(child, fd), pid)
-                    }
-                    Err(e) => {
-                        let _ = child.kill();
-                        let _ = child.wait();
-                        return Err(e);
-                    }
-                }
+                };
+                std::thread::Builder::new().name(format!("worker {}", self.name)).spawn(serve)?;
+                None
             }
         };
-        let (notices, theirs) = notice_sockets()?;
-        let mut worker = Worker { line, process, pid, notices, since: Instant::now(), given_up: false };
-        let begun = worker.begin(&self.begin, theirs.as_fd());
-        if begun.is_err() {
+        let mut worker = Worker { line, child, notices, since: Instant::now(), given_up: false };
+        let mut begin = || {
+            worker.greet(theirs.as_fd())?;
+            worker.tell(&Call::Begin(self.begin.clone()), &[])
+        };
+        if let Err(e) = begin() {
             worker.kill();
             let how = worker.wait();
-            return begun.map(|()| worker).map_err(|e| {
-                io::Error::new(e.kind(), format!("the worker of group {} does not start: {e} ({how})", self.name))
-            });
+            return Err(io::Error::new(
+                e.kind(),
+                format!("the worker of group {} does not start: {e} ({how})", self.name),
+            ));
         }
         Ok(worker)
-    }
-
-    /// Tells a worker of everything that this group has.
-    fn tell_all(&self, worker: &mut Worker, inner: &Inner) -> io::Result<()> {
-        let mut tell = |call: &Call, fds: &[BorrowedFd<'_>]| match worker.ask(call, fds)?.0 {
-            Answer::Error(e) => Err(io::Error::other(e)),
-            _ => Ok(()),
-        };
-        let begin = serde_json::to_string(&self.begin)?;
-        tell(&Call::Keep { key: GROUP.into(), what: begin }, &[self.listener.as_fd()])?;
-        for m in inner.members.values() {
-            tell(&Call::Add(m.new.clone()), &[m.listener.as_fd()])?;
-            if let Some((id, tap)) = &m.attached {
-                tell(&Call::Attach { name: m.new.name.clone(), id: *id }, &[tap.as_fd()])?;
-            }
-            let (call, fds) = keep(m)?;
-            tell(&call, &fds)?;
-        }
-        for (&id, c) in &inner.captures {
-            tell(&Call::Capture { id, vrnic: c.vrnic.clone(), snap: c.snap }, &[c.to.as_fd()])?;
-        }
-        Ok(())
     }
 
     /// Calls its worker.
@@ -329,62 +323,50 @@ impl Group {
         let gone = || format!("the worker of group {} has ended and is being started anew; try again", self.name);
         let worker = inner.worker.as_mut().filter(|w| !w.given_up).ok_or_else(gone)?;
         match worker.ask(call, fds) {
-            Ok((Answer::Error(e), _)) => Err(e),
-            Ok((answer, _)) => Ok(answer),
+            Ok(Answer::Error(e)) => Err(e),
+            Ok(answer) => Ok(answer),
             Err(e) => {
                 worker.given_up = true;
                 worker.kill();
-                if e.kind() == io::ErrorKind::UnexpectedEof {
+                if matches!(
+                    e.kind(),
+                    io::ErrorKind::UnexpectedEof | io::ErrorKind::BrokenPipe | io::ErrorKind::ConnectionReset
+                ) {
                     return Err(gone());
                 }
-                tracing::error!(group = self.name, pid = worker.pid, error = %e, "the worker does not answer and is ended");
+                tracing::error!(group = self.name, pid = worker.pid(), error = %e, "the worker does not answer and is ended");
                 Err(format!("the worker of group {} does not answer ({e}) and is started anew", self.name))
             }
         }
     }
 
-    /// Lets the worker keep what a supervisor to come must know of a vRNIC. If that fails, the worker is ended anyway.
-    pub fn keep(&self, inner: &mut Inner, name: &str) {
-        let Some(m) = inner.members.remove(name) else { return };
-        if let Ok((call, fds)) = keep(&m) {
-            let _ = self.call(inner, &call, &fds);
-        }
-        inner.members.insert(name.into(), m);
-    }
-
-    /// Starts the worker anew after it has died, as often as it takes; `watch` is called with each that was started.
-    pub fn revive(&self, watch: impl Fn(&Worker)) {
-        loop {
-            let mut inner = self.lock();
-            let Some(mut worker) = inner.worker.take() else { return };
+    /// Starts the worker anew after it has died, as often as it takes. `begun` is called with the state that has a worker again.
+    pub fn revive(&self, begun: impl FnOnce(&Inner)) {
+        let mut inner = self.lock();
+        if let Some(mut worker) = inner.worker.take() {
             let how = worker.wait();
             if inner.removed {
                 return;
             }
-            tracing::error!(group = self.name, pid = worker.pid, how, "the worker has ended; it is started anew");
+            tracing::error!(group = self.name, pid = worker.pid(), how, "the worker has ended; it is started anew");
             inner.failures = if worker.since.elapsed() > STEADY { 0 } else { inner.failures + 1 };
             inner.restarts += 1;
-            drop(worker);
-            while let Err(e) = {
-                if inner.failures > 1 {
-                    let pause = (FIRST_PAUSE * (1 << inner.failures.min(16))).min(LAST_PAUSE);
-                    drop(inner);
-                    std::thread::sleep(pause);
-                    inner = self.lock();
-                    if inner.removed {
-                        return;
-                    }
-                }
-                self.start(&mut inner)
-            } {
-                tracing::error!(group = self.name, error = %e, "no worker");
-                inner.failures += 1;
+        }
+        loop {
+            if inner.failures > 1 {
+                let pause = (FIRST_PAUSE * (1 << inner.failures.min(16))).min(LAST_PAUSE);
+                drop(inner);
+                std::thread::sleep(pause);
+                inner = self.lock();
             }
-            match &inner.worker {
-                Some(w) => watch(w),
-                None => return,
+            if inner.removed || inner.worker.is_some() {
+                return;
             }
-            return;
+            match self.start(&mut inner) {
+                Ok(()) => return begun(&inner),
+                Err(e) => tracing::error!(group = self.name, error = %e, "there is no worker"),
+            }
+            inner.failures += 1;
         }
     }
 
@@ -402,44 +384,40 @@ impl Group {
 }
 
 impl Worker {
-    /// Says to a process that has just started whose worker it is.
-    fn begin(&mut self, begin: &Begin, notices: BorrowedFd<'_>) -> io::Result<()> {
-        match self.ask(&Call::Hello { version: VERSION }, &[notices])?.0 {
-            Answer::Hello(hello) => check_version(&hello)?,
-            _ => return Err(nonsense()),
+    /// Tells it of everything that its group has.
+    fn introduce_all(&mut self, inner: &Inner) -> io::Result<()> {
+        for m in inner.members.values() {
+            self.introduce(m)?;
         }
-        match self.ask(&Call::Begin(begin.clone()), &[])?.0 {
-            Answer::Done => Ok(()),
-            Answer::Error(e) => Err(io::Error::other(e)),
-            _ => Err(nonsense()),
+        for (&id, c) in &inner.captures {
+            self.tell(&Call::Capture { id, vrnic: c.vrnic.clone(), snap: c.snap }, &[c.to.as_fd()])?;
         }
+        Ok(())
+    }
+
+    /// Tells it of a vRNIC.
+    fn introduce(&mut self, m: &Member) -> io::Result<()> {
+        self.tell(&Call::Add(m.new.clone()), &[m.listener.as_fd()])?;
+        if let Some((id, tap)) = &m.attached {
+            self.tell(&Call::Attach { name: m.new.name.clone(), id: *id }, &[tap.as_fd()])?;
+        }
+        Ok(())
     }
 }
 
-/// Key of what a worker keeps of the group itself. No vRNIC has such a name.
-const GROUP: &str = "/group";
-
-fn keep(m: &Member) -> io::Result<(Call, Vec<BorrowedFd<'_>>)> {
-    let (kept, fds) = m.keepsake();
-    Ok((Call::Keep { key: m.new.name.clone(), what: serde_json::to_string(&kept)? }, fds))
+/// Ends a worker that is not known, if one waits at this socket.
+pub(super) fn end_stranger(door: &Path) {
+    let end = || -> io::Result<()> {
+        let line = Line::new(UnixStream::connect(door)?.into())?;
+        line.send(&Call::Hello { version: VERSION }, &[], PATIENCE)?;
+        line.receive::<Answer>(PATIENCE)?;
+        line.send(&Call::End, &[], PATIENCE)
+    };
+    let _ = end();
 }
 
 fn nonsense() -> io::Error {
     io::Error::new(io::ErrorKind::InvalidData, "the worker says something else than it was asked")
-}
-
-fn check_version(hello: &Hello) -> io::Result<()> {
-    if hello.version == VERSION && hello.program == env!("CARGO_PKG_VERSION") {
-        return Ok(());
-    }
-    let group = hello.group.as_deref().unwrap_or("a group");
-    let text = format!(
-        "the worker of {group} (pid {}) is of unirdma {}, and this is {}; serve with that version, or end its workers first",
-        hello.pid,
-        hello.program,
-        env!("CARGO_PKG_VERSION")
-    );
-    Err(io::Error::new(io::ErrorKind::Unsupported, text))
 }
 
 /// Our end of a socket for notices, which does not block, and the worker's.

@@ -4,7 +4,7 @@ use super::*;
 use crate::admin::{GroupInfo, Request, StatusInfo, WorkerInfo};
 use crate::protocol::{Answer, Call, NewVrnic, WorkerStatus};
 use crate::vrnic::{self, AddVrnic, SetHeld, SetShare, VrnicInfo};
-use group::{Capturing, Inner, Member};
+use group::{Capturing, Worker};
 use std::net::IpAddr;
 use unirdma_rnic::{Limits, Share};
 
@@ -71,7 +71,7 @@ impl Supervisor {
         names.vrnics.get(name).and_then(|v| names.groups.get(&v.group)).cloned().ok_or_else(|| unknown(name))
     }
 
-    /// Changes something of a vRNIC with `f`, and lets its worker keep what changed.
+    /// Changes something of a vRNIC with `f`, and lets the keeper have what changed.
     fn change(
         &self,
         name: &str,
@@ -80,7 +80,7 @@ impl Supervisor {
         let group = self.group_with(name)?;
         let mut inner = group.lock();
         f(&group, &mut inner)?;
-        group.keep(&mut inner, name);
+        self.keep_vrnic(&group, &inner, name);
         drop(inner);
         Ok(group)
     }
@@ -111,6 +111,8 @@ impl Supervisor {
             names.groups.remove(name).ok_or(format!("there is no group {name}"))?
         };
         group.end();
+        let key = format!("{GROUP} {name}");
+        self.with_keeper(|k| k.forget(&key));
         Ok(Response::Done)
     }
 
@@ -177,7 +179,7 @@ impl Supervisor {
             return Err(e);
         }
         inner.members.insert(name.clone(), Member { new, listener, attached: None, containers: BTreeMap::new() });
-        group.keep(&mut inner, &name);
+        self.keep_vrnic(group, &inner, &name);
         Ok(())
     }
 
@@ -197,7 +199,7 @@ impl Supervisor {
         inner.members.remove(name).ok_or_else(|| unknown(name))?;
         // A worker that does not do it is ended, and the next one is not told of this vRNIC.
         let _ = group.call(&mut inner, &Call::Remove { name: name.into() }, &[]);
-        let _ = group.call(&mut inner, &Call::Forget { key: name.into() }, &[]);
+        self.keep_vrnic(&group, &inner, name);
         let _ = std::fs::remove_dir_all(vrnic_dir(&self.dir, name));
         self.names().vrnics.remove(name);
         Ok(Response::Done)
@@ -313,12 +315,8 @@ impl Supervisor {
                 changed.extend(had.then(|| name.clone()));
             }
             let _ = group.call(&mut inner, &Call::Detach { id }, &[]);
-            changed.iter().for_each(|name| group.keep(&mut inner, name));
+            changed.iter().for_each(|name| self.keep_vrnic(&group, &inner, name));
         }
-    }
-
-    fn groups(&self) -> Vec<Arc<Group>> {
-        self.names().groups.values().cloned().collect()
     }
 
     /// Lets the worker of a vRNIC, or all of them, send what passes to the descriptor.
@@ -421,11 +419,11 @@ impl Supervisor {
             };
             workers.push(WorkerInfo {
                 group: group.name.clone(),
-                pid: inner.worker.as_ref().map(|w| w.pid),
+                pid: inner.worker.as_ref().map(Worker::pid),
                 vrnics: inner.members.len(),
                 sessions: told.sessions,
                 restarts: inner.restarts,
-                memory: inner.worker.as_ref().map_or(0, |w| memory_of(w.pid)),
+                memory: inner.worker.as_ref().map_or(0, |w| memory_of(w.pid())),
                 rnic_held: told.rnic_held,
             });
             all.add(&told);
@@ -495,7 +493,10 @@ fn unknown(name: &str) -> String {
 fn memory_of(pid: u32) -> u64 {
     let status = std::fs::read_to_string(format!("/proc/{pid}/status")).unwrap_or_default();
     let kib = |name: &str| status.lines().find_map(|l| l.strip_prefix(name)?.trim().strip_suffix(" kB")?.parse().ok());
-    ["RssAnon:", "RssFile:"].into_iter().filter_map(kib).fold(0, |sum, k: u64| sum.saturating_add(k.saturating_mul(1024)))
+    ["RssAnon:", "RssFile:"]
+        .into_iter()
+        .filter_map(kib)
+        .fold(0, |sum, k: u64| sum.saturating_add(k.saturating_mul(1024)))
 }
 
 /// The PID of a pidfd's process, if it still runs. (A child that has ended and was not waited for yet counts as running.)

@@ -1,8 +1,7 @@
-//! What a supervisor calls for: vRNICs, interfaces, captures, figures, keepsakes.
+//! What a supervisor calls for: vRNICs, interfaces, captures, figures.
 
 use super::*;
 
-/// An answer and the descriptors beside it.
 type Done = Result<Answer, String>;
 
 impl Worker {
@@ -52,12 +51,7 @@ impl Worker {
         };
         let answer = self.answer(call, fds).unwrap_or_else(Answer::Error);
         let Some(above) = &self.above else { return };
-        let fds = match &answer {
-            Answer::Kept(Some(k)) => self.keepsakes.get(&k.key).map(|k| k.fds.as_slice()).unwrap_or_default(),
-            _ => &[],
-        };
-        let fds: Vec<BorrowedFd<'_>> = fds.iter().map(AsFd::as_fd).collect();
-        if let Err(e) = above.line.send(&answer, &fds, PATIENCE) {
+        if let Err(e) = above.line.send(&answer, &[], PATIENCE) {
             tracing::warn!(group = self.group, error = %e, "the supervisor takes no answer");
             self.farewell();
         }
@@ -88,6 +82,7 @@ impl Worker {
                 }
                 Ok(Answer::Vrnic(Box::new(info)))
             }
+            Call::Names => Ok(Answer::Names(self.vrnics.keys().cloned().collect())),
             Call::List => Ok(Answer::Vrnics(self.vrnics.keys().filter_map(|n| self.info(n)).collect())),
             Call::Share { name, share } => {
                 self.engine.rnic.lock().set_share(self.vrnic(&name)?.id, share);
@@ -126,20 +121,6 @@ impl Worker {
                 drops: self.engine.rnic.lock().wire_drops(),
                 tunnel: self.switch.tunnel_info().drops,
             }))),
-            Call::Keep { key, what } => {
-                self.keepsakes.insert(key, Keepsake { what, fds: fds.collect() });
-                Ok(Answer::Done)
-            }
-            Call::Forget { key } => {
-                self.keepsakes.remove(&key);
-                Ok(Answer::Done)
-            }
-            Call::Kept { after } => {
-                use std::ops::Bound::{Excluded, Unbounded};
-                let from = after.as_deref().map_or(Unbounded, Excluded);
-                let next = self.keepsakes.range::<str, _>((from, Unbounded)).next();
-                Ok(Answer::Kept(next.map(|(key, k)| Kept { key: key.clone(), what: k.what.clone() })))
-            }
             Call::End => {
                 self.ended = true;
                 Ok(Answer::Done)

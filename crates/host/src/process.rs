@@ -1,0 +1,94 @@
+//! Processes that the supervisor starts: this program, anew, with another argument.
+
+use std::io;
+use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
+use std::os::unix::process::CommandExt;
+use std::process::{Command, Stdio};
+
+use rustix::event::{PollFd, PollFlags, poll};
+use rustix::process::{Pid, PidfdFlags, Signal, pidfd_open, pidfd_send_signal};
+
+/// Variables of the environment that a started process gets.
+const VARIABLES: [&str; 2] = ["UNIRDMA_LOG", "RUST_BACKTRACE"];
+
+/// A process of ours.
+pub(crate) struct Child {
+    pid: u32,
+    pidfd: OwnedFd,
+    /// `None`: its parent was the supervisor before this one.
+    own: Option<std::process::Child>,
+}
+
+/// Starts this program with other arguments; `input` becomes its standard input.
+///
+/// # Errors
+/// One line.
+pub(crate) fn start(arguments: &[&str], input: OwnedFd) -> io::Result<Child> {
+    // Not by its path: another program may be there by now.
+    let mut c = Command::new("/proc/self/exe");
+    c.arg0("unirdma").args(arguments).current_dir("/").env_clear();
+    c.envs(std::env::vars_os().filter(|(name, _)| VARIABLES.iter().any(|v| name == v)));
+    // What a terminal sends to the supervisor's process group is meant for the supervisor.
+    c.stdin(Stdio::from(input)).stdout(Stdio::null()).process_group(0);
+    let failed = |e: io::Error| io::Error::new(e.kind(), format!("cannot start another process: {e}"));
+    let mut own = c.spawn().map_err(failed)?;
+    let pid = own.id();
+    match pidfd(pid) {
+        Ok(pidfd) => Ok(Child { pid, pidfd, own: Some(own) }),
+        Err(e) => {
+            let _ = own.kill();
+            let _ = own.wait();
+            Err(failed(e))
+        }
+    }
+}
+
+fn pidfd(pid: u32) -> io::Result<OwnedFd> {
+    let pid = Pid::from_raw(pid as i32).ok_or(io::ErrorKind::InvalidInput)?;
+    Ok(pidfd_open(pid, PidfdFlags::empty())?)
+}
+
+impl Child {
+    /// A process that another supervisor started.
+    ///
+    /// # Errors
+    /// There is no such process.
+    pub fn adopt(pid: u32) -> io::Result<Child> {
+        Ok(Child { pid, pidfd: pidfd(pid)?, own: None })
+    }
+
+    /// The same, by its descriptor.
+    pub fn of_pidfd(pid: u32, pidfd: OwnedFd) -> Child {
+        Child { pid, pidfd, own: None }
+    }
+
+    pub fn pid(&self) -> u32 {
+        self.pid
+    }
+
+    /// What becomes readable when it has ended.
+    pub fn pidfd(&self) -> BorrowedFd<'_> {
+        self.pidfd.as_fd()
+    }
+
+    pub fn has_ended(&self) -> bool {
+        let now = rustix::time::Timespec { tv_sec: 0, tv_nsec: 0 };
+        poll(&mut [PollFd::new(&self.pidfd, PollFlags::IN)], Some(&now)) != Ok(0)
+    }
+
+    /// Ends it at once.
+    pub fn kill(&self) {
+        let _ = pidfd_send_signal(&self.pidfd, Signal::KILL);
+    }
+
+    /// Waits until it has ended; in words how, if that is known.
+    pub fn wait(&mut self) -> String {
+        match &mut self.own {
+            Some(child) => child.wait().map_or_else(|e| e.to_string(), |s| s.to_string()),
+            None => {
+                let _ = poll(&mut [PollFd::new(&self.pidfd, PollFlags::IN)], None);
+                "how is not known".into()
+            }
+        }
+    }
+}
