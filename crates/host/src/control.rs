@@ -21,13 +21,12 @@ use unirdma_formats::{Gid, Mac};
 use unirdma_link::{Backend, Handler, Ledger, Memory, Progress, Refusal, Resource, Ticket, Vring};
 use unirdma_rnic::{Limits, Share, VnicConfig, VnicId};
 
-use crate::admin::{self, GroupInfo, Request, Response, StatusInfo, WireInfo};
+use crate::admin::{self, GroupInfo, Request, Response, StatusInfo};
 use crate::engine::Engine;
-use crate::firewall::Firewall;
 use crate::guard::Guard;
+use crate::network::Network;
 use crate::switch::Switch;
 use crate::vrnic::{self, AddVrnic, IpNet, LedgerInfo, SetHeld, SetShare, VrnicInfo};
-use crate::wire::Wire;
 use crate::{DEFAULT_GROUP, VHOST_SOCKET, vrnic_dir};
 pub(crate) use ledger::raise_limit;
 
@@ -205,7 +204,7 @@ pub(crate) struct Control {
     /// Until when nobody lingers.
     crowded_until_ns: u64,
     crowded_ns: u64,
-    wire: Option<Wire>,
+    wire: Option<Network>,
     /// What all vRNICs may hold.
     ledger: Ledger,
     /// Sessions that have sent a part of a message, and since when, nanoseconds.
@@ -220,14 +219,8 @@ impl Control {
         engine: Arc<Engine>,
         switch: Switch,
         admin: UnixListener,
-        wire: Option<Wire>,
+        wire: Option<Network>,
     ) -> io::Result<Self> {
-        if let Some(w) = &wire {
-            let mut rnic = engine.rnic.lock();
-            rnic.set_wire_mtu(w.mtu());
-            rnic.set_congestion_control(w.congestion_control());
-            w.addresses().first().into_iter().for_each(|&host| rnic.set_own_host(host));
-        }
         Ok(Control {
             dir,
             engine,
@@ -275,7 +268,7 @@ impl Control {
         let admin = self.admin.try_clone()?;
         self.watch(admin.as_fd(), Source::Admin, false)?;
         if let Some(w) = self.wire.take() {
-            self.watch(w.changes(), Source::Peers, false)?;
+            self.watch(w.descriptor(), Source::Peers, false)?;
             self.wire = Some(w);
             self.set_routes();
         }
@@ -298,13 +291,14 @@ impl Control {
                     Some(Source::Wake) => {
                         self.on_asks();
                         self.on_released();
+                        self.on_joins();
                     }
                     Some(Source::Admin) => self.on_admin(),
                     Some(Source::Listener(name)) => self.on_listener(&name),
                     Some(Source::Socket(id)) => self.on_socket(id),
                     Some(Source::Kick(id, vring)) => self.on_kick(id, vring),
                     Some(Source::Exit(id)) => self.close(id),
-                    Some(Source::Peers) if self.wire.as_mut().is_some_and(Wire::reload) => self.set_routes(),
+                    Some(Source::Peers) if self.wire.as_mut().is_some_and(Network::on_event) => self.set_routes(),
                     Some(Source::Broken) => self.on_broken(),
                     Some(Source::Peers) | None => {}
                 }
@@ -355,13 +349,25 @@ impl Control {
         }
     }
 
-    /// Tells the RNIC where peers are; after a change of the file or of the groups.
-    fn set_routes(&self) {
-        if let Some(w) = &self.wire {
-            self.engine.rnic.lock().set_routes(w.peers().routes(&self.groups));
-            self.switch.set_groups(w.peers().members(&self.groups));
-            // Somebody may have waited for an address.
-            self.engine.after_command();
+    /// Tells the RNIC and the switch where peers are; after a change of the file or of the groups.
+    fn set_routes(&mut self) {
+        let Some(n) = &mut self.wire else { return };
+        n.serve_by_default(&self.groups);
+        let mut routes = HashMap::new();
+        for (name, &id) in &self.groups {
+            let plan = n.plan(name);
+            routes.extend(plan.routes(id));
+            self.switch.set_plan(id, plan.members, plan.agreed);
+        }
+        self.engine.rnic.lock().set_routes(routes);
+        // Somebody may have waited for an address.
+        self.engine.after_command();
+    }
+
+    /// Listens to the IP multicast groups that programs want to hear.
+    fn on_joins(&mut self) {
+        if let (Some(n), Some(wanted)) = (&mut self.wire, self.engine.wanted_groups()) {
+            self.engine.join(n.join(DEFAULT_GROUP, &wanted));
         }
     }
 

@@ -12,14 +12,15 @@ mod faults;
 pub mod fdpass;
 mod firewall;
 mod guard;
+mod network;
 mod peers;
 mod port;
 mod seats;
+mod steer;
 mod switch;
 mod tap;
 mod tunnel;
 mod vrnic;
-mod wire;
 
 use std::fs::File;
 use std::io;
@@ -31,8 +32,9 @@ use std::time::Duration;
 pub use admin::Client;
 pub use engine::{EngineConfig, Polling};
 pub use guard::FrameDrops;
+pub use network::Disagreement;
 pub use port::PortCounters;
-pub use tunnel::{Disagreement, TunnelDrops, TunnelInfo};
+pub use tunnel::{TunnelDrops, TunnelInfo};
 pub use unirdma_device::HoldTimes;
 pub use unirdma_rnic::MrNote;
 pub use vrnic::{AddVrnic, Held, IpNet, LedgerInfo, MAX_BURST_US, MAX_WEIGHT, SetHeld, SetShare, VrnicInfo};
@@ -146,7 +148,7 @@ fn lock_dir(dir: &Path) -> io::Result<File> {
 /// # Errors
 /// The peers file is bad.
 pub fn firewall_rules(dir: &Path, addresses: &[IpAddr], peers: &Path) -> io::Result<String> {
-    let peers = wire::read(peers, addresses).map_err(|e| io::Error::new(io::ErrorKind::InvalidInput, e))?;
+    let peers = network::read(peers, addresses).map_err(|e| io::Error::new(io::ErrorKind::InvalidInput, e))?;
     Ok(firewall::rules(dir, addresses, &peers.hosts()))
 }
 
@@ -170,9 +172,17 @@ pub fn serve(config: &HostConfig, stop: std::os::fd::BorrowedFd<'_>, ready: impl
     std::fs::create_dir(&vrnics).map_err(context("cannot create", &vrnics))?;
     std::fs::set_permissions(&vrnics, PermissionsExt::from_mode(0o700))?;
     firewall::remove_stale(dir);
-    let wire = config.wire.as_ref().map(|w| wire::Wire::open(w, dir)).transpose()?;
-    let (port, tunnel, wire) = wire.map_or((None, None, None), |(p, t, w)| (Some(p), Some(t), Some(w)));
+    let mut wire = config.wire.as_ref().map(|w| network::Network::open(w, dir)).transpose()?;
+    let enrolled = wire.as_mut().map(|n| n.enroll(DEFAULT_GROUP, 0)).transpose()?;
+    let way = enrolled.map(|(e, sockets)| Ok::<_, io::Error>((network::open_worker(&e, sockets)?, e))).transpose()?;
+    let (port, tunnel, enrolment) = way.map_or((None, None, None), |((p, t), e)| (Some(p), Some(t), Some(e)));
     let engine = engine::Engine::start(&config.engine, port)?;
+    if let Some(e) = enrolment {
+        let mut rnic = engine.rnic.lock();
+        rnic.set_wire_mtu(e.mtu);
+        rnic.set_congestion_control(e.congestion_control);
+        e.addresses.first().into_iter().for_each(|&host| rnic.set_own_host(host));
+    }
     let switch = switch::Switch::start(tunnel, engine.clone())?;
     let admin = admin::listen(&dir.join(ADMIN_SOCKET))?;
     let result = control::Control::new(dir.clone(), engine.clone(), switch, admin, wire)?.run(stop, ready);

@@ -1,6 +1,9 @@
 //! What an administrator asks for: vRNICs, groups, attachment, status.
 
+use std::collections::BTreeSet;
+
 use super::*;
+use crate::tunnel::Members;
 
 impl Control {
     pub(super) fn answer(&mut self, id: u64, request: Request, fd: Option<OwnedFd>) -> Answer {
@@ -33,7 +36,7 @@ impl Control {
             }
             Request::GroupList => {
                 let count = |g: &str| self.vrnics.values().filter(|v| v.group == g).count();
-                let vni = |g: &str| self.wire.as_ref().and_then(|w| w.peers().vni(g));
+                let vni = |g: &str| self.wire.as_ref().and_then(|n| n.vni(g));
                 let infos = self.groups.keys().map(|g| GroupInfo { name: g.clone(), vrnics: count(g), vni: vni(g) });
                 Ok(Response::Groups(infos.collect()))
             }
@@ -61,16 +64,9 @@ impl Control {
                 vrnics: self.vrnics.len(),
                 sessions: self.sessions.len(),
                 rnic_held: self.engine.rnic.held(),
-                wire: self.wire.as_ref().map(|w| WireInfo {
-                    addresses: w.addresses().to_vec(),
-                    peers_file: w.file().display().to_string(),
-                    peers: w.peers().len(),
-                    peers_error: w.error().map(str::to_string),
-                    mtu: w.mtu(),
-                    port: self.engine.port_counters().unwrap_or_default(),
-                    drops: self.engine.rnic.lock().wire_drops(),
-                    tunnel: self.switch.tunnel_info(),
-                    firewall: w.firewall().map(Firewall::table),
+                wire: self.wire.as_ref().map(|n| {
+                    let port = self.engine.port_counters().unwrap_or_default();
+                    n.info(port, self.engine.rnic.lock().wire_drops(), self.switch.tunnel_drops())
                 }),
             }))),
         }
@@ -87,7 +83,8 @@ impl Control {
         if let Some((v, _)) = self.vrnics.iter().find(|(_, v)| v.group == name) {
             return Err(format!("group {name} still has the vRNIC {v}; remove its vRNICs first"));
         }
-        self.groups.remove(name).ok_or(format!("there is no group {name}"))?;
+        let id = self.groups.remove(name).ok_or(format!("there is no group {name}"))?;
+        self.switch.set_plan(id, Members::default(), BTreeSet::new());
         self.set_routes();
         Ok(Response::Done)
     }
@@ -129,7 +126,7 @@ impl Control {
             vnic: id,
             config: vrnic::device_config(mac, &limits),
             name: add.name.clone(),
-            active_mtu: self.wire.as_ref().map_or(vrnic::PORT_MTU, Wire::mtu_code),
+            active_mtu: self.wire.as_ref().map_or(vrnic::PORT_MTU, Network::mtu_code),
             log: unirdma_device::LogLimit::default(),
         });
         let listener = self.listen(&add.name).map_err(|e| {
@@ -354,7 +351,7 @@ impl Control {
             up: rnic.is_up(v.id),
             mac: v.mac.to_string(),
             guid: v.mac.guid().to_string(),
-            mtu: self.wire.as_ref().map_or(vrnic::NET_MTU, Wire::net_mtu),
+            mtu: self.wire.as_ref().map_or(vrnic::NET_MTU, Network::net_mtu),
             dir: vrnic_dir(&self.dir, name).display().to_string(),
             attached: v.attached.is_some(),
             allow_spoof: v.guard.allows_spoof(),
