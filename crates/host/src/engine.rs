@@ -95,6 +95,8 @@ pub struct Engine {
     /// Sessions whose delayed command can be answered, and whom to tell.
     released: Mutex<Vec<SessionId>>,
     on_release: OnceLock<Box<dyn Fn() + Send + Sync>>,
+    /// IP multicast groups that the port should hear, until somebody asks.
+    wanted_groups: Mutex<Option<Vec<IpAddr>>>,
     /// After this time the port is polled once more, in case pollers had no turn since, and then no longer. 0: it is not
     /// polled, and its descriptors wake poller 0.
     port_until_ns: AtomicU64,
@@ -193,6 +195,7 @@ impl Engine {
             jobs_wait: AtomicBool::new(false),
             released: Mutex::default(),
             on_release: OnceLock::new(),
+            wanted_groups: Mutex::default(),
             port_until_ns: AtomicU64::new(0),
             capture: Mutex::default(),
             idle_ns: c.spin_us * 1000,
@@ -257,7 +260,7 @@ impl Engine {
         now_ns()
     }
 
-    /// `f` is called whenever [`Engine::released`] has something new. Once.
+    /// `f` is called whenever [`Engine::released`] or [`Engine::wanted_groups`] has something new. Once.
     pub fn set_on_release(&self, f: Box<dyn Fn() + Send + Sync>) {
         let _ = self.on_release.set(f);
     }
@@ -301,7 +304,7 @@ impl Engine {
             (r.is_busy() || r.next_timeout().is_some(), self.begin_delivery(&out), r.multicast_changes())
         };
         if let Some(groups) = groups {
-            self.join_groups(&groups);
+            self.want_groups(groups);
         }
         self.deliver(&mut out);
         drop(delivering);
@@ -315,11 +318,24 @@ impl Engine {
         (!out.is_empty()).then(|| self.delivering.read().unwrap_or_else(|e| e.into_inner()))
     }
 
-    /// Lets the port listen to the IP multicast groups that plain devices may send to.
-    fn join_groups(&self, groups: &[IpAddr]) {
+    /// Notes which IP multicast groups plain devices may send to. The port hears no others any more.
+    fn want_groups(&self, groups: Vec<IpAddr>) {
+        let Some(net) = &self.net else { return };
+        lock(net).port.leave_others(&groups);
+        *lock(&self.wanted_groups) = Some(groups);
+        self.on_release.get().into_iter().for_each(|f| f());
+    }
+
+    /// The IP multicast groups that the port should hear, if others than at the last call.
+    pub fn wanted_groups(&self) -> Option<Vec<IpAddr>> {
+        lock(&self.wanted_groups).take()
+    }
+
+    /// Lets the port hear IP multicast groups by these sockets.
+    pub fn join(&self, sockets: Vec<(IpAddr, OwnedFd)>) {
         let Some(net) = &self.net else { return };
         let mut net = lock(net);
-        net.port.join(groups);
+        net.port.join(sockets);
         for fd in net.port.descriptors() {
             // Those that were there before are watched already.
             let _ = epoll::add(&self.epoll, fd, epoll::EventData::new_u64(PORT), epoll::EventFlags::IN);
@@ -831,7 +847,8 @@ mod tests {
             self.0.fetch_add(1, Ordering::Relaxed);
             false
         }
-        fn join(&mut self, _: &[IpAddr]) {}
+        fn join(&mut self, _: Vec<(IpAddr, OwnedFd)>) {}
+        fn leave_others(&mut self, _: &[IpAddr]) {}
         fn descriptors(&self) -> Vec<BorrowedFd<'_>> {
             Vec::new()
         }

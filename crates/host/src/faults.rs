@@ -1,7 +1,7 @@
 //! A port whose network loses, doubles and reorders packets: a layer on any other port, for tests.
 
 use std::net::IpAddr;
-use std::os::fd::BorrowedFd;
+use std::os::fd::{BorrowedFd, OwnedFd};
 
 use unirdma_rnic::{Arrival, Rng, Tx};
 
@@ -49,8 +49,12 @@ impl Port for FaultyPort {
         })
     }
 
-    fn join(&mut self, groups: &[IpAddr]) {
-        self.inner.join(groups);
+    fn join(&mut self, sockets: Vec<(IpAddr, OwnedFd)>) {
+        self.inner.join(sockets);
+    }
+
+    fn leave_others(&mut self, groups: &[IpAddr]) {
+        self.inner.leave_others(groups);
     }
 
     fn descriptors(&self) -> Vec<BorrowedFd<'_>> {

@@ -12,17 +12,18 @@ mod firewall;
 mod guard;
 mod keeper;
 mod line;
+mod network;
 mod peers;
 mod port;
 mod process;
 mod protocol;
 mod seats;
+mod steer;
 mod supervisor;
 mod switch;
 mod tap;
 mod tunnel;
 mod vrnic;
-mod wire;
 mod worker;
 
 use std::fs::File;
@@ -36,8 +37,9 @@ pub use admin::Client;
 pub use engine::{EngineConfig, Polling};
 pub use guard::FrameDrops;
 pub use keeper::keep;
+pub use network::Disagreement;
 pub use port::PortCounters;
-pub use tunnel::{Disagreement, TunnelDrops, TunnelInfo};
+pub use tunnel::{TunnelDrops, TunnelInfo};
 pub use unirdma_device::HoldTimes;
 pub use unirdma_rnic::MrNote;
 pub use vrnic::{AddVrnic, Held, IpNet, LedgerInfo, MAX_BURST_US, MAX_WEIGHT, SetHeld, SetShare, VrnicInfo};
@@ -164,7 +166,7 @@ fn lock_dir(dir: &Path) -> io::Result<File> {
 /// # Errors
 /// The peers file is bad.
 pub fn firewall_rules(dir: &Path, addresses: &[IpAddr], peers: &Path) -> io::Result<String> {
-    let peers = wire::read(peers, addresses).map_err(|e| io::Error::new(io::ErrorKind::InvalidInput, e))?;
+    let peers = network::read(peers, addresses).map_err(|e| io::Error::new(io::ErrorKind::InvalidInput, e))?;
     Ok(firewall::rules(dir, addresses, &peers.hosts()))
 }
 

@@ -19,7 +19,6 @@
 use std::collections::{BTreeMap, BTreeSet, HashMap};
 use std::net::IpAddr;
 
-use unirdma_formats::Gid;
 use unirdma_rnic::Route;
 
 use crate::tunnel::Members;
@@ -28,14 +27,14 @@ use crate::tunnel::Members;
 #[derive(Clone, Debug, PartialEq, Eq)]
 struct Peer {
     address: IpAddr,
-    group: String,
     route: Route,
 }
 
 /// The file's contents.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub(crate) struct Peers {
-    list: Vec<Peer>,
+    /// Of each group, in the order of the file.
+    groups: BTreeMap<String, Vec<Peer>>,
     vnis: BTreeMap<String, u32>,
 }
 
@@ -51,7 +50,7 @@ fn parse_vni(group: &str, number: &str) -> Result<u32, String> {
     vni.ok_or_else(|| format!("`{number}` is no VNI: those are the numbers from 1 to {}", VNIS.end()))
 }
 
-fn parse_peer(words: &[&str], own: &[IpAddr]) -> Result<Peer, String> {
+fn parse_peer(words: &[&str], own: &[IpAddr]) -> Result<(String, Peer), String> {
     let (address, group, host, foreign) = match *words {
         [address, group, host] => (address, group, host, false),
         [address, group, host, "foreign"] => (address, group, host, true),
@@ -65,7 +64,7 @@ fn parse_peer(words: &[&str], own: &[IpAddr]) -> Result<Peer, String> {
         let family = if host.is_ipv4() { "IPv4" } else { "IPv6" };
         return Err(format!("{host} cannot be reached: this host serves no {family} address (--address)"));
     }
-    Ok(Peer { address, group: group.into(), route: Route { host, foreign, vni: 0 } })
+    Ok((group.into(), Peer { address, route: Route { host, foreign, vni: 0 } }))
 }
 
 impl Peers {
@@ -74,7 +73,7 @@ impl Peers {
     /// # Errors
     /// What is wrong, with the number of the line.
     pub fn parse(text: &str, own: &[IpAddr]) -> Result<Peers, String> {
-        let mut list: Vec<Peer> = Vec::new();
+        let mut groups: BTreeMap<String, Vec<Peer>> = BTreeMap::new();
         let mut lines = HashMap::new();
         let (mut stated, mut stated_in) = (BTreeMap::new(), HashMap::new());
         for (i, line) in text.lines().enumerate() {
@@ -92,28 +91,25 @@ impl Peers {
                     }
                 }
                 _ => {
-                    let peer = parse_peer(&words, own).map_err(at)?;
-                    if let Some(before) = lines.insert((peer.group.clone(), peer.address), i + 1) {
-                        return Err(at(format!(
-                            "{} of group {} is in line {before} already",
-                            peer.address, peer.group
-                        )));
+                    let (group, peer) = parse_peer(&words, own).map_err(at)?;
+                    if let Some(before) = lines.insert((group.clone(), peer.address), i + 1) {
+                        return Err(at(format!("{} of group {group} is in line {before} already", peer.address)));
                     }
-                    list.push(peer);
+                    groups.entry(group).or_default().push(peer);
                 }
             }
         }
-        let vnis = allocate(stated, list.iter().map(|p| p.group.as_str()));
-        list.retain(|p| !own.contains(&p.route.host));
-        for p in &mut list {
-            p.route.vni = vnis.get(&p.group).copied().unwrap_or_default();
+        let vnis = allocate(stated, groups.keys().map(String::as_str));
+        for (name, peers) in &mut groups {
+            peers.retain(|p| !own.contains(&p.route.host));
+            peers.iter_mut().for_each(|p| p.route.vni = vnis.get(name).copied().unwrap_or_default());
         }
-        Ok(Peers { list, vnis })
+        Ok(Peers { groups, vnis })
     }
 
     /// How many virtual addresses of other hosts it has.
     pub fn len(&self) -> usize {
-        self.list.len()
+        self.groups.values().map(Vec::len).sum()
     }
 
     /// The number of a group between hosts, if the file has the group.
@@ -123,24 +119,20 @@ impl Peers {
 
     /// The hosts that are virtual layers.
     pub fn hosts(&self) -> BTreeSet<IpAddr> {
-        self.list.iter().filter(|p| !p.route.foreign).map(|p| p.route.host).collect()
+        self.groups.values().flatten().filter(|p| !p.route.foreign).map(|p| p.route.host).collect()
     }
 
-    /// The RNIC's routes. Peers of groups that this host does not have are left out.
-    pub fn routes(&self, groups: &BTreeMap<String, u32>) -> HashMap<(u32, Gid), Route> {
-        let route = |p: &Peer| Some(((*groups.get(&p.group)?, Gid::from_ip(p.address)), p.route));
-        self.list.iter().filter_map(route).collect()
+    /// Where a group's virtual addresses on other hosts are reached.
+    pub fn routes_of(&self, group: &str) -> Vec<(IpAddr, Route)> {
+        self.groups.get(group).into_iter().flatten().map(|p| (p.address, p.route)).collect()
     }
 
-    /// Where the members of this host's groups are, for the tunnel; foreign peers have no part in it.
-    pub fn members(&self, groups: &BTreeMap<String, u32>) -> HashMap<u32, Members> {
-        let mut members: HashMap<u32, Members> = HashMap::new();
-        for p in self.list.iter().filter(|p| !p.route.foreign) {
-            if let Some(&id) = groups.get(&p.group) {
-                let m = members.entry(id).or_insert_with(|| Members::new(&p.group, p.route.vni));
-                m.hosts.insert(p.route.host);
-                m.places.insert(p.address, p.route.host);
-            }
+    /// Where a group's members are, for the tunnel; foreign peers have no part in it.
+    pub fn members_of(&self, group: &str) -> Members {
+        let mut members = Members::new(group, self.vni(group).unwrap_or_default());
+        for p in self.groups.get(group).into_iter().flatten().filter(|p| !p.route.foreign) {
+            members.hosts.insert(p.route.host);
+            members.places.insert(p.address, p.route.host);
         }
         members
     }
@@ -170,14 +162,14 @@ mod tests {
     fn good_lines_are_routes_and_bad_lines_say_which() {
         let text = "# peers\n10.0.0.2 default 192.168.7.2\n\n192.168.7.9 blue 192.168.7.9 foreign # rxe\n10.0.0.1 default 192.168.7.1\n";
         let peers = Peers::parse(text, &own()).unwrap();
-        let groups = BTreeMap::from([("default".to_string(), 0), ("blue".to_string(), 4)]);
-        let r = peers.routes(&groups);
         let ip = |s: &str| s.parse::<IpAddr>().unwrap();
-        let gid = |s: &str| Gid::from_ip(ip(s));
-        assert!(!r[&(0, gid("10.0.0.2"))].foreign && r[&(4, gid("192.168.7.9"))].foreign);
-        assert_eq!((r.len(), peers.len()), (2, 2), "this host's own line is left out");
-        let m = peers.members(&groups);
-        assert_eq!((m.len(), &m[&0].places), (1, &HashMap::from([(ip("10.0.0.2"), ip("192.168.7.2"))])));
+        let (blue, default) = (peers.routes_of("blue"), peers.routes_of("default"));
+        assert_eq!((blue[0].0, blue[0].1.foreign, blue.len()), (ip("192.168.7.9"), true, 1));
+        assert_eq!((default[0].0, default[0].1.foreign), (ip("10.0.0.2"), false));
+        assert_eq!((default.len(), peers.len()), (1, 2), "this host's own line is left out");
+        let members = peers.members_of("default");
+        assert_eq!(members.places, HashMap::from([(ip("10.0.0.2"), ip("192.168.7.2"))]));
+        assert!(peers.members_of("blue").hosts.is_empty() && peers.routes_of("red").is_empty());
         assert_eq!(peers.hosts(), [ip("192.168.7.2")].into());
         for (bad, what) in [
             ("10.0.0.2 default", "line 2: expected"),
@@ -212,7 +204,7 @@ mod tests {
             numbers("192.168.7.1", "group blue vni 1\n10.0.0.2 red 192.168.7.2")[..4],
             [Some(2), Some(1), None, Some(3)]
         );
-        let route = Peers::parse(text, &own()).unwrap().list[0].route;
+        let route = Peers::parse(text, &own()).unwrap().routes_of("red")[0].1;
         assert_eq!(route.vni, 5);
     }
 }

@@ -11,6 +11,7 @@ use unirdma_device::HoldTimes;
 use unirdma_rnic::{Limits, Share, WireDrops};
 
 use crate::engine::EngineConfig;
+use crate::network::{Enrolment, Plan};
 use crate::port::PortCounters;
 use crate::tunnel::TunnelDrops;
 use crate::vrnic::{IpNet, SetHeld, VrnicInfo};
@@ -26,6 +27,8 @@ pub(crate) struct Begin {
     /// Number of its group on this host.
     pub id: u32,
     pub engine: EngineConfig,
+    /// The network to other hosts. Its sockets come along.
+    pub network: Option<Enrolment>,
 }
 
 /// A vRNIC as its worker needs to know it.
@@ -49,7 +52,7 @@ pub(crate) enum Call {
         version: u32,
     },
     /// The first call of all: of which group this is the worker.
-    Begin(Begin),
+    Begin(Box<Begin>),
     /// With the socket that its programs connect to.
     Add(NewVrnic),
     Remove {
@@ -101,6 +104,14 @@ pub(crate) enum Call {
         id: u64,
     },
     Status,
+    /// Where peers are now.
+    Plan(Plan),
+    /// Lets it hear these IP multicast groups, by a socket for each that comes along.
+    Hear {
+        groups: Vec<IpAddr>,
+    },
+    /// All its ranges of QPNs, first numbers and how many.
+    Qpns(Vec<(u32, u32)>),
     /// Ends it.
     End,
 }
@@ -152,6 +163,9 @@ impl WorkerStatus {
         all.p50_ns = all.p50_ns.max(one.p50_ns);
         all.p999_ns = all.p999_ns.max(one.p999_ns);
         all.worst_ns = all.worst_ns.max(one.worst_ns);
+        self.port += other.port;
+        self.drops += other.drops;
+        self.tunnel += other.tunnel;
     }
 }
 
@@ -160,6 +174,8 @@ impl WorkerStatus {
 pub(crate) enum Notice {
     /// It wants to hear these IP multicast groups, and no others.
     Groups(Vec<IpAddr>),
+    /// It has few QPNs left.
+    Qpns,
 }
 
 /// Longest notice, bytes.

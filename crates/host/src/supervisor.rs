@@ -11,6 +11,7 @@ mod manage;
 use std::collections::{BTreeMap, BTreeSet};
 use std::io;
 use std::mem::MaybeUninit;
+use std::net::IpAddr;
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::os::unix::fs::{DirBuilderExt, PermissionsExt};
 use std::os::unix::net::UnixListener;
@@ -25,9 +26,10 @@ use unirdma_formats::Mac;
 use crate::admin::{self, Response};
 use crate::engine::EngineConfig;
 use crate::keeper::Keeper;
-use crate::protocol::{Begin, MAX_NOTICE, Notice};
+use crate::network::Network;
+use crate::protocol::{Begin, Call, MAX_NOTICE, Notice};
 use crate::vrnic::{IpNet, mac_of};
-use crate::{DEFAULT_GROUP, HostConfig, Isolation, vrnic_dir};
+use crate::{DEFAULT_GROUP, HostConfig, Isolation, fdpass, vrnic_dir};
 use group::{Group, Inner, KeptGroup, Member};
 
 /// First words of the keys of what the keeper has.
@@ -38,6 +40,7 @@ const VRNIC: &str = "vrnic";
 const STOP: u64 = 0;
 const ADMIN: u64 = 1;
 const KEEPER: u64 = 2;
+const NETWORK: u64 = 3;
 const DEATH: u64 = 1 << 32;
 const NOTICE: u64 = 2 << 32;
 /// The first process of a container whose administration connection was that of another supervisor.
@@ -63,6 +66,7 @@ pub(crate) struct Supervisor {
     dir: PathBuf,
     engine: EngineConfig,
     isolation: Isolation,
+    network: Option<Arc<Mutex<Network>>>,
     names: Mutex<Names>,
     /// `None` while workers are threads, or there is no keeper for the moment.
     keeper: Mutex<Option<Keeper>>,
@@ -80,7 +84,18 @@ impl Supervisor {
     /// # Errors
     /// One line: the directory, or a worker that cannot be taken over.
     pub fn open(config: &HostConfig) -> io::Result<Arc<Supervisor>> {
+        let found = match config.isolation {
+            Isolation::Threads => None,
+            Isolation::Processes => match Keeper::find(&config.dir) {
+                Ok(keeper) => Some(keeper),
+                Err(e) if e.kind() == io::ErrorKind::Unsupported => return Err(e),
+                Err(_) => None,
+            },
+        };
+        let found = found.filter(|_| config.wire.is_none());
+        let network = config.wire.as_ref().map(|w| Network::open(w, &config.dir)).transpose()?;
         let s = Supervisor {
+            network: network.map(|n| Arc::new(Mutex::new(n))),
             dir: config.dir.clone(),
             engine: config.engine.clone(),
             isolation: config.isolation,
@@ -106,10 +121,9 @@ impl Supervisor {
             std::fs::set_permissions(&d, PermissionsExt::from_mode(0o700))?;
         }
         if s.isolation == Isolation::Processes {
-            match Keeper::find(&s.dir) {
-                Ok(keeper) => s.adopt_all(keeper)?,
-                Err(e) if e.kind() == io::ErrorKind::Unsupported => return Err(e),
-                Err(_) => *lock(&s.keeper) = Some(Keeper::start(&s.dir)?),
+            match found {
+                Some(keeper) => s.adopt_all(keeper)?,
+                None => *lock(&s.keeper) = Some(Keeper::start(&s.dir)?),
             }
             s.watch_keeper();
         }
@@ -149,7 +163,7 @@ impl Supervisor {
         for (kept, fds) in groups {
             let name = kept.begin.group.clone();
             let members = members.remove(&name).unwrap_or_default();
-            match Group::adopt(kept, fds, members, self.isolation, &self.workers_dir()) {
+            match Group::adopt(kept, fds, members, self.isolation, self.network.clone(), &self.workers_dir()) {
                 Some(group) => self.take_over(group),
                 None => tracing::error!(group = name, "what the keeper has of it is not whole; it is lost"),
             }
@@ -262,13 +276,14 @@ impl Supervisor {
 
     /// Makes a group and starts its worker.
     fn add_group(self: &Arc<Self>, name: &str, id: u32) -> Result<(), String> {
-        let begin = Begin { group: name.into(), id, engine: self.engine.clone() };
-        let group = Group::new(begin, self.isolation, &self.workers_dir()).map_err(|e| e.to_string())?;
-        let group = Arc::new(group);
+        let begin = Begin { group: name.into(), id, engine: self.engine.clone(), network: None };
+        let group = Group::new(begin, self.isolation, self.network.clone(), &self.workers_dir());
+        let group = Arc::new(group.map_err(|e| e.to_string())?);
         let mut inner = group.lock();
-        if let Err(e) = group.start(&mut inner) {
+        let enrolled = self.network.as_ref().map(|n| lock(n).enroll(name, id)).transpose();
+        if let Err(e) = enrolled.and_then(|_| group.start(&mut inner)) {
             drop(inner);
-            group.end();
+            self.end_group(&group);
             return Err(e.to_string());
         }
         self.keep_group(&group, &inner);
@@ -276,6 +291,38 @@ impl Supervisor {
         drop(inner);
         self.names().groups.insert(name.into(), group);
         Ok(())
+    }
+
+    /// Ends a group and its worker.
+    fn end_group(&self, group: &Group) {
+        group.end();
+        if let Some(n) = &self.network {
+            lock(n).dismiss(&group.name);
+        }
+    }
+
+    /// Tells all workers where their peers are.
+    fn tell_plans(&self) {
+        for group in self.groups() {
+            let mut inner = group.lock();
+            if let Some(plan) = group.plan() {
+                let _ = group.call(&mut inner, &Call::Plan(plan), &[]);
+            }
+        }
+    }
+
+    /// Packets for QPN 1 of this host's addresses, which plain devices send, are for the group that has a vRNIC with the address.
+    fn set_owners(&self) {
+        let Some(n) = &self.network else { return };
+        let mut n = lock(n);
+        for address in n.addresses().to_vec() {
+            let owner = {
+                let names = self.names();
+                let owner = names.vrnics.values().find(|v| v.ips.iter().any(|ip| ip.addr == address));
+                owner.map(|v| v.group.clone())
+            };
+            n.set_owner(address, owner.as_deref());
+        }
     }
 
     fn watch(&self, fd: BorrowedFd<'_>, token: u64) {
@@ -297,7 +344,8 @@ impl Supervisor {
         if let Some(fd) = worker.pidfd() {
             self.watch_once(fd, DEATH + u64::from(group.id));
         }
-        self.watch(worker.notices(), NOTICE + u64::from(group.id));
+        // Until the thread that reads them is done.
+        self.watch_once(worker.notices(), NOTICE + u64::from(group.id));
     }
 
     /// Starts a group's worker anew.
@@ -317,6 +365,9 @@ impl Supervisor {
     pub fn run(self: &Arc<Self>, stop: BorrowedFd<'_>, admin: &UnixListener) -> io::Result<()> {
         self.watch(stop, STOP);
         self.watch(admin.as_fd(), ADMIN);
+        if let Some(n) = &self.network {
+            self.watch(lock(n).descriptor(), NETWORK);
+        }
         let mut events = [MaybeUninit::<epoll::Event>::uninit(); 64];
         loop {
             let tokens: Vec<u64> = match epoll::wait(&self.epoll, &mut events, None) {
@@ -331,6 +382,7 @@ impl Supervisor {
                     NOTICE => self.on_notice(number),
                     CONTAINER => self.on_container_end(u64::from(number)),
                     _ if t == ADMIN => self.on_admin(admin),
+                    _ if t == NETWORK => self.on_network(),
                     _ if t == KEEPER => self.apart("keeper", |s| s.replace_keeper()),
                     _ => return Ok(()),
                 }
@@ -367,7 +419,44 @@ impl Supervisor {
 
     fn on_notice(self: &Arc<Self>, id: u32) {
         let Some(group) = self.group_of(id) else { return };
-        let _ = (group, MAX_NOTICE, None::<Notice>);
+        self.apart("notices", move |s| {
+            let mut inner = group.lock();
+            let mut buffer = vec![0; MAX_NOTICE];
+            while let Some(notice) = inner.worker.as_ref().and_then(|w| w.notice(&mut buffer)) {
+                s.heed(&group, &mut inner, notice);
+            }
+            if let Some(w) = inner.worker.as_ref().filter(|w| w.listens()) {
+                let (data, flags) = (epoll::EventData::new_u64(NOTICE + u64::from(id)), epoll::EventFlags::IN);
+                let _ = epoll::modify(&s.epoll, w.notices(), data, flags | epoll::EventFlags::ONESHOT);
+            }
+        });
+    }
+
+    /// Does what a worker asks for by itself.
+    fn heed(&self, group: &Group, inner: &mut Inner, notice: Notice) {
+        match notice {
+            Notice::Groups(wanted) => {
+                let Some(n) = &self.network else { return };
+                let (groups, sockets): (Vec<IpAddr>, Vec<OwnedFd>) =
+                    lock(n).join(&group.name, &wanted).into_iter().unzip();
+                for (groups, sockets) in groups.chunks(fdpass::MOST).zip(sockets.chunks(fdpass::MOST)) {
+                    let sockets: Vec<BorrowedFd<'_>> = sockets.iter().map(AsFd::as_fd).collect();
+                    let _ = group.call(inner, &Call::Hear { groups: groups.to_vec() }, &sockets);
+                }
+            }
+            Notice::Qpns => {
+                let more = self.network.as_ref().and_then(|n| lock(n).more_qpns(&group.name));
+                if let Some(all) = more {
+                    let _ = group.call(inner, &Call::Qpns(all), &[]);
+                }
+            }
+        }
+    }
+
+    fn on_network(self: &Arc<Self>) {
+        if self.network.as_ref().is_some_and(|n| lock(n).on_event()) {
+            self.apart("plans", |s| s.tell_plans());
+        }
     }
 
     /// The container of another supervisor's connection has ended, and with it what that connection held.

@@ -5,9 +5,10 @@
 //! one end of a veth pair). A frame is dropped that shows other addresses than its vRNIC has (`guard`), or that comes from another
 //! host and claims those of a vRNIC here.
 
-use std::collections::HashMap;
+use std::collections::{BTreeSet, HashMap};
 use std::io;
 use std::mem::MaybeUninit;
+use std::net::IpAddr;
 use std::os::fd::OwnedFd;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex};
@@ -18,7 +19,7 @@ use unirdma_formats::frame::Claims;
 
 use crate::engine::Engine;
 use crate::guard::Guard;
-use crate::tunnel::{Members, Tunnel, TunnelInfo, Tunneled};
+use crate::tunnel::{Members, Tunnel, TunnelDrops, Tunneled};
 
 struct Port {
     fd: OwnedFd,
@@ -45,10 +46,8 @@ const MAX_FRAME: usize = 65_536;
 const BURST: usize = 64;
 /// Token of the tunnel's first socket; interfaces have smaller ones.
 const TUNNEL: u64 = 1 << 63;
-/// Token of the tunnel's timer.
-const TIMER: u64 = u64::MAX;
 /// Token of what stops the thread.
-const STOP: u64 = u64::MAX - 1;
+const STOP: u64 = u64::MAX;
 
 impl Switch {
     /// Starts the switch; `tunnel` leads to other hosts, `engine` takes the datagrams that come through it.
@@ -57,11 +56,8 @@ impl Switch {
     /// Those of epoll and thread creation.
     pub fn start(tunnel: Option<Tunnel>, engine: Arc<Engine>) -> io::Result<Self> {
         let epoll = epoll::create(epoll::CreateFlags::CLOEXEC)?;
-        for (i, socket) in tunnel.iter().flat_map(|t| &t.sockets).enumerate() {
+        for (i, socket) in tunnel.iter().flat_map(Tunnel::sockets).enumerate() {
             epoll::add(&epoll, socket, epoll::EventData::new_u64(TUNNEL + i as u64), epoll::EventFlags::IN)?;
-        }
-        if let Some(t) = &tunnel {
-            epoll::add(&epoll, t.timer(), epoll::EventData::new_u64(TIMER), epoll::EventFlags::IN)?;
         }
         let stop = rustix::event::eventfd(0, EventfdFlags::CLOEXEC)?;
         epoll::add(&epoll, &stop, epoll::EventData::new_u64(STOP), epoll::EventFlags::IN)?;
@@ -114,10 +110,6 @@ impl Switch {
             for id in ready {
                 if id == STOP {
                     return;
-                }
-                if let (TIMER, Some(t)) = (id, &self.tunnel) {
-                    t.on_timer();
-                    continue;
                 }
                 if let (Some(socket), Some(t)) = (id.checked_sub(TUNNEL), &self.tunnel) {
                     for _ in 0..BURST {
@@ -186,15 +178,15 @@ impl Switch {
         members.any(|p| frame[6..12] == p.guard.mac().0 || told.is_some_and(|a| p.guard.has(a)))
     }
 
-    /// What the tunnel has dropped, and who disagrees with this host.
-    pub fn tunnel_info(&self) -> TunnelInfo {
-        self.tunnel.as_ref().map(|t| t.info()).unwrap_or_default()
+    /// What the tunnel has dropped.
+    pub fn tunnel_drops(&self) -> TunnelDrops {
+        self.tunnel.as_ref().map(|t| t.drops()).unwrap_or_default()
     }
 
-    /// Tells the tunnel where the members of each group are.
-    pub fn set_groups(&self, groups: HashMap<u32, Members>) {
+    /// Tells the tunnel where the members of a group are, and which hosts have said its number.
+    pub fn set_plan(&self, group: u32, members: Members, agreed: BTreeSet<IpAddr>) {
         if let Some(t) = &self.tunnel {
-            t.set_groups(groups);
+            t.set_plan(group, members, agreed);
         }
     }
 }

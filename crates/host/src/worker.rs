@@ -24,6 +24,7 @@ use unirdma_rnic::{Limits, VnicConfig, VnicId};
 use crate::engine::Engine;
 use crate::guard::Guard;
 use crate::line::Line;
+use crate::network::{Enrolment, open_worker};
 use crate::protocol::{Answer, Begin, Call, Hello, NewVrnic, Notice, VERSION, WorkerStatus};
 use crate::switch::Switch;
 use crate::vrnic::{self, IpNet, LedgerInfo, VrnicInfo};
@@ -54,6 +55,8 @@ const SESSION_DESCRIPTORS: u64 = 2;
 const HALF_NS: u64 = 5_000_000_000;
 /// How long the supervisor may take to send a call, or to take an answer. It is believed to be quick.
 const PATIENCE: Duration = Duration::from_secs(10);
+/// With fewer QPNs left than this, the supervisor is asked for more.
+const FEW_QPNS: u32 = 4096;
 
 struct Vrnic {
     id: VnicId,
@@ -189,6 +192,8 @@ struct Worker {
     group: String,
     /// Number of the group.
     group_id: u32,
+    /// The network to other hosts, if there is one.
+    network: Option<Enrolment>,
     engine: Arc<Engine>,
     switch: Switch,
     epoll: Arc<OwnedFd>,
@@ -208,6 +213,8 @@ struct Worker {
     ledger: Ledger,
     /// Sessions that have sent a part of a message, and since when, nanoseconds.
     half: Vec<(u64, u64)>,
+    /// The supervisor has been asked for more QPNs, and has not given any.
+    asked_for_qpns: bool,
     ended: bool,
 }
 
@@ -232,10 +239,10 @@ pub fn work(door: UnixListener, alone: Alone) -> io::Result<()> {
         return Err(io::Error::new(io::ErrorKind::InvalidData, "the supervisor is of another version"));
     };
     line.send(&Answer::Hello(hello(None)), &[], PATIENCE)?;
-    let (Call::Begin(begin), _) = line.receive(PATIENCE)? else {
+    let (Call::Begin(begin), sockets) = line.receive(PATIENCE)? else {
         return Err(io::Error::new(io::ErrorKind::InvalidData, "the supervisor did not say which group this is"));
     };
-    let worker = Worker::start(begin, door);
+    let worker = Worker::start(*begin, sockets, door);
     let answer = worker.as_ref().map_or_else(|e| Answer::Error(e.to_string()), |_| Answer::Done);
     line.send(&answer, &[], PATIENCE)?;
     worker?.run(line, notices.into_iter().next(), alone)
@@ -251,15 +258,25 @@ fn hello(group: Option<&str>) -> Hello {
 }
 
 impl Worker {
-    fn start(begin: Begin, door: UnixListener) -> io::Result<Self> {
+    fn start(begin: Begin, sockets: Vec<OwnedFd>, door: UnixListener) -> io::Result<Self> {
         unirdma_mem::guard::install()?;
         let ledger = ledger::of_worker();
-        let engine = Engine::start(&begin.engine, None)?;
-        let switch = Switch::start(None, engine.clone())?;
+        let way = begin.network.as_ref().map(|e| open_worker(e, sockets)).transpose()?;
+        let (port, tunnel) = way.unzip();
+        let engine = Engine::start(&begin.engine, port)?;
+        if let Some(e) = &begin.network {
+            let mut rnic = engine.rnic.lock();
+            rnic.set_wire_mtu(e.mtu);
+            rnic.set_congestion_control(e.congestion_control);
+            rnic.set_qpns(&e.qpns);
+            e.addresses.first().into_iter().for_each(|&host| rnic.set_own_host(host));
+        }
+        let switch = Switch::start(tunnel, engine.clone())?;
         door.set_nonblocking(true)?;
         Ok(Worker {
             group: begin.group,
             group_id: begin.id,
+            network: begin.network,
             engine,
             switch,
             epoll: Arc::new(epoll::create(epoll::CreateFlags::CLOEXEC)?),
@@ -276,6 +293,7 @@ impl Worker {
             crowded_ns: 0,
             ledger,
             half: Vec::new(),
+            asked_for_qpns: false,
             ended: false,
         })
     }
@@ -318,7 +336,12 @@ impl Worker {
                 match self.sources.get(&t).cloned() {
                     Some(Source::Door) => self.on_door(),
                     Some(Source::Supervisor) => self.on_supervisor(alone),
-                    Some(Source::Wake) => self.on_released(),
+                    Some(Source::Wake) => {
+                        self.on_released();
+                        if let Some(wanted) = self.engine.wanted_groups() {
+                            self.notify(&Notice::Groups(wanted));
+                        }
+                    }
                     Some(Source::Listener(name)) => self.on_listener(&name),
                     Some(Source::Socket(id)) => self.on_socket(id),
                     Some(Source::Kick(id, vring)) => self.on_kick(id, vring),
@@ -579,6 +602,7 @@ impl Worker {
                 let until_ns = if quick { now + LINGER_NS } else { now };
                 self.lingering.push(Lingering { session, until_ns });
             }
+            self.ask_for_qpns();
         }
         self.engine.after_command();
     }

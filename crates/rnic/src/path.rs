@@ -5,7 +5,7 @@ use std::net::{IpAddr, Ipv4Addr};
 use unirdma_formats::wire::ROCE_PORT;
 
 /// Where the holder of a GID is reached.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, serde::Serialize, serde::Deserialize)]
 pub struct Route {
     /// Address of its host. The unspecified address stands for a host that is not known yet, as of a vRNIC that moves: what is sent
     /// there is lost, and connections may be made already.
@@ -97,4 +97,16 @@ pub struct WireDrops {
     pub bad_state: u64,
     /// A datagram from another virtual layer with a wrong ICRC.
     pub bad_icrc: u64,
+}
+
+impl std::ops::AddAssign for WireDrops {
+    fn add_assign(&mut self, o: Self) {
+        let WireDrops { malformed, no_qp, wrong_source, bad_pkey, bad_state, bad_icrc } = self;
+        *malformed += o.malformed;
+        *no_qp += o.no_qp;
+        *wrong_source += o.wrong_source;
+        *bad_pkey += o.bad_pkey;
+        *bad_state += o.bad_state;
+        *bad_icrc += o.bad_icrc;
+    }
 }

@@ -8,17 +8,17 @@
 //! [`PacketPort`] sees the IP header, and checks it as it is.
 
 mod icrc;
+pub(crate) mod open;
 mod packet;
 mod socket;
 mod udp;
 
 use std::net::IpAddr;
-use std::os::fd::BorrowedFd;
+use std::os::fd::{BorrowedFd, OwnedFd};
 
 use unirdma_rnic::{Arrival, Tx};
 
 pub(crate) use packet::PacketPort;
-pub(crate) use socket::enlarge_buffers;
 pub(crate) use udp::UdpPort;
 
 /// What carries packets to other hosts and back.
@@ -27,8 +27,10 @@ pub(crate) trait Port: Send {
     fn send(&mut self, tx: &mut Tx);
     /// Hands each packet that has come in, its ICRC checked and cut off, to `f`; a bounded number.
     fn receive(&mut self, f: &mut dyn FnMut(Arrival, &[u8])) -> bool;
-    /// From now on packets to these IP multicast groups come in, and to no others.
-    fn join(&mut self, groups: &[IpAddr]);
+    /// From now on packets to these IP multicast groups come in by these sockets.
+    fn join(&mut self, sockets: Vec<(IpAddr, OwnedFd)>);
+    /// From now on packets to other IP multicast groups than these do not come in.
+    fn leave_others(&mut self, groups: &[IpAddr]);
     /// What becomes readable when a packet comes in.
     fn descriptors(&self) -> Vec<BorrowedFd<'_>>;
     /// Totals since the start.
@@ -46,4 +48,32 @@ pub struct PortCounters {
     pub icrc_errors: u64,
     /// Not sent, because the network refused them.
     pub send_errors: u64,
+}
+
+impl std::ops::AddAssign for PortCounters {
+    fn add_assign(&mut self, o: Self) {
+        let PortCounters { sent, received, icrc_errors, send_errors } = self;
+        *sent += o.sent;
+        *received += o.received;
+        *icrc_errors += o.icrc_errors;
+        *send_errors += o.send_errors;
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use std::net::SocketAddr;
+    use unirdma_formats::net::{FIRST_SOURCE_PORT, SOURCE_PORTS};
+
+    /// A port that has an address for itself.
+    pub fn alone(addr: IpAddr) -> UdpPort {
+        let mut port = UdpPort::new(true);
+        port.add(addr, open::share(open::Kind::Roce, addr, open::Options::default()).unwrap());
+        for flow in FIRST_SOURCE_PORT..FIRST_SOURCE_PORT + SOURCE_PORTS {
+            let from = SocketAddr::new(addr, flow);
+            assert!(port.add_flow(addr, flow, open::flow(from, open::Options::default()).unwrap()));
+        }
+        port
+    }
 }

@@ -10,6 +10,8 @@ const BUFFER: usize = 1 << 16;
 /// Wanted socket buffers, bytes.
 const SOCKET_BUFFER: i32 = 16 << 20;
 pub(super) const SOL_UDP: i32 = 17;
+/// ECT(0) of RFC 3168.
+pub(super) const ECN_CAPABLE: i32 = 2;
 
 /// Sets an option that is an int; true if the kernel took it.
 pub(super) fn set(fd: &impl AsFd, level: i32, name: i32, value: i32) -> bool {
@@ -18,7 +20,7 @@ pub(super) fn set(fd: &impl AsFd, level: i32, name: i32, value: i32) -> bool {
 }
 
 /// Gives a socket buffers for a burst. The FORCE variants need CAP_NET_ADMIN; without it the system's limit holds.
-pub(crate) fn enlarge_buffers(fd: &impl AsFd) {
+pub(super) fn enlarge_buffers(fd: &impl AsFd) {
     for (force, plain) in [(libc::SO_RCVBUFFORCE, libc::SO_RCVBUF), (libc::SO_SNDBUFFORCE, libc::SO_SNDBUF)] {
         let _ = set(fd, libc::SOL_SOCKET, force, SOCKET_BUFFER) || set(fd, libc::SOL_SOCKET, plain, SOCKET_BUFFER);
     }
@@ -28,29 +30,9 @@ pub(crate) fn enlarge_buffers(fd: &impl AsFd) {
 ///
 /// # Errors
 /// Those of SO_MARK.
-pub(super) fn mark(fd: &impl AsFd, mark: u32) -> io::Result<()> {
+pub(crate) fn mark(fd: &impl AsFd, mark: u32) -> io::Result<()> {
     let done = set(fd, libc::SOL_SOCKET, libc::SO_MARK, mark.cast_signed());
     if done { Ok(()) } else { Err(io::Error::last_os_error()) }
-}
-
-/// Lets the kernel drop what comes in by a socket and does not pass `program`, which returns how many bytes to keep.
-///
-/// # Errors
-/// Those of SO_ATTACH_FILTER.
-pub(super) fn filter(fd: &impl AsFd, program: &mut [libc::sock_filter]) -> io::Result<()> {
-    let program = libc::sock_fprog { len: program.len() as u16, filter: program.as_mut_ptr() };
-    let size = size_of::<libc::sock_fprog>() as u32;
-    let value = std::ptr::from_ref(&program).cast();
-    let fd = fd.as_fd().as_raw_fd();
-    // SAFETY: the option is a program of `len` instructions, which lives until after the call.
-    let done = unsafe { libc::setsockopt(fd, libc::SOL_SOCKET, libc::SO_ATTACH_FILTER, value, size) };
-    if done == 0 { Ok(()) } else { Err(io::Error::last_os_error()) }
-}
-
-/// The end of a filter's program: keep that many bytes.
-pub(super) const fn keep(bytes: u32) -> libc::sock_filter {
-    // BPF_RET | BPF_K.
-    libc::sock_filter { code: 6, jt: 0, jf: 0, k: bytes }
 }
 
 /// A socket address as the kernel takes it, and its length.

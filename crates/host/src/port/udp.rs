@@ -1,26 +1,22 @@
 //! The port as UDP sockets.
 
 use std::io;
-use std::net::{IpAddr, Ipv4Addr, SocketAddr, UdpSocket};
-use std::os::fd::{AsFd, AsRawFd, BorrowedFd};
+use std::net::{IpAddr, Ipv4Addr, UdpSocket};
+use std::os::fd::{AsFd, AsRawFd, BorrowedFd, OwnedFd};
+use std::sync::Arc;
 
 use unirdma_formats::net::{FIRST_SOURCE_PORT, SOURCE_PORTS, VXLAN_PORT, seal};
 use unirdma_formats::wire::{Envelope, ICRC_BYTES, ROCE_PORT};
 use unirdma_rnic::{Arrival, Tx, TxPacket};
 
 use super::icrc::Checker;
-use super::socket::{BATCH, Control, Inbox, SOL_UDP, add_control, enlarge_buffers, filter, keep, notes, set, sockaddr};
-use super::{Port, PortCounters, socket};
+use super::socket::{BATCH, Control, ECN_CAPABLE, Inbox, SOL_UDP, add_control, notes, sockaddr};
+use super::{Port, PortCounters};
 
 /// Most packets in one UDP_SEGMENT buffer (the kernel's UDP_MAX_SEGMENTS).
 const MAX_SEGMENTS: usize = 64;
 /// Most bytes of one UDP datagram.
 const MAX_DATAGRAM: usize = 65_000;
-/// Most IP multicast groups, each with a socket of its own.
-const MAX_GROUPS: usize = 256;
-/// ECT(0) of RFC 3168.
-const ECN_CAPABLE: i32 = 2;
-
 /// Where packets leave: by one of the sockets, from the port of a flow, or by one of the tunnel's.
 #[derive(Clone, Copy, PartialEq, Eq)]
 enum Exit {
@@ -33,36 +29,26 @@ struct Socket {
     udp: UdpSocket,
     /// It only holds its port: somebody else takes what comes in.
     silent: bool,
-    /// Sockets that only send, from a port each; none, or [`SOURCE_PORTS`], each made when first used. `Some(None)`: somebody else has the port.
-    flows: Vec<Option<Option<UdpSocket>>>,
+    /// Send-only sockets, one for each UDP source port; `None` where somebody else has the port.
+    flows: Vec<Option<UdpSocket>>,
 }
 
 impl Socket {
-    fn new(addr: IpAddr, udp: UdpSocket) -> Self {
-        Socket { addr, udp, silent: false, flows: Vec::new() }
-    }
-
     /// The socket of a flow and its port. A flow whose port somebody else has leaves by the socket that receives.
-    fn outlet(&mut self, flow: u16, mark: Option<u32>) -> (&UdpSocket, u16) {
-        let number = flow.checked_sub(FIRST_SOURCE_PORT).filter(|&n| n < SOURCE_PORTS);
-        if let Some(n) = number.map(usize::from) {
-            self.flows.resize_with(SOURCE_PORTS.into(), || None);
-            let from = SocketAddr::new(self.addr, flow);
-            if let Some(udp) = self.flows[n].get_or_insert_with(|| bind_flow(from, mark).ok()) {
-                return (udp, flow);
-            }
+    fn outlet(&self, flow: u16) -> (&UdpSocket, u16) {
+        let number = flow.checked_sub(FIRST_SOURCE_PORT);
+        match number.and_then(|n| self.flows.get(usize::from(n))) {
+            Some(Some(udp)) => (udp, flow),
+            _ => (&self.udp, ROCE_PORT),
         }
-        (&self.udp, ROCE_PORT)
     }
 }
 
-/// UDP sockets on port 4791 of this host's addresses.
+/// UDP sockets on port 4791 of this host's addresses, and those of IP multicast groups.
 pub(crate) struct UdpPort {
     sockets: Vec<Socket>,
     /// By which packets inside VXLAN leave: their receivers believe no port but that of VXLAN.
-    tunnel: Vec<(IpAddr, UdpSocket)>,
-    /// What packets are marked with.
-    mark: Option<u32>,
+    tunnel: Vec<(IpAddr, Arc<UdpSocket>)>,
     inbox: Inbox,
     checker: Checker,
     counters: PortCounters,
@@ -70,56 +56,41 @@ pub(crate) struct UdpPort {
 }
 
 impl UdpPort {
-    /// Binds port 4791 of each address; `icrc`: makes and checks it.
-    ///
-    /// # Errors
-    /// One line that says what is wrong and what to do.
-    pub fn open(addresses: &[IpAddr], icrc: bool) -> io::Result<Self> {
-        let sockets = addresses.iter().map(|&addr| bind(addr).map(|udp| Socket::new(addr, udp)));
-        Ok(UdpPort {
-            sockets: sockets.collect::<io::Result<_>>()?,
+    /// A port without sockets; `icrc`: makes and checks it.
+    pub fn new(icrc: bool) -> Self {
+        UdpPort {
+            sockets: Vec::new(),
             tunnel: Vec::new(),
-            mark: None,
             inbox: Inbox::new(),
             checker: Checker::default(),
             counters: PortCounters::default(),
             icrc,
-        })
-    }
-
-    /// From now on nothing comes in by the sockets of IPv4 addresses. They take packets one by one then, so that the kernel
-    /// joins none: it does not keep the Identification of each.
-    ///
-    /// # Errors
-    /// Those of socket options.
-    pub fn silence_ipv4(&mut self) -> io::Result<()> {
-        for s in self.sockets.iter_mut().filter(|s| s.addr.is_ipv4()) {
-            filter(&s.udp, &mut [keep(0)])?;
-            set(&s.udp, SOL_UDP, libc::UDP_GRO, 0);
-            s.silent = true;
         }
-        Ok(())
     }
 
-    /// From now on the kernel marks what this port and the tunnel send.
-    ///
-    /// # Errors
-    /// Those of SO_MARK: it takes a privilege.
-    pub fn mark_packets(&mut self, mark: u32) -> io::Result<()> {
-        let own = self.sockets.iter().map(|s| &s.udp).chain(self.tunnel.iter().map(|t| &t.1));
-        own.into_iter().try_for_each(|s| socket::mark(s, mark))?;
-        self.mark = Some(mark);
-        Ok(())
+    /// Adds the socket of an address, or of an IP multicast group.
+    pub fn add(&mut self, addr: IpAddr, udp: UdpSocket) {
+        self.sockets.push(Socket { addr, udp, silent: false, flows: Vec::new() });
     }
 
-    /// From now on packets inside VXLAN leave by these sockets, each of which has port 4789 of an address.
-    ///
-    /// # Errors
-    /// No descriptor is left.
-    pub fn encapsulate_by(&mut self, addresses: &[IpAddr], sockets: &[UdpSocket]) -> io::Result<()> {
-        let both = addresses.iter().zip(sockets);
-        self.tunnel = both.map(|(&a, s)| Ok((a, s.try_clone()?))).collect::<io::Result<_>>()?;
-        Ok(())
+    /// Adds a socket that sends from a flow's port of an address; false if there is no such flow or address.
+    pub fn add_flow(&mut self, addr: IpAddr, flow: u16, udp: UdpSocket) -> bool {
+        let number = flow.checked_sub(FIRST_SOURCE_PORT).filter(|&n| n < SOURCE_PORTS);
+        let socket = self.sockets.iter_mut().find(|s| s.addr == addr);
+        let (Some(n), Some(s)) = (number, socket) else { return false };
+        s.flows.resize_with(SOURCE_PORTS.into(), || None);
+        s.flows[usize::from(n)] = Some(udp);
+        true
+    }
+
+    /// Packets inside VXLAN to hosts of an address's family leave by this socket, which has port 4789.
+    pub fn add_tunnel(&mut self, addr: IpAddr, udp: Arc<UdpSocket>) {
+        self.tunnel.push((addr, udp));
+    }
+
+    /// Nothing comes in by the socket of an address.
+    pub fn silence(&mut self, addr: IpAddr) {
+        self.sockets.iter_mut().filter(|s| s.addr == addr).for_each(|s| s.silent = true);
     }
 
     /// Where a packet leaves, and its source port; `None` if it cannot.
@@ -137,92 +108,6 @@ impl UdpPort {
         };
         self.sockets.iter().position(fits)
     }
-}
-
-fn bind(addr: IpAddr) -> io::Result<UdpSocket> {
-    let udp = UdpSocket::bind(SocketAddr::new(addr, ROCE_PORT)).map_err(|e| {
-        let text = match e.kind() {
-            io::ErrorKind::AddrInUse => format!(
-                "UDP port {ROCE_PORT} of {addr} is in use (another virtual layer, or a soft RNIC of the kernel: `rdma link`); stop that or give another --address"
-            ),
-            io::ErrorKind::AddrNotAvailable => {
-                format!("{addr} is no address of this host; `ip address` lists those it has")
-            }
-            _ => format!("cannot bind UDP port {ROCE_PORT} of {addr}: {e}"),
-        };
-        io::Error::new(e.kind(), text)
-    })?;
-    // What this host's own vRNICs send to each other does not go through the network.
-    let _ = match addr {
-        IpAddr::V4(_) => udp.set_multicast_loop_v4(false),
-        IpAddr::V6(_) => udp.set_multicast_loop_v6(false),
-    };
-    receiving(udp, addr)
-}
-
-/// A socket that sends from its port, and receives nothing: peers send to port 4791.
-fn bind_flow(from: SocketAddr, mark: Option<u32>) -> io::Result<UdpSocket> {
-    let udp = UdpSocket::bind(from)?;
-    filter(&udp, &mut [keep(0)])?;
-    configure(&udp, from.ip())?;
-    mark.map_or(Ok(()), |m| socket::mark(&udp, m))?;
-    Ok(udp)
-}
-
-/// A socket for packets to an IP multicast group, on the interfaces of these addresses.
-fn bind_group(group: IpAddr, addresses: &[IpAddr]) -> io::Result<UdpSocket> {
-    use rustix::net::{AddressFamily, SocketType, bind, socket, sockopt};
-    let family = if group.is_ipv4() { AddressFamily::INET } else { AddressFamily::INET6 };
-    let fd = socket(family, SocketType::DGRAM, None)?;
-    // Other virtual layers of this host may listen to the same group.
-    sockopt::set_socket_reuseaddr(&fd, true)?;
-    bind(&fd, &SocketAddr::new(group, ROCE_PORT))?;
-    let udp = UdpSocket::from(fd);
-    for &a in addresses {
-        match (group, a) {
-            (IpAddr::V4(group), IpAddr::V4(a)) => udp.join_multicast_v4(&group, &a)?,
-            (IpAddr::V6(group), IpAddr::V6(_)) => udp.join_multicast_v6(&group, crate::wire::interface_index(a))?,
-            _ => {}
-        }
-    }
-    receiving(udp, group)
-}
-
-/// Options of every socket of the port.
-fn configure(udp: &UdpSocket, addr: IpAddr) -> io::Result<()> {
-    udp.set_nonblocking(true)?;
-    enlarge_buffers(udp);
-    // DF, so that the Identification is that of the segment, and nothing is cut on the way. The network may mark packets
-    // instead of dropping them; a kernel that cannot say so costs congestion control only.
-    let (df, _) = match addr {
-        IpAddr::V4(_) => (
-            set(udp, libc::IPPROTO_IP, libc::IP_MTU_DISCOVER, libc::IP_PMTUDISC_PROBE),
-            set(udp, libc::IPPROTO_IP, libc::IP_TOS, ECN_CAPABLE),
-        ),
-        IpAddr::V6(_) => (
-            set(udp, libc::IPPROTO_IPV6, libc::IPV6_MTU_DISCOVER, libc::IP_PMTUDISC_PROBE),
-            set(udp, libc::IPPROTO_IPV6, libc::IPV6_TCLASS, ECN_CAPABLE),
-        ),
-    };
-    if df { Ok(()) } else { Err(io::Error::last_os_error()) }
-}
-
-/// A socket that also receives: it shows marks, and takes packets joined. Over IPv6 too, devices send no UDP checksum (annex A17).
-fn receiving(udp: UdpSocket, addr: IpAddr) -> io::Result<UdpSocket> {
-    configure(&udp, addr)?;
-    let _ = match addr {
-        IpAddr::V4(_) => set(&udp, libc::IPPROTO_IP, libc::IP_RECVTOS, 1),
-        IpAddr::V6(_) => {
-            set(&udp, SOL_UDP, libc::UDP_NO_CHECK6_RX, 1) && set(&udp, libc::IPPROTO_IPV6, libc::IPV6_RECVTCLASS, 1)
-        }
-    };
-    if !set(&udp, SOL_UDP, libc::UDP_GRO, 1) {
-        return Err(io::Error::new(
-            io::ErrorKind::Unsupported,
-            format!("UDP sockets of {addr} lack GRO (Linux 5.0 or later has it): {}", io::Error::last_os_error()),
-        ));
-    }
-    Ok(udp)
 }
 
 /// How many of `packets`, from the first, one buffer can carry: one path, one size, only the last shorter.
@@ -263,11 +148,10 @@ impl Port for UdpPort {
                 tx.sent(1);
                 continue;
             };
-            let mark = self.mark;
             let (src, fd, src_port) = match exit {
                 Exit::Plain(socket, flow) => {
                     let src = self.sockets[socket].addr;
-                    let (udp, src_port) = self.sockets[socket].outlet(flow, mark);
+                    let (udp, src_port) = self.sockets[socket].outlet(flow);
                     (src, udp.as_raw_fd(), src_port)
                 }
                 Exit::Tunnel(i) => (self.tunnel[i].0, self.tunnel[i].1.as_raw_fd(), VXLAN_PORT),
@@ -355,18 +239,16 @@ impl Port for UdpPort {
         any
     }
 
-    fn join(&mut self, groups: &[IpAddr]) {
-        self.sockets.retain(|s| !s.addr.is_multicast() || groups.contains(&s.addr));
-        let own: Vec<IpAddr> = self.sockets.iter().map(|s| s.addr).filter(|a| !a.is_multicast()).collect();
-        for &addr in groups.iter().take(MAX_GROUPS) {
-            if self.sockets.iter().any(|s| s.addr == addr) {
-                continue;
-            }
-            match bind_group(addr, &own) {
-                Ok(udp) => self.sockets.push(Socket::new(addr, udp)),
-                Err(e) => tracing::warn!("plain devices cannot be heard in multicast group {addr}: {e}"),
+    fn join(&mut self, sockets: Vec<(IpAddr, OwnedFd)>) {
+        for (group, fd) in sockets {
+            if group.is_multicast() && !self.sockets.iter().any(|s| s.addr == group) {
+                self.add(group, fd.into());
             }
         }
+    }
+
+    fn leave_others(&mut self, groups: &[IpAddr]) {
+        self.sockets.retain(|s| !s.addr.is_multicast() || groups.contains(&s.addr));
     }
 
     fn descriptors(&self) -> Vec<BorrowedFd<'_>> {
@@ -381,17 +263,15 @@ impl Port for UdpPort {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::port::socket::control_messages;
+    use crate::port::socket::{control_messages, set};
+    use crate::port::tests::alone;
     use unirdma_formats::wire::icrc;
 
     #[test]
     fn packets_travel_between_two_addresses() {
-        let mut a = UdpPort::open(&["127.0.47.1".parse().unwrap()], true).unwrap();
+        let mut a = alone("127.0.47.1".parse().unwrap());
         let b = "127.0.47.2".parse().unwrap();
-        let mut b_port = UdpPort::open(&[b], true).unwrap();
-        assert_eq!(UdpPort::open(&[b], true).err().unwrap().kind(), io::ErrorKind::AddrInUse);
-        let none = UdpPort::open(&["203.0.113.1".parse().unwrap()], true);
-        assert!(none.err().unwrap().to_string().contains("no address of this host"));
+        let mut b_port = alone(b);
         let mut tx = Tx::default();
         for i in 0..250u32 {
             let port = if i < 100 { ROCE_PORT } else { FIRST_SOURCE_PORT + i as u16 / 100 };
@@ -412,7 +292,7 @@ mod tests {
     #[test]
     fn packets_without_a_udp_checksum_are_taken_over_ipv6() {
         let here: IpAddr = "::1".parse().unwrap();
-        let mut port = UdpPort::open(&[here], true).unwrap();
+        let mut port = alone(here);
         let device = UdpSocket::bind((here, 0)).unwrap();
         assert!(set(&device, SOL_UDP, libc::UDP_NO_CHECK6_TX, 1));
         let src_port = device.local_addr().unwrap().port();
@@ -426,7 +306,7 @@ mod tests {
     #[test]
     fn packets_carry_the_traffic_class_of_their_path() {
         let (from, to): (IpAddr, IpAddr) = ("127.0.47.7".parse().unwrap(), "127.0.47.8".parse().unwrap());
-        let mut port = UdpPort::open(&[from], true).unwrap();
+        let mut port = alone(from);
         let device = UdpSocket::bind((to, ROCE_PORT)).unwrap();
         assert!(set(&device, libc::IPPROTO_IP, libc::IP_RECVTOS, 1));
         let mut tx = Tx::default();

@@ -9,7 +9,7 @@ use std::io;
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::os::unix::net::{UnixListener, UnixStream};
 use std::path::{Path, PathBuf};
-use std::sync::{Mutex, MutexGuard};
+use std::sync::{Arc, Mutex, MutexGuard};
 use std::time::{Duration, Instant};
 
 use rustix::net::{AddressFamily, SocketFlags, SocketType, socketpair};
@@ -17,8 +17,9 @@ use serde::{Deserialize, Serialize};
 use unirdma_device::lock;
 
 use crate::line::Line;
+use crate::network::{Network, Plan};
 use crate::process::{self, Child};
-use crate::protocol::{Answer, Begin, Call, NewVrnic, VERSION};
+use crate::protocol::{Answer, Begin, Call, NewVrnic, Notice, VERSION};
 use crate::worker::Alone;
 use crate::{Isolation, context};
 
@@ -112,6 +113,25 @@ impl Worker {
         self.notices.as_fd()
     }
 
+    /// The next notice that has come; what is none is left out.
+    pub fn notice(&self, buffer: &mut [u8]) -> Option<Notice> {
+        loop {
+            match rustix::net::recv(&self.notices, &mut *buffer, rustix::net::RecvFlags::DONTWAIT) {
+                Ok((n @ 1.., _)) => match serde_json::from_slice(&buffer[..n]) {
+                    Ok(notice) => return Some(notice),
+                    Err(_) => {}
+                },
+                _ => return None,
+            }
+        }
+    }
+
+    /// It has not closed its end for notices.
+    pub fn listens(&self) -> bool {
+        let peek = rustix::net::RecvFlags::DONTWAIT | rustix::net::RecvFlags::PEEK;
+        !matches!(rustix::net::recv(&self.notices, &mut [0], peek), Ok((0, _)))
+    }
+
     /// Ends it at once. What its programs had is gone with it.
     fn kill(&mut self) {
         match &self.child {
@@ -169,6 +189,7 @@ pub(super) struct Group {
     pub id: u32,
     begin: Begin,
     isolation: Isolation,
+    network: Option<Arc<Mutex<Network>>>,
     /// Where its worker waits for supervisors.
     door: PathBuf,
     listener: UnixListener,
@@ -180,16 +201,22 @@ impl Group {
     ///
     /// # Errors
     /// The worker's socket cannot be made.
-    pub fn new(begin: Begin, isolation: Isolation, workers: &Path) -> io::Result<Group> {
+    pub fn new(
+        begin: Begin,
+        isolation: Isolation,
+        network: Option<Arc<Mutex<Network>>>,
+        workers: &Path,
+    ) -> io::Result<Group> {
         let door = workers.join(format!("{}.sock", begin.group));
         let _ = std::fs::remove_file(&door);
         let listener = UnixListener::bind(&door).map_err(context("cannot listen on", &door))?;
-        Ok(Group::with(begin, isolation, door, listener, BTreeMap::new()))
+        Ok(Group::with(begin, isolation, network, door, listener, BTreeMap::new()))
     }
 
     fn with(
         begin: Begin,
         isolation: Isolation,
+        network: Option<Arc<Mutex<Network>>>,
         door: PathBuf,
         listener: UnixListener,
         members: BTreeMap<String, Member>,
@@ -197,7 +224,7 @@ impl Group {
         let captures = BTreeMap::new();
         let inner = Inner { worker: None, members, captures, restarts: 0, failures: 0, removed: false };
         let (name, id) = (begin.group.clone(), begin.id);
-        Group { name, id, begin, isolation, door, listener, inner: Mutex::new(inner) }
+        Group { name, id, begin, isolation, network, door, listener, inner: Mutex::new(inner) }
     }
 
     /// A group of a supervisor that died, with its worker if that lives. Else its worker is to be started.
@@ -206,12 +233,13 @@ impl Group {
         fds: Vec<OwnedFd>,
         members: BTreeMap<String, Member>,
         isolation: Isolation,
+        network: Option<Arc<Mutex<Network>>>,
         workers: &Path,
     ) -> Option<Group> {
         let mut fds = fds.into_iter();
         let (listener, pidfd) = (fds.next()?.into(), fds.next()?);
         let door = workers.join(format!("{}.sock", kept.begin.group));
-        let group = Group::with(kept.begin, isolation, door, listener, members);
+        let group = Group::with(kept.begin, isolation, network, door, listener, members);
         let child = Child::of_pidfd(kept.pid, pidfd);
         if !child.has_ended() {
             let mut inner = group.lock();
@@ -271,7 +299,7 @@ impl Group {
     /// One line: why there is none.
     pub fn start(&self, inner: &mut Inner) -> io::Result<()> {
         let mut worker = self.launch()?;
-        if let Err(e) = worker.introduce_all(inner) {
+        if let Err(e) = worker.introduce_all(inner, self.plan()) {
             worker.kill();
             let how = worker.wait();
             return Err(io::Error::new(
@@ -281,6 +309,11 @@ impl Group {
         }
         inner.worker = Some(worker);
         Ok(())
+    }
+
+    /// Where its peers are, if there is a network.
+    pub fn plan(&self) -> Option<Plan> {
+        self.network.as_ref().map(|n| lock(n).plan(&self.name))
     }
 
     fn launch(&self) -> io::Result<Worker> {
@@ -302,7 +335,10 @@ impl Group {
         let mut worker = Worker { line, child, notices, since: Instant::now(), given_up: false };
         let mut begin = || {
             worker.greet(theirs.as_fd())?;
-            worker.tell(&Call::Begin(self.begin.clone()), &[])
+            let network = self.network.as_ref().map(|n| lock(n).sockets_of(&self.name)).transpose()?;
+            let (network, sockets) = network.map_or((None, Vec::new()), |(e, s)| (Some(e), s));
+            let sockets: Vec<BorrowedFd<'_>> = sockets.iter().map(AsFd::as_fd).collect();
+            worker.tell(&Call::Begin(Box::new(Begin { network, ..self.begin.clone() })), &sockets)
         };
         if let Err(e) = begin() {
             worker.kill();
@@ -385,7 +421,10 @@ impl Group {
 
 impl Worker {
     /// Tells it of everything that its group has.
-    fn introduce_all(&mut self, inner: &Inner) -> io::Result<()> {
+    fn introduce_all(&mut self, inner: &Inner, plan: Option<Plan>) -> io::Result<()> {
+        if let Some(plan) = plan {
+            self.tell(&Call::Plan(plan), &[])?;
+        }
         for m in inner.members.values() {
             self.introduce(m)?;
         }

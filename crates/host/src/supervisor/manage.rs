@@ -30,9 +30,12 @@ impl Supervisor {
             Request::VrnicAddress { name, ip, add: false } => self.remove_address(&name, ip),
             Request::GroupAdd { name } => self.make_group(&name),
             Request::GroupList => {
+                // Before that of the names.
+                let network = self.network.as_ref().map(|n| lock(n));
+                let vni = |g: &str| network.as_ref().and_then(|n| n.vni(g));
                 let names = self.names();
                 let count = |g: &str| names.vrnics.values().filter(|v| v.group == g).count();
-                let infos = names.groups.keys().map(|g| GroupInfo { name: g.clone(), vrnics: count(g), vni: None });
+                let infos = names.groups.keys().map(|g| GroupInfo { name: g.clone(), vrnics: count(g), vni: vni(g) });
                 Ok(Response::Groups(infos.collect()))
             }
             Request::GroupRemove { name } => self.remove_group(&name),
@@ -110,7 +113,7 @@ impl Supervisor {
             }
             names.groups.remove(name).ok_or(format!("there is no group {name}"))?
         };
-        group.end();
+        self.end_group(&group);
         let key = format!("{GROUP} {name}");
         self.with_keeper(|k| k.forget(&key));
         Ok(Response::Done)
@@ -136,6 +139,7 @@ impl Supervisor {
             self.names().vrnics.remove(&add.name);
         }
         made?;
+        self.set_owners();
         self.show(&add.name, false)
     }
 
@@ -201,7 +205,9 @@ impl Supervisor {
         let _ = group.call(&mut inner, &Call::Remove { name: name.into() }, &[]);
         self.keep_vrnic(&group, &inner, name);
         let _ = std::fs::remove_dir_all(vrnic_dir(&self.dir, name));
+        drop(inner);
         self.names().vrnics.remove(name);
+        self.set_owners();
         Ok(Response::Done)
     }
 
@@ -238,6 +244,7 @@ impl Supervisor {
             self.forget_address(name, ip);
         }
         changed?;
+        self.set_owners();
         self.show(name, false)
     }
 
@@ -260,6 +267,7 @@ impl Supervisor {
         }
         self.change_address(name, ip, false)?;
         self.forget_address(name, ip);
+        self.set_owners();
         self.show(name, false)
     }
 
@@ -399,7 +407,7 @@ impl Supervisor {
             ips: m.new.ips.clone(),
             mac: mac.to_string(),
             guid: mac.guid().to_string(),
-            mtu: vrnic::NET_MTU,
+            mtu: self.network.as_ref().map_or(vrnic::NET_MTU, |n| lock(n).net_mtu()),
             dir: vrnic_dir(&self.dir, &m.new.name).display().to_string(),
             attached: m.attached.is_some(),
             container: m.containers.values().rev().find_map(process_of),
@@ -436,7 +444,7 @@ impl Supervisor {
             sessions: all.sessions,
             rnic_held: all.rnic_held,
             workers,
-            wire: None,
+            wire: self.network.as_ref().map(|n| lock(n).info(all.port, all.drops, all.tunnel)),
         }
     }
 }

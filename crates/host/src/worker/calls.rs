@@ -109,7 +109,8 @@ impl Worker {
             Call::Capture { id, vrnic, snap } => {
                 let vnic = vrnic.map(|name| self.vrnic(&name).map(|v| v.id)).transpose()?;
                 let fd = fds.next().ok_or("a capture needs a descriptor")?;
-                self.engine.start_capture(id, fd, vnic, snap, Vec::new()).map(|()| Answer::Done)
+                let hosts = self.network.as_ref().map_or_else(Vec::new, |e| e.addresses.clone());
+                self.engine.start_capture(id, fd, vnic, snap, hosts).map(|()| Answer::Done)
             }
             Call::CaptureStop { id } => {
                 Ok(Answer::Captured { lost: self.engine.stop_capture(id).ok_or("no such capture runs")? })
@@ -119,12 +120,36 @@ impl Worker {
                 rnic_held: self.engine.rnic.held(),
                 port: self.engine.port_counters().unwrap_or_default(),
                 drops: self.engine.rnic.lock().wire_drops(),
-                tunnel: self.switch.tunnel_info().drops,
+                tunnel: self.switch.tunnel_drops(),
             }))),
+            Call::Plan(plan) => {
+                self.engine.rnic.lock().set_routes(plan.routes(self.group_id));
+                self.switch.set_plan(self.group_id, plan.members, plan.agreed);
+                // Somebody may have waited for an address.
+                self.engine.after_command();
+                Ok(Answer::Done)
+            }
+            Call::Hear { groups } => {
+                self.engine.join(groups.into_iter().zip(fds).collect());
+                Ok(Answer::Done)
+            }
+            Call::Qpns(ranges) => {
+                self.engine.rnic.lock().set_qpns(&ranges);
+                self.asked_for_qpns = false;
+                Ok(Answer::Done)
+            }
             Call::End => {
                 self.ended = true;
                 Ok(Answer::Done)
             }
+        }
+    }
+
+    /// Asks for more QPNs before they are all taken.
+    pub(super) fn ask_for_qpns(&mut self) {
+        if self.network.is_some() && !self.asked_for_qpns && self.engine.rnic.lock().qpns_left() < FEW_QPNS {
+            self.asked_for_qpns = true;
+            self.notify(&Notice::Qpns);
         }
     }
 
@@ -153,7 +178,7 @@ impl Worker {
             vnic: id,
             config: vrnic::device_config(mac, &new.limits),
             name: new.name.clone(),
-            active_mtu: vrnic::PORT_MTU,
+            active_mtu: self.network.as_ref().map_or(vrnic::PORT_MTU, |e| e.mtu_code),
             log: unirdma_device::LogLimit::default(),
         };
         let v = Vrnic {

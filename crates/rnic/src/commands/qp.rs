@@ -10,12 +10,22 @@ use super::Result;
 use crate::attr;
 use crate::core::Core;
 use crate::executor::{Object, Peer};
-use crate::objects::{Connection, Counters, CreateQp, MAX_RD_ATOMIC, Qp, SessionId};
+use crate::objects::{Connection, Counters, CreateQp, MAX_RD_ATOMIC, Qp, QpnSpace, SessionId};
 use crate::pace::Pace;
 use crate::path::{DSCP, Path};
 use crate::slab::Handle;
 
 impl Core {
+    /// From now on QPs get numbers of these ranges (first number, how many), which have none in common. QPs keep their numbers.
+    pub fn set_qpns(&mut self, ranges: &[(u32, u32)]) {
+        self.objects.qpn_space = QpnSpace::new(ranges);
+    }
+
+    /// About how many numbers for QPs are left: QPs that were restored may have numbers of other ranges.
+    pub fn qpns_left(&self) -> u32 {
+        self.objects.qpn_space.len().saturating_sub(self.objects.qpns.len() as u32)
+    }
+
     /// CREATE_QP. Returns (QPN, doorbell slot).
     ///
     /// # Errors
@@ -38,6 +48,10 @@ impl Core {
         let srq = c.srq.map(|srq| self.objects.own_srq(s, srq).map(|q| q.0)).transpose()?.filter(|_| xrcd.is_none());
         let vnic = self.objects.vnic_of(s)?;
         self.objects.quota(s, |u| u.qps, |l| l.max_qp)?;
+        // QPNs are random and unique on the host.
+        let (random, objects) = (&mut self.random.qpns, &self.objects);
+        let drawn = objects.qpn_space.draw(|| random.next_u64(), |n| objects.is_free_qpn(Qpn(n)));
+        let qpn = Qpn(drawn.ok_or(Status::Exhausted)?);
         let session = self.objects.sessions.get_mut(s.0).ok_or(Status::BadHandle)?;
         if session.bell.is_none() {
             return Err(Status::BadState);
@@ -49,13 +63,6 @@ impl Core {
                 session.slots.len() as u32 - 1
             }
             None => return Err(Status::Exhausted),
-        };
-        // QPNs are random and unique on the host.
-        let qpn = loop {
-            let n = Qpn(self.random.qpns.next_u64() as u32 & Qpn::MASK);
-            if self.objects.is_free_qpn(n) {
-                break n;
-            }
         };
         let qp = Qp {
             owner: s,

@@ -8,6 +8,7 @@ mod inbox;
 mod mr;
 mod names;
 mod qp;
+mod qpns;
 mod queues;
 mod session;
 mod stage;
@@ -31,6 +32,7 @@ pub use mr::{Backing, Resolve};
 pub(crate) use mr::{Mr, MrTable, Reach, Window};
 pub(crate) use qp::{Connection, Local, Qp};
 pub use qp::{CreateQp, QpInfo};
+pub(crate) use qpns::QpnSpace;
 pub(crate) use queues::{Cq, Domains, Moderation, Pd, Srq, XrcSrq, Xrcd};
 pub use queues::{OpenXrcd, SrqAttr, SrqInfo};
 pub(crate) use session::{Names, Session};
@@ -65,6 +67,8 @@ pub(crate) struct Objects {
     pub cqs: Slab<Cq>,
     pub qps: Slab<Qp>,
     pub qpns: HashMap<Qpn, Handle<Qp>>,
+    /// Which numbers new QPs may get.
+    pub qpn_space: QpnSpace,
     pub spare: Spare,
 }
 
@@ -132,8 +136,7 @@ impl Objects {
 
     /// True if a QP may get this number.
     pub fn is_free_qpn(&self, qpn: Qpn) -> bool {
-        // 0 and 1 are the management QPs.
-        qpn.0 > 1 && !self.qpns.contains_key(&qpn)
+        qpns::is_ordinary(qpn.0) && !self.qpns.contains_key(&qpn)
     }
 
     /// The peer QP, if it would answer: connected to us, able to receive, at our PSN, and both have a link.

@@ -19,7 +19,7 @@ use std::net::IpAddr;
 use serde::{Deserialize, Serialize};
 use unirdma_formats::net::{ETH_BYTES, vxlan};
 
-use super::Members;
+use crate::tunnel::Members;
 
 /// The number of announcements.
 pub(super) const ANNOUNCEMENT: u32 = 0;

@@ -1,0 +1,576 @@
+//! The network to other hosts as the supervisor has it: addresses, MTU, the peers file, and all sockets.
+//!
+//! The worker of each group gets sockets of its own for the ports of RoCEv2 and VXLAN ([`Network::enroll`]), and a program of the kernel
+//! finds the worker that a packet is for (`lane`, [`crate::steer`]). Only the supervisor makes sockets. It keeps a duplicate of each, so that a
+//! worker that is started anew gets the same ones. What concerns all groups stays here: the peers file, the announcements of the groups'
+//! numbers (`announce`), the firewall, and the division of QPNs among the groups (`units`).
+
+mod agree;
+mod announce;
+mod enrolment;
+mod interface;
+mod lane;
+#[cfg(test)]
+mod tests;
+mod units;
+
+use std::collections::{BTreeMap, BTreeSet};
+use std::io;
+use std::net::{IpAddr, Ipv4Addr, SocketAddr, UdpSocket};
+use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
+use std::path::{Path, PathBuf};
+
+use rustix::event::epoll;
+use rustix::fs::inotify;
+use unirdma_formats::mtu_bytes;
+use unirdma_formats::net::{FIRST_SOURCE_PORT, SOURCE_PORTS, VXLAN_PORT};
+use unirdma_formats::wire::{ICRC_BYTES, MAX_HEADER_BYTES};
+use unirdma_rnic::{MAX_OUTER_BYTES, WireDrops};
+
+pub use agree::Disagreement;
+use announce::{Announcer, Outlet};
+pub(crate) use enrolment::{Enrolment, Plan, Role, open_worker};
+pub(crate) use interface::interface_index;
+use interface::interface_mtu;
+use lane::{Indices, Lane};
+pub(crate) use units::Range;
+use units::Units;
+
+use crate::admin::WireInfo;
+use crate::firewall::{self, Firewall};
+use crate::peers::{self, Peers};
+use crate::port::PortCounters;
+use crate::port::open::{self, Kind, Options};
+use crate::steer::{self, Table};
+use crate::tunnel::{Members, TUNNEL_BYTES, TunnelDrops, TunnelInfo};
+use crate::{DEFAULT_GROUP, WireConfig, vrnic};
+
+/// Most IP multicast groups of a group of vRNICs, each with a socket of its own.
+const MAX_MULTICAST: usize = 256;
+/// Packets that are taken off a socket before the others get a turn.
+const BURST: usize = 64;
+/// Longest announcement that is read.
+const MAX_PACKET: usize = 2048;
+/// What a packet socket's filter keeps.
+const ALL_BYTES: u32 = u32::MAX;
+
+/// A group with sockets.
+struct Group {
+    id: u32,
+    qpns: Vec<Range>,
+    /// The group whose worker serves it.
+    worker: String,
+    /// Its packet sockets, and the values of QPNs in the filter of each.
+    packets: Vec<Packets>,
+    /// IP multicast groups that its worker has sockets of.
+    joined: BTreeSet<IpAddr>,
+}
+
+impl Group {
+    fn new(id: u32, qpns: Vec<Range>, worker: &str) -> Self {
+        Group { id, qpns, worker: worker.into(), packets: Vec::new(), joined: BTreeSet::new() }
+    }
+}
+
+struct Packets {
+    address: Ipv4Addr,
+    socket: OwnedFd,
+    filter: Option<(Table, u32)>,
+}
+
+/// A socket that sends from a port of an address, for all workers.
+struct Flow {
+    address: IpAddr,
+    port: u16,
+    socket: UdpSocket,
+}
+
+/// The network of a host.
+pub(crate) struct Network {
+    addresses: Vec<IpAddr>,
+    options: Options,
+    icrc: bool,
+    faults: Option<u64>,
+    congestion_control: bool,
+    mtu_code: u8,
+    net_mtu: u32,
+    file: PathBuf,
+    peers: Peers,
+    error: Option<String>,
+    /// All that [`Network::on_event`] looks at.
+    epoll: OwnedFd,
+    changes: OwnedFd,
+    announcer: Announcer,
+    lanes: Vec<Lane>,
+    /// Made for the first group.
+    flows: Option<Vec<Flow>>,
+    groups: BTreeMap<String, Group>,
+    /// The group that has each of this host's addresses.
+    owners: BTreeMap<IpAddr, String>,
+    units: Units,
+    firewall: Option<Firewall>,
+}
+
+impl Network {
+    /// Claims the ports and reads the peers file.
+    ///
+    /// # Errors
+    /// One line: an address, a port or the MTU does not fit this host, a privilege is missing, or the file is bad.
+    pub fn open(c: &WireConfig, dir: &Path) -> io::Result<Network> {
+        let claim = |kind| c.addresses.iter().map(move |&a| Lane::claim(kind, a));
+        let mut lanes: Vec<Lane> = claim(Kind::Roce).chain(claim(Kind::Tunnel)).collect::<io::Result<_>>()?;
+        let options = Options { mark: c.firewall.then_some(firewall::MARK), full_icrc: c.full_icrc };
+        for lane in &mut lanes {
+            lane.set_options(options).map_err(|e| {
+                let text = format!("--firewall marks what this host sends ({e}): run as root, or with CAP_NET_ADMIN");
+                io::Error::new(e.kind(), text)
+            })?;
+        }
+        let (mtu_code, net_mtu) = mtus(c)?;
+        let changes = inotify::init(inotify::CreateFlags::CLOEXEC | inotify::CreateFlags::NONBLOCK)?;
+        // The directory: editors replace a file by another.
+        let watched = c.peers.parent().filter(|d| !d.as_os_str().is_empty()).unwrap_or(Path::new("."));
+        let events = inotify::WatchFlags::CLOSE_WRITE | inotify::WatchFlags::MOVED_TO;
+        inotify::add_watch(&changes, watched, events).map_err(|e| {
+            io::Error::new(io::Error::from(e).kind(), format!("cannot watch {}: {e}", watched.display()))
+        })?;
+        let peers = read(&c.peers, &c.addresses).map_err(|e| io::Error::new(io::ErrorKind::InvalidInput, e))?;
+        let firewall = c.firewall.then(|| Firewall::start(dir, &c.addresses, &peers.hosts())).transpose()?;
+        if c.full_icrc {
+            // To see now whether this host may.
+            ipv4(&c.addresses).try_for_each(|a| open::packets(a, &[steer::end(0)]).map(drop))?;
+        }
+        let announcer = Announcer::new()?;
+        let epoll = epoll::create(epoll::CreateFlags::CLOEXEC)?;
+        for fd in [changes.as_fd(), announcer.timer()] {
+            epoll::add(&epoll, fd, epoll::EventData::new_u64(0), epoll::EventFlags::IN)?;
+        }
+        let network = Network {
+            addresses: c.addresses.clone(),
+            options,
+            icrc: c.icrc,
+            faults: c.faults,
+            congestion_control: c.congestion_control,
+            mtu_code,
+            net_mtu,
+            file: c.peers.clone(),
+            peers,
+            error: None,
+            epoll,
+            changes,
+            announcer,
+            lanes,
+            flows: None,
+            groups: BTreeMap::new(),
+            owners: BTreeMap::new(),
+            units: Units::new(),
+            firewall,
+        };
+        network.watch_own_sockets()?;
+        Ok(network)
+    }
+
+    // --- groups and their sockets ---
+
+    /// Makes the sockets of a group. The default group is the first.
+    ///
+    /// # Errors
+    /// The group is there already, no QPNs are left, or those of sockets and programs; the group has nothing then.
+    pub fn enroll(&mut self, group: &str, id: u32) -> io::Result<(Enrolment, Vec<OwnedFd>)> {
+        if self.groups.contains_key(group) {
+            return Err(io::Error::new(io::ErrorKind::AlreadyExists, format!("group {group} has sockets already")));
+        }
+        let qpns = self.units.first().ok_or_else(|| io::Error::other("all QPNs of this host are taken by groups"))?;
+        self.groups.insert(group.into(), Group::new(id, vec![qpns], group));
+        let done = self.make_sockets(group).and_then(|()| self.sockets_of(group));
+        if done.is_err() {
+            self.dismiss(group);
+        }
+        done
+    }
+
+    fn make_sockets(&mut self, group: &str) -> io::Result<()> {
+        if self.flows.is_none() {
+            self.flows = Some(self.make_flows());
+        }
+        self.lanes.iter_mut().try_for_each(|l| l.enter(group))?;
+        if self.options.full_icrc {
+            let packets = |address| {
+                let socket = open::packets(address, &[steer::end(0)])?;
+                Ok(Packets { address, socket, filter: None })
+            };
+            let packets: io::Result<Vec<Packets>> = ipv4(&self.addresses).map(packets).collect();
+            if let Some(g) = self.groups.get_mut(group) {
+                g.packets = packets?;
+            }
+        }
+        self.steer()?;
+        self.groups_changed();
+        Ok(())
+    }
+
+    fn make_flows(&self) -> Vec<Flow> {
+        let ports = FIRST_SOURCE_PORT..FIRST_SOURCE_PORT + SOURCE_PORTS;
+        let all = self.addresses.iter().flat_map(|&a| ports.clone().map(move |p| (a, p)));
+        // A flow whose port somebody else has leaves by the port of RoCEv2.
+        let make = |(address, port)| {
+            let socket = open::flow(SocketAddr::new(address, port), self.options).ok()?;
+            Some(Flow { address, port, socket })
+        };
+        all.filter_map(make).collect()
+    }
+
+    /// What a group's worker is to be told, and duplicates of the group's sockets, for a worker that has none.
+    ///
+    /// # Errors
+    /// There is no such group, or no descriptor is left.
+    pub fn sockets_of(&mut self, group: &str) -> io::Result<(Enrolment, Vec<OwnedFd>)> {
+        let g = self.groups.get_mut(group).ok_or_else(|| io::Error::other(format!("group {group} has no sockets")))?;
+        g.joined.clear();
+        let (mut roles, mut sockets) = (Vec::new(), Vec::new());
+        let mut give = |role, socket: BorrowedFd<'_>| -> io::Result<()> {
+            roles.push(role);
+            sockets.push(socket.try_clone_to_owned()?);
+            Ok(())
+        };
+        for lane in &self.lanes {
+            let role = if lane.kind == Kind::Roce { Role::Roce(lane.address) } else { Role::Tunnel(lane.address) };
+            if let Some(udp) = lane.socket(group) {
+                give(role, udp.as_fd())?;
+            }
+        }
+        for f in self.flows.iter().flatten() {
+            give(Role::Flow(f.address, f.port), f.socket.as_fd())?;
+        }
+        for p in &g.packets {
+            give(Role::Packets(p.address), p.socket.as_fd())?;
+        }
+        let enrolment = Enrolment {
+            group: group.into(),
+            id: g.id,
+            addresses: self.addresses.clone(),
+            roles,
+            qpns: g.qpns.clone(),
+            icrc: self.icrc,
+            congestion_control: self.congestion_control,
+            mtu_code: self.mtu_code,
+            mtu: self.mtu(),
+            net_mtu: self.net_mtu,
+            faults: self.faults,
+        };
+        Ok((enrolment, sockets))
+    }
+
+    /// Takes the sockets of a group out of their ports, whoever has them open, and gives its QPNs back. Its worker has ended.
+    pub fn dismiss(&mut self, group: &str) {
+        let Some(g) = self.groups.remove(group) else { return };
+        self.units.give_back(&g.qpns);
+        self.owners.retain(|_, owner| owner != group);
+        self.lanes.iter_mut().for_each(|l| l.leave(group));
+        if let Err(e) = self.steer() {
+            tracing::error!("packets may not find their groups any more: {e}");
+        }
+        self.groups_changed();
+    }
+
+    /// Gives a group another range of QPNs, if it may have one; all that it has.
+    pub fn more_qpns(&mut self, group: &str) -> Option<Vec<Range>> {
+        let g = self.groups.get_mut(group)?;
+        let range = self.units.further(&g.qpns)?;
+        g.qpns.push(range);
+        let all = g.qpns.clone();
+        if let Err(e) = self.steer() {
+            tracing::error!("group {group} gets no more QPNs: {e}");
+            self.units.give_back(&[range]);
+            self.groups.get_mut(group).into_iter().for_each(|g| g.qpns.retain(|r| *r != range));
+            return None;
+        }
+        Some(all)
+    }
+
+    /// From now on packets for QPN 1 of one of this host's addresses are for this group; `None`: for the default group.
+    pub fn set_owner(&mut self, address: IpAddr, group: Option<&str>) {
+        let before = match group {
+            Some(g) if self.addresses.contains(&address) => self.owners.insert(address, g.into()),
+            _ => self.owners.remove(&address),
+        };
+        if before.as_deref() != self.owners.get(&address).map(String::as_str)
+            && let Err(e) = self.steer()
+        {
+            tracing::error!("requests to {address} may not find their group: {e}");
+        }
+    }
+
+    /// Sockets of the IP multicast groups that a group's worker wants to hear and has none of yet. What it wanted before, and does not
+    /// any more, it has closed.
+    pub fn join(&mut self, group: &str, wanted: &[IpAddr]) -> Vec<(IpAddr, OwnedFd)> {
+        let Some(g) = self.groups.get_mut(group) else { return Vec::new() };
+        let wanted: BTreeSet<IpAddr> =
+            wanted.iter().copied().filter(IpAddr::is_multicast).take(MAX_MULTICAST).collect();
+        let had = std::mem::take(&mut g.joined);
+        let mut made = Vec::new();
+        for &to in &wanted {
+            if had.contains(&to) {
+                g.joined.insert(to);
+                continue;
+            }
+            match open::multicast(to, &self.addresses) {
+                Ok(udp) => {
+                    g.joined.insert(to);
+                    made.push((to, udp.into()));
+                }
+                Err(e) => tracing::warn!("plain devices cannot be heard in multicast group {to}: {e}"),
+            }
+        }
+        made
+    }
+
+    /// Puts in force who gets which packets.
+    fn steer(&mut self) -> io::Result<()> {
+        let Network { lanes, groups, owners, peers, .. } = self;
+        for lane in lanes.iter_mut() {
+            let (kind, address) = (lane.kind, lane.address);
+            lane.steer(|at, own| match kind {
+                Kind::Roce => {
+                    let (table, manager) = qpn_table(groups, owners.get(&address), at);
+                    steer::by_qpn(&table, manager)
+                }
+                Kind::Tunnel => {
+                    let range = |(name, g): (&String, &Group)| {
+                        let vni = peers.vni(name)?;
+                        Some((vni, 1, *at.get(g.worker.as_str())?))
+                    };
+                    steer::by_vni(&Table::new(groups.iter().filter_map(range), own))
+                }
+            })?;
+        }
+        self.watch_own_sockets()?;
+        self.set_filters()
+    }
+
+    /// Lets packet sockets have what their groups' UDP sockets would have.
+    fn set_filters(&mut self) -> io::Result<()> {
+        if !self.options.full_icrc {
+            return Ok(());
+        }
+        let names: Vec<String> = self.groups.keys().cloned().collect();
+        let at: Indices<'_> = names.iter().map(String::as_str).zip(0..).collect();
+        for address in ipv4(&self.addresses) {
+            let (table, manager) = qpn_table(&self.groups, self.owners.get(&address.into()), &at);
+            for (name, group) in &mut self.groups {
+                let Some(p) = group.packets.iter_mut().find(|p| p.address == address) else { continue };
+                let keep = |index: u32| if at.get(name.as_str()) == Some(&index) { ALL_BYTES } else { 0 };
+                let filter = Some((table.map(keep), keep(manager)));
+                if let Some((table, manager)) = filter.as_ref().filter(|_| filter != p.filter) {
+                    let program = open::roce_to(address, table, *manager);
+                    steer::attach(&p.socket, libc::SO_ATTACH_FILTER, &program)?;
+                    p.filter = filter;
+                }
+            }
+        }
+        Ok(())
+    }
+
+    /// The supervisor's sockets are others after each change of the steering.
+    fn watch_own_sockets(&self) -> io::Result<()> {
+        for udp in self.lanes.iter().filter(|l| l.kind == Kind::Tunnel).filter_map(Lane::own) {
+            match epoll::add(&self.epoll, udp, epoll::EventData::new_u64(0), epoll::EventFlags::IN) {
+                Ok(()) | Err(rustix::io::Errno::EXIST) => {}
+                Err(e) => return Err(e.into()),
+            }
+        }
+        Ok(())
+    }
+
+    // --- peers ---
+
+    /// What becomes readable when [`Network::on_event`] is to be called.
+    pub fn descriptor(&self) -> BorrowedFd<'_> {
+        self.epoll.as_fd()
+    }
+
+    /// Reads what peers say and the peers file, and says again what peers do not know. True if plans of groups may have changed.
+    pub fn on_event(&mut self) -> bool {
+        let mut changed = self.file_has_changed() && self.reload();
+        let mut buffer = [0; MAX_PACKET];
+        let out = Out(&self.lanes);
+        self.announcer.on_timer(&out);
+        for udp in self.lanes.iter().filter(|l| l.kind == Kind::Tunnel).filter_map(Lane::own) {
+            for _ in 0..BURST {
+                let Ok((n, from)) = udp.recv_from(&mut buffer) else { break };
+                changed |= self.announcer.on_packet(from, &buffer[..n], &out);
+            }
+        }
+        changed
+    }
+
+    fn file_has_changed(&self) -> bool {
+        let mut events = [0; 4096];
+        let mut any = false;
+        while rustix::io::read(&self.changes, &mut events[..]).is_ok_and(|n| n > 0) {
+            any = true;
+        }
+        any
+    }
+
+    /// Reads the file again; true if other peers are in force now. A bad file changes nothing but the error.
+    fn reload(&mut self) -> bool {
+        match read(&self.file, &self.addresses) {
+            Ok(p) => {
+                self.error = None;
+                let changed = p != self.peers;
+                if let Some(f) = self.firewall.as_ref().filter(|_| changed) {
+                    f.set_peers(p.hosts());
+                }
+                self.peers = p;
+                if changed {
+                    if let Err(e) = self.steer() {
+                        tracing::error!("frames of other hosts may not find their groups: {e}");
+                    }
+                    self.groups_changed();
+                }
+                changed
+            }
+            Err(e) => {
+                if self.error.as_ref() != Some(&e) {
+                    tracing::warn!("{e}; the peers as they were stay in force");
+                }
+                self.error = Some(e);
+                false
+            }
+        }
+    }
+
+    /// Tells the peers which groups this host has now.
+    fn groups_changed(&mut self) {
+        let members: Vec<Members> = self.groups.keys().map(|name| self.peers.members_of(name)).collect();
+        self.announcer.set_groups(&members, &Out(&self.lanes));
+    }
+
+    /// Where a group's peers are.
+    pub fn plan(&self, group: &str) -> Plan {
+        let members = self.peers.members_of(group);
+        let agreed = self.announcer.agreed(&members);
+        Plan { routes: self.peers.routes_of(group), members, agreed }
+    }
+
+    /// The number of a group between hosts, if the peers file has the group.
+    pub fn vni(&self, group: &str) -> Option<u32> {
+        self.peers.vni(group)
+    }
+
+    // --- what there is to know ---
+
+    /// This host's addresses.
+    pub fn addresses(&self) -> &[IpAddr] {
+        &self.addresses
+    }
+
+    /// MTU of the containers' interfaces: their frames go through the tunnel whole.
+    pub fn net_mtu(&self) -> u32 {
+        self.net_mtu
+    }
+
+    /// Largest path MTU, bytes.
+    pub fn mtu(&self) -> u32 {
+        mtu_bytes(self.mtu_code).unwrap_or(256)
+    }
+
+    /// The state of the network. The arguments are sums over all workers.
+    pub fn info(&self, port: PortCounters, drops: WireDrops, mut tunnel: TunnelDrops) -> WireInfo {
+        tunnel += self.announcer.drops();
+        WireInfo {
+            addresses: self.addresses.clone(),
+            peers_file: self.file.display().to_string(),
+            peers: self.peers.len(),
+            peers_error: self.error.clone(),
+            mtu: self.mtu(),
+            port,
+            drops,
+            tunnel: TunnelInfo {
+                drops: tunnel,
+                disagreements: self.announcer.disagreements().to_vec(),
+                silent: self.announcer.silent(),
+            },
+            firewall: self.firewall.as_ref().map(Firewall::table),
+        }
+    }
+}
+
+/// Which group has each QPN, as its index, and which has QPN 1 of an address. Other QPNs are the default group's.
+fn qpn_table(groups: &BTreeMap<String, Group>, owner: Option<&String>, at: &Indices<'_>) -> (Table, u32) {
+    let default = at.get(DEFAULT_GROUP).copied().unwrap_or(0);
+    let index = |g: &Group| at.get(g.worker.as_str()).copied();
+    let ranges = groups.values().flat_map(|g| g.qpns.iter().filter_map(move |&(s, n)| Some((s, n, index(g)?))));
+    let manager = owner.and_then(|o| groups.get(o)).and_then(index).unwrap_or(default);
+    (Table::new(ranges, default), manager)
+}
+
+fn ipv4(addresses: &[IpAddr]) -> impl Iterator<Item = Ipv4Addr> {
+    addresses.iter().filter_map(|a| if let IpAddr::V4(a) = a { Some(*a) } else { None })
+}
+
+/// The supervisor's sockets of VXLAN.
+struct Out<'a>(&'a [Lane]);
+
+impl Out<'_> {
+    fn lane(&self, to: IpAddr) -> Option<&Lane> {
+        self.0.iter().find(|l| l.kind == Kind::Tunnel && l.address.is_ipv4() == to.is_ipv4())
+    }
+}
+
+impl Outlet for Out<'_> {
+    fn send(&self, packet: &[u8], to: IpAddr) {
+        if let Some(udp) = self.lane(to).and_then(Lane::own) {
+            // A full queue drops the packet, as a wire would.
+            let _ = udp.send_to(packet, SocketAddr::new(to, VXLAN_PORT));
+        }
+    }
+
+    fn own_address(&self, to: IpAddr) -> IpAddr {
+        self.lane(to).map_or(to, |l| l.address)
+    }
+}
+
+/// Code of the largest path MTU, and MTU of the containers' interfaces.
+fn mtus(c: &WireConfig) -> io::Result<(u8, u32)> {
+    let (mut fits, mut net_mtu) = (u32::MAX, vrnic::NET_MTU);
+    for &a in &c.addresses {
+        let mtu = interface_mtu(a)?;
+        if let Some(wanted) = c.mtu.filter(|&m| m + overhead(a) > mtu) {
+            let text = format!(
+                "--mtu {wanted} and its headers take {} bytes, but the interface of {a} has an MTU of {mtu}; raise that or choose a smaller one",
+                wanted + overhead(a)
+            );
+            return Err(io::Error::new(io::ErrorKind::InvalidInput, text));
+        }
+        net_mtu = net_mtu.min(mtu.saturating_sub(TUNNEL_BYTES));
+        fits = fits.min(mtu.saturating_sub(overhead(a)));
+    }
+    let limit = c.mtu.unwrap_or(fits);
+    let mtu_code = (1..=5).rev().find(|&code| mtu_bytes(code).is_some_and(|b| b <= limit)).ok_or_else(|| {
+        io::Error::new(
+            io::ErrorKind::InvalidInput,
+            "the interface's MTU is too small for RoCEv2 (256 bytes and headers)",
+        )
+    })?;
+    Ok((mtu_code, net_mtu))
+}
+
+/// Bytes that headers and ICRC add to a payload, at most: those of a datagram inside VXLAN.
+fn overhead(a: IpAddr) -> u32 {
+    let ip = if a.is_ipv4() { 20 } else { 40 };
+    ip + 8 + (MAX_OUTER_BYTES + MAX_HEADER_BYTES + ICRC_BYTES) as u32
+}
+
+/// Reads a peers file for a host with these addresses.
+pub(crate) fn read(file: &Path, addresses: &[IpAddr]) -> Result<Peers, String> {
+    let name = file.display();
+    let text = match std::fs::metadata(file) {
+        Ok(m) if m.len() > peers::MAX_BYTES => Err(io::Error::other("too long")),
+        Ok(_) => std::fs::read_to_string(file),
+        Err(e) => Err(e),
+    };
+    let text = text.map_err(|e| format!("peers file {name}: {e}"))?;
+    Peers::parse(&text, addresses).map_err(|e| format!("peers file {name}, {e}"))
+}

@@ -1,0 +1,108 @@
+//! What a worker is told of the network, and how it makes its port and its tunnel of the descriptors that it gets.
+
+use std::collections::{BTreeSet, HashMap};
+use std::io;
+use std::net::{IpAddr, Ipv4Addr, UdpSocket};
+use std::os::fd::OwnedFd;
+use std::sync::Arc;
+
+use serde::{Deserialize, Serialize};
+use unirdma_formats::Gid;
+use unirdma_rnic::Route;
+
+use super::units::Range;
+use crate::faults::FaultyPort;
+use crate::port::{PacketPort, Port, UdpPort};
+use crate::tunnel::{Members, Tunnel};
+
+/// What a descriptor is.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub(crate) enum Role {
+    /// A UDP socket of port 4791 of an address.
+    Roce(IpAddr),
+    /// A UDP socket of port 4789 of an address.
+    Tunnel(IpAddr),
+    /// A UDP socket that sends from a port of an address. All workers have the same one.
+    Flow(IpAddr, u16),
+    /// A packet socket for RoCEv2 to an address.
+    Packets(Ipv4Addr),
+}
+
+/// What the worker of a group is told of the network.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub(crate) struct Enrolment {
+    pub group: String,
+    /// The number of the group on this host.
+    pub id: u32,
+    /// This host's addresses.
+    pub addresses: Vec<IpAddr>,
+    /// What each of the descriptors is that come along.
+    pub roles: Vec<Role>,
+    /// The QPNs of the group: first number and how many.
+    pub qpns: Vec<Range>,
+    /// Make and check the ICRC.
+    pub icrc: bool,
+    /// Heed losses and ECN marks.
+    pub congestion_control: bool,
+    /// Largest path MTU as a code, and in bytes.
+    pub mtu_code: u8,
+    pub mtu: u32,
+    /// MTU of the containers' interfaces.
+    pub net_mtu: u32,
+    /// Percent of incoming packets to lose, to double and to reorder; for tests.
+    pub faults: Option<u64>,
+}
+
+/// Where a group's peers are, as its worker is told after each change.
+#[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+pub(crate) struct Plan {
+    /// Where virtual addresses of other hosts are reached.
+    pub routes: Vec<(IpAddr, Route)>,
+    /// The hosts of the group, for the tunnel.
+    pub members: Members,
+    /// Those of them that have said that the group has the same number there.
+    pub agreed: BTreeSet<IpAddr>,
+}
+
+impl Plan {
+    /// The RNIC's routes of a group with this number.
+    pub fn routes(&self, group: u32) -> HashMap<(u32, Gid), Route> {
+        self.routes.iter().map(|&(address, route)| ((group, Gid::from_ip(address)), route)).collect()
+    }
+}
+
+/// Makes a worker's port and tunnel of the descriptors that came with an enrolment.
+///
+/// # Errors
+/// The descriptors are not those that the enrolment names.
+pub(crate) fn open_worker(e: &Enrolment, sockets: Vec<OwnedFd>) -> io::Result<(Box<dyn Port>, Tunnel)> {
+    let wrong = |what: String| io::Error::new(io::ErrorKind::InvalidData, what);
+    if sockets.len() != e.roles.len() {
+        let text = format!("group {} has {} sockets, but {} came", e.group, e.roles.len(), sockets.len());
+        return Err(wrong(text));
+    }
+    let (mut port, mut tunnel, mut packets) = (UdpPort::new(e.icrc), Vec::new(), Vec::new());
+    for (&role, fd) in e.roles.iter().zip(sockets) {
+        match role {
+            Role::Roce(address) => port.add(address, fd.into()),
+            Role::Tunnel(address) => {
+                let udp = Arc::new(UdpSocket::from(fd));
+                port.add_tunnel(address, udp.clone());
+                tunnel.push((address, udp));
+            }
+            Role::Flow(address, flow) => {
+                if !port.add_flow(address, flow, fd.into()) {
+                    return Err(wrong(format!("there is no flow {flow} of {address}")));
+                }
+            }
+            Role::Packets(address) => packets.push((address, fd)),
+        }
+    }
+    let port: Box<dyn Port> =
+        if packets.is_empty() { Box::new(port) } else { Box::new(PacketPort::new(port, packets)) };
+    let port = match e.faults {
+        Some(percent) => Box::new(FaultyPort::new(port, percent, 1)),
+        None => port,
+    };
+    Ok((port, Tunnel::new(tunnel)))
+}
