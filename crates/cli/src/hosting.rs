@@ -94,13 +94,6 @@ pub(crate) fn termination() -> io::Result<OwnedFd> {
     }
 }
 
-/// Allows as many descriptors as the system does: each program takes about ten.
-fn raise_descriptor_limit() {
-    let mut limit = rustix::process::getrlimit(rustix::process::Resource::Nofile);
-    limit.current = limit.maximum;
-    let _ = rustix::process::setrlimit(rustix::process::Resource::Nofile, limit);
-}
-
 pub(crate) fn host(dir: PathBuf, args: &HostArgs) -> io::Result<()> {
     if let (Some("print"), Some(peers)) = (args.firewall.as_deref(), &args.peers) {
         let rules = firewall_rules(&dir, &args.address, peers)?;
@@ -108,7 +101,6 @@ pub(crate) fn host(dir: PathBuf, args: &HostArgs) -> io::Result<()> {
     }
     let filter = tracing_subscriber::EnvFilter::try_from_env("UNIRDMA_LOG").unwrap_or_else(|_| "warn".into());
     tracing_subscriber::fmt().with_env_filter(filter).with_writer(io::stderr).init();
-    raise_descriptor_limit();
     let stop = termination()?;
     let polling = match args.polling.as_str() {
         "shared" => Polling::Shared,
