@@ -49,7 +49,7 @@ pub(crate) struct Inbox {
     taken: Taken,
 }
 
-/// What a packet counts that waits with so many bytes of payload.
+/// How many bytes a waiting packet counts as that has so many bytes of payload.
 fn size(payload: usize) -> usize {
     payload + size_of::<(Packet<'static>, usize)>()
 }
