@@ -170,8 +170,6 @@ static void machine(void)
 	attack(!syscall(SYS_quotactl, 0x800002, "/dev/vda", 0, NULL), "quotas of", "the disk");
 }
 
-
-
 static void directories(const char *host)
 {
 	char path[sizeof((struct sockaddr_un *)0)->sun_path];

@@ -14,6 +14,22 @@ use crate::memory;
 
 type Check = Result<()>;
 
+/// Waits for something, up to 10 s.
+fn wait_until(mut is_so: impl FnMut() -> bool, otherwise: &str) -> Check {
+    for _ in 0..200 {
+        if is_so() {
+            return Ok(());
+        }
+        std::thread::sleep(Duration::from_millis(50));
+    }
+    Err(otherwise.into())
+}
+
+/// Waits until the output of a program contains a text.
+fn wait_for(r: &lab::Running, text: &str) -> Check {
+    wait_until(|| r.text().contains(text), text).map_err(|e| format!("expected `{e}` in: {}", r.text()))
+}
+
 fn require(ok: bool, what: impl Into<String>) -> Check {
     if ok { Ok(()) } else { Err(what.into()) }
 }
@@ -528,13 +544,7 @@ fn own_labs(s: &mut Suite<'_>) {
         let watch = lab.spawn("x", &["--net", "host"], "timeout 20 ibv_asyncwatch")?;
         std::thread::sleep(Duration::from_millis(500));
         lab.stop_host();
-        for _ in 0..100 {
-            if watch.text().contains("IBV_EVENT_DEVICE_FATAL") {
-                return Ok(());
-            }
-            std::thread::sleep(Duration::from_millis(50));
-        }
-        Err(watch.text())
+        wait_for(&watch, "IBV_EVENT_DEVICE_FATAL")
     });
     s.check("an ordinary user needs no privilege", |_| {
         let lab = Lab::start(Some(own_user()))?;

@@ -49,14 +49,16 @@ pub(crate) fn parse(text: &str) -> Result<Bind, String> {
     Ok(bind)
 }
 
-/// The working directory, if it is this user's own and lies within a directory that containers have one of their own of: there, it would
-/// vanish with the files in it that the command names.
-pub(crate) fn working_directory() -> Option<Bind> {
+/// The working directory, if it is this user's own and lies within `/tmp` or `/var/tmp`. A container has a `/tmp` and a `/var/tmp` of its
+/// own, in which the files would be missing that the command names. `hidden`: the virtual layer's directory, which may lie in `/tmp` too;
+/// nothing within it is given, since it has the sockets of other vRNICs.
+pub(crate) fn working_directory(hidden: &Path) -> Option<Bind> {
     let path = std::fs::canonicalize(".").ok()?;
     let meta = std::fs::metadata(&path).ok()?;
     let within = |dir| path.starts_with(dir) && path != Path::new(dir);
-    let own = meta.uid() == rustix::process::geteuid().as_raw();
-    (own && ["/tmp", "/var/tmp"].into_iter().any(within)).then(|| Bind {
+    let is_own = meta.uid() == rustix::process::geteuid().as_raw();
+    let is_hidden = std::fs::canonicalize(hidden).is_ok_and(|h| path.starts_with(h));
+    (is_own && !is_hidden && ["/tmp", "/var/tmp"].into_iter().any(within)).then(|| Bind {
         source: path.clone(),
         target: path.clone(),
         read_only: false,

@@ -26,9 +26,10 @@ pub(crate) const EXAMPLES: &str = "Examples:
   unirdma run --vrnic a --bind /dev/nvidia0 --bind /dev/nvidiactl --bind /dev/nvidia-uvm -- ./my_job
   unirdma exec --vrnic a -- bash                          # a second command in the same container
 
-The command sees the host's files, read-only, and has its home directory, /tmp, /run and /dev/shm to write to; the last three
-are its own and end with it, but for a working directory within /tmp. Other directories are given by --bind. It sees no other processes than its own. If root starts it,
-the root user inside is an unprivileged user outside, with root's rights in the home directory and in what is given by --bind.
+The command sees the host's files, read-only, and no other processes than its own. It can write to its home directory, to /tmp,
+/var/tmp, /run and /dev/shm, which are its own and end with it, and to a working directory within /tmp or /var/tmp that is the user's
+own. Other directories are given by --bind. If root starts it, the root user inside is an unprivileged user outside, with root's
+rights in the home directory and in what is given by --bind.
 
 Exit code: that of the command; 127 if it does not exist, 126 if it cannot be run, 128 and the signal if one ended it.";
 
@@ -81,7 +82,7 @@ pub(crate) fn run(dir: &Path, args: &RunArgs) -> io::Result<u8> {
     let mut client = Client::connect(dir)?;
     let info = show(&mut client, &args.vrnic)?;
     let libraries = library_dir()?;
-    let binds: Vec<Bind> = bind::working_directory().into_iter().chain(args.bind.iter().cloned()).collect();
+    let binds: Vec<Bind> = bind::working_directory(dir).into_iter().chain(args.bind.iter().cloned()).collect();
     let (ours, theirs) = UnixStream::pair()?;
     let foreground = Foreground::now();
     let (pid, nested) = match fork()? {

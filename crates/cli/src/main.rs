@@ -97,40 +97,7 @@ enum VrnicCommand {
     #[command(
         after_help = "Examples:\n  unirdma vrnic add a                                  the next free 10.77.x.y in group `default`\n  unirdma vrnic add b --ip 10.0.0.2 --ip fd00::2 --group blue\n  unirdma vrnic add r --ip 10.0.0.254 --allow-spoof    a router: its eth0 sends with the addresses of others\n\nWhat a container sends by eth0 must have addresses of its vRNIC; other frames are refused, and counted in `vrnic show`."
     )]
-    Add {
-        /// Name: 1 to 32 letters, digits, `_`, `.`, `-`
-        name: String,
-        /// Virtual address, IPv4 or IPv6, with an optional prefix length; may be given more than once
-        #[arg(long, value_name = "IP[/PREFIX]")]
-        ip: Vec<IpNet>,
-        /// Group [default: default]
-        #[arg(long)]
-        group: Option<String>,
-        /// Most queue pairs
-        #[arg(long, value_name = "N")]
-        max_qp: Option<u32>,
-        /// Most completion queues
-        #[arg(long, value_name = "N")]
-        max_cq: Option<u32>,
-        /// Most memory regions and memory windows together
-        #[arg(long, value_name = "N")]
-        max_mr: Option<u32>,
-        /// Most bytes of registered memory, all memory regions together
-        #[arg(long, value_name = "BYTES")]
-        max_mr_bytes: Option<u64>,
-        /// Most programs that use it at a time
-        #[arg(long, value_name = "N")]
-        max_sessions: Option<u32>,
-        /// Its eth0 may send with any IP address, answer ARP for any, and advertise routes: for routers and proxies only
-        #[arg(long)]
-        allow_spoof: bool,
-        #[command(flatten)]
-        share: ShareArgs,
-        #[command(flatten)]
-        held: HeldArgs,
-        #[command(flatten)]
-        out: Out,
-    },
+    Add(AddArgs),
     /// Give a vRNIC another part of the virtual layer, or other rights, while its programs run
     #[command(
         after_help = "Examples:\n  unirdma vrnic set a --weight 300            three times the time of a vRNIC with the default weight, when both want it\n  unirdma vrnic set a --rate 10G --ops 2M     at most 10 Gbit/s and 2 million requests a second\n  unirdma vrnic set a --rate none             as fast as it can again\n  unirdma vrnic set r --allow-spoof on        `r` routes for others, so it sends with their addresses\n  unirdma vrnic set a --max-mappings 1000     its programs' memory takes at most 1,000 mappings of the virtual layer"
@@ -208,6 +175,61 @@ struct ShareArgs {
 impl ShareArgs {
     fn set(self) -> SetShare {
         SetShare { weight: self.weight, rate_bps: self.rate, ops: self.ops, burst_us: self.burst }
+    }
+}
+
+#[derive(Args)]
+struct AddArgs {
+    /// Name: 1 to 32 letters, digits, `_`, `.`, `-`
+    name: String,
+    /// Virtual address, IPv4 or IPv6, with an optional prefix length; may be given more than once
+    #[arg(long, value_name = "IP[/PREFIX]")]
+    ip: Vec<IpNet>,
+    /// Group [default: default]
+    #[arg(long)]
+    group: Option<String>,
+    /// Most queue pairs
+    #[arg(long, value_name = "N")]
+    max_qp: Option<u32>,
+    /// Most completion queues
+    #[arg(long, value_name = "N")]
+    max_cq: Option<u32>,
+    /// Most memory regions and memory windows together
+    #[arg(long, value_name = "N")]
+    max_mr: Option<u32>,
+    /// Most bytes of registered memory, all memory regions together
+    #[arg(long, value_name = "BYTES")]
+    max_mr_bytes: Option<u64>,
+    /// Most programs that use it at a time
+    #[arg(long, value_name = "N")]
+    max_sessions: Option<u32>,
+    /// Its eth0 may send with any IP address, answer ARP for any, and advertise routes: for routers and proxies only
+    #[arg(long)]
+    allow_spoof: bool,
+    #[command(flatten)]
+    share: ShareArgs,
+    #[command(flatten)]
+    held: HeldArgs,
+    #[command(flatten)]
+    out: Out,
+}
+
+impl AddArgs {
+    fn request(self) -> (AddVrnic, Out) {
+        let add = AddVrnic {
+            name: self.name,
+            ips: self.ip,
+            group: self.group,
+            max_qp: self.max_qp,
+            max_cq: self.max_cq,
+            max_mr: self.max_mr,
+            max_mr_bytes: self.max_mr_bytes,
+            max_sessions: self.max_sessions,
+            allow_spoof: self.allow_spoof,
+            share: self.share.set(),
+            held: self.held.set(),
+        };
+        (add, self.out)
     }
 }
 
@@ -319,34 +341,8 @@ fn main() -> ExitCode {
 
 fn vrnic(dir: &std::path::Path, command: VrnicCommand) -> io::Result<u8> {
     match command {
-        VrnicCommand::Add {
-            name,
-            ip,
-            group,
-            max_qp,
-            max_cq,
-            max_mr,
-            max_mr_bytes,
-            max_sessions,
-            allow_spoof,
-            share,
-            held,
-            out,
-        } => {
-            let (share, held) = (share.set(), held.set());
-            let add = AddVrnic {
-                name,
-                ips: ip,
-                group,
-                max_qp,
-                max_cq,
-                max_mr,
-                max_mr_bytes,
-                max_sessions,
-                allow_spoof,
-                share,
-                held,
-            };
+        VrnicCommand::Add(args) => {
+            let (add, out) = args.request();
             ask(dir, &Request::VrnicAdd(add), &out)
         }
         VrnicCommand::Set { name, allow_spoof, share, held, out } => {

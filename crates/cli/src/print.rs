@@ -88,10 +88,7 @@ fn show(v: &VrnicInfo) -> String {
         ("  copied", format!("{}, {}", v.mrs_copied, bytes(v.bytes_copied))),
         ("descriptors held", format!("{} of {}", v.held.descriptors.used, v.held.descriptors.limit)),
         ("mappings held", format!("{} of {}", v.held.mappings.used, v.held.mappings.limit)),
-        ("addresses held", {
-            let h = v.held.address_space;
-            format!("{} of {}", bytes(h.used), bytes(h.limit))
-        }),
+        ("addresses held", format!("{} of {}", bytes(v.held.address_space.used), bytes(v.held.address_space.limit))),
         ("share", share(v)),
         ("time of the RNIC", units::seconds(v.busy_ns)),
         ("eth0", frames(v)),
@@ -142,19 +139,24 @@ fn show(v: &VrnicInfo) -> String {
     text
 }
 
+/// What was counted by reason, with a number for each reason that there was; `None` if there was none.
+fn reasons(counted: &[(&str, u64)]) -> Option<String> {
+    let why: Vec<String> = counted.iter().filter(|c| c.1 > 0).map(|(why, n)| format!("{n} {why}")).collect();
+    (!why.is_empty()).then(|| why.join(", "))
+}
+
 /// What the interface may send, and what it tried.
 fn frames(v: &VrnicInfo) -> String {
     let rule = if v.allow_spoof { "may send with any IP address" } else { "sends with its own addresses only" };
     let f = &v.frames_refused;
-    let why = [
+    let why = reasons(&[
         ("with another MAC", f.mac),
         ("with another IP address", f.address),
         ("with ARP or ND of another address", f.neighbour),
         ("of other protocols", f.protocol),
         ("malformed", f.malformed),
-    ];
-    let why: Vec<String> = why.iter().filter(|w| w.1 > 0).map(|w| format!("{} {}", w.1, w.0)).collect();
-    if why.is_empty() { rule.into() } else { format!("{rule}; refused: {}", why.join(", ")) }
+    ]);
+    why.map_or(rule.into(), |why| format!("{rule}; refused: {why}"))
 }
 
 fn share(v: &VrnicInfo) -> String {
@@ -257,16 +259,15 @@ fn tunnel(w: &WireInfo) -> String {
         None => "\nfirewall: none; any user of this host can send to other hosts as if it were the virtual layer (--firewall, as root)".into(),
     };
     let d = &w.tunnel.drops;
-    let why = [
+    let why = reasons(&[
         ("not from a peer's port", d.not_a_peer),
         ("of no group here", d.no_group),
         ("whose number was not agreed on", d.not_agreed),
         ("with an address that lives elsewhere", d.address),
         ("malformed", d.malformed),
-    ];
-    let why: Vec<String> = why.iter().filter(|w| w.1 > 0).map(|w| format!("{} {}", w.1, w.0)).collect();
-    if !why.is_empty() {
-        text += &format!("\ntunnel: dropped {}", why.join(", "));
+    ]);
+    if let Some(why) = why {
+        text += &format!("\ntunnel: dropped {why}");
     }
     for host in &w.tunnel.silent {
         text += &format!("\ntunnel: {host} has not said which groups it has; nothing passes from it until it does");

@@ -6,7 +6,7 @@
 use std::ffi::OsString;
 use std::fs;
 use std::io::{self, Read, Write};
-use std::os::fd::{AsFd, IntoRawFd};
+use std::os::fd::AsFd;
 use std::os::unix::net::UnixStream;
 use std::os::unix::process::CommandExt;
 use std::path::{Path, PathBuf};
@@ -139,7 +139,7 @@ fn set_up(sandbox: &Sandbox<'_>, sock: UnixStream, nested: bool) -> io::Result<O
     if sandbox.explain {
         explain(&ids, nested, &built);
     }
-    let _ = (sock.into_raw_fd(), frames.map(IntoRawFd::into_raw_fd));
+    drop((sock, frames));
     confine::close_descriptors(false)?;
     Ok(go_to(working))
 }

@@ -24,7 +24,7 @@ pub use events::{EventQueues, OnRoom, queue_of_channel, take_notifications};
 pub use quiet::LogLimit;
 pub use shared::{HoldTimes, RnicGuard, SharedRnic, now_ns};
 
-/// What a vRNIC shows of itself; nothing of the host (U03).
+/// What a device knows of its vRNIC. What programs see of it shows nothing of the host (U03).
 #[derive(Debug)]
 pub struct Identity {
     /// Its vRNIC.

@@ -313,12 +313,15 @@ impl Backend {
                 if fd.as_ref().is_some_and(|fd| !is_eventfd(fd)) {
                     return Err("the descriptor is no eventfd".into());
                 }
-                let ticket = self.ledger.take(Resource::Descriptors, if fd.is_some() { COPIES } else { 0 });
-                let ticket = ticket.ok_or("the vRNIC holds too many descriptors")?;
+                // Who has too many descriptors may still give this one up.
+                let ticket = match &fd {
+                    Some(_) => Some(self.ledger.hold(Resource::Descriptors, COPIES).map_err(|e| e.to_string())?),
+                    None => None,
+                };
                 let ring = self.vring(index)?;
                 match req {
-                    R::SET_VRING_KICK => (ring.kick, ring.tickets[0]) = (fd, Some(ticket)),
-                    R::SET_VRING_CALL => (ring.call, ring.tickets[1]) = (fd, Some(ticket)),
+                    R::SET_VRING_KICK => (ring.kick, ring.tickets[0]) = (fd, ticket),
+                    R::SET_VRING_CALL => (ring.call, ring.tickets[1]) = (fd, ticket),
                     _ => return Ok(None),
                 }
                 self.changed(h, index)

@@ -53,9 +53,7 @@ impl std::fmt::Display for Refused {
         match self {
             Refused::Range => write!(f, "the range is empty, wraps, or overlaps another region"),
             Refused::Unknown => write!(f, "there is no such region"),
-            Refused::TooMany => {
-                write!(f, "a session has at most {MAX_REGIONS} regions")
-            }
+            Refused::TooMany => write!(f, "a session has at most {MAX_REGIONS} regions"),
             Refused::Exhausted(Resource::Descriptors) => write!(f, "the vRNIC holds too many descriptors"),
             Refused::Exhausted(Resource::Mappings) => write!(f, "the vRNIC has too many mappings"),
             Refused::Exhausted(Resource::AddressSpace) => write!(f, "the vRNIC has mapped too many bytes"),
@@ -88,16 +86,25 @@ pub struct Memory {
     ledger: Ledger,
 }
 
+impl Ledger {
+    /// As [`Ledger::take`].
+    ///
+    /// # Errors
+    /// [`Refused::Exhausted`] if that is too much.
+    pub(crate) fn hold(&self, resource: Resource, n: u64) -> Result<Ticket, Refused> {
+        self.take(resource, n).ok_or(Refused::Exhausted(resource))
+    }
+}
+
 /// Leave for a mapping of so many pieces and bytes.
 fn map_tickets(ledger: &Ledger, pieces: usize, bytes: u64) -> Result<[Ticket; 2], Refused> {
-    let take = |resource, n| ledger.take(resource, n).ok_or(Refused::Exhausted(resource));
-    Ok([take(Resource::Mappings, pieces as u64)?, take(Resource::AddressSpace, bytes)?])
+    Ok([ledger.hold(Resource::Mappings, pieces as u64)?, ledger.hold(Resource::AddressSpace, bytes)?])
 }
 
 impl Region {
     fn new(id: u64, desc: RegionDesc, fd: OwnedFd, ledger: &Ledger) -> Result<Self, Refused> {
         let file = |e: &dyn std::fmt::Display| Refused::File(e.to_string());
-        let ticket = ledger.take(Resource::Descriptors, 1).ok_or(Refused::Exhausted(Resource::Descriptors))?;
+        let ticket = ledger.hold(Resource::Descriptors, 1)?;
         let may_be_process = desc.bus_addr + desc.size <= PROCESS_LIMIT && desc.mmap_offset == desc.bus_addr;
         let kind = if may_be_process && !is_memory(fd.as_fd()) {
             Kind::Process(ProcMem::from_fd(fd).map_err(|e| file(&e))?)

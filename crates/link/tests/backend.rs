@@ -10,7 +10,7 @@ use std::os::unix::net::UnixStream;
 use rustix::event::{EventfdFlags, eventfd};
 use unirdma_link::{
     Backend, CLOSE_CHANNEL, Handler, Ledger, MAX_FDS, MAX_PAYLOAD, MAX_REGIONS, Memory, OPEN_CHANNEL, Progress,
-    RETURN_EVENTS, Receiver, Refusal, VHOST_USER_F_PROTOCOL_FEATURES, VIRTIO_F_VERSION_1, Vring, send,
+    RETURN_EVENTS, Receiver, Refusal, Resource, VHOST_USER_F_PROTOCOL_FEATURES, VIRTIO_F_VERSION_1, Vring, send,
 };
 use unirdma_mem::MemFd;
 use vhost::vhost_user::message::FrontendReq as R;
@@ -363,6 +363,19 @@ fn values_out_of_range_are_refused() {
     assert_eq!(s.tell(R::SET_MEM_TABLE, &two, &[file(), file()]), number(REFUSED));
     assert_eq!(s.backend.memory().regions().len(), 1);
     s.check();
+}
+
+/// What a vRNIC may hold shrinks when others take more.
+#[test]
+fn who_holds_too_much_may_give_it_up() {
+    let ledger = Ledger::default();
+    let held = || ledger.usage(Resource::Descriptors).0;
+    let mut s = Session::with(|sock| Backend::new(sock, QUEUES as usize, ledger.clone()));
+    assert_eq!(s.tell(R::SET_VRING_CALL, 1u64.as_bytes(), &[event()]), number(0));
+    ledger.set_limits([Some(1), None, None]);
+    assert!(held() > 1);
+    assert_eq!(s.tell(R::SET_VRING_CALL, (1u64 | 1 << 8).as_bytes(), &[]), number(0));
+    assert_eq!(held(), 0);
 }
 
 #[test]

@@ -9,7 +9,7 @@
 use std::io;
 use std::os::fd::{AsFd, AsRawFd, BorrowedFd, OwnedFd};
 use std::sync::OnceLock;
-use std::sync::atomic::{AtomicBool, AtomicU32, AtomicU64, AtomicUsize, Ordering};
+use std::sync::atomic::{AtomicU32, AtomicU64, AtomicUsize, Ordering};
 
 use rustix::event::EventfdFlags;
 use rustix::fs::{FallocateFlags, MemfdFlags};
@@ -103,15 +103,14 @@ pub fn events() -> Option<BorrowedFd<'static>> {
 /// # Errors
 /// Those of `memfd_create(2)`, `ftruncate(2)` and `eventfd(2)`.
 pub fn install() -> io::Result<()> {
-    static DONE: AtomicBool = AtomicBool::new(false);
-    if INSTALLED.get().is_none() {
-        let spare = rustix::fs::memfd_create(c"spare", MemfdFlags::CLOEXEC)?;
-        crate::set_size(spare.as_fd(), SPARE_BYTES)?;
-        let event = rustix::event::eventfd(0, EventfdFlags::CLOEXEC | EventfdFlags::NONBLOCK)?;
-        // If another thread was faster, its descriptors are used.
-        let _ = INSTALLED.set(Installed { spare, event });
+    if INSTALLED.get().is_some() {
+        return Ok(());
     }
-    if !DONE.swap(true, Ordering::SeqCst) {
+    let spare = rustix::fs::memfd_create(c"spare", MemfdFlags::CLOEXEC)?;
+    crate::set_size(spare.as_fd(), SPARE_BYTES)?;
+    let event = rustix::event::eventfd(0, EventfdFlags::CLOEXEC | EventfdFlags::NONBLOCK)?;
+    // If another thread was faster, its descriptors are used, and its handler.
+    if INSTALLED.set(Installed { spare, event }).is_ok() {
         // SAFETY: an all-zero sigaction is valid; the handler below is async-signal-safe.
         unsafe {
             let mut sa: libc::sigaction = std::mem::zeroed();

@@ -124,20 +124,11 @@ impl Core {
     /// # Errors
     /// The fault if that cannot be.
     fn fetch_datagram(&mut self, h: Handle<Qp>, w: &mut Work) -> Result<Outcome, Fault> {
-        let Some(q) = self.objects.qps.get_mut(h) else { return Err(Fault::Source) };
-        let (number, vnic) = (q.sq_cons, q.vnic);
-        let Some(d) = q.datagrams_mut() else { return Err(Fault::Source) };
+        let Some(d) = self.objects.qps.get_mut(h).and_then(Qp::datagrams_mut) else { return Err(Fault::Source) };
         let mut fetched = std::mem::take(&mut d.fetched);
-        let made = match fetched.take_fault(number, 0) {
-            Some(fault) => Made::Nothing(fault),
-            None => match self.objects.qps.get(h) {
-                Some(q) => {
-                    let (from, to) = ((local_side(q, w), q.memory, vnic), (&mut fetched, &self.objects.room(vnic)));
-                    self.jobs.fetch(&self.objects.memory(), h, from, (number, 0, w.total), to)
-                }
-                None => Made::Nothing(Fault::Source),
-            },
-        };
+        let Some(q) = self.objects.qps.get(h) else { return Err(Fault::Source) };
+        let (from, to) = ((local_side(q, w), q.memory, q.vnic), (&mut fetched, &self.objects.room(q.vnic)));
+        let made = self.jobs.fetch(&self.objects.memory(), h, from, (q.sq_cons, 0, w.total), to);
         if let Some(d) = self.objects.qps.get_mut(h).and_then(Qp::datagrams_mut) {
             d.fetched = fetched;
         }
@@ -220,13 +211,13 @@ impl Core {
         loop {
             let now = self.now;
             let Some(q) = self.objects.qps.get_mut(h) else { return };
-            let Some(first) = q.datagrams().and_then(|d| d.backlog.held.front()) else {
+            let first = q.datagrams().and_then(|d| Some((d.backlog.held.front()?, d.backlog.placing)));
+            let Some((first, placing)) = first else {
                 q.rings.set_rq_notify(false);
                 return;
             };
             let size = first.data.len() + size_of::<Held>();
-            let Some(Datagrams { backlog, .. }) = q.datagrams() else { return };
-            let expired = match backlog.placing {
+            let expired = match placing {
                 Placing::Job(_) => return,
                 Placing::Done(_) => false,
                 Placing::No => first.until < now,

@@ -163,7 +163,8 @@ impl Jobs {
         })
     }
 
-    /// Brings `bytes` bytes of the source of request or answer `of` of a QP, from `off` on.
+    /// Brings `bytes` bytes of the source of request or answer `of` of a QP, from `off` on, unless a job of `to` is under way, or has
+    /// found that they cannot be read.
     pub fn fetch(
         &mut self,
         tables: &Tables<'_>,
@@ -172,6 +173,12 @@ impl Jobs {
         (of, off, bytes): (u32, u64, u64),
         (to, room): (&mut Fetched, &Room),
     ) -> Made {
+        if let Some(number) = to.coming() {
+            return Made::Job(number);
+        }
+        if let Some(fault) = to.take_fault(of, off) {
+            return Made::Nothing(fault);
+        }
         if !to.reserve(room, bytes as usize) {
             return Made::Full;
         }

@@ -78,11 +78,7 @@ fn an_atomic_is_executed_once() {
     {
         let about = format!("{op:?}, end {mover} moves to host {to}");
         let mut net = Net::together(QpType::Rc);
-        let e = &net.ends[0];
-        let backing = Backing::Process(ProcMem::of_self().unwrap(), e.memory.addr() as u64);
-        let (session, pd) = (e.session, e.pd);
-        let made = net.rnic(0).reg_mr(session, pd, ALL, IOVA, MR_BYTES as u64, (backing, vec![8])).unwrap();
-        (net.ends[0].mr, net.ends[0].key) = made;
+        net.go_through_process(0);
         net.ends[1].fill(0, &3u64.to_ne_bytes());
         net.ends[0].bell.begin_move();
         let (w, sge) = (net.request(op, 1), net.ends[0].sge(64, 8));

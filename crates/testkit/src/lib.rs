@@ -6,6 +6,7 @@
 pub mod fuse;
 mod hostile;
 mod program;
+mod scene;
 mod scripted;
 
 use std::net::IpAddr;
@@ -23,6 +24,7 @@ use unirdma_host::{
 
 pub use hostile::Hostile;
 pub use program::{Program, connect};
+pub use scene::Scene;
 pub use scripted::{Queue, Scripted};
 
 fn new_dir() -> PathBuf {

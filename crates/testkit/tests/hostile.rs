@@ -7,34 +7,8 @@ use proptest::prelude::*;
 use unirdma_abi as abi;
 use unirdma_formats::WrOpcode;
 use unirdma_link::Segment;
-use unirdma_testkit::{Hostile, Program, TestHost, connect};
+use unirdma_testkit::{Hostile, Program, Scene, TestHost, connect};
 use zerocopy::{FromBytes, IntoBytes};
-
-/// A host with two good programs that are connected, and a third vRNIC for the hostile one.
-struct Scene {
-    host: TestHost,
-    good: (Program, Program),
-    evil: std::path::PathBuf,
-}
-
-impl Scene {
-    fn new() -> Self {
-        let host = TestHost::start();
-        let (a, b) = (host.add("a", "10.0.0.1"), host.add("b", "10.0.0.2"));
-        let evil = host.add("evil", "10.0.0.3");
-        let good = (Program::new(&a, 1 << 16), Program::new(&b, 1 << 16));
-        connect(&good.0, &good.1);
-        Scene { host, good, evil }
-    }
-
-    /// The good programs still get their work done, and the host still answers.
-    fn check(&self) {
-        let (a, b) = &self.good;
-        a.post(WrOpcode::Write, b, 0, 4096).unwrap();
-        assert_eq!(a.wait().unwrap().status, 0);
-        self.host.ask(&unirdma_host::admin::Request::Status).unwrap();
-    }
-}
 
 fn config(cases: u32) -> ProptestConfig {
     ProptestConfig { cases, failure_persistence: None, max_shrink_iters: 200, ..ProptestConfig::default() }
@@ -55,7 +29,7 @@ fn message() -> impl Strategy<Value = Vec<u8>> {
 
 #[test]
 fn random_vhost_user_streams_cost_their_sender_only() {
-    let scene = Scene::new();
+    let scene = Scene::start();
     proptest!(config(300), |(stream in proptest::collection::vec(message(), 1..6))| {
         Hostile::raw(&scene.evil, &stream.concat());
     });
@@ -69,7 +43,7 @@ fn random_vhost_user_streams_cost_their_sender_only() {
 #[test]
 fn a_refused_request_is_answered_and_the_session_goes_on() {
     use vhost::vhost_user::message::FrontendReq as R;
-    let scene = Scene::new();
+    let scene = Scene::start();
     let mut h = Hostile::new(&scene.evil);
     let refused: &[(R, &[u8])] = &[
         (R::SET_VRING_NUM, &[0xff; 8]),
@@ -107,7 +81,7 @@ fn event_channels_cost_their_session_only() {
     // The virtual layer raises its limit as far as it may; this test reaches it.
     let most = getrlimit(Resource::Nofile).maximum.map_or(8192, |n| n.min(8192));
     setrlimit(Resource::Nofile, Rlimit { current: Some(most), maximum: Some(most) }).unwrap();
-    let scene = Scene::new();
+    let scene = Scene::start();
     let mut h = Hostile::new(&scene.evil);
     let open = |h: &mut Hostile, n| h.frontend.open_channel(n).map_err(|e| e.raw_os_error());
     for n in [abi::MAX_CHANNELS, abi::MAX_CHANNELS + 7, u32::MAX / 2, abi::CHANNEL_CONTROL - 1] {
@@ -160,7 +134,7 @@ fn event(handle: u32) -> abi::Event {
 #[test]
 fn a_memory_table_replaces_all_regions_at_once() {
     use vhost::vhost_user::message::FrontendReq as R;
-    let scene = Scene::new();
+    let scene = Scene::start();
     let mut h = Hostile::new(&scene.evil);
     let extra = unirdma_mem::MemFd::new(c"extra", 8192).unwrap();
     let user = h.memory().addr() as u64;
@@ -186,7 +160,7 @@ fn a_memory_table_replaces_all_regions_at_once() {
 
 #[test]
 fn random_control_commands_get_an_error_code() {
-    let scene = Scene::new();
+    let scene = Scene::start();
     let h = RefCell::new(Hostile::new(&scene.evil));
     // Real handles of another tenant must not work either.
     let foreign = [scene.good.0.qp.qpn, scene.good.0.cq.cqn, scene.good.0.mr.mrn];
@@ -211,7 +185,7 @@ fn random_control_commands_get_an_error_code() {
 
 #[test]
 fn exact_lengths_are_demanded() {
-    let scene = Scene::new();
+    let scene = Scene::start();
     let mut h = Hostile::new(&scene.evil);
     for c in abi::Command::ALL {
         for len in [3, 7, 500] {
@@ -296,7 +270,7 @@ fn to_rts(h: &mut Hostile, qpn: u32, peer_qpn: u32, ip: u8) {
 
 #[test]
 fn random_rings_and_doorbells_break_their_own_qp_only() {
-    let scene = Scene::new();
+    let scene = Scene::start();
     let word = prop_oneof![Just(0u64), Just(1), any::<u64>(), Just(u64::MAX), 0..40u64];
     let words = proptest::collection::vec((0..0xa000u64 / 8, word), 1..60);
     proptest!(config(60), |(ring in words, bells in proptest::collection::vec(any::<u64>(), 64), prods in any::<(u32, u32)>(), own in any::<bool>())| {
@@ -323,7 +297,7 @@ fn random_rings_and_doorbells_break_their_own_qp_only() {
 
 #[test]
 fn others_get_all_their_work_done_meanwhile() {
-    let scene = Scene::new();
+    let scene = Scene::start();
     let stop = std::sync::atomic::AtomicBool::new(false);
     std::thread::scope(|s| {
         s.spawn(|| {
@@ -356,7 +330,7 @@ fn others_get_all_their_work_done_meanwhile() {
 
 #[test]
 fn memory_that_is_taken_away_grants_nothing() {
-    let scene = Scene::new();
+    let scene = Scene::start();
     let fd = rustix::fs::memfd_create(c"shrinks", rustix::fs::MemfdFlags::CLOEXEC).unwrap();
     rustix::fs::ftruncate(&fd, 1 << 20).unwrap();
     let desc = unirdma_link::RegionDesc { bus_addr: 1 << 52, size: 1 << 20, user_addr: 1 << 52, mmap_offset: 0 };

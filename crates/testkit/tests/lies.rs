@@ -12,7 +12,7 @@ use unirdma_abi as abi;
 use unirdma_formats::WrOpcode;
 use unirdma_host::admin::{Request, Response};
 use unirdma_link::RegionDesc;
-use unirdma_testkit::{Hostile, Program, Scripted, TestHost, connect};
+use unirdma_testkit::{Hostile, Program, Scene, Scripted};
 use zerocopy::IntoBytes;
 
 const BYTES: u64 = 64 << 20;
@@ -30,50 +30,23 @@ fn region(bus_addr: u64, size: u64) -> RegionDesc {
     RegionDesc { bus_addr, size, user_addr: bus_addr, mmap_offset: 0 }
 }
 
-/// Two programs that are connected, and a vRNIC for one that lies.
-struct Scene {
-    host: TestHost,
-    good: (Program, Program),
-    evil: std::path::PathBuf,
-}
-
-impl Scene {
-    fn new() -> Self {
-        let host = TestHost::start();
-        let (a, b) = (host.add("a", "10.0.0.1"), host.add("b", "10.0.0.2"));
-        let evil = host.add("evil", "10.0.0.3");
-        let good = (Program::new(&a, 1 << 16), Program::new(&b, 1 << 16));
-        connect(&good.0, &good.1);
-        Scene { host, good, evil }
+/// The liar has no session any more, and the good programs still get their work done.
+fn check_that_the_liar_has_lost(scene: &Scene) {
+    let sessions = || match scene.host.ask(&Request::VrnicShow { name: "evil".into() }) {
+        Ok(Response::Vrnic(v)) => v.sessions,
+        r => panic!("no vRNIC: {r:?}"),
+    };
+    let began = Instant::now();
+    while sessions() > 0 {
+        assert!(began.elapsed() < Duration::from_secs(10), "the session goes on");
+        std::thread::sleep(Duration::from_millis(1));
     }
-
-    fn sessions(&self) -> usize {
-        let Ok(Response::Vrnic(v)) = self.host.ask(&Request::VrnicShow { name: "evil".into() }) else {
-            panic!("no vRNIC")
-        };
-        v.sessions
-    }
-
-    /// The good programs still get their work done, and the liar has no session any more.
-    fn check_that_the_liar_has_lost(&self) {
-        let began = Instant::now();
-        while self.sessions() > 0 {
-            assert!(began.elapsed() < Duration::from_secs(10), "the session goes on");
-            std::thread::sleep(Duration::from_millis(1));
-        }
-        self.check();
-    }
-
-    fn check(&self) {
-        let (a, b) = &self.good;
-        a.post(WrOpcode::Write, b, 0, 4096).unwrap();
-        assert_eq!(a.wait().unwrap().status, 0);
-    }
+    scene.check();
 }
 
 #[test]
 fn who_truncates_a_file_of_its_memory_loses_its_session() {
-    let scene = Scene::new();
+    let scene = Scene::start();
     let mut s = Scripted::new(&scene.evil);
     let file = truncatable(BYTES);
     s.hostile.frontend.add_region(region(AT, BYTES), file.as_fd()).unwrap();
@@ -85,20 +58,20 @@ fn who_truncates_a_file_of_its_memory_loses_its_session() {
     }
     ftruncate(&file, 0).unwrap();
     s.post(&q, 1024);
-    scene.check_that_the_liar_has_lost();
+    check_that_the_liar_has_lost(&scene);
 }
 
 /// The doorbell page is looked at by every poller.
 #[test]
 fn who_truncates_its_doorbell_page_loses_its_session() {
-    let scene = Scene::new();
+    let scene = Scene::start();
     let mut h = Hostile::new(&scene.evil);
     let file = truncatable(4096);
     h.frontend.add_region(region(AT, 4096), file.as_fd()).unwrap();
     assert_eq!(h.command(abi::Command::SetDoorbell as u8, AT.as_bytes()).0, 0);
     ftruncate(&file, 0).unwrap();
     h.wake();
-    scene.check_that_the_liar_has_lost();
+    check_that_the_liar_has_lost(&scene);
     // The vRNIC serves the next program.
     let _next = Program::new(&scene.evil, 4096);
     scene.check();
@@ -107,7 +80,7 @@ fn who_truncates_its_doorbell_page_loses_its_session() {
 /// A call descriptor that is blocking, and full, at any moment.
 #[test]
 fn a_full_eventfd_holds_nobody_up() {
-    let scene = Scene::new();
+    let scene = Scene::start();
     let mut h = Hostile::new(&scene.evil);
     let call = eventfd(0, EventfdFlags::CLOEXEC | EventfdFlags::NONBLOCK).unwrap();
     rustix::io::write(&call, &(u64::MAX - 1).to_ne_bytes()).unwrap();
@@ -131,7 +104,7 @@ fn a_full_eventfd_holds_nobody_up() {
 #[test]
 fn buffers_that_hold_nothing_are_not_taken_for_ever() {
     const SIZE: usize = 4;
-    let scene = Scene::new();
+    let scene = Scene::start();
     let mut h = Hostile::new(&scene.evil);
     let memory = h.memory().clone();
     let (desc, avail, used, buffer) = (0x10_0000, 0x10_1000, 0x10_2000, 0x10_3000);
@@ -171,7 +144,7 @@ fn descriptors_beside_half_a_message_are_few_and_not_for_ever() {
     use rustix::net::{SendAncillaryBuffer, SendAncillaryMessage, SendFlags, sendmsg};
     use std::io::{IoSlice, Read};
     use std::os::unix::net::UnixStream;
-    let scene = Scene::new();
+    let scene = Scene::start();
     let event = eventfd(0, EventfdFlags::CLOEXEC).unwrap();
     let part = |s: &UnixStream, fds: usize| {
         let many = vec![event.as_fd(); fds];
@@ -195,14 +168,14 @@ fn descriptors_beside_half_a_message_are_few_and_not_for_ever() {
     assert!(sessions.iter().all(&mut ends), "nobody sends the rest");
     assert!(began.elapsed() < Duration::from_secs(30) && began.elapsed() > Duration::from_secs(2));
     drop(sessions);
-    scene.check_that_the_liar_has_lost();
+    check_that_the_liar_has_lost(&scene);
     assert!(open() < before + 100, "{} descriptors, {before} before", open());
 }
 
 /// Sparse files take addresses and no memory.
 #[test]
 fn regions_leave_addresses_for_others() {
-    let scene = Scene::new();
+    let scene = Scene::start();
     let mut h = Hostile::new(&scene.evil);
     let file = truncatable(1 << 42);
     let taken = (0..200).take_while(|&i| h.frontend.add_region(region(AT + (i << 42), 1 << 42), file.as_fd()).is_ok());
@@ -216,7 +189,7 @@ fn regions_leave_addresses_for_others() {
 #[test]
 fn page_lists_leave_mappings_for_others() {
     const PAGES: usize = 20_000;
-    let scene = Scene::new();
+    let scene = Scene::start();
     let mut s = Scripted::new(&scene.evil);
     let file = truncatable(PAGES as u64 * 8192);
     s.hostile.frontend.add_region(region(AT, PAGES as u64 * 8192), file.as_fd()).unwrap();

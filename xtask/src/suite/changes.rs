@@ -2,17 +2,6 @@
 
 use super::*;
 
-/// Waits until the output of a program contains a text.
-fn wait_for(r: &lab::Running, text: &str) -> Check {
-    for _ in 0..200 {
-        if r.text().contains(text) {
-            return Ok(());
-        }
-        std::thread::sleep(Duration::from_millis(50));
-    }
-    Err(format!("expected `{text}` in: {}", r.text()))
-}
-
 /// Runs `unirdma`, which must succeed.
 fn admin(lab: &Lab, args: &[&str]) -> Check {
     let o = lab.unirdma(args);

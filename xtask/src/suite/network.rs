@@ -4,22 +4,6 @@ use std::process::Command;
 
 use super::*;
 
-/// Waits for something, up to 10 s.
-fn wait_until(mut is_so: impl FnMut() -> bool, otherwise: &str) -> Check {
-    for _ in 0..200 {
-        if is_so() {
-            return Ok(());
-        }
-        std::thread::sleep(Duration::from_millis(50));
-    }
-    Err(otherwise.into())
-}
-
-/// Waits until the output of a program contains a text.
-fn wait_for(r: &lab::Running, text: &str) -> Check {
-    wait_until(|| r.text().contains(text), text).map_err(|e| format!("expected `{e}` in: {}", r.text()))
-}
-
 /// Waits until `unirdma` says a text.
 fn wait_said(lab: &Lab, args: &[&str], text: &str) -> Check {
     let said = || lab.unirdma(args).text;

@@ -50,6 +50,11 @@ const SCRIPTS: &[(&str, &str, &str)] = &[
         "in\n1\nout\n",
     ),
     (
+        "a working directory within the virtual layer's directory is not there",
+        "cd $LAB/run/vrnics; ls | grep -c x; RUN -- ls -A $LAB/run/vrnics 2>/dev/null | grep -c .",
+        "1\n0\n",
+    ),
+    (
         "processes of the host do not show",
         "test $(RUN -- sh -c 'ls -d /proc/[0-9]* | wc -l') -le 4 && echo few",
         "few\n",

@@ -46,11 +46,11 @@ impl Word {
 /// What a job does.
 #[derive(Clone, Copy)]
 pub(super) enum Task {
-    /// Copies from one end to the other. What goes through private memory of a process is kept if it is captured.
+    /// Copies from one end to the other. `keeps`: what goes through private memory of a process is kept, for a capture.
     Copy { keeps: bool },
     /// Brings the bytes of its source.
     Fetch,
-    /// Executes an operation on the word at its destination. The value of a WRITE is that of the source, if there is one.
+    /// Executes an operation on the word at its destination. If there is a source, the value that stands there is written.
     Word(Word),
 }
 
@@ -82,12 +82,14 @@ impl Phase {
     /// The word was written.
     const EXECUTED: u8 = 8;
 
-    /// Begins to read or write, or both; does nothing and gives `None` if the job was stopped.
+    /// Begins to read or write, or both; does nothing and gives `None` if the job was stopped. A job that was stopped never seems to be
+    /// at either: the core would take a word that nobody writes for one that is being written.
     pub fn enter<R>(&self, what: u8, f: impl FnOnce() -> R) -> Option<R> {
-        let stopped = self.state.fetch_or(what, Ordering::SeqCst) & Self::STOPPED != 0;
-        let r = (!stopped).then(f);
+        let go_on = |state| (state & Self::STOPPED == 0).then_some(state | what);
+        self.state.fetch_update(Ordering::SeqCst, Ordering::SeqCst, go_on).ok()?;
+        let r = f();
         self.state.fetch_and(!what, Ordering::SeqCst);
-        r
+        Some(r)
     }
 
     /// Stops the job: a read or write that runs at this moment goes on to its end, and no other begins.
@@ -105,14 +107,14 @@ impl Phase {
     }
 }
 
-/// A copy of a part of a message, and of the short messages that follow it, or an operation on a word.
+/// A copy of a part of a message, and of the short messages that follow it; or bytes to be brought; or an operation on a word.
 #[derive(Default)]
 pub struct Job {
     number: u64,
     pub(super) phase: Arc<Phase>,
     task: Task,
     pub(crate) qp: Handle<Qp>,
-    /// The QP that answers for memory that is written, or for the other end of a copy within this host.
+    /// The QP at the other end of a copy within this host. For a job of packets it is `qp` itself or nobody.
     pub(crate) peer: Handle<Qp>,
     /// What it copies: for the request at the head of the QP's send queue, and then for each of `next`. What follows is from older jobs.
     pub(super) parts: Vec<Part>,
@@ -129,7 +131,7 @@ pub struct Job {
 pub(crate) struct Copied {
     /// How many bytes it has copied for the first request, or what it has found in a word, or why neither.
     pub first: Option<Result<u64, Fault>>,
-    /// For how many of the requests behind it everything.
+    /// How many of the requests behind it are copied whole.
     pub next: usize,
 }
 
@@ -160,7 +162,8 @@ impl Job {
                 for (i, part) in parts.iter().enumerate() {
                     let mut done = 0;
                     let mut copied = Ok(());
-                    while copied.is_ok() && done < part.bytes && (i + done as usize == 0 || goes_on()) {
+                    let is_first_piece = |done| i == 0 && done == 0;
+                    while copied.is_ok() && done < part.bytes && (is_first_piece(done) || goes_on()) {
                         let both = Phase::READS | Phase::WRITES;
                         copied = self.phase.enter(both, || part.copy(done, PIECE)).unwrap_or(Err(STOPPED));
                         done = if copied.is_ok() { part.bytes.min(done + PIECE) } else { done };
@@ -247,4 +250,30 @@ fn execute(phase: &Phase, part: &Part, mut word: Word, data: &mut Vec<u8>) -> Op
     phase.found.store(found, Ordering::SeqCst);
     let new = word.apply(found).to_ne_bytes();
     phase.enter(Phase::WRITES, || transfer(Loc::Bytes(&new), to, new.len(), &mut []).map(|()| executed(found)))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use std::sync::atomic::AtomicU32;
+
+    /// The core stops a job, and then asks whether the word was written, while another thread begins to write it.
+    #[test]
+    fn a_stopped_job_never_seems_to_write() {
+        const TRIES: u32 = 500_000;
+        let (phase, tries) = (Phase::default(), AtomicU32::new(0));
+        phase.stop();
+        std::thread::scope(|s| {
+            let entered = |n: &u32| {
+                let entered = phase.enter(Phase::WRITES, || ()).is_some();
+                tries.store(*n, Ordering::Relaxed);
+                entered
+            };
+            let writer = s.spawn(move || (1..=TRIES).filter(entered).count());
+            while tries.load(Ordering::Relaxed) < TRIES {
+                assert_eq!(phase.executed(), None);
+            }
+            assert_eq!(writer.join().expect("it ends"), 0);
+        });
+    }
 }

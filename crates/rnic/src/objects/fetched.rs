@@ -76,9 +76,9 @@ impl Fetched {
         self.bytes.is_empty() && self.job.is_none()
     }
 
-    /// True while a job brings them.
-    pub fn is_coming(&self) -> bool {
-        self.job.is_some()
+    /// The job that brings them, until it has ended.
+    pub fn coming(&self) -> Option<u64> {
+        self.job
     }
 
     /// Takes room for so many bytes; false if there is none.
@@ -152,8 +152,8 @@ mod tests {
         let (room, mut f) = (Room::default(), Fetched::default());
         assert!(f.reserve(&room, 8));
         f.begin(7, 3, 100);
-        assert!(f.is_coming() && !f.end(6, Ok(0), &mut vec![1]));
-        assert!(f.end(7, Ok(0), &mut vec![5; 8]) && !f.is_coming());
+        assert!(f.coming() == Some(7) && !f.end(6, Ok(0), &mut vec![1]));
+        assert!(f.end(7, Ok(0), &mut vec![5; 8]) && f.coming().is_none());
         assert_eq!((f.bytes(3, 100).len(), f.bytes(3, 105).len(), f.bytes(3, 108).len()), (8, 3, 0));
         assert!(f.bytes(4, 100).is_empty() && f.bytes(3, 99).is_empty() && f.bytes(3, 109).is_empty());
         assert!(f.ends_at(3, 108) && !f.ends_at(4, 108) && !f.ends_at(3, 107));

@@ -14,29 +14,23 @@ const INBOX_BYTES: usize = 256 << 10;
 /// Most bytes that packets give to one job.
 const RUN_BYTES: usize = 64 << 10;
 
-/// The payload of a packet, and that of the packets which wait behind it and go on with the same message.
+/// A packet to be executed, and the payload of it and of the packets which wait behind it and go on with the same message.
 #[derive(Clone, Copy)]
 pub(crate) struct Run<'a> {
+    pub first: &'a Packet<'a>,
     bytes: &'a [u8],
     packets: u32,
-    /// Bytes of the first packet.
-    first: usize,
 }
 
 impl<'a> Run<'a> {
     /// Of one packet.
-    pub fn of(p: &Packet<'a>) -> Self {
-        Run { bytes: p.payload, packets: 1, first: p.payload.len() }
-    }
-
-    /// The payload of the first packet.
-    pub fn first(self) -> &'a [u8] {
-        &self.bytes[..self.first]
+    pub fn of(p: &'a Packet<'a>) -> Self {
+        Run { first: p, bytes: p.payload, packets: 1 }
     }
 
     /// What a job puts where there are `room` bytes, and of how many packets that is.
     pub fn within(self, room: u64) -> (&'a [u8], u32) {
-        if self.bytes.len() as u64 <= room { (self.bytes, self.packets) } else { (self.first(), 1) }
+        if self.bytes.len() as u64 <= room { (self.bytes, self.packets) } else { (self.first.payload, 1) }
     }
 }
 
@@ -55,7 +49,7 @@ pub(crate) struct Inbox {
     taken: Taken,
 }
 
-/// What a packet counts that waits with so many bytes of payload.
+/// How many bytes a waiting packet counts as that has so many bytes of payload.
 fn size(payload: usize) -> usize {
     payload + size_of::<(Packet<'static>, usize)>()
 }
@@ -170,10 +164,13 @@ pub(crate) struct Lent {
 }
 
 impl Lent {
-    /// The packet, and its run.
-    pub fn packet(&self) -> (Packet<'_>, Run<'_>) {
-        let p = Packet { payload: &self.bytes[self.payload.clone()], ..self.head };
-        (p, Run { bytes: &self.bytes[self.payload.start..self.end], packets: self.packets, first: self.payload.len() })
+    pub fn packet(&self) -> Packet<'_> {
+        Packet { payload: &self.bytes[self.payload.clone()], ..self.head }
+    }
+
+    /// The run that begins with `p`, which is [`Lent::packet`].
+    pub fn run<'a>(&'a self, p: &'a Packet<'a>) -> Run<'a> {
+        Run { first: p, bytes: &self.bytes[self.payload.start..self.end], packets: self.packets }
     }
 }
 
@@ -209,7 +206,8 @@ mod tests {
         assert!(!inbox.end(8, Ok(0)) && inbox.end(9, Err(Fault::SourceMoves)));
         assert!(inbox.known().is_none(), "it was stopped");
         let lent = inbox.lend().unwrap();
-        let (p, run) = lent.packet();
+        let p = lent.packet();
+        let run = lent.run(&p);
         assert_eq!((p, run.within(10)), (all[0], (&[1, 1, 1, 1, 2, 2, 2, 2, 3, 3][..], 3)));
         assert_eq!(run.within(9), (&[1; 4][..], 1), "there is no room for all of it");
         inbox.wait(10, 3);
@@ -217,8 +215,9 @@ mod tests {
         for (i, want) in all.iter().enumerate() {
             assert_eq!(inbox.known(), (i < 3).then_some(Ok(7)), "{i}");
             let lent = inbox.lend().unwrap();
-            assert_eq!(lent.packet().0, *want);
-            assert!(i < 3 || lent.packet().1.within(100).1 == 1, "a packet is missing in between");
+            let p = lent.packet();
+            assert_eq!(p, *want);
+            assert!(i < 3 || lent.run(&p).within(100).1 == 1, "a packet is missing in between");
             assert_eq!(inbox.take_back(lent).is_some(), i == 4);
         }
         assert!(inbox.is_empty() && inbox.lend().is_none());

@@ -150,7 +150,7 @@ impl Wire {
     pub fn go_back(&mut self, psn: Psn) {
         self.next = psn;
         self.reads.retain(|&end| end.since(self.una) <= psn.since(self.una));
-        if !self.fetched.is_coming() {
+        if self.fetched.coming().is_none() {
             self.fetched.clear();
         }
         self.cursor = self.find(psn).unwrap_or(self.flight.len());

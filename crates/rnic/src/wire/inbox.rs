@@ -67,17 +67,17 @@ impl Core {
             }
             return;
         }
-        self.execute_packet(h, w, direction, p, Run::of(p));
+        self.execute_packet(h, w, direction, Run::of(p));
         if direction.inbox(w).waits() {
             let buffer = self.jobs.buffer();
             direction.inbox(w).begin(p, &room(self), buffer);
         }
     }
 
-    fn execute_packet(&mut self, h: Handle<Qp>, w: &mut Wire, direction: Direction, p: &Packet<'_>, run: Run<'_>) {
+    fn execute_packet(&mut self, h: Handle<Qp>, w: &mut Wire, direction: Direction, run: Run<'_>) {
         match direction {
-            Direction::Requests => self.on_request(h, w, p, run),
-            Direction::Answers => self.on_response(h, w, p, run),
+            Direction::Requests => self.on_request(h, w, run),
+            Direction::Answers => self.on_response(h, w, run),
         }
         if direction.inbox(w).waits() {
             self.objects.serve(h);
@@ -109,9 +109,9 @@ impl Core {
             return None;
         }
         let lent = direction.inbox(w).lend()?;
-        let (p, run) = lent.packet();
+        let p = lent.packet();
         let n = p.payload.len();
-        self.execute_packet(h, w, direction, &p, run);
+        self.execute_packet(h, w, direction, lent.run(&p));
         if let Some(buffer) = direction.inbox(w).take_back(lent) {
             self.jobs.keep_buffer(buffer);
         }

@@ -166,12 +166,6 @@ impl Core {
     /// The payload of the request at the cursor lies in the private memory of a process, from byte `off` of its message on. Lets a job
     /// bring as much of it as may be sent now. The fault if that cannot be; `None` if the request waits.
     fn fetch_payload(&mut self, h: Handle<Qp>, w: &mut Wire, number: u32, off: u64) -> Option<Fault> {
-        if w.fetched.is_coming() {
-            return None;
-        }
-        if let Some(fault) = w.fetched.take_fault(number, off) {
-            return Some(fault);
-        }
         let (q, f) = (self.objects.qps.get(h)?, w.flight.get_mut(w.cursor)?);
         let may_be_sent = w.cc.packets.saturating_sub(w.next.since(w.una)).max(1);
         let bytes = (f.work.total - off).min(u64::from(may_be_sent) * u64::from(q.mtu)).min(MAX_PAYLOAD);
@@ -322,14 +316,15 @@ impl Core {
     }
 
     /// An ACK, NAK, READ response or atomic response.
-    pub(super) fn on_response(&mut self, h: Handle<Qp>, w: &mut Wire, p: &Packet<'_>, run: Run<'_>) {
+    pub(super) fn on_response(&mut self, h: Handle<Qp>, w: &mut Wire, run: Run<'_>) {
+        let p = run.first;
         let psn = Psn::new(p.psn);
         // An answer to a packet that was answered before, or never sent, means nothing.
         if psn.since(w.una) >= w.high.since(w.una) {
             return;
         }
         match p.opcode.op {
-            Op::ReadResponse(_) | Op::AtomicAck => self.on_data(h, w, psn, p, run),
+            Op::ReadResponse(_) | Op::AtomicAck => self.on_data(h, w, psn, run),
             _ => self.on_ack(h, w, psn, p.aeth),
         }
     }
@@ -380,7 +375,8 @@ impl Core {
     }
 
     /// Data of a READ or atomic: it must be the next that is missing.
-    fn on_data(&mut self, h: Handle<Qp>, w: &mut Wire, psn: Psn, p: &Packet<'_>, run: Run<'_>) {
+    fn on_data(&mut self, h: Handle<Qp>, w: &mut Wire, psn: Psn, run: Run<'_>) {
+        let p = run.first;
         if !self.advance_to(h, w, psn) {
             return;
         }

@@ -38,21 +38,22 @@ fn request(op: WrOpcode, p: &Packet<'_>, pending: usize) -> Request {
 
 impl Core {
     /// A request came in.
-    pub(super) fn on_request(&mut self, h: Handle<Qp>, w: &mut Wire, p: &Packet<'_>, run: Run<'_>) {
+    pub(super) fn on_request(&mut self, h: Handle<Qp>, w: &mut Wire, run: Run<'_>) {
+        let p = run.first;
         let Some(expected) = self.objects.qps.get(h).map(|q| q.rq_psn) else { return };
         if w.resp.failed {
             return;
         }
         let psn = Psn::new(p.psn);
         if self.objects.qps.get(h).is_some_and(|q| q.typ == QpType::Uc) {
-            return self.on_unreliable(h, w, p, run, expected);
+            return self.on_unreliable(h, w, run, expected);
         }
         if psn != expected {
             return if psn.is_before(expected) { self.duplicate(h, w, p, expected) } else { self.gap(h, w, expected) };
         }
         (w.resp.nak_sent, w.resp.missed) = (false, false);
         self.establish(h);
-        match self.perform(h, w, p, run) {
+        match self.perform(h, w, run) {
             Ok(packets) => {
                 if let Some(q) = self.objects.qps.get_mut(h) {
                     q.rq_psn = q.rq_psn.advance(packets);
@@ -89,14 +90,15 @@ impl Core {
         self.objects.count(h, |c| c.wire.send_rnr_err += 1);
     }
 
-    fn perform(&mut self, h: Handle<Qp>, w: &mut Wire, p: &Packet<'_>, run: Run<'_>) -> Result<u32, Refusal> {
+    fn perform(&mut self, h: Handle<Qp>, w: &mut Wire, run: Run<'_>) -> Result<u32, Refusal> {
+        let p = run.first;
         let begins = !matches!(p.opcode.op, Op::Send(part) | Op::Write(part) if !part.begins());
         if begins && w.resp.message.is_none() && !self.aim(h, p.srqn) {
             return Err(INVALID);
         }
         match p.opcode.op {
-            Op::Send(part) => self.on_send(h, w, p, run, part),
-            Op::Write(part) => self.on_write(h, w, p, run, part),
+            Op::Send(part) => self.on_send(h, w, run, part),
+            Op::Write(part) => self.on_write(h, w, run, part),
             Op::ReadRequest => self.on_read(h, w, p),
             Op::AtomicWrite => self.on_atomic_write(h, w, p),
             Op::Flush => self.on_flush(h, w, p),
@@ -106,7 +108,8 @@ impl Core {
 
     /// A packet of an unreliable connection (IBTA vol. 1, 9.8.2): a message with a gap, or that cannot be taken, is dropped,
     /// and any PSN will do where the next one begins.
-    fn on_unreliable(&mut self, h: Handle<Qp>, w: &mut Wire, p: &Packet<'_>, run: Run<'_>, expected: Psn) {
+    fn on_unreliable(&mut self, h: Handle<Qp>, w: &mut Wire, run: Run<'_>, expected: Psn) {
+        let p = run.first;
         let psn = Psn::new(p.psn);
         let (Op::Send(part) | Op::Write(part)) = p.opcode.op else { return };
         if psn != expected {
@@ -124,7 +127,7 @@ impl Core {
             return;
         }
         self.establish(h);
-        match self.perform(h, w, p, run) {
+        match self.perform(h, w, run) {
             Ok(_) => {}
             // It is expected once more.
             Err(Refusal::Later) => self.objects.qps.get_mut(h).into_iter().for_each(|q| q.rq_psn = psn),
@@ -197,14 +200,8 @@ impl Core {
         if right_message && right_length { Ok(()) } else { Err(INVALID) }
     }
 
-    fn on_send(
-        &mut self,
-        h: Handle<Qp>,
-        w: &mut Wire,
-        p: &Packet<'_>,
-        run: Run<'_>,
-        part: Part,
-    ) -> Result<u32, Refusal> {
+    fn on_send(&mut self, h: Handle<Qp>, w: &mut Wire, run: Run<'_>, part: Part) -> Result<u32, Refusal> {
+        let p = run.first;
         self.continues(h, w, p, part, true)?;
         let invalidated = (p.opcode.extra == Extra::Invalidate).then_some(p.extra);
         if invalidated.is_some() {
@@ -261,14 +258,8 @@ impl Core {
         Ok(1)
     }
 
-    fn on_write(
-        &mut self,
-        h: Handle<Qp>,
-        w: &mut Wire,
-        p: &Packet<'_>,
-        run: Run<'_>,
-        part: Part,
-    ) -> Result<u32, Refusal> {
+    fn on_write(&mut self, h: Handle<Qp>, w: &mut Wire, run: Run<'_>, part: Part) -> Result<u32, Refusal> {
+        let p = run.first;
         self.continues(h, w, p, part, false)?;
         let (va, rkey, len) = match w.resp.message {
             Some(Message::Write { va, rkey, len }) => (va, rkey, len),
@@ -322,7 +313,7 @@ impl Core {
             To::Remote(key, va) => remote(q, access::REMOTE_WRITE, key, va),
         };
         let (tables, got) = (self.objects.memory(), w.resp.got);
-        Ok(match tables.store(to, got, run.first()) {
+        Ok(match tables.store(to, got, run.first.payload) {
             Ok(()) => Ok(()),
             Err(Miss::Fault(fault)) => Err(fault),
             Err(Miss::Process) => {
@@ -406,13 +397,8 @@ impl Core {
             return Err(INVALID);
         }
         self.check(h, w, WrOpcode::AtomicWrite, p)?;
-        self.operate(
-            h,
-            w,
-            Rkey(p.reth.rkey),
-            p.reth.va,
-            (WrOpcode::AtomicWrite, Word::Write(u64::from_ne_bytes(value))),
-        )?;
+        let write = (WrOpcode::AtomicWrite, Word::Write(u64::from_ne_bytes(value)));
+        self.operate(h, w, Rkey(p.reth.rkey), p.reth.va, write)?;
         w.resp.msn = w.resp.msn.wrapping_add(1);
         self.queue_answer(h, w, Psn::new(p.psn), false);
         self.objects.count(h, |c| c.received_bytes += 8);
@@ -463,12 +449,6 @@ impl Core {
     /// that cannot be; `None` if the answer waits.
     fn fetch_answer(&mut self, h: Handle<Qp>, w: &mut Wire) -> Option<Fault> {
         let Some(&Answer::Read { va, rkey, len, done, of, .. }) = w.resp.answers.front() else { return None };
-        if w.resp.fetched.is_coming() {
-            return None;
-        }
-        if let Some(fault) = w.resp.fetched.take_fault(FRONT, done) {
-            return Some(fault);
-        }
         let q = self.objects.qps.get(h)?;
         let from = (Side::Remote { reach: of, qpn: q.qpn, key: rkey, addr: va }, of.session, q.vnic);
         let bytes = (len - done).min(MAX_PAYLOAD);

@@ -1,0 +1,44 @@
+//! What a test of hostile behaviour begins with.
+
+use std::path::PathBuf;
+
+use unirdma_formats::WrOpcode;
+use unirdma_host::admin::Request;
+
+use crate::{Program, TestHost, connect};
+
+/// A virtual layer with two good programs that are connected, and a third vRNIC for a hostile one.
+pub struct Scene {
+    /// The virtual layer.
+    pub host: TestHost,
+    /// The good programs.
+    pub good: (Program, Program),
+    /// The socket of the third vRNIC, `evil`.
+    pub evil: PathBuf,
+}
+
+impl Scene {
+    /// Starts all of that.
+    ///
+    /// # Panics
+    /// If it does not come up.
+    pub fn start() -> Self {
+        let host = TestHost::start();
+        let (a, b) = (host.add("a", "10.0.0.1"), host.add("b", "10.0.0.2"));
+        let evil = host.add("evil", "10.0.0.3");
+        let good = (Program::new(&a, 1 << 16), Program::new(&b, 1 << 16));
+        connect(&good.0, &good.1);
+        Scene { host, good, evil }
+    }
+
+    /// The good programs still get their work done, and the host still answers.
+    ///
+    /// # Panics
+    /// If not.
+    pub fn check(&self) {
+        let (a, b) = &self.good;
+        a.post(WrOpcode::Write, b, 0, 4096).expect("post");
+        assert_eq!(a.wait().expect("a completion").status, 0);
+        self.host.ask(&Request::Status).expect("the host answers");
+    }
+}
