@@ -6,6 +6,7 @@
 //! vRNIC's frontend block another's.
 
 pub mod admin;
+pub mod confine;
 mod control;
 mod engine;
 mod faults;

@@ -16,6 +16,7 @@ use rustix::event::{EventfdFlags, epoll};
 use unirdma_device::lock;
 use unirdma_formats::frame::Claims;
 
+use crate::confine::{self, Kind};
 use crate::engine::Engine;
 use crate::guard::Guard;
 use crate::tunnel::{Members, Tunnel, TunnelInfo, Tunneled};
@@ -66,6 +67,7 @@ impl Switch {
         let me = s.clone();
         std::thread::Builder::new().name("switch".into()).spawn(move || {
             let _idle = idle;
+            confine::thread(Kind::Switch);
             me.run();
         })?;
         Ok(s)
