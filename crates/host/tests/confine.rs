@@ -9,6 +9,9 @@ use std::process::{Child, Command, ExitStatus, Stdio};
 use rustix::process::{DumpableBehavior, Gid, Pid, Resource, Uid, getpid, getrlimit};
 use unirdma_host::confine::{self, CgroupLimits, Cgroups, InForce, Kind, Needs, Options, Plan};
 
+/// What it shows, and how; as root or as an ordinary user.
+type Test = (&'static str, fn(bool));
+
 /// An ordinary user.
 const NOBODY: u32 = 65534;
 const EPERM: i32 = libc::EPERM;
@@ -19,7 +22,7 @@ fn main() {
     if arguments.first().is_some_and(|a| a == "child") {
         return child(&arguments[1..]);
     }
-    let tests: &[(&str, fn(bool))] = &[
+    const TESTS: [Test; 10] = [
         ("a call without an innocent reason ends the process, in each kind of thread", fatal),
         ("other calls that a kind of thread does not make fail", refused),
         ("threads of each kind live, log and end", allowed),
@@ -32,7 +35,7 @@ fn main() {
         ("a cgroup holds its worker", cgroup),
     ];
     let filter = arguments.iter().find(|a| !a.starts_with('-'));
-    for (name, test) in tests.iter().filter(|t| filter.is_none_or(|f| t.0.contains(f.as_str()))) {
+    for (name, test) in TESTS.iter().filter(|t| filter.is_none_or(|f| t.0.contains(f.as_str()))) {
         for root in [true, false] {
             if root && !is_root() {
                 continue;
@@ -160,6 +163,7 @@ fn call(name: &str) -> i32 {
             "clone3" => libc::syscall(libc::SYS_clone3, 0, 0),
             "clone" => libc::syscall(libc::SYS_clone, libc::CLONE_THREAD | libc::CLONE_NEWNET, 0, 0, 0, 0),
             "memfd_create" => made_fd(libc::memfd_create(c"x".as_ptr(), 0)),
+            "socketpair" => libc::socketpair(libc::AF_UNIX, libc::SOCK_STREAM, 0, [0; 2].as_mut_ptr()).into(),
             "accept4" => libc::accept4(-1, null.cast(), null.cast(), 0).into(),
             "pread" => libc::pread(-1, null, 0, 0) as i64,
             "epoll_wait" => libc::epoll_pwait(-1, null.cast(), 1, 0, null.cast()).into(),
@@ -358,19 +362,21 @@ fn refused(root: bool) {
     use Kind::{Capture, Control, Poller, Switch, Watcher};
     const CALLS: [&str; 10] =
         ["openat", "kill", "tgkill", "prctl", "prlimit", "setsockopt", "mlockall", "unlink", "getdents", "sigaction"];
-    const SOME: [(&str, i32, &[Kind]); 9] = [
+    const SOME: [(&str, i32, &[Kind]); 10] = [
         ("clone3", ENOSYS, &[Control, Watcher]),
         ("clone3", EPERM, &[Poller, Switch, Capture]),
         ("clone", EPERM, &Kind::ALL),
-        ("memfd_create", EPERM, &[Poller, Watcher, Switch, Capture]),
+        ("memfd_create", EPERM, &[Capture]),
+        ("socketpair", EPERM, &[Poller, Watcher, Switch, Capture]),
         ("accept4", EPERM, &[Poller, Watcher, Switch, Capture]),
         ("pread", EPERM, &[Switch, Capture]),
         ("epoll_wait", EPERM, &[Capture]),
         ("setpriority", EPERM, &[Poller, Watcher, Switch]),
         ("seccomp", EPERM, &[Poller, Switch, Capture]),
     ];
-    const DONE: [(&str, i32, &[Kind]); 5] = [
-        ("memfd_create", 0, &[Control]),
+    const DONE: [(&str, i32, &[Kind]); 6] = [
+        ("memfd_create", 0, &[Control, Poller, Watcher, Switch]),
+        ("socketpair", 0, &[Control]),
         ("accept4", libc::EBADF, &[Control]),
         ("pread", libc::EBADF, &[Control, Poller, Watcher]),
         ("epoll_wait", libc::EBADF, &[Control, Poller, Watcher, Switch]),

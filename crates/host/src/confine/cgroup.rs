@@ -204,16 +204,25 @@ impl Cgroups {
         }
     }
 
-    /// Removes the place, if no worker is left.
+    /// Removes the place, if no worker is left. In version 2 a supervisor that has made room for it stays there.
     pub fn remove(&self) {
         for tree in &self.0 {
+            let _ = fs::remove_dir(tree.dir.join(SUPERVISOR));
             let _ = fs::remove_dir(&tree.dir);
         }
     }
 }
 
+/// The cgroup of version 2 that the place lies in, if the supervisor is in `own`: it may have made room already, or systemd has
+/// (`DelegateSubgroup=supervisor`).
+fn above_supervisor<'a>(own: &'a Path, name: &str) -> &'a Path {
+    let strip = |path: &'a Path, last: &str| path.parent().filter(|_| path.ends_with(last));
+    strip(own, SUPERVISOR).map_or(own, |above| strip(above, name).unwrap_or(above))
+}
+
 /// A place below a cgroup of version 2.
-fn unified(base: &Path, name: &str, wanted: &[&'static str]) -> Result<Tree, String> {
+fn unified(own: &Path, name: &str, wanted: &[&'static str]) -> Result<Tree, String> {
+    let base = above_supervisor(own, name);
     let has = listed(&base.join("cgroup.controllers"))?;
     if !has.contains(&MEMORY) {
         return Err(format!("{} has no memory controller", base.display()));
@@ -231,7 +240,7 @@ fn unified(base: &Path, name: &str, wanted: &[&'static str]) -> Result<Tree, Str
     match enabled.and_then(|()| enable(&dir, &controllers)) {
         Ok(()) => Ok(Tree { dir, unified: true, controllers }),
         Err(e) => {
-            let _ = enter(base, rustix::process::getpid());
+            let _ = enter(own, rustix::process::getpid());
             let _ = fs::remove_dir(dir.join(SUPERVISOR));
             let _ = fs::remove_dir(&dir);
             Err(format!("{e} (a cgroup of its own is needed: systemd-run --scope -p Delegate=yes unirdma host ...)"))
@@ -267,5 +276,76 @@ impl Cgroup {
                 tracing::debug!(cgroup = %dir.display(), %error, "a cgroup stays");
             }
         }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    const HYBRID: &str = "\
+35 31 0:32 / /sys/fs/cgroup/memory rw,relatime - cgroup cgroup rw,memory
+32 31 0:29 / /sys/fs/cgroup/cpu,cpuacct rw,relatime shared:9 - cgroup cgroup rw,cpu,cpuacct
+41 31 0:38 / /sys/fs/cgroup/unified rw,relatime - cgroup2 cgroup2 rw
+31 23 0:28 / /sys/fs/cgroup rw,relatime - tmpfs tmpfs rw,mode=755";
+
+    #[test]
+    fn the_own_cgroup_is_found_in_each_mount() {
+        let mounts = Mount::all(HYBRID);
+        let own = "9:name=systemd:/\n4:memory:/a/b\n1:cpu,cpuacct:/\n0::/user.slice/x.scope\n";
+        let dirs: Vec<_> = mounts.iter().map(|m| m.own(own).unwrap().display().to_string()).collect();
+        let unified = "/sys/fs/cgroup/unified/user.slice/x.scope";
+        assert_eq!(dirs, ["/sys/fs/cgroup/memory/a/b", "/sys/fs/cgroup/cpu,cpuacct/", unified]);
+        assert!(mounts[0].has(MEMORY) && !mounts[0].has(CPU) && mounts[1].has(CPU) && mounts[2].unified);
+    }
+
+    /// As in a container that has a part of the host's hierarchy mounted, or a namespace of its own.
+    #[test]
+    fn a_cgroup_outside_of_its_mount_is_none() {
+        let part = Mount::all("35 31 0:32 /docker/1 /sys/fs/cgroup rw - cgroup2 cgroup2 rw").remove(0);
+        assert_eq!(part.own("0::/docker/1/x"), Some("/sys/fs/cgroup/x".into()));
+        for outside in ["0::/docker/2", "0::/../x", "0::/docker/1/../2", "4:memory:/docker/1", ""] {
+            assert_eq!(part.own(outside), None, "{outside}");
+        }
+    }
+
+    #[test]
+    fn any_name_is_one_component() {
+        assert_eq!(component(b"/run/unirdma"), "_2frun_2funirdma");
+        assert_eq!(component(b".."), "_2e_2e");
+        assert_ne!(component(b"a_2f"), component(b"a/"));
+    }
+
+    #[test]
+    fn a_supervisor_that_made_room_finds_the_same_place() {
+        for own in ["/cg/s", "/cg/s/supervisor", "/cg/s/unirdma-x/supervisor"] {
+            assert_eq!(above_supervisor(Path::new(own), "unirdma-x"), Path::new("/cg/s"));
+        }
+    }
+
+    /// A directory of plain files in the place of a kernel's.
+    #[test]
+    fn version_2_gives_its_controllers_to_workers() {
+        let base = std::env::temp_dir().join(format!("unirdma-cgroup-{}", std::process::id()));
+        let dir = base.join("unirdma-x");
+        fs::create_dir_all(&dir).unwrap();
+        let (has, gives) = (base.join("cgroup.controllers"), base.join("cgroup.subtree_control"));
+        fs::write(&has, "cpu io pids").unwrap();
+        assert!(unified(&base, "unirdma-x", &[MEMORY]).unwrap_err().contains("no memory controller"));
+        fs::write(&has, "cpu io memory pids").unwrap();
+        fs::write(&gives, "memory").unwrap();
+        fs::write(dir.join("cgroup.subtree_control"), "").unwrap();
+        let tree = unified(&base, "unirdma-x", &[MEMORY, CPU, PIDS]).unwrap();
+        assert_eq!(tree.controllers, [MEMORY, CPU, PIDS]);
+        let read = |path: PathBuf| fs::read_to_string(path).unwrap();
+        assert_eq!(
+            (read(gives), read(dir.join("cgroup.subtree_control"))),
+            ("+cpu +pids".into(), "+memory +cpu +pids".into())
+        );
+        let limits = CgroupLimits { memory: 4096, threads: 7, weight: 20_000 };
+        let worker = Cgroups(vec![tree]).make("a", &limits).unwrap();
+        let of = |file| read(worker.dirs[0].join(file));
+        assert_eq!((of("memory.max"), of("cpu.weight"), of("pids.max")), ("4096".into(), "10000".into(), "7".into()));
+        fs::remove_dir_all(&base).unwrap();
     }
 }

@@ -36,7 +36,7 @@ impl Kind {
 
     fn tables(self) -> &'static [&'static [Call]] {
         match self {
-            Kind::Control => &[EVERY, MEMORY, WAITS, NETWORK, SIGNALS, SESSIONS, STARTS, BACKGROUND],
+            Kind::Control => &[EVERY, MEMORY, WAITS, NETWORK, SIGNALS, TIMERS, SESSIONS, STARTS, BACKGROUND],
             Kind::Poller => &[EVERY, MEMORY, WAITS, NETWORK, SIGNALS],
             Kind::Watcher => &[EVERY, MEMORY, WAITS, NETWORK, SIGNALS, STARTS],
             Kind::Switch => &[EVERY, WAITS, NETWORK, SIGNALS, TIMERS],
@@ -100,7 +100,8 @@ const NAMESPACES: i32 = libc::CLONE_NEWNS
     | libc::CLONE_NEWNET;
 
 /// What a thread needs to live: memory of its own, locks, time, its log, its end. `abort` raises SIGABRT; the handlers of SIGBUS (ours)
-/// and SIGSEGV (of the standard library) restore the default action.
+/// and SIGSEGV (of the standard library) restore the default action. What was in place of vanished memory is punched out by whoever
+/// unmaps it.
 const EVERY: &[Call] = &[
     call(libc::SYS_read),
     call(libc::SYS_write),
@@ -123,6 +124,7 @@ const EVERY: &[Call] = &[
     call(libc::SYS_munmap),
     call(libc::SYS_madvise),
     call(libc::SYS_brk),
+    when(libc::SYS_fallocate, &[is(1, libc::FALLOC_FL_PUNCH_HOLE | libc::FALLOC_FL_KEEP_SIZE)]),
     call(libc::SYS_rt_sigreturn),
     call(libc::SYS_rt_sigprocmask),
     when(libc::SYS_rt_sigaction, &[is(0, libc::SIGABRT), is(0, libc::SIGBUS), is(0, libc::SIGSEGV)]),
@@ -136,12 +138,8 @@ const EVERY: &[Call] = &[
     call(libc::SYS_exit_group),
 ];
 
-/// Memory of tenants: private memory by descriptors, and what a broken mapping leaves behind, which is punched out.
-const MEMORY: &[Call] = &[
-    call(libc::SYS_pread64),
-    call(libc::SYS_pwrite64),
-    when(libc::SYS_fallocate, &[is(1, libc::FALLOC_FL_PUNCH_HOLE | libc::FALLOC_FL_KEEP_SIZE)]),
-];
+/// Private memory of tenants, by descriptors.
+const MEMORY: &[Call] = &[call(libc::SYS_pread64), call(libc::SYS_pwrite64)];
 
 /// Waiting for descriptors.
 const WAITS: &[Call] = &[
@@ -168,8 +166,10 @@ const NETWORK: &[Call] = &[
     call(libc::SYS_recvmmsg),
 ];
 
-/// Signals to eventfds of tenants, by asynchronous I/O; where there is none, by a write that does not wait.
+/// Signals to eventfds of tenants, by asynchronous I/O of an empty memory file; where there is none, by a write that does not wait.
 const SIGNALS: &[Call] = &[
+    call(libc::SYS_memfd_create),
+    call(libc::SYS_io_setup),
     call(libc::SYS_io_submit),
     call(libc::SYS_io_getevents),
     when(libc::SYS_fcntl, &[is(1, libc::F_GETFL), is(1, libc::F_SETFL)]),
@@ -206,11 +206,9 @@ const SESSIONS: &[Call] = &[
         ],
     ),
     when(libc::SYS_ioctl, &[is(1, libc::FIONBIO as i32)]),
-    call(libc::SYS_memfd_create),
     call(libc::SYS_ftruncate),
     call(libc::SYS_eventfd2),
     call(libc::SYS_epoll_create1),
-    call(libc::SYS_io_setup),
 ];
 
 /// Starting threads, and giving them a core and a filter, which can only be narrower.
@@ -224,8 +222,8 @@ const STARTS: &[Call] = &[
 /// Giving way to other threads.
 const BACKGROUND: &[Call] = &[call(libc::SYS_setpriority)];
 
-/// What only the start of a worker does, before its first thread takes the filter of its kind.
-const BEGINS: &[Call] = &[call(libc::SYS_timerfd_create), call(libc::SYS_prlimit64), call(libc::SYS_uname)];
+/// What only the start of a worker does, before its first thread takes the filter of its kind. It reads limits of its own.
+const BEGINS: &[Call] = &[call(libc::SYS_timerfd_create), when(libc::SYS_prlimit64, &[is(0, 0)])];
 
 /// What ends the process.
 const FATAL: &[Call] = &[
