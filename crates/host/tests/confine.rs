@@ -7,6 +7,7 @@ use std::os::unix::process::ExitStatusExt;
 use std::process::{Child, Command, ExitStatus, Stdio};
 
 use rustix::process::{DumpableBehavior, Gid, Pid, Resource, Uid, getpid, getrlimit};
+use seccompiler::{BpfProgram, SeccompAction, SeccompFilter};
 use unirdma_host::confine::{self, CgroupLimits, Cgroups, InForce, Kind, Needs, Options, Plan};
 
 /// What it shows, and how; as root or as an ordinary user.
@@ -22,7 +23,7 @@ fn main() {
     if arguments.first().is_some_and(|a| a == "child") {
         return child(&arguments[1..]);
     }
-    const TESTS: [Test; 10] = [
+    const TESTS: [Test; 11] = [
         ("a call without an innocent reason ends the process, in each kind of thread", fatal),
         ("other calls that a kind of thread does not make fail", refused),
         ("threads of each kind live, log and end", allowed),
@@ -30,6 +31,7 @@ fn main() {
         ("the kernel says that a worker has no rights", no_rights),
         ("limits hold", limits),
         ("no file can be opened, and what is open stays so", files),
+        ("what a container refuses is said, and nothing else changes", refusals),
         ("a worker's user", user),
         ("what a supervisor keeps", supervisor),
         ("a cgroup holds its worker", cgroup),
@@ -89,6 +91,7 @@ fn child(arguments: &[String]) {
         }
         "limited" => limited(),
         "files" => opens(),
+        "contained" => contained(),
         "supervise" => supervise(),
         "hog" => hog(),
         "unknown user" => println!("{}", Plan::make(&Options { user: Some("no such user".into()) }).unwrap_err()),
@@ -246,6 +249,22 @@ fn opens() {
     // The kind of a descriptor is known by its name.
     assert_eq!(std::fs::read_link(format!("/proc/self/fd/{}", passwd.as_raw_fd())).unwrap(), known);
     println!("opened");
+}
+
+/// In a container that filters calls itself, and has no user to become.
+fn contained() {
+    let calls = [libc::SYS_landlock_create_ruleset, libc::SYS_seccomp, libc::SYS_setresuid];
+    let refuse = SeccompAction::Errno(EPERM as u32);
+    let calls = calls.map(|call| (call, Vec::new())).into();
+    let arch = std::env::consts::ARCH.try_into().unwrap();
+    let filter: BpfProgram = SeccompFilter::new(calls, SeccompAction::Allow, refuse, arch).unwrap().try_into().unwrap();
+    seccompiler::apply_filter(&filter).unwrap();
+    let says = confined(&plan());
+    let missing: Vec<&str> = says.missing().map(|m| m.name.as_str()).collect();
+    assert_eq!(missing, ["user", "landlock", "seccomp"], "{says}");
+    Kind::ALL.into_iter().for_each(confine::thread);
+    assert!(rustix::thread::capabilities(None).unwrap().effective.is_empty());
+    println!("{says}");
 }
 
 /// A supervisor that starts a worker, and ends it.
@@ -457,6 +476,10 @@ fn limits(root: bool) {
 
 fn files(root: bool) {
     runs_well(root, "files", "opened");
+}
+
+fn refusals(root: bool) {
+    runs_well(root, "contained", "not in force: user (");
 }
 
 fn user(root: bool) {

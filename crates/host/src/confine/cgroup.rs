@@ -232,9 +232,9 @@ fn unified(own: &Path, name: &str, wanted: &[&'static str]) -> Result<Tree, Stri
     make_dir(&dir)?;
     let enabled = enable(base, &controllers).or_else(|_| {
         // Somebody is in it; if that is only the supervisor, then it makes room.
-        let own = dir.join(SUPERVISOR);
-        make_dir(&own)?;
-        enter(&own, rustix::process::getpid())?;
+        let leaf = dir.join(SUPERVISOR);
+        make_dir(&leaf)?;
+        enter(&leaf, rustix::process::getpid())?;
         enable(base, &controllers)
     });
     match enabled.and_then(|()| enable(&dir, &controllers)) {
