@@ -60,6 +60,9 @@ pub(crate) struct HostArgs {
     /// that are removed at the end (root); `print` shows the rules and ends, for every user
     #[arg(long, value_name = "HOW", requires = "peers", num_args = 0..=1, require_equals = true, default_missing_value = "on", value_parser = ["on", "print"])]
     firewall: Option<String>,
+    /// The user that the processes serving vRNICs run as, if this is root [default: unirdma if there is such a user, else nobody]
+    #[arg(long, value_name = "NAME")]
+    user: Option<String>,
     /// Neither make nor check the invariant CRC; for measurements only, with the same at the peer
     #[arg(long, hide = true, requires = "peers", conflicts_with = "full_icrc")]
     no_icrc: bool,
@@ -121,9 +124,13 @@ pub(crate) fn host(dir: PathBuf, args: &HostArgs) -> io::Result<()> {
         firewall: args.firewall.is_some(),
         faults: args.faults,
     });
-    serve(&HostConfig { dir, engine, wire, isolation: Isolation::Processes }, stop.as_fd(), || {
-        eprintln!("unirdma: serving {shown} (pid {}); stop with Ctrl-C or SIGTERM", std::process::id());
-    })
+    serve(
+        &HostConfig { dir, engine, wire, isolation: Isolation::Processes, user: args.user.clone() },
+        stop.as_fd(),
+        || {
+            eprintln!("unirdma: serving {shown} (pid {}); stop with Ctrl-C or SIGTERM", std::process::id());
+        },
+    )
 }
 
 fn log_to_stderr() {

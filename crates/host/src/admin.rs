@@ -12,6 +12,7 @@ use serde::{Deserialize, Serialize};
 use unirdma_device::HoldTimes;
 use unirdma_rnic::WireDrops;
 
+use crate::confine::InForce;
 use crate::fdpass;
 use crate::port::PortCounters;
 use crate::tunnel::TunnelInfo;
@@ -128,6 +129,8 @@ pub struct WorkerInfo {
     pub memory: u64,
     /// How long the lock of its RNIC was held.
     pub rnic_held: HoldTimes,
+    /// What it may not do.
+    pub confinement: InForce,
 }
 
 /// How other hosts are reached, and what came of it.

@@ -20,6 +20,7 @@ use unirdma_abi as abi;
 use unirdma_device::{EventQueues, Pollers, RnicGuard, SharedRnic, lock, now_ns};
 use unirdma_rnic::{Arrival, Bells, Job, Output, Rnic, Seed, SessionId, Tx};
 
+use crate::confine::{self, Kind};
 use crate::port::{Port, PortCounters};
 use crate::seats::{self, Seats};
 use crate::tap::Sink;
@@ -209,7 +210,10 @@ impl Engine {
             engine.seat_thread(i)?;
         }
         let e = engine.clone();
-        std::thread::Builder::new().name("watcher".into()).spawn(move || seats::watch(&e))?;
+        std::thread::Builder::new().name("watcher".into()).spawn(move || {
+            confine::thread(Kind::Watcher);
+            seats::watch(&e);
+        })?;
         Ok(engine)
     }
 
@@ -225,6 +229,7 @@ impl Engine {
                 set.set(core);
                 let _ = rustix::thread::sched_setaffinity(None, &set);
             }
+            confine::thread(Kind::Poller);
             let mut watch = Watch::new(i, thread);
             if i == 0 {
                 e.first_poller(&mut watch)

@@ -5,6 +5,7 @@
 //! more pollers execute work requests, one thread switches Ethernet frames. It must never let one vRNIC's frontend block another's.
 
 pub mod admin;
+pub mod confine;
 mod engine;
 mod faults;
 pub mod fdpass;
@@ -56,6 +57,8 @@ pub struct HostConfig {
     pub wire: Option<WireConfig>,
     /// What keeps groups apart.
     pub isolation: Isolation,
+    /// The user that workers run as if this is root; `None`: `unirdma` if there is one, else `nobody`.
+    pub user: Option<String>,
 }
 
 /// What the worker of a group is.

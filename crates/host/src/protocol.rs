@@ -10,6 +10,7 @@ use serde::{Deserialize, Serialize};
 use unirdma_device::HoldTimes;
 use unirdma_rnic::{Limits, Share, WireDrops};
 
+use crate::confine::{self, InForce};
 use crate::engine::EngineConfig;
 use crate::network::{Enrolment, Plan};
 use crate::port::PortCounters;
@@ -29,6 +30,8 @@ pub(crate) struct Begin {
     pub engine: EngineConfig,
     /// The network to other hosts. Its sockets come along.
     pub network: Option<Enrolment>,
+    /// How it confines itself; `None`: not at all.
+    pub confinement: Option<confine::Plan>,
 }
 
 /// A vRNIC as its worker needs to know it.
@@ -121,6 +124,7 @@ pub(crate) enum Call {
 pub(crate) enum Answer {
     Done,
     Hello(Hello),
+    Begun(InForce),
     Vrnic(Box<VrnicInfo>),
     Vrnics(Vec<VrnicInfo>),
     Names(Vec<String>),

@@ -24,6 +24,7 @@ use unirdma_device::lock;
 use unirdma_formats::Mac;
 
 use crate::admin::{self, Response};
+use crate::confine;
 use crate::engine::EngineConfig;
 use crate::keeper::Keeper;
 use crate::network::Network;
@@ -66,6 +67,7 @@ pub(crate) struct Supervisor {
     dir: PathBuf,
     engine: EngineConfig,
     isolation: Isolation,
+    confinement: Option<confine::Plan>,
     network: Option<Arc<Mutex<Network>>>,
     names: Mutex<Names>,
     /// `None` while workers are threads, or there is no keeper for the moment.
@@ -93,12 +95,17 @@ impl Supervisor {
             },
         };
         let found = found.filter(|_| config.wire.is_none());
+        let confinement = match config.isolation {
+            Isolation::Threads => None,
+            Isolation::Processes => Some(confine::Plan::make(&confine::Options { user: config.user.clone() })?),
+        };
         let network = config.wire.as_ref().map(|w| Network::open(w, &config.dir)).transpose()?;
         let s = Supervisor {
             network: network.map(|n| Arc::new(Mutex::new(n))),
             dir: config.dir.clone(),
             engine: config.engine.clone(),
             isolation: config.isolation,
+            confinement,
             names: Mutex::new(Names {
                 groups: BTreeMap::new(),
                 next_group: 1,
@@ -276,7 +283,13 @@ impl Supervisor {
 
     /// Makes a group and starts its worker.
     fn add_group(self: &Arc<Self>, name: &str, id: u32) -> Result<(), String> {
-        let begin = Begin { group: name.into(), id, engine: self.engine.clone(), network: None };
+        let begin = Begin {
+            group: name.into(),
+            id,
+            engine: self.engine.clone(),
+            network: None,
+            confinement: self.confinement.clone(),
+        };
         let group = Group::new(begin, self.isolation, self.network.clone(), &self.workers_dir());
         let group = Arc::new(group.map_err(|e| e.to_string())?);
         let mut inner = group.lock();

@@ -17,6 +17,7 @@ use rustix::event::{EventfdFlags, epoll};
 use unirdma_device::lock;
 use unirdma_formats::frame::Claims;
 
+use crate::confine::{self, Kind};
 use crate::engine::Engine;
 use crate::guard::Guard;
 use crate::tunnel::{Members, Tunnel, TunnelDrops, Tunneled};
@@ -64,7 +65,10 @@ impl Switch {
         let (epoll, stop, tunnel) = (Arc::new(epoll), Arc::new(stop), tunnel.map(Arc::new));
         let s = Switch { ports: Arc::default(), epoll, tunnel, engine, stop };
         let me = s.clone();
-        std::thread::Builder::new().name("switch".into()).spawn(move || me.run())?;
+        std::thread::Builder::new().name("switch".into()).spawn(move || {
+            confine::thread(Kind::Switch);
+            me.run();
+        })?;
         Ok(s)
     }
 

@@ -10,6 +10,7 @@ use rustix::net::SendFlags;
 use unirdma_device::lock;
 use unirdma_rnic::{Capture, Captured, VnicId};
 
+use crate::confine::{self, Kind};
 use crate::engine::Engine;
 
 /// Least time between two looks for captured packets.
@@ -58,7 +59,10 @@ impl Engine {
             return Err("another capture runs already; end it first".into());
         }
         let e = self.clone();
-        let thread = std::thread::Builder::new().name("capture".into()).spawn(move || e.hand_over_all(id));
+        let thread = std::thread::Builder::new().name("capture".into()).spawn(move || {
+            confine::thread(Kind::Capture);
+            e.hand_over_all(id);
+        });
         thread.map_err(|e| format!("cannot start a thread: {e}"))?;
         *sink = Some(Sink { id, to, lost: 0 });
         let since_1970 = SystemTime::now().duration_since(SystemTime::UNIX_EPOCH).unwrap_or_default();

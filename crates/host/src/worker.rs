@@ -21,6 +21,7 @@ use unirdma_formats::Gid;
 use unirdma_link::{Backend, Handler, Ledger, Memory, Progress, Refusal, Resource, Ticket, Vring};
 use unirdma_rnic::{Limits, VnicConfig, VnicId};
 
+use crate::confine::{self, Kind};
 use crate::engine::Engine;
 use crate::guard::Guard;
 use crate::line::Line;
@@ -242,8 +243,11 @@ pub fn work(door: UnixListener, alone: Alone) -> io::Result<()> {
     let (Call::Begin(begin), sockets) = line.receive(PATIENCE)? else {
         return Err(io::Error::new(io::ErrorKind::InvalidData, "the supervisor did not say which group this is"));
     };
-    let worker = Worker::start(*begin, sockets, door);
-    let answer = worker.as_ref().map_or_else(|e| Answer::Error(e.to_string()), |_| Answer::Done);
+    let ledger = ledger::Machine::look();
+    // Before there is another thread.
+    let in_force = begin.confinement.as_ref().map(confine::enter).unwrap_or_default();
+    let worker = Worker::start(*begin, sockets, door, ledger);
+    let answer = worker.as_ref().map_or_else(|e| Answer::Error(e.to_string()), |_| Answer::Begun(in_force));
     line.send(&answer, &[], PATIENCE)?;
     worker?.run(line, notices.into_iter().next(), alone)
 }
@@ -258,9 +262,9 @@ fn hello(group: Option<&str>) -> Hello {
 }
 
 impl Worker {
-    fn start(begin: Begin, sockets: Vec<OwnedFd>, door: UnixListener) -> io::Result<Self> {
+    fn start(begin: Begin, sockets: Vec<OwnedFd>, door: UnixListener, machine: ledger::Machine) -> io::Result<Self> {
         unirdma_mem::guard::install()?;
-        let ledger = ledger::of_worker();
+        let ledger = machine.ledger();
         let way = begin.network.as_ref().map(|e| open_worker(e, sockets)).transpose()?;
         let (port, tunnel) = way.unzip();
         let engine = Engine::start(&begin.engine, port)?;
@@ -320,6 +324,8 @@ impl Worker {
         let door = self.door.try_clone()?;
         self.watch(door.as_fd(), Source::Door, false)?;
         self.welcome(line, notices)?;
+        // The threads that do the work are there.
+        confine::thread(Kind::Control);
         let mut events = [MaybeUninit::<epoll::Event>::uninit(); 64];
         while !self.ended {
             let limit = self.wait_limit();

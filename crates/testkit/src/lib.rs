@@ -86,6 +86,7 @@ impl TestHost {
             engine: EngineConfig { seed: engine.seed.or(Some(7)), ..engine },
             wire,
             isolation: Isolation::Threads,
+            user: None,
         };
         let s = stop.clone();
         let thread = std::thread::spawn(move || serve(&config, s.as_fd(), || ()));

@@ -17,8 +17,13 @@ fn host(dir: &str) -> ! {
     use std::os::fd::AsFd;
     // Ends when its standard input does, with the test.
     let stdin = std::io::stdin();
-    let config =
-        HostConfig { dir: dir.into(), engine: EngineConfig::default(), wire: None, isolation: Isolation::Threads };
+    let config = HostConfig {
+        dir: dir.into(),
+        engine: EngineConfig::default(),
+        wire: None,
+        isolation: Isolation::Threads,
+        user: None,
+    };
     let _ = serve(&config, stdin.as_fd(), || ());
     std::process::exit(0);
 }

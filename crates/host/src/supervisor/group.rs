@@ -16,6 +16,7 @@ use rustix::net::{AddressFamily, SocketFlags, SocketType, socketpair};
 use serde::{Deserialize, Serialize};
 use unirdma_device::lock;
 
+use crate::confine::InForce;
 use crate::line::Line;
 use crate::network::{Network, Plan};
 use crate::process::{self, Child};
@@ -94,6 +95,8 @@ pub(super) struct Worker {
     /// `None`: it is a thread of this process.
     child: Option<Child>,
     notices: OwnedFd,
+    /// How it is confined; not known of one that was taken over.
+    in_force: InForce,
     since: Instant,
     /// It did not answer as it should, and was killed.
     given_up: bool,
@@ -107,6 +110,10 @@ impl Worker {
 
     pub fn pid(&self) -> u32 {
         self.child.as_ref().map_or_else(std::process::id, Child::pid)
+    }
+
+    pub fn in_force(&self) -> &InForce {
+        &self.in_force
     }
 
     pub fn notices(&self) -> BorrowedFd<'_> {
@@ -258,7 +265,14 @@ impl Group {
         let taken = || {
             let (notices, theirs) = notice_sockets()?;
             let line = Line::new(UnixStream::connect(&self.door)?.into())?;
-            let mut worker = Worker { line, child: None, notices, since: Instant::now(), given_up: false };
+            let mut worker = Worker {
+                line,
+                child: None,
+                notices,
+                in_force: InForce::default(),
+                since: Instant::now(),
+                given_up: false,
+            };
             if worker.greet(theirs.as_fd())?.as_deref() != Some(&self.name) {
                 return Err(nonsense());
             }
@@ -332,13 +346,17 @@ impl Group {
                 None
             }
         };
-        let mut worker = Worker { line, child, notices, since: Instant::now(), given_up: false };
+        let mut worker =
+            Worker { line, child, notices, in_force: InForce::default(), since: Instant::now(), given_up: false };
         let mut begin = || {
             worker.greet(theirs.as_fd())?;
             let network = self.network.as_ref().map(|n| lock(n).sockets_of(&self.name)).transpose()?;
             let (network, sockets) = network.map_or((None, Vec::new()), |(e, s)| (Some(e), s));
             let sockets: Vec<BorrowedFd<'_>> = sockets.iter().map(AsFd::as_fd).collect();
-            worker.tell(&Call::Begin(Box::new(Begin { network, ..self.begin.clone() })), &sockets)
+            match worker.tell(&Call::Begin(Box::new(Begin { network, ..self.begin.clone() })), &sockets)? {
+                Answer::Begun(in_force) => Ok(worker.in_force = in_force),
+                _ => Err(nonsense()),
+            }
         };
         if let Err(e) = begin() {
             worker.kill();

@@ -433,6 +433,7 @@ impl Supervisor {
                 restarts: inner.restarts,
                 memory: inner.worker.as_ref().map_or(0, |w| memory_of(w.pid())),
                 rnic_held: told.rnic_held,
+                confinement: inner.worker.as_ref().map(|w| w.in_force().clone()).unwrap_or_default(),
             });
             all.add(&told);
         }

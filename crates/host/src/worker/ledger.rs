@@ -12,13 +12,24 @@ const MAP_COUNT: u64 = 65_530;
 /// Bytes of addresses for all vRNICs, of the 2^47 that a process has.
 const ADDRESSES: u64 = 96 << 40;
 
-/// The account of this worker.
-pub(super) fn of_worker() -> Ledger {
-    let descriptors = getrlimit(Resource::Nofile).current.unwrap_or(u64::MAX);
-    let mappings = std::fs::read_to_string("/proc/sys/vm/max_map_count").ok().and_then(|s| s.trim().parse().ok());
-    let left = |all: u64, own: u64| all.saturating_sub(own).max(all / 2);
-    let mappings = left(mappings.unwrap_or(MAP_COUNT), OWN_MAPPINGS).min(unirdma_mem::guard::MAX_MAPPINGS as u64);
-    Ledger::of_host([left(descriptors, OWN_DESCRIPTORS), mappings, ADDRESSES])
+/// What the machine allows a process. A worker that is confined cannot ask any more.
+pub(super) struct Machine {
+    mappings: u64,
+}
+
+impl Machine {
+    pub fn look() -> Self {
+        let allowed = std::fs::read_to_string("/proc/sys/vm/max_map_count").ok().and_then(|s| s.trim().parse().ok());
+        Machine { mappings: allowed.unwrap_or(MAP_COUNT) }
+    }
+
+    /// The account of this worker, by the limits that it has now.
+    pub fn ledger(&self) -> Ledger {
+        let descriptors = getrlimit(Resource::Nofile).current.unwrap_or(u64::MAX);
+        let left = |all: u64, own: u64| all.saturating_sub(own).max(all / 2);
+        let mappings = left(self.mappings, OWN_MAPPINGS).min(unirdma_mem::guard::MAX_MAPPINGS as u64);
+        Ledger::of_host([left(descriptors, OWN_DESCRIPTORS), mappings, ADDRESSES])
+    }
 }
 
 /// Lets this process open as many descriptors as it may.

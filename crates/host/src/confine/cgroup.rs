@@ -1,0 +1,351 @@
+//! A cgroup for each worker, in a directory of this virtual layer below the cgroup that the supervisor is in: version 1 where root may
+//! make directories, version 2 where the cgroup is delegated (or root may take what is free).
+//!
+//! A memory file that a worker has filled stays charged to the worker's cgroup after its death. So a worker that is started anew gets a
+//! new cgroup: [`Cgroup::remove`], then [`Cgroups::make`].
+
+use std::fs;
+use std::io;
+use std::path::{Path, PathBuf};
+
+use rustix::process::Pid;
+use serde::{Deserialize, Serialize};
+
+use super::limits;
+
+/// Controllers that are used. Without the first one there is no cgroup.
+const MEMORY: &str = "memory";
+const CPU: &str = "cpu";
+const PIDS: &str = "pids";
+/// Where the supervisor goes in version 2, as a cgroup with members of its own gives no controller to those below.
+const SUPERVISOR: &str = "supervisor";
+
+/// A place for cgroups.
+#[derive(Debug)]
+struct Tree {
+    /// The directory of this virtual layer.
+    dir: PathBuf,
+    unified: bool,
+    controllers: Vec<&'static str>,
+}
+
+/// Where the cgroups of this virtual layer's workers are.
+#[derive(Debug)]
+pub struct Cgroups(Vec<Tree>);
+
+/// Limits of a worker's cgroup.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct CgroupLimits {
+    /// Bytes of memory, also what it touches first in memory files of its tenants.
+    pub memory: u64,
+    /// Threads.
+    pub threads: u32,
+    /// Share of the processors where they are scarce, in hundredths of the usual one: 1 to 10,000. Only if the cgroups share processors.
+    pub weight: u32,
+}
+
+impl CgroupLimits {
+    /// By the memory of this machine: a worker that takes more than three quarters of it ends, before others have none left.
+    pub fn of_machine() -> Self {
+        CgroupLimits { memory: limits::memory() / 4 * 3, threads: 256, weight: 100 }
+    }
+}
+
+/// The cgroup of one worker: a directory for each tree.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Cgroup {
+    dirs: Vec<PathBuf>,
+}
+
+/// A mount of the kernel's cgroups.
+#[derive(Debug, PartialEq, Eq)]
+struct Mount {
+    /// What of the hierarchy is mounted.
+    root: String,
+    point: PathBuf,
+    unified: bool,
+    /// Of version 1: the controllers.
+    options: String,
+}
+
+impl Mount {
+    /// The mounts in the text of `/proc/self/mountinfo`.
+    fn all(mountinfo: &str) -> Vec<Self> {
+        let parse = |line: &str| {
+            let (own, kind) = line.split_once(" - ")?;
+            let mut own = own.split(' ').skip(3);
+            let (root, point) = (own.next()?, own.next()?);
+            let mut kind = kind.split(' ');
+            let name = kind.next()?;
+            let options = kind.nth(1)?;
+            let unified = name == "cgroup2";
+            (unified || name == "cgroup").then(|| Mount {
+                root: root.into(),
+                point: point.into(),
+                unified,
+                options: options.into(),
+            })
+        };
+        mountinfo.lines().filter_map(parse).collect()
+    }
+
+    fn has(&self, controller: &str) -> bool {
+        self.options.split(',').any(|o| o == controller)
+    }
+
+    /// The directory of the cgroup that this process is in, from the text of `/proc/self/cgroup`.
+    fn own(&self, cgroups: &str) -> Option<PathBuf> {
+        let path = cgroups.lines().find_map(|line| {
+            let mut fields = line.splitn(3, ':');
+            let (number, controllers, path) = (fields.next()?, fields.next()?, fields.next()?);
+            let ours = if self.unified { number == "0" } else { controllers.split(',').any(|c| self.has(c)) };
+            ours.then_some(path)
+        })?;
+        // Outside of what is mounted here.
+        let path = Path::new(path).strip_prefix(&self.root).ok()?;
+        path.components().all(|c| matches!(c, std::path::Component::Normal(_))).then(|| self.point.join(path))
+    }
+}
+
+/// A name as one component of a path.
+fn component(name: &[u8]) -> String {
+    let plain = |b: &u8| b.is_ascii_alphanumeric() || *b == b'-';
+    name.iter().map(|b| if plain(b) { char::from(*b).to_string() } else { format!("_{b:02x}") }).collect()
+}
+
+fn at(path: &Path) -> impl Fn(io::Error) -> String {
+    let text = path.display().to_string();
+    move |e| format!("{text}: {e}")
+}
+
+fn make_dir(path: &Path) -> Result<(), String> {
+    match fs::create_dir(path) {
+        Err(e) if e.kind() != io::ErrorKind::AlreadyExists => Err(at(path)(e)),
+        _ => Ok(()),
+    }
+}
+
+fn write(path: &Path, text: &str) -> Result<(), String> {
+    fs::write(path, text).map_err(at(path))
+}
+
+/// Controllers that a cgroup of version 2 has, or gives to those below it.
+fn listed(file: &Path) -> Result<Vec<&'static str>, String> {
+    let text = fs::read_to_string(file).map_err(at(file))?;
+    Ok([MEMORY, CPU, PIDS].into_iter().filter(|c| text.split_whitespace().any(|w| w == *c)).collect())
+}
+
+impl Cgroups {
+    /// Makes the place for the cgroups of the virtual layer that serves `dir`. With `weights` they also share processors; without, threads
+    /// of workers and programs stay in one scheduling group, so that they can yield to each other.
+    ///
+    /// # Errors
+    /// One line that says what is missing.
+    pub fn open(dir: &Path, weights: bool) -> Result<Self, String> {
+        let read = |path: &str| fs::read_to_string(path).map_err(at(Path::new(path)));
+        let (mounts, own) = (Mount::all(&read("/proc/self/mountinfo")?), read("/proc/self/cgroup")?);
+        let name = format!("unirdma{}", component(dir.as_os_str().as_encoded_bytes()));
+        let wanted: Vec<&'static str> = [MEMORY, PIDS].into_iter().chain(weights.then_some(CPU)).collect();
+        let (mut trees, mut why) = (Vec::<Tree>::new(), "no cgroups are mounted".to_string());
+        for m in &mounts {
+            let Some(base) = m.own(&own) else { continue };
+            let found = if m.unified {
+                unified(&base, &name, &wanted)
+            } else {
+                let has: Vec<_> = wanted.iter().copied().filter(|c| m.has(c)).collect();
+                if has.is_empty() {
+                    continue;
+                }
+                let dir = base.join(&name);
+                make_dir(&dir).map(|()| Tree { dir, unified: false, controllers: has })
+            };
+            match found {
+                Ok(tree) => trees.push(tree),
+                // That of memory says most.
+                Err(e) if m.unified || m.has(MEMORY) => why = e,
+                Err(_) => {}
+            }
+        }
+        let cgroups = Cgroups(trees);
+        if cgroups.0.iter().any(|t| t.controllers.contains(&MEMORY)) {
+            return Ok(cgroups);
+        }
+        cgroups.remove();
+        Err(why)
+    }
+
+    /// Makes the cgroup of a group's worker, or finds it, and sets its limits.
+    ///
+    /// # Errors
+    /// One line that says what the kernel refuses.
+    pub fn make(&self, group: &str, limits: &CgroupLimits) -> Result<Cgroup, String> {
+        let name = format!("worker-{}", component(group.as_bytes()));
+        let cgroup = Cgroup { dirs: self.0.iter().map(|t| t.dir.join(&name)).collect() };
+        let made = self.0.iter().zip(&cgroup.dirs).try_for_each(|(tree, dir)| {
+            make_dir(dir)?;
+            tree.controllers.iter().try_for_each(|&c| {
+                let (file, value) = match (c, tree.unified) {
+                    (MEMORY, true) => ("memory.max", limits.memory),
+                    (MEMORY, false) => ("memory.limit_in_bytes", limits.memory),
+                    (PIDS, _) => ("pids.max", limits.threads.into()),
+                    (_, true) => ("cpu.weight", limits.weight.clamp(1, 10_000).into()),
+                    // 1024 is the usual share.
+                    (_, false) => ("cpu.shares", u64::from(limits.weight.clamp(1, 10_000)) * 1024 / 100),
+                };
+                write(&dir.join(file), &value.to_string())
+            })
+        });
+        match made {
+            Ok(()) => Ok(cgroup),
+            Err(e) => {
+                cgroup.remove();
+                Err(e)
+            }
+        }
+    }
+
+    /// Removes the place, if no worker is left. In version 2 a supervisor that has made room for it stays there.
+    pub fn remove(&self) {
+        for tree in &self.0 {
+            let _ = fs::remove_dir(tree.dir.join(SUPERVISOR));
+            let _ = fs::remove_dir(&tree.dir);
+        }
+    }
+}
+
+/// The cgroup of version 2 that the place lies in, if the supervisor is in `own`: it may have made room already, or systemd has
+/// (`DelegateSubgroup=supervisor`).
+fn above_supervisor<'a>(own: &'a Path, name: &str) -> &'a Path {
+    let strip = |path: &'a Path, last: &str| path.parent().filter(|_| path.ends_with(last));
+    strip(own, SUPERVISOR).map_or(own, |above| strip(above, name).unwrap_or(above))
+}
+
+/// A place below a cgroup of version 2.
+fn unified(own: &Path, name: &str, wanted: &[&'static str]) -> Result<Tree, String> {
+    let base = above_supervisor(own, name);
+    let has = listed(&base.join("cgroup.controllers"))?;
+    if !has.contains(&MEMORY) {
+        return Err(format!("{} has no memory controller", base.display()));
+    }
+    let controllers: Vec<_> = wanted.iter().copied().filter(|c| has.contains(c)).collect();
+    let dir = base.join(name);
+    make_dir(&dir)?;
+    let enabled = enable(base, &controllers).or_else(|_| {
+        // Somebody is in it; if that is only the supervisor, then it makes room.
+        let leaf = dir.join(SUPERVISOR);
+        make_dir(&leaf)?;
+        enter(&leaf, rustix::process::getpid())?;
+        enable(base, &controllers)
+    });
+    match enabled.and_then(|()| enable(&dir, &controllers)) {
+        Ok(()) => Ok(Tree { dir, unified: true, controllers }),
+        Err(e) => {
+            let _ = enter(own, rustix::process::getpid());
+            let _ = fs::remove_dir(dir.join(SUPERVISOR));
+            let _ = fs::remove_dir(&dir);
+            Err(format!("{e} (a cgroup of its own is needed: systemd-run --scope -p Delegate=yes unirdma host ...)"))
+        }
+    }
+}
+
+/// Gives controllers to the cgroups below one of version 2.
+fn enable(base: &Path, controllers: &[&'static str]) -> Result<(), String> {
+    let file = base.join("cgroup.subtree_control");
+    let given = listed(&file)?;
+    let more: Vec<String> = controllers.iter().filter(|c| !given.contains(c)).map(|c| format!("+{c}")).collect();
+    if more.is_empty() { Ok(()) } else { write(&file, &more.join(" ")) }
+}
+
+fn enter(dir: &Path, pid: Pid) -> Result<(), String> {
+    write(&dir.join("cgroup.procs"), &pid.as_raw_pid().to_string())
+}
+
+impl Cgroup {
+    /// Puts a process into it, with all its threads.
+    ///
+    /// # Errors
+    /// One line that says what the kernel refuses.
+    pub fn enter(&self, pid: Pid) -> Result<(), String> {
+        self.dirs.iter().try_for_each(|dir| enter(dir, pid))
+    }
+
+    /// Removes it, once its process has ended and was waited for.
+    pub fn remove(&self) {
+        for dir in &self.dirs {
+            if let Err(error) = fs::remove_dir(dir) {
+                tracing::debug!(cgroup = %dir.display(), %error, "a cgroup stays");
+            }
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    const HYBRID: &str = "\
+35 31 0:32 / /sys/fs/cgroup/memory rw,relatime - cgroup cgroup rw,memory
+32 31 0:29 / /sys/fs/cgroup/cpu,cpuacct rw,relatime shared:9 - cgroup cgroup rw,cpu,cpuacct
+41 31 0:38 / /sys/fs/cgroup/unified rw,relatime - cgroup2 cgroup2 rw
+31 23 0:28 / /sys/fs/cgroup rw,relatime - tmpfs tmpfs rw,mode=755";
+
+    #[test]
+    fn the_own_cgroup_is_found_in_each_mount() {
+        let mounts = Mount::all(HYBRID);
+        let own = "9:name=systemd:/\n4:memory:/a/b\n1:cpu,cpuacct:/\n0::/user.slice/x.scope\n";
+        let dirs: Vec<_> = mounts.iter().map(|m| m.own(own).unwrap().display().to_string()).collect();
+        let unified = "/sys/fs/cgroup/unified/user.slice/x.scope";
+        assert_eq!(dirs, ["/sys/fs/cgroup/memory/a/b", "/sys/fs/cgroup/cpu,cpuacct/", unified]);
+        assert!(mounts[0].has(MEMORY) && !mounts[0].has(CPU) && mounts[1].has(CPU) && mounts[2].unified);
+    }
+
+    /// As in a container that has a part of the host's hierarchy mounted, or a namespace of its own.
+    #[test]
+    fn a_cgroup_outside_of_its_mount_is_none() {
+        let part = Mount::all("35 31 0:32 /docker/1 /sys/fs/cgroup rw - cgroup2 cgroup2 rw").remove(0);
+        assert_eq!(part.own("0::/docker/1/x"), Some("/sys/fs/cgroup/x".into()));
+        for outside in ["0::/docker/2", "0::/../x", "0::/docker/1/../2", "4:memory:/docker/1", ""] {
+            assert_eq!(part.own(outside), None, "{outside}");
+        }
+    }
+
+    #[test]
+    fn any_name_is_one_component() {
+        assert_eq!(component(b"/run/unirdma"), "_2frun_2funirdma");
+        assert_eq!(component(b".."), "_2e_2e");
+        assert_ne!(component(b"a_2f"), component(b"a/"));
+    }
+
+    #[test]
+    fn a_supervisor_that_made_room_finds_the_same_place() {
+        for own in ["/cg/s", "/cg/s/supervisor", "/cg/s/unirdma-x/supervisor"] {
+            assert_eq!(above_supervisor(Path::new(own), "unirdma-x"), Path::new("/cg/s"));
+        }
+    }
+
+    /// A directory of plain files in the place of a kernel's.
+    #[test]
+    fn version_2_gives_its_controllers_to_workers() {
+        let base = std::env::temp_dir().join(format!("unirdma-cgroup-{}", std::process::id()));
+        let dir = base.join("unirdma-x");
+        fs::create_dir_all(&dir).unwrap();
+        let (has, gives) = (base.join("cgroup.controllers"), base.join("cgroup.subtree_control"));
+        fs::write(&has, "cpu io pids").unwrap();
+        assert!(unified(&base, "unirdma-x", &[MEMORY]).unwrap_err().contains("no memory controller"));
+        fs::write(&has, "cpu io memory pids").unwrap();
+        fs::write(&gives, "memory").unwrap();
+        fs::write(dir.join("cgroup.subtree_control"), "").unwrap();
+        let tree = unified(&base, "unirdma-x", &[MEMORY, CPU, PIDS]).unwrap();
+        assert_eq!(tree.controllers, [MEMORY, CPU, PIDS]);
+        let read = |path: PathBuf| fs::read_to_string(path).unwrap();
+        assert_eq!(
+            (read(gives), read(dir.join("cgroup.subtree_control"))),
+            ("+cpu +pids".into(), "+memory +cpu +pids".into())
+        );
+        let limits = CgroupLimits { memory: 4096, threads: 7, weight: 20_000 };
+        let worker = Cgroups(vec![tree]).make("a", &limits).unwrap();
+        let of = |file| read(worker.dirs[0].join(file));
+        assert_eq!((of("memory.max"), of("cpu.weight"), of("pids.max")), ("4096".into(), "10000".into(), "7".into()));
+        fs::remove_dir_all(&base).unwrap();
+    }
+}

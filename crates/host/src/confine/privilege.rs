@@ -1,0 +1,169 @@
+//! Whose rights a process has: user, capabilities, and no way to more.
+
+use std::ffi::CString;
+use std::io;
+
+use rustix::process::{DumpableBehavior, Gid, Resource, Uid, geteuid, getuid, set_dumpable_behavior};
+use rustix::thread::{self, CapabilitySet, CapabilitySets};
+use serde::{Deserialize, Serialize};
+
+use super::{InForce, Measure, limits};
+
+/// Users that workers run as by default, best first.
+const DEFAULT_USERS: [&str; 2] = ["unirdma", "nobody"];
+
+/// A user of this machine.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct User {
+    /// Its name.
+    pub name: String,
+    /// Its id.
+    pub uid: u32,
+    /// Its group's id.
+    pub gid: u32,
+}
+
+impl User {
+    /// Looks a user up, in files and wherever else the system knows users from.
+    fn named(name: &str) -> io::Result<Option<Self>> {
+        let c = CString::new(name)?;
+        let mut room = vec![0u8; 1 << 16];
+        // SAFETY: an all-zero passwd is valid: null pointers, which nobody follows.
+        let mut user: libc::passwd = unsafe { std::mem::zeroed() };
+        let mut found = std::ptr::null_mut();
+        // SAFETY: the name ends with a zero, and the structure, the room of the given length and the pointer are ours.
+        let e = unsafe {
+            libc::getpwnam_r(c.as_ptr(), &raw mut user, room.as_mut_ptr().cast(), room.len(), &raw mut found)
+        };
+        match (e, found.is_null()) {
+            (0 | libc::ENOENT | libc::ESRCH, true) => Ok(None),
+            (0, false) => Ok(Some(User { name: name.into(), uid: user.pw_uid, gid: user.pw_gid })),
+            (e, _) => Err(io::Error::from_raw_os_error(e)),
+        }
+    }
+}
+
+fn invalid(text: String) -> io::Error {
+    io::Error::new(io::ErrorKind::InvalidInput, text)
+}
+
+/// The user that workers run as; or why it is that of the supervisor.
+pub(super) fn user_of_workers(name: Option<&str>) -> io::Result<Result<User, String>> {
+    if !geteuid().is_root() {
+        return match name {
+            None => Ok(Err("the supervisor is not root, so workers have its user".into())),
+            Some(_) => Err(invalid("only root can let workers run as another user (--user)".into())),
+        };
+    }
+    let Some(name) = name else {
+        for name in DEFAULT_USERS {
+            if let Some(user) = User::named(name)?.filter(|u| u.uid != 0) {
+                return Ok(Ok(user));
+            }
+        }
+        return Ok(Err("there is neither a user unirdma nor nobody; --user names another one".into()));
+    };
+    match User::named(name)? {
+        None => Err(invalid(format!("there is no user {name:?} (--user)"))),
+        Some(user) if user.uid == 0 => Err(invalid(format!("workers cannot run as {name:?}, which is root (--user)"))),
+        Some(user) => Ok(Ok(user)),
+    }
+}
+
+/// Gives up, for good, all rights that a worker does not need.
+pub(super) fn leave(user: Result<&User, &String>) -> [Measure; 4] {
+    let bounded = keep_in_bounding_set(CapabilitySet::empty());
+    let user = match user {
+        // The limit on a user's threads counts those of all workers.
+        Ok(u) => limits::raise(Resource::Nproc).and_then(|()| become_user(u)).map_err(|e| format!("{}: {e}", u.name)),
+        Err(why) => Err(why.clone()),
+    };
+    let capabilities = keep(CapabilitySet::empty()).map(|()| match &bounded {
+        Ok(()) => "none, and none to be had".to_string(),
+        Err(_) => "none".to_string(),
+    });
+    let cores = limits::limit(Resource::Core, 0)
+        .and_then(|()| Ok(set_dumpable_behavior(DumpableBehavior::NotDumpable)?))
+        .map(|()| "none; nobody else of this user can read its memory".to_string());
+    [
+        Measure::new("user", user),
+        Measure::new("capabilities", capabilities.map_err(|e| e.to_string())),
+        no_new_privs(),
+        Measure::new("core_dumps", cores.map_err(|e| e.to_string())),
+    ]
+}
+
+fn no_new_privs() -> Measure {
+    let done = thread::set_no_new_privs(true);
+    Measure::new("no_new_privs", done.map(|()| "for good".into()).map_err(|e| e.to_string()))
+}
+
+/// Takes the ids of a user, without a way back. Each call is of this thread, which must be the only one.
+fn become_user(user: &User) -> io::Result<String> {
+    let (uid, gid) = (Uid::from_raw(user.uid), Gid::from_raw(user.gid));
+    if getuid() != uid {
+        thread::set_thread_groups(&[])?;
+        thread::set_thread_res_gid(gid, gid, gid)?;
+        thread::set_thread_res_uid(uid, uid, uid)?;
+    }
+    Ok(format!("{}, uid {}", user.name, user.uid))
+}
+
+/// Keeps only these capabilities, if this process has them.
+fn keep(capabilities: CapabilitySet) -> io::Result<()> {
+    // Older kernels have no ambient set, and so nothing in it.
+    let _ = thread::clear_ambient_capability_set();
+    let kept = thread::capabilities(None)?.permitted & capabilities;
+    let sets = CapabilitySets { effective: kept, permitted: kept, inheritable: CapabilitySet::empty() };
+    Ok(thread::set_capabilities(None, sets)?)
+}
+
+/// Lets no program that is executed later have other capabilities than these.
+fn keep_in_bounding_set(capabilities: CapabilitySet) -> io::Result<()> {
+    for capability in (0..u64::BITS).map(|bit| CapabilitySet::from_bits_retain(1 << bit)) {
+        match thread::capability_is_in_bounding_set(capability) {
+            Ok(true) if !capabilities.contains(capability) => thread::remove_capability_from_bounding_set(capability)?,
+            Ok(_) => {}
+            // The kernel has no further ones.
+            Err(_) => break,
+        }
+    }
+    Ok(())
+}
+
+/// What the supervisor does that takes a privilege.
+#[derive(Clone, Copy, Debug, Default)]
+pub struct Needs {
+    /// It starts workers as another user, and ends them.
+    pub workers: bool,
+    /// It opens sockets with large buffers, marks packets, and runs `nft`.
+    pub network: bool,
+    /// It opens packet sockets (`--full-icrc`).
+    pub packets: bool,
+}
+
+impl Needs {
+    fn capabilities(self) -> CapabilitySet {
+        let of = |needed: bool, set: CapabilitySet| if needed { set } else { CapabilitySet::empty() };
+        // The worker drops its bounding set, which takes SETPCAP. The directory and the peers file may lie below those of another user,
+        // which takes DAC_READ_SEARCH.
+        of(self.workers, CapabilitySet::SETUID | CapabilitySet::SETGID | CapabilitySet::SETPCAP | CapabilitySet::KILL)
+            | of(self.network, CapabilitySet::NET_ADMIN)
+            | of(self.packets, CapabilitySet::NET_RAW)
+            | CapabilitySet::DAC_READ_SEARCH
+    }
+}
+
+/// Leaves the supervisor, which must have one thread, only the capabilities that it uses, and all that it starts, too.
+pub fn confine_supervisor(needs: Needs) -> InForce {
+    let kept = needs.capabilities();
+    // The bounding set takes a capability to change; without one it bounds nothing that this process could have.
+    let _ = keep_in_bounding_set(kept);
+    let capabilities = keep(kept).and_then(|()| Ok(thread::capabilities(None)?.permitted));
+    let names = |set: CapabilitySet| {
+        let names: Vec<String> = set.iter_names().map(|(name, _)| name.to_lowercase()).collect();
+        if names.is_empty() { "none".to_string() } else { format!("only {}", names.join(", ")) }
+    };
+    let capabilities = capabilities.map(names).map_err(|e| e.to_string());
+    InForce { measures: vec![Measure::new("capabilities", capabilities), no_new_privs()] }
+}
