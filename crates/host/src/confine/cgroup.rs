@@ -243,7 +243,10 @@ fn unified(own: &Path, name: &str, wanted: &[&'static str]) -> Result<Tree, Stri
             let _ = enter(own, rustix::process::getpid());
             let _ = fs::remove_dir(dir.join(SUPERVISOR));
             let _ = fs::remove_dir(&dir);
-            Err(format!("{e} (a cgroup of its own is needed: systemd-run --scope -p Delegate=yes unirdma host ...)"))
+            let user = if rustix::process::geteuid().is_root() { "" } else { " --user" };
+            Err(format!(
+                "{e} (systemd-run{user} --scope -p Delegate=yes unirdma host ... gives it a cgroup of its own)"
+            ))
         }
     }
 }
