@@ -45,6 +45,16 @@ impl Default for EngineConfig {
     }
 }
 
+impl EngineConfig {
+    /// Pollers and programs that find nothing to do yield to each other on this machine.
+    pub(crate) fn yields(&self) -> bool {
+        match self.polling {
+            Polling::Auto => cores().len() <= FEW_CORES,
+            polling => polling == Polling::Shared,
+        }
+    }
+}
+
 /// Whether pollers share their cores with applications.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, serde::Serialize, serde::Deserialize)]
 pub enum Polling {
@@ -151,10 +161,7 @@ impl Engine {
     /// Those of epoll, eventfd and thread creation.
     pub fn start(c: &EngineConfig, port: Option<Box<dyn Port>>) -> io::Result<Arc<Self>> {
         let cores = cores();
-        let yields = match c.polling {
-            Polling::Auto => cores.len() <= FEW_CORES,
-            polling => polling == Polling::Shared,
-        };
+        let yields = c.yields();
         let (wanted, pollers) = match c.pollers {
             None if yields => (cores.len(), cores.len()),
             None => (1, (cores.len() / 2).clamp(1, MOST_POLLERS)),

@@ -24,14 +24,14 @@ use unirdma_device::lock;
 use unirdma_formats::Mac;
 
 use crate::admin::{self, Response};
-use crate::confine;
+use crate::confine::{self, Cgroups};
 use crate::engine::EngineConfig;
 use crate::keeper::Keeper;
 use crate::network::Network;
 use crate::protocol::{Begin, Call, MAX_NOTICE, Notice};
 use crate::vrnic::{IpNet, mac_of};
 use crate::{DEFAULT_GROUP, HostConfig, Isolation, fdpass, vrnic_dir};
-use group::{Group, Inner, KeptGroup, Member};
+use group::{Around, Group, Inner, KeptGroup, Member};
 
 /// First words of the keys of what the keeper has.
 const GROUP: &str = "group";
@@ -66,9 +66,7 @@ struct Named {
 pub(crate) struct Supervisor {
     dir: PathBuf,
     engine: EngineConfig,
-    isolation: Isolation,
-    confinement: Option<confine::Plan>,
-    network: Option<Arc<Mutex<Network>>>,
+    around: Arc<Around>,
     names: Mutex<Names>,
     /// `None` while workers are threads, or there is no keeper for the moment.
     keeper: Mutex<Option<Keeper>>,
@@ -100,12 +98,21 @@ impl Supervisor {
             Isolation::Processes => Some(confine::Plan::make(&confine::Options { user: config.user.clone() })?),
         };
         let network = config.wire.as_ref().map(|w| Network::open(w, &config.dir)).transpose()?;
-        let s = Supervisor {
-            network: network.map(|n| Arc::new(Mutex::new(n))),
-            dir: config.dir.clone(),
-            engine: config.engine.clone(),
+        let around = Around {
             isolation: config.isolation,
             confinement,
+            network: network.map(Mutex::new),
+            cgroups: match config.isolation {
+                Isolation::Threads => Err("workers are threads".into()),
+                // Threads yield to each other only within one scheduling group.
+                Isolation::Processes => Cgroups::open(&config.dir, !config.engine.yields()),
+            },
+            doors: config.dir.join("workers"),
+        };
+        let s = Supervisor {
+            around: Arc::new(around),
+            dir: config.dir.clone(),
+            engine: config.engine.clone(),
             names: Mutex::new(Names {
                 groups: BTreeMap::new(),
                 next_group: 1,
@@ -119,7 +126,7 @@ impl Supervisor {
             stopping: AtomicBool::new(false),
         };
         let s = Arc::new(s);
-        for d in [s.workers_dir(), s.dir.join("vrnics")] {
+        for d in [s.around.doors.clone(), s.dir.join("vrnics")] {
             std::fs::DirBuilder::new()
                 .recursive(true)
                 .mode(0o700)
@@ -127,7 +134,7 @@ impl Supervisor {
                 .map_err(crate::context("cannot create", &d))?;
             std::fs::set_permissions(&d, PermissionsExt::from_mode(0o700))?;
         }
-        if s.isolation == Isolation::Processes {
+        if s.around.isolation == Isolation::Processes {
             match found {
                 Some(keeper) => s.adopt_all(keeper)?,
                 None => *lock(&s.keeper) = Some(Keeper::start(&s.dir)?),
@@ -139,10 +146,6 @@ impl Supervisor {
             s.add_group(DEFAULT_GROUP, 0).map_err(io::Error::other)?;
         }
         Ok(s)
-    }
-
-    fn workers_dir(&self) -> PathBuf {
-        self.dir.join("workers")
     }
 
     fn names(&self) -> MutexGuard<'_, Names> {
@@ -170,7 +173,7 @@ impl Supervisor {
         for (kept, fds) in groups {
             let name = kept.begin.group.clone();
             let members = members.remove(&name).unwrap_or_default();
-            match Group::adopt(kept, fds, members, self.isolation, self.network.clone(), &self.workers_dir()) {
+            match Group::adopt(kept, fds, members, self.around.clone()) {
                 Some(group) => self.take_over(group),
                 None => tracing::error!(group = name, "what the keeper has of it is not whole; it is lost"),
             }
@@ -215,7 +218,7 @@ impl Supervisor {
                 let _ = std::fs::remove_dir_all(path);
             }
         }
-        for path in entries(self.workers_dir())?.iter().filter(|p| !names.groups.contains_key(&stem(p))) {
+        for path in entries(self.around.doors.clone())?.iter().filter(|p| !names.groups.contains_key(&stem(p))) {
             // A worker without a keeper: nobody has its vRNICs' sockets any more.
             group::end_stranger(path);
             let _ = std::fs::remove_file(path);
@@ -288,12 +291,12 @@ impl Supervisor {
             id,
             engine: self.engine.clone(),
             network: None,
-            confinement: self.confinement.clone(),
+            confinement: self.around.confinement.clone(),
         };
-        let group = Group::new(begin, self.isolation, self.network.clone(), &self.workers_dir());
+        let group = Group::new(begin, self.around.clone());
         let group = Arc::new(group.map_err(|e| e.to_string())?);
         let mut inner = group.lock();
-        let enrolled = self.network.as_ref().map(|n| lock(n).enroll(name, id)).transpose();
+        let enrolled = self.around.network.as_ref().map(|n| lock(n).enroll(name, id)).transpose();
         if let Err(e) = enrolled.and_then(|_| group.start(&mut inner)) {
             drop(inner);
             self.end_group(&group);
@@ -309,7 +312,7 @@ impl Supervisor {
     /// Ends a group and its worker.
     fn end_group(&self, group: &Group) {
         group.end();
-        if let Some(n) = &self.network {
+        if let Some(n) = &self.around.network {
             lock(n).dismiss(&group.name);
         }
     }
@@ -326,7 +329,7 @@ impl Supervisor {
 
     /// Packets for QPN 1 of this host's addresses, which plain devices send, are for the group that has a vRNIC with the address.
     fn set_owners(&self) {
-        let Some(n) = &self.network else { return };
+        let Some(n) = &self.around.network else { return };
         let mut n = lock(n);
         for address in n.addresses().to_vec() {
             let owner = {
@@ -378,7 +381,7 @@ impl Supervisor {
     pub fn run(self: &Arc<Self>, stop: BorrowedFd<'_>, admin: &UnixListener) -> io::Result<()> {
         self.watch(stop, STOP);
         self.watch(admin.as_fd(), ADMIN);
-        if let Some(n) = &self.network {
+        if let Some(n) = &self.around.network {
             self.watch(lock(n).descriptor(), NETWORK);
         }
         let mut events = [MaybeUninit::<epoll::Event>::uninit(); 64];
@@ -409,6 +412,9 @@ impl Supervisor {
         self.groups().iter().for_each(|g| g.end());
         if let Some(k) = lock(&self.keeper).take() {
             k.end();
+        }
+        if let Ok(c) = &self.around.cgroups {
+            c.remove();
         }
     }
 
@@ -449,7 +455,7 @@ impl Supervisor {
     fn heed(&self, group: &Group, inner: &mut Inner, notice: Notice) {
         match notice {
             Notice::Groups(wanted) => {
-                let Some(n) = &self.network else { return };
+                let Some(n) = &self.around.network else { return };
                 let (groups, sockets): (Vec<IpAddr>, Vec<OwnedFd>) =
                     lock(n).join(&group.name, &wanted).into_iter().unzip();
                 for (groups, sockets) in groups.chunks(fdpass::MOST).zip(sockets.chunks(fdpass::MOST)) {
@@ -458,7 +464,7 @@ impl Supervisor {
                 }
             }
             Notice::Qpns => {
-                let more = self.network.as_ref().and_then(|n| lock(n).more_qpns(&group.name));
+                let more = self.around.network.as_ref().and_then(|n| lock(n).more_qpns(&group.name));
                 if let Some(all) = more {
                     let _ = group.call(inner, &Call::Qpns(all), &[]);
                 }
@@ -467,7 +473,7 @@ impl Supervisor {
     }
 
     fn on_network(self: &Arc<Self>) {
-        if self.network.as_ref().is_some_and(|n| lock(n).on_event()) {
+        if self.around.network.as_ref().is_some_and(|n| lock(n).on_event()) {
             self.apart("plans", |s| s.tell_plans());
         }
     }

@@ -359,7 +359,7 @@ fn requests_find_the_owner_of_their_address_and_more_qpns_their_group() {
     assert_eq!((to(&mut host, 1), to(&mut host, 2)), (vec!["red".into()], vec!["default".into()]));
     host.network.set_owner(ips[2], Some("blue"));
     assert_eq!(to(&mut host, 1), ["red"], "an address of another host");
-    let (start, length) = host.network.more_qpns("blue").unwrap();
+    let (start, length) = host.network.more_qpns("blue").unwrap()[1];
     assert_eq!((to(&mut host, start), to(&mut host, start + length - 1)), (vec!["blue".into()], vec!["blue".into()]));
     assert_eq!(host.network.sockets_of("blue").unwrap().0.qpns[1], (start, length));
     host.remove("red");
@@ -433,7 +433,7 @@ fn packet_sockets_see_the_packets_of_their_group_only() {
     );
     host.network.set_owner(here, Some("red"));
     assert_eq!((to(&mut host, 1), to(&mut host, blue)), (only("red"), only("blue")));
-    let more = host.network.more_qpns("red").unwrap().0;
+    let more = host.network.more_qpns("red").unwrap()[1].0;
     assert_eq!(to(&mut host, more), only("red"));
     host.remove("blue");
     assert_eq!((to(&mut host, blue), to(&mut host, more)), (only("default"), only("red")));
@@ -452,7 +452,7 @@ fn a_worker_hears_the_multicast_groups_that_it_asks_for() {
     let device = UdpSocket::bind((ips[1], 0)).unwrap();
     rustix::net::sockopt::set_ip_multicast_if(&device, &[127, 0, 57, 1].into()).unwrap();
     let src_port = device.local_addr().unwrap().port();
-    let mut heard = |host: &mut Host| {
+    let heard = |host: &mut Host| {
         for to in wanted.iter().filter(|a| a.is_multicast()) {
             let crc = icrc(&Envelope { src: ips[1], dst: *to, src_port, ip_id: 0 }, &[7; 40]);
             device.send_to(&[&[7; 40][..], &crc.to_le_bytes()].concat(), (*to, ROCE_PORT)).unwrap();

@@ -13,10 +13,11 @@ use std::sync::{Arc, Mutex, MutexGuard};
 use std::time::{Duration, Instant};
 
 use rustix::net::{AddressFamily, SocketFlags, SocketType, socketpair};
+use rustix::process::Pid;
 use serde::{Deserialize, Serialize};
 use unirdma_device::lock;
 
-use crate::confine::InForce;
+use crate::confine::{self, Cgroup, CgroupLimits, Cgroups, InForce, Measure};
 use crate::line::Line;
 use crate::network::{Network, Plan};
 use crate::process::{self, Child};
@@ -190,13 +191,29 @@ pub(super) struct Inner {
     pub removed: bool,
 }
 
+/// What is the same for all groups.
+pub(super) struct Around {
+    pub isolation: Isolation,
+    pub confinement: Option<confine::Plan>,
+    pub network: Option<Mutex<Network>>,
+    /// Where the cgroups of workers are; or why there are none.
+    pub cgroups: Result<Cgroups, String>,
+    /// Where the sockets are at which workers wait for supervisors.
+    pub doors: PathBuf,
+}
+
+impl Around {
+    fn door(&self, group: &str) -> PathBuf {
+        self.doors.join(format!("{group}.sock"))
+    }
+}
+
 /// A group.
 pub(super) struct Group {
     pub name: String,
     pub id: u32,
     begin: Begin,
-    isolation: Isolation,
-    network: Option<Arc<Mutex<Network>>>,
+    around: Arc<Around>,
     /// Where its worker waits for supervisors.
     door: PathBuf,
     listener: UnixListener,
@@ -208,30 +225,18 @@ impl Group {
     ///
     /// # Errors
     /// The worker's socket cannot be made.
-    pub fn new(
-        begin: Begin,
-        isolation: Isolation,
-        network: Option<Arc<Mutex<Network>>>,
-        workers: &Path,
-    ) -> io::Result<Group> {
-        let door = workers.join(format!("{}.sock", begin.group));
+    pub fn new(begin: Begin, around: Arc<Around>) -> io::Result<Group> {
+        let door = around.door(&begin.group);
         let _ = std::fs::remove_file(&door);
         let listener = UnixListener::bind(&door).map_err(context("cannot listen on", &door))?;
-        Ok(Group::with(begin, isolation, network, door, listener, BTreeMap::new()))
+        Ok(Group::with(begin, around, listener, BTreeMap::new()))
     }
 
-    fn with(
-        begin: Begin,
-        isolation: Isolation,
-        network: Option<Arc<Mutex<Network>>>,
-        door: PathBuf,
-        listener: UnixListener,
-        members: BTreeMap<String, Member>,
-    ) -> Group {
+    fn with(begin: Begin, around: Arc<Around>, listener: UnixListener, members: BTreeMap<String, Member>) -> Group {
         let captures = BTreeMap::new();
         let inner = Inner { worker: None, members, captures, restarts: 0, failures: 0, removed: false };
-        let (name, id) = (begin.group.clone(), begin.id);
-        Group { name, id, begin, isolation, network, door, listener, inner: Mutex::new(inner) }
+        let (name, id, door) = (begin.group.clone(), begin.id, around.door(&begin.group));
+        Group { name, id, begin, around, door, listener, inner: Mutex::new(inner) }
     }
 
     /// A group of a supervisor that died, with its worker if that lives. Else its worker is to be started.
@@ -239,14 +244,11 @@ impl Group {
         kept: KeptGroup,
         fds: Vec<OwnedFd>,
         members: BTreeMap<String, Member>,
-        isolation: Isolation,
-        network: Option<Arc<Mutex<Network>>>,
-        workers: &Path,
+        around: Arc<Around>,
     ) -> Option<Group> {
         let mut fds = fds.into_iter();
         let (listener, pidfd) = (fds.next()?.into(), fds.next()?);
-        let door = workers.join(format!("{}.sock", kept.begin.group));
-        let group = Group::with(kept.begin, isolation, network, door, listener, members);
+        let group = Group::with(kept.begin, around, listener, members);
         let child = Child::of_pidfd(kept.pid, pidfd);
         if !child.has_ended() {
             let mut inner = group.lock();
@@ -327,14 +329,14 @@ impl Group {
 
     /// Where its peers are, if there is a network.
     pub fn plan(&self) -> Option<Plan> {
-        self.network.as_ref().map(|n| lock(n).plan(&self.name))
+        self.around.network.as_ref().map(|n| lock(n).plan(&self.name))
     }
 
     fn launch(&self) -> io::Result<Worker> {
         let line = Line::new(UnixStream::connect(&self.door).map_err(context("cannot reach", &self.door))?.into())?;
         let (notices, theirs) = notice_sockets()?;
         let door = self.listener.try_clone()?;
-        let child = match self.isolation {
+        let child = match self.around.isolation {
             Isolation::Processes => Some(process::start(&["worker", &self.name], door.into())?),
             Isolation::Threads => {
                 let serve = move || {
@@ -346,17 +348,20 @@ impl Group {
                 None
             }
         };
+        let cgroup = child.as_ref().map(|c| self.make_cgroup(c.pid()));
         let mut worker =
             Worker { line, child, notices, in_force: InForce::default(), since: Instant::now(), given_up: false };
         let mut begin = || {
             worker.greet(theirs.as_fd())?;
-            let network = self.network.as_ref().map(|n| lock(n).sockets_of(&self.name)).transpose()?;
+            let network = self.around.network.as_ref().map(|n| lock(n).sockets_of(&self.name)).transpose()?;
             let (network, sockets) = network.map_or((None, Vec::new()), |(e, s)| (Some(e), s));
             let sockets: Vec<BorrowedFd<'_>> = sockets.iter().map(AsFd::as_fd).collect();
             match worker.tell(&Call::Begin(Box::new(Begin { network, ..self.begin.clone() })), &sockets)? {
-                Answer::Begun(in_force) => Ok(worker.in_force = in_force),
-                _ => Err(nonsense()),
+                Answer::Begun(in_force) => worker.in_force = in_force,
+                _ => return Err(nonsense()),
             }
+            worker.in_force.measures.extend(cgroup.map(|c| Measure::new("cgroup", c)));
+            Ok(())
         };
         if let Err(e) = begin() {
             worker.kill();
@@ -367,6 +372,26 @@ impl Group {
             ));
         }
         Ok(worker)
+    }
+
+    /// A cgroup for a worker that has just started, in the place of the one before; what it is, or why there is none.
+    fn make_cgroup(&self, pid: u32) -> Result<String, String> {
+        let cgroups = self.around.cgroups.as_ref().map_err(Clone::clone)?;
+        let limits = CgroupLimits::of_machine();
+        let pid = Pid::from_raw(pid as i32).ok_or("it has no process id")?;
+        let made = |c: Cgroup| c.enter(pid).inspect_err(|_| c.remove());
+        // What the worker before it had touched is still charged to its cgroup.
+        cgroups.make(&self.name, &limits)?.remove();
+        cgroups.make(&self.name, &limits).and_then(made)?;
+        Ok(format!("{} MiB of memory, {} threads", limits.memory >> 20, limits.threads))
+    }
+
+    fn remove_cgroup(&self) {
+        if let Ok(c) = &self.around.cgroups
+            && let Ok(c) = c.make(&self.name, &CgroupLimits::of_machine())
+        {
+            c.remove();
+        }
     }
 
     /// Calls its worker.
@@ -402,7 +427,13 @@ impl Group {
             if inner.removed {
                 return;
             }
-            tracing::error!(group = self.name, pid = worker.pid(), how, "the worker has ended; it is started anew");
+            let why = if how.contains("signal: 31") { "; it made a system call that it may not make" } else { "" };
+            tracing::error!(
+                group = self.name,
+                pid = worker.pid(),
+                how,
+                "the worker has ended{why}; it is started anew"
+            );
             inner.failures = if worker.since.elapsed() > STEADY { 0 } else { inner.failures + 1 };
             inner.restarts += 1;
         }
@@ -433,6 +464,9 @@ impl Group {
             w.wait();
         }
         inner.members.clear();
+        if self.around.isolation == Isolation::Processes {
+            self.remove_cgroup();
+        }
         let _ = std::fs::remove_file(&self.door);
     }
 }

@@ -31,7 +31,7 @@ impl Supervisor {
             Request::GroupAdd { name } => self.make_group(&name),
             Request::GroupList => {
                 // Before that of the names.
-                let network = self.network.as_ref().map(|n| lock(n));
+                let network = self.around.network.as_ref().map(|n| lock(n));
                 let vni = |g: &str| network.as_ref().and_then(|n| n.vni(g));
                 let names = self.names();
                 let count = |g: &str| names.vrnics.values().filter(|v| v.group == g).count();
@@ -407,7 +407,7 @@ impl Supervisor {
             ips: m.new.ips.clone(),
             mac: mac.to_string(),
             guid: mac.guid().to_string(),
-            mtu: self.network.as_ref().map_or(vrnic::NET_MTU, |n| lock(n).net_mtu()),
+            mtu: self.around.network.as_ref().map_or(vrnic::NET_MTU, |n| lock(n).net_mtu()),
             dir: vrnic_dir(&self.dir, &m.new.name).display().to_string(),
             attached: m.attached.is_some(),
             container: m.containers.values().rev().find_map(process_of),
@@ -445,7 +445,7 @@ impl Supervisor {
             sessions: all.sessions,
             rnic_held: all.rnic_held,
             workers,
-            wire: self.network.as_ref().map(|n| lock(n).info(all.port, all.drops, all.tunnel)),
+            wire: self.around.network.as_ref().map(|n| lock(n).info(all.port, all.drops, all.tunnel)),
         }
     }
 }
