@@ -249,7 +249,22 @@ fn workers(s: &StatusInfo) -> String {
         let [vrnics, programs] = [w.vrnics, w.sessions].map(|n| n.to_string());
         vec![w.group.clone(), pid, vrnics, programs, bytes(w.memory), w.restarts.to_string()]
     }));
-    table(&rows)
+    let mut text = table(&rows);
+    text += &format!("\nsupervisor confined by: {}", s.confinement);
+    // Mostly the same for all.
+    let mut kinds: Vec<(String, Vec<&str>)> = Vec::new();
+    for w in &s.workers {
+        let line = w.confinement.to_string();
+        match kinds.iter_mut().find(|k| k.0 == line) {
+            Some(k) => k.1.push(&w.group),
+            None => kinds.push((line, vec![&w.group])),
+        }
+    }
+    for (line, groups) in &kinds {
+        let whose = if kinds.len() == 1 { "workers".into() } else { format!("worker of {}", groups.join(", ")) };
+        text += &format!("\n{whose} confined by: {line}");
+    }
+    text
 }
 
 /// The network of the containers' interfaces between hosts, as far as there is something to say.

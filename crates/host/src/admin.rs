@@ -110,6 +110,9 @@ pub struct StatusInfo {
     /// The workers, one for each group.
     #[serde(default)]
     pub workers: Vec<WorkerInfo>,
+    /// What the supervisor may not do.
+    #[serde(default)]
+    pub confinement: InForce,
     /// The network, if it was asked for.
     pub wire: Option<WireInfo>,
 }

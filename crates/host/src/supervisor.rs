@@ -24,7 +24,7 @@ use unirdma_device::lock;
 use unirdma_formats::Mac;
 
 use crate::admin::{self, Response};
-use crate::confine::{self, Cgroups};
+use crate::confine::{self, Cgroups, InForce};
 use crate::engine::EngineConfig;
 use crate::keeper::Keeper;
 use crate::network::Network;
@@ -67,6 +67,8 @@ pub(crate) struct Supervisor {
     dir: PathBuf,
     engine: EngineConfig,
     around: Arc<Around>,
+    /// How the supervisor is confined.
+    in_force: InForce,
     names: Mutex<Names>,
     /// `None` while workers are threads, or there is no keeper for the moment.
     keeper: Mutex<Option<Keeper>>,
@@ -93,9 +95,19 @@ impl Supervisor {
             },
         };
         let found = found.filter(|_| config.wire.is_none());
-        let confinement = match config.isolation {
-            Isolation::Threads => None,
-            Isolation::Processes => Some(confine::Plan::make(&confine::Options { user: config.user.clone() })?),
+        let (confinement, in_force) = match config.isolation {
+            Isolation::Threads => (None, InForce::default()),
+            Isolation::Processes => {
+                let plan = confine::Plan::make(&confine::Options { user: config.user.clone() })?;
+                let wire = config.wire.as_ref();
+                // Of what follows each step takes no more than this.
+                let needs = confine::Needs {
+                    workers: plan.user.is_ok(),
+                    network: wire.is_some(),
+                    packets: wire.is_some_and(|w| w.full_icrc),
+                };
+                (Some(plan), confine::confine_supervisor(needs))
+            }
         };
         let network = config.wire.as_ref().map(|w| Network::open(w, &config.dir)).transpose()?;
         let around = Around {
@@ -111,6 +123,7 @@ impl Supervisor {
         };
         let s = Supervisor {
             around: Arc::new(around),
+            in_force,
             dir: config.dir.clone(),
             engine: config.engine.clone(),
             names: Mutex::new(Names {

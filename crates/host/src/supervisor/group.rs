@@ -81,6 +81,7 @@ impl Member {
 pub(super) struct KeptGroup {
     pub begin: Begin,
     pub pid: u32,
+    in_force: InForce,
 }
 
 /// A capture that runs in a worker.
@@ -96,7 +97,7 @@ pub(super) struct Worker {
     /// `None`: it is a thread of this process.
     child: Option<Child>,
     notices: OwnedFd,
-    /// How it is confined; not known of one that was taken over.
+    /// How it is confined.
     in_force: InForce,
     since: Instant,
     /// It did not answer as it should, and was killed.
@@ -253,7 +254,7 @@ impl Group {
         if !child.has_ended() {
             let mut inner = group.lock();
             match group.take_over(child, &inner.members) {
-                Ok(worker) => inner.worker = Some(worker),
+                Ok(worker) => inner.worker = Some(Worker { in_force: kept.in_force, ..worker }),
                 Err(e) => {
                     tracing::error!(group = group.name, error = %e, "its worker cannot be taken over and is ended")
                 }
@@ -305,7 +306,8 @@ impl Group {
     /// What is to be kept of it, and the descriptors beside that; `None` if it has no worker that is a process.
     pub fn to_keep<'a>(&'a self, inner: &'a Inner) -> Option<(KeptGroup, [BorrowedFd<'a>; 2])> {
         let child = inner.worker.as_ref()?.child.as_ref()?;
-        let kept = KeptGroup { begin: self.begin.clone(), pid: child.pid() };
+        let in_force = inner.worker.as_ref()?.in_force.clone();
+        let kept = KeptGroup { begin: self.begin.clone(), pid: child.pid(), in_force };
         Some((kept, [self.listener.as_fd(), child.pidfd()]))
     }
 
@@ -351,7 +353,7 @@ impl Group {
         let cgroup = child.as_ref().map(|c| self.make_cgroup(c.pid()));
         let mut worker =
             Worker { line, child, notices, in_force: InForce::default(), since: Instant::now(), given_up: false };
-        let mut begin = || {
+        let begin = || {
             worker.greet(theirs.as_fd())?;
             let network = self.around.network.as_ref().map(|n| lock(n).sockets_of(&self.name)).transpose()?;
             let (network, sockets) = network.map_or((None, Vec::new()), |(e, s)| (Some(e), s));

@@ -445,6 +445,7 @@ impl Supervisor {
             sessions: all.sessions,
             rnic_held: all.rnic_held,
             workers,
+            confinement: self.in_force.clone(),
             wire: self.around.network.as_ref().map(|n| lock(n).info(all.port, all.drops, all.tunnel)),
         }
     }
