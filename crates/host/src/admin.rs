@@ -128,7 +128,7 @@ pub struct WorkerInfo {
     pub sessions: usize,
     /// How often it has died and was started anew.
     pub restarts: u64,
-    /// Its memory, without that of programs which it shares, bytes.
+    /// Memory of its own, bytes: neither its program's, which all share, nor that of its tenants' files.
     pub memory: u64,
     /// How long the lock of its RNIC was held.
     pub rnic_held: HoldTimes,

@@ -499,14 +499,11 @@ fn unknown(name: &str) -> String {
     format!("there is no vRNIC {name}; `unirdma vrnic ls` lists those that exist")
 }
 
-/// Memory of a process that is its own, bytes: anonymous, and of its program.
+/// Memory of a process that is its own, bytes: not its program, which all share, and not that of its tenants' files.
 fn memory_of(pid: u32) -> u64 {
     let status = std::fs::read_to_string(format!("/proc/{pid}/status")).unwrap_or_default();
-    let kib = |name: &str| status.lines().find_map(|l| l.strip_prefix(name)?.trim().strip_suffix(" kB")?.parse().ok());
-    ["RssAnon:", "RssFile:"]
-        .into_iter()
-        .filter_map(kib)
-        .fold(0, |sum, k: u64| sum.saturating_add(k.saturating_mul(1024)))
+    let kib = status.lines().find_map(|l| l.strip_prefix("RssAnon:")?.trim().strip_suffix(" kB")?.parse::<u64>().ok());
+    kib.unwrap_or(0) * 1024
 }
 
 /// The PID of a pidfd's process, if it still runs. (A child that has ended and was not waited for yet counts as running.)
