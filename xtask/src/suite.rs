@@ -38,13 +38,14 @@ pub(crate) struct Suite<'a> {
     lab: &'a Lab,
     only: Option<&'a str>,
     passed: u32,
-    failed: u32,
+    /// Names of the tests that failed, and why.
+    failed: Vec<(String, String)>,
 }
 
 impl<'a> Suite<'a> {
     /// Tests whose name contains `only`, in this lab.
     pub fn new(lab: &'a Lab, only: Option<&'a str>) -> Self {
-        Suite { lab, only, passed: 0, failed: 0 }
+        Suite { lab, only, passed: 0, failed: Vec::new() }
     }
 
     /// What names must contain.
@@ -52,13 +53,17 @@ impl<'a> Suite<'a> {
         self.only
     }
 
-    /// Prints the closing line.
+    /// Prints what has failed once more, and the closing line.
     ///
     /// # Errors
     /// Some tests failed.
     pub fn close(self) -> Result<()> {
-        println!("{} passed, {} failed", self.passed, self.failed);
-        if self.failed == 0 { Ok(()) } else { Err(format!("{} black-box tests failed", self.failed)) }
+        for (name, why) in &self.failed {
+            println!("failed: {name}\n{why}");
+        }
+        let failed = self.failed.len();
+        println!("{} passed, {failed} failed", self.passed);
+        if failed == 0 { Ok(()) } else { Err(format!("{failed} black-box tests failed")) }
     }
 
     /// Runs a test, unless it is left out.
@@ -73,7 +78,7 @@ impl<'a> Suite<'a> {
             }
             Err(e) => {
                 println!("test {name} ... FAILED\n{e}");
-                self.failed += 1;
+                self.failed.push((name.into(), e));
             }
         }
     }

@@ -250,6 +250,9 @@ fn workers(s: &StatusInfo) -> String {
         vec![w.group.clone(), pid, vrnics, programs, bytes(w.memory), w.restarts.to_string()]
     }));
     let mut text = table(&rows);
+    for (w, stuck) in s.workers.iter().filter_map(|w| Some((w, w.stuck.as_ref()?))) {
+        text += &format!("\nworker of {}: its {stuck} is stuck; it ends if it stays so", w.group);
+    }
     text += &format!("\nsupervisor confined by: {}", s.confinement);
     // Mostly the same for all.
     let mut kinds: Vec<(String, Vec<&str>)> = Vec::new();

@@ -128,6 +128,8 @@ pub struct WorkerInfo {
     pub sessions: usize,
     /// How often it has died and was started anew.
     pub restarts: u64,
+    /// The thread that is stuck, and for how long.
+    pub stuck: Option<String>,
     /// Memory of its own, bytes: neither its program's, which all share, nor that of its tenants' files.
     pub memory: u64,
     /// How long the lock of its RNIC was held.

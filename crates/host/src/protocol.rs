@@ -180,6 +180,8 @@ pub(crate) enum Notice {
     Groups(Vec<IpAddr>),
     /// It has few QPNs left.
     Qpns,
+    /// A thread has worked without a pause for so long.
+    Stuck { thread: String, seconds: u64 },
 }
 
 /// Longest notice, bytes.

@@ -18,6 +18,7 @@ use std::os::unix::net::UnixListener;
 use std::path::{Path, PathBuf};
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard};
+use std::time::Instant;
 
 use rustix::event::epoll;
 use unirdma_device::lock;
@@ -475,6 +476,10 @@ impl Supervisor {
                     let sockets: Vec<BorrowedFd<'_>> = sockets.iter().map(AsFd::as_fd).collect();
                     let _ = group.call(inner, &Call::Hear { groups: groups.to_vec() }, &sockets);
                 }
+            }
+            Notice::Stuck { thread, seconds } => {
+                // In the place of what it may have said before.
+                inner.stuck = Some((format!("{thread} for {seconds} s"), Instant::now()));
             }
             Notice::Qpns => {
                 let more = self.around.network.as_ref().and_then(|n| lock(n).more_qpns(&group.name));

@@ -21,6 +21,7 @@ use crate::confine::{self, Kind};
 use crate::engine::Engine;
 use crate::guard::Guard;
 use crate::tunnel::{Members, Tunnel, TunnelDrops, Tunneled};
+use crate::worker::Pulse;
 
 struct Port {
     fd: OwnedFd,
@@ -38,6 +39,7 @@ pub struct Switch {
     tunnel: Option<Arc<Tunnel>>,
     engine: Arc<Engine>,
     stop: Arc<OwnedFd>,
+    pulse: Arc<Pulse>,
 }
 
 const ETH_HEADER: usize = 14;
@@ -63,13 +65,18 @@ impl Switch {
         let stop = rustix::event::eventfd(0, EventfdFlags::CLOEXEC)?;
         epoll::add(&epoll, &stop, epoll::EventData::new_u64(STOP), epoll::EventFlags::IN)?;
         let (epoll, stop, tunnel) = (Arc::new(epoll), Arc::new(stop), tunnel.map(Arc::new));
-        let s = Switch { ports: Arc::default(), epoll, tunnel, engine, stop };
+        let s = Switch { ports: Arc::default(), epoll, tunnel, engine, stop, pulse: Arc::default() };
         let me = s.clone();
         std::thread::Builder::new().name("switch".into()).spawn(move || {
             confine::thread(Kind::Switch);
             me.run();
         })?;
         Ok(s)
+    }
+
+    /// Whether its thread works.
+    pub fn pulse(&self) -> Arc<Pulse> {
+        self.pulse.clone()
     }
 
     /// Ends its thread.
@@ -107,10 +114,12 @@ impl Switch {
         let mut frame = vec![0; MAX_FRAME];
         let mut events = [MaybeUninit::<epoll::Event>::uninit(); 64];
         loop {
+            self.pulse.rest();
             let ready: Vec<u64> = match epoll::wait(&*self.epoll, &mut events, None) {
                 Ok((ready, _)) => ready.iter().map(|e| e.data.u64()).collect(),
                 Err(_) => continue,
             };
+            self.pulse.begin();
             for id in ready {
                 if id == STOP {
                     return;

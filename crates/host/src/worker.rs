@@ -4,19 +4,20 @@
 mod calls;
 mod channels;
 mod ledger;
+mod watchdog;
 
 use std::collections::{BTreeMap, HashMap};
 use std::io;
 use std::mem::MaybeUninit;
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::os::unix::net::UnixListener;
-use std::sync::Arc;
+use std::sync::{Arc, Mutex};
 use std::time::Duration;
 
 use rustix::event::{EventfdFlags, epoll};
 use rustix::net::SocketFlags;
 use unirdma_abi as abi;
-use unirdma_device::{Device, Identity};
+use unirdma_device::{Device, Identity, lock};
 use unirdma_formats::Gid;
 use unirdma_link::{Backend, Handler, Ledger, Memory, Progress, Refusal, Resource, Ticket, Vring};
 use unirdma_rnic::{Limits, VnicConfig, VnicId};
@@ -30,6 +31,8 @@ use crate::protocol::{Answer, Begin, Call, Hello, NewVrnic, Notice, VERSION, Wor
 use crate::switch::Switch;
 use crate::vrnic::{self, IpNet, LedgerInfo, VrnicInfo};
 pub(crate) use ledger::raise_limit;
+pub(crate) use watchdog::Pulse;
+use watchdog::Watchdog;
 
 /// Programs of one vRNIC that look at its configuration while it has all the sessions that it may have. The oldest look
 /// ends for a new one.
@@ -185,7 +188,19 @@ enum Source {
 struct Above {
     line: Line,
     token: u64,
-    notices: Option<OwnedFd>,
+}
+
+/// The way to say something to the supervisor that is here, if it listens.
+#[derive(Default)]
+struct Notices(Mutex<Option<OwnedFd>>);
+
+impl Notices {
+    fn send(&self, notice: &Notice) {
+        if let (Some(socket), Ok(bytes)) = (&*lock(&self.0), serde_json::to_vec(notice)) {
+            let flags = rustix::net::SendFlags::DONTWAIT | rustix::net::SendFlags::NOSIGNAL;
+            let _ = rustix::net::send(socket, &bytes, flags);
+        }
+    }
 }
 
 /// The control thread's state.
@@ -197,6 +212,10 @@ struct Worker {
     network: Option<Enrolment>,
     engine: Arc<Engine>,
     switch: Switch,
+    /// Of this thread.
+    pulse: Arc<Pulse>,
+    watchdog: Watchdog,
+    notices: Arc<Notices>,
     epoll: Arc<OwnedFd>,
     wake: Arc<OwnedFd>,
     door: UnixListener,
@@ -277,12 +296,22 @@ impl Worker {
         }
         let switch = Switch::start(tunnel, engine.clone())?;
         door.set_nonblocking(true)?;
+        let pulse = Arc::new(Pulse::default());
+        let notices: Arc<Notices> = Arc::default();
+        let (of_watchdog, group) = (notices.clone(), begin.group.clone());
+        let watchdog = Watchdog::start(pulse.clone(), switch.pulse(), move |thread, seconds| {
+            tracing::error!(group, seconds, "the {thread} is stuck");
+            of_watchdog.send(&Notice::Stuck { thread: thread.into(), seconds });
+        })?;
         Ok(Worker {
             group: begin.group,
             group_id: begin.id,
             network: begin.network,
             engine,
             switch,
+            pulse,
+            watchdog,
+            notices,
             epoll: Arc::new(epoll::create(epoll::CreateFlags::CLOEXEC)?),
             wake: Arc::new(rustix::event::eventfd(0, EventfdFlags::CLOEXEC | EventfdFlags::NONBLOCK)?),
             door,
@@ -329,11 +358,14 @@ impl Worker {
         let mut events = [MaybeUninit::<epoll::Event>::uninit(); 64];
         while !self.ended {
             let limit = self.wait_limit();
+            self.watchdog.guard(!self.sessions.is_empty());
+            self.pulse.rest();
             let tokens: Vec<u64> = match epoll::wait(&self.epoll, &mut events, limit.as_ref()) {
                 Ok((ready, _)) => ready.iter().map(|e| e.data.u64()).collect(),
                 Err(rustix::io::Errno::INTR) => continue,
                 Err(e) => return Err(e.into()),
             };
+            self.pulse.begin();
             for t in tokens {
                 if let Some((id, index)) = channels::of_token(t) {
                     self.on_room(id, index);
@@ -345,7 +377,7 @@ impl Worker {
                     Some(Source::Wake) => {
                         self.on_released();
                         if let Some(wanted) = self.engine.wanted_groups() {
-                            self.notify(&Notice::Groups(wanted));
+                            self.notices.send(&Notice::Groups(wanted));
                         }
                     }
                     Some(Source::Listener(name)) => self.on_listener(&name),
@@ -361,6 +393,7 @@ impl Worker {
         }
         self.engine.stop();
         self.switch.stop();
+        self.watchdog.stop();
         Ok(())
     }
 

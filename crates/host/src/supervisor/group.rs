@@ -184,6 +184,8 @@ pub(super) struct Inner {
     pub worker: Option<Worker>,
     pub members: BTreeMap<String, Member>,
     pub captures: BTreeMap<u64, Capturing>,
+    /// What its worker says of a thread that is stuck, and when it said so.
+    pub stuck: Option<(String, Instant)>,
     /// How often its worker died and was started anew.
     pub restarts: u64,
     /// Since the last worker that lived long.
@@ -235,7 +237,7 @@ impl Group {
 
     fn with(begin: Begin, around: Arc<Around>, listener: UnixListener, members: BTreeMap<String, Member>) -> Group {
         let captures = BTreeMap::new();
-        let inner = Inner { worker: None, members, captures, restarts: 0, failures: 0, removed: false };
+        let inner = Inner { worker: None, members, captures, stuck: None, restarts: 0, failures: 0, removed: false };
         let (name, id, door) = (begin.group.clone(), begin.id, around.door(&begin.group));
         Group { name, id, begin, around, door, listener, inner: Mutex::new(inner) }
     }

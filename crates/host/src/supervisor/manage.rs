@@ -5,8 +5,11 @@ use crate::admin::{GroupInfo, Request, StatusInfo, WorkerInfo};
 use crate::protocol::{Answer, Call, NewVrnic, WorkerStatus};
 use crate::vrnic::{self, AddVrnic, SetHeld, SetShare, VrnicInfo};
 use group::{Capturing, Worker};
-use std::net::IpAddr;
+use std::time::Duration;
 use unirdma_rnic::{Limits, Share};
+
+/// A worker says once a second that a thread of it is stuck.
+const STUCK_NOW: Duration = Duration::from_secs(3);
 
 type Reply = Result<Response, String>;
 
@@ -431,6 +434,7 @@ impl Supervisor {
                 vrnics: inner.members.len(),
                 sessions: told.sessions,
                 restarts: inner.restarts,
+                stuck: inner.stuck.as_ref().filter(|s| s.1.elapsed() < STUCK_NOW).map(|s| s.0.clone()),
                 memory: inner.worker.as_ref().map_or(0, |w| memory_of(w.pid())),
                 rnic_held: told.rnic_held,
                 confinement: inner.worker.as_ref().map(|w| w.in_force().clone()).unwrap_or_default(),

@@ -9,7 +9,8 @@ impl Worker {
     pub(super) fn welcome(&mut self, line: Line, notices: Option<OwnedFd>) -> io::Result<()> {
         self.farewell();
         let token = self.watch(line.as_fd(), Source::Supervisor, false)?;
-        self.above = Some(Above { line, token, notices });
+        self.above = Some(Above { line, token });
+        *lock(&self.notices.0) = notices;
         Ok(())
     }
 
@@ -18,6 +19,7 @@ impl Worker {
             let _ = epoll::delete(&self.epoll, above.line.as_fd());
             self.sources.remove(&above.token);
         }
+        *lock(&self.notices.0) = None;
     }
 
     /// A supervisor comes. It must say first that it is of this version.
@@ -54,15 +56,6 @@ impl Worker {
         if let Err(e) = above.line.send(&answer, &[], PATIENCE) {
             tracing::warn!(group = self.group, error = %e, "the supervisor takes no answer");
             self.farewell();
-        }
-    }
-
-    /// Tells the supervisor something, if one is here and listens.
-    pub(super) fn notify(&self, notice: &Notice) {
-        let socket = self.above.as_ref().and_then(|a| a.notices.as_ref());
-        if let (Some(socket), Ok(bytes)) = (socket, serde_json::to_vec(notice)) {
-            let flags = rustix::net::SendFlags::DONTWAIT | rustix::net::SendFlags::NOSIGNAL;
-            let _ = rustix::net::send(socket, &bytes, flags);
         }
     }
 
@@ -149,7 +142,7 @@ impl Worker {
     pub(super) fn ask_for_qpns(&mut self) {
         if self.network.is_some() && !self.asked_for_qpns && self.engine.rnic.lock().qpns_left() < FEW_QPNS {
             self.asked_for_qpns = true;
-            self.notify(&Notice::Qpns);
+            self.notices.send(&Notice::Qpns);
         }
     }
 
