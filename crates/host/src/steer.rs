@@ -179,7 +179,8 @@ mod tests {
     #[test]
     fn a_thousand_ranges_are_found_and_what_lies_between() {
         // Some touch, some leave numbers between them that are nobody's.
-        let ranges: Vec<(u32, u32, u32)> = (0..1000).map(|i| (i << 14, if i % 3 == 0 { 1 << 14 } else { 9 }, i)).collect();
+        let ranges: Vec<(u32, u32, u32)> =
+            (0..1000).map(|i| (i << 14, if i % 3 == 0 { 1 << 14 } else { 9 }, i)).collect();
         let table = Table::new(ranges.clone(), 5000);
         let program = by_qpn(&table, 7000);
         assert!(program.len() > 3000 && program.len() <= MAX_INSTRUCTIONS, "{}", program.len());

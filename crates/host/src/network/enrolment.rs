@@ -98,7 +98,8 @@ pub(crate) fn open_worker(e: &Enrolment, sockets: Vec<OwnedFd>) -> io::Result<(B
             Role::Packets(address) => packets.push((address, fd)),
         }
     }
-    let port: Box<dyn Port> = if packets.is_empty() { Box::new(port) } else { Box::new(PacketPort::new(port, packets)) };
+    let port: Box<dyn Port> =
+        if packets.is_empty() { Box::new(port) } else { Box::new(PacketPort::new(port, packets)) };
     let port = match e.faults {
         Some(percent) => Box::new(FaultyPort::new(port, percent, 1)),
         None => port,

@@ -86,7 +86,11 @@ mod tests {
         // What a group leaves is for others, and no number is in two hands.
         units.give_back(&groups[3]);
         assert!(units.take(&groups[3][5..]) && !units.take(&groups[3][..6]) && units.take(&groups[3][..5]));
-        assert!(!units.take(&[(1, UNIT)]) && !units.take(&[(0, UNIT * 2000)]) && !units.take(&[(u32::MAX - UNIT + 1, UNIT)]));
+        assert!(
+            !units.take(&[(1, UNIT)])
+                && !units.take(&[(0, UNIT * 2000)])
+                && !units.take(&[(u32::MAX - UNIT + 1, UNIT)])
+        );
     }
 
     #[test]
