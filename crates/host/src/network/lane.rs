@@ -43,6 +43,20 @@ impl Lane {
         Ok(Lane { kind, address, options: Options::default(), order: vec![Occupant::Own(own)] })
     }
 
+    /// A lane of a supervisor that is gone, with the sockets of its workers in the order in which the kernel has them.
+    pub fn adopt(kind: Kind, address: IpAddr, options: Options, sockets: Vec<(String, UdpSocket)>) -> Lane {
+        let order = sockets.into_iter().map(|(group, udp)| Occupant::Group(group, udp)).collect();
+        Lane { kind, address, options, order }
+    }
+
+    /// The groups and their sockets, in the kernel's order.
+    pub fn sockets(&self) -> impl Iterator<Item = (&str, &UdpSocket)> {
+        self.order.iter().filter_map(|o| match o {
+            Occupant::Group(name, udp) => Some((name.as_str(), udp)),
+            Occupant::Own(_) => None,
+        })
+    }
+
     /// Gives these options to the supervisor's socket, and to those that are made from now on.
     ///
     /// # Errors
@@ -62,10 +76,7 @@ impl Lane {
 
     /// The socket of a group.
     pub fn socket(&self, group: &str) -> Option<&UdpSocket> {
-        self.order.iter().find_map(|o| match o {
-            Occupant::Group(name, udp) if name == group => Some(udp),
-            _ => None,
-        })
+        self.sockets().find(|(name, _)| *name == group).map(|(_, udp)| udp)
     }
 
     /// The index of a group's socket.

@@ -189,7 +189,7 @@ fn frames_come_from_peers_of_the_group_only() {
     assert!(h1.drain("blue").is_empty() && h1.drain("red").is_empty());
     assert_eq!(h1.info().drops, TunnelDrops { no_group: before.no_group + 2, ..before });
     // A number that no group has, and a packet without one.
-    let from = UdpSocket::from(h0.workers["blue"].tunnel.sockets().next().unwrap().try_clone().unwrap());
+    let from = h0.workers["blue"].tunnel.sockets().next().unwrap().try_clone().unwrap();
     from.send_to(&[&vxlan(77)[..], &frame].concat(), (b, VXLAN_PORT)).unwrap();
     from.send_to(&[8, 0], (b, VXLAN_PORT)).unwrap();
     settle(&mut [&mut h1]);
@@ -470,4 +470,57 @@ fn a_worker_hears_the_multicast_groups_that_it_asks_for() {
     assert_eq!(host.network.join("blue", &wanted).len(), 1);
     let many: Vec<IpAddr> = (0..300u16).map(|i| IpAddr::from([239, 2, (i >> 8) as u8, i as u8])).collect();
     assert_eq!(host.network.join("default", &many).len(), MAX_MULTICAST);
+}
+
+/// What is left of a host whose supervisor is killed: its directory and its workers.
+fn kill(host: Host) -> (Dir, BTreeMap<String, Worker>, Vec<(Enrolment, Vec<OwnedFd>)>) {
+    let Host { dir, mut network, workers } = host;
+    let given = workers.keys().map(|g| network.sockets_of(g).unwrap()).collect();
+    drop(network);
+    (dir, workers, given)
+}
+
+#[test]
+fn a_new_supervisor_takes_over_the_sockets_of_workers_that_go_on() {
+    let ips = hosts(58);
+    let mut peer = Host::new(ips[1], "", &["default"]);
+    let mut to = |host: &mut Host, qpn: u32| {
+        let mut tx = Tx::default();
+        packets(&mut tx, ips[0], qpn, 10);
+        peer.workers.get_mut("default").unwrap().port.send(&mut tx);
+        host.qpns().into_keys().collect::<Vec<_>>()
+    };
+    let mut host = Host::new(ips[0], "", &["default", "a", "b", "c", "d"]);
+    // Another order than that of the names.
+    host.remove("a");
+    host.add("e", 7);
+    let qpns: Vec<(String, u32)> = host.workers.iter().map(|(n, w)| (n.clone(), w.enrolment.qpns[0].0 + 5)).collect();
+    let more = host.network.more_qpns("d").unwrap().0;
+    let (dir, workers, given) = kill(host);
+    let c = config(&dir, &[ips[0]], "");
+    assert_eq!(Network::open(&c, &dir.0).err().unwrap().kind(), io::ErrorKind::AddrInUse, "the workers have the port");
+    let network = Network::adopt(&c, &dir.0, given).unwrap();
+    let mut host = Host { dir, network, workers };
+    let check = |host: &mut Host, to: &mut dyn FnMut(&mut Host, u32) -> Vec<String>| {
+        for (name, qpn) in &qpns {
+            assert_eq!(to(host, *qpn), [name.clone()]);
+        }
+        assert_eq!(to(host, more), ["d"]);
+    };
+    check(&mut host, &mut to);
+    host.add("f", 8);
+    check(&mut host, &mut to);
+    host.remove("f");
+    // Twice is as good as once.
+    let (dir, workers, given) = kill(host);
+    let network = Network::adopt(&c, &dir.0, given).unwrap();
+    let mut host = Host { dir, network, workers };
+    check(&mut host, &mut to);
+    // A worker was lost meanwhile, so nobody knows who gets what.
+    let (dir, mut workers, mut given) = kill(host);
+    given.remove(1);
+    workers.remove("b");
+    assert_eq!(Network::adopt(&c, &dir.0, given).err().unwrap().kind(), io::ErrorKind::InvalidData);
+    drop(workers);
+    assert!(Network::open(&c, &dir.0).is_ok());
 }
