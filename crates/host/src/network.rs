@@ -33,7 +33,7 @@ use announce::{Announcer, Outlet};
 pub(crate) use enrolment::{Enrolment, Plan, Role, open_worker};
 pub(crate) use interface::interface_index;
 use interface::interface_mtu;
-use lane::{Indices, Lane};
+use lane::{Indices, Lane, Member};
 use orders::Orders;
 pub(crate) use units::Range;
 use units::Units;
@@ -162,13 +162,14 @@ impl Network {
         for order in Orders::new(dir).read().map_err(|e| unfit(&format!("the order of sockets is lost: {e}")))? {
             let mut sockets = Vec::new();
             for (group, inode) in order.sockets {
-                let udp: UdpSocket = given
+                let udp = given
                     .remove(&(group.clone(), order.kind, order.address))
                     .ok_or_else(|| unfit(&format!("group {group} has no worker any more")))?;
-                if orders::inode(&udp)? != inode {
+                let member = Member::new(&group, udp)?;
+                if member.inode != inode {
                     return Err(unfit(&format!("a socket of group {group} is another one")));
                 }
-                sockets.push((group, udp));
+                sockets.push(member);
             }
             lanes.push(Lane::adopt(order.kind, order.address, options, sockets));
         }

@@ -2,8 +2,7 @@
 //! one that was killed reads it, and takes over the sockets that the workers still have.
 
 use std::io;
-use std::net::{IpAddr, UdpSocket};
-use std::os::fd::AsFd;
+use std::net::IpAddr;
 use std::path::{Path, PathBuf};
 
 use serde::{Deserialize, Serialize};
@@ -28,11 +27,6 @@ pub(super) struct Orders {
     written: Vec<Order>,
 }
 
-/// By this number a socket is known, whoever has it open.
-pub(super) fn inode(udp: &UdpSocket) -> io::Result<u64> {
-    Ok(rustix::fs::fstat(udp.as_fd())?.st_ino)
-}
-
 impl Orders {
     /// Of a directory; nothing is written yet.
     pub fn new(dir: &Path) -> Self {
@@ -54,10 +48,10 @@ impl Orders {
     /// Those of files.
     pub fn write(&mut self, lanes: &[Lane]) -> io::Result<()> {
         let order = |l: &Lane| {
-            let sockets = l.sockets().map(|(group, udp)| Ok((group.to_string(), inode(udp)?)));
-            Ok(Order { kind: l.kind, address: l.address, sockets: sockets.collect::<io::Result<_>>()? })
+            let sockets = l.members().map(|m| (m.group.clone(), m.inode)).collect();
+            Order { kind: l.kind, address: l.address, sockets }
         };
-        let orders: Vec<Order> = lanes.iter().map(order).collect::<io::Result<_>>()?;
+        let orders: Vec<Order> = lanes.iter().map(order).collect();
         if orders == self.written {
             return Ok(());
         }

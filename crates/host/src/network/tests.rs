@@ -524,3 +524,41 @@ fn a_new_supervisor_takes_over_the_sockets_of_workers_that_go_on() {
     drop(workers);
     assert!(Network::open(&c, &dir.0).is_ok());
 }
+
+#[test]
+fn a_thousand_groups_have_their_packets() {
+    let (descriptors, needed) = (rustix::process::Resource::Nofile, Some(8192));
+    let mut limit = rustix::process::getrlimit(descriptors);
+    if limit.current < needed {
+        limit.current = needed;
+        if let Err(e) = rustix::process::setrlimit(descriptors, limit) {
+            return println!("skipped: {e}");
+        }
+    }
+    let ips = hosts(59);
+    let vnis: String =
+        (0..1000).map(|i| format!("group g{i} vni {}\n10.0.0.1 g{i} {}\n", 16_000 * (i + 1), ips[1])).collect();
+    let mut peer = Host::new(ips[1], "", &["default"]);
+    let mut host = Host::new(ips[0], "", &["default"]);
+    let began = Instant::now();
+    for i in 0..1000 {
+        host.network.enroll(&format!("g{i}"), i + 1).unwrap();
+    }
+    println!("{:?} for each group", began.elapsed() / 1000);
+    host.set_peers(&vnis);
+    for i in [0, 1, 499, 998, 999] {
+        let name = format!("g{i}");
+        let (enrolment, sockets) = host.network.sockets_of(&name).unwrap();
+        let (port, tunnel) = open_worker(&enrolment, sockets).unwrap();
+        let mut tx = Tx::default();
+        packets(&mut tx, ips[0], enrolment.qpns[0].0 + 77, 20);
+        host.workers.insert(name.clone(), Worker { enrolment, port, tunnel });
+        peer.workers.get_mut("default").unwrap().port.send(&mut tx);
+        assert_eq!(host.qpns().into_keys().collect::<Vec<_>>(), [name.clone()]);
+        let from = peer.tunnel("default").sockets().next().unwrap();
+        from.send_to(&[&vxlan(16_000 * (i + 1))[..], &frame([6, 0, 0, 0, 0, 1])].concat(), (ips[0], VXLAN_PORT))
+            .unwrap();
+        host.drain(&name);
+        assert_eq!(host.tunnel(&name).drops(), TunnelDrops { no_group: 1, ..TunnelDrops::default() });
+    }
+}
