@@ -10,11 +10,12 @@ mod announce;
 mod enrolment;
 mod interface;
 mod lane;
+mod orders;
 #[cfg(test)]
 mod tests;
 mod units;
 
-use std::collections::{BTreeMap, BTreeSet};
+use std::collections::{BTreeMap, BTreeSet, HashMap};
 use std::io;
 use std::net::{IpAddr, Ipv4Addr, SocketAddr, UdpSocket};
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
@@ -32,7 +33,8 @@ use announce::{Announcer, Outlet};
 pub(crate) use enrolment::{Enrolment, Plan, Role, open_worker};
 pub(crate) use interface::interface_index;
 use interface::interface_mtu;
-use lane::{Indices, Lane};
+use lane::{Indices, Lane, Member};
+use orders::Orders;
 pub(crate) use units::Range;
 use units::Units;
 
@@ -97,6 +99,7 @@ pub(crate) struct Network {
     file: PathBuf,
     peers: Peers,
     error: Option<String>,
+    orders: Orders,
     /// All that [`Network::on_event`] looks at.
     epoll: OwnedFd,
     changes: OwnedFd,
@@ -118,8 +121,70 @@ impl Network {
     /// One line: an address, a port or the MTU does not fit this host, a privilege is missing, or the file is bad.
     pub fn open(c: &WireConfig, dir: &Path) -> io::Result<Network> {
         let claim = |kind| c.addresses.iter().map(move |&a| Lane::claim(kind, a));
-        let mut lanes: Vec<Lane> = claim(Kind::Roce).chain(claim(Kind::Tunnel)).collect::<io::Result<_>>()?;
-        let options = Options { mark: c.firewall.then_some(firewall::MARK), full_icrc: c.full_icrc };
+        let lanes = claim(Kind::Roce).chain(claim(Kind::Tunnel)).collect::<io::Result<_>>()?;
+        Network::with_lanes(c, dir, lanes)
+    }
+
+    /// Takes over what a supervisor has left that was killed: each worker that goes on has given back its enrolment and its sockets.
+    ///
+    /// # Errors
+    /// As [`Network::open`]; or it cannot be known any more which socket gets which packets, since the workers are not those that there
+    /// were, or the configuration is another one (`InvalidData`). All workers are to be ended then, and [`Network::open`] begins anew.
+    pub fn adopt(c: &WireConfig, dir: &Path, workers: Vec<(Enrolment, Vec<OwnedFd>)>) -> io::Result<Network> {
+        let unfit = |why: &str| io::Error::new(io::ErrorKind::InvalidData, why.to_string());
+        let (mut given, mut flows, mut groups) = (HashMap::new(), Vec::new(), BTreeMap::new());
+        let mut units = Units::new();
+        for (e, sockets) in workers {
+            if e.roles.len() != sockets.len() || e.addresses != c.addresses || !units.take(&e.qpns) {
+                return Err(unfit("a worker has other sockets, addresses or QPNs than it should"));
+            }
+            let mut group = Group::new(e.id, e.qpns, &e.group);
+            let first = groups.is_empty();
+            for (role, fd) in e.roles.into_iter().zip(sockets) {
+                match role {
+                    Role::Roce(address) => _ = given.insert((e.group.clone(), Kind::Roce, address), fd.into()),
+                    Role::Tunnel(address) => _ = given.insert((e.group.clone(), Kind::Tunnel, address), fd.into()),
+                    Role::Flow(address, port) if first => flows.push(Flow { address, port, socket: fd.into() }),
+                    Role::Flow(..) => {}
+                    Role::Packets(address) => group.packets.push(Packets { address, socket: fd, filter: None }),
+                }
+            }
+            if groups.insert(e.group, group).is_some() {
+                return Err(unfit("two workers have one group"));
+            }
+        }
+        let packets = if c.full_icrc { ipv4(&c.addresses).count() } else { 0 };
+        if groups.values().any(|g| g.packets.len() != packets) {
+            return Err(unfit("--full-icrc is another one"));
+        }
+        let options = options(c);
+        let mut lanes = Vec::new();
+        for order in Orders::new(dir).read().map_err(|e| unfit(&format!("the order of sockets is lost: {e}")))? {
+            let mut sockets = Vec::new();
+            for (group, inode) in order.sockets {
+                let udp = given
+                    .remove(&(group.clone(), order.kind, order.address))
+                    .ok_or_else(|| unfit(&format!("group {group} has no worker any more")))?;
+                let member = Member::new(&group, udp)?;
+                if member.inode != inode {
+                    return Err(unfit(&format!("a socket of group {group} is another one")));
+                }
+                sockets.push(member);
+            }
+            lanes.push(Lane::adopt(order.kind, order.address, options, sockets));
+        }
+        if !given.is_empty() || lanes.len() != 2 * c.addresses.len() {
+            return Err(unfit("there are more workers or fewer addresses than there were"));
+        }
+        let mut network = Network::with_lanes(c, dir, lanes)?;
+        (network.flows, network.groups, network.units) = (Some(flows), groups, units);
+        network.steer()?;
+        network.groups_changed();
+        Ok(network)
+    }
+
+    fn with_lanes(c: &WireConfig, dir: &Path, mut lanes: Vec<Lane>) -> io::Result<Network> {
+        let options = options(c);
         for lane in &mut lanes {
             lane.set_options(options).map_err(|e| {
                 let text = format!("--firewall marks what this host sends ({e}): run as root, or with CAP_NET_ADMIN");
@@ -156,6 +221,7 @@ impl Network {
             file: c.peers.clone(),
             peers,
             error: None,
+            orders: Orders::new(dir),
             epoll,
             changes,
             announcer,
@@ -344,6 +410,7 @@ impl Network {
                 }
             })?;
         }
+        self.orders.write(&self.lanes)?;
         self.watch_own_sockets()?;
         self.set_filters()
     }
@@ -495,6 +562,10 @@ impl Network {
             firewall: self.firewall.as_ref().map(Firewall::table),
         }
     }
+}
+
+fn options(c: &WireConfig) -> Options {
+    Options { mark: c.firewall.then_some(firewall::MARK), full_icrc: c.full_icrc }
 }
 
 /// Which group has each QPN, as its index, and which has QPN 1 of an address. Other QPNs are the default group's.

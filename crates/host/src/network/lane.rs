@@ -19,7 +19,23 @@ enum Occupant {
     /// The supervisor.
     Own(UdpSocket),
     /// The worker of a group; this is the supervisor's duplicate.
-    Group(String, UdpSocket),
+    Group(Member),
+}
+
+/// A group's socket, and its inode, by which it is known whoever has it open.
+pub(super) struct Member {
+    pub group: String,
+    pub udp: UdpSocket,
+    pub inode: u64,
+}
+
+impl Member {
+    /// # Errors
+    /// Those of `fstat(2)`.
+    pub fn new(group: &str, udp: UdpSocket) -> io::Result<Self> {
+        let inode = rustix::fs::fstat(&udp)?.st_ino;
+        Ok(Member { group: group.into(), udp, inode })
+    }
 }
 
 /// Where the socket of each group stands.
@@ -43,6 +59,17 @@ impl Lane {
         Ok(Lane { kind, address, options: Options::default(), order: vec![Occupant::Own(own)] })
     }
 
+    /// A lane of a supervisor that is gone, with the sockets of its workers in the order in which the kernel has them.
+    pub fn adopt(kind: Kind, address: IpAddr, options: Options, members: Vec<Member>) -> Lane {
+        let order = members.into_iter().map(Occupant::Group).collect();
+        Lane { kind, address, options, order }
+    }
+
+    /// The groups' sockets, in the kernel's order.
+    pub fn members(&self) -> impl Iterator<Item = &Member> {
+        self.order.iter().filter_map(|o| if let Occupant::Group(m) = o { Some(m) } else { None })
+    }
+
     /// Gives these options to the supervisor's socket, and to those that are made from now on.
     ///
     /// # Errors
@@ -62,16 +89,7 @@ impl Lane {
 
     /// The socket of a group.
     pub fn socket(&self, group: &str) -> Option<&UdpSocket> {
-        self.order.iter().find_map(|o| match o {
-            Occupant::Group(name, udp) if name == group => Some(udp),
-            _ => None,
-        })
-    }
-
-    /// The index of a group's socket.
-    pub fn index(&self, group: &str) -> Option<u32> {
-        let at = self.order.iter().position(|o| matches!(o, Occupant::Group(name, _) if name == group))?;
-        Some(at as u32)
+        self.members().find(|m| m.group == group).map(|m| &m.udp)
     }
 
     /// Makes a socket for a group. [`Lane::steer`] is to follow.
@@ -80,25 +98,21 @@ impl Lane {
     /// Those of sockets.
     pub fn enter(&mut self, group: &str) -> io::Result<()> {
         let udp = open::share(self.kind, self.address, self.options)?;
-        self.order.push(Occupant::Group(group.into(), udp));
-        match self.socket(group).map_or(Ok(()), open::lock_filter) {
-            Ok(()) => Ok(()),
-            Err(e) => {
-                self.leave(group);
-                Err(e)
-            }
-        }
+        // If this fails, the socket is the last, and moves none when it is closed.
+        open::lock_filter(&udp)?;
+        self.order.push(Occupant::Group(Member::new(group, udp)?));
+        Ok(())
     }
 
     /// Takes a group's socket out, whoever has it open. [`Lane::steer`] is to follow.
     pub fn leave(&mut self, group: &str) {
-        if let Some(at) = self.index(group) {
-            self.remove(at as usize);
+        if let Some(at) = self.order.iter().position(|o| matches!(o, Occupant::Group(m) if m.group == group)) {
+            self.remove(at);
         }
     }
 
     fn remove(&mut self, at: usize) {
-        let (Occupant::Own(udp) | Occupant::Group(_, udp)) = self.order.swap_remove(at);
+        let (Occupant::Own(udp) | Occupant::Group(Member { udp, .. })) = self.order.swap_remove(at);
         open::depart(&udp);
     }
 
@@ -120,7 +134,7 @@ impl Lane {
         }
         let index = self.order.len() as u32;
         let groups = self.order.iter().zip(0..).filter_map(|(o, i)| match o {
-            Occupant::Group(name, _) => Some((name.as_str(), i)),
+            Occupant::Group(m) => Some((m.group.as_str(), i)),
             Occupant::Own(_) => None,
         });
         let program = program(&groups.collect(), index);

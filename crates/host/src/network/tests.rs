@@ -189,7 +189,7 @@ fn frames_come_from_peers_of_the_group_only() {
     assert!(h1.drain("blue").is_empty() && h1.drain("red").is_empty());
     assert_eq!(h1.info().drops, TunnelDrops { no_group: before.no_group + 2, ..before });
     // A number that no group has, and a packet without one.
-    let from = UdpSocket::from(h0.workers["blue"].tunnel.sockets().next().unwrap().try_clone().unwrap());
+    let from = h0.workers["blue"].tunnel.sockets().next().unwrap().try_clone().unwrap();
     from.send_to(&[&vxlan(77)[..], &frame].concat(), (b, VXLAN_PORT)).unwrap();
     from.send_to(&[8, 0], (b, VXLAN_PORT)).unwrap();
     settle(&mut [&mut h1]);
@@ -300,9 +300,12 @@ fn packets_find_the_group_of_their_qpn_also_while_groups_come_and_go() {
         let groups: Vec<(String, Range)> = host.workers.iter().map(|(n, w)| (n.clone(), w.enrolment.qpns[0])).collect();
         let mut expected = BTreeMap::new();
         for (name, (start, length)) in groups {
-            // Trains of ten, and single packets: 0, 1 and the last number are nobody's.
+            // Trains of ten, and single packets. Numbers 0 and 1 are no QP's.
             let ends = [(start.max(2), 10), (start + length / 2, 1), (start + length - 1, 10)];
-            ends.iter().for_each(|&(qpn, n)| packets(&mut tx, here, qpn, n));
+            for &(qpn, n) in &ends {
+                packets(&mut tx, here, qpn, n);
+                peer.workers.get_mut("default").unwrap().port.send(&mut tx);
+            }
             expected.insert(name, ends.iter().flat_map(|&(q, n)| vec![q; n]).collect::<Vec<_>>());
         }
         packets(&mut tx, here, 0xff_fffe, 2);
@@ -334,7 +337,6 @@ fn packets_find_the_group_of_their_qpn_also_while_groups_come_and_go() {
     let (kept, sockets) = host.network.sockets_of("g4").unwrap();
     let (mut thief, _tunnel) = open_worker(&kept, sockets).unwrap();
     host.remove("g4");
-    packets(&mut Tx::default(), here, kept.qpns[0].0, 1);
     check(&mut host, "a socket is kept");
     let mut tx = Tx::default();
     packets(&mut tx, here, kept.qpns[0].0, 5);
@@ -468,4 +470,95 @@ fn a_worker_hears_the_multicast_groups_that_it_asks_for() {
     assert_eq!(host.network.join("blue", &wanted).len(), 1);
     let many: Vec<IpAddr> = (0..300u16).map(|i| IpAddr::from([239, 2, (i >> 8) as u8, i as u8])).collect();
     assert_eq!(host.network.join("default", &many).len(), MAX_MULTICAST);
+}
+
+/// What is left of a host whose supervisor is killed: its directory and its workers.
+fn kill(host: Host) -> (Dir, BTreeMap<String, Worker>, Vec<(Enrolment, Vec<OwnedFd>)>) {
+    let Host { dir, mut network, workers } = host;
+    let given = workers.keys().map(|g| network.sockets_of(g).unwrap()).collect();
+    drop(network);
+    (dir, workers, given)
+}
+
+#[test]
+fn a_new_supervisor_takes_over_the_sockets_of_workers_that_go_on() {
+    let ips = hosts(58);
+    let mut peer = Host::new(ips[1], "", &["default"]);
+    let mut to = |host: &mut Host, qpn: u32| {
+        let mut tx = Tx::default();
+        packets(&mut tx, ips[0], qpn, 10);
+        peer.workers.get_mut("default").unwrap().port.send(&mut tx);
+        host.qpns().into_keys().collect::<Vec<_>>()
+    };
+    let mut host = Host::new(ips[0], "", &["default", "a", "b", "c", "d"]);
+    // Another order than that of the names.
+    host.remove("a");
+    host.add("e", 7);
+    let qpns: Vec<(String, u32)> = host.workers.iter().map(|(n, w)| (n.clone(), w.enrolment.qpns[0].0 + 5)).collect();
+    let more = host.network.more_qpns("d").unwrap().0;
+    let (dir, workers, given) = kill(host);
+    let c = config(&dir, &[ips[0]], "");
+    assert_eq!(Network::open(&c, &dir.0).err().unwrap().kind(), io::ErrorKind::AddrInUse, "the workers have the port");
+    let network = Network::adopt(&c, &dir.0, given).unwrap();
+    let mut host = Host { dir, network, workers };
+    let check = |host: &mut Host, to: &mut dyn FnMut(&mut Host, u32) -> Vec<String>| {
+        for (name, qpn) in &qpns {
+            assert_eq!(to(host, *qpn), [name.clone()]);
+        }
+        assert_eq!(to(host, more), ["d"]);
+    };
+    check(&mut host, &mut to);
+    host.add("f", 8);
+    check(&mut host, &mut to);
+    host.remove("f");
+    // Twice is as good as once.
+    let (dir, workers, given) = kill(host);
+    let network = Network::adopt(&c, &dir.0, given).unwrap();
+    let mut host = Host { dir, network, workers };
+    check(&mut host, &mut to);
+    // A worker was lost meanwhile, so nobody knows who gets what.
+    let (dir, mut workers, mut given) = kill(host);
+    given.remove(1);
+    workers.remove("b");
+    assert_eq!(Network::adopt(&c, &dir.0, given).err().unwrap().kind(), io::ErrorKind::InvalidData);
+    drop(workers);
+    assert!(Network::open(&c, &dir.0).is_ok());
+}
+
+#[test]
+fn a_thousand_groups_have_their_packets() {
+    let (descriptors, needed) = (rustix::process::Resource::Nofile, Some(8192));
+    let mut limit = rustix::process::getrlimit(descriptors);
+    if limit.current < needed {
+        limit.current = needed;
+        if let Err(e) = rustix::process::setrlimit(descriptors, limit) {
+            return println!("skipped: {e}");
+        }
+    }
+    let ips = hosts(59);
+    let vnis: String =
+        (0..1000).map(|i| format!("group g{i} vni {}\n10.0.0.1 g{i} {}\n", 16_000 * (i + 1), ips[1])).collect();
+    let mut peer = Host::new(ips[1], "", &["default"]);
+    let mut host = Host::new(ips[0], "", &["default"]);
+    let began = Instant::now();
+    for i in 0..1000 {
+        host.network.enroll(&format!("g{i}"), i + 1).unwrap();
+    }
+    println!("{:?} for each group", began.elapsed() / 1000);
+    host.set_peers(&vnis);
+    for i in [0, 1, 499, 998, 999] {
+        let name = format!("g{i}");
+        let (enrolment, sockets) = host.network.sockets_of(&name).unwrap();
+        let (port, tunnel) = open_worker(&enrolment, sockets).unwrap();
+        let mut tx = Tx::default();
+        packets(&mut tx, ips[0], enrolment.qpns[0].0 + 77, 20);
+        host.workers.insert(name.clone(), Worker { enrolment, port, tunnel });
+        peer.workers.get_mut("default").unwrap().port.send(&mut tx);
+        assert_eq!(host.qpns().into_keys().collect::<Vec<_>>(), [name.clone()]);
+        let from = peer.tunnel("default").sockets().next().unwrap();
+        from.send_to(&[&vxlan(16_000 * (i + 1))[..], &frame([6, 0, 0, 0, 0, 1])].concat(), (ips[0], VXLAN_PORT))
+            .unwrap();
+        host.drain(&name);
+        assert_eq!(host.tunnel(&name).drops(), TunnelDrops { no_group: 1, ..TunnelDrops::default() });
+    }
 }

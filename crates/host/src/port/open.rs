@@ -6,6 +6,7 @@ use std::net::{IpAddr, Ipv4Addr, SocketAddr, UdpSocket};
 use std::os::fd::{AsFd, AsRawFd, FromRawFd, OwnedFd};
 
 use rustix::net::{AddressFamily, SocketFlags, SocketType, sockopt};
+use serde::{Deserialize, Serialize};
 use unirdma_formats::net::VXLAN_PORT;
 use unirdma_formats::wire::ROCE_PORT;
 
@@ -24,7 +25,7 @@ pub(crate) struct Options {
 }
 
 /// A port of an address that workers share.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Serialize, Deserialize)]
 pub(crate) enum Kind {
     /// RoCEv2.
     Roce,

@@ -103,7 +103,7 @@ mod tests {
         let [v4, theirs_v4] = [5, 6].map(|n| Ipv4Addr::new(127, 0, 47, n));
         let [ours, theirs] = [v4, theirs_v4].map(IpAddr::from);
         let mut theirs_port = alone(theirs);
-        let socket = match packets(v4, &roce_to(v4, &Table::new([], 1), 1)) {
+        let socket = match packets(v4, &roce_to(v4, &Table::new([], u32::MAX), u32::MAX)) {
             Err(e) if e.kind() == io::ErrorKind::PermissionDenied => return println!("skipped: {e}"),
             s => s.unwrap(),
         };

@@ -1,0 +1,64 @@
+//! The order of the sockets of each lane, in a file: only the kernel knows it besides, and does not tell. A supervisor that comes after
+//! one that was killed reads it, and takes over the sockets that the workers still have.
+
+use std::io;
+use std::net::IpAddr;
+use std::path::{Path, PathBuf};
+
+use serde::{Deserialize, Serialize};
+
+use super::lane::Lane;
+use crate::port::open::Kind;
+
+/// Name of the file in the directory of the virtual layer.
+const FILE: &str = "sockets";
+
+/// A lane: its groups in the kernel's order, each with the inode of its socket.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub(super) struct Order {
+    pub kind: Kind,
+    pub address: IpAddr,
+    pub sockets: Vec<(String, u64)>,
+}
+
+/// The file, and what it says.
+pub(super) struct Orders {
+    file: PathBuf,
+    written: Vec<Order>,
+}
+
+impl Orders {
+    /// Of a directory; nothing is written yet.
+    pub fn new(dir: &Path) -> Self {
+        Orders { file: dir.join(FILE), written: Vec::new() }
+    }
+
+    /// What the file says.
+    ///
+    /// # Errors
+    /// There is no such file, or it is damaged.
+    pub fn read(&self) -> io::Result<Vec<Order>> {
+        let text = std::fs::read_to_string(&self.file)?;
+        serde_json::from_str(&text).map_err(|e| io::Error::new(io::ErrorKind::InvalidData, e))
+    }
+
+    /// Writes the orders of these lanes, if they are others than before. The file is whole at any time.
+    ///
+    /// # Errors
+    /// Those of files.
+    pub fn write(&mut self, lanes: &[Lane]) -> io::Result<()> {
+        let order = |l: &Lane| {
+            let sockets = l.members().map(|m| (m.group.clone(), m.inode)).collect();
+            Order { kind: l.kind, address: l.address, sockets }
+        };
+        let orders: Vec<Order> = lanes.iter().map(order).collect();
+        if orders == self.written {
+            return Ok(());
+        }
+        let new = self.file.with_extension("new");
+        std::fs::write(&new, serde_json::to_string(&orders).map_err(io::Error::other)?)?;
+        std::fs::rename(&new, &self.file)?;
+        self.written = orders;
+        Ok(())
+    }
+}
