@@ -196,7 +196,7 @@ pub fn serve(config: &HostConfig, stop: std::os::fd::BorrowedFd<'_>, ready: impl
         supervisor.run(stop, &admin)
     });
     supervisor.end();
-    for f in [ADMIN_SOCKET, keeper::SOCKET] {
+    for f in [ADMIN_SOCKET, keeper::SOCKET, network::ORDER_FILE] {
         let _ = std::fs::remove_file(dir.join(f));
     }
     for d in ["vrnics", "workers"] {

@@ -34,6 +34,7 @@ pub(crate) use enrolment::{Enrolment, Plan, Role, open_worker};
 pub(crate) use interface::interface_index;
 use interface::interface_mtu;
 use lane::{Indices, Lane, Member};
+pub(crate) use orders::FILE as ORDER_FILE;
 use orders::Orders;
 pub(crate) use units::Range;
 use units::Units;
@@ -125,7 +126,7 @@ impl Network {
         Network::with_lanes(c, dir, lanes)
     }
 
-    /// Takes over what a supervisor has left that was killed: each worker that goes on has given back its enrolment and its sockets.
+    /// Takes over what a supervisor has left that was killed: for each group what [`Network::to_keep`] said.
     ///
     /// # Errors
     /// As [`Network::open`]; or it cannot be known any more which socket gets which packets, since the workers are not those that there
@@ -139,13 +140,11 @@ impl Network {
                 return Err(unfit("a worker has other sockets, addresses or QPNs than it should"));
             }
             let mut group = Group::new(e.id, e.qpns, &e.group);
-            let first = groups.is_empty();
             for (role, fd) in e.roles.into_iter().zip(sockets) {
                 match role {
                     Role::Roce(address) => _ = given.insert((e.group.clone(), Kind::Roce, address), fd.into()),
                     Role::Tunnel(address) => _ = given.insert((e.group.clone(), Kind::Tunnel, address), fd.into()),
-                    Role::Flow(address, port) if first => flows.push(Flow { address, port, socket: fd.into() }),
-                    Role::Flow(..) => {}
+                    Role::Flow(address, port) => flows.push(Flow { address, port, socket: fd.into() }),
                     Role::Packets(address) => group.packets.push(Packets { address, socket: fd, filter: None }),
                 }
             }
@@ -291,8 +290,22 @@ impl Network {
     /// # Errors
     /// There is no such group, or no descriptor is left.
     pub fn sockets_of(&mut self, group: &str) -> io::Result<(Enrolment, Vec<OwnedFd>)> {
-        let g = self.groups.get_mut(group).ok_or_else(|| io::Error::other(format!("group {group} has no sockets")))?;
-        g.joined.clear();
+        if let Some(g) = self.groups.get_mut(group) {
+            g.joined.clear();
+        }
+        self.give(group, true)
+    }
+
+    /// The same for whoever keeps them until [`Network::adopt`]. The sockets that all groups share are with the default group only.
+    ///
+    /// # Errors
+    /// As [`Network::sockets_of`].
+    pub fn to_keep(&self, group: &str) -> io::Result<(Enrolment, Vec<OwnedFd>)> {
+        self.give(group, group == DEFAULT_GROUP)
+    }
+
+    fn give(&self, group: &str, flows: bool) -> io::Result<(Enrolment, Vec<OwnedFd>)> {
+        let g = self.groups.get(group).ok_or_else(|| io::Error::other(format!("group {group} has no sockets")))?;
         let (mut roles, mut sockets) = (Vec::new(), Vec::new());
         let mut give = |role, socket: BorrowedFd<'_>| -> io::Result<()> {
             roles.push(role);
@@ -305,7 +318,7 @@ impl Network {
                 give(role, udp.as_fd())?;
             }
         }
-        for f in self.flows.iter().flatten() {
+        for f in self.flows.iter().flatten().filter(|_| flows) {
             give(Role::Flow(f.address, f.port), f.socket.as_fd())?;
         }
         for p in &g.packets {

@@ -6,6 +6,7 @@
 //! names ([`Supervisor::names`]), which is held for moments.
 
 mod group;
+mod heritage;
 mod manage;
 
 use std::collections::{BTreeMap, BTreeSet};
@@ -31,12 +32,9 @@ use crate::keeper::Keeper;
 use crate::network::Network;
 use crate::protocol::{Begin, Call, MAX_NOTICE, Notice};
 use crate::vrnic::{IpNet, mac_of};
-use crate::{DEFAULT_GROUP, HostConfig, Isolation, fdpass, vrnic_dir};
+use crate::{DEFAULT_GROUP, HostConfig, Isolation, WireConfig, fdpass, vrnic_dir};
 use group::{Around, Group, Inner, KeptGroup, Member};
-
-/// First words of the keys of what the keeper has.
-const GROUP: &str = "group";
-const VRNIC: &str = "vrnic";
+use heritage::Heritage;
 
 /// Tokens in the epoll set. Those of a group have its number in their lower half.
 const STOP: u64 = 0;
@@ -87,15 +85,10 @@ impl Supervisor {
     /// # Errors
     /// One line: the directory, or a worker that cannot be taken over.
     pub fn open(config: &HostConfig) -> io::Result<Arc<Supervisor>> {
-        let found = match config.isolation {
+        let heritage = match config.isolation {
             Isolation::Threads => None,
-            Isolation::Processes => match Keeper::find(&config.dir) {
-                Ok(keeper) => Some(keeper),
-                Err(e) if e.kind() == io::ErrorKind::Unsupported => return Err(e),
-                Err(_) => None,
-            },
+            Isolation::Processes => Heritage::find(&config.dir)?,
         };
-        let found = found.filter(|_| config.wire.is_none());
         let (confinement, in_force) = match config.isolation {
             Isolation::Threads => (None, InForce::default()),
             Isolation::Processes => {
@@ -110,7 +103,7 @@ impl Supervisor {
                 (Some(plan), confine::confine_supervisor(needs))
             }
         };
-        let network = config.wire.as_ref().map(|w| Network::open(w, &config.dir)).transpose()?;
+        let (heritage, network) = Heritage::network(heritage, config.wire.as_ref(), &config.dir)?;
         let around = Around {
             isolation: config.isolation,
             confinement,
@@ -149,8 +142,8 @@ impl Supervisor {
             std::fs::set_permissions(&d, PermissionsExt::from_mode(0o700))?;
         }
         if s.around.isolation == Isolation::Processes {
-            match found {
-                Some(keeper) => s.adopt_all(keeper)?,
+            match heritage {
+                Some(h) => s.inherit(h),
                 None => *lock(&s.keeper) = Some(Keeper::start(&s.dir)?),
             }
             s.watch_keeper();
@@ -164,132 +157,6 @@ impl Supervisor {
 
     fn names(&self) -> MutexGuard<'_, Names> {
         lock(&self.names)
-    }
-
-    // --- what outlives a supervisor ---
-
-    /// Takes over what a supervisor that died has left.
-    fn adopt_all(self: &Arc<Self>, mut keeper: Keeper) -> io::Result<()> {
-        let (mut groups, mut members) = (Vec::new(), BTreeMap::<String, BTreeMap<String, Member>>::new());
-        for (kept, fds) in keeper.all()? {
-            match kept.key.split_once(' ') {
-                Some((GROUP, _)) => groups.push((serde_json::from_str::<KeptGroup>(&kept.what)?, fds)),
-                Some((VRNIC, key)) => {
-                    let group = key.split_once(' ').map_or(key, |(group, _)| group).to_string();
-                    if let Some(m) = Member::of_kept(serde_json::from_str(&kept.what)?, fds) {
-                        members.entry(group).or_default().insert(m.new.name.clone(), m);
-                    }
-                }
-                _ => {}
-            }
-        }
-        *lock(&self.keeper) = Some(keeper);
-        for (kept, fds) in groups {
-            let name = kept.begin.group.clone();
-            let members = members.remove(&name).unwrap_or_default();
-            match Group::adopt(kept, fds, members, self.around.clone()) {
-                Some(group) => self.take_over(group),
-                None => tracing::error!(group = name, "what the keeper has of it is not whole; it is lost"),
-            }
-        }
-        Ok(())
-    }
-
-    /// A group of another supervisor is known from now on.
-    fn take_over(self: &Arc<Self>, group: Group) {
-        let group = Arc::new(group);
-        {
-            let inner = group.lock();
-            let mut names = self.names();
-            names.next_group = names.next_group.max(group.id + 1);
-            for (name, m) in &inner.members {
-                let mac = mac_of(&m.new.ips, group.id);
-                names.vrnics.insert(name.clone(), Named { group: group.name.clone(), mac, ips: m.new.ips.clone() });
-                for (&id, first) in &m.containers {
-                    names.held.entry(id).or_default().insert(group.name.clone());
-                    self.next_connection.fetch_max(id + 1, Ordering::Relaxed);
-                    self.watch_once(first.as_fd(), CONTAINER + id);
-                }
-            }
-            names.groups.insert(group.name.clone(), group.clone());
-            tracing::info!(group = group.name, vrnics = inner.members.len(), "taken over");
-            if inner.worker.is_some() {
-                self.watch_worker(&group, &inner);
-                return;
-            }
-        }
-        self.revive(group);
-    }
-
-    /// Removes the directories of vRNICs and the sockets of workers that nobody serves.
-    fn remove_unserved(&self) -> io::Result<()> {
-        let names = self.names();
-        let entries = |d: PathBuf| std::fs::read_dir(d)?.map(|e| Ok(e?.path())).collect::<io::Result<Vec<PathBuf>>>();
-        let stem = |p: &Path| p.file_stem().unwrap_or_default().to_string_lossy().into_owned();
-        for path in entries(self.dir.join("vrnics"))? {
-            let name = path.file_name().unwrap_or_default().to_string_lossy().into_owned();
-            if !names.vrnics.contains_key(&name) {
-                let _ = std::fs::remove_dir_all(path);
-            }
-        }
-        for path in entries(self.around.doors.clone())?.iter().filter(|p| !names.groups.contains_key(&stem(p))) {
-            // A worker without a keeper: nobody has its vRNICs' sockets any more.
-            group::end_stranger(path);
-            let _ = std::fs::remove_file(path);
-        }
-        Ok(())
-    }
-
-    fn watch_keeper(&self) {
-        if let Some(k) = &*lock(&self.keeper) {
-            self.watch_once(k.pidfd(), KEEPER);
-        }
-    }
-
-    /// Lets the keeper have what is new. If that fails the keeper is about to be replaced by one that is told all.
-    fn with_keeper(&self, f: impl FnOnce(&mut Keeper) -> io::Result<()>) {
-        let mut keeper = lock(&self.keeper);
-        if let Some(Err(e)) = keeper.as_mut().map(f) {
-            tracing::error!(error = %e, "the keeper does not answer");
-        }
-    }
-
-    /// Lets the keeper have a group.
-    fn keep_group(&self, group: &Group, inner: &Inner) {
-        if let Some((kept, fds)) = group.to_keep(inner) {
-            let key = format!("{GROUP} {}", group.name);
-            self.with_keeper(|k| k.keep(&key, serde_json::to_string(&kept)?, &fds));
-        }
-    }
-
-    /// Lets the keeper have a vRNIC as it is now, or forget it.
-    fn keep_vrnic(&self, group: &Group, inner: &Inner, name: &str) {
-        let key = format!("{VRNIC} {} {name}", group.name);
-        self.with_keeper(|k| match inner.members.get(name) {
-            Some(m) => {
-                let (kept, fds) = m.to_keep();
-                k.keep(&key, serde_json::to_string(&kept)?, &fds)
-            }
-            None => k.forget(&key),
-        });
-    }
-
-    /// The keeper has died: there is another one, which is told all.
-    fn replace_keeper(&self) {
-        tracing::error!("the keeper has ended; there is another one");
-        match Keeper::start(&self.dir) {
-            Ok(k) => *lock(&self.keeper) = Some(k),
-            Err(e) => {
-                *lock(&self.keeper) = None;
-                tracing::error!(error = %e, "there is no keeper: if the supervisor dies, the workers end with its successor");
-            }
-        }
-        self.watch_keeper();
-        for group in self.groups() {
-            let inner = group.lock();
-            self.keep_group(&group, &inner);
-            inner.members.keys().for_each(|name| self.keep_vrnic(&group, &inner, name));
-        }
     }
 
     // --- groups ---
@@ -317,6 +184,7 @@ impl Supervisor {
             return Err(e.to_string());
         }
         self.keep_group(&group, &inner);
+        self.keep_sockets(name);
         self.watch_worker(&group, &inner);
         drop(inner);
         self.names().groups.insert(name.into(), group);
@@ -484,6 +352,7 @@ impl Supervisor {
             Notice::Qpns => {
                 let more = self.around.network.as_ref().and_then(|n| lock(n).more_qpns(&group.name));
                 if let Some(all) = more {
+                    self.keep_sockets(&group.name);
                     let _ = group.call(inner, &Call::Qpns(all), &[]);
                 }
             }

@@ -11,7 +11,7 @@ use super::lane::Lane;
 use crate::port::open::Kind;
 
 /// Name of the file in the directory of the virtual layer.
-const FILE: &str = "sockets";
+pub(crate) const FILE: &str = "sockets";
 
 /// A lane: its groups in the kernel's order, each with the inode of its socket.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]

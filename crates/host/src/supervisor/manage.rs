@@ -117,8 +117,7 @@ impl Supervisor {
             names.groups.remove(name).ok_or(format!("there is no group {name}"))?
         };
         self.end_group(&group);
-        let key = format!("{GROUP} {name}");
-        self.with_keeper(|k| k.forget(&key));
+        self.forget_group(name);
         Ok(Response::Done)
     }
 

@@ -1,0 +1,224 @@
+//! What outlives a supervisor: what the keeper is told, and how the next supervisor takes it over.
+
+use super::*;
+use crate::network::Enrolment;
+use crate::process::Child;
+
+/// First words of the keys of what the keeper has; the group follows, and for a vRNIC its name.
+pub(super) const GROUP: &str = "group";
+const SOCKETS: &str = "sockets";
+const VRNIC: &str = "vrnic";
+
+/// What a supervisor that died has left.
+pub(super) struct Heritage {
+    keeper: Keeper,
+    groups: Vec<(KeptGroup, Vec<OwnedFd>)>,
+    sockets: Vec<(Enrolment, Vec<OwnedFd>)>,
+    members: BTreeMap<String, BTreeMap<String, Member>>,
+}
+
+impl Heritage {
+    /// Finds it.
+    ///
+    /// # Errors
+    /// It is of another version: one line.
+    pub fn find(dir: &Path) -> io::Result<Option<Heritage>> {
+        let mut keeper = match Keeper::find(dir) {
+            Ok(keeper) => keeper,
+            Err(e) if e.kind() == io::ErrorKind::Unsupported => return Err(e),
+            Err(_) => return Ok(None),
+        };
+        let all = keeper.all()?;
+        let mut h = Heritage { keeper, groups: Vec::new(), sockets: Vec::new(), members: BTreeMap::new() };
+        for (kept, fds) in all {
+            let mut words = kept.key.splitn(3, ' ');
+            match (words.next(), words.next()) {
+                (Some(GROUP), _) => h.groups.push((serde_json::from_str(&kept.what)?, fds)),
+                (Some(SOCKETS), _) => h.sockets.push((serde_json::from_str(&kept.what)?, fds)),
+                (Some(VRNIC), Some(group)) => {
+                    if let Some(m) = Member::of_kept(serde_json::from_str(&kept.what)?, fds) {
+                        h.members.entry(group.into()).or_default().insert(m.new.name.clone(), m);
+                    }
+                }
+                _ => {}
+            }
+        }
+        Ok(Some(h))
+    }
+
+    /// Ends the workers that were left, and the keeper.
+    pub fn end(self) {
+        for (kept, fds) in self.groups {
+            if let Some(pidfd) = fds.into_iter().nth(1) {
+                let mut child = Child::of_pidfd(kept.pid, pidfd);
+                child.kill();
+                child.wait();
+            }
+        }
+        self.keeper.end();
+    }
+
+    /// The network of before, if there was one and the configuration has one that fits. What does not fit is ended, and there is no
+    /// heritage any more.
+    ///
+    /// # Errors
+    /// Those of [`Network::open`].
+    pub fn network(
+        mut heritage: Option<Heritage>,
+        config: Option<&WireConfig>,
+        dir: &Path,
+    ) -> io::Result<(Option<Heritage>, Option<Network>)> {
+        let had = heritage.as_ref().is_some_and(|h| !h.sockets.is_empty());
+        let sockets = heritage.as_mut().map(|h| std::mem::take(&mut h.sockets)).unwrap_or_default();
+        let adopted = match config {
+            None if !had => return Ok((heritage, None)),
+            None => Err(io::Error::new(io::ErrorKind::InvalidData, "there was a network, and there is none any more")),
+            Some(c) if heritage.is_some() => Network::adopt(c, dir, sockets).map(Some),
+            Some(c) => Network::open(c, dir).map(Some),
+        };
+        match (adopted, heritage) {
+            (Ok(network), heritage) => Ok((heritage, network)),
+            (Err(e), Some(h)) if e.kind() == io::ErrorKind::InvalidData => {
+                tracing::warn!(error = %e, "the workers of another supervisor cannot be taken over; they end");
+                h.end();
+                Ok((None, config.map(|c| Network::open(c, dir)).transpose()?))
+            }
+            (Err(e), _) => Err(e),
+        }
+    }
+}
+
+impl Supervisor {
+    /// Takes over what a supervisor that died has left.
+    pub(super) fn inherit(self: &Arc<Self>, heritage: Heritage) {
+        let Heritage { keeper, groups, mut members, .. } = heritage;
+        *lock(&self.keeper) = Some(keeper);
+        for (kept, fds) in groups {
+            let name = kept.begin.group.clone();
+            let members = members.remove(&name).unwrap_or_default();
+            match Group::adopt(kept, fds, members, self.around.clone()) {
+                Some(group) => self.take_over(group),
+                None => tracing::error!(group = name, "what the keeper has of it is not whole; it is lost"),
+            }
+        }
+        self.set_owners();
+        self.tell_plans();
+    }
+
+    /// A group of another supervisor is known from now on.
+    fn take_over(self: &Arc<Self>, group: Group) {
+        let group = Arc::new(group);
+        {
+            let inner = group.lock();
+            let mut names = self.names();
+            names.next_group = names.next_group.max(group.id + 1);
+            for (name, m) in &inner.members {
+                let mac = mac_of(&m.new.ips, group.id);
+                names.vrnics.insert(name.clone(), Named { group: group.name.clone(), mac, ips: m.new.ips.clone() });
+                for (&id, first) in &m.containers {
+                    names.held.entry(id).or_default().insert(group.name.clone());
+                    self.next_connection.fetch_max(id + 1, Ordering::Relaxed);
+                    self.watch_once(first.as_fd(), CONTAINER + id);
+                }
+            }
+            names.groups.insert(group.name.clone(), group.clone());
+            tracing::info!(group = group.name, vrnics = inner.members.len(), "taken over");
+            if inner.worker.is_some() {
+                self.watch_worker(&group, &inner);
+                return;
+            }
+        }
+        self.revive(group);
+    }
+
+    /// Removes the directories of vRNICs and the sockets of workers that nobody serves.
+    pub(super) fn remove_unserved(&self) -> io::Result<()> {
+        let names = self.names();
+        let entries = |d: PathBuf| std::fs::read_dir(d)?.map(|e| Ok(e?.path())).collect::<io::Result<Vec<PathBuf>>>();
+        let stem = |p: &Path| p.file_stem().unwrap_or_default().to_string_lossy().into_owned();
+        for path in entries(self.dir.join("vrnics"))? {
+            let name = path.file_name().unwrap_or_default().to_string_lossy().into_owned();
+            if !names.vrnics.contains_key(&name) {
+                let _ = std::fs::remove_dir_all(path);
+            }
+        }
+        for path in entries(self.around.doors.clone())?.iter().filter(|p| !names.groups.contains_key(&stem(p))) {
+            // A worker without a keeper: nobody has its vRNICs' sockets any more.
+            group::end_stranger(path);
+            let _ = std::fs::remove_file(path);
+        }
+        Ok(())
+    }
+
+    pub(super) fn watch_keeper(&self) {
+        if let Some(k) = &*lock(&self.keeper) {
+            self.watch_once(k.pidfd(), KEEPER);
+        }
+    }
+
+    /// Lets the keeper have what is new. If that fails the keeper is about to be replaced by one that is told all.
+    pub(super) fn with_keeper(&self, f: impl FnOnce(&mut Keeper) -> io::Result<()>) {
+        let mut keeper = lock(&self.keeper);
+        if let Some(Err(e)) = keeper.as_mut().map(f) {
+            tracing::error!(error = %e, "the keeper does not answer");
+        }
+    }
+
+    /// Lets the keeper have a group.
+    pub(super) fn keep_group(&self, group: &Group, inner: &Inner) {
+        if let Some((kept, fds)) = group.to_keep(inner) {
+            let key = format!("{GROUP} {}", group.name);
+            self.with_keeper(|k| k.keep(&key, serde_json::to_string(&kept)?, &fds));
+        }
+    }
+
+    /// Lets the keeper have a group's sockets of the network.
+    pub(super) fn keep_sockets(&self, group: &str) {
+        let Some(n) = &self.around.network else { return };
+        let kept = lock(n).to_keep(group);
+        let key = format!("{SOCKETS} {group}");
+        self.with_keeper(|k| {
+            let (enrolment, sockets) = kept?;
+            let sockets: Vec<BorrowedFd<'_>> = sockets.iter().map(AsFd::as_fd).collect();
+            k.keep(&key, serde_json::to_string(&enrolment)?, &sockets)
+        });
+    }
+
+    /// Lets the keeper forget a group.
+    pub(super) fn forget_group(&self, group: &str) {
+        for kind in [GROUP, SOCKETS] {
+            self.with_keeper(|k| k.forget(&format!("{kind} {group}")));
+        }
+    }
+
+    /// Lets the keeper have a vRNIC as it is now, or forget it.
+    pub(super) fn keep_vrnic(&self, group: &Group, inner: &Inner, name: &str) {
+        let key = format!("{VRNIC} {} {name}", group.name);
+        self.with_keeper(|k| match inner.members.get(name) {
+            Some(m) => {
+                let (kept, fds) = m.to_keep();
+                k.keep(&key, serde_json::to_string(&kept)?, &fds)
+            }
+            None => k.forget(&key),
+        });
+    }
+
+    /// The keeper has died: there is another one, which is told all.
+    pub(super) fn replace_keeper(&self) {
+        tracing::error!("the keeper has ended; there is another one");
+        match Keeper::start(&self.dir) {
+            Ok(k) => *lock(&self.keeper) = Some(k),
+            Err(e) => {
+                *lock(&self.keeper) = None;
+                tracing::error!(error = %e, "there is no keeper: if the supervisor dies, the workers end with its successor");
+            }
+        }
+        self.watch_keeper();
+        for group in self.groups() {
+            let inner = group.lock();
+            self.keep_group(&group, &inner);
+            self.keep_sockets(&group.name);
+            inner.members.keys().for_each(|name| self.keep_vrnic(&group, &inner, name));
+        }
+    }
+}
