@@ -188,6 +188,7 @@ pub fn serve(config: &HostConfig, stop: std::os::fd::BorrowedFd<'_>, ready: impl
     let result = control::Control::new(dir.clone(), engine.clone(), switch, admin, wire)?.run(stop, ready);
     engine.stop();
     let _ = std::fs::remove_file(dir.join(ADMIN_SOCKET));
+    let _ = std::fs::remove_file(dir.join(network::ORDER_FILE));
     let _ = std::fs::remove_dir_all(&vrnics);
     result
 }

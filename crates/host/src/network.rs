@@ -34,6 +34,7 @@ pub(crate) use enrolment::{Enrolment, Plan, Role, open_worker};
 pub(crate) use interface::interface_index;
 use interface::interface_mtu;
 use lane::{Indices, Lane, Member};
+pub(crate) use orders::ORDER_FILE;
 use orders::Orders;
 pub(crate) use units::Range;
 use units::Units;
