@@ -34,7 +34,7 @@ pub(crate) use enrolment::{Enrolment, Plan, Role, open_worker};
 pub(crate) use interface::interface_index;
 use interface::interface_mtu;
 use lane::{Indices, Lane, Member};
-pub(crate) use orders::FILE as ORDER_FILE;
+pub(crate) use orders::ORDER_FILE;
 use orders::Orders;
 pub(crate) use units::Range;
 use units::Units;
@@ -61,8 +61,6 @@ const ALL_BYTES: u32 = u32::MAX;
 struct Group {
     id: u32,
     qpns: Vec<Range>,
-    /// The group whose worker serves it.
-    worker: String,
     /// Its packet sockets, and the values of QPNs in the filter of each.
     packets: Vec<Packets>,
     /// IP multicast groups that its worker has sockets of.
@@ -70,8 +68,8 @@ struct Group {
 }
 
 impl Group {
-    fn new(id: u32, qpns: Vec<Range>, worker: &str) -> Self {
-        Group { id, qpns, worker: worker.into(), packets: Vec::new(), joined: BTreeSet::new() }
+    fn new(id: u32, qpns: Vec<Range>) -> Self {
+        Group { id, qpns, packets: Vec::new(), joined: BTreeSet::new() }
     }
 }
 
@@ -139,7 +137,7 @@ impl Network {
             if e.roles.len() != sockets.len() || e.addresses != c.addresses || !units.take(&e.qpns) {
                 return Err(unfit("a worker has other sockets, addresses or QPNs than it should"));
             }
-            let mut group = Group::new(e.id, e.qpns, &e.group);
+            let mut group = Group::new(e.id, e.qpns);
             for (role, fd) in e.roles.into_iter().zip(sockets) {
                 match role {
                     Role::Roce(address) => _ = given.insert((e.group.clone(), Kind::Roce, address), fd.into()),
@@ -246,7 +244,7 @@ impl Network {
             return Err(io::Error::new(io::ErrorKind::AlreadyExists, format!("group {group} has sockets already")));
         }
         let qpns = self.units.first().ok_or_else(|| io::Error::other("all QPNs of this host are taken by groups"))?;
-        self.groups.insert(group.into(), Group::new(id, vec![qpns], group));
+        self.groups.insert(group.into(), Group::new(id, vec![qpns]));
         let done = self.make_sockets(group).and_then(|()| self.sockets_of(group));
         if done.is_err() {
             self.dismiss(group);
@@ -415,11 +413,8 @@ impl Network {
                     steer::by_qpn(&table, manager)
                 }
                 Kind::Tunnel => {
-                    let range = |(name, g): (&String, &Group)| {
-                        let vni = peers.vni(name)?;
-                        Some((vni, 1, *at.get(g.worker.as_str())?))
-                    };
-                    steer::by_vni(&Table::new(groups.iter().filter_map(range), own))
+                    let range = |name: &String| Some((peers.vni(name)?, 1, *at.get(name.as_str())?));
+                    steer::by_vni(&Table::new(groups.keys().filter_map(range), own))
                 }
             })?;
         }
@@ -584,9 +579,10 @@ fn options(c: &WireConfig) -> Options {
 /// Which group has each QPN, as its index, and which has QPN 1 of an address. Other QPNs are the default group's.
 fn qpn_table(groups: &BTreeMap<String, Group>, owner: Option<&String>, at: &Indices<'_>) -> (Table, u32) {
     let default = at.get(DEFAULT_GROUP).copied().unwrap_or(0);
-    let index = |g: &Group| at.get(g.worker.as_str()).copied();
-    let ranges = groups.values().flat_map(|g| g.qpns.iter().filter_map(move |&(s, n)| Some((s, n, index(g)?))));
-    let manager = owner.and_then(|o| groups.get(o)).and_then(index).unwrap_or(default);
+    let index = |name: &String| at.get(name.as_str()).copied();
+    let ranges =
+        groups.iter().flat_map(|(name, g)| g.qpns.iter().filter_map(move |&(s, n)| Some((s, n, index(name)?))));
+    let manager = owner.and_then(index).unwrap_or(default);
     (Table::new(ranges, default), manager)
 }
 

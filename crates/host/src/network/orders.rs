@@ -10,8 +10,8 @@ use serde::{Deserialize, Serialize};
 use super::lane::Lane;
 use crate::port::open::Kind;
 
-/// Name of the file in the directory of the virtual layer.
-pub(crate) const FILE: &str = "sockets";
+/// Name of the file in the directory of the virtual layer, which is removed when the virtual layer ends with all its workers.
+pub(crate) const ORDER_FILE: &str = "sockets";
 
 /// A lane: its groups in the kernel's order, each with the inode of its socket.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
@@ -30,7 +30,7 @@ pub(super) struct Orders {
 impl Orders {
     /// Of a directory; nothing is written yet.
     pub fn new(dir: &Path) -> Self {
-        Orders { file: dir.join(FILE), written: Vec::new() }
+        Orders { file: dir.join(ORDER_FILE), written: Vec::new() }
     }
 
     /// What the file says.

@@ -472,8 +472,11 @@ fn a_worker_hears_the_multicast_groups_that_it_asks_for() {
     assert_eq!(host.network.join("default", &many).len(), MAX_MULTICAST);
 }
 
+/// What a worker gives back.
+type Given = (Enrolment, Vec<OwnedFd>);
+
 /// What is left of a host whose supervisor is killed: its directory and its workers.
-fn kill(host: Host) -> (Dir, BTreeMap<String, Worker>, Vec<(Enrolment, Vec<OwnedFd>)>) {
+fn kill(host: Host) -> (Dir, BTreeMap<String, Worker>, Vec<Given>) {
     let Host { dir, mut network, workers } = host;
     let given = workers.keys().map(|g| network.sockets_of(g).unwrap()).collect();
     drop(network);
@@ -503,7 +506,7 @@ fn a_new_supervisor_takes_over_the_sockets_of_workers_that_go_on() {
     let mut host = Host { dir, network, workers };
     let check = |host: &mut Host, to: &mut dyn FnMut(&mut Host, u32) -> Vec<String>| {
         for (name, qpn) in &qpns {
-            assert_eq!(to(host, *qpn), [name.clone()]);
+            assert_eq!(to(host, *qpn), [name.as_str()]);
         }
         assert_eq!(to(host, more), ["d"]);
     };
@@ -554,7 +557,7 @@ fn a_thousand_groups_have_their_packets() {
         packets(&mut tx, ips[0], enrolment.qpns[0].0 + 77, 20);
         host.workers.insert(name.clone(), Worker { enrolment, port, tunnel });
         peer.workers.get_mut("default").unwrap().port.send(&mut tx);
-        assert_eq!(host.qpns().into_keys().collect::<Vec<_>>(), [name.clone()]);
+        assert_eq!(host.qpns().into_keys().collect::<Vec<_>>(), [name.as_str()]);
         let from = peer.tunnel("default").sockets().next().unwrap();
         from.send_to(&[&vxlan(16_000 * (i + 1))[..], &frame([6, 0, 0, 0, 0, 1])].concat(), (ips[0], VXLAN_PORT))
             .unwrap();

@@ -124,15 +124,12 @@ impl Worker {
 
     /// The next notice that has come; what is none is left out.
     pub fn notice(&self, buffer: &mut [u8]) -> Option<Notice> {
-        loop {
-            match rustix::net::recv(&self.notices, &mut *buffer, rustix::net::RecvFlags::DONTWAIT) {
-                Ok((n @ 1.., _)) => match serde_json::from_slice(&buffer[..n]) {
-                    Ok(notice) => return Some(notice),
-                    Err(_) => {}
-                },
-                _ => return None,
+        while let Ok((n @ 1.., _)) = rustix::net::recv(&self.notices, &mut *buffer, rustix::net::RecvFlags::DONTWAIT) {
+            if let Ok(notice) = serde_json::from_slice(&buffer[..n]) {
+                return Some(notice);
             }
         }
+        None
     }
 
     /// It has not closed its end for notices.
