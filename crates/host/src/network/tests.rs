@@ -498,7 +498,7 @@ fn a_new_supervisor_takes_over_the_sockets_of_workers_that_go_on() {
     host.remove("a");
     host.add("e", 7);
     let qpns: Vec<(String, u32)> = host.workers.iter().map(|(n, w)| (n.clone(), w.enrolment.qpns[0].0 + 5)).collect();
-    let more = host.network.more_qpns("d").unwrap().0;
+    let more = host.network.more_qpns("d").unwrap()[1].0;
     let (dir, workers, given) = kill(host);
     let c = config(&dir, &[ips[0]], "");
     assert_eq!(Network::open(&c, &dir.0).err().unwrap().kind(), io::ErrorKind::AddrInUse, "the workers have the port");
