@@ -17,6 +17,10 @@ pub(crate) const EXAMPLES: &str = "Examples:
   unirdma host --address 192.168.7.1 --peers peers.txt   and of other hosts, by RoCEv2 (UDP port 4791)
   unirdma host --address 192.168.7.1 --peers peers.txt --firewall         and no other user of this host may pretend to be it
   unirdma host --address 192.168.7.1 --peers peers.txt --firewall=print   the rules for that
+  unirdma host --user rdma                               as root: workers run as the user `rdma`
+
+Each group has a worker, a process of its own, which is started anew if it dies (see `unirdma status`). If `unirdma host` itself is killed, the
+workers serve on, and the next `unirdma host` with the same directory takes them over. Ctrl-C and SIGTERM end all of them.
 
 The peers file has a line for each vRNIC of another host: its virtual address, its group, its host's address:
   10.0.0.2      default  192.168.7.2
@@ -29,8 +33,8 @@ A foreign peer knows a vRNIC by its GID, so give that vRNIC this host's own addr
 
 #[derive(Args)]
 pub(crate) struct HostArgs {
-    /// Polling threads, or fewest and most: more than the fewest come and go with the load [default: one for each core if they
-    /// share them, else 1 to half as many as cores]
+    /// Polling threads of each group, or fewest and most: more than the fewest come and go with the load [default: one for each core
+    /// if they share them, else 1 to half as many as cores]
     #[arg(long, value_name = "N[-MOST]", value_parser = parse_pollers)]
     pollers: Option<(usize, usize)>,
     /// Whether polling threads share their cores with programs: auto (they do on up to 3 cores), shared (one for each core, and
@@ -60,7 +64,8 @@ pub(crate) struct HostArgs {
     /// that are removed at the end (root); `print` shows the rules and ends, for every user
     #[arg(long, value_name = "HOW", requires = "peers", num_args = 0..=1, require_equals = true, default_missing_value = "on", value_parser = ["on", "print"])]
     firewall: Option<String>,
-    /// The user that the processes serving vRNICs run as, if this is root [default: unirdma if there is such a user, else nobody]
+    /// The user that workers, the processes that serve groups, run as; for root only [default: unirdma if there is such a user, else
+    /// nobody]
     #[arg(long, value_name = "NAME")]
     user: Option<String>,
     /// Neither make nor check the invariant CRC; for measurements only, with the same at the peer
@@ -163,7 +168,7 @@ pub(crate) fn worker() -> io::Result<()> {
     work(door()?, Alone::Waits)
 }
 
-/// Keeps what a supervisor to come must have.
+/// Keeps what the next supervisor must have.
 pub(crate) fn keeper() -> io::Result<()> {
     keep(&door()?)
 }

@@ -55,7 +55,7 @@ enum Command {
     /// Serve the vRNICs of a group: what `unirdma host` starts
     #[command(hide = true)]
     Worker(hosting::WorkerArgs),
-    /// Keep what a supervisor needs that comes after this one: what `unirdma host` starts
+    /// Keep what the next `unirdma host` needs if this one is killed: what `unirdma host` starts
     #[command(hide = true)]
     Keeper,
     /// Make, list, show and remove vRNICs
@@ -63,7 +63,7 @@ enum Command {
         #[command(subcommand)]
         command: VrnicCommand,
     },
-    /// Make, list and remove groups: only vRNICs of one group may connect
+    /// Make, list and remove groups: only vRNICs of one group may connect, and each group has a process of its own
     Group {
         #[command(subcommand)]
         command: GroupCommand,
@@ -77,7 +77,7 @@ enum Command {
     /// Capture packets, also those that never left this host, until interrupted
     #[command(after_help = capture::EXAMPLES)]
     Capture(capture::CaptureArgs),
-    /// Show the virtual layer itself
+    /// Show the virtual layer itself: its processes, what they are kept from doing, its network
     Status {
         #[command(flatten)]
         out: Out,
@@ -100,7 +100,7 @@ enum VrnicCommand {
     Add(AddArgs),
     /// Give a vRNIC another part of the virtual layer, or other rights, while its programs run
     #[command(
-        after_help = "Examples:\n  unirdma vrnic set a --weight 300            three times the time of a vRNIC with the default weight, when both want it\n  unirdma vrnic set a --rate 10G --ops 2M     at most 10 Gbit/s and 2 million requests a second\n  unirdma vrnic set a --rate none             as fast as it can again\n  unirdma vrnic set r --allow-spoof on        `r` routes for others, so it sends with their addresses\n  unirdma vrnic set a --max-mappings 1000     its programs' memory takes at most 1,000 mappings of the virtual layer"
+        after_help = "Examples:\n  unirdma vrnic set a --weight 300            three times the time of a vRNIC of its group with the default weight, when both want it\n  unirdma vrnic set a --rate 10G --ops 2M     at most 10 Gbit/s and 2 million requests a second\n  unirdma vrnic set a --rate none             as fast as it can again\n  unirdma vrnic set r --allow-spoof on        `r` routes for others, so it sends with their addresses\n  unirdma vrnic set a --max-mappings 1000     its programs' memory takes at most 1,000 mappings of the virtual layer"
     )]
     Set {
         /// Name of the vRNIC
@@ -158,7 +158,7 @@ enum VrnicCommand {
 
 #[derive(Args)]
 struct ShareArgs {
-    /// Time of the virtual layer, in relation to that of other vRNICs, while they want it too [default: 100]
+    /// Time of its group's worker, in relation to that of the group's other vRNICs, while they want it too [default: 100]
     #[arg(long, value_name = "1-10000", value_parser = clap::value_parser!(u32).range(1..=i64::from(unirdma_host::MAX_WEIGHT)))]
     weight: Option<u32>,
     /// Most bits a second that its programs send, with K, M, G or T, or `none` [default: none]
@@ -235,7 +235,8 @@ impl AddArgs {
 
 #[derive(Args)]
 struct HeldArgs {
-    /// Most descriptors that its programs make the virtual layer hold [default: half of what other vRNICs leave, as below]
+    /// Most descriptors that its programs make their group's worker hold [default: half of what the group's other vRNICs leave, as
+    /// below]
     #[arg(long, value_name = "N")]
     max_descriptors: Option<u64>,
     /// Most mappings of memory files

@@ -1,4 +1,4 @@
-//! The pollers: threads that run the RNIC while there is work and sleep while there is none.
+//! The pollers of a worker: threads that run its RNIC while there is work and sleep while there is none.
 //!
 //! On a machine with few cores there is one poller for each core, pinned, and everybody yields: an
 //! application that has posted yields to the poller of its own core, so a request never waits for a

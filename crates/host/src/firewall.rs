@@ -132,7 +132,7 @@ impl Firewall {
         std::fs::write(dir.join(FILE), format!("{}\n", table(dir)))?;
         let (updates, later) = mpsc::channel::<BTreeSet<IpAddr>>();
         let (of_dir, own) = (dir.to_path_buf(), own.to_vec());
-        // The control thread does not wait for a program.
+        // The supervisor's thread does not wait for a program.
         let update = move || {
             while let Ok(peers) = later.recv() {
                 if let Err(e) = nft(&rules(&of_dir, &own, &peers)) {

@@ -1,8 +1,9 @@
-//! The virtual layer of one host: a supervisor with the administration socket, and a worker for each group with its vRNICs' sessions,
-//! pollers, and the switch of its containers' taps.
+//! The virtual layer of one host: a supervisor with the administration socket; a worker for each group, with the sessions of its vRNICs'
+//! programs, pollers, and the switch of its containers' interfaces; and a keeper, which has what the next supervisor needs.
 //!
-//! Knows all layers below. In a worker one thread owns the control path (vhost-user, control queues, the supervisor's calls), one or
-//! more pollers execute work requests, one thread switches Ethernet frames. It must never let one vRNIC's frontend block another's.
+//! Knows all layers below. [`serve`] is a supervisor, [`work`] a worker, [`keep`] a keeper. In a worker one thread owns the control path
+//! (vhost-user, control queues, the supervisor's calls), one or more pollers execute work requests, one thread switches Ethernet frames.
+//! It must never let one vRNIC's frontend block another's, nor one group's worker that of another group.
 
 pub mod admin;
 pub mod confine;

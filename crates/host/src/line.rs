@@ -1,7 +1,7 @@
-//! A connection between the supervisor and a worker: messages as JSON after their length, with descriptors beside them.
+//! A connection between the supervisor and a worker, or the keeper: messages as JSON after their length, with descriptors beside them.
 //!
-//! Neither side believes the other to be quick: whoever waits for a message has a deadline for all of it. The supervisor does not
-//! believe the worker at all, so a message has a greatest length, too, and descriptors that are not wanted are closed.
+//! Whoever waits for a message has a deadline for all of it. The supervisor does not believe a worker, so a message has a greatest
+//! length, too. Descriptors that nobody asked for are closed when the caller drops them.
 
 use std::io;
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};

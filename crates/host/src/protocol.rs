@@ -50,11 +50,11 @@ pub(crate) struct NewVrnic {
 /// What a supervisor asks of a worker.
 #[derive(Debug, Serialize, Deserialize)]
 pub(crate) enum Call {
-    /// The first call of a connection. With the socket for notices.
+    /// The first call of each connection. With the socket for notices.
     Hello {
         version: u32,
     },
-    /// The first call of all: of which group this is the worker.
+    /// The second call of a worker's first connection: of which group this is the worker. With its sockets, if there is a network.
     Begin(Box<Begin>),
     /// With the socket that its programs connect to.
     Add(NewVrnic),

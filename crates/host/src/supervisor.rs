@@ -2,8 +2,9 @@
 //! administrators. It executes nothing for a tenant, and nothing that a worker does or leaves undone keeps it from serving others.
 //!
 //! Its thread waits for what happens; each administration connection and whatever has to wait for a worker has a thread of its own.
-//! Locks, in this order: a group's own (`Group::lock`), which is held while its worker answers; that of the keeper; and that of the
-//! names ([`Supervisor::names`]), which is held for moments.
+//! Locks, in this order: a group's own (`Group::lock`), which is held while its worker answers; then that of the keeper
+//! (`Supervisor::keeper`) or that of the network (`Around::network`), never both; and that of the names ([`Supervisor::names`]), which
+//! is held for moments. Nobody holds the locks of two groups.
 
 mod group;
 mod heritage;

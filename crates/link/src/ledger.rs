@@ -1,4 +1,4 @@
-//! The ledger: an account for each vRNIC of what it makes the virtual layer hold of things that are few and everybody's.
+//! The ledger: an account for each vRNIC of what it makes its worker hold of things that are few and belong to all vRNICs of that worker.
 //!
 //! Besides what an operator allows it, a vRNIC may have half of what the others leave. So one vRNIC has half at most, the next one half of
 //! the rest, and so on: however many vRNICs take all that they can, another one gets something too.

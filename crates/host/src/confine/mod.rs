@@ -1,7 +1,7 @@
 //! Confinement: what a worker may do, so that whoever takes it over by an error of ours has gained as little as possible.
 //!
 //! The supervisor makes a [`Plan`] once, sends it to each worker, and puts workers into cgroups ([`Cgroups`]). A worker calls [`enter`]
-//! first of all, while it has one thread, and [`thread`] at the start of each thread. What a kernel or a container refuses is left
+//! as soon as it has the plan, while it has one thread, and [`thread`] at the start of each thread. What a kernel or a container refuses is left
 //! out, and [`InForce`] says so; nothing here fails for that reason.
 
 mod cgroup;

@@ -27,9 +27,9 @@ use crate::{Isolation, context};
 
 /// How long a worker may take to answer.
 const PATIENCE: Duration = Duration::from_secs(10);
-/// A worker that lived for so long is started anew at once when it dies.
+/// A worker that lived for so long is started anew at once when it dies, and so is one that dies sooner for the first time.
 const STEADY: Duration = Duration::from_secs(2);
-/// Else it is started after a pause, twice as long each time, up to the maximum.
+/// From the second such death in a row on there is a pause: this, times two to the power of their number, up to the maximum.
 const FIRST_PAUSE: Duration = Duration::from_millis(20);
 const LAST_PAUSE: Duration = Duration::from_secs(5);
 

@@ -3,7 +3,7 @@
 use rustix::process::{Resource, Rlimit, getrlimit, setrlimit};
 use unirdma_link::Ledger;
 
-/// Descriptors that the virtual layer keeps for itself: listeners, administration, ports, logs.
+/// Descriptors that a worker keeps for itself: listeners, its supervisor, sockets to other hosts, pollers.
 const OWN_DESCRIPTORS: u64 = 512;
 /// Mappings that it keeps for itself: code, threads, heaps.
 const OWN_MAPPINGS: u64 = 4096;
