@@ -67,6 +67,8 @@ pub(crate) struct Lab {
     pub dir: PathBuf,
     exe: PathBuf,
     host: Child,
+    /// Of `unirdma host`.
+    args: Vec<String>,
     user: Option<u32>,
     netns: Option<String>,
     count: std::cell::Cell<u32>,
@@ -136,16 +138,10 @@ impl Lab {
         c.arg(&exe).arg("--dir").arg(dir.join("run")).arg("host").args(args).current_dir(&dir);
         let host = c.stderr(log).stdin(Stdio::null()).spawn().map_err(|e| format!("unirdma host: {e}"))?;
         let netns = netns.map(String::from);
-        let mut lab = Lab { dir, exe, host, user, netns, count: std::cell::Cell::new(0), has_sandbox: true };
+        let args = args.iter().map(ToString::to_string).collect();
+        let mut lab = Lab { dir, exe, host, args, user, netns, count: std::cell::Cell::new(0), has_sandbox: true };
         lab.has_sandbox = lab.unirdma(&["run", "--help"]).text.contains("--bind");
-        let start = Instant::now();
-        while !lab.unirdma(&["status"]).ok() {
-            if start.elapsed() > Duration::from_secs(10) || matches!(lab.host.try_wait(), Ok(Some(_))) {
-                let log = std::fs::read_to_string(lab.dir.join("host.log")).unwrap_or_default();
-                return Err(format!("the virtual layer did not start: {log}"));
-            }
-            std::thread::sleep(Duration::from_millis(10));
-        }
+        lab.wait_up()?;
         Ok(lab)
     }
 
@@ -157,6 +153,59 @@ impl Lab {
     /// Process of the virtual layer.
     pub fn pid(&self) -> u32 {
         self.host.id()
+    }
+
+    /// Group, process and number of restarts of each worker.
+    ///
+    /// # Errors
+    /// The virtual layer does not answer.
+    pub fn workers(&self) -> Result<Vec<(String, i32, u64)>> {
+        let o = self.unirdma(&["status", "--json"]);
+        let status: serde_json::Value = serde_json::from_str(&o.text).map_err(|e| format!("{e}: {}", o.text))?;
+        let worker = |w: &serde_json::Value| {
+            let pid = w["pid"].as_i64().unwrap_or(0) as i32;
+            (w["group"].as_str().unwrap_or_default().into(), pid, w["restarts"].as_u64().unwrap_or(0))
+        };
+        Ok(status["workers"].as_array().into_iter().flatten().map(worker).collect())
+    }
+
+    /// Process of a group's worker, and how often it was started anew.
+    ///
+    /// # Errors
+    /// It has none for the moment.
+    pub fn worker(&self, group: &str) -> Result<(i32, u64)> {
+        let found = self.workers()?.into_iter().find(|w| w.0 == group && w.1 > 0);
+        found.map(|w| (w.1, w.2)).ok_or_else(|| format!("group {group} has no worker"))
+    }
+
+    /// Kills the supervisor. Its workers go on.
+    pub fn kill_host(&mut self) {
+        let _ = self.host.kill();
+        let _ = self.host.wait();
+    }
+
+    /// Starts a supervisor again, with the arguments that the first one had.
+    ///
+    /// # Errors
+    /// It did not come up: its log.
+    pub fn start_again(&mut self) -> Result<()> {
+        let log = File::options().append(true).open(self.dir.join("host.log")).map_err(|e| e.to_string())?;
+        let mut c = command(self.user, self.netns.as_deref());
+        c.arg(&self.exe).arg("--dir").arg(self.dir.join("run")).arg("host").args(&self.args).current_dir(&self.dir);
+        self.host = c.stderr(log).stdin(Stdio::null()).spawn().map_err(|e| format!("unirdma host: {e}"))?;
+        self.wait_up()
+    }
+
+    fn wait_up(&mut self) -> Result<()> {
+        let start = Instant::now();
+        while !self.unirdma(&["status"]).ok() {
+            if start.elapsed() > Duration::from_secs(10) || matches!(self.host.try_wait(), Ok(Some(_))) {
+                let log = std::fs::read_to_string(self.dir.join("host.log")).unwrap_or_default();
+                return Err(format!("the virtual layer did not start: {log}"));
+            }
+            std::thread::sleep(Duration::from_millis(10));
+        }
+        Ok(())
     }
 
     /// Ends the virtual layer while programs may still use it.

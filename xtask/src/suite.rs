@@ -4,6 +4,7 @@ mod changes;
 mod kernel;
 mod network;
 mod sandbox;
+mod workers;
 
 use std::time::Duration;
 
@@ -772,6 +773,8 @@ pub(crate) fn run(only: Option<&str>) -> Result<()> {
     isolation(&mut s);
     network::spoofing(&mut s);
     sandbox::run(&mut s);
+    workers::workers(&mut s);
+    workers::full_disk(&mut s);
     c_program(&mut s);
     captures(&mut s);
     losses(&mut s);

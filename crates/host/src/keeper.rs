@@ -7,6 +7,7 @@ use std::collections::BTreeMap;
 use std::io;
 use std::ops::Bound::{Excluded, Unbounded};
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
+use std::os::unix::fs::PermissionsExt;
 use std::os::unix::net::{UnixListener, UnixStream};
 use std::path::Path;
 use std::time::Duration;
@@ -114,6 +115,7 @@ impl Keeper {
         let path = dir.join(SOCKET);
         let _ = std::fs::remove_file(&path);
         let door = UnixListener::bind(&path).map_err(crate::context("cannot listen on", &path))?;
+        std::fs::set_permissions(&path, PermissionsExt::from_mode(0o600))?;
         let line = Line::new(UnixStream::connect(&path)?.into())?;
         let child = process::start(&["keeper"], door.into())?;
         let mut keeper = Keeper { line, child };

@@ -189,7 +189,9 @@ pub fn serve(config: &HostConfig, stop: std::os::fd::BorrowedFd<'_>, ready: impl
     let _lock = lock_dir(dir)?;
     // Workers inherit it.
     worker::raise_limit();
-    firewall::remove_stale(dir);
+    if !config.wire.as_ref().is_some_and(|w| w.firewall) {
+        firewall::remove_stale(dir);
+    }
     let supervisor = supervisor::Supervisor::open(config)?;
     let admin = admin::listen(&dir.join(ADMIN_SOCKET));
     let result = admin.and_then(|admin| {

@@ -522,6 +522,11 @@ impl Network {
         self.announcer.set_groups(&members, &Out(&self.lanes));
     }
 
+    /// Nothing of it stays in force: the firewall's rules go.
+    pub fn end(&mut self) {
+        self.firewall = None;
+    }
+
     /// Where a group's peers are.
     pub fn plan(&self, group: &str) -> Plan {
         let members = self.peers.members_of(group);

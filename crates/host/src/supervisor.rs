@@ -20,7 +20,7 @@ use std::os::unix::net::UnixListener;
 use std::path::{Path, PathBuf};
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard};
-use std::time::Instant;
+use std::time::{Duration, Instant};
 
 use rustix::event::epoll;
 use unirdma_device::lock;
@@ -47,9 +47,15 @@ const NOTICE: u64 = 2 << 32;
 /// The first process of a container whose administration connection was that of another supervisor.
 const CONTAINER: u64 = 3 << 32;
 
+/// Notices of a worker that are heeded at a time, and the pause before the next ones.
+const NOTICES: u32 = 16;
+const PAUSE: Duration = Duration::from_millis(20);
+
 /// What is one for all groups: names, numbers and addresses.
 struct Names {
     groups: BTreeMap<String, Arc<Group>>,
+    /// Names of groups that are being made or removed.
+    busy: BTreeSet<String>,
     next_group: u32,
     vrnics: BTreeMap<String, Named>,
     /// The groups of which an administration connection holds something.
@@ -123,6 +129,7 @@ impl Supervisor {
             engine: config.engine.clone(),
             names: Mutex::new(Names {
                 groups: BTreeMap::new(),
+                busy: BTreeSet::new(),
                 next_group: 1,
                 vrnics: BTreeMap::new(),
                 held: BTreeMap::new(),
@@ -134,26 +141,32 @@ impl Supervisor {
             stopping: AtomicBool::new(false),
         };
         let s = Arc::new(s);
-        for d in [s.around.doors.clone(), s.dir.join("vrnics")] {
-            std::fs::DirBuilder::new()
-                .recursive(true)
-                .mode(0o700)
-                .create(&d)
-                .map_err(crate::context("cannot create", &d))?;
+        let begun = s.begin(heritage);
+        if begun.is_err() {
+            s.end();
+        }
+        begun.map(|()| s)
+    }
+
+    /// Has a keeper, and the default group, and what there was before.
+    fn begin(self: &Arc<Self>, heritage: Option<Heritage>) -> io::Result<()> {
+        for d in [self.around.doors.clone(), self.dir.join("vrnics")] {
+            let make = std::fs::DirBuilder::new().recursive(true).mode(0o700).create(&d);
+            make.map_err(crate::context("cannot create", &d))?;
             std::fs::set_permissions(&d, PermissionsExt::from_mode(0o700))?;
         }
-        if s.around.isolation == Isolation::Processes {
+        if self.around.isolation == Isolation::Processes {
             match heritage {
-                Some(h) => s.inherit(h),
-                None => *lock(&s.keeper) = Some(Keeper::start(&s.dir)?),
+                Some(h) => self.inherit(h),
+                None => *lock(&self.keeper) = Some(Keeper::start(&self.dir)?),
             }
-            s.watch_keeper();
+            self.watch_keeper();
         }
-        s.remove_unserved()?;
-        if !s.names().groups.contains_key(DEFAULT_GROUP) {
-            s.add_group(DEFAULT_GROUP, 0).map_err(io::Error::other)?;
+        self.remove_unserved()?;
+        if !self.names().groups.contains_key(DEFAULT_GROUP) {
+            self.add_group(DEFAULT_GROUP, 0).map_err(io::Error::other)?;
         }
-        Ok(s)
+        Ok(())
     }
 
     fn names(&self) -> MutexGuard<'_, Names> {
@@ -186,9 +199,9 @@ impl Supervisor {
         }
         self.keep_group(&group, &inner);
         self.keep_sockets(name);
+        // Known first, since a death is told once.
+        self.names().groups.insert(name.into(), group.clone());
         self.watch_worker(&group, &inner);
-        drop(inner);
-        self.names().groups.insert(name.into(), group);
         Ok(())
     }
 
@@ -292,7 +305,13 @@ impl Supervisor {
     /// Ends all workers.
     pub fn end(&self) {
         self.stopping.store(true, Ordering::SeqCst);
+        // Without the lock at first, which somebody may hold who waits for a worker.
+        self.groups().iter().for_each(|g| g.kill());
         self.groups().iter().for_each(|g| g.end());
+        if let Some(n) = &self.around.network {
+            // Administrators who are still connected keep it alive.
+            lock(n).end();
+        }
         if let Some(k) = lock(&self.keeper).take() {
             k.end();
         }
@@ -322,11 +341,15 @@ impl Supervisor {
     fn on_notice(self: &Arc<Self>, id: u32) {
         let Some(group) = self.group_of(id) else { return };
         self.apart("notices", move |s| {
-            let mut inner = group.lock();
             let mut buffer = vec![0; MAX_NOTICE];
-            while let Some(notice) = inner.worker.as_ref().and_then(|w| w.notice(&mut buffer)) {
+            for _ in 0..NOTICES {
+                let mut inner = group.lock();
+                let Some(notice) = inner.worker.as_ref().and_then(|w| w.notice(&mut buffer)) else { break };
                 s.heed(&group, &mut inner, notice);
             }
+            // A worker that speaks without end is heard now and then.
+            std::thread::sleep(PAUSE);
+            let inner = group.lock();
             if let Some(w) = inner.worker.as_ref().filter(|w| w.listens()) {
                 let (data, flags) = (epoll::EventData::new_u64(NOTICE + u64::from(id)), epoll::EventFlags::IN);
                 let _ = epoll::modify(&s.epoll, w.notices(), data, flags | epoll::EventFlags::ONESHOT);

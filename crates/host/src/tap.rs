@@ -84,6 +84,12 @@ impl Engine {
         Some(ended.lost + lost)
     }
 
+    /// Ends the capture, whoever has begun it.
+    pub fn end_capture(&self) {
+        let id = lock(&self.capture).as_ref().map(|s| s.id);
+        id.and_then(|id| self.stop_capture(id));
+    }
+
     /// Takes captured packets off the RNIC again and again, until the capture of connection `id` ends.
     fn hand_over_all(&self, id: u64) {
         let _ = rustix::process::setpriority_process(Some(rustix::thread::gettid()), NICE);

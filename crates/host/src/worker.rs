@@ -9,6 +9,7 @@ mod watchdog;
 use std::collections::{BTreeMap, HashMap};
 use std::io;
 use std::mem::MaybeUninit;
+use std::net::IpAddr;
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::os::unix::net::UnixListener;
 use std::sync::{Arc, Mutex};
@@ -233,6 +234,8 @@ struct Worker {
     ledger: Ledger,
     /// Sessions that have sent a part of a message, and since when, nanoseconds.
     half: Vec<(u64, u64)>,
+    /// IP multicast groups that it wants to hear.
+    wanted: Vec<IpAddr>,
     /// The supervisor has been asked for more QPNs, and has not given any.
     asked_for_qpns: bool,
     ended: bool,
@@ -326,6 +329,7 @@ impl Worker {
             crowded_ns: 0,
             ledger,
             half: Vec::new(),
+            wanted: Vec::new(),
             asked_for_qpns: false,
             ended: false,
         })
@@ -377,7 +381,8 @@ impl Worker {
                     Some(Source::Wake) => {
                         self.on_released();
                         if let Some(wanted) = self.engine.wanted_groups() {
-                            self.notices.send(&Notice::Groups(wanted));
+                            self.notices.send(&Notice::Groups(wanted.clone()));
+                            self.wanted = wanted;
                         }
                     }
                     Some(Source::Listener(name)) => self.on_listener(&name),

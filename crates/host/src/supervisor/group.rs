@@ -13,9 +13,9 @@ use std::sync::{Arc, Mutex, MutexGuard};
 use std::time::{Duration, Instant};
 
 use rustix::net::{AddressFamily, SocketFlags, SocketType, socketpair};
-use rustix::process::Pid;
+use rustix::process::{Pid, Signal, pidfd_send_signal};
 use serde::{Deserialize, Serialize};
-use unirdma_device::lock;
+use unirdma_device::{LogLimit, lock, now_ns};
 
 use crate::confine::{self, Cgroup, CgroupLimits, Cgroups, InForce, Measure};
 use crate::line::Line;
@@ -27,10 +27,9 @@ use crate::{Isolation, context};
 
 /// How long a worker may take to answer.
 const PATIENCE: Duration = Duration::from_secs(10);
-/// A worker that lived for so long is started anew at once when it dies, and so is one that dies sooner for the first time.
-const STEADY: Duration = Duration::from_secs(2);
-/// From the second such death in a row on there is a pause: this, times two to the power of their number, up to the maximum.
-const FIRST_PAUSE: Duration = Duration::from_millis(20);
+/// A worker that lived for so long is started anew at once when it dies, any other after as long a pause.
+const STEADY: Duration = Duration::from_millis(50);
+/// One that cannot be started is tried again after a pause that doubles each time, up to this.
 const LAST_PAUSE: Duration = Duration::from_secs(5);
 
 /// A vRNIC as the supervisor knows it.
@@ -185,8 +184,8 @@ pub(super) struct Inner {
     pub stuck: Option<(String, Instant)>,
     /// How often its worker died and was started anew.
     pub restarts: u64,
-    /// Since the last worker that lived long.
-    failures: u32,
+    /// Of deaths in the log.
+    log: LogLimit,
     /// The group is gone, or all are.
     pub removed: bool,
 }
@@ -217,6 +216,8 @@ pub(super) struct Group {
     /// Where its worker waits for supervisors.
     door: PathBuf,
     listener: UnixListener,
+    /// Its worker's pidfd, for who must not wait for `inner`.
+    process: Mutex<Option<OwnedFd>>,
     inner: Mutex<Inner>,
 }
 
@@ -234,9 +235,17 @@ impl Group {
 
     fn with(begin: Begin, around: Arc<Around>, listener: UnixListener, members: BTreeMap<String, Member>) -> Group {
         let captures = BTreeMap::new();
-        let inner = Inner { worker: None, members, captures, stuck: None, restarts: 0, failures: 0, removed: false };
+        let inner = Inner {
+            worker: None,
+            members,
+            captures,
+            stuck: None,
+            restarts: 0,
+            log: LogLimit::default(),
+            removed: false,
+        };
         let (name, id, door) = (begin.group.clone(), begin.id, around.door(&begin.group));
-        Group { name, id, begin, around, door, listener, inner: Mutex::new(inner) }
+        Group { name, id, begin, around, door, listener, process: Mutex::default(), inner: Mutex::new(inner) }
     }
 
     /// A group of a supervisor that died, with its worker if that lives. Else its worker is to be started.
@@ -253,7 +262,7 @@ impl Group {
         if !child.has_ended() {
             let mut inner = group.lock();
             match group.take_over(child, &inner.members) {
-                Ok(worker) => inner.worker = Some(Worker { in_force: kept.in_force, ..worker }),
+                Ok(worker) => group.employ(&mut inner, Worker { in_force: kept.in_force, ..worker }),
                 Err(e) => {
                     tracing::error!(group = group.name, error = %e, "its worker cannot be taken over and is ended")
                 }
@@ -283,8 +292,12 @@ impl Group {
             for name in names.iter().filter(|n| !members.contains_key(*n)) {
                 worker.tell(&Call::Remove { name: name.clone() }, &[])?;
             }
-            for m in members.values().filter(|m| !names.contains(&m.new.name)) {
-                worker.introduce(m)?;
+            for m in members.values() {
+                if names.contains(&m.new.name) {
+                    worker.remind(&m.new)?;
+                } else {
+                    worker.introduce(m)?;
+                }
             }
             Ok(worker)
         };
@@ -324,8 +337,13 @@ impl Group {
                 format!("the worker of group {} does not start: {e} ({how})", self.name),
             ));
         }
-        inner.worker = Some(worker);
+        self.employ(inner, worker);
         Ok(())
+    }
+
+    fn employ(&self, inner: &mut Inner, worker: Worker) {
+        *lock(&self.process) = worker.pidfd().and_then(|fd| fd.try_clone_to_owned().ok());
+        inner.worker = Some(worker);
     }
 
     /// Where its peers are, if there is a network.
@@ -422,29 +440,25 @@ impl Group {
 
     /// Starts the worker anew after it has died, as often as it takes. `begun` is called with the state that has a worker again.
     pub fn revive(&self, begun: impl FnOnce(&Inner)) {
+        let mut pause = Duration::ZERO;
         let mut inner = self.lock();
         if let Some(mut worker) = inner.worker.take() {
             let how = worker.wait();
             if inner.removed {
                 return;
             }
-            let why = if how.contains("signal: 31") { "; it made a system call that it may not make" } else { "" };
-            tracing::error!(
-                group = self.name,
-                pid = worker.pid(),
-                how,
-                "the worker has ended{why}; it is started anew"
-            );
-            inner.failures = if worker.since.elapsed() > STEADY { 0 } else { inner.failures + 1 };
+            if let Some(left_out) = inner.log.next(now_ns()) {
+                let why = if how.contains("signal: 31") { ": it made a system call that it may not make" } else { "" };
+                let pid = worker.pid();
+                tracing::error!(group = self.name, pid, how, left_out, "the worker has ended and is started anew{why}");
+            }
+            pause = STEADY.saturating_sub(worker.since.elapsed());
             inner.restarts += 1;
         }
         loop {
-            if inner.failures > 1 {
-                let pause = (FIRST_PAUSE * (1 << inner.failures.min(16))).min(LAST_PAUSE);
-                drop(inner);
-                std::thread::sleep(pause);
-                inner = self.lock();
-            }
+            drop(inner);
+            std::thread::sleep(pause);
+            inner = self.lock();
             if inner.removed || inner.worker.is_some() {
                 return;
             }
@@ -452,7 +466,27 @@ impl Group {
                 Ok(()) => return begun(&inner),
                 Err(e) => tracing::error!(group = self.name, error = %e, "there is no worker"),
             }
-            inner.failures += 1;
+            pause = (2 * pause).clamp(STEADY, LAST_PAUSE);
+        }
+    }
+
+    /// Takes out interfaces whose container's first process the supervisor before this one did not come to know: their connections are
+    /// gone, and nothing else says when they end.
+    pub fn drop_orphans(&self, inner: &mut Inner) {
+        let mut orphans = Vec::new();
+        for m in inner.members.values_mut() {
+            let gone = m.attached.take_if(|a| !m.containers.contains_key(&a.0));
+            orphans.extend(gone.map(|a| a.0));
+        }
+        for id in orphans {
+            let _ = self.call(inner, &Call::Detach { id }, &[]);
+        }
+    }
+
+    /// Ends its worker at once, whoever waits for it.
+    pub fn kill(&self) {
+        if let Some(pidfd) = &*lock(&self.process) {
+            let _ = pidfd_send_signal(pidfd, Signal::KILL);
         }
     }
 
@@ -485,6 +519,15 @@ impl Worker {
             self.tell(&Call::Capture { id, vrnic: c.vrnic.clone(), snap: c.snap }, &[c.to.as_fd()])?;
         }
         Ok(())
+    }
+
+    /// Tells it of what may have changed of a vRNIC just before its last supervisor died.
+    fn remind(&mut self, new: &NewVrnic) -> io::Result<()> {
+        let name = || new.name.clone();
+        self.tell(&Call::Share { name: name(), share: new.share }, &[])?;
+        self.tell(&Call::Held { name: name(), held: new.held }, &[])?;
+        self.tell(&Call::AllowSpoof { name: name(), on: new.allow_spoof }, &[])?;
+        self.tell(&Call::Link { name: name(), up: new.up }, &[]).map(drop)
     }
 
     /// Tells it of a vRNIC.

@@ -109,7 +109,8 @@ impl Supervisor {
     fn take_over(self: &Arc<Self>, group: Group) {
         let group = Arc::new(group);
         {
-            let inner = group.lock();
+            let mut inner = group.lock();
+            group.drop_orphans(&mut inner);
             let mut names = self.names();
             names.next_group = names.next_group.max(group.id + 1);
             for (name, m) in &inner.members {

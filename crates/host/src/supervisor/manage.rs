@@ -95,14 +95,15 @@ impl Supervisor {
         vrnic::check_name("group", name)?;
         let id = {
             let mut names = self.names();
-            if names.groups.contains_key(name) {
+            if names.groups.contains_key(name) || !names.busy.insert(name.into()) {
                 return Err(format!("group {name} exists already"));
             }
             names.next_group += 1;
             names.next_group - 1
         };
-        self.add_group(name, id)?;
-        Ok(Response::Done)
+        let added = self.add_group(name, id);
+        self.names().busy.remove(name);
+        added.map(|()| Response::Done)
     }
 
     fn remove_group(&self, name: &str) -> Reply {
@@ -114,10 +115,13 @@ impl Supervisor {
             if let Some((v, _)) = names.vrnics.iter().find(|(_, v)| v.group == name) {
                 return Err(format!("group {name} still has the vRNIC {v}; remove its vRNICs first"));
             }
-            names.groups.remove(name).ok_or(format!("there is no group {name}"))?
+            let group = names.groups.remove(name).ok_or(format!("there is no group {name}"))?;
+            names.busy.insert(name.into());
+            group
         };
         self.end_group(&group);
         self.forget_group(name);
+        self.names().busy.remove(name);
         Ok(Response::Done)
     }
 
@@ -440,16 +444,19 @@ impl Supervisor {
             });
             all.add(&told);
         }
+        // Each lock is given back before the next one is taken.
+        let vrnics = self.names().vrnics.len();
+        let wire = self.around.network.as_ref().map(|n| lock(n).info(all.port, all.drops, all.tunnel));
         StatusInfo {
             pid: std::process::id(),
             version: env!("CARGO_PKG_VERSION").into(),
             dir: self.dir.display().to_string(),
-            vrnics: self.names().vrnics.len(),
+            vrnics,
             sessions: all.sessions,
             rnic_held: all.rnic_held,
             workers,
             confinement: self.in_force.clone(),
-            wire: self.around.network.as_ref().map(|n| lock(n).info(all.port, all.drops, all.tunnel)),
+            wire,
         }
     }
 }

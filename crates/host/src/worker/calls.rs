@@ -11,6 +11,11 @@ impl Worker {
         let token = self.watch(line.as_fd(), Source::Supervisor, false)?;
         self.above = Some(Above { line, token });
         *lock(&self.notices.0) = notices;
+        // What the one before may not have heard any more. Its captures are nobody's.
+        self.engine.end_capture();
+        self.notices.send(&Notice::Groups(self.wanted.clone()));
+        self.asked_for_qpns = false;
+        self.ask_for_qpns();
         Ok(())
     }
 

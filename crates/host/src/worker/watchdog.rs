@@ -13,10 +13,11 @@ use crate::confine::{self, Kind};
 
 /// Time between two looks.
 const LOOK: Duration = Duration::from_millis(500);
-/// A thread that works for so long without a pause is reported, nanoseconds.
-const LONG_NS: u64 = 1_000_000_000;
-/// A thread that works for so long is stuck for good.
-const STUCK_NS: u64 = 10_000_000_000;
+/// A thread that works without a pause from one look to the next for so many looks is reported.
+const LONG: u32 = 3;
+/// Then it is stuck for good. (Looks are counted, and not time, since the whole machine may have paused.) A supervisor that is stopped
+/// within a message holds up the control thread for less long.
+const STUCK: u32 = 40;
 
 /// Since when a thread has worked, nanoseconds; 0 while it waits.
 #[derive(Default)]
@@ -83,7 +84,7 @@ impl Watchdog {
 
 impl Seen {
     fn run(&self, report: impl Fn(&'static str, u64)) {
-        let mut told = 0;
+        let mut same = [(0, 0); 2];
         loop {
             let mut wanted = lock(&self.wanted);
             while !wanted.0 && !wanted.1 {
@@ -93,23 +94,18 @@ impl Seen {
                 return;
             }
             drop(self.changed.wait_timeout(wanted, LOOK));
-            let now = now_ns();
-            let longest = self.pulses.iter().filter_map(|(name, p)| {
-                let since = p.0.load(Ordering::Relaxed);
-                (since != 0).then(|| (now.saturating_sub(since), *name))
-            });
-            let Some((ns, name)) = longest.max().filter(|l| l.0 > LONG_NS) else {
-                told = 0;
-                continue;
-            };
-            let seconds = ns / 1_000_000_000;
-            if seconds > told {
-                told = seconds;
-                report(name, seconds);
-            }
-            if ns > STUCK_NS {
-                tracing::error!("the {name} has been stuck for {seconds} s; this worker ends");
-                std::process::exit(1);
+            for ((name, pulse), (before, looks)) in self.pulses.iter().zip(&mut same) {
+                let since = pulse.0.load(Ordering::Relaxed);
+                *looks = if since != 0 && since == *before { *looks + 1 } else { 0 };
+                *before = since;
+                let seconds = u64::from(*looks) * LOOK.as_millis() as u64 / 1000;
+                if *looks >= LONG && *looks % 2 == 0 {
+                    report(name, seconds);
+                }
+                if *looks >= STUCK {
+                    tracing::error!("the {name} has been stuck for {seconds} s; this worker ends");
+                    std::process::exit(1);
+                }
             }
         }
     }
