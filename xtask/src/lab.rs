@@ -355,7 +355,9 @@ impl Drop for Lab {
 fn copy_programs(exe: &Path, dir: &Path) -> std::io::Result<PathBuf> {
     let bin = dir.join("bin");
     std::fs::create_dir_all(bin.join("dropin"))?;
-    std::fs::copy(exe.with_file_name("libibverbs.so"), bin.join("dropin/libibverbs.so.1"))?;
+    for name in ["libibverbs.so.1", "librdmacm.so.1"] {
+        std::fs::copy(exe.with_file_name("libibverbs.so"), bin.join("dropin").join(name))?;
+    }
     std::fs::copy(exe, bin.join("unirdma"))?;
     Ok(bin.join("unirdma"))
 }

@@ -14,7 +14,8 @@ impl Checked {
     fn start(server: (&Lab, &str), client: (&Lab, &str), address: &str) -> Result<Checked> {
         let (on, vrnic) = server;
         let server = on.spawn(vrnic, &[], "rping -s -V -S 4000 -C 100000000")?;
-        wait_until(|| on.rdma_listens(vrnic), "the server does not listen")?;
+        wait_until(|| on.rdma_listens(vrnic), "the server does not listen")
+            .map_err(|e| format!("{e}: {}", server.text()))?;
         let client = client.0.spawn(client.1, &[], &format!("rping -c -V -S 4000 -C 100000000 -a {address}"))?;
         let mut checked = Checked { server, client };
         // It has come to its data.
@@ -42,6 +43,12 @@ fn signal(pid: i32, signal: i32) -> Check {
     // SAFETY: a process that a virtual layer of ours has started; no memory is passed.
     let done = unsafe { libc::kill(pid, signal) };
     require(done == 0, format!("process {pid}: {}", std::io::Error::last_os_error()))
+}
+
+/// True for a process that has not ended, whether its parent has waited for it or not.
+fn runs(pid: i32) -> bool {
+    let status = std::fs::read_to_string(format!("/proc/{pid}/status")).unwrap_or_default();
+    status.lines().any(|l| l.starts_with("State:") && !l.contains('Z'))
 }
 
 /// The process of a lab's keeper.
@@ -165,7 +172,7 @@ pub(super) fn workers(s: &mut Suite<'_>) {
         wait_for_another(&lab, "default", pid)?;
         works(&lab)?;
         lab.stop_host();
-        let left: Vec<i32> = before.iter().map(|w| w.1).filter(|&p| signal(p, 0).is_ok()).collect();
+        let left: Vec<i32> = before.iter().map(|w| w.1).filter(|&p| runs(p)).collect();
         require(left.is_empty(), format!("workers are left: {left:?}"))
     });
     s.check("workers: a keeper is killed, and the next one knows all", |_| {
@@ -231,8 +238,10 @@ pub(super) fn workers(s: &mut Suite<'_>) {
         refused(&lab.unirdma(&["keeper"]), "what `unirdma host` starts")
     });
     s.check("wrong_input_an_unknown_user_for_workers", |lab| {
-        let dir = lab.dir.join("other").display().to_string();
-        let o = lab.unirdma(&["--dir", &dir, "host", "--user", "nobody-at-all"]);
+        let mut c = std::process::Command::new(lab::unirdma());
+        c.arg("--dir").arg(lab.dir.join("other")).args(["host", "--user", "nobody-at-all"]);
+        let o = c.output().map_err(|e| e.to_string())?;
+        let o = Output { code: o.status.code(), text: String::from_utf8_lossy(&o.stderr).into_owned() };
         refused(&o, if lab::uid() == 0 { "there is no user" } else { "only root can" })
     });
 }
