@@ -1,5 +1,6 @@
 //! Black-box tests: Debian's programs in containers, wrong input at the command line, lost peers.
 
+mod attacks;
 mod changes;
 mod kernel;
 mod network;
@@ -11,6 +12,9 @@ use crate::Result;
 use crate::conformance;
 use crate::lab::{self, Lab, Link, Output, TwoHosts};
 use crate::memory;
+
+pub(crate) use network::{arp_spoof, vxlan_injection};
+pub(crate) use sandbox::escape;
 
 type Check = Result<()>;
 
@@ -757,6 +761,7 @@ pub(crate) fn run(only: Option<&str>) -> Result<()> {
     isolation(&mut s);
     network::spoofing(&mut s);
     sandbox::run(&mut s);
+    attacks::run(&mut s);
     c_program(&mut s);
     captures(&mut s);
     losses(&mut s);

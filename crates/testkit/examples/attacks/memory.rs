@@ -12,7 +12,8 @@ use unirdma_link::RegionDesc;
 use unirdma_testkit::Scripted;
 use unirdma_testkit::fuse::slow_file;
 
-use crate::{MTU_4096, Until, one_by_one, ready};
+use crate::requests::one_by_one;
+use crate::{MTU_4096, Until, ready};
 
 const PAGE: u64 = 4096;
 /// Bytes of the MR.

@@ -1,0 +1,222 @@
+//! What goes over the session's socket and virtqueues: descriptors that hold up whoever uses them, buffers that hold nothing, messages
+//! that never end, requests that are refused.
+
+use std::io::{IoSlice, Read, Write};
+use std::net::{TcpListener, TcpStream};
+use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
+use std::os::unix::net::UnixStream;
+use std::path::Path;
+use std::sync::atomic::Ordering::SeqCst;
+use std::time::Duration;
+
+use rustix::event::{EventfdFlags, eventfd};
+use rustix::net::{SendAncillaryBuffer, SendAncillaryMessage, SendFlags, sendmsg, sockopt};
+use unirdma_abi as abi;
+use unirdma_formats::{WrOpcode, send_flags};
+use unirdma_testkit::{Hostile, Scripted};
+use vhost::vhost_user::message::FrontendReq;
+use zerocopy::IntoBytes;
+
+use crate::{MTU_4096, Until, broken, ready};
+
+/// Most descriptors that a message may have.
+const DESCRIPTORS: usize = 32;
+
+fn event(flags: EventfdFlags) -> OwnedFd {
+    eventfd(0, EventfdFlags::CLOEXEC | flags).expect("eventfd")
+}
+
+/// An eventfd that its owner keeps full and blocking, for the answers to its own commands.
+pub(crate) fn blocking_call(socket: &Path, until: Until) {
+    let mut h = Hostile::new(socket);
+    let call = event(EventfdFlags::empty());
+    rustix::io::write(&call, &(u64::MAX - 1).to_ne_bytes()).expect("a full eventfd");
+    h.frontend.set_call(abi::VQ_CONTROL, call.as_fd()).expect("call");
+    std::thread::spawn(move || {
+        loop {
+            let _ = rustix::fs::fcntl_setfl(&call, rustix::fs::OFlags::empty());
+        }
+    });
+    let head = abi::ReqHeader { command: abi::Command::QueryDevice as u8, ..Default::default() };
+    ready();
+    while !until.over() {
+        if h.request(head.as_bytes(), 1024).is_none() {
+            return broken("the control thread has not answered for 5 s");
+        }
+    }
+}
+
+/// Event buffers of one byte, given back as fast as the device takes them. No completion event fits.
+pub(crate) fn tiny_buffers(socket: &Path, until: Until) {
+    const SIZE: u16 = 256;
+    /// Buffers that the device may use for an event that fits into none, beside the queue's whole size.
+    const FOR_EACH_EVENT: u64 = 4 * SIZE as u64;
+    let mut s = Scripted::new(socket);
+    let (desc, avail, used, buffer) = (s.alloc(16 * 256), s.alloc(1024), s.alloc(4096), s.alloc(64));
+    let memory = s.hostile.memory().clone();
+    for i in 0..SIZE {
+        let at = desc as usize + 16 * usize::from(i);
+        memory.write(at, s.hostile.bus(buffer).as_bytes());
+        // One byte, for the device to write.
+        memory.write(at + 8, [1u32, 2].as_bytes());
+        memory.write(avail as usize + 4 + 2 * usize::from(i), i.as_bytes());
+    }
+    let (kick, user) = (event(EventfdFlags::NONBLOCK), memory.addr() as u64);
+    s.hostile.frontend.set_kick(abi::VQ_COMP_FIRST, kick.as_fd()).expect("kick");
+    s.hostile.frontend.set_vring(abi::VQ_COMP_FIRST, SIZE, user + desc, user + avail, user + used).expect("vring");
+    s.own_cq(64, 0);
+    let (q, _) = s.pair(16, MTU_4096);
+    ready();
+    std::thread::scope(|t| {
+        t.spawn(|| {
+            let (mut taken, mut last, mut events) = (0, 0u16, 0);
+            while !until.over() {
+                let now = memory.load16(used as usize + 2, SeqCst);
+                taken += u64::from(now.wrapping_sub(last));
+                last = now;
+                memory.store16(avail as usize + 2, now.wrapping_add(200), SeqCst);
+                let _ = rustix::io::write(&kick, &1u64.to_ne_bytes());
+                events += 1;
+            }
+            if taken > FOR_EACH_EVENT * (events + 1) {
+                broken(&format!("{taken} buffers were used"));
+            }
+        });
+        while !until.over() {
+            s.arm_cq();
+            let index = s.posted(&q);
+            s.write_with(&q, index, WrOpcode::Send, abi::Sge::default(), (0, 0), send_flags::SIGNALED);
+            s.post(&q, index.wrapping_add(1));
+            std::thread::sleep(Duration::from_millis(1));
+            s.drain_cq();
+        }
+    });
+}
+
+/// Sends one byte with descriptors beside it.
+fn send_beside(s: &UnixStream, fds: &[BorrowedFd<'_>]) -> rustix::io::Result<usize> {
+    let mut space = [std::mem::MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(DESCRIPTORS))];
+    let mut control = SendAncillaryBuffer::new(&mut space);
+    assert!(control.push(SendAncillaryMessage::ScmRights(fds)), "too many descriptors");
+    sendmsg(s, &[IoSlice::new(&[0])], &mut control, SendFlags::NOSIGNAL | SendFlags::DONTWAIT)
+}
+
+/// True if the other end has closed the connection.
+fn is_closed(mut s: &UnixStream) -> bool {
+    let _ = s.set_nonblocking(true);
+    s.read(&mut [0]).map_or_else(|e| e.kind() != std::io::ErrorKind::WouldBlock, |n| n == 0)
+}
+
+/// Half a message, with as many descriptors beside it as are taken, on as many connections as are taken.
+pub(crate) fn half_messages(socket: &Path, until: Until) {
+    const CONNECTIONS: usize = 500;
+    let call = event(EventfdFlags::NONBLOCK);
+    let many = [call.as_fd(); DESCRIPTORS];
+    let mut open: Vec<UnixStream> = Vec::new();
+    let mut told = false;
+    while !until.over() {
+        open.retain(|s| !is_closed(s));
+        while open.len() < CONNECTIONS {
+            let Ok(s) = UnixStream::connect(socket) else { break };
+            let _ = send_beside(&s, &many);
+            open.push(s);
+        }
+        if !std::mem::replace(&mut told, true) {
+            ready();
+        }
+        std::thread::sleep(Duration::from_millis(10));
+    }
+}
+
+/// A TCP socket with data that nobody takes, whose last owner waits ten minutes when it closes it.
+fn lingering() -> std::io::Result<(OwnedFd, TcpStream)> {
+    let listener = TcpListener::bind("127.0.0.1:0")?;
+    let mut s = TcpStream::connect(listener.local_addr()?)?;
+    let (peer, _) = listener.accept()?;
+    s.set_nonblocking(true)?;
+    while s.write(&[0; 1 << 16]).is_ok() {}
+    sockopt::set_socket_linger(&s, Some(Duration::from_secs(600)))?;
+    s.set_nonblocking(false)?;
+    Ok((s.into(), peer))
+}
+
+/// Descriptors whose closing waits. The virtual layer is the last to have them.
+pub(crate) fn slow_to_close(socket: &Path, until: Until) {
+    // The other ends; closing them would end the wait.
+    let mut peers = Vec::new();
+    let mut told = false;
+    while !until.over() {
+        let (fd, peer) = match lingering() {
+            Ok(l) => l,
+            Err(e) => return println!("skip: no TCP: {e}"),
+        };
+        peers.push(peer);
+        if let Ok(s) = UnixStream::connect(socket) {
+            let _ = send_beside(&s, &[fd.as_fd()]);
+            // The virtual layer has received it before the session ends.
+            std::thread::sleep(Duration::from_millis(50));
+            drop(fd);
+        }
+        if !std::mem::replace(&mut told, true) {
+            ready();
+        }
+        std::thread::sleep(Duration::from_millis(if peers.len() < 100 { 1 } else { 1000 }));
+    }
+}
+
+/// Connections that come and go, some with a whole session.
+pub(crate) fn connections(socket: &Path, until: Until) {
+    ready();
+    for i in 0.. {
+        if until.over() {
+            break;
+        }
+        drop(UnixStream::connect(socket));
+        if i % 16 == 0 {
+            drop(Scripted::new(socket));
+        }
+    }
+}
+
+/// Bytes of no protocol, in connections of their own.
+pub(crate) fn junk(socket: &Path, until: Until) {
+    let mut n = 1u64;
+    ready();
+    while !until.over() {
+        // A linear congruential generator is random enough here.
+        let bytes: Vec<u8> = (0..n % 300)
+            .map(|_| {
+                n = n.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1_442_695_040_888_963_407);
+                (n >> 56) as u8
+            })
+            .collect();
+        n = n.wrapping_add(1);
+        Hostile::raw(socket, &bytes);
+    }
+}
+
+/// Requests that are refused, which the virtual layer might write to its log.
+pub(crate) fn refused(socket: &Path, until: Until) {
+    let mut h = Hostile::new(socket);
+    ready();
+    while !until.over() {
+        if h.frontend.tell(FrontendReq::SET_LOG_BASE, &[0; 16], &[], true).is_err() && h.frontend.config(8).is_err() {
+            h = Hostile::new(socket);
+        }
+    }
+}
+
+/// Event channels that are opened and closed, and notifications that nobody reads.
+pub(crate) fn channels(socket: &Path, until: Until) {
+    let mut s = Scripted::new(socket);
+    let held: Vec<OwnedFd> = (1..abi::MAX_CHANNELS).map_while(|n| s.hostile.frontend.open_channel(n).ok()).collect();
+    if held.is_empty() {
+        return broken("no channel can be opened");
+    }
+    let last = held.len() as u32;
+    ready();
+    while !until.over() {
+        s.hostile.frontend.close_channel(last).expect("an open channel");
+        drop(s.hostile.frontend.open_channel(last).expect("a channel that was there before"));
+    }
+}

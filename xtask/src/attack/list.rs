@@ -1,0 +1,107 @@
+//! Every attack that is known, and how it is tried.
+
+use crate::Result;
+use crate::lab::Lab;
+use crate::suite;
+
+/// What a program gets beside its time and its own vRNIC's socket.
+#[derive(Clone, Copy)]
+pub(crate) enum Argument {
+    None,
+    Word(&'static str),
+    /// The socket of this vRNIC: of the same user, or of a victim that sees for itself what happens to it.
+    Socket(&'static str),
+}
+
+/// A program of the test kit's example `attacks`, which says what each of them does.
+#[derive(Clone, Copy)]
+pub(crate) struct Program {
+    pub name: &'static str,
+    pub argument: Argument,
+    /// The administrator captures its packets meanwhile.
+    pub captured: bool,
+}
+
+/// How an attack is tried.
+#[derive(Clone, Copy)]
+pub(crate) enum Way {
+    Program(Program),
+    /// By a check of the black-box tests, beside which nothing is measured.
+    Check(fn(&Lab) -> Result<()>),
+    /// Only where this says.
+    Elsewhere(&'static str),
+}
+
+pub(crate) struct Attack {
+    pub name: &'static str,
+    pub what: &'static str,
+    pub way: Way,
+    /// It is after the time of others, so `bench isolation` measures it too.
+    pub takes_time: bool,
+}
+
+const fn program(name: &'static str, argument: Argument) -> Way {
+    Way::Program(Program { name, argument, captured: false })
+}
+
+const fn attack(name: &'static str, what: &'static str, way: Way) -> Attack {
+    Attack { name, what, way, takes_time: false }
+}
+
+const fn slow(name: &'static str, what: &'static str, way: Way) -> Attack {
+    Attack { name, what, way, takes_time: true }
+}
+
+/// Two programs of the attacker's vRNICs that are as busy as they can be, and do nothing wrong.
+pub(crate) const HONEST: Program = Program { name: "honest", argument: Argument::Socket("y"), captured: false };
+
+const CAPTURED: Way = Way::Program(Program { name: "capw", argument: Argument::None, captured: true });
+
+use Argument::{None as Nothing, Socket, Word};
+
+pub(crate) const ATTACKS: &[Attack] = &[
+    slow("rnr 1024", "SENDs of 1,024 QPs to receivers that are never ready", program("rnr", Word("1024"))),
+    slow("rnr 16384", "the same of 16,384 QPs", program("rnr", Word("16384"))),
+    slow("bells", "64 sessions ring all their doorbell bits", program("bells", Nothing)),
+    slow("flood", "WRITEs of 64 B without a pause", program("flood", Nothing)),
+    slow("slowmm fuse", "READs of a page of its own FUSE file, which never comes", program("slowmm", Word("fuse"))),
+    slow("slowmm fork", "READs of a process of 64 GiB that forks all the time", program("slowmm", Word("fork"))),
+    slow("regmr", "registers and deregisters beside 60,000 MRs", program("regmr", Nothing)),
+    slow("capw", "WRITEs of 128 MiB with the smallest MTU while it is captured", CAPTURED),
+    slow("pages", "lists of very many pages, each a mapping of its own", program("pages", Nothing)),
+    slow("remap", "maps and unmaps regions without a pause", program("remap", Nothing)),
+    slow("teardown", "sessions with very many QPs that end at once", program("teardown", Nothing)),
+    slow("connect", "connections and sessions that come and go", program("connect", Nothing)),
+    slow("sparse punch", "WRITEs to a file whose pages it takes away all the time", program("sparse", Word("punch"))),
+    slow("sparse fill", "WRITEs that make the pages of a sparse file", program("sparse", Word("fill"))),
+    attack("sigbus mr", "WRITEs to every second page of a file that is truncated", program("sigbus", Word("mr"))),
+    attack("sigbus doorbell", "a doorbell page in a file that is truncated", program("sigbus", Word("doorbell"))),
+    attack("huge", "a huge page as doorbell page, truncated", program("huge", Nothing)),
+    attack("vaspace", "sparse files that would take all addresses", program("vaspace", Nothing)),
+    attack("cqaba", "a completion for a CQ that is destroyed, beside a CQ of a victim", program("cqaba", Socket("a"))),
+    attack("cmjoin", "joins multicast groups and fetches no event", program("cmjoin", Nothing)),
+    attack("blockfd", "an eventfd that is always full and blocks", program("blockfd", Nothing)),
+    attack("flush", "event buffers of 1 byte, without end", program("flush", Nothing)),
+    attack("fds", "descriptors beside half a message, on 500 connections", program("fds", Nothing)),
+    attack("linger", "descriptors whose closing waits for ten minutes", program("linger", Nothing)),
+    attack("channels", "all event channels, opened and closed without a pause", program("channels", Nothing)),
+    attack("junk", "connections with random bytes", program("junk", Nothing)),
+    attack("logs", "requests that are refused, and written to the log", program("logs", Nothing)),
+    attack("arp", "a container answers ARP with another one's address", Way::Check(suite::arp_spoof)),
+    attack("inject", "an ordinary user of a peer host sends VXLAN frames", Way::Check(suite::vxlan_injection)),
+    attack("escape", "a container reaches for the host, in more than 500 ways", Way::Check(suite::escape)),
+    attack("qpns", "the next QPN of another tenant", Way::Elsewhere("statistics: tests of rnic::random")),
+];
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn names_are_unique() {
+        let mut names: Vec<_> = ATTACKS.iter().map(|a| a.name).collect();
+        names.sort_unstable();
+        names.dedup();
+        assert_eq!(names.len(), ATTACKS.len());
+    }
+}
