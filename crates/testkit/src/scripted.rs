@@ -23,6 +23,8 @@ const ALL_ACCESS: u32 = 15;
 pub enum Transport {
     /// Reliable connections.
     Rc = 2,
+    /// Datagrams.
+    Ud = 4,
     /// The sending end of an XRC connection.
     XrcSend = 9,
     /// The receiving end.
@@ -256,6 +258,18 @@ impl Scripted {
         ];
         for (mask, qp_state) in steps.into_iter().zip(1..) {
             let attr = abi::QpAttr { qp_state, ..attr };
+            self.order(abi::Command::ModifyQp, &abi::ModifyQpReq { qpn: q.qpn, attr_mask: m::STATE | mask, attr });
+        }
+    }
+
+    /// Moves a QP of datagrams to RTS.
+    ///
+    /// # Panics
+    /// If the device refuses it.
+    pub fn enable(&mut self, q: &Queue, qkey: u32) {
+        let steps = [m::PKEY_INDEX | m::PORT | m::QKEY, 0, m::SQ_PSN];
+        for (mask, qp_state) in steps.into_iter().zip(1..) {
+            let attr = abi::QpAttr { qp_state, qkey, port_num: 1, ..Default::default() };
             self.order(abi::Command::ModifyQp, &abi::ModifyQpReq { qpn: q.qpn, attr_mask: m::STATE | mask, attr });
         }
     }

@@ -124,9 +124,9 @@ fn beside(programs: &Path, program: &Program) -> Result<Outcome> {
         Err(e) => outcome.broken.push(e),
         Ok(Err(why)) => return Ok(Outcome::skipped(&why)),
         Ok(Ok(attacker)) => {
-            let look = |outcome: &mut Outcome| {
-                let now = Footprint::of(&scene.lab).map(|f| f.sum()).unwrap_or_default();
-                outcome.during = Some(outcome.during.unwrap_or_default().max(now));
+            let look = |outcome: &mut Outcome| match Footprint::of(&scene.lab) {
+                Ok(now) => outcome.during = Some(outcome.during.unwrap_or_default().max(now.sum())),
+                Err(why) => outcome.broken.push(why),
             };
             look(&mut outcome);
             for (i, victims) in victims.into_iter().enumerate() {
@@ -181,7 +181,8 @@ impl Row {
         let new_programs = all(|o| o.new_programs);
         let mut broken: Vec<String> = outcomes.iter().flat_map(|o| o.broken.clone()).collect();
         broken.dedup();
-        for (m, limit, place) in [(&same_group, LIMIT_SAME, "its group"), (&other_group, LIMIT_OTHER, "another group")] {
+        for (m, limit, place) in [(&same_group, LIMIT_SAME, "its group"), (&other_group, LIMIT_OTHER, "another group")]
+        {
             if m.as_ref().and_then(|m| m.times_worse).is_some_and(|w| w.is_beyond(limit)) {
                 broken.push(format!("victims in {place} are more than {limit} times worse"));
             }
@@ -275,12 +276,31 @@ fn print(r: &Report) {
     println!("topology: {}; beside them the attack\nmedians of {} runs\n", r.topology, r.runs);
     println!(
         "{:16} {:>5}{} {:^21} {:^21} {:>5}  {:^20} {:^20} {:^20}",
-        "", "host", workers("workers"), "its group, worse by", "other group", "new", "descriptors", "mappings", "MiB"
+        "",
+        "host",
+        workers("workers"),
+        "its group, worse by",
+        "other group",
+        "new",
+        "descriptors",
+        "mappings",
+        "MiB"
     );
     println!(
         "{:16} {:>5}{} {:>7}{:>7}{:>7} {:>7}{:>7}{:>7} {:>5}  {:^20} {:^20} {:^20}",
-        "attack", "alive", workers("alive"), "p50", "p99", "64 KiB", "p50", "p99", "64 KiB", "progs",
-        "before>most>after", "before>most>after", "before>most>after"
+        "attack",
+        "alive",
+        workers("alive"),
+        "p50",
+        "p99",
+        "64 KiB",
+        "p50",
+        "p99",
+        "64 KiB",
+        "progs",
+        "before>most>after",
+        "before>most>after",
+        "before>most>after"
     );
     for row in &r.rows {
         print!("{:16}", row.attack);

@@ -106,7 +106,8 @@ pub(crate) fn isolation(json: bool, only: Option<&str>, runs: u32) -> Result<()>
     packages::ensure(&[packages::RUN])?;
     eprintln!("building");
     let programs = Scene::build()?;
-    let neighbours: Vec<Neighbour> = [ALONE, BUSY].into_iter().chain(attacks.into_iter().filter_map(neighbour)).collect();
+    let neighbours: Vec<Neighbour> =
+        [ALONE, BUSY].into_iter().chain(attacks.into_iter().filter_map(neighbour)).collect();
     let mut outcomes: Vec<Vec<Outcome>> = neighbours.iter().map(|_| Vec::new()).collect();
     for run in 1..=runs {
         for (neighbour, outcomes) in neighbours.iter().zip(&mut outcomes) {

@@ -34,7 +34,7 @@ pub(crate) fn arp_spoof(lab: &Lab) -> Check {
     let believed = || {
         let b = lab.spawn("b", &[], "sleep 30")?;
         let a = lab.spawn("a", &[], &format!("{forge} neighbour 10.0.0.2 5"))?;
-        wait_for(&a, "10.0.0.2 is at")?;
+        wait_for(&a, "10.0.0.2 is at 02:00:0a:00:00:02")?;
         let evil = lab.spawn("evil", &[], &format!("{forge} arp 10.0.0.2 30"))?.finish();
         require(evil.ok(), evil.text)?;
         let text = a.finish().text;

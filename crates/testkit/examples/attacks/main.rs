@@ -26,6 +26,7 @@ work requests
   bells SECONDS SOCKET                  64 sessions ring all their doorbell bits
   flood SECONDS SOCKET                  one QP posts WRITEs of 64 B without a pause
   capw SECONDS SOCKET                   WRITEs of 128 MiB with the smallest MTU, for a vRNIC that is captured
+  mcast SECONDS SOCKET                  datagrams to a group of 2,048 QPs without receives
 memory
   slowmm SECONDS SOCKET fuse|fork       READs of memory that is slow to reach
   sigbus SECONDS SOCKET mr|doorbell     WRITEs to a file that is truncated; a doorbell page in one
@@ -47,7 +48,9 @@ messages and descriptors
   connect SECONDS SOCKET                connections that come and go
   junk SECONDS SOCKET                   connections with random bytes
   logs SECONDS SOCKET                   requests that are refused
-  channels SECONDS SOCKET               opens and closes event channels";
+  channels SECONDS SOCKET               opens and closes event channels
+  unread SECONDS SOCKET                 requests whose answers nobody reads
+  kicks SECONDS SOCKET                  kicks for nothing";
 
 /// `IBV_MTU_4096`.
 const MTU_4096: u8 = 5;
@@ -82,6 +85,7 @@ fn attack(name: &str, socket: &Path, argument: &[&str], until: Until) -> Option<
         ("bells", []) => requests::bells(socket, until),
         ("flood", []) => requests::flood(socket, until),
         ("capw", []) => requests::capw(socket, until),
+        ("mcast", []) => requests::mcast(socket, until),
         ("slowmm", ["fuse"]) => memory::fuse(socket, until),
         ("slowmm", ["fork"]) => memory::fork(socket, until),
         ("sigbus", ["mr"]) => vanish::truncated_mr(socket, until),
@@ -104,6 +108,8 @@ fn attack(name: &str, socket: &Path, argument: &[&str], until: Until) -> Option<
         ("junk", []) => messages::junk(socket, until),
         ("logs", []) => messages::refused(socket, until),
         ("channels", []) => messages::channels(socket, until),
+        ("unread", []) => messages::unread(socket, until),
+        ("kicks", []) => messages::kicks(socket, until),
         _ => return None,
     }
     Some(())

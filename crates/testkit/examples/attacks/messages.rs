@@ -216,7 +216,39 @@ pub(crate) fn channels(socket: &Path, until: Until) {
     let last = held.len() as u32;
     ready();
     while !until.over() {
-        s.hostile.frontend.close_channel(last).expect("an open channel");
-        drop(s.hostile.frontend.open_channel(last).expect("a channel that was there before"));
+        // Either may be refused: others may have taken what there was meanwhile.
+        let _ = s.hostile.frontend.close_channel(last);
+        drop(s.hostile.frontend.open_channel(last));
+    }
+}
+
+/// Requests whose answers nobody reads.
+pub(crate) fn unread(socket: &Path, until: Until) {
+    /// GET_FEATURES, version 1, no payload.
+    const REQUEST: [u32; 3] = [1, 1, 0];
+    let many = REQUEST.repeat(1000);
+    let mut connections = Vec::new();
+    ready();
+    while !until.over() {
+        if connections.len() < 16
+            && let Ok(s) = UnixStream::connect(socket)
+        {
+            let _ = s.set_nonblocking(true);
+            connections.push(s);
+        }
+        connections.retain_mut(|s| match s.write(many.as_bytes()) {
+            Ok(_) => true,
+            Err(e) => e.kind() == std::io::ErrorKind::WouldBlock,
+        });
+        std::thread::sleep(Duration::from_micros(100));
+    }
+}
+
+/// The control virtqueue is kicked without a pause, for nothing.
+pub(crate) fn kicks(socket: &Path, until: Until) {
+    let sessions: Vec<Hostile> = (0..16).map(|_| Hostile::new(socket)).collect();
+    ready();
+    while !until.over() {
+        sessions.iter().for_each(Hostile::kick);
     }
 }

@@ -66,8 +66,7 @@ pub(crate) fn cqaba(socket: &Path, victim: &Path, until: Until) {
         let mut s = Scripted::new(socket);
         let xrcd = abi::CreateXrcdReq::default();
         let xrcdn = s.ask::<abi::HandleResp>(abi::Command::CreateXrcd, &xrcd).handle;
-        let (sender, target) =
-            (s.queue_of(Transport::XrcSend, 16, 0), s.queue_of(Transport::XrcReceive, 1, xrcdn));
+        let (sender, target) = (s.queue_of(Transport::XrcSend, 16, 0), s.queue_of(Transport::XrcReceive, 1, xrcdn));
         s.connect(&sender, s.gid, target.qpn, MTU_4096);
         s.connect(&target, s.gid, sender.qpn, MTU_4096);
         let (ring, ctrl) = (s.alloc(4096), s.alloc(128));

@@ -4,9 +4,10 @@ use std::path::Path;
 use std::time::Duration;
 
 use unirdma_abi as abi;
-use unirdma_formats::WrOpcode;
+use unirdma_formats::{Gid, WrOpcode};
 use unirdma_mem::MemFd;
-use unirdma_testkit::{Queue, Scripted};
+use unirdma_testkit::{Queue, Scripted, Transport};
+use zerocopy::IntoBytes;
 
 use crate::{MTU_4096, Until, ready};
 
@@ -89,3 +90,44 @@ pub(crate) fn capw(socket: &Path, until: Until) {
     one_by_one(&s, &q, until, |i| s.write(&q, i, WrOpcode::Write, local, (LEN, mr.rkey)));
 }
 
+/// Datagrams to a multicast group of very many QPs, none of which has posted a receive: one request is as many messages as there are
+/// members, and each is kept for a while in case a receive comes.
+pub(crate) fn mcast(socket: &Path, until: Until) {
+    const MEMBERS: u32 = 2048;
+    const SLOTS: u32 = 64;
+    const LEN: u32 = 4096;
+    /// The QPN of all members of a group.
+    const ALL: u32 = 0xff_ffff;
+    const QKEY: u32 = 0x1111_1111;
+    let mut s = Scripted::new(socket);
+    let group = Gid::from_ip([239, 1, 1, 1].into()).0;
+    let mut members = 0;
+    for _ in 0..MEMBERS {
+        let q = s.queue_of(Transport::Ud, 1, 0);
+        s.enable(&q, QKEY);
+        let attach = abi::McastReq { qpn: q.qpn, gid: group, ..Default::default() };
+        if s.hostile.command(abi::Command::AttachMcast as u8, attach.as_bytes()).0 != 0 {
+            break;
+        }
+        members += 1;
+    }
+    assert!(members > 0, "no QP may be a member");
+    let q = s.queue_of(Transport::Ud, SLOTS, 0);
+    s.enable(&q, QKEY);
+    let grh = abi::GlobalRoute { dgid: group, hop_limit: 1, ..Default::default() };
+    let attr = abi::AhAttr { grh, is_global: 1, port_num: 1, ..Default::default() };
+    let ah =
+        s.ask::<abi::HandleResp>(abi::Command::CreateAh, &abi::CreateAhReq { pdn: s.pdn, reserved: 0, attr }).handle;
+    let data = s.alloc(LEN.into());
+    let mr = s.mr(s.hostile.bus(data), LEN.into());
+    let local = abi::Sge { addr: 0, length: LEN, lkey: mr.lkey };
+    for i in 0..SLOTS {
+        let send = WrOpcode::Send as u8;
+        s.write_wqe(&q, i, abi::SqWqe { opcode: send, ah, dest_qpn: ALL, qkey: QKEY, ..Default::default() }, local);
+    }
+    ready();
+    while !until.over() {
+        s.post(&q, s.executed(&q).wrapping_add(SLOTS));
+        std::thread::sleep(Duration::from_micros(100));
+    }
+}
