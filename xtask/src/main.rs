@@ -62,7 +62,7 @@ enum Command {
     /// Try every attack that is known, with victims in the attacker's group and in another one: what they notice, what lives, and what
     /// is given back
     #[command(
-        after_help = "Examples:\n  cargo xtask attack                          about ten minutes\n  cargo xtask attack --list\n  cargo xtask attack --only sigbus --runs 1\n  cargo xtask attack --json > attack.json\n\nAn attack is broken, and the exit code 1, if the virtual layer or a worker of it ends, if programs that begin meanwhile get no device or\nwrong bytes, if a victim's figure is more than 1.5 times worse than beside an honest busy neighbour (1.2 times in another group than the\nattacker's), or if descriptors, mappings or memory are not given back."
+        after_help = "Examples:\n  cargo xtask attack                          about a quarter of an hour\n  cargo xtask attack --list\n  cargo xtask attack --only sigbus --runs 1\n  cargo xtask attack --json > attack.json\n\nAn attack is broken, and the exit code 1, if the virtual layer or a worker of it ends, if programs that begin meanwhile get no device or\nwrong bytes, if a victim's figure is more than 1.5 times worse than beside an honest busy neighbour (1.2 times in another group than the\nattacker's), or if descriptors, mappings or memory are not given back."
     )]
     Attack {
         /// Print JSON instead of a table

@@ -14,7 +14,7 @@ const STATUS: Duration = Duration::from_secs(5);
 /// How soon what an attack took must be given back once it has ended.
 const GIVEN_BACK: Duration = Duration::from_secs(10);
 /// What a process may hold more than before. Threads keep arenas of the heap, and the heap keeps what it had once.
-const SLACK: Held = Held { descriptors: 2, mappings: 64, rss_kib: 64 << 10 };
+const SLACK: Held = Held { descriptors: 4, mappings: 64, rss_kib: 192 << 10 };
 
 /// What a process holds.
 #[derive(Clone, Copy, Default, PartialEq, Debug, Serialize)]
@@ -29,12 +29,10 @@ impl Held {
     fn of(pid: u32) -> Option<Held> {
         let proc = Path::new("/proc").join(pid.to_string());
         let maps = std::fs::read_to_string(proc.join("maps")).ok()?;
-        let status = std::fs::read_to_string(proc.join("status")).ok()?;
-        let rss = status.lines().find_map(|l| l.strip_prefix("VmRSS:"))?;
         Some(Held {
             descriptors: std::fs::read_dir(proc.join("fd")).ok()?.count() as u64,
             mappings: maps.lines().count() as u64,
-            rss_kib: rss.split_whitespace().next()?.parse().ok()?,
+            rss_kib: kib(pid, "VmRSS:")?,
         })
     }
 
@@ -61,6 +59,12 @@ impl Held {
     }
 }
 
+/// A line of `/proc/PID/status`, in KiB.
+fn kib(pid: u32, name: &str) -> Option<u64> {
+    let status = std::fs::read_to_string(format!("/proc/{pid}/status")).ok()?;
+    status.lines().find_map(|l| l.strip_prefix(name))?.split_whitespace().next()?.parse().ok()
+}
+
 /// A process of the virtual layer.
 #[derive(Clone, PartialEq, Debug, Serialize)]
 pub(crate) struct Process {
@@ -69,6 +73,8 @@ pub(crate) struct Process {
     pub pid: u32,
     pub restarts: u64,
     pub held: Held,
+    /// The most memory that it ever had.
+    pub peak_rss_kib: u64,
 }
 
 /// All processes of a virtual layer at some moment.
@@ -93,13 +99,24 @@ impl Footprint {
             all.push((Some(group.to_string()), pid, number("restarts").unwrap_or_default()));
         }
         let held = |pid| Held::of(pid).unwrap_or_default();
-        let process = |(group, pid, restarts)| Process { group, pid, restarts, held: held(pid) };
+        let process = |(group, pid, restarts)| Process {
+            group,
+            pid,
+            restarts,
+            held: held(pid),
+            peak_rss_kib: kib(pid, "VmHWM:").unwrap_or_default(),
+        };
         Ok(Footprint(all.into_iter().map(process).collect()))
     }
 
     /// All processes together.
     pub fn sum(&self) -> Held {
         self.0.iter().fold(Held::default(), |sum, p| sum.plus(p.held))
+    }
+
+    /// The most memory that each process ever had.
+    pub fn peak_rss_kib(&self) -> u64 {
+        self.0.iter().map(|p| p.peak_rss_kib).sum()
     }
 
     /// If there are workers: each is the process that it was before.
@@ -138,7 +155,13 @@ mod tests {
     use super::*;
 
     fn footprint(pid: u32, descriptors: u64, mappings: u64) -> Footprint {
-        let process = |group: Option<&str>, pid, held| Process { group: group.map(Into::into), pid, restarts: 0, held };
+        let process = |group: Option<&str>, pid, held| Process {
+            group: group.map(Into::into),
+            pid,
+            restarts: 0,
+            held,
+            peak_rss_kib: 0,
+        };
         let held = Held { descriptors, mappings, rss_kib: 1000 };
         Footprint(vec![process(None, 1, Held::default()), process(Some("g"), pid, held)])
     }
@@ -146,8 +169,8 @@ mod tests {
     #[test]
     fn each_process_gives_back_what_it_took() {
         let before = footprint(2, 40, 100);
-        assert!(footprint(2, 42, 164).is_back_to(&before));
-        assert!(!footprint(2, 43, 100).is_back_to(&before));
+        assert!(footprint(2, 44, 164).is_back_to(&before));
+        assert!(!footprint(2, 45, 100).is_back_to(&before));
         assert!(!footprint(2, 40, 165).is_back_to(&before));
         assert_eq!(before.sum(), Held { descriptors: 40, mappings: 100, rss_kib: 1000 });
     }
