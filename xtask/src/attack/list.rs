@@ -74,6 +74,7 @@ pub(crate) const ATTACKS: &[Attack] = &[
     slow("remap", "maps and unmaps regions without a pause", program("remap", Nothing)),
     slow("teardown", "sessions with very many QPs that end at once", program("teardown", Nothing)),
     slow("connect", "connections and sessions that come and go", program("connect", Nothing)),
+    slow("cmreq", "requests for connections that nobody takes", program("cmreq", Nothing)),
     slow("kicks", "kicks of 16 control virtqueues, for nothing", program("kicks", Nothing)),
     slow("mcast", "datagrams to a group of 2,048 QPs without receives", program("mcast", Nothing)),
     slow("sparse punch", "WRITEs to a file whose pages it takes away, slowly", program("sparse", Word("punch"))),

@@ -39,6 +39,7 @@ objects
   pages SECONDS SOCKET                  registers lists of very many pages
   cqaba SECONDS SOCKET SOCKET           a completion for a CQ that is destroyed, beside a program on another vRNIC
   cmjoin SECONDS SOCKET                 joins multicast groups and fetches no event
+  cmreq SECONDS SOCKET                  asks for connections that nobody takes
   teardown SECONDS SOCKET               sessions with very many QPs that end at once
 messages and descriptors
   blockfd SECONDS SOCKET                an eventfd that is always full, and blocks
@@ -99,6 +100,7 @@ fn attack(name: &str, socket: &Path, argument: &[&str], until: Until) -> Option<
         ("pages", []) => objects::pages(socket, until),
         ("cqaba", [victim]) => objects::cqaba(socket, Path::new(victim), until),
         ("cmjoin", []) => objects::cmjoin(socket, until),
+        ("cmreq", []) => objects::cmreq(socket, until),
         ("teardown", []) => objects::teardown(socket, until),
         ("blockfd", []) => messages::blocking_call(socket, until),
         ("flush", []) => messages::tiny_buffers(socket, until),

@@ -1,10 +1,11 @@
 //! Objects: very many, very large, made and destroyed without a pause, and what is left of them.
 
+use std::collections::VecDeque;
 use std::path::Path;
 use std::time::Duration;
 
 use unirdma_abi as abi;
-use unirdma_formats::WrOpcode;
+use unirdma_formats::{Gid, WrOpcode};
 use unirdma_mem::MemFd;
 use unirdma_testkit::{Program, Queue, Scripted, Transport};
 use zerocopy::{FromBytes, IntoBytes};
@@ -111,24 +112,25 @@ pub(crate) fn cqaba(socket: &Path, victim: &Path, until: Until) {
     }
 }
 
+/// An IPv4 address and a port, as connection management has them.
+fn cm_address(ip: [u8; 4], port: u16) -> abi::CmAddr {
+    abi::CmAddr { ip: Gid::from_ip(ip.into()).0, port, family: 4, ..Default::default() }
+}
+
+/// A request to connection management; the identifier that it is about, unless it is refused.
+fn cm(s: &mut Scripted, op: abi::CmOp, request: abi::CmReq) -> Option<u32> {
+    let request = abi::CmReq { op: op as u8, ..request };
+    let (status, data) = s.hostile.command(abi::Command::Cm as u8, request.as_bytes());
+    (status == 0).then(|| abi::CmResp::read_from_prefix(&data).expect("a whole response").0.id)
+}
+
 /// Events of multicast joins that nobody fetches.
 pub(crate) fn cmjoin(socket: &Path, until: Until) {
     /// Identifiers, each with joins as long as they are taken.
     const IDS: u32 = 250;
     let mut s = Scripted::new(socket);
-    let ip = |last: [u8; 4]| {
-        let mut a = abi::CmAddr { family: 4, ..Default::default() };
-        a.ip[10..12].fill(0xff);
-        a.ip[12..].copy_from_slice(&last);
-        a
-    };
-    // An IPv4 address as a GID has it.
     let own = abi::CmAddr { ip: s.gid, family: 4, ..Default::default() };
-    let cm = |s: &mut Scripted, op: abi::CmOp, request: abi::CmReq| {
-        let request = abi::CmReq { op: op as u8, ..request };
-        let (status, data) = s.hostile.command(abi::Command::Cm as u8, request.as_bytes());
-        (status == 0).then(|| abi::CmResp::read_from_prefix(&data).expect("a whole response").0.id)
-    };
+    let group = cm_address([224, 0, 0, 9], 0);
     ready();
     while !until.over() {
         let mut ids = Vec::new();
@@ -137,11 +139,41 @@ pub(crate) fn cmjoin(socket: &Path, until: Until) {
             let Some(id) = cm(&mut s, abi::CmOp::Create, new) else { break };
             ids.push(id);
             cm(&mut s, abi::CmOp::Bind, abi::CmReq { id, src: own, ..Default::default() });
-            let join = abi::CmReq { id, dst: ip([224, 0, 0, 9]), ..Default::default() };
+            let join = abi::CmReq { id, dst: group, ..Default::default() };
             while !until.over() && cm(&mut s, abi::CmOp::Join, join).is_some() {}
         }
         for id in ids {
             cm(&mut s, abi::CmOp::Destroy, abi::CmReq { id, ..Default::default() });
+        }
+    }
+}
+
+/// Requests for connections, to a listener that takes none.
+pub(crate) fn cmreq(socket: &Path, until: Until) {
+    const PORT: u16 = 7471;
+    const QUEUE: u32 = 0;
+    /// Identifiers that are open at a time.
+    const IDS: usize = 1000;
+    let mut s = Scripted::new(socket);
+    let own = abi::CmAddr { ip: s.gid, port: PORT, family: 4, ..Default::default() };
+    let new = abi::CmReq { port_space: abi::port_space::TCP, queue: QUEUE, ..Default::default() };
+    let q = s.queue(1);
+    let listener = cm(&mut s, abi::CmOp::Create, new).expect("an identifier");
+    cm(&mut s, abi::CmOp::Bind, abi::CmReq { id: listener, src: own, ..Default::default() }).expect("a free port");
+    let listen = abi::CmReq { id: listener, value: u32::MAX, ..Default::default() };
+    cm(&mut s, abi::CmOp::Listen, listen).expect("a listener");
+    ready();
+    let mut open = VecDeque::new();
+    while !until.over() {
+        if open.len() == IDS {
+            let id = open.pop_front().unwrap_or_default();
+            cm(&mut s, abi::CmOp::Destroy, abi::CmReq { id, ..Default::default() });
+        }
+        let Some(id) = cm(&mut s, abi::CmOp::Create, new) else { continue };
+        open.push_back(id);
+        let param = abi::CmParam { qpn: q.qpn, ..Default::default() };
+        for op in [abi::CmOp::ResolveAddr, abi::CmOp::ResolveRoute, abi::CmOp::Connect] {
+            cm(&mut s, op, abi::CmReq { id, dst: own, param, value: 1000, ..Default::default() });
         }
     }
 }
