@@ -23,7 +23,7 @@ use unirdma_host::{
 
 pub use hostile::Hostile;
 pub use program::{Program, connect};
-pub use scripted::{Queue, Scripted, Transport};
+pub use scripted::{Queue, Scripted};
 
 fn new_dir() -> PathBuf {
     static COUNT: AtomicU32 = AtomicU32::new(0);

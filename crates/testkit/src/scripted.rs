@@ -4,7 +4,7 @@ use std::path::Path;
 use std::sync::atomic::Ordering::SeqCst;
 
 use unirdma_abi as abi;
-use unirdma_formats::{WrOpcode, attr_mask as m};
+use unirdma_formats::{QpType, WrOpcode, attr_mask as m};
 use unirdma_link::RegionDesc;
 use unirdma_mem::{MemFd, Span};
 use zerocopy::{FromBytes, IntoBytes};
@@ -16,20 +16,6 @@ const DOORBELL: u64 = 0x3_0000;
 /// Bus address of the first region that [`Scripted::add_memory`] adds.
 const MORE_MEMORY: u64 = 1 << 52;
 const ALL_ACCESS: u32 = 15;
-
-/// What a QP is, as `ibv_qp_type` numbers it.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-#[repr(u8)]
-pub enum Transport {
-    /// Reliable connections.
-    Rc = 2,
-    /// Datagrams.
-    Ud = 4,
-    /// The sending end of an XRC connection.
-    XrcSend = 9,
-    /// The receiving end.
-    XrcReceive = 10,
-}
 
 /// A session with a doorbell page, a PD and a CQ, made by control commands only.
 pub struct Scripted {
@@ -52,7 +38,7 @@ pub struct Scripted {
 pub struct Queue {
     /// Its number.
     pub qpn: u32,
-    transport: Transport,
+    qp_type: QpType,
     db_slot: u32,
     ctrl: usize,
     sq: usize,
@@ -194,14 +180,14 @@ impl Scripted {
     /// # Panics
     /// If the device refuses it.
     pub fn queue(&mut self, send_wr: u32) -> Queue {
-        self.queue_of(Transport::Rc, send_wr, 0)
+        self.queue_of(QpType::Rc, send_wr, 0)
     }
 
-    /// As [`Scripted::queue`], of any transport; `xrcdn` is the XRC domain of a receiving end.
+    /// As [`Scripted::queue`], of any type; `xrcdn` is the XRC domain of a receiving end.
     ///
     /// # Panics
     /// If the device refuses it.
-    pub fn queue_of(&mut self, transport: Transport, send_wr: u32, xrcdn: u32) -> Queue {
+    pub fn queue_of(&mut self, qp_type: QpType, send_wr: u32, xrcdn: u32) -> Queue {
         let cap =
             abi::QpCap { max_send_wr: send_wr, max_recv_wr: 4, max_send_sge: 1, max_recv_sge: 1, max_inline_data: 0 };
         let layout = abi::QpLayout::of(&cap).expect("the device's limits");
@@ -209,7 +195,7 @@ impl Scripted {
             (self.alloc(128), self.alloc(layout.sq_bytes() as u64), self.alloc(layout.rq_bytes() as u64));
         let request = abi::CreateQpReq {
             pdn: self.pdn,
-            qp_type: transport as u8,
+            qp_type: qp_type as u8,
             send_cqn: self.cqn,
             recv_cqn: self.cqn,
             cap,
@@ -221,7 +207,7 @@ impl Scripted {
         };
         let made: abi::CreateQpResp = self.ask(abi::Command::CreateQp, &request);
         let [ctrl, sq, rq] = [ctrl, sq, rq].map(|at| at as usize);
-        Queue { qpn: made.qpn, transport, db_slot: made.db_slot, ctrl, sq, rq, layout }
+        Queue { qpn: made.qpn, qp_type, db_slot: made.db_slot, ctrl, sq, rq, layout }
     }
 
     /// Moves a QP to RTS, connected to QP `peer` of the vRNIC with `gid`; `path_mtu` is an `ibv_mtu`. The QP tries
@@ -253,8 +239,8 @@ impl Scripted {
         let asks = m::TIMEOUT | m::RETRY_CNT | m::RNR_RETRY | m::MAX_QP_RD_ATOMIC;
         let steps = [
             m::PKEY_INDEX | m::PORT | m::ACCESS_FLAGS,
-            m::AV | m::PATH_MTU | m::DEST_QPN | m::RQ_PSN | if q.transport == Transport::XrcSend { 0 } else { answers },
-            m::SQ_PSN | if q.transport == Transport::XrcReceive { 0 } else { asks },
+            m::AV | m::PATH_MTU | m::DEST_QPN | m::RQ_PSN | if q.qp_type == QpType::XrcSend { 0 } else { answers },
+            m::SQ_PSN | if q.qp_type == QpType::XrcRecv { 0 } else { asks },
         ];
         for (mask, qp_state) in steps.into_iter().zip(1..) {
             let attr = abi::QpAttr { qp_state, ..attr };

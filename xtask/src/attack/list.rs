@@ -27,7 +27,10 @@ pub(crate) struct Program {
 pub(crate) enum Way {
     Program(Program),
     /// By a check of the black-box tests, beside which nothing is measured.
-    Check(fn(&Lab) -> Result<()>),
+    Check {
+        check: fn(&Lab) -> Result<()>,
+        needs_root: bool,
+    },
     /// Only where this says.
     Elsewhere(&'static str),
 }
@@ -44,6 +47,10 @@ pub(crate) struct Attack {
 
 const fn program(name: &'static str, argument: Argument) -> Way {
     Way::Program(Program { name, argument, captured: false })
+}
+
+const fn check(check: fn(&Lab) -> Result<()>, needs_root: bool) -> Way {
+    Way::Check { check, needs_root }
 }
 
 const fn attack(name: &'static str, what: &'static str, way: Way) -> Attack {
@@ -75,6 +82,7 @@ pub(crate) const ATTACKS: &[Attack] = &[
     slow("teardown", "sessions with very many QPs that end at once", program("teardown", Nothing)),
     slow("connect", "connections and sessions that come and go", program("connect", Nothing)),
     slow("cmreq", "requests for connections that nobody takes", program("cmreq", Nothing)),
+    slow("objects", "as many objects of each kind as it gets, again and again", program("objects", Nothing)),
     slow("kicks", "kicks of 16 control virtqueues, for nothing", program("kicks", Nothing)),
     slow("mcast", "datagrams to a group of 2,048 QPs without receives", program("mcast", Nothing)),
     slow("sparse punch", "WRITEs to a file whose pages it takes away, slowly", program("sparse", Word("punch"))),
@@ -93,12 +101,14 @@ pub(crate) const ATTACKS: &[Attack] = &[
         ..attack("linger", "descriptors whose closing waits for ten minutes", program("linger", Nothing))
     },
     attack("channels", "all event channels, opened and closed without a pause", program("channels", Nothing)),
+    attack("strange", "kick descriptors that are always readable, or hung up", program("strange", Nothing)),
+    attack("halfclosed", "connections of which one direction is closed", program("halfclosed", Nothing)),
     attack("unread", "requests whose answers it never reads", program("unread", Nothing)),
     attack("junk", "connections with random bytes", program("junk", Nothing)),
     attack("logs", "requests that are refused, and written to the log", program("logs", Nothing)),
-    attack("arp", "a container answers ARP with another one's address", Way::Check(suite::arp_spoof)),
-    attack("inject", "an ordinary user of a peer host sends VXLAN frames", Way::Check(suite::vxlan_injection)),
-    attack("escape", "a container reaches for the host, in more than 500 ways", Way::Check(suite::escape)),
+    attack("arp", "a container answers ARP with another one's address", check(suite::arp_spoof, false)),
+    attack("inject", "an ordinary user of a peer host sends VXLAN frames", check(suite::vxlan_injection, true)),
+    attack("escape", "a container reaches for the host, in more than 500 ways", check(suite::escape, false)),
     attack("qpns", "the next QPN of another tenant", Way::Elsewhere("statistics: tests of rnic::random")),
 ];
 

@@ -10,6 +10,7 @@ use std::path::Path;
 use serde::Serialize;
 
 use crate::bench::{print_json, topology};
+use crate::lab::{self, Lab};
 use crate::{Result, packages};
 use footprint::Footprint;
 use list::{ATTACKS, Attack, HONEST, Program, Way};
@@ -155,7 +156,7 @@ fn beside(programs: &Path, program: &Program) -> Result<Outcome> {
 }
 
 /// A check of the black-box tests, on a virtual layer of its own.
-fn checked(programs: &Path, check: fn(&crate::lab::Lab) -> Result<()>) -> Result<Outcome> {
+fn checked(programs: &Path, check: fn(&Lab) -> Result<()>) -> Result<Outcome> {
     let mut scene = Scene::start(programs)?;
     Place::ALL.iter().try_for_each(|&p| scene.check(p))?;
     let mut outcome = Outcome { before: Footprint::of(&scene.lab)?, ..Outcome::default() };
@@ -167,7 +168,8 @@ fn checked(programs: &Path, check: fn(&crate::lab::Lab) -> Result<()>) -> Result
 fn attempt(programs: &Path, attack: &Attack) -> Result<Outcome> {
     match attack.way {
         Way::Program(p) => beside(programs, &p),
-        Way::Check(check) => checked(programs, check),
+        Way::Check { needs_root: true, .. } if lab::uid() != 0 => Ok(Outcome::skipped("it takes root to set it up")),
+        Way::Check { check, .. } => checked(programs, check),
         Way::Elsewhere(place) => Ok(Outcome::skipped(place)),
     }
 }
@@ -249,7 +251,8 @@ pub(crate) fn run(json: bool, only: Option<&str>, runs: u32) -> Result<()> {
             // What is not measured, or broken, once need not be tried again.
             if outcomes.iter().all(is_measured) {
                 eprintln!("run {run} of {runs}: {}", attack.name);
-                outcomes.push(attempt(&programs, attack)?);
+                let failed = |why| Outcome { broken: vec![why], ..Outcome::default() };
+                outcomes.push(attempt(&programs, attack).unwrap_or_else(failed));
             }
         }
     }
@@ -338,5 +341,41 @@ fn print(r: &Report) {
     println!();
     for row in &r.rows {
         row.broken.iter().for_each(|why| println!("{}: {why}", row.attack));
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn figures(times: f64) -> (Figures, Figures) {
+        let of = |times: f64| Figures { p50_us: 4.0, p99_us: 100.0 * times, worst_us: 1e3, mib_s: 1e4 };
+        (of(times), of(1.0))
+    }
+
+    fn outcome(same: f64, other: f64) -> Outcome {
+        Outcome { figures: [same, other].map(|t| Some(figures(t))), host_alive: Some(true), ..Outcome::default() }
+    }
+
+    #[test]
+    fn a_row_is_broken_by_what_is_beyond_its_limit_in_the_median() {
+        let row = |all: Vec<Outcome>| Row::of("x", all);
+        assert!(row(vec![outcome(1.4, 1.1)]).broken.is_empty());
+        assert!(row(vec![outcome(1.4, 1.1), outcome(9.0, 9.0), outcome(0.9, 0.9)]).broken.is_empty());
+        let one = row(vec![outcome(1.4, 1.3)]);
+        assert_eq!(one.broken, ["victims in another group are more than 1.2 times worse"]);
+        assert!(one.host_alive == Some(true) && one.workers_alive.is_none());
+        assert_eq!(row(vec![outcome(1.6, 1.3)]).broken.len(), 2);
+    }
+
+    #[test]
+    fn what_broke_in_one_run_is_said_and_has_no_figures() {
+        let mut second = outcome(1.0, 1.0);
+        second.figures[0] = None;
+        second.broken.push("no completion".into());
+        second.host_alive = Some(false);
+        let row = Row::of("x", vec![outcome(1.0, 1.0), second]);
+        assert_eq!((row.broken, row.host_alive), (vec!["no completion".to_string()], Some(false)));
+        assert!(row.same_group.is_none() && row.other_group.is_some());
     }
 }

@@ -40,6 +40,7 @@ objects
   cqaba SECONDS SOCKET SOCKET           a completion for a CQ that is destroyed, beside a program on another vRNIC
   cmjoin SECONDS SOCKET                 joins multicast groups and fetches no event
   cmreq SECONDS SOCKET                  asks for connections that nobody takes
+  objects SECONDS SOCKET                as many objects of each kind as there may be
   teardown SECONDS SOCKET               sessions with very many QPs that end at once
 messages and descriptors
   blockfd SECONDS SOCKET                an eventfd that is always full, and blocks
@@ -51,7 +52,9 @@ messages and descriptors
   logs SECONDS SOCKET                   requests that are refused
   channels SECONDS SOCKET               opens and closes event channels
   unread SECONDS SOCKET                 requests whose answers nobody reads
-  kicks SECONDS SOCKET                  kicks for nothing";
+  kicks SECONDS SOCKET                  kicks for nothing
+  strange SECONDS SOCKET                kick descriptors that are always readable
+  halfclosed SECONDS SOCKET             connections of which one direction is closed";
 
 /// `IBV_MTU_4096`.
 const MTU_4096: u8 = 5;
@@ -101,6 +104,7 @@ fn attack(name: &str, socket: &Path, argument: &[&str], until: Until) -> Option<
         ("cqaba", [victim]) => objects::cqaba(socket, Path::new(victim), until),
         ("cmjoin", []) => objects::cmjoin(socket, until),
         ("cmreq", []) => objects::cmreq(socket, until),
+        ("objects", []) => objects::exhausted(socket, until),
         ("teardown", []) => objects::teardown(socket, until),
         ("blockfd", []) => messages::blocking_call(socket, until),
         ("flush", []) => messages::tiny_buffers(socket, until),
@@ -112,6 +116,8 @@ fn attack(name: &str, socket: &Path, argument: &[&str], until: Until) -> Option<
         ("channels", []) => messages::channels(socket, until),
         ("unread", []) => messages::unread(socket, until),
         ("kicks", []) => messages::kicks(socket, until),
+        ("strange", []) => messages::strange_kicks(socket, until),
+        ("halfclosed", []) => messages::half_closed(socket, until),
         _ => return None,
     }
     Some(())

@@ -2,10 +2,11 @@
 //! that never end, requests that are refused.
 
 use std::io::{IoSlice, Read, Write};
-use std::net::{TcpListener, TcpStream};
+use std::net::{Shutdown, TcpListener, TcpStream};
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::os::unix::net::UnixStream;
 use std::path::Path;
+use std::sync::atomic::AtomicU64;
 use std::sync::atomic::Ordering::SeqCst;
 use std::time::Duration;
 
@@ -51,8 +52,8 @@ pub(crate) fn blocking_call(socket: &Path, until: Until) {
 /// Event buffers of one byte, given back as fast as the device takes them. No completion event fits.
 pub(crate) fn tiny_buffers(socket: &Path, until: Until) {
     const SIZE: u16 = 256;
-    /// Buffers that the device may use for an event that fits into none, beside the queue's whole size.
-    const FOR_EACH_EVENT: u64 = 4 * SIZE as u64;
+    /// Buffers that the device may use each time that it looks, for an event or a kick.
+    const FOR_EACH_LOOK: u64 = 2 * SIZE as u64;
     let mut s = Scripted::new(socket);
     let (desc, avail, used, buffer) = (s.alloc(16 * 256), s.alloc(1024), s.alloc(4096), s.alloc(64));
     let memory = s.hostile.memory().clone();
@@ -68,29 +69,32 @@ pub(crate) fn tiny_buffers(socket: &Path, until: Until) {
     s.hostile.frontend.set_vring(abi::VQ_COMP_FIRST, SIZE, user + desc, user + avail, user + used).expect("vring");
     s.own_cq(64, 0);
     let (q, _) = s.pair(16, MTU_4096);
+    let taken = AtomicU64::new(0);
     ready();
     std::thread::scope(|t| {
         t.spawn(|| {
-            let (mut taken, mut last, mut events) = (0, 0u16, 0);
+            let mut last = 0u16;
             while !until.over() {
                 let now = memory.load16(used as usize + 2, SeqCst);
-                taken += u64::from(now.wrapping_sub(last));
+                taken.fetch_add(now.wrapping_sub(last).into(), SeqCst);
                 last = now;
                 memory.store16(avail as usize + 2, now.wrapping_add(200), SeqCst);
-                let _ = rustix::io::write(&kick, &1u64.to_ne_bytes());
-                events += 1;
-            }
-            if taken > FOR_EACH_EVENT * (events + 1) {
-                broken(&format!("{taken} buffers were used"));
             }
         });
+        let mut looks = 1;
         while !until.over() {
             s.arm_cq();
             let index = s.posted(&q);
             s.write_with(&q, index, WrOpcode::Send, abi::Sge::default(), (0, 0), send_flags::SIGNALED);
             s.post(&q, index.wrapping_add(1));
+            let _ = rustix::io::write(&kick, &1u64.to_ne_bytes());
             std::thread::sleep(Duration::from_millis(1));
             s.drain_cq();
+            looks += 2;
+            let taken = taken.load(SeqCst);
+            if taken > FOR_EACH_LOOK * looks {
+                return broken(&format!("{taken} buffers were used when the device looked {looks} times"));
+            }
         }
     });
 }
@@ -144,26 +148,28 @@ fn lingering() -> std::io::Result<(OwnedFd, TcpStream)> {
 
 /// Descriptors whose closing waits. The virtual layer is the last to have them.
 pub(crate) fn slow_to_close(socket: &Path, until: Until) {
+    const DESCRIPTORS: usize = 100;
     // The other ends; closing them would end the wait.
     let mut peers = Vec::new();
-    let mut told = false;
-    while !until.over() {
+    while peers.len() < DESCRIPTORS && !until.over() {
         let (fd, peer) = match lingering() {
             Ok(l) => l,
             Err(e) => return println!("skip: no TCP: {e}"),
         };
-        peers.push(peer);
-        if let Ok(s) = UnixStream::connect(socket) {
-            let _ = send_beside(&s, &[fd.as_fd()]);
-            // The virtual layer has received it before the session ends.
+        let session = UnixStream::connect(socket);
+        if session.as_ref().is_ok_and(|s| send_beside(s, &[fd.as_fd()]).is_ok()) {
+            // The virtual layer has received the descriptor, and has to close it when the session ends.
             std::thread::sleep(Duration::from_millis(50));
-            drop(fd);
+        } else {
+            sockopt::set_socket_linger(&fd, None).expect("a socket");
         }
-        if !std::mem::replace(&mut told, true) {
+        drop((fd, session));
+        peers.push(peer);
+        if peers.len() == 1 {
             ready();
         }
-        std::thread::sleep(Duration::from_millis(if peers.len() < 100 { 1 } else { 1000 }));
     }
+    until.sleep();
 }
 
 /// Connections that come and go, some with a whole session.
@@ -253,4 +259,50 @@ pub(crate) fn kicks(socket: &Path, until: Until) {
     while !until.over() {
         sessions.iter().for_each(Hostile::kick);
     }
+}
+
+/// Kick descriptors that are always readable, or hung up, so that who waits for them never waits.
+pub(crate) fn strange_kicks(socket: &Path, until: Until) {
+    let hung_up = UnixStream::pair().expect("sockets").0;
+    let (pipe, _) = rustix::pipe::pipe().expect("pipe");
+    let (with_data, _kept) = UnixStream::pair().expect("sockets");
+    let _ = (&_kept).write_all(&[0; 4096]);
+    let process = rustix::process::pidfd_open(rustix::process::getpid(), rustix::process::PidfdFlags::empty());
+    let directory = std::fs::File::open("/").expect("directory");
+    let semaphore = event(EventfdFlags::SEMAPHORE);
+    let _ = rustix::io::write(&semaphore, &(u64::MAX - 1).to_ne_bytes());
+    let mut strange = vec![hung_up.as_fd(), pipe.as_fd(), with_data.as_fd(), directory.as_fd(), semaphore.as_fd()];
+    strange.extend(process.as_ref().map(AsFd::as_fd));
+    let mut sessions = Vec::new();
+    for fd in strange {
+        let mut h = Hostile::new(socket);
+        let user = h.memory().addr() as u64;
+        // What is refused is no attack. The control virtqueue and the wake virtqueue are there already.
+        for queue in [abi::VQ_ASYNC, abi::VQ_COMP_FIRST] {
+            let _ = h.frontend.set_kick(queue, fd);
+            let _ = h.frontend.set_vring(queue, 4, user + 0x8_0000, user + 0x8_1000, user + 0x8_2000);
+        }
+        let _ = h.frontend.set_kick(abi::VQ_CONTROL, fd);
+        let _ = h.frontend.set_kick(abi::VQ_WAKE, fd);
+        sessions.push(h);
+    }
+    ready();
+    until.sleep();
+}
+
+/// Connections of which one direction is closed, with and without a session.
+pub(crate) fn half_closed(socket: &Path, until: Until) {
+    let sessions: Vec<Scripted> = (0..16).map(|_| Scripted::new(socket)).collect();
+    for s in &sessions {
+        let Ok(fd) = s.hostile.frontend.socket().as_fd().try_clone_to_owned() else { continue };
+        let _ = UnixStream::from(fd).shutdown(Shutdown::Read);
+    }
+    let mut connections = Vec::new();
+    for how in [Shutdown::Read, Shutdown::Write].into_iter().cycle().take(64) {
+        let Ok(s) = UnixStream::connect(socket) else { break };
+        let _ = s.shutdown(how);
+        connections.push(s);
+    }
+    ready();
+    until.sleep();
 }

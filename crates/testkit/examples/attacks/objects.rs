@@ -5,9 +5,9 @@ use std::path::Path;
 use std::time::Duration;
 
 use unirdma_abi as abi;
-use unirdma_formats::{Gid, WrOpcode};
+use unirdma_formats::{Gid, QpType, WrOpcode};
 use unirdma_mem::MemFd;
-use unirdma_testkit::{Program, Queue, Scripted, Transport};
+use unirdma_testkit::{Program, Queue, Scripted};
 use zerocopy::{FromBytes, IntoBytes};
 
 use crate::{MTU_4096, Until, broken, ready};
@@ -67,7 +67,7 @@ pub(crate) fn cqaba(socket: &Path, victim: &Path, until: Until) {
         let mut s = Scripted::new(socket);
         let xrcd = abi::CreateXrcdReq::default();
         let xrcdn = s.ask::<abi::HandleResp>(abi::Command::CreateXrcd, &xrcd).handle;
-        let (sender, target) = (s.queue_of(Transport::XrcSend, 16, 0), s.queue_of(Transport::XrcReceive, 1, xrcdn));
+        let (sender, target) = (s.queue_of(QpType::XrcSend, 16, 0), s.queue_of(QpType::XrcRecv, 1, xrcdn));
         s.connect(&sender, s.gid, target.qpn, MTU_4096);
         s.connect(&target, s.gid, sender.qpn, MTU_4096);
         let (ring, ctrl) = (s.alloc(4096), s.alloc(128));
@@ -187,6 +187,37 @@ pub(crate) fn teardown(socket: &Path, until: Until) {
         for pair in queues.chunks_exact(2).take(256) {
             s.connect(&pair[0], s.gid, pair[1].qpn, MTU_4096);
             s.connect(&pair[1], s.gid, pair[0].qpn, MTU_4096);
+        }
+    }
+}
+
+/// As many objects of each kind as a session gets, again and again.
+pub(crate) fn exhausted(socket: &Path, until: Until) {
+    ready();
+    while !until.over() {
+        let mut s = Scripted::new(socket);
+        let (ring, ctrl) = (s.alloc(4096), s.alloc(128));
+        let (ring, ctrl) = (s.hostile.bus(ring), s.hostile.bus(ctrl));
+        let comp_queue = abi::NO_COMP_QUEUE;
+        let cq = abi::CreateCqReq { cqe: 1, entries: 1, ring_addr: ring, ctrl_addr: ctrl, comp_queue, reserved: 0 };
+        let srq = abi::CreateSrqReq { pdn: s.pdn, max_wr: 1, ring_addr: ring, ctrl_addr: ctrl, ..Default::default() };
+        let grh = abi::GlobalRoute { dgid: s.gid, ..Default::default() };
+        let attr = abi::AhAttr { grh, is_global: 1, port_num: 1, ..Default::default() };
+        let ah = abi::CreateAhReq { pdn: s.pdn, reserved: 0, attr };
+        let window = abi::AllocMwReq { pdn: s.pdn, mw_type: 1 };
+        let null = abi::HandleReq { handle: s.pdn, reserved: 0 };
+        let xrcd = abi::CreateXrcdReq::default();
+        let kinds: [(abi::Command, &[u8]); 7] = [
+            (abi::Command::CreatePd, &[]),
+            (abi::Command::CreateCq, cq.as_bytes()),
+            (abi::Command::CreateSrq, srq.as_bytes()),
+            (abi::Command::CreateAh, ah.as_bytes()),
+            (abi::Command::AllocMw, window.as_bytes()),
+            (abi::Command::AllocNullMr, null.as_bytes()),
+            (abi::Command::CreateXrcd, xrcd.as_bytes()),
+        ];
+        for (command, request) in kinds {
+            while !until.over() && s.hostile.command(command as u8, request).0 == 0 {}
         }
     }
 }

@@ -4,9 +4,9 @@ use std::path::Path;
 use std::time::Duration;
 
 use unirdma_abi as abi;
-use unirdma_formats::{Gid, WrOpcode};
+use unirdma_formats::{Gid, QpType, WrOpcode};
 use unirdma_mem::MemFd;
-use unirdma_testkit::{Queue, Scripted, Transport};
+use unirdma_testkit::{Queue, Scripted};
 use zerocopy::IntoBytes;
 
 use crate::{MTU_4096, Until, ready};
@@ -103,7 +103,7 @@ pub(crate) fn mcast(socket: &Path, until: Until) {
     let group = Gid::from_ip([239, 1, 1, 1].into()).0;
     let mut members = 0;
     for _ in 0..MEMBERS {
-        let q = s.queue_of(Transport::Ud, 1, 0);
+        let q = s.queue_of(QpType::Ud, 1, 0);
         s.enable(&q, QKEY);
         let attach = abi::McastReq { qpn: q.qpn, gid: group, ..Default::default() };
         if s.hostile.command(abi::Command::AttachMcast as u8, attach.as_bytes()).0 != 0 {
@@ -112,7 +112,7 @@ pub(crate) fn mcast(socket: &Path, until: Until) {
         members += 1;
     }
     assert!(members > 0, "no QP may be a member");
-    let q = s.queue_of(Transport::Ud, SLOTS, 0);
+    let q = s.queue_of(QpType::Ud, SLOTS, 0);
     s.enable(&q, QKEY);
     let grh = abi::GlobalRoute { dgid: group, hop_limit: 1, ..Default::default() };
     let attr = abi::AhAttr { grh, is_global: 1, port_num: 1, ..Default::default() };
