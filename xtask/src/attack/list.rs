@@ -13,13 +13,18 @@ pub(crate) enum Argument {
     Socket(&'static str),
 }
 
-/// A program of the test kit's example `attacks`, which says what each of them does.
+/// A program of the attacker.
 #[derive(Clone, Copy)]
-pub(crate) struct Program {
-    pub name: &'static str,
-    pub argument: Argument,
-    /// The administrator captures its packets meanwhile.
-    pub captured: bool,
+pub(crate) enum Program {
+    /// One of the test kit's example `attacks`, which says what each of them does.
+    Kit {
+        name: &'static str,
+        argument: Argument,
+        /// The administrator captures its packets meanwhile.
+        captured: bool,
+    },
+    /// `xtask/c/forge.c` with these words and a time, in a container.
+    Forge(&'static str),
 }
 
 /// How an attack is tried.
@@ -46,7 +51,7 @@ pub(crate) struct Attack {
 }
 
 const fn program(name: &'static str, argument: Argument) -> Way {
-    Way::Program(Program { name, argument, captured: false })
+    Way::Program(Program::Kit { name, argument, captured: false })
 }
 
 const fn check(check: fn(&Lab) -> Result<()>, needs_root: bool) -> Way {
@@ -62,9 +67,9 @@ const fn slow(name: &'static str, what: &'static str, way: Way) -> Attack {
 }
 
 /// Two programs of the attacker's vRNICs that are as busy as they can be, and do nothing wrong.
-pub(crate) const HONEST: Program = Program { name: "honest", argument: Argument::Socket("y"), captured: false };
+pub(crate) const HONEST: Program = Program::Kit { name: "honest", argument: Argument::Socket("y"), captured: false };
 
-const CAPTURED: Way = Way::Program(Program { name: "capw", argument: Argument::None, captured: true });
+const CAPTURED: Way = Way::Program(Program::Kit { name: "capw", argument: Argument::None, captured: true });
 
 use Argument::{None as Nothing, Socket, Word};
 
@@ -82,6 +87,8 @@ pub(crate) const ATTACKS: &[Attack] = &[
     slow("teardown", "sessions with very many QPs that end at once", program("teardown", Nothing)),
     slow("connect", "connections and sessions that come and go", program("connect", Nothing)),
     slow("cmreq", "requests for connections that nobody takes", program("cmreq", Nothing)),
+    slow("frames", "ARP frames to all, as fast as it can", Way::Program(Program::Forge("flood 10.0.0.3"))),
+    slow("forged", "the same with another one's address", Way::Program(Program::Forge("flood 10.0.0.1"))),
     slow("objects", "as many objects of each kind as it gets, again and again", program("objects", Nothing)),
     slow("kicks", "kicks of 16 control virtqueues, for nothing", program("kicks", Nothing)),
     slow("mcast", "datagrams to a group of 2,048 QPs without receives", program("mcast", Nothing)),

@@ -11,6 +11,7 @@ use super::list::{Argument, Program};
 use crate::Result;
 use crate::bench::{figures, median};
 use crate::lab::{self, Lab, Running};
+use crate::suite;
 
 /// A victim measures its latency for so long, and its bandwidth for so long.
 const SECONDS: &str = "1";
@@ -146,18 +147,26 @@ impl Scene {
     /// # Errors
     /// It did not begin.
     pub fn attacker(&self, program: &Program) -> Result<Result<Attacker<'_>>> {
-        let mut c = self.command(program.name, ATTACK_SECONDS, &["x"]);
-        match program.argument {
-            Argument::None => &mut c,
-            Argument::Word(w) => c.arg(w),
-            Argument::Socket(vrnic) => c.arg(self.lab.socket(vrnic)),
+        let (running, captured) = match *program {
+            Program::Kit { name, argument, captured } => {
+                let mut c = self.command(name, ATTACK_SECONDS, &["x"]);
+                match argument {
+                    Argument::None => &mut c,
+                    Argument::Word(w) => c.arg(w),
+                    Argument::Socket(vrnic) => c.arg(self.lab.socket(vrnic)),
+                };
+                (Running::start(c, &self.lab.dir.join("attacker.log"))?, captured)
+            }
+            Program::Forge(words) => {
+                let forge = suite::compile(&self.lab, "forge", &[])?;
+                (self.lab.spawn("x", &[], &format!("{forge} {words} {ATTACK_SECONDS}"))?, false)
+            }
         };
-        let mut attacker =
-            Attacker { running: Running::start(c, &self.lab.dir.join("attacker.log"))?, capture: None, scene: self };
-        if let Some(why) = wait_ready(&mut attacker.running).map_err(|e| format!("{} {e}", program.name))? {
+        let mut attacker = Attacker { running, capture: None, scene: self };
+        if let Some(why) = wait_ready(&mut attacker.running).map_err(|e| format!("the attacker {e}"))? {
             return Ok(Err(why));
         }
-        if program.captured {
+        if captured {
             let capture = ["capture", "--vrnic", "x", "-w", "/dev/null"];
             attacker.capture = Some(self.lab.start_unirdma(&capture)?);
         }
