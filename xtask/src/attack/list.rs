@@ -79,7 +79,7 @@ pub(crate) const ATTACKS: &[Attack] = &[
     slow("bells", "64 sessions ring all their doorbell bits", program("bells", Nothing)),
     slow("flood", "WRITEs of 64 B without a pause", program("flood", Nothing)),
     slow("slowmm fuse", "READs of a page of its own FUSE file, which never comes", program("slowmm", Word("fuse"))),
-    slow("slowmm fork", "READs of a process of 64 GiB that forks all the time", program("slowmm", Word("fork"))),
+    slow("slowmm fork", "READs of a process of 16 GiB that forks all the time", program("slowmm", Word("fork"))),
     slow("regmr", "registers and deregisters beside 60,000 MRs", program("regmr", Nothing)),
     slow("capw", "WRITEs of 128 MiB with the smallest MTU while it is captured", CAPTURED),
     slow("pages", "lists of very many pages, each a mapping of its own", program("pages", Nothing)),

@@ -7,7 +7,7 @@ use crate::attack::list::{ATTACKS, Attack, Program, Way};
 use crate::attack::scene::{Place, Scene};
 
 /// How long an attack goes on before others begin, beside the time that a scene gives it.
-const TIME: Duration = Duration::from_millis(700);
+const TIME: Duration = Duration::from_millis(500);
 /// Programs that have not begun after this are held up.
 const HELD_UP: Duration = Duration::from_secs(3);
 

@@ -37,7 +37,7 @@ pub(crate) fn fuse(socket: &Path, until: Until) {
 
 /// READs of an address space that is copied by one fork after the other: who looks pages up in it waits meanwhile.
 pub(crate) fn fork(socket: &Path, until: Until) {
-    const LARGE: usize = 64 << 30;
+    const LARGE: usize = 16 << 30;
     let s = Scripted::new(socket);
     let at = anonymous(LEN as usize);
     let large = anonymous(LARGE);
