@@ -1,6 +1,7 @@
 /* What a hostile container, or a hostile user of a peer host, sends; and what its victims see of it.
  *
  *   forge arp ADDRESS TIMES                 tells everybody at eth0, ten times a second, that ADDRESS is here
+ *   forge flood ADDRESS SECONDS             the same as fast as it can; prints `ready` first
  *   forge neighbour ADDRESS SECONDS         sends to ADDRESS, ten times a second, and prints each MAC that the kernel has for it
  *   forge vxlan FROM PORT TO VNI            sends a frame inside VXLAN from a port of the address FROM (0: any)
  *   forge vxlan-pktinfo FROM PORT TO VNI    the same from a socket that is bound to another address of the host
@@ -46,9 +47,9 @@ static struct sockaddr_in address(const char *text, int port)
 	return a;
 }
 
-static void arp(const char *whose, int times)
+/* An ARP answer to everybody: an address is here. */
+static int arp_answer(const char *whose, unsigned char f[42])
 {
-	unsigned char f[42] = { 0 };
 	int s = eth0(ETH_P_ARP, f + 6);
 	struct sockaddr_in a = address(whose, 0);
 	memset(f, 0xff, 6);
@@ -56,11 +57,29 @@ static void arp(const char *whose, int times)
 	memcpy(f + 22, f + 6, 6);
 	memcpy(f + 28, &a.sin_addr, 4);
 	memset(f + 32, 0xff, 10);
+	return s;
+}
+
+static void arp(const char *whose, int times)
+{
+	unsigned char f[42] = { 0 };
+	int s = arp_answer(whose, f);
 	while (times-- > 0) {
 		if (send(s, f, sizeof f, 0) < 0)
 			err(1, "send");
 		usleep(TICK_US);
 	}
+}
+
+static void flood(const char *whose, int seconds)
+{
+	unsigned char f[42] = { 0 };
+	int s = arp_answer(whose, f);
+	printf("ready\n");
+	fflush(stdout);
+	/* What the queue has no room for is lost. */
+	for (time_t end = time(NULL) + seconds; time(NULL) < end;)
+		send(s, f, sizeof f, 0);
 }
 
 static void neighbour(const char *whom, int seconds)
@@ -139,6 +158,8 @@ int main(int argc, char **argv)
 	const char *what = argc > 1 ? argv[1] : "";
 	if (argc == 4 && !strcmp(what, "arp"))
 		arp(argv[2], atoi(argv[3]));
+	else if (argc == 4 && !strcmp(what, "flood"))
+		flood(argv[2], atoi(argv[3]));
 	else if (argc == 4 && !strcmp(what, "neighbour"))
 		neighbour(argv[2], atoi(argv[3]));
 	else if (argc == 6 && !strncmp(what, "vxlan", 5))

@@ -99,6 +99,8 @@ pub(crate) struct Running {
 
 /// How long a program may take.
 const LIMIT: Duration = Duration::from_secs(90);
+/// How long a virtual layer may take to end.
+const LIMIT_OF_END: Duration = Duration::from_secs(30);
 
 impl Lab {
     /// Starts a virtual layer, as `user` if one is given.
@@ -208,11 +210,26 @@ impl Lab {
         Ok(())
     }
 
-    /// Ends the virtual layer while programs may still use it.
+    /// How the virtual layer's process has ended, if it has.
+    pub fn how_it_ended(&mut self) -> Option<String> {
+        self.host.try_wait().ok().flatten().map(|status| status.to_string())
+    }
+
+    /// Ends the virtual layer while programs may still use it; kills it if it does not end.
     pub fn stop_host(&mut self) {
+        if self.how_it_ended().is_some() {
+            return;
+        }
         // SAFETY: our own child, not waited for yet.
         unsafe { libc::kill(self.host.id() as i32, libc::SIGTERM) };
-        let _ = self.host.wait();
+        let start = Instant::now();
+        while self.how_it_ended().is_none() {
+            if start.elapsed() > LIMIT_OF_END {
+                let _ = self.host.kill();
+                let _ = self.host.wait();
+            }
+            std::thread::sleep(Duration::from_millis(2));
+        }
     }
 
     /// Runs `unirdma` with these arguments.
@@ -530,6 +547,12 @@ impl Running {
     /// Kills it at once, with its container.
     pub fn kill(&mut self) {
         let _ = self.child.kill();
+    }
+
+    /// As [`Running::finish`], for so long at most.
+    pub fn finish_within(mut self, limit: Duration) -> Output {
+        self.limit = Instant::now() + limit;
+        self.finish()
     }
 
     /// Waits for the end, up to the limit.

@@ -1,8 +1,9 @@
-//! `cargo xtask`: the project's own commands. `demo` shows, `test` checks all, `bench` measures.
+//! `cargo xtask`: the project's own commands. `demo` shows, `test` checks all, `bench` measures, `attack` does harm.
 //!
 //! Of the workspace it depends on the simulation kit only, for `sim`; for everything else it uses the built programs as a
 //! user would.
 
+mod attack;
 mod bench;
 mod conformance;
 mod demo;
@@ -57,6 +58,25 @@ enum Command {
         /// Steps for each seed: eight requests on one connection, twenty on a fabric of four hosts
         #[arg(long, value_name = "N", default_value_t = 6)]
         steps: u64,
+    },
+    /// Try every attack that is known, with victims in the attacker's group and in another one: what they notice, what lives, and what
+    /// is given back
+    #[command(
+        after_help = "Examples:\n  cargo xtask attack                          about a quarter of an hour\n  cargo xtask attack --list\n  cargo xtask attack --only sigbus --runs 1\n  cargo xtask attack --json > attack.json\n\nAn attack is broken, and the exit code 1, if the virtual layer or a worker of it ends, if programs that begin meanwhile get no device or\nwrong bytes, if a victim's figure is more than 1.5 times worse than beside an honest busy neighbour (1.2 times in another group than the\nattacker's), or if descriptors, mappings or memory are not given back."
+    )]
+    Attack {
+        /// Print JSON instead of a table
+        #[arg(long)]
+        json: bool,
+        /// Only the attacks whose name contains this
+        #[arg(long, value_name = "NAME")]
+        only: Option<String>,
+        /// How often each attack is tried; medians count
+        #[arg(long, value_name = "N", default_value_t = 3, value_parser = clap::value_parser!(u32).range(1..))]
+        runs: u32,
+        /// Print the attacks' names and what they do
+        #[arg(long, exclusive = true)]
+        list: bool,
     },
     /// Measure
     Bench {
@@ -178,6 +198,11 @@ fn main() -> ExitCode {
             sim::run(seed, seeds, steps);
             Ok(())
         }
+        Command::Attack { list: true, .. } => {
+            attack::print_list();
+            Ok(())
+        }
+        Command::Attack { json, only, runs, .. } => attack::run(json, only.as_deref(), runs),
         Command::Bench { what: Bench::Local { json, svg } } => bench::local(json, &svg),
         Command::Bench { what: Bench::Ab { rev, runs, only, json } } => bench::ab(&rev, runs, only.as_deref(), json),
         Command::Bench { what: Bench::Engine { json } } => bench::engine(json),

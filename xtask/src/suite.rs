@@ -1,5 +1,6 @@
 //! Black-box tests: Debian's programs in containers, wrong input at the command line, lost peers.
 
+mod attacks;
 mod changes;
 mod kernel;
 mod network;
@@ -12,6 +13,9 @@ use crate::Result;
 use crate::conformance;
 use crate::lab::{self, Lab, Link, Output, TwoHosts};
 use crate::memory;
+
+pub(crate) use network::{arp_spoof, vxlan_injection};
+pub(crate) use sandbox::escape;
 
 type Check = Result<()>;
 
@@ -775,6 +779,7 @@ pub(crate) fn run(only: Option<&str>) -> Result<()> {
     sandbox::run(&mut s);
     workers::workers(&mut s);
     workers::full_disk(&mut s);
+    attacks::run(&mut s);
     c_program(&mut s);
     captures(&mut s);
     losses(&mut s);

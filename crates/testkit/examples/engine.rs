@@ -57,7 +57,7 @@ impl Writer {
             (session, key)
         };
         let ((mut session, local_key), (mut peer, remote_key)) = (add(1), add(2));
-        session.large_cq(CQ_ENTRIES);
+        session.own_cq(CQ_ENTRIES, abi::NO_COMP_QUEUE);
         let (queue, other) = (session.queue(ENTRIES), peer.queue(1));
         session.connect(&queue, peer.gid, other.qpn, MTU);
         peer.connect(&other, session.gid, queue.qpn, MTU);

@@ -1,7 +1,7 @@
 //! Test kit: a virtual layer in this process, well-behaved programs on it, a hostile frontend, and queues without a driver.
 //!
 //! Knows all layers; nothing but tests and measurements depends on it. It must never touch a virtual
-//! layer that neither it nor `cargo xtask bench` has started.
+//! layer that neither it nor `cargo xtask` has started.
 
 pub mod fuse;
 mod hostile;

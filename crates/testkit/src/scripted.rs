@@ -4,7 +4,7 @@ use std::path::Path;
 use std::sync::atomic::Ordering::SeqCst;
 
 use unirdma_abi as abi;
-use unirdma_formats::{WrOpcode, attr_mask as m};
+use unirdma_formats::{QpType, WrOpcode, attr_mask as m};
 use unirdma_link::RegionDesc;
 use unirdma_mem::{MemFd, Span};
 use zerocopy::{FromBytes, IntoBytes};
@@ -15,8 +15,6 @@ use crate::Hostile;
 const DOORBELL: u64 = 0x3_0000;
 /// Bus address of the first region that [`Scripted::add_memory`] adds.
 const MORE_MEMORY: u64 = 1 << 52;
-/// A capability of `ibv_qp_type`: reliable connections.
-const RC: u8 = 2;
 const ALL_ACCESS: u32 = 15;
 
 /// A session with a doorbell page, a PD and a CQ, made by control commands only.
@@ -27,7 +25,8 @@ pub struct Scripted {
     pub pdn: u32,
     /// GID 0 of the vRNIC.
     pub gid: [u8; 16],
-    cqn: u32,
+    /// The CQ that QPs are made with.
+    pub cqn: u32,
     /// The control block of a CQ with memory of its own.
     cq_ctrl: Option<Span>,
     free: u64,
@@ -39,9 +38,11 @@ pub struct Scripted {
 pub struct Queue {
     /// Its number.
     pub qpn: u32,
+    qp_type: QpType,
     db_slot: u32,
     ctrl: usize,
     sq: usize,
+    rq: usize,
     layout: abi::QpLayout,
 }
 
@@ -73,32 +74,43 @@ impl Scripted {
         s.gid = s.ask::<abi::QueryGidResp>(abi::Command::QueryGid, &abi::QueryGidReq { port: 1, index: 0 }).gid;
         let entries = 64;
         let (ring, ctrl) = (s.alloc(u64::from(entries) * size_of::<abi::Cqe>() as u64), s.alloc(128));
-        s.make_cq(entries, s.hostile.bus(ring), s.hostile.bus(ctrl));
+        s.make_cq(entries, s.hostile.bus(ring), s.hostile.bus(ctrl), abi::NO_COMP_QUEUE);
         s
     }
 
-    fn make_cq(&mut self, entries: u32, ring_addr: u64, ctrl_addr: u64) {
-        let comp_queue = abi::NO_COMP_QUEUE;
+    /// Makes another CQ whose ring and control block are at these bus addresses, and whose events go to this event queue. QPs that
+    /// are made from now on have it.
+    ///
+    /// # Panics
+    /// If the device refuses it.
+    pub fn make_cq(&mut self, entries: u32, ring_addr: u64, ctrl_addr: u64, comp_queue: u32) {
         let cq = abi::CreateCqReq { cqe: entries, entries, ring_addr, ctrl_addr, comp_queue, reserved: 0 };
         self.cqn = self.ask::<abi::HandleResp>(abi::Command::CreateCq, &cq).handle;
     }
 
-    /// Makes another CQ, of so many entries, in memory of its own. QPs that are made from now on have it.
+    /// As [`Scripted::make_cq`], in memory of its own.
     ///
     /// # Panics
     /// If the device refuses it.
-    pub fn large_cq(&mut self, entries: u32) {
+    pub fn own_cq(&mut self, entries: u32, comp_queue: u32) {
         let ring = entries as usize * size_of::<abi::Cqe>();
         let file = MemFd::new(c"cq", (ring + size_of::<abi::CqCtrl>()).next_multiple_of(4096)).expect("memory file");
         let at = self.add_memory(&file);
-        self.make_cq(entries, at, at + ring as u64);
+        self.make_cq(entries, at, at + ring as u64, comp_queue);
         self.cq_ctrl = file.span().sub(ring as u64, size_of::<abi::CqCtrl>() as u64);
     }
 
-    /// Gives all entries of the CQ of [`Scripted::large_cq`] back to the device.
+    /// Gives all entries of the CQ of [`Scripted::own_cq`] back to the device.
     pub fn drain_cq(&self) {
         let Some(ctrl) = &self.cq_ctrl else { return };
         ctrl.store32(abi::CQ_CONS, ctrl.load32(abi::CQ_PROD, SeqCst), SeqCst);
+    }
+
+    /// Arms the CQ of [`Scripted::own_cq`] for its next completion.
+    pub fn arm_cq(&self) {
+        let Some(ctrl) = &self.cq_ctrl else { return };
+        let sequence = ctrl.load32(abi::CQ_ARM, SeqCst) >> 2;
+        ctrl.store32(abi::CQ_ARM, sequence.wrapping_add(1) << 2 | abi::NOTIFY_NEXT, SeqCst);
     }
 
     /// A control command whose response is of no interest.
@@ -168,24 +180,34 @@ impl Scripted {
     /// # Panics
     /// If the device refuses it.
     pub fn queue(&mut self, send_wr: u32) -> Queue {
+        self.queue_of(QpType::Rc, send_wr, 0)
+    }
+
+    /// As [`Scripted::queue`], of any type; `xrcdn` is the XRC domain of a receiving end.
+    ///
+    /// # Panics
+    /// If the device refuses it.
+    pub fn queue_of(&mut self, qp_type: QpType, send_wr: u32, xrcdn: u32) -> Queue {
         let cap =
-            abi::QpCap { max_send_wr: send_wr, max_recv_wr: 1, max_send_sge: 1, max_recv_sge: 1, max_inline_data: 0 };
+            abi::QpCap { max_send_wr: send_wr, max_recv_wr: 4, max_send_sge: 1, max_recv_sge: 1, max_inline_data: 0 };
         let layout = abi::QpLayout::of(&cap).expect("the device's limits");
         let (ctrl, sq, rq) =
             (self.alloc(128), self.alloc(layout.sq_bytes() as u64), self.alloc(layout.rq_bytes() as u64));
         let request = abi::CreateQpReq {
             pdn: self.pdn,
-            qp_type: RC,
+            qp_type: qp_type as u8,
             send_cqn: self.cqn,
             recv_cqn: self.cqn,
             cap,
             ctrl_addr: self.hostile.bus(ctrl),
             sq_addr: self.hostile.bus(sq),
             rq_addr: self.hostile.bus(rq),
+            xrcdn,
             ..Default::default()
         };
         let made: abi::CreateQpResp = self.ask(abi::Command::CreateQp, &request);
-        Queue { qpn: made.qpn, db_slot: made.db_slot, ctrl: ctrl as usize, sq: sq as usize, layout }
+        let [ctrl, sq, rq] = [ctrl, sq, rq].map(|at| at as usize);
+        Queue { qpn: made.qpn, qp_type, db_slot: made.db_slot, ctrl, sq, rq, layout }
     }
 
     /// Moves a QP to RTS, connected to QP `peer` of the vRNIC with `gid`; `path_mtu` is an `ibv_mtu`. The QP tries
@@ -213,13 +235,27 @@ impl Scripted {
             },
             ..Default::default()
         };
+        let answers = m::MAX_DEST_RD_ATOMIC | m::MIN_RNR_TIMER;
+        let asks = m::TIMEOUT | m::RETRY_CNT | m::RNR_RETRY | m::MAX_QP_RD_ATOMIC;
         let steps = [
             m::PKEY_INDEX | m::PORT | m::ACCESS_FLAGS,
-            m::AV | m::PATH_MTU | m::DEST_QPN | m::RQ_PSN | m::MAX_DEST_RD_ATOMIC | m::MIN_RNR_TIMER,
-            m::TIMEOUT | m::RETRY_CNT | m::RNR_RETRY | m::SQ_PSN | m::MAX_QP_RD_ATOMIC,
+            m::AV | m::PATH_MTU | m::DEST_QPN | m::RQ_PSN | if q.qp_type == QpType::XrcSend { 0 } else { answers },
+            m::SQ_PSN | if q.qp_type == QpType::XrcRecv { 0 } else { asks },
         ];
         for (mask, qp_state) in steps.into_iter().zip(1..) {
             let attr = abi::QpAttr { qp_state, ..attr };
+            self.order(abi::Command::ModifyQp, &abi::ModifyQpReq { qpn: q.qpn, attr_mask: m::STATE | mask, attr });
+        }
+    }
+
+    /// Moves a QP of datagrams to RTS.
+    ///
+    /// # Panics
+    /// If the device refuses it.
+    pub fn enable(&mut self, q: &Queue, qkey: u32) {
+        let steps = [m::PKEY_INDEX | m::PORT | m::QKEY, 0, m::SQ_PSN];
+        for (mask, qp_state) in steps.into_iter().zip(1..) {
+            let attr = abi::QpAttr { qp_state, qkey, port_num: 1, ..Default::default() };
             self.order(abi::Command::ModifyQp, &abi::ModifyQpReq { qpn: q.qpn, attr_mask: m::STATE | mask, attr });
         }
     }
@@ -250,17 +286,37 @@ impl Scripted {
         remote: (u64, u32),
         send_flags: u32,
     ) {
-        let wqe = abi::SqWqe {
-            opcode: op as u8,
-            send_flags,
-            num_sge: u8::from(local.length > 0),
-            remote_addr: remote.0,
-            rkey: remote.1,
-            ..Default::default()
-        };
+        let wqe =
+            abi::SqWqe { opcode: op as u8, send_flags, remote_addr: remote.0, rkey: remote.1, ..Default::default() };
+        self.write_wqe(q, index, wqe, local);
+    }
+
+    /// Writes any WQE, with at most one SGE, into slot `index` modulo the SQ's size.
+    pub fn write_wqe(&self, q: &Queue, index: u32, wqe: abi::SqWqe, local: abi::Sge) {
+        let wqe = abi::SqWqe { num_sge: u8::from(local.length > 0), ..wqe };
         let at = q.sq + (index % q.entries()) as usize * q.layout.sq_stride as usize;
         self.hostile.memory().write(at, wqe.as_bytes());
         self.hostile.memory().write(at + abi::SQ_DATA, local.as_bytes());
+    }
+
+    /// Posts receives of no bytes with these `wr_id`s, for which the RQ has slots.
+    pub fn receive(&self, q: &Queue, wr_ids: &[u64]) {
+        let first = self.hostile.memory().load32(q.ctrl + abi::QP_RQ_PROD, SeqCst);
+        for (i, &wr_id) in (first..).zip(wr_ids) {
+            let slot = (i % q.layout.rq_entries) as usize;
+            let wqe = abi::RqWqe { wr_id, ..Default::default() };
+            self.hostile.memory().write(q.rq + slot * q.layout.rq_stride as usize, wqe.as_bytes());
+        }
+        self.hostile.memory().store32(q.ctrl + abi::QP_RQ_PROD, first.wrapping_add(wr_ids.len() as u32), SeqCst);
+    }
+
+    /// Moves a QP to a state that needs no attributes, such as 6, IBV_QPS_ERR.
+    ///
+    /// # Panics
+    /// If the device refuses it.
+    pub fn set_state(&mut self, q: &Queue, qp_state: u8) {
+        let attr = abi::QpAttr { qp_state, ..Default::default() };
+        self.order(abi::Command::ModifyQp, &abi::ModifyQpReq { qpn: q.qpn, attr_mask: m::STATE, attr });
     }
 
     /// WQEs that have been posted, modulo 2^32.

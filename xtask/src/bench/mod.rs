@@ -22,7 +22,7 @@ pub(crate) use memory::memory;
 pub(crate) use wire::{PARTS, tcp, wire};
 
 /// How the machine is shared out while programs on vRNICs of one host are measured.
-fn topology() -> String {
+pub(crate) fn topology() -> String {
     let cores = std::thread::available_parallelism().map_or(1, usize::from);
     if cores <= 3 {
         format!("{cores} cores; one poller on each core, which yields; the two programs spin on the same cores")
@@ -32,20 +32,20 @@ fn topology() -> String {
 }
 
 /// Figures that a program of ours printed: a name and a number on each line.
-fn figures(text: &str) -> BTreeMap<String, f64> {
+pub(crate) fn figures(text: &str) -> BTreeMap<String, f64> {
     let number = |l: &str| l.split_once(' ').and_then(|(k, v)| Some((k.to_string(), v.parse().ok()?)));
     text.lines().filter_map(number).collect()
 }
 
 /// The middle one, or the upper of two middle ones; not a number if there is none.
-fn median(x: impl IntoIterator<Item = f64>) -> f64 {
+pub(crate) fn median(x: impl IntoIterator<Item = f64>) -> f64 {
     let mut x: Vec<f64> = x.into_iter().collect();
     x.sort_by(f64::total_cmp);
     x.get(x.len() / 2).copied().unwrap_or(f64::NAN)
 }
 
 /// Prints a report as JSON.
-fn print_json(report: &impl Serialize) -> Result<()> {
+pub(crate) fn print_json(report: &impl Serialize) -> Result<()> {
     println!("{}", serde_json::to_string_pretty(report).map_err(|e| e.to_string())?);
     Ok(())
 }

@@ -10,35 +10,38 @@ fn wait_said(lab: &Lab, args: &[&str], text: &str) -> Check {
     wait_until(|| said().contains(text), text).map_err(|e| format!("expected `{e}` in: {}", said()))
 }
 
+/// A container that answers ARP with the address of vRNIC b, which vRNIC a looks for.
+pub(crate) fn arp_spoof(lab: &Lab) -> Check {
+    let forge = compile(lab, "forge", &[])?;
+    lab.vrnic("evil", &["--ip", "10.0.0.66"])?;
+    // What vRNIC a believes while `evil` says that b's address is with it.
+    let believed = || {
+        let b = lab.spawn("b", &[], "sleep 30")?;
+        let a = lab.spawn("a", &[], &format!("{forge} neighbour 10.0.0.2 5"))?;
+        wait_for(&a, "10.0.0.2 is at 02:00:0a:00:00:02")?;
+        let evil = lab.spawn("evil", &[], &format!("{forge} arp 10.0.0.2 30"))?.finish();
+        require(evil.ok(), evil.text)?;
+        let text = a.finish().text;
+        drop(b);
+        require(text.contains("0a:00:00:02"), text.clone())?;
+        Ok::<_, String>(text)
+    };
+    let text = believed()?;
+    require(!text.contains("0a:00:00:42"), text)?;
+    let o = lab.unirdma(&["vrnic", "show", "evil"]);
+    require(o.text.contains("refused: 30 with ARP or ND of another address"), o.text)?;
+    // The same from a router succeeds, so the test can see it.
+    let o = lab.unirdma(&["vrnic", "set", "evil", "--allow-spoof", "on"]);
+    require(o.ok() && o.text.contains("may send with any IP address"), o.text)?;
+    let text = believed()?;
+    require(text.contains("0a:00:00:42"), text)?;
+    let o = lab.unirdma(&["vrnic", "rm", "evil", "--force"]);
+    require(o.ok(), o.text)
+}
+
 /// On the single host.
 pub(super) fn spoofing(s: &mut Suite<'_>) {
-    s.check("a container answers ARP for itself only, unless it may spoof", |lab| {
-        let forge = compile(lab, "forge", &[])?;
-        lab.vrnic("evil", &["--ip", "10.0.0.66"])?;
-        // What vRNIC a believes while `evil` says that b's address is with it.
-        let believed = || {
-            let b = lab.spawn("b", &[], "sleep 30")?;
-            let a = lab.spawn("a", &[], &format!("{forge} neighbour 10.0.0.2 5"))?;
-            wait_for(&a, "10.0.0.2 is at")?;
-            let evil = lab.spawn("evil", &[], &format!("{forge} arp 10.0.0.2 30"))?.finish();
-            require(evil.ok(), evil.text)?;
-            let text = a.finish().text;
-            drop(b);
-            require(text.contains("0a:00:00:02"), text.clone())?;
-            Ok::<_, String>(text)
-        };
-        let text = believed()?;
-        require(!text.contains("0a:00:00:42"), text)?;
-        let o = lab.unirdma(&["vrnic", "show", "evil"]);
-        require(o.text.contains("refused: 30 with ARP or ND of another address"), o.text)?;
-        // The same from a router succeeds, so the test can see it.
-        let o = lab.unirdma(&["vrnic", "set", "evil", "--allow-spoof", "on"]);
-        require(o.ok() && o.text.contains("may send with any IP address"), o.text)?;
-        let text = believed()?;
-        require(text.contains("0a:00:00:42"), text)?;
-        let o = lab.unirdma(&["vrnic", "rm", "evil", "--force"]);
-        require(o.ok(), o.text)
-    });
+    s.check("a container answers ARP for itself only, unless it may spoof", arp_spoof);
 }
 
 /// Runs a program on a host as a user without privileges.
@@ -76,19 +79,22 @@ fn tables(two: &TwoHosts, host: usize) -> Result<String> {
 const RANDOM_PORT: &str = "vxlan 192.168.7.1 0 192.168.7.2 1";
 const OWN_PORT: &str = "vxlan-pktinfo 192.168.7.1 4789 192.168.7.2 1";
 
+/// VXLAN frames of an ordinary user of a peer host, on two hosts of their own. Needs root.
+pub(crate) fn vxlan_injection(_: &Lab) -> Check {
+    let two = TwoHosts::start(Link { name: "n", ipv6: false, mtu: 1500, args: &[] })?;
+    let forge = compile(&two.labs[1], "forge", &[])?;
+    let text = attacked(&two, &forge, RANDOM_PORT)?;
+    require(text.contains("nothing"), text)?;
+    let o = two.labs[1].unirdma(&["status"]);
+    require(o.text.contains("dropped 5 not from a peer's port") && o.text.contains("firewall: none"), o.text)?;
+    // What remains without the firewall: a socket may send with an address that it is not bound to.
+    let text = attacked(&two, &forge, OWN_PORT)?;
+    require(text.contains("arrived"), format!("docs/security.md says that this arrives: {text}"))
+}
+
 /// Between two hosts.
 pub(super) fn between_hosts(s: &mut Suite<'_>) {
-    s.check("two hosts, VXLAN from another port than 4789 is not believed", |_| {
-        let two = TwoHosts::start(Link { name: "n", ipv6: false, mtu: 1500, args: &[] })?;
-        let forge = compile(&two.labs[1], "forge", &[])?;
-        let text = attacked(&two, &forge, RANDOM_PORT)?;
-        require(text.contains("nothing"), text)?;
-        let o = two.labs[1].unirdma(&["status"]);
-        require(o.text.contains("dropped 5 not from a peer's port") && o.text.contains("firewall: none"), o.text)?;
-        // What remains without the firewall: a socket may send with an address that it is not bound to.
-        let text = attacked(&two, &forge, OWN_PORT)?;
-        require(text.contains("arrived"), format!("docs/security.md says that this arrives: {text}"))
-    });
+    s.check("two hosts, VXLAN from another port than 4789 is not believed", vxlan_injection);
     s.check("two hosts, --firewall: nobody else sends from the virtual layer's address to its ports", |_| {
         let mut two = TwoHosts::start(Link { name: "w", ipv6: false, mtu: 1500, args: &["--firewall"] })?;
         let forge = compile(&two.labs[1], "forge", &[])?;

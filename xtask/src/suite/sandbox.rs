@@ -167,7 +167,7 @@ fn in_place(s: &mut Suite<'_>, place: &str, user: Option<u32>) {
         lab.vrnic("b", &[])?;
         Ok(lab)
     });
-    s.check(&attack, |_| attacks(lab.as_ref().map_err(Clone::clone)?));
+    s.check(&attack, |_| escape(lab.as_ref().map_err(Clone::clone)?));
     for (name, text, expected) in SCRIPTS {
         s.check(&title(name), |_| {
             let lab = lab.as_ref().map_err(Clone::clone)?;
@@ -185,8 +185,8 @@ fn in_place(s: &mut Suite<'_>, place: &str, user: Option<u32>) {
     });
 }
 
-/// Runs a program that tries everything it can think of.
-fn attacks(lab: &Lab) -> Check {
+/// Runs a program that tries everything it can think of, in a container of vRNIC x.
+pub(crate) fn escape(lab: &Lab) -> Check {
     let exe = compile(lab, "escape", &[])?;
     let run = lab.dir.join("run");
     let home = lab.dir.join("home");

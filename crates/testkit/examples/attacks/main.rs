@@ -1,36 +1,62 @@
-//! Tenants that try to slow their neighbours down, and a pair of programs that feels it. `cargo xtask bench isolation` runs
-//! each of them as a process against the vRNICs of a running virtual layer.
+//! Tenants that try to harm their neighbours or the virtual layer, and pairs of programs that feel it. `cargo xtask attack` and `cargo
+//! xtask bench isolation` run each of them as a process against the vRNICs of a running virtual layer; each has nothing but the socket of
+//! its own vRNIC.
 //!
-//! An attack prints `ready` when it begins, or `skip: REASON` if it cannot be done here, and ends after its time. The victim
-//! prints `ready` when its programs are connected, measures once it has read a line, and prints its figures, a name and a
-//! number on each line.
+//! An attack prints `ready` when it begins, or `skip: REASON` if it cannot be done here, and ends after its time. If it sees for itself
+//! that the virtual layer does what it must not, it prints `broken: WHAT`. The victim prints `ready` when its programs are connected,
+//! measures once it has read a line, and prints its figures, a name and a number on each line.
 
 mod memory;
+mod messages;
+mod objects;
+mod requests;
+mod vanish;
 mod victim;
 
 use std::path::Path;
 use std::process::ExitCode;
 use std::time::{Duration, Instant};
 
-use unirdma_abi as abi;
-use unirdma_formats::WrOpcode;
-use unirdma_mem::MemFd;
-use unirdma_testkit::{Program, Queue, Scripted, connect};
-use zerocopy::{FromBytes, IntoBytes};
-
 const USAGE: &str = "usage: attacks NAME SECONDS SOCKET [ARGUMENT]
-  victim SECONDS SOCKET SOCKET         measures WRITEs between two vRNICs
-  honest SECONDS SOCKET SOCKET         WRITEs of 1 MiB between two vRNICs, without a pause
-  rnr SECONDS SOCKET QPS               SENDs to QPs that never post a receive
-  bells SECONDS SOCKET                 64 sessions ring all their doorbell bits
-  flood SECONDS SOCKET                 one QP posts WRITEs of 64 B without a pause
-  slowmm SECONDS SOCKET fuse|fork      READs of memory that is slow to reach
-  regmr SECONDS SOCKET                 registers and deregisters memory beside 60,000 MRs
-  capw SECONDS SOCKET                  WRITEs of 128 MiB with the smallest MTU, for a vRNIC that is captured
-  pages SECONDS SOCKET                 registers lists of very many pages";
+  victim SECONDS SOCKET SOCKET          measures WRITEs between two vRNICs
+  check SECONDS SOCKET SOCKET           programs that begin now, and bytes that must arrive, between two vRNICs
+  honest SECONDS SOCKET SOCKET          WRITEs of 1 MiB between two vRNICs, without a pause
+work requests
+  rnr SECONDS SOCKET QPS                SENDs to QPs that never post a receive
+  bells SECONDS SOCKET                  64 sessions ring all their doorbell bits
+  flood SECONDS SOCKET                  one QP posts WRITEs of 64 B without a pause
+  capw SECONDS SOCKET                   WRITEs of 128 MiB with the smallest MTU, for a vRNIC that is captured
+  mcast SECONDS SOCKET                  datagrams to a group of 2,048 QPs without receives
+memory
+  slowmm SECONDS SOCKET fuse|fork       READs of memory that is slow to reach
+  sigbus SECONDS SOCKET mr|doorbell     WRITEs to a file that is truncated; a doorbell page in one
+  huge SECONDS SOCKET                   a huge page that is truncated
+  sparse SECONDS SOCKET fill|punch      WRITEs to files that have no pages yet, or lose them all the time
+  vaspace SECONDS SOCKET                sparse files that would take all addresses
+  remap SECONDS SOCKET                  regions that are mapped and unmapped without a pause
+objects
+  regmr SECONDS SOCKET                  registers and deregisters memory beside 60,000 MRs
+  pages SECONDS SOCKET                  registers lists of very many pages
+  cqaba SECONDS SOCKET SOCKET           a completion for a CQ that is destroyed, beside a program on another vRNIC
+  cmjoin SECONDS SOCKET                 joins multicast groups and fetches no event
+  cmreq SECONDS SOCKET                  asks for connections that nobody takes
+  objects SECONDS SOCKET                as many objects of each kind as there may be
+  teardown SECONDS SOCKET               sessions with very many QPs that end at once
+messages and descriptors
+  blockfd SECONDS SOCKET                an eventfd that is always full, and blocks
+  flush SECONDS SOCKET                  event buffers of one byte
+  fds SECONDS SOCKET                    descriptors beside half a message
+  linger SECONDS SOCKET                 descriptors whose closing waits
+  connect SECONDS SOCKET                connections that come and go
+  junk SECONDS SOCKET                   connections with random bytes
+  logs SECONDS SOCKET                   requests that are refused
+  channels SECONDS SOCKET               opens and closes event channels
+  unread SECONDS SOCKET                 requests whose answers nobody reads
+  kicks SECONDS SOCKET                  kicks for nothing
+  strange SECONDS SOCKET                kick descriptors that are always readable
+  halfclosed SECONDS SOCKET             connections of which one direction is closed";
 
-/// `IBV_MTU_256` and `IBV_MTU_4096`.
-const MTU_256: u8 = 1;
+/// `IBV_MTU_4096`.
 const MTU_4096: u8 = 5;
 
 /// How long an attack goes on.
@@ -51,169 +77,66 @@ fn ready() {
     println!("ready");
 }
 
-/// A well-behaved neighbour that is as busy as it can be.
-fn honest(from: &Path, to: &Path, until: Until) {
-    const LEN: usize = 1 << 20;
-    let (a, b) = (Program::new(from, LEN), Program::new(to, LEN));
-    connect(&a, &b);
-    let post = || a.post(WrOpcode::Write, &b, 0, LEN).expect("post");
-    (0..8).for_each(|_| post());
-    ready();
-    while !until.over() {
-        a.wait().expect("a completion");
-        post();
-    }
+fn broken(what: &str) {
+    println!("broken: {what}");
 }
 
-/// SENDs whose receivers are never ready: each is tried again after the shortest RNR timer, at no cost to this process.
-fn rnr(socket: &Path, mut qps: u32, until: Until) {
-    let mut sessions = Vec::new();
-    while qps > 0 {
-        let some = qps.min(abi::MAX_QP);
-        qps -= some;
-        let mut s = Scripted::new(socket);
-        let queues: Vec<Queue> = (0..some).map(|_| s.queue(1)).collect();
-        for pair in queues.chunks_exact(2) {
-            s.connect(&pair[0], s.gid, pair[1].qpn, MTU_4096);
-            s.connect(&pair[1], s.gid, pair[0].qpn, MTU_4096);
-        }
-        sessions.push((s, queues));
+/// Runs an attack; nothing if there is none of that name with such an argument.
+fn attack(name: &str, socket: &Path, argument: &[&str], until: Until) -> Option<()> {
+    match (name, argument) {
+        ("honest", [to]) => victim::honest(socket, Path::new(to), until),
+        ("rnr", [qps]) => requests::rnr(socket, qps.parse().ok()?, until),
+        ("bells", []) => requests::bells(socket, until),
+        ("flood", []) => requests::flood(socket, until),
+        ("capw", []) => requests::capw(socket, until),
+        ("mcast", []) => requests::mcast(socket, until),
+        ("slowmm", ["fuse"]) => memory::fuse(socket, until),
+        ("slowmm", ["fork"]) => memory::fork(socket, until),
+        ("sigbus", ["mr"]) => vanish::truncated_mr(socket, until),
+        ("sigbus", ["doorbell"]) => vanish::truncated_doorbell(socket, until),
+        ("huge", []) => vanish::truncated_huge_page(socket, until),
+        ("sparse", ["fill"]) => vanish::fill(socket, until),
+        ("sparse", ["punch"]) => vanish::punched(socket, until),
+        ("vaspace", []) => vanish::addresses(socket, until),
+        ("remap", []) => vanish::remapped(socket, until),
+        ("regmr", []) => objects::regmr(socket, until),
+        ("pages", []) => objects::pages(socket, until),
+        ("cqaba", [victim]) => objects::cqaba(socket, Path::new(victim), until),
+        ("cmjoin", []) => objects::cmjoin(socket, until),
+        ("cmreq", []) => objects::cmreq(socket, until),
+        ("objects", []) => objects::exhausted(socket, until),
+        ("teardown", []) => objects::teardown(socket, until),
+        ("blockfd", []) => messages::blocking_call(socket, until),
+        ("flush", []) => messages::tiny_buffers(socket, until),
+        ("fds", []) => messages::half_messages(socket, until),
+        ("linger", []) => messages::slow_to_close(socket, until),
+        ("connect", []) => messages::connections(socket, until),
+        ("junk", []) => messages::junk(socket, until),
+        ("logs", []) => messages::refused(socket, until),
+        ("channels", []) => messages::channels(socket, until),
+        ("unread", []) => messages::unread(socket, until),
+        ("kicks", []) => messages::kicks(socket, until),
+        ("strange", []) => messages::strange_kicks(socket, until),
+        ("halfclosed", []) => messages::half_closed(socket, until),
+        _ => return None,
     }
-    for (s, queues) in &sessions {
-        for q in queues {
-            s.write(q, 0, WrOpcode::Send, abi::Sge::default(), (0, 0));
-            s.post(q, 1);
-        }
-    }
-    ready();
-    until.sleep();
-}
-
-fn bells(socket: &Path, until: Until) {
-    let sessions: Vec<Scripted> = (0..64).map(|_| Scripted::new(socket)).collect();
-    ready();
-    while !until.over() {
-        sessions.iter().for_each(Scripted::ring_all);
-    }
-}
-
-fn flood(socket: &Path, until: Until) {
-    let mut s = Scripted::new(socket);
-    let (q, _) = s.pair(4096, MTU_4096);
-    let data = s.alloc(128);
-    let mr = s.mr(s.hostile.bus(data), 128);
-    let local = abi::Sge { addr: 0, length: 64, lkey: mr.lkey };
-    for i in 0..q.entries() {
-        s.write(&q, i, WrOpcode::Write, local, (64, mr.rkey));
-    }
-    ready();
-    while !until.over() {
-        let executed = s.executed(&q);
-        if s.posted(&q).wrapping_sub(executed) < q.entries() / 2 {
-            s.post(&q, executed.wrapping_add(q.entries()));
-        }
-        std::thread::sleep(Duration::from_micros(100));
-    }
-}
-
-fn regmr(socket: &Path, until: Until) {
-    let mut s = Scripted::new(socket);
-    let request = s.mr_request(s.hostile.bus(0), 4096);
-    let mut register = || s.ask::<abi::MrResp>(abi::Command::RegUserMr, &request).mrn;
-    for _ in 0..60_000 {
-        register();
-    }
-    ready();
-    while !until.over() {
-        let mrn = s.ask::<abi::MrResp>(abi::Command::RegUserMr, &request).mrn;
-        s.order(abi::Command::DeregMr, &abi::HandleReq { handle: mrn, reserved: 0 });
-    }
-}
-
-/// Posts one request after the other, each in the next slot of the SQ, and waits for it without a busy loop.
-fn one_by_one(s: &Scripted, q: &Queue, until: Until, mut write: impl FnMut(u32)) {
-    while !until.over() {
-        let index = s.posted(q);
-        write(index);
-        s.post(q, index.wrapping_add(1));
-        while s.executed(q) == index && !until.over() {
-            std::thread::sleep(Duration::from_micros(20));
-        }
-    }
-}
-
-/// Large WRITEs that are very many packets to who captures them.
-fn capw(socket: &Path, until: Until) {
-    const LEN: u64 = 128 << 20;
-    let mut s = Scripted::new(socket);
-    let file = MemFd::new(c"capw", 2 * LEN as usize).expect("memory file");
-    let at = s.add_memory(&file);
-    let mr = s.mr(at, 2 * LEN);
-    let (q, _) = s.pair(16, MTU_256);
-    ready();
-    let local = abi::Sge { addr: 0, length: LEN as u32, lkey: mr.lkey };
-    one_by_one(&s, &q, until, |i| s.write(&q, i, WrOpcode::Write, local, (LEN, mr.rkey)));
-}
-
-/// Registers lists of pages of which none joins its neighbour, so that each is a mapping of its own.
-fn pages(socket: &Path, until: Until) {
-    const PAGE: u64 = 4096;
-    /// The longest list that the device takes, and one of which two nearly use up the mappings that a process may have.
-    const LONGEST: u64 = 1 << 20;
-    const HALF_OF_ALL: u64 = 32_700;
-    let mut s = Scripted::new(socket);
-    let file = MemFd::new(c"pages", 4 * PAGE as usize + LONGEST as usize * 8).expect("memory file");
-    let at = s.add_memory(&file);
-    let list: Vec<u64> = (0..LONGEST).map(|i| at + i % 2 * 2 * PAGE).collect();
-    file.span().write(4 * PAGE as usize, list.as_bytes());
-    let register = |s: &mut Scripted, npages: u64| {
-        let request = abi::RegUserMrReq {
-            start: 0,
-            pages_addr: at + 4 * PAGE,
-            npages: npages as u32,
-            ..s.mr_request(0, npages * PAGE)
-        };
-        let (status, data) = s.hostile.command(abi::Command::RegUserMr as u8, request.as_bytes());
-        (status == 0).then(|| abi::MrResp::read_from_prefix(&data).expect("a whole response").0.mrn)
-    };
-    ready();
-    while !until.over() {
-        let lists = [LONGEST, HALF_OF_ALL, HALF_OF_ALL, LONGEST];
-        let made: Vec<u32> = lists.into_iter().filter_map(|n| register(&mut s, n)).collect();
-        for handle in made {
-            s.order(abi::Command::DeregMr, &abi::HandleReq { handle, reserved: 0 });
-        }
-    }
+    Some(())
 }
 
 fn main() -> ExitCode {
     let args: Vec<String> = std::env::args().skip(1).collect();
     let words: Vec<&str> = args.iter().map(String::as_str).collect();
-    let (Some(&name), Some(Ok(seconds))) = (words.first(), words.get(1).map(|s| s.parse::<f64>())) else {
-        eprintln!("{USAGE}");
-        return ExitCode::FAILURE;
-    };
-    let until = Until(Instant::now() + Duration::from_secs_f64(seconds));
-    let result = match (name, &words[2..]) {
-        ("victim", [a, b]) => victim::measure(Path::new(a), Path::new(b), seconds),
-        (_, [socket, more @ ..]) => {
-            let socket = Path::new(socket);
-            match (name, more) {
-                ("honest", [to]) => honest(socket, Path::new(to), until),
-                ("rnr", [qps]) => rnr(socket, qps.parse().expect("a number of QPs"), until),
-                ("bells", []) => bells(socket, until),
-                ("flood", []) => flood(socket, until),
-                ("slowmm", ["fuse"]) => memory::fuse(socket, until),
-                ("slowmm", ["fork"]) => memory::fork(socket, until),
-                ("regmr", []) => regmr(socket, until),
-                ("capw", []) => capw(socket, until),
-                ("pages", []) => pages(socket, until),
+    let result = match words[..] {
+        [name, seconds, socket, ref argument @ ..] => {
+            let seconds = seconds.parse::<f64>().map_err(|e| format!("{seconds}: {e}"));
+            seconds.and_then(|seconds| match (name, argument) {
+                ("victim", [b]) => victim::measure(Path::new(socket), Path::new(b), seconds),
+                ("check", [b]) => victim::check(Path::new(socket), Path::new(b)),
                 _ => {
-                    eprintln!("{USAGE}");
-                    return ExitCode::FAILURE;
+                    let until = Until(Instant::now() + Duration::from_secs_f64(seconds));
+                    attack(name, Path::new(socket), argument, until).ok_or(USAGE.into())
                 }
-            }
-            Ok(())
+            })
         }
         _ => Err(USAGE.into()),
     };

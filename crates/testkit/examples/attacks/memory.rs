@@ -12,7 +12,8 @@ use unirdma_link::RegionDesc;
 use unirdma_testkit::Scripted;
 use unirdma_testkit::fuse::slow_file;
 
-use crate::{MTU_4096, Until, one_by_one, ready};
+use crate::requests::one_by_one;
+use crate::{MTU_4096, Until, ready};
 
 const PAGE: u64 = 4096;
 /// Bytes of the MR.
@@ -36,7 +37,7 @@ pub(crate) fn fuse(socket: &Path, until: Until) {
 
 /// READs of an address space that is copied by one fork after the other: who looks pages up in it waits meanwhile.
 pub(crate) fn fork(socket: &Path, until: Until) {
-    const LARGE: usize = 64 << 30;
+    const LARGE: usize = 16 << 30;
     let s = Scripted::new(socket);
     let at = anonymous(LEN as usize);
     let large = anonymous(LARGE);

@@ -6,6 +6,8 @@ use std::time::{Duration, Instant};
 use unirdma_formats::WrOpcode;
 use unirdma_testkit::{Program, connect};
 
+use crate::{Until, ready};
+
 const SMALL: usize = 8;
 const LARGE: usize = 64 << 10;
 /// WRITEs of [`LARGE`] bytes that wait at a time.
@@ -26,7 +28,7 @@ pub(crate) fn measure(a: &Path, b: &Path, seconds: f64) -> Result<(), String> {
         post(LARGE)?;
         wait()?;
     }
-    println!("ready");
+    ready();
     std::io::stdin().read_line(&mut String::new()).map_err(|e| e.to_string())?;
 
     let time = Duration::from_secs_f64(seconds);
@@ -54,6 +56,45 @@ pub(crate) fn measure(a: &Path, b: &Path, seconds: f64) -> Result<(), String> {
     // No WRITE may come when the memory is given back.
     for _ in 0..OUTSTANDING {
         wait()?;
+    }
+    Ok(())
+}
+
+/// A well-behaved neighbour that is as busy as it can be.
+pub(crate) fn honest(from: &Path, to: &Path, until: Until) {
+    const LEN: usize = 1 << 20;
+    let (a, b) = (Program::new(from, LEN), Program::new(to, LEN));
+    connect(&a, &b);
+    let post = || a.post(WrOpcode::Write, &b, 0, LEN).expect("post");
+    (0..8).for_each(|_| post());
+    ready();
+    while !until.over() {
+        a.wait().expect("a completion");
+        post();
+    }
+}
+
+/// Two programs that open their devices now, and bytes that must arrive by WRITE, READ and SEND.
+pub(crate) fn check(a: &Path, b: &Path) -> Result<(), String> {
+    let (mut a, mut b) = (Program::new(a, LARGE), Program::new(b, LARGE));
+    connect(&a, &b);
+    let byte = |i: usize, turn: usize| (i * 31 + i / 251 + turn) as u8;
+    for (turn, op) in [WrOpcode::Write, WrOpcode::Read, WrOpcode::Send].into_iter().enumerate() {
+        let (from, to) = if op == WrOpcode::Read { (&mut b, &mut a) } else { (&mut a, &mut b) };
+        from.buf.iter_mut().enumerate().for_each(|(i, x)| *x = byte(i, turn));
+        to.buf.fill(0);
+        if op == WrOpcode::Send {
+            b.recv(0, LARGE).map_err(|e| format!("a receive cannot be posted: error {e}"))?;
+        }
+        a.post(op, &b, 0, LARGE).map_err(|e| format!("{op:?} cannot be posted: error {e}"))?;
+        let c = a.wait().map_err(|e| format!("{op:?} has no completion: error {e}"))?;
+        if op == WrOpcode::Send {
+            b.wait().map_err(|e| format!("the receive has no completion: error {e}"))?;
+        }
+        let to = if op == WrOpcode::Read { &a } else { &b };
+        if let Some(i) = (0..LARGE).find(|&i| to.byte(i) != byte(i, turn)) {
+            return Err(format!("{op:?}: status {}, byte {i} is wrong", c.status));
+        }
     }
     Ok(())
 }

@@ -1,0 +1,133 @@
+//! Every attack that is known, and how it is tried.
+
+use crate::Result;
+use crate::lab::Lab;
+use crate::suite;
+
+/// What a program gets beside its time and its own vRNIC's socket.
+#[derive(Clone, Copy)]
+pub(crate) enum Argument {
+    None,
+    Word(&'static str),
+    /// The socket of this vRNIC: of the same user, or of a victim that sees for itself what happens to it.
+    Socket(&'static str),
+}
+
+/// A program of the attacker.
+#[derive(Clone, Copy)]
+pub(crate) enum Program {
+    /// One of the test kit's example `attacks`, which says what each of them does.
+    Kit {
+        name: &'static str,
+        argument: Argument,
+        /// The administrator captures its packets meanwhile.
+        captured: bool,
+    },
+    /// `xtask/c/forge.c` with these words and a time, in a container.
+    Forge(&'static str),
+}
+
+/// How an attack is tried.
+#[derive(Clone, Copy)]
+pub(crate) enum Way {
+    Program(Program),
+    /// By a check of the black-box tests, beside which nothing is measured.
+    Check {
+        check: fn(&Lab) -> Result<()>,
+        needs_root: bool,
+    },
+    /// Only where this says.
+    Elsewhere(&'static str),
+}
+
+pub(crate) struct Attack {
+    pub name: &'static str,
+    pub what: &'static str,
+    pub way: Way,
+    /// It is after the time of others, so `bench isolation` measures it too.
+    pub takes_time: bool,
+    /// It holds up programs that begin meanwhile, as docs/security.md says of what remains.
+    pub remains: bool,
+}
+
+const fn program(name: &'static str, argument: Argument) -> Way {
+    Way::Program(Program::Kit { name, argument, captured: false })
+}
+
+const fn check(check: fn(&Lab) -> Result<()>, needs_root: bool) -> Way {
+    Way::Check { check, needs_root }
+}
+
+const fn attack(name: &'static str, what: &'static str, way: Way) -> Attack {
+    Attack { name, what, way, takes_time: false, remains: false }
+}
+
+const fn slow(name: &'static str, what: &'static str, way: Way) -> Attack {
+    Attack { takes_time: true, ..attack(name, what, way) }
+}
+
+/// Two programs of the attacker's vRNICs that are as busy as they can be, and do nothing wrong.
+pub(crate) const HONEST: Program = Program::Kit { name: "honest", argument: Argument::Socket("y"), captured: false };
+
+const CAPTURED: Way = Way::Program(Program::Kit { name: "capw", argument: Argument::None, captured: true });
+
+use Argument::{None as Nothing, Socket, Word};
+
+pub(crate) const ATTACKS: &[Attack] = &[
+    slow("rnr 1024", "SENDs of 1,024 QPs to receivers that are never ready", program("rnr", Word("1024"))),
+    slow("rnr 16384", "the same of 16,384 QPs", program("rnr", Word("16384"))),
+    slow("bells", "64 sessions ring all their doorbell bits", program("bells", Nothing)),
+    slow("flood", "WRITEs of 64 B without a pause", program("flood", Nothing)),
+    slow("slowmm fuse", "READs of a page of its own FUSE file, which never comes", program("slowmm", Word("fuse"))),
+    slow("slowmm fork", "READs of a process of 16 GiB that forks all the time", program("slowmm", Word("fork"))),
+    slow("regmr", "registers and deregisters beside 60,000 MRs", program("regmr", Nothing)),
+    slow("capw", "WRITEs of 128 MiB with the smallest MTU while it is captured", CAPTURED),
+    slow("pages", "lists of very many pages, each a mapping of its own", program("pages", Nothing)),
+    slow("remap", "maps and unmaps regions without a pause", program("remap", Nothing)),
+    slow("teardown", "sessions with very many QPs that end at once", program("teardown", Nothing)),
+    slow("connect", "connections and sessions that come and go", program("connect", Nothing)),
+    slow("cmreq", "requests for connections that nobody takes", program("cmreq", Nothing)),
+    slow("frames", "ARP frames to all, as fast as it can", Way::Program(Program::Forge("flood 10.0.0.3"))),
+    slow("forged", "the same with another one's address", Way::Program(Program::Forge("flood 10.0.0.1"))),
+    slow("objects", "as many objects of each kind as it gets, again and again", program("objects", Nothing)),
+    slow("kicks", "kicks of 16 control virtqueues, for nothing", program("kicks", Nothing)),
+    slow("mcast", "datagrams to a group of 2,048 QPs without receives", program("mcast", Nothing)),
+    slow("sparse punch", "WRITEs to a file whose pages it takes away, slowly", program("sparse", Word("punch"))),
+    slow("sparse fill", "WRITEs that make the pages of a sparse file", program("sparse", Word("fill"))),
+    attack("sigbus mr", "WRITEs to every second page of a file that is truncated", program("sigbus", Word("mr"))),
+    attack("sigbus doorbell", "a doorbell page in a file that is truncated", program("sigbus", Word("doorbell"))),
+    attack("huge", "a huge page as doorbell page, truncated", program("huge", Nothing)),
+    attack("vaspace", "sparse files that would take all addresses", program("vaspace", Nothing)),
+    attack("cqaba", "a completion for a CQ that is destroyed, beside a CQ of a victim", program("cqaba", Socket("a"))),
+    attack("cmjoin", "joins multicast groups and fetches no event", program("cmjoin", Nothing)),
+    attack("blockfd", "an eventfd that is always full and blocks", program("blockfd", Nothing)),
+    attack("flush", "event buffers of 1 byte, without end", program("flush", Nothing)),
+    attack("fds", "descriptors beside half a message, on 500 connections", program("fds", Nothing)),
+    Attack {
+        remains: true,
+        ..attack("linger", "descriptors whose closing waits for ten minutes", program("linger", Nothing))
+    },
+    attack("channels", "all event channels, opened and closed without a pause", program("channels", Nothing)),
+    attack("strange", "kick descriptors that are always readable, or hung up", program("strange", Nothing)),
+    attack("halfclosed", "connections of which one direction is closed", program("halfclosed", Nothing)),
+    attack("unread", "requests whose answers it never reads", program("unread", Nothing)),
+    attack("junk", "connections with random bytes", program("junk", Nothing)),
+    attack("logs", "requests that are refused, and written to the log", program("logs", Nothing)),
+    attack("arp", "a container answers ARP with another one's address", check(suite::arp_spoof, false)),
+    attack("inject", "an ordinary user of a peer host sends VXLAN frames", check(suite::vxlan_injection, true)),
+    attack("escape", "a container reaches for the host, in more than 500 ways", check(suite::escape, false)),
+    attack("qpns", "the next QPN of another tenant", Way::Elsewhere("statistics: tests of rnic::random")),
+];
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn names_are_unique() {
+        let mut names: Vec<_> = ATTACKS.iter().map(|a| a.name).collect();
+        names.sort_unstable();
+        names.dedup();
+        assert_eq!(names.len(), ATTACKS.len());
+    }
+}

@@ -1,0 +1,381 @@
+//! `cargo xtask attack`: every attack that is known against a virtual layer with victims in the attacker's group and in another one,
+//! and what came of it.
+
+pub(crate) mod footprint;
+pub(crate) mod list;
+pub(crate) mod scene;
+
+use std::path::Path;
+
+use serde::Serialize;
+
+use crate::bench::{print_json, topology};
+use crate::lab::{self, Lab};
+use crate::{Result, packages};
+use footprint::Footprint;
+use list::{ATTACKS, Attack, HONEST, Program, Way};
+use scene::{Figures, Place, Scene, Victims, Worse};
+
+/// A figure of victims in the attacker's group may be so many times worse than beside the honest neighbour.
+pub(crate) const LIMIT_SAME: f64 = 1.5;
+/// The same of victims in another group.
+const LIMIT_OTHER: f64 = 1.2;
+/// So much may the virtual layer write to its log while an attack goes on.
+const LOG_BYTES: u64 = 64 << 10;
+
+#[derive(Serialize)]
+struct Report {
+    topology: String,
+    runs: u32,
+    limit_same_group: f64,
+    limit_other_group: f64,
+    rows: Vec<Row>,
+}
+
+#[derive(Serialize)]
+struct Row {
+    attack: &'static str,
+    /// What exceeds a limit; nothing if nothing does.
+    broken: Vec<String>,
+    /// Why it was not tried.
+    skipped: Option<String>,
+    /// The virtual layer's process is the one that it was, and answers.
+    host_alive: Option<bool>,
+    /// All workers are the processes that they were, if there are workers.
+    workers_alive: Option<bool>,
+    same_group: Option<Measured>,
+    other_group: Option<Measured>,
+    /// Programs that begin beside the attack, in both groups, get their devices and the right bytes.
+    new_programs: Option<bool>,
+    /// The virtual layer's processes before the attack, and after it. During it: the most of each that was seen.
+    before: Footprint,
+    during: Option<footprint::Held>,
+    after: Footprint,
+}
+
+#[derive(Serialize)]
+struct Measured {
+    /// Medians over the runs.
+    figures: Figures,
+    /// The same beside the honest neighbour.
+    honest: Figures,
+    /// Medians of how many times worse each figure is than beside the honest neighbour just before.
+    times_worse: Worse,
+}
+
+/// What one run of an attack showed.
+#[derive(Default)]
+struct Outcome {
+    broken: Vec<String>,
+    skipped: Option<String>,
+    host_alive: Option<bool>,
+    workers_alive: Option<bool>,
+    /// In each place, beside the honest neighbour and beside the attack.
+    figures: [Option<(Figures, Figures)>; 2],
+    new_programs: Option<bool>,
+    before: Footprint,
+    during: Option<footprint::Held>,
+    after: Footprint,
+}
+
+impl Outcome {
+    fn skipped(why: &str) -> Outcome {
+        Outcome { skipped: Some(why.into()), ..Outcome::default() }
+    }
+
+    fn note(&mut self, result: Result<()>) -> bool {
+        let ok = result.is_ok();
+        self.broken.extend(result.err());
+        ok
+    }
+
+    /// What the virtual layer is when all is over.
+    fn conclude(&mut self, scene: &mut Scene) {
+        match Footprint::settled(&scene.lab, &self.before) {
+            Ok((after, given_back)) => {
+                self.workers_alive = after.workers_as(&self.before);
+                self.after = after;
+                if !given_back {
+                    self.broken.push("what it took is not given back".into());
+                }
+                if self.workers_alive == Some(false) {
+                    self.broken.push("a worker ended".into());
+                }
+                self.host_alive = Some(true);
+            }
+            Err(why) => {
+                self.host_alive = Some(false);
+                let log = std::fs::read_to_string(scene.lab.dir.join("host.log")).unwrap_or_default();
+                let last = log.lines().last().unwrap_or_default().to_string();
+                self.broken.push(scene.lab.how_it_ended().map_or(why, |how| format!("the host ended ({how}): {last}")));
+            }
+        }
+        let log = std::fs::metadata(scene.lab.dir.join("host.log")).map_or(0, |m| m.len());
+        if log > LOG_BYTES {
+            self.broken.push(format!("{log} bytes of log"));
+        }
+    }
+}
+
+/// Runs a program beside victims that were beside an honest neighbour just before, on a virtual layer of its own.
+fn beside(programs: &Path, program: &Program) -> Result<Outcome> {
+    let mut scene = Scene::start(programs)?;
+    Place::ALL.iter().try_for_each(|&p| scene.check(p))?;
+    let honest = {
+        let victims = [scene.victims(Place::Same)?, scene.victims(Place::Other)?];
+        let _neighbour = scene.attacker(&HONEST)??;
+        let [same, other] = victims.map(Victims::measure);
+        [same?, other?]
+    };
+    // Whatever is made once is there by now.
+    let mut outcome = Outcome { before: Footprint::of(&scene.lab)?, ..Outcome::default() };
+    let victims = Place::ALL.map(|p| scene.victims(p));
+    match scene.attacker(program) {
+        Err(e) => outcome.broken.push(e),
+        Ok(Err(why)) => return Ok(Outcome::skipped(&why)),
+        Ok(Ok(attacker)) => {
+            let look = |outcome: &mut Outcome| match Footprint::of(&scene.lab) {
+                Ok(now) => outcome.during = Some(outcome.during.unwrap_or_default().max(now.sum())),
+                Err(why) => outcome.broken.push(why),
+            };
+            look(&mut outcome);
+            for (i, victims) in victims.into_iter().enumerate() {
+                match victims.and_then(Victims::measure) {
+                    Ok(f) => outcome.figures[i] = Some((f, honest[i])),
+                    Err(e) => outcome.broken.push(e),
+                }
+                look(&mut outcome);
+            }
+            let checks = Place::ALL.map(|p| outcome.note(scene.check(p)));
+            outcome.new_programs = Some(checks == [true; 2]);
+            outcome.note(attacker.end());
+        }
+    }
+    outcome.conclude(&mut scene);
+    Ok(outcome)
+}
+
+/// A check of the black-box tests, on a virtual layer of its own.
+fn checked(programs: &Path, check: fn(&Lab) -> Result<()>) -> Result<Outcome> {
+    let mut scene = Scene::start(programs)?;
+    Place::ALL.iter().try_for_each(|&p| scene.check(p))?;
+    let mut outcome = Outcome { before: Footprint::of(&scene.lab)?, ..Outcome::default() };
+    outcome.note(check(&scene.lab));
+    outcome.conclude(&mut scene);
+    Ok(outcome)
+}
+
+fn attempt(programs: &Path, attack: &Attack) -> Result<Outcome> {
+    match attack.way {
+        Way::Program(p) => beside(programs, &p),
+        Way::Check { needs_root: true, .. } if lab::uid() != 0 => Ok(Outcome::skipped("it takes root to set it up")),
+        Way::Check { check, .. } => checked(programs, check),
+        Way::Elsewhere(place) => Ok(Outcome::skipped(place)),
+    }
+}
+
+impl Row {
+    fn of(attack: &'static str, outcomes: Vec<Outcome>) -> Row {
+        let measured = |i: usize| {
+            let pairs: Vec<(Figures, Figures)> = outcomes.iter().filter_map(|o| o.figures[i]).collect();
+            let [beside_it, honest] = [|p: &(Figures, Figures)| p.0, |p: &(Figures, Figures)| p.1]
+                .map(|f| Figures::medians(&pairs.iter().map(f).collect::<Vec<_>>()));
+            let times_worse = Worse::medians(&pairs).filter(|_| pairs.len() == outcomes.len())?;
+            Some(Measured { figures: beside_it, honest, times_worse })
+        };
+        let (same_group, other_group) = (measured(0), measured(1));
+        let all = |f: fn(&Outcome) -> Option<bool>| {
+            let said: Vec<bool> = outcomes.iter().filter_map(f).collect();
+            (!said.is_empty()).then(|| said.iter().all(|&ok| ok))
+        };
+        let (host_alive, workers_alive) = (all(|o| o.host_alive), all(|o| o.workers_alive));
+        let new_programs = all(|o| o.new_programs);
+        let mut broken: Vec<String> = outcomes.iter().flat_map(|o| o.broken.clone()).collect();
+        broken.dedup();
+        for (m, limit, place) in [(&same_group, LIMIT_SAME, "its group"), (&other_group, LIMIT_OTHER, "another group")]
+        {
+            if m.as_ref().is_some_and(|m| m.times_worse.is_beyond(limit)) {
+                broken.push(format!("victims in {place} are more than {limit} times worse"));
+            }
+        }
+        let skipped = outcomes.iter().find_map(|o| o.skipped.clone());
+        // The last run, or the one that was broken and so was the last.
+        let last = outcomes.into_iter().next_back().unwrap_or_default();
+        let (before, during, after) = (last.before, last.during, last.after);
+        Row {
+            attack,
+            broken,
+            skipped,
+            host_alive,
+            workers_alive,
+            same_group,
+            other_group,
+            new_programs,
+            before,
+            during,
+            after,
+        }
+    }
+}
+
+/// What `--list` prints.
+pub(crate) fn print_list() {
+    for a in ATTACKS {
+        println!("{:16} {}", a.name, a.what);
+    }
+}
+
+/// The attacks whose name contains a text.
+///
+/// # Errors
+/// There is none.
+pub(crate) fn wanted(only: Option<&str>, which: impl Fn(&Attack) -> bool) -> Result<Vec<&'static Attack>> {
+    let of_kind: Vec<&Attack> = ATTACKS.iter().filter(|a| which(a)).collect();
+    let names: Vec<&str> = of_kind.iter().map(|a| a.name).collect();
+    let found: Vec<&Attack> = of_kind.into_iter().filter(|a| only.is_none_or(|o| a.name.contains(o))).collect();
+    match (found.is_empty(), only) {
+        (true, Some(o)) => Err(format!("no attack's name contains {o}; there are: {}", names.join(", "))),
+        _ => Ok(found),
+    }
+}
+
+pub(crate) fn run(json: bool, only: Option<&str>, runs: u32) -> Result<()> {
+    let attacks = wanted(only, |_| true)?;
+    packages::ensure(&[packages::RUN])?;
+    eprintln!("building");
+    let programs = Scene::build()?;
+    let mut outcomes: Vec<Vec<Outcome>> = attacks.iter().map(|_| Vec::new()).collect();
+    for run in 1..=runs {
+        for (attack, outcomes) in attacks.iter().zip(&mut outcomes) {
+            let is_measured = |o: &Outcome| o.broken.is_empty() && o.skipped.is_none() && o.figures[0].is_some();
+            // What is not measured, or broken, once need not be tried again.
+            if outcomes.iter().all(is_measured) {
+                eprintln!("run {run} of {runs}: {}", attack.name);
+                let failed = |why| Outcome { broken: vec![why], ..Outcome::default() };
+                outcomes.push(attempt(&programs, attack).unwrap_or_else(failed));
+            }
+        }
+    }
+    let rows: Vec<Row> = attacks.iter().zip(outcomes).map(|(a, o)| Row::of(a.name, o)).collect();
+    let report =
+        Report { topology: topology(), runs, limit_same_group: LIMIT_SAME, limit_other_group: LIMIT_OTHER, rows };
+    if json {
+        print_json(&report)?;
+    } else {
+        print(&report);
+    }
+    match report.rows.iter().filter(|r| !r.broken.is_empty()).count() {
+        0 => Ok(()),
+        n => Err(format!("{n} of {} attacks do more than they may", report.rows.len())),
+    }
+}
+
+fn yes(b: Option<bool>) -> &'static str {
+    match b {
+        Some(true) => "yes",
+        Some(false) => "NO",
+        None => "-",
+    }
+}
+
+fn print(r: &Report) {
+    let has_workers = r.rows.iter().any(|row| row.workers_alive.is_some());
+    let workers = |text: &str| if has_workers { format!(" {text:>7}") } else { String::new() };
+    println!("topology: {}; beside them the attack\nmedians of {} runs\n", r.topology, r.runs);
+    println!(
+        "{:16} {:>5}{} {:^21} {:^21} {:>5}  {:^20} {:^20} {:^20}",
+        "",
+        "host",
+        workers("workers"),
+        "its group, worse by",
+        "other group",
+        "new",
+        "descriptors",
+        "mappings",
+        "MiB"
+    );
+    println!(
+        "{:16} {:>5}{} {:>7}{:>7}{:>7} {:>7}{:>7}{:>7} {:>5}  {:^20} {:^20} {:^20}",
+        "attack",
+        "alive",
+        workers("alive"),
+        "p50",
+        "p99",
+        "64 KiB",
+        "p50",
+        "p99",
+        "64 KiB",
+        "progs",
+        "before>most>after",
+        "before>most>after",
+        "before>most>after"
+    );
+    for row in &r.rows {
+        print!("{:16}", row.attack);
+        if let Some(why) = &row.skipped {
+            println!(" not tried: {why}");
+            continue;
+        }
+        print!(" {:>5}{}", yes(row.host_alive), workers(yes(row.workers_alive)));
+        for m in [&row.same_group, &row.other_group] {
+            match m {
+                Some(Measured { times_worse: w, .. }) => {
+                    print!(" {:>7.2}{:>7.2}{:>7.2}", w.p50, w.p99, w.bandwidth);
+                }
+                _ => print!(" {:>7}{:>7}{:>7}", "-", "-", "-"),
+            }
+        }
+        let (before, after) = (row.before.sum(), row.after.sum());
+        let most = row.during.unwrap_or_default().max(before).max(after);
+        let most = footprint::Held { rss_kib: most.rss_kib.max(row.after.peak_rss_kib()), ..most };
+        let three = |f: fn(&footprint::Held) -> u64| format!("{}>{}>{}", f(&before), f(&most), f(&after));
+        println!(
+            " {:>5}  {:^20} {:^20} {:^20}{}",
+            yes(row.new_programs),
+            three(|h| h.descriptors),
+            three(|h| h.mappings),
+            three(|h| h.rss_kib >> 10),
+            if row.broken.is_empty() { "" } else { "  BROKEN" }
+        );
+    }
+    println!();
+    for row in &r.rows {
+        row.broken.iter().for_each(|why| println!("{}: {why}", row.attack));
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn figures(times: f64) -> (Figures, Figures) {
+        let of = |times: f64| Figures { p50_us: 4.0, p99_us: 100.0 * times, worst_us: 1e3, mib_s: 1e4 };
+        (of(times), of(1.0))
+    }
+
+    fn outcome(same: f64, other: f64) -> Outcome {
+        Outcome { figures: [same, other].map(|t| Some(figures(t))), host_alive: Some(true), ..Outcome::default() }
+    }
+
+    #[test]
+    fn a_row_is_broken_by_what_is_beyond_its_limit_in_the_median() {
+        let row = |all: Vec<Outcome>| Row::of("x", all);
+        assert!(row(vec![outcome(1.4, 1.1)]).broken.is_empty());
+        assert!(row(vec![outcome(1.4, 1.1), outcome(9.0, 9.0), outcome(0.9, 0.9)]).broken.is_empty());
+        let one = row(vec![outcome(1.4, 1.3)]);
+        assert_eq!(one.broken, ["victims in another group are more than 1.2 times worse"]);
+        assert!(one.host_alive == Some(true) && one.workers_alive.is_none());
+        assert_eq!(row(vec![outcome(1.6, 1.3)]).broken.len(), 2);
+    }
+
+    #[test]
+    fn what_broke_in_one_run_is_said_and_has_no_figures() {
+        let mut second = outcome(1.0, 1.0);
+        second.figures[0] = None;
+        second.broken.push("no completion".into());
+        second.host_alive = Some(false);
+        let row = Row::of("x", vec![outcome(1.0, 1.0), second]);
+        assert_eq!((row.broken, row.host_alive), (vec!["no completion".to_string()], Some(false)));
+        assert!(row.same_group.is_none() && row.other_group.is_some());
+    }
+}

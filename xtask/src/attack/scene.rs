@@ -1,0 +1,266 @@
+//! A virtual layer with victims and an attacker: what `attack`, `bench isolation` and the tests of attacks share.
+
+use std::io::Write;
+use std::path::{Path, PathBuf};
+use std::process::{Command, Stdio};
+use std::time::{Duration, Instant};
+
+use serde::Serialize;
+
+use super::list::{Argument, Program};
+use crate::Result;
+use crate::bench::{figures, median};
+use crate::lab::{self, Lab, Running};
+use crate::suite;
+
+/// A victim measures its latency for so long, and its bandwidth for so long.
+const SECONDS: &str = "1";
+/// An attack ends by itself after this, if it is not ended before.
+const ATTACK_SECONDS: &str = "120";
+/// How long a program may prepare itself.
+const PREPARATION: Duration = Duration::from_secs(60);
+/// How long an attack goes on before anything is measured.
+const BEGIN: Duration = Duration::from_millis(300);
+/// How long programs may take that begin beside an attack and only check what they get.
+const CHECK: Duration = Duration::from_secs(15);
+
+/// Where victims are.
+#[derive(Clone, Copy, PartialEq, Eq)]
+pub(crate) enum Place {
+    /// In the attacker's group.
+    Same,
+    /// In a group that the attacker is not in.
+    Other,
+}
+
+impl Place {
+    pub const ALL: [Place; 2] = [Place::Same, Place::Other];
+
+    /// The vRNICs of the victims.
+    fn vrnics(self) -> [&'static str; 2] {
+        match self {
+            Place::Same => ["a", "b"],
+            Place::Other => ["c", "d"],
+        }
+    }
+}
+
+/// What a victim measured.
+#[derive(Clone, Copy, Serialize)]
+pub(crate) struct Figures {
+    /// From posting a WRITE of 8 B to its completion.
+    pub p50_us: f64,
+    pub p99_us: f64,
+    pub worst_us: f64,
+    /// WRITEs of 64 KiB.
+    pub mib_s: f64,
+}
+
+impl Figures {
+    /// The median of each figure.
+    pub fn medians(all: &[Figures]) -> Figures {
+        let of = |f: fn(&Figures) -> f64| median(all.iter().map(f));
+        Figures {
+            p50_us: of(|f| f.p50_us),
+            p99_us: of(|f| f.p99_us),
+            worst_us: of(|f| f.worst_us),
+            mib_s: of(|f| f.mib_s),
+        }
+    }
+}
+
+/// How many times worse figures are than beside the honest neighbour.
+#[derive(Clone, Copy, Serialize)]
+pub(crate) struct Worse {
+    pub p50: f64,
+    pub p99: f64,
+    pub bandwidth: f64,
+}
+
+impl Worse {
+    /// Medians over pairs of figures, beside the attack and beside the honest neighbour; nothing if there are none.
+    pub fn medians(pairs: &[(Figures, Figures)]) -> Option<Worse> {
+        let of = |f: fn(&(Figures, Figures)) -> f64| median(pairs.iter().map(f));
+        (!pairs.is_empty()).then(|| Worse {
+            p50: of(|(a, h)| a.p50_us / h.p50_us),
+            p99: of(|(a, h)| a.p99_us / h.p99_us),
+            bandwidth: of(|(a, h)| h.mib_s / a.mib_s),
+        })
+    }
+
+    pub fn is_beyond(self, limit: f64) -> bool {
+        [self.p50, self.p99, self.bandwidth].iter().any(|&w| w > limit)
+    }
+}
+
+/// A virtual layer with two groups of victims, and vRNICs `x` and `y` for an attacker.
+pub(crate) struct Scene {
+    pub lab: Lab,
+    programs: PathBuf,
+}
+
+impl Scene {
+    /// Builds what every scene needs; the path of the test kit's programs.
+    ///
+    /// # Errors
+    /// The build failed.
+    pub fn build() -> Result<PathBuf> {
+        lab::build()?;
+        lab::build_example("attacks")
+    }
+
+    /// # Errors
+    /// The virtual layer did not come up.
+    pub fn start(programs: &Path) -> Result<Scene> {
+        let lab = Lab::start(None)?;
+        lab.unirdma(&["group", "add", "other"]);
+        for (i, name) in (1..).zip(["a", "b", "x", "y"]) {
+            lab.vrnic(name, &["--ip", &format!("10.0.0.{i}")])?;
+        }
+        for (i, name) in (1..).zip(Place::Other.vrnics()) {
+            lab.vrnic(name, &["--ip", &format!("10.0.0.{i}"), "--group", "other"])?;
+        }
+        Ok(Scene { lab, programs: programs.to_path_buf() })
+    }
+
+    fn command(&self, name: &str, seconds: &str, vrnics: &[&str]) -> Command {
+        let mut c = Command::new(&self.programs);
+        c.args([name, seconds]).args(vrnics.iter().map(|v| self.lab.socket(v))).stdin(Stdio::null());
+        c
+    }
+
+    /// Two programs that are connected, and wait.
+    ///
+    /// # Errors
+    /// They could not begin.
+    pub fn victims(&self, place: Place) -> Result<Victims> {
+        let vrnics = place.vrnics();
+        let mut c = self.command("victim", SECONDS, &vrnics);
+        c.stdin(Stdio::piped());
+        let mut running = Running::start(c, &self.lab.dir.join(format!("victim-{}.log", vrnics[0])))?;
+        wait_ready(&mut running).map_err(|e| format!("the victim {e}"))?;
+        Ok(Victims(running))
+    }
+
+    /// Starts a program of the attacker, which goes on when this returns; or why it cannot be done here.
+    ///
+    /// # Errors
+    /// It did not begin.
+    pub fn attacker(&self, program: &Program) -> Result<Result<Attacker<'_>>> {
+        let (running, captured) = match *program {
+            Program::Kit { name, argument, captured } => {
+                let mut c = self.command(name, ATTACK_SECONDS, &["x"]);
+                match argument {
+                    Argument::None => &mut c,
+                    Argument::Word(w) => c.arg(w),
+                    Argument::Socket(vrnic) => c.arg(self.lab.socket(vrnic)),
+                };
+                (Running::start(c, &self.lab.dir.join("attacker.log"))?, captured)
+            }
+            Program::Forge(words) => {
+                let forge = suite::compile(&self.lab, "forge", &[])?;
+                (self.lab.spawn("x", &[], &format!("{forge} {words} {ATTACK_SECONDS}"))?, false)
+            }
+        };
+        let mut attacker = Attacker { running, capture: None, scene: self };
+        if let Some(why) = wait_ready(&mut attacker.running).map_err(|e| format!("the attacker {e}"))? {
+            return Ok(Err(why));
+        }
+        if captured {
+            let capture = ["capture", "--vrnic", "x", "-w", "/dev/null"];
+            attacker.capture = Some(self.lab.start_unirdma(&capture)?);
+        }
+        std::thread::sleep(BEGIN);
+        Ok(Ok(attacker))
+    }
+
+    /// Programs that begin now get their devices and the right bytes.
+    ///
+    /// # Errors
+    /// What they say, or that they say nothing.
+    pub fn check(&self, place: Place) -> Result<()> {
+        self.check_within(place, CHECK)
+    }
+
+    /// As [`Scene::check`], in so much time.
+    ///
+    /// # Errors
+    /// What they say, or that they say nothing.
+    pub fn check_within(&self, place: Place, limit: Duration) -> Result<()> {
+        let vrnics = place.vrnics();
+        let c = self.command("check", "0", &vrnics);
+        let o = Running::start(c, &self.lab.dir.join(format!("check-{}.log", vrnics[0])))?.finish_within(limit);
+        let why = if o.text.is_empty() { "no answer".into() } else { o.text.trim().replace('\n', "; ") };
+        if o.ok() { Ok(()) } else { Err(format!("programs that begin on {} and {}: {why}", vrnics[0], vrnics[1])) }
+    }
+}
+
+/// Two programs that measure once they are told.
+pub(crate) struct Victims(Running);
+
+impl Victims {
+    /// Lets them measure.
+    ///
+    /// # Errors
+    /// They did not get their work done.
+    pub fn measure(mut self) -> Result<Figures> {
+        // Who has ended meanwhile reads nothing, which its output explains better.
+        let _ = self.0.stdin().ok_or("the victim has no input")?.write_all(b"go\n");
+        let done = self.0.finish();
+        if !done.ok() {
+            return Err(done.text.lines().last().unwrap_or("the victim was killed").into());
+        }
+        let of = figures(&done.text);
+        let get = |k: &str| of.get(k).copied().ok_or(format!("the victim printed no {k}: {}", done.text));
+        Ok(Figures { p50_us: get("p50_us")?, p99_us: get("p99_us")?, worst_us: get("worst_us")?, mib_s: get("mib_s")? })
+    }
+}
+
+/// A program of the attacker; it is killed with this value, if it still runs.
+pub(crate) struct Attacker<'a> {
+    running: Running,
+    capture: Option<Running>,
+    scene: &'a Scene,
+}
+
+impl Attacker<'_> {
+    /// Kills it.
+    ///
+    /// # Errors
+    /// What it saw that the virtual layer must not do; or that it has ended too soon.
+    pub fn end(mut self) -> Result<()> {
+        let ended = self.running.has_ended();
+        let text = self.running.text();
+        drop((self.capture.take(), self.running));
+        if let Some(what) = text.lines().find_map(|l| l.strip_prefix("broken: ")) {
+            return Err(what.into());
+        }
+        if ended {
+            let log = std::fs::read_to_string(self.scene.lab.dir.join("host.log")).unwrap_or_default();
+            let last = log.lines().last().unwrap_or_default();
+            let said: Vec<&str> = text.lines().filter(|l| *l != "ready").collect();
+            return Err(format!("it ended too soon: {}; the virtual layer's last line: {last}", said.join("; ")));
+        }
+        Ok(())
+    }
+}
+
+/// Waits until a program says that it is ready, or why it cannot be.
+fn wait_ready(program: &mut Running) -> Result<Option<String>> {
+    let start = Instant::now();
+    while start.elapsed() < PREPARATION {
+        let ended = program.has_ended();
+        let text = program.text();
+        if let Some(why) = text.lines().find_map(|l| l.strip_prefix("skip: ")) {
+            return Ok(Some(why.into()));
+        }
+        if text.lines().any(|l| l == "ready") {
+            return Ok(None);
+        }
+        if ended {
+            return Err(format!("ended: {text}"));
+        }
+        std::thread::sleep(Duration::from_millis(5));
+    }
+    Err(format!("was not ready after {} s", PREPARATION.as_secs()))
+}

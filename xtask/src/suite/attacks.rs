@@ -1,0 +1,55 @@
+//! Each attack of `cargo xtask attack` that is a program, for a second, against one virtual layer: nobody but the attacker loses
+//! anything. Nothing is timed.
+
+use super::*;
+use crate::attack::footprint::Footprint;
+use crate::attack::list::{ATTACKS, Attack, Program, Way};
+use crate::attack::scene::{Place, Scene};
+
+/// How long an attack goes on before others begin, beside the time that a scene gives it.
+const TIME: Duration = Duration::from_millis(500);
+/// Programs that have not begun after this are held up.
+const HELD_UP: Duration = Duration::from_secs(3);
+
+/// Runs an attack, and programs beside it and after it. The virtual layer holds no more than before all attacks.
+fn endure(scene: &Scene, before: &Footprint, attack: &Attack, program: &Program) -> Check {
+    match scene.attacker(program)? {
+        Err(why) => println!("skipped: {}: {why}", attack.name),
+        Ok(attacker) => {
+            std::thread::sleep(TIME);
+            if attack.remains {
+                let held_up = scene.check_within(Place::Other, HELD_UP).is_err();
+                require(held_up, "docs/security.md says that it holds others up, and it does not any more")?;
+            } else {
+                Place::ALL.iter().try_for_each(|&p| scene.check(p))?;
+            }
+            attacker.end()?;
+        }
+    }
+    let (after, given_back) = Footprint::settled(&scene.lab, before)?;
+    require(given_back, format!("not given back: {before:?}, now {after:?}"))?;
+    require(after.workers_as(before) != Some(false), format!("a worker ended: {before:?}, now {after:?}"))?;
+    Place::ALL.iter().try_for_each(|&p| scene.check(p))
+}
+
+pub(super) fn run(s: &mut Suite<'_>) {
+    let title = |a: &Attack| format!("attacks: {}", a.name);
+    let program = |a: &'static Attack| if let Way::Program(p) = a.way { Some((a, p)) } else { None };
+    let wanted = |(a, _): &(&Attack, Program)| s.only.is_none_or(|o| title(a).contains(o));
+    let attacks: Vec<(&Attack, Program)> = ATTACKS.iter().filter_map(program).filter(wanted).collect();
+    if attacks.is_empty() {
+        return;
+    }
+    let scene = Scene::build().and_then(|programs| {
+        let scene = Scene::start(&programs)?;
+        Place::ALL.iter().try_for_each(|&p| scene.check(p))?;
+        let before = Footprint::of(&scene.lab)?;
+        Ok((scene, before))
+    });
+    for (attack, program) in attacks {
+        s.check(&title(attack), |_| {
+            let (scene, before) = scene.as_ref().map_err(Clone::clone)?;
+            endure(scene, before, attack, &program)
+        });
+    }
+}
