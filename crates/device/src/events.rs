@@ -14,7 +14,7 @@ use std::sync::{Arc, Mutex};
 use rustix::event::{PollFd, PollFlags};
 use rustix::net::{RecvAncillaryBuffer, RecvAncillaryMessage, RecvFlags, SendFlags, recvmsg};
 use unirdma_abi as abi;
-use unirdma_link::{Ticket, signal};
+use unirdma_link::{Foreign, Ticket, signal};
 use virtio_queue::{Queue, QueueT};
 use vm_memory::{Bytes, GuestMemoryMmap};
 use zerocopy::{FromBytes, IntoBytes};
@@ -47,7 +47,7 @@ struct Channel {
 struct EventQueue {
     channel: Option<Channel>,
     queue: Option<Queue>,
-    call: Option<OwnedFd>,
+    call: Option<Arc<Foreign>>,
     pending: VecDeque<abi::Event>,
 }
 
@@ -73,21 +73,35 @@ pub struct EventQueues {
 /// The channel by which the driver wakes the device.
 #[derive(Default)]
 struct Wake {
-    channel: Option<Arc<OwnedFd>>,
+    channel: Option<Arc<Foreign>>,
     /// What came with notifications, which nobody has asked for. Closing it may take its sender's time, such as that of a
     /// socket that lingers, so pollers do not: it is closed with the session. Nothing is taken from the channel any more.
-    strange: Vec<OwnedFd>,
+    strange: Vec<Foreign>,
 }
 
 /// Tells a driver something by a channel that carries no events. A full one has told it already.
-pub(crate) fn tell(channel: &OwnedFd) {
+pub(crate) fn tell(channel: &Foreign) {
     let _ = rustix::net::send(channel, &[1], SendFlags::DONTWAIT | SendFlags::NOSIGNAL);
 }
 
 /// Takes the notifications of a channel that carries no events.
-pub fn take_notifications(channel: &OwnedFd) {
+///
+/// Descriptors that came beside them, which nobody has asked for.
+pub fn take_notifications(channel: &Foreign) -> Vec<Foreign> {
+    let mut came = Vec::new();
+    let Some(ledger) = channel.ledger().filter(|l| !l.is_overdrawn()) else { return came };
+    // Room for all descriptors that a message can carry: the kernel would close others here and now.
+    let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(MAX_DESCRIPTORS))];
+    let mut control = RecvAncillaryBuffer::new(&mut space);
+    let flags = RecvFlags::DONTWAIT | RecvFlags::CMSG_CLOEXEC;
     // What is left over belongs to a driver that sends more than it needs, and is taken with its next one.
-    let _ = rustix::net::recv(channel, &mut [0u8; 256][..], RecvFlags::DONTWAIT);
+    let _ = recvmsg(channel, &mut [IoSliceMut::new(&mut [0; 256])], &mut control, flags);
+    for m in control.drain() {
+        if let RecvAncillaryMessage::ScmRights(fds) = m {
+            came.extend(fds.map(|fd| Foreign::refused(fd, ledger)));
+        }
+    }
+    came
 }
 
 /// The index of an event queue by the number of its channel; `None` if there is no such channel.
@@ -150,7 +164,7 @@ impl EventQueue {
                 self.pending.pop_front();
             }
             if let Some(call) = &self.call {
-                signal(call);
+                signal(call.as_ref());
             }
         }
     }
@@ -259,7 +273,7 @@ impl EventQueues {
     }
 
     /// The channel by which the driver wakes the device.
-    pub fn set_wake(&self, channel: Option<Arc<OwnedFd>>) {
+    pub fn set_wake(&self, channel: Option<Arc<Foreign>>) {
         *lock(&self.wake) = Wake { channel, strange: Vec::new() };
     }
 
@@ -267,23 +281,14 @@ impl EventQueues {
     pub fn on_wake(&self) {
         let wake = &mut *lock(&self.wake);
         let Some(channel) = wake.channel.as_ref().filter(|_| wake.strange.is_empty()) else { return };
-        // Room for all descriptors that a message can carry: the kernel would close others here and now.
-        let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(MAX_DESCRIPTORS))];
-        let mut control = RecvAncillaryBuffer::new(&mut space);
-        let flags = RecvFlags::DONTWAIT | RecvFlags::CMSG_CLOEXEC;
-        let _ = recvmsg(channel, &mut [IoSliceMut::new(&mut [0; 256])], &mut control, flags);
-        for m in control.drain() {
-            if let RecvAncillaryMessage::ScmRights(fds) = m {
-                wake.strange.extend(fds);
-            }
-        }
+        wake.strange = take_notifications(channel);
     }
 
     pub(crate) fn set_memory(&self, guest: Option<GuestMemoryMmap>) {
         lock(&self.inner).guest = guest;
     }
 
-    pub(crate) fn set_queue(&self, index: u32, queue: Option<Queue>, call: Option<OwnedFd>) {
+    pub(crate) fn set_queue(&self, index: u32, queue: Option<Queue>, call: Option<Arc<Foreign>>) {
         lock(&self.inner).change(index, |q| {
             q.call = call;
             if q.queue.is_none() || queue.is_none() {
@@ -451,7 +456,7 @@ mod tests {
         let (driver, device) = socketpair(AddressFamily::UNIX, SocketType::STREAM, SocketFlags::CLOEXEC, None).unwrap();
         let (kept, other) = socketpair(AddressFamily::UNIX, SocketType::STREAM, SocketFlags::CLOEXEC, None).unwrap();
         let queues = EventQueues::default();
-        queues.set_wake(Some(Arc::new(device)));
+        queues.set_wake(Some(Arc::new(Foreign::refused(device, &Ledger::default()))));
         let notify = |fds: &[BorrowedFd<'_>]| {
             let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(MAX_DESCRIPTORS))];
             let mut control = SendAncillaryBuffer::new(&mut space);

@@ -8,12 +8,11 @@ mod events;
 mod quiet;
 mod shared;
 
-use std::os::fd::OwnedFd;
 use std::sync::atomic::{Ordering, fence};
 use std::sync::{Arc, Mutex, MutexGuard};
 
 use unirdma_abi as abi;
-use unirdma_link::{Handler, Memory, Vring};
+use unirdma_link::{Foreign, Handler, Memory, Vring};
 use unirdma_mem::Span;
 use unirdma_mem::protocol::{self, Fence, Word16};
 use unirdma_rnic::{Resolve, SessionId, VnicId};
@@ -102,9 +101,9 @@ pub struct Device {
     memory: Memory,
     guest: Option<GuestMemoryMmap>,
     control: Option<Queue>,
-    control_call: Option<OwnedFd>,
+    control_call: Option<Arc<Foreign>>,
     /// The channel by which a process notifies the control queue and gets the calls of it.
-    control_channel: Option<Arc<OwnedFd>>,
+    control_channel: Option<Arc<Foreign>>,
     /// A command that was executed and is not answered yet, since jobs still reach the memory that it takes away: where its
     /// buffer begins, and the bytes of its answer.
     held: Option<(u16, u32)>,
@@ -145,7 +144,7 @@ impl Device {
     }
 
     /// The channel by which the control queue is notified, and on which its calls go from now on.
-    pub fn set_control_channel(&mut self, channel: Option<Arc<OwnedFd>>) {
+    pub fn set_control_channel(&mut self, channel: Option<Arc<Foreign>>) {
         self.control_channel = channel;
     }
 
@@ -207,7 +206,7 @@ impl Device {
         if (self.control_channel.is_some() || self.control_call.is_some()) && protocol::must_notify(&Full, &flags) {
             match (&self.control_channel, &self.control_call) {
                 (Some(channel), _) => events::tell(channel),
-                (None, Some(call)) => unirdma_link::signal(call),
+                (None, Some(call)) => unirdma_link::signal(call.as_ref()),
                 (None, None) => {}
             }
         }
@@ -275,7 +274,7 @@ impl Handler for Device {
     }
 
     fn vring_changed(&mut self, index: usize, v: &Vring) {
-        let call = v.call.as_ref().and_then(|fd| fd.try_clone().ok());
+        let call = v.call.clone();
         if index == abi::VQ_CONTROL as usize {
             self.control_call = call;
             if self.control.is_none() || !v.enabled {

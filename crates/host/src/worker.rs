@@ -20,7 +20,7 @@ use rustix::net::SocketFlags;
 use unirdma_abi as abi;
 use unirdma_device::{Device, Identity, lock};
 use unirdma_formats::Gid;
-use unirdma_link::{Backend, Handler, Ledger, Memory, Progress, Refusal, Resource, Ticket, Vring};
+use unirdma_link::{Backend, Closer, Foreign, Handler, Ledger, Memory, Progress, Refusal, Resource, Ticket, Vring};
 use unirdma_rnic::{Limits, VnicConfig, VnicId};
 
 use crate::confine::{self, Kind};
@@ -54,8 +54,8 @@ const CROWDED_MAX_NS: u64 = 16_000_000_000;
 /// Rounds of looks, and nanoseconds of serving, between two looks at everything else.
 const LINGER_ROUNDS: u32 = 16;
 const LINGER_TURN_NS: u64 = 100_000;
-/// Descriptors of a session itself: its socket and its process.
-const SESSION_DESCRIPTORS: u64 = 2;
+/// How long a vRNIC accepts no program that has too many descriptors waiting to be closed, nanoseconds.
+const PAUSE_NS: u64 = 100_000_000;
 /// How long the rest of a message may take, nanoseconds.
 const HALF_NS: u64 = 5_000_000_000;
 /// How long the supervisor may take to send a call, or to take an answer. It is believed to be quick.
@@ -88,6 +88,7 @@ struct Session {
     lingers: bool,
     /// When commands of it were served last.
     served_ns: u64,
+    /// For the descriptor of its process.
     _ticket: Ticket,
 }
 
@@ -103,7 +104,6 @@ struct Looker {
     backend: Backend,
     sight: Sight,
     token: u64,
-    _ticket: Ticket,
 }
 
 struct Sight(Arc<Identity>);
@@ -128,14 +128,14 @@ struct Conn {
     device: Device,
     /// By vring, or [`channels::CONTROL`] and [`channels::WAKE`].
     kicks: HashMap<usize, Kick>,
-    changed: HashMap<usize, Option<Arc<OwnedFd>>>,
+    changed: HashMap<usize, Option<Arc<Foreign>>>,
     epoll: Arc<OwnedFd>,
     ledger: Ledger,
 }
 
 struct Kick {
     token: u64,
-    fd: Arc<OwnedFd>,
+    fd: Arc<Foreign>,
 }
 
 impl Handler for Conn {
@@ -146,7 +146,7 @@ impl Handler for Conn {
         self.device.memory_changed(memory, removed);
     }
     fn vring_changed(&mut self, index: usize, v: &Vring) {
-        self.changed.insert(index, v.kick.as_ref().and_then(|fd| fd.try_clone().ok()).map(Arc::new));
+        self.changed.insert(index, v.kick.clone());
         self.device.vring_changed(index, v);
     }
     fn stop_vring(&mut self, index: usize) -> u16 {
@@ -234,6 +234,8 @@ struct Worker {
     ledger: Ledger,
     /// Sessions that have sent a part of a message, and since when, nanoseconds.
     half: Vec<(u64, u64)>,
+    /// vRNICs that accept no program now.
+    paused: Vec<String>,
     /// IP multicast groups that it wants to hear.
     wanted: Vec<IpAddr>,
     /// The supervisor has been asked for more QPNs, and has not given any.
@@ -286,7 +288,7 @@ fn hello(group: Option<&str>) -> Hello {
 impl Worker {
     fn start(begin: Begin, sockets: Vec<OwnedFd>, door: UnixListener, machine: ledger::Machine) -> io::Result<Self> {
         unirdma_mem::guard::install()?;
-        let ledger = machine.ledger();
+        let ledger = machine.ledger().with_closer(Closer::new(|| confine::thread(Kind::Closer)));
         let way = begin.network.as_ref().map(|e| open_worker(e, sockets)).transpose()?;
         let (port, tunnel) = way.unzip();
         let engine = Engine::start(&begin.engine, port)?;
@@ -329,6 +331,7 @@ impl Worker {
             crowded_ns: 0,
             ledger,
             half: Vec::new(),
+            paused: Vec::new(),
             wanted: Vec::new(),
             asked_for_qpns: false,
             ended: false,
@@ -395,6 +398,7 @@ impl Worker {
             }
             self.linger();
             self.end_half();
+            self.resume_listeners();
         }
         self.engine.stop();
         self.switch.stop();
@@ -411,8 +415,9 @@ impl Worker {
         if !self.lingering.is_empty() {
             return Some(after(0));
         }
-        let first = self.half.iter().map(|h| h.1).min()?;
-        Some(after((first + HALF_NS).saturating_sub(self.engine.now())))
+        let half = self.half.iter().map(|h| (h.1 + HALF_NS).saturating_sub(self.engine.now())).min();
+        let pause = (!self.paused.is_empty()).then_some(PAUSE_NS);
+        Some(after(half.into_iter().chain(pause).min()?))
     }
 
     /// A program has sent a part of a message, or all of it.
@@ -447,8 +452,22 @@ impl Worker {
 
     fn on_listener(&mut self, name: &str) {
         let Some(v) = self.vrnics.get_mut(name) else { return };
+        if v.ledger.is_overdrawn() {
+            let _ = epoll::delete(&self.epoll, &v.listener.1);
+            self.sources.remove(&v.listener.0);
+            return self.paused.push(name.into());
+        }
         let flags = SocketFlags::CLOEXEC | SocketFlags::NONBLOCK;
         let Ok(sock) = rustix::net::accept_with(&v.listener.1, flags) else { return };
+        // It may have sent descriptors already, which go when the socket goes.
+        let Some(ticket) = v.ledger.take(Resource::Descriptors, 1) else {
+            return drop(Foreign::refused(sock, &v.ledger));
+        };
+        let sock = Foreign::new(sock, ticket);
+        // Urgent bytes come in line. The kernel would drop others, and what is beside them, in the thread that receives.
+        if rustix::net::sockopt::set_socket_oobinline(&sock, true).is_err() {
+            return;
+        }
         if v.sessions >= v.limits.max_sessions as usize {
             // Once, not for each program that tries.
             if !std::mem::replace(&mut v.full, true) {
@@ -461,7 +480,7 @@ impl Worker {
         let (rnic, engine) = (self.engine.rnic.clone(), self.engine.clone());
         let Some(device) = Device::new(rnic, v.identity.clone(), engine) else { return };
         let ledger = v.ledger.clone();
-        let Some(ticket) = ledger.take(Resource::Descriptors, SESSION_DESCRIPTORS) else { return };
+        let Some(ticket) = ledger.take(Resource::Descriptors, 1) else { return };
         let id = self.next_token;
         // The process may be gone while somebody else still holds its socket.
         let pidfd = rustix::net::sockopt::socket_peercred(&sock)
@@ -496,22 +515,42 @@ impl Worker {
         self.sessions.insert(id, session);
     }
 
-    fn add_looker(&mut self, name: &str, sock: OwnedFd, sight: Sight, ledger: Ledger) {
+    fn add_looker(&mut self, name: &str, sock: Foreign, sight: Sight, ledger: Ledger) {
         let mut others = self.lookers.iter().filter(|(_, l)| l.vrnic == name).map(|(&id, _)| id);
         if let (Some(oldest), true) = (others.next(), others.count() + 1 >= MAX_LOOKERS) {
             self.end_look(oldest);
         }
-        let Some(ticket) = ledger.take(Resource::Descriptors, 1) else { return };
         let id = self.next_token;
         let Ok(token) = self.watch(sock.as_fd(), Source::Socket(id), false) else { return };
         let backend = Backend::look_only(sock, ledger, Refusal::TooManyUsers);
-        self.lookers.insert(id, Looker { vrnic: name.into(), backend, sight, token, _ticket: ticket });
+        self.lookers.insert(id, Looker { vrnic: name.into(), backend, sight, token });
     }
 
     fn end_look(&mut self, id: u64) {
         self.note_half(id, false);
         if let Some(l) = self.lookers.remove(&id) {
             self.sources.remove(&l.token);
+            let _ = epoll::delete(&self.epoll, l.backend.socket());
+        }
+    }
+
+    /// Accepts programs again, or looks whether they may be.
+    fn resume_listeners(&mut self) {
+        for name in std::mem::take(&mut self.paused) {
+            let Some(v) = self.vrnics.get_mut(&name) else { continue };
+            if v.ledger.is_overdrawn() {
+                self.paused.push(name);
+                continue;
+            }
+            let token = self.next_token;
+            let added = epoll::add(&self.epoll, &v.listener.1, epoll::EventData::new_u64(token), epoll::EventFlags::IN);
+            if added.is_err() {
+                self.paused.push(name);
+                continue;
+            }
+            v.listener.0 = token;
+            self.next_token += 1;
+            self.sources.insert(token, Source::Listener(name));
         }
     }
 
@@ -556,7 +595,7 @@ impl Worker {
         }
     }
 
-    fn set_kick(&mut self, id: u64, vring: usize, fd: Option<Arc<OwnedFd>>) {
+    fn set_kick(&mut self, id: u64, vring: usize, fd: Option<Arc<Foreign>>) {
         let Some(s) = self.sessions.get_mut(&id) else { return };
         let device_session = s.conn.device.session();
         if let Some(old) = s.conn.kicks.remove(&vring) {
@@ -594,7 +633,7 @@ impl Worker {
         if channels::wakes(vring) {
             self.engine.unwatch(kick.fd.as_fd());
         } else {
-            let _ = epoll::delete(&self.epoll, &*kick.fd);
+            let _ = epoll::delete(&self.epoll, kick.fd.as_fd());
             self.sources.remove(&kick.token);
         }
     }
@@ -602,7 +641,7 @@ impl Worker {
     fn on_kick(&mut self, id: u64, vring: usize) {
         if [abi::VQ_CONTROL as usize, channels::CONTROL].contains(&vring) {
             if let Some(kick) = self.sessions.get(&id).and_then(|s| s.conn.kicks.get(&channels::CONTROL)) {
-                unirdma_device::take_notifications(&kick.fd);
+                drop(unirdma_device::take_notifications(&kick.fd));
             }
             self.serve(id);
         } else if let Some(s) = self.sessions.get_mut(&id) {

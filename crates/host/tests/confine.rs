@@ -81,6 +81,7 @@ fn child(arguments: &[String]) {
             confine::thread(Kind::Control);
             // Also those that start threads when they have their filter.
             live(Kind::Capture);
+            live(Kind::Closer);
             println!("lived");
         }
         "wait" => {
@@ -376,20 +377,21 @@ fn fatal(root: bool) {
 }
 
 fn refused(root: bool) {
-    use Kind::{Capture, Control, Poller, Switch, Watcher};
+    use Kind::{Capture, Closer, Control, Poller, Switch, Watcher};
     const CALLS: [&str; 10] =
         ["openat", "kill", "tgkill", "prctl", "prlimit", "setsockopt", "mlockall", "unlink", "getdents", "sigaction"];
-    const SOME: [(&str, i32, &[Kind]); 10] = [
+    const SOME: [(&str, i32, &[Kind]); 11] = [
         ("clone3", ENOSYS, &[Control, Watcher]),
-        ("clone3", EPERM, &[Poller, Switch, Capture]),
+        ("clone3", EPERM, &[Poller, Switch, Capture, Closer]),
         ("clone", EPERM, &Kind::ALL),
-        ("memfd_create", EPERM, &[Capture]),
-        ("socketpair", EPERM, &[Poller, Watcher, Switch, Capture]),
-        ("accept4", EPERM, &[Poller, Watcher, Switch, Capture]),
-        ("pread", EPERM, &[Switch, Capture]),
-        ("epoll_wait", EPERM, &[Capture]),
-        ("setpriority", EPERM, &[Poller, Watcher, Switch]),
-        ("seccomp", EPERM, &[Poller, Switch, Capture]),
+        ("memfd_create", EPERM, &[Capture, Closer]),
+        ("socketpair", EPERM, &[Poller, Watcher, Switch, Capture, Closer]),
+        ("accept4", EPERM, &[Poller, Watcher, Switch, Capture, Closer]),
+        ("pread", EPERM, &[Switch, Capture, Closer]),
+        ("epoll_wait", EPERM, &[Capture, Closer]),
+        ("setpriority", EPERM, &[Poller, Watcher, Switch, Closer]),
+        ("seccomp", EPERM, &[Poller, Switch, Capture, Closer]),
+        ("sendmsg", EPERM, &[Closer]),
     ];
     const DONE: [(&str, i32, &[Kind]); 6] = [
         ("memfd_create", 0, &[Control, Poller, Watcher, Switch]),
@@ -397,7 +399,7 @@ fn refused(root: bool) {
         ("accept4", libc::EBADF, &[Control]),
         ("pread", libc::EBADF, &[Control, Poller, Watcher]),
         ("epoll_wait", libc::EBADF, &[Control, Poller, Watcher, Switch]),
-        ("sendmsg", libc::EBADF, &Kind::ALL),
+        ("sendmsg", libc::EBADF, &[Control, Poller, Watcher, Switch, Capture]),
     ];
     if !filters(root) {
         return;
@@ -414,7 +416,7 @@ fn refused(root: bool) {
 fn allowed(root: bool) {
     let (status, out, err) = run(root, &["live"]);
     assert!(status.success() && out.contains("lived"), "{status}: {out}{err}");
-    assert_eq!(err.lines().count(), Kind::ALL.len() + 1, "{err}");
+    assert_eq!(err.lines().count(), Kind::ALL.len() + 2, "{err}");
 }
 
 fn aborts(root: bool) {

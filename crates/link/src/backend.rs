@@ -6,11 +6,13 @@
 
 use std::io;
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
+use std::sync::Arc;
 
 use vhost::vhost_user::message::{FrontendReq, VhostUserProtocolFeatures as Proto};
 use zerocopy::{FromBytes, IntoBytes};
 
-use crate::ledger::{Ledger, Resource, Ticket};
+use crate::foreign::Foreign;
+use crate::ledger::Ledger;
 use crate::memory::{Memory, RegionDesc};
 use crate::msg::{self, Message, NEED_REPLY, REPLY, Receiver, VERSION};
 use crate::{VHOST_USER_F_PROTOCOL_FEATURES, VIRTIO_F_VERSION_1};
@@ -33,15 +35,11 @@ pub struct Vring {
     pub avail: u64,
     pub used: u64,
     pub base: u16,
-    pub kick: Option<OwnedFd>,
-    pub call: Option<OwnedFd>,
+    pub kick: Option<Arc<Foreign>>,
+    pub call: Option<Arc<Foreign>>,
     pub enabled: bool,
     pub addressed: bool,
-    tickets: [Option<Ticket>; 2],
 }
-
-/// Descriptors that a kick or call costs: the device has a copy of its own.
-const COPIES: u64 = 2;
 
 /// What a device does when the link changes.
 pub trait Handler {
@@ -91,14 +89,13 @@ pub enum Progress {
 
 /// One vhost-user connection, backend side.
 pub struct Backend {
-    sock: OwnedFd,
+    sock: Foreign,
     rx: Receiver,
     memory: Memory,
     vrings: Vec<Vring>,
     status: u64,
     /// All but a look at the configuration is refused, with this code.
     refuses: Option<Refusal>,
-    ledger: Ledger,
 }
 
 /// The answer to a request that is refused: not 0, as vhost-user demands. Beyond that the value is between the virtual
@@ -138,14 +135,14 @@ struct Addr {
 
 impl Backend {
     /// Serves `sock`, which must be non-blocking, with `queues` vrings. What it holds is on the account of `ledger`.
-    pub fn new(sock: OwnedFd, queues: usize, ledger: Ledger) -> Self {
+    pub fn new(sock: Foreign, queues: usize, ledger: Ledger) -> Self {
         let vrings = (0..queues).map(|_| Vring::default()).collect();
         let rx = Receiver::new(ledger.clone());
-        Backend { sock, rx, memory: Memory::new(ledger.clone()), vrings, status: 0, refuses: None, ledger }
+        Backend { sock, rx, memory: Memory::new(ledger), vrings, status: 0, refuses: None }
     }
 
     /// Serves `sock` for a frontend that may only look at the configuration space.
-    pub fn look_only(sock: OwnedFd, ledger: Ledger, why: Refusal) -> Self {
+    pub fn look_only(sock: Foreign, ledger: Ledger, why: Refusal) -> Self {
         Backend { refuses: Some(why), ..Self::new(sock, 0, ledger) }
     }
 
@@ -313,15 +310,11 @@ impl Backend {
                 if fd.as_ref().is_some_and(|fd| !is_eventfd(fd)) {
                     return Err("the descriptor is no eventfd".into());
                 }
-                // Who has too many descriptors may still give this one up.
-                let ticket = match &fd {
-                    Some(_) => Some(self.ledger.hold(Resource::Descriptors, COPIES).map_err(|e| e.to_string())?),
-                    None => None,
-                };
+                let fd = fd.map(Arc::new);
                 let ring = self.vring(index)?;
                 match req {
-                    R::SET_VRING_KICK => (ring.kick, ring.tickets[0]) = (fd, ticket),
-                    R::SET_VRING_CALL => (ring.call, ring.tickets[1]) = (fd, ticket),
+                    R::SET_VRING_KICK => ring.kick = fd,
+                    R::SET_VRING_CALL => ring.call = fd,
                     _ => return Ok(None),
                 }
                 self.changed(h, index)
@@ -378,8 +371,8 @@ fn channel_request(h: &mut dyn Handler, m: &Message) -> Result<Option<OwnedFd>, 
     }
 }
 
-fn is_eventfd(fd: &OwnedFd) -> bool {
-    let name = std::fs::read_link(format!("/proc/self/fd/{}", std::os::fd::AsRawFd::as_raw_fd(fd)));
+fn is_eventfd(fd: &Foreign) -> bool {
+    let name = std::fs::read_link(format!("/proc/self/fd/{}", std::os::fd::AsRawFd::as_raw_fd(&fd.as_fd())));
     name.is_ok_and(|n| n.as_os_str() == "anon_inode:[eventfd]")
 }
 

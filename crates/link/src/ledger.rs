@@ -6,6 +6,8 @@
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 
+use crate::foreign::Closer;
+
 /// What accounts count.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Resource {
@@ -18,6 +20,8 @@ pub enum Resource {
 }
 
 const KINDS: usize = 3;
+/// A vRNIC that holds more descriptors than this beyond its account gets no more taken from its programs.
+const MAX_BEYOND: u64 = 64;
 
 impl Resource {
     /// All of them, in the order of limits.
@@ -28,11 +32,13 @@ impl Resource {
 struct Account {
     used: [AtomicU64; KINDS],
     limit: [AtomicU64; KINDS],
+    /// What it holds although the account had no room for it.
+    beyond: AtomicU64,
 }
 
 impl Account {
     fn new(limit: [u64; KINDS]) -> Arc<Self> {
-        Arc::new(Account { used: Default::default(), limit: limit.map(AtomicU64::new) })
+        Arc::new(Account { used: Default::default(), limit: limit.map(AtomicU64::new), beyond: AtomicU64::new(0) })
     }
 }
 
@@ -41,6 +47,7 @@ impl Account {
 pub struct Ledger {
     vrnic: Arc<Account>,
     host: Arc<Account>,
+    closer: Option<Closer>,
 }
 
 impl Default for Ledger {
@@ -56,6 +63,29 @@ pub struct Ticket {
     ledger: Ledger,
     resource: Resource,
     n: u64,
+    beyond: bool,
+}
+
+impl Ticket {
+    /// Who closes descriptors of this account; `None`: whoever drops them.
+    pub(crate) fn closer(&self) -> Option<&Closer> {
+        self.ledger.closer.as_ref()
+    }
+
+    /// Tells accounts from each other, while the ticket lives.
+    pub(crate) fn account(&self) -> usize {
+        Arc::as_ptr(&self.ledger.vrnic).addr()
+    }
+
+    /// True if the account had no room.
+    pub(crate) fn is_beyond(&self) -> bool {
+        self.beyond
+    }
+
+    /// The account.
+    pub(crate) fn ledger(&self) -> &Ledger {
+        &self.ledger
+    }
 }
 
 impl Drop for Ticket {
@@ -63,19 +93,32 @@ impl Drop for Ticket {
         for account in [&self.ledger.vrnic, &self.ledger.host] {
             account.used[self.resource as usize].fetch_sub(self.n, Ordering::Relaxed);
         }
+        if self.beyond {
+            self.ledger.vrnic.beyond.fetch_sub(self.n, Ordering::Relaxed);
+        }
     }
 }
 
 impl Ledger {
     /// The account of a host that may hold so much of each, for all vRNICs together.
     pub fn of_host(limits: [u64; KINDS]) -> Self {
-        Ledger { vrnic: Account::new([u64::MAX; KINDS]), host: Account::new(limits) }
+        Ledger { vrnic: Account::new([u64::MAX; KINDS]), host: Account::new(limits), closer: None }
+    }
+
+    /// Lets `closer` close the descriptors of vRNICs that are added from now on.
+    #[must_use]
+    pub fn with_closer(self, closer: Closer) -> Self {
+        Ledger { closer: Some(closer), ..self }
     }
 
     /// The account of another vRNIC of the same host. `None`: as much as the others leave it.
     #[must_use]
     pub fn for_vrnic(&self, limits: [Option<u64>; KINDS]) -> Self {
-        Ledger { vrnic: Account::new(limits.map(|l| l.unwrap_or(u64::MAX))), host: self.host.clone() }
+        Ledger {
+            vrnic: Account::new(limits.map(|l| l.unwrap_or(u64::MAX))),
+            host: self.host.clone(),
+            closer: self.closer.clone(),
+        }
     }
 
     /// Changes the limits that are given. What a vRNIC has beyond a new limit it keeps.
@@ -98,10 +141,28 @@ impl Ledger {
         if used.checked_add(n).is_none_or(|sum| sum > limit) {
             return None;
         }
+        Some(self.give(resource, n, false))
+    }
+
+    /// Leave to hold what is there already: beyond the account if there is no room. Whoever gets such a ticket gives the thing up at
+    /// once, which may take its time.
+    pub fn charge(&self, resource: Resource, n: u64) -> Ticket {
+        self.take(resource, n).unwrap_or_else(|| self.give(resource, n, true))
+    }
+
+    /// True if so much beyond the account waits to be given up that nothing more may come.
+    pub fn is_overdrawn(&self) -> bool {
+        self.vrnic.beyond.load(Ordering::Relaxed) > MAX_BEYOND
+    }
+
+    fn give(&self, resource: Resource, n: u64, beyond: bool) -> Ticket {
         for account in [&self.vrnic, &self.host] {
             account.used[resource as usize].fetch_add(n, Ordering::Relaxed);
         }
-        Some(Ticket { ledger: self.clone(), resource, n })
+        if beyond {
+            self.vrnic.beyond.fetch_add(n, Ordering::Relaxed);
+        }
+        Ticket { ledger: self.clone(), resource, n, beyond }
     }
 }
 
@@ -140,6 +201,17 @@ mod tests {
         assert!(v.take(Mappings, 1).is_none());
         drop(six);
         assert!(v.take(Mappings, 3).is_some() && v.take(AddressSpace, 1 << 39).is_some());
+    }
+
+    #[test]
+    fn what_is_there_already_is_charged_beyond_the_account() {
+        let v = Ledger::of_host([80; 3]).for_vrnic([Some(2), None, None]);
+        let mut held: Vec<Ticket> = (0..66).map(|_| v.charge(Descriptors, 1)).collect();
+        assert_eq!((v.usage(Descriptors).0, v.is_overdrawn()), (66, false));
+        held.push(v.charge(Descriptors, 1));
+        assert!(v.is_overdrawn());
+        held.clear();
+        assert_eq!((v.usage(Descriptors).0, v.is_overdrawn()), (0, false));
     }
 
     #[test]

@@ -7,6 +7,7 @@
 
 mod backend;
 mod driver_queue;
+mod foreign;
 mod frontend;
 mod ledger;
 mod memory;
@@ -15,6 +16,7 @@ mod signal;
 
 pub use backend::{Backend, Handler, Progress, Refusal, Vring};
 pub use driver_queue::{DriverQueue, Segment};
+pub use foreign::{Closer, Foreign};
 pub use frontend::Frontend;
 pub use ledger::{Ledger, Resource, Ticket};
 pub use memory::{MAX_REGIONS, Memory, PROCESS_LIMIT, Refused, Region, RegionDesc};

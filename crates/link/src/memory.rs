@@ -7,11 +7,12 @@
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::sync::Arc;
 
-use unirdma_mem::{ProcMem, Span, is_memory, map_pieces};
+use unirdma_mem::{MapError, ProcMem, Span, is_memory, map_pieces};
 use vm_memory::mmap::MmapRegionBuilder;
 use vm_memory::{GuestAddress, GuestMemoryMmap, GuestRegionMmap};
 use zerocopy::{FromBytes, Immutable, IntoBytes, KnownLayout};
 
+use crate::foreign::Foreign;
 use crate::ledger::{Ledger, Resource, Ticket};
 
 /// Most regions of one session.
@@ -102,11 +103,19 @@ fn map_tickets(ledger: &Ledger, pieces: usize, bytes: u64) -> Result<[Ticket; 2]
 }
 
 impl Region {
-    fn new(id: u64, desc: RegionDesc, fd: OwnedFd, ledger: &Ledger) -> Result<Self, Refused> {
+    fn new(id: u64, desc: RegionDesc, fd: Foreign, ledger: &Ledger) -> Result<Self, Refused> {
         let file = |e: &dyn std::fmt::Display| Refused::File(e.to_string());
-        let ticket = ledger.hold(Resource::Descriptors, 1)?;
         let may_be_process = desc.bus_addr + desc.size <= PROCESS_LIMIT && desc.mmap_offset == desc.bus_addr;
-        let kind = if may_be_process && !is_memory(fd.as_fd()) {
+        let memory = is_memory(fd.as_fd());
+        if !memory && !may_be_process {
+            return Err(file(&MapError::NotMemory));
+        }
+        if !memory {
+            ProcMem::check(fd.as_fd()).map_err(|e| file(&e))?;
+        }
+        // Closing either kind does not wait.
+        let (fd, ticket) = fd.into_parts().ok_or(Refused::Unknown)?;
+        let kind = if !memory {
             Kind::Process(ProcMem::from_fd(fd).map_err(|e| file(&e))?)
         } else {
             let hold = map_tickets(ledger, 1, desc.size)?;
@@ -172,7 +181,7 @@ impl Memory {
     ///
     /// # Errors
     /// See [`Refused`]; the memory is as before.
-    pub fn add(&mut self, desc: RegionDesc, fd: OwnedFd) -> Result<(), Refused> {
+    pub fn add(&mut self, desc: RegionDesc, fd: Foreign) -> Result<(), Refused> {
         let end = desc.bus_addr.checked_add(desc.size).ok_or(Refused::Range)?;
         desc.user_addr.checked_add(desc.size).ok_or(Refused::Range)?;
         if self.regions.len() >= MAX_REGIONS {
@@ -301,7 +310,8 @@ mod tests {
 
     fn add(m: &mut Memory, f: &MemFd, bus: u64, off: u64, size: u64) -> Result<(), Refused> {
         let desc = RegionDesc { bus_addr: bus, size, user_addr: bus + 7, mmap_offset: off };
-        m.add(desc, f.fd().try_clone_to_owned().unwrap())
+        let ticket = m.ledger.hold(Resource::Descriptors, 1)?;
+        m.add(desc, Foreign::new(f.fd().try_clone_to_owned().unwrap(), ticket))
     }
 
     #[test]
@@ -316,7 +326,7 @@ mod tests {
         assert!(matches!(add(&mut m, &f, 0x20000, 4096, 8192), Err(Refused::File(_))));
         let exe = OwnedFd::from(std::fs::File::open("/proc/self/exe").unwrap());
         let desc = RegionDesc { bus_addr: 0x40000, size: 4096, user_addr: 0, mmap_offset: 0 };
-        assert!(matches!(m.add(desc, exe), Err(Refused::File(_))));
+        assert!(matches!(m.add(desc, Foreign::refused(exe, &Ledger::default())), Err(Refused::File(_))));
         assert_eq!(m.regions().len(), 1);
     }
 

@@ -2,14 +2,15 @@
 
 use std::io::{self, IoSlice, IoSliceMut};
 use std::mem::MaybeUninit;
-use std::os::fd::{BorrowedFd, OwnedFd};
+use std::os::fd::BorrowedFd;
 
 use rustix::net::{
     RecvAncillaryBuffer, RecvAncillaryMessage, RecvFlags, SendAncillaryBuffer, SendAncillaryMessage, SendFlags,
     recvmsg, sendmsg,
 };
 
-use crate::ledger::{Ledger, Resource, Ticket};
+use crate::foreign::Foreign;
+use crate::ledger::{Ledger, Resource};
 
 /// Longest payload that is taken apart, in bytes.
 pub const MAX_PAYLOAD: usize = 4096;
@@ -17,6 +18,8 @@ pub const MAX_PAYLOAD: usize = 4096;
 const MAX_SKIP: usize = 1 << 20;
 /// Most file descriptors of one message.
 pub const MAX_FDS: usize = 32;
+/// Most that can come at once (`SCM_MAX_FD` of the kernel). The kernel closes what finds no room, in the thread that receives.
+const MAX_CAME: usize = 253;
 const HEADER: usize = 12;
 
 /// Requests that vhost-user does not have (specification, section 8.1): opens an event channel.
@@ -41,7 +44,7 @@ pub struct Message {
     /// At most [`MAX_PAYLOAD`] bytes.
     pub payload: Vec<u8>,
     /// What came with it.
-    pub fds: Vec<OwnedFd>,
+    pub fds: Vec<Foreign>,
     /// The payload was longer than that and was dropped.
     pub oversized: bool,
 }
@@ -52,10 +55,9 @@ pub struct Receiver {
     head: [u8; HEADER],
     have: usize,
     payload: Vec<u8>,
-    fds: Vec<OwnedFd>,
-    /// Who holds the descriptors of a message that is not whole yet.
+    fds: Vec<Foreign>,
+    /// Who holds the descriptors.
     ledger: Ledger,
-    tickets: Vec<Ticket>,
 }
 
 impl Receiver {
@@ -80,20 +82,20 @@ impl Receiver {
     /// than a message or the account may have.
     pub fn receive(&mut self, sock: BorrowedFd<'_>) -> io::Result<Option<Message>> {
         while self.have < HEADER {
-            let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(MAX_FDS))];
+            if self.ledger.is_overdrawn() {
+                return Err(io::Error::new(io::ErrorKind::InvalidData, "too many descriptors wait to be closed"));
+            }
+            let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(MAX_CAME))];
             let mut control = RecvAncillaryBuffer::new(&mut space);
             let mut iov = [IoSliceMut::new(&mut self.head[self.have..])];
             let got = recvmsg(sock, &mut iov, &mut control, RecvFlags::CMSG_CLOEXEC)?;
             for m in control.drain() {
                 if let RecvAncillaryMessage::ScmRights(fds) = m {
-                    let before = self.fds.len();
-                    self.fds.extend(fds);
-                    let new = self.fds.len() - before;
-                    let ticket = self.ledger.take(Resource::Descriptors, new as u64);
-                    self.tickets.push(ticket.filter(|_| self.fds.len() <= MAX_FDS).ok_or_else(|| {
-                        io::Error::new(io::ErrorKind::InvalidData, "too many descriptors beside a message")
-                    })?);
+                    self.fds.extend(fds.map(|fd| Foreign::new(fd, self.ledger.charge(Resource::Descriptors, 1))));
                 }
+            }
+            if self.fds.len() > MAX_FDS || self.fds.iter().any(Foreign::is_beyond) {
+                return Err(io::Error::new(io::ErrorKind::InvalidData, "too many descriptors beside a message"));
             }
             if got.bytes == 0 {
                 return Ok(None);
@@ -117,7 +119,6 @@ impl Receiver {
             }
         }
         self.have = 0;
-        self.tickets.clear();
         let mut payload = std::mem::take(&mut self.payload);
         let oversized = size > MAX_PAYLOAD;
         payload.truncate(MAX_PAYLOAD);

@@ -5,7 +5,7 @@
 //! (`io_submit(2)`, `IOCB_FLAG_RESFD`). So what is submitted here is a read of an empty file, which ends at once.
 
 use std::io;
-use std::os::fd::{AsRawFd, OwnedFd};
+use std::os::fd::{AsFd, AsRawFd, BorrowedFd, OwnedFd};
 use std::sync::{Mutex, PoisonError};
 
 use rustix::fs::MemfdFlags;
@@ -68,7 +68,7 @@ impl Context {
     }
 
     /// False if the kernel refuses.
-    fn signal(&mut self, fd: &OwnedFd) -> bool {
+    fn signal(&mut self, fd: BorrowedFd<'_>) -> bool {
         if self.ended >= DEPTH / 2 {
             self.clear();
         }
@@ -90,7 +90,8 @@ impl Context {
 }
 
 /// Adds one to an eventfd, whose counter may be full and which may be blocking. Nothing happens if it is none.
-pub fn signal(fd: &OwnedFd) {
+pub fn signal(fd: impl AsFd) {
+    let fd = fd.as_fd();
     let mut context = CONTEXT.lock().unwrap_or_else(PoisonError::into_inner);
     let context = context.get_or_insert_with(|| Context::new().map_err(|e| {
         tracing::warn!(error = %e, "no asynchronous I/O: the owner of a full eventfd can hold up who signals it (sysctl fs.aio-max-nr)");

@@ -9,8 +9,9 @@ use std::os::unix::net::UnixStream;
 
 use rustix::event::{EventfdFlags, eventfd};
 use unirdma_link::{
-    Backend, CLOSE_CHANNEL, Handler, Ledger, MAX_FDS, MAX_PAYLOAD, MAX_REGIONS, Memory, OPEN_CHANNEL, Progress,
-    RETURN_EVENTS, Receiver, Refusal, Resource, VHOST_USER_F_PROTOCOL_FEATURES, VIRTIO_F_VERSION_1, Vring, send,
+    Backend, CLOSE_CHANNEL, Foreign, Handler, Ledger, MAX_FDS, MAX_PAYLOAD, MAX_REGIONS, Memory, OPEN_CHANNEL,
+    Progress, RETURN_EVENTS, Receiver, Refusal, Resource, VHOST_USER_F_PROTOCOL_FEATURES, VIRTIO_F_VERSION_1, Vring,
+    send,
 };
 use unirdma_mem::MemFd;
 use vhost::vhost_user::message::FrontendReq as R;
@@ -66,6 +67,10 @@ fn event() -> OwnedFd {
     eventfd(0, EventfdFlags::CLOEXEC).unwrap()
 }
 
+fn foreign(fd: OwnedFd) -> Foreign {
+    Foreign::refused(fd, &Ledger::default())
+}
+
 fn file() -> OwnedFd {
     MemFd::new(c"backend", 4096).unwrap().fd().try_clone_to_owned().unwrap()
 }
@@ -98,7 +103,7 @@ const REFUSED: u64 = Refusal::Other as u64;
 
 impl Session {
     fn new() -> Self {
-        Self::with(|sock| Backend::new(sock, QUEUES as usize, Ledger::default()))
+        Self::with(|sock| Backend::new(foreign(sock), QUEUES as usize, Ledger::default()))
     }
 
     fn with(make: impl FnOnce(OwnedFd) -> Backend) -> Self {
@@ -370,10 +375,10 @@ fn values_out_of_range_are_refused() {
 fn who_holds_too_much_may_give_it_up() {
     let ledger = Ledger::default();
     let held = || ledger.usage(Resource::Descriptors).0;
-    let mut s = Session::with(|sock| Backend::new(sock, QUEUES as usize, ledger.clone()));
+    let mut s = Session::with(|sock| Backend::new(foreign(sock), QUEUES as usize, ledger.clone()));
     assert_eq!(s.tell(R::SET_VRING_CALL, 1u64.as_bytes(), &[event()]), number(0));
-    ledger.set_limits([Some(1), None, None]);
-    assert!(held() > 1);
+    ledger.set_limits([Some(0), None, None]);
+    assert_eq!(held(), 1);
     assert_eq!(s.tell(R::SET_VRING_CALL, (1u64 | 1 << 8).as_bytes(), &[]), number(0));
     assert_eq!(held(), 0);
 }
@@ -389,7 +394,7 @@ fn a_session_too_many_may_look_at_the_device_only() {
         R::GET_QUEUE_NUM,
         R::GET_CONFIG,
     ];
-    let mut s = Session::with(|sock| Backend::look_only(sock, Ledger::default(), Refusal::TooManyUsers));
+    let mut s = Session::with(|sock| Backend::look_only(foreign(sock), Ledger::default(), Refusal::TooManyUsers));
     for c in cases() {
         let answer = s.ask(c.request, NEED_REPLY, &c.payload, &(c.fds)());
         let refused = answer == number(Refusal::TooManyUsers as u64);

@@ -94,6 +94,8 @@ fn reserve(len: usize, align: usize, hold: Box<dyn Any + Send + Sync>) -> Result
 fn page_of(fd: BorrowedFd<'_>) -> Option<u64> {
     const TMPFS_MAGIC: u64 = 0x0102_1994;
     const HUGETLBFS_MAGIC: u64 = 0x9584_58f6;
+    // Only memory files have seals. Asked first, since a file server may let `fstatfs` wait.
+    rustix::fs::fcntl_get_seals(fd).ok()?;
     let s = rustix::fs::fstatfs(fd).ok()?;
     match s.f_type as u64 {
         TMPFS_MAGIC => Some(page()),

@@ -5,7 +5,7 @@
 
 use std::fs::File;
 use std::io;
-use std::os::fd::{AsFd, OwnedFd};
+use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::os::unix::fs::FileExt;
 use std::sync::Arc;
 
@@ -30,17 +30,26 @@ impl ProcMem {
     /// # Errors
     /// `InvalidInput` for any other file.
     pub fn from_fd(fd: OwnedFd) -> io::Result<Self> {
-        const PROC_SUPER_MAGIC: u64 = 0x9fa0;
-        let name = std::fs::read_link(format!("/proc/self/fd/{}", std::os::fd::AsRawFd::as_raw_fd(&fd)))?;
-        let is_mem = name.file_name().is_some_and(|n| n == "mem");
-        if rustix::fs::fstatfs(&fd)?.f_type as u64 != PROC_SUPER_MAGIC || !is_mem {
-            return Err(io::Error::new(io::ErrorKind::InvalidInput, "not a /proc/PID/mem descriptor"));
-        }
+        Self::check(fd.as_fd())?;
         Ok(ProcMem(Arc::new(File::from(fd))))
     }
 
+    /// As [`ProcMem::from_fd`], for who wants to keep a descriptor that is refused.
+    ///
+    /// # Errors
+    /// `InvalidInput` for any other file.
+    pub fn check(fd: BorrowedFd<'_>) -> io::Result<()> {
+        const PROC_SUPER_MAGIC: u64 = 0x9fa0;
+        let name = std::fs::read_link(format!("/proc/self/fd/{}", std::os::fd::AsRawFd::as_raw_fd(&fd)))?;
+        let is_mem = name.file_name().is_some_and(|n| n == "mem");
+        if rustix::fs::fstatfs(fd)?.f_type as u64 != PROC_SUPER_MAGIC || !is_mem {
+            return Err(io::Error::new(io::ErrorKind::InvalidInput, "not a /proc/PID/mem descriptor"));
+        }
+        Ok(())
+    }
+
     /// The descriptor, to send it to the virtual layer.
-    pub fn as_fd(&self) -> std::os::fd::BorrowedFd<'_> {
+    pub fn as_fd(&self) -> BorrowedFd<'_> {
         self.0.as_fd()
     }
 

@@ -2,17 +2,22 @@
 //! session at most.
 #![allow(missing_docs)]
 
+use std::io::{IoSlice, Write};
+use std::net::{TcpListener, TcpStream};
 use std::os::fd::{AsFd, OwnedFd};
+use std::os::unix::net::UnixStream;
 use std::sync::atomic::{AtomicBool, Ordering::SeqCst};
 use std::time::{Duration, Instant};
 
 use rustix::event::{EventfdFlags, eventfd};
 use rustix::fs::{MemfdFlags, ftruncate, memfd_create};
+use rustix::net::{SendAncillaryBuffer, SendAncillaryMessage, SendFlags, sendmsg};
 use unirdma_abi as abi;
 use unirdma_formats::WrOpcode;
 use unirdma_host::admin::{Request, Response};
 use unirdma_link::RegionDesc;
 use unirdma_testkit::{Hostile, Program, Scene, Scripted};
+use vhost::vhost_user::message::FrontendReq;
 use zerocopy::IntoBytes;
 
 const BYTES: u64 = 64 << 20;
@@ -141,9 +146,7 @@ fn buffers_that_hold_nothing_are_not_taken_for_ever() {
 /// Descriptors beside each byte of a header that never ends.
 #[test]
 fn descriptors_beside_half_a_message_are_few_and_not_for_ever() {
-    use rustix::net::{SendAncillaryBuffer, SendAncillaryMessage, SendFlags, sendmsg};
-    use std::io::{IoSlice, Read};
-    use std::os::unix::net::UnixStream;
+    use std::io::Read;
     let scene = Scene::start();
     let event = eventfd(0, EventfdFlags::CLOEXEC).unwrap();
     let part = |s: &UnixStream, fds: usize| {
@@ -211,4 +214,82 @@ fn page_lists_leave_mappings_for_others() {
     assert_eq!((made, refused), (1, abi::Status::Exhausted as u8));
     let _other = Program::new(&scene.host.add("c", "10.0.0.4"), 1 << 20);
     scene.check();
+}
+
+/// A TCP socket with data that nobody takes, whose closing waits until its peer is closed.
+fn lingering() -> (OwnedFd, TcpStream) {
+    let listener = TcpListener::bind("127.0.0.1:0").unwrap();
+    let mut s = TcpStream::connect(listener.local_addr().unwrap()).unwrap();
+    let (peer, _) = listener.accept().unwrap();
+    s.set_nonblocking(true).unwrap();
+    while s.write(&[0; 1 << 16]).is_ok() {}
+    rustix::net::sockopt::set_socket_linger(&s, Some(Duration::from_secs(600))).unwrap();
+    s.set_nonblocking(false).unwrap();
+    (s.into(), peer)
+}
+
+/// Sends bytes, and a descriptor beside them, which is closed here by a thread of its own: the last one who has it waits.
+fn beside(s: impl AsFd, bytes: &[u8], fd: OwnedFd, flags: SendFlags) -> bool {
+    let mut space = [std::mem::MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(1))];
+    let mut control = SendAncillaryBuffer::new(&mut space);
+    let fds = [fd.as_fd()];
+    assert!(control.push(SendAncillaryMessage::ScmRights(&fds)));
+    let sent = sendmsg(s, &[IoSlice::new(bytes)], &mut control, SendFlags::NOSIGNAL | flags);
+    std::thread::spawn(move || drop(fd));
+    sent.is_ok()
+}
+
+/// Descriptors whose closing waits, in every place where a program can leave them.
+#[test]
+fn who_sends_descriptors_that_are_slow_to_close_holds_up_nobody() {
+    let scene = Scene::start();
+    let held = || match scene.host.ask(&Request::VrnicShow { name: "evil".into() }) {
+        Ok(Response::Vrnic(v)) => v.held.descriptors.used,
+        r => panic!("no vRNIC: {r:?}"),
+    };
+    let mut peers = Vec::new();
+    let mut slow = || {
+        let (fd, peer) = lingering();
+        peers.push(peer);
+        fd
+    };
+    let began = Instant::now();
+    // Beside a message that takes one, which refuses these, and beside one that takes none.
+    let mut h = Hostile::new(&scene.evil);
+    let session = UnixStream::connect(&scene.evil).unwrap();
+    for request in [FrontendReq::SET_VRING_KICK, FrontendReq::SET_VRING_CALL, FrontendReq::SET_OWNER] {
+        let message = [[request as u32, 1, 8].as_bytes(), 0u64.as_bytes()].concat();
+        assert!(beside(&session, &message[..1], slow(), SendFlags::empty()));
+        // It has closed its own by now, so the virtual layer is the last one.
+        std::thread::sleep(Duration::from_millis(50));
+        (&session).write_all(&message[1..]).unwrap();
+    }
+    // By the channels of notifications, read and not read.
+    for channel in [abi::CHANNEL_CONTROL, abi::CHANNEL_WAKE] {
+        let channel = h.frontend.open_channel(channel).unwrap();
+        (0..3).for_each(|_| assert!(beside(&channel, &[1], slow(), SendFlags::empty())));
+    }
+    // Beside half a message, beside more than may come, and behind what ends the session.
+    for bytes in [&[0][..], &[0xff; 12], &[0; 4096]] {
+        let s = UnixStream::connect(&scene.evil).unwrap();
+        (0..3).for_each(|_| _ = beside(&s, bytes, slow(), SendFlags::empty()));
+    }
+    // Beside an urgent byte, over which a read goes.
+    let s = UnixStream::connect(&scene.evil).unwrap();
+    if beside(&s, &[0], slow(), SendFlags::OOB) {
+        let _ = (&s).write_all(&[0; 4]);
+    }
+    drop(h);
+    std::thread::sleep(Duration::from_millis(100));
+    scene.check();
+    let _others = [&scene.evil, &scene.host.add("c", "10.0.0.4")].map(|socket| Program::new(socket, 4096));
+    scene.check();
+    assert!(began.elapsed() < Duration::from_secs(10), "{:?}", began.elapsed());
+    let waiting = held();
+    assert!(waiting > 10, "{waiting} descriptors are on the account");
+    drop(peers);
+    while held() > waiting - 5 {
+        assert!(began.elapsed() < Duration::from_secs(20), "{} descriptors are on the account still", held());
+        std::thread::sleep(Duration::from_millis(10));
+    }
 }

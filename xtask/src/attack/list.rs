@@ -46,8 +46,6 @@ pub(crate) struct Attack {
     pub way: Way,
     /// It is after the time of others, so `bench isolation` measures it too.
     pub takes_time: bool,
-    /// It holds up programs that begin meanwhile, as docs/security.md says of what remains.
-    pub remains: bool,
 }
 
 const fn program(name: &'static str, argument: Argument) -> Way {
@@ -59,7 +57,7 @@ const fn check(check: fn(&Lab) -> Result<()>, needs_root: bool) -> Way {
 }
 
 const fn attack(name: &'static str, what: &'static str, way: Way) -> Attack {
-    Attack { name, what, way, takes_time: false, remains: false }
+    Attack { name, what, way, takes_time: false }
 }
 
 const fn slow(name: &'static str, what: &'static str, way: Way) -> Attack {
@@ -103,10 +101,7 @@ pub(crate) const ATTACKS: &[Attack] = &[
     attack("blockfd", "an eventfd that is always full and blocks", program("blockfd", Nothing)),
     attack("flush", "event buffers of 1 byte, without end", program("flush", Nothing)),
     attack("fds", "descriptors beside half a message, on 500 connections", program("fds", Nothing)),
-    Attack {
-        remains: true,
-        ..attack("linger", "descriptors whose closing waits for ten minutes", program("linger", Nothing))
-    },
+    attack("linger", "descriptors whose closing waits for ten minutes", program("linger", Nothing)),
     attack("channels", "all event channels, opened and closed without a pause", program("channels", Nothing)),
     attack("strange", "kick descriptors that are always readable, or hung up", program("strange", Nothing)),
     attack("halfclosed", "connections of which one direction is closed", program("halfclosed", Nothing)),

@@ -179,17 +179,9 @@ impl Scene {
     /// # Errors
     /// What they say, or that they say nothing.
     pub fn check(&self, place: Place) -> Result<()> {
-        self.check_within(place, CHECK)
-    }
-
-    /// As [`Scene::check`], in so much time.
-    ///
-    /// # Errors
-    /// What they say, or that they say nothing.
-    pub fn check_within(&self, place: Place, limit: Duration) -> Result<()> {
         let vrnics = place.vrnics();
         let c = self.command("check", "0", &vrnics);
-        let o = Running::start(c, &self.lab.dir.join(format!("check-{}.log", vrnics[0])))?.finish_within(limit);
+        let o = Running::start(c, &self.lab.dir.join(format!("check-{}.log", vrnics[0])))?.finish_within(CHECK);
         let why = if o.text.is_empty() { "no answer".into() } else { o.text.trim().replace('\n', "; ") };
         if o.ok() { Ok(()) } else { Err(format!("programs that begin on {} and {}: {why}", vrnics[0], vrnics[1])) }
     }

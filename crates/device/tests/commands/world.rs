@@ -9,7 +9,7 @@ use unirdma_abi as abi;
 use unirdma_abi::{CmOp, Command, QpLayout};
 use unirdma_device::{Device, Identity, Pollers, SharedRnic};
 use unirdma_formats::{Gid, QpState, QpType, attr_mask as m};
-use unirdma_link::{Handler, Memory, RegionDesc};
+use unirdma_link::{Foreign, Handler, Ledger, Memory, RegionDesc};
 use unirdma_mem::{Bell, MemFd};
 use unirdma_rnic::{Limits, Rnic, SessionId, Share, VnicConfig};
 use zerocopy::{FromBytes, Immutable, IntoBytes};
@@ -120,7 +120,8 @@ impl Side {
         let file = MemFd::new(c"commands", MEMORY).expect("memfd");
         let mut memory = Memory::default();
         let region = RegionDesc { bus_addr: BUS, size: MEMORY as u64, ..Default::default() };
-        memory.add(region, file.fd().try_clone_to_owned().expect("descriptor")).expect("region");
+        let fd = file.fd().try_clone_to_owned().expect("descriptor");
+        memory.add(region, Foreign::refused(fd, &Ledger::default())).expect("region");
         dev.memory_changed(&memory, &[]);
         Side { dev, rnic: rnic.clone(), memory: file, used: Cell::new(0), doorbell: Cell::new(None) }
     }

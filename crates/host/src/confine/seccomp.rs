@@ -28,11 +28,13 @@ pub enum Kind {
     Switch,
     /// Hands captured packets over.
     Capture,
+    /// Closes descriptors of tenants.
+    Closer,
 }
 
 impl Kind {
     /// All kinds.
-    pub const ALL: [Kind; 5] = [Kind::Control, Kind::Poller, Kind::Watcher, Kind::Switch, Kind::Capture];
+    pub const ALL: [Kind; 6] = [Kind::Control, Kind::Poller, Kind::Watcher, Kind::Switch, Kind::Capture, Kind::Closer];
 
     fn tables(self) -> &'static [&'static [Call]] {
         match self {
@@ -41,6 +43,7 @@ impl Kind {
             Kind::Watcher => &[EVERY, MEMORY, WAITS, NETWORK, SIGNALS, STARTS],
             Kind::Switch => &[EVERY, WAITS, NETWORK, SIGNALS, TIMERS],
             Kind::Capture => &[EVERY, NETWORK, BACKGROUND],
+            Kind::Closer => &[EVERY],
         }
     }
 }
@@ -51,6 +54,8 @@ struct Call {
     tests: &'static [Test],
     /// Only if its first argument is this process.
     own: bool,
+    /// Only if its second argument is the level of all sockets.
+    of_sockets: bool,
 }
 
 /// A test of an argument's lower 32 bits: those of the mask have the value.
@@ -62,15 +67,19 @@ struct Test {
 }
 
 const fn call(number: c_long) -> Call {
-    Call { number, tests: &[], own: false }
+    Call { number, tests: &[], own: false, of_sockets: false }
 }
 
 const fn when(number: c_long, tests: &'static [Test]) -> Call {
-    Call { number, tests, own: false }
+    Call { number, tests, own: false, of_sockets: false }
 }
 
 const fn own(number: c_long, tests: &'static [Test]) -> Call {
-    Call { number, tests, own: true }
+    Call { number, tests, own: true, of_sockets: false }
+}
+
+const fn of_sockets(number: c_long, tests: &'static [Test]) -> Call {
+    Call { number, tests, own: false, of_sockets: true }
 }
 
 const fn is(argument: u8, value: i32) -> Test {
@@ -184,6 +193,7 @@ const SESSIONS: &[Call] = &[
     when(libc::SYS_socketpair, &[is(0, libc::AF_UNIX)]),
     when(libc::SYS_getsockopt, &[is(1, libc::SOL_SOCKET)]),
     call(libc::SYS_getsockname),
+    of_sockets(libc::SYS_setsockopt, &[is(2, libc::SO_OOBINLINE)]),
     // Not for writing: who has a duplicate of a socket could end it for others.
     when(libc::SYS_shutdown, &[is(1, libc::SHUT_RD)]),
     call(libc::SYS_pidfd_open),
@@ -344,8 +354,9 @@ fn program<'a>(
     for call in tables.into_iter().flatten() {
         let mut rules = Vec::new();
         for &test in call.tests {
-            let all = [test, myself].into_iter().take(if call.own { 2 } else { 1 });
-            rules.push(SeccompRule::new(all.map(condition).collect::<Result<_, _>>()?)?);
+            let also = [(call.own, myself), (call.of_sockets, is(1, libc::SOL_SOCKET))];
+            let all = [(true, test)].into_iter().chain(also).filter(|a| a.0).map(|a| condition(a.1));
+            rules.push(SeccompRule::new(all.collect::<Result<_, _>>()?)?);
         }
         match calls.entry(call.number) {
             std::collections::btree_map::Entry::Vacant(v) => _ = v.insert(rules),

@@ -214,6 +214,8 @@ impl Worker {
                 self.switch.remove(id);
             }
             self.engine.rnic.lock().remove_vnic(v.id);
+            // Programs may wait in it, with descriptors.
+            drop(Foreign::refused(v.listener.1, &v.ledger));
         }
         Ok(Answer::Done)
     }

@@ -7,10 +7,11 @@ use std::os::fd::{BorrowedFd, OwnedFd};
 use std::sync::Arc;
 
 use rustix::event::epoll;
+use rustix::net::sockopt::set_socket_oobinline;
 use rustix::net::{AddressFamily, Shutdown, SocketFlags, SocketType, shutdown, socketpair};
 use unirdma_abi as abi;
 use unirdma_device::queue_of_channel;
-use unirdma_link::Resource;
+use unirdma_link::{Foreign, Resource};
 
 use super::{Conn, Worker};
 
@@ -48,8 +49,12 @@ pub(super) fn open(conn: &mut Conn, number: u32) -> Result<OwnedFd, String> {
     if conn.kicks.contains_key(&key) || conn.changed.contains_key(&key) {
         return Err("the channel is open already".into());
     }
+    let ticket =
+        conn.ledger.take(Resource::Descriptors, 1).ok_or("this vRNIC or this host has too many descriptors")?;
     let (ours, theirs) = pair(SocketType::STREAM)?;
-    let ours = Arc::new(ours);
+    set_socket_oobinline(&ours, true).map_err(|e| e.to_string())?;
+    // What the process sends and nobody has read goes with it.
+    let ours = Arc::new(Foreign::new(ours, ticket));
     if key == WAKE {
         conn.device.events().set_wake(Some(ours.clone()));
     } else {
