@@ -23,6 +23,7 @@ use std::path::{Path, PathBuf};
 
 use rustix::event::epoll;
 use rustix::fs::inotify;
+use serde::{Deserialize, Serialize};
 use unirdma_formats::mtu_bytes;
 use unirdma_formats::net::{FIRST_SOURCE_PORT, SOURCE_PORTS, VXLAN_PORT};
 use unirdma_formats::wire::{ICRC_BYTES, MAX_HEADER_BYTES};
@@ -39,7 +40,6 @@ use orders::Orders;
 pub(crate) use units::Range;
 use units::Units;
 
-use crate::admin::WireInfo;
 use crate::firewall::{self, Firewall};
 use crate::peers::{self, Peers};
 use crate::port::PortCounters;
@@ -56,6 +56,29 @@ const BURST: usize = 64;
 const MAX_PACKET: usize = 2048;
 /// What a packet socket's filter keeps.
 const ALL_BYTES: u32 = u32::MAX;
+
+/// How other hosts are reached, and what came of it.
+#[derive(Clone, Debug, Serialize, Deserialize)]
+#[allow(missing_docs)]
+pub struct WireInfo {
+    pub addresses: Vec<IpAddr>,
+    pub peers_file: String,
+    /// Peers in force.
+    pub peers: usize,
+    /// Why the file as it is now is not in force.
+    pub peers_error: Option<String>,
+    /// Largest path MTU, bytes.
+    pub mtu: u32,
+    pub port: PortCounters,
+    /// Packets that were for no QP, by reason.
+    pub drops: WireDrops,
+    /// The network of the containers' interfaces between hosts.
+    #[serde(default)]
+    pub tunnel: TunnelInfo,
+    /// The table of the packet filter by which only the virtual layer sends from and to its ports, if there is one.
+    #[serde(default)]
+    pub firewall: Option<String>,
+}
 
 /// A group with sockets.
 struct Group {
