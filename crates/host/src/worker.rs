@@ -295,6 +295,7 @@ impl Worker {
             rnic.set_wire_mtu(e.mtu);
             rnic.set_congestion_control(e.congestion_control);
             rnic.set_qpns(&e.qpns);
+            e.first_port.into_iter().for_each(|port| rnic.set_first_source_port(port));
             e.addresses.first().into_iter().for_each(|&host| rnic.set_own_host(host));
         }
         let switch = Switch::start(tunnel, engine.clone())?;
