@@ -587,7 +587,7 @@ impl Drop for Running {
 }
 
 /// True if a descendant of `pid` has its own TCP socket in state LISTEN.
-fn listens(pid: u32) -> bool {
+pub(crate) fn listens(pid: u32) -> bool {
     let children = std::fs::read_to_string(format!("/proc/{pid}/task/{pid}/children")).unwrap_or_default();
     children.split_whitespace().filter_map(|c| c.parse().ok()).any(|c: u32| {
         let inodes = |f: &str| -> Vec<String> {

@@ -56,6 +56,8 @@ pub(crate) const TEST: Needed = &[
     ("/usr/bin/script", "bsdutils"),
     ("/usr/sbin/modprobe", "kmod"),
     ("/usr/bin/xz", "xz-utils"),
+    ("/usr/bin/podman", "podman"),
+    ("/usr/sbin/runc", "runc"),
 ];
 
 /// What the comparison of memory takes.

@@ -4,6 +4,7 @@ mod attacks;
 mod changes;
 mod kernel;
 mod network;
+mod podman;
 mod sandbox;
 mod workers;
 
@@ -777,6 +778,7 @@ pub(crate) fn run(only: Option<&str>) -> Result<()> {
     isolation(&mut s);
     network::spoofing(&mut s);
     sandbox::run(&mut s);
+    podman::run(&mut s);
     workers::workers(&mut s);
     workers::full_disk(&mut s);
     attacks::run(&mut s);

@@ -174,12 +174,12 @@ pub fn parse_grh(grh: &[u8; GRH_BYTES]) -> Option<(Gid, Gid)> {
 }
 
 /// UDP source port of a flow, by which networks spread flows over equal paths (annex A17, 17.9.2): of its 20-bit flow
-/// label, or if that is 0 of the numbers of its two ends.
-pub fn source_port(flow_label: u32, own: u32, peer: u32) -> u16 {
+/// label, or if that is 0 of the numbers of its two ends. One of [`SOURCE_PORTS`] from `first` on.
+pub fn source_port(first: u16, flow_label: u32, own: u32, peer: u32) -> u16 {
     let both = u64::from(own) * u64::from(peer);
     let all = if flow_label == 0 { both } else { flow_label.into() };
     let folded = (0..64).step_by(6).fold(0, |folded, at| folded ^ all >> at) as u16;
-    FIRST_SOURCE_PORT + folded % SOURCE_PORTS
+    first + folded % SOURCE_PORTS
 }
 
 /// The VXLAN header of network identifier `vni`.
@@ -219,14 +219,15 @@ mod tests {
     #[test]
     fn flows_have_source_ports() {
         let ports = |label: &dyn Fn(u32) -> u32| {
-            let all = (0..1000).map(|i| source_port(label(i), 0x12_3456 + i, 0xab_cdef));
+            let all = (0..1000).map(|i| source_port(FIRST_SOURCE_PORT, label(i), 0x12_3456 + i, 0xab_cdef));
             all.collect::<std::collections::BTreeSet<u16>>()
         };
         let all: Vec<u16> = (FIRST_SOURCE_PORT..FIRST_SOURCE_PORT + SOURCE_PORTS).collect();
         assert!(ports(&|_| 0).into_iter().eq(all.iter().copied()));
         assert!(ports(&|i| 1 + i * 977).into_iter().eq(all));
         assert_eq!(ports(&|_| 0xf_ffff).len(), 1);
-        assert_eq!(source_port(0, 5, 7), source_port(0, 7, 5));
+        assert_eq!(source_port(7000, 0, 5, 7), source_port(7000, 0, 7, 5));
+        assert!((7000..7064).contains(&source_port(7000, 0, 5, 7)));
     }
 
     #[test]

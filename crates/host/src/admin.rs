@@ -1,7 +1,6 @@
 //! The administration socket: one JSON line a request, one a response; a request may carry a descriptor.
 
 use std::io::{self, BufRead, BufReader, Read, Write};
-use std::net::IpAddr;
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::os::unix::fs::PermissionsExt;
 use std::os::unix::net::{UnixListener, UnixStream};
@@ -10,12 +9,10 @@ use std::path::Path;
 use serde::{Deserialize, Serialize};
 
 use unirdma_device::HoldTimes;
-use unirdma_rnic::WireDrops;
 
 use crate::confine::InForce;
 use crate::fdpass;
-use crate::port::PortCounters;
-use crate::tunnel::TunnelInfo;
+pub use crate::network::WireInfo;
 use crate::vrnic::{AddVrnic, IpNet, SetHeld, SetShare, VrnicInfo};
 
 /// What may be asked.
@@ -136,29 +133,6 @@ pub struct WorkerInfo {
     pub rnic_held: HoldTimes,
     /// What it may not do.
     pub confinement: InForce,
-}
-
-/// How other hosts are reached, and what came of it.
-#[derive(Clone, Debug, Serialize, Deserialize)]
-#[allow(missing_docs)]
-pub struct WireInfo {
-    pub addresses: Vec<IpAddr>,
-    pub peers_file: String,
-    /// Peers in force.
-    pub peers: usize,
-    /// Why the file as it is now is not in force.
-    pub peers_error: Option<String>,
-    /// Largest path MTU, bytes.
-    pub mtu: u32,
-    pub port: PortCounters,
-    /// Packets that were for no QP, by reason.
-    pub drops: WireDrops,
-    /// The network of the containers' interfaces between hosts.
-    #[serde(default)]
-    pub tunnel: TunnelInfo,
-    /// The table of the packet filter by which only the virtual layer sends from and to its ports, if there is one.
-    #[serde(default)]
-    pub firewall: Option<String>,
 }
 
 /// What comes back.

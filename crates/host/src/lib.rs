@@ -19,6 +19,7 @@ mod peers;
 mod port;
 mod process;
 mod protocol;
+mod pulse;
 mod seats;
 mod steer;
 mod supervisor;

@@ -17,12 +17,13 @@ mod units;
 
 use std::collections::{BTreeMap, BTreeSet, HashMap};
 use std::io;
-use std::net::{IpAddr, Ipv4Addr, SocketAddr, UdpSocket};
+use std::net::{IpAddr, Ipv4Addr, SocketAddr};
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::path::{Path, PathBuf};
 
 use rustix::event::epoll;
 use rustix::fs::inotify;
+use serde::{Deserialize, Serialize};
 use unirdma_formats::mtu_bytes;
 use unirdma_formats::net::{FIRST_SOURCE_PORT, SOURCE_PORTS, VXLAN_PORT};
 use unirdma_formats::wire::{ICRC_BYTES, MAX_HEADER_BYTES};
@@ -39,7 +40,6 @@ use orders::Orders;
 pub(crate) use units::Range;
 use units::Units;
 
-use crate::admin::WireInfo;
 use crate::firewall::{self, Firewall};
 use crate::peers::{self, Peers};
 use crate::port::PortCounters;
@@ -57,10 +57,35 @@ const MAX_PACKET: usize = 2048;
 /// What a packet socket's filter keeps.
 const ALL_BYTES: u32 = u32::MAX;
 
+/// How other hosts are reached, and what came of it.
+#[derive(Clone, Debug, Serialize, Deserialize)]
+#[allow(missing_docs)]
+pub struct WireInfo {
+    pub addresses: Vec<IpAddr>,
+    pub peers_file: String,
+    /// Peers in force.
+    pub peers: usize,
+    /// Why the file as it is now is not in force.
+    pub peers_error: Option<String>,
+    /// Largest path MTU, bytes.
+    pub mtu: u32,
+    pub port: PortCounters,
+    /// Packets that were for no QP, by reason.
+    pub drops: WireDrops,
+    /// The network of the containers' interfaces between hosts.
+    #[serde(default)]
+    pub tunnel: TunnelInfo,
+    /// The table of the packet filter by which only the virtual layer sends from and to its ports, if there is one.
+    #[serde(default)]
+    pub firewall: Option<String>,
+}
+
 /// A group with sockets.
 struct Group {
     id: u32,
     qpns: Vec<Range>,
+    /// The first of its UDP source ports.
+    first_port: Option<u16>,
     /// Its packet sockets, and the values of QPNs in the filter of each.
     packets: Vec<Packets>,
     /// IP multicast groups that its worker has sockets of.
@@ -68,8 +93,8 @@ struct Group {
 }
 
 impl Group {
-    fn new(id: u32, qpns: Vec<Range>) -> Self {
-        Group { id, qpns, packets: Vec::new(), joined: BTreeSet::new() }
+    fn new(id: u32, qpns: Vec<Range>, first_port: Option<u16>) -> Self {
+        Group { id, qpns, first_port, packets: Vec::new(), joined: BTreeSet::new() }
     }
 }
 
@@ -77,13 +102,6 @@ struct Packets {
     address: Ipv4Addr,
     socket: OwnedFd,
     filter: Option<(Table, u32)>,
-}
-
-/// A socket that sends from a port of an address, for all workers.
-struct Flow {
-    address: IpAddr,
-    port: u16,
-    socket: UdpSocket,
 }
 
 /// The network of a host.
@@ -104,8 +122,6 @@ pub(crate) struct Network {
     changes: OwnedFd,
     announcer: Announcer,
     lanes: Vec<Lane>,
-    /// Made for the first group.
-    flows: Option<Vec<Flow>>,
     groups: BTreeMap<String, Group>,
     /// The group that has each of this host's addresses.
     owners: BTreeMap<IpAddr, String>,
@@ -131,18 +147,18 @@ impl Network {
     /// were, or the configuration is another one (`InvalidData`). All workers are to be ended then, and [`Network::open`] begins anew.
     pub fn adopt(c: &WireConfig, dir: &Path, workers: Vec<(Enrolment, Vec<OwnedFd>)>) -> io::Result<Network> {
         let unfit = |why: &str| io::Error::new(io::ErrorKind::InvalidData, why.to_string());
-        let (mut given, mut flows, mut groups) = (HashMap::new(), Vec::new(), BTreeMap::new());
+        let (mut given, mut groups) = (HashMap::new(), BTreeMap::new());
         let mut units = Units::new();
         for (e, sockets) in workers {
             if e.roles.len() != sockets.len() || e.addresses != c.addresses || !units.take(&e.qpns) {
                 return Err(unfit("a worker has other sockets, addresses or QPNs than it should"));
             }
-            let mut group = Group::new(e.id, e.qpns);
+            let mut group = Group::new(e.id, e.qpns, e.first_port);
             for (role, fd) in e.roles.into_iter().zip(sockets) {
                 match role {
                     Role::Roce(address) => _ = given.insert((e.group.clone(), Kind::Roce, address), fd.into()),
                     Role::Tunnel(address) => _ = given.insert((e.group.clone(), Kind::Tunnel, address), fd.into()),
-                    Role::Flow(address, port) => flows.push(Flow { address, port, socket: fd.into() }),
+                    Role::Flow(..) => {}
                     Role::Packets(address) => group.packets.push(Packets { address, socket: fd, filter: None }),
                 }
             }
@@ -174,7 +190,7 @@ impl Network {
             return Err(unfit("there are more workers or fewer addresses than there were"));
         }
         let mut network = Network::with_lanes(c, dir, lanes)?;
-        (network.flows, network.groups, network.units) = (Some(flows), groups, units);
+        (network.groups, network.units) = (groups, units);
         network.steer()?;
         network.groups_changed();
         Ok(network)
@@ -223,7 +239,6 @@ impl Network {
             changes,
             announcer,
             lanes,
-            flows: None,
             groups: BTreeMap::new(),
             owners: BTreeMap::new(),
             units: Units::new(),
@@ -239,13 +254,13 @@ impl Network {
     ///
     /// # Errors
     /// The group is there already, no QPNs are left, or those of sockets and programs; the group has nothing then.
-    pub fn enroll(&mut self, group: &str, id: u32) -> io::Result<(Enrolment, Vec<OwnedFd>)> {
+    pub fn enroll(&mut self, group: &str, id: u32) -> io::Result<()> {
         if self.groups.contains_key(group) {
             return Err(io::Error::new(io::ErrorKind::AlreadyExists, format!("group {group} has sockets already")));
         }
         let qpns = self.units.first().ok_or_else(|| io::Error::other("all QPNs of this host are taken by groups"))?;
-        self.groups.insert(group.into(), Group::new(id, vec![qpns]));
-        let done = self.make_sockets(group).and_then(|()| self.sockets_of(group));
+        self.groups.insert(group.into(), Group::new(id, vec![qpns], self.free_port()));
+        let done = self.make_sockets(group);
         if done.is_err() {
             self.dismiss(group);
         }
@@ -253,9 +268,6 @@ impl Network {
     }
 
     fn make_sockets(&mut self, group: &str) -> io::Result<()> {
-        if self.flows.is_none() {
-            self.flows = Some(self.make_flows());
-        }
         self.lanes.iter_mut().try_for_each(|l| l.enter(group))?;
         if self.options.full_icrc {
             let packets = |address| {
@@ -272,18 +284,14 @@ impl Network {
         Ok(())
     }
 
-    fn make_flows(&self) -> Vec<Flow> {
-        let ports = FIRST_SOURCE_PORT..FIRST_SOURCE_PORT + SOURCE_PORTS;
-        let all = self.addresses.iter().flat_map(|&a| ports.clone().map(move |p| (a, p)));
-        // A flow whose port somebody else has leaves by the port of RoCEv2.
-        let make = |(address, port)| {
-            let socket = open::flow(SocketAddr::new(address, port), self.options).ok()?;
-            Some(Flow { address, port, socket })
-        };
-        all.filter_map(make).collect()
+    /// The first of the UDP source ports that no group has yet; `None`: there are none, and a group sends from that of RoCEv2.
+    fn free_port(&self) -> Option<u16> {
+        let taken: BTreeSet<u16> = self.groups.values().filter_map(|g| g.first_port).collect();
+        (FIRST_SOURCE_PORT..=u16::MAX).step_by(SOURCE_PORTS.into()).find(|p| !taken.contains(p))
     }
 
-    /// What a group's worker is to be told, and duplicates of the group's sockets, for a worker that has none.
+    /// What a group's worker is to be told, duplicates of the group's sockets, and sockets that only send, for a worker that has none.
+    /// The worker before it must have ended: its sockets for sending have the same ports.
     ///
     /// # Errors
     /// There is no such group, or no descriptor is left.
@@ -291,18 +299,23 @@ impl Network {
         if let Some(g) = self.groups.get_mut(group) {
             g.joined.clear();
         }
-        self.give(group, true)
+        let (mut enrolment, mut sockets) = self.to_keep(group)?;
+        let ports = enrolment.first_port.into_iter().flat_map(|p| p..=p + (SOURCE_PORTS - 1));
+        for (&address, port) in self.addresses.iter().flat_map(|a| ports.clone().map(move |p| (a, p))) {
+            // A flow whose port somebody else has leaves by the port of RoCEv2.
+            if let Ok(udp) = open::flow(SocketAddr::new(address, port), self.options) {
+                enrolment.roles.push(Role::Flow(address, port));
+                sockets.push(udp.into());
+            }
+        }
+        Ok((enrolment, sockets))
     }
 
-    /// The same for whoever keeps them until [`Network::adopt`]. The sockets that all groups share are with the default group only.
+    /// What of that has to stay the same for [`Network::adopt`].
     ///
     /// # Errors
     /// As [`Network::sockets_of`].
     pub fn to_keep(&self, group: &str) -> io::Result<(Enrolment, Vec<OwnedFd>)> {
-        self.give(group, group == DEFAULT_GROUP)
-    }
-
-    fn give(&self, group: &str, flows: bool) -> io::Result<(Enrolment, Vec<OwnedFd>)> {
         let g = self.groups.get(group).ok_or_else(|| io::Error::other(format!("group {group} has no sockets")))?;
         let (mut roles, mut sockets) = (Vec::new(), Vec::new());
         let mut give = |role, socket: BorrowedFd<'_>| -> io::Result<()> {
@@ -316,9 +329,6 @@ impl Network {
                 give(role, udp.as_fd())?;
             }
         }
-        for f in self.flows.iter().flatten().filter(|_| flows) {
-            give(Role::Flow(f.address, f.port), f.socket.as_fd())?;
-        }
         for p in &g.packets {
             give(Role::Packets(p.address), p.socket.as_fd())?;
         }
@@ -328,6 +338,7 @@ impl Network {
             addresses: self.addresses.clone(),
             roles,
             qpns: g.qpns.clone(),
+            first_port: g.first_port,
             icrc: self.icrc,
             congestion_control: self.congestion_control,
             mtu_code: self.mtu_code,

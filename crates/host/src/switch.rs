@@ -20,8 +20,8 @@ use unirdma_formats::frame::Claims;
 use crate::confine::{self, Kind};
 use crate::engine::Engine;
 use crate::guard::Guard;
+use crate::pulse::Pulse;
 use crate::tunnel::{Members, Tunnel, TunnelDrops, Tunneled};
-use crate::worker::Pulse;
 
 struct Port {
     fd: OwnedFd,

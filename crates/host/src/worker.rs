@@ -29,10 +29,10 @@ use crate::guard::Guard;
 use crate::line::Line;
 use crate::network::{Enrolment, open_worker};
 use crate::protocol::{Answer, Begin, Call, Hello, NewVrnic, Notice, VERSION, WorkerStatus};
+use crate::pulse::Pulse;
 use crate::switch::Switch;
 use crate::vrnic::{self, IpNet, LedgerInfo, VrnicInfo};
 pub(crate) use ledger::raise_limit;
-pub(crate) use watchdog::Pulse;
 use watchdog::Watchdog;
 
 /// Programs of one vRNIC that look at its configuration while it has all the sessions that it may have. The oldest look
@@ -297,6 +297,7 @@ impl Worker {
             rnic.set_wire_mtu(e.mtu);
             rnic.set_congestion_control(e.congestion_control);
             rnic.set_qpns(&e.qpns);
+            e.first_port.into_iter().for_each(|port| rnic.set_first_source_port(port));
             e.addresses.first().into_iter().for_each(|&host| rnic.set_own_host(host));
         }
         let switch = Switch::start(tunnel, engine.clone())?;

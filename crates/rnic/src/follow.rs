@@ -17,6 +17,12 @@ impl Core {
         self.net.own_host = Some(host);
     }
 
+    /// From now on new connections and address handles send from UDP source ports from this one on (by default
+    /// [`unirdma_formats::net::FIRST_SOURCE_PORT`]). RNICs of one host that have different ones are different flows to the network.
+    pub fn set_first_source_port(&mut self, port: u16) {
+        self.net.first_port = port;
+    }
+
     /// A vRNIC has moved. Connections and address handles of this host that lead to its GID lead to it again from now on: to this host if
     /// the vRNIC is here, else to the host that [`crate::Rnic::set_routes`] has named. Packets that went to its former host are lost, and
     /// requests are repeated after their timeouts.
@@ -42,7 +48,7 @@ impl Core {
             let Some(session) = self.objects.sessions.get(s.0) else { continue };
             for h in session.names.ahs.values() {
                 let Some(ah) = self.objects.ahs.get(*h).filter(|a| Gid::from_ip(a.flow.dst) == gid) else { continue };
-                let target = self.target_of(session.vnic, &ah.flow, ah.target.port(ah.own(), gid));
+                let target = self.target_of(session.vnic, &ah.flow, ah.target.port(self.net.first_port, ah.own(), gid));
                 self.objects.ahs.get_mut(*h).into_iter().for_each(|a| a.target = target);
             }
         }
@@ -100,11 +106,11 @@ impl Core {
 }
 
 impl Target {
-    /// The UDP source port of packets from `own` to `gid`.
-    pub(crate) fn port(&self, own: Gid, gid: Gid) -> u16 {
+    /// The UDP source port of packets from `own` to `gid`, of those from `first` on.
+    pub(crate) fn port(&self, first: u16, own: Gid, gid: Gid) -> u16 {
         match self {
             Target::Foreign(path) | Target::There(path, _) => path.port,
-            Target::Here(_) | Target::Many => source_port(0, own.low_bits(), gid.low_bits()),
+            Target::Here(_) | Target::Many => source_port(first, 0, own.low_bits(), gid.low_bits()),
         }
     }
 }

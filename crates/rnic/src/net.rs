@@ -4,6 +4,7 @@ use std::collections::{HashMap, VecDeque};
 use std::net::IpAddr;
 
 use unirdma_formats::Gid;
+use unirdma_formats::net::FIRST_SOURCE_PORT;
 
 use crate::objects::{MAX_MTU, Qp};
 use crate::path::{Route, WireDrops};
@@ -16,6 +17,8 @@ pub(crate) struct Network {
     pub routes: HashMap<(u32, Gid), Route>,
     /// This host's own address in that network, for connections over the wire between its own vRNICs.
     pub own_host: Option<IpAddr>,
+    /// The first of the UDP source ports that connections and address handles have.
+    pub first_port: u16,
     /// Largest path MTU to other hosts, bytes.
     pub wire_mtu: u32,
     /// Congestion control is on.
@@ -31,6 +34,7 @@ impl Default for Network {
         Network {
             routes: HashMap::new(),
             own_host: None,
+            first_port: FIRST_SOURCE_PORT,
             wire_mtu: MAX_MTU,
             adapts: true,
             drops: WireDrops::default(),

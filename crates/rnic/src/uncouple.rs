@@ -94,7 +94,7 @@ impl Core {
             return;
         }
         let ah = q.attr.ah_attr.grh;
-        let port = source_port(ah.flow_label, q.qpn.0, q.attr.dest_qp_num);
+        let port = source_port(self.net.first_port, ah.flow_label, q.qpn.0, q.attr.dest_qp_num);
         let path = Path { port, class: ah.traffic_class & DSCP, ..Path::nowhere() };
         let mut w = Box::new(Wire::new(path, adapts));
         w.start(q.sq_psn);

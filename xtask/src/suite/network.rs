@@ -120,9 +120,13 @@ pub(super) fn between_hosts(s: &mut Suite<'_>) {
         killed.kill();
         killed.finish();
         require(tables(&two, 0)?.contains("unirdma/"), tables(&two, 0)?)?;
-        let _next = two.labs[0].start_unirdma(&args)?;
-        wait_said(&two.labs[0], &["status"], "firewall: none")?;
-        require(tables(&two, 0)?.is_empty(), tables(&two, 0)?)
+        let next = two.labs[0].start_unirdma(&args)?;
+        let gone = wait_said(&two.labs[0], &["status"], "firewall: none");
+        let left = tables(&two, 0);
+        next.interrupt();
+        next.finish();
+        gone?;
+        require(left.as_ref().is_ok_and(String::is_empty), left.unwrap_or_else(|e| e))
     });
     s.check("wrong_input_firewall_without_privilege", |lab| {
         let peers = lab.dir.join("none.peers");

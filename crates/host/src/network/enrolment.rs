@@ -8,6 +8,7 @@ use std::sync::Arc;
 
 use serde::{Deserialize, Serialize};
 use unirdma_formats::Gid;
+use unirdma_formats::net::FIRST_SOURCE_PORT;
 use unirdma_rnic::Route;
 
 use super::units::Range;
@@ -22,7 +23,7 @@ pub(crate) enum Role {
     Roce(IpAddr),
     /// A UDP socket of port 4789 of an address.
     Tunnel(IpAddr),
-    /// A UDP socket that sends from a port of an address. All workers have the same one.
+    /// A UDP socket that sends from a port of an address, and receives nothing.
     Flow(IpAddr, u16),
     /// A packet socket for RoCEv2 to an address.
     Packets(Ipv4Addr),
@@ -40,6 +41,9 @@ pub(crate) struct Enrolment {
     pub roles: Vec<Role>,
     /// The QPNs of the group: first number and how many.
     pub qpns: Vec<Range>,
+    /// UDP source port of its first flow, if it has flows. Groups have ports of their own: what a host receives joined is of one flow, and
+    /// so of one group.
+    pub first_port: Option<u16>,
     /// Make and check the ICRC.
     pub icrc: bool,
     /// Heed losses and ECN marks.
@@ -81,7 +85,8 @@ pub(crate) fn open_worker(e: &Enrolment, sockets: Vec<OwnedFd>) -> io::Result<(B
         let text = format!("group {} has {} sockets, but {} came", e.group, e.roles.len(), sockets.len());
         return Err(wrong(text));
     }
-    let (mut port, mut tunnel, mut packets) = (UdpPort::new(e.icrc), Vec::new(), Vec::new());
+    let (mut port, mut tunnel, mut packets) =
+        (UdpPort::new(e.first_port.unwrap_or(FIRST_SOURCE_PORT), e.icrc), Vec::new(), Vec::new());
     for (&role, fd) in e.roles.iter().zip(sockets) {
         match role {
             Role::Roce(address) => port.add(address, fd.into()),

@@ -1,6 +1,7 @@
 use super::*;
 use crate::port::Port;
 use crate::tunnel::{Tunnel, Tunneled};
+use std::net::UdpSocket;
 use std::time::{Duration, Instant};
 use unirdma_formats::net::{ETH_BYTES, vxlan};
 use unirdma_formats::wire::{Envelope, ROCE_PORT, icrc};
@@ -72,7 +73,8 @@ impl Host {
     }
 
     fn add(&mut self, group: &str, id: u32) {
-        let (enrolment, sockets) = self.network.enroll(group, id).unwrap();
+        self.network.enroll(group, id).unwrap();
+        let (enrolment, sockets) = self.network.sockets_of(group).unwrap();
         // As it comes to the worker.
         let text = serde_json::to_string(&enrolment).unwrap();
         let enrolment: Enrolment = serde_json::from_str(&text).unwrap();
@@ -375,7 +377,8 @@ fn requests_find_the_owner_of_their_address_and_more_qpns_their_group() {
 fn no_worker_changes_the_steering_and_descriptors_are_counted() {
     let ips = hosts(54);
     let mut host = Host::new(ips[0], "", &["default"]);
-    let (enrolment, sockets) = host.network.enroll("blue", 1).unwrap();
+    host.network.enroll("blue", 1).unwrap();
+    let (enrolment, sockets) = host.network.sockets_of("blue").unwrap();
     for (role, socket) in enrolment.roles.iter().zip(&sockets) {
         for option in [libc::SO_ATTACH_REUSEPORT_CBPF, libc::SO_ATTACH_FILTER] {
             let e = steer::attach(socket, option, &[steer::end(1)]).unwrap_err();

@@ -68,7 +68,7 @@ mod tests {
 
     /// A port that has an address for itself.
     pub fn alone(addr: IpAddr) -> UdpPort {
-        let mut port = UdpPort::new(true);
+        let mut port = UdpPort::new(FIRST_SOURCE_PORT, true);
         port.add(addr, open::share(open::Kind::Roce, addr, open::Options::default()).unwrap());
         for flow in FIRST_SOURCE_PORT..FIRST_SOURCE_PORT + SOURCE_PORTS {
             let from = SocketAddr::new(addr, flow);

@@ -95,6 +95,7 @@ mod tests {
     use crate::port::tests::alone;
     use crate::steer::Table;
     use std::io;
+    use unirdma_formats::net::FIRST_SOURCE_PORT;
     use unirdma_formats::wire::{ROCE_PORT, icrc};
     use unirdma_rnic::Path;
 
@@ -107,7 +108,7 @@ mod tests {
             Err(e) if e.kind() == io::ErrorKind::PermissionDenied => return println!("skipped: {e}"),
             s => s.unwrap(),
         };
-        let mut udp = UdpPort::new(true);
+        let mut udp = UdpPort::new(FIRST_SOURCE_PORT, true);
         udp.add(ours, open::share(Kind::Roce, ours, Options { full_icrc: true, mark: None }).unwrap());
         let mut port = PacketPort::new(udp, vec![(v4, socket)]);
         // Whole buffers of packets, which nobody cuts on this machine, and single ones.

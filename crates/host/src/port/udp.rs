@@ -5,7 +5,7 @@ use std::net::{IpAddr, Ipv4Addr, UdpSocket};
 use std::os::fd::{AsFd, AsRawFd, BorrowedFd, OwnedFd};
 use std::sync::Arc;
 
-use unirdma_formats::net::{FIRST_SOURCE_PORT, SOURCE_PORTS, VXLAN_PORT, seal};
+use unirdma_formats::net::{SOURCE_PORTS, VXLAN_PORT, seal};
 use unirdma_formats::wire::{Envelope, ICRC_BYTES, ROCE_PORT};
 use unirdma_rnic::{Arrival, Tx, TxPacket};
 
@@ -35,8 +35,8 @@ struct Socket {
 
 impl Socket {
     /// The socket of a flow and its port. A flow whose port somebody else has leaves by the socket that receives.
-    fn outlet(&self, flow: u16) -> (&UdpSocket, u16) {
-        let number = flow.checked_sub(FIRST_SOURCE_PORT);
+    fn outlet(&self, first: u16, flow: u16) -> (&UdpSocket, u16) {
+        let number = flow.checked_sub(first);
         match number.and_then(|n| self.flows.get(usize::from(n))) {
             Some(Some(udp)) => (udp, flow),
             _ => (&self.udp, ROCE_PORT),
@@ -52,18 +52,21 @@ pub(crate) struct UdpPort {
     inbox: Inbox,
     checker: Checker,
     counters: PortCounters,
+    /// UDP source port of the first flow.
+    first_port: u16,
     icrc: bool,
 }
 
 impl UdpPort {
-    /// A port without sockets; `icrc`: makes and checks it.
-    pub fn new(icrc: bool) -> Self {
+    /// A port without sockets, whose flows have ports from `first_port` on; `icrc`: makes and checks it.
+    pub fn new(first_port: u16, icrc: bool) -> Self {
         UdpPort {
             sockets: Vec::new(),
             tunnel: Vec::new(),
             inbox: Inbox::new(),
             checker: Checker::default(),
             counters: PortCounters::default(),
+            first_port,
             icrc,
         }
     }
@@ -75,7 +78,7 @@ impl UdpPort {
 
     /// Adds a socket that sends from a flow's port of an address; false if there is no such flow or address.
     pub fn add_flow(&mut self, addr: IpAddr, flow: u16, udp: UdpSocket) -> bool {
-        let number = flow.checked_sub(FIRST_SOURCE_PORT).filter(|&n| n < SOURCE_PORTS);
+        let number = flow.checked_sub(self.first_port).filter(|&n| n < SOURCE_PORTS);
         let socket = self.sockets.iter_mut().find(|s| s.addr == addr);
         let (Some(n), Some(s)) = (number, socket) else { return false };
         s.flows.resize_with(SOURCE_PORTS.into(), || None);
@@ -151,7 +154,7 @@ impl Port for UdpPort {
             let (src, fd, src_port) = match exit {
                 Exit::Plain(socket, flow) => {
                     let src = self.sockets[socket].addr;
-                    let (udp, src_port) = self.sockets[socket].outlet(flow);
+                    let (udp, src_port) = self.sockets[socket].outlet(self.first_port, flow);
                     (src, udp.as_raw_fd(), src_port)
                 }
                 Exit::Tunnel(i) => (self.tunnel[i].0, self.tunnel[i].1.as_raw_fd(), VXLAN_PORT),
@@ -265,6 +268,7 @@ mod tests {
     use super::*;
     use crate::port::socket::{control_messages, set};
     use crate::port::tests::alone;
+    use unirdma_formats::net::FIRST_SOURCE_PORT;
     use unirdma_formats::wire::icrc;
 
     #[test]

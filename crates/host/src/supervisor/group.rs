@@ -104,6 +104,10 @@ pub(super) struct Worker {
 }
 
 impl Worker {
+    fn new(line: Line, child: Option<Child>, notices: OwnedFd) -> Worker {
+        Worker { line, child, notices, in_force: InForce::default(), since: Instant::now(), given_up: false }
+    }
+
     /// What becomes readable when it has died.
     pub fn pidfd(&self) -> Option<BorrowedFd<'_>> {
         self.child.as_ref().map(Child::pidfd)
@@ -276,14 +280,7 @@ impl Group {
         let taken = || {
             let (notices, theirs) = notice_sockets()?;
             let line = Line::new(UnixStream::connect(&self.door)?.into())?;
-            let mut worker = Worker {
-                line,
-                child: None,
-                notices,
-                in_force: InForce::default(),
-                since: Instant::now(),
-                given_up: false,
-            };
+            let mut worker = Worker::new(line, None, notices);
             if worker.greet(theirs.as_fd())?.as_deref() != Some(&self.name) {
                 return Err(nonsense());
             }
@@ -329,16 +326,13 @@ impl Group {
     /// One line: why there is none.
     pub fn start(&self, inner: &mut Inner) -> io::Result<()> {
         let mut worker = self.launch()?;
-        if let Err(e) = worker.introduce_all(inner, self.plan()) {
-            worker.kill();
-            let how = worker.wait();
-            return Err(io::Error::new(
-                e.kind(),
-                format!("the worker of group {} does not start: {e} ({how})", self.name),
-            ));
+        match worker.introduce_all(inner, self.plan()) {
+            Ok(()) => {
+                self.employ(inner, worker);
+                Ok(())
+            }
+            Err(e) => Err(self.failed(worker, &e)),
         }
-        self.employ(inner, worker);
-        Ok(())
     }
 
     fn employ(&self, inner: &mut Inner, worker: Worker) {
@@ -368,8 +362,7 @@ impl Group {
             }
         };
         let cgroup = child.as_ref().map(|c| self.make_cgroup(c.pid()));
-        let mut worker =
-            Worker { line, child, notices, in_force: InForce::default(), since: Instant::now(), given_up: false };
+        let mut worker = Worker::new(line, child, notices);
         let begin = || {
             worker.greet(theirs.as_fd())?;
             let network = self.around.network.as_ref().map(|n| lock(n).sockets_of(&self.name)).transpose()?;
@@ -382,15 +375,17 @@ impl Group {
             worker.in_force.measures.extend(cgroup.map(|c| Measure::new("cgroup", c)));
             Ok(())
         };
-        if let Err(e) = begin() {
-            worker.kill();
-            let how = worker.wait();
-            return Err(io::Error::new(
-                e.kind(),
-                format!("the worker of group {} does not start: {e} ({how})", self.name),
-            ));
+        match begin() {
+            Ok(()) => Ok(worker),
+            Err(e) => Err(self.failed(worker, &e)),
         }
-        Ok(worker)
+    }
+
+    /// Ends a worker that could not be started; why in one line.
+    fn failed(&self, mut worker: Worker, e: &io::Error) -> io::Error {
+        worker.kill();
+        let how = worker.wait();
+        io::Error::new(e.kind(), format!("the worker of group {} does not start: {e} ({how})", self.name))
     }
 
     /// A cgroup for a worker that has just started, in the place of the one before; what it is, or why there is none.

@@ -3,13 +3,13 @@
 //! Pollers are looked after by [`crate::seats`]: there, private memory of a program may take its time. Nothing that the threads here do
 //! may wait for a tenant, so if one is stuck all the same, the worker cannot be saved. It ends, and is started anew.
 
-use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Condvar, Mutex};
 use std::time::Duration;
 
-use unirdma_device::{lock, now_ns};
+use unirdma_device::lock;
 
 use crate::confine::{self, Kind};
+use crate::pulse::Pulse;
 
 /// Time between two looks.
 const LOOK: Duration = Duration::from_millis(500);
@@ -18,22 +18,6 @@ const LONG: u32 = 3;
 /// Then it is stuck for good. (Looks are counted, and not time, since the whole machine may have paused.) A supervisor that is stopped
 /// within a message holds up the control thread for less long.
 const STUCK: u32 = 40;
-
-/// Since when a thread has worked, nanoseconds; 0 while it waits.
-#[derive(Default)]
-pub(crate) struct Pulse(AtomicU64);
-
-impl Pulse {
-    /// It begins to work.
-    pub fn begin(&self) {
-        self.0.store(now_ns(), Ordering::Relaxed);
-    }
-
-    /// It waits from now on.
-    pub fn rest(&self) {
-        self.0.store(0, Ordering::Relaxed);
-    }
-}
 
 /// What the watchdog sees.
 #[derive(Default)]
@@ -95,7 +79,7 @@ impl Seen {
             }
             drop(self.changed.wait_timeout(wanted, LOOK));
             for ((name, pulse), (before, looks)) in self.pulses.iter().zip(&mut same) {
-                let since = pulse.0.load(Ordering::Relaxed);
+                let since = pulse.since_ns();
                 *looks = if since != 0 && since == *before { *looks + 1 } else { 0 };
                 *before = since;
                 let seconds = u64::from(*looks) * LOOK.as_millis() as u64 / 1000;

@@ -253,7 +253,11 @@ impl Core {
         }
         let hop_limit = if a.grh.hop_limit == 0 { HOP_LIMIT } else { a.grh.hop_limit };
         let flow = Flow { traffic_class: a.grh.traffic_class, hop_limit, ..Flow::roce(own, dgid) };
-        let target = self.target_of(vnic, &flow, source_port(a.grh.flow_label, own.low_bits(), dgid.low_bits()));
+        let target = self.target_of(
+            vnic,
+            &flow,
+            source_port(self.net.first_port, a.grh.flow_label, own.low_bits(), dgid.low_bits()),
+        );
         let number = self.objects.new_number(s)?;
         let h = self.objects.ahs.insert(Ah { owner: s, number, pd, flow, target, linked }).ok_or(Status::Exhausted)?;
         self.objects.names(s).and_then(|n| n.ahs.insert(number, h));

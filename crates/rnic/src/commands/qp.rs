@@ -281,7 +281,7 @@ impl Core {
             let dgid = Gid(ah.grh.dgid);
             let peer_qpn = if given(m::DEST_QPN) { a.dest_qp_num } else { q.attr.dest_qp_num };
             let peer_vnic = self.objects.find_vnic(v.group, dgid).filter(|&p| !self.is_wired(p, Qpn(peer_qpn), q.qpn));
-            let port = source_port(ah.grh.flow_label, q.qpn.0, peer_qpn);
+            let port = source_port(self.net.first_port, ah.grh.flow_label, q.qpn.0, peer_qpn);
             peer = Some(match peer_vnic {
                 Some(vnic) => Peer::Here(vnic),
                 None => {

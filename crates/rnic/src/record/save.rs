@@ -343,7 +343,7 @@ impl<'a> Saver<'a> {
     fn ah(&self, ah: &Ah) -> AhData {
         // Where its packets go is looked up again.
         let Ah { owner: _, number, pd, flow: f, target, linked: _ } = ah;
-        let port = target.port(ah.own(), Gid::from_ip(f.dst));
+        let port = target.port(self.core.net.first_port, ah.own(), Gid::from_ip(f.dst));
         AhData { number: *number, pd: self.pds.get(pd).map_or(0, |at| at.number), flow: flow(f), port }
     }
 
