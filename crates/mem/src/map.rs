@@ -8,7 +8,7 @@ use std::ptr::NonNull;
 use std::sync::Arc;
 
 use rustix::fs::{MemfdFlags, SealFlags};
-use rustix::mm::{MapFlags, ProtFlags};
+use rustix::mm::{MapFlags, MremapFlags, ProtFlags};
 
 use crate::Span;
 use crate::fds::Known;
@@ -89,6 +89,35 @@ fn reserve(len: usize, align: usize, hold: Box<dyn Any + Send + Sync>) -> Result
     Ok(Mapping { ptr, len, slot: None, _hold: hold })
 }
 
+/// Maps `len` bytes of a memory file at an address of the kernel's choice, where a page of that file may begin.
+///
+/// Never at an address that is taken already (`MAP_FIXED`): files can refuse to be mapped, because of a seal or since no huge page is free,
+/// and the kernel has then unmapped what was there. Whoever mapped something at that moment would be given those addresses.
+fn map_anywhere(fd: BorrowedFd<'_>, off: u64, len: usize) -> Result<NonNull<u8>, MapError> {
+    let prot = ProtFlags::READ | ProtFlags::WRITE;
+    // SAFETY: a fresh mapping at an address of the kernel's choice.
+    let p = unsafe { rustix::mm::mmap(std::ptr::null_mut(), len, prot, MapFlags::SHARED, fd, off) }?;
+    NonNull::new(p.cast()).ok_or(MapError::BadRange)
+}
+
+/// Moves a fresh mapping of `len` bytes to `at` in what `into` has reserved.
+fn move_into(into: Mapping, at: *mut u8, piece: NonNull<u8>, len: usize) -> Result<Mapping, MapError> {
+    let piece = piece.as_ptr().cast();
+    // SAFETY: nobody knows the mapping yet, and its new place is a part of the range that `into` owns.
+    let moved = unsafe { rustix::mm::mremap_fixed(piece, len, len, MremapFlags::MAYMOVE, at.cast()) };
+    match moved {
+        Ok(_) => Ok(into),
+        Err(e) => {
+            // The kernel has no memory left for its own tables, and may have unmapped the place already. The range is given up,
+            // with what was held for it: unmapping it could meet a mapping that somebody else has made there since.
+            std::mem::forget(into);
+            // SAFETY: as above.
+            let _ = unsafe { rustix::mm::munmap(piece, len) };
+            Err(e.into())
+        }
+    }
+}
+
 /// Bytes of a page of a file that is memory (tmpfs, memfd, hugetlbfs), so that touching it cannot wait for a file server; `None` if it is
 /// another kind of file.
 fn page_of(fd: BorrowedFd<'_>) -> Option<u64> {
@@ -139,22 +168,22 @@ pub fn map_pieces(pieces: &[(BorrowedFd<'_>, u64, u64)], hold: Box<dyn Any + Sen
         total = total.checked_add(len).ok_or(MapError::BadRange)?;
     }
     let usable = |n: u64| usize::try_from(n).map_err(|_| MapError::BadRange);
-    let mut mapping = reserve(usable(room)?, usable(align)?, hold)?;
-    let mut at = mapping.ptr.as_ptr();
-    for &(fd, off, len) in pieces {
-        // SAFETY: replaces a part of the range that `mapping` reserved and owns.
-        unsafe {
-            rustix::mm::mmap(
-                at.cast(),
-                len as usize,
-                ProtFlags::READ | ProtFlags::WRITE,
-                MapFlags::SHARED | MapFlags::FIXED,
-                fd,
-                off,
-            )
-        }?;
-        at = at.wrapping_add(len as usize);
-    }
+    let mut mapping = match *pieces {
+        [(fd, off, _)] => {
+            Mapping { ptr: map_anywhere(fd, off, usable(room)?)?, len: usable(room)?, slot: None, _hold: hold }
+        }
+        _ => {
+            let mut mapping = reserve(usable(room)?, usable(align)?, hold)?;
+            let mut at = mapping.ptr.as_ptr();
+            for (i, &(fd, off, len)) in pieces.iter().enumerate() {
+                let left = mapping.ptr.as_ptr().addr() + mapping.len - at.addr();
+                let len = if i + 1 == pieces.len() { left } else { usable(len)? };
+                mapping = move_into(mapping, at, map_anywhere(fd, off, len)?, len)?;
+                at = at.wrapping_add(len);
+            }
+            mapping
+        }
+    };
     let slot = guard::remember(mapping.ptr.as_ptr() as usize, mapping.len);
     mapping.slot = Some(slot.ok_or_else(|| MapError::Os(io::Error::other("too many mappings")))?);
     let (ptr, len) = (mapping.ptr, usable(total)?);
@@ -343,6 +372,42 @@ mod tests {
                 assert_eq!(again.load32(0, Ordering::Relaxed), 0);
             }
         }
+    }
+
+    /// Files that refuse to be mapped leave the addresses of others alone.
+    #[test]
+    fn who_maps_at_the_same_time_as_a_refused_file_keeps_its_memory() {
+        const LEN: usize = 2 << 20;
+        let fd = |flags| truncatable(LEN as u64, flags);
+        let (good, sealed) = (fd(MemfdFlags::empty()).unwrap(), fd(MemfdFlags::ALLOW_SEALING).unwrap());
+        rustix::fs::fcntl_add_seals(&sealed, SealFlags::WRITE).unwrap();
+        // Where no huge page is free.
+        let huge =
+            fd(MemfdFlags::HUGETLB | MemfdFlags::HUGE_2MB).filter(|f| map_file(f.as_fd(), 0, LEN as u64).is_err());
+        let refused: Vec<_> = [Some(sealed), huge].into_iter().flatten().collect();
+        let ends = std::sync::atomic::AtomicBool::new(false);
+        std::thread::scope(|s| {
+            s.spawn(|| {
+                let prot = ProtFlags::READ | ProtFlags::WRITE;
+                while !ends.load(Ordering::Relaxed) {
+                    // SAFETY: a fresh mapping of this thread alone.
+                    unsafe {
+                        let p = rustix::mm::mmap_anonymous(std::ptr::null_mut(), LEN, prot, MapFlags::PRIVATE).unwrap();
+                        // It fails where something is not mapped.
+                        rustix::mm::madvise(p, LEN, rustix::mm::Advice::LinuxDontNeed).expect("it is mapped");
+                        rustix::mm::munmap(p, LEN).unwrap();
+                    }
+                }
+            });
+            for _ in 0..5000 {
+                for file in &refused {
+                    let (good, file) = ((good.as_fd(), 0, LEN as u64), (file.as_fd(), 0, LEN as u64));
+                    assert!(map_pieces(&[file], Box::new(())).is_err());
+                    assert!(map_pieces(&[good, file], Box::new(())).is_err());
+                }
+            }
+            ends.store(true, Ordering::Relaxed);
+        });
     }
 
     /// A window of a file with huge pages covers whole ones, so that the kernel maps nothing over its neighbours.
