@@ -245,6 +245,9 @@ struct HeldArgs {
     /// Most bytes of addresses that these mappings take
     #[arg(long, value_name = "BYTES")]
     max_address_space: Option<u64>,
+    /// Most pieces of MRs that are page lists of more than 512 pieces, which are kept as lists and not mapped
+    #[arg(long, value_name = "N")]
+    max_pieces: Option<u64>,
 }
 
 impl HeldArgs {
@@ -253,6 +256,7 @@ impl HeldArgs {
             max_descriptors: self.max_descriptors,
             max_mappings: self.max_mappings,
             max_address_space: self.max_address_space,
+            max_pieces: self.max_pieces,
         }
     }
 }

@@ -1,9 +1,11 @@
 //! Control commands: bytes in, bytes out. Lengths are exact, reserved fields are ignored.
 
+use std::sync::Arc;
+
 use unirdma_abi as abi;
 use unirdma_abi::{Command, Nothing, Status};
 use unirdma_formats::{Gid, QpType, access};
-use unirdma_link::{Memory, Refused};
+use unirdma_link::{Gathered, Memory, Refused};
 use unirdma_mem::{Bell, CqRing, QpRings, Span};
 use unirdma_rnic::{Backing, CreateQp, OpenXrcd, Rnic, SrqAttr, SrqInfo};
 use zerocopy::{FromBytes, Immutable, IntoBytes};
@@ -464,11 +466,15 @@ impl Device {
     }
 
     fn gather(&self, ranges: &[(u64, u64)]) -> Result<(Backing, Vec<u64>), Status> {
-        let (span, regions) = self.memory.gather(ranges).map_err(|e| match e {
+        let (memory, regions) = self.memory.gather(ranges).map_err(|e| match e {
             Refused::Exhausted(_) => Status::Exhausted,
             _ => Status::BadAddress,
         })?;
-        Ok((Backing::Mapped(span), regions))
+        let backing = match memory {
+            Gathered::Window(span) => Backing::Mapped(span),
+            Gathered::Pieces(pieces) => Backing::Pieces(Arc::new(pieces), 0),
+        };
+        Ok((backing, regions))
     }
 
     /// The ranges of an MR that is given as a list of pages; the list itself is read once.

@@ -80,6 +80,7 @@ pub struct SetHeld {
     pub max_mappings: Option<u64>,
     /// Bytes.
     pub max_address_space: Option<u64>,
+    pub max_pieces: Option<u64>,
 }
 
 impl SetHeld {
@@ -88,14 +89,16 @@ impl SetHeld {
         self.max_descriptors = change.max_descriptors.or(self.max_descriptors);
         self.max_mappings = change.max_mappings.or(self.max_mappings);
         self.max_address_space = change.max_address_space.or(self.max_address_space);
+        self.max_pieces = change.max_pieces.or(self.max_pieces);
     }
 
     /// The limits in the order of [`Resource::ALL`].
-    pub(crate) fn limits(&self) -> [Option<u64>; 3] {
+    pub(crate) fn limits(&self) -> [Option<u64>; unirdma_link::KINDS] {
         Resource::ALL.map(|r| match r {
             Resource::Descriptors => self.max_descriptors,
             Resource::Mappings => self.max_mappings,
             Resource::AddressSpace => self.max_address_space,
+            Resource::Pieces => self.max_pieces,
         })
     }
 }
@@ -116,15 +119,17 @@ pub struct LedgerInfo {
     pub mappings: Held,
     /// Bytes.
     pub address_space: Held,
+    /// Pieces of MRs that are kept as lists.
+    pub pieces: Held,
 }
 
 impl LedgerInfo {
     pub(crate) fn of(ledger: &Ledger) -> Self {
-        let [descriptors, mappings, address_space] = Resource::ALL.map(|r| {
+        let [descriptors, mappings, address_space, pieces] = Resource::ALL.map(|r| {
             let (used, limit) = ledger.usage(r);
             Held { used, limit }
         });
-        LedgerInfo { descriptors, mappings, address_space }
+        LedgerInfo { descriptors, mappings, address_space, pieces }
     }
 }
 

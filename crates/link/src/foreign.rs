@@ -161,6 +161,7 @@ impl Shared {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::ledger::KINDS;
     use std::io::Write;
     use std::net::{TcpListener, TcpStream};
     use std::time::Instant;
@@ -196,8 +197,8 @@ mod tests {
     #[test]
     fn who_is_slow_holds_up_its_own_account_only() {
         let closer = Closer::new(|| ());
-        let host = Ledger::of_host([1000; 3]).with_closer(closer.clone());
-        let (slow, other) = (host.for_vrnic([None; 3]), host.for_vrnic([None; 3]));
+        let host = Ledger::of_host([1000; KINDS]).with_closer(closer.clone());
+        let (slow, other) = (host.for_vrnic([None; KINDS]), host.for_vrnic([None; KINDS]));
         let (fds, peers): (Vec<_>, Vec<_>) = (0..3).map(|_| lingering()).unzip();
         let began = Instant::now();
         fds.into_iter().for_each(|fd| drop(foreign(fd, &slow)));
@@ -218,7 +219,7 @@ mod tests {
     #[test]
     fn memory_files_are_closed_at_once() {
         let closer = Closer::new(|| panic!("no thread is needed"));
-        let ledger = Ledger::of_host([1000; 3]).with_closer(closer.clone()).for_vrnic([None; 3]);
+        let ledger = Ledger::of_host([1000; KINDS]).with_closer(closer.clone()).for_vrnic([None; KINDS]);
         drop(foreign(rustix::fs::memfd_create(c"m", rustix::fs::MemfdFlags::CLOEXEC).unwrap(), &ledger));
         assert_eq!((used(&ledger), closer.0.state.lock().unwrap().threads), (0, 0));
     }

@@ -17,15 +17,19 @@ pub enum Resource {
     Mappings,
     /// Bytes of addresses that mappings take.
     AddressSpace,
+    /// Pieces of MRs that are kept as lists.
+    Pieces,
 }
 
-const KINDS: usize = 3;
+/// Kinds of [`Resource`].
+pub const KINDS: usize = 4;
 /// A vRNIC that holds more descriptors than this beyond its account gets no more taken from its programs.
 const MAX_BEYOND: u64 = 64;
 
 impl Resource {
     /// All of them, in the order of limits.
-    pub const ALL: [Resource; KINDS] = [Resource::Descriptors, Resource::Mappings, Resource::AddressSpace];
+    pub const ALL: [Resource; KINDS] =
+        [Resource::Descriptors, Resource::Mappings, Resource::AddressSpace, Resource::Pieces];
 }
 
 #[derive(Debug)]
@@ -177,8 +181,8 @@ mod tests {
 
     #[test]
     fn each_vrnic_may_have_half_of_what_the_others_leave() {
-        let host = Ledger::of_host([80, 1000, 1 << 40]);
-        let all: Vec<Ledger> = (0..4).map(|_| host.for_vrnic([None; 3])).collect();
+        let host = Ledger::of_host([80, 1000, 1 << 40, 1000]);
+        let all: Vec<Ledger> = (0..4).map(|_| host.for_vrnic([None; KINDS])).collect();
         let mut held: Vec<Vec<Ticket>> = all.iter().map(most).collect();
         assert_eq!(held.iter().map(Vec::len).collect::<Vec<_>>(), [40, 20, 10, 5]);
         assert_eq!(all[3].usage(Descriptors), (5, 5));
@@ -191,12 +195,12 @@ mod tests {
 
     #[test]
     fn an_operator_may_allow_less() {
-        let host = Ledger::of_host([80, 1000, 1 << 40]);
-        let v = host.for_vrnic([None, Some(7), None]);
+        let host = Ledger::of_host([80, 1000, 1 << 40, 1000]);
+        let v = host.for_vrnic([None, Some(7), None, None]);
         assert_eq!((v.usage(Descriptors), v.usage(Mappings)), ((0, 40), (0, 7)));
         let six = v.take(Mappings, 6).unwrap();
         assert!(v.take(Mappings, 2).is_none() && v.take(Mappings, u64::MAX).is_none());
-        v.set_limits([Some(1), Some(3), None]);
+        v.set_limits([Some(1), Some(3), None, None]);
         assert_eq!((v.usage(Mappings), v.usage(Descriptors)), ((6, 3), (0, 1)));
         assert!(v.take(Mappings, 1).is_none());
         drop(six);
@@ -205,7 +209,7 @@ mod tests {
 
     #[test]
     fn what_is_there_already_is_charged_beyond_the_account() {
-        let v = Ledger::of_host([80; 3]).for_vrnic([Some(2), None, None]);
+        let v = Ledger::of_host([80; KINDS]).for_vrnic([Some(2), None, None, None]);
         let mut held: Vec<Ticket> = (0..66).map(|_| v.charge(Descriptors, 1)).collect();
         assert_eq!((v.usage(Descriptors).0, v.is_overdrawn()), (66, false));
         held.push(v.charge(Descriptors, 1));

@@ -7,7 +7,7 @@
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::sync::Arc;
 
-use unirdma_mem::{MapError, ProcMem, Span, is_memory, map_pieces};
+use unirdma_mem::{MapError, Pieces, ProcMem, Span, is_memory, map_pieces};
 use vm_memory::mmap::MmapRegionBuilder;
 use vm_memory::{GuestAddress, GuestMemoryMmap, GuestRegionMmap};
 use zerocopy::{FromBytes, Immutable, IntoBytes, KnownLayout};
@@ -17,6 +17,8 @@ use crate::ledger::{Ledger, Resource, Ticket};
 
 /// Most regions of one session.
 pub const MAX_REGIONS: usize = 1024;
+/// Most pieces that are mapped side by side, so that reaching them costs nothing; more are kept as a list.
+pub const MAX_MAPPED: usize = 512;
 /// Bus addresses below this are a process's own; a mapped region of a process lies above.
 pub const PROCESS_LIMIT: u64 = 1 << 47;
 
@@ -57,6 +59,7 @@ impl std::fmt::Display for Refused {
             Refused::TooMany => write!(f, "a session has at most {MAX_REGIONS} regions"),
             Refused::Exhausted(Resource::Descriptors) => write!(f, "the vRNIC holds too many descriptors"),
             Refused::Exhausted(Resource::Mappings) => write!(f, "the vRNIC has too many mappings"),
+            Refused::Exhausted(Resource::Pieces) => write!(f, "the vRNIC has MRs of too many pieces"),
             Refused::Exhausted(Resource::AddressSpace) => write!(f, "the vRNIC has mapped too many bytes"),
             Refused::File(e) => write!(f, "{e}"),
         }
@@ -77,6 +80,23 @@ pub struct Region {
     kind: Kind,
     /// For its descriptor.
     _ticket: Ticket,
+}
+
+/// What [`Memory::gather`] has found.
+pub enum Gathered {
+    /// One window.
+    Window(Span),
+    /// Pieces of the windows of regions, too many for a mapping each.
+    Pieces(Pieces),
+}
+
+/// A part of a region.
+struct Piece {
+    /// The index of the region.
+    region: usize,
+    /// Where in the region it begins.
+    off: u64,
+    len: u64,
 }
 
 /// The regions of a session at one moment, sorted by bus address.
@@ -223,8 +243,12 @@ impl Memory {
 
     /// The region in which `addr` lies.
     pub fn region_at(&self, addr: u64) -> Option<&Arc<Region>> {
+        self.index_at(addr).map(|i| &self.regions[i])
+    }
+
+    fn index_at(&self, addr: u64) -> Option<usize> {
         let at = self.regions.partition_point(|r| r.desc.bus_addr <= addr).checked_sub(1)?;
-        Some(&self.regions[at]).filter(|r| r.holds(addr, 1))
+        self.regions[at].holds(addr, 1).then_some(at)
     }
 
     /// The bus address of a frontend's own address.
@@ -247,49 +271,71 @@ impl Memory {
         span.sub(off, len)
     }
 
-    /// One contiguous window over ranges that may lie in several regions, in order (U20), and the ids of
-    /// those regions. Ranges after the first must begin, and before the last must end, at a page.
+    /// The memory of ranges that may lie in several regions, in order (U20), and the ids of those regions. For up to [`MAX_MAPPED`]
+    /// pieces it is one window; ranges after the first must then begin, and before the last must end, at a page.
     ///
     /// # Errors
     /// [`Refused::Range`] if a range is not mapped memory of this session, [`Refused::Exhausted`].
-    pub fn gather(&self, ranges: &[(u64, u64)]) -> Result<(Span, Vec<u64>), Refused> {
-        if let &[(addr, len)] = ranges
-            && let Some(span) = self.span(addr, len)
-        {
-            let id = self.region_at(addr).map(|r| r.id);
-            return Ok((span, id.into_iter().collect()));
-        }
-        let mut pieces: Vec<(BorrowedFd<'_>, u64, u64, u64)> = Vec::new();
-        let mut ids = Vec::new();
+    pub fn gather(&self, ranges: &[(u64, u64)]) -> Result<(Gathered, Vec<u64>), Refused> {
+        let (held, limit) = self.ledger.usage(Resource::Pieces);
+        let most = limit.saturating_sub(held).max(MAX_MAPPED as u64);
+        let mut pieces: Vec<Piece> = Vec::new();
         for &(mut addr, mut len) in ranges {
             while len > 0 {
-                let r = self.region_at(addr).ok_or(Refused::Range)?;
-                let (_, fd) = r.mapped().ok_or(Refused::Range)?;
+                let region = self.index_at(addr).ok_or(Refused::Range)?;
+                let r = &self.regions[region];
+                r.mapped().ok_or(Refused::Range)?;
                 let off = addr - r.desc.bus_addr;
                 let n = len.min(r.desc.size - off);
-                let file_off = r.desc.mmap_offset + off;
+                let full = pieces.len() as u64 >= most;
                 match pieces.last_mut() {
-                    Some(p) if p.3 == r.id && p.1 + p.2 == file_off => p.2 += n,
-                    _ => pieces.push((fd, file_off, n, r.id)),
-                }
-                if !ids.contains(&r.id) {
-                    ids.push(r.id);
+                    Some(p) if p.region == region && p.off + p.len == off => p.len += n,
+                    _ if full => return Err(Refused::Exhausted(Resource::Pieces)),
+                    _ => pieces.push(Piece { region, off, len: n }),
                 }
                 addr += n;
                 len -= n;
             }
         }
+        let mut used: Vec<usize> = pieces.iter().map(|p| p.region).collect();
+        used.sort_unstable();
+        used.dedup();
+        let memory = match &pieces[..] {
+            [p] => Gathered::Window(self.window_of(p.region)?.0.sub(p.off, p.len).ok_or(Refused::Range)?),
+            few if few.len() <= MAX_MAPPED => Gathered::Window(self.map(few)?),
+            many => Gathered::Pieces(self.list(many, &used)?),
+        };
+        Ok((memory, used.iter().map(|&i| self.regions[i].id).collect()))
+    }
+
+    fn window_of(&self, region: usize) -> Result<(&Span, BorrowedFd<'_>), Refused> {
+        self.regions[region].mapped().ok_or(Refused::Range)
+    }
+
+    /// One window over pieces.
+    fn map(&self, pieces: &[Piece]) -> Result<Span, Refused> {
+        let files = pieces
+            .iter()
+            .map(|p| Ok((self.window_of(p.region)?.1, self.regions[p.region].desc.mmap_offset + p.off, p.len)));
+        let mut files = files.collect::<Result<Vec<_>, Refused>>()?;
         // mmap wants whole pages: widen the first piece down to its page, then cut the slack off.
-        let slack = pieces.first().map_or(0, |p| p.1 % 4096);
-        if let Some(p) = pieces.first_mut() {
+        let slack = files.first().map_or(0, |p| p.1 % 4096);
+        if let Some(p) = files.first_mut() {
             p.1 -= slack;
             p.2 += slack;
         }
-        let plain: Vec<_> = pieces.iter().map(|&(fd, off, len, _)| (fd, off, len)).collect();
-        let hold = map_tickets(&self.ledger, plain.len(), plain.iter().map(|p| p.2).sum())?;
-        let whole = map_pieces(&plain, Box::new(hold)).map_err(|e| Refused::File(e.to_string()))?;
+        let hold = map_tickets(&self.ledger, files.len(), files.iter().map(|p| p.2).sum())?;
+        let whole = map_pieces(&files, Box::new(hold)).map_err(|e| Refused::File(e.to_string()))?;
         let len = whole.len() as u64 - slack;
-        Ok((whole.sub(slack, len).ok_or(Refused::Range)?, ids))
+        whole.sub(slack, len).ok_or(Refused::Range)
+    }
+
+    /// Pieces of the windows of the regions `used`, which are sorted.
+    fn list(&self, pieces: &[Piece], used: &[usize]) -> Result<Pieces, Refused> {
+        let hold = self.ledger.hold(Resource::Pieces, pieces.len() as u64)?;
+        let windows = used.iter().map(|&i| Ok(self.window_of(i)?.0.clone())).collect::<Result<_, Refused>>()?;
+        let listed = pieces.iter().map(|p| (used.partition_point(|&i| i < p.region) as u32, p.off, p.len));
+        Pieces::new(windows, listed, Box::new(hold)).ok_or(Refused::Range)
     }
 
     /// The mapped regions for the virtqueue library.
@@ -305,6 +351,7 @@ impl Memory {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::ledger::KINDS;
     use std::sync::atomic::Ordering;
     use unirdma_mem::MemFd;
 
@@ -312,6 +359,13 @@ mod tests {
         let desc = RegionDesc { bus_addr: bus, size, user_addr: bus + 7, mmap_offset: off };
         let ticket = m.ledger.hold(Resource::Descriptors, 1)?;
         m.add(desc, Foreign::new(f.fd().try_clone_to_owned().unwrap(), ticket))
+    }
+
+    fn window((memory, ids): (Gathered, Vec<u64>)) -> (Span, Vec<u64>) {
+        match memory {
+            Gathered::Window(s) => (s, ids),
+            Gathered::Pieces(p) => panic!("{} bytes in pieces", p.len()),
+        }
     }
 
     #[test]
@@ -333,29 +387,29 @@ mod tests {
     #[test]
     fn what_regions_hold_is_on_the_account_as_long_as_it_is_held() {
         let f = MemFd::new(c"t", 4 * 4096).unwrap();
-        let host = Ledger::of_host([20, 16, 1 << 20]);
-        let ledger = host.for_vrnic([None; 3]);
+        let host = Ledger::of_host([20, 16, 1 << 20, 1000]);
+        let ledger = host.for_vrnic([None; KINDS]);
         let used = |l: &Ledger| Resource::ALL.map(|r| l.usage(r).0);
         let (mut one, mut other) = (Memory::new(ledger.clone()), Memory::new(ledger.clone()));
         for i in 0..4 {
             add(&mut one, &f, (i + 1) << 20, i * 4096, 4096).unwrap();
             add(&mut other, &f, (i + 1) << 20, 0, 8192).unwrap();
         }
-        assert_eq!(used(&ledger), [8, 8, 4 * (4096 + 8192)]);
+        assert_eq!(used(&ledger), [8, 8, 4 * (4096 + 8192), 0]);
         let too_many = add(&mut other, &f, 9 << 20, 0, 4096);
         assert!(matches!(too_many, Err(Refused::Exhausted(Resource::Mappings))));
         assert_eq!(used(&ledger)[0], 8, "what was refused is not counted");
         other.clear();
         // A window over several regions is a mapping of its own, for as long as somebody has it.
-        let (window, _) = one.gather(&[(1 << 20, 4096), (3 << 20, 4096), (2 << 20, 4096)]).unwrap();
-        assert_eq!(used(&ledger), [4, 7, 4 * 4096 + 3 * 4096]);
+        let window = window(one.gather(&[(1 << 20, 4096), (3 << 20, 4096), (2 << 20, 4096)]).unwrap()).0;
+        assert_eq!(used(&ledger), [4, 7, 4 * 4096 + 3 * 4096, 0]);
         let part = window.sub(0, 8).unwrap();
         drop(window);
         one.clear();
-        assert_eq!(used(&ledger), [0, 3, 3 * 4096]);
+        assert_eq!(used(&ledger), [0, 3, 3 * 4096, 0]);
         drop(part);
-        assert_eq!(used(&ledger), [0; 3]);
-        let small = host.for_vrnic([None, None, Some(8192)]);
+        assert_eq!(used(&ledger), [0; KINDS]);
+        let small = host.for_vrnic([None, None, Some(8192), None]);
         let mut third = Memory::new(small);
         add(&mut third, &f, 1 << 20, 0, 8192).unwrap();
         assert!(matches!(add(&mut third, &f, 2 << 20, 0, 4096), Err(Refused::Exhausted(Resource::AddressSpace))));
@@ -371,13 +425,47 @@ mod tests {
         // Two regions side by side on the bus, in reverse order in the file.
         add(&mut m, &f, 0x10000, 8192, 8192).unwrap();
         add(&mut m, &f, 0x12000, 0, 8192).unwrap();
-        let (s, ids) = m.gather(&[(0x10010, 4 * 4096 - 16)]).unwrap();
+        let (s, ids) = window(m.gather(&[(0x10010, 4 * 4096 - 16)]).unwrap());
         let at = |page: usize| s.load32(page * 4096, Ordering::Relaxed);
         assert_eq!([at(0), at(1), at(2), at(3)], [2, 3, 0, 1]);
         assert_eq!(ids, [0, 1]);
-        let (p, _) = m.gather(&[(0x13000, 4096), (0x10000, 4096)]).unwrap();
+        let (p, _) = window(m.gather(&[(0x13000, 4096), (0x10000, 4096)]).unwrap());
         assert_eq!((p.load32(16, Ordering::Relaxed), p.load32(4096 + 16, Ordering::Relaxed)), (1, 2));
         assert!(m.gather(&[(0x13000, 8192)]).is_err());
         assert_eq!(m.bus_of_user(0x12007 + 5), Some(0x12005));
+    }
+
+    #[test]
+    fn many_pieces_are_a_list_on_the_account() {
+        let f = MemFd::new(c"t", 1 << 20).unwrap();
+        let ledger = Ledger::of_host([20, 16, 1 << 40, 3000]).for_vrnic([None; KINDS]);
+        let used = || Resource::ALL.map(|r| ledger.usage(r).0);
+        let mut m = Memory::new(ledger.clone());
+        add(&mut m, &f, 1 << 30, 0, 1 << 20).unwrap();
+        add(&mut m, &f, 1 << 40, 0, 1 << 20).unwrap();
+        // Pages of one region and the other in turn; the first and the last are parts of pages.
+        let pages =
+            |n: u64| (0..n).map(|i| ([1 << 30, 1 << 40][i as usize % 2] + i / 2 * 8192, 4096)).collect::<Vec<_>>();
+        let mut ranges = [pages(256), pages(256), pages(1)].concat();
+        ranges[0] = (ranges[0].0 + 96, 4000);
+        ranges[512].1 = 5;
+        let before = used();
+        let (Gathered::Pieces(p), ids) = m.gather(&ranges).unwrap() else { panic!("513 mappings") };
+        assert_eq!((p.len(), ids), (4000 + 511 * 4096 + 5, vec![0, 1]));
+        assert_eq!(used(), [before[0], before[1], before[2], 513]);
+        let at = |off| p.at(off).map(|(_, off, n)| (off, n));
+        assert_eq!([at(0), at(4000), at(4000 + 4096)], [Some((96, 4000)), Some((0, 4096)), Some((8192, 4096))]);
+        assert_eq!(at(p.len() - 1), Some((4, 1)));
+        let more = m.gather(&pages(256).repeat(8));
+        assert!(matches!(more, Err(Refused::Exhausted(Resource::Pieces))));
+        drop(p);
+        assert_eq!(used(), before);
+        // A page of many regions, again and again: nobody counts to the end.
+        let g = MemFd::new(c"t", 4096).unwrap();
+        let mut crumbs = Memory::new(Ledger::default());
+        (0..1024).for_each(|i| add(&mut crumbs, &g, (1 << 50) + i, 0, 1).unwrap());
+        crumbs.ledger = ledger.clone();
+        let endless = vec![(1 << 50, 1024); 1 << 20];
+        assert!(matches!(crumbs.gather(&endless), Err(Refused::Exhausted(Resource::Pieces))));
     }
 }

@@ -13,6 +13,7 @@
 pub mod fds;
 pub mod guard;
 mod map;
+mod pieces;
 mod proc;
 pub mod protocol;
 mod ring;
@@ -20,6 +21,7 @@ mod span;
 mod transfer;
 
 pub use map::{MapError, MemFd, is_memory, map_file, map_pieces, set_size};
+pub use pieces::Pieces;
 pub use proc::ProcMem;
 pub use ring::{Bell, CqRing, CqTail, QpRings, RingError};
 pub use span::Span;

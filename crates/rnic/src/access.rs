@@ -57,7 +57,8 @@ impl<'a> Tables<'a> {
         self.sessions.get(session.0)?.stage.as_ref().map(Stage::span)
     }
 
-    fn place(&self, mr: &'a Mr, reach: Reach, addr: u64, len: u64) -> Option<Loc<'a>> {
+    /// The place of a range of an MR, and how many of its bytes follow there.
+    fn place(&self, mr: &'a Mr, reach: Reach, addr: u64, len: u64) -> Option<(Loc<'a>, u64)> {
         if !mr.grants(reach.pd, reach.access, addr, len) {
             return None;
         }
@@ -68,7 +69,7 @@ impl<'a> Tables<'a> {
     }
 
     /// What an SGE names: a memory window is nobody's local memory.
-    fn local(&self, s: &abi::Sge, reach: Reach, addr: u64, len: u64) -> Option<Loc<'a>> {
+    fn local(&self, s: &abi::Sge, reach: Reach, addr: u64, len: u64) -> Option<(Loc<'a>, u64)> {
         let mr = self.mrs.local(Lkey(s.lkey))?;
         self.place(mr, reach, addr, len)
     }
@@ -79,7 +80,7 @@ impl<'a> Tables<'a> {
     }
 
     /// What a request names by `key` at QP `qpn`: a window of type 2 is for its own QP.
-    fn remote(&self, key: Rkey, qpn: Qpn, reach: Reach, addr: u64, len: u64) -> Option<Loc<'a>> {
+    fn remote(&self, key: Rkey, qpn: Qpn, reach: Reach, addr: u64, len: u64) -> Option<(Loc<'a>, u64)> {
         let mr = self.mrs.remote(key).filter(|m| m.window.is_none_or(|w| !w.second || w.qpn == Some(qpn)))?;
         self.place(mr, reach, addr, len)
     }
@@ -107,13 +108,11 @@ impl<'a> Tables<'a> {
     {
         match side {
             Side::Inline(b) => Some((Loc::Bytes(b.get(off as usize..)?), max)),
-            Side::Remote { reach, qpn, key, addr } => {
-                Some((self.remote(key, qpn, reach, addr.checked_add(off)?, max)?, max))
-            }
+            Side::Remote { reach, qpn, key, addr } => self.remote(key, qpn, reach, addr.checked_add(off)?, max),
             Side::List { reach, sges } => {
                 let (s, skip) = find(sges, off)?;
                 let n = max.min(u64::from(s.length) - skip);
-                Some((self.local(s, reach, s.addr.checked_add(skip)?, n)?, n))
+                self.local(s, reach, s.addr.checked_add(skip)?, n)
             }
             Side::Bus { session, sges } => {
                 let (s, skip) = find(sges, off)?;

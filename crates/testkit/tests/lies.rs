@@ -14,8 +14,10 @@ use rustix::fs::{MemfdFlags, ftruncate, memfd_create};
 use rustix::net::{SendAncillaryBuffer, SendAncillaryMessage, SendFlags, sendmsg};
 use unirdma_abi as abi;
 use unirdma_formats::WrOpcode;
+use unirdma_host::SetHeld;
 use unirdma_host::admin::{Request, Response};
 use unirdma_link::RegionDesc;
+use unirdma_mem::MemFd;
 use unirdma_testkit::{Hostile, Program, Scene, Scripted};
 use vhost::vhost_user::message::FrontendReq;
 use zerocopy::IntoBytes;
@@ -188,31 +190,70 @@ fn regions_leave_addresses_for_others() {
     scene.check();
 }
 
-/// Page lists whose pages do not lie side by side: each takes mappings.
+/// Page lists whose pages do not lie side by side: short ones are mapped, long ones are kept as lists.
 #[test]
-fn page_lists_leave_mappings_for_others() {
+fn page_lists_leave_mappings_and_memory_for_others() {
     const PAGES: usize = 20_000;
     let scene = Scene::start();
-    let mut s = Scripted::new(&scene.evil);
+    let pieces = SetHeld { max_pieces: Some(50_000), ..Default::default() };
+    let socket = scene.host.add_with("lists", "10.0.0.5", |v| v.held = pieces);
+    let mut s = Scripted::new(&socket);
     let file = truncatable(PAGES as u64 * 8192);
     s.hostile.frontend.add_region(region(AT, PAGES as u64 * 8192), file.as_fd()).unwrap();
     let list = s.alloc(PAGES as u64 * 8);
     for i in 0..PAGES {
         s.hostile.memory().write(list as usize + 8 * i, (AT + 8192 * i as u64).as_bytes());
     }
-    let bytes = PAGES as u64 * 4096;
-    let request =
-        abi::RegUserMrReq { pages_addr: s.hostile.bus(list), npages: PAGES as u32, ..s.mr_request(AT, bytes) };
-    let mut made = 0;
-    let refused = loop {
-        match s.hostile.command(abi::Command::RegUserMr as u8, request.as_bytes()).0 {
-            0 => made += 1,
-            status => break status,
-        }
-        assert!(made < 10, "{made} lists");
-    };
-    assert_eq!((made, refused), (1, abi::Status::Exhausted as u8));
+    for (pages, most) in [(PAGES, 2..=2), (512, 20..=64)] {
+        let bytes = pages as u64 * 4096;
+        let request =
+            abi::RegUserMrReq { pages_addr: s.hostile.bus(list), npages: pages as u32, ..s.mr_request(AT, bytes) };
+        let mut made = 0;
+        let refused = loop {
+            match s.hostile.command(abi::Command::RegUserMr as u8, request.as_bytes()).0 {
+                0 => made += 1,
+                status => break status,
+            }
+            assert!(made < 100, "{made} lists of {pages} pages");
+        };
+        assert_eq!(refused, abi::Status::Exhausted as u8);
+        assert!(most.contains(&made), "{made} lists of {pages} pages");
+    }
     let _other = Program::new(&scene.host.add("c", "10.0.0.4"), 1 << 20);
+    scene.check();
+}
+
+/// A message out of a page list into another one.
+#[test]
+fn long_page_lists_are_memory_like_any_other() {
+    const PAGES: u64 = 1000;
+    let scene = Scene::start();
+    let mut s = Scripted::new(&scene.evil);
+    let file = MemFd::new(c"pages", 4 * PAGES as usize * 4096).unwrap();
+    let at = s.add_memory(&file);
+    let list = s.alloc(PAGES * 8);
+    let mut mr = |odd: u64| {
+        // Every other page, the last first.
+        let page = |i: u64| 2 * (PAGES - 1 - i) + odd;
+        (0..PAGES).for_each(|i| s.hostile.memory().write((list + 8 * i) as usize, (at + page(i) * 4096).as_bytes()));
+        let bus = s.hostile.bus(list);
+        let request = abi::RegUserMrReq { pages_addr: bus, npages: PAGES as u32, ..s.mr_request(at, PAGES * 4096) };
+        s.ask::<abi::MrResp>(abi::Command::RegUserMr, &request)
+    };
+    let (from, to) = (mr(0), mr(1));
+    (0..PAGES as usize).for_each(|i| file.span().store32(i * 8192, i as u32 + 7, SeqCst));
+    let (q, _) = s.pair(4, MTU);
+    let all = abi::Sge { addr: 0, length: PAGES as u32 * 4096, lkey: from.lkey };
+    s.write(&q, 0, WrOpcode::Write, all, (0, to.rkey));
+    s.post(&q, 1);
+    let began = Instant::now();
+    while s.executed(&q) != 1 {
+        assert!(began.elapsed() < Duration::from_secs(10));
+        std::thread::sleep(Duration::from_millis(1));
+    }
+    for i in 0..PAGES as usize {
+        assert_eq!(file.span().load32(i * 8192 + 4096, SeqCst), i as u32 + 7, "page {i}");
+    }
     scene.check();
 }
 

@@ -80,7 +80,11 @@ pub(crate) const ATTACKS: &[Attack] = &[
     slow("slowmm fork", "READs of a process of 16 GiB that forks all the time", program("slowmm", Word("fork"))),
     slow("regmr", "registers and deregisters beside 60,000 MRs", program("regmr", Nothing)),
     slow("capw", "WRITEs of 128 MiB with the smallest MTU while it is captured", CAPTURED),
-    slow("pages", "lists of very many pages, each a mapping of its own", program("pages", Nothing)),
+    slow(
+        "pages",
+        "lists of very many pages, and very many lists of pages that are mapped one by one",
+        program("pages", Nothing),
+    ),
     slow("remap", "maps and unmaps regions without a pause", program("remap", Nothing)),
     slow("teardown", "sessions with very many QPs that end at once", program("teardown", Nothing)),
     slow("connect", "connections and sessions that come and go", program("connect", Nothing)),

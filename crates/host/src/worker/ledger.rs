@@ -11,16 +11,24 @@ const OWN_MAPPINGS: u64 = 4096;
 const MAP_COUNT: u64 = 65_530;
 /// Bytes of addresses for all vRNICs, of the 2^47 that a process has.
 const ADDRESSES: u64 = 96 << 40;
+/// Bytes of a piece of an MR that is kept as a list, with what it takes while the list is made, and the part of the machine's memory
+/// that such lists may take.
+const PIECE: u64 = 64;
+const PART_FOR_PIECES: u64 = 64;
 
 /// What the machine allows a process. A worker that is confined cannot ask any more.
 pub(super) struct Machine {
     mappings: u64,
+    /// Bytes.
+    memory: u64,
 }
 
 impl Machine {
     pub fn look() -> Self {
         let allowed = std::fs::read_to_string("/proc/sys/vm/max_map_count").ok().and_then(|s| s.trim().parse().ok());
-        Machine { mappings: allowed.unwrap_or(MAP_COUNT) }
+        let machine = rustix::system::sysinfo();
+        let memory = (machine.totalram as u64).saturating_mul(machine.mem_unit.into());
+        Machine { mappings: allowed.unwrap_or(MAP_COUNT), memory }
     }
 
     /// The account of this worker, by the limits that it has now.
@@ -28,7 +36,8 @@ impl Machine {
         let descriptors = getrlimit(Resource::Nofile).current.unwrap_or(u64::MAX);
         let left = |all: u64, own: u64| all.saturating_sub(own).max(all / 2);
         let mappings = left(self.mappings, OWN_MAPPINGS).min(unirdma_mem::guard::MAX_MAPPINGS as u64);
-        Ledger::of_host([left(descriptors, OWN_DESCRIPTORS), mappings, ADDRESSES])
+        let pieces = self.memory / PART_FOR_PIECES / PIECE;
+        Ledger::of_host([left(descriptors, OWN_DESCRIPTORS), mappings, ADDRESSES, pieces])
     }
 }
 

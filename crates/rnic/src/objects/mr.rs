@@ -3,7 +3,7 @@
 use std::sync::Arc;
 
 use unirdma_formats::{Lkey, Qpn, Rkey};
-use unirdma_mem::{Bell, Loc, ProcMem, Span};
+use unirdma_mem::{Bell, Loc, Pieces, ProcMem, Span};
 
 use super::ids::SessionId;
 use super::queues::Pd;
@@ -20,6 +20,8 @@ pub trait Resolve: Send + Sync {
 pub enum Backing {
     /// Mapped here: the ways *direct* and *share*.
     Mapped(Span),
+    /// Mapped here in too many pieces to be one window, from this byte of the whole on.
+    Pieces(Arc<Pieces>, u64),
     /// In the application's private memory, from this address on: the way *copy*.
     Process(ProcMem, u64),
     /// All of the session's memory, by bus address (GET_DMA_MR).
@@ -69,6 +71,24 @@ pub(crate) struct Reach {
     pub access: u32,
 }
 
+impl Backing {
+    /// `len` bytes of the same memory from `off` on; all of it where addresses are not counted from its beginning. `None` if it has
+    /// not so many.
+    pub fn part(&self, off: u64, len: u64) -> Option<Backing> {
+        Some(match self {
+            Backing::Mapped(span) => Backing::Mapped(span.sub(off, len)?),
+            Backing::Pieces(pieces, base) => {
+                let start = base.checked_add(off)?;
+                let fits = start.checked_add(len).is_some_and(|end| end <= pieces.len());
+                Backing::Pieces(pieces.clone(), fits.then_some(start)?)
+            }
+            Backing::Process(mem, base) => Backing::Process(mem.clone(), base.wrapping_add(off)),
+            Backing::Session => Backing::Session,
+            Backing::Null => Backing::Null,
+        })
+    }
+}
+
 /// Bytes of a process's whole address space.
 const WHOLE_PROCESS: u64 = 1 << 47;
 
@@ -108,7 +128,7 @@ impl Mr {
         self.pd == pd && self.access & access == access && addr >= self.iova && off <= self.len && len <= self.len - off
     }
 
-    /// The place of `addr`, which [`Mr::grants`] has allowed; `memory` and `bell` are those of its session, and `away`
+    /// The place of `addr`, and how many of `len` bytes follow there. [`Mr::grants`] has allowed them; `memory` and `bell` are those of its session, and `away`
     /// says whether the memory of that session's MRs is somewhere else (section 7.5 of the specification).
     #[inline]
     pub fn locate<'a>(
@@ -117,15 +137,20 @@ impl Mr {
         len: u64,
         memory: impl FnOnce() -> Option<&'a Arc<dyn Resolve>>,
         bell: impl FnOnce() -> Option<&'a Bell>,
-        away: impl FnOnce() -> bool,
-    ) -> Option<Loc<'a>> {
-        match &self.backing {
-            Backing::Mapped(_) if away() => Some(Loc::Away),
-            Backing::Mapped(span) => Some(Loc::Mapped(span, addr - self.iova)),
-            Backing::Process(mem, base) => Some(Loc::Process(mem, base.wrapping_add(addr - self.iova), bell())),
-            Backing::Session => memory()?.resolve(addr, len).map(|(s, off)| Loc::Mapped(s, off)),
-            Backing::Null => Some(Loc::Null),
-        }
+        away: impl Fn() -> bool,
+    ) -> Option<(Loc<'a>, u64)> {
+        let place = match &self.backing {
+            Backing::Mapped(_) | Backing::Pieces(..) if away() => Loc::Away,
+            Backing::Mapped(span) => Loc::Mapped(span, addr - self.iova),
+            Backing::Pieces(pieces, base) => {
+                let (span, off, n) = pieces.at(base + (addr - self.iova))?;
+                return Some((Loc::Mapped(span, off), n.min(len)));
+            }
+            Backing::Process(mem, base) => Loc::Process(mem, base.wrapping_add(addr - self.iova), bell()),
+            Backing::Session => memory()?.resolve(addr, len).map(|(s, off)| Loc::Mapped(s, off))?,
+            Backing::Null => Loc::Null,
+        };
+        Some((place, len))
     }
 }
 

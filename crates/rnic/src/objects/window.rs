@@ -85,11 +85,8 @@ impl Objects {
         }
         let off = addr - p.iova;
         let backing = match &p.backing {
-            Backing::Mapped(span) => Backing::Mapped(span.sub(off, len)?),
-            Backing::Process(mem, base) => Backing::Process(mem.clone(), base.wrapping_add(off)),
-            Backing::Session if flags & access::ZERO_BASED == 0 => Backing::Session,
-            Backing::Session => return None,
-            Backing::Null => Backing::Null,
+            Backing::Session if flags & access::ZERO_BASED != 0 => return None,
+            backing => backing.part(off, len)?,
         };
         let regions = p.regions.clone();
         self.unbind(mw);

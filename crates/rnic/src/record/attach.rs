@@ -81,6 +81,7 @@ impl Backing {
     pub(super) fn share(&self) -> Backing {
         match self {
             Backing::Mapped(span) => Backing::Mapped(span.clone()),
+            Backing::Pieces(pieces, base) => Backing::Pieces(pieces.clone(), *base),
             Backing::Process(mem, base) => Backing::Process(mem.clone(), *base),
             Backing::Session => Backing::Session,
             Backing::Null => Backing::Null,
@@ -89,7 +90,7 @@ impl Backing {
 
     pub(super) fn way(&self) -> WayData {
         match self {
-            Backing::Mapped(_) => WayData::Mapped,
+            Backing::Mapped(_) | Backing::Pieces(..) => WayData::Mapped,
             Backing::Process(..) => WayData::Process,
             Backing::Session => WayData::Session,
             Backing::Null => WayData::Null,
@@ -160,7 +161,12 @@ impl Attached {
                 let MrKind::Region(way) = m.kind else { continue };
                 let number = m.number;
                 let fits = |b: &Backing| {
-                    b.way() == way && if let Backing::Mapped(span) = b { span.len() as u64 >= m.len } else { true }
+                    let room = match b {
+                        Backing::Mapped(span) => span.len() as u64,
+                        Backing::Pieces(pieces, base) => pieces.len().saturating_sub(*base),
+                        _ => u64::MAX,
+                    };
+                    b.way() == way && room >= m.len
                 };
                 let backing = attach.mr(session, number, way.into(), m.len);
                 all.mrs.insert((session, number), given(Object::Mr { session, number }, backing, fits)?);

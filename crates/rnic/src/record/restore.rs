@@ -345,7 +345,7 @@ impl<'a> Restorer<'a> {
                     let h = *objects.sessions.get(owner.0)?.names.mrs.get(&parent)?;
                     let mr = objects.mrs.get_mut(h)?;
                     mr.windows += 1;
-                    Some((h, part(&mr.backing, off, *len).unwrap_or_else(nothing)))
+                    Some((h, mr.backing.part(off, *len).unwrap_or_else(nothing)))
                 });
                 let window = Window { second, qpn: qpn.map(Qpn), parent: parent.as_ref().map(|p| p.0) };
                 (Some(window), parent.map_or_else(nothing, |p| p.1))
@@ -557,14 +557,4 @@ impl<'a> Restorer<'a> {
             self.core.unpark(session, now);
         }
     }
-}
-
-/// `len` bytes from `off` on of what backs an MR.
-fn part(mr: &Backing, off: u64, len: u64) -> Option<Backing> {
-    Some(match mr {
-        Backing::Mapped(span) => Backing::Mapped(span.sub(off, len)?),
-        Backing::Process(mem, base) => Backing::Process(mem.clone(), base.wrapping_add(off)),
-        Backing::Session => Backing::Session,
-        Backing::Null => Backing::Null,
-    })
 }

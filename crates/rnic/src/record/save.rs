@@ -475,6 +475,7 @@ fn output(o: &Output) -> OutputData {
 fn offset(mr: &Backing, window: &Backing) -> u64 {
     match (mr, window) {
         (Backing::Mapped(all), Backing::Mapped(part)) => (part.addr() - all.addr()) as u64,
+        (Backing::Pieces(_, all), Backing::Pieces(_, part)) => part - all,
         (Backing::Process(_, all), Backing::Process(_, part)) => part.wrapping_sub(*all),
         _ => 0,
     }

@@ -26,12 +26,12 @@ pub(crate) fn regmr(socket: &Path, until: Until) {
     }
 }
 
-/// Registers lists of pages of which none joins its neighbour, so that each is a mapping of its own.
+/// Registers lists of pages of which none joins its neighbour: short ones, of which each page is a mapping of its own, and as long ones as there are.
 pub(crate) fn pages(socket: &Path, until: Until) {
     const PAGE: u64 = 4096;
-    /// The longest list that the device takes, and one of which two nearly use up the mappings that a process may have.
+    /// The longest list that the device takes, and the longest that it maps.
     const LONGEST: u64 = 1 << 20;
-    const HALF_OF_ALL: u64 = 32_700;
+    const MAPPED: u64 = 512;
     let mut s = Scripted::new(socket);
     let file = MemFd::new(c"pages", 4 * PAGE as usize + LONGEST as usize * 8).expect("memory file");
     let at = s.add_memory(&file);
@@ -49,7 +49,7 @@ pub(crate) fn pages(socket: &Path, until: Until) {
     };
     ready();
     while !until.over() {
-        let lists = [LONGEST, HALF_OF_ALL, HALF_OF_ALL, LONGEST];
+        let lists = [[LONGEST; 4].as_slice(), &[MAPPED; 150]].concat();
         let made: Vec<u32> = lists.into_iter().filter_map(|n| register(&mut s, n)).collect();
         for handle in made {
             s.order(abi::Command::DeregMr, &abi::HandleReq { handle, reserved: 0 });
