@@ -185,6 +185,21 @@ enum Bench {
         #[arg(long, value_name = "FILE", default_value = "target/bench-local.svg")]
         svg: std::path::PathBuf,
     },
+    /// What a worker for each group costs, how soon a killed one is back, and how busy groups share out the cores
+    #[command(
+        after_help = "Examples:\n  cargo xtask bench workers\n  cargo xtask bench workers --groups 1000 --busy 0\n  cargo xtask bench workers --json > workers.json"
+    )]
+    Workers {
+        /// How many groups of two vRNICs
+        #[arg(long, value_name = "N", default_value_t = 100, value_parser = clap::value_parser!(u16).range(1..))]
+        groups: u16,
+        /// In how many of them programs are busy, at most all
+        #[arg(long, value_name = "N", default_value_t = 100)]
+        busy: u16,
+        /// Print JSON instead of a table
+        #[arg(long)]
+        json: bool,
+    },
 }
 
 fn main() -> ExitCode {
@@ -208,6 +223,9 @@ fn main() -> ExitCode {
         Command::Bench { what: Bench::Engine { json } } => bench::engine(json),
         Command::Bench { what: Bench::Isolation { json, only, runs } } => bench::isolation(json, only.as_deref(), runs),
         Command::Bench { what: Bench::Memory { json } } => bench::memory(json),
+        Command::Bench { what: Bench::Workers { groups, busy, json } } => {
+            bench::workers(json, groups.into(), busy.into())
+        }
         Command::Bench { what: Bench::Wire { json, only } } => bench::wire(json, &only),
         Command::TcpPeer { to } => tcp::peer(to),
         Command::TcpBench { listen, netns } => bench::tcp(listen, &netns),

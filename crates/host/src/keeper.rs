@@ -240,4 +240,33 @@ mod tests {
         assert_eq!(io::Read::read(&mut &ours, &mut byte).unwrap(), 0);
         std::fs::remove_file(&dir).unwrap();
     }
+
+    #[test]
+    fn a_keeper_of_another_version_is_left_alone() {
+        let dir = std::env::temp_dir().join(format!("unirdma-keeper-of-another-{}", std::process::id()));
+        std::fs::create_dir_all(&dir).unwrap();
+        let path = dir.join(SOCKET);
+        let ours = env!("CARGO_PKG_VERSION");
+        for (version, program) in [(VERSION, "9.9.9"), (VERSION + 1, ours)] {
+            let _ = std::fs::remove_file(&path);
+            let door = UnixListener::bind(&path).unwrap();
+            let other = std::thread::spawn(move || {
+                let line = Line::new(door.accept().unwrap().0.into()).unwrap();
+                let (Call::Hello, _) = line.receive(PATIENCE).unwrap() else { panic!() };
+                line.send(&Answer::Hello(version, program.into(), std::process::id()), &[], PATIENCE).unwrap();
+                // It is not asked for anything else, and not ended.
+                assert!(line.receive::<Call>(PATIENCE).is_err());
+            });
+            let error = Keeper::find(&dir).err().expect("it is of another version");
+            assert_eq!(error.kind(), io::ErrorKind::Unsupported);
+            let line = error.to_string();
+            assert!(
+                line.contains(&format!("workers of unirdma {program} (keeper: pid {})", std::process::id())),
+                "{line}"
+            );
+            assert!(!line.contains('\n') && line.contains("serve with that version, or end them first"), "{line}");
+            other.join().unwrap();
+        }
+        std::fs::remove_dir_all(&dir).unwrap();
+    }
 }

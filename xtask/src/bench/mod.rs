@@ -6,6 +6,7 @@ mod isolation;
 mod local;
 mod memory;
 mod wire;
+mod workers;
 
 use std::collections::BTreeMap;
 
@@ -20,6 +21,7 @@ pub(crate) use isolation::isolation;
 pub(crate) use local::local;
 pub(crate) use memory::memory;
 pub(crate) use wire::{PARTS, tcp, wire};
+pub(crate) use workers::workers;
 
 /// How the machine is shared out while programs on vRNICs of one host are measured.
 pub(crate) fn topology() -> String {
