@@ -83,6 +83,8 @@ impl Multicast {
                 list.push((path, r.vni));
             }
         }
+        // In an order that does not depend on the table's, so that a simulation can be repeated.
+        hosts.values_mut().for_each(|list| list.sort_unstable_by_key(|(path, _)| path.to));
         self.hosts = hosts;
         self.foreign = routes.iter().filter(|(_, r)| r.foreign).map(|((group, _), _)| *group).collect();
         self.changed = true;

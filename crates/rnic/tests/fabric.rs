@@ -28,6 +28,17 @@ fn vnics_move_and_nothing_is_lost() {
     assert!(moves > 1000, "{moves}");
 }
 
+/// What a simulation has found can be found again.
+#[test]
+fn a_seed_replays() {
+    for seed in 0..12 {
+        for run in [fabric::run, fabric::run_moving] {
+            let first = run(seed, 15);
+            (0..4).for_each(|_| assert_eq!(run(seed, 15), first, "seed {seed}"));
+        }
+    }
+}
+
 /// A peer that is cut off for good costs its own connection an error and nobody else anything.
 #[test]
 fn a_lost_host_is_an_error_of_its_peers_alone() {

@@ -53,7 +53,7 @@ pub fn run_moving(seed: u64, steps: u64) -> Report {
 }
 
 /// What a simulation has seen.
-#[derive(Clone, Copy, Debug, Default)]
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Report {
     /// Corrupted packets that the ICRC gave away.
     pub caught: u64,
@@ -61,6 +61,8 @@ pub struct Report {
     pub heard: u64,
     /// Times a vRNIC was restored.
     pub moves: u64,
+    /// Of all packets, and when they were sent.
+    pub digest: u64,
 }
 
 /// What an end has sent: number of the message, opcode, length.

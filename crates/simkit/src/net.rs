@@ -1,6 +1,7 @@
 //! Hosts with one RNIC each, and a bad network between them, on a virtual clock.
 
 use std::collections::{BTreeMap, HashMap};
+use std::hash::{DefaultHasher, Hash};
 use std::net::IpAddr;
 
 use unirdma_abi as abi;
@@ -99,6 +100,8 @@ pub struct Net {
     pub congested: bool,
     /// Corrupted packets that the ICRC gave away.
     pub caught: u64,
+    /// Of all packets that were sent, and when: two runs with the same digest were the same.
+    pub digest: DefaultHasher,
     /// Packets for each QP that did not arrive, or not whole.
     lost: HashMap<u32, u32>,
     /// Messages of connection management that were sent.
@@ -175,6 +178,7 @@ impl Net {
             cut,
             congested: false,
             caught: 0,
+            digest: DefaultHasher::new(),
             lost: HashMap::new(),
             mads: Vec::new(),
         };
@@ -357,6 +361,7 @@ impl Net {
             let crc = icrc(&envelope(from, to, outer, &bytes), &bytes[outer..bytes.len() - ICRC_BYTES]);
             let end = bytes.len() - ICRC_BYTES;
             bytes[end..].copy_from_slice(&crc.to_le_bytes());
+            (self.now, from, to, &bytes).hash(&mut self.digest);
             let parsed = Packet::parse(&bytes[outer..end]).ok();
             let dest = parsed.as_ref().map_or(0, |p| p.dest_qp);
             if let Some(p) = parsed.filter(|p| p.dest_qp == GSI_QPN) {

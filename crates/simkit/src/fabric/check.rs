@@ -1,5 +1,7 @@
 //! What may have come of the traffic on a fabric.
 
+use std::hash::Hasher;
+
 use unirdma_formats::{QpType, WcStatus, WrOpcode, wc_flags};
 
 use super::{COUNTER, Fabric, READS, RESULTS, RETRIES, Report, SLOT, Sent, addend, message, offset, peer, reliable};
@@ -16,7 +18,7 @@ impl Fabric {
         for end in 0..self.types.len() {
             self.check_end(end);
         }
-        Report { caught: self.net.caught, heard, moves: self.net.moves }
+        Report { caught: self.net.caught, heard, moves: self.net.moves, digest: self.net.digest.finish() }
     }
 
     /// What an end has sent, and what of it has arrived at its peer.
