@@ -104,8 +104,31 @@ pub(super) fn add_control<T: Copy>(h: &mut libc::msghdr, control: &mut Control, 
     h.msg_control = std::ptr::from_mut(control).cast();
 }
 
+/// Room for what the headers of one system call's datagrams point to. It is kept from call to call: clearing it takes longer than a
+/// datagram.
+pub(super) struct Room {
+    pub names: Box<[libc::sockaddr_storage; BATCH]>,
+    pub controls: Box<[Control; BATCH]>,
+}
+
+impl Room {
+    pub fn new() -> Self {
+        let (nobody, _) = sockaddr(Ipv4Addr::UNSPECIFIED.into(), 0);
+        Room { names: Box::new([nobody; BATCH]), controls: Box::new([Control([0; 64]); BATCH]) }
+    }
+}
+
+/// A header that points to nothing.
+pub(super) const NO_HEADER: libc::mmsghdr = {
+    // SAFETY: all zero is a valid header.
+    unsafe { std::mem::zeroed() }
+};
+
 /// Receive buffers for datagrams.
-pub(super) struct Inbox(Vec<u8>);
+pub(super) struct Inbox {
+    bytes: Vec<u8>,
+    room: Room,
+}
 
 /// A datagram that has come in.
 pub(super) struct Incoming<'a> {
@@ -117,20 +140,16 @@ pub(super) struct Incoming<'a> {
 
 impl Inbox {
     pub fn new() -> Self {
-        Inbox(vec![0; BATCH * BUFFER])
+        Inbox { bytes: vec![0; BATCH * BUFFER], room: Room::new() }
     }
 
     /// Hands [`BATCH`] datagrams of a socket at most to `f`; false if there was none.
     pub fn receive(&mut self, fd: BorrowedFd<'_>, mut f: impl FnMut(Incoming<'_>)) -> bool {
-        // SAFETY: all zero is a valid value of each.
-        let mut headers: [libc::mmsghdr; BATCH] = unsafe { std::mem::zeroed() };
-        // SAFETY: as above.
-        let mut iovs: [libc::iovec; BATCH] = unsafe { std::mem::zeroed() };
-        // SAFETY: as above.
-        let mut names: [libc::sockaddr_storage; BATCH] = unsafe { std::mem::zeroed() };
-        let mut controls = [Control([0; 64]); BATCH];
-        for (i, buffer) in self.0.chunks_exact_mut(BUFFER).enumerate() {
-            iovs[i] = libc::iovec { iov_base: buffer.as_mut_ptr().cast(), iov_len: BUFFER };
+        let mut headers = [NO_HEADER; BATCH];
+        let mut iovs = [libc::iovec { iov_base: std::ptr::null_mut(), iov_len: BUFFER }; BATCH];
+        let Room { names, controls } = &mut self.room;
+        for (i, buffer) in self.bytes.chunks_exact_mut(BUFFER).enumerate() {
+            iovs[i].iov_base = buffer.as_mut_ptr().cast();
             let h = &mut headers[i].msg_hdr;
             h.msg_name = std::ptr::from_mut(&mut names[i]).cast();
             h.msg_namelen = size_of::<libc::sockaddr_storage>() as u32;
@@ -144,8 +163,10 @@ impl Inbox {
         let n = unsafe { libc::recvmmsg(fd.as_raw_fd(), headers_at, BATCH as u32, libc::MSG_DONTWAIT, none) };
         let n = n.max(0) as usize;
         for (i, h) in headers[..n].iter().enumerate() {
-            let bytes = &self.0[i * BUFFER..][..(h.msg_len as usize).min(BUFFER)];
-            f(Incoming { from: sender(&names[i]), header: &h.msg_hdr, bytes });
+            let bytes = &self.bytes[i * BUFFER..][..(h.msg_len as usize).min(BUFFER)];
+            // A packet socket's sender has no such name, and one without a name leaves that of another packet.
+            let from = if h.msg_hdr.msg_namelen > 0 { sender(&self.room.names[i]) } else { None };
+            f(Incoming { from, header: &h.msg_hdr, bytes });
         }
         n > 0
     }

@@ -1,7 +1,7 @@
 //! The port as UDP sockets.
 
 use std::io;
-use std::net::{IpAddr, Ipv4Addr, UdpSocket};
+use std::net::{IpAddr, UdpSocket};
 use std::os::fd::{AsFd, AsRawFd, BorrowedFd, OwnedFd};
 use std::sync::Arc;
 
@@ -10,7 +10,7 @@ use unirdma_formats::wire::{Envelope, ICRC_BYTES, ROCE_PORT};
 use unirdma_rnic::{Arrival, Tx, TxPacket};
 
 use super::icrc::Checker;
-use super::socket::{BATCH, Control, ECN_CAPABLE, Inbox, SOL_UDP, add_control, notes, sockaddr};
+use super::socket::{BATCH, ECN_CAPABLE, Inbox, NO_HEADER, Room, SOL_UDP, add_control, notes, sockaddr};
 use super::{Port, PortCounters};
 
 /// Most packets in one UDP_SEGMENT buffer (the kernel's UDP_MAX_SEGMENTS).
@@ -50,6 +50,7 @@ pub(crate) struct UdpPort {
     /// By which packets inside VXLAN leave: their receivers believe no port but that of VXLAN.
     tunnel: Vec<(IpAddr, Arc<UdpSocket>)>,
     inbox: Inbox,
+    room: Room,
     checker: Checker,
     counters: PortCounters,
     /// UDP source port of the first flow.
@@ -64,6 +65,7 @@ impl UdpPort {
             sockets: Vec::new(),
             tunnel: Vec::new(),
             inbox: Inbox::new(),
+            room: Room::new(),
             checker: Checker::default(),
             counters: PortCounters::default(),
             first_port,
@@ -139,12 +141,8 @@ fn batch(packets: &[TxPacket]) -> usize {
 impl Port for UdpPort {
     fn send(&mut self, tx: &mut Tx) {
         while !tx.packets().is_empty() {
-            // SAFETY: all zero is a valid value of each.
-            let mut headers: [libc::mmsghdr; BATCH] = unsafe { std::mem::zeroed() };
-            // SAFETY: as above.
-            let mut iovs: [libc::iovec; BATCH] = unsafe { std::mem::zeroed() };
-            let mut controls = [Control([0; 64]); BATCH];
-            let mut names = [sockaddr(Ipv4Addr::UNSPECIFIED.into(), 0); BATCH];
+            let mut headers = [NO_HEADER; BATCH];
+            let mut iovs = [libc::iovec { iov_base: std::ptr::null_mut(), iov_len: 0 }; BATCH];
             let mut counts = [0; BATCH];
             let Some(exit) = self.exit(&tx.packets()[0]) else {
                 self.counters.send_errors += 1;
@@ -175,13 +173,12 @@ impl Port for UdpPort {
                 iovs[messages] = libc::iovec { iov_base: span.as_ptr().cast_mut().cast(), iov_len: span.len() };
                 let encapsulated = first.outer() > 0;
                 let port = if encapsulated { VXLAN_PORT } else { ROCE_PORT };
-                names[messages] = sockaddr(first.path.to, port);
+                let (name, control) = (&mut self.room.names[messages], &mut self.room.controls[messages]);
                 let h = &mut headers[messages].msg_hdr;
-                h.msg_name = std::ptr::from_mut(&mut names[messages].0).cast();
-                h.msg_namelen = names[messages].1;
+                (*name, h.msg_namelen) = sockaddr(first.path.to, port);
+                h.msg_name = std::ptr::from_mut(name).cast();
                 h.msg_iov = &mut iovs[messages];
                 h.msg_iovlen = 1;
-                let control = &mut controls[messages];
                 if n > 1 {
                     add_control(h, control, SOL_UDP, libc::UDP_SEGMENT, first.len() as u16);
                 }
