@@ -4,6 +4,7 @@ use std::io::{self, Write};
 
 use unirdma_host::VrnicInfo;
 use unirdma_host::admin::{Response, StatusInfo, WireInfo};
+use unirdma_host::confine::USUAL_GROUP_WEIGHT;
 
 use crate::units;
 
@@ -314,10 +315,14 @@ fn text(r: &Response) -> String {
         Response::Vrnic(v) => show(v),
         Response::Vrnics(v) => list(v),
         Response::Groups(g) => {
-            let mut rows = vec![["GROUP", "VRNICS", "VNI"].map(String::from).to_vec()];
+            let mut rows = vec![["GROUP", "VRNICS", "VNI", "WEIGHT"].map(String::from).to_vec()];
             let vni = |n: Option<u32>| n.map_or("-".into(), |n| n.to_string());
-            rows.extend(g.iter().map(|g| vec![g.name.clone(), g.vrnics.to_string(), vni(g.vni)]));
-            table(&rows)
+            rows.extend(g.iter().map(|g| vec![g.name.clone(), g.vrnics.to_string(), vni(g.vni), g.weight.to_string()]));
+            // Of those that somebody has changed.
+            let mut changed = g.iter().filter(|g| g.weight != USUAL_GROUP_WEIGHT);
+            let lacks = changed.find_map(|g| g.weight_lacks.as_ref());
+            let lacks = lacks.map(|why| format!("\nweights of groups do not count here: {why}"));
+            table(&rows) + &lacks.unwrap_or_default()
         }
         Response::Status(s) => status(s),
         Response::Captured { lost } => format!("{lost} packets lost"),

@@ -52,6 +52,13 @@ pub enum Request {
     },
     GroupAdd {
         name: String,
+        /// Its worker's share of the processors: 1 to [`MAX_GROUP_WEIGHT`](crate::confine::MAX_GROUP_WEIGHT).
+        #[serde(default)]
+        weight: Option<u32>,
+    },
+    GroupSet {
+        name: String,
+        weight: u32,
     },
     GroupList,
     GroupRemove {
@@ -90,6 +97,11 @@ pub struct GroupInfo {
     /// Its number between hosts, if it has one.
     #[serde(default)]
     pub vni: Option<u32>,
+    /// Its worker's share of the processors, in hundredths of the usual one.
+    pub weight: u32,
+    /// Why that does not count.
+    #[serde(default)]
+    pub weight_lacks: Option<String>,
 }
 
 /// The virtual layer itself.

@@ -27,7 +27,7 @@ use unirdma_device::lock;
 use unirdma_formats::Mac;
 
 use crate::admin::{self, Response};
-use crate::confine::{self, Cgroups, InForce};
+use crate::confine::{self, Cgroups, InForce, USUAL_GROUP_WEIGHT};
 use crate::engine::EngineConfig;
 use crate::keeper::Keeper;
 use crate::network::Network;
@@ -164,7 +164,7 @@ impl Supervisor {
         }
         self.remove_unserved()?;
         if !self.names().groups.contains_key(DEFAULT_GROUP) {
-            self.add_group(DEFAULT_GROUP, 0).map_err(io::Error::other)?;
+            self.add_group(DEFAULT_GROUP, 0, USUAL_GROUP_WEIGHT).map_err(io::Error::other)?;
         }
         Ok(())
     }
@@ -180,7 +180,7 @@ impl Supervisor {
     }
 
     /// Makes a group and starts its worker.
-    fn add_group(self: &Arc<Self>, name: &str, id: u32) -> Result<(), String> {
+    fn add_group(self: &Arc<Self>, name: &str, id: u32, weight: u32) -> Result<(), String> {
         let begin = Begin {
             group: name.into(),
             id,
@@ -188,7 +188,7 @@ impl Supervisor {
             network: None,
             confinement: self.around.confinement.clone(),
         };
-        let group = Group::new(begin, self.around.clone());
+        let group = Group::new(begin, weight, self.around.clone());
         let group = Arc::new(group.map_err(|e| e.to_string())?);
         let mut inner = group.lock();
         let enrolled = self.around.network.as_ref().map(|n| lock(n).enroll(name, id)).transpose();

@@ -509,16 +509,32 @@ fn supervisor(root: bool) {
     assert_eq!(lines[2], [uid.to_string(), uid.to_string(), uid.to_string(), uid.to_string()].join("\t"));
 }
 
+/// What the cgroups of a process that share processors say of its weight, in hundredths of the usual one; `of` is its
+/// `/proc/PID/cgroup`.
+fn weights(of: &str) -> Vec<u32> {
+    let weight = |line: &str| {
+        let mut fields = line.splitn(3, ':').skip(1);
+        let (controllers, path) = (fields.next()?, fields.next()?);
+        let (file, usual) = match controllers {
+            "" => (format!("/sys/fs/cgroup{path}/cpu.weight"), 100),
+            c => (format!("/sys/fs/cgroup/{c}{path}/cpu.shares"), 1024),
+        };
+        let n: u32 = std::fs::read_to_string(file).ok()?.trim().parse().ok()?;
+        Some(n * 100 / usual)
+    };
+    of.lines().filter(|l| l.contains("/worker-")).filter_map(weight).collect()
+}
+
 fn cgroup(root: bool) {
     let dir = std::env::temp_dir().join(format!("unirdma confine.{}", std::process::id()));
-    let cgroups = match Cgroups::open(&dir, false) {
+    let cgroups = match Cgroups::open(&dir, true) {
         Ok(c) => c,
         Err(why) => {
             assert!(!why.is_empty() && why.lines().count() == 1, "{why}");
             return println!("no cgroups: {why}");
         }
     };
-    let limits = CgroupLimits { memory: 64 << 20, ..CgroupLimits::of_machine() };
+    let limits = CgroupLimits { memory: 64 << 20, weight: 300, ..CgroupLimits::of_machine() };
     // Twice, as a supervisor does that finds its workers again.
     for _ in 0..2 {
         let cgroup = cgroups.make("a/b group", &limits).unwrap();
@@ -528,6 +544,16 @@ fn cgroup(root: bool) {
         cgroup.enter(pid(&c)).unwrap();
         let of = std::fs::read_to_string(format!("/proc/{}/cgroup", c.id())).unwrap();
         assert!(of.contains("/worker-a_2fb_20group"), "{of}");
+        match cgroups.why_no_weights() {
+            Some(why) => println!("no weights: {why}"),
+            None => {
+                let set = |weight| cgroups.make("a/b group", &CgroupLimits { weight, ..limits }).map(drop);
+                assert_eq!(weights(&of), [300]);
+                set(50).unwrap();
+                assert_eq!(weights(&of), [50]);
+                set(300).unwrap();
+            }
+        }
         drop(c.stdin.take());
         assert_eq!(c.wait().unwrap().signal(), Some(libc::SIGKILL), "it was killed for its memory");
         cgroup.remove();

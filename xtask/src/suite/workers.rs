@@ -59,6 +59,24 @@ fn keeper(lab: &Lab) -> Result<i32> {
     String::from_utf8_lossy(&o.stdout).trim().parse().map_err(|_| "there is no keeper".into())
 }
 
+/// The weight of the cgroup that shares processors with a process in it, in hundredths of the usual one.
+fn cpu_weight(pid: i32) -> Result<u32> {
+    let of = std::fs::read_to_string(format!("/proc/{pid}/cgroup")).map_err(|e| e.to_string())?;
+    for line in of.lines() {
+        let mut fields = line.splitn(3, ':');
+        let (Some(_), Some(controllers), Some(path)) = (fields.next(), fields.next(), fields.next()) else { continue };
+        let (file, usual) = match controllers {
+            "" => (format!("/sys/fs/cgroup{path}/cpu.weight"), 100),
+            c if c.split(',').any(|c| c == "cpu") => (format!("/sys/fs/cgroup/{c}{path}/cpu.shares"), 1024),
+            _ => continue,
+        };
+        if let Ok(text) = std::fs::read_to_string(file) {
+            return text.trim().parse::<u32>().map(|n| n * 100 / usual).map_err(|e| e.to_string());
+        }
+    }
+    Err(format!("no cgroup shares processors with process {pid}: {of}"))
+}
+
 /// A virtual layer with vRNICs a and b, and others in a group of their own.
 fn two_groups(user: Option<u32>) -> Result<Lab> {
     let lab = Lab::start(user)?;
@@ -174,6 +192,42 @@ pub(super) fn workers(s: &mut Suite<'_>) {
         lab.stop_host();
         let left: Vec<i32> = before.iter().map(|w| w.1).filter(|&p| runs(p)).collect();
         require(left.is_empty(), format!("workers are left: {left:?}"))
+    });
+    s.check("workers: the weight of a group is that of its worker's cgroup, also of its next one", |_| {
+        // Pollers that do not yield are scheduled by weight.
+        let mut lab = Lab::start_in(None, None, &["--polling", "dedicated"])?;
+        let o = lab.unirdma(&["group", "add", "blue", "--weight", "300"]);
+        require(o.ok(), o.text)?;
+        lab.vrnic("c", &["--ip", "10.0.0.1", "--group", "blue"])?;
+        let shown = |lab: &Lab, weight: u32| -> Result<bool> {
+            let o = lab.unirdma(&["group", "ls", "--json"]);
+            let groups: serde_json::Value = serde_json::from_str(&o.text).map_err(|e| format!("{e}: {}", o.text))?;
+            let blue = groups.as_array().into_iter().flatten().find(|g| g["name"] == "blue").ok_or(o.text.clone())?;
+            require(blue["weight"] == weight, o.text.clone())?;
+            Ok(blue["weight_lacks"].is_null())
+        };
+        let counts = shown(&lab, 300)?;
+        let in_force = |lab: &Lab, weight: u32| -> Check {
+            let of = if counts { cpu_weight(lab.worker("blue")?.0)? } else { weight };
+            require(of == weight, format!("{of}, not {weight}"))
+        };
+        in_force(&lab, 300)?;
+        let o = lab.unirdma(&["group", "set", "blue", "--weight", "50"]);
+        require(o.ok(), o.text)?;
+        shown(&lab, 50)?;
+        in_force(&lab, 50)?;
+        kill_worker(&lab, "blue")?;
+        in_force(&lab, 50)?;
+        refused(&lab.unirdma(&["group", "set", "blue", "--weight", "0"]), "the weight 0 is not 1 to 10000")?;
+        refused(&lab.unirdma(&["group", "add", "red", "--weight", "20000"]), "the weight 20000 is not 1 to 10000")?;
+        refused(&lab.unirdma(&["group", "set", "red", "--weight", "5"]), "there is no group red")?;
+        shown(&lab, 50)?;
+        let o = lab.unirdma(&["group", "ls"]);
+        require(counts != o.text.contains("weights of groups do not count here: "), o.text)?;
+        lab.kill_host();
+        lab.start_again()?;
+        shown(&lab, 50)?;
+        in_force(&lab, 50)
     });
     s.check("workers: a keeper is killed, and the next one knows all", |_| {
         let mut lab = two_groups(user)?;

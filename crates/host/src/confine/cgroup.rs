@@ -31,7 +31,11 @@ struct Tree {
 
 /// Where the cgroups of this virtual layer's workers are.
 #[derive(Debug)]
-pub struct Cgroups(Vec<Tree>);
+pub struct Cgroups {
+    trees: Vec<Tree>,
+    /// Why they do not share processors.
+    no_weights: Option<String>,
+}
 
 /// Limits of a worker's cgroup.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -40,14 +44,20 @@ pub struct CgroupLimits {
     pub memory: u64,
     /// Threads.
     pub threads: u32,
-    /// Share of the processors where they are scarce, in hundredths of the usual one: 1 to 10,000. Only if the cgroups share processors.
+    /// Share of the processors where they are scarce, in hundredths of the usual one: 1 to [`MAX_GROUP_WEIGHT`]. Only if the cgroups share
+    /// processors.
     pub weight: u32,
 }
+
+/// Largest weight of a group.
+pub const MAX_GROUP_WEIGHT: u32 = 10_000;
+/// That of a group that was not given any.
+pub const USUAL_GROUP_WEIGHT: u32 = 100;
 
 impl CgroupLimits {
     /// By the memory of this machine: a worker that takes more than three quarters of it ends, before others have none left.
     pub fn of_machine() -> Self {
-        CgroupLimits { memory: limits::memory() / 4 * 3, threads: 256, weight: 100 }
+        CgroupLimits { memory: limits::memory() / 4 * 3, threads: 256, weight: USUAL_GROUP_WEIGHT }
     }
 }
 
@@ -147,6 +157,8 @@ impl Cgroups {
         let name = format!("unirdma{}", component(dir.as_os_str().as_encoded_bytes()));
         let wanted: Vec<&'static str> = [MEMORY, PIDS].into_iter().chain(weights.then_some(CPU)).collect();
         let (mut trees, mut why) = (Vec::<Tree>::new(), "no cgroups are mounted".to_string());
+        let shared = "pollers share their cores with programs; see --polling";
+        let mut no_cpu = if weights { "the cgroups here have no CPU controller" } else { shared }.to_string();
         for m in &mounts {
             let Some(base) = m.own(&own) else { continue };
             let found = if m.unified {
@@ -163,15 +175,38 @@ impl Cgroups {
                 Ok(tree) => trees.push(tree),
                 // That of memory says most.
                 Err(e) if m.unified || m.has(MEMORY) => why = e,
+                Err(e) if m.has(CPU) => no_cpu = e,
                 Err(_) => {}
             }
         }
-        let cgroups = Cgroups(trees);
-        if cgroups.0.iter().any(|t| t.controllers.contains(&MEMORY)) {
+        let mut cgroups = Cgroups { trees, no_weights: None };
+        cgroups.no_weights = (!cgroups.have(CPU)).then_some(no_cpu);
+        if cgroups.have(MEMORY) {
             return Ok(cgroups);
         }
         cgroups.remove();
         Err(why)
+    }
+
+    fn have(&self, controller: &str) -> bool {
+        self.trees.iter().any(|t| t.controllers.contains(&controller))
+    }
+
+    /// Why weights do not count; `None` if they do.
+    pub fn why_no_weights(&self) -> Option<&str> {
+        self.no_weights.as_deref()
+    }
+
+    /// What of these limits a cgroup has here, in words.
+    pub fn describe(&self, limits: &CgroupLimits) -> String {
+        let mut said = format!("{} MiB of memory", limits.memory >> 20);
+        if self.have(PIDS) {
+            said += &format!(", {} threads", limits.threads);
+        }
+        if self.have(CPU) {
+            said += &format!(", weight {}", limits.weight);
+        }
+        said
     }
 
     /// Makes the cgroup of a group's worker, or finds it, and sets its limits.
@@ -180,17 +215,20 @@ impl Cgroups {
     /// One line that says what the kernel refuses.
     pub fn make(&self, group: &str, limits: &CgroupLimits) -> Result<Cgroup, String> {
         let name = format!("worker-{}", component(group.as_bytes()));
-        let cgroup = Cgroup { dirs: self.0.iter().map(|t| t.dir.join(&name)).collect() };
-        let made = self.0.iter().zip(&cgroup.dirs).try_for_each(|(tree, dir)| {
+        let cgroup = Cgroup { dirs: self.trees.iter().map(|t| t.dir.join(&name)).collect() };
+        let made = self.trees.iter().zip(&cgroup.dirs).try_for_each(|(tree, dir)| {
             make_dir(dir)?;
             tree.controllers.iter().try_for_each(|&c| {
                 let (file, value) = match (c, tree.unified) {
                     (MEMORY, true) => ("memory.max", limits.memory),
                     (MEMORY, false) => ("memory.limit_in_bytes", limits.memory),
                     (PIDS, _) => ("pids.max", limits.threads.into()),
-                    (_, true) => ("cpu.weight", limits.weight.clamp(1, 10_000).into()),
+                    (_, true) => ("cpu.weight", limits.weight.clamp(1, MAX_GROUP_WEIGHT).into()),
                     // 1024 is the usual share.
-                    (_, false) => ("cpu.shares", u64::from(limits.weight.clamp(1, 10_000)) * 1024 / 100),
+                    (_, false) => (
+                        "cpu.shares",
+                        u64::from(limits.weight.clamp(1, MAX_GROUP_WEIGHT)) * 1024 / u64::from(USUAL_GROUP_WEIGHT),
+                    ),
                 };
                 write(&dir.join(file), &value.to_string())
             })
@@ -206,7 +244,7 @@ impl Cgroups {
 
     /// Removes the place, if no worker is left. In version 2 a supervisor that has made room for it stays there.
     pub fn remove(&self) {
-        for tree in &self.0 {
+        for tree in &self.trees {
             let _ = fs::remove_dir(tree.dir.join(SUPERVISOR));
             let _ = fs::remove_dir(&tree.dir);
         }
@@ -346,7 +384,7 @@ mod tests {
             ("+cpu +pids".into(), "+memory +cpu +pids".into())
         );
         let limits = CgroupLimits { memory: 4096, threads: 7, weight: 20_000 };
-        let worker = Cgroups(vec![tree]).make("a", &limits).unwrap();
+        let worker = Cgroups { trees: vec![tree], no_weights: None }.make("a", &limits).unwrap();
         let of = |file| read(worker.dirs[0].join(file));
         assert_eq!((of("memory.max"), of("cpu.weight"), of("pids.max")), ("4096".into(), "10000".into(), "7".into()));
         fs::remove_dir_all(&base).unwrap();

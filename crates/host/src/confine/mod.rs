@@ -15,7 +15,7 @@ use std::io;
 
 use serde::{Deserialize, Serialize};
 
-pub use cgroup::{Cgroup, CgroupLimits, Cgroups};
+pub use cgroup::{Cgroup, CgroupLimits, Cgroups, MAX_GROUP_WEIGHT, USUAL_GROUP_WEIGHT};
 pub use limits::Limits;
 pub use privilege::{Needs, User, confine_supervisor};
 pub use seccomp::Kind;

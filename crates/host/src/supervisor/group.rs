@@ -9,6 +9,7 @@ use std::io;
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::os::unix::net::{UnixListener, UnixStream};
 use std::path::{Path, PathBuf};
+use std::sync::atomic::{AtomicU32, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard};
 use std::time::{Duration, Instant};
 
@@ -79,6 +80,7 @@ impl Member {
 #[derive(Serialize, Deserialize)]
 pub(super) struct KeptGroup {
     pub begin: Begin,
+    weight: u32,
     pub pid: u32,
     in_force: InForce,
 }
@@ -206,6 +208,14 @@ pub(super) struct Around {
 }
 
 impl Around {
+    /// Why weights of groups do not count; `None` if they do.
+    pub fn why_no_weights(&self) -> Option<String> {
+        match &self.cgroups {
+            Ok(c) => c.why_no_weights().map(String::from),
+            Err(why) => Some(why.clone()),
+        }
+    }
+
     fn door(&self, group: &str) -> PathBuf {
         self.doors.join(format!("{group}.sock"))
     }
@@ -216,6 +226,8 @@ pub(super) struct Group {
     pub name: String,
     pub id: u32,
     begin: Begin,
+    /// Its worker's share of the processors.
+    weight: AtomicU32,
     around: Arc<Around>,
     /// Where its worker waits for supervisors.
     door: PathBuf,
@@ -230,14 +242,20 @@ impl Group {
     ///
     /// # Errors
     /// The worker's socket cannot be made.
-    pub fn new(begin: Begin, around: Arc<Around>) -> io::Result<Group> {
+    pub fn new(begin: Begin, weight: u32, around: Arc<Around>) -> io::Result<Group> {
         let door = around.door(&begin.group);
         let _ = std::fs::remove_file(&door);
         let listener = UnixListener::bind(&door).map_err(context("cannot listen on", &door))?;
-        Ok(Group::with(begin, around, listener, BTreeMap::new()))
+        Ok(Group::with(begin, weight, around, listener, BTreeMap::new()))
     }
 
-    fn with(begin: Begin, around: Arc<Around>, listener: UnixListener, members: BTreeMap<String, Member>) -> Group {
+    fn with(
+        begin: Begin,
+        weight: u32,
+        around: Arc<Around>,
+        listener: UnixListener,
+        members: BTreeMap<String, Member>,
+    ) -> Group {
         let captures = BTreeMap::new();
         let inner = Inner {
             worker: None,
@@ -249,7 +267,8 @@ impl Group {
             removed: false,
         };
         let (name, id, door) = (begin.group.clone(), begin.id, around.door(&begin.group));
-        Group { name, id, begin, around, door, listener, process: Mutex::default(), inner: Mutex::new(inner) }
+        let (weight, process, inner) = (AtomicU32::new(weight), Mutex::default(), Mutex::new(inner));
+        Group { name, id, begin, weight, around, door, listener, process, inner }
     }
 
     /// A group of a supervisor that died, with its worker if that lives. Else its worker is to be started.
@@ -261,7 +280,7 @@ impl Group {
     ) -> Option<Group> {
         let mut fds = fds.into_iter();
         let (listener, pidfd) = (fds.next()?.into(), fds.next()?);
-        let group = Group::with(kept.begin, around, listener, members);
+        let group = Group::with(kept.begin, kept.weight, around, listener, members);
         let child = Child::of_pidfd(kept.pid, pidfd);
         if !child.has_ended() {
             let mut inner = group.lock();
@@ -316,7 +335,7 @@ impl Group {
     pub fn to_keep<'a>(&'a self, inner: &'a Inner) -> Option<(KeptGroup, [BorrowedFd<'a>; 2])> {
         let child = inner.worker.as_ref()?.child.as_ref()?;
         let in_force = inner.worker.as_ref()?.in_force.clone();
-        let kept = KeptGroup { begin: self.begin.clone(), pid: child.pid(), in_force };
+        let kept = KeptGroup { begin: self.begin.clone(), weight: self.weight(), pid: child.pid(), in_force };
         Some((kept, [self.listener.as_fd(), child.pidfd()]))
     }
 
@@ -388,21 +407,41 @@ impl Group {
         io::Error::new(e.kind(), format!("the worker of group {} does not start: {e} ({how})", self.name))
     }
 
+    /// Its worker's share of the processors, in hundredths of the usual one.
+    pub fn weight(&self) -> u32 {
+        self.weight.load(Ordering::Relaxed)
+    }
+
+    /// Changes it.
+    ///
+    /// # Errors
+    /// One line: what the kernel refuses.
+    pub fn set_weight(&self, weight: u32) -> Result<(), String> {
+        let before = self.weight.swap(weight, Ordering::Relaxed);
+        let Ok(cgroups) = &self.around.cgroups else { return Ok(()) };
+        let set = cgroups.make(&self.name, &self.limits()).map(drop);
+        set.inspect_err(|_| self.weight.store(before, Ordering::Relaxed))
+    }
+
+    fn limits(&self) -> CgroupLimits {
+        CgroupLimits { weight: self.weight(), ..CgroupLimits::of_machine() }
+    }
+
     /// A cgroup for a worker that has just started, in the place of the one before; what it is, or why there is none.
     fn make_cgroup(&self, pid: u32) -> Result<String, String> {
         let cgroups = self.around.cgroups.as_ref().map_err(Clone::clone)?;
-        let limits = CgroupLimits::of_machine();
+        let limits = self.limits();
         let pid = Pid::from_raw(pid as i32).ok_or("it has no process id")?;
         let made = |c: Cgroup| c.enter(pid).inspect_err(|_| c.remove());
         // What the worker before it had touched is still charged to its cgroup.
         cgroups.make(&self.name, &limits)?.remove();
         cgroups.make(&self.name, &limits).and_then(made)?;
-        Ok(format!("{} MiB of memory, {} threads", limits.memory >> 20, limits.threads))
+        Ok(cgroups.describe(&limits))
     }
 
     fn remove_cgroup(&self) {
         if let Ok(c) = &self.around.cgroups
-            && let Ok(c) = c.make(&self.name, &CgroupLimits::of_machine())
+            && let Ok(c) = c.make(&self.name, &self.limits())
         {
             c.remove();
         }

@@ -2,6 +2,7 @@
 
 use super::*;
 use crate::admin::{GroupInfo, Request, StatusInfo, WorkerInfo};
+use crate::confine::MAX_GROUP_WEIGHT;
 use crate::protocol::{Answer, Call, NewVrnic, WorkerStatus};
 use crate::vrnic::{self, AddVrnic, SetHeld, SetShare, VrnicInfo};
 use group::{Capturing, Worker};
@@ -31,14 +32,22 @@ impl Supervisor {
             }
             Request::VrnicAddress { name, ip, add: true } => self.add_address(&name, ip),
             Request::VrnicAddress { name, ip, add: false } => self.remove_address(&name, ip),
-            Request::GroupAdd { name } => self.make_group(&name),
+            Request::GroupAdd { name, weight } => self.make_group(&name, weight.unwrap_or(USUAL_GROUP_WEIGHT)),
+            Request::GroupSet { name, weight } => self.set_group(&name, weight),
             Request::GroupList => {
                 // Before that of the names.
                 let network = self.around.network.as_ref().map(|n| lock(n));
                 let vni = |g: &str| network.as_ref().and_then(|n| n.vni(g));
                 let names = self.names();
                 let count = |g: &str| names.vrnics.values().filter(|v| v.group == g).count();
-                let infos = names.groups.keys().map(|g| GroupInfo { name: g.clone(), vrnics: count(g), vni: vni(g) });
+                let weight_lacks = self.around.why_no_weights();
+                let infos = names.groups.iter().map(|(g, group)| GroupInfo {
+                    name: g.clone(),
+                    vrnics: count(g),
+                    vni: vni(g),
+                    weight: group.weight(),
+                    weight_lacks: weight_lacks.clone(),
+                });
                 Ok(Response::Groups(infos.collect()))
             }
             Request::GroupRemove { name } => self.remove_group(&name),
@@ -91,8 +100,9 @@ impl Supervisor {
         Ok(group)
     }
 
-    fn make_group(self: &Arc<Self>, name: &str) -> Reply {
+    fn make_group(self: &Arc<Self>, name: &str, weight: u32) -> Reply {
         vrnic::check_name("group", name)?;
+        check_weight(weight)?;
         let id = {
             let mut names = self.names();
             if names.groups.contains_key(name) || !names.busy.insert(name.into()) {
@@ -101,9 +111,21 @@ impl Supervisor {
             names.next_group += 1;
             names.next_group - 1
         };
-        let added = self.add_group(name, id);
+        let added = self.add_group(name, id, weight);
         self.names().busy.remove(name);
         added.map(|()| Response::Done)
+    }
+
+    fn set_group(&self, name: &str, weight: u32) -> Reply {
+        check_weight(weight)?;
+        let group = self.names().groups.get(name).cloned().ok_or(format!("there is no group {name}"))?;
+        let inner = group.lock();
+        if inner.removed {
+            return Err(format!("group {name} is gone"));
+        }
+        group.set_weight(weight)?;
+        self.keep_group(&group, &inner);
+        Ok(Response::Done)
     }
 
     fn remove_group(&self, name: &str) -> Reply {
@@ -522,4 +544,9 @@ fn process_of(pidfd: &OwnedFd) -> Option<i32> {
     let info = std::fs::read_to_string(format!("/proc/self/fdinfo/{}", pidfd.as_raw_fd())).ok()?;
     let pid = info.lines().find_map(|l| l.strip_prefix("Pid:"))?.trim().parse().ok()?;
     (pid > 0).then_some(pid)
+}
+
+fn check_weight(weight: u32) -> Result<(), String> {
+    let known = (1..=MAX_GROUP_WEIGHT).contains(&weight);
+    if known { Ok(()) } else { Err(format!("the weight {weight} is not 1 to {MAX_GROUP_WEIGHT}")) }
 }
