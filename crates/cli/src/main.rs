@@ -235,18 +235,18 @@ impl AddArgs {
 
 #[derive(Args)]
 struct HeldArgs {
-    /// Most descriptors that its programs make their group's worker hold [default: half of what the group's other vRNICs leave, as
-    /// below]
-    #[arg(long, value_name = "N")]
+    /// Most descriptors that its programs make their group's worker hold, or `none` [default: none, which is half of what the group's
+    /// other vRNICs leave, as below]
+    #[arg(long, value_name = "N", value_parser = units::most)]
     max_descriptors: Option<u64>,
     /// Most mappings of memory files
-    #[arg(long, value_name = "N")]
+    #[arg(long, value_name = "N", value_parser = units::most)]
     max_mappings: Option<u64>,
     /// Most bytes of addresses that these mappings take
-    #[arg(long, value_name = "BYTES")]
+    #[arg(long, value_name = "BYTES", value_parser = units::most)]
     max_address_space: Option<u64>,
     /// Most pieces of MRs that are page lists of more than 512 pieces, which are kept as lists and not mapped
-    #[arg(long, value_name = "N")]
+    #[arg(long, value_name = "N", value_parser = units::most)]
     max_pieces: Option<u64>,
 }
 

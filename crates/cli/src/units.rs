@@ -22,6 +22,11 @@ pub fn rate(s: &str) -> Result<u64, String> {
     if (1.0..=1e15).contains(&n) { Ok(n as u64) } else { Err("the range is 1 to 1000T; `none` is no limit".into()) }
 }
 
+/// A number, or `none`, which is the largest.
+pub fn most(s: &str) -> Result<u64, String> {
+    if s == "none" { Ok(u64::MAX) } else { s.parse().map_err(|_| "write a number, or `none`".into()) }
+}
+
 /// A time with us, ms or s, in microseconds.
 pub fn micros(s: &str) -> Result<u64, String> {
     let (digits, unit) = s.split_at(s.find(|c: char| !c.is_ascii_digit()).unwrap_or(s.len()));
@@ -73,6 +78,8 @@ mod tests {
         for text in ["", "5", "ms", "1h", "99999999999999999999s", "11s"] {
             assert!(micros(text).is_err(), "{text}");
         }
+        assert_eq!((most("none"), most("7")), (Ok(u64::MAX), Ok(7)));
+        assert!(most("").is_err() && most("-1").is_err() && most("1K").is_err());
         assert_eq!((decimal(2_500_000_000), decimal(7)), ("2.5 G".into(), "7 ".into()));
     }
 }

@@ -126,10 +126,15 @@ impl Firewall {
     /// # Errors
     /// One line that says what is wrong and what to do.
     pub fn start(dir: &Path, own: &[IpAddr], peers: &BTreeSet<IpAddr>) -> io::Result<Firewall> {
-        nft(&rules(dir, own, peers))?;
+        // First, so that a crash never leaves rules that the next start does not look for.
+        let note = dir.join(FILE);
+        std::fs::write(&note, format!("{}\n", table(dir))).map_err(crate::context("cannot write", &note))?;
+        if let Err(e) = nft(&rules(dir, own, peers)) {
+            let _ = std::fs::remove_file(&note);
+            return Err(e);
+        }
         // From here on it is removed if anything fails.
         let mut firewall = Firewall { dir: dir.to_path_buf(), updates: None, thread: None };
-        std::fs::write(dir.join(FILE), format!("{}\n", table(dir)))?;
         let (updates, later) = mpsc::channel::<BTreeSet<IpAddr>>();
         let (of_dir, own) = (dir.to_path_buf(), own.to_vec());
         // The supervisor's thread does not wait for a program.
