@@ -304,6 +304,8 @@ impl Lab {
         let mut c = command(self.user, self.netns.as_deref());
         c.env("U", format!("{} --dir {}", self.exe.display(), self.dir.join("run").display()));
         c.env("LAB", &self.dir).env("HOME", &home).stdin(Stdio::null()).current_dir(&self.dir);
+        // script(1) runs its command by this shell. Bash goes on after a command that took Ctrl-C as an ordinary end; dash ends.
+        c.env("SHELL", "/bin/bash");
         c.args(["timeout", "60", "sh", "-c", &format!("mkdir -p $HOME; exec 2>&1; {script}")]);
         match c.output() {
             Ok(o) => Output { code: o.status.code(), text: String::from_utf8_lossy(&o.stdout).into_owned() },
