@@ -313,6 +313,15 @@ impl Lab {
         }
     }
 
+    /// A vRNIC, as `unirdma vrnic show --json` prints it.
+    ///
+    /// # Errors
+    /// The virtual layer does not answer.
+    pub fn show(&self, vrnic: &str) -> Result<serde_json::Value> {
+        let o = self.unirdma(&["vrnic", "show", vrnic, "--json"]);
+        serde_json::from_str(&o.text).map_err(|e| format!("{e}: {}", o.text))
+    }
+
     /// True if a program of a vRNIC listens for RDMA connections.
     pub fn rdma_listens(&self, vrnic: &str) -> bool {
         self.unirdma(&["vrnic", "show", vrnic, "--json"]).text.contains("\"listeners\": [\n")

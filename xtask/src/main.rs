@@ -1,4 +1,5 @@
-//! `cargo xtask`: the project's own commands. `demo` shows, `test` checks all, `bench` measures, `attack` does harm.
+//! `cargo xtask`: the project's own commands. `demo` shows, `test` checks all, `vm` does so in virtual
+//! machines, `bench` measures, `attack` does harm.
 //!
 //! Of the workspace it depends on the simulation kit only, for `sim`; for everything else it uses the built programs as a
 //! user would.
@@ -77,6 +78,27 @@ enum Command {
         /// Print the attacks' names and what they do
         #[arg(long, exclusive = true)]
         list: bool,
+    },
+    /// Run Debian's RDMA programs in virtual machines whose guests have vRNICs; needs root
+    #[command(
+        after_help = "Examples:\n  cargo xtask vm                              tests, in guests with two kernels\n  cargo xtask vm --kernel 6.1 --only bw\n  cargo xtask vm -- ibv_devinfo -v            one command in a guest\n  cargo xtask vm --shell                      a guest's console; `exit` ends the guest\n\nWhat the guests are made of is downloaded once, into target/vm. The guest with a command or a shell has the vRNIC `guest` with\nthe address 10.0.0.1; the vRNIC `peer` beside it has 10.0.0.2 and is for a container."
+    )]
+    Vm {
+        /// Which kernel: 6.12 (Debian 13) or 6.1 (Debian 12)
+        #[arg(long, value_name = "RELEASE")]
+        kernel: Option<String>,
+        /// Only the tests whose name contains this
+        #[arg(long, value_name = "TEXT")]
+        only: Option<String>,
+        /// Start a guest and take the terminal as its console
+        #[arg(long, conflicts_with_all = ["only", "command"])]
+        shell: bool,
+        /// Download and build what guests are made of, and start none
+        #[arg(long, conflicts_with_all = ["only", "shell", "command"])]
+        build: bool,
+        /// Run this in a guest
+        #[arg(last = true, value_name = "COMMAND", conflicts_with = "only")]
+        command: Vec<String>,
     },
     /// Measure
     Bench {
@@ -227,6 +249,12 @@ fn main() -> ExitCode {
             bench::workers(json, groups.into(), busy.into())
         }
         Command::Bench { what: Bench::Wire { json, only } } => bench::wire(json, &only),
+        Command::Vm { kernel, build: true, .. } => vm::build(kernel.as_deref()),
+        Command::Vm { kernel, shell: true, .. } => vm::shell(kernel.as_deref()),
+        Command::Vm { kernel, command, only, .. } if command.is_empty() => {
+            suite::guests(kernel.as_deref(), only.as_deref())
+        }
+        Command::Vm { kernel, command, .. } => vm::command(kernel.as_deref(), &command.join(" ")),
         Command::TcpPeer { to } => tcp::peer(to),
         Command::TcpBench { listen, netns } => bench::tcp(listen, &netns),
     };

@@ -45,11 +45,13 @@ pub(crate) const TEST: Needed = &[
     ("/usr/lib/python3/dist-packages/pyverbs", "python3-pyverbs"),
     ("/usr/bin/mmdebstrap", "mmdebstrap"),
     ("/usr/share/keyrings/debian-archive-keyring.gpg", "debian-archive-keyring"),
-    // The virtual machine with the kernel's rxe.
-    ("/usr/bin/qemu-system-x86_64", "qemu-system-x86"),
+    // Virtual machines.
     ("/etc/libibverbs.d/rxe.driver", "ibverbs-providers"),
     ("/bin/busybox", "busybox-static"),
     ("/usr/bin/cpio", "cpio"),
+    ("/usr/bin/make", "make"),
+    ("/usr/bin/ping", "iputils-ping"),
+    ("/usr/bin/zstd", "zstd"),
     // Containers.
     ("/usr/bin/gdb", "gdb"),
     ("/usr/bin/pgrep", "procps"),
@@ -100,4 +102,12 @@ pub(crate) fn ensure(needed: &[Needed]) -> Result<()> {
     let mut args = vec!["install", "-y", "-q", "--no-install-recommends"];
     args.extend(&missing);
     if apt(&args) { Ok(()) } else { Err(format!("please install as root: apt-get install {}", missing.join(" "))) }
+}
+
+/// Where this machine gets Debian's packages from.
+pub(crate) fn mirror() -> String {
+    let mut c = Command::new("apt-get");
+    c.args(["indextargets", "--format", "$(REPO_URI)", "Created-By: Packages", "Origin: Debian", "Label: Debian"]);
+    let text = c.output().map(|o| String::from_utf8_lossy(&o.stdout).into_owned()).unwrap_or_default();
+    text.lines().next().unwrap_or("http://deb.debian.org/debian").to_string()
 }

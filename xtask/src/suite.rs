@@ -2,6 +2,7 @@
 
 mod attacks;
 mod changes;
+mod guest;
 mod kernel;
 mod network;
 mod podman;
@@ -14,6 +15,7 @@ use crate::Result;
 use crate::conformance;
 use crate::lab::{self, Lab, Link, Output, TwoHosts};
 use crate::memory;
+use crate::vm;
 
 pub(crate) use network::{arp_spoof, vxlan_injection};
 pub(crate) use sandbox::escape;
@@ -791,5 +793,15 @@ pub(crate) fn run(only: Option<&str>) -> Result<()> {
     memory::fixed(&mut s, &lab);
     wire(&mut s);
     kernel::run(&mut s);
+    guest::run(&mut s, None);
+    s.close()
+}
+
+/// The tests with guests alone, with one kernel if that is given.
+pub(crate) fn guests(kernel: Option<&str>, only: Option<&str>) -> Result<()> {
+    vm::prepare()?;
+    let lab = Lab::start(None)?;
+    let mut s = Suite::new(&lab, only);
+    guest::run(&mut s, kernel);
     s.close()
 }

@@ -8,7 +8,7 @@ use serde::{Deserialize, Serialize};
 use super::{print_json, rows};
 use crate::lab::{self, Link, TwoHosts};
 use crate::tcp::Tcp;
-use crate::vm::{GUEST as OWN, Guest};
+use crate::vm::{RXE as OWN, Rxe};
 use crate::{Result, packages};
 
 #[derive(Serialize)]
@@ -138,7 +138,7 @@ fn network(mtu: u32) -> Result<Network> {
 
 /// The same programs in one guest: on the kernel's rxe, and on two virtual layers over its loopback interface.
 fn guest() -> Result<Vec<InGuest>> {
-    let g = Guest::boot_alone(true)?;
+    let g = Rxe::boot_alone(true)?;
     let has_siw = g.run("rdma link show siw0/1")?.ok();
     let run = |command: &str| -> Result<f64> {
         let o = g.run(command)?;

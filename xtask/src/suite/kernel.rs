@@ -4,7 +4,7 @@
 use std::cell::OnceCell;
 
 use super::*;
-use crate::vm::{self, Guest};
+use crate::vm::Rxe;
 
 pub(super) fn run(s: &mut Suite<'_>) {
     if lab::uid() != 0 {
@@ -41,7 +41,7 @@ pub(super) fn run(s: &mut Suite<'_>) {
     let full = "kernel's rxe and we, with --full-icrc";
     // The first test that needs it boots it.
     let mut cell = OnceCell::new();
-    let guest = || cell.get_or_init(Guest::start).as_ref().map_err(Clone::clone);
+    let guest = || cell.get_or_init(Rxe::start).as_ref().map_err(Clone::clone);
     for (ours, guests) in &programs {
         for serves in [true, false] {
             s.check(&name(serves, ours), |_| {
@@ -58,7 +58,7 @@ pub(super) fn run(s: &mut Suite<'_>) {
     for (server, client) in &connecting {
         s.check(&name(true, server), |_| {
             let g = guest()?;
-            let run = || g.serve_there(server, &client.replace("ADDR", vm::GUEST).replace("IPV6", vm::GUEST6));
+            let run = || g.serve_there(server, &client.replace("ADDR", vm::RXE).replace("IPV6", vm::RXE6));
             // What shows that the guest listens may be of the program before.
             let early = run().and_then(|o| if o.1.text.contains("REJECTED") { run() } else { Ok(o) });
             both_end_well(early?)
@@ -80,7 +80,7 @@ pub(super) fn run(s: &mut Suite<'_>) {
         clean_packets(g.lab.as_ref().ok_or("no virtual layer")?)
     });
     s.check(full, |_| {
-        cell.get_or_init(Guest::start);
+        cell.get_or_init(Rxe::start);
         let g = cell.get_mut().ok_or("no guest")?.as_mut().map_err(|e| e.clone())?;
         g.serve(&["--full-icrc"])?;
         for (ours, guests) in programs.iter().filter(|p| !is_unreliable(&p.0)).take(3) {

@@ -1,0 +1,240 @@
+//! Debian's programs in virtual machines whose guests have vRNICs, with each other and with containers.
+
+use std::cell::OnceCell;
+
+use super::*;
+use crate::lab::Running;
+use crate::vm::{Guest, Systems, Task};
+
+/// Who takes part in a test.
+#[derive(Clone, Copy)]
+enum End<'a> {
+    Guest(&'a Guest),
+    /// The container of vRNIC `c`.
+    Container(&'a Lab),
+}
+
+/// A program that runs at an end.
+enum Program {
+    There(Task),
+    Here(Running),
+}
+
+impl Program {
+    fn finish_within(self, limit: Duration) -> Output {
+        match self {
+            Program::There(task) => task.finish_within(limit),
+            Program::Here(running) => running.finish_within(limit),
+        }
+    }
+
+    fn has_ended(&mut self) -> bool {
+        match self {
+            Program::There(task) => task.has_ended(),
+            Program::Here(running) => running.has_ended(),
+        }
+    }
+}
+
+/// Emulated processors are slow, and this machine may be busy: how long programs may take.
+const LIMIT: Duration = Duration::from_secs(60);
+const CONTAINER: &str = "c";
+const ADDRESS_OF_CONTAINER: &str = "10.0.0.3";
+
+impl End<'_> {
+    /// Starts a program, which gets the option for the index of the GID if it takes one.
+    fn spawn(&self, program: &str) -> Result<Program> {
+        let gid = match self {
+            End::Guest(g) => g.gid()?,
+            End::Container(_) => 0,
+        };
+        let program = match program.split_once(' ') {
+            Some((name, rest)) if name.ends_with("pingpong") => format!("{name} -g {gid} {rest}"),
+            Some((name, rest)) if name.starts_with("ib_") => format!("{name} -F -x {gid} {rest}"),
+            _ => program.into(),
+        };
+        let program = format!("timeout {} {program}", LIMIT.as_secs());
+        match self {
+            End::Guest(g) => g.spawn(&program).map(Program::There),
+            End::Container(lab) => lab.spawn(CONTAINER, &[], &program).map(Program::Here),
+        }
+    }
+
+    fn address(&self) -> &str {
+        match self {
+            End::Guest(g) => &g.ip,
+            End::Container(_) => ADDRESS_OF_CONTAINER,
+        }
+    }
+
+    /// Starts a server, and waits until it listens or has ended.
+    fn serve(&self, program: &str) -> Result<Program> {
+        let mut server = self.spawn(program)?;
+        match (self, &mut server) {
+            (End::Guest(g), server) => wait_until(|| server.has_ended() || g.listens(), "the server does not listen")?,
+            (End::Container(lab), Program::Here(r)) => {
+                r.wait_listening(|| lab.rdma_listens(CONTAINER));
+            }
+            _ => {}
+        }
+        Ok(server)
+    }
+}
+
+/// The same program at both ends; both must end well.
+fn pair(server: End<'_>, client: End<'_>, program: &str) -> Check {
+    let run = || -> Result<(Output, Output)> {
+        let s = server.serve(program)?;
+        let c = client.spawn(&format!("{program} {}", server.address()))?.finish_within(LIMIT);
+        let limit = if c.ok() { LIMIT } else { Duration::from_secs(5) };
+        Ok((s.finish_within(limit), c))
+    };
+    // perftest measures the processor's clock against the system's, and gives up on a machine that was busy meanwhile.
+    let (s, c) = run()?;
+    let gave_up = |o: &Output| o.text.contains("Can't produce a report");
+    both_end_well(if gave_up(&s) || gave_up(&c) { run()? } else { (s, c) })
+}
+
+/// Two processes of one guest. On few processors those that poll keep each other from running, so these wait for events where they can.
+const WITHIN: &[&str] = &[
+    "ibv_rc_pingpong -e -n 50",
+    "ibv_uc_pingpong -e -n 50",
+    "ibv_ud_pingpong -e -n 50",
+    "ibv_srq_pingpong -e -n 50",
+    "ib_write_bw -s 65536 -n 50",
+    "ib_send_bw -e -s 65536 -n 50",
+    "ib_read_bw -e -s 65536 -n 50",
+    "ib_atomic_bw -e -n 50",
+];
+/// A guest and a container, either of which serves.
+const WITH_CONTAINER: &[&str] = &[
+    "ibv_rc_pingpong -c -n 200",
+    "ibv_ud_pingpong -e -n 100",
+    "ibv_srq_pingpong -n 200",
+    "ib_write_bw -s 65536 -n 200",
+    "ib_send_bw -s 65536 -n 200",
+    "ib_read_bw -s 1000000 -n 50",
+    "ib_atomic_bw -n 200",
+];
+/// Two guests.
+const BETWEEN: &[&str] = &[
+    "ibv_rc_pingpong -e -n 100",
+    "ibv_uc_pingpong -e -n 100",
+    "ib_write_bw -s 65536 -n 100",
+    "ib_send_bw -e -s 65536 -n 100",
+    "ib_read_bw -e -s 65536 -n 100",
+];
+
+/// Two guests and a container on one virtual layer.
+struct Scene {
+    guests: Vec<Guest>,
+    lab: Lab,
+    /// The guests' files.
+    _systems: Systems,
+}
+
+impl Scene {
+    fn start(kernel: Option<&str>) -> Result<Scene> {
+        let systems = Systems::make(kernel)?;
+        let lab = Lab::start(None)?;
+        lab.vrnic(CONTAINER, &["--ip", ADDRESS_OF_CONTAINER])?;
+        let mut scene = Scene { guests: Vec::new(), lab, _systems: systems };
+        let all = &scene._systems.all;
+        for (i, vrnic) in ["a", "b"].into_iter().enumerate() {
+            scene.lab.vrnic(vrnic, &["--ip", &format!("10.0.0.{}", i + 1)])?;
+            let system = all.get(i).or(all.first()).ok_or("no kernel")?;
+            scene.guests.push(Guest::start(&scene.lab, system, vrnic, 2, false)?);
+        }
+        Ok(scene)
+    }
+}
+
+/// Nothing of a guest's is left in the virtual layer but its link to QEMU.
+fn nothing_left(lab: &Lab, guest: &Guest) -> Check {
+    let left = || -> Result<Vec<String>> {
+        let v = lab.show(&guest.vrnic)?;
+        let count = |k: &str| v[k].as_u64().unwrap_or(u64::MAX);
+        let all = ["qps", "cqs", "mrs_mapped", "mrs_copied"];
+        Ok(all.into_iter().filter(|k| count(k) > 0).map(|k| format!("{k}: {}", count(k))).collect())
+    };
+    wait_until(|| left().is_ok_and(|l| l.is_empty()), "").map_err(|_| format!("left of the guest: {:?}", left()))
+}
+
+pub(super) fn run(s: &mut Suite<'_>, kernel: Option<&str>) {
+    if lab::uid() != 0 {
+        println!("skipped: guests with vRNICs (their network needs root)");
+        return;
+    }
+    // The first test that needs them starts them.
+    let cell = OnceCell::new();
+    let scene = || cell.get_or_init(|| Scene::start(kernel)).as_ref().map_err(Clone::clone);
+    for (i, which) in ["first", "second"].into_iter().enumerate() {
+        let guest = || -> Result<(&Guest, &Lab)> {
+            let scene = scene()?;
+            Ok((&scene.guests[i], &scene.lab))
+        };
+        let explained = |f: &dyn Fn(&Guest, &Lab) -> Check| {
+            let (g, lab) = guest()?;
+            f(g, lab).map_err(|e| g.explain(&e))
+        };
+        s.check(&format!("{which} guest: ibv_devices, ibv_devinfo -v"), |_| {
+            explained(&|g, _| {
+                let o = g.run("ibv_devices")?;
+                require(o.ok() && o.text.contains("unirdma0"), o.text)?;
+                let o = g.run("ibv_devinfo -v")?;
+                let shows = ["unirdma0", "PORT_ACTIVE", "Ethernet", &format!("::ffff:{}", g.ip)];
+                require(o.ok() && shows.iter().all(|t| o.text.contains(t)), o.text)
+            })
+        });
+        for p in WITHIN {
+            s.check(&format!("{which} guest alone: {p}"), |_| explained(&|g, _| pair(End::Guest(g), End::Guest(g), p)));
+        }
+        for p in WITH_CONTAINER {
+            s.check(&format!("{which} guest serves a container: {p}"), |_| {
+                explained(&|g, lab| pair(End::Guest(g), End::Container(lab), p))
+            });
+            s.check(&format!("{which} guest calls a container: {p}"), |_| {
+                explained(&|g, lab| pair(End::Container(lab), End::Guest(g), p))
+            });
+        }
+        for p in BETWEEN {
+            s.check(&format!("{which} guest calls the other: {p}"), |_| {
+                explained(&|g, _| pair(End::Guest(&scene()?.guests[1 - i]), End::Guest(g), p))
+            });
+        }
+        s.check(&format!("{which} guest: paused while it works, and goes on"), |_| {
+            explained(&|g, lab| {
+                let p = "ibv_rc_pingpong -e -n 3000";
+                let server = End::Container(lab).serve(p)?;
+                let mut client = End::Guest(g).spawn(&format!("{p} {ADDRESS_OF_CONTAINER}"))?;
+                for _ in 0..3 {
+                    std::thread::sleep(Duration::from_millis(200));
+                    g.pause()?;
+                    std::thread::sleep(Duration::from_millis(200));
+                    require(!client.has_ended(), "it ended too early")?;
+                    g.go_on()?;
+                }
+                let c = client.finish_within(LIMIT);
+                both_end_well((server.finish_within(LIMIT), c))
+            })
+        });
+        s.check(&format!("{which} guest: another driver while a peer is connected"), |_| {
+            explained(&|g, lab| {
+                let p = "ib_write_bw -s 65536 -D 30";
+                let server = End::Guest(g).serve(p)?;
+                let client = End::Container(lab).spawn(&format!("{p} {}", g.ip))?;
+                wait_until(|| lab.show(CONTAINER).is_ok_and(|v| v["qps"].as_u64() > Some(0)), "no QP")?;
+                std::thread::sleep(Duration::from_millis(500));
+                g.run("killall -9 ib_write_bw")?;
+                wait_until(|| g.unload().is_ok(), "the driver stays in use")?;
+                let o = client.finish_within(LIMIT);
+                require(!o.ok() && o.code.is_some(), format!("the peer's program has not ended: {}", o.text))?;
+                drop(server);
+                nothing_left(lab, g)?;
+                g.load()?;
+                pair(End::Container(lab), End::Guest(g), "ibv_rc_pingpong -c -n 100")?;
+                nothing_left(lab, g)
+            })
+        });
+    }
+}

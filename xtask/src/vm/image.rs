@@ -1,0 +1,173 @@
+//! Initial RAM file systems: a kernel's modules, programs of its release, and one script that starts all.
+
+use std::fs;
+use std::os::unix::fs::symlink;
+use std::path::{Path, PathBuf};
+
+use super::machine::{self, PORTS};
+use super::{Kernel, failed, run, write};
+use crate::Result;
+
+/// Waits for commands at a port of the virtual machine: a line in, its output and a last line with its exit code out.
+const SERVE: &str = "#!/bin/sh
+exec 3<>$1 || exit
+while :; do
+    if read -r line <&3; then
+        sh -c \"$line\" </dev/null >&3 2>&1 3>&-
+        printf '\\001%d\\n' $? >&3
+    else
+        sleep 0.1
+    fi
+done
+";
+const LIBRARIES: &str = "/usr/lib/x86_64-linux-gnu";
+
+/// A file system that is being made.
+pub(crate) struct Image<'a> {
+    kernel: &'a Kernel,
+    root: PathBuf,
+    /// Files of modules that are loaded at the start, in this order.
+    modules: Vec<String>,
+}
+
+impl<'a> Image<'a> {
+    /// Begins one in directory `root`, with busybox and `/bin/sh`.
+    ///
+    /// # Errors
+    /// What is missing.
+    pub fn new(kernel: &'a Kernel, root: PathBuf) -> Result<Image<'a>> {
+        for d in ["bin", "dev", "proc", "sys", "run", "tmp", "modules", "etc/libibverbs.d"] {
+            fs::create_dir_all(root.join(d)).map_err(failed(d))?;
+        }
+        let mut image = Image { kernel, root, modules: Vec::new() };
+        // Its own programs come first with busybox's shell, so it is not the shell.
+        image.file(Path::new("/bin/busybox"), "bin/busybox")?;
+        for applet in run(&image.root, &["/bin/busybox", "--list"])?.lines().filter(|a| !["busybox", "sh"].contains(a))
+        {
+            let _ = symlink("busybox", image.root.join("bin").join(applet));
+        }
+        image.program("dash")?;
+        symlink("../usr/bin/dash", image.root.join("bin/sh")).map_err(failed("sh"))?;
+        image.modules(&["virtio_pci", "virtio_net", "virtio_console"])?;
+        Ok(image)
+    }
+
+    /// A file of the kernel's release.
+    fn theirs(&self, file: &str) -> PathBuf {
+        self.kernel.root.join(file.trim_start_matches('/'))
+    }
+
+    /// Copies a file of this machine, following links.
+    ///
+    /// # Errors
+    /// It cannot be copied.
+    pub fn file(&self, from: &Path, to: &str) -> Result<()> {
+        let name = from.display().to_string();
+        let to = self.root.join(to.trim_start_matches('/'));
+        fs::create_dir_all(to.parent().unwrap_or(&self.root)).map_err(failed(&name))?;
+        fs::copy(from, &to).map(|_| ()).map_err(failed(&name))
+    }
+
+    /// Writes a file.
+    ///
+    /// # Errors
+    /// It cannot be written.
+    pub fn text(&self, to: &str, text: &str) -> Result<()> {
+        write(self.root.join(to.trim_start_matches('/')), text, 0o755)
+    }
+
+    /// Copies what a file of the kernel's release needs.
+    fn libraries_of(&self, file: &str) -> Result<()> {
+        let root = self.kernel.root.display().to_string();
+        // A static program needs none, and the loader says so by failing.
+        let list =
+            run(&self.root, &["chroot", &root, "/lib64/ld-linux-x86-64.so.2", "--list", file]).unwrap_or_default();
+        for library in list.split_whitespace().filter(|w| w.starts_with('/')) {
+            if !self.root.join(library.trim_start_matches('/')).exists() {
+                self.file(&self.theirs(library), library)?;
+            }
+        }
+        Ok(())
+    }
+
+    /// Copies a program of the kernel's release with the libraries that it needs.
+    ///
+    /// # Errors
+    /// It is not there.
+    pub fn program(&self, name: &str) -> Result<()> {
+        let places = ["/usr/bin", "/usr/sbin", "/bin", "/sbin"].map(|d| format!("{d}/{name}"));
+        let file =
+            places.iter().find(|f| self.theirs(f).exists()).ok_or_else(|| format!("there is no program {name}"))?;
+        self.file(&self.theirs(file), &format!("usr/bin/{name}"))?;
+        self.libraries_of(file)
+    }
+
+    /// Copies rdma-core's provider for a kind of device, of the kernel's release.
+    ///
+    /// # Errors
+    /// It is not there.
+    pub fn provider(&self, kind: &str) -> Result<()> {
+        let dir = format!("{LIBRARIES}/libibverbs");
+        let all = fs::read_dir(self.theirs(&dir)).map_err(failed(&dir))?.flatten();
+        let found =
+            all.filter_map(|e| e.file_name().into_string().ok()).find(|n| n.starts_with(&format!("lib{kind}-")));
+        let file = format!("{dir}/{}", found.ok_or_else(|| format!("no {kind} provider in {dir}"))?);
+        self.file(&self.theirs(&file), &file)?;
+        self.libraries_of(&file)?;
+        let config = format!("/etc/libibverbs.d/{kind}.driver");
+        self.file(&self.theirs(&config), &config)
+    }
+
+    /// Copies a program or library that is built on this machine, which also takes what its compiler brings.
+    ///
+    /// # Errors
+    /// It cannot be copied.
+    pub fn ours(&self, from: &Path, to: &str) -> Result<()> {
+        self.file(from, to)?;
+        let compilers = format!("{LIBRARIES}/libgcc_s.so.1");
+        self.file(&self.theirs(&compilers), &compilers)
+    }
+
+    /// Copies modules, with those that they need. They are loaded at the start.
+    ///
+    /// # Errors
+    /// One is not there.
+    pub fn modules(&mut self, names: &[&str]) -> Result<()> {
+        let base = self.kernel.base.display().to_string();
+        for m in names {
+            let chain = run(&self.root, &["modprobe", "-d", &base, "-S", &self.kernel.version, "--show-depends", m])?;
+            for file in chain.lines().filter_map(|l| l.strip_prefix("insmod ")).map(str::trim) {
+                let name = Path::new(file).file_name().unwrap_or_default().to_string_lossy().into_owned();
+                let plain = name.trim_end_matches(".xz").to_string();
+                if self.modules.contains(&plain) {
+                    continue;
+                }
+                self.file(Path::new(file), &format!("modules/{name}"))?;
+                if name != plain {
+                    run(&self.root.join("modules"), &["xz", "-d", &name])?;
+                }
+                self.modules.push(plain);
+            }
+        }
+        Ok(())
+    }
+
+    /// Packs it into `to`. The script `then` runs when modules are loaded and before commands are served.
+    ///
+    /// # Errors
+    /// It could not be packed.
+    pub fn pack(self, then: &str, to: &Path) -> Result<()> {
+        let load: String = self.modules.iter().map(|m| format!("insmod /modules/{m}\n")).collect();
+        let last = machine::port_in_guest(PORTS);
+        let serve: String = (1..=PORTS).map(|n| format!("/serve {} &\n", machine::port_in_guest(n))).collect();
+        let init = format!(
+            "#!/bin/sh\nexport PATH=/usr/bin:/bin HOME=/\nmount -t proc proc /proc\nmount -t sysfs sys /sys\n\
+             mount -t devtmpfs dev /dev\nmkdir -p /dev/shm\nmount -t tmpfs shm /dev/shm\nulimit -l unlimited\n{load}\
+             ip link set lo up\n{then}until [ -e {last} ]; do sleep 0.05; done\n{serve}setsid cttyhack sh\npoweroff -f\n"
+        );
+        self.text("init", &init)?;
+        self.text("serve", SERVE)?;
+        run(&self.root, &["sh", "-c", &format!("find . | cpio -o -H newc --quiet >{}", to.display())])?;
+        fs::remove_dir_all(&self.root).map_err(failed("initial RAM file system"))
+    }
+}

@@ -1,0 +1,265 @@
+//! A running virtual machine: QEMU, its monitor, its console, and commands in the guest.
+//!
+//! Commands need no network: each goes by a port of a virtio serial device, at whose other end the guest has a shell.
+
+use std::fs;
+use std::io::{BufRead, BufReader, Read, Write};
+use std::os::unix::net::UnixStream;
+use std::path::{Path, PathBuf};
+use std::process::{Child, Command, Stdio};
+use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
+use std::time::{Duration, Instant};
+
+use super::failed;
+use crate::Result;
+use crate::lab::Output;
+
+/// How many commands may run at a time.
+pub(super) const PORTS: usize = 8;
+/// How long a guest may take to come up.
+const BOOT: Duration = Duration::from_secs(120);
+/// How long a command may take.
+const LIMIT: Duration = Duration::from_secs(120);
+/// What the guest sends after a command's output, before its exit code.
+const END: u8 = 1;
+
+/// The device file of a port in the guest, counted from 1.
+pub(super) fn port_in_guest(n: usize) -> String {
+    format!("/dev/vport0p{n}")
+}
+
+fn lock<T>(m: &Mutex<T>) -> MutexGuard<'_, T> {
+    m.lock().unwrap_or_else(PoisonError::into_inner)
+}
+
+/// What a virtual machine is to be.
+pub(super) struct Config<'a> {
+    /// QEMU, and what it is started by.
+    pub qemu: Vec<String>,
+    /// Where its sockets and files are.
+    pub dir: &'a Path,
+    pub kernel: &'a Path,
+    pub initrd: &'a Path,
+    pub processors: u32,
+    /// MiB.
+    pub memory: u32,
+    /// More arguments of QEMU.
+    pub more: Vec<String>,
+    /// The terminal is the guest's console.
+    pub interactive: bool,
+}
+
+/// A virtual machine. It ends with this value.
+pub(crate) struct Machine {
+    qemu: Child,
+    dir: PathBuf,
+    /// Ports at which no command runs.
+    ports: Arc<Mutex<Vec<UnixStream>>>,
+}
+
+/// A command that runs in a guest.
+pub(crate) struct Task {
+    state: Arc<State>,
+    limit: Instant,
+}
+
+#[derive(Default)]
+struct State {
+    progress: Mutex<Progress>,
+    changed: Condvar,
+}
+
+#[derive(Default)]
+struct Progress {
+    text: Vec<u8>,
+    ended: bool,
+    code: Option<i32>,
+}
+
+impl Machine {
+    /// Starts it, and waits until it takes commands.
+    ///
+    /// # Errors
+    /// Why it does not come up, with the end of its console.
+    pub fn start(config: &Config<'_>) -> Result<Machine> {
+        let dir = config.dir.to_path_buf();
+        let path = |name: &str| dir.join(name).display().to_string();
+        let mut c = Command::new(&config.qemu[0]);
+        c.args(&config.qemu[1..]).args(["-accel", "tcg,thread=multi", "-machine", "q35", "-cpu", "max", "-nodefaults"]);
+        c.args(["-smp", &config.processors.to_string(), "-m", &config.memory.to_string(), "-display", "none"]);
+        c.arg("-kernel").arg(config.kernel).arg("-initrd").arg(config.initrd).arg("-no-reboot");
+        c.args(["-append", "console=ttyS0 quiet panic=-1 nokaslr mitigations=off"]);
+        c.args(["-qmp", &format!("unix:{},server=on,wait=off", path("monitor"))]);
+        c.args(["-device", "virtio-serial-pci"]);
+        for n in 1..=PORTS {
+            c.args(["-chardev", &format!("socket,id=port{n},path={},server=on,wait=off", path(&format!("port{n}")))]);
+            c.args(["-device", &format!("virtserialport,chardev=port{n},nr={n}")]);
+        }
+        c.args(&config.more);
+        if config.interactive {
+            c.args(["-serial", "mon:stdio"]);
+        } else {
+            let log = fs::File::create(dir.join("qemu.log")).map_err(failed("qemu.log"))?;
+            let err = log.try_clone().map_err(failed("qemu.log"))?;
+            c.args(["-serial", &format!("file:{}", path("console.log"))]).stdin(Stdio::null()).stdout(log).stderr(err);
+        }
+        let qemu = c.spawn().map_err(failed(&config.qemu[0]))?;
+        let mut m = Machine { qemu, dir, ports: Arc::default() };
+        m.wait_up()?;
+        Ok(m)
+    }
+
+    fn wait_up(&mut self) -> Result<()> {
+        let start = Instant::now();
+        let mut answers = None;
+        loop {
+            let connected = lock(&self.ports).len();
+            if answers.is_none() && connected < PORTS {
+                if let Ok(port) = UnixStream::connect(self.dir.join(format!("port{}", connected + 1))) {
+                    lock(&self.ports).push(port);
+                    continue;
+                }
+            } else if answers.as_ref().is_some_and(Task::has_ended) {
+                return Ok(());
+            } else if answers.is_none() {
+                answers = Some(self.spawn("true")?);
+            }
+            if self.has_ended() || start.elapsed() > BOOT {
+                return Err(format!("the virtual machine did not come up\n{}", self.console()));
+            }
+            std::thread::sleep(Duration::from_millis(20));
+        }
+    }
+
+    /// True once QEMU has ended.
+    pub fn has_ended(&mut self) -> bool {
+        !matches!(self.qemu.try_wait(), Ok(None))
+    }
+
+    /// The end of what QEMU and the guest's kernel have said.
+    pub fn console(&self) -> String {
+        let read = |name| String::from_utf8_lossy(&fs::read(self.dir.join(name)).unwrap_or_default()).into_owned();
+        let text = read("qemu.log") + &read("console.log");
+        let lines: Vec<&str> = text.lines().map(str::trim_end).collect();
+        format!("console of the guest:\n{}", lines[lines.len().saturating_sub(40)..].join("\n"))
+    }
+
+    /// Starts a command in the guest.
+    ///
+    /// # Errors
+    /// Too many run already, or the guest is gone.
+    pub fn spawn(&self, command: &str) -> Result<Task> {
+        let mut port = lock(&self.ports).pop().ok_or("too many commands run in the guest")?;
+        writeln!(port, "{}", command.replace('\n', "; ")).map_err(failed("the guest is gone"))?;
+        let state = Arc::new(State::default());
+        let (s, ports) = (state.clone(), self.ports.clone());
+        std::thread::spawn(move || s.follow(port, &ports));
+        Ok(Task { state, limit: Instant::now() + LIMIT })
+    }
+
+    /// Runs a command in the guest.
+    ///
+    /// # Errors
+    /// As [`Machine::spawn`].
+    pub fn run(&self, command: &str) -> Result<Output> {
+        Ok(self.spawn(command)?.finish())
+    }
+
+    /// One command of QEMU's monitor protocol, without arguments or with them as JSON.
+    ///
+    /// # Errors
+    /// What QEMU answers.
+    pub fn monitor(&self, command: &str, arguments: &str) -> Result<()> {
+        let wrong = failed("QEMU's monitor");
+        let stream = UnixStream::connect(self.dir.join("monitor")).map_err(&wrong)?;
+        stream.set_read_timeout(Some(LIMIT)).map_err(&wrong)?;
+        let mut answers = BufReader::new(&stream);
+        let commands = [("qmp_capabilities", "{}"), (command, arguments)];
+        for (name, arguments) in commands {
+            writeln!(&stream, "{{\"execute\": \"{name}\", \"arguments\": {arguments}}}").map_err(&wrong)?;
+            loop {
+                let mut line = String::new();
+                if answers.read_line(&mut line).map_err(&wrong)? == 0 || line.starts_with("{\"error\"") {
+                    return Err(format!("QEMU's monitor: {name}: {line}"));
+                }
+                if line.starts_with("{\"return\"") {
+                    break;
+                }
+            }
+        }
+        Ok(())
+    }
+
+    /// Waits until the guest is powered off.
+    pub fn wait(&mut self) {
+        let _ = self.qemu.wait();
+    }
+}
+
+impl Drop for Machine {
+    fn drop(&mut self) {
+        let _ = self.qemu.kill();
+        let _ = self.qemu.wait();
+    }
+}
+
+impl State {
+    /// Reads a command's output up to its end, and gives the port back.
+    fn follow(&self, mut port: UnixStream, ports: &Mutex<Vec<UnixStream>>) {
+        let mut bytes = [0; 4096];
+        let mut end: Option<Vec<u8>> = None;
+        let code = loop {
+            let n = match port.read(&mut bytes) {
+                Ok(0) | Err(_) => break None,
+                Ok(n) => n,
+            };
+            let mut p = lock(&self.progress);
+            for b in &bytes[..n] {
+                match (&mut end, *b) {
+                    (None, END) => end = Some(Vec::new()),
+                    (None, b) => p.text.push(b),
+                    (Some(digits), b) => digits.push(b),
+                }
+            }
+            self.changed.notify_all();
+            if let Some(digits) = end.as_ref().filter(|d| d.ends_with(b"\n")) {
+                lock(ports).push(port);
+                break String::from_utf8_lossy(digits).trim().parse().ok();
+            }
+        };
+        let mut p = lock(&self.progress);
+        (p.code, p.ended) = (code, true);
+        self.changed.notify_all();
+    }
+}
+
+impl Task {
+    /// What it has printed.
+    pub fn text(&self) -> String {
+        String::from_utf8_lossy(&lock(&self.state.progress).text).into_owned()
+    }
+
+    /// True once it has ended.
+    pub fn has_ended(&self) -> bool {
+        lock(&self.state.progress).ended
+    }
+
+    /// As [`Task::finish`], for so long at most.
+    pub fn finish_within(mut self, limit: Duration) -> Output {
+        self.limit = Instant::now() + limit;
+        self.finish()
+    }
+
+    /// Waits for the end, up to the limit. What takes longer has no exit code, and goes on.
+    pub fn finish(self) -> Output {
+        let mut p = lock(&self.state.progress);
+        while !p.ended {
+            let left = self.limit.saturating_duration_since(Instant::now());
+            if left.is_zero() {
+                break;
+            }
+            p = self.state.changed.wait_timeout(p, left).unwrap_or_else(PoisonError::into_inner).0;
+        }
+        Output { code: p.code, text: String::from_utf8_lossy(&p.text).into_owned() }
+    }
+}

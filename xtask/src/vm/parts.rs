@@ -1,0 +1,312 @@
+//! What virtual machines are made of, in `target/vm`: QEMU, programs and a kernel of Debian 13, this machine's own kernel, and what
+//! modules for the two are built with.
+//!
+//! Each part is made under another name and renamed when it is whole, so that whoever finds it finds all of it.
+
+use std::fs::{self, File};
+use std::os::fd::AsRawFd;
+use std::os::unix::fs::symlink;
+use std::path::{Path, PathBuf};
+use std::process::{Command, Stdio};
+
+use super::{failed, run, write};
+use crate::{Result, lab, packages};
+
+/// Packages of Debian 13: QEMU, the kernel, what builds its modules, and the programs of its guests.
+const PACKAGES: &[&str] = &[
+    "qemu-system-x86",
+    "linux-image-amd64",
+    "linux-headers-amd64",
+    "gcc",
+    "libc6-dev",
+    "make",
+    "bash",
+    "coreutils",
+    "dash",
+    "diffutils",
+    "findutils",
+    "gawk",
+    "grep",
+    "sed",
+    "ibverbs-utils",
+    "iproute2",
+    "iputils-ping",
+    "perftest",
+    "rdmacm-utils",
+    "util-linux",
+];
+/// Which of them come from Debian's backports: Debian 13's own QEMU has no vhost-user device of any kind.
+const FROM_BACKPORTS: &str = "qemu-* seabios ipxe-qemu";
+/// Says of which packages a root directory is made.
+const RECIPE: &str = "recipe";
+
+/// A kernel for guests.
+pub(crate) struct Kernel {
+    /// As `uname -r` prints it.
+    pub version: String,
+    /// The kernel as an ELF file, which starts faster under emulation than what unpacks itself.
+    pub image: PathBuf,
+    /// What has its `lib/modules`.
+    pub base: PathBuf,
+    /// Root directory of its release.
+    pub root: PathBuf,
+}
+
+/// All that guests are made of. Other processes that want parts wait while this value lives.
+pub(crate) struct Parts {
+    dir: PathBuf,
+    /// Root directory of Debian 13.
+    root: PathBuf,
+    _lock: File,
+}
+
+fn lock(dir: &Path) -> Result<File> {
+    let file = File::create(dir.join("lock")).map_err(failed("target/vm/lock"))?;
+    // SAFETY: plain system calls on a descriptor of ours.
+    unsafe {
+        if libc::flock(file.as_raw_fd(), libc::LOCK_EX | libc::LOCK_NB) != 0 {
+            println!("waiting for another process that makes parts of virtual machines");
+            libc::flock(file.as_raw_fd(), libc::LOCK_EX);
+        }
+    }
+    Ok(file)
+}
+
+fn remove(path: &Path) -> Result<()> {
+    if path.is_dir() { fs::remove_dir_all(path).map_err(failed(&path.display().to_string())) } else { Ok(()) }
+}
+
+/// Makes `to` by what `make` does to a path beside it.
+fn whole(to: &Path, make: impl FnOnce(&Path) -> Result<()>) -> Result<()> {
+    let new = PathBuf::from(format!("{}.new", to.display()));
+    remove(&new)?;
+    make(&new)?;
+    remove(to)?;
+    fs::rename(&new, to).map_err(failed(&to.display().to_string()))
+}
+
+impl Parts {
+    /// Makes what is missing.
+    ///
+    /// # Errors
+    /// What could not be downloaded or built.
+    pub fn make() -> Result<Parts> {
+        let dir = lab::root().join("target/vm");
+        fs::create_dir_all(&dir).map_err(failed("target/vm"))?;
+        let _lock = lock(&dir)?;
+        let parts = Parts { root: dir.join("trixie"), dir, _lock };
+        parts.debian_13()?;
+        parts.preload()?;
+        Ok(parts)
+    }
+
+    /// Where all of it is.
+    pub fn dir(&self) -> &Path {
+        &self.dir
+    }
+
+    fn debian_13(&self) -> Result<()> {
+        let recipe = format!("{}\n{FROM_BACKPORTS}\n", PACKAGES.join(" "));
+        if fs::read_to_string(self.root.join(RECIPE)).is_ok_and(|r| r == recipe) {
+            return Ok(());
+        }
+        println!("downloading QEMU, a kernel and programs of Debian 13 for virtual machines (about 350 MB, once)");
+        whole(&self.root, |new| {
+            let path = new.display().to_string();
+            let pin = format!("Package: {FROM_BACKPORTS}\\nPin: release n=trixie-backports\\nPin-Priority: 990\\n");
+            let hook =
+                format!("mkdir -p \"$1/etc/apt/preferences.d\"; printf '{pin}' >\"$1/etc/apt/preferences.d/qemu\"");
+            let signed = "[signed-by=/usr/share/keyrings/debian-archive-keyring.gpg]";
+            let mirror = packages::mirror();
+            let source = |suite: &str| format!("deb {signed} {mirror} {suite} main");
+            let (main, backports) = (source("trixie"), source("trixie-backports"));
+            let include = format!("--include={}", PACKAGES.join(","));
+            let hook = format!("--setup-hook={hook}");
+            let words =
+                ["mmdebstrap", "--quiet", "--variant=extract", &hook, &include, "trixie", &path, &main, &backports];
+            run(&self.dir, &words)?;
+            for d in ["bin", "sbin", "lib", "lib64"] {
+                if !new.join(d).exists() {
+                    symlink(format!("usr/{d}"), new.join(d)).map_err(failed(d))?;
+                }
+            }
+            for (link, to) in [("usr/bin/sh", "dash"), ("usr/bin/awk", "gawk")] {
+                if !new.join(link).exists() {
+                    symlink(to, new.join(link)).map_err(failed(link))?;
+                }
+            }
+            for d in ["dev", "proc", "tmp", "build"] {
+                fs::create_dir_all(new.join(d)).map_err(failed(d))?;
+            }
+            for d in ["usr/share/doc", "usr/share/locale", "usr/share/man", "var/cache/apt", "var/lib/apt"] {
+                let _ = fs::remove_dir_all(new.join(d));
+            }
+            write(new.join(RECIPE), &recipe, 0o644)
+        })
+    }
+
+    /// The library that gives the device's number a name in QEMU.
+    fn preload(&self) -> Result<()> {
+        let source = lab::root().join("guest/qemu/name.c").display().to_string();
+        let to = self.dir.join("name.so");
+        whole(&to, |new| {
+            run(&self.dir, &["cc", "-O2", "-Wall", "-shared", "-fPIC", "-o", &new.display().to_string(), &source])?;
+            Ok(())
+        })
+    }
+
+    /// QEMU, as a command to which arguments are to be added. It is started by its own release's dynamic loader.
+    pub fn qemu(&self) -> Vec<String> {
+        let at = |p: &str| self.root.join(p).display().to_string();
+        let libraries = ["", "/qemu", "/pulseaudio"].map(|d| at(&format!("usr/lib/x86_64-linux-gnu{d}"))).join(":");
+        let mut words = vec!["env".to_string(), format!("QEMU_MODULE_DIR={}", at("usr/lib/x86_64-linux-gnu/qemu"))];
+        words.push(at("lib64/ld-linux-x86-64.so.2"));
+        words.extend(["--preload".into(), self.dir.join("name.so").display().to_string()]);
+        words.extend(["--library-path".into(), libraries, at("usr/bin/qemu-system-x86_64")]);
+        for firmware in ["usr/share/qemu", "usr/share/seabios"] {
+            words.extend(["-L".into(), at(firmware)]);
+        }
+        words
+    }
+
+    /// Debian 13's kernel.
+    ///
+    /// # Errors
+    /// It could not be unpacked.
+    pub fn kernel_13(&self) -> Result<Kernel> {
+        let modules = self.root.join("usr/lib/modules");
+        let all = fs::read_dir(&modules).map_err(failed("modules"))?.flatten();
+        let found = all.filter(|e| e.path().join("kernel").exists()).map(|e| e.file_name().into_string()).next();
+        let version = found.and_then(|n| n.ok()).ok_or("Debian 13's kernel is not there")?;
+        let (root, base) = (self.root.clone(), self.root.join("usr"));
+        self.kernel(version, root.join("boot"), base, root)
+    }
+
+    /// The kernel of this machine's release.
+    ///
+    /// # Errors
+    /// It could not be downloaded or unpacked.
+    pub fn kernel_here(&self) -> Result<Kernel> {
+        let package = run(&self.dir, &["apt-cache", "depends", "linux-image-amd64"])?;
+        let package = package.split_whitespace().find(|w| w.starts_with("linux-image-") && *w != "linux-image-amd64");
+        let package = package.ok_or("apt knows no linux-image-amd64")?.to_string();
+        let version = package.trim_start_matches("linux-image-").to_string();
+        let to = self.dir.join(&package);
+        if !to.join("boot").exists() {
+            println!("downloading {package} for virtual machines (once)");
+            whole(&to, |new| unpack(&self.dir, &[&package], new))?;
+        }
+        let base = if to.join("lib/modules").exists() { to.clone() } else { to.join("usr") };
+        self.kernel(version, to.join("boot"), base, "/".into())
+    }
+
+    fn kernel(&self, version: String, boot: PathBuf, base: PathBuf, root: PathBuf) -> Result<Kernel> {
+        let image = self.dir.join(format!("vmlinux-{version}"));
+        if !image.exists() {
+            run(&self.dir, &["depmod", "-b", &base.display().to_string(), &version])?;
+            whole(&image, |new| uncompress(&boot.join(format!("vmlinuz-{version}")), new))?;
+        }
+        Ok(Kernel { version, image, base, root })
+    }
+
+    /// Where `make` finds what modules of this machine's kernel are built with.
+    ///
+    /// # Errors
+    /// It could not be downloaded.
+    pub fn headers_here(&self, version: &str) -> Result<PathBuf> {
+        let to = self.dir.join(format!("headers-{version}"));
+        let headers = format!("linux-headers-{version}");
+        let build = to.join("usr/src").join(&headers);
+        if build.exists() {
+            return Ok(build);
+        }
+        println!("downloading {headers} (once)");
+        // 6.1.0-56-amd64: release 6.1, flavour amd64.
+        let release = version.split('.').take(2).collect::<Vec<_>>().join(".");
+        let common = format!("linux-headers-{}-common", version.rsplit_once('-').map_or(version, |v| v.0));
+        whole(&to, |new| {
+            unpack(&self.dir, &[&headers, &common, &format!("linux-kbuild-{release}")], new)?;
+            // The makefile has the absolute names of an installation.
+            let makefile = new.join("usr/src").join(&headers).join("Makefile");
+            let text = fs::read_to_string(&makefile).map_err(failed("the headers' makefile"))?;
+            write(makefile, &text.replace("/usr/src/", &format!("{}/", to.join("usr/src").display())), 0o644)
+        })?;
+        Ok(build)
+    }
+
+    /// Builds a kernel module for a kernel from the sources in `from`; the file that comes of it.
+    ///
+    /// # Errors
+    /// What make says.
+    pub fn module(&self, kernel: &Kernel, from: &Path, name: &str) -> Result<PathBuf> {
+        let is_here = kernel.root == Path::new("/");
+        let at = if is_here { self.dir.clone() } else { self.root.join("build") };
+        let at = at.join(format!("{name}-{}", kernel.version));
+        fs::create_dir_all(&at).map_err(failed("a module's directory"))?;
+        // make looks at the times of files.
+        run(from, &["sh", "-c", &format!("cp -a . {}", at.display())])?;
+        if is_here {
+            let headers = self.headers_here(&kernel.version)?;
+            run(&at, &["make", &format!("KDIR={}", headers.display())])?;
+        } else {
+            let inside = Path::new("/").join(at.strip_prefix(&kernel.root).unwrap_or(&at));
+            let make = format!("make -C {} KDIR=/lib/modules/{}/build", inside.display(), kernel.version);
+            self.in_debian_13(&make)?;
+        }
+        Ok(at.join(format!("{name}.ko")))
+    }
+
+    /// Runs a shell command in Debian 13's root directory.
+    fn in_debian_13(&self, command: &str) -> Result<()> {
+        let root = self.root.display();
+        let script = format!(
+            "mount --rbind /dev {root}/dev && mount -t proc proc {root}/proc && exec chroot {root} /bin/sh -c '{command}'"
+        );
+        let mut c = Command::new("unshare");
+        c.args(["--mount", "--propagation", "private", "sh", "-c", &script]).stdin(Stdio::null());
+        let o = c.env("PATH", "/usr/sbin:/usr/bin").output().map_err(failed("unshare"))?;
+        if o.status.success() {
+            return Ok(());
+        }
+        Err(format!("{command}: {}{}", String::from_utf8_lossy(&o.stdout), String::from_utf8_lossy(&o.stderr)))
+    }
+}
+
+/// Unpacks packages of this machine's release into `to`, without installing them.
+fn unpack(dir: &Path, packages: &[&str], to: &Path) -> Result<()> {
+    let debs = dir.join("debs");
+    remove(&debs)?;
+    for d in [&debs, to] {
+        fs::create_dir_all(d).map_err(failed("packages"))?;
+    }
+    run(&debs, &[&["apt-get", "download", "-q"], packages].concat())?;
+    run(&debs, &["sh", "-ec", &format!("for p in *.deb; do dpkg-deb -x $p {}; done", to.display())])?;
+    remove(&debs)
+}
+
+/// Takes the ELF file out of a bzImage, by the offsets in its header (the kernel's Documentation/arch/x86/boot.rst).
+fn uncompress(bzimage: &Path, to: &Path) -> Result<()> {
+    let image = fs::read(bzimage).map_err(failed("vmlinuz"))?;
+    let bad = || format!("{} is no compressed kernel", bzimage.display());
+    let word =
+        |at: usize| image.get(at..at + 4).and_then(|b| b.try_into().ok()).map(|b| u32::from_le_bytes(b) as usize);
+    let sectors = image.get(0x1f1).copied().filter(|n| *n > 0).unwrap_or(4);
+    let begin = (usize::from(sectors) + 1) * 512 + word(0x248).ok_or_else(bad)?;
+    // The last four bytes are the length of what comes out.
+    let end = begin + word(0x24c).ok_or_else(bad)?.saturating_sub(4);
+    let payload = image.get(begin..end).ok_or_else(bad)?;
+    let program = match payload {
+        [0xfd, b'7', b'z', b'X', b'Z', ..] => "xz",
+        [0x28, 0xb5, 0x2f, 0xfd, ..] => "zstd",
+        [0x1f, 0x8b, ..] => "gzip",
+        _ => return Err(bad()),
+    };
+    let packed = to.with_extension("packed");
+    fs::write(&packed, payload).map_err(failed("vmlinux"))?;
+    let unpacked = File::create(to).map_err(failed("vmlinux"))?;
+    let mut c = Command::new(program);
+    let packed_in = File::open(&packed).map_err(failed("vmlinux"))?;
+    let ok = c.arg("-dc").stdin(packed_in).stdout(unpacked).status().map_err(failed(program))?.success();
+    let _ = fs::remove_file(&packed);
+    if ok { Ok(()) } else { Err(bad()) }
+}
