@@ -72,6 +72,13 @@ macro_rules! for_each_command {
             ResizeQp = 42, resize_qp(ResizeQpReq) -> Nothing;
             OpenQp = 43, open_qp(OpenQpReq) -> Nothing;
             SetStage = 44, set_stage(SetStageReq) -> Nothing;
+            NewSession = 45, new_session(NewSessionReq) -> NewSessionResp;
+            CreateDoorbell = 46, create_doorbell(SetDoorbellReq) -> HandleResp;
+            DestroyDoorbell = 47, destroy_doorbell(HandleReq) -> Nothing;
+            RegMrRuns = 48, reg_mr_runs(RegMrRunsReq) -> MrResp;
+            ExtendMr = 49, extend_mr(ExtendMrReq) -> Nothing;
+            MapRuns = 50, map_runs(MapRunsReq) -> MapRunsResp;
+            UnmapRuns = 51, unmap_runs(HandleReq) -> Nothing;
         }
     };
 }
@@ -208,9 +215,12 @@ wire! {
     CreateQpReq = 80 {
         pdn: u32, qp_type: u8, sq_sig_all: u8, has_srq: u8, reserved: u8,
         send_cqn: u32, recv_cqn: u32, cap: QpCap, srqn: u32,
-        ctrl_addr: u64, sq_addr: u64, rq_addr: u64, xrcdn: u32, reserved3: u32, reserved4: u64,
+        ctrl_addr: u64, sq_addr: u64, rq_addr: u64, xrcdn: u32,
+        /// A doorbell page of CREATE_DOORBELL; 0: that of SET_DOORBELL.
+        doorbell: u32,
+        reserved2: u64,
     }
-    /// `db_slot`: the doorbell bit of this QP.
+    /// `db_slot`: the bit of this QP in its doorbell page.
     CreateQpResp = 32 { qpn: u32, db_slot: u32, cap: QpCap, reserved: u32 }
 
     /// New rings of a QP, with the same indices, sizes of WQEs and the WQEs that wait; the control block stays.
@@ -277,9 +287,24 @@ wire! {
         max_cq_period_us: u16,
         reserved: [u32; 7],
     }
-    /// `addr`: a [`crate::DoorbellPage`], 4096-byte aligned.
+    /// `addr`: a [`crate::DoorbellPage`], 4096-byte aligned. Request of SET_DOORBELL and CREATE_DOORBELL.
     SetDoorbellReq = 8 { addr: u64 }
     SetStageReq = 16 { addr: u64, length: u64 }
+    /// `features`: `FEATURE_*` bits that the driver is going to use.
+    NewSessionReq = 16 { features: u64, reserved: u64 }
+    NewSessionResp = 16 { generation: u32, reserved: u32, features: u64 }
+    /// Some memory by bus address.
+    Run = 16 { addr: u64, length: u64 }
+    /// `runs_addr`: `num_runs` [`Run`]s, which are the MR, in order.
+    RegMrRunsReq = 48 {
+        pdn: u32, access_flags: u32, length: u64, virt_addr: u64, runs_addr: u64, num_runs: u32, note: u32, reserved: u64,
+    }
+    /// More [`Run`]s at the end of an MR.
+    ExtendMrReq = 24 { mrn: u32, num_runs: u32, runs_addr: u64, length: u64 }
+    /// [`Run`]s of whole pages that get one range of bus addresses.
+    MapRunsReq = 24 { runs_addr: u64, num_runs: u32, reserved: u32, length: u64 }
+    /// `addr` has the bit [`MAPPED_RUNS`].
+    MapRunsResp = 16 { handle: u32, reserved: u32, addr: u64 }
 
     /// What the device writes into a buffer of an event virtqueue. `kind` is an `ibv_event_type`, or
     /// [`EVENT_COMPLETION`]; `handle` the QPN, CQ handle or port that it concerns.
@@ -298,6 +323,10 @@ pub const XRCD_CREATE: u32 = 2;
 pub const XRCD_EXCLUSIVE: u32 = 4;
 /// `CreateCqReq::comp_queue` of a CQ without events.
 pub const NO_COMP_QUEUE: u32 = u32::MAX;
+/// Bus addresses with this bit are those that MAP_RUNS gives.
+pub const MAPPED_RUNS: u64 = 1 << 63;
+/// Most runs of one command.
+pub const MAX_RUNS: u32 = 65_536;
 /// `ReqNotifyReq::flags` and the low bits of `CqCtrl::arm`: any completion.
 pub const NOTIFY_NEXT: u32 = 2;
 /// Only solicited completions and errors.
@@ -342,7 +371,7 @@ mod tests {
     #[test]
     fn the_table_has_every_code_once() {
         let codes: Vec<u8> = Command::ALL.iter().map(|c| *c as u8).collect();
-        assert_eq!(codes, (1..=44).collect::<Vec<u8>>());
+        assert_eq!(codes, (1..=51).collect::<Vec<u8>>());
         assert!(
             (0..=u8::MAX).all(|raw| Command::from_raw(raw).map(|c| c as u8) == codes.contains(&raw).then_some(raw))
         );

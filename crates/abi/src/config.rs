@@ -12,8 +12,8 @@ pub const VQ_ASYNC: u32 = 1;
 pub const VQ_WAKE: u32 = 2;
 /// Index of the first completion event virtqueue.
 pub const VQ_COMP_FIRST: u32 = 3;
-/// Completion event virtqueues, so virtqueues 3..=252.
-pub const MAX_COMP_QUEUES: u32 = 250;
+/// Completion event virtqueues, so virtqueues 3..=255.
+pub const MAX_COMP_QUEUES: u32 = 253;
 /// All virtqueues.
 pub const NUM_QUEUES: u32 = VQ_COMP_FIRST + MAX_COMP_QUEUES;
 const _: () = assert!(NUM_QUEUES <= 256, "a vhost-user vring index has 8 bits");
@@ -26,7 +26,7 @@ pub const CHANNEL_WAKE: u32 = 0xffff_fffe;
 /// Channel whose messages notify virtqueue 0, and are the calls of it.
 pub const CHANNEL_CONTROL: u32 = 0xffff_fffd;
 /// Largest size of a virtqueue, in descriptors.
-pub const MAX_VQ_SIZE: u16 = 256;
+pub const MAX_VQ_SIZE: u16 = 1024;
 
 /// `Config::magic`: "uRDM".
 pub const CONFIG_MAGIC: u32 = 0x4d44_5275;
@@ -44,10 +44,13 @@ pub const MAX_INLINE: u32 = 1024;
 pub const MAX_QP_WR: u32 = 32768;
 /// Most CQEs of one CQ. The ring has the next power of two of slots.
 pub const MAX_CQE: u32 = 4_194_303;
-/// Most QPs of one session: one doorbell bit each.
+/// Most QPs of one session: one doorbell bit each, of one page.
 pub const MAX_QP: u32 = 4096;
 
-/// The device configuration space: read only, 128 bytes.
+/// Most doorbell pages of one session, that of SET_DOORBELL aside.
+pub const MAX_DOORBELLS: u32 = 1024;
+
+/// The first 128 bytes of the device configuration space, which is read only. [`ConfigMore`] follows.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, FromBytes, IntoBytes, Immutable, KnownLayout)]
 #[repr(C)]
 #[allow(missing_docs)]
@@ -90,6 +93,21 @@ pub struct Config {
     pub max_mcast_qp_attach: u32,
 }
 
+/// The last 64 bytes of the configuration space.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, FromBytes, IntoBytes, Immutable, KnownLayout)]
+#[repr(C)]
+pub struct ConfigMore {
+    /// Another number whenever the device has lost all objects without being asked.
+    pub generation: u32,
+    /// [`MAX_DOORBELLS`].
+    pub max_doorbells: u32,
+    /// Zero.
+    pub reserved: [u32; 14],
+}
+
+/// Bytes of the configuration space.
+pub const CONFIG_BYTES: usize = size_of::<Config>() + size_of::<ConfigMore>();
+
 #[cfg(test)]
 mod tests {
     use super::*;
@@ -97,7 +115,7 @@ mod tests {
 
     #[test]
     fn config_matches_the_specification() {
-        assert_eq!(size_of::<Config>(), 128);
+        assert_eq!((size_of::<Config>(), CONFIG_BYTES), (128, 192));
         assert_eq!(offset_of!(Config, features), 8);
         assert_eq!(offset_of!(Config, max_mr_size), 40);
         assert_eq!(offset_of!(Config, max_qp), 56);

@@ -5,12 +5,13 @@ use std::sync::Arc;
 use unirdma_abi as abi;
 use unirdma_abi::{Command, Nothing, Status};
 use unirdma_formats::{Gid, QpType, access};
-use unirdma_link::{Gathered, Memory, Refused};
+use unirdma_link::{Gathered, Refused};
 use unirdma_mem::{Bell, CqRing, QpRings, Span};
 use unirdma_rnic::{Backing, CreateQp, OpenXrcd, Rnic, SrqAttr, SrqInfo};
 use zerocopy::{FromBytes, Immutable, IntoBytes};
 
-use crate::{Device, RnicGuard, now_ns};
+use crate::mapped::Mapped;
+use crate::{Device, RnicGuard, lock, now_ns};
 
 type Answer<T> = Result<T, Status>;
 
@@ -130,6 +131,9 @@ impl Device {
                 if takes_events_away(c, data) {
                     self.pollers.settle();
                 }
+                if c == Command::NewSession {
+                    self.events.forget_waiting();
+                }
                 bytes
             }
             Err(status) => {
@@ -215,18 +219,40 @@ impl Device {
     }
 
     fn set_doorbell(&self, rnic: &mut Rnic, r: abi::SetDoorbellReq) -> Answer<Nothing> {
-        if r.addr % PAGE != 0 {
-            return Err(Status::BadValue);
-        }
-        let page = span(&self.memory, r.addr, PAGE)?;
-        done(rnic.set_doorbell(self.session, Bell::new(page).ok_or(Status::BadAddress)?))
+        done(rnic.set_doorbell(self.session, self.bell(r.addr)?))
     }
 
     fn set_stage(&self, rnic: &mut Rnic, r: abi::SetStageReq) -> Answer<Nothing> {
         if r.length > abi::MAX_STAGE {
             return Err(Status::BadValue);
         }
-        done(rnic.set_stage(self.session, span(&self.memory, r.addr, r.length)?))
+        done(rnic.set_stage(self.session, self.span(r.addr, r.length)?))
+    }
+
+    /// The driver begins anew. Jobs may still reach its memory: the answer waits for them.
+    fn new_session(&self, rnic: &mut Rnic, r: abi::NewSessionReq) -> Answer<abi::NewSessionResp> {
+        if r.features & !self.identity.config.features != 0 {
+            return Err(Status::BadValue);
+        }
+        rnic.renew_session(self.session);
+        *lock(&self.mapped) = Mapped::default();
+        Ok(abi::NewSessionResp { generation: self.generation(), reserved: 0, features: r.features })
+    }
+
+    fn create_doorbell(&self, rnic: &mut Rnic, r: abi::SetDoorbellReq) -> Answer<abi::HandleResp> {
+        named(rnic.create_doorbell(self.session, self.bell(r.addr)?))
+    }
+
+    fn destroy_doorbell(&self, rnic: &mut Rnic, r: abi::HandleReq) -> Answer<Nothing> {
+        done(rnic.destroy_doorbell(self.session, r.handle))
+    }
+
+    /// The doorbell page at a bus address.
+    fn bell(&self, addr: u64) -> Answer<Bell> {
+        if addr % PAGE != 0 {
+            return Err(Status::BadValue);
+        }
+        Bell::new(self.span(addr, PAGE)?).ok_or(Status::BadAddress)
     }
 
     fn create_pd(&self, rnic: &mut Rnic, _: Nothing) -> Answer<abi::HandleResp> {
@@ -362,8 +388,8 @@ impl Device {
         if cqe == 0 || cqe > abi::MAX_CQE || entries < cqe || entries > (abi::MAX_CQE + 1).next_power_of_two() {
             return Err(Status::BadValue);
         }
-        let ring = span(&self.memory, ring, u64::from(entries) * size_of::<abi::Cqe>() as u64)?;
-        let ctrl = span(&self.memory, ctrl, size_of::<abi::CqCtrl>() as u64)?;
+        let ring = self.span(ring, u64::from(entries) * size_of::<abi::Cqe>() as u64)?;
+        let ctrl = self.span(ctrl, size_of::<abi::CqCtrl>() as u64)?;
         CqRing::new(ctrl, ring, entries).ok_or(Status::BadValue)
     }
 
@@ -385,9 +411,9 @@ impl Device {
     /// The rings of a QP, checked.
     fn qp_rings(&self, cap: &abi::QpCap, ctrl: u64, sq: u64, rq: u64) -> Result<QpRings, Status> {
         let layout = abi::QpLayout::of(cap).ok_or(Status::BadValue)?;
-        let ctrl = span(&self.memory, ctrl, size_of::<abi::QpCtrl>() as u64)?;
-        let sq = span(&self.memory, sq, layout.sq_bytes() as u64)?;
-        let rq = span(&self.memory, rq, layout.rq_bytes() as u64)?;
+        let ctrl = self.span(ctrl, size_of::<abi::QpCtrl>() as u64)?;
+        let sq = self.span(sq, layout.sq_bytes() as u64)?;
+        let rq = self.span(rq, layout.rq_bytes() as u64)?;
         QpRings::new(ctrl, sq, rq, layout).ok_or(Status::BadAddress)
     }
 
@@ -414,6 +440,7 @@ impl Device {
             recv_cq: r.recv_cqn,
             srq: (r.has_srq != 0).then_some(r.srqn),
             xrcd: (u32::from(r.qp_type) == QpType::XrcRecv as u32).then_some(r.xrcdn),
+            door: r.doorbell,
             sig_all: r.sq_sig_all != 0,
             cap,
             rings,
@@ -426,8 +453,8 @@ impl Device {
     fn srq_ring(&self, max_wr: u32, max_sge: u32, ctrl: u64, ring: u64) -> Result<QpRings, Status> {
         let cap = abi::QpCap { max_recv_wr: max_wr, max_recv_sge: max_sge, ..Default::default() };
         let layout = abi::QpLayout::of(&cap).ok_or(Status::BadValue)?;
-        let ctrl = span(&self.memory, ctrl, size_of::<abi::QpCtrl>() as u64)?;
-        let ring = span(&self.memory, ring, layout.rq_bytes() as u64)?;
+        let ctrl = self.span(ctrl, size_of::<abi::QpCtrl>() as u64)?;
+        let ring = self.span(ring, layout.rq_bytes() as u64)?;
         QpRings::receive_only(ctrl, ring, layout).ok_or(Status::BadAddress)
     }
 
@@ -465,16 +492,78 @@ impl Device {
         mr(Ok(made))
     }
 
-    fn gather(&self, ranges: &[(u64, u64)]) -> Result<(Backing, Vec<u64>), Status> {
-        let (memory, regions) = self.memory.gather(ranges).map_err(|e| match e {
-            Refused::Exhausted(_) => Status::Exhausted,
-            _ => Status::BadAddress,
-        })?;
-        let backing = match memory {
-            Gathered::Window(span) => Backing::Mapped(span),
-            Gathered::Pieces(pieces) => Backing::Pieces(Arc::new(pieces), 0),
+    /// Finding the memory may take long, so the RNIC is taken afterwards.
+    fn reg_mr_runs(&self, rnic: &mut Turn<'_>, r: abi::RegMrRunsReq) -> Answer<abi::MrResp> {
+        let memory = self.memory_of_runs(r.runs_addr, r.num_runs, r.length)?;
+        let rnic = rnic.taken();
+        let made = rnic.reg_mr(self.session, r.pdn, r.access_flags, r.virt_addr, r.length, memory)?;
+        rnic.note_mr(self.session, made.0, r.note);
+        mr(Ok(made))
+    }
+
+    /// As REG_MR_RUNS.
+    fn extend_mr(&self, rnic: &mut Turn<'_>, r: abi::ExtendMrReq) -> Answer<Nothing> {
+        let memory = self.memory_of_runs(r.runs_addr, r.num_runs, r.length)?;
+        done(rnic.taken().extend_mr(self.session, r.mrn, r.length, memory))
+    }
+
+    fn map_runs(&self, rnic: &mut Turn<'_>, r: abi::MapRunsReq) -> Answer<abi::MapRunsResp> {
+        let ranges = self.runs(r.runs_addr, r.num_runs, r.length)?;
+        if ranges.is_empty() || ranges.iter().any(|(addr, len)| (addr | len) % PAGE != 0) {
+            return Err(Status::BadValue);
+        }
+        if lock(&self.mapped).is_full(r.length) {
+            return Err(Status::Exhausted);
+        }
+        let span = self.memory.map_ranges(&ranges).map_err(refused)?;
+        let handle = rnic.taken().new_number(self.session)?;
+        Ok(abi::MapRunsResp { handle, reserved: 0, addr: lock(&self.mapped).add(handle, span) })
+    }
+
+    fn unmap_runs(&self, _: &mut Turn<'_>, r: abi::HandleReq) -> Answer<Nothing> {
+        if lock(&self.mapped).remove(r.handle) { Ok(Nothing {}) } else { Err(Status::BadHandle) }
+    }
+
+    fn memory_of_runs(&self, addr: u64, count: u32, length: u64) -> Answer<(Backing, Vec<u64>)> {
+        let ranges = self.runs(addr, count, length)?;
+        if ranges.is_empty() {
+            return Ok((Backing::Mapped(Span::anonymous(0)), Vec::new()));
+        }
+        backing(self.memory.gather_unmapped(&ranges))
+    }
+
+    /// The ranges of a list of runs, `length` bytes in all. The list is read once.
+    fn runs(&self, addr: u64, count: u32, length: u64) -> Answer<Vec<(u64, u64)>> {
+        if count > abi::MAX_RUNS || addr % 8 != 0 {
+            return Err(Status::BadValue);
+        }
+        if count == 0 {
+            return if length == 0 { Ok(Vec::new()) } else { Err(Status::BadValue) };
+        }
+        let list = self.span(addr, u64::from(count) * size_of::<abi::Run>() as u64)?;
+        let mut bytes = vec![0; list.len()];
+        list.read(0, &mut bytes);
+        let mut left = length;
+        let ranges = bytes.chunks_exact(size_of::<abi::Run>()).map(|raw| {
+            let run: abi::Run = parse(raw)?;
+            left = left.checked_sub(run.length).filter(|_| run.length > 0).ok_or(Status::BadValue)?;
+            Ok((run.addr, run.length))
+        });
+        let ranges = ranges.collect::<Answer<Vec<_>>>()?;
+        if left == 0 { Ok(ranges) } else { Err(Status::BadValue) }
+    }
+
+    /// Memory at a bus address of the session, or at one of MAP_RUNS.
+    fn span(&self, addr: u64, len: u64) -> Answer<Span> {
+        let span = match addr & abi::MAPPED_RUNS {
+            0 => self.memory.span(addr, len),
+            _ => lock(&self.mapped).span(addr, len),
         };
-        Ok((backing, regions))
+        span.ok_or(Status::BadAddress)
+    }
+
+    fn gather(&self, ranges: &[(u64, u64)]) -> Result<(Backing, Vec<u64>), Status> {
+        backing(self.memory.gather(ranges))
     }
 
     /// The ranges of an MR that is given as a list of pages; the list itself is read once.
@@ -484,7 +573,7 @@ impl Device {
         if r.npages > MAX_PAGES || u64::from(r.npages) != end.div_ceil(PAGE) || r.pages_addr % 8 != 0 {
             return Err(Status::BadValue);
         }
-        let table = span(&self.memory, r.pages_addr, u64::from(r.npages) * 8)?;
+        let table = self.span(r.pages_addr, u64::from(r.npages) * 8)?;
         let mut bytes = vec![0; r.npages as usize * 8];
         table.read(0, &mut bytes);
         let mut ranges: Vec<(u64, u64)> = Vec::new();
@@ -506,21 +595,42 @@ impl Device {
 
 /// True of commands after which the RNIC must not touch memory any more that it might touch before.
 pub(crate) fn takes_memory_away(c: Command) -> bool {
-    matches!(c, Command::DestroyQp | Command::ModifyQp | Command::DeregMr | Command::ReregMr | Command::DeallocMw)
+    matches!(
+        c,
+        Command::DestroyQp
+            | Command::ModifyQp
+            | Command::DeregMr
+            | Command::ReregMr
+            | Command::DeallocMw
+            | Command::NewSession
+    )
 }
 
 /// True of commands after which a driver looks for events that are of no use any more.
 fn takes_events_away(c: Command, data: &[u8]) -> bool {
     match c {
-        Command::DestroyCq | Command::DestroyQp | Command::DestroySrq => true,
+        Command::DestroyCq | Command::DestroyQp | Command::DestroySrq | Command::NewSession => true,
         Command::Cm => parse::<abi::CmReq>(data)
             .is_ok_and(|r| [abi::CmOp::Destroy as u8, abi::CmOp::Migrate as u8].contains(&r.op)),
         _ => false,
     }
 }
 
-fn span(memory: &Memory, addr: u64, len: u64) -> Result<Span, Status> {
-    memory.span(addr, len).ok_or(Status::BadAddress)
+/// How the memory of an MR is reached, and its regions.
+fn backing(found: Result<(Gathered, Vec<u64>), Refused>) -> Answer<(Backing, Vec<u64>)> {
+    let (memory, regions) = found.map_err(refused)?;
+    let backing = match memory {
+        Gathered::Window(span) => Backing::Mapped(span),
+        Gathered::Pieces(pieces) => Backing::Pieces(Arc::new(pieces), 0),
+    };
+    Ok((backing, regions))
+}
+
+fn refused(why: Refused) -> Status {
+    match why {
+        Refused::Exhausted(_) => Status::Exhausted,
+        _ => Status::BadAddress,
+    }
 }
 
 fn done(r: Result<(), Status>) -> Answer<Nothing> {

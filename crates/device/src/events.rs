@@ -272,6 +272,13 @@ impl EventQueues {
         Ok(())
     }
 
+    /// Drops the events that wait for buffers or room: nobody is left whom they concern.
+    pub(crate) fn forget_waiting(&self) {
+        let inner = &mut *lock(&self.inner);
+        inner.queues.values_mut().for_each(|q| q.pending.clear());
+        inner.pending = 0;
+    }
+
     /// The channel by which the driver wakes the device.
     pub fn set_wake(&self, channel: Option<Arc<Foreign>>) {
         *lock(&self.wake) = Wake { channel, strange: Vec::new() };

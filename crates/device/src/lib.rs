@@ -5,12 +5,15 @@
 
 mod commands;
 mod events;
+mod mapped;
 mod quiet;
 mod shared;
 
 use std::sync::atomic::{Ordering, fence};
 use std::sync::{Arc, Mutex, MutexGuard};
+use std::time::Duration;
 
+use mapped::Mapped;
 use unirdma_abi as abi;
 use unirdma_link::{Foreign, Handler, Memory, Vring};
 use unirdma_mem::Span;
@@ -18,6 +21,7 @@ use unirdma_mem::protocol::{self, Fence, Word16};
 use unirdma_rnic::{Resolve, SessionId, VnicId};
 use virtio_queue::{Queue, QueueT};
 use vm_memory::{Bytes, GuestAddress, GuestMemoryMmap};
+use zerocopy::IntoBytes;
 
 pub use events::{EventQueues, OnRoom, queue_of_channel, take_notifications};
 pub use quiet::LogLimit;
@@ -30,6 +34,8 @@ pub struct Identity {
     pub vnic: VnicId,
     /// The configuration space.
     pub config: abi::Config,
+    /// A random number, another one for each process that has had the vRNIC.
+    pub origin: u32,
     /// Name for `ibv_devinfo`'s board id.
     pub name: String,
     /// Path MTU code of the port, 1..=5.
@@ -40,8 +46,9 @@ pub struct Identity {
 
 impl Identity {
     /// The configuration space, as its readers see it.
-    pub fn config_space(&self) -> Vec<u8> {
-        zerocopy::IntoBytes::as_bytes(&self.config).to_vec()
+    pub fn config_space(&self, generation: u32) -> Vec<u8> {
+        let more = abi::ConfigMore { generation, max_doorbells: abi::MAX_DOORBELLS, reserved: [0; 14] };
+        [self.config.as_bytes(), more.as_bytes()].concat()
     }
 }
 
@@ -99,6 +106,8 @@ pub struct Device {
     session: SessionId,
     identity: Arc<Identity>,
     memory: Memory,
+    /// What MAP_RUNS has mapped.
+    mapped: Mutex<Mapped>,
     guest: Option<GuestMemoryMmap>,
     control: Option<Queue>,
     control_call: Option<Arc<Foreign>>,
@@ -122,6 +131,7 @@ impl Device {
             session,
             identity,
             memory: Memory::default(),
+            mapped: Mutex::default(),
             guest: None,
             control: None,
             control_call: None,
@@ -136,6 +146,11 @@ impl Device {
     /// The session in the RNIC.
     pub fn session(&self) -> SessionId {
         self.session
+    }
+
+    /// What tells this session's objects from those of an earlier session, and of an earlier process.
+    pub(crate) fn generation(&self) -> u32 {
+        self.identity.origin.wrapping_add(self.session.number() as u32)
     }
 
     /// The event queues, for whoever drains the RNIC's outputs.
@@ -257,9 +272,26 @@ impl Device {
     }
 }
 
+/// How long the answer to a frontend that stops may take while jobs reach its memory.
+const PAUSE_MS: u64 = 200;
+
+impl Device {
+    /// The frontend stops: its memory is left alone from the return on.
+    fn pause(&mut self) {
+        self.rnic.lock().pause_session(self.session);
+        for _ in 0..PAUSE_MS * 10 {
+            if !self.rnic.lock().has_copies(self.session) {
+                break;
+            }
+            std::thread::sleep(Duration::from_micros(100));
+        }
+        self.pollers.settle();
+    }
+}
+
 impl Handler for Device {
     fn config(&self) -> Vec<u8> {
-        self.identity.config_space()
+        self.identity.config_space(self.generation())
     }
 
     fn memory_changed(&mut self, memory: &Memory, removed: &[u64]) {
@@ -280,6 +312,9 @@ impl Handler for Device {
             if self.control.is_none() || !v.enabled {
                 self.control = self.make_queue(v);
             }
+            if self.control.is_some() {
+                self.rnic.lock().resume_session(self.session);
+            }
         } else if index != abi::VQ_WAKE as usize {
             let queue = self.make_queue(v);
             self.events.set_queue(index as u32, queue, call);
@@ -291,6 +326,7 @@ impl Handler for Device {
             // Whoever serves the queue next may wait for kicks.
             self.listen();
             self.held = None;
+            self.pause();
             self.control.take().map_or(0, |q| q.next_avail())
         } else {
             self.events.stop(index as u32)
@@ -305,6 +341,7 @@ impl Handler for Device {
             rnic.set_memory(s, Arc::new(MemoryTable(self.memory.clone())));
         }
         drop(rnic);
+        *lock(&self.mapped) = Mapped::default();
         self.control = None;
         self.held = None;
         self.control_channel = None;

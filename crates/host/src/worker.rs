@@ -110,7 +110,7 @@ struct Sight(Arc<Identity>);
 
 impl Handler for Sight {
     fn config(&self) -> Vec<u8> {
-        self.0.config_space()
+        self.0.config_space(0)
     }
     fn memory_changed(&mut self, _: &Memory, _: &[u64]) {}
     fn vring_changed(&mut self, _: usize, _: &Vring) {}
@@ -213,6 +213,8 @@ struct Worker {
     network: Option<Enrolment>,
     engine: Arc<Engine>,
     switch: Switch,
+    /// Tells this process from those before.
+    origin: u32,
     /// Of this thread.
     pulse: Arc<Pulse>,
     watchdog: Watchdog,
@@ -315,6 +317,7 @@ impl Worker {
             network: begin.network,
             engine,
             switch,
+            origin: getrandom::u32().unwrap_or_default(),
             pulse,
             watchdog,
             notices,

@@ -277,6 +277,44 @@ impl Memory {
     /// # Errors
     /// [`Refused::Range`] if a range is not mapped memory of this session, [`Refused::Exhausted`].
     pub fn gather(&self, ranges: &[(u64, u64)]) -> Result<(Gathered, Vec<u64>), Refused> {
+        let pieces = self.pieces(ranges)?;
+        let used = used(&pieces);
+        let memory = match &pieces[..] {
+            [p] => Gathered::Window(self.part(p)?),
+            few if few.len() <= MAX_MAPPED => Gathered::Window(self.map(few)?),
+            many => Gathered::Pieces(self.list(many, &used)?),
+        };
+        Ok((memory, self.ids(&used)))
+    }
+
+    /// As [`Memory::gather`], without a mapping: ranges may begin and end anywhere.
+    ///
+    /// # Errors
+    /// As there.
+    pub fn gather_unmapped(&self, ranges: &[(u64, u64)]) -> Result<(Gathered, Vec<u64>), Refused> {
+        let pieces = self.pieces(ranges)?;
+        let used = used(&pieces);
+        let memory = match &pieces[..] {
+            [p] => Gathered::Window(self.part(p)?),
+            many => Gathered::Pieces(self.list(many, &used)?),
+        };
+        Ok((memory, self.ids(&used)))
+    }
+
+    /// One window over ranges that begin and end at pages, at most [`MAX_MAPPED`] pieces.
+    ///
+    /// # Errors
+    /// As [`Memory::gather`].
+    pub fn map_ranges(&self, ranges: &[(u64, u64)]) -> Result<Span, Refused> {
+        match &self.pieces(ranges)?[..] {
+            [p] => self.part(p),
+            few if few.len() <= MAX_MAPPED => self.map(few),
+            _ => Err(Refused::Exhausted(Resource::Mappings)),
+        }
+    }
+
+    /// The parts of regions that ranges lie in, in order. Neighbours are one.
+    fn pieces(&self, ranges: &[(u64, u64)]) -> Result<Vec<Piece>, Refused> {
         let (held, limit) = self.ledger.usage(Resource::Pieces);
         let most = limit.saturating_sub(held).max(MAX_MAPPED as u64);
         let mut pieces: Vec<Piece> = Vec::new();
@@ -297,15 +335,16 @@ impl Memory {
                 len -= n;
             }
         }
-        let mut used: Vec<usize> = pieces.iter().map(|p| p.region).collect();
-        used.sort_unstable();
-        used.dedup();
-        let memory = match &pieces[..] {
-            [p] => Gathered::Window(self.window_of(p.region)?.0.sub(p.off, p.len).ok_or(Refused::Range)?),
-            few if few.len() <= MAX_MAPPED => Gathered::Window(self.map(few)?),
-            many => Gathered::Pieces(self.list(many, &used)?),
-        };
-        Ok((memory, used.iter().map(|&i| self.regions[i].id).collect()))
+        Ok(pieces)
+    }
+
+    fn ids(&self, used: &[usize]) -> Vec<u64> {
+        used.iter().map(|&i| self.regions[i].id).collect()
+    }
+
+    /// A piece as a part of its region's window.
+    fn part(&self, p: &Piece) -> Result<Span, Refused> {
+        self.window_of(p.region)?.0.sub(p.off, p.len).ok_or(Refused::Range)
     }
 
     fn window_of(&self, region: usize) -> Result<(&Span, BorrowedFd<'_>), Refused> {
@@ -346,6 +385,14 @@ impl Memory {
         });
         GuestMemoryMmap::from_arc_regions(regions.collect()).ok()
     }
+}
+
+/// The regions of pieces, sorted, each once.
+fn used(pieces: &[Piece]) -> Vec<usize> {
+    let mut used: Vec<usize> = pieces.iter().map(|p| p.region).collect();
+    used.sort_unstable();
+    used.dedup();
+    used
 }
 
 #[cfg(test)]

@@ -7,7 +7,7 @@ use unirdma_formats::{Gid, QpType, Qpn};
 
 use crate::core::{Core, OP_NS, copy_ns};
 use crate::multicast::MULTICAST_QPN;
-use crate::objects::{Qp, VnicId};
+use crate::objects::{Pause, Qp, VnicId};
 use crate::path::Arrival;
 use crate::slab::Handle;
 
@@ -122,6 +122,10 @@ impl Core {
         self.net.drops.no_qp += u64::from(found.is_none());
         if let Some(q) = found.and_then(|h| self.objects.qps.get(h)) {
             self.sched.charge(q.vnic, OP_NS + copy_ns(p.payload.len() as u64));
+            if q.pause != Pause::No {
+                self.net.drops.bad_state += 1;
+                return None;
+            }
         }
         found
     }

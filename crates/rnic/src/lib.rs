@@ -7,11 +7,11 @@
 //! Its rooms, each of which knows only those above it:
 //!
 //! * `objects`: what there is, as data: vRNICs, sessions, PDs, MRs, CQs, SRQs, QPs with their connections; names, uses, quotas;
-//! * `sched`, `polled`, `pace`, `job`, `multicast`, `capture`, `net` with `tx` and `path`: whose turn it is, sessions that are
-//!   polled, limits, copies that are done elsewhere, group members, captured packets, routes and packets to send; none of them knows the core;
+//! * `sched`, `polled`, `pace`, `job`, `multicast`, `capture`, `net` with `tx` and `path`: whose turn it is, doorbell pages
+//!   that are polled, limits, copies that are done elsewhere, group members, captured packets, routes and packets to send; none of them knows the core;
 //! * `core`: the struct that holds those, and what every room does with it: `complete` (completions, events, failures), `pacing`,
 //!   `tapping`, `access` (keys to memory), `follow` (where connections lead), `uncouple` (connections within a host that leave it);
-//! * `commands`, `vnics`, `sessions`: what the control path asks; `arrivals`: packets that come in; `turns`: rounds and turns. They
+//! * `commands`, `vnics`, `sessions`, `pause`: what the control path asks; `arrivals`: packets that come in; `turns`: rounds and turns. They
 //!   leave the work of QPs to an `executor`, which is a trait;
 //! * `software`: the executor that does all in this process. `exec`: work requests between QPs of this host, WQEs, receives, jobs;
 //!   `wire`: connections to other hosts, with a requester and a responder; `datagram`: the unreliable datagrams of both;
@@ -50,6 +50,7 @@ mod output;
 mod pace;
 mod pacing;
 mod path;
+mod pause;
 mod polled;
 mod random;
 mod record;

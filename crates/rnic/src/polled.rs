@@ -1,15 +1,16 @@
-//! Sessions that are polled, and which of them the next look at doorbells comes to.
+//! Doorbell pages that are polled, and which of them the next look comes to.
 //!
-//! A look comes to at most [`LOOKS`] sessions of each vRNIC, and the next look goes on where it ended. So a vRNIC whose many sessions
-//! ring all the time costs the others no more than one with few sessions, and each doorbell is seen after a bounded number of looks.
+//! A look comes to at most [`LOOKS`] pages of each vRNIC, and the next look goes on where it ended. So a vRNIC whose many pages
+//! ring all the time costs the others no more than one with few, and each doorbell is seen after a bounded number of looks.
 
 use std::ops::Range;
 
 use unirdma_mem::Bell;
 
-use crate::objects::{SessionId, VnicId};
+use crate::objects::{Door, VnicId};
+use crate::slab::Handle;
 
-/// Most sessions of one vRNIC that one look comes to.
+/// Most pages of one vRNIC that one look comes to.
 pub(crate) const LOOKS: usize = 8;
 
 /// The part of a list that the last look came to.
@@ -35,18 +36,18 @@ impl Window {
     }
 }
 
-/// The polled sessions of one vRNIC; at least one.
+/// The polled pages of one vRNIC; at least one.
 struct Group {
     vnic: VnicId,
-    sessions: Vec<SessionId>,
+    doors: Vec<Handle<Door>>,
     window: Window,
 }
 
-/// The sessions that are polled.
+/// The doorbell pages that are polled.
 #[derive(Default)]
 pub(crate) struct Polled {
     groups: Vec<Group>,
-    /// Counts the changes of which sessions there are.
+    /// Counts the changes of which pages there are.
     changes: u64,
 }
 
@@ -59,54 +60,54 @@ impl Polled {
         self.changes
     }
 
-    /// A session is polled from now on; the caller sees to it that it was not.
-    pub fn add(&mut self, vnic: VnicId, session: SessionId) {
+    /// A page is polled from now on; the caller sees to it that it was not.
+    pub fn add(&mut self, vnic: VnicId, door: Handle<Door>) {
         self.changes += 1;
         match self.groups.iter_mut().find(|g| g.vnic == vnic) {
-            Some(g) => g.sessions.push(session),
-            None => self.groups.push(Group { vnic, sessions: vec![session], window: Window::default() }),
+            Some(g) => g.doors.push(door),
+            None => self.groups.push(Group { vnic, doors: vec![door], window: Window::default() }),
         }
     }
 
-    /// A session is polled no more, if it was.
-    pub fn remove(&mut self, session: SessionId) {
-        self.retain(|g| 0..g.sessions.len(), |s| s != session);
+    /// A page is polled no more, if it was.
+    pub fn remove(&mut self, door: Handle<Door>) {
+        self.retain(|g| 0..g.doors.len(), |d| d != door);
     }
 
-    /// Keeps those sessions for which `keep` is true, of the ones that the last look came to; all others stay.
-    pub fn retain_looked(&mut self, keep: impl FnMut(SessionId) -> bool) {
+    /// Keeps those pages for which `keep` is true, of the ones that the last look came to; all others stay.
+    pub fn retain_looked(&mut self, keep: impl FnMut(Handle<Door>) -> bool) {
         self.retain(|g| g.window.begin..g.window.end, keep);
     }
 
-    fn retain(&mut self, of: impl Fn(&Group) -> Range<usize>, mut keep: impl FnMut(SessionId) -> bool) {
+    fn retain(&mut self, of: impl Fn(&Group) -> Range<usize>, mut keep: impl FnMut(Handle<Door>) -> bool) {
         for g in &mut self.groups {
             for i in of(g).rev() {
-                if !keep(g.sessions[i]) {
-                    g.sessions.remove(i);
+                if !keep(g.doors[i]) {
+                    g.doors.remove(i);
                     g.window.removed(i);
                     self.changes += 1;
                 }
             }
         }
-        self.groups.retain(|g| !g.sessions.is_empty());
+        self.groups.retain(|g| !g.doors.is_empty());
     }
 
-    /// Copies of the doorbells; `bell` has that of a session.
-    pub fn bells(&self, bell: impl Fn(SessionId) -> Option<Bell>) -> Bells {
-        let of = |g: &Group| (g.sessions.iter().filter_map(|&s| bell(s)).collect(), Window::default());
+    /// Copies of the doorbells; `bell` has that of a page.
+    pub fn bells(&self, bell: impl Fn(Handle<Door>) -> Option<Bell>) -> Bells {
+        let of = |g: &Group| (g.doors.iter().filter_map(|&d| bell(d)).collect(), Window::default());
         Bells { groups: self.groups.iter().map(of).collect() }
     }
 
-    /// Goes on to the sessions that the next look comes to, and calls `f` with those of each vRNIC.
+    /// Goes on to the pages that the next look comes to, and calls `f` with those of each vRNIC.
     #[inline]
-    pub fn look(&mut self, mut f: impl FnMut(VnicId, &[SessionId])) {
+    pub fn look(&mut self, mut f: impl FnMut(VnicId, &[Handle<Door>])) {
         for g in &mut self.groups {
-            f(g.vnic, &g.sessions[g.window.next(g.sessions.len())]);
+            f(g.vnic, &g.doors[g.window.next(g.doors.len())]);
         }
     }
 }
 
-/// The doorbells of the sessions that are polled, for somebody who looks at them without having the RNIC.
+/// The doorbells that are polled, for somebody who looks at them without having the RNIC.
 #[derive(Default)]
 pub struct Bells {
     /// Those of one vRNIC each.
@@ -124,34 +125,33 @@ impl Bells {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::slab::Handle;
 
     fn vnic(n: u64) -> VnicId {
         VnicId(Handle::from_raw(n | 1 << 24))
     }
 
-    fn session(n: u64) -> SessionId {
-        SessionId::from_number(n | 1 << 24)
+    fn door(n: u64) -> Handle<Door> {
+        Handle::from_raw(n | 1 << 24)
     }
 
-    /// The sessions that one look comes to.
-    fn look(p: &mut Polled) -> Vec<SessionId> {
+    /// The pages that one look comes to.
+    fn look(p: &mut Polled) -> Vec<Handle<Door>> {
         let mut seen = Vec::new();
-        p.look(|_, sessions| seen.extend_from_slice(sessions));
+        p.look(|_, doors| seen.extend_from_slice(doors));
         seen
     }
 
     #[test]
-    fn few_sessions_are_looked_at_each_time_and_many_in_turn() {
+    fn few_pages_are_looked_at_each_time_and_many_in_turn() {
         let mut p = Polled::default();
-        p.add(vnic(1), session(0));
+        p.add(vnic(1), door(0));
         let n = 3 * LOOKS as u64 + 1;
-        (1..=n).for_each(|i| p.add(vnic(2), session(i)));
+        (1..=n).for_each(|i| p.add(vnic(2), door(i)));
         let mut seen = vec![0; n as usize + 1];
         for _ in 0..8 {
             let of_look = look(&mut p);
             assert!(of_look.len() <= 1 + LOOKS);
-            (0..=n).for_each(|i| seen[i as usize] += usize::from(of_look.contains(&session(i))));
+            (0..=n).for_each(|i| seen[i as usize] += usize::from(of_look.contains(&door(i))));
         }
         assert_eq!(seen[0], 8);
         assert!(seen[1..].iter().all(|&times| times == 2), "{seen:?}");
@@ -160,15 +160,15 @@ mod tests {
     #[test]
     fn only_what_was_looked_at_goes_and_nothing_is_passed_over() {
         let mut p = Polled::default();
-        (0..20).for_each(|i| p.add(vnic(1), session(i)));
+        (0..20).for_each(|i| p.add(vnic(1), door(i)));
         let (first, changes) = (look(&mut p), p.changes());
         p.retain_looked(|s| s == first[3]);
         assert_eq!(p.changes() - changes, LOOKS as u64 - 1);
-        let rest: Vec<_> = (LOOKS as u64..20).map(session).collect();
+        let rest: Vec<_> = (LOOKS as u64..20).map(door).collect();
         assert_eq!([look(&mut p), look(&mut p)].concat(), rest);
         assert_eq!(look(&mut p)[0], first[3]);
         p.remove(first[3]);
-        p.remove(session(9));
+        p.remove(door(9));
         let mut left = [look(&mut p), look(&mut p)].concat();
         left.sort();
         left.dedup();

@@ -80,6 +80,13 @@ impl Rnic {
         self.core.remove_session(id);
     }
 
+    /// NEW_SESSION: as [`Rnic::remove_session`], and the session is there again, without objects. Jobs may still reach its memory:
+    /// see [`Core::delay_command`].
+    pub fn renew_session(&mut self, id: SessionId) {
+        self.manager().forget_session(id);
+        self.core.clear_session(id);
+    }
+
     /// Replaces the GID table of a vRNIC; a zero GID is a hole. Its programs hear of a change (`GID_CHANGE`).
     pub fn set_gids(&mut self, id: VnicId, gids: Vec<Gid>) {
         if self.core.set_gids(id, gids) {

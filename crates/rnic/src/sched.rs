@@ -10,7 +10,7 @@
 use std::cmp::Reverse;
 use std::collections::{BTreeSet, BinaryHeap, VecDeque};
 
-use crate::objects::{Cq, Qp, SessionId, VnicId, VnicKind};
+use crate::objects::{Cq, Door, Qp, VnicId, VnicKind};
 use crate::slab::{Beside, Handle};
 
 /// How long a QP waits that asks for a turn in a moment, ns. The ACK of a message waits for this time, so that it can leave
@@ -43,8 +43,8 @@ struct Agenda {
     queued: bool,
     /// Its place in [`Scheduler::wakes`]; `u64::MAX` for none.
     wakes_at: u64,
-    /// Sessions whose doorbells have rung.
-    rung: VecDeque<SessionId>,
+    /// Doorbell pages that have rung.
+    rung: VecDeque<Handle<Door>>,
     /// QPs with work, in turn.
     run: VecDeque<Handle<Qp>>,
     timers: BinaryHeap<Reverse<(u64, Due)>>,
@@ -126,10 +126,10 @@ impl Scheduler {
         }
     }
 
-    /// Adds a session whose doorbell has rung. The caller makes sure that a session is in the agenda once at most.
-    pub fn ring(&mut self, id: VnicId, session: SessionId) {
+    /// Adds a doorbell page that has rung. The caller makes sure that a page is in the agenda once at most.
+    pub fn ring(&mut self, id: VnicId, door: Handle<Door>) {
         if let Some(a) = self.agendas.get_mut(id.0) {
-            a.rung.push_back(session);
+            a.rung.push_back(door);
             self.queue(id);
         }
     }
@@ -169,8 +169,8 @@ impl Scheduler {
         Some(due)
     }
 
-    /// A session of the vRNIC whose doorbell has rung.
-    pub fn next_rung(&mut self, id: VnicId) -> Option<SessionId> {
+    /// A doorbell page of the vRNIC that has rung.
+    pub fn next_rung(&mut self, id: VnicId) -> Option<Handle<Door>> {
         self.agendas.get_mut(id.0)?.rung.pop_front()
     }
 

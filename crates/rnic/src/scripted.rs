@@ -142,7 +142,8 @@ impl Program {
 
     fn create_qp(&self, rnic: &mut Rnic) -> Result<(u32, u32), Status> {
         let (pd, cq, rings) = (self.pd, self.cqn, self.rings.clone());
-        let create = CreateQp { pd, send_cq: cq, recv_cq: cq, srq: None, xrcd: None, sig_all: true, cap: CAP, rings };
+        let create =
+            CreateQp { pd, send_cq: cq, recv_cq: cq, srq: None, xrcd: None, door: 0, sig_all: true, cap: CAP, rings };
         rnic.create_qp(self.session, QpType::Rc as u8, create)
     }
 

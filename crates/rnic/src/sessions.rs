@@ -7,8 +7,9 @@ use unirdma_mem::Bell;
 
 use crate::core::Core;
 use crate::executor::Object;
-use crate::objects::{Names, Resolve, Session, SessionId, VnicId};
+use crate::objects::{Door, Names, Objects, Resolve, Session, SessionId, VnicId};
 use crate::polled::Bells;
+use crate::slab::Handle;
 
 impl Core {
     /// Adds a frontend of `vnic`.
@@ -19,12 +20,9 @@ impl Core {
             vnic,
             number: v.last_session,
             names: Names::new(&mut self.random.numbers),
+            door: None,
             bell: None,
-            slots: Vec::new(),
-            free_slots: Vec::new(),
-            parked: true,
-            rung: false,
-            last_rung_ns: 0,
+            paused: false,
             away: 0,
             memory: None,
             stage: None,
@@ -34,10 +32,21 @@ impl Core {
         Some(id)
     }
 
-    /// Frees everything that a session had, its connections aside.
+    /// Frees everything that a session had, its connections aside, and the session itself.
     pub(crate) fn remove_session(&mut self, id: SessionId) {
+        self.clear_session(id);
+        self.objects.count_used(id, |u| u.sessions -= 1);
+        self.objects.sessions.remove(id.0);
+    }
+
+    /// Frees everything that a session had, its connections aside. It is as new then, but for the numbers of its objects, which do
+    /// not come back, and its memory.
+    pub(crate) fn clear_session(&mut self, id: SessionId) {
         // The QPs first, since they use the others.
-        let Some(names) = self.objects.names(id).map(std::mem::take) else { return };
+        let doors = self.objects.doors_of(id);
+        let Some(names) = self.objects.names(id) else { return };
+        let last = names.last;
+        let names = std::mem::replace(names, Names { last, ..Names::default() });
         for h in names.qps {
             while self.leave_qp(h, id) {}
         }
@@ -54,39 +63,50 @@ impl Core {
         for h in names.pds.into_values() {
             self.remove(Object::Pd(h));
         }
-        self.objects.count_used(id, |u| u.sessions -= 1);
-        self.polled.remove(id);
+        doors.into_iter().for_each(|door| self.remove_door(door));
         self.outputs.retain(|o| o.session() != id);
         self.jobs.forget(id);
-        self.objects.sessions.remove(id.0);
+        if let Some(s) = self.objects.sessions.get_mut(id.0) {
+            (s.door, s.bell, s.stage, s.away) = (None, None, None, 0);
+        }
     }
 
     /// A session kicked its wake virtqueue: poll it from now on.
     pub fn unpark(&mut self, id: SessionId, now: u64) {
-        if let Some(s) = self.objects.sessions.get_mut(id.0) {
-            s.last_rung_ns = now;
-            if s.parked
-                && let Some(bell) = &s.bell
-            {
-                bell.unpark();
-                s.parked = false;
-                self.polled.add(s.vnic, id);
-            }
+        // The notification does not say which of its pages has rung.
+        if self.objects.sessions.get(id.0).is_some_and(|s| s.paused) {
+            return;
+        }
+        for door in self.objects.doors_of(id) {
+            self.unpark_door(door, now);
         }
     }
 
-    /// Lets sessions sleep that have not rung for `idle_ns`, of those whose doorbells the last round has looked at. Their next
-    /// doorbell kicks.
+    /// A page is polled from now on.
+    pub(crate) fn unpark_door(&mut self, h: Handle<Door>, now: u64) {
+        let Some(d) = self.objects.doors.get_mut(h) else { return };
+        d.last_rung_ns = now;
+        if d.parked
+            && let Some(s) = self.objects.sessions.get(d.session.0)
+        {
+            d.bell.unpark();
+            d.parked = false;
+            self.polled.add(s.vnic, h);
+        }
+    }
+
+    /// Lets doorbell pages sleep that have not rung for `idle_ns`, of those that the last round has looked at. The next
+    /// doorbell there kicks.
     pub fn park_idle(&mut self, now: u64, idle_ns: u64) {
-        let sessions = &mut self.objects.sessions;
+        let doors = &mut self.objects.doors;
         // Of the others nobody knows whether they have rung.
-        self.polled.retain_looked(|id| {
-            let Some(s) = sessions.get_mut(id.0) else { return false };
-            if now.saturating_sub(s.last_rung_ns) < idle_ns {
+        self.polled.retain_looked(|h| {
+            let Some(d) = doors.get_mut(h) else { return false };
+            if now.saturating_sub(d.last_rung_ns) < idle_ns {
                 return true;
             }
-            s.parked = s.bell.as_ref().is_none_or(|b| b.park());
-            !s.parked
+            d.parked = d.bell.park();
+            !d.parked
         });
     }
 
@@ -98,7 +118,7 @@ impl Core {
     /// Copies of the doorbells that [`crate::Rnic::poll`] looks at. Whoever has them may look at them without having the RNIC, and
     /// need not call [`crate::Rnic::poll`] while none has rung and nothing else is due.
     pub fn active_bells(&self) -> Bells {
-        self.polled.bells(|s| self.objects.sessions.get(s.0)?.bell.clone())
+        self.polled.bells(|door| self.objects.doors.get(door).map(|d| d.bell.clone()))
     }
 
     /// Gives a session its doorbell page, which it has from then on.
@@ -106,19 +126,63 @@ impl Core {
     /// # Errors
     /// `BadState` if it has one.
     pub fn set_doorbell(&mut self, s: SessionId, bell: Bell) -> Result<(), Status> {
-        let hints = self.hints;
-        let session = self.objects.sessions.get_mut(s.0).ok_or(Status::BadHandle)?;
-        if session.bell.is_some() {
+        let session = self.objects.sessions.get(s.0).ok_or(Status::BadHandle)?;
+        if session.door.is_some() {
             return Err(Status::BadState);
         }
-        bell.set_hints(hints);
-        let parked = bell.park();
-        session.bell = Some(bell);
-        session.parked = true;
-        if !parked {
-            self.unpark(s, self.now);
+        let door = self.add_door(s, 0, bell.clone())?;
+        if let Some(session) = self.objects.sessions.get_mut(s.0) {
+            (session.door, session.bell) = (Some(door), Some(bell));
         }
         Ok(())
+    }
+
+    /// CREATE_DOORBELL: another doorbell page; its number.
+    ///
+    /// # Errors
+    /// `Exhausted` if the session has [`unirdma_abi::MAX_DOORBELLS`].
+    pub fn create_doorbell(&mut self, s: SessionId, bell: Bell) -> Result<u32, Status> {
+        let session = self.objects.sessions.get(s.0).ok_or(Status::BadHandle)?;
+        if session.names.doors.len() >= unirdma_abi::MAX_DOORBELLS as usize {
+            return Err(Status::Exhausted);
+        }
+        let number = self.objects.new_number(s)?;
+        let door = self.add_door(s, number, bell)?;
+        self.objects.names(s).and_then(|n| n.doors.insert(number, door));
+        Ok(number)
+    }
+
+    /// DESTROY_DOORBELL.
+    ///
+    /// # Errors
+    /// `BadHandle`, or `Busy` while QPs have bits of the page.
+    pub fn destroy_doorbell(&mut self, s: SessionId, number: u32) -> Result<(), Status> {
+        if number == 0 {
+            return Err(Status::BadHandle);
+        }
+        let h = self.objects.own_door(s, number)?;
+        if self.objects.doors.get(h).is_some_and(Door::is_used) {
+            return Err(Status::Busy);
+        }
+        self.remove_door(h);
+        Ok(())
+    }
+
+    fn add_door(&mut self, s: SessionId, number: u32, bell: Bell) -> Result<Handle<Door>, Status> {
+        bell.set_hints(self.hints);
+        let parked = bell.park();
+        let door = self.objects.doors.insert(Door::new(s, number, bell)).ok_or(Status::Exhausted)?;
+        if !parked {
+            self.unpark_door(door, self.now);
+        }
+        Ok(door)
+    }
+
+    /// Forgets a doorbell page, which no QP has a bit of any more.
+    pub(crate) fn remove_door(&mut self, h: Handle<Door>) {
+        self.polled.remove(h);
+        let Some(d) = self.objects.doors.remove(h) else { return };
+        self.objects.names(d.session).and_then(|n| n.doors.remove(&d.number));
     }
 
     /// Tells the RNIC what a session's memory is now, for GET_DMA_MR.
@@ -126,5 +190,12 @@ impl Core {
         if let Some(session) = self.objects.sessions.get_mut(s.0) {
             session.memory = Some(memory);
         }
+    }
+}
+
+impl Objects {
+    /// All doorbell pages of a session.
+    pub(crate) fn doors_of(&self, s: SessionId) -> Vec<Handle<Door>> {
+        self.sessions.get(s.0).into_iter().flat_map(Session::doors).collect()
     }
 }

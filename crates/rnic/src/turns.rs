@@ -1,11 +1,10 @@
 //! Rounds and turns. A round looks at doorbells and timers, and then gives turns to vRNICs in the order that the scheduler says.
 
 use unirdma_formats::{QpType, Qpn};
-use unirdma_mem::Bell;
 
 use crate::core::{Core, OP_NS, enqueue};
 use crate::job::Waiter;
-use crate::objects::{Qp, SessionId, VnicId, Wait};
+use crate::objects::{Door, Pause, Qp, SessionId, VnicId, Wait};
 use crate::sched::Due;
 use crate::slab::Handle;
 
@@ -75,18 +74,18 @@ impl Core {
     /// Looks at some doorbells of each vRNIC that has polled sessions; true if there are any that have rung.
     fn look_at_bells(&mut self) -> bool {
         let mut found = false;
-        let (sessions, sched, now) = (&mut self.objects.sessions, &mut self.sched, self.now);
+        let (doors, sched, now) = (&mut self.objects.doors, &mut self.sched, self.now);
         // While nobody has work, looking takes time from nobody.
         let charged = sched.has_ready();
         self.polled.look(|vnic, looked| {
-            for &id in looked {
-                if let Some(s) = sessions.get_mut(id.0)
-                    && !s.rung
-                    && s.bell.as_ref().is_some_and(Bell::has_rung)
+            for &h in looked {
+                if let Some(d) = doors.get_mut(h)
+                    && !d.rung
+                    && d.bell.has_rung()
                 {
-                    s.rung = true;
-                    s.last_rung_ns = now;
-                    sched.ring(vnic, id);
+                    d.rung = true;
+                    d.last_rung_ns = now;
+                    sched.ring(vnic, h);
                     found = true;
                 }
             }
@@ -100,9 +99,9 @@ impl Core {
     /// A vRNIC's turn: a doorbell page, timers, and QPs. Returns what it takes, roughly, nanoseconds.
     fn turn(&mut self, id: VnicId) -> u64 {
         let mut ns = STEP_NS;
-        if let Some(s) = self.sched.next_rung(id) {
-            self.objects.sessions.get_mut(s.0).into_iter().for_each(|s| s.rung = false);
-            self.take_bell(s);
+        if let Some(door) = self.sched.next_rung(id) {
+            self.objects.doors.get_mut(door).into_iter().for_each(|d| d.rung = false);
+            self.take_bell(door);
         }
         while ns < TURN_NS / 2
             && let Some(due) = self.sched.next_due(id, self.now)
@@ -115,6 +114,9 @@ impl Core {
         {
             if let Some(q) = self.objects.qps.get_mut(qp) {
                 q.queued = false;
+                if q.pause != Pause::No {
+                    continue;
+                }
                 let (took, again) = self.execute_with(|e, core| e.step(core, qp, TURN_NS - ns));
                 if again {
                     self.make_runnable(qp);
@@ -126,12 +128,11 @@ impl Core {
         ns
     }
 
-    /// Takes what a session's doorbell page says.
-    fn take_bell(&mut self, id: SessionId) {
-        let Some(s) = self.objects.sessions.get_mut(id.0) else { return };
-        let Some(bell) = &s.bell else { return };
-        let (slots, qps, sched) = (&s.slots, &mut self.objects.qps, &mut self.sched);
-        bell.take(slots.len() as u32, |slot| {
+    /// Takes what a doorbell page says.
+    fn take_bell(&mut self, h: Handle<Door>) {
+        let Some(d) = self.objects.doors.get_mut(h) else { return };
+        let (slots, qps, sched) = (&d.slots, &mut self.objects.qps, &mut self.sched);
+        d.bell.take(slots.len() as u32, |slot| {
             // If a driver sets the bit of a slot that has no QP, nothing happens.
             if let Some(&Some(qp)) = slots.get(slot as usize) {
                 if let Some(q) = qps.get(qp) {
@@ -140,11 +141,17 @@ impl Core {
                 enqueue(qps, sched, qp);
             }
         });
-        let away = bell.away();
-        if away != s.away {
+        // The other words of a page are for sessions of processes, which have one page.
+        if d.number != 0 {
+            return;
+        }
+        let (id, away) = (d.session, d.bell.away());
+        if let Some(s) = self.objects.sessions.get_mut(id.0)
+            && away != s.away
+        {
             s.away = away;
             if away == 0 || !self.jobs.fence(id, Waiter::Away(away)) {
-                bell.confirm_away(away);
+                d.bell.confirm_away(away);
             }
         }
     }
@@ -158,11 +165,13 @@ impl Core {
     pub fn is_behind(&mut self, now: u64, id: SessionId, qpn: Option<u32>) -> bool {
         let Some(session) = self.objects.sessions.get(id.0) else { return false };
         let vnic = session.vnic;
-        if session.bell.as_ref().is_some_and(Bell::has_rung) {
-            self.now = now;
-            // If the session is parked, its kick is on the way.
-            self.unpark(id, now);
-            self.take_bell(id);
+        for door in self.objects.doors_of(id) {
+            if self.objects.doors.get(door).is_some_and(|d| d.bell.has_rung()) {
+                self.now = now;
+                // If the page is parked, its kick is on the way.
+                self.unpark_door(door, now);
+                self.take_bell(door);
+            }
         }
         let concerned = |h: &Handle<Qp>| {
             self.objects.qps.get(*h).is_some_and(|q| {
@@ -176,8 +185,11 @@ impl Core {
     fn on_due(&mut self, due: Due) {
         match due {
             Due::Wait(qp, timer) => {
-                if self.objects.qps.get(qp).is_some_and(|q| q.timer == timer) {
+                let Some(q) = self.objects.qps.get_mut(qp).filter(|q| q.timer == timer) else { return };
+                if q.pause == Pause::No {
                     self.execute_with(|e, core| e.timer(core, qp));
+                } else {
+                    q.pause = Pause::Overdue;
                 }
             }
             Due::Pace(qp) => self.end_pace(qp),

@@ -23,8 +23,17 @@ fn cap() -> abi::QpCap {
 }
 
 fn create_qp(r: &mut Rnic, s: SessionId, pd: u32, cq: u32) -> Result<u32, Status> {
-    let create =
-        CreateQp { pd, send_cq: cq, recv_cq: cq, srq: None, xrcd: None, sig_all: false, cap: cap(), rings: rings() };
+    let create = CreateQp {
+        pd,
+        send_cq: cq,
+        recv_cq: cq,
+        srq: None,
+        xrcd: None,
+        door: 0,
+        sig_all: false,
+        cap: cap(),
+        rings: rings(),
+    };
     r.create_qp(s, QpType::Rc as u8, create).map(|q| q.0)
 }
 
@@ -141,6 +150,7 @@ fn a_multicast_group_has_room_for_so_many_qps() {
             recv_cq: cq,
             srq: None,
             xrcd: None,
+            door: 0,
             sig_all: false,
             cap: cap(),
             rings: rings(),

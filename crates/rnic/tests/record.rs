@@ -49,9 +49,9 @@ fn bytes_that_are_no_record_are_refused() {
         }
     }
     let mut newer = bytes.clone();
-    newer[8] = 2;
+    newer[8] = 3;
     let e = Record::from_bytes(&newer).unwrap_err();
-    assert_eq!(e.to_string(), "the record has version 2; only version 1 can be read");
+    assert_eq!(e.to_string(), "the record has version 3; only version 2 can be read");
     let longer = [&bytes[..], &[0]].concat();
     assert_eq!(Record::from_bytes(&longer), Err(RecordError::Trailing(1)));
     assert_eq!(Record::from_bytes(b"something else"), Err(RecordError::NotARecord));
@@ -115,8 +115,8 @@ impl Forgetful<'_> {
 }
 
 impl Attach for Forgetful<'_> {
-    fn doorbell(&mut self, session: u32) -> Option<Bell> {
-        let r = self.of.doorbell(session);
+    fn doorbell(&mut self, session: u32, number: u32) -> Option<Bell> {
+        let r = self.of.doorbell(session, number);
         self.give(r, None)
     }
     fn memory(&mut self, session: u32) -> Option<Arc<dyn Resolve>> {

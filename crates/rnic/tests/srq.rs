@@ -49,6 +49,7 @@ impl Shared {
             recv_cq: e.cqn,
             srq: Some(self.srq),
             xrcd: None,
+            door: 0,
             sig_all: false,
             cap,
             rings: rings.clone(),

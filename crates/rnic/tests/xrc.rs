@@ -160,6 +160,7 @@ fn completions_for_a_cq_that_is_gone_reach_nobody() {
         recv_cq: 0,
         srq: None,
         xrcd: Some(x.a.xrcd),
+        door: 0,
         sig_all: false,
         cap,
         rings: own.clone(),

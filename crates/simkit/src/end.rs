@@ -84,6 +84,7 @@ impl End {
             recv_cq: cqn,
             srq: None,
             xrcd: None,
+            door: 0,
             sig_all: false,
             cap,
             rings: rings.clone(),

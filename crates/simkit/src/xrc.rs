@@ -54,7 +54,8 @@ pub fn connect_target(
     let cap = abi::QpCap::default();
     let layout = abi::QpLayout::of(&cap).unwrap();
     let rings = QpRings::new(aligned(128), aligned(layout.sq_bytes()), aligned(layout.rq_bytes()), layout).unwrap();
-    let create = CreateQp { pd: 0, send_cq: 0, recv_cq: 0, srq: None, xrcd: Some(xrcd), sig_all: false, cap, rings };
+    let create =
+        CreateQp { pd: 0, send_cq: 0, recv_cq: 0, srq: None, xrcd: Some(xrcd), door: 0, sig_all: false, cap, rings };
     let session = net.session(to);
     let (target, _) = net.rnic(to).create_qp(session, QpType::XrcRecv as u8, create).unwrap();
     let (s, qpn) = (net.session(from), net.ends[from].qpn);

@@ -9,7 +9,10 @@ use std::collections::BTreeSet;
 use table::rows;
 use unirdma_abi as abi;
 use unirdma_abi::{CmOp, Command, Status};
-use world::World;
+use unirdma_formats::{QpState, QpType};
+use unirdma_link::{Handler, Vring};
+use world::{Kind, World};
+use zerocopy::IntoBytes;
 
 /// Bytes of the request and of the response of each command, headers aside.
 macro_rules! define_sizes {
@@ -105,6 +108,106 @@ fn query_device_has_the_configuration_space_and_what_follows_from_it() {
     // RC 2, UC 3, UD 4 and the XRC initiator 9.
     assert_eq!((d.rate_limit_qp_types, d.max_cq_count), (0b10_0001_1100, u16::MAX));
     assert!(d.name.starts_with(b"a\0"));
+}
+
+#[test]
+fn a_new_session_has_nothing_of_the_one_before() {
+    let w = World::new();
+    let (qpn, pd, mapped) = (w.me.make(Kind::Qp), w.me.make(Kind::Pd), w.me.make(Kind::Mapped));
+    w.me.make(Kind::Mr);
+    let others = w.other.make(Kind::Pd);
+    w.me.make(Kind::Doorbell);
+    let begin = abi::NewSessionReq { features: abi::FEATURE_INVALIDATE, reserved: 0 };
+    let resp: abi::NewSessionResp = w.me.ok(Command::NewSession, &begin);
+    assert_eq!(resp.features, abi::FEATURE_INVALIDATE);
+    let bad = Status::BadHandle as u8;
+    let handle = |h: u32| abi::HandleReq { handle: h, reserved: 0 };
+    for (c, h) in [(Command::DestroyQp, qpn), (Command::DestroyPd, pd), (Command::UnmapRuns, mapped)] {
+        assert_eq!(w.me.call(c, handle(h).as_bytes(), 1024).0, bad, "{c:?}");
+    }
+    // No quota is used up, no number comes back, and there is no doorbell page.
+    w.me.forget_doorbell();
+    assert_eq!(w.me.call(Command::CreateQp, w.me.qp_request(QpType::Rc).as_bytes(), 1024).0, Status::BadState as u8);
+    let numbers: Vec<u32> = (0..8).map(|_| w.me.make(Kind::Pd)).collect();
+    assert!(!numbers.contains(&pd) && !numbers.contains(&mapped));
+    w.me.make(Kind::Qp);
+    assert_eq!(w.other.call(Command::DestroyPd, handle(others).as_bytes(), 1024).0, 0, "the other session");
+}
+
+#[test]
+fn a_stopped_control_queue_pauses_the_session() {
+    let mut w = World::new();
+    let (a, b) = (w.me.qp(QpType::Rc), w.me.qp(QpType::Rc));
+    w.me.connect(a.qpn, b.qpn);
+    let ring = w.me.take(8192);
+    let running = Vring {
+        size: 64,
+        desc: ring,
+        avail: ring + 4096,
+        used: ring + 6144,
+        enabled: true,
+        addressed: true,
+        ..Vring::default()
+    };
+    let state = |w: &World| {
+        let q: abi::QueryQpResp = w.me.ok(Command::QueryQp, &abi::QueryQpReq { qpn: a.qpn, attr_mask: 0 });
+        u32::from(q.attr.qp_state)
+    };
+    w.me.dev.vring_changed(abi::VQ_CONTROL as usize, &running);
+    assert_eq!(w.me.dev.stop_vring(abi::VQ_CONTROL as usize), 0);
+    // A request that no QP takes.
+    w.me.post(&a, &abi::SqWqe { opcode: 99, ..Default::default() });
+    w.me.poll();
+    assert_eq!(state(&w), QpState::Rts as u32);
+    w.me.dev.vring_changed(abi::VQ_CONTROL as usize, &running);
+    w.me.poll();
+    assert_eq!(state(&w), QpState::Err as u32);
+}
+
+#[test]
+fn scattered_pages_serve_as_rings_and_doorbell() {
+    let w = World::new();
+    let at = w.me.take(8 * 4096);
+    let pages: Vec<(u64, u64)> = [6, 1, 4, 3].iter().map(|i| (at + i * 4096, 4096)).collect();
+    let addr = w.me.map(&pages).addr;
+    let doorbell: abi::HandleResp = w.me.ok(Command::CreateDoorbell, &abi::SetDoorbellReq { addr });
+    let (sq_addr, rq_addr, ctrl_addr) = (addr + 4096, addr + 8192, addr + 12288);
+    let request =
+        abi::CreateQpReq { doorbell: doorbell.handle, sq_addr, rq_addr, ctrl_addr, ..w.me.qp_request(QpType::Rc) };
+    let qp: abi::CreateQpResp = w.me.ok(Command::CreateQp, &request);
+    let peer = w.me.qp(QpType::Rc);
+    w.me.connect(qp.qpn, peer.qpn);
+    // A request that no QP takes: it is seen in the second page of the range, by the bell of the first.
+    let wqe = abi::SqWqe { opcode: 99, ..Default::default() };
+    w.me.write(at + 4096, wqe.as_bytes());
+    w.me.store(at + 3 * 4096, 1);
+    w.me.ring_at(at + 6 * 4096, qp.db_slot);
+    w.me.poll();
+    let state: abi::QueryQpResp = w.me.ok(Command::QueryQp, &abi::QueryQpReq { qpn: qp.qpn, attr_mask: 0 });
+    assert_eq!(u32::from(state.attr.qp_state), QpState::Err as u32);
+    // What uses the range keeps it.
+    let other = abi::CreateQpReq { ctrl_addr: addr + 16384, ..request };
+    assert_eq!(w.me.call(Command::CreateQp, other.as_bytes(), 1024).0, Status::BadAddress as u8);
+}
+
+#[test]
+fn bits_of_one_page_are_no_bits_of_another() {
+    let w = World::new();
+    let doorbell = w.me.make(Kind::Doorbell);
+    let bad = abi::CreateQpReq { doorbell: doorbell ^ 1 << 30, ..w.me.qp_request(QpType::Rc) };
+    assert_eq!(w.me.call(Command::CreateQp, bad.as_bytes(), 1024).0, Status::BadHandle as u8);
+    let foreign = abi::CreateQpReq { doorbell: w.other.make(Kind::Doorbell), ..w.me.qp_request(QpType::Rc) };
+    assert_eq!(w.me.call(Command::CreateQp, foreign.as_bytes(), 1024).0, Status::BadHandle as u8);
+    let mine: abi::CreateQpResp =
+        w.me.ok(Command::CreateQp, &abi::CreateQpReq { doorbell, ..w.me.qp_request(QpType::Rc) });
+    let main = w.me.qp(QpType::Rc);
+    assert_eq!((mine.db_slot, main.slot), (0, 0));
+    // A page goes with its last QP, not before.
+    let destroy = |c, h| w.me.call(c, abi::HandleReq { handle: h, reserved: 0 }.as_bytes(), 1024).0;
+    assert_eq!(destroy(Command::DestroyDoorbell, doorbell), Status::Busy as u8);
+    assert_eq!(destroy(Command::DestroyQp, mine.qpn), 0);
+    assert_eq!(destroy(Command::DestroyDoorbell, doorbell), 0);
+    assert_eq!(destroy(Command::DestroyDoorbell, doorbell), Status::BadHandle as u8);
 }
 
 /// The statuses of each command that [`rows`] provokes, those aside that every command or every handle gives.

@@ -122,11 +122,35 @@ fn queries() -> Vec<Row> {
                 w.me.ok::<abi::Nothing>(C::SetStage, &request);
                 bytes(request)
             }),
+        row(C::NewSession, |_| bytes(abi::NewSessionReq { features: abi::FEATURE_INVALIDATE, reserved: 0 })).refused(
+            BadValue,
+            "no such feature",
+            |_| bytes(abi::NewSessionReq { features: 1 << 63, reserved: 0 }),
+        ),
+        row(C::CreateDoorbell, |w| bytes(abi::SetDoorbellReq { addr: w.me.take(4096) }))
+            .refused(BadValue, "alignment", |w| bytes(abi::SetDoorbellReq { addr: w.me.take(8192) + 64 }))
+            .refused(BadAddress, "no memory", |_| bytes(abi::SetDoorbellReq { addr: NOWHERE }))
+            .ends(),
+        row(C::DestroyDoorbell, |w| handle(w.me.make(Kind::Doorbell))).handle(HANDLE, Kind::Doorbell).refused(
+            Busy,
+            "a QP has a bit of it",
+            |w| {
+                let doorbell = w.me.make(Kind::Doorbell);
+                let request = abi::CreateQpReq { doorbell, ..w.me.qp_request(QpType::Rc) };
+                w.me.ok::<abi::CreateQpResp>(C::CreateQp, &request);
+                handle(doorbell)
+            },
+        ),
     ]
 }
 
 fn memory() -> Vec<Row> {
     use Status::*;
+    /// A request for a page more.
+    fn extend(w: &World, mrn: u32) -> abi::ExtendMrReq {
+        let (runs_addr, length) = w.me.runs(&[(w.me.take(4096), 4096)]);
+        abi::ExtendMrReq { mrn, num_runs: 1, runs_addr, length }
+    }
     vec![
         row(C::CreatePd, |_| Vec::new()).ends(),
         row(C::DestroyPd, |w| handle(w.me.make(Kind::Pd))).handle(HANDLE, Kind::Pd).refused(Busy, "an MR", |w| {
@@ -156,6 +180,52 @@ fn memory() -> Vec<Row> {
                 bytes(abi::RegUserMrReq { length: MR_BYTES + 1, start: w.me.take(2 << 20), ..w.me.mr_request() })
             })
             .ends(),
+        row(C::RegMrRuns, |w| bytes(w.me.runs_request()))
+            .handle(offset_of!(abi::RegMrRunsReq, pdn), Kind::Pd)
+            .refused(BadValue, "the runs are longer", |w| {
+                bytes(abi::RegMrRunsReq { length: 4095, ..w.me.runs_request() })
+            })
+            .refused(BadValue, "the runs are shorter", |w| {
+                bytes(abi::RegMrRunsReq { length: 4097, ..w.me.runs_request() })
+            })
+            .refused(BadValue, "too many runs", |w| {
+                bytes(abi::RegMrRunsReq { num_runs: abi::MAX_RUNS + 1, ..w.me.runs_request() })
+            })
+            .refused(BadValue, "no run", |w| bytes(abi::RegMrRunsReq { num_runs: 0, ..w.me.runs_request() }))
+            .refused(BadValue, "an empty run", |w| {
+                let (runs_addr, _) = w.me.runs(&[(w.me.take(4096), 4096), (w.me.take(4096), 0)]);
+                bytes(abi::RegMrRunsReq { runs_addr, ..w.me.runs_request() })
+            })
+            .refused(BadValue, "a run of all bytes", |w| {
+                let (runs_addr, _) = w.me.runs(&[(w.me.take(4096), u64::MAX)]);
+                bytes(abi::RegMrRunsReq { runs_addr, num_runs: 1, ..w.me.runs_request() })
+            })
+            .refused(BadValue, "its addresses wrap", |w| {
+                bytes(abi::RegMrRunsReq { virt_addr: u64::MAX, ..w.me.runs_request() })
+            })
+            .refused(BadAddress, "no list", |w| bytes(abi::RegMrRunsReq { runs_addr: NOWHERE, ..w.me.runs_request() }))
+            .refused(BadAddress, "no memory", |w| {
+                let (runs_addr, length) = w.me.runs(&[(w.me.take(4096), 4096), (NOWHERE, 1)]);
+                bytes(abi::RegMrRunsReq { runs_addr, length, ..w.me.runs_request() })
+            })
+            .ends(),
+        row(C::ExtendMr, |w| bytes(extend(w, w.me.make(Kind::Mr))))
+            .handle(offset_of!(abi::ExtendMrReq, mrn), Kind::Mr)
+            .refused(BadValue, "the runs are longer", |w| {
+                bytes(abi::ExtendMrReq { length: 1, ..extend(w, w.me.make(Kind::Mr)) })
+            })
+            .refused(BadAddress, "no list", |w| {
+                bytes(abi::ExtendMrReq { runs_addr: NOWHERE, ..extend(w, w.me.make(Kind::Mr)) })
+            })
+            .refused(BadState, "a window is bound to it", |w| bytes(extend(w, w.me.bound_mr())))
+            .ends(),
+        row(C::MapRuns, |w| bytes(w.me.map_request(&[(w.me.take(4096), 4096)])))
+            .refused(BadValue, "a part of a page", |w| bytes(w.me.map_request(&[(w.me.take(4096), 4095)])))
+            .refused(BadValue, "within a page", |w| bytes(w.me.map_request(&[(w.me.take(8192) + 64, 4096)])))
+            .refused(BadValue, "nothing", |w| bytes(w.me.map_request(&[])))
+            .refused(BadAddress, "no memory", |w| bytes(w.me.map_request(&[(NOWHERE, 4096)])))
+            .ends(),
+        row(C::UnmapRuns, |w| handle(w.me.make(Kind::Mapped))).handle(HANDLE, Kind::Mapped),
         row(C::RegUserMr, |w| {
             let request = w.me.mr_request();
             let pages_addr = w.me.take(16);

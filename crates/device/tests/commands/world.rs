@@ -56,6 +56,8 @@ pub enum Kind {
     Srq,
     Xrcd,
     Id,
+    Doorbell,
+    Mapped,
 }
 
 /// A session and its memory.
@@ -71,7 +73,7 @@ pub struct Side {
 #[derive(Clone, Copy)]
 pub struct Posting {
     pub qpn: u32,
-    slot: u32,
+    pub slot: u32,
     req: abi::CreateQpReq,
 }
 
@@ -98,8 +100,9 @@ impl World {
                 .expect("vRNIC")
         };
         let (vnic, _) = (vnic(OWN), vnic(PEER));
-        let config = abi::Config { max_qp: 3, max_mr: 5, max_qp_rd_atom: 128, ..Default::default() };
-        let identity = Identity { vnic, config, name: "a".into(), active_mtu: 5, log: Default::default() };
+        let features = abi::FEATURE_INVALIDATE;
+        let config = abi::Config { features, max_qp: 3, max_mr: 5, max_qp_rd_atom: 128, ..Default::default() };
+        let identity = Identity { vnic, config, origin: 5, name: "a".into(), active_mtu: 5, log: Default::default() };
         let (rnic, identity) = (Arc::new(SharedRnic::new(rnic)), Arc::new(identity));
         let side = || Side::new(&rnic, &identity);
         World { me: side(), other: side() }
@@ -137,6 +140,22 @@ impl Side {
     /// Writes a word into the memory.
     pub fn store(&self, bus: u64, value: u32) {
         self.memory.span().store32((bus - BUS) as usize, value, Ordering::Release);
+    }
+
+    /// Writes bytes into the memory.
+    pub fn write(&self, bus: u64, bytes: &[u8]) {
+        self.memory.span().write((bus - BUS) as usize, bytes);
+    }
+
+    /// The session has no doorbell page any more.
+    pub fn forget_doorbell(&self) {
+        self.doorbell.set(None);
+    }
+
+    /// Rings a bit of a doorbell page.
+    pub fn ring_at(&self, page: u64, slot: u32) {
+        let page = self.memory.span().sub(page - BUS, 4096).expect("page");
+        Bell::new(page).expect("doorbell").ring(slot);
     }
 
     /// Status and data of the response to a request.
@@ -177,6 +196,11 @@ impl Side {
             Kind::Srq => self.ok::<abi::CreateSrqResp>(Command::CreateSrq, &self.srq_request()).srqn,
             Kind::Xrcd => self.xrcd(7),
             Kind::Id => self.id(abi::port_space::TCP),
+            Kind::Doorbell => {
+                let request = abi::SetDoorbellReq { addr: self.take(4096) };
+                self.ok::<abi::HandleResp>(Command::CreateDoorbell, &request).handle
+            }
+            Kind::Mapped => self.map(&[(self.take(4096), 4096)]).handle,
         }
     }
 
@@ -189,6 +213,32 @@ impl Side {
         let (pdn, start) = (self.make(Kind::Pd), self.take(8192));
         // LOCAL_WRITE and MW_BIND.
         abi::RegUserMrReq { pdn, access_flags: 1 | 16, start, length: 8192, virt_addr: start, ..Default::default() }
+    }
+
+    /// Writes a list of runs; its address, and how many bytes they have.
+    pub fn runs(&self, runs: &[(u64, u64)]) -> (u64, u64) {
+        let addr = self.take(runs.len() * 16);
+        for (i, &(at, len)) in runs.iter().enumerate() {
+            let run = abi::Run { addr: at, length: len };
+            self.memory.span().write((addr - BUS) as usize + i * 16, run.as_bytes());
+        }
+        (addr, runs.iter().map(|r| r.1).sum())
+    }
+
+    /// A request for an MR of two pages that lie apart.
+    pub fn runs_request(&self) -> abi::RegMrRunsReq {
+        let (pdn, at) = (self.make(Kind::Pd), self.take(3 * 4096));
+        let (runs_addr, length) = self.runs(&[(at + 8192 + 16, 4000), (at, 96)]);
+        abi::RegMrRunsReq { pdn, access_flags: 1, length, virt_addr: 77, runs_addr, num_runs: 2, ..Default::default() }
+    }
+
+    pub fn map_request(&self, runs: &[(u64, u64)]) -> abi::MapRunsReq {
+        let (runs_addr, length) = self.runs(runs);
+        abi::MapRunsReq { runs_addr, num_runs: runs.len() as u32, reserved: 0, length }
+    }
+
+    pub fn map(&self, runs: &[(u64, u64)]) -> abi::MapRunsResp {
+        self.ok(Command::MapRuns, &self.map_request(runs))
     }
 
     pub fn mw(&self, mw_type: u32) -> abi::MrResp {

@@ -175,6 +175,7 @@ impl Worker {
         let identity = Identity {
             vnic: id,
             config: vrnic::device_config(mac, &new.limits),
+            origin: self.origin,
             name: new.name.clone(),
             active_mtu: self.network.as_ref().map_or(vrnic::PORT_MTU, |e| e.mtu_code),
             log: unirdma_device::LogLimit::default(),

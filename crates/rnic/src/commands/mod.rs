@@ -203,6 +203,49 @@ impl Core {
         Ok(())
     }
 
+    /// EXTEND_MR: `len` further bytes at the end of an MR of mapped memory.
+    ///
+    /// # Errors
+    /// `BadHandle` if the session has no such MR, `BadState` if it has no mapped memory or windows are bound to it, `BadValue` if
+    /// its addresses would wrap, `Exhausted`.
+    pub fn extend_mr(
+        &mut self,
+        s: SessionId,
+        mr: u32,
+        len: u64,
+        (backing, regions): (Backing, Vec<u64>),
+    ) -> Result<()> {
+        let h = self.free_mr(s, mr).map_err(|e| if e == Status::Busy { Status::BadState } else { e })?;
+        let v = self.objects.vnics.get(self.objects.vnic_of(s)?.0).ok_or(Status::BadHandle)?;
+        if v.used.mr_bytes.checked_add(len).is_none_or(|b| b > v.limits.max_mr_bytes) {
+            return Err(Status::Exhausted);
+        }
+        let m = self.objects.mrs.get_mut(h).ok_or(Status::BadHandle)?;
+        if len == 0 {
+            return Ok(());
+        }
+        let whole = m.len.checked_add(len).filter(|&n| m.iova.checked_add(n).is_some()).ok_or(Status::BadValue)?;
+        m.backing = match m.len {
+            0 => backing,
+            _ => m.backing.followed_by(backing).ok_or(Status::BadState)?,
+        };
+        m.len = whole;
+        let known: Vec<u64> = regions.into_iter().filter(|r| !m.regions.contains(r)).collect();
+        if !known.is_empty() {
+            m.regions = m.regions.iter().copied().chain(known).collect();
+        }
+        self.objects.count_used(s, |u| u.mr_bytes += len);
+        Ok(())
+    }
+
+    /// A new number for something that the device itself keeps for a session.
+    ///
+    /// # Errors
+    /// `Exhausted` after at least 2^31 of them.
+    pub fn new_number(&mut self, s: SessionId) -> Result<u32> {
+        self.objects.new_number(s)
+    }
+
     /// REREG_MR: `mr` keeps its keys and gets all else from `by`, which ceases to exist.
     ///
     /// # Errors

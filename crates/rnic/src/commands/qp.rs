@@ -10,7 +10,7 @@ use super::Result;
 use crate::attr;
 use crate::core::Core;
 use crate::executor::{Object, Peer};
-use crate::objects::{Connection, Counters, CreateQp, MAX_RD_ATOMIC, Qp, QpnSpace, SessionId};
+use crate::objects::{Connection, Counters, CreateQp, MAX_RD_ATOMIC, NO_SLOT, Pause, Qp, QpnSpace, SessionId};
 use crate::pace::Pace;
 use crate::path::{DSCP, Path};
 use crate::slab::Handle;
@@ -52,18 +52,8 @@ impl Core {
         let (random, objects) = (&mut self.random.qpns, &self.objects);
         let drawn = objects.qpn_space.draw(|| random.next_u64(), |n| objects.is_free_qpn(Qpn(n)));
         let qpn = Qpn(drawn.ok_or(Status::Exhausted)?);
-        let session = self.objects.sessions.get_mut(s.0).ok_or(Status::BadHandle)?;
-        if session.bell.is_none() {
-            return Err(Status::BadState);
-        }
-        let slot = match session.free_slots.pop() {
-            Some(slot) => slot,
-            None if session.slots.len() < abi::MAX_QP as usize => {
-                session.slots.push(None);
-                session.slots.len() as u32 - 1
-            }
-            None => return Err(Status::Exhausted),
-        };
+        let door = self.objects.own_door(s, c.door)?;
+        let slot = self.objects.doors.get_mut(door).ok_or(Status::BadHandle)?.take_slot()?;
         let qp = Qp {
             owner: s,
             openers: Vec::new(),
@@ -73,6 +63,7 @@ impl Core {
             pd,
             qpn,
             typ,
+            door,
             slot,
             sig_all: c.sig_all,
             send_cq,
@@ -93,6 +84,7 @@ impl Core {
             work: None,
             recv: None,
             served_by: 0,
+            pause: Pause::No,
             timer: 0,
             queued: false,
             broken: false,
@@ -103,9 +95,9 @@ impl Core {
         let h = self.objects.qps.insert(qp).ok_or(Status::Exhausted)?;
         self.objects.qpns.insert(qpn, h);
         if let Some(session) = self.objects.sessions.get_mut(s.0) {
-            session.slots[slot as usize] = Some(h);
             session.names.qps.insert(h);
         }
+        self.objects.doors.get_mut(door).into_iter().for_each(|d| d.slots[slot as usize] = Some(h));
         self.use_objects(h, true);
         if let Some(v) = self.objects.vnics.get_mut(vnic.0) {
             v.used.qps += 1;
@@ -150,9 +142,9 @@ impl Core {
             v.used.qps -= 1;
         }
         if let Some(s) = self.objects.sessions.get_mut(q.owner.0) {
-            s.free_slot(q.slot);
             s.names.qps.remove(&h);
         }
+        self.objects.free_slot(q.door, q.slot);
     }
 
     /// OPEN_QP: `s` shares the target of an XRC connection that somebody made in this domain (`ibv_open_qp(3)`).
@@ -182,12 +174,10 @@ impl Core {
             None => {
                 // The QP loses its doorbell bit, since nobody posts to the target of an XRC connection.
                 let (heir, xrcd) = q.openers.swap_remove(0);
-                let slot = std::mem::replace(&mut q.slot, NO_SLOT);
+                let (door, slot) = (q.door, std::mem::replace(&mut q.slot, NO_SLOT));
                 let left = q.xrcd.map_or(Handle::NONE, |x| x.0);
                 (q.owner, q.xrcd) = (heir, q.xrcd.map(|x| (xrcd, x.1)));
-                if let Some(s) = self.objects.sessions.get_mut(s.0) {
-                    s.free_slot(slot);
-                }
+                self.objects.free_slot(door, slot);
                 left
             }
         };
@@ -334,9 +324,6 @@ impl Core {
         q.rings.set_rq_notify(false);
     }
 }
-
-/// A doorbell bit that no session has.
-pub(crate) const NO_SLOT: u32 = u32::MAX;
 
 fn apply(q: &mut Qp, mask: u32, a: &abi::QpAttr) {
     use attr_mask as m;

@@ -2,6 +2,7 @@
 //! counts against quotas. Nothing here sends, copies or completes anything.
 
 mod datagram;
+mod door;
 mod fetched;
 mod ids;
 mod inbox;
@@ -24,13 +25,14 @@ use unirdma_formats::{Gid, QpType, Qpn};
 
 use crate::slab::{Handle, Slab};
 pub(crate) use datagram::{Ah, Backlog, Datagrams, Held, Note, Placing, Target};
+pub(crate) use door::{Door, NO_SLOT};
 pub(crate) use fetched::{Fetched, Room};
 pub use ids::{SessionId, VnicId};
 pub(crate) use ids::{SessionKind, VnicKind};
 pub(crate) use inbox::{Inbox, Run};
 pub use mr::{Backing, Resolve};
 pub(crate) use mr::{Mr, MrTable, Reach, Window};
-pub(crate) use qp::{Connection, Local, Qp};
+pub(crate) use qp::{Connection, Local, Pause, Qp};
 pub use qp::{CreateQp, QpInfo};
 pub(crate) use qpns::QpnSpace;
 pub(crate) use queues::{Cq, Domains, Moderation, Pd, Srq, XrcSrq, Xrcd};
@@ -56,6 +58,7 @@ pub(crate) struct Objects {
     /// By group and GID.
     pub by_gid: HashMap<(u32, Gid), Vec<VnicId>>,
     pub sessions: Slab<Session, SessionKind>,
+    pub doors: Slab<Door>,
     pub pds: Slab<Pd>,
     pub mrs: MrTable,
     pub ahs: Slab<Ah>,

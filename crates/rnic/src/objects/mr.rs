@@ -72,6 +72,16 @@ pub(crate) struct Reach {
 }
 
 impl Backing {
+    /// This memory, and then the other; `None` unless both are mapped here.
+    pub fn followed_by(&self, other: Backing) -> Option<Backing> {
+        let pieces = |b: &Backing| match b {
+            Backing::Mapped(span) => Some(Pieces::of(span.clone())),
+            Backing::Pieces(pieces, 0) => Some(Pieces::clone(pieces)),
+            _ => None,
+        };
+        Some(Backing::Pieces(Arc::new(pieces(self)?.followed_by(&pieces(&other)?)?), 0))
+    }
+
     /// `len` bytes of the same memory from `off` on; all of it where addresses are not counted from its beginning. `None` if it has
     /// not so many.
     pub fn part(&self, off: u64, len: u64) -> Option<Backing> {

@@ -6,7 +6,7 @@ use unirdma_abi::Status;
 
 use unirdma_formats::Qpn;
 
-use super::{Ah, Cq, Limits, Mr, Names, Objects, Pd, Qp, SessionId, Srq, Used, VnicId, Xrcd};
+use super::{Ah, Cq, Door, Limits, Mr, Names, Objects, Pd, Qp, SessionId, Srq, Used, VnicId, Xrcd};
 use crate::random::Rng;
 use crate::slab::{ByNumber, Handle, Slab};
 
@@ -77,6 +77,17 @@ impl Objects {
         self.xrcds.get(h).map(|x| (h, x.domain)).ok_or(Status::BadHandle)
     }
 
+    /// A doorbell page. 0 is that of SET_DOORBELL.
+    ///
+    /// # Errors
+    /// `BadHandle`; `BadState` if the session has no page 0.
+    pub fn own_door(&self, s: SessionId, n: u32) -> Result<Handle<Door>> {
+        match n {
+            0 => self.sessions.get(s.0).ok_or(Status::BadHandle)?.door.ok_or(Status::BadState),
+            n => self.find(s, n, |t| &t.doors),
+        }
+    }
+
     /// A QP that the session has made, or opened.
     pub fn own_qp(&self, s: SessionId, qpn: Qpn) -> Result<Handle<Qp>> {
         let h = *self.qpns.get(&qpn).ok_or(Status::BadHandle)?;
@@ -112,6 +123,11 @@ impl Objects {
         self.use_pd(pd, true);
         self.count_used(s, |u| (u.mrs, u.mr_bytes) = (u.mrs + 1, u.mr_bytes + bytes));
         Ok((h, (number, key)))
+    }
+
+    /// A QP loses its doorbell bit.
+    pub fn free_slot(&mut self, door: Handle<Door>, slot: u32) {
+        self.doors.get_mut(door).into_iter().for_each(|d| d.free_slot(slot));
     }
 
     pub fn remove_pd(&mut self, h: Handle<Pd>) {

@@ -5,6 +5,7 @@ use unirdma_formats::{Gid, Psn, QpState, QpType, Qpn};
 use unirdma_mem::QpRings;
 
 use super::datagram::Datagrams;
+use super::door::Door;
 use super::ids::{SessionId, VnicId};
 use super::mr::Reach;
 use super::queues::{Cq, Pd, Srq, Xrcd};
@@ -26,6 +27,8 @@ pub struct CreateQp {
     pub srq: Option<u32>,
     /// XRC domain handle, of the target of an XRC connection, which has no PD and CQs.
     pub xrcd: Option<u32>,
+    /// Doorbell page handle; 0: the page of SET_DOORBELL.
+    pub door: u32,
     /// Every send is signaled.
     pub sig_all: bool,
     /// Capabilities, already within limits.
@@ -46,6 +49,8 @@ pub(crate) struct Qp {
     pub pd: Handle<Pd>,
     pub qpn: Qpn,
     pub typ: QpType,
+    /// Its doorbell bit.
+    pub door: Handle<Door>,
     pub slot: u32,
     pub sig_all: bool,
     pub send_cq: Handle<Cq>,
@@ -71,6 +76,8 @@ pub(crate) struct Qp {
     pub recv: Option<Box<Recv>>,
     /// Jobs that copy from or to the memory that it answers for.
     pub served_by: u32,
+    /// Whether its session pauses.
+    pub pause: Pause,
     /// Distinguishes the timer of its present wait from older ones.
     pub timer: u32,
     /// It stands in its vRNIC's agenda.
@@ -81,6 +88,18 @@ pub(crate) struct Qp {
     pub established: bool,
     pub pace: Pace,
     pub counters: Counters,
+}
+
+/// Whether a QP pauses with its session: it has no turns, and nothing comes in for it.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub(crate) enum Pause {
+    /// It works.
+    #[default]
+    No,
+    /// It pauses.
+    Yes,
+    /// It pauses, and its timer has fired meanwhile.
+    Overdue,
 }
 
 /// Whom a QP talks to.
@@ -155,9 +174,12 @@ impl Qp {
         self.work.as_ref().map_or(Wait::No, |w| w.wait)
     }
 
-    /// True if messages may come in: in RTR and every later state but ERR, while it has a link.
+    /// True if messages may come in: in RTR and every later state but ERR, while it has a link and does not pause.
     pub fn receives(&self) -> bool {
-        matches!(self.state, QpState::Rtr | QpState::Rts | QpState::Sqd | QpState::Sqe) && !self.broken && self.linked
+        matches!(self.state, QpState::Rtr | QpState::Rts | QpState::Sqd | QpState::Sqe)
+            && !self.broken
+            && self.linked
+            && self.pause == Pause::No
     }
 
     /// True if it is this session's, or one that this session has opened.

@@ -6,6 +6,7 @@ use std::sync::Arc;
 use unirdma_mem::Bell;
 
 use super::datagram::Ah;
+use super::door::Door;
 use super::ids::VnicId;
 use super::mr::{Mr, Resolve};
 use super::qp::Qp;
@@ -25,6 +26,8 @@ pub(crate) struct Names {
     pub ahs: ByNumber<Handle<Ah>>,
     pub srqs: ByNumber<Handle<Srq>>,
     pub xrcds: ByNumber<Handle<Xrcd>>,
+    /// Doorbell pages, that of SET_DOORBELL aside.
+    pub doors: ByNumber<Handle<Door>>,
     /// QPs that it owns or has opened.
     pub qps: BTreeSet<Handle<Qp>>,
 }
@@ -46,14 +49,11 @@ pub(crate) struct Session {
     /// Which of its vRNIC's sessions it is: they are counted. It keeps this number when it is restored elsewhere.
     pub number: u32,
     pub names: Names,
+    /// The doorbell page of SET_DOORBELL; for a session that copies the memory of its process, the only one.
+    pub door: Option<Handle<Door>>,
     pub bell: Option<Bell>,
-    pub slots: Vec<Option<Handle<Qp>>>,
-    pub free_slots: Vec<u32>,
-    /// False while the session is polled, true while it must kick.
-    pub parked: bool,
-    /// Its doorbell has rung, and it is in the agenda of its vRNIC.
-    pub rung: bool,
-    pub last_rung_ns: u64,
+    /// Its frontend has stopped: nothing is done for it.
+    pub paused: bool,
     /// The number by which its driver has said that the memory of its MRs is somewhere else; 0: it is in its place.
     pub away: u32,
     pub memory: Option<Arc<dyn Resolve>>,
@@ -61,11 +61,8 @@ pub(crate) struct Session {
 }
 
 impl Session {
-    /// A QP that had this doorbell bit is gone.
-    pub fn free_slot(&mut self, slot: u32) {
-        if let Some(s) = self.slots.get_mut(slot as usize) {
-            *s = None;
-            self.free_slots.push(slot);
-        }
+    /// All its doorbell pages.
+    pub fn doors(&self) -> impl Iterator<Item = Handle<Door>> {
+        self.door.into_iter().chain(self.names.doors.values().copied())
     }
 }

@@ -24,8 +24,8 @@ pub enum Way {
 /// by their numbers in the record, and objects by the numbers that their sessions call them. `None`: there is no such memory, and
 /// nothing is restored.
 pub trait Attach {
-    /// The doorbell page of a session.
-    fn doorbell(&mut self, session: u32) -> Option<Bell>;
+    /// A doorbell page of a session; 0: that of SET_DOORBELL.
+    fn doorbell(&mut self, session: u32, number: u32) -> Option<Bell>;
     /// The memory of a session by bus address. Its regions have the numbers that they had.
     fn memory(&mut self, session: u32) -> Option<Arc<dyn Resolve>>;
     /// The stage of a session, of so many bytes.
@@ -43,7 +43,7 @@ pub trait Attach {
 /// The memory of a vRNIC that was taken from its RNIC: for a restore in the same process.
 #[derive(Default)]
 pub struct Attached {
-    pub(super) doorbells: HashMap<u32, Bell>,
+    pub(super) doorbells: HashMap<(u32, u32), Bell>,
     pub(super) memories: HashMap<u32, Arc<dyn Resolve>>,
     pub(super) stages: HashMap<u32, Span>,
     pub(super) cqs: HashMap<(u32, u32), CqRing>,
@@ -53,8 +53,8 @@ pub struct Attached {
 }
 
 impl Attach for Attached {
-    fn doorbell(&mut self, session: u32) -> Option<Bell> {
-        self.doorbells.get(&session).cloned()
+    fn doorbell(&mut self, session: u32, number: u32) -> Option<Bell> {
+        self.doorbells.get(&(session, number)).cloned()
     }
     fn memory(&mut self, session: u32) -> Option<Arc<dyn Resolve>> {
         self.memories.get(&session).cloned()
@@ -132,9 +132,9 @@ impl Attached {
         let mut all = Attached::default();
         for s in &d.sessions {
             let session = s.number;
-            if s.doorbell {
-                let bell = given(Object::Doorbell { session }, attach.doorbell(session), |_| true)?;
-                all.doorbells.insert(session, bell);
+            for number in s.doors.iter().map(|d| d.number) {
+                let bell = given(Object::Doorbell { session, number }, attach.doorbell(session, number), |_| true)?;
+                all.doorbells.insert((session, number), bell);
             }
             if s.memory {
                 let memory = given(Object::Memory { session }, attach.memory(session), |_| true)?;

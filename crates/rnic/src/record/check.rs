@@ -1,7 +1,7 @@
 //! Whether a record is consistent in itself: numbers that stand there once, references that lead somewhere, values that a live vRNIC
 //! can have. What is not checked here cannot hurt the RNIC: a driver could have made it so.
 
-use std::collections::HashSet;
+use std::collections::{HashMap, HashSet};
 use std::hash::Hash;
 
 use unirdma_abi as abi;
@@ -66,22 +66,33 @@ pub(super) fn check(d: &VnicData) -> Result {
     for q in &d.qps {
         let object = Object::Qp { qpn: q.qpn };
         qpns.add(q.qpn, object)?;
-        if let Some(slot) = q.slot {
-            slots.add((q.owner, slot), object)?;
+        if let Some((door, slot)) = q.slot {
+            slots.add((q.owner, door, slot), object)?;
         }
         known.qp(q)?;
     }
     for s in &d.sessions {
-        for &slot in &s.free_slots {
-            slots.add((s.number, slot), Object::Session(s.number))?;
+        for d in &s.doors {
+            for &slot in &d.free_slots {
+                slots.add((s.number, d.number, slot), Object::Session(s.number))?;
+            }
         }
-        let all = slots.0.iter().filter(|(session, _)| *session == s.number);
-        let (count, last) = all.fold((0, 0), |(n, last), &(_, slot)| (n + 1, last.max(slot + 1)));
-        ensure(
-            count == s.slots && last <= s.slots && s.slots <= abi::MAX_QP,
-            Object::Session(s.number),
-            "a doorbell bit",
-        )?;
+    }
+    // The bits of each page: how many there are, and one more than the last.
+    let mut bits: HashMap<(u32, u32), (u32, u32)> = HashMap::new();
+    for &(session, door, slot) in &slots.0 {
+        let (count, end) = bits.entry((session, door)).or_default();
+        (*count, *end) = (*count + 1, (*end).max(slot.saturating_add(1)));
+    }
+    for s in &d.sessions {
+        for door in &s.doors {
+            let (count, end) = bits.remove(&(s.number, door.number)).unwrap_or_default();
+            let fits = count == door.slots && end <= door.slots && door.slots <= abi::MAX_QP;
+            ensure(fits, Object::Session(s.number), "a doorbell bit")?;
+        }
+    }
+    if let Some(&(session, number)) = bits.keys().min() {
+        return fail(Object::Doorbell { session, number }, What::Missing("doorbell page"));
     }
     known.quotas()?;
     known.cm()
@@ -102,6 +113,9 @@ impl<'a> Known<'a> {
                 numbers.add(number, object)?;
                 ensure(number <= s.last_name, object, "its number")
             };
+            for number in s.doors.iter().map(|d| d.number) {
+                name(number, Object::Doorbell { session, number })?;
+            }
             for &number in &s.pds {
                 name(number, Object::Pd { session, number })?;
                 pds.0.insert(At { session, number });

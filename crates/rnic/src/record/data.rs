@@ -135,12 +135,10 @@ pub(crate) struct SessionData {
     pub number: u32,
     /// The number that an object of it got last.
     pub last_name: u32,
-    pub doorbell: bool,
+    pub doors: Vec<DoorData>,
+    pub paused: bool,
     pub memory: bool,
     pub stage: Option<StageData>,
-    /// Doorbell bits, and those of them that are free, in the order in which they came back.
-    pub slots: u32,
-    pub free_slots: Vec<u32>,
     pub away: u32,
     pub pds: Vec<u32>,
     pub cqs: Vec<CqData>,
@@ -149,6 +147,15 @@ pub(crate) struct SessionData {
     pub mrs: Vec<MrData>,
     pub ahs: Vec<AhData>,
     pub outputs: Vec<OutputData>,
+}
+
+/// A doorbell page: its number (0: the page of SET_DOORBELL), its bits, and those of them that are free, in the order in which they
+/// came back.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+pub(crate) struct DoorData {
+    pub number: u32,
+    pub slots: u32,
+    pub free_slots: Vec<u32>,
 }
 
 /// The granules of a stage that are in use.
@@ -299,8 +306,8 @@ pub(crate) struct QpData {
     pub send_cq: Option<At>,
     pub recv_cq: Option<At>,
     pub srq: Option<At>,
-    /// Its doorbell bit.
-    pub slot: Option<u32>,
+    /// Its doorbell bit: the number of the page, and the bit.
+    pub slot: Option<(u32, u32)>,
     pub sig_all: bool,
     pub cap: Raw<abi::QpCap>,
     pub layout: LayoutData,

@@ -34,7 +34,7 @@ use data::VnicData;
 /// What a record begins with.
 const MAGIC: [u8; 8] = *b"uniRDMA\0";
 /// The version that is written, and the only one that is read so far.
-const VERSION: u32 = 1;
+const VERSION: u32 = 2;
 /// Magic, version, length of what follows the header, and checksum of all but itself.
 const HEADER_BYTES: usize = 8 + 4 + 8 + 4;
 
@@ -110,7 +110,7 @@ pub enum Object {
     Vnic,
     Gid(Gid),
     Session(u32),
-    Doorbell { session: u32 },
+    Doorbell { session: u32, number: u32 },
     Memory { session: u32 },
     Stage { session: u32 },
     Pd { session: u32, number: u32 },
@@ -133,7 +133,8 @@ impl fmt::Display for Object {
             Object::Vnic => write!(f, "the vRNIC"),
             Object::Gid(gid) => write!(f, "GID {gid}"),
             Object::Session(s) => write!(f, "session {s}"),
-            Object::Doorbell { session } => write!(f, "the doorbell page of session {session}"),
+            Object::Doorbell { session, number: 0 } => write!(f, "the doorbell page of session {session}"),
+            Object::Doorbell { session, number } => write!(f, "doorbell page {number} of session {session}"),
             Object::Memory { session } => write!(f, "the memory of session {session}"),
             Object::Stage { session } => write!(f, "the stage of session {session}"),
             Object::Pd { session, number } => write!(f, "PD {number} of session {session}"),

@@ -9,12 +9,11 @@ use unirdma_mem::Span;
 
 use super::data::*;
 use super::{Attach, Attached, Object, Record, RestoreError};
-use crate::commands::qp::NO_SLOT;
 use crate::core::Core;
 use crate::multicast::MAX_MULTICAST_QPS;
 use crate::objects::{
-    Ah, Backing, Backlog, Connection, Cq, Datagrams, Fetched, Held, Local, Moderation, Mr, Names, Note, Pd, Qp, Room,
-    Session, SessionId, Srq, Stage, Used, Vnic, VnicId, Wait, Window, Work, XrcSrq, Xrcd,
+    Ah, Backing, Backlog, Connection, Cq, Datagrams, Door, Fetched, Held, Local, Moderation, Mr, NO_SLOT, Names, Note,
+    Pause, Pd, Qp, Room, Session, SessionId, Srq, Stage, Used, Vnic, VnicId, Wait, Window, Work, XrcSrq, Xrcd,
 };
 use crate::output::Output;
 use crate::pace::{Limit, Pace};
@@ -27,6 +26,7 @@ pub(super) struct Restorer<'a> {
     vnic: VnicId,
     given: Attached,
     sessions: HashMap<u32, SessionId>,
+    doors: HashMap<At, Handle<Door>>,
     pds: HashMap<At, Handle<Pd>>,
     cqs: HashMap<At, Handle<Cq>>,
     xrcds: HashMap<At, (Handle<Xrcd>, u32)>,
@@ -161,6 +161,7 @@ impl<'a> Restorer<'a> {
             vnic,
             given,
             sessions: HashMap::new(),
+            doors: HashMap::new(),
             pds: HashMap::new(),
             cqs: HashMap::new(),
             xrcds: HashMap::new(),
@@ -194,11 +195,10 @@ impl<'a> Restorer<'a> {
         let SessionData {
             number,
             last_name,
-            doorbell: _,
+            doors,
+            paused,
             memory: _,
             stage,
-            slots,
-            free_slots,
             away,
             pds,
             cqs,
@@ -214,12 +214,9 @@ impl<'a> Restorer<'a> {
             vnic: self.vnic,
             number: session,
             names: Names { last: *last_name, ..Names::default() },
-            bell: self.given.doorbells.remove(&session),
-            slots: vec![None; *slots as usize],
-            free_slots: free_slots.clone(),
-            parked: true,
-            rung: false,
-            last_rung_ns: self.core.now,
+            door: None,
+            bell: self.given.doorbells.get(&(session, 0)).cloned(),
+            paused: *paused,
             away: *away,
             memory: self.given.memories.remove(&session),
             stage,
@@ -227,6 +224,9 @@ impl<'a> Restorer<'a> {
         let Some(id) = self.core.objects.sessions.insert(live).map(SessionId) else { return };
         self.sessions.insert(session, id);
         self.core.objects.count_used(id, |u| u.sessions += 1);
+        for d in doors {
+            self.door(id, session, d);
+        }
         for &number in pds {
             let Some(h) = self.core.objects.pds.insert(Pd { owner: id, number, uses: 0 }) else { continue };
             self.pds.insert(At { session, number }, h);
@@ -251,6 +251,24 @@ impl<'a> Restorer<'a> {
         }
         let (pds, cqs, xrcds) = (pds.len(), cqs.len(), xrcds.len());
         self.core.objects.count_used(id, |u| (u.pds, u.cqs, u.xrcds) = (u.pds + pds, u.cqs + cqs, u.xrcds + xrcds));
+    }
+
+    fn door(&mut self, id: SessionId, session: u32, d: &DoorData) {
+        let Some(bell) = self.given.doorbells.remove(&(session, d.number)) else { return };
+        let live = Door {
+            slots: vec![None; d.slots as usize],
+            free_slots: d.free_slots.clone(),
+            last_rung_ns: self.core.now,
+            ..Door::new(id, d.number, bell)
+        };
+        let Some(h) = self.core.objects.doors.insert(live) else { return };
+        self.doors.insert(At { session, number: d.number }, h);
+        if let Some(s) = self.core.objects.sessions.get_mut(id.0) {
+            match d.number {
+                0 => s.door = Some(h),
+                number => _ = s.names.doors.insert(number, h),
+            }
+        }
     }
 
     fn stage(&mut self, d: &StageData, session: u32) -> Option<Stage> {
@@ -422,6 +440,8 @@ impl<'a> Restorer<'a> {
         let Some(rings) = self.given.qps.remove(qpn) else { return };
         let (typ, state) = (QpType::from_raw((*typ).into()), QpState::from_raw((*state).into()));
         let (owner_id, own) = (self.session_id(Some(*owner)), own.map(Gid));
+        let paused = self.core.objects.sessions.get(owner_id.0).is_some_and(|s| s.paused);
+        let door = slot.and_then(|s| self.doors.get(&At { session: *owner, number: s.0 })).copied().unwrap_or_default();
         let v = self.core.objects.vnics.get(self.vnic.0);
         let linked = v.is_some_and(|v| v.is_linked(own));
         let peer_gid = Gid(attr.0.ah_attr.grh.dgid);
@@ -458,7 +478,8 @@ impl<'a> Restorer<'a> {
             pd: self.pd(*pd),
             qpn: Qpn(*qpn),
             typ: typ.unwrap_or(QpType::Rc),
-            slot: slot.unwrap_or(NO_SLOT),
+            door,
+            slot: slot.map_or(NO_SLOT, |s| s.1),
             sig_all: *sig_all,
             send_cq: self.cq_at(*send_cq),
             recv_cq: self.cq_at(*recv_cq),
@@ -478,6 +499,7 @@ impl<'a> Restorer<'a> {
             work: work.as_ref().map(|w| Box::new(Work { wait: why, ..*self.work(w) })),
             recv: recv.as_ref().map(|r| self.recv(r)),
             served_by: 0,
+            pause: if paused { Pause::Yes } else { Pause::No },
             timer: 0,
             queued: false,
             broken: *broken,
@@ -490,9 +512,9 @@ impl<'a> Restorer<'a> {
         objects.qpns.insert(Qpn(*qpn), h);
         if let Some(session) = objects.sessions.get_mut(owner_id.0) {
             session.names.qps.insert(h);
-            if let Some(place) = slot.and_then(|slot| session.slots.get_mut(slot as usize)) {
-                *place = Some(h);
-            }
+        }
+        if let Some(place) = slot.and_then(|s| objects.doors.get_mut(door)?.slots.get_mut(s.1 as usize)) {
+            *place = Some(h);
         }
         for at in openers {
             let (id, (xrcd, _)) = (self.session_id(Some(at.session)), self.domain(*at));
@@ -550,11 +572,13 @@ impl<'a> Restorer<'a> {
             self.core.push_output(output);
         }
         let (hints, now) = (self.core.hints, self.core.now);
-        if let Some(bell) = self.core.objects.sessions.get(session.0).and_then(|s| s.bell.as_ref()) {
-            bell.set_hints(hints);
+        for h in self.core.objects.doors_of(session) {
+            // A driver that pauses finds its page as it left it.
+            let Some(door) = self.core.objects.doors.get(h).filter(|_| !d.paused) else { continue };
+            door.bell.set_hints(hints);
             // No job reaches memory that its driver wants to be left alone.
-            bell.confirm_away(d.away);
-            self.core.unpark(session, now);
+            door.bell.confirm_away(if door.number == 0 { d.away } else { 0 });
+            self.core.unpark_door(h, now);
         }
     }
 }

@@ -9,11 +9,10 @@ use unirdma_formats::net::Flow;
 use super::data::*;
 use super::{Attached, Record};
 use crate::cm::{Cm, Id};
-use crate::commands::qp::NO_SLOT;
 use crate::core::Core;
 use crate::objects::{
-    Ah, Backing, Backlog, Connection, Cq, Datagrams, Held, Local, Moderation, Mr, Note, Pd, Qp, Session, SessionId,
-    Srq, Stage, Vnic, VnicId, Wait, Window, XrcSrq, Xrcd,
+    Ah, Backing, Backlog, Connection, Cq, Datagrams, Door, Held, Local, Moderation, Mr, NO_SLOT, Note, Pause, Pd, Qp,
+    Session, SessionId, Srq, Stage, Vnic, VnicId, Wait, Window, XrcSrq, Xrcd,
 };
 use crate::output::Output;
 use crate::pace::{Limit, Pace};
@@ -94,7 +93,8 @@ impl Core {
         let (mut all, objects) = (Attached::default(), &self.objects);
         for (number, s) in self.numbered_sessions(id) {
             let Some(session) = objects.sessions.get(s.0) else { continue };
-            all.doorbells.extend(session.bell.clone().map(|bell| (number, bell)));
+            let doors = session.doors().filter_map(|door| objects.doors.get(door));
+            all.doorbells.extend(doors.map(|d| ((number, d.number), d.bell.clone())));
             all.memories.extend(session.memory.clone().map(|memory| (number, memory)));
             all.stages.extend(session.stage.as_ref().map(|stage| (number, stage.span().clone())));
             for (&n, &h) in &session.names.cqs {
@@ -121,6 +121,7 @@ impl Core {
             }
         }
         for s in self.sessions_of(id) {
+            self.objects.doors_of(s).into_iter().for_each(|door| self.remove_door(door));
             let objects = &mut self.objects;
             let Some(session) = objects.sessions.remove(s.0) else { continue };
             let names = session.names;
@@ -134,7 +135,6 @@ impl Core {
                     objects.srq_numbers.remove(&x.number);
                 }
             }
-            self.polled.remove(s);
             self.outputs.retain(|o| o.session() != s);
             self.jobs.forget(s);
         }
@@ -152,6 +152,12 @@ fn sorted<T>(names: &crate::slab::ByNumber<Handle<T>>) -> Vec<(u32, Handle<T>)> 
 fn flow(f: &Flow) -> FlowData {
     let Flow { src, dst, src_port, dst_port, traffic_class, hop_limit, ip_id } = *f;
     FlowData { src, dst, src_port, dst_port, traffic_class, hop_limit, ip_id }
+}
+
+/// A bell that has rung and whether somebody sleeps stand in the doorbell page; a restored one is polled at first.
+fn door(d: &Door) -> DoorData {
+    let Door { session: _, number, bell: _, slots, free_slots, parked: _, rung: _, last_rung_ns: _ } = d;
+    DoorData { number: *number, slots: slots.len() as u32, free_slots: free_slots.clone() }
 }
 
 fn moderation(m: &Moderation, now: u64) -> ModerationData {
@@ -230,32 +236,20 @@ impl<'a> Saver<'a> {
     }
 
     fn session(&self, id: SessionId) -> Option<SessionData> {
-        // A bell that has rung and whether somebody sleeps stand in the doorbell page; a restored session is polled at first.
-        let Session {
-            vnic: _,
-            number,
-            names,
-            bell,
-            slots,
-            free_slots,
-            parked: _,
-            rung: _,
-            last_rung_ns: _,
-            away,
-            memory,
-            stage,
-        } = self.core.objects.sessions.get(id.0)?;
+        let live = self.core.objects.sessions.get(id.0)?;
+        let Session { vnic: _, number, names, door: _, bell: _, paused, away, memory, stage } = live;
+        let mut doors: Vec<_> = live.doors().filter_map(|h| self.core.objects.doors.get(h)).map(door).collect();
+        doors.sort_unstable_by_key(|d| d.number);
         let (core, objects) = (self.core, &self.core.objects);
         let outputs = core.outputs.iter().filter(|o| o.session() == id).map(output);
         let delayed = core.is_delayed(id).then_some(OutputData::Released);
         Some(SessionData {
             number: *number,
             last_name: names.last,
-            doorbell: bell.is_some(),
+            doors,
+            paused: *paused,
             memory: memory.is_some(),
             stage: stage.as_ref().map(|s| self.stage(s)),
-            slots: slots.len() as u32,
-            free_slots: free_slots.clone(),
             away: *away,
             pds: sorted(&names.pds).into_iter().map(|(n, _)| n).collect(),
             cqs: sorted(&names.cqs).into_iter().filter_map(|(_, h)| objects.cqs.get(h)).map(|c| self.cq(c)).collect(),
@@ -358,6 +352,7 @@ impl<'a> Saver<'a> {
             pd,
             qpn,
             typ,
+            door,
             slot,
             sig_all,
             send_cq,
@@ -378,6 +373,7 @@ impl<'a> Saver<'a> {
             work,
             recv,
             served_by: _,
+            pause,
             timer,
             queued: _,
             broken,
@@ -401,7 +397,9 @@ impl<'a> Saver<'a> {
                 }
             }
         };
-        let due = self.waits.get(&(h, *timer)).map(|&at| self.until(at));
+        // A timer that fired in a pause is due when the pause ends.
+        let overdue = (*pause == Pause::Overdue).then_some(0);
+        let due = self.waits.get(&(h, *timer)).map(|&at| self.until(at)).or(overdue);
         let why = match q.wait() {
             // A job is tried again, and there is room for packets elsewhere.
             Wait::No | Wait::Tx | Wait::Job(_) => None,
@@ -420,7 +418,7 @@ impl<'a> Saver<'a> {
             send_cq: self.cqs.get(send_cq).copied(),
             recv_cq: self.cqs.get(recv_cq).copied(),
             srq: srq.and_then(|s| self.srqs.get(&s).copied()),
-            slot: (*slot != NO_SLOT).then_some(*slot),
+            slot: self.core.objects.doors.get(*door).filter(|_| *slot != NO_SLOT).map(|d| (d.number, *slot)),
             sig_all: *sig_all,
             cap: Raw(*cap),
             layout: LayoutData::save(rings.layout()),

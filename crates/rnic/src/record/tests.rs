@@ -83,6 +83,7 @@ fn full() -> VnicData {
         recv_cq: cq,
         srq: None,
         xrcd,
+        door: 0,
         sig_all: false,
         cap,
         rings: rings(&cap),
@@ -90,7 +91,9 @@ fn full() -> VnicData {
     let rc = create(None);
     let sq = rc.rings.clone();
     let (qpn, slot) = rnic.create_qp(s, QpType::Rc as u8, rc).unwrap();
-    let (ud, _) = rnic.create_qp(s, QpType::Ud as u8, create(None)).unwrap();
+    let page = Bell::new(aligned(4096)).unwrap();
+    let door = rnic.create_doorbell(s, page).unwrap();
+    let (ud, _) = rnic.create_qp(s, QpType::Ud as u8, CreateQp { door, ..create(None) }).unwrap();
     rnic.create_qp(s, QpType::XrcRecv as u8, create(Some(xrcd))).unwrap();
     rnic.attach_mcast(s, ud, Gid::from_ip([239, 1, 1, 1].into())).unwrap();
     let steps = attr(9, gid(2));
@@ -175,10 +178,13 @@ const CASES: &[Case] = &[
     (|d| rc(d).xrcd = Some(7), "there is no such XRC domain"),
     (|d| target(d).xrcd = None, "a value is out of range: its XRC domain"),
     (|d| target(d).openers.push(NOBODY), "there is no such XRC domain"),
-    (|d| rc(d).slot = Some(1), "stands there twice"),
+    (|d| rc(d).slot = Some((0, 1)), "stands there twice"),
     (|d| rc(d).slot = None, "session 1: a value is out of range: a doorbell bit"),
-    (|d| d.sessions[0].free_slots.push(0), "session 1: stands there twice"),
-    (|d| d.sessions[0].slots = 9, "session 1: a value is out of range: a doorbell bit"),
+    (|d| d.sessions[0].doors[0].free_slots.push(0), "session 1: stands there twice"),
+    (|d| d.sessions[0].doors[1].slots = 9, "session 1: a value is out of range: a doorbell bit"),
+    (|d| d.sessions[0].doors.truncate(1), "there is no such doorbell page"),
+    (|d| d.sessions[0].doors[1].number = 0, "doorbell page of session 1: stands there twice"),
+    (|d| d.sessions[0].doors[0].slots = 9, "session 1: a value is out of range: a doorbell bit"),
     (|d| rc(d).typ = 1, "a value is out of range: its type"),
     (|d| rc(d).state = 7, "a value is out of range: its state"),
     (|d| rc(d).mtu = 1000, "a value is out of range: its path MTU"),

@@ -1,0 +1,280 @@
+// SPDX-License-Identifier: GPL-2.0 OR MIT
+/*
+ * Control commands. Any number of threads may issue them; each sleeps until the
+ * device has answered its own.
+ *
+ * A device that leaves a command unanswered for UNIRDMA_TIMEOUT is lost, and so
+ * is one that has lost its objects. All commands fail with -EIO then. A lost
+ * device is reset before unirdma_cmd() returns that, so that a caller may free
+ * memory that the device knew.
+ */
+#include <linux/kref.h>
+#include <linux/scatterlist.h>
+#include <linux/slab.h>
+#include <linux/virtio_config.h>
+
+#include "unirdma.h"
+
+#define UNIRDMA_TIMEOUT (30 * HZ)
+
+/*
+ * A command in flight. The virtqueue has a reference while the device may write
+ * into @message, whether or not the caller still waits.
+ */
+struct unirdma_pending {
+	struct kref ref;
+	struct completion done;
+	unsigned int written;		/* bytes of the response */
+	bool failed;			/* the device is lost */
+	size_t req_len, rsp_len;	/* with the headers */
+	u8 message[] __aligned(8);	/* the request, then the response */
+};
+
+static void unirdma_pending_free(struct kref *ref)
+{
+	kfree(container_of(ref, struct unirdma_pending, ref));
+}
+
+static void unirdma_pending_put(struct unirdma_pending *p)
+{
+	kref_put(&p->ref, unirdma_pending_free);
+}
+
+/* The errno of a status code (section 6.1 of the specification). */
+static int unirdma_errno(u8 status)
+{
+	static const int errnos[] = {
+		0, -EOPNOTSUPP, -EINVAL, -ENOENT, -EINVAL, -ENOMEM, -EBUSY,
+		-EFAULT, -EINVAL, -EHOSTUNREACH, -EPERM, -EADDRINUSE, -ENODEV,
+	};
+
+	return status < ARRAY_SIZE(errnos) ? errnos[status] : -EIO;
+}
+
+/* The callback of the control queue. */
+void unirdma_control_done(struct virtqueue *vq)
+{
+	struct unirdma_dev *dev = vq->vdev->priv;
+	struct unirdma_control *control = &dev->control;
+	struct unirdma_pending *p;
+	unsigned long flags;
+	unsigned int len;
+
+	spin_lock_irqsave(&control->lock, flags);
+	while ((p = virtqueue_get_buf(vq, &len))) {
+		p->written = len;
+		complete(&p->done);
+		unirdma_pending_put(p);
+	}
+	spin_unlock_irqrestore(&control->lock, flags);
+	wake_up_all(&control->room);
+}
+
+/* After this the device touches no memory, and no callback runs. */
+static void unirdma_reset(struct unirdma_dev *dev)
+{
+	struct unirdma_control *control = &dev->control;
+	struct unirdma_pending *p;
+
+	virtio_break_device(dev->vdev);
+	virtio_reset_device(dev->vdev);
+	virtio_synchronize_cbs(dev->vdev);
+
+	spin_lock_irq(&control->lock);
+	while ((p = virtqueue_detach_unused_buf(control->vq))) {
+		p->failed = true;
+		complete(&p->done);
+		unirdma_pending_put(p);
+	}
+	spin_unlock_irq(&control->lock);
+	complete_all(&control->was_reset);
+	wake_up_all(&control->room);
+}
+
+static void unirdma_lost_work(struct work_struct *work)
+{
+	struct unirdma_dev *dev = container_of(work, struct unirdma_dev,
+					       lost_work);
+
+	unirdma_reset(dev);
+	/* It tells the users. */
+	queue_work(dev->wq, &dev->async_work);
+}
+
+/* Returns true for the one caller that has to see to the reset. */
+static bool unirdma_give_up(struct unirdma_dev *dev)
+{
+	unsigned long flags;
+	bool first;
+
+	/* No command is added to the queue after this. */
+	spin_lock_irqsave(&dev->control.lock, flags);
+	first = !test_and_set_bit(UNIRDMA_LOST, &dev->flags);
+	spin_unlock_irqrestore(&dev->control.lock, flags);
+	return first;
+}
+
+/* May be called in any context. */
+void unirdma_lost(struct unirdma_dev *dev, const char *why)
+{
+	if (!unirdma_give_up(dev))
+		return;
+	dev_err(&dev->vdev->dev,
+		"%s: the device counts as lost until the driver is bound again\n",
+		why);
+	queue_work(dev->wq, &dev->lost_work);
+}
+
+/* The driver is done with the device. */
+void unirdma_stop(struct unirdma_dev *dev)
+{
+	if (unirdma_give_up(dev))
+		unirdma_reset(dev);
+	else
+		wait_for_completion(&dev->control.was_reset);
+}
+
+void unirdma_control_init(struct unirdma_dev *dev)
+{
+	struct unirdma_control *control = &dev->control;
+
+	spin_lock_init(&control->lock);
+	init_waitqueue_head(&control->room);
+	init_completion(&control->was_reset);
+	INIT_WORK(&dev->lost_work, unirdma_lost_work);
+}
+
+/* -ENOSPC: the queue is full. */
+static int unirdma_submit(struct unirdma_dev *dev, struct unirdma_pending *p)
+{
+	struct unirdma_control *control = &dev->control;
+	struct scatterlist req, rsp, *sgs[] = { &req, &rsp };
+	bool notify = false;
+	int err = -EIO;
+
+	sg_init_one(&req, p->message, p->req_len);
+	sg_init_one(&rsp, p->message + p->req_len, p->rsp_len);
+
+	spin_lock_irq(&control->lock);
+	if (!unirdma_is_lost(dev))
+		err = virtqueue_add_sgs(control->vq, sgs, 1, 1, p, GFP_ATOMIC);
+	if (!err) {
+		kref_get(&p->ref);
+		notify = virtqueue_kick_prepare(control->vq);
+	}
+	spin_unlock_irq(&control->lock);
+
+	if (notify && !virtqueue_notify(control->vq))
+		unirdma_lost(dev, "The device cannot be notified");
+	return err;
+}
+
+/* The condition to wait for: false while the queue is full. */
+static bool unirdma_submitted(struct unirdma_dev *dev,
+			      struct unirdma_pending *p, int *err)
+{
+	*err = unirdma_submit(dev, p);
+	return *err != -ENOSPC;
+}
+
+static int unirdma_call(struct unirdma_dev *dev, struct unirdma_pending *p)
+{
+	int err;
+
+	if (!wait_event_timeout(dev->control.room,
+				unirdma_submitted(dev, p, &err),
+				UNIRDMA_TIMEOUT))
+		return -ETIMEDOUT;
+	if (err)
+		return err;
+	if (!wait_for_completion_timeout(&p->done, UNIRDMA_TIMEOUT))
+		return -ETIMEDOUT;
+	return p->failed ? -EIO : 0;
+}
+
+/**
+ * unirdma_cmd - execute a command
+ * @dev: the device
+ * @command: its code
+ * @req: what follows the header of the request
+ * @req_len: its bytes
+ * @rsp: what follows the header of the response; untouched after a failure
+ * @rsp_len: its bytes
+ *
+ * Sleeps. Returns 0, the errno of the device's status, or -EIO if the device
+ * is lost (see above) or its answer is none.
+ */
+int unirdma_cmd(struct unirdma_dev *dev, enum unirdma_command command,
+		const void *req, size_t req_len, void *rsp, size_t rsp_len)
+{
+	const size_t head = sizeof(struct unirdma_header);
+	struct unirdma_header *header;
+	struct unirdma_pending *p;
+	u8 status;
+	int err;
+
+	if (WARN_ON_ONCE(max(req_len, rsp_len) + head > UNIRDMA_MAX_MESSAGE))
+		return -EINVAL;
+
+	p = kzalloc(struct_size(p, message, 2 * head + req_len + rsp_len),
+		    GFP_KERNEL);
+	if (!p)
+		return -ENOMEM;
+	kref_init(&p->ref);
+	init_completion(&p->done);
+	p->req_len = head + req_len;
+	p->rsp_len = head + rsp_len;
+	header = (struct unirdma_header *)p->message;
+	header->code = command;
+	if (req_len)
+		memcpy(p->message + head, req, req_len);
+
+	err = unirdma_call(dev, p);
+	if (err == -ETIMEDOUT) {
+		unirdma_lost(dev, "A command was not answered");
+		err = -EIO;
+	}
+	if (unirdma_is_lost(dev)) {
+		wait_for_completion(&dev->control.was_reset);
+		err = -EIO;
+	}
+	if (err)
+		goto out;
+
+	header = (struct unirdma_header *)(p->message + p->req_len);
+	status = p->written >= head ? header->code : U8_MAX;
+	err = unirdma_errno(status);
+	if (!err && p->written < p->rsp_len)
+		err = -EIO;
+	if (err)
+		dev_dbg(&dev->vdev->dev, "command %u: status %u, %u bytes\n",
+			command, status, p->written);
+	else if (rsp_len)
+		memcpy(rsp, p->message + p->req_len + head, rsp_len);
+out:
+	unirdma_pending_put(p);
+	return err;
+}
+
+/*
+ * Destroys an object of the device. After a success the device knows nothing of
+ * it any more. A lost device, which was reset, has no objects.
+ */
+int unirdma_cmd_destroy(struct unirdma_dev *dev, enum unirdma_command command,
+			u32 handle)
+{
+	struct unirdma_handle req = { .handle = cpu_to_le32(handle) };
+	int err = unirdma_cmd(dev, command, &req, sizeof(req), NULL, 0);
+
+	return unirdma_is_lost(dev) ? 0 : err;
+}
+
+/* Destroys an object whose memory will be freed, whatever the device says. */
+void unirdma_cmd_undo(struct unirdma_dev *dev, enum unirdma_command command,
+		      u32 handle)
+{
+	if (!unirdma_cmd_destroy(dev, command, handle))
+		return;
+	unirdma_lost(dev, "An object cannot be destroyed");
+	wait_for_completion(&dev->control.was_reset);
+}

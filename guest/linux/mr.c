@@ -1,0 +1,247 @@
+// SPDX-License-Identifier: GPL-2.0 OR MIT
+/*
+ * Memory regions and windows.
+ *
+ * An MR is a list of runs of guest memory. It goes to the device in several
+ * commands if it is long. The device takes physical addresses, so the list is
+ * made of pages, not of DMA mappings.
+ */
+#include <linux/slab.h>
+#include <rdma/ib_umem.h>
+#include <rdma/uverbs_ioctl.h>
+
+#include "compat.h"
+#include "unirdma.h"
+
+/* Runs of one command: 64 KiB, or a page if that cannot be had. */
+#define UNIRDMA_RUNS		4096
+#define UNIRDMA_FEW_RUNS	(PAGE_SIZE / sizeof(struct unirdma_run))
+static_assert(UNIRDMA_RUNS <= UNIRDMA_MAX_MR_RUNS);
+
+/* The runs that the next command takes. */
+struct unirdma_runs {
+	struct unirdma_run *runs;
+	size_t room;
+	size_t num;
+	u64 length;		/* of all */
+};
+
+static int unirdma_runs_alloc(struct unirdma_runs *r, size_t most)
+{
+	r->num = 0;
+	r->length = 0;
+	r->room = min_t(size_t, most, UNIRDMA_RUNS);
+	r->runs = kmalloc_array(r->room, sizeof(*r->runs),
+				GFP_KERNEL | __GFP_NOWARN | __GFP_NORETRY);
+	if (r->runs)
+		return 0;
+	r->room = min_t(size_t, r->room, UNIRDMA_FEW_RUNS);
+	r->runs = kmalloc_array(r->room, sizeof(*r->runs), GFP_KERNEL);
+	return r->runs ? 0 : -ENOMEM;
+}
+
+/* Returns false, and adds nothing, if there is no room. */
+static bool unirdma_runs_add(struct unirdma_runs *r, u64 addr, u64 length)
+{
+	struct unirdma_run *last = r->num ? &r->runs[r->num - 1] : NULL;
+
+	if (last && le64_to_cpu(last->addr) + le64_to_cpu(last->length) ==
+		    addr) {
+		le64_add_cpu(&last->length, length);
+	} else {
+		if (r->num == r->room)
+			return false;
+		r->runs[r->num].addr = cpu_to_le64(addr);
+		r->runs[r->num].length = cpu_to_le64(length);
+		r->num++;
+	}
+	r->length += length;
+	return true;
+}
+
+/* Makes the MR of the runs, or, if it exists, makes it longer. */
+static int unirdma_runs_send(struct unirdma_dev *dev, struct unirdma_mr *mr,
+			     struct unirdma_req_reg_mr_runs *reg,
+			     struct unirdma_runs *r, bool *exists)
+{
+	struct unirdma_req_extend_mr extend = {};
+	struct unirdma_rsp_mr rsp;
+	int err;
+
+	if (*exists) {
+		extend.mrn = cpu_to_le32(mr->mrn);
+		extend.num_runs = cpu_to_le32(r->num);
+		extend.runs_addr = cpu_to_le64(virt_to_phys(r->runs));
+		extend.length = cpu_to_le64(r->length);
+		err = unirdma_cmd(dev, UNIRDMA_EXTEND_MR, &extend,
+				  sizeof(extend), NULL, 0);
+	} else {
+		reg->num_runs = cpu_to_le32(r->num);
+		reg->runs_addr = cpu_to_le64(virt_to_phys(r->runs));
+		reg->length = cpu_to_le64(r->length);
+		err = unirdma_cmd(dev, UNIRDMA_REG_MR_RUNS, reg, sizeof(*reg),
+				  &rsp, sizeof(rsp));
+		if (err)
+			return err;
+		*exists = true;
+		mr->mrn = le32_to_cpu(rsp.mrn);
+		mr->ibmr.lkey = le32_to_cpu(rsp.lkey);
+		mr->ibmr.rkey = le32_to_cpu(rsp.rkey);
+	}
+	r->num = 0;
+	r->length = 0;
+	return err;
+}
+
+static int unirdma_reg_umem(struct unirdma_dev *dev, struct unirdma_mr *mr,
+			    struct unirdma_req_reg_mr_runs *reg)
+{
+	struct ib_umem *umem = mr->umem;
+	u64 skip = ib_umem_offset(umem), left = umem->length, addr, length;
+	struct unirdma_runs runs;
+	struct scatterlist *sg;
+	bool exists = false;
+	int err, i;
+
+	err = unirdma_runs_alloc(&runs, umem->sgt_append.sgt.orig_nents);
+	if (err)
+		return err;
+
+	for_each_sgtable_sg(&umem->sgt_append.sgt, sg, i) {
+		addr = sg_phys(sg) + skip;
+		length = min_t(u64, sg->length - skip, left);
+		if (!length)
+			break;
+		skip = 0;
+		left -= length;
+		if (unirdma_runs_add(&runs, addr, length))
+			continue;
+		err = unirdma_runs_send(dev, mr, reg, &runs, &exists);
+		if (err)
+			goto out;
+		unirdma_runs_add(&runs, addr, length);
+	}
+	err = left ? -EFAULT :
+		     unirdma_runs_send(dev, mr, reg, &runs, &exists);
+out:
+	if (err && exists)
+		unirdma_cmd_undo(dev, UNIRDMA_DEREG_MR, mr->mrn);
+	kfree(runs.runs);
+	return err;
+}
+
+static struct ib_mr *unirdma_reg_user_mr(struct ib_pd *ibpd, u64 start,
+					 u64 length, u64 virt_addr,
+					 int access, struct ib_udata *udata)
+{
+	/* The others are hints, which the device does not need. */
+	const int known = IB_ACCESS_LOCAL_WRITE | IB_ACCESS_REMOTE_WRITE |
+			  IB_ACCESS_REMOTE_READ | IB_ACCESS_REMOTE_ATOMIC |
+			  IB_ACCESS_MW_BIND | UNIRDMA_ACCESS_FLUSH_GLOBAL;
+	const int hints = IB_ACCESS_HUGETLB | IB_ACCESS_OPTIONAL;
+	struct unirdma_dev *dev = to_unirdma_dev(ibpd->device);
+	struct unirdma_req_reg_mr_runs reg = {
+		.pdn = cpu_to_le32(to_unirdma_pd(ibpd)->pdn),
+		.access_flags = cpu_to_le32(access & known),
+		.virt_addr = cpu_to_le64(virt_addr),
+	};
+	struct unirdma_mr *mr;
+	int err;
+
+	if (access & ~(known | hints))
+		return ERR_PTR(-EOPNOTSUPP);
+	err = unirdma_check_udata(udata, 0);
+	if (err)
+		return ERR_PTR(err);
+
+	mr = kzalloc(sizeof(*mr), GFP_KERNEL);
+	if (!mr)
+		return ERR_PTR(-ENOMEM);
+	mr->umem = unirdma_umem_get(ibpd->device, start, length, access);
+	if (IS_ERR(mr->umem)) {
+		err = PTR_ERR(mr->umem);
+		goto free;
+	}
+	err = unirdma_reg_umem(dev, mr, &reg);
+	if (err)
+		goto release;
+	return &mr->ibmr;
+release:
+	ib_umem_release(mr->umem);
+free:
+	kfree(mr);
+	return ERR_PTR(err);
+}
+
+static int unirdma_dereg_mr(struct ib_mr *ibmr, struct ib_udata *udata)
+{
+	struct unirdma_mr *mr = to_unirdma_mr(ibmr);
+	int err;
+
+	err = unirdma_cmd_destroy(to_unirdma_dev(ibmr->device),
+				  UNIRDMA_DEREG_MR, mr->mrn);
+	if (err)
+		return err;
+	ib_umem_release(mr->umem);
+	kfree(mr);
+	return 0;
+}
+
+static int unirdma_alloc_mw(struct ib_mw *ibmw, struct ib_udata *udata)
+{
+	struct unirdma_req_alloc_mw req = {
+		.pdn = cpu_to_le32(to_unirdma_pd(ibmw->pd)->pdn),
+		.mw_type = cpu_to_le32(ibmw->type),
+	};
+	struct unirdma_rsp_mr rsp;
+	int err;
+
+	err = unirdma_check_udata(udata, 0);
+	if (err)
+		return err;
+	err = unirdma_cmd(to_unirdma_dev(ibmw->device), UNIRDMA_ALLOC_MW, &req,
+			  sizeof(req), &rsp, sizeof(rsp));
+	if (err)
+		return err;
+	to_unirdma_mw(ibmw)->mrn = le32_to_cpu(rsp.mrn);
+	ibmw->rkey = le32_to_cpu(rsp.rkey);
+	return 0;
+}
+
+static int unirdma_dealloc_mw(struct ib_mw *ibmw)
+{
+	return unirdma_cmd_destroy(to_unirdma_dev(ibmw->device),
+				   UNIRDMA_DEALLOC_MW,
+				   to_unirdma_mw(ibmw)->mrn);
+}
+
+#ifdef HAVE_REG_MR_DMAH
+static struct ib_mr *unirdma_reg_user_mr_dmah(struct ib_pd *ibpd, u64 start,
+					      u64 length, u64 virt_addr,
+					      int access, struct ib_dmah *dmah,
+					      struct ib_udata *udata)
+{
+	if (dmah)
+		return ERR_PTR(-EOPNOTSUPP);
+	return unirdma_reg_user_mr(ibpd, start, length, virt_addr, access,
+				   udata);
+}
+#endif
+
+static const struct ib_device_ops unirdma_mr_ops = {
+#ifdef HAVE_REG_MR_DMAH
+	.reg_user_mr = unirdma_reg_user_mr_dmah,
+#else
+	.reg_user_mr = unirdma_reg_user_mr,
+#endif
+	.dereg_mr = unirdma_dereg_mr,
+	.alloc_mw = unirdma_alloc_mw,
+	.dealloc_mw = unirdma_dealloc_mw,
+
+	INIT_RDMA_OBJ_SIZE(ib_mw, unirdma_mw, ibmw),
+};
+
+void unirdma_set_mr_ops(struct ib_device *ibdev)
+{
+	ib_set_device_ops(ibdev, &unirdma_mr_ops);
+}

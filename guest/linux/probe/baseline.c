@@ -1,0 +1,6 @@
+// SPDX-License-Identifier: GPL-2.0 OR MIT
+/* Must compile: if it does not, the other probes say nothing. */
+#include <linux/virtio_config.h>
+#include <rdma/ib_umem.h>
+#include <rdma/ib_verbs.h>
+#include <rdma/uverbs_ioctl.h>

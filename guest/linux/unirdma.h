@@ -1,0 +1,249 @@
+/* SPDX-License-Identifier: GPL-2.0 OR MIT */
+/*
+ * Internals of the uniRDMA guest driver.
+ *
+ * main.c	binds the virtio device and registers the ib_device
+ * control.c	control commands, and what happens when the device is lost
+ * events.c	asynchronous and completion events
+ * area.c	memory that the device and a process share
+ * gid.c	the vRNIC's addresses and its network interface
+ * device.c	device, port, process and PD verbs; address handles
+ * cq.c qp.c srq.c mr.c		the verbs of these objects
+ */
+#ifndef UNIRDMA_H
+#define UNIRDMA_H
+
+#include <linux/completion.h>
+#include <linux/notifier.h>
+#include <linux/refcount.h>
+#include <linux/virtio.h>
+#include <linux/wait.h>
+#include <linux/workqueue.h>
+#include <linux/xarray.h>
+#include <rdma/ib_verbs.h>
+
+#include "device-abi.h"
+#include "unirdma-abi.h"
+
+#define UNIRDMA_PORT		1
+#define UNIRDMA_MAX_COMP	8	/* completion event queues that are used */
+
+struct unirdma_control {
+	struct virtqueue *vq;
+	spinlock_t lock;		/* protects @vq */
+	wait_queue_head_t room;		/* for those who find @vq full */
+	struct completion was_reset;	/* of a lost device */
+};
+
+/* An event queue. All its buffers are in one array, and one context uses it. */
+struct unirdma_event_queue {
+	struct virtqueue *vq;
+	struct unirdma_event *events;
+};
+
+struct unirdma_dev {
+	struct ib_device ibdev;
+	struct virtio_device *vdev;
+	struct unirdma_rsp_query_device attr;
+	u32 generation;
+	u32 max_doorbells;
+	u32 gid_tbl_len;
+
+	struct unirdma_control control;
+	struct unirdma_event_queue async;
+	struct unirdma_event_queue comp[UNIRDMA_MAX_COMP];
+	unsigned int num_comp;
+	struct virtqueue *wake;
+
+	/* CQs, QPs and SRQs that events may name. */
+	struct xarray cqs;
+	struct xarray qps;
+	struct xarray srqs;
+
+	struct workqueue_struct *wq;
+	struct work_struct async_work;
+	struct work_struct config_work;
+	struct work_struct lost_work;
+	struct work_struct netdev_work;
+	unsigned long flags;
+
+	spinlock_t gid_lock;		/* protects @gids */
+	union ib_gid *gids;
+	struct notifier_block netdev_nb;
+	/* What the ib core was told. Only compared; the core has the reference. */
+	struct net_device *netdev;
+};
+
+/* Bits of unirdma_dev.flags. */
+enum {
+	UNIRDMA_REGISTERED,	/* the ib core may be told of events */
+	UNIRDMA_LOST,		/* the device does not answer; see control.c */
+	UNIRDMA_LOST_TOLD,	/* DEVICE_FATAL was raised */
+};
+
+/*
+ * Who handles an event holds a reference to the object. Its destruction takes
+ * it out of its xarray and waits for the others.
+ */
+struct unirdma_target {
+	refcount_t refs;
+	struct completion idle;
+};
+
+/* Memory that the device and, by mmap, a process share. */
+struct unirdma_area {
+	struct rdma_user_mmap_entry entry;
+	u64 addr;			/* bus address */
+	u32 map;			/* handle of MAP_RUNS */
+	bool mapped;			/* there is one */
+	unsigned int num_pages;
+	struct page *pages[];
+};
+
+struct unirdma_ucontext {
+	struct ib_ucontext ibuc;
+	struct unirdma_area *db;
+	u32 doorbell;
+};
+
+struct unirdma_pd {
+	struct ib_pd ibpd;
+	u32 pdn;
+};
+
+struct unirdma_ah {
+	struct ib_ah ibah;
+	u32 ahn;
+};
+
+struct unirdma_cq {
+	struct ib_cq ibcq;
+	struct unirdma_target target;
+	struct unirdma_area *area;
+	struct mutex resize_lock;	/* protects @area */
+	u32 cqn;
+};
+
+struct unirdma_srq {
+	struct ib_srq ibsrq;
+	struct unirdma_target target;
+	struct unirdma_area *area;
+	u32 srqn;
+};
+
+struct unirdma_qp {
+	struct ib_qp ibqp;
+	struct unirdma_target target;
+	struct unirdma_area *area;
+	struct ib_qp_cap cap;
+	enum ib_sig_type sig_type;
+	u8 sgid_index;			/* the ib core's, of the address vector */
+};
+
+struct unirdma_mr {
+	struct ib_mr ibmr;
+	struct ib_umem *umem;
+	u32 mrn;
+};
+
+struct unirdma_mw {
+	struct ib_mw ibmw;
+	u32 mrn;
+};
+
+#define UNIRDMA_TO(type, member)					\
+static inline struct unirdma_##type *to_unirdma_##type(struct ib_##type *p) \
+{									\
+	return container_of(p, struct unirdma_##type, member);		\
+}
+UNIRDMA_TO(pd, ibpd)
+UNIRDMA_TO(ah, ibah)
+UNIRDMA_TO(cq, ibcq)
+UNIRDMA_TO(srq, ibsrq)
+UNIRDMA_TO(qp, ibqp)
+UNIRDMA_TO(mr, ibmr)
+UNIRDMA_TO(mw, ibmw)
+#undef UNIRDMA_TO
+
+static inline struct unirdma_dev *to_unirdma_dev(struct ib_device *ibdev)
+{
+	return container_of(ibdev, struct unirdma_dev, ibdev);
+}
+
+static inline struct unirdma_ucontext *
+to_unirdma_ucontext(struct ib_ucontext *ibuc)
+{
+	return container_of(ibuc, struct unirdma_ucontext, ibuc);
+}
+
+static inline bool unirdma_is_lost(struct unirdma_dev *dev)
+{
+	return test_bit(UNIRDMA_LOST, &dev->flags);
+}
+
+static inline const struct unirdma_limits *
+unirdma_limits(struct unirdma_dev *dev)
+{
+	return &dev->attr.limits;
+}
+
+/* control.c */
+void unirdma_control_init(struct unirdma_dev *dev);
+void unirdma_control_done(struct virtqueue *vq);
+void unirdma_stop(struct unirdma_dev *dev);
+int unirdma_cmd(struct unirdma_dev *dev, enum unirdma_command command,
+		const void *req, size_t req_len, void *rsp, size_t rsp_len);
+int unirdma_cmd_destroy(struct unirdma_dev *dev, enum unirdma_command command,
+			u32 handle);
+void unirdma_cmd_undo(struct unirdma_dev *dev, enum unirdma_command command,
+		      u32 handle);
+void unirdma_lost(struct unirdma_dev *dev, const char *why);
+
+/* events.c */
+void unirdma_events_init(struct unirdma_dev *dev);
+int unirdma_event_queue_fill(struct unirdma_event_queue *q);
+void unirdma_async_ready(struct virtqueue *vq);
+void unirdma_comp_ready(struct virtqueue *vq);
+int unirdma_target_add(struct xarray *xa, u32 number,
+		       struct unirdma_target *target);
+void unirdma_target_remove(struct xarray *xa, u32 number,
+			   struct unirdma_target *target);
+
+/* area.c */
+struct unirdma_area *unirdma_area_create(struct unirdma_dev *dev,
+					 struct ib_ucontext *ibuc, size_t size);
+void unirdma_area_destroy(struct unirdma_dev *dev, struct unirdma_area *area);
+int unirdma_mmap(struct ib_ucontext *ibuc, struct vm_area_struct *vma);
+void unirdma_mmap_free(struct rdma_user_mmap_entry *entry);
+
+static inline u64 unirdma_area_offset(const struct unirdma_area *area)
+{
+	return rdma_user_mmap_get_offset(&area->entry);
+}
+
+static inline u64 unirdma_area_size(const struct unirdma_area *area)
+{
+	return (u64)area->num_pages << PAGE_SHIFT;
+}
+
+/* gid.c */
+int unirdma_read_gids(struct unirdma_dev *dev);
+int unirdma_fill_ah(struct unirdma_dev *dev, struct unirdma_ah_attr *to,
+		    const struct rdma_ah_attr *from);
+void unirdma_netdev_init(struct unirdma_dev *dev);
+void unirdma_netdev_pick(struct unirdma_dev *dev, bool rescan);
+
+/* device.c */
+int unirdma_check_udata(struct ib_udata *udata, size_t answer_len);
+int unirdma_answer(struct ib_udata *udata, const void *answer, size_t len);
+int unirdma_read_port(struct unirdma_dev *dev,
+		      struct unirdma_rsp_query_port *port);
+void unirdma_set_device_ops(struct ib_device *ibdev);
+
+/* cq.c, srq.c, qp.c, mr.c */
+void unirdma_set_cq_ops(struct ib_device *ibdev);
+void unirdma_set_srq_ops(struct ib_device *ibdev);
+void unirdma_set_qp_ops(struct ib_device *ibdev);
+void unirdma_set_mr_ops(struct ib_device *ibdev);
+
+#endif
