@@ -210,6 +210,13 @@ impl Lab {
         Ok(())
     }
 
+    /// The end of what the virtual layer has said.
+    pub fn log(&self) -> String {
+        let text = std::fs::read_to_string(self.dir.join("host.log")).unwrap_or_default();
+        let lines: Vec<&str> = text.lines().collect();
+        format!("log of the virtual layer:\n{}", lines[lines.len().saturating_sub(20)..].join("\n"))
+    }
+
     /// How the virtual layer's process has ended, if it has.
     pub fn how_it_ended(&mut self) -> Option<String> {
         self.host.try_wait().ok().flatten().map(|status| status.to_string())

@@ -175,7 +175,7 @@ pub(super) fn run(s: &mut Suite<'_>, kernel: Option<&str>) {
         };
         let explained = |f: &dyn Fn(&Guest, &Lab) -> Check| {
             let (g, lab) = guest()?;
-            f(g, lab).map_err(|e| g.explain(&e))
+            f(g, lab).map_err(|e| format!("{}\n{}", g.explain(&e), lab.log()))
         };
         s.check(&format!("{which} guest: ibv_devices, ibv_devinfo -v"), |_| {
             explained(&|g, _| {
@@ -204,17 +204,19 @@ pub(super) fn run(s: &mut Suite<'_>, kernel: Option<&str>) {
         }
         s.check(&format!("{which} guest: paused while it works, and goes on"), |_| {
             explained(&|g, lab| {
-                let p = "ibv_rc_pingpong -e -n 3000";
+                let p = "ibv_rc_pingpong -e -n 20000";
                 let server = End::Container(lab).serve(p)?;
                 let mut client = End::Guest(g).spawn(&format!("{p} {ADDRESS_OF_CONTAINER}"))?;
+                let mut ended_early = false;
                 for _ in 0..3 {
                     std::thread::sleep(Duration::from_millis(200));
                     g.pause()?;
                     std::thread::sleep(Duration::from_millis(200));
-                    require(!client.has_ended(), "it ended too early")?;
+                    ended_early |= client.has_ended();
                     g.go_on()?;
                 }
                 let c = client.finish_within(LIMIT);
+                require(!ended_early, format!("it ended early: {}", c.text))?;
                 both_end_well((server.finish_within(LIMIT), c))
             })
         });

@@ -163,7 +163,7 @@ impl<'a> Image<'a> {
         let init = format!(
             "#!/bin/sh\nexport PATH=/usr/bin:/bin HOME=/\nmount -t proc proc /proc\nmount -t sysfs sys /sys\n\
              mount -t devtmpfs dev /dev\nmkdir -p /dev/shm\nmount -t tmpfs shm /dev/shm\nulimit -l unlimited\n{load}\
-             ip link set lo up\n{then}until [ -e {last} ]; do sleep 0.05; done\n{serve}setsid cttyhack sh\npoweroff -f\n"
+             ip link set lo up\n{then}until [ -e {last} ]; do sleep 0.05; done\n{serve}setsid cttyhack /bin/sh\npoweroff -f\n"
         );
         self.text("init", &init)?;
         self.text("serve", SERVE)?;

@@ -234,11 +234,6 @@ impl State {
 }
 
 impl Task {
-    /// What it has printed.
-    pub fn text(&self) -> String {
-        String::from_utf8_lossy(&lock(&self.state.progress).text).into_owned()
-    }
-
     /// True once it has ended.
     pub fn has_ended(&self) -> bool {
         lock(&self.state.progress).ended
