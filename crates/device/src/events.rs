@@ -304,13 +304,10 @@ impl EventQueues {
         });
     }
 
-    pub(crate) fn stop(&self, index: u32) -> u16 {
-        let inner = &mut *lock(&self.inner);
-        let q = match inner.queues.get_mut(&index) {
-            Some(q) if q.channel.is_some() => q.queue.take(),
-            _ => inner.remove(index).and_then(|q| q.queue),
-        };
-        q.map_or(0, |q| q.next_avail())
+    /// Takes the virtqueue of a queue away, if it has one; where it has got to. What waits for buffers waits on.
+    pub(crate) fn stop(&self, index: u32) -> Option<u16> {
+        let queue = lock(&self.inner).queues.get_mut(&index)?.queue.take()?;
+        Some(queue.next_avail())
     }
 
     pub(crate) fn clear(&self) {

@@ -321,16 +321,21 @@ impl Handler for Device {
         }
     }
 
-    fn stop_vring(&mut self, index: usize) -> u16 {
-        if index == abi::VQ_CONTROL as usize {
-            // Whoever serves the queue next may wait for kicks.
-            self.listen();
-            self.held = None;
-            self.pause();
-            self.control.take().map_or(0, |q| q.next_avail())
-        } else {
-            self.events.stop(index as u32)
+    fn stop_vring(&mut self, index: usize) -> Option<u16> {
+        if index != abi::VQ_CONTROL as usize {
+            return self.events.stop(index as u32);
         }
+        // Whoever serves the queue next may wait for kicks.
+        self.listen();
+        self.pause();
+        let mut queue = self.control.take()?;
+        let held = self.held.take().filter(|_| !self.rnic.lock().is_delayed(self.session));
+        if let (Some((head, len)), Some(guest)) = (held, &self.guest) {
+            // Nobody else would answer it: the next queue begins behind it.
+            let _ = queue.add_used(guest, head, len);
+            self.tell_answered(&queue, guest);
+        }
+        Some(queue.next_avail())
     }
 
     fn reset(&mut self) {

@@ -114,8 +114,8 @@ impl Handler for Sight {
     }
     fn memory_changed(&mut self, _: &Memory, _: &[u64]) {}
     fn vring_changed(&mut self, _: usize, _: &Vring) {}
-    fn stop_vring(&mut self, _: usize) -> u16 {
-        0
+    fn stop_vring(&mut self, _: usize) -> Option<u16> {
+        None
     }
     fn reset(&mut self) {}
     fn refused(&self, _: u32, _: &str) {}
@@ -149,7 +149,7 @@ impl Handler for Conn {
         self.changed.insert(index, v.kick.clone());
         self.device.vring_changed(index, v);
     }
-    fn stop_vring(&mut self, index: usize) -> u16 {
+    fn stop_vring(&mut self, index: usize) -> Option<u16> {
         self.changed.insert(index, None);
         self.device.stop_vring(index)
     }

@@ -49,8 +49,8 @@ pub trait Handler {
     fn memory_changed(&mut self, memory: &Memory, removed: &[u64]);
     /// A vring was changed: look at all of it again.
     fn vring_changed(&mut self, index: usize, vring: &Vring);
-    /// The vring stops; the next available index, for GET_VRING_BASE.
-    fn stop_vring(&mut self, index: usize) -> u16;
+    /// The vring stops, if it was started; the next available index, from which it goes on when it is started again.
+    fn stop_vring(&mut self, index: usize) -> Option<u16>;
     /// Back to the initial state, the memory aside.
     fn reset(&mut self);
     /// Opens an event channel; the end of the frontend.
@@ -288,8 +288,7 @@ impl Backend {
             }
             R::GET_VRING_BASE => {
                 let s: State = payload(&m)?;
-                self.vring(s.index)?;
-                let base = h.stop_vring(s.index as usize);
+                let base = self.stop(h, s.index)?;
                 let v = self.vring(s.index)?;
                 *v = Vring { size: v.size, base, ..Vring::default() };
                 Ok(Some(State { index: s.index, num: base.into() }.as_bytes().to_vec()))
@@ -299,7 +298,10 @@ impl Backend {
                 if s.num > 1 {
                     return Err(format!("enable {}", s.num));
                 }
-                self.vring(s.index)?.enabled = s.num == 1;
+                let was_enabled = std::mem::replace(&mut self.vring(s.index)?.enabled, s.num == 1);
+                if was_enabled && s.num == 0 {
+                    self.stop(h, s.index)?;
+                }
                 self.changed(h, s.index)
             }
             R::SET_VRING_KICK | R::SET_VRING_CALL | R::SET_VRING_ERR => {
@@ -325,6 +327,15 @@ impl Backend {
 
     fn vring(&mut self, index: u32) -> Result<&mut Vring, String> {
         self.vrings.get_mut(index as usize).ok_or(format!("vring {index} does not exist"))
+    }
+
+    /// Stops a vring, which keeps its place: QEMU disables a vring before it asks where the vring has got to.
+    fn stop(&mut self, h: &mut dyn Handler, index: u32) -> Result<u16, String> {
+        let v = self.vring(index)?;
+        if let Some(base) = h.stop_vring(index as usize) {
+            v.base = base;
+        }
+        Ok(v.base)
     }
 
     fn changed(&mut self, h: &mut dyn Handler, index: u32) -> Answer {

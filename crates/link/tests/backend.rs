@@ -44,9 +44,9 @@ impl Handler for Noted {
     fn vring_changed(&mut self, index: usize, _: &Vring) {
         self.note(format!("vring {index}"));
     }
-    fn stop_vring(&mut self, index: usize) -> u16 {
+    fn stop_vring(&mut self, index: usize) -> Option<u16> {
         self.note(format!("stop {index}"));
-        7
+        Some(7)
     }
     fn reset(&mut self) {
         self.note("reset".into());

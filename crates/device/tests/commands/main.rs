@@ -154,7 +154,7 @@ fn a_stopped_control_queue_pauses_the_session() {
         u32::from(q.attr.qp_state)
     };
     w.me.dev.vring_changed(abi::VQ_CONTROL as usize, &running);
-    assert_eq!(w.me.dev.stop_vring(abi::VQ_CONTROL as usize), 0);
+    assert_eq!(w.me.dev.stop_vring(abi::VQ_CONTROL as usize), Some(0));
     // A request that no QP takes.
     w.me.post(&a, &abi::SqWqe { opcode: 99, ..Default::default() });
     w.me.poll();
