@@ -13,8 +13,8 @@ static size_t unirdma_cq_size(u32 entries)
 
 static bool unirdma_cqe_ok(struct unirdma_dev *dev, unsigned int cqe)
 {
-	return cqe && cqe <= le32_to_cpu(unirdma_limits(dev)->max_cqe) &&
-	       cqe <= BIT(30);
+	return cqe && unirdma_within(cqe, unirdma_limits(dev)->max_cqe,
+				     UNIRDMA_MAX_ENTRIES);
 }
 
 static int unirdma_create_cq(struct ib_cq *ibcq,
