@@ -194,9 +194,7 @@ static int unirdma_resize_cq_int(struct ib_cq *ibcq, int cqe,
 #endif
 
 static const struct ib_device_ops unirdma_cq_ops = {
-#if defined(HAVE_CREATE_USER_CQ)
-	.create_user_cq = unirdma_create_cq_attrs,
-#elif defined(HAVE_CREATE_CQ_ATTRS)
+#ifdef HAVE_CREATE_CQ_ATTRS
 	.create_cq = unirdma_create_cq_attrs,
 #else
 	.create_cq = unirdma_create_cq,
