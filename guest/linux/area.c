@@ -170,9 +170,7 @@ int unirdma_mmap(struct ib_ucontext *ibuc, struct vm_area_struct *vma)
 	struct unirdma_area *area;
 	int err;
 
-	if (!(vma->vm_flags & VM_SHARED))
-		return -EINVAL;
-	/* Finds areas of this process only, and only by their whole size. */
+	/* Finds areas of this process only, by their whole size, to share. */
 	entry = rdma_user_mmap_entry_get(ibuc, vma);
 	if (!entry)
 		return -EINVAL;

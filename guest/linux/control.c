@@ -164,8 +164,8 @@ static int unirdma_submit(struct unirdma_dev *dev, struct unirdma_pending *p)
 	}
 	spin_unlock_irq(&control->lock);
 
-	if (notify && !virtqueue_notify(control->vq))
-		unirdma_lost(dev, "The device cannot be notified");
+	if (err == -EIO || (notify && !virtqueue_notify(control->vq)))
+		unirdma_lost(dev, "The virtqueues are broken");
 	return err;
 }
 

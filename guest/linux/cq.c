@@ -13,8 +13,8 @@ static size_t unirdma_cq_size(u32 entries)
 
 static bool unirdma_cqe_ok(struct unirdma_dev *dev, unsigned int cqe)
 {
-	return cqe && cqe <= le32_to_cpu(unirdma_limits(dev)->max_cqe) &&
-	       cqe <= BIT(30);
+	return cqe && unirdma_within(cqe, unirdma_limits(dev)->max_cqe,
+				     UNIRDMA_MAX_ENTRIES);
 }
 
 static int unirdma_create_cq(struct ib_cq *ibcq,
@@ -194,9 +194,7 @@ static int unirdma_resize_cq_int(struct ib_cq *ibcq, int cqe,
 #endif
 
 static const struct ib_device_ops unirdma_cq_ops = {
-#if defined(HAVE_CREATE_USER_CQ)
-	.create_user_cq = unirdma_create_cq_attrs,
-#elif defined(HAVE_CREATE_CQ_ATTRS)
+#ifdef HAVE_CREATE_CQ_ATTRS
 	.create_cq = unirdma_create_cq_attrs,
 #else
 	.create_cq = unirdma_create_cq,

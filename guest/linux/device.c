@@ -6,6 +6,8 @@
 
 #include "unirdma.h"
 
+#define UNIRDMA_MAX_PKEYS 16	/* the ib core asks for each */
+
 /*
  * Requests of the provider have no data of their own; a later one that has
  * some means something that this driver does not know. There must be room for
@@ -124,7 +126,8 @@ static int unirdma_query_port(struct ib_device *ibdev, u32 port_num,
 	to->max_msg_sz = le32_to_cpu(port.max_msg_sz);
 	to->bad_pkey_cntr = le32_to_cpu(port.bad_pkey_cntr);
 	to->qkey_viol_cntr = le32_to_cpu(port.qkey_viol_cntr);
-	to->pkey_tbl_len = le16_to_cpu(port.pkey_tbl_len);
+	to->pkey_tbl_len = clamp_t(u16, le16_to_cpu(port.pkey_tbl_len), 1,
+				   UNIRDMA_MAX_PKEYS);
 	to->active_speed = le16_to_cpu(port.active_speed);
 	to->active_width = port.active_width;
 	return 0;

@@ -22,6 +22,10 @@ static int unirdma_read_config(struct unirdma_dev *dev)
 	u32 magic;
 	u16 version;
 
+	if (!virtio_has_feature(dev->vdev, VIRTIO_F_VERSION_1)) {
+		dev_err(parent, "The device is no virtio 1 device\n");
+		return -ENODEV;
+	}
 	__virtio_cread_many(dev->vdev, 0, &config,
 			    sizeof(config) / sizeof(u32), sizeof(u32));
 	magic = le32_to_cpu(config.limits.magic);
@@ -214,8 +218,11 @@ static int unirdma_register(struct unirdma_dev *dev)
 	if (err) {
 		clear_bit(UNIRDMA_REGISTERED, &dev->flags);
 		ib_unregister_device(ibdev);
+		return err;
 	}
-	return err;
+	dev_info(&dev->vdev->dev, "%s with %u completion vectors\n",
+		 dev_name(&ibdev->dev), dev->num_comp);
+	return 0;
 }
 
 static void unirdma_unregister(struct unirdma_dev *dev)

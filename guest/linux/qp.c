@@ -31,11 +31,14 @@ static bool unirdma_qp_cap_ok(struct unirdma_dev *dev,
 {
 	const struct unirdma_limits *l = unirdma_limits(dev);
 
-	return cap->max_send_wr <= le32_to_cpu(l->max_qp_wr) &&
-	       cap->max_recv_wr <= le32_to_cpu(l->max_qp_wr) &&
-	       cap->max_send_sge <= le32_to_cpu(l->max_sge) &&
-	       cap->max_recv_sge <= le32_to_cpu(l->max_sge) &&
-	       cap->max_inline_data <= le32_to_cpu(l->max_inline);
+	return unirdma_within(cap->max_send_wr, l->max_qp_wr,
+			      UNIRDMA_MAX_ENTRIES) &&
+	       unirdma_within(cap->max_recv_wr, l->max_qp_wr,
+			      UNIRDMA_MAX_ENTRIES) &&
+	       unirdma_within(cap->max_send_sge, l->max_sge, UNIRDMA_MAX_SGE) &&
+	       unirdma_within(cap->max_recv_sge, l->max_sge, UNIRDMA_MAX_SGE) &&
+	       unirdma_within(cap->max_inline_data, l->max_inline,
+			      UNIRDMA_MAX_INLINE);
 }
 
 static void unirdma_put_cap(struct unirdma_qp_cap *to,

@@ -25,8 +25,11 @@ static int unirdma_create_srq(struct ib_srq *ibsrq,
 	err = unirdma_check_udata(udata, sizeof(answer));
 	if (err)
 		return err;
-	if (!attr->max_wr || attr->max_wr > le32_to_cpu(limits->max_srq_wr) ||
-	    attr->max_sge > le32_to_cpu(limits->max_srq_sge))
+	if (!attr->max_wr ||
+	    !unirdma_within(attr->max_wr, limits->max_srq_wr,
+			    UNIRDMA_MAX_ENTRIES) ||
+	    !unirdma_within(attr->max_sge, limits->max_srq_sge,
+			    UNIRDMA_MAX_SGE))
 		return -EINVAL;
 	uc = rdma_udata_to_drv_context(udata, struct unirdma_ucontext, ibuc);
 

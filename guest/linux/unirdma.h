@@ -176,6 +176,20 @@ to_unirdma_ucontext(struct ib_ucontext *ibuc)
 	return container_of(ibuc, struct unirdma_ucontext, ibuc);
 }
 
+/*
+ * Limits of this driver, in case that those of the device are larger: with them
+ * no size of a ring overflows.
+ */
+#define UNIRDMA_MAX_ENTRIES	(1U << 24)
+#define UNIRDMA_MAX_SGE		1024U
+#define UNIRDMA_MAX_INLINE	65536U
+
+/* True if @value is within a limit of the device and one of the driver. */
+static inline bool unirdma_within(u32 value, __le32 limit, u32 most)
+{
+	return value <= min(le32_to_cpu(limit), most);
+}
+
 static inline bool unirdma_is_lost(struct unirdma_dev *dev)
 {
 	return test_bit(UNIRDMA_LOST, &dev->flags);

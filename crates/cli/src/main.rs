@@ -18,6 +18,7 @@ mod print;
 mod process;
 mod sandbox;
 mod units;
+mod vmm;
 
 use std::io;
 use std::path::PathBuf;
@@ -120,10 +121,18 @@ enum VrnicCommand {
         #[command(flatten)]
         out: Out,
     },
-    /// Show one vRNIC: addresses, objects, counters
+    /// Show one vRNIC: addresses, objects, counters; or what starts a virtual machine with it
+    #[command(
+        after_help = "Examples:\n  unirdma vrnic show a\n  unirdma vrnic show a --json\n  qemu-system-x86_64 -enable-kvm $(unirdma vrnic show a --qemu --memory 4G) disk.qcow2\n\nThe virtual machine needs a driver in its kernel and a provider for its rdma-core: guest/README.md.\nQEMU 11.1 and later have the device that this takes."
+    )]
     Show {
         /// Name of the vRNIC
         name: String,
+        #[command(flatten)]
+        vmm: vmm::VmmArgs,
+        /// The virtual machine's memory, as the VMM takes it
+        #[arg(long, default_value = "2G", value_name = "SIZE")]
+        memory: String,
         #[command(flatten)]
         out: Out,
     },
@@ -372,7 +381,15 @@ fn vrnic(dir: &std::path::Path, command: VrnicCommand) -> io::Result<u8> {
             ask(dir, &Request::VrnicSet { name, share: share.set(), allow_spoof, held: held.set() }, &out)
         }
         VrnicCommand::Ls { out } => ask(dir, &Request::VrnicList, &out),
-        VrnicCommand::Show { name, out } => ask(dir, &Request::VrnicShow { name }, &out),
+        VrnicCommand::Show { name, vmm, memory, out } => {
+            match vmm.text(&container::show(&mut Client::connect(dir)?, &name)?, &memory) {
+                Some(text) => {
+                    println!("{text}");
+                    Ok(0)
+                }
+                None => ask(dir, &Request::VrnicShow { name }, &out),
+            }
+        }
         VrnicCommand::Link { name, state, out } => {
             ask(dir, &Request::VrnicLink { name, up: state == LinkState::Up }, &out)
         }

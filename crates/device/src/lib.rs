@@ -6,6 +6,7 @@
 mod commands;
 mod events;
 mod mapped;
+mod net;
 mod quiet;
 mod shared;
 
@@ -24,6 +25,7 @@ use vm_memory::{Bytes, GuestAddress, GuestMemoryMmap};
 use zerocopy::IntoBytes;
 
 pub use events::{EventQueues, OnRoom, queue_of_channel, take_notifications};
+pub use net::{NET_TX, NetDevice, NetFrontend};
 pub use quiet::LogLimit;
 pub use shared::{HoldTimes, RnicGuard, SharedRnic, now_ns};
 
@@ -41,7 +43,7 @@ pub struct Identity {
     /// Path MTU code of the port, 1..=5.
     pub active_mtu: u8,
     /// What its programs cause in the log.
-    pub log: LogLimit,
+    pub log: Arc<LogLimit>,
 }
 
 impl Identity {
@@ -257,19 +259,24 @@ impl Device {
     }
 
     fn make_queue(&self, v: &Vring) -> Option<Queue> {
-        if !(v.enabled && v.addressed) || v.size == 0 {
-            return None;
-        }
-        let mut q = Queue::new(abi::MAX_VQ_SIZE).ok()?;
-        q.set_size(v.size);
-        q.try_set_desc_table_address(GuestAddress(v.desc)).ok()?;
-        q.try_set_avail_ring_address(GuestAddress(v.avail)).ok()?;
-        q.try_set_used_ring_address(GuestAddress(v.used)).ok()?;
-        q.set_next_avail(v.base);
-        q.set_next_used(v.base);
-        q.set_ready(true);
-        q.is_valid(self.guest.as_ref()?).then_some(q)
+        make_queue(v, self.guest.as_ref()?)
     }
+}
+
+/// The device's half of a vring, if it runs and lies in the session's memory.
+fn make_queue(v: &Vring, guest: &GuestMemoryMmap) -> Option<Queue> {
+    if !(v.enabled && v.addressed) || v.size == 0 {
+        return None;
+    }
+    let mut q = Queue::new(abi::MAX_VQ_SIZE).ok()?;
+    q.set_size(v.size);
+    q.try_set_desc_table_address(GuestAddress(v.desc)).ok()?;
+    q.try_set_avail_ring_address(GuestAddress(v.avail)).ok()?;
+    q.try_set_used_ring_address(GuestAddress(v.used)).ok()?;
+    q.set_next_avail(v.base);
+    q.set_next_used(v.base);
+    q.set_ready(true);
+    q.is_valid(guest).then_some(q)
 }
 
 /// How long the answer to a frontend that stops may take while jobs reach its memory.
@@ -295,9 +302,10 @@ impl Handler for Device {
     }
 
     fn memory_changed(&mut self, memory: &Memory, removed: &[u64]) {
-        self.memory = memory.clone();
+        // The views of a region go before the region: pollers deliver events meanwhile.
         self.guest = memory.guest();
         self.events.set_memory(self.guest.clone());
+        self.memory = memory.clone();
         let mut rnic = self.rnic.lock();
         for &region in removed {
             rnic.revoke_region(self.session, region);

@@ -5,7 +5,6 @@
 //! interface of libibverbs. It must never abort the application: everything fails with an errno, and a
 //! virtual layer that is gone is an event. Errors of this crate are Linux errno values.
 
-mod alone;
 mod arena;
 mod bounce;
 mod context;
@@ -24,7 +23,8 @@ pub use context::{Context, device_config, socket_path};
 pub use events::EventSource;
 pub use heap::HEAP;
 pub use memory::{Buffer, Mr, Way, Why, install_fork_handlers};
-pub use queues::{Cq, Qp, QpInit, RecvBatch, SendBatch, SendWr, Srq};
+pub use queues::{Cq, Qp, QpInit, RecvBatch, SendBatch, Srq};
+pub use unirdma_queues::SendWr;
 
 /// An errno value.
 pub type Errno = i32;

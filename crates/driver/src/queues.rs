@@ -1,15 +1,12 @@
 //! CQs and QPs: rings in shared memory, posted to and polled without a system call.
 
-use std::collections::VecDeque;
 use std::sync::{Arc, Mutex};
 
 use unirdma_abi as abi;
 use unirdma_abi::Command;
-use unirdma_formats::WrOpcode;
 use unirdma_mem::{CqTail, QpRings, Span};
-use zerocopy::IntoBytes;
+use unirdma_queues::{Batch, Completions, Held, Post, QueueLock, SendWr, WorkQueue};
 
-use crate::alone::{Held, QueueLock};
 use crate::arena::Block;
 use crate::bounce::{SendRing, Taker};
 use crate::context::Context;
@@ -28,63 +25,40 @@ pub struct Cq {
 const TURNS: u32 = 100;
 const SHRINK_WAIT: std::time::Duration = std::time::Duration::from_millis(2);
 
-/// The rings of a CQ.
+/// The rings of a CQ, each with the blocks of its ring and control block.
 struct Tails {
     /// CQEs that it holds.
     capacity: u32,
-    now: CqTail,
-    /// Ring and control block.
-    blocks: Vec<Block>,
-    /// What it had before it was resized, as long as completions wait there, the oldest first.
-    before: VecDeque<(CqTail, Vec<Block>)>,
+    rings: Completions<Vec<Block>>,
+}
+
+/// A ring for at least `cqe` completions, its blocks and its slots.
+fn ring(ctx: &Context, cqe: u32) -> Result<(CqTail, Vec<Block>, u32)> {
+    if cqe == 0 || cqe > ctx.device.config.max_cqe {
+        return Err(libc::EINVAL);
+    }
+    let entries = cqe.next_power_of_two();
+    let ring = ctx.alloc(entries as usize * size_of::<abi::Cqe>())?;
+    let ctrl = match ctx.alloc(size_of::<abi::CqCtrl>()) {
+        Ok(ctrl) => ctrl,
+        Err(e) => {
+            ctx.free(ring);
+            return Err(e);
+        }
+    };
+    let tail = CqTail::new(ctrl.span.clone(), ring.span.clone(), entries).ok_or(libc::EINVAL)?;
+    Ok((tail, vec![ring, ctrl], entries))
+}
+
+fn free(ctx: &Context, blocks: impl IntoIterator<Item = Block>) {
+    blocks.into_iter().for_each(|b| ctx.free(b));
 }
 
 impl Tails {
-    /// Rings for at least `cqe` completions, and their slots.
-    fn new(ctx: &Context, cqe: u32) -> Result<(Self, u32)> {
-        if cqe == 0 || cqe > ctx.device.config.max_cqe {
-            return Err(libc::EINVAL);
-        }
-        let entries = cqe.next_power_of_two();
-        let ring = ctx.alloc(entries as usize * size_of::<abi::Cqe>())?;
-        let ctrl = match ctx.alloc(size_of::<abi::CqCtrl>()) {
-            Ok(ctrl) => ctrl,
-            Err(e) => {
-                ctx.free(ring);
-                return Err(e);
-            }
-        };
-        let now = CqTail::new(ctrl.span.clone(), ring.span.clone(), entries).ok_or(libc::EINVAL)?;
-        let capacity = entries.min(ctx.device.config.max_cqe);
-        Ok((Tails { capacity, now, blocks: vec![ring, ctrl], before: VecDeque::new() }, entries))
-    }
-
-    fn free(&mut self, ctx: &Context) {
-        let before = self.before.drain(..).flat_map(|b| b.1);
-        self.blocks.drain(..).chain(before).for_each(|b| ctx.free(b));
-    }
-
     /// The next completion: those of the rings before come first.
     #[inline]
     fn pop(&mut self, ctx: &Context) -> Option<abi::Cqe> {
-        if !self.before.is_empty()
-            && let Some(cqe) = self.pop_before(ctx)
-        {
-            return Some(cqe);
-        }
-        self.now.pop_wanted(|c| ctx.discard(c))
-    }
-
-    #[cold]
-    fn pop_before(&mut self, ctx: &Context) -> Option<abi::Cqe> {
-        while let Some((tail, _)) = self.before.front_mut() {
-            if let Some(cqe) = tail.pop_wanted(|c| ctx.discard(c)) {
-                return Some(cqe);
-            }
-            let (_, blocks) = self.before.pop_front()?;
-            blocks.into_iter().for_each(|b| ctx.free(b));
-        }
-        None
+        self.rings.pop(|c| ctx.discard(c), |blocks| free(ctx, blocks))
     }
 }
 
@@ -95,20 +69,24 @@ impl Cq {
     /// # Errors
     /// `EINVAL` if `cqe` is 0 or above the device's limit, or those of the device.
     pub fn create(ctx: &Arc<Context>, cqe: u32, comp_queue: Option<u32>, alone: bool) -> Result<Self> {
-        let (mut tails, entries) = Tails::new(ctx, cqe)?;
+        let (tail, blocks, entries) = ring(ctx, cqe)?;
         let req = abi::CreateCqReq {
             cqe,
             entries,
-            ring_addr: tails.blocks[0].bus,
-            ctrl_addr: tails.blocks[1].bus,
+            ring_addr: blocks[0].bus,
+            ctrl_addr: blocks[1].bus,
             comp_queue: comp_queue.unwrap_or(abi::NO_COMP_QUEUE),
             reserved: 0,
         };
         let resp: Result<abi::HandleResp> = ctx.command(Command::CreateCq, &req);
         match resp {
-            Ok(r) => Ok(Cq { ctx: ctx.clone(), cqn: r.handle, tail: QueueLock::new(tails, alone) }),
+            Ok(r) => {
+                let capacity = entries.min(ctx.device.config.max_cqe);
+                let tails = Tails { capacity, rings: Completions::new(tail, blocks) };
+                Ok(Cq { ctx: ctx.clone(), cqn: r.handle, tail: QueueLock::new(tails, alone) })
+            }
             Err(e) => {
-                tails.free(ctx);
+                free(ctx, blocks);
                 Err(e)
             }
         }
@@ -130,20 +108,18 @@ impl Cq {
             (0..TURNS).for_each(|_| _ = self.ctx.relax());
             std::thread::sleep(SHRINK_WAIT);
         }
-        let waiting: u32 = tails.before.iter().map(|b| b.0.waiting()).sum();
-        if tails.now.waiting() + waiting > cqe {
+        if tails.rings.waiting() > cqe {
             return Err(libc::EINVAL);
         }
-        let (mut new, entries) = Tails::new(&self.ctx, cqe)?;
-        let (ring_addr, ctrl_addr) = (new.blocks[0].bus, new.blocks[1].bus);
+        let (tail, blocks, entries) = ring(&self.ctx, cqe)?;
+        let (ring_addr, ctrl_addr) = (blocks[0].bus, blocks[1].bus);
         let req = abi::ResizeCqReq { cqn: self.cqn, cqe, entries, reserved: 0, ring_addr, ctrl_addr };
         if let Err(e) = self.ctx.command_void(Command::ResizeCq, &req) {
-            new.free(&self.ctx);
+            free(&self.ctx, blocks);
             return Err(e);
         }
-        let mut old = std::mem::replace(&mut *tails, new);
-        old.before.push_back((old.now, old.blocks));
-        tails.before = old.before;
+        tails.capacity = entries.min(self.ctx.device.config.max_cqe);
+        tails.rings.replace(tail, blocks);
         Ok(())
     }
 
@@ -168,7 +144,7 @@ impl Cq {
         while let Some(cqe) = tails.pop(&self.ctx) {
             self.ctx.discard(&cqe);
         }
-        tails.free(&self.ctx);
+        tails.rings.memory().for_each(|blocks| free(&self.ctx, blocks.drain(..)));
         Ok(())
     }
 
@@ -190,10 +166,10 @@ impl Cq {
             n += 1;
         }
         if n > 0 {
-            tail.now.release();
+            tail.rings.release();
             return Ok(n);
         }
-        let lost = tail.now.overrun();
+        let lost = tail.rings.overrun();
         drop(tail);
         if lost || self.ctx.is_dead() {
             return Err(libc::EIO);
@@ -206,16 +182,14 @@ impl Cq {
 
     /// Drops the completions of QP `qpn` that wait in the CQ.
     pub fn forget(&self, qpn: u32) {
-        let mut tail = self.tail.lock();
-        tail.now.forget(qpn);
-        tail.before.iter_mut().for_each(|b| b.0.forget(qpn));
+        self.tail.lock().rings.forget(qpn);
     }
 
     /// Arms the CQ for one event.
     pub fn arm(&self, solicited_only: bool) {
         // Who waits for events has a moment now, and may never poll in vain.
         look_at_brief();
-        self.tail.lock().now.arm(if solicited_only { abi::NOTIFY_SOLICITED } else { abi::NOTIFY_NEXT });
+        self.tail.lock().rings.arm(if solicited_only { abi::NOTIFY_SOLICITED } else { abi::NOTIFY_NEXT });
     }
 }
 
@@ -247,67 +221,17 @@ pub struct QpInit {
     pub alone: bool,
 }
 
-/// Data of a send: its SGEs, or bytes to put into the WQE.
-pub enum SendWr<'a> {
-    /// Gather list.
-    Sges(&'a [abi::Sge]),
-    /// Pieces of the application's memory, by address and length, to be copied now.
-    Inline(&'a [abi::Sge]),
-}
-
-/// Where requests are posted: the rings, which a resize replaces, and how far.
-struct WorkQueue {
-    rings: QpRings,
-    post: Post,
+/// The SQ of a QP.
+struct SendQueue {
+    work: WorkQueue,
     /// Data that was taken when it was posted.
     taken: SendRing,
 }
 
-impl WorkQueue {
+impl SendQueue {
     fn new(rings: QpRings, alone: bool) -> QueueLock<Self> {
-        QueueLock::new(WorkQueue { rings, post: Post { prod: 0, published: 0 }, taken: SendRing::default() }, alone)
+        QueueLock::new(SendQueue { work: WorkQueue::new(rings), taken: SendRing::default() }, alone)
     }
-
-    /// Copies the receives that wait to other rings.
-    ///
-    /// # Errors
-    /// `EINVAL` if there is no room for them.
-    fn copy_receives(&self, to: &QpRings) -> Result<()> {
-        let (from, prod) = (&self.rings, self.post.prod);
-        let waiting = from.layout().rq_entries - from.rq_free(prod);
-        copy(waiting, prod, to.layout().rq_entries, to.layout().rq_stride, |at, wqe| {
-            from.rq_copy(at, wqe);
-            to.rq_put(at, 0, wqe);
-        })
-    }
-
-    /// Copies the sends that wait or are under way to other rings.
-    ///
-    /// # Errors
-    /// `EINVAL` if there is no room for them.
-    fn copy_sends(&self, to: &QpRings) -> Result<()> {
-        let (from, prod) = (&self.rings, self.post.prod);
-        let waiting = from.layout().sq_entries - from.sq_free(prod);
-        copy(waiting, prod, to.layout().sq_entries, to.layout().sq_stride, |at, wqe| {
-            from.sq_copy(at, wqe);
-            to.sq_put(at, 0, wqe);
-        })
-    }
-}
-
-/// Copies the last `waiting` WQEs before index `prod`, one at a time, if there are no more than `room`.
-fn copy(waiting: u32, prod: u32, room: u32, stride: u32, one: impl Fn(u32, &mut [u8])) -> Result<()> {
-    if waiting > room {
-        return Err(libc::EINVAL);
-    }
-    let mut wqe = vec![0; stride as usize];
-    (1..=waiting).for_each(|i| one(prod.wrapping_sub(i), &mut wqe));
-    Ok(())
-}
-
-struct Post {
-    prod: u32,
-    published: u32,
 }
 
 /// A queue pair.
@@ -319,7 +243,7 @@ pub struct Qp {
     pub cap: abi::QpCap,
     slot: u32,
     pdn: u32,
-    sq: QueueLock<WorkQueue>,
+    sq: QueueLock<SendQueue>,
     rq: QueueLock<WorkQueue>,
     blocks: Mutex<Vec<Block>>,
 }
@@ -340,8 +264,8 @@ impl Qp {
                 cap: resp.cap,
                 slot: resp.db_slot,
                 pdn: init.pdn,
-                sq: WorkQueue::new(rings.clone(), init.alone),
-                rq: WorkQueue::new(rings, init.alone),
+                sq: SendQueue::new(rings.clone(), init.alone),
+                rq: QueueLock::new(WorkQueue::new(rings), init.alone),
                 blocks: Mutex::new(blocks),
             }),
             Err(e) => {
@@ -406,11 +330,9 @@ impl Qp {
         let (mut sq, mut rq) = (self.sq.lock(), self.rq.lock());
         self.ctx.command_void(Command::ModifyQp, &abi::ModifyQpReq { qpn: self.qpn, attr_mask: mask, attr: *attr })?;
         if mask & unirdma_formats::attr_mask::STATE != 0 && attr.qp_state == 0 {
-            for queue in [&mut *sq, &mut *rq] {
-                queue.post = Post { prod: 0, published: 0 };
-                queue.taken.clear();
-            }
-            sq.rings.set_sq_prod(0);
+            (sq.work.post, rq.post) = (Post::default(), Post::default());
+            sq.taken.clear();
+            rq.rings.set_sq_prod(0);
             rq.rings.set_rq_prod(0);
         }
         Ok(())
@@ -430,7 +352,7 @@ impl Qp {
         let opened = ctx.command_void(Command::OpenQp, &abi::OpenQpReq { xrcdn, qpn });
         match opened.and(rings) {
             Ok(rings) => {
-                let (sq, rq) = (WorkQueue::new(rings.clone(), false), WorkQueue::new(rings, false));
+                let (sq, rq) = (SendQueue::new(rings.clone(), false), QueueLock::new(WorkQueue::new(rings), false));
                 Ok(Qp { ctx: ctx.clone(), qpn, cap, slot: 0, pdn: 0, sq, rq, blocks: Mutex::new(vec![ctrl]) })
             }
             Err(e) => {
@@ -454,8 +376,9 @@ impl Qp {
         let moved = (|| {
             new.push(self.ctx.alloc(layout.sq_bytes())?);
             new.push(self.ctx.alloc(layout.rq_bytes())?);
-            let rings = sq.rings.with_rings(new[0].span.clone(), new[1].span.clone(), layout).ok_or(libc::EPROTO)?;
-            sq.copy_sends(&rings)?;
+            let rings =
+                sq.work.rings.with_rings(new[0].span.clone(), new[1].span.clone(), layout).ok_or(libc::EPROTO)?;
+            sq.work.copy_sends(&rings)?;
             rq.copy_receives(&rings)?;
             let (sq_addr, rq_addr) = (new[0].bus, new[1].bus);
             let (qpn, reserved, reserved2) = (self.qpn, 0, 0);
@@ -464,7 +387,7 @@ impl Qp {
             self.ctx.command_void(Command::ResizeQp, &req).map(|()| rings)
         })();
         let done = moved.map(|rings| {
-            (sq.rings, rq.rings) = (rings.clone(), rings);
+            (sq.work.rings, rq.rings) = (rings.clone(), rings);
             blocks[1..].swap_with_slice(&mut new);
         });
         new.into_iter().for_each(|b| self.ctx.free(b));
@@ -501,7 +424,7 @@ impl Qp {
 /// Sends that are being posted.
 pub struct SendBatch<'a> {
     qp: &'a Qp,
-    sq: Held<'a, WorkQueue>,
+    sq: Held<'a, SendQueue>,
     whole: bool,
 }
 
@@ -517,14 +440,13 @@ impl SendBatch<'_> {
     /// [`SendWr::Sges`] names have in it.
     #[inline]
     pub unsafe fn push(&mut self, head: &abi::SqWqe, data: SendWr<'_>) -> Result<()> {
-        let WorkQueue { rings, post, taken } = &mut *self.sq;
+        let SendQueue { work, taken } = &mut *self.sq;
         if self.qp.ctx.is_dead() {
             return Err(libc::EIO);
         }
-        if rings.sq_free(post.prod) == 0 {
+        if !work.has_room_to_send() {
             return Err(libc::ENOMEM);
         }
-        let i = post.prod;
         let mut head = *head;
         let (SendWr::Sges(list) | SendWr::Inline(list)) = data;
         if list.len() > self.qp.cap.max_send_sge as usize {
@@ -533,33 +455,16 @@ impl SendBatch<'_> {
         match data {
             SendWr::Sges(s)
                 if self.qp.ctx.bounce.is_used() && {
-                    let (qp, whole) = (self.qp, self.whole);
+                    let (qp, whole, index) = (self.qp, self.whole, work.post.prod);
                     let (ctx, pdn, max_inline) = (&*qp.ctx, qp.pdn, qp.cap.max_inline_data);
-                    Taker { ctx, pdn, max_inline, rings, ring: taken, index: i }
+                    let WorkQueue { rings, post } = &mut *work;
+                    Taker { ctx, pdn, max_inline, rings, ring: taken, index }
                         .take(&mut head, s, || !(whole && post.prod != post.published) && publish(qp, rings, post))
                 } => {}
-            SendWr::Sges(s) => {
-                head.num_sge = s.len() as u8;
-                rings.sq_put(i, abi::SQ_DATA, s.as_bytes());
-            }
-            SendWr::Inline(s) => {
-                let total: u64 = s.iter().map(|s| u64::from(s.length)).sum();
-                let op = WrOpcode::from_raw(head.opcode.into()).ok_or(libc::EINVAL)?;
-                if total > op.inline_bytes(self.qp.cap.max_inline_data).into() {
-                    return Err(libc::EINVAL);
-                }
-                head.inline_len = total as u16;
-                let mut off = abi::SQ_DATA;
-                for s in s.iter().filter(|s| s.length > 0) {
-                    // SAFETY: the caller vouches for the piece; it is copied at once.
-                    let bytes = unsafe { std::slice::from_raw_parts(s.addr as *const u8, s.length as usize) };
-                    rings.sq_put(i, off, bytes);
-                    off += bytes.len();
-                }
-            }
+            // SAFETY: the caller vouches for the pieces.
+            data => unsafe { work.put_data(&mut head, data, self.qp.cap.max_inline_data)? },
         }
-        rings.sq_put(i, 0, head.as_bytes());
-        post.prod = i.wrapping_add(1);
+        work.put_head(&head);
         Ok(())
     }
 }
@@ -567,15 +472,27 @@ impl SendBatch<'_> {
 impl SendBatch<'_> {
     /// Forgets what was written.
     pub fn abort(mut self) {
-        let WorkQueue { post, taken, .. } = &mut *self.sq;
-        post.prod = post.published;
-        taken.forget_from(post.prod);
+        let SendQueue { work, taken } = &mut *self.sq;
+        work.post.abort();
+        taken.forget_from(work.post.prod);
+    }
+}
+
+impl Batch for SendBatch<'_> {
+    #[inline]
+    unsafe fn push(&mut self, head: &abi::SqWqe, data: SendWr<'_>) -> Result<()> {
+        // SAFETY: by the contract.
+        unsafe { SendBatch::push(self, head, data) }
+    }
+
+    fn abort(self) {
+        SendBatch::abort(self);
     }
 }
 
 impl Drop for SendBatch<'_> {
     fn drop(&mut self) {
-        let WorkQueue { rings, post, .. } = &mut *self.sq;
+        let WorkQueue { rings, post } = &mut self.sq.work;
         publish(self.qp, rings, post);
     }
 }
@@ -583,9 +500,7 @@ impl Drop for SendBatch<'_> {
 /// Shows the device the sends that are written. Always true.
 #[inline]
 fn publish(qp: &Qp, rings: &QpRings, post: &mut Post) -> bool {
-    if post.prod != post.published {
-        post.published = post.prod;
-        rings.set_sq_prod(post.prod);
+    if post.publish_sends(rings) {
         qp.ctx.ring(qp.slot);
     }
     true
@@ -626,7 +541,7 @@ impl Srq {
                 srqn: resp.srqn,
                 number: resp.number,
                 max_sge,
-                rq: WorkQueue::new(rings, alone),
+                rq: QueueLock::new(WorkQueue::new(rings), alone),
                 blocks: Mutex::new(blocks),
             }),
             Err(e) => {
@@ -745,33 +660,18 @@ impl RecvBatch<'_> {
     /// `ENOMEM` if the RQ is full, `EINVAL` for too many SGEs, `EIO` as for sends.
     #[inline]
     pub fn push(&mut self, wr_id: u64, sges: &[abi::Sge]) -> Result<()> {
-        let WorkQueue { rings, post, .. } = &mut *self.rq;
         if self.ctx.is_dead() {
             return Err(libc::EIO);
         }
-        if sges.len() > self.max_sge as usize {
-            return Err(libc::EINVAL);
-        }
-        if rings.rq_free(post.prod) == 0 {
-            return Err(libc::ENOMEM);
-        }
-        let head = abi::RqWqe { wr_id, num_sge: sges.len() as u32, reserved: 0 };
-        rings.rq_put(post.prod, 0, head.as_bytes());
-        rings.rq_put(post.prod, abi::RQ_DATA, sges.as_bytes());
-        post.prod = post.prod.wrapping_add(1);
-        Ok(())
+        self.rq.put_receive(wr_id, sges, self.max_sge)
     }
 }
 
 impl Drop for RecvBatch<'_> {
     fn drop(&mut self) {
-        let WorkQueue { rings, post, .. } = &mut *self.rq;
-        if post.prod != post.published {
-            post.published = post.prod;
-            let wanted = rings.set_rq_prod(post.prod);
-            if let Some(slot) = self.slot.filter(|_| wanted) {
-                self.ctx.ring(slot);
-            }
+        let wanted = self.rq.publish_receives();
+        if let Some(slot) = self.slot.filter(|_| wanted) {
+            self.ctx.ring(slot);
         }
     }
 }

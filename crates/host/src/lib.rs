@@ -100,6 +100,8 @@ pub(crate) const DEFAULT_GROUP: &str = "default";
 pub const ADMIN_SOCKET: &str = "admin.sock";
 /// Name of a vRNIC's vhost-user socket in its own directory.
 pub const VHOST_SOCKET: &str = "vhost.sock";
+/// Name of the vhost-user socket of a vRNIC's network interface, for virtual machines, in the same directory.
+pub const NET_SOCKET: &str = "net.sock";
 
 /// `/run/unirdma` for root, else `$XDG_RUNTIME_DIR/unirdma`, else a directory of this user in `/tmp`.
 pub fn default_dir() -> PathBuf {

@@ -407,18 +407,21 @@ impl Supervisor {
     }
 }
 
-/// The directory of a vRNIC and the socket in it.
-fn listen(base: &Path, name: &str) -> io::Result<UnixListener> {
+/// The directory of a vRNIC and the sockets in it: that of programs, and that of its network interface in a virtual machine.
+fn listen(base: &Path, name: &str) -> io::Result<[UnixListener; 2]> {
     let dir = vrnic_dir(base, name);
     std::fs::create_dir(&dir)?;
     let open = || {
         std::fs::set_permissions(&dir, PermissionsExt::from_mode(0o755))?;
-        let path = dir.join(crate::VHOST_SOCKET);
-        let listener = UnixListener::bind(&path)?;
-        listener.set_nonblocking(true)?;
-        // Who may see the directory may connect: it is mounted into one container only.
-        std::fs::set_permissions(&path, PermissionsExt::from_mode(0o666))?;
-        Ok(listener)
+        let listen = |socket: &str| -> io::Result<UnixListener> {
+            let path = dir.join(socket);
+            let listener = UnixListener::bind(&path)?;
+            listener.set_nonblocking(true)?;
+            // Who may see the directory may connect: it is mounted into one container only.
+            std::fs::set_permissions(&path, PermissionsExt::from_mode(0o666))?;
+            Ok(listener)
+        };
+        Ok([listen(crate::VHOST_SOCKET)?, listen(crate::NET_SOCKET)?])
     };
     open().inspect_err(|_| _ = std::fs::remove_dir_all(&dir))
 }

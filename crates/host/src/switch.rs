@@ -1,20 +1,20 @@
 //! The Ethernet switch of the containers' interfaces: frames go to vRNICs of the same group, on this host and,
 //! through the tunnel, on others.
 //!
-//! Each interface arrives as a descriptor that reads and writes whole frames (a tap, or a packet socket on
-//! one end of a veth pair). A frame is dropped that shows other addresses than its vRNIC has (`guard`), or that comes from another
+//! An interface of a container arrives as a descriptor that reads and writes whole frames (a tap, or a packet socket on
+//! one end of a veth pair); that of a virtual machine is a virtio device of this process. A frame is dropped that shows other addresses than its vRNIC has (`guard`), or that comes from another
 //! host and claims those of a vRNIC here.
 
 use std::collections::{BTreeSet, HashMap};
 use std::io;
 use std::mem::MaybeUninit;
 use std::net::IpAddr;
-use std::os::fd::OwnedFd;
+use std::os::fd::{BorrowedFd, OwnedFd};
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex};
 
 use rustix::event::{EventfdFlags, epoll};
-use unirdma_device::lock;
+use unirdma_device::{NetDevice, lock};
 use unirdma_formats::frame::Claims;
 
 use crate::confine::{self, Kind};
@@ -23,8 +23,40 @@ use crate::guard::Guard;
 use crate::pulse::Pulse;
 use crate::tunnel::{Members, Tunnel, TunnelDrops, Tunneled};
 
+/// How an interface is reached.
+enum Way {
+    Container(OwnedFd),
+    Machine(Arc<NetDevice>),
+}
+
+impl Way {
+    /// The next frame that comes by it, if there is one, put into `frame`; its bytes.
+    ///
+    /// # Errors
+    /// The interface is gone.
+    fn receive(&self, frame: &mut [u8]) -> Result<Option<usize>, ()> {
+        use rustix::io::Errno;
+        match self {
+            Way::Machine(m) => Ok(m.receive(frame)),
+            Way::Container(fd) => match rustix::io::read(fd, frame) {
+                Ok(n) if n >= ETH_HEADER => Ok(Some(n)),
+                Ok(_) | Err(Errno::AGAIN | Errno::INTR | Errno::NETDOWN) => Ok(None),
+                Err(_) => Err(()),
+            },
+        }
+    }
+
+    /// A full queue drops the frame, as a wire would.
+    fn send(&self, frame: &[u8]) {
+        match self {
+            Way::Machine(m) => m.send(frame),
+            Way::Container(fd) => _ = rustix::io::write(fd, frame),
+        }
+    }
+}
+
 struct Port {
-    fd: OwnedFd,
+    way: Way,
     group: u32,
     guard: Arc<Guard>,
     /// Frames pass, both ways.
@@ -92,8 +124,28 @@ impl Switch {
         rustix::fs::fcntl_setfl(&fd, rustix::fs::OFlags::NONBLOCK)?;
         let mut ports = lock(&self.ports);
         epoll::add(&*self.epoll, &fd, epoll::EventData::new_u64(id), epoll::EventFlags::IN)?;
-        ports.insert(id, Arc::new(Port { fd, group, guard, up: up.into() }));
+        ports.insert(id, Arc::new(Port { way: Way::Container(fd), group, guard, up: up.into() }));
         Ok(())
+    }
+
+    /// Adds the interface of a virtual machine under `id`; see [`Switch::add`].
+    pub fn add_machine(&self, id: u64, device: Arc<NetDevice>, group: u32, guard: Arc<Guard>, up: bool) {
+        let port = Port { way: Way::Machine(device), group, guard, up: up.into() };
+        lock(&self.ports).insert(id, Arc::new(port));
+    }
+
+    /// Watches the descriptor by which a virtual machine says that it sends frames, for edges.
+    ///
+    /// # Errors
+    /// The descriptor cannot be polled.
+    pub fn watch(&self, id: u64, kick: BorrowedFd<'_>) -> io::Result<()> {
+        let flags = epoll::EventFlags::IN | epoll::EventFlags::ET;
+        Ok(epoll::add(&*self.epoll, kick, epoll::EventData::new_u64(id), flags)?)
+    }
+
+    /// Watches such a descriptor no more.
+    pub fn unwatch(&self, kick: BorrowedFd<'_>) {
+        let _ = epoll::delete(&*self.epoll, kick);
     }
 
     /// Sets the link of an interface up or down.
@@ -105,20 +157,28 @@ impl Switch {
 
     /// Removes an interface.
     pub fn remove(&self, id: u64) {
-        if let Some(p) = lock(&self.ports).remove(&id) {
-            let _ = epoll::delete(&*self.epoll, &p.fd);
+        if let Some(p) = lock(&self.ports).remove(&id)
+            && let Way::Container(fd) = &p.way
+        {
+            let _ = epoll::delete(&*self.epoll, fd);
         }
     }
 
     fn run(&self) {
         let mut frame = vec![0; MAX_FRAME];
         let mut events = [MaybeUninit::<epoll::Event>::uninit(); 64];
+        // Machines that had more than a turn's frames: nothing tells of those again.
+        let mut more: Vec<u64> = Vec::new();
+        let now = rustix::time::Timespec { tv_sec: 0, tv_nsec: 0 };
         loop {
             self.pulse.rest();
-            let ready: Vec<u64> = match epoll::wait(&*self.epoll, &mut events, None) {
+            let limit = (!more.is_empty()).then_some(&now);
+            let mut ready: Vec<u64> = match epoll::wait(&*self.epoll, &mut events, limit) {
                 Ok((ready, _)) => ready.iter().map(|e| e.data.u64()).collect(),
                 Err(_) => continue,
             };
+            more.retain(|id| !ready.contains(id));
+            ready.append(&mut more);
             self.pulse.begin();
             for id in ready {
                 if id == STOP {
@@ -141,24 +201,28 @@ impl Switch {
                     continue;
                 }
                 let Some(port) = lock(&self.ports).get(&id).cloned() else { continue };
-                for _ in 0..BURST {
-                    match rustix::io::read(&port.fd, &mut frame[..]) {
-                        Ok(n) if n >= ETH_HEADER => self.forward(id, &port, &frame[..n]),
-                        Ok(_) => break,
-                        Err(rustix::io::Errno::AGAIN | rustix::io::Errno::INTR | rustix::io::Errno::NETDOWN) => break,
+                let mut left = BURST;
+                while left > 0 {
+                    match port.way.receive(&mut frame) {
+                        Ok(Some(n)) => self.forward(id, &port, &frame[..n]),
+                        Ok(None) => break,
                         // The interface is gone with its container.
-                        Err(_) => {
+                        Err(()) => {
                             self.remove(id);
                             break;
                         }
                     }
+                    left -= 1;
+                }
+                if left == 0 && matches!(port.way, Way::Machine(_)) {
+                    more.push(id);
                 }
             }
         }
     }
 
     fn forward(&self, id: u64, port: &Port, frame: &[u8]) {
-        if !port.up.load(Ordering::Relaxed) || !port.guard.passes(frame) {
+        if !port.up.load(Ordering::Relaxed) || frame.len() < ETH_HEADER || !port.guard.passes(frame) {
             return;
         }
         let here = self.deliver(Some(id), port.group, frame);
@@ -174,8 +238,7 @@ impl Switch {
         for (&id, p) in lock(&self.ports).iter() {
             if Some(id) != from && p.group == group && (to_all || frame[..6] == p.guard.mac().0) {
                 if p.up.load(Ordering::Relaxed) {
-                    // A full queue drops the frame, as a wire would.
-                    let _ = rustix::io::write(&p.fd, frame);
+                    p.way.send(frame);
                 }
                 found = true;
             }

@@ -4,6 +4,7 @@
 mod calls;
 mod channels;
 mod ledger;
+mod machine;
 mod watchdog;
 
 use std::collections::{BTreeMap, HashMap};
@@ -33,6 +34,7 @@ use crate::pulse::Pulse;
 use crate::switch::Switch;
 use crate::vrnic::{self, IpNet, LedgerInfo, VrnicInfo};
 pub(crate) use ledger::raise_limit;
+use machine::Machine;
 use watchdog::Watchdog;
 
 /// Programs of one vRNIC that look at its configuration while it has all the sessions that it may have. The oldest look
@@ -70,6 +72,9 @@ struct Vrnic {
     identity: Arc<Identity>,
     limits: Limits,
     listener: (u64, OwnedFd),
+    /// Where a VMM gets the network interface of its machine.
+    net_listener: (u64, OwnedFd),
+    /// Its interface in the switch.
     attached: Option<u64>,
     sessions: usize,
     /// The log has it that there are too many sessions.
@@ -179,6 +184,7 @@ enum Source {
     Supervisor,
     Wake,
     Listener(String),
+    MachineListener(String),
     Socket(u64),
     Kick(u64, usize),
     Exit(u64),
@@ -228,6 +234,7 @@ struct Worker {
     vrnics: BTreeMap<String, Vrnic>,
     sessions: HashMap<u64, Session>,
     lookers: BTreeMap<u64, Looker>,
+    machines: HashMap<u64, Machine>,
     lingering: Vec<Lingering>,
     /// Until when nobody lingers.
     crowded_until_ns: u64,
@@ -330,6 +337,7 @@ impl Worker {
             vrnics: BTreeMap::new(),
             sessions: HashMap::new(),
             lookers: BTreeMap::new(),
+            machines: HashMap::new(),
             lingering: Vec::new(),
             crowded_until_ns: 0,
             crowded_ns: 0,
@@ -393,6 +401,7 @@ impl Worker {
                         }
                     }
                     Some(Source::Listener(name)) => self.on_listener(&name),
+                    Some(Source::MachineListener(name)) => self.on_machine_listener(&name),
                     Some(Source::Socket(id)) => self.on_socket(id),
                     Some(Source::Kick(id, vring)) => self.on_kick(id, vring),
                     Some(Source::Exit(id)) => self.close(id),
@@ -444,6 +453,7 @@ impl Worker {
         for id in over {
             self.note_half(id, false);
             self.end_look(id);
+            self.end_machine(id);
             if let Some(s) = self.sessions.get(&id) {
                 tracing::debug!(session = id, vrnic = s.vrnic, "half a message came, and no more; the session ends");
                 self.close(id);
@@ -568,6 +578,9 @@ impl Worker {
             }
             return;
         }
+        if self.on_machine_socket(id) {
+            return;
+        }
         let Some(s) = self.sessions.get_mut(&id) else { return };
         let before = s.conn.device.session();
         let result = s.backend.on_readable(&mut s.conn, BURST);
@@ -655,6 +668,7 @@ impl Worker {
 
     /// Memory of some program is gone: the program loses its session, and hears of it as of a device that is gone.
     fn on_broken(&mut self) {
+        self.end_broken_machines();
         let broken: Vec<u64> =
             self.sessions.iter().filter(|(_, s)| s.backend.memory().is_broken()).map(|(&id, _)| id).collect();
         for id in broken {

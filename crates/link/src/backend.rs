@@ -17,13 +17,18 @@ use crate::memory::{Memory, RegionDesc};
 use crate::msg::{self, Message, NEED_REPLY, REPLY, Receiver, VERSION};
 use crate::{VHOST_USER_F_PROTOCOL_FEATURES, VIRTIO_F_VERSION_1};
 
-const FEATURES: u64 = VIRTIO_F_VERSION_1 | VHOST_USER_F_PROTOCOL_FEATURES;
 /// Set in a kick, call or error message that carries no descriptor.
 const NO_FD: u64 = 1 << 8;
 
-fn protocol_features() -> u64 {
-    (Proto::MQ | Proto::REPLY_ACK | Proto::CONFIG | Proto::CONFIGURE_MEM_SLOTS | Proto::RESET_DEVICE | Proto::STATUS)
-        .bits()
+fn features(h: &dyn Handler) -> u64 {
+    VIRTIO_F_VERSION_1 | VHOST_USER_F_PROTOCOL_FEATURES | h.features()
+}
+
+fn protocol_features(h: &dyn Handler) -> u64 {
+    let all =
+        Proto::MQ | Proto::REPLY_ACK | Proto::CONFIG | Proto::CONFIGURE_MEM_SLOTS | Proto::RESET_DEVICE | Proto::STATUS;
+    // A VMM warns of one that it does not expect.
+    (if h.config().is_empty() { all - Proto::CONFIG } else { all }).bits()
 }
 
 /// One vring as the frontend set it up. Addresses are bus addresses.
@@ -43,7 +48,11 @@ pub struct Vring {
 
 /// What a device does when the link changes.
 pub trait Handler {
-    /// The configuration space.
+    /// Feature bits of its kind of device.
+    fn features(&self) -> u64 {
+        0
+    }
+    /// The configuration space; empty if it has none.
     fn config(&self) -> Vec<u8>;
     /// Regions were added or removed; `removed` are the ids of the latter.
     fn memory_changed(&mut self, memory: &Memory, removed: &[u64]);
@@ -219,16 +228,16 @@ impl Backend {
             return Err(format!("{why:?}"));
         }
         match req {
-            R::GET_FEATURES => u64_answer(FEATURES),
+            R::GET_FEATURES => u64_answer(features(h)),
             R::SET_FEATURES => {
                 let v: u64 = payload(&m)?;
-                if v & !FEATURES != 0 { Err(format!("features {v:#x} were not offered")) } else { Ok(None) }
+                if v & !features(h) != 0 { Err(format!("features {v:#x} were not offered")) } else { Ok(None) }
             }
             R::SET_OWNER | R::RESET_OWNER => Ok(None),
-            R::GET_PROTOCOL_FEATURES => u64_answer(protocol_features()),
+            R::GET_PROTOCOL_FEATURES => u64_answer(protocol_features(h)),
             R::SET_PROTOCOL_FEATURES => {
                 let v: u64 = payload(&m)?;
-                if v & !protocol_features() != 0 {
+                if v & !protocol_features(h) != 0 {
                     Err(format!("protocol features {v:#x} were not offered"))
                 } else {
                     Ok(None)

@@ -20,7 +20,7 @@ mod ring;
 mod span;
 mod transfer;
 
-pub use map::{MapError, MemFd, is_memory, map_file, map_pieces, set_size};
+pub use map::{MapError, MemFd, is_memory, map_device, map_file, map_pieces, set_size};
 pub use pieces::Pieces;
 pub use proc::ProcMem;
 pub use ring::{Bell, CqRing, CqTail, QpRings, RingError};

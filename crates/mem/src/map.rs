@@ -8,7 +8,7 @@ use std::ptr::NonNull;
 use std::sync::Arc;
 
 use rustix::fs::{MemfdFlags, SealFlags};
-use rustix::mm::{MapFlags, MremapFlags, ProtFlags};
+use rustix::mm::{Advice, MapFlags, MremapFlags, ProtFlags};
 
 use crate::Span;
 use crate::fds::Known;
@@ -59,7 +59,7 @@ unsafe impl Sync for Mapping {}
 impl Drop for Mapping {
     fn drop(&mut self) {
         self.slot.iter().for_each(guard::forget);
-        // SAFETY: the range was mapped by `reserve`; no Span of it is left, since each holds this.
+        // SAFETY: the range is this mapping's own; no Span of it is left, since each holds this.
         let _ = unsafe { rustix::mm::munmap(self.ptr.as_ptr().cast(), self.len) };
     }
 }
@@ -191,6 +191,25 @@ pub fn map_pieces(pieces: &[(BorrowedFd<'_>, u64, u64)], hold: Box<dyn Any + Sen
     Ok(unsafe { Span::new(ptr, len, Arc::new(mapping)) })
 }
 
+/// Maps `len` bytes of memory that a device file offers at `off`: rings that the kernel's driver has made. A child of this process
+/// does not inherit them.
+///
+/// # Errors
+/// `BadRange` if `off` is not page aligned or there are no bytes, or those of `mmap(2)`.
+pub fn map_device(fd: BorrowedFd<'_>, off: u64, len: u64) -> Result<Span, MapError> {
+    let len = usize::try_from(len).map_err(|_| MapError::BadRange)?;
+    if len == 0 || off % page() != 0 {
+        return Err(MapError::BadRange);
+    }
+    let ptr = map_anywhere(fd, off, len)?;
+    let mapping = Mapping { ptr, len, slot: None, _hold: Box::new(()) };
+    // A device that refuses this shares its rings with children, which must leave them alone.
+    // SAFETY: advice for the mapping that was just made.
+    let _ = unsafe { rustix::mm::madvise(ptr.as_ptr().cast(), len, Advice::LinuxDontFork) };
+    // SAFETY: the whole range is mapped read-write for the life of `mapping`.
+    Ok(unsafe { Span::new(ptr, len, Arc::new(mapping)) })
+}
+
 impl Span {
     /// True if it is a window of a mapped file whose memory was found gone (see [`guard`]).
     pub fn is_broken(&self) -> bool {
@@ -313,6 +332,16 @@ mod tests {
         assert!(matches!(map_file(f.fd(), !4095, 8192), Err(MapError::BadRange)));
         let exe = std::fs::File::open("/proc/self/exe").unwrap();
         assert!(matches!(map_file(exe.as_fd(), 0, 4096), Err(MapError::NotMemory)));
+    }
+
+    #[test]
+    fn memory_of_a_device_is_mapped_as_a_whole() {
+        let f = MemFd::new(c"t", 3 * 4096).unwrap();
+        f.span().store32(4096, 7, Ordering::Relaxed);
+        let m = map_device(f.fd(), 4096, 8192).unwrap();
+        assert_eq!((m.len(), m.load32(0, Ordering::Relaxed)), (8192, 7));
+        assert!(matches!(map_device(f.fd(), 1, 4096), Err(MapError::BadRange)));
+        assert!(matches!(map_device(f.fd(), 0, 0), Err(MapError::BadRange)));
     }
 
     fn truncatable(len: u64, flags: MemfdFlags) -> Option<std::os::fd::OwnedFd> {

@@ -87,6 +87,11 @@ impl QpRings {
         Self::new(ctrl, Span::anonymous(layout.sq_bytes()), rq, layout)
     }
 
+    /// The rings of a QP whose receives come from a shared receive queue: no RQ.
+    pub fn send_only(ctrl: Span, sq: Span, layout: abi::QpLayout) -> Option<Self> {
+        Self::new(ctrl, sq, Span::anonymous(layout.rq_bytes()), layout)
+    }
+
     /// Other rings with the same control block; `None` as of [`QpRings::new`].
     pub fn with_rings(&self, sq: Span, rq: Span, layout: abi::QpLayout) -> Option<Self> {
         Self::new(self.ctrl.clone(), sq, rq, layout)

@@ -3,10 +3,11 @@
 use std::cell::UnsafeCell;
 use std::ffi::c_void;
 use std::sync::OnceLock;
-use std::sync::atomic::AtomicBool;
 
 use unirdma_abi as abi;
 use unirdma_driver as driver;
+use unirdma_queues::polling::Poller;
+use unirdma_queues::requests::completion;
 use unirdma_verbs_abi::*;
 
 use crate::device::context;
@@ -21,9 +22,7 @@ pub(crate) struct CqObj {
     pub cq: driver::Cq,
     pub comp_events: Outstanding,
     pub async_events: Outstanding,
-    /// Held from `start_poll` to `end_poll`.
-    pub polled: AtomicBool,
-    pub single_threaded: bool,
+    pub poller: Poller,
     /// The completion that `start_poll` or `next_poll` has found.
     pub current: UnsafeCell<Done>,
     /// Tag matching, of a CQ that has such SRQs.
@@ -76,8 +75,7 @@ pub(crate) unsafe fn create(
         cq,
         comp_events: Outstanding::default(),
         async_events: Outstanding::default(),
-        polled: AtomicBool::new(false),
-        single_threaded,
+        poller: Poller::new(single_threaded),
         current: UnsafeCell::default(),
         tm: OnceLock::new(),
     }));
@@ -143,23 +141,8 @@ pub(crate) unsafe extern "C" fn poll_cq(cq: *mut ibv_cq, n: i32, wc: *mut ibv_wc
     let obj = unsafe { &*cq.cast::<CqObj>() };
     let max = usize::try_from(n).unwrap_or(0);
     let put = |i: usize, c: &abi::Cqe| {
-        let out = ibv_wc {
-            wr_id: c.wr_id,
-            status: c.status.into(),
-            opcode: c.opcode.into(),
-            vendor_err: c.vendor_err,
-            byte_len: c.byte_len,
-            imm_data: c.imm,
-            qp_num: c.qp_num,
-            src_qp: c.src_qp,
-            wc_flags: c.wc_flags.into(),
-            pkey_index: c.pkey_index,
-            slid: 0,
-            sl: c.sl,
-            dlid_path_bits: 0,
-        };
         // SAFETY: room for `n` completions, and i < n.
-        unsafe { wc.add(i).write(out) };
+        unsafe { wc.add(i).write(completion(c)) };
         trace!(
             "ibv_poll_cq({:#x}): wr_id {:#x} status {} opcode {} len {}",
             obj.c.base.handle, c.wr_id, c.status, c.opcode, c.byte_len

@@ -3,7 +3,8 @@
 use unirdma_abi as abi;
 use unirdma_abi::Command;
 use unirdma_driver::SendWr;
-use unirdma_formats::{WrOpcode, access, send_flags};
+use unirdma_formats::{access, send_flags};
+use unirdma_queues::requests::bind_request;
 use unirdma_verbs_abi::*;
 
 use crate::device::context;
@@ -50,23 +51,6 @@ pub(crate) unsafe extern "C" fn dealloc_mw(mw: *mut ibv_mw) -> i32 {
     }
     ctx.gone();
     0
-}
-
-/// The request that binds the window with key `rkey`.
-///
-/// # Safety
-/// `info` holds an MR of the caller.
-pub(crate) unsafe fn bind_request(rkey: u32, info: &ibv_mw_bind_info) -> abi::SqWqe {
-    // SAFETY: by the contract; a bind of no bytes needs no MR.
-    let lkey = unsafe { info.mr.as_ref() }.map_or(0, |m| m.lkey);
-    abi::SqWqe {
-        opcode: WrOpcode::BindMw as u8,
-        rkey,
-        remote_addr: info.addr,
-        compare_add: info.length,
-        swap: u64::from(info.mw_access_flags) << 32 | u64::from(lkey),
-        ..abi::SqWqe::default()
-    }
 }
 
 /// The next key of a window: the lower 8 bits are its user's (`ibv_inc_rkey(3)`).

@@ -2,8 +2,8 @@
 
 use unirdma_abi as abi;
 use unirdma_driver as driver;
-use unirdma_driver::SendWr;
-use unirdma_formats::{QpType, WrOpcode, send_flags};
+use unirdma_formats::QpType;
+use unirdma_queues::requests::{bind_request, each_receive, each_send, send_request, sges};
 use unirdma_verbs_abi::*;
 
 use crate::ah::{ah_in, ah_out};
@@ -11,7 +11,6 @@ use crate::cq::CqObj;
 use crate::device::context;
 use crate::domain::has_thread_domain;
 use crate::event::{Outstanding, is_qp_event};
-use crate::mw::bind_request;
 use crate::srq::SrqObj;
 use crate::tm::Matching;
 use crate::trace::trace;
@@ -178,7 +177,7 @@ pub(crate) unsafe fn wrap(
     base.qp_num = qp.qpn;
     base.qp_type = a.qp_type;
     if builder.is_some() {
-        crate::wr::fill(&mut raw);
+        unirdma_queues::builder::fill::<QpObj>(&mut raw);
     }
     let qpn = qp.qpn;
     let sig_all = a.sq_sig_all != 0;
@@ -395,104 +394,50 @@ pub unsafe extern "C" fn x_ibv_query_qp(
     0
 }
 
-/// The SGEs of a work request. `struct ibv_sge` and the device's SGE have the same layout.
-///
-/// # Safety
-/// `list` must hold `n` elements.
-#[inline]
-pub(crate) unsafe fn sges<'a>(list: *const ibv_sge, n: i32) -> Result<&'a [abi::Sge], i32> {
-    const _: () = assert!(size_of::<abi::Sge>() == size_of::<ibv_sge>());
-    match usize::try_from(n) {
-        Err(_) => Err(libc::EINVAL),
-        Ok(0) => Ok(&[]),
-        // SAFETY: by the contract.
-        Ok(n) => Ok(unsafe { std::slice::from_raw_parts(list.cast(), n) }),
-    }
-}
-
 /// Writes one work request into the batch.
 ///
 /// # Safety
 /// `wr` and what it points to must be valid.
 #[inline]
 unsafe fn push(obj: &QpObj, batch: &mut driver::SendBatch<'_>, wr: &ibv_send_wr) -> Result<(), i32> {
-    let op = WrOpcode::from_raw(wr.opcode).filter(|&op| obj.typ.allows(op)).ok_or(libc::EINVAL)?;
-    let mut head = abi::SqWqe {
-        wr_id: wr.wr_id,
-        opcode: op as u8,
-        send_flags: wr.send_flags & send_flags::SUPPORTED,
-        imm: wr.imm_data,
-        ..abi::SqWqe::default()
-    };
-    // SAFETY: the QP's type and the opcode say which member of the union is meant; all are plain integers, but for the
-    // AH, which is the caller's.
-    unsafe {
-        if obj.typ == QpType::Ud {
-            let ud = wr.wr.ud;
-            if ud.ah.is_null() {
-                return Err(libc::EINVAL);
-            }
-            (head.ah, head.dest_qpn, head.qkey) = ((*ud.ah).handle, ud.remote_qpn, ud.remote_qkey);
-        } else if op == WrOpcode::BindMw {
-            let b = wr.rest.bind_mw;
+    // SAFETY: the caller's AH.
+    let ah = |ah: *mut ibv_ah| unsafe { (*ah).handle };
+    let bind = |b: &ibv_send_wr_bind| {
+        // SAFETY: the caller's window and MR.
+        unsafe {
             if b.mw.is_null() || (*b.mw).mw_type != MW_TYPE_2 || (*(*b.mw).pd).handle != (*obj.c.qp_base.pd).handle {
                 return Err(libc::EINVAL);
             }
-            let (wr_id, send_flags) = (head.wr_id, head.send_flags & !send_flags::INLINE);
-            head = abi::SqWqe { wr_id, send_flags, ..bind_request(b.rkey, &b.bind_info) };
-        } else if op.is_atomic() {
-            let a = wr.wr.atomic;
-            (head.remote_addr, head.compare_add, head.swap, head.rkey) = (a.remote_addr, a.compare_add, a.swap, a.rkey);
-        } else {
-            (head.remote_addr, head.rkey) = (wr.wr.rdma.remote_addr, wr.wr.rdma.rkey);
+            Ok(bind_request(b.rkey, &b.bind_info))
         }
-    }
-    if obj.typ == QpType::XrcSend {
-        head.dest_qpn = wr.remote_srqn;
-    }
-    // SAFETY: by the contract.
-    let list = unsafe { sges(wr.sg_list, wr.num_sge) }?;
+    };
     trace!(
         "ibv_post_send({:#x}): wr_id {:#x} opcode {} flags {:#x} sges {}",
         obj.c.qp_base.qp_num, wr.wr_id, wr.opcode, wr.send_flags, wr.num_sge
     );
-    let inline = wr.send_flags & send_flags::INLINE != 0;
-    if inline && (op.stores_locally() || op.is_local()) {
-        return Err(libc::EINVAL);
+    // SAFETY: by the contract. The application vouches for its inline data, as ibv_post_send(3) demands.
+    unsafe {
+        let (head, data) = send_request(obj.typ, wr, ah, bind)?;
+        batch.push(&head, data)
     }
-    let list = if op.is_local() { &[] } else { list };
-    let data = if inline { SendWr::Inline(list) } else { SendWr::Sges(list) };
-    // SAFETY: the application vouches for its inline data, as ibv_post_send(3) demands.
-    unsafe { batch.push(&head, data) }
 }
 
-pub(crate) unsafe extern "C" fn post_send(
-    qp: *mut ibv_qp,
-    mut wr: *mut ibv_send_wr,
-    bad: *mut *mut ibv_send_wr,
-) -> i32 {
+pub(crate) unsafe extern "C" fn post_send(qp: *mut ibv_qp, wr: *mut ibv_send_wr, bad: *mut *mut ibv_send_wr) -> i32 {
     // SAFETY: the caller passes its QP.
     let obj = unsafe { &*qp.cast::<QpObj>() };
     // In the states before RTS nothing may be posted to the SQ (ibv_post_send(3), IBTA vol. 1, 10.8.3.1).
-    let result = if obj.c.qp_base.state < obj.sends_from {
-        Err(libc::EINVAL)
-    } else {
-        let mut batch = obj.qp.send_batch();
-        loop {
-            // SAFETY: the caller passes a list of valid work requests that ends with NULL.
-            let Some(r) = (unsafe { wr.as_ref() }) else { break Ok(()) };
-            // SAFETY: as above.
-            if let Err(e) = unsafe { push(obj, &mut batch, r) } {
-                break Err(e);
-            }
-            wr = r.next;
+    if obj.c.qp_base.state < obj.sends_from {
+        if !bad.is_null() {
+            // SAFETY: room for the first request that was not posted.
+            unsafe { *bad = wr };
         }
-    };
-    if result.is_err() && !bad.is_null() {
-        // SAFETY: room for the first request that was not posted.
-        unsafe { *bad = wr };
+        return code(Err(libc::EINVAL));
     }
-    code(result)
+    let mut batch = obj.qp.send_batch();
+    // SAFETY: the caller passes a list of valid work requests that ends with NULL.
+    let r = unsafe { each_send(wr, bad, |r| push(obj, &mut batch, r)) };
+    drop(batch);
+    code(r)
 }
 
 pub(crate) unsafe extern "C" fn post_recv(qp: *mut ibv_qp, wr: *mut ibv_recv_wr, bad: *mut *mut ibv_recv_wr) -> i32 {
@@ -517,22 +462,14 @@ pub(crate) unsafe extern "C" fn post_recv(qp: *mut ibv_qp, wr: *mut ibv_recv_wr,
 /// `wr` is a list of valid work requests that ends with NULL, `bad` NULL or room for a pointer.
 pub(crate) unsafe fn push_receives(
     mut batch: driver::RecvBatch<'_>,
-    mut wr: *mut ibv_recv_wr,
+    wr: *mut ibv_recv_wr,
     bad: *mut *mut ibv_recv_wr,
 ) -> i32 {
-    // SAFETY: by the contract.
-    while let Some(r) = unsafe { wr.as_ref() } {
+    let push = |r: &ibv_recv_wr| {
         trace!("receive: wr_id {:#x} sges {}", r.wr_id, r.num_sge);
         // SAFETY: by the contract.
-        let pushed = unsafe { sges(r.sg_list, r.num_sge) }.and_then(|s| batch.push(r.wr_id, s));
-        if let Err(e) = pushed {
-            if !bad.is_null() {
-                // SAFETY: room for the first request that was not posted.
-                unsafe { *bad = wr };
-            }
-            return code(Err(e));
-        }
-        wr = r.next;
-    }
-    0
+        unsafe { sges(r.sg_list, r.num_sge) }.and_then(|s| batch.push(r.wr_id, s))
+    };
+    // SAFETY: by the contract.
+    code(unsafe { each_receive(wr, bad, push) })
 }

@@ -102,7 +102,7 @@ impl World {
         let (vnic, _) = (vnic(OWN), vnic(PEER));
         let features = abi::FEATURE_INVALIDATE;
         let config = abi::Config { features, max_qp: 3, max_mr: 5, max_qp_rd_atom: 128, ..Default::default() };
-        let identity = Identity { vnic, config, origin: 5, name: "a".into(), active_mtu: 5, log: Default::default() };
+        let identity = Identity { vnic, config, origin: 5, name: "a".into(), active_mtu: 5, log: Arc::default() };
         let (rnic, identity) = (Arc::new(SharedRnic::new(rnic)), Arc::new(identity));
         let side = || Side::new(&rnic, &identity);
         World { me: side(), other: side() }

@@ -36,14 +36,15 @@ const LAST_PAUSE: Duration = Duration::from_secs(5);
 /// A vRNIC as the supervisor knows it.
 pub(super) struct Member {
     pub new: NewVrnic,
-    pub listener: UnixListener,
+    /// That of its programs, and that of its network interface in a virtual machine.
+    pub listeners: [UnixListener; 2],
     /// The interface that its container holds, and the administration connection that brought it.
     pub attached: Option<(u64, OwnedFd)>,
     /// The first process of each container, by the connection that told of it.
     pub containers: BTreeMap<u64, OwnedFd>,
 }
 
-/// What is kept of a vRNIC. Beside it come the listening socket, the interface if it has one, and the first processes of its
+/// What is kept of a vRNIC. Beside it come the listening sockets, the interface if it has one, and the first processes of its
 /// containers.
 #[derive(Serialize, Deserialize)]
 pub(super) struct KeptMember {
@@ -60,19 +61,19 @@ impl Member {
             containers: self.containers.keys().copied().collect(),
         };
         let tap = self.attached.iter().map(|a| a.1.as_fd());
-        let fds = [self.listener.as_fd()].into_iter().chain(tap).chain(self.containers.values().map(AsFd::as_fd));
+        let fds = self.listeners.iter().map(AsFd::as_fd).chain(tap).chain(self.containers.values().map(AsFd::as_fd));
         (kept, fds.collect())
     }
 
     pub fn of_kept(k: KeptMember, fds: Vec<OwnedFd>) -> Option<Member> {
         let mut fds = fds.into_iter();
-        let listener = fds.next()?.into();
+        let listeners = [fds.next()?.into(), fds.next()?.into()];
         let attached = match k.attached {
             Some(id) => Some((id, fds.next()?)),
             None => None,
         };
         let containers: BTreeMap<u64, OwnedFd> = k.containers.iter().copied().zip(fds).collect();
-        (containers.len() == k.containers.len()).then_some(Member { new: k.new, listener, attached, containers })
+        (containers.len() == k.containers.len()).then_some(Member { new: k.new, listeners, attached, containers })
     }
 }
 
@@ -566,7 +567,7 @@ impl Worker {
 
     /// Tells it of a vRNIC.
     fn introduce(&mut self, m: &Member) -> io::Result<()> {
-        self.tell(&Call::Add(m.new.clone()), &[m.listener.as_fd()])?;
+        self.tell(&Call::Add(m.new.clone()), &[m.listeners[0].as_fd(), m.listeners[1].as_fd()])?;
         if let Some((id, tap)) = &m.attached {
             self.tell(&Call::Attach { name: m.new.name.clone(), id: *id }, &[tap.as_fd()])?;
         }

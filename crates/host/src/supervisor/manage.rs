@@ -204,13 +204,13 @@ impl Supervisor {
         if inner.removed {
             return Err(format!("group {} is gone", group.name));
         }
-        let listener = listen(&self.dir, &name).map_err(|e| format!("cannot serve vRNIC {name}: {e}"))?;
-        let added = group.call(&mut inner, &Call::Add(new.clone()), &[listener.as_fd()]);
+        let listeners = listen(&self.dir, &name).map_err(|e| format!("cannot serve vRNIC {name}: {e}"))?;
+        let added = group.call(&mut inner, &Call::Add(new.clone()), &[listeners[0].as_fd(), listeners[1].as_fd()]);
         if let Err(e) = added {
             let _ = std::fs::remove_dir_all(vrnic_dir(&self.dir, &name));
             return Err(e);
         }
-        inner.members.insert(name.clone(), Member { new, listener, attached: None, containers: BTreeMap::new() });
+        inner.members.insert(name.clone(), Member { new, listeners, attached: None, containers: BTreeMap::new() });
         self.keep_vrnic(group, &inner, &name);
         Ok(())
     }

@@ -69,7 +69,10 @@ impl Worker {
         match call {
             Call::Hello { .. } => Ok(Answer::Hello(hello(Some(&self.group)))),
             Call::Begin(_) => Err(format!("this is the worker of group {} already", self.group)),
-            Call::Add(new) => self.add(new, fds.next()),
+            Call::Add(new) => {
+                let listeners = (fds.next(), fds.next());
+                self.add(new, listeners)
+            }
             Call::Remove { name } => self.remove(&name),
             Call::Show { name, whole } => {
                 let mut info = self.info(&name).ok_or_else(|| unknown(&name))?;
@@ -155,8 +158,10 @@ impl Worker {
         self.vrnics.get(name).ok_or_else(|| unknown(name))
     }
 
-    fn add(&mut self, new: NewVrnic, listener: Option<OwnedFd>) -> Done {
-        let listener = listener.ok_or("a vRNIC needs the socket that its programs connect to")?;
+    fn add(&mut self, new: NewVrnic, listeners: (Option<OwnedFd>, Option<OwnedFd>)) -> Done {
+        let (Some(listener), Some(net_listener)) = listeners else {
+            return Err("a vRNIC needs the sockets that its programs and virtual machines connect to".into());
+        };
         if self.vrnics.contains_key(&new.name) {
             return Err(format!("vRNIC {} exists already", new.name));
         }
@@ -165,8 +170,11 @@ impl Worker {
         let config = VnicConfig { group: self.group_id, gids, limits: new.limits, share: new.share };
         let token = self.watch(listener.as_fd(), Source::Listener(new.name.clone()), false);
         let token = token.map_err(|e| format!("cannot serve vRNIC {}: {e}", new.name))?;
+        let net_token = self.watch(net_listener.as_fd(), Source::MachineListener(new.name.clone()), false);
+        let net_token = net_token.map_err(|e| format!("cannot serve vRNIC {}: {e}", new.name))?;
         let Some(id) = self.engine.rnic.lock().add_vnic(config) else {
             self.sources.remove(&token);
+            self.sources.remove(&net_token);
             return Err("too many vRNICs".into());
         };
         if !new.up {
@@ -178,7 +186,7 @@ impl Worker {
             origin: self.origin,
             name: new.name.clone(),
             active_mtu: self.network.as_ref().map_or(vrnic::PORT_MTU, |e| e.mtu_code),
-            log: unirdma_device::LogLimit::default(),
+            log: Arc::default(),
         };
         let v = Vrnic {
             id,
@@ -187,6 +195,7 @@ impl Worker {
             identity: Arc::new(identity),
             limits: new.limits,
             listener: (token, listener),
+            net_listener: (net_token, net_listener),
             attached: None,
             sessions: 0,
             full: false,
@@ -208,15 +217,21 @@ impl Worker {
         for id in ids {
             self.end_look(id);
         }
+        for id in self.machines_of(name) {
+            self.end_machine(id);
+        }
         if let Some(v) = self.vrnics.remove(name) {
-            let _ = epoll::delete(&self.epoll, &v.listener.1);
-            self.sources.remove(&v.listener.0);
+            for (token, listener) in [&v.listener, &v.net_listener] {
+                let _ = epoll::delete(&self.epoll, listener);
+                self.sources.remove(token);
+            }
             if let Some(id) = v.attached {
                 self.switch.remove(id);
             }
             self.engine.rnic.lock().remove_vnic(v.id);
             // Programs may wait in it, with descriptors.
             drop(Foreign::refused(v.listener.1, &v.ledger));
+            drop(Foreign::refused(v.net_listener.1, &v.ledger));
         }
         Ok(Answer::Done)
     }
@@ -257,6 +272,9 @@ impl Worker {
         let group = self.group_id;
         let v = self.vrnics.get_mut(name).ok_or_else(|| unknown(name))?;
         let fd = fd.ok_or("attach needs a descriptor")?;
+        if v.attached.is_some_and(machine::is_machine) {
+            return Err(format!("a virtual machine has the network interface of vRNIC {name}"));
+        }
         let up = self.engine.rnic.lock().is_up(v.id);
         self.switch.add(id, fd, group, v.guard.clone(), up).map_err(|e| format!("cannot use that interface: {e}"))?;
         v.attached = Some(id);

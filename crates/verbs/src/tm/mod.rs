@@ -250,7 +250,7 @@ unsafe fn some_sges(list: *const ibv_sge, n: i32, most: u32) -> Result<Vec<abi::
         return Err(libc::EINVAL);
     }
     // SAFETY: by the contract.
-    unsafe { crate::qp::sges(list, n) }.map(<[_]>::to_vec)
+    unsafe { unirdma_queues::requests::sges(list, n) }.map(<[_]>::to_vec)
 }
 
 /// Posts receives for messages that match no tag.

@@ -6,7 +6,7 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Mutex, MutexGuard, PoisonError};
 
 /// A value behind a mutex, or behind the program's promise that no two threads use it at a time (`ibv_alloc_td(3)`).
-pub(crate) struct QueueLock<T> {
+pub struct QueueLock<T> {
     alone: bool,
     /// Somebody uses it, on that promise. It is only a flag: who breaks the promise late enough to see it waits.
     used: AtomicBool,
@@ -23,6 +23,7 @@ impl<T> QueueLock<T> {
         QueueLock { alone, used: AtomicBool::new(false), mutex: Mutex::new(()), value: UnsafeCell::new(value) }
     }
 
+    /// Waits until nobody else uses it.
     #[inline]
     pub fn lock(&self) -> Held<'_, T> {
         if !self.alone {
@@ -37,7 +38,7 @@ impl<T> QueueLock<T> {
 }
 
 /// The value, in use.
-pub(crate) struct Held<'a, T> {
+pub struct Held<'a, T> {
     of: &'a QueueLock<T>,
     guard: Option<MutexGuard<'a, ()>>,
 }

@@ -1,0 +1,103 @@
+//! What starts a virtual machine with a vRNIC: arguments, or XML, for the VMMs that people use.
+
+use std::path::Path;
+
+use unirdma_host::{NET_SOCKET, VHOST_SOCKET, VrnicInfo};
+
+/// For which VMM.
+#[derive(clap::Args)]
+#[group(multiple = false)]
+pub(crate) struct VmmArgs {
+    /// Print QEMU's arguments for a virtual machine with it
+    #[arg(long)]
+    qemu: bool,
+    /// Print libvirt's XML for a virtual machine with it
+    #[arg(long)]
+    libvirt: bool,
+    /// Print Cloud Hypervisor's arguments for a virtual machine with it
+    #[arg(long)]
+    cloud_hypervisor: bool,
+}
+
+/// Virtio device ID of an RDMA device.
+const DEVICE_ID: u32 = 42;
+/// Bytes of the configuration space.
+const CONFIG_BYTES: u32 = 192;
+/// Control, asynchronous events, wake, and a completion event queue for each of 8 processors: the guest's driver uses no more.
+const QUEUES: u32 = 3 + 8;
+const QUEUE_SIZE: u32 = 256;
+
+impl VmmArgs {
+    /// What is to be printed, if anything; `memory`: that of the machine.
+    pub fn text(&self, v: &VrnicInfo, memory: &str) -> Option<String> {
+        let socket = |name: &str| Path::new(&v.dir).join(name).display().to_string();
+        let (device, net) = (socket(VHOST_SOCKET), socket(NET_SOCKET));
+        match (self.qemu, self.libvirt, self.cloud_hypervisor) {
+            (true, ..) => Some(qemu(v, memory, &device, &net).join("\n")),
+            (_, true, _) => Some(libvirt(v, &device, &net)),
+            (.., true) => Some(cloud_hypervisor(v, memory, &device, &net).join("\n")),
+            _ => None,
+        }
+    }
+}
+
+fn qemu_device() -> String {
+    format!(
+        "vhost-user-test-device-pci,chardev=unirdma,virtio-id={DEVICE_ID},num_vqs={QUEUES},vq_size={QUEUE_SIZE},config_size={CONFIG_BYTES}"
+    )
+}
+
+/// The machine's memory is a file that the virtual layer maps too.
+fn qemu(v: &VrnicInfo, memory: &str, device: &str, net: &str) -> Vec<String> {
+    vec![
+        format!("-m {memory} -object memory-backend-memfd,id=unirdma-memory,size={memory},share=on"),
+        "-machine memory-backend=unirdma-memory".into(),
+        format!("-chardev socket,id=unirdma,path={device}"),
+        format!("-device {}", qemu_device()),
+        format!("-chardev socket,id=unirdma-net,path={net}"),
+        "-netdev vhost-user,id=unirdma-net,chardev=unirdma-net".into(),
+        format!("-device virtio-net-pci,netdev=unirdma-net,mac={},host_mtu={}", v.mac, v.mtu),
+    ]
+}
+
+fn libvirt(v: &VrnicInfo, device: &str, net: &str) -> String {
+    let (mac, mtu, dev) = (&v.mac, v.mtu, qemu_device());
+    format!(
+        "<!-- Parts of a domain that begins with <domain type='kvm' xmlns:qemu='http://libvirt.org/schemas/domain/qemu/1.0'> -->\n\
+         <memoryBacking>\n  <source type='memfd'/>\n  <access mode='shared'/>\n</memoryBacking>\n\
+         <!-- in <devices> -->\n\
+         <interface type='vhostuser'>\n  <mac address='{mac}'/>\n  <source type='unix' path='{net}' mode='client'/>\n  \
+         <model type='virtio'/>\n  <mtu size='{mtu}'/>\n</interface>\n\
+         <!-- at the end of the domain -->\n\
+         <qemu:commandline>\n  <qemu:arg value='-chardev'/>\n  <qemu:arg value='socket,id=unirdma,path={device}'/>\n  \
+         <qemu:arg value='-device'/>\n  <qemu:arg value='{dev}'/>\n</qemu:commandline>"
+    )
+}
+
+fn cloud_hypervisor(v: &VrnicInfo, memory: &str, device: &str, net: &str) -> Vec<String> {
+    let sizes = vec![QUEUE_SIZE.to_string(); QUEUES as usize].join(",");
+    vec![
+        format!("--memory size={memory},shared=on"),
+        format!("--generic-vhost-user socket={device},device_type={DEVICE_ID},queue_sizes=[{sizes}]"),
+        format!("--net vhost_user=on,socket={net},mac={},mtu={}", v.mac, v.mtu),
+    ]
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn each_vmm_gets_both_sockets_and_the_address() {
+        let v = VrnicInfo { dir: "/run/x".into(), mac: "02:00:0a:00:00:01".into(), mtu: 1500, ..VrnicInfo::default() };
+        let all = [(true, false, false), (false, true, false), (false, false, true)];
+        for (qemu, libvirt, cloud_hypervisor) in all {
+            let text = VmmArgs { qemu, libvirt, cloud_hypervisor }.text(&v, "3G").unwrap();
+            for part in ["/run/x/vhost.sock", "/run/x/net.sock", &v.mac, "1500"] {
+                assert!(text.contains(part), "{part} in {text}");
+            }
+            assert_eq!(text.contains("3G"), !libvirt);
+        }
+        assert_eq!(VmmArgs { qemu: false, libvirt: false, cloud_hypervisor: false }.text(&v, "3G"), None);
+    }
+}

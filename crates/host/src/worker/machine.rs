@@ -1,0 +1,110 @@
+//! The network interfaces of virtual machines: one for each vRNIC, beside its device. A VMM connects to a socket of its own for it
+//! (vhost-user, virtio network device), and its frames go through the switch as those of a container do.
+
+use super::*;
+use unirdma_device::{NET_TX, NetDevice, NetFrontend};
+
+/// Virtqueues of an interface.
+const QUEUES: usize = NET_TX + 1;
+/// Interfaces of machines are called by these numbers and the number of their session, those of containers by smaller ones.
+const MACHINE: u64 = 1 << 62;
+
+/// A VMM that serves a vRNIC's network interface to its machine.
+pub(super) struct Machine {
+    vrnic: String,
+    backend: Backend,
+    front: NetFrontend,
+    kick: Option<Arc<Foreign>>,
+    token: u64,
+}
+
+impl Worker {
+    /// A VMM comes for the network interface of a vRNIC.
+    pub(super) fn on_machine_listener(&mut self, name: &str) {
+        let Some(v) = self.vrnics.get_mut(name) else { return };
+        let flags = SocketFlags::CLOEXEC | SocketFlags::NONBLOCK;
+        let Ok(sock) = rustix::net::accept_with(&v.net_listener.1, flags) else { return };
+        // It may have sent descriptors already, which go when the socket goes.
+        let ticket = v.ledger.take(Resource::Descriptors, 1).filter(|_| !v.ledger.is_overdrawn());
+        let why = match (&ticket, v.attached) {
+            (None, _) => Some("the vRNIC holds too many descriptors"),
+            (_, Some(id)) if id & MACHINE != 0 => Some("another virtual machine has it"),
+            (_, Some(_)) => Some("a container has it"),
+            _ => None,
+        };
+        let (Some(ticket), None) = (ticket, why) else {
+            if let Some(left_out) = v.identity.log.next(self.engine.now()) {
+                tracing::warn!(vrnic = name, why, left_out, "a virtual machine gets no network interface");
+            }
+            return drop(Foreign::refused(sock, &v.ledger));
+        };
+        let sock = Foreign::new(sock, ticket);
+        // As for a program's socket.
+        if rustix::net::sockopt::set_socket_oobinline(&sock, true).is_err() {
+            return;
+        }
+        let id = self.next_token;
+        let (ledger, guard, log, vnic) = (v.ledger.clone(), v.guard.clone(), v.identity.log.clone(), v.id);
+        let Ok(token) = self.watch(sock.as_fd(), Source::Socket(id), false) else { return };
+        let device = Arc::new(NetDevice::default());
+        let up = self.engine.rnic.lock().is_up(vnic);
+        self.switch.add_machine(MACHINE | id, device.clone(), self.group_id, guard, up);
+        if let Some(v) = self.vrnics.get_mut(name) {
+            v.attached = Some(MACHINE | id);
+        }
+        let front = NetFrontend { device, changed: None, vrnic: name.into(), log };
+        let backend = Backend::new(sock, QUEUES, ledger);
+        self.machines.insert(id, Machine { vrnic: name.into(), backend, front, kick: None, token });
+    }
+
+    /// Messages of a VMM for a network interface; false if there is no such session.
+    pub(super) fn on_machine_socket(&mut self, id: u64) -> bool {
+        let Some(m) = self.machines.get_mut(&id) else { return false };
+        let result = m.backend.on_readable(&mut m.front, BURST);
+        let half = m.backend.is_half();
+        if let Some(kick) = m.front.changed.take() {
+            if let Some(old) = m.kick.take() {
+                self.switch.unwatch(old.as_fd());
+            }
+            m.kick = kick.filter(|k| self.switch.watch(MACHINE | id, k.as_fd()).is_ok());
+        }
+        self.note_half(id, half);
+        if !matches!(result, Ok(Progress::Open)) {
+            self.end_machine(id);
+        }
+        true
+    }
+
+    /// Ends the network interface of a virtual machine.
+    pub(super) fn end_machine(&mut self, id: u64) {
+        self.note_half(id, false);
+        let Some(m) = self.machines.remove(&id) else { return };
+        self.sources.remove(&m.token);
+        let _ = epoll::delete(&self.epoll, m.backend.socket());
+        if let Some(kick) = &m.kick {
+            self.switch.unwatch(kick.as_fd());
+        }
+        self.switch.remove(MACHINE | id);
+        if let Some(v) = self.vrnics.get_mut(&m.vrnic) {
+            v.attached.take_if(|a| *a == MACHINE | id);
+        }
+    }
+
+    /// Ends those whose memory is gone.
+    pub(super) fn end_broken_machines(&mut self) {
+        let broken = self.machines.iter().filter(|(_, m)| m.backend.memory().is_broken()).map(|(&id, _)| id);
+        for id in broken.collect::<Vec<_>>() {
+            self.end_machine(id);
+        }
+    }
+
+    /// The sessions of a vRNIC's network interface.
+    pub(super) fn machines_of(&self, vrnic: &str) -> Vec<u64> {
+        self.machines.iter().filter(|(_, m)| m.vrnic == vrnic).map(|(&id, _)| id).collect()
+    }
+}
+
+/// True of the number of a machine's interface.
+pub(super) fn is_machine(id: u64) -> bool {
+    id & MACHINE != 0
+}

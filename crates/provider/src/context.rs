@@ -1,0 +1,226 @@
+//! Devices, contexts and protection domains.
+
+use std::ffi::c_void;
+use std::mem::offset_of;
+use std::os::raw::c_int;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
+
+use unirdma_abi as abi;
+use unirdma_formats::AsyncEvent;
+use unirdma_mem::Bell;
+use unirdma_verbs_abi::*;
+
+use crate::ibverbs::*;
+use crate::memory::{NONSENSE, map, room};
+use crate::{OPERATIONS, code, done, null};
+
+/// The kernel driver has none of its own.
+const RDMA_DRIVER_UNKNOWN: u32 = 0;
+
+/// What all queues of a context share.
+pub struct Shared {
+    bell: Bell,
+    /// The device is gone.
+    dead: AtomicBool,
+}
+
+impl Shared {
+    /// True once the device is known to be gone.
+    #[inline]
+    pub fn is_dead(&self) -> bool {
+        self.dead.load(Ordering::Relaxed)
+    }
+
+    /// Rings for a QP. `cq` is one of its CQs, by which the kernel wakes the device if that sleeps.
+    ///
+    /// # Safety
+    /// `cq` is a CQ that lives.
+    #[inline]
+    pub unsafe fn ring(&self, slot: u32, cq: *mut ibv_cq) {
+        if self.bell.ring(slot) {
+            // SAFETY: by the contract.
+            unsafe { self.wake(cq) };
+        }
+    }
+
+    #[cold]
+    unsafe fn wake(&self, cq: *mut ibv_cq) {
+        // SAFETY: by the contract of `ring`. The kernel driver only wakes the device; CQs are armed in their rings.
+        if unsafe { ibv_cmd_req_notify_cq(cq, 0) } == libc::EIO {
+            self.dead.store(true, Ordering::Relaxed);
+        }
+    }
+
+    /// Called when a poll has found nothing: lets the device run where it shares a core with its programs.
+    #[inline]
+    pub fn relax(&self) {
+        if self.bell.hints() & abi::DB_YIELD != 0 {
+            rustix::thread::sched_yield();
+        }
+    }
+}
+
+/// A context. libibverbs allocates it, all zeros.
+#[repr(C)]
+struct Context {
+    verbs: verbs_context_34,
+    /// From `Arc::into_raw`; NULL before it is open.
+    shared: *const Shared,
+}
+
+/// The context that C knows as `ctx`.
+fn outer(ctx: *mut ibv_context) -> *mut Context {
+    ctx.wrapping_byte_sub(offset_of!(Context, verbs) + offset_of!(verbs_context_34, context)).cast()
+}
+
+/// What all queues of a context share.
+///
+/// # Safety
+/// `ctx` is an open context of this provider.
+pub unsafe fn shared(ctx: *mut ibv_context) -> Arc<Shared> {
+    // SAFETY: by the contract; the context has a share of its own.
+    unsafe {
+        let shared = (*outer(ctx)).shared;
+        Arc::increment_strong_count(shared);
+        Arc::from_raw(shared)
+    }
+}
+
+pub unsafe extern "C" fn alloc_device(_sysfs: *mut c_void) -> *mut verbs_device {
+    room::<verbs_device>().map_or_else(null, |d| Box::into_raw(d).cast())
+}
+
+pub unsafe extern "C" fn uninit_device(device: *mut verbs_device) {
+    // SAFETY: made by `alloc_device`, and nobody uses it any more.
+    drop(unsafe { Box::from_raw(device) });
+}
+
+pub unsafe extern "C" fn alloc_context(
+    device: *mut ibv_device,
+    cmd_fd: c_int,
+    _private: *mut c_void,
+) -> *mut verbs_context_34 {
+    let (size, driver) = (size_of::<Context>(), RDMA_DRIVER_UNKNOWN);
+    // SAFETY: a device of this provider, whose descriptor libibverbs takes over; the context is at the begin of what it allocates.
+    let ctx = unsafe { _verbs_init_and_alloc_context(device, cmd_fd, size, std::ptr::null_mut(), driver) };
+    let ctx = ctx.cast::<Context>();
+    if ctx.is_null() {
+        return std::ptr::null_mut();
+    }
+    // SAFETY: just allocated; all zeros are a valid value of what libibverbs has not initialized.
+    let context = unsafe { &mut *ctx };
+    // SAFETY: as above.
+    match unsafe { open(context) } {
+        Ok(shared) => {
+            context.shared = Arc::into_raw(Arc::new(shared));
+            // SAFETY: as above.
+            unsafe { verbs_set_ops(&mut context.verbs, &OPERATIONS) };
+            &mut context.verbs
+        }
+        Err(e) => {
+            // SAFETY: nobody else knows the context.
+            unsafe { release(ctx) };
+            null(e)
+        }
+    }
+}
+
+/// Makes the kernel's side of a context, and maps its doorbell page.
+///
+/// # Safety
+/// The context was initialized by libibverbs.
+unsafe fn open(context: &mut Context) -> Result<Shared, i32> {
+    let (mut cmd, mut resp) = (GetContext::new(), GetContextAnswer::new());
+    // SAFETY: the context, and room for command and answer.
+    unsafe {
+        let verbs = &raw mut context.verbs;
+        done(ibv_cmd_get_context(verbs, &mut cmd, GetContext::SIZE, &mut resp, GetContextAnswer::SIZE))?;
+    }
+    let page = size_of::<abi::DoorbellPage>() as u64;
+    // SAFETY: the context's device file is open.
+    let page = unsafe { map(&mut context.verbs.context, resp.driver.db_offset, page) }?;
+    Ok(Shared { bell: Bell::new(page).ok_or(NONSENSE)?, dead: AtomicBool::new(false) })
+}
+
+/// Gives a context back, which closes its descriptors.
+///
+/// # Safety
+/// Nobody uses it any more.
+unsafe fn release(ctx: *mut Context) {
+    // SAFETY: by the contract; libibverbs has allocated it with calloc(3).
+    unsafe {
+        if !(*ctx).shared.is_null() {
+            drop(Arc::from_raw((*ctx).shared));
+        }
+        verbs_uninit_context(&raw mut (*ctx).verbs);
+        libc::free(ctx.cast());
+    }
+}
+
+pub unsafe extern "C" fn free_context(ctx: *mut ibv_context) {
+    // SAFETY: the caller closes it.
+    unsafe { release(outer(ctx)) };
+}
+
+/// Looks at each asynchronous event that the program is told.
+pub unsafe extern "C" fn async_event(ctx: *mut ibv_context, event: *mut ibv_async_event) {
+    // SAFETY: the caller's context, and an event of it.
+    let (ctx, event) = unsafe { (shared(ctx), (*event).event_type) };
+    if event == AsyncEvent::DeviceFatal as u32 {
+        ctx.dead.store(true, Ordering::Relaxed);
+    }
+}
+
+pub unsafe extern "C" fn query_device_ex(
+    ctx: *mut ibv_context,
+    input: *const c_void,
+    attr: *mut ibv_device_attr_ex,
+    attr_size: usize,
+) -> c_int {
+    let (mut resp, mut size) = (QueryDeviceAnswer::new(), QueryDeviceAnswer::SIZE);
+    // SAFETY: the caller's context, with room for the attributes; room for the answer.
+    let r = unsafe { ibv_cmd_query_device_any(ctx, input, attr, attr_size, &mut resp, &mut size) };
+    if r != 0 {
+        return r;
+    }
+    let v = resp.firmware();
+    let version = format!("{}.{}.{}", v >> 32, v >> 16 & 0xffff, v & 0xffff);
+    // SAFETY: the attributes begin with the original ones, whose first member is this.
+    let room = unsafe { &mut (*attr).orig_attr.fw_ver };
+    room.fill(0);
+    room[..version.len()].copy_from_slice(version.as_bytes());
+    0
+}
+
+pub unsafe extern "C" fn query_port(ctx: *mut ibv_context, port: u8, attr: *mut ibv_port_attr) -> c_int {
+    // SAFETY: the caller's context, with room for the attributes; room for the command.
+    unsafe { ibv_cmd_query_port(ctx, port, attr, &mut QueryPort::new(), QueryPort::SIZE) }
+}
+
+pub unsafe extern "C" fn alloc_pd(ctx: *mut ibv_context) -> *mut ibv_pd {
+    let pd = match room::<ibv_pd>() {
+        Ok(pd) => Box::into_raw(pd).cast::<ibv_pd>(),
+        Err(e) => return null(e),
+    };
+    let (mut cmd, mut resp) = (AllocPd::new(), AllocPdAnswer::new());
+    // SAFETY: the caller's context, a PD that nobody else knows, and room for command and answer.
+    let r = unsafe { ibv_cmd_alloc_pd(ctx, pd, &mut cmd, AllocPd::SIZE, &mut resp, AllocPdAnswer::SIZE) };
+    if r != 0 {
+        // SAFETY: boxed above.
+        drop(unsafe { Box::from_raw(pd) });
+        return null(r);
+    }
+    pd
+}
+
+pub unsafe extern "C" fn dealloc_pd(pd: *mut ibv_pd) -> c_int {
+    // SAFETY: the caller passes its PD, which `alloc_pd` has boxed.
+    unsafe {
+        let r = ibv_cmd_dealloc_pd(pd);
+        if r == 0 {
+            drop(Box::from_raw(pd));
+        }
+        code(done(r))
+    }
+}

@@ -1,0 +1,213 @@
+//! Completion queues.
+
+use std::cell::UnsafeCell;
+use std::os::raw::c_int;
+use std::sync::Arc;
+
+use unirdma_abi as abi;
+use unirdma_mem::CqTail;
+use unirdma_queues::polling::{self, ExtendedCq, Poller};
+use unirdma_queues::requests::completion;
+use unirdma_queues::{Completions, QueueLock};
+use unirdma_verbs_abi::*;
+
+use crate::context::{Shared, shared};
+use crate::ibverbs::*;
+use crate::memory::{NONSENSE, map, room};
+use crate::{code, done, kernel, null};
+
+#[repr(C)]
+pub struct CqObj {
+    c: ibv_cq_ex,
+    ctx: Arc<Shared>,
+    /// Each ring holds its memory by itself.
+    rings: QueueLock<Completions<()>>,
+    poller: Poller,
+    /// The completion that `start_poll` or `next_poll` has found.
+    current: UnsafeCell<abi::Cqe>,
+}
+
+impl CqObj {
+    /// Takes up to `max` completions and gives each to `f`; how many there were.
+    ///
+    /// # Errors
+    /// `EIO` if the CQ has overrun or the device is gone.
+    #[inline]
+    fn poll(&self, max: usize, mut f: impl FnMut(usize, &abi::Cqe)) -> Result<usize, i32> {
+        let mut rings = self.rings.lock();
+        let mut n = 0;
+        while n < max
+            && let Some(cqe) = rings.pop(|_| (), |()| ())
+        {
+            f(n, &cqe);
+            n += 1;
+        }
+        if n > 0 {
+            rings.release();
+            return Ok(n);
+        }
+        let lost = rings.overrun();
+        drop(rings);
+        if lost || self.ctx.is_dead() {
+            return Err(libc::EIO);
+        }
+        self.ctx.relax();
+        Ok(0)
+    }
+
+    /// Drops the completions of QP `qpn` that wait in the CQ.
+    pub fn forget(&self, qpn: u32) {
+        self.rings.lock().forget(qpn);
+    }
+}
+
+/// The ring that the kernel has made.
+///
+/// # Safety
+/// `ctx` is an open context.
+unsafe fn ring(ctx: *mut ibv_context, r: &kernel::CqResp) -> Result<CqTail, i32> {
+    // SAFETY: by the contract.
+    let memory = unsafe { map(ctx, r.offset, r.size) }?;
+    let bytes = u64::from(r.entries) * size_of::<abi::Cqe>() as u64;
+    let ctrl = memory.sub(0, size_of::<abi::CqCtrl>() as u64);
+    let ring = memory.sub(r.ring_offset.into(), bytes);
+    ctrl.zip(ring).and_then(|(ctrl, ring)| CqTail::new(ctrl, ring, r.entries)).ok_or(NONSENSE)
+}
+
+/// Makes a CQ.
+///
+/// # Safety
+/// `ctx` is the caller's context, `channel` NULL or one of its channels.
+unsafe fn make(
+    ctx: *mut ibv_context,
+    cqe: c_int,
+    channel: *mut ibv_comp_channel,
+    vector: c_int,
+    single_threaded: bool,
+) -> Result<*mut CqObj, i32> {
+    // SAFETY: by the contract.
+    let shared = unsafe { shared(ctx) };
+    // Events name the CQ by its address.
+    let mut object = room::<CqObj>()?;
+    let obj = object.as_mut_ptr();
+    let (mut cmd, mut resp) = (CreateCq::new(), CqAnswer::new());
+    let (cmd_size, resp_size) = (CreateCq::SIZE, CqAnswer::SIZE);
+    // SAFETY: by the contract; a CQ that nobody else knows, and room for command and answer.
+    unsafe {
+        let cq = obj.cast();
+        done(ibv_cmd_create_cq(ctx, cqe, channel, vector, cq, &mut cmd, cmd_size, &mut resp, resp_size))?;
+        let tail = match ring(ctx, &resp.driver) {
+            Ok(tail) => tail,
+            Err(e) => {
+                ibv_cmd_destroy_cq(cq);
+                return Err(e);
+            }
+        };
+        (&raw mut (*obj).ctx).write(shared);
+        (&raw mut (*obj).rings).write(QueueLock::new(Completions::new(tail, ()), single_threaded));
+        (&raw mut (*obj).poller).write(Poller::new(single_threaded));
+    }
+    // All is initialized: zeros are a valid value of the rest.
+    Ok(Box::into_raw(object).cast())
+}
+
+pub unsafe extern "C" fn create(
+    ctx: *mut ibv_context,
+    cqe: c_int,
+    channel: *mut ibv_comp_channel,
+    vector: c_int,
+) -> *mut ibv_cq {
+    // SAFETY: as ibv_create_cq(3) demands.
+    unsafe { make(ctx, cqe, channel, vector, false) }.map_or_else(null, |o| o.cast())
+}
+
+pub unsafe extern "C" fn create_ex(ctx: *mut ibv_context, init: *mut ibv_cq_init_attr_ex) -> *mut ibv_cq_ex {
+    /// `IBV_WC_STANDARD_FLAGS`, and completion timestamps by the device's clock, which is another one than the guest's.
+    const WC_FLAGS: u64 = 0xff | 1 << 10;
+    const MASK_FLAGS: u32 = 1;
+    const SINGLE_THREADED: u32 = 1;
+    const IGNORE_OVERRUN: u32 = 2;
+    // SAFETY: the caller passes its attributes.
+    let a = unsafe { &*init };
+    let flags = if a.comp_mask & MASK_FLAGS != 0 { a.flags } else { 0 };
+    // A program that ignores overruns asks for what this device never needs to do.
+    let known = flags & !(SINGLE_THREADED | IGNORE_OVERRUN) == 0;
+    if a.comp_mask & !MASK_FLAGS != 0 || a.wc_flags & !WC_FLAGS != 0 || !known {
+        return null(libc::EOPNOTSUPP);
+    }
+    let (cqe, vector) = (c_int::try_from(a.cqe).unwrap_or(-1), c_int::try_from(a.comp_vector).unwrap_or(-1));
+    // SAFETY: as ibv_create_cq_ex(3) demands.
+    let made = unsafe { make(ctx, cqe, a.channel, vector, flags & SINGLE_THREADED != 0) };
+    match made {
+        Ok(obj) => {
+            // SAFETY: just made; nobody else knows it yet.
+            polling::fill::<CqObj>(unsafe { &mut (*obj).c });
+            obj.cast()
+        }
+        Err(e) => null(e),
+    }
+}
+
+pub unsafe extern "C" fn destroy(cq: *mut ibv_cq) -> c_int {
+    // SAFETY: the caller passes its CQ, which `make` has boxed.
+    unsafe {
+        let r = ibv_cmd_destroy_cq(cq);
+        if r == 0 {
+            drop(Box::from_raw(cq.cast::<CqObj>()));
+        }
+        code(done(r))
+    }
+}
+
+pub unsafe extern "C" fn resize(cq: *mut ibv_cq, cqe: c_int) -> c_int {
+    // SAFETY: the caller passes its CQ.
+    let (obj, ctx) = unsafe { (&*cq.cast::<CqObj>(), (*cq).context) };
+    let mut rings = obj.rings.lock();
+    if i64::from(rings.waiting()) > cqe.into() {
+        return code(Err(libc::EINVAL));
+    }
+    let (mut cmd, mut resp) = (ResizeCq::new(), CqAnswer::new());
+    // SAFETY: the caller's CQ, and room for command and answer.
+    let made = unsafe {
+        done(ibv_cmd_resize_cq(cq, cqe, &mut cmd, ResizeCq::SIZE, &mut resp, CqAnswer::SIZE))
+            .and_then(|()| ring(ctx, &resp.driver))
+    };
+    code(made.map(|tail| rings.replace(tail, ())))
+}
+
+pub unsafe extern "C" fn poll(cq: *mut ibv_cq, n: c_int, wc: *mut ibv_wc) -> c_int {
+    // SAFETY: the caller passes its CQ.
+    let obj = unsafe { &*cq.cast::<CqObj>() };
+    let max = usize::try_from(n).unwrap_or(0);
+    // SAFETY: room for `n` completions, and i < n.
+    let got = obj.poll(max, |i, c| unsafe { wc.add(i).write(completion(c)) });
+    got.map_or(-1, |n| n as c_int)
+}
+
+pub unsafe extern "C" fn req_notify(cq: *mut ibv_cq, solicited_only: c_int) -> c_int {
+    // SAFETY: the caller passes its CQ.
+    let obj = unsafe { &*cq.cast::<CqObj>() };
+    let flags = if solicited_only != 0 { abi::NOTIFY_SOLICITED } else { abi::NOTIFY_NEXT };
+    obj.rings.lock().arm(flags);
+    0
+}
+
+// SAFETY: the object of every CQ begins with its C structure.
+unsafe impl ExtendedCq for CqObj {
+    unsafe fn poller<'a>(cq: *mut ibv_cq_ex) -> &'a Poller {
+        // SAFETY: by the contract.
+        unsafe { &(*cq.cast::<CqObj>()).poller }
+    }
+
+    unsafe fn take(cq: *mut ibv_cq_ex) -> Result<bool, i32> {
+        // SAFETY: by the contract.
+        let obj = unsafe { &*cq.cast::<CqObj>() };
+        // SAFETY: by the contract only the polling thread touches the current completion.
+        obj.poll(1, |_, c| unsafe { *obj.current.get() = *c }).map(|n| n > 0)
+    }
+
+    unsafe fn current<'a>(cq: *mut ibv_cq_ex) -> &'a abi::Cqe {
+        // SAFETY: by the contract.
+        unsafe { &*(*cq.cast::<CqObj>()).current.get() }
+    }
+}

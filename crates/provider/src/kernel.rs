@@ -1,0 +1,68 @@
+//! What the kernel driver adds to the answers of uverbs commands; twin of `guest/linux/unirdma-abi.h`.
+
+/// After GET_CONTEXT.
+#[derive(Clone, Copy, Default)]
+#[repr(C)]
+pub struct ContextResp {
+    /// Where the process's doorbell page can be mapped.
+    pub db_offset: u64,
+    pub max_inline: u32,
+    pub reserved: u32,
+}
+
+/// After CREATE_CQ and RESIZE_CQ. The control block is at the begin of what is mapped.
+#[derive(Clone, Copy, Default)]
+#[repr(C)]
+pub struct CqResp {
+    pub offset: u64,
+    pub size: u64,
+    pub ring_offset: u32,
+    pub entries: u32,
+    pub cqn: u32,
+    pub reserved: u32,
+}
+
+/// After CREATE_QP. The control block is at the begin of what is mapped.
+#[derive(Clone, Copy, Default)]
+#[repr(C)]
+pub struct QpResp {
+    pub offset: u64,
+    pub size: u64,
+    pub sq_offset: u32,
+    pub rq_offset: u32,
+    pub sq_entries: u32,
+    pub sq_stride: u32,
+    pub rq_entries: u32,
+    pub rq_stride: u32,
+    pub db_slot: u32,
+    pub max_inline: u32,
+    pub max_send_sge: u32,
+    pub max_recv_sge: u32,
+}
+
+/// After CREATE_SRQ. The control block is at the begin of what is mapped.
+#[derive(Clone, Copy, Default)]
+#[repr(C)]
+pub struct SrqResp {
+    pub offset: u64,
+    pub size: u64,
+    pub ring_offset: u32,
+    pub entries: u32,
+    pub stride: u32,
+    pub srqn: u32,
+}
+
+/// After CREATE_AH.
+#[derive(Clone, Copy, Default)]
+#[repr(C)]
+pub struct AhResp {
+    /// How WQEs call it.
+    pub ah: u32,
+    pub reserved: u32,
+}
+
+const _: () = {
+    assert!(size_of::<ContextResp>() == 16 && size_of::<AhResp>() == 8);
+    assert!(size_of::<CqResp>() == 32 && size_of::<SrqResp>() == 32);
+    assert!(size_of::<QpResp>() == 56);
+};

@@ -1,0 +1,365 @@
+//! Queue pairs and posting.
+
+use std::mem::offset_of;
+use std::os::raw::c_int;
+use std::sync::Arc;
+
+use unirdma_abi as abi;
+use unirdma_formats::{QpState, QpType, attr_mask};
+use unirdma_mem::QpRings;
+use unirdma_queues::builder::{self, Builder, ExtendedQp};
+use unirdma_queues::requests::{each_receive, each_send, send_request, sges};
+use unirdma_queues::{Batch, Held, Post, QueueLock, SendWr, WorkQueue};
+use unirdma_verbs_abi::*;
+
+use crate::context::{Shared, shared};
+use crate::cq::CqObj;
+use crate::ibverbs::*;
+use crate::memory::{NONSENSE, map, room};
+use crate::{ah, code, done, kernel, null};
+
+#[repr(C)]
+struct QpObj {
+    c: ibv_qp_ex,
+    /// `comp_mask` and `xrcd` of libibverbs' `verbs_qp`, as versions since 45 have them.
+    mask: u64,
+    xrcd: usize,
+    ctx: Arc<Shared>,
+    typ: QpType,
+    slot: u32,
+    max_inline: u32,
+    max_send_sge: u32,
+    max_recv_sge: u32,
+    sq: QueueLock<WorkQueue>,
+    rq: QueueLock<WorkQueue>,
+    /// Requests under construction by `ibv_wr_*`; `None` unless the QP was created for that.
+    builder: Option<Box<Builder<Sends<'static>>>>,
+}
+
+const _: () = assert!(offset_of!(QpObj, mask) == 360 && offset_of!(ibv_qp_ex, wr_flush) == 352);
+
+impl QpObj {
+    /// Its CQs.
+    fn cqs(&self) -> impl Iterator<Item = &CqObj> {
+        let base = &self.c.qp_base;
+        // SAFETY: a QP's CQs live as long as it does.
+        [base.send_cq, base.recv_cq].into_iter().filter_map(|cq| unsafe { cq.cast::<CqObj>().as_ref() })
+    }
+
+    fn begin_sends(&self) -> Sends<'_> {
+        Sends { qp: self, sq: self.sq.lock() }
+    }
+
+    fn state(&self) -> u32 {
+        self.c.qp_base.state
+    }
+}
+
+/// Rings of a QP as the kernel has made them, and what their slots have room for.
+struct Made {
+    rings: QpRings,
+    max_inline: u32,
+    max_send_sge: u32,
+    max_recv_sge: u32,
+}
+
+/// What the kernel has made.
+///
+/// # Safety
+/// `ctx` is an open context.
+unsafe fn rings(ctx: *mut ibv_context, r: &kernel::QpResp) -> Result<Made, i32> {
+    const SGE: u32 = size_of::<abi::Sge>() as u32;
+    // A QP with an SRQ may have no RQ.
+    let (rq_entries, rq_stride) =
+        if r.rq_entries == 0 { (1, abi::RQ_DATA as u32 + SGE) } else { (r.rq_entries, r.rq_stride) };
+    let layout = abi::QpLayout { sq_entries: r.sq_entries, sq_stride: r.sq_stride, rq_entries, rq_stride };
+    let sound = layout.sq_entries.is_power_of_two()
+        && layout.rq_entries.is_power_of_two()
+        && layout.sq_stride > abi::SQ_DATA as u32
+        && layout.sq_stride % 64 == 0
+        && layout.rq_stride >= abi::RQ_DATA as u32 + SGE
+        && layout.rq_stride % 16 == 0
+        && r.db_slot < abi::MAX_QP;
+    if !sound {
+        return Err(NONSENSE);
+    }
+    // SAFETY: by the contract.
+    let memory = unsafe { map(ctx, r.offset, r.size) }?;
+    let part = |off: u32, bytes: usize| memory.sub(off.into(), bytes as u64).ok_or(NONSENSE);
+    let (ctrl, sq) = (part(0, size_of::<abi::QpCtrl>())?, part(r.sq_offset, layout.sq_bytes())?);
+    let rings = if r.rq_entries == 0 {
+        QpRings::send_only(ctrl, sq, layout)
+    } else {
+        QpRings::new(ctrl, sq, part(r.rq_offset, layout.rq_bytes())?, layout)
+    };
+    Ok(Made {
+        rings: rings.ok_or(NONSENSE)?,
+        max_inline: r.max_inline.min(layout.inline_room()),
+        max_send_sge: r.max_send_sge.min((layout.sq_stride - abi::SQ_DATA as u32) / SGE),
+        max_recv_sge: if r.rq_entries == 0 {
+            0
+        } else {
+            r.max_recv_sge.min((layout.rq_stride - abi::RQ_DATA as u32) / SGE)
+        },
+    })
+}
+
+/// Makes a QP.
+///
+/// # Safety
+/// `pd` and what the attributes name are the caller's.
+unsafe fn make(pd: *mut ibv_pd, attr: &mut ibv_qp_init_attr, extended: bool) -> Result<*mut QpObj, i32> {
+    let typ = QpType::from_raw(attr.qp_type).filter(|t| matches!(t, QpType::Rc | QpType::Uc | QpType::Ud));
+    let typ = typ.ok_or(libc::EOPNOTSUPP)?;
+    if attr.send_cq.is_null() || attr.recv_cq.is_null() {
+        return Err(libc::EINVAL);
+    }
+    // SAFETY: by the contract.
+    let ctx = unsafe { (*pd).context };
+    // SAFETY: a PD's context is open.
+    let shared = unsafe { shared(ctx) };
+    // Events name the QP by its address.
+    let mut object = room::<QpObj>()?;
+    let obj = object.as_mut_ptr();
+    let (mut cmd, mut resp) = (CreateQp::new(), QpAnswer::new());
+    let (cmd_size, resp_size) = (CreateQp::SIZE, QpAnswer::SIZE);
+    // SAFETY: by the contract; a QP that nobody else knows, and room for command and answer.
+    unsafe {
+        let qp = obj.cast();
+        done(ibv_cmd_create_qp(pd, qp, attr, &mut cmd, cmd_size, &mut resp, resp_size))?;
+        let made = match rings(ctx, &resp.driver) {
+            Ok(made) => made,
+            Err(e) => {
+                ibv_cmd_destroy_qp(qp);
+                return Err(e);
+            }
+        };
+        attr.cap.max_inline_data = made.max_inline;
+        (&raw mut (*obj).ctx).write(shared);
+        (&raw mut (*obj).typ).write(typ);
+        (&raw mut (*obj).slot).write(resp.driver.db_slot);
+        (&raw mut (*obj).max_inline).write(made.max_inline);
+        (&raw mut (*obj).max_send_sge).write(made.max_send_sge);
+        (&raw mut (*obj).max_recv_sge).write(made.max_recv_sge);
+        (&raw mut (*obj).sq).write(QueueLock::new(WorkQueue::new(made.rings.clone()), false));
+        (&raw mut (*obj).rq).write(QueueLock::new(WorkQueue::new(made.rings), false));
+        (&raw mut (*obj).builder).write(extended.then(|| Box::new(Builder::new())));
+    }
+    // All is initialized: zeros are a valid value of the rest.
+    Ok(Box::into_raw(object).cast())
+}
+
+pub unsafe extern "C" fn create(pd: *mut ibv_pd, attr: *mut ibv_qp_init_attr) -> *mut ibv_qp {
+    // SAFETY: as ibv_create_qp(3) demands.
+    unsafe { make(pd, &mut *attr, false) }.map_or_else(null, |o| o.cast())
+}
+
+pub unsafe extern "C" fn create_ex(ctx: *mut ibv_context, init: *mut ibv_qp_init_attr_ex) -> *mut ibv_qp {
+    const MASK_PD: u32 = 1;
+    const MASK_CREATE_FLAGS: u32 = 1 << 2;
+    const MASK_SEND_OPS: u32 = 1 << 6;
+    /// Memory windows, and what libibverbs before version 45 has no place for.
+    const NOT_OFFERED: u64 = 1 << 8 | 1 << 11;
+    // SAFETY: the caller passes its attributes.
+    let a = unsafe { &mut *init };
+    let known = MASK_PD | MASK_CREATE_FLAGS | MASK_SEND_OPS;
+    if a.comp_mask & !known != 0 || a.comp_mask & MASK_CREATE_FLAGS != 0 && a.create_flags != 0 {
+        return null(libc::EOPNOTSUPP);
+    }
+    // SAFETY: a PD of the caller, if there is one.
+    if a.comp_mask & MASK_PD == 0 || a.pd.is_null() || unsafe { (*a.pd).context } != ctx {
+        return null(libc::EINVAL);
+    }
+    let extended = a.comp_mask & MASK_SEND_OPS != 0;
+    let offered = QpType::from_raw(a.qp_type).map_or(0, builder::send_ops) & !NOT_OFFERED;
+    if extended && a.send_ops_flags & !offered != 0 {
+        return null(libc::EOPNOTSUPP);
+    }
+    let (qp_context, send_cq, recv_cq, srq) = (a.qp_context, a.send_cq, a.recv_cq, a.srq);
+    let (cap, qp_type, sq_sig_all) = (a.cap, a.qp_type, a.sq_sig_all);
+    let mut plain = ibv_qp_init_attr { qp_context, send_cq, recv_cq, srq, cap, qp_type, sq_sig_all };
+    // SAFETY: as ibv_create_qp_ex(3) demands.
+    match unsafe { make(a.pd, &mut plain, extended) } {
+        Ok(obj) => {
+            a.cap = plain.cap;
+            if extended {
+                // SAFETY: just made; nobody else knows it yet.
+                unsafe { show_extended(&mut *obj) };
+            }
+            obj.cast()
+        }
+        Err(e) => null(e),
+    }
+}
+
+/// Gives a QP its functions, and lets `ibv_qp_to_qp_ex(3)` find them.
+fn show_extended(obj: &mut QpObj) {
+    /// `VERBS_QP_EX` in the `comp_mask` of a `verbs_qp`.
+    const EXTENDED: u64 = 2;
+    builder::fill::<QpObj>(&mut obj.c);
+    obj.mask = EXTENDED;
+    // Before version 45 the mask was where `wr_flush` is now, which nobody calls without having asked for it.
+    let old_mask = (&raw mut obj.c.wr_flush).cast::<u64>();
+    // SAFETY: the member has 8 bytes, and any value but 0 is a function to it.
+    unsafe { old_mask.write(EXTENDED) };
+}
+
+pub unsafe extern "C" fn destroy(qp: *mut ibv_qp) -> c_int {
+    // SAFETY: the caller passes its QP.
+    let r = unsafe { ibv_cmd_destroy_qp(qp) };
+    if r == 0 {
+        // SAFETY: boxed by `make`.
+        let obj = unsafe { Box::from_raw(qp.cast::<QpObj>()) };
+        // A program may find no completion of what is gone.
+        obj.cqs().for_each(|cq| cq.forget(obj.c.qp_base.qp_num));
+    }
+    code(done(r))
+}
+
+pub unsafe extern "C" fn modify(qp: *mut ibv_qp, attr: *mut ibv_qp_attr, mask: c_int) -> c_int {
+    // SAFETY: the caller passes its QP.
+    let obj = unsafe { &*qp.cast::<QpObj>() };
+    let (mut sq, mut rq) = (obj.sq.lock(), obj.rq.lock());
+    // SAFETY: the caller's QP and attributes, and room for the command.
+    let r = unsafe { ibv_cmd_modify_qp(qp, attr, mask, &mut ModifyQp::new(), ModifyQp::SIZE) };
+    // SAFETY: the caller's attributes.
+    let to = unsafe { (*attr).qp_state };
+    if r == 0 && mask as u32 & attr_mask::STATE != 0 && to == QpState::Reset as u32 {
+        (sq.post, rq.post) = (Post::default(), Post::default());
+        sq.rings.set_sq_prod(0);
+        rq.rings.set_rq_prod(0);
+        obj.cqs().for_each(|cq| cq.forget(obj.c.qp_base.qp_num));
+    }
+    code(done(r))
+}
+
+pub unsafe extern "C" fn query(
+    qp: *mut ibv_qp,
+    attr: *mut ibv_qp_attr,
+    mask: c_int,
+    init: *mut ibv_qp_init_attr,
+) -> c_int {
+    // SAFETY: the caller passes its QP with room for the attributes; room for the command.
+    code(done(unsafe { ibv_cmd_query_qp(qp, attr, mask, init, &mut QueryQp::new(), QueryQp::SIZE) }))
+}
+
+/// Sends that are being posted. They are published when it is dropped, and the bell rings once.
+struct Sends<'a> {
+    qp: &'a QpObj,
+    sq: Held<'a, WorkQueue>,
+}
+
+impl Batch for Sends<'_> {
+    #[inline]
+    unsafe fn push(&mut self, head: &abi::SqWqe, data: SendWr<'_>) -> Result<(), i32> {
+        if self.qp.ctx.is_dead() {
+            return Err(libc::EIO);
+        }
+        if !self.sq.has_room_to_send() {
+            return Err(libc::ENOMEM);
+        }
+        let (SendWr::Sges(list) | SendWr::Inline(list)) = data;
+        if list.len() > self.qp.max_send_sge as usize {
+            return Err(libc::EINVAL);
+        }
+        let mut head = *head;
+        // SAFETY: by the contract.
+        unsafe { self.sq.put_data(&mut head, data, self.qp.max_inline) }?;
+        self.sq.put_head(&head);
+        Ok(())
+    }
+
+    fn abort(mut self) {
+        self.sq.post.abort();
+    }
+}
+
+impl Drop for Sends<'_> {
+    fn drop(&mut self) {
+        let WorkQueue { rings, post } = &mut *self.sq;
+        if post.publish_sends(rings) {
+            // SAFETY: a QP's CQs live as long as it does.
+            unsafe { self.qp.ctx.ring(self.qp.slot, self.qp.c.qp_base.send_cq) };
+        }
+    }
+}
+
+pub unsafe extern "C" fn post_send(qp: *mut ibv_qp, wr: *mut ibv_send_wr, bad: *mut *mut ibv_send_wr) -> c_int {
+    // SAFETY: the caller passes its QP.
+    let obj = unsafe { &*qp.cast::<QpObj>() };
+    // In the states before RTS nothing may be posted to the SQ (ibv_post_send(3), IBTA vol. 1, 10.8.3.1).
+    if obj.state() < QpState::Rts as u32 {
+        return refuse(wr, bad);
+    }
+    let mut sends = obj.begin_sends();
+    // SAFETY: the caller passes a list of valid work requests that ends with NULL, and vouches for its inline data. There are no
+    // memory windows, so nothing binds them.
+    let r = unsafe {
+        each_send(wr, bad, |r| {
+            let (head, data) = send_request(obj.typ, r, |a| ah::handle(a), |_| Err(libc::EINVAL))?;
+            sends.push(&head, data)
+        })
+    };
+    drop(sends);
+    code(r)
+}
+
+pub unsafe extern "C" fn post_recv(qp: *mut ibv_qp, wr: *mut ibv_recv_wr, bad: *mut *mut ibv_recv_wr) -> c_int {
+    // SAFETY: the caller passes its QP.
+    let obj = unsafe { &*qp.cast::<QpObj>() };
+    // Nothing may be posted in RESET, nor to a QP whose receives are shared.
+    if obj.state() == QpState::Reset as u32 || !obj.c.qp_base.srq.is_null() {
+        return refuse(wr, bad);
+    }
+    let mut rq = obj.rq.lock();
+    // SAFETY: the caller passes a list of valid work requests that ends with NULL.
+    let r = unsafe {
+        each_receive(wr, bad, |r| match obj.ctx.is_dead() {
+            true => Err(libc::EIO),
+            false => rq.put_receive(r.wr_id, sges(r.sg_list, r.num_sge)?, obj.max_recv_sge),
+        })
+    };
+    if rq.publish_receives() {
+        // SAFETY: a QP's CQs live as long as it does.
+        unsafe { obj.ctx.ring(obj.slot, obj.c.qp_base.recv_cq) };
+    }
+    code(r)
+}
+
+/// Posts none of a list of work requests.
+fn refuse<W>(wr: *mut W, bad: *mut *mut W) -> c_int {
+    // SAFETY: NULL or room for the first request that was not posted.
+    if let Some(bad) = unsafe { bad.as_mut() } {
+        *bad = wr;
+    }
+    code(Err(libc::EINVAL))
+}
+
+// SAFETY: a QP that `builder::fill` was called for has a builder. Its batch has the lock of the SQ, and is gone before the QP:
+// wr_complete and wr_abort end it.
+unsafe impl ExtendedQp for QpObj {
+    type Batch = Sends<'static>;
+
+    unsafe fn builder(qp: *mut ibv_qp_ex) -> *mut Builder<Sends<'static>> {
+        // SAFETY: by the contract.
+        unsafe { &raw mut **(*qp.cast::<QpObj>()).builder.as_mut().unwrap_unchecked() }
+    }
+
+    unsafe fn begin(qp: *mut ibv_qp_ex) -> (Sends<'static>, Result<(), i32>) {
+        // SAFETY: by the contract.
+        let obj = unsafe { &*qp.cast::<QpObj>() };
+        // In the states before RTS nothing may be posted.
+        let may = if obj.state() < QpState::Rts as u32 { Err(libc::EINVAL) } else { Ok(()) };
+        (obj.begin_sends(), may)
+    }
+
+    unsafe fn typ(qp: *mut ibv_qp_ex) -> QpType {
+        // SAFETY: by the contract.
+        unsafe { (*qp.cast::<QpObj>()).typ }
+    }
+
+    unsafe fn ah(ah: *mut ibv_ah) -> u32 {
+        // SAFETY: by the contract.
+        unsafe { ah::handle(ah) }
+    }
+}

@@ -1,0 +1,20 @@
+//! Queues as a driver of verbs programs has them: how work requests become WQEs, and CQEs completions.
+//!
+//! Both drivers stand on it: the in-process driver of containers, which makes the rings itself, and the provider of guests, whose
+//! kernel makes them. It depends on the device ABI, on the rings of `mem` and on the structures of libibverbs. It must never make a
+//! ring, ring a doorbell or make a system call. Of C's interface it knows work requests, completions, and how both are built and read call by
+//! call (`requests`, `builder`, `polling`); objects are their library's. Errors are Linux errno values.
+
+pub mod builder;
+mod completions;
+mod lock;
+pub mod polling;
+pub mod requests;
+mod work;
+
+pub use completions::Completions;
+pub use lock::{Held, QueueLock};
+pub use work::{Batch, Post, SendWr, WorkQueue};
+
+/// Result with an errno.
+pub type Result<T> = std::result::Result<T, i32>;
