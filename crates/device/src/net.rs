@@ -103,18 +103,19 @@ pub struct NetFrontend {
 }
 
 impl NetFrontend {
-    fn set(&mut self, index: usize, v: Option<&Vring>) -> u16 {
+    /// Starts a vring, or stops it; where it had got to if it was started.
+    fn set(&mut self, index: usize, v: Option<&Vring>) -> Option<u16> {
         if index == NET_TX {
             self.changed = Some(v.and_then(|v| v.kick.clone()));
         }
         let inner = &mut *lock(&self.device.0);
-        let Some(ring) = inner.rings.get_mut(index) else { return 0 };
-        let Some(v) = v else { return std::mem::take(ring).queue.map_or(0, |q| q.next_avail()) };
+        let ring = inner.rings.get_mut(index)?;
+        let Some(v) = v else { return std::mem::take(ring).queue.map(|q| q.next_avail()) };
         ring.call = v.call.clone();
         if ring.queue.is_none() || !v.enabled {
             ring.queue = inner.guest.as_ref().and_then(|guest| make_queue(v, guest));
         }
-        0
+        None
     }
 }
 
@@ -133,7 +134,7 @@ impl Handler for NetFrontend {
     fn vring_changed(&mut self, index: usize, v: &Vring) {
         self.set(index, Some(v));
     }
-    fn stop_vring(&mut self, index: usize) -> u16 {
+    fn stop_vring(&mut self, index: usize) -> Option<u16> {
         self.set(index, None)
     }
     fn reset(&mut self) {

@@ -8,7 +8,7 @@ use super::image::Image;
 use super::machine::{Config, Machine, Task};
 use super::{Kernel, Parts, failed};
 use crate::Result;
-use crate::lab::{self, Lab, Output, Running};
+use crate::lab::{self, Lab, Output};
 
 /// Programs of Debian that guests have.
 const PROGRAMS: &[&str] = &[
@@ -33,12 +33,7 @@ const PROGRAMS: &[&str] = &[
 ];
 /// The driver, without its ending.
 const DRIVER: &str = "unirdma_rdma";
-/// What the device has: virtqueues, their size, and bytes of configuration space.
-const VIRTQUEUES: u32 = 16;
-const VIRTQUEUE_SIZE: u32 = 256;
-const CONFIG_SIZE: u32 = 192;
-/// MTU of the containers' interfaces, which guests have too.
-const MTU: u32 = 9000;
+const MEMORY: &str = "1G";
 /// How long a driver may take to show its device.
 const READY: Duration = Duration::from_secs(30);
 
@@ -60,8 +55,6 @@ pub(crate) struct Systems {
 /// A guest with a vRNIC. It ends with this value.
 pub(crate) struct Guest {
     machine: Machine,
-    /// Has the vRNIC's interface on the group's switch.
-    _holder: Running,
     /// Name of its system.
     pub name: String,
     pub vrnic: String,
@@ -115,9 +108,12 @@ impl System {
         }
         let driver = parts.module(kernel, &lab::root().join("guest/linux"), DRIVER)?;
         image.file(&driver, &format!("{DRIVER}.ko"))?;
-        let provider = lab::unirdma().with_file_name("libunirdma_provider.so");
-        image.ours(&provider, "usr/lib/x86_64-linux-gnu/libibverbs/libunirdma-rdmav34.so")?;
-        image.text("etc/libibverbs.d/unirdma.driver", "driver unirdma\n")?;
+        let target = lab::unirdma();
+        let target = target.ancestors().nth(2).ok_or("no target directory")?;
+        let [target, into] = [target, image.root()].map(|p| p.display().to_string());
+        let make = ["make", "-C", "guest/provider", "install", &format!("TARGET={target}"), &format!("DESTDIR={into}")];
+        super::run(&lab::root(), &make)?;
+        image.runtime()?;
         let name = release(kernel);
         let initrd = dir.join(format!("{name}.cpio"));
         image.pack("", &initrd)?;
@@ -132,50 +128,24 @@ impl Guest {
     /// # Errors
     /// What does not work, with the end of its console.
     pub fn start(lab: &Lab, system: &System, vrnic: &str, processors: u32, interactive: bool) -> Result<Guest> {
-        let holder = lab.spawn(vrnic, &[], "sleep 1000000")?;
-        let (container, mac, ip) = attached(lab, vrnic)?;
-        // The vRNIC's interface becomes a port of a bridge, and what is behind the other port has its MAC.
-        let netns = format!("--net=/proc/{container}/ns/net");
-        let script = format!(
-            "ip link set eth0 down; ip addr flush dev eth0; ip link set eth0 address 02:ff:ff:ff:ff:fe\n\
-             for c in all default; do echo 1 >/proc/sys/net/ipv6/conf/$c/disable_ipv6; done\n\
-             ip tuntap add dev tap0 mode tap; ip link add br0 type bridge mcast_snooping 0\n\
-             for d in eth0 tap0; do ip link set $d mtu {MTU} master br0 up; done; ip link set br0 up"
-        );
-        super::run(Path::new("/"), &["nsenter", &netns, "sh", "-ec", &script])?;
         let dir = lab.dir.join(format!("guest-{vrnic}"));
         let _ = fs::remove_dir_all(&dir);
         fs::create_dir_all(&dir).map_err(failed("a guest's directory"))?;
-        let socket = lab.socket(vrnic).display().to_string();
-        let memory = 1024;
-        let more = [
-            "-object",
-            &format!("memory-backend-memfd,id=memory,size={memory}M,share=on"),
-            "-machine",
-            "memory-backend=memory",
-            "-chardev",
-            &format!("socket,id=vrnic,path={socket}"),
-            "-device",
-            &format!(
-                "vhost-user-test-device-pci,chardev=vrnic,virtio-id=42,num_vqs={VIRTQUEUES},vq_size={VIRTQUEUE_SIZE},\
-                 config_size={CONFIG_SIZE},page-per-vq=on"
-            ),
-            "-netdev",
-            "tap,id=net,ifname=tap0,script=no,downscript=no",
-            "-device",
-            &format!("virtio-net-pci,netdev=net,mac={mac},host_mtu={MTU},romfile="),
-        ];
+        let arguments = lab.unirdma(&["vrnic", "show", vrnic, "--qemu", "--memory", MEMORY]);
+        if !arguments.ok() {
+            return Err(arguments.text);
+        }
         let machine = Machine::start(&Config {
-            qemu: [["nsenter", &netns].map(String::from).to_vec(), system.qemu.clone()].concat(),
+            qemu: system.qemu.clone(),
             dir: &dir,
             kernel: &system.kernel,
             initrd: &system.initrd,
             processors,
-            memory,
-            more: more.map(String::from).to_vec(),
+            more: arguments.text.split_whitespace().map(String::from).collect(),
             interactive,
         })?;
-        let guest = Guest { machine, _holder: holder, name: system.name.clone(), vrnic: vrnic.into(), ip, dir };
+        let ip = lab.show(vrnic)?["ips"][0]["addr"].as_str().unwrap_or_default().to_string();
+        let guest = Guest { machine, name: system.name.clone(), vrnic: vrnic.into(), ip, dir };
         guest.must(&format!(
             "echo 0 >/proc/sys/net/ipv6/conf/eth0/accept_dad; ip addr add {}/24 dev eth0 && ip link set eth0 up",
             guest.ip
@@ -282,23 +252,5 @@ impl Guest {
 impl Drop for Guest {
     fn drop(&mut self) {
         let _ = fs::remove_dir_all(&self.dir);
-    }
-}
-
-/// Waits until a vRNIC's interface is on the switch: the process that has it, and the vRNIC's MAC and IPv4 address.
-fn attached(lab: &Lab, vrnic: &str) -> Result<(i64, String, String)> {
-    let start = Instant::now();
-    loop {
-        let v = lab.show(vrnic)?;
-        if let (Some(process), Some(true), Some(mac)) =
-            (v["container"].as_i64(), v["attached"].as_bool(), v["mac"].as_str())
-        {
-            let ip = v["ips"][0]["addr"].as_str().unwrap_or_default();
-            return Ok((process, mac.into(), ip.into()));
-        }
-        if start.elapsed() > READY {
-            return Err(format!("the container that holds the interface of {vrnic} does not come up"));
-        }
-        std::thread::sleep(Duration::from_millis(20));
     }
 }

@@ -118,14 +118,18 @@ impl<'a> Image<'a> {
         self.file(&self.theirs(&config), &config)
     }
 
-    /// Copies a program or library that is built on this machine, which also takes what its compiler brings.
+    /// Copies what programs and libraries need that are built on this machine.
     ///
     /// # Errors
-    /// It cannot be copied.
-    pub fn ours(&self, from: &Path, to: &str) -> Result<()> {
-        self.file(from, to)?;
-        let compilers = format!("{LIBRARIES}/libgcc_s.so.1");
-        self.file(&self.theirs(&compilers), &compilers)
+    /// It is not there.
+    pub fn runtime(&self) -> Result<()> {
+        let library = format!("{LIBRARIES}/libgcc_s.so.1");
+        self.file(&self.theirs(&library), &library)
+    }
+
+    /// Where its files are.
+    pub fn root(&self) -> &Path {
+        &self.root
     }
 
     /// Copies modules, with those that they need. They are loaded at the start.

@@ -41,9 +41,7 @@ pub(super) struct Config<'a> {
     pub kernel: &'a Path,
     pub initrd: &'a Path,
     pub processors: u32,
-    /// MiB.
-    pub memory: u32,
-    /// More arguments of QEMU.
+    /// More arguments of QEMU: memory and devices.
     pub more: Vec<String>,
     /// The terminal is the guest's console.
     pub interactive: bool,
@@ -86,7 +84,7 @@ impl Machine {
         let path = |name: &str| dir.join(name).display().to_string();
         let mut c = Command::new(&config.qemu[0]);
         c.args(&config.qemu[1..]).args(["-accel", "tcg,thread=multi", "-machine", "q35", "-cpu", "max", "-nodefaults"]);
-        c.args(["-smp", &config.processors.to_string(), "-m", &config.memory.to_string(), "-display", "none"]);
+        c.args(["-smp", &config.processors.to_string(), "-display", "none"]);
         c.arg("-kernel").arg(config.kernel).arg("-initrd").arg(config.initrd).arg("-no-reboot");
         c.args(["-append", "console=ttyS0 quiet panic=-1 nokaslr mitigations=off"]);
         c.args(["-qmp", &format!("unix:{},server=on,wait=off", path("monitor"))]);

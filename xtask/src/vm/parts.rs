@@ -163,7 +163,7 @@ impl Parts {
         words.push(at("lib64/ld-linux-x86-64.so.2"));
         words.extend(["--preload".into(), self.dir.join("name.so").display().to_string()]);
         words.extend(["--library-path".into(), libraries, at("usr/bin/qemu-system-x86_64")]);
-        for firmware in ["usr/share/qemu", "usr/share/seabios"] {
+        for firmware in ["usr/share/qemu", "usr/share/seabios", "usr/lib/ipxe/qemu"] {
             words.extend(["-L".into(), at(firmware)]);
         }
         words

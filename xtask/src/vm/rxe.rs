@@ -67,7 +67,8 @@ fn image(parts: &Parts, siw: bool, dir: &Path) -> Result<(PathBuf, PathBuf)> {
     image.provider("rxe")?;
     // Our own programs, for comparisons inside the guest.
     let ours = lab::unirdma();
-    image.ours(&ours, "bin/unirdma")?;
+    image.runtime()?;
+    image.file(&ours, "bin/unirdma")?;
     image.file(&ours.with_file_name("libibverbs.so"), "dropin/libibverbs.so.1")?;
     let then = format!(
         "echo 0 >/proc/sys/net/ipv6/conf/eth0/accept_dad\n\
@@ -146,8 +147,7 @@ impl Rxe {
             kernel: &kernel,
             initrd: &initrd,
             processors: 2,
-            memory: 1024,
-            more: [network, card].concat().iter().map(ToString::to_string).collect(),
+            more: [["-m", "1G"], network, card].concat().iter().map(ToString::to_string).collect(),
             interactive: false,
         })?);
         Ok(g)
