@@ -243,9 +243,9 @@ impl Batch for Pushed {
     unsafe fn push(&mut self, head: &abi::SqWqe, data: SendWr<'_>) -> Result<(), i32> {
         let bytes = match data {
             SendWr::Sges(s) => s.iter().flat_map(|s| s.addr.to_le_bytes()).collect(),
-            // SAFETY: data of the test.
             SendWr::Inline(s) => {
-                unsafe { std::slice::from_raw_parts(s[0].addr as *const u8, s[0].length as usize) }.into()
+                // SAFETY: data of the test.
+                unsafe { std::slice::from_raw_parts(s[0].addr as *const u8, s[0].length as usize) }.to_vec()
             }
         };
         self.wrs.push((*head, bytes));
