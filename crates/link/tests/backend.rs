@@ -340,7 +340,7 @@ fn values_out_of_range_are_refused() {
         (R::SET_PROTOCOL_FEATURES, u64::MAX.as_bytes().to_vec(), vec![]),
         (R::SET_VRING_NUM, [0u32, 0].as_bytes().to_vec(), vec![]),
         (R::SET_VRING_NUM, [0u32, 3].as_bytes().to_vec(), vec![]),
-        (R::SET_VRING_NUM, [0u32, 512].as_bytes().to_vec(), vec![]),
+        (R::SET_VRING_NUM, [0u32, 2048].as_bytes().to_vec(), vec![]),
         (R::SET_VRING_NUM, [QUEUES as u32, 64].as_bytes().to_vec(), vec![]),
         (R::SET_VRING_BASE, [0u32, 65_536].as_bytes().to_vec(), vec![]),
         (R::GET_VRING_BASE, [u32::MAX, 0].as_bytes().to_vec(), vec![]),
@@ -367,6 +367,19 @@ fn values_out_of_range_are_refused() {
     let two = [&2u32.to_ne_bytes()[..], &[0; 4], REGION[1..].as_bytes(), REGION[1..].as_bytes()].concat();
     assert_eq!(s.tell(R::SET_MEM_TABLE, &two, &[file(), file()]), number(REFUSED));
     assert_eq!(s.backend.memory().regions().len(), 1);
+    s.check();
+}
+
+/// QEMU disables a vring first, and asks then where it has got to.
+#[test]
+fn a_vring_that_is_disabled_is_stopped_and_keeps_its_place() {
+    let mut s = Session::new();
+    for (on, notes) in [(1u32, "vring 2"), (0, "stop 2, vring 2"), (0, "vring 2")] {
+        assert_eq!(s.tell(R::SET_VRING_ENABLE, [2, on].as_bytes(), &[]), number(0));
+        assert_eq!(s.noted.log.take().join(", "), notes);
+    }
+    let base = s.ask(R::GET_VRING_BASE as u32, 1, [2u32, 0].as_bytes(), &[]);
+    assert_eq!(base, Answer::Reply([2u32, 7].as_bytes().to_vec(), 0));
     s.check();
 }
 
