@@ -187,7 +187,7 @@ to_unirdma_ucontext(struct ib_ucontext *ibuc)
  * Limits of this driver, in case that those of the device are larger: with them
  * no size of a ring overflows.
  */
-#define UNIRDMA_MAX_ENTRIES	(1U << 24)
+#define UNIRDMA_MAX_ENTRIES	BIT(24)
 #define UNIRDMA_MAX_SGE		1024U
 #define UNIRDMA_MAX_INLINE	65536U
 
