@@ -71,10 +71,9 @@ void unirdma_control_done(struct virtqueue *vq)
 		unirdma_pending_put(p);
 	}
 	spin_unlock_irqrestore(&control->lock, flags);
-	wake_up_all(&control->room);
 }
 
-/* Fails the commands in flight, and all others. Returns true the first time. */
+/* Fails the commands in flight, and all later. Returns true the first time. */
 static bool unirdma_give_up(struct unirdma_dev *dev)
 {
 	struct unirdma_control *control = &dev->control;
@@ -90,7 +89,6 @@ static bool unirdma_give_up(struct unirdma_dev *dev)
 		}
 	}
 	spin_unlock_irq(&control->lock);
-	wake_up_all(&control->room);
 	return first;
 }
 
@@ -122,16 +120,18 @@ void unirdma_stop(struct unirdma_dev *dev)
 	unirdma_free_kept_mrs(dev);
 }
 
+/* The virtqueue is there. */
 void unirdma_control_init(struct unirdma_dev *dev)
 {
 	struct unirdma_control *control = &dev->control;
 
 	spin_lock_init(&control->lock);
 	INIT_LIST_HEAD(&control->pending);
-	init_waitqueue_head(&control->room);
+	/* A command takes two descriptors: a request and a response. */
+	sema_init(&control->room,
+		  max(virtqueue_get_vring_size(control->vq) / 2, 1U));
 }
 
-/* -ENOSPC: the queue is full. */
 static int unirdma_submit(struct unirdma_dev *dev, struct unirdma_pending *p)
 {
 	struct unirdma_control *control = &dev->control;
@@ -152,32 +152,28 @@ static int unirdma_submit(struct unirdma_dev *dev, struct unirdma_pending *p)
 	}
 	spin_unlock_irq(&control->lock);
 
-	if (err == -EIO || (notify && !virtqueue_notify(control->vq)))
-		unirdma_lost(dev, "The virtqueues are broken");
+	if (notify && !virtqueue_notify(control->vq))
+		err = -EIO;
 	return err;
 }
 
-/* The condition to wait for: false while the queue is full. */
-static bool unirdma_submitted(struct unirdma_dev *dev,
-			      struct unirdma_pending *p, int *err)
-{
-	*err = unirdma_submit(dev, p);
-	return *err != -ENOSPC;
-}
-
+/* Returns 0 when the device has answered, or -EIO. */
 static int unirdma_call(struct unirdma_dev *dev, struct unirdma_pending *p)
 {
+	struct unirdma_control *control = &dev->control;
 	int err;
 
-	if (!wait_event_timeout(dev->control.room,
-				unirdma_submitted(dev, p, &err),
-				UNIRDMA_TIMEOUT))
-		return -ETIMEDOUT;
+	if (down_timeout(&control->room, UNIRDMA_TIMEOUT)) {
+		unirdma_lost(dev, "Commands were not answered");
+		return -EIO;
+	}
+	err = unirdma_submit(dev, p);
 	if (err)
-		return err;
-	if (!wait_for_completion_timeout(&p->done, UNIRDMA_TIMEOUT))
-		return -ETIMEDOUT;
-	return p->failed ? -EIO : 0;
+		unirdma_lost(dev, "The virtqueues are broken");
+	else if (!wait_for_completion_timeout(&p->done, UNIRDMA_TIMEOUT))
+		unirdma_lost(dev, "A command was not answered");
+	up(&control->room);
+	return err || p->failed ? -EIO : 0;
 }
 
 /**
@@ -218,10 +214,6 @@ int unirdma_cmd(struct unirdma_dev *dev, enum unirdma_command command,
 		memcpy(p->message + head, req, req_len);
 
 	err = unirdma_call(dev, p);
-	if (err == -ETIMEDOUT) {
-		unirdma_lost(dev, "A command was not answered");
-		err = -EIO;
-	}
 	if (err)
 		goto out;
 

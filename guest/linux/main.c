@@ -51,7 +51,7 @@ static int unirdma_read_config(struct unirdma_dev *dev)
 	}
 	if (!dev->max_doorbells) {
 		dev_err(parent,
-			"The device does not serve virtual machines: it has no doorbell pages to make\n");
+			"The device is too old for virtual machines: it makes no doorbell pages\n");
 		return -ENODEV;
 	}
 	dev->attr.limits = config.limits;
@@ -220,7 +220,7 @@ static int unirdma_register(struct unirdma_dev *dev)
 		ib_unregister_device(ibdev);
 		return err;
 	}
-	dev_info(&dev->vdev->dev, "%s with %u completion vectors\n",
+	dev_info(&dev->vdev->dev, "%s, completion vectors: %u\n",
 		 dev_name(&ibdev->dev), dev->num_comp);
 	return 0;
 }
@@ -272,7 +272,6 @@ static int unirdma_probe(struct virtio_device *vdev)
 		return -ENOMEM;
 	dev->vdev = vdev;
 	vdev->priv = dev;
-	unirdma_control_init(dev);
 	unirdma_events_init(dev);
 	unirdma_netdev_init(dev);
 	INIT_WORK(&dev->config_work, unirdma_config_work);
@@ -288,6 +287,7 @@ static int unirdma_probe(struct virtio_device *vdev)
 	err = unirdma_find_queues(dev);
 	if (err)
 		goto destroy_wq;
+	unirdma_control_init(dev);
 	virtio_device_ready(vdev);
 
 	err = unirdma_fill_event_queues(dev);

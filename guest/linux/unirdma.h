@@ -17,8 +17,8 @@
 #include <linux/llist.h>
 #include <linux/notifier.h>
 #include <linux/refcount.h>
+#include <linux/semaphore.h>
 #include <linux/virtio.h>
-#include <linux/wait.h>
 #include <linux/workqueue.h>
 #include <linux/xarray.h>
 #include <rdma/ib_verbs.h>
@@ -33,7 +33,7 @@ struct unirdma_control {
 	struct virtqueue *vq;
 	spinlock_t lock;		/* protects @vq and @pending */
 	struct list_head pending;	/* commands that the device has */
-	wait_queue_head_t room;		/* for those who find @vq full */
+	struct semaphore room;		/* for commands */
 };
 
 /* An event queue. All its buffers are in one array, and one context uses it. */
@@ -187,7 +187,7 @@ to_unirdma_ucontext(struct ib_ucontext *ibuc)
  * Limits of this driver, in case that those of the device are larger: with them
  * no size of a ring overflows.
  */
-#define UNIRDMA_MAX_ENTRIES	(1U << 24)
+#define UNIRDMA_MAX_ENTRIES	BIT(24)
 #define UNIRDMA_MAX_SGE		1024U
 #define UNIRDMA_MAX_INLINE	65536U
 

@@ -431,8 +431,8 @@ pub(crate) fn compile_as(lab: &Lab, name: &str, exe: &str, libraries: &[&str]) -
     Ok(exe.display().to_string())
 }
 
-/// C programs of ours: one loads the library as UCX and Python do and uses it from many threads, one matches tags, one calls
-/// all of it with random arguments.
+/// C programs of ours: one loads the library as UCX and Python do and uses it from many threads, one uses queues in all ways, one
+/// matches tags, one calls all of it with random arguments.
 fn c_program(s: &mut Suite<'_>) {
     s.check("dlopen, threads, fork (C program)", |lab| {
         let exe = compile(lab, "verbs-threads", &["-ldl", "-pthread"])?;
@@ -441,6 +441,11 @@ fn c_program(s: &mut Suite<'_>) {
             require(o.ok() && o.text.contains("all threads done"), o.text)?;
         }
         Ok(())
+    });
+    s.check("queues that are resized, reset and shared, and the extended interfaces (C program)", |lab| {
+        let exe = compile(lab, "queues", &["-libverbs", "-pthread"])?;
+        let o = lab.spawn("a", &[], &exe)?.finish();
+        require(o.ok() && o.text.contains("all queues worked"), o.text)
     });
     s.check("waits for events and their descriptors (C program)", |lab| {
         let exe = compile(lab, "waits", &["-fexceptions", "-pthread", "-libverbs", "-lrdmacm"])?;
