@@ -123,7 +123,7 @@ enum VrnicCommand {
     },
     /// Show one vRNIC: addresses, objects, counters; or what starts a virtual machine with it
     #[command(
-        after_help = "Examples:\n  unirdma vrnic show a\n  unirdma vrnic show a --json\n  qemu-system-x86_64 -enable-kvm $(unirdma vrnic show a --qemu --memory 4G) disk.qcow2\n\nThe virtual machine needs a driver in its kernel and a provider for its rdma-core: guest/README.md.\nQEMU 11.1 and later have the device that this takes."
+        after_help = "Examples:\n  unirdma vrnic show a\n  unirdma vrnic show a --json\n  qemu-system-x86_64 -enable-kvm $(unirdma vrnic show a --qemu --memory 4G) disk.qcow2\n\nThe virtual machine needs a driver in its kernel and a provider for its rdma-core: see README.md, Virtual machines.\nQEMU 11.1 and later have the device that this takes."
     )]
     Show {
         /// Name of the vRNIC
