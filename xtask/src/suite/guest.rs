@@ -220,6 +220,12 @@ pub(super) fn run(s: &mut Suite<'_>, kernel: Option<&str>) {
                 require(o.ok() && shows.iter().all(|t| o.text.contains(t)), o.text)
             })
         });
+        s.check(&format!("{which} guest alone: queues in all ways (C program)"), |_| {
+            explained(&|g, _| {
+                let o = g.run(&format!("timeout {} queues", LIMIT.as_secs()))?;
+                require(o.ok() && o.text.contains("all queues worked"), o.text)
+            })
+        });
         for p in WITHIN {
             s.check(&format!("{which} guest alone: {p}"), |_| explained(&|g, _| pair(End::Guest(g), End::Guest(g), p)));
         }

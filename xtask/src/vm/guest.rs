@@ -114,6 +114,9 @@ impl System {
         let make = ["make", "-C", "guest/provider", "install", &format!("TARGET={target}"), &format!("DESTDIR={into}")];
         super::run(&lab::root(), &make)?;
         image.runtime()?;
+        let (source, program) = (lab::root().join("xtask/c/queues.c"), image.root().join("usr/bin/queues"));
+        let [source, program] = [source, program].map(|p| p.display().to_string());
+        super::run(&lab::root(), &["cc", "-O1", "-Wall", "-o", &program, &source, "-libverbs", "-pthread"])?;
         let name = release(kernel);
         let initrd = dir.join(format!("{name}.cpio"));
         image.pack("", &initrd)?;
