@@ -151,7 +151,7 @@ free:
 	return ERR_PTR(err);
 }
 
-/* No object of the device may use the area any more. */
+/* The objects of the device that use it are gone, or the device is lost. */
 void unirdma_area_destroy(struct unirdma_dev *dev, struct unirdma_area *area)
 {
 	unirdma_area_unmap(dev, area);
@@ -161,7 +161,24 @@ void unirdma_area_destroy(struct unirdma_dev *dev, struct unirdma_area *area)
 /* The last reference is gone: that of the object, or of an mmap under way. */
 void unirdma_mmap_free(struct rdma_user_mmap_entry *entry)
 {
-	unirdma_area_free(container_of(entry, struct unirdma_area, entry));
+	struct unirdma_area *area = container_of(entry, struct unirdma_area,
+						 entry);
+	struct unirdma_dev *dev = to_unirdma_dev(entry->ucontext->device);
+
+	if (unirdma_is_lost(dev))
+		llist_add(&area->kept, &dev->kept_areas);
+	else
+		unirdma_area_free(area);
+}
+
+/* The device was reset. */
+void unirdma_free_kept_areas(struct unirdma_dev *dev)
+{
+	struct unirdma_area *area, *next;
+
+	llist_for_each_entry_safe(area, next, llist_del_all(&dev->kept_areas),
+				  kept)
+		unirdma_area_free(area);
 }
 
 int unirdma_mmap(struct ib_ucontext *ibuc, struct vm_area_struct *vma)

@@ -4,9 +4,11 @@
  * device has answered its own.
  *
  * A device that leaves a command unanswered for UNIRDMA_TIMEOUT is lost, and so
- * is one that has lost its objects. All commands fail with -EIO then. A lost
- * device is reset before unirdma_cmd() returns that, so that a caller may free
- * memory that the device knew.
+ * is one that has lost its objects. Its virtqueues are broken then, and all
+ * commands fail with -EIO. It is not reset before the driver lets go of it,
+ * because QEMU, and the guest with it, waits for a device that hangs. So it may
+ * still write to memory that it knew: commands in flight, areas and MRs stay
+ * until the reset.
  */
 #include <linux/kref.h>
 #include <linux/scatterlist.h>
@@ -23,6 +25,7 @@
  */
 struct unirdma_pending {
 	struct kref ref;
+	struct list_head list;		/* unirdma_control.pending */
 	struct completion done;
 	unsigned int written;		/* bytes of the response */
 	bool failed;			/* the device is lost */
@@ -62,6 +65,7 @@ void unirdma_control_done(struct virtqueue *vq)
 
 	spin_lock_irqsave(&control->lock, flags);
 	while ((p = virtqueue_get_buf(vq, &len))) {
+		list_del(&p->list);
 		p->written = len;
 		complete(&p->done);
 		unirdma_pending_put(p);
@@ -70,51 +74,26 @@ void unirdma_control_done(struct virtqueue *vq)
 	wake_up_all(&control->room);
 }
 
-/* After this the device touches no memory, and no callback runs. */
-static void unirdma_reset(struct unirdma_dev *dev)
+/* Fails the commands in flight, and all others. Returns true the first time. */
+static bool unirdma_give_up(struct unirdma_dev *dev)
 {
 	struct unirdma_control *control = &dev->control;
 	struct unirdma_pending *p;
-
-	virtio_break_device(dev->vdev);
-	virtio_reset_device(dev->vdev);
-	virtio_synchronize_cbs(dev->vdev);
-
-	spin_lock_irq(&control->lock);
-	while ((p = virtqueue_detach_unused_buf(control->vq))) {
-		p->failed = true;
-		complete(&p->done);
-		unirdma_pending_put(p);
-	}
-	spin_unlock_irq(&control->lock);
-	complete_all(&control->was_reset);
-	wake_up_all(&control->room);
-}
-
-static void unirdma_lost_work(struct work_struct *work)
-{
-	struct unirdma_dev *dev = container_of(work, struct unirdma_dev,
-					       lost_work);
-
-	unirdma_reset(dev);
-	/* It tells the users. */
-	queue_work(dev->wq, &dev->async_work);
-}
-
-/* Returns true for the one caller that has to see to the reset. */
-static bool unirdma_give_up(struct unirdma_dev *dev)
-{
-	unsigned long flags;
 	bool first;
 
-	/* No command is added to the queue after this. */
-	spin_lock_irqsave(&dev->control.lock, flags);
+	spin_lock_irq(&control->lock);
 	first = !test_and_set_bit(UNIRDMA_LOST, &dev->flags);
-	spin_unlock_irqrestore(&dev->control.lock, flags);
+	if (first) {
+		list_for_each_entry(p, &control->pending, list) {
+			p->failed = true;
+			complete(&p->done);
+		}
+	}
+	spin_unlock_irq(&control->lock);
+	wake_up_all(&control->room);
 	return first;
 }
 
-/* May be called in any context. */
 void unirdma_lost(struct unirdma_dev *dev, const char *why)
 {
 	if (!unirdma_give_up(dev))
@@ -122,16 +101,25 @@ void unirdma_lost(struct unirdma_dev *dev, const char *why)
 	dev_err(&dev->vdev->dev,
 		"%s: the device counts as lost until the driver is bound again\n",
 		why);
-	queue_work(dev->wq, &dev->lost_work);
+	virtio_break_device(dev->vdev);
+	/* It tells the users. */
+	queue_work(dev->wq, &dev->async_work);
 }
 
-/* The driver is done with the device. */
+/* Resets the device, after which it touches no memory, and frees what waits. */
 void unirdma_stop(struct unirdma_dev *dev)
 {
-	if (unirdma_give_up(dev))
-		unirdma_reset(dev);
-	else
-		wait_for_completion(&dev->control.was_reset);
+	struct unirdma_pending *p;
+
+	unirdma_give_up(dev);
+	virtio_break_device(dev->vdev);
+	virtio_reset_device(dev->vdev);
+	virtio_synchronize_cbs(dev->vdev);
+
+	while ((p = virtqueue_detach_unused_buf(dev->control.vq)))
+		unirdma_pending_put(p);
+	unirdma_free_kept_areas(dev);
+	unirdma_free_kept_mrs(dev);
 }
 
 void unirdma_control_init(struct unirdma_dev *dev)
@@ -139,9 +127,8 @@ void unirdma_control_init(struct unirdma_dev *dev)
 	struct unirdma_control *control = &dev->control;
 
 	spin_lock_init(&control->lock);
+	INIT_LIST_HEAD(&control->pending);
 	init_waitqueue_head(&control->room);
-	init_completion(&control->was_reset);
-	INIT_WORK(&dev->lost_work, unirdma_lost_work);
 }
 
 /* -ENOSPC: the queue is full. */
@@ -160,6 +147,7 @@ static int unirdma_submit(struct unirdma_dev *dev, struct unirdma_pending *p)
 		err = virtqueue_add_sgs(control->vq, sgs, 1, 1, p, GFP_ATOMIC);
 	if (!err) {
 		kref_get(&p->ref);
+		list_add_tail(&p->list, &control->pending);
 		notify = virtqueue_kick_prepare(control->vq);
 	}
 	spin_unlock_irq(&control->lock);
@@ -202,7 +190,7 @@ static int unirdma_call(struct unirdma_dev *dev, struct unirdma_pending *p)
  * @rsp_len: its bytes
  *
  * Sleeps. Returns 0, the errno of the device's status, or -EIO if the device
- * is lost (see above) or its answer is none.
+ * is lost.
  */
 int unirdma_cmd(struct unirdma_dev *dev, enum unirdma_command command,
 		const void *req, size_t req_len, void *rsp, size_t rsp_len)
@@ -234,31 +222,30 @@ int unirdma_cmd(struct unirdma_dev *dev, enum unirdma_command command,
 		unirdma_lost(dev, "A command was not answered");
 		err = -EIO;
 	}
-	if (unirdma_is_lost(dev)) {
-		wait_for_completion(&dev->control.was_reset);
-		err = -EIO;
-	}
 	if (err)
 		goto out;
 
 	header = (struct unirdma_header *)(p->message + p->req_len);
-	status = p->written >= head ? header->code : U8_MAX;
+	status = header->code;
 	err = unirdma_errno(status);
-	if (!err && p->written < p->rsp_len)
+	if (p->written < head || (!err && p->written < p->rsp_len)) {
+		/* Nobody knows what the device has done. */
+		unirdma_lost(dev, "An answer is too short");
 		err = -EIO;
-	if (err)
-		dev_dbg(&dev->vdev->dev, "command %u: status %u, %u bytes\n",
-			command, status, p->written);
-	else if (rsp_len)
+	} else if (err) {
+		dev_dbg(&dev->vdev->dev, "command %u: status %u\n", command,
+			status);
+	} else if (rsp_len) {
 		memcpy(rsp, p->message + p->req_len + head, rsp_len);
+	}
 out:
 	unirdma_pending_put(p);
 	return err;
 }
 
 /*
- * Destroys an object of the device. After a success the device knows nothing of
- * it any more. A lost device, which was reset, has no objects.
+ * Destroys an object of the device. Succeeds if the device is lost: the memory
+ * of its objects is kept, see above.
  */
 int unirdma_cmd_destroy(struct unirdma_dev *dev, enum unirdma_command command,
 			u32 handle)
@@ -273,8 +260,6 @@ int unirdma_cmd_destroy(struct unirdma_dev *dev, enum unirdma_command command,
 void unirdma_cmd_undo(struct unirdma_dev *dev, enum unirdma_command command,
 		      u32 handle)
 {
-	if (!unirdma_cmd_destroy(dev, command, handle))
-		return;
-	unirdma_lost(dev, "An object cannot be destroyed");
-	wait_for_completion(&dev->control.was_reset);
+	if (unirdma_cmd_destroy(dev, command, handle))
+		unirdma_lost(dev, "An object cannot be destroyed");
 }

@@ -58,6 +58,7 @@ struct unirdma_limits {
 	__le32 max_mcast_grp;
 	__le32 max_mcast_qp_attach;
 };
+
 static_assert(sizeof(struct unirdma_limits) == 128);
 
 struct unirdma_config {
@@ -66,6 +67,7 @@ struct unirdma_config {
 	__le32 max_doorbells;
 	__le32 reserved[14];
 };
+
 static_assert(sizeof(struct unirdma_config) == 192);
 
 /* Control commands (section 6). */
@@ -112,18 +114,21 @@ struct unirdma_header {
 	u8 code;
 	u8 reserved[7];
 };
+
 static_assert(sizeof(struct unirdma_header) == 8);
 
 struct unirdma_handle {
 	__le32 handle;
 	__le32 reserved;
 };
+
 static_assert(sizeof(struct unirdma_handle) == 8);
 
 struct unirdma_req_new_session {
 	__le64 features;
 	__le64 reserved;
 };
+
 static_assert(sizeof(struct unirdma_req_new_session) == 16);
 
 struct unirdma_rsp_new_session {
@@ -131,6 +136,7 @@ struct unirdma_rsp_new_session {
 	__le32 reserved;
 	__le64 features;
 };
+
 static_assert(sizeof(struct unirdma_rsp_new_session) == 16);
 
 struct unirdma_rsp_query_device {
@@ -149,12 +155,14 @@ struct unirdma_rsp_query_device {
 	__le16 max_cq_period_us;
 	__le32 reserved[7];
 };
+
 static_assert(sizeof(struct unirdma_rsp_query_device) == 256);
 
 struct unirdma_req_query_port {
 	__le32 port;
 	__le32 reserved;
 };
+
 static_assert(sizeof(struct unirdma_req_query_port) == 8);
 
 struct unirdma_rsp_query_port {
@@ -174,6 +182,7 @@ struct unirdma_rsp_query_port {
 	u8 link_layer;
 	u8 reserved[30];
 };
+
 static_assert(sizeof(struct unirdma_rsp_query_port) == 64);
 
 struct unirdma_req_query_pkey {
@@ -181,18 +190,21 @@ struct unirdma_req_query_pkey {
 	__le16 index;
 	__le16 reserved;
 };
+
 static_assert(sizeof(struct unirdma_req_query_pkey) == 8);
 
 struct unirdma_rsp_query_pkey {
 	__le16 pkey;
 	__le16 reserved[3];
 };
+
 static_assert(sizeof(struct unirdma_rsp_query_pkey) == 8);
 
 struct unirdma_req_query_gid {
 	__le32 port;
 	__le32 index;
 };
+
 static_assert(sizeof(struct unirdma_req_query_gid) == 8);
 
 struct unirdma_rsp_query_gid {
@@ -200,11 +212,13 @@ struct unirdma_rsp_query_gid {
 	__le32 gid_type;
 	__le32 reserved;
 };
+
 static_assert(sizeof(struct unirdma_rsp_query_gid) == 24);
 
 struct unirdma_req_create_doorbell {
 	__le64 addr;
 };
+
 static_assert(sizeof(struct unirdma_req_create_doorbell) == 8);
 
 /* A piece of guest memory. */
@@ -212,6 +226,7 @@ struct unirdma_run {
 	__le64 addr;
 	__le64 length;
 };
+
 static_assert(sizeof(struct unirdma_run) == 16);
 
 /* Most runs of one MAP_RUNS, and of one REG_MR_RUNS or EXTEND_MR. */
@@ -224,6 +239,7 @@ struct unirdma_req_map_runs {
 	__le32 reserved;
 	__le64 length;
 };
+
 static_assert(sizeof(struct unirdma_req_map_runs) == 24);
 
 struct unirdma_rsp_map_runs {
@@ -231,6 +247,7 @@ struct unirdma_rsp_map_runs {
 	__le32 reserved;
 	__le64 addr;
 };
+
 static_assert(sizeof(struct unirdma_rsp_map_runs) == 16);
 
 struct unirdma_req_reg_mr_runs {
@@ -243,6 +260,7 @@ struct unirdma_req_reg_mr_runs {
 	__le32 note;
 	__le64 reserved;
 };
+
 static_assert(sizeof(struct unirdma_req_reg_mr_runs) == 48);
 
 struct unirdma_req_extend_mr {
@@ -251,6 +269,7 @@ struct unirdma_req_extend_mr {
 	__le64 runs_addr;
 	__le64 length;
 };
+
 static_assert(sizeof(struct unirdma_req_extend_mr) == 24);
 
 struct unirdma_rsp_mr {
@@ -259,12 +278,14 @@ struct unirdma_rsp_mr {
 	__le32 rkey;
 	__le32 reserved;
 };
+
 static_assert(sizeof(struct unirdma_rsp_mr) == 16);
 
 struct unirdma_req_alloc_mw {
 	__le32 pdn;
 	__le32 mw_type;
 };
+
 static_assert(sizeof(struct unirdma_req_alloc_mw) == 8);
 
 struct unirdma_req_create_cq {
@@ -275,6 +296,7 @@ struct unirdma_req_create_cq {
 	__le32 comp_queue;
 	__le32 reserved;
 };
+
 static_assert(sizeof(struct unirdma_req_create_cq) == 32);
 
 struct unirdma_req_resize_cq {
@@ -285,6 +307,7 @@ struct unirdma_req_resize_cq {
 	__le64 ring_addr;
 	__le64 ctrl_addr;
 };
+
 static_assert(sizeof(struct unirdma_req_resize_cq) == 32);
 
 struct unirdma_req_modify_cq {
@@ -292,6 +315,7 @@ struct unirdma_req_modify_cq {
 	__le16 count;
 	__le16 period_us;
 };
+
 static_assert(sizeof(struct unirdma_req_modify_cq) == 8);
 
 struct unirdma_qp_cap {
@@ -301,6 +325,7 @@ struct unirdma_qp_cap {
 	__le32 max_recv_sge;
 	__le32 max_inline_data;
 };
+
 static_assert(sizeof(struct unirdma_qp_cap) == 20);
 
 struct unirdma_req_create_qp {
@@ -320,6 +345,7 @@ struct unirdma_req_create_qp {
 	__le32 doorbell;
 	__le64 reserved2;
 };
+
 static_assert(sizeof(struct unirdma_req_create_qp) == 80);
 
 struct unirdma_rsp_create_qp {
@@ -328,6 +354,7 @@ struct unirdma_rsp_create_qp {
 	struct unirdma_qp_cap cap;
 	__le32 reserved;
 };
+
 static_assert(sizeof(struct unirdma_rsp_create_qp) == 32);
 
 struct unirdma_ah_attr {
@@ -344,6 +371,7 @@ struct unirdma_ah_attr {
 	u8 is_global;
 	u8 reserved2[2];
 };
+
 static_assert(sizeof(struct unirdma_ah_attr) == 32);
 
 struct unirdma_qp_attr {
@@ -376,6 +404,7 @@ struct unirdma_qp_attr {
 	struct unirdma_ah_attr alt_ah_attr;
 	__le32 reserved2[4];
 };
+
 static_assert(sizeof(struct unirdma_qp_attr) == 144);
 
 struct unirdma_req_modify_qp {
@@ -383,12 +412,14 @@ struct unirdma_req_modify_qp {
 	__le32 attr_mask;
 	struct unirdma_qp_attr attr;
 };
+
 static_assert(sizeof(struct unirdma_req_modify_qp) == 152);
 
 struct unirdma_req_query_qp {
 	__le32 qpn;
 	__le32 attr_mask;
 };
+
 static_assert(sizeof(struct unirdma_req_query_qp) == 8);
 
 struct unirdma_req_create_ah {
@@ -396,6 +427,7 @@ struct unirdma_req_create_ah {
 	__le32 reserved;
 	struct unirdma_ah_attr attr;
 };
+
 static_assert(sizeof(struct unirdma_req_create_ah) == 40);
 
 struct unirdma_req_create_srq {
@@ -410,6 +442,7 @@ struct unirdma_req_create_srq {
 	__le32 cqn;
 	__le32 reserved;
 };
+
 static_assert(sizeof(struct unirdma_req_create_srq) == 48);
 
 struct unirdma_rsp_create_srq {
@@ -418,6 +451,7 @@ struct unirdma_rsp_create_srq {
 	__le32 number;
 	__le32 reserved;
 };
+
 static_assert(sizeof(struct unirdma_rsp_create_srq) == 16);
 
 struct unirdma_req_modify_srq {
@@ -425,6 +459,7 @@ struct unirdma_req_modify_srq {
 	__le32 limit;
 	__le32 reserved[2];
 };
+
 static_assert(sizeof(struct unirdma_req_modify_srq) == 16);
 
 struct unirdma_rsp_query_srq {
@@ -433,6 +468,7 @@ struct unirdma_rsp_query_srq {
 	__le32 limit;
 	__le32 reserved;
 };
+
 static_assert(sizeof(struct unirdma_rsp_query_srq) == 16);
 
 struct unirdma_req_mcast {
@@ -440,6 +476,7 @@ struct unirdma_req_mcast {
 	__le32 reserved;
 	u8 gid[16];
 };
+
 static_assert(sizeof(struct unirdma_req_mcast) == 24);
 
 /* Rings (section 7). */
@@ -457,6 +494,7 @@ struct unirdma_event {
 	__le32 handle;
 	__le64 reserved;
 };
+
 static_assert(sizeof(struct unirdma_event) == 16);
 
 #define UNIRDMA_EVENT_COMPLETION	0x100

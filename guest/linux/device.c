@@ -94,15 +94,29 @@ static void unirdma_get_fw_str(struct ib_device *ibdev, char *str)
 		 (int)sizeof(dev->attr.fw_ver), dev->attr.fw_ver);
 }
 
+/* Asks the device, or, if that is lost, tells what it last said. */
 int unirdma_read_port(struct unirdma_dev *dev,
 		      struct unirdma_rsp_query_port *port)
 {
 	struct unirdma_req_query_port req = {
 		.port = cpu_to_le32(UNIRDMA_PORT),
 	};
+	int err;
 
-	return unirdma_cmd(dev, UNIRDMA_QUERY_PORT, &req, sizeof(req), port,
-			   sizeof(*port));
+	err = unirdma_cmd(dev, UNIRDMA_QUERY_PORT, &req, sizeof(req), port,
+			  sizeof(*port));
+	spin_lock(&dev->port_lock);
+	if (!err) {
+		dev->port = *port;
+	} else if (test_bit(UNIRDMA_REGISTERED, &dev->flags) &&
+		   unirdma_is_lost(dev)) {
+		*port = dev->port;
+		port->state = IB_PORT_DOWN;
+		port->phys_state = IB_PORT_PHYS_STATE_DISABLED;
+		err = 0;
+	}
+	spin_unlock(&dev->port_lock);
+	return err;
 }
 
 static int unirdma_query_port(struct ib_device *ibdev, u32 port_num,

@@ -36,9 +36,9 @@ int unirdma_read_gids(struct unirdma_dev *dev)
 				  &rsp, sizeof(rsp));
 		if (err)
 			return err;
-		spin_lock(&dev->gid_lock);
+		spin_lock(&dev->port_lock);
 		memcpy(&dev->gids[i], rsp.gid, sizeof(rsp.gid));
-		spin_unlock(&dev->gid_lock);
+		spin_unlock(&dev->port_lock);
 	}
 	return 0;
 }
@@ -51,11 +51,11 @@ static int unirdma_gid_index(struct unirdma_dev *dev, const union ib_gid *gid)
 
 	if (rdma_is_zero_gid(gid))
 		return -EINVAL;
-	spin_lock(&dev->gid_lock);
+	spin_lock(&dev->port_lock);
 	for (i = 0; i < dev->gid_tbl_len && index < 0; i++)
 		if (!memcmp(&dev->gids[i], gid, sizeof(*gid)))
 			index = i;
-	spin_unlock(&dev->gid_lock);
+	spin_unlock(&dev->port_lock);
 
 	if (index < 0)
 		dev_warn_ratelimited(&dev->ibdev.dev,
@@ -102,7 +102,7 @@ static bool unirdma_mac(struct unirdma_dev *dev, u8 *mac)
 	const u8 *b;
 	u32 i;
 
-	spin_lock(&dev->gid_lock);
+	spin_lock(&dev->port_lock);
 	for (i = 0; i < dev->gid_tbl_len && !found; i++) {
 		memcpy(&addr, &dev->gids[i], sizeof(addr));
 		b = addr.s6_addr;
@@ -114,7 +114,7 @@ static bool unirdma_mac(struct unirdma_dev *dev, u8 *mac)
 		mac[0] ^= 2;
 		found = true;
 	}
-	spin_unlock(&dev->gid_lock);
+	spin_unlock(&dev->port_lock);
 	return found;
 }
 
@@ -188,7 +188,7 @@ static int unirdma_netdev_event(struct notifier_block *nb, unsigned long event,
 
 void unirdma_netdev_init(struct unirdma_dev *dev)
 {
-	spin_lock_init(&dev->gid_lock);
+	spin_lock_init(&dev->port_lock);
 	INIT_WORK(&dev->netdev_work, unirdma_netdev_work);
 	dev->netdev_nb.notifier_call = unirdma_netdev_event;
 }

@@ -130,6 +130,30 @@ out:
 	return err;
 }
 
+static void unirdma_mr_free(struct unirdma_mr *mr)
+{
+	ib_umem_release(mr->umem);
+	kfree(mr);
+}
+
+/* The device has no MR of it any more, or is lost. */
+static void unirdma_mr_drop(struct unirdma_dev *dev, struct unirdma_mr *mr)
+{
+	if (unirdma_is_lost(dev))
+		llist_add(&mr->kept, &dev->kept_mrs);
+	else
+		unirdma_mr_free(mr);
+}
+
+/* The device was reset. */
+void unirdma_free_kept_mrs(struct unirdma_dev *dev)
+{
+	struct unirdma_mr *mr, *next;
+
+	llist_for_each_entry_safe(mr, next, llist_del_all(&dev->kept_mrs), kept)
+		unirdma_mr_free(mr);
+}
+
 static struct ib_mr *unirdma_reg_user_mr(struct ib_pd *ibpd, u64 start,
 					 u64 length, u64 virt_addr,
 					 int access, struct ib_udata *udata)
@@ -160,31 +184,27 @@ static struct ib_mr *unirdma_reg_user_mr(struct ib_pd *ibpd, u64 start,
 	mr->umem = unirdma_umem_get(ibpd->device, start, length, access);
 	if (IS_ERR(mr->umem)) {
 		err = PTR_ERR(mr->umem);
-		goto free;
+		kfree(mr);
+		return ERR_PTR(err);
 	}
 	err = unirdma_reg_umem(dev, mr, &reg);
-	if (err)
-		goto release;
+	if (err) {
+		unirdma_mr_drop(dev, mr);
+		return ERR_PTR(err);
+	}
 	return &mr->ibmr;
-release:
-	ib_umem_release(mr->umem);
-free:
-	kfree(mr);
-	return ERR_PTR(err);
 }
 
 static int unirdma_dereg_mr(struct ib_mr *ibmr, struct ib_udata *udata)
 {
 	struct unirdma_mr *mr = to_unirdma_mr(ibmr);
+	struct unirdma_dev *dev = to_unirdma_dev(ibmr->device);
 	int err;
 
-	err = unirdma_cmd_destroy(to_unirdma_dev(ibmr->device),
-				  UNIRDMA_DEREG_MR, mr->mrn);
-	if (err)
-		return err;
-	ib_umem_release(mr->umem);
-	kfree(mr);
-	return 0;
+	err = unirdma_cmd_destroy(dev, UNIRDMA_DEREG_MR, mr->mrn);
+	if (!err)
+		unirdma_mr_drop(dev, mr);
+	return err;
 }
 
 static int unirdma_alloc_mw(struct ib_mw *ibmw, struct ib_udata *udata)

@@ -14,6 +14,7 @@
 #define UNIRDMA_H
 
 #include <linux/completion.h>
+#include <linux/llist.h>
 #include <linux/notifier.h>
 #include <linux/refcount.h>
 #include <linux/virtio.h>
@@ -30,9 +31,9 @@
 
 struct unirdma_control {
 	struct virtqueue *vq;
-	spinlock_t lock;		/* protects @vq */
+	spinlock_t lock;		/* protects @vq and @pending */
+	struct list_head pending;	/* commands that the device has */
 	wait_queue_head_t room;		/* for those who find @vq full */
-	struct completion was_reset;	/* of a lost device */
 };
 
 /* An event queue. All its buffers are in one array, and one context uses it. */
@@ -63,11 +64,15 @@ struct unirdma_dev {
 	struct workqueue_struct *wq;
 	struct work_struct async_work;
 	struct work_struct config_work;
-	struct work_struct lost_work;
 	struct work_struct netdev_work;
 	unsigned long flags;
 
-	spinlock_t gid_lock;		/* protects @gids */
+	/* Memory that a lost device may still write to; see control.c. */
+	struct llist_head kept_areas;
+	struct llist_head kept_mrs;
+
+	spinlock_t port_lock;		/* protects @port and @gids */
+	struct unirdma_rsp_query_port port;	/* as of the last command */
 	union ib_gid *gids;
 	struct notifier_block netdev_nb;
 	/* What the ib core was told. Only compared; the core has the reference. */
@@ -93,6 +98,7 @@ struct unirdma_target {
 /* Memory that the device and, by mmap, a process share. */
 struct unirdma_area {
 	struct rdma_user_mmap_entry entry;
+	struct llist_node kept;
 	u64 addr;			/* bus address */
 	u32 map;			/* handle of MAP_RUNS */
 	bool mapped;			/* there is one */
@@ -142,6 +148,7 @@ struct unirdma_qp {
 
 struct unirdma_mr {
 	struct ib_mr ibmr;
+	struct llist_node kept;
 	struct ib_umem *umem;
 	u32 mrn;
 };
@@ -227,6 +234,7 @@ void unirdma_target_remove(struct xarray *xa, u32 number,
 struct unirdma_area *unirdma_area_create(struct unirdma_dev *dev,
 					 struct ib_ucontext *ibuc, size_t size);
 void unirdma_area_destroy(struct unirdma_dev *dev, struct unirdma_area *area);
+void unirdma_free_kept_areas(struct unirdma_dev *dev);
 int unirdma_mmap(struct ib_ucontext *ibuc, struct vm_area_struct *vma);
 void unirdma_mmap_free(struct rdma_user_mmap_entry *entry);
 
@@ -259,5 +267,6 @@ void unirdma_set_cq_ops(struct ib_device *ibdev);
 void unirdma_set_srq_ops(struct ib_device *ibdev);
 void unirdma_set_qp_ops(struct ib_device *ibdev);
 void unirdma_set_mr_ops(struct ib_device *ibdev);
+void unirdma_free_kept_mrs(struct unirdma_dev *dev);
 
 #endif

@@ -4,8 +4,8 @@
 //! It knows the private interface of rdma-core 44 to 56, the rings of `mem` and `queues`, and the structures of libibverbs. It must
 //! never unwind or abort: what the kernel answers is checked before it is used, and everything fails with an errno.
 //!
-//! Locks belong to queues: each SQ, RQ, SRQ and CQ has one. Who holds those of a QP's SQ and RQ, in this order, may take that of a CQ.
-//! Commands are made without the lock of any other queue than those that they change.
+//! Locks belong to queues: each SQ, RQ, SRQ and CQ has one. Whoever holds those of a QP's SQ and RQ, in this order, may take that of a CQ.
+//! A command that changes a queue is made with the lock of that queue, and so is the one that wakes the device for a post.
 #![allow(missing_docs)]
 
 mod ah;

@@ -8,7 +8,7 @@ use unirdma_abi as abi;
 use unirdma_formats::{QpState, QpType, attr_mask};
 use unirdma_mem::QpRings;
 use unirdma_queues::builder::{self, Builder, ExtendedQp};
-use unirdma_queues::requests::{each_receive, each_send, send_request, sges};
+use unirdma_queues::requests::{each_receive, each_send, post_send_request, sges};
 use unirdma_queues::{Batch, Held, Post, QueueLock, SendWr, WorkQueue};
 use unirdma_verbs_abi::*;
 
@@ -295,9 +295,9 @@ pub unsafe extern "C" fn post_send(qp: *mut ibv_qp, wr: *mut ibv_send_wr, bad: *
     // SAFETY: the caller passes a list of valid work requests that ends with NULL, and vouches for its inline data. There are no
     // memory windows, so nothing binds them.
     let r = unsafe {
+        let no_windows = |_: &ibv_send_wr_bind| Err(libc::EINVAL);
         each_send(wr, bad, |r| {
-            let (head, data) = send_request(obj.typ, r, |a| ah::handle(a), |_| Err(libc::EINVAL))?;
-            sends.push(&head, data)
+            post_send_request(obj.typ, r, |a| ah::handle(a), no_windows, |head, data| sends.push(head, data))
         })
     };
     drop(sends);

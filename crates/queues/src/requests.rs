@@ -24,21 +24,22 @@ pub unsafe fn sges<'a>(list: *const ibv_sge, n: i32) -> Result<&'a [abi::Sge]> {
     }
 }
 
-/// A send work request of a QP of type `typ` as the head of a WQE and its data. `ah` says how the device calls an AH; `bind` makes
-/// the head of a request that binds a memory window.
+/// Posts a send work request of a QP of type `typ`: gives `post` the head of its WQE and its data. `ah` says how the device calls an
+/// AH; `bind` makes the head of a request that binds a memory window.
 ///
 /// # Errors
-/// `EINVAL` for what such a QP cannot do, or those of `bind`.
+/// `EINVAL` for what such a QP cannot do, or those of `bind` and `post`.
 ///
 /// # Safety
 /// `wr` and what it points to must be valid.
 #[inline]
-pub unsafe fn send_request<'a>(
+pub unsafe fn post_send_request(
     typ: QpType,
-    wr: &'a ibv_send_wr,
+    wr: &ibv_send_wr,
     ah: impl FnOnce(*mut ibv_ah) -> u32,
     bind: impl FnOnce(&ibv_send_wr_bind) -> Result<abi::SqWqe>,
-) -> Result<(abi::SqWqe, SendWr<'a>)> {
+    post: impl FnOnce(&abi::SqWqe, SendWr<'_>) -> Result<()>,
+) -> Result<()> {
     let op = WrOpcode::from_raw(wr.opcode).filter(|&op| typ.allows(op)).ok_or(libc::EINVAL)?;
     let mut head = abi::SqWqe {
         wr_id: wr.wr_id,
@@ -75,7 +76,7 @@ pub unsafe fn send_request<'a>(
         return Err(libc::EINVAL);
     }
     let list = if op.is_local() { &[] } else { list };
-    Ok((head, if inline { SendWr::Inline(list) } else { SendWr::Sges(list) }))
+    post(&head, if inline { SendWr::Inline(list) } else { SendWr::Sges(list) })
 }
 
 /// The head of a request that binds the window with key `rkey`.

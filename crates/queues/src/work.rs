@@ -45,7 +45,9 @@ impl Post {
     #[inline]
     fn take_new(&mut self) -> bool {
         let new = self.prod != self.published;
-        self.published = self.prod;
+        if new {
+            self.published = self.prod;
+        }
         new
     }
 

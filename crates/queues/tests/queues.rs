@@ -8,7 +8,7 @@ use unirdma_formats::{QpType, WrOpcode, send_flags};
 use unirdma_mem::{CqRing, CqTail, QpRings, Span};
 use unirdma_queues::builder::{self, Builder, ExtendedQp};
 use unirdma_queues::polling::{self, ExtendedCq, Poller};
-use unirdma_queues::requests::{bind_request, completion, each_receive, each_send, send_request, sges};
+use unirdma_queues::requests::{bind_request, completion, each_receive, each_send, post_send_request, sges};
 use unirdma_queues::{Batch, Completions, SendWr, WorkQueue};
 use unirdma_verbs_abi::*;
 use zerocopy::FromBytes;
@@ -57,13 +57,21 @@ fn post(q: &mut WorkQueue, first: &mut ibv_send_wr) -> Result<bool, (i32, *mut i
     let r = unsafe {
         each_send(first, &mut bad, |wr| {
             let no_windows = |b: &ibv_send_wr_bind| Ok(bind_request(b.rkey, &b.bind_info));
-            let (mut head, data) = send_request(QpType::Rc, wr, |ah| (*ah).handle, no_windows)?;
-            if !q.has_room_to_send() {
-                return Err(libc::ENOMEM);
-            }
-            q.put_data(&mut head, data, MAX_INLINE)?;
-            q.put_head(&head);
-            Ok(())
+            post_send_request(
+                QpType::Rc,
+                wr,
+                |ah| (*ah).handle,
+                no_windows,
+                |head, data| {
+                    let mut head = *head;
+                    if !q.has_room_to_send() {
+                        return Err(libc::ENOMEM);
+                    }
+                    q.put_data(&mut head, data, MAX_INLINE)?;
+                    q.put_head(&head);
+                    Ok(())
+                },
+            )
         })
     };
     let rings = q.rings.clone();
@@ -143,16 +151,22 @@ fn a_datagram_names_its_ah() {
     let mut ah = ibv_ah { context: std::ptr::null_mut(), pd: std::ptr::null_mut(), handle: 3 };
     let mut wr = send_wr(WrOpcode::Send, &mut []);
     wr.wr.ud = ibv_send_wr_ud { ah: &mut ah, remote_qpn: 11, remote_qkey: 12 };
-    let bind = |_: &ibv_send_wr_bind| Err(libc::EINVAL);
-    // SAFETY: a request of the test.
-    let (head, _) = unsafe { send_request(QpType::Ud, &wr, |ah| (*ah).handle + 100, bind) }.unwrap();
-    assert_eq!((head.ah, head.dest_qpn, head.qkey), (103, 11, 12));
+    let heads = RefCell::new(vec![]);
+    let post = |wr: &ibv_send_wr| {
+        let push = |head: &abi::SqWqe, _: SendWr<'_>| {
+            heads.borrow_mut().push(*head);
+            Ok(())
+        };
+        // SAFETY: a request of the test.
+        unsafe { post_send_request(QpType::Ud, wr, |ah| (*ah).handle + 100, |_| Err(libc::EINVAL), push) }
+    };
+    assert_eq!(post(&wr), Ok(()));
     wr.wr.ud.ah = std::ptr::null_mut();
-    // SAFETY: as above.
-    assert_eq!(unsafe { send_request(QpType::Ud, &wr, |_| 0, bind) }.err(), Some(libc::EINVAL));
+    assert_eq!(post(&wr), Err(libc::EINVAL));
     wr.opcode = WrOpcode::Write as u32;
-    // SAFETY: as above.
-    assert_eq!(unsafe { send_request(QpType::Ud, &wr, |_| 0, bind) }.err(), Some(libc::EINVAL));
+    assert_eq!(post(&wr), Err(libc::EINVAL));
+    let head = heads.take()[0];
+    assert_eq!((head.ah, head.dest_qpn, head.qkey), (103, 11, 12));
 }
 
 #[test]
@@ -229,9 +243,9 @@ impl Batch for Pushed {
     unsafe fn push(&mut self, head: &abi::SqWqe, data: SendWr<'_>) -> Result<(), i32> {
         let bytes = match data {
             SendWr::Sges(s) => s.iter().flat_map(|s| s.addr.to_le_bytes()).collect(),
-            // SAFETY: data of the test.
             SendWr::Inline(s) => {
-                unsafe { std::slice::from_raw_parts(s[0].addr as *const u8, s[0].length as usize) }.into()
+                // SAFETY: data of the test.
+                unsafe { std::slice::from_raw_parts(s[0].addr as *const u8, s[0].length as usize) }.to_vec()
             }
         };
         self.wrs.push((*head, bytes));

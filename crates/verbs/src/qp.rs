@@ -3,7 +3,7 @@
 use unirdma_abi as abi;
 use unirdma_driver as driver;
 use unirdma_formats::QpType;
-use unirdma_queues::requests::{bind_request, each_receive, each_send, send_request, sges};
+use unirdma_queues::requests::{bind_request, each_receive, each_send, post_send_request, sges};
 use unirdma_verbs_abi::*;
 
 use crate::ah::{ah_in, ah_out};
@@ -416,10 +416,7 @@ unsafe fn push(obj: &QpObj, batch: &mut driver::SendBatch<'_>, wr: &ibv_send_wr)
         obj.c.qp_base.qp_num, wr.wr_id, wr.opcode, wr.send_flags, wr.num_sge
     );
     // SAFETY: by the contract. The application vouches for its inline data, as ibv_post_send(3) demands.
-    unsafe {
-        let (head, data) = send_request(obj.typ, wr, ah, bind)?;
-        batch.push(&head, data)
-    }
+    unsafe { post_send_request(obj.typ, wr, ah, bind, |head, data| batch.push(head, data)) }
 }
 
 pub(crate) unsafe extern "C" fn post_send(qp: *mut ibv_qp, wr: *mut ibv_send_wr, bad: *mut *mut ibv_send_wr) -> i32 {

@@ -111,7 +111,10 @@ const WITH_CONTAINER: &[&str] = &[
     "ibv_rc_pingpong -c -n 200",
     "ibv_ud_pingpong -e -n 100",
     "ibv_srq_pingpong -n 200",
+    "ib_write_lat -n 200",
     "ib_write_bw -s 65536 -n 200",
+    "ib_write_bw -s 33554432 -n 5",
+    "ib_send_bw -c UD -q 4 -n 200",
     "ib_send_bw -s 65536 -n 200",
     "ib_read_bw -s 1000000 -n 50",
     "ib_atomic_bw -n 200",
@@ -123,6 +126,21 @@ const BETWEEN: &[&str] = &[
     "ib_write_bw -s 65536 -n 100",
     "ib_send_bw -e -s 65536 -n 100",
     "ib_read_bw -e -s 65536 -n 100",
+];
+
+/// What may happen to a guest.
+type Change = fn(&Guest) -> Check;
+const CHANGES: &[(&str, Change)] = &[
+    ("its program is killed", |g| {
+        let o = g.run("killall -9 ib_write_bw")?;
+        require(o.ok(), o.text)
+    }),
+    ("its driver is unloaded, and loaded again", |g| {
+        g.unload()?;
+        g.run("killall -9 ib_write_bw")?;
+        g.load()
+    }),
+    ("it starts again", |g| g.restart()),
 ];
 
 /// Two guests and a container on one virtual layer.
@@ -158,6 +176,22 @@ fn nothing_left(lab: &Lab, guest: &Guest) -> Check {
         Ok(all.into_iter().filter(|k| count(k) > 0).map(|k| format!("{k}: {}", count(k))).collect())
     };
     wait_until(|| left().is_ok_and(|l| l.is_empty()), "").map_err(|_| format!("left of the guest: {:?}", left()))
+}
+
+/// Programs that write for long from the container into the memory of a guest; the container's.
+fn connected(guest: &Guest, lab: &Lab) -> Result<Program> {
+    let p = "ib_write_bw -s 65536 -D 30";
+    End::Guest(guest).serve(p)?;
+    let client = End::Container(lab).spawn(&format!("{p} {}", guest.ip))?;
+    let written = || lab.show(&guest.vrnic).ok()?["counters"]["received_bytes"].as_u64();
+    let begin = written();
+    wait_until(|| written() > begin, "nothing is written")?;
+    Ok(client)
+}
+
+fn ends_with_error(program: Program) -> Check {
+    let o = program.finish_within(LIMIT);
+    require(!o.ok() && o.code.is_some_and(|c| c != 124), format!("the peer's program ends so: {:?} {}", o.code, o.text))
 }
 
 pub(super) fn run(s: &mut Suite<'_>, kernel: Option<&str>) {
@@ -202,41 +236,74 @@ pub(super) fn run(s: &mut Suite<'_>, kernel: Option<&str>) {
                 explained(&|g, _| pair(End::Guest(&scene()?.guests[1 - i]), End::Guest(g), p))
             });
         }
-        s.check(&format!("{which} guest: paused while it works, and goes on"), |_| {
+        s.check(&format!("{which} guest: its network"), |_| {
             explained(&|g, lab| {
-                let p = "ibv_rc_pingpong -e -n 20000";
-                let server = End::Container(lab).serve(p)?;
-                let mut client = End::Guest(g).spawn(&format!("{p} {ADDRESS_OF_CONTAINER}"))?;
-                let mut ended_early = false;
-                for _ in 0..3 {
-                    std::thread::sleep(Duration::from_millis(200));
-                    g.pause()?;
-                    std::thread::sleep(Duration::from_millis(200));
-                    ended_early |= client.has_ended();
-                    g.go_on()?;
+                let mut container = lab.spawn(CONTAINER, &[], "sleep 60")?;
+                let other = &scene()?.guests[1 - i].ip;
+                for to in [ADDRESS_OF_CONTAINER, other] {
+                    // The container may have no interface yet.
+                    let o =
+                        g.run(&format!("for n in 1 2 3; do ping -c 2 -i 0.2 -W 2 -s 8900 -M do {to} && break; done"))?;
+                    require(o.text.contains(" 0% packet loss"), o.text)?;
                 }
+                container.kill();
+                Ok(())
+            })
+        });
+        s.check(&format!("{which} guest: the vRNIC's link goes down and up"), |_| {
+            explained(&|g, lab| {
+                for (state, shows) in [("down", "PORT_DOWN"), ("up", "PORT_ACTIVE")] {
+                    let o = lab.unirdma(&["vrnic", "link", &g.vrnic, state]);
+                    require(o.ok(), o.text)?;
+                    wait_until(|| g.run("ibv_devinfo").is_ok_and(|o| o.text.contains(shows)), shows)?;
+                }
+                Ok(())
+            })
+        });
+        s.check(&format!("{which} guest: nothing of its memory is written while it is paused"), |_| {
+            explained(&|g, lab| {
+                let p = "ib_write_bw -b -s 65536 -D 4 -f 1 -u 22";
+                let server = End::Guest(g).serve(p)?;
+                let client = End::Container(lab).spawn(&format!("{p} {}", g.ip))?;
+                let written = || lab.show(&g.vrnic).map(|v| v["counters"]["received_bytes"].as_u64().unwrap_or(0));
+                let begin = written()?;
+                wait_until(|| written().is_ok_and(|n| n > begin), "nothing is written")?;
+                let mut differs = false;
+                for _ in 0..3 {
+                    g.pause()?;
+                    let before = written();
+                    std::thread::sleep(Duration::from_millis(100));
+                    differs |= before? != written()?;
+                    g.go_on()?;
+                    std::thread::sleep(Duration::from_millis(100));
+                }
+                require(!differs, "it was written")?;
                 let c = client.finish_within(LIMIT);
-                require(!ended_early, format!("it ended early: {}", c.text))?;
                 both_end_well((server.finish_within(LIMIT), c))
             })
         });
-        s.check(&format!("{which} guest: another driver while a peer is connected"), |_| {
-            explained(&|g, lab| {
-                let p = "ib_write_bw -s 65536 -D 30";
-                let server = End::Guest(g).serve(p)?;
-                let client = End::Container(lab).spawn(&format!("{p} {}", g.ip))?;
-                wait_until(|| lab.show(CONTAINER).is_ok_and(|v| v["qps"].as_u64() > Some(0)), "no QP")?;
-                std::thread::sleep(Duration::from_millis(500));
-                g.run("killall -9 ib_write_bw")?;
-                wait_until(|| g.unload().is_ok(), "the driver stays in use")?;
-                let o = client.finish_within(LIMIT);
-                require(!o.ok() && o.code.is_some(), format!("the peer's program has not ended: {}", o.text))?;
-                drop(server);
-                nothing_left(lab, g)?;
-                g.load()?;
-                pair(End::Container(lab), End::Guest(g), "ibv_rc_pingpong -c -n 100")?;
-                nothing_left(lab, g)
-            })
+        for (what, change) in CHANGES {
+            s.check(&format!("{which} guest: {what} while a peer is connected"), |_| {
+                explained(&|g, lab| {
+                    let client = connected(g, lab)?;
+                    change(g)?;
+                    ends_with_error(client)?;
+                    nothing_left(lab, g)?;
+                    pair(End::Container(lab), End::Guest(g), "ibv_rc_pingpong -c -n 100")?;
+                    nothing_left(lab, g)
+                })
+            });
+        }
+    }
+    // The last of all: a guest that has no power is no peer.
+    for (i, which) in ["first", "second"].into_iter().enumerate() {
+        s.check(&format!("{which} guest: loses its power while a peer is connected"), |_| {
+            let scene = scene()?;
+            let (g, lab) = (&scene.guests[i], &scene.lab);
+            let client = connected(g, lab)?;
+            g.power_off();
+            ends_with_error(client)?;
+            wait_until(|| lab.show(&g.vrnic).is_ok_and(|v| v["sessions"] == 0), "the session stays")
         });
     }
 }

@@ -56,7 +56,7 @@ pub(crate) struct Systems {
 pub(crate) struct Guest {
     machine: Machine,
     /// Name of its system.
-    pub name: String,
+    name: String,
     pub vrnic: String,
     pub ip: String,
     dir: PathBuf,
@@ -146,12 +146,31 @@ impl Guest {
         })?;
         let ip = lab.show(vrnic)?["ips"][0]["addr"].as_str().unwrap_or_default().to_string();
         let guest = Guest { machine, name: system.name.clone(), vrnic: vrnic.into(), ip, dir };
-        guest.must(&format!(
-            "echo 0 >/proc/sys/net/ipv6/conf/eth0/accept_dad; ip addr add {}/24 dev eth0 && ip link set eth0 up",
-            guest.ip
-        ))?;
-        guest.load()?;
+        guest.set_up()?;
         Ok(guest)
+    }
+
+    /// Gives the network interface the vRNIC's address, and loads the driver.
+    fn set_up(&self) -> Result<()> {
+        self.must(&format!(
+            "echo 0 >/proc/sys/net/ipv6/conf/eth0/accept_dad; ip addr add {}/24 dev eth0 && ip link set eth0 up",
+            self.ip
+        ))?;
+        self.load()
+    }
+
+    /// Starts it again, whatever it does.
+    ///
+    /// # Errors
+    /// It does not come up.
+    pub fn restart(&self) -> Result<()> {
+        self.machine.reset()?;
+        self.set_up()
+    }
+
+    /// Ends it as if it had lost its power.
+    pub fn power_off(&self) {
+        self.machine.kill();
     }
 
     /// Loads the driver, and waits until its device has the vRNIC's address.
@@ -222,7 +241,7 @@ impl Guest {
         )
     }
 
-    /// Waits until a program listens, on TCP or for RDMA connections.
+    /// True if a program listens, on TCP or for RDMA connections.
     pub fn listens(&self) -> bool {
         self.run("netstat -ltn; rdma resource show cm_id").is_ok_and(|o| o.text.contains("LISTEN"))
     }
@@ -244,7 +263,7 @@ impl Guest {
     }
 
     /// Waits until it is powered off.
-    pub fn wait(&mut self) {
+    pub fn wait(&self) {
         self.machine.wait();
     }
 }

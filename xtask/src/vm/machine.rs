@@ -49,10 +49,16 @@ pub(super) struct Config<'a> {
 
 /// A virtual machine. It ends with this value.
 pub(crate) struct Machine {
-    qemu: Child,
+    qemu: Mutex<Child>,
     dir: PathBuf,
-    /// Ports at which no command runs.
-    ports: Arc<Mutex<Vec<UnixStream>>>,
+    ports: Mutex<Ports>,
+}
+
+#[derive(Default)]
+struct Ports {
+    all: Vec<UnixStream>,
+    /// At which no command runs.
+    free: Arc<Mutex<Vec<UnixStream>>>,
 }
 
 /// A command that runs in a guest.
@@ -102,36 +108,62 @@ impl Machine {
             c.args(["-serial", &format!("file:{}", path("console.log"))]).stdin(Stdio::null()).stdout(log).stderr(err);
         }
         let qemu = c.spawn().map_err(failed(&config.qemu[0]))?;
-        let mut m = Machine { qemu, dir, ports: Arc::default() };
+        let m = Machine { qemu: Mutex::new(qemu), dir, ports: Mutex::default() };
         m.wait_up()?;
         Ok(m)
     }
 
-    fn wait_up(&mut self) -> Result<()> {
+    /// Connects the ports, and waits until the guest takes commands.
+    fn wait_up(&self) -> Result<()> {
         let start = Instant::now();
-        let mut answers = None;
-        loop {
-            let connected = lock(&self.ports).len();
-            if answers.is_none() && connected < PORTS {
-                if let Ok(port) = UnixStream::connect(self.dir.join(format!("port{}", connected + 1))) {
-                    lock(&self.ports).push(port);
-                    continue;
-                }
-            } else if answers.as_ref().is_some_and(Task::has_ended) {
-                return Ok(());
-            } else if answers.is_none() {
-                answers = Some(self.spawn("true")?);
-            }
+        let mut answer: Option<Task> = None;
+        while answer.as_ref().is_none_or(|a| !a.has_ended()) {
             if self.has_ended() || start.elapsed() > BOOT {
                 return Err(format!("the virtual machine did not come up\n{}", self.console()));
             }
+            if answer.is_none() && self.connect() {
+                answer = Some(self.spawn("true")?);
+            }
             std::thread::sleep(Duration::from_millis(20));
         }
+        Ok(())
+    }
+
+    /// Connects the ports; true if all are connected.
+    fn connect(&self) -> bool {
+        let ports = &mut *lock(&self.ports);
+        for n in ports.all.len() + 1..=PORTS {
+            let connected =
+                UnixStream::connect(self.dir.join(format!("port{n}"))).and_then(|p| Ok((p.try_clone()?, p)));
+            let Ok((port, clone)) = connected else { return false };
+            ports.all.push(clone);
+            lock(&ports.free).push(port);
+        }
+        true
+    }
+
+    /// Resets the guest, which starts again, and waits until it takes commands. Commands that run end without an exit code.
+    ///
+    /// # Errors
+    /// Why it does not come up again.
+    pub fn reset(&self) -> Result<()> {
+        self.monitor("set-action", "{\"reboot\": \"reset\"}")?;
+        self.monitor("system_reset", "{}")?;
+        for port in std::mem::take(&mut *lock(&self.ports)).all {
+            let _ = port.shutdown(std::net::Shutdown::Both);
+        }
+        self.wait_up()
+    }
+
+    /// Ends it at once.
+    pub fn kill(&self) {
+        let _ = lock(&self.qemu).kill();
+        self.wait();
     }
 
     /// True once QEMU has ended.
-    pub fn has_ended(&mut self) -> bool {
-        !matches!(self.qemu.try_wait(), Ok(None))
+    fn has_ended(&self) -> bool {
+        !matches!(lock(&self.qemu).try_wait(), Ok(None))
     }
 
     /// The end of what QEMU and the guest's kernel have said.
@@ -147,11 +179,12 @@ impl Machine {
     /// # Errors
     /// Too many run already, or the guest is gone.
     pub fn spawn(&self, command: &str) -> Result<Task> {
-        let mut port = lock(&self.ports).pop().ok_or("too many commands run in the guest")?;
+        let free = lock(&self.ports).free.clone();
+        let mut port = lock(&free).pop().ok_or("too many commands run in the guest")?;
         writeln!(port, "{}", command.replace('\n', "; ")).map_err(failed("the guest is gone"))?;
         let state = Arc::new(State::default());
-        let (s, ports) = (state.clone(), self.ports.clone());
-        std::thread::spawn(move || s.follow(port, &ports));
+        let s = state.clone();
+        std::thread::spawn(move || s.follow(port, &free));
         Ok(Task { state, limit: Instant::now() + LIMIT })
     }
 
@@ -189,15 +222,14 @@ impl Machine {
     }
 
     /// Waits until the guest is powered off.
-    pub fn wait(&mut self) {
-        let _ = self.qemu.wait();
+    pub fn wait(&self) {
+        let _ = lock(&self.qemu).wait();
     }
 }
 
 impl Drop for Machine {
     fn drop(&mut self) {
-        let _ = self.qemu.kill();
-        let _ = self.qemu.wait();
+        self.kill();
     }
 }
 

@@ -96,7 +96,7 @@ pub(crate) fn command(kernel: Option<&str>, command: &str) -> Result<()> {
 /// # Errors
 /// The guest does not come up.
 pub(crate) fn shell(kernel: Option<&str>) -> Result<()> {
-    alone(kernel, true, |lab, mut guest| {
+    alone(kernel, true, |lab, guest| {
         let (exe, dir) = (lab.exe().display(), lab.dir.join("run").display().to_string());
         println!("\r\nthe peer: {exe} --dir {dir} run --vrnic peer -- COMMAND\r");
         guest.wait();

@@ -155,11 +155,13 @@ impl Parts {
         })
     }
 
-    /// QEMU, as a command to which arguments are to be added. It is started by its own release's dynamic loader.
+    /// QEMU, as a command to which arguments are to be added. It is started by its own release's dynamic loader, and ends with the
+    /// thread that starts it.
     pub fn qemu(&self) -> Vec<String> {
         let at = |p: &str| self.root.join(p).display().to_string();
         let libraries = ["", "/qemu", "/pulseaudio"].map(|d| at(&format!("usr/lib/x86_64-linux-gnu{d}"))).join(":");
-        let mut words = vec!["env".to_string(), format!("QEMU_MODULE_DIR={}", at("usr/lib/x86_64-linux-gnu/qemu"))];
+        let mut words = ["setpriv", "--pdeathsig", "KILL", "env"].map(String::from).to_vec();
+        words.push(format!("QEMU_MODULE_DIR={}", at("usr/lib/x86_64-linux-gnu/qemu")));
         words.push(at("lib64/ld-linux-x86-64.so.2"));
         words.extend(["--preload".into(), self.dir.join("name.so").display().to_string()]);
         words.extend(["--library-path".into(), libraries, at("usr/bin/qemu-system-x86_64")]);
