@@ -1,32 +1,34 @@
 // SPDX-License-Identifier: GPL-2.0 OR MIT
 /*
- * Areas: rings, control blocks and doorbell pages, which the device and one
- * process share. An area is a few pieces of contiguous pages. One that is not
- * contiguous as a whole gets a bus address range by MAP_RUNS.
+ * Areas: rings, control blocks and doorbell pages, which the device shares with
+ * one process, or with the kernel. An area is a few pieces of contiguous pages.
+ * One that is not contiguous as a whole gets a bus address range by MAP_RUNS,
+ * and, if it is the kernel's, a virtual one by vmap().
  *
- * The pages are mapped one by one, each mapping with a reference. So a process
- * that keeps its mapping after the object is gone reaches pages that nobody
- * else uses, and nothing has to be taken from it when the driver goes.
+ * A process's pages are mapped one by one, each mapping with a reference. So a
+ * process that keeps its mapping after the object is gone reaches pages that
+ * nobody else uses, and nothing has to be taken from it when the driver goes.
  */
 #include <linux/gfp.h>
 #include <linux/mm.h>
 #include <linux/slab.h>
+#include <linux/vmalloc.h>
 
 #include "unirdma.h"
-
-#define UNIRDMA_AREA_GFP (GFP_KERNEL_ACCOUNT | __GFP_ZERO)
 
 static void unirdma_area_free(struct unirdma_area *area)
 {
 	unsigned int i;
 
+	if (is_vmalloc_addr(area->ptr))
+		vunmap(area->ptr);
 	for (i = 0; i < area->num_pages; i++)
 		__free_page(area->pages[i]);
 	kvfree(area);
 }
 
 /* Allocates the pages, in pieces as long as there are. */
-static struct unirdma_area *unirdma_area_alloc(size_t size)
+static struct unirdma_area *unirdma_area_alloc(size_t size, gfp_t gfp)
 {
 	const size_t num = DIV_ROUND_UP(size, PAGE_SIZE);
 	size_t piece = min_t(size_t, num, MAX_ORDER_NR_PAGES);
@@ -34,15 +36,15 @@ static struct unirdma_area *unirdma_area_alloc(size_t size)
 	size_t i;
 	void *p;
 
-	area = kvzalloc(struct_size(area, pages, num), GFP_KERNEL_ACCOUNT);
+	area = kvzalloc(struct_size(area, pages, num), gfp);
 	if (!area)
 		return NULL;
 
 	while (area->num_pages < num) {
 		piece = min(piece, num - area->num_pages);
 		p = alloc_pages_exact(piece << PAGE_SHIFT, piece == 1 ?
-				      UNIRDMA_AREA_GFP :
-				      UNIRDMA_AREA_GFP | __GFP_NOWARN |
+				      gfp | __GFP_ZERO :
+				      gfp | __GFP_ZERO | __GFP_NOWARN |
 				      __GFP_NORETRY);
 		if (!p && piece == 1) {
 			unirdma_area_free(area);
@@ -127,20 +129,35 @@ static void unirdma_area_unmap(struct unirdma_dev *dev,
 		unirdma_cmd_destroy(dev, UNIRDMA_UNMAP_RUNS, area->map);
 }
 
-/* Makes a zeroed area that the process of @ibuc may map. */
+/* For the process of @ibuc, to map it, or for the kernel if that is NULL. */
+static int unirdma_area_show(struct unirdma_area *area,
+			     struct ib_ucontext *ibuc)
+{
+	if (ibuc)
+		return rdma_user_mmap_entry_insert(ibuc, &area->entry,
+						   unirdma_area_size(area));
+	if (unirdma_area_runs(area, NULL, 0) == 1)
+		area->ptr = page_address(area->pages[0]);
+	else
+		area->ptr = vmap(area->pages, area->num_pages, VM_MAP,
+				 PAGE_KERNEL);
+	return area->ptr ? 0 : -ENOMEM;
+}
+
+/* Makes a zeroed area, of a process or, without @ibuc, of the kernel. */
 struct unirdma_area *unirdma_area_create(struct unirdma_dev *dev,
 					 struct ib_ucontext *ibuc, size_t size)
 {
-	struct unirdma_area *area = unirdma_area_alloc(size);
+	struct unirdma_area *area;
 	int err;
 
+	area = unirdma_area_alloc(size, ibuc ? GFP_KERNEL_ACCOUNT : GFP_KERNEL);
 	if (!area)
 		return ERR_PTR(-ENOMEM);
 	err = unirdma_area_map(dev, area);
 	if (err)
 		goto free;
-	err = rdma_user_mmap_entry_insert(ibuc, &area->entry,
-					  unirdma_area_size(area));
+	err = unirdma_area_show(area, ibuc);
 	if (err)
 		goto unmap;
 	return area;
@@ -151,11 +168,23 @@ free:
 	return ERR_PTR(err);
 }
 
+static void unirdma_area_drop(struct unirdma_dev *dev,
+			      struct unirdma_area *area)
+{
+	if (unirdma_is_lost(dev))
+		llist_add(&area->kept, &dev->kept_areas);
+	else
+		unirdma_area_free(area);
+}
+
 /* The objects of the device that use it are gone, or the device is lost. */
 void unirdma_area_destroy(struct unirdma_dev *dev, struct unirdma_area *area)
 {
 	unirdma_area_unmap(dev, area);
-	rdma_user_mmap_entry_remove(&area->entry);
+	if (unirdma_is_user_area(area))
+		rdma_user_mmap_entry_remove(&area->entry);
+	else
+		unirdma_area_drop(dev, area);
 }
 
 /* The last reference is gone: that of the object, or of an mmap under way. */
@@ -163,12 +192,8 @@ void unirdma_mmap_free(struct rdma_user_mmap_entry *entry)
 {
 	struct unirdma_area *area = container_of(entry, struct unirdma_area,
 						 entry);
-	struct unirdma_dev *dev = to_unirdma_dev(entry->ucontext->device);
 
-	if (unirdma_is_lost(dev))
-		llist_add(&area->kept, &dev->kept_areas);
-	else
-		unirdma_area_free(area);
+	unirdma_area_drop(to_unirdma_dev(entry->ucontext->device), area);
 }
 
 /* The device was reset. */

@@ -116,6 +116,9 @@ void unirdma_stop(struct unirdma_dev *dev)
 
 	while ((p = virtqueue_detach_unused_buf(dev->control.vq)))
 		unirdma_pending_put(p);
+	/* Lost, by what was done above, so that it is kept until now. */
+	if (dev->db)
+		unirdma_area_destroy(dev, dev->db);
 	unirdma_free_kept_areas(dev);
 	unirdma_free_kept_mrs(dev);
 }

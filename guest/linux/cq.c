@@ -17,6 +17,16 @@ static bool unirdma_cqe_ok(struct unirdma_dev *dev, unsigned int cqe)
 				     UNIRDMA_MAX_ENTRIES);
 }
 
+/* What kernel users poll. */
+static void unirdma_kernel_cq(struct unirdma_cq *cq)
+{
+	spin_lock_init(&cq->lock);
+	INIT_LIST_HEAD(&cq->senders);
+	INIT_LIST_HEAD(&cq->receivers);
+	cq->ctrl = cq->area->ptr;
+	cq->cqes = cq->area->ptr + UNIRDMA_CTRL_SIZE;
+}
+
 static int unirdma_create_cq(struct ib_cq *ibcq,
 			     const struct ib_cq_init_attr *attr,
 			     struct ib_udata *udata)
@@ -25,7 +35,7 @@ static int unirdma_create_cq(struct ib_cq *ibcq,
 	struct unirdma_dev *dev = to_unirdma_dev(ibcq->device);
 	struct unirdma_create_cq_resp answer = {};
 	struct unirdma_req_create_cq req = {};
-	struct unirdma_ucontext *uc;
+	struct ib_ucontext *ibuc = NULL;
 	struct unirdma_handle rsp;
 	u32 entries;
 	int err;
@@ -38,13 +48,17 @@ static int unirdma_create_cq(struct ib_cq *ibcq,
 		return err;
 	if (!unirdma_cqe_ok(dev, attr->cqe) || attr->comp_vector >= dev->num_comp)
 		return -EINVAL;
-	uc = rdma_udata_to_drv_context(udata, struct unirdma_ucontext, ibuc);
+	if (udata)
+		ibuc = &rdma_udata_to_drv_context(udata, struct unirdma_ucontext,
+						  ibuc)->ibuc;
 
 	entries = roundup_pow_of_two(attr->cqe);
 	mutex_init(&cq->resize_lock);
-	cq->area = unirdma_area_create(dev, &uc->ibuc, unirdma_cq_size(entries));
+	cq->area = unirdma_area_create(dev, ibuc, unirdma_cq_size(entries));
 	if (IS_ERR(cq->area))
 		return PTR_ERR(cq->area);
+	if (!udata)
+		unirdma_kernel_cq(cq);
 
 	req.cqe = cpu_to_le32(attr->cqe);
 	req.entries = cpu_to_le32(entries);
@@ -60,6 +74,8 @@ static int unirdma_create_cq(struct ib_cq *ibcq,
 	err = unirdma_target_add(&dev->cqs, cq->cqn, &cq->target);
 	if (err)
 		goto destroy;
+	if (!udata)
+		return 0;
 
 	answer.offset = unirdma_area_offset(cq->area);
 	answer.size = unirdma_area_size(cq->area);
@@ -109,6 +125,9 @@ static int unirdma_resize_cq(struct ib_cq *ibcq, unsigned int cqe,
 	u32 entries;
 	int err;
 
+	/* Those of kernel users keep their size. */
+	if (!udata)
+		return -EOPNOTSUPP;
 	err = unirdma_check_udata(udata, sizeof(answer));
 	if (err)
 		return err;
@@ -162,14 +181,17 @@ static int unirdma_modify_cq(struct ib_cq *ibcq, u16 count, u16 period_us)
 }
 
 /*
- * Processes arm their CQs in shared memory. This is how one that finds
+ * Processes arm their CQs in shared memory. For them this is how one that finds
  * need_kick in its doorbell page wakes the device.
  */
 static int unirdma_req_notify_cq(struct ib_cq *ibcq,
 				 enum ib_cq_notify_flags flags)
 {
 	struct unirdma_dev *dev = to_unirdma_dev(ibcq->device);
+	struct unirdma_cq *cq = to_unirdma_cq(ibcq);
 
+	if (cq->ctrl)
+		return unirdma_arm_cq(cq, flags);
 	if (unirdma_is_lost(dev) || !virtqueue_notify(dev->wake))
 		return -EIO;
 	return 0;
@@ -207,6 +229,7 @@ static const struct ib_device_ops unirdma_cq_ops = {
 #endif
 	.modify_cq = unirdma_modify_cq,
 	.req_notify_cq = unirdma_req_notify_cq,
+	.poll_cq = unirdma_poll_cq,
 
 	INIT_RDMA_OBJ_SIZE(ib_cq, unirdma_cq, ibcq),
 };

@@ -6,7 +6,9 @@
 #ifndef UNIRDMA_DEVICE_ABI_H
 #define UNIRDMA_DEVICE_ABI_H
 
+#include <linux/bits.h>
 #include <linux/build_bug.h>
+#include <linux/stddef.h>
 #include <linux/types.h>
 
 #define UNIRDMA_VIRTIO_ID	42
@@ -24,6 +26,7 @@ enum {
 #define UNIRDMA_CONFIG_VERSION	1
 
 #define UNIRDMA_FEATURE_INVALIDATE	BIT_ULL(0)
+#define UNIRDMA_FEATURE_GSI		BIT_ULL(1)
 
 /* The part of the configuration space that QUERY_DEVICE repeats. */
 struct unirdma_limits {
@@ -77,6 +80,7 @@ enum unirdma_command {
 	UNIRDMA_DESTROY_CQ = 3,
 	UNIRDMA_CREATE_PD = 4,
 	UNIRDMA_DESTROY_PD = 5,
+	UNIRDMA_GET_DMA_MR = 6,
 	UNIRDMA_DEREG_MR = 10,
 	UNIRDMA_CREATE_QP = 11,
 	UNIRDMA_MODIFY_QP = 12,
@@ -85,6 +89,7 @@ enum unirdma_command {
 	UNIRDMA_QUERY_PKEY = 15,
 	UNIRDMA_QUERY_DEVICE = 19,
 	UNIRDMA_QUERY_GID = 20,
+	UNIRDMA_SET_DOORBELL = 21,
 	UNIRDMA_CREATE_AH = 22,
 	UNIRDMA_DESTROY_AH = 23,
 	UNIRDMA_CREATE_SRQ = 24,
@@ -357,13 +362,19 @@ struct unirdma_rsp_create_qp {
 
 static_assert(sizeof(struct unirdma_rsp_create_qp) == 32);
 
-struct unirdma_ah_attr {
+struct unirdma_route {
 	u8 dgid[16];
 	__le32 flow_label;
 	u8 sgid_index;
 	u8 hop_limit;
 	u8 traffic_class;
 	u8 reserved;
+};
+
+static_assert(sizeof(struct unirdma_route) == 24);
+
+struct unirdma_ah_attr {
+	struct unirdma_route route;
 	__le16 dlid;
 	u8 sl;
 	u8 static_rate;
@@ -479,6 +490,13 @@ struct unirdma_req_mcast {
 
 static_assert(sizeof(struct unirdma_req_mcast) == 24);
 
+struct unirdma_req_get_dma_mr {
+	__le32 pdn;
+	__le32 access_flags;
+};
+
+static_assert(sizeof(struct unirdma_req_get_dma_mr) == 8);
+
 /* Rings (section 7). */
 #define UNIRDMA_CTRL_SIZE	128	/* control block of a QP, an SRQ or a CQ */
 #define UNIRDMA_CQE_SIZE	64
@@ -487,6 +505,119 @@ static_assert(sizeof(struct unirdma_req_mcast) == 24);
 #define UNIRDMA_SGE_SIZE	16
 #define UNIRDMA_DB_SIZE		4096
 #define UNIRDMA_DB_SLOTS	4096
+
+/* Of a QP, and of an SRQ, which uses the words of the RQ. */
+struct unirdma_qp_ctrl {
+	__le32 sq_prod;
+	__le32 rq_prod;
+	__le32 reserved[14];
+	__le32 sq_cons;			/* from here on the device writes */
+	__le32 rq_cons;
+	__le32 rq_notify;
+	__le32 reserved2[13];
+};
+
+static_assert(sizeof(struct unirdma_qp_ctrl) == UNIRDMA_CTRL_SIZE);
+
+struct unirdma_cq_ctrl {
+	__le32 cons;
+	__le32 arm;
+	__le32 reserved[14];
+	__le32 prod;			/* from here on the device writes */
+	__le32 error;
+	__le32 reserved2[14];
+};
+
+static_assert(sizeof(struct unirdma_cq_ctrl) == UNIRDMA_CTRL_SIZE);
+
+/* Flags of the arm word, beside its sequence number. */
+#define UNIRDMA_ARM_SOLICITED	1
+#define UNIRDMA_ARM_NEXT	2
+#define UNIRDMA_ARM_FLAGS	4	/* as many values have the flags */
+
+struct unirdma_sq_wqe {
+	__le64 wr_id;
+	u8 opcode;
+	u8 num_sge;
+	__le16 inline_len;
+	__le32 send_flags;
+	__le32 imm;
+	__le32 rkey;
+	union {
+		struct {
+			__le64 remote_addr;
+			__le64 compare_add;
+			__le64 swap;
+		};
+		struct unirdma_route route;	/* UNIRDMA_SEND_ADDRESS */
+	};
+	__le32 ah;
+	__le32 dest_qpn;
+	__le32 qkey;
+	__le32 reserved;
+};
+
+static_assert(sizeof(struct unirdma_sq_wqe) == UNIRDMA_SQ_HEAD);
+
+#define UNIRDMA_SEND_ADDRESS	BIT(30)
+
+struct unirdma_rq_wqe {
+	__le64 wr_id;
+	__le32 num_sge;
+	__le32 reserved;
+};
+
+static_assert(sizeof(struct unirdma_rq_wqe) == UNIRDMA_RQ_HEAD);
+
+struct unirdma_sge {
+	__le64 addr;
+	__le32 length;
+	__le32 lkey;
+};
+
+static_assert(sizeof(struct unirdma_sge) == UNIRDMA_SGE_SIZE);
+
+struct unirdma_cqe {
+	__le64 wr_id;
+	u8 status;
+	u8 opcode;
+	__le16 wc_flags;
+	__le32 vendor_err;
+	__le32 byte_len;
+	__le32 imm;
+	__le32 qp_num;
+	__le32 src_qp;
+	__le16 pkey_index;
+	u8 sl;
+	u8 port_num;
+	__le32 wqe_index;
+	__le64 timestamp;
+	__le32 staged;
+	__le32 reserved[2];
+	__le32 valid;
+};
+
+static_assert(sizeof(struct unirdma_cqe) == UNIRDMA_CQE_SIZE);
+
+/* Flags of a CQE: those of user space, which are not the kernel's. */
+#define UNIRDMA_WC_GRH		BIT(0)
+#define UNIRDMA_WC_WITH_IMM	BIT(1)
+#define UNIRDMA_WC_WITH_INV	BIT(3)
+
+/* @sl of a datagram's CQE says which header it has. */
+#define UNIRDMA_SL_IPV6		9
+#define UNIRDMA_SL_IPV4		10
+
+struct unirdma_doorbell {
+	__le32 need_kick;
+	__le32 reserved[15];
+	__le64 summary;
+	__le64 reserved2[7];
+	__le64 bits[64];
+};
+
+static_assert(sizeof(struct unirdma_doorbell) <= UNIRDMA_DB_SIZE);
+static_assert(offsetof(struct unirdma_doorbell, bits) == 128);
 
 /* Events (section 8). @kind of an asynchronous one is an enum ib_event_type. */
 struct unirdma_event {

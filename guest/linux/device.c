@@ -2,6 +2,7 @@
 /* Verbs of the device, its port, processes, protection domains and AHs. */
 #include <linux/module.h>
 #include <linux/uaccess.h>
+#include <rdma/ib_mad.h>
 #include <rdma/uverbs_ioctl.h>
 
 #include "unirdma.h"
@@ -11,12 +12,12 @@
 /*
  * Requests of the provider have no data of their own; a later one that has
  * some means something that this driver does not know. There must be room for
- * the answer.
+ * the answer. Kernel users have no provider.
  */
 int unirdma_check_udata(struct ib_udata *udata, size_t answer_len)
 {
 	if (!udata)
-		return -EOPNOTSUPP;	/* kernel users are not served yet */
+		return 0;
 	if (udata->inlen && !ib_is_udata_cleared(udata, 0, udata->inlen))
 		return -EOPNOTSUPP;
 	return udata->outlen < answer_len ? -EINVAL : 0;
@@ -105,7 +106,7 @@ int unirdma_read_port(struct unirdma_dev *dev,
 
 	err = unirdma_cmd(dev, UNIRDMA_QUERY_PORT, &req, sizeof(req), port,
 			  sizeof(*port));
-	spin_lock(&dev->port_lock);
+	spin_lock_irq(&dev->port_lock);
 	if (!err) {
 		dev->port = *port;
 	} else if (test_bit(UNIRDMA_REGISTERED, &dev->flags) &&
@@ -115,7 +116,7 @@ int unirdma_read_port(struct unirdma_dev *dev,
 		port->phys_state = IB_PORT_PHYS_STATE_DISABLED;
 		err = 0;
 	}
-	spin_unlock(&dev->port_lock);
+	spin_unlock_irq(&dev->port_lock);
 	return err;
 }
 
@@ -150,6 +151,7 @@ static int unirdma_query_port(struct ib_device *ibdev, u32 port_num,
 static int unirdma_get_port_immutable(struct ib_device *ibdev, u32 port_num,
 				      struct ib_port_immutable *to)
 {
+	struct unirdma_dev *dev = to_unirdma_dev(ibdev);
 	struct ib_port_attr attr = {};
 	int err;
 
@@ -158,9 +160,13 @@ static int unirdma_get_port_immutable(struct ib_device *ibdev, u32 port_num,
 		return err;
 	to->pkey_tbl_len = attr.pkey_tbl_len;
 	to->gid_tbl_len = attr.gid_tbl_len;
-	/* No MADs and no CM: there is no QP 1 yet. */
+	/* MADs, and with them the CM, take a QP for the general services. */
 	to->core_cap_flags = RDMA_CORE_CAP_PROT_ROCE_UDP_ENCAP |
 			     RDMA_CORE_CAP_ETH_AH;
+	if (dev->has_gsi) {
+		to->core_cap_flags = RDMA_CORE_PORT_IBA_ROCE_UDP_ENCAP;
+		to->max_mad_size = IB_MGMT_MAD_SIZE;
+	}
 	return 0;
 }
 
@@ -278,6 +284,21 @@ static int unirdma_dealloc_pd(struct ib_pd *ibpd, struct ib_udata *udata)
 				   UNIRDMA_DESTROY_PD, to_unirdma_pd(ibpd)->pdn);
 }
 
+/*
+ * The kernel's CM makes AHs where it must not sleep, so that no command can be
+ * waited for. WQEs have the address itself.
+ */
+static int unirdma_create_ah(struct ib_ah *ibah, struct rdma_ah_init_attr *attr,
+			     struct ib_udata *udata)
+{
+	struct unirdma_dev *dev = to_unirdma_dev(ibah->device);
+
+	if (!dev->has_gsi)
+		return -EOPNOTSUPP;
+	return unirdma_fill_route(dev, &to_unirdma_ah(ibah)->route,
+				  attr->ah_attr);
+}
+
 static int unirdma_create_user_ah(struct ib_ah *ibah,
 				  struct rdma_ah_init_attr *attr,
 				  struct ib_udata *udata)
@@ -303,6 +324,7 @@ static int unirdma_create_user_ah(struct ib_ah *ibah,
 			  sizeof(rsp));
 	if (err)
 		return err;
+	to_unirdma_ah(ibah)->is_user = true;
 	to_unirdma_ah(ibah)->ahn = le32_to_cpu(rsp.handle);
 
 	answer.ah = to_unirdma_ah(ibah)->ahn;
@@ -314,6 +336,8 @@ static int unirdma_create_user_ah(struct ib_ah *ibah,
 
 static int unirdma_destroy_ah(struct ib_ah *ibah, u32 flags)
 {
+	if (!to_unirdma_ah(ibah)->is_user)
+		return 0;
 	return unirdma_cmd_destroy(to_unirdma_dev(ibah->device),
 				   UNIRDMA_DESTROY_AH,
 				   to_unirdma_ah(ibah)->ahn);
@@ -340,6 +364,7 @@ static const struct ib_device_ops unirdma_device_ops = {
 	.mmap_free = unirdma_mmap_free,
 	.alloc_pd = unirdma_alloc_pd,
 	.dealloc_pd = unirdma_dealloc_pd,
+	.create_ah = unirdma_create_ah,
 	.create_user_ah = unirdma_create_user_ah,
 	.destroy_ah = unirdma_destroy_ah,
 

@@ -3,6 +3,7 @@
  * Events of the device. Completion events are handled where their interrupt
  * comes; asynchronous ones in a work, because their handlers may sleep.
  */
+#include <linux/bottom_half.h>
 #include <linux/slab.h>
 
 #include "unirdma.h"
@@ -205,6 +206,27 @@ static void unirdma_async_event(struct unirdma_dev *dev, u32 kind, u32 handle)
 	}
 }
 
+/* The device is lost: kernel users poll, and find their requests flushed. */
+static void unirdma_wake_pollers(struct unirdma_dev *dev)
+{
+	struct unirdma_target *target;
+	struct unirdma_cq *cq;
+	unsigned long cqn;
+
+	xa_for_each(&dev->cqs, cqn, target) {
+		/* What was found may be gone, or another. */
+		target = unirdma_target_get(&dev->cqs, cqn);
+		if (!target)
+			continue;
+		cq = container_of(target, struct unirdma_cq, target);
+		local_bh_disable();
+		if (cq->ctrl && cq->ibcq.comp_handler)
+			cq->ibcq.comp_handler(&cq->ibcq, cq->ibcq.cq_context);
+		local_bh_enable();
+		unirdma_target_put(target);
+	}
+}
+
 static void unirdma_async_work(struct work_struct *work)
 {
 	struct unirdma_dev *dev = container_of(work, struct unirdma_dev,
@@ -219,8 +241,10 @@ static void unirdma_async_work(struct work_struct *work)
 		unirdma_async_event(dev, kind, handle);
 	virtqueue_kick(dev->async.vq);
 
-	if (unirdma_is_lost(dev) &&
-	    !test_and_set_bit(UNIRDMA_LOST_TOLD, &dev->flags))
+	if (!unirdma_is_lost(dev))
+		return;
+	unirdma_wake_pollers(dev);
+	if (!test_and_set_bit(UNIRDMA_LOST_TOLD, &dev->flags))
 		unirdma_device_event(dev, &fatal);
 }
 

@@ -36,9 +36,9 @@ int unirdma_read_gids(struct unirdma_dev *dev)
 				  &rsp, sizeof(rsp));
 		if (err)
 			return err;
-		spin_lock(&dev->port_lock);
+		spin_lock_irq(&dev->port_lock);
 		memcpy(&dev->gids[i], rsp.gid, sizeof(rsp.gid));
-		spin_unlock(&dev->port_lock);
+		spin_unlock_irq(&dev->port_lock);
 	}
 	return 0;
 }
@@ -47,15 +47,16 @@ int unirdma_read_gids(struct unirdma_dev *dev)
 static int unirdma_gid_index(struct unirdma_dev *dev, const union ib_gid *gid)
 {
 	int index = -EINVAL;
+	unsigned long flags;
 	u32 i;
 
 	if (rdma_is_zero_gid(gid))
 		return -EINVAL;
-	spin_lock(&dev->port_lock);
+	spin_lock_irqsave(&dev->port_lock, flags);
 	for (i = 0; i < dev->gid_tbl_len && index < 0; i++)
 		if (!memcmp(&dev->gids[i], gid, sizeof(*gid)))
 			index = i;
-	spin_unlock(&dev->port_lock);
+	spin_unlock_irqrestore(&dev->port_lock, flags);
 
 	if (index < 0)
 		dev_warn_ratelimited(&dev->ibdev.dev,
@@ -64,8 +65,9 @@ static int unirdma_gid_index(struct unirdma_dev *dev, const union ib_gid *gid)
 	return index;
 }
 
-int unirdma_fill_ah(struct unirdma_dev *dev, struct unirdma_ah_attr *to,
-		    const struct rdma_ah_attr *from)
+/* Does not sleep. */
+int unirdma_fill_route(struct unirdma_dev *dev, struct unirdma_route *to,
+		       const struct rdma_ah_attr *from)
 {
 	const struct ib_global_route *grh;
 	int index;
@@ -84,6 +86,16 @@ int unirdma_fill_ah(struct unirdma_dev *dev, struct unirdma_ah_attr *to,
 	to->sgid_index = index;
 	to->hop_limit = grh->hop_limit;
 	to->traffic_class = grh->traffic_class;
+	return 0;
+}
+
+int unirdma_fill_ah(struct unirdma_dev *dev, struct unirdma_ah_attr *to,
+		    const struct rdma_ah_attr *from)
+{
+	int err = unirdma_fill_route(dev, &to->route, from);
+
+	if (err)
+		return err;
 	to->sl = rdma_ah_get_sl(from);
 	to->static_rate = rdma_ah_get_static_rate(from);
 	to->port_num = UNIRDMA_PORT;
@@ -102,7 +114,7 @@ static bool unirdma_mac(struct unirdma_dev *dev, u8 *mac)
 	const u8 *b;
 	u32 i;
 
-	spin_lock(&dev->port_lock);
+	spin_lock_irq(&dev->port_lock);
 	for (i = 0; i < dev->gid_tbl_len && !found; i++) {
 		memcpy(&addr, &dev->gids[i], sizeof(addr));
 		b = addr.s6_addr;
@@ -114,7 +126,7 @@ static bool unirdma_mac(struct unirdma_dev *dev, u8 *mac)
 		mac[0] ^= 2;
 		found = true;
 	}
-	spin_unlock(&dev->port_lock);
+	spin_unlock_irq(&dev->port_lock);
 	return found;
 }
 

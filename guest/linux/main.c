@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: GPL-2.0 OR MIT
 /*
- * uniRDMA: driver of the virtio RDMA device (ID 42) of a virtual machine. It
- * serves user-space verbs; see README.md for what there is and what is not.
+ * uniRDMA: driver of the virtio RDMA device (ID 42) of a virtual machine. See
+ * README.md for what there is and what is not.
  */
 #include <linux/module.h>
 #include <linux/netdevice.h>
@@ -131,7 +131,7 @@ static int unirdma_fill_event_queues(struct unirdma_dev *dev)
 
 static int unirdma_new_session(struct unirdma_dev *dev)
 {
-	const u64 known = UNIRDMA_FEATURE_INVALIDATE;
+	const u64 known = UNIRDMA_FEATURE_INVALIDATE | UNIRDMA_FEATURE_GSI;
 	struct unirdma_req_new_session req = {
 		.features = unirdma_limits(dev)->features & cpu_to_le64(known),
 	};
@@ -140,8 +140,29 @@ static int unirdma_new_session(struct unirdma_dev *dev)
 
 	err = unirdma_cmd(dev, UNIRDMA_NEW_SESSION, &req, sizeof(req), &rsp,
 			  sizeof(rsp));
-	if (!err)
-		dev->generation = le32_to_cpu(rsp.generation);
+	if (err)
+		return err;
+	dev->generation = le32_to_cpu(rsp.generation);
+	dev->has_gsi = le64_to_cpu(rsp.features) & UNIRDMA_FEATURE_GSI;
+	return 0;
+}
+
+/* The page for the QPs of kernel users. */
+static int unirdma_set_doorbell(struct unirdma_dev *dev)
+{
+	struct unirdma_req_create_doorbell req;
+	struct unirdma_area *db;
+	int err;
+
+	db = unirdma_area_create(dev, NULL, UNIRDMA_DB_SIZE);
+	if (IS_ERR(db))
+		return PTR_ERR(db);
+	req.addr = cpu_to_le64(db->addr);
+	err = unirdma_cmd(dev, UNIRDMA_SET_DOORBELL, &req, sizeof(req), NULL, 0);
+	if (err)
+		unirdma_area_destroy(dev, db);
+	else
+		dev->db = db;
 	return err;
 }
 
@@ -163,6 +184,11 @@ static int unirdma_start_session(struct unirdma_dev *dev)
 	if (err) {
 		dev_err(parent, "The device refuses QUERY_DEVICE: %pe\n",
 			ERR_PTR(err));
+		return err;
+	}
+	err = unirdma_set_doorbell(dev);
+	if (err) {
+		dev_err(parent, "No doorbell page: %pe\n", ERR_PTR(err));
 		return err;
 	}
 	err = unirdma_read_port(dev, &port);
@@ -206,7 +232,7 @@ static int unirdma_register(struct unirdma_dev *dev)
 	unirdma_set_mr_ops(ibdev);
 
 	unirdma_netdev_pick(dev, false);
-	/* No DMA device: the device takes physical addresses. */
+	/* No DMA device: the device takes physical addresses. See post.c. */
 	err = ib_register_device(ibdev, "unirdma%d", NULL);
 	if (err) {
 		dev_err(&dev->vdev->dev, "Not registered: %pe\n", ERR_PTR(err));

@@ -195,6 +195,39 @@ static struct ib_mr *unirdma_reg_user_mr(struct ib_pd *ibpd, u64 start,
 	return &mr->ibmr;
 }
 
+/*
+ * The memory of the guest by physical addresses, for kernel users, whose
+ * addresses are translated where they post. Nobody translates the addresses
+ * that a peer names, so that no peer gets such a key.
+ */
+static struct ib_mr *unirdma_get_dma_mr(struct ib_pd *ibpd, int access)
+{
+	struct unirdma_dev *dev = to_unirdma_dev(ibpd->device);
+	struct unirdma_req_get_dma_mr req = {
+		.pdn = cpu_to_le32(to_unirdma_pd(ibpd)->pdn),
+		.access_flags = cpu_to_le32(access),
+	};
+	struct unirdma_rsp_mr rsp;
+	struct unirdma_mr *mr;
+	int err;
+
+	if (access & ~IB_ACCESS_LOCAL_WRITE)
+		return ERR_PTR(-EOPNOTSUPP);
+	mr = kzalloc(sizeof(*mr), GFP_KERNEL);
+	if (!mr)
+		return ERR_PTR(-ENOMEM);
+	err = unirdma_cmd(dev, UNIRDMA_GET_DMA_MR, &req, sizeof(req), &rsp,
+			  sizeof(rsp));
+	if (err) {
+		kfree(mr);
+		return ERR_PTR(err);
+	}
+	mr->mrn = le32_to_cpu(rsp.mrn);
+	mr->ibmr.lkey = le32_to_cpu(rsp.lkey);
+	mr->ibmr.rkey = le32_to_cpu(rsp.rkey);
+	return &mr->ibmr;
+}
+
 static int unirdma_dereg_mr(struct ib_mr *ibmr, struct ib_udata *udata)
 {
 	struct unirdma_mr *mr = to_unirdma_mr(ibmr);
@@ -254,6 +287,7 @@ static const struct ib_device_ops unirdma_mr_ops = {
 #else
 	.reg_user_mr = unirdma_reg_user_mr,
 #endif
+	.get_dma_mr = unirdma_get_dma_mr,
 	.dereg_mr = unirdma_dereg_mr,
 	.alloc_mw = unirdma_alloc_mw,
 	.dealloc_mw = unirdma_dealloc_mw,

@@ -79,14 +79,40 @@ static int unirdma_qp_command(struct unirdma_dev *dev, struct unirdma_qp *qp,
 	if (err)
 		return err;
 
-	qp->ibqp.qp_num = le32_to_cpu(rsp->qpn);
+	qp->qpn = le32_to_cpu(rsp->qpn);
+	qp->ibqp.qp_num = init->qp_type == IB_QPT_GSI ? 1 : qp->qpn;
+	qp->db_slot = le32_to_cpu(rsp->db_slot);
 	err = -EIO;
-	if (le32_to_cpu(rsp->db_slot) < UNIRDMA_DB_SLOTS)
-		err = unirdma_target_add(&dev->qps, qp->ibqp.qp_num,
-					 &qp->target);
+	if (qp->db_slot < UNIRDMA_DB_SLOTS)
+		err = unirdma_target_add(&dev->qps, qp->qpn, &qp->target);
 	if (err)
-		unirdma_cmd_undo(dev, UNIRDMA_DESTROY_QP, qp->ibqp.qp_num);
+		unirdma_cmd_undo(dev, UNIRDMA_DESTROY_QP, qp->qpn);
 	return err;
+}
+
+/* Where kernel users post. */
+static void unirdma_kernel_qp(struct unirdma_qp *qp,
+			      const struct unirdma_qp_layout *l, bool has_srq)
+{
+	void *ptr = qp->area->ptr;
+	struct unirdma_qp_ctrl *ctrl = ptr;
+
+	qp->ctrl = ctrl;
+	unirdma_ring_init(&qp->sq, ptr + l->sq_offset, l->sq_entries,
+			  l->sq_stride, qp->cap.max_send_sge, &ctrl->sq_prod,
+			  &ctrl->sq_cons);
+	if (!has_srq)
+		unirdma_ring_init(&qp->rq, ptr + l->rq_offset, l->rq_entries,
+				  l->rq_stride, qp->cap.max_recv_sge,
+				  &ctrl->rq_prod, &ctrl->rq_cons);
+}
+
+/* Only the kernel has the QP for the general services, as far as there is one. */
+static bool unirdma_qp_type_ok(struct unirdma_dev *dev, enum ib_qp_type type,
+			       bool is_user)
+{
+	return type == IB_QPT_RC || type == IB_QPT_UC || type == IB_QPT_UD ||
+	       (type == IB_QPT_GSI && dev->has_gsi && !is_user);
 }
 
 static int unirdma_create_qp(struct ib_qp *ibqp, struct ib_qp_init_attr *init,
@@ -97,11 +123,11 @@ static int unirdma_create_qp(struct ib_qp *ibqp, struct ib_qp_init_attr *init,
 	struct unirdma_create_qp_resp answer = {};
 	struct unirdma_rsp_create_qp rsp;
 	struct unirdma_qp_layout layout;
-	struct unirdma_ucontext *uc;
+	struct ib_ucontext *ibuc = NULL;
+	u32 doorbell = 0;
 	int err;
 
-	if (init->qp_type != IB_QPT_RC && init->qp_type != IB_QPT_UC &&
-	    init->qp_type != IB_QPT_UD)
+	if (!unirdma_qp_type_ok(dev, init->qp_type, udata))
 		return -EOPNOTSUPP;
 	if (init->create_flags || init->rwq_ind_tbl)
 		return -EOPNOTSUPP;
@@ -116,15 +142,21 @@ static int unirdma_create_qp(struct ib_qp *ibqp, struct ib_qp_init_attr *init,
 	}
 	if (!unirdma_qp_cap_ok(dev, &init->cap))
 		return -EINVAL;
-	uc = rdma_udata_to_drv_context(udata, struct unirdma_ucontext, ibuc);
+	if (udata) {
+		ibuc = &rdma_udata_to_drv_context(udata, struct unirdma_ucontext,
+						  ibuc)->ibuc;
+		doorbell = to_unirdma_ucontext(ibuc)->doorbell;
+	}
 
 	qp->cap = init->cap;
 	qp->sig_type = init->sq_sig_type;
 	unirdma_qp_layout(&layout, &qp->cap);
-	qp->area = unirdma_area_create(dev, &uc->ibuc, layout.size);
+	qp->area = unirdma_area_create(dev, ibuc, layout.size);
 	if (IS_ERR(qp->area))
 		return PTR_ERR(qp->area);
-	err = unirdma_qp_command(dev, qp, init, &layout, uc->doorbell, &rsp);
+	if (!udata)
+		unirdma_kernel_qp(qp, &layout, init->srq);
+	err = unirdma_qp_command(dev, qp, init, &layout, doorbell, &rsp);
 	if (err)
 		goto free;
 
@@ -136,6 +168,10 @@ static int unirdma_create_qp(struct ib_qp *ibqp, struct ib_qp_init_attr *init,
 		min(layout.sq_stride - UNIRDMA_SQ_HEAD,
 		    le32_to_cpu(rsp.cap.max_inline_data));
 	init->cap = qp->cap;
+	if (!udata) {
+		unirdma_qp_enter(qp, init->send_cq, init->recv_cq);
+		return 0;
+	}
 
 	answer.offset = unirdma_area_offset(qp->area);
 	answer.size = unirdma_area_size(qp->area);
@@ -145,7 +181,7 @@ static int unirdma_create_qp(struct ib_qp *ibqp, struct ib_qp_init_attr *init,
 	answer.sq_stride = layout.sq_stride;
 	answer.rq_entries = layout.rq_entries;
 	answer.rq_stride = layout.rq_stride;
-	answer.db_slot = le32_to_cpu(rsp.db_slot);
+	answer.db_slot = qp->db_slot;
 	answer.max_inline = qp->cap.max_inline_data;
 	answer.max_send_sge = qp->cap.max_send_sge;
 	answer.max_recv_sge = qp->cap.max_recv_sge;
@@ -154,8 +190,8 @@ static int unirdma_create_qp(struct ib_qp *ibqp, struct ib_qp_init_attr *init,
 		goto destroy;
 	return 0;
 destroy:
-	unirdma_target_remove(&dev->qps, ibqp->qp_num, &qp->target);
-	unirdma_cmd_undo(dev, UNIRDMA_DESTROY_QP, ibqp->qp_num);
+	unirdma_target_remove(&dev->qps, qp->qpn, &qp->target);
+	unirdma_cmd_undo(dev, UNIRDMA_DESTROY_QP, qp->qpn);
 free:
 	unirdma_area_destroy(dev, qp->area);
 	return err;
@@ -167,10 +203,12 @@ static int unirdma_destroy_qp(struct ib_qp *ibqp, struct ib_udata *udata)
 	struct unirdma_dev *dev = to_unirdma_dev(ibqp->device);
 	int err;
 
-	err = unirdma_cmd_destroy(dev, UNIRDMA_DESTROY_QP, ibqp->qp_num);
+	err = unirdma_cmd_destroy(dev, UNIRDMA_DESTROY_QP, qp->qpn);
 	if (err)
 		return err;
-	unirdma_target_remove(&dev->qps, ibqp->qp_num, &qp->target);
+	unirdma_target_remove(&dev->qps, qp->qpn, &qp->target);
+	if (qp->ctrl)
+		unirdma_qp_leave(qp);
 	unirdma_area_destroy(dev, qp->area);
 	return 0;
 }
@@ -179,8 +217,9 @@ static int unirdma_modify_qp(struct ib_qp *ibqp, struct ib_qp_attr *from,
 			     int mask, struct ib_udata *udata)
 {
 	struct unirdma_dev *dev = to_unirdma_dev(ibqp->device);
+	struct unirdma_qp *qp = to_unirdma_qp(ibqp);
 	struct unirdma_req_modify_qp req = {
-		.qpn = cpu_to_le32(ibqp->qp_num),
+		.qpn = cpu_to_le32(qp->qpn),
 		.attr_mask = cpu_to_le32(mask),
 	};
 	struct unirdma_qp_attr *to = &req.attr;
@@ -227,10 +266,17 @@ static int unirdma_modify_qp(struct ib_qp *ibqp, struct ib_qp_attr *from,
 	}
 
 	err = unirdma_cmd(dev, UNIRDMA_MODIFY_QP, &req, sizeof(req), NULL, 0);
-	if (!err && mask & IB_QP_AV)
-		to_unirdma_qp(ibqp)->sgid_index =
-			rdma_ah_read_grh(&from->ah_attr)->sgid_index;
-	return err;
+	/* What kernel users have posted to a lost device is flushed anyway. */
+	if (err && qp->ctrl && mask & IB_QP_STATE &&
+	    from->qp_state == IB_QPS_ERR && unirdma_is_lost(dev))
+		return 0;
+	if (err)
+		return err;
+	if (mask & IB_QP_AV)
+		qp->sgid_index = rdma_ah_read_grh(&from->ah_attr)->sgid_index;
+	if (qp->ctrl && mask & IB_QP_STATE && from->qp_state == IB_QPS_RESET)
+		unirdma_qp_reset(qp);
+	return 0;
 }
 
 static void unirdma_get_ah(struct rdma_ah_attr *to, u8 sgid_index,
@@ -242,9 +288,10 @@ static void unirdma_get_ah(struct rdma_ah_attr *to, u8 sgid_index,
 	rdma_ah_set_port_num(to, from->port_num);
 	if (!from->is_global)
 		return;
-	rdma_ah_set_grh(to, NULL, le32_to_cpu(from->flow_label), sgid_index,
-			from->hop_limit, from->traffic_class);
-	rdma_ah_set_dgid_raw(to, (void *)from->dgid);
+	rdma_ah_set_grh(to, NULL, le32_to_cpu(from->route.flow_label),
+			sgid_index, from->route.hop_limit,
+			from->route.traffic_class);
+	rdma_ah_set_dgid_raw(to, (void *)from->route.dgid);
 }
 
 static int unirdma_query_qp(struct ib_qp *ibqp, struct ib_qp_attr *to,
@@ -252,7 +299,7 @@ static int unirdma_query_qp(struct ib_qp *ibqp, struct ib_qp_attr *to,
 {
 	struct unirdma_qp *qp = to_unirdma_qp(ibqp);
 	struct unirdma_req_query_qp req = {
-		.qpn = cpu_to_le32(ibqp->qp_num),
+		.qpn = cpu_to_le32(qp->qpn),
 		.attr_mask = cpu_to_le32(mask),
 	};
 	struct unirdma_qp_attr from;
@@ -303,7 +350,9 @@ static int unirdma_query_qp(struct ib_qp *ibqp, struct ib_qp_attr *to,
 static int unirdma_mcast(struct ib_qp *ibqp, enum unirdma_command command,
 			 const union ib_gid *gid)
 {
-	struct unirdma_req_mcast req = { .qpn = cpu_to_le32(ibqp->qp_num) };
+	struct unirdma_req_mcast req = {
+		.qpn = cpu_to_le32(to_unirdma_qp(ibqp)->qpn),
+	};
 
 	memcpy(req.gid, gid->raw, sizeof(req.gid));
 	return unirdma_cmd(to_unirdma_dev(ibqp->device), command, &req,
@@ -327,6 +376,8 @@ static const struct ib_device_ops unirdma_qp_ops = {
 	.modify_qp = unirdma_modify_qp,
 	.query_qp = unirdma_query_qp,
 	.destroy_qp = unirdma_destroy_qp,
+	.post_send = unirdma_post_send,
+	.post_recv = unirdma_post_recv,
 	.attach_mcast = unirdma_attach_mcast,
 	.detach_mcast = unirdma_detach_mcast,
 

@@ -16,7 +16,8 @@ static int unirdma_create_srq(struct ib_srq *ibsrq,
 	struct unirdma_req_create_srq req = {};
 	struct ib_srq_attr *attr = &init->attr;
 	struct unirdma_rsp_create_srq rsp;
-	struct unirdma_ucontext *uc;
+	struct ib_ucontext *ibuc = NULL;
+	struct unirdma_qp_ctrl *ctrl;
 	u32 entries, stride;
 	int err;
 
@@ -31,14 +32,21 @@ static int unirdma_create_srq(struct ib_srq *ibsrq,
 	    !unirdma_within(attr->max_sge, limits->max_srq_sge,
 			    UNIRDMA_MAX_SGE))
 		return -EINVAL;
-	uc = rdma_udata_to_drv_context(udata, struct unirdma_ucontext, ibuc);
+	if (udata)
+		ibuc = &rdma_udata_to_drv_context(udata, struct unirdma_ucontext,
+						  ibuc)->ibuc;
 
 	entries = roundup_pow_of_two(attr->max_wr);
 	stride = UNIRDMA_RQ_HEAD + UNIRDMA_SGE_SIZE * max(attr->max_sge, 1U);
-	srq->area = unirdma_area_create(dev, &uc->ibuc, UNIRDMA_CTRL_SIZE +
+	srq->area = unirdma_area_create(dev, ibuc, UNIRDMA_CTRL_SIZE +
 					(size_t)entries * stride);
 	if (IS_ERR(srq->area))
 		return PTR_ERR(srq->area);
+	if (!udata) {
+		ctrl = srq->area->ptr;
+		unirdma_ring_init(&srq->rq, ctrl + 1, entries, stride,
+				  attr->max_sge, &ctrl->rq_prod, &ctrl->rq_cons);
+	}
 
 	req.pdn = cpu_to_le32(to_unirdma_pd(ibsrq->pd)->pdn);
 	req.max_wr = cpu_to_le32(attr->max_wr);
@@ -55,6 +63,8 @@ static int unirdma_create_srq(struct ib_srq *ibsrq,
 	if (err)
 		goto destroy;
 	attr->max_wr = entries;
+	if (!udata)
+		return 0;
 
 	answer.offset = unirdma_area_offset(srq->area);
 	answer.size = unirdma_area_size(srq->area);
@@ -130,6 +140,7 @@ static const struct ib_device_ops unirdma_srq_ops = {
 	.modify_srq = unirdma_modify_srq,
 	.query_srq = unirdma_query_srq,
 	.destroy_srq = unirdma_destroy_srq,
+	.post_srq_recv = unirdma_post_srq_recv,
 
 	INIT_RDMA_OBJ_SIZE(ib_srq, unirdma_srq, ibsrq),
 };

@@ -5,10 +5,11 @@
  * main.c	binds the virtio device and registers the ib_device
  * control.c	control commands, and what happens when the device is lost
  * events.c	asynchronous and completion events
- * area.c	memory that the device and a process share
+ * area.c	memory that the device shares with a process or the kernel
  * gid.c	the vRNIC's addresses and its network interface
  * device.c	device, port, process and PD verbs; address handles
  * cq.c qp.c srq.c mr.c		the verbs of these objects
+ * post.c poll.c	work requests and completions of kernel users
  */
 #ifndef UNIRDMA_H
 #define UNIRDMA_H
@@ -49,12 +50,14 @@ struct unirdma_dev {
 	u32 generation;
 	u32 max_doorbells;
 	u32 gid_tbl_len;
+	bool has_gsi;
 
 	struct unirdma_control control;
 	struct unirdma_event_queue async;
 	struct unirdma_event_queue comp[UNIRDMA_MAX_COMP];
 	unsigned int num_comp;
 	struct virtqueue *wake;
+	struct unirdma_area *db;	/* the kernel's doorbell page */
 
 	/* CQs, QPs and SRQs that events may name. */
 	struct xarray cqs;
@@ -71,7 +74,8 @@ struct unirdma_dev {
 	struct llist_head kept_areas;
 	struct llist_head kept_mrs;
 
-	spinlock_t port_lock;		/* protects @port and @gids */
+	/* Protects @port and @gids. AHs are made where nobody may sleep. */
+	spinlock_t port_lock;
 	struct unirdma_rsp_query_port port;	/* as of the last command */
 	union ib_gid *gids;
 	struct notifier_block netdev_nb;
@@ -95,9 +99,10 @@ struct unirdma_target {
 	struct completion idle;
 };
 
-/* Memory that the device and, by mmap, a process share. */
+/* Memory that the device and, by mmap, a process share, or the kernel. */
 struct unirdma_area {
-	struct rdma_user_mmap_entry entry;
+	struct rdma_user_mmap_entry entry;	/* of a process's */
+	void *ptr;				/* of the kernel's */
 	struct llist_node kept;
 	u64 addr;			/* bus address */
 	u32 map;			/* handle of MAP_RUNS */
@@ -117,9 +122,22 @@ struct unirdma_pd {
 	u32 pdn;
 };
 
+/* One of a process is an object of the device; one of the kernel is @route. */
 struct unirdma_ah {
 	struct ib_ah ibah;
+	bool is_user;
 	u32 ahn;
+	struct unirdma_route route;
+};
+
+/* Where the kernel posts: an SQ, an RQ or an SRQ. */
+struct unirdma_ring {
+	spinlock_t lock;		/* protects @prod, and the slots */
+	void *slots;			/* NULL: there is none */
+	__le32 *prod_word, *cons_word;	/* in the control block */
+	u32 entries, stride, max_sge;
+	u32 prod;
+	u32 polled;	/* after the last WQE that poll_cq() has shown */
 };
 
 struct unirdma_cq {
@@ -128,6 +146,14 @@ struct unirdma_cq {
 	struct unirdma_area *area;
 	struct mutex resize_lock;	/* protects @area */
 	u32 cqn;
+
+	/* Of the kernel's. @lock protects all of these. */
+	spinlock_t lock;
+	struct unirdma_cq_ctrl *ctrl;	/* NULL: it is a process's */
+	struct unirdma_cqe *cqes;
+	u32 cons;
+	u32 arm_seq;
+	struct list_head senders, receivers;	/* QPs that complete here */
 };
 
 struct unirdma_srq {
@@ -135,15 +161,23 @@ struct unirdma_srq {
 	struct unirdma_target target;
 	struct unirdma_area *area;
 	u32 srqn;
+	struct unirdma_ring rq;
 };
 
 struct unirdma_qp {
 	struct ib_qp ibqp;
 	struct unirdma_target target;
 	struct unirdma_area *area;
+	u32 qpn;			/* the device's; the GSI QP's is not 1 */
 	struct ib_qp_cap cap;
 	enum ib_sig_type sig_type;
 	u8 sgid_index;			/* the ib core's, of the address vector */
+
+	/* Of the kernel's. */
+	struct unirdma_qp_ctrl *ctrl;	/* NULL: it is a process's */
+	struct unirdma_ring sq, rq;
+	u32 db_slot;
+	struct list_head sender, receiver;	/* in its CQs */
 };
 
 struct unirdma_mr {
@@ -188,7 +222,7 @@ to_unirdma_ucontext(struct ib_ucontext *ibuc)
  * no size of a ring overflows.
  */
 #define UNIRDMA_MAX_ENTRIES	BIT(24)
-#define UNIRDMA_MAX_SGE		1024U
+#define UNIRDMA_MAX_SGE		255U	/* a WQE's number of them is a u8 */
 #define UNIRDMA_MAX_INLINE	65536U
 
 /* True if @value is within a limit of the device and one of the driver. */
@@ -248,8 +282,15 @@ static inline u64 unirdma_area_size(const struct unirdma_area *area)
 	return (u64)area->num_pages << PAGE_SHIFT;
 }
 
+static inline bool unirdma_is_user_area(const struct unirdma_area *area)
+{
+	return area->entry.ucontext;
+}
+
 /* gid.c */
 int unirdma_read_gids(struct unirdma_dev *dev);
+int unirdma_fill_route(struct unirdma_dev *dev, struct unirdma_route *to,
+		       const struct rdma_ah_attr *from);
 int unirdma_fill_ah(struct unirdma_dev *dev, struct unirdma_ah_attr *to,
 		    const struct rdma_ah_attr *from);
 void unirdma_netdev_init(struct unirdma_dev *dev);
@@ -268,5 +309,24 @@ void unirdma_set_srq_ops(struct ib_device *ibdev);
 void unirdma_set_qp_ops(struct ib_device *ibdev);
 void unirdma_set_mr_ops(struct ib_device *ibdev);
 void unirdma_free_kept_mrs(struct unirdma_dev *dev);
+
+/* post.c */
+void unirdma_ring_init(struct unirdma_ring *ring, void *slots, u32 entries,
+		       u32 stride, u32 max_sge, __le32 *prod_word,
+		       __le32 *cons_word);
+int unirdma_post_send(struct ib_qp *ibqp, const struct ib_send_wr *wr,
+		      const struct ib_send_wr **bad_wr);
+int unirdma_post_recv(struct ib_qp *ibqp, const struct ib_recv_wr *wr,
+		      const struct ib_recv_wr **bad_wr);
+int unirdma_post_srq_recv(struct ib_srq *ibsrq, const struct ib_recv_wr *wr,
+			  const struct ib_recv_wr **bad_wr);
+
+/* poll.c */
+int unirdma_poll_cq(struct ib_cq *ibcq, int num_entries, struct ib_wc *wc);
+int unirdma_arm_cq(struct unirdma_cq *cq, enum ib_cq_notify_flags flags);
+void unirdma_qp_enter(struct unirdma_qp *qp, struct ib_cq *send_cq,
+		      struct ib_cq *recv_cq);
+void unirdma_qp_leave(struct unirdma_qp *qp);
+void unirdma_qp_reset(struct unirdma_qp *qp);
 
 #endif

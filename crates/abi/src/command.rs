@@ -323,6 +323,8 @@ pub const XRCD_CREATE: u32 = 2;
 pub const XRCD_EXCLUSIVE: u32 = 4;
 /// `CreateCqReq::comp_queue` of a CQ without events.
 pub const NO_COMP_QUEUE: u32 = u32::MAX;
+/// `CreateQpReq::qp_type` of the QP for the general services.
+pub const QP_TYPE_GSI: u8 = 1;
 /// Bus addresses with this bit are those that MAP_RUNS gives.
 pub const MAPPED_RUNS: u64 = 1 << 63;
 /// Most runs of one command.

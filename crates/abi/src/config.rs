@@ -35,6 +35,8 @@ pub const CONFIG_VERSION: u16 = 1;
 
 /// `Config::features`: LOCAL_INV, SEND_WITH_INV and memory windows of type 2.
 pub const FEATURE_INVALIDATE: u64 = 1;
+/// `Config::features`: a QP for the general services (QP 1), and addresses in WQEs.
+pub const FEATURE_GSI: u64 = 2;
 
 /// Most SGEs of one WQE.
 pub const MAX_SGE: u32 = 32;

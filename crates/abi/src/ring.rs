@@ -25,11 +25,26 @@ pub struct SqWqe {
     pub compare_add: u64,
     /// Or the lkey of the MR that a memory window is bound to, and in the upper half the access that it grants.
     pub swap: u64,
-    /// UD: address handle, and the destination's number and Q_Key. XRC: the number of the SRQ is in `dest_qpn`.
+    /// UD: address handle, unless the WQE has the address itself; and the destination's number and Q_Key. XRC: the number of the SRQ is in `dest_qpn`.
     pub ah: u32,
     pub dest_qpn: u32,
     pub qkey: u32,
     pub reserved: u32,
+}
+
+impl SqWqe {
+    /// The address of a datagram that has it in its WQE: it lies where other requests have their remote range.
+    pub fn route(&self) -> crate::GlobalRoute {
+        let at = std::mem::offset_of!(SqWqe, remote_addr);
+        let bytes = &self.as_bytes()[at..at + size_of::<crate::GlobalRoute>()];
+        crate::GlobalRoute::read_from_bytes(bytes).unwrap_or_default()
+    }
+
+    /// Puts an address where [`SqWqe::route`] finds it.
+    pub fn set_route(&mut self, route: &crate::GlobalRoute) {
+        let at = std::mem::offset_of!(SqWqe, remote_addr);
+        self.as_mut_bytes()[at..at + size_of::<crate::GlobalRoute>()].copy_from_slice(route.as_bytes());
+    }
 }
 
 /// Head of an RQ WQE; SGEs follow at byte 16.

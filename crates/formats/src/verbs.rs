@@ -303,6 +303,8 @@ pub mod send_flags {
     pub const SUPPORTED: u32 = FENCE | SIGNALED | SOLICITED | INLINE;
     /// Of WQEs, not of verbs: the SGEs name memory of the session by bus address, and their keys are not looked at.
     pub const STAGED: u32 = 1 << 31;
+    /// A datagram whose WQE has the address itself, in the place of a handle.
+    pub const ADDRESS: u32 = 1 << 30;
 }
 
 /// Completion flags (`enum ibv_wc_flags`).

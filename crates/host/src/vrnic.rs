@@ -297,7 +297,7 @@ pub(crate) fn device_config(mac: Mac, l: &Limits) -> abi::Config {
         version: abi::CONFIG_VERSION,
         phys_port_cnt: 1,
         atomic_cap: 1,
-        features: abi::FEATURE_INVALIDATE,
+        features: abi::FEATURE_INVALIDATE | abi::FEATURE_GSI,
         node_guid: mac.guid().0,
         sys_image_guid: mac.guid().0,
         device_cap_flags: CAPS,

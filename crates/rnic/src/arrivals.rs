@@ -7,7 +7,7 @@ use unirdma_formats::{Gid, QpType, Qpn};
 
 use crate::core::{Core, OP_NS, copy_ns};
 use crate::multicast::MULTICAST_QPN;
-use crate::objects::{Pause, Qp, VnicId};
+use crate::objects::{Pause, Qp, Vnic, VnicId};
 use crate::path::Arrival;
 use crate::slab::Handle;
 
@@ -37,7 +37,13 @@ impl Core {
             return None;
         }
         if p.dest_qp == GSI_QPN {
-            return Some(Mail { packet: p, from: Gid::from_ip(a.from), to: None });
+            let Some(h) = self.plain_gsi(a) else {
+                return Some(Mail { packet: p, from: Gid::from_ip(a.from), to: None });
+            };
+            if self.is_of_services(&p) {
+                self.execute_with(|e, core| e.packet(core, h, a, &p, bytes));
+            }
+            return None;
         }
         let h = self.find_qp(&p)?;
         self.execute_with(|e, core| e.packet(core, h, a, &p, bytes));
@@ -90,6 +96,12 @@ impl Core {
         };
         if p.dest_qp == GSI_QPN {
             self.tap_encapsulated(Some(vnic), a.from, route.vni, &flow, packet);
+            if let Some(h) = self.objects.gsi_of(vnic) {
+                if self.is_of_services(&p) {
+                    self.on_datagram(h, &flow, &p);
+                }
+                return None;
+            }
             return Some(Mail { packet: p, from: src, to: Some((vnic, dst)) });
         }
         let h = self.find_qp(&p)?;
@@ -100,6 +112,21 @@ impl Core {
         self.tap_encapsulated(Some(vnic), a.from, route.vni, &flow, packet);
         self.on_datagram(h, &flow, &p);
         None
+    }
+
+    /// The QP for the general services that a plain device's packet is for: that of the vRNIC that has the address which it came to,
+    /// and knows its sender.
+    fn plain_gsi(&self, a: &Arrival) -> Option<Handle<Qp>> {
+        let own = Gid::from_ip(a.to);
+        let is_it = |v: &Vnic| v.gids.contains(&own) && self.net.is_foreign(v.group, a.from);
+        self.objects.vnics.iter().filter(|(_, v)| v.gsi.is_some()).find(|(_, v)| is_it(v))?.1.gsi
+    }
+
+    /// True if a packet for the general services comes from them. No program's QP has their number.
+    fn is_of_services(&mut self, p: &Packet<'_>) -> bool {
+        let is = p.opcode.transport == Transport::Ud && p.deth.src_qp == GSI_QPN;
+        self.net.drops.bad_state += u64::from(!is);
+        is
     }
 
     /// Reads a packet, if it is well-formed and for the default partition.

@@ -4,14 +4,15 @@
 use std::collections::VecDeque;
 
 use unirdma_abi::Status;
-use unirdma_formats::{AsyncEvent, Qpn};
+use unirdma_formats::cm::MAD_BYTES;
+use unirdma_formats::{AsyncEvent, Gid, Qpn};
 
 use crate::capture::Tap;
 use crate::executor::{Away, Executor, Object};
 use crate::job::Jobs;
 use crate::multicast::Multicast;
 use crate::net::Network;
-use crate::objects::{MAX_MTU, Objects, Qp, SessionId};
+use crate::objects::{MAX_MTU, Objects, Qp, SessionId, VnicId};
 use crate::output::Output;
 use crate::polled::Polled;
 use crate::random::{Seed, Streams};
@@ -53,6 +54,8 @@ pub struct Core {
     /// Room for the datagram that is being delivered on this host.
     pub(crate) datagram: Box<[u8]>,
     pub(crate) outputs: VecDeque<Output>,
+    /// Messages of the general services for vRNICs of this host: to whom, to which address of it, and from which.
+    pub(crate) mads: VecDeque<(VnicId, Gid, Gid, Box<[u8; MAD_BYTES]>)>,
 }
 
 impl Core {
@@ -74,6 +77,7 @@ impl Core {
             starved: false,
             datagram: vec![0; MAX_MTU as usize].into_boxed_slice(),
             outputs: VecDeque::new(),
+            mads: VecDeque::new(),
         }
     }
 

@@ -4,6 +4,7 @@
 //! device it goes as it is. To another virtual layer it goes as a whole packet, with the virtual addresses in its IP
 //! header, inside VXLAN: nothing else in a datagram says which vRNIC of a host it comes from.
 
+use unirdma_formats::cm::{GSI_QKEY, GSI_QPN, MAD_BYTES};
 use unirdma_formats::net::{Flow, GRH_BYTES};
 use unirdma_formats::wire::{Deth, Extra, Op, Opcode, Packet, Part, Transport};
 use unirdma_formats::{Gid, QpType, Qpn, WcStatus, send_flags};
@@ -24,6 +25,8 @@ const OWN_QKEY: u32 = 1 << 31;
 /// Datagrams that found no receive wait this long for one, ns: a program that shares its processor with others may not
 /// have had its turn yet. It is as if the network had been slower.
 const HOLD_NS: u64 = 10_000_000;
+/// Most messages that wait for connection management: it takes them after each round.
+const MAX_MADS: usize = 1024;
 /// Most bytes of datagrams that wait at one QP.
 const HOLD_BYTES: usize = 1 << 20;
 
@@ -38,15 +41,9 @@ impl Core {
         if let Err(status) = self.check_local(q, w) {
             return Outcome::Failed(status);
         }
-        let ah = self
-            .objects
-            .own_ah(q.owner, w.wqe.ah)
-            .ok()
-            .and_then(|ah| self.objects.ahs.get(ah))
-            .filter(|a| a.pd == q.pd);
-        let Some(&Ah { flow, target, linked, .. }) = ah else { return Outcome::Failed(WcStatus::LocQpOpErr) };
+        let Some((flow, target, linked)) = self.address_of(q, w) else { return Outcome::Failed(WcStatus::LocQpOpErr) };
         let len = w.total as usize;
-        let (src_qp, psn) = (q.qpn.0, q.sq_psn);
+        let (src_qp, psn) = (q.source(), q.sq_psn);
         let qkey = if w.wqe.qkey & OWN_QKEY != 0 { q.attr.qkey } else { w.wqe.qkey };
         let solicited = w.wqe.send_flags & send_flags::SOLICITED != 0;
         let extra = if op.has_imm() { Extra::Imm } else { Extra::None };
@@ -119,6 +116,17 @@ impl Core {
         Outcome::Done
     }
 
+    /// Where the datagram of a WQE goes: where its address handle leads, or the address in the WQE itself. That is for drivers that
+    /// cannot make a handle where they learn the address, and is looked up for each datagram.
+    fn address_of(&self, q: &Qp, w: &Work) -> Option<(Flow, Target, bool)> {
+        if w.wqe.send_flags & send_flags::ADDRESS != 0 {
+            return self.resolve_address(q.vnic, &w.wqe.route()).ok();
+        }
+        let ah = self.objects.own_ah(q.owner, w.wqe.ah).ok()?;
+        let &Ah { pd, flow, target, linked, .. } = self.objects.ahs.get(ah)?;
+        (pd == q.pd).then_some((flow, target, linked))
+    }
+
     /// The data of a datagram lies in the private memory of a process: lets a job bring it.
     ///
     /// # Errors
@@ -144,10 +152,32 @@ impl Core {
     }
 
     fn deliver_here(&mut self, vnic: VnicId, qpn: Qpn, qkey: u32, flow: &Flow, data: &[u8], note: Note) {
+        if qpn.0 == GSI_QPN {
+            return self.deliver_mad(vnic, qkey, flow, data, note);
+        }
         let found = self.objects.qpns.get(&qpn).copied();
         let of_vnic = |h: &Handle<Qp>| self.objects.qps.get(*h).is_some_and(|q| q.vnic == vnic && q.typ == QpType::Ud);
         if let Some(h) = found.filter(of_vnic) {
             self.accept(h, qkey, flow, data, note);
+        }
+    }
+
+    /// Delivers a message of the general services on this host: to the QP that a vRNIC has for them, or to connection management.
+    /// No program's QP has their number, so what comes from another is not believed.
+    pub(crate) fn deliver_mad(&mut self, vnic: VnicId, qkey: u32, flow: &Flow, data: &[u8], note: Note) {
+        if note.src_qp != GSI_QPN || qkey != GSI_QKEY {
+            self.net.drops.bad_state += 1;
+            return;
+        }
+        if let Some(h) = self.objects.gsi_of(vnic) {
+            return self.accept(h, qkey, flow, data, note);
+        }
+        let Ok(mad) = <[u8; MAD_BYTES]>::try_from(data) else {
+            self.net.drops.malformed += 1;
+            return;
+        };
+        if self.mads.len() < MAX_MADS {
+            self.mads.push_back((vnic, Gid::from_ip(flow.dst), Gid::from_ip(flow.src), Box::new(mad)));
         }
     }
 

@@ -119,7 +119,11 @@ impl Rnic {
     pub fn poll_by(&mut self, began: u64, clock: impl Fn() -> u64) -> bool {
         self.core.now = began;
         let found = self.manager().poll();
-        self.core.round(began, clock) | found
+        let worked = self.core.round(began, clock);
+        if !self.core.mads.is_empty() {
+            self.manager().deliver_local_mads();
+        }
+        worked | found
     }
 
     /// As [`Rnic::poll_by`], at a moment: what is done takes no time.

@@ -34,6 +34,7 @@ impl Core {
             last_session: 0,
             counters: Counters::default(),
             room: Room::default(),
+            gsi: None,
         };
         let id = self.objects.vnics.insert(v).map(VnicId)?;
         self.sched.add(id, c.share.weight);

@@ -1,7 +1,8 @@
 //! A program with one QP: what a driver does with rings, a doorbell and a CQ.
 
 use unirdma_abi as abi;
-use unirdma_formats::{Gid, QpType, WcStatus, WrOpcode, access, send_flags};
+use unirdma_formats::cm::GSI_QKEY;
+use unirdma_formats::{Gid, QpState, QpType, WcStatus, WrOpcode, access, attr_mask as m, send_flags};
 use unirdma_mem::{Bell, CqRing, CqTail, ProcMem, QpRings, Span};
 use unirdma_rnic::{Backing, CreateQp, Limits, Rng, Rnic, SessionId, Share, VnicConfig, VnicId};
 use zerocopy::IntoBytes;
@@ -65,6 +66,22 @@ impl End {
 
     /// A program on this vRNIC, with a QP of this type and a CQ of so many entries.
     pub fn of_vnic(rnic: &mut Rnic, vnic: VnicId, cqes: u32, typ: QpType) -> End {
+        Self::with_raw(rnic, vnic, cqes, typ as u8)
+    }
+
+    /// A driver with the vRNIC's QP for the general services, which sends and receives.
+    pub fn of_services(rnic: &mut Rnic, vnic: VnicId) -> End {
+        let e = Self::with_raw(rnic, vnic, 64, abi::QP_TYPE_GSI);
+        // What kernels name in each step.
+        let steps = [(QpState::Init, m::PKEY_INDEX | m::QKEY), (QpState::Rtr, 0), (QpState::Rts, m::SQ_PSN)];
+        for (state, mask) in steps {
+            let attr = abi::QpAttr { qp_state: state as u8, qkey: GSI_QKEY, ..Default::default() };
+            rnic.modify_qp(e.session, e.qpn, m::STATE | mask, &attr).unwrap();
+        }
+        e
+    }
+
+    fn with_raw(rnic: &mut Rnic, vnic: VnicId, cqes: u32, typ: u8) -> End {
         let session = rnic.add_session(vnic).unwrap();
         let bell = Bell::new(aligned(4096)).unwrap();
         rnic.set_doorbell(session, bell.clone()).unwrap();
@@ -89,7 +106,7 @@ impl End {
             cap,
             rings: rings.clone(),
         };
-        let (qpn, slot) = rnic.create_qp(session, typ as u8, create).unwrap();
+        let (qpn, slot) = rnic.create_qp(session, typ, create).unwrap();
         let memory = aligned(MR_BYTES);
         let (mr, key) =
             rnic.reg_mr(session, pd, ALL, IOVA, MR_BYTES as u64, (Backing::Mapped(memory.clone()), vec![7])).unwrap();

@@ -1,6 +1,7 @@
 //! Debian's programs in virtual machines whose guests have vRNICs, with each other and with containers.
 
 use std::cell::OnceCell;
+use std::time::Instant;
 
 use super::*;
 use crate::lab::Running;
@@ -50,7 +51,10 @@ impl End<'_> {
         };
         let program = match program.split_once(' ') {
             Some((name, rest)) if name.ends_with("pingpong") => format!("{name} -g {gid} {rest}"),
-            Some((name, rest)) if name.starts_with("ib_") => format!("{name} -F -x {gid} {rest}"),
+            // With -R addresses say it.
+            Some((name, rest)) if name.starts_with("ib_") && !program.contains(" -R ") => {
+                format!("{name} -F -x {gid} {rest}")
+            }
             _ => program.into(),
         };
         let program = format!("timeout {} {program}", LIMIT.as_secs());
@@ -83,9 +87,14 @@ impl End<'_> {
 
 /// The same program at both ends; both must end well.
 fn pair(server: End<'_>, client: End<'_>, program: &str) -> Check {
+    connect(server, client, (program, &format!("{program} ADDR")))
+}
+
+/// A server and its client, which gets the server's address for `ADDR`; both must end well.
+fn connect(server: End<'_>, client: End<'_>, programs: (&str, &str)) -> Check {
     let run = || -> Result<(Output, Output)> {
-        let s = server.serve(program)?;
-        let c = client.spawn(&format!("{program} {}", server.address()))?.finish_within(LIMIT);
+        let s = server.serve(programs.0)?;
+        let c = client.spawn(&programs.1.replace("ADDR", server.address()))?.finish_within(LIMIT);
         let limit = if c.ok() { LIMIT } else { Duration::from_secs(5) };
         Ok((s.finish_within(limit), c))
     };
@@ -93,6 +102,33 @@ fn pair(server: End<'_>, client: End<'_>, program: &str) -> Check {
     let (s, c) = run()?;
     let gave_up = |o: &Output| o.text.contains("Can't produce a report");
     both_end_well(if gave_up(&s) || gave_up(&c) { run()? } else { (s, c) })
+}
+
+/// A member of a multicast group, and one that sends to it.
+fn mckey(member: End<'_>, sender: End<'_>) -> Check {
+    let program = |e: End<'_>| format!("mckey -m 239.1.1.1 -b {}", e.address());
+    let mut m = member.spawn(&program(member))?;
+    // Nothing shows that the member has joined: what is sent before is lost, and the sender comes again.
+    loop {
+        let s = sender.spawn(&format!("{} -s", program(sender)))?.finish_within(LIMIT);
+        let enough = Instant::now() + Duration::from_secs(2);
+        while !m.has_ended() && Instant::now() < enough {
+            std::thread::sleep(Duration::from_millis(50));
+        }
+        if m.has_ended() || !s.ok() {
+            return both_end_well((m.finish_within(LIMIT), s));
+        }
+    }
+}
+
+/// What connects by address: in a guest that is the kernel's rdma_cm.
+fn by_address(s: &mut Suite<'_>, name: &str, run: impl Fn(&dyn Fn(End<'_>, End<'_>) -> Check) -> Check) {
+    for programs in BY_ADDRESS {
+        s.check(&format!("{name}, by address: {}", programs.0), |_| {
+            run(&|server, client| connect(server, client, *programs))
+        });
+    }
+    s.check(&format!("{name}, by address: mckey"), |_| run(&|server, client| mckey(server, client)));
 }
 
 /// Two processes of one guest. On few processors those that poll keep each other from running, so these wait for events where they can.
@@ -126,6 +162,14 @@ const BETWEEN: &[&str] = &[
     "ib_write_bw -s 65536 -n 100",
     "ib_send_bw -e -s 65536 -n 100",
     "ib_read_bw -e -s 65536 -n 100",
+];
+
+/// Servers and clients that connect by address.
+const BY_ADDRESS: &[(&str, &str)] = &[
+    ("rping -s -C 20 -v", "rping -c -a ADDR -C 20 -V"),
+    ("ib_write_bw -R -F -s 65536 -n 50", "ib_write_bw -R -F -s 65536 -n 50 ADDR"),
+    ("ucmatose -c 5", "ucmatose -c 5 -s ADDR"),
+    ("udaddy -c 3", "udaddy -c 3 -s ADDR"),
 ];
 
 /// What may happen to a guest.
@@ -242,6 +286,16 @@ pub(super) fn run(s: &mut Suite<'_>, kernel: Option<&str>) {
                 explained(&|g, _| pair(End::Guest(&scene()?.guests[1 - i]), End::Guest(g), p))
             });
         }
+        by_address(s, &format!("{which} guest alone"), |both| explained(&|g, _| both(End::Guest(g), End::Guest(g))));
+        by_address(s, &format!("{which} guest serves a container"), |both| {
+            explained(&|g, lab| both(End::Guest(g), End::Container(lab)))
+        });
+        by_address(s, &format!("{which} guest calls a container"), |both| {
+            explained(&|g, lab| both(End::Container(lab), End::Guest(g)))
+        });
+        by_address(s, &format!("{which} guest calls the other"), |both| {
+            explained(&|g, _| both(End::Guest(&scene()?.guests[1 - i]), End::Guest(g)))
+        });
         s.check(&format!("{which} guest: its network"), |_| {
             explained(&|g, lab| {
                 let mut container = lab.spawn(CONTAINER, &[], "sleep 60")?;

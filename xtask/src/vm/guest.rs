@@ -26,6 +26,8 @@ const PROGRAMS: &[&str] = &[
     "ib_atomic_bw",
     "rping",
     "ucmatose",
+    "udaddy",
+    "mckey",
     "rdma",
     "ip",
     "ping",

@@ -364,6 +364,13 @@ fn queue_pairs() -> Vec<Row> {
         })
         .what("XRC target")
         .handle(at!(abi::CreateQpReq, xrcdn), Kind::Xrcd),
+        row(C::CreateQp, |w| bytes(abi::CreateQpReq { qp_type: abi::QP_TYPE_GSI, ..create(&w.me, QpType::Ud) }))
+            .what("for the general services")
+            .refused(Exhausted, "another session has it", |w| {
+                let gsi = |s: &Side| abi::CreateQpReq { qp_type: abi::QP_TYPE_GSI, ..create(s, QpType::Ud) };
+                w.other.ok::<abi::CreateQpResp>(C::CreateQp, &gsi(&w.other));
+                bytes(gsi(&w.me))
+            }),
         row(C::ResizeQp, |w| bytes(resize(&w.me, w.me.make(Kind::Qp))))
             .handle(at!(abi::ResizeQpReq, qpn), Kind::Qp)
             .refused(BadValue, "too large", |w| {

@@ -224,8 +224,6 @@ pub(crate) struct Cm {
     /// Requests that came in: of a vRNIC, from a GID, with a communication ID, for datagrams or not.
     pub requests: HashMap<(VnicId, Gid, u32, bool), Id>,
     pub events: HashMap<(SessionId, u16), VecDeque<abi::CmEvent>>,
-    /// Messages between vRNICs of this host.
-    pub local: VecDeque<(VnicId, Gid, Gid, Box<[u8; MAD_BYTES]>)>,
     pub timers: BinaryHeap<Reverse<(u64, Id, u32)>>,
     /// How many timers were left when the stopped ones were thrown away the last time.
     pub timers_kept: usize,

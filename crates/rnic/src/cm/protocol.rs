@@ -10,7 +10,7 @@ use unirdma_formats::wire::{Deth, Extra, Op, Opcode, Packet, Part, Transport};
 
 use super::{CmEventKind, CmId, ETIMEDOUT, Early, Id, Manager, State};
 use crate::arrivals::Mail;
-use crate::objects::{MAX_MTU, VnicId};
+use crate::objects::{MAX_MTU, Note, VnicId};
 use crate::path::{Arrival, Path};
 
 /// Encoded time that a peer has for an answer: 4.3 s.
@@ -50,7 +50,7 @@ impl Manager<'_> {
         self.cm.psn = self.cm.psn.advance(1);
         if let Some(there) = self.core.objects.find_vnic(v.group, to) {
             self.core.tap_mad(vnic, there, &flow, &head, mad);
-            self.cm.local.push_back((there, to, own, Box::new(*mad)));
+            self.core.deliver_mad(there, GSI_QKEY, &flow, mad, Note::of(&head));
             return;
         }
         let Some(route) = self.core.net.routes.get(&(v.group, to)).copied() else { return };
@@ -65,8 +65,8 @@ impl Manager<'_> {
 
     /// Delivers what vRNICs of this host have sent each other, and follows the chain of answers until it ends: each message causes
     /// one more at most.
-    pub(super) fn deliver_local_mads(&mut self) {
-        while let Some((vnic, own, from, mad)) = self.cm.local.pop_front() {
+    pub fn deliver_local_mads(&mut self) {
+        while let Some((vnic, own, from, mad)) = self.core.mads.pop_front() {
             self.on_mad(vnic, own, from, &*mad, false);
         }
     }

@@ -14,7 +14,7 @@ use unirdma_mem::{CqRing, Span};
 
 use crate::core::Core;
 use crate::executor::Object;
-use crate::objects::{Ah, Backing, Cq, Moderation, Mr, Pd, SessionId, Stage};
+use crate::objects::{Ah, Backing, Cq, Moderation, Mr, Pd, SessionId, Stage, Target, VnicId};
 use crate::slab::Handle;
 
 type Result<T> = std::result::Result<T, Status>;
@@ -286,21 +286,10 @@ impl Core {
     pub fn create_ah(&mut self, s: SessionId, pd: u32, a: &abi::AhAttr) -> Result<u32> {
         let pd = self.objects.own_pd(s, pd)?;
         self.objects.quota(s, |u| u.ahs, |l| l.max_ah)?;
-        let vnic = self.objects.vnic_of(s)?;
-        let v = self.objects.vnics.get(vnic.0).ok_or(Status::BadHandle)?;
-        let own = v.gid(a.grh.sgid_index).filter(|_| a.is_global != 0 && a.port_num == 1);
-        let linked = v.is_linked(own);
-        let (own, dgid) = (own.ok_or(Status::BadValue)?, Gid(a.grh.dgid));
-        if !self.is_reachable(v.group, dgid) {
-            return Err(Status::Unreachable);
+        if a.is_global == 0 || a.port_num != 1 {
+            return Err(Status::BadValue);
         }
-        let hop_limit = if a.grh.hop_limit == 0 { HOP_LIMIT } else { a.grh.hop_limit };
-        let flow = Flow { traffic_class: a.grh.traffic_class, hop_limit, ..Flow::roce(own, dgid) };
-        let target = self.target_of(
-            vnic,
-            &flow,
-            source_port(self.net.first_port, a.grh.flow_label, own.low_bits(), dgid.low_bits()),
-        );
+        let (flow, target, linked) = self.resolve_address(self.objects.vnic_of(s)?, &a.grh)?;
         let number = self.objects.new_number(s)?;
         let h = self.objects.ahs.insert(Ah { owner: s, number, pd, flow, target, linked }).ok_or(Status::Exhausted)?;
         self.objects.names(s).and_then(|n| n.ahs.insert(number, h));
@@ -308,6 +297,24 @@ impl Core {
         self.objects.use_pd(pd, true);
         self.made(Object::Ah(h)).inspect_err(|_| self.objects.remove_ah(h))?;
         Ok(number)
+    }
+
+    /// Where datagrams of a vRNIC to an address go: their header, what that leads to, and whether they leave at all.
+    ///
+    /// # Errors
+    /// `BadValue` if it names no own GID, `Unreachable`.
+    pub(crate) fn resolve_address(&self, vnic: VnicId, grh: &abi::GlobalRoute) -> Result<(Flow, Target, bool)> {
+        let v = self.objects.vnics.get(vnic.0).ok_or(Status::BadHandle)?;
+        let own = v.gid(grh.sgid_index);
+        let linked = v.is_linked(own);
+        let (own, dgid) = (own.ok_or(Status::BadValue)?, Gid(grh.dgid));
+        if !self.is_reachable(v.group, dgid) {
+            return Err(Status::Unreachable);
+        }
+        let hop_limit = if grh.hop_limit == 0 { HOP_LIMIT } else { grh.hop_limit };
+        let flow = Flow { traffic_class: grh.traffic_class, hop_limit, ..Flow::roce(own, dgid) };
+        let port = source_port(self.net.first_port, grh.flow_label, own.low_bits(), dgid.low_bits());
+        Ok((flow, self.target_of(vnic, &flow, port), linked))
     }
 
     /// DESTROY_AH. Datagrams that were posted with it and not sent yet fail: ask [`crate::Core::is_behind`] before.

@@ -31,7 +31,8 @@ impl Core {
     /// # Errors
     /// `Unsupported` for a type that is not offered, `BadHandle`, or `Exhausted` at a quota.
     pub fn create_qp(&mut self, s: SessionId, typ: u8, c: CreateQp) -> Result<(u32, u32)> {
-        let typ = QpType::from_raw(typ.into()).ok_or(Status::Unsupported)?;
+        let gsi = typ == abi::QP_TYPE_GSI;
+        let typ = if gsi { Some(QpType::Ud) } else { QpType::from_raw(typ.into()) }.ok_or(Status::Unsupported)?;
         // The target of an XRC connection has neither PD nor CQs: each message is for an SRQ that has.
         let (xrcd, pd, send_cq, recv_cq) = match (typ, c.xrcd) {
             (QpType::XrcRecv, Some(xrcd)) => {
@@ -48,6 +49,9 @@ impl Core {
         let srq = c.srq.map(|srq| self.objects.own_srq(s, srq).map(|q| q.0)).transpose()?.filter(|_| xrcd.is_none());
         let vnic = self.objects.vnic_of(s)?;
         self.objects.quota(s, |u| u.qps, |l| l.max_qp)?;
+        if gsi && self.objects.gsi_of(vnic).is_some() {
+            return Err(Status::Exhausted);
+        }
         // QPNs are random and unique on the host.
         let (random, objects) = (&mut self.random.qpns, &self.objects);
         let drawn = objects.qpn_space.draw(|| random.next_u64(), |n| objects.is_free_qpn(Qpn(n)));
@@ -63,6 +67,7 @@ impl Core {
             pd,
             qpn,
             typ,
+            gsi,
             door,
             slot,
             sig_all: c.sig_all,
@@ -101,6 +106,9 @@ impl Core {
         self.use_objects(h, true);
         if let Some(v) = self.objects.vnics.get_mut(vnic.0) {
             v.used.qps += 1;
+            if gsi {
+                v.gsi = Some(h);
+            }
         }
         self.made(Object::Qp(h)).inspect_err(|_| self.remove_qp(h))?;
         Ok((qpn.0, slot))
@@ -140,6 +148,7 @@ impl Core {
         self.objects.qpns.remove(&q.qpn);
         if let Some(v) = self.objects.vnics.get_mut(q.vnic.0) {
             v.used.qps -= 1;
+            v.gsi.take_if(|g| *g == h);
         }
         if let Some(s) = self.objects.sessions.get_mut(q.owner.0) {
             s.names.qps.remove(&h);
@@ -240,7 +249,9 @@ impl Core {
             return Err(Status::BadState);
         }
         let to = if given(m::STATE) { raw(a.qp_state)? } else { q.state };
-        if !attr::allowed(q.typ, q.state, to, mask) {
+        // Kernels name no port for the QP of the general services.
+        let port = if q.gsi && q.state == QpState::Reset && to == QpState::Init { m::PORT } else { 0 };
+        if !attr::allowed(q.typ, q.state, to, mask | port) {
             return Err(Status::BadState);
         }
         let v = self.objects.vnics.get(vnic.0).ok_or(Status::BadHandle)?;

@@ -1,7 +1,7 @@
 //! Work queue elements: copied from the rings and checked, completed, flushed.
 
 use unirdma_abi as abi;
-use unirdma_formats::{QpState, WcOpcode, WcStatus, WrOpcode, send_flags};
+use unirdma_formats::{QpState, QpType, WcOpcode, WcStatus, WrOpcode, send_flags};
 use zerocopy::IntoBytes;
 
 use crate::core::Core;
@@ -115,7 +115,8 @@ pub(crate) fn load(q: &Qp, at: u32, w: &mut Work) -> Result<(), WcStatus> {
     let staged = w.wqe.send_flags & send_flags::STAGED != 0;
     let may_be_staged = (op.is_send() || matches!(op, WrOpcode::Write | WrOpcode::WriteImm))
         && w.wqe.send_flags & send_flags::INLINE == 0;
-    let known = send_flags::SUPPORTED | send_flags::STAGED;
+    let address = if q.typ == QpType::Ud { send_flags::ADDRESS } else { 0 };
+    let known = send_flags::SUPPORTED | send_flags::STAGED | address;
     if w.wqe.send_flags & !known != 0 || staged && !may_be_staged || !q.typ.allows(op) {
         return Err(WcStatus::LocQpOpErr);
     }

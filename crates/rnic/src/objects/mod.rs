@@ -89,6 +89,11 @@ impl Objects {
         self.qps.get(h).map(|q| q.vnic)
     }
 
+    /// The QP of a vRNIC for the general services, if a driver has made one.
+    pub fn gsi_of(&self, id: VnicId) -> Option<Handle<Qp>> {
+        self.vnics.get(id.0)?.gsi
+    }
+
     /// True if the link of a vRNIC is up.
     pub fn is_up(&self, id: VnicId) -> bool {
         self.vnics.get(id.0).is_some_and(|v| v.up)

@@ -1,6 +1,7 @@
 //! Queue pairs.
 
 use unirdma_abi as abi;
+use unirdma_formats::cm::GSI_QPN;
 use unirdma_formats::{Gid, Psn, QpState, QpType, Qpn};
 use unirdma_mem::QpRings;
 
@@ -49,6 +50,8 @@ pub(crate) struct Qp {
     pub pd: Handle<Pd>,
     pub qpn: Qpn,
     pub typ: QpType,
+    /// It is its vRNIC's UD QP for the general services: to others its number is 1.
+    pub gsi: bool,
     /// Its doorbell bit.
     pub door: Handle<Door>,
     pub slot: u32,
@@ -134,6 +137,11 @@ impl Connection {
 }
 
 impl Qp {
+    /// The number that its packets say they come from.
+    pub fn source(&self) -> u32 {
+        if self.gsi { GSI_QPN } else { self.qpn.0 }
+    }
+
     pub fn wire(&self) -> Option<&Wire> {
         if let Connection::Wire(w) = &self.connection { Some(w) } else { None }
     }

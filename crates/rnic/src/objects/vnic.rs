@@ -3,7 +3,9 @@
 use unirdma_formats::Gid;
 
 use super::fetched::Room;
+use super::qp::Qp;
 use crate::pace::{Limit, Share};
+use crate::slab::Handle;
 
 /// What makes a vRNIC.
 #[derive(Clone, Debug)]
@@ -101,6 +103,8 @@ pub(crate) struct Vnic {
     pub counters: Counters,
     /// How many bytes its packets have that wait for jobs.
     pub room: Room,
+    /// Its QP for the general services; without one connection management has its messages.
+    pub gsi: Option<Handle<Qp>>,
 }
 
 impl Vnic {

@@ -282,6 +282,7 @@ impl<'a> Known<'a> {
                 self.staged(s, object)?;
             }
         }
+        ensure(!q.gsi || typ == QpType::Ud, object, "its type")?;
         ensure(q.wait.is_none() || q.work.is_some(), object, "its wait")?;
         ensure(
             (typ == QpType::Ud) == matches!(q.connection, ConnectionData::Datagram { .. }),

@@ -295,6 +295,7 @@ pub(crate) struct FlowData {
 pub(crate) struct QpData {
     pub qpn: u32,
     pub typ: u8,
+    pub gsi: bool,
     pub owner: u32,
     /// Others that have opened it, each with its number of the XRC domain.
     pub openers: Vec<At>,

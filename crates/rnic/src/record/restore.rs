@@ -141,6 +141,7 @@ impl Core {
             last_session: *last_session,
             counters: counters.restore(),
             room: Room::default(),
+            gsi: None,
         };
         let id = self.objects.vnics.insert(v).map(VnicId)?;
         self.sched.add(id, share.weight);
@@ -408,6 +409,7 @@ impl<'a> Restorer<'a> {
         let QpData {
             qpn,
             typ,
+            gsi,
             owner,
             openers,
             memory,
@@ -478,6 +480,7 @@ impl<'a> Restorer<'a> {
             pd: self.pd(*pd),
             qpn: Qpn(*qpn),
             typ: typ.unwrap_or(QpType::Rc),
+            gsi: *gsi,
             door,
             slot: slot.map_or(NO_SLOT, |s| s.1),
             sig_all: *sig_all,
@@ -529,6 +532,9 @@ impl<'a> Restorer<'a> {
         }
         if let Some(v) = self.core.objects.vnics.get_mut(self.vnic.0) {
             v.used.qps += 1;
+            if *gsi {
+                v.gsi = Some(h);
+            }
             let group = v.group;
             if let ConnectionData::Datagram { groups, .. } = connection {
                 for &g in groups {

@@ -212,7 +212,7 @@ impl<'a> Saver<'a> {
 
     fn vnic(&self, id: VnicId) -> Option<VnicData> {
         // What it has in use is counted again.
-        let Vnic { group, gids, up, limits, limit, used: _, last_session, counters, room: _ } =
+        let Vnic { group, gids, up, limits, limit, used: _, last_session, counters, room: _, gsi: _ } =
             self.core.objects.vnics.get(id.0)?;
         let Limit { share, bits_until, ops_until } = limit;
         let sessions = self.core.numbered_sessions(id);
@@ -352,6 +352,7 @@ impl<'a> Saver<'a> {
             pd,
             qpn,
             typ,
+            gsi,
             door,
             slot,
             sig_all,
@@ -410,6 +411,7 @@ impl<'a> Saver<'a> {
         QpData {
             qpn: qpn.0,
             typ: *typ as u8,
+            gsi: *gsi,
             owner: self.sessions.get(owner).copied().unwrap_or(0),
             openers: openers.iter().filter_map(|(_, x)| self.xrcds.get(x).copied()).collect(),
             memory: self.sessions.get(memory).copied(),
