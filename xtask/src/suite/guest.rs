@@ -190,6 +190,8 @@ const CHANGES: &[(&str, Change)] = &[
 /// Two guests and a container on one virtual layer.
 struct Scene {
     guests: Vec<Guest>,
+    /// What each guest's kernel has for itself.
+    objects: Vec<[Option<u64>; 4]>,
     lab: Lab,
     /// The guests' files.
     _systems: Systems,
@@ -200,26 +202,30 @@ impl Scene {
         let systems = Systems::make(kernel)?;
         let lab = Lab::start(None)?;
         lab.vrnic(CONTAINER, &["--ip", ADDRESS_OF_CONTAINER])?;
-        let mut scene = Scene { guests: Vec::new(), lab, _systems: systems };
+        let mut scene = Scene { guests: Vec::new(), objects: Vec::new(), lab, _systems: systems };
         let all = &scene._systems.all;
         for (i, vrnic) in ["a", "b"].into_iter().enumerate() {
             scene.lab.vrnic(vrnic, &["--ip", &format!("10.0.0.{}", i + 1)])?;
             let system = all.get(i).or(all.first()).ok_or("no kernel")?;
-            scene.guests.push(Guest::start(&scene.lab, system, vrnic, 2, false)?);
+            let guest = Guest::start(&scene.lab, system, vrnic, 2, false)?;
+            scene.objects.push(objects(&scene.lab, &guest)?);
+            scene.guests.push(guest);
         }
         Ok(scene)
     }
 }
 
-/// Nothing of a guest's is left in the virtual layer but its link to QEMU.
-fn nothing_left(lab: &Lab, guest: &Guest) -> Check {
-    let left = || -> Result<Vec<String>> {
-        let v = lab.show(&guest.vrnic)?;
-        let count = |k: &str| v[k].as_u64().unwrap_or(u64::MAX);
-        let all = ["qps", "cqs", "mrs_mapped", "mrs_copied"];
-        Ok(all.into_iter().filter(|k| count(k) > 0).map(|k| format!("{k}: {}", count(k))).collect())
-    };
-    wait_until(|| left().is_ok_and(|l| l.is_empty()), "").map_err(|_| format!("left of the guest: {:?}", left()))
+/// How many QPs, CQs and MRs a guest has.
+fn objects(lab: &Lab, guest: &Guest) -> Result<[Option<u64>; 4]> {
+    let v = lab.show(&guest.vrnic)?;
+    Ok(["qps", "cqs", "mrs_mapped", "mrs_copied"].map(|k| v[k].as_u64()))
+}
+
+/// Nothing of a guest's is left in the virtual layer but what its kernel had in the beginning.
+fn nothing_left(scene: &Scene, i: usize) -> Check {
+    let now = || objects(&scene.lab, &scene.guests[i]);
+    wait_until(|| now().as_ref() == Ok(&scene.objects[i]), "")
+        .map_err(|_| format!("QPs, CQs, MRs mapped and copied: {:?}, in the beginning {:?}", now(), scene.objects[i]))
 }
 
 /// Programs that write for long from the container into the memory of a guest; the container's.
@@ -348,9 +354,9 @@ pub(super) fn run(s: &mut Suite<'_>, kernel: Option<&str>) {
                     let client = connected(g, lab)?;
                     change(g)?;
                     ends_with_error(client)?;
-                    nothing_left(lab, g)?;
+                    nothing_left(scene()?, i)?;
                     pair(End::Container(lab), End::Guest(g), "ibv_rc_pingpong -c -n 100")?;
-                    nothing_left(lab, g)
+                    nothing_left(scene()?, i)
                 })
             });
         }
