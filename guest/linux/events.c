@@ -220,7 +220,8 @@ static void unirdma_wake_pollers(struct unirdma_dev *dev)
 			continue;
 		cq = container_of(target, struct unirdma_cq, target);
 		local_bh_disable();
-		if (cq->ctrl && cq->ibcq.comp_handler)
+		/* Who has never armed a CQ expects no call. */
+		if (READ_ONCE(cq->arm_seq) && cq->ibcq.comp_handler)
 			cq->ibcq.comp_handler(&cq->ibcq, cq->ibcq.cq_context);
 		local_bh_enable();
 		unirdma_target_put(target);

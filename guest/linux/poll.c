@@ -18,6 +18,7 @@ static const struct unirdma_cqe *unirdma_next_cqe(struct unirdma_cq *cq)
 	/* 1 on the first lap of the ring, 0 on the second, and so on. */
 	const u32 valid = !(cq->cons & entries);
 
+	/* Before the rest of the CQE is read. */
 	return le32_to_cpu(virt_load_acquire(&cqe->valid)) == valid ? cqe : NULL;
 }
 
@@ -59,6 +60,13 @@ static void unirdma_put_wc(struct ib_wc *wc, const struct unirdma_cqe *cqe,
 	}
 }
 
+/* What does not fit is left from before a reset. */
+static void unirdma_ring_polled(struct unirdma_ring *ring, u32 index)
+{
+	if (READ_ONCE(ring->prod) - index <= ring->entries)
+		ring->polled = index;
+}
+
 static int unirdma_poll_ring(struct unirdma_cq *cq, int num, struct ib_wc *wc)
 {
 	struct unirdma_dev *dev = to_unirdma_dev(cq->ibcq.device);
@@ -75,14 +83,14 @@ static int unirdma_poll_ring(struct unirdma_cq *cq, int num, struct ib_wc *wc)
 		qp = unirdma_qp_of(dev, le32_to_cpu(cqe->qp_num));
 		if (!qp)
 			continue;
-		if (!(cqe->opcode & IB_WC_RECV))
-			qp->sq.polled = le32_to_cpu(cqe->wqe_index);
-		else
-			qp->rq.polled = le32_to_cpu(cqe->wqe_index);
+		unirdma_ring_polled(cqe->opcode & IB_WC_RECV ? &qp->rq : &qp->sq,
+				    le32_to_cpu(cqe->wqe_index));
 		unirdma_put_wc(&wc[n++], cqe, qp);
 	}
-	if (cq->cons != begin)
-		virt_store_release(&cq->ctrl->cons, cpu_to_le32(cq->cons));
+	if (cq->cons == begin)
+		return 0;
+	/* After the CQEs were read. */
+	virt_store_release(&cq->ctrl->cons, cpu_to_le32(cq->cons));
 	return n;
 }
 

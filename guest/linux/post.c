@@ -35,17 +35,19 @@ void unirdma_ring_init(struct unirdma_ring *ring, void *slots, u32 entries,
 /* The slot for the next WQE, or NULL if there is none. */
 static void *unirdma_ring_slot(struct unirdma_ring *ring)
 {
-	u32 cons = le32_to_cpu(virt_load_acquire(ring->cons_word));
+	u32 cons;
 
+	/* The device has read what was in a slot before it is free. */
+	cons = le32_to_cpu(virt_load_acquire(ring->cons_word));
 	if (ring->prod - cons >= ring->entries)
 		return NULL;
 	return ring->slots + (size_t)(ring->prod & (ring->entries - 1)) *
 			     ring->stride;
 }
 
-/* Shows the device what was posted. */
 static void unirdma_ring_publish(struct unirdma_ring *ring)
 {
+	/* Who sees the index sees the WQEs. */
 	virt_store_release(ring->prod_word, cpu_to_le32(ring->prod));
 }
 
@@ -53,11 +55,13 @@ static void unirdma_doorbell(struct unirdma_dev *dev, u32 slot)
 {
 	struct unirdma_doorbell *db = dev->db->ptr;
 
-	/* Who finds a bit finds what was set before. */
+	/* Who finds the QP's bit finds the index. */
 	virt_mb__before_atomic();
 	set_bit_le(slot, db->bits);
+	/* Who finds the word's bit finds the QP's. */
 	virt_mb__before_atomic();
 	set_bit_le(slot / 64, &db->summary);
+	/* The device stores need_kick before it looks at @summary again. */
 	virt_mb();
 	if (READ_ONCE(db->need_kick) && !unirdma_is_lost(dev))
 		virtqueue_notify(dev->wake);
