@@ -2,6 +2,7 @@
 
 use std::path::Path;
 
+use unirdma_abi::{CONFIG_BYTES, VIRTIO_ID_RDMA, VQ_COMP_FIRST};
 use unirdma_host::{NET_SOCKET, VHOST_SOCKET, VrnicInfo};
 
 /// For which VMM.
@@ -19,12 +20,8 @@ pub(crate) struct VmmArgs {
     cloud_hypervisor: bool,
 }
 
-/// Virtio device ID of an RDMA device.
-const DEVICE_ID: u32 = 42;
-/// Bytes of the configuration space.
-const CONFIG_BYTES: u32 = 192;
 /// Control, asynchronous events, wake, and a completion event queue for each of 8 processors: the guest's driver uses no more.
-const QUEUES: u32 = 3 + 8;
+const QUEUES: u32 = VQ_COMP_FIRST + 8;
 const QUEUE_SIZE: u32 = 256;
 
 impl VmmArgs {
@@ -43,7 +40,7 @@ impl VmmArgs {
 
 fn qemu_device() -> String {
     format!(
-        "vhost-user-test-device-pci,chardev=unirdma,virtio-id={DEVICE_ID},num_vqs={QUEUES},vq_size={QUEUE_SIZE},config_size={CONFIG_BYTES}"
+        "vhost-user-test-device-pci,chardev=unirdma,virtio-id={VIRTIO_ID_RDMA},num_vqs={QUEUES},vq_size={QUEUE_SIZE},config_size={CONFIG_BYTES}"
     )
 }
 
@@ -78,7 +75,7 @@ fn cloud_hypervisor(v: &VrnicInfo, memory: &str, device: &str, net: &str) -> Vec
     let sizes = vec![QUEUE_SIZE.to_string(); QUEUES as usize].join(",");
     vec![
         format!("--memory size={memory},shared=on"),
-        format!("--generic-vhost-user socket={device},device_type={DEVICE_ID},queue_sizes=[{sizes}]"),
+        format!("--generic-vhost-user socket={device},device_type={VIRTIO_ID_RDMA},queue_sizes=[{sizes}]"),
         format!("--net vhost_user=on,socket={net},mac={},mtu={}", v.mac, v.mtu),
     ]
 }

@@ -2,8 +2,8 @@
 //! through the tunnel, on others.
 //!
 //! An interface of a container arrives as a descriptor that reads and writes whole frames (a tap, or a packet socket on
-//! one end of a veth pair); that of a virtual machine is a virtio device of this process. A frame is dropped that shows other addresses than its vRNIC has (`guard`), or that comes from another
-//! host and claims those of a vRNIC here.
+//! one end of a veth pair); that of a virtual machine is a virtio device of this process. A frame is dropped that
+//! shows other addresses than its vRNIC has (`guard`), or that comes from another host and claims those of a vRNIC here.
 
 use std::collections::{BTreeSet, HashMap};
 use std::io;

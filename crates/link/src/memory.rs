@@ -277,14 +277,7 @@ impl Memory {
     /// # Errors
     /// [`Refused::Range`] if a range is not mapped memory of this session, [`Refused::Exhausted`].
     pub fn gather(&self, ranges: &[(u64, u64)]) -> Result<(Gathered, Vec<u64>), Refused> {
-        let pieces = self.pieces(ranges)?;
-        let used = used(&pieces);
-        let memory = match &pieces[..] {
-            [p] => Gathered::Window(self.part(p)?),
-            few if few.len() <= MAX_MAPPED => Gathered::Window(self.map(few)?),
-            many => Gathered::Pieces(self.list(many, &used)?),
-        };
-        Ok((memory, self.ids(&used)))
+        self.gather_mapping(ranges, MAX_MAPPED)
     }
 
     /// As [`Memory::gather`], without a mapping: ranges may begin and end anywhere.
@@ -292,13 +285,21 @@ impl Memory {
     /// # Errors
     /// As there.
     pub fn gather_unmapped(&self, ranges: &[(u64, u64)]) -> Result<(Gathered, Vec<u64>), Refused> {
+        self.gather_mapping(ranges, 0)
+    }
+
+    /// As [`Memory::gather`]; up to `most` pieces are mapped.
+    fn gather_mapping(&self, ranges: &[(u64, u64)], most: usize) -> Result<(Gathered, Vec<u64>), Refused> {
         let pieces = self.pieces(ranges)?;
-        let used = used(&pieces);
+        let mut used: Vec<usize> = pieces.iter().map(|p| p.region).collect();
+        used.sort_unstable();
+        used.dedup();
         let memory = match &pieces[..] {
             [p] => Gathered::Window(self.part(p)?),
+            few if few.len() <= most => Gathered::Window(self.map(few)?),
             many => Gathered::Pieces(self.list(many, &used)?),
         };
-        Ok((memory, self.ids(&used)))
+        Ok((memory, used.iter().map(|&i| self.regions[i].id).collect()))
     }
 
     /// One window over ranges that begin and end at pages, at most [`MAX_MAPPED`] pieces.
@@ -336,10 +337,6 @@ impl Memory {
             }
         }
         Ok(pieces)
-    }
-
-    fn ids(&self, used: &[usize]) -> Vec<u64> {
-        used.iter().map(|&i| self.regions[i].id).collect()
     }
 
     /// A piece as a part of its region's window.
@@ -385,14 +382,6 @@ impl Memory {
         });
         GuestMemoryMmap::from_arc_regions(regions.collect()).ok()
     }
-}
-
-/// The regions of pieces, sorted, each once.
-fn used(pieces: &[Piece]) -> Vec<usize> {
-    let mut used: Vec<usize> = pieces.iter().map(|p| p.region).collect();
-    used.sort_unstable();
-    used.dedup();
-    used
 }
 
 #[cfg(test)]

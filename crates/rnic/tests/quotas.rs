@@ -23,6 +23,10 @@ fn cap() -> abi::QpCap {
 }
 
 fn create_qp(r: &mut Rnic, s: SessionId, pd: u32, cq: u32) -> Result<u32, Status> {
+    create_qp_of(QpType::Rc, r, s, pd, cq)
+}
+
+fn create_qp_of(typ: QpType, r: &mut Rnic, s: SessionId, pd: u32, cq: u32) -> Result<u32, Status> {
     let create = CreateQp {
         pd,
         send_cq: cq,
@@ -34,7 +38,7 @@ fn create_qp(r: &mut Rnic, s: SessionId, pd: u32, cq: u32) -> Result<u32, Status
         cap: cap(),
         rings: rings(),
     };
-    r.create_qp(s, QpType::Rc as u8, create).map(|q| q.0)
+    r.create_qp(s, typ as u8, create).map(|q| q.0)
 }
 
 fn create_srq(r: &mut Rnic, s: SessionId, pd: u32, _: u32) -> Result<u32, Status> {
@@ -144,18 +148,7 @@ fn a_multicast_group_has_room_for_so_many_qps() {
     let (s, pd, cq) = session(&mut r, vnic);
     let group = unirdma_formats::Gid::from_ip("239.1.1.1".parse().unwrap());
     let attach = |r: &mut Rnic| {
-        let create = CreateQp {
-            pd,
-            send_cq: cq,
-            recv_cq: cq,
-            srq: None,
-            xrcd: None,
-            door: 0,
-            sig_all: false,
-            cap: cap(),
-            rings: rings(),
-        };
-        let qpn = r.create_qp(s, QpType::Ud as u8, create).unwrap().0;
+        let qpn = create_qp_of(QpType::Ud, r, s, pd, cq).unwrap();
         r.attach_mcast(s, qpn, group).map(|()| qpn)
     };
     let qps: Vec<u32> = (0..unirdma_rnic::MAX_MULTICAST_QPS).map(|_| attach(&mut r).unwrap()).collect();

@@ -28,7 +28,7 @@ impl Worker {
         let ticket = v.ledger.take(Resource::Descriptors, 1).filter(|_| !v.ledger.is_overdrawn());
         let why = match (&ticket, v.attached) {
             (None, _) => Some("the vRNIC holds too many descriptors"),
-            (_, Some(id)) if id & MACHINE != 0 => Some("another virtual machine has it"),
+            (_, Some(id)) if is_machine(id) => Some("another virtual machine has it"),
             (_, Some(_)) => Some("a container has it"),
             _ => None,
         };
