@@ -48,6 +48,9 @@ fn make_stub<'a>(out: &Path, names: impl Iterator<Item = &'a str>) -> PathBuf {
     if let Ok(linker) = env::var("RUSTC_LINKER") {
         rustc.arg("-C").arg(format!("linker={linker}"));
     }
+    // Such as another linker.
+    let flags = env::var("CARGO_ENCODED_RUSTFLAGS").unwrap_or_default();
+    rustc.args(flags.split('\x1f').filter(|f| !f.is_empty()));
     for arg in ["-nostdlib", "-Wl,-soname,libibverbs.so.1", &format!("-Wl,--version-script={}", map.display())] {
         rustc.arg("-C").arg(format!("link-arg={arg}"));
     }

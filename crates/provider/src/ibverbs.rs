@@ -374,7 +374,7 @@ const _: () = {
     use std::mem::offset_of;
     assert!(size_of::<verbs_match_ent>() == 24 && size_of::<verbs_device_ops>() == 72);
     assert!(offset_of!(verbs_device_ops, match_table) == 16 && offset_of!(verbs_device_ops, alloc_context) == 40);
-    assert!(size_of::<verbs_context_34>() == 648 && offset_of!(verbs_context_34, context) == 320);
+    assert!(size_of::<verbs_context_34>() == 648 + MUTEX_EXTRA && offset_of!(verbs_context_34, context) == 320);
     assert!(size_of::<verbs_device>() == 712);
     assert!(size_of::<verbs_mr>() == 56);
     assert!(size_of::<verbs_context_ops>() == 76 * 8);

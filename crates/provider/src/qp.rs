@@ -36,7 +36,8 @@ struct QpObj {
     builder: Option<Box<Builder<Sends<'static>>>>,
 }
 
-const _: () = assert!(offset_of!(QpObj, mask) == 360 && offset_of!(ibv_qp_ex, wr_flush) == 352);
+const _: () =
+    assert!(offset_of!(QpObj, mask) == 360 + MUTEX_EXTRA && offset_of!(ibv_qp_ex, wr_flush) == 352 + MUTEX_EXTRA);
 
 impl QpObj {
     /// Its CQs.

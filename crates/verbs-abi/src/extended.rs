@@ -190,8 +190,8 @@ pub struct ibv_qp_ex {
 
 const _: () = {
     use std::mem::{offset_of, size_of};
-    assert!(size_of::<ibv_cq_ex>() == 288 && offset_of!(ibv_cq_ex, start_poll) == 144);
-    assert!(size_of::<ibv_qp_ex>() == 360 && offset_of!(ibv_qp_ex, wr_start) == 320);
+    assert!(size_of::<ibv_cq_ex>() == 288 + MUTEX_EXTRA && offset_of!(ibv_cq_ex, start_poll) == 144 + MUTEX_EXTRA);
+    assert!(size_of::<ibv_qp_ex>() == 360 + MUTEX_EXTRA && offset_of!(ibv_qp_ex, wr_start) == 320 + MUTEX_EXTRA);
     assert!(size_of::<ibv_srq_init_attr_ex>() == 64 && size_of::<ibv_xrcd_init_attr>() == 12);
     assert!(size_of::<ibv_cq_init_attr_ex>() == 56 && size_of::<ibv_parent_domain_init_attr>() == 48);
     assert!(size_of::<ibv_qp_init_attr_ex>() == 136 && offset_of!(ibv_qp_init_attr_ex, send_ops_flags) == 128);

@@ -132,19 +132,22 @@ pub struct ibv_qp {
     pub events_completed: u32,
 }
 
+/// By how much a `pthread_mutex_t` is larger than on x86-64, in bytes: the assertions about layouts name the sizes of x86-64.
+pub const MUTEX_EXTRA: usize = size_of::<libc::pthread_mutex_t>() - 40;
+
 const _: () = {
     use std::mem::{offset_of, size_of};
     assert!(size_of::<ibv_device>() == 664);
     assert!(offset_of!(verbs_device, ops) == 664);
-    assert!(size_of::<ibv_context>() == 328);
+    assert!(size_of::<ibv_context>() == 328 + MUTEX_EXTRA);
     assert!(offset_of!(verbs_context, context) == 368);
     assert!(size_of::<ibv_pd>() == 16);
     assert!(size_of::<ibv_mr>() == 48);
     assert!(size_of::<ibv_mw>() == 32 && size_of::<ibv_dm>() == 32);
     assert!(size_of::<ibv_ah>() == 24);
-    assert!(size_of::<ibv_srq>() == 128);
+    assert!(size_of::<ibv_srq>() == 128 + MUTEX_EXTRA);
     assert!(size_of::<ibv_comp_channel>() == 16);
-    assert!(size_of::<ibv_cq>() == 128);
-    assert!(size_of::<ibv_qp>() == 160);
+    assert!(size_of::<ibv_cq>() == 128 + MUTEX_EXTRA);
+    assert!(size_of::<ibv_qp>() == 160 + MUTEX_EXTRA);
     assert!(offset_of!(ibv_qp, qp_num) == 52 && offset_of!(ibv_qp, state) == 56);
 };

@@ -85,7 +85,7 @@ const _: () = {
     assert!(offset_of!(ibv_context_ops, poll_cq) == 88);
     assert!(offset_of!(ibv_context_ops, post_srq_recv) == 160);
     assert!(offset_of!(ibv_context_ops, post_send) == 200);
-    assert!(size_of::<verbs_context>() == 696);
+    assert!(size_of::<verbs_context>() == 696 + MUTEX_EXTRA);
     assert!(offset_of!(verbs_context, query_port) == 48);
     assert!(offset_of!(verbs_context, sz) == 360);
 };
