@@ -321,7 +321,12 @@ impl<'a> Saver<'a> {
                 MrKind::Window { second: *second, qpn: qpn.map(|q| q.0), bound }
             }
         };
+        let pages = m.page_list().map(|list| {
+            let (most, granting, shift, skip, pages) = list.parts();
+            PagesData { most, granting, shift, skip, pages: pages.map(<[u64]>::to_vec) }
+        });
         MrData {
+            pages,
             number: *number,
             key: *key,
             pd: self.pds.get(pd).map_or(0, |at| at.number),
