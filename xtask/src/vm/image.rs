@@ -95,11 +95,19 @@ impl<'a> Image<'a> {
     /// # Errors
     /// It is not there.
     pub fn program(&self, name: &str) -> Result<()> {
+        let file = self.find_program(name).ok_or_else(|| format!("there is no program {name}"))?;
+        self.file(&self.theirs(&file), &format!("usr/bin/{name}"))?;
+        self.libraries_of(&file)
+    }
+
+    /// True if the kernel's release has this program here.
+    pub fn has_program(&self, name: &str) -> bool {
+        self.find_program(name).is_some()
+    }
+
+    fn find_program(&self, name: &str) -> Option<String> {
         let places = ["/usr/bin", "/usr/sbin", "/bin", "/sbin"].map(|d| format!("{d}/{name}"));
-        let file =
-            places.iter().find(|f| self.theirs(f).exists()).ok_or_else(|| format!("there is no program {name}"))?;
-        self.file(&self.theirs(file), &format!("usr/bin/{name}"))?;
-        self.libraries_of(file)
+        places.into_iter().find(|f| self.theirs(f).exists())
     }
 
     /// Copies rdma-core's provider for a kind of device, of the kernel's release.

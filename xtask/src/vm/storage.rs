@@ -3,7 +3,8 @@
 use super::image::Image;
 use crate::Result;
 
-const PROGRAMS: &[&str] = &["nvme", "fio", "exportfs", "rpc.mountd", "mount.nfs4"];
+/// Programs of Debian 13's root directory. Guests with the kernel of this machine have them only if they are installed here.
+const PROGRAMS: &[&str] = &["nvme", "fio", "exportfs", "rpc.mountd"];
 /// Modules by what they are for: `/load-NAME` and `/unload-NAME` are programs of the guest.
 const MODULES: &[(&str, &[&str])] = &[
     ("disk", &["brd"]),
@@ -14,7 +15,7 @@ const MODULES: &[(&str, &[&str])] = &[
 ];
 
 pub(super) fn add(image: &mut Image<'_>) -> Result<()> {
-    for p in PROGRAMS {
+    for p in PROGRAMS.iter().filter(|p| image.has_program(p)) {
         image.program(p)?;
     }
     MODULES.iter().try_for_each(|(name, modules)| image.modules_for(name, modules))
