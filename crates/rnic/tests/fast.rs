@@ -5,8 +5,8 @@ use std::sync::Arc;
 use unirdma_abi as abi;
 use unirdma_abi::Status;
 use unirdma_formats::{QpType, WcOpcode, WcStatus, WrOpcode, access, attr_mask, wc_flags};
-use unirdma_mem::Span;
-use unirdma_rnic::{Backing, Limits, Record, Resolve, Share, VnicConfig};
+use unirdma_mem::{Bell, QpRings, Span};
+use unirdma_rnic::{Backing, CreateQp, Limits, Record, Resolve, Share, VnicConfig};
 use unirdma_simkit::net::{Faults, Net};
 use unirdma_simkit::*;
 
@@ -387,6 +387,46 @@ fn registrations_keep_their_place_on_a_bad_network() {
             assert_eq!((c.imm, u32::from(c.wc_flags)), (s.key, wc_flags::WITH_INV), "seed {seed}");
         }
         assert_eq!(s.reach(WrOpcode::Write, START, 3000), DENIED, "seed {seed}");
+    }
+}
+
+/// A process of a guest has a doorbell page of its own, and posts what it likes: it must not name the guest's memory by bus address.
+#[test]
+fn only_queues_of_the_driver_itself_name_bus_addresses() {
+    use unirdma_formats::send_flags::{SIGNALED, STAGED};
+    for theirs in [false, true] {
+        let mut p = Pair::new();
+        let ram = Ram::new();
+        ram.list(&[page(1), page(2)]);
+        p.rnic.set_memory(p.b.session, Arc::new(ram));
+        let (_, key) = p.rnic.create_mr(p.b.session, p.b.pd, access::FAST_SUPPORTED, 8, Arc::new(())).unwrap();
+        if theirs {
+            p.b.bell = Bell::new(aligned(4096)).unwrap();
+            let door = p.rnic.create_doorbell(p.b.session, p.b.bell.clone()).unwrap();
+            let cap = abi::QpCap { max_send_wr: 16, max_recv_wr: 16, max_send_sge: 4, ..Default::default() };
+            let layout = abi::QpLayout::of(&cap).unwrap();
+            let [sq, rq] = [layout.sq_bytes(), layout.rq_bytes()].map(aligned);
+            p.b.rings = QpRings::new(aligned(128), sq, rq, layout).unwrap();
+            let (pd, cq, rings) = (p.b.pd, p.b.cqn, p.b.rings.clone());
+            let create =
+                CreateQp { pd, send_cq: cq, recv_cq: cq, srq: None, xrcd: None, door, sig_all: false, cap, rings };
+            (p.b.qpn, p.b.slot) = p.rnic.create_qp(p.b.session, QpType::Rc as u8, create).unwrap();
+            p.rnic.unpark(p.b.session, 0);
+            p.reconnect(true, |a| a);
+            p.reconnect(false, |a| a);
+        }
+        let staged =
+            abi::SqWqe { send_flags: SIGNALED | STAGED, remote_addr: IOVA, rkey: p.a.key, ..wqe(WrOpcode::Write, 2) };
+        for (w, sges) in [(request(key, 5000), &[][..]), (staged, &[abi::Sge { addr: page(3), length: 8, lkey: 0 }])] {
+            p.b.post(w, sges);
+            p.run(SECOND);
+            let want = if theirs { WcStatus::LocQpOpErr } else { WcStatus::Success };
+            assert_eq!(status(&p.b.done()), want, "{theirs}");
+            if theirs {
+                p.reconnect(false, |a| a);
+                p.reconnect(true, |a| a);
+            }
+        }
     }
 }
 

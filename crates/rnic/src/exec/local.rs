@@ -361,7 +361,7 @@ impl Core {
         // What a peer takes back nobody reaches any more when the peer's message completes; else the last slice is moved once more.
         let invalidates = op == WrOpcode::SendInv && w.done + n == w.total;
         if invalidates
-            && let Some(freed) = self.objects.free_mr(ph, Rkey(w.wqe.imm))
+            && let Some(freed) = self.objects.take_back(ph, Rkey(w.wqe.imm))
             && self.jobs.withdraw(freed)
         {
             return self.waits_for_room(h, w);

@@ -179,7 +179,7 @@ impl Objects {
     }
 
     /// Takes back what the MR with this key grants, if QP `h` or its peer may do that.
-    pub fn free_mr(&mut self, h: Handle<Qp>, key: Rkey) -> Option<Freed> {
+    pub fn take_back(&mut self, h: Handle<Qp>, key: Rkey) -> Option<Freed> {
         let handle = self.freeable(self.qps.get(h)?, key)?;
         let m = self.mrs.get_mut(handle)?;
         let Backing::Pages(list) = &mut m.backing else { return None };

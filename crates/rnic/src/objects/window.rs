@@ -35,7 +35,7 @@ impl Objects {
         let done = match w.op {
             WrOpcode::BindMw => self.bind(h, w).map(|()| None),
             WrOpcode::RegMr => self.register(h, w).map(|()| None),
-            _ => match self.free_mr(h, key) {
+            _ => match self.take_back(h, key) {
                 Some(freed) => Some(Some(freed)),
                 None => self.invalidate(h, key).then_some(None),
             },

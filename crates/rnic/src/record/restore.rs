@@ -488,6 +488,7 @@ impl<'a> Restorer<'a> {
             typ: typ.unwrap_or(QpType::Rc),
             gsi: *gsi,
             door,
+            by_bus: slot.is_some_and(|s| s.0 == 0),
             slot: slot.map_or(NO_SLOT, |s| s.1),
             sig_all: *sig_all,
             send_cq: self.cq_at(*send_cq),

@@ -347,7 +347,7 @@ impl<'a> Saver<'a> {
     }
 
     fn qp(&self, h: Handle<Qp>, q: &Qp) -> QpData {
-        // Its vRNIC is the record's; its link follows from `own`; its peer is looked up again; it gets a turn in any case.
+        // Its vRNIC is the record's; its link follows from `own`, and what its requests may name from its doorbell page; its peer is looked up again; it gets a turn in any case.
         let Qp {
             owner,
             openers,
@@ -359,6 +359,7 @@ impl<'a> Saver<'a> {
             typ,
             gsi,
             door,
+            by_bus: _,
             slot,
             sig_all,
             send_cq,

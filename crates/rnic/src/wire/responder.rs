@@ -218,7 +218,7 @@ impl Core {
             let _ = self.objects.stage_receive(self.now, h, if part.ends() { n.min(room) } else { room });
         }
         if let Some(key) = invalidated
-            && let Some(freed) = self.objects.free_mr(h, Rkey(key))
+            && let Some(freed) = self.objects.take_back(h, Rkey(key))
             && self.jobs.withdraw(freed)
         {
             w.resp.stall.rest(self.now, FULL_NS);
