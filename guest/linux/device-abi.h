@@ -27,6 +27,7 @@ enum {
 
 #define UNIRDMA_FEATURE_INVALIDATE	BIT_ULL(0)
 #define UNIRDMA_FEATURE_GSI		BIT_ULL(1)
+#define UNIRDMA_FEATURE_FAST_REG	BIT_ULL(2)
 
 /* The part of the configuration space that QUERY_DEVICE repeats. */
 struct unirdma_limits {
@@ -81,6 +82,7 @@ enum unirdma_command {
 	UNIRDMA_CREATE_PD = 4,
 	UNIRDMA_DESTROY_PD = 5,
 	UNIRDMA_GET_DMA_MR = 6,
+	UNIRDMA_CREATE_MR = 7,
 	UNIRDMA_DEREG_MR = 10,
 	UNIRDMA_CREATE_QP = 11,
 	UNIRDMA_MODIFY_QP = 12,
@@ -158,7 +160,8 @@ struct unirdma_rsp_query_device {
 	__le32 rate_limit_qp_types;
 	__le16 max_cq_count;
 	__le16 max_cq_period_us;
-	__le32 reserved[7];
+	__le32 max_fast_reg_pages;
+	__le32 reserved[6];
 };
 
 static_assert(sizeof(struct unirdma_rsp_query_device) == 256);
@@ -497,6 +500,15 @@ struct unirdma_req_get_dma_mr {
 
 static_assert(sizeof(struct unirdma_req_get_dma_mr) == 8);
 
+struct unirdma_req_create_mr {
+	__le32 pdn;
+	__le32 access_flags;		/* the most that it may grant */
+	__le32 max_num_sg;
+	__le32 reserved;
+};
+
+static_assert(sizeof(struct unirdma_req_create_mr) == 16);
+
 /* Rings (section 7). */
 #define UNIRDMA_CTRL_SIZE	128	/* control block of a QP, an SRQ or a CQ */
 #define UNIRDMA_CQE_SIZE	64
@@ -598,6 +610,10 @@ struct unirdma_cqe {
 };
 
 static_assert(sizeof(struct unirdma_cqe) == UNIRDMA_CQE_SIZE);
+
+/* Opcodes that the kernel and user space do not have in common. */
+#define UNIRDMA_WR_REG_MR	32
+#define UNIRDMA_WC_REG_MR	32
 
 /* Flags of a CQE: those of user space, which are not the kernel's. */
 #define UNIRDMA_WC_GRH		BIT(0)

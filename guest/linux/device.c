@@ -45,7 +45,7 @@ static int unirdma_query_device(struct ib_device *ibdev,
 {
 	/* What this driver does not do. */
 	const u64 without = IB_DEVICE_RESIZE_MAX_WR | IB_DEVICE_SRQ_RESIZE |
-			    IB_DEVICE_XRC | IB_DEVICE_MEM_MGT_EXTENSIONS;
+			    IB_DEVICE_XRC;
 	struct unirdma_dev *dev = to_unirdma_dev(ibdev);
 	const struct unirdma_rsp_query_device *a = &dev->attr;
 	const struct unirdma_limits *l = &a->limits;
@@ -58,6 +58,11 @@ static int unirdma_query_device(struct ib_device *ibdev,
 	to->vendor_part_id = le32_to_cpu(l->vendor_part_id);
 	to->hw_ver = le32_to_cpu(l->hw_ver);
 	to->device_cap_flags = le64_to_cpu(l->device_cap_flags) & ~without;
+	if (dev->has_fast_reg)
+		to->max_fast_reg_page_list_len =
+			unirdma_limit(a->max_fast_reg_pages);
+	else
+		to->device_cap_flags &= ~IB_DEVICE_MEM_MGT_EXTENSIONS;
 	to->max_qp = unirdma_limit(l->max_qp);
 	to->max_qp_wr = unirdma_limit(l->max_qp_wr);
 	to->max_send_sge = unirdma_limit(l->max_sge);

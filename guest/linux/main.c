@@ -131,7 +131,8 @@ static int unirdma_fill_event_queues(struct unirdma_dev *dev)
 
 static int unirdma_new_session(struct unirdma_dev *dev)
 {
-	const u64 known = UNIRDMA_FEATURE_INVALIDATE | UNIRDMA_FEATURE_GSI;
+	const u64 known = UNIRDMA_FEATURE_INVALIDATE | UNIRDMA_FEATURE_GSI |
+			  UNIRDMA_FEATURE_FAST_REG;
 	struct unirdma_req_new_session req = {
 		.features = unirdma_limits(dev)->features & cpu_to_le64(known),
 	};
@@ -144,6 +145,8 @@ static int unirdma_new_session(struct unirdma_dev *dev)
 		return err;
 	dev->generation = le32_to_cpu(rsp.generation);
 	dev->has_gsi = le64_to_cpu(rsp.features) & UNIRDMA_FEATURE_GSI;
+	dev->has_fast_reg = le64_to_cpu(rsp.features) &
+			    UNIRDMA_FEATURE_FAST_REG;
 	return 0;
 }
 

@@ -5,7 +5,12 @@
  * An MR is a list of runs of guest memory. It goes to the device in several
  * commands if it is long. The device takes physical addresses, so the list is
  * made of pages, not of DMA mappings.
+ *
+ * Users in the kernel have MRs that get their pages by work requests (REG_MR),
+ * each time others: see post.c.
  */
+#include <linux/io.h>
+#include <linux/mm.h>
 #include <linux/slab.h>
 #include <rdma/ib_umem.h>
 #include <rdma/uverbs_ioctl.h>
@@ -133,6 +138,7 @@ out:
 static void unirdma_mr_free(struct unirdma_mr *mr)
 {
 	ib_umem_release(mr->umem);
+	kfree(mr->pages);
 	kfree(mr);
 }
 
@@ -228,6 +234,68 @@ static struct ib_mr *unirdma_get_dma_mr(struct ib_pd *ibpd, int access)
 	return &mr->ibmr;
 }
 
+static struct ib_mr *unirdma_alloc_mr(struct ib_pd *ibpd,
+				      enum ib_mr_type type, u32 max_num_sg)
+{
+	struct unirdma_dev *dev = to_unirdma_dev(ibpd->device);
+	struct unirdma_req_create_mr req = {
+		.pdn = cpu_to_le32(to_unirdma_pd(ibpd)->pdn),
+		.access_flags = cpu_to_le32(IB_ACCESS_LOCAL_WRITE |
+					    IB_ACCESS_REMOTE_WRITE |
+					    IB_ACCESS_REMOTE_READ |
+					    IB_ACCESS_REMOTE_ATOMIC),
+		.max_num_sg = cpu_to_le32(max_num_sg),
+	};
+	struct unirdma_rsp_mr rsp;
+	struct unirdma_mr *mr;
+	int err;
+
+	if (type != IB_MR_TYPE_MEM_REG || !dev->has_fast_reg)
+		return ERR_PTR(-EOPNOTSUPP);
+	if (!max_num_sg || max_num_sg > le32_to_cpu(dev->attr.max_fast_reg_pages))
+		return ERR_PTR(-EINVAL);
+	mr = kzalloc(sizeof(*mr), GFP_KERNEL);
+	if (!mr)
+		return ERR_PTR(-ENOMEM);
+	/* The device reads the list, so it must be contiguous. */
+	mr->pages = kcalloc(max_num_sg, sizeof(*mr->pages), GFP_KERNEL);
+	mr->max_pages = max_num_sg;
+	err = mr->pages ? unirdma_cmd(dev, UNIRDMA_CREATE_MR, &req, sizeof(req),
+				      &rsp, sizeof(rsp)) :
+			  -ENOMEM;
+	if (err) {
+		unirdma_mr_free(mr);
+		return ERR_PTR(err);
+	}
+	mr->mrn = le32_to_cpu(rsp.mrn);
+	mr->ibmr.lkey = le32_to_cpu(rsp.lkey);
+	mr->ibmr.rkey = le32_to_cpu(rsp.rkey);
+	return &mr->ibmr;
+}
+
+/* @addr is a DMA address of this device's users: see post.c. */
+static int unirdma_set_page(struct ib_mr *ibmr, u64 addr)
+{
+	struct unirdma_mr *mr = to_unirdma_mr(ibmr);
+	void *page = (void *)(uintptr_t)addr;
+
+	if (mr->num_pages == mr->max_pages)
+		return -ENOMEM;
+	if (!virt_addr_valid(page))
+		return -EFAULT;
+	mr->pages[mr->num_pages++] = cpu_to_le64(virt_to_phys(page));
+	return 0;
+}
+
+static int unirdma_map_mr_sg(struct ib_mr *ibmr, struct scatterlist *sg,
+			     int sg_nents, unsigned int *sg_offset)
+{
+	struct unirdma_mr *mr = to_unirdma_mr(ibmr);
+
+	mr->num_pages = 0;
+	return ib_sg_to_pages(ibmr, sg, sg_nents, sg_offset, unirdma_set_page);
+}
+
 static int unirdma_dereg_mr(struct ib_mr *ibmr, struct ib_udata *udata)
 {
 	struct unirdma_mr *mr = to_unirdma_mr(ibmr);
@@ -288,6 +356,8 @@ static const struct ib_device_ops unirdma_mr_ops = {
 	.reg_user_mr = unirdma_reg_user_mr,
 #endif
 	.get_dma_mr = unirdma_get_dma_mr,
+	.alloc_mr = unirdma_alloc_mr,
+	.map_mr_sg = unirdma_map_mr_sg,
 	.dereg_mr = unirdma_dereg_mr,
 	.alloc_mw = unirdma_alloc_mw,
 	.dealloc_mw = unirdma_dealloc_mw,

@@ -38,7 +38,8 @@ static void unirdma_put_wc(struct ib_wc *wc, const struct unirdma_cqe *cqe,
 	memset(wc, 0, sizeof(*wc));
 	wc->wr_id = le64_to_cpu(cqe->wr_id);
 	wc->status = cqe->status;
-	wc->opcode = cqe->opcode;
+	wc->opcode = cqe->opcode == UNIRDMA_WC_REG_MR ? IB_WC_REG_MR :
+							cqe->opcode;
 	wc->vendor_err = le32_to_cpu(cqe->vendor_err);
 	wc->byte_len = le32_to_cpu(cqe->byte_len);
 	wc->qp = &qp->ibqp;

@@ -7,17 +7,22 @@
  * become physical addresses here. The DMA API could not give these: it answers
  * with addresses for an IOMMU, which this device does not pass, and it may let
  * a device have a copy (swiotlb), while an MR of a process must be the memory
- * itself. All keys of kernel users are those of DMA MRs, since they have no
- * others yet. A peer cannot use such a key: see unirdma_get_dma_mr().
+ * itself. Where the key of an SGE is that of a DMA MR, which no peer can use,
+ * the device takes the physical address. Where it is that of an MR that was
+ * registered by REG_MR, addresses are those that the MR begins with, so that
+ * they stay as they are.
  *
  * Rings are read by another machine's processors, so the barriers are those
  * that a guest with one processor has, too.
  */
 #include <linux/bitops.h>
 #include <linux/io.h>
+#include <linux/log2.h>
 #include <linux/mm.h>
 
 #include "unirdma.h"
+
+static_assert(IB_WR_REG_MR == UNIRDMA_WR_REG_MR);
 
 void unirdma_ring_init(struct unirdma_ring *ring, void *slots, u32 entries,
 		       u32 stride, u32 max_sge, __le32 *prod_word,
@@ -73,17 +78,19 @@ static void unirdma_posted_in_vain(struct unirdma_dev *dev)
 	queue_work(dev->wq, &dev->async_work);
 }
 
-static int unirdma_put_sges(struct unirdma_sge *to, const struct ib_sge *from,
-			    int num)
+static int unirdma_put_sges(const struct ib_pd *pd, struct unirdma_sge *to,
+			    const struct ib_sge *from, int num)
 {
 	u64 addr;
 	void *ptr;
 	int i;
 
 	for (i = 0; i < num; i++) {
-		ptr = (void *)(uintptr_t)from[i].addr;
-		addr = 0;
-		if (from[i].length) {
+		addr = from[i].addr;
+		if (!from[i].length) {
+			addr = 0;
+		} else if (from[i].lkey == pd->local_dma_lkey) {
+			ptr = (void *)(uintptr_t)addr;
 			if (!virt_addr_valid(ptr))
 				return -EFAULT;
 			addr = virt_to_phys(ptr);
@@ -129,6 +136,24 @@ static int unirdma_put_datagram(struct unirdma_qp *qp,
 	return 0;
 }
 
+/* The device reads the list of pages when it executes the request. */
+static int unirdma_put_reg_mr(struct unirdma_sq_wqe *wqe,
+			      const struct ib_reg_wr *reg)
+{
+	struct unirdma_mr *mr = to_unirdma_mr(reg->mr);
+
+	if (!mr->pages)
+		return -EINVAL;
+	wqe->imm = cpu_to_le32(reg->access);
+	wqe->rkey = cpu_to_le32(reg->key);
+	wqe->remote_addr = cpu_to_le64(reg->mr->iova);
+	wqe->compare_add = cpu_to_le64(reg->mr->length);
+	wqe->swap = cpu_to_le64(virt_to_phys(mr->pages));
+	wqe->ah = cpu_to_le32(ilog2(reg->mr->page_size));
+	wqe->dest_qpn = cpu_to_le32(mr->num_pages);
+	return 0;
+}
+
 /* What a WQE has for its operation. */
 static int unirdma_put_operation(struct unirdma_sq_wqe *wqe,
 				 const struct ib_send_wr *wr)
@@ -152,6 +177,8 @@ static int unirdma_put_operation(struct unirdma_sq_wqe *wqe,
 		wqe->compare_add = cpu_to_le64(atomic_wr(wr)->compare_add);
 		wqe->swap = cpu_to_le64(atomic_wr(wr)->swap);
 		return 0;
+	case IB_WR_REG_MR:
+		return unirdma_put_reg_mr(wqe, reg_wr(wr));
 	default:
 		return -EOPNOTSUPP;
 	}
@@ -195,7 +222,8 @@ static int unirdma_put_send(struct unirdma_qp *qp, struct unirdma_sq_wqe *wqe,
 			return err;
 		wqe->inline_len = cpu_to_le16(err);
 	} else {
-		err = unirdma_put_sges((struct unirdma_sge *)(wqe + 1),
+		err = unirdma_put_sges(qp->ibqp.pd,
+				       (struct unirdma_sge *)(wqe + 1),
 				       wr->sg_list, wr->num_sge);
 		if (err)
 			return err;
@@ -237,7 +265,7 @@ int unirdma_post_send(struct ib_qp *ibqp, const struct ib_send_wr *wr,
 }
 
 /* Posts to an RQ or an SRQ. */
-static int unirdma_post_recvs(struct unirdma_ring *rq,
+static int unirdma_post_recvs(const struct ib_pd *pd, struct unirdma_ring *rq,
 			      const struct ib_recv_wr *wr,
 			      const struct ib_recv_wr **bad_wr)
 {
@@ -253,7 +281,8 @@ static int unirdma_post_recvs(struct unirdma_ring *rq,
 		else if (wr->num_sge < 0 || wr->num_sge > rq->max_sge)
 			err = -EINVAL;
 		else
-			err = unirdma_put_sges((struct unirdma_sge *)(wqe + 1),
+			err = unirdma_put_sges(pd,
+					       (struct unirdma_sge *)(wqe + 1),
 					       wr->sg_list, wr->num_sge);
 		if (err) {
 			*bad_wr = wr;
@@ -280,7 +309,7 @@ int unirdma_post_recv(struct ib_qp *ibqp, const struct ib_recv_wr *wr,
 		*bad_wr = wr;
 		return -EINVAL;
 	}
-	err = unirdma_post_recvs(&qp->rq, wr, bad_wr);
+	err = unirdma_post_recvs(ibqp->pd, &qp->rq, wr, bad_wr);
 	/* The device either sees them by itself, or has asked to be told. */
 	virt_mb();
 	if (READ_ONCE(qp->ctrl->rq_notify))
@@ -293,5 +322,6 @@ int unirdma_post_recv(struct ib_qp *ibqp, const struct ib_recv_wr *wr,
 int unirdma_post_srq_recv(struct ib_srq *ibsrq, const struct ib_recv_wr *wr,
 			  const struct ib_recv_wr **bad_wr)
 {
-	return unirdma_post_recvs(&to_unirdma_srq(ibsrq)->rq, wr, bad_wr);
+	return unirdma_post_recvs(ibsrq->pd, &to_unirdma_srq(ibsrq)->rq, wr,
+				  bad_wr);
 }

@@ -51,6 +51,7 @@ struct unirdma_dev {
 	u32 max_doorbells;
 	u32 gid_tbl_len;
 	bool has_gsi;
+	bool has_fast_reg;
 
 	struct unirdma_control control;
 	struct unirdma_event_queue async;
@@ -183,8 +184,12 @@ struct unirdma_qp {
 struct unirdma_mr {
 	struct ib_mr ibmr;
 	struct llist_node kept;
-	struct ib_umem *umem;
+	struct ib_umem *umem;		/* of a process's */
 	u32 mrn;
+
+	/* Of the kernel's: what the next REG_MR names, by bus address. */
+	__le64 *pages;			/* NULL: it is not registered so */
+	u32 max_pages, num_pages;
 };
 
 struct unirdma_mw {

@@ -7,6 +7,7 @@ mod kernel;
 mod network;
 mod podman;
 mod sandbox;
+mod storage;
 mod workers;
 
 use std::time::Duration;

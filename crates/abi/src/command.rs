@@ -203,6 +203,7 @@ wire! {
     ReregMrReq = 8 { mrn: u32, by: u32 }
     /// A memory window of type 1 or 2.
     AllocMwReq = 8 { pdn: u32, mw_type: u32 }
+    /// An MR that work requests register. `access_flags`: the most that it may grant; `max_num_sg`: the most pages that it may have.
     CreateMrReq = 16 { pdn: u32, access_flags: u32, max_num_sg: u32, reserved: u32 }
     MapMrSgReq = 32 { mrn: u32, npages: u32, start: u64, length: u64, pages: u64 }
     MapMrSgResp = 8 { npages: u32, reserved: u32 }
@@ -285,7 +286,9 @@ wire! {
         /// Of MODIFY_CQ.
         max_cq_count: u16,
         max_cq_period_us: u16,
-        reserved: [u32; 7],
+        /// Most pages of an MR of CREATE_MR.
+        max_fast_reg_pages: u32,
+        reserved: [u32; 6],
     }
     /// `addr`: a [`crate::DoorbellPage`], 4096-byte aligned. Request of SET_DOORBELL and CREATE_DOORBELL.
     SetDoorbellReq = 8 { addr: u64 }
@@ -385,7 +388,8 @@ mod tests {
         use std::mem::offset_of;
         type R = QueryDeviceResp;
         assert_eq!((offset_of!(R, fw_ver), offset_of!(R, name), offset_of!(R, max_mw)), (128, 160, 192));
-        assert_eq!((offset_of!(R, max_srq_wr), offset_of!(R, max_cq_count), offset_of!(R, reserved)), (208, 224, 228));
+        assert_eq!(offset_of!(R, max_fast_reg_pages), 228);
+        assert_eq!((offset_of!(R, max_srq_wr), offset_of!(R, max_cq_count), offset_of!(R, reserved)), (208, 224, 232));
     }
 
     #[test]

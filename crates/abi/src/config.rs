@@ -37,6 +37,13 @@ pub const CONFIG_VERSION: u16 = 1;
 pub const FEATURE_INVALIDATE: u64 = 1;
 /// `Config::features`: a QP for the general services (QP 1), and addresses in WQEs.
 pub const FEATURE_GSI: u64 = 2;
+/// `Config::features`: fast registration, by CREATE_MR and REG_MR.
+pub const FEATURE_FAST_REG: u64 = 4;
+
+/// Most pages of an MR that is registered by work requests: their list is a page.
+pub const MAX_FAST_PAGES: u32 = 512;
+/// The largest page of such an MR has so many bits.
+pub const MAX_FAST_PAGE_SHIFT: u32 = 30;
 
 /// Most SGEs of one WQE.
 pub const MAX_SGE: u32 = 32;

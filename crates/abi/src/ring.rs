@@ -15,17 +15,19 @@ pub struct SqWqe {
     pub inline_len: u16,
     /// `formats::send_flags`.
     pub send_flags: u32,
-    /// Immediate data, in network order as the application gave it, or the rkey to invalidate.
+    /// Immediate data, in network order as the application gave it, or the rkey to invalidate, or the access that an MR gets.
     pub imm: u32,
-    /// Of a remote range; or the new key of a memory window.
+    /// Of a remote range; or the new key of a memory window, or of an MR that is registered.
     pub rkey: u32,
-    /// Or the first address of a memory window.
+    /// Or the first address of a memory window or an MR.
     pub remote_addr: u64,
-    /// Or the bytes of a memory window.
+    /// Or the bytes of a memory window or an MR.
     pub compare_add: u64,
-    /// Or the lkey of the MR that a memory window is bound to, and in the upper half the access that it grants.
+    /// Or the lkey of the MR that a memory window is bound to, and in the upper half the access that it grants; or the bus address
+    /// of the list of an MR's pages.
     pub swap: u64,
     /// UD: address handle, unless the WQE has the address itself; and the destination's number and Q_Key. XRC: the number of the SRQ is in `dest_qpn`.
+    /// An MR that is registered: the bits of a page in `ah`, the number of its pages in `dest_qpn`.
     pub ah: u32,
     pub dest_qpn: u32,
     pub qkey: u32,

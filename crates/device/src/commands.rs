@@ -159,6 +159,7 @@ impl Device {
             rate_limit_qp_types: paced.iter().map(|t| 1 << *t as u32).sum(),
             max_cq_count: u16::MAX,
             max_cq_period_us: u16::MAX,
+            max_fast_reg_pages: abi::MAX_FAST_PAGES,
             ..Default::default()
         };
         let put = |dst: &mut [u8; 32], text: &str| {
@@ -293,12 +294,15 @@ impl Device {
         done(rnic.dereg_mr(self.session, r.handle))
     }
 
-    /// Needs MEM_MGT_EXTENSIONS, which this device does not offer (R34).
-    fn create_mr(&self, _: &mut Rnic, _: abi::CreateMrReq) -> Answer<abi::MrResp> {
-        Err(Status::Unsupported)
+    fn create_mr(&self, rnic: &mut Rnic, r: abi::CreateMrReq) -> Answer<abi::MrResp> {
+        if r.max_num_sg > abi::MAX_FAST_PAGES {
+            return Err(Status::BadValue);
+        }
+        let hold = Arc::new(self.memory.hold_list(r.max_num_sg).map_err(refused)?);
+        mr(rnic.create_mr(self.session, r.pdn, r.access_flags, r.max_num_sg, hold))
     }
 
-    /// As CREATE_MR.
+    /// A request to register brings its pages along, so that no command is needed for each.
     fn map_mr_sg(&self, _: &mut Rnic, _: abi::MapMrSgReq) -> Answer<abi::MapMrSgResp> {
         Err(Status::Unsupported)
     }

@@ -68,16 +68,18 @@ code!(
         CmpSwap = 5,
         /// 8-byte fetch and add.
         FetchAdd = 6,
-        /// Takes the grant of a memory window back.
+        /// Takes back the grant of a memory window, or of an MR that was registered by a request.
         LocalInv = 7,
         /// Binds a memory window.
         BindMw = 8,
-        /// SEND that takes the grant of a memory window of the peer back.
+        /// SEND that takes the grant of a memory window or MR of the peer back.
         SendInv = 9,
         /// Waits until what was written before is visible.
         Flush = 14,
         /// RDMA WRITE of 8 bytes at once.
         AtomicWrite = 15,
+        /// Registers memory: an MR that is free gets pages and grants them. Of kernels (`IB_WR_REG_MR`), not of programs.
+        RegMr = 32,
     }
 );
 
@@ -118,6 +120,7 @@ impl WrOpcode {
             WrOpcode::BindMw => WcOpcode::BindMw,
             WrOpcode::AtomicWrite => WcOpcode::AtomicWrite,
             WrOpcode::Flush => WcOpcode::Flush,
+            WrOpcode::RegMr => WcOpcode::RegMr,
         }
     }
     /// Bytes that may be in its WQE, at a QP whose requests may have `most`: the value of an atomic WRITE always.
@@ -134,7 +137,7 @@ impl WrOpcode {
     }
     /// True if nothing of it leaves the requester.
     pub fn is_local(self) -> bool {
-        matches!(self, WrOpcode::LocalInv | WrOpcode::BindMw)
+        matches!(self, WrOpcode::LocalInv | WrOpcode::BindMw | WrOpcode::RegMr)
     }
     /// True if it carries immediate data.
     pub fn has_imm(self) -> bool {
@@ -169,12 +172,14 @@ code!(
         FetchAdd = 4,
         /// A memory window was bound.
         BindMw = 5,
-        /// The grant of a memory window was taken back.
+        /// The grant of a memory window or an MR was taken back.
         LocalInv = 6,
         /// A flush.
         Flush = 8,
         /// An atomic WRITE.
         AtomicWrite = 9,
+        /// Memory was registered. Its number differs from kernel to kernel, so this is the opcode of the request.
+        RegMr = 32,
         /// A SEND was received.
         Recv = 128,
         /// A WRITE with immediate was received.
@@ -195,7 +200,7 @@ code!(
         LocProtErr = 4,
         /// The QP went to ERR before this request was executed.
         WrFlushErr = 5,
-        /// A memory window could not be bound, or its grant not be taken back.
+        /// A memory window could not be bound, or memory not be registered, or a grant not be taken back.
         MwBindErr = 6,
         /// The peer's answer made no sense.
         BadRespErr = 7,
@@ -267,6 +272,8 @@ pub mod access {
     /// Every flag that a memory region of this device may carry.
     pub const MR_SUPPORTED: u32 =
         LOCAL_WRITE | REMOTE_WRITE | REMOTE_READ | REMOTE_ATOMIC | MW_BIND | FLUSH_GLOBAL | STAGE;
+    /// Flags that memory may be given which work requests register.
+    pub const FAST_SUPPORTED: u32 = LOCAL_WRITE | REMOTE_WRITE | REMOTE_READ | REMOTE_ATOMIC;
     /// Flags that the grant of a memory window may carry; that of local access means nothing.
     pub const MW_SUPPORTED: u32 = LOCAL_WRITE | REMOTE_WRITE | REMOTE_READ | REMOTE_ATOMIC | ZERO_BASED;
     /// Memory windows may be bound to it.

@@ -289,15 +289,25 @@ const MAX_MULTICAST_GROUPS: u32 = 8192;
 /// The configuration space of a vRNIC.
 pub(crate) fn device_config(mac: Mac, l: &Limits) -> abi::Config {
     // BAD_PKEY_CNTR | BAD_QKEY_CNTR | PORT_ACTIVE_EVENT | SYS_IMAGE_GUID | RC_RNR_NAK_GEN | SRQ_RESIZE | MEM_WINDOW | XRC |
-    // MEM_WINDOW_TYPE_2B | FLUSH_GLOBAL | ATOMIC_WRITE. Not MEM_MGT_EXTENSIONS, which promises fast registration to a guest's kernel.
-    const CAPS: u64 =
-        1 << 1 | 1 << 2 | 1 << 10 | 1 << 11 | 1 << 12 | 1 << 13 | 1 << 17 | 1 << 20 | 1 << 24 | 1 << 38 | 1 << 40;
+    // MEM_MGT_EXTENSIONS | MEM_WINDOW_TYPE_2B | FLUSH_GLOBAL | ATOMIC_WRITE.
+    const CAPS: u64 = 1 << 1
+        | 1 << 2
+        | 1 << 10
+        | 1 << 11
+        | 1 << 12
+        | 1 << 13
+        | 1 << 17
+        | 1 << 20
+        | 1 << 21
+        | 1 << 24
+        | 1 << 38
+        | 1 << 40;
     abi::Config {
         magic: abi::CONFIG_MAGIC,
         version: abi::CONFIG_VERSION,
         phys_port_cnt: 1,
         atomic_cap: 1,
-        features: abi::FEATURE_INVALIDATE | abi::FEATURE_GSI,
+        features: abi::FEATURE_INVALIDATE | abi::FEATURE_GSI | abi::FEATURE_FAST_REG,
         node_guid: mac.guid().0,
         sys_image_guid: mac.guid().0,
         device_cap_flags: CAPS,
@@ -331,11 +341,12 @@ pub(crate) fn device_config(mac: Mac, l: &Limits) -> abi::Config {
 mod tests {
     use super::*;
 
-    /// `IBV_DEVICE_MEM_MGT_EXTENSIONS` promises fast registration too; invalidation alone is a feature.
+    /// `IBV_DEVICE_MEM_MGT_EXTENSIONS` promises both.
     #[test]
-    fn the_device_says_that_it_invalidates_and_promises_no_fast_registration() {
+    fn the_device_says_that_it_invalidates_and_registers_by_requests() {
         let c = device_config(mac_of(&["10.0.0.1".parse().unwrap()], 0), &Limits::default());
-        assert_eq!((c.features & abi::FEATURE_INVALIDATE, c.device_cap_flags & 1 << 21), (1, 0));
+        assert_eq!((c.features & abi::FEATURE_INVALIDATE, c.features & abi::FEATURE_FAST_REG), (1, 4));
+        assert_ne!(c.device_cap_flags & 1 << 21, 0);
     }
 
     #[test]

@@ -192,6 +192,14 @@ impl Memory {
         Memory { ledger, ..Memory::default() }
     }
 
+    /// Leave to keep a list of so many pages for an MR.
+    ///
+    /// # Errors
+    /// [`Refused::Exhausted`].
+    pub fn hold_list(&self, pages: u32) -> Result<Ticket, Refused> {
+        Ok(self.ledger.hold(Resource::Pieces, pages.into())?)
+    }
+
     /// Regions, sorted by bus address.
     pub fn regions(&self) -> &[Arc<Region>] {
         &self.regions

@@ -40,7 +40,9 @@ pub unsafe fn post_send_request(
     bind: impl FnOnce(&ibv_send_wr_bind) -> Result<abi::SqWqe>,
     post: impl FnOnce(&abi::SqWqe, SendWr<'_>) -> Result<()>,
 ) -> Result<()> {
-    let op = WrOpcode::from_raw(wr.opcode).filter(|&op| typ.allows(op)).ok_or(libc::EINVAL)?;
+    // Programs have no REG_MR.
+    let known = |op: &WrOpcode| typ.allows(*op) && *op != WrOpcode::RegMr;
+    let op = WrOpcode::from_raw(wr.opcode).filter(known).ok_or(libc::EINVAL)?;
     let mut head = abi::SqWqe {
         wr_id: wr.wr_id,
         opcode: op as u8,

@@ -38,6 +38,9 @@ pub(crate) enum Side<'a> {
     Stage { session: SessionId, data: u64, room: u64 },
 }
 
+/// What [`Tables::grant`] says of several; no key has these upper 24 bits.
+pub(crate) const SEVERAL_GRANTS: u32 = u32::MAX;
+
 /// What keys and addresses are looked up in.
 pub(crate) struct Tables<'a> {
     pub mrs: &'a MrTable,
@@ -83,6 +86,19 @@ impl<'a> Tables<'a> {
     fn remote(&self, key: Rkey, qpn: Qpn, reach: Reach, addr: u64, len: u64) -> Option<(Loc<'a>, u64)> {
         let mr = self.mrs.remote(key).filter(|m| m.window.is_none_or(|w| !w.second || w.qpn == Some(qpn)))?;
         self.place(mr, reach, addr, len)
+    }
+
+    /// The upper 24 bits of the key of the MR that work requests have registered and that this side goes through; [`SEVERAL_GRANTS`]
+    /// for a list, which may go through several.
+    pub fn grant(&self, side: Side<'_>) -> Option<u32> {
+        match side {
+            Side::Remote { key, .. } => self.mrs.remote(key).filter(|m| m.page_list().is_some()).map(|_| key.0 >> 8),
+            Side::List { sges, .. } => {
+                let mut mrs = sges.iter().filter_map(|s| self.mrs.local(Lkey(s.lkey)));
+                mrs.any(|m| m.page_list().is_some()).then_some(SEVERAL_GRANTS)
+            }
+            _ => None,
+        }
     }
 
     /// True if every byte of the side may be used.

@@ -5,7 +5,8 @@
 //!
 //! A job pins its memory: it outlives the MRs that it was made from. So whoever takes memory away (a command that ends an MR or a
 //! QP, a driver whose memory goes away for a moment) stops the jobs that were made before, and waits for those that reach the
-//! memory at that very moment: a *fence*. What was stopped is tried again, with the keys that hold then.
+//! memory at that very moment: a *fence*. What was stopped is tried again, with the keys that hold then. A work request that frees an MR
+//! waits in the same way, but only for the jobs that go by the grant of that MR.
 //!
 //! Private memory of a process may be slow: a page of its own file system, a lock that a `fork` of a large process holds. A job
 //! that goes through such memory holds one end at a time, so that nobody waits for the other end's process, and few such jobs of
@@ -20,8 +21,8 @@ use std::sync::Arc;
 
 use unirdma_mem::Fault;
 
-use crate::access::{Side, Tables};
-use crate::objects::{Fetched, Qp, Room, SessionId, VnicId, Work};
+use crate::access::{SEVERAL_GRANTS, Side, Tables};
+use crate::objects::{Fetched, Freed, Qp, Room, SessionId, VnicId, Work};
 use crate::slab::Handle;
 use end::Part;
 pub use task::Job;
@@ -64,6 +65,8 @@ pub(crate) struct Flying {
     phase: Arc<Phase>,
     /// Whose memory it reads, and whose it writes.
     sessions: [SessionId; 2],
+    /// Grants of work requests that it reads and writes by, as [`Tables::grant`] says.
+    grants: [Option<u32>; 2],
     /// The sessions among those whose private memory it goes through, with their vRNICs.
     processes: [Option<(SessionId, VnicId)>; 2],
     /// Somebody does it.
@@ -81,6 +84,12 @@ impl Flying {
     fn reaches(&self, session: SessionId) -> bool {
         self.sessions[0] == session && self.phase.is_at(Phase::READS)
             || self.sessions[1] == session && self.phase.is_at(Phase::WRITES)
+    }
+
+    /// True if its end `i` is memory of an MR that was freed.
+    fn goes_by(&self, freed: Freed, i: usize) -> bool {
+        let several = self.grants[i] == Some(SEVERAL_GRANTS) && self.sessions[i] == freed.session;
+        self.grants[i] == Some(freed.grant) || several
     }
 
     fn is_of(&self, vnic: VnicId) -> bool {
@@ -154,7 +163,8 @@ impl Jobs {
         (off, bytes): (u64, u64),
         keeps: bool,
     ) -> Made {
-        self.begin(qps, ends.map(|e| (e.1, e.2)), Task::Copy { keeps }, |part| {
+        let grants = ends.map(|e| tables.grant(e.0));
+        self.begin(qps, ends.map(|e| (e.1, e.2)), grants, Task::Copy { keeps }, |part| {
             part.pin(tables, ends.map(|e| e.0), off, bytes.min(MAX_BYTES))?;
             if part.is_in_process() {
                 part.bytes = part.bytes.min(MAX_PROCESS_BYTES);
@@ -182,10 +192,11 @@ impl Jobs {
         if !to.reserve(room, bytes as usize) {
             return Made::Full;
         }
-        let made = self.begin([qp, Handle::NONE], [(from.1, from.2); 2], Task::Fetch, |part| {
-            part.bytes = bytes;
-            part.from.pin(tables, from.0, off, bytes, Fault::Source)
-        });
+        let made =
+            self.begin([qp, Handle::NONE], [(from.1, from.2); 2], [tables.grant(from.0), None], Task::Fetch, |part| {
+                part.bytes = bytes;
+                part.from.pin(tables, from.0, off, bytes, Fault::Source)
+            });
         if let Made::Job(number) = made {
             to.begin(number, of, off);
         } else {
@@ -196,7 +207,7 @@ impl Jobs {
 
     /// Puts the bytes of these parts, one after the other, into the destination of a message for a QP, from `off` on.
     pub fn store(&mut self, tables: &Tables<'_>, qp: Handle<Qp>, to: Whose<'_>, off: u64, parts: &[&[u8]]) -> Made {
-        self.begin([qp, qp], [(to.1, to.2); 2], Task::Copy { keeps: false }, |part| {
+        self.begin([qp, qp], [(to.1, to.2); 2], [None, tables.grant(to.0)], Task::Copy { keeps: false }, |part| {
             part.from.copy_of(parts);
             part.bytes = part.from.len();
             part.to.pin(tables, to.0, off, part.bytes, Fault::Destination)
@@ -213,7 +224,8 @@ impl Jobs {
         word: Word,
     ) -> Made {
         let source = from.unwrap_or(to);
-        self.begin(qps, [(source.1, source.2), (to.1, to.2)], Task::Word(word), |part| {
+        let grants = [from.and_then(|f| tables.grant(f.0)), tables.grant(to.0)];
+        self.begin(qps, [(source.1, source.2), (to.1, to.2)], grants, Task::Word(word), |part| {
             part.bytes = size_of::<u64>() as u64;
             if let Some(from) = from {
                 part.from.pin(tables, from.0, 0, part.bytes, Fault::Source)?;
@@ -222,11 +234,12 @@ impl Jobs {
         })
     }
 
-    /// Makes a job for memory of these owners at its two ends; `pin` says which.
+    /// Makes a job for memory of these owners, by these grants, at its two ends; `pin` says which.
     fn begin(
         &mut self,
         [qp, peer]: [Handle<Qp>; 2],
         owners: [(SessionId, VnicId); 2],
+        grants: [Option<u32>; 2],
         task: Task,
         pin: impl FnOnce(&mut Part) -> Result<(), Fault>,
     ) -> Made {
@@ -260,6 +273,7 @@ impl Jobs {
             peer,
             phase: job.phase.clone(),
             sessions: [owners[0].0, owners[1].0],
+            grants,
             processes,
             runs: false,
             slow: false,
@@ -272,11 +286,12 @@ impl Jobs {
         Made::Job(self.made)
     }
 
-    /// Lets the job that was made last copy one more message, from and to memory of the same sessions, for the request behind those that
+    /// Lets the job that was made last copy one more message, from and to memory of the same sessions by the same grants, for the request behind those that
     /// it copies for already. Returns the list that the request is to be put into, or `None` if the job has enough, or if more than a
     /// copy between mappings is to be done.
     pub fn extend(&mut self, tables: &Tables<'_>, ends: [Side<'_>; 2], bytes: u64) -> Option<&mut VecDeque<Box<Work>>> {
-        let made = self.made;
+        let (made, grants) = (self.made, ends.map(|e| tables.grant(e)));
+        self.flying.iter().rfind(|f| f.number == made).filter(|f| f.grants == grants)?;
         let job = self.waiting.back_mut().filter(|j| j.number() == made)?;
         let at = job.next.len() + 1;
         if at >= MAX_PARTS || job.bytes() + bytes > MAX_BYTES {
@@ -407,6 +422,16 @@ impl Jobs {
         self.flying.iter().filter(|f| f.sessions.contains(&session)).for_each(|f| f.phase.stop());
     }
 
+    /// Stops the jobs that there are for the memory of an MR that was freed. True if one of them reaches it at this moment.
+    pub fn withdraw(&self, freed: Freed) -> bool {
+        let goes = |f: &&Flying| f.goes_by(freed, 0) || f.goes_by(freed, 1);
+        self.flying.iter().filter(goes).for_each(|f| f.phase.stop());
+        let at_work = |f: &Flying| {
+            [Phase::READS, Phase::WRITES].iter().enumerate().any(|(i, &w)| f.goes_by(freed, i) && f.phase.is_at(w))
+        };
+        self.flying.iter().any(at_work)
+    }
+
     /// True if somebody copies now for a request with memory of `session` at one of its ends.
     pub fn reach(&self, session: SessionId) -> bool {
         let at_work = |f: &Flying| f.phase.is_at(Phase::READS | Phase::WRITES);
@@ -428,5 +453,43 @@ impl Jobs {
     /// True if a command of a session waits.
     pub fn delays(&self, session: SessionId) -> bool {
         self.fences.iter().any(|f| f.session == session && f.waiter == Waiter::Command)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// A request that frees an MR waits for the job that reaches the MR's memory at that moment, and stops the others that would.
+    #[test]
+    fn a_grant_is_withdrawn_from_the_jobs_that_go_by_it() {
+        let owner = SessionId::default();
+        let flying = |number, grants| Flying {
+            number,
+            qp: Handle::NONE,
+            peer: Handle::NONE,
+            phase: Arc::default(),
+            sessions: [owner; 2],
+            grants,
+            processes: [None; 2],
+            runs: false,
+            slow: false,
+            given_up: false,
+            is_word: false,
+        };
+        let grants = [[None, Some(7)], [Some(7), None], [None, Some(8)], [None, Some(SEVERAL_GRANTS)], [None, None]];
+        let jobs = Jobs { flying: (1..).zip(grants).map(|(n, g)| flying(n, g)).collect(), ..Jobs::default() };
+        let freed = Freed { session: owner, grant: 7 };
+        let during = |i: usize, what| jobs.flying[i].phase.enter(what, || jobs.withdraw(freed));
+        // The source of the first and the others' memory are of no concern.
+        assert_eq!((during(4, Phase::WRITES), during(2, Phase::WRITES)), (Some(false), Some(false)));
+        let fresh = |i: usize, what| {
+            let jobs = Jobs { flying: vec![flying(1, grants[i])], ..Jobs::default() };
+            let waits = jobs.flying[0].phase.enter(what, || jobs.withdraw(freed));
+            (waits, jobs.flying[0].phase.enter(what, || ()).is_none())
+        };
+        assert_eq!((fresh(0, Phase::READS), fresh(0, Phase::WRITES)), ((Some(false), true), (Some(true), true)));
+        assert_eq!((fresh(1, Phase::READS), fresh(1, Phase::WRITES)), ((Some(true), true), (Some(false), true)));
+        assert_eq!((fresh(2, Phase::WRITES), fresh(3, Phase::WRITES)), ((Some(false), false), (Some(true), true)));
     }
 }

@@ -38,7 +38,7 @@ impl Program {
 }
 
 /// Emulated processors are slow, and this machine may be busy: how long programs may take.
-const LIMIT: Duration = Duration::from_secs(60);
+pub(super) const LIMIT: Duration = Duration::from_secs(60);
 const CONTAINER: &str = "c";
 const ADDRESS_OF_CONTAINER: &str = "10.0.0.3";
 
@@ -188,11 +188,11 @@ const CHANGES: &[(&str, Change)] = &[
 ];
 
 /// Two guests and a container on one virtual layer.
-struct Scene {
-    guests: Vec<Guest>,
+pub(super) struct Scene {
+    pub guests: Vec<Guest>,
     /// What each guest's kernel has for itself.
     objects: Vec<[Option<u64>; 4]>,
-    lab: Lab,
+    pub lab: Lab,
     /// The guests' files.
     _systems: Systems,
 }
@@ -222,7 +222,7 @@ fn objects(lab: &Lab, guest: &Guest) -> Result<[Option<u64>; 4]> {
 }
 
 /// Nothing of a guest's is left in the virtual layer but what its kernel had in the beginning.
-fn nothing_left(scene: &Scene, i: usize) -> Check {
+pub(super) fn nothing_left(scene: &Scene, i: usize) -> Check {
     let now = || objects(&scene.lab, &scene.guests[i]);
     wait_until(|| now().as_ref() == Ok(&scene.objects[i]), "")
         .map_err(|_| format!("QPs, CQs, MRs mapped and copied: {:?}, in the beginning {:?}", now(), scene.objects[i]))
@@ -361,6 +361,7 @@ pub(super) fn run(s: &mut Suite<'_>, kernel: Option<&str>) {
             });
         }
     }
+    storage::run(s, &scene);
     // The last of all: a guest that has no power is no peer.
     for (i, which) in ["first", "second"].into_iter().enumerate() {
         s.check(&format!("{which} guest: loses its power while a peer is connected"), |_| {

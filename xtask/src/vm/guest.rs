@@ -108,6 +108,7 @@ impl System {
         for p in PROGRAMS {
             image.program(p)?;
         }
+        super::storage::add(&mut image)?;
         let driver = parts.module(kernel, &lab::root().join("guest/linux"), DRIVER)?;
         image.file(&driver, &format!("{DRIVER}.ko"))?;
         let target = lab::unirdma();

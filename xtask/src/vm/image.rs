@@ -95,11 +95,19 @@ impl<'a> Image<'a> {
     /// # Errors
     /// It is not there.
     pub fn program(&self, name: &str) -> Result<()> {
+        let file = self.find_program(name).ok_or_else(|| format!("there is no program {name}"))?;
+        self.file(&self.theirs(&file), &format!("usr/bin/{name}"))?;
+        self.libraries_of(&file)
+    }
+
+    /// True if the kernel's release has this program here.
+    pub fn has_program(&self, name: &str) -> bool {
+        self.find_program(name).is_some()
+    }
+
+    fn find_program(&self, name: &str) -> Option<String> {
         let places = ["/usr/bin", "/usr/sbin", "/bin", "/sbin"].map(|d| format!("{d}/{name}"));
-        let file =
-            places.iter().find(|f| self.theirs(f).exists()).ok_or_else(|| format!("there is no program {name}"))?;
-        self.file(&self.theirs(file), &format!("usr/bin/{name}"))?;
-        self.libraries_of(file)
+        places.into_iter().find(|f| self.theirs(f).exists())
     }
 
     /// Copies rdma-core's provider for a kind of device, of the kernel's release.
@@ -137,23 +145,48 @@ impl<'a> Image<'a> {
     /// # Errors
     /// One is not there.
     pub fn modules(&mut self, names: &[&str]) -> Result<()> {
+        let more = self.copy_modules(names)?;
+        self.modules.extend(more);
+        Ok(())
+    }
+
+    /// Copies modules, with those that they need and that are not loaded at the start. `/load-NAME` loads them, `/unload-NAME` unloads
+    /// them.
+    ///
+    /// # Errors
+    /// One is not there.
+    pub fn modules_for(&self, name: &str, names: &[&str]) -> Result<()> {
+        let all = self.copy_modules(names)?;
+        let load: String = all.iter().map(|m| format!("insmod /modules/{m} || exit\n")).collect();
+        let unload: String =
+            all.iter().rev().map(|m| format!("rmmod {} || exit\n", m.trim_end_matches(".ko"))).collect();
+        self.text(&format!("load-{name}"), &format!("#!/bin/sh\n{load}"))?;
+        self.text(&format!("unload-{name}"), &format!("#!/bin/sh\n{unload}"))
+    }
+
+    /// Copies modules, with those that they need, and names those that are not loaded at the start, in their order.
+    fn copy_modules(&self, names: &[&str]) -> Result<Vec<String>> {
         let base = self.kernel.base.display().to_string();
+        let mut all = Vec::new();
         for m in names {
             let chain = run(&self.root, &["modprobe", "-d", &base, "-S", &self.kernel.version, "--show-depends", m])?;
             for file in chain.lines().filter_map(|l| l.strip_prefix("insmod ")).map(str::trim) {
-                let name = Path::new(file).file_name().unwrap_or_default().to_string_lossy().into_owned();
+                let file = Path::new(file.split(' ').next().unwrap_or_default());
+                let name = file.file_name().unwrap_or_default().to_string_lossy().into_owned();
                 let plain = name.trim_end_matches(".xz").to_string();
-                if self.modules.contains(&plain) {
+                if self.modules.contains(&plain) || all.contains(&plain) {
                     continue;
                 }
-                self.file(Path::new(file), &format!("modules/{name}"))?;
-                if name != plain {
-                    run(&self.root.join("modules"), &["xz", "-d", &name])?;
+                if !self.root.join("modules").join(&plain).exists() {
+                    self.file(file, &format!("modules/{name}"))?;
+                    if name != plain {
+                        run(&self.root.join("modules"), &["xz", "-d", &name])?;
+                    }
                 }
-                self.modules.push(plain);
+                all.push(plain);
             }
         }
-        Ok(())
+        Ok(all)
     }
 
     /// Packs it into `to`. The script `then` runs when modules are loaded and before commands are served.

@@ -8,6 +8,7 @@ mod image;
 mod machine;
 mod parts;
 mod rxe;
+mod storage;
 
 use std::fs;
 use std::path::{Path, PathBuf};

@@ -151,6 +151,14 @@ fn memory() -> Vec<Row> {
         let (runs_addr, length) = w.me.runs(&[(w.me.take(4096), 4096)]);
         abi::ExtendMrReq { mrn, num_runs: 1, runs_addr, length }
     }
+    fn create(w: &World) -> abi::CreateMrReq {
+        let pdn = w.me.make(Kind::Pd);
+        abi::CreateMrReq { pdn, access_flags: access::FAST_SUPPORTED, max_num_sg: abi::MAX_FAST_PAGES, reserved: 0 }
+    }
+    /// An MR that work requests register.
+    fn fast(w: &World) -> u32 {
+        w.me.ok::<abi::MrResp>(C::CreateMr, &create(w)).mrn
+    }
     vec![
         row(C::CreatePd, |_| Vec::new()).ends(),
         row(C::DestroyPd, |w| handle(w.me.make(Kind::Pd))).handle(HANDLE, Kind::Pd).refused(Busy, "an MR", |w| {
@@ -162,8 +170,14 @@ fn memory() -> Vec<Row> {
             .handle(offset_of!(abi::GetDmaMrReq, pdn), Kind::Pd)
             .refused(BadValue, "flags", |w| bytes(abi::GetDmaMrReq { pdn: w.me.make(Kind::Pd), access_flags: 2 }))
             .ends(),
-        row(C::CreateMr, |w| bytes(abi::CreateMrReq { pdn: w.me.make(Kind::Pd), ..Default::default() }))
-            .gives(Unsupported),
+        row(C::CreateMr, |w| bytes(create(w)))
+            .handle(offset_of!(abi::CreateMrReq, pdn), Kind::Pd)
+            .refused(BadValue, "flags", |w| bytes(abi::CreateMrReq { access_flags: access::MW_BIND, ..create(w) }))
+            .refused(BadValue, "no page", |w| bytes(abi::CreateMrReq { max_num_sg: 0, ..create(w) }))
+            .refused(BadValue, "too many pages", |w| {
+                bytes(abi::CreateMrReq { max_num_sg: abi::MAX_FAST_PAGES + 1, ..create(w) })
+            })
+            .ends(),
         row(C::MapMrSg, |w| bytes(abi::MapMrSgReq { mrn: w.me.make(Kind::Mr), ..Default::default() }))
             .gives(Unsupported),
         row(C::RegUserMr, |w| bytes(w.me.mr_request()))
@@ -252,6 +266,9 @@ fn memory() -> Vec<Row> {
             .refused(BadHandle, "both are one", |w| {
                 let mrn = w.me.make(Kind::Mr);
                 bytes(abi::ReregMrReq { mrn, by: mrn })
+            })
+            .refused(BadState, "work requests register it", |w| {
+                bytes(abi::ReregMrReq { mrn: w.me.make(Kind::Mr), by: fast(w) })
             })
             .refused(Busy, "a window is bound to it", |w| {
                 bytes(abi::ReregMrReq { mrn: w.me.bound_mr(), by: w.me.make(Kind::Mr) })

@@ -1,5 +1,6 @@
 //! The control path: every handle is checked for existence and owner, every value for its range.
 
+mod fast;
 mod multicast;
 pub(crate) mod qp;
 mod srq;
@@ -183,6 +184,12 @@ impl Core {
         }
     }
 
+    /// An MR of the session that no window is bound to, and that no work request registers.
+    fn plain_mr(&self, s: SessionId, mr: u32) -> Result<Handle<Mr>> {
+        let h = self.free_mr(s, mr)?;
+        if self.objects.mrs.get(h).is_some_and(|m| m.page_list().is_some()) { Err(Status::BadState) } else { Ok(h) }
+    }
+
     /// An MR of the session that no window is bound to.
     fn free_mr(&self, s: SessionId, mr: u32) -> Result<Handle<Mr>> {
         let (h, m) = self.objects.own_mr(s, mr)?;
@@ -215,7 +222,7 @@ impl Core {
         len: u64,
         (backing, regions): (Backing, Vec<u64>),
     ) -> Result<()> {
-        let h = self.free_mr(s, mr).map_err(|e| if e == Status::Busy { Status::BadState } else { e })?;
+        let h = self.plain_mr(s, mr).map_err(|e| if e == Status::Busy { Status::BadState } else { e })?;
         let v = self.objects.vnics.get(self.objects.vnic_of(s)?.0).ok_or(Status::BadHandle)?;
         if v.used.mr_bytes.checked_add(len).is_none_or(|b| b > v.limits.max_mr_bytes) {
             return Err(Status::Exhausted);
@@ -249,12 +256,13 @@ impl Core {
     /// REREG_MR: `mr` keeps its keys and gets all else from `by`, which ceases to exist.
     ///
     /// # Errors
-    /// `BadHandle` if the session has no such MRs, or they are one; `Busy` while windows are bound to them.
+    /// `BadHandle` if the session has no such MRs, or they are one; `Busy` while windows are bound to them; `BadState` if work requests
+    /// register one.
     pub fn rereg_mr(&mut self, s: SessionId, mr: u32, by: u32) -> Result<()> {
         if mr == by {
             return Err(Status::BadHandle);
         }
-        let (mr, by_handle) = (self.free_mr(s, mr)?, self.free_mr(s, by)?);
+        let (mr, by_handle) = (self.plain_mr(s, mr)?, self.plain_mr(s, by)?);
         self.gone(Object::Mr(by_handle));
         self.gone(Object::Mr(mr));
         let new = self.objects.mrs.remove(by_handle).ok_or(Status::BadHandle)?;

@@ -68,6 +68,7 @@ impl Core {
             qpn,
             typ,
             gsi,
+            by_bus: c.door == 0,
             door,
             slot,
             sig_all: c.sig_all,

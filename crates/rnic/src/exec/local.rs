@@ -70,10 +70,7 @@ impl Core {
         let (before, began) = (work.done, !work.started);
         let outcome = match status {
             Some(s) => Outcome::Failed(s),
-            None if work.op.is_local() => match self.objects.execute_local(h, &work) {
-                WcStatus::Success => Outcome::Done,
-                s => Outcome::Failed(s),
-            },
+            None if work.op.is_local() => self.execute_alone(h, &mut work),
             None if typ == QpType::Ud => self.send_datagram(h, &mut work),
             None if work.started => self.slice(h, &mut work),
             None => self.begin(h, &mut work),
@@ -102,6 +99,18 @@ impl Core {
             }
         }
         self.objects.spare.keep_work(work);
+    }
+
+    /// Executes a request that stays at its requester.
+    fn execute_alone(&mut self, h: Handle<Qp>, w: &mut Work) -> Outcome {
+        match self.objects.execute_local(h, w) {
+            Err(status) => Outcome::Failed(status),
+            Ok(Some(freed)) if self.jobs.withdraw(freed) => {
+                w.started = true;
+                self.waits_for_room(h, w)
+            }
+            Ok(_) => Outcome::Done,
+        }
     }
 
     /// What a requester checks of a request before it leaves: length, local keys, initiator depth.
@@ -349,6 +358,14 @@ impl Core {
                 return self.refused(h, ph, w, if op.is_send() { BAD_RECV } else { NO_ACCESS });
             }
         }
+        // What a peer takes back nobody reaches any more when the peer's message completes; else the last slice is moved once more.
+        let invalidates = op == WrOpcode::SendInv && w.done + n == w.total;
+        if invalidates
+            && let Some(freed) = self.objects.take_back(ph, Rkey(w.wqe.imm))
+            && self.jobs.withdraw(freed)
+        {
+            return self.waits_for_room(h, w);
+        }
         w.done += n;
         if self.tap.is_some() {
             self.tap_slice(h, w, w.done - n);
@@ -358,7 +375,7 @@ impl Core {
         }
         let Some(mtu) = self.objects.qps.get(h).map(|q| q.mtu) else { return Outcome::Done };
         let packets = psn_count(w.total, mtu);
-        if op == WrOpcode::SendInv {
+        if invalidates {
             self.objects.invalidate(ph, Rkey(w.wqe.imm));
         }
         if op.consumes_recv() {

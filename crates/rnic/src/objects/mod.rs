@@ -3,6 +3,7 @@
 
 mod datagram;
 mod door;
+mod fast;
 mod fetched;
 mod ids;
 mod inbox;
@@ -26,6 +27,8 @@ use unirdma_formats::{Gid, QpType, Qpn};
 use crate::slab::{Handle, Slab};
 pub(crate) use datagram::{Ah, Backlog, Datagrams, Held, Note, Placing, Target};
 pub(crate) use door::{Door, NO_SLOT};
+pub(crate) use fast::Freed;
+pub use fast::PageList;
 pub(crate) use fetched::{Fetched, Room};
 pub use ids::{SessionId, VnicId};
 pub(crate) use ids::{SessionKind, VnicKind};

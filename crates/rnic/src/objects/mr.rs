@@ -5,6 +5,7 @@ use std::sync::Arc;
 use unirdma_formats::{Lkey, Qpn, Rkey};
 use unirdma_mem::{Bell, Loc, Pieces, ProcMem, Span};
 
+use super::fast::PageList;
 use super::ids::SessionId;
 use super::queues::Pd;
 use crate::random::Rng;
@@ -26,6 +27,8 @@ pub enum Backing {
     Process(ProcMem, u64),
     /// All of the session's memory, by bus address (GET_DMA_MR).
     Session,
+    /// Pages of the session's memory, by bus address, that work requests name (CREATE_MR, REG_MR).
+    Pages(PageList),
     /// Nowhere: a null MR.
     Null,
 }
@@ -95,6 +98,8 @@ impl Backing {
             Backing::Process(mem, base) => Backing::Process(mem.clone(), base.wrapping_add(off)),
             Backing::Session => Backing::Session,
             Backing::Null => Backing::Null,
+            // No window is bound to such an MR.
+            Backing::Pages(_) => return None,
         })
     }
 }
@@ -150,7 +155,7 @@ impl Mr {
         away: impl Fn() -> bool,
     ) -> Option<(Loc<'a>, u64)> {
         let place = match &self.backing {
-            Backing::Mapped(_) | Backing::Pieces(..) if away() => Loc::Away,
+            Backing::Mapped(_) | Backing::Pieces(..) | Backing::Pages(_) if away() => Loc::Away,
             Backing::Mapped(span) => Loc::Mapped(span, addr - self.iova),
             Backing::Pieces(pieces, base) => {
                 let (span, off, n) = pieces.at(base + (addr - self.iova))?;
@@ -158,6 +163,10 @@ impl Mr {
             }
             Backing::Process(mem, base) => Loc::Process(mem, base.wrapping_add(addr - self.iova), bell()),
             Backing::Session => memory()?.resolve(addr, len).map(|(s, off)| Loc::Mapped(s, off))?,
+            Backing::Pages(pages) => {
+                let (span, off, n) = pages.locate(&**memory()?, addr - self.iova, len)?;
+                return Some((Loc::Mapped(span, off), n));
+            }
             Backing::Null => Loc::Null,
         };
         Some((place, len))
@@ -166,8 +175,8 @@ impl Mr {
 
 /// All MRs of the host, by handle and by key.
 ///
-/// The upper 24 bits of a key are random, and no other MR has them; so are the lower 8, unless the owner of a memory window has
-/// chosen them. lkey and rkey of an MR are the same number, as on most hardware.
+/// The upper 24 bits of a key are random, and no other MR has them; so are the lower 8, unless the owner of a memory window, or
+/// of an MR that work requests register, has chosen them. lkey and rkey of an MR are the same number, as on most hardware.
 #[derive(Default)]
 pub(crate) struct MrTable {
     mrs: Slab<Mr>,
@@ -237,10 +246,9 @@ impl MrTable {
         self.mrs.get(h).filter(|m| m.key == key.0).map(|_| h)
     }
 
-    /// The handle of the window whose key differs from this one in its lower 8 bits at most.
-    pub fn window_like(&self, key: Rkey) -> Option<Handle<Mr>> {
-        let h = *self.by_key.get(&(key.0 >> 8))?;
-        self.mrs.get(h).filter(|m| m.window.is_some()).map(|_| h)
+    /// The handle of the MR or window whose key differs from this one in its lower 8 bits at most.
+    pub fn like(&self, key: Rkey) -> Option<Handle<Mr>> {
+        self.by_key.get(&(key.0 >> 8)).copied()
     }
 
     pub fn get(&self, handle: Handle<Mr>) -> Option<&Mr> {

@@ -52,6 +52,8 @@ pub(crate) struct Qp {
     pub typ: QpType,
     /// It is its vRNIC's UD QP for the general services: to others its number is 1.
     pub gsi: bool,
+    /// Its requests may name memory by bus address: its doorbell page is that of SET_DOORBELL, which is the driver's own.
+    pub by_bus: bool,
     /// Its doorbell bit.
     pub door: Handle<Door>,
     pub slot: u32,

@@ -1,9 +1,11 @@
-//! Memory windows (IBTA vol. 1, 10.6.7): grants of part of an MR that work requests make and take back.
+//! Requests that stay at their requester, and memory windows (IBTA vol. 1, 10.6.7): grants of part of an MR that work requests make and
+//! take back.
 
 use unirdma_formats::{Lkey, Rkey, WcStatus, WrOpcode, access};
 use unirdma_mem::Span;
 
 use super::Objects;
+use super::fast::Freed;
 use super::mr::{Backing, Mr, Window};
 use super::qp::Qp;
 use super::work::Work;
@@ -24,20 +26,21 @@ impl Objects {
         }
     }
 
-    /// Executes a request that stays at its requester.
-    pub fn execute_local(&mut self, h: Handle<Qp>, w: &Work) -> WcStatus {
-        let Some(q) = self.qps.get(h) else { return WcStatus::FatalErr };
+    /// Executes a request that stays at its requester. It is done when no job reaches the memory of the MR that it has freed, if it has.
+    ///
+    /// # Errors
+    /// The status with which it completes.
+    pub fn execute_local(&mut self, h: Handle<Qp>, w: &Work) -> Result<Option<Freed>, WcStatus> {
+        let key = Rkey(w.wqe.imm);
         let done = match w.op {
-            WrOpcode::BindMw => self.bind(h, w),
-            _ => match self.window_of(q, Rkey(w.wqe.imm)) {
-                Some(mw) => {
-                    self.unbind(mw);
-                    Some(())
-                }
-                None => None,
+            WrOpcode::BindMw => self.bind(h, w).map(|()| None),
+            WrOpcode::RegMr => self.register(h, w).map(|()| None),
+            _ => match self.take_back(h, key) {
+                Some(freed) => Some(Some(freed)),
+                None => self.invalidate(h, key).then_some(None),
             },
         };
-        if done.is_some() { WcStatus::Success } else { WcStatus::MwBindErr }
+        done.ok_or(WcStatus::MwBindErr)
     }
 
     /// The bound window of type 2 whose grant QP `q` may take back.
@@ -48,16 +51,16 @@ impl Objects {
         (bound && mr.pd == q.pd).then_some(handle)
     }
 
-    /// True if a peer of QP `q` may take back the grant of the window with this key.
+    /// True if a peer of QP `q` may take back the grant of the window or MR with this key.
     pub fn may_invalidate(&self, q: &Qp, key: Rkey) -> bool {
-        self.window_of(q, key).is_some()
+        self.freeable(q, key).is_some() || self.window_of(q, key).is_some()
     }
 
-    /// The peer of QP `h` takes the grant of a window back.
-    pub fn invalidate(&mut self, h: Handle<Qp>, key: Rkey) {
-        if let Some(mw) = self.qps.get(h).and_then(|q| self.window_of(q, key)) {
-            self.unbind(mw);
-        }
+    /// QP `h` or its peer takes the grant of a window back; false if there is no such grant.
+    pub fn invalidate(&mut self, h: Handle<Qp>, key: Rkey) -> bool {
+        let window = self.qps.get(h).and_then(|q| self.window_of(q, key));
+        window.into_iter().for_each(|mw| self.unbind(mw));
+        window.is_some()
     }
 
     /// Binds the window with key `rkey`, whose lower 8 bits are new, to `compare_add` bytes from `remote_addr` on of the MR with the
@@ -68,7 +71,7 @@ impl Objects {
         let (addr, len, lkey, flags) =
             (wqe.remote_addr, wqe.compare_add, Lkey(wqe.swap as u32), (wqe.swap >> 32) as u32);
         let (pd, qpn) = (q.pd, q.qpn);
-        let mw = self.mrs.window_like(Rkey(wqe.rkey))?;
+        let mw = self.mrs.like(Rkey(wqe.rkey))?;
         let window = self.mrs.get(mw).filter(|m| m.pd == pd)?.window?;
         if window.second && window.parent.is_some() || flags & !(access::MW_SUPPORTED | access::OPTIONAL_RANGE) != 0 {
             return None;

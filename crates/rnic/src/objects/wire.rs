@@ -177,7 +177,8 @@ pub(crate) struct Flight {
     pub packets: u32,
     /// Sequence number of its first message, 24 bits. A long READ is several messages.
     pub ssn: u32,
-    /// The request failed before anything of it was sent. It completes with this status when all requests before it have completed.
+    /// The request failed before anything of it was sent, or is a REG_MR that was executed. It completes with this status when all requests
+    /// before it have completed.
     pub status: Option<unirdma_formats::WcStatus>,
 }
 

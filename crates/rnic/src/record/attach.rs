@@ -18,6 +18,8 @@ pub enum Way {
     Process,
     Session,
     Null,
+    /// A list that is held as that of CREATE_MR was; its pages are in the record.
+    Pages,
 }
 
 /// Gives back the memory of a vRNIC that is being restored, with the content that it had when the vRNIC was saved. Sessions are named
@@ -36,7 +38,7 @@ pub trait Attach {
     fn srq(&mut self, session: u32, srq: u32, layout: abi::QpLayout) -> Option<QpRings>;
     /// The rings of a QP, of this layout.
     fn qp(&mut self, qpn: u32, layout: abi::QpLayout) -> Option<QpRings>;
-    /// The memory of an MR of `len` bytes.
+    /// The memory of an MR of `len` bytes; [`Way::Pages`]: a list of so many pages.
     fn mr(&mut self, session: u32, mr: u32, way: Way, len: u64) -> Option<Backing>;
 }
 
@@ -85,6 +87,7 @@ impl Backing {
             Backing::Process(mem, base) => Backing::Process(mem.clone(), *base),
             Backing::Session => Backing::Session,
             Backing::Null => Backing::Null,
+            Backing::Pages(list) => Backing::Pages(list.clone()),
         }
     }
 
@@ -94,6 +97,7 @@ impl Backing {
             Backing::Process(..) => WayData::Process,
             Backing::Session => WayData::Session,
             Backing::Null => WayData::Null,
+            Backing::Pages(_) => WayData::Pages,
         }
     }
 }
@@ -105,6 +109,7 @@ impl From<WayData> for Way {
             WayData::Process => Way::Process,
             WayData::Session => Way::Session,
             WayData::Null => Way::Null,
+            WayData::Pages => Way::Pages,
         }
     }
 }
@@ -168,7 +173,8 @@ impl Attached {
                     };
                     b.way() == way && room >= m.len
                 };
-                let backing = attach.mr(session, number, way.into(), m.len);
+                let size = m.pages.as_ref().map_or(m.len, |p| p.most.into());
+                let backing = attach.mr(session, number, way.into(), size);
                 all.mrs.insert((session, number), given(Object::Mr { session, number }, backing, fits)?);
             }
         }

@@ -7,13 +7,13 @@ use std::hash::Hash;
 use unirdma_abi as abi;
 use unirdma_formats::cm::MAD_BYTES;
 use unirdma_formats::{
-    AsyncEvent, Gid, MAX_MSG_BYTES, QpState, QpType, Qpn, WcStatus, WrOpcode, psn_count, send_flags,
+    AsyncEvent, Gid, MAX_MSG_BYTES, QpState, QpType, Qpn, WcStatus, WrOpcode, access, psn_count, send_flags,
 };
 
 use super::data::*;
 use super::{Flaw, Object, What};
 use crate::cm;
-use crate::objects::{MAX_MTU, MAX_RD_ATOMIC, WINDOW_MAX, WINDOW_MIN};
+use crate::objects::{MAX_MTU, MAX_RD_ATOMIC, PageList, WINDOW_MAX, WINDOW_MIN};
 
 type Result<T = ()> = std::result::Result<T, Flaw>;
 
@@ -203,9 +203,14 @@ impl<'a> Known<'a> {
             let object = Object::Mr { session, number: m.number };
             has(&self.pds, m.pd, object, "PD")?;
             ensure(m.iova.checked_add(m.len).is_some(), object, "its length")?;
+            ensure(m.kind == MrKind::Region(WayData::Pages) || m.pages.is_none(), object, "its pages")?;
+            if m.kind == MrKind::Region(WayData::Pages) {
+                check_pages(m, object)?;
+            }
             let MrKind::Window { bound: Some((parent, off)), .. } = m.kind else { continue };
             let Some(p) = s.mrs.iter().find(|p| p.number == parent) else { return fail(object, What::Missing("MR")) };
-            let MrKind::Region(_) = p.kind else { return fail(object, What::Missing("MR")) };
+            let MrKind::Region(way) = p.kind else { return fail(object, What::Missing("MR")) };
+            ensure(way != WayData::Pages, object, "the MR that it is bound to")?;
             let inside = off.checked_add(m.len).is_some_and(|end| end <= p.len);
             // By bus address a window has no offset.
             let fits = inside && (off == 0 || !matches!(p.kind, MrKind::Region(WayData::Session | WayData::Null)));
@@ -442,7 +447,7 @@ impl<'a> Known<'a> {
 /// Bytes of an MR that count against the quota, at most.
 fn counted(m: &MrData) -> u64 {
     match m.kind {
-        MrKind::Region(WayData::Mapped) => m.len,
+        MrKind::Region(WayData::Mapped | WayData::Pages) => m.len,
         // How much of a process counts is known when its memory is there.
         _ => 0,
     }
@@ -450,6 +455,24 @@ fn counted(m: &MrData) -> u64 {
 
 fn psns(all: impl IntoIterator<Item = u32>) -> bool {
     all.into_iter().all(|p| p <= 0xff_ffff)
+}
+
+/// The pages of an MR that work requests register.
+fn check_pages(m: &MrData, object: Object) -> Result {
+    let Some(p) = &m.pages else { return fail(object, What::Missing("list of pages")) };
+    let size = 1_u64.checked_shl(p.shift).unwrap_or(0);
+    let right = match &p.pages {
+        None => (m.len, m.iova, m.access, p.skip) == (0, 0, 0, 0),
+        Some(pages) => {
+            PageList::holds(p.shift, p.skip, m.len, pages.len() as u64)
+                && pages.len() <= p.most as usize
+                && m.iova & (size - 1) == p.skip
+                && pages.iter().all(|a| a % size == 0 && a.checked_add(size).is_some())
+                && m.access & !p.granting == 0
+        }
+    };
+    let may = p.granting & !access::FAST_SUPPORTED == 0 && (1..=abi::MAX_FAST_PAGES).contains(&p.most);
+    ensure(right && may && m.regions.is_empty(), object, "its pages")
 }
 
 fn check_layout(l: &LayoutData, object: Object) -> Result {

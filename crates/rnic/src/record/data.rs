@@ -249,6 +249,19 @@ pub(crate) struct MrData {
     pub regions: Vec<u64>,
     pub note: u32,
     pub kind: MrKind,
+    /// Of an MR that work requests register.
+    pub pages: Option<PagesData>,
+}
+
+/// A list of pages: how many there may be, what they may grant, bits of a page, bytes of the first page before the MR, and the pages if it
+/// is registered.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+pub(crate) struct PagesData {
+    pub most: u32,
+    pub granting: u32,
+    pub shift: u32,
+    pub skip: u64,
+    pub pages: Option<Vec<u64>>,
 }
 
 #[derive(Clone, Copy, Debug, PartialEq, Serialize, Deserialize)]
@@ -269,6 +282,7 @@ pub(crate) enum WayData {
     Process,
     Session,
     Null,
+    Pages,
 }
 
 #[derive(Clone, Copy, Debug, PartialEq, Serialize, Deserialize)]

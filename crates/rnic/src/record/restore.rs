@@ -354,7 +354,7 @@ impl<'a> Restorer<'a> {
     }
 
     fn mr(&mut self, owner: SessionId, session: u32, d: &MrData) {
-        let MrData { number, key, pd, access, iova, len, regions, note, kind } = d;
+        let MrData { number, key, pd, access, iova, len, regions, note, kind, pages } = d;
         let objects = &mut self.core.objects;
         let nothing = || Backing::Mapped(Span::anonymous(0));
         let (window, backing) = match *kind {
@@ -369,6 +369,12 @@ impl<'a> Restorer<'a> {
                 let window = Window { second, qpn: qpn.map(Qpn), parent: parent.as_ref().map(|p| p.0) };
                 (Some(window), parent.map_or_else(nothing, |p| p.1))
             }
+        };
+        let backing = match (backing, pages) {
+            (Backing::Pages(list), Some(PagesData { most, granting, shift, skip, pages })) => {
+                Backing::Pages(list.with_parts((*most, *granting, *shift, *skip, pages.as_deref())))
+            }
+            (backing, _) => backing,
         };
         let pd = self.pd(Some(At { session, number: *pd }));
         let mr = Mr {
@@ -482,6 +488,7 @@ impl<'a> Restorer<'a> {
             typ: typ.unwrap_or(QpType::Rc),
             gsi: *gsi,
             door,
+            by_bus: slot.is_some_and(|s| s.0 == 0),
             slot: slot.map_or(NO_SLOT, |s| s.1),
             sig_all: *sig_all,
             send_cq: self.cq_at(*send_cq),

@@ -321,7 +321,12 @@ impl<'a> Saver<'a> {
                 MrKind::Window { second: *second, qpn: qpn.map(|q| q.0), bound }
             }
         };
+        let pages = m.page_list().map(|list| {
+            let (most, granting, shift, skip, pages) = list.parts();
+            PagesData { most, granting, shift, skip, pages: pages.map(<[u64]>::to_vec) }
+        });
         MrData {
+            pages,
             number: *number,
             key: *key,
             pd: self.pds.get(pd).map_or(0, |at| at.number),
@@ -342,7 +347,7 @@ impl<'a> Saver<'a> {
     }
 
     fn qp(&self, h: Handle<Qp>, q: &Qp) -> QpData {
-        // Its vRNIC is the record's; its link follows from `own`; its peer is looked up again; it gets a turn in any case.
+        // Its vRNIC is the record's; its link follows from `own`, and what its requests may name from its doorbell page; its peer is looked up again; it gets a turn in any case.
         let Qp {
             owner,
             openers,
@@ -354,6 +359,7 @@ impl<'a> Saver<'a> {
             typ,
             gsi,
             door,
+            by_bus: _,
             slot,
             sig_all,
             send_cq,

@@ -1,5 +1,7 @@
 //! Records that are inconsistent, each in one place.
 
+use std::sync::Arc;
+
 use unirdma_abi as abi;
 use unirdma_formats::{Gid, QpType, WrOpcode, attr_mask as m, send_flags};
 use unirdma_mem::{Bell, CqRing, QpRings, Span};
@@ -8,13 +10,22 @@ use zerocopy::IntoBytes;
 use super::check::check;
 use super::data::*;
 use super::*;
-use crate::objects::{Backing, CreateQp, Limits, OpenXrcd, SrqAttr, VnicConfig, VnicId};
+use crate::objects::{Backing, CreateQp, Limits, OpenXrcd, Resolve, SrqAttr, VnicConfig, VnicId};
 use crate::path::Route;
 use crate::rnic::Rnic;
 
 fn aligned(len: usize) -> Span {
     let s = Span::anonymous(len + 64);
     s.sub((64 - s.addr() as u64 % 64) % 64, len as u64).unwrap()
+}
+
+/// Memory of a session, from bus address 0 on.
+struct Ram(Span);
+
+impl Resolve for Ram {
+    fn resolve(&self, addr: u64, len: u64) -> Option<(&Span, u64)> {
+        (addr.checked_add(len)? <= self.0.len() as u64).then_some((&self.0, addr))
+    }
 }
 
 fn gid(n: u8) -> Gid {
@@ -71,6 +82,8 @@ fn full() -> VnicData {
     let backing = Backing::Mapped(aligned(4096));
     let (_, key) = rnic.reg_mr(s, pd, flags, 0x1000, 4096, (backing, vec![1])).unwrap();
     let (_, window) = rnic.alloc_mw(s, pd, 2).unwrap();
+    let (_, fast) = rnic.create_mr(s, pd, unirdma_formats::access::FAST_SUPPORTED, 2, Arc::new(())).unwrap();
+    rnic.set_memory(s, Arc::new(Ram(Span::anonymous(1 << 14))));
     let xrcd = rnic.create_xrcd(s, OpenXrcd { key: Some((1, 2)), create: true, exclusive: false }).unwrap();
     let cap = abi::QpCap { max_send_wr: 8, max_recv_wr: 8, max_send_sge: 2, max_recv_sge: 2, max_inline_data: 64 };
     let layout = abi::QpLayout::of(&cap).unwrap();
@@ -101,7 +114,17 @@ fn full() -> VnicData {
     for (mask, a) in steps {
         rnic.modify_qp(s, qpn, mask, &a).unwrap();
     }
-    // A window is bound, then a WRITE of two packets and an atomic are sent.
+    // A window is bound, pages are registered, then a WRITE of two packets and an atomic are sent. The list of pages is zeros.
+    let register = abi::SqWqe {
+        opcode: WrOpcode::RegMr as u8,
+        rkey: fast,
+        remote_addr: 0x1001,
+        compare_add: 5000,
+        ah: 12,
+        dest_qpn: 2,
+        ..Default::default()
+    };
+    sq.sq_put(3, 0, register.as_bytes());
     let ops = [(WrOpcode::BindMw, 0), (WrOpcode::Write, 2000), (WrOpcode::FetchAdd, 8)];
     for (at, (op, length)) in (0..).zip(ops) {
         let bind = op == WrOpcode::BindMw;
@@ -118,7 +141,7 @@ fn full() -> VnicData {
         sq.sq_put(at, 0, w.as_bytes());
         sq.sq_put(at, abi::SQ_DATA, abi::Sge { addr: 0x1000, length, lkey: key }.as_bytes());
     }
-    sq.set_sq_prod(3);
+    sq.set_sq_prod(4);
     bell.ring(slot);
     let ask =
         |op: abi::CmOp, id| abi::CmReq { op: op as u8, id, port_space: abi::port_space::TCP, ..Default::default() };
@@ -147,6 +170,15 @@ fn datagrams(d: &mut VnicData) -> &mut Vec<GidBytes> {
         _ => None,
     });
     ud.unwrap()
+}
+
+/// The MR that work requests register.
+fn fast(d: &mut VnicData) -> &mut MrData {
+    d.sessions[0].mrs.iter_mut().find(|m| m.pages.is_some()).unwrap()
+}
+
+fn list(d: &mut VnicData) -> &mut PagesData {
+    fast(d).pages.as_mut().unwrap()
 }
 
 fn window(d: &mut VnicData) -> &mut MrData {
@@ -258,6 +290,31 @@ const CASES: &[Case] = &[
     ),
     (|d| d.sessions[0].mrs[0].pd = 7, "there is no such PD"),
     (|d| d.sessions[0].mrs[0].len = u64::MAX, "a value is out of range: its length"),
+    (|d| fast(d).pages = None, "there is no such list of pages"),
+    (|d| fast(d).len += 4096, "a value is out of range: its pages"),
+    (|d| fast(d).iova += 1, "a value is out of range: its pages"),
+    (|d| fast(d).access = unirdma_formats::access::MW_BIND, "a value is out of range: its pages"),
+    (|d| fast(d).regions = vec![1], "a value is out of range: its pages"),
+    (|d| list(d).most = 1, "a value is out of range: its pages"),
+    (|d| list(d).most = 1 << 30, "a value is out of range: its pages"),
+    (|d| list(d).granting = u32::MAX, "a value is out of range: its pages"),
+    (|d| list(d).shift = 64, "a value is out of range: its pages"),
+    (|d| list(d).pages.as_mut().unwrap()[1] = 1, "a value is out of range: its pages"),
+    (|d| list(d).pages = None, "a value is out of range: its pages"),
+    (
+        |d| {
+            let pages = fast(d).pages.clone();
+            window(d).pages = pages;
+        },
+        "a value is out of range: its pages",
+    ),
+    (
+        |d| {
+            let parent = fast(d).number;
+            window(d).kind = MrKind::Window { second: true, qpn: None, bound: Some((parent, 0)) };
+        },
+        "a value is out of range: the MR that it is bound to",
+    ),
     (|d| window(d).key = d.sessions[0].mrs[0].key ^ 3, "stands there twice"),
     (|d| window(d).kind = MrKind::Window { second: true, qpn: None, bound: Some((7, 0)) }, "there is no such MR"),
     (|d| window(d).len = 5000, "a value is out of range: the range that it is bound to"),

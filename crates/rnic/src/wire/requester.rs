@@ -35,10 +35,9 @@ pub(crate) fn request_packet(
     let part = Part::of(index == 0, ends);
     let wqe = &w.wqe;
     let kind = match op {
-        // Local requests are never sent, so what stands here does not matter.
-        WrOpcode::Send | WrOpcode::SendImm | WrOpcode::SendInv | WrOpcode::LocalInv | WrOpcode::BindMw => {
-            Op::Send(part)
-        }
+        WrOpcode::Send | WrOpcode::SendImm | WrOpcode::SendInv => Op::Send(part),
+        // These are never sent, so what stands here does not matter.
+        WrOpcode::LocalInv | WrOpcode::BindMw | WrOpcode::RegMr => Op::Send(part),
         WrOpcode::Write | WrOpcode::WriteImm => Op::Write(part),
         WrOpcode::Read => Op::ReadRequest,
         WrOpcode::CmpSwap => Op::CmpSwap,
@@ -90,14 +89,19 @@ impl Core {
         }
         let q = self.objects.qps.get(h)?;
         let f = w.flight.get(i)?;
-        if f.status.is_some() {
-            // Everything before it must be answered first.
-            return if i == 0 { self.fail_head(h, w) } else { None };
-        }
         let op = f.work.op;
-        if op.is_local() {
+        match f.status {
+            // It was registered before, and what stands before it is sent again.
+            Some(WcStatus::Success) => {
+                w.cursor += 1;
+                return Some(OP_NS);
+            }
+            // Everything before it must be answered first.
+            Some(_) => return if i == 0 { self.fail_head(h, w) } else { None },
+            None if op == WrOpcode::RegMr => return self.register_at(h, w, i),
             // It has its turn when everything before it is answered.
-            return if i == 0 { self.local_head(h, w) } else { None };
+            None if op.is_local() => return if i == 0 { self.local_head(h, w) } else { None },
+            None => {}
         }
         let f = w.flight.get(i)?;
         let index = w.next.since(f.first);
@@ -235,13 +239,31 @@ impl Core {
         true
     }
 
+    /// Executes the REG_MR at this place of the flight. It need not wait for what stands before it, since the MR is free; only its
+    /// completion does.
+    fn register_at(&mut self, h: Handle<Qp>, w: &mut Wire, i: usize) -> Option<u64> {
+        let f = w.flight.get_mut(i)?;
+        f.status = Some(self.objects.execute_local(h, &f.work).err().unwrap_or(WcStatus::Success));
+        if f.status == Some(WcStatus::Success) {
+            w.cursor += 1;
+            self.retire_answered(h, w);
+        }
+        Some(OP_NS)
+    }
+
     /// Executes the request at the head, of which nothing is sent.
     fn local_head(&mut self, h: Handle<Qp>, w: &mut Wire) -> Option<u64> {
         let f = w.flight.front_mut()?;
-        let status = self.objects.execute_local(h, &f.work);
-        if status != WcStatus::Success {
-            f.status = Some(status);
-            return self.fail_head(h, w);
+        match self.objects.execute_local(h, &f.work) {
+            Err(status) => {
+                f.status = Some(status);
+                return self.fail_head(h, w);
+            }
+            Ok(Some(freed)) if self.jobs.withdraw(freed) => {
+                f.work.stall.rest(self.now, FULL_NS);
+                return None;
+            }
+            Ok(_) => {}
         }
         let f = w.flight.pop_front()?;
         w.cursor = w.cursor.saturating_sub(1);
@@ -282,12 +304,7 @@ impl Core {
         while w.reads.front().is_some_and(|&end| !to.is_before(end)) {
             w.reads.pop_front();
         }
-        while w.flight.front().is_some_and(|f| f.packets > 0 && !to.is_before(f.end())) {
-            let Some(f) = w.flight.pop_front() else { break };
-            w.cursor = w.cursor.saturating_sub(1);
-            self.retire(h, &f.work, WcStatus::Success);
-            self.objects.spare.keep_work(f.work);
-        }
+        self.retire_answered(h, w);
         if w.next == to {
             // If the cursor stood further back, it skips requests that were answered meanwhile.
             w.cursor = w.find(to).unwrap_or(w.flight.iter().take_while(|f| f.packets > 0).count());
@@ -295,6 +312,17 @@ impl Core {
         w.deadline = if w.una == w.high { u64::MAX } else { self.deadline(h) };
         if let Some(q) = self.objects.qps.get(h) {
             (w.retries_left, w.rnr_left) = (q.attr.retry_cnt, q.attr.rnr_retry);
+        }
+    }
+
+    /// Completes the requests at the head whose packets are answered, and the REG_MRs there that were executed.
+    fn retire_answered(&mut self, h: Handle<Qp>, w: &mut Wire) {
+        let una = w.una;
+        let done = |f: &Flight| f.status == Some(WcStatus::Success) || f.packets > 0 && !una.is_before(f.end());
+        while let Some(f) = w.flight.pop_front_if(|f| done(f)) {
+            w.cursor = w.cursor.saturating_sub(1);
+            self.retire(h, &f.work, WcStatus::Success);
+            self.objects.spare.keep_work(f.work);
         }
     }
 

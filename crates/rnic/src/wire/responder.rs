@@ -217,6 +217,13 @@ impl Core {
             let room = self.objects.qps.get(h).and_then(|q| q.recv.as_ref()).map_or(0, |r| r.total);
             let _ = self.objects.stage_receive(self.now, h, if part.ends() { n.min(room) } else { room });
         }
+        if let Some(key) = invalidated
+            && let Some(freed) = self.objects.take_back(h, Rkey(key))
+            && self.jobs.withdraw(freed)
+        {
+            w.resp.stall.rest(self.now, FULL_NS);
+            return Err(Refusal::Full);
+        }
         let recv = self.objects.qps.get(h).and_then(|q| q.recv.as_ref()).ok_or(Refusal::Broken)?;
         let room = recv.total;
         let refused = match self.objects.check_recv(recv, Some(w.resp.got + n)) {

@@ -1,0 +1,117 @@
+//! Storage over RDMA by the kernels of two guests, which register memory by work requests.
+
+use super::guest::{LIMIT, Scene, nothing_left};
+use super::*;
+use crate::vm::Guest;
+
+const NQN: &str = "nqn.2026-01.local.unirdma:disk";
+/// Blocks of many sizes are written at random places, many at a time, and then read and checked.
+const FIO: &str = "fio --name=checked --thread --direct=1 --rw=randwrite --bsrange=4k-1m --size=24m --iodepth=16 --ioengine=libaio \
+                   --verify=crc32c --verify_fatal=1";
+
+/// Runs commands of a guest, one after the other, up to the first that fails.
+fn all(guest: &Guest, commands: &[&str]) -> Check {
+    for c in commands {
+        let o = guest.spawn(&format!("timeout {} sh -c '{c}'", LIMIT.as_secs()))?.finish_within(LIMIT);
+        require(o.ok(), format!("{}: {c}: {}", guest.vrnic, o.text))?;
+    }
+    Ok(())
+}
+
+/// A disk in the memory of one guest, that the other one uses by NVMe.
+fn nvme([host, target]: [&Guest; 2]) -> Check {
+    let at = "cd /sys/kernel/config/nvmet &&";
+    all(
+        target,
+        &[
+            "/load-nvme-target && insmod /modules/brd.ko rd_nr=1 rd_size=32768",
+            "mkdir -p /sys/kernel/config && mount -t configfs none /sys/kernel/config",
+            &format!(
+                "{at} mkdir subsystems/{NQN} && cd subsystems/{NQN} && echo 1 >attr_allow_any_host && mkdir namespaces/1"
+            ),
+            &format!("{at} cd subsystems/{NQN}/namespaces/1 && echo /dev/ram0 >device_path && echo 1 >enable"),
+            &format!(
+                "{at} mkdir ports/1 && cd ports/1 && echo rdma >addr_trtype && echo ipv4 >addr_adrfam && echo {} >addr_traddr && echo 4420 >addr_trsvcid",
+                target.ip
+            ),
+            &format!("{at} ln -s /sys/kernel/config/nvmet/subsystems/{NQN} ports/1/subsystems/"),
+        ],
+    )?;
+    let connect = format!(
+        "nvme connect -t rdma -a {} -s 4420 -n {NQN} -i 2 -Q 32 --hostnqn=nqn.2026-01.local.unirdma:host --hostid=6b1f0ab4-6d04-4b2c-9f37-3a4b1a0d8d11",
+        target.ip
+    );
+    all(host, &["/load-nvme-host", &connect])?;
+    wait_until(|| host.run("test -b /dev/nvme0n1").is_ok_and(|o| o.ok()), "there is no disk")?;
+    all(host, &[&format!("{FIO} --filename=/dev/nvme0n1"), &format!("nvme disconnect -n {NQN}"), "/unload-nvme-host"])?;
+    all(
+        target,
+        &[
+            &format!("{at} rm ports/1/subsystems/{NQN} && rmdir ports/1"),
+            &format!("{at} rmdir subsystems/{NQN}/namespaces/1 subsystems/{NQN}"),
+            "umount /sys/kernel/config && rmmod brd && /unload-nvme-target",
+        ],
+    )
+}
+
+/// A directory in the memory of one guest, that the other one uses by NFS. What it writes is the same at both ends, and when it is read.
+fn nfs([server, client]: [&Guest; 2]) -> Check {
+    all(
+        server,
+        &[
+            "/load-nfs-server && mkdir -p /export /var/lib/nfs/v4recovery && mount -t tmpfs -o size=128m none /export",
+            "mount -t nfsd none /proc/fs/nfsd && touch /var/lib/nfs/etab /var/lib/nfs/rmtab",
+            "exportfs -i -o rw,fsid=0,no_root_squash,insecure,no_subtree_check \"*:/export\"",
+            "rpc.mountd -N 3",
+            "cd /proc/fs/nfsd && echo -3 +4 >versions && echo rdma 20049 >portlist && echo 2 >threads && echo Y >v4_end_grace",
+        ],
+    )?;
+    let options = format!("vers=4.2,proto=rdma,port=20049,sec=sys,addr={},clientaddr={}", server.ip, client.ip);
+    all(
+        client,
+        &[
+            "/load-nfs-client && mkdir -p /mnt && dd if=/dev/urandom of=/tmp/sent bs=1M count=16",
+            &format!("mount -i -t nfs4 -o {options} {}:/ /mnt", server.ip),
+            "grep proto=rdma /proc/mounts",
+            "dd if=/tmp/sent of=/mnt/large bs=1M oflag=direct && dd if=/tmp/sent of=/mnt/small bs=4k count=500 oflag=direct",
+            "cp /tmp/sent /mnt/cached && sync && echo 3 >/proc/sys/vm/drop_caches",
+            "dd if=/mnt/large bs=1M iflag=direct | cmp - /tmp/sent && cmp /mnt/cached /tmp/sent",
+            "dd if=/mnt/small bs=8k iflag=direct | cmp -n 2048000 - /tmp/sent",
+        ],
+    )?;
+    let sums: Vec<String> = [(client, "/tmp/sent"), (server, "/export/large"), (server, "/export/cached")]
+        .into_iter()
+        .map(|(g, file)| Ok(g.run(&format!("sha256sum <{file}"))?.text))
+        .collect::<Result<_>>()?;
+    require(sums[0] == sums[1] && sums[0] == sums[2], format!("what the server has differs: {sums:?}"))?;
+    all(client, &["umount /mnt && rm /tmp/sent && /unload-nfs-client"])?;
+    all(
+        server,
+        &[
+            "echo 0 >/proc/fs/nfsd/threads && killall rpc.mountd && exportfs -ua && umount /export",
+            "umount /proc/fs/nfsd && /unload-nfs-server",
+        ],
+    )
+}
+
+/// A test with the first guest, which has programs of Debian 13, and the second one.
+type Use = fn([&Guest; 2]) -> Check;
+
+pub(super) fn run<'a>(s: &mut Suite<'_>, scene: &dyn Fn() -> Result<&'a Scene>) {
+    let tests: [(&str, Use); 2] = [("NVMe over RDMA", nvme), ("NFS over RDMA", nfs)];
+    for (what, test) in tests {
+        s.check(&format!("guests' kernels: {what}, checked by fio; nothing is left"), |_| {
+            let scene = scene()?;
+            let [first, second] = [&scene.guests[0], &scene.guests[1]];
+            let explained = |e: String| format!("{}\n{}", first.explain(&second.explain(&e)), scene.lab.log());
+            test([first, second]).map_err(explained)?;
+            // The kernel keeps CQs for whoever comes next.
+            for (i, guest) in [first, second].into_iter().enumerate() {
+                guest.unload()?;
+                guest.load()?;
+                nothing_left(scene, i)?;
+            }
+            Ok(())
+        });
+    }
+}
