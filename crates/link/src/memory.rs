@@ -197,7 +197,7 @@ impl Memory {
     /// # Errors
     /// [`Refused::Exhausted`].
     pub fn hold_list(&self, pages: u32) -> Result<Ticket, Refused> {
-        Ok(self.ledger.hold(Resource::Pieces, pages.into())?)
+        self.ledger.hold(Resource::Pieces, pages.into())
     }
 
     /// Regions, sorted by bus address.

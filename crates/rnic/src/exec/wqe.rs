@@ -118,9 +118,8 @@ pub(crate) fn load(q: &Qp, at: u32, w: &mut Work) -> Result<(), WcStatus> {
     let address = if q.typ == QpType::Ud { send_flags::ADDRESS } else { 0 };
     let known = send_flags::SUPPORTED | send_flags::STAGED | address;
     // A process of a guest posts to its queues itself, and must not reach the rest of the guest's memory.
-    let by_bus = staged || op == WrOpcode::RegMr;
-    let may = !(staged && !may_be_staged || by_bus && !q.by_bus);
-    if w.wqe.send_flags & !known != 0 || !may || !q.typ.allows(op) {
+    let foreign = (staged || op == WrOpcode::RegMr) && !q.by_bus;
+    if w.wqe.send_flags & !known != 0 || staged && !may_be_staged || foreign || !q.typ.allows(op) {
         return Err(WcStatus::LocQpOpErr);
     }
     if w.wqe.send_flags & send_flags::INLINE != 0 {

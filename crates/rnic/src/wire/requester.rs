@@ -319,7 +319,8 @@ impl Core {
     fn retire_answered(&mut self, h: Handle<Qp>, w: &mut Wire) {
         let una = w.una;
         let done = |f: &Flight| f.status == Some(WcStatus::Success) || f.packets > 0 && !una.is_before(f.end());
-        while let Some(f) = w.flight.pop_front_if(|f| done(f)) {
+        while w.flight.front().is_some_and(done) {
+            let Some(f) = w.flight.pop_front() else { break };
             w.cursor = w.cursor.saturating_sub(1);
             self.retire(h, &f.work, WcStatus::Success);
             self.objects.spare.keep_work(f.work);
