@@ -100,7 +100,7 @@ type Use = fn([&Guest; 2]) -> Check;
 pub(super) fn run<'a>(s: &mut Suite<'_>, scene: &dyn Fn() -> Result<&'a Scene>) {
     let tests: [(&str, Use); 2] = [("NVMe over RDMA", nvme), ("NFS over RDMA", nfs)];
     for (what, test) in tests {
-        s.check(&format!("guests' kernels: {what}, checked by fio; nothing is left"), |_| {
+        s.check(&format!("guests' kernels: {what}; what is read is what was written, and nothing is left"), |_| {
             let scene = scene()?;
             let [first, second] = [&scene.guests[0], &scene.guests[1]];
             let explained = |e: String| format!("{}\n{}", first.explain(&second.explain(&e)), scene.lab.log());

@@ -158,8 +158,12 @@ impl<'a> Image<'a> {
     pub fn modules_for(&self, name: &str, names: &[&str]) -> Result<()> {
         let all = self.copy_modules(names)?;
         let load: String = all.iter().map(|m| format!("insmod /modules/{m} || exit\n")).collect();
-        let unload: String =
-            all.iter().rev().map(|m| format!("rmmod {} || exit\n", m.trim_end_matches(".ko"))).collect();
+        // What used a module may need a moment to let go of it.
+        let unload = |m: &String| {
+            let module = m.trim_end_matches(".ko");
+            format!("n=0; until rmmod {module}; do n=$((n + 1)); [ $n -lt 100 ] || exit; sleep 0.1; done\n")
+        };
+        let unload: String = all.iter().rev().map(unload).collect();
         self.text(&format!("load-{name}"), &format!("#!/bin/sh\n{load}"))?;
         self.text(&format!("unload-{name}"), &format!("#!/bin/sh\n{unload}"))
     }
