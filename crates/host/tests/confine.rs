@@ -395,21 +395,21 @@ fn fatal(root: bool) {
 }
 
 fn refused(root: bool) {
-    use Kind::{Capture, Closer, Control, Poller, Switch, Watcher};
+    use Kind::{Capture, Clerk, Closer, Control, Poller, Switch, Watcher};
     const CALLS: [&str; 10] =
         ["openat", "kill", "tgkill", "prctl", "prlimit", "setsockopt", "mlockall", "unlink", "getdents", "sigaction"];
     const SOME: [(&str, i32, &[Kind]); 11] = [
         ("clone3", ENOSYS, &[Control, Watcher]),
-        ("clone3", EPERM, &[Poller, Switch, Capture, Closer]),
+        ("clone3", EPERM, &[Poller, Switch, Capture, Closer, Clerk]),
         ("clone", EPERM, &Kind::ALL),
-        ("memfd_create", EPERM, &[Capture, Closer]),
-        ("socketpair", EPERM, &[Poller, Watcher, Switch, Capture, Closer]),
-        ("accept4", EPERM, &[Poller, Watcher, Switch, Capture, Closer]),
-        ("pread", EPERM, &[Switch, Capture, Closer]),
-        ("epoll_wait", EPERM, &[Capture, Closer]),
-        ("setpriority", EPERM, &[Poller, Watcher, Switch, Closer]),
-        ("seccomp", EPERM, &[Poller, Switch, Capture, Closer]),
-        ("sendmsg", EPERM, &[Closer]),
+        ("memfd_create", EPERM, &[Capture, Closer, Clerk]),
+        ("socketpair", EPERM, &[Poller, Watcher, Switch, Capture, Closer, Clerk]),
+        ("accept4", EPERM, &[Poller, Watcher, Switch, Capture, Closer, Clerk]),
+        ("pread", EPERM, &[Switch, Capture, Closer, Clerk]),
+        ("epoll_wait", EPERM, &[Capture, Closer, Clerk]),
+        ("setpriority", EPERM, &[Poller, Watcher, Switch, Closer, Clerk]),
+        ("seccomp", EPERM, &[Poller, Switch, Capture, Closer, Clerk]),
+        ("sendmsg", EPERM, &[Closer, Clerk]),
     ];
     const DONE: [(&str, i32, &[Kind]); 6] = [
         ("memfd_create", 0, &[Control, Poller, Watcher, Switch]),

@@ -304,6 +304,8 @@ fn pages_of_sparse_files_are_made_up_to_a_limit() {
         assert!((LIMIT / 2..LIMIT * 3 / 4).contains(&used) && limit == LIMIT, "{used} of {limit} bytes");
         let flags = FallocateFlags::PUNCH_HOLE | FallocateFlags::KEEP_SIZE;
         rustix::fs::fallocate(&sparse, flags, 0, LEN).unwrap();
+        let (used, _) = filled();
+        assert!(used < LIMIT / 4, "{used} bytes after the hole");
     }
     // Of the first session's bytes some are left, those of its rings.
     assert!(fill(LIMIT / 2));

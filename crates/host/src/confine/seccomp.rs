@@ -30,11 +30,14 @@ pub enum Kind {
     Capture,
     /// Closes descriptors of tenants.
     Closer,
+    /// Maps memory of tenants for commands.
+    Clerk,
 }
 
 impl Kind {
     /// All kinds.
-    pub const ALL: [Kind; 6] = [Kind::Control, Kind::Poller, Kind::Watcher, Kind::Switch, Kind::Capture, Kind::Closer];
+    pub const ALL: [Kind; 7] =
+        [Kind::Control, Kind::Poller, Kind::Watcher, Kind::Switch, Kind::Capture, Kind::Closer, Kind::Clerk];
 
     fn tables(self) -> &'static [&'static [Call]] {
         match self {
@@ -44,6 +47,7 @@ impl Kind {
             Kind::Switch => &[EVERY, WAITS, NETWORK, SIGNALS, TIMERS],
             Kind::Capture => &[EVERY, NETWORK, BACKGROUND],
             Kind::Closer => &[EVERY],
+            Kind::Clerk => &[EVERY, MAPS],
         }
     }
 }
@@ -221,6 +225,16 @@ const SESSIONS: &[Call] = &[
     call(libc::SYS_ftruncate),
     call(libc::SYS_eventfd2),
     call(libc::SYS_epoll_create1),
+];
+
+/// Mapping memory files: a look at what they are, and who is asked for pages in their holes.
+const MAPS: &[Call] = &[
+    call(libc::SYS_fstat),
+    call(libc::SYS_fstatfs),
+    call(libc::SYS_statx),
+    call(libc::SYS_newfstatat),
+    when(libc::SYS_fcntl, &[is(1, libc::F_GET_SEALS)]),
+    when(libc::SYS_ioctl, &[is(1, unirdma_mem::holes::WATCH_REQUEST.cast_signed())]),
 ];
 
 /// Starting threads, and giving them a core and a filter, which can only be narrower.
