@@ -266,11 +266,7 @@ impl Device {
     }
 
     /// Executes a command.
-    fn command(
-        &mut self,
-        guest: &GuestMemoryMmap,
-        chain: virtio_queue::DescriptorChain<&GuestMemoryMmap>,
-    ) -> Served {
+    fn command(&mut self, guest: &GuestMemoryMmap, chain: virtio_queue::DescriptorChain<&GuestMemoryMmap>) -> Served {
         use std::io::{Read, Write};
         // The driver may have changed the request meanwhile: then it is another one.
         let pending = self.pending.take();

@@ -34,9 +34,16 @@ pub(crate) enum Found {
 /// Which ranges of bus addresses are to be found.
 enum List {
     /// The pages of a table, from a byte of the first one to the end.
-    Pages { table: Span, first: u64, end: u64 },
+    Pages {
+        table: Span,
+        first: u64,
+        end: u64,
+    },
     /// The runs of a list, so many bytes in all.
-    Runs { list: Span, length: u64 },
+    Runs {
+        list: Span,
+        length: u64,
+    },
     Ranges(Vec<(u64, u64)>),
 }
 

@@ -3,8 +3,8 @@
 use std::cell::Cell;
 use std::collections::VecDeque;
 use std::net::IpAddr;
-use std::sync::{Arc, Mutex};
 use std::sync::atomic::Ordering;
+use std::sync::{Arc, Mutex};
 
 use unirdma_abi as abi;
 use unirdma_abi::{CmOp, Command, QpLayout};
