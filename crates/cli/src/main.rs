@@ -257,6 +257,10 @@ struct HeldArgs {
     /// Most pieces of MRs that are page lists of more than 512 pieces, which are kept as lists and not mapped
     #[arg(long, value_name = "N", value_parser = units::most)]
     max_pieces: Option<u64>,
+    /// Most bytes of pages that transfers make in sparse memory files of its programs; a program that needs more loses its device. It may be
+    /// more than half of what the others leave
+    #[arg(long, value_name = "BYTES", value_parser = units::most)]
+    max_filled: Option<u64>,
 }
 
 impl HeldArgs {
@@ -266,6 +270,7 @@ impl HeldArgs {
             max_mappings: self.max_mappings,
             max_address_space: self.max_address_space,
             max_pieces: self.max_pieces,
+            max_filled: self.max_filled,
         }
     }
 }

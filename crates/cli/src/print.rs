@@ -91,6 +91,7 @@ fn show(v: &VrnicInfo) -> String {
         ("mappings held", format!("{} of {}", v.held.mappings.used, v.held.mappings.limit)),
         ("addresses held", format!("{} of {}", bytes(v.held.address_space.used), bytes(v.held.address_space.limit))),
         ("pieces held", format!("{} of {}", v.held.pieces.used, v.held.pieces.limit)),
+        ("filled in sparse files", format!("{} of {}", bytes(v.held.filled.used), bytes(v.held.filled.limit))),
         ("share", share(v)),
         ("time of the RNIC", units::seconds(v.busy_ns)),
         ("eth0", frames(v)),

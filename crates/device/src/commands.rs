@@ -1,23 +1,20 @@
 //! Control commands: bytes in, bytes out. Lengths are exact, reserved fields are ignored.
 
+use std::collections::BTreeSet;
 use std::sync::Arc;
 
 use unirdma_abi as abi;
 use unirdma_abi::{Command, Nothing, Status};
 use unirdma_formats::{Gid, QpType, access};
-use unirdma_link::{Gathered, Refused};
 use unirdma_mem::{Bell, CqRing, QpRings, Span};
 use unirdma_rnic::{Backing, CreateQp, OpenXrcd, Rnic, SrqAttr, SrqInfo};
 use zerocopy::{FromBytes, Immutable, IntoBytes};
 
 use crate::mapped::Mapped;
+use crate::search::{Begun, Found, Outcome, PAGE, Search, refused};
 use crate::{Device, RnicGuard, lock, now_ns};
 
 type Answer<T> = Result<T, Status>;
-
-/// Pages that one REG_USER_MR may list.
-const MAX_PAGES: u32 = 1 << 20;
-const PAGE: u64 = 4096;
 
 /// The header of a response. It is all of one that refuses.
 pub(crate) fn head(status: Status) -> Vec<u8> {
@@ -47,11 +44,22 @@ fn run<Req: FromBytes, Resp: IntoBytes + Immutable>(
 struct Turn<'a> {
     device: &'a Device,
     guard: Option<RnicGuard<'a>>,
+    /// What was found of the memory that the command names, if it names any that had to be searched for.
+    found: Option<Answer<Found>>,
 }
 
 impl<'a> Turn<'a> {
     fn taken(&mut self) -> &mut RnicGuard<'a> {
         self.guard.get_or_insert_with(|| self.device.rnic.lock())
+    }
+
+    /// The memory of an MR that was searched for.
+    fn memory(&mut self) -> Answer<(Backing, Vec<u64>)> {
+        match self.found.take() {
+            Some(Ok(Found::Memory(backing, regions))) => Ok((backing, regions)),
+            Some(Err(status)) => Err(status),
+            _ => Err(Status::BadAddress),
+        }
     }
 }
 
@@ -86,8 +94,14 @@ macro_rules! define_dispatch {
         $($name:ident = $code:literal, $handler:ident($req:ident) -> $resp:ident;)*
     ) => {
         impl Device {
-            fn dispatch(&self, c: Command, data: &[u8], room: usize) -> Answer<Vec<u8>> {
-                let rnic = &mut Turn { device: self, guard: None };
+            fn dispatch(
+                &self,
+                c: Command,
+                data: &[u8],
+                room: usize,
+                found: Option<Answer<Found>>,
+            ) -> Answer<Vec<u8>> {
+                let rnic = &mut Turn { device: self, guard: None, found };
                 match c {
                     $(Command::$name => {
                         run(data, room, |r: abi::$req| -> Answer<abi::$resp> { self.$handler(Use::of(rnic), r) })
@@ -100,32 +114,102 @@ macro_rules! define_dispatch {
 
 unirdma_abi::for_each_command!(define_dispatch);
 
+/// What came of a request.
+pub(crate) enum Reply {
+    /// The response, and which command it was, if there is such a command.
+    Now(Vec<u8>, Option<Command>),
+    /// The request is to be made again with the outcome of this search.
+    After(Search),
+}
+
 impl Device {
     /// Executes one control request, and returns its response, of at most `room` bytes. Nothing happens if that is too small.
     /// (A response that only refuses has the length of its header, whatever `room` is.)
     pub fn execute(&self, request: &[u8], room: usize) -> Vec<u8> {
-        self.answer(request, room).0
-    }
-
-    /// As [`Device::execute`]. Also says which command it was, if there is such a command.
-    pub(crate) fn answer(&self, request: &[u8], room: usize) -> (Vec<u8>, Option<Command>) {
-        let Ok((header, data)) = abi::ReqHeader::read_from_prefix(request) else {
-            return (head(Status::BadLength), None);
-        };
-        match Command::from_raw(header.command) {
-            Some(c) => (self.perform(c, data, room), Some(c)),
-            None => (head(Status::Unsupported), None),
+        match self.answer(request, room, None) {
+            Reply::Now(response, _) => response,
+            Reply::After(search) => {
+                let began = now_ns();
+                let found = search.run();
+                let outcome = Outcome { found, took_ns: now_ns().saturating_sub(began) };
+                match self.answer(request, room, Some(outcome)) {
+                    Reply::Now(response, _) => response,
+                    Reply::After(_) => unreachable!("there is an outcome"),
+                }
+            }
         }
     }
 
-    fn perform(&self, c: Command, data: &[u8], room: usize) -> Vec<u8> {
+    /// Executes one control request, unless that needs a long search whose outcome is not there yet.
+    pub(crate) fn answer(&self, request: &[u8], room: usize, outcome: Option<Outcome>) -> Reply {
+        let Ok((header, data)) = abi::ReqHeader::read_from_prefix(request) else {
+            return Reply::Now(head(Status::BadLength), None);
+        };
+        let Some(c) = Command::from_raw(header.command) else { return Reply::Now(head(Status::Unsupported), None) };
+        let found = match outcome {
+            Some(outcome) => Some(self.take_outcome(outcome)),
+            None => match self.search(c, data).map(|search| search.and_then(Search::begin)) {
+                Some(Ok(Begun::Long(search))) => return Reply::After(search),
+                Some(Ok(Begun::Found(found))) => Some(Ok(found)),
+                Some(Err(status)) => Some(Err(status)),
+                None => None,
+            },
+        };
+        Reply::Now(self.perform(c, data, room, found), Some(c))
+    }
+
+    /// What an errand has found, if it is still there. The vRNIC is charged for the time.
+    fn take_outcome(&self, outcome: Outcome) -> Answer<Found> {
+        self.rnic.lock().charge_command(self.session, outcome.took_ns);
+        if let Ok(Found::Memory(_, regions)) = &outcome.found {
+            let there: BTreeSet<u64> = self.memory.regions().iter().map(|r| r.id).collect();
+            if !regions.iter().all(|id| there.contains(id)) {
+                return Err(Status::BadAddress);
+            }
+        }
+        outcome.found
+    }
+
+    /// The search for the memory that a command names, if it names any that lies in mapped regions.
+    fn search(&self, c: Command, data: &[u8]) -> Option<Answer<Search>> {
+        let at = |addr, len| self.span(addr, len);
+        match c {
+            Command::RegUserMr => {
+                let r: abi::RegUserMrReq = parse(data).ok()?;
+                let is_process = || self.memory.region_at(r.start).is_some_and(|m| m.process().is_some());
+                if r.length == 0 || r.start.checked_add(r.length).is_none() {
+                    None
+                } else if r.pages_addr != 0 {
+                    Some(Search::pages(&self.memory, &r, at))
+                } else {
+                    (!is_process()).then(|| Ok(Search::range(&self.memory, r.start, r.length)))
+                }
+            }
+            Command::RegMrRuns => {
+                let r: abi::RegMrRunsReq = parse(data).ok()?;
+                Some(Search::runs(&self.memory, (r.runs_addr, r.num_runs, r.length), at))
+            }
+            Command::ExtendMr => {
+                let r: abi::ExtendMrReq = parse(data).ok()?;
+                Some(Search::runs(&self.memory, (r.runs_addr, r.num_runs, r.length), at))
+            }
+            Command::MapRuns => {
+                let r: abi::MapRunsReq = parse(data).ok()?;
+                let search = Search::runs(&self.memory, (r.runs_addr, r.num_runs, r.length), at);
+                Some(search.map(Search::for_window))
+            }
+            _ => None,
+        }
+    }
+
+    fn perform(&self, c: Command, data: &[u8], room: usize, found: Option<Answer<Found>>) -> Vec<u8> {
         // What was posted before the command, and needs what the command destroys, comes first.
         match (c, parse::<abi::HandleReq>(data)) {
             (Command::DestroyQp, Ok(qp)) => self.pollers.catch_up(self.session, Some(qp.handle)),
             (Command::DestroyAh, Ok(_)) => self.pollers.catch_up(self.session, None),
             _ => {}
         }
-        match self.dispatch(c, data, room) {
+        match self.dispatch(c, data, room, found) {
             Ok(bytes) => {
                 // Who destroys an object, and knows that it is gone, finds all of its events.
                 if takes_events_away(c, data) {
@@ -476,85 +560,49 @@ impl Device {
         Ok(abi::CreateSrqResp { srqn, max_wr: attr.max_wr, number, reserved: 0 })
     }
 
-    /// Mapping the memory takes long, so the RNIC is taken afterwards.
+    /// The memory was found before the RNIC is taken, since that takes longer.
     fn reg_user_mr(&self, rnic: &mut Turn<'_>, r: abi::RegUserMrReq) -> Answer<abi::MrResp> {
         r.start.checked_add(r.length).ok_or(Status::BadValue)?;
-        let (backing, regions) = if r.length == 0 {
+        let memory = if r.length == 0 {
             (Backing::Mapped(Span::anonymous(0)), Vec::new())
-        } else if r.pages_addr != 0 {
-            self.gather(&self.page_list(&r)?)?
-        } else if let Some(region) = self.memory.region_at(r.start).filter(|m| m.process().is_some()) {
+        } else if rnic.found.is_some() {
+            rnic.memory()?
+        } else {
+            let region = self.memory.region_at(r.start).ok_or(Status::BadAddress)?;
             let inside = r.start + r.length <= region.desc.bus_addr + region.desc.size;
             let mem = region.process().filter(|_| inside).ok_or(Status::BadAddress)?;
             (Backing::Process(mem.clone(), r.start), vec![region.id])
-        } else {
-            self.gather(&[(r.start, r.length)])?
         };
-        let rnic = rnic.taken();
-        let made = rnic.reg_mr(self.session, r.pdn, r.access_flags, r.virt_addr, r.length, (backing, regions))?;
-        rnic.note_mr(self.session, made.0, r.note);
-        mr(Ok(made))
-    }
-
-    /// Finding the memory may take long, so the RNIC is taken afterwards.
-    fn reg_mr_runs(&self, rnic: &mut Turn<'_>, r: abi::RegMrRunsReq) -> Answer<abi::MrResp> {
-        let memory = self.memory_of_runs(r.runs_addr, r.num_runs, r.length)?;
         let rnic = rnic.taken();
         let made = rnic.reg_mr(self.session, r.pdn, r.access_flags, r.virt_addr, r.length, memory)?;
         rnic.note_mr(self.session, made.0, r.note);
         mr(Ok(made))
     }
 
-    /// As REG_MR_RUNS.
+    fn reg_mr_runs(&self, rnic: &mut Turn<'_>, r: abi::RegMrRunsReq) -> Answer<abi::MrResp> {
+        let memory = rnic.memory()?;
+        let rnic = rnic.taken();
+        let made = rnic.reg_mr(self.session, r.pdn, r.access_flags, r.virt_addr, r.length, memory)?;
+        rnic.note_mr(self.session, made.0, r.note);
+        mr(Ok(made))
+    }
+
     fn extend_mr(&self, rnic: &mut Turn<'_>, r: abi::ExtendMrReq) -> Answer<Nothing> {
-        let memory = self.memory_of_runs(r.runs_addr, r.num_runs, r.length)?;
+        let memory = rnic.memory()?;
         done(rnic.taken().extend_mr(self.session, r.mrn, r.length, memory))
     }
 
     fn map_runs(&self, rnic: &mut Turn<'_>, r: abi::MapRunsReq) -> Answer<abi::MapRunsResp> {
-        let ranges = self.runs(r.runs_addr, r.num_runs, r.length)?;
-        if ranges.is_empty() || ranges.iter().any(|(addr, len)| (addr | len) % PAGE != 0) {
-            return Err(Status::BadValue);
-        }
         if lock(&self.mapped).is_full(r.length) {
             return Err(Status::Exhausted);
         }
-        let span = self.memory.map_ranges(&ranges).map_err(refused)?;
+        let Some(Found::Window(span)) = rnic.found.take().transpose()? else { return Err(Status::BadAddress) };
         let handle = rnic.taken().new_number(self.session)?;
         Ok(abi::MapRunsResp { handle, reserved: 0, addr: lock(&self.mapped).add(handle, span) })
     }
 
     fn unmap_runs(&self, _: &mut Turn<'_>, r: abi::HandleReq) -> Answer<Nothing> {
         if lock(&self.mapped).remove(r.handle) { Ok(Nothing {}) } else { Err(Status::BadHandle) }
-    }
-
-    fn memory_of_runs(&self, addr: u64, count: u32, length: u64) -> Answer<(Backing, Vec<u64>)> {
-        let ranges = self.runs(addr, count, length)?;
-        if ranges.is_empty() {
-            return Ok((Backing::Mapped(Span::anonymous(0)), Vec::new()));
-        }
-        backing(self.memory.gather_unmapped(&ranges))
-    }
-
-    /// The ranges of a list of runs, `length` bytes in all. The list is read once.
-    fn runs(&self, addr: u64, count: u32, length: u64) -> Answer<Vec<(u64, u64)>> {
-        if count > abi::MAX_RUNS || addr % 8 != 0 {
-            return Err(Status::BadValue);
-        }
-        if count == 0 {
-            return if length == 0 { Ok(Vec::new()) } else { Err(Status::BadValue) };
-        }
-        let list = self.span(addr, u64::from(count) * size_of::<abi::Run>() as u64)?;
-        let mut bytes = vec![0; list.len()];
-        list.read(0, &mut bytes);
-        let mut left = length;
-        let ranges = bytes.chunks_exact(size_of::<abi::Run>()).map(|raw| {
-            let run: abi::Run = parse(raw)?;
-            left = left.checked_sub(run.length).filter(|_| run.length > 0).ok_or(Status::BadValue)?;
-            Ok((run.addr, run.length))
-        });
-        let ranges = ranges.collect::<Answer<Vec<_>>>()?;
-        if left == 0 { Ok(ranges) } else { Err(Status::BadValue) }
     }
 
     /// Memory at a bus address of the session, or at one of MAP_RUNS.
@@ -564,36 +612,6 @@ impl Device {
             _ => lock(&self.mapped).span(addr, len),
         };
         span.ok_or(Status::BadAddress)
-    }
-
-    fn gather(&self, ranges: &[(u64, u64)]) -> Result<(Backing, Vec<u64>), Status> {
-        backing(self.memory.gather(ranges))
-    }
-
-    /// The ranges of an MR that is given as a list of pages; the list itself is read once.
-    fn page_list(&self, r: &abi::RegUserMrReq) -> Result<Vec<(u64, u64)>, Status> {
-        let first = r.start % PAGE;
-        let end = first.checked_add(r.length).ok_or(Status::BadValue)?;
-        if r.npages > MAX_PAGES || u64::from(r.npages) != end.div_ceil(PAGE) || r.pages_addr % 8 != 0 {
-            return Err(Status::BadValue);
-        }
-        let table = self.span(r.pages_addr, u64::from(r.npages) * 8)?;
-        let mut bytes = vec![0; r.npages as usize * 8];
-        table.read(0, &mut bytes);
-        let mut ranges: Vec<(u64, u64)> = Vec::new();
-        for (i, raw) in bytes.chunks_exact(8).enumerate() {
-            let page = u64::from_le_bytes(raw.try_into().unwrap_or_default());
-            if page % PAGE != 0 {
-                return Err(Status::BadValue);
-            }
-            let skip = if i == 0 { first } else { 0 };
-            let len = (end - i as u64 * PAGE).min(PAGE) - skip;
-            match ranges.last_mut() {
-                Some((addr, n)) if *addr + *n == page + skip => *n += len,
-                _ => ranges.push((page + skip, len)),
-            }
-        }
-        Ok(ranges)
     }
 }
 
@@ -617,23 +635,6 @@ fn takes_events_away(c: Command, data: &[u8]) -> bool {
         Command::Cm => parse::<abi::CmReq>(data)
             .is_ok_and(|r| [abi::CmOp::Destroy as u8, abi::CmOp::Migrate as u8].contains(&r.op)),
         _ => false,
-    }
-}
-
-/// How the memory of an MR is reached, and its regions.
-fn backing(found: Result<(Gathered, Vec<u64>), Refused>) -> Answer<(Backing, Vec<u64>)> {
-    let (memory, regions) = found.map_err(refused)?;
-    let backing = match memory {
-        Gathered::Window(span) => Backing::Mapped(span),
-        Gathered::Pieces(pieces) => Backing::Pieces(Arc::new(pieces), 0),
-    };
-    Ok((backing, regions))
-}
-
-fn refused(why: Refused) -> Status {
-    match why {
-        Refused::Exhausted(_) => Status::Exhausted,
-        _ => Status::BadAddress,
     }
 }
 

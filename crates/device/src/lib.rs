@@ -8,6 +8,7 @@ mod events;
 mod mapped;
 mod net;
 mod quiet;
+mod search;
 mod shared;
 
 use std::sync::atomic::{Ordering, fence};
@@ -15,18 +16,20 @@ use std::sync::{Arc, Mutex, MutexGuard};
 use std::time::Duration;
 
 use mapped::Mapped;
+use search::Pending;
 use unirdma_abi as abi;
 use unirdma_link::{Foreign, Handler, Memory, Vring};
 use unirdma_mem::Span;
 use unirdma_mem::protocol::{self, Fence, Word16};
 use unirdma_rnic::{Resolve, SessionId, VnicId};
-use virtio_queue::{Queue, QueueT};
+use virtio_queue::{Queue, QueueOwnedT, QueueT};
 use vm_memory::{Bytes, GuestAddress, GuestMemoryMmap};
 use zerocopy::IntoBytes;
 
 pub use events::{EventQueues, OnRoom, queue_of_channel, take_notifications};
 pub use net::{NET_TX, NetDevice, NetFrontend};
 pub use quiet::LogLimit;
+pub use search::Errand;
 pub use shared::{HoldTimes, RnicGuard, SharedRnic, now_ns};
 
 /// What a device knows of its vRNIC. What programs see of it shows nothing of the host (U03).
@@ -77,6 +80,16 @@ impl Word16 for AvailFlags<'_> {
     }
 }
 
+/// What became of a command.
+enum Served {
+    /// It has an answer of so many bytes.
+    Answered(u32),
+    /// So it has, which is to be held back.
+    Held(u32),
+    /// It waits for an errand.
+    Left,
+}
+
 struct Full;
 
 impl Fence for Full {
@@ -85,7 +98,7 @@ impl Fence for Full {
     }
 }
 
-struct MemoryTable(Memory);
+struct MemoryTable(Arc<Memory>);
 
 impl Resolve for MemoryTable {
     fn resolve(&self, addr: u64, len: u64) -> Option<(&Span, u64)> {
@@ -100,6 +113,9 @@ pub trait Pollers: Send + Sync {
 
     /// Executes, for a bounded time, what [`unirdma_rnic::Core::is_behind`] asks for.
     fn catch_up(&self, s: SessionId, qpn: Option<u32>);
+
+    /// Lets another thread do an errand of a session of `vnic`, and then [`Device::serve_control`] be called.
+    fn do_errand(&self, vnic: VnicId, s: SessionId, errand: Errand);
 }
 
 /// The device as one session sees it.
@@ -107,7 +123,7 @@ pub struct Device {
     rnic: Arc<SharedRnic>,
     session: SessionId,
     identity: Arc<Identity>,
-    memory: Memory,
+    memory: Arc<Memory>,
     /// What MAP_RUNS has mapped.
     mapped: Mutex<Mapped>,
     guest: Option<GuestMemoryMmap>,
@@ -118,6 +134,8 @@ pub struct Device {
     /// A command that was executed and is not answered yet, since jobs still reach the memory that it takes away: where its
     /// buffer begins, and the bytes of its answer.
     held: Option<(u16, u32)>,
+    /// The errand of the next command in the queue.
+    pending: Option<Pending>,
     /// The driver was told that it need not kick.
     control_quiet: bool,
     events: Arc<EventQueues>,
@@ -132,13 +150,14 @@ impl Device {
             rnic,
             session,
             identity,
-            memory: Memory::default(),
+            memory: Arc::default(),
             mapped: Mutex::default(),
             guest: None,
             control: None,
             control_call: None,
             control_channel: None,
             held: None,
+            pending: None,
             control_quiet: false,
             events: Arc::default(),
             pollers,
@@ -177,6 +196,9 @@ impl Device {
     }
 
     fn serve(&mut self, queue: &mut Queue, guest: &GuestMemoryMmap) -> bool {
+        if self.pending.as_ref().is_some_and(|p| !p.is_over()) {
+            return false;
+        }
         let answered = match self.held {
             Some(_) if self.rnic.lock().is_delayed(self.session) => return false,
             Some((head, len)) => {
@@ -207,12 +229,18 @@ impl Device {
         for _ in 0..waiting.min(MAX_TURN) {
             let Some(chain) = queue.pop_descriptor_chain(guest) else { break };
             let head = chain.head_index();
-            let (len, delayed) = self.command(guest, chain);
-            if delayed {
-                self.held = Some((head, len));
-                break;
+            match self.command(guest, chain) {
+                Served::Answered(len) => _ = queue.add_used(guest, head, len),
+                Served::Held(len) => {
+                    self.held = Some((head, len));
+                    break;
+                }
+                // It stays the next one.
+                Served::Left => {
+                    queue.go_to_previous_position();
+                    break;
+                }
             }
-            let _ = queue.add_used(guest, head, len);
         }
         true
     }
@@ -237,25 +265,33 @@ impl Device {
         !queue.enable_notification(guest).unwrap_or(false)
     }
 
-    /// Executes a command. Returns the bytes of its answer, and whether it is to be held back.
-    fn command(
-        &mut self,
-        guest: &GuestMemoryMmap,
-        chain: virtio_queue::DescriptorChain<&GuestMemoryMmap>,
-    ) -> (u32, bool) {
+    /// Executes a command.
+    fn command(&mut self, guest: &GuestMemoryMmap, chain: virtio_queue::DescriptorChain<&GuestMemoryMmap>) -> Served {
         use std::io::{Read, Write};
+        // The driver may have changed the request meanwhile: then it is another one.
+        let pending = self.pending.take();
         let (Ok(mut reader), Ok(mut writer)) = (chain.clone().reader(guest), chain.writer(guest)) else {
-            return (0, false);
+            return Served::Answered(0);
         };
         let mut request = [0; abi::MAX_COMMAND_BYTES];
         let n = reader.available_bytes();
         let room = writer.available_bytes();
         let whole = request.get_mut(..n).is_some_and(|r| reader.read_exact(r).is_ok());
-        let (response, command) =
-            if whole { self.answer(&request[..n], room) } else { (commands::head(abi::Status::BadLength), None) };
+        let outcome = pending.filter(|p| whole && p.request == request[..n]).and_then(|p| p.outcome());
+        let (response, command) = match whole.then(|| self.answer(&request[..n], room, outcome)) {
+            Some(commands::Reply::Now(response, command)) => (response, command),
+            Some(commands::Reply::After(search)) => {
+                let (pending, errand) = Pending::new(&request[..n], search);
+                self.pending = Some(pending);
+                self.pollers.do_errand(self.identity.vnic, self.session, errand);
+                return Served::Left;
+            }
+            None => (commands::head(abi::Status::BadLength), None),
+        };
         let answer = response.len().min(room);
-        let delayed = command.is_some_and(commands::takes_memory_away) && self.rnic.lock().delay_command(self.session);
-        (if writer.write_all(&response[..answer]).is_err() { 0 } else { answer as u32 }, delayed)
+        let held = command.is_some_and(commands::takes_memory_away) && self.rnic.lock().delay_command(self.session);
+        let len = if writer.write_all(&response[..answer]).is_err() { 0 } else { answer as u32 };
+        if held { Served::Held(len) } else { Served::Answered(len) }
     }
 
     fn make_queue(&self, v: &Vring) -> Option<Queue> {
@@ -287,7 +323,8 @@ impl Device {
     fn pause(&mut self) {
         self.rnic.lock().pause_session(self.session);
         for _ in 0..PAUSE_MS * 10 {
-            if !self.rnic.lock().has_copies(self.session) {
+            let reads = self.pending.as_ref().is_some_and(|p| !p.cancel());
+            if !reads && !self.rnic.lock().has_copies(self.session) {
                 break;
             }
             std::thread::sleep(Duration::from_micros(100));
@@ -305,12 +342,12 @@ impl Handler for Device {
         // The views of a region go before the region: pollers deliver events meanwhile.
         self.guest = memory.guest();
         self.events.set_memory(self.guest.clone());
-        self.memory = memory.clone();
+        self.memory = Arc::new(memory.clone());
         let mut rnic = self.rnic.lock();
         for &region in removed {
             rnic.revoke_region(self.session, region);
         }
-        rnic.set_memory(self.session, Arc::new(MemoryTable(memory.clone())));
+        rnic.set_memory(self.session, Arc::new(MemoryTable(self.memory.clone())));
     }
 
     fn vring_changed(&mut self, index: usize, v: &Vring) {
@@ -319,6 +356,7 @@ impl Handler for Device {
             self.control_call = call;
             if self.control.is_none() || !v.enabled {
                 self.control = self.make_queue(v);
+                self.pending = None;
             }
             if self.control.is_some() {
                 self.rnic.lock().resume_session(self.session);
@@ -336,6 +374,8 @@ impl Handler for Device {
         // Whoever serves the queue next may wait for kicks.
         self.listen();
         self.pause();
+        // The command of an errand is the first one of the next queue.
+        self.pending = None;
         let mut queue = self.control.take()?;
         let held = self.held.take().filter(|_| !self.rnic.lock().is_delayed(self.session));
         if let (Some((head, len)), Some(guest)) = (held, &self.guest) {
@@ -357,6 +397,7 @@ impl Handler for Device {
         *lock(&self.mapped) = Mapped::default();
         self.control = None;
         self.held = None;
+        self.pending = None;
         self.control_channel = None;
         self.events.clear();
     }

@@ -4,7 +4,7 @@ use std::ops::{Deref, DerefMut};
 use std::sync::atomic::{AtomicU32, AtomicU64, Ordering};
 use std::sync::{Mutex, MutexGuard, PoisonError, TryLockError};
 
-use unirdma_rnic::Rnic;
+use unirdma_rnic::{Dropped, Rnic};
 
 /// The monotonic clock, nanoseconds: completions carry it, and programs of this machine can ask for it too.
 pub fn now_ns() -> u64 {
@@ -107,7 +107,7 @@ impl SharedRnic {
     fn guard<'a>(&'a self, mut rnic: MutexGuard<'a, Rnic>) -> RnicGuard<'a> {
         let since_ns = now_ns();
         rnic.at(since_ns);
-        RnicGuard { rnic, since_ns, noted_ns: None, held: &self.held }
+        RnicGuard { rnic, dropped: Dropped::default(), since_ns, noted_ns: None, held: &self.held }
     }
 
     /// How long the RNIC was held.
@@ -119,6 +119,8 @@ impl SharedRnic {
 /// The RNIC, for as long as this lives.
 pub struct RnicGuard<'a> {
     rnic: MutexGuard<'a, Rnic>,
+    /// What is dropped after the RNIC is given back: fields are dropped in this order.
+    dropped: Dropped,
     since_ns: u64,
     /// How long it was held, once that is noted.
     noted_ns: Option<u64>,
@@ -162,6 +164,7 @@ impl DerefMut for RnicGuard<'_> {
 impl Drop for RnicGuard<'_> {
     fn drop(&mut self) {
         self.note();
+        self.dropped = self.rnic.take_dropped();
     }
 }
 
@@ -234,7 +237,44 @@ impl Histogram {
 
 #[cfg(test)]
 mod tests {
+    use std::sync::Arc;
+
+    use unirdma_mem::Span;
+    use unirdma_rnic::{Limits, Resolve, Share, VnicConfig};
+
     use super::*;
+
+    /// Memory of a session that looks, when it goes, whether somebody has the RNIC.
+    struct Looks(Arc<SharedRnic>, Arc<AtomicU32>);
+
+    impl Resolve for Looks {
+        fn resolve(&self, _: u64, _: u64) -> Option<(&Span, u64)> {
+            None
+        }
+    }
+
+    impl Drop for Looks {
+        fn drop(&mut self) {
+            self.1.fetch_add(if self.0.try_lock().is_some() { 1 } else { 100 }, Ordering::SeqCst);
+        }
+    }
+
+    #[test]
+    fn memory_goes_after_the_rnic_is_given_back() {
+        let (shared, free) = (Arc::new(SharedRnic::new(Rnic::new(1, 0))), Arc::new(AtomicU32::new(0)));
+        let vnic = VnicConfig { group: 0, gids: Vec::new(), limits: Limits::default(), share: Share::default() };
+        let mut rnic = shared.lock();
+        let vnic = rnic.add_vnic(vnic).unwrap();
+        let session = rnic.add_session(vnic).unwrap();
+        for _ in 0..3 {
+            rnic.set_memory(session, Arc::new(Looks(shared.clone(), free.clone())));
+        }
+        assert_eq!(free.load(Ordering::SeqCst), 0);
+        drop(rnic);
+        assert_eq!(free.load(Ordering::SeqCst), 2);
+        shared.lock().remove_session(session);
+        assert_eq!(free.load(Ordering::SeqCst), 3);
+    }
 
     #[test]
     fn a_thread_that_spins_is_known_until_it_has_the_lock() {

@@ -17,9 +17,10 @@ use std::sync::{Arc, Condvar, Mutex, OnceLock, RwLock, RwLockReadGuard};
 
 use rustix::event::{EventfdFlags, epoll};
 use unirdma_abi as abi;
-use unirdma_device::{EventQueues, Pollers, RnicGuard, SharedRnic, lock, now_ns};
-use unirdma_rnic::{Arrival, Bells, Job, Output, Rnic, Seed, SessionId, Tx};
+use unirdma_device::{Errand, EventQueues, Pollers, RnicGuard, SharedRnic, lock, now_ns};
+use unirdma_rnic::{Arrival, Bells, Job, Output, Rnic, Seed, SessionId, Tx, VnicId};
 
+use crate::clerk::Clerk;
 use crate::confine::{self, Kind};
 use crate::port::{Port, PortCounters};
 use crate::seats::{self, Seats};
@@ -103,6 +104,8 @@ pub struct Engine {
     net: Option<Mutex<Net>>,
     /// Jobs wait for a poller.
     jobs_wait: AtomicBool,
+    /// Does errands of commands, once somebody is to be told of them.
+    clerk: OnceLock<Arc<Clerk>>,
     /// Sessions whose delayed command can be answered, and whom to tell.
     released: Mutex<Vec<SessionId>>,
     on_release: OnceLock<Box<dyn Fn() + Send + Sync>>,
@@ -201,6 +204,7 @@ impl Engine {
             asleep: AtomicUsize::new(0),
             net: port.map(|port| Mutex::new(Net { port, out: Tx::default() })),
             jobs_wait: AtomicBool::new(false),
+            clerk: OnceLock::new(),
             released: Mutex::default(),
             on_release: OnceLock::new(),
             wanted_groups: Mutex::default(),
@@ -273,8 +277,18 @@ impl Engine {
     }
 
     /// `f` is called whenever [`Engine::released`] or [`Engine::wanted_groups`] has something new. Once.
-    pub fn set_on_release(&self, f: Box<dyn Fn() + Send + Sync>) {
+    pub fn set_on_release(self: &Arc<Self>, f: Box<dyn Fn() + Send + Sync>) {
         let _ = self.on_release.set(f);
+        // The engine has the clerk, not the other way round.
+        let engine = Arc::downgrade(self);
+        let tell = move |session| engine.upgrade().into_iter().for_each(|e| e.release(session));
+        let _ = self.clerk.set(Clerk::new(Box::new(tell)));
+    }
+
+    /// A command of a session can be answered.
+    fn release(&self, session: SessionId) {
+        lock(&self.released).push(session);
+        self.on_release.get().into_iter().for_each(|f| f());
     }
 
     /// The sessions whose delayed command can be answered.
@@ -380,8 +394,7 @@ impl Engine {
         for o in out.drain(..) {
             let (session, queue, event) = match o {
                 Output::Released { session } => {
-                    lock(&self.released).push(session);
-                    self.on_release.get().into_iter().for_each(|f| f());
+                    self.release(session);
                     continue;
                 }
                 Output::Completion { session, queue, cqn } => {
@@ -778,6 +791,13 @@ impl Pollers for Engine {
             }
             let now = r.since_ns();
             r.poll_by(now, now_ns);
+        }
+    }
+
+    fn do_errand(&self, vnic: VnicId, s: SessionId, errand: Errand) {
+        match self.clerk.get() {
+            Some(clerk) => clerk.take(vnic, s, errand),
+            None => errand.run(),
         }
     }
 }

@@ -6,6 +6,7 @@
 //! It must never let one vRNIC's frontend block another's, nor one group's worker that of another group.
 
 pub mod admin;
+mod clerk;
 pub mod confine;
 mod engine;
 mod faults;

@@ -81,6 +81,8 @@ pub struct SetHeld {
     /// Bytes.
     pub max_address_space: Option<u64>,
     pub max_pieces: Option<u64>,
+    /// Bytes. It may be more than half of what the others leave.
+    pub max_filled: Option<u64>,
 }
 
 impl SetHeld {
@@ -90,6 +92,7 @@ impl SetHeld {
         self.max_mappings = change.max_mappings.or(self.max_mappings);
         self.max_address_space = change.max_address_space.or(self.max_address_space);
         self.max_pieces = change.max_pieces.or(self.max_pieces);
+        self.max_filled = change.max_filled.or(self.max_filled);
     }
 
     /// The limits in the order of [`Resource::ALL`].
@@ -99,6 +102,7 @@ impl SetHeld {
             Resource::Mappings => self.max_mappings,
             Resource::AddressSpace => self.max_address_space,
             Resource::Pieces => self.max_pieces,
+            Resource::Filled => self.max_filled,
         })
     }
 }
@@ -121,15 +125,18 @@ pub struct LedgerInfo {
     pub address_space: Held,
     /// Pieces of MRs that are kept as lists.
     pub pieces: Held,
+    /// Bytes of pages that transfers have made in sparse memory files.
+    #[serde(default)]
+    pub filled: Held,
 }
 
 impl LedgerInfo {
     pub(crate) fn of(ledger: &Ledger) -> Self {
-        let [descriptors, mappings, address_space, pieces] = Resource::ALL.map(|r| {
+        let [descriptors, mappings, address_space, pieces, filled] = Resource::ALL.map(|r| {
             let (used, limit) = ledger.usage(r);
             Held { used, limit }
         });
-        LedgerInfo { descriptors, mappings, address_space, pieces }
+        LedgerInfo { descriptors, mappings, address_space, pieces, filled }
     }
 }
 

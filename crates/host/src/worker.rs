@@ -277,9 +277,13 @@ pub fn work(door: UnixListener, alone: Alone) -> io::Result<()> {
         return Err(io::Error::new(io::ErrorKind::InvalidData, "the supervisor did not say which group this is"));
     };
     let ledger = ledger::Machine::look();
+    // A worker that is confined makes no userfaultfd.
+    let guarded = unirdma_mem::guard::install();
     // Before there is another thread.
-    let in_force = begin.confinement.as_ref().map(confine::enter).unwrap_or_default();
-    let worker = Worker::start(*begin, sockets, door, ledger);
+    let mut in_force = begin.confinement.as_ref().map(confine::enter).unwrap_or_default();
+    let counted = unirdma_mem::guard::counts_holes().map(|()| "pages made in sparse files are counted".into());
+    in_force.measures.push(confine::Measure::new("sparse_files", counted));
+    let worker = guarded.and_then(|()| Worker::start(*begin, sockets, door, ledger));
     let answer = worker.as_ref().map_or_else(|e| Answer::Error(e.to_string()), |_| Answer::Begun(in_force));
     line.send(&answer, &[], PATIENCE)?;
     worker?.run(line, notices.into_iter().next(), alone)
@@ -296,7 +300,6 @@ fn hello(group: Option<&str>) -> Hello {
 
 impl Worker {
     fn start(begin: Begin, sockets: Vec<OwnedFd>, door: UnixListener, machine: ledger::Machine) -> io::Result<Self> {
-        unirdma_mem::guard::install()?;
         let ledger = machine.ledger().with_closer(Closer::new(|| confine::thread(Kind::Closer)));
         let way = begin.network.as_ref().map(|e| open_worker(e, sockets)).transpose()?;
         let (port, tunnel) = way.unzip();
@@ -666,14 +669,32 @@ impl Worker {
         }
     }
 
-    /// Memory of some program is gone: the program loses its session, and hears of it as of a device that is gone.
+    /// Looks which of the pages that transfers have made in sparse files of a vRNIC's programs are still there.
+    fn recount(&self, vrnic: &str) {
+        let sessions = self.sessions.values().filter(|s| s.vrnic == vrnic).map(|s| s.backend.memory());
+        let machines = self.machines.values().filter(|m| m.is_of(vrnic)).map(|m| m.memory());
+        sessions.chain(machines).for_each(Memory::recount);
+    }
+
+    /// Memory of some program is gone: the program loses its session, and hears of it as of a device that is gone. Or some vRNIC has filled
+    /// many pages of sparse files.
     fn on_broken(&mut self) {
+        for (name, v) in self.vrnics.iter().filter(|(_, v)| v.ledger.wants_recount()) {
+            self.recount(name);
+            v.ledger.was_recounted();
+        }
         self.end_broken_machines();
         let broken: Vec<u64> =
             self.sessions.iter().filter(|(_, s)| s.backend.memory().is_broken()).map(|(&id, _)| id).collect();
         for id in broken {
+            let overfilled = self.sessions.get(&id).is_some_and(|s| s.backend.memory().is_overfilled());
             self.note(id, |left_out, vrnic| {
-                let why = "its file was truncated, or there is no memory left";
+                let why = match overfilled {
+                    true => {
+                        "transfers have made as many pages of its sparse files as the vRNIC may have (--max-filled)"
+                    }
+                    false => "its file was truncated, or there is no memory left",
+                };
                 tracing::warn!(session = id, vrnic, why, left_out, "memory of a program is gone; its session ends");
             });
             self.close(id);

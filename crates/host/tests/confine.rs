@@ -2,9 +2,11 @@
 //! Run by root, everything is tried as root and as an ordinary user. What a container refuses must be said by the confinement itself.
 
 use std::io::{BufRead, BufReader, Read, Write};
-use std::os::fd::{AsRawFd, OwnedFd};
+use std::os::fd::{AsFd, AsRawFd, OwnedFd};
 use std::os::unix::process::ExitStatusExt;
 use std::process::{Child, Command, ExitStatus, Stdio};
+use std::sync::Arc;
+use std::sync::atomic::Ordering;
 
 use rustix::process::{DumpableBehavior, Gid, Pid, Resource, Uid, getpid, getrlimit};
 use seccompiler::{BpfProgram, SeccompAction, SeccompFilter};
@@ -76,6 +78,7 @@ fn child(arguments: &[String]) {
             in_thread(kind, arguments[3].clone());
         }
         "live" => {
+            unirdma_mem::guard::install().unwrap();
             confined(&plan());
             Kind::ALL.into_iter().for_each(live);
             confine::thread(Kind::Control);
@@ -187,10 +190,25 @@ fn made_fd(fd: i32) -> i64 {
     fd.min(0).into()
 }
 
-/// What every thread does: it allocates, waits, logs, and ends.
+/// Has room for anything.
+struct Room;
+
+impl unirdma_mem::holes::Account for Room {
+    fn take(&self, _: u64) -> unirdma_mem::holes::Room {
+        unirdma_mem::holes::Room::Enough
+    }
+    fn give_back(&self, _: u64) {}
+}
+
+/// What every thread does: it allocates, waits, logs, fills holes of sparse files, and ends.
 fn live(kind: Kind) {
+    let file = rustix::fs::memfd_create(c"sparse", rustix::fs::MemfdFlags::CLOEXEC).unwrap();
+    rustix::fs::ftruncate(&file, 4096).unwrap();
+    let sparse = unirdma_mem::map_pieces(&[(file.as_fd(), 0, 4096)], Box::new(()), Some(Arc::new(Room))).unwrap();
     let thread = std::thread::Builder::new().name(format!("{kind:?}")).spawn(move || {
         confine::thread(kind);
+        sparse.store32(0, 7, Ordering::Relaxed);
+        assert!(!sparse.is_broken());
         let mut block = vec![1u8; 64 << 20];
         block.extend_from_within(..1 << 20);
         let map: std::collections::HashMap<usize, u8> = block.iter().copied().enumerate().step_by(1 << 20).collect();
@@ -377,21 +395,21 @@ fn fatal(root: bool) {
 }
 
 fn refused(root: bool) {
-    use Kind::{Capture, Closer, Control, Poller, Switch, Watcher};
+    use Kind::{Capture, Clerk, Closer, Control, Poller, Switch, Watcher};
     const CALLS: [&str; 10] =
         ["openat", "kill", "tgkill", "prctl", "prlimit", "setsockopt", "mlockall", "unlink", "getdents", "sigaction"];
     const SOME: [(&str, i32, &[Kind]); 11] = [
         ("clone3", ENOSYS, &[Control, Watcher]),
-        ("clone3", EPERM, &[Poller, Switch, Capture, Closer]),
+        ("clone3", EPERM, &[Poller, Switch, Capture, Closer, Clerk]),
         ("clone", EPERM, &Kind::ALL),
-        ("memfd_create", EPERM, &[Capture, Closer]),
-        ("socketpair", EPERM, &[Poller, Watcher, Switch, Capture, Closer]),
-        ("accept4", EPERM, &[Poller, Watcher, Switch, Capture, Closer]),
-        ("pread", EPERM, &[Switch, Capture, Closer]),
-        ("epoll_wait", EPERM, &[Capture, Closer]),
-        ("setpriority", EPERM, &[Poller, Watcher, Switch, Closer]),
-        ("seccomp", EPERM, &[Poller, Switch, Capture, Closer]),
-        ("sendmsg", EPERM, &[Closer]),
+        ("memfd_create", EPERM, &[Capture, Closer, Clerk]),
+        ("socketpair", EPERM, &[Poller, Watcher, Switch, Capture, Closer, Clerk]),
+        ("accept4", EPERM, &[Poller, Watcher, Switch, Capture, Closer, Clerk]),
+        ("pread", EPERM, &[Switch, Capture, Closer, Clerk]),
+        ("epoll_wait", EPERM, &[Capture, Closer, Clerk]),
+        ("setpriority", EPERM, &[Poller, Watcher, Switch, Closer, Clerk]),
+        ("seccomp", EPERM, &[Poller, Switch, Capture, Closer, Clerk]),
+        ("sendmsg", EPERM, &[Closer, Clerk]),
     ];
     const DONE: [(&str, i32, &[Kind]); 6] = [
         ("memfd_create", 0, &[Control, Poller, Watcher, Switch]),

@@ -6,6 +6,8 @@
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 
+use unirdma_mem::holes::Room;
+
 use crate::foreign::Closer;
 
 /// What accounts count.
@@ -19,30 +21,35 @@ pub enum Resource {
     AddressSpace,
     /// Pieces of MRs that are kept as lists.
     Pieces,
+    /// Bytes of pages that the worker has made in sparse memory files. It cannot ask for leave to hold them: they are there because a
+    /// transfer has touched them. A vRNIC that needs more than it may loses the session whose file that is.
+    Filled,
 }
 
 /// Kinds of [`Resource`].
-pub const KINDS: usize = 4;
+pub const KINDS: usize = 5;
 /// A vRNIC that holds more descriptors than this beyond its account gets no more taken from its programs.
 const MAX_BEYOND: u64 = 64;
 
 impl Resource {
     /// All of them, in the order of limits.
     pub const ALL: [Resource; KINDS] =
-        [Resource::Descriptors, Resource::Mappings, Resource::AddressSpace, Resource::Pieces];
+        [Resource::Descriptors, Resource::Mappings, Resource::AddressSpace, Resource::Pieces, Resource::Filled];
 }
 
-#[derive(Debug)]
+#[derive(Debug, Default)]
 struct Account {
     used: [AtomicU64; KINDS],
     limit: [AtomicU64; KINDS],
     /// What it holds although the account had no room for it.
     beyond: AtomicU64,
+    /// When more bytes than this are filled, somebody looks how many of them are still there; `u64::MAX` until somebody has looked.
+    mark: AtomicU64,
 }
 
 impl Account {
     fn new(limit: [u64; KINDS]) -> Arc<Self> {
-        Arc::new(Account { used: Default::default(), limit: limit.map(AtomicU64::new), beyond: AtomicU64::new(0) })
+        Arc::new(Account { used: Default::default(), limit: limit.map(AtomicU64::new), ..Account::default() })
     }
 }
 
@@ -94,9 +101,7 @@ impl Ticket {
 
 impl Drop for Ticket {
     fn drop(&mut self) {
-        for account in [&self.ledger.vrnic, &self.ledger.host] {
-            account.used[self.resource as usize].fetch_sub(self.n, Ordering::Relaxed);
-        }
+        self.ledger.sub(self.resource, self.n);
         if self.beyond {
             self.ledger.vrnic.beyond.fetch_sub(self.n, Ordering::Relaxed);
         }
@@ -136,7 +141,38 @@ impl Ledger {
     pub fn usage(&self, of: Resource) -> (u64, u64) {
         let [used, all] = [&self.vrnic, &self.host].map(|a| a.used[of as usize].load(Ordering::Relaxed));
         let [limit, host] = [&self.vrnic, &self.host].map(|a| a.limit[of as usize].load(Ordering::Relaxed));
-        (used, limit.min(host.saturating_sub(all.saturating_sub(used)) / 2))
+        let left = host.saturating_sub(all.saturating_sub(used));
+        // An operator may allow one vRNIC more than half of the memory that is left, since nobody but its programs can say what they need.
+        let shared = if of == Resource::Filled && limit != u64::MAX { left } else { left / 2 };
+        (used, limit.min(shared))
+    }
+
+    /// As [`Ledger::take`], for [`Resource::Filled`], which is given back by [`Ledger::empty`]. It is called in a signal handler.
+    pub(crate) fn fill(&self, bytes: u64) -> Room {
+        let (used, limit) = self.usage(Resource::Filled);
+        let Some(sum) = used.checked_add(bytes).filter(|&sum| sum <= limit) else { return Room::None };
+        self.add(Resource::Filled, bytes);
+        let over = |mark: u64| (sum > mark).then_some(u64::MAX);
+        match self.vrnic.mark.fetch_update(Ordering::Relaxed, Ordering::Relaxed, over) {
+            Ok(_) => Room::Little,
+            Err(_) => Room::Enough,
+        }
+    }
+
+    /// So many bytes that were filled are not there any more.
+    pub(crate) fn empty(&self, bytes: u64) {
+        self.sub(Resource::Filled, bytes);
+    }
+
+    /// True if somebody should look which bytes that were filled are still there, and then say [`Ledger::was_recounted`].
+    pub fn wants_recount(&self) -> bool {
+        self.vrnic.mark.load(Ordering::Relaxed) == u64::MAX
+    }
+
+    /// What is filled was looked at. The next look is due when half of the room that there is now is used up.
+    pub fn was_recounted(&self) {
+        let (used, limit) = self.usage(Resource::Filled);
+        self.vrnic.mark.store(used + limit.saturating_sub(used) / 2, Ordering::Relaxed);
     }
 
     /// Leave to hold `n` more; `None` if that is too much.
@@ -159,10 +195,20 @@ impl Ledger {
         self.vrnic.beyond.load(Ordering::Relaxed) > MAX_BEYOND
     }
 
-    fn give(&self, resource: Resource, n: u64, beyond: bool) -> Ticket {
+    fn add(&self, resource: Resource, n: u64) {
         for account in [&self.vrnic, &self.host] {
             account.used[resource as usize].fetch_add(n, Ordering::Relaxed);
         }
+    }
+
+    fn sub(&self, resource: Resource, n: u64) {
+        for account in [&self.vrnic, &self.host] {
+            account.used[resource as usize].fetch_sub(n, Ordering::Relaxed);
+        }
+    }
+
+    fn give(&self, resource: Resource, n: u64, beyond: bool) -> Ticket {
+        self.add(resource, n);
         if beyond {
             self.vrnic.beyond.fetch_add(n, Ordering::Relaxed);
         }
@@ -181,7 +227,7 @@ mod tests {
 
     #[test]
     fn each_vrnic_may_have_half_of_what_the_others_leave() {
-        let host = Ledger::of_host([80, 1000, 1 << 40, 1000]);
+        let host = Ledger::of_host([80, 1000, 1 << 40, 1000, 1 << 30]);
         let all: Vec<Ledger> = (0..4).map(|_| host.for_vrnic([None; KINDS])).collect();
         let mut held: Vec<Vec<Ticket>> = all.iter().map(most).collect();
         assert_eq!(held.iter().map(Vec::len).collect::<Vec<_>>(), [40, 20, 10, 5]);
@@ -195,12 +241,12 @@ mod tests {
 
     #[test]
     fn an_operator_may_allow_less() {
-        let host = Ledger::of_host([80, 1000, 1 << 40, 1000]);
-        let v = host.for_vrnic([None, Some(7), None, None]);
+        let host = Ledger::of_host([80, 1000, 1 << 40, 1000, 1 << 30]);
+        let v = host.for_vrnic([None, Some(7), None, None, None]);
         assert_eq!((v.usage(Descriptors), v.usage(Mappings)), ((0, 40), (0, 7)));
         let six = v.take(Mappings, 6).unwrap();
         assert!(v.take(Mappings, 2).is_none() && v.take(Mappings, u64::MAX).is_none());
-        v.set_limits([Some(1), Some(3), None, None]);
+        v.set_limits([Some(1), Some(3), None, None, None]);
         assert_eq!((v.usage(Mappings), v.usage(Descriptors)), ((6, 3), (0, 1)));
         assert!(v.take(Mappings, 1).is_none());
         drop(six);
@@ -209,13 +255,29 @@ mod tests {
 
     #[test]
     fn what_is_there_already_is_charged_beyond_the_account() {
-        let v = Ledger::of_host([80; KINDS]).for_vrnic([Some(2), None, None, None]);
+        let v = Ledger::of_host([80; KINDS]).for_vrnic([Some(2), None, None, None, None]);
         let mut held: Vec<Ticket> = (0..66).map(|_| v.charge(Descriptors, 1)).collect();
         assert_eq!((v.usage(Descriptors).0, v.is_overdrawn()), (66, false));
         held.push(v.charge(Descriptors, 1));
         assert!(v.is_overdrawn());
         held.clear();
         assert_eq!((v.usage(Descriptors).0, v.is_overdrawn()), (0, false));
+    }
+
+    /// Half of the memory that is left by default, all of it if an operator says so; looks are due each time that half of the room is used.
+    #[test]
+    fn what_is_filled_is_looked_at_before_there_is_no_room() {
+        let host = Ledger::of_host([100; KINDS]);
+        let [one, two] = [None, Some(80)].map(|most| host.for_vrnic([None, None, None, None, most]));
+        assert_eq!((one.usage(Resource::Filled), two.usage(Resource::Filled)), ((0, 50), (0, 80)));
+        assert_eq!((one.fill(10), one.wants_recount(), one.fill(10)), (Room::Little, true, Room::Enough));
+        one.was_recounted();
+        assert_eq!((one.fill(15), one.fill(1), one.fill(14), one.fill(1)), {
+            (Room::Enough, Room::Little, Room::Enough, Room::None)
+        });
+        assert_eq!((one.usage(Resource::Filled), two.usage(Resource::Filled)), ((50, 50), (0, 50)));
+        one.empty(50);
+        assert_eq!((two.fill(80), one.usage(Resource::Filled)), (Room::Little, (0, 10)));
     }
 
     #[test]

@@ -7,6 +7,7 @@
 
 mod backend;
 mod driver_queue;
+mod filled;
 mod foreign;
 mod frontend;
 mod ledger;

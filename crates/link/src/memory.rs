@@ -12,6 +12,7 @@ use vm_memory::mmap::MmapRegionBuilder;
 use vm_memory::{GuestAddress, GuestMemoryMmap, GuestRegionMmap};
 use zerocopy::{FromBytes, Immutable, IntoBytes, KnownLayout};
 
+use crate::filled::Filled;
 use crate::foreign::Foreign;
 use crate::ledger::{Ledger, Resource, Ticket};
 
@@ -61,6 +62,7 @@ impl std::fmt::Display for Refused {
             Refused::Exhausted(Resource::Mappings) => write!(f, "the vRNIC has too many mappings"),
             Refused::Exhausted(Resource::Pieces) => write!(f, "the vRNIC has MRs of too many pieces"),
             Refused::Exhausted(Resource::AddressSpace) => write!(f, "the vRNIC has mapped too many bytes"),
+            Refused::Exhausted(Resource::Filled) => write!(f, "the vRNIC has filled too many bytes of sparse files"),
             Refused::File(e) => write!(f, "{e}"),
         }
     }
@@ -78,6 +80,8 @@ pub struct Region {
     /// As it was announced.
     pub desc: RegionDesc,
     kind: Kind,
+    /// What the virtual layer has made in its file.
+    filled: Arc<Filled>,
     /// For its descriptor.
     _ticket: Ticket,
 }
@@ -105,6 +109,8 @@ pub struct Memory {
     regions: Vec<Arc<Region>>,
     next_id: u64,
     ledger: Ledger,
+    /// What it has made in files of several regions at once.
+    filled: Arc<Filled>,
 }
 
 impl Ledger {
@@ -133,14 +139,15 @@ impl Region {
         if !memory {
             ProcMem::check(fd.as_fd()).map_err(|e| file(&e))?;
         }
+        let filled = Arc::new(Filled::new(ledger.clone()));
         // Closing either kind does not wait.
         let (fd, ticket) = fd.into_parts().ok_or(Refused::Unknown)?;
         let kind = if !memory {
             Kind::Process(ProcMem::from_fd(fd).map_err(|e| file(&e))?)
         } else {
             let hold = map_tickets(ledger, 1, desc.size)?;
-            let span =
-                map_pieces(&[(fd.as_fd(), desc.mmap_offset, desc.size)], Box::new(hold)).map_err(|e| file(&e))?;
+            let whole = [(fd.as_fd(), desc.mmap_offset, desc.size)];
+            let span = map_pieces(&whole, Box::new(hold), Some(filled.clone())).map_err(|e| file(&e))?;
             // SAFETY: the pointer comes from a live mapping of that length; the region that is
             // built is kept beside `span`, which keeps the mapping.
             let raw = unsafe {
@@ -154,7 +161,7 @@ impl Region {
             let guest = GuestRegionMmap::new(raw, GuestAddress(desc.bus_addr)).ok_or(Refused::Range)?;
             Kind::Mapped { span, fd, guest: Arc::new(guest) }
         };
-        Ok(Region { id, desc, kind, _ticket: ticket })
+        Ok(Region { id, desc, kind, filled, _ticket: ticket })
     }
 
     /// The process memory, if this is a process region.
@@ -189,7 +196,7 @@ impl Region {
 impl Memory {
     /// Memory without regions, on this account.
     pub fn new(ledger: Ledger) -> Self {
-        Memory { ledger, ..Memory::default() }
+        Memory { filled: Arc::new(Filled::new(ledger.clone())), ledger, ..Memory::default() }
     }
 
     /// Leave to keep a list of so many pages for an MR.
@@ -247,6 +254,18 @@ impl Memory {
     /// True if memory of a region is gone: its owner has truncated the file, or there was none left for it.
     pub fn is_broken(&self) -> bool {
         self.regions.iter().any(|r| r.is_broken())
+    }
+
+    /// True if memory broke because its vRNIC has no room for pages that are made in holes.
+    pub fn is_overfilled(&self) -> bool {
+        self.filled.was_refused() || self.regions.iter().any(|r| r.filled.was_refused())
+    }
+
+    /// Looks how many of the pages that were made in holes can still be there: their owner may have made holes again.
+    pub fn recount(&self) {
+        let files = || self.regions.iter().filter_map(|r| Some((&r.filled, r.mapped()?.1)));
+        files().for_each(|(filled, fd)| filled.recount([fd].into_iter()));
+        self.filled.recount(files().map(|f| f.1));
     }
 
     /// The region in which `addr` lies.
@@ -369,7 +388,11 @@ impl Memory {
             p.2 += slack;
         }
         let hold = map_tickets(&self.ledger, files.len(), files.iter().map(|p| p.2).sum())?;
-        let whole = map_pieces(&files, Box::new(hold)).map_err(|e| Refused::File(e.to_string()))?;
+        let first = pieces.first().map_or(0, |p| p.region);
+        let one = pieces.iter().all(|p| p.region == first);
+        let filled = if one { &self.regions[first].filled } else { &self.filled };
+        let whole = map_pieces(&files, Box::new(hold), Some(filled.clone()));
+        let whole = whole.map_err(|e| Refused::File(e.to_string()))?;
         let len = whole.len() as u64 - slack;
         whole.sub(slack, len).ok_or(Refused::Range)
     }
@@ -431,7 +454,7 @@ mod tests {
     #[test]
     fn what_regions_hold_is_on_the_account_as_long_as_it_is_held() {
         let f = MemFd::new(c"t", 4 * 4096).unwrap();
-        let host = Ledger::of_host([20, 16, 1 << 20, 1000]);
+        let host = Ledger::of_host([20, 16, 1 << 20, 1000, 1 << 20]);
         let ledger = host.for_vrnic([None; KINDS]);
         let used = |l: &Ledger| Resource::ALL.map(|r| l.usage(r).0);
         let (mut one, mut other) = (Memory::new(ledger.clone()), Memory::new(ledger.clone()));
@@ -439,21 +462,21 @@ mod tests {
             add(&mut one, &f, (i + 1) << 20, i * 4096, 4096).unwrap();
             add(&mut other, &f, (i + 1) << 20, 0, 8192).unwrap();
         }
-        assert_eq!(used(&ledger), [8, 8, 4 * (4096 + 8192), 0]);
+        assert_eq!(used(&ledger), [8, 8, 4 * (4096 + 8192), 0, 0]);
         let too_many = add(&mut other, &f, 9 << 20, 0, 4096);
         assert!(matches!(too_many, Err(Refused::Exhausted(Resource::Mappings))));
         assert_eq!(used(&ledger)[0], 8, "what was refused is not counted");
         other.clear();
         // A window over several regions is a mapping of its own, for as long as somebody has it.
         let window = window(one.gather(&[(1 << 20, 4096), (3 << 20, 4096), (2 << 20, 4096)]).unwrap()).0;
-        assert_eq!(used(&ledger), [4, 7, 4 * 4096 + 3 * 4096, 0]);
+        assert_eq!(used(&ledger), [4, 7, 4 * 4096 + 3 * 4096, 0, 0]);
         let part = window.sub(0, 8).unwrap();
         drop(window);
         one.clear();
-        assert_eq!(used(&ledger), [0, 3, 3 * 4096, 0]);
+        assert_eq!(used(&ledger), [0, 3, 3 * 4096, 0, 0]);
         drop(part);
         assert_eq!(used(&ledger), [0; KINDS]);
-        let small = host.for_vrnic([None, None, Some(8192), None]);
+        let small = host.for_vrnic([None, None, Some(8192), None, None]);
         let mut third = Memory::new(small);
         add(&mut third, &f, 1 << 20, 0, 8192).unwrap();
         assert!(matches!(add(&mut third, &f, 2 << 20, 0, 4096), Err(Refused::Exhausted(Resource::AddressSpace))));
@@ -482,7 +505,7 @@ mod tests {
     #[test]
     fn many_pieces_are_a_list_on_the_account() {
         let f = MemFd::new(c"t", 1 << 20).unwrap();
-        let ledger = Ledger::of_host([20, 16, 1 << 40, 3000]).for_vrnic([None; KINDS]);
+        let ledger = Ledger::of_host([20, 16, 1 << 40, 3000, 0]).for_vrnic([None; KINDS]);
         let used = || Resource::ALL.map(|r| ledger.usage(r).0);
         let mut m = Memory::new(ledger.clone());
         add(&mut m, &f, 1 << 30, 0, 1 << 20).unwrap();
@@ -496,7 +519,7 @@ mod tests {
         let before = used();
         let (Gathered::Pieces(p), ids) = m.gather(&ranges).unwrap() else { panic!("513 mappings") };
         assert_eq!((p.len(), ids), (4000 + 511 * 4096 + 5, vec![0, 1]));
-        assert_eq!(used(), [before[0], before[1], before[2], 513]);
+        assert_eq!(used(), [before[0], before[1], before[2], 513, 0]);
         let at = |off| p.at(off).map(|(_, off, n)| (off, n));
         assert_eq!([at(0), at(4000), at(4000 + 4096)], [Some((96, 4000)), Some((0, 4096)), Some((8192, 4096))]);
         assert_eq!(at(p.len() - 1), Some((4, 1)));
@@ -511,5 +534,41 @@ mod tests {
         crumbs.ledger = ledger.clone();
         let endless = vec![(1 << 50, 1024); 1 << 20];
         assert!(matches!(crumbs.gather(&endless), Err(Refused::Exhausted(Resource::Pieces))));
+    }
+
+    /// Two mappings of one file, and then a hole in the place of what was made.
+    #[test]
+    fn what_is_made_in_holes_is_counted_once_and_only_while_it_is_there() {
+        use rustix::fs::{FallocateFlags, MemfdFlags};
+        unirdma_mem::guard::install().unwrap();
+        if let Err(why) = unirdma_mem::guard::counts_holes() {
+            return eprintln!("skipped: {why}");
+        }
+        let file = rustix::fs::memfd_create(c"t", MemfdFlags::CLOEXEC).unwrap();
+        rustix::fs::ftruncate(&file, 1 << 20).unwrap();
+        let ledger = Ledger::of_host([1 << 40; KINDS]).for_vrnic([None, None, None, None, Some(82 * 4096)]);
+        let used = || ledger.usage(Resource::Filled).0 / 4096;
+        let mut m = Memory::new(ledger.clone());
+        for bus_addr in [1 << 30, 1 << 31] {
+            let desc = RegionDesc { bus_addr, size: 1 << 20, user_addr: bus_addr, mmap_offset: 0 };
+            let ticket = ledger.take(Resource::Descriptors, 1).unwrap();
+            m.add(desc, Foreign::new(file.try_clone().unwrap(), ticket)).unwrap();
+        }
+        let fill = |at: u64| m.span(at, 1 << 20).unwrap().write(0, &[1; 41 * 4096]);
+        [1 << 30, 1 << 31].into_iter().for_each(fill);
+        assert_eq!(used(), 41);
+        assert!(ledger.wants_recount());
+        for _ in 0..5 {
+            rustix::fs::fallocate(&file, FallocateFlags::PUNCH_HOLE | FallocateFlags::KEEP_SIZE, 0, 1 << 20).unwrap();
+            fill(1 << 30);
+            m.recount();
+            ledger.was_recounted();
+            assert_eq!((used(), m.is_broken()), (41, false));
+        }
+        m.span(1 << 30, 1 << 20).unwrap().write(41 * 4096, &[1; 50 * 4096]);
+        assert!(m.is_broken() && m.is_overfilled() && used() <= 82);
+        m.clear();
+        drop(m);
+        assert_eq!(used(), 0);
     }
 }

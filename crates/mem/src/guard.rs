@@ -1,18 +1,24 @@
-//! SIGBUS under a foreign mapping costs its owner only: a file that its owner truncated, a hole for which there is no memory, no huge page.
+//! SIGBUS under a foreign mapping costs its owner only: a file that its owner truncated, a hole for which there is no memory or no room on
+//! its owner's account, no huge page.
 //!
 //! [`remember`] keeps the ranges of foreign mappings in a fixed table of atomics. The handler looks the fault up there and puts memory
 //! of our own under the *whole* range, so that one range faults once, whatever its pages are, and mappings become fewer and not more.
 //! That memory belongs to a file made beforehand, in which each address has its own place: the mapping counts against no limit of
 //! memory, and threads that fault at the same time put the same bytes there. Then the range is broken, and [`events`] says that one is.
 //! Any other SIGBUS takes its default course.
+//!
+//! A hole for which there is room is filled by the handler ([`crate::holes`]), and nothing breaks.
 
 use std::io;
 use std::os::fd::{AsFd, AsRawFd, BorrowedFd, OwnedFd};
-use std::sync::OnceLock;
-use std::sync::atomic::{AtomicU32, AtomicU64, AtomicUsize, Ordering};
+use std::ptr::null_mut;
+use std::sync::atomic::{AtomicPtr, AtomicU32, AtomicU64, AtomicUsize, Ordering};
+use std::sync::{Arc, OnceLock};
 
 use rustix::event::EventfdFlags;
 use rustix::fs::{FallocateFlags, MemfdFlags};
+
+use crate::holes::{Account, Filled, Room, Watch};
 
 /// Foreign mappings that may exist at once.
 pub const MAX_MAPPINGS: usize = 65_536;
@@ -20,16 +26,33 @@ pub const MAX_MAPPINGS: usize = 65_536;
 const SPARE_BYTES: u64 = 1 << 47;
 /// Faults in one range before the handler gives up: threads may fault at the same time, but nothing faults again afterwards.
 const MAX_FAULTS: u32 = 10_000;
+/// Times in a row that a page of one range was there already when it was to be made: then it is there and cannot be used.
+const MAX_IDLE: u32 = 10_000;
+/// Pages that are made at once for whoever goes from page to page, so that it gets a signal for each fourth one only.
+const RUN: usize = 4;
 
 struct Range {
     start: AtomicUsize,
     len: AtomicUsize,
     /// Faults in it.
     faults: AtomicU32,
+    /// Who counts the pages that are made in its holes, in a box; null: nobody, and the kernel makes them.
+    account: AtomicPtr<Arc<dyn Account>>,
+    /// The end of the pages that were made last.
+    next: AtomicUsize,
+    idle: AtomicU32,
 }
 
-static RANGES: [Range; MAX_MAPPINGS] =
-    [const { Range { start: AtomicUsize::new(0), len: AtomicUsize::new(0), faults: AtomicU32::new(0) } }; MAX_MAPPINGS];
+static RANGES: [Range; MAX_MAPPINGS] = [const {
+    Range {
+        start: AtomicUsize::new(0),
+        len: AtomicUsize::new(0),
+        faults: AtomicU32::new(0),
+        account: AtomicPtr::new(null_mut()),
+        next: AtomicUsize::new(0),
+        idle: AtomicU32::new(0),
+    }
+}; MAX_MAPPINGS];
 /// Slots ever used, so that look-ups stay short, and where to look for a free one first.
 static HIGH: AtomicUsize = AtomicUsize::new(0);
 static NEXT: AtomicUsize = AtomicUsize::new(0);
@@ -40,8 +63,11 @@ static INSTALLED: OnceLock<Installed> = OnceLock::new();
 struct Installed {
     /// The file that replaces what is gone.
     spare: OwnedFd,
-    /// Counts the ranges that broke.
+    /// Counts the ranges that broke, and the accounts that have little room left.
     event: OwnedFd,
+    /// What finds holes, or why nothing does.
+    watch: io::Result<Watch>,
+    page: usize,
 }
 
 /// The place of a range in the table.
@@ -55,14 +81,17 @@ impl Slot {
     }
 }
 
-/// Adds a range of whole pages; `None` if the table is full.
-pub(crate) fn remember(start: usize, len: usize) -> Option<Slot> {
+/// Adds a range of whole pages, with who counts what is made in its holes; `None` if the table is full.
+pub(crate) fn remember(start: usize, len: usize, account: Option<Arc<dyn Account>>) -> Option<Slot> {
     let first = NEXT.load(Ordering::Relaxed);
     for i in (first..MAX_MAPPINGS).chain(0..first) {
         let r = &RANGES[i];
         // The length goes in last and comes out first, so that the handler never sees half a range.
         if r.start.compare_exchange(0, start, Ordering::SeqCst, Ordering::Relaxed).is_ok() {
             r.faults.store(0, Ordering::SeqCst);
+            r.next.store(0, Ordering::Relaxed);
+            r.idle.store(0, Ordering::Relaxed);
+            r.account.store(account.map_or(null_mut(), |a| Box::into_raw(Box::new(a))), Ordering::SeqCst);
             r.len.store(len, Ordering::SeqCst);
             HIGH.fetch_max(i + 1, Ordering::SeqCst);
             NEXT.store((i + 1) % MAX_MAPPINGS, Ordering::Relaxed);
@@ -82,8 +111,37 @@ pub(crate) fn forget(slot: &Slot) {
         let flags = FallocateFlags::PUNCH_HOLE | FallocateFlags::KEEP_SIZE;
         let _ = rustix::fs::fallocate(&i.spare, flags, start as u64, len as u64);
     }
+    let account = r.account.swap(null_mut(), Ordering::SeqCst);
+    if !account.is_null() {
+        // SAFETY: `remember` made it of a box. The handler uses it only while somebody accesses the range, and nobody does any more.
+        drop(unsafe { Box::from_raw(account) });
+    }
     r.start.store(0, Ordering::SeqCst);
     NEXT.fetch_min(slot.0, Ordering::Relaxed);
+}
+
+/// Lets the account of a range be asked for the pages of its holes; where that cannot be, the kernel makes them. No part of it may be of a
+/// file with huge pages.
+///
+/// # Errors
+/// The kernel has no memory for that.
+pub(crate) fn watch_holes(start: usize, len: usize) -> io::Result<()> {
+    match INSTALLED.get() {
+        Some(Installed { watch: Ok(watch), .. }) => watch.begin(start, len),
+        _ => Ok(()),
+    }
+}
+
+/// Whether the pages that are made in holes are counted.
+///
+/// # Errors
+/// Why not, in words.
+pub fn counts_holes() -> Result<(), String> {
+    match INSTALLED.get() {
+        Some(Installed { watch: Ok(_), .. }) => Ok(()),
+        Some(Installed { watch: Err(e), .. }) => Err(format!("no userfaultfd: {e}")),
+        None => Err("no handler is installed".into()),
+    }
 }
 
 /// Foreign mappings whose memory was gone, since the process started.
@@ -91,8 +149,8 @@ pub fn broken() -> u64 {
     BROKEN.load(Ordering::Relaxed)
 }
 
-/// A descriptor that becomes readable whenever a foreign mapping breaks. It is to be watched for edges, by any number of threads, and
-/// not to be read. `None` before [`install`].
+/// A descriptor that becomes readable whenever a foreign mapping breaks, or an account says [`Room::Little`]. It is to be watched for
+/// edges, by any number of threads, and not to be read. `None` before [`install`].
 pub fn events() -> Option<BorrowedFd<'static>> {
     INSTALLED.get().map(|i| i.event.as_fd())
 }
@@ -101,7 +159,7 @@ pub fn events() -> Option<BorrowedFd<'static>> {
 /// since signal dispositions are the application's.
 ///
 /// # Errors
-/// Those of `memfd_create(2)`, `ftruncate(2)` and `eventfd(2)`.
+/// Those of `memfd_create(2)`, `ftruncate(2)` and `eventfd(2)`. Without userfaultfd(2) nobody counts holes ([`counts_holes`]).
 pub fn install() -> io::Result<()> {
     if INSTALLED.get().is_some() {
         return Ok(());
@@ -110,7 +168,8 @@ pub fn install() -> io::Result<()> {
     crate::set_size(spare.as_fd(), SPARE_BYTES)?;
     let event = rustix::event::eventfd(0, EventfdFlags::CLOEXEC | EventfdFlags::NONBLOCK)?;
     // If another thread was faster, its descriptors are used, and its handler.
-    if INSTALLED.set(Installed { spare, event }).is_ok() {
+    let installed = Installed { spare, event, watch: Watch::open(), page: rustix::param::page_size() };
+    if INSTALLED.set(installed).is_ok() {
         // SAFETY: an all-zero sigaction is valid; the handler below is async-signal-safe.
         unsafe {
             let mut sa: libc::sigaction = std::mem::zeroed();
@@ -122,7 +181,44 @@ pub fn install() -> io::Result<()> {
     Ok(())
 }
 
-/// Puts memory of our own under the range that holds `addr`; false if there is none, or if that does not help.
+/// Says that somebody should look.
+fn notify(i: &Installed) {
+    let one = 1u64;
+    // SAFETY: a plain system call that writes eight bytes of a local variable to our own descriptor, which never blocks.
+    unsafe { libc::write(i.event.as_raw_fd(), (&raw const one).cast(), 8) };
+}
+
+/// Makes the page at `addr`, if it lies in a hole and the range's account has room; false if not.
+fn fill(i: &Installed, range: &Range, end: usize, addr: usize) -> bool {
+    let (Ok(watch), account) = (&i.watch, range.account.load(Ordering::SeqCst)) else { return false };
+    // SAFETY: `remember` put it there, and `forget` takes it away only when nobody accesses the range.
+    let Some(account) = (unsafe { account.as_ref() }) else { return false };
+    let at = addr & !(i.page - 1);
+    let pages = if range.next.load(Ordering::Relaxed) == at { RUN } else { 1 };
+    let bytes = (pages * i.page).min(end - at) as u64;
+    let room = account.take(bytes);
+    if room == Room::None {
+        return false;
+    }
+    if room == Room::Little {
+        notify(i);
+    }
+    let filled = watch.fill(at, bytes);
+    let made = if let Filled::Bytes(n) = filled { n } else { 0 };
+    account.give_back(bytes - made);
+    match filled {
+        Filled::Bytes(_) => {
+            range.next.store(at + made as usize, Ordering::Relaxed);
+            range.idle.store(0, Ordering::Relaxed);
+            true
+        }
+        Filled::Nothing => range.idle.fetch_add(1, Ordering::Relaxed) < MAX_IDLE,
+        Filled::Impossible => false,
+    }
+}
+
+/// Makes the page at `addr`, or puts memory of our own under the range that holds it; false if there is no such range, or if that does
+/// not help.
 fn replace(addr: usize) -> bool {
     let high = HIGH.load(Ordering::SeqCst);
     let found = RANGES[..high].iter().find_map(|r| {
@@ -130,6 +226,10 @@ fn replace(addr: usize) -> bool {
         (addr.wrapping_sub(start) < len).then_some((r, start, len))
     });
     let (Some((range, start, len)), Some(i)) = (found, INSTALLED.get()) else { return false };
+    // A range that another thread has just replaced has no holes.
+    if range.faults.load(Ordering::SeqCst) == 0 && fill(i, range, start + len, addr) {
+        return true;
+    }
     let faults = range.faults.fetch_add(1, Ordering::SeqCst);
     if faults >= MAX_FAULTS {
         return false;
@@ -151,9 +251,7 @@ fn replace(addr: usize) -> bool {
     }
     if faults == 0 {
         BROKEN.fetch_add(1, Ordering::Relaxed);
-        let one = 1u64;
-        // SAFETY: a plain system call that writes eight bytes of a local variable to our own descriptor, which never blocks.
-        unsafe { libc::write(i.event.as_raw_fd(), (&raw const one).cast(), 8) };
+        notify(i);
     }
     true
 }

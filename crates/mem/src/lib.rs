@@ -8,10 +8,11 @@
 //! the mapping, every access is checked against its length and is volatile or atomic. A [`ProcMem`] is
 //! another process's memory behind a file descriptor, reached by `pread`/`pwrite` alone.
 //! A file that is truncated under a mapping would raise SIGBUS; [`guard`] turns that into zero pages
-//! for the mapping's owner. [`fds`] keeps descriptors in a process that is not ours.
+//! for the mapping's owner. [`holes`] counts the pages that are made in sparse files. [`fds`] keeps descriptors in a process that is not ours.
 
 pub mod fds;
 pub mod guard;
+pub mod holes;
 mod map;
 mod pieces;
 mod proc;

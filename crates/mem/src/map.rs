@@ -13,6 +13,7 @@ use rustix::mm::{Advice, MapFlags, MremapFlags, ProtFlags};
 use crate::Span;
 use crate::fds::Known;
 use crate::guard::{self, Slot};
+use crate::holes::Account;
 
 /// Why a file could not be mapped.
 #[derive(Debug)]
@@ -143,16 +144,22 @@ pub fn is_memory(fd: BorrowedFd<'_>) -> bool {
 /// # Errors
 /// See [`MapError`]. `off` must be page aligned.
 pub fn map_file(fd: BorrowedFd<'_>, off: u64, len: u64) -> Result<Span, MapError> {
-    map_pieces(&[(fd, off, len)], Box::new(()))
+    map_pieces(&[(fd, off, len)], Box::new(()), None)
 }
 
 /// Maps pieces of memory files one after the other into one contiguous window (U20). All but the last
-/// must be whole pages of their files long. `hold` is kept as long as the window is mapped.
+/// must be whole pages of their files long. `hold` is kept as long as the window is mapped. `account` counts the pages that this process
+/// makes in holes of the files; huge pages come from what an operator has set aside, and are not counted.
 ///
 /// # Errors
 /// See [`MapError`].
-pub fn map_pieces(pieces: &[(BorrowedFd<'_>, u64, u64)], hold: Box<dyn Any + Send + Sync>) -> Result<Span, MapError> {
+pub fn map_pieces(
+    pieces: &[(BorrowedFd<'_>, u64, u64)],
+    hold: Box<dyn Any + Send + Sync>,
+    account: Option<Arc<dyn Account>>,
+) -> Result<Span, MapError> {
     let (mut total, mut room, mut align) = (0u64, 0u64, page());
+    let mut small = Vec::new();
     for (i, &(fd, off, len)) in pieces.iter().enumerate() {
         let unit = page_of(fd).ok_or(MapError::NotMemory)?;
         let size = rustix::fs::fstat(fd)?.st_size as u64;
@@ -163,6 +170,9 @@ pub fn map_pieces(pieces: &[(BorrowedFd<'_>, u64, u64)], hold: Box<dyn Any + Sen
             return Err(MapError::BadRange);
         }
         align = align.max(unit);
+        if unit == page() {
+            small.push((total, len.next_multiple_of(unit)));
+        }
         // The kernel maps whole pages, however large these are, and asks nobody what lies behind.
         room = len.checked_next_multiple_of(unit).and_then(|n| total.checked_add(n)).ok_or(MapError::BadRange)?;
         total = total.checked_add(len).ok_or(MapError::BadRange)?;
@@ -184,8 +194,17 @@ pub fn map_pieces(pieces: &[(BorrowedFd<'_>, u64, u64)], hold: Box<dyn Any + Sen
             mapping
         }
     };
-    let slot = guard::remember(mapping.ptr.as_ptr() as usize, mapping.len);
+    let start = mapping.ptr.as_ptr() as usize;
+    let counted = account.is_some();
+    let slot = guard::remember(start, mapping.len, account);
     mapping.slot = Some(slot.ok_or_else(|| MapError::Os(io::Error::other("too many mappings")))?);
+    if counted && small.len() == pieces.len() {
+        guard::watch_holes(start, mapping.len).map_err(MapError::Os)?;
+    } else if counted {
+        for (off, len) in small {
+            guard::watch_holes(start + usable(off)?, usable(len)?).map_err(MapError::Os)?;
+        }
+    }
     let (ptr, len) = (mapping.ptr, usable(total)?);
     // SAFETY: the whole range is mapped read-write for the life of `mapping`.
     Ok(unsafe { Span::new(ptr, len, Arc::new(mapping)) })
@@ -280,7 +299,8 @@ impl MemFd {
 #[cfg(all(test, not(loom)))]
 mod tests {
     use super::*;
-    use std::sync::atomic::Ordering;
+    use crate::holes::Room;
+    use std::sync::atomic::{AtomicU64, Ordering};
 
     #[test]
     fn pieces_come_in_order_whatever_their_place_in_the_file() {
@@ -288,7 +308,8 @@ mod tests {
         for i in 0..3u32 {
             f.span().store32(i as usize * 4096, i + 1, Ordering::Relaxed);
         }
-        let m = map_pieces(&[(f.fd(), 8192, 4096), (f.fd(), 0, 4096), (f.fd(), 4096, 100)], Box::new(())).unwrap();
+        let m =
+            map_pieces(&[(f.fd(), 8192, 4096), (f.fd(), 0, 4096), (f.fd(), 4096, 100)], Box::new(()), None).unwrap();
         assert_eq!(m.len(), 8292);
         let at = |o| m.load32(o, Ordering::Relaxed);
         assert_eq!((at(0), at(4096), at(8192)), (3, 1, 2));
@@ -431,8 +452,8 @@ mod tests {
             for _ in 0..5000 {
                 for file in &refused {
                     let (good, file) = ((good.as_fd(), 0, LEN as u64), (file.as_fd(), 0, LEN as u64));
-                    assert!(map_pieces(&[file], Box::new(())).is_err());
-                    assert!(map_pieces(&[good, file], Box::new(())).is_err());
+                    assert!(map_pieces(&[file], Box::new(()), None).is_err());
+                    assert!(map_pieces(&[good, file], Box::new(()), None).is_err());
                 }
             }
             ends.store(true, Ordering::Relaxed);
@@ -456,5 +477,76 @@ mod tests {
         rustix::fs::ftruncate(&fd, 0).unwrap();
         assert_eq!((m.load32(0, Ordering::Relaxed), m.is_broken()), (0, true));
         assert!(matches!(map_file(fd.as_fd(), 4096, 4096), Err(MapError::BadRange)));
+    }
+
+    /// Counts the bytes that were made, up to a limit.
+    #[derive(Default)]
+    struct Counter {
+        limit: u64,
+        used: AtomicU64,
+    }
+
+    impl Account for Counter {
+        fn take(&self, bytes: u64) -> Room {
+            let more = |used: u64| (used + bytes <= self.limit).then_some(used + bytes);
+            let taken = self.used.fetch_update(Ordering::SeqCst, Ordering::SeqCst, more);
+            taken.map_or(Room::None, |_| Room::Enough)
+        }
+        fn give_back(&self, bytes: u64) {
+            self.used.fetch_sub(bytes, Ordering::SeqCst);
+        }
+    }
+
+    /// A window of a sparse file, some of whose pages are there, and who counts for it; `None` where nobody can count.
+    fn counted(
+        pages: u64,
+        there: std::ops::Range<u64>,
+        limit: u64,
+    ) -> Option<(Span, Arc<Counter>, std::os::fd::OwnedFd)> {
+        guard::install().unwrap();
+        if let Err(why) = guard::counts_holes() {
+            eprintln!("skipped: {why}");
+            return None;
+        }
+        let fd = truncatable(pages * 4096, MemfdFlags::empty()).unwrap();
+        let len = (there.end - there.start) * 4096;
+        if len > 0 {
+            rustix::fs::fallocate(&fd, rustix::fs::FallocateFlags::empty(), there.start * 4096, len).unwrap();
+        }
+        let counter = Arc::new(Counter { limit, used: AtomicU64::new(0) });
+        let m = map_pieces(&[(fd.as_fd(), 0, pages * 4096)], Box::new(()), Some(counter.clone())).unwrap();
+        Some((m, counter, fd))
+    }
+
+    #[test]
+    fn pages_that_are_made_in_holes_are_counted_and_others_are_not() {
+        let Some((m, counter, fd)) = counted(1000, 100..200, u64::MAX) else { return };
+        (100..200).for_each(|p| m.store32(p * 4096, 1, Ordering::Relaxed));
+        assert_eq!(counter.used.load(Ordering::SeqCst), 0);
+        // One after the other, from two threads, with what is there in between.
+        std::thread::scope(|s| {
+            for _ in 0..2 {
+                s.spawn(|| (0..1000).for_each(|p| m.store32(p * 4096 + 4, p as u32, Ordering::Relaxed)));
+            }
+        });
+        assert_eq!(counter.used.load(Ordering::SeqCst), 900 * 4096);
+        assert!((0..1000).all(|p| m.load32(p * 4096 + 4, Ordering::Relaxed) == p as u32));
+        // Holes that are made again are filled again.
+        let flags = rustix::fs::FallocateFlags::PUNCH_HOLE | rustix::fs::FallocateFlags::KEEP_SIZE;
+        rustix::fs::fallocate(&fd, flags, 4096, 8192).unwrap();
+        assert_eq!((m.load32(8192, Ordering::Relaxed), m.load32(4096, Ordering::Relaxed)), (0, 0));
+        assert_eq!((counter.used.load(Ordering::SeqCst), m.is_broken()), (902 * 4096, false));
+    }
+
+    #[test]
+    fn a_window_whose_account_is_full_breaks() {
+        let Some((m, counter, _fd)) = counted(64, 0..1, 8 * 4096) else { return };
+        (0..64).step_by(2).take(9).for_each(|p| m.store32(p * 4096, 1, Ordering::Relaxed));
+        assert_eq!((counter.used.load(Ordering::SeqCst), m.is_broken()), (8 * 4096, false));
+        m.store32(63 * 4096, 1, Ordering::Relaxed);
+        assert_eq!((counter.used.load(Ordering::SeqCst), m.is_broken()), (8 * 4096, true));
+        assert_eq!(m.load32(0, Ordering::Relaxed), 0, "it is other memory as a whole");
+        drop(m);
+        assert_eq!(Arc::strong_count(&counter), 1);
     }
 }

@@ -41,6 +41,11 @@ impl Span {
         &*self.owner
     }
 
+    /// True if the mapping has no other window at this moment: it goes with this one.
+    pub fn is_last(&self) -> bool {
+        Arc::strong_count(&self.owner) == 1
+    }
+
     /// Fresh zeroed private memory, for tests and in-process rings.
     pub fn anonymous(len: usize) -> Self {
         let words: Box<[AtomicU64]> = (0..len.div_ceil(8)).map(|_| AtomicU64::new(0)).collect();

@@ -7,7 +7,7 @@ use unirdma_mem::Bell;
 
 use crate::core::Core;
 use crate::executor::Object;
-use crate::objects::{Door, Names, Objects, Resolve, Session, SessionId, VnicId};
+use crate::objects::{Door, Dropped, Names, Objects, Resolve, Session, SessionId, VnicId};
 use crate::polled::Bells;
 use crate::slab::Handle;
 
@@ -36,7 +36,9 @@ impl Core {
     pub(crate) fn remove_session(&mut self, id: SessionId) {
         self.clear_session(id);
         self.objects.count_used(id, |u| u.sessions -= 1);
-        self.objects.sessions.remove(id.0);
+        if let Some(memory) = self.objects.sessions.remove(id.0).and_then(|s| s.memory) {
+            self.objects.dropped.add(memory);
+        }
     }
 
     /// Frees everything that a session had, its connections aside. It is as new then, but for the numbers of its objects, which do
@@ -187,9 +189,16 @@ impl Core {
 
     /// Tells the RNIC what a session's memory is now, for GET_DMA_MR.
     pub fn set_memory(&mut self, s: SessionId, memory: Arc<dyn Resolve>) {
-        if let Some(session) = self.objects.sessions.get_mut(s.0) {
-            session.memory = Some(memory);
+        if let Some(session) = self.objects.sessions.get_mut(s.0)
+            && let Some(before) = session.memory.replace(memory)
+        {
+            self.objects.dropped.add(before);
         }
+    }
+
+    /// Memory that is not needed any more, to be dropped once the RNIC is given back: that may take the kernel long.
+    pub fn take_dropped(&mut self) -> Dropped {
+        std::mem::take(&mut self.objects.dropped)
     }
 }
 

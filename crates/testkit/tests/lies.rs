@@ -10,7 +10,7 @@ use std::sync::atomic::{AtomicBool, Ordering::SeqCst};
 use std::time::{Duration, Instant};
 
 use rustix::event::{EventfdFlags, eventfd};
-use rustix::fs::{MemfdFlags, ftruncate, memfd_create};
+use rustix::fs::{FallocateFlags, MemfdFlags, ftruncate, memfd_create};
 use rustix::net::{SendAncillaryBuffer, SendAncillaryMessage, SendFlags, sendmsg};
 use unirdma_abi as abi;
 use unirdma_formats::WrOpcode;
@@ -255,6 +255,65 @@ fn long_page_lists_are_memory_like_any_other() {
         assert_eq!(file.span().load32(i * 8192 + 4096, SeqCst), i as u32 + 7, "page {i}");
     }
     scene.check();
+}
+
+/// WRITEs that make the pages of sparse files: they are on the account of the vRNIC, pages that were there are not, and holes that are made
+/// again give room. Who needs more than there is loses its session.
+#[test]
+fn pages_of_sparse_files_are_made_up_to_a_limit() {
+    const LIMIT: u64 = 8 << 20;
+    const LEN: u64 = 32 << 20;
+    /// Bytes of a WRITE.
+    const PART: u64 = 64 << 10;
+    let scene = Scene::start();
+    if let Err(why) = unirdma_mem::guard::counts_holes() {
+        return println!("skipped: {why}");
+    }
+    let set = SetHeld { max_filled: Some(LIMIT), ..SetHeld::default() };
+    let set = Request::VrnicSet { name: "evil".into(), share: Default::default(), allow_spoof: None, held: set };
+    scene.host.ask(&set).unwrap();
+    let filled = || match scene.host.ask(&Request::VrnicShow { name: "evil".into() }) {
+        Ok(Response::Vrnic(v)) => (v.held.filled.used, v.held.filled.limit),
+        r => panic!("no vRNIC: {r:?}"),
+    };
+    let (before, _) = filled();
+    let mut s = Scripted::new(&scene.evil);
+    let [dense, sparse] = [truncatable(LEN), truncatable(LEN)];
+    rustix::fs::fallocate(&dense, FallocateFlags::empty(), 0, LEN).unwrap();
+    s.hostile.frontend.add_region(region(AT, LEN), dense.as_fd()).unwrap();
+    s.hostile.frontend.add_region(region(2 * AT, LEN), sparse.as_fd()).unwrap();
+    let (from, to) = (s.mr(AT, LEN), s.mr(2 * AT, LEN));
+    let (q, _) = s.pair(1024, MTU);
+    // Posts WRITEs from the dense file to the first `bytes` of the sparse one.
+    let fill = |bytes: u64| {
+        let first = s.posted(&q);
+        for i in 0..bytes / PART {
+            let local = abi::Sge { addr: i * PART, length: PART as u32, lkey: from.lkey };
+            s.write(&q, first.wrapping_add(i as u32), WrOpcode::Write, local, (i * PART, to.rkey));
+        }
+        s.post(&q, first.wrapping_add((bytes / PART) as u32));
+        let began = Instant::now();
+        while s.executed(&q) != s.posted(&q) && began.elapsed() < Duration::from_secs(5) {
+            std::thread::sleep(Duration::from_millis(1));
+        }
+        s.executed(&q) == s.posted(&q)
+    };
+    for _ in 0..5 {
+        assert!(fill(LIMIT / 2));
+        let (used, limit) = filled();
+        assert!((LIMIT / 2..LIMIT * 3 / 4).contains(&used) && limit == LIMIT, "{used} of {limit} bytes");
+        let flags = FallocateFlags::PUNCH_HOLE | FallocateFlags::KEEP_SIZE;
+        rustix::fs::fallocate(&sparse, flags, 0, LEN).unwrap();
+        let (used, _) = filled();
+        assert!(used < LIMIT / 4, "{used} bytes after the hole");
+    }
+    // Of the first session's bytes some are left, those of its rings.
+    assert!(fill(LIMIT / 2));
+    assert!(!fill(2 * LIMIT), "more than it may have");
+    check_that_the_liar_has_lost(&scene);
+    assert_eq!(filled().0, before);
+    let made = rustix::fs::fstat(&sparse).unwrap().st_blocks as u64 * 512;
+    assert!(made <= LIMIT, "{made} bytes are there");
 }
 
 /// A TCP socket with data that nobody takes, whose closing waits until its peer is closed.

@@ -1,6 +1,7 @@
 //! Every control command and every status that it can give: a table of requests to [`unirdma_device::Device::execute`].
 #![allow(missing_docs)]
 
+mod errands;
 mod table;
 mod world;
 

@@ -191,7 +191,11 @@ fn memory() -> Vec<Row> {
             })
             .refused(BadAddress, "no memory", |w| bytes(abi::RegUserMrReq { start: NOWHERE, ..w.me.mr_request() }))
             .refused(Exhausted, "bytes", |w| {
-                bytes(abi::RegUserMrReq { length: MR_BYTES + 1, start: w.me.take(2 << 20), ..w.me.mr_request() })
+                bytes(abi::RegUserMrReq {
+                    length: MR_BYTES + 1,
+                    start: w.me.take(MR_BYTES as usize + 1),
+                    ..w.me.mr_request()
+                })
             })
             .ends(),
         row(C::RegMrRuns, |w| bytes(w.me.runs_request()))

@@ -1,17 +1,18 @@
 //! Two sessions of one vRNIC, and what their drivers would do to make objects.
 
 use std::cell::Cell;
+use std::collections::VecDeque;
 use std::net::IpAddr;
-use std::sync::Arc;
 use std::sync::atomic::Ordering;
+use std::sync::{Arc, Mutex};
 
 use unirdma_abi as abi;
 use unirdma_abi::{CmOp, Command, QpLayout};
-use unirdma_device::{Device, Identity, Pollers, SharedRnic};
+use unirdma_device::{Device, Errand, Identity, Pollers, SharedRnic};
 use unirdma_formats::{Gid, QpState, QpType, attr_mask as m};
 use unirdma_link::{Foreign, Handler, Ledger, Memory, RegionDesc};
-use unirdma_mem::{Bell, MemFd};
-use unirdma_rnic::{Limits, Rnic, SessionId, Share, VnicConfig};
+use unirdma_mem::{Bell, MemFd, Span};
+use unirdma_rnic::{Limits, Rnic, SessionId, Share, VnicConfig, VnicId};
 use zerocopy::{FromBytes, Immutable, IntoBytes};
 
 const MEMORY: usize = 4 << 20;
@@ -20,7 +21,7 @@ const BUS: u64 = 1 << 50;
 pub const NOWHERE: u64 = 1 << 49;
 /// Of every quota, for both sessions together.
 const QUOTA: u32 = 16;
-pub const MR_BYTES: u64 = 1 << 20;
+pub const MR_BYTES: u64 = 3 << 20;
 pub const ENTRIES: u32 = 4;
 pub const CAP: abi::QpCap =
     abi::QpCap { max_send_wr: 4, max_recv_wr: 4, max_send_sge: 1, max_recv_sge: 1, max_inline_data: 0 };
@@ -63,6 +64,7 @@ pub enum Kind {
 /// A session and its memory.
 pub struct Side {
     pub dev: Device,
+    pub pollers: Arc<NoPollers>,
     rnic: Arc<SharedRnic>,
     memory: MemFd,
     used: Cell<u64>,
@@ -109,24 +111,48 @@ impl World {
     }
 }
 
-/// Nobody runs this RNIC.
-struct NoPollers;
+/// Nobody runs this RNIC, and a test does the errands.
+#[derive(Default)]
+pub struct NoPollers(Mutex<VecDeque<Errand>>);
+
+impl NoPollers {
+    /// The errand that has waited longest.
+    pub fn errand(&self) -> Option<Errand> {
+        self.0.lock().expect("no panic").pop_front()
+    }
+}
 
 impl Pollers for NoPollers {
     fn settle(&self) {}
     fn catch_up(&self, _: SessionId, _: Option<u32>) {}
+    fn do_errand(&self, _: VnicId, _: SessionId, errand: Errand) {
+        self.0.lock().expect("no panic").push_back(errand);
+    }
 }
 
 impl Side {
     fn new(rnic: &Arc<SharedRnic>, identity: &Arc<Identity>) -> Self {
-        let mut dev = Device::new(rnic.clone(), identity.clone(), Arc::new(NoPollers)).expect("session");
+        let pollers = Arc::new(NoPollers::default());
+        let dev = Device::new(rnic.clone(), identity.clone(), pollers.clone()).expect("session");
         let file = MemFd::new(c"commands", MEMORY).expect("memfd");
+        let (used, doorbell) = (Cell::new(0), Cell::new(None));
+        let mut side = Side { dev, pollers, rnic: rnic.clone(), memory: file, used, doorbell };
         let mut memory = Memory::default();
+        side.add_own_region(&mut memory);
+        side.dev.memory_changed(&memory, &[]);
+        side
+    }
+
+    /// Adds the session's own memory file.
+    pub fn add_own_region(&self, memory: &mut Memory) {
         let region = RegionDesc { bus_addr: BUS, size: MEMORY as u64, ..Default::default() };
-        let fd = file.fd().try_clone_to_owned().expect("descriptor");
+        let fd = self.memory.fd().try_clone_to_owned().expect("descriptor");
         memory.add(region, Foreign::refused(fd, &Ledger::default())).expect("region");
-        dev.memory_changed(&memory, &[]);
-        Side { dev, rnic: rnic.clone(), memory: file, used: Cell::new(0), doorbell: Cell::new(None) }
+    }
+
+    /// A part of the session's own memory.
+    pub fn span(&self, bus: u64, len: usize) -> Span {
+        self.memory.span().sub(bus - BUS, len as u64).expect("own memory")
     }
 
     /// Bus address of fresh memory, of whole pages.

@@ -49,7 +49,7 @@ impl Plan {
 /// One measure of the confinement.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Measure {
-    /// Its name: `user`, `capabilities`, `no_new_privs`, `core_dumps`, `limits`, `landlock`, `seccomp`, `cgroup`.
+    /// Its name: `user`, `capabilities`, `no_new_privs`, `core_dumps`, `limits`, `landlock`, `seccomp`, `cgroup`, `sparse_files`.
     pub name: String,
     /// Whether it holds.
     pub in_force: bool,

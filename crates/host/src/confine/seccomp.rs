@@ -30,11 +30,14 @@ pub enum Kind {
     Capture,
     /// Closes descriptors of tenants.
     Closer,
+    /// Maps memory of tenants for commands.
+    Clerk,
 }
 
 impl Kind {
     /// All kinds.
-    pub const ALL: [Kind; 6] = [Kind::Control, Kind::Poller, Kind::Watcher, Kind::Switch, Kind::Capture, Kind::Closer];
+    pub const ALL: [Kind; 7] =
+        [Kind::Control, Kind::Poller, Kind::Watcher, Kind::Switch, Kind::Capture, Kind::Closer, Kind::Clerk];
 
     fn tables(self) -> &'static [&'static [Call]] {
         match self {
@@ -44,6 +47,7 @@ impl Kind {
             Kind::Switch => &[EVERY, WAITS, NETWORK, SIGNALS, TIMERS],
             Kind::Capture => &[EVERY, NETWORK, BACKGROUND],
             Kind::Closer => &[EVERY],
+            Kind::Clerk => &[EVERY, MAPS],
         }
     }
 }
@@ -109,8 +113,8 @@ const NAMESPACES: i32 = libc::CLONE_NEWNS
     | libc::CLONE_NEWNET;
 
 /// What a thread needs to live: memory of its own, locks, time, its log, its end. `abort` raises SIGABRT; the handlers of SIGBUS (ours)
-/// and SIGSEGV (of the standard library) restore the default action. What was in place of vanished memory is punched out by whoever
-/// unmaps it.
+/// and SIGSEGV (of the standard library) restore the default action. Whoever touches a hole of a sparse file makes a page there. What was in
+/// place of vanished memory is punched out by whoever unmaps it.
 const EVERY: &[Call] = &[
     call(libc::SYS_read),
     call(libc::SYS_write),
@@ -134,6 +138,7 @@ const EVERY: &[Call] = &[
     call(libc::SYS_madvise),
     call(libc::SYS_brk),
     when(libc::SYS_fallocate, &[is(1, libc::FALLOC_FL_PUNCH_HOLE | libc::FALLOC_FL_KEEP_SIZE)]),
+    when(libc::SYS_ioctl, &[is(1, unirdma_mem::holes::FILL_REQUEST.cast_signed())]),
     call(libc::SYS_rt_sigreturn),
     call(libc::SYS_rt_sigprocmask),
     when(libc::SYS_rt_sigaction, &[is(0, libc::SIGABRT), is(0, libc::SIGBUS), is(0, libc::SIGSEGV)]),
@@ -216,10 +221,20 @@ const SESSIONS: &[Call] = &[
             is(1, libc::F_ADD_SEALS),
         ],
     ),
-    when(libc::SYS_ioctl, &[is(1, libc::FIONBIO as i32)]),
+    when(libc::SYS_ioctl, &[is(1, libc::FIONBIO as i32), is(1, unirdma_mem::holes::WATCH_REQUEST.cast_signed())]),
     call(libc::SYS_ftruncate),
     call(libc::SYS_eventfd2),
     call(libc::SYS_epoll_create1),
+];
+
+/// Mapping memory files: a look at what they are, and who is asked for pages in their holes.
+const MAPS: &[Call] = &[
+    call(libc::SYS_fstat),
+    call(libc::SYS_fstatfs),
+    call(libc::SYS_statx),
+    call(libc::SYS_newfstatat),
+    when(libc::SYS_fcntl, &[is(1, libc::F_GET_SEALS)]),
+    when(libc::SYS_ioctl, &[is(1, unirdma_mem::holes::WATCH_REQUEST.cast_signed())]),
 ];
 
 /// Starting threads, and giving them a core and a filter, which can only be narrower.

@@ -242,7 +242,7 @@ impl Supervisor {
     fn set(&self, name: &str, set: SetShare, allow_spoof: Option<bool>, held: SetHeld) -> Reply {
         self.group_with(name)?;
         if set == SetShare::default() && allow_spoof.is_none() && held == SetHeld::default() {
-            return Err("nothing to set; give --weight, --rate, --ops, --burst, --allow-spoof, --max-descriptors, --max-mappings, --max-address-space or --max-pieces".into());
+            return Err("nothing to set; give --weight, --rate, --ops, --burst, --allow-spoof, --max-descriptors, --max-mappings, --max-address-space, --max-pieces or --max-filled".into());
         }
         self.change(name, |group, inner| {
             let share = set.apply(member(inner, name)?.new.share)?;

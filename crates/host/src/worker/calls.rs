@@ -75,6 +75,7 @@ impl Worker {
             }
             Call::Remove { name } => self.remove(&name),
             Call::Show { name, whole } => {
+                self.recount(&name);
                 let mut info = self.info(&name).ok_or_else(|| unknown(&name))?;
                 if let Some(v) = self.vrnics.get(&name).filter(|_| whole) {
                     let rnic = self.engine.rnic.lock();

@@ -18,6 +18,16 @@ pub(super) struct Machine {
     token: u64,
 }
 
+impl Machine {
+    pub fn is_of(&self, vrnic: &str) -> bool {
+        self.vrnic == vrnic
+    }
+
+    pub fn memory(&self) -> &Memory {
+        self.backend.memory()
+    }
+}
+
 impl Worker {
     /// A VMM comes for the network interface of a vRNIC.
     pub(super) fn on_machine_listener(&mut self, name: &str) {
@@ -92,7 +102,7 @@ impl Worker {
 
     /// Ends those whose memory is gone.
     pub(super) fn end_broken_machines(&mut self) {
-        let broken = self.machines.iter().filter(|(_, m)| m.backend.memory().is_broken()).map(|(&id, _)| id);
+        let broken = self.machines.iter().filter(|(_, m)| m.memory().is_broken()).map(|(&id, _)| id);
         for id in broken.collect::<Vec<_>>() {
             self.end_machine(id);
         }
@@ -100,7 +110,7 @@ impl Worker {
 
     /// The sessions of a vRNIC's network interface.
     pub(super) fn machines_of(&self, vrnic: &str) -> Vec<u64> {
-        self.machines.iter().filter(|(_, m)| m.vrnic == vrnic).map(|(&id, _)| id).collect()
+        self.machines.iter().filter(|(_, m)| m.is_of(vrnic)).map(|(&id, _)| id).collect()
     }
 }
 

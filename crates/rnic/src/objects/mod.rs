@@ -3,6 +3,7 @@
 
 mod datagram;
 mod door;
+mod dropped;
 mod fast;
 mod fetched;
 mod ids;
@@ -27,6 +28,7 @@ use unirdma_formats::{Gid, QpType, Qpn};
 use crate::slab::{Handle, Slab};
 pub(crate) use datagram::{Ah, Backlog, Datagrams, Held, Note, Placing, Target};
 pub(crate) use door::{Door, NO_SLOT};
+pub use dropped::Dropped;
 pub(crate) use fast::Freed;
 pub use fast::PageList;
 pub(crate) use fetched::{Fetched, Room};
@@ -61,6 +63,7 @@ pub(crate) struct Objects {
     /// By group and GID.
     pub by_gid: HashMap<(u32, Gid), Vec<VnicId>>,
     pub sessions: Slab<Session, SessionKind>,
+    pub dropped: Dropped,
     pub doors: Slab<Door>,
     pub pds: Slab<Pd>,
     pub mrs: MrTable,

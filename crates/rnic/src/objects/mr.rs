@@ -75,6 +75,15 @@ pub(crate) struct Reach {
 }
 
 impl Backing {
+    /// True if dropping it unmaps memory, or frees much.
+    pub(crate) fn is_slow_to_drop(&self) -> bool {
+        match self {
+            Backing::Mapped(span) => span.is_last(),
+            Backing::Pieces(..) => true,
+            Backing::Process(..) | Backing::Session | Backing::Pages(_) | Backing::Null => false,
+        }
+    }
+
     /// This memory, and then the other; `None` unless both are mapped here.
     pub fn followed_by(&self, other: Backing) -> Option<Backing> {
         let pieces = |b: &Backing| match b {

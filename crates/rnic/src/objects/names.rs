@@ -147,6 +147,9 @@ impl Objects {
         self.names(m.owner).and_then(|n| n.mrs.remove(&m.number));
         self.use_pd(m.pd, false);
         self.count_used(m.owner, |u| (u.mrs, u.mr_bytes) = (u.mrs - 1, u.mr_bytes.saturating_sub(m.counted())));
+        if m.backing.is_slow_to_drop() {
+            self.dropped.add(m.backing);
+        }
     }
 
     pub fn remove_srq(&mut self, srq: Handle<Srq>) {

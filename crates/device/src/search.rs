@@ -1,0 +1,294 @@
+//! Searches: finding and mapping the memory that a command names. A list may have 2^20 pages, and a mapping of many pieces takes as many
+//! system calls, so a long search is an [`Errand`]: another thread does it, while the control thread serves other sessions.
+//!
+//! A search reads its list once, and changes nothing but the account of its vRNIC, which gets back what a result that nobody wants holds.
+
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::{Arc, Mutex};
+
+use unirdma_abi as abi;
+use unirdma_abi::Status;
+use unirdma_link::{Gathered, Memory, Refused};
+use unirdma_mem::Span;
+use unirdma_rnic::Backing;
+use zerocopy::FromBytes;
+
+use crate::{lock, now_ns};
+
+pub(crate) const PAGE: u64 = 4096;
+/// Pages that one REG_USER_MR may list.
+const MAX_PAGES: u32 = 1 << 20;
+/// Longer lists take more than some 20 us to read and to look up.
+const LONG_LIST: u64 = 512;
+/// So do more mappings of pieces.
+const LONG_MAPPING: usize = 4;
+
+/// What a search has found.
+pub(crate) enum Found {
+    /// The memory of an MR, and the regions that it lies in.
+    Memory(Backing, Vec<u64>),
+    /// A window.
+    Window(Span),
+}
+
+/// Which ranges of bus addresses are to be found.
+enum List {
+    /// The pages of a table, from a byte of the first one to the end.
+    Pages {
+        table: Span,
+        first: u64,
+        end: u64,
+    },
+    /// The runs of a list, so many bytes in all.
+    Runs {
+        list: Span,
+        length: u64,
+    },
+    Ranges(Vec<(u64, u64)>),
+}
+
+/// What they become.
+#[derive(Clone, Copy, PartialEq, Eq)]
+enum Becomes {
+    /// An MR, mapped if there are few of them.
+    Mr,
+    /// An MR that is never mapped anew.
+    UnmappedMr,
+    /// One window, which begins and ends at pages.
+    Window,
+}
+
+/// A search that has not begun.
+pub(crate) struct Search {
+    memory: Arc<Memory>,
+    list: List,
+    becomes: Becomes,
+}
+
+impl Search {
+    /// For REG_USER_MR with a range.
+    pub fn range(memory: &Arc<Memory>, start: u64, length: u64) -> Self {
+        Search { memory: memory.clone(), list: List::Ranges(vec![(start, length)]), becomes: Becomes::Mr }
+    }
+
+    /// For REG_USER_MR with a list of pages, which lies at what `at` finds.
+    pub fn pages(
+        memory: &Arc<Memory>,
+        r: &abi::RegUserMrReq,
+        at: impl FnOnce(u64, u64) -> Result<Span, Status>,
+    ) -> Result<Self, Status> {
+        let first = r.start % PAGE;
+        let end = first.checked_add(r.length).ok_or(Status::BadValue)?;
+        if r.npages > MAX_PAGES || u64::from(r.npages) != end.div_ceil(PAGE) || r.pages_addr % 8 != 0 {
+            return Err(Status::BadValue);
+        }
+        let table = at(r.pages_addr, u64::from(r.npages) * 8)?;
+        Ok(Search { memory: memory.clone(), list: List::Pages { table, first, end }, becomes: Becomes::Mr })
+    }
+
+    /// For an MR of runs, `length` bytes in all, whose list lies at what `at` finds.
+    pub fn runs(
+        memory: &Arc<Memory>,
+        (addr, count, length): (u64, u32, u64),
+        at: impl FnOnce(u64, u64) -> Result<Span, Status>,
+    ) -> Result<Self, Status> {
+        if count > abi::MAX_RUNS || addr % 8 != 0 || (count == 0) != (length == 0) {
+            return Err(Status::BadValue);
+        }
+        let list = match count {
+            0 => List::Ranges(Vec::new()),
+            n => List::Runs { list: at(addr, u64::from(n) * size_of::<abi::Run>() as u64)?, length },
+        };
+        Ok(Search { memory: memory.clone(), list, becomes: Becomes::UnmappedMr })
+    }
+
+    /// For MAP_RUNS, of such a search.
+    pub fn for_window(self) -> Self {
+        Search { becomes: Becomes::Window, ..self }
+    }
+
+    /// Reads a short list.
+    fn read_short(&mut self) -> Result<(), Status> {
+        let entries = match &self.list {
+            List::Pages { table, .. } => table.len() / size_of::<u64>(),
+            List::Runs { list, .. } => list.len() / size_of::<abi::Run>(),
+            List::Ranges(_) => return Ok(()),
+        };
+        if entries as u64 <= LONG_LIST { self.read() } else { Ok(()) }
+    }
+
+    /// Reads the list, once.
+    fn read(&mut self) -> Result<(), Status> {
+        let ranges = match &self.list {
+            List::Pages { table, first, end } => pages(table, *first, *end)?,
+            List::Runs { list, length } => runs(list, *length)?,
+            List::Ranges(_) => return Ok(()),
+        };
+        self.list = List::Ranges(ranges);
+        Ok(())
+    }
+
+    /// Does what is short of the search: all of it, or what tells that the rest is long.
+    ///
+    /// # Errors
+    /// What the command is refused with.
+    pub fn begin(mut self) -> Result<Begun, Status> {
+        self.read_short()?;
+        let is_short = match (&self.list, self.becomes) {
+            (List::Ranges(_), Becomes::UnmappedMr) => true,
+            (List::Ranges(ranges), _) => ranges.len() <= LONG_MAPPING,
+            _ => false,
+        };
+        if is_short { self.finish().map(Begun::Found) } else { Ok(Begun::Long(self)) }
+    }
+
+    /// Does all of it.
+    ///
+    /// # Errors
+    /// What the command is refused with.
+    pub fn run(mut self) -> Result<Found, Status> {
+        self.read()?;
+        self.finish()
+    }
+
+    fn finish(self) -> Result<Found, Status> {
+        let List::Ranges(ranges) = &self.list else { return Err(Status::BadValue) };
+        let gathered = match self.becomes {
+            Becomes::Window if ranges.is_empty() || ranges.iter().any(|(addr, len)| (addr | len) % PAGE != 0) => {
+                return Err(Status::BadValue);
+            }
+            Becomes::Window => return self.memory.map_ranges(ranges).map(Found::Window).map_err(refused),
+            _ if ranges.is_empty() => return Ok(Found::Memory(Backing::Mapped(Span::anonymous(0)), Vec::new())),
+            Becomes::Mr => self.memory.gather(ranges),
+            Becomes::UnmappedMr => self.memory.gather_unmapped(ranges),
+        };
+        let (memory, regions) = gathered.map_err(refused)?;
+        let backing = match memory {
+            Gathered::Window(span) => Backing::Mapped(span),
+            Gathered::Pieces(pieces) => Backing::Pieces(Arc::new(pieces), 0),
+        };
+        Ok(Found::Memory(backing, regions))
+    }
+}
+
+/// The ranges of a table of pages.
+fn pages(table: &Span, first: u64, end: u64) -> Result<Vec<(u64, u64)>, Status> {
+    let mut bytes = vec![0; table.len()];
+    table.read(0, &mut bytes);
+    let mut ranges: Vec<(u64, u64)> = Vec::new();
+    for (i, raw) in bytes.chunks_exact(8).enumerate() {
+        let page = u64::from_le_bytes(raw.try_into().unwrap_or_default());
+        if page % PAGE != 0 {
+            return Err(Status::BadValue);
+        }
+        let skip = if i == 0 { first } else { 0 };
+        let len = (end - i as u64 * PAGE).min(PAGE) - skip;
+        match ranges.last_mut() {
+            Some((addr, n)) if *addr + *n == page + skip => *n += len,
+            _ => ranges.push((page + skip, len)),
+        }
+    }
+    Ok(ranges)
+}
+
+/// The ranges of a list of runs, `length` bytes in all.
+fn runs(list: &Span, length: u64) -> Result<Vec<(u64, u64)>, Status> {
+    let mut bytes = vec![0; list.len()];
+    list.read(0, &mut bytes);
+    let mut left = length;
+    let ranges = bytes.chunks_exact(size_of::<abi::Run>()).map(|raw| {
+        let run = abi::Run::read_from_bytes(raw).map_err(|_| Status::BadLength)?;
+        left = left.checked_sub(run.length).filter(|_| run.length > 0).ok_or(Status::BadValue)?;
+        Ok((run.addr, run.length))
+    });
+    let ranges = ranges.collect::<Result<Vec<_>, Status>>()?;
+    if left == 0 { Ok(ranges) } else { Err(Status::BadValue) }
+}
+
+pub(crate) fn refused(why: Refused) -> Status {
+    match why {
+        Refused::Exhausted(_) => Status::Exhausted,
+        _ => Status::BadAddress,
+    }
+}
+
+/// How far [`Search::begin`] has come.
+pub(crate) enum Begun {
+    Found(Found),
+    /// The rest is for somebody else.
+    Long(Search),
+}
+
+/// What both the session and whoever does an errand for it see.
+#[derive(Default)]
+struct Course {
+    /// The list is being read.
+    reads: AtomicBool,
+    /// The session does not want the result any more.
+    is_cancelled: AtomicBool,
+    outcome: Mutex<Option<Outcome>>,
+}
+
+/// What came of an errand.
+pub(crate) struct Outcome {
+    pub found: Result<Found, Status>,
+    /// How long it took, nanoseconds.
+    pub took_ns: u64,
+}
+
+/// A long search, for another thread. The session's control queue waits for it.
+pub struct Errand {
+    search: Search,
+    course: Arc<Course>,
+}
+
+impl Errand {
+    /// Does it. Afterwards the session's control queue must be served.
+    pub fn run(self) {
+        let began = now_ns();
+        let Errand { mut search, course } = self;
+        let is_cancelled = || course.is_cancelled.load(Ordering::SeqCst);
+        course.reads.store(true, Ordering::SeqCst);
+        let read = if is_cancelled() { Ok(()) } else { search.read() };
+        course.reads.store(false, Ordering::SeqCst);
+        if !is_cancelled() {
+            let found = read.and_then(|()| search.finish());
+            *lock(&course.outcome) = Some(Outcome { found, took_ns: now_ns().saturating_sub(began) });
+        }
+    }
+}
+
+/// An errand as its session sees it. Dropped, it is cancelled.
+pub(crate) struct Pending {
+    /// The request that it is for.
+    pub request: Vec<u8>,
+    course: Arc<Course>,
+}
+
+impl Pending {
+    pub fn new(request: &[u8], search: Search) -> (Self, Errand) {
+        let course: Arc<Course> = Arc::default();
+        (Pending { request: request.into(), course: course.clone() }, Errand { search, course })
+    }
+
+    pub fn is_over(&self) -> bool {
+        lock(&self.course.outcome).is_some()
+    }
+
+    /// What came of it, once.
+    pub fn outcome(&self) -> Option<Outcome> {
+        lock(&self.course.outcome).take()
+    }
+
+    /// Cancels it; true if the session's memory is not read for it from now on.
+    pub fn cancel(&self) -> bool {
+        self.course.is_cancelled.store(true, Ordering::SeqCst);
+        !self.course.reads.load(Ordering::SeqCst)
+    }
+}
+
+impl Drop for Pending {
+    fn drop(&mut self) {
+        self.cancel();
+    }
+}

@@ -1,0 +1,125 @@
+//! The clerk: a thread that does the errands of sessions ([`Errand`]), so that the control thread need not. It comes when there is one,
+//! and goes a second after the last one. vRNICs take turns, so that one with many errands delays those of another by one of its own.
+
+use std::collections::{BTreeMap, VecDeque};
+use std::io;
+use std::ops::Bound;
+use std::sync::{Arc, Condvar, Mutex, PoisonError};
+use std::time::Duration;
+
+use unirdma_device::{Errand, lock};
+use unirdma_rnic::{SessionId, VnicId};
+
+use crate::confine::{self, Kind};
+
+/// How long the thread waits for the next errand.
+const IDLE: Duration = Duration::from_secs(1);
+
+/// What the clerk tells when an errand is done.
+type Tell = Box<dyn Fn(SessionId) + Send + Sync>;
+
+/// The desk of the clerk.
+pub(crate) struct Clerk {
+    state: Mutex<State<(SessionId, Errand)>>,
+    work: Condvar,
+    tell: Tell,
+}
+
+/// What waits, by whose it is.
+struct State<T, K = VnicId> {
+    waiting: BTreeMap<K, VecDeque<T>>,
+    /// Whose errand was done last.
+    last: Option<K>,
+    /// There is a thread.
+    runs: bool,
+}
+
+impl<T, K> Default for State<T, K> {
+    fn default() -> Self {
+        State { waiting: BTreeMap::new(), last: None, runs: false }
+    }
+}
+
+impl<T, K: Ord + Copy> State<T, K> {
+    /// The next errand, of the vRNIC after the one that had the last.
+    fn next(&mut self) -> Option<T> {
+        let after = self.last.and_then(|last| self.waiting.range((Bound::Excluded(last), Bound::Unbounded)).next());
+        let vnic = *after.or_else(|| self.waiting.iter().next())?.0;
+        self.last = Some(vnic);
+        let lane = self.waiting.get_mut(&vnic)?;
+        let errand = lane.pop_front();
+        if lane.is_empty() {
+            self.waiting.remove(&vnic);
+        }
+        errand
+    }
+}
+
+impl Clerk {
+    pub fn new(tell: Tell) -> Arc<Self> {
+        Arc::new(Clerk { state: Mutex::default(), work: Condvar::new(), tell })
+    }
+
+    /// Takes an errand, and calls `tell` when it is done. If there can be no thread now, it is done at once.
+    pub fn take(self: &Arc<Self>, vnic: VnicId, session: SessionId, errand: Errand) {
+        let mut state = lock(&self.state);
+        state.waiting.entry(vnic).or_default().push_back((session, errand));
+        self.work.notify_one();
+        if state.runs {
+            return;
+        }
+        state.runs = self.start().is_ok();
+        if !state.runs {
+            while let Some((session, errand)) = state.next() {
+                errand.run();
+                (self.tell)(session);
+            }
+        }
+    }
+
+    fn start(self: &Arc<Self>) -> io::Result<()> {
+        let clerk = self.clone();
+        std::thread::Builder::new().name("clerk".into()).spawn(move || {
+            confine::thread(Kind::Clerk);
+            clerk.run();
+        })?;
+        Ok(())
+    }
+
+    fn run(&self) {
+        let mut state = lock(&self.state);
+        loop {
+            if let Some((session, errand)) = state.next() {
+                drop(state);
+                errand.run();
+                (self.tell)(session);
+                state = lock(&self.state);
+                continue;
+            }
+            let (woken, waited) = self.work.wait_timeout(state, IDLE).unwrap_or_else(PoisonError::into_inner);
+            state = woken;
+            if waited.timed_out() && state.waiting.is_empty() {
+                state.runs = false;
+                return;
+            }
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn vrnics_take_turns_whatever_each_has() {
+        let mut state = State::<u32, char>::default();
+        let add = |state: &mut State<u32, char>, vrnic, n| state.waiting.entry(vrnic).or_default().push_back(n);
+        (0..4).for_each(|n| add(&mut state, 'b', n));
+        assert_eq!(state.next(), Some(0));
+        (10..12).for_each(|n| add(&mut state, 'a', n));
+        add(&mut state, 'c', 20);
+        let rest: Vec<u32> = std::iter::from_fn(|| state.next()).collect();
+        assert_eq!(rest, [20, 10, 1, 11, 2, 3]);
+        assert!(state.waiting.is_empty());
+    }
+}

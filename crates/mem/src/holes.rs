@@ -1,0 +1,100 @@
+//! Holes of sparse memory files. The kernel charges a page to whoever touches it first, so a program could let the virtual layer make
+//! pages that nobody counts. With a userfaultfd the kernel makes no page at such a touch and raises SIGBUS instead; [`crate::guard`] then
+//! asks the [`Account`] of the mapping, and makes the page itself. Touching pages that are there costs nothing more.
+
+use std::io;
+use std::os::fd::{AsRawFd, FromRawFd, OwnedFd, RawFd};
+
+const API: libc::c_ulong = 0xc018_aa3f;
+const REGISTER: libc::c_ulong = 0xc020_aa00;
+/// `UFFDIO_REGISTER` as the second argument of `ioctl(2)`, for whoever filters system calls.
+pub const WATCH_REQUEST: u32 = REGISTER as u32;
+const ZEROPAGE: libc::c_ulong = 0xc020_aa04;
+/// `UFFDIO_ZEROPAGE`, as above.
+pub const FILL_REQUEST: u32 = ZEROPAGE as u32;
+
+const VERSION: u64 = 0xaa;
+const FEATURE_MISSING_SHMEM: u64 = 1 << 5;
+const FEATURE_SIGBUS: u64 = 1 << 7;
+const USER_MODE_ONLY: i32 = 1;
+const MODE_MISSING: u64 = 1;
+
+/// What an account says of pages that are about to be made.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Room {
+    /// They are counted.
+    Enough,
+    /// They are counted, and somebody should look ([`crate::guard::events`]) how many of those before are still there.
+    Little,
+    /// There is no room for them.
+    None,
+}
+
+/// Who counts the pages that are made in the holes of a mapping's files. Its methods are called in a signal handler: they use atomics only.
+pub trait Account: Send + Sync {
+    /// Counts so many bytes, if there is room.
+    fn take(&self, bytes: u64) -> Room;
+
+    /// Takes back what was counted and not made.
+    fn give_back(&self, bytes: u64);
+}
+
+/// A userfaultfd that raises SIGBUS.
+pub(crate) struct Watch(OwnedFd);
+
+/// What came of making pages.
+pub(crate) enum Filled {
+    /// So many bytes are there.
+    Bytes(u64),
+    /// None was made, since somebody else has made the first one, or since mappings change at this moment.
+    Nothing,
+    /// There can be none: the file has no such page, or there is no memory.
+    Impossible,
+}
+
+impl Watch {
+    /// # Errors
+    /// The kernel or a container has no userfaultfd for this process, or none that can do this.
+    pub fn open() -> io::Result<Self> {
+        // SAFETY: makes a descriptor, which nobody else owns.
+        let fd = unsafe { libc::syscall(libc::SYS_userfaultfd, libc::O_CLOEXEC | libc::O_NONBLOCK | USER_MODE_ONLY) };
+        if fd < 0 {
+            return Err(io::Error::last_os_error());
+        }
+        // SAFETY: as above.
+        let watch = Watch(unsafe { OwnedFd::from_raw_fd(fd as RawFd) });
+        let mut api = [VERSION, FEATURE_MISSING_SHMEM | FEATURE_SIGBUS, 0];
+        watch.ioctl(API, api.as_mut_ptr()).map_err(io::Error::from_raw_os_error)?;
+        Ok(watch)
+    }
+
+    /// Whoever touches a hole in the range gets SIGBUS from now on.
+    ///
+    /// # Errors
+    /// Those of `UFFDIO_REGISTER`.
+    pub fn begin(&self, at: usize, len: usize) -> io::Result<()> {
+        let mut arg = [at as u64, len as u64, MODE_MISSING, 0];
+        self.ioctl(REGISTER, arg.as_mut_ptr()).map_err(io::Error::from_raw_os_error)
+    }
+
+    /// Makes the pages of a range, up to the first one that is there. It is called in a signal handler.
+    pub fn fill(&self, at: usize, len: u64) -> Filled {
+        let mut arg = [at as u64, len, 0, 0];
+        let done = self.ioctl(ZEROPAGE, arg.as_mut_ptr());
+        // The kernel says how many bytes it has made, or a negative error.
+        match (done, arg[3].cast_signed()) {
+            (Ok(()), _) => Filled::Bytes(len),
+            (Err(_), bytes) if bytes > 0 => Filled::Bytes(bytes.cast_unsigned()),
+            (Err(libc::EEXIST | libc::EAGAIN), _) => Filled::Nothing,
+            _ => Filled::Impossible,
+        }
+    }
+
+    /// The error is an errno.
+    fn ioctl(&self, request: libc::c_ulong, arg: *mut u64) -> Result<(), i32> {
+        // SAFETY: each caller passes a structure of that request, as long as it says.
+        let r = unsafe { libc::ioctl(self.0.as_raw_fd(), request, arg) };
+        // SAFETY: the C library's location of this thread's errno.
+        if r == 0 { Ok(()) } else { Err(unsafe { *libc::__errno_location() }) }
+    }
+}
