@@ -93,6 +93,7 @@ fn show(v: &VrnicInfo) -> String {
         ("pieces held", format!("{} of {}", v.held.pieces.used, v.held.pieces.limit)),
         ("share", share(v)),
         ("time of the RNIC", units::seconds(v.busy_ns)),
+        ("kicks", format!("{}, each when the RNIC slept", v.kicks)),
         ("eth0", frames(v)),
         ("listens on", if v.listeners.is_empty() { "nothing".into() } else { v.listeners.join(", ") }),
         ("sent", format!("{} requests, {}", c.sent_wrs, bytes(c.sent_bytes))),
