@@ -57,18 +57,18 @@ fn qemu_device() -> String {
 }
 
 /// QEMU's arguments. The machine's memory is a file that the virtual layer maps too. `reconnects`: QEMU can connect its device to
-/// a worker that is started anew, as its network interfaces always can.
+/// a worker that is started anew.
 pub(crate) fn qemu(v: &VrnicInfo, memory: &str, reconnects: bool) -> Vec<String> {
-    const RECONNECT: &str = ",reconnect-ms=500";
+    let again = if reconnects { ",reconnect-ms=500" } else { "" };
     let (device, net) = sockets(v);
     let (device, net, memory) = (doubled(&device), doubled(&net), doubled(memory));
     let pairs = [
         ("-m", memory.clone()),
         ("-object", format!("memory-backend-memfd,id=unirdma-memory,size={memory},share=on")),
         ("-machine", "memory-backend=unirdma-memory".into()),
-        ("-chardev", format!("socket,id=unirdma,path={device}{}", if reconnects { RECONNECT } else { "" })),
+        ("-chardev", format!("socket,id=unirdma,path={device}{again}")),
         ("-device", qemu_device()),
-        ("-chardev", format!("socket,id=unirdma-net,path={net}{RECONNECT}")),
+        ("-chardev", format!("socket,id=unirdma-net,path={net}{again}")),
         ("-netdev", "vhost-user,id=unirdma-net,chardev=unirdma-net".into()),
         ("-device", format!("virtio-net-pci,netdev=unirdma-net,mac={},host_mtu={}", v.mac, v.mtu)),
     ];
@@ -90,7 +90,9 @@ fn libvirt(v: &VrnicInfo, device: &str, net: &str) -> String {
          <model type='virtio'/>\n  <mtu size='{mtu}'/>\n</interface>\n\
          <!-- at the end of the domain -->\n\
          <qemu:commandline>\n  <qemu:arg value='-chardev'/>\n  <qemu:arg value='socket,id=unirdma,path={device}'/>\n  \
-         <qemu:arg value='-device'/>\n  <qemu:arg value='{dev}'/>\n</qemu:commandline>"
+         <qemu:arg value='-device'/>\n  <qemu:arg value='{dev}'/>\n  \
+         <!-- what `unirdma vm preload` writes; not for a QEMU with the patch in guest/qemu -->\n  \
+         <qemu:env name='LD_PRELOAD' value='/usr/local/lib/unirdma-name.so'/>\n</qemu:commandline>"
     )
 }
 
