@@ -18,6 +18,7 @@ mod print;
 mod process;
 mod sandbox;
 mod units;
+mod vm;
 mod vmm;
 
 use std::io;
@@ -46,6 +47,7 @@ const EXAMPLES: &str = "Examples:
   unirdma run --vrnic a -- ib_write_bw &          an unmodified verbs program in a container
   unirdma run --vrnic b -- ib_write_bw 10.0.0.1   and its peer
   unirdma exec --vrnic a -- bash                  a second command in the container of a
+  unirdma vm run --vrnic b --image disk.qcow2     a virtual machine that has it
   unirdma vrnic show a --json                     what it did";
 
 #[derive(Subcommand)]
@@ -75,6 +77,11 @@ enum Command {
     /// Run a further command in the container that a vRNIC has
     #[command(after_help = enter::EXAMPLES)]
     Exec(enter::ExecArgs),
+    /// Start a virtual machine that has a vRNIC
+    Vm {
+        #[command(subcommand)]
+        command: vm::VmCommand,
+    },
     /// Capture packets, also those that never left this host, until interrupted
     #[command(after_help = capture::EXAMPLES)]
     Capture(capture::CaptureArgs),
@@ -123,7 +130,7 @@ enum VrnicCommand {
     },
     /// Show one vRNIC: addresses, objects, counters; or what starts a virtual machine with it
     #[command(
-        after_help = "Examples:\n  unirdma vrnic show a\n  unirdma vrnic show a --json\n  qemu-system-x86_64 -enable-kvm $(unirdma vrnic show a --qemu --memory 4G) disk.qcow2\n\nThe virtual machine needs a driver in its kernel and a provider for its rdma-core: see README.md, Virtual machines.\nQEMU 11.1 and later have the device that this takes."
+        after_help = "Examples:\n  unirdma vrnic show a\n  unirdma vrnic show a --json\n  unirdma vm preload name.so                     # QEMU has no name for this kind of device, and wants one\n  LD_PRELOAD=./name.so qemu-system-x86_64 -enable-kvm $(unirdma vrnic show a --qemu --memory 4G) disk.qcow2\n\n`unirdma vm run` does the two in one step. The virtual machine needs a driver in its kernel and a provider for its rdma-core: see README.md, Virtual machines.\nQEMU 11.1 and later have the device that this takes."
     )]
     Show {
         /// Name of the vRNIC
@@ -361,6 +368,7 @@ fn main() -> ExitCode {
         Command::Keeper => hosting::keeper().map(|()| 0),
         Command::Run(args) => container::run(&dir, &args),
         Command::Exec(args) => enter::exec(&dir, &args),
+        Command::Vm { command } => vm::vm(&dir, command),
         Command::Vrnic { command } => vrnic(&dir, command),
         Command::Group { command } => group(&dir, command),
         Command::Capture(args) => capture::run(&dir, &args).map(|()| 0),

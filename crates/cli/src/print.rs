@@ -94,6 +94,7 @@ fn show(v: &VrnicInfo) -> String {
         ("filled in sparse files", format!("{} of {}", bytes(v.held.filled.used), bytes(v.held.filled.limit))),
         ("share", share(v)),
         ("time of the RNIC", units::seconds(v.busy_ns)),
+        ("kicks", format!("{}, each when the RNIC slept", v.kicks)),
         ("eth0", frames(v)),
         ("listens on", if v.listeners.is_empty() { "nothing".into() } else { v.listeners.join(", ") }),
         ("sent", format!("{} requests, {}", c.sent_wrs, bytes(c.sent_bytes))),

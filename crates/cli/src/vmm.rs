@@ -23,14 +23,15 @@ pub(crate) struct VmmArgs {
 /// Control, asynchronous events, wake, and a completion event queue for each of 8 processors: the guest's driver uses no more.
 const QUEUES: u32 = VQ_COMP_FIRST + 8;
 const QUEUE_SIZE: u32 = 256;
+/// QEMU's device for any vhost-user backend.
+pub(crate) const DEVICE: &str = "vhost-user-test-device-pci";
 
 impl VmmArgs {
     /// What is to be printed, if anything; `memory`: that of the machine.
     pub fn text(&self, v: &VrnicInfo, memory: &str) -> Option<String> {
-        let socket = |name: &str| Path::new(&v.dir).join(name).display().to_string();
-        let (device, net) = (socket(VHOST_SOCKET), socket(NET_SOCKET));
+        let (device, net) = sockets(v);
         match (self.qemu, self.libvirt, self.cloud_hypervisor) {
-            (true, ..) => Some(qemu(v, memory, &device, &net).join("\n")),
+            (true, ..) => Some(lines(&qemu(v, memory, false))),
             (_, true, _) => Some(libvirt(v, &device, &net)),
             (.., true) => Some(cloud_hypervisor(v, memory, &device, &net).join("\n")),
             _ => None,
@@ -38,23 +39,45 @@ impl VmmArgs {
     }
 }
 
+/// The vRNIC's sockets: the device's, and that of its network interface.
+fn sockets(v: &VrnicInfo) -> (String, String) {
+    let socket = |name: &str| Path::new(&v.dir).join(name).display().to_string();
+    (socket(VHOST_SOCKET), socket(NET_SOCKET))
+}
+
+/// A value as QEMU's options take it.
+pub(crate) fn doubled(value: &str) -> String {
+    value.replace(',', ",,")
+}
+
 fn qemu_device() -> String {
     format!(
-        "vhost-user-test-device-pci,chardev=unirdma,virtio-id={VIRTIO_ID_RDMA},num_vqs={QUEUES},vq_size={QUEUE_SIZE},config_size={CONFIG_BYTES}"
+        "{DEVICE},chardev=unirdma,virtio-id={VIRTIO_ID_RDMA},num_vqs={QUEUES},vq_size={QUEUE_SIZE},config_size={CONFIG_BYTES}"
     )
 }
 
-/// The machine's memory is a file that the virtual layer maps too.
-fn qemu(v: &VrnicInfo, memory: &str, device: &str, net: &str) -> Vec<String> {
-    vec![
-        format!("-m {memory} -object memory-backend-memfd,id=unirdma-memory,size={memory},share=on"),
-        "-machine memory-backend=unirdma-memory".into(),
-        format!("-chardev socket,id=unirdma,path={device}"),
-        format!("-device {}", qemu_device()),
-        format!("-chardev socket,id=unirdma-net,path={net}"),
-        "-netdev vhost-user,id=unirdma-net,chardev=unirdma-net".into(),
-        format!("-device virtio-net-pci,netdev=unirdma-net,mac={},host_mtu={}", v.mac, v.mtu),
-    ]
+/// QEMU's arguments. The machine's memory is a file that the virtual layer maps too. `reconnects`: QEMU can connect its device to
+/// a worker that is started anew.
+pub(crate) fn qemu(v: &VrnicInfo, memory: &str, reconnects: bool) -> Vec<String> {
+    let again = if reconnects { ",reconnect-ms=500" } else { "" };
+    let (device, net) = sockets(v);
+    let (device, net, memory) = (doubled(&device), doubled(&net), doubled(memory));
+    let pairs = [
+        ("-m", memory.clone()),
+        ("-object", format!("memory-backend-memfd,id=unirdma-memory,size={memory},share=on")),
+        ("-machine", "memory-backend=unirdma-memory".into()),
+        ("-chardev", format!("socket,id=unirdma,path={device}{again}")),
+        ("-device", qemu_device()),
+        ("-chardev", format!("socket,id=unirdma-net,path={net}{again}")),
+        ("-netdev", "vhost-user,id=unirdma-net,chardev=unirdma-net".into()),
+        ("-device", format!("virtio-net-pci,netdev=unirdma-net,mac={},host_mtu={}", v.mac, v.mtu)),
+    ];
+    pairs.into_iter().flat_map(|(name, value)| [name.to_string(), value]).collect()
+}
+
+/// An argument and its value on each line.
+fn lines(words: &[String]) -> String {
+    words.chunks(2).map(|pair| pair.join(" ")).collect::<Vec<_>>().join("\n")
 }
 
 fn libvirt(v: &VrnicInfo, device: &str, net: &str) -> String {
@@ -67,7 +90,9 @@ fn libvirt(v: &VrnicInfo, device: &str, net: &str) -> String {
          <model type='virtio'/>\n  <mtu size='{mtu}'/>\n</interface>\n\
          <!-- at the end of the domain -->\n\
          <qemu:commandline>\n  <qemu:arg value='-chardev'/>\n  <qemu:arg value='socket,id=unirdma,path={device}'/>\n  \
-         <qemu:arg value='-device'/>\n  <qemu:arg value='{dev}'/>\n</qemu:commandline>"
+         <qemu:arg value='-device'/>\n  <qemu:arg value='{dev}'/>\n  \
+         <!-- what `unirdma vm preload` writes; not for a QEMU with the patch in guest/qemu -->\n  \
+         <qemu:env name='LD_PRELOAD' value='/usr/local/lib/unirdma-name.so'/>\n</qemu:commandline>"
     )
 }
 

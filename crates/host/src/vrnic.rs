@@ -218,6 +218,9 @@ pub struct VrnicInfo {
     /// How long the RNIC has worked for it, nanoseconds.
     #[serde(default)]
     pub busy_ns: u64,
+    /// How often its programs, or its guest, kicked the RNIC, which was asleep.
+    #[serde(default)]
+    pub kicks: u64,
     pub counters: Counters,
     /// Where its programs listen for RDMA connections, as `TCP 0.0.0.0:7174`; left out of lists.
     #[serde(default)]

@@ -75,10 +75,14 @@ impl Core {
 
     /// A session kicked its wake virtqueue: poll it from now on.
     pub fn unpark(&mut self, id: SessionId, now: u64) {
-        // The notification does not say which of its pages has rung.
-        if self.objects.sessions.get(id.0).is_some_and(|s| s.paused) {
+        let Some(s) = self.objects.sessions.get(id.0) else { return };
+        if let Some(v) = self.objects.vnics.get_mut(s.vnic.0) {
+            v.kicks += 1;
+        }
+        if s.paused {
             return;
         }
+        // The notification does not say which of its pages has rung.
         for door in self.objects.doors_of(id) {
             self.unpark_door(door, now);
         }

@@ -33,6 +33,7 @@ impl Core {
             used: Used::default(),
             last_session: 0,
             counters: Counters::default(),
+            kicks: 0,
             room: Room::default(),
             gsi: None,
         };
@@ -77,6 +78,11 @@ impl Core {
     /// How long the RNIC has worked for a vRNIC, nanoseconds.
     pub fn busy_ns(&self, id: VnicId) -> u64 {
         self.sched.busy_ns(id)
+    }
+
+    /// How often programs of a vRNIC, or its guest, have kicked since they found the RNIC asleep.
+    pub fn kicks(&self, id: VnicId) -> u64 {
+        self.objects.vnics.get(id.0).map_or(0, |v| v.kicks)
     }
 
     /// The counters of a vRNIC.

@@ -72,3 +72,41 @@ fn a_session_that_rings_is_not_put_to_sleep_before_it_is_looked_at() {
         assert!(!p.rnic.poll(SECOND * (round + 2)));
     }
 }
+
+/// Posts 1,000 requests of one byte, executes each, and lets time pass in between; how many of them had to kick.
+fn kicks_of_1000(p: &mut Pair, pause_ns: u64) -> u64 {
+    const IDLE_NS: u64 = 1000;
+    let before = p.rnic.kicks(p.b.vnic);
+    let mut asked = 0;
+    for i in 1..=1000 {
+        let now = i * (pause_ns + 1);
+        let write = abi::SqWqe { remote_addr: IOVA, rkey: p.a.key, ..wqe(WrOpcode::Write, i) };
+        if p.b.post(write, &[p.b.sge(0, 1)]) {
+            asked += 1;
+            p.rnic.unpark(p.b.session, now);
+        }
+        assert!(p.rnic.poll(now));
+        assert_eq!(p.b.poll().len(), 1);
+        assert!(!p.rnic.poll(now + pause_ns));
+        p.rnic.park_idle(now + pause_ns, IDLE_NS);
+    }
+    assert_eq!(p.rnic.kicks(p.b.vnic) - before, asked);
+    asked
+}
+
+#[test]
+fn whoever_posts_to_a_device_that_polls_never_kicks() {
+    let mut p = Pair::new();
+    p.settle();
+    p.rnic.unpark(p.b.session, 0);
+    assert_eq!(kicks_of_1000(&mut p, 500), 0);
+}
+
+#[test]
+fn a_device_that_sleeps_is_kicked_once_for_each_post() {
+    let mut p = Pair::new();
+    p.settle();
+    p.rnic.unpark(p.b.session, 0);
+    // The first one finds it awake.
+    assert_eq!(kicks_of_1000(&mut p, 2000), 999);
+}

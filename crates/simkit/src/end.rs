@@ -149,11 +149,11 @@ impl End {
         abi::Sge { addr: IOVA + off, length, lkey: self.key }
     }
 
-    /// Posts a send WQE with these SGEs.
-    pub fn post(&mut self, mut wqe: abi::SqWqe, sges: &[abi::Sge]) {
+    /// Posts a send WQE with these SGEs; true if the device asks for a kick.
+    pub fn post(&mut self, mut wqe: abi::SqWqe, sges: &[abi::Sge]) -> bool {
         wqe.num_sge = sges.len() as u8;
         self.rings.sq_put(self.sq_prod, abi::SQ_DATA, sges.as_bytes());
-        self.post_raw(wqe);
+        self.post_raw(wqe)
     }
 
     /// Posts a datagram.
@@ -161,12 +161,12 @@ impl End {
         self.post(abi::SqWqe { ah, dest_qpn, qkey: QKEY, ..w }, sges);
     }
 
-    /// Posts a send WQE as it is; its SGEs or inline data must be in the ring.
-    pub fn post_raw(&mut self, wqe: abi::SqWqe) {
+    /// Posts a send WQE as it is; its SGEs or inline data must be in the ring. As [`End::post`].
+    pub fn post_raw(&mut self, wqe: abi::SqWqe) -> bool {
         self.rings.sq_put(self.sq_prod, 0, wqe.as_bytes());
         self.sq_prod = self.sq_prod.wrapping_add(1);
         self.rings.set_sq_prod(self.sq_prod);
-        self.bell.ring(self.slot);
+        self.bell.ring(self.slot)
     }
 
     /// Posts a receive.

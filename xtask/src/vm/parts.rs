@@ -155,12 +155,8 @@ impl Parts {
 
     /// The library that gives the device's number a name in QEMU.
     fn preload(&self) -> Result<()> {
-        let source = lab::root().join("guest/qemu/name.c").display().to_string();
-        let to = self.dir.join("name.so");
-        whole(&to, |new| {
-            run(&self.dir, &["cc", "-O2", "-Wall", "-shared", "-fPIC", "-o", &new.display().to_string(), &source])?;
-            Ok(())
-        })
+        let (unirdma, to) = (lab::unirdma().display().to_string(), self.dir.join("name.so"));
+        whole(&to, |new| run(&self.dir, &[&unirdma, "vm", "preload", &new.display().to_string()]).map(|_| ()))
     }
 
     /// QEMU, as a command to which arguments are to be added. It is started by its own release's dynamic loader, and ends with the

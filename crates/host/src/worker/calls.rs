@@ -304,6 +304,7 @@ impl Worker {
             held: LedgerInfo::of(&v.ledger),
             share: rnic.share(v.id),
             busy_ns: rnic.busy_ns(v.id),
+            kicks: rnic.kicks(v.id),
             counters: rnic.counters(v.id).unwrap_or_default(),
             ..VrnicInfo::default()
         })

@@ -101,6 +101,8 @@ pub(crate) struct Vnic {
     /// The number of the session that was made last.
     pub last_session: u32,
     pub counters: Counters,
+    /// Notifications that woke a session of it, or were to: kicks, and in a virtual machine exits.
+    pub kicks: u64,
     /// How many bytes its packets have that wait for jobs.
     pub room: Room,
     /// Its QP for the general services; without one connection management has its messages.

@@ -140,6 +140,7 @@ impl Core {
             used: Used::default(),
             last_session: *last_session,
             counters: counters.restore(),
+            kicks: 0,
             room: Room::default(),
             gsi: None,
         };

@@ -212,7 +212,7 @@ impl<'a> Saver<'a> {
 
     fn vnic(&self, id: VnicId) -> Option<VnicData> {
         // What it has in use is counted again.
-        let Vnic { group, gids, up, limits, limit, used: _, last_session, counters, room: _, gsi: _ } =
+        let Vnic { group, gids, up, limits, limit, used: _, last_session, counters, kicks: _, room: _, gsi: _ } =
             self.core.objects.vnics.get(id.0)?;
         let Limit { share, bits_until, ops_until } = limit;
         let sessions = self.core.numbered_sessions(id);
