@@ -16,7 +16,7 @@ use crate::suite;
 /// A victim measures its latency for so long, and its bandwidth for so long.
 const SECONDS: &str = "1";
 /// An attack ends by itself after this, if it is not ended before.
-const ATTACK_SECONDS: &str = "120";
+const ATTACK_SECONDS: &str = "3600";
 /// How long a program may prepare itself.
 const PREPARATION: Duration = Duration::from_secs(60);
 /// How long an attack goes on before anything is measured.
