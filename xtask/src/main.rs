@@ -93,7 +93,8 @@ enum Command {
         /// Only the tests whose name contains this
         #[arg(long, value_name = "TEXT")]
         only: Option<String>,
-        /// How often each guest starts again, and loads its driver again, while peers are connected
+        /// How often each guest starts again, and loads its driver again, while peers are connected; a hostile process goes on for
+        /// four seconds each round
         #[arg(long, value_name = "N", default_value_t = 1, value_parser = clap::value_parser!(u32).range(1..))]
         rounds: u32,
         /// Start a guest and take the terminal as its console

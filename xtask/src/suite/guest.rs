@@ -235,10 +235,10 @@ fn goes_on(lab: &Lab, vrnic: &str) -> Check {
     wait_until(|| written(lab, vrnic).is_ok_and(|n| n > begin), "nothing is written")
 }
 
-/// Programs that write for long from the container into the memory of a guest; the container's.
-fn connected(guest: &Guest, lab: &Lab) -> Result<Program> {
-    let p = "ib_write_bw -s 65536 -D 30";
-    End::Guest(guest).serve(p)?;
+/// Programs that write for so long from the container into the memory of a guest; the container's.
+fn connected(guest: &Guest, lab: &Lab, seconds: u32) -> Result<Program> {
+    let p = format!("ib_write_bw -s 65536 -D {seconds}");
+    End::Guest(guest).serve(&p)?;
     let client = container(lab).spawn(&format!("{p} {}", guest.ip))?;
     goes_on(lab, &guest.vrnic)?;
     Ok(client)
@@ -251,11 +251,11 @@ fn ends_with_error(program: Program) -> Check {
     require(!o.ok() && told, format!("the peer's program ends so: {:?} {}", o.code, o.text))
 }
 
-/// How long a hostile process goes on.
+/// How long a hostile process goes on in each round.
 const SECONDS_HOSTILE: u32 = 4;
 const NAMES: [&str; 2] = ["first", "second"];
 
-/// `rounds`: how often guests start again and load their drivers again, each time.
+/// `rounds`: how often guests start again and load their drivers again, each time, and how long hostile processes go on.
 pub(super) fn run(s: &mut Suite<'_>, kernel: Option<&str>, rounds: u32) {
     if lab::uid() != 0 {
         println!("skipped: guests with vRNICs (their network needs root)");
@@ -265,7 +265,7 @@ pub(super) fn run(s: &mut Suite<'_>, kernel: Option<&str>, rounds: u32) {
     let stage = Stage { prepared: &prepared, scene: OnceCell::new() };
     for i in 0..NAMES.len() {
         programs::run(s, &stage, i);
-        process::run(s, &stage, i, SECONDS_HOSTILE);
+        process::run(s, &stage, i, SECONDS_HOSTILE * rounds);
         changes::run(s, &stage, i, rounds);
     }
     wrong::provider(s, &stage);

@@ -7,6 +7,7 @@ use super::*;
 fn alone(prepared: &Prepared<'_>, plan: &Plan<'_>) -> Result<(Lab, Guest)> {
     let lab = Lab::start(None)?;
     lab.vrnic("c", &["--ip", ADDRESS_OF_CONTAINER])?;
+    lab.vrnic("d", &["--ip", "10.0.0.4"])?;
     lab.vrnic("a", &["--ip", "10.0.0.1"])?;
     let guest = Guest::start(&lab, prepared.system()?, "a", plan)?;
     Ok((lab, guest))
@@ -15,7 +16,7 @@ fn alone(prepared: &Prepared<'_>, plan: &Plan<'_>) -> Result<(Lab, Guest)> {
 /// Programs on both sides hear of it, those that do nothing too. The guest's kernel goes on, and its device takes no more.
 fn worker_killed(lab: &Lab, g: &Guest) -> Check {
     let watch = g.spawn("ibv_asyncwatch")?;
-    let client = connected(g, lab)?;
+    let client = connected(g, lab, 30)?;
     kill_worker(lab, "default")?;
     let o = client.finish_within(LIMIT);
     require(!o.ok() && o.code.is_some_and(|c| c != 124), format!("the peer's program: {:?} {}", o.code, o.text))?;
@@ -55,7 +56,7 @@ fn plug(g: &Guest, name: &str, mib: u64, way: &str) -> Check {
 
 fn memory_changes(lab: &Lab, g: &Guest) -> Check {
     let before = objects(lab, g)?;
-    let client = connected(g, lab)?;
+    let client = connected(g, lab, 50)?;
     plug(g, "first", 512, "online_kernel")?;
     goes_on(lab, "a")?;
     // Its memory lies there, since kernels take the highest zone first.
@@ -64,7 +65,9 @@ fn memory_changes(lab: &Lab, g: &Guest) -> Check {
     let server = End::Guest(g).serve(p)?;
     let used = free.saturating_sub(free_above(g)?);
     require(used > 60_000, format!("{used} pages of the new memory are used"))?;
-    let c = container(lab).spawn(&format!("{p} {}", g.ip))?.finish_within(LIMIT);
+    let c = End::Container(Container { lab, vrnic: "d", address: "10.0.0.4" })
+        .spawn(&format!("{p} {}", g.ip))?
+        .finish_within(LIMIT);
     both_end_well((server.finish_within(LIMIT), c))?;
     // What can be taken away again.
     plug(g, "second", 256, "online_movable")?;
@@ -75,7 +78,8 @@ fn memory_changes(lab: &Lab, g: &Guest) -> Check {
     let gone = || g.monitor("object-del", "{\"id\":\"second-file\"}").is_ok();
     wait_until(gone, "the machine keeps the memory")?;
     goes_on(lab, "a")?;
-    both_end_well((Output { code: Some(0), ..Output::default() }, client.finish_within(LIMIT)))?;
+    g.must("killall ib_write_bw")?;
+    ends_with_error(client)?;
     pair(End::Guest(g), container(lab), "ib_write_bw -s 65536 -n 200")?;
     as_before(lab, g, &before)
 }
