@@ -3,21 +3,32 @@
  * Control commands. Any number of threads may issue them; each sleeps until the
  * device has answered its own.
  *
- * A device that leaves a command unanswered for UNIRDMA_TIMEOUT is lost, and so
- * is one that has lost its objects. Its virtqueues are broken then, and all
+ * A device that leaves a command unanswered for the time of the parameter
+ * "timeout" is lost, and so is one that has lost its objects. A process that only
+ * polls issues no commands, and a VMM does not say that the virtual layer is gone,
+ * so the driver asks now and then by itself. Its virtqueues are broken then, and all
  * commands fail with -EIO. It is not reset before the driver lets go of it,
  * because QEMU, and the guest with it, waits for a device that hangs. So it may
  * still write to memory that it knew: commands in flight, areas and MRs stay
  * until the reset.
  */
 #include <linux/kref.h>
+#include <linux/module.h>
 #include <linux/scatterlist.h>
 #include <linux/slab.h>
 #include <linux/virtio_config.h>
 
 #include "unirdma.h"
 
-#define UNIRDMA_TIMEOUT (30 * HZ)
+static unsigned int unirdma_timeout_s = 30;
+module_param_named(timeout, unirdma_timeout_s, uint, 0444);
+MODULE_PARM_DESC(timeout,
+		 "Seconds without an answer after which a device counts as lost (3 to 600, default 30)");
+
+static unsigned long unirdma_timeout(void)
+{
+	return clamp(unirdma_timeout_s, 3U, 600U) * HZ;
+}
 
 /*
  * A command in flight. The virtqueue has a reference while the device may write
@@ -104,12 +115,31 @@ void unirdma_lost(struct unirdma_dev *dev, const char *why)
 	queue_work(dev->wq, &dev->async_work);
 }
 
+/* Whether it still answers. A lost device is asked no more. */
+static void unirdma_beat_work(struct work_struct *work)
+{
+	struct unirdma_dev *dev = container_of(to_delayed_work(work),
+					       struct unirdma_dev, beat);
+	struct unirdma_rsp_query_port port;
+
+	unirdma_read_port(dev, &port);
+	if (!unirdma_is_lost(dev))
+		unirdma_beat(dev);
+}
+
+/* Asks in a while. A processor that sleeps is not woken for it. */
+void unirdma_beat(struct unirdma_dev *dev)
+{
+	queue_delayed_work(dev->wq, &dev->beat, unirdma_timeout() / 3);
+}
+
 /* Resets the device, after which it touches no memory, and frees what waits. */
 void unirdma_stop(struct unirdma_dev *dev)
 {
 	struct unirdma_pending *p;
 
 	unirdma_give_up(dev);
+	cancel_delayed_work_sync(&dev->beat);
 	virtio_break_device(dev->vdev);
 	virtio_reset_device(dev->vdev);
 	virtio_synchronize_cbs(dev->vdev);
@@ -130,6 +160,7 @@ void unirdma_control_init(struct unirdma_dev *dev)
 
 	spin_lock_init(&control->lock);
 	INIT_LIST_HEAD(&control->pending);
+	INIT_DEFERRABLE_WORK(&dev->beat, unirdma_beat_work);
 	/* A command takes two descriptors: a request and a response. */
 	sema_init(&control->room,
 		  max(virtqueue_get_vring_size(control->vq) / 2, 1U));
@@ -166,14 +197,14 @@ static int unirdma_call(struct unirdma_dev *dev, struct unirdma_pending *p)
 	struct unirdma_control *control = &dev->control;
 	int err;
 
-	if (down_timeout(&control->room, UNIRDMA_TIMEOUT)) {
+	if (down_timeout(&control->room, unirdma_timeout())) {
 		unirdma_lost(dev, "Commands were not answered");
 		return -EIO;
 	}
 	err = unirdma_submit(dev, p);
 	if (err)
 		unirdma_lost(dev, "The virtqueues are broken");
-	else if (!wait_for_completion_timeout(&p->done, UNIRDMA_TIMEOUT))
+	else if (!wait_for_completion_timeout(&p->done, unirdma_timeout()))
 		unirdma_lost(dev, "A command was not answered");
 	up(&control->room);
 	return err || p->failed ? -EIO : 0;

@@ -328,6 +328,7 @@ static int unirdma_probe(struct virtio_device *vdev)
 	err = unirdma_register(dev);
 	if (err)
 		goto stop;
+	unirdma_beat(dev);
 	return 0;
 stop:
 	unirdma_stop(dev);

@@ -68,6 +68,7 @@ struct unirdma_dev {
 	struct workqueue_struct *wq;
 	struct work_struct async_work;
 	struct work_struct config_work;
+	struct delayed_work beat;
 	struct work_struct netdev_work;
 	unsigned long flags;
 
@@ -250,6 +251,7 @@ unirdma_limits(struct unirdma_dev *dev)
 /* control.c */
 void unirdma_control_init(struct unirdma_dev *dev);
 void unirdma_control_done(struct virtqueue *vq);
+void unirdma_beat(struct unirdma_dev *dev);
 void unirdma_stop(struct unirdma_dev *dev);
 int unirdma_cmd(struct unirdma_dev *dev, enum unirdma_command command,
 		const void *req, size_t req_len, void *rsp, size_t rsp_len);

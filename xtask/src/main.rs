@@ -63,7 +63,7 @@ enum Command {
     /// Try every attack that is known, with victims in the attacker's group and in another one: what they notice, what lives, and what
     /// is given back
     #[command(
-        after_help = "Examples:\n  cargo xtask attack                          about a quarter of an hour\n  cargo xtask attack --list\n  cargo xtask attack --only sigbus --runs 1\n  cargo xtask attack --json > attack.json\n\nAn attack is broken, and the exit code 1, if the virtual layer or a worker of it ends, if programs that begin meanwhile get no device or\nwrong bytes, if a victim's figure is more than 1.5 times worse than beside an honest busy neighbour (1.2 times in another group than the\nattacker's), or if descriptors, mappings or memory are not given back."
+        after_help = "Examples:\n  cargo xtask attack                          about a quarter of an hour\n  cargo xtask attack --list\n  cargo xtask attack --only sigbus --runs 1\n  cargo xtask attack --only guest --runs 1 --seconds 600\n  cargo xtask attack --json > attack.json\n\nAn attack is broken, and the exit code 1, if the virtual layer or a worker of it ends, if programs that begin meanwhile get no device or\nwrong bytes, if a victim's figure is more than 1.5 times worse than beside an honest busy neighbour (1.2 times in another group than the\nattacker's), or if descriptors, mappings or memory are not given back."
     )]
     Attack {
         /// Print JSON instead of a table
@@ -75,13 +75,16 @@ enum Command {
         /// How often each attack is tried; medians count
         #[arg(long, value_name = "N", default_value_t = 3, value_parser = clap::value_parser!(u32).range(1..))]
         runs: u32,
+        /// How long each attack goes on before the victims measure
+        #[arg(long, value_name = "N", default_value_t = 0)]
+        seconds: u64,
         /// Print the attacks' names and what they do
         #[arg(long, exclusive = true)]
         list: bool,
     },
     /// Run Debian's RDMA programs in virtual machines whose guests have vRNICs; needs root
     #[command(
-        after_help = "Examples:\n  cargo xtask vm                              tests, in guests with two kernels\n  cargo xtask vm --kernel 6.1 --only bw\n  cargo xtask vm -- ibv_devinfo -v            one command in a guest\n  cargo xtask vm --shell                      a guest's console; `exit` ends the guest\n\nWhat the guests are made of is downloaded once, into target/vm. The guest with a command or a shell has the vRNIC `guest` with\nthe address 10.0.0.1; the vRNIC `peer` beside it has 10.0.0.2 and is for a container."
+        after_help = "Examples:\n  cargo xtask vm                              tests, in guests with two kernels\n  cargo xtask vm --kernel 6.1 --only bw\n  cargo xtask vm --rounds 50 --only again     reloads and restarts, 50 times each\n  cargo xtask vm -- ibv_devinfo -v            one command in a guest\n  cargo xtask vm --shell                      a guest's console; `exit` ends the guest\n\nWhat the guests are made of is downloaded once, into target/vm. The guest with a command or a shell has the vRNIC `guest` with\nthe address 10.0.0.1; the vRNIC `peer` beside it has 10.0.0.2 and is for a container."
     )]
     Vm {
         /// Which kernel: 6.12 (Debian 13) or 6.1 (Debian 12)
@@ -90,6 +93,10 @@ enum Command {
         /// Only the tests whose name contains this
         #[arg(long, value_name = "TEXT")]
         only: Option<String>,
+        /// How often each guest starts again, and loads its driver again, while peers are connected; a hostile process goes on for
+        /// four seconds each round
+        #[arg(long, value_name = "N", default_value_t = 1, value_parser = clap::value_parser!(u32).range(1..))]
+        rounds: u32,
         /// Start a guest and take the terminal as its console
         #[arg(long, conflicts_with_all = ["only", "command"])]
         shell: bool,
@@ -239,7 +246,7 @@ fn main() -> ExitCode {
             attack::print_list();
             Ok(())
         }
-        Command::Attack { json, only, runs, .. } => attack::run(json, only.as_deref(), runs),
+        Command::Attack { json, only, runs, seconds, .. } => attack::run(json, only.as_deref(), runs, seconds),
         Command::Bench { what: Bench::Local { json, svg } } => bench::local(json, &svg),
         Command::Bench { what: Bench::Ab { rev, runs, only, json } } => bench::ab(&rev, runs, only.as_deref(), json),
         Command::Bench { what: Bench::Engine { json } } => bench::engine(json),
@@ -251,8 +258,8 @@ fn main() -> ExitCode {
         Command::Bench { what: Bench::Wire { json, only } } => bench::wire(json, &only),
         Command::Vm { kernel, build: true, .. } => vm::build(kernel.as_deref()),
         Command::Vm { kernel, shell: true, .. } => vm::shell(kernel.as_deref()),
-        Command::Vm { kernel, command, only, .. } if command.is_empty() => {
-            suite::guests(kernel.as_deref(), only.as_deref())
+        Command::Vm { kernel, command, only, rounds, .. } if command.is_empty() => {
+            suite::guests(kernel.as_deref(), only.as_deref(), rounds)
         }
         Command::Vm { kernel, command, .. } => vm::command(kernel.as_deref(), &command.join(" ")),
         Command::TcpPeer { to } => tcp::peer(to),

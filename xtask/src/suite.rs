@@ -799,15 +799,15 @@ pub(crate) fn run(only: Option<&str>) -> Result<()> {
     memory::fixed(&mut s, &lab);
     wire(&mut s);
     kernel::run(&mut s);
-    guest::run(&mut s, None);
+    guest::run(&mut s, None, 1);
     s.close()
 }
 
-/// The tests with guests alone, with one kernel if that is given.
-pub(crate) fn guests(kernel: Option<&str>, only: Option<&str>) -> Result<()> {
+/// The tests with guests alone, with one kernel if that is given. `rounds`: how often guests start again, each time.
+pub(crate) fn guests(kernel: Option<&str>, only: Option<&str>, rounds: u32) -> Result<()> {
     vm::prepare()?;
     let lab = Lab::start(None)?;
     let mut s = Suite::new(&lab, only);
-    guest::run(&mut s, kernel);
+    guest::run(&mut s, kernel, rounds);
     s.close()
 }

@@ -128,6 +128,8 @@ pub struct Device {
     mapped: Mutex<Mapped>,
     guest: Option<GuestMemoryMmap>,
     control: Option<Queue>,
+    /// Where the control queue has stopped, since when the session pauses.
+    stopped_at: Option<u16>,
     control_call: Option<Arc<Foreign>>,
     /// The channel by which a process notifies the control queue and gets the calls of it.
     control_channel: Option<Arc<Foreign>>,
@@ -154,6 +156,7 @@ impl Device {
             mapped: Mutex::default(),
             guest: None,
             control: None,
+            stopped_at: None,
             control_call: None,
             control_channel: None,
             held: None,
@@ -359,7 +362,15 @@ impl Handler for Device {
                 self.pending = None;
             }
             if self.control.is_some() {
-                self.rnic.lock().resume_session(self.session);
+                let mut rnic = self.rnic.lock();
+                // A driver that begins anew says so by its first command. Until then nothing may be written where the objects of
+                // the driver before it were.
+                if self.stopped_at.take().is_some_and(|at| at != v.base) {
+                    rnic.renew_session(self.session);
+                    *lock(&self.mapped) = Mapped::default();
+                    self.events.forget_waiting();
+                }
+                rnic.resume_session(self.session);
             }
         } else if index != abi::VQ_WAKE as usize {
             let queue = self.make_queue(v);
@@ -383,7 +394,8 @@ impl Handler for Device {
             let _ = queue.add_used(guest, head, len);
             self.tell_answered(&queue, guest);
         }
-        Some(queue.next_avail())
+        self.stopped_at = Some(queue.next_avail());
+        self.stopped_at
     }
 
     fn reset(&mut self) {
@@ -396,6 +408,7 @@ impl Handler for Device {
         drop(rnic);
         *lock(&self.mapped) = Mapped::default();
         self.control = None;
+        self.stopped_at = None;
         self.held = None;
         self.pending = None;
         self.control_channel = None;

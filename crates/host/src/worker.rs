@@ -7,7 +7,7 @@ mod ledger;
 mod machine;
 mod watchdog;
 
-use std::collections::{BTreeMap, HashMap};
+use std::collections::{BTreeMap, HashMap, VecDeque};
 use std::io;
 use std::mem::MaybeUninit;
 use std::net::IpAddr;
@@ -243,6 +243,8 @@ struct Worker {
     ledger: Ledger,
     /// Sessions that have sent a part of a message, and since when, nanoseconds.
     half: Vec<(u64, u64)>,
+    /// Connections of VMMs that get no network interface, and since when, nanoseconds.
+    refused: VecDeque<(u64, Foreign)>,
     /// vRNICs that accept no program now.
     paused: Vec<String>,
     /// IP multicast groups that it wants to hear.
@@ -346,6 +348,7 @@ impl Worker {
             crowded_ns: 0,
             ledger,
             half: Vec::new(),
+            refused: VecDeque::new(),
             paused: Vec::new(),
             wanted: Vec::new(),
             asked_for_qpns: false,
@@ -414,6 +417,7 @@ impl Worker {
             }
             self.linger();
             self.end_half();
+            self.end_refused();
             self.resume_listeners();
         }
         self.engine.stop();
@@ -433,7 +437,7 @@ impl Worker {
         }
         let half = self.half.iter().map(|h| (h.1 + HALF_NS).saturating_sub(self.engine.now())).min();
         let pause = (!self.paused.is_empty()).then_some(PAUSE_NS);
-        Some(after(half.into_iter().chain(pause).min()?))
+        Some(after(half.into_iter().chain(pause).chain(self.refused_limit()).min()?))
     }
 
     /// A program has sent a part of a message, or all of it.

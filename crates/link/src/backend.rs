@@ -281,7 +281,12 @@ impl Backend {
             }
             R::SET_VRING_ADDR => {
                 let a: Addr = payload(&m)?;
-                let bus = |user| self.memory.bus_of_user(user).ok_or(format!("{user:#x} is in no region"));
+                let none = self.memory.regions().is_empty();
+                let hint =
+                    if none { ", there is none: the machine's memory is not shared (QEMU: share=on)" } else { "" };
+                let bus = |user| {
+                    self.memory.bus_of_user(user).ok_or_else(|| format!("{user:#x} is in no region of memory{hint}"))
+                };
                 let (desc, avail, used) = (bus(a.desc)?, bus(a.avail)?, bus(a.used)?);
                 if a.flags != 0 || desc % 16 != 0 || avail % 2 != 0 || used % 4 != 0 {
                     return Err("flags or alignment".into());

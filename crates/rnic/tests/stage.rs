@@ -262,3 +262,46 @@ fn sends_from_the_sessions_memory() {
         }
     }
 }
+
+/// A virtual machine's processes have doorbell pages of their own: to their QPs the keys of MRs are all the memory that there is.
+#[test]
+fn only_qps_of_the_first_doorbell_page_send_from_the_sessions_memory() {
+    use unirdma_formats::send_flags::{SIGNALED, STAGED};
+    struct All(Span);
+    impl unirdma_rnic::Resolve for All {
+        fn resolve(&self, addr: u64, len: u64) -> Option<(&Span, u64)> {
+            (addr.checked_add(len)? <= self.0.len() as u64).then_some((&self.0, addr))
+        }
+    }
+    let mut p = Pair::new();
+    p.settle();
+    let (session, pd, cqn) = (p.a.session, p.a.pd, p.a.cqn);
+    p.rnic.set_memory(session, std::sync::Arc::new(All(aligned(8192))));
+    let page = unirdma_mem::Bell::new(aligned(4096)).unwrap();
+    let door = p.rnic.create_doorbell(session, page.clone()).unwrap();
+    for (door, want) in [(0, WcStatus::Success), (door, WcStatus::LocQpOpErr)] {
+        let cap = abi::QpCap { max_send_wr: 1, max_recv_wr: 1, max_send_sge: 1, max_recv_sge: 1, max_inline_data: 0 };
+        let layout = abi::QpLayout::of(&cap).unwrap();
+        let [ctrl, sq, rq] = [128, layout.sq_bytes(), layout.rq_bytes()].map(aligned);
+        let rings = unirdma_mem::QpRings::new(ctrl, sq, rq, layout).unwrap();
+        let (send_cq, recv_cq, ring) = (cqn, cqn, rings.clone());
+        let create =
+            unirdma_rnic::CreateQp { pd, send_cq, recv_cq, srq: None, xrcd: None, door, sig_all: true, cap, rings };
+        let (qpn, slot) = p.rnic.create_qp(session, QpType::Rc as u8, create).unwrap();
+        for (mask, attr) in attrs(&p.b, ip(2)) {
+            p.rnic.modify_qp(session, qpn, mask, &attr).unwrap();
+        }
+        p.reconnect(false, |a| abi::QpAttr { dest_qp_num: qpn, ..a });
+        let w = abi::SqWqe { send_flags: SIGNALED | STAGED, num_sge: 1, ..wqe(WrOpcode::Write, 1) };
+        let w = abi::SqWqe { remote_addr: IOVA, rkey: p.b.key, ..w };
+        ring.sq_put(0, 0, zerocopy::IntoBytes::as_bytes(&w));
+        ring.sq_put(0, 64, zerocopy::IntoBytes::as_bytes(&abi::Sge { addr: 0, length: 4096, lkey: 0 }));
+        ring.set_sq_prod(1);
+        let bell = if door == 0 { &p.a.bell } else { &page };
+        bell.ring(slot);
+        p.rnic.unpark(session, p.now);
+        p.run(SECOND);
+        assert_eq!(status(&p.a.done()), want, "page {door}");
+        p.rnic.destroy_qp(session, qpn).unwrap();
+    }
+}

@@ -403,3 +403,34 @@ fn messages_of_two_gigabytes_arrive_and_longer_ones_are_refused() {
     p.post(WrOpcode::Send, &q, 0, len + 1).unwrap();
     assert_eq!(p.wait().unwrap().status, unirdma_formats::WcStatus::LocLenErr as u8);
 }
+
+/// QEMU connects again and again, without a pause, for a network interface that it does not get.
+#[test]
+fn who_gets_no_network_interface_waits_a_moment() {
+    use std::io::{Read, Write};
+    use std::os::unix::net::UnixStream;
+    use std::time::{Duration, Instant};
+    let scene = Scene::start();
+    let path = scene.evil.with_file_name("net.sock");
+    // GET_FEATURES, version 1, no payload; the answer has 20 bytes.
+    let ask = |s: &mut UnixStream| {
+        s.set_read_timeout(Some(Duration::from_secs(5))).unwrap();
+        s.write_all([1u32, 1, 0].as_bytes()).unwrap();
+        s.read(&mut [0; 64]).unwrap_or(0)
+    };
+    let mut first = UnixStream::connect(&path).unwrap();
+    assert_eq!(ask(&mut first), 20);
+    let start = Instant::now();
+    let mut second = UnixStream::connect(&path).unwrap();
+    assert_eq!(ask(&mut second), 0, "it ends without an answer");
+    assert!(start.elapsed() >= Duration::from_millis(900), "after {:?}", start.elapsed());
+    drop(first);
+    let free = || ask(&mut UnixStream::connect(&path).unwrap()) == 20;
+    assert!((0..3).any(|_| free()), "the interface is free again");
+    // So many at a time that some end at once.
+    let _first = UnixStream::connect(&path).unwrap();
+    let many: Vec<_> = (0..100).filter_map(|_| UnixStream::connect(&path).ok()).collect();
+    scene.check();
+    drop(many);
+    scene.check();
+}

@@ -96,6 +96,12 @@ pub(crate) const ATTACKS: &[Attack] = &[
     slow("mcast", "datagrams to a group of 2,048 QPs without receives", program("mcast", Nothing)),
     slow("sparse punch", "WRITEs to a file whose pages it takes away, slowly", program("sparse", Word("punch"))),
     slow("sparse fill", "WRITEs that make the pages of a sparse file", program("sparse", Word("fill"))),
+    slow(
+        "guest",
+        "a guest's driver that does nothing right, and a VMM that changes all meanwhile",
+        program("guest", Nothing),
+    ),
+    slow("net", "a guest's network interface with junk in frames and rings", program("net", Nothing)),
     attack("sigbus mr", "WRITEs to every second page of a file that is truncated", program("sigbus", Word("mr"))),
     attack("sigbus doorbell", "a doorbell page in a file that is truncated", program("sigbus", Word("doorbell"))),
     attack("huge", "a huge page as doorbell page, truncated", program("huge", Nothing)),

@@ -6,6 +6,7 @@ pub(crate) mod list;
 pub(crate) mod scene;
 
 use std::path::Path;
+use std::time::Duration;
 
 use serde::Serialize;
 
@@ -117,8 +118,9 @@ impl Outcome {
     }
 }
 
-/// Runs a program beside victims that were beside an honest neighbour just before, on a virtual layer of its own.
-fn beside(programs: &Path, program: &Program) -> Result<Outcome> {
+/// Runs a program, for so many seconds before they measure, beside victims that were beside an honest neighbour just before, on a virtual
+/// layer of its own.
+fn beside(programs: &Path, program: &Program, seconds: u64) -> Result<Outcome> {
     let mut scene = Scene::start(programs)?;
     Place::ALL.iter().try_for_each(|&p| scene.check(p))?;
     let honest = {
@@ -134,6 +136,7 @@ fn beside(programs: &Path, program: &Program) -> Result<Outcome> {
         Err(e) => outcome.broken.push(e),
         Ok(Err(why)) => return Ok(Outcome::skipped(&why)),
         Ok(Ok(attacker)) => {
+            std::thread::sleep(Duration::from_secs(seconds));
             let look = |outcome: &mut Outcome| match Footprint::of(&scene.lab) {
                 Ok(now) => outcome.during = Some(outcome.during.unwrap_or_default().max(now.sum())),
                 Err(why) => outcome.broken.push(why),
@@ -165,9 +168,9 @@ fn checked(programs: &Path, check: fn(&Lab) -> Result<()>) -> Result<Outcome> {
     Ok(outcome)
 }
 
-fn attempt(programs: &Path, attack: &Attack) -> Result<Outcome> {
+fn attempt(programs: &Path, attack: &Attack, seconds: u64) -> Result<Outcome> {
     match attack.way {
-        Way::Program(p) => beside(programs, &p),
+        Way::Program(p) => beside(programs, &p, seconds),
         Way::Check { needs_root: true, .. } if lab::uid() != 0 => Ok(Outcome::skipped("it takes root to set it up")),
         Way::Check { check, .. } => checked(programs, check),
         Way::Elsewhere(place) => Ok(Outcome::skipped(place)),
@@ -239,7 +242,7 @@ pub(crate) fn wanted(only: Option<&str>, which: impl Fn(&Attack) -> bool) -> Res
     }
 }
 
-pub(crate) fn run(json: bool, only: Option<&str>, runs: u32) -> Result<()> {
+pub(crate) fn run(json: bool, only: Option<&str>, runs: u32, seconds: u64) -> Result<()> {
     let attacks = wanted(only, |_| true)?;
     packages::ensure(&[packages::RUN])?;
     eprintln!("building");
@@ -252,7 +255,7 @@ pub(crate) fn run(json: bool, only: Option<&str>, runs: u32) -> Result<()> {
             if outcomes.iter().all(is_measured) {
                 eprintln!("run {run} of {runs}: {}", attack.name);
                 let failed = |why| Outcome { broken: vec![why], ..Outcome::default() };
-                outcomes.push(attempt(&programs, attack).unwrap_or_else(failed));
+                outcomes.push(attempt(&programs, attack, seconds).unwrap_or_else(failed));
             }
         }
     }

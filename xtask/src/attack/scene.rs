@@ -16,11 +16,13 @@ use crate::suite;
 /// A victim measures its latency for so long, and its bandwidth for so long.
 const SECONDS: &str = "1";
 /// An attack ends by itself after this, if it is not ended before.
-const ATTACK_SECONDS: &str = "120";
+const ATTACK_SECONDS: &str = "3600";
 /// How long a program may prepare itself.
 const PREPARATION: Duration = Duration::from_secs(60);
 /// How long an attack goes on before anything is measured.
 const BEGIN: Duration = Duration::from_millis(300);
+/// How long a victim may take to measure, from when it is told.
+const MEASURING: Duration = Duration::from_secs(90);
 /// How long programs may take that begin beside an attack and only check what they get.
 const CHECK: Duration = Duration::from_secs(15);
 
@@ -198,7 +200,7 @@ impl Victims {
     pub fn measure(mut self) -> Result<Figures> {
         // Who has ended meanwhile reads nothing, which its output explains better.
         let _ = self.0.stdin().ok_or("the victim has no input")?.write_all(b"go\n");
-        let done = self.0.finish();
+        let done = self.0.finish_within(MEASURING);
         if !done.ok() {
             return Err(done.text.lines().last().unwrap_or("the victim was killed").into());
         }

@@ -99,7 +99,7 @@ fn wait_for_another(lab: &Lab, group: &str, pid: i32) -> Check {
 }
 
 /// Kills the worker of a group; its number of restarts afterwards.
-fn kill_worker(lab: &Lab, group: &str) -> Check {
+pub(super) fn kill_worker(lab: &Lab, group: &str) -> Check {
     let (pid, _) = lab.worker(group)?;
     signal(pid, libc::SIGKILL)?;
     wait_for_another(lab, group, pid)

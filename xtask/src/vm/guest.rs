@@ -2,6 +2,7 @@
 
 use std::fs;
 use std::path::{Path, PathBuf};
+use std::sync::atomic::{AtomicU32, Ordering};
 use std::time::{Duration, Instant};
 
 use super::image::Image;
@@ -12,6 +13,7 @@ use crate::lab::{self, Lab, Output};
 
 /// Programs of Debian that guests have.
 const PROGRAMS: &[&str] = &[
+    "ibv_asyncwatch",
     "ibv_devices",
     "ibv_devinfo",
     "ibv_rc_pingpong",
@@ -33,9 +35,10 @@ const PROGRAMS: &[&str] = &[
     "ping",
     "dmesg",
 ];
+/// C programs of ours that they have.
+const OURS: &[&str] = &["queues", "guest-hostile"];
 /// The driver, without its ending.
 const DRIVER: &str = "unirdma_rdma";
-const MEMORY: &str = "1G";
 /// How long a driver may take to show its device.
 const READY: Duration = Duration::from_secs(30);
 
@@ -54,6 +57,29 @@ pub(crate) struct Systems {
     dir: PathBuf,
 }
 
+/// What a guest is to be, beside its system and its vRNIC.
+pub(crate) struct Plan<'a> {
+    pub processors: u32,
+    /// As QEMU takes it.
+    pub memory: &'a str,
+    /// The terminal is its console.
+    pub interactive: bool,
+    /// Network namespace that its machine runs in.
+    pub netns: Option<&'a str>,
+    /// What is replaced in QEMU's arguments for the vRNIC, and by what.
+    pub changes: &'a [(&'a str, &'a str)],
+    /// More arguments of QEMU.
+    pub more: &'a [&'a str],
+    /// Parameters of its driver.
+    pub driver: &'a str,
+}
+
+impl Default for Plan<'_> {
+    fn default() -> Self {
+        Plan { processors: 2, memory: "1G", interactive: false, netns: None, changes: &[], more: &[], driver: "" }
+    }
+}
+
 /// A guest with a vRNIC. It ends with this value.
 pub(crate) struct Guest {
     machine: Machine,
@@ -61,6 +87,8 @@ pub(crate) struct Guest {
     name: String,
     pub vrnic: String,
     pub ip: String,
+    /// Parameters of its driver.
+    driver: String,
     dir: PathBuf,
 }
 
@@ -117,9 +145,11 @@ impl System {
         let make = ["make", "-C", "guest/provider", "install", &format!("TARGET={target}"), &format!("DESTDIR={into}")];
         super::run(&lab::root(), &make)?;
         image.runtime()?;
-        let (source, program) = (lab::root().join("xtask/c/queues.c"), image.root().join("usr/bin/queues"));
-        let [source, program] = [source, program].map(|p| p.display().to_string());
-        super::run(&lab::root(), &["cc", "-O1", "-Wall", "-o", &program, &source, "-libverbs", "-pthread"])?;
+        for name in OURS {
+            let (source, program) = (format!("xtask/c/{name}.c"), image.root().join("usr/bin").join(name));
+            let program = program.display().to_string();
+            super::run(&lab::root(), &["cc", "-O1", "-Wall", "-o", &program, &source, "-libverbs", "-pthread"])?;
+        }
         let name = release(kernel);
         let initrd = dir.join(format!("{name}.cpio"));
         image.pack("", &initrd)?;
@@ -128,36 +158,58 @@ impl System {
 }
 
 impl Guest {
-    /// Starts a guest that has a vRNIC with this IPv4 address, and its driver. `processors`: of the guest. `interactive`: the terminal
-    /// is its console.
+    /// Starts a guest that has a vRNIC with an IPv4 address, and its driver.
     ///
     /// # Errors
     /// What does not work, with the end of its console.
-    pub fn start(lab: &Lab, system: &System, vrnic: &str, processors: u32, interactive: bool) -> Result<Guest> {
-        let dir = lab.dir.join(format!("guest-{vrnic}"));
-        let _ = fs::remove_dir_all(&dir);
-        fs::create_dir_all(&dir).map_err(failed("a guest's directory"))?;
-        let arguments = lab.unirdma(&["vrnic", "show", vrnic, "--qemu", "--memory", MEMORY]);
-        if !arguments.ok() {
-            return Err(arguments.text);
-        }
-        let machine = Machine::start(&Config {
-            qemu: system.qemu.clone(),
-            dir: &dir,
-            kernel: &system.kernel,
-            initrd: &system.initrd,
-            processors,
-            more: arguments.text.split_whitespace().map(String::from).collect(),
-            interactive,
-        })?;
-        let ip = lab.show(vrnic)?["ips"][0]["addr"].as_str().unwrap_or_default().to_string();
-        let guest = Guest { machine, name: system.name.clone(), vrnic: vrnic.into(), ip, dir };
+    pub fn start(lab: &Lab, system: &System, vrnic: &str, plan: &Plan<'_>) -> Result<Guest> {
+        let guest = Guest::boot(lab, system, vrnic, plan)?;
+        guest.come_up()?;
         guest.set_up()?;
         Ok(guest)
     }
 
+    /// Starts a guest's machine. Several come up at the same time before [`Guest::come_up`] of each.
+    ///
+    /// # Errors
+    /// There is no such vRNIC, or no QEMU.
+    pub fn boot(lab: &Lab, system: &System, vrnic: &str, plan: &Plan<'_>) -> Result<Guest> {
+        static COUNT: AtomicU32 = AtomicU32::new(0);
+        let dir = lab.dir.join(format!("guest-{}", COUNT.fetch_add(1, Ordering::Relaxed)));
+        fs::create_dir_all(&dir).map_err(failed("a guest's directory"))?;
+        let arguments = lab.unirdma(&["vrnic", "show", vrnic, "--qemu", "--memory", plan.memory]);
+        if !arguments.ok() {
+            return Err(arguments.text);
+        }
+        let arguments = plan.changes.iter().fold(arguments.text, |text, (from, to)| text.replace(from, to));
+        let enter = plan.netns.map_or(Vec::new(), |n| ["ip", "netns", "exec", n].map(String::from).to_vec());
+        let machine = Machine::start(&Config {
+            qemu: [enter, system.qemu.clone()].concat(),
+            dir: &dir,
+            kernel: &system.kernel,
+            initrd: &system.initrd,
+            processors: plan.processors,
+            more: arguments.split_whitespace().chain(plan.more.iter().copied()).map(String::from).collect(),
+            interactive: plan.interactive,
+        })?;
+        let ip = lab.show(vrnic)?["ips"][0]["addr"].as_str().unwrap_or_default().to_string();
+        let (name, vrnic, driver) = (system.name.clone(), vrnic.into(), plan.driver.into());
+        Ok(Guest { machine, name, vrnic, ip, driver, dir })
+    }
+
+    /// Waits until its machine takes commands.
+    ///
+    /// # Errors
+    /// Why it does not, with the end of its console.
+    pub fn come_up(&self) -> Result<()> {
+        self.machine.wait_up()
+    }
+
     /// Gives the network interface the vRNIC's address, and loads the driver.
-    fn set_up(&self) -> Result<()> {
+    ///
+    /// # Errors
+    /// What does not work, with what its kernel says.
+    pub fn set_up(&self) -> Result<()> {
         self.must(&format!(
             "echo 0 >/proc/sys/net/ipv6/conf/eth0/accept_dad; ip addr add {}/24 dev eth0 && ip link set eth0 up",
             self.ip
@@ -184,7 +236,7 @@ impl Guest {
     /// # Errors
     /// The driver, or its device, does not come.
     pub fn load(&self) -> Result<()> {
-        self.must(&format!("insmod /{DRIVER}.ko"))?;
+        self.insert()?;
         let start = Instant::now();
         while self.gid().is_err() {
             if start.elapsed() > READY {
@@ -193,6 +245,14 @@ impl Guest {
             std::thread::sleep(Duration::from_millis(100));
         }
         Ok(())
+    }
+
+    /// Loads the driver, whatever comes of it.
+    ///
+    /// # Errors
+    /// The kernel refuses the module.
+    pub fn insert(&self) -> Result<()> {
+        self.must(&format!("insmod /{DRIVER}.ko {}", self.driver))
     }
 
     /// Unloads the driver.
@@ -231,7 +291,11 @@ impl Guest {
         self.machine.run(command)
     }
 
-    fn must(&self, command: &str) -> Result<()> {
+    /// Runs a command that must succeed.
+    ///
+    /// # Errors
+    /// What it says, with what the guest's kernel says.
+    pub fn must(&self, command: &str) -> Result<()> {
         let o = self.run(command)?;
         if o.ok() { Ok(()) } else { Err(self.explain(&format!("{command}: {}", o.text))) }
     }
@@ -266,6 +330,24 @@ impl Guest {
     /// What QEMU says.
     pub fn go_on(&self) -> Result<()> {
         self.machine.monitor("cont", "{}")
+    }
+
+    /// Gives its machine more memory, or takes some away: a command of QEMU's monitor protocol.
+    ///
+    /// # Errors
+    /// What QEMU says.
+    pub fn monitor(&self, command: &str, arguments: &str) -> Result<()> {
+        self.machine.monitor(command, arguments)
+    }
+
+    /// True once its machine has ended.
+    pub fn has_ended(&self) -> bool {
+        self.machine.has_ended()
+    }
+
+    /// What QEMU and its kernel have said.
+    pub fn console(&self) -> String {
+        self.machine.console()
     }
 
     /// Waits until it is powered off.

@@ -81,10 +81,10 @@ struct Progress {
 }
 
 impl Machine {
-    /// Starts it, and waits until it takes commands.
+    /// Starts it. It takes commands after [`Machine::wait_up`].
     ///
     /// # Errors
-    /// Why it does not come up, with the end of its console.
+    /// QEMU could not be started.
     pub fn start(config: &Config<'_>) -> Result<Machine> {
         let dir = config.dir.to_path_buf();
         let path = |name: &str| dir.join(name).display().to_string();
@@ -108,13 +108,14 @@ impl Machine {
             c.args(["-serial", &format!("file:{}", path("console.log"))]).stdin(Stdio::null()).stdout(log).stderr(err);
         }
         let qemu = c.spawn().map_err(failed(&config.qemu[0]))?;
-        let m = Machine { qemu: Mutex::new(qemu), dir, ports: Mutex::default() };
-        m.wait_up()?;
-        Ok(m)
+        Ok(Machine { qemu: Mutex::new(qemu), dir, ports: Mutex::default() })
     }
 
     /// Connects the ports, and waits until the guest takes commands.
-    fn wait_up(&self) -> Result<()> {
+    ///
+    /// # Errors
+    /// Why it does not come up, with the end of its console.
+    pub fn wait_up(&self) -> Result<()> {
         let start = Instant::now();
         let mut answer: Option<Task> = None;
         while answer.as_ref().is_none_or(|a| !a.has_ended()) {
@@ -162,7 +163,7 @@ impl Machine {
     }
 
     /// True once QEMU has ended.
-    fn has_ended(&self) -> bool {
+    pub fn has_ended(&self) -> bool {
         !matches!(lock(&self.qemu).try_wait(), Ok(None))
     }
 
@@ -267,6 +268,11 @@ impl Task {
     /// True once it has ended.
     pub fn has_ended(&self) -> bool {
         lock(&self.state.progress).ended
+    }
+
+    /// What it has printed.
+    pub fn text(&self) -> String {
+        String::from_utf8_lossy(&lock(&self.state.progress).text).into_owned()
     }
 
     /// As [`Task::finish`], for so long at most.

@@ -17,7 +17,7 @@ use std::process::Command;
 use crate::lab::{self, Lab};
 use crate::{Result, packages};
 
-pub(crate) use guest::{Guest, Systems};
+pub(crate) use guest::{Guest, Plan, System, Systems};
 pub(crate) use machine::Task;
 pub(crate) use parts::{Kernel, Parts};
 pub(crate) use rxe::{GUEST as RXE, GUEST6 as RXE6, OURS, OURS6, Rxe};
@@ -74,7 +74,7 @@ fn alone<T>(kernel: Option<&str>, interactive: bool, f: impl FnOnce(&Lab, Guest)
     let lab = Lab::start(None)?;
     lab.vrnic("guest", &["--ip", "10.0.0.1"])?;
     lab.vrnic("peer", &["--ip", "10.0.0.2"])?;
-    let guest = Guest::start(&lab, system, "guest", 2, interactive)?;
+    let guest = Guest::start(&lab, system, "guest", &Plan { interactive, ..Plan::default() })?;
     f(&lab, guest)
 }
 

@@ -101,15 +101,28 @@ impl Rxe {
         Ok(g)
     }
 
+    /// The network namespace at this end of its cable.
+    pub fn netns(&self) -> &str {
+        &self.netns
+    }
+
     /// Starts a virtual layer on this side, with these arguments more, in the place of the one before.
     ///
     /// # Errors
     /// Why it does not serve.
     pub fn serve(&mut self, more: &[&str]) -> Result<()> {
+        self.serve_beside("", more)
+    }
+
+    /// As [`Rxe::serve`], with these lines more in its peers file.
+    ///
+    /// # Errors
+    /// Why it does not serve.
+    pub fn serve_beside(&mut self, other_peers: &str, more: &[&str]) -> Result<()> {
         self.lab = None;
         let peers = self.dir.join("peers");
         let lines = [GUEST, GUEST6].map(|ip| format!("{ip} default {ip} foreign\n"));
-        write(peers.clone(), &lines.concat(), 0o644)?;
+        write(peers.clone(), &(lines.concat() + other_peers), 0o644)?;
         let peers = peers.display().to_string();
         let args = [&["--address", OURS, "--address", OURS6, "--peers", &peers], more].concat();
         let lab = Lab::start_in(None, Some(&self.netns), &args)?;
@@ -141,7 +154,7 @@ impl Rxe {
         }
         let network = ["-netdev", "tap,id=n0,ifname=tap0,script=no,downscript=no"];
         let card = ["-device", "virtio-net-pci,netdev=n0,romfile="];
-        g.machine = Some(Machine::start(&Config {
+        let machine = Machine::start(&Config {
             qemu: [["ip", "netns", "exec", &netns].map(String::from).to_vec(), parts.qemu()].concat(),
             dir: &g.dir,
             kernel: &kernel,
@@ -149,7 +162,9 @@ impl Rxe {
             processors: 2,
             more: [["-m", "1G"], network, card].concat().iter().map(ToString::to_string).collect(),
             interactive: false,
-        })?);
+        })?;
+        machine.wait_up()?;
+        g.machine = Some(machine);
         Ok(g)
     }
 
@@ -161,7 +176,7 @@ impl Rxe {
     ///
     /// # Errors
     /// It could not be started.
-    fn spawn(&self, command: &str) -> Result<Task> {
+    pub fn spawn(&self, command: &str) -> Result<Task> {
         self.machine()?.spawn(command)
     }
 
@@ -174,7 +189,10 @@ impl Rxe {
     }
 
     /// Waits until a program of the guest listens, on TCP or for RDMA connections.
-    fn wait_listening(&self) -> Result<()> {
+    ///
+    /// # Errors
+    /// None does.
+    pub fn wait_listening(&self) -> Result<()> {
         let start = Instant::now();
         while start.elapsed() < Duration::from_secs(20) {
             let o = self.run("netstat -ltn; rdma resource show cm_id")?;

@@ -165,6 +165,35 @@ fn a_stopped_control_queue_pauses_the_session() {
     assert_eq!(state(&w), QpState::Err as u32);
 }
 
+/// A machine that is reset has another driver soon, and other data where the objects were.
+#[test]
+fn a_control_queue_that_begins_anew_ends_the_session_before_anything_is_written() {
+    let mut w = World::new();
+    let (a, b) = (w.me.qp(QpType::Rc), w.me.qp(QpType::Rc));
+    w.me.connect(a.qpn, b.qpn);
+    let ring = w.me.take(8192);
+    let running = |base| Vring {
+        size: 64,
+        desc: ring,
+        avail: ring + 4096,
+        used: ring + 6144,
+        base,
+        enabled: true,
+        addressed: true,
+        ..Vring::default()
+    };
+    w.me.dev.vring_changed(abi::VQ_CONTROL as usize, &running(7));
+    assert_eq!(w.me.dev.stop_vring(abi::VQ_CONTROL as usize), Some(7));
+    // What the driver before had asked for, and the device would complete.
+    w.me.post(&a, &abi::SqWqe { opcode: 99, ..Default::default() });
+    let before = w.me.image();
+    w.me.dev.vring_changed(abi::VQ_CONTROL as usize, &running(0));
+    w.me.poll();
+    assert!(w.me.image() == before, "something was written");
+    let query = abi::QueryQpReq { qpn: a.qpn, attr_mask: 0 };
+    assert_eq!(w.me.call(Command::QueryQp, query.as_bytes(), 1024).0, Status::BadHandle as u8);
+}
+
 #[test]
 fn scattered_pages_serve_as_rings_and_doorbell() {
     let w = World::new();

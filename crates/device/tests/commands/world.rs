@@ -173,6 +173,13 @@ impl Side {
         self.memory.span().write((bus - BUS) as usize, bytes);
     }
 
+    /// All of the memory.
+    pub fn image(&self) -> Vec<u8> {
+        let mut all = vec![0; self.memory.span().len()];
+        self.memory.span().read(0, &mut all);
+        all
+    }
+
     /// The session has no doorbell page any more.
     pub fn forget_doorbell(&self) {
         self.doorbell.set(None);

@@ -8,6 +8,10 @@ use unirdma_device::{NET_TX, NetDevice, NetFrontend};
 const QUEUES: usize = NET_TX + 1;
 /// Interfaces of machines are called by these numbers and the number of their session, those of containers by smaller ones.
 const MACHINE: u64 = 1 << 62;
+/// The connection of a VMM that gets no network interface ends after this, nanoseconds. QEMU connects again at once, without end.
+const REFUSED_NS: u64 = 1_000_000_000;
+/// So many of them are kept for that time.
+const MOST_REFUSED: usize = 64;
 
 /// A VMM that serves a vRNIC's network interface to its machine.
 pub(super) struct Machine {
@@ -42,13 +46,18 @@ impl Worker {
             (_, Some(_)) => Some("a container has it"),
             _ => None,
         };
-        let (Some(ticket), None) = (ticket, why) else {
-            if let Some(left_out) = v.identity.log.next(self.engine.now()) {
-                tracing::warn!(vrnic = name, why, left_out, "a virtual machine gets no network interface");
+        let sock = match (ticket, why) {
+            (Some(ticket), None) => Foreign::new(sock, ticket),
+            (ticket, why) => {
+                if let Some(left_out) = v.identity.log.next(self.engine.now()) {
+                    tracing::warn!(vrnic = name, why, left_out, "a virtual machine gets no network interface");
+                }
+                return match ticket {
+                    Some(ticket) => self.refuse_later(Foreign::new(sock, ticket)),
+                    None => drop(Foreign::refused(sock, &v.ledger)),
+                };
             }
-            return drop(Foreign::refused(sock, &v.ledger));
         };
-        let sock = Foreign::new(sock, ticket);
         // As for a program's socket.
         if rustix::net::sockopt::set_socket_oobinline(&sock, true).is_err() {
             return;
@@ -65,6 +74,26 @@ impl Worker {
         let front = NetFrontend { device, changed: None, vrnic: name.into(), log };
         let backend = Backend::new(sock, QUEUES, ledger);
         self.machines.insert(id, Machine { vrnic: name.into(), backend, front, kick: None, token });
+    }
+
+    /// Keeps a connection for a while before it ends.
+    fn refuse_later(&mut self, sock: Foreign) {
+        if self.refused.len() == MOST_REFUSED {
+            self.refused.pop_front();
+        }
+        self.refused.push_back((self.engine.now(), sock));
+    }
+
+    /// How long those that were refused are still kept, nanoseconds.
+    pub(super) fn refused_limit(&self) -> Option<u64> {
+        self.refused.front().map(|r| (r.0 + REFUSED_NS).saturating_sub(self.engine.now()))
+    }
+
+    /// Ends the connections of those that were refused some time ago.
+    pub(super) fn end_refused(&mut self) {
+        while self.refused_limit() == Some(0) {
+            self.refused.pop_front();
+        }
     }
 
     /// Messages of a VMM for a network interface; false if there is no such session.

@@ -6,9 +6,12 @@
 //! that the virtual layer does what it must not, it prints `broken: WHAT`. The victim prints `ready` when its programs are connected,
 //! measures once it has read a line, and prints its figures, a name and a number on each line.
 
+mod guest;
 mod memory;
 mod messages;
+mod net;
 mod objects;
+mod random;
 mod requests;
 mod vanish;
 mod victim;
@@ -54,7 +57,10 @@ messages and descriptors
   unread SECONDS SOCKET                 requests whose answers nobody reads
   kicks SECONDS SOCKET                  kicks for nothing
   strange SECONDS SOCKET                kick descriptors that are always readable
-  halfclosed SECONDS SOCKET             connections of which one direction is closed";
+  halfclosed SECONDS SOCKET             connections of which one direction is closed
+virtual machines
+  guest SECONDS SOCKET                  commands that are nearly right, junk in rings and pages, forged messages, changes of memory
+  net SECONDS SOCKET                    frames, rings and messages of a network interface that nobody should send";
 
 /// `IBV_MTU_4096`.
 const MTU_4096: u8 = 5;
@@ -118,6 +124,8 @@ fn attack(name: &str, socket: &Path, argument: &[&str], until: Until) -> Option<
         ("kicks", []) => messages::kicks(socket, until),
         ("strange", []) => messages::strange_kicks(socket, until),
         ("halfclosed", []) => messages::half_closed(socket, until),
+        ("guest", []) => guest::driver(socket, until),
+        ("net", []) => net::interface(socket, until),
         _ => return None,
     }
     Some(())

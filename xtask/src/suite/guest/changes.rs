@@ -1,0 +1,111 @@
+//! What may happen to a guest while its peers go on: a paused machine, a driver that is loaded again, a machine that starts again.
+
+use super::*;
+
+/// What may happen to a guest.
+struct Change {
+    what: &'static str,
+    happen: fn(&Guest) -> Check,
+    /// It is to happen again and again.
+    again: bool,
+    /// The guest's kernel says goodbye, so that peers hear of it which only wait. As with hardware, nobody else would tell them.
+    told: bool,
+}
+
+const CHANGES: &[Change] = &[
+    Change { what: "its programs are killed", happen: |g| g.must(KILL), again: false, told: true },
+    Change { what: "its driver is unloaded, and loaded again", happen: reload, again: true, told: true },
+    Change { what: "it starts again", happen: Guest::restart, again: true, told: false },
+];
+
+fn reload(g: &Guest) -> Check {
+    g.unload()?;
+    // Some have ended by themselves.
+    g.run(KILL)?;
+    g.load()
+}
+
+const KILL: &str = "killall -9 ib_write_bw rping";
+/// Data that is checked, on a connection by address.
+const CHECKED: &str = "rping -V -S 4000 -C 100000000";
+
+/// Two peers of a guest are busy, one with data that is checked; the change happens, they hear of it, nothing is left, and the guest
+/// can be used.
+fn round(stage: &Stage<'_>, i: usize, change: &Change) -> Check {
+    let (g, lab) = stage.guest(i)?;
+    let other = End::Container(Container { lab, vrnic: "d", address: "10.0.0.4" });
+    let writes = connected(g, lab, 30)?;
+    End::Guest(g).serve(&format!("{CHECKED} -s"))?;
+    let checked = other.spawn(&format!("{CHECKED} -c -a {}", g.ip))?;
+    if let Err(e) = goes_on(lab, "d") {
+        return Err(format!("{e}: {}", checked.finish_within(SOON).text));
+    }
+    (change.happen)(g)?;
+    ends_with_error(writes)?;
+    let o = checked.finish_within(if change.told { LIMIT } else { Duration::ZERO });
+    // By the event, or by the request that was under way, whichever it sees first.
+    let told = ["DISCONNECT EVENT", "cq completion failed"].iter().any(|t| o.text.contains(t));
+    let wrong = ["mismatch", "verification failed"].iter().any(|t| o.text.contains(t));
+    require((told || !change.told) && !wrong, format!("rping ends so: {:?} {}", o.code, o.text))?;
+    stage.nothing_left(i)?;
+    pair(container(lab), End::Guest(g), "ibv_rc_pingpong -c -n 100")?;
+    stage.nothing_left(i)?;
+    for peer in ["c", "d"] {
+        wait_until(|| lab.show(peer).is_ok_and(|v| v["qps"] == 0 && v["sessions"] == 0), "a peer's objects are left")?;
+    }
+    Ok(())
+}
+
+pub(super) fn run(s: &mut Suite<'_>, stage: &Stage<'_>, i: usize, rounds: u32) {
+    let which = NAMES[i];
+    s.check(&format!("{which} guest: the vRNIC's link goes down and up"), |_| {
+        stage.explained(i, &|g, lab| {
+            for (state, shows) in [("down", "PORT_DOWN"), ("up", "PORT_ACTIVE")] {
+                let o = lab.unirdma(&["vrnic", "link", &g.vrnic, state]);
+                require(o.ok(), o.text)?;
+                wait_until(|| g.run("ibv_devinfo").is_ok_and(|o| o.text.contains(shows)), shows)?;
+            }
+            Ok(())
+        })
+    });
+    s.check(&format!("{which} guest: nothing of its memory is written while it is paused"), |_| {
+        stage.explained(i, &|g, lab| {
+            let p = "ib_write_bw -b -s 65536 -D 4 -f 1 -u 22";
+            let server = End::Guest(g).serve(p)?;
+            let client = container(lab).spawn(&format!("{p} {}", g.ip))?;
+            goes_on(lab, &g.vrnic)?;
+            let mut differs = false;
+            for _ in 0..3 {
+                g.pause()?;
+                let before = written(lab, &g.vrnic);
+                std::thread::sleep(Duration::from_millis(100));
+                differs |= before? != written(lab, &g.vrnic)?;
+                g.go_on()?;
+                std::thread::sleep(Duration::from_millis(100));
+            }
+            require(!differs, "it was written")?;
+            let c = client.finish_within(LIMIT);
+            both_end_well((server.finish_within(LIMIT), c))
+        })
+    });
+    for change in CHANGES {
+        let (what, rounds) = (change.what, if change.again { rounds } else { 1 });
+        let times = if rounds > 1 { format!(", {rounds} times") } else { String::new() };
+        s.check(&format!("{which} guest: {what} while peers are connected{times}"), |_| {
+            stage.explained(i, &|_, _| {
+                (1..=rounds).try_for_each(|n| round(stage, i, change).map_err(|e| format!("round {n}: {e}")))
+            })
+        });
+    }
+}
+
+/// The last of all: a guest that has no power is no peer.
+pub(super) fn power(s: &mut Suite<'_>, stage: &Stage<'_>, i: usize) {
+    s.check(&format!("{} guest: loses its power while a peer is connected", NAMES[i]), |_| {
+        let (g, lab) = stage.guest(i)?;
+        let client = connected(g, lab, 30)?;
+        g.power_off();
+        ends_with_error(client)?;
+        wait_until(|| lab.show(&g.vrnic).is_ok_and(|v| v["sessions"] == 0), "the session stays")
+    });
+}

@@ -1,0 +1,121 @@
+//! A guest whose host has a network: with the container of another host, and with the Linux kernel's own RNIC.
+//!
+//! The guest has the address of its host, as a vRNIC must that talks to plain RoCEv2 peers. Those have no Ethernet in common with it. So the
+//! guest is told of the peer's MAC address, which nobody uses, and programs that first meet by TCP do so by a network interface
+//! more, which goes through its host.
+
+use super::*;
+use crate::vm::{OURS, RXE};
+
+/// Address of the other host, and that of its end in the first one.
+const OTHER: &str = "10.0.1.2";
+const TO_OTHER: &str = "10.0.1.1";
+/// The container there.
+const REMOTE: &str = "10.0.0.3";
+/// By which TCP reaches the machine with the kernel's RNIC.
+const RXE_TCP: &str = "10.8.0.2";
+
+/// The same program at both ends.
+const PROGRAMS: &[&str] = &["ibv_rc_pingpong -c -n 200", "ibv_ud_pingpong -n 50", "ib_write_bw -s 65536 -n 200"];
+/// Those that connect by address.
+const BY_ADDRESS: &[(&str, &str)] = &[
+    ("rping -s -C 20 -v", "rping -c -a ADDR -C 20 -V"),
+    ("ib_write_bw -R -F -s 65536 -n 50", "ib_write_bw -R -F -s 65536 -n 50 ADDR"),
+];
+
+/// A machine with the kernel's RNIC, a host with a guest, and another host with a container.
+struct Hosts {
+    guest: Guest,
+    other: Lab,
+    rxe: Rxe,
+    netns: String,
+}
+
+impl Hosts {
+    fn start(prepared: &Prepared<'_>) -> Result<Hosts> {
+        let mut rxe = Rxe::boot_alone(false)?;
+        let here = rxe.netns().to_string();
+        let netns = format!("{here}-other");
+        lab::ip(&format!("netns add {netns}"))?;
+        lab::ip(&format!("link add veth0 netns {here} type veth peer name veth0 netns {netns}"))?;
+        for (n, address) in [(&here, TO_OTHER), (&netns, OTHER)] {
+            lab::ip(&format!("-n {n} addr add {address}/24 dev veth0"))?;
+            lab::ip(&format!("-n {n} link set veth0 up"))?;
+        }
+        lab::ip(&format!("-n {netns} link set lo up"))?;
+        lab::ip(&format!("-n {netns} route add {OURS} via {TO_OTHER}"))?;
+        lab::ip(&format!("-n {here} addr add 10.8.0.1/24 dev tap0"))?;
+        rxe.serve_beside(&format!("{REMOTE} default {OTHER}\n"), &[])?;
+        let peers = std::env::temp_dir().join(format!("{netns}.peers"));
+        std::fs::write(&peers, format!("{OURS} default {OURS}\n")).map_err(|e| e.to_string())?;
+        let other = Lab::start_in(None, Some(&netns), &["--address", OTHER, "--peers", &peers.display().to_string()])?;
+        other.vrnic("r", &["--ip", REMOTE])?;
+        let lab = rxe.lab.as_ref().ok_or("no virtual layer")?;
+        let more = ["-netdev", "user,id=out", "-device", "virtio-net-pci,netdev=out,romfile="];
+        let plan = Plan { netns: Some(&here), more: &more, ..Plan::default() };
+        let guest = Guest::start(lab, prepared.system()?, "v", &plan)?;
+        guest.must(&format!(
+            "ip addr add 10.0.2.15/24 dev eth1 && ip link set eth1 up && ip route add {RXE_TCP} via 10.0.2.2 && \
+             ip neigh add {RXE} lladdr 02:00:00:00:00:01 dev eth0 nud permanent"
+        ))?;
+        let o = rxe.run(&format!("ip addr add {RXE_TCP}/24 dev eth0"))?;
+        require(o.ok(), o.text)?;
+        Ok(Hosts { guest, other, rxe, netns })
+    }
+
+    fn explained(&self, f: &dyn Fn(&Hosts) -> Check) -> Check {
+        let lab = self.rxe.lab.as_ref();
+        f(self).map_err(|e| format!("{}\n{}", self.guest.explain(&e), lab.map_or(String::new(), Lab::log)))
+    }
+
+    fn container(&self) -> End<'_> {
+        End::Container(Container { lab: &self.other, vrnic: "r", address: REMOTE })
+    }
+}
+
+impl Drop for Hosts {
+    fn drop(&mut self) {
+        self.other.stop_host();
+        let _ = lab::ip(&format!("netns del {}", self.netns));
+        let _ = std::fs::remove_file(std::env::temp_dir().join(format!("{}.peers", self.netns)));
+    }
+}
+
+pub(super) fn run(s: &mut Suite<'_>, prepared: &Prepared<'_>) {
+    let cell = OnceCell::new();
+    let explained = |f: &dyn Fn(&Hosts) -> Check| {
+        let hosts = cell.get_or_init(|| Hosts::start(prepared)).as_ref().map_err(Clone::clone)?;
+        hosts.explained(f)
+    };
+    // UDP may lose packets on a machine that is busy otherwise.
+    let twice = |p: &str, run: &dyn Fn() -> Check| if is_unreliable(p) { run().or_else(|_| run()) } else { run() };
+    for p in PROGRAMS {
+        s.check(&format!("guest serves a container of another host: {p}"), |_| {
+            explained(&|h| twice(p, &|| pair(End::Guest(&h.guest), h.container(), p)))
+        });
+        s.check(&format!("guest calls a container of another host: {p}"), |_| {
+            explained(&|h| twice(p, &|| pair(h.container(), End::Guest(&h.guest), p)))
+        });
+    }
+    for programs in BY_ADDRESS {
+        s.check(&format!("guest serves a container of another host: {}", programs.0), |_| {
+            explained(&|h| connect(End::Guest(&h.guest), h.container(), *programs))
+        });
+        s.check(&format!("guest calls a container of another host: {}", programs.0), |_| {
+            explained(&|h| connect(h.container(), End::Guest(&h.guest), *programs))
+        });
+    }
+    for p in PROGRAMS {
+        s.check(&format!("guest calls the kernel's rxe: {p}"), |_| {
+            explained(&|h| twice(p, &|| pair(End::Rxe(&h.rxe, RXE_TCP), End::Guest(&h.guest), p)))
+        });
+    }
+    for programs in BY_ADDRESS {
+        s.check(&format!("guest serves the kernel's rxe: {}", programs.0), |_| {
+            explained(&|h| connect(End::Guest(&h.guest), End::Rxe(&h.rxe, RXE), *programs))
+        });
+        s.check(&format!("guest calls the kernel's rxe: {}", programs.0), |_| {
+            explained(&|h| connect(End::Rxe(&h.rxe, RXE), End::Guest(&h.guest), *programs))
+        });
+    }
+}

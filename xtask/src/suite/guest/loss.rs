@@ -1,0 +1,100 @@
+//! A guest whose worker is killed, and one whose machine gets more memory and loses some, both under traffic.
+
+use super::workers::kill_worker;
+use super::*;
+
+/// A virtual layer with a guest of its own, and a container.
+fn alone(prepared: &Prepared<'_>, plan: &Plan<'_>) -> Result<(Lab, Guest)> {
+    let lab = Lab::start(None)?;
+    lab.vrnic("c", &["--ip", ADDRESS_OF_CONTAINER])?;
+    lab.vrnic("d", &["--ip", "10.0.0.4"])?;
+    lab.vrnic("a", &["--ip", "10.0.0.1"])?;
+    let guest = Guest::start(&lab, prepared.system()?, "a", plan)?;
+    Ok((lab, guest))
+}
+
+/// Programs on both sides hear of it, those that do nothing too. The guest's kernel goes on, and its device takes no more.
+fn worker_killed(lab: &Lab, g: &Guest) -> Check {
+    let watch = g.spawn("ibv_asyncwatch")?;
+    let client = connected(g, lab, 30)?;
+    kill_worker(lab, "default")?;
+    let o = client.finish_within(LIMIT);
+    require(!o.ok() && o.code.is_some_and(|c| c != 124), format!("the peer's program: {:?} {}", o.code, o.text))?;
+    let told = || watch.text().contains("IBV_EVENT_DEVICE_FATAL");
+    wait_until(told, "").or_else(|_| wait_until(told, "no IBV_EVENT_DEVICE_FATAL")).map_err(|e| e + &watch.text())?;
+    let o = g.run("timeout 20 ibv_rc_pingpong")?;
+    require(!o.ok() && o.code.is_some_and(|c| c != 124), format!("a new program: {:?} {}", o.code, o.text))?;
+    g.must("dmesg | grep -q 'unirdma_rdma.*the device counts as lost'; killall ibv_asyncwatch ib_write_bw; rmmod unirdma_rdma")
+}
+
+/// Free pages of the guest that lie above the memory that it began with.
+fn free_above(g: &Guest) -> Result<u64> {
+    let o = g.run("awk '/zone +Normal/ { z = 1 } z && /pages free/ { print $3; exit }' /proc/zoneinfo")?;
+    o.text.trim().parse().map_err(|_| format!("free pages: {}", o.text))
+}
+
+fn total_kib(g: &Guest) -> Result<u64> {
+    let o = g.run("awk '/MemTotal/ { print $2 }' /proc/meminfo")?;
+    o.text.trim().parse().map_err(|_| format!("memory: {}", o.text))
+}
+
+const MIB: u64 = 1 << 20;
+
+/// Gives a machine more memory, which the guest's kernel uses in this way.
+fn plug(g: &Guest, name: &str, mib: u64, way: &str) -> Check {
+    let before = total_kib(g)?;
+    let size = mib * MIB;
+    let file =
+        format!("{{\"qom-type\":\"memory-backend-memfd\",\"id\":\"{name}-file\",\"size\":{size},\"share\":true}}");
+    g.monitor("object-add", &file)?;
+    g.monitor("device_add", &format!("{{\"driver\":\"pc-dimm\",\"id\":\"{name}\",\"memdev\":\"{name}-file\"}}"))?;
+    let online =
+        format!("for s in /sys/devices/system/memory/memory*/state; do grep -q offline $s && echo {way} >$s; done");
+    let there = || g.run(&online).is_ok() && total_kib(g).is_ok_and(|now| now >= before + mib * 1000);
+    wait_until(there, "the guest does not use its new memory")
+}
+
+fn memory_changes(lab: &Lab, g: &Guest) -> Check {
+    let before = objects(lab, g)?;
+    let client = connected(g, lab, 50)?;
+    plug(g, "first", 512, "online_kernel")?;
+    goes_on(lab, "a")?;
+    // Its memory lies there, since kernels take the highest zone first.
+    let free = free_above(g)?;
+    let p = "ibv_rc_pingpong -c -e -s 268435456 -n 2 -r 2";
+    let server = End::Guest(g).serve(p)?;
+    let used = free.saturating_sub(free_above(g)?);
+    require(used > 60_000, format!("{used} pages of the new memory are used"))?;
+    let c = End::Container(Container { lab, vrnic: "d", address: "10.0.0.4" })
+        .spawn(&format!("{p} {}", g.ip))?
+        .finish_within(LIMIT);
+    both_end_well((server.finish_within(LIMIT), c))?;
+    // What can be taken away again.
+    plug(g, "second", 256, "online_movable")?;
+    goes_on(lab, "a")?;
+    let with = total_kib(g)?;
+    g.monitor("device_del", "{\"id\":\"second\"}")?;
+    wait_until(|| total_kib(g).is_ok_and(|now| now < with), "the guest keeps the memory")?;
+    let gone = || g.monitor("object-del", "{\"id\":\"second-file\"}").is_ok();
+    wait_until(gone, "the machine keeps the memory")?;
+    goes_on(lab, "a")?;
+    g.must("killall ib_write_bw")?;
+    ends_with_error(client)?;
+    pair(End::Guest(g), container(lab), "ib_write_bw -s 65536 -n 200")?;
+    as_before(lab, g, &before)
+}
+
+pub(super) fn run(s: &mut Suite<'_>, prepared: &Prepared<'_>) {
+    s.check("guest: its worker is killed under traffic, and it is started anew", |_| {
+        let (lab, guest) = alone(prepared, &Plan { driver: "timeout=3", ..Plan::default() })?;
+        worker_killed(&lab, &guest).map_err(|e| format!("{}\n{}", guest.explain(&e), lab.log()))?;
+        drop(guest);
+        let guest = Guest::start(&lab, prepared.system()?, "a", &Plan::default())?;
+        pair(container(&lab), End::Guest(&guest), "ibv_rc_pingpong -c -n 100")
+    });
+    s.check("guest: memory is plugged in and out under traffic, and MRs lie in it", |_| {
+        let changes = [("-m 1G ", "-m 1G,slots=2,maxmem=4G ")];
+        let (lab, guest) = alone(prepared, &Plan { changes: &changes, ..Plan::default() })?;
+        memory_changes(&lab, &guest).map_err(|e| format!("{}\n{}", guest.explain(&e), lab.log()))
+    });
+}

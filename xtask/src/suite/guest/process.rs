@@ -1,0 +1,41 @@
+//! A hostile process in a guest, and others of that guest and of its peers that it must not harm.
+
+use super::*;
+
+/// Data of the victim's memory region, which others write.
+const VICTIM: &str = "ib_write_bw -s 65536 -D 12";
+/// What others of the guest do meanwhile.
+const MEANWHILE: &str = "ibv_rc_pingpong -c -n 100";
+
+/// QPN, key and address of the memory of the peer of a perftest program, as it prints them.
+fn remote(text: &str) -> Option<[&str; 3]> {
+    let line = text.lines().find(|l| l.contains("remote address:"))?;
+    let mut words = line.split_whitespace();
+    let mut after = |name: &str| words.find(|w| *w == name).and_then(|_| words.next());
+    Some([after("QPN")?, after("RKey")?, after("VAddr")?])
+}
+
+fn endure(g: &Guest, lab: &Lab, seconds: u32, seed: usize) -> Check {
+    let victim = End::Guest(g).serve(VICTIM)?;
+    let client = lab.spawn("d", &[], &format!("stdbuf -oL {VICTIM} -F -x 0 {}", g.ip))?;
+    wait_until(|| remote(&client.text()).is_some(), "the victim shows no key")?;
+    let shown = client.text();
+    let [qpn, rkey, addr] = remote(&shown).ok_or("no key")?;
+    let hostile = g.spawn(&format!("guest-hostile {seconds} {seed} {rkey} {addr} {qpn} {}", g.gid()?))?;
+    while !hostile.has_ended() {
+        pair(container(lab), End::Guest(g), MEANWHILE)?;
+        pair(End::Guest(g), End::Guest(g), &format!("{MEANWHILE} -e"))?;
+    }
+    let o = hostile.finish();
+    require(o.ok() && !o.text.contains("broken") && o.text.contains("hostile processes"), o.text)?;
+    both_end_well((victim.finish_within(LIMIT), client.finish_within(LIMIT)))
+}
+
+pub(super) fn run(s: &mut Suite<'_>, stage: &Stage<'_>, i: usize, seconds: u32) {
+    s.check(&format!("{} guest: a hostile process harms no other", NAMES[i]), |_| {
+        stage.explained(i, &|g, lab| {
+            endure(g, lab, seconds, i)?;
+            stage.nothing_left(i)
+        })
+    });
+}
