@@ -24,7 +24,7 @@ pub(crate) fn head(status: Status) -> Vec<u8> {
     abi::RespHeader { status: status as u8, ..Default::default() }.as_bytes().to_vec()
 }
 
-fn parse<T: FromBytes>(data: &[u8]) -> Result<T, Status> {
+pub(crate) fn parse<T: FromBytes>(data: &[u8]) -> Result<T, Status> {
     T::read_from_bytes(data).map_err(|_| Status::BadLength)
 }
 
@@ -44,13 +44,17 @@ fn run<Req: FromBytes, Resp: IntoBytes + Immutable>(
 }
 
 /// The RNIC for one command, taken when it is used first; the command's vRNIC is charged for the time.
-struct Turn<'a> {
+pub(crate) struct Turn<'a> {
     device: &'a Device,
     guard: Option<RnicGuard<'a>>,
 }
 
 impl<'a> Turn<'a> {
-    fn taken(&mut self) -> &mut RnicGuard<'a> {
+    pub(crate) fn new(device: &'a Device) -> Self {
+        Turn { device, guard: None }
+    }
+
+    pub(crate) fn taken(&mut self) -> &mut RnicGuard<'a> {
         self.guard.get_or_insert_with(|| self.device.rnic.lock())
     }
 }
@@ -87,7 +91,7 @@ macro_rules! define_dispatch {
     ) => {
         impl Device {
             fn dispatch(&self, c: Command, data: &[u8], room: usize) -> Answer<Vec<u8>> {
-                let rnic = &mut Turn { device: self, guard: None };
+                let rnic = &mut Turn::new(self);
                 match c {
                     $(Command::$name => {
                         run(data, room, |r: abi::$req| -> Answer<abi::$resp> { self.$handler(Use::of(rnic), r) })
@@ -171,7 +175,7 @@ impl Device {
         Ok(resp)
     }
 
-    fn query_port(&self, rnic: &mut Rnic, r: abi::QueryPortReq) -> Answer<abi::QueryPortResp> {
+    pub(crate) fn query_port(&self, rnic: &mut Rnic, r: abi::QueryPortReq) -> Answer<abi::QueryPortResp> {
         if r.port != 1 {
             return Err(Status::BadValue);
         }
@@ -277,7 +281,7 @@ impl Device {
     }
 
     /// All of this session's own memory, never anybody else's (X14).
-    fn get_dma_mr(&self, rnic: &mut Rnic, r: abi::GetDmaMrReq) -> Answer<abi::MrResp> {
+    pub(crate) fn get_dma_mr(&self, rnic: &mut Rnic, r: abi::GetDmaMrReq) -> Answer<abi::MrResp> {
         mr(rnic.reg_mr(self.session, r.pdn, r.access_flags, 0, u64::MAX, (Backing::Session, Vec::new())))
     }
 
@@ -477,7 +481,7 @@ impl Device {
     }
 
     /// Mapping the memory takes long, so the RNIC is taken afterwards.
-    fn reg_user_mr(&self, rnic: &mut Turn<'_>, r: abi::RegUserMrReq) -> Answer<abi::MrResp> {
+    pub(crate) fn reg_user_mr(&self, rnic: &mut Turn<'_>, r: abi::RegUserMrReq) -> Answer<abi::MrResp> {
         r.start.checked_add(r.length).ok_or(Status::BadValue)?;
         let (backing, regions) = if r.length == 0 {
             (Backing::Mapped(Span::anonymous(0)), Vec::new())
