@@ -242,7 +242,10 @@ mod tests {
     fn commands_and_elements_lie_as_specified() {
         assert_eq!((offset_of!(PortAttr, pkey_tbl_len), offset_of!(PortAttr, phys_state)), (27, 32));
         assert_eq!((offset_of!(CreateQp, send_cqn), offset_of!(CreateQp, reserved)), (14, 34));
-        assert_eq!((offset_of!(QpAttr, pkey_index), offset_of!(QpAttr, rate_limit), offset_of!(QpAttr, cap)), (24, 39, 43));
+        assert_eq!(
+            (offset_of!(QpAttr, pkey_index), offset_of!(QpAttr, rate_limit), offset_of!(QpAttr, cap)),
+            (24, 39, 43)
+        );
         assert_eq!((offset_of!(QpAttr, ah_attr), offset_of!(QpAttr, alt_ah_attr)), (63, 96));
         assert_eq!((offset_of!(SqReq, wr_id), offset_of!(SqReq, ex), offset_of!(SqReq, wr)), (12, 20, 24));
         assert_eq!((offset_of!(Ud, av), offset_of!(Av, dgid), offset_of!(Av, gid_index)), (8, 12, 28));

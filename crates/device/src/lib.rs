@@ -211,7 +211,8 @@ impl Device {
     ///
     /// If there were any, the driver need not kick from then on, until [`Device::listen`] has said true.
     pub fn serve_control(&mut self) -> bool {
-        let copied = self.events.rfc().is_some_and(|rfc| self.serve_queues(rfc));
+        // While the control queue is stopped the session pauses.
+        let copied = self.control.is_some() && self.events.rfc().is_some_and(|rfc| self.serve_queues(rfc));
         self.serve_commands() || copied
     }
 

@@ -152,6 +152,9 @@ struct Kick {
 }
 
 impl Handler for Conn {
+    fn features(&self) -> u64 {
+        self.device.features()
+    }
     fn config(&self) -> Vec<u8> {
         self.device.config()
     }

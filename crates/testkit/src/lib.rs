@@ -20,7 +20,8 @@ use std::time::Duration;
 
 use unirdma_host::admin::{Request, Response};
 use unirdma_host::{
-    AddVrnic, Client, EngineConfig, HostConfig, Isolation, RFC_SOCKET, VHOST_SOCKET, WireConfig, serve, vrnic_dir, wait_ready,
+    AddVrnic, Client, EngineConfig, HostConfig, Isolation, RFC_SOCKET, VHOST_SOCKET, WireConfig, serve, vrnic_dir,
+    wait_ready,
 };
 
 pub use hostile::Hostile;

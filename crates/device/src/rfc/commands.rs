@@ -8,9 +8,9 @@ use unirdma_link::{Resource, Ticket};
 use unirdma_rnic::CreateQp;
 use zerocopy::{FromBytes, Immutable, IntoBytes};
 
-use super::{Qp, Rfc, Served, cq, qp};
+use super::{Qp, Rfc, Served, convert, cq, qp};
 use crate::commands::{Turn, parse};
-use crate::{Device, Identity, lock, now_ns};
+use crate::{Device, lock, now_ns};
 
 type Answer<T> = Result<T, Status>;
 
@@ -54,69 +54,6 @@ fn access(flags: u32) -> Answer<u32> {
     let known = a::BASIC | a::ZERO_BASED | a::HUGETLB | a::RELAXED_ORDERING;
     // Of ON_DEMAND the device knows nothing: pages that are listed stay.
     if flags & !known == 0 { Ok(flags & a::BASIC) } else { Err(Status::BadValue) }
-}
-
-fn cap_of(c: &rfc::CreateQp) -> abi::QpCap {
-    abi::QpCap {
-        max_send_wr: c.max_send_wr.get(),
-        max_recv_wr: c.max_recv_wr.get(),
-        max_send_sge: c.max_send_sge.get(),
-        max_recv_sge: c.max_recv_sge.get(),
-        max_inline_data: c.max_inline_data.get(),
-    }
-}
-
-fn to_cap(c: &abi::QpCap) -> rfc::QpCap {
-    rfc::QpCap {
-        max_send_wr: c.max_send_wr.into(),
-        max_recv_wr: c.max_recv_wr.into(),
-        max_send_sge: c.max_send_sge.into(),
-        max_recv_sge: c.max_recv_sge.into(),
-        max_inline_data: c.max_inline_data.into(),
-    }
-}
-
-impl Identity {
-    /// The configuration space in the RFC mode.
-    pub fn rfc_config_space(&self) -> Vec<u8> {
-        let c = &self.config;
-        let known = rfc::cap::BAD_PKEY_CNTR
-            | rfc::cap::BAD_QKEY_CNTR
-            | rfc::cap::CHANGE_PHY_PORT
-            | rfc::cap::SYS_IMAGE_GUID
-            | rfc::cap::RC_RNR_NAK_GEN;
-        let shape = super::shape(c);
-        let config = rfc::Config {
-            phys_port_cnt: u32::from(c.phys_port_cnt).into(),
-            sys_image_guid: c.sys_image_guid.to_be_bytes(),
-            vendor_id: c.vendor_id.into(),
-            vendor_part_id: c.vendor_part_id.into(),
-            hw_ver: c.hw_ver.into(),
-            max_mr_size: c.max_mr_size.into(),
-            page_size_cap: rfc::PAGE.into(),
-            max_qp: (shape.qps as u32).into(),
-            max_qp_wr: rfc::MAX_QP_WR.into(),
-            device_cap_flags: (c.device_cap_flags & known).into(),
-            max_send_sge: c.max_sge.into(),
-            max_recv_sge: c.max_sge.into(),
-            max_sge_rd: c.max_sge.into(),
-            max_cq: (shape.cqs as u32).into(),
-            max_cqe: rfc::MAX_CQE.into(),
-            max_mr: c.max_mr.into(),
-            max_pd: c.max_pd.into(),
-            max_qp_rd_atom: c.max_qp_rd_atom.into(),
-            max_res_rd_atom: c.max_qp_rd_atom.saturating_mul(shape.qps as u32).into(),
-            max_qp_init_rd_atom: c.max_qp_rd_atom.into(),
-            atomic_cap: c.atomic_cap,
-            max_ah: c.max_ah.into(),
-            max_pkeys: c.max_pkeys.into(),
-            local_ca_ack_delay: c.local_ca_ack_delay,
-            ..rfc::Config::default()
-        };
-        let mut bytes = config.as_bytes().to_vec();
-        bytes.resize(256, 0);
-        bytes
-    }
 }
 
 impl Device {
@@ -284,7 +221,7 @@ impl Device {
             rfc::qp_type::RC | rfc::qp_type::UC | rfc::qp_type::UD => r.qp_type,
             _ => return Err(Status::Unsupported),
         };
-        let asked = cap_of(r);
+        let asked = convert::cap_of(r);
         if asked.max_send_wr > rfc::MAX_QP_WR || asked.max_recv_wr > rfc::MAX_QP_WR {
             return Err(Status::BadValue);
         }
@@ -306,7 +243,7 @@ impl Device {
         };
         let made = turn.taken().create_qp(self.session, typ, create)?;
         let sq = rfc.add_qp(plan.pair, Qp::new(made, r.pdn.get(), r.qp_type, cap, rings, hold));
-        let caps = rfc::QpCaps { sq_vq: sq.into(), rq_vq: (sq + 1).into(), cap: to_cap(&cap) };
+        let caps = rfc::QpCaps { sq_vq: sq.into(), rq_vq: (sq + 1).into(), cap: convert::to_cap(&cap) };
         Ok((rfc::QpCreated { qpn: made.0.into() }, caps))
     }
 
@@ -319,45 +256,7 @@ impl Device {
             inner.pair(qpn).ok_or(Status::BadHandle)?;
             sgid_index = inner.gids.native(to.grh.sgid_index).ok_or(Status::BadValue)?;
         }
-        let grh = abi::GlobalRoute {
-            dgid: to.grh.dgid,
-            flow_label: to.grh.flow_label.get(),
-            sgid_index,
-            hop_limit: to.grh.hop_limit,
-            traffic_class: to.grh.traffic_class,
-            reserved: 0,
-        };
-        let ah_attr = abi::AhAttr {
-            grh,
-            sl: to.sl,
-            static_rate: to.static_rate,
-            port_num: to.port_num,
-            is_global: to.ah_flags & rfc::AH_GRH,
-            ..abi::AhAttr::default()
-        };
-        let attr = abi::QpAttr {
-            qp_state: a.qp_state,
-            cur_qp_state: a.cur_qp_state,
-            path_mtu: a.path_mtu,
-            path_mig_state: a.path_mig_state,
-            qkey: a.qkey.get(),
-            rq_psn: a.rq_psn.get(),
-            sq_psn: a.sq_psn.get(),
-            dest_qp_num: a.dest_qp_num.get(),
-            qp_access_flags: a.qp_access_flags.get(),
-            pkey_index: a.pkey_index.get(),
-            en_sqd_async_notify: a.en_sqd_async_notify,
-            max_rd_atomic: a.max_rd_atomic,
-            max_dest_rd_atomic: a.max_dest_rd_atomic,
-            min_rnr_timer: a.min_rnr_timer,
-            port_num: a.port_num,
-            timeout: a.timeout,
-            retry_cnt: a.retry_cnt,
-            rnr_retry: a.rnr_retry,
-            rate_limit: a.rate_limit.get(),
-            ah_attr,
-            ..abi::QpAttr::default()
-        };
+        let attr = convert::attr(a, sgid_index);
         turn.taken().modify_qp(self.session, qpn, mask, &attr)?;
         if mask & attr_mask::AV != 0 {
             rfc.set_sgid_index(qpn, to.grh.sgid_index);
@@ -370,46 +269,7 @@ impl Device {
 
     fn rfc_query_qp(&self, rfc: &Rfc, turn: &mut Turn<'_>, qpn: u32) -> Answer<(rfc::QpAttr, Nothing)> {
         let a = turn.taken().query_qp(self.session, qpn)?;
-        let grh = rfc::GlobalRoute {
-            dgid: a.ah_attr.grh.dgid,
-            flow_label: a.ah_attr.grh.flow_label.into(),
-            sgid_index: rfc.sgid_index(qpn),
-            hop_limit: a.ah_attr.grh.hop_limit,
-            traffic_class: a.ah_attr.grh.traffic_class,
-        };
-        let ah_attr = rfc::AhAttr {
-            grh,
-            sl: a.ah_attr.sl,
-            static_rate: a.ah_attr.static_rate,
-            port_num: a.ah_attr.port_num,
-            ah_flags: a.ah_attr.is_global,
-            dmac: [0; 6],
-        };
-        let attr = rfc::QpAttr {
-            qp_state: a.qp_state,
-            cur_qp_state: a.cur_qp_state,
-            path_mtu: a.path_mtu,
-            path_mig_state: a.path_mig_state,
-            qkey: a.qkey.into(),
-            rq_psn: a.rq_psn.into(),
-            sq_psn: a.sq_psn.into(),
-            dest_qp_num: a.dest_qp_num.into(),
-            qp_access_flags: a.qp_access_flags.into(),
-            pkey_index: a.pkey_index.into(),
-            en_sqd_async_notify: a.en_sqd_async_notify,
-            sq_draining: a.sq_draining,
-            max_rd_atomic: a.max_rd_atomic,
-            max_dest_rd_atomic: a.max_dest_rd_atomic,
-            min_rnr_timer: a.min_rnr_timer,
-            port_num: a.port_num,
-            timeout: a.timeout,
-            retry_cnt: a.retry_cnt,
-            rnr_retry: a.rnr_retry,
-            rate_limit: a.rate_limit.into(),
-            cap: to_cap(&a.cap),
-            ah_attr,
-            ..rfc::QpAttr::default()
-        };
+        let attr = convert::to_driver(&a, rfc.sgid_index(qpn));
         Ok((attr, Nothing {}))
     }
 

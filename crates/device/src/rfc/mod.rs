@@ -11,6 +11,7 @@
 //! that lock; whoever has the RNIC may take it.
 
 mod commands;
+mod convert;
 mod cq;
 mod gids;
 mod qp;
@@ -150,7 +151,7 @@ impl Rfc {
     pub fn stop(&self, index: usize) -> Option<u16> {
         let inner = &mut *lock(&self.inner);
         inner.active.retain(|&i| i != index);
-        inner.vqs.get_mut(index)?.stop()
+        inner.vqs.get_mut(index)?.stop(inner.guest.as_ref())
     }
 
     /// A virtqueue was kicked: [`Rfc::serve`] looks at it from now on.
@@ -190,7 +191,7 @@ impl Rfc {
             let usable = inner.is_usable(index);
             let vq = &mut inner.vqs[index];
             vq.active = false;
-            if usable && !vq.listen(&guest) {
+            if !vq.listen(&guest) && usable {
                 vq.active = true;
                 inner.active.push(index);
                 again = true;

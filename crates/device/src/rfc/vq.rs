@@ -58,8 +58,10 @@ impl Vq {
     }
 
     /// Stops it; the index from which it goes on.
-    pub fn stop(&mut self) -> Option<u16> {
+    pub fn stop(&mut self, guest: Option<&GuestMemoryMmap>) -> Option<u16> {
         self.active = false;
+        // Who serves it next may wait for kicks.
+        guest.into_iter().for_each(|guest| _ = self.listen(guest));
         let at = self.queue.take()?.next_avail();
         self.stopped_at = Some(at);
         Some(at)
@@ -81,7 +83,10 @@ impl Vq {
         let Some(q) = &mut self.queue else { return };
         let mut any = false;
         // Numbers wrap around.
-        while let Some((head, _)) = self.heads.pop_front_if(|(_, number)| (end.wrapping_sub(*number) as i32) > 0) {
+        while let Some(&(head, number)) = self.heads.front()
+            && (end.wrapping_sub(number) as i32) > 0
+        {
+            self.heads.pop_front();
             any |= q.add_used(guest, head, 0).is_ok();
         }
         if any {

@@ -1,6 +1,6 @@
 //! The data path: R39, R42 to R44, R50 to R63.
 
-use unirdma_abi::rfc::{Atomic, SqReq, opcode as op, send_flags, wc_flags};
+use unirdma_abi::rfc::{Atomic, QpAttr, SqReq, opcode as op, send_flags, wc_flags};
 use unirdma_formats::WrOpcode;
 use unirdma_testkit::Program;
 use unirdma_testkit::rfc::send;
@@ -31,6 +31,11 @@ fn r50_r52_a_send_is_gathered_sent_and_completed_after_its_ack() {
     assert_eq!((c.qp_num.get(), c.wc_flags.get(), c.port_num), (b.qp.qpn, 0, 1));
     assert_eq!(b.bytes(0, 24), b"gathered from two places");
     // Without a receive there is no ACK, and no completion but that of the last retry.
+    for s in [&mut a, &mut b] {
+        s.d.move_to(s.qp.qpn, 0).unwrap();
+    }
+    a.d.connect_with(a.qp.qpn, RC, b.d.gid, b.qp.qpn, |x| QpAttr { rnr_retry: 2, ..x }).unwrap();
+    b.d.connect(b.qp.qpn, RC, a.d.gid, a.qp.qpn).unwrap();
     a.send(op::SEND, 8, 0, 8);
     let c = a.cq.wait();
     assert_eq!((c.wr_id.get(), c.status), (8, wc::RNR_RETRY_EXC_ERR));
@@ -443,9 +448,8 @@ fn r41_r44_work_that_waits_is_flushed_in_err() {
 #[test]
 fn r16_addresses_of_a_dma_mr_are_those_of_the_bus() {
     let (_host, mut a, mut b) = pair(RC);
-    let dma: unirdma_abi::rfc::MrCreated = a
-        .d
-        .command(
+    let dma: unirdma_abi::rfc::MrCreated =
+        a.d.command(
             unirdma_abi::Command::GetDmaMr,
             &unirdma_abi::rfc::GetDmaMr { pdn: a.pd.into(), access_flags: ALL_ACCESS.into() },
         )
@@ -523,10 +527,8 @@ fn a_driver_of_this_mode_and_a_native_program_talk_to_each_other() {
     assert_eq!((a.cq.wait().status, native.wait().unwrap().byte_len), (wc::SUCCESS, 15));
     assert_eq!((0..15).map(|i| native.byte(i)).collect::<Vec<u8>>(), b"to a native one");
     // And back, by a READ of what came.
-    let remote = unirdma_abi::rfc::Rdma {
-        remote_addr: (native.buf.as_ptr() as u64).into(),
-        rkey: native.mr.key.into(),
-    };
+    let remote =
+        unirdma_abi::rfc::Rdma { remote_addr: (native.buf.as_ptr() as u64).into(), rkey: native.mr.key.into() };
     a.rdma(op::RDMA_READ, 2, (1000, 15), remote);
     assert_eq!((a.cq.wait().status, a.bytes(1000, 15)), (wc::SUCCESS, b"to a native one".to_vec()));
     a.receive(3, 2000, 64);
@@ -536,8 +538,7 @@ fn a_driver_of_this_mode_and_a_native_program_talk_to_each_other() {
         imm: 0xabc,
         ..unirdma_abi::SqWqe::default()
     };
-    let sge =
-        unirdma_abi::Sge { addr: native.buf.as_ptr() as u64, length: 15, lkey: native.mr.key };
+    let sge = unirdma_abi::Sge { addr: native.buf.as_ptr() as u64, length: 15, lkey: native.mr.key };
     // SAFETY: the data is a gather list, nothing is read here.
     unsafe { native.qp.send_batch().push(&wqe, unirdma_driver::SendWr::Sges(&[sge])) }.unwrap();
     let c = a.cq.wait();

@@ -1,171 +1,31 @@
 //! A driver of the RFC mode: it speaks virtqueues over vhost-user as `docs/spec/virtio-rdma-rfc.md` has them, without a machine.
 
+mod queue;
+
 use std::io;
 use std::net::IpAddr;
-use std::os::fd::{AsFd, OwnedFd};
+use std::os::fd::AsFd;
 use std::path::Path;
-use std::time::{Duration, Instant};
 
-use rustix::event::{EventfdFlags, eventfd};
 use unirdma_abi::rfc;
 use unirdma_abi::{Command, MAX_INLINE};
 use unirdma_formats::{Gid, attr_mask as m};
-use unirdma_link::{DriverQueue, Frontend, RegionDesc, Segment};
+use unirdma_link::{Frontend, RegionDesc, Segment};
 use unirdma_mem::{MemFd, Span};
+use vhost::vhost_user::message::FrontendReq;
 use zerocopy::{FromBytes, Immutable, IntoBytes};
+
+use queue::{CQE_ROOM, new_queue};
+pub use queue::{RfcCq, Virtqueue, wait_for};
 
 /// Bus address of the driver's memory.
 pub const BUS: u64 = 1 << 50;
 const MEMORY: usize = 32 << 20;
 const PAGE: u64 = rfc::PAGE;
-/// How long anything may take on a machine with much else to do.
-const PATIENCE: Duration = Duration::from_secs(20);
 /// Bytes of a buffer of an SQ: the longest WQE.
 const WQE_ROOM: u32 = size_of::<rfc::SqReq>() as u32 + MAX_INLINE;
-const CQE_ROOM: u32 = size_of::<rfc::Cqe>() as u32;
 /// Chains of the virtqueues that [`RfcDriver::cq`] and [`RfcDriver::qp`] set up.
 pub const CHAINS: u16 = 64;
-
-fn event() -> OwnedFd {
-    eventfd(0, EventfdFlags::CLOEXEC | EventfdFlags::NONBLOCK).expect("eventfd")
-}
-
-/// A virtqueue with a buffer for each of its chains.
-pub struct Virtqueue {
-    /// Its number.
-    pub index: u32,
-    /// The driver's half.
-    pub queue: DriverQueue,
-    memory: Span,
-    /// Bus address of the buffers.
-    buffers: u64,
-    room: u32,
-    free: Vec<u16>,
-    kick: OwnedFd,
-    call: OwnedFd,
-}
-
-impl Virtqueue {
-    /// Bus address of the buffer of a chain.
-    pub fn buffer(&self, head: u16) -> u64 {
-        self.buffers + u64::from(head) * u64::from(self.room)
-    }
-
-    /// Kicks the device.
-    pub fn kick(&self) {
-        let _ = rustix::io::write(&self.kick, &1u64.to_ne_bytes());
-    }
-
-    /// True if the device has called since this was asked last.
-    pub fn was_called(&self) -> bool {
-        rustix::io::read(&self.call, &mut [0; 8]).is_ok()
-    }
-
-    /// Takes chains back that the device has used; how many bytes it wrote into each.
-    pub fn reclaim(&mut self) -> Vec<u32> {
-        let mut lens = Vec::new();
-        while let Some((head, len)) = self.queue.pop_used() {
-            self.free.push(head);
-            lens.push(len);
-        }
-        lens
-    }
-
-    /// Chains that the device has not.
-    pub fn free(&self) -> usize {
-        self.free.len()
-    }
-
-    /// Publishes bytes as one descriptor that the device reads; false if all chains are the device's.
-    pub fn post(&mut self, bytes: &[u8]) -> bool {
-        self.reclaim();
-        let Some(head) = self.free.pop() else { return false };
-        let at = self.buffer(head);
-        self.memory.write((at - BUS) as usize, bytes);
-        self.publish(head, &[Segment { addr: at, len: bytes.len() as u32, write: false }]);
-        true
-    }
-
-    /// Publishes any chain that begins at descriptor `head`.
-    pub fn publish(&mut self, head: u16, chain: &[Segment]) {
-        if self.queue.publish(head, chain) {
-            self.kick();
-        }
-    }
-
-    /// Takes a chain for a caller who publishes it.
-    pub fn take_free(&mut self) -> Option<u16> {
-        self.free.pop()
-    }
-
-    /// Publishes all free chains as buffers that the device writes, `len` bytes each.
-    pub fn fill(&mut self, len: u32) {
-        for head in std::mem::take(&mut self.free) {
-            let addr = self.buffer(head);
-            self.publish(head, &[Segment { addr, len, write: true }]);
-        }
-    }
-}
-
-/// A completion queue.
-pub struct RfcCq {
-    /// What the device calls it.
-    pub cqn: u32,
-    /// Its virtqueue.
-    pub vq: Virtqueue,
-}
-
-impl RfcCq {
-    /// The next completion, if there is one. Its buffer goes back to the device.
-    pub fn poll(&mut self) -> Option<rfc::Cqe> {
-        let cqe = self.take()?;
-        self.vq.fill(CQE_ROOM);
-        Some(cqe)
-    }
-
-    /// As [`RfcCq::poll`], but its buffer stays with the driver.
-    pub fn take(&mut self) -> Option<rfc::Cqe> {
-        let (head, len) = self.vq.queue.pop_used()?;
-        assert_eq!(len, CQE_ROOM, "a completion has {CQE_ROOM} bytes");
-        self.vq.free.push(head);
-        let mut bytes = [0; CQE_ROOM as usize];
-        self.vq.memory.read((self.vq.buffer(head) - BUS) as usize, &mut bytes);
-        rfc::Cqe::read_from_bytes(&bytes).ok()
-    }
-
-    /// Waits for the next completion.
-    ///
-    /// # Panics
-    /// If none comes.
-    pub fn wait(&mut self) -> rfc::Cqe {
-        wait_for("a completion", || self.poll())
-    }
-
-    /// Waits a moment, in which no completion may come.
-    ///
-    /// # Panics
-    /// If one does.
-    pub fn stays_empty(&mut self) {
-        std::thread::sleep(Duration::from_millis(20));
-        let got = self.poll();
-        assert!(got.is_none(), "{got:?}");
-    }
-}
-
-/// Waits until `f` returns something.
-///
-/// # Panics
-/// If it never does.
-pub fn wait_for<T>(what: &str, mut f: impl FnMut() -> Option<T>) -> T {
-    let began = Instant::now();
-    loop {
-        if let Some(t) = f() {
-            return t;
-        }
-        assert!(began.elapsed() < PATIENCE, "waiting for {what}");
-        std::thread::yield_now();
-    }
-}
 
 /// A queue pair.
 pub struct RfcQp {
@@ -343,11 +203,29 @@ impl RfcDriver {
         if room > 0 || chain.is_empty() {
             chain.push(Segment { addr: answer, len: room, write: true });
         }
-        self.control.publish(0, &chain);
-        let (_, len) = wait_for("an answer", || self.control.queue.pop_used());
+        let len = self.chain(&chain);
         let mut v = vec![0; len as usize];
         self.memory.span().read((answer - BUS) as usize, &mut v);
         v
+    }
+
+    /// Publishes any chain on the control virtqueue; how many bytes the device wrote.
+    ///
+    /// # Panics
+    /// If the chain does not come back.
+    pub fn chain(&mut self, chain: &[Segment]) -> u32 {
+        self.control.publish(0, chain);
+        wait_for("an answer", || self.control.queue.pop_used()).1
+    }
+
+    /// Resets the device, and begins anew with the control virtqueue.
+    ///
+    /// # Panics
+    /// If that is refused.
+    pub fn reset(&mut self) {
+        self.frontend.tell(FrontendReq::RESET_DEVICE, &[], &[], true).expect("reset");
+        self.control = self.new_queue(0, CHAINS, 4096);
+        start(&mut self.frontend, &self.control, 0).expect("control virtqueue");
     }
 
     /// Sends a command; the response's data.
@@ -370,8 +248,7 @@ impl RfcDriver {
     /// # Errors
     /// The status.
     pub fn add_gid(&mut self, index: u16, gid: [u8; 16]) -> Result<rfc::Nothing, u8> {
-        let r =
-            rfc::AddGid { gid, gid_type: rfc::GID_TYPE_ROCE_V2.into(), index: index.into(), port_num: 1.into() };
+        let r = rfc::AddGid { gid, gid_type: rfc::GID_TYPE_ROCE_V2.into(), index: index.into(), port_num: 1.into() };
         self.command(Command::AddGid, &r)
     }
 
@@ -487,13 +364,28 @@ impl RfcDriver {
         self.command(Command::QueryQp, &rfc::QueryQp { qpn: qpn.into(), attr_mask: u32::MAX.into() })
     }
 
-    /// Moves a QP of a reliable or unreliable connection to RTS. Timeouts end after about 16 ms.
+    /// Moves a QP of a reliable or unreliable connection to RTS. Timeouts end after about 16 ms, but receives are waited for.
     ///
     /// # Errors
     /// The status.
     pub fn connect(&mut self, qpn: u32, typ: u8, gid: [u8; 16], peer: u32) -> Result<rfc::Nothing, u8> {
+        self.connect_with(qpn, typ, gid, peer, |a| a)
+    }
+
+    /// As [`RfcDriver::connect`], with attributes as `change` has them.
+    ///
+    /// # Errors
+    /// The status.
+    pub fn connect_with(
+        &mut self,
+        qpn: u32,
+        typ: u8,
+        gid: [u8; 16],
+        peer: u32,
+        change: impl Fn(rfc::QpAttr) -> rfc::QpAttr,
+    ) -> Result<rfc::Nothing, u8> {
         let grh = rfc::GlobalRoute { dgid: gid, hop_limit: 64, ..rfc::GlobalRoute::default() };
-        let a = rfc::QpAttr {
+        let a = change(rfc::QpAttr {
             port_num: 1,
             qp_access_flags: 15.into(),
             path_mtu: 3,
@@ -503,10 +395,10 @@ impl RfcDriver {
             min_rnr_timer: 1,
             timeout: 10,
             retry_cnt: 3,
-            rnr_retry: 3,
+            rnr_retry: 7,
             ah_attr: rfc::AhAttr { grh, port_num: 1, ah_flags: rfc::AH_GRH, ..rfc::AhAttr::default() },
             ..rfc::QpAttr::default()
-        };
+        });
         let reliable = typ == rfc::qp_type::RC;
         let only = |mask: u32| if reliable { mask } else { 0 };
         let steps = [
@@ -614,23 +506,4 @@ fn start(frontend: &mut Frontend, vq: &Virtqueue, base: u16) -> io::Result<()> {
     frontend.set_call(vq.index, vq.call.as_fd())?;
     frontend.set_kick(vq.index, vq.kick.as_fd())?;
     frontend.set_vring_at(vq.index, vq.queue.size(), base, desc, avail, used)
-}
-
-fn new_queue(memory: &Span, used: &mut usize, index: u32, chains: u16, room: u32) -> Virtqueue {
-    let rings = DriverQueue::bytes(chains).next_multiple_of(PAGE as usize);
-    let buffers = (usize::from(chains) * room as usize).next_multiple_of(PAGE as usize);
-    let at = *used;
-    *used += rings + buffers;
-    let window = memory.sub(at as u64, rings as u64).expect("the driver's memory is used up");
-    let queue = DriverQueue::new(window, chains);
-    Virtqueue {
-        index,
-        queue,
-        memory: memory.clone(),
-        buffers: BUS + (at + rings) as u64,
-        room,
-        free: (0..chains).rev().collect(),
-        kick: event(),
-        call: event(),
-    }
 }
