@@ -35,6 +35,8 @@ use vq::Vq;
 
 /// WQEs of one virtqueue before the others get a turn.
 const MAX_TURN: u32 = 32;
+/// Completions of one CQ before others get a turn.
+const MAX_DELIVERED: u32 = 64;
 
 /// What a virtqueue is for.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -170,7 +172,10 @@ impl Rfc {
         for at in 0..inner.active.len() {
             let index = inner.active[at];
             match inner.shape.role(index) {
-                Some(Role::Cq(cq)) => found |= inner.deliver(cq).wrote,
+                Some(Role::Cq(cq)) => {
+                    let done = inner.deliver(cq);
+                    found |= done.wrote || done.more;
+                }
                 Some(_) => {
                     let (n, wake) = inner.take(index, MAX_TURN);
                     found |= n > 0;
@@ -241,7 +246,7 @@ fn shape(c: &abi::Config) -> Shape {
 #[derive(Default)]
 struct Delivered {
     wrote: bool,
-    /// It has stopped before the end, since others wait.
+    /// It has stopped before the end, so that others get a turn.
     more: bool,
 }
 
@@ -302,14 +307,14 @@ impl Inner {
         (n, rings && self.bell.ring(qp.slot()))
     }
 
-    /// Puts completions of a CQ into the driver's buffers, as many as there are of both.
+    /// Puts completions of a CQ into the driver's buffers, as many as there are of both, and at most [`MAX_DELIVERED`].
     fn deliver(&mut self, at: usize) -> Delivered {
         let mut done = Delivered::default();
         let Inner { shape, guest, vqs, cqs, qps, .. } = self;
         let (Some(guest), Some(cq)) = (guest.as_ref(), cqs[at].as_mut()) else { return done };
         let (first, pairs) = vqs.split_at_mut(shape.sq(0));
         let vq = &mut first[shape.cq(at)];
-        for _ in 0..abi::MAX_VQ_SIZE {
+        for _ in 0..MAX_DELIVERED {
             if cq.tail.waiting() == 0 {
                 cq.tail.arm(abi::NOTIFY_NEXT);
                 if cq.tail.waiting() == 0 {
@@ -335,7 +340,7 @@ impl Inner {
             match put {
                 Some(_) => vq.be_quiet(guest),
                 None if vq.listen(guest) => return done.called(cq, vq, guest),
-                None => {}
+                None => break,
             }
         }
         done.more = true;

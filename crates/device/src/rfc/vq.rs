@@ -15,6 +15,9 @@ use vm_memory::{GuestAddress, GuestMemoryMmap};
 
 use crate::{AvailFlags, Full};
 
+/// Buffers of a CQ that are too small and are looked at before the others get a turn.
+const MAX_SMALL: u32 = 32;
+
 /// What a chain of an SQ or RQ holds.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Taken {
@@ -110,14 +113,14 @@ impl Vq {
     }
 
     /// Puts what `next` returns into the next buffer of a CQ. Buffers that are too small for `size` bytes are given back unused.
-    /// `None` if there is no buffer; else whether there was something to put.
+    /// `None` if there is no buffer, or after [`MAX_SMALL`]; else whether there was something to put.
     pub fn put<const N: usize>(
         &mut self,
         guest: &GuestMemoryMmap,
         next: impl FnOnce() -> Option<[u8; N]>,
     ) -> Option<bool> {
         let q = self.queue.as_mut()?;
-        for _ in 0..q.size() {
+        for _ in 0..MAX_SMALL {
             let chain = q.pop_descriptor_chain(guest)?;
             let head = chain.head_index();
             let Some(mut writer) = chain.writer(guest).ok().filter(|w| w.available_bytes() >= N) else {
