@@ -30,7 +30,7 @@ fn run<Req: FromBytes, Resp: IntoBytes + Immutable, More: IntoBytes + Immutable>
     Ok([&[Status::Ok as u8], resp.as_bytes(), more].concat())
 }
 
-/// The commands of the RFC, each with its handler: `turn`, and the request by value.
+/// Runs the handler of a command: the name, the request and the handler of each.
 macro_rules! dispatch {
     ($c:expr, $data:expr, $room:expr, $($name:ident: $req:ty => $handler:expr;)*) => {
         match $c {
@@ -60,13 +60,18 @@ impl Device {
     /// Takes WQEs and gives completions away; true if there were any.
     pub(crate) fn serve_queues(&self, rfc: &Rfc) -> bool {
         let began = now_ns();
+        self.look_at_gids(rfc);
+        let Some(served) = rfc.serve() else { return false };
+        self.after_copies(&served, began);
+        true
+    }
+
+    /// Looks where the driver's GIDs are, if the vRNIC's table has changed.
+    fn look_at_gids(&self, rfc: &Rfc) {
         if rfc.has_stale_gids() {
             let granted = self.rnic.lock().gids(self.identity.vnic).to_vec();
             rfc.look_at_gids(&granted);
         }
-        let Some(served) = rfc.serve() else { return false };
-        self.after_copies(&served, began);
-        true
     }
 
     /// WQEs were copied from `began` on: the vRNIC is charged for that, and the RNIC looks at them.
@@ -86,6 +91,7 @@ impl Device {
         let Some(command) = Command::from_raw(code).filter(|&c| c as u8 <= Command::ReqNotifyCq as u8) else {
             return (head(Status::Unsupported), None);
         };
+        self.look_at_gids(rfc);
         self.take_earlier(rfc, command, data);
         let bytes = self.rfc_dispatch(rfc, command, data, room).unwrap_or_else(|status| {
             tracing::debug!(vrnic = %self.identity.name, ?command, ?status, "control command refused");

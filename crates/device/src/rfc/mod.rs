@@ -271,12 +271,13 @@ impl Inner {
         }
     }
 
-    /// True if chains of a virtqueue can be taken now, if there are any. Those of a CQ are taken as completions come.
+    /// True if chains of a virtqueue can be taken now, if there are any.
     fn is_usable(&self, index: usize) -> bool {
         match self.shape.role(index) {
             Some(Role::Sq(pair)) => self.qps[pair].as_ref().is_some_and(Qp::has_room_for_sends),
             Some(Role::Rq(pair)) => self.qps[pair].as_ref().is_some_and(Qp::has_room_for_receives),
-            _ => false,
+            Some(Role::Cq(cq)) => self.cqs[cq].as_ref().is_some_and(|cq| cq.tail.waiting() > 0),
+            None => false,
         }
     }
 
