@@ -355,7 +355,7 @@ fn isolation(s: &mut Suite<'_>) {
     s.check("a_container_sees_its_own_vrnic_only", |lab| {
         let run = lab.dir.join("run").display().to_string();
         let o = lab.spawn("b", &[], &format!("sh -c 'ls -R $UNIRDMA_DIR; ls -A {run} | wc -l'"))?.finish();
-        require(o.ok() && o.text == "/run/unirdma:\nnet.sock\nvhost.sock\n0\n", o.text)
+        require(o.ok() && o.text == "/run/unirdma:\nnet.sock\nrfc.sock\nvhost.sock\n0\n", o.text)
     });
     s.check("nothing_of_the_host_shows", |lab| {
         let o = lab.spawn("a", &[], "ibv_devinfo -v")?.finish();

@@ -1,12 +1,13 @@
 //! The device ABI: the bytes that a driver and the device share. Twin of `docs/spec/virtio-rdma.md`.
 //!
 //! Depends on the formats crate alone. It must never touch memory or make decisions: it says where
-//! each field lies. All fields are little-endian and naturally aligned; the tests at the end of each
-//! module hold sizes and offsets to the specification.
+//! each field lies. All fields are little-endian and naturally aligned, but for those of [`rfc`], the layouts of the
+//! device's second mode; the tests at the end of each module hold sizes and offsets to the specification.
 
 mod cm;
 mod command;
 mod config;
+pub mod rfc;
 mod ring;
 
 pub use cm::*;

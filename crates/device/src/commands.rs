@@ -21,7 +21,7 @@ pub(crate) fn head(status: Status) -> Vec<u8> {
     abi::RespHeader { status: status as u8, ..Default::default() }.as_bytes().to_vec()
 }
 
-fn parse<T: FromBytes>(data: &[u8]) -> Result<T, Status> {
+pub(crate) fn parse<T: FromBytes>(data: &[u8]) -> Result<T, Status> {
     T::read_from_bytes(data).map_err(|_| Status::BadLength)
 }
 
@@ -41,7 +41,7 @@ fn run<Req: FromBytes, Resp: IntoBytes + Immutable>(
 }
 
 /// The RNIC for one command, taken when it is used first; the command's vRNIC is charged for the time.
-struct Turn<'a> {
+pub(crate) struct Turn<'a> {
     device: &'a Device,
     guard: Option<RnicGuard<'a>>,
     /// What was found of the memory that the command names, if it names any that had to be searched for.
@@ -49,7 +49,11 @@ struct Turn<'a> {
 }
 
 impl<'a> Turn<'a> {
-    fn taken(&mut self) -> &mut RnicGuard<'a> {
+    pub(crate) fn new(device: &'a Device, found: Option<Answer<Found>>) -> Self {
+        Turn { device, guard: None, found }
+    }
+
+    pub(crate) fn taken(&mut self) -> &mut RnicGuard<'a> {
         self.guard.get_or_insert_with(|| self.device.rnic.lock())
     }
 
@@ -101,7 +105,7 @@ macro_rules! define_dispatch {
                 room: usize,
                 found: Option<Answer<Found>>,
             ) -> Answer<Vec<u8>> {
-                let rnic = &mut Turn { device: self, guard: None, found };
+                let rnic = &mut Turn::new(self, found);
                 match c {
                     $(Command::$name => {
                         run(data, room, |r: abi::$req| -> Answer<abi::$resp> { self.$handler(Use::of(rnic), r) })
@@ -146,16 +150,30 @@ impl Device {
             return Reply::Now(head(Status::BadLength), None);
         };
         let Some(c) = Command::from_raw(header.command) else { return Reply::Now(head(Status::Unsupported), None) };
-        let found = match outcome {
-            Some(outcome) => Some(self.take_outcome(outcome)),
-            None => match self.search(c, data).map(|search| search.and_then(Search::begin)) {
-                Some(Ok(Begun::Long(search))) => return Reply::After(search),
-                Some(Ok(Begun::Found(found))) => Some(Ok(found)),
-                Some(Err(status)) => Some(Err(status)),
-                None => None,
-            },
-        };
-        Reply::Now(self.perform(c, data, room, found), Some(c))
+        match self.find(outcome, || self.search(c, data)) {
+            Ok(found) => Reply::Now(self.perform(c, data, room, found), Some(c)),
+            Err(search) => Reply::After(search),
+        }
+    }
+
+    /// What a command's memory is, if it names any that has to be searched for: as an errand has found, or found now.
+    ///
+    /// # Errors
+    /// The search, if it is a long one.
+    pub(crate) fn find(
+        &self,
+        outcome: Option<Outcome>,
+        search: impl FnOnce() -> Option<Answer<Search>>,
+    ) -> Result<Option<Answer<Found>>, Search> {
+        if let Some(outcome) = outcome {
+            return Ok(Some(self.take_outcome(outcome)));
+        }
+        match search().map(|search| search.and_then(Search::begin)) {
+            Some(Ok(Begun::Long(search))) => Err(search),
+            Some(Ok(Begun::Found(found))) => Ok(Some(Ok(found))),
+            Some(Err(status)) => Ok(Some(Err(status))),
+            None => Ok(None),
+        }
     }
 
     /// What an errand has found, if it is still there. The vRNIC is charged for the time.
@@ -174,17 +192,7 @@ impl Device {
     fn search(&self, c: Command, data: &[u8]) -> Option<Answer<Search>> {
         let at = |addr, len| self.span(addr, len);
         match c {
-            Command::RegUserMr => {
-                let r: abi::RegUserMrReq = parse(data).ok()?;
-                let is_process = || self.memory.region_at(r.start).is_some_and(|m| m.process().is_some());
-                if r.length == 0 || r.start.checked_add(r.length).is_none() {
-                    None
-                } else if r.pages_addr != 0 {
-                    Some(Search::pages(&self.memory, &r, at))
-                } else {
-                    (!is_process()).then(|| Ok(Search::range(&self.memory, r.start, r.length)))
-                }
-            }
+            Command::RegUserMr => self.search_user_mr(&parse(data).ok()?),
             Command::RegMrRuns => {
                 let r: abi::RegMrRunsReq = parse(data).ok()?;
                 Some(Search::runs(&self.memory, (r.runs_addr, r.num_runs, r.length), at))
@@ -199,6 +207,18 @@ impl Device {
                 Some(search.map(Search::for_window))
             }
             _ => None,
+        }
+    }
+
+    /// The search for the memory of REG_USER_MR.
+    pub(crate) fn search_user_mr(&self, r: &abi::RegUserMrReq) -> Option<Answer<Search>> {
+        let is_process = || self.memory.region_at(r.start).is_some_and(|m| m.process().is_some());
+        if r.length == 0 || r.start.checked_add(r.length).is_none() {
+            None
+        } else if r.pages_addr != 0 {
+            Some(Search::pages(&self.memory, r, |addr, len| self.span(addr, len)))
+        } else {
+            (!is_process()).then(|| Ok(Search::range(&self.memory, r.start, r.length)))
         }
     }
 
@@ -255,7 +275,7 @@ impl Device {
         Ok(resp)
     }
 
-    fn query_port(&self, rnic: &mut Rnic, r: abi::QueryPortReq) -> Answer<abi::QueryPortResp> {
+    pub(crate) fn query_port(&self, rnic: &mut Rnic, r: abi::QueryPortReq) -> Answer<abi::QueryPortResp> {
         if r.port != 1 {
             return Err(Status::BadValue);
         }
@@ -361,7 +381,7 @@ impl Device {
     }
 
     /// All of this session's own memory, never anybody else's (X14).
-    fn get_dma_mr(&self, rnic: &mut Rnic, r: abi::GetDmaMrReq) -> Answer<abi::MrResp> {
+    pub(crate) fn get_dma_mr(&self, rnic: &mut Rnic, r: abi::GetDmaMrReq) -> Answer<abi::MrResp> {
         mr(rnic.reg_mr(self.session, r.pdn, r.access_flags, 0, u64::MAX, (Backing::Session, Vec::new())))
     }
 
@@ -561,7 +581,7 @@ impl Device {
     }
 
     /// The memory was found before the RNIC is taken, since that takes longer.
-    fn reg_user_mr(&self, rnic: &mut Turn<'_>, r: abi::RegUserMrReq) -> Answer<abi::MrResp> {
+    pub(crate) fn reg_user_mr(&self, rnic: &mut Turn<'_>, r: abi::RegUserMrReq) -> Answer<abi::MrResp> {
         r.start.checked_add(r.length).ok_or(Status::BadValue)?;
         let memory = if r.length == 0 {
             (Backing::Mapped(Span::anonymous(0)), Vec::new())

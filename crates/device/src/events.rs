@@ -20,6 +20,7 @@ use vm_memory::{Bytes, GuestMemoryMmap};
 use zerocopy::{FromBytes, IntoBytes};
 
 use crate::lock;
+use crate::rfc::Rfc;
 
 /// Most events that wait for room on one queue.
 const MAX_PENDING: usize = 65_536;
@@ -68,6 +69,8 @@ struct Inner {
 pub struct EventQueues {
     inner: Mutex<Inner>,
     wake: Mutex<Wake>,
+    /// In the RFC mode there are no events, and the virtqueues are others.
+    rfc: Option<Rfc>,
 }
 
 /// The channel by which the driver wakes the device.
@@ -193,8 +196,30 @@ impl Inner {
 }
 
 impl EventQueues {
+    pub(crate) fn of_rfc(rfc: Rfc) -> Self {
+        EventQueues { rfc: Some(rfc), ..EventQueues::default() }
+    }
+
+    pub(crate) fn rfc(&self) -> Option<&Rfc> {
+        self.rfc.as_ref()
+    }
+
+    /// Delivers a completion event of CQ `cqn` on completion event queue `queue`; `asked` if REQ_NOTIFY_CQ waits for it. True if the
+    /// control thread has to serve the session.
+    pub fn complete(&self, queue: u16, cqn: u32, asked: bool) -> bool {
+        if let Some(rfc) = &self.rfc {
+            return rfc.complete(queue.into(), asked);
+        }
+        let event = abi::Event { kind: abi::EVENT_COMPLETION, handle: cqn, reserved: 0 };
+        self.deliver(abi::VQ_COMP_FIRST + u32::from(queue), event);
+        false
+    }
+
     /// Delivers an event on the queue of virtqueue `index`, or keeps it until there is room.
     pub fn deliver(&self, index: u32, event: abi::Event) {
+        if let Some(rfc) = &self.rfc {
+            return rfc.on_event(&event);
+        }
         let inner = &mut *lock(&self.inner);
         // A queue that is no virtqueue exists while its channel is open.
         if inner.has_room(index) && (index < abi::NUM_QUEUES || inner.queues.contains_key(&index)) {
@@ -202,12 +227,17 @@ impl EventQueues {
         }
     }
 
-    /// The driver gave buffers.
-    pub fn on_kick(&self, index: u32) {
+    /// The driver gave buffers. True if the control thread has to serve the session.
+    pub fn on_kick(&self, index: u32) -> bool {
+        if let Some(rfc) = &self.rfc {
+            rfc.on_kick(index as usize);
+            return true;
+        }
         let inner = &mut *lock(&self.inner);
         if inner.queues.contains_key(&index) {
             inner.change(index, |_| ());
         }
+        false
     }
 
     /// There is room again on the channel of a queue, or the other end of it is closed.
@@ -292,6 +322,9 @@ impl EventQueues {
     }
 
     pub(crate) fn set_memory(&self, guest: Option<GuestMemoryMmap>) {
+        if let Some(rfc) = &self.rfc {
+            rfc.set_memory(guest.clone());
+        }
         lock(&self.inner).guest = guest;
     }
 
@@ -316,6 +349,7 @@ impl EventQueues {
         inner.closing.clear();
         inner.pending = 0;
         *lock(&self.wake) = Wake::default();
+        self.rfc.iter().for_each(Rfc::clear);
     }
 }
 

@@ -8,6 +8,7 @@ mod events;
 mod mapped;
 mod net;
 mod quiet;
+mod rfc;
 mod search;
 mod shared;
 
@@ -15,16 +16,19 @@ use std::sync::atomic::{Ordering, fence};
 use std::sync::{Arc, Mutex, MutexGuard};
 use std::time::Duration;
 
+use commands::Reply;
 use mapped::Mapped;
 use search::Pending;
 use unirdma_abi as abi;
-use unirdma_link::{Foreign, Handler, Memory, Vring};
+use unirdma_link::{Foreign, Handler, Ledger, Memory, Vring};
 use unirdma_mem::Span;
 use unirdma_mem::protocol::{self, Fence, Word16};
 use unirdma_rnic::{Resolve, SessionId, VnicId};
 use virtio_queue::{Queue, QueueOwnedT, QueueT};
 use vm_memory::{Bytes, GuestAddress, GuestMemoryMmap};
 use zerocopy::IntoBytes;
+
+use rfc::Rfc;
 
 pub use events::{EventQueues, OnRoom, queue_of_channel, take_notifications};
 pub use net::{NET_TX, NetDevice, NetFrontend};
@@ -61,6 +65,9 @@ impl Identity {
 pub fn lock<T>(m: &Mutex<T>) -> MutexGuard<'_, T> {
     m.lock().unwrap_or_else(std::sync::PoisonError::into_inner)
 }
+
+/// `VIRTIO_F_RING_RESET`.
+const VIRTIO_F_RING_RESET: u64 = 1 << 40;
 
 /// Commands of one session before the others get a turn.
 const MAX_TURN: u16 = 16;
@@ -147,6 +154,28 @@ pub struct Device {
 impl Device {
     /// A device for a new session of `identity.vnic`; `None` if the RNIC has no room for it.
     pub fn new(rnic: Arc<SharedRnic>, identity: Arc<Identity>, pollers: Arc<dyn Pollers>) -> Option<Self> {
+        Self::with_events(rnic, identity, pollers, EventQueues::default())
+    }
+
+    /// As [`Device::new`], in the RFC mode. What it holds beside its objects is on the account of `ledger`.
+    pub fn new_rfc(
+        rnic: Arc<SharedRnic>,
+        identity: Arc<Identity>,
+        pollers: Arc<dyn Pollers>,
+        ledger: Ledger,
+    ) -> Option<Self> {
+        let rfc = Rfc::new(&identity.config, ledger)?;
+        let device = Self::with_events(rnic, identity, pollers, EventQueues::of_rfc(rfc))?;
+        device.set_rfc_doorbell();
+        Some(device)
+    }
+
+    fn with_events(
+        rnic: Arc<SharedRnic>,
+        identity: Arc<Identity>,
+        pollers: Arc<dyn Pollers>,
+        events: EventQueues,
+    ) -> Option<Self> {
         let session = rnic.lock().add_session(identity.vnic)?;
         Some(Device {
             rnic,
@@ -162,9 +191,22 @@ impl Device {
             held: None,
             pending: None,
             control_quiet: false,
-            events: Arc::default(),
+            events: Arc::new(events),
             pollers,
         })
+    }
+
+    /// In the RFC mode the doorbell page is the device's own.
+    fn set_rfc_doorbell(&self) {
+        if let Some(rfc) = self.events.rfc() {
+            // It has none yet, and no QP, so there is nothing to refuse it for.
+            let _ = self.rnic.lock().set_doorbell(self.session, rfc.bell());
+        }
+    }
+
+    /// True if it is in the RFC mode.
+    pub fn is_rfc(&self) -> bool {
+        self.events.rfc().is_some()
     }
 
     /// The session in the RNIC.
@@ -187,10 +229,17 @@ impl Device {
         self.control_channel = channel;
     }
 
-    /// Executes control commands that wait, at most [`MAX_TURN`]; true if there were any.
+    /// Executes control commands that wait, at most [`MAX_TURN`]; true if there were any. In the RFC mode it also looks at the
+    /// virtqueues of QPs and CQs that were kicked.
     ///
-    /// If there were, the driver need not kick from then on, until [`Device::listen`] has said true.
+    /// If there were any, the driver need not kick from then on, until [`Device::listen`] has said true.
     pub fn serve_control(&mut self) -> bool {
+        // While the control queue is stopped the session pauses.
+        let copied = self.control.is_some() && self.events.rfc().is_some_and(|rfc| self.serve_queues(rfc));
+        self.serve_commands() || copied
+    }
+
+    fn serve_commands(&mut self) -> bool {
         let Some(guest) = self.guest.take() else { return false };
         let mut queue = self.control.take();
         let served = queue.as_mut().is_some_and(|q| self.serve(q, &guest));
@@ -263,6 +312,11 @@ impl Device {
     /// Asks the driver for kicks again, as this side is about to wait for them; false if commands wait already, and then
     /// the driver need not kick.
     pub fn listen(&mut self) -> bool {
+        let others = self.events.rfc().is_none_or(Rfc::listen);
+        self.listen_for_commands() && others
+    }
+
+    fn listen_for_commands(&mut self) -> bool {
         let (Some(queue), Some(guest)) = (&mut self.control, &self.guest) else { return true };
         self.control_quiet = false;
         !queue.enable_notification(guest).unwrap_or(false)
@@ -281,15 +335,20 @@ impl Device {
         let room = writer.available_bytes();
         let whole = request.get_mut(..n).is_some_and(|r| reader.read_exact(r).is_ok());
         let outcome = pending.filter(|p| whole && p.request == request[..n]).and_then(|p| p.outcome());
-        let (response, command) = match whole.then(|| self.answer(&request[..n], room, outcome)) {
-            Some(commands::Reply::Now(response, command)) => (response, command),
-            Some(commands::Reply::After(search)) => {
+        let reply = match self.events.rfc() {
+            Some(rfc) if whole => self.rfc_answer(rfc, &request[..n], room, outcome),
+            Some(_) => Reply::Now(vec![abi::Status::BadLength as u8], None),
+            None if whole => self.answer(&request[..n], room, outcome),
+            None => Reply::Now(commands::head(abi::Status::BadLength), None),
+        };
+        let (response, command) = match reply {
+            Reply::Now(response, command) => (response, command),
+            Reply::After(search) => {
                 let (pending, errand) = Pending::new(&request[..n], search);
                 self.pending = Some(pending);
                 self.pollers.do_errand(self.identity.vnic, self.session, errand);
                 return Served::Left;
             }
-            None => (commands::head(abi::Status::BadLength), None),
         };
         let answer = response.len().min(room);
         let held = command.is_some_and(commands::takes_memory_away) && self.rnic.lock().delay_command(self.session);
@@ -337,7 +396,15 @@ impl Device {
 }
 
 impl Handler for Device {
+    fn features(&self) -> u64 {
+        // A driver of the RFC mode resets virtqueues one by one (R33, R38).
+        if self.is_rfc() { VIRTIO_F_RING_RESET } else { 0 }
+    }
+
     fn config(&self) -> Vec<u8> {
+        if self.is_rfc() {
+            return self.identity.rfc_config_space();
+        }
         self.identity.config_space(self.generation())
     }
 
@@ -372,6 +439,8 @@ impl Handler for Device {
                 }
                 rnic.resume_session(self.session);
             }
+        } else if let Some(rfc) = self.events.rfc() {
+            rfc.set_queue(index, self.make_queue(v), v.base, call);
         } else if index != abi::VQ_WAKE as usize {
             let queue = self.make_queue(v);
             self.events.set_queue(index as u32, queue, call);
@@ -380,7 +449,10 @@ impl Handler for Device {
 
     fn stop_vring(&mut self, index: usize) -> Option<u16> {
         if index != abi::VQ_CONTROL as usize {
-            return self.events.stop(index as u32);
+            return match self.events.rfc() {
+                Some(rfc) => rfc.stop(index),
+                None => self.events.stop(index as u32),
+            };
         }
         // Whoever serves the queue next may wait for kicks.
         self.listen();
@@ -413,6 +485,7 @@ impl Handler for Device {
         self.pending = None;
         self.control_channel = None;
         self.events.clear();
+        self.set_rfc_doorbell();
     }
 
     fn refused(&self, request: u32, why: &str) {

@@ -106,7 +106,8 @@ pub struct Engine {
     jobs_wait: AtomicBool,
     /// Does errands of commands, once somebody is to be told of them.
     clerk: OnceLock<Arc<Clerk>>,
-    /// Sessions whose delayed command can be answered, and whom to tell.
+    /// Sessions that the control thread has to look at, since their delayed command can be answered or, in the RFC mode, completions
+    /// wait; and whom to tell.
     released: Mutex<Vec<SessionId>>,
     on_release: OnceLock<Box<dyn Fn() + Send + Sync>>,
     /// IP multicast groups that the port should hear, until somebody asks.
@@ -291,7 +292,7 @@ impl Engine {
         self.on_release.get().into_iter().for_each(|f| f());
     }
 
-    /// The sessions whose delayed command can be answered.
+    /// The sessions that the control thread has to look at.
     pub fn released(&self) -> Vec<SessionId> {
         std::mem::take(&mut lock(&self.released))
     }
@@ -386,6 +387,12 @@ impl Engine {
         let _ = rustix::io::write(&self.wake, &1u64.to_ne_bytes());
     }
 
+    /// The control thread looks at a session.
+    fn release(&self, session: SessionId) {
+        lock(&self.released).push(session);
+        self.on_release.get().into_iter().for_each(|f| f());
+    }
+
     fn deliver(&self, out: &mut Vec<Output>) {
         if out.is_empty() {
             return;
@@ -397,9 +404,11 @@ impl Engine {
                     self.release(session);
                     continue;
                 }
-                Output::Completion { session, queue, cqn } => {
-                    let e = abi::Event { kind: abi::EVENT_COMPLETION, handle: cqn, reserved: 0 };
-                    (session, abi::VQ_COMP_FIRST + u32::from(queue), e)
+                Output::Completion { session, queue, cqn, asked } => {
+                    if events.get(&session).is_some_and(|q| q.complete(queue, cqn, asked)) {
+                        self.release(session);
+                    }
+                    continue;
                 }
                 Output::Connection { session, queue } => {
                     let e = abi::Event { kind: abi::EVENT_CM, handle: 0, reserved: 0 };

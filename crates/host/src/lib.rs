@@ -103,6 +103,8 @@ pub const ADMIN_SOCKET: &str = "admin.sock";
 pub const VHOST_SOCKET: &str = "vhost.sock";
 /// Name of the vhost-user socket of a vRNIC's network interface, for virtual machines, in the same directory.
 pub const NET_SOCKET: &str = "net.sock";
+/// Name of a vRNIC's vhost-user socket in the RFC mode, in the same directory.
+pub const RFC_SOCKET: &str = "rfc.sock";
 
 /// `/run/unirdma` for root, else `$XDG_RUNTIME_DIR/unirdma`, else a directory of this user in `/tmp`.
 pub fn default_dir() -> PathBuf {

@@ -18,7 +18,7 @@ use crate::tunnel::TunnelDrops;
 use crate::vrnic::{IpNet, SetHeld, VrnicInfo};
 
 /// Version of these messages.
-pub(crate) const VERSION: u32 = 1;
+pub(crate) const VERSION: u32 = 2;
 
 /// What a worker is, from its beginning on.
 #[derive(Clone, Debug, Serialize, Deserialize)]
@@ -56,7 +56,7 @@ pub(crate) enum Call {
     },
     /// The second call of a worker's first connection: of which group this is the worker. With its sockets, if there is a network.
     Begin(Box<Begin>),
-    /// With the socket that its programs connect to.
+    /// With the sockets of its programs, of its network interface in a virtual machine, and of the RFC mode.
     Add(NewVrnic),
     Remove {
         name: String,

@@ -407,8 +407,8 @@ impl Supervisor {
     }
 }
 
-/// The directory of a vRNIC and the sockets in it: that of programs, and that of its network interface in a virtual machine.
-fn listen(base: &Path, name: &str) -> io::Result<[UnixListener; 2]> {
+/// The directory of a vRNIC and the sockets in it, in the order of [`Call::Add`].
+fn listen(base: &Path, name: &str) -> io::Result<[UnixListener; 3]> {
     let dir = vrnic_dir(base, name);
     std::fs::create_dir(&dir)?;
     let open = || {
@@ -421,7 +421,7 @@ fn listen(base: &Path, name: &str) -> io::Result<[UnixListener; 2]> {
             std::fs::set_permissions(&path, PermissionsExt::from_mode(0o666))?;
             Ok(listener)
         };
-        Ok([listen(crate::VHOST_SOCKET)?, listen(crate::NET_SOCKET)?])
+        Ok([listen(crate::VHOST_SOCKET)?, listen(crate::NET_SOCKET)?, listen(crate::RFC_SOCKET)?])
     };
     open().inspect_err(|_| _ = std::fs::remove_dir_all(&dir))
 }

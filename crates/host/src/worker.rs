@@ -74,6 +74,8 @@ struct Vrnic {
     listener: (u64, OwnedFd),
     /// Where a VMM gets the network interface of its machine.
     net_listener: (u64, OwnedFd),
+    /// Where drivers of the RFC mode connect.
+    rfc_listener: (u64, OwnedFd),
     /// Its interface in the switch.
     attached: Option<u64>,
     sessions: usize,
@@ -111,11 +113,14 @@ struct Looker {
     token: u64,
 }
 
-struct Sight(Arc<Identity>);
+struct Sight(Arc<Identity>, Mode);
 
 impl Handler for Sight {
     fn config(&self) -> Vec<u8> {
-        self.0.config_space(0)
+        match self.1 {
+            Mode::Native => self.0.config_space(0),
+            Mode::Rfc => self.0.rfc_config_space(),
+        }
     }
     fn memory_changed(&mut self, _: &Memory, _: &[u64]) {}
     fn vring_changed(&mut self, _: usize, _: &Vring) {}
@@ -138,12 +143,18 @@ struct Conn {
     ledger: Ledger,
 }
 
+/// [`Kick::token`] of a descriptor that the pollers watch.
+const OF_POLLERS: u64 = 0;
+
 struct Kick {
     token: u64,
     fd: Arc<Foreign>,
 }
 
 impl Handler for Conn {
+    fn features(&self) -> u64 {
+        self.device.features()
+    }
     fn config(&self) -> Vec<u8> {
         self.device.config()
     }
@@ -176,6 +187,22 @@ impl Handler for Conn {
     }
 }
 
+/// How a session speaks to its device: by which socket its driver came.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Mode {
+    Native,
+    Rfc,
+}
+
+impl Vrnic {
+    fn listener(&mut self, mode: Mode) -> &mut (u64, OwnedFd) {
+        match mode {
+            Mode::Native => &mut self.listener,
+            Mode::Rfc => &mut self.rfc_listener,
+        }
+    }
+}
+
 #[derive(Clone)]
 enum Source {
     /// Supervisors that come.
@@ -183,7 +210,7 @@ enum Source {
     /// The supervisor that is here.
     Supervisor,
     Wake,
-    Listener(String),
+    Listener(String, Mode),
     MachineListener(String),
     Socket(u64),
     Kick(u64, usize),
@@ -245,8 +272,8 @@ struct Worker {
     half: Vec<(u64, u64)>,
     /// Connections of VMMs that get no network interface, and since when, nanoseconds.
     refused: VecDeque<(u64, Foreign)>,
-    /// vRNICs that accept no program now.
-    paused: Vec<String>,
+    /// vRNICs that accept no program now, by these sockets.
+    paused: Vec<(String, Mode)>,
     /// IP multicast groups that it wants to hear.
     wanted: Vec<IpAddr>,
     /// The supervisor has been asked for more QPNs, and has not given any.
@@ -406,7 +433,7 @@ impl Worker {
                             self.wanted = wanted;
                         }
                     }
-                    Some(Source::Listener(name)) => self.on_listener(&name),
+                    Some(Source::Listener(name, mode)) => self.on_listener(&name, mode),
                     Some(Source::MachineListener(name)) => self.on_machine_listener(&name),
                     Some(Source::Socket(id)) => self.on_socket(id),
                     Some(Source::Kick(id, vring)) => self.on_kick(id, vring),
@@ -471,15 +498,16 @@ impl Worker {
 
     // --- sessions ---
 
-    fn on_listener(&mut self, name: &str) {
+    fn on_listener(&mut self, name: &str, mode: Mode) {
         let Some(v) = self.vrnics.get_mut(name) else { return };
         if v.ledger.is_overdrawn() {
-            let _ = epoll::delete(&self.epoll, &v.listener.1);
-            self.sources.remove(&v.listener.0);
-            return self.paused.push(name.into());
+            let (token, listener) = v.listener(mode);
+            let _ = epoll::delete(&self.epoll, listener);
+            self.sources.remove(token);
+            return self.paused.push((name.into(), mode));
         }
         let flags = SocketFlags::CLOEXEC | SocketFlags::NONBLOCK;
-        let Ok(sock) = rustix::net::accept_with(&v.listener.1, flags) else { return };
+        let Ok(sock) = rustix::net::accept_with(&v.listener(mode).1, flags) else { return };
         // It may have sent descriptors already, which go when the socket goes.
         let Some(ticket) = v.ledger.take(Resource::Descriptors, 1) else {
             return drop(Foreign::refused(sock, &v.ledger));
@@ -495,12 +523,16 @@ impl Worker {
                 let max = v.limits.max_sessions;
                 tracing::warn!(vrnic = name, max, "too many programs; further ones get EUSERS (--max-sessions)");
             }
-            let (sight, ledger) = (Sight(v.identity.clone()), v.ledger.clone());
+            let (sight, ledger) = (Sight(v.identity.clone(), mode), v.ledger.clone());
             return self.add_looker(name, sock, sight, ledger);
         }
         let (rnic, engine) = (self.engine.rnic.clone(), self.engine.clone());
-        let Some(device) = Device::new(rnic, v.identity.clone(), engine) else { return };
-        let ledger = v.ledger.clone();
+        let (identity, ledger) = (v.identity.clone(), v.ledger.clone());
+        let device = match mode {
+            Mode::Native => Device::new(rnic, identity, engine),
+            Mode::Rfc => Device::new_rfc(rnic, identity, engine, ledger.clone()),
+        };
+        let Some(device) = device else { return };
         let Some(ticket) = ledger.take(Resource::Descriptors, 1) else { return };
         let id = self.next_token;
         // The process may be gone while somebody else still holds its socket.
@@ -557,21 +589,22 @@ impl Worker {
 
     /// Accepts programs again, or looks whether they may be.
     fn resume_listeners(&mut self) {
-        for name in std::mem::take(&mut self.paused) {
+        for (name, mode) in std::mem::take(&mut self.paused) {
             let Some(v) = self.vrnics.get_mut(&name) else { continue };
             if v.ledger.is_overdrawn() {
-                self.paused.push(name);
+                self.paused.push((name, mode));
                 continue;
             }
             let token = self.next_token;
-            let added = epoll::add(&self.epoll, &v.listener.1, epoll::EventData::new_u64(token), epoll::EventFlags::IN);
+            let listener = v.listener(mode);
+            let added = epoll::add(&self.epoll, &listener.1, epoll::EventData::new_u64(token), epoll::EventFlags::IN);
             if added.is_err() {
-                self.paused.push(name);
+                self.paused.push((name, mode));
                 continue;
             }
-            v.listener.0 = token;
+            listener.0 = token;
             self.next_token += 1;
-            self.sources.insert(token, Source::Listener(name));
+            self.sources.insert(token, Source::Listener(name, mode));
         }
     }
 
@@ -597,9 +630,10 @@ impl Worker {
             self.engine.add_session(after, s.conn.device.events());
         }
         let (changed, half) = (std::mem::take(&mut s.conn.changed), s.backend.is_half());
+        let rfc = s.conn.device.is_rfc();
         self.note_half(id, half);
-        // A queue that begins, or begins again, may hold commands that nobody kicks for.
-        let control = changed.contains_key(&(abi::VQ_CONTROL as usize));
+        // A queue that begins, or begins again, may hold commands that nobody kicks for, and in the RFC mode WQEs.
+        let begins = changed.contains_key(&(abi::VQ_CONTROL as usize)) || rfc && !changed.is_empty();
         for (vring, fd) in changed {
             self.set_kick(id, vring, fd);
         }
@@ -614,7 +648,7 @@ impl Worker {
             }
         }
         self.engine.after_command();
-        if control {
+        if begins {
             self.serve(id);
         }
     }
@@ -622,12 +656,13 @@ impl Worker {
     fn set_kick(&mut self, id: u64, vring: usize, fd: Option<Arc<Foreign>>) {
         let Some(s) = self.sessions.get_mut(&id) else { return };
         let device_session = s.conn.device.session();
+        let wakes = channels::wakes(vring) && !s.conn.device.is_rfc();
         if let Some(old) = s.conn.kicks.remove(&vring) {
-            self.unwatch_kick(vring, &old);
+            self.unwatch_kick(&old);
         }
         let Some(fd) = fd else { return };
-        let token = if channels::wakes(vring) {
-            self.engine.watch(device_session, fd.as_fd()).map(|()| 0)
+        let token = if wakes {
+            self.engine.watch(device_session, fd.as_fd()).map(|()| OF_POLLERS)
         } else {
             self.watch(fd.as_fd(), Source::Kick(id, vring), true)
         };
@@ -653,8 +688,8 @@ impl Worker {
     }
 
     /// Others may hold the same open file, so closing ours would not end the watch.
-    fn unwatch_kick(&mut self, vring: usize, kick: &Kick) {
-        if channels::wakes(vring) {
+    fn unwatch_kick(&mut self, kick: &Kick) {
+        if kick.token == OF_POLLERS {
             self.engine.unwatch(kick.fd.as_fd());
         } else {
             let _ = epoll::delete(&self.epoll, kick.fd.as_fd());
@@ -668,8 +703,8 @@ impl Worker {
                 drop(unirdma_device::take_notifications(&kick.fd));
             }
             self.serve(id);
-        } else if let Some(s) = self.sessions.get_mut(&id) {
-            s.conn.device.events().on_kick(vring as u32);
+        } else if self.sessions.get(&id).is_some_and(|s| s.conn.device.events().on_kick(vring as u32)) {
+            self.serve(id);
         }
     }
 
@@ -706,7 +741,7 @@ impl Worker {
         self.engine.after_command();
     }
 
-    /// Answers the commands that were held back until jobs had ended.
+    /// Serves the sessions whose command was held back until jobs had ended, or that the pollers leave something to.
     fn on_released(&mut self) {
         for released in self.engine.released() {
             let session = self.sessions.iter().find(|(_, s)| s.conn.device.session() == released).map(|(&id, _)| id);
@@ -782,8 +817,8 @@ impl Worker {
         for t in &s.tokens {
             self.sources.remove(t);
         }
-        for (&vring, kick) in &s.conn.kicks {
-            self.unwatch_kick(vring, kick);
+        for kick in s.conn.kicks.values() {
+            self.unwatch_kick(kick);
         }
         let _ = epoll::delete(&self.epoll, s.backend.socket());
         self.engine.remove_session(s.conn.device.session());

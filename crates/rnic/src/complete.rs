@@ -62,7 +62,7 @@ impl Core {
             cq.notify = 0;
         }
         if cq.ring.take_event(solicited) || by_command {
-            self.outputs.push_back(Output::Completion { session: owner, queue, cqn: number });
+            self.outputs.push_back(Output::Completion { session: owner, queue, cqn: number, asked: by_command });
         }
     }
 

@@ -15,6 +15,8 @@ pub enum Output {
         queue: u16,
         /// The number of the CQ.
         cqn: u32,
+        /// REQ_NOTIFY_CQ has asked for it.
+        asked: bool,
     },
     /// The command of this session that was delayed can be answered.
     Released {

@@ -246,7 +246,7 @@ fn events_and_armings_are_kept() {
     net.run(2 * MS);
     out.clear();
     net.rnics[1].drain_outputs(&mut out);
-    assert_eq!(out, [Output::Completion { session, queue: 0, cqn }], "the period is over");
+    assert_eq!(out, [Output::Completion { session, queue: 0, cqn, asked: true }], "the period is over");
     assert_eq!(net.ends[0].done().wr_id, 1);
     let qpn = net.ends[0].qpn;
     net.rnic(0).modify_qp(session, qpn, m::STATE, &err).unwrap();

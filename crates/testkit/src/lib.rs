@@ -6,6 +6,7 @@
 pub mod fuse;
 mod hostile;
 mod program;
+pub mod rfc;
 mod scene;
 mod scripted;
 
@@ -19,7 +20,8 @@ use std::time::Duration;
 
 use unirdma_host::admin::{Request, Response};
 use unirdma_host::{
-    AddVrnic, Client, EngineConfig, HostConfig, Isolation, VHOST_SOCKET, WireConfig, serve, vrnic_dir, wait_ready,
+    AddVrnic, Client, EngineConfig, HostConfig, Isolation, RFC_SOCKET, VHOST_SOCKET, WireConfig, serve, vrnic_dir,
+    wait_ready,
 };
 
 pub use hostile::Hostile;
@@ -119,6 +121,14 @@ impl TestHost {
         f(&mut add);
         self.ask(&Request::VrnicAdd(add)).expect("vRNIC");
         vrnic_dir(&self.dir, name).join(VHOST_SOCKET)
+    }
+
+    /// Adds a vRNIC; the path of its socket in the RFC mode.
+    ///
+    /// # Panics
+    /// If that fails.
+    pub fn add_rfc(&self, name: &str, ip: &str) -> PathBuf {
+        self.add(name, ip).with_file_name(RFC_SOCKET)
     }
 
     /// The directory.

@@ -37,7 +37,7 @@ const LAST_PAUSE: Duration = Duration::from_secs(5);
 pub(super) struct Member {
     pub new: NewVrnic,
     /// That of its programs, and that of its network interface in a virtual machine.
-    pub listeners: [UnixListener; 2],
+    pub listeners: [UnixListener; 3],
     /// The interface that its container holds, and the administration connection that brought it.
     pub attached: Option<(u64, OwnedFd)>,
     /// The first process of each container, by the connection that told of it.
@@ -67,7 +67,7 @@ impl Member {
 
     pub fn of_kept(k: KeptMember, fds: Vec<OwnedFd>) -> Option<Member> {
         let mut fds = fds.into_iter();
-        let listeners = [fds.next()?.into(), fds.next()?.into()];
+        let listeners = [fds.next()?.into(), fds.next()?.into(), fds.next()?.into()];
         let attached = match k.attached {
             Some(id) => Some((id, fds.next()?)),
             None => None,
@@ -567,7 +567,7 @@ impl Worker {
 
     /// Tells it of a vRNIC.
     fn introduce(&mut self, m: &Member) -> io::Result<()> {
-        self.tell(&Call::Add(m.new.clone()), &[m.listeners[0].as_fd(), m.listeners[1].as_fd()])?;
+        self.tell(&Call::Add(m.new.clone()), &m.listeners.each_ref().map(AsFd::as_fd))?;
         if let Some((id, tap)) = &m.attached {
             self.tell(&Call::Attach { name: m.new.name.clone(), id: *id }, &[tap.as_fd()])?;
         }

@@ -205,7 +205,7 @@ impl Supervisor {
             return Err(format!("group {} is gone", group.name));
         }
         let listeners = listen(&self.dir, &name).map_err(|e| format!("cannot serve vRNIC {name}: {e}"))?;
-        let added = group.call(&mut inner, &Call::Add(new.clone()), &[listeners[0].as_fd(), listeners[1].as_fd()]);
+        let added = group.call(&mut inner, &Call::Add(new.clone()), &listeners.each_ref().map(AsFd::as_fd));
         if let Err(e) = added {
             let _ = std::fs::remove_dir_all(vrnic_dir(&self.dir, &name));
             return Err(e);

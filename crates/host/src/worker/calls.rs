@@ -70,7 +70,7 @@ impl Worker {
             Call::Hello { .. } => Ok(Answer::Hello(hello(Some(&self.group)))),
             Call::Begin(_) => Err(format!("this is the worker of group {} already", self.group)),
             Call::Add(new) => {
-                let listeners = (fds.next(), fds.next());
+                let listeners = [fds.next(), fds.next(), fds.next()];
                 self.add(new, listeners)
             }
             Call::Remove { name } => self.remove(&name),
@@ -159,8 +159,8 @@ impl Worker {
         self.vrnics.get(name).ok_or_else(|| unknown(name))
     }
 
-    fn add(&mut self, new: NewVrnic, listeners: (Option<OwnedFd>, Option<OwnedFd>)) -> Done {
-        let (Some(listener), Some(net_listener)) = listeners else {
+    fn add(&mut self, new: NewVrnic, listeners: [Option<OwnedFd>; 3]) -> Done {
+        let [Some(listener), Some(net_listener), Some(rfc_listener)] = listeners else {
             return Err("a vRNIC needs the sockets that its programs and virtual machines connect to".into());
         };
         if self.vrnics.contains_key(&new.name) {
@@ -169,13 +169,16 @@ impl Worker {
         let mac = vrnic::mac_of(&new.ips, self.group_id);
         let gids = vrnic::gid_table(&new.ips, mac);
         let config = VnicConfig { group: self.group_id, gids, limits: new.limits, share: new.share };
-        let token = self.watch(listener.as_fd(), Source::Listener(new.name.clone()), false);
-        let token = token.map_err(|e| format!("cannot serve vRNIC {}: {e}", new.name))?;
-        let net_token = self.watch(net_listener.as_fd(), Source::MachineListener(new.name.clone()), false);
-        let net_token = net_token.map_err(|e| format!("cannot serve vRNIC {}: {e}", new.name))?;
+        let mut watch = |listener: &OwnedFd, source: Source| {
+            self.watch(listener.as_fd(), source, false).map_err(|e| format!("cannot serve vRNIC {}: {e}", new.name))
+        };
+        let token = watch(&listener, Source::Listener(new.name.clone(), Mode::Native))?;
+        let net_token = watch(&net_listener, Source::MachineListener(new.name.clone()))?;
+        let rfc_token = watch(&rfc_listener, Source::Listener(new.name.clone(), Mode::Rfc))?;
         let Some(id) = self.engine.rnic.lock().add_vnic(config) else {
-            self.sources.remove(&token);
-            self.sources.remove(&net_token);
+            for token in [token, net_token, rfc_token] {
+                self.sources.remove(&token);
+            }
             return Err("too many vRNICs".into());
         };
         if !new.up {
@@ -197,6 +200,7 @@ impl Worker {
             limits: new.limits,
             listener: (token, listener),
             net_listener: (net_token, net_listener),
+            rfc_listener: (rfc_token, rfc_listener),
             attached: None,
             sessions: 0,
             full: false,
@@ -222,7 +226,7 @@ impl Worker {
             self.end_machine(id);
         }
         if let Some(v) = self.vrnics.remove(name) {
-            for (token, listener) in [&v.listener, &v.net_listener] {
+            for (token, listener) in [&v.listener, &v.net_listener, &v.rfc_listener] {
                 let _ = epoll::delete(&self.epoll, listener);
                 self.sources.remove(token);
             }
@@ -231,8 +235,9 @@ impl Worker {
             }
             self.engine.rnic.lock().remove_vnic(v.id);
             // Programs may wait in it, with descriptors.
-            drop(Foreign::refused(v.listener.1, &v.ledger));
-            drop(Foreign::refused(v.net_listener.1, &v.ledger));
+            for (_, listener) in [v.listener, v.net_listener, v.rfc_listener] {
+                drop(Foreign::refused(listener, &v.ledger));
+            }
         }
         Ok(Answer::Done)
     }

@@ -41,6 +41,9 @@ fn pair(kind: SocketType) -> Result<(OwnedFd, OwnedFd), String> {
 
 /// Opens channel `number`; the end of the process.
 pub(super) fn open(conn: &mut Conn, number: u32) -> Result<OwnedFd, String> {
+    if conn.device.is_rfc() {
+        return Err("the RFC mode has no channels".into());
+    }
     let key = match number {
         abi::CHANNEL_CONTROL => CONTROL,
         abi::CHANNEL_WAKE => WAKE,

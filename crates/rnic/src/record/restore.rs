@@ -575,7 +575,7 @@ impl<'a> Restorer<'a> {
         let session = self.session_id(Some(d.number));
         for o in &d.outputs {
             let output = match *o {
-                OutputData::Completion { queue, cqn } => Output::Completion { session, queue, cqn },
+                OutputData::Completion { queue, cqn } => Output::Completion { session, queue, cqn, asked: false },
                 OutputData::Released => Output::Released { session },
                 OutputData::Connection { queue } => Output::Connection { session, queue },
                 OutputData::Async { kind, handle } => match AsyncEvent::from_raw(kind) {

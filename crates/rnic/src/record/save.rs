@@ -470,7 +470,7 @@ fn xrcd(x: &Xrcd) -> XrcdData {
 
 fn output(o: &Output) -> OutputData {
     match *o {
-        Output::Completion { session: _, queue, cqn } => OutputData::Completion { queue, cqn },
+        Output::Completion { session: _, queue, cqn, asked: _ } => OutputData::Completion { queue, cqn },
         Output::Released { session: _ } => OutputData::Released,
         Output::Connection { session: _, queue } => OutputData::Connection { queue },
         Output::Async { session: _, kind, handle } => OutputData::Async { kind: kind as u32, handle },
