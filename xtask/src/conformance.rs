@@ -4,9 +4,11 @@ use std::fs;
 use std::os::unix::fs::symlink;
 use std::path::{Path, PathBuf};
 use std::process::Command;
+use std::time::Duration;
 
 use crate::Result;
 use crate::lab::{self, Lab};
+use crate::vm::{Guest, Image, Kernel, System, Systems};
 
 const TESTS: &str = "/usr/share/doc/rdma-core/tests";
 const RUN: &str = "tests/run_tests.py --dev unirdma0 -v";
@@ -49,16 +51,20 @@ impl Drop for HugePages {
     }
 }
 
-/// What `docs/conformance.md` says that a test may say when it is skipped.
-fn known_reasons() -> Result<Vec<String>> {
+/// Begins the part of `docs/conformance.md` that is about guests.
+const GUESTS: &str = "## In a virtual machine";
+
+/// What `docs/conformance.md` says that a test may say when it is skipped: anywhere, and in guests also what their part says.
+fn known_reasons(guest: bool) -> Result<Vec<String>> {
     let text = fs::read_to_string(lab::root().join("docs/conformance.md")).map_err(failed("docs/conformance.md"))?;
-    let reasons = text.lines().filter_map(|l| l.strip_prefix("| `")).filter_map(|l| l.split('`').next());
+    let part = if guest { &text } else { text.split(GUESTS).next().unwrap_or_default() };
+    let reasons = part.lines().filter_map(|l| l.strip_prefix("| `")).filter_map(|l| l.split('`').next());
     Ok(reasons.map(String::from).collect())
 }
 
 /// Judges a run: no failure, at least so many that pass, and no skip for an unknown reason.
-fn judge(text: &str, at_least: usize) -> Result<()> {
-    let known = known_reasons()?;
+fn judge(text: &str, at_least: usize, guest: bool) -> Result<()> {
+    let known = known_reasons(guest)?;
     let reason = |l: &str| Some(l.split(" ... skipped ").nth(1)?.trim_matches(['\'', '"']).to_string());
     let unknown: Vec<String> =
         text.lines().filter_map(reason).filter(|r| !known.iter().any(|k| r.starts_with(k))).collect();
@@ -90,7 +96,7 @@ pub(crate) fn debian_12(lab: &Lab) -> Result<()> {
     fs::create_dir_all(&dir).map_err(failed("pyverbs"))?;
     let tests = unpack(Path::new(TESTS), &dir)?;
     let script = format!("cd {} && exec /usr/bin/python3 {RUN}", tests.display());
-    judge(&lab.spawn("a", &[], &format!("sh -c '{script}'"))?.finish().text, 140)
+    judge(&lab.spawn("a", &[], &format!("sh -c '{script}'"))?.finish().text, 140, false)
 }
 
 /// Copies the tests below `dir`; the package has them compressed. Returns the directory to run them in.
@@ -150,5 +156,67 @@ pub(crate) fn debian_13(lab: &Lab) -> Result<()> {
     let file = lab.dir.join("debian-13.sh");
     fs::write(&file, script).map_err(failed("debian-13.sh"))?;
     let binds = ["--bind", &root.display().to_string()];
-    judge(&lab.spawn("a", &binds, &format!("sh {}", file.display()))?.finish().text, 150)
+    judge(&lab.spawn("a", &binds, &format!("sh {}", file.display()))?.finish().text, 150, false)
+}
+
+/// How long all tests may take in a guest, whose processors are emulated.
+const IN_GUEST: Duration = Duration::from_secs(3600);
+/// What of Python the tests do not need.
+const WITHOUT: &[&str] =
+    &["__pycache__", "ensurepip", "idlelib", "lib2to3", "pydoc_data", "site-packages", "sitecustomize.py", "test", "tkinter", "turtledemo"];
+
+/// Puts Python, its verbs and the tests into a guest's image, all of the kernel's release, and the kernel's own soft RNIC.
+fn add_tests(kernel: &Kernel, image: &mut Image<'_>) -> Result<()> {
+    let python = fs::read_link(kernel.root.join("usr/bin/python3")).map_err(failed("python3"))?;
+    let python = python.file_name().unwrap_or_default().to_string_lossy().into_owned();
+    image.program(&python)?;
+    symlink(&python, image.root().join("usr/bin/python3")).map_err(failed("python3"))?;
+    image.tree(&format!("/usr/lib/{python}"), &[WITHOUT, &[&format!("config-{}-x86_64-linux-gnu", &python[6..])]].concat())?;
+    image.tree("/usr/lib/python3/dist-packages/pyverbs", WITHOUT)?;
+    let release = if kernel.root == Path::new("/") { PathBuf::from("/") } else { root_of_debian_13()? };
+    let tests = release.join(TESTS.trim_start_matches('/'));
+    let to = image.root().join("t");
+    fs::create_dir_all(&to).map_err(failed("tests"))?;
+    unpack(&tests, &to)?;
+    image.modules(&["crc32_generic", "rdma_rxe"])?;
+    image.provider("rxe")
+}
+
+/// Runs the tests in a guest, whose device has this name; what they print.
+fn run_in(guest: &Guest, device: &str, only: Option<&str>) -> Result<String> {
+    let only = only.map(|o| format!(" -k {o}")).unwrap_or_default();
+    let run = RUN.replace("unirdma0", device);
+    let command = format!("echo {WANTED_PAGES} >{HUGE_PAGES}; cd /t && exec python3 {run}{only}");
+    Ok(guest.spawn(&command)?.finish_within(IN_GUEST).text)
+}
+
+fn in_guest(system: &System, only: Option<&str>, with_rxe: bool) -> Result<()> {
+    let lab = Lab::start(None)?;
+    lab.vrnic("guest", &["--ip", "10.0.0.1"])?;
+    let guest = Guest::start(&lab, system, "guest", 2, false)?;
+    let keep = |device: &str, text: &str| {
+        let file = lab::root().join(format!("target/conformance-{}-{device}.txt", system.name));
+        println!("kernel {}, {device}: {}", system.name, file.display());
+        fs::write(file, text).map_err(failed("what the tests print"))
+    };
+    let ours = run_in(&guest, "unirdma0", only)?;
+    keep("unirdma0", &ours)?;
+    if with_rxe {
+        guest.unload()?;
+        guest.run("rdma link add rxe0 type rxe netdev eth0")?;
+        let theirs = run_in(&guest, "rxe0", only)?;
+        keep("rxe0", &theirs)?;
+        println!("{}", theirs.lines().last().unwrap_or_default());
+    }
+    judge(&ours, 0, true).map_err(|e| guest.explain(&e))
+}
+
+/// Runs the tests in guests: on our vRNIC, and on the kernel's own soft RNIC. `only`: those whose names match.
+///
+/// # Errors
+/// What failed on the vRNIC, or was skipped without leave.
+pub(crate) fn in_guests(kernel: Option<&str>, only: Option<&str>) -> Result<()> {
+    crate::vm::prepare()?;
+    let systems = Systems::make_with(kernel, &add_tests)?;
+    systems.all.iter().try_for_each(|s| in_guest(s, only, only.is_none()))
 }

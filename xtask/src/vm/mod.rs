@@ -17,7 +17,8 @@ use std::process::Command;
 use crate::lab::{self, Lab};
 use crate::{Result, packages};
 
-pub(crate) use guest::{Guest, Systems};
+pub(crate) use guest::{Guest, System, Systems};
+pub(crate) use image::Image;
 pub(crate) use machine::Task;
 pub(crate) use parts::{Kernel, Parts};
 pub(crate) use rxe::{GUEST as RXE, GUEST6 as RXE6, OURS, OURS6, Rxe};
