@@ -115,7 +115,8 @@ static void unirdma_kernel_qp(struct unirdma_qp *qp,
 
 /*
  * Only the kernel has the QP for the general services, as far as there is one.
- * Only processes have XRC.
+ * Only processes have XRC; the ib core hides them from the driver for a target,
+ * which is shared.
  */
 static bool unirdma_qp_type_ok(struct unirdma_dev *dev, enum ib_qp_type type,
 			       bool is_user)
@@ -124,9 +125,9 @@ static bool unirdma_qp_type_ok(struct unirdma_dev *dev, enum ib_qp_type type,
 	case IB_QPT_RC:
 	case IB_QPT_UC:
 	case IB_QPT_UD:
+	case IB_QPT_XRC_TGT:
 		return true;
 	case IB_QPT_XRC_INI:
-	case IB_QPT_XRC_TGT:
 		return is_user;
 	case IB_QPT_GSI:
 		return dev->has_gsi && !is_user;
@@ -173,6 +174,7 @@ static int unirdma_create_qp(struct ib_qp *ibqp, struct ib_qp_init_attr *init,
 	struct unirdma_create_qp_resp answer = {};
 	struct unirdma_rsp_create_qp rsp;
 	struct unirdma_qp_layout layout;
+	const bool is_target = init->qp_type == IB_QPT_XRC_TGT;
 	struct ib_ucontext *ibuc = NULL;
 	u32 doorbell = 0;
 	bool has_rq;
@@ -192,7 +194,7 @@ static int unirdma_create_qp(struct ib_qp *ibqp, struct ib_qp_init_attr *init,
 	 * An XRC target is its domain's, and may outlive the process, which
 	 * posts nothing to it: it has the memory and the page of the kernel.
 	 */
-	if (udata && init->qp_type != IB_QPT_XRC_TGT) {
+	if (udata && !is_target) {
 		ibuc = &rdma_udata_to_drv_context(udata, struct unirdma_ucontext,
 						  ibuc)->ibuc;
 		doorbell = to_unirdma_ucontext(ibuc)->doorbell;
@@ -204,9 +206,8 @@ static int unirdma_create_qp(struct ib_qp *ibqp, struct ib_qp_init_attr *init,
 	qp->area = unirdma_area_create(dev, ibuc, layout.size);
 	if (IS_ERR(qp->area))
 		return PTR_ERR(qp->area);
-	has_rq = !init->srq && init->qp_type != IB_QPT_XRC_INI &&
-		 init->qp_type != IB_QPT_XRC_TGT;
-	if (!udata)
+	has_rq = !init->srq && !is_target && init->qp_type != IB_QPT_XRC_INI;
+	if (!udata && !is_target)
 		unirdma_kernel_qp(qp, &layout, init->srq);
 	err = unirdma_qp_command(dev, qp, init, &layout, doorbell, &rsp);
 	if (err)
@@ -215,22 +216,23 @@ static int unirdma_create_qp(struct ib_qp *ibqp, struct ib_qp_init_attr *init,
 	/* What the rings have room for. */
 	if (has_rq)
 		qp->cap.max_recv_wr = layout.rq_entries;
-	if (init->qp_type != IB_QPT_XRC_TGT) {
+	if (!is_target) {
 		qp->cap.max_send_wr = layout.sq_entries;
 		qp->cap.max_inline_data =
 			min(layout.sq_stride - UNIRDMA_SQ_HEAD,
 			    le32_to_cpu(rsp.cap.max_inline_data));
 	}
 	init->cap = qp->cap;
+	/* The process maps nothing of it: its answer is all zeros. */
+	if (is_target)
+		return 0;
 	if (!udata) {
 		unirdma_qp_enter(qp, init->send_cq, init->recv_cq);
 		return 0;
 	}
 
-	if (unirdma_is_user_area(qp->area)) {
-		answer.offset = unirdma_area_offset(qp->area);
-		answer.size = unirdma_area_size(qp->area);
-	}
+	answer.offset = unirdma_area_offset(qp->area);
+	answer.size = unirdma_area_size(qp->area);
 	answer.sq_offset = layout.sq_offset;
 	answer.rq_offset = layout.rq_offset;
 	answer.sq_entries = layout.sq_entries;

@@ -43,7 +43,7 @@ struct unirdma_cq_resp {
 
 /*
  * Of CREATE_QP: an area with the control block at 0 and both rings. The target
- * of an XRC connection has none: @size is 0.
+ * of an XRC connection has none: its answer is all zeros.
  */
 struct unirdma_create_qp_resp {
 	__aligned_u64 offset;

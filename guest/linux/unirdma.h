@@ -196,7 +196,7 @@ struct unirdma_mr {
 	struct ib_mr ibmr;
 	struct llist_node kept;
 	struct ib_umem *umem;		/* of a process's */
-	int access;			/* of a process\'s */
+	int access;			/* of a process's */
 	u32 mrn;
 
 	/* Of the kernel's: what the next REG_MR names, by bus address. */

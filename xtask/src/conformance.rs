@@ -62,6 +62,12 @@ fn known_reasons(guest: bool) -> Result<Vec<String>> {
     Ok(reasons.map(String::from).collect())
 }
 
+/// The number after a word.
+fn number(line: &str, before: &str) -> Option<usize> {
+    let digits: String = line.split(before).nth(1)?.chars().take_while(char::is_ascii_digit).collect();
+    digits.parse().ok()
+}
+
 /// Judges a run: no failure, at least so many that pass, and no skip for an unknown reason.
 fn judge(text: &str, at_least: usize, guest: bool) -> Result<()> {
     let known = known_reasons(guest)?;
@@ -73,10 +79,6 @@ fn judge(text: &str, at_least: usize, guest: bool) -> Result<()> {
     }
     // Python may say more about what it cleans up at its end.
     let last = text.lines().rfind(|l| l.starts_with("OK") || l.starts_with("FAILED")).unwrap_or_default();
-    let number = |l: &str, before: &str| {
-        let digits: String = l.split(before).nth(1)?.chars().take_while(char::is_ascii_digit).collect();
-        digits.parse::<usize>().ok()
-    };
     let all = text.lines().find_map(|l| number(l, "Ran ")).unwrap_or(0);
     let passed = all.saturating_sub(number(last, "skipped=").unwrap_or(0));
     println!("{passed} of {all} tests pass: {last}");
@@ -160,11 +162,23 @@ pub(crate) fn debian_13(lab: &Lab) -> Result<()> {
     judge(&lab.spawn("a", &binds, &format!("sh {}", file.display()))?.finish().text, 150, false)
 }
 
+const RUN_RXE: &str = "tests/run_tests.py --dev rxe0 -v";
+const KERNEL_OF_DEBIAN_13: &str = "6.12";
 /// How long all tests may take in a guest, whose processors are emulated.
 const IN_GUEST: Duration = Duration::from_secs(3600);
 /// What of Python the tests do not need.
-const WITHOUT: &[&str] =
-    &["__pycache__", "ensurepip", "idlelib", "lib2to3", "pydoc_data", "site-packages", "sitecustomize.py", "test", "tkinter", "turtledemo"];
+const WITHOUT: &[&str] = &[
+    "__pycache__",
+    "ensurepip",
+    "idlelib",
+    "lib2to3",
+    "pydoc_data",
+    "site-packages",
+    "sitecustomize.py",
+    "test",
+    "tkinter",
+    "turtledemo",
+];
 
 /// Puts Python, its verbs and the tests into a guest's image, all of the kernel's release, and the kernel's own soft RNIC.
 fn add_tests(kernel: &Kernel, image: &mut Image<'_>) -> Result<()> {
@@ -172,7 +186,10 @@ fn add_tests(kernel: &Kernel, image: &mut Image<'_>) -> Result<()> {
     let python = python.file_name().unwrap_or_default().to_string_lossy().into_owned();
     image.program(&python)?;
     symlink(&python, image.root().join("usr/bin/python3")).map_err(failed("python3"))?;
-    image.tree(&format!("/usr/lib/{python}"), &[WITHOUT, &[&format!("config-{}-x86_64-linux-gnu", &python[6..])]].concat())?;
+    image.tree(
+        &format!("/usr/lib/{python}"),
+        &[WITHOUT, &[&format!("config-{}-x86_64-linux-gnu", &python[6..])]].concat(),
+    )?;
     image.tree("/usr/lib/python3/dist-packages/pyverbs", WITHOUT)?;
     let release = if kernel.root == Path::new("/") { PathBuf::from("/") } else { root_of_debian_13()? };
     let tests = release.join(TESTS.trim_start_matches('/'));
@@ -183,12 +200,27 @@ fn add_tests(kernel: &Kernel, image: &mut Image<'_>) -> Result<()> {
     image.provider("rxe")
 }
 
-/// Runs the tests in a guest, whose device has this name; what they print.
-fn run_in(guest: &Guest, device: &str, only: Option<&str>) -> Result<String> {
-    let only = only.map(|o| format!(" -k {o}")).unwrap_or_default();
-    let run = RUN.replace("unirdma0", device);
-    let command = format!("echo {WANTED_PAGES} >{HUGE_PAGES}; cd /t && exec python3 {run}{only}");
+/// Runs tests in a guest; what they print.
+fn run_in(guest: &Guest, tests: &str) -> Result<String> {
+    let command = format!("echo {WANTED_PAGES} >{HUGE_PAGES}; cd /t && {tests}");
     Ok(guest.spawn(&command)?.finish_within(IN_GUEST).text)
+}
+
+/// Says how a run of several files went.
+fn report(text: &str) {
+    let sum = |begin: &str, word: &str| -> usize {
+        text.lines().filter(|l| l.starts_with(begin)).filter_map(|l| number(l, word)).sum()
+    };
+    let both = |word: &str| sum("OK (", word) + sum("FAILED (", word);
+    let (all, skipped) = (sum("Ran ", "Ran "), both("skipped="));
+    let failed = both("failures=") + both("errors=");
+    let without_end: Vec<&str> = text
+        .split("\nfile ")
+        .filter(|file| !file.contains("\nOK") && !file.contains("\nFAILED"))
+        .filter_map(|file| file.lines().next())
+        .collect();
+    println!("{} of {all} tests pass, {failed} fail, {skipped} are skipped", all.saturating_sub(skipped + failed));
+    println!("files that end Python: {without_end:?}");
 }
 
 fn in_guest(system: &System, only: Option<&str>, with_rxe: bool) -> Result<()> {
@@ -200,15 +232,28 @@ fn in_guest(system: &System, only: Option<&str>, with_rxe: bool) -> Result<()> {
         println!("kernel {}, {device}: {}", system.name, file.display());
         fs::write(file, text).map_err(failed("what the tests print"))
     };
-    let ours = run_in(&guest, "unirdma0", only)?;
+    let only_these = only.map(|o| format!("-k {o}")).unwrap_or_default();
+    let ours = run_in(&guest, &format!("exec python3 {RUN} {only_these}"))?;
     keep("unirdma0", &ours)?;
     if with_rxe {
         guest.unload()?;
         guest.run("rdma link add rxe0 type rxe netdev eth0")?;
-        let theirs = run_in(&guest, "rxe0", only)?;
+        // Each file by itself: some tests end Python.
+        let each = "for f in tests/test_*.py; do f=${f##*/}; echo file $f";
+        let theirs = run_in(&guest, &format!("{each}; python3 {RUN_RXE} -k \"tests.${{f%.py}}.*\"; done"))?;
         keep("rxe0", &theirs)?;
+        report(&theirs);
     }
     judge(&ours, 0, true).map_err(|e| guest.explain(&e))
+}
+
+/// Runs the tests in one guest, on our vRNIC.
+///
+/// # Errors
+/// What failed, or was skipped without leave.
+pub(crate) fn in_a_guest(kernel: Option<&str>) -> Result<()> {
+    let systems = Systems::make_with(Some(kernel.unwrap_or(KERNEL_OF_DEBIAN_13)), &add_tests)?;
+    in_guest(systems.all.first().ok_or("no kernel")?, None, false)
 }
 
 /// Runs the tests in guests: on our vRNIC, and on the kernel's own soft RNIC. `only`: those whose names match.

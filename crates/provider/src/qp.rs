@@ -121,10 +121,18 @@ unsafe fn rings(ctx: *mut ibv_context, r: &kernel::QpResp) -> Result<Made, i32> 
 
 /// Rings that only this process has, for the target of an XRC connection: nothing is ever posted to it.
 fn nothing_to_post() -> Result<Made, i32> {
+    const ALIGN: usize = 64;
     let layout = abi::QpLayout::of(&abi::QpCap::default()).ok_or(NONSENSE)?;
-    let [ctrl, sq, rq] = [size_of::<abi::QpCtrl>(), layout.sq_bytes(), layout.rq_bytes()].map(Span::anonymous);
-    let rings = QpRings::new(ctrl, sq, rq, layout).ok_or(NONSENSE)?;
-    Ok(Made { rings, max_inline: 0, max_send_sge: 0, max_recv_sge: 0 })
+    let sizes = [size_of::<abi::QpCtrl>(), layout.sq_bytes(), layout.rq_bytes()].map(|n| n.next_multiple_of(ALIGN));
+    let memory = Span::anonymous(ALIGN + sizes.iter().sum::<usize>());
+    let mut at = memory.addr().next_multiple_of(ALIGN) - memory.addr();
+    let [ctrl, sq, rq] = sizes.map(|n| {
+        let part = memory.sub(at as u64, n as u64);
+        at += n;
+        part
+    });
+    let rings = ctrl.zip(sq).zip(rq).and_then(|((ctrl, sq), rq)| QpRings::new(ctrl, sq, rq, layout));
+    Ok(Made { rings: rings.ok_or(NONSENSE)?, max_inline: 0, max_send_sge: 0, max_recv_sge: 0 })
 }
 
 const MASK_PD: u32 = 1;
