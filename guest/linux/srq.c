@@ -179,6 +179,10 @@ static int unirdma_resize_srq(struct unirdma_dev *dev, struct unirdma_srq *srq,
 		return -EOPNOTSUPP;
 	if (udata->inlen < sizeof(req))
 		return -EINVAL;
+	if (udata->inlen > sizeof(req) &&
+	    !ib_is_udata_cleared(udata, sizeof(req),
+				 udata->inlen - sizeof(req)))
+		return -EOPNOTSUPP;
 	if (ib_copy_from_udata(&req, udata, sizeof(req)))
 		return -EFAULT;
 	if (!max_wr || !unirdma_within(max_wr, dev->attr.max_srq_wr,

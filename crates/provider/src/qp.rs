@@ -145,9 +145,8 @@ const MASK_SEND_OPS: u32 = 1 << 6;
 /// # Safety
 /// The context and what the attributes name are the caller's.
 unsafe fn make(ctx: *mut ibv_context, a: &mut ibv_qp_init_attr_ex, extended: bool) -> Result<*mut QpObj, i32> {
-    let typ = QpType::from_raw(a.qp_type).filter(|t| {
-        matches!(t, QpType::Rc | QpType::Uc | QpType::Ud | QpType::XrcSend | QpType::XrcRecv)
-    });
+    let typ = QpType::from_raw(a.qp_type)
+        .filter(|t| matches!(t, QpType::Rc | QpType::Uc | QpType::Ud | QpType::XrcSend | QpType::XrcRecv));
     let typ = typ.ok_or(libc::EOPNOTSUPP)?;
     let target = typ == QpType::XrcRecv;
     let given = |bit: u32| a.comp_mask & bit != 0;

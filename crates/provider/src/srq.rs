@@ -80,6 +80,8 @@ unsafe fn make(init: &mut ibv_srq_init_attr_ex) -> Result<*mut SrqObj, i32> {
         };
         let room = (resp.driver.stride - abi::RQ_DATA as u32) / size_of::<abi::Sge>() as u32;
         init.attr.max_sge = init.attr.max_sge.min(room);
+        // libibverbs does so for ibv_create_srq(3) alone.
+        ((*obj).c.srq.srq_context, (*obj).c.srq.pd) = (init.srq_context, pd);
         (&raw mut (*obj).ctx).write(shared);
         (&raw mut (*obj).max_sge).write(init.attr.max_sge);
         (&raw mut (*obj).ctrl).write(ctrl);

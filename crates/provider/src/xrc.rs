@@ -17,8 +17,7 @@ pub unsafe extern "C" fn open(ctx: *mut ibv_context, attr: *mut ibv_xrcd_init_at
     let size = size_of::<verbs_xrcd>() as c_int;
     // SAFETY: the caller's context and attributes, a domain that nobody else knows, and room for command and answer.
     unsafe {
-        let r =
-            ibv_cmd_open_xrcd(ctx, xrcd, size, attr, &mut cmd, OpenXrcd::SIZE, &mut resp, OpenXrcdAnswer::SIZE);
+        let r = ibv_cmd_open_xrcd(ctx, xrcd, size, attr, &mut cmd, OpenXrcd::SIZE, &mut resp, OpenXrcdAnswer::SIZE);
         if r != 0 {
             drop(Box::from_raw(xrcd));
             return null(r);

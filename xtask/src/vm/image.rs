@@ -116,7 +116,8 @@ impl<'a> Image<'a> {
     /// It is not there.
     pub fn tree(&self, dir: &str, without: &[&str]) -> Result<()> {
         let entries = fs::read_dir(self.theirs(dir)).map_err(failed(dir))?.flatten();
-        for name in entries.filter_map(|e| e.file_name().into_string().ok()).filter(|n| !without.contains(&n.as_str())) {
+        for name in entries.filter_map(|e| e.file_name().into_string().ok()).filter(|n| !without.contains(&n.as_str()))
+        {
             let path = format!("{dir}/{name}");
             if self.theirs(&path).is_dir() {
                 self.tree(&path, without)?;
