@@ -123,7 +123,8 @@ pub unsafe extern "C" fn create_ex(ctx: *mut ibv_context, init: *mut ibv_srq_ini
     }
     // SAFETY: a PD of the caller, if there is one.
     let has_pd = given(PD) && unsafe { a.pd.as_ref() }.is_some_and(|pd| pd.context == ctx);
-    if !has_pd || typ == XRC && !(given(XRCD) && given(CQ) && !a.xrcd.is_null() && !a.cq.is_null()) {
+    let has_xrc = given(XRCD) && given(CQ) && !a.xrcd.is_null() && !a.cq.is_null();
+    if !has_pd || typ == XRC && !has_xrc {
         return null(libc::EINVAL);
     }
     if typ == BASIC {
