@@ -164,11 +164,11 @@ pub unsafe fn alloc_parent(context: *mut ibv_context, a: &ibv_parent_domain_init
 #[cfg(test)]
 mod tests {
     use super::*;
-    use std::ptr::null_mut;
+    use std::ptr::{null_mut, without_provenance_mut};
 
     #[test]
     fn a_parent_domain_keeps_what_it_was_made_from() {
-        let context = 8 as *mut ibv_context;
+        let context: *mut ibv_context = without_provenance_mut(8);
         let pd = new_pd(ibv_pd { context, handle: 7 });
         let mut attr = ibv_parent_domain_init_attr {
             pd,
@@ -182,7 +182,7 @@ mod tests {
         unsafe {
             assert_eq!(alloc_td(context, &mut 1), Err(libc::EINVAL));
             attr.td = alloc_td(context, &mut 0).unwrap();
-            assert_eq!(alloc_parent(16 as *mut ibv_context, &attr), Err(libc::EINVAL));
+            assert_eq!(alloc_parent(without_provenance_mut(16), &attr), Err(libc::EINVAL));
             attr.comp_mask = 1;
             assert_eq!(alloc_parent(context, &attr), Err(libc::EINVAL));
             attr.comp_mask = 4;
