@@ -187,6 +187,25 @@ void unirdma_area_destroy(struct unirdma_dev *dev, struct unirdma_area *area)
 		unirdma_area_drop(dev, area);
 }
 
+/* Copies between the pages, however the two are mapped. */
+void unirdma_area_copy(struct unirdma_area *to, size_t to_offset,
+		       const struct unirdma_area *from, size_t from_offset,
+		       size_t length)
+{
+	size_t n;
+
+	for (; length; length -= n) {
+		n = min3(length, PAGE_SIZE - offset_in_page(to_offset),
+			 PAGE_SIZE - offset_in_page(from_offset));
+		memcpy(page_address(to->pages[to_offset >> PAGE_SHIFT]) +
+		       offset_in_page(to_offset),
+		       page_address(from->pages[from_offset >> PAGE_SHIFT]) +
+		       offset_in_page(from_offset), n);
+		to_offset += n;
+		from_offset += n;
+	}
+}
+
 /* The last reference is gone: that of the object, or of an mmap under way. */
 void unirdma_mmap_free(struct rdma_user_mmap_entry *entry)
 {

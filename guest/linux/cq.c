@@ -33,7 +33,7 @@ static int unirdma_create_cq(struct ib_cq *ibcq,
 {
 	struct unirdma_cq *cq = to_unirdma_cq(ibcq);
 	struct unirdma_dev *dev = to_unirdma_dev(ibcq->device);
-	struct unirdma_create_cq_resp answer = {};
+	struct unirdma_cq_resp answer = {};
 	struct unirdma_req_create_cq req = {};
 	struct ib_ucontext *ibuc = NULL;
 	struct unirdma_handle rsp;
@@ -118,7 +118,7 @@ static int unirdma_resize_cq(struct ib_cq *ibcq, unsigned int cqe,
 {
 	struct unirdma_cq *cq = to_unirdma_cq(ibcq);
 	struct unirdma_dev *dev = to_unirdma_dev(ibcq->device);
-	struct unirdma_resize_cq_resp answer = {};
+	struct unirdma_cq_resp answer = {};
 	struct unirdma_req_resize_cq req = {};
 	struct unirdma_area *area;
 	struct unirdma_ucontext *uc;

@@ -98,11 +98,15 @@ enum unirdma_command {
 	UNIRDMA_DESTROY_SRQ = 25,
 	UNIRDMA_MODIFY_SRQ = 26,
 	UNIRDMA_QUERY_SRQ = 27,
+	UNIRDMA_REREG_MR = 28,
 	UNIRDMA_ATTACH_MCAST = 32,
 	UNIRDMA_DETACH_MCAST = 33,
 	UNIRDMA_ALLOC_MW = 34,
 	UNIRDMA_DEALLOC_MW = 35,
 	UNIRDMA_RESIZE_CQ = 36,
+	UNIRDMA_CREATE_XRCD = 37,
+	UNIRDMA_DESTROY_XRCD = 38,
+	UNIRDMA_RESIZE_SRQ = 39,
 	UNIRDMA_MODIFY_CQ = 40,
 	UNIRDMA_NEW_SESSION = 45,
 	UNIRDMA_CREATE_DOORBELL = 46,
@@ -111,6 +115,8 @@ enum unirdma_command {
 	UNIRDMA_EXTEND_MR = 49,
 	UNIRDMA_MAP_RUNS = 50,
 	UNIRDMA_UNMAP_RUNS = 51,
+	UNIRDMA_QUERY_COUNTERS = 56,
+	UNIRDMA_QUERY_CLOCK = 57,
 };
 
 /* The longest request, and the longest response, with their headers. */
@@ -165,6 +171,22 @@ struct unirdma_rsp_query_device {
 };
 
 static_assert(sizeof(struct unirdma_rsp_query_device) == 256);
+
+/* In the order of the specification's table; see stats.c for their names. */
+#define UNIRDMA_NUM_COUNTERS	29
+
+struct unirdma_rsp_query_counters {
+	__le64 counters[UNIRDMA_NUM_COUNTERS];
+	__le64 reserved[48 - UNIRDMA_NUM_COUNTERS];
+};
+
+static_assert(sizeof(struct unirdma_rsp_query_counters) == 384);
+
+struct unirdma_rsp_query_clock {
+	__le64 now_ns;
+};
+
+static_assert(sizeof(struct unirdma_rsp_query_clock) == 8);
 
 struct unirdma_req_query_port {
 	__le32 port;
@@ -288,6 +310,13 @@ struct unirdma_rsp_mr {
 };
 
 static_assert(sizeof(struct unirdma_rsp_mr) == 16);
+
+struct unirdma_req_rereg_mr {
+	__le32 mrn;
+	__le32 by;
+};
+
+static_assert(sizeof(struct unirdma_req_rereg_mr) == 8);
 
 struct unirdma_req_alloc_mw {
 	__le32 pdn;
@@ -467,6 +496,28 @@ struct unirdma_rsp_create_srq {
 };
 
 static_assert(sizeof(struct unirdma_rsp_create_srq) == 16);
+
+/* Flags of CREATE_XRCD: there need not be one yet. */
+#define UNIRDMA_XRCD_CREATE	2
+
+struct unirdma_req_create_xrcd {
+	__le64 dev;
+	__le64 ino;
+	__le32 flags;
+	__le32 reserved;
+};
+
+static_assert(sizeof(struct unirdma_req_create_xrcd) == 24);
+
+struct unirdma_req_resize_srq {
+	__le32 srqn;
+	__le32 max_wr;
+	__le64 ctrl_addr;
+	__le64 ring_addr;
+	__le64 reserved;
+};
+
+static_assert(sizeof(struct unirdma_req_resize_srq) == 32);
 
 struct unirdma_req_modify_srq {
 	__le32 srqn;

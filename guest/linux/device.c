@@ -7,6 +7,7 @@
 
 #include "unirdma.h"
 
+#define UNIRDMA_CLOCK_KHZ 1000000	/* timestamps are nanoseconds */
 #define UNIRDMA_MAX_PKEYS 16	/* the ib core asks for each */
 
 /*
@@ -39,18 +40,48 @@ static int unirdma_limit(__le32 limit)
 	return min_t(u32, le32_to_cpu(limit), INT_MAX);
 }
 
+/* "1.2.3" as the number that the verbs have for it. */
+static u64 unirdma_fw_ver(const struct unirdma_rsp_query_device *a)
+{
+	unsigned int major = 0, minor = 0, patch = 0;
+	char text[sizeof(a->fw_ver) + 1] = {};
+
+	memcpy(text, a->fw_ver, sizeof(a->fw_ver));
+	/* What is not there stays 0. */
+	if (sscanf(text, "%u.%u.%u", &major, &minor, &patch) < 1)
+		return 0;
+	return (u64)major << 32 | (u64)(u16)minor << 16 | (u16)patch;
+}
+
+/* Answers a process that wants the device's clock. */
+static int unirdma_tell_time(struct unirdma_dev *dev, struct ib_udata *udata)
+{
+	struct unirdma_query_device_resp answer = {};
+	struct unirdma_rsp_query_clock rsp;
+	int err;
+
+	err = unirdma_check_udata(udata, sizeof(answer));
+	if (err)
+		return err;
+	err = unirdma_cmd(dev, UNIRDMA_QUERY_CLOCK, NULL, 0, &rsp, sizeof(rsp));
+	if (err)
+		return err;
+	answer.clock_ns = le64_to_cpu(rsp.now_ns);
+	return unirdma_answer(udata, &answer, sizeof(answer));
+}
+
 static int unirdma_query_device(struct ib_device *ibdev,
 				struct ib_device_attr *to,
 				struct ib_udata *udata)
 {
 	/* What this driver does not do. */
-	const u64 without = IB_DEVICE_RESIZE_MAX_WR | IB_DEVICE_SRQ_RESIZE |
-			    IB_DEVICE_XRC;
+	const u64 without = IB_DEVICE_RESIZE_MAX_WR;
 	struct unirdma_dev *dev = to_unirdma_dev(ibdev);
 	const struct unirdma_rsp_query_device *a = &dev->attr;
 	const struct unirdma_limits *l = &a->limits;
 
 	memset(to, 0, sizeof(*to));
+	to->fw_ver = unirdma_fw_ver(a);
 	to->sys_image_guid = cpu_to_be64(le64_to_cpu(l->sys_image_guid));
 	to->max_mr_size = le64_to_cpu(l->max_mr_size);
 	to->page_size_cap = le64_to_cpu(l->page_size_cap);
@@ -89,7 +120,9 @@ static int unirdma_query_device(struct ib_device *ibdev,
 	to->local_ca_ack_delay = l->local_ca_ack_delay;
 	to->cq_caps.max_cq_moderation_count = le16_to_cpu(a->max_cq_count);
 	to->cq_caps.max_cq_moderation_period = le16_to_cpu(a->max_cq_period_us);
-	return 0;
+	to->timestamp_mask = U64_MAX;
+	to->hca_core_clock = UNIRDMA_CLOCK_KHZ;
+	return udata && udata->outlen ? unirdma_tell_time(dev, udata) : 0;
 }
 
 static void unirdma_get_fw_str(struct ib_device *ibdev, char *str)

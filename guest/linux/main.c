@@ -233,6 +233,7 @@ static int unirdma_register(struct unirdma_dev *dev)
 	unirdma_set_srq_ops(ibdev);
 	unirdma_set_qp_ops(ibdev);
 	unirdma_set_mr_ops(ibdev);
+	unirdma_set_stats_ops(ibdev);
 
 	unirdma_netdev_pick(dev, false);
 	/* No DMA device: the device takes physical addresses. See post.c. */
@@ -286,8 +287,12 @@ static void unirdma_config_changed(struct virtio_device *vdev)
 
 static int unirdma_validate(struct virtio_device *vdev)
 {
-	/* The device takes physical addresses, also in its commands. */
-	__virtio_clear_bit(vdev, VIRTIO_F_ACCESS_PLATFORM);
+	/* Its rings, commands and WQEs have physical addresses. */
+	if (virtio_has_feature(vdev, VIRTIO_F_ACCESS_PLATFORM)) {
+		dev_err(&vdev->dev,
+			"The device is to be used through an IOMMU, but takes physical addresses (QEMU: leave out iommu_platform=on)\n");
+		return -EOPNOTSUPP;
+	}
 	return 0;
 }
 
@@ -340,6 +345,7 @@ destroy_wq:
 dealloc:
 	kfree(dev->gids);
 	ib_dealloc_device(&dev->ibdev);
+	vdev->priv = NULL;
 	return err;
 }
 
@@ -347,6 +353,9 @@ static void unirdma_remove(struct virtio_device *vdev)
 {
 	struct unirdma_dev *dev = vdev->priv;
 
+	/* It did not come back from a sleep. */
+	if (!dev)
+		return;
 	/* Destroys what processes have left, by commands. */
 	unirdma_unregister(dev);
 	unirdma_stop(dev);
@@ -355,13 +364,24 @@ static void unirdma_remove(struct virtio_device *vdev)
 	unirdma_free_events(dev);
 	kfree(dev->gids);
 	ib_dealloc_device(&dev->ibdev);
+	vdev->priv = NULL;
 }
 
 #ifdef CONFIG_PM_SLEEP
-/* A sleeping host would have to keep all objects. */
+/*
+ * Peers do not wait for a guest that sleeps, and its host may end meanwhile. So
+ * nothing is kept: users are told as when the driver is unbound, and find a new
+ * device afterwards.
+ */
 static int unirdma_freeze(struct virtio_device *vdev)
 {
-	return -EOPNOTSUPP;
+	unirdma_remove(vdev);
+	return 0;
+}
+
+static int unirdma_restore(struct virtio_device *vdev)
+{
+	return unirdma_probe(vdev);
 }
 #endif
 
@@ -381,6 +401,7 @@ static struct virtio_driver unirdma_driver = {
 	.config_changed = unirdma_config_changed,
 #ifdef CONFIG_PM_SLEEP
 	.freeze = unirdma_freeze,
+	.restore = unirdma_restore,
 #endif
 };
 module_virtio_driver(unirdma_driver);

@@ -160,9 +160,9 @@ void unirdma_free_kept_mrs(struct unirdma_dev *dev)
 		unirdma_mr_free(mr);
 }
 
-static struct ib_mr *unirdma_reg_user_mr(struct ib_pd *ibpd, u64 start,
-					 u64 length, u64 virt_addr,
-					 int access, struct ib_udata *udata)
+/* Pins a range of the process and makes an MR of it. */
+static struct unirdma_mr *unirdma_make_mr(struct ib_pd *ibpd, u64 start,
+					  u64 length, u64 virt_addr, int access)
 {
 	/* The others are hints, which the device does not need. */
 	const int known = IB_ACCESS_LOCAL_WRITE | IB_ACCESS_REMOTE_WRITE |
@@ -180,13 +180,10 @@ static struct ib_mr *unirdma_reg_user_mr(struct ib_pd *ibpd, u64 start,
 
 	if (access & ~(known | hints))
 		return ERR_PTR(-EOPNOTSUPP);
-	err = unirdma_check_udata(udata, 0);
-	if (err)
-		return ERR_PTR(err);
-
 	mr = kzalloc(sizeof(*mr), GFP_KERNEL);
 	if (!mr)
 		return ERR_PTR(-ENOMEM);
+	mr->access = access;
 	mr->umem = unirdma_umem_get(ibpd->device, start, length, access);
 	if (IS_ERR(mr->umem)) {
 		err = PTR_ERR(mr->umem);
@@ -198,7 +195,67 @@ static struct ib_mr *unirdma_reg_user_mr(struct ib_pd *ibpd, u64 start,
 		unirdma_mr_drop(dev, mr);
 		return ERR_PTR(err);
 	}
-	return &mr->ibmr;
+	return mr;
+}
+
+static struct ib_mr *unirdma_reg_user_mr(struct ib_pd *ibpd, u64 start,
+					 u64 length, u64 virt_addr,
+					 int access, struct ib_udata *udata)
+{
+	struct unirdma_mr *mr;
+	int err;
+
+	err = unirdma_check_udata(udata, 0);
+	if (err)
+		return ERR_PTR(err);
+	mr = unirdma_make_mr(ibpd, start, length, virt_addr, access);
+	return IS_ERR(mr) ? ERR_CAST(mr) : &mr->ibmr;
+}
+
+/*
+ * Makes another MR as it is to be, and lets the two change places in the
+ * device: a failure changes nothing, and the keys stay.
+ */
+static struct ib_mr *unirdma_rereg_user_mr(struct ib_mr *ibmr, int flags,
+					   u64 start, u64 length, u64 virt_addr,
+					   int access, struct ib_pd *ibpd,
+					   struct ib_udata *udata)
+{
+	struct unirdma_dev *dev = to_unirdma_dev(ibmr->device);
+	struct unirdma_mr *mr = to_unirdma_mr(ibmr), *by;
+	struct unirdma_req_rereg_mr req;
+	int err;
+
+	err = unirdma_check_udata(udata, 0);
+	if (err)
+		return ERR_PTR(err);
+	if (flags & ~IB_MR_REREG_SUPPORTED)
+		return ERR_PTR(-EOPNOTSUPP);
+	if (!(flags & IB_MR_REREG_TRANS)) {
+		start = mr->umem->address;
+		length = mr->umem->length;
+		virt_addr = ibmr->iova;
+	}
+	if (!(flags & IB_MR_REREG_ACCESS))
+		access = mr->access;
+	if (!(flags & IB_MR_REREG_PD))
+		ibpd = ibmr->pd;
+
+	by = unirdma_make_mr(ibpd, start, length, virt_addr, access);
+	if (IS_ERR(by))
+		return ERR_CAST(by);
+	req.mrn = cpu_to_le32(mr->mrn);
+	req.by = cpu_to_le32(by->mrn);
+	err = unirdma_cmd(dev, UNIRDMA_REREG_MR, &req, sizeof(req), NULL, 0);
+	if (err) {
+		unirdma_cmd_undo(dev, UNIRDMA_DEREG_MR, by->mrn);
+	} else {
+		swap(mr->umem, by->umem);
+		mr->access = access;
+	}
+	/* With the memory that is not used. */
+	unirdma_mr_drop(dev, by);
+	return ERR_PTR(err);
 }
 
 /*
@@ -355,6 +412,7 @@ static const struct ib_device_ops unirdma_mr_ops = {
 #else
 	.reg_user_mr = unirdma_reg_user_mr,
 #endif
+	.rereg_user_mr = unirdma_rereg_user_mr,
 	.get_dma_mr = unirdma_get_dma_mr,
 	.alloc_mr = unirdma_alloc_mr,
 	.map_mr_sg = unirdma_map_mr_sg,

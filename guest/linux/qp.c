@@ -58,12 +58,9 @@ static int unirdma_qp_command(struct unirdma_dev *dev, struct unirdma_qp *qp,
 			      struct unirdma_rsp_create_qp *rsp)
 {
 	struct unirdma_req_create_qp req = {
-		.pdn = cpu_to_le32(to_unirdma_pd(qp->ibqp.pd)->pdn),
 		.qp_type = init->qp_type,
 		.sq_sig_all = init->sq_sig_type == IB_SIGNAL_ALL_WR,
 		.has_srq = !!init->srq,
-		.send_cqn = cpu_to_le32(to_unirdma_cq(init->send_cq)->cqn),
-		.recv_cqn = cpu_to_le32(to_unirdma_cq(init->recv_cq)->cqn),
 		.ctrl_addr = cpu_to_le64(qp->area->addr),
 		.sq_addr = cpu_to_le64(qp->area->addr + l->sq_offset),
 		.rq_addr = cpu_to_le64(qp->area->addr + l->rq_offset),
@@ -71,6 +68,15 @@ static int unirdma_qp_command(struct unirdma_dev *dev, struct unirdma_qp *qp,
 	};
 	int err;
 
+	if (init->qp_type == IB_QPT_XRC_TGT) {
+		req.xrcdn = cpu_to_le32(to_unirdma_xrcd(init->xrcd)->xrcdn);
+	} else {
+		req.pdn = cpu_to_le32(to_unirdma_pd(qp->ibqp.pd)->pdn);
+		req.send_cqn = cpu_to_le32(to_unirdma_cq(init->send_cq)->cqn);
+		req.recv_cqn = req.send_cqn;
+	}
+	if (init->recv_cq)
+		req.recv_cqn = cpu_to_le32(to_unirdma_cq(init->recv_cq)->cqn);
 	if (init->srq)
 		req.srqn = cpu_to_le32(to_unirdma_srq(init->srq)->srqn);
 	unirdma_put_cap(&req.cap, &qp->cap);
@@ -107,12 +113,57 @@ static void unirdma_kernel_qp(struct unirdma_qp *qp,
 				  &ctrl->rq_prod, &ctrl->rq_cons);
 }
 
-/* Only the kernel has the QP for the general services, as far as there is one. */
+/*
+ * Only the kernel has the QP for the general services, as far as there is one.
+ * Only processes have XRC; the ib core hides them from the driver for a target,
+ * which is shared.
+ */
 static bool unirdma_qp_type_ok(struct unirdma_dev *dev, enum ib_qp_type type,
 			       bool is_user)
 {
-	return type == IB_QPT_RC || type == IB_QPT_UC || type == IB_QPT_UD ||
-	       (type == IB_QPT_GSI && dev->has_gsi && !is_user);
+	switch (type) {
+	case IB_QPT_RC:
+	case IB_QPT_UC:
+	case IB_QPT_UD:
+	case IB_QPT_XRC_TGT:
+		return true;
+	case IB_QPT_XRC_INI:
+		return is_user;
+	case IB_QPT_GSI:
+		return dev->has_gsi && !is_user;
+	default:
+		return false;
+	}
+}
+
+/* True if it has what QPs of its type need, and nothing is too large. */
+static bool unirdma_qp_init_ok(struct unirdma_dev *dev, const struct ib_qp *ibqp,
+			       const struct ib_qp_init_attr *init)
+{
+	bool complete;
+
+	if (init->qp_type == IB_QPT_XRC_TGT)
+		complete = init->xrcd;
+	else
+		complete = ibqp->pd && init->send_cq &&
+			   (init->recv_cq || init->qp_type == IB_QPT_XRC_INI);
+	return complete && unirdma_qp_cap_ok(dev, &init->cap);
+}
+
+/* What is posted elsewhere takes no room. */
+static void unirdma_qp_trim(struct ib_qp_init_attr *init)
+{
+	const bool is_target = init->qp_type == IB_QPT_XRC_TGT;
+
+	if (init->srq || is_target || init->qp_type == IB_QPT_XRC_INI) {
+		init->cap.max_recv_wr = 0;
+		init->cap.max_recv_sge = 0;
+	}
+	if (is_target) {
+		init->cap.max_send_wr = 0;
+		init->cap.max_send_sge = 0;
+		init->cap.max_inline_data = 0;
+	}
 }
 
 static int unirdma_create_qp(struct ib_qp *ibqp, struct ib_qp_init_attr *init,
@@ -123,8 +174,10 @@ static int unirdma_create_qp(struct ib_qp *ibqp, struct ib_qp_init_attr *init,
 	struct unirdma_create_qp_resp answer = {};
 	struct unirdma_rsp_create_qp rsp;
 	struct unirdma_qp_layout layout;
+	const bool is_target = init->qp_type == IB_QPT_XRC_TGT;
 	struct ib_ucontext *ibuc = NULL;
 	u32 doorbell = 0;
+	bool has_rq;
 	int err;
 
 	if (!unirdma_qp_type_ok(dev, init->qp_type, udata))
@@ -134,15 +187,14 @@ static int unirdma_create_qp(struct ib_qp *ibqp, struct ib_qp_init_attr *init,
 	err = unirdma_check_udata(udata, sizeof(answer));
 	if (err)
 		return err;
-	if (!ibqp->pd || !init->send_cq || !init->recv_cq)
+	unirdma_qp_trim(init);
+	if (!unirdma_qp_init_ok(dev, ibqp, init))
 		return -EINVAL;
-	if (init->srq) {
-		init->cap.max_recv_wr = 0;
-		init->cap.max_recv_sge = 0;
-	}
-	if (!unirdma_qp_cap_ok(dev, &init->cap))
-		return -EINVAL;
-	if (udata) {
+	/*
+	 * An XRC target is its domain's, and may outlive the process, which
+	 * posts nothing to it: it has the memory and the page of the kernel.
+	 */
+	if (udata && !is_target) {
 		ibuc = &rdma_udata_to_drv_context(udata, struct unirdma_ucontext,
 						  ibuc)->ibuc;
 		doorbell = to_unirdma_ucontext(ibuc)->doorbell;
@@ -154,20 +206,26 @@ static int unirdma_create_qp(struct ib_qp *ibqp, struct ib_qp_init_attr *init,
 	qp->area = unirdma_area_create(dev, ibuc, layout.size);
 	if (IS_ERR(qp->area))
 		return PTR_ERR(qp->area);
-	if (!udata)
+	has_rq = !init->srq && !is_target && init->qp_type != IB_QPT_XRC_INI;
+	if (!udata && !is_target)
 		unirdma_kernel_qp(qp, &layout, init->srq);
 	err = unirdma_qp_command(dev, qp, init, &layout, doorbell, &rsp);
 	if (err)
 		goto free;
 
 	/* What the rings have room for. */
-	qp->cap.max_send_wr = layout.sq_entries;
-	if (!init->srq)
+	if (has_rq)
 		qp->cap.max_recv_wr = layout.rq_entries;
-	qp->cap.max_inline_data =
-		min(layout.sq_stride - UNIRDMA_SQ_HEAD,
-		    le32_to_cpu(rsp.cap.max_inline_data));
+	if (!is_target) {
+		qp->cap.max_send_wr = layout.sq_entries;
+		qp->cap.max_inline_data =
+			min(layout.sq_stride - UNIRDMA_SQ_HEAD,
+			    le32_to_cpu(rsp.cap.max_inline_data));
+	}
 	init->cap = qp->cap;
+	/* The process maps nothing of it: its answer is all zeros. */
+	if (is_target)
+		return 0;
 	if (!udata) {
 		unirdma_qp_enter(qp, init->send_cq, init->recv_cq);
 		return 0;

@@ -23,8 +23,16 @@ struct unirdma_ucontext_resp {
 	__u32 reserved;
 };
 
-/* Of CREATE_CQ: an area with the control block at 0 and the ring. */
-struct unirdma_create_cq_resp {
+/* Of QUERY_DEVICE, its extended form, if the process leaves room for it. */
+struct unirdma_query_device_resp {
+	__aligned_u64 clock_ns;		/* now, by the clock of completions */
+};
+
+/*
+ * Of CREATE_CQ: an area with the control block at 0 and the ring. Of RESIZE_CQ:
+ * another area, which holds the completions from now on.
+ */
+struct unirdma_cq_resp {
 	__aligned_u64 offset;
 	__aligned_u64 size;
 	__u32 ring_offset;
@@ -33,17 +41,10 @@ struct unirdma_create_cq_resp {
 	__u32 reserved;
 };
 
-/* Of RESIZE_CQ: another area, which holds the completions from now on. */
-struct unirdma_resize_cq_resp {
-	__aligned_u64 offset;
-	__aligned_u64 size;
-	__u32 ring_offset;
-	__u32 entries;
-	__u32 cqn;
-	__u32 reserved;
-};
-
-/* Of CREATE_QP: an area with the control block at 0 and both rings. */
+/*
+ * Of CREATE_QP: an area with the control block at 0 and both rings. The target
+ * of an XRC connection has none: its answer is all zeros.
+ */
 struct unirdma_create_qp_resp {
 	__aligned_u64 offset;
 	__aligned_u64 size;
@@ -67,6 +68,26 @@ struct unirdma_create_srq_resp {
 	__u32 entries;
 	__u32 stride;
 	__u32 srqn;
+};
+
+/*
+ * What MODIFY_SRQ takes in its request if it changes the size, and nothing else:
+ * where the answer goes, an unirdma_resize_srq_resp in the memory of the process.
+ * The verbs command has no answer of its own.
+ */
+struct unirdma_modify_srq_req {
+	__aligned_u64 answer;
+};
+
+/*
+ * An area with another ring, in which the WQEs that wait are at their indices.
+ * The control block stays where it is. Nothing may be posted meanwhile.
+ */
+struct unirdma_resize_srq_resp {
+	__aligned_u64 offset;
+	__aligned_u64 size;
+	__u32 entries;
+	__u32 reserved;
 };
 
 /* Of CREATE_AH. */

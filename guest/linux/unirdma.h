@@ -8,7 +8,8 @@
  * area.c	memory that the device shares with a process or the kernel
  * gid.c	the vRNIC's addresses and its network interface
  * device.c	device, port, process and PD verbs; address handles
- * cq.c qp.c srq.c mr.c		the verbs of these objects
+ * cq.c qp.c srq.c mr.c		the verbs of these objects; XRC domains are in srq.c
+ * stats.c	counters, and details of objects, for rdma(8)
  * post.c poll.c	work requests and completions of kernel users
  */
 #ifndef UNIRDMA_H
@@ -158,10 +159,20 @@ struct unirdma_cq {
 	struct list_head senders, receivers;	/* QPs that complete here */
 };
 
+struct unirdma_xrcd {
+	struct ib_xrcd ibxrcd;
+	u32 xrcdn;
+};
+
 struct unirdma_srq {
 	struct ib_srq ibsrq;
 	struct unirdma_target target;
-	struct unirdma_area *area;
+	struct unirdma_area *area;	/* the control block, and the first ring */
+	struct mutex resize_lock;	/* protects the next three */
+	struct unirdma_area *ring;	/* after a resize, or NULL */
+	u32 ring_offset;		/* in @ring, or else in @area */
+	u32 entries;
+	u32 stride;
 	u32 srqn;
 	struct unirdma_ring rq;
 };
@@ -186,6 +197,7 @@ struct unirdma_mr {
 	struct ib_mr ibmr;
 	struct llist_node kept;
 	struct ib_umem *umem;		/* of a process's */
+	int access;			/* of a process's */
 	u32 mrn;
 
 	/* Of the kernel's: what the next REG_MR names, by bus address. */
@@ -203,9 +215,11 @@ static inline struct unirdma_##type *to_unirdma_##type(struct ib_##type *p) \
 {									\
 	return container_of(p, struct unirdma_##type, member);		\
 }
+
 UNIRDMA_TO(pd, ibpd)
 UNIRDMA_TO(ah, ibah)
 UNIRDMA_TO(cq, ibcq)
+UNIRDMA_TO(xrcd, ibxrcd)
 UNIRDMA_TO(srq, ibsrq)
 UNIRDMA_TO(qp, ibqp)
 UNIRDMA_TO(mr, ibmr)
@@ -275,6 +289,9 @@ void unirdma_target_remove(struct xarray *xa, u32 number,
 struct unirdma_area *unirdma_area_create(struct unirdma_dev *dev,
 					 struct ib_ucontext *ibuc, size_t size);
 void unirdma_area_destroy(struct unirdma_dev *dev, struct unirdma_area *area);
+void unirdma_area_copy(struct unirdma_area *to, size_t to_offset,
+		       const struct unirdma_area *from, size_t from_offset,
+		       size_t length);
 void unirdma_free_kept_areas(struct unirdma_dev *dev);
 int unirdma_mmap(struct ib_ucontext *ibuc, struct vm_area_struct *vma);
 void unirdma_mmap_free(struct rdma_user_mmap_entry *entry);
@@ -310,7 +327,8 @@ int unirdma_read_port(struct unirdma_dev *dev,
 		      struct unirdma_rsp_query_port *port);
 void unirdma_set_device_ops(struct ib_device *ibdev);
 
-/* cq.c, srq.c, qp.c, mr.c */
+/* stats.c, cq.c, srq.c, qp.c, mr.c */
+void unirdma_set_stats_ops(struct ib_device *ibdev);
 void unirdma_set_cq_ops(struct ib_device *ibdev);
 void unirdma_set_srq_ops(struct ib_device *ibdev);
 void unirdma_set_qp_ops(struct ib_device *ibdev);

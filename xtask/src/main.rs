@@ -103,6 +103,9 @@ enum Command {
         /// Download and build what guests are made of, and start none
         #[arg(long, conflicts_with_all = ["only", "shell", "command"])]
         build: bool,
+        /// Run rdma-core's own tests in guests, on a vRNIC and on the kernel's own soft RNIC; with --only, on the vRNIC alone
+        #[arg(long, conflicts_with_all = ["shell", "build", "command"])]
+        conformance: bool,
         /// Run this in a guest
         #[arg(last = true, value_name = "COMMAND", conflicts_with = "only")]
         command: Vec<String>,
@@ -258,6 +261,9 @@ fn main() -> ExitCode {
         Command::Bench { what: Bench::Wire { json, only } } => bench::wire(json, &only),
         Command::Vm { kernel, build: true, .. } => vm::build(kernel.as_deref()),
         Command::Vm { kernel, shell: true, .. } => vm::shell(kernel.as_deref()),
+        Command::Vm { kernel, only, conformance: true, .. } => {
+            conformance::in_guests(kernel.as_deref(), only.as_deref())
+        }
         Command::Vm { kernel, command, only, rounds, .. } if command.is_empty() => {
             suite::guests(kernel.as_deref(), only.as_deref(), rounds)
         }

@@ -799,8 +799,16 @@ pub(crate) fn run(only: Option<&str>) -> Result<()> {
     memory::fixed(&mut s, &lab);
     wire(&mut s);
     kernel::run(&mut s);
-    guest::run(&mut s, None, 1);
+    guests_of(&mut s, None, 1);
     s.close()
+}
+
+/// All tests with guests.
+fn guests_of(s: &mut Suite<'_>, kernel: Option<&str>, rounds: u32) {
+    if lab::uid() == 0 {
+        s.check("pyverbs: rdma-core's own tests, in a guest", |_| conformance::in_a_guest(kernel));
+    }
+    guest::run(s, kernel, rounds);
 }
 
 /// The tests with guests alone, with one kernel if that is given. `rounds`: how often guests start again, each time.
@@ -808,6 +816,6 @@ pub(crate) fn guests(kernel: Option<&str>, only: Option<&str>, rounds: u32) -> R
     vm::prepare()?;
     let lab = Lab::start(None)?;
     let mut s = Suite::new(&lab, only);
-    guest::run(&mut s, kernel, rounds);
+    guests_of(&mut s, kernel, rounds);
     s.close()
 }

@@ -79,6 +79,8 @@ macro_rules! for_each_command {
             ExtendMr = 49, extend_mr(ExtendMrReq) -> Nothing;
             MapRuns = 50, map_runs(MapRunsReq) -> MapRunsResp;
             UnmapRuns = 51, unmap_runs(HandleReq) -> Nothing;
+            QueryCounters = 56, query_counters(Nothing) -> QueryCountersResp;
+            QueryClock = 57, query_clock(Nothing) -> QueryClockResp;
         }
     };
 }
@@ -290,6 +292,19 @@ wire! {
         max_fast_reg_pages: u32,
         reserved: [u32; 6],
     }
+    /// Counters of the vRNIC since it was made. The second part has the names of rxe's `hw_counters`, and for congestion of mlx5's.
+    QueryCountersResp = 384 {
+        sent_wrs: u64, sent_bytes: u64, received_wrs: u64, received_bytes: u64, rnr_waits: u64, timeouts: u64,
+        errors: u64, dropped: u64, qkey_violations: u64,
+        sent_pkts: u64, send_err: u64, link_downed: u64, rcvd_pkts: u64, retransmitted_pkts: u64,
+        duplicate_request: u64, out_of_seq_request: u64, ack_deferred: u64, send_rnr_err: u64, rcvd_rnr_err: u64,
+        rcvd_seq_err: u64, implied_nak: u64, completer_retry_err: u64, rdma_sends: u64, rdma_recvs: u64,
+        np_ecn_marked_roce_packets: u64, np_cnp_sent: u64, rp_cnp_handled: u64,
+        retry_exceeded_err: u64, retry_rnr_exceeded_err: u64,
+        reserved: [u64; 19],
+    }
+    /// The clock of the timestamps in CQEs.
+    QueryClockResp = 8 { now_ns: u64 }
     /// `addr`: a [`crate::DoorbellPage`], 4096-byte aligned. Request of SET_DOORBELL and CREATE_DOORBELL.
     SetDoorbellReq = 8 { addr: u64 }
     SetStageReq = 16 { addr: u64, length: u64 }

@@ -275,6 +275,48 @@ impl Device {
         Ok(resp)
     }
 
+    fn query_counters(&self, rnic: &mut Rnic, _: Nothing) -> Answer<abi::QueryCountersResp> {
+        let c = rnic.counters(self.identity.vnic).unwrap_or_default();
+        let w = c.wire;
+        Ok(abi::QueryCountersResp {
+            sent_wrs: c.sent_wrs,
+            sent_bytes: c.sent_bytes,
+            received_wrs: c.received_wrs,
+            received_bytes: c.received_bytes,
+            rnr_waits: c.rnr_waits,
+            timeouts: c.timeouts,
+            errors: c.errors,
+            dropped: c.dropped,
+            qkey_violations: c.qkey_violations,
+            sent_pkts: w.sent_pkts,
+            send_err: w.send_err,
+            link_downed: w.link_downed,
+            rcvd_pkts: w.rcvd_pkts,
+            retransmitted_pkts: w.retransmitted_pkts,
+            duplicate_request: w.duplicate_request,
+            out_of_seq_request: w.out_of_seq_request,
+            ack_deferred: w.ack_deferred,
+            send_rnr_err: w.send_rnr_err,
+            rcvd_rnr_err: w.rcvd_rnr_err,
+            rcvd_seq_err: w.rcvd_seq_err,
+            implied_nak: w.implied_nak,
+            completer_retry_err: w.completer_retry_err,
+            rdma_sends: w.rdma_sends,
+            rdma_recvs: w.rdma_recvs,
+            np_ecn_marked_roce_packets: w.np_ecn_marked_roce_packets,
+            np_cnp_sent: w.np_cnp_sent,
+            rp_cnp_handled: w.rp_cnp_handled,
+            retry_exceeded_err: w.retry_exceeded_err,
+            retry_rnr_exceeded_err: w.retry_rnr_exceeded_err,
+            reserved: Default::default(),
+        })
+    }
+
+    /// The clock of completions, which a guest does not have.
+    fn query_clock(&self, _: &mut Turn<'_>, _: Nothing) -> Answer<abi::QueryClockResp> {
+        Ok(abi::QueryClockResp { now_ns: now_ns() })
+    }
+
     pub(crate) fn query_port(&self, rnic: &mut Rnic, r: abi::QueryPortReq) -> Answer<abi::QueryPortResp> {
         if r.port != 1 {
             return Err(Status::BadValue);

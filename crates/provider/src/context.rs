@@ -1,4 +1,4 @@
-//! Devices, contexts and protection domains.
+//! Devices and contexts.
 
 use std::ffi::c_void;
 use std::mem::offset_of;
@@ -13,7 +13,7 @@ use unirdma_verbs_abi::*;
 
 use crate::ibverbs::*;
 use crate::memory::{NONSENSE, map, room};
-use crate::{OPERATIONS, code, done, null};
+use crate::{OPERATIONS, done, null};
 
 /// The kernel driver has none of its own.
 const RDMA_DRIVER_UNKNOWN: u32 = 0;
@@ -180,7 +180,7 @@ pub unsafe extern "C" fn query_device_ex(
 ) -> c_int {
     let (mut resp, mut size) = (QueryDeviceAnswer::new(), QueryDeviceAnswer::SIZE);
     // SAFETY: the caller's context, with room for the attributes; room for the answer.
-    let r = unsafe { ibv_cmd_query_device_any(ctx, input, attr, attr_size, &mut resp, &mut size) };
+    let r = unsafe { ibv_cmd_query_device_any(ctx, input, attr, attr_size, (&raw mut resp).cast(), &mut size) };
     if r != 0 {
         return r;
     }
@@ -193,34 +193,45 @@ pub unsafe extern "C" fn query_device_ex(
     0
 }
 
+/// The device's clock, which is another one than the guest's, in nanoseconds.
+///
+/// # Errors
+/// Those of the kernel driver.
+///
+/// # Safety
+/// `ctx` is an open context of this provider.
+pub unsafe fn clock_ns(ctx: *mut ibv_context) -> Result<u64, i32> {
+    // SAFETY: all zeros are valid.
+    let mut attr: ibv_device_attr_ex = unsafe { std::mem::zeroed() };
+    let (mut resp, mut size) = (QueryClockAnswer::new(), QueryClockAnswer::SIZE);
+    let attr_size = size_of::<ibv_device_attr_ex>();
+    // SAFETY: by the contract; room for attributes and answer.
+    done(unsafe {
+        ibv_cmd_query_device_any(ctx, std::ptr::null(), &mut attr, attr_size, (&raw mut resp).cast(), &mut size)
+    })?;
+    let [low, high] = resp.driver.clock_ns;
+    Ok(u64::from(high) << 32 | u64::from(low))
+}
+
+pub unsafe extern "C" fn query_rt_values(ctx: *mut ibv_context, values: *mut ibv_values_ex) -> c_int {
+    const RAW_CLOCK: u32 = 1;
+    // SAFETY: the caller passes room for the values.
+    let v = unsafe { &mut *values };
+    v.comp_mask &= RAW_CLOCK;
+    if v.comp_mask == 0 {
+        return 0;
+    }
+    // SAFETY: the caller passes its context.
+    match unsafe { clock_ns(ctx) } {
+        Ok(now_ns) => {
+            v.raw_clock = libc::timespec { tv_sec: 0, tv_nsec: now_ns as i64 };
+            0
+        }
+        Err(e) => e,
+    }
+}
+
 pub unsafe extern "C" fn query_port(ctx: *mut ibv_context, port: u8, attr: *mut ibv_port_attr) -> c_int {
     // SAFETY: the caller's context, with room for the attributes; room for the command.
     unsafe { ibv_cmd_query_port(ctx, port, attr, &mut QueryPort::new(), QueryPort::SIZE) }
-}
-
-pub unsafe extern "C" fn alloc_pd(ctx: *mut ibv_context) -> *mut ibv_pd {
-    let pd = match room::<ibv_pd>() {
-        Ok(pd) => Box::into_raw(pd).cast::<ibv_pd>(),
-        Err(e) => return null(e),
-    };
-    let (mut cmd, mut resp) = (AllocPd::new(), AllocPdAnswer::new());
-    // SAFETY: the caller's context, a PD that nobody else knows, and room for command and answer.
-    let r = unsafe { ibv_cmd_alloc_pd(ctx, pd, &mut cmd, AllocPd::SIZE, &mut resp, AllocPdAnswer::SIZE) };
-    if r != 0 {
-        // SAFETY: boxed above.
-        drop(unsafe { Box::from_raw(pd) });
-        return null(r);
-    }
-    pd
-}
-
-pub unsafe extern "C" fn dealloc_pd(pd: *mut ibv_pd) -> c_int {
-    // SAFETY: the caller passes its PD, which `alloc_pd` has boxed.
-    unsafe {
-        let r = ibv_cmd_dealloc_pd(pd);
-        if r == 0 {
-            drop(Box::from_raw(pd));
-        }
-        code(done(r))
-    }
 }

@@ -6,12 +6,13 @@ use std::sync::Arc;
 
 use unirdma_abi as abi;
 use unirdma_mem::CqTail;
+use unirdma_queues::domain::has_thread_domain;
 use unirdma_queues::polling::{self, ExtendedCq, Poller};
 use unirdma_queues::requests::completion;
 use unirdma_queues::{Completions, QueueLock};
 use unirdma_verbs_abi::*;
 
-use crate::context::{Shared, shared};
+use crate::context::{Shared, clock_ns, shared};
 use crate::ibverbs::*;
 use crate::memory::{NONSENSE, map, room};
 use crate::{code, done, kernel, null};
@@ -25,6 +26,8 @@ pub struct CqObj {
     poller: Poller,
     /// The completion that `start_poll` or `next_poll` has found.
     current: UnsafeCell<abi::Cqe>,
+    /// What the wall clock was ahead of the device's when the CQ was made, if its completions are asked for that.
+    wallclock_offset: u64,
 }
 
 impl CqObj {
@@ -122,9 +125,12 @@ pub unsafe extern "C" fn create(
 }
 
 pub unsafe extern "C" fn create_ex(ctx: *mut ibv_context, init: *mut ibv_cq_init_attr_ex) -> *mut ibv_cq_ex {
-    /// `IBV_WC_STANDARD_FLAGS`, and completion timestamps by the device's clock, which is another one than the guest's.
-    const WC_FLAGS: u64 = 0xff | 1 << 10;
+    /// `IBV_WC_STANDARD_FLAGS`, and completion timestamps by the device's clock.
+    const WC_FLAGS: u64 = 0xff | 1 << 10 | WALLCLOCK;
+    const WALLCLOCK: u64 = 1 << 11;
     const MASK_FLAGS: u32 = 1;
+    /// A parent domain: its thread domain says that one thread polls.
+    const MASK_PD: u32 = 2;
     const SINGLE_THREADED: u32 = 1;
     const IGNORE_OVERRUN: u32 = 2;
     // SAFETY: the caller passes its attributes.
@@ -132,20 +138,60 @@ pub unsafe extern "C" fn create_ex(ctx: *mut ibv_context, init: *mut ibv_cq_init
     let flags = if a.comp_mask & MASK_FLAGS != 0 { a.flags } else { 0 };
     // A program that ignores overruns asks for what this device never needs to do.
     let known = flags & !(SINGLE_THREADED | IGNORE_OVERRUN) == 0;
-    if a.comp_mask & !MASK_FLAGS != 0 || a.wc_flags & !WC_FLAGS != 0 || !known {
+    if a.comp_mask & !(MASK_FLAGS | MASK_PD) != 0 || a.wc_flags & !WC_FLAGS != 0 || !known {
         return null(libc::EOPNOTSUPP);
     }
     let (cqe, vector) = (c_int::try_from(a.cqe).unwrap_or(-1), c_int::try_from(a.comp_vector).unwrap_or(-1));
+    // SAFETY: the caller passes its context, and a parent domain if it says so.
+    let (offset, alone) = unsafe {
+        let offset = if a.wc_flags & WALLCLOCK != 0 { wallclock_offset(ctx) } else { Ok(0) };
+        let of_one = a.comp_mask & MASK_PD != 0 && has_thread_domain(a.parent_domain);
+        (offset, of_one || flags & SINGLE_THREADED != 0)
+    };
     // SAFETY: as ibv_create_cq_ex(3) demands.
-    let made = unsafe { make(ctx, cqe, a.channel, vector, flags & SINGLE_THREADED != 0) };
+    let made = offset.and_then(|o| unsafe { make(ctx, cqe, a.channel, vector, alone) }.map(|obj| (obj, o)));
     match made {
-        Ok(obj) => {
+        Ok((obj, offset)) => {
             // SAFETY: just made; nobody else knows it yet.
-            polling::fill::<CqObj>(unsafe { &mut (*obj).c });
-            obj.cast()
+            let obj = unsafe { &mut *obj };
+            polling::fill::<CqObj>(&mut obj.c);
+            obj.c.read_completion_wallclock_ns = Some(read_completion_wallclock_ns);
+            obj.wallclock_offset = offset;
+            std::ptr::from_mut(obj).cast()
         }
         Err(e) => null(e),
     }
+}
+
+/// What the guest's wall clock is ahead of the device's clock, which is another machine's.
+///
+/// # Errors
+/// Those of the kernel driver.
+///
+/// # Safety
+/// `ctx` is an open context.
+unsafe fn wallclock_offset(ctx: *mut ibv_context) -> Result<u64, i32> {
+    let wall_ns = || {
+        let t = rustix::time::clock_gettime(rustix::time::ClockId::Realtime);
+        t.tv_sec as u64 * 1_000_000_000 + t.tv_nsec as u64
+    };
+    let before = wall_ns();
+    // SAFETY: by the contract.
+    let device = unsafe { clock_ns(ctx) }?;
+    // The device has looked at its clock somewhere between.
+    let middle = before + wall_ns().saturating_sub(before) / 2;
+    Ok(middle.wrapping_sub(device))
+}
+
+unsafe extern "C" fn read_completion_wallclock_ns(cq: *mut ibv_cq_ex) -> u64 {
+    // SAFETY: called between start_poll and end_poll, by the thread that polls.
+    unsafe { CqObj::current(cq).timestamp.wrapping_add((*cq.cast::<CqObj>()).wallclock_offset) }
+}
+
+/// Moderation of events.
+pub unsafe extern "C" fn modify(cq: *mut ibv_cq, attr: *mut ibv_modify_cq_attr) -> c_int {
+    // SAFETY: the caller passes its CQ and attributes; room for the command.
+    code(done(unsafe { ibv_cmd_modify_cq(cq, attr, &mut ModifyCq::new(), ModifyCq::SIZE) }))
 }
 
 pub unsafe extern "C" fn destroy(cq: *mut ibv_cq) -> c_int {

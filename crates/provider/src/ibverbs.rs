@@ -64,6 +64,24 @@ pub struct verbs_context_34 {
     pub context: ibv_context,
 }
 
+/// What libibverbs knows of an SRQ.
+#[repr(C)]
+pub struct verbs_srq {
+    pub srq: ibv_srq,
+    pub srq_type: u32,
+    pub xrcd: *mut verbs_xrcd,
+    pub cq: *mut ibv_cq,
+    pub srq_num: u32,
+}
+
+/// What libibverbs knows of an XRC domain.
+#[repr(C)]
+pub struct verbs_xrcd {
+    pub xrcd: ibv_xrcd,
+    pub comp_mask: u32,
+    pub handle: u32,
+}
+
 #[repr(C)]
 pub struct verbs_mr {
     pub ibv_mr: ibv_mr,
@@ -87,16 +105,16 @@ macro_rules! operations {
 operations! {
     advise_mr;
     alloc_dm;
-    alloc_mw;
+    alloc_mw: unsafe extern "C" fn(*mut ibv_pd, u32) -> *mut ibv_mw;
     alloc_null_mr;
-    alloc_parent_domain;
+    alloc_parent_domain: unsafe extern "C" fn(*mut ibv_context, *mut ibv_parent_domain_init_attr) -> *mut ibv_pd;
     alloc_pd: unsafe extern "C" fn(*mut ibv_context) -> *mut ibv_pd;
-    alloc_td;
+    alloc_td: unsafe extern "C" fn(*mut ibv_context, *mut u32) -> *mut c_void;
     async_event: unsafe extern "C" fn(*mut ibv_context, *mut ibv_async_event);
     attach_counters_point_flow;
     attach_mcast: unsafe extern "C" fn(*mut ibv_qp, *const ibv_gid, u16) -> c_int;
-    bind_mw;
-    close_xrcd;
+    bind_mw: unsafe extern "C" fn(*mut ibv_qp, *mut ibv_mw, *mut ibv_mw_bind) -> c_int;
+    close_xrcd: unsafe extern "C" fn(*mut ibv_xrcd) -> c_int;
     cq_event;
     create_ah: unsafe extern "C" fn(*mut ibv_pd, *mut ibv_ah_attr) -> *mut ibv_ah;
     create_counters;
@@ -108,11 +126,11 @@ operations! {
     create_qp_ex: unsafe extern "C" fn(*mut ibv_context, *mut ibv_qp_init_attr_ex) -> *mut ibv_qp;
     create_rwq_ind_table;
     create_srq: unsafe extern "C" fn(*mut ibv_pd, *mut ibv_srq_init_attr) -> *mut ibv_srq;
-    create_srq_ex;
+    create_srq_ex: unsafe extern "C" fn(*mut ibv_context, *mut ibv_srq_init_attr_ex) -> *mut ibv_srq;
     create_wq;
-    dealloc_mw;
+    dealloc_mw: unsafe extern "C" fn(*mut ibv_mw) -> c_int;
     dealloc_pd: unsafe extern "C" fn(*mut ibv_pd) -> c_int;
-    dealloc_td;
+    dealloc_td: unsafe extern "C" fn(*mut c_void) -> c_int;
     dereg_mr: unsafe extern "C" fn(*mut verbs_mr) -> c_int;
     destroy_ah: unsafe extern "C" fn(*mut ibv_ah) -> c_int;
     destroy_counters;
@@ -126,18 +144,18 @@ operations! {
     detach_mcast: unsafe extern "C" fn(*mut ibv_qp, *const ibv_gid, u16) -> c_int;
     free_context: unsafe extern "C" fn(*mut ibv_context);
     free_dm;
-    get_srq_num;
+    get_srq_num: unsafe extern "C" fn(*mut ibv_srq, *mut u32) -> c_int;
     import_dm;
     import_mr;
     import_pd;
-    modify_cq;
+    modify_cq: unsafe extern "C" fn(*mut ibv_cq, *mut ibv_modify_cq_attr) -> c_int;
     modify_flow_action_esp;
     modify_qp: unsafe extern "C" fn(*mut ibv_qp, *mut ibv_qp_attr, c_int) -> c_int;
     modify_qp_rate_limit;
     modify_srq: unsafe extern "C" fn(*mut ibv_srq, *mut ibv_srq_attr, c_int) -> c_int;
     modify_wq;
-    open_qp;
-    open_xrcd;
+    open_qp: unsafe extern "C" fn(*mut ibv_context, *mut ibv_qp_open_attr) -> *mut ibv_qp;
+    open_xrcd: unsafe extern "C" fn(*mut ibv_context, *mut ibv_xrcd_init_attr) -> *mut ibv_xrcd;
     poll_cq: unsafe extern "C" fn(*mut ibv_cq, c_int, *mut ibv_wc) -> c_int;
     post_recv: unsafe extern "C" fn(*mut ibv_qp, *mut ibv_recv_wr, *mut *mut ibv_recv_wr) -> c_int;
     post_send: unsafe extern "C" fn(*mut ibv_qp, *mut ibv_send_wr, *mut *mut ibv_send_wr) -> c_int;
@@ -148,7 +166,7 @@ operations! {
     query_port: unsafe extern "C" fn(*mut ibv_context, u8, *mut ibv_port_attr) -> c_int;
     query_qp: unsafe extern "C" fn(*mut ibv_qp, *mut ibv_qp_attr, c_int, *mut ibv_qp_init_attr) -> c_int;
     query_qp_data_in_order;
-    query_rt_values;
+    query_rt_values: unsafe extern "C" fn(*mut ibv_context, *mut ibv_values_ex) -> c_int;
     query_srq: unsafe extern "C" fn(*mut ibv_srq, *mut ibv_srq_attr) -> c_int;
     read_counters;
     reg_dm_mr;
@@ -210,19 +228,37 @@ pub type CreateQp = Command<8>;
 pub type QpAnswer = Answer<8, kernel::QpResp>;
 pub type ModifyQp = Command<15>;
 pub type QueryQp = Command<3>;
-pub type CreateSrq = Command<5>;
 pub type SrqAnswer = Answer<4, kernel::SrqResp>;
-pub type ModifySrq = Command<3>;
+/// With a word of the kernel driver.
+pub type ModifySrq = Command<4>;
 pub type QuerySrq = Command<3>;
 pub type AhAnswer = Answer<1, kernel::AhResp>;
 pub type QueryPort = Command<3>;
+pub type AllocMw = Command<3>;
+pub type AllocMwAnswer = Answer<2, [u32; 0]>;
+pub type OpenXrcd = Command<3>;
+pub type OpenXrcdAnswer = Answer<1, [u32; 0]>;
+pub type CreateXsrq = Command<7>;
+pub type OpenQp = Command<5>;
+pub type OpenQpAnswer = Answer<8, [u32; 0]>;
+/// Of an extended command, whose header is longer.
+pub type ModifyCq = Command<5>;
 /// `struct ib_uverbs_ex_query_device_resp`; the firmware's version is its first member.
-pub type QueryDeviceAnswer = Command<38>;
+pub type QueryDeviceAnswer = Answer<76, [u32; 0]>;
+/// The same, and the device's clock.
+pub type QueryClockAnswer = Answer<76, kernel::ClockResp>;
 
 impl QueryDeviceAnswer {
     /// The firmware's version.
     pub fn firmware(&self) -> u64 {
-        self.0[0]
+        u64::from(self.core[1]) << 32 | u64::from(self.core[0])
+    }
+}
+
+impl ModifySrq {
+    /// Names the room for what the kernel driver answers to another size.
+    pub fn answer(resp: *mut kernel::ResizeSrqResp) -> Self {
+        Command([0, 0, 0, resp as u64])
     }
 }
 
@@ -249,7 +285,7 @@ unsafe extern "C" {
         input: *const c_void,
         attr: *mut ibv_device_attr_ex,
         attr_size: usize,
-        resp: *mut QueryDeviceAnswer,
+        resp: *mut c_void,
         resp_size: *mut usize,
     ) -> c_int;
     pub fn ibv_cmd_query_port(
@@ -315,13 +351,23 @@ unsafe extern "C" {
     ) -> c_int;
     pub fn ibv_cmd_req_notify_cq(cq: *mut ibv_cq, solicited_only: c_int) -> c_int;
     pub fn ibv_cmd_destroy_cq(cq: *mut ibv_cq) -> c_int;
-    pub fn ibv_cmd_create_qp(
-        pd: *mut ibv_pd,
-        qp: *mut ibv_qp,
-        attr: *mut ibv_qp_init_attr,
+    pub fn ibv_cmd_create_qp_ex(
+        ctx: *mut ibv_context,
+        qp: *mut c_void,
+        attr: *mut ibv_qp_init_attr_ex,
         cmd: *mut CreateQp,
         cmd_size: usize,
         resp: *mut QpAnswer,
+        resp_size: usize,
+    ) -> c_int;
+    pub fn ibv_cmd_open_qp(
+        ctx: *mut ibv_context,
+        qp: *mut c_void,
+        size: c_int,
+        attr: *mut ibv_qp_open_attr,
+        cmd: *mut OpenQp,
+        cmd_size: usize,
+        resp: *mut OpenQpAnswer,
         resp_size: usize,
     ) -> c_int;
     pub fn ibv_cmd_modify_qp(
@@ -340,14 +386,41 @@ unsafe extern "C" {
         cmd_size: usize,
     ) -> c_int;
     pub fn ibv_cmd_destroy_qp(qp: *mut ibv_qp) -> c_int;
-    pub fn ibv_cmd_create_srq(
-        pd: *mut ibv_pd,
-        srq: *mut ibv_srq,
-        attr: *mut ibv_srq_init_attr,
-        cmd: *mut CreateSrq,
+    pub fn ibv_cmd_create_srq_ex(
+        ctx: *mut ibv_context,
+        srq: *mut verbs_srq,
+        attr: *mut ibv_srq_init_attr_ex,
+        cmd: *mut CreateXsrq,
         cmd_size: usize,
         resp: *mut SrqAnswer,
         resp_size: usize,
+    ) -> c_int;
+    pub fn ibv_cmd_open_xrcd(
+        ctx: *mut ibv_context,
+        xrcd: *mut verbs_xrcd,
+        size: c_int,
+        attr: *mut ibv_xrcd_init_attr,
+        cmd: *mut OpenXrcd,
+        cmd_size: usize,
+        resp: *mut OpenXrcdAnswer,
+        resp_size: usize,
+    ) -> c_int;
+    pub fn ibv_cmd_close_xrcd(xrcd: *mut verbs_xrcd) -> c_int;
+    pub fn ibv_cmd_alloc_mw(
+        pd: *mut ibv_pd,
+        typ: u32,
+        mw: *mut ibv_mw,
+        cmd: *mut AllocMw,
+        cmd_size: usize,
+        resp: *mut AllocMwAnswer,
+        resp_size: usize,
+    ) -> c_int;
+    pub fn ibv_cmd_dealloc_mw(mw: *mut ibv_mw) -> c_int;
+    pub fn ibv_cmd_modify_cq(
+        cq: *mut ibv_cq,
+        attr: *mut ibv_modify_cq_attr,
+        cmd: *mut ModifyCq,
+        cmd_size: usize,
     ) -> c_int;
     pub fn ibv_cmd_modify_srq(
         srq: *mut ibv_srq,
@@ -381,5 +454,7 @@ const _: () = {
     assert!(offset_of!(verbs_context_ops, poll_cq) == 53 * 8 && offset_of!(verbs_context_ops, resize_cq) == 71 * 8);
     assert!(GetContextAnswer::SIZE == 24 && CqAnswer::SIZE == 40 && QpAnswer::SIZE == 88);
     assert!(SrqAnswer::SIZE == 48 && AhAnswer::SIZE == 12 && RegMrAnswer::SIZE == 12 && AllocPdAnswer::SIZE == 4);
+    assert!(size_of::<verbs_srq>() == size_of::<ibv_srq>() + 32 && size_of::<verbs_xrcd>() == 16);
+    assert!(ModifySrq::SIZE == 32 && CreateXsrq::SIZE == 56 && OpenQp::SIZE == 40 && QueryClockAnswer::SIZE == 312);
     assert!(QueryDeviceAnswer::SIZE == 304 && CreateQp::SIZE == 64 && ModifyQp::SIZE == 120);
 };

@@ -22,7 +22,7 @@ pub struct CqResp {
     pub reserved: u32,
 }
 
-/// After CREATE_QP. The control block is at the begin of what is mapped.
+/// After CREATE_QP, but not of the target of an XRC connection, which has nothing to map. The control block is at the begin of what is mapped.
 #[derive(Clone, Copy, Default)]
 #[repr(C)]
 pub struct QpResp {
@@ -52,6 +52,24 @@ pub struct SrqResp {
     pub srqn: u32,
 }
 
+/// After QUERY_DEVICE, if there is room.
+#[derive(Clone, Copy, Default)]
+#[repr(C)]
+pub struct ClockResp {
+    /// Now, by the clock of completions. Two words, since what is before it is a multiple of four bytes long.
+    pub clock_ns: [u32; 2],
+}
+
+/// Written by MODIFY_SRQ when it changes the size: another ring, in a mapping of its own.
+#[derive(Clone, Copy, Default)]
+#[repr(C)]
+pub struct ResizeSrqResp {
+    pub offset: u64,
+    pub size: u64,
+    pub entries: u32,
+    pub reserved: u32,
+}
+
 /// After CREATE_AH.
 #[derive(Clone, Copy, Default)]
 #[repr(C)]
@@ -64,5 +82,5 @@ pub struct AhResp {
 const _: () = {
     assert!(size_of::<ContextResp>() == 16 && size_of::<AhResp>() == 8);
     assert!(size_of::<CqResp>() == 32 && size_of::<SrqResp>() == 32);
-    assert!(size_of::<QpResp>() == 56);
+    assert!(size_of::<QpResp>() == 56 && size_of::<ResizeSrqResp>() == 24 && size_of::<ClockResp>() == 8);
 };

@@ -11,12 +11,15 @@
 mod ah;
 mod context;
 mod cq;
+mod domain;
 mod ibverbs;
 mod kernel;
 mod memory;
 mod mr;
+mod mw;
 mod qp;
 mod srq;
+mod xrc;
 
 use ibverbs::*;
 
@@ -55,16 +58,24 @@ static LOADED: extern "C" fn() = {
 
 /// The functions of a context.
 static OPERATIONS: verbs_context_ops = verbs_context_ops {
-    alloc_pd: Some(context::alloc_pd),
+    alloc_mw: Some(mw::alloc),
+    alloc_parent_domain: Some(domain::alloc_parent_domain),
+    alloc_pd: Some(domain::alloc_pd),
+    alloc_td: Some(domain::alloc_td),
     async_event: Some(context::async_event),
     attach_mcast: Some(ibv_cmd_attach_mcast),
+    bind_mw: Some(mw::bind),
+    close_xrcd: Some(xrc::close),
     create_ah: Some(ah::create),
     create_cq: Some(cq::create),
     create_cq_ex: Some(cq::create_ex),
     create_qp: Some(qp::create),
     create_qp_ex: Some(qp::create_ex),
     create_srq: Some(srq::create),
-    dealloc_pd: Some(context::dealloc_pd),
+    create_srq_ex: Some(srq::create_ex),
+    dealloc_mw: Some(mw::dealloc),
+    dealloc_pd: Some(domain::dealloc_pd),
+    dealloc_td: Some(domain::dealloc_td),
     dereg_mr: Some(mr::dereg),
     destroy_ah: Some(ah::destroy),
     destroy_cq: Some(cq::destroy),
@@ -72,8 +83,12 @@ static OPERATIONS: verbs_context_ops = verbs_context_ops {
     destroy_srq: Some(srq::destroy),
     detach_mcast: Some(ibv_cmd_detach_mcast),
     free_context: Some(context::free_context),
+    get_srq_num: Some(srq::number),
+    modify_cq: Some(cq::modify),
     modify_qp: Some(qp::modify),
     modify_srq: Some(srq::modify),
+    open_qp: Some(qp::open),
+    open_xrcd: Some(xrc::open),
     poll_cq: Some(cq::poll),
     post_recv: Some(qp::post_recv),
     post_send: Some(qp::post_send),
@@ -81,6 +96,7 @@ static OPERATIONS: verbs_context_ops = verbs_context_ops {
     query_device_ex: Some(context::query_device_ex),
     query_port: Some(context::query_port),
     query_qp: Some(qp::query),
+    query_rt_values: Some(context::query_rt_values),
     query_srq: Some(srq::query),
     reg_mr: Some(mr::reg),
     req_notify_cq: Some(cq::req_notify),

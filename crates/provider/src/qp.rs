@@ -2,13 +2,15 @@
 
 use std::mem::offset_of;
 use std::os::raw::c_int;
+use std::ptr::null_mut;
 use std::sync::Arc;
 
 use unirdma_abi as abi;
 use unirdma_formats::{QpState, QpType, attr_mask};
-use unirdma_mem::QpRings;
+use unirdma_mem::{QpRings, Span};
 use unirdma_queues::builder::{self, Builder, ExtendedQp};
-use unirdma_queues::requests::{each_receive, each_send, post_send_request, sges};
+use unirdma_queues::domain::has_thread_domain;
+use unirdma_queues::requests::{bind_posted, each_receive, each_send, post_send_request, sges};
 use unirdma_queues::{Batch, Held, Post, QueueLock, SendWr, WorkQueue};
 use unirdma_verbs_abi::*;
 
@@ -19,7 +21,7 @@ use crate::memory::{NONSENSE, map, room};
 use crate::{ah, code, done, kernel, null};
 
 #[repr(C)]
-struct QpObj {
+pub struct QpObj {
     c: ibv_qp_ex,
     /// `comp_mask` and `xrcd` of libibverbs' `verbs_qp`, as versions since 45 have them.
     mask: u64,
@@ -54,6 +56,15 @@ impl QpObj {
     fn state(&self) -> u32 {
         self.c.qp_base.state
     }
+
+    /// Posts one request without data.
+    ///
+    /// # Errors
+    /// `EIO` if the device is gone, `ENOMEM` if the SQ is full.
+    pub fn push_alone(&self, head: &abi::SqWqe) -> Result<(), i32> {
+        // SAFETY: no inline data.
+        unsafe { self.begin_sends().push(head, SendWr::Sges(&[])) }
+    }
 }
 
 /// Rings of a QP as the kernel has made them, and what their slots have room for.
@@ -70,6 +81,9 @@ struct Made {
 /// `ctx` is an open context.
 unsafe fn rings(ctx: *mut ibv_context, r: &kernel::QpResp) -> Result<Made, i32> {
     const SGE: u32 = size_of::<abi::Sge>() as u32;
+    if r.size == 0 {
+        return nothing_to_post();
+    }
     // A QP with an SRQ may have no RQ.
     let (rq_entries, rq_stride) =
         if r.rq_entries == 0 { (1, abi::RQ_DATA as u32 + SGE) } else { (r.rq_entries, r.rq_stride) };
@@ -105,87 +119,151 @@ unsafe fn rings(ctx: *mut ibv_context, r: &kernel::QpResp) -> Result<Made, i32> 
     })
 }
 
+/// Rings that only this process has, for the target of an XRC connection: nothing is ever posted to it.
+fn nothing_to_post() -> Result<Made, i32> {
+    const ALIGN: usize = 64;
+    let layout = abi::QpLayout::of(&abi::QpCap::default()).ok_or(NONSENSE)?;
+    let sizes = [size_of::<abi::QpCtrl>(), layout.sq_bytes(), layout.rq_bytes()].map(|n| n.next_multiple_of(ALIGN));
+    let memory = Span::anonymous(ALIGN + sizes.iter().sum::<usize>());
+    let mut at = memory.addr().next_multiple_of(ALIGN) - memory.addr();
+    let [ctrl, sq, rq] = sizes.map(|n| {
+        let part = memory.sub(at as u64, n as u64);
+        at += n;
+        part
+    });
+    let rings = ctrl.zip(sq).zip(rq).and_then(|((ctrl, sq), rq)| QpRings::new(ctrl, sq, rq, layout));
+    Ok(Made { rings: rings.ok_or(NONSENSE)?, max_inline: 0, max_send_sge: 0, max_recv_sge: 0 })
+}
+
+const MASK_PD: u32 = 1;
+const MASK_XRCD: u32 = 2;
+const MASK_CREATE_FLAGS: u32 = 1 << 2;
+const MASK_SEND_OPS: u32 = 1 << 6;
+
 /// Makes a QP.
 ///
 /// # Safety
-/// `pd` and what the attributes name are the caller's.
-unsafe fn make(pd: *mut ibv_pd, attr: &mut ibv_qp_init_attr, extended: bool) -> Result<*mut QpObj, i32> {
-    let typ = QpType::from_raw(attr.qp_type).filter(|t| matches!(t, QpType::Rc | QpType::Uc | QpType::Ud));
+/// The context and what the attributes name are the caller's.
+unsafe fn make(ctx: *mut ibv_context, a: &mut ibv_qp_init_attr_ex, extended: bool) -> Result<*mut QpObj, i32> {
+    let typ = QpType::from_raw(a.qp_type)
+        .filter(|t| matches!(t, QpType::Rc | QpType::Uc | QpType::Ud | QpType::XrcSend | QpType::XrcRecv));
     let typ = typ.ok_or(libc::EOPNOTSUPP)?;
-    if attr.send_cq.is_null() || attr.recv_cq.is_null() {
+    let target = typ == QpType::XrcRecv;
+    let given = |bit: u32| a.comp_mask & bit != 0;
+    // SAFETY: a PD of the caller, if there is one.
+    let has_pd = given(MASK_PD) && unsafe { a.pd.as_ref() }.is_some_and(|pd| pd.context == ctx);
+    let complete = match typ {
+        QpType::XrcRecv => given(MASK_XRCD) && !a.xrcd.is_null(),
+        QpType::XrcSend => has_pd && !a.send_cq.is_null(),
+        _ => has_pd && !a.send_cq.is_null() && !a.recv_cq.is_null(),
+    };
+    if !complete {
         return Err(libc::EINVAL);
     }
+    if target {
+        (a.pd, a.send_cq, a.recv_cq, a.srq) = (null_mut(), null_mut(), null_mut(), null_mut());
+        a.cap = ibv_qp_cap::default();
+    }
     // SAFETY: by the contract.
-    let ctx = unsafe { (*pd).context };
-    // SAFETY: a PD's context is open.
-    let shared = unsafe { shared(ctx) };
+    let (shared, alone) = unsafe { (shared(ctx), has_thread_domain(a.pd)) };
     // Events name the QP by its address.
     let mut object = room::<QpObj>()?;
     let obj = object.as_mut_ptr();
     let (mut cmd, mut resp) = (CreateQp::new(), QpAnswer::new());
     let (cmd_size, resp_size) = (CreateQp::SIZE, QpAnswer::SIZE);
+    let asked = std::mem::replace(&mut a.comp_mask, if target { MASK_XRCD } else { MASK_PD });
     // SAFETY: by the contract; a QP that nobody else knows, and room for command and answer.
     unsafe {
-        let qp = obj.cast();
-        done(ibv_cmd_create_qp(pd, qp, attr, &mut cmd, cmd_size, &mut resp, resp_size))?;
+        let r = ibv_cmd_create_qp_ex(ctx, obj.cast(), a, &mut cmd, cmd_size, &mut resp, resp_size);
+        a.comp_mask = asked;
+        done(r)?;
         let made = match rings(ctx, &resp.driver) {
             Ok(made) => made,
             Err(e) => {
-                ibv_cmd_destroy_qp(qp);
+                ibv_cmd_destroy_qp(obj.cast());
                 return Err(e);
             }
         };
-        attr.cap.max_inline_data = made.max_inline;
-        (&raw mut (*obj).ctx).write(shared);
-        (&raw mut (*obj).typ).write(typ);
+        a.cap.max_inline_data = made.max_inline;
         (&raw mut (*obj).slot).write(resp.driver.db_slot);
-        (&raw mut (*obj).max_inline).write(made.max_inline);
-        (&raw mut (*obj).max_send_sge).write(made.max_send_sge);
-        (&raw mut (*obj).max_recv_sge).write(made.max_recv_sge);
-        (&raw mut (*obj).sq).write(QueueLock::new(WorkQueue::new(made.rings.clone()), false));
-        (&raw mut (*obj).rq).write(QueueLock::new(WorkQueue::new(made.rings), false));
+        fill(obj, shared, typ, made, alone);
         (&raw mut (*obj).builder).write(extended.then(|| Box::new(Builder::new())));
     }
     // All is initialized: zeros are a valid value of the rest.
     Ok(Box::into_raw(object).cast())
 }
 
+/// Initializes what all QPs have; zeros are a valid value of the rest.
+///
+/// # Safety
+/// `obj` is zeroed room for a QP, which libibverbs has filled in.
+unsafe fn fill(obj: *mut QpObj, shared: Arc<Shared>, typ: QpType, made: Made, alone: bool) {
+    // SAFETY: by the contract.
+    unsafe {
+        (&raw mut (*obj).ctx).write(shared);
+        (&raw mut (*obj).typ).write(typ);
+        (&raw mut (*obj).max_inline).write(made.max_inline);
+        (&raw mut (*obj).max_send_sge).write(made.max_send_sge);
+        (&raw mut (*obj).max_recv_sge).write(made.max_recv_sge);
+        (&raw mut (*obj).sq).write(QueueLock::new(WorkQueue::new(made.rings.clone()), alone));
+        (&raw mut (*obj).rq).write(QueueLock::new(WorkQueue::new(made.rings), alone));
+        (&raw mut (*obj).builder).write(None);
+    }
+}
+
+/// The target of an XRC connection that somebody made.
+pub unsafe extern "C" fn open(ctx: *mut ibv_context, attr: *mut ibv_qp_open_attr) -> *mut ibv_qp {
+    // SAFETY: the caller passes its context and attributes.
+    let (shared, typ) = unsafe { (shared(ctx), QpType::from_raw((*attr).qp_type)) };
+    let (Some(typ @ QpType::XrcRecv), Ok(made)) = (typ, nothing_to_post()) else { return null(libc::EINVAL) };
+    // Events name the QP by its address.
+    let mut object = match room::<QpObj>() {
+        Ok(object) => object,
+        Err(e) => return null(e),
+    };
+    let obj = object.as_mut_ptr();
+    let (mut cmd, mut resp) = (OpenQp::new(), OpenQpAnswer::new());
+    let (cmd_size, resp_size, size) = (OpenQp::SIZE, OpenQpAnswer::SIZE, size_of::<QpObj>() as c_int);
+    // SAFETY: the caller's context and attributes, a QP that nobody else knows, and room for command and answer.
+    unsafe {
+        let r = ibv_cmd_open_qp(ctx, obj.cast(), size, attr, &mut cmd, cmd_size, &mut resp, resp_size);
+        if r != 0 {
+            return null(r);
+        }
+        fill(obj, shared, typ, made, false);
+    }
+    Box::into_raw(object).cast()
+}
+
 pub unsafe extern "C" fn create(pd: *mut ibv_pd, attr: *mut ibv_qp_init_attr) -> *mut ibv_qp {
+    // SAFETY: the caller passes its PD and attributes; all zeros are valid.
+    let (a, mut all) = unsafe { (&mut *attr, std::mem::zeroed::<ibv_qp_init_attr_ex>()) };
+    (all.qp_context, all.send_cq, all.recv_cq, all.srq) = (a.qp_context, a.send_cq, a.recv_cq, a.srq);
+    (all.cap, all.qp_type, all.sq_sig_all, all.comp_mask, all.pd) = (a.cap, a.qp_type, a.sq_sig_all, MASK_PD, pd);
     // SAFETY: as ibv_create_qp(3) demands.
-    unsafe { make(pd, &mut *attr, false) }.map_or_else(null, |o| o.cast())
+    let made = unsafe { make((*pd).context, &mut all, false) };
+    a.cap = all.cap;
+    made.map_or_else(null, |o| o.cast())
 }
 
 pub unsafe extern "C" fn create_ex(ctx: *mut ibv_context, init: *mut ibv_qp_init_attr_ex) -> *mut ibv_qp {
-    const MASK_PD: u32 = 1;
-    const MASK_CREATE_FLAGS: u32 = 1 << 2;
-    const MASK_SEND_OPS: u32 = 1 << 6;
-    /// Memory windows, and what libibverbs before version 45 has no place for.
-    const NOT_OFFERED: u64 = 1 << 8 | 1 << 11;
     // SAFETY: the caller passes its attributes.
     let a = unsafe { &mut *init };
-    let known = MASK_PD | MASK_CREATE_FLAGS | MASK_SEND_OPS;
+    let known = MASK_PD | MASK_XRCD | MASK_CREATE_FLAGS | MASK_SEND_OPS;
     if a.comp_mask & !known != 0 || a.comp_mask & MASK_CREATE_FLAGS != 0 && a.create_flags != 0 {
         return null(libc::EOPNOTSUPP);
     }
-    // SAFETY: a PD of the caller, if there is one.
-    if a.comp_mask & MASK_PD == 0 || a.pd.is_null() || unsafe { (*a.pd).context } != ctx {
-        return null(libc::EINVAL);
-    }
     let extended = a.comp_mask & MASK_SEND_OPS != 0;
-    let offered = QpType::from_raw(a.qp_type).map_or(0, builder::send_ops) & !NOT_OFFERED;
+    let offered = QpType::from_raw(a.qp_type).map_or(0, builder::send_ops);
     if extended && a.send_ops_flags & !offered != 0 {
         return null(libc::EOPNOTSUPP);
     }
-    let (qp_context, send_cq, recv_cq, srq) = (a.qp_context, a.send_cq, a.recv_cq, a.srq);
-    let (cap, qp_type, sq_sig_all) = (a.cap, a.qp_type, a.sq_sig_all);
-    let mut plain = ibv_qp_init_attr { qp_context, send_cq, recv_cq, srq, cap, qp_type, sq_sig_all };
     // SAFETY: as ibv_create_qp_ex(3) demands.
-    match unsafe { make(a.pd, &mut plain, extended) } {
+    match unsafe { make(ctx, a, extended) } {
         Ok(obj) => {
-            a.cap = plain.cap;
             if extended {
                 // SAFETY: just made; nobody else knows it yet.
-                unsafe { show_extended(&mut *obj) };
+                unsafe { show_extended(&mut *obj, a.send_ops_flags & FLUSH != 0) };
             }
             obj.cast()
         }
@@ -193,12 +271,18 @@ pub unsafe extern "C" fn create_ex(ctx: *mut ibv_context, init: *mut ibv_qp_init
     }
 }
 
-/// Gives a QP its functions, and lets `ibv_qp_to_qp_ex(3)` find them.
-fn show_extended(obj: &mut QpObj) {
+/// `IBV_QP_EX_WITH_FLUSH`, which libibverbs has since version 45.
+const FLUSH: u64 = 1 << 11;
+
+/// Gives a QP its functions, and lets `ibv_qp_to_qp_ex(3)` find them. `flushes`: it was made for FLUSH too.
+fn show_extended(obj: &mut QpObj, flushes: bool) {
     /// `VERBS_QP_EX` in the `comp_mask` of a `verbs_qp`.
     const EXTENDED: u64 = 2;
     builder::fill::<QpObj>(&mut obj.c);
     obj.mask = EXTENDED;
+    if flushes {
+        return;
+    }
     // Before version 45 the mask was where `wr_flush` is now, which nobody calls without having asked for it.
     let old_mask = (&raw mut obj.c.wr_flush).cast::<u64>();
     // SAFETY: the member has 8 bytes, and any value but 0 is a function to it.
@@ -245,7 +329,7 @@ pub unsafe extern "C" fn query(
 }
 
 /// Sends that are being posted. They are published when it is dropped, and the bell rings once.
-struct Sends<'a> {
+pub struct Sends<'a> {
     qp: &'a QpObj,
     sq: Held<'a, WorkQueue>,
 }
@@ -293,12 +377,11 @@ pub unsafe extern "C" fn post_send(qp: *mut ibv_qp, wr: *mut ibv_send_wr, bad: *
         return refuse(wr, bad);
     }
     let mut sends = obj.begin_sends();
-    // SAFETY: the caller passes a list of valid work requests that ends with NULL, and vouches for its inline data. There are no
-    // memory windows, so nothing binds them.
+    // SAFETY: the caller passes a list of valid work requests that ends with NULL, and vouches for its inline data.
     let r = unsafe {
-        let no_windows = |_: &ibv_send_wr_bind| Err(libc::EINVAL);
+        let bind = |b: &ibv_send_wr_bind| bind_posted(&obj.c.qp_base, b);
         each_send(wr, bad, |r| {
-            post_send_request(obj.typ, r, |a| ah::handle(a), no_windows, |head, data| sends.push(head, data))
+            post_send_request(obj.typ, r, |a| ah::handle(a), bind, |head, data| sends.push(head, data))
         })
     };
     drop(sends);
@@ -309,7 +392,8 @@ pub unsafe extern "C" fn post_recv(qp: *mut ibv_qp, wr: *mut ibv_recv_wr, bad: *
     // SAFETY: the caller passes its QP.
     let obj = unsafe { &*qp.cast::<QpObj>() };
     // Nothing may be posted in RESET, nor to a QP whose receives are shared.
-    if obj.state() == QpState::Reset as u32 || !obj.c.qp_base.srq.is_null() {
+    let shared = !obj.c.qp_base.srq.is_null() || matches!(obj.typ, QpType::XrcSend | QpType::XrcRecv);
+    if obj.state() == QpState::Reset as u32 || shared {
         return refuse(wr, bad);
     }
     let mut rq = obj.rq.lock();

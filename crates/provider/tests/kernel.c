@@ -102,8 +102,10 @@ int ibv_cmd_query_device_any(struct ibv_context *c, const void *input, struct ib
 			     uint64_t *resp, size_t *resp_size)
 {
 	(void)c, (void)input, (void)size;
-	if (*resp_size != 304)
+	if (*resp_size != 304 && *resp_size != 312)
 		return EINVAL;
+	if (*resp_size == 312)
+		resp[38] = 5ULL << 32 | 7;
 	resp[0] = 1ULL << 32 | 2 << 16 | 3;
 	attr->orig_attr.max_qp = 17;
 	return fails();
@@ -214,8 +216,8 @@ int ibv_cmd_destroy_cq(struct ibv_cq *cq)
 }
 
 /* 16 sends of 4 SGEs or 128 bytes, 16 receives of 4 SGEs. */
-int ibv_cmd_create_qp(struct ibv_pd *pd, struct ibv_qp *qp, struct ibv_qp_init_attr *attr, void *cmd, size_t cmd_size, void *resp,
-		      size_t resp_size)
+int ibv_cmd_create_qp_ex(struct ibv_context *c, struct ibv_qp *qp, struct ibv_qp_init_attr_ex *attr, void *cmd, size_t cmd_size,
+			 void *resp, size_t resp_size)
 {
 	static uint32_t number = 0x100;
 	struct {
@@ -230,6 +232,18 @@ int ibv_cmd_create_qp(struct ibv_pd *pd, struct ibv_qp *qp, struct ibv_qp_init_a
 		return EINVAL;
 	if (fake_errno)
 		return fails();
+	if (attr->comp_mask != (attr->qp_type == IBV_QPT_XRC_RECV ? IBV_QP_INIT_ATTR_XRCD : IBV_QP_INIT_ATTR_PD))
+		return EINVAL;
+	qp->context = c;
+	qp->pd = attr->pd;
+	qp->send_cq = attr->send_cq;
+	qp->recv_cq = attr->recv_cq;
+	qp->srq = attr->srq;
+	qp->qp_type = attr->qp_type;
+	qp->qp_num = number++;
+	/* Nothing is posted to a target. */
+	if (attr->qp_type == IBV_QPT_XRC_RECV)
+		return 0;
 	a = area(3 * 4096);
 	r->offset = a.offset;
 	r->size = a.size;
@@ -242,14 +256,19 @@ int ibv_cmd_create_qp(struct ibv_pd *pd, struct ibv_qp *qp, struct ibv_qp_init_a
 	r->slot = 70;
 	r->max_inline = 128;
 	r->max_send_sge = r->max_recv_sge = 4;
-	qp->context = pd->context;
-	qp->pd = pd;
-	qp->send_cq = attr->send_cq;
-	qp->recv_cq = attr->recv_cq;
-	qp->srq = attr->srq;
-	qp->qp_type = attr->qp_type;
-	qp->qp_num = number++;
 	return 0;
+}
+
+int ibv_cmd_open_qp(struct ibv_context *c, struct ibv_qp *qp, int size, struct ibv_qp_open_attr *attr, void *cmd, size_t cmd_size,
+		    void *resp, size_t resp_size)
+{
+	(void)cmd, (void)resp;
+	if (size < 376 || cmd_size != 40 || resp_size != 32)
+		return EINVAL;
+	qp->context = c;
+	qp->qp_type = attr->qp_type;
+	qp->qp_num = attr->qp_num;
+	return fails();
 }
 
 int ibv_cmd_modify_qp(struct ibv_qp *qp, struct ibv_qp_attr *attr, int mask, void *cmd, size_t cmd_size)
@@ -272,8 +291,16 @@ int ibv_cmd_destroy_qp(struct ibv_qp *qp)
 	return fails();
 }
 
-int ibv_cmd_create_srq(struct ibv_pd *pd, struct ibv_srq *srq, struct ibv_srq_init_attr *attr, void *cmd, size_t cmd_size, void *resp,
-		       size_t resp_size)
+struct verbs_srq {
+	struct ibv_srq srq;
+	enum ibv_srq_type type;
+	void *xrcd;
+	struct ibv_cq *cq;
+	uint32_t number;
+};
+
+int ibv_cmd_create_srq_ex(struct ibv_context *c, struct verbs_srq *srq, struct ibv_srq_init_attr_ex *attr, void *cmd,
+			  size_t cmd_size, void *resp, size_t resp_size)
 {
 	struct {
 		uint32_t core[4];
@@ -283,7 +310,7 @@ int ibv_cmd_create_srq(struct ibv_pd *pd, struct ibv_srq *srq, struct ibv_srq_in
 	struct area a;
 
 	(void)cmd;
-	if (cmd_size != 40 || resp_size != sizeof(*r))
+	if (cmd_size != 56 || resp_size != sizeof(*r))
 		return EINVAL;
 	a = area(8192);
 	r->offset = a.offset;
@@ -292,14 +319,74 @@ int ibv_cmd_create_srq(struct ibv_pd *pd, struct ibv_srq *srq, struct ibv_srq_in
 	r->entries = 4;
 	r->stride = 48;
 	attr->attr.max_wr = 4;
-	srq->context = pd->context;
+	srq->srq.context = c;
+	srq->type = attr->srq_type;
+	srq->number = 0x33;
 	return 0;
 }
 
-int ibv_cmd_modify_srq(struct ibv_srq *srq, struct ibv_srq_attr *attr, int mask, void *cmd, size_t cmd_size)
+/* A larger one has its ring where the command says. */
+int ibv_cmd_modify_srq(struct ibv_srq *srq, struct ibv_srq_attr *attr, int mask, uint64_t *cmd, size_t cmd_size)
 {
-	(void)srq, (void)attr, (void)mask, (void)cmd;
-	return cmd_size == 24 ? fails() : EINVAL;
+	struct {
+		uint64_t offset, size;
+		uint32_t entries, reserved;
+	} *r = (void *)cmd[3];
+	struct area a;
+
+	(void)srq;
+	if (cmd_size != 32 || mask == (IBV_SRQ_MAX_WR | IBV_SRQ_LIMIT))
+		return EINVAL;
+	if (fake_errno || mask != IBV_SRQ_MAX_WR)
+		return fails();
+	a = area(4096);
+	r->offset = a.offset;
+	r->size = a.size;
+	r->entries = attr->max_wr;
+	return 0;
+}
+
+int ibv_cmd_open_xrcd(struct ibv_context *c, struct ibv_xrcd *xrcd, int size, struct ibv_xrcd_init_attr *attr, void *cmd,
+		      size_t cmd_size, void *resp, size_t resp_size)
+{
+	(void)attr, (void)cmd, (void)resp;
+	if (size != 16 || cmd_size != 24 || resp_size != 4)
+		return EINVAL;
+	xrcd->context = c;
+	return fails();
+}
+
+int ibv_cmd_close_xrcd(struct ibv_xrcd *xrcd)
+{
+	(void)xrcd;
+	fake_destroyed++;
+	return fails();
+}
+
+int ibv_cmd_alloc_mw(struct ibv_pd *pd, enum ibv_mw_type type, struct ibv_mw *mw, void *cmd, size_t cmd_size, void *resp,
+		     size_t resp_size)
+{
+	(void)cmd, (void)resp;
+	if (cmd_size != 24 || resp_size != 8)
+		return EINVAL;
+	mw->context = pd->context;
+	mw->pd = pd;
+	mw->type = type;
+	mw->rkey = 0x1ff;
+	return fails();
+}
+
+int ibv_cmd_dealloc_mw(struct ibv_mw *mw)
+{
+	(void)mw;
+	fake_destroyed++;
+	return fails();
+}
+
+int ibv_cmd_modify_cq(struct ibv_cq *cq, struct ibv_modify_cq_attr *attr, void *cmd, size_t cmd_size)
+{
+	(void)cq, (void)attr, (void)cmd;
+	return cmd_size == 40 ? fails() : EINVAL;
 }
 
 int ibv_cmd_query_srq(struct ibv_srq *srq, struct ibv_srq_attr *attr, void *cmd, size_t cmd_size)

@@ -110,15 +110,16 @@ fn the_kernel_driver_has_the_same_structures() {
         + r#"
         _Static_assert(UNIRDMA_UVERBS_ABI_VERSION == 1, "version");
         _Static_assert(sizeof(struct unirdma_ucontext_resp) == 16, "context");
-        _Static_assert(sizeof(struct unirdma_create_cq_resp) == 32, "CQ");
-        _Static_assert(offsetof(struct unirdma_create_cq_resp, ring_offset) == 16, "CQ");
-        _Static_assert(sizeof(struct unirdma_resize_cq_resp) == 32, "CQ");
+        _Static_assert(sizeof(struct unirdma_cq_resp) == 32, "CQ");
+        _Static_assert(offsetof(struct unirdma_cq_resp, ring_offset) == 16, "CQ");
         _Static_assert(sizeof(struct unirdma_create_qp_resp) == 56, "QP");
         _Static_assert(offsetof(struct unirdma_create_qp_resp, rq_entries) == 32, "QP");
         _Static_assert(offsetof(struct unirdma_create_qp_resp, max_recv_sge) == 52, "QP");
         _Static_assert(sizeof(struct unirdma_create_srq_resp) == 32, "SRQ");
         _Static_assert(offsetof(struct unirdma_create_srq_resp, stride) == 24, "SRQ");
         _Static_assert(sizeof(struct unirdma_create_ah_resp) == 8, "AH");
+        _Static_assert(sizeof(struct unirdma_resize_srq_resp) == 24, "SRQ");
+        _Static_assert(sizeof(struct unirdma_query_device_resp) == 8, "clock");
         "#;
     let dir = Path::new(env!("CARGO_TARGET_TMPDIR"));
     let source = dir.join("driver.c");

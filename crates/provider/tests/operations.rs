@@ -231,8 +231,18 @@ unsafe fn play(k: &Kernel) {
             let r = ops.post_srq_recv.unwrap()(srq, &mut recv, null_mut());
             assert_eq!(r, if i < 4 { 0 } else { libc::ENOMEM });
         }
-        assert_eq!(ops.modify_srq.unwrap()(srq, &mut srq_init.attr, 1), libc::EOPNOTSUPP);
-        assert_eq!(ops.modify_srq.unwrap()(srq, &mut srq_init.attr, 2), 0);
+        // Another ring has the indices of the first, and room for more.
+        srq_init.attr.max_wr = 8;
+        let modify_srq = ops.modify_srq.unwrap();
+        assert_eq!(modify_srq(srq, &mut srq_init.attr, 4), libc::EINVAL);
+        k.set("errno", libc::ENOMEM);
+        assert_eq!(modify_srq(srq, &mut srq_init.attr, 3), libc::ENOMEM);
+        assert_eq!(ops.post_srq_recv.unwrap()(srq, &mut recv, null_mut()), libc::ENOMEM, "it is as large as before");
+        assert_eq!(modify_srq(srq, &mut srq_init.attr, 3), 0);
+        for i in 0..5 {
+            let r = ops.post_srq_recv.unwrap()(srq, &mut recv, null_mut());
+            assert_eq!(r, if i < 4 { 0 } else { libc::ENOMEM });
+        }
         init.srq = srq;
         init.qp_type = 2;
         let with_srq = create_qp(pd, &mut init);
@@ -242,6 +252,8 @@ unsafe fn play(k: &Kernel) {
         assert_eq!(ops.destroy_srq.unwrap()(srq), 0);
 
         play_extended(k, ops, ctx, pd);
+        play_xrc(k, ops, ctx, pd);
+        play_windows(k, ops, pd, qp);
 
         // The device is gone: the program was told so.
         let mut fatal = ibv_async_event { element: null_mut(), event_type: 8 };
@@ -267,17 +279,39 @@ unsafe fn play_extended(k: &Kernel, ops: &verbs_context_ops, ctx: *mut ibv_conte
     // SAFETY: as in `play`.
     unsafe {
         let mut init: ibv_cq_init_attr_ex = std::mem::zeroed();
-        (init.cqe, init.wc_flags) = (8, 1 << 11);
+        (init.cqe, init.wc_flags) = (8, 1 << 12);
         let create = ops.create_cq_ex.unwrap();
-        assert!(create(ctx, &mut init).is_null() && errno() == libc::EOPNOTSUPP, "the wall clock");
-        init.wc_flags = 0xff | 1 << 10;
+        assert!(create(ctx, &mut init).is_null() && errno() == libc::EOPNOTSUPP, "tag matching");
+        init.wc_flags = 0xff | 1 << 10 | 1 << 11;
+        // A parent domain whose queues one thread uses.
+        let mut parent = ibv_parent_domain_init_attr {
+            pd,
+            td: ops.alloc_td.unwrap()(ctx, &mut 0),
+            comp_mask: 0,
+            alloc: null_mut(),
+            free: null_mut(),
+            pd_context: null_mut(),
+        };
+        let domain = ops.alloc_parent_domain.unwrap()(ctx, &mut parent);
+        assert_eq!(ops.dealloc_td.unwrap()(parent.td), libc::EBUSY);
+        (init.comp_mask, init.parent_domain) = (2, domain);
         let cq = create(ctx, &mut init);
         assert!(!cq.is_null(), "errno {}", errno());
+        let mut moderation = ibv_modify_cq_attr { attr_mask: 1, cq_count: 2, cq_period: 3 };
+        assert_eq!(ops.modify_cq.unwrap()(cq.cast(), &mut moderation), 0);
         let mut device = device_cq(k, 8);
         device.push(abi::Cqe { wr_id: 4, byte_len: 9, timestamp: 1 << 40, ..Default::default() }).unwrap();
         assert_eq!((*cq).start_poll.unwrap()(cq, &mut ibv_poll_cq_attr { comp_mask: 0 }), 0);
         assert_eq!(((*cq).wr_id, (*cq).read_byte_len.unwrap()(cq)), (4, 9));
         assert_eq!((*cq).read_completion_ts.unwrap()(cq), 1 << 40);
+        // The device's clock was at 5 << 32 | 7 when the CQ was made, by its own time.
+        let mut values: ibv_values_ex = std::mem::zeroed();
+        values.comp_mask = 3;
+        assert_eq!((ops.query_rt_values.unwrap()(ctx, &mut values), values.comp_mask), (0, 1));
+        assert_eq!(values.raw_clock.tv_nsec, 5 << 32 | 7);
+        let now = std::time::SystemTime::now().duration_since(std::time::UNIX_EPOCH).unwrap().as_nanos() as u64;
+        let written = (*cq).read_completion_wallclock_ns.unwrap()(cq) - (1 << 40) + (5 << 32 | 7);
+        assert!(now - written < 60_000_000_000, "{now} {written}");
         assert_eq!((*cq).next_poll.unwrap()(cq), libc::ENOENT);
         (*cq).end_poll.unwrap()(cq);
 
@@ -311,6 +345,95 @@ unsafe fn play_extended(k: &Kernel, ops: &verbs_context_ops, ctx: *mut ibv_conte
         (*x).wr_abort.unwrap()(x);
         assert_eq!(rings.sq_pending(0), Ok(2));
         assert_eq!(ops.destroy_qp.unwrap()(qp), 0);
+        // FLUSH takes the place where older versions have the mask.
+        (init.qp_type, init.send_ops_flags, init.pd) = (2, 1 << 11, domain);
+        let qp = create(ctx, &mut init);
+        let x = qp.cast::<ibv_qp_ex>();
+        assert_eq!(*qp.cast::<u8>().add(360).cast::<u32>(), 2);
+        let rings = device_qp(k);
+        (*qp).state = 3;
+        (*x).wr_start.unwrap()(x);
+        (*x).wr_flush.unwrap()(x, 5, 0x50, 64, 1, 0);
+        assert_eq!(((*x).wr_complete.unwrap()(x), rings.sq_head(0).opcode), (0, WrOpcode::Flush as u8));
+        assert_eq!(ops.destroy_qp.unwrap()(qp), 0);
         assert_eq!(ops.destroy_cq.unwrap()(cq.cast()), 0);
+        assert_eq!((ops.dealloc_pd.unwrap()(domain), ops.dealloc_td.unwrap()(parent.td)), (0, 0));
+    }
+}
+
+/// XRC domains, and what is in them.
+///
+/// # Safety
+/// As of [`play`].
+unsafe fn play_xrc(k: &Kernel, ops: &verbs_context_ops, ctx: *mut ibv_context, pd: *mut ibv_pd) {
+    // SAFETY: as in `play`.
+    unsafe {
+        let mut attr = ibv_xrcd_init_attr { comp_mask: 3, fd: -1, oflags: libc::O_CREAT };
+        k.set("errno", libc::ENOMEM);
+        assert!(ops.open_xrcd.unwrap()(ctx, &mut attr).is_null() && errno() == libc::ENOMEM);
+        let xrcd = ops.open_xrcd.unwrap()(ctx, &mut attr);
+        let cq = ops.create_cq.unwrap()(ctx, 4, null_mut(), 0);
+
+        let mut init: ibv_srq_init_attr_ex = std::mem::zeroed();
+        (init.comp_mask, init.srq_type, init.pd, init.attr.max_wr) = (1 | 2, 1, pd, 4);
+        let create_srq = ops.create_srq_ex.unwrap();
+        assert!(create_srq(ctx, &mut init).is_null() && errno() == libc::EINVAL, "no domain");
+        (init.comp_mask, init.xrcd, init.cq) = (1 | 2 | 4 | 8, xrcd, cq);
+        let srq = create_srq(ctx, &mut init);
+        let mut number = 0;
+        assert_eq!((ops.get_srq_num.unwrap()(srq, &mut number), number), (0, 0x33));
+
+        let mut init: ibv_qp_init_attr_ex = std::mem::zeroed();
+        (init.qp_type, init.comp_mask, init.cap.max_send_wr) = (10, 2, 16);
+        let create = ops.create_qp_ex.unwrap();
+        assert!(create(ctx, &mut init).is_null() && errno() == libc::EINVAL, "no domain");
+        init.xrcd = xrcd;
+        let target = create(ctx, &mut init);
+        assert_eq!(init.cap.max_send_wr, 0, "nothing is posted to a target");
+        (*target).state = 3;
+        let (mut bad, mut list) = (null_mut(), [ibv_sge { addr: 0x10, length: 5, lkey: 6 }]);
+        let mut recv = ibv_recv_wr { wr_id: 8, next: null_mut(), sg_list: list.as_mut_ptr(), num_sge: 1 };
+        assert_eq!(ops.post_recv.unwrap()(target, &mut recv, null_mut()), libc::EINVAL);
+        assert_eq!(ops.post_send.unwrap()(target, &mut send(WrOpcode::Send, &mut list), &mut bad), libc::EINVAL);
+        let mut opened: ibv_qp_open_attr = std::mem::zeroed();
+        (opened.comp_mask, opened.qp_num, opened.xrcd, opened.qp_type) = (1 | 2 | 8, 0x77, xrcd, 10);
+        let same = ops.open_qp.unwrap()(ctx, &mut opened);
+        assert_eq!((*same).qp_num, 0x77);
+        assert_eq!((ops.destroy_qp.unwrap()(same), ops.destroy_qp.unwrap()(target)), (0, 0));
+
+        // An initiator says for which SRQ a request is.
+        (init.qp_type, init.comp_mask, init.pd, init.send_cq) = (9, 1, pd, cq);
+        let initiator = create(ctx, &mut init);
+        let rings = device_qp(k);
+        (*initiator).state = 3;
+        let mut wr = send(WrOpcode::Send, &mut list);
+        wr.remote_srqn = number;
+        assert_eq!((ops.post_send.unwrap()(initiator, &mut wr, &mut bad), rings.sq_head(0).dest_qpn), (0, 0x33));
+        assert_eq!(ops.destroy_qp.unwrap()(initiator), 0);
+        assert_eq!((ops.destroy_srq.unwrap()(srq), ops.destroy_cq.unwrap()(cq)), (0, 0));
+        assert_eq!(ops.close_xrcd.unwrap()(xrcd), 0);
+    }
+}
+
+/// Memory windows.
+///
+/// # Safety
+/// As of [`play`].
+unsafe fn play_windows(k: &Kernel, ops: &verbs_context_ops, pd: *mut ibv_pd, qp: *mut ibv_qp) {
+    // SAFETY: as in `play`.
+    unsafe {
+        let alloc = ops.alloc_mw.unwrap();
+        assert!(alloc(pd, 3).is_null() && errno() == libc::EINVAL);
+        k.set("errno", libc::ENOMEM);
+        assert!(alloc(pd, 1).is_null() && errno() == libc::ENOMEM);
+        let mw = alloc(pd, 1);
+        let mut bind: ibv_mw_bind = std::mem::zeroed();
+        bind.wr_id = 9;
+        (*qp).state = 0;
+        assert_eq!(ops.bind_mw.unwrap()(qp, mw, &mut bind), libc::EINVAL, "not before the state allows it");
+        assert_eq!((*mw).rkey, 0x1ff);
+        (*qp).state = 3;
+        assert_eq!((ops.bind_mw.unwrap()(qp, mw, &mut bind), (*mw).rkey), (0, 0x100), "another key");
+        assert_eq!(ops.dealloc_mw.unwrap()(mw), 0);
     }
 }

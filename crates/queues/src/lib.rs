@@ -3,10 +3,11 @@
 //! Both drivers stand on it: the in-process driver of containers, which makes the rings itself, and the provider of guests, whose
 //! kernel makes them. It depends on the device ABI, on the rings of `mem` and on the structures of libibverbs. It must never make a
 //! ring, ring a doorbell or make a system call. Of C's interface it knows work requests, completions, and how both are built and read call by
-//! call (`requests`, `builder`, `polling`); objects are their library's. Errors are Linux errno values.
+//! call (`requests`, `builder`, `polling`), and PDs with the domains of threads (`domain`); other objects are their library's. Errors are Linux errno values.
 
 pub mod builder;
 mod completions;
+pub mod domain;
 mod lock;
 pub mod polling;
 pub mod requests;

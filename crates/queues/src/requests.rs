@@ -1,7 +1,7 @@
 //! Work requests and completions as C programs have them.
 
 use unirdma_abi as abi;
-use unirdma_formats::{QpType, WrOpcode, send_flags};
+use unirdma_formats::{QpState, QpType, WrOpcode, access, send_flags};
 use unirdma_verbs_abi::*;
 
 use crate::{Result, SendWr};
@@ -96,6 +96,59 @@ pub unsafe fn bind_request(rkey: u32, info: &ibv_mw_bind_info) -> abi::SqWqe {
         swap: u64::from(info.mw_access_flags) << 32 | u64::from(lkey),
         ..abi::SqWqe::default()
     }
+}
+
+/// The head of a posted request that binds a window of type 2.
+///
+/// # Errors
+/// `EINVAL` for another window, or one of another PD.
+///
+/// # Safety
+/// What the two name is valid or NULL.
+pub unsafe fn bind_posted(qp: &ibv_qp, b: &ibv_send_wr_bind) -> Result<abi::SqWqe> {
+    const TYPE_2: u32 = 2;
+    // SAFETY: by the contract.
+    unsafe {
+        if b.mw.is_null() || (*b.mw).mw_type != TYPE_2 || (*(*b.mw).pd).handle != (*qp.pd).handle {
+            return Err(libc::EINVAL);
+        }
+        Ok(bind_request(b.rkey, &b.bind_info))
+    }
+}
+
+/// The next key of a window: the lower 8 bits are its user's (`ibv_inc_rkey(3)`).
+fn next_key(rkey: u32) -> u32 {
+    rkey & 0xffff_ff00 | rkey.wrapping_add(1) & 0xff
+}
+
+/// The head of the request by which `ibv_bind_mw(3)` binds a window of type 1, and the window's key afterwards: it changes with each
+/// binding.
+///
+/// # Errors
+/// `EINVAL` for objects of different PDs, an unknown access, a range without an MR, or a QP that is not in RTS.
+///
+/// # Safety
+/// What the three name is valid or NULL.
+pub unsafe fn bind_window(qp: &ibv_qp, mw: &ibv_mw, bind: &ibv_mw_bind) -> Result<(u32, abi::SqWqe)> {
+    let info = &bind.bind_info;
+    let known = access::MW_SUPPORTED | access::OPTIONAL_RANGE;
+    // SAFETY: by the contract; the target of an XRC connection has no PD.
+    let other_pd = unsafe {
+        let pd = (*mw.pd).handle;
+        let other = |of: *mut ibv_pd| of.as_ref().is_none_or(|p| p.handle != pd);
+        info.mr.as_ref().is_some_and(|m| other(m.pd)) || other(qp.pd)
+    };
+    if other_pd || info.mr.is_null() && info.length > 0 || info.mw_access_flags & !known != 0 {
+        return Err(libc::EINVAL);
+    }
+    if qp.state != QpState::Rts as u32 {
+        return Err(libc::EINVAL);
+    }
+    let rkey = next_key(mw.rkey);
+    // SAFETY: by the contract.
+    let head = unsafe { bind_request(rkey, info) };
+    let send_flags = bind.send_flags & send_flags::SUPPORTED & !send_flags::INLINE;
+    Ok((rkey, abi::SqWqe { wr_id: bind.wr_id, send_flags, ..head }))
 }
 
 macro_rules! lists {

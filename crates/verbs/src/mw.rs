@@ -3,8 +3,7 @@
 use unirdma_abi as abi;
 use unirdma_abi::Command;
 use unirdma_driver::SendWr;
-use unirdma_formats::{access, send_flags};
-use unirdma_queues::requests::bind_request;
+use unirdma_queues::requests::bind_window;
 use unirdma_verbs_abi::*;
 
 use crate::device::context;
@@ -53,38 +52,17 @@ pub(crate) unsafe extern "C" fn dealloc_mw(mw: *mut ibv_mw) -> i32 {
     0
 }
 
-/// The next key of a window: the lower 8 bits are its user's (`ibv_inc_rkey(3)`).
-fn next_key(rkey: u32) -> u32 {
-    rkey & 0xffff_ff00 | rkey.wrapping_add(1) & 0xff
-}
-
-/// Windows of type 1: the key changes with each binding.
+/// Windows of type 1.
 pub(crate) unsafe extern "C" fn bind_mw(qp: *mut ibv_qp, mw: *mut ibv_mw, bind: *mut ibv_mw_bind) -> i32 {
     // SAFETY: the caller passes its QP, window and attributes.
     let (obj, w, b) = unsafe { (&*qp.cast::<QpObj>(), &mut *mw, &*bind) };
-    let info = &b.bind_info;
-    let known = access::MW_SUPPORTED | access::OPTIONAL_RANGE;
-    // SAFETY: objects of the caller; the MR may be NULL, and the target of an XRC connection has no PD.
-    let other_pd = unsafe {
-        let pd = (*w.pd).handle;
-        let other = |of: *mut ibv_pd| of.as_ref().is_none_or(|p| p.handle != pd);
-        info.mr.as_ref().is_some_and(|m| other(m.pd)) || other(obj.c.qp_base.pd)
+    // SAFETY: objects of the caller; there is no inline data.
+    let r = unsafe {
+        bind_window(&obj.c.qp_base, w, b).and_then(|(rkey, head)| {
+            obj.qp.send_batch().push(&head, SendWr::Sges(&[]))?;
+            Ok(rkey)
+        })
     };
-    if other_pd || info.mr.is_null() && info.length > 0 || info.mw_access_flags & !known != 0 {
-        return code(Err(libc::EINVAL));
-    }
-    if obj.c.qp_base.state != 3 {
-        return code(Err(libc::EINVAL));
-    }
-    let rkey = next_key(w.rkey);
-    // SAFETY: as above.
-    let mut head = unsafe { bind_request(rkey, info) };
-    (head.wr_id, head.send_flags) = (b.wr_id, b.send_flags & send_flags::SUPPORTED & !send_flags::INLINE);
-    // SAFETY: no inline data.
-    let r = unsafe { obj.qp.send_batch().push(&head, SendWr::Sges(&[])) };
-    trace!("ibv_bind_mw({rkey:#x}, {} bytes) = {r:?}", info.length);
-    if r.is_ok() {
-        w.rkey = rkey;
-    }
-    code(r)
+    trace!("ibv_bind_mw({} bytes) = {r:x?}", b.bind_info.length);
+    code(r.map(|rkey| w.rkey = rkey))
 }

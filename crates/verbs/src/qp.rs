@@ -3,7 +3,7 @@
 use unirdma_abi as abi;
 use unirdma_driver as driver;
 use unirdma_formats::QpType;
-use unirdma_queues::requests::{bind_request, each_receive, each_send, post_send_request, sges};
+use unirdma_queues::requests::{bind_posted, each_receive, each_send, post_send_request, sges};
 use unirdma_verbs_abi::*;
 
 use crate::ah::{ah_in, ah_out};
@@ -39,7 +39,6 @@ impl QpObj {
     }
 }
 
-const MW_TYPE_2: u32 = 2;
 /// `IBV_QPS_RTS`.
 const RTS: u32 = 3;
 
@@ -402,15 +401,8 @@ pub unsafe extern "C" fn x_ibv_query_qp(
 unsafe fn push(obj: &QpObj, batch: &mut driver::SendBatch<'_>, wr: &ibv_send_wr) -> Result<(), i32> {
     // SAFETY: the caller's AH.
     let ah = |ah: *mut ibv_ah| unsafe { (*ah).handle };
-    let bind = |b: &ibv_send_wr_bind| {
-        // SAFETY: the caller's window and MR.
-        unsafe {
-            if b.mw.is_null() || (*b.mw).mw_type != MW_TYPE_2 || (*(*b.mw).pd).handle != (*obj.c.qp_base.pd).handle {
-                return Err(libc::EINVAL);
-            }
-            Ok(bind_request(b.rkey, &b.bind_info))
-        }
-    };
+    // SAFETY: the caller's window and MR.
+    let bind = |b: &ibv_send_wr_bind| unsafe { bind_posted(&obj.c.qp_base, b) };
     trace!(
         "ibv_post_send({:#x}): wr_id {:#x} opcode {} flags {:#x} sges {}",
         obj.c.qp_base.qp_num, wr.wr_id, wr.opcode, wr.send_flags, wr.num_sge

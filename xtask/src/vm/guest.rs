@@ -103,6 +103,14 @@ impl Systems {
     /// # Errors
     /// What could not be downloaded or built, or there is no such kernel.
     pub fn make(only: Option<&str>) -> Result<Systems> {
+        Systems::make_with(only, &|_, _| Ok(()))
+    }
+
+    /// As [`Systems::make`]; `add` puts more into each.
+    ///
+    /// # Errors
+    /// As [`Systems::make`], and those of `add`.
+    pub fn make_with(only: Option<&str>, add: &dyn Fn(&Kernel, &mut Image<'_>) -> Result<()>) -> Result<Systems> {
         let parts = Parts::make()?;
         let mut kernels = vec![parts.kernel_13()?, parts.kernel_here()?];
         if release(&kernels[0]) == release(&kernels[1]) {
@@ -116,7 +124,7 @@ impl Systems {
         let dir = std::env::temp_dir().join(format!("unirdma-guests-{}", std::process::id()));
         let mut systems = Systems { all: Vec::new(), dir };
         for k in kernels {
-            let system = System::make(&parts, &k, &systems.dir)?;
+            let system = System::make(&parts, &k, &systems.dir, add)?;
             systems.all.push(system);
         }
         Ok(systems)
@@ -130,7 +138,12 @@ impl Drop for Systems {
 }
 
 impl System {
-    fn make(parts: &Parts, kernel: &Kernel, dir: &Path) -> Result<System> {
+    fn make(
+        parts: &Parts,
+        kernel: &Kernel,
+        dir: &Path,
+        add: &dyn Fn(&Kernel, &mut Image<'_>) -> Result<()>,
+    ) -> Result<System> {
         let mut image = Image::new(kernel, dir.join("root"))?;
         image.modules(&["ib_uverbs", "rdma_ucm"])?;
         for p in PROGRAMS {
@@ -150,6 +163,7 @@ impl System {
             let program = program.display().to_string();
             super::run(&lab::root(), &["cc", "-O1", "-Wall", "-o", &program, &source, "-libverbs", "-pthread"])?;
         }
+        add(kernel, &mut image)?;
         let name = release(kernel);
         let initrd = dir.join(format!("{name}.cpio"));
         image.pack("", &initrd)?;

@@ -110,6 +110,27 @@ impl<'a> Image<'a> {
         places.into_iter().find(|f| self.theirs(f).exists())
     }
 
+    /// Copies a directory of the kernel's release, without the entries of these names, and what its shared objects need.
+    ///
+    /// # Errors
+    /// It is not there.
+    pub fn tree(&self, dir: &str, without: &[&str]) -> Result<()> {
+        let entries = fs::read_dir(self.theirs(dir)).map_err(failed(dir))?.flatten();
+        for name in entries.filter_map(|e| e.file_name().into_string().ok()).filter(|n| !without.contains(&n.as_str()))
+        {
+            let path = format!("{dir}/{name}");
+            if self.theirs(&path).is_dir() {
+                self.tree(&path, without)?;
+                continue;
+            }
+            self.file(&self.theirs(&path), &path)?;
+            if name.ends_with(".so") {
+                self.libraries_of(&path)?;
+            }
+        }
+        Ok(())
+    }
+
     /// Copies rdma-core's provider for a kind of device, of the kernel's release.
     ///
     /// # Errors

@@ -18,6 +18,7 @@ use crate::lab::{self, Lab};
 use crate::{Result, packages};
 
 pub(crate) use guest::{Guest, Plan, System, Systems};
+pub(crate) use image::Image;
 pub(crate) use machine::Task;
 pub(crate) use parts::{Kernel, Parts};
 pub(crate) use rxe::{GUEST as RXE, GUEST6 as RXE6, OURS, OURS6, Rxe};

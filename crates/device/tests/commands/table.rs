@@ -94,6 +94,8 @@ fn queries() -> Vec<Row> {
     use Status::*;
     vec![
         row(C::QueryDevice, |_| Vec::new()),
+        row(C::QueryCounters, |_| Vec::new()),
+        row(C::QueryClock, |_| Vec::new()),
         row(C::QueryPort, |_| bytes(abi::QueryPortReq { port: 1, reserved: 0 }))
             .refused(BadValue, "port", |_| bytes(abi::QueryPortReq { port: 2, reserved: 0 })),
         row(C::QueryPkey, |_| bytes(abi::QueryPkeyReq { port: 1, ..Default::default() }))
