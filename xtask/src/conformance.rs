@@ -8,7 +8,7 @@ use std::time::Duration;
 
 use crate::Result;
 use crate::lab::{self, Lab};
-use crate::vm::{Guest, Image, Kernel, System, Systems};
+use crate::vm::{Guest, Image, Kernel, Plan, System, Systems};
 
 const TESTS: &str = "/usr/share/doc/rdma-core/tests";
 const RUN: &str = "tests/run_tests.py --dev unirdma0 -v";
@@ -237,7 +237,7 @@ fn report(text: &str) {
 fn in_guest(system: &System, only: Option<&str>, with_rxe: bool) -> Result<()> {
     let lab = Lab::start(None)?;
     lab.vrnic("guest", &["--ip", "10.0.0.1"])?;
-    let guest = Guest::start(&lab, system, "guest", 2, false)?;
+    let guest = Guest::start(&lab, system, "guest", &Plan::default())?;
     let keep = |device: &str, text: &str| {
         let file = lab::root().join(format!("target/conformance-{}-{device}.txt", system.name));
         println!("kernel {}, {device}: {}", system.name, file.display());

@@ -47,7 +47,7 @@ QEMU starts no generic vhost-user device whose number it has no name for, and it
 pub(crate) enum VmCommand {
     /// Start a virtual machine that has a vRNIC, with the terminal as its console
     #[command(after_help = RUN_EXAMPLES)]
-    Run(RunArgs),
+    Run(Box<RunArgs>),
     /// Write the library that stock QEMU needs preloaded, for those who start QEMU themselves
     #[command(after_help = PRELOAD_EXAMPLES)]
     Preload {

@@ -286,12 +286,6 @@ impl Engine {
         let _ = self.clerk.set(Clerk::new(Box::new(tell)));
     }
 
-    /// A command of a session can be answered.
-    fn release(&self, session: SessionId) {
-        lock(&self.released).push(session);
-        self.on_release.get().into_iter().for_each(|f| f());
-    }
-
     /// The sessions that the control thread has to look at.
     pub fn released(&self) -> Vec<SessionId> {
         std::mem::take(&mut lock(&self.released))

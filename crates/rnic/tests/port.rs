@@ -190,7 +190,7 @@ fn queues_change_their_size_under_work() {
     for (place, mut net) in places(QpType::Rc) {
         // Sends wait for receives at the other end, whose receives come one by one.
         let sge = net.ends[0].sge(0, 3000);
-        (0..10).for_each(|i| net.ends[0].post(wqe(WrOpcode::Send, i), &[sge]));
+        (0..10).for_each(|i| _ = net.ends[0].post(wqe(WrOpcode::Send, i), &[sge]));
         let to = net.ends[1].sge(0, 3000);
         (0..3).for_each(|i| net.ends[1].recv(i, &[to]));
         net.run(1_000_000);
@@ -201,7 +201,7 @@ fn queues_change_their_size_under_work() {
             net.ends[i].rings = rings;
             assert_eq!(net.rnic(i).query_qp(session, qpn).unwrap().cap.max_send_wr, entries, "{place}");
         }
-        (10..30).for_each(|i| net.ends[0].post(wqe(WrOpcode::Send, i), &[sge]));
+        (10..30).for_each(|i| _ = net.ends[0].post(wqe(WrOpcode::Send, i), &[sge]));
         (3..30).for_each(|i| net.ends[1].recv(i, &[to]));
         net.run(SECOND);
         for i in [0, 1] {
