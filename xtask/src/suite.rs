@@ -8,6 +8,7 @@ mod network;
 mod podman;
 mod sandbox;
 mod storage;
+mod vm_run;
 mod workers;
 
 use std::time::Duration;

@@ -275,6 +275,7 @@ pub(super) fn run(s: &mut Suite<'_>, kernel: Option<&str>, rounds: u32) {
     }
     // Two machines at a time.
     drop(stage);
+    s.check("a guest that `unirdma vm run` starts", |_| vm_run::check(&Lab::start(None)?, prepared.system()?));
     hosts::run(s, &prepared);
     loss::run(s, &prepared);
     wrong::run(s, &prepared);

@@ -46,9 +46,10 @@ const READY: Duration = Duration::from_secs(30);
 pub(crate) struct System {
     /// Version and release number of the kernel: 6.12.
     pub name: String,
-    kernel: PathBuf,
-    initrd: PathBuf,
-    qemu: Vec<String>,
+    pub kernel: PathBuf,
+    pub initrd: PathBuf,
+    /// QEMU, as a command to which arguments are to be added.
+    pub qemu: Vec<String>,
 }
 
 /// Systems for guests. What they take on disk ends with this value.
