@@ -115,8 +115,8 @@ enum unirdma_command {
 	UNIRDMA_EXTEND_MR = 49,
 	UNIRDMA_MAP_RUNS = 50,
 	UNIRDMA_UNMAP_RUNS = 51,
-	UNIRDMA_QUERY_COUNTERS = 56,
-	UNIRDMA_QUERY_CLOCK = 57,
+	UNIRDMA_QUERY_COUNTERS = 52,
+	UNIRDMA_QUERY_CLOCK = 53,
 };
 
 /* The longest request, and the longest response, with their headers. */

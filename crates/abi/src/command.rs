@@ -79,8 +79,8 @@ macro_rules! for_each_command {
             ExtendMr = 49, extend_mr(ExtendMrReq) -> Nothing;
             MapRuns = 50, map_runs(MapRunsReq) -> MapRunsResp;
             UnmapRuns = 51, unmap_runs(HandleReq) -> Nothing;
-            QueryCounters = 56, query_counters(Nothing) -> QueryCountersResp;
-            QueryClock = 57, query_clock(Nothing) -> QueryClockResp;
+            QueryCounters = 52, query_counters(Nothing) -> QueryCountersResp;
+            QueryClock = 53, query_clock(Nothing) -> QueryClockResp;
         }
     };
 }
@@ -391,7 +391,7 @@ mod tests {
     #[test]
     fn the_table_has_every_code_once() {
         let codes: Vec<u8> = Command::ALL.iter().map(|c| *c as u8).collect();
-        assert_eq!(codes, (1..=51).collect::<Vec<u8>>());
+        assert_eq!(codes, (1..=53).collect::<Vec<u8>>());
         assert!(
             (0..=u8::MAX).all(|raw| Command::from_raw(raw).map(|c| c as u8) == codes.contains(&raw).then_some(raw))
         );
