@@ -195,19 +195,15 @@ fn fill(i: &Installed, range: &Range, end: usize, addr: usize) -> bool {
     let Some(account) = (unsafe { account.as_ref() }) else { return false };
     let at = addr & !(i.page - 1);
     let pages = if range.next.load(Ordering::Relaxed) == at { RUN } else { 1 };
-    let bytes = (pages * i.page).min(end - at) as u64;
-    let room = account.take(bytes);
-    if room == Room::None {
-        return false;
-    }
-    if room == Room::Little {
-        notify(i);
-    }
-    let filled = watch.fill(at, bytes);
-    let made = if let Filled::Bytes(n) = filled { n } else { 0 };
-    account.give_back(bytes - made);
+    let run = (pages * i.page).min(end - at) as u64;
+    let make = |bytes| make_pages(i, watch, account.as_ref(), at, bytes);
+    let filled = match make(run) {
+        // A run may be more than there is room for, or reach into the next one of the pieces that the range consists of.
+        Filled::Impossible if pages > 1 => make(i.page as u64),
+        filled => filled,
+    };
     match filled {
-        Filled::Bytes(_) => {
+        Filled::Bytes(made) => {
             range.next.store(at + made as usize, Ordering::Relaxed);
             range.idle.store(0, Ordering::Relaxed);
             true
@@ -215,6 +211,19 @@ fn fill(i: &Installed, range: &Range, end: usize, addr: usize) -> bool {
         Filled::Nothing => range.idle.fetch_add(1, Ordering::Relaxed) < MAX_IDLE,
         Filled::Impossible => false,
     }
+}
+
+/// Makes pages that the account has room for.
+fn make_pages(i: &Installed, watch: &Watch, account: &dyn Account, at: usize, bytes: u64) -> Filled {
+    match account.take(bytes) {
+        Room::Enough => {}
+        Room::Little => notify(i),
+        Room::None => return Filled::Impossible,
+    }
+    let filled = watch.fill(at, bytes);
+    let made = if let Filled::Bytes(n) = filled { n } else { 0 };
+    account.give_back(bytes - made);
+    filled
 }
 
 /// Makes the page at `addr`, or puts memory of our own under the range that holds it; false if there is no such range, or if that does

@@ -539,6 +539,20 @@ mod tests {
     }
 
     #[test]
+    fn holes_are_filled_in_each_piece_of_a_window_and_up_to_the_last_page_of_the_room() {
+        let Some((_, _, fd)) = counted(64, 0..0, 0) else { return };
+        let piece = |page: u64, pages: u64| (fd.as_fd(), page * 4096, pages * 4096);
+        let counter = Arc::new(Counter { limit: 9 * 4096, used: AtomicU64::new(0) });
+        let pieces = [piece(5, 1), piece(0, 2), piece(30, 1), piece(40, 5)];
+        let m = map_pieces(&pieces, Box::new(()), Some(counter.clone())).unwrap();
+        (0..9).for_each(|p| m.store32(p * 4096, 100 + p as u32, Ordering::Relaxed));
+        assert_eq!((counter.used.load(Ordering::SeqCst), m.is_broken()), (9 * 4096, false));
+        let whole = map_file(fd.as_fd(), 0, 64 * 4096).unwrap();
+        let there = [5, 0, 1, 30, 40, 41, 42, 43, 44].map(|p| whole.load32(p * 4096, Ordering::Relaxed));
+        assert_eq!(there, std::array::from_fn(|p| 100 + p as u32));
+    }
+
+    #[test]
     fn a_window_whose_account_is_full_breaks() {
         let Some((m, counter, _fd)) = counted(64, 0..1, 8 * 4096) else { return };
         (0..64).step_by(2).take(9).for_each(|p| m.store32(p * 4096, 1, Ordering::Relaxed));
