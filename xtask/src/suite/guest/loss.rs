@@ -93,7 +93,7 @@ pub(super) fn run(s: &mut Suite<'_>, prepared: &Prepared<'_>) {
         pair(container(&lab), End::Guest(&guest), "ibv_rc_pingpong -c -n 100")
     });
     s.check("guest: memory is plugged in and out under traffic, and MRs lie in it", |_| {
-        let changes = [("-m 1G ", "-m 1G,slots=2,maxmem=4G ")];
+        let changes = [("-m 1G", "-m 1G,slots=2,maxmem=4G")];
         let (lab, guest) = alone(prepared, &Plan { changes: &changes, ..Plan::default() })?;
         memory_changes(&lab, &guest).map_err(|e| format!("{}\n{}", guest.explain(&e), lab.log()))
     });
