@@ -190,21 +190,20 @@ impl Device {
 
     /// The search for the memory that a command names, if it names any that lies in mapped regions.
     fn search(&self, c: Command, data: &[u8]) -> Option<Answer<Search>> {
-        let at = |addr, len| self.span(addr, len);
+        let runs = |addr, count, length| Search::runs(&self.memory, (addr, count, length), |at, n| self.span(at, n));
         match c {
             Command::RegUserMr => self.search_user_mr(&parse(data).ok()?),
             Command::RegMrRuns => {
                 let r: abi::RegMrRunsReq = parse(data).ok()?;
-                Some(Search::runs(&self.memory, (r.runs_addr, r.num_runs, r.length), at))
+                Some(runs(r.runs_addr, r.num_runs, r.length))
             }
             Command::ExtendMr => {
                 let r: abi::ExtendMrReq = parse(data).ok()?;
-                Some(Search::runs(&self.memory, (r.runs_addr, r.num_runs, r.length), at))
+                Some(runs(r.runs_addr, r.num_runs, r.length))
             }
             Command::MapRuns => {
                 let r: abi::MapRunsReq = parse(data).ok()?;
-                let search = Search::runs(&self.memory, (r.runs_addr, r.num_runs, r.length), at);
-                Some(search.map(Search::for_window))
+                Some(runs(r.runs_addr, r.num_runs, r.length).map(Search::for_window))
             }
             _ => None,
         }

@@ -35,6 +35,17 @@ fn container(lab: &Lab) -> End<'_> {
     End::Container(Container { lab, vrnic: "c", address: ADDRESS_OF_CONTAINER })
 }
 
+/// That of vRNIC `d`, which is a further peer.
+fn other_container(lab: &Lab) -> End<'_> {
+    End::Container(Container { lab, vrnic: "d", address: ADDRESS_OF_OTHER })
+}
+
+/// Makes the vRNICs of both.
+fn add_containers(lab: &Lab) -> Check {
+    lab.vrnic("c", &["--ip", ADDRESS_OF_CONTAINER])?;
+    lab.vrnic("d", &["--ip", ADDRESS_OF_OTHER])
+}
+
 /// A program that runs at an end.
 enum Program {
     There(Task),
@@ -62,6 +73,7 @@ pub(super) const LIMIT: Duration = Duration::from_secs(60);
 /// How long a test as a part of all tests waits for what may never come.
 const SOON: Duration = Duration::from_secs(5);
 const ADDRESS_OF_CONTAINER: &str = "10.0.0.3";
+const ADDRESS_OF_OTHER: &str = "10.0.0.4";
 
 impl End<'_> {
     /// Starts a program, which gets the option for the index of the GID if it takes one.
@@ -141,8 +153,7 @@ pub(super) struct Scene {
 impl Scene {
     fn start(systems: &Systems) -> Result<Scene> {
         let lab = Lab::start(None)?;
-        lab.vrnic("c", &["--ip", ADDRESS_OF_CONTAINER])?;
-        lab.vrnic("d", &["--ip", "10.0.0.4"])?;
+        add_containers(&lab)?;
         let mut guests = Vec::new();
         for (i, vrnic) in ["a", "b"].into_iter().enumerate() {
             lab.vrnic(vrnic, &["--ip", &format!("10.0.0.{}", i + 1)])?;

@@ -242,6 +242,11 @@ fn shape(c: &abi::Config) -> Shape {
     Shape { cqs: c.max_cq.clamp(1, rfc::MAX_CQ) as usize, qps: c.max_qp.clamp(1, rfc::MAX_QP) as usize }
 }
 
+/// Which of the pairs has this QP.
+fn pair_of(qps: &[Option<Qp>], qpn: u32) -> Option<usize> {
+    qps.iter().position(|q| q.as_ref().is_some_and(|q| q.qpn == qpn))
+}
+
 /// What [`Inner::deliver`] has done.
 #[derive(Default)]
 struct Delivered {
@@ -324,8 +329,7 @@ impl Inner {
             }
             let put = vq.put(guest, || {
                 let c = cq.tail.pop()?;
-                let pair = qps.iter().position(|q| q.as_ref().is_some_and(|q| q.qpn == c.qp_num));
-                let qp = pair.and_then(|p| qps[p].as_mut().zip(pairs.get_mut(2 * p..2 * p + 2)));
+                let qp = pair_of(qps, c.qp_num).and_then(|p| qps[p].as_mut().zip(pairs.get_mut(2 * p..2 * p + 2)));
                 Some(match qp {
                     Some((qp, [sq, rq])) => {
                         // The chain of a WQE comes back before its completion.
@@ -350,7 +354,7 @@ impl Inner {
 
     /// The pair of a QP.
     fn pair(&self, qpn: u32) -> Option<usize> {
-        self.qps.iter().position(|q| q.as_ref().is_some_and(|q| q.qpn == qpn))
+        pair_of(&self.qps, qpn)
     }
 
     /// What the RNIC calls the CQ that its driver calls `cqn`, which is the number of its virtqueue.

@@ -36,7 +36,7 @@ const LAST_PAUSE: Duration = Duration::from_secs(5);
 /// A vRNIC as the supervisor knows it.
 pub(super) struct Member {
     pub new: NewVrnic,
-    /// That of its programs, and that of its network interface in a virtual machine.
+    /// That of its programs, that of its network interface in a virtual machine, and that of the RFC mode.
     pub listeners: [UnixListener; 3],
     /// The interface that its container holds, and the administration connection that brought it.
     pub attached: Option<(u64, OwnedFd)>,

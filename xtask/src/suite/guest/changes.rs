@@ -33,10 +33,9 @@ const CHECKED: &str = "rping -V -S 4000 -C 100000000";
 /// can be used.
 fn round(stage: &Stage<'_>, i: usize, change: &Change) -> Check {
     let (g, lab) = stage.guest(i)?;
-    let other = End::Container(Container { lab, vrnic: "d", address: "10.0.0.4" });
     let writes = connected(g, lab, 30)?;
     End::Guest(g).serve(&format!("{CHECKED} -s"))?;
-    let checked = other.spawn(&format!("{CHECKED} -c -a {}", g.ip))?;
+    let checked = other_container(lab).spawn(&format!("{CHECKED} -c -a {}", g.ip))?;
     if let Err(e) = goes_on(lab, "d") {
         return Err(format!("{e}: {}", checked.finish_within(SOON).text));
     }

@@ -6,8 +6,7 @@ use super::*;
 /// A virtual layer with a guest of its own, and a container.
 fn alone(prepared: &Prepared<'_>, plan: &Plan<'_>) -> Result<(Lab, Guest)> {
     let lab = Lab::start(None)?;
-    lab.vrnic("c", &["--ip", ADDRESS_OF_CONTAINER])?;
-    lab.vrnic("d", &["--ip", "10.0.0.4"])?;
+    add_containers(&lab)?;
     lab.vrnic("a", &["--ip", "10.0.0.1"])?;
     let guest = Guest::start(&lab, prepared.system()?, "a", plan)?;
     Ok((lab, guest))
@@ -65,9 +64,7 @@ fn memory_changes(lab: &Lab, g: &Guest) -> Check {
     let server = End::Guest(g).serve(p)?;
     let used = free.saturating_sub(free_above(g)?);
     require(used > 60_000, format!("{used} pages of the new memory are used"))?;
-    let c = End::Container(Container { lab, vrnic: "d", address: "10.0.0.4" })
-        .spawn(&format!("{p} {}", g.ip))?
-        .finish_within(LIMIT);
+    let c = other_container(lab).spawn(&format!("{p} {}", g.ip))?.finish_within(LIMIT);
     both_end_well((server.finish_within(LIMIT), c))?;
     // What can be taken away again.
     plug(g, "second", 256, "online_movable")?;
