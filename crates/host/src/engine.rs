@@ -630,7 +630,7 @@ impl Engine {
     fn do_job(&self, watch: &mut Watch) {
         let Some(job) = &mut watch.job else { return };
         let (number, scratch) = (job.number(), &mut watch.scratch);
-        let seated = if job.is_in_process() {
+        let seated = if job.may_wait() {
             self.seats.do_slow(watch.seat, watch.thread, number, || job.run(scratch, now_ns))
         } else {
             job.run(scratch, now_ns);

@@ -18,7 +18,7 @@ use std::sync::{Arc, OnceLock};
 use rustix::event::EventfdFlags;
 use rustix::fs::{FallocateFlags, MemfdFlags};
 
-use crate::holes::{Account, Filled, Room, Watch};
+use crate::holes::{self, Account, Filled, Room, Watch};
 
 /// Foreign mappings that may exist at once.
 pub const MAX_MAPPINGS: usize = 65_536;
@@ -193,6 +193,7 @@ fn fill(i: &Installed, range: &Range, end: usize, addr: usize) -> bool {
     let (Ok(watch), account) = (&i.watch, range.account.load(Ordering::SeqCst)) else { return false };
     // SAFETY: `remember` put it there, and `forget` takes it away only when nobody accesses the range.
     let Some(account) = (unsafe { account.as_ref() }) else { return false };
+    holes::note(addr);
     let at = addr & !(i.page - 1);
     let pages = if range.next.load(Ordering::Relaxed) == at { RUN } else { 1 };
     let run = (pages * i.page).min(end - at) as u64;

@@ -2,6 +2,7 @@
 //! pages that nobody counts. With a userfaultfd the kernel makes no page at such a touch and raises SIGBUS instead; [`crate::guard`] then
 //! asks the [`Account`] of the mapping, and makes the page itself. Touching pages that are there costs nothing more.
 
+use std::cell::Cell;
 use std::io;
 use std::os::fd::{AsRawFd, FromRawFd, OwnedFd, RawFd};
 
@@ -37,6 +38,31 @@ pub trait Account: Send + Sync {
 
     /// Takes back what was counted and not made.
     fn give_back(&self, bytes: u64);
+}
+
+/// How often a thread has touched holes.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct Touched {
+    /// How often. A run of pages that is made at once counts as one.
+    pub times: u64,
+    /// The address that it touched last.
+    pub last: usize,
+}
+
+thread_local! {
+    static TOUCHED: Cell<Touched> = const { Cell::new(Touched { times: 0, last: 0 }) };
+}
+
+/// How often this thread has touched holes for which somebody counts pages. A thread that has a lock of several tenants looks whether
+/// it has, and whose memory that was.
+#[inline]
+pub fn touched() -> Touched {
+    TOUCHED.get()
+}
+
+/// This thread has touched a hole. It is called in a signal handler: the variable needs no initialization and no destructor.
+pub(crate) fn note(addr: usize) {
+    TOUCHED.set(Touched { times: TOUCHED.get().times + 1, last: addr });
 }
 
 /// A userfaultfd that raises SIGBUS.

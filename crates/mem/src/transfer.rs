@@ -12,6 +12,16 @@ const TAIL: usize = 64;
 pub enum Loc<'a> {
     /// Offset in a mapped window.
     Mapped(&'a Span, u64),
+    /// As `Mapped`, where pages of the file may be missing ([`crate::holes`]). Touching it may take as long as the file's owner likes if it
+    /// `waits`, and else as long as it takes to make pages.
+    Sparse {
+        /// The window.
+        span: &'a Span,
+        /// Offset in it.
+        off: u64,
+        /// As said above.
+        waits: bool,
+    },
     /// Address in another process, whose driver says in its doorbell page when it moves pages.
     Process(&'a ProcMem, u64, Option<&'a Bell>),
     /// Private bytes; source only.
@@ -29,6 +39,7 @@ impl Loc<'_> {
     fn after(self, n: u64) -> Option<Self> {
         Some(match self {
             Loc::Mapped(s, off) => Loc::Mapped(s, off.checked_add(n)?),
+            Loc::Sparse { span, off, waits } => Loc::Sparse { span, off: off.checked_add(n)?, waits },
             Loc::Process(p, addr, bell) => Loc::Process(p, addr.checked_add(n)?, bell),
             Loc::Bytes(b) => Loc::Bytes(b.get(usize::try_from(n).ok()?..)?),
             Loc::Null => Loc::Null,
@@ -36,10 +47,15 @@ impl Loc<'_> {
         })
     }
 
-    /// True if it lies in the private memory of a process.
+    /// True if nobody may touch it whom others wait for: it lies in the private memory of a process, or pages may be missing.
     #[inline]
-    pub fn is_in_process(&self) -> bool {
-        matches!(self, Loc::Process(..))
+    pub fn takes_time(&self) -> bool {
+        matches!(self, Loc::Process(..) | Loc::Sparse { .. })
+    }
+
+    /// True if touching it may take as long as its owner likes.
+    pub fn may_wait(&self) -> bool {
+        matches!(self, Loc::Process(..) | Loc::Sparse { waits: true, .. })
     }
 
     /// The doorbell page of the process that it lies in.
@@ -127,6 +143,8 @@ fn copy(src: Loc<'_>, dst: Loc<'_>, len: usize, scratch: &mut [u8]) -> Result<()
     match (src, dst) {
         (Loc::Away, _) => Err(Fault::SourceMoves),
         (_, Loc::Away) => Err(Fault::DestinationMoves),
+        (Loc::Sparse { span, off, .. }, to) => copy(Loc::Mapped(span, off), to, len, scratch),
+        (from, Loc::Sparse { span, off, .. }) => copy(from, Loc::Mapped(span, off), len, scratch),
         (Loc::Bytes(b), Loc::Mapped(d, doff)) => {
             let b = b.get(..len).ok_or(Fault::Source)?;
             d.write(range(d, doff, len).ok_or(Fault::Destination)?, b);
@@ -183,7 +201,9 @@ fn copy(src: Loc<'_>, dst: Loc<'_>, len: usize, scratch: &mut [u8]) -> Result<()
 pub fn fetch(src: Loc<'_>, dst: &mut [u8]) -> Result<(), Fault> {
     match src {
         Loc::Bytes(b) => dst.copy_from_slice(b.get(..dst.len()).ok_or(Fault::Source)?),
-        Loc::Mapped(s, off) => s.read(range(s, off, dst.len()).ok_or(Fault::Source)?, dst),
+        Loc::Mapped(s, off) | Loc::Sparse { span: s, off, .. } => {
+            s.read(range(s, off, dst.len()).ok_or(Fault::Source)?, dst)
+        }
         Loc::Process(p, addr, bell) => {
             steady(bell, Fault::Source, || p.read(addr, dst).map_err(|_| Fault::Source))?;
         }
@@ -209,7 +229,7 @@ fn range(s: &Span, off: u64, len: usize) -> Option<usize> {
 /// If `at` is [`Loc::Bytes`].
 pub fn atomic_u64(at: Loc<'_>, f: impl Fn(u64) -> u64) -> Result<u64, Fault> {
     match at {
-        Loc::Mapped(s, off) => {
+        Loc::Mapped(s, off) | Loc::Sparse { span: s, off, .. } => {
             let off = range(s, off, 8).ok_or(Fault::Destination)?;
             let p = s.at(off, 8);
             if p as usize % 8 != 0 {

@@ -1,11 +1,13 @@
 //! The two sides of a message: which memory a work request names, and whether it may.
 
+use std::cell::Cell;
+
 use unirdma_abi as abi;
 use unirdma_formats::wire::flush;
 use unirdma_formats::{Lkey, Qpn, Rkey, WrOpcode, access, send_flags};
-use unirdma_mem::{Fault, Loc, Span, fetch, transfer};
+use unirdma_mem::{Fault, Loc, fetch, holes, transfer};
 
-use crate::objects::{Mr, MrTable, Objects, Qp, Reach, Recv, Session, SessionId, SessionKind, Stage, Work};
+use crate::objects::{Mr, MrTable, Objects, Qp, Reach, Recv, Session, SessionId, SessionKind, Stage, VnicId, Work};
 use crate::slab::Slab;
 
 /// Why bytes of a message were not moved at once.
@@ -13,8 +15,9 @@ use crate::slab::Slab;
 pub(crate) enum Miss {
     /// The memory is gone, or moves.
     Fault(Fault),
-    /// They lie in the private memory of a process. Only a job reaches that: it takes system calls, and may be slow.
-    Process,
+    /// Only a job reaches them: they lie in the private memory of a process, which takes system calls and may be slow, or where pages are
+    /// missing.
+    Job,
 }
 
 impl From<Fault> for Miss {
@@ -45,19 +48,22 @@ pub(crate) const SEVERAL_GRANTS: u32 = u32::MAX;
 pub(crate) struct Tables<'a> {
     pub mrs: &'a MrTable,
     pub sessions: &'a Slab<Session, SessionKind>,
+    /// The vRNIC in whose memory a hole was touched last.
+    pub touched: &'a Cell<Option<VnicId>>,
 }
 
 impl Objects {
     /// What keys and addresses are looked up in.
     pub fn memory(&self) -> Tables<'_> {
-        Tables { mrs: &self.mrs, sessions: &self.sessions }
+        Tables { mrs: &self.mrs, sessions: &self.sessions, touched: &self.touched }
     }
 }
 
 impl<'a> Tables<'a> {
-    /// The stage of a session.
-    fn stage(&self, session: SessionId) -> Option<&'a Span> {
-        self.sessions.get(session.0)?.stage.as_ref().map(Stage::span)
+    /// A place in the stage of a session.
+    fn stage(&self, session: SessionId, off: u64) -> Option<Loc<'a>> {
+        let s = self.sessions.get(session.0)?;
+        Some(s.hollow.place(Loc::Mapped(s.stage.as_ref().map(Stage::span)?, off)))
     }
 
     /// The place of a range of an MR, and how many of its bytes follow there.
@@ -66,9 +72,11 @@ impl<'a> Tables<'a> {
             return None;
         }
         let memory = || self.sessions.get(reach.session.0).and_then(|s| s.memory.as_ref());
-        let bell = || self.sessions.get(mr.owner.0).and_then(|s| s.bell.as_ref());
-        let away = || self.sessions.get(mr.owner.0).is_some_and(|s| s.away != 0);
-        mr.locate(addr, len, memory, bell, away)
+        let owner = self.sessions.get(mr.owner.0);
+        let bell = || owner.and_then(|s| s.bell.as_ref());
+        let away = || owner.is_some_and(|s| s.away != 0);
+        let (at, n) = mr.locate(addr, len, memory, bell, away)?;
+        Some((owner.map_or(at, |s| s.hollow.place(at)), n))
     }
 
     /// What an SGE names: a memory window is nobody's local memory.
@@ -78,8 +86,9 @@ impl<'a> Tables<'a> {
     }
 
     fn by_bus(&self, session: SessionId, addr: u64, len: u64) -> Option<Loc<'a>> {
-        let memory = self.sessions.get(session.0)?.memory.as_ref()?;
-        memory.resolve(addr, len).map(|(span, off)| Loc::Mapped(span, off))
+        let s = self.sessions.get(session.0)?;
+        let (span, off) = s.memory.as_ref()?.resolve(addr, len)?;
+        Some(s.hollow.place(Loc::Mapped(span, off)))
     }
 
     /// What a request names by `key` at QP `qpn`: a window of type 2 is for its own QP.
@@ -137,60 +146,100 @@ impl<'a> Tables<'a> {
             }
             Side::Stage { session, data, room } => {
                 let fits = off.checked_add(max).is_some_and(|end| end <= room);
-                fits.then_some((Loc::Mapped(self.stage(session)?, data + off), max))
+                Some((self.stage(session, data + off).filter(|_| fits)?, max))
             }
         }
     }
 
     /// Copies bytes of a message from `off` on into private memory. `had` are bytes from `off` on that a job has brought, none or at
-    /// least as many: they stand for those that lie in the private memory of a process.
+    /// least as many: they stand for those that only a job reaches.
     pub fn load(&self, src: Side<'_>, off: u64, dst: &mut [u8], had: &[u8]) -> Result<(), Miss> {
-        let mut done = 0;
-        while done < dst.len() {
-            let (from, n) = self.at(src, off + done as u64, (dst.len() - done) as u64).ok_or(Fault::Source)?;
-            let end = done + n as usize;
-            if from.is_in_process() {
-                dst[done..end].copy_from_slice(had.get(done..end).ok_or(Miss::Process)?);
-            } else {
-                fetch(from, &mut dst[done..end])?;
+        self.watched(&[src], (off, dst.len() as u64), || {
+            let mut done = 0;
+            while done < dst.len() {
+                let (from, n) = self.at(src, off + done as u64, (dst.len() - done) as u64).ok_or(Fault::Source)?;
+                let end = done + n as usize;
+                if from.takes_time() {
+                    dst[done..end].copy_from_slice(had.get(done..end).ok_or(Miss::Job)?);
+                } else {
+                    fetch(from, &mut dst[done..end])?;
+                }
+                done = end;
             }
-            done = end;
-        }
-        Ok(())
+            Ok(())
+        })
     }
 
     /// Puts `bytes` into a message's memory from `off` on.
     pub fn store(&self, dst: Side<'_>, off: u64, bytes: &[u8]) -> Result<(), Miss> {
-        let mut done = 0;
-        while done < bytes.len() {
-            let left = (bytes.len() - done) as u64;
-            let (to, n) = self.at(dst, off + done as u64, left).ok_or(Fault::Destination)?;
-            if to.is_in_process() {
-                return Err(Miss::Process);
+        self.watched(&[dst], (off, bytes.len() as u64), || {
+            let mut done = 0;
+            while done < bytes.len() {
+                let left = (bytes.len() - done) as u64;
+                let (to, n) = self.at(dst, off + done as u64, left).ok_or(Fault::Destination)?;
+                if to.takes_time() {
+                    return Err(Miss::Job);
+                }
+                transfer(Loc::Bytes(&bytes[done..]), to, n as usize, &mut [])?;
+                done += n as usize;
             }
-            transfer(Loc::Bytes(&bytes[done..]), to, n as usize, &mut [])?;
-            done += n as usize;
-        }
-        Ok(())
+            Ok(())
+        })
     }
 
-    /// Copies bytes `[off, off + len)` of a message; `None` if that goes through the private memory of a process, which may
-    /// be slow.
+    /// Copies bytes `[off, off + len)` of a message; `None` if only a job can.
     pub fn copy(&self, src: Side<'_>, dst: Side<'_>, off: u64, len: u64) -> Option<Result<(), Fault>> {
-        let mut at = off;
-        let end = off + len;
-        while at < end {
-            let Some((from, n)) = self.at(src, at, end - at) else { return Some(Err(Fault::Source)) };
-            let Some((to, n)) = self.at(dst, at, n) else { return Some(Err(Fault::Destination)) };
-            if from.is_in_process() || to.is_in_process() {
-                return None;
+        self.watched(&[src, dst], (off, len), || {
+            let mut at = off;
+            let end = off + len;
+            while at < end {
+                let Some((from, n)) = self.at(src, at, end - at) else { return Some(Err(Fault::Source)) };
+                let Some((to, n)) = self.at(dst, at, n) else { return Some(Err(Fault::Destination)) };
+                if from.takes_time() || to.takes_time() {
+                    return None;
+                }
+                if let Err(fault) = transfer(from, to, n as usize, &mut []) {
+                    return Some(Err(fault));
+                }
+                at += n;
             }
-            if let Err(fault) = transfer(from, to, n as usize, &mut []) {
-                return Some(Err(fault));
+            Some(Ok(()))
+        })
+    }
+
+    /// Does `f`, which touches bytes `[off, off + len)` of these sides, and notes whose they are if pages were missing there.
+    #[inline]
+    pub fn watched<R>(&self, sides: &[Side<'_>], (off, len): (u64, u64), f: impl FnOnce() -> R) -> R {
+        let before = holes::touched().times;
+        let r = f();
+        if holes::touched().times != before {
+            sides.iter().for_each(|&side| self.note_hole(side, off, len));
+        }
+        r
+    }
+
+    /// Notes a hole that was just touched, if it lies in one of the mappings that a side of a message goes through.
+    #[cold]
+    fn note_hole(&self, side: Side<'_>, off: u64, len: u64) {
+        let owner = match side {
+            Side::List { reach, .. } | Side::Remote { reach, .. } => reach.session,
+            Side::Bus { session, .. } | Side::Stage { session, .. } => session,
+            Side::Inline(_) => return,
+        };
+        let (mut at, addr) = (off, holes::touched().last);
+        while at < off + len
+            && let Some((place, n)) = self.at(side, at, off + len - at)
+        {
+            if let Loc::Mapped(span, _) | Loc::Sparse { span, .. } = place
+                && addr.wrapping_sub(span.addr()) < span.len()
+                && let Some(s) = self.sessions.get(owner.0)
+            {
+                s.hollow.was_touched();
+                self.touched.set(Some(s.vnic));
+                return;
             }
             at += n;
         }
-        Some(Ok(()))
     }
 }
 

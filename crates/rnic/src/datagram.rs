@@ -94,7 +94,7 @@ impl Core {
         let fault = match sent {
             Ok(()) => None,
             Err(Miss::Fault(fault)) => Some(fault),
-            Err(Miss::Process) => match self.fetch_datagram(h, w) {
+            Err(Miss::Job) => match self.fetch_datagram(h, w) {
                 Ok(outcome) => return outcome,
                 Err(fault) => Some(fault),
             },
@@ -334,7 +334,7 @@ impl Core {
         let made = match stored {
             Ok(()) => return Some(Ok(())),
             Err(Miss::Fault(fault)) => return Some(Err(fault)),
-            Err(Miss::Process) => self.jobs.store(&tables, h, (to, q.memory, q.vnic), 0, parts),
+            Err(Miss::Job) => self.jobs.store(&tables, h, (to, q.memory, q.vnic), 0, parts),
         };
         match made {
             Made::Job(number) => {

@@ -8,7 +8,8 @@
 //! memory at that very moment: a *fence*. What was stopped is tried again, with the keys that hold then. A work request that frees an MR
 //! waits in the same way, but only for the jobs that go by the grant of that MR.
 //!
-//! Private memory of a process may be slow: a page of its own file system, a lock that a `fork` of a large process holds. A job
+//! Private memory of a process may be slow: a page of its own file system, a lock that a `fork` of a large process holds. So may a
+//! sparse file be whose owner makes a hole there at that moment ([`crate::objects::Hollow`]), and jobs that go through it are treated alike. A job
 //! that goes through such memory holds one end at a time, so that nobody waits for the other end's process, and few such jobs of
 //! a vRNIC are under way. One that takes long is noted as slow, and then its process gets no further ones until it has ended; one
 //! that takes far too long is given up, and its QP fails.
@@ -67,7 +68,7 @@ pub(crate) struct Flying {
     sessions: [SessionId; 2],
     /// Grants of work requests that it reads and writes by, as [`Tables::grant`] says.
     grants: [Option<u32>; 2],
-    /// The sessions among those whose private memory it goes through, with their vRNICs.
+    /// The sessions among those whose memory may make it wait, with their vRNICs: private memory of a process, for example.
     processes: [Option<(SessionId, VnicId)>; 2],
     /// Somebody does it.
     runs: bool,
@@ -166,7 +167,7 @@ impl Jobs {
         let grants = ends.map(|e| tables.grant(e.0));
         self.begin(qps, ends.map(|e| (e.1, e.2)), grants, Task::Copy { keeps }, |part| {
             part.pin(tables, ends.map(|e| e.0), off, bytes.min(MAX_BYTES))?;
-            if part.is_in_process() {
+            if part.may_wait() {
                 part.bytes = part.bytes.min(MAX_PROCESS_BYTES);
             }
             Ok(())
@@ -207,7 +208,7 @@ impl Jobs {
 
     /// Puts the bytes of these parts, one after the other, into the destination of a message for a QP, from `off` on.
     pub fn store(&mut self, tables: &Tables<'_>, qp: Handle<Qp>, to: Whose<'_>, off: u64, parts: &[&[u8]]) -> Made {
-        self.begin([qp, qp], [(to.1, to.2); 2], [None, tables.grant(to.0)], Task::Copy { keeps: false }, |part| {
+        self.begin([qp, qp], [(to.1, to.2); 2], [None, tables.grant(to.0)], Task::Store, |part| {
             part.from.copy_of(parts);
             part.bytes = part.from.len();
             part.to.pin(tables, to.0, off, part.bytes, Fault::Destination)
@@ -251,7 +252,9 @@ impl Jobs {
             return Made::Nothing(fault);
         }
         let process = |is_there: bool, owner| is_there.then_some(owner);
-        let processes = [process(part.from.is_in_process(), owners[0]), process(part.to.is_in_process(), owners[1])];
+        let processes = [process(part.from.may_wait(), owners[0]), process(part.to.may_wait(), owners[1])];
+        let sparse = [(&part.to, owners[1].1), (&part.from, owners[0].1)].into_iter().find(|e| e.0.is_sparse());
+        job.sparse = sparse.map(|e| e.1);
         for &(session, vnic) in processes.iter().flatten() {
             if self.is_slow(session, vnic) {
                 self.keep(job);
@@ -299,7 +302,7 @@ impl Jobs {
         }
         job.parts.resize_with(job.parts.len().max(at + 1), Part::default);
         let part = &mut job.parts[at];
-        (part.pin(tables, ends, 0, bytes).is_ok() && !part.is_in_process()).then_some(&mut job.next)
+        (part.pin(tables, ends, 0, bytes).is_ok() && !part.may_wait()).then_some(&mut job.next)
     }
 
     /// An empty buffer for packets.

@@ -26,6 +26,7 @@ impl Core {
             away: 0,
             memory: None,
             stage: None,
+            hollow: v.hollow.clone(),
         };
         let id = self.objects.sessions.insert(s).map(SessionId)?;
         self.objects.count_used(id, |u| u.sessions += 1);

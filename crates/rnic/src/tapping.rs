@@ -171,7 +171,7 @@ impl Core {
             let (from, copied) = &t.copied;
             let had = copied.get(off.saturating_sub(*from) as usize..).unwrap_or_default();
             // What nobody has copied of private memory of a process is not captured.
-            if self.objects.memory().load(local_side(q, w), off, kept, had) == Err(Miss::Process) {
+            if self.objects.memory().load(local_side(q, w), off, kept, had) == Err(Miss::Job) {
                 kept = &mut [];
             }
         }

@@ -1,6 +1,7 @@
 //! Rounds and turns. A round looks at doorbells and timers, and then gives turns to vRNICs in the order that the scheduler says.
 
 use unirdma_formats::{QpType, Qpn};
+use unirdma_mem::holes;
 
 use crate::core::{Core, OP_NS, enqueue};
 use crate::job::Waiter;
@@ -55,6 +56,7 @@ impl Core {
         while spent < ROUND_NS && !self.jobs.is_full() {
             let Some(id) = self.sched.begin_turn(self.now) else { break };
             found = true;
+            self.objects.touched.set(None);
             let estimate = self.turn(id);
             let now = clock().max(self.now);
             // The clock of a simulation stands still during a round.
@@ -62,6 +64,9 @@ impl Core {
             self.now = now;
             spent += took;
             self.sched.end_turn(id, now, took);
+            if let Some(v) = self.objects.touched.take().and_then(|owner| self.objects.vnics.get(owner.0)) {
+                v.hollow.was_held(took);
+            }
             // A job is done only after the caller has given the core back. The turn of another vRNIC would delay it, and this vRNIC
             // would get less than its part: it cannot go on before its job has ended.
             if self.jobs.has_any() {
@@ -98,7 +103,7 @@ impl Core {
 
     /// A vRNIC's turn: a doorbell page, timers, and QPs. Returns what it takes, roughly, nanoseconds.
     fn turn(&mut self, id: VnicId) -> u64 {
-        let mut ns = STEP_NS;
+        let (mut ns, touched) = (STEP_NS, holes::touched().times);
         if let Some(door) = self.sched.next_rung(id) {
             self.objects.doors.get_mut(door).into_iter().for_each(|d| d.rung = false);
             self.take_bell(door);
@@ -124,6 +129,10 @@ impl Core {
                 ns += took;
             }
             ns += OP_NS;
+            // Pages that were made in holes of rings or other memory took more time than anybody could foretell.
+            if holes::touched().times != touched {
+                break;
+            }
         }
         ns
     }

@@ -12,7 +12,7 @@ use unirdma_formats::{AsyncEvent, Gid};
 
 use crate::core::Core;
 use crate::objects::{
-    Backing, Counters, Mr, MrNote, Qp, QpInfo, Room, SessionId, Usage, Used, Vnic, VnicConfig, VnicId,
+    Backing, Counters, Hollow, Mr, MrNote, Qp, QpInfo, Room, SessionId, Usage, Used, Vnic, VnicConfig, VnicId,
 };
 use crate::pace::{Limit, Share};
 use crate::path::{Route, WireDrops};
@@ -35,6 +35,7 @@ impl Core {
             counters: Counters::default(),
             kicks: 0,
             room: Room::default(),
+            hollow: Hollow::default(),
             gsi: None,
         };
         let id = self.objects.vnics.insert(v).map(VnicId)?;

@@ -22,9 +22,13 @@ impl Core {
 
     /// A job was done.
     pub fn end_job(&mut self, mut job: Box<Job>) {
-        if let Some(q) = self.objects.qps.get(job.qp) {
-            self.sched.charge(q.vnic, job.took_ns());
+        let (sparse, took_ns) = (job.sparse(), job.took_ns());
+        if let Some(v) = sparse.and_then(|(vnic, _)| self.objects.vnics.get(vnic.0)) {
+            v.hollow.end_job(sparse.is_some_and(|s| s.1), took_ns);
         }
+        // Whoever has holes pays for the pages that are made there, also in the turn of a peer.
+        let payer = sparse.filter(|s| s.1).map(|s| s.0).or(self.objects.vnic_of_qp(job.qp));
+        payer.into_iter().for_each(|vnic| self.sched.charge(vnic, took_ns));
         if let Some(p) = self.objects.qps.get_mut(job.peer) {
             p.served_by -= 1;
             // A QP in ERR flushes no receive that a job fills. Now it can.

@@ -303,7 +303,7 @@ impl Core {
         match loaded.and_then(|()| tables.word(to.0, word)) {
             Ok(_) => self.moved(h, ph, w, 8, Ok(())),
             Err(Miss::Fault(fault)) => self.moved(h, ph, w, 8, Err(fault)),
-            Err(Miss::Process) => {
+            Err(Miss::Job) => {
                 let made = self.jobs.word(&tables, [h, ph], loaded.is_err().then_some(from), to, word);
                 self.waits_for_job(h, ph, w, made)
             }
@@ -323,7 +323,7 @@ impl Core {
                 match tables.word(to.0, word) {
                     Ok(found) => found,
                     Err(Miss::Fault(fault)) => return self.moved(h, ph, w, 8, Err(fault)),
-                    Err(Miss::Process) => {
+                    Err(Miss::Job) => {
                         let made = self.jobs.word(&tables, [h, ph], None, to, word);
                         return self.waits_for_job(h, ph, w, made);
                     }
@@ -336,7 +336,7 @@ impl Core {
         match tables.store(to.0, 0, &result) {
             Ok(()) => self.moved(h, ph, w, 8, Ok(())),
             Err(Miss::Fault(fault)) => self.moved(h, ph, w, 8, Err(fault.reversed())),
-            Err(Miss::Process) => {
+            Err(Miss::Job) => {
                 let made = match self.jobs.store(&tables, h, to, 0, &[&result]) {
                     Made::Nothing(fault) => Made::Nothing(fault.reversed()),
                     made => made,

@@ -144,9 +144,9 @@ impl Tables<'_> {
     /// Executes an operation on the word at the beginning of `side`: what was there before.
     pub fn word(&self, side: Side<'_>, word: Word) -> Result<u64, Miss> {
         let at = self.at(side, 0, 8).ok_or(Fault::Destination)?.0;
-        if at.is_in_process() {
-            return Err(Miss::Process);
+        if at.takes_time() {
+            return Err(Miss::Job);
         }
-        Ok(atomic_u64(at, |v| word.apply(v))?)
+        Ok(self.watched(&[side], (0, 8), || atomic_u64(at, |v| word.apply(v)))?)
     }
 }

@@ -8,6 +8,12 @@ use crate::access::{Side, Tables};
 /// Memory that a job holds: it stays mapped until the job lets it go.
 pub(super) enum Place {
     Mapped(Span, u64),
+    /// The same where pages may be missing; touching them may take as long as the owner likes if it `waits`.
+    Sparse {
+        span: Span,
+        off: u64,
+        waits: bool,
+    },
     Process(ProcMem, u64, Option<Bell>),
     Null,
     Away,
@@ -41,6 +47,7 @@ impl End {
             let (at, n) = tables.at(side, off + done, len - done).ok_or(fault)?;
             let place = match at {
                 Loc::Mapped(span, off) => Place::Mapped(span.clone(), off),
+                Loc::Sparse { span, off, waits } => Place::Sparse { span: span.clone(), off, waits },
                 Loc::Process(mem, addr, bell) => Place::Process(mem.clone(), addr, bell.cloned()),
                 Loc::Null => Place::Null,
                 Loc::Away => Place::Away,
@@ -68,9 +75,14 @@ impl End {
         self.places.iter().map(|p| p.1).sum()
     }
 
-    /// True if it lies in the private memory of a process, which takes system calls and may be slow.
-    pub fn is_in_process(&self) -> bool {
-        self.places.iter().any(|(p, _)| matches!(p, Place::Process(..)))
+    /// True if reaching it may take as long as its owner likes: it lies in the private memory of a process, for example.
+    pub fn may_wait(&self) -> bool {
+        self.places.iter().any(|(p, _)| matches!(p, Place::Process(..) | Place::Sparse { waits: true, .. }))
+    }
+
+    /// True if pages of it may be missing.
+    pub fn is_sparse(&self) -> bool {
+        self.places.iter().any(|(p, _)| matches!(p, Place::Sparse { .. }))
     }
 
     /// The place of byte `off`, and how many bytes follow it there.
@@ -79,6 +91,7 @@ impl End {
             if off < *len {
                 let at = match place {
                     Place::Mapped(span, start) => Loc::Mapped(span, start + off),
+                    Place::Sparse { span, off: start, waits } => Loc::Sparse { span, off: start + off, waits: *waits },
                     Place::Process(mem, addr, bell) => Loc::Process(mem, addr.wrapping_add(off), bell.as_ref()),
                     Place::Null => Loc::Null,
                     Place::Away => Loc::Away,
@@ -113,8 +126,12 @@ impl Part {
         self.to.pin(tables, to, off, bytes, Fault::Destination)
     }
 
-    pub fn is_in_process(&self) -> bool {
-        self.from.is_in_process() || self.to.is_in_process()
+    pub fn may_wait(&self) -> bool {
+        self.from.may_wait() || self.to.may_wait()
+    }
+
+    pub fn is_sparse(&self) -> bool {
+        self.from.is_sparse() || self.to.is_sparse()
     }
 
     /// Copies up to `most` bytes from `done` on.

@@ -4,14 +4,16 @@ use std::collections::VecDeque;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU8, AtomicU64, Ordering};
 
-use unirdma_mem::{Fault, Loc, atomic_u64, fetch, transfer};
+use unirdma_mem::{Fault, Loc, atomic_u64, fetch, holes, transfer};
 
 use super::end::Part;
-use crate::objects::{Qp, Work};
+use crate::objects::{Qp, VnicId, Work};
 use crate::slab::Handle;
 
 /// A job looks at the clock, and whether it was stopped, after so many bytes.
 const PIECE: u64 = 64 << 10;
+/// The same where pages may be missing: that many pages take some 15 us to make.
+const SPARSE_PIECE: u64 = 16 << 10;
 /// After this time a job begins nothing more, nanoseconds: others may wait for whoever does it.
 const ENOUGH_NS: u64 = 10_000;
 
@@ -46,8 +48,10 @@ impl Word {
 /// What a job does.
 #[derive(Clone, Copy)]
 pub(super) enum Task {
-    /// Copies from one end to the other. `keeps`: what goes through private memory of a process is kept, for a capture.
+    /// Copies from one end to the other, as much as there is time for. `keeps`: what only jobs reach is kept, for a capture.
     Copy { keeps: bool },
+    /// Puts all bytes of its source, its own ones, to its destination.
+    Store,
     /// Brings the bytes of its source.
     Fetch,
     /// Executes an operation on the word at its destination. If there is a source, the value that stands there is written.
@@ -63,7 +67,7 @@ impl Default for Task {
 impl Task {
     /// True if bytes come back with the job.
     pub fn gives_data(self) -> bool {
-        !matches!(self, Task::Copy { keeps: false })
+        !matches!(self, Task::Copy { keeps: false } | Task::Store)
     }
 }
 
@@ -124,6 +128,9 @@ pub struct Job {
     pub(crate) data: Vec<u8>,
     result: Copied,
     took_ns: u64,
+    /// The vRNIC whose memory may have holes, and whether the job has touched some.
+    pub(super) sparse: Option<VnicId>,
+    touched_holes: bool,
 }
 
 /// What a job has done.
@@ -140,6 +147,7 @@ impl Job {
     pub(super) fn begin(&mut self, number: u64, [qp, peer]: [Handle<Qp>; 2], task: Task) {
         (self.number, self.qp, self.peer, self.task) = (number, qp, peer, task);
         (self.result, self.took_ns, self.phase) = (Copied::default(), 0, Arc::default());
+        self.touched_holes = false;
     }
 
     /// Does what is to be done, for some 10 us at most unless its memory is slow. `scratch` bounces what goes through the private memory
@@ -147,12 +155,12 @@ impl Job {
     pub fn run(&mut self, scratch: &mut [u8], clock: impl Fn() -> u64) {
         // What is stopped is tried again, as if its memory had moved.
         const STOPPED: Fault = Fault::SourceMoves;
-        let began = clock();
+        let (began, touched) = (clock(), holes::touched().times);
         self.result = Copied::default();
         let Some(first) = self.parts.first() else { return };
         let all = |done: Option<Result<(), Fault>>| Some(done.unwrap_or(Err(STOPPED)).map(|()| first.bytes));
         match self.task {
-            Task::Copy { keeps } if first.is_in_process() => {
+            Task::Copy { keeps } if keeps || first.may_wait() => {
                 self.data.clear();
                 self.result.first = all(first.bounce(&self.phase, scratch, keeps.then_some(&mut self.data)));
             }
@@ -160,13 +168,14 @@ impl Job {
                 let parts = &self.parts[..=self.next.len()];
                 let goes_on = || clock().saturating_sub(began) < ENOUGH_NS;
                 for (i, part) in parts.iter().enumerate() {
+                    let piece = if part.is_sparse() { SPARSE_PIECE } else { PIECE };
                     let mut done = 0;
                     let mut copied = Ok(());
                     let is_first_piece = |done| i == 0 && done == 0;
                     while copied.is_ok() && done < part.bytes && (is_first_piece(done) || goes_on()) {
                         let both = Phase::READS | Phase::WRITES;
-                        copied = self.phase.enter(both, || part.copy(done, PIECE)).unwrap_or(Err(STOPPED));
-                        done = if copied.is_ok() { part.bytes.min(done + PIECE) } else { done };
+                        copied = self.phase.enter(both, || part.copy(done, piece)).unwrap_or(Err(STOPPED));
+                        done = if copied.is_ok() { part.bytes.min(done + piece) } else { done };
                     }
                     match i {
                         0 => self.result.first = Some(copied.map(|()| done)),
@@ -177,6 +186,7 @@ impl Job {
                     }
                 }
             }
+            Task::Store => self.result.first = all(first.bounce(&self.phase, scratch, None)),
             Task::Fetch => {
                 self.data.resize(first.bytes as usize, 0);
                 self.result.first = all(first.bring(&self.phase, &mut self.data));
@@ -187,6 +197,7 @@ impl Job {
             }
         }
         self.took_ns = clock().saturating_sub(began);
+        self.touched_holes = holes::touched().times != touched;
     }
 
     /// Its number. Jobs are counted from 1.
@@ -194,9 +205,14 @@ impl Job {
         self.number
     }
 
-    /// True if it goes through the private memory of a process, and may take long.
-    pub fn is_in_process(&self) -> bool {
-        self.parts.first().is_some_and(Part::is_in_process)
+    /// True if it may take as long as somebody likes, since it goes through the private memory of a process, for example.
+    pub fn may_wait(&self) -> bool {
+        self.parts.first().is_some_and(Part::may_wait)
+    }
+
+    /// The vRNIC whose memory may have holes, and whether the job has touched some.
+    pub(crate) fn sparse(&self) -> Option<(VnicId, bool)> {
+        self.sparse.map(|vnic| (vnic, self.touched_holes))
     }
 
     /// How long it took, nanoseconds: its vRNIC is charged for it.

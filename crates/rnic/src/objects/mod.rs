@@ -6,6 +6,7 @@ mod door;
 mod dropped;
 mod fast;
 mod fetched;
+mod hollow;
 mod ids;
 mod inbox;
 mod mr;
@@ -21,6 +22,7 @@ mod window;
 mod wire;
 mod work;
 
+use std::cell::Cell;
 use std::collections::HashMap;
 
 use unirdma_formats::{Gid, QpType, Qpn};
@@ -32,6 +34,7 @@ pub use dropped::Dropped;
 pub(crate) use fast::Freed;
 pub use fast::PageList;
 pub(crate) use fetched::{Fetched, Room};
+pub(crate) use hollow::Hollow;
 pub use ids::{SessionId, VnicId};
 pub(crate) use ids::{SessionKind, VnicKind};
 pub(crate) use inbox::{Inbox, Run};
@@ -79,6 +82,8 @@ pub(crate) struct Objects {
     /// Which numbers new QPs may get.
     pub qpn_space: QpnSpace,
     pub spare: Spare,
+    /// The vRNIC in whose memory a hole was touched last, until somebody asks.
+    pub touched: Cell<Option<VnicId>>,
 }
 
 impl Objects {

@@ -7,6 +7,7 @@ use unirdma_mem::Bell;
 
 use super::datagram::Ah;
 use super::door::Door;
+use super::hollow::Hollow;
 use super::ids::VnicId;
 use super::mr::{Mr, Resolve};
 use super::qp::Qp;
@@ -58,6 +59,8 @@ pub(crate) struct Session {
     pub away: u32,
     pub memory: Option<Arc<dyn Resolve>>,
     pub stage: Option<Stage>,
+    /// Whether its memory has holes: that of its vRNIC.
+    pub hollow: Hollow,
 }
 
 impl Session {

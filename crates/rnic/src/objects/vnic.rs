@@ -3,6 +3,7 @@
 use unirdma_formats::Gid;
 
 use super::fetched::Room;
+use super::hollow::Hollow;
 use super::qp::Qp;
 use crate::pace::{Limit, Share};
 use crate::slab::Handle;
@@ -105,6 +106,8 @@ pub(crate) struct Vnic {
     pub kicks: u64,
     /// How many bytes its packets have that wait for jobs.
     pub room: Room,
+    /// Whether the memory of its sessions has holes.
+    pub hollow: Hollow,
     /// Its QP for the general services; without one connection management has its messages.
     pub gsi: Option<Handle<Qp>>,
 }

@@ -12,8 +12,9 @@ use super::{Attach, Attached, Object, Record, RestoreError};
 use crate::core::Core;
 use crate::multicast::MAX_MULTICAST_QPS;
 use crate::objects::{
-    Ah, Backing, Backlog, Connection, Cq, Datagrams, Door, Fetched, Held, Local, Moderation, Mr, NO_SLOT, Names, Note,
-    Pause, Pd, Qp, Room, Session, SessionId, Srq, Stage, Used, Vnic, VnicId, Wait, Window, Work, XrcSrq, Xrcd,
+    Ah, Backing, Backlog, Connection, Cq, Datagrams, Door, Fetched, Held, Hollow, Local, Moderation, Mr, NO_SLOT,
+    Names, Note, Pause, Pd, Qp, Room, Session, SessionId, Srq, Stage, Used, Vnic, VnicId, Wait, Window, Work, XrcSrq,
+    Xrcd,
 };
 use crate::output::Output;
 use crate::pace::{Limit, Pace};
@@ -142,6 +143,7 @@ impl Core {
             counters: counters.restore(),
             kicks: 0,
             room: Room::default(),
+            hollow: Hollow::default(),
             gsi: None,
         };
         let id = self.objects.vnics.insert(v).map(VnicId)?;
@@ -212,6 +214,7 @@ impl<'a> Restorer<'a> {
         } = d;
         let session = *number;
         let stage = stage.as_ref().and_then(|s| self.stage(s, session));
+        let hollow = self.core.objects.vnics.get(self.vnic.0).map(|v| v.hollow.clone()).unwrap_or_default();
         let live = Session {
             vnic: self.vnic,
             number: session,
@@ -222,6 +225,7 @@ impl<'a> Restorer<'a> {
             away: *away,
             memory: self.given.memories.remove(&session),
             stage,
+            hollow,
         };
         let Some(id) = self.core.objects.sessions.insert(live).map(SessionId) else { return };
         self.sessions.insert(session, id);

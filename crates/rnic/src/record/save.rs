@@ -212,8 +212,20 @@ impl<'a> Saver<'a> {
 
     fn vnic(&self, id: VnicId) -> Option<VnicData> {
         // What it has in use is counted again.
-        let Vnic { group, gids, up, limits, limit, used: _, last_session, counters, kicks: _, room: _, gsi: _ } =
-            self.core.objects.vnics.get(id.0)?;
+        let Vnic {
+            group,
+            gids,
+            up,
+            limits,
+            limit,
+            used: _,
+            last_session,
+            counters,
+            kicks: _,
+            room: _,
+            hollow: _,
+            gsi: _,
+        } = self.core.objects.vnics.get(id.0)?;
         let Limit { share, bits_until, ops_until } = limit;
         let sessions = self.core.numbered_sessions(id);
         let mut qps: Vec<QpData> =
@@ -237,7 +249,7 @@ impl<'a> Saver<'a> {
 
     fn session(&self, id: SessionId) -> Option<SessionData> {
         let live = self.core.objects.sessions.get(id.0)?;
-        let Session { vnic: _, number, names, door: _, bell: _, paused, away, memory, stage } = live;
+        let Session { vnic: _, number, names, door: _, bell: _, paused, away, memory, stage, hollow: _ } = live;
         let mut doors: Vec<_> = live.doors().filter_map(|h| self.core.objects.doors.get(h)).map(door).collect();
         doors.sort_unstable_by_key(|d| d.number);
         let (core, objects) = (self.core, &self.core.objects);

@@ -135,7 +135,7 @@ impl Core {
         if let Err(miss) = self.net.tx.push(w.path, &head, len, |to| tables.load(local, off, to, had)) {
             let fault = match miss {
                 Miss::Fault(fault) => fault,
-                Miss::Process => self.fetch_payload(h, w, number, off)?,
+                Miss::Job => self.fetch_payload(h, w, number, off)?,
             };
             return self.lacks_payload(w, fault);
         }
@@ -433,7 +433,7 @@ impl Core {
         let stored = match stored {
             Ok(()) => Ok(()),
             Err(Miss::Fault(fault)) => Err(fault),
-            Err(Miss::Process) => {
+            Err(Miss::Job) => {
                 let (bytes, packets) = if op == WrOpcode::Read { run.within(f.work.total - off) } else { (data, 1) };
                 match self.jobs.store(&tables, h, (to, q.memory, q.vnic), off, &[bytes]) {
                     Made::Job(number) => return w.inbox.wait(number, packets),

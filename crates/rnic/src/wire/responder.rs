@@ -323,7 +323,7 @@ impl Core {
         Ok(match tables.store(to, got, run.first.payload) {
             Ok(()) => Ok(()),
             Err(Miss::Fault(fault)) => Err(fault),
-            Err(Miss::Process) => {
+            Err(Miss::Job) => {
                 let (bytes, packets) = run.within(room - got);
                 let made = self.jobs.store(&tables, h, (to, q.memory, q.vnic), got, &[bytes]);
                 Err(later(w, made, packets, self.now)?)
@@ -347,7 +347,7 @@ impl Core {
             None => match tables.word(to, word) {
                 Ok(found) => Ok(found),
                 Err(Miss::Fault(fault)) => Err(fault),
-                Err(Miss::Process) => {
+                Err(Miss::Job) => {
                     let made = self.jobs.word(&tables, [h, h], None, (to, q.memory, q.vnic), word);
                     Err(later(w, made, 1, self.now)?)
                 }
@@ -521,7 +521,7 @@ impl Core {
                 let sent = match self.net.tx.push(w.path, &p, n as usize, |to| tables.load(from, done, to, had)) {
                     Ok(()) => Ok(()),
                     Err(Miss::Fault(fault)) => Err(fault),
-                    Err(Miss::Process) => Err(self.fetch_answer(h, w)?),
+                    Err(Miss::Job) => Err(self.fetch_answer(h, w)?),
                 };
                 if w.resp.fetched.ends_at(FRONT, done + n) {
                     self.jobs.keep_buffer(w.resp.fetched.clear());

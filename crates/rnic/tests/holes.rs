@@ -1,0 +1,199 @@
+//! Sparse memory files: who makes the pages that are missing, when, and on whose time.
+
+use std::sync::Arc;
+use std::sync::atomic::{AtomicU64, Ordering};
+
+use unirdma_abi as abi;
+use unirdma_formats::{WcStatus, WrOpcode};
+use unirdma_mem::holes::{Account, Room};
+use unirdma_mem::{MemFd, Span, guard, map_pieces};
+use unirdma_rnic::Backing;
+use unirdma_simkit::*;
+
+const PAGE: u64 = 4096;
+const PAGES: u64 = 256;
+/// Where the sparse file begins, as MRs have it.
+const SPARSE: u64 = 0x9000_0000;
+/// Most pages that whoever touches a hole makes at once.
+const RUN: u64 = 4;
+
+/// Counts the bytes of the pages that were made.
+#[derive(Default)]
+struct Counter(AtomicU64);
+
+impl Account for Counter {
+    fn take(&self, bytes: u64) -> Room {
+        self.0.fetch_add(bytes, Ordering::SeqCst);
+        Room::Enough
+    }
+    fn give_back(&self, bytes: u64) {
+        self.0.fetch_sub(bytes, Ordering::SeqCst);
+    }
+}
+
+/// Two ends; b has an MR of a file without pages.
+struct Scene {
+    p: Pair,
+    file: MemFd,
+    sparse: Span,
+    made: Arc<Counter>,
+    key: u32,
+}
+
+impl Scene {
+    /// `None` where nobody can count pages.
+    fn new() -> Option<Scene> {
+        guard::install().unwrap();
+        if let Err(why) = guard::counts_holes() {
+            eprintln!("skipped: {why}");
+            return None;
+        }
+        let mut p = Pair::new();
+        let file = MemFd::new(c"t", (PAGES * PAGE) as usize).unwrap();
+        let made = Arc::new(Counter::default());
+        let sparse = map_pieces(&[(file.fd(), 0, PAGES * PAGE)], Box::new(()), Some(made.clone())).unwrap();
+        let backing = Backing::Mapped(sparse.clone());
+        let (_, key) = p.rnic.reg_mr(p.b.session, p.b.pd, ALL, SPARSE, PAGES * PAGE, (backing, vec![8])).unwrap();
+        Some(Scene { p, file, sparse, made, key })
+    }
+
+    fn pages(&self) -> u64 {
+        self.made.0.load(Ordering::SeqCst) / PAGE
+    }
+
+    /// a writes so many bytes of its memory to page `page`.
+    fn write(&mut self, wr_id: u64, page: u64, bytes: u32) {
+        let wqe = abi::SqWqe { remote_addr: SPARSE + page * PAGE, rkey: self.key, ..wqe(WrOpcode::Write, wr_id) };
+        self.p.a.post(wqe, &[self.p.a.sge(0, bytes)]);
+    }
+
+    /// A round without its job; how many pages it makes.
+    fn round(&mut self) -> u64 {
+        let before = self.pages();
+        self.p.rnic.poll(self.p.now);
+        self.pages() - before
+    }
+
+    /// Does a job, which takes `ns`; how many pages it makes, or `None` if there is no job.
+    fn job(&mut self, ns: u64) -> Option<u64> {
+        let before = self.pages();
+        let mut job = self.p.rnic.take_job()?;
+        let clock = AtomicU64::new(0);
+        job.run(&mut [0; 65_536], || clock.fetch_add(ns, Ordering::Relaxed));
+        self.p.rnic.end_job(job);
+        Some(self.pages() - before)
+    }
+}
+
+/// Whoever has the RNIC meets one hole. After that jobs make the pages, and others have their turns meanwhile.
+#[test]
+fn pages_are_made_by_jobs_and_not_while_others_wait() {
+    let Some(mut s) = Scene::new() else { return };
+    (0..16).for_each(|i| s.write(i, i * 2 * RUN, 8));
+    assert_eq!(s.round(), 1, "the first one tells that there are holes");
+    s.p.b.post(abi::SqWqe { remote_addr: IOVA, rkey: s.p.a.key, ..wqe(WrOpcode::Write, 99) }, &[s.p.b.sge(0, 8)]);
+    for _ in 0..100 {
+        assert_eq!(s.round(), 0, "no turn makes pages");
+        while let Some(made) = s.job(0) {
+            assert!(made <= 32, "{made} pages in one job");
+        }
+    }
+    assert_eq!((s.pages(), s.p.a.poll().len(), s.p.b.done().wr_id), (16, 16, 99));
+}
+
+/// A message into holes arrives whole, whether the round, a job or packets bring it, and reading holes gives zeros.
+#[test]
+fn messages_into_holes_arrive_whole() {
+    const BYTES: usize = 100_000;
+    let Some(mut s) = Scene::new() else { return };
+    s.p.a.fill(0, &pattern(BYTES, 1));
+    for (i, first) in [0, 50, 100].into_iter().enumerate() {
+        s.write(i as u64, first, BYTES as u32);
+        s.p.settle();
+        assert_eq!(status(&s.p.a.done()), WcStatus::Success);
+        let mut got = vec![0; BYTES];
+        s.sparse.read((first * PAGE) as usize, &mut got);
+        assert!(got == pattern(BYTES, 1), "message {i}");
+    }
+    s.p.a.post(
+        abi::SqWqe { remote_addr: SPARSE + 200 * PAGE, rkey: s.key, ..wqe(WrOpcode::Read, 7) },
+        &[s.p.a.sge(0, BYTES as u32)],
+    );
+    s.p.settle();
+    assert_eq!((status(&s.p.a.done()), s.p.a.bytes(0, BYTES)), (WcStatus::Success, vec![0; BYTES]));
+    // Words too, each once.
+    for i in 0..3 {
+        let add =
+            abi::SqWqe { remote_addr: SPARSE + 255 * PAGE, rkey: s.key, compare_add: 5, ..wqe(WrOpcode::FetchAdd, i) };
+        s.p.a.post(add, &[s.p.a.sge(0, 8)]);
+        s.p.settle();
+        assert_eq!(status(&s.p.a.done()), WcStatus::Success);
+        assert_eq!(s.p.a.bytes(0, 8), (5 * i).to_ne_bytes());
+    }
+}
+
+/// The time of a job that makes pages is that of the vRNIC whose memory has holes, and of a job that does not that of the requester.
+#[test]
+fn who_has_holes_pays_for_them() {
+    const TOOK_NS: u64 = 1_000_000;
+    let Some(mut s) = Scene::new() else { return };
+    s.write(1, 0, 8);
+    s.round();
+    let paid = |s: &mut Scene, page| {
+        let before = [s.p.a.vnic, s.p.b.vnic].map(|v| s.p.rnic.busy_ns(v));
+        s.write(2, page, 8);
+        s.round();
+        s.job(TOOK_NS).expect("a job");
+        let after = [s.p.a.vnic, s.p.b.vnic].map(|v| s.p.rnic.busy_ns(v));
+        [0, 1].map(|i| after[i] - before[i] >= TOOK_NS)
+    };
+    assert_eq!(paid(&mut s, 8), [false, true]);
+    assert_eq!(paid(&mut s, 8), [true, false], "the page is there now");
+}
+
+/// Jobs go on until they have found no hole for a while. Then what is short is copied at once again.
+#[test]
+fn memory_without_holes_needs_no_jobs() {
+    let Some(mut s) = Scene::new() else { return };
+    s.write(0, 0, 8);
+    assert_eq!(s.round(), 1);
+    s.p.a.done();
+    let mut jobs = 0;
+    loop {
+        s.write(1, 0, 8);
+        s.round();
+        if s.job(0).is_none() {
+            break;
+        }
+        jobs += 1;
+        assert_eq!(status(&s.p.a.done()), WcStatus::Success);
+    }
+    assert_eq!(jobs, 1000);
+    // Until its owner makes a hole there again.
+    let flags = rustix::fs::FallocateFlags::PUNCH_HOLE | rustix::fs::FallocateFlags::KEEP_SIZE;
+    rustix::fs::fallocate(s.file.fd(), flags, 0, PAGE).unwrap();
+    s.p.a.done();
+    s.write(2, 0, 8);
+    assert_eq!((s.round(), s.job(0)), (1, None));
+    s.write(3, 0, 8);
+    assert_eq!((s.round(), s.job(0)), (0, Some(0)));
+}
+
+/// Jobs for memory in which somebody was stuck are done one at a time, and by somebody who can be replaced.
+#[test]
+fn memory_that_somebody_was_stuck_in_is_treated_as_slow() {
+    let Some(mut s) = Scene::new() else { return };
+    s.write(0, 0, 8);
+    s.round();
+    s.write(1, 8, 8);
+    s.round();
+    assert_eq!(s.job(100_000_000), Some(1));
+    s.write(2, 16, 8);
+    s.round();
+    let mut job = s.p.rnic.take_job().unwrap();
+    assert!(job.may_wait());
+    job.run(&mut [0; 4096], || 0);
+    s.p.rnic.end_job(job);
+    s.p.settle();
+    assert_eq!(s.p.a.poll().len(), 3);
+}
