@@ -61,7 +61,7 @@ impl Core {
         let groups: Vec<u32> = self.multicast.groups_of(dst).filter(knows).collect();
         self.net.drops.wrong_source += u64::from(groups.is_empty());
         for group in groups {
-            self.deliver_multicast(group, &Flow::roce(src, dst), p, p.payload);
+            self.deliver_multicast(group, &Flow::roce(src, dst), p, p.payload, 0..u32::MAX);
         }
     }
 
@@ -87,7 +87,7 @@ impl Core {
         };
         if flow.dst.is_multicast() {
             self.tap_encapsulated(None, a.from, route.vni, &flow, packet);
-            self.deliver_multicast(group, &flow, &p, p.payload);
+            self.deliver_multicast(group, &flow, &p, p.payload, 0..u32::MAX);
             return None;
         }
         let Some(vnic) = self.objects.find_vnic(group, dst) else {

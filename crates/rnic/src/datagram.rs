@@ -4,6 +4,8 @@
 //! device it goes as it is. To another virtual layer it goes as a whole packet, with the virtual addresses in its IP
 //! header, inside VXLAN: nothing else in a datagram says which vRNIC of a host it comes from.
 
+use std::ops::Range;
+
 use unirdma_formats::cm::{GSI_QKEY, GSI_QPN, MAD_BYTES};
 use unirdma_formats::net::{Flow, GRH_BYTES};
 use unirdma_formats::wire::{Deth, Extra, Op, Opcode, Packet, Part, Transport};
@@ -27,6 +29,8 @@ const OWN_QKEY: u32 = 1 << 31;
 const HOLD_NS: u64 = 10_000_000;
 /// Most messages that wait for connection management: it takes them after each round.
 const MAX_MADS: usize = 1024;
+/// Members of a multicast group that get a datagram in one go: then others have their turn.
+const MEMBERS_AT_ONCE: u32 = 8;
 /// Most bytes of datagrams that wait at one QP.
 const HOLD_BYTES: usize = 1 << 20;
 
@@ -54,12 +58,13 @@ impl Core {
         let (tables, number) = (self.objects.memory(), q.sq_cons);
         let local = local_side(q, w);
         let had = q.datagrams().map_or(&[][..], |d| d.fetched.bytes(number, 0));
+        let mut more = false;
         let sent = match target {
             _ if !linked => {
                 self.objects.count(h, |c| c.wire.send_err += 1);
                 Ok(())
             }
-            Target::Many if self.net.tx.is_full() => {
+            Target::Many if w.served == 0 && self.net.tx.is_full() => {
                 self.wait_for_tx(h, w);
                 return Outcome::Waits;
             }
@@ -72,7 +77,7 @@ impl Core {
                         self.tap_datagram(h, Some(vnic), &flow, &head, data);
                         self.deliver_here(vnic, Qpn(w.wqe.dest_qpn), qkey, &flow, data, Note::of(&head));
                     } else {
-                        self.send_multicast(h, &flow, &head, data);
+                        more = self.send_multicast(h, &flow, &head, data, &mut w.served);
                     }
                 }
                 self.datagram = buffer;
@@ -103,6 +108,10 @@ impl Core {
             None => {}
             Some(fault) if fault.passes() && self.waits_for_memory(h, w) => return Outcome::Waits,
             Some(_) => return Outcome::Failed(WcStatus::LocProtErr),
+        }
+        if more {
+            w.started = true;
+            return Outcome::Progress;
         }
         if let Some(d) = self.objects.qps.get_mut(h).and_then(Qp::datagrams_mut)
             && !d.fetched.is_empty()
@@ -370,30 +379,43 @@ impl Core {
         std::mem::take(&mut self.starved)
     }
 
-    /// Sends a datagram of QP `h` to all members of its multicast group, the QP itself if it is one.
-    pub(crate) fn send_multicast(&mut self, h: Handle<Qp>, flow: &Flow, head: &Packet<'_>, data: &[u8]) {
+    /// Sends a datagram of QP `h` to a multicast group: to some of the members on this host after those that are `served` already, and first
+    /// of all to other hosts. True if there may be members that have not got it.
+    fn send_multicast(&mut self, h: Handle<Qp>, flow: &Flow, head: &Packet<'_>, data: &[u8], served: &mut u32) -> bool {
         let Some(group) = self.objects.qps.get(h).and_then(|q| self.objects.vnics.get(q.vnic.0)).map(|v| v.group)
         else {
-            return;
+            return false;
         };
-        self.tap_datagram(h, None, flow, head, data);
-        self.deliver_multicast(group, flow, head, data);
-        for (path, vni) in self.multicast.hosts(group) {
-            self.net.tx.put(*path, Some((*vni, *flow)), head, data);
+        if *served == 0 {
+            self.tap_datagram(h, None, flow, head, data);
+            for (path, vni) in self.multicast.hosts(group) {
+                self.net.tx.put(*path, Some((*vni, *flow)), head, data);
+            }
+            if self.multicast.has_foreign(group) && flow.src.is_ipv4() == flow.dst.is_ipv4() {
+                let path = Path { from: Some(flow.src), class: flow.traffic_class & DSCP, ..Path::new(flow.dst) };
+                self.net.tx.put(path, None, head, data);
+            }
         }
-        if self.multicast.has_foreign(group) && flow.src.is_ipv4() == flow.dst.is_ipv4() {
-            let path = Path { from: Some(flow.src), class: flow.traffic_class & DSCP, ..Path::new(flow.dst) };
-            self.net.tx.put(path, None, head, data);
-        }
+        let before = *served;
+        *served = self.deliver_multicast(group, flow, head, data, before..before.saturating_add(MEMBERS_AT_ONCE));
+        *served - before == MEMBERS_AT_ONCE
     }
 
-    /// Gives a datagram to the members of its multicast group on this host.
-    pub(crate) fn deliver_multicast(&mut self, group: u32, flow: &Flow, p: &Packet<'_>, data: &[u8]) {
-        let mut at = 0;
-        while let Some(h) = self.multicast.member(group, Gid::from_ip(flow.dst), at) {
+    /// Gives a datagram to those of the members of its multicast group on this host that have these numbers; the number of the first
+    /// one that has not got it.
+    pub(crate) fn deliver_multicast(
+        &mut self,
+        group: u32,
+        flow: &Flow,
+        p: &Packet<'_>,
+        data: &[u8],
+        members: Range<u32>,
+    ) -> u32 {
+        for at in members.clone() {
+            let Some(h) = self.multicast.member(group, Gid::from_ip(flow.dst), at as usize) else { return at };
             self.accept(h, p.deth.qkey, flow, data, Note::of(p));
-            at += 1;
         }
+        members.end
     }
 
     /// A plain packet came in for UD QP `h`: only plain devices send those, from the address of their GID.

@@ -486,6 +486,47 @@ fn multicast_reaches_every_member_on_every_host() {
     assert_eq!(send(&mut net)[..2], [1, 0]);
 }
 
+/// A datagram to very many members takes many turns: others have theirs in between, and each member gets it once.
+#[test]
+fn a_datagram_to_many_members_lets_others_have_their_turns() {
+    const MEMBERS: usize = 60;
+    let mut p = Pair::new();
+    let a = p.a.vnic;
+    let group = Gid::from_ip([239, 1, 2, 3].into());
+    let ud = |rnic: &mut unirdma_rnic::Rnic, vnic| {
+        let e = End::of_vnic(rnic, vnic, 64, QpType::Ud);
+        for (mask, attr) in attrs_of(QpType::Ud, 0, gid(0)) {
+            rnic.modify_qp(e.session, e.qpn, mask, &attr).unwrap();
+        }
+        e
+    };
+    let mut members: Vec<End> = (0..MEMBERS).map(|_| ud(&mut p.rnic, a)).collect();
+    let mut sender = ud(&mut p.rnic, a);
+    for m in &mut members {
+        p.rnic.attach_mcast(m.session, m.qpn, group).unwrap();
+        let sge = m.sge(0, 200);
+        m.recv(1, &[sge]);
+    }
+    let ah = p.rnic.create_ah(sender.session, sender.pd, &address(group)).unwrap();
+    let from = sender.sge(0, 100);
+    sender.post_to(wqe(WrOpcode::Send, 2), ah, 0xff_ffff, &[from]);
+    let mut had = 0;
+    let mut rounds = 0;
+    while had < MEMBERS {
+        let to = abi::SqWqe { remote_addr: IOVA, rkey: p.a.key, ..wqe(WrOpcode::Write, 3) };
+        p.b.post(to, &[p.b.sge(0, 8)]);
+        p.rnic.poll(p.now);
+        assert_eq!(p.b.poll().len(), 1, "another vRNIC has a turn in each round");
+        let now: usize = members.iter_mut().map(|m| m.poll().len()).sum();
+        assert!(now <= 32, "{now} members in one round");
+        had += now;
+        rounds += 1;
+        assert!(rounds < 1000, "{had} members after {rounds} rounds");
+    }
+    p.settle();
+    assert_eq!((had, sender.poll().len(), members.iter_mut().map(|m| m.poll().len()).sum()), (MEMBERS, 1, 0_usize));
+}
+
 /// A plain device sends to a group by its IP address, and hears it so; one that nobody knows is not heard.
 #[test]
 fn multicast_reaches_plain_devices_and_comes_from_them() {

@@ -67,7 +67,7 @@ impl Core {
             },
         };
         let typ = q.typ;
-        let (before, began) = (work.done, !work.started);
+        let (before, began, served) = (work.done, !work.started, work.served);
         let outcome = match status {
             Some(s) => Outcome::Failed(s),
             None if work.op.is_local() => self.execute_alone(h, &mut work),
@@ -76,7 +76,8 @@ impl Core {
             None => self.begin(h, &mut work),
         };
         let moved = work.done.saturating_sub(before);
-        let cost = OP_NS + copy_ns(moved) + self.tap_ns(h, moved);
+        let copies = u64::from(work.served.saturating_sub(served));
+        let cost = OP_NS + copy_ns(moved) + copies * (OP_NS + copy_ns(work.total)) + self.tap_ns(h, moved);
         self.has_sent(h, u64::from(began), moved);
         let more = !matches!(outcome, Outcome::Waits | Outcome::Copies);
         self.conclude(h, work, outcome);

@@ -96,6 +96,7 @@ fn load_head(q: &Qp, at: u32, w: &mut Work) -> bool {
     w.op = op.unwrap_or(WrOpcode::Send);
     w.wait = Wait::No;
     w.started = false;
+    w.served = 0;
     w.done = 0;
     w.total = 0;
     w.num_sge = 0;

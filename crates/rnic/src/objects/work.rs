@@ -38,6 +38,8 @@ pub(crate) struct Work {
     pub done: u64,
     /// Checked, and under way at the peer.
     pub started: bool,
+    /// Members of a multicast group on this host that have a datagram already.
+    pub served: u32,
     pub retries_left: u8,
     pub rnr_left: u8,
     /// The value that an atomic has found at the peer, once it was executed there.
@@ -57,6 +59,7 @@ impl Default for Work {
             total: 0,
             done: 0,
             started: false,
+            served: 0,
             retries_left: 0,
             rnr_left: 0,
             found: None,

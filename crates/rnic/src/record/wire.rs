@@ -30,6 +30,7 @@ impl Saver<'_> {
             total,
             done,
             started,
+            served: _,
             retries_left,
             rnr_left,
             found,
@@ -201,6 +202,8 @@ impl Restorer<'_> {
             total: *total,
             done: *done,
             started: *started,
+            // A multicast group may have other members on this host. Those that have no datagram yet have lost it.
+            served: if *started { u32::MAX } else { 0 },
             retries_left: *retries_left,
             rnr_left: *rnr_left,
             found: *found,
