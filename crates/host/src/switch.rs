@@ -77,8 +77,10 @@ pub struct Switch {
 const ETH_HEADER: usize = 14;
 /// Longest frame, bytes.
 const MAX_FRAME: usize = 65_536;
-/// Frames from one port before the others get a turn.
+/// Frames from one port, and copies of them, before the others get a turn. A frame to all is as many copies as there are members.
 const BURST: usize = 64;
+/// How long the switch keeps others off its core while frames come without a pause, nanoseconds.
+const SHARE_NS: u64 = 100_000;
 /// Token of the tunnel's first socket; interfaces have smaller ones.
 const TUNNEL: u64 = 1 << 63;
 /// Token of what stops the thread.
@@ -170,6 +172,7 @@ impl Switch {
         // Machines that had more than a turn's frames: nothing tells of those again.
         let mut more: Vec<u64> = Vec::new();
         let now = rustix::time::Timespec { tv_sec: 0, tv_nsec: 0 };
+        let mut shared_ns = 0;
         loop {
             self.pulse.rest();
             let limit = (!more.is_empty()).then_some(&now);
@@ -183,6 +186,10 @@ impl Switch {
             for id in ready {
                 if id == STOP {
                     return;
+                }
+                if self.engine.now() - shared_ns > SHARE_NS {
+                    self.engine.pause();
+                    shared_ns = self.engine.now();
                 }
                 if let (Some(socket), Some(t)) = (id.checked_sub(TUNNEL), &self.tunnel) {
                     for _ in 0..BURST {
@@ -201,49 +208,56 @@ impl Switch {
                     continue;
                 }
                 let Some(port) = lock(&self.ports).get(&id).cloned() else { continue };
-                let mut left = BURST;
-                while left > 0 {
-                    match port.way.receive(&mut frame) {
-                        Ok(Some(n)) => self.forward(id, &port, &frame[..n]),
-                        Ok(None) => break,
-                        // The interface is gone with its container.
-                        Err(()) => {
-                            self.remove(id);
-                            break;
-                        }
-                    }
-                    left -= 1;
-                }
-                if left == 0 && matches!(port.way, Way::Machine(_)) {
+                if self.turn(id, &port, &mut frame) && matches!(port.way, Way::Machine(_)) {
                     more.push(id);
                 }
             }
         }
     }
 
-    fn forward(&self, id: u64, port: &Port, frame: &[u8]) {
-        if !port.up.load(Ordering::Relaxed) || frame.len() < ETH_HEADER || !port.guard.passes(frame) {
-            return;
+    /// Passes on what has come by a port, as much as a turn allows; true if there may be more.
+    fn turn(&self, id: u64, port: &Port, frame: &mut [u8]) -> bool {
+        let mut left = BURST;
+        while left > 0 {
+            match port.way.receive(frame) {
+                Ok(Some(n)) => left = left.saturating_sub(1 + self.forward(id, port, &frame[..n])),
+                Ok(None) => return false,
+                // The interface is gone with its container.
+                Err(()) => {
+                    self.remove(id);
+                    return false;
+                }
+            }
         }
-        let here = self.deliver(Some(id), port.group, frame);
-        if let Some(t) = self.tunnel.as_ref().filter(|_| !here) {
-            t.send(port.group, frame);
-        }
+        true
     }
 
-    /// Hands a frame to the vRNICs of this host that it is for; true if it is for nobody else.
-    fn deliver(&self, from: Option<u64>, group: u32, frame: &[u8]) -> bool {
+    /// Passes a frame on; how many copies of it were made.
+    fn forward(&self, id: u64, port: &Port, frame: &[u8]) -> usize {
+        if !port.up.load(Ordering::Relaxed) || frame.len() < ETH_HEADER || !port.guard.passes(frame) {
+            return 0;
+        }
+        let copies = self.deliver(Some(id), port.group, frame);
+        let is_for_one = frame[0] & 1 == 0 && copies > 0;
+        if let Some(t) = self.tunnel.as_ref().filter(|_| !is_for_one) {
+            t.send(port.group, frame);
+        }
+        copies
+    }
+
+    /// Hands a frame to the vRNICs of this host that it is for, also to those without a link, which lose it; how many they are.
+    fn deliver(&self, from: Option<u64>, group: u32, frame: &[u8]) -> usize {
         let to_all = frame[0] & 1 != 0;
-        let mut found = false;
+        let mut copies = 0;
         for (&id, p) in lock(&self.ports).iter() {
             if Some(id) != from && p.group == group && (to_all || frame[..6] == p.guard.mac().0) {
                 if p.up.load(Ordering::Relaxed) {
                     p.way.send(frame);
                 }
-                found = true;
+                copies += 1;
             }
         }
-        found && !to_all
+        copies
     }
 
     /// True if a frame from another host claims an address of an interface here.
@@ -302,6 +316,37 @@ mod tests {
             std::thread::sleep(Duration::from_millis(1));
         }
         None
+    }
+
+    /// A frame to all costs as many copies as there are members, so a port's turn has few of them.
+    #[test]
+    fn a_turn_has_fewer_frames_if_they_go_to_all() {
+        let engine = Engine::start(&EngineConfig::default(), None).unwrap();
+        let s = Switch::start(None, engine.clone()).unwrap();
+        // Its thread ends, and takes no frames.
+        s.stop();
+        while Arc::strong_count(&s.stop) > 1 {
+            std::thread::yield_now();
+        }
+        let members: Vec<_> = (2..5).map(|i| plug(&s, i, &format!("10.0.0.{i}"))).collect();
+        let (evil, guard) = plug(&s, 1, "10.0.0.1");
+        let port = lock(&s.ports)[&1].clone();
+        let to_all = answer(&guard, 1);
+        let to_one = [&members[0].1.mac().0[..], &to_all[6..]].concat();
+        let stolen = answer(&guard, 9);
+        for (frame, a_turn) in [(to_all, BURST / 4), (to_one, BURST / 2), (stolen, BURST)] {
+            for _ in 0..a_turn + 1 {
+                assert_eq!(rustix::io::write(&evil, &frame), Ok(frame.len()));
+            }
+            let mut room = vec![0; MAX_FRAME];
+            assert!(s.turn(1, &port, &mut room), "one is left");
+            assert_eq!(port.way.receive(&mut room), Ok(Some(frame.len())));
+            assert!(!s.turn(1, &port, &mut room), "and no other");
+            for (fd, _) in &members {
+                while rustix::io::read(fd, &mut room[..]).is_ok() {}
+            }
+        }
+        engine.stop();
     }
 
     #[test]

@@ -3,6 +3,7 @@
 
 mod calls;
 mod channels;
+mod idle;
 mod ledger;
 mod machine;
 mod watchdog;
@@ -265,6 +266,8 @@ struct Worker {
     lingering: Vec<Lingering>,
     /// Until when nobody lingers.
     crowded_until_ns: u64,
+    /// Kicks that came for nothing.
+    idle_kicks: idle::IdleKicks,
     crowded_ns: u64,
     /// What all vRNICs may hold.
     ledger: Ledger,
@@ -372,6 +375,7 @@ impl Worker {
             machines: HashMap::new(),
             lingering: Vec::new(),
             crowded_until_ns: 0,
+            idle_kicks: idle::IdleKicks::default(),
             crowded_ns: 0,
             ledger,
             half: Vec::new(),
@@ -443,6 +447,9 @@ impl Worker {
                 }
             }
             self.linger();
+            if let Some(rest) = self.idle_kicks.rest(self.engine.now()) {
+                std::thread::sleep(rest);
+            }
             self.end_half();
             self.end_refused();
             self.resume_listeners();
@@ -702,7 +709,9 @@ impl Worker {
             if let Some(kick) = self.sessions.get(&id).and_then(|s| s.conn.kicks.get(&channels::CONTROL)) {
                 drop(unirdma_device::take_notifications(&kick.fd));
             }
-            self.serve(id);
+            if !self.serve(id) {
+                self.idle_kicks.note(self.engine.now());
+            }
         } else if self.sessions.get(&id).is_some_and(|s| s.conn.device.events().on_kick(vring as u32)) {
             self.serve(id);
         }
@@ -751,21 +760,24 @@ impl Worker {
         }
     }
 
-    /// Executes commands of a session, and looks for more for a while if there were some just before.
-    fn serve(&mut self, session: u64) {
-        let Some(s) = self.sessions.get_mut(&session) else { return };
+    /// Executes commands of a session, and looks for more for a while if there were some just before. False if there were none: then
+    /// nothing was done that others would have to hear of, and the RNIC is not asked.
+    fn serve(&mut self, session: u64) -> bool {
+        let Some(s) = self.sessions.get_mut(&session) else { return false };
         let now = self.engine.now();
-        if s.conn.device.serve_control() {
-            let quick = now - s.served_ns < QUICK_NS && now >= self.crowded_until_ns;
-            s.served_ns = now;
-            // What has come since the driver was told not to kick is served by the look that ends the lingering.
-            if (quick || !s.conn.device.listen()) && !std::mem::replace(&mut s.lingers, true) {
-                let until_ns = if quick { now + LINGER_NS } else { now };
-                self.lingering.push(Lingering { session, until_ns });
-            }
-            self.ask_for_qpns();
+        if !s.conn.device.serve_control() {
+            return false;
         }
+        let quick = now - s.served_ns < QUICK_NS && now >= self.crowded_until_ns;
+        s.served_ns = now;
+        // What has come since the driver was told not to kick is served by the look that ends the lingering.
+        if (quick || !s.conn.device.listen()) && !std::mem::replace(&mut s.lingers, true) {
+            let until_ns = if quick { now + LINGER_NS } else { now };
+            self.lingering.push(Lingering { session, until_ns });
+        }
+        self.ask_for_qpns();
         self.engine.after_command();
+        true
     }
 
     /// Looks at the control queues of sessions that sent a command just now, each in its turn.
