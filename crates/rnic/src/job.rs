@@ -42,6 +42,8 @@ const MAX_SPARE: usize = 16;
 /// job.
 const MAX_PARTS: usize = 32;
 const MAX_BYTES: u64 = 1 << 20;
+/// Most requests where pages may be missing: a job seldom comes to more of them.
+const MAX_SPARSE_PARTS: usize = 4;
 /// Most bytes that a job copies through private memory of a process.
 const MAX_PROCESS_BYTES: u64 = 128 << 10;
 /// A buffer with room for more bytes is not kept.
@@ -297,7 +299,8 @@ impl Jobs {
         self.flying.iter().rfind(|f| f.number == made).filter(|f| f.grants == grants)?;
         let job = self.waiting.back_mut().filter(|j| j.number() == made)?;
         let at = job.next.len() + 1;
-        if at >= MAX_PARTS || job.bytes() + bytes > MAX_BYTES {
+        let most = if job.sparse.is_some() { MAX_SPARSE_PARTS } else { MAX_PARTS };
+        if at >= most || job.bytes() + bytes > MAX_BYTES {
             return None;
         }
         job.parts.resize_with(job.parts.len().max(at + 1), Part::default);
