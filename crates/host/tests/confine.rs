@@ -197,7 +197,7 @@ impl unirdma_mem::holes::Account for Room {
     fn take(&self, _: u64) -> unirdma_mem::holes::Room {
         unirdma_mem::holes::Room::Enough
     }
-    fn give_back(&self, _: u64) {}
+    fn end(&self, _: u64, _: u64) {}
 }
 
 /// What every thread does: it allocates, waits, logs, fills holes of sparse files, and ends.

@@ -14,13 +14,15 @@ use crate::ledger::Ledger;
 pub(crate) struct Filled {
     ledger: Ledger,
     bytes: AtomicU64,
+    /// Those of them that are being made.
+    making: AtomicU64,
     /// There was no room on the account.
     refused: AtomicBool,
 }
 
 impl Filled {
     pub fn new(ledger: Ledger) -> Self {
-        Filled { ledger, bytes: AtomicU64::new(0), refused: AtomicBool::new(false) }
+        Filled { ledger, bytes: AtomicU64::new(0), making: AtomicU64::new(0), refused: AtomicBool::new(false) }
     }
 
     pub fn was_refused(&self) -> bool {
@@ -32,22 +34,13 @@ impl Filled {
         const BLOCK: u64 = 512;
         // Before the look, so that what is made meanwhile stays counted.
         let counted = self.bytes.load(Ordering::SeqCst);
+        // In this order: what is counted and not there yet is being made now.
+        let making = self.making.load(Ordering::SeqCst);
         let known: BTreeMap<(u64, u64), u64> = files
             .filter_map(|fd| rustix::fs::fstat(fd).ok())
             .map(|s| ((s.st_dev, s.st_ino), s.st_blocks as u64 * BLOCK))
             .collect();
-        self.give_back(counted.saturating_sub(known.values().sum()));
-    }
-}
-
-impl Account for Filled {
-    fn take(&self, bytes: u64) -> Room {
-        let room = self.ledger.fill(bytes);
-        match room {
-            Room::None => self.refused.store(true, Ordering::Relaxed),
-            _ => _ = self.bytes.fetch_add(bytes, Ordering::SeqCst),
-        }
-        room
+        self.give_back(counted.saturating_sub(making).saturating_sub(known.values().sum()));
     }
 
     fn give_back(&self, bytes: u64) {
@@ -58,8 +51,54 @@ impl Account for Filled {
     }
 }
 
+impl Account for Filled {
+    fn take(&self, bytes: u64) -> Room {
+        let room = self.ledger.fill(bytes);
+        match room {
+            Room::None => self.refused.store(true, Ordering::Relaxed),
+            _ => {
+                self.making.fetch_add(bytes, Ordering::SeqCst);
+                self.bytes.fetch_add(bytes, Ordering::SeqCst);
+            }
+        }
+        room
+    }
+
+    fn end(&self, taken: u64, made: u64) {
+        self.give_back(taken - made);
+        self.making.fetch_sub(taken, Ordering::SeqCst);
+    }
+}
+
 impl Drop for Filled {
     fn drop(&mut self) {
         self.ledger.empty(self.bytes.load(Ordering::SeqCst));
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::os::fd::AsFd;
+
+    use super::*;
+
+    /// A look at the files between the counting of a page and its making does not give the page back.
+    #[test]
+    fn pages_that_are_being_made_stay_counted() {
+        const PAGE: u64 = 4096;
+        let filled = Filled::new(Ledger::default());
+        let fd = rustix::fs::memfd_create(c"t", rustix::fs::MemfdFlags::CLOEXEC).unwrap();
+        let counted = || filled.bytes.load(Ordering::SeqCst);
+        assert_ne!(filled.take(2 * PAGE), Room::None);
+        filled.recount([fd.as_fd()].into_iter());
+        assert_eq!(counted(), 2 * PAGE);
+        rustix::fs::fallocate(&fd, rustix::fs::FallocateFlags::empty(), 0, PAGE).unwrap();
+        filled.end(2 * PAGE, PAGE);
+        assert_eq!(counted(), PAGE);
+        filled.recount([fd.as_fd()].into_iter());
+        assert_eq!(counted(), PAGE);
+        rustix::fs::ftruncate(&fd, 0).unwrap();
+        filled.recount([fd.as_fd()].into_iter());
+        assert_eq!(counted(), 0);
     }
 }

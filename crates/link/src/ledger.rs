@@ -149,9 +149,16 @@ impl Ledger {
 
     /// As [`Ledger::take`], for [`Resource::Filled`], which is given back by [`Ledger::empty`]. It is called in a signal handler.
     pub(crate) fn fill(&self, bytes: u64) -> Room {
-        let (used, limit) = self.usage(Resource::Filled);
-        let Some(sum) = used.checked_add(bytes).filter(|&sum| sum <= limit) else { return Room::None };
-        self.add(Resource::Filled, bytes);
+        let at = Resource::Filled as usize;
+        let sum = loop {
+            let (used, limit) = self.usage(Resource::Filled);
+            let Some(sum) = used.checked_add(bytes).filter(|&sum| sum <= limit) else { return Room::None };
+            // Several threads may make pages for one vRNIC.
+            if self.vrnic.used[at].compare_exchange(used, sum, Ordering::Relaxed, Ordering::Relaxed).is_ok() {
+                break sum;
+            }
+        };
+        self.host.used[at].fetch_add(bytes, Ordering::Relaxed);
         let over = |mark: u64| (sum > mark).then_some(u64::MAX);
         match self.vrnic.mark.fetch_update(Ordering::Relaxed, Ordering::Relaxed, over) {
             Ok(_) => Room::Little,
@@ -265,6 +272,19 @@ mod tests {
     }
 
     /// Half of the memory that is left by default, all of it if an operator says so; looks are due each time that half of the room is used.
+    #[test]
+    fn threads_that_fill_at_the_same_time_stay_within_the_limit() {
+        const LIMIT: u64 = 1_000_000;
+        let one = Ledger::default();
+        one.set_limits([None, None, None, None, Some(LIMIT)]);
+        let filled: u64 = std::thread::scope(|s| {
+            let fill = || (0..).take_while(|_| one.fill(3) != Room::None).count() as u64 * 3;
+            let threads = [(); 4].map(|()| s.spawn(fill));
+            threads.into_iter().map(|t| t.join().expect("it ends")).sum()
+        });
+        assert_eq!((filled, one.usage(Resource::Filled).0), (LIMIT / 3 * 3, LIMIT / 3 * 3));
+    }
+
     #[test]
     fn what_is_filled_is_looked_at_before_there_is_no_room() {
         let host = Ledger::of_host([100; KINDS]);

@@ -223,7 +223,7 @@ fn make_pages(i: &Installed, watch: &Watch, account: &dyn Account, at: usize, by
     }
     let filled = watch.fill(at, bytes);
     let made = if let Filled::Bytes(n) = filled { n } else { 0 };
-    account.give_back(bytes - made);
+    account.end(bytes, made);
     filled
 }
 

@@ -36,8 +36,8 @@ pub trait Account: Send + Sync {
     /// Counts so many bytes, if there is room.
     fn take(&self, bytes: u64) -> Room;
 
-    /// Takes back what was counted and not made.
-    fn give_back(&self, bytes: u64);
+    /// Follows each [`Account::take`] that found room: of the bytes that were counted so many were made. The others count no more.
+    fn end(&self, taken: u64, made: u64);
 }
 
 /// How often a thread has touched holes.

@@ -492,8 +492,8 @@ mod tests {
             let taken = self.used.fetch_update(Ordering::SeqCst, Ordering::SeqCst, more);
             taken.map_or(Room::None, |_| Room::Enough)
         }
-        fn give_back(&self, bytes: u64) {
-            self.used.fetch_sub(bytes, Ordering::SeqCst);
+        fn end(&self, taken: u64, made: u64) {
+            self.used.fetch_sub(taken - made, Ordering::SeqCst);
         }
     }
 

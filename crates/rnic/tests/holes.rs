@@ -26,8 +26,8 @@ impl Account for Counter {
         self.0.fetch_add(bytes, Ordering::SeqCst);
         Room::Enough
     }
-    fn give_back(&self, bytes: u64) {
-        self.0.fetch_sub(bytes, Ordering::SeqCst);
+    fn end(&self, taken: u64, made: u64) {
+        self.0.fetch_sub(taken - made, Ordering::SeqCst);
     }
 }
 
