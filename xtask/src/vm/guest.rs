@@ -248,6 +248,14 @@ impl Guest {
     /// The driver, or its device, does not come.
     pub fn load(&self) -> Result<()> {
         self.insert()?;
+        self.wait_ready()
+    }
+
+    /// Waits until its device has the vRNIC's address.
+    ///
+    /// # Errors
+    /// It does not come.
+    pub fn wait_ready(&self) -> Result<()> {
         let start = Instant::now();
         while self.gid().is_err() {
             if start.elapsed() > READY {
