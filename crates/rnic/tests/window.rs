@@ -5,6 +5,7 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use unirdma_abi as abi;
 use unirdma_abi::Status;
 use unirdma_formats::{QpType, WcOpcode, WcStatus, WrOpcode, access, wc_flags};
+use unirdma_rnic::Job;
 use unirdma_simkit::net::{Faults, Net};
 use unirdma_simkit::*;
 
@@ -215,10 +216,9 @@ fn requests_around_a_binding_keep_their_order() {
     }
 }
 
-/// Two ends, of which the first writes `LEN` bytes to a window of the second. Jobs that nobody has done yet are to copy them.
+/// Two ends, of which the first writes `LEN` bytes to a window of the second.
 struct Copying {
     pair: Pair,
-    jobs: Vec<Box<unirdma_rnic::Job>>,
     lkey: u32,
     key: u32,
     /// They keep the RNIC busy, so that copies become jobs.
@@ -228,7 +228,8 @@ struct Copying {
 const LEN: u64 = 60 << 10;
 
 impl Copying {
-    fn to_window(typ: u32) -> Copying {
+    /// Also gives the jobs that are to copy the bytes, which nobody has done yet.
+    fn to_window(typ: u32) -> (Copying, [Box<Job>; 2]) {
         let mut p = Pair::new();
         let (mut c, d) = (End::new(&mut p.rnic, 0, 3), End::new(&mut p.rnic, 0, 4));
         for (e, to, n) in [(&c, &d, 4), (&d, &c, 3)] {
@@ -246,12 +247,15 @@ impl Copying {
         p.a.fill(0, &[7; LEN as usize]);
         p.a.post(abi::SqWqe { rkey: key, remote_addr: IOVA, ..wqe(WrOpcode::Write, 2) }, &[p.a.sge(0, LEN as u32)]);
         c.post(abi::SqWqe { rkey: d.key, remote_addr: IOVA, ..wqe(WrOpcode::Write, 3) }, &[c.sge(0, LEN as u32)]);
-        let mut jobs = Vec::new();
-        while jobs.len() < 2 {
-            assert!(p.rnic.poll(0));
-            jobs.extend(p.rnic.take_job());
-        }
-        Copying { pair: p, jobs, lkey, key, _others: [c, d] }
+        let jobs = [(); 2].map(|()| {
+            loop {
+                match p.rnic.take_job() {
+                    Some(job) => break job,
+                    None => assert!(p.rnic.poll(0), "no job is made"),
+                }
+            }
+        });
+        (Copying { pair: p, lkey, key, _others: [c, d] }, jobs)
     }
 }
 
@@ -268,11 +272,11 @@ const TAKE_BACK: [(u32, TakesBack); 3] = [
 #[test]
 fn a_job_that_was_made_before_writes_nothing_to_a_window_that_is_taken_back() {
     for (typ, take_back) in TAKE_BACK {
-        let mut c = Copying::to_window(typ);
+        let (mut c, jobs) = Copying::to_window(typ);
         c.pair.b.post(take_back(&c), &[]);
         c.pair.rnic.poll(0);
         assert_eq!(c.pair.b.done().status, OK, "type {typ}: nobody copies at this moment");
-        for mut job in std::mem::take(&mut c.jobs) {
+        for mut job in jobs {
             job.run(&mut [0; 4096], || 0);
             c.pair.rnic.end_job(job);
         }
@@ -287,16 +291,13 @@ fn a_job_that_was_made_before_writes_nothing_to_a_window_that_is_taken_back() {
 fn a_job_that_copies_ends_before_its_window_is_taken_back() {
     for (typ, take_back) in TAKE_BACK {
         for turn in 0..60 {
-            let mut c = Copying::to_window(typ);
+            let (mut c, mut jobs) = Copying::to_window(typ);
             c.pair.b.post(take_back(&c), &[]);
-            let jobs = std::mem::take(&mut c.jobs);
             // A job looks at the clock before it copies, and after it.
             let looks = AtomicU64::new(0);
-            let jobs = std::thread::scope(|s| {
+            std::thread::scope(|s| {
                 let worker = s.spawn(|| {
-                    let mut jobs = jobs;
                     jobs.iter_mut().for_each(|job| job.run(&mut [0; 4096], || looks.fetch_add(1, Ordering::SeqCst)));
-                    jobs
                 });
                 while looks.load(Ordering::SeqCst) <= turn % 2 * 2 {
                     std::hint::spin_loop();
@@ -311,7 +312,7 @@ fn a_job_that_copies_ends_before_its_window_is_taken_back() {
                 }
                 assert_eq!((done[0].wr_id, done[0].status), (take_back(&c).wr_id, OK), "type {typ}");
                 c.pair.b.fill(0, &[0; LEN as usize]);
-                worker.join().unwrap()
+                worker.join().unwrap();
             });
             assert_eq!(c.pair.b.bytes(0, LEN as usize), [0; LEN as usize], "type {typ}: written after the completion");
             jobs.into_iter().for_each(|job| c.pair.rnic.end_job(job));
