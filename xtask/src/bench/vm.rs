@@ -344,8 +344,9 @@ impl Report {
             println!("{:44} {:>10} {:>8} {:>10} {:>14.3}", r.what, r.operations, r.kicks, r.registers, r.per_operation);
         }
         println!(
-            "kicks: notifications that woke the virtual layer, as its worker counts them; registers: others of the device that the guest\n\
-             read or wrote (interrupt status, control queue), by QEMU's trace. Emulated guests have no exits; under KVM each is one"
+            "kicks: notifications that woke the virtual layer, as its worker counts them; registers: accesses of the guest to the device's\n\
+             other registers (the status of its interrupt), by QEMU's trace. Emulated guests have no exits; under KVM each of both is one.\n\
+             Neither counts notifications of control commands, of which none are sent meanwhile"
         );
         Ok(())
     }
