@@ -217,6 +217,22 @@ enum Bench {
         #[arg(long, value_name = "FILE", default_value = "target/bench-local.svg")]
         svg: std::path::PathBuf,
     },
+    /// Operations, bandwidth, registration and notifications of a guest's vRNIC, beside the kernel's soft RNIC and TCP in the same guest,
+    /// and beside containers; needs root
+    #[command(
+        after_help = "Examples:\n  cargo xtask bench vm\n  cargo xtask bench vm --kernel 6.1 --runs 5\n  cargo xtask bench vm --json > vm.json\n\nWhat the guest is made of is downloaded once, into target/vm. QEMU emulates its processors, so ratios within the guest say more than\nthose to containers."
+    )]
+    Vm {
+        /// Print JSON instead of tables
+        #[arg(long)]
+        json: bool,
+        /// Which kernel: 6.12 (Debian 13) or 6.1 (Debian 12)
+        #[arg(long, value_name = "RELEASE")]
+        kernel: Option<String>,
+        /// How often each figure is measured; medians count
+        #[arg(long, value_name = "N", default_value_t = 3, value_parser = clap::value_parser!(u32).range(1..))]
+        runs: u32,
+    },
     /// What a worker for each group costs, how soon a killed one is back, and how busy groups share out the cores
     #[command(
         after_help = "Examples:\n  cargo xtask bench workers\n  cargo xtask bench workers --groups 1000 --busy 0\n  cargo xtask bench workers --json > workers.json"
@@ -258,6 +274,7 @@ fn main() -> ExitCode {
         Command::Bench { what: Bench::Workers { groups, busy, json } } => {
             bench::workers(json, groups.into(), busy.into())
         }
+        Command::Bench { what: Bench::Vm { json, kernel, runs } } => bench::vm(json, kernel.as_deref(), runs),
         Command::Bench { what: Bench::Wire { json, only } } => bench::wire(json, &only),
         Command::Vm { kernel, build: true, .. } => vm::build(kernel.as_deref()),
         Command::Vm { kernel, shell: true, .. } => vm::shell(kernel.as_deref()),

@@ -49,6 +49,7 @@ pub(crate) const TEST: Needed = &[
     ("/etc/libibverbs.d/rxe.driver", "ibverbs-providers"),
     ("/bin/busybox", "busybox-static"),
     ("/usr/bin/cpio", "cpio"),
+    ("/usr/sbin/mkfs.ext4", "e2fsprogs"),
     ("/usr/bin/make", "make"),
     ("/usr/bin/ping", "iputils-ping"),
     ("/usr/bin/zstd", "zstd"),

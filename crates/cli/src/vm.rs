@@ -241,7 +241,7 @@ fn arguments(args: &RunArgs, info: &VrnicInfo, qemu: &Qemu, accel: &str, seed: O
         add(&["-netdev", "user,id=nat", "-device", &format!("virtio-net-pci,netdev=nat,mac={NAT_MAC}")]);
     }
     if let Some(image) = &args.image {
-        let mut drive = option("if=virtio,file=", image);
+        let mut drive = option("if=none,id=image,file=", image);
         if let Some(format) = &args.format {
             drive.push(format!(",format={}", vmm::doubled(format)));
         }
@@ -249,6 +249,9 @@ fn arguments(args: &RunArgs, info: &VrnicInfo, qemu: &Qemu, accel: &str, seed: O
             drive.push(",snapshot=on");
         }
         words.extend(["-drive".into(), drive]);
+        // By name, so that it is the first disk and the firmware starts from it: QEMU makes disks of `if=virtio` after all others. A
+        // kernel that is started directly has index 0.
+        words.extend(["-device".into(), "virtio-blk-pci,drive=image,bootindex=1".into()]);
     }
     if let Some(seed) = seed {
         words.extend(["-blockdev".into(), option("driver=vvfat,node-name=seed,read-only=on,label=CIDATA,dir=", seed)]);
@@ -373,6 +376,8 @@ mod tests {
             assert!(text.contains(part), "{part} in {text}");
         }
         assert!(text.ends_with("-device x"));
+        let [image, seed] = ["drive=image,bootindex=1", "drive=seed"].map(|part| text.find(part).unwrap());
+        assert!(image < seed, "the image is the first disk: {text}");
         assert!(!text.contains("-kernel"));
         let text = words("--vrnic a --kernel k --initrd i");
         assert!(text.ends_with(&format!("-kernel k -initrd i -append {CONSOLE}")), "{text}");

@@ -97,11 +97,13 @@ impl<'a> Tables<'a> {
         self.place(mr, reach, addr, len)
     }
 
-    /// The upper 24 bits of the key of the MR that work requests have registered and that this side goes through; [`SEVERAL_GRANTS`]
-    /// for a list, which may go through several.
+    /// The upper 24 bits of the key of what this side goes through, if work requests may take its grant back: an MR that they have
+    /// registered, or a window. [`SEVERAL_GRANTS`] for a list, which may go through several such MRs.
     pub fn grant(&self, side: Side<'_>) -> Option<u32> {
         match side {
-            Side::Remote { key, .. } => self.mrs.remote(key).filter(|m| m.page_list().is_some()).map(|_| key.0 >> 8),
+            Side::Remote { key, .. } => {
+                self.mrs.remote(key).filter(|m| m.window.is_some() || m.page_list().is_some()).map(|_| key.0 >> 8)
+            }
             Side::List { sges, .. } => {
                 let mut mrs = sges.iter().filter_map(|s| self.mrs.local(Lkey(s.lkey)));
                 mrs.any(|m| m.page_list().is_some()).then_some(SEVERAL_GRANTS)

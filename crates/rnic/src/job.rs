@@ -5,8 +5,8 @@
 //!
 //! A job pins its memory: it outlives the MRs that it was made from. So whoever takes memory away (a command that ends an MR or a
 //! QP, a driver whose memory goes away for a moment) stops the jobs that were made before, and waits for those that reach the
-//! memory at that very moment: a *fence*. What was stopped is tried again, with the keys that hold then. A work request that frees an MR
-//! waits in the same way, but only for the jobs that go by the grant of that MR.
+//! memory at that very moment: a *fence*. What was stopped is tried again, with the keys that hold then. A work request that takes a grant
+//! back, of an MR or of a window, waits in the same way, but only for the jobs that go by that grant.
 //!
 //! Private memory of a process may be slow: a page of its own file system, a lock that a `fork` of a large process holds. So may a
 //! sparse file be whose owner makes a hole there at that moment ([`crate::objects::Hollow`]), and jobs that go through it are treated alike. A job
@@ -89,7 +89,7 @@ impl Flying {
             || self.sessions[1] == session && self.phase.is_at(Phase::WRITES)
     }
 
-    /// True if its end `i` is memory of an MR that was freed.
+    /// True if its end `i` goes by a grant that was taken back.
     fn goes_by(&self, freed: Freed, i: usize) -> bool {
         let several = self.grants[i] == Some(SEVERAL_GRANTS) && self.sessions[i] == freed.session;
         self.grants[i] == Some(freed.grant) || several
@@ -428,7 +428,7 @@ impl Jobs {
         self.flying.iter().filter(|f| f.sessions.contains(&session)).for_each(|f| f.phase.stop());
     }
 
-    /// Stops the jobs that there are for the memory of an MR that was freed. True if one of them reaches it at this moment.
+    /// Stops the jobs that go by a grant that was taken back. True if one of them reaches the memory at this moment.
     pub fn withdraw(&self, freed: Freed) -> bool {
         let goes = |f: &&Flying| f.goes_by(freed, 0) || f.goes_by(freed, 1);
         self.flying.iter().filter(goes).for_each(|f| f.phase.stop());

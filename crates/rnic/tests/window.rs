@@ -1,8 +1,11 @@
 //! Memory windows of both types, on one host and over the wire: what they grant, to whom, and until when.
 
+use std::sync::atomic::{AtomicU64, Ordering};
+
 use unirdma_abi as abi;
 use unirdma_abi::Status;
 use unirdma_formats::{QpType, WcOpcode, WcStatus, WrOpcode, access, wc_flags};
+use unirdma_rnic::Job;
 use unirdma_simkit::net::{Faults, Net};
 use unirdma_simkit::*;
 
@@ -210,5 +213,109 @@ fn requests_around_a_binding_keep_their_order() {
         let done: Vec<_> = net.ends[1].poll().iter().map(|c| (c.wr_id, c.status)).collect();
         assert_eq!(done, (0..8).map(|i| (i, OK)).collect::<Vec<_>>(), "{place}");
         assert_eq!(write(&mut net, key, IOVA + 300, 100), OK, "{place}");
+    }
+}
+
+/// Two ends, of which the first writes `LEN` bytes to a window of the second.
+struct Copying {
+    pair: Pair,
+    lkey: u32,
+    key: u32,
+    /// They keep the RNIC busy, so that copies become jobs.
+    _others: [End; 2],
+}
+
+const LEN: u64 = 60 << 10;
+
+impl Copying {
+    /// Also gives the jobs that are to copy the bytes, which nobody has done yet.
+    fn to_window(typ: u32) -> (Copying, [Box<Job>; 2]) {
+        let mut p = Pair::new();
+        let (mut c, d) = (End::new(&mut p.rnic, 0, 3), End::new(&mut p.rnic, 0, 4));
+        for (e, to, n) in [(&c, &d, 4), (&d, &c, 3)] {
+            for (mask, attr) in attrs(to, ip(n)) {
+                p.rnic.modify_qp(e.session, e.qpn, mask, &attr).unwrap();
+            }
+        }
+        let (s, pd, backing) = (p.b.session, p.b.pd, unirdma_rnic::Backing::Mapped(p.b.memory.clone()));
+        let flags = access::LOCAL_WRITE | access::MW_BIND;
+        let (_, lkey) = p.rnic.reg_mr(s, pd, flags, IOVA, MR_BYTES as u64, (backing, vec![9])).unwrap();
+        let (_, key) = p.rnic.alloc_mw(s, pd, typ).unwrap();
+        p.b.post(bind(key, lkey, 0, LEN, access::REMOTE_WRITE), &[]);
+        p.run(SECOND);
+        assert_eq!(p.b.done().status, OK);
+        p.a.fill(0, &[7; LEN as usize]);
+        p.a.post(abi::SqWqe { rkey: key, remote_addr: IOVA, ..wqe(WrOpcode::Write, 2) }, &[p.a.sge(0, LEN as u32)]);
+        c.post(abi::SqWqe { rkey: d.key, remote_addr: IOVA, ..wqe(WrOpcode::Write, 3) }, &[c.sge(0, LEN as u32)]);
+        let jobs = [(); 2].map(|()| {
+            loop {
+                match p.rnic.take_job() {
+                    Some(job) => break job,
+                    None => assert!(p.rnic.poll(0), "no job is made"),
+                }
+            }
+        });
+        (Copying { pair: p, lkey, key, _others: [c, d] }, jobs)
+    }
+}
+
+/// A request that takes back what a window of a type grants.
+type TakesBack = fn(&Copying) -> abi::SqWqe;
+
+const TAKE_BACK: [(u32, TakesBack); 3] = [
+    (2, |c| abi::SqWqe { imm: c.key, ..wqe(WrOpcode::LocalInv, 8) }),
+    (1, |c| bind(c.key ^ 1, c.lkey, 0, 0, 0)),
+    (1, |c| bind(c.key ^ 1, c.lkey, LEN, 4096, access::REMOTE_WRITE)),
+];
+
+/// What a peer copies as a job is not written any more when the request that takes the grant back is completed.
+#[test]
+fn a_job_that_was_made_before_writes_nothing_to_a_window_that_is_taken_back() {
+    for (typ, take_back) in TAKE_BACK {
+        let (mut c, jobs) = Copying::to_window(typ);
+        c.pair.b.post(take_back(&c), &[]);
+        c.pair.rnic.poll(0);
+        assert_eq!(c.pair.b.done().status, OK, "type {typ}: nobody copies at this moment");
+        for mut job in jobs {
+            job.run(&mut [0; 4096], || 0);
+            c.pair.rnic.end_job(job);
+        }
+        c.pair.run(SECOND);
+        assert_eq!(c.pair.b.bytes(0, LEN as usize), [0; LEN as usize], "type {typ}");
+        assert_eq!(c.pair.a.done().status, DENIED, "type {typ}");
+    }
+}
+
+/// As before, while another thread does the job: a request that finds it copying waits for the end of that.
+#[test]
+fn a_job_that_copies_ends_before_its_window_is_taken_back() {
+    for (typ, take_back) in TAKE_BACK {
+        for turn in 0..60 {
+            let (mut c, mut jobs) = Copying::to_window(typ);
+            c.pair.b.post(take_back(&c), &[]);
+            // A job looks at the clock before it copies, and after it.
+            let looks = AtomicU64::new(0);
+            std::thread::scope(|s| {
+                let worker = s.spawn(|| {
+                    jobs.iter_mut().for_each(|job| job.run(&mut [0; 4096], || looks.fetch_add(1, Ordering::SeqCst)));
+                });
+                while looks.load(Ordering::SeqCst) <= turn % 2 * 2 {
+                    std::hint::spin_loop();
+                }
+                let mut done = Vec::new();
+                for now in 0.. {
+                    c.pair.rnic.poll(now * 1000);
+                    done.extend(c.pair.b.poll());
+                    if !done.is_empty() {
+                        break;
+                    }
+                }
+                assert_eq!((done[0].wr_id, done[0].status), (take_back(&c).wr_id, OK), "type {typ}");
+                c.pair.b.fill(0, &[0; LEN as usize]);
+                worker.join().unwrap();
+            });
+            assert_eq!(c.pair.b.bytes(0, LEN as usize), [0; LEN as usize], "type {typ}: written after the completion");
+            jobs.into_iter().for_each(|job| c.pair.rnic.end_job(job));
+        }
     }
 }

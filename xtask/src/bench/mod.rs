@@ -5,6 +5,7 @@ mod engine;
 mod isolation;
 mod local;
 mod memory;
+mod vm;
 mod wire;
 mod workers;
 
@@ -20,6 +21,7 @@ pub(crate) use engine::engine;
 pub(crate) use isolation::isolation;
 pub(crate) use local::local;
 pub(crate) use memory::memory;
+pub(crate) use vm::vm;
 pub(crate) use wire::{PARTS, tcp, wire};
 pub(crate) use workers::workers;
 

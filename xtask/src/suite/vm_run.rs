@@ -1,7 +1,8 @@
-//! `unirdma vm run`: a guest that is started by it, by its console.
+//! `unirdma vm run`: a guest that is started by it, with a disk and user data, by its console.
 
 use std::io::Write;
 use std::os::unix::fs::PermissionsExt;
+use std::path::PathBuf;
 use std::process::{Command, Stdio};
 use std::time::Instant;
 
@@ -13,10 +14,27 @@ use crate::vm::System;
 const VRNIC: &str = "started";
 /// How long a guest may take to come up.
 const BOOT: Duration = Duration::from_secs(120);
-/// What the shell of the console, the first process, is told: to do what the image's own script would do first, and to look.
+const ADDRESS: &str = "10.0.0.9";
+/// What the shell of the console, the first process, is told: to do what the image's own script would do first, and to look. It also
+/// writes to the disk.
 const SCRIPT: &str = "export PATH=/usr/bin:/bin HOME=/; mount -t proc proc /proc; mount -t sysfs sys /sys; \
     mount -t devtmpfs dev /dev; ulimit -l unlimited; for m in $(sed -n 's/^insmod //p' /init); do insmod $m; done; \
-    ip link set eth0 up; insmod /unirdma_rdma.ko; sleep 1; ibv_devinfo; poweroff -f\n";
+    ip link set eth0 up; insmod /unirdma_rdma.ko; /load-vm-disks; mkdir /disk /seed; mount -t ext4 /dev/vda /disk; \
+    mount -t vfat -o ro /dev/vdb1 /seed; cat /disk/file /seed/*; echo changed >/disk/file; sync; umount /disk; \
+    sleep 1; ibv_devinfo; poweroff -f\n";
+const ON_DISK: &str = "this is on the disk";
+const USER_DATA: &str = "#cloud-config\nhostname: the-guest\n";
+
+/// A disk image with a file system that has one file.
+fn disk(lab: &Lab) -> Result<PathBuf> {
+    let (dir, image) = (lab.dir.join("disk"), lab.dir.join("disk.raw"));
+    std::fs::create_dir_all(&dir).map_err(|e| e.to_string())?;
+    std::fs::write(dir.join("file"), format!("{ON_DISK}\n")).map_err(|e| e.to_string())?;
+    let o = Command::new("/usr/sbin/mkfs.ext4").arg("-q").arg("-d").arg(&dir).arg(&image).arg("8M").output();
+    let o = o.map_err(|e| format!("mkfs.ext4: {e}"))?;
+    require(o.status.success(), String::from_utf8_lossy(&o.stderr))?;
+    Ok(image)
+}
 
 /// QEMU as a program of one word, without the library that it has preloaded elsewhere.
 fn program(lab: &Lab, system: &System) -> Result<String> {
@@ -31,12 +49,19 @@ fn program(lab: &Lab, system: &System) -> Result<String> {
     Ok(file.display().to_string())
 }
 
-/// A guest starts, its programs see the vRNIC, and it powers off.
+/// A guest starts, sees its disk and what cloud-init would look for, its programs see the vRNIC, and it powers off. The disk's image stays
+/// as it was.
 pub(super) fn check(lab: &Lab, system: &System) -> Check {
-    lab.vrnic(VRNIC, &["--ip", "10.0.0.9"])?;
+    lab.vrnic(VRNIC, &["--ip", ADDRESS])?;
+    let mac = lab.show(VRNIC)?["mac"].as_str().unwrap_or_default().to_string();
+    let image = disk(lab)?;
+    let before = std::fs::read(&image).map_err(|e| e.to_string())?;
+    let user_data = lab.dir.join("user-data.yaml");
+    std::fs::write(&user_data, USER_DATA).map_err(|e| e.to_string())?;
     let qemu = program(lab, system)?;
     let mut c = Command::new(lab.exe());
     c.arg("--dir").arg(lab.dir.join("run")).args(["vm", "run", "--vrnic", VRNIC, "--qemu", &qemu, "--accel", "tcg"]);
+    c.arg("--image").arg(&image).args(["--format", "raw", "--snapshot"]).arg("--user-data").arg(&user_data);
     c.args(["--memory", "1G", "--cpus", "1"]).arg("--kernel").arg(&system.kernel).arg("--initrd").arg(&system.initrd);
     c.args(["--append", "console=ttyS0 quiet panic=-1 mitigations=off rdinit=/bin/sh", "--", "-no-reboot"]);
     c.stdin(Stdio::piped());
@@ -52,7 +77,17 @@ pub(super) fn check(lab: &Lab, system: &System) -> Check {
         console.write_all(SCRIPT.as_bytes()).map_err(|e| e.to_string())?;
     }
     let o = machine.finish_within(LIMIT);
-    let shows = ["TCG", "unirdma0", "PORT_ACTIVE"];
+    let shows = [
+        "TCG",
+        "unirdma0",
+        "PORT_ACTIVE",
+        ON_DISK,
+        "hostname: the-guest",
+        "instance-id: unirdma-started",
+        &format!("macaddress: \"{mac}\""),
+        &format!("\"{ADDRESS}"),
+    ];
     require(o.ok() && shows.iter().all(|t| o.text.contains(t)), format!("exit code {:?}: {}", o.code, o.text))?;
+    require(std::fs::read(&image).is_ok_and(|after| after == before), "the image was changed in spite of --snapshot")?;
     wait_until(|| lab.show(VRNIC).is_ok_and(|v| v["sessions"] == 0), "the session stays")
 }

@@ -159,11 +159,7 @@ impl System {
         let make = ["make", "-C", "guest/provider", "install", &format!("TARGET={target}"), &format!("DESTDIR={into}")];
         super::run(&lab::root(), &make)?;
         image.runtime()?;
-        for name in OURS {
-            let (source, program) = (format!("xtask/c/{name}.c"), image.root().join("usr/bin").join(name));
-            let program = program.display().to_string();
-            super::run(&lab::root(), &["cc", "-O1", "-Wall", "-o", &program, &source, "-libverbs", "-pthread"])?;
-        }
+        OURS.iter().try_for_each(|name| image.compile(name))?;
         add(kernel, &mut image)?;
         let name = release(kernel);
         let initrd = dir.join(format!("{name}.cpio"));
@@ -252,6 +248,14 @@ impl Guest {
     /// The driver, or its device, does not come.
     pub fn load(&self) -> Result<()> {
         self.insert()?;
+        self.wait_ready()
+    }
+
+    /// Waits until its device has the vRNIC's address.
+    ///
+    /// # Errors
+    /// It does not come.
+    pub fn wait_ready(&self) -> Result<()> {
         let start = Instant::now();
         while self.gid().is_err() {
             if start.elapsed() > READY {
@@ -363,6 +367,11 @@ impl Guest {
     /// What QEMU and its kernel have said.
     pub fn console(&self) -> String {
         self.machine.console()
+    }
+
+    /// All that QEMU has said, traces too.
+    pub fn qemu_log(&self) -> String {
+        self.machine.qemu_log()
     }
 
     /// Waits until it is powered off.

@@ -7,6 +7,7 @@ use std::path::{Path, PathBuf};
 use super::machine::{self, PORTS};
 use super::{Kernel, failed, run, write};
 use crate::Result;
+use crate::lab;
 
 /// Waits for commands at a port of the virtual machine: a line in, its output and a last line with its exit code out.
 const SERVE: &str = "#!/bin/sh
@@ -98,6 +99,16 @@ impl<'a> Image<'a> {
         let file = self.find_program(name).ok_or_else(|| format!("there is no program {name}"))?;
         self.file(&self.theirs(&file), &format!("usr/bin/{name}"))?;
         self.libraries_of(&file)
+    }
+
+    /// Compiles one of our C programs for it.
+    ///
+    /// # Errors
+    /// What the compiler says.
+    pub fn compile(&self, name: &str) -> Result<()> {
+        let program = self.root.join("usr/bin").join(name).display().to_string();
+        let source = format!("xtask/c/{name}.c");
+        run(&lab::root(), &["cc", "-O1", "-Wall", "-o", &program, &source, "-libverbs", "-pthread"]).map(|_| ())
     }
 
     /// True if the kernel's release has this program here.

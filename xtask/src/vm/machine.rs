@@ -167,10 +167,18 @@ impl Machine {
         !matches!(lock(&self.qemu).try_wait(), Ok(None))
     }
 
+    fn read(&self, name: &str) -> String {
+        String::from_utf8_lossy(&fs::read(self.dir.join(name)).unwrap_or_default()).into_owned()
+    }
+
+    /// All that QEMU has said.
+    pub fn qemu_log(&self) -> String {
+        self.read("qemu.log")
+    }
+
     /// The end of what QEMU and the guest's kernel have said.
     pub fn console(&self) -> String {
-        let read = |name| String::from_utf8_lossy(&fs::read(self.dir.join(name)).unwrap_or_default()).into_owned();
-        let text = read("qemu.log") + &read("console.log");
+        let text = self.qemu_log() + &self.read("console.log");
         let lines: Vec<&str> = text.lines().map(str::trim_end).collect();
         format!("console of the guest:\n{}", lines[lines.len().saturating_sub(40)..].join("\n"))
     }

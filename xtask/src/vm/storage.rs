@@ -1,4 +1,4 @@
-//! What guests need to serve and to use storage over RDMA by their kernel. Nothing of it is loaded before a test asks for it.
+//! What guests need to serve and to use storage over RDMA by their kernel, and for disks. Nothing of it is loaded before a test asks for it.
 
 use super::image::Image;
 use crate::Result;
@@ -12,6 +12,7 @@ const MODULES: &[(&str, &[&str])] = &[
     ("nvme-host", &["nvme-rdma"]),
     ("nfs-server", &["nfsd", "rpcrdma"]),
     ("nfs-client", &["nfsv4", "rpcrdma"]),
+    ("vm-disks", &["virtio_blk", "ext4", "vfat", "nls_cp437", "nls_ascii"]),
 ];
 
 pub(super) fn add(image: &mut Image<'_>) -> Result<()> {

@@ -104,14 +104,30 @@ impl Core {
 
     /// Executes a request that stays at its requester.
     fn execute_alone(&mut self, h: Handle<Qp>, w: &mut Work) -> Outcome {
-        match self.objects.execute_local(h, w) {
+        match self.execute_local(h, w) {
             Err(status) => Outcome::Failed(status),
-            Ok(Some(freed)) if self.jobs.withdraw(freed) => {
+            Ok(false) => {
                 w.started = true;
                 self.waits_for_room(h, w)
             }
-            Ok(_) => Outcome::Done,
+            Ok(true) => Outcome::Done,
         }
+    }
+
+    /// Executes a request that stays at its requester; false if a job still reaches memory by a grant that it takes back, and it is to
+    /// be executed again.
+    ///
+    /// # Errors
+    /// The status with which it completes.
+    pub(crate) fn execute_local(&mut self, h: Handle<Qp>, w: &Work) -> Result<bool, WcStatus> {
+        let freed = self.objects.execute_local(h, w)?;
+        if freed.is_some_and(|freed| self.jobs.withdraw(freed)) {
+            return Ok(false);
+        }
+        if w.op == WrOpcode::LocalInv {
+            self.objects.invalidate(h, Rkey(w.wqe.imm));
+        }
+        Ok(true)
     }
 
     /// What a requester checks of a request before it leaves: length, local keys, initiator depth.

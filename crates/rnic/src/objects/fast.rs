@@ -38,7 +38,7 @@ pub struct PageList {
     hold: Arc<dyn Any + Send + Sync>,
 }
 
-/// An MR whose grant was taken back. A job may still reach its memory.
+/// An MR or a window whose grant was taken back. A job may still reach its memory.
 #[derive(Clone, Copy)]
 pub(crate) struct Freed {
     pub session: SessionId,
@@ -178,15 +178,14 @@ impl Objects {
         self.mrs.get(handle).filter(|m| m.pd == q.pd && m.page_list().is_some()).map(|_| handle)
     }
 
-    /// Takes back what the MR with this key grants, if QP `h` or its peer may do that.
-    pub fn take_back(&mut self, h: Handle<Qp>, key: Rkey) -> Option<Freed> {
-        let handle = self.freeable(self.qps.get(h)?, key)?;
+    /// The MR grants nothing any more.
+    pub(super) fn free(&mut self, handle: Handle<Mr>) -> Option<Freed> {
         let m = self.mrs.get_mut(handle)?;
         let Backing::Pages(list) = &mut m.backing else { return None };
         list.free();
-        let (owner, bytes) = (m.owner, m.len);
+        let (owner, bytes, grant) = (m.owner, m.len, m.key >> 8);
         (m.access, m.iova, m.len) = (0, 0, 0);
         self.count_used(owner, |u| u.mr_bytes = u.mr_bytes.saturating_sub(bytes));
-        Some(Freed { session: owner, grant: key.0 >> 8 })
+        Some(Freed { session: owner, grant })
     }
 }

@@ -26,21 +26,31 @@ impl Objects {
         }
     }
 
-    /// Executes a request that stays at its requester. It is done when no job reaches the memory of the MR that it has freed, if it has.
+    /// Executes a request that stays at its requester. If it takes a grant back, it is executed again, with the same effect, until no job
+    /// goes by that grant.
     ///
     /// # Errors
     /// The status with which it completes.
     pub fn execute_local(&mut self, h: Handle<Qp>, w: &Work) -> Result<Option<Freed>, WcStatus> {
-        let key = Rkey(w.wqe.imm);
         let done = match w.op {
-            WrOpcode::BindMw => self.bind(h, w).map(|()| None),
+            WrOpcode::BindMw => self.bind(h, w),
             WrOpcode::RegMr => self.register(h, w).map(|()| None),
-            _ => match self.take_back(h, key) {
-                Some(freed) => Some(Some(freed)),
-                None => self.invalidate(h, key).then_some(None),
-            },
+            _ => self.take_back(h, Rkey(w.wqe.imm)).map(Some),
         };
         done.ok_or(WcStatus::MwBindErr)
+    }
+
+    /// Takes back what the MR or window with this key grants, if QP `h` or its peer may do that. A window stays bound until
+    /// [`Objects::invalidate`], so that this may be repeated.
+    pub fn take_back(&mut self, h: Handle<Qp>, key: Rkey) -> Option<Freed> {
+        let q = self.qps.get(h)?;
+        if let Some(handle) = self.freeable(q, key) {
+            return self.free(handle);
+        }
+        let window = self.window_of(q, key)?;
+        let m = self.mrs.get_mut(window)?;
+        m.access = 0;
+        Some(Freed { session: m.owner, grant: key.0 >> 8 })
     }
 
     /// The bound window of type 2 whose grant QP `q` may take back.
@@ -56,30 +66,32 @@ impl Objects {
         self.freeable(q, key).is_some() || self.window_of(q, key).is_some()
     }
 
-    /// QP `h` or its peer takes the grant of a window back; false if there is no such grant.
-    pub fn invalidate(&mut self, h: Handle<Qp>, key: Rkey) -> bool {
+    /// Unbinds the window with this key, if there is one, after [`Objects::take_back`] and when no job goes by its grant.
+    pub fn invalidate(&mut self, h: Handle<Qp>, key: Rkey) {
         let window = self.qps.get(h).and_then(|q| self.window_of(q, key));
         window.into_iter().for_each(|mw| self.unbind(mw));
-        window.is_some()
     }
 
     /// Binds the window with key `rkey`, whose lower 8 bits are new, to `compare_add` bytes from `remote_addr` on of the MR with the
-    /// lkey that `swap` begins with; the access that it grants is in the upper half of `swap`.
-    fn bind(&mut self, h: Handle<Qp>, work: &Work) -> Option<()> {
+    /// lkey that `swap` begins with; the access that it grants is in the upper half of `swap`. Returns the grant that this takes back: a
+    /// window of type 1 may have been bound before.
+    fn bind(&mut self, h: Handle<Qp>, work: &Work) -> Option<Option<Freed>> {
         let q = self.qps.get(h)?;
         let wqe = &work.wqe;
         let (addr, len, lkey, flags) =
             (wqe.remote_addr, wqe.compare_add, Lkey(wqe.swap as u32), (wqe.swap >> 32) as u32);
         let (pd, qpn) = (q.pd, q.qpn);
         let mw = self.mrs.like(Rkey(wqe.rkey))?;
-        let window = self.mrs.get(mw).filter(|m| m.pd == pd)?.window?;
+        let m = self.mrs.get(mw).filter(|m| m.pd == pd)?;
+        let window = m.window?;
+        let freed = (!window.second).then_some(Freed { session: m.owner, grant: wqe.rkey >> 8 });
         if window.second && window.parent.is_some() || flags & !(access::MW_SUPPORTED | access::OPTIONAL_RANGE) != 0 {
             return None;
         }
         if len == 0 {
             self.unbind(mw);
             self.mrs.get_mut(mw)?.key = wqe.rkey;
-            return Some(());
+            return Some(freed);
         }
         let parent = self.mrs.local_handle(lkey)?;
         let p = self.mrs.get(parent).filter(|m| m.grants(pd, access::MW_BIND, addr, len))?;
@@ -99,6 +111,6 @@ impl Objects {
         m.iova = if flags & access::ZERO_BASED != 0 { 0 } else { addr };
         m.window = Some(Window { parent: Some(parent), qpn: Some(qpn), ..window });
         self.mrs.get_mut(parent)?.windows += 1;
-        Some(())
+        Some(freed)
     }
 }

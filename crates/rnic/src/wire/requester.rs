@@ -254,16 +254,16 @@ impl Core {
     /// Executes the request at the head, of which nothing is sent.
     fn local_head(&mut self, h: Handle<Qp>, w: &mut Wire) -> Option<u64> {
         let f = w.flight.front_mut()?;
-        match self.objects.execute_local(h, &f.work) {
+        match self.execute_local(h, &f.work) {
             Err(status) => {
                 f.status = Some(status);
                 return self.fail_head(h, w);
             }
-            Ok(Some(freed)) if self.jobs.withdraw(freed) => {
+            Ok(false) => {
                 f.work.stall.rest(self.now, FULL_NS);
                 return None;
             }
-            Ok(_) => {}
+            Ok(true) => {}
         }
         let f = w.flight.pop_front()?;
         w.cursor = w.cursor.saturating_sub(1);

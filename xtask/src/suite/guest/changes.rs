@@ -1,4 +1,5 @@
-//! What may happen to a guest while its peers go on: a paused machine, a driver that is loaded again, a machine that starts again.
+//! What may happen to a guest while its peers go on: a paused machine, a driver that is loaded again, a machine that starts again, one
+//! that is suspended.
 
 use super::*;
 
@@ -16,6 +17,7 @@ const CHANGES: &[Change] = &[
     Change { what: "its programs are killed", happen: |g| g.must(KILL), again: false, told: true },
     Change { what: "its driver is unloaded, and loaded again", happen: reload, again: true, told: true },
     Change { what: "it starts again", happen: Guest::restart, again: true, told: false },
+    Change { what: "it is suspended", happen: suspend, again: false, told: false },
 ];
 
 fn reload(g: &Guest) -> Check {
@@ -23,6 +25,13 @@ fn reload(g: &Guest) -> Check {
     // Some have ended by themselves.
     g.run(KILL)?;
     g.load()
+}
+
+/// The kernel's own test of suspending: its devices go to sleep, and wake up at once.
+fn suspend(g: &Guest) -> Check {
+    g.must("echo 0 >/sys/module/suspend/parameters/pm_test_delay; echo devices >/sys/power/pm_test && echo mem >/sys/power/state")?;
+    g.run(KILL)?;
+    g.wait_ready()
 }
 
 const KILL: &str = "killall -9 ib_write_bw rping";

@@ -1,5 +1,8 @@
 //! Machines that are started in a way that cannot work: one clear line where a person looks, and no hang.
 
+use std::io::{Read, Write};
+use std::os::unix::net::{UnixListener, UnixStream};
+
 use super::*;
 
 /// The guest's kernel says a line.
@@ -8,20 +11,69 @@ fn said(g: &Guest, line: &str) -> Check {
     require(o.text.contains(line), format!("expected `{line}`: {}", o.text))
 }
 
-/// Two devices, of which neither can be used.
-fn too_small(prepared: &Prepared<'_>) -> Check {
+const GET_FEATURES: u32 = 1;
+const GET_PROTOCOL_FEATURES: u32 = 15;
+const GET_QUEUE_NUM: u32 = 17;
+const GET_CONFIG: u32 = 24;
+/// VIRTIO_F_VERSION_1 and VHOST_USER_F_PROTOCOL_FEATURES.
+const FEATURES: u64 = 1 << 32 | 1 << 30;
+/// MQ, REPLY_ACK and CONFIG.
+const PROTOCOL_FEATURES: u64 = 1 << 0 | 1 << 3 | 1 << 9;
+/// Flags of messages: version 1, an answer, and that an answer is wanted.
+const VERSION: u32 = 1;
+const ANSWER: u32 = 1 << 2;
+const NEEDS_ANSWER: u32 = 1 << 3;
+
+/// The other end of a VMM's connection: a device of version 2 that does nothing else but to show that.
+fn version_2(mut vmm: UnixStream) -> std::io::Result<()> {
+    let mut config = [0; 192];
+    config[..6].copy_from_slice(b"uRDM\x02\0");
+    loop {
+        let mut header = [[0; 4]; 3];
+        vmm.read_exact(header.as_flattened_mut())?;
+        let [request, flags, size] = header.map(u32::from_le_bytes);
+        let mut body = vec![0; size as usize];
+        vmm.read_exact(&mut body)?;
+        let answer = match request {
+            GET_FEATURES => FEATURES.to_le_bytes().to_vec(),
+            GET_PROTOCOL_FEATURES => PROTOCOL_FEATURES.to_le_bytes().to_vec(),
+            GET_QUEUE_NUM => 256_u64.to_le_bytes().to_vec(),
+            // An offset, a size, flags, and room for as many bytes.
+            GET_CONFIG => {
+                let offset = body.first_chunk().map_or(0, |o| u32::from_le_bytes(*o)) as usize;
+                body.iter_mut().skip(12).zip(config.iter().skip(offset)).for_each(|(to, from)| *to = *from);
+                body
+            }
+            _ if flags & NEEDS_ANSWER != 0 => vec![0; 8],
+            _ => continue,
+        };
+        let header = [request, VERSION | ANSWER, answer.len() as u32].map(u32::to_le_bytes);
+        vmm.write_all(&[header.as_flattened(), &answer].concat())?;
+    }
+}
+
+/// Three devices, of which none can be used.
+fn unfit(prepared: &Prepared<'_>) -> Check {
     let lab = Lab::start(None)?;
     lab.vrnic("few", &["--ip", "10.0.0.1"])?;
     lab.vrnic("small", &["--ip", "10.0.0.2"])?;
-    let chardev = format!("socket,id=small,path={}", lab.socket("small").display());
-    let device = "vhost-user-test-device-pci,chardev=small,virtio-id=42,num_vqs=11,vq_size=256,config_size=128";
-    let more = ["-chardev", &chardev, "-device", device];
+    let newer = lab.dir.join("newer.sock");
+    let listener = UnixListener::bind(&newer).map_err(|e| e.to_string())?;
+    std::thread::spawn(move || listener.accept().and_then(|(vmm, _)| version_2(vmm)));
+    let device = |name: &str, socket: &std::path::Path, bytes: u32| {
+        let queues = "virtio-id=42,num_vqs=11,vq_size=256";
+        let device = format!("vhost-user-test-device-pci,chardev={name},{queues},config_size={bytes}");
+        ["-chardev".into(), format!("socket,id={name},path={}", socket.display()), "-device".into(), device]
+    };
+    let more = [device("small", &lab.socket("small"), 128), device("newer", &newer, 192)].concat();
+    let more: Vec<&str> = more.iter().map(String::as_str).collect();
     let plan = Plan { changes: &[("num_vqs=11", "num_vqs=2")], more: &more, ..Plan::default() };
     let g = Guest::boot(&lab, prepared.system()?, "few", &plan)?;
     g.come_up()?;
     g.insert()?;
     said(&g, "too few virtqueues: it takes 4 (QEMU: num_vqs=)")?;
     said(&g, "The configuration space is too small: it takes 192 bytes (QEMU: config_size=192)")?;
+    said(&g, "The device has version 2, this driver knows version 1")?;
     let o = g.run("ibv_devices")?;
     require(!o.text.contains("unirdma"), o.text)?;
     g.unload()
@@ -73,8 +125,8 @@ pub(super) fn provider(s: &mut Suite<'_>, stage: &Stage<'_>) {
 }
 
 pub(super) fn run(s: &mut Suite<'_>, prepared: &Prepared<'_>) {
-    s.check("wrong_input: guest: too few virtqueues, and a configuration space that is too small", |_| {
-        too_small(prepared)
+    s.check("wrong_input: guest: too few virtqueues, a configuration space that is too small, another version", |_| {
+        unfit(prepared)
     });
     s.check("wrong_input: guest: memory that is not shared", |_| not_shared(prepared));
     s.check("wrong_input: guest: a second machine on one vRNIC", |_| two_machines(prepared));
