@@ -120,7 +120,10 @@ impl Core {
     /// cannot make a handle where they learn the address, and is looked up for each datagram.
     fn address_of(&self, q: &Qp, w: &Work) -> Option<(Flow, Target, bool)> {
         if w.wqe.send_flags & send_flags::ADDRESS != 0 {
-            return self.resolve_address(q.vnic, &w.wqe.route()).ok();
+            let (flow, target, linked) = self.resolve_address(q.vnic, &w.wqe.route()).ok()?;
+            let to = Gid::from_ip(flow.dst);
+            let allowed = matches!(target, Target::Many) || self.may_send_to(q.vnic, to, target.across());
+            return Some((flow, target, linked && allowed));
         }
         let ah = self.objects.own_ah(q.owner, w.wqe.ah).ok()?;
         let &Ah { pd, flow, target, linked, .. } = self.objects.ahs.get(ah)?;
@@ -155,6 +158,9 @@ impl Core {
         if qpn.0 == GSI_QPN {
             return self.deliver_mad(vnic, qkey, flow, data, note);
         }
+        if !self.may_hear(vnic, Gid::from_ip(flow.src), None) {
+            return;
+        }
         let found = self.objects.qpns.get(&qpn).copied();
         let of_vnic = |h: &Handle<Qp>| self.objects.qps.get(*h).is_some_and(|q| q.vnic == vnic && q.typ == QpType::Ud);
         if let Some(h) = found.filter(of_vnic) {
@@ -167,6 +173,9 @@ impl Core {
     pub(crate) fn deliver_mad(&mut self, vnic: VnicId, qkey: u32, flow: &Flow, data: &[u8], note: Note) {
         if note.src_qp != GSI_QPN || qkey != GSI_QKEY {
             self.net.drops.bad_state += 1;
+            return;
+        }
+        if !self.may_hear_mad(vnic, Gid::from_ip(flow.src), None, data) {
             return;
         }
         if let Some(h) = self.objects.gsi_of(vnic) {
@@ -390,8 +399,12 @@ impl Core {
     /// Gives a datagram to the members of its multicast group on this host.
     pub(crate) fn deliver_multicast(&mut self, group: u32, flow: &Flow, p: &Packet<'_>, data: &[u8]) {
         let mut at = 0;
+        let from = Gid::from_ip(flow.src);
+        let across = self.across(group, from);
         while let Some(h) = self.multicast.member(group, Gid::from_ip(flow.dst), at) {
-            self.accept(h, p.deth.qkey, flow, data, Note::of(p));
+            if self.objects.vnic_of_qp(h).is_some_and(|v| self.may_hear(v, from, across)) {
+                self.accept(h, p.deth.qkey, flow, data, Note::of(p));
+            }
             at += 1;
         }
     }
@@ -402,8 +415,11 @@ impl Core {
         match v.first(a.from.is_ipv4()).filter(|_| self.net.is_foreign(v.group, a.from)) {
             Some(own) => {
                 let path = Path { from: Some(own.ip()), port: a.port, ..Path::new(a.from) };
-                self.tap_received(self.objects.vnic_of_qp(h), path, body);
-                self.on_datagram(h, &Flow::roce(Gid::from_ip(a.from), own), p);
+                let (from, vnic) = (Gid::from_ip(a.from), self.objects.vnic_of_qp(h));
+                self.tap_received(vnic, path, body);
+                if vnic.is_some_and(|v| self.may_hear(v, from, None)) {
+                    self.on_datagram(h, &Flow::roce(from, own), p);
+                }
             }
             None => self.net.drops.wrong_source += 1,
         }

@@ -6,6 +6,7 @@ use std::ops::{Deref, DerefMut};
 use unirdma_abi as abi;
 use unirdma_abi::Status;
 use unirdma_formats::Gid;
+use unirdma_policy::Rule;
 
 use crate::cm::{Cm, Manager};
 use crate::core::Core;
@@ -97,6 +98,14 @@ impl Rnic {
     /// Where GIDs of other hosts are reached, by group. QPs keep the route that they were connected with.
     pub fn set_routes(&mut self, routes: HashMap<(u32, Gid), Route>) {
         self.core.set_routes(routes);
+        self.manager().addresses_changed();
+    }
+
+    /// The rules that concern a group of vRNICs, as those who wrote them call groups: by their numbers between hosts, of which `vni` is its own.
+    /// Connections that they do not allow any more end, those of QPs as [`Core::recheck`] is called.
+    pub fn set_rules<'a>(&mut self, group: u32, vni: u32, rules: impl IntoIterator<Item = &'a Rule<u32, Gid>>) {
+        self.core.set_rules(group, vni, rules);
+        self.manager().rules_changed();
         self.manager().addresses_changed();
     }
 

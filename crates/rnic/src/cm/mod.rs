@@ -146,6 +146,8 @@ pub(crate) struct CmId {
     pub state: State,
     pub src: Option<Addr>,
     pub dst: Option<Addr>,
+    /// The number of the peer's group, if that is another one.
+    pub across: Option<u32>,
     pub reuse: bool,
     pub one_family: bool,
     pub tos: u8,

@@ -297,9 +297,22 @@ impl Core {
         if a.is_global == 0 || a.port_num != 1 {
             return Err(Status::BadValue);
         }
-        let (flow, target, linked) = self.resolve_address(self.objects.vnic_of(s)?, &a.grh)?;
+        let vnic = self.objects.vnic_of(s)?;
+        let (flow, target, linked) = self.resolve_address(vnic, &a.grh)?;
+        if !matches!(target, Target::Many) {
+            let (gid, across) = (Gid(a.grh.dgid), target.across());
+            if !self.may_send_to(vnic, gid, across) {
+                self.count_refused(vnic);
+                return Err(Status::Unreachable);
+            }
+            self.note_begun(vnic, gid, across);
+        }
         let number = self.objects.new_number(s)?;
-        let h = self.objects.ahs.insert(Ah { owner: s, number, pd, flow, target, linked }).ok_or(Status::Exhausted)?;
+        let h = self
+            .objects
+            .ahs
+            .insert(Ah { owner: s, number, pd, flow, target, linked, barred: false })
+            .ok_or(Status::Exhausted)?;
         self.objects.names(s).and_then(|n| n.ahs.insert(number, h));
         self.objects.count_used(s, |u| u.ahs += 1);
         self.objects.use_pd(pd, true);
@@ -307,7 +320,7 @@ impl Core {
         Ok(number)
     }
 
-    /// Where datagrams of a vRNIC to an address go: their header, what that leads to, and whether they leave at all.
+    /// Where datagrams of a vRNIC to an address go: their header, what that leads to, and whether there is a link.
     ///
     /// # Errors
     /// `BadValue` if it names no own GID, `Unreachable`.
