@@ -576,7 +576,8 @@ impl Network {
         for h in self.rules().hidden {
             tracing::warn!("{h}");
         }
-        self.announcer.set_groups(&members, &Out(&self.lanes));
+        let joined: Vec<Members> = self.groups.keys().flat_map(|name| self.joined_with(name)).collect();
+        self.announcer.set_groups(&members, &joined, &Out(&self.lanes));
     }
 
     /// Nothing of it stays in force: the firewall's rules go.
@@ -602,6 +603,12 @@ impl Network {
     fn joined_with(&self, group: &str) -> Vec<Members> {
         let joined = self.peers.joined_with(group).into_iter();
         joined.filter_map(|(name, j)| Some(j.members(&name, self.peers.vni(&name)?))).collect()
+    }
+
+    /// The rules that concern a group, as text.
+    pub fn rule_texts(&self, group: &str) -> Vec<String> {
+        let group = group.to_string();
+        self.peers.rules().iter().filter(|r| r.concerns(&group)).map(ToString::to_string).collect()
     }
 
     /// The rules in force, and what they make unreachable.
