@@ -152,6 +152,8 @@ pub(crate) struct Network {
     file: PathBuf,
     peers: Peers,
     error: Option<String>,
+    /// The log has these.
+    hidden: Vec<Hidden>,
     orders: Orders,
     /// All that [`Network::on_event`] looks at.
     epoll: OwnedFd,
@@ -270,6 +272,7 @@ impl Network {
             file: c.peers.clone(),
             peers,
             error: None,
+            hidden: Vec::new(),
             orders: Orders::new(dir),
             epoll,
             changes,
@@ -573,9 +576,11 @@ impl Network {
             members
         };
         let members: Vec<Members> = self.groups.keys().map(known).collect();
-        for h in self.rules().hidden {
+        let hidden = self.rules().hidden;
+        for h in hidden.iter().filter(|h| !self.hidden.contains(h)) {
             tracing::warn!("{h}");
         }
+        self.hidden = hidden;
         let joined: Vec<Members> = self.groups.keys().flat_map(|name| self.joined_with(name)).collect();
         self.announcer.set_groups(&members, &joined, &Out(&self.lanes));
     }

@@ -120,7 +120,8 @@ impl Core {
     /// cannot make a handle where they learn the address, and is looked up for each datagram.
     fn address_of(&self, q: &Qp, w: &Work) -> Option<(Flow, Target, bool)> {
         if w.wqe.send_flags & send_flags::ADDRESS != 0 {
-            let (flow, target, linked) = self.resolve_address(q.vnic, &w.wqe.route()).ok()?;
+            // A guest's connection management goes on when one of its peers is gone: what it sends there is lost.
+            let (flow, target, linked) = self.resolve_address(q.vnic, &w.wqe.route(), !q.gsi).ok()?;
             let to = Gid::from_ip(flow.dst);
             let allowed = matches!(target, Target::Many) || self.may_send_to(q.vnic, to, target.across());
             return Some((flow, target, linked && allowed));

@@ -2,31 +2,38 @@
 //!
 //! They are asked where a target is resolved: when a QP gets its peer, an address handle is made or a connection is asked for; and where a
 //! datagram or a message of connection management comes in. A connection that was made is not looked at again while it works: when the rules
-//! change, all connections and address handles of the group are *in doubt*, and [`Core::recheck`] looks at each of them once.
+//! change, all connections and address handles of the group are *in doubt*, and [`crate::Rnic::recheck`] looks at each of them once.
 
 use unirdma_formats::cm::{Mad, Message};
 use unirdma_formats::{Gid, QpState};
 use unirdma_policy::{Party, Policy, Rule};
 
 use crate::core::Core;
-use crate::net::{Doubts, GroupRules};
+use crate::net::GroupRules;
 use crate::objects::{Ah, Qp, Target, VnicId};
 use crate::slab::Handle;
 
 impl Core {
-    /// The rules that concern a group of vRNICs are these from now on, and `vni` is its number between hosts, by which rules call it.
-    /// Connections are ended that are not allowed any more, as fast as [`Core::recheck`] is called.
-    pub(crate) fn set_rules<'a>(&mut self, group: u32, vni: u32, rules: impl IntoIterator<Item = &'a Rule<u32, Gid>>) {
+    /// The rules that concern a group of vRNICs are these from now on, and `vni` is its number between hosts, by which rules call it. If they
+    /// are others than before, all its connections and address handles are in doubt, and this is true.
+    pub(crate) fn set_rules<'a>(
+        &mut self,
+        group: u32,
+        vni: u32,
+        rules: impl IntoIterator<Item = &'a Rule<u32, Gid>>,
+    ) -> bool {
         let new = GroupRules { vni, policy: Policy::new(rules) };
         let old = self.net.rules.insert(group, new);
         self.routes_changed();
         if old.is_some_and(|old| Some(&old) == self.net.rules.get(&group)) {
-            return;
+            return false;
         }
         let of_group = |core: &Self, id: VnicId| core.objects.vnics.get(id.0).is_some_and(|v| v.group == group);
         let qps = self.objects.qps.handles(|q| of_group(self, q.vnic));
         let ahs = self.objects.ahs.handles(|a| self.objects.vnic_of(a.owner).is_ok_and(|v| of_group(self, v)));
-        self.doubts = Doubts { qps, ahs };
+        self.doubts.qps.extend(qps);
+        self.doubts.ahs.extend(ahs);
+        true
     }
 
     /// Looks at the connections and address handles of a vRNIC that was restored.
@@ -36,9 +43,8 @@ impl Core {
         self.objects.ahs.handles(own).into_iter().for_each(|h| self.recheck_ah(h));
     }
 
-    /// Looks at so many connections and address handles that are in doubt since the rules have changed, and ends those that are not allowed.
-    /// True if others are left.
-    pub fn recheck(&mut self, most: usize) -> bool {
+    /// Looks at so many connections and address handles that are in doubt, and ends those that are not allowed. True if others are left.
+    pub(crate) fn recheck_objects(&mut self, most: usize) -> bool {
         for _ in 0..most {
             if let Some(h) = self.doubts.qps.pop() {
                 self.recheck_qp(h);

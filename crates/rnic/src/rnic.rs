@@ -102,11 +102,18 @@ impl Rnic {
     }
 
     /// The rules that concern a group of vRNICs, as those who wrote them call groups: by their numbers between hosts, of which `vni` is its own.
-    /// Connections that they do not allow any more end, those of QPs as [`Core::recheck`] is called.
+    /// Connections that they do not allow any more end as [`Rnic::recheck`] is called.
     pub fn set_rules<'a>(&mut self, group: u32, vni: u32, rules: impl IntoIterator<Item = &'a Rule<u32, Gid>>) {
-        self.core.set_rules(group, vni, rules);
-        self.manager().rules_changed();
-        self.manager().addresses_changed();
+        if self.core.set_rules(group, vni, rules) {
+            self.manager().doubt_all();
+            self.manager().addresses_changed();
+        }
+    }
+
+    /// Looks at so many connections and address handles that are in doubt since the rules have changed, and ends those that are not allowed.
+    /// True if others are left.
+    pub fn recheck(&mut self, most: usize) -> bool {
+        self.core.recheck_objects(most) || self.manager().recheck(most)
     }
 
     /// A packet came in; `bytes` are all from the BTH up to the ICRC, which the port has checked. Of a packet that came inside VXLAN

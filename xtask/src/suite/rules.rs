@@ -16,6 +16,11 @@ fn write_rules(lab: &Lab, file: &Path, places: &str, rules: &str) -> Check {
     wait_until(|| lab.unirdma(&["rule", "ls"]).text.contains(expected), expected)
 }
 
+fn group_add(lab: &Lab, group: &str) -> Check {
+    let o = lab.unirdma(&["group", "add", group]);
+    require(o.ok(), o.text)
+}
+
 /// A virtual layer of its own with a vRNIC in each of the groups red, blue and green. The file with its rules, and what else is in it.
 fn three_groups(lab: &Lab) -> Result<(Lab, std::path::PathBuf, String)> {
     let places: String = [("10.0.0.1", "red"), ("10.0.0.2", "blue"), ("10.0.0.3", "green")]
@@ -25,6 +30,7 @@ fn three_groups(lab: &Lab) -> Result<(Lab, std::path::PathBuf, String)> {
     std::fs::write(&file, format!("{places}{BOTH}")).map_err(|e| e.to_string())?;
     let own = Lab::start_in(None, None, &["--address", "127.0.8.1", "--peers", &file.display().to_string()])?;
     for (name, group, ip) in [("a", "red", "10.0.0.1"), ("b", "blue", "10.0.0.2"), ("c", "green", "10.0.0.3")] {
+        group_add(&own, group)?;
         own.vrnic(name, &["--group", group, "--ip", ip])?;
     }
     Ok((own, file, places))
@@ -71,14 +77,18 @@ pub(super) fn single_host(s: &mut Suite<'_>) {
         write_rules(&own, &file, &places, "rule allow from group:blue to group:red\n")?;
         let p = "ib_write_bw -R -F -n 500";
         both_end_well(own.pair(("a", p), ("b", &format!("{p} 10.0.0.1")), &[])?)?;
+        let idle = own.spawn("a", &[], "sleep 60")?;
         let o = own.spawn("b", &[], "ping -c 2 -W 2 10.0.0.1")?.finish();
         require(o.ok(), o.text)?;
+        drop(idle);
         let server = own.spawn("b", &[], "rping -s -C 1")?;
         let o = own.spawn("a", &[], "timeout 20 rping -c -a 10.0.0.2 -C 1")?.finish();
         drop(server);
         require(!o.ok(), o.text)?;
-        let o = own.spawn("c", &[], "ping -c 1 -W 1 10.0.0.2")?.finish();
-        require(!o.ok(), o.text)
+        // The other way round nobody answers, although there is somebody.
+        let _idle = own.spawn("b", &[], "sleep 60")?;
+        let o = own.spawn("a", &[], "ping -c 1 -W 1 10.0.0.2")?.finish();
+        require(!o.ok() && o.text.contains("100% packet loss"), o.text)
     });
     s.check("rules, a rule that goes ends ib_write_bw within a second, on one host", |lab| {
         let (own, file, places) = three_groups(lab)?;
@@ -109,6 +119,7 @@ pub(super) fn between_hosts(s: &mut Suite<'_>) {
         {
             let o = lab.unirdma(&["vrnic", "rm", name]);
             require(o.ok(), o.text)?;
+            group_add(lab, group)?;
             lab.vrnic(name, &["--group", group, "--ip", ip])?;
         }
         rules(BOTH)?;

@@ -232,6 +232,8 @@ pub(crate) struct Cm {
     /// Requests to services that nobody listens to yet, in order of their deadlines.
     pub early: VecDeque<Early>,
     pub psn: Psn,
+    /// Identifiers whose connections the rules may not allow any more.
+    pub doubts: Vec<Id>,
 }
 
 impl Cm {

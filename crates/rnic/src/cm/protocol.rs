@@ -100,21 +100,30 @@ impl Manager<'_> {
         }
     }
 
-    /// The rules have changed: connections end that they do not allow any more.
-    pub fn rules_changed(&mut self) {
+    /// The rules have changed: all connections are in doubt.
+    pub fn doubt_all(&mut self) {
         let doubtful = [State::ReqSent, State::RepSent, State::RepReceived, State::Established];
-        for id in self.cm.ids.handles(|c| doubtful.contains(&c.state)) {
+        self.cm.doubts = self.cm.ids.handles(|c| doubtful.contains(&c.state));
+    }
+
+    /// Looks at so many connections that are in doubt, and ends those that are not allowed. True if others are left.
+    pub fn recheck(&mut self, most: usize) -> bool {
+        for _ in 0..most {
+            let Some(id) = self.cm.doubts.pop() else { return false };
             let Some(c) = self.cm.ids.get(id) else { continue };
             if c.remote().is_none_or(|to| self.core.may_connect(c.vnic, to, c.across)) {
                 continue;
             }
             match c.state {
+                State::ReqSent | State::RepSent | State::RepReceived => {
+                    self.close(id, CmEventKind::Unreachable, -ETIMEDOUT, &[]);
+                }
                 // Datagrams know no end of a connection.
-                State::Established if c.is_datagram() => {}
-                State::Established => self.disconnected(id, -ETIMEDOUT),
-                _ => self.close(id, CmEventKind::Unreachable, -ETIMEDOUT, &[]),
+                State::Established if !c.is_datagram() => self.disconnected(id, -ETIMEDOUT),
+                _ => {}
             }
         }
+        true
     }
 
     /// The vRNIC that a plain device's MAD is for: the one with the address that it names, or that it has asked before.

@@ -298,7 +298,7 @@ impl Core {
             return Err(Status::BadValue);
         }
         let vnic = self.objects.vnic_of(s)?;
-        let (flow, target, linked) = self.resolve_address(vnic, &a.grh)?;
+        let (flow, target, linked) = self.resolve_address(vnic, &a.grh, true)?;
         if !matches!(target, Target::Many) {
             let (gid, across) = (Gid(a.grh.dgid), target.across());
             if !self.may_send_to(vnic, gid, across) {
@@ -323,13 +323,18 @@ impl Core {
     /// Where datagrams of a vRNIC to an address go: their header, what that leads to, and whether there is a link.
     ///
     /// # Errors
-    /// `BadValue` if it names no own GID, `Unreachable`.
-    pub(crate) fn resolve_address(&self, vnic: VnicId, grh: &abi::GlobalRoute) -> Result<(Flow, Target, bool)> {
+    /// `BadValue` if it names no own GID, `Unreachable` if it must be reached and is not.
+    pub(crate) fn resolve_address(
+        &self,
+        vnic: VnicId,
+        grh: &abi::GlobalRoute,
+        must: bool,
+    ) -> Result<(Flow, Target, bool)> {
         let v = self.objects.vnics.get(vnic.0).ok_or(Status::BadHandle)?;
         let own = v.gid(grh.sgid_index);
         let linked = v.is_linked(own);
         let (own, dgid) = (own.ok_or(Status::BadValue)?, Gid(grh.dgid));
-        if !self.is_reachable(v.group, dgid) {
+        if must && !self.is_reachable(v.group, dgid) {
             return Err(Status::Unreachable);
         }
         let hop_limit = if grh.hop_limit == 0 { HOP_LIMIT } else { grh.hop_limit };
