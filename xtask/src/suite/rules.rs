@@ -38,8 +38,8 @@ fn three_groups(lab: &Lab) -> Result<(Lab, std::path::PathBuf, String)> {
 
 /// A container that does nothing. Its interface is there.
 fn idle(lab: &Lab, vrnic: &str) -> Result<lab::Running> {
-    let container = lab.spawn(vrnic, &[], "sleep 60")?;
-    wait_until(|| lab.unirdma(&["vrnic", "show", vrnic]).text.contains("  attached"), "no interface")?;
+    let container = lab.spawn(vrnic, &[], "sh -c 'echo begun; sleep 60'")?;
+    wait_for(&container, "begun")?;
     Ok(container)
 }
 
