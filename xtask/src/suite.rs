@@ -6,6 +6,7 @@ mod guest;
 mod kernel;
 mod network;
 mod podman;
+mod rules;
 mod sandbox;
 mod storage;
 mod vm_run;
@@ -692,6 +693,7 @@ fn wire(s: &mut Suite<'_>) {
         require(c.text.contains("status 12"), format!("{:?}: {}", c.code, c.text))
     });
     network::between_hosts(s);
+    rules::between_hosts(s);
     wire_wrong_input(s);
 }
 
@@ -786,6 +788,7 @@ pub(crate) fn run(only: Option<&str>) -> Result<()> {
     connections(&mut s);
     isolation(&mut s);
     network::spoofing(&mut s);
+    rules::single_host(&mut s);
     sandbox::run(&mut s);
     podman::run(&mut s);
     workers::workers(&mut s);

@@ -27,7 +27,9 @@ The peers file has a line for each vRNIC of another host: its virtual address, i
   192.168.7.9   default  192.168.7.9  foreign    # a plain RoCEv2 device, for instance the kernel's rxe
 and may have the number that a group has between hosts (VNI), which is else given out by the order of names:
   group blue vni 42
-One file can serve all hosts: lines about a host itself say nothing to it. `unirdma status` says who disagrees.
+and rules by which groups may talk to each other, also on one host (then with --address 127.0.0.1):
+  rule allow from group:blue to group:default both
+One file can serve all hosts: lines about a host itself say nothing to it, but to groups that a rule joins with theirs. `unirdma status` says who disagrees.
 
 A foreign peer knows a vRNIC by its GID, so give that vRNIC this host's own address: vrnic add x --ip 192.168.7.1";
 

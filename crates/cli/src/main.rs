@@ -71,6 +71,11 @@ enum Command {
         #[command(subcommand)]
         command: GroupCommand,
     },
+    /// Show the rules by which vRNICs of different groups may talk to each other, or those of one group may not
+    Rule {
+        #[command(subcommand)]
+        command: RuleCommand,
+    },
     /// Run a command as a container that has one vRNIC
     #[command(after_help = container::EXAMPLES)]
     Run(container::RunArgs),
@@ -318,6 +323,18 @@ struct IpArgs {
 }
 
 #[derive(Subcommand)]
+enum RuleCommand {
+    /// List the rules that are in force on this host
+    #[command(
+        after_help = "Example:\n  unirdma rule ls --json\n\nRules are lines of the peers file (unirdma host --address IP --peers FILE):\n  rule allow from group:blue to group:default both\n  rule deny from vrnic:blue/10.0.0.7 to group:default priority 10\nWithout a rule vRNICs of one group may talk to each other, and those of different groups may not. docs/rules.md has the details."
+    )]
+    Ls {
+        #[command(flatten)]
+        out: Out,
+    },
+}
+
+#[derive(Subcommand)]
 enum GroupCommand {
     /// Make a group
     #[command(after_help = "Examples:\n  unirdma group add blue\n  unirdma group add blue --weight 300")]
@@ -371,6 +388,7 @@ fn main() -> ExitCode {
         Command::Vm { command } => vm::vm(&dir, command),
         Command::Vrnic { command } => vrnic(&dir, command),
         Command::Group { command } => group(&dir, command),
+        Command::Rule { command: RuleCommand::Ls { out } } => ask(&dir, &Request::RuleList, &out),
         Command::Capture(args) => capture::run(&dir, &args).map(|()| 0),
         Command::Status { out } => ask(&dir, &Request::Status, &out),
     };

@@ -3,7 +3,7 @@
 use std::io::{self, Write};
 
 use unirdma_host::VrnicInfo;
-use unirdma_host::admin::{Response, StatusInfo, WireInfo};
+use unirdma_host::admin::{Response, RulesInfo, StatusInfo, WireInfo};
 use unirdma_host::confine::USUAL_GROUP_WEIGHT;
 
 use crate::units;
@@ -96,6 +96,8 @@ fn show(v: &VrnicInfo) -> String {
         ("time of the RNIC", units::seconds(v.busy_ns)),
         ("kicks", format!("{}, each when the RNIC slept", v.kicks)),
         ("eth0", frames(v)),
+        ("rules", if v.rules.is_empty() { "none".into() } else { v.rules.join("; ") }),
+        ("refused by rules", format!("{} connections and datagrams, {} frames", c.refused, v.frames_refused.rules)),
         ("listens on", if v.listeners.is_empty() { "nothing".into() } else { v.listeners.join(", ") }),
         ("sent", format!("{} requests, {}", c.sent_wrs, bytes(c.sent_bytes))),
         ("received", format!("{} receives, {}", c.received_wrs, bytes(c.received_bytes))),
@@ -159,6 +161,7 @@ fn frames(v: &VrnicInfo) -> String {
         ("with ARP or ND of another address", f.neighbour),
         ("of other protocols", f.protocol),
         ("malformed", f.malformed),
+        ("by rules", f.rules),
     ]);
     why.map_or(rule.into(), |why| format!("{rule}; refused: {why}"))
 }
@@ -241,6 +244,11 @@ fn status(s: &StatusInfo) -> String {
             d.bad_state
         );
         text += &tunnel(w);
+        match w.rules.rules.len() {
+            0 => text += "\nrules: none; groups are kept apart",
+            n => text += &format!("\nrules: {n} in force (unirdma rule ls)"),
+        }
+        text += &hidden(&w.rules);
     }
     text
 }
@@ -300,11 +308,17 @@ fn tunnel(w: &WireInfo) -> String {
     text
 }
 
+/// What rules do not make reachable.
+fn hidden(r: &RulesInfo) -> String {
+    r.hidden.iter().map(|h| format!("\nrules: {h}")).collect()
+}
+
 fn json(r: &Response) -> serde_json::Result<String> {
     match r {
         Response::Vrnic(v) => serde_json::to_string_pretty(v),
         Response::Vrnics(v) => serde_json::to_string_pretty(v),
         Response::Groups(g) => serde_json::to_string_pretty(g),
+        Response::Rules(r) => serde_json::to_string_pretty(r),
         Response::Status(s) => serde_json::to_string_pretty(s),
         Response::Captured { lost } => Ok(format!("{{\"lost\": {lost}}}")),
         Response::Done => Ok("{}".into()),
@@ -326,6 +340,8 @@ fn text(r: &Response) -> String {
             let lacks = lacks.map(|why| format!("\nweights of groups do not count here: {why}"));
             table(&rows) + &lacks.unwrap_or_default()
         }
+        Response::Rules(r) if r.rules.is_empty() => "no rules: groups are kept apart".into(),
+        Response::Rules(r) => r.rules.join("\n") + &hidden(r),
         Response::Status(s) => status(s),
         Response::Captured { lost } => format!("{lost} packets lost"),
         Response::Done => String::new(),

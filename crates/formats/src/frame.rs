@@ -41,7 +41,11 @@ const IPV4: u16 = 0x0800;
 const ARP: u16 = 0x0806;
 const IPV6: u16 = 0x86dd;
 const IGMP: u8 = 2;
+const TCP: u8 = 6;
 const ICMPV6: u8 = 58;
+const ROUTER_SOLICITATION: u8 = 133;
+const SOLICITATION: u8 = 135;
+const REDIRECT: u8 = 137;
 /// Most extension headers of an IPv6 packet; each kind may occur once, or twice.
 const MAX_EXTENSIONS: usize = 8;
 
@@ -74,6 +78,72 @@ impl Claims {
         }
         Ok(())
     }
+}
+
+/// What a frame is to those who talk to each other.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Talk {
+    /// ARP or neighbour discovery: it finds somebody, or lets itself be found.
+    Neighbour,
+    /// Asks for a TCP connection.
+    Opening,
+    /// Any other TCP segment.
+    Segment,
+    /// Anything else.
+    Other,
+}
+
+/// Who talks to whom in a frame.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Heading {
+    /// Source or sender; `None` for somebody who has no address yet.
+    pub from: Option<IpAddr>,
+    /// Destination; of ARP and of a neighbour solicitation whom it looks for.
+    pub to: IpAddr,
+    /// What it is.
+    pub talk: Talk,
+}
+
+impl Heading {
+    /// Reads a frame that [`Claims::read`] can read; `None` for others.
+    pub fn read(frame: &[u8]) -> Option<Heading> {
+        let (head, packet) = frame.split_first_chunk::<ETH_BYTES>()?;
+        let named = |from: IpAddr| (!from.is_unspecified()).then_some(from);
+        let v4 = |p: &[u8], at: usize| Some(IpAddr::from(*p.get(at..)?.first_chunk::<4>()?));
+        match u16::from_be_bytes([head[12], head[13]]) {
+            ARP => {
+                let (from, to) = (v4(packet, 14)?, v4(packet, 24)?);
+                Some(Heading { from: named(from), to, talk: Talk::Neighbour })
+            }
+            IPV4 => {
+                let (from, to) = (v4(packet, 12)?, v4(packet, 16)?);
+                let first = word(packet, 6)? & 0x1fff == 0;
+                let payload = packet.get(usize::from(packet[0] & 15) * 4..);
+                let talk = if packet[9] == TCP && first { segment(payload?)? } else { Talk::Other };
+                Some(Heading { from: named(from), to, talk })
+            }
+            IPV6 => {
+                let (from, to) = (v6(packet, 8)?, IpAddr::from(v6(packet, 24)?));
+                let (talk, to) = match last_header(*packet.get(6)?, packet.get(40..)?).ok()? {
+                    Last::Tcp(payload) => (segment(payload)?, to),
+                    Last::Icmp { message, .. } => match *message.first()? {
+                        SOLICITATION => (Talk::Neighbour, v6(message, 8)?.into()),
+                        ROUTER_SOLICITATION..=REDIRECT => (Talk::Neighbour, to),
+                        _ => (Talk::Other, to),
+                    },
+                    Last::Other => (Talk::Other, to),
+                };
+                Some(Heading { from: named(from.into()), to, talk })
+            }
+            _ => None,
+        }
+    }
+}
+
+fn segment(tcp: &[u8]) -> Option<Talk> {
+    const SYN: u8 = 2;
+    const ACK: u8 = 16;
+    Some(if tcp.get(13)? & (SYN | ACK) == SYN { Talk::Opening } else { Talk::Segment })
 }
 
 /// Checks that a sender with this MAC and these addresses may send a frame.
@@ -129,13 +199,14 @@ fn ipv6(p: &[u8]) -> Result<Claims, Refused> {
     let payload = rest.get(..word(h, 4).ok_or(Refused::Malformed)?.into()).ok_or(Refused::Malformed)?;
     match last_header(h[6], payload)? {
         Last::Icmp { message, fragmented } => icmpv6(message, source, fragmented),
-        Last::Other => Ok(Claims { source: Some(source.into()), ..Claims::default() }),
+        Last::Tcp(_) | Last::Other => Ok(Claims { source: Some(source.into()), ..Claims::default() }),
     }
 }
 
 /// What the chain of extension headers leads to.
 enum Last<'a> {
     Icmp { message: &'a [u8], fragmented: bool },
+    Tcp(&'a [u8]),
     Other,
 }
 
@@ -149,6 +220,7 @@ fn last_header(mut next: u8, mut rest: &[u8]) -> Result<Last<'_>, Refused> {
     for _ in 0..=MAX_EXTENSIONS {
         let bytes = match next {
             ICMPV6 => return Ok(Last::Icmp { message: rest, fragmented }),
+            TCP => return Ok(Last::Tcp(rest)),
             HOP_BY_HOP | ROUTING | DESTINATION => 8 + 8 * usize::from(*rest.get(1).ok_or(Refused::Malformed)?),
             AUTHENTICATION => 8 + 4 * usize::from(*rest.get(1).ok_or(Refused::Malformed)?),
             FRAGMENT => {
@@ -172,11 +244,8 @@ fn last_header(mut next: u8, mut rest: &[u8]) -> Result<Last<'_>, Refused> {
 fn icmpv6(m: &[u8], source: Ipv6Addr, fragmented: bool) -> Result<Claims, Refused> {
     const REPORT: u8 = 131;
     const DONE: u8 = 132;
-    const ROUTER_SOLICITATION: u8 = 133;
     const ROUTER_ADVERTISEMENT: u8 = 134;
-    const SOLICITATION: u8 = 135;
     const ADVERTISEMENT: u8 = 136;
-    const REDIRECT: u8 = 137;
     const REPORT_2: u8 = 143;
     const SOURCE_LINK: u8 = 1;
     const TARGET_LINK: u8 = 2;
@@ -364,6 +433,39 @@ mod tests {
         }
     }
 
+    #[test]
+    fn who_talks_to_whom_and_who_begins() {
+        let to =
+            |f: &mut Vec<u8>, at: usize, s: &str| f[ETH_BYTES + at..][..octets(s).len()].copy_from_slice(&octets(s));
+        let heading = |from: &str, to: &str, talk| Some(Heading { from: Some(ip(from)), to: ip(to), talk });
+        let mut tcp = ipv4_from("10.0.0.3", TCP);
+        to(&mut tcp, 16, "10.0.0.1");
+        for (flags, talk) in
+            [(0x02, Talk::Opening), (0x12, Talk::Segment), (0x10, Talk::Segment), (0xc2, Talk::Opening)]
+        {
+            tcp[ETH_BYTES + 20 + 13] = flags;
+            assert_eq!(Heading::read(&tcp), heading("10.0.0.3", "10.0.0.1", talk), "{flags:x}");
+        }
+        // A later fragment has no TCP header.
+        (tcp[ETH_BYTES + 7], tcp[ETH_BYTES + 20 + 13]) = (9, 2);
+        assert_eq!(Heading::read(&tcp), heading("10.0.0.3", "10.0.0.1", Talk::Other));
+        let arp = arp_of(1, ME, "10.0.0.3");
+        assert_eq!(Heading::read(&arp), heading("10.0.0.3", "10.0.0.1", Talk::Neighbour));
+        assert_eq!(Heading::read(&arp_of(1, ME, "0.0.0.0")).unwrap().from, None);
+        let asks = ipv6_from("fd00::3", ICMPV6, &nd(135, "fd00::1", 1, ME));
+        assert_eq!(Heading::read(&asks), heading("fd00::3", "fd00::1", Talk::Neighbour));
+        let ping = ipv6_from("fd00::3", ICMPV6, &[128, 0, 0, 0]);
+        assert_eq!(Heading::read(&ping), heading("fd00::3", "ff02::1", Talk::Other));
+        let mut syn = [0; 20];
+        syn[13] = 2;
+        let behind = [&[TCP, 0, 1, 4, 0, 0, 0, 0][..], &syn].concat();
+        assert_eq!(Heading::read(&ipv6_from("fd00::3", 60, &behind)), heading("fd00::3", "ff02::1", Talk::Opening));
+        assert_eq!(Heading::read(&ethernet(0x88cc, &[0; 46])), None);
+        for frame in [tcp, arp, asks, ping] {
+            (0..frame.len()).for_each(|n| _ = Heading::read(&frame[..n]));
+        }
+    }
+
     proptest! {
         #[test]
         fn no_frame_panics_or_passes_with_a_foreign_source(
@@ -387,6 +489,7 @@ mod tests {
                     *b = value;
                 }
             }
+            let _ = Heading::read(&frame);
             if tried(&frame).is_ok() && frame[12..14] == IPV6.to_be_bytes() {
                 let source = Ipv6Addr::from(*frame[22..].first_chunk::<16>().unwrap());
                 prop_assert!(source.is_unspecified() || own().contains(&source.into()));

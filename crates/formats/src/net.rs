@@ -190,6 +190,19 @@ pub fn vxlan(vni: u32) -> [u8; VXLAN_BYTES] {
     b
 }
 
+/// The VXLAN header of network identifier `vni`, from a sender whose own network is `from`. Its number stands in the first three reserved bytes.
+pub fn vxlan_from(vni: u32, from: u32) -> [u8; VXLAN_BYTES] {
+    let mut b = vxlan(vni);
+    b[1..4].copy_from_slice(&from.to_be_bytes()[1..]);
+    b
+}
+
+/// The network of the sender of a packet with this VXLAN header, if it is another one than that of the packet.
+pub fn vxlan_source(header: &[u8; VXLAN_BYTES]) -> Option<u32> {
+    let from = u32::from_be_bytes([0, header[1], header[2], header[3]]);
+    (from != 0).then_some(from)
+}
+
 /// Puts the ICRC at the end of a packet, whose base transport header is at `outer`. `plain` is its envelope unless it
 /// carries an encapsulation with it: VXLAN, Ethernet, IP and UDP headers.
 pub fn seal(bytes: &mut [u8], outer: usize, plain: Envelope) {
@@ -256,5 +269,7 @@ mod tests {
     #[test]
     fn vxlan_carries_24_bits() {
         assert_eq!(vxlan(0x12_3456), [8, 0, 0, 0, 0x12, 0x34, 0x56, 0]);
+        assert_eq!(vxlan_from(0x12_3456, 0xabcd), [8, 0, 0xab, 0xcd, 0x12, 0x34, 0x56, 0]);
+        assert_eq!((vxlan_source(&vxlan(7)), vxlan_source(&vxlan_from(7, 9))), (None, Some(9)));
     }
 }

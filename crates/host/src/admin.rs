@@ -12,7 +12,7 @@ use unirdma_device::HoldTimes;
 
 use crate::confine::InForce;
 use crate::fdpass;
-pub use crate::network::WireInfo;
+pub use crate::network::{Hidden, RulesInfo, WireInfo};
 use crate::vrnic::{AddVrnic, IpNet, SetHeld, SetShare, VrnicInfo};
 
 /// What may be asked.
@@ -61,6 +61,8 @@ pub enum Request {
         weight: u32,
     },
     GroupList,
+    /// The rules between groups that are in force here.
+    RuleList,
     GroupRemove {
         name: String,
     },
@@ -156,6 +158,7 @@ pub enum Response {
     Vrnic(Box<VrnicInfo>),
     Vrnics(Vec<VrnicInfo>),
     Groups(Vec<GroupInfo>),
+    Rules(RulesInfo),
     Status(Box<StatusInfo>),
     /// A capture has ended; this many packets came too fast for it.
     Captured {

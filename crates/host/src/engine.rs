@@ -366,12 +366,12 @@ impl Engine {
         }
     }
 
-    /// A datagram came from another host.
-    pub fn datagram(&self, from: IpAddr, group: u32, packet: &[u8]) {
+    /// A datagram came from another host, or from another group; `source` is then that group's number.
+    pub fn datagram(&self, from: IpAddr, group: u32, source: Option<u32>, packet: &[u8]) {
         let now = self.now();
         let starved = {
             let mut r = self.rnic.lock();
-            r.handle_packet(now, &Arrival::inside(from, group), packet);
+            r.handle_packet(now, &Arrival { source, ..Arrival::inside(from, group) }, packet);
             r.take_starved()
         };
         self.after_command();

@@ -24,6 +24,9 @@ pub struct FrameDrops {
     pub protocol: u64,
     /// Too short, or readable in two ways.
     pub malformed: u64,
+    /// To or from somebody with whom no rule lets it talk.
+    #[serde(default)]
+    pub rules: u64,
 }
 
 /// A vRNIC's addresses as its frames may show them, and how many frames did not. Shared by the control thread and the switch.
@@ -32,7 +35,7 @@ pub(crate) struct Guard {
     allow_spoof: AtomicBool,
     own: Mutex<Vec<IpAddr>>,
     /// By reason, in the order of [`FrameDrops`].
-    refused: [AtomicU64; 5],
+    refused: [AtomicU64; 6],
 }
 
 impl Guard {
@@ -66,6 +69,16 @@ impl Guard {
         lock(&self.own).contains(&address)
     }
 
+    /// All its addresses.
+    pub fn addresses(&self) -> Vec<IpAddr> {
+        lock(&self.own).clone()
+    }
+
+    /// Counts a frame that a rule did not allow.
+    pub fn count_ruled_out(&self) {
+        self.refused[5].fetch_add(1, Ordering::Relaxed);
+    }
+
     /// True if its interface may send this frame; else it is counted.
     pub fn passes(&self, frame: &[u8]) -> bool {
         let refused = match frame::check(frame, self.mac, &lock(&self.own)) {
@@ -83,9 +96,9 @@ impl Guard {
 
     /// How many frames it did not let pass.
     pub fn drops(&self) -> FrameDrops {
-        let [mac, address, neighbour, protocol, malformed] =
+        let [mac, address, neighbour, protocol, malformed, rules] =
             std::array::from_fn(|i| self.refused[i].load(Ordering::Relaxed));
-        FrameDrops { mac, address, neighbour, protocol, malformed }
+        FrameDrops { mac, address, neighbour, protocol, malformed, rules }
     }
 }
 

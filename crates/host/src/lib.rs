@@ -11,6 +11,7 @@ pub mod confine;
 mod engine;
 mod faults;
 pub mod fdpass;
+mod filter;
 mod firewall;
 mod guard;
 mod keeper;

@@ -45,7 +45,7 @@ use crate::peers::{self, Peers};
 use crate::port::PortCounters;
 use crate::port::open::{self, Kind, Options};
 use crate::steer::{self, Table};
-use crate::tunnel::{Members, TUNNEL_BYTES, TunnelDrops, TunnelInfo};
+use crate::tunnel::{Joined, Members, TUNNEL_BYTES, TunnelDrops, TunnelInfo};
 use crate::{DEFAULT_GROUP, WireConfig, vrnic};
 
 /// Most IP multicast groups of a group of vRNICs, each with a socket of its own.
@@ -78,6 +78,42 @@ pub struct WireInfo {
     /// The table of the packet filter by which only the virtual layer sends from and to its ports, if there is one.
     #[serde(default)]
     pub firewall: Option<String>,
+    /// Rules between groups.
+    #[serde(default)]
+    pub rules: RulesInfo,
+}
+
+/// Most hidden addresses that are shown.
+const MAX_HIDDEN: usize = 100;
+
+/// Rules between groups that are in force on a host.
+#[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+pub struct RulesInfo {
+    /// The rules, as text.
+    pub rules: Vec<String>,
+    /// Addresses that rules would let groups reach if they did not mean somebody else there.
+    pub hidden: Vec<Hidden>,
+}
+
+/// An address that means somebody else to a group that is joined with its own.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[allow(missing_docs)]
+pub struct Hidden {
+    pub address: IpAddr,
+    /// The group that has it.
+    pub group: String,
+    /// The group that does not reach it.
+    pub seer: String,
+}
+
+impl std::fmt::Display for Hidden {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        let Hidden { address, group, seer } = self;
+        write!(
+            f,
+            "{address} of group {group} is not reached by group {seer}, where that address means another vRNIC; give one of them another address"
+        )
+    }
 }
 
 /// A group with sockets.
@@ -116,6 +152,8 @@ pub(crate) struct Network {
     file: PathBuf,
     peers: Peers,
     error: Option<String>,
+    /// The log has these.
+    hidden: Vec<Hidden>,
     orders: Orders,
     /// All that [`Network::on_event`] looks at.
     epoll: OwnedFd,
@@ -234,6 +272,7 @@ impl Network {
             file: c.peers.clone(),
             peers,
             error: None,
+            hidden: Vec::new(),
             orders: Orders::new(dir),
             epoll,
             changes,
@@ -529,8 +568,21 @@ impl Network {
 
     /// Tells the peers which groups this host has now.
     fn groups_changed(&mut self) {
-        let members: Vec<Members> = self.groups.keys().map(|name| self.peers.members_of(name)).collect();
-        self.announcer.set_groups(&members, &Out(&self.lanes));
+        // Hosts with members of a joined group only are to know the number of this one, too.
+        let known = |name: &String| {
+            let mut members = self.peers.members_of(name);
+            let others = self.joined_with(name).into_iter().flat_map(|j| j.hosts);
+            members.hosts.extend(others.filter(|h| !self.addresses.contains(h)));
+            members
+        };
+        let members: Vec<Members> = self.groups.keys().map(known).collect();
+        let hidden = self.rules().hidden;
+        for h in hidden.iter().filter(|h| !self.hidden.contains(h)) {
+            tracing::warn!("{h}");
+        }
+        self.hidden = hidden;
+        let joined: Vec<Members> = self.groups.keys().flat_map(|name| self.joined_with(name)).collect();
+        self.announcer.set_groups(&members, &joined, &Out(&self.lanes));
     }
 
     /// Nothing of it stays in force: the firewall's rules go.
@@ -542,7 +594,37 @@ impl Network {
     pub fn plan(&self, group: &str) -> Plan {
         let members = self.peers.members_of(group);
         let agreed = self.announcer.agreed(&members);
-        Plan { routes: self.peers.routes_of(group), members, agreed }
+        let joined = self.joined_with(group).into_iter().map(|members| {
+            let mut agreed = self.announcer.agreed(&members);
+            // A host agrees with itself.
+            agreed.extend(members.hosts.iter().filter(|h| self.addresses.contains(h)));
+            Joined { members, agreed }
+        });
+        let (joined, rules) = (joined.collect(), self.peers.rules_of(group));
+        Plan { routes: self.peers.routes_of(group), members, agreed, joined, rules }
+    }
+
+    /// The members of the groups that rules join with a group.
+    fn joined_with(&self, group: &str) -> Vec<Members> {
+        let joined = self.peers.joined_with(group).into_iter();
+        joined.filter_map(|(name, j)| Some(j.members(&name, self.peers.vni(&name)?))).collect()
+    }
+
+    /// The rules that concern a group, as text.
+    pub fn rule_texts(&self, group: &str) -> Vec<String> {
+        let group = group.to_string();
+        self.peers.rules().iter().filter(|r| r.concerns(&group)).map(ToString::to_string).collect()
+    }
+
+    /// The rules in force, and what they make unreachable.
+    pub fn rules(&self) -> RulesInfo {
+        let rules = self.peers.rules().iter().map(ToString::to_string).collect();
+        let hidden = self.groups.keys().flat_map(|seer| {
+            let joined = self.peers.joined_with(seer).into_iter();
+            joined.flat_map(move |(group, j)| j.hidden.into_iter().map(move |a| (seer.clone(), group.clone(), a)))
+        });
+        let hidden = hidden.map(|(seer, group, address)| Hidden { address, group, seer });
+        RulesInfo { rules, hidden: hidden.take(MAX_HIDDEN).collect() }
     }
 
     /// The number of a group between hosts, if the peers file has the group.
@@ -584,6 +666,7 @@ impl Network {
                 silent: self.announcer.silent(),
             },
             firewall: self.firewall.as_ref().map(Firewall::table),
+            rules: self.rules(),
         }
     }
 }

@@ -5,23 +5,26 @@
 //! one end of a veth pair); that of a virtual machine is a virtio device of this process. A frame is dropped that
 //! shows other addresses than its vRNIC has (`guard`), or that comes from another host and claims those of a vRNIC here.
 
-use std::collections::{BTreeSet, HashMap};
+use std::collections::HashMap;
 use std::io;
 use std::mem::MaybeUninit;
 use std::net::IpAddr;
 use std::os::fd::{BorrowedFd, OwnedFd};
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex};
+use std::time::Instant;
 
 use rustix::event::{EventfdFlags, epoll};
 use unirdma_device::{NetDevice, lock};
-use unirdma_formats::frame::Claims;
+use unirdma_formats::frame::{Claims, Heading};
 
 use crate::confine::{self, Kind};
 use crate::engine::Engine;
+use crate::filter::{End, Filter};
 use crate::guard::Guard;
+use crate::network::Plan;
 use crate::pulse::Pulse;
-use crate::tunnel::{Members, Tunnel, TunnelDrops, Tunneled};
+use crate::tunnel::{Tunnel, TunnelDrops, Tunneled};
 
 /// How an interface is reached.
 enum Way {
@@ -67,6 +70,8 @@ struct Port {
 #[derive(Clone)]
 pub struct Switch {
     ports: Arc<Mutex<HashMap<u64, Arc<Port>>>>,
+    /// Of the groups that rules concern.
+    filters: Arc<Mutex<HashMap<u32, Arc<Filter>>>>,
     epoll: Arc<OwnedFd>,
     tunnel: Option<Arc<Tunnel>>,
     engine: Arc<Engine>,
@@ -99,7 +104,15 @@ impl Switch {
         let stop = rustix::event::eventfd(0, EventfdFlags::CLOEXEC)?;
         epoll::add(&epoll, &stop, epoll::EventData::new_u64(STOP), epoll::EventFlags::IN)?;
         let (epoll, stop, tunnel) = (Arc::new(epoll), Arc::new(stop), tunnel.map(Arc::new));
-        let s = Switch { ports: Arc::default(), epoll, tunnel, engine, stop, pulse: Arc::default() };
+        let s = Switch {
+            ports: Arc::default(),
+            filters: Arc::default(),
+            epoll,
+            tunnel,
+            engine,
+            stop,
+            pulse: Arc::default(),
+        };
         let me = s.clone();
         std::thread::Builder::new().name("switch".into()).spawn(move || {
             confine::thread(Kind::Switch);
@@ -196,12 +209,12 @@ impl Switch {
                         match t.receive(socket as usize, &mut frame) {
                             None => break,
                             Some(Tunneled::Nothing) => {}
-                            Some(Tunneled::Frame { group, frame }) if self.claims_ours(group, frame) => t.drop_claim(),
-                            Some(Tunneled::Frame { group, frame }) => {
-                                self.deliver(None, group, frame);
+                            Some(Tunneled::Frame { group, frame, .. }) if self.claims_ours(group, frame) => {
+                                t.drop_claim();
                             }
-                            Some(Tunneled::Datagram { from, group, packet }) => {
-                                self.engine.datagram(from, group, packet);
+                            Some(Tunneled::Frame { group, source, frame }) => self.arrive(group, source, frame),
+                            Some(Tunneled::Datagram { from, group, source, packet }) => {
+                                self.engine.datagram(from, group, source, packet);
                             }
                         }
                     }
@@ -237,21 +250,83 @@ impl Switch {
         if !port.up.load(Ordering::Relaxed) || frame.len() < ETH_HEADER || !port.guard.passes(frame) {
             return 0;
         }
-        let copies = self.deliver(Some(id), port.group, frame);
-        let is_for_one = frame[0] & 1 == 0 && copies > 0;
-        if let Some(t) = self.tunnel.as_ref().filter(|_| !is_for_one) {
+        let filter = lock(&self.filters).get(&port.group).cloned();
+        if let Some(filter) = filter {
+            return self.forward_by_rules(&filter, id, port, frame);
+        }
+        let copies = self.deliver(Some(id), port.group, frame, |_| true);
+        if let Some(t) = self.tunnel.as_ref().filter(|_| !is_for_one(frame, copies)) {
             t.send(port.group, frame);
         }
         copies
     }
 
-    /// Hands a frame to the vRNICs of this host that it is for, also to those without a link, which lose it; how many they are.
-    fn deliver(&self, from: Option<u64>, group: u32, frame: &[u8]) -> usize {
+    /// Passes on a frame of a group that rules concern; how many copies of it were made.
+    fn forward_by_rules(&self, filter: &Filter, id: u64, port: &Port, frame: &[u8]) -> usize {
+        // What cannot be read is allowed to nobody.
+        let Some(h) = Heading::read(frame) else {
+            port.guard.count_ruled_out();
+            return 0;
+        };
+        let (own, now) = (port.guard.addresses(), Instant::now());
+        let from = End { group: None, addresses: &own };
+        let to =
+            End { group: filter.other_group(h.to).filter(|_| !self.is_here(port.group, h.to)), addresses: &[h.to] };
+        let mut copies = 0;
+        if to.group.is_none() {
+            let may = |p: &Port| {
+                let to = End { group: None, addresses: &p.guard.addresses() };
+                let may = filter.passes(&h, from, to, now);
+                if !may {
+                    port.guard.count_ruled_out();
+                }
+                may
+            };
+            copies = self.deliver(Some(id), port.group, frame, may);
+        }
+        let Some(t) = self.tunnel.as_ref().filter(|_| !is_for_one(frame, copies)) else { return copies };
+        // The hosts of those to whom a multicast packet goes ask for each of them.
+        match to.group {
+            _ if !h.to.is_multicast() && !filter.passes(&h, from, to, now) => port.guard.count_ruled_out(),
+            Some(_) => t.send_across(port.group, h.to, frame),
+            None => t.send(port.group, frame),
+        }
+        copies
+    }
+
+    /// A frame came through the tunnel for a group; `source` is the number of its sender's group, if that is another one.
+    fn arrive(&self, group: u32, source: Option<u32>, frame: &[u8]) {
+        let filter = lock(&self.filters).get(&group).cloned();
+        let Some(filter) = filter else {
+            if source.is_none() {
+                self.deliver(None, group, frame, |_| true);
+            }
+            return;
+        };
+        let Some(h) = Heading::read(frame) else { return };
+        let (from, now) = (h.from.map(|a| [a]), Instant::now());
+        let from = End { group: source, addresses: from.as_ref().map_or(&[], |a| a) };
+        self.deliver(None, group, frame, |p| {
+            let may = filter.passes(&h, from, End { group: None, addresses: &p.guard.addresses() }, now);
+            if !may {
+                p.guard.count_ruled_out();
+            }
+            may
+        });
+    }
+
+    /// True if an interface here has this address.
+    fn is_here(&self, group: u32, address: IpAddr) -> bool {
+        lock(&self.ports).values().any(|p| p.group == group && p.guard.has(address))
+    }
+
+    /// Hands a frame to the vRNICs of this host that it is for, as far as they may have it and have a link; how many it is for.
+    fn deliver(&self, from: Option<u64>, group: u32, frame: &[u8], may: impl Fn(&Port) -> bool) -> usize {
         let to_all = frame[0] & 1 != 0;
         let mut copies = 0;
         for (&id, p) in lock(&self.ports).iter() {
             if Some(id) != from && p.group == group && (to_all || frame[..6] == p.guard.mac().0) {
-                if p.up.load(Ordering::Relaxed) {
+                if p.up.load(Ordering::Relaxed) && may(p) {
                     p.way.send(frame);
                 }
                 copies += 1;
@@ -273,12 +348,25 @@ impl Switch {
         self.tunnel.as_ref().map(|t| t.drops()).unwrap_or_default()
     }
 
-    /// Tells the tunnel where the members of a group are, and which hosts have said its number.
-    pub fn set_plan(&self, group: u32, members: Members, agreed: BTreeSet<IpAddr>) {
+    /// Tells where the members of a group and of those that are joined with it are, which hosts have said their numbers, and what the rules are.
+    pub fn set_plan(&self, group: u32, plan: Plan) {
+        let Plan { members, agreed, joined, rules, .. } = plan;
+        let ruled = !(rules.is_empty() && joined.is_empty());
+        let others = joined.iter().flat_map(|j| j.members.places.keys().map(|&a| (a, j.members.vni)));
+        let filter = ruled.then(|| Arc::new(Filter::new(members.vni, &rules, others)));
+        match filter {
+            Some(filter) => _ = lock(&self.filters).insert(group, filter),
+            None => _ = lock(&self.filters).remove(&group),
+        }
         if let Some(t) = &self.tunnel {
-            t.set_plan(group, members, agreed);
+            t.set_plan(group, members, agreed, joined);
         }
     }
+}
+
+/// True if a frame of which so many copies were made is for nobody else.
+fn is_for_one(frame: &[u8], copies: usize) -> bool {
+    frame[0] & 1 == 0 && copies > 0
 }
 
 #[cfg(test)]

@@ -13,8 +13,8 @@ use std::time::Instant;
 
 use serde::{Deserialize, Serialize};
 use unirdma_device::lock;
-use unirdma_formats::frame::Claims;
-use unirdma_formats::net::{ETH_BYTES, VXLAN_BYTES, VXLAN_PORT, vxlan};
+use unirdma_formats::frame::{Claims, Heading};
+use unirdma_formats::net::{ETH_BYTES, VXLAN_BYTES, VXLAN_PORT, vxlan, vxlan_from, vxlan_source};
 use unirdma_rnic::DATAGRAM_MAC;
 
 use crate::network::Disagreement;
@@ -40,13 +40,21 @@ impl Members {
     }
 }
 
-/// What came through the tunnel.
+/// A group that rules join with another one, as that one knows it.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub(crate) struct Joined {
+    pub members: Members,
+    /// Hosts that have said that the group has this number there.
+    pub agreed: BTreeSet<IpAddr>,
+}
+
+/// What came through the tunnel. `source` is the number of the sender's group, if that is another one.
 #[derive(Debug, PartialEq, Eq)]
 pub(crate) enum Tunneled<'a> {
     /// A frame of a container's interface, for a group.
-    Frame { group: u32, frame: &'a [u8] },
+    Frame { group: u32, source: Option<u32>, frame: &'a [u8] },
     /// The IP packet of an RDMA datagram, from a host.
-    Datagram { from: IpAddr, group: u32, packet: &'a [u8] },
+    Datagram { from: IpAddr, group: u32, source: Option<u32>, packet: &'a [u8] },
     /// Nothing for a group.
     Nothing,
 }
@@ -90,15 +98,17 @@ pub struct TunnelInfo {
 }
 
 /// A group whose frames come through the tunnel.
-struct Joined {
+struct Known {
     members: Members,
     /// Hosts that have said that the group has this number there.
     agreed: BTreeSet<IpAddr>,
+    /// By number.
+    joined: HashMap<u32, Joined>,
 }
 
 #[derive(Default)]
 struct State {
-    groups: HashMap<u32, Joined>,
+    groups: HashMap<u32, Known>,
     by_vni: HashMap<u32, u32>,
     learned: Learned,
     drops: TunnelDrops,
@@ -128,16 +138,17 @@ impl Tunnel {
         }
     }
 
-    /// Replaces what is known of a group: where its members are, and which hosts have said that it has the same number there. Without
-    /// members on other hosts the group has no part in the tunnel.
-    pub fn set_plan(&self, group: u32, members: Members, agreed: BTreeSet<IpAddr>) {
+    /// Replaces what is known of a group: where its members are, and which hosts have said that it has the same number there, and the
+    /// same of groups that are joined with it. Without members on other hosts and such groups the group has no part in the tunnel.
+    pub fn set_plan(&self, group: u32, members: Members, agreed: BTreeSet<IpAddr>, joined: Vec<Joined>) {
         let mut s = lock(&self.state);
         if s.groups.get(&group).is_none_or(|g| g.members != members) {
             s.learned.clear();
         }
         s.groups.remove(&group);
-        if !members.hosts.is_empty() {
-            s.groups.insert(group, Joined { members, agreed });
+        if !members.hosts.is_empty() || !joined.is_empty() {
+            let joined = joined.into_iter().map(|j| (j.members.vni, j)).collect();
+            s.groups.insert(group, Known { members, agreed, joined });
         }
         s.by_vni = s.groups.iter().map(|(&g, j)| (j.members.vni, g)).collect();
     }
@@ -155,7 +166,7 @@ impl Tunnel {
     /// Sends a frame of a local vRNIC to the hosts of its group.
     pub fn send(&self, group: u32, frame: &[u8]) {
         let s = lock(&self.state);
-        let Some(Joined { members, .. }) = s.groups.get(&group) else { return };
+        let Some(Known { members, .. }) = s.groups.get(&group) else { return };
         let mut dst = [0; 6];
         dst.copy_from_slice(&frame[..6]);
         let mut packet = Vec::with_capacity(VXLAN_BYTES + frame.len());
@@ -165,6 +176,19 @@ impl Tunnel {
             Some(host) => self.send_to(&packet, host),
             None => members.hosts.iter().for_each(|&h| self.send_to(&packet, h)),
         }
+    }
+
+    /// Sends a frame of a local vRNIC to the host of an address of another group, if the address is one that the group reaches.
+    pub fn send_across(&self, group: u32, to: IpAddr, frame: &[u8]) {
+        let s = lock(&self.state);
+        let Some(Known { members, joined, .. }) = s.groups.get(&group) else { return };
+        let Some((vni, host)) = joined.values().find_map(|j| Some((j.members.vni, j.members.places.get(&to)?))) else {
+            return;
+        };
+        let mut packet = Vec::with_capacity(VXLAN_BYTES + frame.len());
+        packet.extend_from_slice(&vxlan_from(vni, members.vni));
+        packet.extend_from_slice(frame);
+        self.send_to(&packet, *host);
     }
 
     /// Takes one packet off a socket, its frame in `buffer`; `None` if none waits.
@@ -196,7 +220,13 @@ fn take<'a>(
     let vni = u32::from_be_bytes([0, head[4], head[5], head[6]]);
     let State { groups, by_vni, learned, .. } = s;
     let of = by_vni.get(&vni).and_then(|g| Some((*g, groups.get(g)?)));
-    let (group, Joined { members, agreed }) = of.ok_or(NO_GROUP)?;
+    let (group, known) = of.ok_or(NO_GROUP)?;
+    // Whoever is of another group is known by what is known of that.
+    let source = vxlan_source(head);
+    let (members, agreed) = match source {
+        None => (&known.members, &known.agreed),
+        Some(vni) => known.joined.get(&vni).map(|j| (&j.members, &j.agreed)).ok_or(NO_GROUP)?,
+    };
     if !members.hosts.contains(&from) {
         return Err(NO_GROUP);
     }
@@ -204,14 +234,20 @@ fn take<'a>(
         return Err(|d| &mut d.not_agreed);
     }
     if frame[6..12] == DATAGRAM_MAC {
-        return Ok(Tunneled::Datagram { from, group, packet: &frame[ETH_BYTES..] });
+        return Ok(Tunneled::Datagram { from, group, source, packet: &frame[ETH_BYTES..] });
     }
     let mut src = [0; 6];
     src.copy_from_slice(&frame[6..12]);
+    if source.is_some() {
+        // No routers here: what comes from another group comes from an address of it, at the host that has it.
+        let heading = Heading::read(frame).and_then(|h| h.from);
+        let at_home = heading.is_some_and(|a| members.places.get(&a) == Some(&from));
+        return if at_home { Ok(Tunneled::Frame { group, source, frame }) } else { Err(|d| &mut d.address) };
+    }
     if members.is_elsewhere(src, frame, from) || !learned.note(group, src, from, Instant::now()) {
         return Err(|d| &mut d.address);
     }
-    Ok(Tunneled::Frame { group, frame })
+    Ok(Tunneled::Frame { group, source, frame })
 }
 
 const MALFORMED: fn(&mut TunnelDrops) -> &mut u64 = |d| &mut d.malformed;

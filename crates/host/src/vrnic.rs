@@ -222,6 +222,9 @@ pub struct VrnicInfo {
     #[serde(default)]
     pub kicks: u64,
     pub counters: Counters,
+    /// The rules that concern its group.
+    #[serde(default)]
+    pub rules: Vec<String>,
     /// Where its programs listen for RDMA connections, as `TCP 0.0.0.0:7174`; left out of lists.
     #[serde(default)]
     pub listeners: Vec<String>,

@@ -8,7 +8,7 @@ use unirdma_formats::{Gid, QpType, Qpn};
 use crate::core::{Core, OP_NS, copy_ns};
 use crate::multicast::MULTICAST_QPN;
 use crate::objects::{Pause, Qp, Vnic, VnicId};
-use crate::path::Arrival;
+use crate::path::{Arrival, Route};
 use crate::slab::Handle;
 
 /// A packet for the general services (QP 1), which connection management has.
@@ -37,6 +37,9 @@ impl Core {
             return None;
         }
         if p.dest_qp == GSI_QPN {
+            if !self.is_of_partition(&p, DEFAULT_PKEY) {
+                return None;
+            }
             let Some(h) = self.plain_gsi(a) else {
                 return Some(Mail { packet: p, from: Gid::from_ip(a.from), to: None });
             };
@@ -54,6 +57,9 @@ impl Core {
     fn on_multicast(&mut self, a: &Arrival, p: &Packet<'_>) {
         if p.opcode.transport != Transport::Ud || p.dest_qp != MULTICAST_QPN {
             self.net.drops.bad_state += 1;
+            return;
+        }
+        if !self.is_of_partition(p, DEFAULT_PKEY) {
             return;
         }
         let (src, dst) = (Gid::from_ip(a.from), Gid::from_ip(a.to));
@@ -78,10 +84,11 @@ impl Core {
             self.net.drops.bad_icrc += 1;
             return None;
         };
-        let p = self.parse(body)?;
+        let p = self.parse(body).filter(|p| self.is_of_partition(p, DEFAULT_PKEY))?;
         let (src, dst) = (Gid::from_ip(flow.src), Gid::from_ip(flow.dst));
         let route = self.net.routes.get(&(group, src)).copied();
-        let Some(route) = route.filter(|r| !r.foreign && r.host == a.from) else {
+        let is_his = |r: &Route| !r.foreign && r.host == a.from && self.net.other_group(group, r) == a.source;
+        let Some(route) = route.filter(is_his) else {
             self.net.drops.wrong_source += 1;
             return None;
         };
@@ -94,8 +101,12 @@ impl Core {
             self.net.drops.wrong_source += 1;
             return None;
         };
+        let across = self.net.other_group(group, &route);
         if p.dest_qp == GSI_QPN {
             self.tap_encapsulated(Some(vnic), a.from, route.vni, &flow, packet);
+            if !self.may_hear_mad(vnic, src, across, p.payload) {
+                return None;
+            }
             if let Some(h) = self.objects.gsi_of(vnic) {
                 if self.is_of_services(&p) {
                     self.on_datagram(h, &flow, &p);
@@ -110,7 +121,9 @@ impl Core {
             return None;
         }
         self.tap_encapsulated(Some(vnic), a.from, route.vni, &flow, packet);
-        self.on_datagram(h, &flow, &p);
+        if self.may_hear(vnic, src, across) {
+            self.on_datagram(h, &flow, &p);
+        }
         None
     }
 
@@ -129,21 +142,23 @@ impl Core {
         is
     }
 
-    /// Reads a packet, if it is well-formed and for the default partition.
+    /// Reads a packet, if it is well-formed.
     fn parse<'a>(&mut self, bytes: &'a [u8]) -> Option<Packet<'a>> {
         let Ok(p) = Packet::parse(bytes) else {
             self.net.drops.malformed += 1;
             return None;
         };
-        // IBTA vol. 1, 9.6.1.1.5: the membership bit does not count.
-        if p.pkey & 0x7fff != DEFAULT_PKEY & 0x7fff {
-            self.net.drops.bad_pkey += 1;
-            return None;
-        }
         Some(p)
     }
 
-    /// The QP that a packet names; its vRNIC is charged for the packet.
+    /// True if a packet has this P_Key. The membership bit does not count (IBTA vol. 1, 9.6.1.1.5).
+    fn is_of_partition(&mut self, p: &Packet<'_>, pkey: u16) -> bool {
+        let is = p.pkey & 0x7fff == pkey & 0x7fff;
+        self.net.drops.bad_pkey += u64::from(!is);
+        is
+    }
+
+    /// The QP that a packet names, and whose P_Key it has; its vRNIC is charged for the packet.
     fn find_qp(&mut self, p: &Packet<'_>) -> Option<Handle<Qp>> {
         let found = self.objects.qpns.get(&Qpn(p.dest_qp)).copied();
         self.net.drops.no_qp += u64::from(found.is_none());
@@ -151,6 +166,10 @@ impl Core {
             self.sched.charge(q.vnic, OP_NS + copy_ns(p.payload.len() as u64));
             if q.pause != Pause::No {
                 self.net.drops.bad_state += 1;
+                return None;
+            }
+            let pkey = q.wire().map_or(DEFAULT_PKEY, |w| w.path.pkeys.1);
+            if !self.is_of_partition(p, pkey) {
                 return None;
             }
         }

@@ -11,7 +11,7 @@ use crate::capture::Tap;
 use crate::executor::{Away, Executor, Object};
 use crate::job::Jobs;
 use crate::multicast::Multicast;
-use crate::net::Network;
+use crate::net::{Doubts, Network};
 use crate::objects::{MAX_MTU, Objects, Qp, SessionId, VnicId};
 use crate::output::Output;
 use crate::polled::Polled;
@@ -38,6 +38,8 @@ pub struct Core {
     pub(crate) jobs: Jobs,
     pub(crate) net: Network,
     pub(crate) multicast: Multicast,
+    /// What the rules may not allow any more.
+    pub(crate) doubts: Doubts,
     /// The capture that runs.
     pub(crate) tap: Option<Box<Tap>>,
     pub(crate) random: Streams,
@@ -68,6 +70,7 @@ impl Core {
             jobs: Jobs::default(),
             net: Network::default(),
             multicast: Multicast::default(),
+            doubts: Doubts::default(),
             tap: None,
             random: Streams::new(seed),
             now: 0,

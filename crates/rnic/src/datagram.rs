@@ -129,7 +129,11 @@ impl Core {
     /// cannot make a handle where they learn the address, and is looked up for each datagram.
     fn address_of(&self, q: &Qp, w: &Work) -> Option<(Flow, Target, bool)> {
         if w.wqe.send_flags & send_flags::ADDRESS != 0 {
-            return self.resolve_address(q.vnic, &w.wqe.route()).ok();
+            // A guest's connection management goes on when one of its peers is gone: what it sends there is lost.
+            let (flow, target, linked) = self.resolve_address(q.vnic, &w.wqe.route(), !q.gsi).ok()?;
+            let to = Gid::from_ip(flow.dst);
+            let allowed = matches!(target, Target::Many) || self.may_send_to(q.vnic, to, target.across());
+            return Some((flow, target, linked && allowed));
         }
         let ah = self.objects.own_ah(q.owner, w.wqe.ah).ok()?;
         let &Ah { pd, flow, target, linked, .. } = self.objects.ahs.get(ah)?;
@@ -164,6 +168,9 @@ impl Core {
         if qpn.0 == GSI_QPN {
             return self.deliver_mad(vnic, qkey, flow, data, note);
         }
+        if !self.may_hear(vnic, Gid::from_ip(flow.src), None) {
+            return;
+        }
         let found = self.objects.qpns.get(&qpn).copied();
         let of_vnic = |h: &Handle<Qp>| self.objects.qps.get(*h).is_some_and(|q| q.vnic == vnic && q.typ == QpType::Ud);
         if let Some(h) = found.filter(of_vnic) {
@@ -176,6 +183,9 @@ impl Core {
     pub(crate) fn deliver_mad(&mut self, vnic: VnicId, qkey: u32, flow: &Flow, data: &[u8], note: Note) {
         if note.src_qp != GSI_QPN || qkey != GSI_QKEY {
             self.net.drops.bad_state += 1;
+            return;
+        }
+        if !self.may_hear_mad(vnic, Gid::from_ip(flow.src), None, data) {
             return;
         }
         if let Some(h) = self.objects.gsi_of(vnic) {
@@ -411,9 +421,13 @@ impl Core {
         data: &[u8],
         members: Range<u32>,
     ) -> u32 {
+        let from = Gid::from_ip(flow.src);
+        let across = self.across(group, from);
         for at in members.clone() {
             let Some(h) = self.multicast.member(group, Gid::from_ip(flow.dst), at as usize) else { return at };
-            self.accept(h, p.deth.qkey, flow, data, Note::of(p));
+            if self.objects.vnic_of_qp(h).is_some_and(|v| self.may_hear(v, from, across)) {
+                self.accept(h, p.deth.qkey, flow, data, Note::of(p));
+            }
         }
         members.end
     }
@@ -424,8 +438,11 @@ impl Core {
         match v.first(a.from.is_ipv4()).filter(|_| self.net.is_foreign(v.group, a.from)) {
             Some(own) => {
                 let path = Path { from: Some(own.ip()), port: a.port, ..Path::new(a.from) };
-                self.tap_received(self.objects.vnic_of_qp(h), path, body);
-                self.on_datagram(h, &Flow::roce(Gid::from_ip(a.from), own), p);
+                let (from, vnic) = (Gid::from_ip(a.from), self.objects.vnic_of_qp(h));
+                self.tap_received(vnic, path, body);
+                if vnic.is_some_and(|v| self.may_hear(v, from, None)) {
+                    self.on_datagram(h, &Flow::roce(from, own), p);
+                }
             }
             None => self.net.drops.wrong_source += 1,
         }

@@ -57,6 +57,9 @@ pub(crate) trait Executor<Core>: Send {
     /// A QP goes to RESET: whatever was under way is forgotten.
     fn reset(&mut self, core: &mut Core, qp: Handle<Qp>);
 
+    /// A rule does not allow the connection of a reliable QP any more: it fails as one that has lost its way, at once.
+    fn sever(&mut self, core: &mut Core, qp: Handle<Qp>);
+
     /// A QP has its turn, for `allowance_ns` nanoseconds. Returns what it took, roughly, and whether there is more to do.
     fn step(&mut self, core: &mut Core, qp: Handle<Qp>, allowance_ns: u64) -> (u64, bool);
 
@@ -78,6 +81,8 @@ impl<Core> Executor<Core> for Away {
     fn modified(&mut self, _: &mut Core, _: Handle<Qp>, _: u32) {}
 
     fn reset(&mut self, _: &mut Core, _: Handle<Qp>) {}
+
+    fn sever(&mut self, _: &mut Core, _: Handle<Qp>) {}
 
     fn step(&mut self, _: &mut Core, _: Handle<Qp>, _: u64) -> (u64, bool) {
         (0, false)

@@ -77,7 +77,7 @@ impl Core {
         match (self.objects.find_vnic(v.group, gid), self.net.routes.get(&(v.group, gid))) {
             (Some(id), _) => Target::Here(id),
             (None, Some(r)) if r.foreign => Target::Foreign(way(Path { from: Some(flow.src), ..Path::new(r.host) })),
-            (None, Some(r)) => Target::There(way(Path::new(r.host)), r.vni),
+            (None, Some(r)) => Target::There(way(Path::new(r.host).between(self.net.vni(v.group), r.vni)), r.vni),
             (None, None) => Target::There(way(Path::nowhere()), 0),
         }
     }
@@ -85,10 +85,15 @@ impl Core {
     /// Where packets from `own`, an address of a vRNIC, to `gid` go.
     pub(crate) fn way_to(&self, v: &Vnic, own: Gid, gid: Gid) -> Option<Path> {
         if self.objects.find_vnic(v.group, gid).is_some() {
-            return self.net.own_host.map(Path::new);
+            let own = self.net.vni(v.group);
+            return self.net.own_host.map(|host| Path::new(host).between(own, own));
         }
         let r = self.net.routes.get(&(v.group, gid))?;
-        Some(Path { from: r.foreign.then(|| own.ip()), ..Path::new(r.host) })
+        // A plain device knows the default partition only.
+        Some(match r.foreign {
+            true => Path { from: Some(own.ip()), ..Path::new(r.host) },
+            false => Path::new(r.host).between(self.net.vni(v.group), r.vni),
+        })
     }
 
     /// The path of a QP to `dgid` over the wire, if there is one: to another host, or to this one.

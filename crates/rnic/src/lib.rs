@@ -53,6 +53,7 @@ mod path;
 mod pause;
 mod polled;
 mod random;
+mod reach;
 mod record;
 mod rnic;
 mod sched;

@@ -73,18 +73,18 @@ impl Multicast {
         self.foreign.contains(&group)
     }
 
-    /// Notes which hosts each group of vRNICs reaches.
-    pub fn set_routes(&mut self, routes: &HashMap<(u32, Gid), Route>) {
+    /// Notes which hosts each group of vRNICs reaches. `vni` is the number of a group between hosts, 0 if that is not known.
+    pub fn set_routes(&mut self, routes: &HashMap<(u32, Gid), Route>, vni: impl Fn(u32) -> u32) {
         let mut hosts: HashMap<u32, Vec<(Path, u32)>> = HashMap::new();
         for ((group, _), r) in routes.iter().filter(|(_, r)| !r.foreign && !r.host.is_unspecified()) {
-            let path = Path::new(r.host);
+            let path = Path::new(r.host).between(vni(*group), r.vni);
             let list = hosts.entry(*group).or_default();
             if !list.iter().any(|(p, _)| *p == path) {
                 list.push((path, r.vni));
             }
         }
         // In an order that does not depend on the table's, so that a simulation can be repeated.
-        hosts.values_mut().for_each(|list| list.sort_unstable_by_key(|(path, _)| path.to));
+        hosts.values_mut().for_each(|list| list.sort_unstable_by_key(|(path, vni)| (path.to, *vni)));
         self.hosts = hosts;
         self.foreign = routes.iter().filter(|(_, r)| r.foreign).map(|((group, _), _)| *group).collect();
         self.changed = true;

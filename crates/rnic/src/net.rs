@@ -5,16 +5,34 @@ use std::net::IpAddr;
 
 use unirdma_formats::Gid;
 use unirdma_formats::net::FIRST_SOURCE_PORT;
+use unirdma_policy::Policy;
 
-use crate::objects::{MAX_MTU, Qp};
+use crate::objects::{Ah, MAX_MTU, Qp};
 use crate::path::{Route, WireDrops};
 use crate::slab::Handle;
 use crate::tx::Tx;
+
+/// What a group of vRNICs is to the rules.
+#[derive(PartialEq)]
+pub(crate) struct GroupRules {
+    /// Its number between hosts, not 0.
+    pub vni: u32,
+    pub policy: Policy<u32, Gid>,
+}
+
+/// Connections and address handles that the rules may not allow any more.
+#[derive(Default)]
+pub(crate) struct Doubts {
+    pub qps: Vec<Handle<Qp>>,
+    pub ahs: Vec<Handle<Ah>>,
+}
 
 /// What leads to other hosts.
 pub(crate) struct Network {
     /// By group and GID.
     pub routes: HashMap<(u32, Gid), Route>,
+    /// Who may talk to whom, by group. In a group that is not here everybody may talk to all that there are routes to.
+    pub rules: HashMap<u32, GroupRules>,
     /// This host's own address in that network, for connections over the wire between its own vRNICs.
     pub own_host: Option<IpAddr>,
     /// The first of the UDP source ports that connections and address handles have.
@@ -33,6 +51,7 @@ impl Default for Network {
     fn default() -> Self {
         Network {
             routes: HashMap::new(),
+            rules: HashMap::new(),
             own_host: None,
             first_port: FIRST_SOURCE_PORT,
             wire_mtu: MAX_MTU,
@@ -45,6 +64,17 @@ impl Default for Network {
 }
 
 impl Network {
+    /// The number of a group between hosts; 0 if it is not known.
+    pub fn vni(&self, group: u32) -> u32 {
+        self.rules.get(&group).map_or(0, |r| r.vni)
+    }
+
+    /// The number of the group to which a route from `group` leads, if that is another one.
+    pub fn other_group(&self, group: u32, route: &Route) -> Option<u32> {
+        let own = self.vni(group);
+        (own != 0 && own != route.vni).then_some(route.vni)
+    }
+
     /// True if `from` is the address of a plain device of this group.
     pub fn is_foreign(&self, group: u32, from: IpAddr) -> bool {
         self.routes.get(&(group, Gid::from_ip(from))).is_some_and(|r| r.foreign && r.host == from)

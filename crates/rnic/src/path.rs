@@ -2,7 +2,7 @@
 
 use std::net::{IpAddr, Ipv4Addr};
 
-use unirdma_formats::wire::ROCE_PORT;
+use unirdma_formats::wire::{DEFAULT_PKEY, ROCE_PORT};
 
 /// Where the holder of a GID is reached.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, serde::Serialize, serde::Deserialize)]
@@ -13,8 +13,17 @@ pub struct Route {
     /// The holder is a plain RoCEv2 device. Such a device knows this side by the vRNIC's own GID, so packets to it leave from that
     /// address.
     pub foreign: bool,
-    /// VXLAN network identifier of the group, 24 bits.
+    /// VXLAN network identifier of the holder's group, 24 bits.
     pub vni: u32,
+}
+
+/// P_Keys below this one come from the number of a group; the one above them is the default partition's.
+const PKEYS: u32 = 0x7fff;
+
+/// The P_Key of packets for a group with this number, with the membership bit of full members. Groups whose numbers differ by a multiple of
+/// 32,766 have one P_Key.
+pub(crate) fn pkey_of(vni: u32) -> u16 {
+    if vni == 0 { DEFAULT_PKEY } else { 0x8000 | (1 + (vni - 1) % (PKEYS - 1)) as u16 }
 }
 
 /// The two ends of a QP's packets.
@@ -30,12 +39,24 @@ pub struct Path {
     pub class: u8,
     /// There is no link: what is sent is lost.
     pub cut: bool,
+    /// If the peer belongs to another group that a rule joins with the own one: that group's number, and the own one's.
+    pub across: Option<(u32, u32)>,
+    /// P_Keys of the packets of a connection: of those that are sent, and of those that come in.
+    pub pkeys: (u16, u16),
 }
 
 impl Path {
     /// From this host to another one, on the port of RoCEv2.
     pub fn new(to: IpAddr) -> Self {
-        Path { to, from: None, port: ROCE_PORT, class: 0, cut: false }
+        Path {
+            to,
+            from: None,
+            port: ROCE_PORT,
+            class: 0,
+            cut: false,
+            across: None,
+            pkeys: (DEFAULT_PKEY, DEFAULT_PKEY),
+        }
     }
 
     /// The path to a GID that no known host has at the moment. What is sent on it is lost.
@@ -48,10 +69,17 @@ impl Path {
         self.cut = !linked || self.to.is_unspecified();
     }
 
+    /// This path between groups with these numbers, both on hosts of ours; 0 is a number that is not known.
+    pub(crate) fn between(self, own: u32, peer: u32) -> Path {
+        let across = (own != 0 && own != peer).then_some((peer, own));
+        let pkeys = if own == 0 { self.pkeys } else { (pkey_of(peer), pkey_of(own)) };
+        Path { across, pkeys, ..self }
+    }
+
     /// This path with the two hosts of `there`, or to no known host. `linked` says whether this end has a link.
     pub(crate) fn led(self, there: Option<Path>, linked: bool) -> Path {
-        let Path { to, from, .. } = there.unwrap_or(Path::nowhere());
-        let mut path = Path { to, from, ..self };
+        let Path { to, from, across, pkeys, .. } = there.unwrap_or(Path::nowhere());
+        let mut path = Path { to, from, across, pkeys, ..self };
         path.link(linked);
         path
     }
@@ -73,12 +101,14 @@ pub struct Arrival {
     pub congested: bool,
     /// The group of vRNICs in whose VXLAN network it came; its bytes begin with the inner IP header then, which has the addresses.
     pub group: Option<u32>,
+    /// The number of the sender's group, if that is another one than the group in whose network it came.
+    pub source: Option<u32>,
 }
 
 impl Arrival {
     /// Of the IP packet of a datagram that came from a host inside the VXLAN network of a group.
     pub fn inside(from: IpAddr, group: u32) -> Self {
-        Arrival { from, port: 0, to: from, congested: false, group: Some(group) }
+        Arrival { from, port: 0, to: from, congested: false, group: Some(group), source: None }
     }
 }
 
@@ -91,7 +121,7 @@ pub struct WireDrops {
     pub no_qp: u64,
     /// From a host that the QP is not connected to.
     pub wrong_source: u64,
-    /// A P_Key that is not the default one.
+    /// A P_Key that is neither the default one nor that of the QP's group.
     pub bad_pkey: u64,
     /// The QP's state or type does not take it.
     pub bad_state: u64,

@@ -6,6 +6,7 @@ use std::ops::{Deref, DerefMut};
 use unirdma_abi as abi;
 use unirdma_abi::Status;
 use unirdma_formats::Gid;
+use unirdma_policy::Rule;
 
 use crate::cm::{Cm, Manager};
 use crate::core::Core;
@@ -98,6 +99,21 @@ impl Rnic {
     pub fn set_routes(&mut self, routes: HashMap<(u32, Gid), Route>) {
         self.core.set_routes(routes);
         self.manager().addresses_changed();
+    }
+
+    /// The rules that concern a group of vRNICs, as those who wrote them call groups: by their numbers between hosts, of which `vni` is its own.
+    /// Connections that they do not allow any more end as [`Rnic::recheck`] is called.
+    pub fn set_rules<'a>(&mut self, group: u32, vni: u32, rules: impl IntoIterator<Item = &'a Rule<u32, Gid>>) {
+        if self.core.set_rules(group, vni, rules) {
+            self.manager().doubt_all();
+            self.manager().addresses_changed();
+        }
+    }
+
+    /// Looks at so many connections and address handles that are in doubt since the rules have changed, and ends those that are not allowed.
+    /// True if others are left.
+    pub fn recheck(&mut self, most: usize) -> bool {
+        self.core.recheck_objects(most) || self.manager().recheck(most)
     }
 
     /// A packet came in; `bytes` are all from the BTH up to the ICRC, which the port has checked. Of a packet that came inside VXLAN

@@ -23,6 +23,7 @@ enum Told {
     Connect(Peer),
     Modified(u32),
     Reset,
+    Sever,
     Step,
 }
 
@@ -77,6 +78,10 @@ impl Executor<Core> for Scripted {
 
     fn reset(&mut self, _: &mut Core, _: Handle<Qp>) {
         self.script().told.push(Told::Reset);
+    }
+
+    fn sever(&mut self, _: &mut Core, _: Handle<Qp>) {
+        self.script().told.push(Told::Sever);
     }
 
     /// Ends one WQE a turn, as the script says, without a look at what it asks for.

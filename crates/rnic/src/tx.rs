@@ -2,7 +2,7 @@
 
 use std::convert::Infallible;
 
-use unirdma_formats::net::{ETH_BYTES, Flow, MAX_IP_UDP_BYTES, VXLAN_BYTES, vxlan};
+use unirdma_formats::net::{ETH_BYTES, Flow, MAX_IP_UDP_BYTES, VXLAN_BYTES, vxlan, vxlan_from};
 use unirdma_formats::wire::{ICRC_BYTES, MAX_HEADER_BYTES, Packet, padding};
 
 use crate::path::Path;
@@ -30,6 +30,8 @@ pub struct TxPacket {
 /// congestion notifications are lost.
 const TX_BYTES: usize = 1 << 20;
 const TX_FULL: usize = TX_BYTES - (64 << 10);
+/// Where the P_Key lies in a BTH.
+const PKEY_AT: usize = 2;
 
 /// Most bytes that an encapsulation puts before a packet.
 pub const MAX_OUTER_BYTES: usize = VXLAN_BYTES + ETH_BYTES + MAX_IP_UDP_BYTES;
@@ -143,12 +145,15 @@ impl Tx {
                 self.bytes[start + outer..start + outer + bytes.len()].copy_from_slice(bytes);
                 outer += bytes.len();
             };
-            put(&vxlan(vni));
+            put(&path.across.map_or(vxlan(vni), |(_, own)| vxlan_from(vni, own)));
             put(&ethernet(&flow));
             let udp = head.opcode.header_bytes() + len + padding(len) + ICRC_BYTES;
             outer += flow.put(&mut self.bytes[start + outer..], udp);
         }
         let at = start + outer + head.put(&mut self.bytes[start + outer..], len);
+        if inside.is_none() {
+            self.bytes[start + PKEY_AT..][..2].copy_from_slice(&path.pkeys.0.to_be_bytes());
+        }
         fill(&mut self.bytes[at..at + len])?;
         let end = at + len + padding(len);
         self.bytes[at + len..end].fill(0);

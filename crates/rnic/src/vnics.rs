@@ -12,7 +12,7 @@ use unirdma_formats::{AsyncEvent, Gid};
 
 use crate::core::Core;
 use crate::objects::{
-    Backing, Counters, Hollow, Mr, MrNote, Qp, QpInfo, Room, SessionId, Usage, Used, Vnic, VnicConfig, VnicId,
+    Backing, Begun, Counters, Hollow, Mr, MrNote, Qp, QpInfo, Room, SessionId, Usage, Used, Vnic, VnicConfig, VnicId,
 };
 use crate::pace::{Limit, Share};
 use crate::path::{Route, WireDrops};
@@ -36,6 +36,7 @@ impl Core {
             kicks: 0,
             room: Room::default(),
             hollow: Hollow::default(),
+            begun: Begun::default(),
             gsi: None,
         };
         let id = self.objects.vnics.insert(v).map(VnicId)?;
@@ -209,7 +210,7 @@ impl Core {
         let Some(v) = self.objects.vnics.get(id.0) else { return };
         for h in self.objects.qps.handles(|q| q.vnic == id) {
             if let Some(q) = self.objects.qps.get_mut(h) {
-                let linked = v.is_linked(q.own);
+                let linked = v.is_linked(q.own) && !q.barred;
                 q.counters.wire.link_downed += u64::from(q.linked && !linked);
                 q.linked = linked;
                 if let Some(w) = q.wire_mut() {
@@ -219,7 +220,7 @@ impl Core {
         }
         for &h in self.objects.sessions.iter().filter(|(_, s)| s.vnic == id).flat_map(|(_, s)| s.names.ahs.values()) {
             if let Some(a) = self.objects.ahs.get_mut(h) {
-                a.linked = v.is_linked(Some(a.own()));
+                a.linked = v.is_linked(Some(a.own())) && !a.barred;
             }
         }
     }
@@ -232,8 +233,14 @@ impl Core {
 
     /// Where GIDs of other hosts are reached, by group.
     pub(crate) fn set_routes(&mut self, routes: HashMap<(u32, Gid), Route>) {
-        self.multicast.set_routes(&routes);
         self.net.routes = routes;
+        self.routes_changed();
+    }
+
+    /// Multicast goes to the hosts of all routes.
+    pub(crate) fn routes_changed(&mut self) {
+        let net = &self.net;
+        self.multicast.set_routes(&net.routes, |group| net.vni(group));
     }
 
     /// The IP multicast groups by which plain devices may send to this host, if others than at the last call.

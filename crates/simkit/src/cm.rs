@@ -67,6 +67,12 @@ impl Cm {
         Cm { net: Net::hosts(hosts, &[typ, typ], seed, faults), space }
     }
 
+    /// Two ends with RC QPs on one host, and on two, the server in another group (blue) than the client (red).
+    pub fn apart() -> [(&'static str, Cm); 2] {
+        let net = |hosts| Net::groups(hosts, &[QpType::Rc; 2], &[0, 1], |end| end % hosts);
+        [1, 2].map(|n| (["one host", "two hosts"][n - 1], Cm { net: net(n), space: port_space::TCP }))
+    }
+
     /// Two ends with RC QPs on one host, and on two.
     pub fn each() -> [(&'static str, Cm); 2] {
         [1, 2].map(|n| (["one host", "two hosts"][n - 1], Cm::new(n, port_space::TCP, 5, Faults::default())))

@@ -1,20 +1,26 @@
 //! Hosts with one RNIC each, and a bad network between them, on a virtual clock.
 
-use std::collections::{BTreeMap, HashMap};
+use std::collections::{BTreeMap, BTreeSet, HashMap};
 use std::hash::{DefaultHasher, Hash};
 use std::net::IpAddr;
 
 use unirdma_abi as abi;
 use unirdma_formats::cm::{GSI_QPN, Mad};
-use unirdma_formats::net::{ETH_BYTES, Flow, VXLAN_BYTES};
+use unirdma_formats::net::{ETH_BYTES, Flow, VXLAN_BYTES, vxlan_source};
 use unirdma_formats::wire::{Envelope, ICRC_BYTES, Packet, ROCE_PORT, icrc};
 use unirdma_formats::{Gid, QpType, WrOpcode};
+use unirdma_policy::Rule;
 use unirdma_rnic::{Arrival, Attached, Counters, Job, Object, Record, RestoreError, Rng, Rnic, Route, SessionId};
 
 use crate::{End, IOVA, SECOND, address, attrs_of, ip, poll, wqe};
 
 /// How long a packet takes that is not held up.
 const DELAY_NS: u64 = 5_000;
+
+/// The number of group 0 between hosts.
+pub const FIRST_VNI: u32 = 77;
+/// What rules call the groups 0, 1 and so on.
+pub const NAMES: [&str; 3] = ["red", "blue", "green"];
 
 /// An end that has left waits at most this long for a host.
 const MOST_AWAY_NS: u64 = SECOND / 10;
@@ -69,6 +75,8 @@ pub struct Net {
     pub rnics: Vec<Rnic>,
     /// End `i` has the address `ip(1 + i)`.
     pub ends: Vec<End>,
+    /// The group of each end.
+    groups: Vec<u32>,
     /// The host of each end, or that of an end that is away: the one that it left.
     homes: Vec<usize>,
     /// Ends whose vRNICs are on no host.
@@ -115,7 +123,7 @@ pub fn host(i: usize) -> IpAddr {
 
 /// Where a packet from `from` came in.
 pub fn arrival(from: IpAddr) -> Arrival {
-    Arrival { from, port: ROCE_PORT, to: host(0), congested: false, group: None }
+    Arrival { from, port: ROCE_PORT, to: host(0), congested: false, group: None, source: None }
 }
 
 /// GID of end `i`.
@@ -153,13 +161,32 @@ impl Net {
 
     /// As [`Net::hosts`], with ends on the hosts that `home` says.
     pub fn homes(hosts: usize, types: &[QpType], seed: u64, faults: Faults, home: impl Fn(usize) -> usize) -> Net {
+        Net::made(hosts, types, &vec![0; types.len()], seed, faults, home)
+    }
+
+    /// As [`Net::homes`] without faults, with ends in these groups. Between hosts the number of a group is [`FIRST_VNI`] and that many more.
+    pub fn groups(hosts: usize, types: &[QpType], groups: &[u32], home: impl Fn(usize) -> usize) -> Net {
+        let mut net = Net::made(hosts, types, groups, 3, Faults::default(), home);
+        net.rules(&[]);
+        net
+    }
+
+    fn made(
+        hosts: usize,
+        types: &[QpType],
+        groups: &[u32],
+        seed: u64,
+        faults: Faults,
+        home: impl Fn(usize) -> usize,
+    ) -> Net {
         let mut rnics: Vec<Rnic> = (0..hosts as u64).map(|i| Rnic::new(seed ^ (i * 0xabcd), 0)).collect();
-        let ends: Vec<End> =
-            types.iter().enumerate().map(|(i, &t)| End::of_type(&mut rnics[home(i)], 0, 1 + i as u8, t)).collect();
+        let end = |(i, &t)| End::of_type(&mut rnics[home(i)], groups[i], 1 + i as u8, t);
+        let ends: Vec<End> = types.iter().enumerate().map(end).collect();
         rnics.iter_mut().enumerate().for_each(|(h, rnic)| rnic.set_own_host(host(h)));
         let rng = Rng::new(seed);
         let cut = vec![false; hosts];
         let mut net = Net {
+            groups: groups.to_vec(),
             homes: (0..ends.len()).map(home).collect(),
             away: BTreeMap::new(),
             wander: 0,
@@ -186,17 +213,35 @@ impl Net {
         net
     }
 
-    /// Tells each host where the ends of the others are. An end that is away is where it was last, but for that host.
+    /// Tells each host where the ends of the others are, and those of other groups here. An end that is away is where it was last, but for
+    /// that host.
     fn set_routes(&mut self) {
+        let groups: BTreeSet<u32> = self.groups.iter().copied().collect();
         for (h, rnic) in self.rnics.iter_mut().enumerate() {
             let nowhere = IpAddr::from([0; 4]);
-            let homes = self.homes.iter().enumerate();
-            let routes = homes.filter_map(|(end, &home)| match home == h {
-                false => Some((end, host(home))),
-                true => self.away.contains_key(&end).then_some((end, nowhere)),
+            let all =
+                groups.iter().flat_map(|&g| self.homes.iter().enumerate().map(move |(end, &home)| (g, end, home)));
+            let routes = all.filter_map(|(g, end, home)| match home == h && self.groups[end] == g {
+                false => Some((g, end, host(home))),
+                true => self.away.contains_key(&end).then_some((g, end, nowhere)),
             });
-            let route = |(end, host)| ((0, gid(end)), Route { host, foreign: false, vni: 77 });
+            let vni = |end: usize| FIRST_VNI + self.groups[end];
+            let route = |(g, end, host)| ((g, gid(end)), Route { host, foreign: false, vni: vni(end) });
             rnic.set_routes(routes.map(route).collect::<HashMap<_, _>>());
+        }
+    }
+
+    /// These rules are in force on all hosts from now on. They call groups by the names of [`NAMES`], in the order of their numbers.
+    pub fn rules(&mut self, rules: &[&str]) {
+        let groups: BTreeSet<u32> = self.groups.iter().copied().collect();
+        let vni = |name: &String| NAMES.iter().position(|n| n == name).map(|i| FIRST_VNI + i as u32);
+        let rules = rules.iter().map(|r| r.parse::<Rule>().unwrap());
+        let rules: Vec<Rule<u32, Gid>> = rules.map(|r| r.translate(vni, |a| Gid::from_ip(*a)).unwrap()).collect();
+        for rnic in &mut self.rnics {
+            for &g in &groups {
+                rnic.at(self.now).set_rules(g, FIRST_VNI + g, &rules);
+                while rnic.recheck(1) {}
+            }
         }
     }
 
@@ -402,7 +447,12 @@ impl Net {
         let rnic = &mut self.rnics[f.to];
         if f.outer > 0 {
             let before = rnic.wire_drops().bad_icrc;
-            rnic.handle_packet(self.now, &Arrival::inside(host(f.from), 0), &f.bytes[VXLAN_BYTES + ETH_BYTES..]);
+            let header = f.bytes.first_chunk::<VXLAN_BYTES>().unwrap();
+            let vni = u32::from_be_bytes([0, header[4], header[5], header[6]]);
+            // A bit may have changed; then the packet is for nobody that there is.
+            let group = vni.wrapping_sub(FIRST_VNI);
+            let a = Arrival { source: vxlan_source(header), ..Arrival::inside(host(f.from), group) };
+            rnic.handle_packet(self.now, &a, &f.bytes[VXLAN_BYTES + ETH_BYTES..]);
             self.caught += rnic.wire_drops().bad_icrc - before;
             return;
         }

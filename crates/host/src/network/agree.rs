@@ -85,6 +85,8 @@ pub(super) struct Agreement {
     epoch: u64,
     /// Groups with members elsewhere: number, and the hosts.
     groups: BTreeMap<String, (u32, BTreeSet<IpAddr>)>,
+    /// The same of groups that rules join with those, and that this host need not have.
+    joined: BTreeMap<String, (u32, BTreeSet<IpAddr>)>,
     said: HashMap<IpAddr, Said>,
 }
 
@@ -98,6 +100,16 @@ impl Agreement {
         self.said.retain(|host, _| peers.contains(host));
         for host in peers {
             self.said.entry(host).or_default().knows_us = false;
+        }
+    }
+
+    /// From now on rules join these groups with those that this host has.
+    pub fn set_joined<'a>(&mut self, groups: impl Iterator<Item = &'a Members>) {
+        self.joined.clear();
+        // Each group that a group is joined with sees those addresses of it that a rule lets it reach.
+        for m in groups {
+            let (_, hosts) = self.joined.entry(m.name.clone()).or_insert((m.vni, BTreeSet::new()));
+            hosts.extend(m.hosts.iter().copied());
         }
     }
 
@@ -175,14 +187,16 @@ impl Agreement {
 
     /// Where hosts have said something else than this one, whose address for a peer `here` tells; at most [`MAX_DISAGREEMENTS`].
     pub fn disagreements(&self, here: impl Fn(IpAddr) -> IpAddr) -> Vec<Disagreement> {
-        let by_vni: BTreeMap<u32, &String> = self.groups.iter().map(|(name, g)| (g.0, name)).collect();
+        let by_vni: BTreeMap<u32, &String> =
+            self.joined.iter().chain(&self.groups).map(|(name, g)| (g.0, name)).collect();
         let mut found = BTreeSet::new();
         for (&there, said) in &self.said {
             for (&vni_there, group_there) in &said.names {
                 // The group of that name here, and the group of that number.
                 let same_number = by_vni.get(&vni_there).copied();
                 for name in [Some(group_there), same_number].into_iter().flatten() {
-                    let group = self.groups.get(name).filter(|(_, hosts)| hosts.contains(&there));
+                    let is_there = |(_, hosts): &&(u32, BTreeSet<IpAddr>)| hosts.contains(&there);
+                    let group = self.groups.get(name).filter(is_there).or(self.joined.get(name).filter(is_there));
                     let Some(&(vni_here, _)) = group else { continue };
                     let agrees = name == group_there && vni_here == vni_there;
                     if !agrees && found.len() < MAX_DISAGREEMENTS {
@@ -271,6 +285,13 @@ mod tests {
             found[1].starts_with("VNI 1 is group default at 192.168.7.1, this host, and group blue at 192.168.7.2;")
         );
         assert_eq!((found.len(), b.disagreements(|_| host(2)).len()), (2, 2));
+        // A group that only the other one has, and that a rule joins with one here.
+        b.set_groups(members(&[("blue", 2, 1), ("red", 7, 1)]).iter(), 14);
+        tell(&b, 2, &mut a, 1);
+        assert!(a.disagreements(|_| host(1)).is_empty());
+        a.set_joined(members(&[("red", 8, 2)]).iter());
+        let found = a.disagreements(|_| host(1));
+        assert_eq!((found.len(), found[0].vni_here, found[0].vni_there), (1, 8, 7));
     }
 
     #[test]

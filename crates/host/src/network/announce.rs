@@ -59,10 +59,11 @@ impl Announcer {
         self.timer.as_fd()
     }
 
-    /// From now on this host has these groups; tells the peers.
-    pub fn set_groups(&mut self, groups: &[Members], out: &impl Outlet) {
+    /// From now on this host has these groups, and rules join those with them; tells the peers.
+    pub fn set_groups(&mut self, groups: &[Members], joined: &[Members], out: &impl Outlet) {
         let epoch = getrandom::u64().unwrap_or_default().max(1);
         self.agreement.set_groups(groups.iter(), epoch);
+        self.agreement.set_joined(joined.iter());
         self.logged.clear();
         self.repeat = FIRST_REPEAT;
         self.announce(out);

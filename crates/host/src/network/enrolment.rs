@@ -9,12 +9,13 @@ use std::sync::Arc;
 use serde::{Deserialize, Serialize};
 use unirdma_formats::Gid;
 use unirdma_formats::net::FIRST_SOURCE_PORT;
+use unirdma_policy::Rule;
 use unirdma_rnic::Route;
 
 use super::units::Range;
 use crate::faults::FaultyPort;
 use crate::port::{PacketPort, Port, UdpPort};
-use crate::tunnel::{Members, Tunnel};
+use crate::tunnel::{Joined, Members, Tunnel};
 
 /// What a descriptor is.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
@@ -60,15 +61,24 @@ pub(crate) struct Enrolment {
 /// Where a group's peers are, as its worker is told after each change.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub(crate) struct Plan {
-    /// Where virtual addresses of other hosts are reached.
+    /// Where virtual addresses of other hosts are reached, and those of groups that rules join with it.
     pub routes: Vec<(IpAddr, Route)>,
     /// The hosts of the group, for the tunnel.
     pub members: Members,
     /// Those of them that have said that the group has the same number there.
     pub agreed: BTreeSet<IpAddr>,
+    /// The groups that rules join with it.
+    pub joined: Vec<Joined>,
+    /// The rules that concern it. They call groups by their numbers.
+    pub rules: Vec<Rule<u32>>,
 }
 
 impl Plan {
+    /// The rules as the RNIC wants them.
+    pub fn gid_rules(&self) -> Vec<Rule<u32, Gid>> {
+        self.rules.iter().filter_map(|r| r.translate(|&vni| Some(vni), |&a| Gid::from_ip(a))).collect()
+    }
+
     /// The RNIC's routes of a group with this number.
     pub fn routes(&self, group: u32) -> HashMap<(u32, Gid), Route> {
         self.routes.iter().map(|&(address, route)| ((group, Gid::from_ip(address)), route)).collect()

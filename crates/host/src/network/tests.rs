@@ -91,7 +91,7 @@ impl Host {
     fn plan(&self) {
         for (name, w) in &self.workers {
             let plan = self.network.plan(name);
-            w.tunnel.set_plan(w.enrolment.id, plan.members, plan.agreed);
+            w.tunnel.set_plan(w.enrolment.id, plan.members, plan.agreed, plan.joined);
         }
     }
 
@@ -178,11 +178,11 @@ fn frames_come_from_peers_of_the_group_only() {
         h1.tunnel("default").receive(0, &mut buffer).is_none() && h1.tunnel("red").receive(0, &mut buffer).is_none()
     );
     let got = h1.tunnel("blue").receive(0, &mut buffer);
-    assert_eq!(got, Some(Tunneled::Frame { group: 1, frame: &frame }));
+    assert_eq!(got, Some(Tunneled::Frame { group: 1, source: None, frame: &frame }));
     let mut datagram = frame.clone();
     datagram[6..12].copy_from_slice(&DATAGRAM_MAC);
     h0.tunnel("blue").send(2, &datagram);
-    let expected = Tunneled::Datagram { from: a, group: 1, packet: &datagram[ETH_BYTES..] };
+    let expected = Tunneled::Datagram { from: a, group: 1, source: None, packet: &datagram[ETH_BYTES..] };
     assert_eq!(h1.tunnel("blue").receive(0, &mut buffer), Some(expected));
     // Host 2 is nobody to host 1, nor has host 1 members of `red` elsewhere.
     let before = h1.info().drops;
@@ -203,6 +203,53 @@ fn frames_come_from_peers_of_the_group_only() {
     other.send_to(&[&vxlan(5)[..], &frame].concat(), (b, VXLAN_PORT)).unwrap();
     assert!(h1.drain("blue").is_empty());
     assert_eq!(h1.info().drops.not_a_peer, before.not_a_peer + 1);
+}
+
+/// An ARP request from 10.0.0.`from` for 10.0.0.`to`.
+fn arp(from: u8, to: u8) -> Vec<u8> {
+    let mac = [2, 0, 10, 0, 0, from];
+    [&[0xff; 6][..], &mac, &[8, 6, 0, 1, 8, 0, 6, 4, 0, 1], &mac, &[10, 0, 0, from], &[0; 6], &[10, 0, 0, to]].concat()
+}
+
+#[test]
+fn groups_that_a_rule_joins_meet_on_one_host_and_between_two_until_the_rule_goes() {
+    let ips = hosts(49);
+    let [a, b] = [ips[0], ips[1]];
+    let places = format!("10.0.0.1 red {a}\n10.0.0.2 blue {a}\n10.0.0.3 blue {b}\n10.0.0.4 green {b}\n");
+    let joined = format!("{places}rule allow from group:red to group:blue both\n");
+    // Neither host has the group of the other one's vRNIC, but for blue.
+    let mut h0 = Host::new(a, &joined, &["default", "red", "blue"]);
+    let mut h1 = Host::new(b, &joined, &["default", "blue", "green"]);
+    settle(&mut [&mut h0, &mut h1]);
+    let red = h0.network.vni("red").unwrap();
+    let plan = h0.network.plan("red");
+    assert_eq!((plan.joined.len(), &plan.joined[0].agreed, plan.rules.len()), (1, &[a, b].into(), 1));
+    assert!(h0.network.plan("default").rules.is_empty() && h1.network.plan("green").joined.is_empty());
+    let mut buffer = vec![0; 2000];
+    for (to, host) in [(2, &h0), (3, &h1)] {
+        let frame = arp(1, to);
+        h0.tunnel("red").send_across(1, [10, 0, 0, to].into(), &frame);
+        let id = host.workers["blue"].enrolment.id;
+        let expected = Tunneled::Frame { group: id, source: Some(red), frame: &frame };
+        assert_eq!(host.tunnel("blue").receive(0, &mut buffer), Some(expected), "to {to}");
+    }
+    // Nobody knows an address of green; and an address of red's is not at host b.
+    h0.tunnel("red").send_across(1, [10, 0, 0, 4].into(), &arp(1, 4));
+    h1.tunnel("blue").send_across(1, [10, 0, 0, 1].into(), &arp(1, 2));
+    assert!(h1.drain("blue").is_empty() && h1.drain("green").is_empty() && h0.drain("red").is_empty());
+    assert_eq!(h0.tunnel("red").drops().address, 1);
+    // What says that it comes from a group that no rule joins with this one is for nobody.
+    let liar = h1.workers["blue"].tunnel.sockets().next().unwrap().try_clone().unwrap();
+    let (green, blue) = (h0.network.vni("green").unwrap(), h0.network.vni("blue").unwrap());
+    let frame = arp(4, 2);
+    liar.send_to(&[&unirdma_formats::net::vxlan_from(blue, green)[..], &frame].concat(), (a, VXLAN_PORT)).unwrap();
+    assert!(h0.drain("blue").is_empty());
+    assert_eq!(h0.tunnel("blue").drops().no_group, 1);
+    h0.set_peers(&places);
+    h1.set_peers(&places);
+    settle(&mut [&mut h0, &mut h1]);
+    h0.tunnel("red").send_across(1, [10, 0, 0, 3].into(), &arp(1, 3));
+    assert!(h1.drain("blue").is_empty() && h0.network.plan("red").joined.is_empty());
 }
 
 #[test]

@@ -53,7 +53,8 @@ impl Port for PacketPort {
                 // A damaged header is nobody's packet; the kernel drops those too.
                 let Some((flow, payload)) = packet.and_then(Flow::parse) else { return };
                 let congested = is_congested(flow.traffic_class);
-                let arrival = Arrival { from: flow.src, port: flow.src_port, to: flow.dst, congested, group: None };
+                let arrival =
+                    Arrival { from: flow.src, port: flow.src_port, to: flow.dst, congested, group: None, source: None };
                 let segment = segment_size(head).unwrap_or(payload.len()).max(1);
                 for (number, packet) in payload.chunks(segment).enumerate() {
                     *received += 1;

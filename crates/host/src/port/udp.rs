@@ -230,7 +230,7 @@ impl Port for UdpPort {
                         packet.split_last_chunk::<ICRC_BYTES>().map(|s| s.0)
                     };
                     match body {
-                        Some(body) => f(Arrival { from, port, to: *addr, congested, group: None }, body),
+                        Some(body) => f(Arrival { from, port, to: *addr, congested, group: None, source: None }, body),
                         None => counters.icrc_errors += 1,
                     }
                 }

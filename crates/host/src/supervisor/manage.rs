@@ -34,6 +34,10 @@ impl Supervisor {
             Request::VrnicAddress { name, ip, add: false } => self.remove_address(&name, ip),
             Request::GroupAdd { name, weight } => self.make_group(&name, weight.unwrap_or(USUAL_GROUP_WEIGHT)),
             Request::GroupSet { name, weight } => self.set_group(&name, weight),
+            Request::RuleList => {
+                let rules = self.around.network.as_ref().map(|n| lock(n).rules());
+                Ok(Response::Rules(rules.unwrap_or_default()))
+            }
             Request::GroupList => {
                 // Before that of the names.
                 let network = self.around.network.as_ref().map(|n| lock(n));
@@ -423,7 +427,11 @@ impl Supervisor {
         let answer = group.call(&mut inner, &Call::Show { name: name.into(), whole }, &[])?;
         let Answer::Vrnic(info) = answer else { return Err("the worker says something else than it was asked".into()) };
         let m = inner.members.get(name).ok_or_else(|| unknown(name))?;
-        Ok(Response::Vrnic(Box::new(self.complete(*info, &group, m))))
+        let mut v = self.complete(*info, &group, m);
+        if let Some(n) = self.around.network.as_ref().filter(|_| whole) {
+            v.rules = lock(n).rule_texts(&group.name);
+        }
+        Ok(Response::Vrnic(Box::new(v)))
     }
 
     /// Adds to what a worker says of a vRNIC what is known here.

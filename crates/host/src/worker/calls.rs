@@ -2,6 +2,9 @@
 
 use super::*;
 
+/// Connections and address handles that are looked at, after rules have changed, while the RNIC is held once.
+const MAX_RECHECKED: usize = 64;
+
 type Done = Result<Answer, String>;
 
 impl Worker {
@@ -125,8 +128,16 @@ impl Worker {
                 tunnel: self.switch.tunnel_drops(),
             }))),
             Call::Plan(plan) => {
-                self.engine.rnic.lock().set_routes(plan.routes(self.group_id));
-                self.switch.set_plan(self.group_id, plan.members, plan.agreed);
+                {
+                    let now = self.engine.now();
+                    let mut rnic = self.engine.rnic.lock();
+                    let rnic = rnic.at(now);
+                    rnic.set_routes(plan.routes(self.group_id));
+                    rnic.set_rules(self.group_id, plan.members.vni, &plan.gid_rules());
+                }
+                self.switch.set_plan(self.group_id, plan);
+                // Pollers have their turns in between, whatever there is to look at.
+                while self.engine.rnic.lock().recheck(MAX_RECHECKED) {}
                 // Somebody may have waited for an address.
                 self.engine.after_command();
                 Ok(Answer::Done)

@@ -26,8 +26,12 @@ impl Manager<'_> {
 
     pub(super) fn connect(&mut self, id: Id, r: &abi::CmReq) -> Result<()> {
         let c = self.expect(id, &[State::RouteResolved])?;
-        let (datagram, vnic) = (c.is_datagram(), c.vnic);
+        let (datagram, vnic, across) = (c.is_datagram(), c.vnic, c.across);
         let (Some(src), Some(dst)) = (c.src, c.dst) else { return Err(Status::BadState) };
+        if !self.core.may_ask(vnic, Gid::from_ip(dst.ip), across) {
+            self.core.count_refused(vnic);
+            return Err(Status::Unreachable);
+        }
         let private = private_of(r, if datagram { user_bytes::SIDR_REQ } else { user_bytes::REQ })?;
         let private = IpHeader { src_port: src.port, src: src.ip, dst: dst.ip }.before(private);
         let (local_id, psn) = (self.new_local_id(id), self.core.random.psns.next_u64() as u32 & 0xff_ffff);
@@ -178,12 +182,13 @@ impl Manager<'_> {
         let (vnic, owner, queue, space, tos, timeout) = (l.vnic, l.owner, l.queue, l.space, l.tos, l.ack_timeout);
         let port = l.src.map_or(0, |a| a.port);
         let id = self.insert(vnic, owner?, queue, space).ok()?;
+        let across = self.core.objects.vnics.get(vnic.0).and_then(|v| self.core.across(v.group, from));
         self.cm.ids.get_mut(listener)?.waiting += 1;
         let local_id = self.new_local_id(id);
         let c = self.cm.ids.get_mut(id)?;
         (c.state, c.listener, c.local_id, c.remote_id, c.tid) =
             (State::ReqReceived, listener, local_id, remote_id, tid);
-        (c.tos, c.ack_timeout) = (tos, timeout);
+        (c.tos, c.ack_timeout, c.across) = (tos, timeout, across);
         c.src = Some(Addr { ip: own.ip(), port });
         c.dst = Some(Addr { ip: from.ip(), port: ip.src_port });
         self.cm.requests.insert((vnic, from, remote_id, space == port_space::UDP), id);

@@ -42,6 +42,7 @@ impl Manager<'_> {
             state: State::Idle,
             src: None,
             dst: None,
+            across: None,
             reuse: false,
             one_family: false,
             tos: 0,
@@ -148,11 +149,13 @@ impl Manager<'_> {
         let Some(c) = self.cm.ids.get(id).filter(|c| c.state == State::AddrQuery) else { return false };
         let (Some(dst), Some(v)) = (c.dst, self.core.objects.vnics.get(c.vnic.0)) else { return false };
         let (group, gid) = (v.group, Gid::from_ip(dst.ip));
-        let there = self.core.is_reachable(group, gid);
+        let (vnic, across) = (c.vnic, self.core.across(group, gid));
+        let allowed = || gid.ip().is_multicast() || self.core.may_ask(vnic, gid, across);
+        let there = self.core.is_reachable(group, gid) && allowed();
         if there {
             self.stop_timer(id);
             if let Some(c) = self.cm.ids.get_mut(id) {
-                c.state = State::AddrResolved;
+                (c.state, c.across) = (State::AddrResolved, across);
             }
             self.raise(id, CmEventKind::AddrResolved, 0, &[]);
         }

@@ -146,6 +146,8 @@ pub(crate) struct CmId {
     pub state: State,
     pub src: Option<Addr>,
     pub dst: Option<Addr>,
+    /// The number of the peer's group, if that is another one.
+    pub across: Option<u32>,
     pub reuse: bool,
     pub one_family: bool,
     pub tos: u8,
@@ -230,6 +232,8 @@ pub(crate) struct Cm {
     /// Requests to services that nobody listens to yet, in order of their deadlines.
     pub early: VecDeque<Early>,
     pub psn: Psn,
+    /// Identifiers whose connections the rules may not allow any more.
+    pub doubts: Vec<Id>,
 }
 
 impl Cm {

@@ -57,7 +57,7 @@ impl Manager<'_> {
         if self.core.net.tx.is_full() {
             return;
         }
-        let path = Path { from: route.foreign.then(|| own.ip()), ..Path::new(route.host) };
+        let Some(path) = self.core.way_to(v, own, to) else { return };
         let inside = (!route.foreign).then_some((route.vni, flow));
         self.core.net.tx.put(path, inside, &head, mad);
         self.core.tap_sent(Some(vnic));
@@ -93,8 +93,37 @@ impl Manager<'_> {
             self.core.net.drops.bad_state += 1;
             return;
         }
-        self.on_mad(vnic, own, mail.from, p.payload, false);
-        self.deliver_local_mads();
+        // For a packet of a virtual layer that was asked when it came.
+        if mail.to.is_some() || self.core.may_hear_mad(vnic, mail.from, None, p.payload) {
+            self.on_mad(vnic, own, mail.from, p.payload, false);
+            self.deliver_local_mads();
+        }
+    }
+
+    /// The rules have changed: all connections are in doubt.
+    pub fn doubt_all(&mut self) {
+        let doubtful = [State::ReqSent, State::RepSent, State::RepReceived, State::Established];
+        self.cm.doubts = self.cm.ids.handles(|c| doubtful.contains(&c.state));
+    }
+
+    /// Looks at so many connections that are in doubt, and ends those that are not allowed. True if others are left.
+    pub fn recheck(&mut self, most: usize) -> bool {
+        for _ in 0..most {
+            let Some(id) = self.cm.doubts.pop() else { return false };
+            let Some(c) = self.cm.ids.get(id) else { continue };
+            if c.remote().is_none_or(|to| self.core.may_connect(c.vnic, to, c.across)) {
+                continue;
+            }
+            match c.state {
+                State::ReqSent | State::RepSent | State::RepReceived => {
+                    self.close(id, CmEventKind::Unreachable, -ETIMEDOUT, &[]);
+                }
+                // Datagrams know no end of a connection.
+                State::Established if !c.is_datagram() => self.disconnected(id, -ETIMEDOUT),
+                _ => {}
+            }
+        }
+        true
     }
 
     /// The vRNIC that a plain device's MAD is for: the one with the address that it names, or that it has asked before.

@@ -297,9 +297,22 @@ impl Core {
         if a.is_global == 0 || a.port_num != 1 {
             return Err(Status::BadValue);
         }
-        let (flow, target, linked) = self.resolve_address(self.objects.vnic_of(s)?, &a.grh)?;
+        let vnic = self.objects.vnic_of(s)?;
+        let (flow, target, linked) = self.resolve_address(vnic, &a.grh, true)?;
+        if !matches!(target, Target::Many) {
+            let (gid, across) = (Gid(a.grh.dgid), target.across());
+            if !self.may_send_to(vnic, gid, across) {
+                self.count_refused(vnic);
+                return Err(Status::Unreachable);
+            }
+            self.note_begun(vnic, gid, across);
+        }
         let number = self.objects.new_number(s)?;
-        let h = self.objects.ahs.insert(Ah { owner: s, number, pd, flow, target, linked }).ok_or(Status::Exhausted)?;
+        let h = self
+            .objects
+            .ahs
+            .insert(Ah { owner: s, number, pd, flow, target, linked, barred: false })
+            .ok_or(Status::Exhausted)?;
         self.objects.names(s).and_then(|n| n.ahs.insert(number, h));
         self.objects.count_used(s, |u| u.ahs += 1);
         self.objects.use_pd(pd, true);
@@ -307,16 +320,21 @@ impl Core {
         Ok(number)
     }
 
-    /// Where datagrams of a vRNIC to an address go: their header, what that leads to, and whether they leave at all.
+    /// Where datagrams of a vRNIC to an address go: their header, what that leads to, and whether there is a link.
     ///
     /// # Errors
-    /// `BadValue` if it names no own GID, `Unreachable`.
-    pub(crate) fn resolve_address(&self, vnic: VnicId, grh: &abi::GlobalRoute) -> Result<(Flow, Target, bool)> {
+    /// `BadValue` if it names no own GID, `Unreachable` if it must be reached and is not.
+    pub(crate) fn resolve_address(
+        &self,
+        vnic: VnicId,
+        grh: &abi::GlobalRoute,
+        must: bool,
+    ) -> Result<(Flow, Target, bool)> {
         let v = self.objects.vnics.get(vnic.0).ok_or(Status::BadHandle)?;
         let own = v.gid(grh.sgid_index);
         let linked = v.is_linked(own);
         let (own, dgid) = (own.ok_or(Status::BadValue)?, Gid(grh.dgid));
-        if !self.is_reachable(v.group, dgid) {
+        if must && !self.is_reachable(v.group, dgid) {
             return Err(Status::Unreachable);
         }
         let hop_limit = if grh.hop_limit == 0 { HOP_LIMIT } else { grh.hop_limit };

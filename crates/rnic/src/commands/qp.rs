@@ -87,6 +87,7 @@ impl Core {
             connection: Connection::of_type(typ),
             own: None,
             linked: self.is_up(vnic),
+            barred: false,
             work: None,
             recv: None,
             served_by: 0,
@@ -294,6 +295,11 @@ impl Core {
                     Peer::There(Path { port, class: ah.grh.traffic_class & DSCP, ..path })
                 }
             });
+            let across = if let Some(Peer::There(path)) = peer { path.across.map(|(peer, _)| peer) } else { None };
+            if !self.may_connect(vnic, dgid, across) {
+                self.count_refused(vnic);
+                return Err(Status::Unreachable);
+            }
         }
         if to == QpState::Reset {
             self.reset_qp(h);
@@ -304,7 +310,7 @@ impl Core {
             self.execute_with(|e, core| e.connect(core, h, peer))?;
         }
         let Some(q) = self.objects.qps.get_mut(h) else { return Err(Status::BadHandle) };
-        (q.own, q.linked) = (own, linked);
+        (q.own, q.linked) = (own, linked && !q.barred);
         apply(q, mask, a);
         let was = q.state;
         self.execute_with(|e, core| e.modified(core, h, mask));
@@ -325,6 +331,7 @@ impl Core {
         let Some(q) = self.objects.qps.get_mut(h) else { return };
         q.linked = self.objects.vnics.get(q.vnic.0).is_some_and(|v| v.is_linked(None));
         q.own = None;
+        q.barred = false;
         q.state = QpState::Reset;
         q.attr = abi::QpAttr::default();
         (q.sq_cons, q.rq_cons) = (0, 0);

@@ -24,6 +24,8 @@ pub(crate) struct Ah {
     pub target: Target,
     /// What is sent with it leaves.
     pub linked: bool,
+    /// A rule does not allow what is sent with it any more.
+    pub barred: bool,
 }
 
 impl Ah {
@@ -43,6 +45,16 @@ pub(crate) enum Target {
     There(Path, u32),
     /// The members of a multicast group.
     Many,
+}
+
+impl Target {
+    /// The number of the group that it leads to, if that is another one.
+    pub fn across(&self) -> Option<u32> {
+        match self {
+            Target::Foreign(path) | Target::There(path, _) => path.across.map(|(peer, _)| peer),
+            Target::Here(_) | Target::Many => None,
+        }
+    }
 }
 
 /// The state of a UD QP beside its queues.

@@ -47,8 +47,8 @@ pub(crate) use queues::{Cq, Domains, Moderation, Pd, Srq, XrcSrq, Xrcd};
 pub use queues::{OpenXrcd, SrqAttr, SrqInfo};
 pub(crate) use session::{Names, Session};
 pub(crate) use stage::{Stage, Staged};
+pub(crate) use vnic::{Begun, Used, Vnic};
 pub use vnic::{Counters, Limits, MrNote, Usage, VnicConfig, WireCounters};
-pub(crate) use vnic::{Used, Vnic};
 pub(crate) use wire::{
     Answer, Flight, Message, Responder, WINDOW_MAX, WINDOW_MIN, Window as CongestionWindow, Wire, transport_of,
 };

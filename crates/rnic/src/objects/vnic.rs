@@ -1,5 +1,7 @@
 //! vRNICs: their addresses, quotas and counters.
 
+use std::collections::{HashSet, VecDeque};
+
 use unirdma_formats::Gid;
 
 use super::fetched::Room;
@@ -108,8 +110,42 @@ pub(crate) struct Vnic {
     pub room: Room,
     /// Whether the memory of its sessions has holes.
     pub hollow: Hollow,
+    /// Who of those who may begin to talk with it, while it may not with them, has done so; and the other way round.
+    pub begun: Begun,
     /// Its QP for the general services; without one connection management has its messages.
     pub gsi: Option<Handle<Qp>>,
+}
+
+/// Addresses that a vRNIC talks with where only one side may begin: one of both has. Of many the oldest are forgotten.
+#[derive(Default)]
+pub(crate) struct Begun {
+    order: VecDeque<Gid>,
+    known: HashSet<Gid>,
+}
+
+impl Begun {
+    /// Most addresses that are remembered.
+    const MAX: usize = 4096;
+
+    pub fn note(&mut self, gid: Gid) {
+        if self.known.insert(gid) {
+            self.order.push_back(gid);
+        }
+        if self.order.len() > Self::MAX
+            && let Some(oldest) = self.order.pop_front()
+        {
+            self.known.remove(&oldest);
+        }
+    }
+
+    pub fn has(&self, gid: Gid) -> bool {
+        self.known.contains(&gid)
+    }
+
+    /// All of them, the oldest first.
+    pub fn all(&self) -> impl Iterator<Item = Gid> {
+        self.order.iter().copied()
+    }
 }
 
 impl Vnic {
@@ -165,6 +201,8 @@ pub struct Counters {
     pub dropped: u64,
     /// Datagrams with another Q_Key than their QP's.
     pub qkey_violations: u64,
+    /// Connections, address handles, datagrams and connection requests that a rule did not allow.
+    pub refused: u64,
     /// What went over the network.
     pub wire: WireCounters,
 }

@@ -98,6 +98,7 @@ impl Saver<'_> {
             state,
             src,
             dst,
+            across: _,
             reuse,
             one_family,
             tos,
@@ -156,7 +157,13 @@ impl Saver<'_> {
 impl Rnic {
     pub(super) fn restore_cm(&mut self, d: &VnicData, vnic: VnicId, sessions: &HashMap<u32, SessionId>) {
         let (cm, now) = (&mut self.cm, self.core.now);
-        let made: Vec<Id> = d.cm.ids.iter().filter_map(|c| cm.ids.insert(cm_id(c, vnic, sessions))).collect();
+        let core = &self.core;
+        let live = |c: &CmIdData| {
+            let mut live = cm_id(c, vnic, sessions);
+            live.across = live.remote().and_then(|gid| core.across(d.group, gid));
+            live
+        };
+        let made: Vec<Id> = d.cm.ids.iter().filter_map(|c| cm.ids.insert(live(c))).collect();
         let id = |place: u32| made.get(place as usize).copied().unwrap_or(Id::NONE);
         for (c, &h) in d.cm.ids.iter().zip(&made) {
             let Some(live) = cm.ids.get_mut(h) else { continue };
@@ -240,6 +247,7 @@ fn cm_id(d: &CmIdData, vnic: VnicId, sessions: &HashMap<u32, SessionId>) -> CmId
         state: State::from_number(*state).unwrap_or(State::Closed),
         src: addr(*src),
         dst: addr(*dst),
+        across: None,
         reuse: *reuse,
         one_family: *one_family,
         tos: *tos,

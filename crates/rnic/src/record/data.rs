@@ -85,7 +85,7 @@ twin! { ShareData of Share { weight: u32, rate_bps: u64, ops: u64, burst_us: u64
 twin! {
     CountersData of Counters {
         sent_wrs: u64, sent_bytes: u64, received_wrs: u64, received_bytes: u64, rnr_waits: u64, timeouts: u64, errors: u64,
-        dropped: u64, qkey_violations: u64, wire: WireCountersData,
+        dropped: u64, qkey_violations: u64, refused: u64, wire: WireCountersData,
     }
 }
 
@@ -122,6 +122,8 @@ pub(crate) struct VnicData {
     pub bits_ns: u64,
     pub ops_ns: u64,
     pub counters: CountersData,
+    /// Whom it talks with where only one side may begin.
+    pub begun: Vec<GidBytes>,
     /// The number of the session that was made last.
     pub last_session: u32,
     pub sessions: Vec<SessionData>,

@@ -12,7 +12,7 @@ use super::{Attach, Attached, Object, Record, RestoreError};
 use crate::core::Core;
 use crate::multicast::MAX_MULTICAST_QPS;
 use crate::objects::{
-    Ah, Backing, Backlog, Connection, Cq, Datagrams, Door, Fetched, Held, Hollow, Local, Moderation, Mr, NO_SLOT,
+    Ah, Backing, Backlog, Begun, Connection, Cq, Datagrams, Door, Fetched, Held, Hollow, Local, Moderation, Mr, NO_SLOT,
     Names, Note, Pause, Pd, Qp, Room, Session, SessionId, Srq, Stage, Used, Vnic, VnicId, Wait, Window, Work, XrcSrq,
     Xrcd,
 };
@@ -55,6 +55,8 @@ impl Rnic {
         for &gid in d.gids.iter().filter(|g| !Gid(**g).is_zero()) {
             self.core.follow(d.group, Gid(gid));
         }
+        // The rules here may be others than where it was saved.
+        self.core.recheck_vnic(vnic);
         Ok(vnic)
     }
 
@@ -126,13 +128,14 @@ impl Core {
             bits_ns,
             ops_ns,
             counters,
+            begun,
             last_session,
             sessions: _,
             qps: _,
             cm: _,
         } = d;
         let (share, now) = (share.restore(), self.now);
-        let v = Vnic {
+        let mut v = Vnic {
             group: *group,
             gids: gids.iter().map(|&g| Gid(g)).collect(),
             up: *up,
@@ -144,8 +147,10 @@ impl Core {
             kicks: 0,
             room: Room::default(),
             hollow: Hollow::default(),
+            begun: Begun::default(),
             gsi: None,
         };
+        begun.iter().for_each(|&g| v.begun.note(Gid(g)));
         let id = self.objects.vnics.insert(v).map(VnicId)?;
         self.sched.add(id, share.weight);
         self.list_gids(id, true);
@@ -410,7 +415,10 @@ impl<'a> Restorer<'a> {
         let linked = self.core.objects.vnics.get(self.vnic.0).is_some_and(|v| v.is_linked(Some(own)));
         let target = self.core.target_of(self.vnic, &f, *port);
         let objects = &mut self.core.objects;
-        let Some(h) = objects.ahs.insert(Ah { owner, number: *number, pd, flow: f, target, linked }) else { return };
+        let Some(h) = objects.ahs.insert(Ah { owner, number: *number, pd, flow: f, target, linked, barred: false })
+        else {
+            return;
+        };
         objects.names(owner).and_then(|n| n.ahs.insert(*number, h));
         objects.count_used(owner, |u| u.ahs += 1);
         objects.use_pd(pd, true);
@@ -511,6 +519,7 @@ impl<'a> Restorer<'a> {
             connection: connected,
             own,
             linked,
+            barred: false,
             work: work.as_ref().map(|w| Box::new(Work { wait: why, ..*self.work(w) })),
             recv: recv.as_ref().map(|r| self.recv(r)),
             served_by: 0,

@@ -221,6 +221,7 @@ impl<'a> Saver<'a> {
             used: _,
             last_session,
             counters,
+            begun,
             kicks: _,
             room: _,
             hollow: _,
@@ -240,6 +241,7 @@ impl<'a> Saver<'a> {
             bits_ns: self.until(*bits_until),
             ops_ns: self.until(*ops_until),
             counters: CountersData::save(counters),
+            begun: begun.all().map(|g| g.0).collect(),
             last_session: *last_session,
             sessions: sessions.iter().filter_map(|&(_, s)| self.session(s)).collect(),
             qps,
@@ -353,7 +355,7 @@ impl<'a> Saver<'a> {
 
     fn ah(&self, ah: &Ah) -> AhData {
         // Where its packets go is looked up again.
-        let Ah { owner: _, number, pd, flow: f, target, linked: _ } = ah;
+        let Ah { owner: _, number, pd, flow: f, target, linked: _, barred: _ } = ah;
         let port = target.port(self.core.net.first_port, ah.own(), Gid::from_ip(f.dst));
         AhData { number: *number, pd: self.pds.get(pd).map_or(0, |at| at.number), flow: flow(f), port }
     }
@@ -389,6 +391,7 @@ impl<'a> Saver<'a> {
             connection,
             own,
             linked: _,
+            barred: _,
             work,
             recv,
             served_by: _,

@@ -1,0 +1,190 @@
+//! Who may talk to whom: the rules at work. `docs/rules.md` says what they mean.
+//!
+//! They are asked where a target is resolved: when a QP gets its peer, an address handle is made or a connection is asked for; and where a
+//! datagram or a message of connection management comes in. A connection that was made is not looked at again while it works: when the rules
+//! change, all connections and address handles of the group are *in doubt*, and [`crate::Rnic::recheck`] looks at each of them once.
+
+use unirdma_formats::cm::{Mad, Message};
+use unirdma_formats::{Gid, QpState};
+use unirdma_policy::{Party, Policy, Rule};
+
+use crate::core::Core;
+use crate::net::GroupRules;
+use crate::objects::{Ah, Qp, Target, VnicId};
+use crate::slab::Handle;
+
+impl Core {
+    /// The rules that concern a group of vRNICs are these from now on, and `vni` is its number between hosts, by which rules call it. If they
+    /// are others than before, all its connections and address handles are in doubt, and this is true.
+    pub(crate) fn set_rules<'a>(
+        &mut self,
+        group: u32,
+        vni: u32,
+        rules: impl IntoIterator<Item = &'a Rule<u32, Gid>>,
+    ) -> bool {
+        let new = GroupRules { vni, policy: Policy::new(rules) };
+        let old = self.net.rules.insert(group, new);
+        self.routes_changed();
+        if old.is_some_and(|old| Some(&old) == self.net.rules.get(&group)) {
+            return false;
+        }
+        let of_group = |core: &Self, id: VnicId| core.objects.vnics.get(id.0).is_some_and(|v| v.group == group);
+        let qps = self.objects.qps.handles(|q| of_group(self, q.vnic));
+        let ahs = self.objects.ahs.handles(|a| self.objects.vnic_of(a.owner).is_ok_and(|v| of_group(self, v)));
+        self.doubts.qps.extend(qps);
+        self.doubts.ahs.extend(ahs);
+        true
+    }
+
+    /// Looks at the connections and address handles of a vRNIC that was restored.
+    pub(crate) fn recheck_vnic(&mut self, id: VnicId) {
+        self.objects.qps.handles(|q| q.vnic == id).into_iter().for_each(|h| self.recheck_qp(h));
+        let own = |a: &Ah| self.objects.vnic_of(a.owner).is_ok_and(|v| v == id);
+        self.objects.ahs.handles(own).into_iter().for_each(|h| self.recheck_ah(h));
+    }
+
+    /// Looks at so many connections and address handles that are in doubt, and ends those that are not allowed. True if others are left.
+    pub(crate) fn recheck_objects(&mut self, most: usize) -> bool {
+        for _ in 0..most {
+            if let Some(h) = self.doubts.qps.pop() {
+                self.recheck_qp(h);
+            } else if let Some(h) = self.doubts.ahs.pop() {
+                self.recheck_ah(h);
+            } else {
+                return false;
+            }
+        }
+        true
+    }
+
+    fn recheck_qp(&mut self, h: Handle<Qp>) {
+        let Some(q) = self.objects.qps.get(h) else { return };
+        let lives = matches!(q.state, QpState::Rtr | QpState::Rts | QpState::Sqd | QpState::Sqe);
+        if !lives || q.wire().is_none() && q.local().is_none() {
+            return;
+        }
+        let across = q.wire().and_then(|w| w.path.across).map(|(peer, _)| peer);
+        let barred = !self.may_connect(q.vnic, Gid(q.attr.ah_attr.grh.dgid), across);
+        if barred == q.barred {
+            return;
+        }
+        let linked = self.objects.vnics.get(q.vnic.0).is_some_and(|v| v.is_linked(q.own)) && !barred;
+        let Some(q) = self.objects.qps.get_mut(h) else { return };
+        (q.barred, q.linked) = (barred, linked);
+        let (vnic, reliable) = (q.vnic, q.typ.is_reliable());
+        q.wire_mut().into_iter().for_each(|w| w.path.link(linked));
+        if barred {
+            self.count_refused(vnic);
+            // What is not reliable is lost from now on, as without a link.
+            if reliable {
+                self.execute_with(|e, core| e.sever(core, h));
+            }
+        }
+    }
+
+    fn recheck_ah(&mut self, h: Handle<Ah>) {
+        let Some(a) = self.objects.ahs.get(h) else { return };
+        if matches!(a.target, Target::Many) {
+            return;
+        }
+        let across = a.target.across();
+        let (own, Ok(vnic)) = (a.own(), self.objects.vnic_of(a.owner)) else { return };
+        let barred = !self.may_send_to(vnic, Gid::from_ip(a.flow.dst), across);
+        let linked = self.objects.vnics.get(vnic.0).is_some_and(|v| v.is_linked(Some(own))) && !barred;
+        if let Some(a) = self.objects.ahs.get_mut(h) {
+            (a.barred, a.linked) = (barred, linked);
+        }
+    }
+
+    /// The number of the group of whoever a group reaches by a GID, if that is another group.
+    pub(crate) fn across(&self, group: u32, gid: Gid) -> Option<u32> {
+        if self.objects.find_vnic(group, gid).is_some() {
+            return None;
+        }
+        self.net.routes.get(&(group, gid)).and_then(|route| self.net.other_group(group, route))
+    }
+
+    /// Whether a vRNIC may begin to talk to the holder of a GID, and whether that one may begin to talk to it. `across` is the number of the
+    /// holder's group, if that is another one.
+    fn verdict(&self, id: VnicId, peer: Gid, across: Option<u32>) -> (bool, bool) {
+        let Some(v) = self.objects.vnics.get(id.0) else { return (false, false) };
+        let Some(GroupRules { vni, policy }) = self.net.rules.get(&v.group) else { return (true, true) };
+        if across.is_none() && policy.is_empty() {
+            return (true, true);
+        }
+        let here = self.objects.find_vnic(v.group, peer).filter(|_| across.is_none());
+        // A vRNIC may always talk to itself.
+        if here == Some(id) {
+            return (true, true);
+        }
+        let addresses = here.and_then(|h| self.objects.vnics.get(h.0)).map_or(std::slice::from_ref(&peer), |v| &v.gids);
+        let own = Party { group: vni, addresses: &v.gids };
+        let there = Party { group: across.as_ref().unwrap_or(vni), addresses };
+        (policy.may_begin(own, there), policy.may_begin(there, own))
+    }
+
+    /// True if a vRNIC may have a connection with the holder of a GID: one of both may begin.
+    pub(crate) fn may_connect(&self, id: VnicId, peer: Gid, across: Option<u32>) -> bool {
+        let (out, back) = self.verdict(id, peer, across);
+        out || back
+    }
+
+    /// True if a vRNIC may ask the holder of a GID for a connection.
+    pub(crate) fn may_ask(&self, id: VnicId, peer: Gid, across: Option<u32>) -> bool {
+        self.verdict(id, peer, across).0
+    }
+
+    /// True if a vRNIC may send datagrams to the holder of a GID: it may begin to, or the holder has begun.
+    pub(crate) fn may_send_to(&self, id: VnicId, peer: Gid, across: Option<u32>) -> bool {
+        let (out, back) = self.verdict(id, peer, across);
+        out || back && self.objects.vnics.get(id.0).is_some_and(|v| v.begun.has(peer))
+    }
+
+    /// A vRNIC is about to send datagrams to the holder of a GID, who may answer.
+    pub(crate) fn note_begun(&mut self, id: VnicId, peer: Gid, across: Option<u32>) {
+        if self.verdict(id, peer, across) == (true, false)
+            && let Some(v) = self.objects.vnics.get_mut(id.0)
+        {
+            v.begun.note(peer);
+        }
+    }
+
+    /// True if a vRNIC takes a datagram from the holder of a GID: that one may begin to send, or this one has begun.
+    pub(crate) fn may_hear(&mut self, id: VnicId, from: Gid, across: Option<u32>) -> bool {
+        let (out, back) = self.verdict(id, from, across);
+        if out && back {
+            return true;
+        }
+        let Some(v) = self.objects.vnics.get_mut(id.0) else { return false };
+        if back {
+            v.begun.note(from);
+        }
+        let hears = back || out && v.begun.has(from);
+        v.counters.refused += u64::from(!hears);
+        hears
+    }
+
+    /// True if a vRNIC takes a message of connection management from the holder of a GID. Who may not begin may answer.
+    pub(crate) fn may_hear_mad(&mut self, id: VnicId, from: Gid, across: Option<u32>, mad: &[u8]) -> bool {
+        let (out, back) = self.verdict(id, from, across);
+        if out && back {
+            return true;
+        }
+        let asks =
+            |mad: &[u8]| matches!(Mad::parse(mad).map(|m| m.message), Some(Message::Req(_) | Message::SidrReq { .. }));
+        let hears = back || out && !asks(mad);
+        let Some(v) = self.objects.vnics.get_mut(id.0) else { return false };
+        if back {
+            v.begun.note(from);
+        }
+        v.counters.refused += u64::from(!hears);
+        hears
+    }
+
+    /// Counts something that a vRNIC wanted, or had, and that a rule does not allow.
+    pub(crate) fn count_refused(&mut self, id: VnicId) {
+        if let Some(v) = self.objects.vnics.get_mut(id.0) {
+            v.counters.refused += 1;
+        }
+    }
+}
