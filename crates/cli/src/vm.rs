@@ -381,7 +381,7 @@ mod tests {
         assert!(!text.contains("-kernel"));
         let text = words("--vrnic a --kernel k --initrd i");
         assert!(text.ends_with(&format!("-kernel k -initrd i -append {CONSOLE}")), "{text}");
-        assert!(words("--vrnic a --image i --format raw").ends_with(",format=raw"));
+        assert!(words("--vrnic a --image i --format raw").contains(",format=raw -device"));
     }
 
     #[test]
