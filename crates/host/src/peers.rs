@@ -165,14 +165,16 @@ impl Peers {
         let mut known: BTreeSet<IpAddr> = self.all_of(&group).map(|p| p.address).collect();
         let mut joined: BTreeMap<String, JoinedGroup> = BTreeMap::new();
         for name in self.rules.iter().filter_map(|r| r.joins(&group)).collect::<BTreeSet<_>>() {
-            // Of the other group only those count that a rule names.
-            let reaches = |r: &Rule, a: IpAddr| {
-                let other = if r.from.group() == name { &r.from } else { &r.to };
-                r.joins(&group) == Some(name) && matches!(other, Selector::Group(_))
-                    || *other == Selector::Vrnic(name.clone(), a)
-            };
+            // Of the other group only those count that a rule selects.
+            let (mut all, mut named) = (false, BTreeSet::new());
+            for r in self.rules.iter().filter(|r| r.joins(&group) == Some(name)) {
+                match if r.from.group() == name { &r.from } else { &r.to } {
+                    Selector::Group(_) => all = true,
+                    Selector::Vrnic(_, address) => _ = named.insert(*address),
+                }
+            }
             let mut of_name = JoinedGroup::default();
-            for p in self.all_of(name).filter(|p| self.rules.iter().any(|r| reaches(r, p.address))) {
+            for p in self.all_of(name).filter(|p| all || named.contains(&p.address)) {
                 match known.insert(p.address) {
                     true => of_name.peers.push((p.address, p.route)),
                     false => of_name.hidden.push(p.address),
