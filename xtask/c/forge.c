@@ -5,14 +5,19 @@
  *   forge neighbour ADDRESS SECONDS         sends to ADDRESS, ten times a second, and prints each MAC that the kernel has for it
  *   forge vxlan FROM PORT TO VNI            sends a frame inside VXLAN from a port of the address FROM (0: any)
  *   forge vxlan-pktinfo FROM PORT TO VNI    the same from a socket that is bound to another address of the host
+ *   forge roce FROM TO QPN                  sends WRITE requests for a QP from the address FROM, as a plain device would
+ *   forge again INTERFACE FROM SECONDS      sends a second time what the host with address FROM sends to others' ports 4791 and 4789
  *   forge listen SECONDS                    prints `arrived` when such a frame comes in by eth0, else `nothing` at the end
  */
 #define _GNU_SOURCE
 #include <arpa/inet.h>
 #include <err.h>
 #include <linux/if_packet.h>
+#include <netinet/ip.h>
+#include <netinet/udp.h>
 #include <net/ethernet.h>
 #include <net/if.h>
+#include <stddef.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
@@ -135,6 +140,90 @@ static void vxlan(const char *from, int port, const char *to, unsigned vni, int 
 	printf("sent as user %d\n", getuid());
 }
 
+#define ROCE_PORT 4791
+#define VXLAN_PORT 4789
+
+static unsigned crc32_of(const unsigned char *p, size_t n, unsigned crc)
+{
+	while (n--) {
+		crc ^= *p++;
+		for (int i = 0; i < 8; i++)
+			crc = crc >> 1 ^ (crc & 1 ? 0xedb88320 : 0);
+	}
+	return crc;
+}
+
+/* The invariant CRC of a packet from one port to 4791 (IBTA, annex A17): fields that change on the way count as ones. */
+static unsigned icrc(struct sockaddr_in from, struct sockaddr_in to, const unsigned char *bth, size_t n)
+{
+	struct {
+		unsigned char link[8];
+		struct iphdr ip;
+		struct udphdr udp;
+		unsigned char bth[64];
+	} __attribute__((packed)) p;
+	memset(p.link, 0xff, sizeof p.link);
+	p.ip = (struct iphdr){ .version = 4, .ihl = 5, .tos = 0xff, .ttl = 0xff, .protocol = IPPROTO_UDP, .check = 0xffff };
+	p.ip.tot_len = htons(sizeof p.ip + sizeof p.udp + n + 4);
+	p.ip.frag_off = htons(IP_DF);
+	p.ip.saddr = from.sin_addr.s_addr;
+	p.ip.daddr = to.sin_addr.s_addr;
+	p.udp = (struct udphdr){ .source = from.sin_port, .dest = to.sin_port, .len = htons(sizeof p.udp + n + 4), .check = 0xffff };
+	memcpy(p.bth, bth, n);
+	p.bth[4] = 0xff;
+	return ~crc32_of((unsigned char *)&p, offsetof(typeof(p), bth) + n, ~0u);
+}
+
+static void roce(const char *from, const char *to, unsigned qpn)
+{
+	/* BTH of a WRITE of one packet, RETH for 16 bytes at address 0, payload, ICRC. */
+	unsigned char p[12 + 16 + 16 + 4] = { 0x0a, 0x40, 0xff, 0xff, 0, qpn >> 16, qpn >> 8, qpn, 0x80 };
+	p[27] = 16;
+	int s = socket(AF_INET, SOCK_DGRAM, 0), df = IP_PMTUDISC_DO;
+	struct sockaddr_in own = address(from, 0), peer = address(to, ROCE_PORT);
+	socklen_t n = sizeof own;
+	if (bind(s, (struct sockaddr *)&own, n) || getsockname(s, (struct sockaddr *)&own, &n))
+		err(1, "bind to %s", from);
+	setsockopt(s, IPPROTO_IP, IP_MTU_DISCOVER, &df, sizeof df);
+	unsigned crc = icrc(own, peer, p, sizeof p - 4);
+	memcpy(p + sizeof p - 4, &crc, 4);
+	for (int i = 0; i < 5; i++)
+		if (sendto(s, p, sizeof p, 0, (struct sockaddr *)&peer, sizeof peer) < 0)
+			warn("sendto");
+	printf("sent\n");
+}
+
+static void again(const char *interface, const char *from, int seconds)
+{
+	static struct {
+		struct ethhdr eth;
+		struct iphdr ip;
+		struct udphdr udp;
+		unsigned char rest[65536];
+	} __attribute__((packed)) f;
+	struct sockaddr_in own = address(from, 0);
+	int s = socket(AF_PACKET, SOCK_RAW, htons(ETH_P_ALL)), n_sent = 0;
+	struct sockaddr_ll a = { .sll_family = AF_PACKET, .sll_protocol = htons(ETH_P_ALL), .sll_ifindex = if_nametoindex(interface) };
+	if (s < 0 || bind(s, (struct sockaddr *)&a, sizeof a))
+		err(1, "packet socket on %s", interface);
+	struct timeval tick = { .tv_usec = TICK_US };
+	setsockopt(s, SOL_SOCKET, SO_RCVTIMEO, &tick, sizeof tick);
+	printf("ready\n");
+	fflush(stdout);
+	for (time_t end = time(NULL) + seconds; time(NULL) < end;) {
+		ssize_t n = recv(s, &f, sizeof f, 0);
+		int port = ntohs(f.udp.dest);
+		/* What the interface would have cut is too long for a packet. */
+		if (n < (ssize_t)offsetof(typeof(f), rest) || n > 1514 || f.eth.h_proto != htons(ETH_P_IP) || f.ip.ihl != 5 ||
+		    f.ip.protocol != IPPROTO_UDP || f.ip.saddr != own.sin_addr.s_addr || (port != ROCE_PORT && port != VXLAN_PORT))
+			continue;
+		/* The interface would have filled it in. */
+		f.udp.check = 0;
+		n_sent += send(s, &f, n, 0) == n;
+	}
+	printf("sent %d again\n", n_sent);
+}
+
 static void listen_for(int seconds)
 {
 	unsigned char mac[6], f[2000];
@@ -164,6 +253,10 @@ int main(int argc, char **argv)
 		neighbour(argv[2], atoi(argv[3]));
 	else if (argc == 6 && !strncmp(what, "vxlan", 5))
 		vxlan(argv[2], atoi(argv[3]), argv[4], atoi(argv[5]), !strcmp(what, "vxlan-pktinfo"));
+	else if (argc == 5 && !strcmp(what, "roce"))
+		roce(argv[2], argv[3], strtoul(argv[4], NULL, 0));
+	else if (argc == 5 && !strcmp(what, "again"))
+		again(argv[2], argv[3], atoi(argv[4]));
 	else if (argc == 3 && !strcmp(what, "listen"))
 		listen_for(atoi(argv[2]));
 	else

@@ -501,6 +501,42 @@ impl TwoHosts {
         std::env::temp_dir().join(format!("{}.peers", self.names[host]))
     }
 
+    /// Gives both hosts a new secret of the default group, and waits until each knows that the other one has it.
+    ///
+    /// # Errors
+    /// What `unirdma` says, or that they did not find each other.
+    pub fn give_secret(&self, name: &str) -> Result<()> {
+        let path = self.labs[0].dir.join(name).display().to_string();
+        let run = |lab: &Lab, args: &[&str]| {
+            let o = lab.unirdma(args);
+            if o.ok() { Ok(()) } else { Err(o.text) }
+        };
+        run(&self.labs[0], &["secret", &path])?;
+        self.labs.iter().try_for_each(|lab| run(lab, &["group", "set", "default", "--secret", &path]))?;
+        self.wait_met()
+    }
+
+    /// Waits until each host knows that the other one has the current secret.
+    ///
+    /// # Errors
+    /// They did not find each other in time.
+    pub fn wait_met(&self) -> Result<()> {
+        for lab in &self.labs {
+            let start = Instant::now();
+            loop {
+                let text = lab.unirdma(&["status"]).text;
+                if text.contains("are sealed with secret") && !text.contains("has not shown that it has") {
+                    break;
+                }
+                if start.elapsed() > Duration::from_secs(10) {
+                    return Err(format!("no session: {text}{}", lab.log()));
+                }
+                std::thread::sleep(Duration::from_millis(10));
+            }
+        }
+        Ok(())
+    }
+
     /// A server in the container of the first host, its client in that of the second.
     ///
     /// # Errors

@@ -171,7 +171,8 @@ enum Bench {
         /// Print JSON instead of tables
         #[arg(long)]
         json: bool,
-        /// Measure only this; may be given more than once: the two hosts, the cost of the invariant CRC, the virtual machine
+        /// Measure only this; may be given more than once: the two hosts, the cost of the invariant CRC, the virtual
+        /// machine, the cost of a secret of the group
         #[arg(long, value_name = "PART", value_parser = bench::PARTS)]
         only: Vec<String>,
     },

@@ -8,6 +8,7 @@ mod network;
 mod podman;
 mod rules;
 mod sandbox;
+mod secret;
 mod storage;
 mod vm_run;
 mod workers;
@@ -694,6 +695,7 @@ fn wire(s: &mut Suite<'_>) {
     });
     network::between_hosts(s);
     rules::between_hosts(s);
+    secret::between_hosts(s);
     wire_wrong_input(s);
 }
 

@@ -17,11 +17,13 @@ mod net;
 mod print;
 mod process;
 mod sandbox;
+mod secret;
 mod units;
 mod vm;
 mod vmm;
 
 use std::io;
+use std::os::fd::{AsFd, BorrowedFd};
 use std::path::PathBuf;
 use std::process::ExitCode;
 
@@ -75,6 +77,12 @@ enum Command {
     Rule {
         #[command(subcommand)]
         command: RuleCommand,
+    },
+    /// Make a secret of a group, in a new file that only its owner can read
+    #[command(after_help = secret::EXAMPLES)]
+    Secret {
+        /// The file, which must not exist yet
+        file: PathBuf,
     },
     /// Run a command as a container that has one vRNIC
     #[command(after_help = container::EXAMPLES)]
@@ -337,26 +345,37 @@ enum RuleCommand {
 #[derive(Subcommand)]
 enum GroupCommand {
     /// Make a group
-    #[command(after_help = "Examples:\n  unirdma group add blue\n  unirdma group add blue --weight 300")]
+    #[command(
+        after_help = "Examples:\n  unirdma group add blue\n  unirdma group add blue --weight 300\n  unirdma group add blue --secret blue.secret    packets between hosts are sealed (`unirdma secret blue.secret` makes one)"
+    )]
     Add {
         /// Name: 1 to 32 letters, digits, `_`, `.`, `-`
         name: String,
         /// Share of the processors that its worker gets where they are scarce, 1 to 10,000, as `unirdma group ls` says whether it counts
         #[arg(long, value_name = "W", default_value_t = 100)]
         weight: u32,
+        /// File with a secret that all hosts of the group have: packets between them are encrypted, and others are dropped
+        #[arg(long, value_name = "FILE")]
+        secret: Option<PathBuf>,
         #[command(flatten)]
         out: Out,
     },
     /// Change a group while programs run
     #[command(
-        after_help = "Examples:\n  unirdma group set blue --weight 300     three times the processor time of a group with the default weight, when both want it"
+        after_help = "Examples:\n  unirdma group set blue --weight 300     three times the processor time of a group with the default weight, when both want it\n  unirdma group set blue --secret new.secret   sends with a new secret to hosts that have it, too; takes the one before it on\n  unirdma group set blue --forget-old     takes the current secret only, once all hosts have it\n  unirdma group set blue --secret none    no secret any more"
     )]
     Set {
         /// Name of the group
         name: String,
         /// Share of the processors that its worker gets where they are scarce, 1 to 10,000
         #[arg(long, value_name = "W")]
-        weight: u32,
+        weight: Option<u32>,
+        /// File with a new secret, which the hosts of the group may be given one after the other, or `none`
+        #[arg(long, value_name = "FILE|none", conflicts_with = "forget_old")]
+        secret: Option<PathBuf>,
+        /// Take no secret any more but the current one
+        #[arg(long)]
+        forget_old: bool,
         #[command(flatten)]
         out: Out,
     },
@@ -389,6 +408,7 @@ fn main() -> ExitCode {
         Command::Vrnic { command } => vrnic(&dir, command),
         Command::Group { command } => group(&dir, command),
         Command::Rule { command: RuleCommand::Ls { out } } => ask(&dir, &Request::RuleList, &out),
+        Command::Secret { file } => secret::make(&file).map(|()| 0),
         Command::Capture(args) => capture::run(&dir, &args).map(|()| 0),
         Command::Status { out } => ask(&dir, &Request::Status, &out),
     };
@@ -437,15 +457,28 @@ fn vrnic(dir: &std::path::Path, command: VrnicCommand) -> io::Result<u8> {
 
 fn group(dir: &std::path::Path, command: GroupCommand) -> io::Result<u8> {
     match command {
-        GroupCommand::Add { name, weight, out } => ask(dir, &Request::GroupAdd { name, weight: Some(weight) }, &out),
-        GroupCommand::Set { name, weight, out } => ask(dir, &Request::GroupSet { name, weight }, &out),
+        GroupCommand::Add { name, weight, secret, out } => {
+            let file = secret.as_deref().map(secret::open).transpose()?;
+            let request = Request::GroupAdd { name, weight: Some(weight), secret: file.is_some() };
+            ask_with(dir, &request, file.as_ref().map(AsFd::as_fd), &out)
+        }
+        GroupCommand::Set { name, weight, secret, forget_old, out } => {
+            let (change, file) = secret::change(secret.as_deref(), forget_old)?;
+            let request = Request::GroupSet { name, weight, secret: change };
+            ask_with(dir, &request, file.as_ref().map(AsFd::as_fd), &out)
+        }
         GroupCommand::Ls { out } => ask(dir, &Request::GroupList, &out),
         GroupCommand::Rm { name, out } => ask(dir, &Request::GroupRemove { name }, &out),
     }
 }
 
 fn ask(dir: &std::path::Path, request: &Request, out: &Out) -> io::Result<u8> {
-    let response: Response = Client::connect(dir)?.ask(request, None)?;
+    ask_with(dir, request, None, out)
+}
+
+/// Asks with a descriptor.
+fn ask_with(dir: &std::path::Path, request: &Request, fd: Option<BorrowedFd<'_>>, out: &Out) -> io::Result<u8> {
+    let response: Response = Client::connect(dir)?.ask(request, fd)?;
     print::response(&response, out.json)?;
     Ok(0)
 }

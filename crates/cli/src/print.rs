@@ -3,7 +3,7 @@
 use std::io::{self, Write};
 
 use unirdma_host::VrnicInfo;
-use unirdma_host::admin::{Response, RulesInfo, StatusInfo, WireInfo};
+use unirdma_host::admin::{GroupInfo, Response, RulesInfo, StatusInfo, WireInfo, WorkerInfo};
 use unirdma_host::confine::USUAL_GROUP_WEIGHT;
 
 use crate::units;
@@ -250,6 +250,35 @@ fn status(s: &StatusInfo) -> String {
         }
         text += &hidden(&w.rules);
     }
+    s.workers.iter().for_each(|w| text += &seal(w));
+    text
+}
+
+/// The secrets of a worker's group, and what was dropped since it does not show that its sender has one.
+fn seal(w: &WorkerInfo) -> String {
+    let (group, s) = (&w.group, &w.seal);
+    let mut text = String::new();
+    if let Some(sends_with) = s.sends_with {
+        let others: Vec<String> = s.secrets.iter().filter(|&&n| n != sends_with).map(u8::to_string).collect();
+        let also = if others.is_empty() { String::new() } else { format!("; takes {} too", others.join(" and ")) };
+        text += &format!("\ngroup {group}: packets between hosts are sealed with secret {sends_with}{also}");
+    }
+    for host in &s.silent {
+        text += &format!(
+            "\ngroup {group}: {host} has not shown that it has a secret of the group; nothing passes from it until it does"
+        );
+    }
+    for host in &s.behind {
+        text += &format!(
+            "\ngroup {group}: {host} has not shown that it has the current secret; packets to it are sealed with an older one"
+        );
+    }
+    let d = &s.drops;
+    let why =
+        reasons(&[("not sealed", d.unsealed), ("sealed with a wrong tag", d.wrong_tag), ("replayed", d.replayed)]);
+    if let Some(why) = why {
+        text += &format!("\ngroup {group}: dropped packets of its hosts: {why}");
+    }
     text
 }
 
@@ -331,9 +360,13 @@ fn text(r: &Response) -> String {
         Response::Vrnic(v) => show(v),
         Response::Vrnics(v) => list(v),
         Response::Groups(g) => {
-            let mut rows = vec![["GROUP", "VRNICS", "VNI", "WEIGHT"].map(String::from).to_vec()];
+            let mut rows = vec![["GROUP", "VRNICS", "VNI", "WEIGHT", "SECRET"].map(String::from).to_vec()];
             let vni = |n: Option<u32>| n.map_or("-".into(), |n| n.to_string());
-            rows.extend(g.iter().map(|g| vec![g.name.clone(), g.vrnics.to_string(), vni(g.vni), g.weight.to_string()]));
+            let row = |g: &GroupInfo| {
+                let (weight, secret) = (g.weight.to_string(), vni(g.secret.map(u32::from)));
+                vec![g.name.clone(), g.vrnics.to_string(), vni(g.vni), weight, secret]
+            };
+            rows.extend(g.iter().map(row));
             // Of those that somebody has changed.
             let mut changed = g.iter().filter(|g| g.weight != USUAL_GROUP_WEIGHT);
             let lacks = changed.find_map(|g| g.weight_lacks.as_ref());

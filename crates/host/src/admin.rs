@@ -13,6 +13,7 @@ use unirdma_device::HoldTimes;
 use crate::confine::InForce;
 use crate::fdpass;
 pub use crate::network::{Hidden, RulesInfo, WireInfo};
+use crate::seal::SealInfo;
 use crate::vrnic::{AddVrnic, IpNet, SetHeld, SetShare, VrnicInfo};
 
 /// What may be asked.
@@ -55,10 +56,16 @@ pub enum Request {
         /// Its worker's share of the processors: 1 to [`MAX_GROUP_WEIGHT`](crate::confine::MAX_GROUP_WEIGHT).
         #[serde(default)]
         weight: Option<u32>,
+        /// The file that comes along has its secret.
+        #[serde(default)]
+        secret: bool,
     },
     GroupSet {
         name: String,
-        weight: u32,
+        #[serde(default)]
+        weight: Option<u32>,
+        #[serde(default)]
+        secret: Option<SecretChange>,
     },
     GroupList,
     /// The rules between groups that are in force here.
@@ -90,6 +97,18 @@ pub enum Request {
     Status,
 }
 
+/// What becomes of the secrets of a group.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "kebab-case")]
+pub enum SecretChange {
+    /// The file that comes along has a new one to send with. Those before it are taken on.
+    File,
+    /// Only the one to send with is taken any more.
+    ForgetOld,
+    /// There is none any more.
+    None,
+}
+
 /// A group and how many vRNICs it has.
 #[derive(Clone, Debug, Serialize, Deserialize)]
 #[allow(missing_docs)]
@@ -104,6 +123,9 @@ pub struct GroupInfo {
     /// Why that does not count.
     #[serde(default)]
     pub weight_lacks: Option<String>,
+    /// Number of the secret that it sends with, if it has one.
+    #[serde(default)]
+    pub secret: Option<u8>,
 }
 
 /// The virtual layer itself.
@@ -147,6 +169,9 @@ pub struct WorkerInfo {
     pub rnic_held: HoldTimes,
     /// What it may not do.
     pub confinement: InForce,
+    /// The secrets of its group, and what was dropped without.
+    #[serde(default)]
+    pub seal: SealInfo,
 }
 
 /// What comes back.

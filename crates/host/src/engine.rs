@@ -539,7 +539,7 @@ impl Engine {
         r.drain_outputs(out);
         let sends = net.as_mut().is_some_and(|n| {
             if n.out.packets().is_empty() {
-                std::mem::swap(&mut n.out, r.tx());
+                r.tx().exchange(&mut n.out);
             }
             !n.out.packets().is_empty()
         });

@@ -22,7 +22,7 @@ const PATIENCE: Duration = Duration::from_secs(10);
 /// How long the supervisor may be silent.
 const LONG: Duration = Duration::from_secs(1 << 30);
 /// Version of these messages and of what is kept.
-const VERSION: u32 = 2;
+const VERSION: u32 = 3;
 /// Name of its socket in the directory of the virtual layer.
 pub(crate) const SOCKET: &str = "keeper.sock";
 

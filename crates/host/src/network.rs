@@ -44,6 +44,7 @@ use crate::firewall::{self, Firewall};
 use crate::peers::{self, Peers};
 use crate::port::PortCounters;
 use crate::port::open::{self, Kind, Options};
+use crate::seal::TAIL_BYTES;
 use crate::steer::{self, Table};
 use crate::tunnel::{Joined, Members, TUNNEL_BYTES, TunnelDrops, TunnelInfo};
 use crate::{DEFAULT_GROUP, WireConfig, vrnic};
@@ -126,11 +127,13 @@ struct Group {
     packets: Vec<Packets>,
     /// IP multicast groups that its worker has sockets of.
     joined: BTreeSet<IpAddr>,
+    /// It has a secret: sessions take the place of announcements.
+    sealed: bool,
 }
 
 impl Group {
     fn new(id: u32, qpns: Vec<Range>, first_port: Option<u16>) -> Self {
-        Group { id, qpns, first_port, packets: Vec::new(), joined: BTreeSet::new() }
+        Group { id, qpns, first_port, packets: Vec::new(), joined: BTreeSet::new(), sealed: false }
     }
 }
 
@@ -575,14 +578,24 @@ impl Network {
             members.hosts.extend(others.filter(|h| !self.addresses.contains(h)));
             members
         };
-        let members: Vec<Members> = self.groups.keys().map(known).collect();
+        let announced: Vec<&String> = self.groups.iter().filter(|(_, g)| !g.sealed).map(|(name, _)| name).collect();
+        let members: Vec<Members> = announced.iter().map(|name| known(name)).collect();
         let hidden = self.rules().hidden;
         for h in hidden.iter().filter(|h| !self.hidden.contains(h)) {
             tracing::warn!("{h}");
         }
         self.hidden = hidden;
-        let joined: Vec<Members> = self.groups.keys().flat_map(|name| self.joined_with(name)).collect();
+        let joined: Vec<Members> = announced.iter().flat_map(|name| self.joined_with(name)).collect();
         self.announcer.set_groups(&members, &joined, &Out(&self.lanes));
+    }
+
+    /// From now on a group has a secret, or none. What one with a secret opens was sealed for its number and its name: nobody has to
+    /// announce these, and nobody without the secret can say others.
+    pub fn set_sealed(&mut self, group: &str, sealed: bool) {
+        let changed = self.groups.get_mut(group).filter(|g| g.sealed != sealed);
+        if changed.map(|g| g.sealed = sealed).is_some() {
+            self.groups_changed();
+        }
     }
 
     /// Nothing of it stays in force: the firewall's rules go.
@@ -639,9 +652,9 @@ impl Network {
         &self.addresses
     }
 
-    /// MTU of the containers' interfaces: their frames go through the tunnel whole.
-    pub fn net_mtu(&self) -> u32 {
-        self.net_mtu
+    /// MTU of the containers' interfaces: their frames go through the tunnel whole, also sealed if their group has a secret.
+    pub fn net_mtu(&self, sealed: bool) -> u32 {
+        self.net_mtu.saturating_sub(if sealed { TAIL_BYTES as u32 } else { 0 })
     }
 
     /// Largest path MTU, bytes.
@@ -736,10 +749,11 @@ fn mtus(c: &WireConfig) -> io::Result<(u8, u32)> {
     Ok((mtu_code, net_mtu))
 }
 
-/// Bytes that headers and ICRC add to a payload, at most: those of a datagram inside VXLAN.
+/// Bytes that headers and ICRC add to a payload, at most: those of a datagram inside VXLAN, sealed, since a group may get a secret at any
+/// time.
 fn overhead(a: IpAddr) -> u32 {
     let ip = if a.is_ipv4() { 20 } else { 40 };
-    ip + 8 + (MAX_OUTER_BYTES + MAX_HEADER_BYTES + ICRC_BYTES) as u32
+    ip + 8 + (MAX_OUTER_BYTES + MAX_HEADER_BYTES + ICRC_BYTES + TAIL_BYTES) as u32
 }
 
 /// Reads a peers file for a host with these addresses.

@@ -14,6 +14,7 @@ use crate::confine::{self, InForce};
 use crate::engine::EngineConfig;
 use crate::network::{Enrolment, Plan};
 use crate::port::PortCounters;
+use crate::seal::SealInfo;
 use crate::tunnel::TunnelDrops;
 use crate::vrnic::{IpNet, SetHeld, VrnicInfo};
 
@@ -109,6 +110,10 @@ pub(crate) enum Call {
     Status,
     /// Where peers are now.
     Plan(Plan),
+    /// The secrets of the group, in a memory file that comes along, or none.
+    Secrets {
+        any: bool,
+    },
     /// Lets it hear these IP multicast groups, by a socket for each that comes along.
     Hear {
         groups: Vec<IpAddr>,
@@ -156,6 +161,7 @@ pub(crate) struct WorkerStatus {
     pub port: PortCounters,
     pub drops: WireDrops,
     pub tunnel: TunnelDrops,
+    pub seal: SealInfo,
 }
 
 impl WorkerStatus {

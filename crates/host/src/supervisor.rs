@@ -9,6 +9,7 @@
 mod group;
 mod heritage;
 mod manage;
+mod secrets;
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::io;

@@ -24,6 +24,7 @@ use crate::filter::{End, Filter};
 use crate::guard::Guard;
 use crate::network::Plan;
 use crate::pulse::Pulse;
+use crate::seal::{SealInfo, Secrets};
 use crate::tunnel::{Tunnel, TunnelDrops, Tunneled};
 
 /// How an interface is reached.
@@ -90,6 +91,8 @@ const SHARE_NS: u64 = 100_000;
 const TUNNEL: u64 = 1 << 63;
 /// Token of what stops the thread.
 const STOP: u64 = u64::MAX;
+/// Token of the tunnel's timer.
+const TIMER: u64 = u64::MAX - 1;
 
 impl Switch {
     /// Starts the switch; `tunnel` leads to other hosts, `engine` takes the datagrams that come through it.
@@ -100,6 +103,9 @@ impl Switch {
         let epoll = epoll::create(epoll::CreateFlags::CLOEXEC)?;
         for (i, socket) in tunnel.iter().flat_map(Tunnel::sockets).enumerate() {
             epoll::add(&epoll, socket, epoll::EventData::new_u64(TUNNEL + i as u64), epoll::EventFlags::IN)?;
+        }
+        if let Some(t) = &tunnel {
+            epoll::add(&epoll, t.timer(), epoll::EventData::new_u64(TIMER), epoll::EventFlags::IN)?;
         }
         let stop = rustix::event::eventfd(0, EventfdFlags::CLOEXEC)?;
         epoll::add(&epoll, &stop, epoll::EventData::new_u64(STOP), epoll::EventFlags::IN)?;
@@ -199,6 +205,10 @@ impl Switch {
             for id in ready {
                 if id == STOP {
                     return;
+                }
+                if let (TIMER, Some(t)) = (id, &self.tunnel) {
+                    t.on_timer();
+                    continue;
                 }
                 if self.engine.now() - shared_ns > SHARE_NS {
                     self.engine.pause();
@@ -346,6 +356,16 @@ impl Switch {
     /// What the tunnel has dropped.
     pub fn tunnel_drops(&self) -> TunnelDrops {
         self.tunnel.as_ref().map(|t| t.drops()).unwrap_or_default()
+    }
+
+    /// Tells the tunnel which secrets the group has, if it has any. True if there is a tunnel.
+    pub fn set_secrets(&self, secrets: Option<Secrets>) -> bool {
+        self.tunnel.as_ref().map(|t| t.set_secrets(secrets)).is_some()
+    }
+
+    /// The state of the group's secrets.
+    pub fn seal_info(&self) -> SealInfo {
+        self.tunnel.as_ref().map(|t| t.seal_info()).unwrap_or_default()
     }
 
     /// Tells where the members of a group and of those that are joined with it are, which hosts have said their numbers, and what the rules are.

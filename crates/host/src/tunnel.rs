@@ -2,14 +2,19 @@
 //!
 //! Peers are those of the peers file and nobody else. A packet is dropped unless it comes from a peer's own port, for a group that
 //! this worker has, whose members that peer has too, and whose number that peer has announced ([`crate::network`]). A frame is dropped if
-//! it claims an address that lives elsewhere. Unknown and broadcast destinations go to every host of the group; what answers is learned.
+//! it claims an address that lives elsewhere. With a secret of the group, packets are sealed ([`crate::seal`]), and the numbers need no
+//! announcement. Unknown and broadcast destinations go to every host of the group; what answers is learned.
 
 mod learned;
 
 use std::collections::{BTreeSet, HashMap};
+use std::io;
 use std::net::{IpAddr, Ipv4Addr, SocketAddr, UdpSocket};
+use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::sync::{Arc, Mutex};
 use std::time::Instant;
+
+use rustix::time::{Itimerspec, TimerfdClockId, TimerfdFlags, TimerfdTimerFlags, Timespec};
 
 use serde::{Deserialize, Serialize};
 use unirdma_device::lock;
@@ -18,9 +23,10 @@ use unirdma_formats::net::{ETH_BYTES, VXLAN_BYTES, VXLAN_PORT, vxlan, vxlan_from
 use unirdma_rnic::DATAGRAM_MAC;
 
 use crate::network::Disagreement;
+use crate::seal::{Around, Board, Handshakes, SealInfo, Secrets, TAIL_BYTES, kind};
 use learned::Learned;
 
-/// Bytes that a tunnel adds to a frame over IPv6; over IPv4 it is 20 less.
+/// Bytes that a tunnel adds to a frame over IPv6; over IPv4 it is 20 less. With a secret of the group it is [`TAIL_BYTES`] more.
 pub(crate) const TUNNEL_BYTES: u32 = 40 + 8 + (VXLAN_BYTES + ETH_BYTES) as u32;
 
 /// Where the members of one group are.
@@ -106,24 +112,74 @@ struct Known {
     joined: HashMap<u32, Joined>,
 }
 
-#[derive(Default)]
 struct State {
     groups: HashMap<u32, Known>,
     by_vni: HashMap<u32, u32>,
     learned: Learned,
     drops: TunnelDrops,
+    handshakes: Handshakes,
+    /// Where a packet is made that is to be sent.
+    packet: Vec<u8>,
 }
 
 /// The tunnel's sockets and what it knows of its peers.
 pub(crate) struct Tunnel {
     sockets: Vec<(IpAddr, Arc<UdpSocket>)>,
+    /// Readable when [`Tunnel::on_timer`] is to be called.
+    timer: OwnedFd,
     state: Mutex<State>,
 }
 
 impl Tunnel {
-    /// A tunnel by these sockets, each of which has port 4789 of an address.
-    pub fn new(sockets: Vec<(IpAddr, Arc<UdpSocket>)>) -> Self {
-        Tunnel { sockets, state: Mutex::default() }
+    /// A tunnel by these sockets, each of which has port 4789 of an address. What it finds out about sessions is put on the board.
+    ///
+    /// # Errors
+    /// Those of timers.
+    pub fn new(sockets: Vec<(IpAddr, Arc<UdpSocket>)>, board: Arc<Board>) -> io::Result<Self> {
+        let flags = TimerfdFlags::CLOEXEC | TimerfdFlags::NONBLOCK;
+        let timer = rustix::time::timerfd_create(TimerfdClockId::Monotonic, flags)?;
+        let own = sockets.iter().map(|s| s.0).collect();
+        let state = State {
+            groups: HashMap::new(),
+            by_vni: HashMap::new(),
+            learned: Learned::default(),
+            drops: TunnelDrops::default(),
+            handshakes: Handshakes::new(board, own),
+            packet: Vec::new(),
+        };
+        Ok(Tunnel { sockets, timer, state: Mutex::new(state) })
+    }
+
+    /// What becomes readable when [`Tunnel::on_timer`] is to be called.
+    pub fn timer(&self) -> BorrowedFd<'_> {
+        self.timer.as_fd()
+    }
+
+    /// Says again to peers what they did not answer.
+    pub fn on_timer(&self) {
+        let mut s = lock(&self.state);
+        s.handshakes.on_timer(|p, to| self.send_to(p, to));
+        self.arm(&s);
+    }
+
+    fn arm(&self, s: &State) {
+        let after = s.handshakes.timer().unwrap_or_default();
+        let zero = Timespec { tv_sec: 0, tv_nsec: 0 };
+        let value = Timespec { tv_sec: after.as_secs() as i64, tv_nsec: after.subsec_nanos().into() };
+        let new = Itimerspec { it_interval: zero, it_value: value };
+        let _ = rustix::time::timerfd_settime(&self.timer, TimerfdTimerFlags::empty(), &new);
+    }
+
+    /// From now on the group has these secrets, or none.
+    pub fn set_secrets(&self, secrets: Option<Secrets>) {
+        let mut s = lock(&self.state);
+        s.handshakes.set_secrets(secrets, |p, to| self.send_to(p, to));
+        self.arm(&s);
+    }
+
+    /// The state of the group's secrets.
+    pub fn seal_info(&self) -> SealInfo {
+        lock(&self.state).handshakes.info()
     }
 
     /// The sockets, in the order of the numbers that [`Tunnel::receive`] takes.
@@ -146,11 +202,20 @@ impl Tunnel {
             s.learned.clear();
         }
         s.groups.remove(&group);
+        let elsewhere = joined.iter().flat_map(|j| &j.members.hosts).filter(|h| !members.hosts.contains(h));
+        let around = Around {
+            name: members.name.clone(),
+            vni: members.vni,
+            hosts: members.hosts.clone(),
+            joined: elsewhere.copied().collect(),
+        };
         if !members.hosts.is_empty() || !joined.is_empty() {
             let joined = joined.into_iter().map(|j| (j.members.vni, j)).collect();
             s.groups.insert(group, Known { members, agreed, joined });
         }
         s.by_vni = s.groups.iter().map(|(&g, j)| (j.members.vni, g)).collect();
+        s.handshakes.set_around(around, |p, to| self.send_to(p, to));
+        self.arm(&s);
     }
 
     /// What was dropped.
@@ -165,22 +230,39 @@ impl Tunnel {
 
     /// Sends a frame of a local vRNIC to the hosts of its group.
     pub fn send(&self, group: u32, frame: &[u8]) {
-        let s = lock(&self.state);
-        let Some(Known { members, .. }) = s.groups.get(&group) else { return };
+        let mut s = lock(&self.state);
+        let State { groups, learned, handshakes, packet, .. } = &mut *s;
+        let Some(Known { members, .. }) = groups.get(&group) else { return };
         let mut dst = [0; 6];
         dst.copy_from_slice(&frame[..6]);
-        let mut packet = Vec::with_capacity(VXLAN_BYTES + frame.len());
+        packet.clear();
         packet.extend_from_slice(&vxlan(members.vni));
         packet.extend_from_slice(frame);
-        match s.learned.host(group, dst) {
-            Some(host) => self.send_to(&packet, host),
-            None => members.hosts.iter().for_each(|&h| self.send_to(&packet, h)),
+        let mut send = |host: IpAddr| {
+            if handshakes.on() {
+                // For each host another one.
+                packet.truncate(VXLAN_BYTES);
+                packet.extend_from_slice(frame);
+                packet.resize(VXLAN_BYTES + frame.len() + TAIL_BYTES, 0);
+                if !handshakes.seal(host, packet) {
+                    return;
+                }
+            }
+            self.send_to(packet, host);
+        };
+        match learned.host(group, dst) {
+            Some(host) => send(host),
+            None => members.hosts.iter().for_each(|&h| send(h)),
         }
     }
 
     /// Sends a frame of a local vRNIC to the host of an address of another group, if the address is one that the group reaches.
     pub fn send_across(&self, group: u32, to: IpAddr, frame: &[u8]) {
         let s = lock(&self.state);
+        if s.handshakes.on() {
+            // Two groups have no secret that both know.
+            return;
+        }
         let Some(Known { members, joined, .. }) = s.groups.get(&group) else { return };
         let Some((vni, host)) = joined.values().find_map(|j| Some((j.members.vni, j.members.places.get(&to)?))) else {
             return;
@@ -193,32 +275,42 @@ impl Tunnel {
 
     /// Takes one packet off a socket, its frame in `buffer`; `None` if none waits.
     pub fn receive<'a>(&self, socket: usize, buffer: &'a mut [u8]) -> Option<Tunneled<'a>> {
-        let (n, from) = self.sockets.get(socket)?.1.recv_from(buffer).ok()?;
+        let (to, socket) = self.sockets.get(socket)?;
+        let (n, from) = socket.recv_from(buffer).ok()?;
         let mut s = lock(&self.state);
-        Some(take(&mut s, from, &buffer[..n]).unwrap_or_else(|why| {
-            *why(&mut s.drops) += 1;
+        if from.port() == VXLAN_PORT && is_hello(&buffer[..n]) && s.handshakes.on() {
+            s.handshakes.on_message(from, &buffer[..n], |p, to| self.send_to(p, to));
+            self.arm(&s);
+            return Some(Tunneled::Nothing);
+        }
+        Some(take(&mut s, from, *to, &mut buffer[..n]).unwrap_or_else(|why| {
+            why.into_iter().for_each(|why| *why(&mut s.drops) += 1);
             Tunneled::Nothing
         }))
     }
 }
 
-/// Finds out whose a packet is; else which count it is in.
-fn take<'a>(
-    s: &mut State,
-    from: SocketAddr,
-    packet: &'a [u8],
-) -> Result<Tunneled<'a>, fn(&mut TunnelDrops) -> &mut u64> {
+/// True for a message of the handshake.
+fn is_hello(packet: &[u8]) -> bool {
+    packet.get(kind::AT) == Some(&kind::HELLO)
+}
+
+/// Why a packet is dropped: which count it is in. `None`: it was counted already.
+type Why = Option<fn(&mut TunnelDrops) -> &mut u64>;
+
+/// Finds out whose a packet is that came to an address of this host.
+fn take<'a>(s: &mut State, from: SocketAddr, to: IpAddr, packet: &'a mut [u8]) -> Result<Tunneled<'a>, Why> {
     // Any user of a peer host can bind another port.
     if from.port() != VXLAN_PORT {
-        return Err(|d| &mut d.not_a_peer);
+        return Err(Some(|d| &mut d.not_a_peer));
     }
     let from = from.ip();
-    let (head, frame) = packet.split_first_chunk::<VXLAN_BYTES>().ok_or(MALFORMED)?;
-    if head[0] & 8 == 0 || frame.len() < ETH_BYTES {
+    let head = packet.first_chunk::<VXLAN_BYTES>().ok_or(MALFORMED)?;
+    if head[0] & 8 == 0 {
         return Err(MALFORMED);
     }
     let vni = u32::from_be_bytes([0, head[4], head[5], head[6]]);
-    let State { groups, by_vni, learned, .. } = s;
+    let State { groups, by_vni, learned, handshakes, .. } = s;
     let of = by_vni.get(&vni).and_then(|g| Some((*g, groups.get(g)?)));
     let (group, known) = of.ok_or(NO_GROUP)?;
     // Whoever is of another group is known by what is known of that.
@@ -230,9 +322,18 @@ fn take<'a>(
     if !members.hosts.contains(&from) {
         return Err(NO_GROUP);
     }
-    if !agreed.contains(&from) {
-        return Err(|d| &mut d.not_agreed);
-    }
+    // What a host can open was sealed for this number and this name, so nobody has to announce them.
+    let packet = if handshakes.on() {
+        &*handshakes.open(from, to, packet).ok_or(None)?
+    } else if head[kind::AT] != 0 {
+        handshakes.complain_of_seal(from, &members.name, head[kind::AT]);
+        return Err(None);
+    } else if !agreed.contains(&from) {
+        return Err(Some(|d| &mut d.not_agreed));
+    } else {
+        packet
+    };
+    let frame = packet.get(VXLAN_BYTES..).filter(|f| f.len() >= ETH_BYTES).ok_or(MALFORMED)?;
     if frame[6..12] == DATAGRAM_MAC {
         return Ok(Tunneled::Datagram { from, group, source, packet: &frame[ETH_BYTES..] });
     }
@@ -242,16 +343,16 @@ fn take<'a>(
         // No routers here: what comes from another group comes from an address of it, at the host that has it.
         let heading = Heading::read(frame).and_then(|h| h.from);
         let at_home = heading.is_some_and(|a| members.places.get(&a) == Some(&from));
-        return if at_home { Ok(Tunneled::Frame { group, source, frame }) } else { Err(|d| &mut d.address) };
+        return if at_home { Ok(Tunneled::Frame { group, source, frame }) } else { Err(Some(|d| &mut d.address)) };
     }
     if members.is_elsewhere(src, frame, from) || !learned.note(group, src, from, Instant::now()) {
-        return Err(|d| &mut d.address);
+        return Err(Some(|d| &mut d.address));
     }
     Ok(Tunneled::Frame { group, source, frame })
 }
 
-const MALFORMED: fn(&mut TunnelDrops) -> &mut u64 = |d| &mut d.malformed;
-const NO_GROUP: fn(&mut TunnelDrops) -> &mut u64 = |d| &mut d.no_group;
+const MALFORMED: Why = Some(|d| &mut d.malformed);
+const NO_GROUP: Why = Some(|d| &mut d.no_group);
 
 impl Members {
     /// True if a frame that came from a host claims an address that is at another one. An IP packet may come from where its source

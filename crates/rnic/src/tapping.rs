@@ -53,7 +53,8 @@ impl Core {
             return;
         }
         let Some(&p) = self.net.tx.packets().last() else { return };
-        let body = self.net.tx.bytes(&p);
+        let bytes = self.net.tx.bytes(&p);
+        let body = &bytes[..bytes.len() - p.tail()];
         if let Some(t) = &mut self.tap {
             let flow = t.outer_flow(&p.path, false, p.outer() > 0);
             t.packet(self.now, &flow, p.outer(), &[body], body.len());

@@ -14,6 +14,8 @@ pub struct Tx {
     packets: Vec<TxPacket>,
     /// How many packets at the beginning of `packets` were sent already.
     gone: usize,
+    /// Bytes of the tail that packets to other virtual layers have from now on.
+    tail: usize,
 }
 
 /// A packet of [`Tx`].
@@ -24,6 +26,7 @@ pub struct TxPacket {
     start: usize,
     len: usize,
     outer: usize,
+    tail: usize,
 }
 
 /// How many bytes [`Tx`] holds. While [`TX_FULL`] bytes or more are in use, QPs wait, and messages of connection management and
@@ -40,9 +43,14 @@ pub const MAX_OUTER_BYTES: usize = VXLAN_BYTES + ETH_BYTES + MAX_IP_UDP_BYTES;
 pub const DATAGRAM_MAC: [u8; 6] = *b"\x06RoCEv";
 
 impl TxPacket {
-    /// Bytes, the ICRC included.
+    /// Bytes, the ICRC and the tail included.
     pub fn len(&self) -> usize {
         self.len
+    }
+
+    /// Bytes after the ICRC, whose content the RNIC does not know; see [`Tx::set_tail`].
+    pub fn tail(&self) -> usize {
+        self.tail
     }
 
     /// Bytes of the headers of an encapsulation before the base transport header: 0, or VXLAN, Ethernet, IP and UDP.
@@ -58,7 +66,7 @@ impl TxPacket {
 
 impl Default for Tx {
     fn default() -> Self {
-        Tx { bytes: vec![0; TX_BYTES].into_boxed_slice(), used: 0, packets: Vec::with_capacity(4096), gone: 0 }
+        Tx { bytes: vec![0; TX_BYTES].into_boxed_slice(), used: 0, packets: Vec::with_capacity(4096), gone: 0, tail: 0 }
     }
 }
 
@@ -68,7 +76,23 @@ impl Tx {
         &self.packets[self.gone..]
     }
 
-    /// Bytes of a packet: headers, payload and padding, then room for the ICRC.
+    /// From now on packets to other virtual layers have room for so many bytes after their ICRC, with which their host shows whose they are.
+    /// Plain devices get packets as they always are: those leave from an address of the vRNIC ([`Path::from`]).
+    pub fn set_tail(&mut self, bytes: usize) {
+        self.tail = bytes;
+    }
+
+    /// Gives what waits here for what waits in `other`. Packets that come later have the same tail here as before.
+    pub fn exchange(&mut self, other: &mut Tx) {
+        std::mem::swap(self, other);
+        std::mem::swap(&mut self.tail, &mut other.tail);
+    }
+
+    fn tail_of(&self, path: &Path) -> usize {
+        if path.from.is_none() { self.tail } else { 0 }
+    }
+
+    /// Bytes of a packet: headers, payload and padding, then room for the ICRC and the tail.
     pub fn bytes(&mut self, p: &TxPacket) -> &mut [u8] {
         &mut self.bytes[p.start..p.start + p.len]
     }
@@ -93,11 +117,11 @@ impl Tx {
 
     /// Appends a packet that is complete except for its ICRC.
     pub fn push_raw(&mut self, path: Path, bytes: &[u8]) {
-        let (start, end) = (self.used, self.used + bytes.len());
-        let Some(room) = self.bytes.get_mut(start..end + ICRC_BYTES) else { return };
+        let (start, end, tail) = (self.used, self.used + bytes.len(), self.tail_of(&path));
+        let Some(room) = self.bytes.get_mut(start..end + ICRC_BYTES + tail) else { return };
         room[..bytes.len()].copy_from_slice(bytes);
-        self.used = end + ICRC_BYTES;
-        self.packets.push(TxPacket { path, start, len: self.used - start, outer: 0 });
+        self.used = end + ICRC_BYTES + tail;
+        self.packets.push(TxPacket { path, start, len: self.used - start, outer: 0, tail });
     }
 
     pub(crate) fn is_full(&self) -> bool {
@@ -133,9 +157,9 @@ impl Tx {
         len: usize,
         fill: impl FnOnce(&mut [u8]) -> Result<(), E>,
     ) -> Result<(), E> {
-        let start = self.used;
+        let (start, tail) = (self.used, self.tail_of(&path));
         let lost = path.cut || path.to.is_unspecified();
-        if lost || self.bytes.len() - start < MAX_OUTER_BYTES + MAX_HEADER_BYTES + len + 3 + ICRC_BYTES {
+        if lost || self.bytes.len() - start < MAX_OUTER_BYTES + MAX_HEADER_BYTES + len + 3 + ICRC_BYTES + tail {
             // Callers ask `is_full` first, so that there is room. If there is none, the packet is as if the network had lost it.
             return Ok(());
         }
@@ -157,8 +181,8 @@ impl Tx {
         fill(&mut self.bytes[at..at + len])?;
         let end = at + len + padding(len);
         self.bytes[at + len..end].fill(0);
-        self.used = end + ICRC_BYTES;
-        self.packets.push(TxPacket { path, start, len: self.used - start, outer });
+        self.used = end + ICRC_BYTES + tail;
+        self.packets.push(TxPacket { path, start, len: self.used - start, outer, tail });
         Ok(())
     }
 }

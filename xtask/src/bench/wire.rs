@@ -17,7 +17,19 @@ struct Report {
     networks: Vec<Network>,
     /// WRITE of 1 MiB, MTU 9000, without the invariant CRC over with it.
     bandwidth_without_icrc: Option<f64>,
+    /// What a secret of the group costs.
+    secret: Option<Secret>,
     guest: Vec<InGuest>,
+}
+
+/// Two hosts without a secret of their group and with one, MTU 9000.
+#[derive(Serialize)]
+struct Secret {
+    /// MiB/s of WRITEs of 1 MiB, and of SENDs of 4 KiB.
+    write: [f64; 2],
+    send: [f64; 2],
+    /// Microseconds of a WRITE of 2 B, one way.
+    latency_us: [f64; 2],
 }
 
 /// A figure of one guest; bandwidth or latency.
@@ -195,8 +207,26 @@ fn icrc_share() -> Result<f64> {
     Ok(best[1] / best[0])
 }
 
+/// What a secret costs: the best of several runs without and with it, in turn.
+fn secret() -> Result<Secret> {
+    let mut s = Secret { write: [0.0; 2], send: [0.0; 2], latency_us: [f64::INFINITY; 2] };
+    for _ in 0..5 {
+        for with in [0, 1] {
+            let two = TwoHosts::start(Link { name: "s", ipv6: false, mtu: 9000, args: &[] })?;
+            if with == 1 {
+                two.give_secret("secret")?;
+            }
+            let run = |command: &str| rows(command, two.pair(command, &format!("{command} 10.0.0.1"))?);
+            s.write[with] = s.write[with].max(run("ib_write_bw -s 1048576 -n 2000")?[0][3]);
+            s.send[with] = s.send[with].max(run("ib_send_bw -s 4096 -n 50000")?[0][3]);
+            s.latency_us[with] = s.latency_us[with].min(run("ib_write_lat -s 2 -n 20000")?[0][4]);
+        }
+    }
+    Ok(s)
+}
+
 /// What [`wire`] measures; all of it unless it is told to measure only some.
-pub(crate) const PARTS: [&str; 3] = ["veth", "icrc", "guest"];
+pub(crate) const PARTS: [&str; 4] = ["veth", "icrc", "guest", "secret"];
 
 pub(crate) fn wire(json: bool, only: &[String]) -> Result<()> {
     let wanted = |part: &str| only.is_empty() || only.iter().any(|o| o == part);
@@ -212,7 +242,7 @@ pub(crate) fn wire(json: bool, only: &[String]) -> Result<()> {
         eprintln!("MTU {mtu}: TCP, latency, bandwidth from 64 B to 8 MiB");
         networks.push(network(mtu)?);
     }
-    let mut report = Report { topology, networks, bandwidth_without_icrc: None, guest: Vec::new() };
+    let mut report = Report { topology, networks, bandwidth_without_icrc: None, secret: None, guest: Vec::new() };
     if wanted(PARTS[1]) {
         eprintln!("the share of the invariant CRC");
         report.bandwidth_without_icrc = Some(icrc_share()?);
@@ -220,6 +250,10 @@ pub(crate) fn wire(json: bool, only: &[String]) -> Result<()> {
     if wanted(PARTS[2]) {
         eprintln!("one guest with the kernel's rxe and siw");
         report.guest = guest()?;
+    }
+    if wanted(PARTS[3]) {
+        eprintln!("the share of a secret of the group");
+        report.secret = Some(secret()?);
     }
     if json {
         return print_json(&report);
@@ -256,6 +290,14 @@ pub(crate) fn wire(json: bool, only: &[String]) -> Result<()> {
             "{:28} {:>12.2} {siw:>12} {:>12.2} {:>14.2} {:>11.2}x",
             g.what, g.rxe, g.ours, g.by_packets, g.ours_over_rxe
         );
+    }
+    if let Some(s) = &report.secret {
+        println!("\n{:28} {:>12} {:>12} {:>12}", "secret of the group, MTU 9000", "without", "with", "with/without");
+        let figures =
+            [("WRITE, 1 MiB [MiB/s]", s.write), ("SEND, 4 KiB [MiB/s]", s.send), ("WRITE, 2 B [us]", s.latency_us)];
+        for (what, [without, with]) in figures {
+            println!("{what:28} {without:>12.2} {with:>12.2} {:>11.2}x", with / without);
+        }
     }
     if let Some(ratio) = report.bandwidth_without_icrc {
         println!("\nWRITE of 1 MiB without the invariant CRC: {ratio:.2} of that with it");

@@ -15,6 +15,7 @@ use unirdma_rnic::Route;
 use super::units::Range;
 use crate::faults::FaultyPort;
 use crate::port::{PacketPort, Port, UdpPort};
+use crate::seal::{Board, Seals};
 use crate::tunnel::{Joined, Members, Tunnel};
 
 /// What a descriptor is.
@@ -95,8 +96,10 @@ pub(crate) fn open_worker(e: &Enrolment, sockets: Vec<OwnedFd>) -> io::Result<(B
         let text = format!("group {} has {} sockets, but {} came", e.group, e.roles.len(), sockets.len());
         return Err(wrong(text));
     }
-    let (mut port, mut tunnel, mut packets) =
-        (UdpPort::new(e.first_port.unwrap_or(FIRST_SOURCE_PORT), e.icrc), Vec::new(), Vec::new());
+    let board = Arc::new(Board::default());
+    let seals = Seals::new(board.clone(), &e.group);
+    let mut port = UdpPort::new(e.first_port.unwrap_or(FIRST_SOURCE_PORT), e.icrc, seals);
+    let (mut tunnel, mut packets) = (Vec::new(), Vec::new());
     for (&role, fd) in e.roles.iter().zip(sockets) {
         match role {
             Role::Roce(address) => port.add(address, fd.into()),
@@ -119,5 +122,5 @@ pub(crate) fn open_worker(e: &Enrolment, sockets: Vec<OwnedFd>) -> io::Result<(B
         Some(percent) => Box::new(FaultyPort::new(port, percent, 1)),
         None => port,
     };
-    Ok((port, Tunnel::new(tunnel)))
+    Ok((port, Tunnel::new(tunnel, board)?))
 }

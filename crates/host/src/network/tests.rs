@@ -1,3 +1,5 @@
+mod sealed;
+
 use super::*;
 use crate::port::Port;
 use crate::tunnel::{Tunnel, Tunneled};

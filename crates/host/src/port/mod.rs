@@ -63,12 +63,14 @@ impl std::ops::AddAssign for PortCounters {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::seal::Seals;
     use std::net::SocketAddr;
+    use std::sync::Arc;
     use unirdma_formats::net::{FIRST_SOURCE_PORT, SOURCE_PORTS};
 
     /// A port that has an address for itself.
     pub fn alone(addr: IpAddr) -> UdpPort {
-        let mut port = UdpPort::new(FIRST_SOURCE_PORT, true);
+        let mut port = UdpPort::new(FIRST_SOURCE_PORT, true, Seals::new(Arc::default(), "default"));
         port.add(addr, open::share(open::Kind::Roce, addr, open::Options::default()).unwrap());
         for flow in FIRST_SOURCE_PORT..FIRST_SOURCE_PORT + SOURCE_PORTS {
             let from = SocketAddr::new(addr, flow);

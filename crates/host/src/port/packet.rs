@@ -46,20 +46,30 @@ impl Port for PacketPort {
     fn receive(&mut self, f: &mut dyn FnMut(Arrival, &[u8])) -> bool {
         let PacketPort { udp, sockets, inbox, received, icrc_errors } = self;
         let mut any = udp.receive(f);
+        let seals = &mut udp.seals;
         for s in sockets {
             any |= inbox.receive(s.as_fd(), |i| {
-                let Some((head, frame)) = i.bytes.split_first_chunk::<VNET_BYTES>() else { return };
-                let packet = ip_header_at(i.header).and_then(|at| frame.get(at..));
+                let Some((head, frame)) = i.bytes.split_first_chunk_mut::<VNET_BYTES>() else { return };
+                let Some(packet) = ip_header_at(i.header).and_then(|at| frame.get_mut(at..)) else { return };
                 // A damaged header is nobody's packet; the kernel drops those too.
-                let Some((flow, payload)) = packet.and_then(Flow::parse) else { return };
+                let Some((flow, payload)) = Flow::parse(packet) else { return };
+                let (at, len) = (flow.header_bytes(), payload.len());
+                let Some(payload) = packet.get_mut(at..at + len) else { return };
                 let congested = is_congested(flow.traffic_class);
                 let arrival =
                     Arrival { from: flow.src, port: flow.src_port, to: flow.dst, congested, group: None, source: None };
                 let segment = segment_size(head).unwrap_or(payload.len()).max(1);
-                for (number, packet) in payload.chunks(segment).enumerate() {
+                let mut opener = seals.opener(flow.src);
+                for (number, packet) in payload.chunks_mut(segment).enumerate() {
                     *received += 1;
                     let ip_id = flow.ip_id.wrapping_add(number as u16);
-                    match open(&Envelope { ip_id, ..flow.envelope() }, packet) {
+                    let e = Envelope { ip_id, ..flow.envelope() };
+                    if let Some(opener) = &mut opener {
+                        let body = opener.open(flow.dst, packet, |p| open(&e, p).is_some());
+                        body.into_iter().for_each(|body| f(arrival, body));
+                        continue;
+                    }
+                    match open(&e, packet) {
                         Some(body) => f(arrival, body),
                         None => *icrc_errors += 1,
                     }
@@ -94,8 +104,10 @@ mod tests {
     use crate::port::open::{self, Kind, Options, packets, roce_to};
     use crate::port::socket::set;
     use crate::port::tests::alone;
+    use crate::seal::Seals;
     use crate::steer::Table;
     use std::io;
+    use std::sync::Arc;
     use unirdma_formats::net::FIRST_SOURCE_PORT;
     use unirdma_formats::wire::{ROCE_PORT, icrc};
     use unirdma_rnic::Path;
@@ -109,7 +121,7 @@ mod tests {
             Err(e) if e.kind() == io::ErrorKind::PermissionDenied => return println!("skipped: {e}"),
             s => s.unwrap(),
         };
-        let mut udp = UdpPort::new(FIRST_SOURCE_PORT, true);
+        let mut udp = UdpPort::new(FIRST_SOURCE_PORT, true, Seals::new(Arc::default(), "default"));
         udp.add(ours, open::share(Kind::Roce, ours, Options { full_icrc: true, mark: None }).unwrap());
         let mut port = PacketPort::new(udp, vec![(v4, socket)]);
         // Whole buffers of packets, which nobody cuts on this machine, and single ones.

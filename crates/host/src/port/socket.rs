@@ -135,7 +135,7 @@ pub(super) struct Incoming<'a> {
     /// Sender, of UDP sockets.
     pub from: Option<(IpAddr, u16)>,
     pub header: &'a libc::msghdr,
-    pub bytes: &'a [u8],
+    pub bytes: &'a mut [u8],
 }
 
 impl Inbox {
@@ -163,7 +163,7 @@ impl Inbox {
         let n = unsafe { libc::recvmmsg(fd.as_raw_fd(), headers_at, BATCH as u32, libc::MSG_DONTWAIT, none) };
         let n = n.max(0) as usize;
         for (i, h) in headers[..n].iter().enumerate() {
-            let bytes = &self.bytes[i * BUFFER..][..(h.msg_len as usize).min(BUFFER)];
+            let bytes = &mut self.bytes[i * BUFFER..][..(h.msg_len as usize).min(BUFFER)];
             // A packet socket's sender has no such name, and one without a name leaves that of another packet.
             let from = if h.msg_hdr.msg_namelen > 0 { sender(&self.room.names[i]) } else { None };
             f(Incoming { from, header: &h.msg_hdr, bytes });

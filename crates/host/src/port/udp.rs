@@ -12,6 +12,7 @@ use unirdma_rnic::{Arrival, Tx, TxPacket};
 use super::icrc::Checker;
 use super::socket::{BATCH, ECN_CAPABLE, Inbox, NO_HEADER, Room, SOL_UDP, add_control, notes, sockaddr};
 use super::{Port, PortCounters};
+use crate::seal::{Seals, Sender, mark_datagram};
 
 /// Most packets in one UDP_SEGMENT buffer (the kernel's UDP_MAX_SEGMENTS).
 const MAX_SEGMENTS: usize = 64;
@@ -56,11 +57,15 @@ pub(crate) struct UdpPort {
     /// UDP source port of the first flow.
     first_port: u16,
     icrc: bool,
+    /// How packets to and from the group's hosts are sealed, if the group has a secret.
+    pub(super) seals: Seals,
+    /// How many of the packets that wait were sealed already, from the first on, since the network did not take them then.
+    closed: usize,
 }
 
 impl UdpPort {
     /// A port without sockets, whose flows have ports from `first_port` on; `icrc`: makes and checks it.
-    pub fn new(first_port: u16, icrc: bool) -> Self {
+    pub fn new(first_port: u16, icrc: bool, seals: Seals) -> Self {
         UdpPort {
             sockets: Vec::new(),
             tunnel: Vec::new(),
@@ -70,6 +75,8 @@ impl UdpPort {
             counters: PortCounters::default(),
             first_port,
             icrc,
+            seals,
+            closed: 0,
         }
     }
 
@@ -100,10 +107,19 @@ impl UdpPort {
 
     /// Where a packet leaves, and its source port; `None` if it cannot.
     fn exit(&self, p: &TxPacket) -> Option<Exit> {
+        if p.tail() > 0 && !self.seals.reaches(p.path.to) {
+            return None;
+        }
         if p.outer() == 0 {
             return Some(Exit::Plain(self.socket_for(p)?, p.path.port));
         }
         Some(Exit::Tunnel(self.tunnel.iter().position(|(a, _)| a.is_ipv4() == p.path.to.is_ipv4())?))
+    }
+
+    /// The first packets are sent, or lost.
+    fn gone(&mut self, tx: &mut Tx, n: usize) {
+        tx.sent(n);
+        self.closed = self.closed.saturating_sub(n);
     }
 
     fn socket_for(&self, p: &TxPacket) -> Option<usize> {
@@ -126,7 +142,7 @@ fn batch(packets: &[TxPacket]) -> usize {
     let mut n = 0;
     for p in packets.iter().take(MAX_SEGMENTS) {
         bytes += p.len();
-        let same = p.path == first.path && (p.outer() == 0) == (first.outer() == 0);
+        let same = p.path == first.path && (p.outer() == 0) == (first.outer() == 0) && p.tail() == first.tail();
         if !same || p.len() > first.len() || bytes > MAX_DATAGRAM {
             break;
         }
@@ -138,15 +154,30 @@ fn batch(packets: &[TxPacket]) -> usize {
     n.max(1)
 }
 
+/// Seals a packet. Its tag covers what the ICRC would, so the ICRC is 0; but that of a datagram in the tunnel is checked by the RNIC.
+fn close(bytes: &mut [u8], p: &TxPacket, sender: &mut Sender) {
+    let end = bytes.len() - p.tail();
+    if p.outer() > 0 {
+        let (src, dst) = (p.path.to, p.path.to);
+        // The addresses are those of the inner IP header.
+        seal(&mut bytes[..end], p.outer(), Envelope { src, dst, src_port: VXLAN_PORT, ip_id: 0 });
+        mark_datagram(bytes);
+    } else {
+        bytes[end - ICRC_BYTES..end].fill(0);
+    }
+    sender.seal(bytes);
+}
+
 impl Port for UdpPort {
     fn send(&mut self, tx: &mut Tx) {
+        self.seals.refresh();
         while !tx.packets().is_empty() {
             let mut headers = [NO_HEADER; BATCH];
             let mut iovs = [libc::iovec { iov_base: std::ptr::null_mut(), iov_len: 0 }; BATCH];
             let mut counts = [0; BATCH];
             let Some(exit) = self.exit(&tx.packets()[0]) else {
                 self.counters.send_errors += 1;
-                tx.sent(1);
+                self.gone(tx, 1);
                 continue;
             };
             let (src, fd, src_port) = match exit {
@@ -164,10 +195,19 @@ impl Port for UdpPort {
                     break;
                 }
                 let n = batch(&tx.packets()[at..]);
-                for i in 0..if self.icrc { n } else { 0 } {
-                    let p = tx.packets()[at + i];
-                    let ip_id = if src.is_ipv4() { i as u16 } else { 0 };
-                    seal(tx.bytes(&p), p.outer(), Envelope { src, dst: p.path.to, src_port, ip_id });
+                let (dst, closed) = (first.path.to, self.closed.saturating_sub(at));
+                let sealed = if first.tail() > 0 { self.seals.sender(dst, first.outer() > 0) } else { None };
+                if let Some(sender) = sealed {
+                    for i in closed..n {
+                        let p = tx.packets()[at + i];
+                        close(tx.bytes(&p), &p, sender);
+                    }
+                } else if self.icrc {
+                    for i in 0..n {
+                        let p = tx.packets()[at + i];
+                        let ip_id = if src.is_ipv4() { i as u16 } else { 0 };
+                        seal(tx.bytes(&p), p.outer(), Envelope { src, dst, src_port, ip_id });
+                    }
                 }
                 let span = tx.span(at, n);
                 iovs[messages] = libc::iovec { iov_base: span.as_ptr().cast_mut().cast(), iov_len: span.len() };
@@ -193,12 +233,13 @@ impl Port for UdpPort {
                 at += n;
                 messages += 1;
             }
+            self.closed = self.closed.max(at);
             // SAFETY: `messages` headers are filled in, and all that they point to lives until after the call.
             let done = unsafe { libc::sendmmsg(fd, headers.as_mut_ptr(), messages as u32, libc::MSG_DONTWAIT) };
             if done > 0 {
                 let n: usize = counts[..done as usize].iter().sum();
                 self.counters.sent += n as u64;
-                tx.sent(n);
+                self.gone(tx, n);
                 continue;
             }
             match io::Error::last_os_error().raw_os_error() {
@@ -207,30 +248,38 @@ impl Port for UdpPort {
                 // An ICMP error of an earlier packet, or a packet that the network does not take: as if lost.
                 _ => {
                     self.counters.send_errors += counts[0] as u64;
-                    tx.sent(counts[0]);
+                    self.gone(tx, counts[0]);
                 }
             }
         }
     }
 
     fn receive(&mut self, f: &mut dyn FnMut(Arrival, &[u8])) -> bool {
-        let UdpPort { sockets, inbox, checker, counters, icrc, .. } = self;
+        let UdpPort { sockets, inbox, checker, counters, icrc, seals, .. } = self;
         let mut any = false;
         for Socket { addr, udp, .. } in sockets.iter().filter(|s| !s.silent) {
             any |= inbox.receive(udp.as_fd(), |i| {
                 let (segment, congested) = notes(i.header);
                 let Some((from, port)) = i.from else { return };
-                for (number, packet) in i.bytes.chunks(segment.unwrap_or(i.bytes.len()).max(1)).enumerate() {
+                let arrival = Arrival { from, port, to: *addr, congested, group: None, source: None };
+                let size = segment.unwrap_or(i.bytes.len()).max(1);
+                let mut opener = seals.opener(from);
+                for (number, packet) in i.bytes.chunks_mut(size).enumerate() {
                     counters.received += 1;
                     let ip_id = if addr.is_ipv4() { number as u16 } else { 0 };
                     let e = Envelope { src: from, dst: *addr, src_port: port, ip_id };
+                    if let Some(opener) = &mut opener {
+                        let plain = |p: &[u8]| !*icrc || checker.open(&e, p).is_some();
+                        opener.open(*addr, packet, plain).into_iter().for_each(|body| f(arrival, body));
+                        continue;
+                    }
                     let body = if *icrc {
                         checker.open(&e, packet)
                     } else {
                         packet.split_last_chunk::<ICRC_BYTES>().map(|s| s.0)
                     };
                     match body {
-                        Some(body) => f(Arrival { from, port, to: *addr, congested, group: None, source: None }, body),
+                        Some(body) => f(arrival, body),
                         None => counters.icrc_errors += 1,
                     }
                 }

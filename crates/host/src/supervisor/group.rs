@@ -187,6 +187,8 @@ pub(super) struct Inner {
     pub worker: Option<Worker>,
     pub members: BTreeMap<String, Member>,
     pub captures: BTreeMap<u64, Capturing>,
+    /// The secrets of the group, if it has any: the memory file that its worker was given. They are nowhere else in this process.
+    pub secrets: Option<OwnedFd>,
     /// What its worker says of a thread that is stuck, and when it said so.
     pub stuck: Option<(String, Instant)>,
     /// How often its worker died and was started anew.
@@ -229,6 +231,8 @@ pub(super) struct Group {
     begin: Begin,
     /// Its worker's share of the processors.
     weight: AtomicU32,
+    /// Number of the secret that it sends with.
+    secret_number: Mutex<Option<u8>>,
     around: Arc<Around>,
     /// Where its worker waits for supervisors.
     door: PathBuf,
@@ -262,6 +266,7 @@ impl Group {
             worker: None,
             members,
             captures,
+            secrets: None,
             stuck: None,
             restarts: 0,
             log: LogLimit::default(),
@@ -269,7 +274,8 @@ impl Group {
         };
         let (name, id, door) = (begin.group.clone(), begin.id, around.door(&begin.group));
         let (weight, process, inner) = (AtomicU32::new(weight), Mutex::default(), Mutex::new(inner));
-        Group { name, id, begin, weight, around, door, listener, process, inner }
+        let secret_number = Mutex::default();
+        Group { name, id, begin, weight, secret_number, around, door, listener, process, inner }
     }
 
     /// A group of a supervisor that died, with its worker if that lives. Else its worker is to be started.
@@ -277,15 +283,17 @@ impl Group {
         kept: KeptGroup,
         fds: Vec<OwnedFd>,
         members: BTreeMap<String, Member>,
+        secrets: Option<OwnedFd>,
         around: Arc<Around>,
     ) -> Option<Group> {
         let mut fds = fds.into_iter();
         let (listener, pidfd) = (fds.next()?.into(), fds.next()?);
         let group = Group::with(kept.begin, kept.weight, around, listener, members);
         let child = Child::of_pidfd(kept.pid, pidfd);
+        group.lock().secrets = secrets;
         if !child.has_ended() {
             let mut inner = group.lock();
-            match group.take_over(child, &inner.members) {
+            match group.take_over(child, &inner) {
                 Ok(worker) => group.employ(&mut inner, Worker { in_force: kept.in_force, ..worker }),
                 Err(e) => {
                     tracing::error!(group = group.name, error = %e, "its worker cannot be taken over and is ended")
@@ -296,7 +304,7 @@ impl Group {
     }
 
     /// Takes over a worker that lives. It serves these vRNICs afterwards and no others.
-    fn take_over(&self, child: Child, members: &BTreeMap<String, Member>) -> io::Result<Worker> {
+    fn take_over(&self, child: Child, Inner { members, secrets, .. }: &Inner) -> io::Result<Worker> {
         let taken = || {
             let (notices, theirs) = notice_sockets()?;
             let line = Line::new(UnixStream::connect(&self.door)?.into())?;
@@ -304,6 +312,7 @@ impl Group {
             if worker.greet(theirs.as_fd())?.as_deref() != Some(&self.name) {
                 return Err(nonsense());
             }
+            worker.confide(secrets.as_ref())?;
             let Answer::Names(names) = worker.tell(&Call::Names, &[])? else { return Err(nonsense()) };
             let names: BTreeSet<String> = names.into_iter().collect();
             for name in names.iter().filter(|n| !members.contains_key(*n)) {
@@ -413,7 +422,17 @@ impl Group {
         self.weight.load(Ordering::Relaxed)
     }
 
-    /// Changes it.
+    /// Number of the secret that it sends with, if it has one.
+    pub fn secret_number(&self) -> Option<u8> {
+        *lock(&self.secret_number)
+    }
+
+    /// Notes that number.
+    pub fn set_secret_number(&self, number: Option<u8>) {
+        *lock(&self.secret_number) = number;
+    }
+
+    /// Changes its worker's share.
     ///
     /// # Errors
     /// One line: what the kernel refuses.
@@ -545,6 +564,8 @@ impl Worker {
     /// Tells it of everything that its group has.
     fn introduce_all(&mut self, inner: &Inner, plan: Option<Plan>) -> io::Result<()> {
         if let Some(plan) = plan {
+            // Before there is anybody to send to.
+            self.confide(inner.secrets.as_ref())?;
             self.tell(&Call::Plan(plan), &[])?;
         }
         for m in inner.members.values() {
@@ -554,6 +575,14 @@ impl Worker {
             self.tell(&Call::Capture { id, vrnic: c.vrnic.clone(), snap: c.snap }, &[c.to.as_fd()])?;
         }
         Ok(())
+    }
+
+    /// Tells it the secrets of its group, if there are any.
+    fn confide(&mut self, secrets: Option<&OwnedFd>) -> io::Result<()> {
+        match secrets {
+            Some(file) => self.tell(&Call::Secrets { any: true }, &[file.as_fd()]).map(drop),
+            None => Ok(()),
+        }
     }
 
     /// Tells it of what may have changed of a vRNIC just before its last supervisor died.

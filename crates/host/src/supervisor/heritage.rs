@@ -8,6 +8,7 @@ use crate::process::Child;
 pub(super) const GROUP: &str = "group";
 const SOCKETS: &str = "sockets";
 const VRNIC: &str = "vrnic";
+const SECRETS: &str = "secrets";
 
 /// What a supervisor that died has left.
 pub(super) struct Heritage {
@@ -15,6 +16,7 @@ pub(super) struct Heritage {
     groups: Vec<(KeptGroup, Vec<OwnedFd>)>,
     sockets: Vec<(Enrolment, Vec<OwnedFd>)>,
     members: BTreeMap<String, BTreeMap<String, Member>>,
+    secrets: BTreeMap<String, OwnedFd>,
 }
 
 impl Heritage {
@@ -29,12 +31,21 @@ impl Heritage {
             Err(_) => return Ok(None),
         };
         let all = keeper.all()?;
-        let mut h = Heritage { keeper, groups: Vec::new(), sockets: Vec::new(), members: BTreeMap::new() };
+        let mut h = Heritage {
+            keeper,
+            groups: Vec::new(),
+            sockets: Vec::new(),
+            members: BTreeMap::new(),
+            secrets: BTreeMap::new(),
+        };
         for (kept, fds) in all {
             let mut words = kept.key.splitn(3, ' ');
             match (words.next(), words.next()) {
                 (Some(GROUP), _) => h.groups.push((serde_json::from_str(&kept.what)?, fds)),
                 (Some(SOCKETS), _) => h.sockets.push((serde_json::from_str(&kept.what)?, fds)),
+                (Some(SECRETS), Some(group)) => {
+                    h.secrets.extend(fds.into_iter().next().map(|file| (group.to_string(), file)));
+                }
                 (Some(VRNIC), Some(group)) => {
                     if let Some(m) = Member::of_kept(serde_json::from_str(&kept.what)?, fds) {
                         h.members.entry(group.into()).or_default().insert(m.new.name.clone(), m);
@@ -91,12 +102,13 @@ impl Heritage {
 impl Supervisor {
     /// Takes over what a supervisor that died has left.
     pub(super) fn inherit(self: &Arc<Self>, heritage: Heritage) {
-        let Heritage { keeper, groups, mut members, .. } = heritage;
+        let Heritage { keeper, groups, mut members, mut secrets, .. } = heritage;
         *lock(&self.keeper) = Some(keeper);
         for (kept, fds) in groups {
             let name = kept.begin.group.clone();
             let members = members.remove(&name).unwrap_or_default();
-            match Group::adopt(kept, fds, members, self.around.clone()) {
+            let secrets = secrets.remove(&name);
+            match Group::adopt(kept, fds, members, secrets, self.around.clone()) {
                 Some(group) => self.take_over(group),
                 None => tracing::error!(group = name, "what the keeper has of it is not whole; it is lost"),
             }
@@ -123,6 +135,8 @@ impl Supervisor {
                 }
             }
             names.groups.insert(group.name.clone(), group.clone());
+            drop(names);
+            self.note_secrets(&group, &inner);
             tracing::info!(group = group.name, vrnics = inner.members.len(), "taken over");
             if inner.worker.is_some() {
                 self.watch_worker(&group, &inner);
@@ -185,9 +199,18 @@ impl Supervisor {
         });
     }
 
+    /// Lets the keeper have the secrets of a group as they are now, or forget them.
+    pub(super) fn keep_secrets(&self, group: &Group, inner: &Inner) {
+        let key = format!("{SECRETS} {}", group.name);
+        self.with_keeper(|k| match &inner.secrets {
+            Some(file) => k.keep(&key, String::new(), &[file.as_fd()]),
+            None => k.forget(&key),
+        });
+    }
+
     /// Lets the keeper forget a group.
     pub(super) fn forget_group(&self, group: &str) {
-        for kind in [GROUP, SOCKETS] {
+        for kind in [GROUP, SOCKETS, SECRETS] {
             self.with_keeper(|k| k.forget(&format!("{kind} {group}")));
         }
     }
@@ -219,6 +242,7 @@ impl Supervisor {
             let inner = group.lock();
             self.keep_group(&group, &inner);
             self.keep_sockets(&group.name);
+            self.keep_secrets(&group, &inner);
             inner.members.keys().for_each(|name| self.keep_vrnic(&group, &inner, name));
         }
     }

@@ -1,7 +1,7 @@
 //! What an administrator asks for: vRNICs, groups, attachment, status.
 
 use super::*;
-use crate::admin::{GroupInfo, Request, StatusInfo, WorkerInfo};
+use crate::admin::{GroupInfo, Request, SecretChange, StatusInfo, WorkerInfo};
 use crate::confine::MAX_GROUP_WEIGHT;
 use crate::protocol::{Answer, Call, NewVrnic, WorkerStatus};
 use crate::vrnic::{self, AddVrnic, SetHeld, SetShare, VrnicInfo};
@@ -32,8 +32,10 @@ impl Supervisor {
             }
             Request::VrnicAddress { name, ip, add: true } => self.add_address(&name, ip),
             Request::VrnicAddress { name, ip, add: false } => self.remove_address(&name, ip),
-            Request::GroupAdd { name, weight } => self.make_group(&name, weight.unwrap_or(USUAL_GROUP_WEIGHT)),
-            Request::GroupSet { name, weight } => self.set_group(&name, weight),
+            Request::GroupAdd { name, weight, secret } => {
+                self.make_group(&name, weight.unwrap_or(USUAL_GROUP_WEIGHT), secret.then_some(fd))
+            }
+            Request::GroupSet { name, weight, secret } => self.set_group(&name, weight, secret, fd),
             Request::RuleList => {
                 let rules = self.around.network.as_ref().map(|n| lock(n).rules());
                 Ok(Response::Rules(rules.unwrap_or_default()))
@@ -51,6 +53,7 @@ impl Supervisor {
                     vni: vni(g),
                     weight: group.weight(),
                     weight_lacks: weight_lacks.clone(),
+                    secret: group.secret_number(),
                 });
                 Ok(Response::Groups(infos.collect()))
             }
@@ -104,7 +107,8 @@ impl Supervisor {
         Ok(group)
     }
 
-    fn make_group(self: &Arc<Self>, name: &str, weight: u32) -> Reply {
+    /// Makes a group; with a secret, if there is one of a file.
+    fn make_group(self: &Arc<Self>, name: &str, weight: u32, secret: Option<Option<OwnedFd>>) -> Reply {
         vrnic::check_name("group", name)?;
         check_weight(weight)?;
         let id = {
@@ -117,18 +121,33 @@ impl Supervisor {
         };
         let added = self.add_group(name, id, weight);
         self.names().busy.remove(name);
-        added.map(|()| Response::Done)
+        added?;
+        if let Some(file) = secret
+            && let Err(e) = self.set_group(name, None, Some(SecretChange::File), file)
+        {
+            self.remove_group(name)?;
+            return Err(e);
+        }
+        Ok(Response::Done)
     }
 
-    fn set_group(&self, name: &str, weight: u32) -> Reply {
-        check_weight(weight)?;
+    fn set_group(&self, name: &str, weight: Option<u32>, secret: Option<SecretChange>, file: Option<OwnedFd>) -> Reply {
+        if weight.is_none() && secret.is_none() {
+            return Err("nothing to set; give --weight, --secret or --forget-old".into());
+        }
+        weight.map_or(Ok(()), check_weight)?;
         let group = self.names().groups.get(name).cloned().ok_or(format!("there is no group {name}"))?;
-        let inner = group.lock();
+        let mut inner = group.lock();
         if inner.removed {
             return Err(format!("group {name} is gone"));
         }
-        group.set_weight(weight)?;
-        self.keep_group(&group, &inner);
+        if let Some(change) = secret {
+            self.change_secrets(&group, &mut inner, change, file)?;
+        }
+        if let Some(weight) = weight {
+            group.set_weight(weight)?;
+            self.keep_group(&group, &inner);
+        }
         Ok(Response::Done)
     }
 
@@ -443,7 +462,11 @@ impl Supervisor {
             ips: m.new.ips.clone(),
             mac: mac.to_string(),
             guid: mac.guid().to_string(),
-            mtu: self.around.network.as_ref().map_or(vrnic::NET_MTU, |n| lock(n).net_mtu()),
+            mtu: self
+                .around
+                .network
+                .as_ref()
+                .map_or(vrnic::NET_MTU, |n| lock(n).net_mtu(group.secret_number().is_some())),
             dir: vrnic_dir(&self.dir, &m.new.name).display().to_string(),
             attached: m.attached.is_some(),
             container: m.containers.values().rev().find_map(process_of),
@@ -471,6 +494,7 @@ impl Supervisor {
                 memory: inner.worker.as_ref().map_or(0, |w| memory_of(w.pid())),
                 rnic_held: told.rnic_held,
                 confinement: inner.worker.as_ref().map(|w| w.in_force().clone()).unwrap_or_default(),
+                seal: told.seal.clone(),
             });
             all.add(&told);
         }

@@ -1,6 +1,7 @@
 //! What a supervisor calls for: vRNICs, interfaces, captures, figures.
 
 use super::*;
+use crate::seal::{Secrets, TAIL_BYTES};
 
 /// Connections and address handles that are looked at, after rules have changed, while the RNIC is held once.
 const MAX_RECHECKED: usize = 64;
@@ -126,6 +127,7 @@ impl Worker {
                 port: self.engine.port_counters().unwrap_or_default(),
                 drops: self.engine.rnic.lock().wire_drops(),
                 tunnel: self.switch.tunnel_drops(),
+                seal: self.switch.seal_info(),
             }))),
             Call::Plan(plan) => {
                 {
@@ -142,6 +144,7 @@ impl Worker {
                 self.engine.after_command();
                 Ok(Answer::Done)
             }
+            Call::Secrets { any } => self.set_secrets(fds.next().filter(|_| any)),
             Call::Hear { groups } => {
                 self.engine.join(groups.into_iter().zip(fds).collect());
                 Ok(Answer::Done)
@@ -156,6 +159,17 @@ impl Worker {
                 Ok(Answer::Done)
             }
         }
+    }
+
+    /// From now on the group has the secrets of this file, or none.
+    fn set_secrets(&mut self, file: Option<OwnedFd>) -> Done {
+        let secrets = file.map(Secrets::of_file).transpose().map_err(|e| e.to_string())?;
+        let tail = if secrets.is_some() { TAIL_BYTES } else { 0 };
+        if !self.switch.set_secrets(secrets) {
+            return Err("this host has no network to other hosts".into());
+        }
+        self.engine.rnic.lock().tx().set_tail(tail);
+        Ok(Answer::Done)
     }
 
     /// Asks for more QPNs before they are all taken.

@@ -12,9 +12,9 @@ use super::{Attach, Attached, Object, Record, RestoreError};
 use crate::core::Core;
 use crate::multicast::MAX_MULTICAST_QPS;
 use crate::objects::{
-    Ah, Backing, Backlog, Begun, Connection, Cq, Datagrams, Door, Fetched, Held, Hollow, Local, Moderation, Mr, NO_SLOT,
-    Names, Note, Pause, Pd, Qp, Room, Session, SessionId, Srq, Stage, Used, Vnic, VnicId, Wait, Window, Work, XrcSrq,
-    Xrcd,
+    Ah, Backing, Backlog, Begun, Connection, Cq, Datagrams, Door, Fetched, Held, Hollow, Local, Moderation, Mr,
+    NO_SLOT, Names, Note, Pause, Pd, Qp, Room, Session, SessionId, Srq, Stage, Used, Vnic, VnicId, Wait, Window, Work,
+    XrcSrq, Xrcd,
 };
 use crate::output::Output;
 use crate::pace::{Limit, Pace};

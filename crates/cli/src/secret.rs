@@ -1,0 +1,47 @@
+//! Secrets of groups as files: `unirdma secret`, and those that are handed to the virtual layer. What is in them is for the virtual layer.
+
+use std::fs::File;
+use std::io::{self, Read, Write};
+use std::os::unix::fs::OpenOptionsExt;
+use std::path::Path;
+
+use unirdma_host::admin::SecretChange;
+
+pub(crate) const EXAMPLES: &str = "Examples:
+  unirdma secret blue.secret
+  unirdma group set blue --secret blue.secret    on each host of the group, with a copy of this file
+
+`head -c 32 /dev/urandom > blue.secret` makes one, too, under `umask 077`.";
+
+/// Makes a secret in a new file.
+///
+/// # Errors
+/// There is such a file already, or it cannot be written.
+pub(crate) fn make(path: &Path) -> io::Result<()> {
+    let at = |e: io::Error| io::Error::new(e.kind(), format!("{}: {e}", path.display()));
+    let mut bytes = [0; 32];
+    File::open("/dev/urandom")?.read_exact(&mut bytes)?;
+    let mut file = File::options().write(true).create_new(true).mode(0o600).open(path).map_err(at)?;
+    let digits: String = bytes.iter().map(|b| format!("{b:02x}")).collect();
+    writeln!(file, "{digits}").and_then(|()| file.sync_all()).map_err(at)
+}
+
+/// Opens the file of a secret.
+///
+/// # Errors
+/// One line that names the file.
+pub(crate) fn open(path: &Path) -> io::Result<File> {
+    File::open(path).map_err(|e| io::Error::new(e.kind(), format!("secret {}: {e}", path.display())))
+}
+
+/// What `--secret` and `--forget-old` say, and the file that goes along.
+///
+/// # Errors
+/// As [`open`].
+pub(crate) fn change(secret: Option<&Path>, forget_old: bool) -> io::Result<(Option<SecretChange>, Option<File>)> {
+    Ok(match secret {
+        Some(none) if none == Path::new("none") => (Some(SecretChange::None), None),
+        Some(path) => (Some(SecretChange::File), Some(open(path)?)),
+        None => (forget_old.then_some(SecretChange::ForgetOld), None),
+    })
+}

@@ -1,0 +1,234 @@
+//! Groups with a secret.
+
+use super::*;
+use crate::seal::{Secret, Secrets, TAIL_BYTES, kind};
+
+fn secret(n: u8) -> Secret {
+    Secret::new(n, &[n; 32])
+}
+
+impl Host {
+    fn set_secrets(&mut self, group: &str, secrets: Option<Secrets>) {
+        self.network.set_sealed(group, secrets.is_some());
+        self.tunnel(group).set_secrets(secrets);
+    }
+
+    /// RoCEv2 packets that have come to a group.
+    fn count(&mut self, group: &str) -> usize {
+        let mut n = 0;
+        let port = &mut self.workers.get_mut(group).unwrap().port;
+        while port.receive(&mut |_, _| n += 1) {}
+        n
+    }
+
+    /// Unsealed, with a wrong tag, replayed.
+    fn seal_drops(&self, group: &str) -> [u64; 3] {
+        let d = self.tunnel(group).seal_info().drops;
+        [d.unsealed, d.wrong_tag, d.replayed]
+    }
+}
+
+/// Two hosts of the default group, and a plain device, and the numbers that they have.
+fn two(third: u8) -> ([IpAddr; 3], Host, Host) {
+    let ips = hosts(third);
+    let [a, b, c] = [ips[0], ips[1], ips[2]];
+    let mut h0 = Host::new(a, &format!("10.0.0.2 default {b}\n{c} default {c} foreign"), &["default"]);
+    let mut h1 = Host::new(b, &format!("10.0.0.1 default {a}\n{c} default {c} foreign"), &["default"]);
+    settle(&mut [&mut h0, &mut h1]);
+    ([a, b, c], h0, h1)
+}
+
+/// Lets two hosts say all that they have to say. What else came to the second.
+fn talk(h0: &Host, h1: &Host) -> Vec<Vec<u8>> {
+    (0..4).flat_map(|_| [h0.drain("default"), h1.drain("default")].into_iter().nth(1)).flatten().collect()
+}
+
+fn sealed(third: u8) -> ([IpAddr; 3], Host, Host) {
+    let (ips, mut h0, mut h1) = two(third);
+    for h in [&mut h0, &mut h1] {
+        h.set_secrets("default", Some(Secrets::one(secret(7))));
+    }
+    assert!(talk(&h0, &h1).is_empty());
+    (ips, h0, h1)
+}
+
+fn send(h: &mut Host, tx: &mut Tx) -> u64 {
+    let port = &mut h.workers.get_mut("default").unwrap().port;
+    port.send(tx);
+    port.counters().send_errors
+}
+
+#[test]
+fn what_hosts_with_a_secret_say_is_sealed_and_nothing_else_counts() {
+    let ([a, b, c], mut h0, mut h1) = sealed(64);
+    assert!(h0.tunnel("default").seal_info().silent.is_empty() && h1.info().silent.is_empty());
+    let frame = frame([6, 0, 0, 0, 0, 1]);
+    let qpn = h1.workers["default"].enrolment.qpns[0].0 + 5;
+    for _ in 0..3 {
+        h0.tunnel("default").send(0, &frame);
+        assert_eq!(talk(&h0, &h1), std::slice::from_ref(&frame));
+        let mut tx = Tx::default();
+        tx.set_tail(TAIL_BYTES);
+        packets(&mut tx, b, qpn, 200);
+        assert_eq!((send(&mut h0, &mut tx), h1.count("default")), (0, 200));
+    }
+    assert_eq!(h1.seal_drops("default"), [0; 3]);
+    // What others send from the host's address and port: as packets are without a secret, and as if they had one.
+    let plain = |from: IpAddr, qpn: u32, port: u16| {
+        let [_, x, y, z] = qpn.to_be_bytes();
+        let body = [&[4, 0, 0xff, 0xff, 0, x, y, z][..], &[9; 600]].concat();
+        let e = Envelope { src: from, dst: b, src_port: port, ip_id: 0 };
+        [&body[..], &icrc(&e, &body).to_le_bytes()].concat()
+    };
+    let forger = UdpSocket::bind((a, 0)).unwrap();
+    let forged = plain(a, qpn, forger.local_addr().unwrap().port());
+    forger.send_to(&forged, (b, ROCE_PORT)).unwrap();
+    forger.send_to(&[&forged[..], &[0; TAIL_BYTES]].concat(), (b, ROCE_PORT)).unwrap();
+    forger.send_to(&[4, 0], (b, ROCE_PORT)).unwrap();
+    assert_eq!((h1.count("default"), h1.seal_drops("default")), (0, [1, 2, 0]));
+    let own = h0.workers["default"].tunnel.sockets().next().unwrap().try_clone().unwrap();
+    let mut header = vxlan(1);
+    own.send_to(&[&header[..], &frame].concat(), (b, VXLAN_PORT)).unwrap();
+    for (kind, n) in [(kind::FRAME, 2), (kind::DATAGRAM, 3), (kind::HELLO, 4)] {
+        header[kind::AT] = kind;
+        own.send_to(&[&header[..], &frame].concat(), (b, VXLAN_PORT)).unwrap();
+        assert!(h1.drain("default").is_empty());
+        assert_eq!(h1.seal_drops("default")[1], 1 + n, "kind {kind}");
+    }
+    assert_eq!(h1.seal_drops("default"), [2, 5, 0]);
+    // What was sealed comes again, also to another address than it was sealed for.
+    let theirs = h1.workers["default"].tunnel.sockets().next().unwrap().try_clone().unwrap();
+    h0.tunnel("default").send(0, &frame);
+    let mut bytes = vec![0; 2000];
+    let (n, _) = theirs.recv_from(&mut bytes).unwrap();
+    assert!(!bytes[..n].windows(frame.len()).any(|w| w == frame), "it can be read on the way");
+    for _ in 0..3 {
+        own.send_to(&bytes[..n], (b, VXLAN_PORT)).unwrap();
+    }
+    assert_eq!((h1.drain("default"), h1.seal_drops("default")), (vec![frame.clone()], [2, 5, 2]));
+    theirs.send_to(&bytes[..n], (a, VXLAN_PORT)).unwrap();
+    assert_eq!((h0.drain("default").len(), h0.seal_drops("default")), (0, [0, 1, 0]));
+    // A plain device goes on as it was, both ways.
+    let device = UdpSocket::bind((c, ROCE_PORT)).unwrap();
+    device.send_to(&plain(c, qpn, ROCE_PORT), (b, ROCE_PORT)).unwrap();
+    assert_eq!((h1.count("default"), h1.seal_drops("default")), (1, [2, 5, 2]));
+    let mut tx = Tx::default();
+    tx.set_tail(TAIL_BYTES);
+    tx.push_raw(To { from: Some(a), ..To::new(c) }, &[9; 40]);
+    send(&mut h0, &mut tx);
+    let (n, from) = device.recv_from(&mut bytes).unwrap();
+    let e = Envelope { src: a, dst: c, src_port: from.port(), ip_id: 0 };
+    assert_eq!(bytes[..n], [&[9; 40][..], &icrc(&e, &[9; 40]).to_le_bytes()].concat());
+}
+
+#[test]
+fn what_the_network_does_not_take_at_once_is_sealed_once() {
+    let ([a, b, _], mut h0, mut h1) = sealed(68);
+    let qpn = h1.workers["default"].enrolment.qpns[0].0 + 5;
+    let mut tx = Tx::default();
+    tx.set_tail(TAIL_BYTES);
+    for _ in 0..10 {
+        packets(&mut tx, b, qpn, 7);
+        // Nobody may send there, so the system call ends at this one.
+        tx.push_raw(To { from: Some(a), ..To::new(IpAddr::from([255; 4])) }, &[9; 40]);
+        packets(&mut tx, b, qpn, 70);
+    }
+    assert_eq!((send(&mut h0, &mut tx), h1.count("default"), h1.seal_drops("default")), (10, 770, [0; 3]));
+}
+
+#[test]
+fn a_host_without_the_secret_gets_nothing_through_and_is_told_of() {
+    let ([a, b, _], mut h0, mut h1) = two(65);
+    let frame = frame([6, 0, 0, 0, 0, 1]);
+    h1.set_secrets("default", Some(Secrets::one(secret(7))));
+    let qpn = h1.workers["default"].enrolment.qpns[0].0 + 5;
+    h0.tunnel("default").send(0, &frame);
+    let mut tx = Tx::default();
+    packets(&mut tx, b, qpn, 3);
+    send(&mut h0, &mut tx);
+    assert_eq!((talk(&h0, &h1).len(), h1.count("default"), h1.seal_drops("default")), (0, 0, [4, 0, 0]));
+    assert_eq!(h1.tunnel("default").seal_info().silent, [a]);
+    // It sends nothing to who cannot open it.
+    h1.tunnel("default").send(0, &frame);
+    tx.set_tail(TAIL_BYTES);
+    packets(&mut tx, a, qpn, 3);
+    assert_eq!(send(&mut h1, &mut tx), 3);
+    assert_eq!((h0.drain("default").len(), h0.count("default")), (0, 0));
+    // Nor does another secret of the same number help.
+    h0.set_secrets("default", Some(Secrets::one(Secret::new(7, &[8; 32]))));
+    assert!(talk(&h0, &h1).is_empty());
+    assert_eq!((h0.tunnel("default").seal_info().silent, h1.tunnel("default").seal_info().silent), (vec![b], vec![a]));
+    assert!(h1.seal_drops("default")[1] > 0);
+    // The right one does, and so does none at both.
+    h0.set_secrets("default", Some(Secrets::one(secret(7))));
+    talk(&h0, &h1);
+    h0.tunnel("default").send(0, &frame);
+    assert_eq!(talk(&h0, &h1), std::slice::from_ref(&frame));
+    h0.set_secrets("default", None);
+    h1.set_secrets("default", None);
+    settle(&mut [&mut h0, &mut h1]);
+    h0.tunnel("default").send(0, &frame);
+    assert_eq!(talk(&h0, &h1), [frame]);
+}
+
+#[test]
+fn secrets_change_one_host_after_the_other_and_no_packet_is_lost() {
+    let ([_, b, _], mut h0, mut h1) = sealed(66);
+    let frame = frame([6, 0, 0, 0, 0, 1]);
+    let qpn = h1.workers["default"].enrolment.qpns[0].0 + 5;
+    let (mut secrets, mut tx) = ([Secrets::one(secret(7)), Secrets::one(secret(7))], Tx::default());
+    tx.set_tail(TAIL_BYTES);
+    let mut pass = |h0: &mut Host, h1: &mut Host| {
+        // Also packets that were sealed before, and are still under way, while the hosts agree.
+        h0.tunnel("default").send(0, &frame);
+        packets(&mut tx, b, qpn, 5);
+        assert_eq!(send(h0, &mut tx), 0);
+        let before: Vec<_> = (0..3).flat_map(|_| h0.drain("default")).collect();
+        assert!(before.is_empty());
+        assert_eq!((talk(h0, h1).len(), h1.count("default")), (1, 5));
+    };
+    for n in 8..14 {
+        for i in [0, 1] {
+            secrets[i].rotate(secret(n)).unwrap();
+            let host = if i == 0 { &mut h0 } else { &mut h1 };
+            host.set_secrets("default", Some(secrets[i].clone()));
+            (0..3).for_each(|_| pass(&mut h0, &mut h1));
+            let behind = h0.tunnel("default").seal_info().behind;
+            assert_eq!(behind, [[b]][i..].concat(), "the other host has the new one, too, or not yet");
+        }
+    }
+    for i in [0, 1] {
+        secrets[i].forget_others();
+        let host = if i == 0 { &mut h0 } else { &mut h1 };
+        host.set_secrets("default", Some(secrets[i].clone()));
+        pass(&mut h0, &mut h1);
+    }
+    assert_eq!((h1.seal_drops("default"), h1.tunnel("default").seal_info().secrets), ([0; 3], vec![13]));
+}
+
+#[test]
+fn nobody_without_the_secret_can_disagree_about_a_number() {
+    let ([a, b, _], mut h0, mut h1) = sealed(67);
+    let frame = frame([6, 0, 0, 0, 0, 1]);
+    // All that an announcement could say is said by a host whose file has another number, and by nobody else.
+    let mut liar = crate::network::agree::Agreement::default();
+    let mut members = Members::new("default", 9);
+    members.hosts.insert(b);
+    liar.set_groups([&members].into_iter(), 77);
+    let own = h0.workers["default"].tunnel.sockets().next().unwrap().try_clone().unwrap();
+    for m in liar.messages(b) {
+        own.send_to(&m, (b, VXLAN_PORT)).unwrap();
+    }
+    settle(&mut [&mut h0, &mut h1]);
+    assert!(h1.info().disagreements.is_empty() && h1.info().silent.is_empty());
+    h0.tunnel("default").send(0, &frame);
+    assert_eq!(talk(&h0, &h1), std::slice::from_ref(&frame));
+    // A number that is really another one leads nowhere.
+    h0.set_peers(&format!("group default vni 9\n10.0.0.2 default {b}\n"));
+    h0.tunnel("default").send(0, &frame);
+    assert!(talk(&h0, &h1).is_empty());
+    h1.set_peers(&format!("group default vni 9\n10.0.0.1 default {a}\n"));
+    talk(&h0, &h1);
+    h0.tunnel("default").send(0, &frame);
+    assert_eq!(talk(&h0, &h1), [frame]);
+}

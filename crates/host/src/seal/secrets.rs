@@ -1,0 +1,273 @@
+//! The secrets of a group. Between processes they pass as a memory file, which is no part of any message, log or core dump.
+
+use std::fmt;
+use std::io;
+use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
+
+use ring::hkdf;
+use rustix::fs::{FileType, MemfdFlags};
+use zeroize::{Zeroize, ZeroizeOnDrop, Zeroizing};
+
+/// Bytes of a secret.
+pub const SECRET_BYTES: usize = 32;
+/// Most secrets that a group has at a time.
+pub const MAX_SECRETS: usize = 3;
+/// A byte for which one to send with, one for how many there are, and each with its number.
+const FILE_BYTES: usize = 2 + MAX_SECRETS * (1 + SECRET_BYTES);
+
+/// A secret and its number, by which hosts tell the secrets of a group apart.
+#[derive(Clone, PartialEq, Eq, Zeroize, ZeroizeOnDrop)]
+pub struct Secret {
+    id: u8,
+    /// In a place of its own, so that a list that grows leaves no copy.
+    key: Box<[u8; SECRET_BYTES]>,
+}
+
+impl fmt::Debug for Secret {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "Secret {}", self.id)
+    }
+}
+
+impl Secret {
+    /// A secret that somebody else has numbered.
+    pub fn new(id: u8, key: &[u8; SECRET_BYTES]) -> Secret {
+        Secret { id, key: Box::new(*key) }
+    }
+
+    /// A secret whose number follows from it, so that hosts that read the same file have the same number for it.
+    pub fn numbered(key: &[u8; SECRET_BYTES]) -> Secret {
+        let mut id = [0];
+        // One byte can always be derived.
+        let _ = hkdf::Salt::new(hkdf::HKDF_SHA256, b"unirdma number")
+            .extract(key)
+            .expand(&[], Length(1))
+            .and_then(|okm| okm.fill(&mut id));
+        Secret::new(id[0], key)
+    }
+
+    /// Its number.
+    pub fn id(&self) -> u8 {
+        self.id
+    }
+
+    pub(super) fn key(&self) -> &[u8; SECRET_BYTES] {
+        &self.key
+    }
+
+    /// Reads a secret from a file that an administrator has made: 32 bytes, or 64 hexadecimal digits.
+    ///
+    /// # Errors
+    /// One line: others can read the file too, or it has something else in it.
+    pub fn read(file: BorrowedFd<'_>) -> Result<Secret, String> {
+        let stat = rustix::fs::fstat(file).map_err(|e| format!("the file of the secret: {e}"))?;
+        if FileType::from_raw_mode(stat.st_mode) != FileType::RegularFile {
+            return Err("a secret comes from an ordinary file".into());
+        }
+        if stat.st_mode & 0o077 != 0 {
+            let mode = stat.st_mode & 0o777;
+            return Err(format!(
+                "others than its owner may use the file of the secret (mode {mode:03o}); `chmod 600` it"
+            ));
+        }
+        let mut bytes = Zeroizing::new([0; 2 * SECRET_BYTES + 2]);
+        let n = read_at(file, &mut bytes[..]).map_err(|e| format!("the file of the secret: {e}"))?;
+        let mut key = Zeroizing::new([0; SECRET_BYTES]);
+        if n == SECRET_BYTES {
+            key.copy_from_slice(&bytes[..n]);
+            return Ok(Secret::numbered(&key));
+        }
+        let text = bytes[..n].strip_suffix(b"\n").unwrap_or(&bytes[..n]);
+        let digit = |b: u8| (b as char).to_digit(16).map(|d| d as u8);
+        if text.len() == 2 * SECRET_BYTES {
+            let pairs = text.chunks_exact(2).map(|p| Some(digit(p[0])? << 4 | digit(p[1])?));
+            if key.iter_mut().zip(pairs).all(|(k, pair)| pair.map(|p| *k = p).is_some()) {
+                return Ok(Secret::numbered(&key));
+            }
+        }
+        Err("the file has no secret: that is 32 random bytes or 64 hexadecimal digits (`unirdma secret FILE` makes one)".into())
+    }
+}
+
+struct Length(usize);
+
+impl hkdf::KeyType for Length {
+    fn len(&self) -> usize {
+        self.0
+    }
+}
+
+/// The secrets of a group, oldest first: this host sends with one of them, and takes what was sent with any of them.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Secrets {
+    all: Vec<Secret>,
+    send: u8,
+}
+
+impl Secrets {
+    /// Up to [`MAX_SECRETS`] secrets, and the number of the one to send with. To a host that does not have that one, the latest other that
+    /// both have is used.
+    ///
+    /// # Errors
+    /// One line: too many, two with one number, or the one to send with is not among them.
+    pub fn new(all: Vec<Secret>, send: u8) -> Result<Secrets, String> {
+        if all.is_empty() || all.len() > MAX_SECRETS {
+            return Err(format!("a group has 1 to {MAX_SECRETS} secrets, not {}", all.len()));
+        }
+        if (1..all.len()).any(|i| all[..i].iter().any(|s| s.id == all[i].id)) {
+            return Err("two secrets of a group have the same number".into());
+        }
+        if !all.iter().any(|s| s.id == send) {
+            return Err(format!("the group has no secret {send} to send with"));
+        }
+        Ok(Secrets { all, send })
+    }
+
+    /// One secret.
+    pub fn one(secret: Secret) -> Secrets {
+        let send = secret.id;
+        Secrets { all: vec![secret], send }
+    }
+
+    /// From now on this host sends with this secret. Those before it are taken on, the oldest excepted if there are too many.
+    ///
+    /// # Errors
+    /// One line: another secret has the number of this one.
+    pub fn rotate(&mut self, secret: Secret) -> Result<(), String> {
+        if self.all.iter().any(|s| s.id == secret.id && s.key != secret.key) {
+            return Err("the new secret has the number of one that the group has; make another one, since hosts could not tell them apart".into());
+        }
+        self.send = secret.id;
+        self.all.retain(|s| s.id != secret.id);
+        self.all.push(secret);
+        if self.all.len() > MAX_SECRETS {
+            self.all.remove(0);
+        }
+        Ok(())
+    }
+
+    /// Takes nothing any more that was sent with another secret than the one that this host sends with.
+    pub fn forget_others(&mut self) {
+        self.all.retain(|s| s.id == self.send);
+    }
+
+    /// Numbers of all.
+    pub fn ids(&self) -> Vec<u8> {
+        self.all.iter().map(|s| s.id).collect()
+    }
+
+    /// Number of the one that this host sends with.
+    pub fn sends_with(&self) -> u8 {
+        self.send
+    }
+
+    /// Those that this host may send with, the best one first.
+    pub(super) fn by_preference(&self) -> impl Iterator<Item = &Secret> {
+        let first = self.all.iter().filter(|s| s.id == self.send);
+        first.chain(self.all.iter().rev().filter(|s| s.id != self.send))
+    }
+
+    /// A memory file that has them.
+    ///
+    /// # Errors
+    /// Those of `memfd_create(2)` and `pwrite(2)`.
+    pub(crate) fn to_file(&self) -> io::Result<OwnedFd> {
+        let mut bytes = Zeroizing::new([0; FILE_BYTES]);
+        (bytes[0], bytes[1]) = (self.send, self.all.len() as u8);
+        for (room, s) in bytes[2..].chunks_exact_mut(1 + SECRET_BYTES).zip(&self.all) {
+            room[0] = s.id;
+            room[1..].copy_from_slice(&s.key[..]);
+        }
+        let file = rustix::fs::memfd_create(c"unirdma secrets", MemfdFlags::CLOEXEC)?;
+        let n = rustix::io::pwrite(&file, &bytes[..], 0)?;
+        if n == FILE_BYTES { Ok(file) } else { Err(io::ErrorKind::WriteZero.into()) }
+    }
+
+    /// Those of such a file.
+    ///
+    /// # Errors
+    /// It is none.
+    pub(crate) fn of_file(file: impl AsFd) -> io::Result<Secrets> {
+        let invalid = |why: String| io::Error::new(io::ErrorKind::InvalidData, why);
+        let mut bytes = Zeroizing::new([0; FILE_BYTES]);
+        if read_at(file.as_fd(), &mut bytes[..])? != FILE_BYTES {
+            return Err(invalid("a file without secrets came".into()));
+        }
+        let mut all = Vec::with_capacity(MAX_SECRETS);
+        for s in bytes[2..].chunks_exact(1 + SECRET_BYTES).take(bytes[1].into()) {
+            let mut key = Zeroizing::new([0; SECRET_BYTES]);
+            key.copy_from_slice(&s[1..]);
+            all.push(Secret::new(s[0], &key));
+        }
+        Secrets::new(all, bytes[0]).map_err(invalid)
+    }
+}
+
+/// Reads a file from its beginning on; how many bytes it has, as far as there is room.
+fn read_at(file: BorrowedFd<'_>, bytes: &mut [u8]) -> io::Result<usize> {
+    let mut n = 0;
+    while n < bytes.len() {
+        match rustix::io::pread(file, &mut bytes[n..], n as u64) {
+            Ok(0) => break,
+            Ok(more) => n += more,
+            Err(rustix::io::Errno::INTR) => {}
+            Err(e) => return Err(e.into()),
+        }
+    }
+    Ok(n)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use std::fs::File;
+    use std::os::unix::fs::PermissionsExt;
+
+    fn secret(n: u8) -> Secret {
+        Secret::numbered(&[n; SECRET_BYTES])
+    }
+
+    #[test]
+    fn files_with_secrets_are_for_their_owner_only() {
+        let path = std::env::temp_dir().join(format!("unirdma-secret-{}", std::process::id()));
+        let read = |content: &[u8], mode: u32| {
+            std::fs::write(&path, content).unwrap();
+            std::fs::set_permissions(&path, PermissionsExt::from_mode(mode)).unwrap();
+            Secret::read(File::open(&path).unwrap().as_fd())
+        };
+        assert_eq!(read(&[7; 32], 0o600), Ok(secret(7)));
+        assert_eq!(read("07".repeat(32).as_bytes(), 0o400), Ok(secret(7)));
+        assert_eq!(read(("aB".repeat(32) + "\n").as_bytes(), 0o600), Ok(secret(0xab)));
+        for mode in [0o640, 0o604, 0o610, 0o660] {
+            let e = read(&[7; 32], mode).unwrap_err();
+            assert!(e.contains(&format!("mode {mode:o}")) && e.contains("chmod 600"), "{e}");
+        }
+        for content in [&[7; 31][..], &[7; 33], b"", "0g".repeat(32).as_bytes(), "07".repeat(33).as_bytes()] {
+            assert!(read(content, 0o600).unwrap_err().contains("32 random bytes or 64 hexadecimal digits"));
+        }
+        std::fs::remove_file(&path).unwrap();
+        let (a, _b) = std::os::unix::net::UnixStream::pair().unwrap();
+        assert!(Secret::read(a.as_fd()).unwrap_err().contains("ordinary file"));
+        assert_eq!(format!("{:?}", secret(7)), format!("Secret {}", secret(7).id()), "the key is not shown");
+    }
+
+    #[test]
+    fn rotation_keeps_those_before_and_a_file_has_them_all() {
+        let mut s = Secrets::one(secret(1));
+        for n in 2..=4 {
+            s.rotate(secret(n)).unwrap();
+            assert_eq!((s.sends_with(), Secrets::of_file(s.to_file().unwrap()).unwrap()), (secret(n).id(), s.clone()));
+        }
+        assert_eq!(s.ids(), [2, 3, 4].map(|n| secret(n).id()));
+        let order = |s: &Secrets| s.by_preference().map(Secret::id).collect::<Vec<_>>();
+        assert_eq!(order(&s), [4, 3, 2].map(|n| secret(n).id()));
+        s.rotate(secret(2)).unwrap();
+        assert_eq!(order(&s), [2, 4, 3].map(|n| secret(n).id()), "an old one is the current one again");
+        s.forget_others();
+        assert_eq!(s, Secrets::one(secret(2)));
+        assert!(s.rotate(Secret::new(secret(2).id(), &[9; 32])).is_err());
+        assert!(Secrets::new(vec![secret(1)], secret(2).id()).is_err() && Secrets::new(Vec::new(), 0).is_err());
+        assert!(Secrets::new(vec![secret(1), secret(1)], secret(1).id()).is_err());
+        assert!(Secrets::of_file(rustix::fs::memfd_create(c"x", MemfdFlags::CLOEXEC).unwrap()).is_err());
+    }
+}

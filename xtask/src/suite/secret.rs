@@ -1,0 +1,198 @@
+//! Groups with a secret, between two hosts: programs, packets that others make or send again, new secrets, hosts without one.
+
+use std::process::Command;
+
+use super::*;
+
+/// A new secret, in a file; its path.
+fn make(lab: &Lab, name: &str) -> Result<String> {
+    let path = lab.dir.join(name).display().to_string();
+    let o = lab.unirdma(&["secret", &path]);
+    require(o.ok(), o.text)?;
+    Ok(path)
+}
+
+fn set(lab: &Lab, secret: &str) -> Check {
+    let o = lab.unirdma(&["group", "set", "default", "--secret", secret]);
+    require(o.ok(), o.text)
+}
+
+/// Packets that a host has dropped: not sealed, with a wrong tag, replayed.
+fn dropped(lab: &Lab) -> Result<[u64; 3]> {
+    let o = lab.unirdma(&["status", "--json"]);
+    let status: serde_json::Value = serde_json::from_str(&o.text).map_err(|e| format!("{e}: {}", o.text))?;
+    let drops = &status["workers"][0]["seal"]["drops"];
+    Ok(["unsealed", "wrong_tag", "replayed"].map(|name| drops[name].as_u64().unwrap_or(u64::MAX)))
+}
+
+/// Runs `forge` on the first host as root, as whoever has taken that host's place could.
+fn forge(two: &TwoHosts, exe: &str, what: &str) -> Output {
+    let mut c = Command::new("ip");
+    c.args(["netns", "exec", two.netns(0), exe]).args(what.split_whitespace());
+    match c.output() {
+        Ok(o) => {
+            let text = String::from_utf8_lossy(&o.stdout).into_owned() + &String::from_utf8_lossy(&o.stderr);
+            Output { code: o.status.code(), text }
+        }
+        Err(e) => Output { code: None, text: e.to_string() },
+    }
+}
+
+/// A program of two ends that compares data, again and again until `act` is done. A packet that is lost for good, as any is with UC, leaves both
+/// ends waiting.
+fn while_they_play(two: &TwoHosts, program: &str, act: impl FnOnce() -> Check) -> Check {
+    let (stop, play) = (two.labs[1].dir.join("stop"), format!("timeout 40 {program} -g 0 -c -n 2000"));
+    let _ = std::fs::remove_file(&stop);
+    let mut server = two.labs[0].spawn("a", &[], &format!("sh -c 'while {play} || true; do :; done'"))?;
+    require(server.wait_listening(|| false), "the server does not listen")?;
+    // It may be that the server does not listen again yet.
+    let rounds = format!(
+        "sh -c 'while [ ! -e {} ]; do {play} 10.0.0.1; case $? in 0) echo played;; 124) echo lost; exit 1;; *) sleep 0.1;; esac; done'",
+        stop.display()
+    );
+    let client = two.labs[1].spawn("b", &[], &rounds)?;
+    let acted = wait_for(&client, "played").and_then(|()| act());
+    let before = client.text().matches("played").count();
+    let goes_on = || client.text().matches("played").count() > before || client.text().contains("lost");
+    let went_on = acted.and_then(|()| wait_until(goes_on, "they did not go on"));
+    std::fs::write(&stop, "").map_err(|e| e.to_string())?;
+    let client = client.finish();
+    server.kill();
+    let server = server.finish();
+    let text = format!("client: {}\nserver: {}", client.text, server.text);
+    went_on.map_err(|e| format!("{e}: {text}"))?;
+    require(client.ok() && !text.contains("invalid data") && !text.contains("Failed status"), text)
+}
+
+fn programs(two: &TwoHosts) -> Check {
+    for (server, client) in [
+        ("ib_write_bw -n 500", "ib_write_bw -n 500 10.0.0.1"),
+        ("ib_read_bw -n 200", "ib_read_bw -n 200 10.0.0.1"),
+        ("ib_write_lat -n 500", "ib_write_lat -n 500 10.0.0.1"),
+        ("ib_send_bw -c UC -n 500", "ib_send_bw -c UC -n 500 10.0.0.1"),
+        ("ib_send_bw -c UD -n 500", "ib_send_bw -c UD -n 500 10.0.0.1"),
+        ("rping -s -C 20 -v", "rping -c -a 10.0.0.1 -C 20 -V"),
+        ("rping -s -a fd00::1 -C 5", "rping -c -a fd00::1 -C 5 -V"),
+    ] {
+        let pair = two.pair(&format!("timeout 60 {server}"), &format!("timeout 60 {client}"))?;
+        both_end_well(pair).map_err(|e| format!("{client}: {e}"))?;
+    }
+    let drops = two.labs.iter().map(dropped).collect::<Result<Vec<_>>>()?;
+    require(drops == [[0; 3]; 2], format!("dropped: {drops:?}"))
+}
+
+/// What comes from the other host's own address, by its root.
+fn hostile(two: &TwoHosts) -> Check {
+    let lab = &two.labs[1];
+    let exe = compile(&two.labs[0], "forge", &[])?;
+    // A QP that is connected to the first host.
+    while_they_play(two, "ibv_rc_pingpong", || {
+        let qpn = || lab.show("b").ok().and_then(|v| v["queue_pairs"][0]["qpn"].as_u64());
+        wait_until(|| qpn().is_some(), "the program has no QP")?;
+        let o = forge(two, &exe, &format!("roce 192.168.7.1 192.168.7.2 {}", qpn().unwrap_or(0)));
+        require(o.text.contains("sent"), o.text)?;
+        let drops = || dropped(lab).unwrap_or_default();
+        wait_until(|| drops()[0] >= 5, "not counted").map_err(|e| format!("{e}: {:?}", drops()))?;
+        let o = forge(two, &exe, "again veth0 192.168.7.1 1");
+        require(o.text.contains("again") && !o.text.contains("sent 0"), o.text)?;
+        wait_until(|| drops()[2] > 0, "no packet was found to be a copy").map_err(|e| format!("{e}: {:?}", drops()))
+    })?;
+    let [unsealed, wrong_tag, _] = dropped(lab)?;
+    require((unsealed, wrong_tag) == (5, 0), format!("{unsealed} unsealed, {wrong_tag} with a wrong tag"))?;
+    // VXLAN, from the tunnel's own address and port.
+    let victim = lab.spawn("b", &[], &format!("{exe} listen 3"))?;
+    wait_for(&victim, "listening")?;
+    let o = forge(two, &exe, "vxlan-pktinfo 192.168.7.1 4789 192.168.7.2 1");
+    require(o.text.contains("sent"), o.text)?;
+    let text = victim.finish().text;
+    require(text.contains("nothing"), text)?;
+    require(dropped(lab)?[0] == 10, format!("{:?}", dropped(lab)?))?;
+    let o = lab.unirdma(&["status"]);
+    require(o.text.contains("group default: dropped packets of its hosts: 10 not sealed"), o.text)?;
+    let log = lab.log();
+    require(log.contains("packets of group default come from 192.168.7.1 without the group's secret"), log)
+}
+
+/// New secrets, one host after the other, while data is sent and compared.
+fn rotated(two: &TwoHosts) -> Check {
+    while_they_play(two, "ibv_uc_pingpong", || {
+        for n in 0..3 {
+            two.give_secret(&format!("new-{n}"))?;
+        }
+        for lab in &two.labs {
+            let o = lab.unirdma(&["group", "set", "default", "--forget-old"]);
+            require(o.ok(), o.text)?;
+        }
+        Ok(())
+    })?;
+    let o = two.labs[0].unirdma(&["status"]);
+    require(o.text.contains("are sealed with secret") && !o.text.contains("; takes"), o.text)
+}
+
+/// A worker, and a supervisor, that begin anew.
+fn started_anew(two: &mut TwoHosts) -> Check {
+    let (pid, _) = two.labs[0].worker("default")?;
+    // SAFETY: of a worker of this lab.
+    unsafe { libc::kill(pid, libc::SIGKILL) };
+    wait_until(|| two.labs[0].worker("default").is_ok_and(|w| w.0 != pid), "no worker")?;
+    // It may take a second until the other host believes that the session is over.
+    std::thread::sleep(Duration::from_secs(2));
+    two.wait_met()?;
+    let works = |two: &TwoHosts| {
+        both_end_well(two.pair("timeout 60 rping -s -C 5", "timeout 60 rping -c -a 10.0.0.1 -C 5 -V")?)
+    };
+    works(two)?;
+    two.labs[0].kill_host();
+    two.labs[0].start_again()?;
+    two.wait_met()?;
+    works(two)?;
+    // What the next supervisor knows is what the next worker gets.
+    two.give_secret("last")?;
+    works(two)
+}
+
+/// Between two hosts.
+pub(super) fn between_hosts(s: &mut Suite<'_>) {
+    s.check("two hosts with a secret: programs, forged and repeated packets, new secrets, new workers", |_| {
+        let mut two = TwoHosts::start(Link { name: "k", ipv6: false, mtu: 1500, args: &[] })?;
+        two.give_secret("first")?;
+        programs(&two)?;
+        hostile(&two)?;
+        rotated(&two)?;
+        started_anew(&mut two)
+    });
+    s.check("two hosts of which one has no secret: nothing passes, and both logs say why", |_| {
+        let two = TwoHosts::start(Link { name: "o", ipv6: false, mtu: 1500, args: &[] })?;
+        set(&two.labs[1], &make(&two.labs[1], "secret")?)?;
+        let (server, client) = two.pair("timeout 5 ibv_ud_pingpong -g 0", "timeout 3 ibv_ud_pingpong -g 0 10.0.0.1")?;
+        require(!server.ok() && !client.ok(), "frames passed")?;
+        let rping = two.pair("timeout 6 rping -s -C 5", "timeout 5 rping -c -a 10.0.0.1 -C 5")?;
+        require(!rping.1.ok(), rping.1.text)?;
+        let says = |lab: &Lab, text: &str| {
+            wait_until(|| lab.log().contains(text), text).map_err(|e| format!("{e}: {}", lab.log()))
+        };
+        says(&two.labs[1], "packets of group default come from 192.168.7.1 without the group's secret")?;
+        says(&two.labs[0], "192.168.7.2 has a secret of group default and this host has none")?;
+        let o = two.labs[1].unirdma(&["status"]);
+        require(o.text.contains("192.168.7.1 has not shown that it has a secret of the group"), o.text)?;
+        set(&two.labs[1], "none")?;
+        both_end_well(two.pair("timeout 60 rping -s -C 5", "timeout 60 rping -c -a 10.0.0.1 -C 5 -V")?)
+    });
+    s.check("wrong_input_secret", |lab| {
+        let path = make(lab, "open.secret")?;
+        let refused = |args: &[&str], why: &str| {
+            let o = lab.unirdma(args);
+            require(!o.ok() && o.text.contains(why) && o.text.trim().lines().count() == 1, o.text)
+        };
+        refused(&["secret", &path], "exists")?;
+        refused(&["group", "set", "default"], "nothing to set")?;
+        refused(&["group", "set", "default", "--forget-old"], "group default has no secret")?;
+        refused(&["group", "set", "default", "--secret", "/nowhere"], "/nowhere: No such file")?;
+        refused(&["group", "set", "default", "--secret", &path], "this one serves no others")?;
+        std::fs::set_permissions(&path, std::os::unix::fs::PermissionsExt::from_mode(0o644))
+            .map_err(|e| e.to_string())?;
+        refused(&["group", "set", "default", "--secret", &path], "chmod 600")?;
+        refused(&["group", "add", "blue", "--secret", &path], "chmod 600")?;
+        require(!lab.unirdma(&["group", "ls"]).text.contains("blue"), "the group was made all the same")
+    });
+}
