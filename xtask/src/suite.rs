@@ -10,6 +10,7 @@ mod rules;
 mod sandbox;
 mod storage;
 mod vm_run;
+mod watching;
 mod workers;
 
 use std::time::Duration;
@@ -694,6 +695,7 @@ fn wire(s: &mut Suite<'_>) {
     });
     network::between_hosts(s);
     rules::between_hosts(s);
+    watching::between_hosts(s);
     wire_wrong_input(s);
 }
 
@@ -798,6 +800,7 @@ pub(crate) fn run(only: Option<&str>) -> Result<()> {
     captures(&mut s);
     losses(&mut s);
     changes::run(&mut s);
+    watching::run(&mut s);
     wrong_input(&mut s);
     own_labs(&mut s);
     memory::fixed(&mut s, &lab);
