@@ -11,6 +11,7 @@ mod sandbox;
 mod secret;
 mod storage;
 mod vm_run;
+mod watching;
 mod workers;
 
 use std::time::Duration;
@@ -696,6 +697,7 @@ fn wire(s: &mut Suite<'_>) {
     network::between_hosts(s);
     rules::between_hosts(s);
     secret::between_hosts(s);
+    watching::between_hosts(s);
     wire_wrong_input(s);
 }
 
@@ -800,6 +802,7 @@ pub(crate) fn run(only: Option<&str>) -> Result<()> {
     captures(&mut s);
     losses(&mut s);
     changes::run(&mut s);
+    watching::run(&mut s);
     wrong_input(&mut s);
     own_labs(&mut s);
     memory::fixed(&mut s, &lab);

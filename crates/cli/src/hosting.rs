@@ -1,14 +1,15 @@
 //! `unirdma host`.
 
 use std::io::{self, Write};
-use std::net::IpAddr;
+use std::net::{IpAddr, SocketAddr};
 use std::os::fd::{AsFd, FromRawFd, OwnedFd};
 use std::os::unix::net::UnixListener;
 use std::path::PathBuf;
 
 use clap::Args;
 use unirdma_host::{
-    Alone, EngineConfig, HostConfig, Isolation, Polling, WireConfig, firewall_rules, keep, serve, work,
+    Alone, DEFAULT_METRICS_VRNICS, EngineConfig, HostConfig, Isolation, MAX_METRICS_VRNICS, MetricsConfig, Polling,
+    WireConfig, firewall_rules, keep, serve, work,
 };
 
 pub(crate) const EXAMPLES: &str = "Examples:
@@ -18,6 +19,7 @@ pub(crate) const EXAMPLES: &str = "Examples:
   unirdma host --address 192.168.7.1 --peers peers.txt --firewall         and no other user of this host may pretend to be it
   unirdma host --address 192.168.7.1 --peers peers.txt --firewall=print   the rules for that
   unirdma host --user rdma                               as root: workers run as the user `rdma`
+  unirdma host --metrics 127.0.0.1:9751                  metrics for Prometheus at http://127.0.0.1:9751/metrics
 
 Each group has a worker, a process of its own, which is started anew if it dies (see `unirdma status`). If `unirdma host` itself is killed, the
 workers serve on, and the next `unirdma host` with the same directory takes them over. Ctrl-C and SIGTERM end all of them.
@@ -70,6 +72,13 @@ pub(crate) struct HostArgs {
     /// nobody]
     #[arg(long, value_name = "NAME")]
     user: Option<String>,
+    /// Serve metrics for Prometheus at http://ADDR:PORT/metrics. Whoever can connect reads the names of groups and vRNICs and what they do
+    #[arg(long, value_name = "ADDR:PORT")]
+    metrics: Option<SocketAddr>,
+    /// Most vRNICs that have metrics of their own, up to 20,000; all are in the sums of their groups
+    #[arg(long, value_name = "N", requires = "metrics", default_value_t = DEFAULT_METRICS_VRNICS as u64,
+          value_parser = clap::value_parser!(u64).range(0..=MAX_METRICS_VRNICS as u64))]
+    metrics_vrnics: u64,
     /// Neither make nor check the invariant CRC; for measurements only, with the same at the peer
     #[arg(long, hide = true, requires = "peers", conflicts_with = "full_icrc")]
     no_icrc: bool,
@@ -94,11 +103,16 @@ fn parse_pollers(text: &str) -> Result<(usize, usize), String> {
 /// A descriptor that is readable once the process was asked to end. Threads started later inherit the
 /// mask, so the signals reach nobody else.
 pub(crate) fn termination() -> io::Result<OwnedFd> {
+    signals(&[libc::SIGINT, libc::SIGTERM, libc::SIGHUP])
+}
+
+/// A descriptor from which these signals are read, which do nothing else any more.
+pub(crate) fn signals(which: &[libc::c_int]) -> io::Result<OwnedFd> {
     // SAFETY: the set is initialized by sigemptyset; signalfd returns a descriptor that nobody else owns.
     unsafe {
         let mut set = std::mem::zeroed();
         libc::sigemptyset(&mut set);
-        for s in [libc::SIGINT, libc::SIGTERM, libc::SIGHUP] {
+        for &s in which {
             libc::sigaddset(&mut set, s);
         }
         libc::pthread_sigmask(libc::SIG_BLOCK, &set, std::ptr::null_mut());
@@ -131,13 +145,12 @@ pub(crate) fn host(dir: PathBuf, args: &HostArgs) -> io::Result<()> {
         firewall: args.firewall.is_some(),
         faults: args.faults,
     });
-    serve(
-        &HostConfig { dir, engine, wire, isolation: Isolation::Processes, user: args.user.clone() },
-        stop.as_fd(),
-        || {
-            eprintln!("unirdma: serving {shown} (pid {}); stop with Ctrl-C or SIGTERM", std::process::id());
-        },
-    )
+    let most_vrnics = usize::try_from(args.metrics_vrnics).unwrap_or(MAX_METRICS_VRNICS);
+    let metrics = args.metrics.map(|address| MetricsConfig { address, most_vrnics });
+    let isolation = Isolation::Processes;
+    serve(&HostConfig { dir, engine, wire, isolation, user: args.user.clone(), metrics }, stop.as_fd(), || {
+        eprintln!("unirdma: serving {shown} (pid {}); stop with Ctrl-C or SIGTERM", std::process::id());
+    })
 }
 
 fn log_to_stderr() {

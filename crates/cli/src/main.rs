@@ -18,6 +18,7 @@ mod print;
 mod process;
 mod sandbox;
 mod secret;
+mod top;
 mod units;
 mod vm;
 mod vmm;
@@ -50,7 +51,8 @@ const EXAMPLES: &str = "Examples:
   unirdma run --vrnic b -- ib_write_bw 10.0.0.1   and its peer
   unirdma exec --vrnic a -- bash                  a second command in the container of a
   unirdma vm run --vrnic b --image disk.qcow2     a virtual machine that has it
-  unirdma vrnic show a --json                     what it did";
+  unirdma vrnic show a --json                     what it did
+  unirdma top                                     what all of them do at this moment";
 
 #[derive(Subcommand)]
 enum Command {
@@ -98,6 +100,9 @@ enum Command {
     /// Capture packets, also those that never left this host, until interrupted
     #[command(after_help = capture::EXAMPLES)]
     Capture(capture::CaptureArgs),
+    /// Show what vRNICs do at this moment: a table that goes on, or one for scripts
+    #[command(after_help = top::EXAMPLES)]
+    Top(top::TopArgs),
     /// Show the virtual layer itself: its processes, what they are kept from doing, its network
     Status {
         #[command(flatten)]
@@ -410,6 +415,7 @@ fn main() -> ExitCode {
         Command::Rule { command: RuleCommand::Ls { out } } => ask(&dir, &Request::RuleList, &out),
         Command::Secret { file } => secret::make(&file).map(|()| 0),
         Command::Capture(args) => capture::run(&dir, &args).map(|()| 0),
+        Command::Top(args) => top::run(&dir, args).map(|()| 0),
         Command::Status { out } => ask(&dir, &Request::Status, &out),
     };
     match result {

@@ -9,7 +9,7 @@ use unirdma_host::confine::USUAL_GROUP_WEIGHT;
 use crate::units;
 
 /// Lines up columns; the first row is the heading.
-fn table(rows: &[Vec<String>]) -> String {
+pub(crate) fn table(rows: &[Vec<String>]) -> String {
     let columns = rows.iter().map(Vec::len).max().unwrap_or(0);
     let width = |c: usize| rows.iter().filter_map(|r| r.get(c)).map(|s| s.chars().count()).max().unwrap_or(0);
     let widths: Vec<usize> = (0..columns).map(width).collect();
@@ -385,9 +385,11 @@ fn text(r: &Response) -> String {
 /// Prints a response.
 pub(crate) fn response(r: &Response, as_json: bool) -> io::Result<()> {
     let out = if as_json { json(r)? } else { text(r) };
-    if out.is_empty() {
-        return Ok(());
-    }
+    if out.is_empty() { Ok(()) } else { line(&out) }
+}
+
+/// Prints a text and ends its last line.
+pub(crate) fn line(out: &str) -> io::Result<()> {
     match writeln!(io::stdout(), "{out}") {
         // Whoever reads has seen enough.
         Err(e) if e.kind() == io::ErrorKind::BrokenPipe => Ok(()),

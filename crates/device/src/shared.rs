@@ -177,6 +177,37 @@ pub struct HoldTimes {
     pub p50_ns: u64,
     pub p999_ns: u64,
     pub worst_ns: u64,
+    /// All times together, nanoseconds.
+    #[serde(default)]
+    pub sum_ns: u64,
+    /// How many of the times were shorter than each of [`HoldTimes::edges_ns`].
+    #[serde(default)]
+    pub shorter: [u64; HoldTimes::EDGES],
+}
+
+impl HoldTimes {
+    /// Number of edges.
+    pub const EDGES: usize = 12;
+    /// The first edge is two to this power, nanoseconds.
+    const FIRST_EDGE: usize = 10;
+
+    /// The edges of [`HoldTimes::shorter`]: powers of two from 1 us to 2 ms, nanoseconds.
+    pub fn edges_ns() -> [u64; HoldTimes::EDGES] {
+        std::array::from_fn(|i| 1 << (Self::FIRST_EDGE + i))
+    }
+}
+
+impl std::ops::AddAssign for HoldTimes {
+    /// Adds the times of another lock. Of two percentiles the sum has the larger one.
+    fn add_assign(&mut self, o: Self) {
+        let HoldTimes { times, p50_ns, p999_ns, worst_ns, sum_ns, shorter } = self;
+        *times += o.times;
+        *p50_ns = (*p50_ns).max(o.p50_ns);
+        *p999_ns = (*p999_ns).max(o.p999_ns);
+        *worst_ns = (*worst_ns).max(o.worst_ns);
+        *sum_ns = sum_ns.saturating_add(o.sum_ns);
+        shorter.iter_mut().zip(o.shorter).for_each(|(all, one)| *all += one);
+    }
 }
 
 /// Buckets for each power of two.
@@ -187,11 +218,16 @@ const BUCKETS: usize = 64 * PARTS as usize;
 struct Histogram {
     buckets: Box<[AtomicU64]>,
     worst: AtomicU64,
+    sum: AtomicU64,
 }
 
 impl Default for Histogram {
     fn default() -> Self {
-        Histogram { buckets: (0..BUCKETS).map(|_| AtomicU64::new(0)).collect(), worst: AtomicU64::new(0) }
+        Histogram {
+            buckets: (0..BUCKETS).map(|_| AtomicU64::new(0)).collect(),
+            worst: AtomicU64::new(0),
+            sum: AtomicU64::new(0),
+        }
     }
 }
 
@@ -213,6 +249,7 @@ impl Histogram {
     fn note(&self, ns: u64) {
         let bucket = &self.buckets[Self::bucket(ns).min(BUCKETS - 1)];
         bucket.store(bucket.load(Ordering::Relaxed) + 1, Ordering::Relaxed);
+        self.sum.store(self.sum.load(Ordering::Relaxed).wrapping_add(ns), Ordering::Relaxed);
         if ns > self.worst.load(Ordering::Relaxed) {
             self.worst.store(ns, Ordering::Relaxed);
         }
@@ -231,7 +268,15 @@ impl Histogram {
             });
             found.map_or(0, Self::longest).min(worst_ns)
         };
-        HoldTimes { times, p50_ns: at(500), p999_ns: at(999), worst_ns }
+        let shorter = |power: usize| counts[..power * PARTS as usize].iter().sum();
+        HoldTimes {
+            times,
+            p50_ns: at(500),
+            p999_ns: at(999),
+            worst_ns,
+            sum_ns: self.sum.load(Ordering::Relaxed),
+            shorter: std::array::from_fn(|i| shorter(HoldTimes::FIRST_EDGE + i)),
+        }
     }
 }
 
@@ -304,6 +349,12 @@ mod tests {
         assert_eq!((r.times, r.worst_ns), (1000, 10_000));
         assert!((5_000..=6_250).contains(&r.p50_ns), "{r:?}");
         assert!((9_990..=10_000).contains(&r.p999_ns), "{r:?}");
+        assert_eq!(r.sum_ns, 10 * 1000 * 1001 / 2);
+        // Of 10, 20, ... 10,000 those below 1024, 2048, 4096, 8192, and all.
+        assert_eq!(r.shorter, [102, 204, 409, 819, 1000, 1000, 1000, 1000, 1000, 1000, 1000, 1000]);
+        let mut both = r;
+        both += r;
+        assert_eq!((both.times, both.p50_ns, both.worst_ns, both.shorter[1]), (2000, r.p50_ns, 10_000, 408));
         for ns in [0, 1, 3, 4, 5, 1023, 1024, u64::MAX] {
             let b = Histogram::bucket(ns).min(BUCKETS - 1);
             assert!(b == BUCKETS - 1 || ns <= Histogram::longest(b), "{ns}");

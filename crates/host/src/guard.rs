@@ -29,6 +29,18 @@ pub struct FrameDrops {
     pub rules: u64,
 }
 
+impl std::ops::AddAssign for FrameDrops {
+    fn add_assign(&mut self, o: Self) {
+        let FrameDrops { mac, address, neighbour, protocol, malformed, rules } = self;
+        *mac += o.mac;
+        *address += o.address;
+        *neighbour += o.neighbour;
+        *protocol += o.protocol;
+        *malformed += o.malformed;
+        *rules += o.rules;
+    }
+}
+
 /// A vRNIC's addresses as its frames may show them, and how many frames did not. Shared by the control thread and the switch.
 pub(crate) struct Guard {
     mac: Mac,

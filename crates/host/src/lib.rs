@@ -16,6 +16,7 @@ mod firewall;
 mod guard;
 mod keeper;
 mod line;
+mod metrics;
 mod network;
 mod peers;
 mod port;
@@ -43,6 +44,7 @@ pub use admin::Client;
 pub use engine::{EngineConfig, Polling};
 pub use guard::FrameDrops;
 pub use keeper::keep;
+pub use metrics::{DEFAULT_METRICS_VRNICS, MAX_METRICS_VRNICS, MetricsConfig};
 pub use network::Disagreement;
 pub use port::PortCounters;
 pub use seal::{SealDrops, SealInfo, Secret, Secrets};
@@ -65,6 +67,8 @@ pub struct HostConfig {
     pub isolation: Isolation,
     /// The user that workers run as if this is root; `None`: `unirdma` if there is one, else `nobody`.
     pub user: Option<String>,
+    /// Metrics for Prometheus; `None`: none.
+    pub metrics: Option<MetricsConfig>,
 }
 
 /// What the worker of a group is.
@@ -201,12 +205,16 @@ pub fn serve(config: &HostConfig, stop: std::os::fd::BorrowedFd<'_>, ready: impl
     if !config.wire.as_ref().is_some_and(|w| w.firewall) {
         firewall::remove_stale(dir);
     }
+    let scrapers = config.metrics.as_ref().map(metrics::listen).transpose()?;
     let supervisor = supervisor::Supervisor::open(config)?;
-    let admin = admin::listen(&dir.join(ADMIN_SOCKET));
-    let result = admin.and_then(|admin| {
+    let serve = || {
+        let admin = admin::listen(&dir.join(ADMIN_SOCKET))?;
+        let metrics = config.metrics.as_ref().zip(scrapers);
+        let _metrics = metrics.map(|(m, s)| metrics::Metrics::start(s, m, supervisor.clone())).transpose()?;
         ready();
         supervisor.run(stop, &admin)
-    });
+    };
+    let result = serve();
     supervisor.end();
     for f in [ADMIN_SOCKET, keeper::SOCKET, network::ORDER_FILE] {
         let _ = std::fs::remove_file(dir.join(f));

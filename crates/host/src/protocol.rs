@@ -19,7 +19,7 @@ use crate::tunnel::TunnelDrops;
 use crate::vrnic::{IpNet, SetHeld, VrnicInfo};
 
 /// Version of these messages.
-pub(crate) const VERSION: u32 = 3;
+pub(crate) const VERSION: u32 = 4;
 
 /// What a worker is, from its beginning on.
 #[derive(Clone, Debug, Serialize, Deserialize)]
@@ -108,6 +108,10 @@ pub(crate) enum Call {
         id: u64,
     },
     Status,
+    /// All that is counted: of the group, and of each of its first `most` vRNICs in the order of their names.
+    Figures {
+        most: usize,
+    },
     /// Where peers are now.
     Plan(Plan),
     /// The secrets of the group, in a memory file that comes along, or none.
@@ -134,6 +138,7 @@ pub(crate) enum Answer {
     Vrnics(Vec<VrnicInfo>),
     Names(Vec<String>),
     Status(Box<WorkerStatus>),
+    Figures(Box<Figures>),
     /// The capture has ended; this many packets came too fast for it.
     Captured {
         lost: u64,
@@ -164,15 +169,20 @@ pub(crate) struct WorkerStatus {
     pub seal: SealInfo,
 }
 
+/// All that a worker counts.
+#[derive(Clone, Debug, Default, Serialize, Deserialize)]
+pub(crate) struct Figures {
+    pub status: WorkerStatus,
+    /// Sums over the vRNICs that there are, and of what those that are gone have done.
+    pub all: VrnicInfo,
+    pub vrnics: Vec<VrnicInfo>,
+}
+
 impl WorkerStatus {
     /// Adds what another worker has.
     pub fn add(&mut self, other: &WorkerStatus) {
         self.sessions += other.sessions;
-        let (all, one) = (&mut self.rnic_held, &other.rnic_held);
-        all.times += one.times;
-        all.p50_ns = all.p50_ns.max(one.p50_ns);
-        all.p999_ns = all.p999_ns.max(one.p999_ns);
-        all.worst_ns = all.worst_ns.max(one.worst_ns);
+        self.rnic_held += other.rnic_held;
         self.port += other.port;
         self.drops += other.drops;
         self.tunnel += other.tunnel;

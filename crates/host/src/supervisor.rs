@@ -6,6 +6,7 @@
 //! (`Supervisor::keeper`) or that of the network (`Around::network`), never both; and that of the names ([`Supervisor::names`]), which
 //! is held for moments. Nobody holds the locks of two groups.
 
+pub(crate) mod figures;
 mod group;
 mod heritage;
 mod manage;

@@ -236,6 +236,37 @@ pub struct VrnicInfo {
     pub queue_pairs: Vec<QpInfo>,
 }
 
+impl VrnicInfo {
+    /// Adds what another vRNIC has done.
+    pub(crate) fn add_done(&mut self, o: &VrnicInfo) {
+        self.counters += o.counters;
+        self.frames_refused += o.frames_refused;
+        self.busy_ns += o.busy_ns;
+        self.kicks += o.kicks;
+    }
+
+    /// Adds what another vRNIC has done, and what it has.
+    pub(crate) fn add(&mut self, o: &VrnicInfo) {
+        self.add_done(o);
+        self.sessions += o.sessions;
+        self.qps += o.qps;
+        self.cqs += o.cqs;
+        self.mrs_mapped += o.mrs_mapped;
+        self.mrs_copied += o.mrs_copied;
+        self.bytes_mapped = self.bytes_mapped.saturating_add(o.bytes_mapped);
+        self.bytes_copied = self.bytes_copied.saturating_add(o.bytes_copied);
+        let LedgerInfo { descriptors, mappings, address_space, pieces, filled } = &mut self.held;
+        let sums = [
+            (descriptors, o.held.descriptors),
+            (mappings, o.held.mappings),
+            (address_space, o.held.address_space),
+            (pieces, o.held.pieces),
+            (filled, o.held.filled),
+        ];
+        sums.into_iter().for_each(|(all, one)| all.used += one.used);
+    }
+}
+
 /// MTU of the containers' interfaces, bytes.
 pub(crate) const NET_MTU: u32 = 9000;
 /// Path MTU code of the RDMA port: 4096.

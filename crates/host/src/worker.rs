@@ -30,7 +30,7 @@ use crate::engine::Engine;
 use crate::guard::Guard;
 use crate::line::Line;
 use crate::network::{Enrolment, open_worker};
-use crate::protocol::{Answer, Begin, Call, Hello, NewVrnic, Notice, VERSION, WorkerStatus};
+use crate::protocol::{Answer, Begin, Call, Figures, Hello, NewVrnic, Notice, VERSION, WorkerStatus};
 use crate::pulse::Pulse;
 use crate::switch::Switch;
 use crate::vrnic::{self, IpNet, LedgerInfo, VrnicInfo};
@@ -260,6 +260,8 @@ struct Worker {
     sources: HashMap<u64, Source>,
     next_token: u64,
     vrnics: BTreeMap<String, Vrnic>,
+    /// What vRNICs have done that are gone, so that sums over the group never get smaller.
+    gone: VrnicInfo,
     sessions: HashMap<u64, Session>,
     lookers: BTreeMap<u64, Looker>,
     machines: HashMap<u64, Machine>,
@@ -370,6 +372,7 @@ impl Worker {
             sources: HashMap::new(),
             next_token: 1,
             vrnics: BTreeMap::new(),
+            gone: VrnicInfo::default(),
             sessions: HashMap::new(),
             lookers: BTreeMap::new(),
             machines: HashMap::new(),

@@ -7,7 +7,7 @@ use unirdma_formats::{Gid, QpType, Qpn};
 
 use crate::core::{Core, OP_NS, copy_ns};
 use crate::multicast::MULTICAST_QPN;
-use crate::objects::{Pause, Qp, Vnic, VnicId};
+use crate::objects::{Note, Pause, Qp, Vnic, VnicId};
 use crate::path::{Arrival, Route};
 use crate::slab::Handle;
 
@@ -67,7 +67,7 @@ impl Core {
         let groups: Vec<u32> = self.multicast.groups_of(dst).filter(knows).collect();
         self.net.drops.wrong_source += u64::from(groups.is_empty());
         for group in groups {
-            self.deliver_multicast(group, &Flow::roce(src, dst), p, p.payload, 0..u32::MAX);
+            self.deliver_multicast(group, &Flow::roce(src, dst), p, p.payload, Note::of_arrival(p), 0..u32::MAX);
         }
     }
 
@@ -94,7 +94,7 @@ impl Core {
         };
         if flow.dst.is_multicast() {
             self.tap_encapsulated(None, a.from, route.vni, &flow, packet);
-            self.deliver_multicast(group, &flow, &p, p.payload, 0..u32::MAX);
+            self.deliver_multicast(group, &flow, &p, p.payload, Note::of_arrival(&p), 0..u32::MAX);
             return None;
         }
         let Some(vnic) = self.objects.find_vnic(group, dst) else {

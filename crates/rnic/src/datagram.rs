@@ -122,6 +122,12 @@ impl Core {
             q.sq_psn = q.sq_psn.advance(1);
         }
         w.done = w.total;
+        if matches!(target, Target::Foreign(_) | Target::There(..)) {
+            self.objects.count(h, |c| {
+                c.wire.sent_wrs += 1;
+                c.wire.sent_bytes += w.total;
+            });
+        }
         Outcome::Done
     }
 
@@ -326,13 +332,23 @@ impl Core {
         } else {
             WcStatus::LocQpOpErr
         };
-        let Note { imm, src_qp, solicited } = note;
+        let Note { imm, src_qp, solicited, wire } = note;
         // Programs tell the two headers apart by the service level, as ConnectX sets it.
         let grh = Some(if flow.src.is_ipv4() { 0xa } else { 0x9 });
         self.establish(h);
         self.finish_recv(
             h,
-            RecvDone { status, write: false, imm, invalidated: None, byte_len: total, src_qp, solicited, grh },
+            RecvDone {
+                status,
+                write: false,
+                imm,
+                invalidated: None,
+                byte_len: total,
+                src_qp,
+                solicited,
+                grh,
+                datagram_from_afar: wire,
+            },
         );
         if status != WcStatus::Success {
             self.fail_qp(h, None);
@@ -373,7 +389,7 @@ impl Core {
             return;
         }
         self.objects.count(h, |c| c.wire.rcvd_pkts += 1);
-        self.accept(h, p.deth.qkey, flow, p.payload, Note::of(p));
+        self.accept(h, p.deth.qkey, flow, p.payload, Note::of_arrival(p));
         self.make_runnable(h);
     }
 
@@ -407,7 +423,14 @@ impl Core {
             }
         }
         let before = *served;
-        *served = self.deliver_multicast(group, flow, head, data, before..before.saturating_add(MEMBERS_AT_ONCE));
+        *served = self.deliver_multicast(
+            group,
+            flow,
+            head,
+            data,
+            Note::of(head),
+            before..before.saturating_add(MEMBERS_AT_ONCE),
+        );
         *served - before == MEMBERS_AT_ONCE
     }
 
@@ -419,6 +442,7 @@ impl Core {
         flow: &Flow,
         p: &Packet<'_>,
         data: &[u8],
+        note: Note,
         members: Range<u32>,
     ) -> u32 {
         let from = Gid::from_ip(flow.src);
@@ -426,7 +450,7 @@ impl Core {
         for at in members.clone() {
             let Some(h) = self.multicast.member(group, Gid::from_ip(flow.dst), at as usize) else { return at };
             if self.objects.vnic_of_qp(h).is_some_and(|v| self.may_hear(v, from, across)) {
-                self.accept(h, p.deth.qkey, flow, data, Note::of(p));
+                self.accept(h, p.deth.qkey, flow, data, note);
             }
         }
         members.end

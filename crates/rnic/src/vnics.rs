@@ -12,7 +12,7 @@ use unirdma_formats::{AsyncEvent, Gid};
 
 use crate::core::Core;
 use crate::objects::{
-    Backing, Begun, Counters, Hollow, Mr, MrNote, Qp, QpInfo, Room, SessionId, Usage, Used, Vnic, VnicConfig, VnicId,
+    Begun, Counters, Hollow, Mr, MrNote, Qp, QpInfo, Room, SessionId, Usage, Used, Vnic, VnicConfig, VnicId,
 };
 use crate::pace::{Limit, Share};
 use crate::path::{Route, WireDrops};
@@ -95,17 +95,16 @@ impl Core {
     /// What a vRNIC has in use.
     pub fn usage(&self, id: VnicId) -> Usage {
         let Some(v) = self.objects.vnics.get(id.0) else { return Usage::default() };
-        let Used { sessions, qps, cqs, .. } = v.used;
-        let mut u = Usage { sessions, qps, cqs, ..Usage::default() };
-        for m in self.mrs_of(id) {
-            let (count, bytes) = match m.backing {
-                Backing::Process(..) => (&mut u.mrs_copied, &mut u.bytes_copied),
-                _ => (&mut u.mrs_mapped, &mut u.bytes_mapped),
-            };
-            *count += 1;
-            *bytes = bytes.saturating_add(m.counted());
+        let Used { sessions, cqs, qps, mrs, mr_bytes, copied, copied_bytes, windows, .. } = v.used;
+        Usage {
+            sessions,
+            qps,
+            cqs,
+            mrs_mapped: mrs - windows - copied,
+            bytes_mapped: mr_bytes - copied_bytes,
+            mrs_copied: copied,
+            bytes_copied: copied_bytes,
         }
-        u
     }
 
     /// The MRs of a vRNIC, without its windows.

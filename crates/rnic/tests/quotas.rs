@@ -3,7 +3,7 @@
 use unirdma_abi as abi;
 use unirdma_abi::Status;
 use unirdma_formats::QpType;
-use unirdma_mem::{CqRing, QpRings};
+use unirdma_mem::{CqRing, ProcMem, QpRings};
 use unirdma_rnic::{Backing, CreateQp, Limits, OpenXrcd, Rnic, SessionId, Share, SrqAttr, VnicConfig};
 use unirdma_simkit::*;
 
@@ -207,4 +207,33 @@ fn uses_are_counted() {
     r.destroy_pd(s, second).unwrap();
     r.destroy_cq(s, cq).unwrap();
     assert_eq!(r.usage(vnic), unirdma_rnic::Usage { sessions: 1, ..Default::default() });
+}
+
+/// What is mapped, what is copied, and windows, which are neither.
+#[test]
+fn memory_is_counted_by_the_way_that_it_is_reached() {
+    let mut r = Rnic::new(1, 0);
+    let vnic = r
+        .add_vnic(VnicConfig { group: 0, gids: vec![ip(1)], limits: Limits::default(), share: Share::default() })
+        .unwrap();
+    let (s, pd, _) = session(&mut r, vnic);
+    let used = |r: &Rnic| {
+        let u = r.usage(vnic);
+        (u.mrs_mapped, u.bytes_mapped, u.mrs_copied, u.bytes_copied)
+    };
+    let process = || (Backing::Process(ProcMem::of_self().unwrap(), 0), vec![]);
+    let mapped = reg_mr(&mut r, s, pd, 100).unwrap();
+    let copied = r.reg_mr(s, pd, 1, 0, 7, process()).unwrap().0;
+    // All of a process is not a size.
+    let whole = r.reg_mr(s, pd, 1, 0, u64::MAX >> 1, process()).unwrap().0;
+    let window = r.alloc_mw(s, pd, 1).unwrap().0;
+    assert_eq!(used(&r), (1, 100, 2, 7));
+    // The memory of the one becomes that of the other.
+    r.rereg_mr(s, mapped, copied).unwrap();
+    assert_eq!(used(&r), (0, 0, 2, 7));
+    r.dealloc_mw(s, window).unwrap();
+    r.dereg_mr(s, whole).unwrap();
+    assert_eq!(used(&r), (0, 0, 1, 7));
+    r.dereg_mr(s, mapped).unwrap();
+    assert_eq!(used(&r), (0, 0, 0, 0));
 }

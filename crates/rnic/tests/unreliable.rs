@@ -308,3 +308,78 @@ fn only_unreliable_sends_come_before_a_command() {
         }
     }
 }
+
+/// What goes to other hosts and comes from there is counted apart, for connections and for datagrams, also those that wait for a receive.
+#[test]
+fn counters_say_what_went_over_the_network() {
+    for typ in [QpType::Rc, QpType::Uc, QpType::Ud] {
+        for (place, mut net) in places(typ) {
+            let (from, to) = (net.ends[0].sge(0, 1000), net.ends[1].sge(50_000, 2000));
+            let send = |net: &mut Net, id| match typ {
+                QpType::Ud => {
+                    let (ah, dest) = (net.ah(0, 1), net.ends[1].qpn);
+                    net.ends[0].post_to(wqe(WrOpcode::Send, id), ah, dest, &[from]);
+                }
+                _ => {
+                    net.ends[0].post(wqe(WrOpcode::Send, id), &[from]);
+                }
+            };
+            net.ends[1].recv(1, &[to]);
+            send(&mut net, 1);
+            net.run(SECOND);
+            // This one comes before its receive; UC loses such messages.
+            let mut received = 1000;
+            if typ != QpType::Uc {
+                send(&mut net, 2);
+                net.run(100_000);
+                net.ends[1].recv(2, &[to]);
+                net.run(SECOND);
+                received += 1000;
+            }
+            if typ != QpType::Ud {
+                let write = net.remote(WrOpcode::Write, 3, 0);
+                net.ends[0].post(write, &[from]);
+                net.run(SECOND);
+                received += 1000;
+            }
+            let (sender, receiver) = (net.counters(0), net.counters(1));
+            let requests = if typ == QpType::Rc { 3 } else { 2 };
+            let receives = received / 1000 - u64::from(typ != QpType::Ud);
+            let grhs = if typ == QpType::Ud { 40 * receives } else { 0 };
+            assert_eq!((sender.sent_wrs, sender.sent_bytes), (requests, requests * 1000), "{typ:?}, {place}");
+            assert_eq!(
+                (receiver.received_wrs, receiver.received_bytes),
+                (receives, received + grhs),
+                "{typ:?}, {place}"
+            );
+            let (out, back) = (sender.wire, receiver.wire);
+            let over = (out.sent_wrs, out.sent_bytes, back.received_wrs, back.received_bytes);
+            let expected = match place {
+                "one host" => (0, 0, 0, 0),
+                _ => (requests, requests * 1000, receives, received + grhs),
+            };
+            assert_eq!(over, expected, "{typ:?}, {place}");
+        }
+    }
+}
+
+#[test]
+fn errors_are_counted_by_their_kind() {
+    for (place, mut net) in places(QpType::Rc) {
+        let sge = net.ends[0].sge(0, 1000);
+        let bad = abi::SqWqe { rkey: 1, ..net.remote(WrOpcode::Write, 1, 0) };
+        net.ends[0].post(bad, &[sge]);
+        // Flushed, which is no error of its own.
+        net.ends[0].post(wqe(WrOpcode::Send, 2), &[sge]);
+        net.run(SECOND);
+        let c = net.counters(0);
+        assert_eq!((c.errors, c.failed.remote, c.failed.local, c.failed.retries), (1, 1, 0, 0), "{place}");
+    }
+    for (place, mut net) in places(QpType::Ud) {
+        let (ah, dest, sge) = (net.ah(0, 1), net.ends[1].qpn, net.ends[0].sge(0, 5000));
+        net.ends[0].post_to(wqe(WrOpcode::Send, 1), ah, dest, &[sge]);
+        net.run(SECOND);
+        let c = net.counters(0);
+        assert_eq!((c.errors, c.failed.local, c.wire.sent_wrs), (1, 1, 0), "{place}");
+    }
+}

@@ -89,6 +89,7 @@ impl TestHost {
             wire,
             isolation: Isolation::Threads,
             user: None,
+            metrics: None,
         };
         let s = stop.clone();
         let thread = std::thread::spawn(move || serve(&config, s.as_fd(), || ()));

@@ -23,6 +23,7 @@ fn host(dir: &str) -> ! {
         wire: None,
         isolation: Isolation::Threads,
         user: None,
+        metrics: None,
     };
     let _ = serve(&config, stdin.as_fd(), || ());
     std::process::exit(0);

@@ -490,7 +490,7 @@ impl Supervisor {
                 vrnics: inner.members.len(),
                 sessions: told.sessions,
                 restarts: inner.restarts,
-                stuck: inner.stuck.as_ref().filter(|s| s.1.elapsed() < STUCK_NOW).map(|s| s.0.clone()),
+                stuck: stuck(&inner),
                 memory: inner.worker.as_ref().map_or(0, |w| memory_of(w.pid())),
                 rnic_held: told.rnic_held,
                 confinement: inner.worker.as_ref().map(|w| w.in_force().clone()).unwrap_or_default(),
@@ -563,8 +563,13 @@ fn unknown(name: &str) -> String {
     format!("there is no vRNIC {name}; `unirdma vrnic ls` lists those that exist")
 }
 
+/// The thread of a group's worker that is stuck now, and for how long.
+pub(super) fn stuck(inner: &Inner) -> Option<String> {
+    inner.stuck.as_ref().filter(|s| s.1.elapsed() < STUCK_NOW).map(|s| s.0.clone())
+}
+
 /// Memory of a process that is its own, bytes: not its program, which all share, and not that of its tenants' files.
-fn memory_of(pid: u32) -> u64 {
+pub(super) fn memory_of(pid: u32) -> u64 {
     let status = std::fs::read_to_string(format!("/proc/{pid}/status")).unwrap_or_default();
     let kib = status.lines().find_map(|l| l.strip_prefix("RssAnon:")?.trim().strip_suffix(" kB")?.parse::<u64>().ok());
     kib.unwrap_or(0) * 1024

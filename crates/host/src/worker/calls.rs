@@ -121,14 +121,8 @@ impl Worker {
             Call::CaptureStop { id } => {
                 Ok(Answer::Captured { lost: self.engine.stop_capture(id).ok_or("no such capture runs")? })
             }
-            Call::Status => Ok(Answer::Status(Box::new(WorkerStatus {
-                sessions: self.sessions.len(),
-                rnic_held: self.engine.rnic.held(),
-                port: self.engine.port_counters().unwrap_or_default(),
-                drops: self.engine.rnic.lock().wire_drops(),
-                tunnel: self.switch.tunnel_drops(),
-                seal: self.switch.seal_info(),
-            }))),
+            Call::Status => Ok(Answer::Status(Box::new(self.status()))),
+            Call::Figures { most } => Ok(Answer::Figures(Box::new(self.figures(most)))),
             Call::Plan(plan) => {
                 {
                     let now = self.engine.now();
@@ -250,6 +244,8 @@ impl Worker {
         for id in self.machines_of(name) {
             self.end_machine(id);
         }
+        let done = self.info(name);
+        done.iter().for_each(|v| self.gone.add_done(v));
         if let Some(v) = self.vrnics.remove(name) {
             for (token, listener) in [&v.listener, &v.net_listener, &v.rfc_listener] {
                 let _ = epoll::delete(&self.epoll, listener);
@@ -310,6 +306,28 @@ impl Worker {
         self.switch.add(id, fd, group, v.guard.clone(), up).map_err(|e| format!("cannot use that interface: {e}"))?;
         v.attached = Some(id);
         Ok(Answer::Done)
+    }
+
+    fn status(&self) -> WorkerStatus {
+        WorkerStatus {
+            sessions: self.sessions.len(),
+            rnic_held: self.engine.rnic.held(),
+            port: self.engine.port_counters().unwrap_or_default(),
+            drops: self.engine.rnic.lock().wire_drops(),
+            tunnel: self.switch.tunnel_drops(),
+            seal: self.switch.seal_info(),
+        }
+    }
+
+    fn figures(&self, most: usize) -> Figures {
+        let mut figures = Figures { status: self.status(), all: self.gone.clone(), vrnics: Vec::new() };
+        for info in self.vrnics.keys().filter_map(|name| self.info(name)) {
+            figures.all.add(&info);
+            if figures.vrnics.len() < most {
+                figures.vrnics.push(info);
+            }
+        }
+        figures
     }
 
     /// What this worker knows of a vRNIC; the supervisor knows the rest.

@@ -269,8 +269,8 @@ impl Core {
         self.objects.names(s).and_then(|n| n.mrs.remove(&by));
         // The bytes and the place in the PD of `by` are those of `mr` now.
         let old = self.objects.mrs.replace(mr, new).ok_or(Status::BadHandle)?;
-        self.objects.use_pd(old.0, false);
-        self.objects.count_used(s, |u| (u.mrs, u.mr_bytes) = (u.mrs - 1, u.mr_bytes.saturating_sub(old.1)));
+        self.objects.use_pd(old.pd, false);
+        self.objects.count_used(s, |u| u.remove_mr(&old));
         self.made(Object::Mr(mr)).inspect_err(|_| self.objects.remove_mr(mr))
     }
 

@@ -524,6 +524,7 @@ impl Core {
             src_qp,
             solicited: w.wqe.send_flags & send_flags::SOLICITED != 0,
             grh: None,
+            datagram_from_afar: false,
         };
         self.finish_recv(ph, done);
     }

@@ -35,13 +35,19 @@ impl Core {
             ..abi::Cqe::default()
         };
         let (cq, whose) = (p.recv_cq, p.memory);
+        let from_afar = d.datagram_from_afar || p.leaves_host();
         self.objects.count(ph, |c| {
             if d.status == WcStatus::Success {
                 c.received_wrs += 1;
                 c.received_bytes += d.byte_len;
                 c.wire.rdma_recvs += u64::from(!d.write);
+                if from_afar {
+                    c.wire.received_wrs += 1;
+                    c.wire.received_bytes += d.byte_len;
+                }
             } else {
                 c.errors += u64::from(d.status != WcStatus::WrFlushErr);
+                c.failed.note(d.status);
             }
         });
         self.complete(cq, whose, cqe, d.solicited);
@@ -140,6 +146,8 @@ pub(crate) struct RecvDone {
     pub solicited: bool,
     /// For a datagram, whose header stands before its data: the service level, which says which kind of header that is.
     pub grh: Option<u8>,
+    /// It is a datagram that came from another host or a plain device.
+    pub datagram_from_afar: bool,
 }
 
 impl RecvDone {
@@ -154,6 +162,7 @@ impl RecvDone {
             src_qp: 0,
             solicited: false,
             grh: None,
+            datagram_from_afar: false,
         }
     }
 
@@ -168,6 +177,7 @@ impl RecvDone {
             src_qp: q.attr.dest_qp_num,
             solicited: false,
             grh: None,
+            datagram_from_afar: false,
         }
     }
 }

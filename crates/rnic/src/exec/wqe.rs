@@ -26,15 +26,22 @@ impl Core {
             ..abi::Cqe::default()
         };
         let (cq, whose) = (q.send_cq, q.owner);
-        let is_send = w.op.is_send();
+        let (is_send, leaves) = (w.op.is_send(), q.leaves_host());
         self.objects.count(h, |c| match status {
             WcStatus::Success => {
                 c.sent_wrs += 1;
                 c.sent_bytes += w.total;
                 c.wire.rdma_sends += u64::from(is_send);
+                if leaves {
+                    c.wire.sent_wrs += 1;
+                    c.wire.sent_bytes += w.total;
+                }
             }
             WcStatus::WrFlushErr => {}
-            _ => c.errors += 1,
+            _ => {
+                c.errors += 1;
+                c.failed.note(status);
+            }
         });
         if signaled {
             self.complete(cq, whose, cqe, false);

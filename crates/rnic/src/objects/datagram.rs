@@ -127,11 +127,19 @@ pub(crate) struct Note {
     pub imm: Option<u32>,
     pub src_qp: u32,
     pub solicited: bool,
+    /// It came from another host or a plain device.
+    pub wire: bool,
 }
 
 impl Note {
+    /// Of a datagram that does not leave this host.
     pub fn of(p: &Packet<'_>) -> Self {
         let imm = (p.opcode.extra == Extra::Imm).then_some(p.extra);
-        Note { imm, src_qp: p.deth.src_qp, solicited: p.solicited }
+        Note { imm, src_qp: p.deth.src_qp, solicited: p.solicited, wire: false }
+    }
+
+    /// Of a packet that came in.
+    pub fn of_arrival(p: &Packet<'_>) -> Self {
+        Note { wire: true, ..Note::of(p) }
     }
 }

@@ -48,7 +48,7 @@ pub use queues::{OpenXrcd, SrqAttr, SrqInfo};
 pub(crate) use session::{Names, Session};
 pub(crate) use stage::{Stage, Staged};
 pub(crate) use vnic::{Begun, Used, Vnic};
-pub use vnic::{Counters, Limits, MrNote, Usage, VnicConfig, WireCounters};
+pub use vnic::{Counters, Failures, Limits, MrNote, Usage, VnicConfig, WireCounters};
 pub(crate) use wire::{
     Answer, Flight, Message, Responder, WINDOW_MAX, WINDOW_MIN, Window as CongestionWindow, Wire, transport_of,
 };

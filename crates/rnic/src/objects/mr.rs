@@ -135,6 +135,11 @@ impl Mr {
         }
     }
 
+    /// True if bytes are copied in and out of the private memory of a process.
+    pub fn is_copied(&self) -> bool {
+        self.window.is_none() && matches!(self.backing, Backing::Process(..))
+    }
+
     /// Bytes that count against the vRNIC's quota; a grant of all memory is not a size.
     pub fn counted(&self) -> u64 {
         match self.backing {
@@ -274,11 +279,10 @@ impl MrTable {
         Some(mr)
     }
 
-    /// Puts `mr` in the place of another, under its key. Returns the PD of the other, and its bytes that counted.
-    pub fn replace(&mut self, handle: Handle<Mr>, mr: Mr) -> Option<(Handle<Pd>, u64)> {
+    /// Puts `mr` in the place of another, under its key. Returns the other.
+    pub fn replace(&mut self, handle: Handle<Mr>, mr: Mr) -> Option<Mr> {
         let old = self.mrs.get_mut(handle)?;
-        let was = (old.pd, old.counted());
-        *old = Mr { key: old.key, number: old.number, owner: old.owner, ..mr };
-        Some(was)
+        let new = Mr { key: old.key, number: old.number, owner: old.owner, ..mr };
+        Some(std::mem::replace(old, new))
     }
 }

@@ -30,6 +30,13 @@ impl Objects {
         }
     }
 
+    /// Counts an MR or a window that was just made.
+    pub fn count_mr(&mut self, h: Handle<Mr>) {
+        let Some(m) = self.mrs.get(h) else { return };
+        let vnic = self.sessions.get(m.owner.0).and_then(|s| self.vnics.get_mut(s.vnic.0));
+        vnic.into_iter().for_each(|v| v.used.add_mr(m));
+    }
+
     /// A number for an object that session `s` is about to have.
     ///
     /// # Errors
@@ -116,12 +123,12 @@ impl Objects {
 
     /// Gives an MR or a window its number and its key, and returns both, after its handle.
     pub fn insert_mr(&mut self, mr: Mr, random: &mut Rng) -> Result<(Handle<Mr>, (u32, u32))> {
-        let (s, pd, bytes, number) = (mr.owner, mr.pd, mr.counted(), self.new_number(mr.owner)?);
+        let (s, pd, number) = (mr.owner, mr.pd, self.new_number(mr.owner)?);
         let made = self.mrs.insert(Mr { number, ..mr }, random);
         let (h, key) = made.ok_or(Status::Exhausted)?;
         self.names(s).and_then(|n| n.mrs.insert(number, h));
         self.use_pd(pd, true);
-        self.count_used(s, |u| (u.mrs, u.mr_bytes) = (u.mrs + 1, u.mr_bytes + bytes));
+        self.count_mr(h);
         Ok((h, (number, key)))
     }
 
@@ -146,7 +153,7 @@ impl Objects {
         let Some(m) = self.mrs.remove(h) else { return };
         self.names(m.owner).and_then(|n| n.mrs.remove(&m.number));
         self.use_pd(m.pd, false);
-        self.count_used(m.owner, |u| (u.mrs, u.mr_bytes) = (u.mrs - 1, u.mr_bytes.saturating_sub(m.counted())));
+        self.count_used(m.owner, |u| u.remove_mr(&m));
         if m.backing.is_slow_to_drop() {
             self.dropped.add(m.backing);
         }

@@ -166,6 +166,12 @@ impl Qp {
         if let Connection::Datagram(d) = &mut self.connection { Some(d) } else { None }
     }
 
+    /// True if its connection leads to another host or a plain device.
+    pub fn leaves_host(&self) -> bool {
+        // Who completes work of a `Wire` has taken it out.
+        matches!(self.connection, Connection::Wire(_) | Connection::None)
+    }
+
     /// True if datagrams wait for a receive.
     pub fn has_backlog(&self) -> bool {
         self.datagrams().is_some_and(|d| !d.backlog.is_empty())

@@ -1,11 +1,13 @@
 //! vRNICs: their addresses, quotas and counters.
 
 use std::collections::{HashSet, VecDeque};
+use std::ops::AddAssign;
 
-use unirdma_formats::Gid;
+use unirdma_formats::{Gid, WcStatus};
 
 use super::fetched::Room;
 use super::hollow::Hollow;
+use super::mr::Mr;
 use super::qp::Qp;
 use crate::pace::{Limit, Share};
 use crate::slab::Handle;
@@ -175,9 +177,36 @@ pub(crate) struct Used {
     /// MRs and windows.
     pub mrs: usize,
     pub mr_bytes: u64,
+    /// Of the MRs, those of the way *copy*, and their bytes.
+    pub copied: usize,
+    pub copied_bytes: u64,
+    /// Of the MRs, windows.
+    pub windows: usize,
     pub ahs: usize,
     pub srqs: usize,
     pub xrcds: usize,
+}
+
+impl Used {
+    /// An MR or a window more.
+    pub fn add_mr(&mut self, m: &Mr) {
+        let copied = m.is_copied();
+        self.mrs += 1;
+        self.mr_bytes += m.counted();
+        self.copied += usize::from(copied);
+        self.copied_bytes += if copied { m.counted() } else { 0 };
+        self.windows += usize::from(m.window.is_some());
+    }
+
+    /// An MR or a window less.
+    pub fn remove_mr(&mut self, m: &Mr) {
+        let copied = m.is_copied();
+        self.mrs -= 1;
+        self.mr_bytes = self.mr_bytes.saturating_sub(m.counted());
+        self.copied -= usize::from(copied);
+        self.copied_bytes -= if copied { m.counted() } else { 0 };
+        self.windows -= usize::from(m.window.is_some());
+    }
 }
 
 /// What a vRNIC has done, or one of its QPs, since it was created.
@@ -203,8 +232,41 @@ pub struct Counters {
     pub qkey_violations: u64,
     /// Connections, address handles, datagrams and connection requests that a rule did not allow.
     pub refused: u64,
+    /// Which errors they were.
+    #[serde(default)]
+    pub failed: Failures,
     /// What went over the network.
     pub wire: WireCounters,
+}
+
+/// Work requests completed with an error, by what kind of error that was; flushes are not counted.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, serde::Serialize, serde::Deserialize)]
+pub struct Failures {
+    /// Nobody answered (RETRY_EXC_ERR).
+    pub retries: u64,
+    /// The peer never had a receive (RNR_RETRY_EXC_ERR).
+    pub rnr_retries: u64,
+    /// The peer refused the request: access, length, or what it could not do (REM_*).
+    pub remote: u64,
+    /// The request, the receive or its memory was wrong on this side (LOC_*, MW_BIND_ERR).
+    pub local: u64,
+    /// Any other.
+    pub other: u64,
+}
+
+impl Failures {
+    #[cold]
+    pub(crate) fn note(&mut self, status: WcStatus) {
+        let kind = match status {
+            WcStatus::Success | WcStatus::WrFlushErr => return,
+            WcStatus::RetryExcErr => &mut self.retries,
+            WcStatus::RnrRetryExcErr => &mut self.rnr_retries,
+            WcStatus::RemAccessErr | WcStatus::RemInvReqErr | WcStatus::RemOpErr => &mut self.remote,
+            WcStatus::LocLenErr | WcStatus::LocQpOpErr | WcStatus::LocProtErr | WcStatus::MwBindErr => &mut self.local,
+            WcStatus::BadRespErr | WcStatus::FatalErr => &mut self.other,
+        };
+        *kind += 1;
+    }
 }
 
 /// Packets of a vRNIC or of one of its QPs, under the names of rxe's `hw_counters`, and for congestion those of mlx5's.
@@ -240,6 +302,18 @@ pub struct WireCounters {
     pub rdma_sends: u64,
     /// SENDs received.
     pub rdma_recvs: u64,
+    /// Of [`Counters::sent_wrs`], those that went to other hosts or plain devices. A datagram to a multicast group is not among them.
+    #[serde(default)]
+    pub sent_wrs: u64,
+    /// Their payload bytes.
+    #[serde(default)]
+    pub sent_bytes: u64,
+    /// Of [`Counters::received_wrs`], those whose message came from there.
+    #[serde(default)]
+    pub received_wrs: u64,
+    /// Of [`Counters::received_bytes`], those that came from there.
+    #[serde(default)]
+    pub received_bytes: u64,
     /// Packets received that the network had marked as congested (ECN).
     pub np_ecn_marked_roce_packets: u64,
     /// Congestion notifications sent.
@@ -250,4 +324,32 @@ pub struct WireCounters {
     pub retry_exceeded_err: u64,
     /// Requests given up because the peer never had a receive.
     pub retry_rnr_exceeded_err: u64,
+}
+
+/// Sums of structures of numbers. A new field does not compile until it is here.
+macro_rules! sums {
+    ($name:ident { $($f:ident),* $(,)? }) => {
+        impl AddAssign for $name {
+            fn add_assign(&mut self, o: Self) {
+                let $name { $($f),* } = self;
+                $(*$f += o.$f;)*
+            }
+        }
+    };
+}
+
+sums! {
+    Counters {
+        sent_wrs, sent_bytes, received_wrs, received_bytes, rnr_waits, timeouts, errors, dropped, qkey_violations, refused,
+        failed, wire,
+    }
+}
+sums! { Failures { retries, rnr_retries, remote, local, other } }
+sums! {
+    WireCounters {
+        sent_pkts, send_err, link_downed, rcvd_pkts, retransmitted_pkts, duplicate_request, out_of_seq_request, ack_deferred,
+        send_rnr_err, rcvd_rnr_err, rcvd_seq_err, implied_nak, completer_retry_err, rdma_sends, rdma_recvs, sent_wrs, sent_bytes,
+        received_wrs, received_bytes, np_ecn_marked_roce_packets, np_cnp_sent, rp_cnp_handled, retry_exceeded_err,
+        retry_rnr_exceeded_err,
+    }
 }

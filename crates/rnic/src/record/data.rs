@@ -13,7 +13,7 @@ use serde::{Deserialize, Deserializer, Serialize, Serializer};
 use unirdma_abi as abi;
 use zerocopy::{FromBytes, Immutable, IntoBytes};
 
-use crate::objects::{Counters, Limits, WireCounters};
+use crate::objects::{Counters, Failures, Limits, WireCounters};
 use crate::pace::Share;
 
 /// A structure of the device's binary interface, as its bytes.
@@ -85,7 +85,21 @@ twin! { ShareData of Share { weight: u32, rate_bps: u64, ops: u64, burst_us: u64
 twin! {
     CountersData of Counters {
         sent_wrs: u64, sent_bytes: u64, received_wrs: u64, received_bytes: u64, rnr_waits: u64, timeouts: u64, errors: u64,
-        dropped: u64, qkey_violations: u64, refused: u64, wire: WireCountersData,
+        dropped: u64, qkey_violations: u64, refused: u64, failed: FailuresData, wire: WireCountersData,
+    }
+}
+
+twin! { FailuresData of Failures { retries: u64, rnr_retries: u64, remote: u64, local: u64, other: u64 } }
+
+impl From<Failures> for FailuresData {
+    fn from(live: Failures) -> Self {
+        FailuresData::save(&live)
+    }
+}
+
+impl From<FailuresData> for Failures {
+    fn from(data: FailuresData) -> Self {
+        data.restore()
     }
 }
 
@@ -93,7 +107,8 @@ twin! {
     WireCountersData of WireCounters {
         sent_pkts: u64, send_err: u64, link_downed: u64, rcvd_pkts: u64, retransmitted_pkts: u64, duplicate_request: u64,
         out_of_seq_request: u64, ack_deferred: u64, send_rnr_err: u64, rcvd_rnr_err: u64, rcvd_seq_err: u64, implied_nak: u64,
-        completer_retry_err: u64, rdma_sends: u64, rdma_recvs: u64, np_ecn_marked_roce_packets: u64, np_cnp_sent: u64,
+        completer_retry_err: u64, rdma_sends: u64, rdma_recvs: u64, sent_wrs: u64, sent_bytes: u64,
+        received_wrs: u64, received_bytes: u64, np_ecn_marked_roce_packets: u64, np_cnp_sent: u64,
         rp_cnp_handled: u64, retry_exceeded_err: u64, retry_rnr_exceeded_err: u64,
     }
 }
@@ -424,6 +439,7 @@ pub(crate) struct HeldData {
     pub imm: Option<u32>,
     pub src_qp: u32,
     pub solicited: bool,
+    pub wire: bool,
 }
 
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]

@@ -401,11 +401,11 @@ impl<'a> Restorer<'a> {
             backing,
             note: *note,
         };
-        let (bytes, objects) = (mr.counted(), &mut self.core.objects);
+        let objects = &mut self.core.objects;
         let Some(h) = objects.mrs.insert_known(mr) else { return };
         objects.names(owner).and_then(|n| n.mrs.insert(*number, h));
         objects.use_pd(pd, true);
-        objects.count_used(owner, |u| (u.mrs, u.mr_bytes) = (u.mrs + 1, u.mr_bytes + bytes));
+        objects.count_mr(h);
     }
 
     fn ah(&mut self, owner: SessionId, session: u32, d: &AhData) {
@@ -574,9 +574,9 @@ impl<'a> Restorer<'a> {
 
     fn backlog(&self, d: &[HeldData]) -> Backlog {
         let mut backlog = Backlog::default();
-        for HeldData { until_ns, flow: f, data, imm, src_qp, solicited } in d {
+        for HeldData { until_ns, flow: f, data, imm, src_qp, solicited, wire } in d {
             backlog.bytes += data.len() + size_of::<Held>();
-            let note = Note { imm: *imm, src_qp: *src_qp, solicited: *solicited };
+            let note = Note { imm: *imm, src_qp: *src_qp, solicited: *solicited, wire: *wire };
             let until = self.at(*until_ns);
             backlog.held.push_back(Held { until, flow: flow(f), data: data.clone().into(), note });
         }

@@ -465,7 +465,7 @@ impl<'a> Saver<'a> {
     }
 
     fn held(&self, d: &Held) -> HeldData {
-        let Held { until, flow: f, data, note: Note { imm, src_qp, solicited } } = d;
+        let Held { until, flow: f, data, note: Note { imm, src_qp, solicited, wire } } = d;
         HeldData {
             until_ns: self.until(*until),
             flow: flow(f),
@@ -473,6 +473,7 @@ impl<'a> Saver<'a> {
             imm: *imm,
             src_qp: *src_qp,
             solicited: *solicited,
+            wire: *wire,
         }
     }
 }

@@ -296,7 +296,10 @@ impl Core {
                 let done = RecvDone { byte_len: len, imm, write: true, solicited: p.solicited, ..RecvDone::of(q) };
                 self.finish_recv(h, done);
             } else {
-                self.objects.count(h, |c| c.received_bytes += len);
+                self.objects.count(h, |c| {
+                    c.received_bytes += len;
+                    c.wire.received_bytes += len;
+                });
             }
         }
         Ok(1)
@@ -408,7 +411,10 @@ impl Core {
         self.operate(h, w, Rkey(p.reth.rkey), p.reth.va, write)?;
         w.resp.msn = w.resp.msn.wrapping_add(1);
         self.queue_answer(h, w, Psn::new(p.psn), false);
-        self.objects.count(h, |c| c.received_bytes += 8);
+        self.objects.count(h, |c| {
+            c.received_bytes += 8;
+            c.wire.received_bytes += 8;
+        });
         Ok(1)
     }
 
