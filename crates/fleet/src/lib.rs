@@ -1,0 +1,16 @@
+//! A fleet of hosts and their control centre, as data: the messages that they exchange, and what follows from them.
+//!
+//! [`v1`] has the messages of `proto/unirdma/fleet/v1/fleet.proto`, with their JSON as proto3 defines it. Code that calls the centre comes
+//! with the feature `client`, code that answers calls with `server`.
+//!
+//! The crate has no socket, no file, no clock and no thread. It must never have one: the simulation runs it on a virtual clock.
+
+/// The messages and services of the centre.
+#[allow(missing_docs)]
+pub mod v1 {
+    include!(concat!(env!("OUT_DIR"), "/unirdma.fleet.v1.rs"));
+    include!(concat!(env!("OUT_DIR"), "/unirdma.fleet.v1.serde.rs"));
+}
+
+/// The compiled .proto file, a `FileDescriptorSet`.
+pub const DESCRIPTORS: &[u8] = include_bytes!(concat!(env!("OUT_DIR"), "/fleet.descriptors"));
