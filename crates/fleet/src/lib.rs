@@ -6,7 +6,7 @@
 //! The crate has no socket, no file, no clock and no thread. It must never have one: the simulation runs it on a virtual clock.
 
 /// The messages and services of the centre.
-#[allow(missing_docs)]
+#[allow(missing_docs, clippy::large_enum_variant)]
 pub mod v1 {
     include!(concat!(env!("OUT_DIR"), "/unirdma.fleet.v1.rs"));
     include!(concat!(env!("OUT_DIR"), "/unirdma.fleet.v1.serde.rs"));
