@@ -6,11 +6,11 @@ use std::path::PathBuf;
 
 use prost::Message;
 
-const PROTO: &str = "unirdma/fleet/v1/fleet.proto";
+const PROTOS: [&str; 2] = ["unirdma/fleet/v1/fleet.proto", "unirdma/fleet/v1/store.proto"];
 
 fn main() -> Result<(), Box<dyn Error>> {
     println!("cargo::rerun-if-changed=proto");
-    let files = protox::compile([PROTO], ["proto"])?;
+    let files = protox::compile(PROTOS, ["proto"])?;
     let bytes = files.encode_to_vec();
     let out = PathBuf::from(std::env::var("OUT_DIR")?);
     std::fs::write(out.join("fleet.descriptors"), &bytes)?;
