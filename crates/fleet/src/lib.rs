@@ -12,5 +12,29 @@ pub mod v1 {
     include!(concat!(env!("OUT_DIR"), "/unirdma.fleet.v1.serde.rs"));
 }
 
+mod centre;
+mod declare;
+mod draft;
+mod error;
+mod live;
+mod model;
+mod net;
+mod records;
+mod secrets;
+mod state;
+mod tokens;
+mod view;
+
+pub use centre::{Centre, Outcome};
+pub use draft::Plan;
+pub use error::{Kind as RefusalKind, Refusal};
+pub use live::{Greeted, PROTOCOL};
+pub use model::{Kind, MAX_APPLY};
+pub use net::{Net, address};
+pub use records::Write;
+pub use secrets::STEP_DEADLINE_MS;
+pub use state::Name;
+pub use tokens::Actor;
+
 /// The compiled .proto file, a `FileDescriptorSet`.
 pub const DESCRIPTORS: &[u8] = include_bytes!(concat!(env!("OUT_DIR"), "/fleet.descriptors"));

@@ -24,7 +24,8 @@ impl FromStr for Net {
     type Err = String;
 
     fn from_str(s: &str) -> Result<Net, String> {
-        let (addr, prefix) = s.split_once('/').ok_or_else(|| format!("`{s}` has no prefix length; write 10.0.0.0/16"))?;
+        let (addr, prefix) =
+            s.split_once('/').ok_or_else(|| format!("`{s}` has no prefix length; write 10.0.0.0/16"))?;
         let addr = address(addr)?;
         let most = width(addr);
         let prefix = prefix.bytes().all(|b| b.is_ascii_digit()).then(|| prefix.parse().ok()).flatten();

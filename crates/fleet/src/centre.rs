@@ -1,0 +1,588 @@
+//! The control centre as a state machine.
+//!
+//! *Changes* ([`Centre::apply`] and the calls beside it) look at the state and give a [`Plan`] of what is to be kept; they change nothing.
+//! Who calls them keeps the plan in a store, and then makes it so by [`Centre::commit`]. There is one plan at a time. A centre that does not
+//! allocate commits what it reads in the store.
+//!
+//! *Hosts* are heard by [`Centre::hello`], [`Centre::ask`], [`Centre::applied`] and [`Centre::report`]. What one is told is asked for by
+//! [`Centre::updates`], with the revision that it has been told: nothing waits in queues, so a host that does not read costs nothing.
+//!
+//! *Questions* are [`Centre::get`], [`Centre::changes_since`] and [`Centre::status`]. The time comes with each call, in milliseconds since 1970.
+
+use std::collections::{BTreeMap, BTreeSet, HashMap, VecDeque};
+use std::sync::Arc;
+
+use rand_chacha::ChaCha20Rng;
+use rand_chacha::rand_core::SeedableRng;
+
+use crate::draft::{Draft, Plan};
+use crate::error::Refusal;
+use crate::live::Live;
+use crate::model::{Kind, MAX_APPLY};
+use crate::records::{self, Record, Write};
+use crate::state::{Name, State};
+use crate::tokens::Actor;
+use crate::v1::{self, object::Object};
+use crate::view::{Key, Touched};
+
+/// What a call changes, if it changes anything, and its answer.
+#[derive(Debug)]
+pub struct Outcome<T> {
+    /// What is to be kept.
+    pub plan: Option<Plan>,
+    /// The answer, once it is kept.
+    pub answer: T,
+}
+
+/// Most keys that are remembered for a host. One that lacks more is told everything.
+const MAX_LOG: usize = 2_048;
+/// Most changes that are remembered for those who watch.
+const MAX_CHANGES: usize = 16_384;
+/// Most items of one message.
+const ITEMS: usize = 256;
+
+/// The latest changes of what a host is told.
+#[derive(Debug, Default)]
+struct Log {
+    entries: VecDeque<(u64, Key)>,
+    /// Changes up to this one may be missing.
+    floor: u64,
+}
+
+/// The control centre.
+pub struct Centre {
+    pub(crate) state: State,
+    pub(crate) live: Live,
+    rng: ChaCha20Rng,
+    logs: HashMap<Name, Log>,
+    /// The revision with which this centre began.
+    begun: u64,
+    changes: VecDeque<(u64, Arc<v1::Change>)>,
+    /// Changes up to this one may be missing.
+    changes_floor: u64,
+}
+
+impl Centre {
+    /// A centre with what a store has: its records and how many changes made them.
+    ///
+    /// # Errors
+    /// A record is damaged, or of another version.
+    pub fn load(revision: u64, records: &[Write], seed: [u8; 32]) -> Result<Centre, Refusal> {
+        let mut centre = Centre {
+            state: State { revision, ..State::default() },
+            live: Live::default(),
+            rng: ChaCha20Rng::from_seed(seed),
+            logs: HashMap::new(),
+            begun: revision,
+            changes: VecDeque::new(),
+            changes_floor: revision,
+        };
+        let records = records.iter().map(records::read).collect::<Result<Vec<_>, _>>()?;
+        centre.take(records)?;
+        if centre.state.fleet.is_empty() {
+            return Err(Refusal::invalid("the store has no number of its fleet; restore the store from a backup"));
+        }
+        Ok(centre)
+    }
+
+    /// The records of a new fleet.
+    pub fn found(fleet: &str) -> Vec<Write> {
+        let group = v1::Group { name: "default".into(), vni: Some(1), ..v1::Group::default() };
+        vec![records::meta(fleet), records::object(Kind::Group, "default", Some((group.into(), 1)))]
+    }
+
+    /// How many changes made the state.
+    pub fn revision(&self) -> u64 {
+        self.state.revision
+    }
+
+    /// The state's number.
+    pub fn fleet(&self) -> &str {
+        &self.state.fleet
+    }
+
+    /// Puts records into the state: first what goes, from what depends to what it depends on, then what comes.
+    fn take(&mut self, records: Vec<Record>) -> Result<(), Refusal> {
+        let mut objects = Vec::new();
+        for record in records {
+            match record {
+                Record::Object(kind, name, object) => objects.push((kind, name, object)),
+                Record::Meta(m) if m.format == records::FORMAT => self.state.fleet = m.fleet,
+                Record::Meta(m) => {
+                    let text = format!(
+                        "the store has records of version {}, this program reads version {}",
+                        m.format,
+                        records::FORMAT
+                    );
+                    return Err(Refusal::invalid(text));
+                }
+                Record::Token(id, Some(token)) => drop(self.state.tokens.insert(id, token)),
+                Record::Token(id, None) => drop(self.state.tokens.remove(&id)),
+                Record::Secret(name, Some(secret)) => drop(self.state.secrets.insert(name, secret)),
+                Record::Secret(name, None) => drop(self.state.secrets.remove(&name)),
+                Record::Audit(_, Some(entry)) => {
+                    if self.state.audit.back().is_none_or(|last| last.revision < entry.revision) {
+                        self.state.audit.push_back(entry);
+                    }
+                }
+                Record::Audit(revision, None) => self.state.audit.retain(|e| e.revision != revision),
+            }
+        }
+        objects.sort_by(|a, b| b.0.cmp(&a.0));
+        for (kind, name, object) in &objects {
+            if object.is_none() || matches!(kind, Kind::Vrnic | Kind::Rule) {
+                self.state.set(*kind, name, None)?;
+            }
+        }
+        for (kind, name, object) in objects.into_iter().rev() {
+            if object.is_some() {
+                self.state.set(kind, &name, object)?;
+            }
+        }
+        Ok(())
+    }
+
+    /// Makes so what is in the store: the writes of change `revision`. Says which hosts have news.
+    ///
+    /// # Errors
+    /// A record is damaged. The centre must be loaded anew.
+    pub fn commit(&mut self, revision: u64, writes: &[Write]) -> Result<Vec<Name>, Refusal> {
+        let records = writes.iter().map(records::read).collect::<Result<Vec<_>, _>>()?;
+        let objects: BTreeSet<(Kind, String)> = records
+            .iter()
+            .filter_map(|r| if let Record::Object(kind, name, _) = r { Some((*kind, name.clone())) } else { None })
+            .collect();
+        let secrets: BTreeSet<_> = records
+            .iter()
+            .filter_map(|r| if let Record::Secret(name, _) = r { Some(name.clone()) } else { None })
+            .collect();
+        let mut touched = Touched::new();
+        let befores: Vec<_> = objects.iter().map(|(kind, name)| self.state.get(*kind, name)).collect();
+        let see = |state: &State, touched: &mut Touched| {
+            objects.iter().for_each(|(kind, name)| state.touch_object(*kind, name, touched));
+            secrets.iter().for_each(|(group, other, id)| state.touch_secret(group, other, *id, touched));
+        };
+        see(&self.state, &mut touched);
+        self.take(records)?;
+        self.state.revision = revision;
+        see(&self.state, &mut touched);
+        for ((kind, name), before) in objects.into_iter().zip(befores) {
+            let message = |kept: Option<(Object, u64)>| {
+                kept.map(|(object, revision)| v1::Object { object: Some(object), revision })
+            };
+            if kind == Kind::Vrnic && self.state.vrnics.get(name.as_str()).is_none_or(|v| v.host.is_none()) {
+                self.live.forget_vrnic(&name);
+            }
+            let change = v1::Change { before: message(before), after: message(self.state.get(kind, &name)) };
+            self.changes.push_back((revision, Arc::new(change)));
+        }
+        while self.changes.len() > MAX_CHANGES {
+            self.changes_floor = self.changes.pop_front().map_or(revision, |(r, _)| r);
+        }
+        let hosts: Vec<Name> = touched.keys().cloned().collect();
+        for (host, keys) in touched {
+            if !self.state.hosts.contains_key(&host) {
+                self.logs.remove(&host);
+                self.live.forget_host(&host);
+                continue;
+            }
+            let log = self.logs.entry(host).or_insert_with(|| Log { entries: VecDeque::new(), floor: self.begun });
+            log.entries.extend(keys.into_iter().map(|k| (revision, k)));
+            while log.entries.len() > MAX_LOG {
+                log.floor = log.entries.pop_front().map_or(revision, |(r, _)| r);
+            }
+        }
+        Ok(hosts)
+    }
+
+    /// What a host is told that has been told the state of `told`; everything, in parts, if it has been told nothing or too long ago. Nothing
+    /// if nothing of it concerns the host.
+    pub fn updates(&self, host: &str, told: Option<u64>) -> Vec<v1::Update> {
+        let revision = self.state.revision;
+        let log = self.logs.get(host);
+        let floor = log.map_or(self.begun, |l| l.floor);
+        let known = told.filter(|t| (floor..=revision).contains(t));
+        let items: Vec<(Key, Option<v1::Item>)> = match known {
+            None => self.state.whole(host).into_iter().map(|(k, i)| (k, Some(i))).collect(),
+            Some(told) => {
+                let news = log.into_iter().flat_map(|l| l.entries.iter().rev()).take_while(|(r, _)| *r > told);
+                let keys: BTreeSet<&Key> = news.map(|(_, k)| k).collect();
+                keys.into_iter().map(|k| (k.clone(), self.state.item(host, k))).collect()
+            }
+        };
+        if known.is_some() && items.is_empty() {
+            return Vec::new();
+        }
+        let update = || v1::Update { fleet: self.state.fleet.clone(), revision, ..v1::Update::default() };
+        let mut parts: Vec<v1::Update> = items
+            .chunks(ITEMS)
+            .map(|chunk| {
+                let mut part = v1::Update { more: true, ..update() };
+                for (key, item) in chunk {
+                    match item {
+                        Some(item) => part.put.push(item.clone()),
+                        None => {
+                            let deleted = matches!(key, Key::Vrnic(v) if !self.state.vrnics.contains_key(v));
+                            part.gone.push(key.message(deleted));
+                        }
+                    }
+                }
+                part
+            })
+            .collect();
+        if parts.is_empty() {
+            parts.push(update());
+        }
+        parts[0].whole = known.is_none();
+        if let Some(last) = parts.last_mut() {
+            last.more = false;
+        }
+        parts
+    }
+
+    /// The changes since a revision; `None` if they are not remembered any more.
+    pub fn changes_since(&self, actor: &Actor, watch: &v1::WatchRequest, told: u64) -> Option<Vec<v1::Change>> {
+        if told < self.changes_floor {
+            return None;
+        }
+        let kind = Kind::of(watch.kind).ok()?;
+        let news = self.changes.iter().rev().take_while(|(r, _)| *r > told);
+        let seen = |o: &Option<v1::Object>| {
+            o.as_ref().and_then(|o| o.object.as_ref()).is_some_and(|o| {
+                kind.is_none_or(|k| k == o.kind()) && self.shows(actor, o) && in_group(o, &watch.group)
+            })
+        };
+        let mut out: Vec<v1::Change> =
+            news.filter(|(_, c)| seen(&c.before) || seen(&c.after)).map(|(_, c)| (**c).clone()).collect();
+        out.reverse();
+        Some(out)
+    }
+
+    fn busy(live: &Live, name: &str) -> u32 {
+        live.vrnic(name).map_or(0, |s| s.programs)
+    }
+
+    /// Makes a change of what `make` does with the state as it is.
+    fn change<T>(
+        &mut self,
+        actor: &Actor,
+        now_ms: u64,
+        make: impl FnOnce(&mut Draft<'_>, &mut ChaCha20Rng, &Live) -> Result<(T, Vec<String>), Refusal>,
+    ) -> Result<Outcome<T>, Refusal> {
+        let mut draft = Draft::new(&mut self.state);
+        let (answer, lines) = make(&mut draft, &mut self.rng, &self.live)?;
+        draft.reconcile_secrets(&mut self.rng, now_ms);
+        Ok(Outcome { plan: draft.finish(actor.who(), now_ms, lines), answer })
+    }
+
+    fn declared(&self, outcome: Outcome<()>, dry_run: bool) -> Outcome<v1::ApplyResponse> {
+        let changes = outcome.plan.as_ref().map(|p| p.changes.clone()).unwrap_or_default();
+        let plan = outcome.plan.filter(|_| !dry_run);
+        let revision = plan.as_ref().map_or(self.state.revision, |p| p.revision);
+        Outcome { plan, answer: v1::ApplyResponse { revision, changes } }
+    }
+
+    /// Makes objects what they are declared to be.
+    ///
+    /// # Errors
+    /// What cannot be: nothing of it is done.
+    pub fn apply(
+        &mut self,
+        actor: &Actor,
+        request: v1::ApplyRequest,
+        now_ms: u64,
+    ) -> Result<Outcome<v1::ApplyResponse>, Refusal> {
+        if request.objects.len() > MAX_APPLY {
+            return Err(Refusal::invalid(format_args!(
+                "a call has at most {MAX_APPLY} objects, not {}",
+                request.objects.len()
+            )));
+        }
+        let (prune, dry_run) = (request.prune, request.dry_run);
+        let asked = request
+            .objects
+            .into_iter()
+            .enumerate()
+            .map(|(n, o)| match o.object {
+                Some(object) => Ok((object, o.revision)),
+                None => Err(Refusal::invalid(format_args!("object {} is neither host, group, vRNIC nor rule", n + 1))),
+            })
+            .collect::<Result<Vec<_>, _>>()?;
+        let done = self.change(actor, now_ms, |draft, _, live| {
+            draft.declare(actor, asked, prune, &|v| Self::busy(live, v)).map(|()| ((), Vec::new()))
+        })?;
+        Ok(self.declared(done, dry_run))
+    }
+
+    /// Deletes objects.
+    ///
+    /// # Errors
+    /// What cannot be: nothing of it is done.
+    pub fn delete(
+        &mut self,
+        actor: &Actor,
+        request: &v1::DeleteRequest,
+        now_ms: u64,
+    ) -> Result<Outcome<v1::ApplyResponse>, Refusal> {
+        if request.names.len() > MAX_APPLY {
+            return Err(Refusal::invalid(format_args!(
+                "a call has at most {MAX_APPLY} names, not {}",
+                request.names.len()
+            )));
+        }
+        let done = self.change(actor, now_ms, |draft, _, live| {
+            draft.delete(actor, &request.names, request.force, &|v| Self::busy(live, v)).map(|()| ((), Vec::new()))
+        })?;
+        Ok(self.declared(done, request.dry_run))
+    }
+
+    /// Moves a vRNIC to another host.
+    ///
+    /// # Errors
+    /// Programs use it, or one of them does not exist.
+    pub fn move_vrnic(
+        &mut self,
+        actor: &Actor,
+        request: &v1::MoveRequest,
+        now_ms: u64,
+    ) -> Result<Outcome<v1::ApplyResponse>, Refusal> {
+        let missing = || Refusal::not_found(format_args!("there is no vRNIC {}", request.vrnic.escape_debug()));
+        if request.vrnic.len() > 64 || request.host.len() > 64 {
+            return Err(Refusal::invalid("the name is too long"));
+        }
+        let v = self.state.vrnics.get(request.vrnic.as_str()).ok_or_else(missing)?;
+        actor.may_group(&v.group).map_err(|e| if actor.is_tenant() { missing() } else { e })?;
+        if request.host.is_empty() {
+            return Err(Refusal::invalid("say to which host it moves"));
+        }
+        let object = v1::Vrnic { host: request.host.clone(), ..v.object.clone() };
+        let done = self.change(actor, now_ms, |draft, _, live| {
+            draft.declare(actor, vec![(object.into(), 0)], false, &|v| Self::busy(live, v)).map(|()| ((), Vec::new()))
+        })?;
+        Ok(self.declared(done, false))
+    }
+
+    /// Begins to introduce another secret of a group.
+    ///
+    /// # Errors
+    /// It has none, or another one is being introduced.
+    pub fn rotate(
+        &mut self,
+        actor: &Actor,
+        group: &str,
+        now_ms: u64,
+    ) -> Result<Outcome<v1::RotateSecretResponse>, Refusal> {
+        actor.needs_admin("secrets")?;
+        crate::model::check_name("group", group)?;
+        self.change(actor, now_ms, |draft, rng, _| {
+            let id = draft.rotate(group, rng, now_ms)?;
+            Ok((v1::RotateSecretResponse { id }, vec![format!("introduces secret {id} of group {group}")]))
+        })
+    }
+
+    /// What is due by itself: the next steps of secrets.
+    pub fn tick(&mut self, now_ms: u64) -> Option<Plan> {
+        if !self.state.has_steps() {
+            return None;
+        }
+        let actor = Actor::centre();
+        let done =
+            self.change(&actor, now_ms, |draft, _, live| Ok(((), draft.make_steps(&|h| live.applied(h), now_ms))));
+        done.ok()?.plan
+    }
+
+    /// Makes a token of 32 random bytes.
+    ///
+    /// # Errors
+    /// What is wrong with it.
+    pub fn create_token(
+        &mut self,
+        actor: &Actor,
+        token: v1::Token,
+        random: [u8; 32],
+        now_ms: u64,
+    ) -> Result<Outcome<v1::CreateTokenResponse>, Refusal> {
+        actor.needs_admin("tokens")?;
+        self.change(actor, now_ms, |draft, _, _| {
+            let made = draft.create_token(token, random, now_ms)?;
+            let line =
+                made.token.as_ref().map(|t| format!("made token {} with the role {}", t.id, t.role().as_str_name()));
+            Ok((made, line.into_iter().collect()))
+        })
+    }
+
+    /// Takes a token away.
+    ///
+    /// # Errors
+    /// There is none with this name.
+    pub fn revoke_token(
+        &mut self,
+        actor: &Actor,
+        id: &str,
+        now_ms: u64,
+    ) -> Result<Outcome<v1::RevokeTokenResponse>, Refusal> {
+        actor.needs_admin("tokens")?;
+        let plan = Draft::new(&mut self.state).revoke_token(actor, id, now_ms)?;
+        Ok(Outcome { plan, answer: v1::RevokeTokenResponse {} })
+    }
+
+    /// Lets a host join by a token.
+    ///
+    /// # Errors
+    /// The token is not for it, or a host has the name.
+    pub fn join(&mut self, secret: &str, host: &str, now_ms: u64) -> Result<Outcome<()>, Refusal> {
+        let token = self.state.join_token(secret, host, now_ms)?.clone();
+        let exists = self.state.hosts.contains_key(host);
+        if exists && token.host.is_empty() {
+            return Err(Refusal::conflict(format_args!(
+                "there is a host {host} already; choose another name, or let it join anew with `unirdma token create --role join --host {host}`"
+            )));
+        }
+        if self.live.is_connected(host, now_ms) {
+            return Err(Refusal::conflict(format_args!(
+                "host {host} is connected: a host name is for one host; choose another one"
+            )));
+        }
+        let actor = Actor::of_host(host);
+        self.change(&actor, now_ms, |draft, _, _| {
+            if !exists {
+                let asked = vec![(v1::Host { name: host.into(), ..v1::Host::default() }.into(), 0)];
+                draft.declare(&Actor::centre(), asked, false, &|_| 0)?;
+            }
+            draft.set_token(&token.id, None);
+            Ok(((), vec![format!("host {host} joined by token {}", token.id)]))
+        })
+    }
+
+    /// Who calls with a token.
+    ///
+    /// # Errors
+    /// Nobody does.
+    pub fn actor(&self, secret: &str, now_ms: u64) -> Result<Actor, Refusal> {
+        self.state.actor(secret, now_ms)
+    }
+
+    /// The tokens.
+    ///
+    /// # Errors
+    /// The actor may not see them.
+    pub fn tokens(&self, actor: &Actor) -> Result<v1::ListTokensResponse, Refusal> {
+        actor.needs_reader("tokens")?;
+        Ok(v1::ListTokensResponse { tokens: self.state.tokens.values().filter_map(|t| t.token.clone()).collect() })
+    }
+
+    /// Who changed what, newest first.
+    ///
+    /// # Errors
+    /// The actor may not see it.
+    pub fn audit(&self, actor: &Actor, request: v1::AuditRequest) -> Result<v1::AuditResponse, Refusal> {
+        actor.needs_reader("the audit log")?;
+        let most = if request.limit == 0 { 100 } else { request.limit.min(1_000) } as usize;
+        let before = if request.before == 0 { u64::MAX } else { request.before };
+        let entries = self.state.audit.iter().rev().filter(|e| e.revision < before).take(most).cloned().collect();
+        Ok(v1::AuditResponse { entries })
+    }
+
+    /// The centre in figures; who asks fills in what this does not know.
+    pub fn status(&self, now_ms: u64) -> v1::StatusResponse {
+        let count = |n: usize| u32::try_from(n).unwrap_or(u32::MAX);
+        v1::StatusResponse {
+            revision: self.state.revision,
+            hosts: count(self.state.hosts.len()),
+            hosts_connected: count(self.state.hosts.keys().filter(|h| self.live.is_connected(h, now_ms)).count()),
+            groups: count(self.state.groups.len()),
+            vrnics: count(self.state.vrnics.len()),
+            rules: count(self.state.rules.len()),
+            ..v1::StatusResponse::default()
+        }
+    }
+
+    /// Whether an actor sees an object.
+    fn shows(&self, actor: &Actor, object: &Object) -> bool {
+        match object {
+            _ if actor.sees_all() => true,
+            Object::Host(_) => false,
+            Object::Group(g) => actor.sees_group(&g.name),
+            Object::Vrnic(v) => actor.sees_group(&v.group),
+            Object::Rule(r) => match self.state.rules.get(r.name.as_str()) {
+                Some(rule) => rule.ends.iter().all(|e| actor.sees_group(&e.group)),
+                None => [&r.from, &r.to].iter().all(|t| t.strip_prefix("group:").is_some_and(|g| actor.sees_group(g))),
+            },
+        }
+    }
+
+    /// Objects, with what is known of them beside what is declared.
+    ///
+    /// # Errors
+    /// The question cannot be.
+    pub fn get(&self, actor: &Actor, q: &v1::GetRequest, now_ms: u64) -> Result<v1::GetResponse, Refusal> {
+        let kind = Kind::of(q.kind)?;
+        if kind.is_none() && !(q.after.is_empty() && q.name.is_empty()) {
+            return Err(Refusal::invalid("say which kind: host, group, vrnic or rule"));
+        }
+        let most = if q.limit == 0 { 1_000 } else { q.limit.min(1_000) } as usize;
+        let mut found: Vec<(Object, u64)> = Vec::new();
+        for kind in Kind::ALL.into_iter().filter(|k| kind.is_none_or(|x| x == *k)) {
+            let room = most + 1 - found.len();
+            let named = self.names(kind, q);
+            let fits = |o: &(Object, u64)| {
+                let on = matches!(&o.0, Object::Vrnic(v) if v.host == q.host);
+                self.shows(actor, &o.0) && in_group(&o.0, &q.group) && (q.host.is_empty() || on)
+            };
+            found.extend(named.filter_map(|n| self.state.get(kind, n)).filter(fits).take(room));
+        }
+        if !q.name.is_empty() && found.is_empty() {
+            let shown: String = q.name.chars().take(40).collect();
+            let kind = kind.map(|k| k.to_string()).unwrap_or_default();
+            return Err(Refusal::not_found(format_args!("there is no {kind} {}", shown.escape_debug())));
+        }
+        let more = found.len() > most;
+        found.truncate(most);
+        let (mut hosts, mut vrnics) = (Vec::new(), Vec::new());
+        for (object, _) in &found {
+            match object {
+                Object::Host(h) => hosts.push(self.live.host_state(&h.name, now_ms)),
+                Object::Vrnic(v) => vrnics.extend(self.live.vrnic(&v.name).cloned()),
+                _ => {}
+            }
+        }
+        let objects = found.into_iter().map(|(o, revision)| v1::Object { object: Some(o), revision }).collect();
+        Ok(v1::GetResponse { revision: self.state.revision, objects, hosts, vrnics, more })
+    }
+
+    /// The names of a kind that a question may be about, from where it goes on. The narrowest index is used.
+    fn names<'a>(&'a self, kind: Kind, q: &'a v1::GetRequest) -> Box<dyn Iterator<Item = &'a str> + 'a> {
+        use std::ops::Bound::{Excluded, Unbounded};
+        if !q.name.is_empty() {
+            return Box::new(std::iter::once(q.name.as_str()));
+        }
+        let from = if q.after.is_empty() { Unbounded } else { Excluded(q.after.as_str()) };
+        fn keys<'a, V>(
+            map: &'a BTreeMap<Name, V>,
+            from: std::ops::Bound<&'a str>,
+        ) -> Box<dyn Iterator<Item = &'a str> + 'a> {
+            Box::new(map.range::<str, _>((from, Unbounded)).map(|(n, _)| &**n))
+        }
+        let narrow = |set: Option<&'a BTreeSet<Name>>| -> Box<dyn Iterator<Item = &'a str> + 'a> {
+            Box::new(set.into_iter().flat_map(move |s| s.range::<str, _>((from, Unbounded))).map(|n| &**n))
+        };
+        match kind {
+            Kind::Host => keys(&self.state.hosts, from),
+            Kind::Group => keys(&self.state.groups, from),
+            Kind::Vrnic if !q.host.is_empty() => narrow(self.state.hosts.get(q.host.as_str()).map(|h| &h.vrnics)),
+            Kind::Vrnic if !q.group.is_empty() => narrow(self.state.groups.get(q.group.as_str()).map(|g| &g.vrnics)),
+            Kind::Vrnic => keys(&self.state.vrnics, from),
+            Kind::Rule => keys(&self.state.rules, from),
+        }
+    }
+}
+
+/// True for a vRNIC of the group, and the group itself; everything is if no group is asked for.
+fn in_group(object: &Object, group: &str) -> bool {
+    group.is_empty()
+        || match object {
+            Object::Vrnic(v) => v.group == group,
+            Object::Group(g) => g.name == group,
+            _ => false,
+        }
+}
