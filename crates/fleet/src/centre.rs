@@ -101,6 +101,11 @@ impl Centre {
         &self.state.fleet
     }
 
+    /// True if there is a host with this name.
+    pub fn is_host(&self, name: &str) -> bool {
+        self.state.hosts.contains_key(name)
+    }
+
     /// Puts records into the state: first what goes, from what depends to what it depends on, then what comes.
     fn take(&mut self, records: Vec<Record>) -> Result<(), Refusal> {
         let mut objects = Vec::new();
@@ -166,6 +171,7 @@ impl Centre {
         self.take(records)?;
         self.state.revision = revision;
         see(&self.state, &mut touched);
+        let deleted: Vec<String> = objects.iter().filter(|(k, _)| *k == Kind::Host).map(|(_, n)| n.clone()).collect();
         for ((kind, name), before) in objects.into_iter().zip(befores) {
             let message = |kept: Option<(Object, u64)>| {
                 kept.map(|(object, revision)| v1::Object { object: Some(object), revision })
@@ -179,6 +185,8 @@ impl Centre {
         while self.changes.len() > MAX_CHANGES {
             self.changes_floor = self.changes.pop_front().map_or(revision, |(r, _)| r);
         }
+        let deleted = deleted.into_iter().filter(|h| !self.state.hosts.contains_key(h.as_str()));
+        touched.extend(deleted.map(|h| (h.as_str().into(), BTreeSet::new())));
         let hosts: Vec<Name> = touched.keys().cloned().collect();
         for (host, keys) in touched {
             if !self.state.hosts.contains_key(&host) {
