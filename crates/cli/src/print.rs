@@ -9,7 +9,7 @@ use unirdma_host::confine::USUAL_GROUP_WEIGHT;
 use crate::units;
 
 /// Lines up columns; the first row is the heading.
-fn table(rows: &[Vec<String>]) -> String {
+pub fn table(rows: &[Vec<String>]) -> String {
     let columns = rows.iter().map(Vec::len).max().unwrap_or(0);
     let width = |c: usize| rows.iter().filter_map(|r| r.get(c)).map(|s| s.chars().count()).max().unwrap_or(0);
     let widths: Vec<usize> = (0..columns).map(width).collect();

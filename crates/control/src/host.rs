@@ -93,6 +93,7 @@ impl Connection {
             self.say(to_host::Message::Update(update)).await?;
         }
         self.told = Some(revision);
+        self.shared.centre().told(&self.host, revision);
         Ok(())
     }
 

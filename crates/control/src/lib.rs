@@ -26,6 +26,7 @@ use unirdma_fleet::v1::hosts_server::HostsServer;
 use unirdma_fleet::{Actor, Centre, v1};
 
 use pki::Authority;
+pub use pki::write_private;
 use shared::Shared;
 
 /// Longest message of a host.
@@ -87,13 +88,14 @@ pub fn init(dir: &Path, store: Option<&str>) -> io::Result<String> {
             store.name()
         )));
     }
-    let seed = seed()?;
-    let fleet: String = seed[..8].iter().map(|b| format!("{b:02x}")).collect();
+    // The fleet's number is known to all hosts, the token to nobody.
+    let (number, random) = (seed()?, seed()?);
+    let fleet: String = number[..8].iter().map(|b| format!("{b:02x}")).collect();
     let records = Centre::found(&fleet);
     store.commit(1, &records).map_err(other)?;
-    let mut centre = Centre::load(1, &records, self::seed()?).map_err(other)?;
+    let mut centre = Centre::load(1, &records, seed()?).map_err(other)?;
     let token = v1::Token { id: "admin".into(), role: v1::Role::Admin.into(), ..v1::Token::default() };
-    let made = centre.create_token(&Actor::centre(), token, seed, shared::now_ms()).map_err(other)?;
+    let made = centre.create_token(&Actor::centre(), token, random, shared::now_ms()).map_err(other)?;
     if let Some(plan) = made.plan {
         store.commit(plan.revision, &plan.writes).map_err(other)?;
     }
@@ -149,8 +151,9 @@ impl Listening {
             .max_encoding_message_size(usize::MAX);
         let router = tonic::service::Routes::new(fleet).add_service(hosts).prepare().into_axum_router();
         let router = web::routes(http::routes(router, self.shared.clone()));
-        let time = tokio::spawn(self.shared.clone().keep_time());
-        serve::serve(self.listener, self.tls, router).await;
-        time.abort();
+        tokio::select! {
+            () = self.shared.clone().keep_time() => {}
+            () = serve::serve(self.listener, self.tls, router) => {}
+        }
     }
 }

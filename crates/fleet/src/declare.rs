@@ -22,6 +22,7 @@ pub(crate) type Busy<'a> = &'a dyn Fn(&str) -> u32;
 impl Draft<'_> {
     /// Makes objects what they are declared to be. With `prune` others are deleted, as far as the actor reaches.
     pub fn declare(&mut self, actor: &Actor, asked: Vec<Asked>, prune: bool, busy: Busy) -> Result<(), Refusal> {
+        actor.may_change()?;
         let mut names = BTreeSet::new();
         for (object, revision) in &asked {
             check(object)?;
@@ -394,6 +395,7 @@ impl Draft<'_> {
 
     /// Deletes objects; with `force` also what depends on them, and vRNICs that programs use.
     pub fn delete(&mut self, actor: &Actor, names: &[v1::Name], force: bool, busy: Busy) -> Result<(), Refusal> {
+        actor.may_change()?;
         for n in names {
             let Some(kind) = Kind::of(n.kind)? else {
                 return Err(Refusal::invalid(format_args!(

@@ -19,6 +19,7 @@ mod error;
 mod live;
 mod model;
 mod net;
+mod questions;
 mod records;
 mod secrets;
 mod state;

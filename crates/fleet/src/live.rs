@@ -25,6 +25,8 @@ const MAX_CONNECTIONS: usize = 256;
 struct Host {
     instance: Option<u64>,
     version: String,
+    /// What this centre has told it.
+    told: u64,
     applied: u64,
     heard_ms: u64,
     clock_ms: i64,
@@ -138,7 +140,9 @@ impl Centre {
                 "another host is connected with the certificate of host {host}; let each join with a name of its own"
             )));
         }
-        let told = (hello.revision > 0 && hello.fleet == self.state.fleet && hello.revision <= self.state.revision)
+        // A store that was restored from a backup counts some revisions anew. What a host has of those counts only if this centre told it.
+        let known = self.begun.max(self.live.hosts.get(host).map_or(0, |h| h.told)).min(self.state.revision);
+        let told = (hello.revision > 0 && hello.fleet == self.state.fleet && hello.revision <= known)
             .then_some(hello.revision);
         let h = self.live.heard(host, now_ms);
         h.instance = Some(hello.instance);
@@ -216,6 +220,11 @@ impl Centre {
             }
         }
         Ok(Outcome { plan: draft.finish(actor.who(), now_ms, Vec::new()), answer: reply })
+    }
+
+    /// A host has been told the state of a revision.
+    pub fn told(&mut self, host: &str, revision: u64) {
+        self.live.hosts.entry(host.into()).or_default().told = revision;
     }
 
     /// A host has put a revision in force.

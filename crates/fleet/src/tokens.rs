@@ -79,6 +79,14 @@ impl Actor {
         )))
     }
 
+    /// Refuses who may change nothing at all.
+    pub(crate) fn may_change(&self) -> Result<(), Refusal> {
+        match self.power {
+            Power::Reader => Err(Refusal::denied(format_args!("token {} may only read", self.who))),
+            _ => Ok(()),
+        }
+    }
+
     /// Refuses who may not see what belongs to all.
     pub(crate) fn needs_reader(&self, what: &str) -> Result<(), Refusal> {
         if self.sees_all() {
@@ -92,9 +100,9 @@ impl Actor {
 
     /// Refuses who may not change what is in a group.
     pub(crate) fn may_group(&self, group: &str) -> Result<(), Refusal> {
+        self.may_change()?;
         match &self.power {
-            Power::Admin | Power::Host(_) => Ok(()),
-            Power::Reader => Err(Refusal::denied(format_args!("token {} may only read", self.who))),
+            Power::Admin | Power::Host(_) | Power::Reader => Ok(()),
             Power::Tenant(groups) if groups.contains(group) => Ok(()),
             Power::Tenant(groups) => {
                 let list: Vec<&str> = groups.iter().map(String::as_str).collect();

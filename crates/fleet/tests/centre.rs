@@ -503,6 +503,34 @@ fn hosts_bring_what_their_administrators_made() {
 }
 
 #[test]
+fn a_host_that_was_away_a_moment_gets_what_it_lacks_and_one_of_another_past_gets_all() {
+    let mut w = World::new(&["h1"]);
+    w.apply([vrnic("a", "default", "h1", &[])]).unwrap();
+    let backup = (w.centre.revision(), records(&w.store));
+    let hello = |revision| v1::Hello { protocol: 1, revision, fleet: "f".into(), ..Default::default() };
+    let begun = w.centre.hello("h1", &hello(0), w.now).unwrap().told;
+    assert_eq!(begun, None);
+    w.centre.told("h1", w.centre.revision());
+    let told = w.centre.revision();
+    w.apply([vrnic("b", "default", "h1", &[])]).unwrap();
+    assert_eq!(w.centre.hello("h1", &hello(told), w.now).unwrap().told, Some(told));
+    let lacks = w.centre.updates("h1", Some(told));
+    assert!(
+        lacks.len() == 1 && !lacks[0].whole && lacks[0].put.iter().any(|i| key(i.item.as_ref().unwrap()) == "vrnic b"),
+        "{lacks:?}"
+    );
+    assert_eq!(w.centre.updates("h1", Some(w.centre.revision())), []);
+    assert!(w.centre.updates("h1", Some(told + 99))[0].whole);
+    // The backup has not seen b, and counts the same revision for something else.
+    let later = w.centre.revision();
+    w.centre = Centre::load(backup.0, &backup.1, [1; 32]).unwrap();
+    w.store = backup.1.into_iter().map(|r| (r.key, r.value.unwrap())).collect();
+    w.apply([vrnic("c", "default", "h1", &[])]).unwrap();
+    assert_eq!(w.centre.revision(), later);
+    assert_eq!(w.centre.hello("h1", &hello(later), w.now).unwrap().told, None);
+}
+
+#[test]
 fn a_change_among_many_costs_what_it_touches() {
     let mut w = World::new(&["h0", "h1", "h2", "h3"]);
     let groups: Vec<v1::Group> = (0..200).map(|n| group(&format!("g{n}"), &["10.0.0.0/8"])).collect();
