@@ -6,12 +6,12 @@ use std::time::Duration;
 
 use tokio::sync::mpsc;
 use tonic::{Status, Streaming};
-use unirdma_fleet::Refusal;
 use unirdma_fleet::v1::{self, from_host, to_host};
+use unirdma_fleet::{Refusal, SILENCE_MS};
 
 use crate::shared::{Seat, Shared, now_ms};
 
-/// How long a host may take to say hello, to read, or to say anything.
+/// How long a host may take to say hello, and to read.
 const PATIENCE: Duration = Duration::from_secs(10);
 /// How often it hears something.
 const ALIVE: Duration = Duration::from_secs(2);
@@ -129,8 +129,8 @@ impl Connection {
                     _ => return Err(End::Gone),
                 },
                 _ = alive.tick() => {
-                    if heard.elapsed() > PATIENCE {
-                        return Err(Refusal::unavailable("the host said nothing for 10 s").into());
+                    if heard.elapsed() > Duration::from_millis(SILENCE_MS) {
+                        return Err(Refusal::unavailable("the host said nothing for 60 s").into());
                     }
                     let revision = self.told.unwrap_or(0);
                     self.say(to_host::Message::Alive(v1::Alive { revision, clock_ms: now_ms() })).await?;

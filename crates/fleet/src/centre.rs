@@ -111,7 +111,7 @@ impl Centre {
         let mut objects = Vec::new();
         for record in records {
             match record {
-                Record::Object(kind, name, object) => objects.push((kind, name, object)),
+                Record::Object(kind, name, object) => objects.push((kind, name, *object)),
                 Record::Meta(m) if m.format == records::FORMAT => self.state.fleet = m.fleet,
                 Record::Meta(m) => {
                     let text = format!(

@@ -21,7 +21,7 @@ pub struct Plan {
 }
 
 enum Undo {
-    Object(Kind, String, Option<Kept>),
+    Object(Kind, String, Box<Option<Kept>>),
     Secret(SecretName, Option<v1::SecretRecord>),
     Token(String, Option<v1::TokenRecord>),
 }
@@ -47,14 +47,14 @@ impl<'a> Draft<'a> {
         let (kind, name) = (object.kind(), object.name().to_owned());
         let revision = self.revision();
         let before = self.state.set(kind, &name, Some((object, revision)))?;
-        self.undo.push(Undo::Object(kind, name, before));
+        self.undo.push(Undo::Object(kind, name, Box::new(before)));
         Ok(())
     }
 
     /// Removes an object.
     pub fn remove(&mut self, kind: Kind, name: &str) -> Result<(), Refusal> {
         let before = self.state.set(kind, name, None)?;
-        self.undo.push(Undo::Object(kind, name.into(), before));
+        self.undo.push(Undo::Object(kind, name.into(), Box::new(before)));
         Ok(())
     }
 
@@ -73,7 +73,7 @@ impl<'a> Draft<'a> {
         let mut first = BTreeMap::new();
         for undo in &self.undo {
             if let Undo::Object(kind, name, before) = undo {
-                first.entry((*kind, name.clone())).or_insert_with(|| before.clone());
+                first.entry((*kind, name.clone())).or_insert_with(|| (**before).clone());
             }
         }
         first.retain(|(kind, name), before| {
@@ -166,7 +166,7 @@ impl Draft<'_> {
             let Some(undo) = self.undo.pop() else { return };
             match undo {
                 Undo::Object(kind, name, before) => {
-                    self.state.set(kind, &name, before).expect("a state that was possible is possible again");
+                    self.state.set(kind, &name, *before).expect("a state that was possible is possible again");
                 }
                 Undo::Secret(name, before) => drop(replace(&mut self.state.secrets, &name, before)),
                 Undo::Token(id, before) => drop(replace(&mut self.state.tokens, &id, before)),

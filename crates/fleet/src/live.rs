@@ -11,8 +11,8 @@ use crate::v1::{self, ask::Change};
 
 /// The version of the messages between hosts and centre.
 pub const PROTOCOL: u32 = 1;
-/// A host that has said nothing for so long is not connected.
-pub const SILENCE_MS: u64 = 15_000;
+/// A host that has said nothing for so long is not connected. Reports come every few seconds.
+pub const SILENCE_MS: u64 = 60_000;
 /// Most vRNICs that a host may have announced, or report on in one message.
 const MAX_ANNOUNCED: usize = 10_000;
 /// Most problems of a host that are kept, and the most characters of each.

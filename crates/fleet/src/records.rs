@@ -24,7 +24,7 @@ pub const META: &str = "meta";
 /// A record that was read.
 pub(crate) enum Record {
     Meta(v1::Meta),
-    Object(Kind, String, Option<(Object, u64)>),
+    Object(Kind, String, Box<Option<(Object, u64)>>),
     Token(String, Option<v1::TokenRecord>),
     Secret(SecretName, Option<v1::SecretRecord>),
     Audit(u64, Option<v1::AuditEntry>),
@@ -88,7 +88,7 @@ fn parse(w: &Write) -> Option<Record> {
                     Some((object, o.revision))
                 }
             };
-            Record::Object(kind, (*name).into(), object)
+            Record::Object(kind, (*name).into(), Box::new(object))
         }
         ["token", id] => Record::Token((*id).into(), decode(value)?),
         ["secret", group, other, id] => {
