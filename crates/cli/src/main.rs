@@ -9,6 +9,7 @@ mod confine;
 mod container;
 mod devices;
 mod enter;
+mod fleet;
 mod hidden;
 mod hosting;
 mod ids;
@@ -108,6 +109,8 @@ enum Command {
         #[command(flatten)]
         out: Out,
     },
+    #[command(flatten)]
+    Fleet(fleet::FleetCommand),
 }
 
 #[derive(Args)]
@@ -177,6 +180,16 @@ enum VrnicCommand {
     Ip {
         #[command(subcommand)]
         command: IpCommand,
+    },
+    /// Move a vRNIC of a fleet, which no program uses, to another host; it keeps its addresses
+    #[command(after_help = "Example:\n  unirdma vrnic move a h2")]
+    Move {
+        /// Name of the vRNIC
+        name: String,
+        /// Name of the host
+        host: String,
+        #[command(flatten)]
+        centre: fleet::Centre,
     },
     /// Remove a vRNIC
     Rm {
@@ -417,6 +430,7 @@ fn main() -> ExitCode {
         Command::Capture(args) => capture::run(&dir, &args).map(|()| 0),
         Command::Top(args) => top::run(&dir, args).map(|()| 0),
         Command::Status { out } => ask(&dir, &Request::Status, &out),
+        Command::Fleet(command) => fleet::run(command),
     };
     match result {
         Ok(code) => ExitCode::from(code),
@@ -457,6 +471,7 @@ fn vrnic(dir: &std::path::Path, command: VrnicCommand) -> io::Result<u8> {
             };
             ask(dir, &Request::VrnicAddress { name, ip, add }, &out)
         }
+        VrnicCommand::Move { name, host, centre } => fleet::move_vrnic(name, host, &centre),
         VrnicCommand::Rm { name, force, out } => ask(dir, &Request::VrnicRemove { name, force }, &out),
     }
 }

@@ -1,0 +1,106 @@
+//! `unirdma control`: the centre itself.
+
+use std::io;
+use std::net::SocketAddr;
+use std::path::{Path, PathBuf};
+
+use clap::Subcommand;
+use unirdma_fleet::v1;
+
+use super::call::{self, Config};
+use super::{Centre, show};
+
+/// Commands about the centre itself.
+#[derive(Subcommand)]
+pub enum ControlCommand {
+    /// Make the directory of a new fleet: its authority, its store, and the token of its first administrator
+    #[command(
+        after_help = "Example:\n  unirdma control init /var/lib/unirdma-control\n  unirdma control run /var/lib/unirdma-control &\n  unirdma token create --role join --host h1"
+    )]
+    Init {
+        /// The directory
+        dir: PathBuf,
+        /// A file for the store [default: fleet.redb in the directory]
+        #[arg(long, value_name = "FILE")]
+        store: Option<String>,
+        /// Where the centre will be reached, for this user's configuration
+        #[arg(long, value_name = "URL", default_value = "https://127.0.0.1:7443")]
+        url: String,
+    },
+    /// Be the centre until interrupted
+    #[command(
+        after_help = "Example:\n  unirdma control run /var/lib/unirdma-control --listen 0.0.0.0:7443 --name centre.example.org"
+    )]
+    Run {
+        /// The directory that `control init` made
+        dir: PathBuf,
+        /// Where hosts and administrators reach it
+        #[arg(long, value_name = "ADDR:PORT", default_value = "0.0.0.0:7443")]
+        listen: SocketAddr,
+        /// The file of the store [default: fleet.redb in the directory]
+        #[arg(long, value_name = "FILE")]
+        store: Option<String>,
+        /// A name by which it is reached, beside this machine's name and addresses; may be given more than once
+        #[arg(long, value_name = "NAME")]
+        name: Vec<String>,
+        /// Without TLS, on loopback only
+        #[arg(long)]
+        plain: bool,
+    },
+    /// Show the centre in figures
+    Status {
+        #[command(flatten)]
+        centre: Centre,
+    },
+}
+
+/// Runs a command. Gives the exit code.
+pub(super) fn run(command: ControlCommand) -> io::Result<u8> {
+    match command {
+        ControlCommand::Init { dir, store, url } => init(&dir, store.as_deref(), url)?,
+        ControlCommand::Run { dir, listen, store, name, plain } => {
+            let options = unirdma_control::Options { dir, listen, store, plain, names: name };
+            tokio::runtime::Builder::new_multi_thread().enable_all().build()?.block_on(serve(&options))?;
+        }
+        ControlCommand::Status { centre } => {
+            let status = call::once(&centre, async |mut c| Ok(c.status(v1::StatusRequest {}).await?.into_inner()))?;
+            show::status(&status, centre.json)?;
+        }
+    }
+    Ok(0)
+}
+
+fn init(dir: &Path, store: Option<&str>, url: String) -> io::Result<()> {
+    let token = unirdma_control::init(dir, store)?;
+    println!("The fleet's directory is {}; keep its files from others: whoever has them is the centre.", dir.display());
+    println!("The token of its administrator, which is not shown again: {token}");
+    let authority = std::fs::read_to_string(dir.join("authority.pem"))?;
+    let text = toml::to_string(&Config { url, token, authority }).map_err(io::Error::other)?;
+    let Some(path) = call::config_path() else { return Ok(()) };
+    if path.exists() {
+        println!(
+            "{} names another centre and stays as it is; use --centre, --authority and UNIRDMA_TOKEN.",
+            path.display()
+        );
+        return Ok(());
+    }
+    if let Some(parent) = path.parent() {
+        std::fs::create_dir_all(parent)?;
+    }
+    unirdma_control::write_private(&path, &text)?;
+    println!("{} has it for this user's commands.", path.display());
+    Ok(())
+}
+
+async fn serve(options: &unirdma_control::Options) -> io::Result<()> {
+    use tokio::signal::unix::{SignalKind, signal};
+    let (mut term, mut int) = (signal(SignalKind::terminate())?, signal(SignalKind::interrupt())?);
+    let listening = unirdma_control::listen(options).await?;
+    println!("unirdma control: serves at {}", listening.url);
+    tokio::select! {
+        () = listening.serve() => {}
+        _ = term.recv() => {}
+        _ = int.recv() => {}
+    }
+    Ok(())
+}

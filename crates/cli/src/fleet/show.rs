@@ -1,0 +1,263 @@
+//! What commands about a fleet print.
+
+use std::io::{self, Write};
+
+use serde::Serialize;
+use serde_json::Value;
+use unirdma_fleet::Kind;
+use unirdma_fleet::v1::{self, object::Object};
+
+use super::KindArg;
+use crate::print::table;
+
+fn out(text: &str) -> io::Result<()> {
+    writeln!(io::stdout(), "{text}")
+}
+
+/// Prints an answer as JSON or as text.
+pub(super) fn json_or(answer: &impl Serialize, json: bool, text: impl FnOnce() -> String) -> io::Result<()> {
+    if json { out(&serde_json::to_string_pretty(answer)?) } else { out(&text()) }
+}
+
+/// Seconds since 1970.
+pub(super) fn now() -> u64 {
+    std::time::SystemTime::now().duration_since(std::time::UNIX_EPOCH).map_or(0, |d| d.as_secs())
+}
+
+/// Reads a duration, as `90m`, `12h` or `30d`, as seconds.
+pub(super) fn duration(text: &str) -> Result<u64, String> {
+    let wrong = || format!("`{text}` is no time; write 90m, 12h or 30d");
+    let unit = match text.chars().last() {
+        Some('m') => 60,
+        Some('h') => 3_600,
+        Some('d') => 86_400,
+        _ => return Err(wrong()),
+    };
+    let number: u64 = text[..text.len() - 1].parse().map_err(|_| wrong())?;
+    number.checked_mul(unit).filter(|s| (1..=u64::from(u32::MAX)).contains(s)).ok_or_else(wrong)
+}
+
+fn of(change: &v1::Change) -> Option<&Object> {
+    change.after.as_ref().or(change.before.as_ref())?.object.as_ref()
+}
+
+fn line(change: &v1::Change) -> Option<String> {
+    let verb = match (&change.before, &change.after) {
+        (None, _) => "made",
+        (_, None) => "deleted",
+        _ => "changed",
+    };
+    let object = of(change)?;
+    let more = match object {
+        Object::Vrnic(v) if change.after.is_some() => format!(": {}", v.ips.join(" ")),
+        _ => String::new(),
+    };
+    Some(format!("{verb} {} {}{more}", object.kind(), object.name()))
+}
+
+/// What a change made, or would make.
+pub(super) fn applied(done: &v1::ApplyResponse, dry_run: bool, json: bool) -> io::Result<()> {
+    json_or(done, json, || {
+        let mut lines: Vec<String> = done.changes.iter().filter_map(line).collect();
+        match (lines.is_empty(), dry_run) {
+            (true, _) => lines.push("nothing changes".into()),
+            (false, true) => lines.push("nothing was changed: this was a dry run".into()),
+            (false, false) => lines.push(format!("revision {}", done.revision)),
+        }
+        lines.join("\n")
+    })
+}
+
+/// The fields of an object, as JSON has them.
+fn fields(object: Option<&v1::Object>) -> serde_json::Map<String, Value> {
+    let value = object.and_then(|o| o.object.as_ref()).and_then(|o| match o {
+        Object::Host(o) => serde_json::to_value(o).ok(),
+        Object::Group(o) => serde_json::to_value(o).ok(),
+        Object::Vrnic(o) => serde_json::to_value(o).ok(),
+        Object::Rule(o) => serde_json::to_value(o).ok(),
+    });
+    if let Some(Value::Object(map)) = value { map } else { serde_json::Map::new() }
+}
+
+/// What would change, field by field.
+pub(super) fn difference(done: &v1::ApplyResponse, json: bool) -> io::Result<()> {
+    json_or(done, json, || {
+        let mut lines = Vec::new();
+        for change in &done.changes {
+            let Some(object) = of(change) else { continue };
+            let sign = match (&change.before, &change.after) {
+                (None, _) => '+',
+                (_, None) => '-',
+                _ => '~',
+            };
+            lines.push(format!("{sign} {} {}", object.kind(), object.name()));
+            let (before, after) = (fields(change.before.as_ref()), fields(change.after.as_ref()));
+            let names: std::collections::BTreeSet<&String> = before.keys().chain(after.keys()).collect();
+            for name in names.into_iter().filter(|n| *n != "name" && before.get(*n) != after.get(*n)) {
+                lines.extend(before.get(name).map(|v| format!("    - {name}: {v}")));
+                lines.extend(after.get(name).map(|v| format!("    + {name}: {v}")));
+            }
+        }
+        if lines.is_empty() {
+            lines.push("nothing would change".into());
+        }
+        lines.join("\n")
+    })
+}
+
+fn or_dash(text: &str) -> String {
+    if text.is_empty() { "-".into() } else { text.into() }
+}
+
+fn number(n: Option<impl ToString>) -> String {
+    n.map_or("-".into(), |n| n.to_string())
+}
+
+fn rows(head: &[&str], rows: impl Iterator<Item = Vec<String>>) -> String {
+    let head = head.iter().map(ToString::to_string).collect();
+    table(&std::iter::once(head).chain(rows).collect::<Vec<_>>())
+}
+
+/// Objects with what is known of them.
+pub(super) fn objects(kind: KindArg, found: &v1::GetResponse, json: bool) -> io::Result<()> {
+    let all = || found.objects.iter().filter_map(|o| o.object.as_ref());
+    json_or(found, json, || match kind {
+        KindArg::Host => {
+            let states: std::collections::HashMap<&str, &v1::HostState> =
+                found.hosts.iter().map(|s| (s.name.as_str(), s)).collect();
+            let hosts = all().filter_map(|o| if let Object::Host(h) = o { Some(h) } else { None });
+            let lines = hosts.map(|h| {
+                let s = states.get(h.name.as_str());
+                let here = if s.is_some_and(|s| s.connected) { "yes" } else { "no" };
+                let applied = s.map_or(0, |s| s.applied);
+                let problems = s.map_or(String::new(), |s| s.problems.join("; "));
+                vec![
+                    h.name.clone(),
+                    or_dash(&h.addresses.join(",")),
+                    here.into(),
+                    applied.to_string(),
+                    or_dash(&problems),
+                ]
+            });
+            rows(&["NAME", "ADDRESSES", "CONNECTED", "REVISION", "PROBLEMS"], lines)
+        }
+        KindArg::Group => {
+            let groups = all().filter_map(|o| if let Object::Group(g) = o { Some(g) } else { None });
+            let lines = groups.map(|g| {
+                let ranges = if g.ranges.is_empty() { "10.77.0.0/16".into() } else { g.ranges.join(",") };
+                let secret = if g.secret { "yes" } else { "no" };
+                vec![g.name.clone(), number(g.vni), ranges, number(g.weight), number(g.max_vrnics), secret.into()]
+            });
+            rows(&["NAME", "VNI", "RANGES", "WEIGHT", "MAX VRNICS", "SECRET"], lines)
+        }
+        KindArg::Vrnic => {
+            let states: std::collections::HashMap<&str, &v1::VrnicState> =
+                found.vrnics.iter().map(|s| (s.name.as_str(), s)).collect();
+            let vrnics = all().filter_map(|o| if let Object::Vrnic(v) = o { Some(v) } else { None });
+            let lines = vrnics.map(|v| {
+                let s = states.get(v.name.as_str());
+                let there = if s.is_some_and(|s| s.there) { "yes" } else { "no" };
+                let programs = s.map_or(0, |s| s.programs).to_string();
+                vec![
+                    v.name.clone(),
+                    v.group.clone(),
+                    or_dash(&v.host),
+                    v.ips.join(","),
+                    v.mac.clone(),
+                    there.into(),
+                    programs,
+                ]
+            });
+            rows(&["NAME", "GROUP", "HOST", "ADDRESS", "MAC", "THERE", "PROGRAMS"], lines)
+        }
+        KindArg::Rule => {
+            let rules = all().filter_map(|o| if let Object::Rule(r) = o { Some(r) } else { None });
+            let lines = rules.map(|r| {
+                let both = if r.both { "both" } else { "one" };
+                vec![
+                    r.name.clone(),
+                    r.action().as_str_name().into(),
+                    r.from.clone(),
+                    r.to.clone(),
+                    both.into(),
+                    r.priority.to_string(),
+                ]
+            });
+            rows(&["NAME", "ACTION", "FROM", "TO", "WAYS", "PRIORITY"], lines)
+        }
+    })
+}
+
+/// A piece of news of those who watch.
+pub(super) fn news(m: &v1::WatchResponse, json: bool) -> io::Result<()> {
+    if json {
+        return out(&serde_json::to_string(m)?);
+    }
+    for text in m.changes.iter().filter_map(line) {
+        out(&text)?;
+    }
+    if m.complete {
+        out(&format!("this is all at revision {}", m.revision))?;
+    }
+    for h in &m.hosts {
+        out(&format!("host {} {}", h.name, if h.connected { "is connected" } else { "is not connected" }))?;
+    }
+    Ok(())
+}
+
+/// The log of changes.
+pub(super) fn audit(found: &v1::AuditResponse, json: bool) -> io::Result<()> {
+    json_or(found, json, || {
+        let lines = found.entries.iter().flat_map(|e| {
+            let ago = now().saturating_sub(e.time);
+            e.what.iter().map(move |w| vec![e.revision.to_string(), format!("{ago} s ago"), e.who.clone(), w.clone()])
+        });
+        rows(&["REVISION", "WHEN", "WHO", "WHAT"], lines)
+    })
+}
+
+/// Tokens.
+pub(super) fn tokens(found: &v1::ListTokensResponse, json: bool) -> io::Result<()> {
+    json_or(found, json, || {
+        let lines = found.tokens.iter().map(|t| {
+            let expires = match t.expires {
+                0 => "never".to_owned(),
+                at if at <= now() => "expired".into(),
+                at => format!("in {} h", (at - now()).div_ceil(3_600)),
+            };
+            let role = t.role().as_str_name().to_lowercase();
+            vec![t.id.clone(), role, or_dash(&t.groups.join(",")), or_dash(&t.host), expires]
+        });
+        rows(&["NAME", "ROLE", "GROUPS", "HOST", "EXPIRES"], lines)
+    })
+}
+
+/// The centre in figures.
+pub(super) fn status(s: &v1::StatusResponse, json: bool) -> io::Result<()> {
+    json_or(s, json, || {
+        let line = |name: &str, value: String| vec![name.to_owned(), value];
+        let count = |kind: Kind, n: u32| line(&format!("{kind}s"), n.to_string());
+        table(&[
+            line("version", s.version.clone()),
+            line("store", s.store.clone()),
+            line("revision", s.revision.to_string()),
+            line("hosts", format!("{}, {} of them connected", s.hosts, s.hosts_connected)),
+            count(Kind::Group, s.groups),
+            count(Kind::Vrnic, s.vrnics),
+            count(Kind::Rule, s.rules),
+        ])
+    })
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn durations_have_units() {
+        assert_eq!((duration("90m"), duration("2h"), duration("30d")), (Ok(5_400), Ok(7_200), Ok(2_592_000)));
+        for bad in ["", "5", "d", "-1d", "1y", "99999999999999999d", "0m", "é"] {
+            assert!(duration(bad).is_err(), "{bad}");
+        }
+    }
+}

@@ -1,0 +1,158 @@
+//! The connection of one host. Nothing is queued for it but the few messages under way: what it lacks is asked of the centre when it can take
+//! more. One that takes nothing for [`PATIENCE`] is cut off, and gets what it lacks when it comes again.
+
+use std::sync::Arc;
+use std::time::Duration;
+
+use tokio::sync::mpsc;
+use tonic::{Status, Streaming};
+use unirdma_fleet::v1::{self, from_host, to_host};
+use unirdma_fleet::{Refusal, SILENCE_MS};
+
+use crate::shared::{Seat, Shared, now_ms};
+
+/// How long a host may take to say hello, and to read.
+const PATIENCE: Duration = Duration::from_secs(10);
+/// How often it hears something.
+const ALIVE: Duration = Duration::from_secs(2);
+
+type Sender = mpsc::Sender<Result<v1::ToHost, Status>>;
+
+fn message(message: to_host::Message) -> Result<v1::ToHost, Status> {
+    Ok(v1::ToHost { message: Some(message) })
+}
+
+/// Why a connection ends.
+enum End {
+    /// The host is gone, or takes nothing.
+    Gone,
+    /// The centre wants no more of it.
+    Refused(Refusal),
+}
+
+impl From<Refusal> for End {
+    fn from(e: Refusal) -> Self {
+        End::Refused(e)
+    }
+}
+
+struct Connection {
+    shared: Arc<Shared>,
+    host: String,
+    send: Sender,
+    seat: Seat,
+    told: Option<u64>,
+}
+
+/// Serves a host until its connection ends.
+pub(crate) async fn serve(shared: Arc<Shared>, host: String, mut receive: Streaming<v1::FromHost>, send: Sender) {
+    let first = match tokio::time::timeout(PATIENCE, receive.message()).await {
+        Ok(Ok(Some(v1::FromHost { message: Some(from_host::Message::Hello(hello)) }))) => Ok(hello),
+        Ok(Ok(Some(_))) => Err(Refusal::invalid("the first message of a host is Hello")),
+        Ok(_) => return,
+        Err(_) => Err(Refusal::invalid("the host said nothing for 10 s")),
+    };
+    let greeted = first.and_then(|hello| shared.centre().hello(&host, &hello, now_ms()).map(|g| (hello, g)));
+    let (hello, greeted) = match greeted {
+        Ok(both) => both,
+        Err(e) => {
+            tracing::warn!("host {host} is refused: {e}");
+            let _ = tokio::time::timeout(PATIENCE, send.send(message(to_host::Message::Refused(e.what)))).await;
+            return;
+        }
+    };
+    tracing::info!("host {host} is here, version {}", hello.version);
+    let instance = hello.instance;
+    let seat = shared.sit(&host);
+    let mut connection = Connection { shared: shared.clone(), host: host.clone(), send, seat, told: greeted.told };
+    if let Err(End::Refused(e)) = connection.run(hello, &mut receive).await {
+        tracing::warn!("host {host} is cut off: {e}");
+        let _ = connection.say(to_host::Message::Refused(e.what)).await;
+    }
+    if shared.has_seat(&host, &connection.seat) {
+        shared.centre().goodbye(&host, instance, now_ms());
+        tracing::info!("host {host} is gone");
+    }
+}
+
+impl Connection {
+    async fn say(&self, m: to_host::Message) -> Result<(), End> {
+        match tokio::time::timeout(PATIENCE, self.send.send(message(m))).await {
+            Ok(Ok(())) => Ok(()),
+            _ => Err(End::Gone),
+        }
+    }
+
+    /// Tells the host what it lacks.
+    async fn tell(&mut self) -> Result<(), End> {
+        let (updates, revision) = {
+            let centre = self.shared.centre();
+            (centre.updates(&self.host, self.told), centre.revision())
+        };
+        for update in updates {
+            self.say(to_host::Message::Update(update)).await?;
+        }
+        self.told = Some(revision);
+        self.shared.centre().told(&self.host, revision);
+        Ok(())
+    }
+
+    async fn run(&mut self, hello: v1::Hello, receive: &mut Streaming<v1::FromHost>) -> Result<(), End> {
+        let host = self.host.clone();
+        let refused = self.shared.change(move |c, now| Ok(c.announce(&host, &hello, now))).await?;
+        self.tell().await?;
+        for error in refused {
+            self.say(to_host::Message::Reply(v1::Reply { id: 0, error, vrnic: None })).await?;
+        }
+        let mut alive = tokio::time::interval(ALIVE);
+        alive.set_missed_tick_behavior(tokio::time::MissedTickBehavior::Delay);
+        let wake = self.seat.wake.clone();
+        let mut heard = tokio::time::Instant::now();
+        loop {
+            if !self.shared.has_seat(&self.host, &self.seat) {
+                return Err(Refusal::conflict(format_args!("host {} has connected anew", self.host)).into());
+            }
+            tokio::select! {
+                () = wake.notified() => {
+                    if self.shared.centre().is_host(&self.host) {
+                        self.tell().await?;
+                    } else {
+                        return Err(Refusal::denied(format_args!("host {} was deleted from the fleet", self.host)).into());
+                    }
+                }
+                m = receive.message() => match m {
+                    Ok(Some(v1::FromHost { message: Some(m) })) => {
+                        heard = tokio::time::Instant::now();
+                        self.hear(m).await?;
+                    }
+                    Ok(Some(_)) => return Err(Refusal::invalid("a message that this centre does not know; update the centre first").into()),
+                    _ => return Err(End::Gone),
+                },
+                _ = alive.tick() => {
+                    if heard.elapsed() > Duration::from_millis(SILENCE_MS) {
+                        return Err(Refusal::unavailable("the host said nothing for 60 s").into());
+                    }
+                    let revision = self.told.unwrap_or(0);
+                    self.say(to_host::Message::Alive(v1::Alive { revision, clock_ms: now_ms() })).await?;
+                }
+            }
+        }
+    }
+
+    async fn hear(&mut self, m: from_host::Message) -> Result<(), End> {
+        match m {
+            from_host::Message::Hello(_) => return Err(Refusal::invalid("a host says Hello once").into()),
+            from_host::Message::Applied(applied) => self.shared.centre().applied(&self.host, &applied, now_ms()),
+            from_host::Message::Report(report) => self.shared.centre().report(&self.host, report, now_ms()),
+            from_host::Message::Ask(ask) => {
+                let (id, host) = (ask.id, self.host.clone());
+                let done = self.shared.change(move |c, now| c.ask(&host, ask, now)).await;
+                let reply = done.unwrap_or_else(|e| v1::Reply { id, error: e.what, vrnic: None });
+                // What follows of it comes first, so that the vRNIC is there when its maker hears so.
+                self.tell().await?;
+                self.say(to_host::Message::Reply(reply)).await?;
+            }
+        }
+        Ok(())
+    }
+}

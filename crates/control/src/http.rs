@@ -1,0 +1,240 @@
+//! The calls as HTTP with JSON, in the form that proto3 defines. [`ROUTES`] says which call has which address; the OpenAPI document is made of
+//! it and of the .proto file.
+
+use std::sync::Arc;
+
+use axum::Router;
+use axum::body::{Body, Bytes};
+use axum::extract::{Path, Query, State};
+use axum::http::{HeaderMap, StatusCode, header};
+use axum::response::{IntoResponse, Response};
+use axum::routing::{delete, get, post};
+use serde::Serialize;
+use serde::de::DeserializeOwned;
+use tokio_stream::StreamExt;
+use unirdma_fleet::{Actor, Kind, Refusal, RefusalKind, v1};
+
+use crate::openapi;
+use crate::shared::{Shared, now_ms};
+use crate::watch;
+
+/// Longest body of a request.
+pub(crate) const MAX_BODY: usize = 16 << 20;
+
+type S = State<Arc<Shared>>;
+
+/// A refusal as HTTP says it.
+struct Refused(Refusal);
+
+impl From<Refusal> for Refused {
+    fn from(e: Refusal) -> Self {
+        Refused(e)
+    }
+}
+
+impl IntoResponse for Refused {
+    fn into_response(self) -> Response {
+        let code = match self.0.kind {
+            RefusalKind::Invalid => StatusCode::BAD_REQUEST,
+            RefusalKind::NotFound => StatusCode::NOT_FOUND,
+            RefusalKind::Conflict | RefusalKind::Stale => StatusCode::CONFLICT,
+            RefusalKind::Unknown => StatusCode::UNAUTHORIZED,
+            RefusalKind::Denied => StatusCode::FORBIDDEN,
+            RefusalKind::Full => StatusCode::TOO_MANY_REQUESTS,
+            RefusalKind::Unavailable => StatusCode::SERVICE_UNAVAILABLE,
+        };
+        (code, json(&serde_json::json!({ "error": self.0.what }))).into_response()
+    }
+}
+
+type Answer = Result<Response, Refused>;
+
+fn json(value: &impl Serialize) -> Response {
+    match serde_json::to_string(value) {
+        Ok(text) => {
+            ([(header::CONTENT_TYPE, "application/json"), (header::CACHE_CONTROL, "no-store")], text).into_response()
+        }
+        Err(e) => (StatusCode::INTERNAL_SERVER_ERROR, e.to_string()).into_response(),
+    }
+}
+
+fn token(headers: &HeaderMap) -> Option<&str> {
+    headers.get(header::AUTHORIZATION)?.to_str().ok()?.strip_prefix("Bearer ")
+}
+
+fn actor(shared: &Shared, headers: &HeaderMap) -> Result<Actor, Refused> {
+    Ok(shared.actor(token(headers))?)
+}
+
+/// Reads a body. The token was looked at before.
+async fn body<M: DeserializeOwned>(body: Body) -> Result<M, Refused> {
+    let bytes: Bytes = axum::body::to_bytes(body, MAX_BODY)
+        .await
+        .map_err(|_| Refusal::invalid("the body is longer than 16 MiB, or was cut off"))?;
+    serde_json::from_slice(&bytes)
+        .map_err(|e| Refused(Refusal::invalid(format_args!("the body is not what it must be: {e}"))))
+}
+
+/// The calls: method and address, and the call of gRPC that it is.
+pub(crate) const ROUTES: [(&str, &str, &str); 14] = [
+    ("post", "/api/v1/apply", "Apply"),
+    ("get", "/api/v1/objects", "Get"),
+    ("get", "/api/v1/objects/{kind}", "Get"),
+    ("get", "/api/v1/objects/{kind}/{name}", "Get"),
+    ("delete", "/api/v1/objects/{kind}/{name}", "Delete"),
+    ("post", "/api/v1/delete", "Delete"),
+    ("get", "/api/v1/watch", "Watch"),
+    ("post", "/api/v1/move", "Move"),
+    ("post", "/api/v1/secrets", "RotateSecret"),
+    ("post", "/api/v1/tokens", "CreateToken"),
+    ("get", "/api/v1/tokens", "ListTokens"),
+    ("delete", "/api/v1/tokens/{id}", "RevokeToken"),
+    ("get", "/api/v1/audit", "Audit"),
+    ("get", "/api/v1/status", "Status"),
+];
+
+/// Adds the calls to a router.
+pub(crate) fn routes(router: Router, shared: Arc<Shared>) -> Router {
+    let api = Router::new()
+        .route("/api/v1/apply", post(apply))
+        .route("/api/v1/objects", get(objects))
+        .route("/api/v1/objects/{kind}", get(objects_of))
+        .route("/api/v1/objects/{kind}/{name}", get(object).delete(delete_object))
+        .route("/api/v1/delete", post(delete_objects))
+        .route("/api/v1/watch", get(events))
+        .route("/api/v1/move", post(move_vrnic))
+        .route("/api/v1/secrets", post(rotate))
+        .route("/api/v1/tokens", post(create_token).get(tokens))
+        .route("/api/v1/tokens/{id}", delete(revoke_token))
+        .route("/api/v1/audit", get(audit))
+        .route("/api/v1/status", get(status))
+        .route("/api/v1/openapi.json", get(|| async { json(&openapi::document()) }))
+        .with_state(shared);
+    router.merge(api)
+}
+
+fn kind(word: &str) -> Result<i32, Refused> {
+    let kind = Kind::of_word(word).ok_or_else(|| {
+        let shown: String = word.chars().take(40).collect();
+        Refusal::not_found(format_args!("there is no kind `{}`; use host, group, vrnic or rule", shown.escape_debug()))
+    })?;
+    Ok(i32::from(match kind {
+        Kind::Host => v1::Kind::Host,
+        Kind::Group => v1::Kind::Group,
+        Kind::Vrnic => v1::Kind::Vrnic,
+        Kind::Rule => v1::Kind::Rule,
+    }))
+}
+
+/// Reads a question's parameters as the message that they are.
+fn query<M: DeserializeOwned>(q: Vec<(String, String)>) -> Result<M, Refused> {
+    let mut fields = serde_json::Map::new();
+    for (name, value) in q {
+        let value = match value.as_str() {
+            "true" => serde_json::Value::Bool(true),
+            "false" => serde_json::Value::Bool(false),
+            _ => serde_json::Value::String(value),
+        };
+        fields.insert(name, value);
+    }
+    let read = serde_json::from_value(serde_json::Value::Object(fields));
+    read.map_err(|e| Refused(Refusal::invalid(format_args!("the parameters are not what they must be: {e}"))))
+}
+
+type Q = Query<Vec<(String, String)>>;
+
+async fn apply(State(shared): S, headers: HeaderMap, b: Body) -> Answer {
+    let actor = actor(&shared, &headers)?;
+    let r: v1::ApplyRequest = body(b).await?;
+    Ok(json(&shared.change(move |c, now| c.apply(&actor, r, now)).await?))
+}
+
+fn found(shared: &Shared, headers: &HeaderMap, request: &v1::GetRequest) -> Answer {
+    let actor = actor(shared, headers)?;
+    let answer = shared.centre().get(&actor, request, now_ms())?;
+    Ok(json(&answer))
+}
+
+async fn objects(State(shared): S, headers: HeaderMap, Query(q): Q) -> Answer {
+    found(&shared, &headers, &query(q)?)
+}
+
+async fn objects_of(State(shared): S, headers: HeaderMap, Path(word): Path<String>, Query(q): Q) -> Answer {
+    found(&shared, &headers, &v1::GetRequest { kind: kind(&word)?, ..query(q)? })
+}
+
+async fn object(State(shared): S, headers: HeaderMap, Path((word, name)): Path<(String, String)>) -> Answer {
+    found(&shared, &headers, &v1::GetRequest { kind: kind(&word)?, name, ..Default::default() })
+}
+
+async fn delete_object(
+    State(shared): S,
+    headers: HeaderMap,
+    Path((word, name)): Path<(String, String)>,
+    Query(q): Q,
+) -> Answer {
+    let actor = actor(&shared, &headers)?;
+    let r = v1::DeleteRequest { names: vec![v1::Name { kind: kind(&word)?, name }], ..query(q)? };
+    Ok(json(&shared.change(move |c, now| c.delete(&actor, &r, now)).await?))
+}
+
+async fn delete_objects(State(shared): S, headers: HeaderMap, b: Body) -> Answer {
+    let actor = actor(&shared, &headers)?;
+    let r: v1::DeleteRequest = body(b).await?;
+    Ok(json(&shared.change(move |c, now| c.delete(&actor, &r, now)).await?))
+}
+
+/// Watching as server-sent events, a WatchResponse each.
+async fn events(State(shared): S, headers: HeaderMap, Query(q): Q) -> Answer {
+    let stream = watch::start(&shared, token(&headers), query(q)?)?;
+    let events = stream.map(|m| {
+        let text = match m {
+            Ok(m) => serde_json::to_string(&m).map(|t| format!("data: {t}\n\n")),
+            Err(e) => serde_json::to_string(&serde_json::json!({ "error": e.what }))
+                .map(|t| format!("event: error\ndata: {t}\n\n")),
+        };
+        text.map(Bytes::from)
+    });
+    let headers = [(header::CONTENT_TYPE, "text/event-stream"), (header::CACHE_CONTROL, "no-store")];
+    Ok((headers, Body::from_stream(events)).into_response())
+}
+
+async fn move_vrnic(State(shared): S, headers: HeaderMap, b: Body) -> Answer {
+    let actor = actor(&shared, &headers)?;
+    let r: v1::MoveRequest = body(b).await?;
+    Ok(json(&shared.change(move |c, now| c.move_vrnic(&actor, &r, now)).await?))
+}
+
+async fn rotate(State(shared): S, headers: HeaderMap, b: Body) -> Answer {
+    let actor = actor(&shared, &headers)?;
+    let r: v1::RotateSecretRequest = body(b).await?;
+    Ok(json(&shared.change(move |c, now| c.rotate(&actor, &r.group, now)).await?))
+}
+
+async fn create_token(State(shared): S, headers: HeaderMap, b: Body) -> Answer {
+    let actor = actor(&shared, &headers)?;
+    let r = body(b).await?;
+    Ok(json(&shared.create_token(actor, r).await?))
+}
+
+async fn tokens(State(shared): S, headers: HeaderMap) -> Answer {
+    let actor = actor(&shared, &headers)?;
+    let answer = shared.centre().tokens(&actor)?;
+    Ok(json(&answer))
+}
+
+async fn revoke_token(State(shared): S, headers: HeaderMap, Path(id): Path<String>) -> Answer {
+    let actor = actor(&shared, &headers)?;
+    Ok(json(&shared.change(move |c, now| c.revoke_token(&actor, &id, now)).await?))
+}
+
+async fn audit(State(shared): S, headers: HeaderMap, Query(q): Q) -> Answer {
+    let actor = actor(&shared, &headers)?;
+    let answer = shared.centre().audit(&actor, query(q)?)?;
+    Ok(json(&answer))
+}
+
+async fn status(State(shared): S, headers: HeaderMap) -> Answer {
+    actor(&shared, &headers)?;
+    Ok(json(&shared.status()))
+}

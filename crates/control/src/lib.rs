@@ -1,0 +1,159 @@
+//! The control centre of a fleet as a program: its store, its certificates, and its calls as gRPC and as JSON by one port.
+//!
+//! What a fleet is and what follows from a call is the crate `unirdma-fleet`, which this one feeds with messages and time. This crate must not
+//! decide anything about a fleet. It has all the sockets, files and tasks.
+
+mod grpc;
+mod host;
+mod http;
+mod openapi;
+mod pki;
+mod serve;
+mod shared;
+mod store;
+mod watch;
+mod web;
+
+use std::io;
+use std::net::SocketAddr;
+use std::path::{Path, PathBuf};
+use std::sync::Arc;
+
+use tokio::net::TcpListener;
+use tokio_rustls::TlsAcceptor;
+use unirdma_fleet::v1::fleet_server::FleetServer;
+use unirdma_fleet::v1::hosts_server::HostsServer;
+use unirdma_fleet::{Actor, Centre, v1};
+
+use pki::Authority;
+pub use pki::write_private;
+use shared::Shared;
+
+/// Longest message of a host.
+const MAX_HOST_MESSAGE: usize = 8 << 20;
+
+/// How a centre runs.
+#[derive(Clone, Debug)]
+pub struct Options {
+    /// The directory that [`init`] made.
+    pub dir: PathBuf,
+    /// Where it listens.
+    pub listen: SocketAddr,
+    /// Its store, if it is not the file in its directory.
+    pub store: Option<String>,
+    /// Without TLS, on loopback only.
+    pub plain: bool,
+    /// Names by which it is reached, beside those of this machine.
+    pub names: Vec<String>,
+}
+
+/// A centre that listens, and does not serve yet.
+pub struct Listening {
+    listener: TcpListener,
+    tls: Option<TlsAcceptor>,
+    shared: Arc<Shared>,
+    /// Where it listens.
+    pub url: String,
+}
+
+fn other(e: impl std::fmt::Display) -> io::Error {
+    io::Error::other(e.to_string())
+}
+
+fn seed() -> io::Result<[u8; 32]> {
+    let mut seed = [0; 32];
+    getrandom::fill(&mut seed).map_err(other)?;
+    Ok(seed)
+}
+
+/// Makes the directory of a new fleet: its authority, its store, and the token of its first administrator, which is given back.
+///
+/// # Errors
+/// There is one already, or it cannot be written.
+pub fn init(dir: &Path, store: Option<&str>) -> io::Result<String> {
+    use std::os::unix::fs::DirBuilderExt;
+    let named = |e: io::Error| io::Error::new(e.kind(), format!("cannot make {}: {e}", dir.display()));
+    std::fs::DirBuilder::new().recursive(true).mode(0o700).create(dir).map_err(named)?;
+    if dir.join("authority.key").exists() {
+        return Err(other(format!(
+            "{} has an authority already; run it with `unirdma control run --dir {}`",
+            dir.display(),
+            dir.display()
+        )));
+    }
+    let store = store::open(store, dir).map_err(other)?;
+    if store.load().map_err(other)?.revision != 0 {
+        return Err(other(format!(
+            "{} has a fleet already; copy the directory of its authority, or choose another store",
+            store.name()
+        )));
+    }
+    // The fleet's number is known to all hosts, the token to nobody.
+    let (number, random) = (seed()?, seed()?);
+    let fleet: String = number[..8].iter().map(|b| format!("{b:02x}")).collect();
+    let records = Centre::found(&fleet);
+    store.commit(1, &records).map_err(other)?;
+    let mut centre = Centre::load(1, &records, seed()?).map_err(other)?;
+    let token = v1::Token { id: "admin".into(), role: v1::Role::Admin.into(), ..v1::Token::default() };
+    let made = centre.create_token(&Actor::centre(), token, random, shared::now_ms()).map_err(other)?;
+    if let Some(plan) = made.plan {
+        store.commit(plan.revision, &plan.writes).map_err(other)?;
+    }
+    Authority::create(dir, &fleet).map_err(named)?;
+    Ok(made.answer.secret)
+}
+
+/// Loads a centre's state, and begins to listen.
+///
+/// # Errors
+/// The directory, the store or the address cannot be used.
+pub async fn listen(options: &Options) -> io::Result<Listening> {
+    let authority = if options.plain {
+        serve::check_plain(options.listen)?;
+        None
+    } else {
+        Some(Authority::load(&options.dir)?)
+    };
+    let store = store::open(options.store.as_deref(), &options.dir).map_err(other)?;
+    let snapshot = store.load().map_err(other)?;
+    if snapshot.revision == 0 {
+        return Err(other(format!(
+            "{} has no fleet yet; `unirdma control init {}` makes one",
+            store.name(),
+            options.dir.display()
+        )));
+    }
+    let centre = Centre::load(snapshot.revision, &snapshot.records, seed()?).map_err(other)?;
+    let tls = match &authority {
+        None => None,
+        Some(a) => {
+            let names = [pki::own_names(options.listen.ip()), options.names.clone()].concat();
+            Some(TlsAcceptor::from(Arc::new(a.server(&names)?)))
+        }
+    };
+    let listener = TcpListener::bind(options.listen).await;
+    let listener =
+        listener.map_err(|e| io::Error::new(e.kind(), format!("cannot listen at {}: {e}", options.listen)))?;
+    let scheme = if tls.is_some() { "https" } else { "http" };
+    let url = format!("{scheme}://{}", listener.local_addr()?);
+    Ok(Listening { listener, tls, shared: Shared::new(centre, store, authority), url })
+}
+
+impl Listening {
+    /// Serves until the task is ended.
+    pub async fn serve(self) {
+        let services = grpc::Services(self.shared.clone());
+        let fleet = FleetServer::new(services.clone())
+            .max_decoding_message_size(http::MAX_BODY)
+            .max_encoding_message_size(usize::MAX);
+        let hosts = HostsServer::new(services)
+            .max_decoding_message_size(MAX_HOST_MESSAGE)
+            .max_encoding_message_size(usize::MAX);
+        let router = tonic::service::Routes::new(fleet).add_service(hosts).prepare().into_axum_router();
+        let router = web::routes(http::routes(router, self.shared.clone()));
+        tokio::select! {
+            () = self.shared.clone().keep_time() => {}
+            () = serve::serve(self.listener, self.tls, router) => {}
+        }
+    }
+}

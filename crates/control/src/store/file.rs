@@ -1,0 +1,90 @@
+//! The store in one file. It survives a crash at any moment: a change is on the disk before it is answered.
+
+use std::os::unix::fs::OpenOptionsExt;
+use std::path::{Path, PathBuf};
+
+use redb::{Database, DatabaseError, ReadableDatabase, ReadableTable, TableDefinition, TableError};
+use unirdma_fleet::Write;
+
+use super::{Snapshot, Store, StoreError};
+
+const RECORDS: TableDefinition<'_, &str, &[u8]> = TableDefinition::new("records");
+const HEAD: TableDefinition<'_, (), u64> = TableDefinition::new("head");
+
+/// A store in one file.
+pub struct FileStore {
+    path: PathBuf,
+    db: Database,
+}
+
+impl FileStore {
+    /// Opens the file, or makes it, so that only its owner reads it: it has the secrets of groups.
+    ///
+    /// # Errors
+    /// It cannot be opened, is no store, or another process has it.
+    pub fn open(path: &Path) -> Result<FileStore, StoreError> {
+        let broken =
+            |e: &dyn std::fmt::Display| StoreError::Broken(format!("{} cannot be opened: {e}", path.display()));
+        let mut options = std::fs::OpenOptions::new();
+        let file = options
+            .read(true)
+            .write(true)
+            .create(true)
+            .truncate(false)
+            .mode(0o600)
+            .open(path)
+            .map_err(|e| broken(&e))?;
+        match Database::builder().create_file(file) {
+            Ok(db) => Ok(FileStore { path: path.into(), db }),
+            Err(DatabaseError::DatabaseAlreadyOpen) => Err(StoreError::InUse(path.display().to_string())),
+            Err(e) => Err(broken(&e)),
+        }
+    }
+
+    fn broken(&self, e: impl std::fmt::Display) -> StoreError {
+        StoreError::Broken(format!("{}: {e}", self.path.display()))
+    }
+}
+
+impl Store for FileStore {
+    fn load(&self) -> Result<Snapshot, StoreError> {
+        let txn = self.db.begin_read().map_err(|e| self.broken(e))?;
+        let revision = match txn.open_table(HEAD) {
+            Ok(head) => head.get(()).map_err(|e| self.broken(e))?.map_or(0, |v| v.value()),
+            Err(TableError::TableDoesNotExist(_)) => return Ok(Snapshot::default()),
+            Err(e) => return Err(self.broken(e)),
+        };
+        let table = txn.open_table(RECORDS).map_err(|e| self.broken(e))?;
+        let mut records = Vec::new();
+        for entry in table.iter().map_err(|e| self.broken(e))? {
+            let (key, value) = entry.map_err(|e| self.broken(e))?;
+            records.push(Write { key: key.value().into(), value: Some(value.value().into()) });
+        }
+        Ok(Snapshot { revision, records })
+    }
+
+    fn commit(&self, revision: u64, writes: &[Write]) -> Result<(), StoreError> {
+        let txn = self.db.begin_write().map_err(|e| self.broken(e))?;
+        {
+            let mut head = txn.open_table(HEAD).map_err(|e| self.broken(e))?;
+            let has = head.get(()).map_err(|e| self.broken(e))?.map_or(0, |v| v.value());
+            if has + 1 != revision {
+                return Err(StoreError::Moved { has, expected: revision.saturating_sub(1) });
+            }
+            head.insert((), revision).map_err(|e| self.broken(e))?;
+            let mut table = txn.open_table(RECORDS).map_err(|e| self.broken(e))?;
+            for w in writes {
+                let done = match &w.value {
+                    Some(value) => table.insert(w.key.as_str(), value.as_slice()),
+                    None => table.remove(w.key.as_str()),
+                };
+                done.map_err(|e| self.broken(e))?;
+            }
+        }
+        txn.commit().map_err(|e| self.broken(e))
+    }
+
+    fn name(&self) -> String {
+        self.path.display().to_string()
+    }
+}

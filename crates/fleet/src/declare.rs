@@ -1,0 +1,488 @@
+//! How what is declared becomes what is: what is missing is given (addresses, numbers, MACs), and what contradicts itself is refused.
+
+use std::collections::{BTreeMap, BTreeSet};
+use std::net::IpAddr;
+
+use sha2::{Digest, Sha256};
+use unirdma_formats::Mac;
+
+use crate::draft::Draft;
+use crate::error::Refusal;
+use crate::model::{self, Kind, MAX_OTHERS, MAX_VNI, MAX_VRNICS, check};
+use crate::net::{Net, Taken};
+use crate::tokens::Actor;
+use crate::v1::{self, object::Object};
+
+/// An object that is asked for, and the revision that it must still have.
+pub(crate) type Asked = (Object, u64);
+
+/// Which vRNICs programs use.
+pub(crate) type Busy<'a> = &'a dyn Fn(&str) -> u32;
+
+impl Draft<'_> {
+    /// Makes objects what they are declared to be. With `prune` others are deleted, as far as the actor reaches.
+    pub fn declare(&mut self, actor: &Actor, asked: Vec<Asked>, prune: bool, busy: Busy) -> Result<(), Refusal> {
+        actor.may_change()?;
+        let mut names = BTreeSet::new();
+        for (object, revision) in &asked {
+            check(object)?;
+            let (kind, name) = (object.kind(), object.name());
+            if !names.insert((kind, name.to_owned())) {
+                return Err(Refusal::invalid(format_args!("{kind} {name} is there twice")));
+            }
+            self.check_revision(kind, name, *revision)?;
+        }
+        if prune {
+            self.prune(actor, &names, busy)?;
+        }
+        // An address or a rule that one object gives up can be taken by another one in the same step, so what changes is removed first. What
+        // is stated is taken before what the centre chooses.
+        let mut olds: BTreeMap<String, v1::Vrnic> = BTreeMap::new();
+        for (object, _) in &asked {
+            match object {
+                Object::Rule(r) if self.state.rules.get(r.name.as_str()).is_some_and(|old| old.object != *r) => {
+                    let old = self.state.rules.get(r.name.as_str()).map(|o| o.object.clone());
+                    self.may_rule(actor, old.as_ref())?;
+                    self.remove(Kind::Rule, &r.name)?;
+                }
+                Object::Vrnic(v) if !v.ips.is_empty() => {
+                    if let Some(old) = self.state.vrnics.get(v.name.as_str()).map(|o| o.object.clone()) {
+                        let same_group = old.group == v.group;
+                        olds.insert(v.name.clone(), old);
+                        if same_group {
+                            self.remove(Kind::Vrnic, &v.name)?;
+                        }
+                    }
+                }
+                _ => {}
+            }
+        }
+        let mut asked: Vec<Object> = asked.into_iter().map(|(o, _)| o).collect();
+        asked.sort_by_key(|o| {
+            let chosen = match o {
+                Object::Group(g) => g.vni.is_none() && !self.state.groups.contains_key(g.name.as_str()),
+                Object::Vrnic(v) => v.ips.is_empty(),
+                _ => false,
+            };
+            (o.kind(), chosen)
+        });
+        for object in asked {
+            let place = format!("{} {}", object.kind(), object.name());
+            let done = match object {
+                Object::Host(h) => self.declare_host(actor, h),
+                Object::Group(g) => self.declare_group(actor, g),
+                Object::Vrnic(v) => {
+                    let old = olds
+                        .remove(&v.name)
+                        .or_else(|| self.state.vrnics.get(v.name.as_str()).map(|o| o.object.clone()));
+                    self.declare_vrnic(actor, v, old, busy)
+                }
+                Object::Rule(r) => self.declare_rule(actor, r),
+            };
+            done.map_err(|e| if e.what.starts_with(&place) { e } else { e.within(&place) })?;
+        }
+        Ok(())
+    }
+
+    fn check_revision(&self, kind: Kind, name: &str, asked: u64) -> Result<(), Refusal> {
+        match self.state.get(kind, name) {
+            _ if asked == 0 => Ok(()),
+            Some((_, revision)) if revision == asked => Ok(()),
+            Some((_, revision)) => Err(Refusal::stale(format_args!(
+                "{kind} {name} was changed since: it has revision {revision}, not {asked}; get it again"
+            ))),
+            None => Err(Refusal::stale(format_args!("{kind} {name} does not exist any more; get it again"))),
+        }
+    }
+
+    fn declare_host(&mut self, actor: &Actor, mut h: v1::Host) -> Result<(), Refusal> {
+        actor.needs_admin("hosts")?;
+        let old = self.state.hosts.get(h.name.as_str()).map(|o| &o.object);
+        if let Some(old) = old {
+            if !h.addresses.is_empty() && h.addresses != old.addresses {
+                return Err(Refusal::invalid(
+                    "its addresses are those that it announces (unirdma host --address); leave them out",
+                ));
+            }
+            h.addresses = old.addresses.clone();
+        } else if !h.addresses.is_empty() {
+            return Err(Refusal::invalid(
+                "its addresses are those that it will announce (unirdma host --address); leave them out",
+            ));
+        }
+        self.room(self.state.hosts.len(), MAX_OTHERS, "hosts", old.is_none())?;
+        self.put(h.into())
+    }
+
+    fn room(&self, have: usize, most: usize, what: &str, new: bool) -> Result<(), Refusal> {
+        if new && have >= most {
+            Err(Refusal::full(format_args!("the fleet has {most} {what}, the most")))
+        } else {
+            Ok(())
+        }
+    }
+
+    fn declare_group(&mut self, actor: &Actor, mut g: v1::Group) -> Result<(), Refusal> {
+        actor.needs_admin("groups")?;
+        let old = self.state.groups.get(g.name.as_str());
+        self.room(self.state.groups.len(), MAX_OTHERS, "groups", old.is_none())?;
+        let vni = match (g.vni, old.and_then(|o| o.object.vni)) {
+            (Some(vni), _) | (None, Some(vni)) => vni,
+            (None, None) => {
+                let free = self.state.vnis.find_number(1, MAX_VNI);
+                free.ok_or_else(|| Refusal::full("all VNIs are taken"))?
+            }
+        };
+        if let Some(other) = self.state.vni_of.get(&vni).filter(|o| ***o != *g.name) {
+            return Err(Refusal::conflict(format_args!("VNI {vni} is that of group {other} already")));
+        }
+        g.vni = Some(vni);
+        if let Some(old) = old {
+            let ranges = model::ranges(&g)?;
+            if ranges != old.ranges
+                && let Some((ip, vrnic)) = old.addresses.iter().find(|(ip, _)| !ranges.iter().any(|r| r.contains(**ip)))
+            {
+                return Err(Refusal::conflict(format_args!(
+                    "its vRNIC {vrnic} has {ip}, which is outside its new ranges"
+                )));
+            }
+            let have = old.vrnics.len();
+            if let Some(most) = g.max_vrnics.filter(|m| (*m as usize) < have) {
+                return Err(Refusal::conflict(format_args!("it has {have} vRNICs, more than max_vrnics, {most}")));
+            }
+        }
+        self.put(g.into())
+    }
+
+    /// `old` is what it was before this change.
+    fn declare_vrnic(
+        &mut self,
+        actor: &Actor,
+        mut v: v1::Vrnic,
+        old: Option<v1::Vrnic>,
+        busy: Busy,
+    ) -> Result<(), Refusal> {
+        actor.may_group(&v.group)?;
+        let Some(group) = self.state.groups.get(v.group.as_str()) else {
+            return Err(Refusal::not_found(format_args!("there is no group {}", v.group)));
+        };
+        if let Some(old) = &old {
+            actor.may_group(&old.group)?;
+            if old.group != v.group {
+                let text = format!(
+                    "it is in group {}, and stays there: delete it and make it anew in group {}",
+                    old.group, v.group
+                );
+                return Err(Refusal::conflict(text));
+            }
+            if v.host.is_empty() {
+                v.host.clone_from(&old.host);
+            }
+            for (stated, given, what) in [(&v.mac, &old.mac, "MAC"), (&v.guid, &old.guid, "GUID")] {
+                if !stated.is_empty() && stated != given {
+                    return Err(Refusal::invalid(format_args!(
+                        "its {what} is {given}, which the centre has given for good; leave it out"
+                    )));
+                }
+            }
+            (v.mac, v.guid) = (old.mac.clone(), old.guid.clone());
+            if actor.host().is_none() {
+                v.by_host = old.by_host;
+            }
+        } else {
+            self.room(self.state.vrnics.len(), MAX_VRNICS, "vRNICs", true)?;
+            if let Some(most) = group.object.max_vrnics.filter(|m| group.vrnics.len() >= *m as usize) {
+                return Err(Refusal::full(format_args!(
+                    "group {} has {most} vRNICs, the most that it may have",
+                    v.group
+                )));
+            }
+            if !(v.mac.is_empty() && v.guid.is_empty()) {
+                return Err(Refusal::invalid("its MAC and GUID are given by the centre; leave them out"));
+            }
+            if v.by_host != actor.host().is_some() {
+                return Err(Refusal::invalid("by_host says that a host's own administrator made it; leave it out"));
+            }
+            (v.mac, v.guid) = self.identity(&v);
+        }
+        self.fill_ips(&mut v, old.as_ref())?;
+        if let Some(old) = &old {
+            self.check_vrnic_change(actor, old, &v, busy)?;
+        }
+        self.tenant_limits(actor, old.as_ref(), &v)?;
+        let name = v.name.clone();
+        self.put(v.into())?;
+        self.state.check_addresses_of(&name)
+    }
+
+    fn check_vrnic_change(&self, actor: &Actor, old: &v1::Vrnic, new: &v1::Vrnic, busy: Busy) -> Result<(), Refusal> {
+        if old == new {
+            return Ok(());
+        }
+        match actor.host() {
+            None if old.by_host => {
+                let text = format!(
+                    "it was made on host {} by its administrator, who alone changes it: `unirdma vrnic` there",
+                    old.host
+                );
+                return Err(Refusal::denied(text));
+            }
+            Some(host) if !old.by_host || old.host != host => {
+                return Err(Refusal::conflict("the name is that of another vRNIC of the fleet; choose another one"));
+            }
+            _ => {}
+        }
+        let programs = busy(&old.name);
+        if old.host != new.host && !old.host.is_empty() && programs > 0 {
+            let text = format!("{programs} programs use it on host {}; end them before it is moved", old.host);
+            return Err(Refusal::conflict(text));
+        }
+        Ok(())
+    }
+
+    /// Tenants give what they have been given, and no more.
+    fn tenant_limits(&self, actor: &Actor, old: Option<&v1::Vrnic>, v: &v1::Vrnic) -> Result<(), Refusal> {
+        let Some(group) = self.state.groups.get(v.group.as_str()).filter(|_| actor.is_tenant()) else { return Ok(()) };
+        if v.allow_spoof && !old.is_some_and(|o| o.allow_spoof) {
+            return Err(Refusal::denied(
+                "only an administrator may let it send with the addresses of others (allow_spoof)",
+            ));
+        }
+        let own = v.limits.unwrap_or_default();
+        let most = group.object.limits.unwrap_or_default();
+        let wide = |n: Option<u32>| n.map(u64::from);
+        let share = (v.share.unwrap_or_default(), group.object.share.unwrap_or_default());
+        // A rate or a number of operations of 0 is no limit.
+        let rate = |n: Option<u64>| n.map(|n| if n == 0 { u64::MAX } else { n });
+        for (what, own, most) in [
+            ("max_qp", wide(own.max_qp), wide(most.max_qp)),
+            ("max_cq", wide(own.max_cq), wide(most.max_cq)),
+            ("max_mr", wide(own.max_mr), wide(most.max_mr)),
+            ("max_mr_bytes", own.max_mr_bytes, most.max_mr_bytes),
+            ("max_sessions", wide(own.max_sessions), wide(most.max_sessions)),
+            ("max_descriptors", own.max_descriptors, most.max_descriptors),
+            ("max_mappings", own.max_mappings, most.max_mappings),
+            ("max_address_space", own.max_address_space, most.max_address_space),
+            ("max_pieces", own.max_pieces, most.max_pieces),
+            ("max_filled", own.max_filled, most.max_filled),
+            ("weight", wide(share.0.weight), wide(share.1.weight)),
+            ("rate", rate(share.0.rate), rate(share.1.rate)),
+            ("ops", rate(share.0.ops), rate(share.1.ops)),
+            ("burst", share.0.burst, share.1.burst),
+        ] {
+            if let (Some(own), Some(most)) = (own, most)
+                && own > most
+            {
+                return Err(Refusal::denied(format_args!("{what} may be {most} at most in group {}", v.group)));
+            }
+        }
+        Ok(())
+    }
+
+    /// Gives it the addresses that it does not state, or checks those that it does.
+    fn fill_ips(&mut self, v: &mut v1::Vrnic, old: Option<&v1::Vrnic>) -> Result<(), Refusal> {
+        let Some(group) = self.state.groups.get(v.group.as_str()) else { return Ok(()) };
+        if v.ips.is_empty() {
+            v.ips = match old {
+                Some(old) => old.ips.clone(),
+                None => self.choose_ips(&v.group)?,
+            };
+            return Ok(());
+        }
+        let range_of = |ip: IpAddr| group.ranges.iter().find(|r| r.contains(ip));
+        let ips = model::ips(v)?;
+        v.ips = ips
+            .into_iter()
+            .map(|(ip, prefix)| match range_of(ip) {
+                Some(range) => Ok(Net { addr: ip, prefix: prefix.unwrap_or(range.prefix) }.to_string()),
+                None => {
+                    let ranges: Vec<String> = group.ranges.iter().map(ToString::to_string).collect();
+                    let text = format!("{ip} is outside the ranges of group {}: {}", v.group, ranges.join(", "));
+                    Err(Refusal::invalid(text))
+                }
+            })
+            .collect::<Result<_, _>>()?;
+        Ok(())
+    }
+
+    fn choose_ips(&mut self, group: &str) -> Result<Vec<String>, Refusal> {
+        let joined = self.state.joined_groups(group);
+        let Some(g) = self.state.groups.get(group) else { return Ok(Vec::new()) };
+        let others: Vec<&Taken> = joined.iter().filter_map(|o| self.state.groups.get(o)).map(|o| &o.taken).collect();
+        let mut chosen = Vec::new();
+        for range in &g.ranges {
+            match g.taken.find(range, &others, g.given.get(range).copied()) {
+                Some(addr) => chosen.push((*range, addr)),
+                None => return Err(Refusal::full(format_args!("all addresses of {range} in group {group} are taken"))),
+            }
+        }
+        let texts = chosen.iter().map(|(range, addr)| Net { addr: *addr, prefix: range.prefix }.to_string()).collect();
+        if let Some(g) = self.state.groups.get_mut(group) {
+            g.given.extend(chosen);
+        }
+        Ok(texts)
+    }
+
+    /// A MAC that follows from all that the vRNIC is called, and that no other vRNIC of the fleet has; and the GUID that follows from it.
+    fn identity(&self, v: &v1::Vrnic) -> (String, String) {
+        for turn in 0u64.. {
+            let mut hash = Sha256::new();
+            for part in [&self.state.fleet, &v.group, &v.name] {
+                hash.update((part.len() as u64).to_be_bytes());
+                hash.update(part);
+            }
+            hash.update(turn.to_be_bytes());
+            let bytes = hash.finalize();
+            let mut mac = [0; 6];
+            mac.copy_from_slice(&bytes[..6]);
+            // Locally administered, and not multicast.
+            mac[0] = mac[0] & 0xfc | 2;
+            let mac = Mac(mac);
+            if !self.state.macs.contains_key(&mac.to_string()) {
+                return (mac.to_string(), format!("{:016x}", mac.guid().0));
+            }
+        }
+        unreachable!("there are more numbers than vRNICs")
+    }
+
+    fn may_rule(&self, actor: &Actor, rule: Option<&v1::Rule>) -> Result<(), Refusal> {
+        let Some(rule) = rule.filter(|_| !actor.is_admin()) else { return Ok(()) };
+        for text in [&rule.from, &rule.to] {
+            let group = match model::selector(text)? {
+                model::Selector::Group(g) => g,
+                model::Selector::Vrnic(v) => match self.state.vrnics.get(v.as_str()) {
+                    Some(v) => v.group.to_string(),
+                    None => return Err(Refusal::denied(format_args!("vRNIC {v} is in none of your groups"))),
+                },
+            };
+            actor.may_group(&group)?;
+        }
+        Ok(())
+    }
+
+    fn declare_rule(&mut self, actor: &Actor, r: v1::Rule) -> Result<(), Refusal> {
+        self.room(self.state.rules.len(), MAX_OTHERS, "rules", !self.state.rules.contains_key(r.name.as_str()))?;
+        self.may_rule(actor, Some(&r))?;
+        let name = r.name.clone();
+        self.put(r.into())?;
+        self.state.check_addresses_by(&name)
+    }
+
+    fn prune(&mut self, actor: &Actor, keep: &BTreeSet<(Kind, String)>, busy: Busy) -> Result<(), Refusal> {
+        let kept = |kind, name: &str| keep.contains(&(kind, name.to_owned()));
+        let rules: Vec<String> =
+            self.state.rules.keys().filter(|n| !kept(Kind::Rule, n)).map(ToString::to_string).collect();
+        for name in rules {
+            let rule = self.state.rules.get(name.as_str()).map(|r| r.object.clone());
+            if self.may_rule(actor, rule.as_ref()).is_ok() {
+                self.remove(Kind::Rule, &name)?;
+            }
+        }
+        let mine = |v: &crate::state::Vrnic| !v.object.by_host && actor.may_group(&v.group).is_ok();
+        let vrnics = self.state.vrnics.iter().filter(|(n, v)| !kept(Kind::Vrnic, n) && mine(v));
+        for name in vrnics.map(|(n, _)| n.to_string()).collect::<Vec<_>>() {
+            self.delete_vrnic(actor, &name, false, busy)?;
+        }
+        if !actor.is_admin() {
+            return Ok(());
+        }
+        let groups = self.state.groups.iter().filter(|(n, g)| !kept(Kind::Group, n) && g.vrnics.is_empty());
+        for name in groups.map(|(n, _)| n.to_string()).collect::<Vec<_>>() {
+            self.remove(Kind::Group, &name)?;
+        }
+        Ok(())
+    }
+
+    /// Deletes objects; with `force` also what depends on them, and vRNICs that programs use.
+    pub fn delete(&mut self, actor: &Actor, names: &[v1::Name], force: bool, busy: Busy) -> Result<(), Refusal> {
+        actor.may_change()?;
+        for n in names {
+            let Some(kind) = Kind::of(n.kind)? else {
+                return Err(Refusal::invalid(format_args!(
+                    "say of which kind {} is: host, group, vrnic or rule",
+                    n.name
+                )));
+            };
+            model::check_name(kind, &n.name)?;
+            // What the actor does not see does not exist for it.
+            if self.state.get(kind, &n.name).is_none() || !self.sees(actor, kind, &n.name) {
+                return Err(Refusal::not_found(format_args!("there is no {kind} {}", n.name)));
+            }
+            match kind {
+                Kind::Rule => self.remove(kind, &n.name)?,
+                Kind::Vrnic => self.delete_vrnic(actor, &n.name, force, busy)?,
+                Kind::Group => self.delete_group(actor, &n.name, force, busy)?,
+                Kind::Host => self.delete_host(actor, &n.name, force)?,
+            }
+        }
+        Ok(())
+    }
+
+    fn sees(&self, actor: &Actor, kind: Kind, name: &str) -> bool {
+        match kind {
+            _ if actor.is_admin() => true,
+            Kind::Host => false,
+            Kind::Group => actor.may_group(name).is_ok(),
+            Kind::Vrnic => self.state.vrnics.get(name).is_some_and(|v| actor.may_group(&v.group).is_ok()),
+            Kind::Rule => self.state.rules.get(name).is_some_and(|r| self.may_rule(actor, Some(&r.object)).is_ok()),
+        }
+    }
+
+    /// Deletes a vRNIC.
+    pub fn delete_vrnic(&mut self, actor: &Actor, name: &str, force: bool, busy: Busy) -> Result<(), Refusal> {
+        let Some(v) = self.state.vrnics.get(name).map(|v| v.object.clone()) else { return Ok(()) };
+        if v.by_host && actor.host() != Some(&v.host) && !force {
+            return Err(Refusal::denied(format_args!(
+                "vRNIC {name} was made on host {} by its administrator, who removes it there, or you with --force",
+                v.host
+            )));
+        }
+        let programs = busy(name);
+        if programs > 0 && !force {
+            return Err(Refusal::conflict(format_args!(
+                "{programs} programs use vRNIC {name}; end them, or delete it with --force"
+            )));
+        }
+        for rule in self.state.rules_naming(name) {
+            if !force && actor.host().is_none() {
+                return Err(Refusal::conflict(format_args!(
+                    "rule {rule} names vRNIC {name}; delete it too, or use --force"
+                )));
+            }
+            self.remove(Kind::Rule, &rule)?;
+        }
+        self.remove(Kind::Vrnic, name)
+    }
+
+    fn delete_group(&mut self, actor: &Actor, name: &str, force: bool, busy: Busy) -> Result<(), Refusal> {
+        actor.needs_admin("groups")?;
+        if force && let Some(g) = self.state.groups.get(name).cloned() {
+            for rule in &g.rules {
+                self.remove(Kind::Rule, rule)?;
+            }
+            for v in &g.vrnics {
+                self.delete_vrnic(actor, v, true, busy)?;
+            }
+        }
+        self.remove(Kind::Group, name)
+            .map_err(|e| Refusal { what: format!("{}; delete it too, or use --force", e.what), ..e })
+    }
+
+    fn delete_host(&mut self, actor: &Actor, name: &str, force: bool) -> Result<(), Refusal> {
+        actor.needs_admin("hosts")?;
+        let Some(h) = self.state.hosts.get(name).cloned() else { return Ok(()) };
+        if let Some(v) = h.vrnics.first().filter(|_| !force) {
+            let text = format!("host {name} has {} vRNICs, {v} among them; move them, or use --force", h.vrnics.len());
+            return Err(Refusal::conflict(text));
+        }
+        for v in &h.vrnics {
+            let Some(object) = self.state.vrnics.get(v).map(|v| v.object.clone()) else { continue };
+            if object.by_host {
+                self.delete_vrnic(actor, v, true, &|_| 0)?;
+            } else {
+                self.put(v1::Vrnic { host: String::new(), ..object }.into())?;
+            }
+        }
+        self.remove(Kind::Host, name)
+    }
+}

@@ -1,0 +1,182 @@
+//! A change before it is made. It is made in the state step by step, so that each step sees those before it, and then taken back; what
+//! remains is a [`Plan`], which the store gets first and the state after that.
+
+use std::collections::{BTreeMap, BTreeSet};
+
+use crate::error::Refusal;
+use crate::model::Kind;
+use crate::records::{self, Write};
+use crate::state::{Kept, SecretName, State};
+use crate::v1;
+
+/// A change that is possible, and not made yet.
+#[derive(Clone, Debug, Default, PartialEq)]
+pub struct Plan {
+    /// The change's number: one more than that of the state that it changes.
+    pub revision: u64,
+    /// What the store has to keep, all of it or nothing.
+    pub writes: Vec<Write>,
+    /// The objects before and after.
+    pub changes: Vec<v1::Change>,
+}
+
+enum Undo {
+    Object(Kind, String, Box<Option<Kept>>),
+    Secret(SecretName, Option<v1::SecretRecord>),
+    Token(String, Option<v1::TokenRecord>),
+}
+
+/// A change in the making. Dropped, it leaves the state as it was.
+pub(crate) struct Draft<'a> {
+    pub state: &'a mut State,
+    undo: Vec<Undo>,
+}
+
+impl<'a> Draft<'a> {
+    pub fn new(state: &'a mut State) -> Self {
+        Draft { state, undo: Vec::new() }
+    }
+
+    /// The change's number.
+    pub fn revision(&self) -> u64 {
+        self.state.revision + 1
+    }
+
+    /// Makes an object what it is to be.
+    pub fn put(&mut self, object: v1::object::Object) -> Result<(), Refusal> {
+        let (kind, name) = (object.kind(), object.name().to_owned());
+        let revision = self.revision();
+        let before = self.state.set(kind, &name, Some((object, revision)))?;
+        self.undo.push(Undo::Object(kind, name, Box::new(before)));
+        Ok(())
+    }
+
+    /// Removes an object.
+    pub fn remove(&mut self, kind: Kind, name: &str) -> Result<(), Refusal> {
+        let before = self.state.set(kind, name, None)?;
+        self.undo.push(Undo::Object(kind, name.into(), Box::new(before)));
+        Ok(())
+    }
+
+    pub fn set_secret(&mut self, name: SecretName, to: Option<v1::SecretRecord>) {
+        let before = replace(&mut self.state.secrets, &name, to);
+        self.undo.push(Undo::Secret(name, before));
+    }
+
+    pub fn set_token(&mut self, id: &str, to: Option<v1::TokenRecord>) {
+        let before = replace(&mut self.state.tokens, &id.to_owned(), to);
+        self.undo.push(Undo::Token(id.into(), before));
+    }
+
+    /// The objects that differ from what they were, with what they were.
+    pub fn changed(&self) -> BTreeMap<(Kind, String), Option<Kept>> {
+        let mut first = BTreeMap::new();
+        for undo in &self.undo {
+            if let Undo::Object(kind, name, before) = undo {
+                first.entry((*kind, name.clone())).or_insert_with(|| (**before).clone());
+            }
+        }
+        first.retain(|(kind, name), before| {
+            self.state.get(*kind, name).map(|(object, _)| object) != before.as_ref().map(|(object, _)| object.clone())
+        });
+        first
+    }
+
+    /// The change as a plan; `None` if nothing changes. The state is as it was.
+    pub fn finish(self, who: &str, now_ms: u64, mut lines: Vec<String>) -> Option<Plan> {
+        let revision = self.revision();
+        let message = |kept: Option<Kept>| kept.map(|(object, revision)| v1::Object { object: Some(object), revision });
+        let (mut gone, mut put, mut changes) = (Vec::new(), Vec::new(), Vec::new());
+        for ((kind, name), before) in self.changed() {
+            let after = self.state.get(kind, &name);
+            lines.push(line(kind, &name, before.as_ref(), after.as_ref()));
+            let list = if after.is_some() { &mut put } else { &mut gone };
+            list.push(records::object(kind, &name, after.clone()));
+            changes.push(v1::Change { before: message(before), after: message(after) });
+        }
+        gone.reverse();
+        let mut writes = [gone, put].concat();
+        let (mut secrets, mut tokens) = (BTreeSet::new(), BTreeSet::new());
+        for undo in &self.undo {
+            match undo {
+                Undo::Secret(name, _) => drop(secrets.insert(name)),
+                Undo::Token(id, _) => drop(tokens.insert(id)),
+                Undo::Object(..) => {}
+            }
+        }
+        writes.extend(secrets.into_iter().map(|n| records::secret(n, self.state.secrets.get(n))));
+        writes.extend(tokens.into_iter().map(|id| records::token(id, self.state.tokens.get(id))));
+        if writes.is_empty() {
+            return None;
+        }
+        let more = lines.len().saturating_sub(MAX_LINES);
+        if more > 0 {
+            lines.truncate(MAX_LINES);
+            lines.push(format!("and {more} more"));
+        }
+        let entry = v1::AuditEntry { revision, time: now_ms / 1000, who: who.into(), what: lines };
+        writes.push(records::audit(revision, Some(&entry)));
+        let surplus = (self.state.audit.len() + 1).saturating_sub(MAX_AUDIT);
+        writes.extend(self.state.audit.iter().take(surplus).map(|old| records::audit(old.revision, None)));
+        Some(Plan { revision, writes, changes })
+    }
+}
+
+/// Most lines of an entry of the audit log.
+const MAX_LINES: usize = 100;
+/// Most entries of the audit log.
+const MAX_AUDIT: usize = 10_000;
+
+fn line(kind: Kind, name: &str, before: Option<&Kept>, after: Option<&Kept>) -> String {
+    let verb = match (before, after) {
+        (None, _) => "made",
+        (_, None) => "deleted",
+        _ => "changed",
+    };
+    let more = match after.or(before) {
+        Some((v1::object::Object::Vrnic(v), _)) => {
+            let at = if v.host.is_empty() { String::new() } else { format!(", on host {}", v.host) };
+            format!(": {} in group {}{at}", v.ips.join(" "), v.group)
+        }
+        Some((v1::object::Object::Rule(r), _)) => {
+            let both = if r.both { ", both ways" } else { "" };
+            format!(": {} {} to {}, priority {}{both}", r.action().as_str_name(), r.from, r.to, r.priority)
+        }
+        _ => String::new(),
+    };
+    format!("{verb} {kind} {name}{more}")
+}
+
+fn replace<K: Ord + Clone, V>(map: &mut BTreeMap<K, V>, key: &K, to: Option<V>) -> Option<V> {
+    match to {
+        Some(v) => map.insert(key.clone(), v),
+        None => map.remove(key),
+    }
+}
+
+impl Draft<'_> {
+    /// How far it has come.
+    pub fn mark(&self) -> usize {
+        self.undo.len()
+    }
+
+    /// Takes back what came after a mark.
+    pub fn back_to(&mut self, mark: usize) {
+        while self.undo.len() > mark {
+            let Some(undo) = self.undo.pop() else { return };
+            match undo {
+                Undo::Object(kind, name, before) => {
+                    self.state.set(kind, &name, *before).expect("a state that was possible is possible again");
+                }
+                Undo::Secret(name, before) => drop(replace(&mut self.state.secrets, &name, before)),
+                Undo::Token(id, before) => drop(replace(&mut self.state.tokens, &id, before)),
+            }
+        }
+    }
+}
+
+impl Drop for Draft<'_> {
+    fn drop(&mut self) {
+        self.back_to(0);
+    }
+}

@@ -1,0 +1,53 @@
+//! Why a call is refused.
+
+use std::fmt;
+
+/// What kind of refusal it is. Each has a code of gRPC and of HTTP.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Kind {
+    /// What was asked for cannot be.
+    Invalid,
+    /// It names something that does not exist.
+    NotFound,
+    /// It contradicts what exists.
+    Conflict,
+    /// Something was changed since the caller looked.
+    Stale,
+    /// The caller is not known.
+    Unknown,
+    /// The caller may not.
+    Denied,
+    /// There is no room for more.
+    Full,
+    /// The centre cannot change anything at the moment.
+    Unavailable,
+}
+
+/// A call that is refused: nothing was changed.
+#[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
+#[error("{what}")]
+pub struct Refusal {
+    /// What kind of refusal it is.
+    pub kind: Kind,
+    /// One line that says what is wrong and what to do.
+    pub what: String,
+}
+
+/// Shorthands that make a refusal of a line.
+macro_rules! refusals {
+    ($($name:ident $kind:ident)*) => { $(
+        #[doc = concat!("A refusal of the kind [`Kind::", stringify!($kind), "`].")]
+        pub fn $name(what: impl fmt::Display) -> Refusal {
+            Refusal { kind: Kind::$kind, what: what.to_string() }
+        }
+    )* };
+}
+
+impl Refusal {
+    refusals! { invalid Invalid not_found NotFound conflict Conflict stale Stale unknown Unknown denied Denied full Full unavailable Unavailable }
+
+    /// The same with more said before it.
+    pub fn within(self, place: impl fmt::Display) -> Refusal {
+        Refusal { kind: self.kind, what: format!("{place}: {}", self.what) }
+    }
+}

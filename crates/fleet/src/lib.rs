@@ -1,0 +1,41 @@
+//! A fleet of hosts and their control centre, as data: the messages that they exchange, and what follows from them.
+//!
+//! [`v1`] has the messages of `proto/unirdma/fleet/v1/fleet.proto`, with their JSON as proto3 defines it. Code that calls the centre comes
+//! with the feature `client`, code that answers calls with `server`.
+//!
+//! The crate has no socket, no file, no clock and no thread. It must never have one: the simulation runs it on a virtual clock.
+
+/// The messages and services of the centre.
+#[allow(missing_docs, clippy::large_enum_variant)]
+pub mod v1 {
+    include!(concat!(env!("OUT_DIR"), "/unirdma.fleet.v1.rs"));
+    include!(concat!(env!("OUT_DIR"), "/unirdma.fleet.v1.serde.rs"));
+}
+
+mod centre;
+mod declare;
+mod draft;
+mod error;
+mod live;
+mod model;
+mod net;
+mod questions;
+mod records;
+mod secrets;
+mod state;
+mod tokens;
+mod view;
+
+pub use centre::{Centre, Outcome};
+pub use draft::Plan;
+pub use error::{Kind as RefusalKind, Refusal};
+pub use live::{Greeted, PROTOCOL, SILENCE_MS};
+pub use model::{Kind, MAX_APPLY};
+pub use net::{Net, address};
+pub use records::Write;
+pub use secrets::STEP_DEADLINE_MS;
+pub use state::Name;
+pub use tokens::Actor;
+
+/// The compiled .proto file, a `FileDescriptorSet`.
+pub const DESCRIPTORS: &[u8] = include_bytes!(concat!(env!("OUT_DIR"), "/fleet.descriptors"));

@@ -1,0 +1,310 @@
+//! What hosts say of themselves. It is kept in memory only: a centre that is started anew hears it again.
+
+use std::collections::{BTreeMap, HashMap};
+
+use crate::centre::{Centre, Outcome};
+use crate::draft::Draft;
+use crate::error::Refusal;
+use crate::model::{check, check_addresses, check_name};
+use crate::tokens::Actor;
+use crate::v1::{self, ask::Change};
+
+/// The version of the messages between hosts and centre.
+pub const PROTOCOL: u32 = 1;
+/// A host that has said nothing for so long is not connected. Reports come every few seconds.
+pub const SILENCE_MS: u64 = 60_000;
+/// Most vRNICs that a host may have announced, or report on in one message.
+const MAX_ANNOUNCED: usize = 10_000;
+/// Most problems of a host that are kept, and the most characters of each.
+const MAX_PROBLEMS: usize = 32;
+const MAX_PROBLEM: usize = 300;
+/// Most connections of a vRNIC that are kept.
+const MAX_CONNECTIONS: usize = 256;
+
+#[derive(Debug, Default)]
+struct Host {
+    instance: Option<u64>,
+    version: String,
+    /// What this centre has told it.
+    told: u64,
+    applied: u64,
+    heard_ms: u64,
+    clock_ms: i64,
+    problems: Vec<String>,
+    changed: u64,
+}
+
+/// What is known of hosts and vRNICs beside what is declared.
+#[derive(Debug, Default)]
+pub struct Live {
+    hosts: HashMap<String, Host>,
+    vrnics: HashMap<String, (u64, v1::VrnicState)>,
+    /// Which vRNICs were reported on since when, by the number of the report.
+    order: BTreeMap<u64, String>,
+    count: u64,
+}
+
+impl Live {
+    /// What was reported last of a vRNIC.
+    pub(crate) fn vrnic(&self, name: &str) -> Option<&v1::VrnicState> {
+        self.vrnics.get(name).map(|(_, s)| s)
+    }
+
+    pub(crate) fn applied(&self, host: &str) -> u64 {
+        self.hosts.get(host).map_or(0, |h| h.applied)
+    }
+
+    pub(crate) fn is_connected(&self, host: &str, now_ms: u64) -> bool {
+        self.hosts.get(host).is_some_and(|h| h.instance.is_some() && now_ms.saturating_sub(h.heard_ms) < SILENCE_MS)
+    }
+
+    pub(crate) fn host_state(&self, name: &str, now_ms: u64) -> v1::HostState {
+        let Some(h) = self.hosts.get(name) else {
+            return v1::HostState { name: name.into(), ..v1::HostState::default() };
+        };
+        v1::HostState {
+            name: name.into(),
+            connected: self.is_connected(name, now_ms),
+            version: h.version.clone(),
+            applied: h.applied,
+            silent_ms: now_ms.saturating_sub(h.heard_ms),
+            clock_ms: h.clock_ms,
+            problems: h.problems.clone(),
+        }
+    }
+
+    pub(crate) fn forget_vrnic(&mut self, name: &str) {
+        if let Some((n, _)) = self.vrnics.remove(name) {
+            self.order.remove(&n);
+        }
+    }
+
+    pub(crate) fn forget_host(&mut self, name: &str) {
+        self.hosts.remove(name);
+    }
+
+    fn next(&mut self) -> u64 {
+        self.count += 1;
+        self.count
+    }
+
+    fn heard(&mut self, host: &str, now_ms: u64) -> &mut Host {
+        let n = self.next();
+        let h = self.hosts.entry(host.into()).or_default();
+        (h.heard_ms, h.changed) = (now_ms, n);
+        h
+    }
+}
+
+fn short(text: &str, most: usize) -> String {
+    text.chars().filter(|c| !c.is_control()).take(most).collect()
+}
+
+fn clock(host_ms: u64, now_ms: u64) -> i64 {
+    i64::try_from(i128::from(host_ms) - i128::from(now_ms)).unwrap_or(i64::MAX)
+}
+
+/// A host that has said hello: what it has been told already, if that still holds.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Greeted {
+    /// The revision that it still has.
+    pub told: Option<u64>,
+}
+
+impl Centre {
+    /// Hears the first message of a host.
+    ///
+    /// # Errors
+    /// Another host has its certificate, it is not of the fleet, or it is of another version.
+    pub fn hello(&mut self, host: &str, hello: &v1::Hello, now_ms: u64) -> Result<Greeted, Refusal> {
+        if hello.protocol != PROTOCOL {
+            return Err(Refusal::invalid(format_args!(
+                "the host speaks version {} of these messages, the centre version {PROTOCOL}; update the older one",
+                hello.protocol
+            )));
+        }
+        if !self.state.hosts.contains_key(host) {
+            return Err(Refusal::denied(format_args!("host {host} is not of this fleet any more; let it join anew")));
+        }
+        check_addresses(&hello.addresses)?;
+        if hello.vrnics.len() > MAX_ANNOUNCED {
+            return Err(Refusal::invalid(format_args!(
+                "the host has {} vRNICs; {MAX_ANNOUNCED} are the most",
+                hello.vrnics.len()
+            )));
+        }
+        if self.live.is_connected(host, now_ms)
+            && self.live.hosts.get(host).is_some_and(|h| h.instance != Some(hello.instance))
+        {
+            return Err(Refusal::conflict(format_args!(
+                "another host is connected with the certificate of host {host}; let each join with a name of its own"
+            )));
+        }
+        // A store that was restored from a backup counts some revisions anew. What a host has of those counts only if this centre told it.
+        let known = self.begun.max(self.live.hosts.get(host).map_or(0, |h| h.told)).min(self.state.revision);
+        let told = (hello.revision > 0 && hello.fleet == self.state.fleet && hello.revision <= known)
+            .then_some(hello.revision);
+        let h = self.live.heard(host, now_ms);
+        h.instance = Some(hello.instance);
+        h.version = short(&hello.version, 64);
+        h.applied = told.unwrap_or(0);
+        h.clock_ms = clock(hello.clock_ms, now_ms);
+        h.problems.clear();
+        Ok(Greeted { told })
+    }
+
+    /// What the first message of a host changes: its addresses, and the vRNICs that its own administrator has made or removed. Beside the
+    /// plan, what was refused of it.
+    pub fn announce(&mut self, host: &str, hello: &v1::Hello, now_ms: u64) -> Outcome<Vec<String>> {
+        let actor = Actor::of_host(host);
+        let may_add = self.state.hosts.get(host).is_some_and(|h| h.object.may_add.unwrap_or(true));
+        let mut refused = Vec::new();
+        let live = &self.live;
+        let busy = |v: &str| live.vrnic(v).map_or(0, |s| s.programs);
+        let mut draft = Draft::new(&mut self.state);
+        if let Some(h) = draft.state.hosts.get(host).map(|h| h.object.clone()) {
+            let object = v1::Host { addresses: hello.addresses.clone(), ..h };
+            refused.extend(draft.put(object.into()).err().map(|e| e.what));
+        }
+        let announced: std::collections::BTreeSet<&str> = hello.vrnics.iter().map(|v| v.name.as_str()).collect();
+        let vrnics = draft.state.hosts.get(host).map(|h| h.vrnics.clone()).unwrap_or_default();
+        for v in vrnics {
+            let gone = draft.state.vrnics.get(&v).is_some_and(|o| o.object.by_host) && !announced.contains(&*v);
+            if gone {
+                refused.extend(draft.delete_vrnic(&actor, &v, true, &busy).err().map(|e| e.what));
+            }
+        }
+        for v in &hello.vrnics {
+            let done = host_vrnic(host, may_add, v.clone()).and_then(|v| draft.try_declare(&actor, v, &busy));
+            refused.extend(done.err().map(|e| e.what));
+        }
+        Outcome { plan: draft.finish(actor.who(), now_ms, Vec::new()), answer: refused }
+    }
+
+    /// A change that a host's own administrator asks for.
+    ///
+    /// # Errors
+    /// Why it cannot be.
+    pub fn ask(&mut self, host: &str, ask: v1::Ask, now_ms: u64) -> Result<Outcome<v1::Reply>, Refusal> {
+        let actor = Actor::of_host(host);
+        let may_add = self.state.hosts.get(host).is_some_and(|h| h.object.may_add.unwrap_or(true));
+        let live = &self.live;
+        let busy = |v: &str| live.vrnic(v).map_or(0, |s| s.programs);
+        let mut draft = Draft::new(&mut self.state);
+        let mut reply = v1::Reply { id: ask.id, ..v1::Reply::default() };
+        match ask.change {
+            Some(Change::Put(v)) => {
+                let name = v.name.clone();
+                let v = host_vrnic(host, may_add, v)?;
+                draft.try_declare(&actor, v, &busy)?;
+                reply.vrnic = draft.state.vrnics.get(name.as_str()).map(|v| v.object.clone());
+            }
+            Some(Change::Remove(name)) => {
+                check_name("vRNIC", &name)?;
+                match draft.state.vrnics.get(name.as_str()).map(|v| &v.object) {
+                    Some(v) if v.host == host && v.by_host => {}
+                    Some(v) if v.host == host => {
+                        return Err(Refusal::denied(format_args!(
+                            "vRNIC {name} is declared at the centre: `unirdma delete vrnic {name}`"
+                        )));
+                    }
+                    _ => return Err(Refusal::not_found(format_args!("there is no vRNIC {name} on host {host}"))),
+                }
+                // Whether programs use it the host knows itself.
+                draft.delete_vrnic(&actor, &name, true, &busy)?;
+            }
+            None => {
+                return Err(Refusal::invalid(
+                    "the host asks for nothing that this centre knows; update the centre first",
+                ));
+            }
+        }
+        Ok(Outcome { plan: draft.finish(actor.who(), now_ms, Vec::new()), answer: reply })
+    }
+
+    /// A host has been told the state of a revision.
+    pub fn told(&mut self, host: &str, revision: u64) {
+        self.live.hosts.entry(host.into()).or_default().told = revision;
+    }
+
+    /// A host has put a revision in force.
+    pub fn applied(&mut self, host: &str, applied: &v1::Applied, now_ms: u64) {
+        let revision = applied.revision.min(self.state.revision);
+        let h = self.live.heard(host, now_ms);
+        h.applied = h.applied.max(revision);
+        h.problems = applied.problems.iter().take(MAX_PROBLEMS).map(|p| short(p, MAX_PROBLEM)).collect();
+    }
+
+    /// A host reports on its vRNICs. It says nothing of those of others.
+    pub fn report(&mut self, host: &str, report: v1::Report, now_ms: u64) {
+        self.live.heard(host, now_ms).clock_ms = clock(report.clock_ms, now_ms);
+        for mut state in report.vrnics.into_iter().take(MAX_ANNOUNCED) {
+            let here = self.state.vrnics.get(state.name.as_str()).is_some_and(|v| v.host.as_deref() == Some(host));
+            if !here {
+                continue;
+            }
+            state.connections.truncate(MAX_CONNECTIONS);
+            for c in &mut state.connections {
+                (c.address, c.peer) = (short(&c.address, 64), short(&c.peer, 32));
+            }
+            self.live.forget_vrnic(&state.name);
+            let n = self.live.next();
+            self.live.order.insert(n, state.name.clone());
+            self.live.vrnics.insert(state.name.clone(), (n, state));
+        }
+    }
+
+    /// A host's connection has ended, if it is still that of this instance.
+    pub fn goodbye(&mut self, host: &str, instance: u64, now_ms: u64) {
+        if self.live.hosts.get(host).is_some_and(|h| h.instance == Some(instance)) {
+            let h = self.live.heard(host, now_ms);
+            h.instance = None;
+        }
+    }
+
+    /// What has changed of hosts and vRNICs since `told`, and the number to ask with the next time.
+    pub fn states_since(
+        &self,
+        actor: &Actor,
+        told: u64,
+        now_ms: u64,
+    ) -> (u64, Vec<v1::HostState>, Vec<v1::VrnicState>) {
+        let hosts = self
+            .live
+            .hosts
+            .iter()
+            .filter(|(n, h)| actor.sees_all() && h.changed > told && self.state.hosts.contains_key(n.as_str()));
+        let hosts = hosts.map(|(n, _)| self.live.host_state(n, now_ms)).collect();
+        let seen = |name: &String| self.state.vrnics.get(name.as_str()).is_some_and(|v| actor.sees_group(&v.group));
+        let news = self.live.order.range(told + 1..).map(|(_, n)| n).filter(|n| seen(n));
+        (self.live.count, hosts, news.filter_map(|n| self.live.vrnic(n).cloned()).collect())
+    }
+}
+
+/// A vRNIC that a host's own administrator has made, as it is declared.
+fn host_vrnic(host: &str, may_add: bool, mut v: v1::Vrnic) -> Result<v1::Vrnic, Refusal> {
+    check_name("vRNIC", &v.name)?;
+    if !may_add {
+        return Err(Refusal::denied(format_args!(
+            "vRNIC {}: the centre lets host {host} make no vRNICs (may_add = false)",
+            v.name
+        )));
+    }
+    // What the centre has given it, it has: what the host remembers of that decides nothing.
+    (v.host, v.by_host, v.mac, v.guid) = (host.into(), true, String::new(), String::new());
+    Ok(v)
+}
+
+impl Draft<'_> {
+    /// Declares a host's vRNIC. What is refused leaves nothing behind.
+    fn try_declare(&mut self, actor: &Actor, v: v1::Vrnic, busy: crate::declare::Busy) -> Result<(), Refusal> {
+        let object = v1::object::Object::Vrnic(v);
+        check(&object)?;
+        let here = self.mark();
+        let done = self.declare(actor, vec![(object, 0)], false, busy);
+        if done.is_err() {
+            self.back_to(here);
+        }
+        done
+    }
+}
