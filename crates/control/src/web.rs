@@ -1,13 +1,73 @@
-//! The web page, whose files are carried by the program.
+//! The web page, whose files are carried by the program. It reads the API like anybody else, with a token that its user types, so the files
+//! themselves say nothing and need none.
 
 use axum::Router;
 use axum::http::header;
-use axum::response::Html;
 use axum::routing::get;
 
-/// Adds what `/` shows: where the API is.
+/// The page loads nothing from elsewhere, runs nothing but its own files, speaks to nobody but the centre, and stands in no other page.
+const POLICY: &str = "default-src 'none'; script-src 'self'; style-src 'self'; connect-src 'self'; img-src data:; base-uri 'none'; \
+                      form-action 'none'; frame-ancestors 'none'";
+
+const HTML: &str = "text/html; charset=utf-8";
+const CSS: &str = "text/css; charset=utf-8";
+const SCRIPT: &str = "text/javascript; charset=utf-8";
+
+/// Address, type and content of each file.
+const FILES: [(&str, &str, &str); 7] = [
+    ("/", HTML, include_str!("../web/index.html")),
+    ("/style.css", CSS, include_str!("../web/style.css")),
+    ("/app.js", SCRIPT, include_str!("../web/app.js")),
+    ("/api.js", SCRIPT, include_str!("../web/api.js")),
+    ("/model.js", SCRIPT, include_str!("../web/model.js")),
+    ("/draw.js", SCRIPT, include_str!("../web/draw.js")),
+    ("/views.js", SCRIPT, include_str!("../web/views.js")),
+];
+
+/// Adds the page.
 pub(crate) fn routes(router: Router) -> Router {
-    let page = "<!doctype html><title>uniRDMA control centre</title><p>The API is described in <a href=\"/api/v1/openapi.json\">/api/v1/openapi.json</a>.";
-    router
-        .route("/", get(move || async move { ([(header::CONTENT_SECURITY_POLICY, "default-src 'none'")], Html(page)) }))
+    FILES.into_iter().fold(router, |router, (path, kind, content)| {
+        let headers = [
+            (header::CONTENT_TYPE, kind),
+            (header::CONTENT_SECURITY_POLICY, POLICY),
+            (header::X_CONTENT_TYPE_OPTIONS, "nosniff"),
+            (header::REFERRER_POLICY, "no-referrer"),
+            // The files are those of the running program, not of the one before.
+            (header::CACHE_CONTROL, "no-cache"),
+        ];
+        router.route(path, get(move || async move { (headers, content) }))
+    })
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// What a file loads: modules, the style sheet and the script of the page.
+    fn loads(content: &str) -> Vec<&str> {
+        let quoted = |before: &'static str| content.split(before).skip(1).filter_map(|rest| rest.split('"').next());
+        [" from \"", "rel=\"stylesheet\" href=\"", "src=\""].into_iter().flat_map(quoted).collect()
+    }
+
+    #[test]
+    fn each_file_that_the_page_loads_is_there_and_nothing_is_loaded_from_elsewhere() {
+        let known = |name: &str| FILES.iter().any(|f| f.0.trim_start_matches('/') == name.trim_start_matches("./"));
+        let all: Vec<&str> = FILES.iter().flat_map(|f| loads(f.2)).collect();
+        assert!(all.len() >= 8, "{all:?}");
+        assert!(all.iter().all(|name| known(name)), "{all:?}");
+        // But for the names of namespaces, which nobody loads.
+        let elsewhere = FILES
+            .iter()
+            .flat_map(|f| f.2.lines())
+            .filter(|l| l.contains("://") && !l.contains("http://www.w3.org/2000/svg"));
+        assert_eq!(elsewhere.count(), 0);
+    }
+
+    /// The policy refuses these.
+    #[test]
+    fn there_is_no_inline_script_or_style() {
+        let page = FILES[0].2;
+        assert!(!page.contains("<style") && !page.contains(" style=") && !page.contains(" onclick="));
+        assert_eq!(page.matches("<script").count(), page.matches("<script type=\"module\" src=").count());
+    }
 }
