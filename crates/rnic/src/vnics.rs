@@ -231,8 +231,20 @@ impl Core {
 
     /// Where GIDs of other hosts are reached, by group.
     pub(crate) fn set_routes(&mut self, routes: HashMap<(u32, Gid), Route>) {
-        self.multicast.set_routes(&routes);
+        self.multicast.clear_routes();
+        routes.iter().for_each(|((group, _), r)| self.multicast.add_route(*group, r));
         self.net.routes = routes;
+    }
+
+    /// Where one GID of a group is reached from now on; `None`: nowhere.
+    pub(crate) fn change_route(&mut self, group: u32, gid: Gid, route: Option<Route>) {
+        let before = match route {
+            Some(r) => self.net.routes.insert((group, gid), r),
+            None => self.net.routes.remove(&(group, gid)),
+        };
+        // The new one first: a host that stays keeps its place.
+        route.iter().for_each(|r| self.multicast.add_route(group, r));
+        before.iter().for_each(|r| self.multicast.remove_route(group, r));
     }
 
     /// The IP multicast groups by which plain devices may send to this host, if others than at the last call.
