@@ -121,7 +121,7 @@ pub(crate) fn host(dir: PathBuf, args: &HostArgs) -> io::Result<()> {
     let shown = dir.display().to_string();
     let wire = args.peers.as_ref().map(|p| WireConfig {
         addresses: args.address.clone(),
-        peers: p.clone(),
+        peers: Some(p.clone()),
         mtu: args.mtu.as_ref().and_then(|m| m.parse().ok()),
         congestion_control: args.congestion_control != "off",
         icrc: !args.no_icrc,

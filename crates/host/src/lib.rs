@@ -22,6 +22,7 @@ mod process;
 mod protocol;
 mod pulse;
 mod seats;
+mod source;
 mod steer;
 mod supervisor;
 mod switch;
@@ -79,8 +80,8 @@ pub enum Isolation {
 pub struct WireConfig {
     /// This host's addresses for RoCEv2.
     pub addresses: Vec<IpAddr>,
-    /// The file that says which virtual addresses live where.
-    pub peers: PathBuf,
+    /// The file that says which virtual addresses live where; `None`: the control centre says it.
+    pub peers: Option<PathBuf>,
     /// Largest path MTU, bytes; `None`: what the interfaces take.
     pub mtu: Option<u32>,
     /// Heed losses and ECN marks.
@@ -176,7 +177,7 @@ fn lock_dir(dir: &Path) -> io::Result<File> {
 /// # Errors
 /// The peers file is bad.
 pub fn firewall_rules(dir: &Path, addresses: &[IpAddr], peers: &Path) -> io::Result<String> {
-    let peers = network::read(peers, addresses).map_err(|e| io::Error::new(io::ErrorKind::InvalidInput, e))?;
+    let peers = peers::read(peers, addresses).map_err(|e| io::Error::new(io::ErrorKind::InvalidInput, e))?;
     Ok(firewall::rules(dir, addresses, &peers.hosts()))
 }
 

@@ -18,28 +18,21 @@
 
 use std::collections::{BTreeMap, BTreeSet, HashMap};
 use std::net::IpAddr;
+use std::path::Path;
 
-use unirdma_rnic::Route;
-
-use crate::tunnel::Members;
-
-/// A virtual address on another host.
-#[derive(Clone, Debug, PartialEq, Eq)]
-struct Peer {
-    address: IpAddr,
-    route: Route,
-}
+use crate::source::{Change, Place};
+use crate::vrnic;
 
 /// The file's contents.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub(crate) struct Peers {
-    /// Of each group, in the order of the file.
-    groups: BTreeMap<String, Vec<Peer>>,
+    /// Virtual addresses on other hosts, by group and address.
+    places: BTreeMap<(String, IpAddr), Place>,
     vnis: BTreeMap<String, u32>,
 }
 
 /// Longest file, bytes.
-pub(crate) const MAX_BYTES: u64 = 16 << 20;
+const MAX_BYTES: u64 = 16 << 20;
 /// A VNI has 24 bits; 0 is no group's.
 const VNIS: std::ops::RangeInclusive<u32> = 1..=0xff_ffff;
 
@@ -50,7 +43,7 @@ fn parse_vni(group: &str, number: &str) -> Result<u32, String> {
     vni.ok_or_else(|| format!("`{number}` is no VNI: those are the numbers from 1 to {}", VNIS.end()))
 }
 
-fn parse_peer(words: &[&str], own: &[IpAddr]) -> Result<(String, Peer), String> {
+fn parse_peer(words: &[&str], own: &[IpAddr]) -> Result<(String, IpAddr, Place), String> {
     let (address, group, host, foreign) = match *words {
         [address, group, host] => (address, group, host, false),
         [address, group, host, "foreign"] => (address, group, host, true),
@@ -64,7 +57,7 @@ fn parse_peer(words: &[&str], own: &[IpAddr]) -> Result<(String, Peer), String> 
         let family = if host.is_ipv4() { "IPv4" } else { "IPv6" };
         return Err(format!("{host} cannot be reached: this host serves no {family} address (--address)"));
     }
-    Ok((group.into(), Peer { address, route: Route { host, foreign, vni: 0 } }))
+    Ok((group.into(), address, Place { host, foreign }))
 }
 
 impl Peers {
@@ -73,7 +66,7 @@ impl Peers {
     /// # Errors
     /// What is wrong, with the number of the line.
     pub fn parse(text: &str, own: &[IpAddr]) -> Result<Peers, String> {
-        let mut groups: BTreeMap<String, Vec<Peer>> = BTreeMap::new();
+        let mut places = BTreeMap::new();
         let mut lines = HashMap::new();
         let (mut stated, mut stated_in) = (BTreeMap::new(), HashMap::new());
         for (i, line) in text.lines().enumerate() {
@@ -91,51 +84,62 @@ impl Peers {
                     }
                 }
                 _ => {
-                    let (group, peer) = parse_peer(&words, own).map_err(at)?;
-                    if let Some(before) = lines.insert((group.clone(), peer.address), i + 1) {
-                        return Err(at(format!("{} of group {group} is in line {before} already", peer.address)));
+                    let (group, address, place) = parse_peer(&words, own).map_err(at)?;
+                    if let Some(before) = lines.insert((group.clone(), address), i + 1) {
+                        return Err(at(format!("{address} of group {group} is in line {before} already")));
                     }
-                    groups.entry(group).or_default().push(peer);
+                    places.insert((group, address), place);
                 }
             }
         }
-        let vnis = allocate(stated, groups.keys().map(String::as_str));
-        for (name, peers) in &mut groups {
-            peers.retain(|p| !own.contains(&p.route.host));
-            peers.iter_mut().for_each(|p| p.route.vni = vnis.get(name).copied().unwrap_or_default());
-        }
-        Ok(Peers { groups, vnis })
-    }
-
-    /// How many virtual addresses of other hosts it has.
-    pub fn len(&self) -> usize {
-        self.groups.values().map(Vec::len).sum()
-    }
-
-    /// The number of a group between hosts, if the file has the group.
-    pub fn vni(&self, group: &str) -> Option<u32> {
-        self.vnis.get(group).copied()
+        let vnis = allocate(stated, places.keys().map(|(group, _)| group.as_str()));
+        places.retain(|_, p| !own.contains(&p.host));
+        Ok(Peers { places, vnis })
     }
 
     /// The hosts that are virtual layers.
     pub fn hosts(&self) -> BTreeSet<IpAddr> {
-        self.groups.values().flatten().filter(|p| !p.route.foreign).map(|p| p.route.host).collect()
+        self.places.values().filter(|p| !p.foreign).map(|p| p.host).collect()
     }
 
-    /// Where a group's virtual addresses on other hosts are reached.
-    pub fn routes_of(&self, group: &str) -> Vec<(IpAddr, Route)> {
-        self.groups.get(group).into_iter().flatten().map(|p| (p.address, p.route)).collect()
-    }
-
-    /// Where a group's members are, for the tunnel; foreign peers have no part in it.
-    pub fn members_of(&self, group: &str) -> Members {
-        let mut members = Members::new(group, self.vni(group).unwrap_or_default());
-        for p in self.groups.get(group).into_iter().flatten().filter(|p| !p.route.foreign) {
-            members.hosts.insert(p.route.host);
-            members.places.insert(p.address, p.route.host);
+    /// What is other than it was.
+    pub fn changes(&self, before: &Peers) -> Vec<Change> {
+        let mut changes = Vec::new();
+        for (group, vni) in changed(&before.vnis, &self.vnis) {
+            changes.push(Change::Vni { group: group.clone(), vni });
         }
-        members
+        for ((group, address), place) in changed(&before.places, &self.places) {
+            changes.push(Change::Address { group: group.clone(), address: *address, place });
+            // That of a vRNIC whose first address this is. An address that is another one's second has none.
+            let (mac, host) = (vrnic::mac_of(group, *address), place.filter(|p| !p.foreign).map(|p| p.host));
+            changes.push(Change::Mac { group: group.clone(), mac, host });
+        }
+        changes
     }
+}
+
+/// What is other in `after` than in `before`; what has gone is first.
+fn changed<'a, K: Ord, V: Copy + PartialEq>(
+    before: &'a BTreeMap<K, V>,
+    after: &'a BTreeMap<K, V>,
+) -> impl Iterator<Item = (&'a K, Option<V>)> {
+    let gone = before.keys().filter(|k| !after.contains_key(*k)).map(|k| (k, None));
+    gone.chain(after.iter().filter(|(k, v)| before.get(*k) != Some(v)).map(|(k, v)| (k, Some(*v))))
+}
+
+/// Reads a peers file for a host with these addresses.
+///
+/// # Errors
+/// One line: what is wrong, and where.
+pub(crate) fn read(file: &Path, addresses: &[IpAddr]) -> Result<Peers, String> {
+    let name = file.display();
+    let text = match std::fs::metadata(file) {
+        Ok(m) if m.len() > MAX_BYTES => Err(std::io::Error::other("too long")),
+        Ok(_) => std::fs::read_to_string(file),
+        Err(e) => Err(e),
+    };
+    let text = text.map_err(|e| format!("peers file {name}: {e}"))?;
+    Peers::parse(&text, addresses).map_err(|e| format!("peers file {name}, {e}"))
 }
 
 /// Gives each group a number: those that are stated, 1 to `default`, and to the others the first free ones, by name.
@@ -163,13 +167,10 @@ mod tests {
         let text = "# peers\n10.0.0.2 default 192.168.7.2\n\n192.168.7.9 blue 192.168.7.9 foreign # rxe\n10.0.0.1 default 192.168.7.1\n";
         let peers = Peers::parse(text, &own()).unwrap();
         let ip = |s: &str| s.parse::<IpAddr>().unwrap();
-        let (blue, default) = (peers.routes_of("blue"), peers.routes_of("default"));
-        assert_eq!((blue[0].0, blue[0].1.foreign, blue.len()), (ip("192.168.7.9"), true, 1));
-        assert_eq!((default[0].0, default[0].1.foreign), (ip("10.0.0.2"), false));
-        assert_eq!((default.len(), peers.len()), (1, 2), "this host's own line is left out");
-        let members = peers.members_of("default");
-        assert_eq!(members.places, HashMap::from([(ip("10.0.0.2"), ip("192.168.7.2"))]));
-        assert!(peers.members_of("blue").hosts.is_empty() && peers.routes_of("red").is_empty());
+        let place = |group: &str, address: &str| peers.places.get(&(group.into(), ip(address))).copied();
+        assert_eq!(place("blue", "192.168.7.9"), Some(Place { host: ip("192.168.7.9"), foreign: true }));
+        assert_eq!(place("default", "10.0.0.2"), Some(Place { host: ip("192.168.7.2"), foreign: false }));
+        assert_eq!((place("default", "10.0.0.1"), peers.places.len()), (None, 2), "this host's own line is left out");
         assert_eq!(peers.hosts(), [ip("192.168.7.2")].into());
         for (bad, what) in [
             ("10.0.0.2 default", "line 2: expected"),
@@ -195,7 +196,7 @@ mod tests {
         let text = "10.0.0.2 red 192.168.7.2\n10.0.0.2 blue 192.168.7.2\n10.0.0.1 green 192.168.7.1\n10.0.0.1 x 192.168.7.2\ngroup x vni 2\n";
         let numbers = |own: &str, text: &str| {
             let peers = Peers::parse(text, &[own.parse().unwrap()]).unwrap();
-            ["default", "blue", "green", "red", "x", "y"].map(|g| peers.vni(g))
+            ["default", "blue", "green", "red", "x", "y"].map(|g| peers.vnis.get(g).copied())
         };
         let here = numbers("192.168.7.1", text);
         assert_eq!(here, [Some(1), Some(3), Some(4), Some(5), Some(2), None]);
@@ -204,7 +205,38 @@ mod tests {
             numbers("192.168.7.1", "group blue vni 1\n10.0.0.2 red 192.168.7.2")[..4],
             [Some(2), Some(1), None, Some(3)]
         );
-        let route = Peers::parse(text, &own()).unwrap().routes_of("red")[0].1;
-        assert_eq!(route.vni, 5);
+    }
+
+    #[test]
+    fn only_what_is_other_is_a_change() {
+        let lines =
+            |n: u32| (2..n).map(|i| format!("10.0.{}.{} default 192.168.7.2\n", i >> 8, i & 255)).collect::<String>();
+        let before = Peers::parse(&lines(1000), &own()).unwrap();
+        assert_eq!(before.changes(&Peers::default()).len(), 1 + 2 * 998);
+        assert!(before.changes(&before).is_empty());
+        let text = lines(999).replace("10.0.0.7 default 192.168.7.2", "10.0.0.7 default 192.168.7.3");
+        let after = Peers::parse(&format!("{text}group default vni 9"), &own()).unwrap();
+        let changes = after.changes(&before);
+        let ip = |s: &str| s.parse::<IpAddr>().unwrap();
+        let address = |address: &str, host: Option<&str>| Change::Address {
+            group: "default".into(),
+            address: ip(address),
+            place: host.map(|h| Place { host: ip(h), foreign: false }),
+        };
+        let mac = |address: &str, host: Option<&str>| Change::Mac {
+            group: "default".into(),
+            mac: vrnic::mac_of("default", ip(address)),
+            host: host.map(ip),
+        };
+        let expected = [
+            Change::Vni { group: "default".into(), vni: Some(9) },
+            address("10.0.3.231", None),
+            mac("10.0.3.231", None),
+            address("10.0.0.7", Some("192.168.7.3")),
+            mac("10.0.0.7", Some("192.168.7.3")),
+        ];
+        assert!(expected.iter().all(|e| changes.contains(e)), "{changes:?}");
+        // A number is in each route, but is one change here.
+        assert_eq!(changes.len(), expected.len(), "{changes:?}");
     }
 }

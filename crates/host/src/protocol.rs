@@ -12,13 +12,13 @@ use unirdma_rnic::{Limits, Share, WireDrops};
 
 use crate::confine::{self, InForce};
 use crate::engine::EngineConfig;
-use crate::network::{Enrolment, Plan};
+use crate::network::{Changes, Enrolment, Plan};
 use crate::port::PortCounters;
 use crate::tunnel::TunnelDrops;
-use crate::vrnic::{IpNet, SetHeld, VrnicInfo};
+use crate::vrnic::{Hardware, IpNet, SetHeld, VrnicInfo};
 
 /// Version of these messages.
-pub(crate) const VERSION: u32 = 2;
+pub(crate) const VERSION: u32 = 3;
 
 /// What a worker is, from its beginning on.
 #[derive(Clone, Debug, Serialize, Deserialize)]
@@ -39,6 +39,7 @@ pub(crate) struct Begin {
 pub(crate) struct NewVrnic {
     pub name: String,
     pub ips: Vec<IpNet>,
+    pub hardware: Hardware,
     pub limits: Limits,
     pub share: Share,
     pub held: SetHeld,
@@ -107,8 +108,10 @@ pub(crate) enum Call {
         id: u64,
     },
     Status,
-    /// Where peers are now.
+    /// Where peers are.
     Plan(Plan),
+    /// What is other than that.
+    Changes(Changes),
     /// Lets it hear these IP multicast groups, by a socket for each that comes along.
     Hear {
         groups: Vec<IpAddr>,

@@ -24,15 +24,15 @@ use std::time::{Duration, Instant};
 
 use rustix::event::epoll;
 use unirdma_device::lock;
-use unirdma_formats::Mac;
 
 use crate::admin::{self, Response};
 use crate::confine::{self, Cgroups, InForce, USUAL_GROUP_WEIGHT};
 use crate::engine::EngineConfig;
 use crate::keeper::Keeper;
-use crate::network::Network;
+use crate::network::{Network, Tidings};
 use crate::protocol::{Begin, Call, MAX_NOTICE, Notice};
-use crate::vrnic::{IpNet, mac_of};
+use crate::source::Bulletin;
+use crate::vrnic::{Hardware, IpNet};
 use crate::{DEFAULT_GROUP, HostConfig, Isolation, WireConfig, fdpass, vrnic_dir};
 use group::{Around, Group, Inner, KeptGroup, Member};
 use heritage::Heritage;
@@ -65,7 +65,7 @@ struct Names {
 /// A vRNIC among all.
 struct Named {
     group: String,
-    mac: Mac,
+    hardware: Hardware,
     ips: Vec<IpNet>,
 }
 
@@ -75,6 +75,8 @@ pub(crate) struct Supervisor {
     around: Arc<Around>,
     /// How the supervisor is confined.
     in_force: InForce,
+    /// Where the control centre's peers come from.
+    bulletin: Bulletin,
     names: Mutex<Names>,
     /// `None` while workers are threads, or there is no keeper for the moment.
     keeper: Mutex<Option<Keeper>>,
@@ -110,7 +112,8 @@ impl Supervisor {
                 (Some(plan), confine::confine_supervisor(needs))
             }
         };
-        let (heritage, network) = Heritage::network(heritage, config.wire.as_ref(), &config.dir)?;
+        let bulletin = Bulletin::default();
+        let (heritage, network) = Heritage::network(heritage, config.wire.as_ref(), &config.dir, &bulletin)?;
         let around = Around {
             isolation: config.isolation,
             confinement,
@@ -125,6 +128,7 @@ impl Supervisor {
         let s = Supervisor {
             around: Arc::new(around),
             in_force,
+            bulletin,
             dir: config.dir.clone(),
             engine: config.engine.clone(),
             names: Mutex::new(Names {
@@ -213,13 +217,18 @@ impl Supervisor {
         }
     }
 
-    /// Tells all workers where their peers are.
-    fn tell_plans(&self) {
-        for group in self.groups() {
+    /// Tells the workers what they do not know yet of their peers.
+    fn tell_workers(&self) {
+        let Some(n) = &self.around.network else { return };
+        for group in self.groups().into_iter().filter(|g| lock(n).has_tidings(&g.name)) {
             let mut inner = group.lock();
-            if let Some(plan) = group.plan() {
-                let _ = group.call(&mut inner, &Call::Plan(plan), &[]);
-            }
+            let call = match lock(n).tidings(&group.name) {
+                Some(Tidings::Plan(plan)) => Call::Plan(plan),
+                Some(Tidings::Changes(changes)) => Call::Changes(changes),
+                None => continue,
+            };
+            // A worker that does not take it is ended, and the next one is told everything.
+            let _ = group.call(&mut inner, &call, &[]);
         }
     }
 
@@ -385,7 +394,7 @@ impl Supervisor {
 
     fn on_network(self: &Arc<Self>) {
         if self.around.network.as_ref().is_some_and(|n| lock(n).on_event()) {
-            self.apart("plans", |s| s.tell_plans());
+            self.apart("tidings", |s| s.tell_workers());
         }
     }
 

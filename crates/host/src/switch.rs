@@ -20,6 +20,7 @@ use unirdma_formats::frame::Claims;
 use crate::confine::{self, Kind};
 use crate::engine::Engine;
 use crate::guard::Guard;
+use crate::network::Changes;
 use crate::pulse::Pulse;
 use crate::tunnel::{Members, Tunnel, TunnelDrops, Tunneled};
 
@@ -265,13 +266,20 @@ impl Switch {
             t.set_plan(group, members, agreed);
         }
     }
+
+    /// Tells the tunnel what is other than that.
+    pub fn change_plan(&self, group: u32, changes: &Changes) {
+        if let Some(t) = &self.tunnel {
+            t.change_plan(group, changes);
+        }
+    }
 }
 
 #[cfg(test)]
 mod tests {
     use super::*;
     use crate::engine::EngineConfig;
-    use crate::vrnic::{IpNet, mac_of};
+    use crate::vrnic::{Hardware, IpNet};
     use rustix::net::{AddressFamily, SocketFlags, SocketType, socketpair};
     use std::time::Duration;
     use unirdma_formats::Mac;
@@ -282,7 +290,7 @@ mod tests {
             socketpair(AddressFamily::UNIX, SocketType::SEQPACKET, SocketFlags::CLOEXEC, None).unwrap();
         rustix::fs::fcntl_setfl(&ours, rustix::fs::OFlags::NONBLOCK).unwrap();
         let ips: [IpNet; 1] = [address.parse().unwrap()];
-        let guard = Arc::new(Guard::new(mac_of(&ips, 0), &ips, false));
+        let guard = Arc::new(Guard::new(Hardware::derived("default", &ips).mac, &ips, false));
         s.add(id, theirs, 0, guard.clone(), true).unwrap();
         (ours, guard)
     }

@@ -7,7 +7,7 @@
 mod learned;
 
 use std::collections::{BTreeSet, HashMap};
-use std::net::{IpAddr, Ipv4Addr, SocketAddr, UdpSocket};
+use std::net::{IpAddr, SocketAddr, UdpSocket};
 use std::sync::{Arc, Mutex};
 use std::time::Instant;
 
@@ -17,7 +17,7 @@ use unirdma_formats::frame::Claims;
 use unirdma_formats::net::{ETH_BYTES, VXLAN_BYTES, VXLAN_PORT, vxlan};
 use unirdma_rnic::DATAGRAM_MAC;
 
-use crate::network::Disagreement;
+use crate::network::{Changes, Disagreement};
 use learned::Learned;
 
 /// Bytes that a tunnel adds to a frame over IPv6; over IPv4 it is 20 less.
@@ -31,6 +31,23 @@ pub(crate) struct Members {
     pub hosts: BTreeSet<IpAddr>,
     /// The host of each virtual address.
     pub places: HashMap<IpAddr, IpAddr>,
+    /// The host of each Ethernet address of a vRNIC that is known.
+    #[serde(with = "pairs")]
+    pub macs: HashMap<[u8; 6], IpAddr>,
+}
+
+/// A table as a list, since names of JSON are text.
+mod pairs {
+    use super::{HashMap, IpAddr};
+    use serde::{Deserialize, Deserializer, Serializer};
+
+    pub fn serialize<S: Serializer>(macs: &HashMap<[u8; 6], IpAddr>, s: S) -> Result<S::Ok, S::Error> {
+        s.collect_seq(macs)
+    }
+
+    pub fn deserialize<'de, D: Deserializer<'de>>(d: D) -> Result<HashMap<[u8; 6], IpAddr>, D::Error> {
+        Ok(Vec::deserialize(d)?.into_iter().collect())
+    }
 }
 
 impl Members {
@@ -142,6 +159,44 @@ impl Tunnel {
         s.by_vni = s.groups.iter().map(|(&g, j)| (j.members.vni, g)).collect();
     }
 
+    /// Changes what is known of a group.
+    pub fn change_plan(&self, group: u32, changes: &Changes) {
+        let mut s = lock(&self.state);
+        let State { groups, by_vni, learned, .. } = &mut *s;
+        let joined = groups
+            .entry(group)
+            .or_insert_with(|| Joined { members: Members::new(&changes.group, changes.vni), agreed: BTreeSet::new() });
+        by_vni.insert(changes.vni, group);
+        let members = &mut joined.members;
+        for (address, route) in &changes.addresses {
+            match route.filter(|r| !r.foreign) {
+                Some(r) => members.places.insert(*address, r.host),
+                None => members.places.remove(address),
+            };
+        }
+        for (mac, host) in &changes.macs {
+            match host {
+                Some(host) => members.macs.insert(*mac, *host),
+                None => members.macs.remove(mac),
+            };
+            learned.forget(group, *mac);
+        }
+        for (host, agrees) in &changes.hosts {
+            match agrees {
+                Some(_) => members.hosts.insert(*host),
+                None => members.hosts.remove(host),
+            };
+            match agrees {
+                Some(true) => joined.agreed.insert(*host),
+                _ => joined.agreed.remove(host),
+            };
+        }
+        if members.hosts.is_empty() {
+            groups.remove(&group);
+            by_vni.remove(&changes.vni);
+        }
+    }
+
     /// What was dropped.
     pub fn drops(&self) -> TunnelDrops {
         lock(&self.state).drops
@@ -161,7 +216,7 @@ impl Tunnel {
         let mut packet = Vec::with_capacity(VXLAN_BYTES + frame.len());
         packet.extend_from_slice(&vxlan(members.vni));
         packet.extend_from_slice(frame);
-        match s.learned.host(group, dst) {
+        match members.macs.get(&dst).copied().or_else(|| s.learned.host(group, dst)) {
             Some(host) => self.send_to(&packet, host),
             None => members.hosts.iter().for_each(|&h| self.send_to(&packet, h)),
         }
@@ -208,7 +263,8 @@ fn take<'a>(
     }
     let mut src = [0; 6];
     src.copy_from_slice(&frame[6..12]);
-    if members.is_elsewhere(src, frame, from) || !learned.note(group, src, from, Instant::now()) {
+    let known = members.macs.contains_key(&src);
+    if members.is_elsewhere(src, frame, from) || !known && !learned.note(group, src, from, Instant::now()) {
         return Err(|d| &mut d.address);
     }
     Ok(Tunneled::Frame { group, frame })
@@ -222,9 +278,8 @@ impl Members {
     /// address is not: a router may have sent it on.
     fn is_elsewhere(&self, src: [u8; 6], frame: &[u8], from: IpAddr) -> bool {
         let elsewhere = |a: IpAddr| self.places.get(&a).is_some_and(|&host| host != from);
-        // A vRNIC's MAC has its IPv4 address in it.
-        let own = if let [2, _, a, b, c, d] = src { Some(Ipv4Addr::from([a, b, c, d])) } else { None };
+        let stolen = self.macs.get(&src).is_some_and(|&host| host != from);
         let told = Claims::read(frame).ok().and_then(|c| c.located);
-        src[0] & 1 != 0 || own.is_some_and(|a| elsewhere(a.into())) || told.is_some_and(elsewhere)
+        src[0] & 1 != 0 || stolen || told.is_some_and(elsewhere)
     }
 }

@@ -70,7 +70,7 @@ impl TestHost {
         std::fs::write(&file, peers).expect("peers file");
         let wire = WireConfig {
             addresses: vec![address],
-            peers: file,
+            peers: Some(file),
             mtu: None,
             congestion_control: true,
             icrc: true,

@@ -7,6 +7,7 @@ use crate::protocol::{Answer, Call, NewVrnic, WorkerStatus};
 use crate::vrnic::{self, AddVrnic, SetHeld, SetShare, VrnicInfo};
 use group::{Capturing, Worker};
 use std::time::Duration;
+use unirdma_formats::Guid;
 use unirdma_rnic::{Limits, Share};
 
 /// A worker says once a second that a thread of it is stuck.
@@ -150,7 +151,7 @@ impl Supervisor {
     fn add_vrnic(&self, add: &AddVrnic) -> Reply {
         vrnic::check_name("vRNIC", &add.name)?;
         let share = add.share.apply(Share::default())?;
-        let (group, ips) = self.reserve(add)?;
+        let (group, ips, hardware) = self.reserve(add)?;
         let d = Limits::default();
         let limits = Limits {
             max_qp: add.max_qp.unwrap_or(d.max_qp),
@@ -161,7 +162,8 @@ impl Supervisor {
             ..d
         };
         let name = add.name.clone();
-        let new = NewVrnic { name, ips, limits, share, held: add.held, allow_spoof: add.allow_spoof, up: true };
+        let new =
+            NewVrnic { name, ips, hardware, limits, share, held: add.held, allow_spoof: add.allow_spoof, up: true };
         let made = self.make_vrnic(&group, new);
         if made.is_err() {
             self.names().vrnics.remove(&add.name);
@@ -172,7 +174,7 @@ impl Supervisor {
     }
 
     /// Takes a name and addresses for a vRNIC to be.
-    fn reserve(&self, add: &AddVrnic) -> Result<(Arc<Group>, Vec<IpNet>), String> {
+    fn reserve(&self, add: &AddVrnic) -> Result<(Arc<Group>, Vec<IpNet>, Hardware), String> {
         let mut names = self.names();
         if names.vrnics.contains_key(&add.name) {
             return Err(format!(
@@ -189,13 +191,13 @@ impl Supervisor {
             ));
         };
         let ips = names.choose_ips(add, &group.name)?;
-        let mac = vrnic::mac_of(&ips, group.id);
-        let mut members = names.vrnics.iter().filter(|(_, v)| v.group == group.name);
-        if let Some((n, _)) = members.find(|(_, v)| v.mac == mac) {
+        let hardware = Hardware::derived(&group.name, &ips);
+        let mac = hardware.mac;
+        if let Some((n, _)) = names.vrnics.iter().find(|(_, v)| v.hardware.mac == mac) {
             return Err(format!("the virtual MAC {mac} of these addresses is that of vRNIC {n}; choose another --ip"));
         }
-        names.vrnics.insert(add.name.clone(), Named { group: group.name.clone(), mac, ips: ips.clone() });
-        Ok((group, ips))
+        names.vrnics.insert(add.name.clone(), Named { group: group.name.clone(), hardware, ips: ips.clone() });
+        Ok((group, ips, hardware))
     }
 
     fn make_vrnic(&self, group: &Group, new: NewVrnic) -> Result<(), String> {
@@ -428,13 +430,13 @@ impl Supervisor {
 
     /// Adds to what a worker says of a vRNIC what is known here.
     fn complete(&self, told: VrnicInfo, group: &Group, m: &Member) -> VrnicInfo {
-        let mac = vrnic::mac_of(&m.new.ips, group.id);
+        let Hardware { mac, guid } = m.new.hardware;
         VrnicInfo {
             name: m.new.name.clone(),
             group: group.name.clone(),
             ips: m.new.ips.clone(),
             mac: mac.to_string(),
-            guid: mac.guid().to_string(),
+            guid: Guid(guid).to_string(),
             mtu: self.around.network.as_ref().map_or(vrnic::NET_MTU, |n| lock(n).net_mtu()),
             dir: vrnic_dir(&self.dir, &m.new.name).display().to_string(),
             attached: m.attached.is_some(),
