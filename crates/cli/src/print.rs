@@ -217,6 +217,7 @@ fn status(s: &StatusInfo) -> String {
         text += &format!("\nlock of the RNIC: held {p50:.1} us (p50), {p999:.1} us (p99.9), {worst:.1} us (worst)");
     }
     text += &format!("\n{}", workers(s));
+    text += &s.centre.as_ref().map(centre).unwrap_or_default();
     if let Some(w) = &s.wire {
         let own: Vec<String> = w.addresses.iter().map(ToString::to_string).collect();
         let (p, d) = (&w.port, &w.drops);
@@ -242,6 +243,18 @@ fn status(s: &StatusInfo) -> String {
         );
         text += &tunnel(w);
     }
+    text
+}
+
+/// What there is to know of the control centre.
+fn centre(c: &CentreInfo) -> String {
+    let how = match c.connected {
+        true => format!("connected for {} s", c.seconds),
+        false => format!("away for {} s ({})", c.seconds, c.why),
+    };
+    let mut text =
+        format!("\ncontrol centre: {}, {how}; host {}, revision {} in force", c.url, c.host, c.revision);
+    c.problems.iter().for_each(|p| text += &format!("\n  not in force: {p}"));
     text
 }
 

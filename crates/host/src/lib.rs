@@ -6,6 +6,7 @@
 //! It must never let one vRNIC's frontend block another's, nor one group's worker that of another group.
 
 pub mod admin;
+mod centre;
 mod clerk;
 pub mod confine;
 mod engine;
@@ -39,6 +40,7 @@ use std::path::{Path, PathBuf};
 use std::time::Duration;
 
 pub use admin::Client;
+pub use centre::{CentreConfig, CentreInfo, default_state};
 pub use engine::{EngineConfig, Polling};
 pub use guard::FrameDrops;
 pub use keeper::keep;
@@ -59,6 +61,8 @@ pub struct HostConfig {
     pub engine: EngineConfig,
     /// The network; `None`: no other hosts.
     pub wire: Option<WireConfig>,
+    /// The control centre; `None`: this host is of no fleet.
+    pub centre: Option<CentreConfig>,
     /// What keeps groups apart.
     pub isolation: Isolation,
     /// The user that workers run as if this is root; `None`: `unirdma` if there is one, else `nobody`.
@@ -199,9 +203,11 @@ pub fn serve(config: &HostConfig, stop: std::os::fd::BorrowedFd<'_>, ready: impl
     if !config.wire.as_ref().is_some_and(|w| w.firewall) {
         firewall::remove_stale(dir);
     }
+    let identity = config.centre.as_ref().map(centre::Identity::load_or_join).transpose()?;
     let supervisor = supervisor::Supervisor::open(config)?;
     let admin = admin::listen(&dir.join(ADMIN_SOCKET));
     let result = admin.and_then(|admin| {
+        identity.map(|i| supervisor.join(i)).transpose()?;
         ready();
         supervisor.run(stop, &admin)
     });

@@ -6,6 +6,7 @@
 //! (`Supervisor::keeper`) or that of the network (`Around::network`), never both; and that of the names ([`Supervisor::names`]), which
 //! is held for moments. Nobody holds the locks of two groups.
 
+mod fleet;
 mod group;
 mod heritage;
 mod manage;
@@ -19,13 +20,16 @@ use std::os::unix::fs::{DirBuilderExt, PermissionsExt};
 use std::os::unix::net::UnixListener;
 use std::path::{Path, PathBuf};
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
-use std::sync::{Arc, Mutex, MutexGuard};
+use std::sync::{Arc, Mutex, MutexGuard, OnceLock};
 use std::time::{Duration, Instant};
 
 use rustix::event::epoll;
 use unirdma_device::lock;
+use unirdma_formats::Mac;
+use unirdma_rnic::Share;
 
 use crate::admin::{self, Response};
+use crate::centre::{self, Centre, Identity, Neighbours};
 use crate::confine::{self, Cgroups, InForce, USUAL_GROUP_WEIGHT};
 use crate::engine::EngineConfig;
 use crate::keeper::Keeper;
@@ -77,6 +81,13 @@ pub(crate) struct Supervisor {
     in_force: InForce,
     /// Where the control centre's peers come from.
     bulletin: Bulletin,
+    neighbours: Mutex<Neighbours>,
+    /// `None`: this host is of no fleet.
+    centre: OnceLock<Arc<Centre>>,
+    /// Weights of the centre's groups, for those that have no worker yet.
+    weights: Mutex<BTreeMap<String, u32>>,
+    /// vRNICs whose removal an administrator has asked for, although programs use them.
+    forced: Mutex<BTreeSet<String>>,
     names: Mutex<Names>,
     /// `None` while workers are threads, or there is no keeper for the moment.
     keeper: Mutex<Option<Keeper>>,
@@ -129,6 +140,10 @@ impl Supervisor {
             around: Arc::new(around),
             in_force,
             bulletin,
+            neighbours: Mutex::new(Neighbours::new(config.wire.as_ref().map_or(&[], |w| &w.addresses))),
+            centre: OnceLock::new(),
+            weights: Mutex::default(),
+            forced: Mutex::default(),
             dir: config.dir.clone(),
             engine: config.engine.clone(),
             names: Mutex::new(Names {
@@ -170,6 +185,17 @@ impl Supervisor {
         if !self.names().groups.contains_key(DEFAULT_GROUP) {
             self.add_group(DEFAULT_GROUP, 0, USUAL_GROUP_WEIGHT).map_err(io::Error::other)?;
         }
+        Ok(())
+    }
+
+    /// Puts in force what the control centre has said before, and begins to speak with it.
+    ///
+    /// # Errors
+    /// One line: what was kept cannot be read.
+    pub fn join(self: &Arc<Self>, identity: Identity) -> io::Result<()> {
+        let addresses = self.around.network.as_ref().map(|n| lock(n).addresses().to_vec()).unwrap_or_default();
+        let centre = centre::start(identity, addresses.iter().map(ToString::to_string).collect(), self)?;
+        let _ = self.centre.set(centre);
         Ok(())
     }
 
@@ -314,6 +340,9 @@ impl Supervisor {
     /// Ends all workers.
     pub fn end(&self) {
         self.stopping.store(true, Ordering::SeqCst);
+        if let Some(c) = self.centre.get() {
+            c.stop();
+        }
         // Without the lock at first, which somebody may hold who waits for a worker.
         self.groups().iter().for_each(|g| g.kill());
         self.groups().iter().for_each(|g| g.end());

@@ -71,6 +71,21 @@ pub struct AddVrnic {
     pub held: SetHeld,
 }
 
+impl AddVrnic {
+    /// How many objects it may have.
+    pub(crate) fn limits(&self) -> Limits {
+        let d = Limits::default();
+        Limits {
+            max_qp: self.max_qp.unwrap_or(d.max_qp),
+            max_cq: self.max_cq.unwrap_or(d.max_cq),
+            max_mr: self.max_mr.unwrap_or(d.max_mr),
+            max_mr_bytes: self.max_mr_bytes.unwrap_or(d.max_mr_bytes),
+            max_sessions: self.max_sessions.unwrap_or(d.max_sessions),
+            ..d
+        }
+    }
+}
+
 /// What a vRNIC may make the virtual layer hold, as far as it is to be other than it is: at most half of what the others leave.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(default)]

@@ -87,6 +87,7 @@ impl TestHost {
             dir: dir.clone(),
             engine: EngineConfig { seed: engine.seed.or(Some(7)), ..engine },
             wire,
+            centre: None,
             isolation: Isolation::Threads,
             user: None,
         };
