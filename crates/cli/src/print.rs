@@ -2,7 +2,7 @@
 
 use std::io::{self, Write};
 
-use unirdma_host::VrnicInfo;
+use unirdma_host::{CentreInfo, VrnicInfo};
 use unirdma_host::admin::{Response, StatusInfo, WireInfo};
 use unirdma_host::confine::USUAL_GROUP_WEIGHT;
 
