@@ -8,7 +8,8 @@ use std::path::PathBuf;
 
 use clap::Args;
 use unirdma_host::{
-    Alone, CentreConfig, EngineConfig, HostConfig, Isolation, Polling, WireConfig, default_state, firewall_rules, keep, serve, work,
+    Alone, CentreConfig, EngineConfig, HostConfig, Isolation, Polling, WireConfig, default_state, firewall_rules, keep,
+    serve, work,
 };
 
 pub(crate) const EXAMPLES: &str = "Examples:

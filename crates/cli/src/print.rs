@@ -2,9 +2,9 @@
 
 use std::io::{self, Write};
 
-use unirdma_host::{CentreInfo, VrnicInfo};
 use unirdma_host::admin::{Response, StatusInfo, WireInfo};
 use unirdma_host::confine::USUAL_GROUP_WEIGHT;
+use unirdma_host::{CentreInfo, VrnicInfo};
 
 use crate::units;
 
@@ -252,8 +252,7 @@ fn centre(c: &CentreInfo) -> String {
         true => format!("connected for {} s", c.seconds),
         false => format!("away for {} s ({})", c.seconds, c.why),
     };
-    let mut text =
-        format!("\ncontrol centre: {}, {how}; host {}, revision {} in force", c.url, c.host, c.revision);
+    let mut text = format!("\ncontrol centre: {}, {how}; host {}, revision {} in force", c.url, c.host, c.revision);
     c.problems.iter().for_each(|p| text += &format!("\n  not in force: {p}"));
     text
 }

@@ -24,8 +24,8 @@ use unirdma_device::lock;
 use unirdma_fleet::agent::Status;
 use unirdma_fleet::v1;
 
-pub use identity::default_state;
 pub(crate) use identity::Identity;
+pub use identity::default_state;
 pub(crate) use neighbours::Neighbours;
 pub(crate) use talk::start;
 

@@ -14,9 +14,7 @@ use tokio_rustls::rustls::client::danger::{HandshakeSignatureValid, ServerCertVe
 use tokio_rustls::rustls::crypto::{CryptoProvider, WebPkiSupportedAlgorithms, ring};
 use tokio_rustls::rustls::pki_types::pem::PemObject;
 use tokio_rustls::rustls::pki_types::{CertificateDer, PrivateKeyDer, ServerName, UnixTime};
-use tokio_rustls::rustls::{
-    self, ClientConfig, DigitallySignedStruct, RootCertStore, SignatureScheme, version::TLS13,
-};
+use tokio_rustls::rustls::{self, ClientConfig, DigitallySignedStruct, RootCertStore, SignatureScheme, version::TLS13};
 use tonic::transport::{Channel, Endpoint};
 
 /// How long a connection may take to make, and a call to be answered.

@@ -50,7 +50,11 @@ impl Identity {
     pub fn load_or_join(c: &CentreConfig) -> io::Result<Identity> {
         let url = Url::parse(&c.url).map_err(|e| io::Error::new(io::ErrorKind::InvalidInput, e))?;
         let dir = &c.state;
-        std::fs::DirBuilder::new().recursive(true).mode(0o700).create(dir).map_err(crate::context("cannot create", dir))?;
+        std::fs::DirBuilder::new()
+            .recursive(true)
+            .mode(0o700)
+            .create(dir)
+            .map_err(crate::context("cannot create", dir))?;
         let Some(about) = read(dir, ABOUT)? else { return join(c, url) };
         let about: About = serde_json::from_str(&about).map_err(|e| damaged(dir, ABOUT, &e.to_string()))?;
         if let Some(name) = c.name.as_ref().filter(|n| **n != about.name) {
@@ -125,7 +129,9 @@ fn join(c: &CentreConfig, url: Url) -> io::Result<Identity> {
         false => Trust::None,
         true => {
             let pin = token.rsplit('.').next().and_then(dial::fingerprint);
-            Trust::pinned(pin.ok_or_else(|| wrong("the token of --join is not whole: it ends in `.` and 64 digits".into()))?)
+            Trust::pinned(
+                pin.ok_or_else(|| wrong("the token of --join is not whole: it ends in `.` and 64 digits".into()))?,
+            )
         }
     };
     let key = rcgen::KeyPair::generate().map_err(io::Error::other)?;

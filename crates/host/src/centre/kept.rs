@@ -107,7 +107,8 @@ fn parse(bytes: &[u8]) -> (Vec<Update>, usize) {
         let [a, b, c, d, e, f, g, h] = *head;
         let (length, crc) = (u32::from_le_bytes([a, b, c, d]), u32::from_le_bytes([e, f, g, h]));
         let Some((message, after)) = after.split_at_checked(length as usize) else { break };
-        let Some(update) = Some(message).filter(|m| crc32fast::hash(m) == crc).and_then(|m| Update::decode(m).ok()) else {
+        let Some(update) = Some(message).filter(|m| crc32fast::hash(m) == crc).and_then(|m| Update::decode(m).ok())
+        else {
             break;
         };
         updates.push(update);
@@ -173,7 +174,10 @@ mod tests {
         assert!((SLACK / 2..2 * SLACK).contains(&longest), "{longest}");
         kept.file = Some(File::options().write(true).open("/dev/full").unwrap());
         let e = kept.add(&update(3, false), || update(3, true)).unwrap_err().to_string();
-        assert!(e.starts_with("what the control centre says cannot be kept: cannot write") && e.contains("No space"), "{e}");
+        assert!(
+            e.starts_with("what the control centre says cannot be kept: cannot write") && e.contains("No space"),
+            "{e}"
+        );
         kept.add(&update(4, false), || update(4, true)).unwrap();
         assert_eq!(Kept::open(&dir).unwrap().1, [update(4, true)]);
         std::fs::remove_dir_all(dir).unwrap();

@@ -31,7 +31,8 @@ const HOST_NAME: &str = "unirdma-host";
 
 /// What happens.
 enum Event {
-    Dialled(Result<Channel, String>),
+    /// With the vRNICs that were made without the centre.
+    Dialled(Result<Channel, String>, Vec<v1::Vrnic>),
     /// Of the connection with this number.
     Said(u64, v1::ToHost),
     Ended(u64, String),
@@ -66,7 +67,11 @@ struct Talker {
 ///
 /// # Errors
 /// One line: what was kept cannot be read, or no thread can be started.
-pub(crate) fn start(identity: Identity, addresses: Vec<String>, supervisor: &Arc<Supervisor>) -> io::Result<Arc<Centre>> {
+pub(crate) fn start(
+    identity: Identity,
+    addresses: Vec<String>,
+    supervisor: &Arc<Supervisor>,
+) -> io::Result<Arc<Centre>> {
     let (kept, updates) = Kept::open(&identity.state)?;
     let config = Config {
         version: env!("CARGO_PKG_VERSION").into(),
@@ -153,8 +158,8 @@ impl Talker {
     fn on_event(&mut self, event: Event) {
         let now = self.now();
         match event {
-            Event::Dialled(Ok(channel)) => {
-                self.supervisor.announce(|own| self.agent.set_own(own));
+            Event::Dialled(Ok(channel), own) => {
+                self.agent.set_own(own);
                 self.agent.connected(now, clock_ms());
                 self.connection += 1;
                 let (out, messages) = mpsc::unbounded_channel();
@@ -162,7 +167,7 @@ impl Talker {
                 let task = tokio::spawn(listen(self.connection, channel, messages, name, self.events.clone()));
                 self.open = Some(Open { out, task });
             }
-            Event::Dialled(Err(why)) => self.agent.disconnected(now, why),
+            Event::Dialled(Err(why), _) => self.agent.disconnected(now, why),
             Event::Said(connection, message) => {
                 if connection == self.connection && self.open.is_some() {
                     if let Some(to_host::Message::Alive(a)) = &message.message {
@@ -197,8 +202,11 @@ impl Talker {
         }
         if self.agent.poll_connect(now) {
             let (url, trust, events) = (self.identity.url.clone(), self.identity.trust.clone(), self.events.clone());
+            let supervisor = self.supervisor.clone();
             tokio::spawn(async move {
-                let _ = events.send(Event::Dialled(dial::channel(&url, &trust).await)).await;
+                let channel = dial::channel(&url, &trust).await;
+                let own = tokio::task::spawn_blocking(move || supervisor.strangers()).await.unwrap_or_default();
+                let _ = events.send(Event::Dialled(channel, own)).await;
             });
         }
         while let Some(record) = self.agent.poll_record() {

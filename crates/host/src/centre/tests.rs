@@ -287,7 +287,10 @@ fn a_host_joins_once_and_goes_on_without_its_centre() {
     for (token, why) in [
         (None, "this host has not joined the fleet of https://127.0.0.1"),
         (Some("half"), "the token of --join is not whole"),
-        (Some(&*format!("{TOKEN}.{}", "00".repeat(32))), "its certificates are not of the authority that the token names"),
+        (
+            Some(&*format!("{TOKEN}.{}", "00".repeat(32))),
+            "its certificates are not of the authority that the token names",
+        ),
         (Some(&*format!("old.{}", authority.pin())), "the token has expired"),
     ] {
         let said = TestHost::refusal(&config(token));
@@ -295,7 +298,10 @@ fn a_host_joins_once_and_goes_on_without_its_centre() {
     }
     let host = TestHost::start(config(Some(&token)));
     let (attached, hello) = centre.attached();
-    assert_eq!((attached.host.as_str(), hello.revision, &*hello.addresses), ("certified", 0, &["127.0.60.1".into()][..]));
+    assert_eq!(
+        (attached.host.as_str(), hello.revision, &*hello.addresses),
+        ("certified", 0, &["127.0.60.1".into()][..])
+    );
     let mut a = vrnic("a", 1, false);
     a.share = Some(v1::Share { weight: Some(300), rate: Some(100_000_000), ..v1::Share::default() });
     let all = vec![Item::Vrnic(a.clone()), group(200), place("h2", "127.0.60.2"), peer("b", "h2", 2)];
@@ -351,7 +357,9 @@ fn a_host_joins_once_and_goes_on_without_its_centre() {
     while host.status().centre.unwrap().problems.is_empty() {
         assert!(Instant::now() < limit);
     }
-    assert!(host.status().centre.unwrap().problems[0].ends_with("ahead of the control centre's; set one of them right"));
+    assert!(
+        host.status().centre.unwrap().problems[0].ends_with("ahead of the control centre's; set one of them right")
+    );
     // The centre dies.
     let address = centre.address.to_string();
     drop((attached, centre));
@@ -427,7 +435,13 @@ fn a_host_without_an_address_of_our_family_is_not_reached() {
     let mut n = Neighbours::new(&own);
     let place = v1::Place { host: "h2".into(), addresses: vec!["fd00::1".into()] };
     n.set_place("h2", Some(&place));
-    let peer = v1::Peer { name: "b".into(), group: "blue".into(), host: "h2".into(), ips: vec!["10.0.0.2".into()], ..v1::Peer::default() };
+    let peer = v1::Peer {
+        name: "b".into(),
+        group: "blue".into(),
+        host: "h2".into(),
+        ips: vec!["10.0.0.2".into()],
+        ..v1::Peer::default()
+    };
     let changes = n.set_peer("b", Some(&peer));
     assert!(matches!(&changes[..], [crate::source::Change::Address { place: None, .. }]), "{changes:?}");
 }

@@ -52,7 +52,8 @@ impl Supervisor {
                     self.settle_vrnic(v)
                 }
                 (Key::Vrnic(name), _) => self.drop_vrnic(name, w.force),
-                (Key::Rule(_) | Key::Secret(..), _) => Ok(()),
+                (Key::Rule(name), item) => unsupported(item.is_some(), &format!("rule {name}")),
+                (Key::Secret(group, ..), item) => unsupported(item.is_some(), &format!("the secret of group {group}")),
             };
             if let Err(e) = done {
                 failed.insert(w.key.clone(), e);
@@ -102,8 +103,9 @@ impl Supervisor {
         let Some((group_now, hardware_now, ips)) = now else { return self.make_of_fleet(&add, hardware, !v.down) };
         let limits_now = self.member_of(&v.name, |m| m.new.limits)?;
         if (&group_now, hardware_now, limits_now) != (&group, hardware, add.limits()) {
-            self.drop_vrnic(&v.name, false)
-                .map_err(|e| format!("vRNIC {} is to be made anew, as its group, MAC or limits are others: {e}", v.name))?;
+            self.drop_vrnic(&v.name, false).map_err(|e| {
+                format!("vRNIC {} is to be made anew, as its group, MAC or limits are others: {e}", v.name)
+            })?;
             return self.make_of_fleet(&add, hardware, !v.down);
         }
         for ip in add.ips.iter().filter(|ip| !ips.iter().any(|o| vrnic::same_address(o, ip))) {
@@ -155,10 +157,10 @@ impl Supervisor {
     }
 
     /// vRNICs that were made without the centre, for it to know. It takes into the fleet what it wants.
-    pub fn announce(&self, f: impl FnOnce(Vec<v1::Vrnic>)) {
-        let Some(centre) = self.centre() else { return f(Vec::new()) };
+    pub fn strangers(&self) -> Vec<v1::Vrnic> {
+        let Some(centre) = self.centre() else { return Vec::new() };
         let names: Vec<String> = self.names().vrnics.keys().filter(|n| centre.vrnic(n).is_none()).cloned().collect();
-        f(names.iter().filter_map(|name| self.write(name).ok()).collect());
+        names.iter().filter_map(|name| self.write(name).ok()).collect()
     }
 
     /// A vRNIC of this host as the centre would have it.
@@ -215,7 +217,8 @@ impl Supervisor {
             .into_iter()
             .map(|(gid, qps)| {
                 let address = gid.strip_prefix("::ffff:").unwrap_or(&gid).to_string();
-                let peer = address.parse().ok().and_then(|a| neighbours.name_of(&v.group, a)).unwrap_or_default().into();
+                let peer =
+                    address.parse().ok().and_then(|a| neighbours.name_of(&v.group, a)).unwrap_or_default().into();
                 v1::Connection { address, peer, qps }
             })
             .collect();
@@ -244,7 +247,10 @@ impl Supervisor {
         let name = match request {
             Request::VrnicAdd(add) => return Some(self.ask_for(centre, add)),
             Request::GroupAdd { .. } | Request::GroupSet { .. } | Request::GroupRemove { .. } => {
-                let text = format!("groups of a fleet are the control centre's ({}): use `unirdma apply` there", centre.info().url);
+                let text = format!(
+                    "groups of a fleet are the control centre's ({}): use `unirdma apply` there",
+                    centre.info().url
+                );
                 return Some(Err(text));
             }
             Request::VrnicRemove { name, .. }
@@ -305,7 +311,9 @@ impl Supervisor {
         let name = v.name.clone();
         match request {
             Request::VrnicRemove { force, .. } => {
-                let Response::Vrnic(info) = self.show(&name, false)? else { return Err(format!("there is no vRNIC {name}")) };
+                let Response::Vrnic(info) = self.show(&name, false)? else {
+                    return Err(format!("there is no vRNIC {name}"));
+                };
                 if !force && (info.sessions > 0 || info.attached) {
                     return Err(format!(
                         "vRNIC {name} is in use ({} sessions); end its container first, or add --force",
@@ -350,6 +358,15 @@ impl Supervisor {
         }
         centre.ask(ask::Change::Put(v))?;
         if matches!(request, Request::VrnicLink { .. }) { Ok(Response::Done) } else { self.show(&name, false) }
+    }
+}
+
+/// What the centre asks for and this version of a host cannot do is a problem, so that nobody relies on it.
+fn unsupported(wanted: bool, what: &str) -> Result<(), String> {
+    if wanted {
+        Err(format!("{what} is not in force: unirdma {} does not know such", env!("CARGO_PKG_VERSION")))
+    } else {
+        Ok(())
     }
 }
 
