@@ -391,6 +391,8 @@ fn a_host_joins_once_and_goes_on_without_its_centre() {
     attached.update(9, false, vec![Item::Group(v1::HostGroup::default())], Vec::new());
     let (again, hello) = centre.attached();
     assert_eq!((hello.revision, host.names()), (0, vec!["own".to_string()]));
+    let (revision, problems) = again.applied();
+    assert!(revision == 8 && problems[0].starts_with("an update of the control centre is refused"), "{problems:?}");
     again.update(9, true, vec![group(100)], Vec::new());
     assert_eq!(again.applied(), (9, vec![]));
     assert!(host.names().is_empty() && host.status().wire.unwrap().peers == 0);
