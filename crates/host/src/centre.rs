@@ -85,7 +85,7 @@ type Answerer = std::sync::mpsc::SyncSender<Result<Option<v1::Vrnic>, String>>;
 
 /// What the thread is told by others.
 enum Order {
-    Ask(v1::ask::Change, Answerer),
+    Ask(Box<v1::ask::Change>, Answerer),
     /// A vRNIC that the centre does not know was removed.
     Removed(String),
     Stop,
@@ -118,7 +118,7 @@ impl Centre {
     pub fn ask(&self, change: v1::ask::Change) -> Result<Option<v1::Vrnic>, String> {
         let (answerer, answer) = std::sync::mpsc::sync_channel(1);
         let gone = || "the thread that speaks with the control centre has ended".to_string();
-        self.orders.send(Order::Ask(change, answerer)).map_err(|_| gone())?;
+        self.orders.send(Order::Ask(Box::new(change), answerer)).map_err(|_| gone())?;
         match answer.recv_timeout(PATIENCE) {
             Ok(answer) => answer,
             Err(std::sync::mpsc::RecvTimeoutError::Disconnected) => Err(gone()),

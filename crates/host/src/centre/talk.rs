@@ -34,7 +34,7 @@ enum Event {
     /// With the vRNICs that were made without the centre.
     Dialled(Result<Channel, String>, Vec<v1::Vrnic>),
     /// Of the connection with this number.
-    Said(u64, v1::ToHost),
+    Said(u64, Box<v1::ToHost>),
     Ended(u64, String),
     Done(Vec<Work>, BTreeMap<Key, String>),
     Figures(Vec<v1::VrnicState>),
@@ -142,7 +142,7 @@ impl Talker {
             let until = [until, self.report_at].into_iter().flatten().min().unwrap_or(Instant::now() + REPORT);
             tokio::select! {
                 order = orders.recv() => match order {
-                    Some(Order::Ask(change, answerer)) => match self.agent.ask(self.now(), change) {
+                    Some(Order::Ask(change, answerer)) => match self.agent.ask(self.now(), *change) {
                         Ok(id) => _ = self.waiting.insert(id, answerer),
                         Err(e) => _ = answerer.send(Err(e)),
                     },
@@ -174,7 +174,7 @@ impl Talker {
                         let off = clock_ms() as i64 - a.clock_ms as i64;
                         lock(&self.shared).clock_ms = (a.clock_ms > 0).then_some(off);
                     }
-                    self.agent.handle(now, message);
+                    self.agent.handle(now, *message);
                 }
             }
             Event::Ended(connection, why) => {
@@ -270,7 +270,7 @@ async fn listen(
         let mut client = HostsClient::new(channel).max_decoding_message_size(MAX_MESSAGE);
         let mut stream = client.attach(request).await?.into_inner();
         while let Some(message) = stream.message().await? {
-            if events.send(Event::Said(connection, message)).await.is_err() {
+            if events.send(Event::Said(connection, Box::new(message))).await.is_err() {
                 break;
             }
         }
