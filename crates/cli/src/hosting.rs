@@ -8,8 +8,8 @@ use std::path::PathBuf;
 
 use clap::Args;
 use unirdma_host::{
-    Alone, DEFAULT_METRICS_VRNICS, EngineConfig, HostConfig, Isolation, MAX_METRICS_VRNICS, MetricsConfig, Polling,
-    WireConfig, firewall_rules, keep, serve, work,
+    Alone, CentreConfig, DEFAULT_METRICS_VRNICS, EngineConfig, HostConfig, Isolation, MAX_METRICS_VRNICS, MetricsConfig,
+    Polling, WireConfig, default_state, firewall_rules, keep, serve, work,
 };
 
 pub(crate) const EXAMPLES: &str = "Examples:
@@ -18,6 +18,7 @@ pub(crate) const EXAMPLES: &str = "Examples:
   unirdma host --address 192.168.7.1 --peers peers.txt   and of other hosts, by RoCEv2 (UDP port 4791)
   unirdma host --address 192.168.7.1 --peers peers.txt --firewall         and no other user of this host may pretend to be it
   unirdma host --address 192.168.7.1 --peers peers.txt --firewall=print   the rules for that
+  unirdma host --address 192.168.7.1 --centre https://192.168.7.100:7471 --join TOKEN     of a fleet; later starts need no --join
   unirdma host --user rdma                               as root: workers run as the user `rdma`
   unirdma host --metrics 127.0.0.1:9751                  metrics for Prometheus at http://127.0.0.1:9751/metrics
 
@@ -49,24 +50,37 @@ pub(crate) struct HostArgs {
     #[arg(long, value_name = "US", default_value_t = 500, value_parser = clap::value_parser!(u64).range(0..=1_000_000))]
     spin_us: u64,
     /// Serve other hosts too: the file that says which virtual addresses live where, read again when it changes
-    #[arg(long, value_name = "FILE", requires = "address")]
+    #[arg(long, value_name = "FILE", requires = "address", group = "others")]
     peers: Option<PathBuf>,
-    /// This host's address on the network to the peers; once for IPv4, once for IPv6
-    #[arg(long, value_name = "IP", requires = "peers")]
+    /// Be a host of the fleet of this control centre, which says what vRNICs this host has and where those of other hosts are
+    #[arg(long, value_name = "https://ADDR:PORT", requires = "address", group = "others")]
+    centre: Option<String>,
+    /// The token by which this host joins the fleet; it is needed once
+    #[arg(long, value_name = "TOKEN", requires = "centre", env = "UNIRDMA_JOIN", hide_env_values = true)]
+    join: Option<String>,
+    /// This host's name in the fleet [default: that of the machine]
+    #[arg(long, value_name = "HOST", requires = "centre")]
+    name: Option<String>,
+    /// Where this host keeps its key, its certificate and what the control centre has said [default: /var/lib/unirdma for root, else
+    /// $XDG_STATE_HOME/unirdma]
+    #[arg(long, value_name = "DIR", requires = "centre")]
+    state: Option<PathBuf>,
+    /// This host's address on the network to other hosts; once for IPv4, once for IPv6
+    #[arg(long, value_name = "IP", requires = "others")]
     address: Vec<IpAddr>,
     /// Largest path MTU to other hosts, in bytes: 256, 512, 1024, 2048 or 4096 [default: what the interface takes]
-    #[arg(long, value_name = "BYTES", requires = "peers", value_parser = ["256", "512", "1024", "2048", "4096"])]
+    #[arg(long, value_name = "BYTES", requires = "others", value_parser = ["256", "512", "1024", "2048", "4096"])]
     mtu: Option<String>,
     /// What connections do about congestion: heed losses and ECN marks as DCQCN does, or nothing
-    #[arg(long, value_name = "HOW", requires = "peers", default_value = "dcqcn", value_parser = ["dcqcn", "off"])]
+    #[arg(long, value_name = "HOW", requires = "others", default_value = "dcqcn", value_parser = ["dcqcn", "off"])]
     congestion_control: String,
     /// Check the invariant CRC of plain devices' IPv4 packets with their IP headers, all 32 bits of it, not 16; slower, and only
     /// for root (CAP_NET_RAW) on Linux 6.2 or later
-    #[arg(long, requires = "peers")]
+    #[arg(long, requires = "others")]
     full_icrc: bool,
     /// Let nobody but the virtual layer send from this host's address to other hosts as RoCEv2 and VXLAN do, by rules of nftables
     /// that are removed at the end (root); `print` shows the rules and ends, for every user
-    #[arg(long, value_name = "HOW", requires = "peers", num_args = 0..=1, require_equals = true, default_missing_value = "on", value_parser = ["on", "print"])]
+    #[arg(long, value_name = "HOW", requires = "others", num_args = 0..=1, require_equals = true, default_missing_value = "on", value_parser = ["on", "print"])]
     firewall: Option<String>,
     /// The user that workers, the processes that serve groups, run as; for root only [default: unirdma if there is such a user, else
     /// nobody]
@@ -80,10 +94,10 @@ pub(crate) struct HostArgs {
           value_parser = clap::value_parser!(u64).range(0..=MAX_METRICS_VRNICS as u64))]
     metrics_vrnics: u64,
     /// Neither make nor check the invariant CRC; for measurements only, with the same at the peer
-    #[arg(long, hide = true, requires = "peers", conflicts_with = "full_icrc")]
+    #[arg(long, hide = true, requires = "others", conflicts_with = "full_icrc")]
     no_icrc: bool,
     /// Percent of incoming packets to lose, to double and to reorder; for tests only
-    #[arg(long, value_name = "PERCENT", hide = true, requires = "peers", value_parser = clap::value_parser!(u64).range(0..=50))]
+    #[arg(long, value_name = "PERCENT", hide = true, requires = "others", value_parser = clap::value_parser!(u64).range(0..=50))]
     faults: Option<u64>,
     /// Fixes the random numbers that QPNs and keys are made of; for tests only
     #[arg(long, value_name = "N", hide = true)]
@@ -126,6 +140,10 @@ pub(crate) fn host(dir: PathBuf, args: &HostArgs) -> io::Result<()> {
         let rules = firewall_rules(&dir, &args.address, peers)?;
         return io::stdout().write_all(rules.as_bytes());
     }
+    if args.firewall.as_deref() == Some("print") {
+        let text = "--firewall=print shows the rules for the hosts of a peers file: give --peers";
+        return Err(io::Error::new(io::ErrorKind::InvalidInput, text));
+    }
     log_to_stderr();
     let stop = termination()?;
     let polling = match args.polling.as_str() {
@@ -135,9 +153,15 @@ pub(crate) fn host(dir: PathBuf, args: &HostArgs) -> io::Result<()> {
     };
     let engine = EngineConfig { polling, pollers: args.pollers, spin_us: args.spin_us, seed: args.seed };
     let shown = dir.display().to_string();
-    let wire = args.peers.as_ref().map(|p| WireConfig {
+    let centre = args.centre.as_ref().map(|url| CentreConfig {
+        url: url.clone(),
+        token: args.join.clone(),
+        name: args.name.clone(),
+        state: args.state.clone().unwrap_or_else(default_state),
+    });
+    let wire = (args.peers.is_some() || centre.is_some()).then(|| WireConfig {
         addresses: args.address.clone(),
-        peers: p.clone(),
+        peers: args.peers.clone(),
         mtu: args.mtu.as_ref().and_then(|m| m.parse().ok()),
         congestion_control: args.congestion_control != "off",
         icrc: !args.no_icrc,
@@ -148,7 +172,7 @@ pub(crate) fn host(dir: PathBuf, args: &HostArgs) -> io::Result<()> {
     let most_vrnics = usize::try_from(args.metrics_vrnics).unwrap_or(MAX_METRICS_VRNICS);
     let metrics = args.metrics.map(|address| MetricsConfig { address, most_vrnics });
     let isolation = Isolation::Processes;
-    serve(&HostConfig { dir, engine, wire, isolation, user: args.user.clone(), metrics }, stop.as_fd(), || {
+    serve(&HostConfig { dir, engine, wire, centre, isolation, user: args.user.clone(), metrics }, stop.as_fd(), || {
         eprintln!("unirdma: serving {shown} (pid {}); stop with Ctrl-C or SIGTERM", std::process::id());
     })
 }

@@ -2,9 +2,9 @@
 
 use std::io::{self, Write};
 
-use unirdma_host::VrnicInfo;
 use unirdma_host::admin::{GroupInfo, Response, RulesInfo, StatusInfo, WireInfo, WorkerInfo};
 use unirdma_host::confine::USUAL_GROUP_WEIGHT;
+use unirdma_host::{CentreInfo, VrnicInfo};
 
 use crate::units;
 
@@ -220,6 +220,7 @@ fn status(s: &StatusInfo) -> String {
         text += &format!("\nlock of the RNIC: held {p50:.1} us (p50), {p999:.1} us (p99.9), {worst:.1} us (worst)");
     }
     text += &format!("\n{}", workers(s));
+    text += &s.centre.as_ref().map(centre).unwrap_or_default();
     if let Some(w) = &s.wire {
         let own: Vec<String> = w.addresses.iter().map(ToString::to_string).collect();
         let (p, d) = (&w.port, &w.drops);
@@ -279,6 +280,17 @@ fn seal(w: &WorkerInfo) -> String {
     if let Some(why) = why {
         text += &format!("\ngroup {group}: dropped packets of its hosts: {why}");
     }
+    text
+}
+
+/// What there is to know of the control centre.
+fn centre(c: &CentreInfo) -> String {
+    let how = match c.connected {
+        true => format!("connected for {} s", c.seconds),
+        false => format!("away for {} s ({})", c.seconds, c.why),
+    };
+    let mut text = format!("\ncontrol centre: {}, {how}; host {}, revision {} in force", c.url, c.host, c.revision);
+    c.problems.iter().for_each(|p| text += &format!("\n  not in force: {p}"));
     text
 }
 

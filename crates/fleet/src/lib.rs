@@ -5,6 +5,8 @@
 //!
 //! The crate has no socket, no file, no clock and no thread. It must never have one: the simulation runs it on a virtual clock.
 
+pub mod agent;
+
 /// The messages and services of the centre.
 #[allow(missing_docs, clippy::large_enum_variant)]
 pub mod v1 {

@@ -1,7 +1,7 @@
 //! Newtypes for numbers that must not be mixed.
 
 use std::fmt;
-use std::net::{IpAddr, Ipv4Addr, Ipv6Addr};
+use std::net::{IpAddr, Ipv6Addr};
 
 macro_rules! number {
     ($(#[$doc:meta])* $name:ident) => {
@@ -116,12 +116,6 @@ impl fmt::Debug for Gid {
 pub struct Mac(pub [u8; 6]);
 
 impl Mac {
-    /// A locally administered unicast address that carries `v4` in its last four bytes and a salt
-    /// in the second, so that it is stable for a vRNIC and shows nothing of the host.
-    pub fn of_virtual_ip(v4: Ipv4Addr, salt: u8) -> Self {
-        let o = v4.octets();
-        Mac([0x02, salt, o[0], o[1], o[2], o[3]])
-    }
     /// The EUI-64 of this address with the universal/local bit flipped.
     pub fn guid(self) -> Guid {
         let m = self.0;

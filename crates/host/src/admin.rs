@@ -10,6 +10,7 @@ use serde::{Deserialize, Serialize};
 
 use unirdma_device::HoldTimes;
 
+use crate::centre::CentreInfo;
 use crate::confine::InForce;
 use crate::fdpass;
 pub use crate::network::{Hidden, RulesInfo, WireInfo};
@@ -148,6 +149,9 @@ pub struct StatusInfo {
     pub confinement: InForce,
     /// The network, if it was asked for.
     pub wire: Option<WireInfo>,
+    /// The control centre, if this host is of a fleet.
+    #[serde(default)]
+    pub centre: Option<CentreInfo>,
 }
 
 /// The worker of a group.

@@ -126,7 +126,7 @@ mod tests {
     #[test]
     fn addresses_come_and_go_and_a_router_may_send_all_but_another_mac() {
         let ips = ["10.0.0.1"].map(|s| s.parse().unwrap());
-        let mac = crate::vrnic::mac_of(&ips, 0);
+        let mac = Mac([2, 0, 10, 0, 0, 1]);
         let guard = Guard::new(mac, &ips, false);
         let (own, other) = (packet(mac, [10, 0, 0, 1]), packet(mac, [10, 0, 0, 2]));
         assert!(guard.passes(&own) && !guard.passes(&other));

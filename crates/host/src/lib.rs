@@ -6,6 +6,7 @@
 //! It must never let one vRNIC's frontend block another's, nor one group's worker that of another group.
 
 pub mod admin;
+mod centre;
 mod clerk;
 pub mod confine;
 mod engine;
@@ -25,6 +26,7 @@ mod protocol;
 mod pulse;
 mod seal;
 mod seats;
+mod source;
 mod steer;
 mod supervisor;
 mod switch;
@@ -41,6 +43,7 @@ use std::path::{Path, PathBuf};
 use std::time::Duration;
 
 pub use admin::Client;
+pub use centre::{CentreConfig, CentreInfo, default_state};
 pub use engine::{EngineConfig, Polling};
 pub use guard::FrameDrops;
 pub use keeper::keep;
@@ -63,6 +66,8 @@ pub struct HostConfig {
     pub engine: EngineConfig,
     /// The network; `None`: no other hosts.
     pub wire: Option<WireConfig>,
+    /// The control centre; `None`: this host is of no fleet.
+    pub centre: Option<CentreConfig>,
     /// What keeps groups apart.
     pub isolation: Isolation,
     /// The user that workers run as if this is root; `None`: `unirdma` if there is one, else `nobody`.
@@ -86,8 +91,8 @@ pub enum Isolation {
 pub struct WireConfig {
     /// This host's addresses for RoCEv2.
     pub addresses: Vec<IpAddr>,
-    /// The file that says which virtual addresses live where.
-    pub peers: PathBuf,
+    /// The file that says which virtual addresses live where; `None`: the control centre says it.
+    pub peers: Option<PathBuf>,
     /// Largest path MTU, bytes; `None`: what the interfaces take.
     pub mtu: Option<u32>,
     /// Heed losses and ECN marks.
@@ -183,7 +188,7 @@ fn lock_dir(dir: &Path) -> io::Result<File> {
 /// # Errors
 /// The peers file is bad.
 pub fn firewall_rules(dir: &Path, addresses: &[IpAddr], peers: &Path) -> io::Result<String> {
-    let peers = network::read(peers, addresses).map_err(|e| io::Error::new(io::ErrorKind::InvalidInput, e))?;
+    let peers = peers::read(peers, addresses).map_err(|e| io::Error::new(io::ErrorKind::InvalidInput, e))?;
     Ok(firewall::rules(dir, addresses, &peers.hosts()))
 }
 
@@ -206,11 +211,13 @@ pub fn serve(config: &HostConfig, stop: std::os::fd::BorrowedFd<'_>, ready: impl
         firewall::remove_stale(dir);
     }
     let scrapers = config.metrics.as_ref().map(metrics::listen).transpose()?;
+    let identity = config.centre.as_ref().map(centre::Identity::load_or_join).transpose()?;
     let supervisor = supervisor::Supervisor::open(config)?;
     let serve = || {
         let admin = admin::listen(&dir.join(ADMIN_SOCKET))?;
         let metrics = config.metrics.as_ref().zip(scrapers);
         let _metrics = metrics.map(|(m, s)| metrics::Metrics::start(s, m, supervisor.clone())).transpose()?;
+        identity.map(|i| supervisor.join(i)).transpose()?;
         ready();
         supervisor.run(stop, &admin)
     };

@@ -1,14 +1,17 @@
-//! The network to other hosts as the supervisor has it: addresses, MTU, the peers file, and all sockets.
+//! The network to other hosts as the supervisor has it: addresses, MTU, peers, and all sockets.
 //!
 //! The worker of each group gets sockets of its own for the ports of RoCEv2 and VXLAN ([`Network::enroll`]), and a program of the kernel
 //! finds the worker that a packet is for (`lane`, [`crate::steer`]). Only the supervisor makes sockets. It keeps a duplicate of each, so that a
-//! worker that is started anew gets the same ones. What concerns all groups stays here: the peers file, the announcements of the groups'
+//! worker that is started anew gets the same ones. What concerns all groups stays here: what is known of peers (`directory`, out of a
+//! [`Source`]), the announcements of the groups'
 //! numbers (`announce`), the firewall, and the division of QPNs among the groups (`units`).
 
 mod agree;
 mod announce;
+mod directory;
 mod enrolment;
 mod interface;
+mod joins;
 mod lane;
 mod orders;
 #[cfg(test)]
@@ -19,10 +22,9 @@ use std::collections::{BTreeMap, BTreeSet, HashMap};
 use std::io;
 use std::net::{IpAddr, Ipv4Addr, SocketAddr};
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
-use std::path::{Path, PathBuf};
+use std::path::Path;
 
 use rustix::event::epoll;
-use rustix::fs::inotify;
 use serde::{Deserialize, Serialize};
 use unirdma_formats::mtu_bytes;
 use unirdma_formats::net::{FIRST_SOURCE_PORT, SOURCE_PORTS, VXLAN_PORT};
@@ -31,7 +33,9 @@ use unirdma_rnic::{MAX_OUTER_BYTES, WireDrops};
 
 pub use agree::Disagreement;
 use announce::{Announcer, Outlet};
-pub(crate) use enrolment::{Enrolment, Plan, Role, open_worker};
+use directory::Directory;
+pub(crate) use directory::Tidings;
+pub(crate) use enrolment::{Changes, Enrolment, Plan, Role, open_worker};
 pub(crate) use interface::interface_index;
 use interface::interface_mtu;
 use lane::{Indices, Lane, Member};
@@ -41,10 +45,10 @@ pub(crate) use units::Range;
 use units::Units;
 
 use crate::firewall::{self, Firewall};
-use crate::peers::{self, Peers};
 use crate::port::PortCounters;
 use crate::port::open::{self, Kind, Options};
 use crate::seal::TAIL_BYTES;
+use crate::source::Source;
 use crate::steer::{self, Table};
 use crate::tunnel::{Joined, Members, TUNNEL_BYTES, TunnelDrops, TunnelInfo};
 use crate::{DEFAULT_GROUP, WireConfig, vrnic};
@@ -152,15 +156,15 @@ pub(crate) struct Network {
     congestion_control: bool,
     mtu_code: u8,
     net_mtu: u32,
-    file: PathBuf,
-    peers: Peers,
+    source: Box<dyn Source>,
+    known: Directory,
+    /// Why the source has said nothing of use the last time.
     error: Option<String>,
     /// The log has these.
     hidden: Vec<Hidden>,
     orders: Orders,
     /// All that [`Network::on_event`] looks at.
     epoll: OwnedFd,
-    changes: OwnedFd,
     announcer: Announcer,
     lanes: Vec<Lane>,
     groups: BTreeMap<String, Group>,
@@ -171,14 +175,14 @@ pub(crate) struct Network {
 }
 
 impl Network {
-    /// Claims the ports and reads the peers file.
+    /// Claims the ports and learns of peers.
     ///
     /// # Errors
-    /// One line: an address, a port or the MTU does not fit this host, a privilege is missing, or the file is bad.
-    pub fn open(c: &WireConfig, dir: &Path) -> io::Result<Network> {
+    /// One line: an address, a port or the MTU does not fit this host, a privilege is missing, or the peers file is bad.
+    pub fn open(c: &WireConfig, dir: &Path, source: Box<dyn Source>) -> io::Result<Network> {
         let claim = |kind| c.addresses.iter().map(move |&a| Lane::claim(kind, a));
         let lanes = claim(Kind::Roce).chain(claim(Kind::Tunnel)).collect::<io::Result<_>>()?;
-        Network::with_lanes(c, dir, lanes)
+        Network::with_lanes(c, dir, source, lanes)
     }
 
     /// Takes over what a supervisor has left that was killed: for each group what [`Network::to_keep`] said.
@@ -186,7 +190,12 @@ impl Network {
     /// # Errors
     /// As [`Network::open`]; or it cannot be known any more which socket gets which packets, since the workers are not those that there
     /// were, or the configuration is another one (`InvalidData`). All workers are to be ended then, and [`Network::open`] begins anew.
-    pub fn adopt(c: &WireConfig, dir: &Path, workers: Vec<(Enrolment, Vec<OwnedFd>)>) -> io::Result<Network> {
+    pub fn adopt(
+        c: &WireConfig,
+        dir: &Path,
+        source: Box<dyn Source>,
+        workers: Vec<(Enrolment, Vec<OwnedFd>)>,
+    ) -> io::Result<Network> {
         let unfit = |why: &str| io::Error::new(io::ErrorKind::InvalidData, why.to_string());
         let (mut given, mut groups) = (HashMap::new(), BTreeMap::new());
         let mut units = Units::new();
@@ -230,14 +239,19 @@ impl Network {
         if !given.is_empty() || lanes.len() != 2 * c.addresses.len() {
             return Err(unfit("there are more workers or fewer addresses than there were"));
         }
-        let mut network = Network::with_lanes(c, dir, lanes)?;
+        let mut network = Network::with_lanes(c, dir, source, lanes)?;
         (network.groups, network.units) = (groups, units);
         network.steer()?;
         network.groups_changed();
         Ok(network)
     }
 
-    fn with_lanes(c: &WireConfig, dir: &Path, mut lanes: Vec<Lane>) -> io::Result<Network> {
+    fn with_lanes(
+        c: &WireConfig,
+        dir: &Path,
+        mut source: Box<dyn Source>,
+        mut lanes: Vec<Lane>,
+    ) -> io::Result<Network> {
         let options = options(c);
         for lane in &mut lanes {
             lane.set_options(options).map_err(|e| {
@@ -246,22 +260,18 @@ impl Network {
             })?;
         }
         let (mtu_code, net_mtu) = mtus(c)?;
-        let changes = inotify::init(inotify::CreateFlags::CLOEXEC | inotify::CreateFlags::NONBLOCK)?;
-        // The directory: editors replace a file by another.
-        let watched = c.peers.parent().filter(|d| !d.as_os_str().is_empty()).unwrap_or(Path::new("."));
-        let events = inotify::WatchFlags::CLOSE_WRITE | inotify::WatchFlags::MOVED_TO;
-        inotify::add_watch(&changes, watched, events).map_err(|e| {
-            io::Error::new(io::Error::from(e).kind(), format!("cannot watch {}: {e}", watched.display()))
-        })?;
-        let peers = read(&c.peers, &c.addresses).map_err(|e| io::Error::new(io::ErrorKind::InvalidInput, e))?;
-        let firewall = c.firewall.then(|| Firewall::start(dir, &c.addresses, &peers.hosts())).transpose()?;
+        let mut known = Directory::new(&c.addresses);
+        if let Some(changes) = source.changes() {
+            known.apply(changes.map_err(|e| io::Error::new(io::ErrorKind::InvalidInput, e))?);
+        }
+        let firewall = c.firewall.then(|| Firewall::start(dir, &c.addresses, &known.layers())).transpose()?;
         if c.full_icrc {
             // To see now whether this host may.
             ipv4(&c.addresses).try_for_each(|a| open::packets(a, &[steer::end(0)]).map(drop))?;
         }
         let announcer = Announcer::new()?;
         let epoll = epoll::create(epoll::CreateFlags::CLOEXEC)?;
-        for fd in [changes.as_fd(), announcer.timer()] {
+        for fd in source.descriptor().into_iter().chain([announcer.timer()]) {
             epoll::add(&epoll, fd, epoll::EventData::new_u64(0), epoll::EventFlags::IN)?;
         }
         let network = Network {
@@ -272,13 +282,12 @@ impl Network {
             congestion_control: c.congestion_control,
             mtu_code,
             net_mtu,
-            file: c.peers.clone(),
-            peers,
+            source,
+            known,
             error: None,
             hidden: Vec::new(),
             orders: Orders::new(dir),
             epoll,
-            changes,
             announcer,
             lanes,
             groups: BTreeMap::new(),
@@ -394,6 +403,7 @@ impl Network {
     /// Takes the sockets of a group out of their ports, whoever has them open, and gives its QPNs back. Its worker has ended.
     pub fn dismiss(&mut self, group: &str) {
         let Some(g) = self.groups.remove(group) else { return };
+        self.known.forget_worker(group);
         self.units.give_back(&g.qpns);
         self.owners.retain(|_, owner| owner != group);
         self.lanes.iter_mut().for_each(|l| l.leave(group));
@@ -457,7 +467,7 @@ impl Network {
 
     /// Puts in force who gets which packets.
     fn steer(&mut self) -> io::Result<()> {
-        let Network { lanes, groups, owners, peers, .. } = self;
+        let Network { lanes, groups, owners, known, .. } = self;
         for lane in lanes.iter_mut() {
             let (kind, address) = (lane.kind, lane.address);
             lane.steer(|at, own| match kind {
@@ -466,7 +476,7 @@ impl Network {
                     steer::by_qpn(&table, manager)
                 }
                 Kind::Tunnel => {
-                    let range = |name: &String| Some((peers.vni(name)?, 1, *at.get(name.as_str())?));
+                    let range = |name: &String| Some((known.vni(name)?, 1, *at.get(name.as_str())?));
                     steer::by_vni(&Table::new(groups.keys().filter_map(range), own))
                 }
             })?;
@@ -517,63 +527,64 @@ impl Network {
         self.epoll.as_fd()
     }
 
-    /// Reads what peers say and the peers file, and says again what peers do not know. True if plans of groups may have changed.
+    /// Reads what peers say, and what has changed at the source, and says again what peers do not know. True if workers may be to be told
+    /// something: [`Network::tidings`].
     pub fn on_event(&mut self) -> bool {
-        let mut changed = self.file_has_changed() && self.reload();
+        let mut changed = self.learn();
         let mut buffer = [0; MAX_PACKET];
         let out = Out(&self.lanes);
         self.announcer.on_timer(&out);
         for udp in self.lanes.iter().filter(|l| l.kind == Kind::Tunnel).filter_map(Lane::own) {
             for _ in 0..BURST {
                 let Ok((n, from)) = udp.recv_from(&mut buffer) else { break };
-                changed |= self.announcer.on_packet(from, &buffer[..n], &out);
+                if self.announcer.on_packet(from, &buffer[..n], &out) {
+                    changed = true;
+                    for group in self.groups.keys() {
+                        let agrees = |host, vni| self.announcer.agrees(host, vni, group);
+                        self.known.note_agreement(group, Some(from.ip()), agrees);
+                    }
+                    // It may be the number of a group that is joined with one of this host.
+                    self.known.doubt_joined(&self.groups.keys().cloned().collect());
+                }
             }
         }
         changed
     }
 
-    fn file_has_changed(&self) -> bool {
-        let mut events = [0; 4096];
-        let mut any = false;
-        while rustix::io::read(&self.changes, &mut events[..]).is_ok_and(|n| n > 0) {
-            any = true;
-        }
-        any
-    }
-
-    /// Reads the file again; true if other peers are in force now. A bad file changes nothing but the error.
-    fn reload(&mut self) -> bool {
-        match read(&self.file, &self.addresses) {
-            Ok(p) => {
-                self.error = None;
-                let changed = p != self.peers;
-                if let Some(f) = self.firewall.as_ref().filter(|_| changed) {
-                    f.set_peers(p.hosts());
-                }
-                self.peers = p;
-                if changed {
-                    if let Err(e) = self.steer() {
-                        tracing::error!("frames of other hosts may not find their groups: {e}");
-                    }
-                    self.groups_changed();
-                }
-                changed
-            }
-            Err(e) => {
+    /// Puts in force what has changed at the source; true if anything has. An error changes nothing.
+    fn learn(&mut self) -> bool {
+        let changes = match self.source.changes() {
+            None => return false,
+            Some(Ok(changes)) => changes,
+            Some(Err(e)) => {
                 if self.error.as_ref() != Some(&e) {
                     tracing::warn!("{e}; the peers as they were stay in force");
                 }
                 self.error = Some(e);
-                false
+                return false;
             }
+        };
+        self.error = None;
+        let effect = self.known.apply(changes);
+        if let Some(f) = self.firewall.as_ref().filter(|_| effect.layers) {
+            f.set_peers(self.known.layers());
         }
+        if effect.numbers
+            && let Err(e) = self.steer()
+        {
+            tracing::error!("frames of other hosts may not find their groups: {e}");
+        }
+        if effect.numbers || effect.hosts {
+            self.groups_changed();
+        }
+        effect.any
     }
 
     /// Tells the peers which groups this host has now.
     fn groups_changed(&mut self) {
         // Hosts with members of a joined group only are to know the number of this one, too.
         let known = |name: &String| {
-            let mut members = self.peers.members_of(name);
+            let mut members = self.known.outline(name);
             let others = self.joined_with(name).into_iter().flat_map(|j| j.hosts);
             members.hosts.extend(others.filter(|h| !self.addresses.contains(h)));
             members
@@ -587,6 +598,9 @@ impl Network {
         self.hidden = hidden;
         let joined: Vec<Members> = announced.iter().flat_map(|name| self.joined_with(name)).collect();
         self.announcer.set_groups(&members, &joined, &Out(&self.lanes));
+        for group in self.groups.keys() {
+            self.known.note_agreement(group, None, |host, vni| self.announcer.agrees(host, vni, group));
+        }
     }
 
     /// From now on a group has a secret, or none. What one with a secret opens was sealed for its number and its name: nobody has to
@@ -603,46 +617,61 @@ impl Network {
         self.firewall = None;
     }
 
-    /// Where a group's peers are.
-    pub fn plan(&self, group: &str) -> Plan {
-        let members = self.peers.members_of(group);
-        let agreed = self.announcer.agreed(&members);
-        let joined = self.joined_with(group).into_iter().map(|members| {
-            let mut agreed = self.announcer.agreed(&members);
+    /// Where a group's peers are, for a worker that begins.
+    pub fn plan(&mut self, group: &str) -> Plan {
+        let plan = self.known.plan(group);
+        self.with_agreed(plan)
+    }
+
+    /// Says of a plan which hosts agree about the numbers of the groups that are joined with its group.
+    fn with_agreed(&self, mut plan: Plan) -> Plan {
+        for Joined { members, agreed } in &mut plan.joined {
             // A host agrees with itself.
-            agreed.extend(members.hosts.iter().filter(|h| self.addresses.contains(h)));
-            Joined { members, agreed }
-        });
-        let (joined, rules) = (joined.collect(), self.peers.rules_of(group));
-        Plan { routes: self.peers.routes_of(group), members, agreed, joined, rules }
+            let agrees = |h: &&IpAddr| self.addresses.contains(h) || self.announcer.agrees(**h, members.vni, &members.name);
+            *agreed = members.hosts.iter().filter(agrees).copied().collect();
+        }
+        plan
     }
 
     /// The members of the groups that rules join with a group.
     fn joined_with(&self, group: &str) -> Vec<Members> {
-        let joined = self.peers.joined_with(group).into_iter();
-        joined.filter_map(|(name, j)| Some(j.members(&name, self.peers.vni(&name)?))).collect()
+        self.known.joined_with(group).iter().map(|(name, j)| j.members(name)).collect()
     }
 
     /// The rules that concern a group, as text.
     pub fn rule_texts(&self, group: &str) -> Vec<String> {
         let group = group.to_string();
-        self.peers.rules().iter().filter(|r| r.concerns(&group)).map(ToString::to_string).collect()
+        self.known.rules.iter().filter(|r| r.concerns(&group)).map(ToString::to_string).collect()
     }
 
     /// The rules in force, and what they make unreachable.
     pub fn rules(&self) -> RulesInfo {
-        let rules = self.peers.rules().iter().map(ToString::to_string).collect();
+        let rules = self.known.rules.iter().map(ToString::to_string).collect();
         let hidden = self.groups.keys().flat_map(|seer| {
-            let joined = self.peers.joined_with(seer).into_iter();
+            let joined = self.known.joined_with(seer).into_iter();
             joined.flat_map(move |(group, j)| j.hidden.into_iter().map(move |a| (seer.clone(), group.clone(), a)))
         });
         let hidden = hidden.map(|(seer, group, address)| Hidden { address, group, seer });
         RulesInfo { rules, hidden: hidden.take(MAX_HIDDEN).collect() }
     }
 
-    /// The number of a group between hosts, if the peers file has the group.
+    /// What the worker of a group is to be told that it has not been told yet.
+    pub fn tidings(&mut self, group: &str) -> Option<Tidings> {
+        let tidings = self.known.tidings(group)?;
+        Some(match tidings {
+            Tidings::Plan(plan) => Tidings::Plan(self.with_agreed(plan)),
+            changes => changes,
+        })
+    }
+
+    /// True if there is anything of that kind.
+    pub fn has_tidings(&self, group: &str) -> bool {
+        self.known.has_tidings(group)
+    }
+
+    /// The number of a group between hosts, if the source knows the group.
     pub fn vni(&self, group: &str) -> Option<u32> {
-        self.peers.vni(group)
+        self.known.vni(group)
     }
 
     // --- what there is to know ---
@@ -667,8 +696,8 @@ impl Network {
         tunnel += self.announcer.drops();
         WireInfo {
             addresses: self.addresses.clone(),
-            peers_file: self.file.display().to_string(),
-            peers: self.peers.len(),
+            peers_file: self.source.name(),
+            peers: self.known.addresses(),
             peers_error: self.error.clone(),
             mtu: self.mtu(),
             port,
@@ -754,16 +783,4 @@ fn mtus(c: &WireConfig) -> io::Result<(u8, u32)> {
 fn overhead(a: IpAddr) -> u32 {
     let ip = if a.is_ipv4() { 20 } else { 40 };
     ip + 8 + (MAX_OUTER_BYTES + MAX_HEADER_BYTES + ICRC_BYTES + TAIL_BYTES) as u32
-}
-
-/// Reads a peers file for a host with these addresses.
-pub(crate) fn read(file: &Path, addresses: &[IpAddr]) -> Result<Peers, String> {
-    let name = file.display();
-    let text = match std::fs::metadata(file) {
-        Ok(m) if m.len() > peers::MAX_BYTES => Err(io::Error::other("too long")),
-        Ok(_) => std::fs::read_to_string(file),
-        Err(e) => Err(e),
-    };
-    let text = text.map_err(|e| format!("peers file {name}: {e}"))?;
-    Peers::parse(&text, addresses).map_err(|e| format!("peers file {name}, {e}"))
 }

@@ -12,14 +12,14 @@ use unirdma_rnic::{Limits, Share, WireDrops};
 
 use crate::confine::{self, InForce};
 use crate::engine::EngineConfig;
-use crate::network::{Enrolment, Plan};
+use crate::network::{Changes, Enrolment, Plan};
 use crate::port::PortCounters;
 use crate::seal::SealInfo;
 use crate::tunnel::TunnelDrops;
-use crate::vrnic::{IpNet, SetHeld, VrnicInfo};
+use crate::vrnic::{Hardware, IpNet, SetHeld, VrnicInfo};
 
 /// Version of these messages.
-pub(crate) const VERSION: u32 = 4;
+pub(crate) const VERSION: u32 = 5;
 
 /// What a worker is, from its beginning on.
 #[derive(Clone, Debug, Serialize, Deserialize)]
@@ -40,6 +40,7 @@ pub(crate) struct Begin {
 pub(crate) struct NewVrnic {
     pub name: String,
     pub ips: Vec<IpNet>,
+    pub hardware: Hardware,
     pub limits: Limits,
     pub share: Share,
     pub held: SetHeld,
@@ -112,8 +113,10 @@ pub(crate) enum Call {
     Figures {
         most: usize,
     },
-    /// Where peers are now.
+    /// Where peers are.
     Plan(Plan),
+    /// What is other than that.
+    Changes(Changes),
     /// The secrets of the group, in a memory file that comes along, or none.
     Secrets {
         any: bool,

@@ -7,6 +7,7 @@
 //! is held for moments. Nobody holds the locks of two groups.
 
 pub(crate) mod figures;
+mod fleet;
 mod group;
 mod heritage;
 mod manage;
@@ -21,20 +22,23 @@ use std::os::unix::fs::{DirBuilderExt, PermissionsExt};
 use std::os::unix::net::UnixListener;
 use std::path::{Path, PathBuf};
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
-use std::sync::{Arc, Mutex, MutexGuard};
+use std::sync::{Arc, Mutex, MutexGuard, OnceLock};
 use std::time::{Duration, Instant};
 
 use rustix::event::epoll;
 use unirdma_device::lock;
 use unirdma_formats::Mac;
+use unirdma_rnic::Share;
 
 use crate::admin::{self, Response};
+use crate::centre::{self, Centre, Identity, Neighbours};
 use crate::confine::{self, Cgroups, InForce, USUAL_GROUP_WEIGHT};
 use crate::engine::EngineConfig;
 use crate::keeper::Keeper;
-use crate::network::Network;
+use crate::network::{Network, Tidings};
 use crate::protocol::{Begin, Call, MAX_NOTICE, Notice};
-use crate::vrnic::{IpNet, mac_of};
+use crate::source::Bulletin;
+use crate::vrnic::{Hardware, IpNet};
 use crate::{DEFAULT_GROUP, HostConfig, Isolation, WireConfig, fdpass, vrnic_dir};
 use group::{Around, Group, Inner, KeptGroup, Member};
 use heritage::Heritage;
@@ -67,7 +71,7 @@ struct Names {
 /// A vRNIC among all.
 struct Named {
     group: String,
-    mac: Mac,
+    hardware: Hardware,
     ips: Vec<IpNet>,
 }
 
@@ -77,6 +81,17 @@ pub(crate) struct Supervisor {
     around: Arc<Around>,
     /// How the supervisor is confined.
     in_force: InForce,
+    /// Where the control centre's peers come from.
+    bulletin: Bulletin,
+    neighbours: Mutex<Neighbours>,
+    /// `None`: this host is of no fleet.
+    centre: OnceLock<Arc<Centre>>,
+    /// What the centre has said of rules and secrets.
+    ordered: Mutex<fleet::Ordered>,
+    /// Weights of the centre's groups, for those that have no worker yet.
+    weights: Mutex<BTreeMap<String, u32>>,
+    /// vRNICs whose removal an administrator has asked for, although programs use them.
+    forced: Mutex<BTreeSet<String>>,
     names: Mutex<Names>,
     /// `None` while workers are threads, or there is no keeper for the moment.
     keeper: Mutex<Option<Keeper>>,
@@ -112,7 +127,8 @@ impl Supervisor {
                 (Some(plan), confine::confine_supervisor(needs))
             }
         };
-        let (heritage, network) = Heritage::network(heritage, config.wire.as_ref(), &config.dir)?;
+        let bulletin = Bulletin::default();
+        let (heritage, network) = Heritage::network(heritage, config.wire.as_ref(), &config.dir, &bulletin)?;
         let around = Around {
             isolation: config.isolation,
             confinement,
@@ -127,6 +143,12 @@ impl Supervisor {
         let s = Supervisor {
             around: Arc::new(around),
             in_force,
+            bulletin,
+            neighbours: Mutex::new(Neighbours::new(config.wire.as_ref().map_or(&[], |w| &w.addresses))),
+            centre: OnceLock::new(),
+            ordered: Mutex::default(),
+            weights: Mutex::default(),
+            forced: Mutex::default(),
             dir: config.dir.clone(),
             engine: config.engine.clone(),
             names: Mutex::new(Names {
@@ -168,6 +190,18 @@ impl Supervisor {
         if !self.names().groups.contains_key(DEFAULT_GROUP) {
             self.add_group(DEFAULT_GROUP, 0, USUAL_GROUP_WEIGHT).map_err(io::Error::other)?;
         }
+        Ok(())
+    }
+
+    /// Puts in force what the control centre has said before, and begins to speak with it.
+    ///
+    /// # Errors
+    /// One line: what was kept cannot be read.
+    pub fn join(self: &Arc<Self>, identity: Identity) -> io::Result<()> {
+        let addresses = self.around.network.as_ref().map(|n| lock(n).addresses().to_vec()).unwrap_or_default();
+        lock(&self.neighbours).set_me(identity.host());
+        let centre = centre::start(identity, addresses.iter().map(ToString::to_string).collect(), self)?;
+        let _ = self.centre.set(centre);
         Ok(())
     }
 
@@ -215,13 +249,18 @@ impl Supervisor {
         }
     }
 
-    /// Tells all workers where their peers are.
-    fn tell_plans(&self) {
-        for group in self.groups() {
+    /// Tells the workers what they do not know yet of their peers.
+    fn tell_workers(&self) {
+        let Some(n) = &self.around.network else { return };
+        for group in self.groups().into_iter().filter(|g| lock(n).has_tidings(&g.name)) {
             let mut inner = group.lock();
-            if let Some(plan) = group.plan() {
-                let _ = group.call(&mut inner, &Call::Plan(plan), &[]);
-            }
+            let call = match lock(n).tidings(&group.name) {
+                Some(Tidings::Plan(plan)) => Call::Plan(plan),
+                Some(Tidings::Changes(changes)) => Call::Changes(changes),
+                None => continue,
+            };
+            // A worker that does not take it is ended, and the next one is told everything.
+            let _ = group.call(&mut inner, &call, &[]);
         }
     }
 
@@ -307,6 +346,9 @@ impl Supervisor {
     /// Ends all workers.
     pub fn end(&self) {
         self.stopping.store(true, Ordering::SeqCst);
+        if let Some(c) = self.centre.get() {
+            c.stop();
+        }
         // Without the lock at first, which somebody may hold who waits for a worker.
         self.groups().iter().for_each(|g| g.kill());
         self.groups().iter().for_each(|g| g.end());
@@ -387,7 +429,7 @@ impl Supervisor {
 
     fn on_network(self: &Arc<Self>) {
         if self.around.network.as_ref().is_some_and(|n| lock(n).on_event()) {
-            self.apart("plans", |s| s.tell_plans());
+            self.apart("tidings", |s| s.tell_workers());
         }
     }
 

@@ -22,7 +22,7 @@ use crate::confine::{self, Kind};
 use crate::engine::Engine;
 use crate::filter::{End, Filter};
 use crate::guard::Guard;
-use crate::network::Plan;
+use crate::network::{Changes, Plan};
 use crate::pulse::Pulse;
 use crate::seal::{SealInfo, Secrets};
 use crate::tunnel::{Tunnel, TunnelDrops, Tunneled};
@@ -382,6 +382,13 @@ impl Switch {
             t.set_plan(group, members, agreed, joined);
         }
     }
+
+    /// Tells the tunnel what is other than that.
+    pub fn change_plan(&self, group: u32, changes: &Changes) {
+        if let Some(t) = &self.tunnel {
+            t.change_plan(group, changes);
+        }
+    }
 }
 
 /// True if a frame of which so many copies were made is for nobody else.
@@ -393,7 +400,7 @@ fn is_for_one(frame: &[u8], copies: usize) -> bool {
 mod tests {
     use super::*;
     use crate::engine::EngineConfig;
-    use crate::vrnic::{IpNet, mac_of};
+    use crate::vrnic::{Hardware, IpNet};
     use rustix::net::{AddressFamily, SocketFlags, SocketType, socketpair};
     use std::time::Duration;
     use unirdma_formats::Mac;
@@ -404,7 +411,7 @@ mod tests {
             socketpair(AddressFamily::UNIX, SocketType::SEQPACKET, SocketFlags::CLOEXEC, None).unwrap();
         rustix::fs::fcntl_setfl(&ours, rustix::fs::OFlags::NONBLOCK).unwrap();
         let ips: [IpNet; 1] = [address.parse().unwrap()];
-        let guard = Arc::new(Guard::new(mac_of(&ips, 0), &ips, false));
+        let guard = Arc::new(Guard::new(Hardware::derived("default", &ips).mac, &ips, false));
         s.add(id, theirs, 0, guard.clone(), true).unwrap();
         (ours, guard)
     }

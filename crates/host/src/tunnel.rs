@@ -22,7 +22,7 @@ use unirdma_formats::frame::{Claims, Heading};
 use unirdma_formats::net::{ETH_BYTES, VXLAN_BYTES, VXLAN_PORT, vxlan, vxlan_from, vxlan_source};
 use unirdma_rnic::DATAGRAM_MAC;
 
-use crate::network::Disagreement;
+use crate::network::{Changes, Disagreement};
 use crate::seal::{Around, Board, Handshakes, SealInfo, Secrets, TAIL_BYTES, kind};
 use learned::Learned;
 
@@ -37,6 +37,23 @@ pub(crate) struct Members {
     pub hosts: BTreeSet<IpAddr>,
     /// The host of each virtual address.
     pub places: HashMap<IpAddr, IpAddr>,
+    /// The host of each Ethernet address of a vRNIC that is known.
+    #[serde(with = "pairs")]
+    pub macs: HashMap<[u8; 6], IpAddr>,
+}
+
+/// A table as a list, since names of JSON are text.
+mod pairs {
+    use super::{HashMap, IpAddr};
+    use serde::{Deserialize, Deserializer, Serializer};
+
+    pub fn serialize<S: Serializer>(macs: &HashMap<[u8; 6], IpAddr>, s: S) -> Result<S::Ok, S::Error> {
+        s.collect_seq(macs)
+    }
+
+    pub fn deserialize<'de, D: Deserializer<'de>>(d: D) -> Result<HashMap<[u8; 6], IpAddr>, D::Error> {
+        Ok(Vec::deserialize(d)?.into_iter().collect())
+    }
 }
 
 impl Members {
@@ -218,6 +235,56 @@ impl Tunnel {
         self.arm(&s);
     }
 
+    /// Changes what is known of a group.
+    pub fn change_plan(&self, group: u32, changes: &Changes) {
+        let mut s = lock(&self.state);
+        let State { groups, by_vni, learned, .. } = &mut *s;
+        let known = groups.entry(group).or_insert_with(|| Known {
+            members: Members::new(&changes.group, changes.vni),
+            agreed: BTreeSet::new(),
+            joined: HashMap::new(),
+        });
+        by_vni.insert(changes.vni, group);
+        let members = &mut known.members;
+        for (address, route) in &changes.addresses {
+            match route.filter(|r| !r.foreign) {
+                Some(r) => members.places.insert(*address, r.host),
+                None => members.places.remove(address),
+            };
+        }
+        for (mac, host) in &changes.macs {
+            match host {
+                Some(host) => members.macs.insert(*mac, *host),
+                None => members.macs.remove(mac),
+            };
+            learned.forget(group, *mac);
+        }
+        for (host, agrees) in &changes.hosts {
+            match agrees {
+                Some(_) => members.hosts.insert(*host),
+                None => members.hosts.remove(host),
+            };
+            match agrees {
+                Some(true) => known.agreed.insert(*host),
+                _ => known.agreed.remove(host),
+            };
+        }
+        let around = Around {
+            name: members.name.clone(),
+            vni: members.vni,
+            hosts: members.hosts.clone(),
+            joined: known.joined.values().flat_map(|j| &j.members.hosts).filter(|h| !members.hosts.contains(h)).copied().collect(),
+        };
+        if members.hosts.is_empty() && known.joined.is_empty() {
+            groups.remove(&group);
+            by_vni.remove(&changes.vni);
+        }
+        if !changes.hosts.is_empty() {
+            s.handshakes.set_around(around, |p, to| self.send_to(p, to));
+            self.arm(&s);
+        }
+    }
+
     /// What was dropped.
     pub fn drops(&self) -> TunnelDrops {
         lock(&self.state).drops
@@ -250,7 +317,7 @@ impl Tunnel {
             }
             self.send_to(packet, host);
         };
-        match learned.host(group, dst) {
+        match members.macs.get(&dst).copied().or_else(|| learned.host(group, dst)) {
             Some(host) => send(host),
             None => members.hosts.iter().for_each(|&h| send(h)),
         }
@@ -345,7 +412,8 @@ fn take<'a>(s: &mut State, from: SocketAddr, to: IpAddr, packet: &'a mut [u8]) -
         let at_home = heading.is_some_and(|a| members.places.get(&a) == Some(&from));
         return if at_home { Ok(Tunneled::Frame { group, source, frame }) } else { Err(Some(|d| &mut d.address)) };
     }
-    if members.is_elsewhere(src, frame, from) || !learned.note(group, src, from, Instant::now()) {
+    let known = members.macs.contains_key(&src);
+    if members.is_elsewhere(src, frame, from) || !known && !learned.note(group, src, from, Instant::now()) {
         return Err(Some(|d| &mut d.address));
     }
     Ok(Tunneled::Frame { group, source, frame })
@@ -359,9 +427,8 @@ impl Members {
     /// address is not: a router may have sent it on.
     fn is_elsewhere(&self, src: [u8; 6], frame: &[u8], from: IpAddr) -> bool {
         let elsewhere = |a: IpAddr| self.places.get(&a).is_some_and(|&host| host != from);
-        // A vRNIC's MAC has its IPv4 address in it.
-        let own = if let [2, _, a, b, c, d] = src { Some(Ipv4Addr::from([a, b, c, d])) } else { None };
+        let stolen = self.macs.get(&src).is_some_and(|&host| host != from);
         let told = Claims::read(frame).ok().and_then(|c| c.located);
-        src[0] & 1 != 0 || own.is_some_and(|a| elsewhere(a.into())) || told.is_some_and(elsewhere)
+        src[0] & 1 != 0 || stolen || told.is_some_and(elsewhere)
     }
 }

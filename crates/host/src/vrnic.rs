@@ -71,6 +71,21 @@ pub struct AddVrnic {
     pub held: SetHeld,
 }
 
+impl AddVrnic {
+    /// How many objects it may have.
+    pub(crate) fn limits(&self) -> Limits {
+        let d = Limits::default();
+        Limits {
+            max_qp: self.max_qp.unwrap_or(d.max_qp),
+            max_cq: self.max_cq.unwrap_or(d.max_cq),
+            max_mr: self.max_mr.unwrap_or(d.max_mr),
+            max_mr_bytes: self.max_mr_bytes.unwrap_or(d.max_mr_bytes),
+            max_sessions: self.max_sessions.unwrap_or(d.max_sessions),
+            ..d
+        }
+    }
+}
+
 /// What a vRNIC may make the virtual layer hold, as far as it is to be other than it is: at most half of what the others leave.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(default)]
@@ -286,15 +301,46 @@ pub(crate) fn check_name(what: &str, name: &str) -> Result<(), String> {
     }
 }
 
-/// The virtual MAC: from the IPv4 address and the group, or from the bytes of the IPv6 address.
-pub(crate) fn mac_of(ips: &[IpNet], group: u32) -> Mac {
-    let v4 = ips.iter().find_map(|i| if let IpAddr::V4(a) = i.addr { Some(a) } else { None });
-    let v4 = v4.unwrap_or_else(|| {
-        let o = ips.first().map_or([0; 16], |i| if let IpAddr::V6(a) = i.addr { a.octets() } else { [0; 16] });
-        let fold: [u8; 4] = std::array::from_fn(|i| o[i] ^ o[4 + i] ^ o[8 + i] ^ o[12 + i]);
-        Ipv4Addr::from(fold)
-    });
-    Mac::of_virtual_ip(v4, group as u8)
+/// By what a vRNIC is known beside its addresses. It keeps both for as long as it exists, whatever addresses it gets.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub(crate) struct Hardware {
+    #[serde(with = "mac_bytes")]
+    pub mac: Mac,
+    pub guid: u64,
+}
+
+impl Hardware {
+    /// That of a vRNIC which no control centre has given one: see [`mac_of`].
+    pub fn derived(group: &str, ips: &[IpNet]) -> Hardware {
+        let first = ips.iter().find(|i| i.addr.is_ipv4()).or(ips.first());
+        let mac = mac_of(group, first.map_or(IpAddr::V4(Ipv4Addr::UNSPECIFIED), |i| i.addr));
+        Hardware { mac, guid: mac.guid().0 }
+    }
+}
+
+/// As a list of bytes.
+mod mac_bytes {
+    use serde::{Deserialize, Deserializer, Serialize, Serializer};
+    use unirdma_formats::Mac;
+
+    pub fn serialize<S: Serializer>(mac: &Mac, s: S) -> Result<S::Ok, S::Error> {
+        mac.0.serialize(s)
+    }
+
+    pub fn deserialize<'de, D: Deserializer<'de>>(d: D) -> Result<Mac, D::Error> {
+        <[u8; 6]>::deserialize(d).map(Mac)
+    }
+}
+
+/// The Ethernet address of the vRNIC of a group whose first address this is (the IPv4 address, if it has one): 46 bits of a hash of both,
+/// the same on all hosts, so that whoever has a peers file knows the Ethernet addresses in it.
+pub(crate) fn mac_of(group: &str, address: IpAddr) -> Mac {
+    let text = format!("uniRDMA vRNIC {group} {address}");
+    let hash = ring::digest::digest(&ring::digest::SHA256, text.as_bytes());
+    let mut mac: [u8; 6] = std::array::from_fn(|i| hash.as_ref()[i]);
+    // Unicast, and locally administered.
+    mac[0] = mac[0] & !1 | 2;
+    Mac(mac)
 }
 
 /// The GID table: IPv4 first, then IPv6, then the link-local address of the MAC (VERBS-ABI, section 7).
@@ -331,7 +377,7 @@ pub(crate) fn is_link_local(a: Ipv6Addr) -> bool {
 const MAX_MULTICAST_GROUPS: u32 = 8192;
 
 /// The configuration space of a vRNIC.
-pub(crate) fn device_config(mac: Mac, l: &Limits) -> abi::Config {
+pub(crate) fn device_config(hardware: Hardware, l: &Limits) -> abi::Config {
     // BAD_PKEY_CNTR | BAD_QKEY_CNTR | PORT_ACTIVE_EVENT | SYS_IMAGE_GUID | RC_RNR_NAK_GEN | SRQ_RESIZE | MEM_WINDOW | XRC |
     // MEM_MGT_EXTENSIONS | MEM_WINDOW_TYPE_2B | FLUSH_GLOBAL | ATOMIC_WRITE.
     const CAPS: u64 = 1 << 1
@@ -352,8 +398,8 @@ pub(crate) fn device_config(mac: Mac, l: &Limits) -> abi::Config {
         phys_port_cnt: 1,
         atomic_cap: 1,
         features: abi::FEATURE_INVALIDATE | abi::FEATURE_GSI | abi::FEATURE_FAST_REG,
-        node_guid: mac.guid().0,
-        sys_image_guid: mac.guid().0,
+        node_guid: hardware.guid,
+        sys_image_guid: hardware.guid,
         device_cap_flags: CAPS,
         max_mr_size: 1 << 47,
         page_size_cap: 0xffff_ffff_ffff_f000,
@@ -388,7 +434,9 @@ mod tests {
     /// `IBV_DEVICE_MEM_MGT_EXTENSIONS` promises both.
     #[test]
     fn the_device_says_that_it_invalidates_and_registers_by_requests() {
-        let c = device_config(mac_of(&["10.0.0.1".parse().unwrap()], 0), &Limits::default());
+        let hardware = Hardware::derived("default", &["10.0.0.1".parse().unwrap()]);
+        let c = device_config(hardware, &Limits::default());
+        assert_eq!(c.node_guid, hardware.mac.guid().0);
         assert_eq!((c.features & abi::FEATURE_INVALIDATE, c.features & abi::FEATURE_FAST_REG), (1, 4));
         assert_ne!(c.device_cap_flags & 1 << 21, 0);
     }
@@ -415,9 +463,26 @@ mod tests {
     #[test]
     fn the_gid_table_has_ipv4_first_and_no_duplicates() {
         let ips = ["fd00::1", "10.1.2.3"].map(|s| s.parse().unwrap());
-        let mac = mac_of(&ips, 3);
-        assert_eq!(mac.to_string(), "02:03:0a:01:02:03");
-        let t: Vec<String> = gid_table(&ips, mac).iter().map(|g| g.to_string()).collect();
+        let t: Vec<String> = gid_table(&ips, Mac([2, 3, 10, 1, 2, 3])).iter().map(|g| g.to_string()).collect();
         assert_eq!(t, ["::ffff:10.1.2.3", "fd00::1", "fe80::3:aff:fe01:203"]);
+    }
+
+    #[test]
+    fn ethernet_addresses_follow_from_the_group_and_the_whole_address() {
+        let ips = |list: &[&str]| list.iter().map(|s| s.parse().unwrap()).collect::<Vec<IpNet>>();
+        let of = |group: &str, list: &[&str]| Hardware::derived(group, &ips(list)).mac;
+        // Part of what hosts agree on: it must never change.
+        assert_eq!(of("default", &["10.0.0.1"]).to_string(), "4a:9d:75:33:48:0a");
+        assert_eq!(of("default", &["fd00::1", "10.0.0.1"]), of("default", &["10.0.0.1"]));
+        assert_eq!(of("default", &["10.0.0.1"]), mac_of("default", "10.0.0.1".parse().unwrap()));
+        let mut all = std::collections::HashSet::new();
+        for i in 0..=0xffff_u32 {
+            let [_, _, c, d] = i.to_be_bytes();
+            for group in ["default", "blue"] {
+                let mac = mac_of(group, IpAddr::from([10, 0, c, d]));
+                assert_eq!(mac.0[0] & 3, 2);
+                assert!(all.insert(mac), "{group} {i}");
+            }
+        }
     }
 }

@@ -2,7 +2,7 @@
 //! group's GID is an IP multicast address (annex A17). Other hosts get one copy each; plain devices, which the network finds by
 //! that address, one for all.
 
-use std::collections::{HashMap, HashSet};
+use std::collections::HashMap;
 use std::net::IpAddr;
 
 use unirdma_formats::Gid;
@@ -20,10 +20,13 @@ pub const MAX_MULTICAST_QPS: usize = 1024;
 #[derive(Default)]
 pub(crate) struct Multicast {
     attached: HashMap<(u32, Gid), Vec<Handle<Qp>>>,
-    /// Other hosts of each group of vRNICs, with their VXLAN network identifier.
+    /// Other hosts of each group of vRNICs, with their VXLAN network identifier. In the order of their addresses, so that a simulation can
+    /// be repeated.
     hosts: HashMap<u32, Vec<(Path, u32)>>,
-    /// Groups of vRNICs that have plain devices.
-    foreign: HashSet<u32>,
+    /// How many routes of a group of vRNICs lead to a host.
+    leads: HashMap<(u32, IpAddr), usize>,
+    /// How many plain devices each group of vRNICs has, if it has any.
+    foreign: HashMap<u32, usize>,
     /// Something has changed since the port was told the last time.
     changed: bool,
 }
@@ -70,24 +73,49 @@ impl Multicast {
 
     /// True if a group of vRNICs has plain devices.
     pub fn has_foreign(&self, group: u32) -> bool {
-        self.foreign.contains(&group)
+        self.foreign.contains_key(&group)
     }
 
-    /// Notes which hosts each group of vRNICs reaches. `vni` is the number of a group between hosts, 0 if that is not known.
-    pub fn set_routes(&mut self, routes: &HashMap<(u32, Gid), Route>, vni: impl Fn(u32) -> u32) {
-        let mut hosts: HashMap<u32, Vec<(Path, u32)>> = HashMap::new();
-        for ((group, _), r) in routes.iter().filter(|(_, r)| !r.foreign && !r.host.is_unspecified()) {
-            let path = Path::new(r.host).between(vni(*group), r.vni);
-            let list = hosts.entry(*group).or_default();
-            if !list.iter().any(|(p, _)| *p == path) {
-                list.push((path, r.vni));
+    /// Forgets all routes.
+    pub fn clear_routes(&mut self) {
+        self.hosts.clear();
+        self.leads.clear();
+        self.foreign.clear();
+        self.changed = true;
+    }
+
+    /// Notes that a group of vRNICs has one more route; `vni` is the group's own number between hosts, 0 if that is not known.
+    pub fn add_route(&mut self, group: u32, vni: u32, r: &Route) {
+        if r.foreign {
+            *self.foreign.entry(group).or_default() += 1;
+            self.changed = true;
+        } else if !r.host.is_unspecified() {
+            let count = self.leads.entry((group, r.host, r.vni)).or_default();
+            *count += 1;
+            if *count == 1 {
+                let list = self.hosts.entry(group).or_default();
+                // In an order that does not depend on the table's, so that a simulation can be repeated.
+                let at = list.partition_point(|(path, vni)| (path.to, *vni) < (r.host, r.vni));
+                list.insert(at, (Path::new(r.host).between(vni, r.vni), r.vni));
             }
         }
-        // In an order that does not depend on the table's, so that a simulation can be repeated.
-        hosts.values_mut().for_each(|list| list.sort_unstable_by_key(|(path, vni)| (path.to, *vni)));
-        self.hosts = hosts;
-        self.foreign = routes.iter().filter(|(_, r)| r.foreign).map(|((group, _), _)| *group).collect();
-        self.changed = true;
+    }
+
+    /// Notes that a group of vRNICs has a route less.
+    pub fn remove_route(&mut self, group: u32, r: &Route) {
+        if r.foreign {
+            if let Some(count) = self.foreign.get_mut(&group) {
+                *count -= 1;
+            }
+            self.foreign.retain(|_, &mut count| count > 0);
+            self.changed = true;
+        } else if let Some(count) = self.leads.get_mut(&(group, r.host, r.vni)) {
+            *count -= 1;
+            if *count == 0 {
+                self.leads.remove(&(group, r.host, r.vni));
+                self.hosts.entry(group).or_default().retain(|(path, vni)| (path.to, *vni) != (r.host, r.vni));
+            }
+        }
     }
 
     /// The IP multicast groups by which plain devices may send to this host, if others than at the last call.
@@ -95,10 +123,32 @@ impl Multicast {
         if !std::mem::take(&mut self.changed) {
             return None;
         }
-        let heard = self.attached.keys().filter(|(group, _)| self.foreign.contains(group)).map(|(_, gid)| gid.ip());
+        let heard = self.attached.keys().filter(|(group, _)| self.foreign.contains_key(group)).map(|(_, gid)| gid.ip());
         let mut heard: Vec<IpAddr> = heard.collect();
         heard.sort_unstable();
         heard.dedup();
         Some(heard)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_host_is_there_as_long_as_a_route_leads_to_it() {
+        let route = |host: [u8; 4], foreign| Route { host: host.into(), foreign, vni: 7 };
+        let [a, b] = [route([192, 168, 7, 1], false), route([192, 168, 7, 2], false)];
+        let device = route([192, 168, 7, 9], true);
+        let mut m = Multicast::default();
+        [&b, &a, &b, &device, &route([0, 0, 0, 0], false)].iter().for_each(|r| m.add_route(3, r));
+        let hosts = |m: &Multicast| m.hosts(3).iter().map(|(path, vni)| (path.to, *vni)).collect::<Vec<_>>();
+        assert_eq!((hosts(&m), m.has_foreign(3)), (vec![(a.host, 7), (b.host, 7)], true));
+        m.remove_route(3, &b);
+        assert_eq!(hosts(&m).len(), 2);
+        [&b, &device].iter().for_each(|r| m.remove_route(3, r));
+        assert_eq!((hosts(&m), m.has_foreign(3), m.hosts(4).len()), (vec![(a.host, 7)], false, 0));
+        m.clear_routes();
+        assert!(hosts(&m).is_empty());
     }
 }

@@ -116,6 +116,13 @@ impl Rnic {
         self.core.recheck_objects(most) || self.manager().recheck(most)
     }
 
+    /// As [`Rnic::set_routes`], of some GIDs of a group: where they are reached from now on, or that they are not. If a group's own
+    /// number between hosts changes, all routes are to be set.
+    pub fn change_routes(&mut self, group: u32, changes: impl IntoIterator<Item = (Gid, Option<Route>)>) {
+        changes.into_iter().for_each(|(gid, route)| self.core.change_route(group, gid, route));
+        self.manager().addresses_changed();
+    }
+
     /// A packet came in; `bytes` are all from the BTH up to the ICRC, which the port has checked. Of a packet that came inside VXLAN
     /// they begin with its IP header and end with its ICRC, which is checked here.
     pub fn handle_packet(&mut self, now: u64, a: &Arrival, bytes: &[u8]) {

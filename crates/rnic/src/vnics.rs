@@ -238,8 +238,21 @@ impl Core {
 
     /// Multicast goes to the hosts of all routes.
     pub(crate) fn routes_changed(&mut self) {
-        let net = &self.net;
-        self.multicast.set_routes(&net.routes, |group| net.vni(group));
+        self.multicast.clear_routes();
+        for ((group, _), r) in &self.net.routes {
+            self.multicast.add_route(*group, self.net.vni(*group), r);
+        }
+    }
+
+    /// Where one GID of a group is reached from now on; `None`: nowhere.
+    pub(crate) fn change_route(&mut self, group: u32, gid: Gid, route: Option<Route>) {
+        let before = match route {
+            Some(r) => self.net.routes.insert((group, gid), r),
+            None => self.net.routes.remove(&(group, gid)),
+        };
+        // The new one first: a host that stays keeps its place.
+        route.iter().for_each(|r| self.multicast.add_route(group, self.net.vni(group), r));
+        before.iter().for_each(|r| self.multicast.remove_route(group, r));
     }
 
     /// The IP multicast groups by which plain devices may send to this host, if others than at the last call.

@@ -70,7 +70,7 @@ impl TestHost {
         std::fs::write(&file, peers).expect("peers file");
         let wire = WireConfig {
             addresses: vec![address],
-            peers: file,
+            peers: Some(file),
             mtu: None,
             congestion_control: true,
             icrc: true,
@@ -87,6 +87,7 @@ impl TestHost {
             dir: dir.clone(),
             engine: EngineConfig { seed: engine.seed.or(Some(7)), ..engine },
             wire,
+            centre: None,
             isolation: Isolation::Threads,
             user: None,
             metrics: None,

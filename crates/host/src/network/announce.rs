@@ -133,10 +133,9 @@ impl Announcer {
         }
     }
 
-    /// The hosts that have said that a group has the number that it has here.
-    pub fn agreed(&self, members: &Members) -> BTreeSet<IpAddr> {
-        let agrees = |host: &&IpAddr| self.agreement.agrees(**host, members.vni, &members.name);
-        members.hosts.iter().filter(agrees).copied().collect()
+    /// True if a host has said that a group has this number there.
+    pub fn agrees(&self, host: IpAddr, vni: u32, group: &str) -> bool {
+        self.agreement.agrees(host, vni, group)
     }
 
     /// What the supervisor's socket has dropped.

@@ -59,7 +59,7 @@ pub(crate) struct Enrolment {
     pub faults: Option<u64>,
 }
 
-/// Where a group's peers are, as its worker is told after each change.
+/// Where a group's peers are, as its worker is told at its beginning.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub(crate) struct Plan {
     /// Where virtual addresses of other hosts are reached, and those of groups that rules join with it.
@@ -83,6 +83,26 @@ impl Plan {
     /// The RNIC's routes of a group with this number.
     pub fn routes(&self, group: u32) -> HashMap<(u32, Gid), Route> {
         self.routes.iter().map(|&(address, route)| ((group, Gid::from_ip(address)), route)).collect()
+    }
+}
+
+/// What has changed of a [`Plan`]. A number is not among that: with another one there is another plan.
+#[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+pub(crate) struct Changes {
+    pub group: String,
+    pub vni: u32,
+    /// Where virtual addresses are reached now; `None`: nowhere.
+    pub addresses: Vec<(IpAddr, Option<Route>)>,
+    /// At which host an Ethernet address is now.
+    pub macs: Vec<([u8; 6], Option<IpAddr>)>,
+    /// Which hosts the group has now, and whether they have said that it has the same number there.
+    pub hosts: Vec<(IpAddr, Option<bool>)>,
+}
+
+impl Changes {
+    /// Those of the RNIC's routes.
+    pub fn routes(&self) -> impl Iterator<Item = (Gid, Option<Route>)> {
+        self.addresses.iter().map(|&(address, route)| (Gid::from_ip(address), route))
     }
 }
 

@@ -2,8 +2,11 @@ mod sealed;
 
 use super::*;
 use crate::port::Port;
+use crate::source::{self, Bulletin};
 use crate::tunnel::{Tunnel, Tunneled};
+use crate::vrnic::mac_of;
 use std::net::UdpSocket;
+use std::path::PathBuf;
 use std::time::{Duration, Instant};
 use unirdma_formats::net::{ETH_BYTES, vxlan};
 use unirdma_formats::wire::{Envelope, ROCE_PORT, icrc};
@@ -35,7 +38,7 @@ fn config(dir: &Dir, addresses: &[IpAddr], peers: &str) -> WireConfig {
     std::fs::write(&file, peers).unwrap();
     WireConfig {
         addresses: addresses.to_vec(),
-        peers: file,
+        peers: Some(file),
         mtu: None,
         congestion_control: true,
         icrc: true,
@@ -43,6 +46,14 @@ fn config(dir: &Dir, addresses: &[IpAddr], peers: &str) -> WireConfig {
         firewall: false,
         faults: None,
     }
+}
+
+fn source(c: &WireConfig) -> Box<dyn Source> {
+    source::of(c, &Bulletin::default()).unwrap()
+}
+
+fn open(c: &WireConfig, dir: &Dir) -> io::Result<Network> {
+    Network::open(c, &dir.0, source(c))
 }
 
 /// A group's worker.
@@ -68,7 +79,7 @@ impl Host {
         let dir = Dir::new();
         let mut c = config(&dir, &[address], peers);
         change(&mut c);
-        let network = Network::open(&c, &dir.0).unwrap();
+        let network = open(&c, &dir).unwrap();
         let mut host = Host { dir, network, workers: BTreeMap::new() };
         (0..).zip(groups).for_each(|(id, g)| host.add(g, id));
         host
@@ -90,10 +101,20 @@ impl Host {
         self.network.dismiss(group);
     }
 
-    fn plan(&self) {
+    /// Tells the workers what they do not know yet.
+    fn plan(&mut self) {
         for (name, w) in &self.workers {
-            let plan = self.network.plan(name);
-            w.tunnel.set_plan(w.enrolment.id, plan.members, plan.agreed, plan.joined);
+            match self.network.tidings(name) {
+                Some(Tidings::Plan(plan)) => {
+                    w.tunnel.set_plan(w.enrolment.id, plan.members, plan.agreed, plan.joined);
+                }
+                Some(Tidings::Changes(changes)) => {
+                    // As it comes to the worker.
+                    let text = serde_json::to_string(&changes).unwrap();
+                    w.tunnel.change_plan(w.enrolment.id, &serde_json::from_str(&text).unwrap());
+                }
+                None => {}
+            }
         }
     }
 
@@ -299,14 +320,14 @@ fn a_host_claims_no_address_of_another_one() {
         let head = [0, 1, 8, 0, 6, 4, 0, 2];
         [&[0xff; 6][..], &link, &[8, 6], &head, &link, &[10, 0, 0, sender], &[0; 10]].concat()
     };
-    let macs: Vec<[u8; 6]> = (1..=3).map(|i| [2, 0, 10, 0, 0, i]).collect();
+    let macs: Vec<[u8; 6]> = (1..=3).map(|i| mac_of("default", [10, 0, 0, i].into()).0).collect();
     // Host 1 with its own MAC and address, and as a router with another source; then as host 2.
     let (own, routed) = (arp(macs[1], 2), frame(macs[1]));
     let from = all[1].tunnel("default");
     from.send(0, &own);
     from.send(0, &routed);
     assert_eq!(all[0].drain("default"), [own, routed]);
-    for stolen in [arp(macs[1], 3), arp(macs[2], 2), frame(macs[2]), frame([2, 9, 10, 0, 0, 3]), frame([3; 6])] {
+    for stolen in [arp(macs[1], 3), arp(macs[2], 2), frame(macs[2]), frame([3; 6])] {
         let before = all[0].info().drops;
         from.send(0, &stolen);
         assert!(all[0].drain("default").is_empty(), "{stolen:02x?}");
@@ -447,14 +468,14 @@ fn a_port_has_one_virtual_layer() {
     let ips = hosts(55);
     let dir = Dir::new();
     let host = Host::new(ips[0], "", &["default"]);
-    let refused = |a: IpAddr| Network::open(&config(&dir, &[a], ""), &dir.0).err().unwrap();
+    let refused = |a: IpAddr| open(&config(&dir, &[a], ""), &dir).err().unwrap();
     let e = refused(ips[0]);
     assert_eq!(e.kind(), io::ErrorKind::AddrInUse);
     assert!(e.to_string().starts_with("UDP port 4791 of 127.0.55.1 is in use (another virtual layer"), "{e}");
     assert!(refused("203.0.113.1".parse().unwrap()).to_string().contains("no address of this host"));
     drop(host);
     // Before it has groups, too.
-    let network = Network::open(&config(&dir, &[ips[0]], ""), &dir.0).unwrap();
+    let network = open(&config(&dir, &[ips[0]], ""), &dir).unwrap();
     assert_eq!(refused(ips[0]).kind(), io::ErrorKind::AddrInUse);
     drop(network);
     let vxlan = UdpSocket::bind((ips[1], VXLAN_PORT)).unwrap();
@@ -468,7 +489,7 @@ fn packet_sockets_see_the_packets_of_their_group_only() {
     let (dir, here) = (Dir::new(), ips[0]);
     let mut c = config(&dir, &[here], "");
     c.full_icrc = true;
-    match Network::open(&c, &dir.0) {
+    match open(&c, &dir) {
         Err(e) if e.kind() == io::ErrorKind::PermissionDenied => return println!("skipped: {e}"),
         n => drop(n.unwrap()),
     }
@@ -553,8 +574,8 @@ fn a_new_supervisor_takes_over_the_sockets_of_workers_that_go_on() {
     let more = host.network.more_qpns("d").unwrap()[1].0;
     let (dir, workers, given) = kill(host);
     let c = config(&dir, &[ips[0]], "");
-    assert_eq!(Network::open(&c, &dir.0).err().unwrap().kind(), io::ErrorKind::AddrInUse, "the workers have the port");
-    let network = Network::adopt(&c, &dir.0, given).unwrap();
+    assert_eq!(open(&c, &dir).err().unwrap().kind(), io::ErrorKind::AddrInUse, "the workers have the port");
+    let network = Network::adopt(&c, &dir.0, source(&c), given).unwrap();
     let mut host = Host { dir, network, workers };
     let check = |host: &mut Host, to: &mut dyn FnMut(&mut Host, u32) -> Vec<String>| {
         for (name, qpn) in &qpns {
@@ -568,16 +589,16 @@ fn a_new_supervisor_takes_over_the_sockets_of_workers_that_go_on() {
     host.remove("f");
     // Twice is as good as once.
     let (dir, workers, given) = kill(host);
-    let network = Network::adopt(&c, &dir.0, given).unwrap();
+    let network = Network::adopt(&c, &dir.0, source(&c), given).unwrap();
     let mut host = Host { dir, network, workers };
     check(&mut host, &mut to);
     // A worker was lost meanwhile, so nobody knows who gets what.
     let (dir, mut workers, mut given) = kill(host);
     given.remove(1);
     workers.remove("b");
-    assert_eq!(Network::adopt(&c, &dir.0, given).err().unwrap().kind(), io::ErrorKind::InvalidData);
+    assert_eq!(Network::adopt(&c, &dir.0, source(&c), given).err().unwrap().kind(), io::ErrorKind::InvalidData);
     drop(workers);
-    assert!(Network::open(&c, &dir.0).is_ok());
+    assert!(open(&c, &dir).is_ok());
 }
 
 #[test]

@@ -3,6 +3,7 @@
 use super::*;
 use crate::network::Enrolment;
 use crate::process::Child;
+use crate::source::{self, Bulletin};
 
 /// First words of the keys of what the keeper has; the group follows, and for a vRNIC its name.
 pub(super) const GROUP: &str = "group";
@@ -78,21 +79,25 @@ impl Heritage {
         mut heritage: Option<Heritage>,
         config: Option<&WireConfig>,
         dir: &Path,
+        bulletin: &Bulletin,
     ) -> io::Result<(Option<Heritage>, Option<Network>)> {
         let had = heritage.as_ref().is_some_and(|h| !h.sockets.is_empty());
         let sockets = heritage.as_mut().map(|h| std::mem::take(&mut h.sockets)).unwrap_or_default();
+        let open = |c| source::of(c, bulletin).and_then(|s| Network::open(c, dir, s));
         let adopted = match config {
             None if !had => return Ok((heritage, None)),
             None => Err(io::Error::new(io::ErrorKind::InvalidData, "there was a network, and there is none any more")),
-            Some(c) if heritage.is_some() => Network::adopt(c, dir, sockets).map(Some),
-            Some(c) => Network::open(c, dir).map(Some),
+            Some(c) if heritage.is_some() => {
+                source::of(c, bulletin).and_then(|s| Network::adopt(c, dir, s, sockets)).map(Some)
+            }
+            Some(c) => open(c).map(Some),
         };
         match (adopted, heritage) {
             (Ok(network), heritage) => Ok((heritage, network)),
             (Err(e), Some(h)) if e.kind() == io::ErrorKind::InvalidData => {
                 tracing::warn!(error = %e, "the workers of another supervisor cannot be taken over; they end");
                 h.end();
-                Ok((None, config.map(|c| Network::open(c, dir)).transpose()?))
+                Ok((None, config.map(open).transpose()?))
             }
             (Err(e), _) => Err(e),
         }
@@ -114,7 +119,7 @@ impl Supervisor {
             }
         }
         self.set_owners();
-        self.tell_plans();
+        self.tell_workers();
     }
 
     /// A group of another supervisor is known from now on.
@@ -126,8 +131,8 @@ impl Supervisor {
             let mut names = self.names();
             names.next_group = names.next_group.max(group.id + 1);
             for (name, m) in &inner.members {
-                let mac = mac_of(&m.new.ips, group.id);
-                names.vrnics.insert(name.clone(), Named { group: group.name.clone(), mac, ips: m.new.ips.clone() });
+                let named = Named { group: group.name.clone(), hardware: m.new.hardware, ips: m.new.ips.clone() };
+                names.vrnics.insert(name.clone(), named);
                 for (&id, first) in &m.containers {
                     names.held.entry(id).or_default().insert(group.name.clone());
                     self.next_connection.fetch_max(id + 1, Ordering::Relaxed);

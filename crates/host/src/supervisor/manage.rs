@@ -7,7 +7,8 @@ use crate::protocol::{Answer, Call, NewVrnic, WorkerStatus};
 use crate::vrnic::{self, AddVrnic, SetHeld, SetShare, VrnicInfo};
 use group::{Capturing, Worker};
 use std::time::Duration;
-use unirdma_rnic::{Limits, Share};
+use unirdma_formats::Guid;
+use unirdma_rnic::Share;
 
 /// A worker says once a second that a thread of it is stuck.
 const STUCK_NOW: Duration = Duration::from_secs(3);
@@ -16,20 +17,16 @@ type Reply = Result<Response, String>;
 
 impl Supervisor {
     pub(super) fn answer(self: &Arc<Self>, id: u64, request: Request, fd: Option<OwnedFd>) -> Reply {
+        if let Some(answer) = self.answer_of_fleet(&request) {
+            return answer;
+        }
         match request {
-            Request::VrnicAdd(add) => self.add_vrnic(&add),
+            Request::VrnicAdd(add) => self.add_vrnic_as(&add, None, true),
             Request::VrnicList => Ok(Response::Vrnics(self.list())),
             Request::VrnicShow { name } => self.show(&name, true),
             Request::VrnicRemove { name, force } => self.remove_vrnic(&name, force),
             Request::VrnicSet { name, share, allow_spoof, held } => self.set(&name, share, allow_spoof, held),
-            Request::VrnicLink { name, up } => {
-                self.change(&name, |group, inner| {
-                    group.call(inner, &Call::Link { name: name.clone(), up }, &[])?;
-                    member(inner, &name)?.new.up = up;
-                    Ok(())
-                })?;
-                Ok(Response::Done)
-            }
+            Request::VrnicLink { name, up } => self.set_link(&name, up).map(|()| Response::Done),
             Request::VrnicAddress { name, ip, add: true } => self.add_address(&name, ip),
             Request::VrnicAddress { name, ip, add: false } => self.remove_address(&name, ip),
             Request::GroupAdd { name, weight, secret } => {
@@ -88,7 +85,7 @@ impl Supervisor {
     }
 
     /// The group that a vRNIC is in.
-    fn group_with(&self, name: &str) -> Result<Arc<Group>, String> {
+    pub(super) fn group_with(&self, name: &str) -> Result<Arc<Group>, String> {
         let names = self.names();
         names.vrnics.get(name).and_then(|v| names.groups.get(&v.group)).cloned().ok_or_else(|| unknown(name))
     }
@@ -108,7 +105,7 @@ impl Supervisor {
     }
 
     /// Makes a group; with a secret, if there is one of a file.
-    fn make_group(self: &Arc<Self>, name: &str, weight: u32, secret: Option<Option<OwnedFd>>) -> Reply {
+    pub(super) fn make_group(self: &Arc<Self>, name: &str, weight: u32, secret: Option<Option<OwnedFd>>) -> Reply {
         vrnic::check_name("group", name)?;
         check_weight(weight)?;
         let id = {
@@ -131,7 +128,7 @@ impl Supervisor {
         Ok(Response::Done)
     }
 
-    fn set_group(&self, name: &str, weight: Option<u32>, secret: Option<SecretChange>, file: Option<OwnedFd>) -> Reply {
+    pub(super) fn set_group(&self, name: &str, weight: Option<u32>, secret: Option<SecretChange>, file: Option<OwnedFd>) -> Reply {
         if weight.is_none() && secret.is_none() {
             return Err("nothing to set; give --weight, --secret or --forget-old".into());
         }
@@ -151,7 +148,7 @@ impl Supervisor {
         Ok(Response::Done)
     }
 
-    fn remove_group(&self, name: &str) -> Reply {
+    pub(super) fn remove_group(&self, name: &str) -> Reply {
         if name == DEFAULT_GROUP {
             return Err("the group `default` always exists".into());
         }
@@ -170,21 +167,22 @@ impl Supervisor {
         Ok(Response::Done)
     }
 
-    fn add_vrnic(&self, add: &AddVrnic) -> Reply {
+    pub(super) fn set_link(&self, name: &str, up: bool) -> Result<(), String> {
+        self.change(name, |group, inner| {
+            group.call(inner, &Call::Link { name: name.into(), up }, &[])?;
+            member(inner, name)?.new.up = up;
+            Ok(())
+        })?;
+        Ok(())
+    }
+
+    /// Makes a vRNIC. Without a MAC and a GUID it has those that follow from its group and addresses.
+    pub(super) fn add_vrnic_as(&self, add: &AddVrnic, hardware: Option<Hardware>, up: bool) -> Reply {
         vrnic::check_name("vRNIC", &add.name)?;
         let share = add.share.apply(Share::default())?;
-        let (group, ips) = self.reserve(add)?;
-        let d = Limits::default();
-        let limits = Limits {
-            max_qp: add.max_qp.unwrap_or(d.max_qp),
-            max_cq: add.max_cq.unwrap_or(d.max_cq),
-            max_mr: add.max_mr.unwrap_or(d.max_mr),
-            max_mr_bytes: add.max_mr_bytes.unwrap_or(d.max_mr_bytes),
-            max_sessions: add.max_sessions.unwrap_or(d.max_sessions),
-            ..d
-        };
-        let name = add.name.clone();
-        let new = NewVrnic { name, ips, limits, share, held: add.held, allow_spoof: add.allow_spoof, up: true };
+        let (group, ips, hardware) = self.reserve(add, hardware)?;
+        let (name, limits) = (add.name.clone(), add.limits());
+        let new = NewVrnic { name, ips, hardware, limits, share, held: add.held, allow_spoof: add.allow_spoof, up };
         let made = self.make_vrnic(&group, new);
         if made.is_err() {
             self.names().vrnics.remove(&add.name);
@@ -195,7 +193,11 @@ impl Supervisor {
     }
 
     /// Takes a name and addresses for a vRNIC to be.
-    fn reserve(&self, add: &AddVrnic) -> Result<(Arc<Group>, Vec<IpNet>), String> {
+    fn reserve(
+        &self,
+        add: &AddVrnic,
+        hardware: Option<Hardware>,
+    ) -> Result<(Arc<Group>, Vec<IpNet>, Hardware), String> {
         let mut names = self.names();
         if names.vrnics.contains_key(&add.name) {
             return Err(format!(
@@ -212,13 +214,13 @@ impl Supervisor {
             ));
         };
         let ips = names.choose_ips(add, &group.name)?;
-        let mac = vrnic::mac_of(&ips, group.id);
-        let mut members = names.vrnics.iter().filter(|(_, v)| v.group == group.name);
-        if let Some((n, _)) = members.find(|(_, v)| v.mac == mac) {
+        let hardware = hardware.unwrap_or_else(|| Hardware::derived(&group.name, &ips));
+        let mac = hardware.mac;
+        if let Some((n, _)) = names.vrnics.iter().find(|(_, v)| v.hardware.mac == mac) {
             return Err(format!("the virtual MAC {mac} of these addresses is that of vRNIC {n}; choose another --ip"));
         }
-        names.vrnics.insert(add.name.clone(), Named { group: group.name.clone(), mac, ips: ips.clone() });
-        Ok((group, ips))
+        names.vrnics.insert(add.name.clone(), Named { group: group.name.clone(), hardware, ips: ips.clone() });
+        Ok((group, ips, hardware))
     }
 
     fn make_vrnic(&self, group: &Group, new: NewVrnic) -> Result<(), String> {
@@ -238,7 +240,7 @@ impl Supervisor {
         Ok(())
     }
 
-    fn remove_vrnic(&self, name: &str, force: bool) -> Reply {
+    pub(super) fn remove_vrnic(&self, name: &str, force: bool) -> Reply {
         let group = self.group_with(name)?;
         let mut inner = group.lock();
         let sessions = match group.call(&mut inner, &Call::Show { name: name.into(), whole: false }, &[]) {
@@ -267,23 +269,31 @@ impl Supervisor {
         if set == SetShare::default() && allow_spoof.is_none() && held == SetHeld::default() {
             return Err("nothing to set; give --weight, --rate, --ops, --burst, --allow-spoof, --max-descriptors, --max-mappings, --max-address-space, --max-pieces or --max-filled".into());
         }
-        self.change(name, |group, inner| {
-            let share = set.apply(member(inner, name)?.new.share)?;
-            group.call(inner, &Call::Share { name: name.into(), share }, &[])?;
-            group.call(inner, &Call::Held { name: name.into(), held }, &[])?;
-            if let Some(on) = allow_spoof {
-                group.call(inner, &Call::AllowSpoof { name: name.into(), on }, &[])?;
-                member(inner, name)?.new.allow_spoof = on;
-            }
-            let new = &mut member(inner, name)?.new;
-            new.share = share;
-            new.held.merge(&held);
-            Ok(())
-        })?;
+        let (before, mut whole, spoof) = {
+            let group = self.group_with(name)?;
+            let mut inner = group.lock();
+            let new = &member(&mut inner, name)?.new;
+            (new.share, new.held, new.allow_spoof)
+        };
+        whole.merge(&held);
+        self.set_whole(name, set.apply(before)?, allow_spoof.unwrap_or(spoof), whole)?;
         self.show(name, false)
     }
 
-    fn add_address(&self, name: &str, ip: IpNet) -> Reply {
+    /// From now on a vRNIC has this share and these limits.
+    pub(super) fn set_whole(&self, name: &str, share: Share, spoof: bool, held: SetHeld) -> Result<(), String> {
+        self.change(name, |group, inner| {
+            group.call(inner, &Call::Share { name: name.into(), share }, &[])?;
+            group.call(inner, &Call::Held { name: name.into(), held }, &[])?;
+            group.call(inner, &Call::AllowSpoof { name: name.into(), on: spoof }, &[])?;
+            let new = &mut member(inner, name)?.new;
+            (new.share, new.held, new.allow_spoof) = (share, held, spoof);
+            Ok(())
+        })?;
+        Ok(())
+    }
+
+    pub(super) fn add_address(&self, name: &str, ip: IpNet) -> Reply {
         {
             let mut names = self.names();
             let group = names.vrnics.get(name).ok_or_else(|| unknown(name))?.group.clone();
@@ -299,7 +309,7 @@ impl Supervisor {
         self.show(name, false)
     }
 
-    fn remove_address(&self, name: &str, ip: IpNet) -> Reply {
+    pub(super) fn remove_address(&self, name: &str, ip: IpNet) -> Reply {
         {
             let names = self.names();
             let v = names.vrnics.get(name).ok_or_else(|| unknown(name))?;
@@ -424,7 +434,7 @@ impl Supervisor {
     }
 
     /// All vRNICs. Of one whose worker does not answer only what is known here.
-    fn list(&self) -> Vec<VrnicInfo> {
+    pub(super) fn list(&self) -> Vec<VrnicInfo> {
         let mut all = BTreeMap::new();
         for group in self.groups() {
             let mut inner = group.lock();
@@ -440,7 +450,7 @@ impl Supervisor {
         all.into_values().collect()
     }
 
-    fn show(&self, name: &str, whole: bool) -> Reply {
+    pub(super) fn show(&self, name: &str, whole: bool) -> Reply {
         let group = self.group_with(name)?;
         let mut inner = group.lock();
         let answer = group.call(&mut inner, &Call::Show { name: name.into(), whole }, &[])?;
@@ -455,13 +465,13 @@ impl Supervisor {
 
     /// Adds to what a worker says of a vRNIC what is known here.
     fn complete(&self, told: VrnicInfo, group: &Group, m: &Member) -> VrnicInfo {
-        let mac = vrnic::mac_of(&m.new.ips, group.id);
+        let Hardware { mac, guid } = m.new.hardware;
         VrnicInfo {
             name: m.new.name.clone(),
             group: group.name.clone(),
             ips: m.new.ips.clone(),
             mac: mac.to_string(),
-            guid: mac.guid().to_string(),
+            guid: Guid(guid).to_string(),
             mtu: self
                 .around
                 .network
@@ -511,6 +521,7 @@ impl Supervisor {
             workers,
             confinement: self.in_force.clone(),
             wire,
+            centre: self.centre.get().map(|c| c.info()),
         }
     }
 }

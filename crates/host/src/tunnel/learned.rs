@@ -59,7 +59,8 @@ impl Learned {
         true
     }
 
-    fn forget(&mut self, group: u32, mac: [u8; 6]) {
+    /// Forgets one address.
+    pub fn forget(&mut self, group: u32, mac: [u8; 6]) {
         if let Some(p) = self.places.remove(&(group, mac))
             && let Some(n) = self.of_host.get_mut(&p.host)
         {

@@ -139,6 +139,13 @@ impl Worker {
                 Ok(Answer::Done)
             }
             Call::Secrets { any } => self.set_secrets(fds.next().filter(|_| any)),
+            Call::Changes(changes) => {
+                self.engine.rnic.lock().change_routes(self.group_id, changes.routes());
+                self.switch.change_plan(self.group_id, &changes);
+                // Somebody may have waited for an address.
+                self.engine.after_command();
+                Ok(Answer::Done)
+            }
             Call::Hear { groups } => {
                 self.engine.join(groups.into_iter().zip(fds).collect());
                 Ok(Answer::Done)
@@ -185,7 +192,7 @@ impl Worker {
         if self.vrnics.contains_key(&new.name) {
             return Err(format!("vRNIC {} exists already", new.name));
         }
-        let mac = vrnic::mac_of(&new.ips, self.group_id);
+        let mac = new.hardware.mac;
         let gids = vrnic::gid_table(&new.ips, mac);
         let config = VnicConfig { group: self.group_id, gids, limits: new.limits, share: new.share };
         let mut watch = |listener: &OwnedFd, source: Source| {
@@ -205,7 +212,7 @@ impl Worker {
         }
         let identity = Identity {
             vnic: id,
-            config: vrnic::device_config(mac, &new.limits),
+            config: vrnic::device_config(new.hardware, &new.limits),
             origin: self.origin,
             name: new.name.clone(),
             active_mtu: self.network.as_ref().map_or(vrnic::PORT_MTU, |e| e.mtu_code),

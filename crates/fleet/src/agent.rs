@@ -1,0 +1,584 @@
+//! A host's half of the conversation with the centre (`Hosts.Attach`): what is in force, what is still to be done on the host, and when to
+//! connect, to speak and to give a connection up.
+//!
+//! No socket, file, clock or thread: the caller gives times in milliseconds, connects when [`Agent::poll_connect`] says so, and then calls
+//!
+//! * for what happens [`Agent::connected`], [`Agent::handle`], [`Agent::disconnected`], [`Agent::carried`] and [`Agent::ask`],
+//! * and after each of these, and when [`Agent::poll_timeout`] has come, the `poll_` methods: messages to send ([`Agent::poll_message`]), a
+//!   reason to close the connection ([`Agent::poll_close`]), what is to be kept on disk ([`Agent::poll_record`]), what is to be done on the host
+//!   ([`Agent::poll_work`]), and answers to whoever asked ([`Agent::poll_answer`]).
+//!
+//! What the centre tells is a table of pieces, each with a key. An update changes some of them, and is put in force whole or not at all. What
+//! the host is to do follows from the table alone: a piece that is other than it was is to be made so, again and again until that succeeds.
+
+mod pieces;
+
+use std::collections::{BTreeMap, BTreeSet, VecDeque};
+
+pub use pieces::{Key, addresses, guid, key_of, mac, network};
+
+use crate::v1::{self, from_host, item::Item, to_host};
+
+/// Version of the messages.
+const PROTOCOL: u32 = 1;
+/// A centre that has said nothing for so long is gone. It says something every 2 s.
+const SILENCE_MS: u64 = 10_000;
+/// First and longest pause before another connection.
+const FIRST_PAUSE_MS: u64 = 200;
+const LAST_PAUSE_MS: u64 = 15_000;
+/// A connection that lasted so long was a good one: the pause after it is the first one.
+const STEADY_MS: u64 = 10_000;
+/// What could not be done is tried again after this time.
+const RETRY_MS: u64 = 3_000;
+/// Most pieces of one update.
+const MAX_PIECES: usize = 4_000_000;
+/// Most problems that are told.
+const MAX_PROBLEMS: usize = 100;
+
+/// What a host says of itself.
+#[derive(Clone, Debug, Default)]
+pub struct Config {
+    /// Version of its program.
+    pub version: String,
+    /// Addresses at which other hosts reach it.
+    pub addresses: Vec<String>,
+    /// Another number whenever it is started anew.
+    pub instance: u64,
+}
+
+/// A piece that is to be made what it says on the host.
+#[derive(Clone, Debug, PartialEq)]
+pub struct Work {
+    /// Its key.
+    pub key: Key,
+    /// What it is; `None`: it is to go.
+    pub item: Option<Item>,
+    /// A vRNIC is to go also if programs use it.
+    pub force: bool,
+}
+
+/// What there is to know, for people.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct Status {
+    /// It is connected.
+    pub connected: bool,
+    /// For how long it is, or is not.
+    pub for_ms: u64,
+    /// Why it is not.
+    pub why: String,
+    /// The revision in force, and the number of the centre's state that it counts in.
+    pub revision: u64,
+    /// See `revision`.
+    pub fleet: String,
+    /// What could not be done, a line each.
+    pub problems: Vec<String>,
+}
+
+/// The connection to the centre.
+enum Link {
+    Away { since: u64, retry_at: u64, why: String },
+    Connecting { since: u64, why: String },
+    Connected { since: u64, heard: u64 },
+}
+
+/// Parts of an update that have come.
+struct Coming {
+    fleet: String,
+    revision: u64,
+    whole: bool,
+    put: BTreeMap<Key, Item>,
+    /// With `force`.
+    gone: BTreeMap<Key, bool>,
+}
+
+struct Failed {
+    problem: String,
+    retry_at: u64,
+    force: bool,
+}
+
+/// See the [module](self).
+pub struct Agent {
+    config: Config,
+    fleet: String,
+    revision: u64,
+    items: BTreeMap<Key, Item>,
+    /// vRNICs that the centre of another store has made, and this one does not know.
+    orphans: BTreeSet<String>,
+    /// vRNICs of the host that the centre does not know of.
+    own: Vec<v1::Vrnic>,
+    link: Link,
+    /// Connections that have failed one after the other.
+    attempts: u32,
+    random: u64,
+    coming: Option<Coming>,
+    /// To be done, with `force`.
+    due: BTreeMap<Key, bool>,
+    failed: BTreeMap<Key, Failed>,
+    /// Work was handed out, and its end has not been told.
+    working: bool,
+    /// Why an update was refused: the next connection asks for everything.
+    refused: Option<String>,
+    close: Option<String>,
+    out: VecDeque<v1::FromHost>,
+    records: VecDeque<v1::Update>,
+    /// Asked, and not answered by the centre.
+    asked: BTreeSet<u64>,
+    next_ask: u64,
+    /// Answered, but what is to be done for it is not done yet.
+    answered: VecDeque<(u64, Result<Option<v1::Vrnic>, String>)>,
+    reported: BTreeMap<String, v1::VrnicState>,
+    /// Revision and problems that the centre has been told.
+    applied: Option<(u64, Vec<String>)>,
+}
+
+impl Agent {
+    /// A host that has kept these records: those of [`Agent::poll_record`], from a whole one on, in their order. Everything in them is to be
+    /// done. `seed` makes pauses differ from those of other hosts.
+    ///
+    /// # Errors
+    /// What is wrong with a record.
+    pub fn new(config: Config, kept: impl IntoIterator<Item = v1::Update>, seed: u64) -> Result<Agent, String> {
+        let mut agent = Agent {
+            config,
+            fleet: String::new(),
+            revision: 0,
+            items: BTreeMap::new(),
+            orphans: BTreeSet::new(),
+            own: Vec::new(),
+            link: Link::Away { since: 0, retry_at: 0, why: "it was not asked yet".into() },
+            attempts: 0,
+            random: seed | 1,
+            coming: None,
+            due: BTreeMap::new(),
+            failed: BTreeMap::new(),
+            working: false,
+            refused: None,
+            close: None,
+            out: VecDeque::new(),
+            records: VecDeque::new(),
+            asked: BTreeSet::new(),
+            next_ask: 1,
+            answered: VecDeque::new(),
+            reported: BTreeMap::new(),
+            applied: None,
+        };
+        for record in kept {
+            agent.take_update(record)?;
+        }
+        // What is in force on the disk is there already.
+        agent.records.clear();
+        agent.due.retain(|k, _| agent.items.contains_key(k));
+        Ok(agent)
+    }
+
+    /// All of its own vRNICs that the host's administrator has made without the centre; they are announced with the next connection.
+    pub fn set_own(&mut self, own: Vec<v1::Vrnic>) {
+        self.own = own;
+    }
+
+    // --- the connection ---
+
+    /// True if it is time to connect. The end of that is told by [`Agent::connected`] or [`Agent::disconnected`].
+    pub fn poll_connect(&mut self, now: u64) -> bool {
+        let Link::Away { since, retry_at, why } = &mut self.link else { return false };
+        if now < *retry_at {
+            return false;
+        }
+        self.link = Link::Connecting { since: *since, why: std::mem::take(why) };
+        true
+    }
+
+    /// There is a connection. `clock_ms` is the host's clock, milliseconds since 1970.
+    pub fn connected(&mut self, now: u64, clock_ms: u64) {
+        self.link = Link::Connected { since: now, heard: now };
+        self.close = None;
+        self.coming = None;
+        self.applied = None;
+        self.reported.clear();
+        self.out.clear();
+        let by_host = self.items.values().filter_map(|i| if let Item::Vrnic(v) = i { Some(v) } else { None });
+        let mut vrnics: Vec<v1::Vrnic> = by_host.filter(|v| v.by_host).cloned().collect();
+        vrnics.extend(self.own.iter().filter(|o| !self.items.contains_key(&Key::Vrnic(o.name.clone()))).cloned());
+        let revision = if self.refused.is_some() { 0 } else { self.revision };
+        self.send(from_host::Message::Hello(v1::Hello {
+            protocol: PROTOCOL,
+            version: self.config.version.clone(),
+            addresses: self.config.addresses.clone(),
+            instance: self.config.instance,
+            revision,
+            fleet: self.fleet.clone(),
+            vrnics,
+            clock_ms,
+        }));
+        self.tell_applied();
+    }
+
+    /// There is no connection, or none could be made.
+    pub fn disconnected(&mut self, now: u64, why: String) {
+        let since = match &self.link {
+            Link::Connected { since, .. } => {
+                if now - since >= STEADY_MS {
+                    self.attempts = 0;
+                }
+                now
+            }
+            Link::Away { since, .. } | Link::Connecting { since, .. } => *since,
+        };
+        let pause = (FIRST_PAUSE_MS << self.attempts.min(10)).min(LAST_PAUSE_MS);
+        self.attempts += 1;
+        // From half to one and a half of it, so that a thousand hosts do not come at once.
+        let retry_at = now + pause / 2 + self.draw() % pause;
+        self.link = Link::Away { since, retry_at, why };
+        (self.close, self.coming) = (None, None);
+        self.out.clear();
+        for id in std::mem::take(&mut self.asked) {
+            let text = "the connection to the control centre was lost before it answered; `unirdma vrnic ls` shows whether it was done";
+            self.answered.push_back((id, Err(text.into())));
+        }
+    }
+
+    fn draw(&mut self) -> u64 {
+        // xorshift64: a pause needs no better one.
+        self.random ^= self.random << 13;
+        self.random ^= self.random >> 7;
+        self.random ^= self.random << 17;
+        self.random
+    }
+
+    /// Why the connection is to be closed, if it is.
+    pub fn poll_close(&mut self, now: u64) -> Option<String> {
+        if let Link::Connected { heard, .. } = self.link
+            && now >= heard + SILENCE_MS
+        {
+            return Some(format!("it has said nothing for {} s", SILENCE_MS / 1000));
+        }
+        self.close.take()
+    }
+
+    /// When the `poll_` methods are to be called again even if nothing happens.
+    pub fn poll_timeout(&self) -> Option<u64> {
+        let link = match &self.link {
+            Link::Away { retry_at, .. } => Some(*retry_at),
+            Link::Connecting { .. } => None,
+            Link::Connected { heard, .. } => Some(heard + SILENCE_MS),
+        };
+        let retry = self.failed.values().map(|f| f.retry_at).min().filter(|_| !self.working);
+        [link, retry].into_iter().flatten().min()
+    }
+
+    /// The next message to the centre.
+    pub fn poll_message(&mut self) -> Option<v1::FromHost> {
+        self.out.pop_front()
+    }
+
+    fn send(&mut self, message: from_host::Message) {
+        self.out.push_back(v1::FromHost { message: Some(message) });
+    }
+
+    /// The centre says something.
+    pub fn handle(&mut self, now: u64, message: v1::ToHost) {
+        let Link::Connected { heard, .. } = &mut self.link else { return };
+        *heard = now;
+        match message.message {
+            Some(to_host::Message::Update(update)) => {
+                if let Err(e) = self.take_update(update) {
+                    let problem = format!("an update of the control centre is refused: {e}");
+                    self.close = Some(problem.clone());
+                    self.coming = None;
+                    self.refused = Some(problem);
+                }
+            }
+            Some(to_host::Message::Reply(reply)) => {
+                if self.asked.remove(&reply.id) {
+                    let answer = if reply.error.is_empty() { Ok(reply.vrnic) } else { Err(reply.error) };
+                    self.answered.push_back((reply.id, answer));
+                }
+            }
+            Some(to_host::Message::Refused(why)) => {
+                self.close = Some(format!("it refuses this host: {why}"));
+                // It will hardly change its mind at once.
+                self.attempts = self.attempts.max(6);
+            }
+            Some(to_host::Message::Alive(_)) | None => {}
+        }
+        self.tell_applied();
+    }
+
+    // --- the table ---
+
+    /// Takes a part of an update, and puts it in force if it is the last one.
+    fn take_update(&mut self, update: v1::Update) -> Result<(), String> {
+        let v1::Update { fleet, revision, whole, more, put, gone } = update;
+        if fleet.is_empty() {
+            return Err("it does not say which fleet's it is".into());
+        }
+        let coming = match self.coming.take() {
+            // A new beginning takes the place of what had come.
+            Some(_) | None if whole => Coming { fleet, revision, whole, put: BTreeMap::new(), gone: BTreeMap::new() },
+            Some(c) if c.fleet == fleet && c.revision == revision => c,
+            Some(c) => {
+                return Err(format!("a part of revision {revision} came among those of revision {}", c.revision));
+            }
+            None if fleet != self.fleet => {
+                return Err(format!("it changes the state {fleet}, and this host has that of {:?}", self.fleet));
+            }
+            None if revision < self.revision => {
+                return Err(format!("revision {revision} came after revision {}", self.revision));
+            }
+            None => Coming { fleet, revision, whole, put: BTreeMap::new(), gone: BTreeMap::new() },
+        };
+        let mut coming = coming;
+        for item in put {
+            let item = item.item.ok_or("a piece is empty")?;
+            let key = key_of(&item)?;
+            coming.gone.remove(&key);
+            coming.put.insert(key, item);
+        }
+        for key in gone {
+            let force = key.force;
+            let key = Key::of(key).ok_or("a key is empty")?;
+            coming.put.remove(&key);
+            coming.gone.insert(key, force);
+        }
+        if coming.put.len() + coming.gone.len() > MAX_PIECES {
+            return Err(format!("it has more than {MAX_PIECES} pieces"));
+        }
+        if more {
+            self.coming = Some(coming);
+            return Ok(());
+        }
+        self.check(&coming)?;
+        self.put_in_force(coming);
+        Ok(())
+    }
+
+    /// Refuses what contradicts itself.
+    fn check(&self, c: &Coming) -> Result<(), String> {
+        let group_is_there = |name: &str| {
+            let key = Key::Group(name.into());
+            c.put.contains_key(&key) || !c.whole && self.items.contains_key(&key) && !c.gone.contains_key(&key)
+        };
+        for item in c.put.values() {
+            let (what, name, group) = match item {
+                Item::Vrnic(v) => ("vRNIC", &v.name, &v.group),
+                Item::Peer(p) => ("peer", &p.name, &p.group),
+                _ => continue,
+            };
+            if !group_is_there(group) {
+                return Err(format!("{what} {name} is of group {group}, of which nothing is said"));
+            }
+        }
+        Ok(())
+    }
+
+    fn put_in_force(&mut self, c: Coming) {
+        let Coming { fleet, revision, whole, put, mut gone } = c;
+        let anew = !self.fleet.is_empty() && fleet != self.fleet;
+        if whole {
+            gone = self.items.keys().filter(|k| !put.contains_key(k)).map(|k| (k.clone(), false)).collect();
+        }
+        let keep = |m: &BTreeMap<Key, Item>| m.values().map(|i| v1::Item { item: Some(i.clone()) }).collect();
+        let record = v1::Update {
+            fleet: fleet.clone(),
+            revision,
+            whole,
+            more: false,
+            put: keep(&put),
+            gone: if whole { Vec::new() } else { gone.iter().map(|(k, force)| k.message(*force)).collect() },
+        };
+        let changes = whole || !record.put.is_empty() || !record.gone.is_empty();
+        for (key, force) in gone {
+            if self.items.remove(&key).is_none() {
+                continue;
+            }
+            self.failed.remove(&key);
+            match &key {
+                // Its store was made anew, by which nobody has said that the vRNIC is to go.
+                Key::Vrnic(name) if anew => _ = self.orphans.insert(name.clone()),
+                _ => _ = self.due.insert(key, force),
+            }
+        }
+        for (key, item) in put {
+            if let Key::Vrnic(name) = &key {
+                self.orphans.remove(name);
+            }
+            if self.items.get(&key) != Some(&item) {
+                self.failed.remove(&key);
+                self.due.insert(key.clone(), false);
+                self.items.insert(key, item);
+            }
+        }
+        (self.fleet, self.revision, self.refused) = (fleet, revision, None);
+        if changes {
+            self.records.push_back(record);
+        }
+    }
+
+    /// The next record to keep. A whole one takes the place of all before.
+    pub fn poll_record(&mut self) -> Option<v1::Update> {
+        self.records.pop_front()
+    }
+
+    /// Everything in one record.
+    pub fn snapshot(&self) -> v1::Update {
+        v1::Update {
+            fleet: self.fleet.clone(),
+            revision: self.revision,
+            whole: true,
+            more: false,
+            put: self.items.values().map(|i| v1::Item { item: Some(i.clone()) }).collect(),
+            gone: Vec::new(),
+        }
+    }
+
+    /// A piece.
+    pub fn item(&self, key: &Key) -> Option<&Item> {
+        self.items.get(key)
+    }
+
+    /// The vRNICs that the centre has told of.
+    pub fn vrnics(&self) -> impl Iterator<Item = &v1::Vrnic> {
+        self.items.values().filter_map(|i| if let Item::Vrnic(v) = i { Some(v) } else { None })
+    }
+
+    // --- what is to be done on the host ---
+
+    /// Everything that is to be done now, in this order. Nothing more comes until its end is told by [`Agent::carried`].
+    pub fn poll_work(&mut self, now: u64) -> Vec<Work> {
+        if self.working {
+            return Vec::new();
+        }
+        let again: Vec<Key> = self.failed.iter().filter(|(_, f)| f.retry_at <= now).map(|(k, _)| k.clone()).collect();
+        for key in again {
+            if let Some(f) = self.failed.get(&key) {
+                self.due.entry(key).or_insert(f.force);
+            }
+        }
+        let due = std::mem::take(&mut self.due);
+        let mut work: Vec<Work> =
+            due.into_iter().map(|(key, force)| Work { item: self.items.get(&key).cloned(), key, force }).collect();
+        // vRNICs that go make room for those that come; what others stand on comes first and goes last.
+        work.sort_by_key(|w| match (&w.key, &w.item) {
+            (Key::Vrnic(_), None) => 0,
+            (_, Some(_)) => 1,
+            (_, None) => 2,
+        });
+        let first_gone = work.partition_point(|w| w.item.is_some() || matches!(w.key, Key::Vrnic(_)));
+        work[first_gone..].reverse();
+        self.working = !work.is_empty();
+        work
+    }
+
+    /// What came of work: of each key that failed, why.
+    pub fn carried(&mut self, now: u64, work: Vec<Work>, failed: BTreeMap<Key, String>) {
+        self.working = false;
+        for w in work {
+            match failed.get(&w.key) {
+                None => _ = self.failed.remove(&w.key),
+                Some(problem) => {
+                    let f = Failed { problem: problem.clone(), retry_at: now + RETRY_MS, force: w.force };
+                    self.failed.insert(w.key, f);
+                }
+            }
+        }
+        self.tell_applied();
+    }
+
+    fn problems(&self) -> Vec<String> {
+        let orphan = |name: &String| {
+            format!(
+                "vRNIC {name} is of a control centre whose store is gone: declare it there again, or remove it with `unirdma vrnic rm {name}`"
+            )
+        };
+        let all = self.refused.iter().cloned().chain(self.failed.values().map(|f| f.problem.clone()));
+        all.chain(self.orphans.iter().map(orphan)).take(MAX_PROBLEMS).collect()
+    }
+
+    /// Says what is in force, if nothing is left to do and the centre has been told something else.
+    fn tell_applied(&mut self) {
+        let idle = !self.working && self.due.is_empty() && self.revision > 0;
+        if !idle || !matches!(self.link, Link::Connected { .. }) {
+            return;
+        }
+        let now = (self.revision, self.problems());
+        if self.applied.as_ref() != Some(&now) {
+            let (revision, problems) = now.clone();
+            self.send(from_host::Message::Applied(v1::Applied { revision, problems }));
+            self.applied = Some(now);
+        }
+    }
+
+    /// A vRNIC of a centre that is gone was removed by the host's administrator.
+    pub fn forget_orphan(&mut self, name: &str) {
+        self.orphans.remove(name);
+        self.tell_applied();
+    }
+
+    // --- what the host asks ---
+
+    /// Asks the centre for a change; its answer has this number.
+    ///
+    /// # Errors
+    /// There is no connection: one line.
+    pub fn ask(&mut self, now: u64, change: v1::ask::Change) -> Result<u64, String> {
+        let Link::Connected { .. } = self.link else {
+            let s = self.status(now);
+            return Err(format!(
+                "the control centre has been away for {} s ({}); vRNICs of a fleet can be changed when it is back",
+                s.for_ms / 1000,
+                s.why
+            ));
+        };
+        let id = self.next_ask;
+        self.next_ask += 1;
+        self.asked.insert(id);
+        self.send(from_host::Message::Ask(v1::Ask { id, change: Some(change) }));
+        Ok(id)
+    }
+
+    /// An answer whose change is in force on the host, or which is a refusal.
+    pub fn poll_answer(&mut self) -> Option<(u64, Result<Option<v1::Vrnic>, String>)> {
+        let (_, answer) = self.answered.front()?;
+        if answer.is_ok() && (self.working || !self.due.is_empty()) {
+            return None;
+        }
+        let (id, answer) = self.answered.pop_front()?;
+        let failed = |v: &v1::Vrnic| self.failed.get(&Key::Vrnic(v.name.clone())).map(|f| f.problem.clone());
+        let problem = answer.as_ref().ok().and_then(Option::as_ref).and_then(failed);
+        Some((id, problem.map_or(answer, Err)))
+    }
+
+    /// Figures of the vRNICs; those that have changed are sent.
+    pub fn report(&mut self, states: Vec<v1::VrnicState>, clock_ms: u64) {
+        if !matches!(self.link, Link::Connected { .. }) {
+            return;
+        }
+        let now: BTreeMap<String, v1::VrnicState> = states.into_iter().map(|s| (s.name.clone(), s)).collect();
+        let gone = self.reported.keys().filter(|n| !now.contains_key(*n));
+        let mut vrnics: Vec<v1::VrnicState> =
+            gone.map(|n| v1::VrnicState { name: n.clone(), ..v1::VrnicState::default() }).collect();
+        vrnics.extend(now.values().filter(|s| self.reported.get(&s.name) != Some(*s)).cloned());
+        self.reported = now;
+        self.send(from_host::Message::Report(v1::Report { vrnics, clock_ms }));
+    }
+
+    /// What there is to know.
+    pub fn status(&self, now: u64) -> Status {
+        let (connected, since, why) = match &self.link {
+            Link::Connected { since, .. } => (true, *since, ""),
+            Link::Away { since, why, .. } | Link::Connecting { since, why } => (false, *since, &**why),
+        };
+        Status {
+            connected,
+            for_ms: now.saturating_sub(since),
+            why: why.into(),
+            revision: self.revision,
+            fleet: self.fleet.clone(),
+            problems: self.problems(),
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests;

@@ -1,0 +1,152 @@
+//! The pieces that a host is told, by their keys, and what is no piece.
+
+use std::net::IpAddr;
+
+use crate::v1::{self, item::Item, item_key};
+
+/// Names a piece. In the order in which pieces are put in force: a vRNIC serves programs once its peers and rules are known.
+#[derive(Clone, Debug, PartialEq, Eq, PartialOrd, Ord)]
+#[allow(missing_docs)]
+pub enum Key {
+    Group(String),
+    /// Of a group, or with a second name of two; and its number.
+    Secret(String, String, u32),
+    Rule(String),
+    /// Of a host.
+    Place(String),
+    /// Of a vRNIC elsewhere.
+    Peer(String),
+    /// Of a vRNIC on this host.
+    Vrnic(String),
+}
+
+impl Key {
+    /// The key in a message; `None`: there is none.
+    pub fn of(key: v1::ItemKey) -> Option<Key> {
+        Some(match key.key? {
+            item_key::Key::Group(name) => Key::Group(name),
+            item_key::Key::Vrnic(name) => Key::Vrnic(name),
+            item_key::Key::Place(name) => Key::Place(name),
+            item_key::Key::Peer(name) => Key::Peer(name),
+            item_key::Key::Rule(name) => Key::Rule(name),
+            item_key::Key::Secret(s) => Key::Secret(s.group, s.other, s.id),
+        })
+    }
+
+    /// It as a message.
+    pub fn message(&self, force: bool) -> v1::ItemKey {
+        let key = match self.clone() {
+            Key::Group(name) => item_key::Key::Group(name),
+            Key::Vrnic(name) => item_key::Key::Vrnic(name),
+            Key::Place(name) => item_key::Key::Place(name),
+            Key::Peer(name) => item_key::Key::Peer(name),
+            Key::Rule(name) => item_key::Key::Rule(name),
+            Key::Secret(group, other, id) => item_key::Key::Secret(v1::SecretKey { group, other, id }),
+        };
+        v1::ItemKey { key: Some(key), force }
+    }
+}
+
+/// The key of a piece.
+///
+/// # Errors
+/// What is wrong with the piece, in words. What passes has names that are names, addresses that are addresses, and numbers in their ranges.
+pub fn key_of(item: &Item) -> Result<Key, String> {
+    match item {
+        Item::Group(g) => {
+            check_name(&g.name)?;
+            if !(1..=0xff_ffff).contains(&g.vni) || !(1..=10_000).contains(&g.weight) {
+                return Err(format!("group {} has the VNI {} and the weight {}", g.name, g.vni, g.weight));
+            }
+            Ok(Key::Group(g.name.clone()))
+        }
+        Item::Vrnic(v) => {
+            check_name(&v.name)?;
+            check_name(&v.group)?;
+            let ips = v.ips.iter().all(|ip| network(ip).is_some());
+            if !ips || v.ips.is_empty() || mac(&v.mac).is_none() || guid(&v.guid).is_none() {
+                return Err(format!(
+                    "vRNIC {} has the addresses {:?}, the MAC {:?} and the GUID {:?}",
+                    v.name, v.ips, v.mac, v.guid
+                ));
+            }
+            Ok(Key::Vrnic(v.name.clone()))
+        }
+        Item::Place(p) => {
+            check_name(&p.host)?;
+            addresses(&p.addresses).ok_or(format!("host {} has the addresses {:?}", p.host, p.addresses))?;
+            Ok(Key::Place(p.host.clone()))
+        }
+        Item::Peer(p) => {
+            [&p.name, &p.group, &p.host].into_iter().try_for_each(|n| check_name(n))?;
+            if addresses(&p.ips).is_none() || mac(&p.mac).is_none() {
+                return Err(format!("peer {} has the addresses {:?} and the MAC {:?}", p.name, p.ips, p.mac));
+            }
+            Ok(Key::Peer(p.name.clone()))
+        }
+        Item::Rule(r) => {
+            check_name(&r.name)?;
+            for end in [&r.from, &r.to] {
+                let end = end.as_ref().ok_or(format!("rule {} has one end", r.name))?;
+                check_name(&end.group)?;
+                addresses(&end.ips).ok_or(format!("rule {} has the addresses {:?}", r.name, end.ips))?;
+            }
+            if v1::rule::Action::try_from(r.action).is_err() || r.priority > 0xffff {
+                return Err(format!("rule {} has the action {} and the priority {}", r.name, r.action, r.priority));
+            }
+            Ok(Key::Rule(r.name.clone()))
+        }
+        Item::Secret(s) => {
+            let key = s.key.as_ref().ok_or("a secret is of no group")?;
+            check_name(&key.group)?;
+            let pair = key.other.is_empty() || check_name(&key.other).is_ok() && key.group < key.other;
+            if s.value.len() != 32 || !(1..=255).contains(&key.id) || !pair {
+                let text = format!(
+                    "a secret of group {} and {:?} has the number {} and {} bytes",
+                    key.group,
+                    key.other,
+                    key.id,
+                    s.value.len()
+                );
+                return Err(text);
+            }
+            Ok(Key::Secret(key.group.clone(), key.other.clone(), key.id))
+        }
+    }
+}
+
+fn check_name(name: &str) -> Result<(), String> {
+    let letters = name.bytes().all(|b| b.is_ascii_alphanumeric() || b"_.-".contains(&b));
+    let ok = (1..=32).contains(&name.len()) && letters && name.as_bytes()[0].is_ascii_alphanumeric();
+    if ok { Ok(()) } else { Err(format!("{name:?} is no name")) }
+}
+
+/// An address with its prefix length, as in `10.0.0.1/16`.
+pub fn network(text: &str) -> Option<(IpAddr, u8)> {
+    let (address, prefix) = text.split_once('/')?;
+    let address: IpAddr = address.parse().ok()?;
+    let prefix = prefix.parse().ok().filter(|p| *p <= if address.is_ipv4() { 32 } else { 128 })?;
+    Some((address, prefix))
+}
+
+/// Addresses without prefix lengths.
+pub fn addresses(texts: &[String]) -> Option<Vec<IpAddr>> {
+    texts.iter().map(|t| t.parse().ok()).collect()
+}
+
+/// An Ethernet address of a single interface, as in `02:00:0a:00:00:01`.
+pub fn mac(text: &str) -> Option<[u8; 6]> {
+    let byte = |t: &str| {
+        let digits = t.len() == 2 && t.bytes().all(|b| b.is_ascii_hexdigit());
+        u8::from_str_radix(t, 16).ok().filter(|_| digits)
+    };
+    let bytes: Option<Vec<u8>> = text.split(':').map(byte).collect();
+    let mac: [u8; 6] = bytes?.try_into().ok()?;
+    (mac[0] & 1 == 0).then_some(mac)
+}
+
+/// A GUID as 16 hexadecimal digits.
+pub fn guid(text: &str) -> Option<u64> {
+    let digits = text.len() == 16 && text.bytes().all(|b| b.is_ascii_hexdigit());
+    u64::from_str_radix(text, 16).ok().filter(|_| digits)
+}

@@ -1,0 +1,231 @@
+//! Reaching the control centre: TCP, TLS, and gRPC on top.
+
+use std::io;
+use std::net::IpAddr;
+use std::sync::Arc;
+use std::time::Duration;
+
+use hyper_util::rt::TokioIo;
+use tokio::io::{AsyncRead, AsyncWrite};
+use tokio::net::TcpStream;
+use tokio_rustls::TlsConnector;
+use tokio_rustls::rustls::client::WebPkiServerVerifier;
+use tokio_rustls::rustls::client::danger::{HandshakeSignatureValid, ServerCertVerified, ServerCertVerifier};
+use tokio_rustls::rustls::crypto::{CryptoProvider, WebPkiSupportedAlgorithms, ring};
+use tokio_rustls::rustls::pki_types::pem::PemObject;
+use tokio_rustls::rustls::pki_types::{CertificateDer, PrivateKeyDer, ServerName, UnixTime};
+use tokio_rustls::rustls::{self, ClientConfig, DigitallySignedStruct, RootCertStore, SignatureScheme, version::TLS13};
+use tonic::transport::{Channel, Endpoint};
+
+/// How long a connection may take to make, and a call to be answered.
+pub(super) const PATIENCE: Duration = Duration::from_secs(10);
+
+/// Where the centre is.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub(crate) struct Url {
+    pub text: String,
+    host: String,
+    port: u16,
+    pub tls: bool,
+}
+
+impl Url {
+    /// Reads `https://ADDR:PORT`, or `http://` and an address of this machine itself.
+    ///
+    /// # Errors
+    /// One line.
+    pub fn parse(text: &str) -> Result<Url, String> {
+        let wrong = || format!("`{text}` is no address of a control centre: write https://ADDRESS:PORT");
+        let (scheme, rest) = text.trim_end_matches('/').split_once("://").ok_or_else(wrong)?;
+        let (host, port) = rest.rsplit_once(':').ok_or_else(wrong)?;
+        let (host, port) = (host.trim_start_matches('[').trim_end_matches(']'), port.parse().map_err(|_| wrong())?);
+        let url = Url { text: text.into(), host: host.into(), port, tls: scheme == "https" };
+        let here = host == "localhost" || host.parse().is_ok_and(|a: IpAddr| a.is_loopback());
+        match scheme {
+            "https" if ServerName::try_from(host).is_ok() => Ok(url),
+            "http" if here => Ok(url),
+            "http" => Err(format!("`{text}` is not of this machine itself, and so takes https")),
+            _ => Err(wrong()),
+        }
+    }
+}
+
+/// By what the centre is known, and this host to it.
+#[derive(Clone)]
+pub(super) enum Trust {
+    /// Neither: plain text within this machine.
+    None,
+    Tls(Arc<ClientConfig>),
+}
+
+impl Trust {
+    /// A certificate of `authority` on both sides (PEM).
+    ///
+    /// # Errors
+    /// What is wrong with them.
+    pub fn mutual(authority: &str, certificate: &str, key: &str) -> Result<Trust, String> {
+        let certificates = |pem: &str| {
+            let all: Result<Vec<CertificateDer<'static>>, _> = CertificateDer::pem_slice_iter(pem.as_bytes()).collect();
+            all.ok().filter(|c| !c.is_empty()).ok_or("a certificate cannot be read")
+        };
+        let mut roots = RootCertStore::empty();
+        for c in certificates(authority)? {
+            roots.add(c).map_err(|e| e.to_string())?;
+        }
+        let key = PrivateKeyDer::from_pem_slice(key.as_bytes()).map_err(|_| "the key cannot be read")?;
+        let config = builder().with_root_certificates(roots).with_client_auth_cert(certificates(certificate)?, key);
+        Ok(Trust::of(config.map_err(|e| e.to_string())?))
+    }
+
+    /// The centre has a certificate of the authority whose certificate has this SHA-256; this host has none yet.
+    pub fn pinned(pin: [u8; 32]) -> Trust {
+        let algorithms = ring::default_provider().signature_verification_algorithms;
+        let verifier = Arc::new(Pinned { pin, algorithms });
+        Trust::of(builder().dangerous().with_custom_certificate_verifier(verifier).with_no_client_auth())
+    }
+
+    fn of(mut config: ClientConfig) -> Trust {
+        config.alpn_protocols = vec![b"h2".to_vec()];
+        Trust::Tls(Arc::new(config))
+    }
+}
+
+fn provider() -> Arc<CryptoProvider> {
+    Arc::new(ring::default_provider())
+}
+
+fn builder() -> rustls::ConfigBuilder<ClientConfig, rustls::WantsVerifier> {
+    // The provider has what TLS 1.3 needs; if it had not, no connection could be made, and each would say so.
+    let builder = ClientConfig::builder_with_provider(provider());
+    builder.with_protocol_versions(&[&TLS13]).expect("ring has the suites of TLS 1.3")
+}
+
+/// 32 bytes as 64 hexadecimal digits.
+pub(super) fn fingerprint(text: &str) -> Option<[u8; 32]> {
+    let digits = text.len() == 64 && text.bytes().all(|b| b.is_ascii_hexdigit());
+    let byte = |i: usize| u8::from_str_radix(text.get(2 * i..2 * i + 2)?, 16).ok();
+    let bytes: Option<Vec<u8>> = (0..32).map(byte).collect();
+    bytes.filter(|_| digits)?.try_into().ok()
+}
+
+/// Takes a server whose certificate is of the authority with this fingerprint, which the server sends along.
+#[derive(Debug)]
+struct Pinned {
+    pin: [u8; 32],
+    algorithms: WebPkiSupportedAlgorithms,
+}
+
+impl ServerCertVerifier for Pinned {
+    fn verify_server_cert(
+        &self,
+        leaf: &CertificateDer<'_>,
+        chain: &[CertificateDer<'_>],
+        name: &ServerName<'_>,
+        ocsp: &[u8],
+        now: UnixTime,
+    ) -> Result<ServerCertVerified, rustls::Error> {
+        let pinned = |c: &&CertificateDer<'_>| ::ring::digest::digest(&::ring::digest::SHA256, c).as_ref() == self.pin;
+        let authority = chain.iter().find(pinned).ok_or_else(|| {
+            rustls::Error::General("its certificates are not of the authority that the token names".into())
+        })?;
+        let mut roots = RootCertStore::empty();
+        roots.add(authority.clone().into_owned())?;
+        let verifier = WebPkiServerVerifier::builder_with_provider(Arc::new(roots), provider()).build();
+        let verifier = verifier.map_err(|e| rustls::Error::General(e.to_string()))?;
+        verifier.verify_server_cert(leaf, chain, name, ocsp, now)
+    }
+
+    fn verify_tls12_signature(
+        &self,
+        message: &[u8],
+        cert: &CertificateDer<'_>,
+        dss: &DigitallySignedStruct,
+    ) -> Result<HandshakeSignatureValid, rustls::Error> {
+        rustls::crypto::verify_tls12_signature(message, cert, dss, &self.algorithms)
+    }
+
+    fn verify_tls13_signature(
+        &self,
+        message: &[u8],
+        cert: &CertificateDer<'_>,
+        dss: &DigitallySignedStruct,
+    ) -> Result<HandshakeSignatureValid, rustls::Error> {
+        rustls::crypto::verify_tls13_signature(message, cert, dss, &self.algorithms)
+    }
+
+    fn supported_verify_schemes(&self) -> Vec<SignatureScheme> {
+        self.algorithms.supported_schemes()
+    }
+}
+
+trait Stream: AsyncRead + AsyncWrite + Send + Unpin {}
+impl<T: AsyncRead + AsyncWrite + Send + Unpin> Stream for T {}
+
+async fn dial(url: &Url, trust: &Trust) -> io::Result<Box<dyn Stream>> {
+    let tcp = TcpStream::connect((url.host.as_str(), url.port)).await?;
+    tcp.set_nodelay(true)?;
+    let Trust::Tls(config) = trust else { return Ok(Box::new(tcp)) };
+    let name = ServerName::try_from(url.host.clone()).map_err(io::Error::other)?;
+    Ok(Box::new(TlsConnector::from(config.clone()).connect(name, tcp).await?))
+}
+
+/// A connection, for one or more calls. It is not made again when it breaks.
+///
+/// # Errors
+/// Why there is none.
+pub(super) async fn channel(url: &Url, trust: &Trust) -> Result<Channel, String> {
+    let connect = async {
+        let stream = dial(url, trust).await.map_err(|e| e.to_string())?;
+        let mut slot = Some(TokioIo::new(stream));
+        let once = tower::service_fn(move |_| {
+            let stream = slot.take().ok_or_else(|| io::Error::other("the connection has ended"));
+            async move { stream }
+        });
+        // The scheme says nothing here: the stream is encrypted, or of this machine.
+        let host = if url.host.contains(':') { format!("[{}]", url.host) } else { url.host.clone() };
+        let endpoint = Endpoint::from_shared(format!("http://{host}:{}", url.port)).map_err(|e| e.to_string())?;
+        endpoint.connect_with_connector(once).await.map_err(|e| root_cause(&e))
+    };
+    tokio::time::timeout(PATIENCE, connect).await.unwrap_or_else(|_| Err("it does not answer".into()))
+}
+
+/// What an error comes from: the outer ones say less.
+fn root_cause(e: &dyn std::error::Error) -> String {
+    e.source().map_or_else(|| e.to_string(), root_cause)
+}
+
+/// What the centre says, or what happened on the way, in one line.
+pub(super) fn said(s: &tonic::Status) -> String {
+    let text = match std::error::Error::source(s) {
+        Some(e) => root_cause(e),
+        None if s.message().is_empty() => format!("{:?}", s.code()),
+        None => s.message().into(),
+    };
+    text.lines().next().unwrap_or_default().into()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn addresses_of_centres_are_read_and_plain_text_stays_here() {
+        let url = Url::parse("https://192.168.7.100:7471/").unwrap();
+        assert_eq!((&*url.host, url.port, url.tls), ("192.168.7.100", 7471, true));
+        assert_eq!(Url::parse("https://[fd00::1]:7471").unwrap().host, "fd00::1");
+        assert_eq!(Url::parse("https://centre.example:1").unwrap().host, "centre.example");
+        assert!(!Url::parse("http://127.0.0.1:7471").unwrap().tls && Url::parse("http://localhost:1").is_ok());
+        for bad in ["", "192.168.7.100:7471", "https://x", "https://x:99999", "ftp://x:1", "https://a b:1"] {
+            assert!(Url::parse(bad).unwrap_err().contains("write https://ADDRESS:PORT"), "{bad}");
+        }
+        assert!(Url::parse("http://192.168.7.100:7471").unwrap_err().ends_with("takes https"));
+    }
+
+    #[test]
+    fn fingerprints_have_64_digits() {
+        assert_eq!(fingerprint(&"0a".repeat(32)), Some([10; 32]));
+        for bad in [String::new(), "0a".repeat(31), "0g".repeat(32), "+1".repeat(32)] {
+            assert_eq!(fingerprint(&bad), None);
+        }
+    }
+}

@@ -1,0 +1,281 @@
+//! The thread that speaks with the control centre. It owns the [`Agent`], which decides; here are its socket, its clock and its disk. Whatever
+//! may wait for a worker is done on another thread, so that the centre hears of this host meanwhile.
+
+use std::collections::{BTreeMap, HashMap};
+use std::io;
+use std::sync::{Arc, Mutex};
+use std::time::{Duration, Instant, SystemTime};
+
+use tokio::sync::mpsc::{self, Receiver, Sender, UnboundedReceiver, UnboundedSender};
+use tokio::task::JoinHandle;
+use tokio_stream::wrappers::UnboundedReceiverStream;
+use tonic::transport::Channel;
+use unirdma_device::lock;
+use unirdma_fleet::agent::{Agent, Config, Key, Work};
+use unirdma_fleet::v1::hosts_client::HostsClient;
+use unirdma_fleet::v1::{self, to_host};
+
+use super::dial::{self, Trust};
+use super::kept::Kept;
+use super::{Answerer, Centre, Identity, Order, Shared};
+use crate::supervisor::Supervisor;
+
+/// Time between two reports.
+const REPORT: Duration = Duration::from_secs(5);
+/// Longest message of the centre, bytes.
+const MAX_MESSAGE: usize = 64 << 20;
+/// Events that wait until the thread has time.
+const QUEUE: usize = 64;
+/// In plain text no certificate says which host this is.
+const HOST_NAME: &str = "unirdma-host";
+
+/// What happens.
+enum Event {
+    /// With the vRNICs that were made without the centre.
+    Dialled(Result<Channel, String>, Vec<v1::Vrnic>),
+    /// Of the connection with this number.
+    Said(u64, Box<v1::ToHost>),
+    Ended(u64, String),
+    Done(Vec<Work>, BTreeMap<Key, String>),
+    Figures(Vec<v1::VrnicState>),
+}
+
+/// An open connection.
+struct Open {
+    out: UnboundedSender<v1::FromHost>,
+    task: JoinHandle<()>,
+}
+
+struct Talker {
+    identity: Identity,
+    agent: Agent,
+    kept: Kept,
+    supervisor: Arc<Supervisor>,
+    shared: Arc<Mutex<Shared>>,
+    began: Instant,
+    events: Sender<Event>,
+    open: Option<Open>,
+    /// Number of the connection that is open, or was the last one.
+    connection: u64,
+    waiting: HashMap<u64, Answerer>,
+    /// When figures are due; `None`: they are being collected.
+    report_at: Option<Instant>,
+    disk: Option<String>,
+}
+
+/// Puts in force what was kept, and starts the thread.
+///
+/// # Errors
+/// One line: what was kept cannot be read, or no thread can be started.
+pub(crate) fn start(
+    identity: Identity,
+    addresses: Vec<String>,
+    supervisor: &Arc<Supervisor>,
+) -> io::Result<Arc<Centre>> {
+    let (kept, updates) = Kept::open(&identity.state)?;
+    let config = Config {
+        version: env!("CARGO_PKG_VERSION").into(),
+        addresses,
+        instance: getrandom::u64().unwrap_or_else(|_| u64::from(std::process::id())),
+    };
+    let seed = getrandom::u64().unwrap_or(config.instance);
+    let agent = Agent::new(config.clone(), updates, seed).or_else(|e| {
+        // The centre says everything again.
+        tracing::warn!("what was kept of the control centre is left out: {e}");
+        Agent::new(config, [], seed)
+    });
+    let agent = agent.map_err(io::Error::other)?;
+    let (orders, ordered) = mpsc::unbounded_channel();
+    let (events, happened) = mpsc::channel(QUEUE);
+    let shared = Arc::<Mutex<Shared>>::default();
+    let centre = Arc::new(Centre {
+        url: identity.url.text.clone(),
+        host: identity.name.clone(),
+        orders,
+        shared: shared.clone(),
+        thread: Mutex::default(),
+    });
+    let began = Instant::now();
+    let supervisor = supervisor.clone();
+    let (open, connection, waiting) = (None, 0, HashMap::new());
+    let mut talker = Talker {
+        identity,
+        agent,
+        kept,
+        supervisor,
+        shared,
+        began,
+        events,
+        open,
+        connection,
+        waiting,
+        report_at: Some(began + REPORT),
+        disk: None,
+    };
+    let work = talker.agent.poll_work(0);
+    let failed = talker.supervisor.carry_out(&work);
+    talker.agent.carried(0, work, failed);
+    talker.publish();
+    let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build()?;
+    let run = move || {
+        runtime.block_on(talker.run(ordered, happened));
+        // Work that waits for a worker ends by its own deadline.
+        runtime.shutdown_background();
+    };
+    *lock(&centre.thread) = Some(std::thread::Builder::new().name("centre".into()).spawn(run)?);
+    Ok(centre)
+}
+
+fn clock_ms() -> u64 {
+    SystemTime::now().duration_since(SystemTime::UNIX_EPOCH).map_or(0, |d| d.as_millis() as u64)
+}
+
+impl Talker {
+    fn now(&self) -> u64 {
+        self.began.elapsed().as_millis() as u64
+    }
+
+    async fn run(mut self, mut orders: UnboundedReceiver<Order>, mut events: Receiver<Event>) {
+        loop {
+            self.step();
+            let until = self.agent.poll_timeout().map(|ms| self.began + Duration::from_millis(ms));
+            let until = [until, self.report_at].into_iter().flatten().min().unwrap_or(Instant::now() + REPORT);
+            tokio::select! {
+                order = orders.recv() => match order {
+                    Some(Order::Ask(change, answerer)) => match self.agent.ask(self.now(), *change) {
+                        Ok(id) => _ = self.waiting.insert(id, answerer),
+                        Err(e) => _ = answerer.send(Err(e)),
+                    },
+                    Some(Order::Removed(name)) => self.agent.forget_orphan(&name),
+                    Some(Order::Stop) | None => return,
+                },
+                Some(event) = events.recv() => self.on_event(event),
+                () = tokio::time::sleep_until(until.into()) => {}
+            }
+        }
+    }
+
+    fn on_event(&mut self, event: Event) {
+        let now = self.now();
+        match event {
+            Event::Dialled(Ok(channel), own) => {
+                self.agent.set_own(own);
+                self.agent.connected(now, clock_ms());
+                self.connection += 1;
+                let (out, messages) = mpsc::unbounded_channel();
+                let name = matches!(self.identity.trust, Trust::None).then(|| self.identity.name.clone());
+                let task = tokio::spawn(listen(self.connection, channel, messages, name, self.events.clone()));
+                self.open = Some(Open { out, task });
+            }
+            Event::Dialled(Err(why), _) => self.agent.disconnected(now, why),
+            Event::Said(connection, message) => {
+                if connection == self.connection && self.open.is_some() {
+                    if let Some(to_host::Message::Alive(a)) = &message.message {
+                        let off = clock_ms() as i64 - a.clock_ms as i64;
+                        lock(&self.shared).clock_ms = (a.clock_ms > 0).then_some(off);
+                    }
+                    self.agent.handle(now, *message);
+                }
+            }
+            Event::Ended(connection, why) => {
+                if connection == self.connection && self.open.take().is_some() {
+                    self.agent.disconnected(now, why);
+                }
+            }
+            Event::Done(work, failed) => self.agent.carried(now, work, failed),
+            Event::Figures(figures) => {
+                self.agent.report(figures, clock_ms());
+                self.report_at = Some(Instant::now() + REPORT);
+            }
+        }
+    }
+
+    /// Does all that is due.
+    fn step(&mut self) {
+        let now = self.now();
+        if let Some(why) = self.agent.poll_close(now) {
+            if let Some(open) = self.open.take() {
+                open.task.abort();
+            }
+            tracing::warn!("the connection to the control centre ends: {why}");
+            self.agent.disconnected(now, why);
+        }
+        if self.agent.poll_connect(now) {
+            let (url, trust, events) = (self.identity.url.clone(), self.identity.trust.clone(), self.events.clone());
+            let supervisor = self.supervisor.clone();
+            tokio::spawn(async move {
+                let channel = dial::channel(&url, &trust).await;
+                let own = tokio::task::spawn_blocking(move || supervisor.strangers()).await.unwrap_or_default();
+                let _ = events.send(Event::Dialled(channel, own)).await;
+            });
+        }
+        while let Some(record) = self.agent.poll_record() {
+            let kept = self.kept.add(&record, || self.agent.snapshot()).map_err(|e| e.to_string()).err();
+            if let Some(e) = kept.as_ref().filter(|e| self.disk.as_ref() != Some(e)) {
+                tracing::error!("{e}");
+            }
+            self.disk = kept;
+        }
+        // Those who carry out look it up there.
+        self.publish();
+        let work = self.agent.poll_work(now);
+        if !work.is_empty() {
+            let (supervisor, events) = (self.supervisor.clone(), self.events.clone());
+            tokio::task::spawn_blocking(move || {
+                let failed = supervisor.carry_out(&work);
+                let _ = events.blocking_send(Event::Done(work, failed));
+            });
+        }
+        while let Some(message) = self.agent.poll_message() {
+            if let Some(open) = &self.open {
+                let _ = open.out.send(message);
+            }
+        }
+        while let Some((id, answer)) = self.agent.poll_answer() {
+            if let Some(answerer) = self.waiting.remove(&id) {
+                let _ = answerer.send(answer);
+            }
+        }
+        if self.open.is_some() && self.report_at.is_some_and(|at| at <= Instant::now()) {
+            self.report_at = None;
+            let (supervisor, events) = (self.supervisor.clone(), self.events.clone());
+            tokio::task::spawn_blocking(move || _ = events.blocking_send(Event::Figures(supervisor.figures())));
+        } else if self.report_at.is_some_and(|at| at <= Instant::now()) {
+            self.report_at = Some(Instant::now() + REPORT);
+        }
+    }
+
+    /// Lets others know what there is to know.
+    fn publish(&self) {
+        let mut s = lock(&self.shared);
+        s.status = self.agent.status(self.now());
+        s.disk.clone_from(&self.disk);
+        s.vrnics = self.agent.vrnics().map(|v| (v.name.clone(), v.clone())).collect();
+    }
+}
+
+/// Reads what the centre says on a connection, until it ends.
+async fn listen(
+    connection: u64,
+    channel: Channel,
+    messages: UnboundedReceiver<v1::FromHost>,
+    name: Option<String>,
+    events: Sender<Event>,
+) {
+    let attach = async {
+        let mut request = tonic::Request::new(UnboundedReceiverStream::new(messages));
+        if let Some(name) = name.and_then(|n| n.parse().ok()) {
+            request.metadata_mut().insert(HOST_NAME, name);
+        }
+        let mut client = HostsClient::new(channel).max_decoding_message_size(MAX_MESSAGE);
+        let mut stream = client.attach(request).await?.into_inner();
+        while let Some(message) = stream.message().await? {
+            if events.send(Event::Said(connection, Box::new(message))).await.is_err() {
+                break;
+            }
+        }
+        Ok::<(), tonic::Status>(())
+    };
+    let why = attach.await.map_or_else(|s| dial::said(&s), |()| "it has ended the connection".into());
+    let _ = events.send(Event::Ended(connection, why)).await;
+}

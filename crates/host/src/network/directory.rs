@@ -1,0 +1,363 @@
+//! What this host knows of others, and what of that the workers have not been told yet.
+
+use std::collections::{BTreeMap, BTreeSet, HashMap};
+use std::net::IpAddr;
+
+use unirdma_policy::Rule;
+use unirdma_rnic::Route;
+
+use super::{Changes, Plan};
+use crate::source::{Change, Place};
+use crate::tunnel::{Joined, Members};
+
+/// Groups, where their virtual addresses are, and which hosts they have.
+#[derive(Default)]
+pub(super) struct Directory {
+    pub(super) groups: BTreeMap<String, Known>,
+    /// How many virtual addresses there are at each virtual layer.
+    hosts: BTreeMap<IpAddr, usize>,
+    addresses: usize,
+    /// This host's addresses.
+    own: Vec<IpAddr>,
+    pub(super) rules: Vec<Rule>,
+}
+
+/// What is known of a group.
+#[derive(Default)]
+pub(super) struct Known {
+    vni: Option<u32>,
+    /// On other hosts.
+    pub(super) addresses: BTreeMap<IpAddr, Place>,
+    /// On this host.
+    pub(super) here: BTreeMap<IpAddr, Place>,
+    macs: HashMap<[u8; 6], IpAddr>,
+    /// The virtual layers that have the group, and how many of its addresses are there.
+    hosts: BTreeMap<IpAddr, usize>,
+    /// Those of them that have said that the group has the same number there.
+    agreed: BTreeSet<IpAddr>,
+    told: Told,
+}
+
+/// What the worker of a group has been told.
+#[derive(Default)]
+enum Told {
+    /// Nothing, or nothing that is still true: a plan is due.
+    #[default]
+    Nothing,
+    /// Everything but this.
+    AllBut(News),
+}
+
+/// Names of what has changed. What each is now is looked up when the worker is told.
+#[derive(Default)]
+struct News {
+    addresses: BTreeSet<IpAddr>,
+    macs: BTreeSet<[u8; 6]>,
+    hosts: BTreeSet<IpAddr>,
+}
+
+impl News {
+    fn is_empty(&self) -> bool {
+        self.addresses.is_empty() && self.macs.is_empty() && self.hosts.is_empty()
+    }
+}
+
+/// What a worker is to be told.
+#[derive(Debug, PartialEq, Eq)]
+pub(crate) enum Tidings {
+    Plan(Plan),
+    Changes(Changes),
+}
+
+/// Who else is concerned by changes.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub(super) struct Effect {
+    /// Something is other than it was.
+    pub any: bool,
+    /// A group has another number.
+    pub numbers: bool,
+    /// A group is at other hosts.
+    pub hosts: bool,
+    /// There are other virtual layers.
+    pub layers: bool,
+}
+
+impl Known {
+    /// Notes a change for the worker.
+    fn note(&mut self, f: impl FnOnce(&mut News)) {
+        if let Told::AllBut(news) = &mut self.told {
+            f(news);
+        }
+    }
+
+    pub(super) fn vni(&self) -> u32 {
+        self.vni.unwrap_or_default()
+    }
+
+    pub(super) fn route(&self, place: &Place) -> Route {
+        Route { host: place.host, foreign: place.foreign, vni: self.vni() }
+    }
+
+    /// One address more or less is at a place; true if the group is at other hosts now.
+    fn count(&mut self, place: &Place, more: bool) -> bool {
+        if place.foreign {
+            return false;
+        }
+        let changed = count(&mut self.hosts, place.host, more);
+        if changed {
+            self.note(|n| _ = n.hosts.insert(place.host));
+        }
+        changed
+    }
+}
+
+/// Makes an entry what it is to be; what it was.
+fn set(map: &mut BTreeMap<IpAddr, Place>, key: IpAddr, to: Option<Place>) -> Option<Place> {
+    match to {
+        Some(place) => map.insert(key, place),
+        None => map.remove(&key),
+    }
+}
+
+/// Counts one more or less of a key; true if it is new, or the last one.
+fn count(counts: &mut BTreeMap<IpAddr, usize>, key: IpAddr, more: bool) -> bool {
+    let n = counts.entry(key).or_default();
+    if more {
+        *n += 1;
+        return *n == 1;
+    }
+    *n = n.saturating_sub(1);
+    let last = *n == 0;
+    if last {
+        counts.remove(&key);
+    }
+    last
+}
+
+impl Directory {
+    /// That of a host with these addresses.
+    pub fn new(own: &[IpAddr]) -> Directory {
+        Directory { own: own.to_vec(), ..Directory::default() }
+    }
+
+    /// Puts changes in force.
+    pub fn apply(&mut self, changes: Vec<Change>) -> Effect {
+        let mut effect = Effect::default();
+        // Groups of which those that are joined with them may have to know something else.
+        let mut moved: BTreeSet<String> = BTreeSet::new();
+        for change in changes {
+            match change {
+                Change::Vni { group, vni } => {
+                    let known = self.groups.entry(group.clone()).or_default();
+                    if known.vni != vni {
+                        // It is in each route.
+                        (known.vni, known.told) = (vni, Told::Nothing);
+                        (effect.any, effect.numbers) = (true, true);
+                        moved.insert(group);
+                    }
+                }
+                Change::Address { group, address, place } => {
+                    let known = self.groups.entry(group.clone()).or_default();
+                    let is_here = |p: &Place| !p.foreign && self.own.contains(&p.host);
+                    let (here, place) = (place.filter(is_here), place.filter(|p| !is_here(p)));
+                    let was_here = set(&mut known.here, address, here);
+                    let before = set(&mut known.addresses, address, place);
+                    if was_here == here && before == place {
+                        continue;
+                    }
+                    effect.any = true;
+                    moved.insert(group);
+                    if before == place {
+                        continue;
+                    }
+                    known.note(|n| _ = n.addresses.insert(address));
+                    // The new place first, so that a host which stays is not new.
+                    for (p, more) in place.iter().map(|p| (p, true)).chain(before.iter().map(|p| (p, false))) {
+                        effect.hosts |= known.count(p, more);
+                        effect.layers |= !p.foreign && count(&mut self.hosts, p.host, more);
+                    }
+                    self.addresses = self.addresses + usize::from(place.is_some()) - usize::from(before.is_some());
+                }
+                Change::Mac { group, mac, host } => {
+                    let known = self.groups.entry(group).or_default();
+                    let host = host.filter(|h| !self.own.contains(h));
+                    let before = match host {
+                        Some(h) => known.macs.insert(mac.0, h),
+                        None => known.macs.remove(&mac.0),
+                    };
+                    if before != host {
+                        effect.any = true;
+                        known.note(|n| _ = n.macs.insert(mac.0));
+                    }
+                }
+                Change::Rules(rules) => {
+                    if rules != self.rules {
+                        let named = |rules: &[Rule]| rules.iter().flat_map(|r| [r.from.group(), r.to.group()]).cloned().collect();
+                        let (before, after): (Vec<String>, Vec<String>) = (named(&self.rules), named(&rules));
+                        self.rules = rules;
+                        before.iter().chain(&after).for_each(|group| self.forget_worker(group));
+                        (effect.any, effect.hosts, effect.layers) = (true, true, true);
+                    }
+                }
+            }
+        }
+        effect.hosts |= self.doubt_joined(&moved);
+        self.groups.retain(|_, k| {
+            k.vni.is_some() || !k.addresses.is_empty() || !k.here.is_empty() || !k.macs.is_empty() || matches!(k.told, Told::AllBut(_))
+        });
+        effect
+    }
+
+    /// How many virtual addresses of other hosts are known.
+    pub fn addresses(&self) -> usize {
+        self.addresses
+    }
+
+    /// The number of a group between hosts, if the group is known.
+    pub fn vni(&self, group: &str) -> Option<u32> {
+        self.groups.get(group)?.vni
+    }
+
+    /// The hosts that are virtual layers; this one too, if rules may join groups that it has.
+    pub fn layers(&self) -> BTreeSet<IpAddr> {
+        let own = self.own.iter().filter(|_| self.joins_any());
+        self.hosts.keys().chain(own).copied().collect()
+    }
+
+    /// A group's number and hosts, without what is there.
+    pub fn outline(&self, group: &str) -> Members {
+        let known = self.groups.get(group);
+        let hosts = known.map(|k| k.hosts.keys().copied().collect()).unwrap_or_default();
+        Members { hosts, ..Members::new(group, known.map_or(0, Known::vni)) }
+    }
+
+    /// Hosts may have said something else of their groups' numbers: all of a group, or one.
+    pub fn note_agreement(&mut self, group: &str, host: Option<IpAddr>, agrees: impl Fn(IpAddr, u32) -> bool) {
+        let Some(known) = self.groups.get_mut(group) else { return };
+        let gone: Vec<IpAddr> = known.agreed.iter().filter(|h| !known.hosts.contains_key(h)).copied().collect();
+        gone.iter().for_each(|h| _ = known.agreed.remove(h));
+        let hosts: Vec<IpAddr> = match host {
+            Some(h) => known.hosts.contains_key(&h).then_some(h).into_iter().collect(),
+            None => known.hosts.keys().copied().collect(),
+        };
+        for h in hosts {
+            let changed = if agrees(h, known.vni()) { known.agreed.insert(h) } else { known.agreed.remove(&h) };
+            if changed {
+                known.note(|n| _ = n.hosts.insert(h));
+            }
+        }
+    }
+
+    /// Everything of a group, for a worker that begins; but not which hosts agree about the numbers of joined groups. What changes afterwards is in [`Directory::tidings`].
+    pub fn plan(&mut self, group: &str) -> Plan {
+        let known = self.groups.entry(group.into()).or_default();
+        known.told = Told::AllBut(News::default());
+        let members = Members {
+            hosts: known.hosts.keys().copied().collect(),
+            places: known.addresses.iter().filter(|(_, p)| !p.foreign).map(|(&a, p)| (a, p.host)).collect(),
+            macs: known.macs.clone(),
+            ..Members::new(group, known.vni())
+        };
+        let mut routes: Vec<(IpAddr, Route)> = known.addresses.iter().map(|(&a, p)| (a, known.route(p))).collect();
+        let agreed = known.agreed.clone();
+        let (joined, rules) = (self.joined_with(group), self.rules_of(group));
+        routes.extend(joined.values().flat_map(|j| &j.peers));
+        let joined = joined.iter().map(|(name, j)| Joined { members: j.members(name), agreed: BTreeSet::new() }).collect();
+        Plan { routes, members, agreed, joined, rules }
+    }
+
+    /// What the worker of a group is to be told now, if it is anything.
+    pub fn tidings(&mut self, group: &str) -> Option<Tidings> {
+        let Some(Known { told: Told::AllBut(news), .. }) = self.groups.get_mut(group) else {
+            return Some(Tidings::Plan(self.plan(group)));
+        };
+        let news = std::mem::take(news);
+        if news.is_empty() {
+            return None;
+        }
+        let known = self.groups.get(group)?;
+        let of_host = |h: IpAddr| (h, known.hosts.contains_key(&h).then(|| known.agreed.contains(&h)));
+        Some(Tidings::Changes(Changes {
+            group: group.into(),
+            vni: known.vni(),
+            addresses: news.addresses.iter().map(|&a| (a, known.addresses.get(&a).map(|p| known.route(p)))).collect(),
+            macs: news.macs.iter().map(|&m| (m, known.macs.get(&m).copied())).collect(),
+            hosts: news.hosts.iter().map(|&h| of_host(h)).collect(),
+        }))
+    }
+
+    /// True if the worker of a group is to be told something.
+    pub fn has_tidings(&self, group: &str) -> bool {
+        match self.groups.get(group).map(|k| &k.told) {
+            Some(Told::AllBut(news)) => !news.is_empty(),
+            _ => true,
+        }
+    }
+
+    /// A group has no worker any more.
+    pub fn forget_worker(&mut self, group: &str) {
+        if let Some(k) = self.groups.get_mut(group) {
+            k.told = Told::Nothing;
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use unirdma_formats::Mac;
+
+    fn host(n: u8) -> IpAddr {
+        [192, 168, 7, n].into()
+    }
+
+    fn at(address: u32, host: Option<IpAddr>) -> Change {
+        let place = host.map(|host| Place { host, foreign: false });
+        Change::Address { group: "blue".into(), address: IpAddr::V4((0x0a00_0000 + address).into()), place }
+    }
+
+    #[test]
+    fn one_move_among_a_hundred_thousand_is_one_change() {
+        let mut d = Directory::new(&[host(250)]);
+        let mut all = vec![Change::Vni { group: "blue".into(), vni: Some(5) }];
+        all.extend((0..100_000).map(|i| at(i, Some(host(1 + (i % 200) as u8)))));
+        let effect = d.apply(all);
+        assert_eq!(effect, Effect { any: true, numbers: true, hosts: true, layers: true });
+        assert!(matches!(d.tidings("blue"), Some(Tidings::Plan(p)) if p.routes.len() == 100_000 && p.members.vni == 5));
+        assert!(!d.has_tidings("blue") && d.tidings("blue").is_none());
+        let mac = Mac([2, 0, 0, 0, 0, 1]);
+        let moved = Change::Mac { group: "blue".into(), mac, host: Some(host(9)) };
+        assert_eq!(d.apply(vec![at(1, Some(host(9))), moved]), Effect { any: true, ..Effect::default() });
+        let Some(Tidings::Changes(c)) = d.tidings("blue") else { panic!("a plan") };
+        assert_eq!(c.addresses, [([10, 0, 0, 1].into(), Some(Route { host: host(9), foreign: false, vni: 5 }))]);
+        assert_eq!((c.macs, c.hosts.len()), (vec![(mac.0, Some(host(9)))], 0));
+        // The same again changes nothing.
+        assert_eq!(d.apply(vec![at(1, Some(host(9)))]), Effect::default());
+        assert!(!d.has_tidings("blue") && d.addresses() == 100_000);
+    }
+
+    #[test]
+    fn hosts_come_with_their_first_address_and_go_with_their_last() {
+        let mut d = Directory::default();
+        d.apply(vec![Change::Vni { group: "blue".into(), vni: Some(5) }, at(1, Some(host(1)))]);
+        assert!(d.plan("blue").members.hosts == [host(1)].into());
+        let effect = d.apply(vec![at(2, Some(host(2))), at(3, Some(host(2)))]);
+        assert_eq!((effect.hosts, effect.layers), (true, true));
+        d.note_agreement("blue", Some(host(2)), |_, vni| vni == 5);
+        let Some(Tidings::Changes(c)) = d.tidings("blue") else { panic!("a plan") };
+        assert_eq!((c.addresses.len(), c.hosts), (2, vec![(host(2), Some(true))]));
+        assert!(!d.apply(vec![at(2, None)]).hosts && d.apply(vec![at(3, None)]).hosts);
+        d.note_agreement("blue", None, |_, _| false);
+        let Some(Tidings::Changes(c)) = d.tidings("blue") else { panic!("a plan") };
+        assert_eq!((c.addresses[1].1, c.hosts), (None, vec![(host(2), None)]));
+        assert_eq!((d.layers(), d.addresses()), ([host(1)].into(), 1));
+        // Another number: everything again, and so for another worker.
+        assert!(d.apply(vec![Change::Vni { group: "blue".into(), vni: Some(6) }]).numbers);
+        assert!(matches!(d.tidings("blue"), Some(Tidings::Plan(p)) if p.routes[0].1.vni == 6));
+        d.forget_worker("blue");
+        assert!(d.has_tidings("blue") && matches!(d.tidings("blue"), Some(Tidings::Plan(_))));
+        d.forget_worker("blue");
+        d.apply(vec![at(1, None), Change::Vni { group: "blue".into(), vni: None }]);
+        assert!(d.groups.is_empty());
+    }
+}
