@@ -24,11 +24,14 @@ impl<G, A> Clone for Party<'_, G, A> {
 
 impl<G, A> Copy for Party<'_, G, A> {}
 
+/// Who begins, and with whom.
+type Pair<G, A> = (Selector<G, A>, Selector<G, A>);
+
 /// Rules, made ready to be asked.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Policy<G: Eq + Hash, A: Eq + Hash> {
     /// By who begins and with whom, what the rule says that wins among those for exactly these two selectors.
-    pairs: HashMap<(Selector<G, A>, Selector<G, A>), (u16, Action)>,
+    pairs: HashMap<Pair<G, A>, (u16, Action)>,
     /// vRNICs that a rule names one by one. All others are known by their groups only.
     named: HashSet<(G, A)>,
 }
@@ -119,7 +122,7 @@ mod tests {
     #[test]
     fn one_way_is_one_way_and_both_is_both() {
         let (one, both) = ("allow from group:red to group:blue", "allow from group:red to group:blue both");
-        let (red, blue): ((&str, &[u8]), (&str, &[u8])) = (("red", &[1]), ("blue", &[2]));
+        let (red, blue) = (("red", &[1][..]), ("blue", &[2][..]));
         assert_eq!([ask(&[one], red, blue), ask(&[one], blue, red)], [true, false]);
         assert_eq!([ask(&[both], red, blue), ask(&[both], blue, red)], [true, true]);
         // A denial in one direction leaves the other one.
