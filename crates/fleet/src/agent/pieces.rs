@@ -136,7 +136,8 @@ pub fn addresses(texts: &[String]) -> Option<Vec<IpAddr>> {
 
 /// An Ethernet address of a single interface, as in `02:00:0a:00:00:01`.
 pub fn mac(text: &str) -> Option<[u8; 6]> {
-    let bytes: Option<Vec<u8>> = text.split(':').map(|b| u8::from_str_radix(b, 16).ok().filter(|_| b.len() == 2)).collect();
+    let bytes: Option<Vec<u8>> =
+        text.split(':').map(|b| u8::from_str_radix(b, 16).ok().filter(|_| b.len() == 2)).collect();
     let mac: [u8; 6] = bytes?.try_into().ok()?;
     (mac[0] & 1 == 0).then_some(mac)
 }

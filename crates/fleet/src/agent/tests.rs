@@ -266,7 +266,10 @@ fn another_store_takes_no_vrnic_away() {
     h.update(v1::Update { fleet: "new".into(), ..update(1, true, &[group("blue", 9)], &[]) });
     assert_eq!(h.done(), ["gone Peer(\"b\")", "gone Place(\"h2\")"]);
     let (revision, problems) = h.applied().pop().unwrap();
-    assert!(revision == 1 && problems[0].starts_with("vRNIC a is of a control centre whose store is gone"), "{problems:?}");
+    assert!(
+        revision == 1 && problems[0].starts_with("vRNIC a is of a control centre whose store is gone"),
+        "{problems:?}"
+    );
     // Declared there, it is the centre's again.
     h.update(v1::Update { fleet: "new".into(), ..update(2, false, &[vrnic("a", "10.0.0.1")], &[]) });
     assert_eq!((h.done().len(), h.applied()), (1, vec![(2, vec![])]));
