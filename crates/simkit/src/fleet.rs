@@ -691,9 +691,8 @@ impl World {
             }
             let host = &self.hosts[h];
             let Some(agent) = &host.agent else { continue };
-            let table = truth::table(vec![agent.snapshot()]);
             let due = self.truth.table(h, u64::MAX).expect("there is something to have");
-            assert!(table == *due, "at {now} ms h{h}, which nothing disturbs, does not have what it is to have");
+            assert!(host.table == *due, "at {now} ms h{h}, which nothing disturbs, does not have what it is to have");
             if host.working || !agent.status(now).problems.is_empty() {
                 continue;
             }
@@ -728,8 +727,7 @@ impl World {
             let status = agent.status(self.now);
             assert!(status.connected, "h{h} is not connected: {}", status.why);
             assert!(status.problems.is_empty(), "h{h}: {:?}", status.problems);
-            let table = truth::table(vec![agent.snapshot()]);
-            assert!(self.truth.table(h, u64::MAX) == Some(&table), "h{h} does not have what it is to have");
+            assert!(self.truth.table(h, u64::MAX) == Some(&host.table), "h{h} does not have what it is to have");
             let declared: Vec<&String> =
                 self.truth.vrnics.iter().filter(|(_, p)| p.host == host.name).map(|(n, _)| n).collect();
             assert_eq!(host.made.keys().collect::<Vec<_>>(), declared, "vRNICs of h{h}");

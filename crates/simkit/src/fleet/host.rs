@@ -38,7 +38,9 @@ pub(super) struct Host {
     pub programs: BTreeSet<String>,
     pub working: bool,
     reported: u64,
-    checked: (String, u64),
+    /// What the agent has, as of this state and revision of it.
+    pub table: Table,
+    as_of: (String, u64),
 }
 
 impl Host {
@@ -60,7 +62,8 @@ impl Host {
             programs: BTreeSet::new(),
             working: false,
             reported: 0,
-            checked: (String::new(), 0),
+            table: Table::new(),
+            as_of: (String::new(), 0),
         }
     }
 
@@ -118,7 +121,7 @@ impl Host {
         let Some(agent) = &self.agent else { return };
         let status = agent.status(0);
         let has = (status.fleet, status.revision);
-        if has == self.checked || has.1 == 0 {
+        if has == self.as_of || has.1 == 0 {
             return;
         }
         let table = truth::table(vec![agent.snapshot()]);
@@ -126,16 +129,16 @@ impl Host {
         let due = due.cloned().unwrap_or_default();
         let differ: Vec<_> = due.keys().chain(table.keys()).filter(|k| due.get(*k) != table.get(*k)).collect();
         assert!(differ.is_empty(), "h{number} has other pieces than revision {} says: {differ:?}", has.1);
-        self.checked = has;
+        (self.table, self.as_of) = (table, has);
     }
 
     fn secrets(&self) -> BTreeMap<(String, String), (Vec<u32>, Option<u32>)> {
         let mut secrets: BTreeMap<_, (Vec<u32>, Option<u32>)> = BTreeMap::new();
-        for item in self.agent.iter().flat_map(|a| a.snapshot().put).filter_map(|i| i.item) {
+        for item in self.table.values() {
             if let Item::Secret(s) = item
-                && let Some(k) = s.key
+                && let Some(k) = &s.key
             {
-                let (taken, sent) = secrets.entry((k.group, k.other)).or_default();
+                let (taken, sent) = secrets.entry((k.group.clone(), k.other.clone())).or_default();
                 taken.push(k.id);
                 assert!(!(s.send && sent.replace(k.id).is_some()), "two secrets to send with");
             }
@@ -175,7 +178,7 @@ impl World {
             let known: BTreeSet<String> = agent.vrnics().map(|v| v.name.clone()).collect();
             host.made.retain(|n, _| known.contains(n));
             host.force.retain(|k, _| agent.item(k).is_some());
-            host.checked = (String::new(), 0);
+            (host.table, host.as_of) = (Table::new(), (String::new(), 0));
             host.policy = truth::policy(&host.force);
             host.agent = Some(agent);
             self.end_talks(h);
