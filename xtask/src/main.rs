@@ -45,9 +45,9 @@ enum Command {
         #[arg(long, value_name = "TEXT")]
         only: Option<String>,
     },
-    /// Simulate hosts and a network that loses, doubles and reorders packets, with random traffic
+    /// Simulate hosts and a network that loses, doubles and reorders packets, with random traffic; or a fleet with its control centres
     #[command(
-        after_help = "Examples:\n  cargo xtask sim                            seeds 0 to 99\n  cargo xtask sim --seed 1234 --seeds 1      one seed again"
+        after_help = "Examples:\n  cargo xtask sim                            seeds 0 to 99\n  cargo xtask sim --seed 1234 --seeds 1      one seed again\n  cargo xtask sim --fleet --seeds 1000       hosts, centres and their store, with crashes and partitions"
     )]
     Sim {
         /// The first seed
@@ -56,9 +56,12 @@ enum Command {
         /// How many seeds
         #[arg(long, value_name = "N", default_value_t = 100)]
         seeds: u64,
-        /// Steps for each seed: eight requests on one connection, twenty on a fabric of four hosts
+        /// Steps for each seed: eight requests on one connection, twenty on a fabric of four hosts; ten seconds of a fleet
         #[arg(long, value_name = "N", default_value_t = 6)]
         steps: u64,
+        /// The simulation of a fleet
+        #[arg(long)]
+        fleet: bool,
     },
     /// Try every attack that is known, with victims in the attacker's group and in another one: what they notice, what lives, and what
     /// is given back
@@ -258,8 +261,9 @@ fn main() -> ExitCode {
             memory::run(seconds, seed, only.as_deref())
         }
         Command::Test { what: None, only } => test::run(only.as_deref()),
-        Command::Sim { seed, seeds, steps } => {
-            sim::run(seed, seeds, steps);
+        Command::Sim { seed, seeds, steps, fleet } => {
+            let run = if fleet { sim::run_fleet } else { sim::run };
+            run(seed, seeds, steps);
             Ok(())
         }
         Command::Attack { list: true, .. } => {

@@ -1,32 +1,56 @@
-//! `cargo xtask sim`: the simulations of the kit, seed by seed.
+//! `cargo xtask sim`: the simulations of the kit, seed by seed: of the RNIC, and of a fleet with its control centres.
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::{panic, process};
 
-use unirdma_simkit::{connection, fabric};
+use unirdma_simkit::{connection, fabric, fleet};
 
-/// Runs all simulations with each of these seeds. What finds something wrong panics; then the process says how to repeat the
-/// seed, and fails.
-pub(crate) fn run(first: u64, seeds: u64, steps: u64) {
+/// Calls `run` with each of these seeds. What finds something wrong panics; then the process says how to repeat the seed, and fails.
+fn each(first: u64, seeds: u64, options: String, mut run: impl FnMut(u64)) {
     let current = Arc::new(AtomicU64::new(first));
     let (default, failed) = (panic::take_hook(), current.clone());
     panic::set_hook(Box::new(move |info| {
         default(info);
         let seed = failed.load(Ordering::Relaxed);
-        eprintln!("xtask: seed {seed} failed; to repeat it: cargo xtask sim --seed {seed} --seeds 1 --steps {steps}");
+        eprintln!("xtask: seed {seed} failed; to repeat it: cargo xtask sim --seed {seed} --seeds 1{options}");
         process::exit(1);
     }));
-    let (mut caught, mut heard, mut moves) = (0, 0, 0);
     for seed in (0..seeds).map(|i| first.wrapping_add(i)) {
         println!("seed {seed}");
         current.store(seed, Ordering::Relaxed);
+        run(seed);
+    }
+}
+
+/// Runs the simulations of the RNIC.
+pub(crate) fn run(first: u64, seeds: u64, steps: u64) {
+    let (mut caught, mut heard, mut moves) = (0, 0, 0);
+    each(first, seeds, format!(" --steps {steps}"), |seed| {
         connection::run(seed, steps);
         for report in [fabric::run(seed, steps), fabric::run_moving(seed, steps)] {
             caught += report.caught;
             heard += report.heard;
             moves += report.moves;
         }
-    }
+    });
     println!("{caught} corrupted packets were recognized, {heard} multicast messages heard, {moves} vRNICs moved");
+}
+
+/// Runs the simulation of a fleet.
+pub(crate) fn run_fleet(first: u64, seeds: u64, steps: u64) {
+    let mut all = fleet::Report::default();
+    each(first, seeds, format!(" --steps {steps} --fleet"), |seed| {
+        let one = fleet::run(seed, steps);
+        all.changes += one.changes;
+        all.refused += one.refused;
+        all.crashes += one.crashes;
+        all.elections += one.elections;
+        all.connections += one.connections;
+        all.ended += one.ended;
+    });
+    println!(
+        "{} changes kept, {} calls refused, {} crashes, {} elections; {} connections made, {} ended by changes",
+        all.changes, all.refused, all.crashes, all.elections, all.connections, all.ended
+    );
 }

@@ -165,6 +165,8 @@ impl Centre {
         let befores: Vec<_> = objects.iter().map(|(kind, name)| self.state.get(*kind, name)).collect();
         let see = |state: &State, touched: &mut Touched| {
             objects.iter().for_each(|(kind, name)| state.touch_object(*kind, name, touched));
+            let vrnics = objects.iter().filter(|(kind, _)| *kind == Kind::Vrnic);
+            state.touch_groups_of(vrnics.map(|(_, name)| name.as_str()), touched);
             secrets.iter().for_each(|(group, other, id)| state.touch_secret(group, other, *id, touched));
         };
         see(&self.state, &mut touched);

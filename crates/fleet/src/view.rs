@@ -244,8 +244,19 @@ impl State {
         let Some(host) = &v.host else { return };
         touch(out, host, Key::Vrnic(name.clone()));
         self.touch_end(host, &own, out);
-        if group.is_some_and(|g| g.hosts.get(host) == Some(&1)) {
-            self.touch_scope(host, &v.group, out);
+    }
+
+    /// What else hosts are told, or not any more, because these vRNICs of one change may be all that they have of a group. A change is asked
+    /// before and after it was made.
+    pub(crate) fn touch_groups_of<'a>(&self, vrnics: impl Iterator<Item = &'a str>, out: &mut Touched) {
+        let mut counts: BTreeMap<(&Name, &Name), u32> = BTreeMap::new();
+        for v in vrnics.filter_map(|name| self.vrnics.get(name)) {
+            v.host.iter().for_each(|host| *counts.entry((host, &v.group)).or_default() += 1);
+        }
+        for ((host, group), n) in counts {
+            if self.groups.get(group).is_some_and(|g| g.hosts.get(host) == Some(&n)) {
+                self.touch_scope(host, group, out);
+            }
         }
     }
 

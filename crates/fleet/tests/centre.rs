@@ -292,6 +292,23 @@ fn hosts_learn_of_what_they_have_and_no_more() {
 }
 
 #[test]
+fn a_host_learns_of_a_group_whose_vrnics_come_and_go_in_one_change() {
+    let mut w = World::new(&["h1", "h2"]);
+    w.apply([v1::Group { secret: true, ..group("blue", &["10.0.0.0/16"]) }]).unwrap();
+    w.apply([vrnic("far", "blue", "h2", &[])]).unwrap();
+    w.tell();
+    w.apply([vrnic("a", "blue", "h1", &[]), vrnic("b", "blue", "h1", &[])]).unwrap();
+    w.tell();
+    assert_eq!(w.sees("h1"), ["group blue", "peer far", "place h2", "secret blue  1", "vrnic a", "vrnic b"]);
+    let names = ["a", "b"].map(|n| v1::Name { kind: v1::Kind::Vrnic.into(), name: n.into() }).to_vec();
+    let request = v1::DeleteRequest { names, ..Default::default() };
+    let done = w.centre.delete(&w.admin.clone(), &request, NOW).unwrap();
+    w.keep(done);
+    w.tell();
+    assert!(w.sees("h1").is_empty(), "{:?}", w.sees("h1"));
+}
+
+#[test]
 fn a_secret_is_introduced_in_steps() {
     let mut w = World::new(&["h1", "h2"]);
     w.apply([v1::Group { secret: true, ..group("blue", &[]) }, group("red", &["10.1.0.0/16"])]).unwrap();

@@ -199,7 +199,7 @@ impl Supervisor {
     /// One line: what was kept cannot be read.
     pub fn join(self: &Arc<Self>, identity: Identity) -> io::Result<()> {
         let addresses = self.around.network.as_ref().map(|n| lock(n).addresses().to_vec()).unwrap_or_default();
-        lock(&self.neighbours).set_me(identity.host());
+        lock(&self.neighbours).set_me(&identity.name);
         let centre = centre::start(identity, addresses.iter().map(ToString::to_string).collect(), self)?;
         let _ = self.centre.set(centre);
         Ok(())

@@ -20,6 +20,7 @@ pub mod cm_peer;
 pub mod connection;
 mod end;
 pub mod fabric;
+pub mod fleet;
 pub mod multicast;
 pub mod net;
 mod pair;

@@ -1,0 +1,781 @@
+//! The simulation of a fleet: hosts, two control centres, their store and an operator, on a network that parts, with crashes and slow disks.
+//!
+//! Hosts run [`Agent`], centres run [`Centre`]; what surrounds them is modelled here: connections, the store with its lease ([`store`]), a host's
+//! disk and its vRNICs ([`host`]), and the program around a centre ([`process`]).
+//!
+//! After each step: no address, MAC, GUID or VNI is given twice; what a host has in force is exactly what it was to have by some revision; a
+//! host that nothing has disturbed has it within [`LAG_MS`], and has no connection that the rules forbid; hosts that a group's secret reaches
+//! take what the others send. No change that was acknowledged is lost. Once disturbances end, all hosts have everything and the centre serves.
+//! Whatever is not so panics.
+
+mod host;
+mod process;
+mod store;
+mod truth;
+
+use std::cmp::Reverse;
+use std::collections::{BTreeMap, BinaryHeap, VecDeque};
+use std::sync::Arc;
+
+use unirdma_fleet::agent::{Agent, Work};
+use unirdma_fleet::v1::{self, object::Object};
+use unirdma_fleet::{Actor, Centre, Write};
+use unirdma_rnic::Rng;
+
+use host::Host;
+use process::{Job, Process, Reply};
+use store::{Change, Granted, Store};
+use truth::Truth;
+
+const HOSTS: usize = 5;
+const CENTRES: usize = 2;
+const GROUPS: [&str; 3] = ["blue", "red", "green"];
+/// The virtual clock begins here, milliseconds since 1970.
+const EPOCH: u64 = 1_800_000_000_000;
+/// Everybody is looked at so often.
+const TICK_MS: u64 = 50;
+/// How long news may take to a host that nothing disturbs.
+const LAG_MS: u64 = 1_000;
+/// What is done in one step of a simulation.
+const STEP_MS: u64 = 10_000;
+/// How long everybody is left alone at the end. A host whose place is taken waits for up to 23 s before it asks again.
+const PEACE_MS: u64 = 90_000;
+
+/// What a simulation has seen.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct Report {
+    /// Changes that the store has kept.
+    pub changes: u64,
+    /// Calls that were refused.
+    pub refused: u64,
+    /// Crashes of hosts and of centres.
+    pub crashes: u64,
+    /// Times another centre has got the lease.
+    pub elections: u64,
+    /// Connections between vRNICs that were made, and those that a change has ended.
+    pub connections: u64,
+    /// See `connections`.
+    pub ended: u64,
+    /// Changes that hosts' own administrators asked for, and answers that they got.
+    pub asked: u64,
+    /// See `asked`.
+    pub answered: u64,
+    /// Times a host was told everything.
+    pub wholes: u64,
+    /// Of what happened, and when.
+    pub digest: u64,
+}
+
+/// Runs the simulation of a seed: so many steps of ten seconds, and then peace. Panics if something is not as it must be.
+pub fn run(seed: u64, steps: u64) -> Report {
+    let mut world = World::new(seed);
+    world.run_until(steps * STEP_MS);
+    world.heal();
+    world.run_until(steps * STEP_MS + PEACE_MS);
+    world.check_peace();
+    world.report
+}
+
+/// What a centre asks its store.
+enum Question {
+    Campaign,
+    Commit { number: u64, epoch: u64, revision: u64, writes: Arc<[Write]> },
+    Since(u64),
+    All,
+}
+
+/// What the store answers.
+enum Answer {
+    Campaign(Option<Granted>),
+    Commit { number: u64, kept: bool },
+    Since(Option<Vec<Change>>),
+    All(u64, Vec<Write>),
+}
+
+/// Something that comes at its time. Numbers of lives tell those who have started anew meanwhile.
+enum Event {
+    Asked {
+        centre: usize,
+        life: u64,
+        question: Question,
+    },
+    Answered {
+        centre: usize,
+        life: u64,
+        answer: Answer,
+    },
+    /// The connection is there, as the centre sees it; the host sees it a moment later.
+    Opened(u64),
+    /// The next message to the host, or to the centre, is due.
+    Deliver {
+        link: u64,
+        to_host: bool,
+    },
+    /// An end hears that the other one has closed.
+    Closed {
+        link: u64,
+        to_host: bool,
+        why: &'static str,
+    },
+    /// What a host had to do is done.
+    Carried {
+        host: usize,
+        life: u64,
+        work: Vec<Work>,
+    },
+    /// A centre hands a job to the one that allocates.
+    Forwarded {
+        to: usize,
+        job: Job,
+    },
+    /// The one that allocates says what came of it.
+    Returned {
+        to: usize,
+        life: u64,
+        revision: u64,
+        link: u64,
+        reply: v1::Reply,
+    },
+    Tick,
+    Operator,
+    Talk,
+    Disturb,
+}
+
+/// A change that was kept: its number, and what it wrote.
+type Kept = (u64, Arc<[Write]>);
+
+/// A connection of a host with a centre.
+struct Link {
+    host: usize,
+    host_life: u64,
+    centre: usize,
+    centre_life: u64,
+    up: VecDeque<v1::FromHost>,
+    down: VecDeque<v1::ToHost>,
+    open: bool,
+}
+
+/// Two vRNICs with a connection, on these hosts.
+#[derive(Clone, Debug)]
+struct Talk {
+    names: [String; 2],
+    hosts: [usize; 2],
+}
+
+/// All there is.
+struct World {
+    now: u64,
+    rng: Rng,
+    queue: BinaryHeap<Reverse<(u64, u64)>>,
+    events: BTreeMap<u64, Event>,
+    count: u64,
+    store: Store,
+    truth: Truth,
+    hosts: Vec<Host>,
+    centres: Vec<Process>,
+    links: BTreeMap<u64, Link>,
+    talks: Vec<Talk>,
+    /// Until when hosts do not reach centres, and centres the store.
+    cut: [[u64; CENTRES]; HOSTS],
+    cut_store: [u64; CENTRES],
+    slow_store: u64,
+    /// Since when nothing has disturbed a host's way to the store.
+    calm: [u64; HOSTS],
+    peace: bool,
+    /// Changes that were acknowledged: by their revision, what they wrote.
+    kept: BTreeMap<u64, Arc<[Write]>>,
+    made: u64,
+    /// The last refusal that an operator has heard.
+    refusal: String,
+    leader: Option<usize>,
+    report: Report,
+}
+
+impl World {
+    fn new(seed: u64) -> World {
+        let names: Vec<String> = (0..HOSTS).map(|i| format!("h{i}")).collect();
+        let mut store = Store::new(Centre::found("fleet"));
+        let mut founder = Centre::load(store.revision, &store.all().1, [1; 32]).expect("a new fleet");
+        let hosts = names.iter().map(|n| v1::Host { name: n.clone(), ..v1::Host::default() }.into());
+        let groups = GROUPS.iter().enumerate().map(|(i, n)| {
+            let range = if i == 2 { "10.9.0.0/24" } else { "10.8.0.0/27" };
+            v1::Group { name: (*n).into(), ranges: vec![range.into()], secret: i != 1, ..v1::Group::default() }.into()
+        });
+        let objects = hosts.chain(groups).map(|o: Object| v1::Object { object: Some(o), revision: 0 }).collect();
+        let request = v1::ApplyRequest { objects, ..v1::ApplyRequest::default() };
+        let plan = founder.apply(&Actor::centre(), request, EPOCH).expect("a good beginning").plan.expect("it is new");
+        let granted = store.campaign(0, 0).expect("nobody has the lease");
+        assert!(store.commit(0, granted.0, plan.revision, &plan.writes.into()));
+        let mut rng = Rng::new(seed);
+        let mut world = World {
+            now: store::LEASE_MS,
+            queue: BinaryHeap::new(),
+            events: BTreeMap::new(),
+            count: 0,
+            truth: Truth::new(store.all(), names.clone()),
+            store,
+            hosts: names.iter().enumerate().map(|(i, n)| Host::new(i, n, rng.next_u64())).collect(),
+            centres: (0..CENTRES).map(|_| Process::new(rng.next_u64())).collect(),
+            links: BTreeMap::new(),
+            talks: Vec::new(),
+            cut: [[0; CENTRES]; HOSTS],
+            cut_store: [0; CENTRES],
+            slow_store: 0,
+            calm: [0; HOSTS],
+            peace: false,
+            kept: BTreeMap::new(),
+            made: 0,
+            refusal: String::new(),
+            leader: None,
+            report: Report::default(),
+            rng,
+        };
+        world.at(0, Event::Tick);
+        world.at(200, Event::Operator);
+        world.at(500, Event::Talk);
+        world.at(4_000, Event::Disturb);
+        world
+    }
+
+    /// A number below `n`.
+    fn draw(&mut self, n: u64) -> u64 {
+        self.rng.next_u64() % n
+    }
+
+    fn one_in(&mut self, n: u64) -> bool {
+        self.draw(n) == 0
+    }
+
+    fn at(&mut self, after: u64, event: Event) {
+        self.count += 1;
+        self.queue.push(Reverse((self.now + after, self.count)));
+        self.events.insert(self.count, event);
+    }
+
+    fn run_until(&mut self, after: u64) {
+        let end = store::LEASE_MS + after;
+        while let Some(&Reverse((at, number))) = self.queue.peek() {
+            if at > end {
+                break;
+            }
+            self.queue.pop();
+            self.now = at;
+            let event = self.events.remove(&number).expect("each event comes once");
+            self.report.digest = (self.report.digest ^ at ^ number << 20).wrapping_mul(0x100_0000_01b3);
+            self.step(event);
+        }
+        self.now = end;
+    }
+
+    fn step(&mut self, event: Event) {
+        match event {
+            Event::Tick => {
+                (0..HOSTS).for_each(|h| self.host_tick(h));
+                (0..CENTRES).for_each(|c| self.centre_tick(c));
+                self.check();
+                self.at(TICK_MS, Event::Tick);
+            }
+            Event::Operator => {
+                if !self.peace && self.one_in(6) {
+                    self.ask();
+                } else if !self.peace {
+                    self.operate();
+                }
+                let pause = 100 + self.draw(1_500);
+                self.at(pause, Event::Operator);
+            }
+            Event::Talk => {
+                self.talk();
+                self.at(200, Event::Talk);
+            }
+            Event::Disturb => {
+                if !self.peace {
+                    self.disturb();
+                }
+                let pause = 500 + self.draw(8_000);
+                self.at(pause, Event::Disturb);
+            }
+            Event::Asked { centre, life, question } => self.asked(centre, life, question),
+            Event::Answered { centre, life, answer } => {
+                if self.centres[centre].life == life {
+                    self.answered(centre, answer);
+                }
+            }
+            Event::Opened(link) => self.opened(link),
+            Event::Deliver { link, to_host } => self.deliver(link, to_host),
+            Event::Closed { link, to_host, why } => self.closed(link, to_host, why),
+            Event::Carried { host, life, work } => {
+                if self.hosts[host].life == life {
+                    self.carried(host, work);
+                }
+            }
+            Event::Forwarded { to, job } => self.take_job(to, job),
+            Event::Returned { to, life, revision, link, reply } => {
+                if self.centres[to].life == life {
+                    self.centres[to].replies.push((revision, link, reply));
+                }
+            }
+        }
+    }
+
+    // --- the store ---
+
+    fn asked(&mut self, centre: usize, life: u64, question: Question) {
+        if self.cut_store[centre] > self.now {
+            return;
+        }
+        let answer = match question {
+            Question::Campaign => {
+                let granted = self.store.campaign(self.now, centre);
+                if granted.is_some() && self.leader != Some(centre) {
+                    self.leader = Some(centre);
+                    self.report.elections += 1;
+                }
+                Answer::Campaign(granted)
+            }
+            Question::Commit { number, epoch, revision, writes } => {
+                let kept = self.store.commit(self.now, epoch, revision, &writes);
+                if kept {
+                    self.report.changes += 1;
+                    self.truth.commit(self.now, revision, &writes);
+                    self.kept.insert(revision, writes);
+                }
+                Answer::Commit { number, kept }
+            }
+            Question::Since(revision) => Answer::Since(self.store.since(revision)),
+            Question::All => {
+                let (revision, records) = self.store.all();
+                Answer::All(revision, records)
+            }
+        };
+        let delay = self.store_delay();
+        self.at(delay, Event::Answered { centre, life, answer });
+    }
+
+    fn store_delay(&mut self) -> u64 {
+        if self.slow_store > self.now { 50 + self.draw(3_000) } else { 1 + self.draw(10) }
+    }
+
+    // --- connections ---
+
+    fn parted(&self, link: &Link) -> bool {
+        self.cut[link.host][link.centre] > self.now
+    }
+
+    /// A host connects to some centre.
+    fn connect(&mut self, host: usize) {
+        let centre = self.draw(CENTRES as u64) as usize;
+        let life = self.hosts[host].life;
+        self.count += 1;
+        let id = self.count;
+        let link = Link {
+            host,
+            host_life: life,
+            centre,
+            centre_life: self.centres[centre].life,
+            up: VecDeque::new(),
+            down: VecDeque::new(),
+            open: false,
+        };
+        self.hosts[host].link = Some(id);
+        let why = if self.parted(&link) { Some((3_000, "no route")) } else { None };
+        let down = self.centres[centre].centre.is_none();
+        self.links.insert(id, link);
+        match why.or(down.then_some((2, "nobody listens"))) {
+            Some((after, why)) => self.at(after, Event::Closed { link: id, to_host: true, why }),
+            None => {
+                let after = 1 + self.draw(20);
+                self.at(after, Event::Opened(id));
+            }
+        }
+    }
+
+    fn opened(&mut self, id: u64) {
+        let now = self.now;
+        let Some(link) = self.links.get_mut(&id) else { return };
+        let (host, centre) = (link.host, link.centre);
+        if self.centres[centre].life != link.centre_life || self.centres[centre].centre.is_none() {
+            self.at(1, Event::Closed { link: id, to_host: true, why: "reset" });
+            return;
+        }
+        if self.hosts[host].life != link.host_life || self.hosts[host].link != Some(id) {
+            self.links.remove(&id);
+            return;
+        }
+        link.open = true;
+        self.calm[host] = now;
+        let clock = EPOCH + now;
+        if let Some(agent) = &mut self.hosts[host].agent {
+            agent.connected(now, clock);
+        }
+    }
+
+    /// Sends a message; its turn comes after those before it.
+    fn send_up(&mut self, id: u64, message: v1::FromHost) {
+        let Some(link) = self.links.get_mut(&id) else { return };
+        link.up.push_back(message);
+        if link.up.len() == 1 {
+            let after = 1 + self.draw(20);
+            self.at(after, Event::Deliver { link: id, to_host: false });
+        }
+    }
+
+    fn send_down(&mut self, id: u64, message: v1::to_host::Message) {
+        let Some(link) = self.links.get_mut(&id) else { return };
+        link.down.push_back(v1::ToHost { message: Some(message) });
+        if link.down.len() == 1 {
+            let after = 1 + self.draw(20);
+            self.at(after, Event::Deliver { link: id, to_host: true });
+        }
+    }
+
+    fn deliver(&mut self, id: u64, to_host: bool) {
+        let Some(link) = self.links.get(&id) else { return };
+        if self.parted(link) {
+            // It is sent again until it comes through, or somebody gives up.
+            self.at(200, Event::Deliver { link: id, to_host });
+            return;
+        }
+        let (host, centre) = (link.host, link.centre);
+        let host_lives = self.hosts[host].life == link.host_life && self.hosts[host].link == Some(id);
+        let centre_lives = self.centres[centre].life == link.centre_life
+            && self.centres[centre].peers.contains_key(&id)
+            || link.open && !to_host && self.centres[centre].life == link.centre_life;
+        let lives = if to_host { host_lives } else { centre_lives };
+        if !lives {
+            // The receiver does not know the connection.
+            self.at(1, Event::Closed { link: id, to_host: !to_host, why: "reset" });
+            return;
+        }
+        let Some(link) = self.links.get_mut(&id) else { return };
+        let more;
+        if to_host {
+            let message = link.down.pop_front();
+            more = !link.down.is_empty();
+            if let (Some(message), Some(agent)) = (message, &mut self.hosts[host].agent) {
+                let is_whole = matches!(&message.message, Some(v1::to_host::Message::Update(u)) if u.whole);
+                self.report.wholes += u64::from(is_whole);
+                agent.handle(self.now, message);
+                self.host_outputs(host);
+            }
+        } else {
+            let message = link.up.pop_front();
+            more = !link.up.is_empty();
+            if let Some(message) = message.and_then(|m| m.message) {
+                self.heard(centre, id, host, message);
+            }
+        }
+        if more {
+            self.at(1, Event::Deliver { link: id, to_host });
+        }
+    }
+
+    /// An end closes a connection, and does not hear of it any more.
+    fn close(&mut self, id: u64, by_host: bool) {
+        self.at(5, Event::Closed { link: id, to_host: !by_host, why: "closed" });
+    }
+
+    fn closed(&mut self, id: u64, to_host: bool, why: &'static str) {
+        let Some(link) = self.links.get(&id) else { return };
+        if self.parted(link) && link.open {
+            self.at(200, Event::Closed { link: id, to_host, why });
+            return;
+        }
+        let (host, centre) = (link.host, link.centre);
+        if to_host {
+            self.links.remove(&id);
+            self.drop_host_link(host, id, why);
+        } else {
+            self.links.remove(&id);
+            self.centres[centre].hang_up(id, EPOCH + self.now);
+        }
+    }
+
+    fn drop_host_link(&mut self, host: usize, id: u64, why: &str) {
+        let now = self.now;
+        if self.hosts[host].link == Some(id) {
+            self.hosts[host].link = None;
+            self.calm[host] = now;
+            if let Some(agent) = &mut self.hosts[host].agent {
+                agent.disconnected(now, why.into());
+            }
+        }
+    }
+
+    // --- what happens to them ---
+
+    /// An operator changes something, at some centre.
+    fn operate(&mut self) {
+        let centre = self.draw(CENTRES as u64) as usize;
+        let mut names: Vec<String> = self.truth.vrnics.keys().cloned().collect();
+        let any = |w: &mut World, names: &mut Vec<String>| {
+            let n = names.len() as u64;
+            if n == 0 { None } else { Some(names.swap_remove(w.draw(n) as usize)) }
+        };
+        let host = format!("h{}", self.draw(HOSTS as u64));
+        let group = GROUPS[self.draw(3) as usize];
+        let selector = |w: &mut World, names: &mut Vec<String>| match any(w, names).filter(|_| w.one_in(2)) {
+            Some(v) => format!("vrnic:{v}"),
+            None => format!("group:{}", GROUPS[w.draw(3) as usize]),
+        };
+        let rule = format!("r{}", self.draw(5));
+        let apply = |o: Object| Job::Apply(vec![v1::Object { object: Some(o), revision: 0 }]);
+        let job = match self.draw(12) {
+            0..=3 => {
+                self.made += 1;
+                let host = if self.one_in(8) { String::new() } else { host };
+                let ips = if self.one_in(6) { vec![format!("10.8.0.{}", 2 + self.draw(20))] } else { Vec::new() };
+                let name = format!("v{}", self.made);
+                apply(v1::Vrnic { name, group: group.into(), host, ips, ..v1::Vrnic::default() }.into())
+            }
+            4 => match any(self, &mut names) {
+                Some(name) => Job::Delete(v1::Kind::Vrnic, name, self.one_in(3)),
+                None => return,
+            },
+            5 | 6 => match any(self, &mut names) {
+                Some(vrnic) => Job::Move(vrnic, host),
+                None => return,
+            },
+            7..=9 => {
+                let (from, to) = (selector(self, &mut names), selector(self, &mut names));
+                let action = if self.one_in(3) { v1::rule::Action::Deny } else { v1::rule::Action::Allow };
+                let (both, priority) = (self.one_in(2), self.draw(3) as u32);
+                apply(v1::Rule { name: rule, from, to, action: action.into(), both, priority }.into())
+            }
+            10 => Job::Delete(v1::Kind::Rule, rule, false),
+            _ => Job::Rotate(group.into()),
+        };
+        self.take_job(centre, job);
+    }
+
+    /// A host's own administrator makes or removes a vRNIC.
+    fn ask(&mut self) {
+        let h = self.draw(HOSTS as u64) as usize;
+        let own: Vec<String> = {
+            let agent = self.hosts[h].agent.iter();
+            agent.flat_map(|a| a.vrnics()).filter(|v| v.by_host).map(|v| v.name.clone()).collect()
+        };
+        let change = match own.first().filter(|_| self.one_in(2)) {
+            Some(name) => v1::ask::Change::Remove(name.clone()),
+            None => {
+                self.made += 1;
+                let group = GROUPS[self.draw(3) as usize].into();
+                v1::ask::Change::Put(v1::Vrnic { name: format!("own{}", self.made), group, ..v1::Vrnic::default() })
+            }
+        };
+        let now = self.now;
+        if let Some(agent) = &mut self.hosts[h].agent
+            && agent.ask(now, change).is_ok()
+        {
+            self.report.asked += 1;
+            self.host_outputs(h);
+        }
+    }
+
+    /// Something goes wrong.
+    fn disturb(&mut self) {
+        let (h, c) = (self.draw(HOSTS as u64) as usize, self.draw(CENTRES as u64) as usize);
+        let long = if self.one_in(3) { 30_000 } else { 3_000 };
+        let until = self.now + 1 + self.draw(long);
+        match self.draw(8) {
+            0 | 1 => self.cut[h][c] = until,
+            2 => self.cut_store[c] = until,
+            3 => self.slow_store = until,
+            4 => self.hosts[h].slow_disk = until,
+            5 | 6 => self.crash_host(h, until),
+            _ => self.crash_centre(c, until),
+        }
+    }
+
+    /// Everything that is disturbed is well again, soon.
+    fn heal(&mut self) {
+        let now = self.now;
+        self.peace = true;
+        (self.cut, self.cut_store, self.slow_store) = ([[0; CENTRES]; HOSTS], [0; CENTRES], 0);
+        for h in &mut self.hosts {
+            (h.slow_disk, h.down_until) = (0, h.down_until.min(now));
+            h.programs.clear();
+        }
+        self.centres.iter_mut().for_each(|c| c.down_until = c.down_until.min(now));
+    }
+
+    /// Two vRNICs connect, if both their hosts let them; programs come and go.
+    fn talk(&mut self) {
+        let h = self.draw(HOSTS as u64) as usize;
+        let names: Vec<String> = self.hosts[h].made.keys().cloned().collect();
+        if names.is_empty() || self.hosts[h].agent.is_none() {
+            return;
+        }
+        let a = names[self.draw(names.len() as u64) as usize].clone();
+        if !self.peace && self.one_in(4) && !self.hosts[h].programs.remove(&a) {
+            self.hosts[h].programs.insert(a.clone());
+        }
+        let known: Vec<String> = self.hosts[h].known().map(|(n, _)| n.to_string()).filter(|n| *n != a).collect();
+        if known.is_empty() {
+            return;
+        }
+        let b = known[self.draw(known.len() as u64) as usize].clone();
+        let Some(other) = (0..HOSTS).find(|&i| self.hosts[i].made.contains_key(&b)) else { return };
+        let talk = Talk { names: [a, b], hosts: [h, other] };
+        if self.hosts[h].allows(&talk.names) && self.hosts[other].allows(&talk.names) {
+            self.talks.push(talk);
+            self.report.connections += 1;
+        }
+    }
+
+    /// What a host has in force has changed: connections that it does not allow any more end.
+    fn end_talks(&mut self, host: usize) {
+        let before = self.talks.len();
+        let mut talks = std::mem::take(&mut self.talks);
+        talks.retain(|t| {
+            let mine = (0..2).filter(|&i| t.hosts[i] == host);
+            let there = mine.clone().all(|i| self.hosts[host].made.contains_key(&t.names[i]));
+            mine.count() == 0 || there && self.hosts[host].allows(&t.names)
+        });
+        self.report.ended += (before - talks.len()) as u64;
+        self.talks = talks;
+    }
+
+    fn crash_host(&mut self, h: usize, until: u64) {
+        if self.hosts[h].agent.is_none() {
+            return;
+        }
+        self.report.crashes += 1;
+        // Either its supervisor was killed, and its vRNICs go on, or the machine was.
+        let all = self.one_in(2);
+        self.hosts[h].crash(self.now, until, all);
+        self.calm[h] = self.now;
+        if all {
+            self.talks.retain(|t| !t.hosts.contains(&h));
+        }
+        // The machine's kernel closes the connection of a process that was killed; a machine without power says nothing.
+        if let Some(id) = self.hosts[h].link.take() {
+            if all {
+                self.links.remove(&id);
+            } else {
+                self.close(id, true);
+            }
+        }
+    }
+
+    fn crash_centre(&mut self, c: usize, until: u64) {
+        if self.centres[c].centre.is_none() {
+            return;
+        }
+        self.report.crashes += 1;
+        let silent = self.one_in(2);
+        for id in self.centres[c].crash(until) {
+            if silent {
+                self.links.get_mut(&id).into_iter().for_each(|l| l.down.clear());
+            } else {
+                self.close(id, false);
+            }
+        }
+    }
+
+    // --- what must be ---
+
+    fn check(&mut self) {
+        let now = self.now;
+        for h in 0..HOSTS {
+            let cut = (0..CENTRES).any(|c| self.cut_store[c] > now) || self.slow_store > now;
+            let link = self.hosts[h].link.and_then(|id| self.links.get(&id)).filter(|l| l.open);
+            let well = link.is_some_and(|l| !self.parted(l) && self.centres[l.centre].is_well(now));
+            if cut || !well || self.hosts[h].slow_disk > now {
+                self.calm[h] = now;
+            }
+            self.hosts[h].check(h, &self.truth);
+            if now - self.calm[h].max(self.truth.changed[h]) < LAG_MS {
+                continue;
+            }
+            let host = &self.hosts[h];
+            let Some(agent) = &host.agent else { continue };
+            let due = self.truth.table(h, u64::MAX).expect("there is something to have");
+            assert!(host.table == *due, "at {now} ms h{h}, which nothing disturbs, does not have what it is to have");
+            if host.working || !agent.status(now).problems.is_empty() {
+                continue;
+            }
+            for t in self.talks.iter().filter(|t| t.hosts.contains(&h)) {
+                let [a, b] = &t.names;
+                assert!(self.truth.allows(a, b), "at {now} ms {a} and {b} are connected, which the rules forbid");
+            }
+        }
+        for a in 0..HOSTS {
+            for b in (0..HOSTS).filter(|b| *b != a) {
+                let calm = |h: usize| now - self.calm[h] >= LAG_MS;
+                if calm(a) && calm(b) {
+                    self.hosts[a].check_secrets(&self.hosts[b]);
+                }
+            }
+        }
+    }
+
+    /// After everybody was left alone: all have everything.
+    fn check_peace(&mut self) {
+        let now = self.now;
+        let c = self.store.holder(now).expect("a centre has the lease");
+        assert!(self.centres[c].leads(now), "it knows that it has");
+        let before = self.store.revision;
+        let vrnic = v1::Vrnic { name: "last".into(), group: "green".into(), host: "h0".into(), ..v1::Vrnic::default() };
+        self.take_job(c, Job::Apply(vec![v1::Object { object: Some(vrnic.into()), revision: 0 }]));
+        self.run_until(now - store::LEASE_MS + 15_000);
+        assert!(self.store.revision > before, "the centre does not serve: {}", self.refusal);
+        for h in 0..HOSTS {
+            let host = &self.hosts[h];
+            let agent = host.agent.as_ref().expect("it runs");
+            let status = agent.status(self.now);
+            assert!(status.connected, "h{h} is not connected: {}", status.why);
+            assert!(status.problems.is_empty(), "h{h}: {:?}", status.problems);
+            assert!(self.truth.table(h, u64::MAX) == Some(&host.table), "h{h} does not have what it is to have");
+            let declared: Vec<&String> =
+                self.truth.vrnics.iter().filter(|(_, p)| p.host == host.name).map(|(n, _)| n).collect();
+            assert_eq!(host.made.keys().collect::<Vec<_>>(), declared, "vRNICs of h{h}");
+        }
+    }
+
+    /// Says to an operator what came of a call.
+    fn operator_hears(&mut self, outcome: Result<Kept, String>) {
+        match outcome {
+            Ok((_, writes)) if writes.is_empty() => {}
+            // What was acknowledged is in the store, as it was acknowledged.
+            Ok((revision, writes)) => {
+                assert!(
+                    self.kept.get(&revision) == Some(&writes),
+                    "revision {revision} was acknowledged and is not kept"
+                );
+            }
+            Err(why) => {
+                assert!(!why.is_empty() && !why.contains('\n'), "a refusal is one line: {why:?}");
+                self.report.refused += 1;
+                self.refusal = why;
+            }
+        }
+    }
+
+    /// Tells whoever asked for a change what came of it.
+    fn reply(&mut self, reply: Reply, outcome: Result<Kept, String>, answer: Option<v1::Reply>) {
+        match reply {
+            Reply::Nobody => {}
+            Reply::Operator => self.operator_hears(outcome),
+            Reply::Host(from, id) => {
+                let (revision, reply) = match outcome {
+                    Ok((revision, _)) => (revision, answer.unwrap_or_default()),
+                    Err(error) => (0, v1::Reply { id, error, ..v1::Reply::default() }),
+                };
+                let delay = 1 + self.draw(10);
+                self.at(delay, Event::Returned { to: from.centre, life: from.life, revision, link: from.link, reply });
+            }
+        }
+    }
+}
+
+/// A host's agent as it starts.
+fn start_agent(host: &Host, kept: Vec<v1::Update>) -> Agent {
+    let config = unirdma_fleet::agent::Config {
+        version: "0.1.0".into(),
+        addresses: vec![format!("192.168.0.{}", host.number + 1)],
+        instance: host.seed ^ host.life,
+    };
+    Agent::new(config, kept, host.seed ^ host.life).expect("what was kept can be read")
+}

@@ -1,0 +1,410 @@
+//! The program around a centre: it follows the store, campaigns for the lease, keeps one change at a time, and tells hosts.
+
+use std::collections::{BTreeMap, VecDeque};
+use std::sync::Arc;
+
+use unirdma_fleet::v1::{self, from_host, to_host};
+use unirdma_fleet::{Actor, Centre, Outcome, Plan, Refusal, Write};
+
+use super::store::{Granted, LEASE_MS};
+use super::{Answer, EPOCH, Event, Question, World};
+
+/// How often it says that it is there, looks for news in the store, renews its lease, and does what is due by itself, ms.
+const ALIVE_MS: u64 = 2_000;
+const FOLLOW_MS: u64 = 100;
+const RENEW_MS: u64 = 1_000;
+const OWN_MS: u64 = 1_000;
+/// A host that is silent for so long is cut off, ms.
+const SILENCE_MS: u64 = 15_000;
+/// Most that wait for their turn.
+const MAX_WAITING: usize = 1_000;
+/// The store has not answered, ms.
+const PATIENCE_MS: u64 = 8_000;
+
+/// Something to change.
+pub(super) enum Job {
+    Apply(Vec<v1::Object>),
+    Delete(v1::Kind, String, bool),
+    Move(String, String),
+    Rotate(String),
+    /// What a host said first; from a centre's connection.
+    Announce {
+        host: String,
+        hello: v1::Hello,
+    },
+    /// What a host's administrator wants; by this connection of that centre in that life.
+    Ask {
+        host: String,
+        ask: v1::Ask,
+        from: From,
+    },
+    /// The centre's own.
+    Own,
+}
+
+/// A centre's connection with a host.
+#[derive(Clone, Copy)]
+pub(super) struct From {
+    pub centre: usize,
+    pub life: u64,
+    pub link: u64,
+}
+
+/// Who is told what came of it.
+pub(super) enum Reply {
+    Nobody,
+    Operator,
+    /// With the number of what was asked.
+    Host(From, u64),
+}
+
+/// A host as the centre sees it.
+pub(super) struct Peer {
+    host: String,
+    instance: u64,
+    told: Option<u64>,
+    heard: u64,
+}
+
+struct Pending {
+    /// Tells answers apart.
+    number: u64,
+    since: u64,
+    revision: u64,
+    writes: Arc<[Write]>,
+    reply: Reply,
+    /// What a host is told that asked.
+    answer: Option<v1::Reply>,
+}
+
+/// A centre's program.
+pub(super) struct Process {
+    seed: u64,
+    pub life: u64,
+    pub down_until: u64,
+    pub centre: Option<Centre>,
+    pub peers: BTreeMap<u64, Peer>,
+    lease: Option<Granted>,
+    pending: Option<Pending>,
+    waiting: VecDeque<Job>,
+    /// Answers that wait until this centre has that revision.
+    pub replies: Vec<(u64, u64, v1::Reply)>,
+    next_follow: u64,
+    next_renew: u64,
+    next_own: u64,
+    next_alive: u64,
+    /// It has what the store has, as far as it was heard.
+    followed: u64,
+}
+
+impl Process {
+    pub fn new(seed: u64) -> Process {
+        Process {
+            seed,
+            life: 0,
+            down_until: 0,
+            centre: None,
+            peers: BTreeMap::new(),
+            lease: None,
+            pending: None,
+            waiting: VecDeque::new(),
+            replies: Vec::new(),
+            next_follow: 0,
+            next_renew: 0,
+            next_own: 0,
+            next_alive: 0,
+            followed: 0,
+        }
+    }
+
+    /// It ends without warning. Its connections.
+    pub fn crash(&mut self, until: u64) -> Vec<u64> {
+        let links = std::mem::take(&mut self.peers).into_keys().collect();
+        *self = Process { life: self.life + 1, down_until: until, ..Process::new(self.seed) };
+        links
+    }
+
+    /// It may allocate.
+    pub fn leads(&self, now: u64) -> bool {
+        self.centre.is_some() && self.lease.is_some_and(|(_, until)| until > now)
+    }
+
+    /// It has heard of the store a moment ago.
+    pub fn is_well(&self, now: u64) -> bool {
+        self.centre.is_some() && now < self.followed + 3 * FOLLOW_MS
+    }
+
+    pub fn hang_up(&mut self, link: u64, clock: u64) {
+        if let Some(peer) = self.peers.remove(&link)
+            && let Some(centre) = &mut self.centre
+        {
+            centre.goodbye(&peer.host, peer.instance, clock);
+        }
+    }
+}
+
+impl World {
+    fn ask_store(&mut self, c: usize, question: Question) {
+        if self.cut_store[c] > self.now {
+            return;
+        }
+        let (delay, life) = (self.store_delay(), self.centres[c].life);
+        self.at(delay, Event::Asked { centre: c, life, question });
+    }
+
+    pub(super) fn centre_tick(&mut self, c: usize) {
+        let now = self.now;
+        let p = &mut self.centres[c];
+        if now < p.down_until {
+            return;
+        }
+        if p.centre.is_none() {
+            if now >= p.next_follow {
+                p.next_follow = now + 1_000;
+                self.ask_store(c, Question::All);
+            }
+            return;
+        }
+        if now >= p.next_renew {
+            p.next_renew = now + RENEW_MS;
+            self.ask_store(c, Question::Campaign);
+        }
+        let p = &mut self.centres[c];
+        let late = p.pending.as_ref().is_some_and(|x| now >= x.since + PATIENCE_MS);
+        if late || p.lease.is_some_and(|(_, until)| until <= now) {
+            p.lease = None;
+            // Whether it was kept nobody knows; what comes from the store will say.
+            if let Some(pending) = p.pending.take() {
+                self.reply(pending.reply, Err("the store does not answer; look whether it was done".into()), None);
+            }
+        }
+        let p = &mut self.centres[c];
+        if now >= p.next_follow {
+            p.next_follow = now + FOLLOW_MS;
+            let revision = p.centre.as_ref().map_or(0, Centre::revision);
+            self.ask_store(c, Question::Since(revision));
+        }
+        let p = &mut self.centres[c];
+        if now >= p.next_own && p.leads(now) {
+            p.next_own = now + OWN_MS;
+            p.waiting.push_back(Job::Own);
+        }
+        let p = &mut self.centres[c];
+        let links: Vec<u64> = p.peers.keys().copied().collect();
+        if now >= p.next_alive {
+            p.next_alive = now + ALIVE_MS;
+            for &id in &links {
+                self.send_down(
+                    id,
+                    to_host::Message::Alive(v1::Alive { clock_ms: EPOCH + now, ..v1::Alive::default() }),
+                );
+            }
+        }
+        for id in links {
+            if self.centres[c].peers.get(&id).is_some_and(|p| now >= p.heard + SILENCE_MS) {
+                self.centres[c].hang_up(id, EPOCH + now);
+                self.close(id, false);
+            }
+        }
+        let revision = self.centres[c].centre.as_ref().map_or(0, Centre::revision);
+        let (ready, wait) =
+            std::mem::take(&mut self.centres[c].replies).into_iter().partition(|(r, _, _)| *r <= revision);
+        self.centres[c].replies = wait;
+        let ready: Vec<(u64, u64, v1::Reply)> = ready;
+        for (_, id, reply) in ready {
+            self.send_down(id, to_host::Message::Reply(reply));
+        }
+        self.work(c);
+        self.tell(c);
+    }
+
+    /// Tells hosts what they lack.
+    fn tell(&mut self, c: usize) {
+        let p = &mut self.centres[c];
+        let Some(centre) = &p.centre else { return };
+        let mut out = Vec::new();
+        for (id, peer) in &mut p.peers {
+            let updates = centre.updates(&peer.host, peer.told);
+            peer.told = Some(centre.revision());
+            out.extend(updates.into_iter().map(|u| (*id, u)));
+        }
+        for (id, update) in out {
+            self.send_down(id, to_host::Message::Update(update));
+        }
+    }
+
+    /// Something is to be changed: here, or at the centre that allocates.
+    pub(super) fn take_job(&mut self, c: usize, job: Job) {
+        let now = self.now;
+        let reply = job.reply();
+        let refuse = |w: &mut World, why: &str| w.reply(reply, Err(why.into()), None);
+        if self.centres[c].leads(now) {
+            if self.centres[c].waiting.len() >= MAX_WAITING {
+                refuse(self, "too much is waiting already; try again");
+                return;
+            }
+            self.centres[c].waiting.push_back(job);
+            self.work(c);
+            return;
+        }
+        let leader = self.store.holder(now).filter(|&l| l != c && self.centres[c].centre.is_some());
+        match leader {
+            Some(to) => {
+                let delay = 1 + self.draw(10);
+                self.at(delay, Event::Forwarded { to, job });
+            }
+            // A host's first message is not lost: the centre that will allocate hears it.
+            None if matches!(job, Job::Announce { .. }) => self.at(500, Event::Forwarded { to: c, job }),
+            None => refuse(self, "no centre allocates at the moment; try again in some seconds"),
+        }
+    }
+
+    /// Makes the next change, if none is being kept.
+    fn work(&mut self, c: usize) {
+        let now = self.now;
+        while self.centres[c].leads(now) && self.centres[c].pending.is_none() {
+            let p = &mut self.centres[c];
+            let (Some(job), Some(centre)) = (p.waiting.pop_front(), &mut p.centre) else { return };
+            let reply = job.reply();
+            let Some((epoch, _)) = p.lease else { return };
+            let (plan, answer) = match job.plan(centre, EPOCH + now) {
+                Ok((Some(plan), answer)) => (plan, answer),
+                Ok((None, answer)) => {
+                    let nothing = (centre.revision(), Vec::new().into());
+                    self.reply(reply, Ok(nothing), answer);
+                    continue;
+                }
+                Err(e) => {
+                    self.reply(reply, Err(e.what), None);
+                    continue;
+                }
+            };
+            let (revision, writes): (u64, Arc<[Write]>) = (plan.revision, plan.writes.into());
+            self.count += 1;
+            let (number, since) = (self.count, now);
+            let p = &mut self.centres[c];
+            p.pending = Some(Pending { number, since, revision, writes: writes.clone(), reply, answer });
+            self.ask_store(c, Question::Commit { number, epoch, revision, writes });
+        }
+    }
+
+    pub(super) fn answered(&mut self, c: usize, answer: Answer) {
+        let now = self.now;
+        if self.cut_store[c] > now {
+            return;
+        }
+        let p = &mut self.centres[c];
+        match answer {
+            Answer::All(revision, records) => {
+                let seed = [self.rng.next_u64() as u8; 32];
+                p.centre = Some(Centre::load(revision, &records, seed).expect("the store can be read"));
+                p.followed = now;
+                // The new state knows of no host.
+                for (id, _) in std::mem::take(&mut p.peers) {
+                    self.close(id, false);
+                }
+            }
+            Answer::Campaign(granted) => {
+                // It counts from when it was asked for at the latest: answers may be late.
+                p.lease = granted.filter(|(_, until)| *until > now && *until <= now + LEASE_MS);
+            }
+            Answer::Since(None) => {
+                p.centre = None;
+                p.pending = None;
+                p.next_follow = now;
+            }
+            Answer::Since(Some(changes)) => {
+                p.followed = now;
+                for (revision, writes) in changes {
+                    self.commit(c, revision, &writes);
+                }
+            }
+            Answer::Commit { number, kept } => {
+                let Some(pending) = p.pending.take_if(|x| x.number == number) else { return };
+                if kept {
+                    self.commit(c, pending.revision, &pending.writes);
+                    self.reply(pending.reply, Ok((pending.revision, pending.writes)), pending.answer);
+                } else {
+                    p.lease = None;
+                    self.reply(pending.reply, Err("another centre allocates now; try again".into()), None);
+                }
+            }
+        }
+        self.work(c);
+        self.tell(c);
+    }
+
+    fn commit(&mut self, c: usize, revision: u64, writes: &[Write]) {
+        if let Some(centre) = &mut self.centres[c].centre
+            && revision == centre.revision() + 1
+        {
+            centre.commit(revision, writes).expect("what was kept can be read");
+        }
+    }
+
+    /// A host says something.
+    pub(super) fn heard(&mut self, c: usize, id: u64, host: usize, message: from_host::Message) {
+        let (now, clock) = (self.now, EPOCH + self.now);
+        let name = self.hosts[host].name.clone();
+        let p = &mut self.centres[c];
+        let Some(centre) = &mut p.centre else { return };
+        if let Some(peer) = p.peers.get_mut(&id) {
+            peer.heard = now;
+        }
+        match message {
+            from_host::Message::Hello(hello) => match centre.hello(&name, &hello, clock) {
+                Err(e) => {
+                    self.send_down(id, to_host::Message::Refused(e.what));
+                }
+                Ok(greeted) => {
+                    let peer = Peer { host: name.clone(), instance: hello.instance, told: greeted.told, heard: now };
+                    p.peers.insert(id, peer);
+                    self.take_job(c, Job::Announce { host: name, hello });
+                    self.tell(c);
+                }
+            },
+            from_host::Message::Ask(ask) => {
+                let from = From { centre: c, life: p.life, link: id };
+                self.take_job(c, Job::Ask { host: name, ask, from });
+            }
+            from_host::Message::Applied(applied) => centre.applied(&name, &applied, clock),
+            from_host::Message::Report(report) => centre.report(&name, report, clock),
+        }
+    }
+}
+
+impl Job {
+    fn reply(&self) -> Reply {
+        match self {
+            Job::Announce { .. } | Job::Own => Reply::Nobody,
+            Job::Ask { ask, from, .. } => Reply::Host(*from, ask.id),
+            _ => Reply::Operator,
+        }
+    }
+
+    /// What it changes.
+    fn plan(self, centre: &mut Centre, clock: u64) -> Result<(Option<Plan>, Option<v1::Reply>), Refusal> {
+        let operator = Actor::centre();
+        fn of<T>(outcome: Outcome<T>) -> Option<Plan> {
+            outcome.plan
+        }
+        let plan = match self {
+            Job::Apply(objects) => {
+                let request = v1::ApplyRequest { objects, ..v1::ApplyRequest::default() };
+                centre.apply(&operator, request, clock).map(of)
+            }
+            Job::Delete(kind, name, force) => {
+                let names = vec![v1::Name { kind: kind.into(), name }];
+                centre.delete(&operator, &v1::DeleteRequest { names, force, dry_run: false }, clock).map(of)
+            }
+            Job::Move(vrnic, host) => centre.move_vrnic(&operator, &v1::MoveRequest { vrnic, host }, clock).map(of),
+            Job::Rotate(group) => centre.rotate(&operator, &group, clock).map(of),
+            Job::Announce { host, hello } => Ok(of(centre.announce(&host, &hello, clock))),
+            Job::Ask { host, ask, .. } => {
+                return centre.ask(&host, ask, clock).map(|o| (o.plan, Some(o.answer)));
+            }
+            Job::Own => Ok(centre.tick(clock)),
+        };
+        Ok((plan?, None))
+    }
+}
