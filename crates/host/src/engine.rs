@@ -802,13 +802,26 @@ impl Pollers for Engine {
     }
 
     fn catch_up(&self, s: SessionId, qpn: Option<u32>) {
+        let mut scratch = Vec::new();
         for _ in 0..CATCH_UP_ROUNDS {
-            let mut r = self.rnic.lock();
-            if !r.is_behind(now_ns(), s, qpn) {
-                return;
+            let job = {
+                let mut r = self.rnic.lock();
+                if !r.is_behind(now_ns(), s, qpn) {
+                    return;
+                }
+                let now = r.since_ns();
+                r.poll_by(now, now_ns);
+                r.take_brief_job()
+            };
+            match job {
+                Some(mut job) => {
+                    scratch.resize(SCRATCH_BYTES, 0);
+                    job.run(&mut scratch, now_ns);
+                    self.rnic.lock().end_job(job);
+                }
+                // A poller may have it.
+                None => std::thread::yield_now(),
             }
-            let now = r.since_ns();
-            r.poll_by(now, now_ns);
         }
     }
 

@@ -342,6 +342,17 @@ impl Jobs {
         self.waiting.remove(at)
     }
 
+    /// The next job that waits for no process.
+    pub fn take_brief(&mut self) -> Option<Box<Job>> {
+        self.waiting.pop_front()
+    }
+
+    /// True if a job copies for a QP that `concerns` knows, and waits for no process.
+    pub fn copies_for(&self, concerns: impl Fn(&Handle<Qp>) -> bool) -> bool {
+        let brief = |f: &&Flying| !f.given_up && f.processes.iter().all(Option::is_none);
+        self.flying.iter().filter(brief).any(|f| concerns(&f.qp))
+    }
+
     /// The job with this number takes long: others need not wait for it. Returns those that nobody shall do now, since they go through
     /// the same memory.
     pub fn note_slow(&mut self, number: u64) -> VecDeque<Box<Job>> {

@@ -166,7 +166,8 @@ impl Core {
     }
 
     /// True if a session has posted sends that the RNIC has not come to yet, and that DESTROY_QP of `qpn`, or DESTROY_AH
-    /// (`None`), would take away. [`crate::Rnic::poll_by`] executes them, a bounded part at a time.
+    /// (`None`), would take away. [`crate::Rnic::poll_by`] executes them, a bounded part at a time, and [`Core::take_brief_job`] has the
+    /// copies that it leaves to others.
     ///
     /// A program may destroy a UD QP and its AHs as soon as it has posted its last datagrams. A hardware RNIC has sent them
     /// by the time it gets such a command; pollers that share their core with other programs may not have had a turn.
@@ -187,7 +188,9 @@ impl Core {
                 q.owner == id && !q.typ.is_reliable() && qpn.map_or(q.typ == QpType::Ud, |qpn| q.qpn == Qpn(qpn))
             })
         };
-        self.sched.waiting(vnic).any(concerned) || self.net.tx_waiting.iter().any(concerned)
+        self.sched.waiting(vnic).any(concerned)
+            || self.net.tx_waiting.iter().any(concerned)
+            || self.jobs.copies_for(concerned)
     }
 
     /// A timer has fired.

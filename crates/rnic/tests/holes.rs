@@ -4,10 +4,11 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 
 use unirdma_abi as abi;
-use unirdma_formats::{WcStatus, WrOpcode};
+use unirdma_formats::{QpType, WcStatus, WrOpcode};
 use unirdma_mem::holes::{Account, Room};
 use unirdma_mem::{MemFd, Span, guard, map_pieces};
 use unirdma_rnic::Backing;
+use unirdma_simkit::net::{Faults, Net};
 use unirdma_simkit::*;
 
 const PAGE: u64 = 4096;
@@ -196,4 +197,38 @@ fn memory_that_somebody_was_stuck_in_is_treated_as_slow() {
     s.p.rnic.end_job(job);
     s.p.settle();
     assert_eq!(s.p.a.poll().len(), 3);
+}
+
+/// A datagram whose memory has a hole is sent by a job. A command that would take it away waits for that, too.
+#[test]
+fn datagrams_that_jobs_send_are_waited_for() {
+    let Some(Scene { sparse, .. }) = Scene::new() else { return };
+    let mut net = Net::hosts(1, &[QpType::Ud; 2], 9, Faults::default());
+    net.connect(QpType::Ud, 0, 1, &|a| a);
+    net.connect(QpType::Ud, 1, 0, &|a| a);
+    let (session, pd, qpn, dest) = (net.ends[0].session, net.ends[0].pd, net.ends[0].qpn, net.ends[1].qpn);
+    let backing = (Backing::Mapped(sparse), vec![8]);
+    let (_, lkey) = net.rnic(0).reg_mr(session, pd, ALL, SPARSE, PAGES * PAGE, backing).unwrap();
+    let (ah, to) = (net.ah(0, 1), net.ends[1].sge(0, 2000));
+    (1..=3).for_each(|id| net.ends[1].recv(id, &[to]));
+    net.run(SECOND);
+    for id in 1..=3 {
+        let from = abi::Sge { addr: SPARSE + 8 * id * PAGE, lkey, length: 1000 };
+        net.ends[0].post_to(wqe(WrOpcode::Send, id), ah, dest, &[from]);
+    }
+    let (now, mut jobs) = (net.now, 0);
+    let rnic = net.rnic(0);
+    while rnic.is_behind(now, session, Some(qpn)) {
+        rnic.poll(now);
+        if let Some(mut job) = rnic.take_brief_job() {
+            assert!(rnic.is_behind(now, session, Some(qpn)), "a job sends");
+            job.run(&mut [0; 65_536], || 0);
+            rnic.end_job(job);
+            jobs += 1;
+        }
+    }
+    rnic.destroy_qp(session, qpn).unwrap();
+    net.run(SECOND);
+    assert_eq!(net.ends[1].poll().iter().map(|c| c.wr_id).collect::<Vec<_>>(), [1, 2, 3]);
+    assert!(jobs > 0);
 }

@@ -72,10 +72,12 @@ pub(super) fn single_host(s: &mut Suite<'_>) {
         }
         let ping =
             |from: &str, to: &str| Ok::<_, String>(own.spawn(from, &[], &format!("ping -c 2 -W 2 {to}"))?.finish());
+        let there = idle(&own, "a")?;
         let o = ping("b", "10.0.0.1")?;
         require(o.ok() && o.text.contains(" 0% packet loss"), o.text)?;
         let o = ping("c", "10.0.0.1")?;
         require(!o.ok() && o.text.contains("100% packet loss"), o.text)?;
+        drop(there);
         let o = own.spawn("c", &[], "timeout 20 rping -c -a 10.0.0.1 -C 1")?.finish();
         require(!o.ok(), o.text)
     });

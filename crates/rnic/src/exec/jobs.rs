@@ -15,6 +15,11 @@ impl Core {
         self.jobs.take()
     }
 
+    /// As [`Core::take_job`], but none that may wait for a process.
+    pub fn take_brief_job(&mut self) -> Option<Box<Job>> {
+        self.jobs.take_brief()
+    }
+
     /// True if [`Core::take_job`] has something.
     pub fn has_jobs(&self) -> bool {
         self.jobs.has_any()
