@@ -8,8 +8,8 @@ use std::path::PathBuf;
 
 use clap::Args;
 use unirdma_host::{
-    Alone, CentreConfig, DEFAULT_METRICS_VRNICS, EngineConfig, HostConfig, Isolation, MAX_METRICS_VRNICS, MetricsConfig,
-    Polling, WireConfig, default_state, firewall_rules, keep, serve, work,
+    Alone, CentreConfig, DEFAULT_METRICS_VRNICS, EngineConfig, HostConfig, Isolation, MAX_METRICS_VRNICS,
+    MetricsConfig, Polling, WireConfig, default_state, firewall_rules, keep, serve, work,
 };
 
 pub(crate) const EXAMPLES: &str = "Examples:

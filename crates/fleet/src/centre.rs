@@ -133,7 +133,7 @@ impl Centre {
                 Record::Audit(revision, None) => self.state.audit.retain(|e| e.revision != revision),
             }
         }
-        objects.sort_by(|a, b| b.0.cmp(&a.0));
+        objects.sort_by_key(|o| std::cmp::Reverse(o.0));
         for (kind, name, object) in &objects {
             if object.is_none() || matches!(kind, Kind::Vrnic | Kind::Rule) {
                 self.state.set(*kind, name, None)?;

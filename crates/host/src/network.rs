@@ -627,7 +627,8 @@ impl Network {
     fn with_agreed(&self, mut plan: Plan) -> Plan {
         for Joined { members, agreed } in &mut plan.joined {
             // A host agrees with itself.
-            let agrees = |h: &&IpAddr| self.addresses.contains(h) || self.announcer.agrees(**h, members.vni, &members.name);
+            let agrees =
+                |h: &&IpAddr| self.addresses.contains(h) || self.announcer.agrees(**h, members.vni, &members.name);
             *agreed = members.hosts.iter().filter(agrees).copied().collect();
         }
         plan

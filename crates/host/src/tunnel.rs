@@ -9,7 +9,7 @@ mod learned;
 
 use std::collections::{BTreeSet, HashMap};
 use std::io;
-use std::net::{IpAddr, Ipv4Addr, SocketAddr, UdpSocket};
+use std::net::{IpAddr, SocketAddr, UdpSocket};
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::sync::{Arc, Mutex};
 use std::time::Instant;
@@ -273,7 +273,13 @@ impl Tunnel {
             name: members.name.clone(),
             vni: members.vni,
             hosts: members.hosts.clone(),
-            joined: known.joined.values().flat_map(|j| &j.members.hosts).filter(|h| !members.hosts.contains(h)).copied().collect(),
+            joined: known
+                .joined
+                .values()
+                .flat_map(|j| &j.members.hosts)
+                .filter(|h| !members.hosts.contains(h))
+                .copied()
+                .collect(),
         };
         if members.hosts.is_empty() && known.joined.is_empty() {
             groups.remove(&group);

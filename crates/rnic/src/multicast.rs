@@ -24,7 +24,7 @@ pub(crate) struct Multicast {
     /// be repeated.
     hosts: HashMap<u32, Vec<(Path, u32)>>,
     /// How many routes of a group of vRNICs lead to a host.
-    leads: HashMap<(u32, IpAddr), usize>,
+    leads: HashMap<(u32, IpAddr, u32), usize>,
     /// How many plain devices each group of vRNICs has, if it has any.
     foreign: HashMap<u32, usize>,
     /// Something has changed since the port was told the last time.
@@ -141,7 +141,7 @@ mod tests {
         let [a, b] = [route([192, 168, 7, 1], false), route([192, 168, 7, 2], false)];
         let device = route([192, 168, 7, 9], true);
         let mut m = Multicast::default();
-        [&b, &a, &b, &device, &route([0, 0, 0, 0], false)].iter().for_each(|r| m.add_route(3, r));
+        [&b, &a, &b, &device, &route([0, 0, 0, 0], false)].iter().for_each(|r| m.add_route(3, 3, r));
         let hosts = |m: &Multicast| m.hosts(3).iter().map(|(path, vni)| (path.to, *vni)).collect::<Vec<_>>();
         assert_eq!((hosts(&m), m.has_foreign(3)), (vec![(a.host, 7), (b.host, 7)], true));
         m.remove_route(3, &b);

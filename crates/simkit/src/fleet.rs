@@ -134,7 +134,7 @@ enum Event {
         life: u64,
         revision: u64,
         link: u64,
-        reply: v1::Reply,
+        reply: Box<v1::Reply>,
     },
     Tick,
     Operator,
@@ -313,7 +313,7 @@ impl World {
             Event::Forwarded { to, job } => self.take_job(to, job),
             Event::Returned { to, life, revision, link, reply } => {
                 if self.centres[to].life == life {
-                    self.centres[to].replies.push((revision, link, reply));
+                    self.centres[to].replies.push((revision, link, *reply));
                 }
             }
         }
@@ -764,7 +764,8 @@ impl World {
                     Err(error) => (0, v1::Reply { id, error, ..v1::Reply::default() }),
                 };
                 let delay = 1 + self.draw(10);
-                self.at(delay, Event::Returned { to: from.centre, life: from.life, revision, link: from.link, reply });
+                let (to, life, link) = (from.centre, from.life, from.link);
+                self.at(delay, Event::Returned { to, life, revision, link, reply: Box::new(reply) });
             }
         }
     }

@@ -24,6 +24,7 @@ fn host(dir: &str) -> ! {
         isolation: Isolation::Threads,
         user: None,
         metrics: None,
+        centre: None,
     };
     let _ = serve(&config, stdin.as_fd(), || ());
     std::process::exit(0);

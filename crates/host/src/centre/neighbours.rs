@@ -208,7 +208,10 @@ mod tests {
         assert_eq!(n.name_of("blue", ip("10.0.0.1")), Some("a"));
         // And back.
         let there = Some("192.168.7.2");
-        assert_eq!(n.set_peer("a", Some(&peer("a", "h2", "10.0.0.1", 1))), [address("10.0.0.1", there), mac_at(1, there)]);
+        assert_eq!(
+            n.set_peer("a", Some(&peer("a", "h2", "10.0.0.1", 1))),
+            [address("10.0.0.1", there), mac_at(1, there)]
+        );
         assert!(n.set_own("a", None).is_empty());
     }
 }

@@ -239,7 +239,7 @@ impl Talker {
         if self.open.is_some() && self.report_at.is_some_and(|at| at <= Instant::now()) {
             self.report_at = None;
             let (supervisor, events) = (self.supervisor.clone(), self.events.clone());
-            tokio::task::spawn_blocking(move || _ = events.blocking_send(Event::Figures(supervisor.figures())));
+            tokio::task::spawn_blocking(move || _ = events.blocking_send(Event::Figures(supervisor.report())));
         } else if self.report_at.is_some_and(|at| at <= Instant::now()) {
             self.report_at = Some(Instant::now() + REPORT);
         }

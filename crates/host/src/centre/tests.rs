@@ -169,6 +169,7 @@ impl TestHost {
         HostConfig {
             dir: dir.join("run"),
             engine: EngineConfig::default(),
+            metrics: None,
             wire: Some(WireConfig {
                 addresses: vec![address.into()],
                 peers: None,
@@ -326,7 +327,7 @@ fn a_host_joins_once_and_goes_on_without_its_centre() {
     for request in [
         Request::VrnicSet { name: "a".into(), share, allow_spoof: None, held },
         Request::VrnicRemove { name: "a".into(), force: true },
-        Request::GroupAdd { name: "g".into(), weight: None },
+        Request::GroupAdd { name: "g".into(), weight: None, secret: false },
     ] {
         let e = host.ask(request).unwrap_err();
         assert!(e.contains("the control centre's (https://127.0.0.1"), "{e}");

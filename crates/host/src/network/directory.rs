@@ -192,7 +192,9 @@ impl Directory {
                 }
                 Change::Rules(rules) => {
                     if rules != self.rules {
-                        let named = |rules: &[Rule]| rules.iter().flat_map(|r| [r.from.group(), r.to.group()]).cloned().collect();
+                        let named = |rules: &[Rule]| {
+                            rules.iter().flat_map(|r| [r.from.group(), r.to.group()]).cloned().collect()
+                        };
                         let (before, after): (Vec<String>, Vec<String>) = (named(&self.rules), named(&rules));
                         self.rules = rules;
                         before.iter().chain(&after).for_each(|group| self.forget_worker(group));
@@ -203,7 +205,11 @@ impl Directory {
         }
         effect.hosts |= self.doubt_joined(&moved);
         self.groups.retain(|_, k| {
-            k.vni.is_some() || !k.addresses.is_empty() || !k.here.is_empty() || !k.macs.is_empty() || matches!(k.told, Told::AllBut(_))
+            k.vni.is_some()
+                || !k.addresses.is_empty()
+                || !k.here.is_empty()
+                || !k.macs.is_empty()
+                || matches!(k.told, Told::AllBut(_))
         });
         effect
     }
@@ -262,7 +268,8 @@ impl Directory {
         let agreed = known.agreed.clone();
         let (joined, rules) = (self.joined_with(group), self.rules_of(group));
         routes.extend(joined.values().flat_map(|j| &j.peers));
-        let joined = joined.iter().map(|(name, j)| Joined { members: j.members(name), agreed: BTreeSet::new() }).collect();
+        let joined =
+            joined.iter().map(|(name, j)| Joined { members: j.members(name), agreed: BTreeSet::new() }).collect();
         Plan { routes, members, agreed, joined, rules }
     }
 

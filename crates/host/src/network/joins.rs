@@ -52,9 +52,12 @@ impl Directory {
         if names.is_empty() {
             return BTreeMap::new();
         }
-        let all_of = |name: &str| self.groups.get(name).into_iter().flat_map(|k| {
-            k.here.iter().chain(&k.addresses).map(|(&a, p)| (a, k.route(p)))
-        });
+        let all_of = |name: &str| {
+            self.groups
+                .get(name)
+                .into_iter()
+                .flat_map(|k| k.here.iter().chain(&k.addresses).map(|(&a, p)| (a, k.route(p))))
+        };
         let mut known: BTreeSet<IpAddr> = all_of(&group).map(|(a, _)| a).collect();
         let mut joined = BTreeMap::new();
         for name in names {

@@ -29,9 +29,12 @@ type Reply = Result<Response, String>;
 pub(super) struct Ordered {
     /// Each may be several here: one for each address of a vRNIC.
     rules: BTreeMap<String, Vec<Rule>>,
-    /// Of each group, by their numbers, and whether to send with it.
-    secrets: BTreeMap<String, BTreeMap<u8, (Zeroizing<[u8; 32]>, bool)>>,
+    /// Of each group, by their numbers.
+    secrets: BTreeMap<String, BTreeMap<u8, Said>>,
 }
+
+/// A secret, and whether to send with it.
+type Said = (Zeroizing<[u8; 32]>, bool);
 
 impl Ordered {
     fn set_rule(&mut self, name: &str, rule: Option<&v1::HostRule>) -> Result<Change, String> {
@@ -316,7 +319,7 @@ impl Supervisor {
     }
 
     /// What the centre is told of the vRNICs.
-    pub fn figures(&self) -> Vec<v1::VrnicState> {
+    pub fn report(&self) -> Vec<v1::VrnicState> {
         self.list().into_iter().map(|v| self.figures_of(v)).collect()
     }
 

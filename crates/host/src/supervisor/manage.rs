@@ -128,7 +128,13 @@ impl Supervisor {
         Ok(Response::Done)
     }
 
-    pub(super) fn set_group(&self, name: &str, weight: Option<u32>, secret: Option<SecretChange>, file: Option<OwnedFd>) -> Reply {
+    pub(super) fn set_group(
+        &self,
+        name: &str,
+        weight: Option<u32>,
+        secret: Option<SecretChange>,
+        file: Option<OwnedFd>,
+    ) -> Reply {
         if weight.is_none() && secret.is_none() {
             return Err("nothing to set; give --weight, --secret or --forget-old".into());
         }

@@ -30,12 +30,12 @@ pub(super) enum Job {
     /// What a host said first; from a centre's connection.
     Announce {
         host: String,
-        hello: v1::Hello,
+        hello: Box<v1::Hello>,
     },
     /// What a host's administrator wants; by this connection of that centre in that life.
     Ask {
         host: String,
-        ask: v1::Ask,
+        ask: Box<v1::Ask>,
         from: From,
     },
     /// The centre's own.
@@ -359,13 +359,13 @@ impl World {
                 Ok(greeted) => {
                     let peer = Peer { host: name.clone(), instance: hello.instance, told: greeted.told, heard: now };
                     p.peers.insert(id, peer);
-                    self.take_job(c, Job::Announce { host: name, hello });
+                    self.take_job(c, Job::Announce { host: name, hello: Box::new(hello) });
                     self.tell(c);
                 }
             },
             from_host::Message::Ask(ask) => {
                 let from = From { centre: c, life: p.life, link: id };
-                self.take_job(c, Job::Ask { host: name, ask, from });
+                self.take_job(c, Job::Ask { host: name, ask: Box::new(ask), from });
             }
             from_host::Message::Applied(applied) => centre.applied(&name, &applied, clock),
             from_host::Message::Report(report) => centre.report(&name, report, clock),
@@ -401,7 +401,7 @@ impl Job {
             Job::Rotate(group) => centre.rotate(&operator, &group, clock).map(of),
             Job::Announce { host, hello } => Ok(of(centre.announce(&host, &hello, clock))),
             Job::Ask { host, ask, .. } => {
-                return centre.ask(&host, ask, clock).map(|o| (o.plan, Some(o.answer)));
+                return centre.ask(&host, *ask, clock).map(|o| (o.plan, Some(o.answer)));
             }
             Job::Own => Ok(centre.tick(clock)),
         };
