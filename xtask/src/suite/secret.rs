@@ -84,7 +84,8 @@ fn programs(two: &TwoHosts) -> Check {
 /// What comes from the other host's own address, by its root.
 fn hostile(two: &TwoHosts) -> Check {
     let lab = &two.labs[1];
-    let exe = compile(&two.labs[0], "forge", &[])?;
+    // A container sees its own lab's directory only.
+    let (exe, listener) = (compile(&two.labs[0], "forge", &[])?, compile(lab, "forge", &[])?);
     // A QP that is connected to the first host.
     while_they_play(two, "ibv_rc_pingpong", || {
         let qpn = || lab.show("b").ok().and_then(|v| v["queue_pairs"][0]["qpn"].as_u64());
@@ -100,7 +101,7 @@ fn hostile(two: &TwoHosts) -> Check {
     let [unsealed, wrong_tag, _] = dropped(lab)?;
     require((unsealed, wrong_tag) == (5, 0), format!("{unsealed} unsealed, {wrong_tag} with a wrong tag"))?;
     // VXLAN, from the tunnel's own address and port.
-    let victim = lab.spawn("b", &[], &format!("{exe} listen 3"))?;
+    let victim = lab.spawn("b", &[], &format!("{listener} listen 3"))?;
     wait_for(&victim, "listening")?;
     let o = forge(two, &exe, "vxlan-pktinfo 192.168.7.1 4789 192.168.7.2 1");
     require(o.text.contains("sent"), o.text)?;
