@@ -227,8 +227,7 @@ impl Lab {
         if self.how_it_ended().is_some() {
             return;
         }
-        // SAFETY: our own child, not waited for yet.
-        unsafe { libc::kill(self.host.id() as i32, libc::SIGTERM) };
+        terminate(&self.host);
         let start = Instant::now();
         while self.how_it_ended().is_none() {
             if start.elapsed() > LIMIT_OF_END {
@@ -638,6 +637,12 @@ impl Drop for Running {
             let _ = self.child.wait();
         }
     }
+}
+
+/// Asks a program to end.
+pub(crate) fn terminate(child: &Child) {
+    // SAFETY: our own child, not waited for yet.
+    unsafe { libc::kill(child.id() as i32, libc::SIGTERM) };
 }
 
 /// True if a descendant of `pid` has its own TCP socket in state LISTEN.

@@ -6,8 +6,10 @@
 
 mod attack;
 mod bench;
+mod cluster;
 mod conformance;
 mod demo;
+mod fleet;
 mod lab;
 mod memory;
 mod packages;
@@ -84,6 +86,14 @@ enum Command {
         /// Print the attacks' names and what they do
         #[arg(long, exclusive = true)]
         list: bool,
+    },
+    /// Run a fleet in network namespaces: hosts, a control centre, and programs between all pairs of thirty vRNICs, which must
+    /// connect exactly where the rules allow; needs root
+    #[command(after_help = "Examples:\n  cargo xtask cluster\n  cargo xtask cluster --hosts 5")]
+    Cluster {
+        /// How many hosts
+        #[arg(long, value_name = "N", default_value_t = 3, value_parser = clap::value_parser!(u8).range(1..=16))]
+        hosts: u8,
     },
     /// Run Debian's RDMA programs in virtual machines whose guests have vRNICs; needs root
     #[command(
@@ -187,7 +197,7 @@ enum Bench {
         json: bool,
     },
     /// Latency and bandwidth of two programs beside neighbours that try to slow them down, beside an honest neighbour;
-    /// fails if one slows them down more than 1.5 times as much
+    /// fails if one slows them down more than 1.5 times as much. Then, as root, limits that a control centre sets: how exactly they hold
     #[command(
         after_help = "Examples:\n  cargo xtask bench isolation\n  cargo xtask bench isolation --only rnr --runs 5\n  cargo xtask bench isolation --json > isolation.json"
     )]
@@ -281,6 +291,7 @@ fn main() -> ExitCode {
         }
         Command::Bench { what: Bench::Vm { json, kernel, runs } } => bench::vm(json, kernel.as_deref(), runs),
         Command::Bench { what: Bench::Wire { json, only } } => bench::wire(json, &only),
+        Command::Cluster { hosts } => cluster::run(hosts.into()),
         Command::Vm { kernel, build: true, .. } => vm::build(kernel.as_deref()),
         Command::Vm { kernel, shell: true, .. } => vm::shell(kernel.as_deref()),
         Command::Vm { kernel, only, conformance: true, .. } => {

@@ -250,6 +250,12 @@ impl Centre {
         parts
     }
 
+    /// Whether a change since a revision may concern a host.
+    pub(crate) fn concerned_since(&self, host: &str, revision: u64) -> bool {
+        let log = self.logs.get(host);
+        revision < log.map_or(self.begun, |l| l.floor) || log.and_then(|l| l.entries.back()).is_some_and(|(r, _)| *r > revision)
+    }
+
     fn busy(live: &Live, name: &str) -> u32 {
         live.vrnic(name).map_or(0, |s| s.programs)
     }

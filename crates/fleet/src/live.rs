@@ -112,6 +112,13 @@ pub struct Greeted {
 }
 
 impl Centre {
+    /// What is known of a host. It has put in force all revisions since its last one that do not concern it.
+    pub(crate) fn host_state(&self, name: &str, now_ms: u64) -> v1::HostState {
+        let state = self.live.host_state(name, now_ms);
+        let applied = if self.concerned_since(name, state.applied) { state.applied } else { self.state.revision };
+        v1::HostState { applied, ..state }
+    }
+
     /// Hears the first message of a host.
     ///
     /// # Errors
@@ -274,7 +281,7 @@ impl Centre {
             .hosts
             .iter()
             .filter(|(n, h)| actor.sees_all() && h.changed > told && self.state.hosts.contains_key(n.as_str()));
-        let hosts = hosts.map(|(n, _)| self.live.host_state(n, now_ms)).collect();
+        let hosts = hosts.map(|(n, _)| self.host_state(n, now_ms)).collect();
         let seen = |name: &String| self.state.vrnics.get(name.as_str()).is_some_and(|v| actor.sees_group(&v.group));
         let news = self.live.order.range(told + 1..).map(|(_, n)| n).filter(|n| seen(n));
         (self.live.count, hosts, news.filter_map(|n| self.live.vrnic(n).cloned()).collect())

@@ -107,7 +107,7 @@ impl Centre {
         let (mut hosts, mut vrnics) = (Vec::new(), Vec::new());
         for (object, _) in &found {
             match object {
-                Object::Host(h) => hosts.push(self.live.host_state(&h.name, now_ms)),
+                Object::Host(h) => hosts.push(self.host_state(&h.name, now_ms)),
                 Object::Vrnic(v) => vrnics.extend(self.live.vrnic(&v.name).cloned()),
                 _ => {}
             }

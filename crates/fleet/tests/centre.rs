@@ -359,6 +359,26 @@ fn token(w: &mut World, token: v1::Token) -> String {
 }
 
 #[test]
+fn a_host_is_not_behind_for_what_does_not_concern_it() {
+    let mut w = World::new(&["h1", "h2"]);
+    w.apply([group("blue", &[]), group("red", &[])]).unwrap();
+    w.apply([vrnic("a", "blue", "h1", &[])]).unwrap();
+    w.tell();
+    let shown = |w: &World| {
+        let q = v1::GetRequest { kind: v1::Kind::Host.into(), name: "h1".into(), ..Default::default() };
+        let answer = w.centre.get(&w.admin, &q, w.now).unwrap();
+        (answer.hosts[0].applied, answer.revision)
+    };
+    assert_eq!(shown(&w).0, 0, "it has said nothing yet");
+    let revision = w.centre.revision();
+    w.centre.applied("h1", &v1::Applied { revision, problems: vec![] }, w.now);
+    w.apply([vrnic("b", "red", "h2", &[])]).unwrap();
+    assert_eq!(shown(&w), (revision + 1, revision + 1));
+    w.apply([vrnic("c", "blue", "h2", &[])]).unwrap();
+    assert_eq!(shown(&w), (revision, revision + 2), "it has a peer that it does not know yet");
+}
+
+#[test]
 fn tokens_reach_as_far_as_their_roles() {
     use RefusalKind::*;
     let mut w = World::new(&["h1"]);

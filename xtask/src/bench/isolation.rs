@@ -1,15 +1,17 @@
 //! `cargo xtask bench isolation`: two programs that write to each other, alone, beside an honest neighbour, and beside each
-//! attack that takes time of others, in the group of the attacker.
+//! attack that takes time of others, in the group of the attacker. Then one program with limits that a control centre has set: what it
+//! gets of them.
 
 use std::path::Path;
 
 use serde::Serialize;
 
-use super::{print_json, topology};
+use super::{print_json, rows, topology};
 use crate::attack::LIMIT_SAME as LIMIT;
 use crate::attack::list::{Attack, HONEST, Program, Way};
 use crate::attack::scene::{Figures, Place, Scene, Worse};
-use crate::{Result, attack, packages};
+use crate::fleet::Fleet;
+use crate::{Result, attack, lab, packages};
 
 /// Who works beside the victim.
 struct Neighbour {
@@ -28,6 +30,87 @@ struct Report {
     /// How many times worse than beside the honest neighbour a figure may be.
     limit: f64,
     rows: Vec<Row>,
+    limits: Vec<Limited>,
+}
+
+/// How far from a limit of the control centre a program may be, percent.
+const EXACT: f64 = 3.0;
+
+/// A limit that the control centre sets, and a program of perftest that has it.
+struct CentreLimit {
+    name: &'static str,
+    /// In the words of `unirdma apply`.
+    share: &'static str,
+    command: &'static str,
+    /// What perftest's columns say of the limit, in its unit.
+    measured: fn(&[f64]) -> Option<f64>,
+    expected: f64,
+    unit: &'static str,
+}
+
+const LIMITS: [CentreLimit; 2] = [
+    CentreLimit {
+        name: "limit of the centre: 100 Mbit/s",
+        share: "rate = 100_000_000",
+        command: "ib_write_bw -F -s 65536 -D 5",
+        measured: |r| r.get(3).map(|mib| mib * f64::from(1 << 20) * 8.0 / 1e6),
+        expected: 100.0,
+        unit: "Mbit/s",
+    },
+    CentreLimit {
+        name: "limit of the centre: 10,000 operations/s",
+        share: "ops = 10_000",
+        command: "ib_write_bw -F -s 8 -D 5",
+        measured: |r| r.get(4).map(|millions| millions * 1e6),
+        expected: 10_000.0,
+        unit: "operations/s",
+    },
+];
+
+/// What a program got of a limit.
+#[derive(Serialize)]
+struct Limited {
+    name: &'static str,
+    expected: f64,
+    measured: f64,
+    unit: &'static str,
+    /// How much more than the limit it got, percent; below 0 if less.
+    off_percent: f64,
+}
+
+impl Limited {
+    fn is_exact(&self) -> bool {
+        self.off_percent.abs() <= EXACT
+    }
+}
+
+/// Measures the limits of a host whose control centre sets them.
+fn limited(wanted: &[&CentreLimit]) -> Result<Vec<Limited>> {
+    if wanted.is_empty() {
+        return Ok(Vec::new());
+    }
+    if lab::uid() != 0 {
+        eprintln!("limits of a control centre are not measured: its hosts are network namespaces, which need root");
+        return Ok(Vec::new());
+    }
+    let fleet = Fleet::start(1)?;
+    let group = "[[group]]\nname = \"blue\"\nranges = [\"10.1.0.0/16\"]\n";
+    let vrnic = |name: &str, ip: &str, share: &str| {
+        format!("[[vrnic]]\nname = \"{name}\"\ngroup = \"blue\"\nhost = \"h0\"\nips = [\"{ip}\"]\nshare = {{ {share} }}\n")
+    };
+    let measure = |l: &&CentreLimit| {
+        eprintln!("{}", l.name);
+        fleet.apply(&format!("{group}{}{}", vrnic("a", "10.1.0.1", ""), vrnic("b", "10.1.0.2", l.share)))?;
+        fleet.wait_for(0, "a")?;
+        fleet.wait_for(0, "b")?;
+        fleet.wait_applied()?;
+        let client = format!("{} 10.1.0.1", l.command);
+        let columns = rows(l.command, fleet.labs[0].pair(("a", l.command), ("b", &client), &[])?)?.pop();
+        let measured = columns.as_deref().and_then(l.measured).ok_or(format!("{} printed too few columns", l.command))?;
+        let off_percent = (measured / l.expected - 1.0) * 100.0;
+        Ok(Limited { name: l.name, expected: l.expected, measured, unit: l.unit, off_percent })
+    };
+    wanted.iter().map(measure).collect()
 }
 
 #[derive(Serialize)]
@@ -102,9 +185,37 @@ fn neighbour(attack: &Attack) -> Option<Neighbour> {
 }
 
 pub(crate) fn isolation(json: bool, only: Option<&str>, runs: u32) -> Result<()> {
-    let attacks = attack::wanted(only, |a| a.takes_time)?;
+    let limits: Vec<&CentreLimit> = LIMITS.iter().filter(|l| only.is_none_or(|o| l.name.contains(o))).collect();
+    let attacks = match attack::wanted(only, |a| a.takes_time) {
+        Err(_) if !limits.is_empty() => Vec::new(),
+        attacks => attacks?,
+    };
     packages::ensure(&[packages::RUN])?;
     eprintln!("building");
+    let rows = beside_neighbours(attacks, runs)?;
+    lab::build()?;
+    let limits = limited(&limits)?;
+    let report = Report { topology: topology(), runs, limit: LIMIT, rows, limits };
+    if json {
+        print_json(&report)?;
+    } else {
+        print(&report);
+    }
+    let inexact = report.limits.iter().filter(|l| !l.is_exact()).count();
+    if inexact > 0 {
+        return Err(format!("{inexact} limits of the control centre do not hold within {EXACT} %"));
+    }
+    match report.rows.iter().filter(|r| r.beyond).count() {
+        0 => Ok(()),
+        n => Err(format!("{n} attacks slow their neighbours down more than {LIMIT} times as much as honest work")),
+    }
+}
+
+/// The victims beside each neighbour; nothing if there is no attack to try.
+fn beside_neighbours(attacks: Vec<&Attack>, runs: u32) -> Result<Vec<Row>> {
+    if attacks.is_empty() {
+        return Ok(Vec::new());
+    }
     let programs = Scene::build()?;
     let neighbours: Vec<Neighbour> =
         [ALONE, BUSY].into_iter().chain(attacks.into_iter().filter_map(neighbour)).collect();
@@ -119,20 +230,20 @@ pub(crate) fn isolation(json: bool, only: Option<&str>, runs: u32) -> Result<()>
         }
     }
     let row = |(i, n): (usize, &Neighbour)| Row::of(n, i >= 2, &outcomes[i], &outcomes[1]);
-    let rows = neighbours.iter().enumerate().map(row).collect();
-    let report = Report { topology: topology(), runs, limit: LIMIT, rows };
-    if json {
-        print_json(&report)?;
-    } else {
-        print(&report);
-    }
-    match report.rows.iter().filter(|r| r.beyond).count() {
-        0 => Ok(()),
-        n => Err(format!("{n} attacks slow their neighbours down more than {LIMIT} times as much as honest work")),
-    }
+    Ok(neighbours.iter().enumerate().map(row).collect())
 }
 
 fn print(r: &Report) {
+    if !r.rows.is_empty() {
+        print_rows(r);
+    }
+    for l in &r.limits {
+        let verdict = if l.is_exact() { "" } else { "  BEYOND" };
+        println!("{:42} {:>10.1} {:12} {:>+6.2} %{verdict}", l.name, l.measured, l.unit, l.off_percent);
+    }
+}
+
+fn print_rows(r: &Report) {
     println!("topology: {}; beside them the neighbour\nmedians of {} runs\n", r.topology, r.runs);
     println!("{:32} {:^33} {:>12}   {:^26}", "", "WRITE of 8 B [us]", "64 KiB", "times worse than honest");
     println!(

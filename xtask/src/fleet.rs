@@ -1,0 +1,181 @@
+//! A fleet of hosts in network namespaces with a control centre, as an operator would run it.
+
+use std::path::{Path, PathBuf};
+use std::process::{Child, Command, Stdio};
+use std::time::{Duration, Instant};
+
+use crate::Result;
+use crate::lab::{self, Lab};
+
+/// Address and port of the centre.
+const CENTRE: &str = "192.168.8.1";
+const PORT: u16 = 7443;
+/// How long the centre may take to answer first, and a host to make what is declared for it.
+const LIMIT: Duration = Duration::from_secs(20);
+
+/// The address of a host, by its number from 0.
+pub(crate) fn address(host: usize) -> String {
+    format!("192.168.8.{}", host + 11)
+}
+
+/// Network namespaces joined by a bridge, a centre, and the hosts h0, h1 and so on that have joined it. All ends with this value.
+pub(crate) struct Fleet {
+    pub labs: Vec<Lab>,
+    /// The namespaces of the hosts.
+    pub netns: Vec<String>,
+    centre: Option<Child>,
+    dir: PathBuf,
+    hub: String,
+}
+
+impl Fleet {
+    /// Starts the centre and the hosts. Needs root, for the network namespaces.
+    ///
+    /// # Errors
+    /// What could not be made.
+    pub fn start(hosts: usize) -> Result<Fleet> {
+        if lab::uid() != 0 {
+            return Err("network namespaces need root: run this as root".into());
+        }
+        let name = |what: &str| format!("ur{}-{what}", std::process::id());
+        let dir = std::env::temp_dir().join(name("fleet"));
+        let _ = std::fs::remove_dir_all(&dir);
+        std::fs::create_dir_all(&dir).map_err(|e| e.to_string())?;
+        let mut fleet = Fleet { labs: Vec::new(), netns: Vec::new(), centre: None, dir, hub: name("hub") };
+        let hub = fleet.hub.clone();
+        lab::ip(&format!("netns add {hub}"))?;
+        for words in ["link add br0 type bridge", "link set br0 up", "link set lo up"] {
+            lab::ip(&format!("-n {hub} {words}"))?;
+        }
+        lab::ip(&format!("-n {hub} addr add {CENTRE}/24 dev br0"))?;
+        let url = format!("https://{CENTRE}:{PORT}");
+        fleet.unirdma(&["control", "init", "centre", "--url", &url])?;
+        fleet.start_centre()?;
+        for host in 0..hosts {
+            fleet.add_host(&name(&format!("h{host}")), host, &url)?;
+        }
+        Ok(fleet)
+    }
+
+    fn add_host(&mut self, netns: &str, host: usize, url: &str) -> Result<()> {
+        lab::ip(&format!("netns add {netns}"))?;
+        self.netns.push(netns.into());
+        let hub = &self.hub;
+        lab::ip(&format!("link add veth0 netns {netns} type veth peer name h{host} netns {hub}"))?;
+        lab::ip(&format!("-n {hub} link set h{host} master br0 up"))?;
+        lab::ip(&format!("-n {netns} addr add {}/24 dev veth0", address(host)))?;
+        lab::ip(&format!("-n {netns} link set lo up"))?;
+        lab::ip(&format!("-n {netns} link set veth0 up"))?;
+        let name = format!("h{host}");
+        let token = self.unirdma(&["token", "create", "--role", "join", "--host", &name])?;
+        let (address, state) = (address(host), self.dir.join(format!("state{host}")).display().to_string());
+        let args = ["--address", &address, "--centre", url, "--join", token.trim(), "--name", &name, "--state", &state];
+        self.labs.push(Lab::start_in(None, Some(netns), &args)?);
+        Ok(())
+    }
+
+    /// `unirdma` in the namespace of the centre, as an administrator of the fleet.
+    fn command(&self, args: &[&str]) -> Command {
+        let mut c = Command::new("ip");
+        c.args(["netns", "exec", &self.hub]).arg(lab::unirdma()).args(args);
+        c.env("HOME", &self.dir).env_remove("XDG_CONFIG_HOME");
+        c.env_remove("UNIRDMA_TOKEN").env_remove("UNIRDMA_CENTRE").env_remove("UNIRDMA_AUTHORITY");
+        c.stdin(Stdio::null()).current_dir(&self.dir);
+        c
+    }
+
+    /// Runs `unirdma` as an administrator of the fleet; what it prints.
+    ///
+    /// # Errors
+    /// What it says.
+    pub fn unirdma(&self, args: &[&str]) -> Result<String> {
+        let o = self.command(args).output().map_err(|e| e.to_string())?;
+        if o.status.success() {
+            return Ok(String::from_utf8_lossy(&o.stdout).into_owned());
+        }
+        Err(format!("unirdma {}: {}", args.join(" "), String::from_utf8_lossy(&o.stderr)))
+    }
+
+    /// Starts the centre and waits until it answers.
+    ///
+    /// # Errors
+    /// It does not.
+    pub fn start_centre(&mut self) -> Result<()> {
+        let path = self.dir.join("centre.log");
+        let log = std::fs::File::options().append(true).create(true).open(&path).map_err(|e| e.to_string())?;
+        let mut c = self.command(&["control", "run", "centre", "--listen", &format!("{CENTRE}:{PORT}")]);
+        self.centre = Some(c.stderr(log).stdout(Stdio::null()).spawn().map_err(|e| e.to_string())?);
+        let answers = wait_until(LIMIT, || self.unirdma(&["control", "status"]).is_ok());
+        answers.map_err(|()| format!("the centre did not start: {}", std::fs::read_to_string(&path).unwrap_or_default()))
+    }
+
+    /// Kills the centre.
+    pub fn kill_centre(&mut self) {
+        if let Some(mut c) = self.centre.take() {
+            let _ = c.kill();
+            let _ = c.wait();
+        }
+    }
+
+    /// Declares what is in this TOML text.
+    ///
+    /// # Errors
+    /// What the centre says.
+    pub fn apply(&self, toml: &str) -> Result<()> {
+        write(&self.dir.join("network.toml"), toml)?;
+        self.unirdma(&["apply", "-f", "network.toml"]).map(drop)
+    }
+
+    /// Waits until a host has made its vRNIC.
+    ///
+    /// # Errors
+    /// It has not.
+    pub fn wait_for(&self, host: usize, vrnic: &str) -> Result<()> {
+        let there = wait_until(LIMIT, || self.labs[host].socket(vrnic).exists());
+        there.map_err(|()| format!("host h{host} did not make {vrnic}\n{}", self.labs[host].log()))
+    }
+
+    /// Waits until each host has put in force all that the centre knows.
+    ///
+    /// # Errors
+    /// One has not.
+    pub fn wait_applied(&self) -> Result<()> {
+        let all = || -> Option<bool> {
+            let text = self.unirdma(&["get", "host", "--json"]).ok()?;
+            let answer: serde_json::Value = serde_json::from_str(&text).ok()?;
+            let hosts = answer["hosts"].as_array()?;
+            Some(hosts.iter().all(|h| h["applied"] == answer["revision"]))
+        };
+        wait_until(LIMIT, || all() == Some(true)).map_err(|()| "a host does not put in force what the centre says".into())
+    }
+}
+
+fn write(path: &Path, text: &str) -> Result<()> {
+    std::fs::write(path, text).map_err(|e| format!("{}: {e}", path.display()))
+}
+
+/// Waits until something is so.
+///
+/// # Errors
+/// It took longer than `limit`.
+pub(crate) fn wait_until(limit: Duration, mut is_so: impl FnMut() -> bool) -> std::result::Result<(), ()> {
+    let start = Instant::now();
+    while !is_so() {
+        if start.elapsed() > limit {
+            return Err(());
+        }
+        std::thread::sleep(Duration::from_millis(10));
+    }
+    Ok(())
+}
+
+impl Drop for Fleet {
+    fn drop(&mut self) {
+        self.labs.clear();
+        self.kill_centre();
+        for n in self.netns.iter().chain([&self.hub]) {
+            let _ = lab::ip(&format!("netns del {n}"));
+        }
+        let _ = std::fs::remove_dir_all(&self.dir);
+    }
+}
