@@ -71,7 +71,7 @@ pub(crate) struct Lab {
     args: Vec<String>,
     user: Option<u32>,
     netns: Option<String>,
-    count: std::cell::Cell<u32>,
+    count: AtomicU32,
     /// Its containers see what they are given, not what is outside. They did not always.
     has_sandbox: bool,
 }
@@ -141,7 +141,7 @@ impl Lab {
         let host = c.stderr(log).stdin(Stdio::null()).spawn().map_err(|e| format!("unirdma host: {e}"))?;
         let netns = netns.map(String::from);
         let args = args.iter().map(ToString::to_string).collect();
-        let mut lab = Lab { dir, exe, host, args, user, netns, count: std::cell::Cell::new(0), has_sandbox: true };
+        let mut lab = Lab { dir, exe, host, args, user, netns, count: AtomicU32::new(0), has_sandbox: true };
         lab.has_sandbox = lab.unirdma(&["run", "--help"]).text.contains("--bind");
         lab.wait_up()?;
         Ok(lab)
@@ -256,8 +256,8 @@ impl Lab {
     /// # Errors
     /// It could not be started.
     pub fn start_unirdma(&self, args: &[&str]) -> Result<Running> {
-        self.count.set(self.count.get() + 1);
-        let log = self.dir.join(format!("{:03}-unirdma.log", self.count.get()));
+        let count = self.count.fetch_add(1, Ordering::Relaxed) + 1;
+        let log = self.dir.join(format!("{count:03}-unirdma.log"));
         let mut c = command(self.user, self.netns.as_deref());
         c.arg(&self.exe).arg("--dir").arg(self.dir.join("run")).args(args).stdin(Stdio::null()).current_dir(&self.dir);
         Running::start(c, &log)
@@ -282,8 +282,8 @@ impl Lab {
     /// # Errors
     /// It could not be started.
     pub fn spawn(&self, vrnic: &str, options: &[&str], shell: &str) -> Result<Running> {
-        self.count.set(self.count.get() + 1);
-        let log = self.dir.join(format!("{:03}-{vrnic}.log", self.count.get()));
+        let count = self.count.fetch_add(1, Ordering::Relaxed) + 1;
+        let log = self.dir.join(format!("{count:03}-{vrnic}.log"));
         let mut c = command(self.user, self.netns.as_deref());
         c.arg(&self.exe).arg("--dir").arg(self.dir.join("run")).args(["run", "--vrnic", vrnic]).args(self.binds());
         c.args(options).current_dir(&self.dir);

@@ -17,6 +17,7 @@ mod workers;
 use std::time::Duration;
 
 use crate::Result;
+use crate::cluster;
 use crate::conformance;
 use crate::lab::{self, Lab, Link, Output, TwoHosts};
 use crate::memory;
@@ -603,6 +604,15 @@ fn own_labs(s: &mut Suite<'_>) {
     });
 }
 
+/// Three hosts with a control centre.
+fn fleet(s: &mut Suite<'_>) {
+    if lab::uid() != 0 {
+        println!("skipped: a fleet (network namespaces need root)");
+        return;
+    }
+    s.check("fleet: three hosts, three groups, all pairs, by the rules and after they change", |_| cluster::check(3));
+}
+
 /// Two hosts joined by a network: all programs, bad networks, wrong input.
 fn wire(s: &mut Suite<'_>) {
     if lab::uid() != 0 {
@@ -814,6 +824,7 @@ pub(crate) fn run(only: Option<&str>) -> Result<()> {
     own_labs(&mut s);
     memory::fixed(&mut s, &lab);
     wire(&mut s);
+    fleet(&mut s);
     kernel::run(&mut s);
     guests_of(&mut s, None, 1);
     s.close()
