@@ -45,7 +45,20 @@ type Pairs = BTreeSet<(String, String)>;
 fn connects(fleet: &Fleet, server: &Vrnic, client: &Vrnic, port: u16) -> Result<bool> {
     let run = |v: &Vrnic, to: Option<&str>| {
         let mut c = Command::new("ip");
-        c.args(["netns", "exec", &fleet.netns[v.host], "timeout", "20", "ibv_rc_pingpong", "-g", "0", "-n", "4", "-s", "64"]);
+        c.args([
+            "netns",
+            "exec",
+            &fleet.netns[v.host],
+            "timeout",
+            "20",
+            "ibv_rc_pingpong",
+            "-g",
+            "0",
+            "-n",
+            "4",
+            "-s",
+            "64",
+        ]);
         c.args(["-p", &port.to_string()]).args(to);
         c.env("LD_LIBRARY_PATH", lab::unirdma().with_file_name("dropin"));
         c.env("UNIRDMA_DIR", fleet.labs[v.host].socket(&v.name).with_file_name(""));
@@ -137,9 +150,8 @@ fn allowed(vrnics: &[Vrnic], meets: impl Fn(&str, &str) -> bool) -> Pairs {
 }
 
 fn compare(what: &str, found: &Pairs, expected: &Pairs) -> Result<()> {
-    let names = |set: Vec<&(String, String)>| -> String {
-        set.iter().take(8).map(|(a, b)| format!(" {a}-{b}")).collect()
-    };
+    let names =
+        |set: Vec<&(String, String)>| -> String { set.iter().take(8).map(|(a, b)| format!(" {a}-{b}")).collect() };
     let (more, less): (Vec<_>, Vec<_>) = (found.difference(expected).collect(), expected.difference(found).collect());
     if more.is_empty() && less.is_empty() {
         return Ok(());
@@ -172,6 +184,32 @@ fn check_matrix(fleet: &Fleet, vrnics: &[Vrnic], when: &str, expected: &Pairs) -
     Ok(())
 }
 
+/// Moves the first vRNIC to the next host: it keeps its address, MAC and GUID, and its peers find it there.
+fn move_one(fleet: &Fleet, vrnics: &mut [Vrnic]) -> Result<()> {
+    // They stand there group by group in turn.
+    let (moved, peer) = (0, GROUPS.len());
+    let host = (vrnics[moved].host + 1) % fleet.labs.len();
+    let identity = |v: &Vrnic| -> Result<String> {
+        let shown = fleet.labs[v.host].show(&v.name)?;
+        Ok(["ips", "mac", "guid"].map(|k| shown[k].to_string()).join(" "))
+    };
+    let before = identity(&vrnics[moved])?;
+    let began = Instant::now();
+    fleet.unirdma(&["vrnic", "move", &vrnics[moved].name, &format!("h{host}")])?;
+    vrnics[moved].host = host;
+    fleet.wait_for(host, &vrnics[moved].name)?;
+    let took = began.elapsed() + until(fleet, &vrnics[moved], &vrnics[peer], true)?;
+    let after = identity(&vrnics[moved])?;
+    if before != after {
+        return Err(format!("{} was {before} and is {after} since it moved", vrnics[moved].name));
+    }
+    if took > DEADLINE {
+        return Err(format!("peers found a vRNIC that moved after {} ms", took.as_millis()));
+    }
+    println!("a vRNIC moves to another host as it is: its peers find it after {} ms at most", took.as_millis());
+    Ok(())
+}
+
 /// `cargo xtask cluster`, after the programs are built.
 ///
 /// # Errors
@@ -179,11 +217,14 @@ fn check_matrix(fleet: &Fleet, vrnics: &[Vrnic], when: &str, expected: &Pairs) -
 pub(crate) fn check(hosts: usize) -> Result<()> {
     let started = Instant::now();
     let mut fleet = Fleet::start(hosts)?;
-    let vrnics = vrnics(hosts);
+    let mut vrnics = vrnics(hosts);
     fleet.apply(&network(&vrnics, RULES))?;
     vrnics.iter().try_for_each(|v| fleet.wait_for(v.host, &v.name))?;
     let (v, g) = (vrnics.len(), GROUPS.len());
-    println!("{hosts} hosts, {v} vRNICs in {g} groups, two with the same addresses: {:.1} s", started.elapsed().as_secs_f64());
+    println!(
+        "{hosts} hosts, {v} vRNICs in {g} groups, two with the same addresses: {:.1} s",
+        started.elapsed().as_secs_f64()
+    );
 
     let by_name = |name: &str| vrnics.iter().find(|v| v.name == name).ok_or(format!("there is no {name}"));
     let (a, b) = (by_name("blue0")?, by_name("green1")?);
@@ -196,6 +237,7 @@ pub(crate) fn check(hosts: usize) -> Result<()> {
         return Err(format!("a rule that was taken away held for {} ms", took.as_millis()));
     }
     println!("a rule is taken away: refused after {} ms at most", took.as_millis());
+    move_one(&fleet, &mut vrnics)?;
     fleet.kill_centre();
     let expected = allowed(&vrnics, |blue, green| blue == "blue7" && green != "green3");
     check_matrix(&fleet, &vrnics, "by the new rules, without the centre", &expected)

@@ -106,7 +106,8 @@ impl Fleet {
         let mut c = self.command(&["control", "run", "centre", "--listen", &format!("{CENTRE}:{PORT}")]);
         self.centre = Some(c.stderr(log).stdout(Stdio::null()).spawn().map_err(|e| e.to_string())?);
         let answers = wait_until(LIMIT, || self.unirdma(&["control", "status"]).is_ok());
-        answers.map_err(|()| format!("the centre did not start: {}", std::fs::read_to_string(&path).unwrap_or_default()))
+        answers
+            .map_err(|()| format!("the centre did not start: {}", std::fs::read_to_string(&path).unwrap_or_default()))
     }
 
     /// Kills the centre.
@@ -146,7 +147,8 @@ impl Fleet {
             let hosts = answer["hosts"].as_array()?;
             Some(hosts.iter().all(|h| h["applied"] == answer["revision"]))
         };
-        wait_until(LIMIT, || all() == Some(true)).map_err(|()| "a host does not put in force what the centre says".into())
+        wait_until(LIMIT, || all() == Some(true))
+            .map_err(|()| "a host does not put in force what the centre says".into())
     }
 }
 

@@ -253,7 +253,8 @@ impl Centre {
     /// Whether a change since a revision may concern a host.
     pub(crate) fn concerned_since(&self, host: &str, revision: u64) -> bool {
         let log = self.logs.get(host);
-        revision < log.map_or(self.begun, |l| l.floor) || log.and_then(|l| l.entries.back()).is_some_and(|(r, _)| *r > revision)
+        revision < log.map_or(self.begun, |l| l.floor)
+            || log.and_then(|l| l.entries.back()).is_some_and(|(r, _)| *r > revision)
     }
 
     fn busy(live: &Live, name: &str) -> u32 {

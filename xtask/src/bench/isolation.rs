@@ -96,7 +96,9 @@ fn limited(wanted: &[&CentreLimit]) -> Result<Vec<Limited>> {
     let fleet = Fleet::start(1)?;
     let group = "[[group]]\nname = \"blue\"\nranges = [\"10.1.0.0/16\"]\n";
     let vrnic = |name: &str, ip: &str, share: &str| {
-        format!("[[vrnic]]\nname = \"{name}\"\ngroup = \"blue\"\nhost = \"h0\"\nips = [\"{ip}\"]\nshare = {{ {share} }}\n")
+        format!(
+            "[[vrnic]]\nname = \"{name}\"\ngroup = \"blue\"\nhost = \"h0\"\nips = [\"{ip}\"]\nshare = {{ {share} }}\n"
+        )
     };
     let measure = |l: &&CentreLimit| {
         eprintln!("{}", l.name);
@@ -106,7 +108,8 @@ fn limited(wanted: &[&CentreLimit]) -> Result<Vec<Limited>> {
         fleet.wait_applied()?;
         let client = format!("{} 10.1.0.1", l.command);
         let columns = rows(l.command, fleet.labs[0].pair(("a", l.command), ("b", &client), &[])?)?.pop();
-        let measured = columns.as_deref().and_then(l.measured).ok_or(format!("{} printed too few columns", l.command))?;
+        let measured =
+            columns.as_deref().and_then(l.measured).ok_or(format!("{} printed too few columns", l.command))?;
         let off_percent = (measured / l.expected - 1.0) * 100.0;
         Ok(Limited { name: l.name, expected: l.expected, measured, unit: l.unit, off_percent })
     };
