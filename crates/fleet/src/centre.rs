@@ -130,7 +130,12 @@ impl Centre {
                         self.state.audit.push_back(entry);
                     }
                 }
-                Record::Audit(revision, None) => self.state.audit.retain(|e| e.revision != revision),
+                // The oldest ones go first.
+                Record::Audit(revision, None) => {
+                    while self.state.audit.front().is_some_and(|e| e.revision <= revision) {
+                        self.state.audit.pop_front();
+                    }
+                }
             }
         }
         objects.sort_by_key(|o| std::cmp::Reverse(o.0));

@@ -112,7 +112,7 @@ impl State {
     }
 
     /// The rules that join groups, of a group, each seen from its end in the group: that end, and the other.
-    fn joins_of<'a>(&'a self, group: &'a str) -> impl Iterator<Item = (&'a End, &'a End)> {
+    pub(crate) fn joins_of<'a>(&'a self, group: &'a str) -> impl Iterator<Item = (&'a End, &'a End)> {
         self.rules_of(group)
             .filter(|(_, r)| r.joins())
             .flat_map(|(_, r)| r.sides())
