@@ -246,7 +246,9 @@ impl Centre {
         let revision = applied.revision.min(self.state.revision);
         let h = self.live.heard(host, now_ms);
         h.applied = h.applied.max(revision);
+        let in_force = h.applied;
         h.problems = applied.problems.iter().take(MAX_PROBLEMS).map(|p| short(p, MAX_PROBLEM)).collect();
+        self.forget_told(host, in_force);
     }
 
     /// A host reports on its vRNICs. It says nothing of those of others.

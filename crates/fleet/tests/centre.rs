@@ -564,6 +564,8 @@ fn what_does_not_concern_a_host_is_in_force_there_at_once() {
     assert_eq!(applied(&w), 0);
     w.centre.applied("h1", &v1::Applied { revision: first, ..Default::default() }, w.now);
     assert_eq!(applied(&w), w.centre.revision());
+    // Then nothing is kept for it that came before.
+    assert!(w.centre.updates("h1", Some(first - 1))[0].whole && w.centre.updates("h1", Some(first)).is_empty());
     // With something that concerns it, it has to say so.
     w.apply([vrnic("b", "default", "h1", &[])]).unwrap();
     assert_eq!(applied(&w), w.centre.revision() - 1);

@@ -252,7 +252,7 @@ impl Run<'_> {
             let name = &names[self.draw.below(names.len())];
             samples.push(self.move_one(name).await?);
         }
-        add("vRNIC moved", samples);
+        add(report::MOVED, samples);
 
         let wide: Vec<String> = self.fleet.groups[model::WIDEST].vrnics.iter().cloned().collect();
         let mut samples = Vec::new();
