@@ -32,12 +32,12 @@ pub(crate) fn build() -> Result<()> {
     cargo_build(&[])
 }
 
-/// Builds an example program of the test kit; its path.
+/// Builds an example program of a package; its path.
 ///
 /// # Errors
 /// The build failed.
-pub(crate) fn build_example(name: &str) -> Result<PathBuf> {
-    cargo_build(&["--package", "unirdma-testkit", "--example", name])?;
+pub(crate) fn build_example(package: &str, name: &str) -> Result<PathBuf> {
+    cargo_build(&["--package", package, "--example", name])?;
     Ok(unirdma().with_file_name("examples").join(name))
 }
 

@@ -13,6 +13,7 @@ mod fleet;
 mod lab;
 mod memory;
 mod packages;
+mod scale;
 mod sim;
 mod siw;
 mod suite;
@@ -65,6 +66,8 @@ enum Command {
         #[arg(long)]
         fleet: bool,
     },
+    /// Measure a control centre with a thousand hosts and 100,000 vRNICs: time, memory, and bytes for each kind of change
+    Scale(scale::Scale),
     /// Try every attack that is known, with victims in the attacker's group and in another one: what they notice, what lives, and what
     /// is given back
     #[command(
@@ -276,6 +279,7 @@ fn main() -> ExitCode {
             run(seed, seeds, steps);
             Ok(())
         }
+        Command::Scale(scale) => scale::run(&scale),
         Command::Attack { list: true, .. } => {
             attack::print_list();
             Ok(())

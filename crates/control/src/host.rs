@@ -87,13 +87,17 @@ impl Connection {
     async fn tell(&mut self) -> Result<(), End> {
         let (updates, revision) = {
             let centre = self.shared.centre();
+            if self.told == Some(centre.revision()) {
+                return Ok(());
+            }
             (centre.updates(&self.host, self.told), centre.revision())
         };
+        let something = !updates.is_empty();
         for update in updates {
             self.say(to_host::Message::Update(update)).await?;
         }
         self.told = Some(revision);
-        self.shared.centre().told(&self.host, revision);
+        self.shared.centre().told(&self.host, revision, something);
         Ok(())
     }
 
@@ -132,6 +136,9 @@ impl Connection {
                     if heard.elapsed() > Duration::from_millis(SILENCE_MS) {
                         return Err(Refusal::unavailable("the host said nothing for 60 s").into());
                     }
+                    // By this the host knows that what it has holds for the newest revision, and is not told it again by a centre that is
+                    // started anew.
+                    self.tell().await?;
                     let revision = self.told.unwrap_or(0);
                     self.say(to_host::Message::Alive(v1::Alive { revision, clock_ms: now_ms() })).await?;
                 }

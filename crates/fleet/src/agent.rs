@@ -197,8 +197,7 @@ impl Agent {
         self.applied = None;
         self.reported.clear();
         self.out.clear();
-        let by_host = self.items.values().filter_map(|i| if let Item::Vrnic(v) = i { Some(v) } else { None });
-        let mut vrnics: Vec<v1::Vrnic> = by_host.filter(|v| v.by_host).cloned().collect();
+        let mut vrnics: Vec<v1::Vrnic> = self.vrnics().filter(|v| v.by_host).cloned().collect();
         vrnics.extend(self.own.iter().filter(|o| !self.items.contains_key(&Key::Vrnic(o.name.clone()))).cloned());
         let revision = if self.refused.is_some() { 0 } else { self.revision };
         self.send(from_host::Message::Hello(v1::Hello {
@@ -300,9 +299,22 @@ impl Agent {
                 // It will hardly change its mind at once.
                 self.attempts = self.attempts.max(6);
             }
-            Some(to_host::Message::Alive(_)) | None => {}
+            Some(to_host::Message::Alive(alive)) => self.holds_for(alive.revision),
+            None => {}
         }
         self.tell_applied();
+    }
+
+    /// What the centre has told holds for this revision, too: the next connection begins with it. The centre knows that it is in force, so
+    /// it is not told.
+    fn holds_for(&mut self, revision: u64) {
+        if revision <= self.revision || self.revision == 0 || self.coming.is_some() || self.refused.is_some() {
+            return;
+        }
+        if let Some((applied, _)) = self.applied.as_mut().filter(|(applied, _)| *applied == self.revision) {
+            *applied = revision;
+        }
+        self.revision = revision;
     }
 
     // --- the table ---
@@ -439,7 +451,8 @@ impl Agent {
 
     /// The vRNICs that the centre has told of.
     pub fn vrnics(&self) -> impl Iterator<Item = &v1::Vrnic> {
-        self.items.values().filter_map(|i| if let Item::Vrnic(v) = i { Some(v) } else { None })
+        let from = Key::Vrnic(String::new());
+        self.items.range(from..).map_while(|(_, i)| if let Item::Vrnic(v) = i { Some(v) } else { None })
     }
 
     // --- what is to be done on the host ---

@@ -36,6 +36,8 @@ pub struct Outcome<T> {
 
 /// Most keys that are remembered for a host. One that lacks more is told everything.
 const MAX_LOG: usize = 2_048;
+/// Room for so many keys stays when they are forgotten.
+const MAX_IDLE_LOG: usize = 16;
 /// Most changes that are remembered for those who watch.
 const MAX_CHANGES: usize = 16_384;
 /// Most items of one message.
@@ -47,6 +49,17 @@ struct Log {
     entries: VecDeque<(u64, Key)>,
     /// Changes up to this one may be missing.
     floor: u64,
+}
+
+impl Log {
+    /// Forgets changes up to this one.
+    fn forget(&mut self, revision: u64) {
+        while let Some((first, _)) = self.entries.front().filter(|(r, _)| *r <= revision) {
+            self.floor = *first;
+            self.entries.pop_front();
+        }
+        self.entries.shrink_to(MAX_IDLE_LOG);
+    }
 }
 
 /// The control centre.
@@ -130,7 +143,12 @@ impl Centre {
                         self.state.audit.push_back(entry);
                     }
                 }
-                Record::Audit(revision, None) => self.state.audit.retain(|e| e.revision != revision),
+                // The oldest ones go first.
+                Record::Audit(revision, None) => {
+                    while self.state.audit.front().is_some_and(|e| e.revision <= revision) {
+                        self.state.audit.pop_front();
+                    }
+                }
             }
         }
         objects.sort_by_key(|o| std::cmp::Reverse(o.0));
@@ -203,6 +221,13 @@ impl Centre {
             }
         }
         Ok(hosts)
+    }
+
+    /// A host has put this revision in force: it will hardly ask for what came before.
+    pub(crate) fn forget_told(&mut self, host: &str, revision: u64) {
+        if let Some(log) = self.logs.get_mut(host) {
+            log.forget(revision);
+        }
     }
 
     /// What a host is told that has been told the state of `told`; everything, in parts, if it has been told nothing or too long ago. Nothing

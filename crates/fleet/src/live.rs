@@ -25,13 +25,23 @@ const MAX_CONNECTIONS: usize = 256;
 struct Host {
     instance: Option<u64>,
     version: String,
-    /// What this centre has told it.
+    /// What this centre has told it, by whichever connection.
     told: u64,
+    /// For which revision that holds which it was told by its connection, and the last one by which it was told something.
+    holds: u64,
+    said: u64,
     applied: u64,
     heard_ms: u64,
     clock_ms: i64,
     problems: Vec<String>,
     changed: u64,
+}
+
+impl Host {
+    /// The last revision that is in force. A host that has all that it was told has all that holds for later revisions, too.
+    fn in_force(&self) -> u64 {
+        if self.applied >= self.said { self.holds.max(self.applied) } else { self.applied }
+    }
 }
 
 /// What is known of hosts and vRNICs beside what is declared.
@@ -51,7 +61,7 @@ impl Live {
     }
 
     pub(crate) fn applied(&self, host: &str) -> u64 {
-        self.hosts.get(host).map_or(0, |h| h.applied)
+        self.hosts.get(host).map_or(0, Host::in_force)
     }
 
     pub(crate) fn is_connected(&self, host: &str, now_ms: u64) -> bool {
@@ -66,7 +76,7 @@ impl Live {
             name: name.into(),
             connected: self.is_connected(name, now_ms),
             version: h.version.clone(),
-            applied: h.applied,
+            applied: h.in_force(),
             silent_ms: now_ms.saturating_sub(h.heard_ms),
             clock_ms: h.clock_ms,
             problems: h.problems.clone(),
@@ -154,7 +164,7 @@ impl Centre {
         let h = self.live.heard(host, now_ms);
         h.instance = Some(hello.instance);
         h.version = short(&hello.version, 64);
-        h.applied = told.unwrap_or(0);
+        (h.applied, h.holds, h.said) = (told.unwrap_or(0), told.unwrap_or(0), told.unwrap_or(0));
         h.clock_ms = clock(hello.clock_ms, now_ms);
         h.problems.clear();
         Ok(Greeted { told })
@@ -229,9 +239,13 @@ impl Centre {
         Ok(Outcome { plan: draft.finish(actor.who(), now_ms, Vec::new()), answer: reply })
     }
 
-    /// A host has been told the state of a revision.
-    pub fn told(&mut self, host: &str, revision: u64) {
-        self.live.hosts.entry(host.into()).or_default().told = revision;
+    /// A host has been told the state of a revision, by `something` or, since nothing else concerns it, by nothing.
+    pub fn told(&mut self, host: &str, revision: u64, something: bool) {
+        let h = self.live.hosts.entry(host.into()).or_default();
+        (h.told, h.holds) = (revision, revision);
+        if something {
+            h.said = revision;
+        }
     }
 
     /// A host has put a revision in force.
@@ -239,7 +253,9 @@ impl Centre {
         let revision = applied.revision.min(self.state.revision);
         let h = self.live.heard(host, now_ms);
         h.applied = h.applied.max(revision);
+        let in_force = h.applied;
         h.problems = applied.problems.iter().take(MAX_PROBLEMS).map(|p| short(p, MAX_PROBLEM)).collect();
+        self.forget_told(host, in_force);
     }
 
     /// A host reports on its vRNICs. It says nothing of those of others.

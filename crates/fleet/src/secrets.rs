@@ -8,9 +8,9 @@ use rand_chacha::rand_core::Rng;
 
 use crate::draft::Draft;
 use crate::error::Refusal;
-use crate::model::Kind;
+use crate::model::{Kind, Selector, selector};
 use crate::state::{SecretName, State};
-use crate::v1::{self, secret_record::Step};
+use crate::v1::{self, object::Object, secret_record::Step};
 
 /// How long a step waits for hosts that do not answer.
 pub const STEP_DEADLINE_MS: u64 = 600_000;
@@ -18,13 +18,17 @@ pub const STEP_DEADLINE_MS: u64 = 600_000;
 const MAX_ID: u32 = 255;
 
 impl State {
-    /// Whose secrets there are to be: a group and nothing, or two groups in their order.
-    fn wanted_secrets(&self) -> BTreeSet<(String, String)> {
+    /// Whether there is to be a secret of a group and nothing, or of two groups in their order.
+    fn wants_secret(&self, of: &(String, String)) -> bool {
         let has = |g: &str| self.groups.get(g).is_some_and(|g| g.object.secret);
-        let own = self.groups.iter().filter(|(_, g)| g.object.secret).map(|(n, _)| (n.to_string(), String::new()));
-        let joins = self.rules.values().filter(|r| r.joins()).map(|r| [&r.ends[0].group, &r.ends[1].group]);
-        let pairs = joins.filter(|[a, b]| has(a) || has(b)).map(|[a, b]| (a.min(b).to_string(), a.max(b).to_string()));
-        own.chain(pairs).collect()
+        let (a, b) = of;
+        has(a) && b.is_empty() || (has(a) || has(b)) && self.joins_of(a).any(|(_, far)| *far.group == **b)
+    }
+
+    /// Whose secrets may change with a group: its own, and those with groups that rules join with it.
+    fn secrets_beside<'a>(&'a self, group: &'a str) -> impl Iterator<Item = (String, String)> + 'a {
+        let pairs = self.joins_of(group).map(|(near, far)| pair(&near.group, &far.group));
+        pairs.chain([(group.to_owned(), String::new())])
     }
 
     /// The secrets of a group or of two.
@@ -39,6 +43,11 @@ impl State {
     }
 }
 
+/// Two groups in their order.
+fn pair(a: &str, b: &str) -> (String, String) {
+    (a.min(b).to_owned(), a.max(b).to_owned())
+}
+
 impl Draft<'_> {
     fn new_secret(&mut self, of: &(String, String), id: u32, step: Step, rng: &mut ChaCha20Rng, now_ms: u64) {
         let mut value = vec![0; 32];
@@ -49,24 +58,48 @@ impl Draft<'_> {
         self.set_secret((of.0.clone(), of.1.clone(), id), Some(record));
     }
 
-    /// Makes the secrets that are wanted, and drops those that are not.
+    /// Makes the secrets that are wanted because of what has changed, and drops those that are not.
     pub fn reconcile_secrets(&mut self, rng: &mut ChaCha20Rng, now_ms: u64) {
-        if !self.changed().keys().any(|(kind, _)| matches!(kind, Kind::Group | Kind::Rule)) {
-            return;
-        }
-        let mut wanted = self.state.wanted_secrets();
-        let names: Vec<SecretName> = self.state.secrets.keys().cloned().collect();
-        for name in names {
-            let of = (name.0.clone(), name.1.clone());
-            if wanted.contains(&of) {
-                continue;
+        for of in self.secrets_concerned() {
+            let there = self.state.secrets_with(&of);
+            match self.state.wants_secret(&of) {
+                true if there.is_empty() => self.new_secret(&of, 1, Step::Sent, rng, now_ms),
+                true => {}
+                false => there.into_iter().for_each(|(name, _)| self.set_secret(name, None)),
             }
-            self.set_secret(name, None);
         }
-        wanted.retain(|of| self.state.secrets_with(of).is_empty());
-        for of in wanted {
-            self.new_secret(&of, 1, Step::Sent, rng, now_ms);
+    }
+
+    /// Whose secrets may have to be made or dropped because of what has changed.
+    fn secrets_concerned(&self) -> BTreeSet<(String, String)> {
+        let mut concerned = BTreeSet::new();
+        let changed = self.changed();
+        // The group of an end of a rule that was there before this change. Its vRNIC may have gone with it.
+        let group_before = |end: &str| match selector(end).ok()? {
+            Selector::Group(g) => Some(g),
+            Selector::Vrnic(v) => match changed.get(&(Kind::Vrnic, v.clone())) {
+                Some(Some((Object::Vrnic(old), _))) => Some(old.group.clone()),
+                _ => self.state.vrnics.get(v.as_str()).map(|v| v.group.to_string()),
+            },
+        };
+        for ((kind, name), before) in &changed {
+            match kind {
+                Kind::Group => concerned.extend(self.state.secrets_beside(name)),
+                Kind::Rule => {
+                    if let Some((Object::Rule(old), _)) = before
+                        && let (Some(a), Some(b)) = (group_before(&old.from), group_before(&old.to))
+                    {
+                        concerned.insert(pair(&a, &b));
+                    }
+                    let now = self.state.rules.get(name.as_str());
+                    concerned.extend(now.map(|r| pair(&r.ends[0].group, &r.ends[1].group)));
+                }
+                Kind::Host | Kind::Vrnic => {}
+            }
         }
+        // Within a group its own secret serves.
+        concerned.retain(|(a, b)| a != b);
+        concerned
     }
 
     /// Begins to introduce another secret of a group, and of the pairs that it is in. Gives the number of the group's own.
@@ -79,7 +112,7 @@ impl Draft<'_> {
                 "group {group} has no secret; declare it with `secret = true`"
             )));
         }
-        let all: Vec<_> = self.state.wanted_secrets().into_iter().filter(|(a, b)| a == group || b == group).collect();
+        let all: BTreeSet<_> = self.state.secrets_beside(group).filter(|of| self.state.wants_secret(of)).collect();
         let mut own = 0;
         for of in all {
             let there = self.state.secrets_with(&of);

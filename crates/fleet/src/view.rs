@@ -112,7 +112,7 @@ impl State {
     }
 
     /// The rules that join groups, of a group, each seen from its end in the group: that end, and the other.
-    fn joins_of<'a>(&'a self, group: &'a str) -> impl Iterator<Item = (&'a End, &'a End)> {
+    pub(crate) fn joins_of<'a>(&'a self, group: &'a str) -> impl Iterator<Item = (&'a End, &'a End)> {
         self.rules_of(group)
             .filter(|(_, r)| r.joins())
             .flat_map(|(_, r)| r.sides())
@@ -136,11 +136,9 @@ impl State {
     }
 
     fn sees_place(&self, host: &str, other: &str) -> bool {
-        let Some(h) = self.hosts.get(host).filter(|_| host != other) else { return false };
-        h.groups.keys().any(|g| {
-            self.has_group(other, g)
-                || self.joins_of(g).any(|(near, far)| self.has_end(host, near) && self.has_end(other, far))
-        })
+        let (Some(h), Some(o)) = (self.hosts.get(host), self.hosts.get(other)) else { return false };
+        let joined = |g| self.joins_of(g).any(|(near, far)| self.has_end(host, near) && self.has_end(other, far));
+        host != other && (share_a_key(&h.groups, &o.groups) || h.groups.keys().any(|g| joined(g)))
     }
 
     /// Everything that a host is told, in the order of the keys.
@@ -287,6 +285,20 @@ impl State {
         let joins = self.joins_of(group).filter(|(_, far)| &*far.group == other);
         joins.flat_map(|(near, far)| [self.hosts_of(near), self.hosts_of(far)].concat()).collect()
     }
+}
+
+/// True if a key is in both maps. A host is told of many others, so this goes through both once and looks nothing up.
+fn share_a_key<V>(a: &BTreeMap<Name, V>, b: &BTreeMap<Name, V>) -> bool {
+    let (mut a, mut b) = (a.keys(), b.keys());
+    let (mut x, mut y) = (a.next(), b.next());
+    while let (Some(one), Some(other)) = (x, y) {
+        match one.cmp(other) {
+            std::cmp::Ordering::Equal => return true,
+            std::cmp::Ordering::Less => x = a.next(),
+            std::cmp::Ordering::Greater => y = b.next(),
+        }
+    }
+    false
 }
 
 fn merge_limits(own: Option<v1::Limits>, group: Option<v1::Limits>) -> Option<v1::Limits> {

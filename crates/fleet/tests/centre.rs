@@ -547,7 +547,7 @@ fn a_host_that_was_away_a_moment_gets_what_it_lacks_and_one_of_another_past_gets
     let hello = |revision| v1::Hello { protocol: 1, revision, fleet: "f".into(), ..Default::default() };
     let begun = w.centre.hello("h1", &hello(0), w.now).unwrap().told;
     assert_eq!(begun, None);
-    w.centre.told("h1", w.centre.revision());
+    w.centre.told("h1", w.centre.revision(), true);
     let told = w.centre.revision();
     w.apply([vrnic("b", "default", "h1", &[])]).unwrap();
     assert_eq!(w.centre.hello("h1", &hello(told), w.now).unwrap().told, Some(told));
@@ -565,6 +565,39 @@ fn a_host_that_was_away_a_moment_gets_what_it_lacks_and_one_of_another_past_gets
     w.apply([vrnic("c", "default", "h1", &[])]).unwrap();
     assert_eq!(w.centre.revision(), later);
     assert_eq!(w.centre.hello("h1", &hello(later), w.now).unwrap().told, None);
+}
+
+#[test]
+fn what_does_not_concern_a_host_is_in_force_there_at_once() {
+    let mut w = World::new(&["h1", "h2"]);
+    w.apply([vrnic("a", "default", "h1", &[])]).unwrap();
+    let applied = |w: &World| w.centre.get(&w.admin, &host_question("h1"), w.now).unwrap().hosts[0].applied;
+    let hello = v1::Hello { protocol: 1, fleet: "f".into(), ..Default::default() };
+    w.centre.hello("h1", &hello, w.now).unwrap();
+    let first = w.centre.revision();
+    w.centre.told("h1", first, true);
+    assert_eq!(applied(&w), 0);
+    // It has not said yet that it has the first one in force when it is told that nothing else concerns it.
+    w.apply([group("red", &[])]).unwrap();
+    assert_eq!(w.centre.updates("h1", Some(first)), []);
+    w.centre.told("h1", w.centre.revision(), false);
+    assert_eq!(applied(&w), 0);
+    w.centre.applied("h1", &v1::Applied { revision: first, ..Default::default() }, w.now);
+    assert_eq!(applied(&w), w.centre.revision());
+    // Then nothing is kept for it that came before.
+    assert!(w.centre.updates("h1", Some(first - 1))[0].whole && w.centre.updates("h1", Some(first)).is_empty());
+    // With something that concerns it, it has to say so.
+    w.apply([vrnic("b", "default", "h1", &[])]).unwrap();
+    assert_eq!(applied(&w), w.centre.revision() - 1);
+    w.centre.told("h1", w.centre.revision(), true);
+    assert_eq!(applied(&w), first);
+    // What it was told by a connection that has ended may not have come.
+    w.centre.hello("h1", &v1::Hello { revision: first, ..hello }, w.now).unwrap();
+    assert_eq!(applied(&w), first);
+}
+
+fn host_question(name: &str) -> v1::GetRequest {
+    v1::GetRequest { kind: v1::Kind::Host.into(), name: name.into(), ..Default::default() }
 }
 
 #[test]
@@ -683,7 +716,31 @@ impl World {
         }
     }
 
+    /// There are the secrets of groups that are to have one, and of those that rules join with them, and no others.
+    fn check_secrets(&self) {
+        let objects: Vec<Object> = self.all().into_iter().filter_map(|o| o.object).collect();
+        let of = |end: &str| match end.split_once(':').unwrap() {
+            ("group", g) => g.to_owned(),
+            (_, v) => self.vrnic(v).group,
+        };
+        let secret = |name: &str| objects.iter().any(|o| matches!(o, Object::Group(g) if g.name == name && g.secret));
+        let wanted = objects.iter().filter_map(|o| match o {
+            Object::Group(g) if g.secret => Some((g.name.clone(), String::new())),
+            Object::Rule(r) if r.action() == v1::rule::Action::Allow => {
+                let (a, b) = (of(&r.from), of(&r.to));
+                (a != b && (secret(&a) || secret(&b))).then(|| (a.clone().min(b.clone()), a.max(b)))
+            }
+            _ => None,
+        });
+        let kept = self.store.keys().filter_map(|k| k.strip_prefix("secret/")).map(|k| {
+            let mut parts = k.split('/').map(str::to_owned);
+            (parts.next().unwrap(), parts.next().unwrap())
+        });
+        assert_eq!(kept.collect::<BTreeSet<_>>(), wanted.collect());
+    }
+
     fn check(&self) {
+        self.check_secrets();
         let (mut addresses, mut ids, mut vnis) = (BTreeSet::new(), BTreeSet::new(), BTreeSet::new());
         for o in self.all().into_iter().filter_map(|o| o.object) {
             match o {

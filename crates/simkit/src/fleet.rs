@@ -4,7 +4,8 @@
 //! disk and its vRNICs ([`host`]), and the program around a centre ([`process`]).
 //!
 //! After each step: no address, MAC, GUID or VNI is given twice; what a host has in force is exactly what it was to have by some revision; a
-//! host that nothing has disturbed has it within [`LAG_MS`], and has no connection that the rules forbid; hosts that a group's secret reaches
+//! host that nothing has disturbed has it within [`LAG_MS`], with the vRNICs that are declared for it and no others, so that no two hosts have one
+//! address, and has no connection that the rules forbid; hosts that a group's secret reaches
 //! take what the others send. No change that was acknowledged is lost. Once disturbances end, all hosts have everything and the centre serves.
 //! Whatever is not so panics.
 
@@ -157,7 +158,7 @@ struct Link {
 }
 
 /// Two vRNICs with a connection, on these hosts.
-#[derive(Clone, Debug)]
+#[derive(Clone, Debug, PartialEq)]
 struct Talk {
     names: [String; 2],
     hosts: [usize; 2],
@@ -176,6 +177,10 @@ struct World {
     centres: Vec<Process>,
     links: BTreeMap<u64, Link>,
     talks: Vec<Talk>,
+    /// Counts connections that were made.
+    talked: u64,
+    /// Of each host, what it was checked for: the true state and its own, and the connections.
+    checked: [(u64, u64, u64); HOSTS],
     /// Until when hosts do not reach centres, and centres the store.
     cut: [[u64; CENTRES]; HOSTS],
     cut_store: [u64; CENTRES],
@@ -198,10 +203,7 @@ impl World {
         let mut store = Store::new(Centre::found("fleet"));
         let mut founder = Centre::load(store.revision, &store.all().1, [1; 32]).expect("a new fleet");
         let hosts = names.iter().map(|n| v1::Host { name: n.clone(), ..v1::Host::default() }.into());
-        let groups = GROUPS.iter().enumerate().map(|(i, n)| {
-            let range = if i == 2 { "10.9.0.0/24" } else { "10.8.0.0/27" };
-            v1::Group { name: (*n).into(), ranges: vec![range.into()], secret: i != 1, ..v1::Group::default() }.into()
-        });
+        let groups = GROUPS.iter().map(|n| v1::Group { secret: *n != "red", ..declared_group(n) }.into());
         let objects = hosts.chain(groups).map(|o: Object| v1::Object { object: Some(o), revision: 0 }).collect();
         let request = v1::ApplyRequest { objects, ..v1::ApplyRequest::default() };
         let plan = founder.apply(&Actor::centre(), request, EPOCH).expect("a good beginning").plan.expect("it is new");
@@ -219,6 +221,8 @@ impl World {
             centres: (0..CENTRES).map(|_| Process::new(rng.next_u64())).collect(),
             links: BTreeMap::new(),
             talks: Vec::new(),
+            talked: 0,
+            checked: [(0, 0, 0); HOSTS],
             cut: [[0; CENTRES]; HOSTS],
             cut_store: [0; CENTRES],
             slow_store: 0,
@@ -521,7 +525,7 @@ impl World {
         };
         let rule = format!("r{}", self.draw(5));
         let apply = |o: Object| Job::Apply(vec![v1::Object { object: Some(o), revision: 0 }]);
-        let job = match self.draw(12) {
+        let job = match self.draw(13) {
             0..=3 => {
                 self.made += 1;
                 let host = if self.one_in(8) { String::new() } else { host };
@@ -544,6 +548,7 @@ impl World {
                 apply(v1::Rule { name: rule, from, to, action: action.into(), both, priority }.into())
             }
             10 => Job::Delete(v1::Kind::Rule, rule, false),
+            11 => apply(v1::Group { weight: Some(1 + self.draw(9) as u32), secret: self.one_in(2), ..declared_group(group) }.into()),
             _ => Job::Rotate(group.into()),
         };
         self.take_job(centre, job);
@@ -618,8 +623,10 @@ impl World {
         let b = known[self.draw(known.len() as u64) as usize].clone();
         let Some(other) = (0..HOSTS).find(|&i| self.hosts[i].made.contains_key(&b)) else { return };
         let talk = Talk { names: [a, b], hosts: [h, other] };
-        if self.hosts[h].allows(&talk.names) && self.hosts[other].allows(&talk.names) {
+        let new = !self.talks.contains(&talk);
+        if new && self.hosts[h].allows(&talk.names) && self.hosts[other].allows(&talk.names) {
             self.talks.push(talk);
+            self.talked += 1;
             self.report.connections += 1;
         }
     }
@@ -691,15 +698,23 @@ impl World {
             }
             let host = &self.hosts[h];
             let Some(agent) = &host.agent else { continue };
+            // What was right is right until something changes.
+            let is = (self.truth.centre.revision(), host.looked, self.talked);
+            if self.checked[h] == is {
+                continue;
+            }
             let due = self.truth.table(h, u64::MAX).expect("there is something to have");
             assert!(host.table == *due, "at {now} ms h{h}, which nothing disturbs, does not have what it is to have");
             if host.working || !agent.status(now).problems.is_empty() {
                 continue;
             }
+            let declared = self.truth.vrnics.iter().filter(|(_, p)| p.host == host.name);
+            assert!(host.made.iter().eq(declared), "at {now} ms h{h} has other vRNICs than those that it is to have");
             for t in self.talks.iter().filter(|t| t.hosts.contains(&h)) {
                 let [a, b] = &t.names;
                 assert!(self.truth.allows(a, b), "at {now} ms {a} and {b} are connected, which the rules forbid");
             }
+            self.checked[h] = is;
         }
         for a in 0..HOSTS {
             for b in (0..HOSTS).filter(|b| *b != a) {
@@ -769,6 +784,12 @@ impl World {
             }
         }
     }
+}
+
+/// A group without a secret. Two of them have the same addresses.
+fn declared_group(name: &str) -> v1::Group {
+    let range = if name == "green" { "10.9.0.0/24" } else { "10.8.0.0/27" };
+    v1::Group { name: name.into(), ranges: vec![range.into()], ..v1::Group::default() }
 }
 
 /// A host's agent as it starts.

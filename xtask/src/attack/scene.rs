@@ -108,7 +108,7 @@ impl Scene {
     /// The build failed.
     pub fn build() -> Result<PathBuf> {
         lab::build()?;
-        lab::build_example("attacks")
+        lab::build_example("unirdma-testkit", "attacks")
     }
 
     /// # Errors

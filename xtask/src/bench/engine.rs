@@ -89,7 +89,7 @@ fn compare(rows: &mut [Row]) {
 
 pub(crate) fn engine(json: bool) -> Result<()> {
     eprintln!("building");
-    let program = lab::build_example("engine")?;
+    let program = lab::build_example("unirdma-testkit", "engine")?;
     eprintln!("WRITEs of 8 B to 1 MiB with one poller and with two");
     let o = Command::new(&program).output().map_err(|e| format!("{}: {e}", program.display()))?;
     let out = String::from_utf8_lossy(&o.stdout);

@@ -93,7 +93,11 @@ fn init(dir: &Path, store: Option<&str>, url: String) -> io::Result<()> {
 }
 
 async fn serve(options: &unirdma_control::Options) -> io::Result<()> {
+    use rustix::process::{Resource, Rlimit, getrlimit, setrlimit};
     use tokio::signal::unix::{SignalKind, signal};
+    // A connection for each host. What the kernel does not give, is missing later.
+    let most = getrlimit(Resource::Nofile).maximum;
+    let _ = setrlimit(Resource::Nofile, Rlimit { current: most, maximum: most });
     let (mut term, mut int) = (signal(SignalKind::terminate())?, signal(SignalKind::interrupt())?);
     let listening = unirdma_control::listen(options).await?;
     println!("unirdma control: serves at {}", listening.url);

@@ -11,6 +11,9 @@ use super::{Snapshot, Store, StoreError};
 const RECORDS: TableDefinition<'_, &str, &[u8]> = TableDefinition::new("records");
 const HEAD: TableDefinition<'_, (), u64> = TableDefinition::new("head");
 
+/// What the file's pages may take in memory, bytes. It is read as a whole once; after that a change touches few pages.
+const CACHE: usize = 16 << 20;
+
 /// A store in one file.
 pub struct FileStore {
     path: PathBuf,
@@ -34,7 +37,7 @@ impl FileStore {
             .mode(0o600)
             .open(path)
             .map_err(|e| broken(&e))?;
-        match Database::builder().create_file(file) {
+        match Database::builder().set_cache_size(CACHE).create_file(file) {
             Ok(db) => Ok(FileStore { path: path.into(), db }),
             Err(DatabaseError::DatabaseAlreadyOpen) => Err(StoreError::InUse(path.display().to_string())),
             Err(e) => Err(broken(&e)),

@@ -328,3 +328,29 @@ fn only_figures_that_have_changed_are_sent() {
     assert_eq!(sent(&mut h, vec![state("b", 3)]), [gone]);
     assert!(sent(&mut h, vec![state("b", 3)]).is_empty());
 }
+
+#[test]
+fn what_was_told_holds_for_the_revision_that_the_centre_says() {
+    let mut h = Host::new();
+    h.connect();
+    let alive = |revision| say(to_host::Message::Alive(v1::Alive { revision, clock_ms: 0 }));
+    // Before anything was told it holds for nothing.
+    h.agent.handle(h.now, alive(3));
+    assert_eq!(h.agent.status(h.now).revision, 0);
+    h.update(first());
+    let revision = first().revision;
+    assert_eq!(h.applied(), [(revision, Vec::new())]);
+    h.agent.handle(h.now, alive(revision + 5));
+    assert_eq!((h.agent.status(h.now).revision, h.applied()), (revision + 5, Vec::new()));
+    // Within an update that has not come as a whole, it says nothing; nor does an older one.
+    h.agent.handle(h.now, say(to_host::Message::Update(v1::Update { more: true, ..update(revision + 6, false, &[], &[]) })));
+    h.agent.handle(h.now, alive(revision + 9));
+    h.agent.handle(h.now, say(to_host::Message::Update(update(revision + 6, false, &[peer("new", "10.0.0.9")], &[]))));
+    h.agent.handle(h.now, alive(revision + 2));
+    assert_eq!(h.agent.status(h.now).revision, revision + 6);
+    h.work();
+    h.agent.handle(h.now, alive(revision + 8));
+    // The next centre hears of it.
+    h.agent.disconnected(h.now, "gone".into());
+    assert_eq!(h.connect().revision, revision + 8);
+}

@@ -41,7 +41,14 @@ pub(super) struct Host {
     /// What the agent has, as of this state and revision of it.
     pub table: Table,
     as_of: (String, u64),
+    /// Counts how often that was looked at.
+    pub looked: u64,
+    /// The secrets in it: their numbers, and that of the one to send with.
+    secrets: Secrets,
 }
+
+/// Of a group or of two, the numbers of the secrets that are taken, and of the one to send with.
+type Secrets = BTreeMap<(String, String), (Vec<u32>, Option<u32>)>;
 
 impl Host {
     pub fn new(number: usize, name: &str, seed: u64) -> Host {
@@ -64,6 +71,8 @@ impl Host {
             reported: 0,
             table: Table::new(),
             as_of: (String::new(), 0),
+            looked: 0,
+            secrets: Secrets::new(),
         }
     }
 
@@ -130,10 +139,12 @@ impl Host {
         let differ: Vec<_> = due.keys().chain(table.keys()).filter(|k| due.get(*k) != table.get(*k)).collect();
         assert!(differ.is_empty(), "h{number} has other pieces than revision {} says: {differ:?}", has.1);
         (self.table, self.as_of) = (table, has);
+        self.looked += 1;
+        self.secrets = self.secrets();
     }
 
-    fn secrets(&self) -> BTreeMap<(String, String), (Vec<u32>, Option<u32>)> {
-        let mut secrets: BTreeMap<_, (Vec<u32>, Option<u32>)> = BTreeMap::new();
+    fn secrets(&self) -> Secrets {
+        let mut secrets = Secrets::new();
         for item in self.table.values() {
             if let Item::Secret(s) = item
                 && let Some(k) = &s.key
@@ -148,11 +159,10 @@ impl Host {
 
     /// What this host sends with, the other one takes.
     pub fn check_secrets(&self, other: &Host) {
-        let theirs = other.secrets();
-        for (of, (_, sent)) in self.secrets() {
-            if let (Some(sent), Some((taken, _))) = (sent, theirs.get(&of)) {
+        for (of, (_, sent)) in &self.secrets {
+            if let (Some(sent), Some((taken, _))) = (sent, other.secrets.get(of)) {
                 assert!(
-                    taken.contains(&sent),
+                    taken.contains(sent),
                     "{} does not take secret {sent} of {of:?}, with which {} sends",
                     other.name,
                     self.name
@@ -179,6 +189,8 @@ impl World {
             host.made.retain(|n, _| known.contains(n));
             host.force.retain(|k, _| agent.item(k).is_some());
             (host.table, host.as_of) = (Table::new(), (String::new(), 0));
+            host.looked += 1;
+            host.secrets = Secrets::new();
             host.policy = truth::policy(&host.force);
             host.agent = Some(agent);
             self.end_talks(h);

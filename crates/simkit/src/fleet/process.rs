@@ -193,11 +193,10 @@ impl World {
         let links: Vec<u64> = p.peers.keys().copied().collect();
         if now >= p.next_alive {
             p.next_alive = now + ALIVE_MS;
+            self.tell(c);
             for &id in &links {
-                self.send_down(
-                    id,
-                    to_host::Message::Alive(v1::Alive { clock_ms: EPOCH + now, ..v1::Alive::default() }),
-                );
+                let revision = self.centres[c].peers.get(&id).and_then(|p| p.told).unwrap_or(0);
+                self.send_down(id, to_host::Message::Alive(v1::Alive { revision, clock_ms: EPOCH + now }));
             }
         }
         for id in links {
@@ -221,11 +220,12 @@ impl World {
     /// Tells hosts what they lack.
     fn tell(&mut self, c: usize) {
         let p = &mut self.centres[c];
-        let Some(centre) = &p.centre else { return };
-        let mut out = Vec::new();
-        for (id, peer) in &mut p.peers {
+        let Some(centre) = &mut p.centre else { return };
+        let (mut out, revision) = (Vec::new(), centre.revision());
+        for (id, peer) in p.peers.iter_mut().filter(|(_, peer)| peer.told != Some(revision)) {
             let updates = centre.updates(&peer.host, peer.told);
-            peer.told = Some(centre.revision());
+            peer.told = Some(revision);
+            centre.told(&peer.host, revision, !updates.is_empty());
             out.extend(updates.into_iter().map(|u| (*id, u)));
         }
         for (id, update) in out {
