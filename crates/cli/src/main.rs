@@ -380,7 +380,7 @@ enum GroupCommand {
     },
     /// Change a group while programs run
     #[command(
-        after_help = "Examples:\n  unirdma group set blue --weight 300     three times the processor time of a group with the default weight, when both want it\n  unirdma group set blue --secret new.secret   sends with a new secret to hosts that have it, too; takes the one before it on\n  unirdma group set blue --forget-old     takes the current secret only, once all hosts have it\n  unirdma group set blue --secret none    no secret any more"
+        after_help = "Examples:\n  unirdma group set blue --weight 300     three times the processor time of a group with the default weight, when both want it\n  unirdma group set blue --secret new.secret   sends with a new secret to hosts that have it, too; takes the one before it on\n  unirdma group set blue --forget-old     takes the current secret only, once all hosts have it\n  unirdma group set blue --secret none    no secret any more\n  unirdma group set blue --with red --secret pair.secret    seals packets between the two groups, which a rule joins"
     )]
     Set {
         /// Name of the group
@@ -388,6 +388,9 @@ enum GroupCommand {
         /// Share of the processors that its worker gets where they are scarce, 1 to 10,000
         #[arg(long, value_name = "W")]
         weight: Option<u32>,
+        /// The secret is for packets between the group and this other one, which a rule joins with it. All hosts of both groups need it
+        #[arg(long, value_name = "GROUP")]
+        with: Option<String>,
         /// File with a new secret, which the hosts of the group may be given one after the other, or `none`
         #[arg(long, value_name = "FILE|none", conflicts_with = "forget_old")]
         secret: Option<PathBuf>,
@@ -483,9 +486,9 @@ fn group(dir: &std::path::Path, command: GroupCommand) -> io::Result<u8> {
             let request = Request::GroupAdd { name, weight: Some(weight), secret: file.is_some() };
             ask_with(dir, &request, file.as_ref().map(AsFd::as_fd), &out)
         }
-        GroupCommand::Set { name, weight, secret, forget_old, out } => {
+        GroupCommand::Set { name, weight, with, secret, forget_old, out } => {
             let (change, file) = secret::change(secret.as_deref(), forget_old)?;
-            let request = Request::GroupSet { name, weight, secret: change };
+            let request = Request::GroupSet { name, weight, with, secret: change };
             ask_with(dir, &request, file.as_ref().map(AsFd::as_fd), &out)
         }
         GroupCommand::Ls { out } => ask(dir, &Request::GroupList, &out),
