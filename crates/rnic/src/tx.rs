@@ -225,3 +225,32 @@ pub(crate) fn ethernet(flow: &Flow) -> [u8; ETH_BYTES] {
     b[12..].copy_from_slice(&flow.ether_type().to_be_bytes());
     b
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_connection_takes_what_its_peers_group_has_sealed_or_what_need_not_be() {
+        let host = [192, 168, 7, 2].into();
+        let own = Path::new(host).between(7, 7);
+        let [red, blue] = [8, 9].map(|vni| Path::new(host).between(7, vni));
+        let device = Path { from: Some([192, 168, 7, 1].into()), ..Path::new(host) };
+        let plain =
+            Arrival { from: host, port: 0, to: host, congested: false, group: None, source: None, sealed: false };
+        let sealed = |source| Arrival { source, sealed: true, ..plain };
+        let arrivals = [plain, sealed(None), sealed(Some(8)), sealed(Some(9))];
+        let mut tx = Tx::default();
+        // Of packets within the group, of red and of blue, and of a plain device: which of these are taken, and whether own ones have a tail.
+        let mut table = |all: bool, across: &[u32]| {
+            tx.set_sealed(Sealed { tail: 28, all, across: across.iter().copied().collect() });
+            [own, red, blue, device].map(|p| (arrivals.map(|a| tx.takes(&p, &a)), tx.tail_of(&p)))
+        };
+        let (yes, no) = (true, false);
+        let [of_own, of_red, of_blue] = [[no, yes, no, no], [no, no, yes, no], [no, no, no, yes]];
+        let open = |sealed: [bool; 4]| ([yes, sealed[1], sealed[2], sealed[3]], 0);
+        assert_eq!(table(no, &[]), [open(of_own), open(of_red), open(of_blue), open(of_own)]);
+        assert_eq!(table(no, &[8]), [open(of_own), (of_red, 28), open(of_blue), open(of_own)]);
+        assert_eq!(table(yes, &[8]), [(of_own, 28), (of_red, 28), (of_blue, 28), open(of_own)]);
+    }
+}

@@ -414,3 +414,57 @@ impl Handshakes {
         }
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::seal::secrets::Secret;
+
+    const A: [u8; 4] = [192, 168, 7, 1];
+    const B: [u8; 4] = [192, 168, 7, 2];
+    const C: [u8; 4] = [192, 168, 7, 3];
+
+    /// A host of group blue with others, and what it says first.
+    fn host(own: [u8; 4], others: &[[u8; 4]]) -> (Handshakes, Vec<(Vec<u8>, IpAddr)>) {
+        let mut h = Handshakes::new(Arc::default(), vec![own.into()]);
+        let hosts = others.iter().map(|&o| o.into()).collect();
+        let mut said = Vec::new();
+        h.set_around(Around { name: "blue".into(), vni: 5, hosts, ..Around::default() }, |_, _| {});
+        let own = Some(Secrets::one(Secret::new(1, &[7; 32])));
+        h.set_secrets(GroupSecrets { own, ..GroupSecrets::default() }, |m, to| said.push((m.to_vec(), to)));
+        (h, said)
+    }
+
+    #[test]
+    fn a_flood_puts_off_nothing_and_leaves_nothing() {
+        let (mut a, said) = host(A, &[B, C]);
+        assert_eq!(said.len(), 2);
+        let due = a.timer().unwrap();
+        // Without the secret, as host B and as somebody who is no host.
+        let mut junk = said[0].0.clone();
+        for i in 0..10_000u32 {
+            junk[60..64].copy_from_slice(&i.to_be_bytes());
+            for from in [B, [192, 168, 7, 9]] {
+                assert!(!a.on_message((from, 4789).into(), &junk, |_, _| panic!("it is answered")));
+            }
+        }
+        assert_eq!((a.timer(), a.peers.len(), a.info().silent.len()), (Some(due), 2, 2));
+        assert_eq!(a.info().drops.wrong_tag, 10_000);
+        // Copies of what B has said: each is answered once to B, and C hears what it is to hear no later.
+        let (_, said) = host(B, &[A]);
+        let mut answers = 0;
+        for _ in 0..1000 {
+            assert!(a.on_message((B, 4789).into(), &said[0].0, |m, to| {
+                assert_eq!((m.len(), to), (HELLO_BYTES, IpAddr::from(B)));
+                answers += 1;
+            }));
+            assert!(a.timer().unwrap() <= due);
+        }
+        assert!(answers <= 1000 && a.peers[&(B.into(), None)].exchanges.len() == 1);
+        let mut heard = Vec::new();
+        std::thread::sleep(std::time::Duration::from_nanos(FIRST_REPEAT_NS + 1_000_000));
+        a.on_timer(|_, to| heard.push(to));
+        heard.sort_unstable();
+        assert_eq!(heard, [IpAddr::from(B), C.into()]);
+    }
+}
