@@ -810,6 +810,7 @@ pub(crate) fn run(only: Option<&str>) -> Result<()> {
     isolation(&mut s);
     network::spoofing(&mut s);
     rules::single_host(&mut s);
+    secret::single_host(&mut s);
     sandbox::run(&mut s);
     podman::run(&mut s);
     workers::workers(&mut s);

@@ -182,13 +182,6 @@ fn log_to_stderr() {
     tracing_subscriber::fmt().with_env_filter(filter).with_writer(io::stderr).init();
 }
 
-#[derive(Args)]
-pub(crate) struct WorkerArgs {
-    /// The group, so that lists of processes show it
-    #[arg(value_name = "GROUP")]
-    _group: String,
-}
-
 /// The socket that is our standard input, where the supervisor comes.
 fn door() -> io::Result<UnixListener> {
     log_to_stderr();
@@ -202,7 +195,7 @@ fn door() -> io::Result<UnixListener> {
     Ok(door.into())
 }
 
-/// Serves the vRNICs of a group.
+/// Serves the vRNICs of a group, whose name is an argument so that lists of processes show it.
 pub(crate) fn worker() -> io::Result<()> {
     work(door()?, Alone::Waits)
 }

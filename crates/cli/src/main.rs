@@ -24,6 +24,7 @@ mod units;
 mod vm;
 mod vmm;
 
+use std::ffi::OsStr;
 use std::io;
 use std::os::fd::{AsFd, BorrowedFd};
 use std::path::PathBuf;
@@ -60,12 +61,6 @@ enum Command {
     /// Serve vRNICs on this host until interrupted
     #[command(after_help = hosting::EXAMPLES)]
     Host(hosting::HostArgs),
-    /// Serve the vRNICs of a group: what `unirdma host` starts
-    #[command(hide = true)]
-    Worker(hosting::WorkerArgs),
-    /// Keep what the next `unirdma host` needs if this one is killed: what `unirdma host` starts
-    #[command(hide = true)]
-    Keeper,
     /// Make, list, show and remove vRNICs
     Vrnic {
         #[command(subcommand)]
@@ -82,10 +77,12 @@ enum Command {
         command: RuleCommand,
     },
     /// Make a secret of a group, in a new file that only its owner can read
-    #[command(after_help = secret::EXAMPLES)]
+    #[command(after_help = secret::EXAMPLES, args_conflicts_with_subcommands = true)]
     Secret {
+        #[command(subcommand)]
+        command: Option<fleet::SecretCommand>,
         /// The file, which must not exist yet
-        file: PathBuf,
+        file: Option<PathBuf>,
     },
     /// Run a command as a container that has one vRNIC
     #[command(after_help = container::EXAMPLES)]
@@ -380,7 +377,7 @@ enum GroupCommand {
     },
     /// Change a group while programs run
     #[command(
-        after_help = "Examples:\n  unirdma group set blue --weight 300     three times the processor time of a group with the default weight, when both want it\n  unirdma group set blue --secret new.secret   sends with a new secret to hosts that have it, too; takes the one before it on\n  unirdma group set blue --forget-old     takes the current secret only, once all hosts have it\n  unirdma group set blue --secret none    no secret any more"
+        after_help = "Examples:\n  unirdma group set blue --weight 300     three times the processor time of a group with the default weight, when both want it\n  unirdma group set blue --secret new.secret   sends with a new secret to hosts that have it, too; takes the one before it on\n  unirdma group set blue --forget-old     takes the current secret only, once all hosts have it\n  unirdma group set blue --secret none    no secret any more\n  unirdma group set blue --with red --secret pair.secret    seals packets between the two groups, which a rule joins"
     )]
     Set {
         /// Name of the group
@@ -388,6 +385,9 @@ enum GroupCommand {
         /// Share of the processors that its worker gets where they are scarce, 1 to 10,000
         #[arg(long, value_name = "W")]
         weight: Option<u32>,
+        /// The secret is for packets between the group and this other one, which a rule joins with it. All hosts of both groups need it
+        #[arg(long, value_name = "GROUP")]
+        with: Option<String>,
         /// File with a new secret, which the hosts of the group may be given one after the other, or `none`
         #[arg(long, value_name = "FILE|none", conflicts_with = "forget_old")]
         secret: Option<PathBuf>,
@@ -412,32 +412,42 @@ enum GroupCommand {
 }
 
 fn main() -> ExitCode {
-    let cli = Cli::parse();
-    let dir = cli.dir.unwrap_or_else(default_dir);
-    // Containers and their programs may change directory.
-    let dir = std::path::absolute(&dir).unwrap_or(dir);
-    let result = match cli.command {
-        Command::Host(args) => hosting::host(dir, &args).map(|()| 0),
-        Command::Worker(_) => hosting::worker().map(|()| 0),
-        Command::Keeper => hosting::keeper().map(|()| 0),
-        Command::Run(args) => container::run(&dir, &args),
-        Command::Exec(args) => enter::exec(&dir, &args),
-        Command::Vm { command } => vm::vm(&dir, command),
-        Command::Vrnic { command } => vrnic(&dir, command),
-        Command::Group { command } => group(&dir, command),
-        Command::Rule { command: RuleCommand::Ls { out } } => ask(&dir, &Request::RuleList, &out),
-        Command::Secret { file } => secret::make(&file).map(|()| 0),
-        Command::Capture(args) => capture::run(&dir, &args).map(|()| 0),
-        Command::Top(args) => top::run(&dir, args).map(|()| 0),
-        Command::Status { out } => ask(&dir, &Request::Status, &out),
-        Command::Fleet(command) => fleet::run(command),
-    };
+    // What `unirdma host` starts needs no parser, which would leave all that `--help` can say in the memory of each worker.
+    match std::env::args_os().nth(1).as_deref().and_then(OsStr::to_str) {
+        Some("worker") => ended(hosting::worker().map(|()| 0)),
+        Some("keeper") => ended(hosting::keeper().map(|()| 0)),
+        _ => ended(command(Cli::parse())),
+    }
+}
+
+fn ended(result: io::Result<u8>) -> ExitCode {
     match result {
         Ok(code) => ExitCode::from(code),
         Err(e) => {
             eprintln!("unirdma: {e}");
             ExitCode::FAILURE
         }
+    }
+}
+
+fn command(cli: Cli) -> io::Result<u8> {
+    let dir = cli.dir.unwrap_or_else(default_dir);
+    // Containers and their programs may change directory.
+    let dir = std::path::absolute(&dir).unwrap_or(dir);
+    match cli.command {
+        Command::Host(args) => hosting::host(dir, &args).map(|()| 0),
+        Command::Run(args) => container::run(&dir, &args),
+        Command::Exec(args) => enter::exec(&dir, &args),
+        Command::Vm { command } => vm::vm(&dir, command),
+        Command::Vrnic { command } => vrnic(&dir, command),
+        Command::Group { command } => group(&dir, command),
+        Command::Rule { command: RuleCommand::Ls { out } } => ask(&dir, &Request::RuleList, &out),
+        Command::Secret { command: Some(command), .. } => fleet::secret(command),
+        Command::Secret { file, .. } => secret::make(file.as_deref()).map(|()| 0),
+        Command::Capture(args) => capture::run(&dir, &args).map(|()| 0),
+        Command::Top(args) => top::run(&dir, args).map(|()| 0),
+        Command::Status { out } => ask(&dir, &Request::Status, &out),
+        Command::Fleet(command) => fleet::run(command),
     }
 }
 
@@ -483,9 +493,9 @@ fn group(dir: &std::path::Path, command: GroupCommand) -> io::Result<u8> {
             let request = Request::GroupAdd { name, weight: Some(weight), secret: file.is_some() };
             ask_with(dir, &request, file.as_ref().map(AsFd::as_fd), &out)
         }
-        GroupCommand::Set { name, weight, secret, forget_old, out } => {
+        GroupCommand::Set { name, weight, with, secret, forget_old, out } => {
             let (change, file) = secret::change(secret.as_deref(), forget_old)?;
-            let request = Request::GroupSet { name, weight, secret: change };
+            let request = Request::GroupSet { name, weight, with, secret: change };
             ask_with(dir, &request, file.as_ref().map(AsFd::as_fd), &out)
         }
         GroupCommand::Ls { out } => ask(dir, &Request::GroupList, &out),
@@ -502,4 +512,20 @@ fn ask_with(dir: &std::path::Path, request: &Request, fd: Option<BorrowedFd<'_>>
     let response: Response = Client::connect(dir)?.ask(request, fd)?;
     print::response(&response, out.json)?;
     Ok(0)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use clap::CommandFactory;
+
+    #[test]
+    fn each_command_has_one_meaning() {
+        // Among others that no name stands for two commands.
+        Cli::command().debug_assert();
+        let secret =
+            |args: &[&str]| Cli::try_parse_from([&["unirdma", "secret"], args].concat()).map(|cli| cli.command);
+        assert!(matches!(secret(&["blue.secret"]), Ok(Command::Secret { command: None, file: Some(_) })));
+        assert!(matches!(secret(&["rotate", "blue"]), Ok(Command::Secret { command: Some(_), file: None })));
+    }
 }

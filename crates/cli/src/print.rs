@@ -1,6 +1,7 @@
 //! Tables and JSON on standard output.
 
 use std::io::{self, Write};
+use std::net::IpAddr;
 
 use unirdma_host::admin::{GroupInfo, Response, RulesInfo, StatusInfo, WireInfo, WorkerInfo};
 use unirdma_host::confine::USUAL_GROUP_WEIGHT;
@@ -258,27 +259,44 @@ fn status(s: &StatusInfo) -> String {
 /// The secrets of a worker's group, and what was dropped since it does not show that its sender has one.
 fn seal(w: &WorkerInfo) -> String {
     let (group, s) = (&w.group, &w.seal);
-    let mut text = String::new();
-    if let Some(sends_with) = s.sends_with {
-        let others: Vec<String> = s.secrets.iter().filter(|&&n| n != sends_with).map(u8::to_string).collect();
-        let also = if others.is_empty() { String::new() } else { format!("; takes {} too", others.join(" and ")) };
-        text += &format!("\ngroup {group}: packets between hosts are sealed with secret {sends_with}{also}");
-    }
-    for host in &s.silent {
-        text += &format!(
-            "\ngroup {group}: {host} has not shown that it has a secret of the group; nothing passes from it until it does"
-        );
-    }
-    for host in &s.behind {
-        text += &format!(
-            "\ngroup {group}: {host} has not shown that it has the current secret; packets to it are sealed with an older one"
-        );
+    let mut text = secrets(&format!("group {group}"), "the group", (&s.secrets, s.sends_with), [&s.silent, &s.behind]);
+    for j in &s.joined {
+        let both = format!("groups {group} and {}", j.group);
+        if j.secrets.is_empty() {
+            text += &format!(
+                "\n{both}: nothing passes between them, since they have no secret together (unirdma group set {group} --with {} --secret FILE)",
+                j.group
+            );
+            continue;
+        }
+        text += &secrets(&both, "the two groups", (&j.secrets, j.sends_with), [&j.silent, &j.behind]);
     }
     let d = &s.drops;
     let why =
         reasons(&[("not sealed", d.unsealed), ("sealed with a wrong tag", d.wrong_tag), ("replayed", d.replayed)]);
     if let Some(why) = why {
         text += &format!("\ngroup {group}: dropped packets of its hosts: {why}");
+    }
+    text
+}
+
+/// Secrets that are taken, the one that is sent with, and the hosts that do not have one, or not that one.
+fn secrets(of: &str, whose: &str, (all, sends_with): (&[u8], Option<u8>), [silent, behind]: [&[IpAddr]; 2]) -> String {
+    let mut text = String::new();
+    if let Some(sends_with) = sends_with {
+        let others: Vec<String> = all.iter().filter(|&&n| n != sends_with).map(u8::to_string).collect();
+        let also = if others.is_empty() { String::new() } else { format!("; takes {} too", others.join(" and ")) };
+        text += &format!("\n{of}: packets between hosts are sealed with secret {sends_with}{also}");
+    }
+    for host in silent {
+        text += &format!(
+            "\n{of}: {host} has not shown that it has a secret of {whose}; nothing passes from it until it does"
+        );
+    }
+    for host in behind {
+        text += &format!(
+            "\n{of}: {host} has not shown that it has the current secret; packets to it are sealed with an older one"
+        );
     }
     text
 }

@@ -11,13 +11,19 @@ pub(crate) const EXAMPLES: &str = "Examples:
   unirdma secret blue.secret
   unirdma group set blue --secret blue.secret    on each host of the group, with a copy of this file
 
+  unirdma group set blue --with red --secret pair.secret    on each host of one of two groups that a rule joins
+  unirdma secret rotate blue                     with a control centre, which gives secrets to its hosts by itself
+
 `head -c 32 /dev/urandom > blue.secret` makes one, too, under `umask 077`.";
 
 /// Makes a secret in a new file.
 ///
 /// # Errors
-/// There is such a file already, or it cannot be written.
-pub(crate) fn make(path: &Path) -> io::Result<()> {
+/// No file is named, there is such a file already, or it cannot be written.
+pub(crate) fn make(path: Option<&Path>) -> io::Result<()> {
+    let nameless =
+        || io::Error::new(io::ErrorKind::InvalidInput, "name the file for the secret: `unirdma secret blue.secret`");
+    let path = path.ok_or_else(nameless)?;
     let at = |e: io::Error| io::Error::new(e.kind(), format!("{}: {e}", path.display()));
     let mut bytes = [0; 32];
     File::open("/dev/urandom")?.read_exact(&mut bytes)?;

@@ -65,6 +65,9 @@ pub enum Request {
         name: String,
         #[serde(default)]
         weight: Option<u32>,
+        /// The secret is one of the two groups, for packets between them.
+        #[serde(default)]
+        with: Option<String>,
         #[serde(default)]
         secret: Option<SecretChange>,
     },

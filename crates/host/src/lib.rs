@@ -50,7 +50,7 @@ pub use keeper::keep;
 pub use metrics::{DEFAULT_METRICS_VRNICS, MAX_METRICS_VRNICS, MetricsConfig};
 pub use network::Disagreement;
 pub use port::PortCounters;
-pub use seal::{SealDrops, SealInfo, Secret, Secrets};
+pub use seal::{GroupSecrets, PairInfo, SealDrops, SealInfo, Secret, Secrets};
 pub use tunnel::{TunnelDrops, TunnelInfo};
 pub use unirdma_device::HoldTimes;
 pub use unirdma_rnic::MrNote;

@@ -131,13 +131,22 @@ struct Group {
     packets: Vec<Packets>,
     /// IP multicast groups that its worker has sockets of.
     joined: BTreeSet<IpAddr>,
-    /// It has a secret: sessions take the place of announcements.
-    sealed: bool,
+    /// Whether it has a secret, and the groups with which it has one: sessions take the place of announcements.
+    sealed: SealedWith,
+}
+
+/// With whom a group talks in sealed packets.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub(crate) struct SealedWith {
+    /// Within itself, and with nobody else but with groups with which it has a secret.
+    pub own: bool,
+    /// With these groups, if rules join them with it.
+    pub others: BTreeSet<String>,
 }
 
 impl Group {
     fn new(id: u32, qpns: Vec<Range>, first_port: Option<u16>) -> Self {
-        Group { id, qpns, first_port, packets: Vec::new(), joined: BTreeSet::new(), sealed: false }
+        Group { id, qpns, first_port, packets: Vec::new(), joined: BTreeSet::new(), sealed: SealedWith::default() }
     }
 }
 
@@ -583,29 +592,33 @@ impl Network {
     /// Tells the peers which groups this host has now.
     fn groups_changed(&mut self) {
         // Hosts with members of a joined group only are to know the number of this one, too.
-        let known = |name: &String| {
-            let mut members = self.known.outline(name);
-            let others = self.joined_with(name).into_iter().flat_map(|j| j.hosts);
+        let plainly_joined = |(name, group): &(&String, &Group)| {
+            let joined = self.joined_with(name).into_iter();
+            joined.filter(|j| !group.sealed.others.contains(&j.name)).collect::<Vec<Members>>()
+        };
+        let known = |group: &(&String, &Group)| {
+            let mut members = self.known.outline(group.0);
+            let others = plainly_joined(group).into_iter().flat_map(|j| j.hosts);
             members.hosts.extend(others.filter(|h| !self.addresses.contains(h)));
             members
         };
-        let announced: Vec<&String> = self.groups.iter().filter(|(_, g)| !g.sealed).map(|(name, _)| name).collect();
-        let members: Vec<Members> = announced.iter().map(|name| known(name)).collect();
+        let announced: Vec<(&String, &Group)> = self.groups.iter().filter(|(_, g)| !g.sealed.own).collect();
+        let members: Vec<Members> = announced.iter().map(known).collect();
+        let joined: Vec<Members> = announced.iter().flat_map(plainly_joined).collect();
         let hidden = self.rules().hidden;
         for h in hidden.iter().filter(|h| !self.hidden.contains(h)) {
             tracing::warn!("{h}");
         }
         self.hidden = hidden;
-        let joined: Vec<Members> = announced.iter().flat_map(|name| self.joined_with(name)).collect();
         self.announcer.set_groups(&members, &joined, &Out(&self.lanes));
         for group in self.groups.keys() {
             self.known.note_agreement(group, None, |host, vni| self.announcer.agrees(host, vni, group));
         }
     }
 
-    /// From now on a group has a secret, or none. What one with a secret opens was sealed for its number and its name: nobody has to
+    /// From now on a group has these secrets, or none. What one with a secret opens was sealed for its number and its name: nobody has to
     /// announce these, and nobody without the secret can say others.
-    pub fn set_sealed(&mut self, group: &str, sealed: bool) {
+    pub fn set_sealed(&mut self, group: &str, sealed: SealedWith) {
         let changed = self.groups.get_mut(group).filter(|g| g.sealed != sealed);
         if changed.map(|g| g.sealed = sealed).is_some() {
             self.groups_changed();

@@ -17,6 +17,7 @@ use std::time::Instant;
 use rustix::event::{EventfdFlags, epoll};
 use unirdma_device::{NetDevice, lock};
 use unirdma_formats::frame::{Claims, Heading};
+use unirdma_rnic::Sealed;
 
 use crate::confine::{self, Kind};
 use crate::engine::Engine;
@@ -24,7 +25,7 @@ use crate::filter::{End, Filter};
 use crate::guard::Guard;
 use crate::network::{Changes, Plan};
 use crate::pulse::Pulse;
-use crate::seal::{SealInfo, Secrets};
+use crate::seal::{GroupSecrets, SealInfo};
 use crate::tunnel::{Tunnel, TunnelDrops, Tunneled};
 
 /// How an interface is reached.
@@ -358,8 +359,13 @@ impl Switch {
         self.tunnel.as_ref().map(|t| t.drops()).unwrap_or_default()
     }
 
+    /// Which packets to other hosts are sealed.
+    pub fn sealed(&self) -> Sealed {
+        self.tunnel.as_ref().map(|t| t.sealed()).unwrap_or_default()
+    }
+
     /// Tells the tunnel which secrets the group has, if it has any. True if there is a tunnel.
-    pub fn set_secrets(&self, secrets: Option<Secrets>) -> bool {
+    pub fn set_secrets(&self, secrets: GroupSecrets) -> bool {
         self.tunnel.as_ref().map(|t| t.set_secrets(secrets)).is_some()
     }
 

@@ -12,18 +12,18 @@ use std::io;
 use std::net::{IpAddr, SocketAddr, UdpSocket};
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::sync::{Arc, Mutex};
-use std::time::Instant;
+use std::time::{Duration, Instant};
 
 use rustix::time::{Itimerspec, TimerfdClockId, TimerfdFlags, TimerfdTimerFlags, Timespec};
 
 use serde::{Deserialize, Serialize};
-use unirdma_device::lock;
+use unirdma_device::{lock, now_ns};
 use unirdma_formats::frame::{Claims, Heading};
 use unirdma_formats::net::{ETH_BYTES, VXLAN_BYTES, VXLAN_PORT, vxlan, vxlan_from, vxlan_source};
-use unirdma_rnic::DATAGRAM_MAC;
+use unirdma_rnic::{DATAGRAM_MAC, Sealed};
 
 use crate::network::{Changes, Disagreement};
-use crate::seal::{Around, Board, Handshakes, SealInfo, Secrets, TAIL_BYTES, kind};
+use crate::seal::{Around, Board, GroupSecrets, Handshakes, JoinedHosts, SealInfo, TAIL_BYTES, kind};
 use learned::Learned;
 
 /// Bytes that a tunnel adds to a frame over IPv6; over IPv4 it is 20 less. With a secret of the group it is [`TAIL_BYTES`] more.
@@ -180,18 +180,26 @@ impl Tunnel {
     }
 
     fn arm(&self, s: &State) {
-        let after = s.handshakes.timer().unwrap_or_default();
+        // Zero would disarm it.
+        let after = s.handshakes.timer().map(|at| Duration::from_nanos(at.saturating_sub(now_ns()).max(1)));
+        let after = after.unwrap_or_default();
         let zero = Timespec { tv_sec: 0, tv_nsec: 0 };
         let value = Timespec { tv_sec: after.as_secs() as i64, tv_nsec: after.subsec_nanos().into() };
         let new = Itimerspec { it_interval: zero, it_value: value };
         let _ = rustix::time::timerfd_settime(&self.timer, TimerfdTimerFlags::empty(), &new);
     }
 
-    /// From now on the group has these secrets, or none.
-    pub fn set_secrets(&self, secrets: Option<Secrets>) {
+    /// From now on these are the group's secrets, if it has any.
+    pub fn set_secrets(&self, secrets: GroupSecrets) {
         let mut s = lock(&self.state);
         s.handshakes.set_secrets(secrets, |p, to| self.send_to(p, to));
         self.arm(&s);
+    }
+
+    /// Which packets to other hosts are sealed.
+    pub fn sealed(&self) -> Sealed {
+        let s = lock(&self.state);
+        Sealed { tail: TAIL_BYTES, all: s.handshakes.seals(None), across: s.handshakes.sealed_groups() }
     }
 
     /// The state of the group's secrets.
@@ -219,15 +227,9 @@ impl Tunnel {
             s.learned.clear();
         }
         s.groups.remove(&group);
-        let elsewhere = joined.iter().flat_map(|j| &j.members.hosts).filter(|h| !members.hosts.contains(h));
-        let around = Around {
-            name: members.name.clone(),
-            vni: members.vni,
-            hosts: members.hosts.clone(),
-            joined: elsewhere.copied().collect(),
-        };
+        let joined = joined.into_iter().map(|j| (j.members.vni, j)).collect();
+        let around = around(&members, &joined);
         if !members.hosts.is_empty() || !joined.is_empty() {
-            let joined = joined.into_iter().map(|j| (j.members.vni, j)).collect();
             s.groups.insert(group, Known { members, agreed, joined });
         }
         s.by_vni = s.groups.iter().map(|(&g, j)| (j.members.vni, g)).collect();
@@ -269,18 +271,7 @@ impl Tunnel {
                 _ => known.agreed.remove(host),
             };
         }
-        let around = Around {
-            name: members.name.clone(),
-            vni: members.vni,
-            hosts: members.hosts.clone(),
-            joined: known
-                .joined
-                .values()
-                .flat_map(|j| &j.members.hosts)
-                .filter(|h| !members.hosts.contains(h))
-                .copied()
-                .collect(),
-        };
+        let around = around(members, &known.joined);
         if members.hosts.is_empty() && known.joined.is_empty() {
             groups.remove(&group);
             by_vni.remove(&changes.vni);
@@ -312,12 +303,12 @@ impl Tunnel {
         packet.extend_from_slice(&vxlan(members.vni));
         packet.extend_from_slice(frame);
         let mut send = |host: IpAddr| {
-            if handshakes.on() {
+            if handshakes.seals(None) {
                 // For each host another one.
                 packet.truncate(VXLAN_BYTES);
                 packet.extend_from_slice(frame);
                 packet.resize(VXLAN_BYTES + frame.len() + TAIL_BYTES, 0);
-                if !handshakes.seal(host, packet) {
+                if !handshakes.seal((host, None), packet) {
                     return;
                 }
             }
@@ -331,19 +322,22 @@ impl Tunnel {
 
     /// Sends a frame of a local vRNIC to the host of an address of another group, if the address is one that the group reaches.
     pub fn send_across(&self, group: u32, to: IpAddr, frame: &[u8]) {
-        let s = lock(&self.state);
-        if s.handshakes.on() {
-            // Two groups have no secret that both know.
-            return;
-        }
-        let Some(Known { members, joined, .. }) = s.groups.get(&group) else { return };
-        let Some((vni, host)) = joined.values().find_map(|j| Some((j.members.vni, j.members.places.get(&to)?))) else {
+        let mut s = lock(&self.state);
+        let State { groups, handshakes, packet, .. } = &mut *s;
+        let Some(Known { members, joined, .. }) = groups.get(&group) else { return };
+        let Some((vni, host)) = joined.values().find_map(|j| Some((j.members.vni, *j.members.places.get(&to)?))) else {
             return;
         };
-        let mut packet = Vec::with_capacity(VXLAN_BYTES + frame.len());
+        packet.clear();
         packet.extend_from_slice(&vxlan_from(vni, members.vni));
         packet.extend_from_slice(frame);
-        self.send_to(&packet, *host);
+        if handshakes.seals(Some(vni)) {
+            packet.resize(VXLAN_BYTES + frame.len() + TAIL_BYTES, 0);
+            if !handshakes.seal((host, Some(vni)), packet) {
+                return;
+            }
+        }
+        self.send_to(packet, host);
     }
 
     /// Takes one packet off a socket, its frame in `buffer`; `None` if none waits.
@@ -351,9 +345,10 @@ impl Tunnel {
         let (to, socket) = self.sockets.get(socket)?;
         let (n, from) = socket.recv_from(buffer).ok()?;
         let mut s = lock(&self.state);
-        if from.port() == VXLAN_PORT && is_hello(&buffer[..n]) && s.handshakes.on() {
-            s.handshakes.on_message(from, &buffer[..n], |p, to| self.send_to(p, to));
-            self.arm(&s);
+        if from.port() == VXLAN_PORT && hello_of(&buffer[..n]).is_some_and(|group| s.handshakes.seals(group)) {
+            if s.handshakes.on_message(from, &buffer[..n], |p, to| self.send_to(p, to)) {
+                self.arm(&s);
+            }
             return Some(Tunneled::Nothing);
         }
         Some(take(&mut s, from, *to, &mut buffer[..n]).unwrap_or_else(|why| {
@@ -363,9 +358,21 @@ impl Tunnel {
     }
 }
 
-/// True for a message of the handshake.
-fn is_hello(packet: &[u8]) -> bool {
-    packet.get(kind::AT) == Some(&kind::HELLO)
+/// The group and its joined ones, as sessions are about them.
+fn around(members: &Members, joined: &HashMap<u32, Joined>) -> Around {
+    let hosts_of = |j: &Joined| JoinedHosts { name: j.members.name.clone(), hosts: j.members.hosts.clone() };
+    Around {
+        name: members.name.clone(),
+        vni: members.vni,
+        hosts: members.hosts.clone(),
+        joined: joined.iter().map(|(&vni, j)| (vni, hosts_of(j))).collect(),
+    }
+}
+
+/// Of a message of the handshake the number of its sender's group, if that is another one. `None` for other packets.
+fn hello_of(packet: &[u8]) -> Option<Option<u32>> {
+    let head = packet.first_chunk::<VXLAN_BYTES>().filter(|h| h[kind::AT] == kind::HELLO)?;
+    Some(vxlan_source(head))
 }
 
 /// Why a packet is dropped: which count it is in. `None`: it was counted already.
@@ -396,10 +403,10 @@ fn take<'a>(s: &mut State, from: SocketAddr, to: IpAddr, packet: &'a mut [u8]) -
         return Err(NO_GROUP);
     }
     // What a host can open was sealed for this number and this name, so nobody has to announce them.
-    let packet = if handshakes.on() {
-        &*handshakes.open(from, to, packet).ok_or(None)?
+    let packet = if handshakes.seals(source) {
+        &*handshakes.open((from, source), to, packet).ok_or(None)?
     } else if head[kind::AT] != 0 {
-        handshakes.complain_of_seal(from, &members.name, head[kind::AT]);
+        handshakes.complain_of_seal((from, source), head[kind::AT]);
         return Err(None);
     } else if !agreed.contains(&from) {
         return Err(Some(|d| &mut d.not_agreed));

@@ -287,9 +287,12 @@ pub(crate) const NET_MTU: u32 = 9000;
 /// Path MTU code of the RDMA port: 4096.
 pub(crate) const PORT_MTU: u8 = 5;
 
+/// Longest name of a vRNIC or group.
+pub(crate) const MAX_NAME_BYTES: usize = 32;
+
 /// Checks a name of a vRNIC or group: it becomes a directory and an argument.
 pub(crate) fn check_name(what: &str, name: &str) -> Result<(), String> {
-    let ok = (1..=32).contains(&name.len())
+    let ok = (1..=MAX_NAME_BYTES).contains(&name.len())
         && name.bytes().all(|b| b.is_ascii_alphanumeric() || b"_.-".contains(&b))
         && name.as_bytes()[0].is_ascii_alphanumeric();
     if ok {

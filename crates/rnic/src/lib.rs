@@ -87,4 +87,4 @@ pub use polled::Bells;
 pub use random::{Rng, Seed};
 pub use record::{Attach, Attached, Flaw, Object, Record, RecordError, RestoreError, Way, What};
 pub use rnic::Rnic;
-pub use tx::{DATAGRAM_MAC, MAX_OUTER_BYTES, Tx, TxPacket};
+pub use tx::{DATAGRAM_MAC, MAX_OUTER_BYTES, Sealed, Tx, TxPacket};

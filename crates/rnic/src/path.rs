@@ -101,14 +101,17 @@ pub struct Arrival {
     pub congested: bool,
     /// The group of vRNICs in whose VXLAN network it came; its bytes begin with the inner IP header then, which has the addresses.
     pub group: Option<u32>,
-    /// The number of the sender's group, if that is another one than the group in whose network it came.
+    /// The number of the sender's group, if that is another one than the group that it is for. Of a packet to a connection only its seal
+    /// says that.
     pub source: Option<u32>,
+    /// The port has found, by a secret, that a host of the sender's group made it ([`crate::Sealed`]).
+    pub sealed: bool,
 }
 
 impl Arrival {
     /// Of the IP packet of a datagram that came from a host inside the VXLAN network of a group.
     pub fn inside(from: IpAddr, group: u32) -> Self {
-        Arrival { from, port: 0, to: from, congested: false, group: Some(group), source: None }
+        Arrival { from, port: 0, to: from, congested: false, group: Some(group), source: None, sealed: false }
     }
 }
 
@@ -119,7 +122,7 @@ pub struct WireDrops {
     pub malformed: u64,
     /// No such QP or connection, or one that is not connected over the wire.
     pub no_qp: u64,
-    /// From a host that the QP is not connected to.
+    /// From a host that the QP is not connected to, or of a connection whose packets are sealed, and not sealed by the peer's group.
     pub wrong_source: u64,
     /// A P_Key that is neither the default one nor that of the QP's group.
     pub bad_pkey: u64,

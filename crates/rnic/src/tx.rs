@@ -1,11 +1,12 @@
 //! Packets that wait for the port.
 
+use std::collections::BTreeSet;
 use std::convert::Infallible;
 
 use unirdma_formats::net::{ETH_BYTES, Flow, MAX_IP_UDP_BYTES, VXLAN_BYTES, vxlan, vxlan_from};
 use unirdma_formats::wire::{ICRC_BYTES, MAX_HEADER_BYTES, Packet, padding};
 
-use crate::path::Path;
+use crate::path::{Arrival, Path};
 
 /// Packets that wait for the port, in one flat buffer.
 pub struct Tx {
@@ -14,8 +15,26 @@ pub struct Tx {
     packets: Vec<TxPacket>,
     /// How many packets at the beginning of `packets` were sent already.
     gone: usize,
-    /// Bytes of the tail that packets to other virtual layers have from now on.
-    tail: usize,
+    sealed: Sealed,
+}
+
+/// Which packets between virtual layers show whose they are, by a tail after their ICRC. What is in it their hosts know.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct Sealed {
+    /// Bytes of a tail.
+    pub tail: usize,
+    /// All do.
+    pub all: bool,
+    /// Those to and from other groups with these numbers do.
+    pub across: BTreeSet<u32>,
+}
+
+impl Sealed {
+    /// True for packets of a path. Plain devices send and get packets as they always are: those leave from an address of the vRNIC
+    /// ([`Path::from`]).
+    fn holds(&self, path: &Path) -> bool {
+        path.from.is_none() && (self.all || path.across.is_some_and(|(peer, _)| self.across.contains(&peer)))
+    }
 }
 
 /// A packet of [`Tx`].
@@ -48,7 +67,7 @@ impl TxPacket {
         self.len
     }
 
-    /// Bytes after the ICRC, whose content the RNIC does not know; see [`Tx::set_tail`].
+    /// Bytes after the ICRC, whose content the RNIC does not know; see [`Sealed`].
     pub fn tail(&self) -> usize {
         self.tail
     }
@@ -66,7 +85,13 @@ impl TxPacket {
 
 impl Default for Tx {
     fn default() -> Self {
-        Tx { bytes: vec![0; TX_BYTES].into_boxed_slice(), used: 0, packets: Vec::with_capacity(4096), gone: 0, tail: 0 }
+        Tx {
+            bytes: vec![0; TX_BYTES].into_boxed_slice(),
+            used: 0,
+            packets: Vec::with_capacity(4096),
+            gone: 0,
+            sealed: Sealed::default(),
+        }
     }
 }
 
@@ -76,20 +101,25 @@ impl Tx {
         &self.packets[self.gone..]
     }
 
-    /// From now on packets to other virtual layers have room for so many bytes after their ICRC, with which their host shows whose they are.
-    /// Plain devices get packets as they always are: those leave from an address of the vRNIC ([`Path::from`]).
-    pub fn set_tail(&mut self, bytes: usize) {
-        self.tail = bytes;
+    /// From now on these packets have room for a tail, and only with one they are taken from other hosts.
+    pub fn set_sealed(&mut self, sealed: Sealed) {
+        self.sealed = sealed;
     }
 
-    /// Gives what waits here for what waits in `other`. Packets that come later have the same tail here as before.
+    /// Gives what waits here for what waits in `other`. Packets that come later have tails here as before.
     pub fn exchange(&mut self, other: &mut Tx) {
         std::mem::swap(self, other);
-        std::mem::swap(&mut self.tail, &mut other.tail);
+        std::mem::swap(&mut self.sealed, &mut other.sealed);
     }
 
     fn tail_of(&self, path: &Path) -> usize {
-        if path.from.is_none() { self.tail } else { 0 }
+        if self.sealed.holds(path) { self.sealed.tail } else { 0 }
+    }
+
+    /// True if a packet that came in for a path may be taken: what is sealed shows the group of the path's peer, and what has to be
+    /// sealed is.
+    pub(crate) fn takes(&self, path: &Path, a: &Arrival) -> bool {
+        if a.sealed { a.source == path.across.map(|(peer, _)| peer) } else { !self.sealed.holds(path) }
     }
 
     /// Bytes of a packet: headers, payload and padding, then room for the ICRC and the tail.
@@ -194,4 +224,33 @@ pub(crate) fn ethernet(flow: &Flow) -> [u8; ETH_BYTES] {
     b[6..12].copy_from_slice(&DATAGRAM_MAC);
     b[12..].copy_from_slice(&flow.ether_type().to_be_bytes());
     b
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_connection_takes_what_its_peers_group_has_sealed_or_what_need_not_be() {
+        let host = [192, 168, 7, 2].into();
+        let own = Path::new(host).between(7, 7);
+        let [red, blue] = [8, 9].map(|vni| Path::new(host).between(7, vni));
+        let device = Path { from: Some([192, 168, 7, 1].into()), ..Path::new(host) };
+        let plain =
+            Arrival { from: host, port: 0, to: host, congested: false, group: None, source: None, sealed: false };
+        let sealed = |source| Arrival { source, sealed: true, ..plain };
+        let arrivals = [plain, sealed(None), sealed(Some(8)), sealed(Some(9))];
+        let mut tx = Tx::default();
+        // Of packets within the group, of red and of blue, and of a plain device: which of these are taken, and whether own ones have a tail.
+        let mut table = |all: bool, across: &[u32]| {
+            tx.set_sealed(Sealed { tail: 28, all, across: across.iter().copied().collect() });
+            [own, red, blue, device].map(|p| (arrivals.map(|a| tx.takes(&p, &a)), tx.tail_of(&p)))
+        };
+        let (yes, no) = (true, false);
+        let [of_own, of_red, of_blue] = [[no, yes, no, no], [no, no, yes, no], [no, no, no, yes]];
+        let open = |sealed: [bool; 4]| ([yes, sealed[1], sealed[2], sealed[3]], 0);
+        assert_eq!(table(no, &[]), [open(of_own), open(of_red), open(of_blue), open(of_own)]);
+        assert_eq!(table(no, &[8]), [open(of_own), (of_red, 28), open(of_blue), open(of_own)]);
+        assert_eq!(table(yes, &[8]), [(of_own, 28), (of_red, 28), (of_blue, 28), open(of_own)]);
+    }
 }

@@ -123,7 +123,7 @@ pub fn host(i: usize) -> IpAddr {
 
 /// Where a packet from `from` came in.
 pub fn arrival(from: IpAddr) -> Arrival {
-    Arrival { from, port: ROCE_PORT, to: host(0), congested: false, group: None, source: None }
+    Arrival { from, port: ROCE_PORT, to: host(0), congested: false, group: None, source: None, sealed: false }
 }
 
 /// GID of end `i`.

@@ -7,22 +7,22 @@ use super::*;
 
 /// Rules end what they allowed within this time. Programs take a moment to notice.
 const SECOND: Duration = Duration::from_secs(1);
-const BOTH: &str = "rule allow from group:red to group:blue both\n";
+pub(super) const BOTH: &str = "rule allow from group:red to group:blue both\n";
 
 /// Waits until the virtual layer has as many rules as the file says.
-fn write_rules(lab: &Lab, file: &Path, places: &str, rules: &str) -> Check {
+pub(super) fn write_rules(lab: &Lab, file: &Path, places: &str, rules: &str) -> Check {
     std::fs::write(file, format!("{places}{rules}")).map_err(|e| e.to_string())?;
     let expected = if rules.is_empty() { "no rules" } else { "allow from" };
     wait_until(|| lab.unirdma(&["rule", "ls"]).text.contains(expected), expected)
 }
 
-fn group_add(lab: &Lab, group: &str) -> Check {
+pub(super) fn group_add(lab: &Lab, group: &str) -> Check {
     let o = lab.unirdma(&["group", "add", group]);
     require(o.ok(), o.text)
 }
 
 /// A virtual layer of its own with a vRNIC in each of the groups red, blue and green. The file with its rules, and what else is in it.
-fn three_groups(lab: &Lab) -> Result<(Lab, std::path::PathBuf, String)> {
+pub(super) fn three_groups(lab: &Lab) -> Result<(Lab, std::path::PathBuf, String)> {
     let places: String = [("10.0.0.1", "red"), ("10.0.0.2", "blue"), ("10.0.0.3", "green")]
         .map(|(ip, group)| format!("{ip} {group} 127.0.8.1\n"))
         .concat();
@@ -37,14 +37,14 @@ fn three_groups(lab: &Lab) -> Result<(Lab, std::path::PathBuf, String)> {
 }
 
 /// A container that does nothing. Its interface is there.
-fn idle(lab: &Lab, vrnic: &str) -> Result<lab::Running> {
+pub(super) fn idle(lab: &Lab, vrnic: &str) -> Result<lab::Running> {
     let container = lab.spawn(vrnic, &[], "sh -c 'echo begun; sleep 60'")?;
     wait_for(&container, "begun")?;
     Ok(container)
 }
 
 /// A client in a container of `from` that runs `ib_write_bw` for long; its server is in that of `to`. Takes the rule away meanwhile.
-fn ends_with_its_rule(to: (&Lab, &str), from: (&Lab, &str), take_away: impl FnOnce() -> Check) -> Check {
+pub(super) fn ends_with_its_rule(to: (&Lab, &str), from: (&Lab, &str), take_away: impl FnOnce() -> Check) -> Check {
     let long = "ib_write_bw -F -D 60";
     let mut server = to.0.spawn(to.1, &[], long)?;
     require(server.wait_listening(|| false), "the server does not listen")?;

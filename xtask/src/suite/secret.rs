@@ -2,6 +2,7 @@
 
 use std::process::Command;
 
+use super::rules::{BOTH, ends_with_its_rule, group_add, idle, three_groups, write_rules};
 use super::*;
 
 /// A new secret, in a file; its path.
@@ -13,15 +14,24 @@ fn make(lab: &Lab, name: &str) -> Result<String> {
 }
 
 fn set(lab: &Lab, secret: &str) -> Check {
-    let o = lab.unirdma(&["group", "set", "default", "--secret", secret]);
+    set_of(lab, &["default", "--secret", secret])
+}
+
+fn set_of(lab: &Lab, args: &[&str]) -> Check {
+    let o = lab.unirdma(&[&["group", "set"], args].concat());
     require(o.ok(), o.text)
 }
 
 /// Packets that a host has dropped: not sealed, with a wrong tag, replayed.
 fn dropped(lab: &Lab) -> Result<[u64; 3]> {
+    dropped_of(lab, "default")
+}
+
+fn dropped_of(lab: &Lab, group: &str) -> Result<[u64; 3]> {
     let o = lab.unirdma(&["status", "--json"]);
     let status: serde_json::Value = serde_json::from_str(&o.text).map_err(|e| format!("{e}: {}", o.text))?;
-    let drops = &status["workers"][0]["seal"]["drops"];
+    let worker = status["workers"].as_array().and_then(|all| all.iter().find(|w| w["group"] == group));
+    let drops = &worker.ok_or(format!("group {group} has no worker"))?["seal"]["drops"];
     Ok(["unsealed", "wrong_tag", "replayed"].map(|name| drops[name].as_u64().unwrap_or(u64::MAX)))
 }
 
@@ -152,8 +162,143 @@ fn started_anew(two: &mut TwoHosts) -> Check {
     works(two)
 }
 
+/// Waits until a host says so of groups that are joined with others, and that nobody lacks a secret.
+fn wait_pair(lab: &Lab, pair: &str) -> Check {
+    let sealed = format!("groups {pair}: packets between hosts are sealed");
+    let is_so = || {
+        let text = lab.unirdma(&["status"]).text;
+        text.contains(&sealed) && !text.contains("has not shown that it has")
+    };
+    wait_until(is_so, &sealed).map_err(|e| format!("{e}: {}{}", lab.unirdma(&["status"]).text, lab.log()))
+}
+
+/// A group on each of two hosts, which a rule joins: none of their own secrets will do, one of the two does.
+fn joined(two: &TwoHosts) -> Check {
+    let places = "10.0.0.1 red 192.168.7.1\n10.0.0.2 blue 192.168.7.2\n";
+    let [red, blue] = [&two.labs[0], &two.labs[1]];
+    for (lab, name, group, ip) in [(red, "a", "red", "10.0.0.1"), (blue, "b", "blue", "10.0.0.2")] {
+        let o = lab.unirdma(&["vrnic", "rm", name]);
+        require(o.ok(), o.text)?;
+        group_add(lab, group)?;
+        lab.vrnic(name, &["--group", group, "--ip", ip])?;
+        set_of(lab, &[group, "--secret", &make(lab, "own.secret")?])?;
+    }
+    let rules = |rules: &str| (0..2).try_for_each(|h| write_rules(&two.labs[h], &two.peers(h), places, rules));
+    rules(BOTH)?;
+    let rping = two.pair("timeout 4 rping -s -C 2", "timeout 3 rping -c -a 10.0.0.1 -C 2")?;
+    require(!rping.1.ok(), rping.1.text)?;
+    let o = red.unirdma(&["status"]);
+    require(o.text.contains("groups red and blue: nothing passes between them"), o.text)?;
+    let give = |name: &str| {
+        let path = make(red, name)?;
+        set_of(red, &["red", "--with", "blue", "--secret", &path])?;
+        set_of(blue, &["blue", "--with", "red", "--secret", &path])?;
+        wait_pair(red, "red and blue")?;
+        wait_pair(blue, "blue and red")
+    };
+    give("pair.secret")?;
+    for p in ["ibv_rc_pingpong -g 0", "ib_write_bw -R -F -n 500", "ibv_ud_pingpong -g 0"] {
+        both_end_well(two.pair(&format!("timeout 30 {p}"), &format!("timeout 30 {p} 10.0.0.1"))?)?;
+    }
+    let there = idle(red, "a")?;
+    let o = blue.spawn("b", &[], "ping -c 2 -W 2 10.0.0.1")?.finish();
+    require(o.ok() && o.text.contains(" 0% packet loss"), o.text)?;
+    drop(there);
+    // Those that a group without the pair's secret sent before may be among what was dropped.
+    let before = [dropped_of(red, "red")?, dropped_of(blue, "blue")?];
+    let exe = compile(red, "forge", &[])?;
+    while_they_play(two, "ibv_rc_pingpong", || {
+        let qpn = || blue.show("b").ok().and_then(|v| v["queue_pairs"][0]["qpn"].as_u64());
+        wait_until(|| qpn().is_some(), "the program has no QP")?;
+        // By red's tenant, in its own network; by whoever has red's host, as a plain device would; and again what was sent.
+        let o = red.unirdma(&[
+            "exec",
+            "--vrnic",
+            "a",
+            "--",
+            &exe,
+            "roce",
+            "10.0.0.1",
+            "10.0.0.2",
+            &qpn().unwrap_or(0).to_string(),
+        ]);
+        require(o.text.contains("sent") || o.text.contains("not permitted"), o.text)?;
+        let o = forge(two, &exe, &format!("roce 192.168.7.1 192.168.7.2 {}", qpn().unwrap_or(0)));
+        require(o.text.contains("sent"), o.text)?;
+        let drops = || dropped_of(blue, "blue").unwrap_or_default();
+        wait_until(|| drops()[0] >= before[1][0] + 5, "not counted").map_err(|e| format!("{e}: {:?}", drops()))?;
+        let o = forge(two, &exe, "again veth0 192.168.7.1 1");
+        require(o.text.contains("again") && !o.text.contains("sent 0"), o.text)?;
+        wait_until(|| drops()[2] > 0, "no packet was found to be a copy").map_err(|e| format!("{e}: {:?}", drops()))?;
+        // Other secrets of the two, while packets pass.
+        for name in ["second", "third"] {
+            give(name)?;
+        }
+        set_of(red, &["red", "--with", "blue", "--forget-old"])?;
+        set_of(blue, &["blue", "--with", "red", "--forget-old"])
+    })?;
+    let now = [dropped_of(red, "red")?, dropped_of(blue, "blue")?];
+    require(now[1][0] == before[1][0] + 5 && now[0][0] == before[0][0], format!("{before:?}, then {now:?}"))?;
+    ends_with_its_rule((red, "a"), (blue, "b"), || rules(""))?;
+    let o = red.unirdma(&["status"]);
+    require(!o.text.contains("groups red and blue"), o.text)
+}
+
+/// Joined groups of one host.
+pub(super) fn single_host(s: &mut Suite<'_>) {
+    s.check("rules, two groups on one host with a secret of the two, and of their own", |lab| {
+        let (own, file, places) = three_groups(lab)?;
+        set_of(&own, &["red", "--secret", &make(&own, "red.secret")?])?;
+        let path = make(&own, "pair.secret")?;
+        set_of(&own, &["blue", "--with", "red", "--secret", &path])?;
+        wait_pair(&own, "red and blue")?;
+        wait_pair(&own, "blue and red")?;
+        for p in ["ibv_rc_pingpong -g 0", "ib_write_bw -R -F -n 500", "ibv_ud_pingpong -g 0"] {
+            both_end_well(own.pair(("a", p), ("b", &format!("{p} 10.0.0.1")), &[])?)?;
+        }
+        let there = idle(&own, "a")?;
+        let o = own.spawn("b", &[], "ping -c 2 -W 2 10.0.0.1")?.finish();
+        require(o.ok() && o.text.contains(" 0% packet loss"), o.text)?;
+        drop(there);
+        require(
+            dropped_of(&own, "red")? == [0; 3] && dropped_of(&own, "blue")? == [0; 3],
+            own.unirdma(&["status"]).text,
+        )?;
+        ends_with_its_rule((&own, "a"), (&own, "b"), || write_rules(&own, &file, &places, ""))?;
+        let refused = |args: &[&str], why: &str| {
+            let o = own.unirdma(&[&["group", "set"], args].concat());
+            require(!o.ok() && o.text.contains(why) && o.text.trim().lines().count() == 1, o.text)
+        };
+        refused(&["red", "--with", "blue"], "--with says whose secret")?;
+        refused(&["red", "--with", "red", "--secret", &path], "another group than red")?;
+        refused(&["red", "--with", "no/name", "--secret", &path], "no group name")?;
+        refused(&["red", "--with", "green", "--forget-old"], "groups red and green have no secret")
+    });
+}
+
 /// Between two hosts.
 pub(super) fn between_hosts(s: &mut Suite<'_>) {
+    s.check("two hosts with a secret of two groups that a rule joins", |_| {
+        joined(&TwoHosts::start(Link { name: "j", ipv6: false, mtu: 1500, args: &[] })?)
+    });
+    for (what, name, ipv6, args) in
+        [("over IPv6", "6", true, &[][..]), ("with --full-icrc", "f", false, &["--full-icrc"])]
+    {
+        s.check(&format!("two hosts with a secret, {what}"), |_| {
+            let two = TwoHosts::start(Link { name, ipv6, mtu: 1500, args })?;
+            two.give_secret("first")?;
+            let there = idle(&two.labs[0], "a")?;
+            let o = two.labs[1].spawn("b", &[], "ping -c 2 -W 2 10.0.0.1")?.finish();
+            require(o.ok() && o.text.contains(" 0% packet loss"), o.text)?;
+            drop(there);
+            for p in ["ib_write_bw -n 500", "ib_send_bw -c UD -n 500", "ib_write_bw -R -F -n 500"] {
+                let p = format!("timeout 30 {p}");
+                both_end_well(two.pair(&p, &format!("{p} 10.0.0.1"))?)?;
+            }
+            let drops = two.labs.iter().map(dropped).collect::<Result<Vec<_>>>()?;
+            require(drops == [[0; 3]; 2], format!("dropped: {drops:?}"))
+        });
+    }
     s.check("two hosts with a secret: programs, forged and repeated packets, new secrets, new workers", |_| {
         let mut two = TwoHosts::start(Link { name: "k", ipv6: false, mtu: 1500, args: &[] })?;
         two.give_secret("first")?;

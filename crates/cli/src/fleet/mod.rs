@@ -147,11 +147,6 @@ pub enum FleetCommand {
         #[command(flatten)]
         centre: Centre,
     },
-    /// Change the secrets with which hosts of a fleet authenticate their packets
-    Secret {
-        #[command(subcommand)]
-        command: SecretCommand,
-    },
 }
 
 /// Commands about tokens.
@@ -272,13 +267,18 @@ pub fn run(command: FleetCommand) -> io::Result<u8> {
             show::audit(&found, centre.json)?;
             Ok(0)
         }
-        FleetCommand::Secret { command: SecretCommand::Rotate { group, centre } } => {
-            let request = v1::RotateSecretRequest { group: group.clone() };
-            let done = call::once(&centre, async |mut c| Ok(c.rotate_secret(request).await?.into_inner()))?;
-            show::json_or(&done, centre.json, || format!("secret {} of group {group} is being introduced", done.id))?;
-            Ok(0)
-        }
     }
+}
+
+/// Runs a command about the secrets with which hosts of a fleet authenticate their packets. Gives the exit code.
+///
+/// # Errors
+/// What the centre refuses, or why it cannot be reached.
+pub fn secret(SecretCommand::Rotate { group, centre }: SecretCommand) -> io::Result<u8> {
+    let request = v1::RotateSecretRequest { group: group.clone() };
+    let done = call::once(&centre, async |mut c| Ok(c.rotate_secret(request).await?.into_inner()))?;
+    show::json_or(&done, centre.json, || format!("secret {} of group {group} is being introduced", done.id))?;
+    Ok(0)
 }
 
 /// Moves a vRNIC to another host.

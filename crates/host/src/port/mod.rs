@@ -18,6 +18,7 @@ use std::os::fd::{BorrowedFd, OwnedFd};
 
 use unirdma_rnic::{Arrival, Tx};
 
+use crate::seal::Opened;
 pub(crate) use packet::PacketPort;
 pub(crate) use udp::UdpPort;
 
@@ -35,6 +36,16 @@ pub(crate) trait Port: Send {
     fn descriptors(&self) -> Vec<BorrowedFd<'_>>;
     /// Totals since the start.
     fn counters(&self) -> PortCounters;
+}
+
+/// Hands on what came of a packet.
+fn take(opened: Opened<'_>, arrival: Arrival, icrc_errors: &mut u64, f: &mut dyn FnMut(Arrival, &[u8])) {
+    match opened {
+        Opened::Sealed(source, body) => f(Arrival { source, sealed: true, ..arrival }, body),
+        Opened::Plain(body) => f(arrival, body),
+        Opened::WrongIcrc => *icrc_errors += 1,
+        Opened::Dropped => {}
+    }
 }
 
 /// What a port has done.

@@ -9,7 +9,8 @@ use unirdma_rnic::{Arrival, Tx};
 
 use super::icrc::open;
 use super::socket::{Inbox, ip_header_at, is_congested};
-use super::{Port, PortCounters, UdpPort};
+use super::{Port, PortCounters, UdpPort, take};
+use crate::seal::Opened;
 
 /// Bytes of a `virtio_net_hdr`.
 const VNET_BYTES: usize = 10;
@@ -56,23 +57,26 @@ impl Port for PacketPort {
                 let (at, len) = (flow.header_bytes(), payload.len());
                 let Some(payload) = packet.get_mut(at..at + len) else { return };
                 let congested = is_congested(flow.traffic_class);
-                let arrival =
-                    Arrival { from: flow.src, port: flow.src_port, to: flow.dst, congested, group: None, source: None };
+                let arrival = Arrival {
+                    from: flow.src,
+                    port: flow.src_port,
+                    to: flow.dst,
+                    congested,
+                    group: None,
+                    source: None,
+                    sealed: false,
+                };
                 let segment = segment_size(head).unwrap_or(payload.len()).max(1);
                 let mut opener = seals.opener(flow.src);
                 for (number, packet) in payload.chunks_mut(segment).enumerate() {
                     *received += 1;
                     let ip_id = flow.ip_id.wrapping_add(number as u16);
                     let e = Envelope { ip_id, ..flow.envelope() };
-                    if let Some(opener) = &mut opener {
-                        let body = opener.open(flow.dst, packet, |p| open(&e, p).is_some());
-                        body.into_iter().for_each(|body| f(arrival, body));
-                        continue;
-                    }
-                    match open(&e, packet) {
-                        Some(body) => f(arrival, body),
-                        None => *icrc_errors += 1,
-                    }
+                    let opened = match &mut opener {
+                        Some(opener) => opener.open(flow.dst, packet, |p| open(&e, p)),
+                        None => Opened::unsealed(packet, |p| open(&e, p)),
+                    };
+                    take(opened, arrival, icrc_errors, f);
                 }
             });
         }

@@ -11,8 +11,8 @@ use unirdma_rnic::{Arrival, Tx, TxPacket};
 
 use super::icrc::Checker;
 use super::socket::{BATCH, ECN_CAPABLE, Inbox, NO_HEADER, Room, SOL_UDP, add_control, notes, sockaddr};
-use super::{Port, PortCounters};
-use crate::seal::{Seals, Sender, mark_datagram};
+use super::{Port, PortCounters, take};
+use crate::seal::{End, Opened, Seals, Sender, mark_datagram};
 
 /// Most packets in one UDP_SEGMENT buffer (the kernel's UDP_MAX_SEGMENTS).
 const MAX_SEGMENTS: usize = 64;
@@ -107,7 +107,7 @@ impl UdpPort {
 
     /// Where a packet leaves, and its source port; `None` if it cannot.
     fn exit(&self, p: &TxPacket) -> Option<Exit> {
-        if p.tail() > 0 && !self.seals.reaches(p.path.to) {
+        if p.tail() > 0 && !self.seals.reaches(end_of(p)) {
             return None;
         }
         if p.outer() == 0 {
@@ -129,6 +129,11 @@ impl UdpPort {
         };
         self.sockets.iter().position(fits)
     }
+}
+
+/// For whom a packet is.
+fn end_of(p: &TxPacket) -> End {
+    (p.path.to, p.path.across.map(|(peer, _)| peer))
 }
 
 /// How many of `packets`, from the first, one buffer can carry: one path, one size, only the last shorter.
@@ -196,7 +201,7 @@ impl Port for UdpPort {
                 }
                 let n = batch(&tx.packets()[at..]);
                 let (dst, closed) = (first.path.to, self.closed.saturating_sub(at));
-                let sealed = if first.tail() > 0 { self.seals.sender(dst, first.outer() > 0) } else { None };
+                let sealed = if first.tail() > 0 { self.seals.sender(end_of(&first), first.outer() > 0) } else { None };
                 if let Some(sender) = sealed {
                     for i in closed..n {
                         let p = tx.packets()[at + i];
@@ -261,27 +266,22 @@ impl Port for UdpPort {
             any |= inbox.receive(udp.as_fd(), |i| {
                 let (segment, congested) = notes(i.header);
                 let Some((from, port)) = i.from else { return };
-                let arrival = Arrival { from, port, to: *addr, congested, group: None, source: None };
+                let arrival = Arrival { from, port, to: *addr, congested, group: None, source: None, sealed: false };
                 let size = segment.unwrap_or(i.bytes.len()).max(1);
                 let mut opener = seals.opener(from);
                 for (number, packet) in i.bytes.chunks_mut(size).enumerate() {
                     counters.received += 1;
                     let ip_id = if addr.is_ipv4() { number as u16 } else { 0 };
                     let e = Envelope { src: from, dst: *addr, src_port: port, ip_id };
-                    if let Some(opener) = &mut opener {
-                        let plain = |p: &[u8]| !*icrc || checker.open(&e, p).is_some();
-                        opener.open(*addr, packet, plain).into_iter().for_each(|body| f(arrival, body));
-                        continue;
-                    }
-                    let body = if *icrc {
-                        checker.open(&e, packet)
-                    } else {
-                        packet.split_last_chunk::<ICRC_BYTES>().map(|s| s.0)
+                    let plain = |p| match *icrc {
+                        true => checker.open(&e, p),
+                        false => p.split_last_chunk::<ICRC_BYTES>().map(|s| s.0),
                     };
-                    match body {
-                        Some(body) => f(arrival, body),
-                        None => counters.icrc_errors += 1,
-                    }
+                    let opened = match &mut opener {
+                        Some(opener) => opener.open(*addr, packet, plain),
+                        None => Opened::unsealed(packet, plain),
+                    };
+                    take(opened, arrival, &mut counters.icrc_errors, f);
                 }
             });
         }

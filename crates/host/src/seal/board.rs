@@ -1,6 +1,6 @@
 //! What the thread that finds sessions tells those that seal and open packets, what these have dropped, and who was complained of.
 
-use std::collections::HashMap;
+use std::collections::{BTreeSet, HashMap};
 use std::net::IpAddr;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Mutex};
@@ -8,6 +8,7 @@ use std::sync::{Arc, Mutex};
 use serde::{Deserialize, Serialize};
 use unirdma_device::{lock, now_ns};
 
+use super::End;
 use super::session::{Refusal, Session};
 
 /// Packets of hosts of a group that were dropped, since they do not show that their sender has the group's secret.
@@ -34,6 +35,24 @@ pub struct SealInfo {
     pub behind: Vec<IpAddr>,
     /// What was dropped.
     pub drops: SealDrops,
+    /// The groups that rules join with it, packets to and from which are sealed.
+    #[serde(default)]
+    pub joined: Vec<PairInfo>,
+}
+
+/// What there is to know of the secrets of a group and another one, which a rule joins.
+#[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+pub struct PairInfo {
+    /// The other group.
+    pub group: String,
+    /// Numbers of the secrets that are taken, oldest first. Without any nothing passes between the two.
+    pub secrets: Vec<u8>,
+    /// Number of the one that this host sends with, if there is one.
+    pub sends_with: Option<u8>,
+    /// Hosts of the other group that have not shown yet that they have one of them.
+    pub silent: Vec<IpAddr>,
+    /// Hosts that have not shown yet that they have the one that this host sends with, but an older one.
+    pub behind: Vec<IpAddr>,
 }
 
 /// What the log says of a host, once a minute at most.
@@ -45,28 +64,40 @@ pub(crate) enum Complaint {
     OtherSecret,
     /// It seals, and here is no secret.
     Sealed,
+    /// It is of a group that a rule joins with this one. One of the two has a secret, but there is none of both.
+    NoPair,
 }
 
 const COMPLAINT_NS: u64 = 60_000_000_000;
 
-/// How packets to and from a host are sealed.
+/// How packets to and from the other end are sealed.
 #[derive(Clone, Default)]
 pub(super) struct Way {
     pub sessions: Vec<Arc<Session>>,
     /// Number of the one that is sent with.
     pub send: Option<u64>,
+    /// Name of its group, if that is another one.
+    pub with: Option<Arc<str>>,
+}
+
+/// Everything that is sealed.
+#[derive(Clone, Default)]
+pub(super) struct Posted {
+    /// Of each other end whose packets are sealed, those that have no session included; of none without a secret.
+    pub ways: Vec<(End, Way)>,
+    /// Hosts that have another group, too, whose packets are not sealed.
+    pub plain: BTreeSet<IpAddr>,
 }
 
 /// See above.
 #[derive(Default)]
 pub(crate) struct Board {
     changes: AtomicU64,
-    /// Of each host of the group, those that have no session included; of none without a secret.
-    posted: Mutex<Vec<(IpAddr, Way)>>,
+    posted: Mutex<Posted>,
     unsealed: AtomicU64,
     wrong_tag: AtomicU64,
     replayed: AtomicU64,
-    complaints: Mutex<HashMap<(IpAddr, Complaint), u64>>,
+    complaints: Mutex<HashMap<(IpAddr, Option<String>, Complaint), u64>>,
 }
 
 impl Board {
@@ -75,11 +106,11 @@ impl Board {
         self.changes.load(Ordering::Acquire)
     }
 
-    pub(super) fn read(&self) -> Vec<(IpAddr, Way)> {
+    pub(super) fn read(&self) -> Posted {
         lock(&self.posted).clone()
     }
 
-    pub(super) fn post(&self, posted: Vec<(IpAddr, Way)>) {
+    pub(super) fn post(&self, posted: Posted) {
         *lock(&self.posted) = posted;
         self.changes.fetch_add(1, Ordering::Release);
     }
@@ -101,26 +132,37 @@ impl Board {
         SealDrops { unsealed, wrong_tag, replayed }
     }
 
-    /// Says in the log what is wrong with a host of the group.
-    pub fn complain(&self, host: IpAddr, group: &str, what: Complaint) {
+    /// Says in the log what is wrong with a host of the group; or with one of another group, if `with` names that.
+    pub fn complain(&self, host: IpAddr, group: &str, with: Option<&str>, what: Complaint) {
         let now = now_ns();
         {
-            // Only hosts of the group are complained of, so there are as many entries as those at most, thrice.
+            // Only hosts of the group and of those that are joined with it are complained of, so there are few entries.
             let mut complaints = lock(&self.complaints);
-            if complaints.get(&(host, what)).is_some_and(|&at| now < at + COMPLAINT_NS) {
+            let about = (host, with.map(String::from), what);
+            if complaints.get(&about).is_some_and(|&at| now < at + COMPLAINT_NS) {
                 return;
             }
-            complaints.insert((host, what), now);
+            complaints.insert(about, now);
         }
+        let (of, whose, option) = match with {
+            Some(other) => {
+                (format!("groups {group} and {other}"), "secret of the two", format!("{group} --with {other}"))
+            }
+            None => (format!("group {group}"), "group's secret", group.into()),
+        };
+        let command = format!("`unirdma group set {option} --secret FILE`");
         match what {
             Complaint::Unsealed => tracing::warn!(
-                "packets of group {group} come from {host} without the group's secret and are dropped. If that host sends them, give it the secret, too: `unirdma group set {group} --secret FILE`; if not, somebody poses as it"
+                "packets of {of} come from {host} without the {whose} and are dropped. If that host sends them, give it the secret, too: {command}; if not, somebody poses as it"
             ),
             Complaint::OtherSecret => tracing::warn!(
-                "{host} has another secret of group {group} than this host; nothing passes between the two under it. Give both the same: `unirdma group set {group} --secret FILE`"
+                "{host} has another secret of {of} than this host; nothing passes between the two under it. Give both the same: {command}"
             ),
             Complaint::Sealed => tracing::warn!(
-                "{host} has a secret of group {group} and this host has none; nothing passes between the two. Give this host the secret, too: `unirdma group set {group} --secret FILE`"
+                "{host} has a secret of {of} and this host has none; nothing passes between the two. Give this host the secret, too: {command}"
+            ),
+            Complaint::NoPair => tracing::warn!(
+                "nothing passes between {of}, which a rule joins: one of them has a secret, and the two have none together. Give all hosts of both the same one: {command}"
             ),
         }
     }

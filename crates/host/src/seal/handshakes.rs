@@ -1,21 +1,21 @@
-//! The exchanges with all hosts of a group, and the tunnel's part of the sessions that came of them.
+//! The exchanges with all hosts of a group, and of groups that rules join with it, and the tunnel's part of the sessions that came of them.
 
-use std::collections::{BTreeSet, HashMap};
+use std::collections::{BTreeMap, BTreeSet, HashMap};
 use std::net::{IpAddr, SocketAddr};
 use std::sync::Arc;
-use std::time::Duration;
 
 use unirdma_device::now_ns;
+use unirdma_formats::net::{VXLAN_BYTES, vxlan_source};
 
-use super::board::{Board, SealInfo, Way};
+use super::board::{Board, PairInfo, Posted, SealInfo, Way};
 use super::hello::{Draw, Exchange, HELLO_BYTES, Hello};
-use super::secrets::Secrets;
-use super::session::{Channel, DRAWN_BYTES, Drawn, Receiver, Refusal, Root, Sender, Session, index_of};
-use super::{Complaint, kind};
+use super::secrets::{GroupSecrets, Secrets};
+use super::session::{Channel, DRAWN_BYTES, Drawn, Named, Receiver, Refusal, Root, Sender, Session, index_of};
+use super::{Complaint, End, kind};
 
-/// What a host has not answered is said again after this time, then after twice as long each time, up to the maximum.
-const FIRST_REPEAT: Duration = Duration::from_millis(50);
-const LAST_REPEAT: Duration = Duration::from_secs(5);
+/// What a host has not answered is said again after this time, then after twice as long each time, up to the maximum. Nanoseconds.
+const FIRST_REPEAT_NS: u64 = 50_000_000;
+const LAST_REPEAT_NS: u64 = 5_000_000_000;
 
 /// What sessions are about.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
@@ -24,8 +24,32 @@ pub(crate) struct Around {
     pub vni: u32,
     /// Hosts of the group.
     pub hosts: BTreeSet<IpAddr>,
-    /// Other hosts, of groups that are joined with it. They have no secret of this group, and nothing of theirs is taken if it has one.
-    pub joined: BTreeSet<IpAddr>,
+    /// The groups that rules join with it, by their numbers. This host may be one of theirs.
+    pub joined: BTreeMap<u32, JoinedHosts>,
+}
+
+/// A group that rules join with this one.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub(crate) struct JoinedHosts {
+    pub name: String,
+    pub hosts: BTreeSet<IpAddr>,
+}
+
+impl Around {
+    /// The group itself and those that are joined with it, and where their hosts are.
+    fn groups(&self) -> impl Iterator<Item = (Option<u32>, &BTreeSet<IpAddr>)> {
+        let joined = self.joined.iter().map(|(&vni, j)| (Some(vni), &j.hosts));
+        [(None, &self.hosts)].into_iter().chain(joined)
+    }
+
+    /// Name of a joined group.
+    fn name_of(&self, group: Option<u32>) -> Option<&str> {
+        group.and_then(|vni| self.joined.get(&vni)).map(|j| j.name.as_str())
+    }
+
+    fn own(&self) -> Named<'_> {
+        (self.vni, &self.name)
+    }
 }
 
 /// The tunnel's part of a session.
@@ -45,7 +69,7 @@ impl Link {
     }
 }
 
-/// Another host of the group.
+/// Another host of the group, or of one that is joined with it.
 #[derive(Default)]
 struct Peer {
     /// One for each secret, in the order in which this host prefers to send with them.
@@ -54,6 +78,32 @@ struct Peer {
     /// Number of the session that is sent with, and of its secret.
     send: Option<u64>,
     secret: Option<u8>,
+    /// When what it has not answered is said again, and how long after that once more. Nobody else's messages change that.
+    due_ns: u64,
+    repeat_ns: u64,
+}
+
+impl Peer {
+    fn waits(&self) -> bool {
+        self.exchanges.iter().any(Exchange::waits)
+    }
+
+    /// It is to hear soon how it stands here.
+    fn hurry(&mut self, now: u64) {
+        self.repeat_ns = FIRST_REPEAT_NS;
+        self.due_ns = self.due_ns.min(now + FIRST_REPEAT_NS);
+    }
+
+    /// What it is to hear now, if it is time.
+    fn say(&mut self, now: u64, mut out: impl FnMut(&[u8])) {
+        if self.due_ns > now || !self.waits() {
+            return;
+        }
+        self.repeat_ns = self.repeat_ns.clamp(FIRST_REPEAT_NS, LAST_REPEAT_NS);
+        self.due_ns = now + self.repeat_ns;
+        self.repeat_ns *= 2;
+        self.exchanges.iter().filter(|e| e.waits()).filter_map(Exchange::message).for_each(|m| out(&m));
+    }
 }
 
 struct Fresh(u64);
@@ -72,19 +122,19 @@ impl Draw for Fresh {
     }
 }
 
-/// All exchanges, with the hosts of the group. Each method that sends hands the messages to a function.
+/// All exchanges, with the hosts of the group and of those that are joined with it. Each method that sends hands the messages to a function.
 pub(crate) struct Handshakes {
     board: Arc<Board>,
     /// This host's addresses; the first of a family is its own in that family.
     own: Vec<IpAddr>,
-    secrets: Option<Secrets>,
+    secrets: GroupSecrets,
     around: Around,
     roots: Vec<Arc<Root>>,
-    peers: HashMap<IpAddr, Peer>,
+    /// Those whose packets are sealed.
+    peers: HashMap<End, Peer>,
     /// Sessions of this host with itself.
     itself: Vec<(IpAddr, Arc<Session>)>,
     fresh: Fresh,
-    repeat: Duration,
 }
 
 impl Handshakes {
@@ -93,23 +143,33 @@ impl Handshakes {
         Handshakes {
             board,
             own,
-            secrets: None,
+            secrets: GroupSecrets::default(),
             around: Around::default(),
             roots: Vec::new(),
             peers: HashMap::new(),
             itself: Vec::new(),
             fresh: Fresh(0),
-            repeat: FIRST_REPEAT,
         }
     }
 
-    /// True if the group has a secret.
-    pub fn on(&self) -> bool {
-        self.secrets.is_some()
+    /// True if packets within the group are sealed; or those between it and a group with this number.
+    pub fn seals(&self, group: Option<u32>) -> bool {
+        let pair = || self.around.name_of(group).is_some_and(|name| self.secrets.with.contains_key(name));
+        self.secrets.own.is_some() || pair()
+    }
+
+    /// Numbers of the joined groups with which there is a secret.
+    pub fn sealed_groups(&self) -> BTreeSet<u32> {
+        self.around
+            .joined
+            .iter()
+            .filter(|(_, j)| self.secrets.with.contains_key(&j.name))
+            .map(|(&vni, _)| vni)
+            .collect()
     }
 
     /// From now on these are the secrets.
-    pub fn set_secrets(&mut self, secrets: Option<Secrets>, out: impl FnMut(&[u8], IpAddr)) {
+    pub fn set_secrets(&mut self, secrets: GroupSecrets, out: impl FnMut(&[u8], IpAddr)) {
         self.set(secrets, self.around.clone(), out);
     }
 
@@ -119,41 +179,46 @@ impl Handshakes {
     }
 
     /// From now on these are the secrets, and these hosts have them, or are to have them. Sessions that still hold stay.
-    fn set(&mut self, secrets: Option<Secrets>, around: Around, out: impl FnMut(&[u8], IpAddr)) {
+    fn set(&mut self, secrets: GroupSecrets, around: Around, mut out: impl FnMut(&[u8], IpAddr)) {
         if self.secrets == secrets && self.around == around {
             return;
         }
-        let same_group = self.around.name == around.name && self.around.vni == around.vni;
-        let before = std::mem::take(&mut self.roots);
-        let had = std::mem::replace(&mut self.secrets, secrets);
-        self.around = around;
-        let same = |id: u8| {
-            let find = |s: &Option<Secrets>| s.iter().flat_map(|s| s.by_preference()).find(|s| s.id() == id).cloned();
-            same_group && find(&had) == find(&self.secrets)
-        };
-        for s in self.secrets.iter().flat_map(Secrets::by_preference) {
-            let kept = before.iter().find(|r| r.id == s.id() && same(s.id())).cloned();
-            self.roots.push(kept.unwrap_or_else(|| Arc::new(Root::new(s, self.around.vni, &self.around.name))));
-        }
-        let mut peers = std::mem::take(&mut self.peers);
-        if self.on() {
-            for &there in &self.around.hosts {
-                let mut peer = peers.remove(&there).unwrap_or_default();
-                let mut exchanges = std::mem::take(&mut peer.exchanges);
+        (self.secrets, self.around) = (secrets, around);
+        let (before, mut peers) = (std::mem::take(&mut self.roots), std::mem::take(&mut self.peers));
+        let now = now_ns();
+        for (group, hosts) in self.around.groups() {
+            if !self.seals(group) {
+                continue;
+            }
+            let other = group.zip(self.around.name_of(group));
+            let of_group = self.secrets.of(other.map(|o| o.1));
+            let root = |s| {
+                let kept = before.iter().find(|r| r.is_of(s, self.around.own(), other)).cloned();
+                kept.unwrap_or_else(|| Arc::new(Root::new(s, self.around.own(), other)))
+            };
+            let roots: Vec<Arc<Root>> = of_group.into_iter().flat_map(Secrets::by_preference).map(root).collect();
+            for &there in hosts {
+                let mut peer = peers.remove(&(there, group)).unwrap_or_default();
+                let mut had = std::mem::take(&mut peer.exchanges);
                 let here = self.own.iter().find(|a| a.is_ipv4() == there.is_ipv4()).copied();
-                for (root, here) in self.roots.iter().filter_map(|r| Some((r, here?))) {
-                    let at = exchanges.iter().position(|e| e.is_of(root));
-                    let kept = at.map(|at| exchanges.swap_remove(at));
-                    let made = || Exchange::new(root.clone(), self.around.vni, here, there, &mut self.fresh);
+                for (root, here) in roots.iter().filter_map(|r| Some((r, here?))) {
+                    let at = had.iter().position(|e| e.is_of(root));
+                    if at.is_none() {
+                        (peer.due_ns, peer.repeat_ns) = (now, FIRST_REPEAT_NS);
+                    }
+                    let kept = at.map(|at| had.swap_remove(at));
+                    let made = || Exchange::new(root.clone(), here, there, &mut self.fresh);
                     peer.exchanges.extend(kept.or_else(made));
                 }
-                self.peers.insert(there, peer);
+                self.peers.insert((there, group), peer);
             }
+            self.roots.extend(roots);
         }
         self.meet_itself();
         self.post();
-        self.repeat = FIRST_REPEAT;
-        self.say(out);
+        for (&(host, _), peer) in &mut self.peers {
+            peer.say(now, |m| out(m, host));
+        }
     }
 
     /// Packets between two vRNICs of this host may go by its own addresses.
@@ -161,7 +226,7 @@ impl Handshakes {
         let first = |f: &fn(&&IpAddr) -> bool| self.own.iter().find(f).copied();
         let families: [fn(&&IpAddr) -> bool; 2] = [|a| a.is_ipv4(), |a| a.is_ipv6()];
         let own: Vec<IpAddr> = families.iter().filter_map(first).collect();
-        let Some(root) = self.roots.first().cloned() else {
+        let Some(root) = self.secrets.own.as_ref().and(self.roots.first()).cloned() else {
             self.itself.clear();
             return;
         };
@@ -179,12 +244,14 @@ impl Handshakes {
 
     /// Puts all sessions on the board, and makes the tunnel's part of each.
     fn post(&mut self) {
-        let mut posted = Vec::with_capacity(self.peers.len() + self.itself.len());
-        for (&host, peer) in &mut self.peers {
+        let mut posted = Posted::default();
+        let names: HashMap<u32, Arc<str>> =
+            self.around.joined.iter().map(|(&vni, j)| (vni, Arc::from(j.name.as_str()))).collect();
+        for (&end, peer) in &mut self.peers {
             let all = || peer.exchanges.iter().flat_map(Exchange::open);
             let sessions: Vec<Arc<Session>> = all().map(|o| o.session.clone()).collect();
             let sends = all().find(|o| o.sends).map(|o| &o.session);
-            let (send, secret) = (sends.map(|s| s.number), sends.map(|s| s.root.id));
+            let (send, secret) = (sends.map(|s| s.number), sends.map(|s| s.root.id()));
             let mut had = std::mem::take(&mut peer.links);
             let link = |s: &Arc<Session>| {
                 let at = had.iter().position(|l| l.number == s.number);
@@ -192,91 +259,97 @@ impl Handshakes {
             };
             peer.links = sessions.iter().filter_map(link).collect();
             (peer.send, peer.secret) = (send, secret);
-            posted.push((host, Way { sessions, send }));
-        }
-        for &host in self.around.joined.iter().filter(|h| self.secrets.is_some() && !self.own.contains(h)) {
-            posted.push((host, Way::default()));
+            let with = end.1.and_then(|vni| names.get(&vni)).cloned();
+            posted.ways.push((end, Way { sessions, send, with }));
         }
         for (own, s) in &self.itself {
-            posted.push((*own, Way { sessions: vec![s.clone()], send: Some(s.number) }));
+            posted.ways.push(((*own, None), Way { sessions: vec![s.clone()], send: Some(s.number), with: None }));
+        }
+        let plain = self.around.groups().filter(|(group, _)| !self.seals(*group));
+        posted.plain = plain.flat_map(|(_, hosts)| hosts).copied().collect();
+        if self.secrets.own.is_none() {
+            posted.plain.extend(&self.own);
         }
         self.board.post(posted);
     }
 
-    /// Says how it stands to all hosts that have something to answer.
-    fn say(&self, mut out: impl FnMut(&[u8], IpAddr)) {
-        for (&host, peer) in &self.peers {
-            for message in peer.exchanges.iter().filter(|e| e.waits()).filter_map(Exchange::message) {
-                out(&message, host);
-            }
-        }
-    }
-
-    /// When [`Handshakes::on_timer`] is to be called; `None`: never.
-    pub fn timer(&self) -> Option<Duration> {
-        let exchanges = || self.peers.values().flat_map(|p| &p.exchanges);
-        if exchanges().any(Exchange::waits) {
-            return Some(self.repeat);
-        }
-        let now = now_ns();
-        let old = exchanges().filter_map(Exchange::old_at_ns).min();
-        old.map(|at| Duration::from_nanos(at.saturating_sub(now)).max(LAST_REPEAT))
+    /// When [`Handshakes::on_timer`] is to be called, on the monotonic clock, nanoseconds; `None`: never.
+    pub fn timer(&self) -> Option<u64> {
+        let due = |p: &Peer| match p.waits() {
+            true => Some(p.due_ns),
+            false => p.exchanges.iter().filter_map(Exchange::old_at_ns).min().map(|at| at.max(p.due_ns)),
+        };
+        self.peers.values().filter_map(due).min()
     }
 
     /// Says again what was not answered, and seeks new sessions in the place of old ones.
-    pub fn on_timer(&mut self, out: impl FnMut(&[u8], IpAddr)) {
+    pub fn on_timer(&mut self, mut out: impl FnMut(&[u8], IpAddr)) {
         let now = now_ns();
-        let Handshakes { peers, fresh, .. } = self;
-        peers.values_mut().flat_map(|p| &mut p.exchanges).for_each(|e| e.age(now, fresh));
-        self.say(out);
-        self.repeat = (2 * self.repeat).min(LAST_REPEAT);
+        for (&(host, _), peer) in &mut self.peers {
+            for e in peer.exchanges.iter_mut().filter(|e| e.old_at_ns().is_some_and(|at| now >= at)) {
+                e.age(now, &mut self.fresh);
+                // If the kernel gives no random bytes, it is tried again then.
+                (peer.due_ns, peer.repeat_ns) =
+                    if e.waits() { (now, FIRST_REPEAT_NS) } else { (now + LAST_REPEAT_NS, 0) };
+            }
+            peer.say(now, |m| out(m, host));
+        }
     }
 
-    /// A message came from a host of the group.
-    pub fn on_message(&mut self, from: SocketAddr, packet: &[u8], mut out: impl FnMut(&[u8], IpAddr)) {
+    /// A message came from a host. True if it was made with a secret: then [`Handshakes::timer`] may be another one.
+    pub fn on_message(&mut self, from: SocketAddr, packet: &[u8], mut out: impl FnMut(&[u8], IpAddr)) -> bool {
         let Handshakes { peers, fresh, board, around, .. } = self;
-        let from = from.ip();
-        let Some(peer) = peers.get_mut(&from) else { return };
+        let group = packet.first_chunk::<VXLAN_BYTES>().and_then(vxlan_source);
+        let end: End = (from.ip(), group);
+        let Some(peer) = peers.get_mut(&end) else { return false };
         let Some(id) = Hello::secret_of(packet) else {
             board.drop_packet(Refusal::WrongTag);
-            return;
+            return false;
         };
+        let what = if peer.exchanges.is_empty() { Complaint::NoPair } else { Complaint::OtherSecret };
+        let complain = || board.complain(end.0, &around.name, around.name_of(group), what);
         let Some(exchange) = peer.exchanges.iter_mut().find(|e| e.secret() == id) else {
             // While secrets change, a host may have one more than the other.
             if peer.send.is_none() {
-                board.complain(from, &around.name, Complaint::OtherSecret);
+                complain();
             }
-            return;
+            return false;
         };
-        let Some(outcome) = exchange.on_message(packet, now_ns(), fresh) else {
+        let now = now_ns();
+        let Some(outcome) = exchange.on_message(packet, now, fresh) else {
             board.drop_packet(Refusal::WrongTag);
             if peer.send.is_none() {
-                board.complain(from, &around.name, Complaint::OtherSecret);
+                complain();
             }
-            return;
+            return false;
         };
         let message = exchange.message().filter(|_| outcome.answer);
+        if peer.waits() {
+            peer.hurry(now);
+        }
         if outcome.changed {
             // Before the other host hears of it.
             self.post();
         }
-        message.into_iter().for_each(|m: [u8; HELLO_BYTES]| out(&m, from));
-        self.repeat = FIRST_REPEAT;
+        message.into_iter().for_each(|m: [u8; HELLO_BYTES]| out(&m, end.0));
+        true
     }
 
     /// Opens a packet of the tunnel, whose kind its header says. What it was before it was sealed; `None` if it is dropped, and counted.
-    pub fn open<'a>(&mut self, from: IpAddr, to: IpAddr, packet: &'a mut [u8]) -> Option<&'a mut [u8]> {
+    pub fn open<'a>(&mut self, from: End, to: IpAddr, packet: &'a mut [u8]) -> Option<&'a mut [u8]> {
         let opened = self.try_open(from, to, packet);
         if let Err(why) = opened {
             self.board.drop_packet(why);
             if why == Refusal::Unknown {
-                self.board.complain(from, &self.around.name, Complaint::Unsealed);
+                let without_pair = self.peers.get(&from).is_some_and(|p| p.exchanges.is_empty());
+                let what = if without_pair { Complaint::NoPair } else { Complaint::Unsealed };
+                self.board.complain(from.0, &self.around.name, self.around.name_of(from.1), what);
             }
         }
         opened.ok()
     }
 
-    fn try_open<'a>(&mut self, from: IpAddr, to: IpAddr, packet: &'a mut [u8]) -> Result<&'a mut [u8], Refusal> {
+    fn try_open<'a>(&mut self, from: End, to: IpAddr, packet: &'a mut [u8]) -> Result<&'a mut [u8], Refusal> {
         let kind = packet[kind::AT];
         if !matches!(kind, kind::FRAME | kind::DATAGRAM) {
             return Err(Refusal::Unknown);
@@ -288,37 +361,110 @@ impl Handshakes {
         receiver.open(packet)
     }
 
-    /// Seals a frame in its VXLAN packet for a host, which ends with room for the tail; false if that host has no session.
-    pub fn seal(&mut self, to: IpAddr, packet: &mut [u8]) -> bool {
+    /// Seals a frame in its VXLAN packet for the other end, which ends with room for the tail; false if there is no session.
+    pub fn seal(&mut self, to: End, packet: &mut [u8]) -> bool {
         let Some(peer) = self.peers.get_mut(&to) else { return false };
+        if peer.exchanges.is_empty() {
+            self.board.complain(to.0, &self.around.name, self.around.name_of(to.1), Complaint::NoPair);
+        }
         let Some(link) = peer.links.iter_mut().find(|l| Some(l.number) == peer.send) else { return false };
         packet[kind::AT] = kind::FRAME;
         link.frames.0.seal(packet);
         true
     }
 
-    /// A host of the group has sent a packet of this kind, and here is no secret. That it looks for hosts with the secret is no packet lost.
-    pub fn complain_of_seal(&self, from: IpAddr, group: &str, kind: u8) {
+    /// A packet of this kind has come that is sealed, and need not be. That its host looks for others with the secret is no packet lost.
+    pub fn complain_of_seal(&self, from: End, kind: u8) {
         if kind != kind::HELLO {
             self.board.drop_packet(Refusal::WrongTag);
         }
-        self.board.complain(from, group, Complaint::Sealed);
+        self.board.complain(from.0, &self.around.name, self.around.name_of(from.1), Complaint::Sealed);
     }
 
     /// What there is to know.
     pub fn info(&self) -> SealInfo {
+        let joined = self.around.joined.iter().filter(|(vni, _)| self.seals(Some(**vni)));
+        let own = self.pair_info(None, &self.around.name);
+        SealInfo {
+            secrets: own.secrets,
+            sends_with: own.sends_with,
+            silent: own.silent,
+            behind: own.behind,
+            drops: self.board.drops(),
+            joined: joined.map(|(vni, j)| self.pair_info(Some(*vni), &j.name)).collect(),
+        }
+    }
+
+    /// The same of the group itself, or of it and another one.
+    fn pair_info(&self, group: Option<u32>, name: &str) -> PairInfo {
         let which = |is: &dyn Fn(&Peer) -> bool| {
-            let mut hosts: Vec<IpAddr> = self.peers.iter().filter(|(_, p)| is(p)).map(|(&host, _)| host).collect();
+            let hosts = self.peers.iter().filter(|(end, p)| end.1 == group && is(p)).map(|(end, _)| end.0);
+            let mut hosts: Vec<IpAddr> = hosts.collect();
             hosts.sort_unstable();
             hosts
         };
-        let current = self.secrets.as_ref().map(Secrets::sends_with);
-        SealInfo {
-            secrets: self.secrets.as_ref().map(Secrets::ids).unwrap_or_default(),
+        let secrets = self.secrets.of(group.map(|_| name));
+        let current = secrets.map(Secrets::sends_with);
+        PairInfo {
+            group: name.into(),
+            secrets: secrets.map(Secrets::ids).unwrap_or_default(),
             sends_with: current,
             silent: which(&|p| p.send.is_none()),
             behind: which(&|p| p.send.is_some() && p.secret != current),
-            drops: self.board.drops(),
         }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::seal::secrets::Secret;
+
+    const A: [u8; 4] = [192, 168, 7, 1];
+    const B: [u8; 4] = [192, 168, 7, 2];
+    const C: [u8; 4] = [192, 168, 7, 3];
+
+    /// A host of group blue with others, and what it says first.
+    fn host(own: [u8; 4], others: &[[u8; 4]]) -> (Handshakes, Vec<(Vec<u8>, IpAddr)>) {
+        let mut h = Handshakes::new(Arc::default(), vec![own.into()]);
+        let hosts = others.iter().map(|&o| o.into()).collect();
+        let mut said = Vec::new();
+        h.set_around(Around { name: "blue".into(), vni: 5, hosts, ..Around::default() }, |_, _| {});
+        let own = Some(Secrets::one(Secret::new(1, &[7; 32])));
+        h.set_secrets(GroupSecrets { own, ..GroupSecrets::default() }, |m, to| said.push((m.to_vec(), to)));
+        (h, said)
+    }
+
+    #[test]
+    fn a_flood_puts_off_nothing_and_leaves_nothing() {
+        let (mut a, said) = host(A, &[B, C]);
+        assert_eq!(said.len(), 2);
+        let due = a.timer().unwrap();
+        // Without the secret, as host B and as somebody who is no host.
+        let mut junk = said[0].0.clone();
+        for i in 0..10_000u32 {
+            junk[60..64].copy_from_slice(&i.to_be_bytes());
+            for from in [B, [192, 168, 7, 9]] {
+                assert!(!a.on_message((from, 4789).into(), &junk, |_, _| panic!("it is answered")));
+            }
+        }
+        assert_eq!((a.timer(), a.peers.len(), a.info().silent.len()), (Some(due), 2, 2));
+        assert_eq!(a.info().drops.wrong_tag, 10_000);
+        // Copies of what B has said: each is answered once to B, and C hears what it is to hear no later.
+        let (_, said) = host(B, &[A]);
+        let mut answers = 0;
+        for _ in 0..1000 {
+            assert!(a.on_message((B, 4789).into(), &said[0].0, |m, to| {
+                assert_eq!((m.len(), to), (HELLO_BYTES, IpAddr::from(B)));
+                answers += 1;
+            }));
+            assert!(a.timer().unwrap() <= due);
+        }
+        assert!(answers <= 1000 && a.peers[&(B.into(), None)].exchanges.len() == 1);
+        let mut heard = Vec::new();
+        std::thread::sleep(std::time::Duration::from_nanos(FIRST_REPEAT_NS + 1_000_000));
+        a.on_timer(|_, to| heard.push(to));
+        heard.sort_unstable();
+        assert_eq!(heard, [IpAddr::from(B), C.into()]);
     }
 }

@@ -8,10 +8,10 @@ use std::net::IpAddr;
 use std::sync::Arc;
 
 use ring::hmac;
-use unirdma_formats::net::{VXLAN_BYTES, vxlan};
+use unirdma_formats::net::VXLAN_BYTES;
 
 use super::kind;
-use super::session::{DRAWN_BYTES, Drawn, Root, Session};
+use super::session::{DRAWN_BYTES, Direction, Drawn, Root, Session};
 
 const VERSION: u8 = 1;
 /// The sender can open packets of the session that the two numbers make.
@@ -53,12 +53,12 @@ impl Hello {
         Some(Hello { own: *own, heard, ready: flags & READY != 0, waits: flags & WAITS != 0 })
     }
 
-    fn write(&self, vni: u32, secret: u8, key: &hmac::Key) -> [u8; HELLO_BYTES] {
+    fn write(&self, root: &Root, key: &hmac::Key) -> [u8; HELLO_BYTES] {
         let mut b = [0; HELLO_BYTES];
-        b[..VXLAN_BYTES].copy_from_slice(&vxlan(vni));
+        b[..VXLAN_BYTES].copy_from_slice(&root.header());
         b[kind::AT] = kind::HELLO;
         let flags = if self.ready { READY } else { 0 } | if self.waits { WAITS } else { 0 };
-        b[VXLAN_BYTES..][..3].copy_from_slice(&[VERSION, secret, flags]);
+        b[VXLAN_BYTES..][..3].copy_from_slice(&[VERSION, root.id(), flags]);
         b[VXLAN_BYTES + 4..][..DRAWN_BYTES].copy_from_slice(&self.own);
         b[VXLAN_BYTES + 4 + DRAWN_BYTES..][..DRAWN_BYTES].copy_from_slice(&self.heard.unwrap_or_default());
         let tag = hmac::sign(key, &b[..SIGNED_BYTES]);
@@ -93,7 +93,6 @@ pub(super) struct Outcome {
 /// What this host and another one have said to each other under one secret.
 pub(super) struct Exchange {
     root: Arc<Root>,
-    vni: u32,
     here: IpAddr,
     there: IpAddr,
     ours: hmac::Key,
@@ -113,15 +112,16 @@ pub(super) trait Draw {
 
 impl Exchange {
     /// Nothing has been said. `None`: the kernel gives no random bytes.
-    pub fn new(root: Arc<Root>, vni: u32, here: IpAddr, there: IpAddr, draw: &mut impl Draw) -> Option<Self> {
-        let (ours, theirs) = (root.hello_key(here, there)?, root.hello_key(there, here)?);
+    pub fn new(root: Arc<Root>, here: IpAddr, there: IpAddr, draw: &mut impl Draw) -> Option<Self> {
+        let (ours, theirs) =
+            (root.hello_key(Direction::Out, here, there)?, root.hello_key(Direction::In, there, here)?);
         let seeking = Some(Seeking { own: draw.drawn()?, heard: None });
-        Some(Exchange { root, vni, here, there, ours, theirs, seeking, open: Vec::with_capacity(2) })
+        Some(Exchange { root, here, there, ours, theirs, seeking, open: Vec::with_capacity(2) })
     }
 
     /// Number of its secret.
     pub fn secret(&self) -> u8 {
-        self.root.id
+        self.root.id()
     }
 
     /// True if it is about this secret of this group.
@@ -158,7 +158,7 @@ impl Exchange {
             (None, Some(o)) => self.confirmation(o),
             (None, None) => return None,
         };
-        Some(hello.write(self.vni, self.root.id, &self.ours))
+        Some(hello.write(&self.root, &self.ours))
     }
 
     fn confirmation(&self, o: &Open) -> Hello {
@@ -237,9 +237,9 @@ mod tests {
     }
 
     fn exchange(secret: u8, host: usize, draw: &mut Seeded) -> Exchange {
-        let root = Arc::new(Root::new(&Secret::new(1, &[secret; 32]), 5, "blue"));
+        let root = Arc::new(Root::new(&Secret::new(1, &[secret; 32]), (5, "blue"), None));
         let at = |n: usize| IpAddr::from([10, 0, 0, n as u8]);
-        Exchange::new(root, 5, at(host), at(1 - host), draw).unwrap()
+        Exchange::new(root, at(host), at(1 - host), draw).unwrap()
     }
 
     impl Pair {

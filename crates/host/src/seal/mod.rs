@@ -1,4 +1,6 @@
-//! Sealed packets: with a secret of a group, every packet between the hosts of the group shows that its sender has the secret.
+//! Sealed packets: with a secret of a group, every packet between the hosts of the group shows that its sender has the secret. Packets between
+//! two groups that a rule joins do the same with a secret of the pair: neither group's own opens them, so that a host that has one of the two
+//! groups only can pose as that one only.
 //!
 //! `secrets` has the secrets of a group, `session` the keys that two hosts derive from one, and what is done with each packet, `replay` the
 //! window of the packets that have come, and `hello` the messages by which two hosts find a session. Two threads use what was found: the
@@ -17,14 +19,19 @@ mod replay;
 mod secrets;
 mod session;
 
-pub use board::{SealDrops, SealInfo};
-pub use secrets::{Secret, Secrets};
+use std::net::IpAddr;
+
+pub use board::{PairInfo, SealDrops, SealInfo};
+pub use secrets::{GroupSecrets, Secret, Secrets};
 
 pub(crate) use board::Board;
 use board::Complaint;
-pub(crate) use handshakes::{Around, Handshakes};
-pub(crate) use port::{Seals, mark_datagram};
+pub(crate) use handshakes::{Around, Handshakes, JoinedHosts};
+pub(crate) use port::{Opened, Seals, mark_datagram};
 pub(crate) use session::{Sender, TAIL_BYTES};
+
+/// Who is at the other end: a host, and the number of its group if that is another one than this worker's.
+pub(crate) type End = (IpAddr, Option<u32>);
 
 /// What a packet of the tunnel is, in the last byte of its VXLAN header, which is 0 without a secret.
 pub(crate) mod kind {

@@ -1,7 +1,7 @@
 //! Sealing at the port, by whoever has it: RoCEv2 packets, and datagrams that leave by the tunnel.
 
 use std::cell::Cell;
-use std::collections::HashMap;
+use std::collections::{BTreeSet, HashMap};
 use std::net::IpAddr;
 use std::sync::Arc;
 
@@ -9,7 +9,7 @@ use unirdma_formats::wire::ICRC_BYTES;
 
 use super::board::Board;
 use super::session::{Channel, Receiver, Refusal, Sender, Session, index_of};
-use super::{Complaint, kind};
+use super::{Complaint, End, kind};
 
 /// The port's part of a session.
 struct Link {
@@ -28,12 +28,14 @@ impl Link {
     }
 }
 
-/// The sessions with a host.
+/// The sessions with the other end.
 #[derive(Default)]
 struct Links {
     all: Vec<Link>,
     /// Place of the one that is sent with.
     send: Option<usize>,
+    /// Name of its group, if that is another one.
+    with: Option<Arc<str>>,
 }
 
 /// All sessions, as the port has them.
@@ -42,16 +44,18 @@ pub(crate) struct Seals {
     group: String,
     /// [`Board::changes`] when they were read.
     seen: u64,
-    /// Hosts of the group, by their addresses; none without a secret.
-    hosts: Vec<(IpAddr, Links)>,
-    /// Place of the one that was looked for last.
+    /// Whose packets are sealed, in order; none without a secret.
+    ends: Vec<(End, Links)>,
+    /// Hosts whose packets need not be sealed, since not all of their groups have a secret.
+    plain: BTreeSet<IpAddr>,
+    /// Place of the end that was looked for last.
     recent: Cell<usize>,
 }
 
 impl Seals {
     /// Sessions that are, and will be, on the board.
     pub fn new(board: Arc<Board>, group: &str) -> Seals {
-        Seals { board, group: group.into(), seen: 0, hosts: Vec::new(), recent: Cell::new(0) }
+        Seals { board, group: group.into(), seen: 0, ends: Vec::new(), plain: BTreeSet::new(), recent: Cell::new(0) }
     }
 
     /// Takes over what is new on the board. If nothing is, this is one look at a number.
@@ -60,86 +64,123 @@ impl Seals {
         if changes == self.seen {
             return;
         }
-        let mut before: HashMap<IpAddr, Links> = std::mem::take(&mut self.hosts).into_iter().collect();
-        for (host, way) in self.board.read() {
-            let mut had = before.remove(&host).unwrap_or_default().all;
+        let mut before: HashMap<End, Links> = std::mem::take(&mut self.ends).into_iter().collect();
+        let posted = self.board.read();
+        for (end, way) in posted.ways {
+            let mut had = before.remove(&end).unwrap_or_default().all;
             let link = |s: &Arc<Session>| {
                 let at = had.iter().position(|l| l.number == s.number);
                 at.map(|at| had.swap_remove(at)).or_else(|| Link::new(s))
             };
             let all: Vec<Link> = way.sessions.iter().filter_map(link).collect();
             let send = all.iter().position(|l| Some(l.number) == way.send);
-            self.hosts.push((host, Links { all, send }));
+            self.ends.push((end, Links { all, send, with: way.with }));
         }
-        self.hosts.sort_unstable_by_key(|h| h.0);
-        self.seen = changes;
+        self.ends.sort_unstable_by_key(|e| e.0);
+        (self.plain, self.seen) = (posted.plain, changes);
     }
 
-    fn find(&self, host: IpAddr) -> Option<usize> {
-        if self.hosts.get(self.recent.get()).is_some_and(|h| h.0 == host) {
+    fn find(&self, to: End) -> Option<usize> {
+        if self.ends.get(self.recent.get()).is_some_and(|e| e.0 == to) {
             return Some(self.recent.get());
         }
-        let at = self.hosts.binary_search_by_key(&host, |h| h.0).ok()?;
+        let at = self.ends.binary_search_by_key(&to, |e| e.0).ok()?;
         self.recent.set(at);
         Some(at)
     }
 
-    /// True if packets to a host can be sealed.
-    pub fn reaches(&self, to: IpAddr) -> bool {
-        self.find(to).is_some_and(|at| self.hosts[at].1.send.is_some())
+    /// True if packets to the other end can be sealed.
+    pub fn reaches(&self, to: End) -> bool {
+        self.find(to).is_some_and(|at| self.ends[at].1.send.is_some())
     }
 
-    /// What seals RoCEv2 packets to a host, or datagrams for the tunnel.
-    pub fn sender(&mut self, to: IpAddr, tunnel: bool) -> Option<&mut Sender> {
+    /// What seals RoCEv2 packets to the other end, or datagrams for the tunnel.
+    pub fn sender(&mut self, to: End, tunnel: bool) -> Option<&mut Sender> {
         let at = self.find(to)?;
-        let links = &mut self.hosts[at].1;
+        let links = &mut self.ends[at].1;
         let link = links.all.get_mut(links.send?)?;
         Some(if tunnel { &mut link.datagrams } else { &mut link.roce.0 })
     }
 
-    /// What opens the packets of a host, if they are taken sealed only: the host is one of the group's, and the group has a secret.
-    /// That includes sessions of which the host has heard since the port was asked for packets.
+    /// What opens the packets of a host, if any of its groups sends them sealed. That includes sessions of which the host has heard since
+    /// the port was asked for packets.
     pub fn opener(&mut self, from: IpAddr) -> Option<Opener<'_>> {
         self.refresh();
-        if self.hosts.is_empty() {
+        if self.ends.is_empty() {
             return None;
         }
-        let at = self.find(from)?;
-        Some(Opener { from, links: &mut self.hosts[at].1.all, board: &self.board, group: &self.group })
+        let first = self.ends.partition_point(|e| e.0.0 < from);
+        let count = self.ends[first..].iter().take_while(|e| e.0.0 == from).count();
+        let ends = &mut self.ends[first..first + count];
+        let plain = self.plain.contains(&from);
+        (count > 0).then_some(Opener { from, ends, plain, board: &self.board, group: &self.group })
+    }
+}
+
+/// What came of a packet. Its ICRC is cut off.
+pub(crate) enum Opened<'a> {
+    /// It was sealed by a host of the group with this number, or of this one's own.
+    Sealed(Option<u32>, &'a [u8]),
+    /// It is as packets are without a secret.
+    Plain(&'a [u8]),
+    /// It is as packets are without a secret, with a wrong ICRC.
+    WrongIcrc,
+    /// It is dropped, and counted.
+    Dropped,
+}
+
+impl<'a> Opened<'a> {
+    /// What comes of a packet that need not be sealed; `plain` checks its ICRC, and cuts it off.
+    pub fn unsealed(packet: &'a [u8], plain: impl FnOnce(&'a [u8]) -> Option<&'a [u8]>) -> Opened<'a> {
+        plain(packet).map_or(Opened::WrongIcrc, Opened::Plain)
     }
 }
 
 /// What opens the packets of a host.
 pub(crate) struct Opener<'s> {
     from: IpAddr,
-    links: &'s mut [Link],
+    ends: &'s mut [(End, Links)],
+    plain: bool,
     board: &'s Board,
     group: &'s str,
 }
 
 impl Opener<'_> {
-    /// Opens a RoCEv2 packet that came to `to`, and cuts its ICRC off. `None` if it is dropped, and counted; `plain` says of one that is of
-    /// no session whether it is right as a packet without a secret.
+    /// Opens a RoCEv2 packet that came to `to`. `plain` says of one that is of no session whether its ICRC is right, and cuts that off.
     pub fn open<'a>(
         &mut self,
         to: IpAddr,
         packet: &'a mut [u8],
-        plain: impl FnOnce(&[u8]) -> bool,
-    ) -> Option<&'a [u8]> {
+        plain: impl FnOnce(&'a [u8]) -> Option<&'a [u8]>,
+    ) -> Opened<'a> {
         let index = index_of(packet);
-        let why = match self.links.iter_mut().find(|l| Some(l.index) == index && l.here == to) {
-            None if plain(packet) => {
-                self.board.complain(self.from, self.group, Complaint::Unsealed);
-                Refusal::Unknown
-            }
-            None => Refusal::WrongTag,
-            Some(link) => match link.roce.1.open(packet) {
-                Ok(opened) => return opened.split_last_chunk::<ICRC_BYTES>().map(|s| s.0),
-                Err(why) => why,
-            },
+        let mut links = self.ends.iter_mut().flat_map(|(end, l)| l.all.iter_mut().map(|l| (end.1, l)));
+        let Some((group, link)) = links.find(|(_, l)| Some(l.index) == index && l.here == to) else {
+            return self.unknown(packet, plain);
         };
-        self.board.drop_packet(why);
-        None
+        match link.roce.1.open(packet) {
+            Ok(opened) => match opened.split_last_chunk::<ICRC_BYTES>() {
+                Some((body, _)) => return Opened::Sealed(group, body),
+                None => self.board.drop_packet(Refusal::WrongTag),
+            },
+            Err(why) => self.board.drop_packet(why),
+        }
+        Opened::Dropped
+    }
+
+    /// A packet of no session.
+    fn unknown<'a>(&self, packet: &'a [u8], plain: impl FnOnce(&'a [u8]) -> Option<&'a [u8]>) -> Opened<'a> {
+        if self.plain {
+            return Opened::unsealed(packet, plain);
+        }
+        if plain(packet).is_some() {
+            let with = self.ends.first().and_then(|e| e.1.with.as_deref());
+            self.board.complain(self.from, self.group, with, Complaint::Unsealed);
+            self.board.drop_packet(Refusal::Unknown);
+        } else {
+            self.board.drop_packet(Refusal::WrongTag);
+        }
+        Opened::Dropped
     }
 }
 

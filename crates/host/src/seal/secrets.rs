@@ -1,5 +1,6 @@
 //! The secrets of a group. Between processes they pass as a memory file, which is no part of any message, log or core dump.
 
+use std::collections::BTreeMap;
 use std::fmt;
 use std::io;
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
@@ -8,12 +9,17 @@ use ring::hkdf;
 use rustix::fs::{FileType, MemfdFlags};
 use zeroize::{Zeroize, ZeroizeOnDrop, Zeroizing};
 
+use crate::vrnic::MAX_NAME_BYTES;
+
 /// Bytes of a secret.
 pub const SECRET_BYTES: usize = 32;
 /// Most secrets that a group has at a time.
 pub const MAX_SECRETS: usize = 3;
-/// A byte for which one to send with, one for how many there are, and each with its number.
-const FILE_BYTES: usize = 2 + MAX_SECRETS * (1 + SECRET_BYTES);
+/// Most other groups with which a group has secrets.
+pub const MAX_PAIRS: usize = 4096;
+/// Longest file that has the secrets of a group: of each set of secrets a byte for the length of the other group's name, the name, a byte for
+/// which secret to send with, one for how many there are, and each with its number.
+const MAX_FILE_BYTES: usize = (1 + MAX_PAIRS) * (1 + MAX_NAME_BYTES + 2 + MAX_SECRETS * (1 + SECRET_BYTES));
 
 /// A secret and its number, by which hosts tell the secrets of a group apart.
 #[derive(Clone, PartialEq, Eq, Zeroize, ZeroizeOnDrop)]
@@ -166,41 +172,115 @@ impl Secrets {
         let first = self.all.iter().filter(|s| s.id == self.send);
         first.chain(self.all.iter().rev().filter(|s| s.id != self.send))
     }
+}
+
+/// All secrets that a host has of a group: the group's own, and those for packets between it and groups that rules join with it.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct GroupSecrets {
+    /// For packets within the group. Without them, and without those of a pair, packets are not sealed.
+    pub own: Option<Secrets>,
+    /// For packets between the group and another one, by that one's name. If the group has secrets of its own, then nothing passes between it
+    /// and a group that is not here.
+    pub with: BTreeMap<String, Secrets>,
+}
+
+impl GroupSecrets {
+    /// True if there are none at all.
+    pub fn is_empty(&self) -> bool {
+        self.own.is_none() && self.with.is_empty()
+    }
+
+    /// Those of the group, or of it and another one.
+    pub fn of(&self, with: Option<&str>) -> Option<&Secrets> {
+        with.map_or(self.own.as_ref(), |other| self.with.get(other))
+    }
+
+    /// Puts others in the place of those of the group, or of it and another one.
+    ///
+    /// # Errors
+    /// One line: there is no room for another pair.
+    pub fn set(&mut self, with: Option<&str>, secrets: Option<Secrets>) -> Result<(), String> {
+        let Some(other) = with else {
+            self.own = secrets;
+            return Ok(());
+        };
+        match secrets {
+            Some(s) => _ = self.with.insert(other.into(), s),
+            None => _ = self.with.remove(other),
+        }
+        if self.with.len() > MAX_PAIRS {
+            self.with.remove(other);
+            return Err(format!("a group has secrets with {MAX_PAIRS} other groups at most"));
+        }
+        Ok(())
+    }
 
     /// A memory file that has them.
     ///
     /// # Errors
     /// Those of `memfd_create(2)` and `pwrite(2)`.
     pub(crate) fn to_file(&self) -> io::Result<OwnedFd> {
-        let mut bytes = Zeroizing::new([0; FILE_BYTES]);
-        (bytes[0], bytes[1]) = (self.send, self.all.len() as u8);
-        for (room, s) in bytes[2..].chunks_exact_mut(1 + SECRET_BYTES).zip(&self.all) {
-            room[0] = s.id;
-            room[1..].copy_from_slice(&s.key[..]);
+        let all = self.own.iter().map(|s| ("", s)).chain(self.with.iter().map(|(name, s)| (name.as_str(), s)));
+        let bytes_of = |(name, s): (&str, &Secrets)| 1 + name.len() + 2 + s.all.len() * (1 + SECRET_BYTES);
+        // With room for all, so that it leaves no copy where it was before.
+        let mut bytes = Zeroizing::new(Vec::with_capacity(all.clone().map(bytes_of).sum()));
+        for (name, s) in all {
+            bytes.push(name.len() as u8);
+            bytes.extend_from_slice(name.as_bytes());
+            bytes.extend_from_slice(&[s.send, s.all.len() as u8]);
+            for secret in &s.all {
+                bytes.push(secret.id);
+                bytes.extend_from_slice(&secret.key[..]);
+            }
         }
         let file = rustix::fs::memfd_create(c"unirdma secrets", MemfdFlags::CLOEXEC)?;
-        let n = rustix::io::pwrite(&file, &bytes[..], 0)?;
-        if n == FILE_BYTES { Ok(file) } else { Err(io::ErrorKind::WriteZero.into()) }
+        let mut written = 0;
+        while written < bytes.len() {
+            match rustix::io::pwrite(&file, &bytes[written..], written as u64)? {
+                0 => return Err(io::ErrorKind::WriteZero.into()),
+                n => written += n,
+            }
+        }
+        Ok(file)
     }
 
     /// Those of such a file.
     ///
     /// # Errors
     /// It is none.
-    pub(crate) fn of_file(file: impl AsFd) -> io::Result<Secrets> {
-        let invalid = |why: String| io::Error::new(io::ErrorKind::InvalidData, why);
-        let mut bytes = Zeroizing::new([0; FILE_BYTES]);
-        if read_at(file.as_fd(), &mut bytes[..])? != FILE_BYTES {
-            return Err(invalid("a file without secrets came".into()));
+    pub(crate) fn of_file(file: impl AsFd) -> io::Result<GroupSecrets> {
+        let invalid = |why: &str| io::Error::new(io::ErrorKind::InvalidData, why.to_string());
+        let size = usize::try_from(rustix::fs::fstat(&file)?.st_size).unwrap_or(usize::MAX);
+        if size == 0 || size > MAX_FILE_BYTES {
+            return Err(invalid("a file without secrets came"));
         }
-        let mut all = Vec::with_capacity(MAX_SECRETS);
-        for s in bytes[2..].chunks_exact(1 + SECRET_BYTES).take(bytes[1].into()) {
-            let mut key = Zeroizing::new([0; SECRET_BYTES]);
-            key.copy_from_slice(&s[1..]);
-            all.push(Secret::new(s[0], &key));
+        let mut bytes = Zeroizing::new(vec![0; size]);
+        if read_at(file.as_fd(), &mut bytes[..])? != size {
+            return Err(invalid("a file of secrets came that is shorter than it says"));
         }
-        Secrets::new(all, bytes[0]).map_err(invalid)
+        let mut found = GroupSecrets::default();
+        let mut rest = &bytes[..];
+        while !rest.is_empty() {
+            let (name, secrets, after) = read_set(rest).ok_or_else(|| invalid("a file came that has no secrets"))?;
+            let secrets = secrets.map_err(|e| invalid(&e))?;
+            found.set((!name.is_empty()).then_some(name), Some(secrets)).map_err(|e| invalid(&e))?;
+            rest = after;
+        }
+        Ok(found)
     }
+}
+
+/// A set of secrets at the beginning of these bytes, with the other group's name, and what follows; `None` if there is none.
+fn read_set(bytes: &[u8]) -> Option<(&str, Result<Secrets, String>, &[u8])> {
+    let (&length, rest) = bytes.split_first()?;
+    let (name, rest) = rest.split_at_checked(length.into())?;
+    let (&[send, n], rest) = rest.split_first_chunk()?;
+    let (secrets, rest) = rest.split_at_checked(usize::from(n) * (1 + SECRET_BYTES))?;
+    let mut all = Vec::with_capacity(n.into());
+    for s in secrets.chunks_exact(1 + SECRET_BYTES) {
+        all.push(Secret::new(s[0], s[1..].first_chunk()?));
+    }
+    Some((std::str::from_utf8(name).ok()?, Secrets::new(all, send), rest))
 }
 
 /// Reads a file from its beginning on; how many bytes it has, as far as there is room.
@@ -252,11 +332,11 @@ mod tests {
     }
 
     #[test]
-    fn rotation_keeps_those_before_and_a_file_has_them_all() {
+    fn rotation_keeps_those_before() {
         let mut s = Secrets::one(secret(1));
         for n in 2..=4 {
             s.rotate(secret(n)).unwrap();
-            assert_eq!((s.sends_with(), Secrets::of_file(s.to_file().unwrap()).unwrap()), (secret(n).id(), s.clone()));
+            assert_eq!(s.sends_with(), secret(n).id());
         }
         assert_eq!(s.ids(), [2, 3, 4].map(|n| secret(n).id()));
         let order = |s: &Secrets| s.by_preference().map(Secret::id).collect::<Vec<_>>();
@@ -268,6 +348,27 @@ mod tests {
         assert!(s.rotate(Secret::new(secret(2).id(), &[9; 32])).is_err());
         assert!(Secrets::new(vec![secret(1)], secret(2).id()).is_err() && Secrets::new(Vec::new(), 0).is_err());
         assert!(Secrets::new(vec![secret(1), secret(1)], secret(1).id()).is_err());
-        assert!(Secrets::of_file(rustix::fs::memfd_create(c"x", MemfdFlags::CLOEXEC).unwrap()).is_err());
+    }
+
+    #[test]
+    fn a_file_has_all_secrets_and_another_one_is_refused() {
+        let mut two = Secrets::one(secret(1));
+        two.rotate(secret(2)).unwrap();
+        let with = |names: &[&str]| names.iter().map(|n| (n.to_string(), two.clone())).collect();
+        let sets = [
+            GroupSecrets { own: Some(two.clone()), with: BTreeMap::new() },
+            GroupSecrets { own: None, with: with(&["red"]) },
+            GroupSecrets { own: Some(Secrets::one(secret(3))), with: with(&["green", "red"]) },
+        ];
+        for set in sets {
+            let file = set.to_file().unwrap();
+            assert_eq!(GroupSecrets::of_file(&file).unwrap(), set);
+            let size = rustix::fs::fstat(&file).unwrap().st_size as u64;
+            rustix::fs::ftruncate(&file, size - 1).unwrap();
+            assert!(GroupSecrets::of_file(&file).is_err(), "cut short");
+            rustix::fs::ftruncate(&file, size + 1).unwrap();
+            assert!(GroupSecrets::of_file(&file).is_err(), "too long");
+        }
+        assert!(GroupSecrets::of_file(rustix::fs::memfd_create(c"x", MemfdFlags::CLOEXEC).unwrap()).is_err());
     }
 }

@@ -7,6 +7,7 @@ use std::sync::Arc;
 use ring::aead::{AES_128_GCM, Aad, LessSafeKey, Nonce, UnboundKey};
 use ring::{hkdf, hmac};
 use unirdma_formats::Gid;
+use unirdma_formats::net::{VXLAN_BYTES, vxlan, vxlan_from};
 
 use super::replay::Window;
 use super::secrets::Secret;
@@ -46,46 +47,91 @@ pub(crate) enum Refusal {
     Replayed,
 }
 
-/// What keys of a secret are derived from, for one group.
+/// A group by its number and its name.
+pub(super) type Named<'a> = (u32, &'a str);
+
+/// In which direction packets go.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum Direction {
+    Out,
+    In,
+}
+
+/// What keys of a secret are derived from: for one group, or for packets between it and another one.
 pub(super) struct Root {
-    pub id: u8,
+    secret: Secret,
     prk: hkdf::Prk,
-    /// Number and name of the group.
-    group: Vec<u8>,
+    /// Number and name of the own group, and of the other one.
+    own: Vec<u8>,
+    other: Option<Vec<u8>>,
+    /// VXLAN header of what this host sends.
+    header: [u8; VXLAN_BYTES],
 }
 
 impl Root {
-    pub fn new(secret: &Secret, vni: u32, name: &str) -> Root {
-        let prk = hkdf::Salt::new(hkdf::HKDF_SHA256, b"unirdma seal 1").extract(secret.key());
-        Root { id: secret.id(), prk, group: [&vni.to_be_bytes()[1..], &[name.len() as u8], name.as_bytes()].concat() }
+    pub fn new(secret: &Secret, own: Named<'_>, other: Option<Named<'_>>) -> Root {
+        let salt: &[u8] = if other.is_some() { b"unirdma pair 1" } else { b"unirdma seal 1" };
+        let prk = hkdf::Salt::new(hkdf::HKDF_SHA256, salt).extract(secret.key());
+        let header = other.map_or(vxlan(own.0), |(vni, _)| vxlan_from(vni, own.0));
+        Root { secret: secret.clone(), prk, own: bytes_of(own), other: other.map(bytes_of), header }
     }
 
-    /// What tells a key from all others of the secret: what it is for, the group, the hosts from and to which packets go, and the numbers
-    /// that these have drawn.
-    fn info(&self, purpose: &[u8], from: (IpAddr, &Drawn), to: (IpAddr, &Drawn)) -> Vec<u8> {
+    /// True if it is one of this secret and these groups.
+    pub fn is_of(&self, secret: &Secret, own: Named<'_>, other: Option<Named<'_>>) -> bool {
+        self.secret == *secret && self.own == bytes_of(own) && self.other == other.map(bytes_of)
+    }
+
+    /// Number of the secret.
+    pub fn id(&self) -> u8 {
+        self.secret.id()
+    }
+
+    /// VXLAN header of what this host sends.
+    pub fn header(&self) -> [u8; VXLAN_BYTES] {
+        self.header
+    }
+
+    /// What tells a key from all others of the secret: what it is for, the groups and the hosts from and to which packets go, and the numbers
+    /// that the hosts have drawn.
+    fn info(&self, purpose: &[u8], way: Direction, from: (IpAddr, &Drawn), to: (IpAddr, &Drawn)) -> Vec<u8> {
+        let groups = match (&self.other, way) {
+            (None, _) => [&self.own[..], &[]],
+            (Some(other), Direction::Out) => [&self.own[..], other],
+            (Some(other), Direction::In) => [&other[..], &self.own],
+        };
         let [from_gid, to_gid] = [from.0, to.0].map(|a| Gid::from_ip(a).0);
-        [purpose, &[0], &self.group, &from_gid, &to_gid, from.1, to.1].concat()
+        [purpose, &[0], groups[0], groups[1], &from_gid, &to_gid, from.1, to.1].concat()
     }
 
-    fn packet_key(&self, channel: Channel, from: (IpAddr, &Drawn), to: (IpAddr, &Drawn)) -> Option<LessSafeKey> {
+    fn packet_key(
+        &self,
+        channel: Channel,
+        way: Direction,
+        from: (IpAddr, &Drawn),
+        to: (IpAddr, &Drawn),
+    ) -> Option<LessSafeKey> {
         let purpose: &[u8] = match channel {
             Channel::Roce => b"RoCEv2",
             Channel::Frames => b"frames",
             Channel::Datagrams => b"datagrams",
         };
-        let info = self.info(purpose, from, to);
+        let info = self.info(purpose, way, from, to);
         let info = [&info[..]];
         let okm = self.prk.expand(&info, &AES_128_GCM);
         okm.ok().map(|okm| LessSafeKey::new(UnboundKey::from(okm)))
     }
 
     /// The key of the messages from one host to another by which they find sessions.
-    pub fn hello_key(&self, from: IpAddr, to: IpAddr) -> Option<hmac::Key> {
+    pub fn hello_key(&self, way: Direction, from: IpAddr, to: IpAddr) -> Option<hmac::Key> {
         let nothing = [0; DRAWN_BYTES];
-        let info = self.info(b"hello", (from, &nothing), (to, &nothing));
+        let info = self.info(b"hello", way, (from, &nothing), (to, &nothing));
         let info = [&info[..]];
         self.prk.expand(&info, hmac::HMAC_SHA256).ok().map(hmac::Key::from)
     }
+}
+
+fn bytes_of((vni, name): Named<'_>) -> Vec<u8> {
+    [&vni.to_be_bytes()[1..], &[name.len() as u8], name.as_bytes()].concat()
 }
 
 /// What two hosts have found: all that the keys of their packets follow from.
@@ -107,13 +153,13 @@ impl Session {
 
     /// The sender's half of a channel. It is made once: its packets are numbered from 0 on.
     pub fn sender(&self, channel: Channel) -> Option<Sender> {
-        let key = self.root.packet_key(channel, (self.here, &self.own), (self.there, &self.theirs))?;
+        let key = self.root.packet_key(channel, Direction::Out, (self.here, &self.own), (self.there, &self.theirs))?;
         Some(Sender { key, index: Session::index(&self.theirs), next: 0 })
     }
 
     /// The receiver's half. It is made once, too: another one would not know what has come.
     pub fn receiver(&self, channel: Channel) -> Option<Receiver> {
-        let key = self.root.packet_key(channel, (self.there, &self.theirs), (self.here, &self.own))?;
+        let key = self.root.packet_key(channel, Direction::In, (self.there, &self.theirs), (self.here, &self.own))?;
         Some(Receiver { key, window: Window::new() })
     }
 }
@@ -189,7 +235,7 @@ mod tests {
 
     /// The two ends of a session.
     fn ends(secret: u8, group: (u32, &str), a: &str, b: &str) -> [Session; 2] {
-        let root = Arc::new(Root::new(&Secret::numbered(&[secret; 32]), group.0, group.1));
+        let root = Arc::new(Root::new(&Secret::numbered(&[secret; 32]), group, None));
         let [a, b] = [a, b].map(|ip| ip.parse::<IpAddr>().unwrap());
         let end = |here, there, own, theirs| Session { number: 1, root: root.clone(), here, there, own, theirs };
         [end(a, b, [1; DRAWN_BYTES], [2; DRAWN_BYTES]), end(b, a, [2; DRAWN_BYTES], [1; DRAWN_BYTES])]

@@ -10,7 +10,7 @@ use std::net::IpAddr;
 use super::*;
 use crate::admin::Request;
 use crate::centre::Centre;
-use crate::seal::{Secret, Secrets};
+use crate::seal::{GroupSecrets, Secret, Secrets};
 use crate::source::Change;
 use crate::vrnic::{self, AddVrnic, Hardware, SetHeld, SetShare, VrnicInfo};
 use unirdma_fleet::agent::{self, Key, Work};
@@ -29,8 +29,8 @@ type Reply = Result<Response, String>;
 pub(super) struct Ordered {
     /// Each may be several here: one for each address of a vRNIC.
     rules: BTreeMap<String, Vec<Rule>>,
-    /// Of each group, by their numbers.
-    secrets: BTreeMap<String, BTreeMap<u8, Said>>,
+    /// Of each group, and of each two in the order of their names, by the secrets' numbers. A group alone has no other name.
+    secrets: BTreeMap<(String, String), BTreeMap<u8, Said>>,
 }
 
 /// A secret, and whether to send with it.
@@ -45,9 +45,9 @@ impl Ordered {
         Ok(Change::Rules(self.rules.values().flatten().cloned().collect()))
     }
 
-    fn set_secret(&mut self, group: &str, id: u32, secret: Option<&v1::Secret>) -> Result<(), String> {
+    fn set_secret(&mut self, group: &str, other: &str, id: u32, secret: Option<&v1::Secret>) -> Result<(), String> {
         let id = u8::try_from(id).map_err(|_| format!("secret {id} of group {group} has no number from 1 to 255"))?;
-        let of_group = self.secrets.entry(group.into()).or_default();
+        let of_group = self.secrets.entry((group.into(), other.into())).or_default();
         match secret {
             Some(s) => {
                 let key = <[u8; 32]>::try_from(s.value.as_slice())
@@ -60,11 +60,16 @@ impl Ordered {
         Ok(())
     }
 
-    /// The secrets of a group, if it has any.
-    fn secrets_of(&self, group: &str) -> Result<Option<Secrets>, String> {
-        let Some(all) = self.secrets.get(group) else { return Ok(None) };
-        let send = all.iter().find(|(_, s)| s.1).or(all.iter().next()).map_or(0, |(id, _)| *id);
-        Secrets::new(all.iter().map(|(&id, s)| Secret::new(id, &s.0)).collect(), send).map(Some)
+    /// The secrets that a group has, its own and those with other groups.
+    fn secrets_of(&self, name: &str) -> Result<GroupSecrets, String> {
+        let mut found = GroupSecrets::default();
+        for ((group, other), all) in self.secrets.iter().filter(|((g, o), _)| g == name || o == name) {
+            let send = all.iter().find(|(_, s)| s.1).or(all.iter().next()).map_or(0, |(id, _)| *id);
+            let secrets = Secrets::new(all.iter().map(|(&id, s)| Secret::new(id, &s.0)).collect(), send)?;
+            let with = if other == name { group } else { other };
+            found.set((!with.is_empty()).then_some(with.as_str()), Some(secrets))?;
+        }
+        Ok(found)
     }
 }
 
@@ -139,17 +144,10 @@ impl Supervisor {
                 }
                 (Key::Secret(group, other, id), item) => {
                     let secret = if let Some(Item::Secret(s)) = item { Some(s) } else { None };
-                    // Nothing passes between groups of which one has a secret: `docs/rules.md`.
-                    match (other.is_empty(), secret) {
-                        (false, Some(_)) => Err(format!(
-                            "groups {group} and {other} are joined by a rule and have a secret: between such groups nothing passes yet"
-                        )),
-                        (false, None) => Ok(()),
-                        (true, secret) => {
-                            sealed.insert(group.clone(), w.key.clone());
-                            lock(&self.ordered).set_secret(group, *id, secret)
-                        }
+                    for name in [group, other].into_iter().filter(|name| !name.is_empty()) {
+                        sealed.insert(name.clone(), w.key.clone());
                     }
+                    lock(&self.ordered).set_secret(group, other, *id, secret)
                 }
             };
             if let Err(e) = done {
@@ -177,7 +175,7 @@ impl Supervisor {
         if inner.removed {
             return Ok(());
         }
-        self.set_secrets(&group, &mut inner, secrets.as_ref())
+        self.set_secrets(&group, &mut inner, &secrets)
     }
 
     /// Puts in force what was learned of other hosts.
@@ -198,7 +196,7 @@ impl Supervisor {
             (Some(g), there) => {
                 lock(&self.weights).insert(name.into(), g.weight);
                 match there.filter(|t| t.weight() != g.weight) {
-                    Some(_) => self.set_group(name, Some(g.weight), None, None).map(drop),
+                    Some(_) => self.set_group(name, Some(g.weight), None, None, None).map(drop),
                     None => Ok(()),
                 }
             }
@@ -248,7 +246,8 @@ impl Supervisor {
         if !self.names().groups.contains_key(&group) {
             let weight = lock(&self.weights).get(&group).copied().unwrap_or(USUAL_GROUP_WEIGHT);
             self.make_group(&group, weight, None)?;
-            if lock(&self.ordered).secrets.contains_key(&group) {
+            let ordered = lock(&self.ordered).secrets_of(&group)?;
+            if !ordered.is_empty() {
                 self.settle_secrets(&group)?;
             }
         }

@@ -224,6 +224,15 @@ impl Around {
     }
 }
 
+/// What is known of the secrets of a group without reading them.
+#[derive(Clone, Copy, Debug, Default)]
+pub(super) struct SealNote {
+    /// Number of its own secret that it sends with.
+    pub number: Option<u8>,
+    /// It has secrets, its own or with other groups.
+    pub any: bool,
+}
+
 /// A group.
 pub(super) struct Group {
     pub name: String,
@@ -231,8 +240,7 @@ pub(super) struct Group {
     begin: Begin,
     /// Its worker's share of the processors.
     weight: AtomicU32,
-    /// Number of the secret that it sends with.
-    secret_number: Mutex<Option<u8>>,
+    seal: Mutex<SealNote>,
     around: Arc<Around>,
     /// Where its worker waits for supervisors.
     door: PathBuf,
@@ -274,8 +282,8 @@ impl Group {
         };
         let (name, id, door) = (begin.group.clone(), begin.id, around.door(&begin.group));
         let (weight, process, inner) = (AtomicU32::new(weight), Mutex::default(), Mutex::new(inner));
-        let secret_number = Mutex::default();
-        Group { name, id, begin, weight, secret_number, around, door, listener, process, inner }
+        let seal = Mutex::default();
+        Group { name, id, begin, weight, seal, around, door, listener, process, inner }
     }
 
     /// A group of a supervisor that died, with its worker if that lives. Else its worker is to be started.
@@ -422,14 +430,14 @@ impl Group {
         self.weight.load(Ordering::Relaxed)
     }
 
-    /// Number of the secret that it sends with, if it has one.
-    pub fn secret_number(&self) -> Option<u8> {
-        *lock(&self.secret_number)
+    /// What is known of its secrets.
+    pub fn seal_note(&self) -> SealNote {
+        *lock(&self.seal)
     }
 
     /// Notes that number.
-    pub fn set_secret_number(&self, number: Option<u8>) {
-        *lock(&self.secret_number) = number;
+    pub fn set_seal_note(&self, note: SealNote) {
+        *lock(&self.seal) = note;
     }
 
     /// Changes its worker's share.

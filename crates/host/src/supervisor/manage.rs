@@ -1,5 +1,6 @@
 //! What an administrator asks for: vRNICs, groups, attachment, status.
 
+use super::secrets::NewSecret;
 use super::*;
 use crate::admin::{GroupInfo, Request, SecretChange, StatusInfo, WorkerInfo};
 use crate::confine::MAX_GROUP_WEIGHT;
@@ -32,7 +33,9 @@ impl Supervisor {
             Request::GroupAdd { name, weight, secret } => {
                 self.make_group(&name, weight.unwrap_or(USUAL_GROUP_WEIGHT), secret.then_some(fd))
             }
-            Request::GroupSet { name, weight, secret } => self.set_group(&name, weight, secret, fd),
+            Request::GroupSet { name, weight, with, secret } => {
+                self.set_group(&name, weight, with.as_deref(), secret, fd)
+            }
             Request::RuleList => {
                 let rules = self.around.network.as_ref().map(|n| lock(n).rules());
                 Ok(Response::Rules(rules.unwrap_or_default()))
@@ -50,7 +53,7 @@ impl Supervisor {
                     vni: vni(g),
                     weight: group.weight(),
                     weight_lacks: weight_lacks.clone(),
-                    secret: group.secret_number(),
+                    secret: group.seal_note().number,
                 });
                 Ok(Response::Groups(infos.collect()))
             }
@@ -119,9 +122,8 @@ impl Supervisor {
         let added = self.add_group(name, id, weight);
         self.names().busy.remove(name);
         added?;
-        if let Some(file) = secret
-            && let Err(e) = self.set_group(name, None, Some(SecretChange::File), file)
-        {
+        let own = |file| self.set_group(name, None, None, Some(SecretChange::File), file).map(drop);
+        if let Err(e) = self.share_pairs(name).and_then(|()| secret.map_or(Ok(()), own)) {
             self.remove_group(name)?;
             return Err(e);
         }
@@ -132,6 +134,7 @@ impl Supervisor {
         &self,
         name: &str,
         weight: Option<u32>,
+        with: Option<&str>,
         secret: Option<SecretChange>,
         file: Option<OwnedFd>,
     ) -> Reply {
@@ -140,14 +143,17 @@ impl Supervisor {
         }
         weight.map_or(Ok(()), check_weight)?;
         let group = self.names().groups.get(name).cloned().ok_or(format!("there is no group {name}"))?;
-        let mut inner = group.lock();
-        if inner.removed {
-            return Err(format!("group {name} is gone"));
-        }
-        if let Some(change) = secret {
-            self.change_secrets(&group, &mut inner, change, file)?;
+        match (secret, with) {
+            (Some(change), None) => self.change_secrets(&group, None, &NewSecret::read(change, file)?)?,
+            (Some(change), Some(other)) => self.change_pair(&group, other, &NewSecret::read(change, file)?)?,
+            (None, Some(_)) => return Err("--with says whose secret it is; give --secret or --forget-old, too".into()),
+            (None, None) => {}
         }
         if let Some(weight) = weight {
+            let inner = group.lock();
+            if inner.removed {
+                return Err(format!("group {name} is gone"));
+            }
             group.set_weight(weight)?;
             self.keep_group(&group, &inner);
         }
@@ -478,11 +484,7 @@ impl Supervisor {
             ips: m.new.ips.clone(),
             mac: mac.to_string(),
             guid: Guid(guid).to_string(),
-            mtu: self
-                .around
-                .network
-                .as_ref()
-                .map_or(vrnic::NET_MTU, |n| lock(n).net_mtu(group.secret_number().is_some())),
+            mtu: self.around.network.as_ref().map_or(vrnic::NET_MTU, |n| lock(n).net_mtu(group.seal_note().any)),
             dir: vrnic_dir(&self.dir, &m.new.name).display().to_string(),
             attached: m.attached.is_some(),
             container: m.containers.values().rev().find_map(process_of),

@@ -1,7 +1,7 @@
 //! What a supervisor calls for: vRNICs, interfaces, captures, figures.
 
 use super::*;
-use crate::seal::{Secrets, TAIL_BYTES};
+use crate::seal::GroupSecrets;
 
 /// Connections and address handles that are looked at, after rules have changed, while the RNIC is held once.
 const MAX_RECHECKED: usize = 64;
@@ -124,14 +124,17 @@ impl Worker {
             Call::Status => Ok(Answer::Status(Box::new(self.status()))),
             Call::Figures { most } => Ok(Answer::Figures(Box::new(self.figures(most)))),
             Call::Plan(plan) => {
+                let (routes, vni, rules) = (plan.routes(self.group_id), plan.members.vni, plan.gid_rules());
+                self.switch.set_plan(self.group_id, plan);
                 {
                     let now = self.engine.now();
                     let mut rnic = self.engine.rnic.lock();
                     let rnic = rnic.at(now);
-                    rnic.set_routes(plan.routes(self.group_id));
-                    rnic.set_rules(self.group_id, plan.members.vni, &plan.gid_rules());
+                    // Before there is anybody to send to.
+                    rnic.tx().set_sealed(self.switch.sealed());
+                    rnic.set_routes(routes);
+                    rnic.set_rules(self.group_id, vni, &rules);
                 }
-                self.switch.set_plan(self.group_id, plan);
                 // Pollers have their turns in between, whatever there is to look at.
                 while self.engine.rnic.lock().recheck(MAX_RECHECKED) {}
                 // Somebody may have waited for an address.
@@ -164,12 +167,11 @@ impl Worker {
 
     /// From now on the group has the secrets of this file, or none.
     fn set_secrets(&mut self, file: Option<OwnedFd>) -> Done {
-        let secrets = file.map(Secrets::of_file).transpose().map_err(|e| e.to_string())?;
-        let tail = if secrets.is_some() { TAIL_BYTES } else { 0 };
-        if !self.switch.set_secrets(secrets) {
+        let secrets = file.map(GroupSecrets::of_file).transpose().map_err(|e| e.to_string())?;
+        if !self.switch.set_secrets(secrets.unwrap_or_default()) {
             return Err("this host has no network to other hosts".into());
         }
-        self.engine.rnic.lock().tx().set_tail(tail);
+        self.engine.rnic.lock().tx().set_sealed(self.switch.sealed());
         Ok(Answer::Done)
     }
 

@@ -30,7 +30,7 @@ impl Core {
             self.net.drops.no_qp += 1;
             return;
         };
-        if wire.path.to != a.from {
+        if wire.path.to != a.from || !self.net.tx.takes(&wire.path, a) {
             self.net.drops.wrong_source += 1;
             return;
         }

@@ -1,7 +1,9 @@
 //! Groups with a secret.
 
 use super::*;
-use crate::seal::{Secret, Secrets, TAIL_BYTES, kind};
+use crate::network::SealedWith;
+use crate::seal::{GroupSecrets, Secret, Secrets, TAIL_BYTES, kind};
+use unirdma_rnic::Sealed;
 
 fn secret(n: u8) -> Secret {
     Secret::new(n, &[n; 32])
@@ -9,7 +11,12 @@ fn secret(n: u8) -> Secret {
 
 impl Host {
     fn set_secrets(&mut self, group: &str, secrets: Option<Secrets>) {
-        self.network.set_sealed(group, secrets.is_some());
+        self.set_all_secrets(group, GroupSecrets { own: secrets, ..GroupSecrets::default() });
+    }
+
+    fn set_all_secrets(&mut self, group: &str, secrets: GroupSecrets) {
+        let sealed = SealedWith { own: secrets.own.is_some(), others: secrets.with.keys().cloned().collect() };
+        self.network.set_sealed(group, sealed);
         self.tunnel(group).set_secrets(secrets);
     }
 
@@ -26,6 +33,13 @@ impl Host {
         let d = self.tunnel(group).seal_info().drops;
         [d.unsealed, d.wrong_tag, d.replayed]
     }
+}
+
+/// A buffer whose packets between hosts have room for a tail.
+fn sealed_tx() -> Tx {
+    let mut tx = Tx::default();
+    tx.set_sealed(Sealed { tail: TAIL_BYTES, all: true, ..Sealed::default() });
+    tx
 }
 
 /// Two hosts of the default group, and a plain device, and the numbers that they have.
@@ -67,8 +81,7 @@ fn what_hosts_with_a_secret_say_is_sealed_and_nothing_else_counts() {
     for _ in 0..3 {
         h0.tunnel("default").send(0, &frame);
         assert_eq!(talk(&h0, &h1), std::slice::from_ref(&frame));
-        let mut tx = Tx::default();
-        tx.set_tail(TAIL_BYTES);
+        let mut tx = sealed_tx();
         packets(&mut tx, b, qpn, 200);
         assert_eq!((send(&mut h0, &mut tx), h1.count("default")), (0, 200));
     }
@@ -112,8 +125,7 @@ fn what_hosts_with_a_secret_say_is_sealed_and_nothing_else_counts() {
     let device = UdpSocket::bind((c, ROCE_PORT)).unwrap();
     device.send_to(&plain(c, qpn, ROCE_PORT), (b, ROCE_PORT)).unwrap();
     assert_eq!((h1.count("default"), h1.seal_drops("default")), (1, [2, 5, 2]));
-    let mut tx = Tx::default();
-    tx.set_tail(TAIL_BYTES);
+    let mut tx = sealed_tx();
     tx.push_raw(To { from: Some(a), ..To::new(c) }, &[9; 40]);
     send(&mut h0, &mut tx);
     let (n, from) = device.recv_from(&mut bytes).unwrap();
@@ -125,8 +137,7 @@ fn what_hosts_with_a_secret_say_is_sealed_and_nothing_else_counts() {
 fn what_the_network_does_not_take_at_once_is_sealed_once() {
     let ([a, b, _], mut h0, mut h1) = sealed(68);
     let qpn = h1.workers["default"].enrolment.qpns[0].0 + 5;
-    let mut tx = Tx::default();
-    tx.set_tail(TAIL_BYTES);
+    let mut tx = sealed_tx();
     for _ in 0..10 {
         packets(&mut tx, b, qpn, 7);
         // Nobody may send there, so the system call ends at this one.
@@ -150,7 +161,7 @@ fn a_host_without_the_secret_gets_nothing_through_and_is_told_of() {
     assert_eq!(h1.tunnel("default").seal_info().silent, [a]);
     // It sends nothing to who cannot open it.
     h1.tunnel("default").send(0, &frame);
-    tx.set_tail(TAIL_BYTES);
+    tx = sealed_tx();
     packets(&mut tx, a, qpn, 3);
     assert_eq!(send(&mut h1, &mut tx), 3);
     assert_eq!((h0.drain("default").len(), h0.count("default")), (0, 0));
@@ -176,8 +187,7 @@ fn secrets_change_one_host_after_the_other_and_no_packet_is_lost() {
     let ([_, b, _], mut h0, mut h1) = sealed(66);
     let frame = frame([6, 0, 0, 0, 0, 1]);
     let qpn = h1.workers["default"].enrolment.qpns[0].0 + 5;
-    let (mut secrets, mut tx) = ([Secrets::one(secret(7)), Secrets::one(secret(7))], Tx::default());
-    tx.set_tail(TAIL_BYTES);
+    let (mut secrets, mut tx) = ([Secrets::one(secret(7)), Secrets::one(secret(7))], sealed_tx());
     let mut pass = |h0: &mut Host, h1: &mut Host| {
         // Also packets that were sealed before, and are still under way, while the hosts agree.
         h0.tunnel("default").send(0, &frame);
@@ -231,4 +241,190 @@ fn nobody_without_the_secret_can_disagree_about_a_number() {
     talk(&h0, &h1);
     h0.tunnel("default").send(0, &frame);
     assert_eq!(talk(&h0, &h1), [frame]);
+}
+
+/// What the hosts of two groups that a rule joins have in their peers files.
+fn joined_places(red: IpAddr, blue: IpAddr) -> String {
+    format!(
+        "group red vni 7\ngroup blue vni 8\n10.0.0.1 red {red}\n10.0.0.2 blue {blue}\nrule allow from group:red to group:blue both\n"
+    )
+}
+
+fn pair(other: &str, secrets: &Secrets, own: Option<Secrets>) -> GroupSecrets {
+    GroupSecrets { own, with: BTreeMap::from([(other.to_string(), secrets.clone())]) }
+}
+
+/// A frame of red's 10.0.0.1 to blue's 10.0.0.2, as far as the tunnel looks at it.
+fn ip_frame() -> Vec<u8> {
+    let mut f = frame([6, 0, 0, 0, 0, 1]);
+    f[12..14].copy_from_slice(&[8, 0]);
+    f.truncate(ETH_BYTES);
+    f.extend_from_slice(&[0x45, 0, 0, 28, 0, 0, 0, 0, 64, 17, 0, 0, 10, 0, 0, 1, 10, 0, 0, 2, 0, 9, 0, 9, 0, 8, 0, 0]);
+    f
+}
+
+fn across(h: &Host) {
+    h.tunnel("red").send_across(0, "10.0.0.2".parse().unwrap(), &ip_frame());
+}
+
+/// Packets of red to a QP of blue; how many did not leave.
+fn send_across(h: &mut Host, tx: &mut Tx, to: IpAddr, qpn: u32, n: u8) -> u64 {
+    let [_, x, y, z] = qpn.to_be_bytes();
+    for i in 0..n {
+        tx.push_raw(To { across: Some((8, 7)), ..To::new(to) }, &[4, 0, 0x80, 8, 0, x, y, z, i, i, i, i, i]);
+    }
+    let port = &mut h.workers.get_mut("red").unwrap().port;
+    let before = port.counters().send_errors;
+    port.send(tx);
+    port.counters().send_errors - before
+}
+
+/// What has come to blue at the port: the group of each sender, and whether it was sealed.
+fn came(h: &mut Host) -> Vec<(Option<u32>, bool)> {
+    let mut all = Vec::new();
+    let port = &mut h.workers.get_mut("blue").unwrap().port;
+    while port.receive(&mut |a, _| all.push((a.source, a.sealed))) {}
+    all
+}
+
+fn say_all(hosts: &[&Host]) -> Vec<Vec<u8>> {
+    let mut frames = Vec::new();
+    for _ in 0..5 {
+        for h in hosts {
+            h.workers.keys().for_each(|g| frames.extend(h.drain(g)));
+        }
+    }
+    frames
+}
+
+#[test]
+fn joined_groups_talk_under_a_secret_of_the_two_and_under_no_other() {
+    let ips = hosts(70);
+    let [a, b] = [ips[0], ips[1]];
+    let text = joined_places(a, b);
+    let (mut h0, mut h1) = (Host::new(a, &text, &["red"]), Host::new(b, &text, &["blue"]));
+    settle(&mut [&mut h0, &mut h1]);
+    let qpn = h1.workers["blue"].enrolment.qpns[0].0 + 5;
+    // Without any secret.
+    across(&h0);
+    assert_eq!(say_all(&[&h1]), [ip_frame()]);
+    let mut tx = Tx::default();
+    assert_eq!((send_across(&mut h0, &mut tx, b, qpn, 2), came(&mut h1)), (0, vec![(None, false); 2]));
+    // Each has a secret of its own: even if both are one and the same, nothing passes.
+    for (h, group) in [(&mut h0, "red"), (&mut h1, "blue")] {
+        h.set_secrets(group, Some(Secrets::one(secret(7))));
+    }
+    assert!(say_all(&[&h0, &h1]).is_empty());
+    across(&h0);
+    let mut tx = sealed_tx();
+    assert_eq!((send_across(&mut h0, &mut tx, b, qpn, 2), came(&mut h1).len()), (2, 0));
+    assert!(say_all(&[&h0, &h1]).is_empty());
+    let info = h0.tunnel("red").seal_info();
+    assert_eq!((info.joined.len(), &*info.joined[0].group, info.joined[0].secrets.len()), (1, "blue", 0));
+    // With one of the two they talk.
+    let both = Secrets::one(secret(9));
+    h0.set_all_secrets("red", pair("blue", &both, Some(Secrets::one(secret(7)))));
+    h1.set_all_secrets("blue", pair("red", &both, Some(Secrets::one(secret(7)))));
+    assert!(say_all(&[&h0, &h1]).is_empty());
+    for _ in 0..3 {
+        across(&h0);
+        assert_eq!(say_all(&[&h1]), [ip_frame()]);
+        assert_eq!((send_across(&mut h0, &mut tx, b, qpn, 70), came(&mut h1)), (0, vec![(Some(7), true); 70]));
+    }
+    let silent = |h: &Host, g: &str| h.tunnel(g).seal_info().joined[0].silent.clone();
+    assert!(silent(&h0, "red").is_empty() && silent(&h1, "blue").is_empty());
+    assert_eq!(h1.seal_drops("blue"), [0; 3]);
+    // Whoever has red's host, but not the secret of the two: not sealed, sealed for red itself, and a copy.
+    let own = h0.workers["red"].tunnel.sockets().next().unwrap().try_clone().unwrap();
+    let theirs = h1.workers["blue"].tunnel.sockets().next().unwrap().try_clone().unwrap();
+    let plain = [&unirdma_formats::net::vxlan_from(8, 7)[..], &ip_frame()].concat();
+    own.send_to(&plain, (b, VXLAN_PORT)).unwrap();
+    assert!(say_all(&[&h1]).is_empty());
+    assert_eq!(h1.seal_drops("blue"), [1, 0, 0]);
+    across(&h0);
+    let mut bytes = vec![0; 2000];
+    let (n, _) = theirs.recv_from(&mut bytes).unwrap();
+    for _ in 0..3 {
+        own.send_to(&bytes[..n], (b, VXLAN_PORT)).unwrap();
+    }
+    assert_eq!((say_all(&[&h1]), h1.seal_drops("blue")), (vec![ip_frame()], [1, 0, 2]));
+    // The same packet as if it were of the own group, and back to where it came from.
+    bytes[1..4].fill(0);
+    own.send_to(&bytes[..n], (b, VXLAN_PORT)).unwrap();
+    assert!(say_all(&[&h1]).is_empty());
+    bytes[1..7].copy_from_slice(&[0, 0, 8, 0, 0, 7]);
+    theirs.send_to(&bytes[..n], (a, VXLAN_PORT)).unwrap();
+    assert!(say_all(&[&h0]).is_empty());
+    assert_eq!(h0.seal_drops("red")[1], 1);
+    // Another secret replaces the first while packets pass, one host after the other.
+    let mut next = both.clone();
+    next.rotate(secret(10)).unwrap();
+    for i in [0, 1] {
+        let (h, group, other) = if i == 0 { (&mut h0, "red", "blue") } else { (&mut h1, "blue", "red") };
+        h.set_all_secrets(group, pair(other, &next, Some(Secrets::one(secret(7)))));
+        for _ in 0..3 {
+            assert_eq!((send_across(&mut h0, &mut tx, b, qpn, 5), came(&mut h1).len()), (0, 5));
+            across(&h0);
+            assert_eq!(say_all(&[&h0, &h1]), [ip_frame()]);
+        }
+    }
+    let numbers = h1.tunnel("blue").seal_info().joined[0].clone();
+    assert_eq!((numbers.sends_with, numbers.behind), (Some(10), vec![]));
+    // Without the rule neither knows of the other any more, and nothing that was sealed for the session is taken.
+    across(&h0);
+    h1.set_peers(&text.replace("rule allow", "#"));
+    assert!(say_all(&[&h1]).is_empty() && h1.tunnel("blue").seal_info().joined.is_empty());
+    assert_eq!((send_across(&mut h0, &mut tx, b, qpn, 5), came(&mut h1).len()), (0, 0));
+}
+
+#[test]
+fn only_packets_between_the_two_groups_are_sealed_if_only_the_two_have_a_secret() {
+    let ips = hosts(71);
+    let [a, b] = [ips[0], ips[1]];
+    let text = joined_places(a, b) + &format!("10.0.0.3 blue {a}\n10.0.0.4 red {b}\n");
+    let (mut h0, mut h1) = (Host::new(a, &text, &["red", "blue"]), Host::new(b, &text, &["red", "blue"]));
+    settle(&mut [&mut h0, &mut h1]);
+    let both = Secrets::one(secret(9));
+    for h in [&mut h0, &mut h1] {
+        h.set_all_secrets("red", pair("blue", &both, None));
+        h.set_all_secrets("blue", pair("red", &both, None));
+    }
+    assert!(say_all(&[&h0, &h1]).is_empty());
+    settle(&mut [&mut h0, &mut h1]);
+    assert!(h0.info().silent.is_empty() && h1.info().silent.is_empty());
+    let qpn = h1.workers["blue"].enrolment.qpns[0].0 + 5;
+    // Within blue as ever, although packets of the same host's red are sealed; and the RNIC learns which is which.
+    let mut tx = Tx::default();
+    packets(&mut tx, b, qpn, 3);
+    h0.workers.get_mut("blue").unwrap().port.send(&mut tx);
+    assert_eq!(came(&mut h1), [(None, false); 3]);
+    tx.set_sealed(h0.tunnel("red").sealed());
+    assert_eq!((send_across(&mut h0, &mut tx, b, qpn, 3), came(&mut h1)), (0, vec![(Some(7), true); 3]));
+    across(&h0);
+    assert_eq!(say_all(&[&h1]), [ip_frame()]);
+    assert_eq!(h1.seal_drops("blue"), [0; 3]);
+    // A frame that names red as its sender's group, and is not sealed.
+    let own = h0.workers["red"].tunnel.sockets().next().unwrap().try_clone().unwrap();
+    own.send_to(&[&unirdma_formats::net::vxlan_from(8, 7)[..], &ip_frame()].concat(), (b, VXLAN_PORT)).unwrap();
+    assert!(say_all(&[&h1]).is_empty());
+    assert_eq!(h1.seal_drops("blue"), [1, 0, 0]);
+}
+
+#[test]
+fn joined_groups_of_one_host_talk_under_their_secret() {
+    let a = hosts(72)[0];
+    let text = joined_places(a, a);
+    let mut h = Host::new(a, &text, &["red", "blue"]);
+    h.plan();
+    let both = Secrets::one(secret(9));
+    for (group, other) in [("red", "blue"), ("blue", "red")] {
+        h.set_all_secrets(group, pair(other, &both, Some(Secrets::one(secret(group.len() as u8)))));
+    }
+    assert!(say_all(&[&h]).is_empty());
+    across(&h);
+    assert_eq!(say_all(&[&h]), [ip_frame()]);
+    let qpn = h.workers["blue"].enrolment.qpns[0].0 + 5;
+    let mut tx = sealed_tx();
+    assert_eq!((send_across(&mut h, &mut tx, a, qpn, 4), came(&mut h)), (0, vec![(Some(7), true); 4]));
+    assert_eq!((h.seal_drops("red"), h.seal_drops("blue")), ([0; 3], [0; 3]));
 }
