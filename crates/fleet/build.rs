@@ -6,7 +6,8 @@ use std::path::PathBuf;
 
 use prost::Message;
 
-const PROTOS: [&str; 2] = ["unirdma/fleet/v1/fleet.proto", "unirdma/fleet/v1/store.proto"];
+const PROTOS: [&str; 3] =
+    ["unirdma/fleet/v1/fleet.proto", "unirdma/fleet/v1/store.proto", "unirdma/fleet/v1/centres.proto"];
 
 fn main() -> Result<(), Box<dyn Error>> {
     println!("cargo::rerun-if-changed=proto");

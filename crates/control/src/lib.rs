@@ -81,8 +81,24 @@ pub fn init(dir: &Path, store: Option<&str>) -> io::Result<String> {
             dir.display()
         )));
     }
-    let store = store::open(store, dir).map_err(other)?;
-    if store.load().map_err(other)?.revision != 0 {
+    // The caller may be within a runtime or not.
+    let made = std::thread::scope(|s| {
+        let thread = s.spawn(|| {
+            let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build()?;
+            runtime.block_on(found(dir, store))
+        });
+        thread.join().unwrap_or_else(|_| Err(other("the fleet was made in part only; remove the directory and begin again")))
+    });
+    let (fleet, token) = made?;
+    Authority::create(dir, &fleet).map_err(named)?;
+    Ok(token)
+}
+
+/// Makes the first records of a fleet. Gives the fleet's number and the token of its administrator.
+async fn found(dir: &Path, store: Option<&str>) -> io::Result<(String, String)> {
+    let opened = store::open(store, dir).map_err(other)?;
+    let store = opened.store();
+    if store.load().await.map_err(other)?.revision != 0 {
         return Err(other(format!(
             "{} has a fleet already; copy the directory of its authority, or choose another store",
             store.name()
@@ -92,15 +108,14 @@ pub fn init(dir: &Path, store: Option<&str>) -> io::Result<String> {
     let (number, random) = (seed()?, seed()?);
     let fleet: String = number[..8].iter().map(|b| format!("{b:02x}")).collect();
     let records = Centre::found(&fleet);
-    store.commit(1, &records).map_err(other)?;
+    store.commit(1, &records).await.map_err(other)?;
     let mut centre = Centre::load(1, &records, seed()?).map_err(other)?;
     let token = v1::Token { id: "admin".into(), role: v1::Role::Admin.into(), ..v1::Token::default() };
     let made = centre.create_token(&Actor::centre(), token, random, shared::now_ms()).map_err(other)?;
     if let Some(plan) = made.plan {
-        store.commit(plan.revision, &plan.writes).map_err(other)?;
+        store.commit(plan.revision, &plan.writes).await.map_err(other)?;
     }
-    Authority::create(dir, &fleet).map_err(named)?;
-    Ok(made.answer.secret)
+    Ok((fleet, made.answer.secret))
 }
 
 /// Loads a centre's state, and begins to listen.
@@ -115,11 +130,11 @@ pub async fn listen(options: &Options) -> io::Result<Listening> {
         Some(Authority::load(&options.dir)?)
     };
     let store = store::open(options.store.as_deref(), &options.dir).map_err(other)?;
-    let snapshot = store.load().map_err(other)?;
+    let snapshot = store.store().load().await.map_err(other)?;
     if snapshot.revision == 0 {
         return Err(other(format!(
             "{} has no fleet yet; `unirdma control init {}` makes one",
-            store.name(),
+            store.store().name(),
             options.dir.display()
         )));
     }

@@ -8,7 +8,7 @@ use tokio::sync::{Notify, watch};
 use unirdma_fleet::{Actor, Centre, Outcome, Plan, Refusal, v1};
 
 use crate::pki::Authority;
-use crate::store::Store;
+use crate::store::Opened;
 
 /// Most that watch at a time.
 const MAX_WATCHERS: usize = 256;
@@ -25,7 +25,7 @@ pub struct Shared {
     centre: Mutex<Centre>,
     /// Held from the look at the state until the change is in it: there is one plan at a time.
     turn: tokio::sync::Mutex<()>,
-    store: Box<dyn Store>,
+    store: Opened,
     /// `None`: plain text, on loopback only. Then hosts have no certificates.
     pub(crate) authority: Option<Authority>,
     pub(crate) revision: watch::Sender<u64>,
@@ -45,7 +45,7 @@ fn locked<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
 
 impl Shared {
     /// A centre of a state and its store.
-    pub fn new(centre: Centre, store: Box<dyn Store>, authority: Option<Authority>) -> Arc<Shared> {
+    pub fn new(centre: Centre, store: Opened, authority: Option<Authority>) -> Arc<Shared> {
         let (revision, _) = watch::channel(centre.revision());
         Arc::new(Shared {
             centre: Mutex::new(centre),
@@ -81,19 +81,10 @@ impl Shared {
     }
 
     async fn keep(self: &Arc<Self>, plan: Plan) -> Result<(), Refusal> {
-        let shared = self.clone();
-        let kept = tokio::task::spawn_blocking(move || {
-            let kept = shared.store.commit(plan.revision, &plan.writes);
-            kept.map(|()| plan)
-        });
-        let plan = match kept.await {
-            Ok(Ok(plan)) => plan,
-            Ok(Err(e)) => {
-                tracing::error!("a change was refused: {e}");
-                return Err(Refusal::unavailable(format_args!("nothing can be changed now: {e}")));
-            }
-            Err(e) => return Err(Refusal::unavailable(format_args!("the change was cut off: {e}"))),
-        };
+        if let Err(e) = self.store.store().commit(plan.revision, &plan.writes).await {
+            tracing::error!("a change was refused: {e}");
+            return Err(Refusal::unavailable(format_args!("nothing can be changed now: {e}")));
+        }
         let hosts = self.centre().commit(plan.revision, &plan.writes)?;
         let seats = locked(&self.seats);
         for seat in hosts.iter().filter_map(|h| seats.get(&**h)) {
@@ -188,7 +179,7 @@ impl Shared {
     pub(crate) fn status(&self) -> v1::StatusResponse {
         v1::StatusResponse {
             version: env!("CARGO_PKG_VERSION").into(),
-            store: self.store.name(),
+            store: self.store.store().name(),
             allocates: true,
             ..self.centre().status(now_ms())
         }

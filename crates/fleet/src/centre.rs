@@ -9,7 +9,7 @@
 //!
 //! *Questions* are [`Centre::get`], [`Centre::changes_since`] and [`Centre::status`]. The time comes with each call, in milliseconds since 1970.
 
-use std::collections::{BTreeSet, HashMap, VecDeque};
+use std::collections::{BTreeMap, BTreeSet, HashMap, VecDeque};
 use std::sync::Arc;
 
 use rand_chacha::ChaCha20Rng;
@@ -228,6 +228,29 @@ impl Centre {
         if let Some(log) = self.logs.get_mut(host) {
             log.forget(revision);
         }
+    }
+
+    /// Makes the state that of a store, whatever has changed meanwhile: `records` are all of it, in the order of their keys. Says which hosts have
+    /// news.
+    ///
+    /// # Errors
+    /// It is not a later state of the same fleet, or a record is damaged. The centre must be loaded anew.
+    pub fn catch_up(&mut self, revision: u64, records: &[Write]) -> Result<Vec<Name>, Refusal> {
+        let meta = records::meta(&self.state.fleet);
+        if revision < self.state.revision || !records.iter().any(|r| r.key == records::META && r.value == meta.value) {
+            return Err(Refusal::conflict(format_args!(
+                "the store has revision {revision} and not a later state than revision {} of this fleet: it was replaced; start this centre anew",
+                self.state.revision
+            )));
+        }
+        let now: BTreeMap<String, Option<Vec<u8>>> =
+            self.state.records().into_iter().map(|w| (w.key, w.value)).collect();
+        let there: BTreeSet<&str> = records.iter().map(|r| r.key.as_str()).collect();
+        let gone = now.keys().filter(|k| !there.contains(k.as_str()) && *k != records::META);
+        let gone = gone.map(|k| Write { key: k.clone(), value: None });
+        let other = records.iter().filter(|r| now.get(&r.key) != Some(&r.value)).cloned();
+        let writes: Vec<Write> = gone.chain(other).collect();
+        self.commit(revision, &writes)
     }
 
     /// What a host is told that has been told the state of `told`; everything, in parts, if it has been told nothing or too long ago. Nothing

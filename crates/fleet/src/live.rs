@@ -35,6 +35,10 @@ struct Host {
     clock_ms: i64,
     problems: Vec<String>,
     changed: u64,
+    /// The other centre that it is connected to; `None`: this one.
+    via: Option<String>,
+    /// Its clock when it said hello.
+    hello_ms: u64,
 }
 
 impl Host {
@@ -87,6 +91,13 @@ impl Live {
         if let Some((n, _)) = self.vrnics.remove(name) {
             self.order.remove(&n);
         }
+    }
+
+    fn put_vrnic(&mut self, state: v1::VrnicState) {
+        self.forget_vrnic(&state.name);
+        let n = self.next();
+        self.order.insert(n, state.name.clone());
+        self.vrnics.insert(state.name.clone(), (n, state));
     }
 
     pub(crate) fn forget_host(&mut self, name: &str) {
@@ -162,7 +173,7 @@ impl Centre {
         let told = (hello.revision > 0 && hello.fleet == self.state.fleet && hello.revision <= known)
             .then_some(hello.revision);
         let h = self.live.heard(host, now_ms);
-        h.instance = Some(hello.instance);
+        (h.instance, h.hello_ms, h.via) = (Some(hello.instance), hello.clock_ms, None);
         h.version = short(&hello.version, 64);
         (h.applied, h.holds, h.said) = (told.unwrap_or(0), told.unwrap_or(0), told.unwrap_or(0));
         h.clock_ms = clock(hello.clock_ms, now_ms);
@@ -270,18 +281,81 @@ impl Centre {
             for c in &mut state.connections {
                 (c.address, c.peer) = (short(&c.address, 64), short(&c.peer, 32));
             }
-            self.live.forget_vrnic(&state.name);
-            let n = self.live.next();
-            self.live.order.insert(n, state.name.clone());
-            self.live.vrnics.insert(state.name.clone(), (n, state));
+            self.live.put_vrnic(state);
         }
     }
 
     /// A host's connection has ended, if it is still that of this instance.
     pub fn goodbye(&mut self, host: &str, instance: u64, now_ms: u64) {
-        if self.live.hosts.get(host).is_some_and(|h| h.instance == Some(instance)) {
+        if self.live.hosts.get(host).is_some_and(|h| h.instance == Some(instance) && h.via.is_none()) {
             let h = self.live.heard(host, now_ms);
             h.instance = None;
+        }
+    }
+
+    /// What the hosts that are connected to this centre have said since `told`, for other centres, and the number to ask with the next time.
+    pub fn live_since(&self, told: u64, now_ms: u64) -> (u64, v1::LiveNews) {
+        let here = |h: &Host| h.via.is_none();
+        let hosts = self.live.hosts.iter().filter(|(_, h)| h.changed > told && here(h)).map(|(name, h)| v1::LiveHost {
+            state: Some(self.live.host_state(name, now_ms)),
+            instance: h.instance.unwrap_or_default(),
+            hello_ms: h.hello_ms,
+        });
+        let of_host = |name: &String| self.state.vrnics.get(name.as_str()).and_then(|v| v.host.as_deref());
+        let vrnics = self.live.order.range(told + 1..).map(|(_, name)| name);
+        let vrnics = vrnics.filter(|n| of_host(n).and_then(|h| self.live.hosts.get(h)).is_some_and(here));
+        let vrnics = vrnics.filter_map(|n| self.live.vrnic(n).cloned());
+        (self.live.count, v1::LiveNews { hosts: hosts.collect(), vrnics: vrnics.collect() })
+    }
+
+    /// Another centre says what its hosts have said. Gives back the hosts whose connections here end by that: they have moved there, or another
+    /// host with their certificate was there first.
+    pub fn hear_centre(&mut self, centre: &str, news: v1::LiveNews, now_ms: u64) -> Vec<String> {
+        let mut cut = Vec::new();
+        for host in news.hosts {
+            let Some(state) = host.state else { continue };
+            if !self.state.hosts.contains_key(state.name.as_str()) {
+                continue;
+            }
+            let connected = self.live.is_connected(&state.name, now_ms);
+            if let Some(old) = self.live.hosts.get(&state.name) {
+                let theirs = old.via.as_deref() == Some(centre);
+                let instance = old.instance.unwrap_or_default();
+                let wins = match () {
+                    () if theirs || !connected => true,
+                    () if !state.connected => false,
+                    () if instance == host.instance => host.hello_ms > old.hello_ms,
+                    // Two hosts came at the same time: both centres choose the same one.
+                    () => host.instance < instance && old.via.is_none(),
+                };
+                if !wins {
+                    continue;
+                }
+                if connected && old.via.is_none() {
+                    cut.push(state.name.clone());
+                }
+            }
+            let h = self.live.heard(&state.name, now_ms);
+            h.heard_ms = now_ms.saturating_sub(state.silent_ms);
+            h.instance = state.connected.then_some(host.instance);
+            (h.via, h.hello_ms) = (Some(centre.into()), host.hello_ms);
+            (h.version, h.applied, h.clock_ms) = (state.version, state.applied, state.clock_ms);
+            h.problems = state.problems;
+        }
+        for state in news.vrnics.into_iter().filter(|s| self.state.vrnics.contains_key(s.name.as_str())) {
+            self.live.put_vrnic(state);
+        }
+        cut
+    }
+
+    /// Another centre is gone. Its hosts are connected to none, until they are heard again.
+    pub fn lose_centre(&mut self, centre: &str) {
+        let hosts = self.live.hosts.iter().filter(|(_, h)| h.via.as_deref() == Some(centre) && h.instance.is_some());
+        for name in hosts.map(|(n, _)| n.clone()).collect::<Vec<_>>() {
+            let n = self.live.next();
+            if let Some(h) = self.live.hosts.get_mut(&name) {
+                (h.instance, h.changed) = (None, n);
+            }
         }
     }
 

@@ -4,7 +4,7 @@ use prost::Message;
 
 use crate::error::Refusal;
 use crate::model::{Kind, check};
-use crate::state::SecretName;
+use crate::state::{SecretName, State};
 use crate::v1::{self, object::Object};
 
 /// A record that is made, replaced or, without a value, removed.
@@ -49,6 +49,22 @@ pub(crate) fn secret((group, other, id): &SecretName, secret: Option<&v1::Secret
 
 pub(crate) fn audit(revision: u64, entry: Option<&v1::AuditEntry>) -> Write {
     write(format!("audit/{revision:016x}"), entry.map(Message::encode_to_vec))
+}
+
+impl State {
+    /// All records, but for the first one.
+    pub(crate) fn records(&self) -> Vec<Write> {
+        let mut all = Vec::new();
+        let mut objects = |kind: Kind, name: &str| all.push(object(kind, name, self.get(kind, name)));
+        self.hosts.keys().for_each(|n| objects(Kind::Host, n));
+        self.groups.keys().for_each(|n| objects(Kind::Group, n));
+        self.vrnics.keys().for_each(|n| objects(Kind::Vrnic, n));
+        self.rules.keys().for_each(|n| objects(Kind::Rule, n));
+        all.extend(self.tokens.iter().map(|(id, t)| token(id, Some(t))));
+        all.extend(self.secrets.iter().map(|(name, s)| secret(name, Some(s))));
+        all.extend(self.audit.iter().map(|e| audit(e.revision, Some(e))));
+        all
+    }
 }
 
 /// The first record of a new store.

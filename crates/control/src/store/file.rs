@@ -2,6 +2,7 @@
 
 use std::os::unix::fs::OpenOptionsExt;
 use std::path::{Path, PathBuf};
+use std::sync::Arc;
 
 use redb::{Database, DatabaseError, ReadableDatabase, ReadableTable, TableDefinition, TableError};
 use unirdma_fleet::Write;
@@ -16,6 +17,10 @@ const CACHE: usize = 16 << 20;
 
 /// A store in one file.
 pub struct FileStore {
+    inner: Arc<Inner>,
+}
+
+struct Inner {
     path: PathBuf,
     db: Database,
 }
@@ -38,18 +43,27 @@ impl FileStore {
             .open(path)
             .map_err(|e| broken(&e))?;
         match Database::builder().set_cache_size(CACHE).create_file(file) {
-            Ok(db) => Ok(FileStore { path: path.into(), db }),
+            Ok(db) => Ok(FileStore { inner: Arc::new(Inner { path: path.into(), db }) }),
             Err(DatabaseError::DatabaseAlreadyOpen) => Err(StoreError::InUse(path.display().to_string())),
             Err(e) => Err(broken(&e)),
         }
     }
 
-    fn broken(&self, e: impl std::fmt::Display) -> StoreError {
-        StoreError::Broken(format!("{}: {e}", self.path.display()))
+    /// Does what waits for the disk on a thread that may wait.
+    async fn on_disk<T: Send + 'static>(
+        &self,
+        f: impl FnOnce(&Inner) -> Result<T, StoreError> + Send + 'static,
+    ) -> Result<T, StoreError> {
+        let inner = self.inner.clone();
+        tokio::task::spawn_blocking(move || f(&inner)).await.unwrap_or_else(|e| Err(self.inner.broken(e)))
     }
 }
 
-impl Store for FileStore {
+impl Inner {
+    fn broken(&self, e: impl std::fmt::Display) -> StoreError {
+        StoreError::Broken(format!("{}: {e}", self.path.display()))
+    }
+
     fn load(&self) -> Result<Snapshot, StoreError> {
         let txn = self.db.begin_read().map_err(|e| self.broken(e))?;
         let revision = match txn.open_table(HEAD) {
@@ -86,8 +100,20 @@ impl Store for FileStore {
         }
         txn.commit().map_err(|e| self.broken(e))
     }
+}
+
+#[tonic::async_trait]
+impl Store for FileStore {
+    async fn load(&self) -> Result<Snapshot, StoreError> {
+        self.on_disk(Inner::load).await
+    }
+
+    async fn commit(&self, revision: u64, writes: &[Write]) -> Result<(), StoreError> {
+        let writes = writes.to_vec();
+        self.on_disk(move |inner| inner.commit(revision, &writes)).await
+    }
 
     fn name(&self) -> String {
-        self.path.display().to_string()
+        self.inner.path.display().to_string()
     }
 }

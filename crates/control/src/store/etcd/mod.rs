@@ -1,0 +1,492 @@
+//! The store in etcd, for several centres. Under its prefix there are
+//!
+//! * `record/KEY`: a record;
+//! * `head`: the revision of the last change that holds, and `change`: in how many pieces it was made, and by which attempt;
+//! * `stage/REVISION/N`: the pieces of a change that is too large for one transaction;
+//! * `allocator`: the URL of the centre that allocates, on its lease, and `centre/ID`: that of each centre, on its lease.
+//!
+//! A change holds once `head` names it, which one transaction does that compares `head` with the revision before and `allocator` with the
+//! creation that made the writer the one that allocates. A small change has its records in the same transaction. A large one has its pieces
+//! written before that, and its records afterwards: whoever reads in between takes them from the pieces, and whoever makes the next change copies
+//! first what is left of them ([`EtcdStore::settle`]). So does one that begins to allocate.
+
+mod client;
+mod follow;
+
+use std::collections::BTreeMap;
+use std::path::Path;
+use std::sync::{Mutex, PoisonError};
+use std::time::{Duration, Instant};
+
+use prost::Message;
+use unirdma_fleet::Write;
+
+use super::{Snapshot, Store, StoreError};
+use client::{Client, is_unclear, said};
+
+pub(crate) use follow::{Follower, Lost, News, Office};
+
+/// etcd's messages.
+#[allow(missing_docs, clippy::large_enum_variant)]
+mod api {
+    include!(concat!(env!("OUT_DIR"), "/etcdserverpb.rs"));
+}
+
+#[allow(missing_docs)]
+mod mvccpb {
+    include!(concat!(env!("OUT_DIR"), "/mvccpb.rs"));
+}
+
+#[allow(missing_docs)]
+mod staged {
+    include!(concat!(env!("OUT_DIR"), "/unirdma.staged.rs"));
+}
+
+/// Most operations of a transaction, of etcd's 128, and most bytes, of its 1.5 MiB.
+const MAX_OPS: usize = 120;
+const MAX_BYTES: usize = 1 << 20;
+/// Keys of one answer.
+const PAGE: i64 = 1_000;
+/// How long a change tries to be kept.
+const PERSISTENCE: Duration = Duration::from_secs(5);
+/// Time between two attempts.
+const PAUSE: Duration = Duration::from_millis(200);
+
+/// A store in etcd.
+pub struct EtcdStore {
+    client: Client,
+    name: String,
+    /// Ends in `/`.
+    prefix: String,
+    /// The election that this centre has won. `None`: nobody is elected, as when a fleet is made.
+    office: Mutex<Option<Office>>,
+    /// Held while a change is made. True if all pieces of the last one are copied.
+    settled: tokio::sync::Mutex<bool>,
+}
+
+/// What a transaction came to.
+enum Decision {
+    Done,
+    /// Head is another one: its revision.
+    Moved(u64),
+    /// Another centre was elected.
+    Deposed,
+}
+
+impl EtcdStore {
+    /// The store of an address: what follows `etcd://`.
+    ///
+    /// # Errors
+    /// It is none, or `etcd.toml` in `dir` is wrong.
+    pub fn open(address: &str, dir: &Path) -> Result<EtcdStore, StoreError> {
+        let wrong = |what: &str| Err(StoreError::Broken(format!("cannot be used: {what}")));
+        let (members, prefix) = address.split_once('/').unwrap_or((address, ""));
+        if members.contains('@') {
+            return wrong("others see the command line: put user and password into `etcd.toml` in the centre's directory");
+        }
+        let prefix = prefix.trim_matches('/');
+        let plain = |b: u8| b.is_ascii_alphanumeric() || b"._-/".contains(&b);
+        if prefix.len() > 200 || !prefix.bytes().all(plain) {
+            return wrong("a prefix has letters, digits, `.`, `_`, `-` and `/`");
+        }
+        let members: Vec<&str> = members.split(',').collect();
+        let port = |m: &&str| m.rsplit_once(':').is_some_and(|(h, p)| !h.is_empty() && p.parse::<u16>().is_ok());
+        if !members.iter().all(port) {
+            return wrong("write etcd://HOST:PORT[,HOST:PORT...][/PREFIX]");
+        }
+        let client = Client::new(&members, dir)?;
+        let prefix = if prefix.is_empty() { "unirdma" } else { prefix };
+        Ok(EtcdStore {
+            client,
+            name: format!("etcd://{}/{prefix}", members.join(",")),
+            prefix: format!("/{prefix}/"),
+            office: Mutex::default(),
+            settled: tokio::sync::Mutex::new(false),
+        })
+    }
+
+    fn key(&self, rest: impl std::fmt::Display) -> Vec<u8> {
+        format!("{}{rest}", self.prefix).into_bytes()
+    }
+
+    fn away(&self, why: &tonic::Status) -> StoreError {
+        StoreError::Away { name: self.name.clone(), why: said(why) }
+    }
+
+    fn broken(&self, what: impl std::fmt::Display) -> StoreError {
+        StoreError::Broken(format!("{}: {what}; restore it from a backup", self.name))
+    }
+
+    /// All keys under `start`, as they were at one moment: etcd's revision, and for each its value and the revision that made it.
+    async fn pages(&self, start: &str) -> Result<(i64, BTreeMap<String, mvccpb::KeyValue>), StoreError> {
+        let mut attempt = 0;
+        loop {
+            attempt += 1;
+            match self.read_pages(start).await {
+                Ok(all) => return Ok(all),
+                // Compacted meanwhile, or another member is to be asked.
+                Err(_) if attempt <= self.client.members() => tokio::time::sleep(PAUSE).await,
+                Err(e) => return Err(self.away(&e)),
+            }
+        }
+    }
+
+    async fn read_pages(&self, start: &str) -> Result<(i64, BTreeMap<String, mvccpb::KeyValue>), tonic::Status> {
+        let (mut from, end) = (self.key(start), range_end(&self.key(start)));
+        let (mut revision, mut all) = (0, BTreeMap::new());
+        loop {
+            let request = api::RangeRequest { key: from, range_end: end.clone(), limit: PAGE, revision };
+            let page = self.client.range(request).await?;
+            if revision == 0 {
+                revision = page.header.map_or(0, |h| h.revision);
+            }
+            let last = page.kvs.last().map(|kv| kv.key.clone());
+            for kv in page.kvs {
+                let rest = kv.key.get(self.prefix.len()..).unwrap_or_default();
+                all.insert(String::from_utf8_lossy(rest).into_owned(), kv);
+            }
+            match last.filter(|_| page.more) {
+                Some(mut last) => {
+                    last.push(0);
+                    from = last;
+                }
+                None => return Ok((revision, all)),
+            }
+        }
+    }
+
+    /// All that there is, and etcd's revision at which it was so.
+    pub(super) async fn read(&self) -> Result<(i64, Snapshot, Vec<News>), StoreError> {
+        let (at, mut all) = self.pages("").await?;
+        let news = follow::news_of(&all, at);
+        let Some(head) = all.get("head") else { return Ok((at, Snapshot::default(), news)) };
+        let revision = number(&head.value).ok_or_else(|| self.broken("`head` is damaged"))?;
+        let pieces = all.get("change").and_then(|c| pieces_of(&c.value));
+        let pieces = pieces.ok_or_else(|| self.broken("`change` is damaged"))?;
+        let mut changed = Vec::new();
+        for n in 0..pieces {
+            let piece = all.get(&stage_key(revision, n)).ok_or_else(|| self.broken("a piece of a change is missing"))?;
+            changed.extend(self.piece(&piece.value)?);
+        }
+        let later = all.split_off("record/");
+        let mut records: BTreeMap<String, Vec<u8>> = later
+            .into_iter()
+            .map_while(|(key, kv)| Some((key.strip_prefix("record/")?.to_owned(), kv.value)))
+            .collect();
+        for w in changed {
+            match w.value {
+                Some(value) => drop(records.insert(w.key, value)),
+                None => drop(records.remove(&w.key)),
+            }
+        }
+        let records = records.into_iter().map(|(key, value)| Write { key, value: Some(value) }).collect();
+        Ok((at, Snapshot { revision, records }, news))
+    }
+
+    fn piece(&self, value: &[u8]) -> Result<Vec<Write>, StoreError> {
+        let piece = staged::Piece::decode(value).map_err(|_| self.broken("a piece of a change is damaged"))?;
+        Ok(piece.records.into_iter().map(|r| Write { key: r.key, value: r.value }).collect())
+    }
+
+    /// The writes of a change that was made in pieces.
+    async fn staged(&self, revision: u64, pieces: u32) -> Result<Vec<Write>, StoreError> {
+        let (_, all) = self.pages(&format!("stage/{revision:016x}/")).await?;
+        let mut writes = Vec::new();
+        for n in 0..pieces {
+            let piece = all.get(&stage_key(revision, n)).ok_or_else(|| self.broken("a piece of a change is missing"))?;
+            writes.extend(self.piece(&piece.value)?);
+        }
+        Ok(writes)
+    }
+
+    fn office(&self) -> Option<Office> {
+        *self.office.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// True of the writer: it is still elected.
+    fn fence(&self) -> Vec<api::Compare> {
+        let office = self.office();
+        office.map(|o| compare_create(self.key("allocator"), o.created)).into_iter().collect()
+    }
+
+    /// A transaction that only the elected centre makes. Repeated until it is clear what came of it.
+    async fn fenced(&self, ops: Vec<api::RequestOp>, deadline: Instant) -> Result<(), StoreError> {
+        let request = api::TxnRequest { compare: self.fence(), success: ops, failure: Vec::new() };
+        loop {
+            match self.client.txn(request.clone()).await {
+                Ok(done) if done.succeeded => return Ok(()),
+                Ok(_) => return Err(StoreError::Deposed),
+                Err(e) if is_unclear(&e) && Instant::now() < deadline => tokio::time::sleep(PAUSE).await,
+                Err(e) => return Err(self.away(&e)),
+            }
+        }
+    }
+
+    /// Makes `revision` the head with these operations. An attempt whose answer was lost is known by what it left in `change`.
+    async fn decide(
+        &self,
+        revision: u64,
+        pieces: u32,
+        mut ops: Vec<api::RequestOp>,
+        deadline: Instant,
+    ) -> Result<Decision, StoreError> {
+        let mut random = [0; 8];
+        getrandom::fill(&mut random).map_err(|e| self.broken(e))?;
+        let attempt = format!("{pieces} {:016x}", u64::from_ne_bytes(random)).into_bytes();
+        ops.push(put(self.key("head"), revision.to_string().into_bytes(), 0));
+        ops.push(put(self.key("change"), attempt.clone(), 0));
+        let mut compare = self.fence();
+        compare.push(match revision.saturating_sub(1) {
+            0 => compare_create(self.key("head"), 0),
+            before => api::Compare {
+                result: api::compare::CompareResult::Equal.into(),
+                target: api::compare::CompareTarget::Value.into(),
+                key: self.key("head"),
+                target_union: Some(api::compare::TargetUnion::Value(before.to_string().into_bytes())),
+            },
+        });
+        let failure = ["head", "change"].map(|k| get(self.key(k))).into();
+        let request = api::TxnRequest { compare, success: ops, failure };
+        loop {
+            let done = match self.client.txn(request.clone()).await {
+                Ok(done) => done,
+                Err(e) if is_unclear(&e) && Instant::now() < deadline => {
+                    tokio::time::sleep(PAUSE).await;
+                    continue;
+                }
+                Err(e) => return Err(self.away(&e)),
+            };
+            if done.succeeded {
+                return Ok(Decision::Done);
+            }
+            let mut found = done.responses.into_iter().map(|r| match r.response {
+                Some(api::response_op::Response::ResponseRange(r)) => r.kvs.into_iter().next().map(|kv| kv.value),
+                _ => None,
+            });
+            let (head, change) = (found.next().flatten(), found.next().flatten());
+            let head = head.as_deref().and_then(number).unwrap_or(0);
+            return Ok(match () {
+                () if head == revision && change.as_ref() == Some(&attempt) => Decision::Done,
+                () if head + 1 == revision => Decision::Deposed,
+                () => Decision::Moved(head),
+            });
+        }
+    }
+
+    /// Copies the pieces of the last change to their places, and removes pieces of changes that never held.
+    async fn settle(&self) -> Result<(), StoreError> {
+        let (_, snapshot) = self.pages("head").await?;
+        let (_, change) = self.pages("change").await?;
+        let revision = snapshot.get("head").and_then(|kv| number(&kv.value)).unwrap_or(0);
+        let change = change.get("change").map(|kv| kv.value.clone());
+        let pieces = change.as_deref().and_then(pieces_of).unwrap_or(0);
+        let deadline = Instant::now() + 6 * PERSISTENCE;
+        if pieces > 0 {
+            let writes = self.staged(revision, pieces).await?;
+            let mut parts = parts(&writes);
+            let copy = async |part: Option<&[Write]>| match part {
+                Some(part) => self.fenced(part.iter().map(|w| self.op(w)).collect(), deadline).await,
+                None => Ok(()),
+            };
+            // Several at a time: etcd writes them to its disk together.
+            while let Some(first) = parts.next() {
+                let (a, b, c) = (copy(parts.next()), copy(parts.next()), copy(parts.next()));
+                tokio::try_join!(copy(Some(first)), a, b, c)?;
+            }
+        }
+        let stage = self.key("stage/");
+        let mut ops = vec![delete(stage.clone(), range_end(&stage))];
+        if pieces > 0 {
+            ops.push(put(self.key("change"), b"0 settled".to_vec(), 0));
+        }
+        self.fenced(ops, deadline).await
+    }
+
+    fn op(&self, w: &Write) -> api::RequestOp {
+        let key = self.key(format_args!("record/{}", w.key));
+        match &w.value {
+            Some(value) => put(key, value.clone(), 0),
+            None => delete(key, Vec::new()),
+        }
+    }
+}
+
+/// Writes in parts that fit into a transaction.
+fn parts(writes: &[Write]) -> impl Iterator<Item = &[Write]> {
+    let mut rest = writes;
+    std::iter::from_fn(move || {
+        let mut bytes = 0;
+        let fits = |w: &&Write| {
+            bytes += size(w);
+            bytes <= MAX_BYTES
+        };
+        let n = rest.iter().take(MAX_OPS).take_while(fits).count().max(1).min(rest.len());
+        let (part, after) = rest.split_at(n);
+        rest = after;
+        (!part.is_empty()).then_some(part)
+    })
+}
+
+fn size(w: &Write) -> usize {
+    w.key.len() + w.value.as_ref().map_or(0, Vec::len) + 64
+}
+
+/// Writes as pieces to be staged.
+fn pieces(writes: &[Write]) -> Vec<Vec<u8>> {
+    let mut all = Vec::new();
+    let (mut piece, mut bytes) = (staged::Piece::default(), 0);
+    for w in writes {
+        if bytes + size(w) > MAX_BYTES && !piece.records.is_empty() {
+            all.push(std::mem::take(&mut piece).encode_to_vec());
+            bytes = 0;
+        }
+        bytes += size(w);
+        piece.records.push(staged::Record { key: w.key.clone(), value: w.value.clone() });
+    }
+    all.push(piece.encode_to_vec());
+    all
+}
+
+#[tonic::async_trait]
+impl Store for EtcdStore {
+    async fn load(&self) -> Result<Snapshot, StoreError> {
+        self.read().await.map(|(_, snapshot, _)| snapshot)
+    }
+
+    async fn commit(&self, revision: u64, writes: &[Write]) -> Result<(), StoreError> {
+        let mut settled = self.settled.lock().await;
+        if !*settled {
+            self.settle().await?;
+            *settled = true;
+        }
+        let deadline = Instant::now() + PERSISTENCE;
+        let small = writes.len() + 2 <= MAX_OPS && writes.iter().map(size).sum::<usize>() <= MAX_BYTES;
+        let (mut staged, mut ops) = (0, Vec::new());
+        if small {
+            ops = writes.iter().map(|w| self.op(w)).collect();
+        } else {
+            *settled = false;
+            for (n, piece) in (0..).zip(pieces(writes)) {
+                let key = self.key(stage_key(revision, n));
+                self.fenced(vec![put(key, piece, 0)], deadline).await?;
+                staged = n + 1;
+            }
+        }
+        match self.decide(revision, staged, ops, deadline).await? {
+            Decision::Done => {}
+            Decision::Moved(has) => {
+                return Err(StoreError::Moved { has, expected: revision.saturating_sub(1) });
+            }
+            Decision::Deposed => return Err(StoreError::Deposed),
+        }
+        if !*settled {
+            // The change holds, whatever becomes of this. If it fails, the next change begins with it.
+            match self.settle().await {
+                Ok(()) => *settled = true,
+                Err(e) => tracing::warn!("a change was kept, and is copied to its place later: {e}"),
+            }
+        }
+        Ok(())
+    }
+
+    fn name(&self) -> String {
+        self.name.clone()
+    }
+}
+
+fn stage_key(revision: u64, piece: u32) -> String {
+    format!("stage/{revision:016x}/{piece:08x}")
+}
+
+fn number(value: &[u8]) -> Option<u64> {
+    std::str::from_utf8(value).ok()?.parse().ok()
+}
+
+/// In how many pieces a change was made.
+fn pieces_of(value: &[u8]) -> Option<u32> {
+    std::str::from_utf8(value).ok()?.split(' ').next()?.parse().ok()
+}
+
+/// The first key behind all that begin with this one.
+fn range_end(start: &[u8]) -> Vec<u8> {
+    let mut end = start.to_vec();
+    if let Some(last) = end.last_mut() {
+        // Prefixes are ASCII.
+        *last += 1;
+    }
+    end
+}
+
+fn put(key: Vec<u8>, value: Vec<u8>, lease: i64) -> api::RequestOp {
+    op(api::request_op::Request::RequestPut(api::PutRequest { key, value, lease }))
+}
+
+fn get(key: Vec<u8>) -> api::RequestOp {
+    op(api::request_op::Request::RequestRange(api::RangeRequest { key, ..Default::default() }))
+}
+
+fn delete(key: Vec<u8>, range_end: Vec<u8>) -> api::RequestOp {
+    op(api::request_op::Request::RequestDeleteRange(api::DeleteRangeRequest { key, range_end }))
+}
+
+fn op(request: api::request_op::Request) -> api::RequestOp {
+    api::RequestOp { request: Some(request) }
+}
+
+/// True if a key was made at this revision of etcd; 0: there is none.
+fn compare_create(key: Vec<u8>, created: i64) -> api::Compare {
+    api::Compare {
+        result: api::compare::CompareResult::Equal.into(),
+        target: api::compare::CompareTarget::Create.into(),
+        key,
+        target_union: Some(api::compare::TargetUnion::CreateRevision(created)),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn addresses_of_etcd_are_read_and_wrong_ones_say_what_to_write() {
+        let dir = std::env::temp_dir();
+        let _runtime = tokio::runtime::Builder::new_current_thread().enable_all().build().unwrap();
+        let _inside = _runtime.enter();
+        let open = |text: &str| EtcdStore::open(text, &dir);
+        let store = open("127.0.0.1:1,[::1]:2/a/b/").unwrap();
+        assert_eq!((store.name().as_str(), store.prefix.as_str()), ("etcd://127.0.0.1:1,[::1]:2/a/b", "/a/b/"));
+        assert_eq!(open("x:2379").unwrap().name(), "etcd://x:2379/unirdma");
+        for (bad, what) in [
+            ("", "write etcd://"),
+            ("x", "write etcd://"),
+            ("x:99999", "write etcd://"),
+            ("x:1,", "write etcd://"),
+            ("root:secret@x:1", "put user and password into `etcd.toml`"),
+            ("x:1/a b", "a prefix has letters"),
+        ] {
+            let e = open(bad).err().unwrap().to_string();
+            assert!(e.contains(what) && !e.contains("secret@") && !e.contains('\n'), "{bad}: {e}");
+        }
+    }
+
+    #[test]
+    fn large_changes_are_parted_and_nothing_of_them_is_lost() {
+        let writes: Vec<Write> = (0..20_000)
+            .map(|n| Write { key: format!("k{n}"), value: (n % 7 != 0).then(|| vec![1; 150]) })
+            .collect();
+        let all: Vec<Write> = parts(&writes).flatten().cloned().collect();
+        assert_eq!(all, writes);
+        assert!(parts(&writes).all(|p| p.len() <= MAX_OPS && p.iter().map(size).sum::<usize>() <= MAX_BYTES));
+        let pieces = pieces(&writes);
+        assert!(pieces.len() > 1 && pieces.iter().all(|p| p.len() <= MAX_BYTES + 1024), "{}", pieces.len());
+        let again: Vec<Write> = pieces
+            .iter()
+            .flat_map(|p| staged::Piece::decode(p.as_slice()).unwrap().records)
+            .map(|r| Write { key: r.key, value: r.value })
+            .collect();
+        assert_eq!(again, writes);
+        assert_eq!(parts(&[]).count(), 0);
+        let one = [Write { key: "k".into(), value: Some(vec![0; 2 * MAX_BYTES]) }];
+        assert_eq!(parts(&one).count(), 1);
+    }
+}
