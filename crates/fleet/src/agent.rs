@@ -30,6 +30,8 @@ const LAST_PAUSE_MS: u64 = 15_000;
 const STEADY_MS: u64 = 10_000;
 /// What could not be done is tried again after this time.
 const RETRY_MS: u64 = 3_000;
+/// How long a question that a lost connection left open is asked again with the next one.
+const ASK_MS: u64 = 20_000;
 /// Most pieces of one update.
 const MAX_PIECES: usize = 4_000_000;
 /// Most problems that are told.
@@ -91,6 +93,15 @@ struct Coming {
     gone: BTreeMap<Key, bool>,
 }
 
+/// A change that was asked for.
+struct Asked {
+    change: v1::ask::Change,
+    /// When it is not asked again any more.
+    until: u64,
+    /// It was asked on a connection before, and may have been done.
+    again: bool,
+}
+
 struct Failed {
     problem: String,
     retry_at: u64,
@@ -123,7 +134,7 @@ pub struct Agent {
     out: VecDeque<v1::FromHost>,
     records: VecDeque<v1::Update>,
     /// Asked, and not answered by the centre.
-    asked: BTreeSet<u64>,
+    asked: BTreeMap<u64, Asked>,
     next_ask: u64,
     /// Answered, but what is to be done for it is not done yet.
     answered: VecDeque<(u64, Result<Option<v1::Vrnic>, String>)>,
@@ -157,7 +168,7 @@ impl Agent {
             close: None,
             out: VecDeque::new(),
             records: VecDeque::new(),
-            asked: BTreeSet::new(),
+            asked: BTreeMap::new(),
             next_ask: 1,
             answered: VecDeque::new(),
             reported: BTreeMap::new(),
@@ -210,7 +221,23 @@ impl Agent {
             vrnics,
             clock_ms,
         }));
+        // The centre that was asked may have died before or after it did so. Asking for what is so already changes nothing.
+        self.give_up_asking(now);
+        let again: Vec<_> = self.asked.iter().map(|(id, a)| (*id, a.change.clone())).collect();
+        for (id, change) in again {
+            self.send(from_host::Message::Ask(v1::Ask { id, change: Some(change) }));
+        }
         self.tell_applied();
+    }
+
+    /// Answers what was asked too long ago.
+    fn give_up_asking(&mut self, now: u64) {
+        let late: Vec<u64> = self.asked.iter().filter(|(_, a)| a.until <= now).map(|(id, _)| *id).collect();
+        for id in late {
+            self.asked.remove(&id);
+            let text = "the connection to the control centre was lost before it answered; `unirdma vrnic ls` shows whether it was done";
+            self.answered.push_back((id, Err(text.into())));
+        }
     }
 
     /// There is no connection, or none could be made.
@@ -231,10 +258,8 @@ impl Agent {
         self.link = Link::Away { since, retry_at, why };
         (self.close, self.coming) = (None, None);
         self.out.clear();
-        for id in std::mem::take(&mut self.asked) {
-            let text = "the connection to the control centre was lost before it answered; `unirdma vrnic ls` shows whether it was done";
-            self.answered.push_back((id, Err(text.into())));
-        }
+        self.asked.values_mut().for_each(|a| a.again = true);
+        self.give_up_asking(now);
     }
 
     fn draw(&mut self) -> u64 {
@@ -289,8 +314,10 @@ impl Agent {
                 }
             }
             Some(to_host::Message::Reply(reply)) => {
-                if self.asked.remove(&reply.id) {
-                    let answer = if reply.error.is_empty() { Ok(reply.vrnic) } else { Err(reply.error) };
+                if let Some(asked) = self.asked.remove(&reply.id) {
+                    // The centre that was asked first may have removed it.
+                    let gone = matches!(&asked.change, v1::ask::Change::Remove(v) if asked.again && !self.items.contains_key(&Key::Vrnic(v.clone())));
+                    let answer = if reply.error.is_empty() || gone { Ok(reply.vrnic) } else { Err(reply.error) };
                     self.answered.push_back((reply.id, answer));
                 }
             }
@@ -545,7 +572,7 @@ impl Agent {
         };
         let id = self.next_ask;
         self.next_ask += 1;
-        self.asked.insert(id);
+        self.asked.insert(id, Asked { change: change.clone(), until: now + ASK_MS, again: false });
         self.send(from_host::Message::Ask(v1::Ask { id, change: Some(change) }));
         Ok(id)
     }

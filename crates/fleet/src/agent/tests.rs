@@ -298,15 +298,43 @@ fn who_asks_hears_when_it_is_done() {
     assert!(matches!(h.agent.poll_answer(), Some((i, Ok(Some(v)))) if i == id && v.name == "n"));
     h.agent.handle(h.now, reply(other, "group blue has its 5 vRNICs", ""));
     assert_eq!(h.agent.poll_answer(), Some((other, Err("group blue has its 5 vRNICs".into()))));
-    // What the host cannot do is an error, and so is a connection that ends.
+    // What the host cannot do is an error.
     let id = h.agent.ask(h.now, change()).unwrap();
     h.fails.insert(Key::Vrnic("m".into()), "no room".into());
     h.update(update(7, false, &[vrnic("m", "10.0.0.8")], &[]));
     h.agent.handle(h.now, reply(id, "", "m"));
     assert_eq!(h.agent.poll_answer(), Some((id, Err("no room".into()))));
-    let id = h.agent.ask(h.now, change()).unwrap();
+}
+
+#[test]
+fn what_a_lost_connection_left_open_is_asked_again() {
+    let asked = |h: &mut Host| {
+        let all = std::iter::from_fn(|| h.agent.poll_message());
+        all.filter_map(|m| if let Some(from_host::Message::Ask(a)) = m.message { Some(a.id) } else { None })
+            .collect::<Vec<_>>()
+    };
+    let reply = |id, error: &str| say(to_host::Message::Reply(v1::Reply { id, error: error.into(), vrnic: None }));
+    let mut h = Host::new();
+    h.connect();
+    h.update(first());
+    let remove = |h: &mut Host, name: &str| h.agent.ask(h.now, v1::ask::Change::Remove(name.into())).unwrap();
+    let (a, other) = (remove(&mut h, "a"), remove(&mut h, "other"));
+    assert_eq!(asked(&mut h), [a, other]);
     h.agent.disconnected(h.now, "cut".into());
-    assert!(matches!(h.agent.poll_answer(), Some((i, Err(e))) if i == id && e.contains("was lost before it answered")));
+    assert_eq!(h.agent.poll_answer(), None);
+    h.connect();
+    assert_eq!(asked(&mut h), [a, other]);
+    // The first centre has done it: it is gone, which is what was asked for.
+    h.update(update(6, false, &[], &[(Key::Vrnic("a".into()), true)]));
+    h.agent.handle(h.now, reply(a, "there is no vRNIC a on host h1"));
+    h.agent.handle(h.now, reply(a, "once more"));
+    assert_eq!((h.agent.poll_answer(), h.agent.poll_answer()), (Some((a, Ok(None))), None));
+    // What nobody answers in time is an error.
+    h.agent.disconnected(h.now + ASK_MS, "cut".into());
+    assert!(matches!(h.agent.poll_answer(), Some((i, Err(e))) if i == other && e.contains("was lost before it answered")));
+    h.now += ASK_MS;
+    h.connect();
+    assert_eq!(asked(&mut h), [0; 0]);
 }
 
 #[test]
