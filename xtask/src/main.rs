@@ -6,6 +6,7 @@
 
 mod attack;
 mod bench;
+mod centres;
 mod cluster;
 mod conformance;
 mod demo;
@@ -156,6 +157,16 @@ enum Test {
         #[arg(long, value_name = "TEXT")]
         only: Option<String>,
     },
+    /// Two control centres on one etcd: vRNICs are made while the allocating one is killed, then etcd is stopped, and killed
+    #[command(after_help = "Example:\n  cargo xtask test centres --calls 1000 --seconds 30")]
+    Centres {
+        /// How many vRNICs
+        #[arg(long, value_name = "N", default_value_t = 1000, value_parser = clap::value_parser!(u32).range(8..=50_000))]
+        calls: u32,
+        /// How long etcd is away, each time
+        #[arg(long, value_name = "N", default_value_t = 30)]
+        seconds: u64,
+    },
 }
 
 #[derive(Subcommand)]
@@ -273,6 +284,7 @@ fn main() -> ExitCode {
         Command::Test { what: Some(Test::Memory { seconds, seed, only }), .. } => {
             memory::run(seconds, seed, only.as_deref())
         }
+        Command::Test { what: Some(Test::Centres { calls, seconds }), .. } => test::centres(calls, seconds),
         Command::Test { what: None, only } => test::run(only.as_deref()),
         Command::Sim { seed, seeds, steps, fleet } => {
             let run = if fleet { sim::run_fleet } else { sim::run };

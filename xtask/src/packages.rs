@@ -44,6 +44,7 @@ pub(crate) const TEST: Needed = &[
     ("/usr/sbin/nft", "nftables"),
     ("/usr/lib/python3/dist-packages/pyverbs", "python3-pyverbs"),
     ("/usr/bin/mmdebstrap", "mmdebstrap"),
+    ("/usr/bin/etcd", "etcd-server"),
     ("/usr/share/keyrings/debian-archive-keyring.gpg", "debian-archive-keyring"),
     // Virtual machines.
     ("/etc/libibverbs.d/rxe.driver", "ibverbs-providers"),

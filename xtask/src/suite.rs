@@ -2,6 +2,7 @@
 
 mod attacks;
 mod changes;
+mod etcd;
 mod guest;
 mod kernel;
 mod network;
@@ -821,6 +822,7 @@ pub(crate) fn run(only: Option<&str>) -> Result<()> {
     losses(&mut s);
     changes::run(&mut s);
     watching::run(&mut s);
+    etcd::run(&mut s);
     wrong_input(&mut s);
     own_labs(&mut s);
     memory::fixed(&mut s, &lab);

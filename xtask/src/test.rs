@@ -2,7 +2,7 @@
 
 use std::process::Command;
 
-use crate::{Result, lab, packages, suite};
+use crate::{Result, centres, lab, packages, suite};
 
 fn cargo(args: &[&str], env: &[(&str, &str)]) -> Result<()> {
     println!("\n== cargo {}", args.join(" "));
@@ -43,4 +43,11 @@ pub(crate) fn run(only: Option<&str>) -> Result<()> {
     println!("\n== black-box tests with Debian's programs");
     lab::build()?;
     suite::run(only)
+}
+
+/// The long form of what the suite does with several control centres.
+pub(crate) fn centres(calls: u32, seconds: u64) -> Result<()> {
+    packages::ensure(&[packages::RUN, packages::TEST])?;
+    lab::build()?;
+    centres::run(calls as usize, std::time::Duration::from_secs(seconds), true)
 }

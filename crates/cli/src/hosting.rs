@@ -52,8 +52,9 @@ pub(crate) struct HostArgs {
     /// Serve other hosts too: the file that says which virtual addresses live where, read again when it changes
     #[arg(long, value_name = "FILE", requires = "address", group = "others")]
     peers: Option<PathBuf>,
-    /// Be a host of the fleet of this control centre, which says what vRNICs this host has and where those of other hosts are
-    #[arg(long, value_name = "https://ADDR:PORT", requires = "address", group = "others")]
+    /// Be a host of the fleet of this control centre, which says what vRNICs this host has and where those of other hosts are. Several
+    /// centres of the fleet with commas between them: if one is away the next one is asked
+    #[arg(long, value_name = "https://ADDR:PORT[,...]", requires = "address", group = "others")]
     centre: Option<String>,
     /// The token by which this host joins the fleet; it is needed once
     #[arg(long, value_name = "TOKEN", requires = "centre", env = "UNIRDMA_JOIN", hide_env_values = true)]

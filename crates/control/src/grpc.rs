@@ -6,14 +6,17 @@ use std::sync::Arc;
 use tokio::sync::mpsc;
 use tokio_stream::Stream;
 use tokio_stream::wrappers::ReceiverStream;
+use tonic::metadata::AsciiMetadataValue;
 use tonic::{Request, Response, Status};
+use unirdma_fleet::v1::centres_server::Centres;
 use unirdma_fleet::v1::fleet_server::Fleet;
 use unirdma_fleet::v1::hosts_server::Hosts;
 use unirdma_fleet::{Actor, Refusal, RefusalKind, v1};
 
-use crate::serve::Caller;
+use crate::calls::{self, ByToken, Call, Wish};
+use crate::pki::Caller;
 use crate::shared::{Shared, now_ms};
-use crate::{host, watch};
+use crate::{host, others, watch};
 
 /// The services of a centre.
 #[derive(Clone)]
@@ -31,7 +34,24 @@ pub(crate) fn status(e: &Refusal) -> Status {
         RefusalKind::Full => tonic::Code::ResourceExhausted,
         RefusalKind::Unavailable => tonic::Code::Unavailable,
     };
-    Status::new(code, e.what.clone())
+    let mut status = Status::new(code, e.what.clone());
+    status.metadata_mut().insert(calls::REFUSED, AsciiMetadataValue::from_static("here"));
+    status
+}
+
+/// The refusal that gRPC has said so.
+pub(crate) fn refusal(status: &Status) -> Refusal {
+    let kind = match status.code() {
+        tonic::Code::InvalidArgument => RefusalKind::Invalid,
+        tonic::Code::NotFound => RefusalKind::NotFound,
+        tonic::Code::FailedPrecondition => RefusalKind::Conflict,
+        tonic::Code::Aborted => RefusalKind::Stale,
+        tonic::Code::Unauthenticated => RefusalKind::Unknown,
+        tonic::Code::PermissionDenied => RefusalKind::Denied,
+        tonic::Code::ResourceExhausted => RefusalKind::Full,
+        _ => RefusalKind::Unavailable,
+    };
+    Refusal { kind, what: status.message().into() }
 }
 
 type Answer<T> = Result<Response<T>, Status>;
@@ -41,6 +61,34 @@ fn answer<T>(result: Result<T, Refusal>) -> Answer<T> {
 }
 
 impl Services {
+    /// A change, and the revision at which the state is then.
+    async fn change<C: Call>(&self, call: C, passed_on: bool) -> Answer<C::Answer> {
+        let mut answer = Response::new(self.0.run(call, passed_on).await?);
+        let revision = self.0.centre().revision().to_string();
+        if let Ok(revision) = revision.parse() {
+            answer.metadata_mut().insert(calls::REVISION, revision);
+        }
+        Ok(answer)
+    }
+
+    /// A change that somebody with a token asks for.
+    async fn wish<R: Wish>(&self, r: Request<R>) -> Answer<R::Answer> {
+        self.actor(&r)?;
+        let token = token(&r).unwrap_or_default().to_owned();
+        let passed_on = is_passed_on(&r);
+        self.change(ByToken { token, request: r.into_inner() }, passed_on).await
+    }
+
+    /// Refuses who is no centre.
+    fn needs_centre<T>(&self, r: &Request<T>) -> Result<(), Status> {
+        match r.extensions().get::<Caller>() {
+            Some(Caller::Centre) => Ok(()),
+            // Without TLS, which is on loopback only, hosts and centres say who they are.
+            _ if self.0.authority.is_none() => Ok(()),
+            _ => Err(status(&Refusal::denied("only another centre of the fleet, by its certificate, may call this"))),
+        }
+    }
+
     fn actor<T>(&self, request: &Request<T>) -> Result<Actor, Status> {
         self.0.actor(token(request)).map_err(|e| status(&e))
     }
@@ -51,14 +99,17 @@ fn token<T>(request: &Request<T>) -> Option<&str> {
     text.and_then(|t| t.strip_prefix("Bearer "))
 }
 
+/// Whether another centre passes the call on.
+fn is_passed_on<T>(request: &Request<T>) -> bool {
+    request.metadata().contains_key(calls::PASSED_ON)
+}
+
 type Out<T> = Pin<Box<dyn Stream<Item = Result<T, Status>> + Send>>;
 
 #[tonic::async_trait]
 impl Fleet for Services {
     async fn apply(&self, r: Request<v1::ApplyRequest>) -> Answer<v1::ApplyResponse> {
-        let actor = self.actor(&r)?;
-        let r = r.into_inner();
-        answer(self.0.change(move |c, now| c.apply(&actor, r, now)).await)
+        self.wish(r).await
     }
 
     async fn get(&self, r: Request<v1::GetRequest>) -> Answer<v1::GetResponse> {
@@ -67,9 +118,7 @@ impl Fleet for Services {
     }
 
     async fn delete(&self, r: Request<v1::DeleteRequest>) -> Answer<v1::ApplyResponse> {
-        let actor = self.actor(&r)?;
-        let r = r.into_inner();
-        answer(self.0.change(move |c, now| c.delete(&actor, &r, now)).await)
+        self.wish(r).await
     }
 
     type WatchStream = Out<v1::WatchResponse>;
@@ -80,20 +129,15 @@ impl Fleet for Services {
     }
 
     async fn r#move(&self, r: Request<v1::MoveRequest>) -> Answer<v1::ApplyResponse> {
-        let actor = self.actor(&r)?;
-        let r = r.into_inner();
-        answer(self.0.change(move |c, now| c.move_vrnic(&actor, &r, now)).await)
+        self.wish(r).await
     }
 
     async fn rotate_secret(&self, r: Request<v1::RotateSecretRequest>) -> Answer<v1::RotateSecretResponse> {
-        let actor = self.actor(&r)?;
-        let r = r.into_inner();
-        answer(self.0.change(move |c, now| c.rotate(&actor, &r.group, now)).await)
+        self.wish(r).await
     }
 
     async fn create_token(&self, r: Request<v1::CreateTokenRequest>) -> Answer<v1::CreateTokenResponse> {
-        let actor = self.actor(&r)?;
-        answer(self.0.create_token(actor, r.into_inner()).await)
+        self.wish(r).await
     }
 
     async fn list_tokens(&self, r: Request<v1::ListTokensRequest>) -> Answer<v1::ListTokensResponse> {
@@ -102,9 +146,7 @@ impl Fleet for Services {
     }
 
     async fn revoke_token(&self, r: Request<v1::RevokeTokenRequest>) -> Answer<v1::RevokeTokenResponse> {
-        let actor = self.actor(&r)?;
-        let r = r.into_inner();
-        answer(self.0.change(move |c, now| c.revoke_token(&actor, &r.id, now)).await)
+        self.wish(r).await
     }
 
     async fn audit(&self, r: Request<v1::AuditRequest>) -> Answer<v1::AuditResponse> {
@@ -121,14 +163,15 @@ impl Fleet for Services {
 #[tonic::async_trait]
 impl Hosts for Services {
     async fn join(&self, r: Request<v1::JoinRequest>) -> Answer<v1::JoinResponse> {
-        answer(self.0.join(r.into_inner()).await)
+        let passed_on = is_passed_on(&r);
+        self.change(r.into_inner(), passed_on).await
     }
 
     type AttachStream = Out<v1::ToHost>;
 
     async fn attach(&self, r: Request<tonic::Streaming<v1::FromHost>>) -> Answer<Self::AttachStream> {
         let host = match r.extensions().get::<Caller>() {
-            Some(Caller { host: Some(host), .. }) => host.clone(),
+            Some(Caller::Host(host)) => host.clone(),
             // Without TLS, which is on loopback only, a host says who it is.
             _ if self.0.authority.is_none() => {
                 let name = r.metadata().get("unirdma-host").and_then(|v| v.to_str().ok());
@@ -144,5 +187,25 @@ impl Hosts for Services {
         let (send, receive) = mpsc::channel(4);
         tokio::spawn(host::serve(self.0.clone(), host, r.into_inner(), send));
         Ok(Response::new(Box::pin(ReceiverStream::new(receive))))
+    }
+}
+
+#[tonic::async_trait]
+impl Centres for Services {
+    async fn announce(&self, r: Request<v1::HostHello>) -> Answer<v1::HostAnnounced> {
+        self.needs_centre(&r)?;
+        self.change(r.into_inner(), true).await
+    }
+
+    async fn ask(&self, r: Request<v1::HostAsk>) -> Answer<v1::HostReply> {
+        self.needs_centre(&r)?;
+        self.change(r.into_inner(), true).await
+    }
+
+    type LiveStream = Out<v1::LiveNews>;
+
+    async fn live(&self, r: Request<v1::LiveRequest>) -> Answer<Self::LiveStream> {
+        self.needs_centre(&r)?;
+        Ok(Response::new(Box::pin(ReceiverStream::new(others::tell(self.0.clone())))))
     }
 }

@@ -13,6 +13,8 @@ use crate::shared::{Seat, Shared, now_ms};
 
 /// How long a host may take to say hello, and to read.
 const PATIENCE: Duration = Duration::from_secs(10);
+/// How long its announcement may wait for a centre that allocates, before it is served without and tried again.
+const ANNOUNCE: Duration = Duration::from_secs(3);
 /// How often it hears something.
 const ALIVE: Duration = Duration::from_secs(2);
 
@@ -52,6 +54,13 @@ pub(crate) async fn serve(shared: Arc<Shared>, host: String, mut receive: Stream
         Ok(_) => return,
         Err(_) => Err(Refusal::invalid("the host said nothing for 10 s")),
     };
+    if let Ok(hello) = &first
+        && !shared.is_abreast(hello).await
+    {
+        // It asks again, here or elsewhere, and goes on with what it has.
+        tracing::warn!("host {host} has heard more than this centre, which cannot hear of it now");
+        return;
+    }
     let greeted = first.and_then(|hello| shared.centre().hello(&host, &hello, now_ms()).map(|g| (hello, g)));
     let (hello, greeted) = match greeted {
         Ok(both) => both,
@@ -101,20 +110,43 @@ impl Connection {
         Ok(())
     }
 
-    async fn run(&mut self, hello: v1::Hello, receive: &mut Streaming<v1::FromHost>) -> Result<(), End> {
-        let host = self.host.clone();
-        let refused = self.shared.change(move |c, now| Ok(c.announce(&host, &hello, now))).await?;
-        self.tell().await?;
+    /// Makes the changes of a host's first message, if they could not be made before. A host that changes nothing is served from memory, also
+    /// while nothing can be changed.
+    async fn announce(&mut self, hello: &mut Option<v1::HostHello>) -> Result<(), End> {
+        let Some(announced) = hello.take() else { return Ok(()) };
+        let same = announced.hello.as_ref().and_then(|h| {
+            let made = self.shared.centre().announce(&self.host, h, now_ms());
+            made.plan.is_none().then_some(made.answer)
+        });
+        let refused = match same {
+            Some(refused) => refused,
+            None => match tokio::time::timeout(ANNOUNCE, self.shared.run(announced.clone(), false)).await {
+                Ok(Ok(done)) => done.refused,
+                Ok(Err(e)) if e.code() != tonic::Code::Unavailable => return Err(crate::grpc::refusal(&e).into()),
+                _ => {
+                    *hello = Some(announced);
+                    return Ok(());
+                }
+            },
+        };
         for error in refused {
             self.say(to_host::Message::Reply(v1::Reply { id: 0, error, vrnic: None })).await?;
         }
+        Ok(())
+    }
+
+    async fn run(&mut self, hello: v1::Hello, receive: &mut Streaming<v1::FromHost>) -> Result<(), End> {
+        let mut hello = Some(v1::HostHello { host: self.host.clone(), hello: Some(hello) });
+        self.announce(&mut hello).await?;
+        self.tell().await?;
         let mut alive = tokio::time::interval(ALIVE);
         alive.set_missed_tick_behavior(tokio::time::MissedTickBehavior::Delay);
         let wake = self.seat.wake.clone();
         let mut heard = tokio::time::Instant::now();
         loop {
             if !self.shared.has_seat(&self.host, &self.seat) {
-                return Err(Refusal::conflict(format_args!("host {} has connected anew", self.host)).into());
+                let text = format!("host {} has connected anew, or another host has its certificate", self.host);
+                return Err(Refusal::conflict(text).into());
             }
             tokio::select! {
                 () = wake.notified() => {
@@ -136,6 +168,7 @@ impl Connection {
                     if heard.elapsed() > Duration::from_millis(SILENCE_MS) {
                         return Err(Refusal::unavailable("the host said nothing for 60 s").into());
                     }
+                    self.announce(&mut hello).await?;
                     // By this the host knows that what it has holds for the newest revision, and is not told it again by a centre that is
                     // started anew.
                     self.tell().await?;
@@ -153,8 +186,11 @@ impl Connection {
             from_host::Message::Report(report) => self.shared.centre().report(&self.host, report, now_ms()),
             from_host::Message::Ask(ask) => {
                 let (id, host) = (ask.id, self.host.clone());
-                let done = self.shared.change(move |c, now| c.ask(&host, ask, now)).await;
-                let reply = done.unwrap_or_else(|e| v1::Reply { id, error: e.what, vrnic: None });
+                let done = self.shared.run(v1::HostAsk { host, ask: Some(ask) }, false).await;
+                let reply = match done {
+                    Ok(done) => done.reply.unwrap_or_default(),
+                    Err(e) => v1::Reply { id, error: e.message().into(), vrnic: None },
+                };
                 // What follows of it comes first, so that the vRNIC is there when its maker hears so.
                 self.tell().await?;
                 self.say(to_host::Message::Reply(reply)).await?;

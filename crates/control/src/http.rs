@@ -14,6 +14,8 @@ use serde::de::DeserializeOwned;
 use tokio_stream::StreamExt;
 use unirdma_fleet::{Actor, Kind, Refusal, RefusalKind, v1};
 
+use crate::calls::{ByToken, Wish};
+use crate::grpc::refusal;
 use crate::openapi;
 use crate::shared::{Shared, now_ms};
 use crate::watch;
@@ -143,10 +145,16 @@ fn query<M: DeserializeOwned>(q: Vec<(String, String)>) -> Result<M, Refused> {
 
 type Q = Query<Vec<(String, String)>>;
 
+/// A change that somebody with a token asks for.
+async fn wish<R: Wish<Answer: Serialize>>(shared: &Arc<Shared>, headers: &HeaderMap, request: R) -> Answer {
+    let token = token(headers).unwrap_or_default().to_owned();
+    let done = shared.run(ByToken { token, request }, false).await;
+    Ok(json(&done.map_err(|e| Refused(refusal(&e)))?))
+}
+
 async fn apply(State(shared): S, headers: HeaderMap, b: Body) -> Answer {
-    let actor = actor(&shared, &headers)?;
-    let r: v1::ApplyRequest = body(b).await?;
-    Ok(json(&shared.change(move |c, now| c.apply(&actor, r, now)).await?))
+    actor(&shared, &headers)?;
+    wish::<v1::ApplyRequest>(&shared, &headers, body(b).await?).await
 }
 
 fn found(shared: &Shared, headers: &HeaderMap, request: &v1::GetRequest) -> Answer {
@@ -173,15 +181,14 @@ async fn delete_object(
     Path((word, name)): Path<(String, String)>,
     Query(q): Q,
 ) -> Answer {
-    let actor = actor(&shared, &headers)?;
+    actor(&shared, &headers)?;
     let r = v1::DeleteRequest { names: vec![v1::Name { kind: kind(&word)?, name }], ..query(q)? };
-    Ok(json(&shared.change(move |c, now| c.delete(&actor, &r, now)).await?))
+    wish(&shared, &headers, r).await
 }
 
 async fn delete_objects(State(shared): S, headers: HeaderMap, b: Body) -> Answer {
-    let actor = actor(&shared, &headers)?;
-    let r: v1::DeleteRequest = body(b).await?;
-    Ok(json(&shared.change(move |c, now| c.delete(&actor, &r, now)).await?))
+    actor(&shared, &headers)?;
+    wish::<v1::DeleteRequest>(&shared, &headers, body(b).await?).await
 }
 
 /// Watching as server-sent events, a WatchResponse each.
@@ -200,21 +207,18 @@ async fn events(State(shared): S, headers: HeaderMap, Query(q): Q) -> Answer {
 }
 
 async fn move_vrnic(State(shared): S, headers: HeaderMap, b: Body) -> Answer {
-    let actor = actor(&shared, &headers)?;
-    let r: v1::MoveRequest = body(b).await?;
-    Ok(json(&shared.change(move |c, now| c.move_vrnic(&actor, &r, now)).await?))
+    actor(&shared, &headers)?;
+    wish::<v1::MoveRequest>(&shared, &headers, body(b).await?).await
 }
 
 async fn rotate(State(shared): S, headers: HeaderMap, b: Body) -> Answer {
-    let actor = actor(&shared, &headers)?;
-    let r: v1::RotateSecretRequest = body(b).await?;
-    Ok(json(&shared.change(move |c, now| c.rotate(&actor, &r.group, now)).await?))
+    actor(&shared, &headers)?;
+    wish::<v1::RotateSecretRequest>(&shared, &headers, body(b).await?).await
 }
 
 async fn create_token(State(shared): S, headers: HeaderMap, b: Body) -> Answer {
-    let actor = actor(&shared, &headers)?;
-    let r = body(b).await?;
-    Ok(json(&shared.create_token(actor, r).await?))
+    actor(&shared, &headers)?;
+    wish::<v1::CreateTokenRequest>(&shared, &headers, body(b).await?).await
 }
 
 async fn tokens(State(shared): S, headers: HeaderMap) -> Answer {
@@ -224,8 +228,8 @@ async fn tokens(State(shared): S, headers: HeaderMap) -> Answer {
 }
 
 async fn revoke_token(State(shared): S, headers: HeaderMap, Path(id): Path<String>) -> Answer {
-    let actor = actor(&shared, &headers)?;
-    Ok(json(&shared.change(move |c, now| c.revoke_token(&actor, &id, now)).await?))
+    actor(&shared, &headers)?;
+    wish(&shared, &headers, v1::RevokeTokenRequest { id }).await
 }
 
 async fn audit(State(shared): S, headers: HeaderMap, Query(q): Q) -> Answer {

@@ -3,10 +3,13 @@
 //! What a fleet is and what follows from a call is the crate `unirdma-fleet`, which this one feeds with messages and time. This crate must not
 //! decide anything about a fleet. It has all the sockets, files and tasks.
 
+mod calls;
 mod grpc;
 mod host;
 mod http;
+mod member;
 mod openapi;
+mod others;
 mod pki;
 mod serve;
 mod shared;
@@ -21,6 +24,7 @@ use std::sync::Arc;
 
 use tokio::net::TcpListener;
 use tokio_rustls::TlsAcceptor;
+use unirdma_fleet::v1::centres_server::CentresServer;
 use unirdma_fleet::v1::fleet_server::FleetServer;
 use unirdma_fleet::v1::hosts_server::HostsServer;
 use unirdma_fleet::{Actor, Centre, v1};
@@ -39,11 +43,11 @@ pub struct Options {
     pub dir: PathBuf,
     /// Where it listens.
     pub listen: SocketAddr,
-    /// Its store, if it is not the file in its directory.
+    /// Its store, if it is not the file in its directory: another file, or `etcd://HOST:PORT[,HOST:PORT...][/PREFIX]`, which centres share.
     pub store: Option<String>,
     /// Without TLS, on loopback only.
     pub plain: bool,
-    /// Names by which it is reached, beside those of this machine.
+    /// Names by which it is reached, beside those of this machine. The first is how other centres of the fleet reach it.
     pub names: Vec<String>,
 }
 
@@ -150,25 +154,49 @@ pub async fn listen(options: &Options) -> io::Result<Listening> {
     let listener =
         listener.map_err(|e| io::Error::new(e.kind(), format!("cannot listen at {}: {e}", options.listen)))?;
     let scheme = if tls.is_some() { "https" } else { "http" };
-    let url = format!("{scheme}://{}", listener.local_addr()?);
-    Ok(Listening { listener, tls, shared: Shared::new(centre, store, authority), url })
+    let at = listener.local_addr()?;
+    let url = format!("{scheme}://{at}");
+    let name = options.names.first().cloned().unwrap_or_else(|| pki::name_of(at.ip()));
+    let name = if name.contains(':') { format!("[{name}]") } else { name };
+    let shared = Shared::new(centre, store, authority, format!("{scheme}://{name}:{}", at.port()))?;
+    Ok(Listening { listener, tls, shared, url })
 }
 
 impl Listening {
+    /// What a centre does last, so that another one can be elected at once.
+    pub fn leave(&self) -> impl Future<Output = ()> + Send + 'static {
+        let shared = self.shared.clone();
+        async move { shared.leave().await }
+    }
+
     /// Serves until the task is ended.
-    pub async fn serve(self) {
+    ///
+    /// # Errors
+    /// The store was replaced by another one meanwhile.
+    pub async fn serve(self) -> io::Result<()> {
         let services = grpc::Services(self.shared.clone());
         let fleet = FleetServer::new(services.clone())
             .max_decoding_message_size(http::MAX_BODY)
             .max_encoding_message_size(usize::MAX);
-        let hosts = HostsServer::new(services)
+        let hosts = HostsServer::new(services.clone())
             .max_decoding_message_size(MAX_HOST_MESSAGE)
             .max_encoding_message_size(usize::MAX);
-        let router = tonic::service::Routes::new(fleet).add_service(hosts).prepare().into_axum_router();
-        let router = web::routes(http::routes(router, self.shared.clone()));
+        let centres = CentresServer::new(services)
+            .max_decoding_message_size(MAX_HOST_MESSAGE)
+            .max_encoding_message_size(usize::MAX);
+        let routes = tonic::service::Routes::new(fleet).add_service(hosts).add_service(centres);
+        let router = web::routes(http::routes(routes.prepare().into_axum_router(), self.shared.clone()));
+        let shared = self.shared.clone();
+        let take_part = async move {
+            match shared.store.clone() {
+                store::Opened::Etcd(store) => member::take_part(shared, store).await,
+                store::Opened::File(_) => std::future::pending().await,
+            }
+        };
         tokio::select! {
-            () = self.shared.clone().keep_time() => {}
-            () = serve::serve(self.listener, self.tls, router) => {}
+            () = self.shared.clone().keep_time() => Ok(()),
+            () = serve::serve(self.listener, self.tls, router) => Ok(()),
+            e = take_part => Err(e),
         }
     }
 }

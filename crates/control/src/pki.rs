@@ -15,12 +15,27 @@ use rustls::pki_types::{CertificateDer, PrivateKeyDer};
 use rustls::server::WebPkiClientVerifier;
 use rustls::{RootCertStore, ServerConfig};
 use sha2::Digest;
+use tonic::transport::{Certificate, ClientTlsConfig, Identity};
 use unirdma_fleet::Refusal;
 
 /// How long certificates of hosts hold, and those of the centre, which makes itself another one whenever it starts.
 const HOST_DAYS: i64 = 3_650;
 /// How far clocks may differ.
 const SKEW_DAYS: i64 = 1;
+
+/// The organizational unit in certificates of centres as clients. Those of hosts have none.
+const CENTRES: &str = "uniRDMA centres";
+
+/// Who is behind a connection.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub enum Caller {
+    /// Somebody without a certificate: who it is its token says.
+    Anybody,
+    /// A host of the fleet.
+    Host(String),
+    /// Another centre of the fleet.
+    Centre,
+}
 
 /// The authority of a fleet, with its key.
 pub struct Authority {
@@ -121,6 +136,23 @@ impl Authority {
         csr.signed_by(&self.issuer).map(|c| c.pem()).map_err(wrong)
     }
 
+    /// How this centre calls others of the fleet: with a certificate that only centres have, and knowing theirs.
+    ///
+    /// # Errors
+    /// It cannot be made.
+    pub fn client(&self) -> io::Result<ClientTlsConfig> {
+        let key = KeyPair::generate().map_err(other)?;
+        let mut params = CertificateParams::default();
+        params.distinguished_name.push(DnType::CommonName, "uniRDMA centre");
+        params.distinguished_name.push(DnType::OrganizationalUnitName, CENTRES);
+        params.key_usages = vec![KeyUsagePurpose::DigitalSignature];
+        params.extended_key_usages = vec![ExtendedKeyUsagePurpose::ClientAuth];
+        days(&mut params, HOST_DAYS);
+        let certificate = params.signed_by(&key, &self.issuer).map_err(other)?;
+        let identity = Identity::from_pem(certificate.pem(), key.serialize_pem());
+        Ok(ClientTlsConfig::new().ca_certificate(Certificate::from_pem(&self.pem)).identity(identity))
+    }
+
     /// How the centre speaks TLS: with a certificate of its own for these names, and taking those of hosts.
     ///
     /// # Errors
@@ -162,11 +194,21 @@ impl Authority {
     }
 }
 
-/// The host that a verified certificate names.
-pub fn host_of(certificate: &CertificateDer<'_>) -> Option<String> {
+/// Who a verified certificate says that its owner is: a host, or a centre.
+pub fn caller_of(certificate: &CertificateDer<'_>) -> Option<Caller> {
     let (_, parsed) = x509_parser::parse_x509_certificate(certificate).ok()?;
+    if parsed.subject().iter_organizational_unit().any(|u| u.as_str() == Ok(CENTRES)) {
+        return Some(Caller::Centre);
+    }
     let name = parsed.subject().iter_common_name().next()?.as_str().ok()?;
-    Some(name.to_owned())
+    Some(Caller::Host(name.to_owned()))
+}
+
+/// A name by which others reach this machine: the address that it listens at, or else what it is called.
+pub fn name_of(listen: IpAddr) -> String {
+    let called = std::fs::read_to_string("/proc/sys/kernel/hostname").ok().map(|n| n.trim().to_owned());
+    let called = called.filter(|n| listen.is_unspecified() && !n.is_empty());
+    called.unwrap_or_else(|| listen.to_string())
 }
 
 /// Names by which this machine is reached: of itself, and its addresses.
@@ -210,6 +252,25 @@ fn local_v6(table: &str) -> Vec<String> {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn certificates_say_who_their_owner_is() {
+        let dir = std::env::temp_dir().join(format!("unirdma-pki-{}", std::process::id()));
+        std::fs::create_dir_all(&dir).unwrap();
+        let authority = Authority::create(&dir, "f").unwrap();
+        std::fs::remove_dir_all(&dir).unwrap();
+        authority.client().unwrap();
+        let caller = |pem: &str| caller_of(&CertificateDer::from_pem_slice(pem.as_bytes()).unwrap());
+        let key = KeyPair::generate().unwrap();
+        // Whatever a host asks for, it gets the certificate of a host.
+        let mut wish = CertificateParams::default();
+        wish.distinguished_name.push(DnType::OrganizationalUnitName, CENTRES);
+        wish.distinguished_name.push(DnType::CommonName, "other");
+        let request = wish.serialize_request(&key).unwrap().pem().unwrap();
+        assert_eq!(caller(&authority.host("h1", &request).unwrap()), Some(Caller::Host("h1".into())));
+        wish.use_authority_key_identifier_extension = true;
+        assert_eq!(caller(&wish.signed_by(&key, &authority.issuer).unwrap().pem()), Some(Caller::Centre));
+    }
 
     #[test]
     fn the_kernels_tables_are_read() {

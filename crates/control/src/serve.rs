@@ -15,7 +15,7 @@ use tokio::sync::Semaphore;
 use tokio_rustls::TlsAcceptor;
 use tower::ServiceExt;
 
-use crate::pki;
+use crate::pki::{self, Caller};
 
 /// Most connections at a time. Each host has one.
 const MAX_CONNECTIONS: usize = 20_000;
@@ -25,13 +25,6 @@ const PATIENCE: Duration = Duration::from_secs(10);
 const PING: Duration = Duration::from_secs(5);
 /// Most calls at a time of one connection.
 const MAX_STREAMS: u32 = 64;
-
-/// Who is behind a connection.
-#[derive(Clone, Debug)]
-pub(crate) struct Caller {
-    /// The host that its certificate names.
-    pub host: Option<String>,
-}
 
 /// Serves connections until the task is ended.
 pub(crate) async fn serve(listener: TcpListener, tls: Option<TlsAcceptor>, router: Router) {
@@ -60,12 +53,12 @@ pub(crate) async fn serve(listener: TcpListener, tls: Option<TlsAcceptor>, route
 async fn connection(stream: TcpStream, tls: Option<TlsAcceptor>, router: Router) -> io::Result<()> {
     stream.set_nodelay(true)?;
     match tls {
-        None => http(TokioIo::new(stream), Caller { host: None }, router).await,
+        None => http(TokioIo::new(stream), Caller::Anybody, router).await,
         Some(tls) => {
             let accepted = tokio::time::timeout(PATIENCE, tls.accept(stream)).await;
             let stream = accepted.map_err(|_| io::Error::from(io::ErrorKind::TimedOut))??;
-            let host = stream.get_ref().1.peer_certificates().and_then(|c| c.first()).and_then(pki::host_of);
-            http(TokioIo::new(stream), Caller { host }, router).await
+            let caller = stream.get_ref().1.peer_certificates().and_then(|c| c.first()).and_then(pki::caller_of);
+            http(TokioIo::new(stream), caller.unwrap_or(Caller::Anybody), router).await
         }
     }
 }

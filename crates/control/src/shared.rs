@@ -1,17 +1,28 @@
 //! The centre while it runs: the state machine, its store, and those who wait for news. Every call of every interface ends here.
 
 use std::collections::HashMap;
+use std::sync::atomic::{AtomicI64, AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
-use std::time::{SystemTime, UNIX_EPOCH};
+use std::time::{Duration, SystemTime, UNIX_EPOCH};
 
 use tokio::sync::{Notify, watch};
+use tokio::time::Instant;
+use tonic::Status;
 use unirdma_fleet::{Actor, Centre, Outcome, Plan, Refusal, v1};
 
+use crate::calls::{self, Call};
+use crate::others::Others;
 use crate::pki::Authority;
-use crate::store::Opened;
+use crate::store::{Opened, Snapshot, StoreError};
 
 /// Most that watch at a time.
 const MAX_WATCHERS: usize = 256;
+/// How long a change waits for a centre that allocates. A dead one is replaced within its lease of 5 s.
+const ELECTION: Duration = Duration::from_secs(8);
+/// Time between two looks at who allocates.
+const PAUSE: Duration = Duration::from_millis(100);
+/// How long a centre may take to hear of a change that another one has made.
+const BEHIND: Duration = Duration::from_secs(5);
 
 /// The connection of a host: its number, and how it is woken.
 #[derive(Clone)]
@@ -20,16 +31,36 @@ pub(crate) struct Seat {
     pub wake: Arc<Notify>,
 }
 
+/// Who makes changes.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub(crate) enum Role {
+    /// This centre, which is the only one of its store.
+    Alone,
+    /// This centre, of several.
+    Allocates,
+    /// Another one, at this URL; `None`: one is being elected.
+    Follows(Option<String>),
+    /// Nobody, as the store is away: why.
+    Away(String),
+}
+
 /// The centre while it runs.
 pub struct Shared {
     centre: Mutex<Centre>,
     /// Held from the look at the state until the change is in it: there is one plan at a time.
     turn: tokio::sync::Mutex<()>,
-    store: Opened,
+    pub(crate) store: Opened,
     /// `None`: plain text, on loopback only. Then hosts have no certificates.
     pub(crate) authority: Option<Authority>,
     pub(crate) revision: watch::Sender<u64>,
+    pub(crate) role: watch::Sender<Role>,
+    /// Where other centres reach this one.
+    pub(crate) url: String,
+    pub(crate) others: Others,
+    /// What keeps this centre among the others; 0: nothing yet.
+    pub(crate) lease: AtomicI64,
     seats: Mutex<HashMap<String, Seat>>,
+    seat_numbers: AtomicU64,
     /// Permits of those who watch.
     pub(crate) watchers: Arc<tokio::sync::Semaphore>,
 }
@@ -43,19 +74,46 @@ fn locked<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
     mutex.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
+/// Why a change was not made here.
+enum NotMade {
+    Refused(Refusal),
+    /// Another centre allocates, or this one has to hear of a change first. Nothing was changed.
+    Elsewhere,
+}
+
+impl From<Refusal> for NotMade {
+    fn from(e: Refusal) -> Self {
+        NotMade::Refused(e)
+    }
+}
+
+/// A refusal that says that this centre does not allocate.
+pub(crate) fn elsewhere() -> Status {
+    let mut status = Status::unavailable("this centre does not allocate; ask another one");
+    status.metadata_mut().insert(calls::REFUSED, tonic::metadata::AsciiMetadataValue::from_static("elsewhere"));
+    status
+}
+
 impl Shared {
-    /// A centre of a state and its store.
-    pub fn new(centre: Centre, store: Opened, authority: Option<Authority>) -> Arc<Shared> {
+    /// A centre of a state and its store, which other centres reach at `url`.
+    pub fn new(centre: Centre, store: Opened, authority: Option<Authority>, url: String) -> std::io::Result<Arc<Shared>> {
         let (revision, _) = watch::channel(centre.revision());
-        Arc::new(Shared {
+        let role = if matches!(store, Opened::File(_)) { Role::Alone } else { Role::Follows(None) };
+        let tls = authority.as_ref().map(Authority::client).transpose()?;
+        Ok(Arc::new(Shared {
             centre: Mutex::new(centre),
             turn: tokio::sync::Mutex::new(()),
             store,
             authority,
             revision,
+            role: watch::channel(role).0,
+            url,
+            others: Others::new(tls),
+            lease: AtomicI64::new(0),
             seats: Mutex::default(),
+            seat_numbers: AtomicU64::new(0),
             watchers: Arc::new(tokio::sync::Semaphore::new(MAX_WATCHERS)),
-        })
+        }))
     }
 
     /// The state, for a moment: nothing that waits is done meanwhile.
@@ -63,60 +121,200 @@ impl Shared {
         locked(&self.centre)
     }
 
-    /// Makes a change. It is made as a whole even if the caller goes away.
-    pub(crate) async fn change<T: Send + 'static>(
-        self: &Arc<Self>,
-        make: impl FnOnce(&mut Centre, u64) -> Result<Outcome<T>, Refusal> + Send + 'static,
-    ) -> Result<T, Refusal> {
+    fn role(&self) -> Role {
+        self.role.borrow().clone()
+    }
+
+    /// Whether this centre makes changes.
+    fn allocates(&self) -> bool {
+        matches!(self.role(), Role::Alone | Role::Allocates)
+    }
+
+    /// Makes a change, here or at the centre that allocates. While there is none it waits a while. `passed_on`: another centre asks, so it is
+    /// not asked back.
+    pub(crate) async fn run<C: Call>(self: &Arc<Self>, call: C, passed_on: bool) -> Result<C::Answer, Status> {
+        let refused = |e: Refusal| crate::grpc::status(&e);
+        let deadline = Instant::now() + ELECTION;
+        let mut roles = self.role.subscribe();
+        loop {
+            let role = roles.borrow_and_update().clone();
+            match role {
+                Role::Alone | Role::Allocates => match self.make(call.clone()).await {
+                    Ok(answer) => return Ok(answer),
+                    Err(NotMade::Refused(e)) => return Err(refused(e)),
+                    Err(NotMade::Elsewhere) => {}
+                },
+                Role::Follows(_) if passed_on => return Err(elsewhere()),
+                Role::Follows(Some(url)) => {
+                    if let Some(done) = self.ask_other(&url, call.clone(), &mut roles).await {
+                        return done;
+                    }
+                }
+                Role::Follows(None) => {}
+                Role::Away(why) => {
+                    return Err(refused(Refusal::unavailable(format_args!("nothing can be changed now: {why}"))));
+                }
+            }
+            if Instant::now() >= deadline {
+                let text = "nothing can be changed now: no centre was elected to do so; `unirdma control status` shows when one is";
+                return Err(refused(Refusal::unavailable(text)));
+            }
+            // That the role is another one by now is seen the next time.
+            let _ = tokio::time::timeout(PAUSE, roles.changed()).await;
+        }
+    }
+
+    /// Asks the centre that allocates. `None`: nothing came of it, and it can be tried again.
+    async fn ask_other<C: Call>(
+        &self,
+        url: &str,
+        call: C,
+        roles: &mut watch::Receiver<Role>,
+    ) -> Option<Result<C::Answer, Status>> {
+        let channel = self.others.channel(url).await.ok()?;
+        let may_repeat = call.may_repeat();
+        let answer = tokio::select! {
+            answer = call.pass_on(channel) => answer,
+            // It may hang: another one was elected.
+            _ = roles.wait_for(|r| *r != Role::Follows(Some(url.into()))) => Err(Status::unavailable("")),
+        };
+        match answer {
+            Ok(answer) => {
+                // Whoever asked sees what it has done.
+                self.wait_for(calls::revision_of(answer.metadata()), BEHIND).await;
+                Some(Ok(answer.into_inner()))
+            }
+            Err(e) => match e.metadata().get(calls::REFUSED).map(|v| v.as_bytes() == b"elsewhere") {
+                Some(true) => None,
+                Some(false) => Some(Err(e)),
+                None => {
+                    self.others.forget(url);
+                    let text = "the centre that allocates went away before it answered: look whether it was done, and do it again if not";
+                    (!may_repeat).then(|| Err(crate::grpc::status(&Refusal::unavailable(text))))
+                }
+            },
+        }
+    }
+
+    /// Waits until the state has come to a revision; false if it does not in this time.
+    pub(crate) async fn wait_for(&self, revision: u64, most: Duration) -> bool {
+        let mut now = self.revision.subscribe();
+        tokio::time::timeout(most, now.wait_for(|r| *r >= revision)).await.is_ok_and(|r| r.is_ok())
+    }
+
+    /// Whether this centre knows what a host has heard elsewhere, or hears of it soon: a host is not told again what was so before.
+    pub(crate) async fn is_abreast(&self, hello: &v1::Hello) -> bool {
+        let behind = || {
+            let centre = self.centre();
+            hello.fleet == centre.fleet() && hello.revision > centre.revision()
+        };
+        // A centre that makes the changes knows all of them: the host has heard of others by a store that was replaced.
+        self.allocates() || !behind() || self.wait_for(hello.revision, BEHIND).await || self.allocates()
+    }
+
+    /// Makes a change as a whole, even if the caller goes away.
+    async fn make<C: Call>(self: &Arc<Self>, call: C) -> Result<C::Answer, NotMade> {
         let shared = self.clone();
         let done = tokio::spawn(async move {
             let _turn = shared.turn.lock().await;
-            let outcome = make(&mut shared.centre(), now_ms())?;
+            if !shared.allocates() {
+                return Err(NotMade::Elsewhere);
+            }
+            let outcome = call.make(&shared, &mut shared.centre(), now_ms())?;
             if let Some(plan) = outcome.plan {
                 shared.keep(plan).await?;
             }
             Ok(outcome.answer)
         });
-        done.await.unwrap_or_else(|e| Err(Refusal::unavailable(format_args!("the change was cut off: {e}"))))
+        done.await.unwrap_or_else(|e| Err(Refusal::unavailable(format_args!("the change was cut off: {e}")).into()))
     }
 
-    async fn keep(self: &Arc<Self>, plan: Plan) -> Result<(), Refusal> {
-        if let Err(e) = self.store.store().commit(plan.revision, &plan.writes).await {
-            tracing::error!("a change was refused: {e}");
-            return Err(Refusal::unavailable(format_args!("nothing can be changed now: {e}")));
+    async fn keep(&self, plan: Plan) -> Result<(), NotMade> {
+        match self.store.store().commit(plan.revision, &plan.writes).await {
+            Ok(()) => {}
+            // A change whose answer was lost came to hold after all, or the next centre was elected: the news of that are on their way.
+            Err(StoreError::Moved { .. } | StoreError::Deposed) if matches!(self.store, Opened::Etcd(_)) => {
+                return Err(NotMade::Elsewhere);
+            }
+            Err(e) => {
+                tracing::error!("a change was refused: {e}");
+                return Err(Refusal::unavailable(format_args!("nothing can be changed now: {e}")).into());
+            }
         }
-        let hosts = self.centre().commit(plan.revision, &plan.writes)?;
+        self.adopt(plan.revision, &plan.writes)?;
+        Ok(())
+    }
+
+    /// Makes so what the store has by now; false if changes before it are missing.
+    pub(crate) fn adopt(&self, revision: u64, writes: &[unirdma_fleet::Write]) -> Result<bool, Refusal> {
+        let hosts = {
+            let mut centre = self.centre();
+            match revision.checked_sub(centre.revision()) {
+                Some(1) => centre.commit(revision, writes)?,
+                None | Some(0) => return Ok(true),
+                Some(_) => return Ok(false),
+            }
+        };
+        self.tell(&hosts, revision);
+        Ok(true)
+    }
+
+    /// Makes the state that of a list of the store.
+    pub(crate) fn catch_up(&self, snapshot: &Snapshot) -> Result<(), Refusal> {
+        let hosts = self.centre().catch_up(snapshot.revision, &snapshot.records)?;
+        self.tell(&hosts, snapshot.revision);
+        Ok(())
+    }
+
+    fn tell(&self, hosts: &[unirdma_fleet::Name], revision: u64) {
         let seats = locked(&self.seats);
         for seat in hosts.iter().filter_map(|h| seats.get(&**h)) {
             seat.wake.notify_one();
         }
         drop(seats);
-        self.revision.send_replace(plan.revision);
-        Ok(())
+        self.revision.send_if_modified(|r| std::mem::replace(r, revision.max(*r)) < revision);
     }
 
     /// Does what is due by itself, until the end.
     pub(crate) async fn keep_time(self: Arc<Self>) {
-        let mut ticks = tokio::time::interval(std::time::Duration::from_secs(1));
+        let mut ticks = tokio::time::interval(Duration::from_secs(1));
         ticks.set_missed_tick_behavior(tokio::time::MissedTickBehavior::Delay);
         loop {
             ticks.tick().await;
-            let done = self.change(|centre, now| Ok(Outcome { plan: centre.tick(now), answer: () })).await;
-            if let Err(e) = done {
+            if !self.allocates() {
+                continue;
+            }
+            if let Err(NotMade::Refused(e)) = self.make(Due).await {
                 tracing::warn!("what was due is tried again: {e}");
             }
         }
     }
 
+    /// Lets another centre be elected at once, as this one ends.
+    pub(crate) async fn leave(&self) {
+        let lease = self.lease.load(Ordering::Relaxed);
+        if let (Opened::Etcd(store), true) = (&self.store, lease != 0)
+            && let Err(e) = store.end(lease).await
+        {
+            tracing::warn!("the other centres will notice that this one has ended: {e}");
+        }
+    }
+
     /// Gives a host's connection its seat. One that it had before ends.
     pub(crate) fn sit(&self, host: &str) -> Seat {
-        let mut seats = locked(&self.seats);
-        let number = seats.get(host).map_or(0, |s| s.number) + 1;
+        let number = self.seat_numbers.fetch_add(1, Ordering::Relaxed);
         let seat = Seat { number, wake: Arc::new(Notify::new()) };
-        if let Some(old) = seats.insert(host.into(), seat.clone()) {
+        if let Some(old) = locked(&self.seats).insert(host.into(), seat.clone()) {
             old.wake.notify_one();
         }
         seat
+    }
+
+    /// Takes a host's connection its seat: it has another one elsewhere.
+    pub(crate) fn unseat(&self, host: &str) {
+        if let Some(old) = locked(&self.seats).remove(host) {
+            old.wake.notify_one();
+        }
     }
 
     /// Whether a connection still has its seat.
@@ -135,53 +333,39 @@ impl Shared {
         }
     }
 
-    pub(crate) async fn create_token(
-        self: &Arc<Self>,
-        actor: Actor,
-        request: v1::CreateTokenRequest,
-    ) -> Result<v1::CreateTokenResponse, Refusal> {
-        let mut random = [0; 32];
-        getrandom::fill(&mut random)
-            .map_err(|e| Refusal::unavailable(format_args!("there are no random bytes: {e}")))?;
-        let token = request.token.unwrap_or_default();
-        let mut made = self.change(move |c, now| c.create_token(&actor, token, random, now)).await?;
-        let joins = made.token.as_ref().is_some_and(|t| t.role() == v1::Role::Join);
-        if let Some(authority) = self.authority.as_ref().filter(|_| joins) {
-            // A host that joins has nothing else by which it would know the centre.
-            made.secret = format!("{}.{}", made.secret, authority.pin());
-        }
-        Ok(made)
-    }
-
-    pub(crate) async fn join(self: &Arc<Self>, request: v1::JoinRequest) -> Result<v1::JoinResponse, Refusal> {
-        if request.token.len() > 256 || request.host.len() > 64 {
-            return Err(Refusal::invalid("the token or the host's name is too long"));
-        }
-        // The certificate is made first: a request that is none uses up no token. It is worth nothing unless the token is good.
-        let made = match &self.authority {
-            Some(a) => {
-                v1::JoinResponse { certificate: a.host(&request.host, &request.request)?, authority: a.pem().into() }
-            }
-            None => v1::JoinResponse::default(),
-        };
-        self.change(move |c, now| {
-            // `ID.SECRET` or `ID.SECRET.PIN`: the last part is for the host.
-            let token = match request.token.rsplit_once('.') {
-                Some((token, _)) if token.contains('.') => token,
-                _ => &request.token,
-            };
-            c.join(token, &request.host, now)
-        })
-        .await?;
-        Ok(made)
-    }
-
     pub(crate) fn status(&self) -> v1::StatusResponse {
+        let role = self.role();
         v1::StatusResponse {
             version: env!("CARGO_PKG_VERSION").into(),
             store: self.store.store().name(),
-            allocates: true,
+            allocates: matches!(role, Role::Alone | Role::Allocates),
+            allocator: match role {
+                Role::Alone | Role::Allocates => self.url.clone(),
+                Role::Follows(url) => url.unwrap_or_default(),
+                Role::Away(_) => String::new(),
+            },
             ..self.centre().status(now_ms())
         }
+    }
+}
+
+/// What is due by itself.
+#[derive(Clone)]
+struct Due;
+
+#[tonic::async_trait]
+impl Call for Due {
+    type Answer = ();
+
+    fn may_repeat(&self) -> bool {
+        true
+    }
+
+    fn make(self, _: &Shared, centre: &mut Centre, now: u64) -> Result<Outcome<()>, Refusal> {
+        Ok(Outcome { plan: centre.tick(now), answer: () })
+    }
+
+    async fn pass_on(self, _: tonic::transport::Channel) -> Result<tonic::Response<()>, Status> {
+        Err(elsewhere())
     }
 }

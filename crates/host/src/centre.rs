@@ -37,7 +37,7 @@ const CLOCKS_MS: i64 = 5_000;
 /// Which fleet this host is of.
 #[derive(Clone, Debug)]
 pub struct CentreConfig {
-    /// As in `https://192.168.7.100:7471`; `http` is for this machine only.
+    /// As in `https://192.168.7.100:7471`; `http` is for this machine only. Several centres of the fleet have commas between them.
     pub url: String,
     /// What lets it join, the first time.
     pub token: Option<String>,

@@ -64,36 +64,68 @@ impl Interceptor for Bearer {
 
 pub(super) type Client = FleetClient<InterceptedService<Channel, Bearer>>;
 
-async fn connect(centre: &Centre, patience: Option<Duration>) -> io::Result<Client> {
+/// Centres of a fleet, and how they are called.
+struct Centres {
+    urls: Vec<String>,
+    bearer: Bearer,
+    /// The authority's certificate (PEM).
+    authority: Option<String>,
+}
+
+fn centres(centre: &Centre) -> io::Result<Centres> {
     let config = config()?;
     let missing = "no control centre is named: use --centre URL, UNIRDMA_CENTRE, or `unirdma control init` on the centre's machine";
-    let url = centre.centre.clone().or(config.as_ref().map(|c| c.url.clone())).ok_or_else(|| other(missing))?;
+    let urls = centre.centre.clone().or(config.as_ref().map(|c| c.url.clone())).ok_or_else(|| other(missing))?;
     let token = std::env::var("UNIRDMA_TOKEN").ok().or(config.as_ref().map(|c| c.token.clone()));
     let token = token.ok_or_else(|| other("no token is given: set UNIRDMA_TOKEN"))?;
     let bearer =
         format!("Bearer {}", token.trim()).parse().map_err(|_| other("the token has characters that no token has"))?;
-    let mut endpoint =
-        Endpoint::from_shared(url.clone()).map_err(|_| other(format!("`{url}` is no URL; write https://HOST:7443")))?;
-    endpoint = endpoint.connect_timeout(CONNECT).http2_keep_alive_interval(CONNECT).keep_alive_timeout(CONNECT);
-    if let Some(patience) = patience {
-        endpoint = endpoint.timeout(patience);
+    let authority = match &centre.authority {
+        Some(path) => {
+            Some(std::fs::read_to_string(path).map_err(|e| other(format!("cannot read {}: {e}", path.display())))?)
+        }
+        None => config.map(|c| c.authority),
+    };
+    Ok(Centres { urls: urls.split(',').map(|u| u.trim().to_owned()).collect(), bearer: Bearer(bearer), authority })
+}
+
+impl Centres {
+    fn endpoint(&self, url: &str, patience: Option<Duration>) -> io::Result<Endpoint> {
+        let mut endpoint = Endpoint::from_shared(url.to_owned())
+            .map_err(|_| other(format!("`{url}` is no URL; write https://HOST:7443")))?;
+        endpoint = endpoint.connect_timeout(CONNECT).http2_keep_alive_interval(CONNECT).keep_alive_timeout(CONNECT);
+        if let Some(patience) = patience {
+            endpoint = endpoint.timeout(patience);
+        }
+        if url.starts_with("https://") {
+            let pem = self.authority.as_ref().ok_or_else(|| {
+                other("the centre's authority is not known: use --authority FILE, its authority.pem")
+            })?;
+            let tls = ClientTlsConfig::new().ca_certificate(Certificate::from_pem(pem));
+            endpoint = endpoint
+                .tls_config(tls)
+                .map_err(|e| other(format!("the authority's certificate cannot be used: {e}")))?;
+        }
+        Ok(endpoint)
     }
-    if url.starts_with("https://") {
-        let pem = match &centre.authority {
-            Some(path) => {
-                Some(std::fs::read_to_string(path).map_err(|e| other(format!("cannot read {}: {e}", path.display())))?)
+
+    /// The first one that is there, from the one with this number on; its number comes along.
+    async fn connect(&self, from: usize, patience: Option<Duration>) -> io::Result<(usize, Client)> {
+        let mut failed = Vec::new();
+        for n in from..from + self.urls.len() {
+            let url = &self.urls[n % self.urls.len()];
+            let connected = tokio::time::timeout(CONNECT, self.endpoint(url, patience)?.connect()).await;
+            match connected {
+                Ok(Ok(channel)) => {
+                    let client = FleetClient::with_interceptor(channel, self.bearer.clone());
+                    return Ok((n, client.max_decoding_message_size(usize::MAX)));
+                }
+                Ok(Err(e)) => failed.push(format!("cannot reach the centre at {url}: {}", cause(&e))),
+                Err(_) => failed.push(format!("cannot reach the centre at {url}: it does not answer")),
             }
-            None => config.map(|c| c.authority),
-        };
-        let pem =
-            pem.ok_or_else(|| other("the centre's authority is not known: use --authority FILE, its authority.pem"))?;
-        let tls = ClientTlsConfig::new().ca_certificate(Certificate::from_pem(pem));
-        endpoint =
-            endpoint.tls_config(tls).map_err(|e| other(format!("the authority's certificate cannot be used: {e}")))?;
+        }
+        Err(other(failed.join("; ")))
     }
-    let channel =
-        endpoint.connect().await.map_err(|e| other(format!("cannot reach the centre at {url}: {}", cause(&e))))?;
-    Ok(FleetClient::with_interceptor(channel, Bearer(bearer)).max_decoding_message_size(usize::MAX))
 }
 
 /// The innermost cause of an error: what the network or TLS said.
@@ -116,17 +148,39 @@ fn runtime() -> io::Result<tokio::runtime::Runtime> {
     tokio::runtime::Builder::new_current_thread().enable_all().build()
 }
 
-/// One call.
+/// True if the way to the centre has failed, and not the centre refused.
+fn was_lost(e: &Status) -> bool {
+    !e.metadata().contains_key("unirdma-refused") && std::error::Error::source(e).is_some()
+}
+
+/// One call, which is not made again after it was sent.
 pub(super) fn once<T>(centre: &Centre, call: impl AsyncFnOnce(Client) -> Result<T, Status>) -> io::Result<T> {
     runtime()?.block_on(async {
-        let client = connect(centre, Some(PATIENCE)).await?;
+        let (_, client) = centres(centre)?.connect(0, Some(PATIENCE)).await?;
         call(client).await.map_err(|e| refused(&e))
     })
 }
 
+/// A call that does no harm a second time: if its centre goes away before it has answered, the next one is asked.
+pub(super) fn again<T>(centre: &Centre, call: impl AsyncFn(Client) -> Result<T, Status>) -> io::Result<T> {
+    runtime()?.block_on(async {
+        let centres = centres(centre)?;
+        let mut from = 0;
+        loop {
+            let (n, client) = centres.connect(from, Some(PATIENCE)).await?;
+            match call(client).await {
+                Ok(answer) => return Ok(answer),
+                Err(e) if was_lost(&e) && n + 1 < centres.urls.len() => from = n + 1,
+                Err(e) => return Err(refused(&e)),
+            }
+        }
+    })
+}
+
 /// All objects that a question is about, page by page.
-pub(super) fn pages(centre: &Centre, mut request: v1::GetRequest) -> io::Result<v1::GetResponse> {
-    once(centre, async |mut client| {
+pub(super) fn pages(centre: &Centre, request: v1::GetRequest) -> io::Result<v1::GetResponse> {
+    again(centre, async |mut client| {
+        let mut request = request.clone();
         let mut all = v1::GetResponse::default();
         loop {
             let page = client.get(request.clone()).await?.into_inner();
@@ -146,7 +200,7 @@ pub(super) fn pages(centre: &Centre, mut request: v1::GetRequest) -> io::Result<
 /// Prints what there is and each change, until the centre ends or this is interrupted.
 pub(super) fn watch(centre: &Centre, request: v1::WatchRequest) -> io::Result<()> {
     runtime()?.block_on(async {
-        let mut client = connect(centre, None).await?;
+        let (_, mut client) = centres(centre)?.connect(0, None).await?;
         let mut news = client.watch(request).await.map_err(|e| refused(&e))?.into_inner();
         while let Some(m) = news.message().await.map_err(|e| refused(&e))? {
             show::news(&m, centre.json)?;

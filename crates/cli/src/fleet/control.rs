@@ -20,16 +20,17 @@ pub enum ControlCommand {
     Init {
         /// The directory
         dir: PathBuf,
-        /// A file for the store [default: fleet.redb in the directory]
-        #[arg(long, value_name = "FILE")]
+        /// A file for the store, or etcd://HOST:PORT[,HOST:PORT...][/PREFIX] for several centres; how to log in to etcd is in the file
+        /// etcd.toml of the directory [default: fleet.redb in the directory]
+        #[arg(long, value_name = "STORE")]
         store: Option<String>,
-        /// Where the centre will be reached, for this user's configuration
-        #[arg(long, value_name = "URL", default_value = "https://127.0.0.1:7443")]
+        /// Where the centre will be reached, for this user's configuration; several centres with commas between them
+        #[arg(long, value_name = "URL[,URL...]", default_value = "https://127.0.0.1:7443")]
         url: String,
     },
     /// Be the centre until interrupted
     #[command(
-        after_help = "Example:\n  unirdma control run /var/lib/unirdma-control --listen 0.0.0.0:7443 --name centre.example.org"
+        after_help = "Examples:\n  unirdma control run /var/lib/unirdma-control --listen 0.0.0.0:7443 --name centre.example.org\n  unirdma control run /var/lib/unirdma-control --store etcd://10.0.0.5:2379,10.0.0.6:2379 --name c1.example.org\n\nWith etcd several centres serve at once, each with a copy of the directory. One makes the changes; if it dies another one does within 5 s."
     )]
     Run {
         /// The directory that `control init` made
@@ -37,10 +38,11 @@ pub enum ControlCommand {
         /// Where hosts and administrators reach it
         #[arg(long, value_name = "ADDR:PORT", default_value = "0.0.0.0:7443")]
         listen: SocketAddr,
-        /// The file of the store [default: fleet.redb in the directory]
-        #[arg(long, value_name = "FILE")]
+        /// The store that `control init` was given [default: fleet.redb in the directory]
+        #[arg(long, value_name = "STORE")]
         store: Option<String>,
-        /// A name by which it is reached, beside this machine's name and addresses; may be given more than once
+        /// A name by which it is reached, beside this machine's name and addresses; may be given more than once. Other centres use the
+        /// first one, or else the address that it listens at or this machine's name
         #[arg(long, value_name = "NAME")]
         name: Vec<String>,
         /// Without TLS, on loopback only
@@ -63,7 +65,7 @@ pub(super) fn run(command: ControlCommand) -> io::Result<u8> {
             tokio::runtime::Builder::new_multi_thread().enable_all().build()?.block_on(serve(&options))?;
         }
         ControlCommand::Status { centre } => {
-            let status = call::once(&centre, async |mut c| Ok(c.status(v1::StatusRequest {}).await?.into_inner()))?;
+            let status = call::again(&centre, async |mut c| Ok(c.status(v1::StatusRequest {}).await?.into_inner()))?;
             show::status(&status, centre.json)?;
         }
     }
@@ -101,10 +103,12 @@ async fn serve(options: &unirdma_control::Options) -> io::Result<()> {
     let (mut term, mut int) = (signal(SignalKind::terminate())?, signal(SignalKind::interrupt())?);
     let listening = unirdma_control::listen(options).await?;
     println!("unirdma control: serves at {}", listening.url);
-    tokio::select! {
-        () = listening.serve() => {}
-        _ = term.recv() => {}
-        _ = int.recv() => {}
-    }
-    Ok(())
+    let leave = listening.leave();
+    let ended = tokio::select! {
+        ended = listening.serve() => ended,
+        _ = term.recv() => Ok(()),
+        _ = int.recv() => Ok(()),
+    };
+    leave.await;
+    ended
 }

@@ -16,8 +16,9 @@ pub use control::ControlCommand;
 /// Where the centre is, and who asks.
 #[derive(Args)]
 pub struct Centre {
-    /// The control centre [default: what `unirdma control init` has written into the user's configuration]
-    #[arg(long, value_name = "URL", env = "UNIRDMA_CENTRE")]
+    /// The control centre, or several of a fleet with commas between them, of which the first that is there is asked [default: what
+    /// `unirdma control init` has written into the user's configuration]
+    #[arg(long, value_name = "URL[,URL...]", env = "UNIRDMA_CENTRE")]
     centre: Option<String>,
     /// Certificate of its authority: `authority.pem` of its directory
     #[arg(long, value_name = "FILE", env = "UNIRDMA_AUTHORITY")]
@@ -225,14 +226,14 @@ pub fn run(command: FleetCommand) -> io::Result<u8> {
         FleetCommand::Apply { file, prune, dry_run, centre } => {
             let objects = declared::read(&file)?;
             let request = v1::ApplyRequest { objects, prune, dry_run };
-            let done = call::once(&centre, async |mut c| Ok(c.apply(request).await?.into_inner()))?;
+            let done = call::again(&centre, async |mut c| Ok(c.apply(request.clone()).await?.into_inner()))?;
             show::applied(&done, dry_run, centre.json)?;
             Ok(0)
         }
         FleetCommand::Diff { file, prune, centre } => {
             let objects = declared::read(&file)?;
             let request = v1::ApplyRequest { objects, prune, dry_run: true };
-            let done = call::once(&centre, async |mut c| Ok(c.apply(request).await?.into_inner()))?;
+            let done = call::again(&centre, async |mut c| Ok(c.apply(request.clone()).await?.into_inner()))?;
             show::difference(&done, centre.json)?;
             Ok(u8::from(!done.changes.is_empty()))
         }
@@ -263,7 +264,7 @@ pub fn run(command: FleetCommand) -> io::Result<u8> {
         FleetCommand::Token { command } => token(command),
         FleetCommand::Audit { limit, before, centre } => {
             let request = v1::AuditRequest { limit, before };
-            let found = call::once(&centre, async |mut c| Ok(c.audit(request).await?.into_inner()))?;
+            let found = call::again(&centre, async |mut c| Ok(c.audit(request).await?.into_inner()))?;
             show::audit(&found, centre.json)?;
             Ok(0)
         }
@@ -287,7 +288,7 @@ pub fn secret(SecretCommand::Rotate { group, centre }: SecretCommand) -> io::Res
 /// What the centre refuses, or why it cannot be reached.
 pub fn move_vrnic(vrnic: String, host: String, centre: &Centre) -> io::Result<u8> {
     let request = v1::MoveRequest { vrnic, host };
-    let done = call::once(centre, async |mut c| Ok(c.r#move(request).await?.into_inner()))?;
+    let done = call::again(centre, async |mut c| Ok(c.r#move(request.clone()).await?.into_inner()))?;
     show::applied(&done, false, centre.json)?;
     Ok(0)
 }
@@ -309,7 +310,7 @@ fn token(command: TokenCommand) -> io::Result<u8> {
         }
         TokenCommand::Ls { centre } => {
             let found =
-                call::once(&centre, async |mut c| Ok(c.list_tokens(v1::ListTokensRequest {}).await?.into_inner()))?;
+                call::again(&centre, async |mut c| Ok(c.list_tokens(v1::ListTokensRequest {}).await?.into_inner()))?;
             show::tokens(&found, centre.json)?;
         }
         TokenCommand::Revoke { name, centre } => {

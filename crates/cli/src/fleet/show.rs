@@ -237,9 +237,15 @@ pub(super) fn status(s: &v1::StatusResponse, json: bool) -> io::Result<()> {
     json_or(s, json, || {
         let line = |name: &str, value: String| vec![name.to_owned(), value];
         let count = |kind: Kind, n: u32| line(&format!("{kind}s"), n.to_string());
+        let allocates = match (s.allocates, s.allocator.as_str()) {
+            (true, url) => format!("this centre, {url}"),
+            (false, "") => "no centre at the moment".into(),
+            (false, url) => url.into(),
+        };
         table(&[
             line("version", s.version.clone()),
             line("store", s.store.clone()),
+            line("allocates", allocates),
             line("revision", s.revision.to_string()),
             line("hosts", format!("{}, {} of them connected", s.hosts, s.hosts_connected)),
             count(Kind::Group, s.groups),

@@ -50,6 +50,20 @@ impl Url {
     }
 }
 
+impl Url {
+    /// Reads the addresses of one or more centres of a fleet, with commas between them.
+    ///
+    /// # Errors
+    /// One line.
+    pub fn parse_all(text: &str) -> Result<Vec<Url>, String> {
+        let urls = text.split(',').map(|t| Url::parse(t.trim())).collect::<Result<Vec<Url>, String>>()?;
+        if urls.iter().any(|u| u.tls != urls[0].tls) {
+            return Err(format!("`{text}` has centres with https and with http: they are of one fleet, so all have one of them"));
+        }
+        Ok(urls)
+    }
+}
+
 /// By what the centre is known, and this host to it.
 #[derive(Clone)]
 pub(super) enum Trust {
@@ -189,6 +203,21 @@ pub(super) async fn channel(url: &Url, trust: &Trust) -> Result<Channel, String>
     tokio::time::timeout(PATIENCE, connect).await.unwrap_or_else(|_| Err("it does not answer".into()))
 }
 
+/// A connection to the first centre that is there.
+///
+/// # Errors
+/// Why there is none to the last one.
+pub(super) async fn first(urls: &[Url], trust: &Trust) -> Result<Channel, String> {
+    let mut why = String::new();
+    for url in urls {
+        match channel(url, trust).await {
+            Ok(channel) => return Ok(channel),
+            Err(e) => why = e,
+        }
+    }
+    Err(why)
+}
+
 /// What an error comes from: the outer ones say less.
 fn root_cause(e: &dyn std::error::Error) -> String {
     e.source().map_or_else(|| e.to_string(), root_cause)
@@ -219,6 +248,10 @@ mod tests {
             assert!(Url::parse(bad).unwrap_err().contains("write https://ADDRESS:PORT"), "{bad}");
         }
         assert!(Url::parse("http://192.168.7.100:7471").unwrap_err().ends_with("takes https"));
+        let two = Url::parse_all("https://a.example:1, https://b.example:2").unwrap();
+        assert_eq!((two.len(), two[1].port), (2, 2));
+        assert!(Url::parse_all("https://a.example:1,http://127.0.0.1:2").unwrap_err().contains("all have one of them"));
+        assert!(Url::parse_all("https://a.example:1,").unwrap_err().contains("write https://ADDRESS:PORT"));
     }
 
     #[test]

@@ -37,7 +37,8 @@ struct About {
 /// A host that has joined.
 pub(crate) struct Identity {
     pub name: String,
-    pub url: Url,
+    /// Of each centre, in the order in which they are tried.
+    pub urls: Vec<Url>,
     pub(super) trust: Trust,
     pub(super) state: PathBuf,
 }
@@ -48,14 +49,14 @@ impl Identity {
     /// # Errors
     /// One line: a file that cannot be read or written, no token, or what the centre says.
     pub fn load_or_join(c: &CentreConfig) -> io::Result<Identity> {
-        let url = Url::parse(&c.url).map_err(|e| io::Error::new(io::ErrorKind::InvalidInput, e))?;
+        let urls = Url::parse_all(&c.url).map_err(|e| io::Error::new(io::ErrorKind::InvalidInput, e))?;
         let dir = &c.state;
         std::fs::DirBuilder::new()
             .recursive(true)
             .mode(0o700)
             .create(dir)
             .map_err(crate::context("cannot create", dir))?;
-        let Some(about) = read(dir, ABOUT)? else { return join(c, url) };
+        let Some(about) = read(dir, ABOUT)? else { return join(c, urls) };
         let about: About = serde_json::from_str(&about).map_err(|e| damaged(dir, ABOUT, &e.to_string()))?;
         if let Some(name) = c.name.as_ref().filter(|n| **n != about.name) {
             let text = format!(
@@ -65,7 +66,7 @@ impl Identity {
             );
             return Err(io::Error::new(io::ErrorKind::InvalidInput, text));
         }
-        let trust = match url.tls {
+        let trust = match urls[0].tls {
             false => Trust::None,
             true => {
                 let file = |name| read(dir, name)?.ok_or_else(|| damaged(dir, name, "it is not there"));
@@ -73,7 +74,7 @@ impl Identity {
                     .map_err(|e| damaged(dir, CERTIFICATE, &e))?
             }
         };
-        Ok(Identity { name: about.name, url, trust, state: dir.clone() })
+        Ok(Identity { name: about.name, urls, trust, state: dir.clone() })
     }
 }
 
@@ -110,14 +111,15 @@ fn machine_name() -> String {
     name.split('.').next().unwrap_or_default().to_string()
 }
 
-fn join(c: &CentreConfig, url: Url) -> io::Result<Identity> {
+fn join(c: &CentreConfig, urls: Vec<Url>) -> io::Result<Identity> {
     let name = c.name.clone().unwrap_or_else(machine_name);
     let wrong = |text: String| io::Error::new(io::ErrorKind::InvalidInput, text);
     crate::vrnic::check_name("host", &name).map_err(|e| wrong(format!("{e}, with --name")))?;
-    if !url.tls && c.token.is_none() {
+    let tls = urls[0].tls;
+    if !tls && c.token.is_none() {
         // On this machine the centre believes a name.
         write(&c.state, ABOUT, &serde_json::to_string(&About { name: name.clone() })?)?;
-        return Ok(Identity { name, url, trust: Trust::None, state: c.state.clone() });
+        return Ok(Identity { name, urls, trust: Trust::None, state: c.state.clone() });
     }
     let token = c.token.as_deref().map(str::trim).ok_or_else(|| {
         wrong(format!(
@@ -125,7 +127,7 @@ fn join(c: &CentreConfig, url: Url) -> io::Result<Identity> {
             c.url
         ))
     })?;
-    let trust = match url.tls {
+    let trust = match tls {
         false => Trust::None,
         true => {
             let pin = token.rsplit('.').next().and_then(dial::fingerprint);
@@ -144,7 +146,7 @@ fn join(c: &CentreConfig, url: Url) -> io::Result<Identity> {
     let request = params().map_err(io::Error::other)?;
     let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build()?;
     let joined = runtime.block_on(async {
-        let channel = dial::channel(&url, &trust).await?;
+        let channel = dial::first(&urls, &trust).await?;
         let request = JoinRequest { token: token.into(), host: name.clone(), request };
         let joined = tokio::time::timeout(dial::PATIENCE, HostsClient::new(channel).join(request)).await;
         joined.map_err(|_| "it does not answer".to_string())?.map_err(|s| dial::said(&s))
@@ -152,7 +154,7 @@ fn join(c: &CentreConfig, url: Url) -> io::Result<Identity> {
     let refused = |e: String| io::Error::other(format!("this host cannot join the fleet of {}: {e}", c.url));
     let joined = joined.map_err(refused)?.into_inner();
     let (certificate, authority) = (joined.certificate, joined.authority);
-    let trust = match url.tls {
+    let trust = match tls {
         false => Trust::None,
         true => Trust::mutual(&authority, &certificate, &key.serialize_pem()).map_err(refused)?,
     };
@@ -160,5 +162,5 @@ fn join(c: &CentreConfig, url: Url) -> io::Result<Identity> {
         write(&c.state, file, text)?;
     }
     write(&c.state, ABOUT, &serde_json::to_string(&About { name: name.clone() })?)?;
-    Ok(Identity { name, url, trust, state: c.state.clone() })
+    Ok(Identity { name, urls, trust, state: c.state.clone() })
 }

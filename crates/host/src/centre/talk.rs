@@ -57,6 +57,8 @@ struct Talker {
     open: Option<Open>,
     /// Number of the connection that is open, or was the last one.
     connection: u64,
+    /// How often a centre was dialled.
+    dialled: usize,
     waiting: HashMap<u64, Answerer>,
     /// When figures are due; `None`: they are being collected.
     report_at: Option<Instant>,
@@ -89,7 +91,7 @@ pub(crate) fn start(
     let (events, happened) = mpsc::channel(QUEUE);
     let shared = Arc::<Mutex<Shared>>::default();
     let centre = Arc::new(Centre {
-        url: identity.url.text.clone(),
+        url: identity.urls.iter().map(|u| u.text.as_str()).collect::<Vec<_>>().join(","),
         host: identity.name.clone(),
         orders,
         shared: shared.clone(),
@@ -108,6 +110,7 @@ pub(crate) fn start(
         events,
         open,
         connection,
+        dialled: 0,
         waiting,
         report_at: Some(began + REPORT),
         disk: None,
@@ -201,7 +204,10 @@ impl Talker {
             self.agent.disconnected(now, why);
         }
         if self.agent.poll_connect(now) {
-            let (url, trust, events) = (self.identity.url.clone(), self.identity.trust.clone(), self.events.clone());
+            // Another one each time: the one before has ended the connection, or is away.
+            let url = self.identity.urls[self.dialled % self.identity.urls.len()].clone();
+            self.dialled += 1;
+            let (trust, events) = (self.identity.trust.clone(), self.events.clone());
             let supervisor = self.supervisor.clone();
             tokio::spawn(async move {
                 let channel = dial::channel(&url, &trust).await;

@@ -1,0 +1,204 @@
+//! Changes: each is made here if this centre allocates, and asked of the centre that does if another one allocates.
+
+use tonic::metadata::{AsciiMetadataValue, MetadataMap};
+use tonic::transport::Channel;
+use tonic::{Request, Response, Status};
+use unirdma_fleet::v1::centres_client::CentresClient;
+use unirdma_fleet::v1::fleet_client::FleetClient;
+use unirdma_fleet::v1::hosts_client::HostsClient;
+use unirdma_fleet::{Actor, Centre, Outcome, Refusal, v1};
+
+use crate::shared::Shared;
+
+/// Says of a call that another centre passes it on.
+pub(crate) const PASSED_ON: &str = "unirdma-passed-on";
+/// Says of an answer at which revision the state was then.
+pub(crate) const REVISION: &str = "unirdma-revision";
+/// Says of a refusal that a centre, and not the way to it, has refused; `elsewhere`: that centre does not allocate.
+pub(crate) const REFUSED: &str = "unirdma-refused";
+
+/// A change that somebody asks for.
+#[tonic::async_trait]
+pub(crate) trait Call: Clone + Send + Sync + 'static {
+    type Answer: Send + 'static;
+
+    /// True if it does no harm a second time, because it says what is to be.
+    fn may_repeat(&self) -> bool;
+
+    /// Makes it.
+    fn make(self, shared: &Shared, centre: &mut Centre, now_ms: u64) -> Result<Outcome<Self::Answer>, Refusal>;
+
+    /// Asks another centre for it.
+    async fn pass_on(self, channel: Channel) -> Result<Response<Self::Answer>, Status>;
+}
+
+/// A request that another centre passes on.
+fn passed<T>(message: T) -> Request<T> {
+    let mut request = Request::new(message);
+    request.metadata_mut().insert(PASSED_ON, AsciiMetadataValue::from_static("1"));
+    request
+}
+
+/// The revision that an answer names.
+pub(crate) fn revision_of(metadata: &MetadataMap) -> u64 {
+    metadata.get(REVISION).and_then(|v| v.to_str().ok()?.parse().ok()).unwrap_or(0)
+}
+
+/// A call of somebody with a token.
+#[derive(Clone)]
+pub(crate) struct ByToken<R> {
+    pub token: String,
+    pub request: R,
+}
+
+/// What somebody with a token may ask for.
+#[tonic::async_trait]
+pub(crate) trait Wish: Clone + Send + Sync + 'static {
+    type Answer: Send + 'static;
+    fn may_repeat(&self) -> bool;
+    fn make(self, shared: &Shared, c: &mut Centre, who: &Actor, now: u64) -> Result<Outcome<Self::Answer>, Refusal>;
+    async fn send(client: FleetClient<Channel>, request: Request<Self>) -> Result<Response<Self::Answer>, Status>;
+}
+
+#[tonic::async_trait]
+impl<R: Wish> Call for ByToken<R> {
+    type Answer = R::Answer;
+
+    fn may_repeat(&self) -> bool {
+        self.request.may_repeat()
+    }
+
+    fn make(self, shared: &Shared, centre: &mut Centre, now: u64) -> Result<Outcome<R::Answer>, Refusal> {
+        let actor = centre.actor(&self.token, now)?;
+        self.request.make(shared, centre, &actor, now)
+    }
+
+    async fn pass_on(self, channel: Channel) -> Result<Response<R::Answer>, Status> {
+        let mut request = passed(self.request);
+        let bearer = format!("Bearer {}", self.token).parse();
+        request.metadata_mut().insert("authorization", bearer.map_err(|_| Status::unauthenticated("no token"))?);
+        let client = FleetClient::new(channel)
+            .max_decoding_message_size(usize::MAX)
+            .max_encoding_message_size(usize::MAX);
+        R::send(client, request).await
+    }
+}
+
+/// A wish: its request, its answer, the call of gRPC, whether it may be repeated, and how it is made.
+macro_rules! wishes {
+    ($($request:ident $answer:ident $call:ident $repeat:expr, $make:expr;)*) => { $(
+        #[tonic::async_trait]
+        impl Wish for v1::$request {
+            type Answer = v1::$answer;
+
+            fn may_repeat(&self) -> bool {
+                let repeat: fn(&Self) -> bool = $repeat;
+                repeat(self)
+            }
+
+            fn make(self, s: &Shared, c: &mut Centre, who: &Actor, now: u64) -> Result<Outcome<v1::$answer>, Refusal> {
+                let make: fn(Self, &Shared, &mut Centre, &Actor, u64) -> Result<Outcome<v1::$answer>, Refusal> = $make;
+                make(self, s, c, who, now)
+            }
+
+            async fn send(mut client: FleetClient<Channel>, r: Request<Self>) -> Result<Response<v1::$answer>, Status> {
+                client.$call(r).await
+            }
+        }
+    )* };
+}
+
+wishes! {
+    ApplyRequest ApplyResponse apply |r| r.objects.iter().all(|o| o.revision == 0), |r, _, c, who, now| c.apply(who, r, now);
+    DeleteRequest ApplyResponse delete |_| false, |r, _, c, who, now| c.delete(who, &r, now);
+    MoveRequest ApplyResponse r#move |_| true, |r, _, c, who, now| c.move_vrnic(who, &r, now);
+    RotateSecretRequest RotateSecretResponse rotate_secret |_| false, |r, _, c, who, now| c.rotate(who, &r.group, now);
+    RevokeTokenRequest RevokeTokenResponse revoke_token |_| false, |r, _, c, who, now| c.revoke_token(who, &r.id, now);
+    CreateTokenRequest CreateTokenResponse create_token |_| false, create_token;
+}
+
+fn create_token(
+    r: v1::CreateTokenRequest,
+    shared: &Shared,
+    centre: &mut Centre,
+    who: &Actor,
+    now: u64,
+) -> Result<Outcome<v1::CreateTokenResponse>, Refusal> {
+    let mut random = [0; 32];
+    getrandom::fill(&mut random).map_err(|e| Refusal::unavailable(format_args!("there are no random bytes: {e}")))?;
+    let mut made = centre.create_token(who, r.token.unwrap_or_default(), random, now)?;
+    let joins = made.answer.token.as_ref().is_some_and(|t| t.role() == v1::Role::Join);
+    if let Some(authority) = shared.authority.as_ref().filter(|_| joins) {
+        // A host that joins has nothing else by which it would know the centre.
+        made.answer.secret = format!("{}.{}", made.answer.secret, authority.pin());
+    }
+    Ok(made)
+}
+
+#[tonic::async_trait]
+impl Call for v1::JoinRequest {
+    type Answer = v1::JoinResponse;
+
+    fn may_repeat(&self) -> bool {
+        false
+    }
+
+    fn make(self, shared: &Shared, centre: &mut Centre, now: u64) -> Result<Outcome<v1::JoinResponse>, Refusal> {
+        if self.token.len() > 256 || self.host.len() > 64 {
+            return Err(Refusal::invalid("the token or the host's name is too long"));
+        }
+        // The certificate is made first: a request that is none uses up no token. It is worth nothing unless the token is good.
+        let answer = match &shared.authority {
+            Some(a) => v1::JoinResponse { certificate: a.host(&self.host, &self.request)?, authority: a.pem().into() },
+            None => v1::JoinResponse::default(),
+        };
+        // `ID.SECRET` or `ID.SECRET.PIN`: the last part is for the host.
+        let token = match self.token.rsplit_once('.') {
+            Some((token, _)) if token.contains('.') => token,
+            _ => &self.token,
+        };
+        let joined = centre.join(token, &self.host, now)?;
+        Ok(Outcome { plan: joined.plan, answer })
+    }
+
+    async fn pass_on(self, channel: Channel) -> Result<Response<v1::JoinResponse>, Status> {
+        HostsClient::new(channel).join(passed(self)).await
+    }
+}
+
+#[tonic::async_trait]
+impl Call for v1::HostHello {
+    type Answer = v1::HostAnnounced;
+
+    fn may_repeat(&self) -> bool {
+        true
+    }
+
+    fn make(self, _: &Shared, centre: &mut Centre, now: u64) -> Result<Outcome<v1::HostAnnounced>, Refusal> {
+        let made = centre.announce(&self.host, &self.hello.unwrap_or_default(), now);
+        Ok(Outcome { plan: made.plan, answer: v1::HostAnnounced { refused: made.answer } })
+    }
+
+    async fn pass_on(self, channel: Channel) -> Result<Response<v1::HostAnnounced>, Status> {
+        CentresClient::new(channel).announce(passed(self)).await
+    }
+}
+
+#[tonic::async_trait]
+impl Call for v1::HostAsk {
+    type Answer = v1::HostReply;
+
+    /// To put is to say what is to be. What was removed is gone, which the host knows when it asks again.
+    fn may_repeat(&self) -> bool {
+        self.ask.as_ref().is_some_and(|a| matches!(a.change, Some(v1::ask::Change::Put(_))))
+    }
+
+    fn make(self, _: &Shared, centre: &mut Centre, now: u64) -> Result<Outcome<v1::HostReply>, Refusal> {
+        let made = centre.ask(&self.host, self.ask.unwrap_or_default(), now)?;
+        Ok(Outcome { plan: made.plan, answer: v1::HostReply { reply: Some(made.answer) } })
+    }
+
+    async fn pass_on(self, channel: Channel) -> Result<Response<v1::HostReply>, Status> {
+        CentresClient::new(channel).ask(passed(self)).await
+    }
+}

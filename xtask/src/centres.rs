@@ -1,0 +1,429 @@
+//! Several control centres on one etcd: what is killed and stopped while vRNICs are made, and what is found afterwards.
+
+use std::collections::{BTreeMap, BTreeSet};
+use std::net::TcpListener;
+use std::path::{Path, PathBuf};
+use std::process::{Child, Command, Stdio};
+use std::sync::Mutex;
+use std::sync::atomic::{AtomicUsize, Ordering};
+use std::time::{Duration, Instant};
+
+use serde_json::Value;
+
+use crate::Result;
+use crate::lab::{self, Lab, Output};
+
+/// How long a centre may take to be elected, and everything to be as it was.
+const RECOVERY: Duration = Duration::from_secs(30);
+/// Calls at a time.
+const CALLERS: usize = 6;
+
+/// A process of this module's own. It ends with this value.
+struct Process(Child);
+
+impl Process {
+    fn start(mut c: Command, log: &Path) -> Result<Process> {
+        let out = std::fs::File::options().create(true).append(true).open(log).map_err(|e| e.to_string())?;
+        let err = out.try_clone().map_err(|e| e.to_string())?;
+        let child = c.stdin(Stdio::null()).stdout(out).stderr(err).spawn();
+        child.map(Process).map_err(|e| format!("{:?}: {e}", c.get_program()))
+    }
+
+    fn signal(&self, signal: libc::c_int) {
+        // SAFETY: our own child, not waited for yet.
+        unsafe { libc::kill(self.0.id() as i32, signal) };
+    }
+
+    fn kill(&mut self) {
+        let _ = self.0.kill();
+        let _ = self.0.wait();
+    }
+}
+
+impl Drop for Process {
+    fn drop(&mut self) {
+        self.kill();
+    }
+}
+
+/// Ports of this machine at which nobody listens.
+fn free_ports<const N: usize>() -> Result<[u16; N]> {
+    let open: Vec<TcpListener> =
+        (0..N).map(|_| TcpListener::bind("127.0.0.1:0")).collect::<std::io::Result<_>>().map_err(|e| e.to_string())?;
+    let ports: Vec<u16> = open.iter().filter_map(|l| l.local_addr().ok().map(|a| a.port())).collect();
+    ports.try_into().map_err(|_| "no free ports".into())
+}
+
+fn wait_until(mut is_so: impl FnMut() -> bool, otherwise: &str) -> Result<()> {
+    let end = Instant::now() + RECOVERY;
+    while !is_so() {
+        if Instant::now() > end {
+            return Err(format!("{otherwise} for {} s", RECOVERY.as_secs()));
+        }
+        std::thread::sleep(Duration::from_millis(100));
+    }
+    Ok(())
+}
+
+fn require(ok: bool, what: impl Into<String>) -> Result<()> {
+    if ok { Ok(()) } else { Err(what.into()) }
+}
+
+/// An etcd of its own.
+pub(crate) struct Etcd {
+    dir: PathBuf,
+    ports: [u16; 2],
+    process: Process,
+}
+
+impl Etcd {
+    /// Starts Debian's etcd with its data in `dir`.
+    ///
+    /// # Errors
+    /// It did not come up.
+    pub fn start(dir: &Path) -> Result<Etcd> {
+        let ports = free_ports()?;
+        let process = Etcd::process(dir, ports)?;
+        let etcd = Etcd { dir: dir.into(), ports, process };
+        etcd.wait_up()?;
+        Ok(etcd)
+    }
+
+    fn process(dir: &Path, [clients, peers]: [u16; 2]) -> Result<Process> {
+        let (clients, peers) = (format!("http://127.0.0.1:{clients}"), format!("http://127.0.0.1:{peers}"));
+        let mut c = Command::new("etcd");
+        c.arg("--data-dir").arg(dir.join("etcd")).args(["--name", "e", "--logger", "zap"]);
+        c.args(["--listen-client-urls", &clients, "--advertise-client-urls", &clients]);
+        c.args(["--listen-peer-urls", &peers, "--initial-advertise-peer-urls", &peers]);
+        c.args(["--initial-cluster", &format!("e={peers}")]);
+        Process::start(c, &dir.join("etcd.log"))
+    }
+
+    /// `HOST:PORT`.
+    pub fn address(&self) -> String {
+        format!("127.0.0.1:{}", self.ports[0])
+    }
+
+    fn wait_up(&self) -> Result<()> {
+        wait_until(|| std::net::TcpStream::connect(self.address()).is_ok(), "etcd does not answer")
+    }
+
+    fn start_again(&mut self) -> Result<()> {
+        self.process.kill();
+        self.process = Etcd::process(&self.dir, self.ports)?;
+        self.wait_up()
+    }
+}
+
+/// A fleet with two centres on one etcd, and a host that is connected to the first one.
+pub(crate) struct Centres {
+    etcd: Etcd,
+    dir: PathBuf,
+    urls: [String; 2],
+    centres: [Option<Process>; 2],
+    token: String,
+}
+
+impl Drop for Centres {
+    fn drop(&mut self) {
+        self.centres = [None, None];
+        self.etcd.process.kill();
+        let _ = std::fs::remove_dir_all(&self.dir);
+    }
+}
+
+impl Centres {
+    /// Starts etcd and both centres.
+    ///
+    /// # Errors
+    /// They did not come up.
+    pub fn start() -> Result<Centres> {
+        static COUNT: AtomicUsize = AtomicUsize::new(0);
+        let n = COUNT.fetch_add(1, Ordering::Relaxed);
+        let dir = std::env::temp_dir().join(format!("unirdma-centres-{}-{n}", std::process::id()));
+        let _ = std::fs::remove_dir_all(&dir);
+        std::fs::create_dir_all(&dir).map_err(|e| e.to_string())?;
+        let etcd = Etcd::start(&dir)?;
+        let urls = free_ports::<2>()?.map(|p| format!("https://127.0.0.1:{p}"));
+        let mut all = Centres { etcd, dir, urls, centres: [None, None], token: String::new() };
+        let store = all.store();
+        let o = all.run(&["control", "init", &all.of(0), "--store", &store], None);
+        let token = o.text.lines().find_map(|l| l.split_once("not shown again: ")).map(|(_, t)| t.trim().to_owned());
+        all.token = token.ok_or(format!("control init: {}", o.text))?;
+        // The second centre has a copy of the directory.
+        std::fs::create_dir(all.of(1)).map_err(|e| e.to_string())?;
+        for file in ["authority.pem", "authority.key"] {
+            let copy = std::fs::copy(Path::new(&all.of(0)).join(file), Path::new(&all.of(1)).join(file));
+            copy.map_err(|e| e.to_string())?;
+        }
+        all.start_centre(0)?;
+        all.wait_for_allocator(0)?;
+        all.start_centre(1)?;
+        Ok(all)
+    }
+
+    fn store(&self) -> String {
+        format!("etcd://{}/fleet", self.etcd.address())
+    }
+
+    /// The directory of a centre.
+    fn of(&self, centre: usize) -> String {
+        self.dir.join(format!("centre{centre}")).display().to_string()
+    }
+
+    fn start_centre(&mut self, centre: usize) -> Result<()> {
+        let mut c = Command::new(lab::unirdma());
+        let listen = self.urls[centre].trim_start_matches("https://");
+        c.args(["control", "run", &self.of(centre), "--store", &self.store(), "--listen", listen]);
+        self.centres[centre] = Some(Process::start(c, &self.dir.join(format!("centre{centre}.log")))?);
+        wait_until(|| self.status(centre).is_ok(), &format!("centre {centre} does not answer"))
+            .map_err(|e| format!("{e}: {}", self.log(centre)))
+    }
+
+    fn log(&self, centre: usize) -> String {
+        std::fs::read_to_string(self.dir.join(format!("centre{centre}.log"))).unwrap_or_default()
+    }
+
+    /// A command of an administrator; at one of the centres, or with both to choose from.
+    fn run(&self, args: &[&str], centre: Option<usize>) -> Output {
+        let mut c = Command::new(lab::unirdma());
+        c.args(args).env("UNIRDMA_TOKEN", &self.token).env("XDG_CONFIG_HOME", self.dir.join("config"));
+        c.env("UNIRDMA_AUTHORITY", Path::new(&self.of(0)).join("authority.pem"));
+        c.env("UNIRDMA_CENTRE", centre.map_or_else(|| self.urls.join(","), |n| self.urls[n].clone()));
+        match c.stdin(Stdio::null()).output() {
+            Ok(o) => {
+                let text = [o.stdout, o.stderr].concat();
+                Output { code: o.status.code(), text: String::from_utf8_lossy(&text).into_owned() }
+            }
+            Err(e) => Output { code: None, text: e.to_string() },
+        }
+    }
+
+    fn json(&self, args: &[&str], centre: usize) -> Result<Value> {
+        let o = self.run(&[args, &["--json"]].concat(), Some(centre));
+        require(o.ok(), &o.text)?;
+        serde_json::from_str(&o.text).map_err(|e| format!("{e}: {}", o.text))
+    }
+
+    fn status(&self, centre: usize) -> Result<Value> {
+        self.json(&["control", "status"], centre)
+    }
+
+    fn wait_for_allocator(&self, centre: usize) -> Result<()> {
+        let allocates = || self.status(centre).is_ok_and(|s| s["allocates"] == true);
+        wait_until(allocates, &format!("centre {centre} does not allocate")).map_err(|e| format!("{e}: {}", self.log(centre)))
+    }
+
+    /// Declares a vRNIC, which is on host `h1`.
+    fn declare(&self, name: &str, centre: Option<usize>) -> Output {
+        let file = self.dir.join(format!("{name}.toml"));
+        let text = format!("[[vrnic]]\nname = \"{name}\"\ngroup = \"default\"\n");
+        if let Err(e) = std::fs::write(&file, text) {
+            return Output { code: None, text: e.to_string() };
+        }
+        self.run(&["apply", "-f", &file.display().to_string()], centre)
+    }
+
+    /// Names and addresses of all vRNICs, as a centre shows them.
+    ///
+    /// # Errors
+    /// It does not, or a name or an address is there twice.
+    fn vrnics(&self, centre: usize) -> Result<BTreeMap<String, String>> {
+        let all = self.json(&["get", "vrnic"], centre)?;
+        let mut found = BTreeMap::new();
+        let mut addresses = BTreeSet::new();
+        for object in all["objects"].as_array().into_iter().flatten() {
+            let v = &object["vrnic"];
+            let (name, ips) = (v["name"].as_str().unwrap_or_default().to_owned(), v["ips"].to_string());
+            require(addresses.insert(ips.clone()), format!("{name} has {ips}, which another vRNIC has"))?;
+            require(found.insert(name.clone(), ips).is_none(), format!("{name} is there twice"))?;
+        }
+        Ok(found)
+    }
+
+    /// Whether both centres show host `h1` as connected.
+    fn host_is_connected(&self) -> bool {
+        (0..2).all(|c| self.json(&["get", "host", "h1"], c).is_ok_and(|h| h["hosts"][0]["connected"] == true))
+    }
+
+    /// A host of the fleet, which knows these centres.
+    fn host(&self, address: &str, state: &Path, urls: &str, token: Option<&str>) -> Result<Lab> {
+        let state = state.display().to_string();
+        let mut args = vec!["--address", address, "--centre", urls, "--state", &state, "--name", "h1"];
+        args.extend(token.map(|t| ["--join", t]).into_iter().flatten());
+        Lab::start_in(None, None, &args)
+    }
+}
+
+/// What has been asked for and answered.
+#[derive(Default)]
+struct Answers {
+    /// Names of vRNICs.
+    done: BTreeSet<String>,
+    /// Calls that were refused or lost, with what was said.
+    failed: BTreeMap<String, String>,
+}
+
+/// Makes vRNICs, of which every eighth is asked for on the host, and kills centre 0, which allocates, in the middle. Calls that fail are made again,
+/// until they are answered.
+fn make_vrnics(c: &mut Centres, host: &Lab, calls: usize) -> Result<Answers> {
+    let (next, made) = (AtomicUsize::new(0), AtomicUsize::new(0));
+    let answers = Mutex::new(Answers::default());
+    let victim = c.centres[0].take();
+    let c = &*c;
+    std::thread::scope(|s| {
+        for _ in 0..CALLERS {
+            s.spawn(|| {
+                loop {
+                    let n = next.fetch_add(1, Ordering::Relaxed);
+                    if n >= calls {
+                        return;
+                    }
+                    let name = format!("v{n}");
+                    let one = || match n % 8 {
+                        0 => host.unirdma(&["vrnic", "add", &name]),
+                        // Of those that name one centre, the killed one is among them.
+                        n => c.declare(&name, [None, Some(1), Some(0)][n % 3]),
+                    };
+                    let mut o = one();
+                    for _ in 0..20 {
+                        if o.ok() {
+                            break;
+                        }
+                        answers.lock().unwrap_or_else(|e| e.into_inner()).failed.insert(name.clone(), o.text.clone());
+                        std::thread::sleep(Duration::from_millis(300));
+                        o = if n % 8 == 0 { one() } else { c.declare(&name, None) };
+                    }
+                    made.fetch_add(1, Ordering::Relaxed);
+                    let mut all = answers.lock().unwrap_or_else(|e| e.into_inner());
+                    if o.ok() {
+                        all.done.insert(name);
+                    } else {
+                        all.failed.insert(format!("{name}, at last"), o.text);
+                    }
+                }
+            });
+        }
+        while made.load(Ordering::Relaxed) < calls / 2 {
+            std::thread::sleep(Duration::from_millis(5));
+        }
+        drop(victim);
+    });
+    Ok(answers.into_inner().unwrap_or_else(|e| e.into_inner()))
+}
+
+/// The whole: `calls` vRNICs made while the allocating centre is killed, then etcd away for `away`, by a signal and, with `restart`, by being
+/// killed and started again.
+///
+/// # Errors
+/// What is not as it should be.
+pub(crate) fn run(calls: usize, away: Duration, restart: bool) -> Result<()> {
+    let mut c = Centres::start()?;
+    let token = c.run(&["token", "create", "--role", "join", "--host", "h1"], Some(1));
+    require(token.ok(), format!("a token by the centre that does not allocate: {}", token.text))?;
+    let state = c.dir.join("h1");
+    let host = c.host("127.0.16.1", &state, &c.urls.join(","), Some(token.text.trim()))?;
+    wait_until(|| c.host_is_connected(), "the host is not connected at both centres")?;
+    shared_knowledge(&c, &host, &state)?;
+
+    let begun = Instant::now();
+    let answers = make_vrnics(&mut c, &host, calls)?;
+    let took = begun.elapsed();
+    require(answers.done.len() == calls, format!("{} of {calls} answered: {:?}", answers.done.len(), answers.failed))?;
+    c.wait_for_allocator(1)?;
+    let found = c.vrnics(1)?;
+    let wanted: BTreeSet<String> = (0..calls).map(|n| format!("v{n}")).chain(["busy".into()]).collect();
+    let names: BTreeSet<String> = found.keys().cloned().collect();
+    require(names == wanted, format!("lost or too many: {:?}", names.symmetric_difference(&wanted)))?;
+    // Whoever asks again gets the same one.
+    for n in (1..calls).step_by(calls / 5).filter(|n| n % 8 != 0) {
+        let o = c.declare(&format!("v{n}"), Some(1));
+        require(o.ok(), &o.text)?;
+    }
+    require(c.vrnics(1)? == found, "who asked again has changed something")?;
+    println!(
+        "{calls} vRNICs in {:.1} s, {} of them asked for again while a centre was killed; none lost, none doubled",
+        took.as_secs_f64(),
+        answers.failed.len()
+    );
+
+    // The killed one comes back and follows.
+    c.start_centre(0)?;
+    wait_until(|| c.vrnics(0).is_ok_and(|v| v == found), "the centre that came back does not show the same")?;
+    require(c.status(0)?["allocates"] != true, "two centres allocate")?;
+    wait_until(|| c.host_is_connected(), "the host is not connected after that")?;
+
+    etcd_away(&mut c, &host, away, false)?;
+    if restart {
+        etcd_away(&mut c, &host, away, true)?;
+    }
+    Ok(())
+}
+
+/// A vRNIC that programs use is not moved or deleted by the centre that its host is not connected to; and one identity is connected once.
+fn shared_knowledge(c: &Centres, host: &Lab, state: &Path) -> Result<()> {
+    let o = host.unirdma(&["vrnic", "add", "busy"]);
+    require(o.ok(), format!("vrnic add: {}", o.text))?;
+    let mut program = host.spawn("busy", &[], "ib_write_bw")?;
+    require(program.wait_listening(|| false), "the program does not listen")?;
+    for centre in 0..2 {
+        let in_use = || c.run(&["delete", "vrnic", "busy", "--dry-run"], Some(centre)).text.contains("was made on host h1");
+        require(in_use(), "the vRNIC of the host's administrator is nobody else's")?;
+        let shows = || c.json(&["get", "vrnic", "busy"], centre).is_ok_and(|v| v["vrnics"][0]["programs"] == 1);
+        wait_until(shows, &format!("centre {centre} does not know of the program"))?;
+    }
+    program.kill();
+    drop(program);
+    let copy = c.dir.join("copy");
+    std::fs::create_dir(&copy).map_err(|e| e.to_string())?;
+    for entry in std::fs::read_dir(state).map_err(|e| e.to_string())?.flatten() {
+        std::fs::copy(entry.path(), copy.join(entry.file_name())).map_err(|e| e.to_string())?;
+    }
+    let other = c.host("127.0.16.2", &copy, &c.urls[1], None)?;
+    let told = || other.unirdma(&["status"]).text.contains("another host is connected with the certificate of host h1");
+    wait_until(told, "a second host with the certificate of the first one is not refused")?;
+    require(c.host_is_connected(), "the first host is connected no more")
+}
+
+/// etcd does not answer: reads and hosts go on, changes are refused in one line. Then all goes on.
+fn etcd_away(c: &mut Centres, host: &Lab, away: Duration, killed: bool) -> Result<()> {
+    let revision = c.status(1)?["revision"].clone();
+    if killed {
+        c.etcd.process.kill();
+    } else {
+        c.etcd.process.signal(libc::SIGSTOP);
+    }
+    let begun = Instant::now();
+    for centre in 0..2 {
+        let o = c.declare("away", Some(centre));
+        let clear = o.text.contains("nothing can be changed now: ") && o.text.trim().lines().count() == 1;
+        require(!o.ok() && clear, format!("centre {centre}: {}", o.text))?;
+    }
+    let o = host.unirdma(&["vrnic", "add", "away2"]);
+    require(!o.ok() && o.text.contains("nothing can be changed now: "), format!("at the host: {}", o.text))?;
+    while begun.elapsed() < away {
+        require(c.host_is_connected(), "the host's connection has ended")?;
+        require(c.vrnics(0)?.len() == c.vrnics(1)?.len(), "the centres show other things")?;
+        std::thread::sleep(Duration::from_millis(500));
+    }
+    require(c.status(0)?["revision"] == revision, "something has changed")?;
+    if killed {
+        c.etcd.start_again()?;
+    } else {
+        c.etcd.process.signal(libc::SIGCONT);
+    }
+    let back = Instant::now();
+    wait_until(|| c.declare("away", None).ok(), "nothing can be changed after etcd is back")?;
+    let again = back.elapsed();
+    wait_until(|| host.unirdma(&["vrnic", "add", "away2"]).ok(), "the host cannot add a vRNIC after etcd is back")?;
+    let same = || c.vrnics(0).is_ok_and(|v| v.contains_key("away2") && c.vrnics(1).is_ok_and(|w| v == w));
+    wait_until(same, "the centres do not come to show the same")?;
+    require(c.host_is_connected(), "the host is not connected")?;
+    for name in ["away", "away2"] {
+        let o = c.run(&["delete", "vrnic", name, "--force"], None);
+        require(o.ok(), &o.text)?;
+    }
+    let how = if killed { "killed" } else { "stopped" };
+    println!("etcd {how} for {} s: the first change {:.1} s after it was back", away.as_secs(), again.as_secs_f64());
+    Ok(())
+}
