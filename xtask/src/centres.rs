@@ -211,13 +211,19 @@ impl Centres {
 
     fn wait_for_allocator(&self, centre: usize) -> Result<()> {
         let allocates = || self.status(centre).is_ok_and(|s| s["allocates"] == true);
-        wait_until(allocates, &format!("centre {centre} does not allocate")).map_err(|e| format!("{e}: {}", self.log(centre)))
+        wait_until(allocates, &format!("centre {centre} does not allocate"))
+            .map_err(|e| format!("{e}: {}", self.log(centre)))
     }
 
-    /// Declares a vRNIC, which is on host `h1`.
+    /// Declares a vRNIC that is on no host.
     fn declare(&self, name: &str, centre: Option<usize>) -> Output {
+        self.declare_with(name, "", centre)
+    }
+
+    /// Declares a vRNIC with more said of it.
+    fn declare_with(&self, name: &str, more: &str, centre: Option<usize>) -> Output {
         let file = self.dir.join(format!("{name}.toml"));
-        let text = format!("[[vrnic]]\nname = \"{name}\"\ngroup = \"default\"\n");
+        let text = format!("[[vrnic]]\nname = \"{name}\"\ngroup = \"default\"\n{more}\n");
         if let Err(e) = std::fs::write(&file, text) {
             return Output { code: None, text: e.to_string() };
         }
@@ -362,15 +368,16 @@ pub(crate) fn run(calls: usize, away: Duration, restart: bool) -> Result<()> {
 
 /// A vRNIC that programs use is not moved or deleted by the centre that its host is not connected to; and one identity is connected once.
 fn shared_knowledge(c: &Centres, host: &Lab, state: &Path) -> Result<()> {
-    let o = host.unirdma(&["vrnic", "add", "busy"]);
-    require(o.ok(), format!("vrnic add: {}", o.text))?;
+    let o = c.declare_with("busy", "host = \"h1\"", Some(1));
+    require(o.ok(), &o.text)?;
+    wait_until(|| host.show("busy").is_ok(), "the host has not made what the second centre was told")?;
     let mut program = host.spawn("busy", &[], "ib_write_bw")?;
     require(program.wait_listening(|| false), "the program does not listen")?;
     for centre in 0..2 {
-        let in_use = || c.run(&["delete", "vrnic", "busy", "--dry-run"], Some(centre)).text.contains("was made on host h1");
-        require(in_use(), "the vRNIC of the host's administrator is nobody else's")?;
         let shows = || c.json(&["get", "vrnic", "busy"], centre).is_ok_and(|v| v["vrnics"][0]["programs"] == 1);
         wait_until(shows, &format!("centre {centre} does not know of the program"))?;
+        let o = c.run(&["delete", "vrnic", "busy"], Some(centre));
+        require(!o.ok() && o.text.contains("1 programs use vRNIC busy"), format!("centre {centre}: {}", o.text))?;
     }
     program.kill();
     drop(program);

@@ -77,9 +77,8 @@ impl<R: Wish> Call for ByToken<R> {
         let mut request = passed(self.request);
         let bearer = format!("Bearer {}", self.token).parse();
         request.metadata_mut().insert("authorization", bearer.map_err(|_| Status::unauthenticated("no token"))?);
-        let client = FleetClient::new(channel)
-            .max_decoding_message_size(usize::MAX)
-            .max_encoding_message_size(usize::MAX);
+        let client =
+            FleetClient::new(channel).max_decoding_message_size(usize::MAX).max_encoding_message_size(usize::MAX);
         R::send(client, request).await
     }
 }

@@ -91,7 +91,9 @@ pub fn init(dir: &Path, store: Option<&str>) -> io::Result<String> {
             let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build()?;
             runtime.block_on(found(dir, store))
         });
-        thread.join().unwrap_or_else(|_| Err(other("the fleet was made in part only; remove the directory and begin again")))
+        thread
+            .join()
+            .unwrap_or_else(|_| Err(other("the fleet was made in part only; remove the directory and begin again")))
     });
     let (fleet, token) = made?;
     Authority::create(dir, &fleet).map_err(named)?;

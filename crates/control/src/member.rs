@@ -175,7 +175,7 @@ impl Member {
             None => {
                 let (snapshot, news, follower) = self.store.list().await?;
                 self.shared.catch_up(&snapshot)?;
-                self.centres.clear();
+                self.centres.drain().for_each(|(id, _)| self.shared.centre().lose_centre(&id));
                 for n in news {
                     self.take(n, "").await?;
                 }
@@ -187,7 +187,10 @@ impl Member {
     }
 
     /// The same while the lease holds.
-    async fn hear_again(&mut self, ended: &mut oneshot::Receiver<String>) -> Result<(mpsc::Receiver<Heard>, Task), End> {
+    async fn hear_again(
+        &mut self,
+        ended: &mut oneshot::Receiver<String>,
+    ) -> Result<(mpsc::Receiver<Heard>, Task), End> {
         loop {
             match self.hear().await {
                 Err(End::Again(_)) => tokio::select! {

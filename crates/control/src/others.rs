@@ -7,8 +7,8 @@ use std::time::Duration;
 use tokio::sync::mpsc;
 use tonic::Status;
 use tonic::transport::{Channel, ClientTlsConfig, Endpoint};
-use unirdma_fleet::v1::centres_client::CentresClient;
 use unirdma_fleet::v1;
+use unirdma_fleet::v1::centres_client::CentresClient;
 
 use crate::shared::{Shared, now_ms};
 

@@ -96,7 +96,12 @@ pub(crate) fn elsewhere() -> Status {
 
 impl Shared {
     /// A centre of a state and its store, which other centres reach at `url`.
-    pub fn new(centre: Centre, store: Opened, authority: Option<Authority>, url: String) -> std::io::Result<Arc<Shared>> {
+    pub fn new(
+        centre: Centre,
+        store: Opened,
+        authority: Option<Authority>,
+        url: String,
+    ) -> std::io::Result<Arc<Shared>> {
         let (revision, _) = watch::channel(centre.revision());
         let role = if matches!(store, Opened::File(_)) { Role::Alone } else { Role::Follows(None) };
         let tls = authority.as_ref().map(Authority::client).transpose()?;
@@ -238,7 +243,11 @@ impl Shared {
             }
             Err(e) => {
                 tracing::error!("a change was refused: {e}");
-                return Err(Refusal::unavailable(format_args!("nothing can be changed now: {e}")).into());
+                let later = match e {
+                    StoreError::Away { .. } => "; this may be done all the same when it is back: ask again then",
+                    _ => "",
+                };
+                return Err(Refusal::unavailable(format_args!("nothing can be changed now: {e}{later}")).into());
             }
         }
         self.adopt(plan.revision, &plan.writes)?;

@@ -322,7 +322,8 @@ impl Centre {
                 let theirs = old.via.as_deref() == Some(centre);
                 let instance = old.instance.unwrap_or_default();
                 let wins = match () {
-                    () if theirs || !connected => true,
+                    () if theirs => true,
+                    () if !connected => state.connected || now_ms.saturating_sub(state.silent_ms) > old.heard_ms,
                     () if !state.connected => false,
                     () if instance == host.instance => host.hello_ms > old.hello_ms,
                     // Two hosts came at the same time: both centres choose the same one.

@@ -92,6 +92,8 @@ pub(crate) struct Supervisor {
     weights: Mutex<BTreeMap<String, u32>>,
     /// vRNICs whose removal an administrator has asked for, although programs use them.
     forced: Mutex<BTreeSet<String>>,
+    /// vRNICs that the control centre was asked for and that it has not given, as far as this host knows: it may have died before it said so.
+    ungiven: Mutex<BTreeMap<String, unirdma_fleet::v1::Vrnic>>,
     names: Mutex<Names>,
     /// `None` while workers are threads, or there is no keeper for the moment.
     keeper: Mutex<Option<Keeper>>,
@@ -149,6 +151,7 @@ impl Supervisor {
             ordered: Mutex::default(),
             weights: Mutex::default(),
             forced: Mutex::default(),
+            ungiven: Mutex::default(),
             dir: config.dir.clone(),
             engine: config.engine.clone(),
             names: Mutex::new(Names {

@@ -13,9 +13,10 @@ pub(super) fn run(s: &mut Suite<'_>) {
         let _ = std::fs::remove_dir_all(&dir);
         tested
     });
-    s.check("etcd: two centres, of which the allocating one is killed while vRNICs are made; then etcd is stopped", |_| {
-        centres::run(48, Duration::from_secs(3), false)
-    });
+    s.check(
+        "etcd: two centres, of which the allocating one is killed while vRNICs are made; then etcd is stopped",
+        |_| centres::run(48, Duration::from_secs(3), false),
+    );
 }
 
 /// Those of `crates/control/src/store/tests.rs` that need an etcd.

@@ -98,9 +98,10 @@ impl Centres {
             endpoint = endpoint.timeout(patience);
         }
         if url.starts_with("https://") {
-            let pem = self.authority.as_ref().ok_or_else(|| {
-                other("the centre's authority is not known: use --authority FILE, its authority.pem")
-            })?;
+            let pem = self
+                .authority
+                .as_ref()
+                .ok_or_else(|| other("the centre's authority is not known: use --authority FILE, its authority.pem"))?;
             let tls = ClientTlsConfig::new().ca_certificate(Certificate::from_pem(pem));
             endpoint = endpoint
                 .tls_config(tls)

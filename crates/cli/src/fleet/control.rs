@@ -61,6 +61,7 @@ pub(super) fn run(command: ControlCommand) -> io::Result<u8> {
     match command {
         ControlCommand::Init { dir, store, url } => init(&dir, store.as_deref(), url)?,
         ControlCommand::Run { dir, listen, store, name, plain } => {
+            crate::hosting::log_to_stderr();
             let options = unirdma_control::Options { dir, listen, store, plain, names: name };
             tokio::runtime::Builder::new_multi_thread().enable_all().build()?.block_on(serve(&options))?;
         }

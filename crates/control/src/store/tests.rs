@@ -166,8 +166,10 @@ async fn etcd_tells_followers_each_change_once_and_as_a_whole() {
         .iter()
         .filter_map(|n| if let News::Change { revision, writes } = n { Some((*revision, writes.len())) } else { None });
     assert_eq!(changes.collect::<Vec<_>>(), [(2, 2), (3, 5_000), (4, 1)]);
-    let allocators: Vec<Option<&str>> =
-        heard.iter().filter_map(|n| if let News::Allocator { url, .. } = n { Some(url.as_deref()) } else { None }).collect();
+    let allocators: Vec<Option<&str>> = heard
+        .iter()
+        .filter_map(|n| if let News::Allocator { url, .. } = n { Some(url.as_deref()) } else { None })
+        .collect();
     assert!(allocators.contains(&Some("https://a")) && allocators.last() == Some(&None), "{allocators:?}");
 }
 

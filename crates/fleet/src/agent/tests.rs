@@ -331,7 +331,9 @@ fn what_a_lost_connection_left_open_is_asked_again() {
     assert_eq!((h.agent.poll_answer(), h.agent.poll_answer()), (Some((a, Ok(None))), None));
     // What nobody answers in time is an error.
     h.agent.disconnected(h.now + ASK_MS, "cut".into());
-    assert!(matches!(h.agent.poll_answer(), Some((i, Err(e))) if i == other && e.contains("was lost before it answered")));
+    assert!(
+        matches!(h.agent.poll_answer(), Some((i, Err(e))) if i == other && e.contains("was lost before it answered"))
+    );
     h.now += ASK_MS;
     h.connect();
     assert_eq!(asked(&mut h), [0; 0]);

@@ -58,7 +58,9 @@ impl Url {
     pub fn parse_all(text: &str) -> Result<Vec<Url>, String> {
         let urls = text.split(',').map(|t| Url::parse(t.trim())).collect::<Result<Vec<Url>, String>>()?;
         if urls.iter().any(|u| u.tls != urls[0].tls) {
-            return Err(format!("`{text}` has centres with https and with http: they are of one fleet, so all have one of them"));
+            return Err(format!(
+                "`{text}` has centres with https and with http: they are of one fleet, so all have one of them"
+            ));
         }
         Ok(urls)
     }

@@ -22,6 +22,9 @@ use zeroize::Zeroizing;
 /// Most peers that are reported of a vRNIC.
 const MAX_CONNECTIONS: usize = 64;
 
+/// Most vRNICs that are remembered because the centre did not give them.
+const MAX_UNGIVEN: usize = 1_000;
+
 type Reply = Result<Response, String>;
 
 /// Rules and secrets as the centre has said them.
@@ -398,31 +401,31 @@ impl Supervisor {
     fn ask_for(&self, centre: &Centre, add: &AddVrnic) -> Reply {
         vrnic::check_name("vRNIC", &add.name)?;
         add.share.apply(Share::default())?;
+        let put = wanted(add, centre.host());
         if self.names().vrnics.contains_key(&add.name) {
+            // Whoever asks again for what no answer came to gets it.
+            let asked_before = lock(&self.ungiven).get(&add.name) == Some(&put);
+            if asked_before && centre.vrnic(&add.name).is_some_and(|v| v.by_host) {
+                lock(&self.ungiven).remove(&add.name);
+                return self.show(&add.name, false);
+            }
             return Err(format!(
                 "vRNIC {} exists already; choose another name or remove it with `unirdma vrnic rm {}`",
                 add.name, add.name
             ));
         }
-        let put = v1::Vrnic {
-            name: add.name.clone(),
-            group: add.group.clone().unwrap_or_else(|| DEFAULT_GROUP.into()),
-            host: centre.host().into(),
-            ips: add.ips.iter().map(ToString::to_string).collect(),
-            limits: Some(v1::Limits {
-                max_qp: add.max_qp,
-                max_cq: add.max_cq,
-                max_mr: add.max_mr,
-                max_mr_bytes: add.max_mr_bytes,
-                max_sessions: add.max_sessions,
-                ..limits_of(&add.held)
-            }),
-            share: Some(share_of(&add.share)),
-            allow_spoof: add.allow_spoof,
-            by_host: true,
-            ..v1::Vrnic::default()
-        };
-        centre.ask(ask::Change::Put(put))?;
+        let asked = centre.ask(ask::Change::Put(put.clone()));
+        let mut ungiven = lock(&self.ungiven);
+        match asked {
+            Ok(_) => drop(ungiven.remove(&add.name)),
+            Err(e) => {
+                if ungiven.len() < MAX_UNGIVEN {
+                    ungiven.insert(add.name.clone(), put);
+                }
+                return Err(e);
+            }
+        }
+        drop(ungiven);
         self.show(&add.name, false)
     }
 
@@ -477,6 +480,28 @@ impl Supervisor {
         }
         centre.ask(ask::Change::Put(v))?;
         if matches!(request, Request::VrnicLink { .. }) { Ok(Response::Done) } else { self.show(&name, false) }
+    }
+}
+
+/// What an administrator of this host asks the centre for.
+fn wanted(add: &AddVrnic, host: &str) -> v1::Vrnic {
+    v1::Vrnic {
+        name: add.name.clone(),
+        group: add.group.clone().unwrap_or_else(|| DEFAULT_GROUP.into()),
+        host: host.into(),
+        ips: add.ips.iter().map(ToString::to_string).collect(),
+        limits: Some(v1::Limits {
+            max_qp: add.max_qp,
+            max_cq: add.max_cq,
+            max_mr: add.max_mr,
+            max_mr_bytes: add.max_mr_bytes,
+            max_sessions: add.max_sessions,
+            ..limits_of(&add.held)
+        }),
+        share: Some(share_of(&add.share)),
+        allow_spoof: add.allow_spoof,
+        by_host: true,
+        ..v1::Vrnic::default()
     }
 }
 

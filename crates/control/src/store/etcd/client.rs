@@ -241,5 +241,5 @@ impl Client {
 }
 
 fn silent() -> Status {
-    Status::deadline_exceeded("it does not answer")
+    Status::deadline_exceeded("nothing came in time")
 }

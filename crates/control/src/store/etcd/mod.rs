@@ -82,7 +82,9 @@ impl EtcdStore {
         let wrong = |what: &str| Err(StoreError::Broken(format!("cannot be used: {what}")));
         let (members, prefix) = address.split_once('/').unwrap_or((address, ""));
         if members.contains('@') {
-            return wrong("others see the command line: put user and password into `etcd.toml` in the centre's directory");
+            return wrong(
+                "others see the command line: put user and password into `etcd.toml` in the centre's directory",
+            );
         }
         let prefix = prefix.trim_matches('/');
         let plain = |b: u8| b.is_ascii_alphanumeric() || b"._-/".contains(&b);
@@ -165,7 +167,8 @@ impl EtcdStore {
         let pieces = pieces.ok_or_else(|| self.broken("`change` is damaged"))?;
         let mut changed = Vec::new();
         for n in 0..pieces {
-            let piece = all.get(&stage_key(revision, n)).ok_or_else(|| self.broken("a piece of a change is missing"))?;
+            let piece =
+                all.get(&stage_key(revision, n)).ok_or_else(|| self.broken("a piece of a change is missing"))?;
             changed.extend(self.piece(&piece.value)?);
         }
         let later = all.split_off("record/");
@@ -193,7 +196,8 @@ impl EtcdStore {
         let (_, all) = self.pages(&format!("stage/{revision:016x}/")).await?;
         let mut writes = Vec::new();
         for n in 0..pieces {
-            let piece = all.get(&stage_key(revision, n)).ok_or_else(|| self.broken("a piece of a change is missing"))?;
+            let piece =
+                all.get(&stage_key(revision, n)).ok_or_else(|| self.broken("a piece of a change is missing"))?;
             writes.extend(self.piece(&piece.value)?);
         }
         Ok(writes)
@@ -471,9 +475,8 @@ mod tests {
 
     #[test]
     fn large_changes_are_parted_and_nothing_of_them_is_lost() {
-        let writes: Vec<Write> = (0..20_000)
-            .map(|n| Write { key: format!("k{n}"), value: (n % 7 != 0).then(|| vec![1; 150]) })
-            .collect();
+        let writes: Vec<Write> =
+            (0..20_000).map(|n| Write { key: format!("k{n}"), value: (n % 7 != 0).then(|| vec![1; 150]) }).collect();
         let all: Vec<Write> = parts(&writes).flatten().cloned().collect();
         assert_eq!(all, writes);
         assert!(parts(&writes).all(|p| p.len() <= MAX_OPS && p.iter().map(size).sum::<usize>() <= MAX_BYTES));
