@@ -340,7 +340,8 @@ impl Centre {
             h.heard_ms = now_ms.saturating_sub(state.silent_ms);
             h.instance = state.connected.then_some(host.instance);
             (h.via, h.hello_ms) = (Some(centre.into()), host.hello_ms);
-            (h.version, h.applied, h.clock_ms) = (state.version, state.applied, state.clock_ms);
+            (h.applied, h.holds, h.said) = (state.applied, state.applied, state.applied);
+            (h.version, h.clock_ms) = (state.version, state.clock_ms);
             h.problems = state.problems;
         }
         for state in news.vrnics.into_iter().filter(|s| self.state.vrnics.contains_key(s.name.as_str())) {
