@@ -65,6 +65,17 @@ fn wait_until(mut is_so: impl FnMut() -> bool, otherwise: &str) -> Result<()> {
     Ok(())
 }
 
+/// Runs a command to its end.
+fn ended(c: &mut Command) -> Output {
+    match c.stdin(Stdio::null()).output() {
+        Ok(o) => {
+            let text = [o.stdout, o.stderr].concat();
+            Output { code: o.status.code(), text: String::from_utf8_lossy(&text).into_owned() }
+        }
+        Err(e) => Output { code: None, text: e.to_string() },
+    }
+}
+
 fn require(ok: bool, what: impl Into<String>) -> Result<()> {
     if ok { Ok(()) } else { Err(what.into()) }
 }
@@ -190,13 +201,7 @@ impl Centres {
         c.args(args).env("UNIRDMA_TOKEN", &self.token).env("XDG_CONFIG_HOME", self.dir.join("config"));
         c.env("UNIRDMA_AUTHORITY", Path::new(&self.of(0)).join("authority.pem"));
         c.env("UNIRDMA_CENTRE", centre.map_or_else(|| self.urls.join(","), |n| self.urls[n].clone()));
-        match c.stdin(Stdio::null()).output() {
-            Ok(o) => {
-                let text = [o.stdout, o.stderr].concat();
-                Output { code: o.status.code(), text: String::from_utf8_lossy(&text).into_owned() }
-            }
-            Err(e) => Output { code: None, text: e.to_string() },
-        }
+        ended(&mut c)
     }
 
     fn json(&self, args: &[&str], centre: usize) -> Result<Value> {
@@ -270,13 +275,19 @@ struct Answers {
     failed: BTreeMap<String, String>,
 }
 
+/// `unirdma vrnic add` on a host, by any thread.
+fn add_at(exe: &Path, dir: &Path, name: &str) -> Output {
+    let mut c = Command::new(exe);
+    ended(c.arg("--dir").arg(dir.join("run")).args(["vrnic", "add", name]))
+}
+
 /// Makes vRNICs, of which every eighth is asked for on the host, and kills centre 0, which allocates, in the middle. Calls that fail are made again,
 /// until they are answered.
 fn make_vrnics(c: &mut Centres, host: &Lab, calls: usize) -> Result<Answers> {
     let (next, made) = (AtomicUsize::new(0), AtomicUsize::new(0));
     let answers = Mutex::new(Answers::default());
     let victim = c.centres[0].take();
-    let c = &*c;
+    let (c, exe, dir) = (&*c, host.exe(), host.dir.as_path());
     std::thread::scope(|s| {
         for _ in 0..CALLERS {
             s.spawn(|| {
@@ -287,7 +298,7 @@ fn make_vrnics(c: &mut Centres, host: &Lab, calls: usize) -> Result<Answers> {
                     }
                     let name = format!("v{n}");
                     let one = || match n % 8 {
-                        0 => host.unirdma(&["vrnic", "add", &name]),
+                        0 => add_at(exe, dir, &name),
                         // Of those that name one centre, the killed one is among them.
                         n => c.declare(&name, [None, Some(1), Some(0)][n % 3]),
                     };

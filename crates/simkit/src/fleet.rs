@@ -548,7 +548,10 @@ impl World {
                 apply(v1::Rule { name: rule, from, to, action: action.into(), both, priority }.into())
             }
             10 => Job::Delete(v1::Kind::Rule, rule, false),
-            11 => apply(v1::Group { weight: Some(1 + self.draw(9) as u32), secret: self.one_in(2), ..declared_group(group) }.into()),
+            11 => apply(
+                v1::Group { weight: Some(1 + self.draw(9) as u32), secret: self.one_in(2), ..declared_group(group) }
+                    .into(),
+            ),
             _ => Job::Rotate(group.into()),
         };
         self.take_job(centre, job);
