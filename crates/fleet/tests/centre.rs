@@ -309,6 +309,41 @@ fn a_host_learns_of_a_group_whose_vrnics_come_and_go_in_one_change() {
 }
 
 #[test]
+fn a_secret_of_two_groups_is_for_hosts_that_have_one_of_them_as_long_as_a_rule_joins_the_two() {
+    let mut w = World::new(&["h1", "h2", "h3", "h4"]);
+    w.apply([v1::Group { secret: true, ..group("red", &[]) }, group("blue", &["10.1.0.0/16"])]).unwrap();
+    w.apply([group("green", &["10.2.0.0/16"])]).unwrap();
+    w.apply([vrnic("r", "red", "h1", &[]), vrnic("b", "blue", "h2", &[]), vrnic("g", "green", "h3", &[])]).unwrap();
+    w.apply([vrnic("c", "blue", "h4", &[])]).unwrap();
+    let secrets = |w: &World, host: &str| -> Vec<String> {
+        w.sees(host).into_iter().filter(|k| k.starts_with("secret ")).map(String::from).collect()
+    };
+    let pair = "secret blue red 1";
+    w.tell();
+    assert_eq!((secrets(&w, "h1"), secrets(&w, "h2")), (vec!["secret red  1".to_owned()], vec![]));
+    // Of blue one vRNIC only: a host that has another one of blue needs no secret with red.
+    w.apply([rule("x", "group:red", "vrnic:b")]).unwrap();
+    w.tell();
+    assert_eq!(
+        (secrets(&w, "h1"), secrets(&w, "h2")),
+        (vec![pair.into(), "secret red  1".into()], vec![pair.to_owned()])
+    );
+    assert!(secrets(&w, "h3").is_empty() && secrets(&w, "h4").is_empty(), "{:?}", w.sees("h4"));
+    let value = |w: &World| match &w.hosts["h1"].items[pair] {
+        Item::Secret(s) => s.value.clone(),
+        _ => Vec::new(),
+    };
+    let before = value(&w);
+    w.delete(v1::Kind::Rule, "x", false).unwrap();
+    w.tell();
+    assert_eq!((secrets(&w, "h1"), secrets(&w, "h2")), (vec!["secret red  1".to_owned()], vec![]));
+    w.apply([rule("x", "group:red", "group:blue")]).unwrap();
+    w.tell();
+    assert_eq!((secrets(&w, "h4"), secrets(&w, "h3").len()), (vec![pair.to_owned()], 0));
+    assert!(before.len() == 32 && value(&w) != before, "another rule, another secret");
+}
+
+#[test]
 fn a_secret_is_introduced_in_steps() {
     let mut w = World::new(&["h1", "h2"]);
     w.apply([v1::Group { secret: true, ..group("blue", &[]) }, group("red", &["10.1.0.0/16"])]).unwrap();

@@ -125,18 +125,24 @@ impl Worker {
             Call::Figures { most } => Ok(Answer::Figures(Box::new(self.figures(most)))),
             Call::Plan(plan) => {
                 let (routes, vni, rules) = (plan.routes(self.group_id), plan.members.vni, plan.gid_rules());
+                // Connections to a group that is joined no more send nothing unsealed until they have ended.
+                let mut sealed = self.switch.sealed();
                 self.switch.set_plan(self.group_id, plan);
+                let sealed_now = self.switch.sealed();
+                sealed.all = sealed_now.all;
+                sealed.across.extend(&sealed_now.across);
                 {
                     let now = self.engine.now();
                     let mut rnic = self.engine.rnic.lock();
                     let rnic = rnic.at(now);
                     // Before there is anybody to send to.
-                    rnic.tx().set_sealed(self.switch.sealed());
+                    rnic.tx().set_sealed(sealed);
                     rnic.set_routes(routes);
                     rnic.set_rules(self.group_id, vni, &rules);
                 }
                 // Pollers have their turns in between, whatever there is to look at.
                 while self.engine.rnic.lock().recheck(MAX_RECHECKED) {}
+                self.engine.rnic.lock().tx().set_sealed(sealed_now);
                 // Somebody may have waited for an address.
                 self.engine.after_command();
                 Ok(Answer::Done)
@@ -171,7 +177,8 @@ impl Worker {
         if !self.switch.set_secrets(secrets.unwrap_or_default()) {
             return Err("this host has no network to other hosts".into());
         }
-        self.engine.rnic.lock().tx().set_sealed(self.switch.sealed());
+        let sealed = self.switch.sealed();
+        self.engine.rnic.lock().tx().set_sealed(sealed);
         Ok(Answer::Done)
     }
 
