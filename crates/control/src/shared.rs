@@ -10,6 +10,8 @@ use unirdma_fleet::{Actor, Centre, Outcome, Plan, Refusal, v1};
 use crate::pki::Authority;
 use crate::store::Store;
 
+/// Most hosts that are told everything at a time.
+const MAX_WHOLES: usize = 16;
 /// Most that watch at a time.
 const MAX_WATCHERS: usize = 256;
 
@@ -32,6 +34,8 @@ pub struct Shared {
     seats: Mutex<HashMap<String, Seat>>,
     /// Permits of those who watch.
     pub(crate) watchers: Arc<tokio::sync::Semaphore>,
+    /// Permits of hosts that are told everything.
+    pub(crate) wholes: Arc<tokio::sync::Semaphore>,
 }
 
 /// Milliseconds since 1970.
@@ -55,6 +59,7 @@ impl Shared {
             revision,
             seats: Mutex::default(),
             watchers: Arc::new(tokio::sync::Semaphore::new(MAX_WATCHERS)),
+            wholes: Arc::new(tokio::sync::Semaphore::new(MAX_WHOLES)),
         })
     }
 

@@ -343,7 +343,10 @@ fn what_was_told_holds_for_the_revision_that_the_centre_says() {
     h.agent.handle(h.now, alive(revision + 5));
     assert_eq!((h.agent.status(h.now).revision, h.applied()), (revision + 5, Vec::new()));
     // Within an update that has not come as a whole, it says nothing; nor does an older one.
-    h.agent.handle(h.now, say(to_host::Message::Update(v1::Update { more: true, ..update(revision + 6, false, &[], &[]) })));
+    h.agent.handle(
+        h.now,
+        say(to_host::Message::Update(v1::Update { more: true, ..update(revision + 6, false, &[], &[]) })),
+    );
     h.agent.handle(h.now, alive(revision + 9));
     h.agent.handle(h.now, say(to_host::Message::Update(update(revision + 6, false, &[peer("new", "10.0.0.9")], &[]))));
     h.agent.handle(h.now, alive(revision + 2));

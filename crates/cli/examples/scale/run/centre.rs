@@ -121,7 +121,6 @@ async fn client(address: &str, tls: &Arc<ClientConfig>) -> io::Result<FleetClien
 }
 
 impl Admin {
-
     fn with_token<T>(&self, message: T) -> io::Result<Request<T>> {
         let mut request = Request::new(message);
         let bearer = format!("Bearer {}", self.token).parse().map_err(other)?;

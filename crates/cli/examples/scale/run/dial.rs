@@ -40,9 +40,12 @@ impl Traffic {
 /// Who the centre is known by, and who this end is to it: a certificate and a key (PEM), or nobody.
 pub fn trust(authority: &str, own: Option<(&str, &str)>) -> io::Result<Arc<ClientConfig>> {
     let mut roots = RootCertStore::empty();
-    roots.add(CertificateDer::from_pem_slice(authority.as_bytes()).map_err(io::Error::other)?).map_err(io::Error::other)?;
+    roots
+        .add(CertificateDer::from_pem_slice(authority.as_bytes()).map_err(io::Error::other)?)
+        .map_err(io::Error::other)?;
     let builder = ClientConfig::builder_with_provider(Arc::new(ring::default_provider()));
-    let builder = builder.with_safe_default_protocol_versions().map_err(io::Error::other)?.with_root_certificates(roots);
+    let builder =
+        builder.with_safe_default_protocol_versions().map_err(io::Error::other)?.with_root_certificates(roots);
     let mut config = match own {
         None => builder.with_no_client_auth(),
         Some((certificate, key)) => {

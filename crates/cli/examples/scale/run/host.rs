@@ -59,7 +59,14 @@ fn clock_ms() -> u64 {
 }
 
 impl Host {
-    pub fn new(name: &str, underlay: String, tls: Arc<ClientConfig>, address: String, seed: u64, news: Arc<Notify>) -> io::Result<Arc<Host>> {
+    pub fn new(
+        name: &str,
+        underlay: String,
+        tls: Arc<ClientConfig>,
+        address: String,
+        seed: u64,
+        news: Arc<Notify>,
+    ) -> io::Result<Arc<Host>> {
         let config = Config { version: env!("CARGO_PKG_VERSION").into(), addresses: vec![underlay], instance: seed };
         let agent = Agent::new(config, [], seed).map_err(io::Error::other)?;
         Ok(Arc::new(Host {

@@ -256,7 +256,7 @@ impl Run<'_> {
 
         let wide: Vec<String> = self.fleet.groups[model::WIDEST].vrnics.iter().cloned().collect();
         let mut samples = Vec::new();
-        for _ in 0..few {
+        for _ in 0..few.div_ceil(4) {
             let name = &wide[self.draw.below(wide.len())];
             samples.push(self.move_one(name).await?);
         }
@@ -342,8 +342,10 @@ impl Run<'_> {
         self.fleet.take(answer.changes);
         let after = near.iter().zip(before).filter(|(h, before)| self.fleet.table(h) != *before);
         let concerned: BTreeSet<&String> = after.map(|(h, _)| h).collect();
-        self.until("all hosts concerned know of a change", |r| concerned.iter().all(|h| r.hosts[*h].revision() >= revision))
-            .await?;
+        self.until("all hosts concerned know of a change", |r| {
+            concerned.iter().all(|h| r.hosts[*h].revision() >= revision)
+        })
+        .await?;
         tokio::time::sleep(AFTER).await;
         let told: BTreeMap<&String, InForce> =
             self.hosts.iter().filter_map(|(n, h)| Some((n, h.take_news().pop()?))).collect();
@@ -376,7 +378,12 @@ impl Run<'_> {
         host.set_free(false);
         self.until("a host is away", |_| !host.is_connected()).await?;
         for n in 0..5 {
-            let object = v1::Vrnic { name: format!("while{n}"), group: group.clone(), host: name.clone(), ..v1::Vrnic::default() };
+            let object = v1::Vrnic {
+                name: format!("while{n}"),
+                group: group.clone(),
+                host: name.clone(),
+                ..v1::Vrnic::default()
+            };
             let answer = one(self.centre.admin.apply(vec![object.into()]).await?)?;
             self.fleet.take(answer.changes);
         }
@@ -417,7 +424,8 @@ impl Run<'_> {
         let revision = answer.revision;
         self.fleet.take(answer.changes);
         let near = self.fleet.near(model::WIDEST);
-        self.until("all hosts hear of a change again", |r| near.iter().all(|h| r.hosts[h].revision() >= revision)).await?;
+        self.until("all hosts hear of a change again", |r| near.iter().all(|h| r.hosts[h].revision() >= revision))
+            .await?;
         let wholes = self.hosts.values().filter(|h| h.take_news().iter().any(|n| n.whole)).count();
         let processor_s = centre::processor_s(self.centre.pid());
         let (received, sent) = (self.received() - received, self.sent() - sent);

@@ -201,7 +201,8 @@ impl Fleet {
                     groups.insert(&far.group);
                     peers.extend(self.of_end(far).map(|v| (&v.name, v)));
                     if self.groups[&near.group].object.secret || self.groups[&far.group].object.secret {
-                        let (a, b) = (near.group.clone().min(far.group.clone()), near.group.clone().max(far.group.clone()));
+                        let (a, b) =
+                            (near.group.clone().min(far.group.clone()), near.group.clone().max(far.group.clone()));
                         table.insert(Key::Secret(a, b, 1), None);
                     }
                 }
@@ -214,9 +215,12 @@ impl Fleet {
         }));
         let bare = |v: &v1::Vrnic| v.ips.iter().filter_map(|a| a.split('/').next()).map(str::to_owned).collect();
         let places: BTreeSet<&str> = peers.values().map(|v| v.host.as_str()).filter(|h| *h != host).collect();
-        items.extend(places.into_iter().filter(|h| !h.is_empty()).map(|h| {
-            Item::Place(v1::Place { host: h.into(), addresses: vec![self.address(h)] })
-        }));
+        items.extend(
+            places
+                .into_iter()
+                .filter(|h| !h.is_empty())
+                .map(|h| Item::Place(v1::Place { host: h.into(), addresses: vec![self.address(h)] })),
+        );
         items.extend(peers.into_values().filter(|v| !v.host.is_empty()).map(|v| {
             let (name, group, host, mac) = (v.name.clone(), v.group.clone(), v.host.clone(), v.mac.clone());
             Item::Peer(v1::Peer { name, group, host, ips: bare(v), mac })
@@ -244,7 +248,8 @@ impl Fleet {
 
 /// What is wrong with what a host has. `secrets` are those that other hosts have.
 pub fn differs(due: &Table, has: v1::Update, secrets: &mut BTreeMap<Key, Vec<u8>>) -> Option<String> {
-    let has: BTreeMap<Key, Item> = has.put.into_iter().filter_map(|i| i.item).filter_map(|i| Some((key_of(&i).ok()?, i))).collect();
+    let has: BTreeMap<Key, Item> =
+        has.put.into_iter().filter_map(|i| i.item).filter_map(|i| Some((key_of(&i).ok()?, i))).collect();
     for (key, item) in &has {
         match (due.get(key), item) {
             (None, _) => return Some(format!("it has {key:?}, of which it must not know")),

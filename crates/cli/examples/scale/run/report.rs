@@ -167,7 +167,8 @@ impl Report {
                 wrong.push(format!("{}: {} hosts were told of what does not concern them", c.what, c.needless));
             }
         }
-        for (what, r) in [("a host that came back", &self.returned), ("a centre that was started anew", &self.restart)] {
+        for (what, r) in [("a host that came back", &self.returned), ("a centre that was started anew", &self.restart)]
+        {
             if r.wholes > 0 {
                 wrong.push(format!("{what}: {} hosts were told everything, though they had it", r.wholes));
             }
@@ -179,7 +180,10 @@ impl Report {
     pub fn slow(&self) -> Vec<String> {
         let slow = self.changes.iter().filter(|c| c.what == MOVED && c.p99_ms > MOVE_MS);
         let line = |c: &Change| {
-            format!("99 of 100 moves took up to {:.0} ms until all hosts concerned knew it, more than {MOVE_MS}", c.p99_ms)
+            format!(
+                "99 of 100 moves took up to {:.0} ms until all hosts concerned knew it, more than {MOVE_MS}",
+                c.p99_ms
+            )
         };
         slow.map(line).collect()
     }
@@ -196,37 +200,85 @@ fn kib(bytes: u64) -> f64 {
 impl Display for Report {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let (d, m, n) = (&self.declared, &self.memory, self.hosts as u64);
-        writeln!(f, "{} hosts, {} vRNICs in {} groups, one centre with TLS and its store in a file\n", self.hosts, self.vrnics, self.groups)?;
+        writeln!(
+            f,
+            "{} hosts, {} vRNICs in {} groups, one centre with TLS and its store in a file\n",
+            self.hosts, self.vrnics, self.groups
+        )?;
         writeln!(f, "all hosts joined and connected          {:>9.1} s", self.joined_s)?;
         writeln!(f, "declared, {:>6} objects in {:>3} calls    {:>9.1} s", d.objects, d.calls_ms.len(), d.declared_s)?;
         let longest = d.calls_ms.iter().fold(0.0f64, |a, b| a.max(*b));
         writeln!(f, "  the longest call                      {:>9.0} ms", longest)?;
         writeln!(f, "every host has all that it must have    {:>9.1} s", d.converged_s)?;
-        writeln!(f, "  sent to all hosts, to one             {:>9.1} MiB {:>9.1} KiB", mib(d.received), kib(d.received / n))?;
+        writeln!(
+            f,
+            "  sent to all hosts, to one             {:>9.1} MiB {:>9.1} KiB",
+            mib(d.received),
+            kib(d.received / n)
+        )?;
         writeln!(f, "  processor time of the centre          {:>9.1} s", d.processor_s)?;
         writeln!(f, "memory of the centre: hosts joined      {:>9.1} MiB", mib(m.joined.centre))?;
-        writeln!(f, "  everything declared, most so far      {:>9.1} MiB {:>9.1} MiB", mib(m.declared.centre), mib(m.declared.centre_most))?;
-        writeln!(f, "  at the end, of a centre started again {:>9.1} MiB {:>9.1} MiB", mib(m.end.centre), mib(m.end.centre_most))?;
+        writeln!(
+            f,
+            "  everything declared, most so far      {:>9.1} MiB {:>9.1} MiB",
+            mib(m.declared.centre),
+            mib(m.declared.centre_most)
+        )?;
+        writeln!(
+            f,
+            "  at the end, of a centre started again {:>9.1} MiB {:>9.1} MiB",
+            mib(m.end.centre),
+            mib(m.end.centre_most)
+        )?;
         let host = m.declared.hosts.saturating_sub(m.joined.hosts) / n;
         writeln!(f, "memory of a host's state, {:>5} pieces  {:>9.1} KiB", m.pieces, kib(host))?;
         writeln!(f, "  on its disk                           {:>9.1} KiB", kib(m.table))?;
         writeln!(f, "the store's file                        {:>9.1} MiB", mib(self.store_bytes))?;
         writeln!(f, "nothing happens: each host              {:>9.0} bytes/s\n", self.quiet)?;
-        writeln!(f, "{:<32} {:>5} {:>8} {:>8} {:>8} {:>8} {:>6} {:>6} {:>10} {:>10} {:>10}", "CHANGE", "TIMES", "CALL", "P50", "P99", "WORST", "TOLD", "MOST", "KIB", "A HOST", "NEW HOST")?;
+        writeln!(
+            f,
+            "{:<32} {:>5} {:>8} {:>8} {:>8} {:>8} {:>6} {:>6} {:>10} {:>10} {:>10}",
+            "CHANGE", "TIMES", "CALL", "P50", "P99", "WORST", "TOLD", "MOST", "KIB", "A HOST", "NEW HOST"
+        )?;
         for c in &self.changes {
             writeln!(
                 f,
                 "{:<32} {:>5} {:>5.1} ms {:>5.1} ms {:>5.1} ms {:>5.1} ms {:>6} {:>6} {:>10.1} {:>10.1} {:>10.1}",
-                c.what, c.times, c.call_p50_ms, c.p50_ms, c.p99_ms, c.worst_ms, c.told_p50, c.told_most, kib(c.bytes_p50),
-                kib(c.host_bytes_most), kib(c.new_host_bytes_most)
+                c.what,
+                c.times,
+                c.call_p50_ms,
+                c.p50_ms,
+                c.p99_ms,
+                c.worst_ms,
+                c.told_p50,
+                c.told_most,
+                kib(c.bytes_p50),
+                kib(c.host_bytes_most),
+                kib(c.new_host_bytes_most)
             )?;
         }
         let r = &self.returned;
-        writeln!(f, "\na host came back after five changes     {:>9.2} s   {:>9.1} KiB received, {:.1} KiB sent", r.told_s, kib(r.received), kib(r.sent))?;
+        writeln!(
+            f,
+            "\na host came back after five changes     {:>9.2} s   {:>9.1} KiB received, {:.1} KiB sent",
+            r.told_s,
+            kib(r.received),
+            kib(r.sent)
+        )?;
         let r = &self.restart;
         writeln!(f, "the centre was killed: it serves again  {:>9.2} s   after its start", r.serves_s)?;
-        writeln!(f, "  all hosts are connected               {:>9.2} s   {:>9.1} MiB received, {:.1} MiB sent, {} told everything", r.told_s, mib(r.received), mib(r.sent), r.wholes)?;
+        writeln!(
+            f,
+            "  all hosts are connected               {:>9.2} s   {:>9.1} MiB received, {:.1} MiB sent, {} told everything",
+            r.told_s,
+            mib(r.received),
+            mib(r.sent),
+            r.wholes
+        )?;
         writeln!(f, "  processor time of the centre          {:>9.1} s", r.processor_s)?;
-        write!(f, "\nBytes are those of TCP, with TLS and HTTP/2. TOLD: hosts that were told; KIB: what they received together; A HOST: the most of one that\nhad the group, NEW HOST: of one to which the group was new and which was told all of it.")
+        write!(
+            f,
+            "\nBytes are those of TCP, with TLS and HTTP/2. TOLD: hosts that were told; KIB: what they received together; A HOST: the most of one that\nhad the group, NEW HOST: of one to which the group was new and which was told all of it."
+        )
     }
 }
