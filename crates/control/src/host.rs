@@ -15,6 +15,8 @@ use crate::shared::{Seat, Shared, now_ms};
 const PATIENCE: Duration = Duration::from_secs(10);
 /// How long its announcement may wait for a centre that allocates, before it is served without and tried again.
 const ANNOUNCE: Duration = Duration::from_secs(3);
+/// How long the place of one that is told everything is kept for it.
+const HOLD: Duration = Duration::from_secs(1);
 /// How often it hears something.
 const ALIVE: Duration = Duration::from_secs(2);
 
@@ -92,8 +94,32 @@ impl Connection {
         }
     }
 
+    fn alive(&self) -> to_host::Message {
+        to_host::Message::Alive(v1::Alive { revision: self.told.unwrap_or(0), clock_ms: now_ms() })
+    }
+
+    /// Waits for something that may take long, and lets the host know meanwhile that the centre is there: one that believed it to be away would
+    /// come again, and be waited for once more.
+    async fn meanwhile<T>(&self, what: impl Future<Output = T>) -> Result<T, End> {
+        let mut what = std::pin::pin!(what);
+        loop {
+            match tokio::time::timeout(ALIVE, &mut what).await {
+                Ok(done) => return Ok(done),
+                Err(_) => self.say(self.alive()).await?,
+            }
+        }
+    }
+
     /// Tells the host what it lacks.
     async fn tell(&mut self) -> Result<(), End> {
+        // Everything is long, so few are told everything at a time.
+        let all = self.shared.centre().lacks_all(&self.host, self.told);
+        let room = self.shared.wholes.clone();
+        let mut permit = match all {
+            true => self.meanwhile(room.acquire_owned()).await?.ok(),
+            false => None,
+        };
+        let until = tokio::time::Instant::now() + HOLD;
         let (updates, revision) = {
             let centre = self.shared.centre();
             if self.told == Some(centre.revision()) {
@@ -103,8 +129,17 @@ impl Connection {
         };
         let something = !updates.is_empty();
         for update in updates {
-            self.say(to_host::Message::Update(update)).await?;
+            let mut said = std::pin::pin!(self.say(to_host::Message::Update(update)));
+            match tokio::time::timeout_at(until, &mut said).await {
+                Ok(done) => done?,
+                Err(_) => {
+                    // The others do not wait for one that reads slowly.
+                    permit = None;
+                    said.await?;
+                }
+            }
         }
+        drop(permit);
         self.told = Some(revision);
         self.shared.centre().told(&self.host, revision, something);
         Ok(())
@@ -120,7 +155,7 @@ impl Connection {
         });
         let refused = match same {
             Some(refused) => refused,
-            None => match tokio::time::timeout(ANNOUNCE, self.shared.run(announced.clone(), false)).await {
+            None => match self.meanwhile(tokio::time::timeout(ANNOUNCE, self.shared.run(announced.clone(), false))).await? {
                 Ok(Ok(done)) => done.refused,
                 Ok(Err(e)) if e.code() != tonic::Code::Unavailable => return Err(crate::grpc::refusal(&e).into()),
                 _ => {
@@ -172,8 +207,7 @@ impl Connection {
                     // By this the host knows that what it has holds for the newest revision, and is not told it again by a centre that is
                     // started anew.
                     self.tell().await?;
-                    let revision = self.told.unwrap_or(0);
-                    self.say(to_host::Message::Alive(v1::Alive { revision, clock_ms: now_ms() })).await?;
+                    self.say(self.alive()).await?;
                 }
             }
         }
@@ -186,7 +220,7 @@ impl Connection {
             from_host::Message::Report(report) => self.shared.centre().report(&self.host, report, now_ms()),
             from_host::Message::Ask(ask) => {
                 let (id, host) = (ask.id, self.host.clone());
-                let done = self.shared.run(v1::HostAsk { host, ask: Some(ask) }, false).await;
+                let done = self.meanwhile(self.shared.run(v1::HostAsk { host, ask: Some(ask) }, false)).await?;
                 let reply = match done {
                     Ok(done) => done.reply.unwrap_or_default(),
                     Err(e) => v1::Reply { id, error: e.message().into(), vrnic: None },

@@ -15,6 +15,8 @@ use crate::others::Others;
 use crate::pki::Authority;
 use crate::store::{Opened, Snapshot, StoreError};
 
+/// Most hosts that are told everything at a time.
+const MAX_WHOLES: usize = 16;
 /// Most that watch at a time.
 const MAX_WATCHERS: usize = 256;
 /// How long a change waits for a centre that allocates. A dead one is replaced within its lease of 5 s.
@@ -63,6 +65,8 @@ pub struct Shared {
     seat_numbers: AtomicU64,
     /// Permits of those who watch.
     pub(crate) watchers: Arc<tokio::sync::Semaphore>,
+    /// Permits of hosts that are told everything.
+    pub(crate) wholes: Arc<tokio::sync::Semaphore>,
 }
 
 /// Milliseconds since 1970.
@@ -118,6 +122,7 @@ impl Shared {
             seats: Mutex::default(),
             seat_numbers: AtomicU64::new(0),
             watchers: Arc::new(tokio::sync::Semaphore::new(MAX_WATCHERS)),
+            wholes: Arc::new(tokio::sync::Semaphore::new(MAX_WHOLES)),
         }))
     }
 

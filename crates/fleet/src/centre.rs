@@ -179,7 +179,7 @@ impl Centre {
             .iter()
             .filter_map(|r| if let Record::Secret(name, _) = r { Some(name.clone()) } else { None })
             .collect();
-        let mut touched = Touched::new();
+        let mut touched = Touched::new(MAX_LOG);
         let befores: Vec<_> = objects.iter().map(|(kind, name)| self.state.get(*kind, name)).collect();
         let see = |state: &State, touched: &mut Touched| {
             objects.iter().for_each(|(kind, name)| state.touch_object(*kind, name, touched));
@@ -206,7 +206,8 @@ impl Centre {
             self.changes_floor = self.changes.pop_front().map_or(revision, |(r, _)| r);
         }
         let deleted = deleted.into_iter().filter(|h| !self.state.hosts.contains_key(h.as_str()));
-        touched.extend(deleted.map(|h| (h.as_str().into(), BTreeSet::new())));
+        deleted.for_each(|h| touched.add(&h));
+        let touched = touched.into_hosts();
         let hosts: Vec<Name> = touched.keys().cloned().collect();
         for (host, keys) in touched {
             if !self.state.hosts.contains_key(&host) {
@@ -215,6 +216,11 @@ impl Centre {
                 continue;
             }
             let log = self.logs.entry(host).or_insert_with(|| Log { entries: VecDeque::new(), floor: self.begun });
+            if keys.len() > MAX_LOG {
+                // It is told everything.
+                *log = Log { entries: VecDeque::new(), floor: revision };
+                continue;
+            }
             log.entries.extend(keys.into_iter().map(|k| (revision, k)));
             while log.entries.len() > MAX_LOG {
                 log.floor = log.entries.pop_front().map_or(revision, |(r, _)| r);
@@ -253,13 +259,18 @@ impl Centre {
         self.commit(revision, &writes)
     }
 
+    /// True if a host that has been told the state of `told` has to be told everything.
+    pub fn lacks_all(&self, host: &str, told: Option<u64>) -> bool {
+        let floor = self.logs.get(host).map_or(self.begun, |l| l.floor);
+        !told.is_some_and(|t| (floor..=self.state.revision).contains(&t))
+    }
+
     /// What a host is told that has been told the state of `told`; everything, in parts, if it has been told nothing or too long ago. Nothing
     /// if nothing of it concerns the host.
     pub fn updates(&self, host: &str, told: Option<u64>) -> Vec<v1::Update> {
         let revision = self.state.revision;
         let log = self.logs.get(host);
-        let floor = log.map_or(self.begun, |l| l.floor);
-        let known = told.filter(|t| (floor..=revision).contains(t));
+        let known = told.filter(|_| !self.lacks_all(host, told));
         let items: Vec<(Key, Option<v1::Item>)> = match known {
             None => self.state.whole(host).into_iter().map(|(k, i)| (k, Some(i))).collect(),
             Some(told) => {

@@ -40,11 +40,48 @@ impl Key {
     }
 }
 
-/// Keys that a change may concern, by host.
-pub(crate) type Touched = BTreeMap<Name, BTreeSet<Key>>;
+/// Keys that a change may concern, by host. Of a host with more than `most` it is only known that they are more.
+pub(crate) struct Touched {
+    hosts: BTreeMap<Name, BTreeSet<Key>>,
+    most: usize,
+}
+
+impl Touched {
+    pub fn new(most: usize) -> Touched {
+        Touched { hosts: BTreeMap::new(), most }
+    }
+
+    /// The keys of each host.
+    pub fn into_hosts(self) -> BTreeMap<Name, BTreeSet<Key>> {
+        self.hosts
+    }
+
+    /// A host is concerned in whatever way.
+    pub fn add(&mut self, host: &str) {
+        self.hosts.entry(host.into()).or_default();
+    }
+
+    fn of(&mut self, host: &Name) -> &mut BTreeSet<Key> {
+        if !self.hosts.contains_key(host) {
+            self.hosts.insert(host.clone(), BTreeSet::new());
+        }
+        self.hosts.get_mut(host).expect("it was made")
+    }
+
+    fn extend(&mut self, host: &Name, keys: impl Iterator<Item = Key>) {
+        let most = self.most;
+        let of = self.of(host);
+        for key in keys {
+            if of.len() > most {
+                return;
+            }
+            of.insert(key);
+        }
+    }
+}
 
 fn touch(touched: &mut Touched, host: &Name, key: Key) {
-    touched.entry(host.clone()).or_default().insert(key);
+    touched.extend(host, std::iter::once(key));
 }
 
 impl State {
@@ -143,12 +180,12 @@ impl State {
 
     /// Everything that a host is told, in the order of the keys.
     pub(crate) fn whole(&self, host: &str) -> BTreeMap<Key, v1::Item> {
-        let mut touched = Touched::new();
+        let mut touched = Touched::new(usize::MAX);
         if let Some((name, h)) = self.hosts.get_key_value(host) {
             h.vrnics.iter().for_each(|v| touch(&mut touched, name, Key::Vrnic(v.clone())));
             h.groups.keys().for_each(|g| self.touch_scope(name, g, &mut touched));
         }
-        let keys = touched.remove(host).unwrap_or_default();
+        let keys = touched.into_hosts().remove(host).unwrap_or_default();
         keys.into_iter().filter_map(|k| self.item(host, &k).map(|i| (k, i))).collect()
     }
 
@@ -168,10 +205,9 @@ impl State {
 
     /// What a host is told of vRNICs that it reaches.
     fn touch_end(&self, host: &Name, end: &End, out: &mut Touched) {
-        let keys = out.entry(host.clone()).or_default();
-        keys.insert(Key::Group(end.group.clone()));
-        keys.extend(self.vrnics_of(end).into_iter().map(Key::Peer));
-        keys.extend(self.hosts_of(end).into_iter().map(Key::Place));
+        touch(out, host, Key::Group(end.group.clone()));
+        out.extend(host, self.vrnics_of(end).into_iter().map(Key::Peer));
+        out.extend(host, self.hosts_of(end).into_iter().map(Key::Place));
     }
 
     fn touch_pair(&self, host: &Name, rule: &Rule, out: &mut Touched) {
@@ -226,9 +262,12 @@ impl State {
         let Some((name, v)) = self.vrnics.get_key_value(name) else { return };
         let own = End { group: v.group.clone(), vrnic: Some(name.clone()) };
         let group = self.groups.get(&v.group);
+        // One that is on no host is nobody's peer.
         let see = |other: &Name, out: &mut Touched| {
-            touch(out, other, Key::Peer(name.clone()));
-            v.host.iter().for_each(|h| touch(out, other, Key::Place(h.clone())));
+            if let Some(h) = &v.host {
+                touch(out, other, Key::Peer(name.clone()));
+                touch(out, other, Key::Place(h.clone()));
+            }
         };
         group.into_iter().flat_map(|g| g.hosts.keys()).for_each(|other| see(other, out));
         for (near, far) in self.joins_of(&v.group) {

@@ -631,6 +631,28 @@ fn what_does_not_concern_a_host_is_in_force_there_at_once() {
     assert_eq!(applied(&w), first);
 }
 
+#[test]
+fn a_host_that_more_concerns_than_is_remembered_is_told_everything() {
+    let mut w = World::new(&["h1", "h2", "h3"]);
+    w.apply([group("blue", &["10.0.0.0/16"]), group("red", &[])]).unwrap();
+    w.apply([vrnic("a", "blue", "h1", &[]), vrnic("r", "red", "h3", &[])]).unwrap();
+    w.tell();
+    let before = w.centre.revision();
+    let many = (0..3_000).map(|n| vrnic(&format!("v{n}"), "blue", "h2", &[]));
+    w.apply(many).unwrap();
+    assert!(w.centre.updates("h1", Some(before))[0].whole);
+    assert_eq!(w.centre.updates("h3", Some(before)), []);
+    w.tell();
+    // From then on it hears what changes again. One that is on no host concerns nobody.
+    let told = w.centre.revision();
+    w.apply([vrnic("aside", "blue", "", &[])]).unwrap();
+    assert_eq!(w.centre.updates("h1", Some(told)), []);
+    w.apply([vrnic("b", "blue", "h2", &[])]).unwrap();
+    let news = w.centre.updates("h1", Some(told));
+    assert!(news.len() == 1 && !news[0].whole && news[0].put.len() + news[0].gone.len() <= 2, "{news:?}");
+    w.tell();
+}
+
 fn host_question(name: &str) -> v1::GetRequest {
     v1::GetRequest { kind: v1::Kind::Host.into(), name: name.into(), ..Default::default() }
 }

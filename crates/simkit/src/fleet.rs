@@ -181,6 +181,8 @@ struct World {
     talked: u64,
     /// Of each host, what it was checked for: the true state and its own, and the connections.
     checked: [(u64, u64, u64); HOSTS],
+    /// Of each two hosts, for which state of theirs their secrets were compared.
+    checked_secrets: [[(u64, u64); HOSTS]; HOSTS],
     /// Until when hosts do not reach centres, and centres the store.
     cut: [[u64; CENTRES]; HOSTS],
     cut_store: [u64; CENTRES],
@@ -223,6 +225,7 @@ impl World {
             talks: Vec::new(),
             talked: 0,
             checked: [(0, 0, 0); HOSTS],
+            checked_secrets: [[(0, 0); HOSTS]; HOSTS],
             cut: [[0; CENTRES]; HOSTS],
             cut_store: [0; CENTRES],
             slow_store: 0,
@@ -722,8 +725,10 @@ impl World {
         for a in 0..HOSTS {
             for b in (0..HOSTS).filter(|b| *b != a) {
                 let calm = |h: usize| now - self.calm[h] >= LAG_MS;
-                if calm(a) && calm(b) {
+                let is = (self.hosts[a].looked, self.hosts[b].looked);
+                if self.checked_secrets[a][b] != is && calm(a) && calm(b) {
                     self.hosts[a].check_secrets(&self.hosts[b]);
+                    self.checked_secrets[a][b] = is;
                 }
             }
         }

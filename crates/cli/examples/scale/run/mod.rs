@@ -256,7 +256,7 @@ impl Run<'_> {
 
         let wide: Vec<String> = self.fleet.groups[model::WIDEST].vrnics.iter().cloned().collect();
         let mut samples = Vec::new();
-        for _ in 0..few {
+        for _ in 0..few.div_ceil(4) {
             let name = &wide[self.draw.below(wide.len())];
             samples.push(self.move_one(name).await?);
         }
