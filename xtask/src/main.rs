@@ -1,8 +1,8 @@
 //! `cargo xtask`: the project's own commands. `demo` shows, `test` checks all, `vm` does so in virtual
 //! machines, `bench` measures, `attack` does harm.
 //!
-//! Of the workspace it depends on the simulation kit only, for `sim`; for everything else it uses the built programs as a
-//! user would.
+//! Of the workspace it depends on the simulation kit, for `sim`, and on the messages of a fleet, for the hosts of `page`; for everything
+//! else it uses the built programs as a user would.
 
 mod attack;
 mod bench;
@@ -14,6 +14,7 @@ mod fleet;
 mod lab;
 mod memory;
 mod packages;
+mod page;
 mod scale;
 mod sim;
 mod siw;
@@ -126,6 +127,24 @@ enum Command {
         /// Run this in a guest
         #[arg(last = true, value_name = "COMMAND", conflicts_with = "only")]
         command: Vec<String>,
+    },
+    /// Look at the control centre's web page in Chromium, with a fleet whose hosts report traffic, and keep pictures of it
+    #[command(
+        after_help = "Examples:\n  cargo xtask page                      all checks; the pictures are in target/page\n  cargo xtask page --stay               a fleet to look at, until interrupted"
+    )]
+    Page {
+        /// Where pictures go
+        #[arg(long, value_name = "DIR", default_value = "target/page")]
+        out: std::path::PathBuf,
+        /// Only the checks whose name contains this
+        #[arg(long, value_name = "TEXT")]
+        only: Option<String>,
+        /// Start the fleet, say where its page is, and check nothing
+        #[arg(long, conflicts_with = "only")]
+        stay: bool,
+        /// Do not build `unirdma` first
+        #[arg(long)]
+        built: bool,
     },
     /// Measure
     Bench {
@@ -308,6 +327,9 @@ fn main() -> ExitCode {
         Command::Bench { what: Bench::Vm { json, kernel, runs } } => bench::vm(json, kernel.as_deref(), runs),
         Command::Bench { what: Bench::Wire { json, only } } => bench::wire(json, &only),
         Command::Cluster { hosts } => cluster::run(hosts.into()),
+        Command::Page { out, only, stay, built } => {
+            page::run(&page::Options { out: &out, only: only.as_deref(), stay, built })
+        }
         Command::Vm { kernel, build: true, .. } => vm::build(kernel.as_deref()),
         Command::Vm { kernel, shell: true, .. } => vm::shell(kernel.as_deref()),
         Command::Vm { kernel, only, conformance: true, .. } => {

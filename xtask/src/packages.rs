@@ -64,6 +64,13 @@ pub(crate) const TEST: Needed = &[
     ("/usr/sbin/runc", "runc"),
 ];
 
+/// What looking at the control centre's page takes.
+pub(crate) const PAGE: Needed = &[
+    ("/usr/bin/chromium", "chromium"),
+    ("/usr/bin/certutil", "libnss3-tools"),
+    ("/usr/share/fonts/truetype/dejavu/DejaVuSans.ttf", "fonts-dejavu-core"),
+];
+
 /// What the comparison of memory takes.
 pub(crate) const MEMORY: Needed = &[
     ("/usr/include/rdma/rdma_cma.h", "librdmacm-dev"),

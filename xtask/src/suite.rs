@@ -6,6 +6,7 @@ mod etcd;
 mod guest;
 mod kernel;
 mod network;
+mod page;
 mod podman;
 mod rules;
 mod sandbox;
@@ -81,9 +82,14 @@ impl<'a> Suite<'a> {
         if failed == 0 { Ok(()) } else { Err(format!("{failed} black-box tests failed")) }
     }
 
+    /// True if a test of this name is not left out.
+    fn wants(&self, name: &str) -> bool {
+        self.only.is_none_or(|o| name.contains(o))
+    }
+
     /// Runs a test, unless it is left out.
     pub fn check(&mut self, name: &str, f: impl FnOnce(&Lab) -> Check) {
-        if self.only.is_some_and(|o| !name.contains(o)) {
+        if !self.wants(name) {
             return;
         }
         match f(self.lab) {
@@ -823,6 +829,7 @@ pub(crate) fn run(only: Option<&str>) -> Result<()> {
     changes::run(&mut s);
     watching::run(&mut s);
     etcd::run(&mut s);
+    page::run(&mut s);
     wrong_input(&mut s);
     own_labs(&mut s);
     memory::fixed(&mut s, &lab);

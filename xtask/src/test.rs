@@ -24,7 +24,7 @@ fn has(component: &str) -> bool {
 }
 
 pub(crate) fn run(only: Option<&str>) -> Result<()> {
-    packages::ensure(&[packages::RUN, packages::TEST, packages::MEMORY])?;
+    packages::ensure(&[packages::RUN, packages::TEST, packages::MEMORY, packages::PAGE])?;
     if only.is_none() {
         if has("fmt") {
             cargo(&["fmt", "--all", "--check"], &[])?;

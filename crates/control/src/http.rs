@@ -2,6 +2,7 @@
 //! it and of the .proto file.
 
 use std::sync::Arc;
+use std::time::Duration;
 
 use axum::Router;
 use axum::body::{Body, Bytes};
@@ -22,6 +23,9 @@ use crate::watch;
 
 /// Longest body of a request.
 pub(crate) const MAX_BODY: usize = 16 << 20;
+
+/// How often a reader of events that has nothing to hear hears that.
+const ALIVE: Duration = Duration::from_secs(5);
 
 type S = State<Arc<Shared>>;
 
@@ -194,10 +198,12 @@ async fn delete_objects(State(shared): S, headers: HeaderMap, b: Body) -> Answer
 /// Watching as server-sent events, a WatchResponse each.
 async fn events(State(shared): S, headers: HeaderMap, Query(q): Q) -> Answer {
     let stream = watch::start(&shared, token(&headers), query(q)?)?;
-    let events = stream.map(|m| {
+    let events = stream.timeout_repeating(tokio::time::interval(ALIVE)).map(|m| {
         let text = match m {
-            Ok(m) => serde_json::to_string(&m).map(|t| format!("data: {t}\n\n")),
-            Err(e) => serde_json::to_string(&serde_json::json!({ "error": e.what }))
+            // A comment: by it the reader knows that the centre is there.
+            Err(_) => return Ok(Bytes::from_static(b":\n\n")),
+            Ok(Ok(m)) => serde_json::to_string(&m).map(|t| format!("data: {t}\n\n")),
+            Ok(Err(e)) => serde_json::to_string(&serde_json::json!({ "error": e.what }))
                 .map(|t| format!("event: error\ndata: {t}\n\n")),
         };
         text.map(Bytes::from)

@@ -14,10 +14,11 @@ const CSS: &str = "text/css; charset=utf-8";
 const SCRIPT: &str = "text/javascript; charset=utf-8";
 
 /// Address, type and content of each file.
-const FILES: [(&str, &str, &str); 7] = [
+const FILES: [(&str, &str, &str); 8] = [
     ("/", HTML, include_str!("../web/index.html")),
     ("/style.css", CSS, include_str!("../web/style.css")),
     ("/app.js", SCRIPT, include_str!("../web/app.js")),
+    ("/dom.js", SCRIPT, include_str!("../web/dom.js")),
     ("/api.js", SCRIPT, include_str!("../web/api.js")),
     ("/model.js", SCRIPT, include_str!("../web/model.js")),
     ("/draw.js", SCRIPT, include_str!("../web/draw.js")),

@@ -1,16 +1,13 @@
 // What is known of the fleet, as the stream tells it, and what follows from that.
 
-// Points of a vRNIC's past that its page draws.
-const PAST = 150;
+// How long a vRNIC's page looks back, milliseconds.
+export const PAST = 300_000;
 
 const number = (text) => Number(text ?? 0);
+const NOTHING = { sent: 0, received: 0, operations: 0, errors: 0 };
 
 export class Fleet {
   constructor() {
-    this.forget();
-  }
-
-  forget() {
     this.hosts = new Map();
     this.groups = new Map();
     this.vrnics = new Map();
@@ -18,10 +15,18 @@ export class Fleet {
     // What is known of hosts and vRNICs beside what is declared.
     this.hostStates = new Map();
     this.vrnicStates = new Map();
+    // Rates of each vRNIC in the last minutes: each holds until the next one.
     this.past = new Map();
-    this.#index = new Map();
     this.revision = 0;
     this.complete = false;
+    this.began = performance.now();
+  }
+
+  // Becomes what another one is, and keeps the past of what is still there.
+  become(other) {
+    const kept = [...this.past].filter(([name]) => other.vrnics.has(name));
+    Object.assign(this, other, { past: new Map([...kept, ...other.past]), began: this.began });
+    this.#index = new Map();
   }
 
   // Takes a message of the stream.
@@ -32,7 +37,7 @@ export class Fleet {
       if (after) this.#put(after, true);
       else if (before) this.#put(before, false);
     }
-    for (const state of message.hosts ?? []) this.hostStates.set(state.name, state);
+    for (const state of message.hosts ?? []) this.#meet(state);
     for (const state of message.vrnics ?? []) this.#measure(state, now);
     this.complete ||= message.complete === true;
   }
@@ -51,23 +56,39 @@ export class Fleet {
     }
   }
 
-  // Rates are differences to what was told before.
+  #meet(state) {
+    this.hostStates.set(state.name, { ...state, heard: Date.now() - number(state.silentMs) });
+  }
+
   #measure(state, now) {
-    const is = { at: now, sent: number(state.sentBytes), received: number(state.receivedBytes), operations: number(state.operations), errors: number(state.errors) };
-    const was = this.vrnicStates.get(state.name);
-    const seconds = was ? (now - was.is.at) / 1000 : 0;
-    // A worker that was started anew counts from 0.
-    const rate = (what) => (seconds > 0 ? (is[what] >= was.is[what] ? is[what] - was.is[what] : is[what]) / seconds : 0);
-    const rates = { sent: rate("sent"), received: rate("received"), operations: rate("operations"), errors: rate("errors") };
-    this.vrnicStates.set(state.name, { ...state, is, rates });
-    if (!was) return;
+    const rates = { sent: number(state.sentRate), received: number(state.receivedRate), operations: number(state.operationRate), errors: number(state.errorRate) };
+    const connections = (state.connections ?? []).map((c) => ({ ...c, qps: c.qps ?? 0, sent: number(c.sentRate), received: number(c.receivedRate) }));
+    this.vrnicStates.set(state.name, { ...state, connections, rates });
     const past = this.past.get(state.name) ?? [];
+    // One from before the time that is looked back at says what was at its beginning.
+    while (past.length > 1 && past[1].at < now - PAST) past.shift();
     past.push({ at: now, ...rates });
-    this.past.set(state.name, past.slice(-PAST));
+    this.past.set(state.name, past);
+  }
+
+  // How a host is: `connected`, `problems`, `away`, or `unknown` to whom this token does not show it.
+  hostIs(name) {
+    if (!this.hosts.has(name)) return "unknown";
+    const state = this.hostStates.get(name);
+    if (!state?.connected) return "away";
+    return state.problems?.length ? "problems" : "connected";
+  }
+
+  // How a vRNIC is.
+  vrnicIs(v) {
+    if (v.down) return "down";
+    if (!v.host) return "nowhere";
+    if (this.hostIs(v.host) === "away") return "away";
+    return this.vrnicStates.get(v.name)?.there ? "up" : "missing";
   }
 
   rates(name) {
-    return this.vrnicStates.get(name)?.rates ?? { sent: 0, received: 0, operations: 0, errors: 0 };
+    return this.vrnicStates.get(name)?.rates ?? NOTHING;
   }
 
   sum(vrnics) {
@@ -82,18 +103,19 @@ export class Fleet {
     return all;
   }
 
-  // Each pair of vRNICs that are connected, once, with an estimate of its traffic: a vRNIC's bytes divided by the queue pairs of its
-  // connections, at the end that has fewer.
+  // Each pair of vRNICs that are connected, once, with the bytes a second from the first to the second and back. Both ends count the same
+  // bytes at moments of their own: the one that counts more is believed.
   links() {
     const links = new Map();
     for (const [name, state] of this.vrnicStates) {
-      const qps = (state.connections ?? []).reduce((sum, c) => sum + (c.qps ?? 0), 0);
-      for (const c of state.connections ?? []) {
+      for (const c of state.connections) {
         if (!c.peer || !this.vrnics.has(name) || !this.vrnics.has(c.peer)) continue;
-        const key = [name, c.peer].sort().join("\n");
-        const bytes = ((state.rates.sent + state.rates.received) * (c.qps ?? 0)) / Math.max(qps, 1);
-        const link = links.get(key) ?? { ends: key.split("\n"), qps: 0, bytes: Infinity };
-        links.set(key, { ...link, qps: Math.max(link.qps, c.qps ?? 0), bytes: Math.min(link.bytes, bytes) });
+        const first = name < c.peer;
+        const ends = first ? [name, c.peer] : [c.peer, name];
+        const key = ends.join("\n");
+        const [there, back] = first ? [c.sent, c.received] : [c.received, c.sent];
+        const link = links.get(key) ?? { ends, qps: 0, there: 0, back: 0 };
+        links.set(key, { ends, qps: Math.max(link.qps, c.qps), there: Math.max(link.there, there), back: Math.max(link.back, back) });
       }
     }
     return [...links.values()];
@@ -135,18 +157,20 @@ export class Fleet {
     const nodes = new Map();
     for (const v of vrnics) {
       const id = key(v);
-      const node = nodes.get(id) ?? { id, name: together ? v.group : v.name, group: v.group, host: v.host ?? "", vrnics: [], down: !together && v.down, open: together ? `groups/${encodeURIComponent(v.group)}` : `vrnics/${encodeURIComponent(v.name)}` };
+      const node = nodes.get(id) ?? { id, name: together ? v.group : v.name, group: v.group, host: v.host ?? "", vrnics: [], is: !together ? this.vrnicIs(v) : this.hostIs(v.host) === "away" && v.host ? "away" : "up", open: together ? `groups/${encodeURIComponent(v.group)}` : `vrnics/${encodeURIComponent(v.name)}` };
       node.vrnics.push(v);
       nodes.set(id, node);
     }
     for (const node of nodes.values()) node.rates = this.sum(node.vrnics);
     const links = new Map();
     for (const link of this.links()) {
-      const ends = link.ends.map((name) => key(this.vrnics.get(name)));
-      if (ends[0] === ends[1] || !ends.every((e) => nodes.has(e))) continue;
-      const id = ends.sort().join("\n");
-      const all = links.get(id) ?? { ends, qps: 0, bytes: 0 };
-      links.set(id, { ends, qps: all.qps + link.qps, bytes: all.bytes + link.bytes });
+      const [a, b] = link.ends.map((name) => key(this.vrnics.get(name)));
+      if (a === b || !nodes.has(a) || !nodes.has(b)) continue;
+      const [there, back] = a < b ? [link.there, link.back] : [link.back, link.there];
+      const ends = a < b ? [a, b] : [b, a];
+      const id = ends.join("\n");
+      const all = links.get(id) ?? { ends, qps: 0, there: 0, back: 0 };
+      links.set(id, { ends, qps: all.qps + link.qps, there: all.there + there, back: all.back + back });
     }
     return { nodes: [...nodes.values()], links: [...links.values()], together };
   }
@@ -175,3 +199,9 @@ export function short(n, base = 1000) {
 
 export const bytes = (n) => (n === 0 ? "0" : `${short(n)}B/s`);
 export const each = (n) => (n === 0 ? "0" : `${short(n)}/s`.replace(" /", "/"));
+
+// The address of a thing's own page.
+export const to = (kind, name) => `#/${kind}/${encodeURIComponent(name)}`;
+
+// The time of day, by this machine's clock.
+export const clock = (ms) => new Date(ms).toLocaleTimeString([], { hour12: false });

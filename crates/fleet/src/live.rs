@@ -1,6 +1,6 @@
 //! What hosts say of themselves. It is kept in memory only: a centre that is started anew hears it again.
 
-use std::collections::{BTreeMap, HashMap};
+use std::collections::{BTreeMap, BTreeSet, HashMap};
 
 use crate::centre::{Centre, Outcome};
 use crate::draft::Draft;
@@ -39,6 +39,10 @@ struct Host {
     via: Option<String>,
     /// Its clock when it said hello.
     hello_ms: u64,
+    /// When it has reported last, of those that came by this connection.
+    reported_ms: Option<u64>,
+    /// Its vRNICs whose figures were others in the last report than in the one before.
+    moving: BTreeSet<String>,
 }
 
 impl Host {
@@ -104,6 +108,17 @@ impl Live {
         self.hosts.remove(name);
     }
 
+    /// The rates of these vRNICs are 0 from now on.
+    fn rest(&mut self, names: BTreeSet<String>) {
+        for name in names {
+            if let Some((_, state)) = self.vrnics.get(&name) {
+                let mut state = state.clone();
+                rate(&mut state, None, 0);
+                self.put_vrnic(state);
+            }
+        }
+    }
+
     fn next(&mut self) -> u64 {
         self.count += 1;
         self.count
@@ -119,6 +134,34 @@ impl Live {
 
 fn short(text: &str, most: usize) -> String {
     text.chars().filter(|c| !c.is_control()).take(most).collect()
+}
+
+/// Writes into a state what became of its figures, a second, in the milliseconds since another state. True if there is a rate that is not 0.
+fn rate(state: &mut v1::VrnicState, was: Option<&v1::VrnicState>, ms: u64) -> bool {
+    let per_second = |is: u64, was: Option<u64>| match was {
+        // Figures become less if a worker is started anew: then it counts from 0.
+        Some(was) if ms > 0 => {
+            let more = u128::from(if is >= was { is - was } else { is });
+            u64::try_from(more * 1000 / u128::from(ms)).unwrap_or(u64::MAX)
+        }
+        _ => 0,
+    };
+    state.sent_rate = per_second(state.sent_bytes, was.map(|w| w.sent_bytes));
+    state.received_rate = per_second(state.received_bytes, was.map(|w| w.received_bytes));
+    state.operation_rate = per_second(state.operations, was.map(|w| w.operations));
+    state.error_rate = per_second(state.errors, was.map(|w| w.errors));
+    let before: Option<HashMap<&str, &v1::Connection>> =
+        was.map(|w| w.connections.iter().map(|c| (c.address.as_str(), c)).collect());
+    for c in &mut state.connections {
+        // A queue pair that is closed takes its figures along: what is left of them is less, and no rate follows from that.
+        let before = before.as_ref().map(|all| all.get(c.address.as_str()).copied());
+        let before = |what: fn(&v1::Connection) -> u64, is: u64| before.map(|b| b.map_or(0, what).min(is));
+        (c.sent_rate, c.received_rate) = (
+            per_second(c.sent_bytes, before(|b| b.sent_bytes, c.sent_bytes)),
+            per_second(c.received_bytes, before(|b| b.received_bytes, c.received_bytes)),
+        );
+    }
+    state.sent_rate | state.received_rate | state.operation_rate | state.error_rate > 0
 }
 
 fn clock(host_ms: u64, now_ms: u64) -> i64 {
@@ -178,6 +221,7 @@ impl Centre {
         (h.applied, h.holds, h.said) = (told.unwrap_or(0), told.unwrap_or(0), told.unwrap_or(0));
         h.clock_ms = clock(hello.clock_ms, now_ms);
         h.problems.clear();
+        h.reported_ms = None;
         Ok(Greeted { told })
     }
 
@@ -271,7 +315,11 @@ impl Centre {
 
     /// A host reports on its vRNICs. It says nothing of those of others.
     pub fn report(&mut self, host: &str, report: v1::Report, now_ms: u64) {
-        self.live.heard(host, now_ms).clock_ms = clock(report.clock_ms, now_ms);
+        let h = self.live.heard(host, now_ms);
+        h.clock_ms = clock(report.clock_ms, now_ms);
+        let ms = h.reported_ms.replace(now_ms).map_or(0, |at| now_ms.saturating_sub(at));
+        let mut resting = std::mem::take(&mut h.moving);
+        let mut moving = BTreeSet::new();
         for mut state in report.vrnics.into_iter().take(MAX_ANNOUNCED) {
             let here = self.state.vrnics.get(state.name.as_str()).is_some_and(|v| v.host.as_deref() == Some(host));
             if !here {
@@ -281,8 +329,16 @@ impl Centre {
             for c in &mut state.connections {
                 (c.address, c.peer) = (short(&c.address, 64), short(&c.peer, 32));
             }
+            resting.remove(&state.name);
+            let was = self.live.vrnics.get(&state.name).map(|(_, s)| s);
+            if rate(&mut state, was, ms) {
+                moving.insert(state.name.clone());
+            }
             self.live.put_vrnic(state);
         }
+        // What is not in a report is as it was.
+        self.live.rest(resting);
+        self.live.hosts.entry(host.into()).or_default().moving = moving;
     }
 
     /// A host's connection has ended, if it is still that of this instance.
@@ -290,6 +346,8 @@ impl Centre {
         if self.live.hosts.get(host).is_some_and(|h| h.instance == Some(instance) && h.via.is_none()) {
             let h = self.live.heard(host, now_ms);
             h.instance = None;
+            let moving = std::mem::take(&mut h.moving);
+            self.live.rest(moving);
         }
     }
 

@@ -575,6 +575,68 @@ fn hosts_bring_what_their_administrators_made() {
 }
 
 #[test]
+fn rates_follow_from_two_reports_and_end_with_the_traffic() {
+    let mut w = World::new(&["h1"]);
+    w.apply([vrnic("a", "default", "h1", &[]), vrnic("b", "default", "h1", &[])]).unwrap();
+    w.centre.hello("h1", &v1::Hello { protocol: 1, instance: 5, ..Default::default() }, w.now).unwrap();
+    let admin = w.admin.clone();
+    let connection = |peer: &str, sent_bytes| v1::Connection {
+        address: peer.into(),
+        peer: peer.into(),
+        qps: 1,
+        sent_bytes,
+        // What a host says of rates is left out.
+        sent_rate: 77,
+        ..Default::default()
+    };
+    let state = |sent_bytes, connections| v1::VrnicState {
+        name: "a".into(),
+        sent_bytes,
+        errors: sent_bytes / 1_000,
+        sent_rate: 77,
+        connections,
+        ..Default::default()
+    };
+    let report = |w: &mut World, vrnics: Vec<v1::VrnicState>| {
+        w.now += 5_000;
+        w.centre.report("h1", v1::Report { vrnics, clock_ms: w.now }, w.now);
+    };
+    let mut told = 0;
+    let mut news = |w: &World| {
+        let (now, _, vrnics) = w.centre.states_since(&admin, told, w.now);
+        told = now;
+        let of = |v: v1::VrnicState| (v.sent_rate, v.error_rate, v.connections.iter().map(|c| c.sent_rate).collect());
+        vrnics.into_iter().map(of).collect::<Vec<(u64, u64, Vec<u64>)>>()
+    };
+    report(&mut w, vec![state(50_000, vec![connection("p", 50_000)])]);
+    assert_eq!(news(&w), [(0, 0, vec![0])], "one report says nothing of time");
+    report(&mut w, vec![state(80_000, vec![connection("p", 70_000), connection("q", 10_000)])]);
+    assert_eq!(news(&w), [(6_000, 6, vec![4_000, 2_000])]);
+    // The queue pairs of q are closed, and some of p.
+    report(&mut w, vec![state(90_000, vec![connection("p", 40_000)])]);
+    assert_eq!(news(&w), [(2_000, 2, vec![0])]);
+    // A worker that was started anew counts from nothing.
+    report(&mut w, vec![state(5_000, Vec::new())]);
+    assert_eq!(news(&w), [(1_000, 1, vec![])]);
+    // What is not reported is as it was: its rates have ended, which is told once.
+    report(&mut w, Vec::new());
+    assert_eq!(news(&w), [(0, 0, vec![])]);
+    report(&mut w, Vec::new());
+    assert!(news(&w).is_empty());
+    report(&mut w, vec![state(10_000, Vec::new())]);
+    assert_eq!(news(&w), [(1_000, 1, vec![])], "by the time since the last report, in which it did nothing");
+    w.centre.goodbye("h1", 5, w.now);
+    assert_eq!(news(&w), [(0, 0, vec![])], "nothing is known of a host that is away");
+    // Time that goes backwards, and figures as large as can be, break nothing.
+    w.now -= 60_000;
+    report(&mut w, vec![state(u64::MAX, vec![connection("p", u64::MAX)])]);
+    w.now -= 60_000;
+    report(&mut w, vec![state(0, vec![connection("p", 0)])]);
+    report(&mut w, vec![state(u64::MAX, vec![connection("p", u64::MAX)])]);
+    assert_eq!(news(&w), [(u64::MAX / 5, u64::MAX / 1_000 / 5, vec![u64::MAX / 5])]);
+}
+
+#[test]
 fn a_host_that_was_away_a_moment_gets_what_it_lacks_and_one_of_another_past_gets_all() {
     let mut w = World::new(&["h1"]);
     w.apply([vrnic("a", "default", "h1", &[])]).unwrap();

@@ -48,6 +48,21 @@ impl Ordered {
         Ok(Change::Rules(self.rules.values().flatten().cloned().collect()))
     }
 
+    /// A group, and those that rules join with it.
+    fn reached_from(&self, group: &str) -> Vec<String> {
+        let ends = self.rules.values().flatten().map(|r| (r.from.group(), r.to.group()));
+        let others = ends.filter_map(|(from, to)| match (from == group, to == group) {
+            (true, false) => Some(to.clone()),
+            (false, true) => Some(from.clone()),
+            _ => None,
+        });
+        let mut groups: Vec<String> = others.collect();
+        groups.sort();
+        groups.dedup();
+        groups.insert(0, group.into());
+        groups
+    }
+
     fn set_secret(&mut self, group: &str, other: &str, id: u32, secret: Option<&v1::Secret>) -> Result<(), String> {
         let id = u8::try_from(id).map_err(|_| format!("secret {id} of group {group} has no number from 1 to 255"))?;
         let of_group = self.secrets.entry((group.into(), other.into())).or_default();
@@ -322,26 +337,34 @@ impl Supervisor {
 
     /// What the centre is told of the vRNICs.
     pub fn report(&self) -> Vec<v1::VrnicState> {
-        self.list().into_iter().map(|v| self.figures_of(v)).collect()
+        let mut reached = HashMap::new();
+        self.list().into_iter().map(|v| self.figures_of(v, &mut reached)).collect()
     }
 
-    fn figures_of(&self, v: VrnicInfo) -> v1::VrnicState {
-        let mut peers: HashMap<String, u32> = HashMap::new();
+    /// `reached` remembers which groups each group reaches.
+    fn figures_of(&self, v: VrnicInfo, reached: &mut HashMap<String, Vec<String>>) -> v1::VrnicState {
+        let mut peers: HashMap<String, v1::Connection> = HashMap::new();
         if v.qps > 0
             && let Ok(Response::Vrnic(whole)) = self.show(&v.name, true)
         {
-            for gid in whole.queue_pairs.into_iter().filter_map(|q| q.peer_gid) {
-                *peers.entry(gid).or_default() += 1;
+            // A queue pair that has failed is connected to nobody any more.
+            for q in whole.queue_pairs.into_iter().filter(|q| q.state != "ERR") {
+                let Some(gid) = q.peer_gid else { continue };
+                let c = peers.entry(gid).or_default();
+                c.qps += 1;
+                c.sent_bytes = c.sent_bytes.saturating_add(q.counters.sent_bytes);
+                c.received_bytes = c.received_bytes.saturating_add(q.counters.received_bytes);
             }
         }
+        let groups = reached.entry(v.group.clone()).or_insert_with(|| lock(&self.ordered).reached_from(&v.group));
         let neighbours = lock(&self.neighbours);
         let mut connections: Vec<v1::Connection> = peers
             .into_iter()
-            .map(|(gid, qps)| {
+            .map(|(gid, c)| {
                 let address = gid.strip_prefix("::ffff:").unwrap_or(&gid).to_string();
-                let peer =
-                    address.parse().ok().and_then(|a| neighbours.name_of(&v.group, a)).unwrap_or_default().into();
-                v1::Connection { address, peer, qps }
+                let named = |a: IpAddr| groups.iter().find_map(|g| neighbours.name_of(g, a));
+                let peer = address.parse().ok().and_then(named).unwrap_or_default().into();
+                v1::Connection { address, peer, ..c }
             })
             .collect();
         connections.sort_by(|a, b| (b.qps, &a.address).cmp(&(a.qps, &b.address)));
@@ -358,6 +381,7 @@ impl Supervisor {
             operations: c.sent_wrs,
             errors: c.errors,
             connections,
+            ..v1::VrnicState::default()
         }
     }
 

@@ -1,0 +1,153 @@
+//! `cargo xtask page`: the control centre's web page in a browser, with a fleet whose hosts report traffic.
+
+mod browser;
+mod checks;
+mod fleet;
+
+use std::path::{Path, PathBuf};
+use std::time::Instant;
+
+use checks::{STEPS, Scene};
+use fleet::{Fleet, Link};
+use unirdma_fleet::v1::{self, object::Object};
+
+use crate::{Result, lab, packages};
+
+/// How `cargo xtask page` runs.
+pub(crate) struct Options<'a> {
+    /// Where pictures go.
+    pub out: &'a Path,
+    /// Only the checks whose names contain this.
+    pub only: Option<&'a str>,
+    /// The programs are built already.
+    pub built: bool,
+    /// Leave the fleet for somebody to look at.
+    pub stay: bool,
+}
+
+fn host(name: &str) -> Object {
+    v1::Host { name: name.into(), ..Default::default() }.into()
+}
+
+fn vrnic(name: &str, group: &str, host: &str) -> Object {
+    v1::Vrnic { name: name.into(), group: group.into(), host: host.into(), ..Default::default() }.into()
+}
+
+const HOSTS: [&str; 5] = ["rack1-a", "rack1-b", "rack2-a", "rack2-b", "spare"];
+
+/// A small fleet: three groups that compute, store and are tried out, a rule between the first two, and two dozen of connections.
+fn declare(fleet: &mut Fleet) -> Result<()> {
+    let mut objects: Vec<Object> = HOSTS.iter().map(|h| host(h)).collect();
+    for (name, range, secret) in
+        [("compute", "10.0.0.0/16", true), ("storage", "10.1.0.0/16", false), ("lab", "10.0.0.0/16", false)]
+    {
+        let ranges = vec![range.into()];
+        objects.push(v1::Group { name: name.into(), ranges, secret, ..Default::default() }.into());
+    }
+    let mut links = Vec::new();
+    let mut link = |a: &str, b: &str, qps, rates| links.push(Link { ends: [a.into(), b.into()], qps, rates });
+    for i in 0..16 {
+        objects.push(vrnic(&format!("mpi-{i:02}"), "compute", HOSTS[i % 4]));
+        link(&format!("mpi-{i:02}"), &format!("mpi-{:02}", (i + 1) % 16), 4, [2.4e9, 2.1e9]);
+    }
+    for i in 0..6 {
+        objects.push(vrnic(&format!("store-{i}"), "storage", HOSTS[i % 4]));
+        link(&format!("mpi-{:02}", i * 2 + 1), &format!("store-{i}"), 2, [4.0e8, 3.0e7]);
+    }
+    for (i, name) in ["alice", "bob", "carol"].into_iter().enumerate() {
+        objects.push(vrnic(name, "lab", HOSTS[i]));
+    }
+    link("alice", "bob", 1, [900.0, 120.0]);
+    objects.push(vrnic("dora", "lab", "spare"));
+    objects.push(vrnic("not-placed", "lab", ""));
+    let (from, to) = ("group:compute".into(), "group:storage".into());
+    objects.push(
+        v1::Rule { name: "compute-to-storage".into(), from, to, both: true, priority: 100, ..Default::default() }
+            .into(),
+    );
+    let (from, to) = ("vrnic:alice".into(), "group:storage".into());
+    let action = v1::rule::Action::Deny.into();
+    objects.push(v1::Rule { name: "not-alice".into(), from, to, action, priority: 200, ..Default::default() }.into());
+    fleet.apply(objects)?;
+    let mut world = fleet.world()?;
+    world.links = links;
+    world.errors.insert("store-3".into(), 3.0);
+    world
+        .problems
+        .insert("rack2-b".into(), vec!["vRNIC x: <img src=x onerror=alert(1)> has no \"room\" & more".into()]);
+    drop(world);
+    HOSTS[..4].iter().try_for_each(|h| fleet.join(h))
+}
+
+/// Starts a fleet in a new directory, which goes with the value.
+fn start() -> Result<(Directory, Fleet)> {
+    let path = std::env::temp_dir().join(format!("unirdma-page-{}", std::process::id()));
+    let dir = Directory(path);
+    std::fs::create_dir_all(&dir.0).map_err(|e| format!("{}: {e}", dir.0.display()))?;
+    let fleet = Fleet::start(&lab::unirdma(), &dir.0)?;
+    Ok((dir, fleet))
+}
+
+/// A directory that is removed at the end.
+struct Directory(PathBuf);
+
+impl Drop for Directory {
+    fn drop(&mut self) {
+        let _ = std::fs::remove_dir_all(&self.0);
+    }
+}
+
+/// Makes the checks whose names are wanted, and hands each to `each` with how it went. Pictures go to `out`.
+pub(crate) fn checks(out: &Path, wants: impl Fn(&str) -> bool, mut each: impl FnMut(&str, Result<()>)) -> Result<()> {
+    // The directory is removed last.
+    let (_dir, fleet) = start()?;
+    let mut scene = Scene::new(fleet, out)?;
+    scene.enter()?;
+    for (name, step) in STEPS.iter().filter(|s| wants(s.0)) {
+        each(name, step(&mut scene).and_then(|()| scene.has_no_errors()));
+    }
+    Ok(())
+}
+
+/// Names of the checks.
+pub(crate) fn names() -> impl Iterator<Item = &'static str> {
+    STEPS.iter().map(|s| s.0)
+}
+
+/// Looks at the page in each way, and keeps pictures.
+pub(crate) fn run(options: &Options) -> Result<()> {
+    packages::ensure(&[packages::RUN, packages::PAGE])?;
+    if !options.built {
+        lab::build()?;
+    }
+    if options.stay {
+        return stay();
+    }
+    let mut failed = 0;
+    let mut began = Instant::now();
+    let wants = |name: &str| options.only.is_none_or(|o| name.contains(o));
+    checks(options.out, wants, |name, done| {
+        let ms = std::mem::replace(&mut began, Instant::now()).elapsed().as_millis();
+        match done {
+            Ok(()) => println!("{name} ... ok, {ms} ms"),
+            Err(e) => {
+                failed += 1;
+                println!("{name} ... FAILED, {ms} ms\n{e}");
+            }
+        }
+    })?;
+    println!("pictures are in {}", options.out.display());
+    if failed == 0 { Ok(()) } else { Err(format!("{failed} checks of the page failed")) }
+}
+
+/// Leaves the fleet for somebody to look at.
+fn stay() -> Result<()> {
+    let (dir, mut fleet) = start()?;
+    declare(&mut fleet)?;
+    println!("The page: {}", fleet.url);
+    println!("A token of its administrator: {}", fleet.admin);
+    println!("The authority of its certificate: {}", fleet.authority().display());
+    println!("{} goes when this ends: press Enter.", dir.0.display());
+    let mut line = String::new();
+    std::io::stdin().read_line(&mut line).map(drop).map_err(|e| e.to_string())
+}
