@@ -139,7 +139,7 @@ fn converse(mut stream: TcpStream, source: &dyn Source) -> io::Result<()> {
     stream.set_nonblocking(false)?;
     let asked = read(&mut stream)?.map_or(Err("431 Request Header Fields Too Large"), |r| understand(&r));
     let (status, kind, body): (&str, &str, Arc<str>) = match asked {
-        Ok(_) => ("200 OK", "text/plain; version=0.0.4; charset=utf-8", source.page()),
+        Ok(_) => ("200 OK", unirdma_metrics::CONTENT_TYPE, source.page()),
         Err(status) => (status, "text/plain; charset=utf-8", format!("{status}\n").into()),
     };
     let head = format!(

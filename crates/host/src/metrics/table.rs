@@ -4,34 +4,10 @@
 //! vRNICs that are gone count on with what they have done.
 
 use unirdma_device::HoldTimes;
+use unirdma_metrics::{Kind, Value};
 
 use crate::supervisor::figures::GroupFigures;
 use crate::vrnic::VrnicInfo;
-
-/// What a figure is.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) enum Kind {
-    /// It only grows, until its worker is started anew.
-    Counter,
-    Gauge,
-}
-
-impl Kind {
-    pub fn word(self) -> &'static str {
-        match self {
-            Kind::Counter => "counter",
-            Kind::Gauge => "gauge",
-        }
-    }
-}
-
-/// A figure.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) enum Value {
-    N(u64),
-    /// Nanoseconds, written as seconds.
-    Ns(u64),
-}
 
 /// Where a family of figures is there.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]

@@ -1,79 +1,24 @@
-//! The text format of Prometheus, version 0.0.4: for each family what it is, and a line for each of its figures.
+//! The page of a host: for each family what it is, and a line for each of its figures.
 
-use std::fmt::{self, Write};
+use unirdma_metrics::{Kind, Value, Writer};
 
-use super::table::{self, Family, Kind, Value, Whose};
+use super::table::{self, Family, Whose};
 use crate::supervisor::figures::{GroupFigures, HostFigures};
 use crate::vrnic::VrnicInfo;
 
-impl fmt::Display for Value {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        match *self {
-            Value::N(n) => write!(f, "{n}"),
-            Value::Ns(ns) => write!(f, "{}.{:09}", ns / 1_000_000_000, ns % 1_000_000_000),
-        }
-    }
-}
-
-/// The value of a label, in which nothing ends it before its end.
-struct Escaped<'a>(&'a str);
-
-impl fmt::Display for Escaped<'_> {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        for c in self.0.chars() {
-            match c {
-                '\\' => f.write_str("\\\\")?,
-                '"' => f.write_str("\\\"")?,
-                '\n' => f.write_str("\\n")?,
-                c => f.write_char(c)?,
-            }
-        }
-        Ok(())
-    }
-}
-
-/// The page as far as it is written. Writing to a `String` does not fail.
-#[derive(Default)]
-struct Writer(String);
-
-impl Writer {
-    fn head(&mut self, name: &str, kind: &str, help: &str) {
-        let _ = writeln!(self.0, "# HELP {name} {help}\n# TYPE {name} {kind}");
-    }
-
-    fn line(&mut self, name: &str, labels: &[(&str, &str)], value: Value) {
-        self.0.push_str(name);
-        let mut before = '{';
-        for (label, word) in labels.iter().filter(|l| !l.0.is_empty()) {
-            let _ = write!(self.0, "{before}{label}=\"{}\"", Escaped(word));
-            before = ',';
-        }
-        if before == ',' {
-            self.0.push('}');
-        }
-        let _ = writeln!(self.0, " {value}");
-    }
-
-    /// A family with one figure.
-    fn one(&mut self, name: &str, kind: Kind, help: &str, value: u64) {
-        self.head(name, kind.word(), help);
-        self.line(name, &[], Value::N(value));
-    }
-
-    /// A family, with its figures for each of these.
-    fn family<'a, T: 'a>(
-        &mut self,
-        prefix: &str,
-        family: &Family<T>,
-        of: impl Iterator<Item = (&'a str, &'a str, &'a T)>,
-    ) {
-        let name = format!("{prefix}{}", family.name);
-        self.head(&name, family.kind.word(), family.help);
-        for (group, vrnic, figures) in of {
-            let whose = if vrnic.is_empty() { "" } else { "vrnic" };
-            for (word, value) in family.values {
-                self.line(&name, &[("group", group), (whose, vrnic), (family.label, word)], value(figures));
-            }
+/// A family, with its figures for each of these.
+fn family<'a, T: 'a>(
+    w: &mut Writer,
+    prefix: &str,
+    family: &Family<T>,
+    of: impl Iterator<Item = (&'a str, &'a str, &'a T)>,
+) {
+    let name = format!("{prefix}{}", family.name);
+    w.head(&name, family.kind.word(), family.help);
+    for (group, vrnic, figures) in of {
+        let whose = if vrnic.is_empty() { "" } else { "vrnic" };
+        for (word, value) in family.values {
+            w.line(&name, &[("group", group), (whose, vrnic), (family.label, word)], value(figures));
         }
     }
 }
@@ -86,20 +31,20 @@ pub(super) fn page(host: &HostFigures, most: usize) -> String {
     let told = || host.groups.iter().filter_map(|g| Some((g, g.told.as_ref()?)));
     let vrnics: Vec<(&str, &VrnicInfo)> =
         told().flat_map(|(g, t)| t.vrnics.iter().map(|v| (g.group.as_str(), v))).take(most).collect();
-    for family in table::VRNIC {
-        w.family("unirdma_vrnic_", family, vrnics.iter().map(|(g, v)| (*g, v.name.as_str(), *v)));
+    for f in table::VRNIC {
+        family(&mut w, "unirdma_vrnic_", f, vrnics.iter().map(|(g, v)| (*g, v.name.as_str(), *v)));
     }
-    for family in table::VRNIC.iter().filter(|f| f.whose == Whose::Both) {
-        w.family("unirdma_group_", family, told().map(|(g, t)| (g.group.as_str(), "", &t.all)));
+    for f in table::VRNIC.iter().filter(|f| f.whose == Whose::Both) {
+        family(&mut w, "unirdma_group_", f, told().map(|(g, t)| (g.group.as_str(), "", &t.all)));
     }
     let groups = || host.groups.iter().map(|g| (g.group.as_str(), "", &**g));
-    w.family("unirdma_worker_", &table::UP, groups());
-    for family in table::WORKER {
-        w.family("unirdma_worker_", family, groups().filter(|g| g.2.known));
+    family(&mut w, "unirdma_worker_", &table::UP, groups());
+    for f in table::WORKER {
+        family(&mut w, "unirdma_worker_", f, groups().filter(|g| g.2.known));
     }
     for set in table::TOLD {
-        for family in set.families {
-            w.family(set.prefix, family, told().map(|(g, t)| (g.group.as_str(), "", &t.status)));
+        for f in set.families {
+            family(&mut w, set.prefix, f, told().map(|(g, t)| (g.group.as_str(), "", &t.status)));
         }
     }
     lock_times(&mut w, told().map(|(g, t)| (&**g, &t.status.rnic_held)));
@@ -108,7 +53,7 @@ pub(super) fn page(host: &HostFigures, most: usize) -> String {
     let help = "vRNICs without series of their own: more than --metrics-vrnics, or their worker does not answer.";
     w.one("unirdma_metrics_vrnics_left_out", Kind::Gauge, help, left_out);
     network(&mut w, host);
-    w.0
+    w.finish()
 }
 
 /// A histogram for each worker.
@@ -278,13 +223,6 @@ mod tests {
         // What a vRNIC costs, so that somebody who adds families sees what all of them together cost.
         let lines = |most| super::page(&host, most).lines().count();
         assert!(lines(40) - lines(39) <= 70, "{}", lines(40) - lines(39));
-    }
-
-    #[test]
-    fn a_label_ends_where_it_ends() {
-        let mut w = Writer::default();
-        w.line("x", &[("a", "q\"\\\n{}"), ("", "left out")], Value::N(1));
-        assert_eq!(w.0, "x{a=\"q\\\"\\\\\\n{}\"} 1\n");
     }
 
     /// Each panel of the dashboard asks for series that are there.
