@@ -178,6 +178,7 @@ pub(crate) fn host(dir: PathBuf, args: &HostArgs) -> io::Result<()> {
     })
 }
 
+/// Logs to standard error: warnings and errors, or what UNIRDMA_LOG says.
 pub(crate) fn log_to_stderr() {
     let filter = tracing_subscriber::EnvFilter::try_from_env("UNIRDMA_LOG").unwrap_or_else(|_| "warn".into());
     tracing_subscriber::fmt().with_env_filter(filter).with_writer(io::stderr).init();

@@ -68,6 +68,7 @@ pub(crate) async fn serve(shared: Arc<Shared>, host: String, mut receive: Stream
         Ok(both) => both,
         Err(e) => {
             tracing::warn!("host {host} is refused: {e}");
+            shared.metrics.host_refused();
             let _ = tokio::time::timeout(PATIENCE, send.send(message(to_host::Message::Refused(e.what)))).await;
             return;
         }
@@ -78,6 +79,7 @@ pub(crate) async fn serve(shared: Arc<Shared>, host: String, mut receive: Stream
     let mut connection = Connection { shared: shared.clone(), host: host.clone(), send, seat, told: greeted.told };
     if let Err(End::Refused(e)) = connection.run(hello, &mut receive).await {
         tracing::warn!("host {host} is cut off: {e}");
+        shared.metrics.host_refused();
         let _ = connection.say(to_host::Message::Refused(e.what)).await;
     }
     if shared.has_seat(&host, &connection.seat) {
@@ -129,6 +131,7 @@ impl Connection {
         };
         let something = !updates.is_empty();
         for update in updates {
+            self.shared.metrics.updated(&update);
             let mut said = std::pin::pin!(self.say(to_host::Message::Update(update)));
             match tokio::time::timeout_at(until, &mut said).await {
                 Ok(done) => done?,

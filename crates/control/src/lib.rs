@@ -8,6 +8,7 @@ mod grpc;
 mod host;
 mod http;
 mod member;
+mod metrics;
 mod openapi;
 mod others;
 mod pki;
@@ -49,6 +50,8 @@ pub struct Options {
     pub plain: bool,
     /// Names by which it is reached, beside those of this machine. The first is how other centres of the fleet reach it.
     pub names: Vec<String>,
+    /// Where scrapers read metrics.
+    pub metrics: Option<SocketAddr>,
 }
 
 /// A centre that listens, and does not serve yet.
@@ -56,8 +59,11 @@ pub struct Listening {
     listener: TcpListener,
     tls: Option<TlsAcceptor>,
     shared: Arc<Shared>,
+    scrapers: Option<TcpListener>,
     /// Where it listens.
     pub url: String,
+    /// Where metrics are.
+    pub metrics: Option<SocketAddr>,
 }
 
 fn other(e: impl std::fmt::Display) -> io::Error {
@@ -80,7 +86,7 @@ pub fn init(dir: &Path, store: Option<&str>) -> io::Result<String> {
     std::fs::DirBuilder::new().recursive(true).mode(0o700).create(dir).map_err(named)?;
     if dir.join("authority.key").exists() {
         return Err(other(format!(
-            "{} has an authority already; run it with `unirdma control run --dir {}`",
+            "{} has an authority already; run it with `unirdma control run {}`",
             dir.display(),
             dir.display()
         )));
@@ -153,15 +159,24 @@ pub async fn listen(options: &Options) -> io::Result<Listening> {
         }
     };
     let listener = TcpListener::bind(options.listen).await;
-    let listener =
-        listener.map_err(|e| io::Error::new(e.kind(), format!("cannot listen at {}: {e}", options.listen)))?;
+    let listener = listener.map_err(|e| {
+        io::Error::new(e.kind(), format!("cannot listen at {}: {e}; choose another --listen", options.listen))
+    })?;
+    let scrapers = match options.metrics {
+        None => None,
+        Some(at) => Some(TcpListener::bind(at).await.map_err(|e| {
+            let text = format!("cannot serve metrics at {at}: {e}; choose another --metrics");
+            io::Error::new(e.kind(), text)
+        })?),
+    };
+    let metrics = scrapers.as_ref().map(TcpListener::local_addr).transpose()?;
     let scheme = if tls.is_some() { "https" } else { "http" };
     let at = listener.local_addr()?;
     let url = format!("{scheme}://{at}");
     let name = options.names.first().cloned().unwrap_or_else(|| pki::name_of(at.ip()));
     let name = if name.contains(':') { format!("[{name}]") } else { name };
     let shared = Shared::new(centre, store, authority, format!("{scheme}://{name}:{}", at.port()))?;
-    Ok(Listening { listener, tls, shared, url })
+    Ok(Listening { listener, tls, shared, scrapers, url, metrics })
 }
 
 impl Listening {
@@ -195,8 +210,16 @@ impl Listening {
                 store::Opened::File(_) => std::future::pending().await,
             }
         };
+        let scrapers = metrics::routes(self.shared.clone());
+        let scraped = async move {
+            match self.scrapers {
+                Some(listener) => serve::serve(listener, None, scrapers).await,
+                None => std::future::pending().await,
+            }
+        };
         tokio::select! {
             () = self.shared.clone().keep_time() => Ok(()),
+            () = scraped => Ok(()),
             () = serve::serve(self.listener, self.tls, router) => Ok(()),
             e = take_part => Err(e),
         }

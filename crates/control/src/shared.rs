@@ -11,6 +11,7 @@ use tonic::Status;
 use unirdma_fleet::{Actor, Centre, Outcome, Plan, Refusal, v1};
 
 use crate::calls::{self, Call};
+use crate::metrics::Metrics;
 use crate::others::Others;
 use crate::pki::Authority;
 use crate::store::{Opened, Snapshot, StoreError};
@@ -18,7 +19,7 @@ use crate::store::{Opened, Snapshot, StoreError};
 /// Most hosts that are told everything at a time.
 const MAX_WHOLES: usize = 16;
 /// Most that watch at a time.
-const MAX_WATCHERS: usize = 256;
+pub(crate) const MAX_WATCHERS: usize = 256;
 /// How long a change waits for a centre that allocates. A dead one is replaced within its lease of 5 s.
 const ELECTION: Duration = Duration::from_secs(8);
 /// Time between two looks at who allocates.
@@ -67,6 +68,7 @@ pub struct Shared {
     pub(crate) watchers: Arc<tokio::sync::Semaphore>,
     /// Permits of hosts that are told everything.
     pub(crate) wholes: Arc<tokio::sync::Semaphore>,
+    pub(crate) metrics: Metrics,
 }
 
 /// Milliseconds since 1970.
@@ -123,6 +125,7 @@ impl Shared {
             seat_numbers: AtomicU64::new(0),
             watchers: Arc::new(tokio::sync::Semaphore::new(MAX_WATCHERS)),
             wholes: Arc::new(tokio::sync::Semaphore::new(MAX_WHOLES)),
+            metrics: Metrics::default(),
         }))
     }
 
@@ -232,11 +235,18 @@ impl Shared {
             }
             let outcome = call.make(&shared, &mut shared.centre(), now_ms())?;
             if let Some(plan) = outcome.plan {
+                let begun = std::time::Instant::now();
                 shared.keep(plan).await?;
+                shared.metrics.kept(begun.elapsed());
             }
             Ok(outcome.answer)
         });
-        done.await.unwrap_or_else(|e| Err(Refusal::unavailable(format_args!("the change was cut off: {e}")).into()))
+        let cut = |e| Err(Refusal::unavailable(format_args!("the change was cut off: {e}")).into());
+        done.await.unwrap_or_else(cut).inspect_err(|e| {
+            if let NotMade::Refused(e) = e {
+                self.metrics.refused(e);
+            }
+        })
     }
 
     async fn keep(&self, plan: Plan) -> Result<(), NotMade> {
@@ -256,6 +266,7 @@ impl Shared {
             }
         }
         self.adopt(plan.revision, &plan.writes)?;
+        self.metrics.changed(&plan.changes);
         Ok(())
     }
 
@@ -338,13 +349,14 @@ impl Shared {
 
     /// Who calls with a token.
     pub(crate) fn actor(&self, token: Option<&str>) -> Result<Actor, Refusal> {
-        match token {
+        let actor = match token {
             Some(token) if token.len() <= 256 => self.centre().actor(token, now_ms()),
             Some(_) => Err(Refusal::unknown("the token is too long to be one")),
             None => Err(Refusal::unknown(
                 "the call has no token; send it as `authorization: Bearer TOKEN`, or set UNIRDMA_TOKEN",
             )),
-        }
+        };
+        actor.inspect_err(|e| self.metrics.refused(e))
     }
 
     pub(crate) fn status(&self) -> v1::StatusResponse {

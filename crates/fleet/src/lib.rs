@@ -31,7 +31,7 @@ mod view;
 pub use centre::{Centre, Outcome};
 pub use draft::Plan;
 pub use error::{Kind as RefusalKind, Refusal};
-pub use live::{Greeted, PROTOCOL, SILENCE_MS};
+pub use live::{Figures, Greeted, PROTOCOL, SILENCE_MS};
 pub use model::{Kind, MAX_APPLY};
 pub use net::{Net, address};
 pub use records::Write;

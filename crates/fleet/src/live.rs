@@ -13,6 +13,8 @@ use crate::v1::{self, ask::Change};
 pub const PROTOCOL: u32 = 1;
 /// A host that has said nothing for so long is not connected. Reports come every few seconds.
 pub const SILENCE_MS: u64 = 60_000;
+/// A host's clock that differs more from the centre's is wrong.
+const MAX_CLOCK_MS: u64 = 5_000;
 /// Most vRNICs that a host may have announced, or report on in one message.
 const MAX_ANNOUNCED: usize = 10_000;
 /// Most problems of a host that are kept, and the most characters of each.
@@ -175,12 +177,35 @@ pub struct Greeted {
     pub told: Option<u64>,
 }
 
+/// Connected hosts, counted.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct Figures {
+    /// They have not put in force yet all that they were told.
+    pub behind: u64,
+    /// There is something that they could not do.
+    pub with_problems: u64,
+    /// Their clock is wrong, or the centre's.
+    pub clock_off: u64,
+}
+
 impl Centre {
     /// What is known of a host. It has put in force all revisions since its last one that do not concern it.
     pub(crate) fn host_state(&self, name: &str, now_ms: u64) -> v1::HostState {
         let state = self.live.host_state(name, now_ms);
         let applied = if self.concerned_since(name, state.applied) { state.applied } else { self.state.revision };
         v1::HostState { applied, ..state }
+    }
+
+    /// The connected hosts in figures.
+    pub fn figures(&self, now_ms: u64) -> Figures {
+        let mut f = Figures::default();
+        let here = self.live.hosts.iter().filter(|(name, _)| self.live.is_connected(name, now_ms));
+        for (name, h) in here.filter(|(name, _)| self.state.hosts.contains_key(name.as_str())) {
+            f.behind += u64::from(self.concerned_since(name, h.applied));
+            f.with_problems += u64::from(!h.problems.is_empty());
+            f.clock_off += u64::from(h.clock_ms.unsigned_abs() > MAX_CLOCK_MS);
+        }
+        f
     }
 
     /// Hears the first message of a host.

@@ -30,7 +30,7 @@ pub enum ControlCommand {
     },
     /// Be the centre until interrupted
     #[command(
-        after_help = "Examples:\n  unirdma control run /var/lib/unirdma-control --listen 0.0.0.0:7443 --name centre.example.org\n  unirdma control run /var/lib/unirdma-control --store etcd://10.0.0.5:2379,10.0.0.6:2379 --name c1.example.org\n\nWith etcd several centres serve at once, each with a copy of the directory. One makes the changes; if it dies another one does within 5 s."
+        after_help = "Examples:\n  unirdma control run /var/lib/unirdma-control --listen 0.0.0.0:7443 --name centre.example.org\n  unirdma control run /var/lib/unirdma-control --store etcd://10.0.0.5:2379,10.0.0.6:2379 --name c1.example.org\n  unirdma control run /var/lib/unirdma-control --metrics 127.0.0.1:9752    metrics for Prometheus at http://127.0.0.1:9752/metrics\n\nWith etcd several centres serve at once, each with a copy of the directory. One makes the changes; if it dies another one does within 5 s."
     )]
     Run {
         /// The directory that `control init` made
@@ -48,6 +48,9 @@ pub enum ControlCommand {
         /// Without TLS, on loopback only
         #[arg(long)]
         plain: bool,
+        /// Serve metrics for Prometheus at http://ADDR:PORT/metrics. Whoever can connect reads how many objects there are and what changes
+        #[arg(long, value_name = "ADDR:PORT")]
+        metrics: Option<SocketAddr>,
     },
     /// Show the centre in figures
     Status {
@@ -60,9 +63,9 @@ pub enum ControlCommand {
 pub(super) fn run(command: ControlCommand) -> io::Result<u8> {
     match command {
         ControlCommand::Init { dir, store, url } => init(&dir, store.as_deref(), url)?,
-        ControlCommand::Run { dir, listen, store, name, plain } => {
+        ControlCommand::Run { dir, listen, store, name, plain, metrics } => {
             crate::hosting::log_to_stderr();
-            let options = unirdma_control::Options { dir, listen, store, plain, names: name };
+            let options = unirdma_control::Options { dir, listen, store, plain, names: name, metrics };
             tokio::runtime::Builder::new_multi_thread().enable_all().build()?.block_on(serve(&options))?;
         }
         ControlCommand::Status { centre } => {
@@ -104,6 +107,9 @@ async fn serve(options: &unirdma_control::Options) -> io::Result<()> {
     let (mut term, mut int) = (signal(SignalKind::terminate())?, signal(SignalKind::interrupt())?);
     let listening = unirdma_control::listen(options).await?;
     println!("unirdma control: serves at {}", listening.url);
+    if let Some(at) = listening.metrics {
+        println!("unirdma control: metrics at http://{at}/metrics");
+    }
     let leave = listening.leave();
     let ended = tokio::select! {
         ended = listening.serve() => ended,

@@ -1,0 +1,195 @@
+//! Metrics of a centre for Prometheus: `unirdma control run --metrics ADDR:PORT`. What is counted here are calls and messages; what there is
+//! is asked of the state when somebody reads. Labels are fixed words, so the number of series is fixed, too.
+
+use std::sync::atomic::{AtomicU64, Ordering::Relaxed};
+use std::sync::{Arc, Mutex, PoisonError};
+use std::time::{Duration, Instant};
+
+use axum::Router;
+use axum::extract::State;
+use axum::http::header;
+use axum::routing::get;
+use prost::Message;
+use unirdma_fleet::{Kind, Refusal, RefusalKind, v1};
+use unirdma_metrics::{CONTENT_TYPE, Kind as Family, Value, Writer};
+
+use crate::shared::{MAX_WATCHERS, Shared, now_ms};
+
+/// How long a page is given to all who ask.
+const FRESH: Duration = Duration::from_secs(1);
+
+/// Upper edges of the times that the store takes, in microseconds and as Prometheus reads them.
+const EDGES: [(u64, &str); 10] = [
+    (500, "0.0005"),
+    (1_000, "0.001"),
+    (2_500, "0.0025"),
+    (5_000, "0.005"),
+    (10_000, "0.01"),
+    (25_000, "0.025"),
+    (100_000, "0.1"),
+    (500_000, "0.5"),
+    (2_500_000, "2.5"),
+    (10_000_000, "10"),
+];
+
+/// What becomes of an object.
+const FATES: [&str; 3] = ["made", "changed", "deleted"];
+
+const REASONS: [(RefusalKind, &str); 8] = [
+    (RefusalKind::Invalid, "invalid"),
+    (RefusalKind::NotFound, "not_found"),
+    (RefusalKind::Conflict, "conflict"),
+    (RefusalKind::Stale, "stale"),
+    (RefusalKind::Unknown, "unauthenticated"),
+    (RefusalKind::Denied, "denied"),
+    (RefusalKind::Full, "full"),
+    (RefusalKind::Unavailable, "unavailable"),
+];
+
+/// What is counted.
+#[derive(Default)]
+pub(crate) struct Metrics {
+    /// By kind, and by what became of the object.
+    changes: [[AtomicU64; FATES.len()]; Kind::ALL.len()],
+    refusals: [AtomicU64; REASONS.len()],
+    hosts_refused: AtomicU64,
+    /// Times of the store, by the first edge that is not below; the last one is above all edges.
+    kept: [AtomicU64; EDGES.len() + 1],
+    kept_ns: AtomicU64,
+    updates: AtomicU64,
+    update_bytes: AtomicU64,
+}
+
+impl Metrics {
+    /// Objects are made, changed and deleted.
+    pub fn changed(&self, changes: &[v1::Change]) {
+        for change in changes {
+            let object = change.after.as_ref().or(change.before.as_ref()).and_then(|o| o.object.as_ref());
+            let fate = match (&change.before, &change.after) {
+                (None, _) => 0,
+                (_, None) => 2,
+                _ => 1,
+            };
+            if let Some(kind) = object.map(|o| o.kind()) {
+                self.changes[kind as usize][fate].fetch_add(1, Relaxed);
+            }
+        }
+    }
+
+    /// A change is kept, which took so long.
+    pub fn kept(&self, took: Duration) {
+        let slot = EDGES.iter().position(|(us, _)| took <= Duration::from_micros(*us)).unwrap_or(EDGES.len());
+        self.kept[slot].fetch_add(1, Relaxed);
+        self.kept_ns.fetch_add(u64::try_from(took.as_nanos()).unwrap_or(u64::MAX), Relaxed);
+    }
+
+    /// A change is refused, or whoever calls.
+    pub fn refused(&self, e: &Refusal) {
+        if let Some(n) = REASONS.iter().position(|(kind, _)| *kind == e.kind) {
+            self.refusals[n].fetch_add(1, Relaxed);
+        }
+    }
+
+    /// A host is refused, or cut off with a reason.
+    pub fn host_refused(&self) {
+        self.hosts_refused.fetch_add(1, Relaxed);
+    }
+
+    /// A host is sent an update.
+    pub fn updated(&self, update: &v1::Update) {
+        self.updates.fetch_add(1, Relaxed);
+        self.update_bytes.fetch_add(update.encoded_len() as u64, Relaxed);
+    }
+
+    fn write(&self, w: &mut Writer) {
+        let read = |n: &AtomicU64| Value::N(n.load(Relaxed));
+        let name = "unirdma_control_object_changes_total";
+        w.head(name, "counter", "Objects that were made, changed and deleted, by kind.");
+        for (kind, fates) in Kind::ALL.iter().zip(&self.changes) {
+            for (fate, n) in FATES.iter().zip(fates) {
+                w.line(name, &[("kind", kind.word()), ("change", fate)], read(n));
+            }
+        }
+        let name = "unirdma_control_refusals_total";
+        w.head(name, "counter", "Changes that were refused, and calls of who is not known, by reason.");
+        for ((_, reason), n) in REASONS.iter().zip(&self.refusals) {
+            w.line(name, &[("reason", reason)], read(n));
+        }
+        let one = |w: &mut Writer, name: &str, help: &str, n: &AtomicU64| {
+            w.one(name, Family::Counter, help, n.load(Relaxed));
+        };
+        let help = "Connections of hosts that were refused or cut off with a reason, which the log has.";
+        one(w, "unirdma_control_host_refusals_total", help, &self.hosts_refused);
+        let help = "Updates that were sent to hosts.";
+        one(w, "unirdma_control_updates_sent_total", help, &self.updates);
+        one(w, "unirdma_control_updates_sent_bytes_total", "Bytes of these updates, before TLS.", &self.update_bytes);
+        let name = "unirdma_control_store_commit_seconds";
+        w.head(name, "histogram", "How long a change took to be kept in the store and told to hosts' connections.");
+        let mut count = 0;
+        for ((_, edge), n) in EDGES.iter().zip(&self.kept) {
+            count += n.load(Relaxed);
+            w.line(&format!("{name}_bucket"), &[("le", edge)], Value::N(count));
+        }
+        count += self.kept[EDGES.len()].load(Relaxed);
+        w.line(&format!("{name}_bucket"), &[("le", "+Inf")], Value::N(count));
+        w.line(&format!("{name}_sum"), &[], Value::Ns(self.kept_ns.load(Relaxed)));
+        w.line(&format!("{name}_count"), &[], Value::N(count));
+    }
+}
+
+/// The whole page.
+fn page(shared: &Shared) -> String {
+    let now = now_ms();
+    let (status, figures) = (shared.status(), shared.centre().figures(now));
+    let mut w = Writer::default();
+    w.head("unirdma_build_info", "gauge", "Which program this is.");
+    w.line("unirdma_build_info", &[("version", &status.version)], Value::N(1));
+    let mut one = |name: &str, help: &str, value: u64| w.one(name, Family::Gauge, help, value);
+    one("unirdma_control_allocates", "1 if this centre makes changes, 0 if another one does.", status.allocates.into());
+    one("unirdma_control_revision", "How many changes made the state.", status.revision);
+    one("unirdma_control_hosts_connected", "Hosts that are connected.", status.hosts_connected.into());
+    let help = "Connected hosts that have not put in force yet all that they were told.";
+    one("unirdma_control_hosts_behind", help, figures.behind);
+    let help = "Connected hosts with something that they could not do; `unirdma get host` says what.";
+    one("unirdma_control_hosts_with_problems", help, figures.with_problems);
+    let help = "Connected hosts whose clock is more than 5 s from the centre's.";
+    one("unirdma_control_hosts_clock_off", help, figures.clock_off);
+    let watching = MAX_WATCHERS - shared.watchers.available_permits();
+    one("unirdma_control_watchers", "Who watches: web pages and `unirdma watch`.", watching as u64);
+    let name = "unirdma_control_objects";
+    w.head(name, "gauge", "What is declared, by kind.");
+    for (kind, n) in
+        [("host", status.hosts), ("group", status.groups), ("vrnic", status.vrnics), ("rule", status.rules)]
+    {
+        w.line(name, &[("kind", kind)], Value::N(n.into()));
+    }
+    shared.metrics.write(&mut w);
+    w.finish()
+}
+
+/// A centre with the page that was made of it last.
+struct Pages {
+    shared: Arc<Shared>,
+    kept: Mutex<Option<(Instant, String)>>,
+}
+
+impl Pages {
+    /// A page that is at most [`FRESH`] old: counting walks over all hosts.
+    fn page(&self) -> String {
+        let mut kept = self.kept.lock().unwrap_or_else(PoisonError::into_inner);
+        if let Some((_, page)) = kept.as_ref().filter(|k| k.0.elapsed() < FRESH) {
+            return page.clone();
+        }
+        let page = page(&self.shared);
+        *kept = Some((Instant::now(), page.clone()));
+        page
+    }
+}
+
+/// Answers scrapers at `/metrics`.
+pub(crate) fn routes(shared: Arc<Shared>) -> Router {
+    let pages = Arc::new(Pages { shared, kept: Mutex::default() });
+    let answer =
+        |State(pages): State<Arc<Pages>>| async move { ([(header::CONTENT_TYPE, CONTENT_TYPE)], pages.page()) };
+    Router::new().route("/metrics", get(answer)).with_state(pages)
+}
