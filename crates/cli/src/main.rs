@@ -205,8 +205,8 @@ struct ShareArgs {
     /// Time of its group's worker, in relation to that of the group's other vRNICs, while they want it too [default: 100]
     #[arg(long, value_name = "1-10000", value_parser = clap::value_parser!(u32).range(1..=i64::from(unirdma_host::MAX_WEIGHT)))]
     weight: Option<u32>,
-    /// Most bits a second that its programs send, with K, M, G or T, or `none` [default: none]
-    #[arg(long, value_name = "BITS", value_parser = units::rate)]
+    /// Most bits a second that its programs send, with K, M, G or T, as 2.5G or 100Mbit/s, or `none` [default: none]
+    #[arg(long, value_name = "BITS", value_parser = units::bits)]
     rate: Option<u64>,
     /// Most work requests a second that its programs begin, with K, M or G, or `none` [default: none]
     #[arg(long, value_name = "N", value_parser = units::rate)]

@@ -22,6 +22,15 @@ pub fn rate(s: &str) -> Result<u64, String> {
     if (1.0..=1e15).contains(&n) { Ok(n as u64) } else { Err("the range is 1 to 1000T; `none` is no limit".into()) }
 }
 
+/// A rate in bits a second: as [`rate`], also with its unit, as `100 Mbit/s`.
+pub fn bits(s: &str) -> Result<u64, String> {
+    let number = s.strip_suffix("bit/s").or_else(|| s.strip_suffix("bit")).or_else(|| s.strip_suffix("bps"));
+    let number = number.unwrap_or(s);
+    let (digits, unit) =
+        number.split_at(number.find(|c: char| !c.is_ascii_digit() && c != '.').unwrap_or(number.len()));
+    rate(&format!("{digits}{}", unit.trim()))
+}
+
 /// A number, or `none`, which is the largest.
 pub fn most(s: &str) -> Result<u64, String> {
     if s == "none" { Ok(u64::MAX) } else { s.parse().map_err(|_| "write a number, or `none`".into()) }
@@ -71,6 +80,15 @@ mod tests {
         }
         for text in ["", "0", "-1", "5X", "1e9", "M", "2000T", "1.2.3G", "10 G"] {
             assert!(rate(text).is_err(), "{text}");
+        }
+        for (text, n) in
+            [("10G", 10_000_000_000), ("100 Mbit/s", 100_000_000), ("2.5 Gbit", 2_500_000_000), ("1kbps", 1_000)]
+        {
+            assert_eq!(bits(text), Ok(n), "{text}");
+        }
+        assert_eq!((bits("none"), bits("64 bit/s")), (Ok(0), Ok(64)));
+        for text in ["", "bit/s", "10 GB/s", "10 G x", "G bit/s", "Mbit/s"] {
+            assert!(bits(text).is_err(), "{text}");
         }
         for (text, n) in [("500us", 500), ("10ms", 10_000), ("1s", 1_000_000), ("0us", 0)] {
             assert_eq!(micros(text), Ok(n), "{text}");

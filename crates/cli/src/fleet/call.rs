@@ -64,54 +64,109 @@ impl Interceptor for Bearer {
 
 pub(super) type Client = FleetClient<InterceptedService<Channel, Bearer>>;
 
+/// True for an address of this machine, where a token may go in plain text.
+fn is_here(url: &str) -> bool {
+    let host = url.strip_prefix("http://").unwrap_or(url).split('/').next().unwrap_or_default();
+    let host = host.rsplit_once(':').filter(|(_, port)| !port.contains(']')).map_or(host, |(host, _)| host);
+    let ip = host.trim_matches(['[', ']']).parse::<std::net::IpAddr>();
+    host == "localhost" || ip.is_ok_and(|ip| ip.is_loopback())
+}
+
+/// Checks where the centre is said to be.
+fn check_url(url: &str) -> io::Result<()> {
+    let shown = url.escape_debug();
+    match url.split_once("://") {
+        Some(("https", rest)) if !rest.is_empty() => Ok(()),
+        Some(("http", rest)) if !rest.is_empty() && is_here(url) => Ok(()),
+        Some(("http", _)) => Err(other(format!(
+            "{shown} would show the token to the network: write https://HOST:7443, or run this on the centre's machine"
+        ))),
+        _ => Err(other(format!("`{shown}` is no URL of a centre; write https://HOST:7443"))),
+    }
+}
+
+/// The certificate of the centre's authority, and where it was found.
+fn authority(centre: &Centre, config: Option<&Config>) -> io::Result<(String, String)> {
+    let (pem, from) = match (&centre.authority, config) {
+        (Some(path), _) => {
+            let at = |e| other(format!("cannot read {}: {e}", path.display()));
+            (std::fs::read_to_string(path).map_err(at)?, path.display().to_string())
+        }
+        (None, Some(config)) => {
+            let path = config_path().unwrap_or_default();
+            (config.authority.clone(), path.display().to_string())
+        }
+        (None, None) => {
+            return Err(other("the centre's authority is not known: use --authority FILE, its authority.pem"));
+        }
+    };
+    if pem.contains("-----BEGIN CERTIFICATE-----") {
+        return Ok((pem, from));
+    }
+    Err(other(format!("{from} has no certificate: use --authority FILE, the authority.pem of the centre's directory")))
+}
+
+fn token(config: Option<&Config>) -> io::Result<MetadataValue<Ascii>> {
+    let token = match std::env::var("UNIRDMA_TOKEN") {
+        Ok(token) => token,
+        Err(std::env::VarError::NotPresent) => match config {
+            Some(config) => config.token.clone(),
+            None => return Err(other("no token is given: set UNIRDMA_TOKEN")),
+        },
+        Err(e) => return Err(other(format!("UNIRDMA_TOKEN cannot be used: {e}"))),
+    };
+    match token.trim() {
+        "" => Err(other("the token is empty: set UNIRDMA_TOKEN to what `unirdma token create` printed")),
+        token if token.contains(char::is_whitespace) => Err(other(
+            "the token has a space or several lines: set UNIRDMA_TOKEN to what `unirdma token create` printed, one word",
+        )),
+        token => {
+            let header = format!("Bearer {token}").parse();
+            header.map_err(|_| other("the token has characters that no token has"))
+        }
+    }
+}
+
 /// Centres of a fleet, and how they are called.
 struct Centres {
     urls: Vec<String>,
     bearer: Bearer,
-    /// The authority's certificate (PEM).
-    authority: Option<String>,
+    /// The authority's certificate (PEM), and where it was found. None is needed without TLS.
+    authority: Option<(String, String)>,
 }
 
 fn centres(centre: &Centre) -> io::Result<Centres> {
     let config = config()?;
     let missing = "no control centre is named: use --centre URL, UNIRDMA_CENTRE, or `unirdma control init` on the centre's machine";
     let urls = centre.centre.clone().or(config.as_ref().map(|c| c.url.clone())).ok_or_else(|| other(missing))?;
-    let token = std::env::var("UNIRDMA_TOKEN").ok().or(config.as_ref().map(|c| c.token.clone()));
-    let token = token.ok_or_else(|| other("no token is given: set UNIRDMA_TOKEN"))?;
-    let bearer =
-        format!("Bearer {}", token.trim()).parse().map_err(|_| other("the token has characters that no token has"))?;
-    let authority = match &centre.authority {
-        Some(path) => {
-            Some(std::fs::read_to_string(path).map_err(|e| other(format!("cannot read {}: {e}", path.display())))?)
-        }
-        None => config.map(|c| c.authority),
-    };
-    Ok(Centres { urls: urls.split(',').map(|u| u.trim().to_owned()).collect(), bearer: Bearer(bearer), authority })
+    let urls: Vec<String> = urls.split(',').map(|u| u.trim().to_owned()).collect();
+    urls.iter().try_for_each(|url| check_url(url))?;
+    let bearer = Bearer(token(config.as_ref())?);
+    let tls = urls.iter().any(|url| url.starts_with("https://"));
+    let authority = if tls { Some(authority(centre, config.as_ref())?) } else { None };
+    Ok(Centres { urls, bearer, authority })
 }
 
 impl Centres {
     fn endpoint(&self, url: &str, patience: Option<Duration>) -> io::Result<Endpoint> {
         let mut endpoint = Endpoint::from_shared(url.to_owned())
-            .map_err(|_| other(format!("`{url}` is no URL; write https://HOST:7443")))?;
+            .map_err(|_| other(format!("`{}` is no URL of a centre; write https://HOST:7443", url.escape_debug())))?;
         endpoint = endpoint.connect_timeout(CONNECT).http2_keep_alive_interval(CONNECT).keep_alive_timeout(CONNECT);
         if let Some(patience) = patience {
             endpoint = endpoint.timeout(patience);
         }
-        if url.starts_with("https://") {
-            let pem = self
-                .authority
-                .as_ref()
-                .ok_or_else(|| other("the centre's authority is not known: use --authority FILE, its authority.pem"))?;
+        if let Some((pem, from)) = self.authority.as_ref().filter(|_| url.starts_with("https://")) {
             let tls = ClientTlsConfig::new().ca_certificate(Certificate::from_pem(pem));
             endpoint = endpoint
                 .tls_config(tls)
-                .map_err(|e| other(format!("the authority's certificate cannot be used: {e}")))?;
+                .map_err(|e| other(format!("the certificate in {from} cannot be used: {}", cause(&e))))?;
         }
         Ok(endpoint)
     }
 
     /// The first one that is there, from the one with this number on; its number comes along.
     async fn connect(&self, from: usize, patience: Option<Duration>) -> io::Result<(usize, Client)> {
+        let believed = self.authority.as_ref().map_or("", |a| &a.1);
         let mut failed = Vec::new();
         for n in from..from + self.urls.len() {
             let url = &self.urls[n % self.urls.len()];
@@ -121,11 +176,34 @@ impl Centres {
                     let client = FleetClient::with_interceptor(channel, self.bearer.clone());
                     return Ok((n, client.max_decoding_message_size(usize::MAX)));
                 }
-                Ok(Err(e)) => failed.push(format!("cannot reach the centre at {url}: {}", cause(&e))),
+                Ok(Err(e)) => {
+                    let cause = cause(&e);
+                    failed.push(format!("cannot reach the centre at {url}: {cause}{}", hint(&cause, believed)));
+                }
                 Err(_) => failed.push(format!("cannot reach the centre at {url}: it does not answer")),
             }
         }
         Err(other(failed.join("; ")))
+    }
+}
+
+/// What to do about a connection that cannot be made.
+fn hint(cause: &str, authority: &str) -> String {
+    let has = |words: &[&str]| words.iter().any(|w| cause.contains(w));
+    if has(&["UnknownIssuer", "BadSignature"]) {
+        format!(
+            "; its certificate is of another authority than that in {authority}: use --authority FILE, its authority.pem"
+        )
+    } else if has(&["NotValidForName", "not valid for"]) {
+        "; its certificate is for other names: run it with --name, or use the name or address of its machine".into()
+    } else if has(&["NotValidYet", "Expired", "expired", "not valid yet"]) {
+        "; is the clock of this machine or of the centre wrong?".into()
+    } else if has(&["InvalidContentType"]) {
+        "; it speaks no TLS there: is the port right? A centre with --plain is at http://".into()
+    } else if has(&["refused"]) {
+        "; is the port right, and does `unirdma control run` run there?".into()
+    } else {
+        String::new()
     }
 }
 
@@ -138,10 +216,20 @@ fn cause(e: &dyn std::error::Error) -> String {
     e.to_string()
 }
 
+/// What the centre says, or why nothing was heard of it.
 fn refused(e: &Status) -> io::Error {
-    match e.message() {
-        "" => other(format!("the centre did not answer: {}", e.code().description())),
-        text => other(text),
+    use std::error::Error;
+    let nobody = |why: &str| {
+        let text = "does a control centre listen there? One that speaks TLS is at https://";
+        other(format!("the centre did not answer: {why}; {text}"))
+    };
+    match (e.source(), e.message()) {
+        // What the centre says itself has no cause here.
+        (Some(inner), _) => nobody(&cause(inner)),
+        // Something answered that speaks HTTP and no gRPC.
+        (None, text) if text.starts_with("grpc-status header missing") => nobody(text),
+        (None, "") => other(format!("the centre did not answer: {}", e.code().description())),
+        (None, text) => other(text),
     }
 }
 
@@ -208,4 +296,23 @@ pub(super) fn watch(centre: &Centre, request: v1::WatchRequest) -> io::Result<()
         }
         Err(other("the centre has ended the connection"))
     })
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn tokens_go_in_plain_text_within_a_machine_only() {
+        for url in ["http://127.0.0.1:7443", "http://localhost", "http://[::1]:7443", "http://127.9.9.9/x", "https://h"]
+        {
+            check_url(url).unwrap();
+        }
+        for url in ["http://10.0.0.1:7443", "http://localhost.example.org", "http://[fd00::1]:7443"] {
+            assert!(check_url(url).unwrap_err().to_string().contains("would show the token"), "{url}");
+        }
+        for url in ["", "centre:7443", "https://", "ftp://h", "127.0.0.1:7443", "a\nb"] {
+            assert!(check_url(url).unwrap_err().to_string().contains("no URL of a centre; write https://"), "{url}");
+        }
+    }
 }

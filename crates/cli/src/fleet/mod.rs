@@ -56,12 +56,12 @@ pub enum FleetCommand {
         #[command(subcommand)]
         command: ControlCommand,
     },
-    /// Make groups, vRNICs and rules of a fleet what a file declares, all of them or nothing
+    /// Make groups, vRNICs and rules of a fleet what files declare, all of them or nothing
     #[command(after_help = declared::EXAMPLES)]
     Apply {
-        /// The file (TOML)
-        #[arg(short, long, value_name = "FILE")]
-        file: PathBuf,
+        /// A file (TOML), a directory for its *.toml files, or - for standard input; may be given more than once
+        #[arg(short, long, value_name = "FILE", required = true)]
+        file: Vec<PathBuf>,
         /// Delete groups, vRNICs and rules that are not in the file; not hosts, nor what hosts made
         #[arg(long)]
         prune: bool,
@@ -74,9 +74,9 @@ pub enum FleetCommand {
     /// Show what a file would change in a fleet; the exit code is 1 if it would change something
     #[command(after_help = "Example:\n  unirdma diff -f network.toml --prune")]
     Diff {
-        /// The file (TOML)
-        #[arg(short, long, value_name = "FILE")]
-        file: PathBuf,
+        /// A file (TOML), a directory for its *.toml files, or - for standard input; may be given more than once
+        #[arg(short, long, value_name = "FILE", required = true)]
+        file: Vec<PathBuf>,
         /// As `apply --prune` would
         #[arg(long)]
         prune: bool,

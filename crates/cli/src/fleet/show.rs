@@ -9,6 +9,7 @@ use unirdma_fleet::v1::{self, object::Object};
 
 use super::KindArg;
 use crate::print::table;
+use crate::units;
 
 fn out(text: &str) -> io::Result<()> {
     writeln!(io::stdout(), "{text}")
@@ -113,6 +114,31 @@ fn number(n: Option<impl ToString>) -> String {
     n.map_or("-".into(), |n| n.to_string())
 }
 
+/// A limit in units of 1000, as it is declared; 0 is none.
+fn limit(n: Option<u64>, unit: &str) -> String {
+    match n {
+        None => "-".into(),
+        Some(0) => "none".into(),
+        Some(n) => format!("{}{unit}", units::decimal(n)).trim_end().into(),
+    }
+}
+
+/// Weight, rate and operations of a share. What is not stated is `-`: a vRNIC has those of its group then.
+fn share(s: Option<&v1::Share>) -> [String; 3] {
+    let s = s.copied().unwrap_or_default();
+    [number(s.weight), limit(s.rate, "bit/s"), limit(s.ops, "")]
+}
+
+/// What is wrong with a host: its clock, and what it could not do.
+fn problems(s: &v1::HostState) -> String {
+    let off = s.clock_ms.unsigned_abs() / 1_000;
+    let clock = (s.connected && off >= 5).then(|| {
+        let side = if s.clock_ms > 0 { "ahead of" } else { "behind" };
+        format!("its clock is {off} s {side} the centre's")
+    });
+    clock.into_iter().chain(s.problems.iter().cloned()).collect::<Vec<_>>().join("; ")
+}
+
 fn rows(head: &[&str], rows: impl Iterator<Item = Vec<String>>) -> String {
     let head = head.iter().map(ToString::to_string).collect();
     table(&std::iter::once(head).chain(rows).collect::<Vec<_>>())
@@ -130,7 +156,7 @@ pub(super) fn objects(kind: KindArg, found: &v1::GetResponse, json: bool) -> io:
                 let s = states.get(h.name.as_str());
                 let here = if s.is_some_and(|s| s.connected) { "yes" } else { "no" };
                 let applied = s.map_or(0, |s| s.applied);
-                let problems = s.map_or(String::new(), |s| s.problems.join("; "));
+                let problems = s.map_or(String::new(), |s| problems(s));
                 vec![
                     h.name.clone(),
                     or_dash(&h.addresses.join(",")),
@@ -146,9 +172,11 @@ pub(super) fn objects(kind: KindArg, found: &v1::GetResponse, json: bool) -> io:
             let lines = groups.map(|g| {
                 let ranges = if g.ranges.is_empty() { "10.77.0.0/16".into() } else { g.ranges.join(",") };
                 let secret = if g.secret { "yes" } else { "no" };
-                vec![g.name.clone(), number(g.vni), ranges, number(g.weight), number(g.max_vrnics), secret.into()]
+                let [_, rate, ops] = share(g.share.as_ref());
+                let most = number(g.max_vrnics);
+                vec![g.name.clone(), number(g.vni), ranges, number(g.weight), most, secret.into(), rate, ops]
             });
-            rows(&["NAME", "VNI", "RANGES", "WEIGHT", "MAX VRNICS", "SECRET"], lines)
+            rows(&["NAME", "VNI", "RANGES", "WEIGHT", "MAX VRNICS", "SECRET", "RATE", "OPS"], lines)
         }
         KindArg::Vrnic => {
             let states: std::collections::HashMap<&str, &v1::VrnicState> =
@@ -158,6 +186,7 @@ pub(super) fn objects(kind: KindArg, found: &v1::GetResponse, json: bool) -> io:
                 let s = states.get(v.name.as_str());
                 let there = if s.is_some_and(|s| s.there) { "yes" } else { "no" };
                 let programs = s.map_or(0, |s| s.programs).to_string();
+                let [weight, rate, ops] = share(v.share.as_ref());
                 vec![
                     v.name.clone(),
                     v.group.clone(),
@@ -166,9 +195,12 @@ pub(super) fn objects(kind: KindArg, found: &v1::GetResponse, json: bool) -> io:
                     v.mac.clone(),
                     there.into(),
                     programs,
+                    weight,
+                    rate,
+                    ops,
                 ]
             });
-            rows(&["NAME", "GROUP", "HOST", "ADDRESS", "MAC", "THERE", "PROGRAMS"], lines)
+            rows(&["NAME", "GROUP", "HOST", "ADDRESS", "MAC", "THERE", "PROGRAMS", "WEIGHT", "RATE", "OPS"], lines)
         }
         KindArg::Rule => {
             let rules = all().filter_map(|o| if let Object::Rule(r) = o { Some(r) } else { None });
@@ -258,6 +290,18 @@ pub(super) fn status(s: &v1::StatusResponse, json: bool) -> io::Result<()> {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn limits_and_clocks_are_shown_as_people_write_them() {
+        let s = v1::Share { weight: Some(200), rate: Some(2_500_000_000), ops: Some(0), burst: None };
+        assert_eq!(share(Some(&s)), ["200", "2.5 Gbit/s", "none"]);
+        assert_eq!(share(None), ["-", "-", "-"]);
+        assert_eq!(limit(Some(500_000), ""), "500 K");
+        let mut h = v1::HostState { connected: true, clock_ms: -7_200_000, ..Default::default() };
+        h.problems.push("no room".into());
+        assert_eq!(problems(&h), "its clock is 7200 s behind the centre's; no room");
+        assert_eq!(problems(&v1::HostState { connected: true, clock_ms: 900, ..Default::default() }), "");
+    }
 
     #[test]
     fn durations_have_units() {
