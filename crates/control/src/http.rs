@@ -72,6 +72,19 @@ fn actor(shared: &Shared, headers: &HeaderMap) -> Result<Actor, Refused> {
     Ok(shared.actor(token(headers))?)
 }
 
+/// What the router refuses by itself is said as everything else is.
+async fn in_json(response: Response) -> Response {
+    let status = response.status();
+    let kind = response.headers().get(header::CONTENT_TYPE);
+    if !status.is_client_error() || kind.is_some_and(|k| k.as_bytes().starts_with(b"application/json")) {
+        return response;
+    }
+    let said = axum::body::to_bytes(response.into_body(), 4096).await.unwrap_or_default();
+    let said = String::from_utf8_lossy(&said);
+    let line = if said.is_empty() { status.canonical_reason().unwrap_or("refused") } else { &said };
+    (status, json(&serde_json::json!({ "error": Refusal::invalid(line).what }))).into_response()
+}
+
 /// Reads a body. The token was looked at before.
 async fn body<M: DeserializeOwned>(body: Body) -> Result<M, Refused> {
     let bytes: Bytes = axum::body::to_bytes(body, MAX_BODY)
@@ -115,7 +128,8 @@ pub(crate) fn routes(router: Router, shared: Arc<Shared>) -> Router {
         .route("/api/v1/audit", get(audit))
         .route("/api/v1/status", get(status))
         .route("/api/v1/openapi.json", get(|| async { json(&openapi::document()) }))
-        .with_state(shared);
+        .with_state(shared)
+        .layer(axum::middleware::map_response(in_json));
     router.merge(api)
 }
 

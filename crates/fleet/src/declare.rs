@@ -28,7 +28,7 @@ impl Draft<'_> {
             check(object)?;
             let (kind, name) = (object.kind(), object.name());
             if !names.insert((kind, name.to_owned())) {
-                return Err(Refusal::invalid(format_args!("{kind} {name} is there twice")));
+                return Err(Refusal::invalid(format_args!("{kind} {name} is declared twice; leave one of them out")));
             }
             self.check_revision(kind, name, *revision)?;
         }

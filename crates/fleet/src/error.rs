@@ -33,12 +33,20 @@ pub struct Refusal {
     pub what: String,
 }
 
+/// Most characters of a line: callers may be quoted in it.
+const MAX_LINE: usize = 500;
+
+/// One line of a text.
+fn line(text: &dyn fmt::Display) -> String {
+    text.to_string().chars().map(|c| if c.is_control() { ' ' } else { c }).take(MAX_LINE).collect()
+}
+
 /// Shorthands that make a refusal of a line.
 macro_rules! refusals {
     ($($name:ident $kind:ident)*) => { $(
         #[doc = concat!("A refusal of the kind [`Kind::", stringify!($kind), "`].")]
         pub fn $name(what: impl fmt::Display) -> Refusal {
-            Refusal { kind: Kind::$kind, what: what.to_string() }
+            Refusal { kind: Kind::$kind, what: line(&what) }
         }
     )* };
 }
@@ -48,6 +56,18 @@ impl Refusal {
 
     /// The same with more said before it.
     pub fn within(self, place: impl fmt::Display) -> Refusal {
-        Refusal { kind: self.kind, what: format!("{place}: {}", self.what) }
+        Refusal { kind: self.kind, what: line(&format_args!("{place}: {}", self.what)) }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_refusal_is_one_line_whatever_it_quotes() {
+        let e = Refusal::invalid(format_args!("`{}` is no name", "a\n\0b")).within("x\r");
+        assert_eq!(e.what, "x : `a  b` is no name");
+        assert_eq!(Refusal::invalid("é".repeat(1_000)).what.chars().count(), MAX_LINE);
     }
 }

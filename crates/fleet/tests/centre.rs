@@ -235,7 +235,7 @@ fn what_contradicts_itself_is_refused() {
         Invalid,
         "given for good",
     );
-    refused(w.apply([vrnic("b", "blue", "", &[]), vrnic("b", "blue", "", &[])]), Invalid, "vRNIC b is there twice");
+    refused(w.apply([vrnic("b", "blue", "", &[]), vrnic("b", "blue", "", &[])]), Invalid, "vRNIC b is declared twice");
     refused(w.apply([rule("x", "group:blue", "group:green")]), NotFound, "there is no group green");
     refused(w.apply([rule("x", "group:blue", "group:red")]), Conflict, "both have 10.0.0.1");
     w.apply([rule("x", "group:blue", "group:default"), rule("y", "vrnic:a", "vrnic:a")]).unwrap();
