@@ -241,7 +241,8 @@ impl Shared {
             }
             Ok(outcome.answer)
         });
-        let cut = |e| Err(Refusal::unavailable(format_args!("the change was cut off: {e}")).into());
+        let cut =
+            |e: tokio::task::JoinError| Err(Refusal::unavailable(format_args!("the change was cut off: {e}")).into());
         done.await.unwrap_or_else(cut).inspect_err(|e| {
             if let NotMade::Refused(e) = e {
                 self.metrics.refused(e);
