@@ -405,13 +405,15 @@ fn shared_knowledge(c: &Centres, host: &Lab, state: &Path) -> Result<()> {
 
 /// etcd does not answer: reads and hosts go on, changes are refused in one line. Then all goes on.
 fn etcd_away(c: &mut Centres, host: &Lab, away: Duration, killed: bool) -> Result<()> {
-    let revision = c.status(1)?["revision"].clone();
     if killed {
         c.etcd.process.kill();
     } else {
         c.etcd.process.signal(libc::SIGSTOP);
+        let stat = format!("/proc/{}/stat", c.etcd.process.0.id());
+        let stopped = || std::fs::read_to_string(&stat).is_ok_and(|s| s.contains(") T "));
+        wait_until(stopped, "etcd is not stopped")?;
     }
-    let begun = Instant::now();
+    let (begun, revision) = (Instant::now(), c.status(1)?["revision"].clone());
     for centre in 0..2 {
         let o = c.declare("away", Some(centre));
         let clear = o.text.contains("nothing can be changed now: ") && o.text.trim().lines().count() == 1;

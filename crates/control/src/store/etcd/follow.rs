@@ -24,6 +24,9 @@ pub(crate) enum News {
     Centre { id: String, url: Option<String> },
 }
 
+/// A key and what it is now; `None`: it is gone.
+type Event = (String, Option<Vec<u8>>);
+
 /// Why nothing more is heard.
 #[derive(Debug)]
 pub(crate) enum Lost {
@@ -96,7 +99,7 @@ impl EtcdStore {
             follower.at = follower.at.max(r.header.map_or(0, |h| h.revision));
         }
         // All events of one transaction come together.
-        let mut steps: BTreeMap<i64, Vec<(String, Option<Vec<u8>>)>> = BTreeMap::new();
+        let mut steps: BTreeMap<i64, Vec<Event>> = BTreeMap::new();
         for e in r.events {
             let gone = e.r#type() == mvccpb::event::EventType::Delete;
             let Some(kv) = e.kv else { continue };
@@ -113,15 +116,14 @@ impl EtcdStore {
     }
 
     /// What a transaction means. Records without a head are pieces of an earlier change that were copied to their places.
-    async fn news_of_step(&self, at: i64, step: Vec<(String, Option<Vec<u8>>)>) -> Result<Vec<News>, Lost> {
+    async fn news_of_step(&self, at: i64, step: Vec<Event>) -> Result<Vec<News>, Lost> {
         let value = |key: &str| step.iter().find(|(k, _)| k == key).and_then(|(_, v)| v.as_deref());
         let change = value("head").and_then(number).zip(value("change").and_then(pieces_of));
         let mut news = Vec::new();
         match change {
             Some((revision, 0)) => {
-                let record = |(k, v): &(String, Option<Vec<u8>>)| {
-                    Some(Write { key: k.strip_prefix("record/")?.to_owned(), value: v.clone() })
-                };
+                let record =
+                    |(k, v): &Event| Some(Write { key: k.strip_prefix("record/")?.to_owned(), value: v.clone() });
                 news.push(News::Change { revision, writes: step.iter().filter_map(record).collect() });
             }
             Some((revision, pieces)) => match self.staged(revision, pieces).await {

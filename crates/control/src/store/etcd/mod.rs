@@ -27,7 +27,7 @@ use client::{Client, is_unclear, said};
 pub(crate) use follow::{Follower, Lost, News, Office};
 
 /// etcd's messages.
-#[allow(missing_docs, clippy::large_enum_variant)]
+#[allow(missing_docs, clippy::large_enum_variant, clippy::enum_variant_names)]
 mod api {
     include!(concat!(env!("OUT_DIR"), "/etcdserverpb.rs"));
 }
