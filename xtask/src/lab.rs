@@ -511,7 +511,7 @@ impl TwoHosts {
             if o.ok() { Ok(()) } else { Err(o.text) }
         };
         run(&self.labs[0], &["secret", &path])?;
-        // Two secrets in 256 have one number, and the second one is refused then.
+        // The number of a secret is one byte. One with the number of another that the group has is refused.
         while let Err(e) = run(&self.labs[0], &["group", "set", "default", "--secret", &path]) {
             if !e.contains("make another one") {
                 return Err(e);

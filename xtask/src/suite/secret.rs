@@ -191,7 +191,7 @@ fn joined(two: &TwoHosts) -> Check {
     require(o.text.contains("groups red and blue: nothing passes between them"), o.text)?;
     let give = |name: &str| {
         let mut path = make(red, name)?;
-        // Two secrets in 256 have one number, and the second one is refused then.
+        // The number of a secret is one byte. One with the number of another that the group has is refused.
         while let Err(e) = set_of(red, &["red", "--with", "blue", "--secret", &path]) {
             require(e.contains("make another one"), e)?;
             path = make(red, &format!("{path}.another"))?;
