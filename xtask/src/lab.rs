@@ -505,13 +505,21 @@ impl TwoHosts {
     /// # Errors
     /// What `unirdma` says, or that they did not find each other.
     pub fn give_secret(&self, name: &str) -> Result<()> {
-        let path = self.labs[0].dir.join(name).display().to_string();
+        let mut path = self.labs[0].dir.join(name).display().to_string();
         let run = |lab: &Lab, args: &[&str]| {
             let o = lab.unirdma(args);
             if o.ok() { Ok(()) } else { Err(o.text) }
         };
         run(&self.labs[0], &["secret", &path])?;
-        self.labs.iter().try_for_each(|lab| run(lab, &["group", "set", "default", "--secret", &path]))?;
+        // The number of a secret is one byte. One with the number of another that the group has is refused.
+        while let Err(e) = run(&self.labs[0], &["group", "set", "default", "--secret", &path]) {
+            if !e.contains("make another one") {
+                return Err(e);
+            }
+            path += ".another";
+            run(&self.labs[0], &["secret", &path])?;
+        }
+        run(&self.labs[1], &["group", "set", "default", "--secret", &path])?;
         self.wait_met()
     }
 

@@ -190,8 +190,12 @@ fn joined(two: &TwoHosts) -> Check {
     let o = red.unirdma(&["status"]);
     require(o.text.contains("groups red and blue: nothing passes between them"), o.text)?;
     let give = |name: &str| {
-        let path = make(red, name)?;
-        set_of(red, &["red", "--with", "blue", "--secret", &path])?;
+        let mut path = make(red, name)?;
+        // The number of a secret is one byte. One with the number of another that the group has is refused.
+        while let Err(e) = set_of(red, &["red", "--with", "blue", "--secret", &path]) {
+            require(e.contains("make another one"), e)?;
+            path = make(red, &format!("{path}.another"))?;
+        }
         set_of(blue, &["blue", "--with", "red", "--secret", &path])?;
         wait_pair(red, "red and blue")?;
         wait_pair(blue, "blue and red")
@@ -269,7 +273,8 @@ pub(super) fn single_host(s: &mut Suite<'_>) {
             let o = own.unirdma(&[&["group", "set"], args].concat());
             require(!o.ok() && o.text.contains(why) && o.text.trim().lines().count() == 1, o.text)
         };
-        refused(&["red", "--with", "blue"], "--with says whose secret")?;
+        refused(&["red", "--with", "blue"], "nothing to set")?;
+        refused(&["red", "--with", "blue", "--weight", "200"], "--with says whose secret")?;
         refused(&["red", "--with", "red", "--secret", &path], "another group than red")?;
         refused(&["red", "--with", "no/name", "--secret", &path], "no group name")?;
         refused(&["red", "--with", "green", "--forget-old"], "groups red and green have no secret")
@@ -282,7 +287,7 @@ pub(super) fn between_hosts(s: &mut Suite<'_>) {
         joined(&TwoHosts::start(Link { name: "j", ipv6: false, mtu: 1500, args: &[] })?)
     });
     for (what, name, ipv6, args) in
-        [("over IPv6", "6", true, &[][..]), ("with --full-icrc", "f", false, &["--full-icrc"])]
+        [("over IPv6", "6", true, &[][..]), ("with --full-icrc", "f", false, &["--full-icrc"][..])]
     {
         s.check(&format!("two hosts with a secret, {what}"), |_| {
             let two = TwoHosts::start(Link { name, ipv6, mtu: 1500, args })?;

@@ -70,6 +70,9 @@ pub(crate) enum Complaint {
 
 const COMPLAINT_NS: u64 = 60_000_000_000;
 
+/// Whom a complaint is about: a host, and the name of its group if that is another one.
+type About = (IpAddr, Option<String>, Complaint);
+
 /// How packets to and from the other end are sealed.
 #[derive(Clone, Default)]
 pub(super) struct Way {
@@ -97,7 +100,8 @@ pub(crate) struct Board {
     unsealed: AtomicU64,
     wrong_tag: AtomicU64,
     replayed: AtomicU64,
-    complaints: Mutex<HashMap<(IpAddr, Option<String>, Complaint), u64>>,
+    /// When each was in the log last.
+    complaints: Mutex<HashMap<About, u64>>,
 }
 
 impl Board {
@@ -138,7 +142,7 @@ impl Board {
         {
             // Only hosts of the group and of those that are joined with it are complained of, so there are few entries.
             let mut complaints = lock(&self.complaints);
-            let about = (host, with.map(String::from), what);
+            let about: About = (host, with.map(String::from), what);
             if complaints.get(&about).is_some_and(|&at| now < at + COMPLAINT_NS) {
                 return;
             }
