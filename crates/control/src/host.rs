@@ -158,14 +158,16 @@ impl Connection {
         });
         let refused = match same {
             Some(refused) => refused,
-            None => match self.meanwhile(tokio::time::timeout(ANNOUNCE, self.shared.run(announced.clone(), false))).await? {
-                Ok(Ok(done)) => done.refused,
-                Ok(Err(e)) if e.code() != tonic::Code::Unavailable => return Err(crate::grpc::refusal(&e).into()),
-                _ => {
-                    *hello = Some(announced);
-                    return Ok(());
+            None => {
+                match self.meanwhile(tokio::time::timeout(ANNOUNCE, self.shared.run(announced.clone(), false))).await? {
+                    Ok(Ok(done)) => done.refused,
+                    Ok(Err(e)) if e.code() != tonic::Code::Unavailable => return Err(crate::grpc::refusal(&e).into()),
+                    _ => {
+                        *hello = Some(announced);
+                        return Ok(());
+                    }
                 }
-            },
+            }
         };
         for error in refused {
             self.say(to_host::Message::Reply(v1::Reply { id: 0, error, vrnic: None })).await?;
