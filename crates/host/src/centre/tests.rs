@@ -194,9 +194,24 @@ impl TestHost {
     fn start(c: HostConfig) -> TestHost {
         let stop = Arc::new(rustix::event::eventfd(0, rustix::event::EventfdFlags::CLOEXEC).unwrap());
         let (dir, s) = (c.dir.clone(), stop.clone());
-        let thread = std::thread::spawn(move || serve(&c, s.as_fd(), || ()));
+        let thread = std::thread::spawn(move || {
+            let limit = Instant::now() + PATIENCE;
+            loop {
+                match serve(&c, s.as_fd(), || ()) {
+                    // A process that another test has just forked has the sockets of a host that has ended, for a moment.
+                    Err(e) if e.kind() == std::io::ErrorKind::AddrInUse && Instant::now() < limit => {
+                        std::thread::sleep(Duration::from_millis(10));
+                    }
+                    ended => return ended,
+                }
+            }
+        });
         let host = TestHost { dir, stop, thread: Some(thread) };
-        wait_ready(&host.dir, PATIENCE).expect("the host serves");
+        if let Err(e) = wait_ready(&host.dir, PATIENCE) {
+            let mut host = host;
+            let ended = host.thread.take_if(|t| t.is_finished()).map(std::thread::JoinHandle::join);
+            panic!("{e}; the host: {ended:?}");
+        }
         host
     }
 
@@ -235,7 +250,8 @@ impl TestHost {
 impl Drop for TestHost {
     fn drop(&mut self) {
         rustix::io::write(&self.stop, &1u64.to_ne_bytes()).unwrap();
-        let ended = self.thread.take().unwrap().join().unwrap();
+        let Some(thread) = self.thread.take() else { return };
+        let ended = thread.join().unwrap();
         assert!(ended.is_ok() || std::thread::panicking(), "{ended:?}");
     }
 }
