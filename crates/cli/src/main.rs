@@ -61,6 +61,16 @@ enum Command {
     /// Serve vRNICs on this host until interrupted
     #[command(after_help = hosting::EXAMPLES)]
     Host(hosting::HostArgs),
+    /// Serve the vRNICs of a group: what `unirdma host` starts. It starts it without these arguments being parsed, see `main`
+    #[command(hide = true)]
+    Worker {
+        /// The group, so that lists of processes show it
+        #[arg(value_name = "GROUP")]
+        _group: Option<String>,
+    },
+    /// Keep what the next `unirdma host` needs if this one is killed: what `unirdma host` starts
+    #[command(hide = true)]
+    Keeper,
     /// Make, list, show and remove vRNICs
     Vrnic {
         #[command(subcommand)]
@@ -436,6 +446,8 @@ fn command(cli: Cli) -> io::Result<u8> {
     let dir = std::path::absolute(&dir).unwrap_or(dir);
     match cli.command {
         Command::Host(args) => hosting::host(dir, &args).map(|()| 0),
+        Command::Worker { .. } => hosting::worker().map(|()| 0),
+        Command::Keeper => hosting::keeper().map(|()| 0),
         Command::Run(args) => container::run(&dir, &args),
         Command::Exec(args) => enter::exec(&dir, &args),
         Command::Vm { command } => vm::vm(&dir, command),
