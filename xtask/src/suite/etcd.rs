@@ -22,8 +22,8 @@ pub(super) fn run(s: &mut Suite<'_>) {
 /// Those of `crates/control/src/store/tests.rs` that need an etcd.
 fn store_tests(dir: &std::path::Path) -> Check {
     let etcd = Etcd::start(dir)?;
-    let mut c = Command::new("cargo");
-    c.args(["test", "--package", "unirdma-control", "--lib", "store::tests::etcd", "--", "--ignored"]);
+    let mut c = Command::new("timeout");
+    c.args(["400", "cargo", "test", "--package", "unirdma-control", "--lib", "store::tests::etcd", "--", "--ignored"]);
     let o = c.env("UNIRDMA_TEST_ETCD", etcd.address()).current_dir(lab::root()).output().map_err(|e| e.to_string())?;
     let text = String::from_utf8_lossy(&[o.stdout, o.stderr].concat()).into_owned();
     require(o.status.success() && text.contains("4 passed"), text)

@@ -1,3 +1,5 @@
+use std::collections::{BTreeMap, BTreeSet};
+
 use super::etcd::{Lost, News};
 use super::*;
 
@@ -140,37 +142,55 @@ async fn etcd_tells_followers_each_change_once_and_as_a_whole() {
     a.commit(1, &[put("meta", "m")]).await.unwrap();
     let (snapshot, news, mut follower) = b.list().await.unwrap();
     assert!(snapshot.revision == 1 && matches!(news.as_slice(), [News::Allocator { url: None, .. }]), "{news:?}");
-    let (lease, id) = a.begin(5, "https://a").await.unwrap();
+    let (lease, _) = a.begin(5, "https://a").await.unwrap();
     let (office, _) = a.campaign(lease, "https://a").await.unwrap().unwrap();
     a.set_office(Some(office)).await;
     a.commit(2, &[put("x", "1"), gone("meta")]).await.unwrap();
     a.commit(3, &many(5_000)).await.unwrap();
     a.commit(4, &[put("y", "1")]).await.unwrap();
     a.end(lease).await.unwrap();
-    let mut heard = Vec::new();
-    while !heard.contains(&News::Centre { id: id.clone(), url: None }) {
-        match b.next(&mut follower).await {
-            Ok(news) => heard.extend(news),
-            // The pieces of the large change were gone before the follower looked.
+    // What a follower knows: the state, who allocates, and which centres there are.
+    let known =
+        |records: Vec<Write>| -> BTreeMap<String, Write> { records.into_iter().map(|w| (w.key.clone(), w)).collect() };
+    let (mut at, mut state) = (snapshot.revision, known(snapshot.records));
+    let (mut allocators, mut centres, mut listed) = (Vec::new(), BTreeSet::new(), false);
+    while at < 4 || !centres.is_empty() || !(listed || allocators.contains(&None)) {
+        let news = match b.next(&mut follower).await {
+            Ok(news) => news,
+            // The pieces of the large change were gone before the follower looked: it reads everything, and knows no more than that.
             Err(Lost::Forgotten) => {
                 let (snapshot, news, again) = b.list().await.unwrap();
-                assert!(snapshot.revision >= 3 && snapshot.records.len() >= 5_001);
-                heard.push(News::Change { revision: 3, writes: many(5_000) });
-                heard.extend(news);
+                assert!((3..=4).contains(&snapshot.revision));
+                (at, state, listed) = (snapshot.revision, known(snapshot.records), true);
+                centres.clear();
                 follower = again;
+                news
             }
             Err(Lost::Away(e)) => panic!("{e}"),
+        };
+        for n in news {
+            match n {
+                News::Change { revision, writes } => {
+                    assert_eq!(revision, at + 1, "each once, and in their order");
+                    at = revision;
+                    for w in writes {
+                        if w.value.is_some() {
+                            state.insert(w.key.clone(), w);
+                        } else {
+                            state.remove(&w.key);
+                        }
+                    }
+                }
+                News::Allocator { url, .. } => allocators.push(url),
+                News::Centre { id, url: Some(_) } => drop(centres.insert(id)),
+                News::Centre { id, url: None } => drop(centres.remove(&id)),
+            }
         }
     }
-    let changes = heard
-        .iter()
-        .filter_map(|n| if let News::Change { revision, writes } = n { Some((*revision, writes.len())) } else { None });
-    assert_eq!(changes.collect::<Vec<_>>(), [(2, 2), (3, 5_000), (4, 1)]);
-    let allocators: Vec<Option<&str>> = heard
-        .iter()
-        .filter_map(|n| if let News::Allocator { url, .. } = n { Some(url.as_deref()) } else { None })
-        .collect();
-    assert!(allocators.contains(&Some("https://a")) && allocators.last() == Some(&None), "{allocators:?}");
+    let mut end = many(5_000);
+    end.extend([put("x", "1"), put("y", "1")]);
+    assert!(at == 4 && state == known(end), "revision {at}, {} records", state.len());
+    assert_eq!(allocators.last(), Some(&None));
 }
 
 #[tokio::test]
