@@ -710,7 +710,11 @@ impl World {
                 continue;
             }
             let due = self.truth.table(h, u64::MAX).expect("there is something to have");
-            assert!(host.table == *due, "at {now} ms h{h}, which nothing disturbs, does not have what it is to have");
+            if host.table != *due {
+                let keys = due.keys().chain(host.table.keys()).filter(|k| due.get(*k) != host.table.get(*k));
+                let keys: std::collections::BTreeSet<_> = keys.collect();
+                panic!("at {now} ms h{h}, which nothing disturbs, does not have what it is to have: {keys:?}");
+            }
             if host.working || !agent.status(now).problems.is_empty() {
                 continue;
             }
@@ -724,7 +728,7 @@ impl World {
         }
         for a in 0..HOSTS {
             for b in (0..HOSTS).filter(|b| *b != a) {
-                let calm = |h: usize| now - self.calm[h] >= LAG_MS;
+                let calm = |h: usize| now - self.calm[h].max(self.truth.declared) >= LAG_MS;
                 let is = (self.hosts[a].looked, self.hosts[b].looked);
                 if self.checked_secrets[a][b] != is && calm(a) && calm(b) {
                     self.hosts[a].check_secrets(&self.hosts[b]);

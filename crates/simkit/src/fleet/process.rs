@@ -347,7 +347,10 @@ impl World {
         let (now, clock) = (self.now, EPOCH + self.now);
         let name = self.hosts[host].name.clone();
         let p = &mut self.centres[c];
-        let Some(centre) = &mut p.centre else { return };
+        let Some(centre) = &mut p.centre else {
+            // It reads the store anew, and takes no connection meanwhile.
+            return self.close(id, false);
+        };
         if let Some(peer) = p.peers.get_mut(&id) {
             peer.heard = now;
         }

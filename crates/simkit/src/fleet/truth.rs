@@ -75,6 +75,8 @@ pub(super) struct Truth {
     history: Vec<Vec<(u64, Table)>>,
     /// When what a host is to have changed last.
     pub changed: Vec<u64>,
+    /// When a group was declared last. Whoever takes its secret away and gives it another one does so at once, not step by step.
+    pub declared: u64,
     pub vrnics: BTreeMap<String, Place>,
     policy: Policy<String, IpAddr>,
 }
@@ -84,7 +86,8 @@ impl Truth {
         let centre = Centre::load(all.0, &all.1, [0; 32]).expect("the store can be read");
         let history = vec![Vec::new(); hosts.len()];
         let changed = vec![0; hosts.len()];
-        let mut truth = Truth { centre, hosts, history, changed, vrnics: BTreeMap::new(), policy: Policy::default() };
+        let mut truth =
+            Truth { centre, hosts, history, changed, declared: 0, vrnics: BTreeMap::new(), policy: Policy::default() };
         truth.look(0);
         truth
     }
@@ -92,6 +95,9 @@ impl Truth {
     /// A change was kept.
     pub fn commit(&mut self, now: u64, revision: u64, writes: &[Write]) {
         self.centre.commit(revision, writes).expect("what a centre planned can be read");
+        if writes.iter().any(|w| w.key.starts_with("object/group/")) {
+            self.declared = now;
+        }
         self.look(now);
     }
 
