@@ -75,7 +75,7 @@ pub(super) struct Truth {
     history: Vec<Vec<(u64, Table)>>,
     /// When what a host is to have changed last.
     pub changed: Vec<u64>,
-    /// When a group was declared last. Whoever takes its secret away and gives it another one does so at once, not step by step.
+    /// When a group or a rule was declared last. Whoever so takes a secret away, and gives another one, does that at once, not step by step.
     pub declared: u64,
     pub vrnics: BTreeMap<String, Place>,
     policy: Policy<String, IpAddr>,
@@ -95,7 +95,7 @@ impl Truth {
     /// A change was kept.
     pub fn commit(&mut self, now: u64, revision: u64, writes: &[Write]) {
         self.centre.commit(revision, writes).expect("what a centre planned can be read");
-        if writes.iter().any(|w| w.key.starts_with("object/group/")) {
+        if writes.iter().any(|w| w.key.starts_with("object/group/") || w.key.starts_with("object/rule/")) {
             self.declared = now;
         }
         self.look(now);
