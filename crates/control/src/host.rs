@@ -129,7 +129,6 @@ impl Connection {
             }
             (centre.updates(&self.host, self.told), centre.revision())
         };
-        let something = !updates.is_empty();
         for update in updates {
             self.shared.metrics.updated(&update);
             let mut said = std::pin::pin!(self.say(to_host::Message::Update(update)));
@@ -144,7 +143,7 @@ impl Connection {
         }
         drop(permit);
         self.told = Some(revision);
-        self.shared.centre().told(&self.host, revision, something);
+        self.shared.centre().told(&self.host, revision);
         Ok(())
     }
 

@@ -114,6 +114,8 @@ pub struct Agent {
     fleet: String,
     revision: u64,
     items: BTreeMap<Key, Item>,
+    /// How many peers are on each other host.
+    peers_on: BTreeMap<String, u32>,
     /// vRNICs that the centre of another store has made, and this one does not know.
     orphans: BTreeSet<String>,
     /// vRNICs of the host that the centre does not know of.
@@ -155,6 +157,7 @@ impl Agent {
             fleet: String::new(),
             revision: 0,
             items: BTreeMap::new(),
+            peers_on: BTreeMap::new(),
             orphans: BTreeSet::new(),
             own: Vec::new(),
             link: Link::Away { since: 0, retry_at: 0, why: "it was not asked yet".into() },
@@ -427,10 +430,19 @@ impl Agent {
             gone: if whole { Vec::new() } else { gone.iter().map(|(k, force)| k.message(*force)).collect() },
         };
         let changes = whole || !record.put.is_empty() || !record.gone.is_empty();
+        // What is not said, since it follows: the peers of a group go with it.
+        if gone.keys().any(|k| matches!(k, Key::Group(_))) {
+            let is_lost =
+                |item: &Item| matches!(item, Item::Peer(p) if gone.contains_key(&Key::Group(p.group.clone())));
+            let peers = self.items.range(Key::Peer(String::new())..).filter(|(_, i)| is_lost(i));
+            let peers: Vec<Key> = peers.map(|(k, _)| k.clone()).filter(|k| !put.contains_key(k)).collect();
+            gone.extend(peers.into_iter().map(|k| (k, false)));
+        }
+        // Hosts of which the last peer may have gone.
+        let mut left = BTreeSet::new();
         for (key, force) in gone {
-            if self.items.remove(&key).is_none() {
-                continue;
-            }
+            let Some(item) = self.items.remove(&key) else { continue };
+            left.extend(self.no_peer_any_more(&item));
             self.failed.remove(&key);
             match &key {
                 // Its store was made anew, by which nobody has said that the vRNIC is to go.
@@ -445,13 +457,36 @@ impl Agent {
             if self.items.get(&key) != Some(&item) {
                 self.failed.remove(&key);
                 self.due.insert(key.clone(), false);
-                self.items.insert(key, item);
+                if let Item::Peer(p) = &item {
+                    *self.peers_on.entry(p.host.clone()).or_default() += 1;
+                }
+                let was = self.items.insert(key, item);
+                left.extend(was.and_then(|was| self.no_peer_any_more(&was)));
+            }
+        }
+        // A host is gone with the last peer there, which is not said either.
+        for host in left.into_iter().filter(|h| !self.peers_on.contains_key(h)).collect::<Vec<_>>() {
+            let key = Key::Place(host);
+            if self.items.remove(&key).is_some() {
+                self.failed.remove(&key);
+                self.due.insert(key, false);
             }
         }
         (self.fleet, self.revision, self.refused) = (fleet, revision, None);
         if changes {
             self.records.push_back(record);
         }
+    }
+
+    /// A piece is not in force any more. If it was the last peer on its host: that host.
+    fn no_peer_any_more(&mut self, item: &Item) -> Option<String> {
+        let Item::Peer(p) = item else { return None };
+        let n = self.peers_on.get_mut(&p.host)?;
+        *n -= 1;
+        if *n > 0 {
+            return None;
+        }
+        self.peers_on.remove_entry(&p.host).map(|(host, _)| host)
     }
 
     /// The next record to keep. A whole one takes the place of all before.

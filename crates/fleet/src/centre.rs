@@ -22,7 +22,7 @@ use crate::model::{Kind, MAX_APPLY};
 use crate::records::{self, Record, Write};
 use crate::state::{Name, State};
 use crate::tokens::Actor;
-use crate::v1::{self, object::Object};
+use crate::v1::{self, item::Item, object::Object};
 use crate::view::{Key, Touched};
 
 /// What a call changes, if it changes anything, and its answer.
@@ -282,6 +282,10 @@ impl Centre {
         if known.is_some() && items.is_empty() {
             return Vec::new();
         }
+        let items = match known {
+            None => items,
+            Some(told) => self.without_what_follows(items, told),
+        };
         let update = || v1::Update { fleet: self.state.fleet.clone(), revision, ..v1::Update::default() };
         let mut parts: Vec<v1::Update> = items
             .chunks(ITEMS)
@@ -307,6 +311,34 @@ impl Centre {
             last.more = false;
         }
         parts
+    }
+
+    /// News of a host that has been told the state of `told`, without what it finds out itself, as the peers of a group go with it and a place
+    /// with the last peer there, and without places that it has: those with a peer there that is no news.
+    fn without_what_follows(&self, mut items: Vec<(Key, Option<v1::Item>)>, told: u64) -> Vec<(Key, Option<v1::Item>)> {
+        let lost: BTreeSet<Name> = items
+            .iter()
+            .filter_map(|(key, item)| if let (Key::Group(g), None) = (key, item) { Some(g.clone()) } else { None })
+            .collect();
+        let peer = |item: &Option<v1::Item>| match item.as_ref().and_then(|i| i.item.as_ref()) {
+            Some(Item::Peer(p)) => Some(p.host.clone()),
+            _ => None,
+        };
+        let with_new_peers: BTreeSet<String> = items.iter().filter_map(|(_, item)| peer(item)).collect();
+        items.retain(|(key, item)| match key {
+            Key::Place(host) if item.is_some() => {
+                with_new_peers.contains(&**host) || self.state.hosts.get(host).is_some_and(|h| h.revision > told)
+            }
+            Key::Place(_) => false,
+            _ if item.is_some() => true,
+            // One that has changed since may have been of another group, which the host still has.
+            Key::Peer(name) => {
+                let same = self.state.vrnics.get(name).filter(|v| v.revision <= told);
+                same.is_none_or(|v| !lost.contains(&v.group))
+            }
+            _ => true,
+        });
+        items
     }
 
     /// Whether a change since a revision may concern a host.

@@ -60,6 +60,22 @@ impl Refusal {
     }
 }
 
+/// What an error comes from: the network or TLS has said it, and the errors around it say less.
+pub fn root_cause(e: &dyn std::error::Error) -> String {
+    e.source().map_or_else(|| e.to_string(), root_cause)
+}
+
+/// What the other end of a call has said, or what happened on the way, in one line.
+#[cfg(any(feature = "client", feature = "server"))]
+pub fn said(status: &tonic::Status) -> String {
+    let text = match std::error::Error::source(status) {
+        Some(e) => root_cause(e),
+        None if status.message().is_empty() => status.code().description().into(),
+        None => status.message().into(),
+    };
+    text.lines().next().unwrap_or_default().into()
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;

@@ -30,7 +30,9 @@ mod view;
 
 pub use centre::{Centre, Outcome};
 pub use draft::Plan;
-pub use error::{Kind as RefusalKind, Refusal};
+#[cfg(any(feature = "client", feature = "server"))]
+pub use error::said;
+pub use error::{Kind as RefusalKind, Refusal, root_cause};
 pub use live::{Figures, Greeted, PROTOCOL, SILENCE_MS};
 pub use model::{Kind, MAX_APPLY};
 pub use net::{Net, address};

@@ -29,9 +29,7 @@ struct Host {
     version: String,
     /// What this centre has told it, by whichever connection.
     told: u64,
-    /// For which revision that holds which it was told by its connection, and the last one by which it was told something.
-    holds: u64,
-    said: u64,
+    /// The last revision that it has said to be in force, or that another centre has passed on. See [`Centre::host_state`] for later ones.
     applied: u64,
     heard_ms: u64,
     clock_ms: i64,
@@ -45,13 +43,6 @@ struct Host {
     reported_ms: Option<u64>,
     /// Its vRNICs whose figures were others in the last report than in the one before.
     moving: BTreeSet<String>,
-}
-
-impl Host {
-    /// The last revision that is in force. A host that has all that it was told has all that holds for later revisions, too.
-    fn in_force(&self) -> u64 {
-        if self.applied >= self.said { self.holds.max(self.applied) } else { self.applied }
-    }
 }
 
 /// What is known of hosts and vRNICs beside what is declared.
@@ -70,8 +61,9 @@ impl Live {
         self.vrnics.get(name).map(|(_, s)| s)
     }
 
+    /// The last revision that a host has said to be in force.
     pub(crate) fn applied(&self, host: &str) -> u64 {
-        self.hosts.get(host).map_or(0, Host::in_force)
+        self.hosts.get(host).map_or(0, |h| h.applied)
     }
 
     pub(crate) fn is_connected(&self, host: &str, now_ms: u64) -> bool {
@@ -86,7 +78,7 @@ impl Live {
             name: name.into(),
             connected: self.is_connected(name, now_ms),
             version: h.version.clone(),
-            applied: h.in_force(),
+            applied: h.applied,
             silent_ms: now_ms.saturating_sub(h.heard_ms),
             clock_ms: h.clock_ms,
             problems: h.problems.clone(),
@@ -243,7 +235,7 @@ impl Centre {
         let h = self.live.heard(host, now_ms);
         (h.instance, h.hello_ms, h.via) = (Some(hello.instance), hello.clock_ms, None);
         h.version = short(&hello.version, 64);
-        (h.applied, h.holds, h.said) = (told.unwrap_or(0), told.unwrap_or(0), told.unwrap_or(0));
+        h.applied = told.unwrap_or(0);
         h.clock_ms = clock(hello.clock_ms, now_ms);
         h.problems.clear();
         h.reported_ms = None;
@@ -319,13 +311,9 @@ impl Centre {
         Ok(Outcome { plan: draft.finish(actor.who(), now_ms, Vec::new()), answer: reply })
     }
 
-    /// A host has been told the state of a revision, by `something` or, since nothing else concerns it, by nothing.
-    pub fn told(&mut self, host: &str, revision: u64, something: bool) {
-        let h = self.live.hosts.entry(host.into()).or_default();
-        (h.told, h.holds) = (revision, revision);
-        if something {
-            h.said = revision;
-        }
+    /// A host has been told the state of a revision.
+    pub fn told(&mut self, host: &str, revision: u64) {
+        self.live.hosts.entry(host.into()).or_default().told = revision;
     }
 
     /// A host has put a revision in force.
@@ -423,8 +411,7 @@ impl Centre {
             h.heard_ms = now_ms.saturating_sub(state.silent_ms);
             h.instance = state.connected.then_some(host.instance);
             (h.via, h.hello_ms) = (Some(centre.into()), host.hello_ms);
-            (h.applied, h.holds, h.said) = (state.applied, state.applied, state.applied);
-            (h.version, h.clock_ms) = (state.version, state.clock_ms);
+            (h.applied, h.version, h.clock_ms) = (state.applied, state.version, state.clock_ms);
             h.problems = state.problems;
         }
         for state in news.vrnics.into_iter().filter(|s| self.state.vrnics.contains_key(s.name.as_str())) {

@@ -3,7 +3,8 @@
 use std::collections::{BTreeMap, BTreeSet};
 
 use proptest::prelude::*;
-use unirdma_fleet::v1::{self, item::Item, item_key, object::Object};
+use unirdma_fleet::agent::Agent;
+use unirdma_fleet::v1::{self, item::Item, object::Object};
 use unirdma_fleet::{Actor, Centre, Outcome, Plan, Refusal, RefusalKind, STEP_DEADLINE_MS, Write};
 
 const NOW: u64 = 1_800_000_000_000;
@@ -17,13 +18,13 @@ struct World {
     now: u64,
 }
 
-#[derive(Default)]
+/// What a host has been told: its agent puts it in force.
 struct Told {
-    revision: Option<u64>,
+    agent: Agent,
     items: BTreeMap<String, Item>,
 }
 
-/// A key as text, of an item or of what is gone.
+/// The key of an item as text.
 fn key(item: &Item) -> String {
     match item {
         Item::Group(g) => format!("group {}", g.name),
@@ -31,39 +32,36 @@ fn key(item: &Item) -> String {
         Item::Place(p) => format!("place {}", p.host),
         Item::Peer(p) => format!("peer {}", p.name),
         Item::Rule(r) => format!("rule {}", r.name),
-        Item::Secret(s) => secret_key(s.key.as_ref().unwrap()),
+        Item::Secret(s) => {
+            let k = s.key.as_ref().unwrap();
+            format!("secret {} {} {}", k.group, k.other, k.id)
+        }
     }
 }
 
-fn secret_key(k: &v1::SecretKey) -> String {
-    format!("secret {} {} {}", k.group, k.other, k.id)
-}
-
-fn gone_key(key: &v1::ItemKey) -> String {
-    use item_key::Key as K;
-    match key.key.as_ref().unwrap() {
-        K::Group(n) => format!("group {n}"),
-        K::Vrnic(n) => format!("vrnic {n}"),
-        K::Place(n) => format!("place {n}"),
-        K::Peer(n) => format!("peer {n}"),
-        K::Rule(n) => format!("rule {n}"),
-        K::Secret(k) => secret_key(k),
+impl Default for Told {
+    fn default() -> Told {
+        let mut agent = Agent::new(Default::default(), [], 1).unwrap();
+        assert!(agent.poll_connect(0));
+        agent.connected(0, NOW);
+        Told { agent, items: BTreeMap::new() }
     }
 }
 
 impl Told {
+    /// The revision that it has.
+    fn revision(&self) -> Option<u64> {
+        Some(self.agent.status(0).revision).filter(|r| *r > 0)
+    }
+
     fn take(&mut self, updates: Vec<v1::Update>) {
         for (n, u) in updates.into_iter().enumerate() {
-            if u.whole {
-                assert_eq!(n, 0);
-                self.items.clear();
-            }
-            for k in &u.gone {
-                self.items.remove(&gone_key(k));
-            }
-            self.items.extend(u.put.into_iter().map(|i| i.item.unwrap()).map(|i| (key(&i), i)));
-            self.revision = Some(u.revision);
+            assert!(!u.whole || n == 0);
+            self.agent.handle(0, v1::ToHost { message: Some(v1::to_host::Message::Update(u)) });
+            assert_eq!(self.agent.poll_close(0), None);
         }
+        let all = self.agent.snapshot().put.into_iter().map(|i| i.item.unwrap());
+        self.items = all.map(|i| (key(&i), i)).collect();
     }
 }
 
@@ -153,7 +151,7 @@ impl World {
     fn tell(&mut self) -> BTreeMap<String, usize> {
         let mut counts = BTreeMap::new();
         for (name, told) in &mut self.hosts {
-            let updates = self.centre.updates(name, told.revision);
+            let updates = self.centre.updates(name, told.revision());
             counts.insert(name.clone(), updates.iter().map(|u| u.put.len() + u.gone.len()).sum());
             told.take(updates);
             let mut whole = Told::default();
@@ -644,7 +642,7 @@ fn a_host_that_was_away_a_moment_gets_what_it_lacks_and_one_of_another_past_gets
     let hello = |revision| v1::Hello { protocol: 1, revision, fleet: "f".into(), ..Default::default() };
     let begun = w.centre.hello("h1", &hello(0), w.now).unwrap().told;
     assert_eq!(begun, None);
-    w.centre.told("h1", w.centre.revision(), true);
+    w.centre.told("h1", w.centre.revision());
     let told = w.centre.revision();
     w.apply([vrnic("b", "default", "h1", &[])]).unwrap();
     assert_eq!(w.centre.hello("h1", &hello(told), w.now).unwrap().told, Some(told));
@@ -672,12 +670,12 @@ fn what_does_not_concern_a_host_is_in_force_there_at_once() {
     let hello = v1::Hello { protocol: 1, fleet: "f".into(), ..Default::default() };
     w.centre.hello("h1", &hello, w.now).unwrap();
     let first = w.centre.revision();
-    w.centre.told("h1", first, true);
+    w.centre.told("h1", first);
     assert_eq!(applied(&w), 0);
     // It has not said yet that it has the first one in force when it is told that nothing else concerns it.
     w.apply([group("red", &[])]).unwrap();
     assert_eq!(w.centre.updates("h1", Some(first)), []);
-    w.centre.told("h1", w.centre.revision(), false);
+    w.centre.told("h1", w.centre.revision());
     assert_eq!(applied(&w), 0);
     w.centre.applied("h1", &v1::Applied { revision: first, ..Default::default() }, w.now);
     assert_eq!(applied(&w), w.centre.revision());
@@ -685,12 +683,36 @@ fn what_does_not_concern_a_host_is_in_force_there_at_once() {
     assert!(w.centre.updates("h1", Some(first - 1))[0].whole && w.centre.updates("h1", Some(first)).is_empty());
     // With something that concerns it, it has to say so.
     w.apply([vrnic("b", "default", "h1", &[])]).unwrap();
-    assert_eq!(applied(&w), w.centre.revision() - 1);
-    w.centre.told("h1", w.centre.revision(), true);
+    assert_eq!(applied(&w), first);
+    w.centre.told("h1", w.centre.revision());
     assert_eq!(applied(&w), first);
     // What it was told by a connection that has ended may not have come.
     w.centre.hello("h1", &v1::Hello { revision: first, ..hello }, w.now).unwrap();
     assert_eq!(applied(&w), first);
+}
+
+#[test]
+fn what_a_host_loses_with_a_group_is_not_told_one_by_one() {
+    let mut w = World::new(&["h1", "h2", "h3"]);
+    w.apply([group("blue", &["10.0.0.0/16"]), group("red", &[])]).unwrap();
+    w.apply((0..1_000).map(|n| vrnic(&format!("v{n}"), "blue", ["h2", "h3"][n % 2], &[]))).unwrap();
+    w.apply([vrnic("a", "blue", "h1", &[]), vrnic("r", "red", "h1", &[]), vrnic("s", "red", "h3", &[])]).unwrap();
+    w.tell();
+    assert_eq!(w.sees("h1").len(), 2 + 2 + 2 + 1_001, "groups, vRNICs, places, peers");
+    let told = w.hosts["h1"].revision();
+    w.apply([vrnic("a", "blue", "h2", &[])]).unwrap();
+    let news = w.centre.updates("h1", told);
+    assert!(news.len() == 1 && !news[0].whole && news[0].put.is_empty() && news[0].gone.len() <= 3, "{news:?}");
+    // The same in several steps, in one of which a vRNIC is made anew in a group that goes, and was in one that stays.
+    w.tell();
+    assert_eq!(w.sees("h1"), ["group red", "peer s", "place h3", "vrnic r"]);
+    w.apply([vrnic("a", "blue", "h1", &[])]).unwrap();
+    w.tell();
+    w.delete(v1::Kind::Vrnic, "s", true).unwrap();
+    w.apply([vrnic("s", "blue", "h3", &[])]).unwrap();
+    w.apply([vrnic("a", "blue", "h2", &[])]).unwrap();
+    w.tell();
+    assert_eq!(w.sees("h1"), ["group red", "vrnic r"]);
 }
 
 #[test]

@@ -125,7 +125,36 @@ fn changes_are_done_in_order_and_only_what_is_other() {
     assert_eq!((h.done(), h.applied()), (vec!["put Peer(\"b\")".to_string()], vec![(6, vec![])]));
     let gone = [(Key::Vrnic("a".into()), true), (Key::Group("blue".into()), false), (Key::Peer("b".into()), false)];
     h.update(update(7, false, &[], &gone));
-    assert_eq!(h.done(), ["gone Vrnic(\"a\") by force", "gone Peer(\"b\")", "gone Group(\"blue\")"]);
+    let all = ["gone Vrnic(\"a\") by force", "gone Peer(\"b\")", "gone Place(\"h2\")", "gone Group(\"blue\")"];
+    assert_eq!(h.done(), all);
+}
+
+#[test]
+fn peers_go_with_their_group_and_a_place_with_the_last_peer_there() {
+    let mut h = Host::new();
+    h.connect();
+    let other = |name: &str, host: &str| {
+        let Item::Peer(p) = peer(name, "10.0.0.9") else { unreachable!() };
+        Item::Peer(v1::Peer { group: "red".into(), host: host.into(), ..p })
+    };
+    h.update(first());
+    h.update(update(6, false, &[group("red", 10), other("c", "h2"), other("d", "h3"), place("h3")], &[]));
+    h.done();
+    // One peer of two on a host, then one that moves to another host, from which it is the last one.
+    h.update(update(7, false, &[], &[(Key::Peer("c".into()), false)]));
+    assert_eq!(h.done(), ["gone Peer(\"c\")"]);
+    h.update(update(8, false, &[other("d", "h2")], &[]));
+    assert_eq!(h.done(), ["put Peer(\"d\")", "gone Place(\"h3\")"]);
+    h.update(update(9, false, &[], &[(Key::Vrnic("a".into()), false), (Key::Group("blue".into()), false)]));
+    assert_eq!(h.done(), ["gone Vrnic(\"a\")", "gone Peer(\"b\")", "gone Group(\"blue\")"]);
+    h.update(update(10, false, &[], &[(Key::Group("red".into()), false)]));
+    assert_eq!(h.done(), ["gone Peer(\"d\")", "gone Place(\"h2\")", "gone Group(\"red\")"]);
+    // What was kept comes to the same.
+    let records: Vec<v1::Update> = std::iter::from_fn(|| h.agent.poll_record()).collect();
+    let kept = h.records.iter().cloned().chain(records);
+    let again = Agent::new(Config::default(), kept, 1).unwrap();
+    assert_eq!((again.snapshot(), again.due.len()), (h.agent.snapshot(), 0));
+    assert_eq!(again.snapshot().put, []);
 }
 
 #[test]
@@ -137,8 +166,7 @@ fn what_was_kept_is_put_in_force_and_resumed() {
     assert_eq!(h.records.len(), 2);
     let mut again = Host { agent: Agent::new(Config::default(), h.records, 3).unwrap(), ..Host::new() };
     again.work();
-    let all = ["put Group(\"blue\")", "put Place(\"h2\")", "put Vrnic(\"a\")", "put Vrnic(\"c\")"];
-    assert_eq!(again.done(), all);
+    assert_eq!(again.done(), ["put Group(\"blue\")", "put Vrnic(\"a\")", "put Vrnic(\"c\")"]);
     assert_eq!(again.agent.snapshot(), h.agent.snapshot());
     let hello = again.connect();
     assert_eq!((hello.revision, &*hello.fleet), (6, "f"));
@@ -146,7 +174,7 @@ fn what_was_kept_is_put_in_force_and_resumed() {
     assert_eq!(again.applied(), [(6, vec![])]);
     // What the centre has forgotten meanwhile: a whole snapshot, of which only what is other is touched.
     again.update(update(20, true, &[group("blue", 9), vrnic("a", "10.0.0.1")], &[]));
-    assert_eq!(again.done(), ["gone Vrnic(\"c\")", "gone Place(\"h2\")"]);
+    assert_eq!(again.done(), ["gone Vrnic(\"c\")"]);
     // The snapshot alone is enough for the next one.
     let snapshot = again.agent.snapshot();
     assert_eq!(Agent::new(Config::default(), [snapshot.clone()], 3).unwrap().snapshot(), snapshot);

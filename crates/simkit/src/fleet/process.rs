@@ -225,7 +225,7 @@ impl World {
         for (id, peer) in p.peers.iter_mut().filter(|(_, peer)| peer.told != Some(revision)) {
             let updates = centre.updates(&peer.host, peer.told);
             peer.told = Some(revision);
-            centre.told(&peer.host, revision, !updates.is_empty());
+            centre.told(&peer.host, revision);
             out.extend(updates.into_iter().map(|u| (*id, u)));
         }
         for (id, update) in out {

@@ -267,7 +267,7 @@ impl Run<'_> {
         for n in 0..few {
             let name = format!("new{n}");
             let group = self.fleet.vrnics[&name].group.clone();
-            samples.push(self.change(&group, async |c| c.delete(v1::Kind::Vrnic, &name).await).await?);
+            samples.push(self.change(&[&group], None, async |c| c.delete(v1::Kind::Vrnic, &name).await).await?);
         }
         add("vRNIC deleted", samples);
 
@@ -278,10 +278,8 @@ impl Run<'_> {
             let (a, b) = (format!("g{first:05}"), format!("g{:05}", first + 1));
             let (name, from, to) = (format!("more{n}"), format!("group:{a}"), format!("group:{b}"));
             let rule = v1::Rule { name: name.clone(), from, to, both: true, priority: 5, ..v1::Rule::default() };
-            // The hosts of both groups are concerned, so the second one counts, too, while they are not joined.
-            let near = self.fleet.near(&b);
-            made.push(self.change_near(&a, near, async |c| one(c.apply(vec![rule.into()]).await?)).await?);
-            gone.push(self.change(&a, async |c| c.delete(v1::Kind::Rule, &name).await).await?);
+            made.push(self.change(&[&a, &b], None, async |c| one(c.apply(vec![rule.into()]).await?)).await?);
+            gone.push(self.change(&[&a, &b], None, async |c| c.delete(v1::Kind::Rule, &name).await).await?);
         }
         add("rule added", made);
         add("rule taken away", gone);
@@ -295,10 +293,10 @@ impl Run<'_> {
     }
 
     async fn add(&mut self, name: String, group: String, on_a_host: bool) -> io::Result<Sample> {
-        let near: Vec<String> = self.fleet.near(&group).into_iter().collect();
+        let near: Vec<String> = self.fleet.hosts_of(&self.fleet.joined(&group)).into_iter().collect();
         let host = if on_a_host { near[self.draw.below(near.len())].clone() } else { String::new() };
         let vrnic = v1::Vrnic { name, group: group.clone(), host, ..v1::Vrnic::default() };
-        self.change(&group, async |c| one(c.apply(vec![vrnic.into()]).await?)).await
+        self.change(&[&group], None, async |c| one(c.apply(vec![vrnic.into()]).await?)).await
     }
 
     async fn move_one(&mut self, name: &str) -> io::Result<Sample> {
@@ -310,29 +308,23 @@ impl Run<'_> {
                 break to.clone();
             }
         };
-        let to = &to;
-        self.change_near(&group, [to.clone()].into(), async |c| c.move_vrnic(name, to).await).await
+        self.change(&[&group], Some(&to), async |c| c.move_vrnic(name, &to).await).await
     }
 
+    /// Makes a change that concerns at most the hosts of these groups, of those that rules join with them, and one more; measures it, and looks
+    /// whether exactly those hosts were told who have something else now.
     async fn change(
         &mut self,
-        group: &str,
+        groups: &[&str],
+        more: Option<&String>,
         call: impl AsyncFnOnce(&Admin) -> io::Result<v1::ApplyResponse>,
     ) -> io::Result<Sample> {
-        self.change_near(group, BTreeSet::new(), call).await
-    }
-
-    /// Makes a change that concerns at most the hosts of a group, of those that rules join with it, and these; measures it, and looks whether
-    /// exactly those hosts were told who have something else now.
-    async fn change_near(
-        &mut self,
-        group: &str,
-        more: BTreeSet<String>,
-        call: impl AsyncFnOnce(&Admin) -> io::Result<v1::ApplyResponse>,
-    ) -> io::Result<Sample> {
-        let near: BTreeSet<String> = self.fleet.near(group).into_iter().chain(more).collect();
-        let before: Vec<model::Table> = near.iter().map(|h| self.fleet.table(h)).collect();
-        let had: BTreeSet<&String> = near.iter().filter(|h| self.fleet.on(h).any(|v| v.group == group)).collect();
+        let joined: BTreeSet<String> = groups.iter().flat_map(|g| self.fleet.joined(g)).collect();
+        let near: BTreeSet<String> = self.fleet.hosts_of(&joined).into_iter().chain(more.cloned()).collect();
+        let part = |fleet: &Fleet, host: &String| fleet.part(host, |g| joined.contains(g));
+        let before: Vec<model::Table> = near.iter().map(|h| part(&self.fleet, h)).collect();
+        let has = |h: &String| self.fleet.on(h).any(|v| groups.contains(&v.group.as_str()));
+        let had: BTreeSet<&String> = near.iter().filter(|h| has(h)).collect();
         self.hosts.values().for_each(|h| _ = h.take_news());
         let marks: BTreeMap<&String, u64> = self.hosts.iter().map(|(n, h)| (n, h.traffic.received())).collect();
         let began = Instant::now();
@@ -340,7 +332,7 @@ impl Run<'_> {
         let call_ms = began.elapsed().as_secs_f64() * 1e3;
         let revision = answer.revision;
         self.fleet.take(answer.changes);
-        let after = near.iter().zip(before).filter(|(h, before)| self.fleet.table(h) != *before);
+        let after = near.iter().zip(before).filter(|(h, before)| part(&self.fleet, h) != *before);
         let concerned: BTreeSet<&String> = after.map(|(h, _)| h).collect();
         self.until("all hosts concerned know of a change", |r| {
             concerned.iter().all(|h| r.hosts[*h].revision() >= revision)
@@ -423,7 +415,7 @@ impl Run<'_> {
         let answer = one(self.centre.admin.apply(vec![Object::from(object)]).await?)?;
         let revision = answer.revision;
         self.fleet.take(answer.changes);
-        let near = self.fleet.near(model::WIDEST);
+        let near = self.fleet.hosts_of(&self.fleet.joined(model::WIDEST));
         self.until("all hosts hear of a change again", |r| near.iter().all(|h| r.hosts[h].revision() >= revision))
             .await?;
         let wholes = self.hosts.values().filter(|h| h.take_news().iter().any(|n| n.whole)).count();

@@ -162,11 +162,15 @@ impl Fleet {
         self.on.get(host).into_iter().flatten().map(|v| &self.vrnics[v])
     }
 
-    /// The hosts that have vRNICs of a group, or of groups that rules join with it. A change of the group concerns no others.
-    pub fn near(&self, group: &str) -> BTreeSet<String> {
-        let ends = self.groups[group].rules.iter().flat_map(|r| &self.rules[r].ends).map(|e| e.group.as_str());
-        let groups: BTreeSet<&str> = ends.chain([group]).collect();
-        let vrnics = groups.into_iter().flat_map(|g| &self.groups[g].vrnics);
+    /// A group, and those that rules join with it.
+    pub fn joined(&self, group: &str) -> BTreeSet<String> {
+        let ends = self.groups[group].rules.iter().flat_map(|r| &self.rules[r].ends).map(|e| e.group.clone());
+        ends.chain([group.into()]).collect()
+    }
+
+    /// The hosts that have vRNICs of these groups.
+    pub fn hosts_of(&self, groups: &BTreeSet<String>) -> BTreeSet<String> {
+        let vrnics = groups.iter().flat_map(|g| &self.groups[g].vrnics);
         vrnics.map(|v| self.vrnics[v].host.clone()).filter(|h| !h.is_empty()).collect()
     }
 
@@ -180,10 +184,16 @@ impl Fleet {
     /// # Panics
     /// A piece is none.
     pub fn table(&self, host: &str) -> Table {
+        self.part(host, |_| true)
+    }
+
+    /// What a host must have because of its vRNICs in some groups. A change of a group changes nothing of what the host has because of others
+    /// than that group and those that rules join with it.
+    pub fn part(&self, host: &str, of: impl Fn(&str) -> bool) -> Table {
         let mut items: Vec<Item> = Vec::new();
         let mut table = Table::new();
         let (mut groups, mut peers, mut rules) = (BTreeSet::new(), BTreeMap::new(), BTreeSet::new());
-        let own: BTreeSet<&str> = self.on(host).map(|v| v.group.as_str()).collect();
+        let own: BTreeSet<&str> = self.on(host).map(|v| v.group.as_str()).filter(|g| of(g)).collect();
         for group in &own {
             groups.insert(*group);
             if self.groups[*group].object.secret {
@@ -208,7 +218,7 @@ impl Fleet {
                 }
             }
         }
-        items.extend(self.on(host).map(|v| Item::Vrnic(v.clone())));
+        items.extend(self.on(host).filter(|v| of(&v.group)).map(|v| Item::Vrnic(v.clone())));
         items.extend(groups.into_iter().map(|g| {
             let g = &self.groups[g].object;
             Item::Group(v1::HostGroup { name: g.name.clone(), vni: g.vni.unwrap_or_default(), weight: 100 })
