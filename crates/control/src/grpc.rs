@@ -7,7 +7,7 @@ use tokio::sync::mpsc;
 use tokio_stream::Stream;
 use tokio_stream::wrappers::ReceiverStream;
 use tonic::metadata::AsciiMetadataValue;
-use tonic::{Request, Response, Status};
+use tonic::{Code, Request, Response, Status};
 use unirdma_fleet::v1::centres_server::Centres;
 use unirdma_fleet::v1::fleet_server::Fleet;
 use unirdma_fleet::v1::hosts_server::Hosts;
@@ -22,18 +22,20 @@ use crate::{host, others, watch};
 #[derive(Clone)]
 pub(crate) struct Services(pub Arc<Shared>);
 
+/// The code of gRPC for each kind of refusal. Any other one means that nothing can be changed for the moment.
+const CODES: [(RefusalKind, Code); 7] = [
+    (RefusalKind::Invalid, Code::InvalidArgument),
+    (RefusalKind::NotFound, Code::NotFound),
+    (RefusalKind::Conflict, Code::FailedPrecondition),
+    (RefusalKind::Stale, Code::Aborted),
+    (RefusalKind::Unknown, Code::Unauthenticated),
+    (RefusalKind::Denied, Code::PermissionDenied),
+    (RefusalKind::Full, Code::ResourceExhausted),
+];
+
 /// A refusal as gRPC says it.
 pub(crate) fn status(e: &Refusal) -> Status {
-    let code = match e.kind {
-        RefusalKind::Invalid => tonic::Code::InvalidArgument,
-        RefusalKind::NotFound => tonic::Code::NotFound,
-        RefusalKind::Conflict => tonic::Code::FailedPrecondition,
-        RefusalKind::Stale => tonic::Code::Aborted,
-        RefusalKind::Unknown => tonic::Code::Unauthenticated,
-        RefusalKind::Denied => tonic::Code::PermissionDenied,
-        RefusalKind::Full => tonic::Code::ResourceExhausted,
-        RefusalKind::Unavailable => tonic::Code::Unavailable,
-    };
+    let code = CODES.iter().find(|(kind, _)| *kind == e.kind).map_or(Code::Unavailable, |(_, code)| *code);
     let mut status = Status::new(code, e.what.clone());
     status.metadata_mut().insert(calls::REFUSED, AsciiMetadataValue::from_static("here"));
     status
@@ -41,16 +43,8 @@ pub(crate) fn status(e: &Refusal) -> Status {
 
 /// The refusal that gRPC has said so.
 pub(crate) fn refusal(status: &Status) -> Refusal {
-    let kind = match status.code() {
-        tonic::Code::InvalidArgument => RefusalKind::Invalid,
-        tonic::Code::NotFound => RefusalKind::NotFound,
-        tonic::Code::FailedPrecondition => RefusalKind::Conflict,
-        tonic::Code::Aborted => RefusalKind::Stale,
-        tonic::Code::Unauthenticated => RefusalKind::Unknown,
-        tonic::Code::PermissionDenied => RefusalKind::Denied,
-        tonic::Code::ResourceExhausted => RefusalKind::Full,
-        _ => RefusalKind::Unavailable,
-    };
+    let of = CODES.iter().find(|(_, code)| *code == status.code());
+    let kind = of.map_or(RefusalKind::Unavailable, |(kind, _)| *kind);
     Refusal { kind, what: status.message().into() }
 }
 

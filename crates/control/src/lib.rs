@@ -80,7 +80,7 @@ fn seed() -> io::Result<[u8; 32]> {
 ///
 /// # Errors
 /// There is one already, or it cannot be written.
-pub fn init(dir: &Path, store: Option<&str>) -> io::Result<String> {
+pub async fn init(dir: &Path, store: Option<&str>) -> io::Result<String> {
     use std::os::unix::fs::DirBuilderExt;
     let named = |e: io::Error| io::Error::new(e.kind(), format!("cannot make {}: {e}", dir.display()));
     std::fs::DirBuilder::new().recursive(true).mode(0o700).create(dir).map_err(named)?;
@@ -91,17 +91,7 @@ pub fn init(dir: &Path, store: Option<&str>) -> io::Result<String> {
             dir.display()
         )));
     }
-    // The caller may be within a runtime or not.
-    let made = std::thread::scope(|s| {
-        let thread = s.spawn(|| {
-            let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build()?;
-            runtime.block_on(found(dir, store))
-        });
-        thread
-            .join()
-            .unwrap_or_else(|_| Err(other("the fleet was made in part only; remove the directory and begin again")))
-    });
-    let (fleet, token) = made?;
+    let (fleet, token) = found(dir, store).await?;
     Authority::create(dir, &fleet).map_err(named)?;
     Ok(token)
 }
@@ -128,6 +118,56 @@ async fn found(dir: &Path, store: Option<&str>) -> io::Result<(String, String)> 
         store.commit(plan.revision, &plan.writes).await.map_err(other)?;
     }
     Ok((fleet, made.answer.secret))
+}
+
+/// What [`copy`] has copied.
+#[derive(Clone, Debug)]
+pub struct Copied {
+    /// From which store, and to which one.
+    pub from: String,
+    /// See `from`.
+    pub to: String,
+    /// The revision that the fleet has in both.
+    pub revision: u64,
+    /// How many records it has.
+    pub records: usize,
+}
+
+/// Copies a fleet to a store that has none, with its revision, so that hosts go on with what they know. `from` and `to` as [`Options::store`].
+///
+/// # Errors
+/// There is no fleet to copy, a centre runs on it, or the other store has one. Nothing was changed then.
+pub async fn copy(dir: &Path, from: Option<&str>, to: &str) -> io::Result<Copied> {
+    if let Some(path) = store::path(from, dir).filter(|p| !p.exists()) {
+        return Err(other(format!("there is no store at {}; give the fleet's one by --from", path.display())));
+    }
+    let opened = store::open(from, dir).map_err(other)?;
+    let source = opened.store();
+    let same =
+        |p: PathBuf| matches!((p.canonicalize(), Path::new(&source.name()).canonicalize()), (Ok(a), Ok(b)) if a == b);
+    if store::path(Some(to), dir).is_some_and(same) || to == source.name() {
+        return Err(other(format!("{} is the store that the fleet has; give another one by --to", source.name())));
+    }
+    let snapshot = opened.load_at_rest().await.map_err(other)?;
+    // A centre that loads it finds what is wrong with it, which is to be known before.
+    if snapshot.revision == 0 {
+        return Err(other(format!("{} has no fleet; give the fleet's store by --from", source.name())));
+    }
+    Centre::load(snapshot.revision, &snapshot.records, seed()?).map_err(other)?;
+    let opened = store::open(Some(to), dir).map_err(other)?;
+    let target = opened.store();
+    if target.load().await.map_err(other)?.revision != 0 {
+        return Err(other(format!(
+            "{} has a fleet already, which stays as it is; choose another store",
+            target.name()
+        )));
+    }
+    target.advance(0, snapshot.revision, &snapshot.records).await.map_err(other)?;
+    if target.load().await.map_err(other)? != snapshot {
+        return Err(other(format!("{} does not give back what it was given; do not use it", target.name())));
+    }
+    let (from, to) = (source.name(), target.name());
+    Ok(Copied { from, to, revision: snapshot.revision, records: snapshot.records.len() })
 }
 
 /// Loads a centre's state, and begins to listen.

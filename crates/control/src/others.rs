@@ -7,8 +7,8 @@ use std::time::Duration;
 use tokio::sync::mpsc;
 use tonic::Status;
 use tonic::transport::{Channel, ClientTlsConfig, Endpoint};
-use unirdma_fleet::v1;
 use unirdma_fleet::v1::centres_client::CentresClient;
+use unirdma_fleet::{root_cause, v1};
 
 use crate::shared::{Shared, now_ms};
 
@@ -61,13 +61,7 @@ impl Others {
             endpoint = endpoint.tls_config(tls).map_err(|e| e.to_string())?;
         }
         let connected = tokio::time::timeout(2 * CONNECT, endpoint.connect()).await;
-        connected.map_err(|_| "it does not answer".to_owned())?.map_err(|e| {
-            let mut cause: &dyn std::error::Error = &e;
-            while let Some(inner) = cause.source() {
-                cause = inner;
-            }
-            cause.to_string()
-        })
+        connected.map_err(|_| "it does not answer".to_owned())?.map_err(|e| root_cause(&e))
     }
 }
 

@@ -10,6 +10,7 @@ use tonic::service::Interceptor;
 use tonic::service::interceptor::InterceptedService;
 use tonic::transport::{Certificate, Channel, ClientTlsConfig, Endpoint};
 use tonic::{Request, Status};
+use unirdma_fleet::root_cause;
 use unirdma_fleet::v1::{self, fleet_client::FleetClient};
 
 use super::{Centre, show};
@@ -157,9 +158,9 @@ impl Centres {
         }
         if let Some((pem, from)) = self.authority.as_ref().filter(|_| url.starts_with("https://")) {
             let tls = ClientTlsConfig::new().ca_certificate(Certificate::from_pem(pem));
-            endpoint = endpoint
-                .tls_config(tls)
-                .map_err(|e| other(format!("the certificate in {from} cannot be used: {}", cause(&e))))?;
+            endpoint = endpoint.tls_config(tls).map_err(|e| {
+                other(format!("the certificate in {from} cannot be used: {}", unirdma_fleet::root_cause(&e)))
+            })?;
         }
         Ok(endpoint)
     }
@@ -177,7 +178,7 @@ impl Centres {
                     return Ok((n, client.max_decoding_message_size(usize::MAX)));
                 }
                 Ok(Err(e)) => {
-                    let cause = cause(&e);
+                    let cause = root_cause(&e);
                     failed.push(format!("cannot reach the centre at {url}: {cause}{}", hint(&cause, believed)));
                 }
                 Err(_) => failed.push(format!("cannot reach the centre at {url}: it does not answer")),
@@ -207,15 +208,6 @@ fn hint(cause: &str, authority: &str) -> String {
     }
 }
 
-/// The innermost cause of an error: what the network or TLS said.
-fn cause(e: &dyn std::error::Error) -> String {
-    let mut e = e;
-    while let Some(inner) = e.source() {
-        e = inner;
-    }
-    e.to_string()
-}
-
 /// What the centre says, or why nothing was heard of it.
 fn refused(e: &Status) -> io::Error {
     use std::error::Error;
@@ -225,7 +217,7 @@ fn refused(e: &Status) -> io::Error {
     };
     match (e.source(), e.message()) {
         // What the centre says itself has no cause here.
-        (Some(inner), _) => nobody(&cause(inner)),
+        (Some(inner), _) => nobody(&root_cause(inner)),
         // Something answered that speaks HTTP and no gRPC.
         (None, text) if text.starts_with("grpc-status header missing") => nobody(text),
         (None, "") => other(format!("the centre did not answer: {}", e.code().description())),
@@ -233,7 +225,8 @@ fn refused(e: &Status) -> io::Error {
     }
 }
 
-fn runtime() -> io::Result<tokio::runtime::Runtime> {
+/// What a command's calls run on.
+pub(super) fn runtime() -> io::Result<tokio::runtime::Runtime> {
     tokio::runtime::Builder::new_current_thread().enable_all().build()
 }
 

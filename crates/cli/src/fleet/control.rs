@@ -52,6 +52,23 @@ pub enum ControlCommand {
         #[arg(long, value_name = "ADDR:PORT")]
         metrics: Option<SocketAddr>,
     },
+    /// Copy a fleet to another store, as to go from one centre to several
+    #[command(
+        after_help = "Examples:\n  unirdma control copy /var/lib/unirdma-control --to etcd://10.0.0.5:2379,10.0.0.6:2379\n  unirdma control copy /var/lib/unirdma-control --from etcd://10.0.0.5:2379 --to fleet.redb\n\nEnd the centre before, and start it afterwards with --store and the new store. Hosts go on meanwhile, and notice nothing. The old store\nstays as it is, for the case that you want to go back: no centre may run on it while one runs on the other."
+    )]
+    Copy {
+        /// The directory that `control init` made
+        dir: PathBuf,
+        /// The store that the fleet has [default: fleet.redb in the directory]
+        #[arg(long, value_name = "STORE")]
+        from: Option<String>,
+        /// The store that it is to have, in which there is no fleet yet: a file, or etcd://HOST:PORT[,HOST:PORT...][/PREFIX]
+        #[arg(long, value_name = "STORE")]
+        to: String,
+        /// Print JSON
+        #[arg(long)]
+        json: bool,
+    },
     /// Show the centre in figures
     Status {
         #[command(flatten)]
@@ -63,6 +80,7 @@ pub enum ControlCommand {
 pub(super) fn run(command: ControlCommand) -> io::Result<u8> {
     match command {
         ControlCommand::Init { dir, store, url } => init(&dir, store.as_deref(), url)?,
+        ControlCommand::Copy { dir, from, to, json } => copy(&dir, from.as_deref(), &to, json)?,
         ControlCommand::Run { dir, listen, store, name, plain, metrics } => {
             crate::hosting::log_to_stderr();
             let options = unirdma_control::Options { dir, listen, store, plain, names: name, metrics };
@@ -77,7 +95,7 @@ pub(super) fn run(command: ControlCommand) -> io::Result<u8> {
 }
 
 fn init(dir: &Path, store: Option<&str>, url: String) -> io::Result<()> {
-    let token = unirdma_control::init(dir, store)?;
+    let token = call::runtime()?.block_on(unirdma_control::init(dir, store))?;
     println!("The fleet's directory is {}; keep its files from others: whoever has them is the centre.", dir.display());
     println!("The token of its administrator, which is not shown again: {token}");
     let authority = std::fs::read_to_string(dir.join("authority.pem"))?;
@@ -96,6 +114,21 @@ fn init(dir: &Path, store: Option<&str>, url: String) -> io::Result<()> {
     unirdma_control::write_private(&path, &text)?;
     println!("{} has it for this user's commands.", path.display());
     Ok(())
+}
+
+fn copy(dir: &Path, from: Option<&str>, to: &str, json: bool) -> io::Result<()> {
+    let copied = call::runtime()?.block_on(unirdma_control::copy(dir, from, to))?;
+    let unirdma_control::Copied { from, to, revision, records } = &copied;
+    show::json_or(
+        &serde_json::json!({ "from": from, "to": to, "revision": revision, "records": records }),
+        json,
+        || {
+            format!(
+                "{records} records at revision {revision} were copied from {from} to {to}.\nStart the centre with `--store {to}`, and none on \
+             {from} any more."
+            )
+        },
+    )
 }
 
 async fn serve(options: &unirdma_control::Options) -> io::Result<()> {

@@ -80,15 +80,15 @@ impl Inner {
         Ok(Snapshot { revision, records })
     }
 
-    fn commit(&self, revision: u64, writes: &[Write]) -> Result<(), StoreError> {
+    fn advance(&self, from: u64, to: u64, writes: &[Write]) -> Result<(), StoreError> {
         let txn = self.db.begin_write().map_err(|e| self.broken(e))?;
         {
             let mut head = txn.open_table(HEAD).map_err(|e| self.broken(e))?;
             let has = head.get(()).map_err(|e| self.broken(e))?.map_or(0, |v| v.value());
-            if has + 1 != revision {
-                return Err(StoreError::Moved { has, expected: revision.saturating_sub(1) });
+            if has != from {
+                return Err(StoreError::Moved { has, expected: from });
             }
-            head.insert((), revision).map_err(|e| self.broken(e))?;
+            head.insert((), to).map_err(|e| self.broken(e))?;
             let mut table = txn.open_table(RECORDS).map_err(|e| self.broken(e))?;
             for w in writes {
                 let done = match &w.value {
@@ -108,9 +108,9 @@ impl Store for FileStore {
         self.on_disk(Inner::load).await
     }
 
-    async fn commit(&self, revision: u64, writes: &[Write]) -> Result<(), StoreError> {
+    async fn advance(&self, from: u64, to: u64, writes: &[Write]) -> Result<(), StoreError> {
         let writes = writes.to_vec();
-        self.on_disk(move |inner| inner.commit(revision, &writes)).await
+        self.on_disk(move |inner| inner.advance(from, to, &writes)).await
     }
 
     fn name(&self) -> String {

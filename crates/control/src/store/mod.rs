@@ -3,9 +3,10 @@
 pub(crate) mod etcd;
 mod file;
 
-use std::path::Path;
+use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
+use etcd::News;
 use unirdma_fleet::Write;
 
 pub use etcd::EtcdStore;
@@ -26,6 +27,16 @@ pub enum StoreError {
     /// Another centre uses it.
     #[error("{0} is in use by another `unirdma control`; one centre runs on one store in a file")]
     InUse(String),
+    /// Centres run on it.
+    #[error(
+        "the centre at {url} runs on {name}; end all centres of the fleet first, and wait 5 s if one of them was killed"
+    )]
+    Runs {
+        /// What it is called.
+        name: String,
+        /// Where one of them is reached.
+        url: String,
+    },
     /// It has another revision than the centre believed.
     #[error("the store is at revision {has}, not at {expected}: another centre changed it")]
     Moved {
@@ -59,11 +70,19 @@ pub trait Store: Send + Sync {
     /// It cannot be read.
     async fn load(&self) -> Result<Snapshot, StoreError>;
 
-    /// Keeps a change: the store had the revision before `revision`, and has this one then.
+    /// Keeps what leads from one revision to a later one. The store has `from` until then, and `to` afterwards.
     ///
     /// # Errors
     /// It cannot be kept. Nothing was changed, but for [`StoreError::Away`], after which that is not known.
-    async fn commit(&self, revision: u64, writes: &[Write]) -> Result<(), StoreError>;
+    async fn advance(&self, from: u64, to: u64, writes: &[Write]) -> Result<(), StoreError>;
+
+    /// Keeps a change: the store had the revision before `revision`, and has this one then.
+    ///
+    /// # Errors
+    /// As [`Store::advance`].
+    async fn commit(&self, revision: u64, writes: &[Write]) -> Result<(), StoreError> {
+        self.advance(revision.saturating_sub(1), revision, writes).await
+    }
 
     /// What it is called, without what is secret.
     fn name(&self) -> String;
@@ -86,6 +105,25 @@ impl Opened {
             Opened::Etcd(s) => &**s,
         }
     }
+
+    /// All that it has, if no centre runs on it.
+    ///
+    /// # Errors
+    /// A centre does, or it cannot be read.
+    pub async fn load_at_rest(&self) -> Result<Snapshot, StoreError> {
+        match self {
+            // Whoever has it open is the only one.
+            Opened::File(s) => s.load().await,
+            Opened::Etcd(s) => {
+                let (_, snapshot, news) = s.read().await?;
+                let runs = |n| if let News::Centre { url, .. } = n { url } else { None };
+                match news.into_iter().find_map(runs) {
+                    Some(url) => Err(StoreError::Runs { name: s.name(), url }),
+                    None => Ok(snapshot),
+                }
+            }
+        }
+    }
 }
 
 /// Opens the store that `--store` names: a file, by default `fleet.redb` in the centre's directory, or `etcd://HOST:PORT[,HOST:PORT...][/PREFIX]`.
@@ -93,17 +131,24 @@ impl Opened {
 /// # Errors
 /// It cannot be opened, or another centre uses it.
 pub fn open(text: Option<&str>, dir: &Path) -> Result<Opened, StoreError> {
-    let path = match text.map(|t| (t, t.split_once("://"))) {
-        None => dir.join("fleet.redb"),
-        Some((_, Some(("etcd", address)))) => return Ok(Opened::Etcd(Arc::new(EtcdStore::open(address, dir)?))),
-        Some((_, Some((scheme, _)))) => {
-            return Err(StoreError::Broken(format!(
-                "`{scheme}://...` is of no kind that this version has; give the path of a file, or etcd://HOST:PORT"
-            )));
-        }
-        Some((path, None)) => path.into(),
-    };
-    Ok(Opened::File(Arc::new(FileStore::open(&path)?)))
+    if let Some(path) = path(text, dir) {
+        return Ok(Opened::File(Arc::new(FileStore::open(&path)?)));
+    }
+    match text.and_then(|t| t.split_once("://")) {
+        Some(("etcd", address)) => Ok(Opened::Etcd(Arc::new(EtcdStore::open(address, dir)?))),
+        other => Err(StoreError::Broken(format!(
+            "`{}://...` is of no kind that this version has; give the path of a file, or etcd://HOST:PORT",
+            other.unwrap_or_default().0
+        ))),
+    }
+}
+
+/// Where a store is, if `--store` names one in a file.
+pub fn path(text: Option<&str>, dir: &Path) -> Option<PathBuf> {
+    match text {
+        None => Some(dir.join("fleet.redb")),
+        Some(text) => (!text.contains("://")).then(|| text.into()),
+    }
 }
 
 #[cfg(test)]

@@ -43,6 +43,13 @@ async fn a_store_keeps_what_it_is_given(open: &dyn Fn() -> Opened) {
     store.commit(5, &[put("object/vrnic/c", "5")]).await.unwrap();
     let records = vec![put("meta", "m"), put("object/vrnic/b", "3"), put("object/vrnic/c", "5")];
     assert_eq!(store.load().await.unwrap(), Snapshot { revision: 5, records });
+    // What comes from another store has its revision.
+    let e = store.advance(0, 900, &[put("x", "1")]).await.unwrap_err();
+    assert!(matches!(e, StoreError::Moved { has: 5, expected: 0 }), "{e}");
+    store.advance(5, 900, &many(1_000)).await.unwrap();
+    store.commit(901, &[gone("meta")]).await.unwrap();
+    assert_eq!(opened.load_at_rest().await.unwrap().revision, 901);
+    assert_eq!(store.load().await.unwrap().records.len(), 1_002);
 }
 
 fn dir() -> std::path::PathBuf {

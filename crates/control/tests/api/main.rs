@@ -14,7 +14,7 @@ use tokio::sync::mpsc;
 use tokio_stream::wrappers::ReceiverStream;
 use tonic::transport::{Certificate, Channel, ClientTlsConfig, Endpoint, Identity};
 use tonic::{Code, Request, Status};
-use unirdma_control::{Options, init, listen};
+use unirdma_control::{Options, copy, init, listen};
 use unirdma_fleet::v1::{
     self, fleet_client::FleetClient, from_host, hosts_client::HostsClient, object::Object, to_host,
 };
@@ -63,7 +63,7 @@ impl Lab {
         let mut random = [0; 8];
         getrandom::fill(&mut random).unwrap();
         let dir = std::env::temp_dir().join(format!("unirdma-control-{:016x}", u64::from_ne_bytes(random)));
-        let admin = init(&dir, None).unwrap();
+        let admin = init(&dir, None).await.unwrap();
         let listening = listen(&options(&dir)).await.unwrap();
         let (url, metrics) = (listening.url.clone(), listening.metrics);
         Lab { dir, url, admin, metrics, task: tokio::spawn(listening.serve()) }
@@ -343,6 +343,45 @@ async fn callers_do_what_their_tokens_let_them_and_the_state_outlives_the_centre
     let lab = lab.restart().await;
     let again = lab.fleet().await.get(lab.by(&lab.admin, v1::GetRequest::default())).await.unwrap().into_inner();
     assert_eq!((again.objects, again.revision), (all.objects, all.revision));
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn a_fleet_is_copied_to_another_store_once_no_centre_runs_on_it() {
+    let lab = Lab::new(false).await;
+    // More than a transaction takes, and revisions that are no count of records.
+    for part in 0..4 {
+        lab.apply((0..500).map(|n| vrnic(&format!("v{part}n{n}"), "default", "")).collect()).await.unwrap();
+    }
+    let all = lab.fleet().await.get(lab.by(&lab.admin, v1::GetRequest::default())).await.unwrap().into_inner();
+    let to = lab.dir.join("other.redb").display().to_string();
+    let refused = async |from: Option<&str>, to: &str, why: &str| {
+        let e = copy(&lab.dir, from, to).await.unwrap_err().to_string();
+        assert!(e.contains(why) && !e.contains('\n'), "{e}");
+    };
+    refused(None, &to, "in use by another `unirdma control`").await;
+    lab.end().await;
+    let own = lab.dir.join("fleet.redb").display().to_string();
+    refused(Some("none.redb"), &to, "there is no store at none.redb").await;
+    refused(None, &own, "is the store that the fleet has").await;
+    refused(None, &format!("{}/./fleet.redb", lab.dir.display()), "is the store that the fleet has").await;
+    refused(None, "ftp://x", "is of no kind that this version has").await;
+    refused(None, "etcd://127.0.0.1:1", "does not answer").await;
+    let copied = copy(&lab.dir, None, &to).await.unwrap();
+    assert_eq!((copied.from, copied.to, copied.revision), (own, to.clone(), all.revision));
+    assert!(copied.records > 2_000, "{}", copied.records);
+    refused(None, &to, "has a fleet already, which stays as it is").await;
+    let empty = lab.dir.join("empty.redb").display().to_string();
+    refused(Some(&to), "/proc/none/x.redb", "cannot be opened").await;
+    std::fs::write(&empty, "").unwrap();
+    refused(Some(&empty), &to, "empty.redb has no fleet").await;
+
+    let listening = listen(&Options { store: Some(to), ..options(&lab.dir, false) }).await.unwrap();
+    let url = listening.url.clone();
+    let task = tokio::spawn(listening.serve());
+    let moved = Lab { dir: lab.dir.clone(), url, admin: lab.admin.clone(), metrics: None, task };
+    let again = moved.fleet().await.get(moved.by(&moved.admin, v1::GetRequest::default())).await.unwrap().into_inner();
+    assert_eq!((again.objects, again.revision), (all.objects, all.revision));
+    moved.apply(vec![group("blue")]).await.unwrap();
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]

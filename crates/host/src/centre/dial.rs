@@ -16,6 +16,7 @@ use tokio_rustls::rustls::pki_types::pem::PemObject;
 use tokio_rustls::rustls::pki_types::{CertificateDer, PrivateKeyDer, ServerName, UnixTime};
 use tokio_rustls::rustls::{self, ClientConfig, DigitallySignedStruct, RootCertStore, SignatureScheme, version::TLS13};
 use tonic::transport::{Channel, Endpoint};
+use unirdma_fleet::root_cause;
 
 /// How long a connection may take to make, and a call to be answered.
 pub(super) const PATIENCE: Duration = Duration::from_secs(10);
@@ -218,21 +219,6 @@ pub(super) async fn first(urls: &[Url], trust: &Trust) -> Result<Channel, String
         }
     }
     Err(why)
-}
-
-/// What an error comes from: the outer ones say less.
-fn root_cause(e: &dyn std::error::Error) -> String {
-    e.source().map_or_else(|| e.to_string(), root_cause)
-}
-
-/// What the centre says, or what happened on the way, in one line.
-pub(super) fn said(s: &tonic::Status) -> String {
-    let text = match std::error::Error::source(s) {
-        Some(e) => root_cause(e),
-        None if s.message().is_empty() => format!("{:?}", s.code()),
-        None => s.message().into(),
-    };
-    text.lines().next().unwrap_or_default().into()
 }
 
 #[cfg(test)]

@@ -5,6 +5,7 @@ use std::os::unix::fs::{DirBuilderExt, OpenOptionsExt};
 use std::path::{Path, PathBuf};
 
 use serde::{Deserialize, Serialize};
+use unirdma_fleet::said;
 use unirdma_fleet::v1::JoinRequest;
 use unirdma_fleet::v1::hosts_client::HostsClient;
 
@@ -149,7 +150,7 @@ fn join(c: &CentreConfig, urls: Vec<Url>) -> io::Result<Identity> {
         let channel = dial::first(&urls, &trust).await?;
         let request = JoinRequest { token: token.into(), host: name.clone(), request };
         let joined = tokio::time::timeout(dial::PATIENCE, HostsClient::new(channel).join(request)).await;
-        joined.map_err(|_| "it does not answer".to_string())?.map_err(|s| dial::said(&s))
+        joined.map_err(|_| "it does not answer".to_string())?.map_err(|s| said(&s))
     });
     let refused = |e: String| io::Error::other(format!("this host cannot join the fleet of {}: {e}", c.url));
     let joined = joined.map_err(refused)?.into_inner();

@@ -12,6 +12,7 @@ use tokio_stream::wrappers::UnboundedReceiverStream;
 use tonic::transport::Channel;
 use unirdma_device::lock;
 use unirdma_fleet::agent::{Agent, Config, Key, Work};
+use unirdma_fleet::said;
 use unirdma_fleet::v1::hosts_client::HostsClient;
 use unirdma_fleet::v1::{self, to_host};
 
@@ -282,6 +283,6 @@ async fn listen(
         }
         Ok::<(), tonic::Status>(())
     };
-    let why = attach.await.map_or_else(|s| dial::said(&s), |()| "it has ended the connection".into());
+    let why = attach.await.map_or_else(|s| said(&s), |()| "it has ended the connection".into());
     let _ = events.send(Event::Ended(connection, why)).await;
 }

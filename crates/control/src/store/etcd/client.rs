@@ -79,19 +79,6 @@ pub(crate) struct Client {
     token: Mutex<Option<MetadataValue<Ascii>>>,
 }
 
-/// What etcd said, or why it said nothing, in one line.
-pub(super) fn said(e: &Status) -> String {
-    let mut cause: &dyn std::error::Error = e;
-    while let Some(inner) = cause.source() {
-        cause = inner;
-    }
-    let text = match std::error::Error::source(e) {
-        Some(_) => cause.to_string(),
-        None => e.message().to_owned(),
-    };
-    text.lines().next().unwrap_or_default().to_owned()
-}
-
 /// True if etcd may have done what it was asked for.
 pub(super) fn is_unclear(e: &Status) -> bool {
     !matches!(

@@ -2,9 +2,9 @@
 
 use std::collections::BTreeMap;
 
-use unirdma_fleet::Write;
+use unirdma_fleet::{Write, said};
 
-use super::{EtcdStore, StoreError, api, compare_create, get, mvccpb, number, pieces_of, put, range_end, said};
+use super::{EtcdStore, StoreError, api, compare_create, get, mvccpb, number, pieces_of, put, range_end};
 use crate::store::Snapshot;
 
 /// The election of a centre: when etcd made the key that says so. Another election has another one.
@@ -212,6 +212,9 @@ impl EtcdStore {
     #[cfg(test)]
     pub(crate) async fn hold_only(&self, revision: u64, pieces: u32) {
         let deadline = std::time::Instant::now() + super::PERSISTENCE;
-        assert!(matches!(self.decide(revision, pieces, Vec::new(), deadline).await, Ok(super::Decision::Done)));
+        assert!(matches!(
+            self.decide((revision - 1, revision), pieces, Vec::new(), deadline).await,
+            Ok(super::Decision::Done)
+        ));
     }
 }

@@ -19,10 +19,10 @@ use std::sync::{Mutex, PoisonError};
 use std::time::{Duration, Instant};
 
 use prost::Message;
-use unirdma_fleet::Write;
+use unirdma_fleet::{Write, said};
 
 use super::{Snapshot, Store, StoreError};
-use client::{Client, is_unclear, said};
+use client::{Client, is_unclear};
 
 pub(crate) use follow::{Follower, Lost, News, Office};
 
@@ -226,10 +226,10 @@ impl EtcdStore {
         }
     }
 
-    /// Makes `revision` the head with these operations. An attempt whose answer was lost is known by what it left in `change`.
+    /// Makes `to` the head instead of `from` with these operations. An attempt whose answer was lost is known by what it left in `change`.
     async fn decide(
         &self,
-        revision: u64,
+        (from, to): (u64, u64),
         pieces: u32,
         mut ops: Vec<api::RequestOp>,
         deadline: Instant,
@@ -237,16 +237,16 @@ impl EtcdStore {
         let mut random = [0; 8];
         getrandom::fill(&mut random).map_err(|e| self.broken(e))?;
         let attempt = format!("{pieces} {:016x}", u64::from_ne_bytes(random)).into_bytes();
-        ops.push(put(self.key("head"), revision.to_string().into_bytes(), 0));
+        ops.push(put(self.key("head"), to.to_string().into_bytes(), 0));
         ops.push(put(self.key("change"), attempt.clone(), 0));
         let mut compare = self.fence();
-        compare.push(match revision.saturating_sub(1) {
+        compare.push(match from {
             0 => compare_create(self.key("head"), 0),
-            before => api::Compare {
+            _ => api::Compare {
                 result: api::compare::CompareResult::Equal.into(),
                 target: api::compare::CompareTarget::Value.into(),
                 key: self.key("head"),
-                target_union: Some(api::compare::TargetUnion::Value(before.to_string().into_bytes())),
+                target_union: Some(api::compare::TargetUnion::Value(from.to_string().into_bytes())),
             },
         });
         let failure = ["head", "change"].map(|k| get(self.key(k))).into();
@@ -270,8 +270,8 @@ impl EtcdStore {
             let (head, change) = (found.next().flatten(), found.next().flatten());
             let head = head.as_deref().and_then(number).unwrap_or(0);
             return Ok(match () {
-                () if head == revision && change.as_ref() == Some(&attempt) => Decision::Done,
-                () if head + 1 == revision => Decision::Deposed,
+                () if head == to && change.as_ref() == Some(&attempt) => Decision::Done,
+                () if head == from => Decision::Deposed,
                 () => Decision::Moved(head),
             });
         }
@@ -357,7 +357,7 @@ impl Store for EtcdStore {
         self.read().await.map(|(_, snapshot, _)| snapshot)
     }
 
-    async fn commit(&self, revision: u64, writes: &[Write]) -> Result<(), StoreError> {
+    async fn advance(&self, from: u64, to: u64, writes: &[Write]) -> Result<(), StoreError> {
         let mut settled = self.settled.lock().await;
         if !*settled {
             self.settle().await?;
@@ -371,15 +371,15 @@ impl Store for EtcdStore {
         } else {
             *settled = false;
             for (n, piece) in (0..).zip(pieces(writes)) {
-                let key = self.key(stage_key(revision, n));
+                let key = self.key(stage_key(to, n));
                 self.fenced(vec![put(key, piece, 0)], deadline).await?;
                 staged = n + 1;
             }
         }
-        match self.decide(revision, staged, ops, deadline).await? {
+        match self.decide((from, to), staged, ops, deadline).await? {
             Decision::Done => {}
             Decision::Moved(has) => {
-                return Err(StoreError::Moved { has, expected: revision.saturating_sub(1) });
+                return Err(StoreError::Moved { has, expected: from });
             }
             Decision::Deposed => return Err(StoreError::Deposed),
         }
