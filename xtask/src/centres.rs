@@ -1,5 +1,8 @@
 //! Several control centres on one etcd: what is killed and stopped while vRNICs are made, and what is found afterwards.
 
+mod etcd;
+mod moved;
+
 use std::collections::{BTreeMap, BTreeSet};
 use std::net::TcpListener;
 use std::path::{Path, PathBuf};
@@ -11,7 +14,9 @@ use std::time::{Duration, Instant};
 use serde_json::Value;
 
 use crate::Result;
-use crate::lab::{self, Lab, Output};
+use crate::lab::{self, Lab, Output, require};
+pub(crate) use etcd::Etcd;
+pub(crate) use moved::run as move_to_etcd;
 
 /// How long a centre may take to be elected, and everything to be as it was.
 const RECOVERY: Duration = Duration::from_secs(30);
@@ -29,11 +34,6 @@ impl Process {
         child.map(Process).map_err(|e| format!("{:?}: {e}", c.get_program()))
     }
 
-    fn signal(&self, signal: libc::c_int) {
-        // SAFETY: our own child, not waited for yet.
-        unsafe { libc::kill(self.0.id() as i32, signal) };
-    }
-
     fn kill(&mut self) {
         let _ = self.0.kill();
         let _ = self.0.wait();
@@ -47,83 +47,15 @@ impl Drop for Process {
 }
 
 /// Ports of this machine at which nobody listens.
-fn free_ports<const N: usize>() -> Result<[u16; N]> {
-    let open: Vec<TcpListener> =
-        (0..N).map(|_| TcpListener::bind("127.0.0.1:0")).collect::<std::io::Result<_>>().map_err(|e| e.to_string())?;
-    let ports: Vec<u16> = open.iter().filter_map(|l| l.local_addr().ok().map(|a| a.port())).collect();
-    ports.try_into().map_err(|_| "no free ports".into())
+fn free_ports(n: usize) -> Result<Vec<u16>> {
+    let open = (0..n).map(|_| TcpListener::bind("127.0.0.1:0"));
+    // All are open until the last one is known, so that each is another one.
+    let open: Vec<TcpListener> = open.collect::<std::io::Result<_>>().map_err(|e| e.to_string())?;
+    Ok(open.iter().filter_map(|l| l.local_addr().ok().map(|a| a.port())).collect())
 }
 
-fn wait_until(mut is_so: impl FnMut() -> bool, otherwise: &str) -> Result<()> {
-    let end = Instant::now() + RECOVERY;
-    while !is_so() {
-        if Instant::now() > end {
-            return Err(format!("{otherwise} for {} s", RECOVERY.as_secs()));
-        }
-        std::thread::sleep(Duration::from_millis(100));
-    }
-    Ok(())
-}
-
-/// Runs a command to its end.
-fn ended(c: &mut Command) -> Output {
-    match c.stdin(Stdio::null()).output() {
-        Ok(o) => {
-            let text = [o.stdout, o.stderr].concat();
-            Output { code: o.status.code(), text: String::from_utf8_lossy(&text).into_owned() }
-        }
-        Err(e) => Output { code: None, text: e.to_string() },
-    }
-}
-
-fn require(ok: bool, what: impl Into<String>) -> Result<()> {
-    if ok { Ok(()) } else { Err(what.into()) }
-}
-
-/// An etcd of its own.
-pub(crate) struct Etcd {
-    dir: PathBuf,
-    ports: [u16; 2],
-    process: Process,
-}
-
-impl Etcd {
-    /// Starts Debian's etcd with its data in `dir`.
-    ///
-    /// # Errors
-    /// It did not come up.
-    pub fn start(dir: &Path) -> Result<Etcd> {
-        let ports = free_ports()?;
-        let process = Etcd::process(dir, ports)?;
-        let etcd = Etcd { dir: dir.into(), ports, process };
-        etcd.wait_up()?;
-        Ok(etcd)
-    }
-
-    fn process(dir: &Path, [clients, peers]: [u16; 2]) -> Result<Process> {
-        let (clients, peers) = (format!("http://127.0.0.1:{clients}"), format!("http://127.0.0.1:{peers}"));
-        let mut c = Command::new("etcd");
-        c.arg("--data-dir").arg(dir.join("etcd")).args(["--name", "e", "--logger", "zap"]);
-        c.args(["--listen-client-urls", &clients, "--advertise-client-urls", &clients]);
-        c.args(["--listen-peer-urls", &peers, "--initial-advertise-peer-urls", &peers]);
-        c.args(["--initial-cluster", &format!("e={peers}")]);
-        Process::start(c, &dir.join("etcd.log"))
-    }
-
-    /// `HOST:PORT`.
-    pub fn address(&self) -> String {
-        format!("127.0.0.1:{}", self.ports[0])
-    }
-
-    fn wait_up(&self) -> Result<()> {
-        wait_until(|| std::net::TcpStream::connect(self.address()).is_ok(), "etcd does not answer")
-    }
-
-    fn start_again(&mut self) -> Result<()> {
-        self.process.kill();
-        self.process = Etcd::process(&self.dir, self.ports)?;
-        self.wait_up()
-    }
+fn wait_until(is_so: impl FnMut() -> bool, otherwise: &str) -> Result<()> {
+    lab::wait_until(RECOVERY, is_so, &format!("{otherwise} for {} s", RECOVERY.as_secs()))
 }
 
 /// A fleet with two centres on one etcd, and a host that is connected to the first one.
@@ -138,27 +70,28 @@ pub(crate) struct Centres {
 impl Drop for Centres {
     fn drop(&mut self) {
         self.centres = [None, None];
-        self.etcd.process.kill();
         let _ = std::fs::remove_dir_all(&self.dir);
     }
 }
 
 impl Centres {
-    /// Starts etcd and both centres.
+    /// Starts etcd, and makes the fleet of both centres there, or in a file.
     ///
     /// # Errors
     /// They did not come up.
-    pub fn start() -> Result<Centres> {
+    fn prepare(etcd: impl FnOnce(&Path) -> Result<Etcd>, in_etcd: bool) -> Result<Centres> {
         static COUNT: AtomicUsize = AtomicUsize::new(0);
         let n = COUNT.fetch_add(1, Ordering::Relaxed);
         let dir = std::env::temp_dir().join(format!("unirdma-centres-{}-{n}", std::process::id()));
         let _ = std::fs::remove_dir_all(&dir);
         std::fs::create_dir_all(&dir).map_err(|e| e.to_string())?;
-        let etcd = Etcd::start(&dir)?;
-        let urls = free_ports::<2>()?.map(|p| format!("https://127.0.0.1:{p}"));
+        let etcd = etcd(&dir)?;
+        let ports = free_ports(2)?;
+        let urls = [0, 1].map(|n| format!("https://127.0.0.1:{}", ports[n]));
         let mut all = Centres { etcd, dir, urls, centres: [None, None], token: String::new() };
-        let store = all.store();
-        let o = all.run(&["control", "init", &all.of(0), "--store", &store], None);
+        let (store, of) = (all.store(), all.of(0));
+        let store: &[&str] = if in_etcd { &["--store", &store] } else { &[] };
+        let o = all.run(&[&["control", "init", &of], store].concat(), None);
         let token = o.text.lines().find_map(|l| l.split_once("not shown again: ")).map(|(_, t)| t.trim().to_owned());
         all.token = token.ok_or(format!("control init: {}", o.text))?;
         // The second centre has a copy of the directory.
@@ -167,14 +100,17 @@ impl Centres {
             let copy = std::fs::copy(Path::new(&all.of(0)).join(file), Path::new(&all.of(1)).join(file));
             copy.map_err(|e| e.to_string())?;
         }
-        all.start_centre(0)?;
-        all.wait_for_allocator(0)?;
-        all.start_centre(1)?;
         Ok(all)
     }
 
+    fn start(&mut self) -> Result<()> {
+        self.start_centre(0)?;
+        self.wait_for_allocator(0)?;
+        self.start_centre(1)
+    }
+
     fn store(&self) -> String {
-        format!("etcd://{}/fleet", self.etcd.address())
+        format!("etcd://{}/{}", self.etcd.address(), etcd::PREFIX)
     }
 
     /// The directory of a centre.
@@ -183,9 +119,13 @@ impl Centres {
     }
 
     fn start_centre(&mut self, centre: usize) -> Result<()> {
+        self.start_centre_on(centre, &["--store", &self.store()])
+    }
+
+    fn start_centre_on(&mut self, centre: usize, store: &[&str]) -> Result<()> {
         let mut c = Command::new(lab::unirdma());
         let listen = self.urls[centre].trim_start_matches("https://");
-        c.args(["control", "run", &self.of(centre), "--store", &self.store(), "--listen", listen]);
+        c.args(["control", "run", &self.of(centre), "--listen", listen]).args(store);
         self.centres[centre] = Some(Process::start(c, &self.dir.join(format!("centre{centre}.log")))?);
         wait_until(|| self.status(centre).is_ok(), &format!("centre {centre} does not answer"))
             .map_err(|e| format!("{e}: {}", self.log(centre)))
@@ -201,7 +141,7 @@ impl Centres {
         c.args(args).env("UNIRDMA_TOKEN", &self.token).env("XDG_CONFIG_HOME", self.dir.join("config"));
         c.env("UNIRDMA_AUTHORITY", Path::new(&self.of(0)).join("authority.pem"));
         c.env("UNIRDMA_CENTRE", centre.map_or_else(|| self.urls.join(","), |n| self.urls[n].clone()));
-        ended(&mut c)
+        Output::of(&mut c)
     }
 
     fn json(&self, args: &[&str], centre: usize) -> Result<Value> {
@@ -252,6 +192,13 @@ impl Centres {
         Ok(found)
     }
 
+    /// A token by which host `h1` joins.
+    fn join_token(&self, centre: usize) -> Result<String> {
+        let token = self.run(&["token", "create", "--role", "join", "--host", "h1"], Some(centre));
+        require(token.ok(), format!("a token by centre {centre}: {}", token.text))?;
+        Ok(token.text.trim().to_owned())
+    }
+
     /// Whether both centres show host `h1` as connected.
     fn host_is_connected(&self) -> bool {
         (0..2).all(|c| self.json(&["get", "host", "h1"], c).is_ok_and(|h| h["hosts"][0]["connected"] == true))
@@ -278,7 +225,7 @@ struct Answers {
 /// `unirdma vrnic add` on a host, by any thread.
 fn add_at(exe: &Path, dir: &Path, name: &str) -> Output {
     let mut c = Command::new(exe);
-    ended(c.arg("--dir").arg(dir.join("run")).args(["vrnic", "add", name]))
+    Output::of(c.arg("--dir").arg(dir.join("run")).args(["vrnic", "add", name]))
 }
 
 /// Makes vRNICs, of which every eighth is asked for on the host, and kills centre 0, which allocates, in the middle. Calls that fail are made again,
@@ -335,11 +282,11 @@ fn make_vrnics(c: &mut Centres, host: &Lab, calls: usize) -> Result<Answers> {
 /// # Errors
 /// What is not as it should be.
 pub(crate) fn run(calls: usize, away: Duration, restart: bool) -> Result<()> {
-    let mut c = Centres::start()?;
-    let token = c.run(&["token", "create", "--role", "join", "--host", "h1"], Some(1));
-    require(token.ok(), format!("a token by the centre that does not allocate: {}", token.text))?;
+    let mut c = Centres::prepare(Etcd::start, true)?;
+    c.start()?;
     let state = c.dir.join("h1");
-    let host = c.host("127.0.16.1", &state, &c.urls.join(","), Some(token.text.trim()))?;
+    // By the centre that does not allocate.
+    let host = c.host("127.0.16.1", &state, &c.urls.join(","), Some(&c.join_token(1)?))?;
     wait_until(|| c.host_is_connected(), "the host is not connected at both centres")?;
     shared_knowledge(&c, &host, &state)?;
 
@@ -406,10 +353,10 @@ fn shared_knowledge(c: &Centres, host: &Lab, state: &Path) -> Result<()> {
 /// etcd does not answer: reads and hosts go on, changes are refused in one line. Then all goes on.
 fn etcd_away(c: &mut Centres, host: &Lab, away: Duration, killed: bool) -> Result<()> {
     if killed {
-        c.etcd.process.kill();
-    } else {
-        c.etcd.process.signal(libc::SIGSTOP);
-        let stat = format!("/proc/{}/stat", c.etcd.process.0.id());
+        c.etcd.kill(0);
+    } else if let Some(etcd) = c.etcd.process() {
+        lab::signal(etcd, libc::SIGSTOP);
+        let stat = format!("/proc/{}/stat", etcd.id());
         let stopped = || std::fs::read_to_string(&stat).is_ok_and(|s| s.contains(") T "));
         wait_until(stopped, "etcd is not stopped")?;
     }
@@ -428,9 +375,9 @@ fn etcd_away(c: &mut Centres, host: &Lab, away: Duration, killed: bool) -> Resul
     }
     require(c.status(0)?["revision"] == revision, "something has changed")?;
     if killed {
-        c.etcd.start_again()?;
-    } else {
-        c.etcd.process.signal(libc::SIGCONT);
+        c.etcd.start_again(0)?;
+    } else if let Some(etcd) = c.etcd.process() {
+        lab::signal(etcd, libc::SIGCONT);
     }
     let back = Instant::now();
     wait_until(|| c.declare("away", None).ok(), "nothing can be changed after etcd is back")?;

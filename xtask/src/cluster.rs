@@ -10,7 +10,7 @@ use std::sync::Mutex;
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::time::{Duration, Instant};
 
-use crate::fleet::{Fleet, address, wait_until};
+use crate::fleet::{Fleet, address};
 use crate::{Result, lab, packages};
 
 /// Pairs that are tried at the same time.
@@ -67,14 +67,16 @@ fn connects(fleet: &Fleet, server: &Vrnic, client: &Vrnic, port: u16) -> Result<
     };
     let mut s = run(server, None)?;
     let mut ended = false;
-    let listens = wait_until(PATIENCE, || {
+    let is_over = || {
         ended = s.try_wait().is_ok_and(|e| e.is_some());
         ended || lab::listens(s.id())
-    });
-    if ended || listens.is_err() {
+    };
+    let listens = lab::wait_until(PATIENCE, is_over, &format!("the server of {} does not listen", server.name));
+    let listens = listens.and_then(|()| lab::require(!ended, format!("the server of {} has ended", server.name)));
+    if listens.is_err() {
         let _ = s.kill();
         let _ = s.wait();
-        return Err(format!("the server of {} does not listen", server.name));
+        listens?;
     }
     let client = run(client, Some(&address(server.host)))?.wait().map_err(|e| e.to_string())?;
     if !client.success() {

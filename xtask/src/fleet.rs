@@ -2,7 +2,7 @@
 
 use std::path::{Path, PathBuf};
 use std::process::{Child, Command, Stdio};
-use std::time::{Duration, Instant};
+use std::time::Duration;
 
 use crate::Result;
 use crate::lab::{self, Lab};
@@ -105,9 +105,8 @@ impl Fleet {
         let log = std::fs::File::options().append(true).create(true).open(&path).map_err(|e| e.to_string())?;
         let mut c = self.command(&["control", "run", "centre", "--listen", &format!("{CENTRE}:{PORT}")]);
         self.centre = Some(c.stderr(log).stdout(Stdio::null()).spawn().map_err(|e| e.to_string())?);
-        let answers = wait_until(LIMIT, || self.unirdma(&["control", "status"]).is_ok());
-        answers
-            .map_err(|()| format!("the centre did not start: {}", std::fs::read_to_string(&path).unwrap_or_default()))
+        lab::wait_until(LIMIT, || self.unirdma(&["control", "status"]).is_ok(), "the centre did not start")
+            .map_err(|e| format!("{e}: {}", std::fs::read_to_string(&path).unwrap_or_default()))
     }
 
     /// Kills the centre.
@@ -132,8 +131,9 @@ impl Fleet {
     /// # Errors
     /// It has not.
     pub fn wait_for(&self, host: usize, vrnic: &str) -> Result<()> {
-        let there = wait_until(LIMIT, || self.labs[host].socket(vrnic).exists());
-        there.map_err(|()| format!("host h{host} did not make {vrnic}\n{}", self.labs[host].log()))
+        let there = || self.labs[host].socket(vrnic).exists();
+        lab::wait_until(LIMIT, there, &format!("host h{host} did not make {vrnic}"))
+            .map_err(|e| format!("{e}\n{}", self.labs[host].log()))
     }
 
     /// Waits until each host has put in force all that the centre knows.
@@ -147,28 +147,12 @@ impl Fleet {
             let hosts = answer["hosts"].as_array()?;
             Some(hosts.iter().all(|h| h["applied"] == answer["revision"]))
         };
-        wait_until(LIMIT, || all() == Some(true))
-            .map_err(|()| "a host does not put in force what the centre says".into())
+        lab::wait_until(LIMIT, || all() == Some(true), "a host does not put in force what the centre says")
     }
 }
 
 fn write(path: &Path, text: &str) -> Result<()> {
     std::fs::write(path, text).map_err(|e| format!("{}: {e}", path.display()))
-}
-
-/// Waits until something is so.
-///
-/// # Errors
-/// It took longer than `limit`.
-pub(crate) fn wait_until(limit: Duration, mut is_so: impl FnMut() -> bool) -> std::result::Result<(), ()> {
-    let start = Instant::now();
-    while !is_so() {
-        if start.elapsed() > limit {
-            return Err(());
-        }
-        std::thread::sleep(Duration::from_millis(10));
-    }
-    Ok(())
 }
 
 impl Drop for Fleet {

@@ -85,6 +85,17 @@ pub(crate) struct Output {
 }
 
 impl Output {
+    /// Runs a command, which is given no input, to its end.
+    pub fn of(c: &mut Command) -> Output {
+        match c.stdin(Stdio::null()).output() {
+            Ok(o) => Output {
+                code: o.status.code(),
+                text: String::from_utf8_lossy(&[o.stdout, o.stderr].concat()).into_owned(),
+            },
+            Err(e) => Output { code: None, text: e.to_string() },
+        }
+    }
+
     pub fn ok(&self) -> bool {
         self.code == Some(0)
     }
@@ -241,14 +252,7 @@ impl Lab {
     /// Runs `unirdma` with these arguments.
     pub fn unirdma(&self, args: &[&str]) -> Output {
         let mut c = command(self.user, self.netns.as_deref());
-        c.arg(&self.exe).arg("--dir").arg(self.dir.join("run")).args(args).stdin(Stdio::null()).current_dir(&self.dir);
-        match c.output() {
-            Ok(o) => Output {
-                code: o.status.code(),
-                text: String::from_utf8_lossy(&o.stdout).into_owned() + &String::from_utf8_lossy(&o.stderr),
-            },
-            Err(e) => Output { code: None, text: e.to_string() },
-        }
+        Output::of(c.arg(&self.exe).arg("--dir").arg(self.dir.join("run")).args(args).current_dir(&self.dir))
     }
 
     /// Starts `unirdma` with these arguments.
@@ -601,8 +605,7 @@ impl Running {
 
     /// Asks it to end, as Ctrl-C does.
     pub fn interrupt(&self) {
-        // SAFETY: our own child, not waited for yet.
-        unsafe { libc::kill(self.child.id() as i32, libc::SIGINT) };
+        signal(&self.child, libc::SIGINT);
     }
 
     /// Kills it at once, with its container.
@@ -649,8 +652,36 @@ impl Drop for Running {
 
 /// Asks a program to end.
 pub(crate) fn terminate(child: &Child) {
+    signal(child, libc::SIGTERM);
+}
+
+/// Sends a signal to a program of this process.
+pub(crate) fn signal(child: &Child, signal: libc::c_int) {
     // SAFETY: our own child, not waited for yet.
-    unsafe { libc::kill(child.id() as i32, libc::SIGTERM) };
+    unsafe { libc::kill(child.id() as i32, signal) };
+}
+
+/// Fails with this line unless something is so.
+pub(crate) fn require(ok: bool, what: impl Into<String>) -> Result<()> {
+    if ok { Ok(()) } else { Err(what.into()) }
+}
+
+/// Waits until something is so. How long that took.
+///
+/// # Errors
+/// `otherwise`, if it is not so within `limit`; or it cannot be known.
+pub(crate) fn within(limit: Duration, mut is_so: impl FnMut() -> Result<bool>, otherwise: &str) -> Result<Duration> {
+    let start = Instant::now();
+    while !is_so()? {
+        require(start.elapsed() < limit, otherwise)?;
+        std::thread::sleep(Duration::from_millis(20));
+    }
+    Ok(start.elapsed())
+}
+
+/// As [`within`], for what is always known.
+pub(crate) fn wait_until(limit: Duration, mut is_so: impl FnMut() -> bool, otherwise: &str) -> Result<()> {
+    within(limit, || Ok(is_so()), otherwise).map(drop)
 }
 
 /// True if a descendant of `pid` has its own TCP socket in state LISTEN.

@@ -45,6 +45,7 @@ pub(crate) const TEST: Needed = &[
     ("/usr/lib/python3/dist-packages/pyverbs", "python3-pyverbs"),
     ("/usr/bin/mmdebstrap", "mmdebstrap"),
     ("/usr/bin/etcd", "etcd-server"),
+    ("/usr/bin/etcdctl", "etcd-client"),
     ("/usr/share/keyrings/debian-archive-keyring.gpg", "debian-archive-keyring"),
     // Virtual machines.
     ("/etc/libibverbs.d/rxe.driver", "ibverbs-providers"),

@@ -8,7 +8,7 @@ use crate::{Result, lab};
 /// What is measured.
 #[derive(clap::Args)]
 #[command(
-    after_help = "Examples:\n  cargo xtask scale                                   some minutes, and 3 GiB of memory\n  cargo xtask scale --hosts 100 --vrnics 10000\n  cargo xtask scale --groups 1000 --json > scale.json\n\nIt fails, with the exit code 1, if a host does not have exactly what it must have, if 99 of 100 moves take more than 100 ms until all\nhosts concerned know them, if a host is sent more than 10 KiB for a change, if a host is told of what does not concern it, or if one is\ntold everything that it has already. A host to which the group is new is told all of the group; that is shown beside it."
+    after_help = "Examples:\n  cargo xtask scale                                   some minutes, and 7 GiB of memory\n  cargo xtask scale --hosts 100 --vrnics 10000\n  cargo xtask scale --groups 1000 --json > scale.json\n\nIt fails, with the exit code 1, if a host does not have exactly what it must have, if 99 of 100 moves take more than 100 ms until all\nhosts concerned know them, if a host is sent more than 10 KiB for a change, if a host is told of what does not concern it, or if one is\ntold everything that it has already. A host to which the group is new is told all of the group; that is shown beside it."
 )]
 pub(crate) struct Scale {
     /// How many hosts, each with a certificate and a connection of its own

@@ -21,7 +21,7 @@ use std::time::Duration;
 use crate::Result;
 use crate::cluster;
 use crate::conformance;
-use crate::lab::{self, Lab, Link, Output, TwoHosts};
+use crate::lab::{self, Lab, Link, Output, TwoHosts, require};
 use crate::memory;
 use crate::vm;
 
@@ -31,23 +31,13 @@ pub(crate) use sandbox::escape;
 type Check = Result<()>;
 
 /// Waits for something, up to 10 s.
-fn wait_until(mut is_so: impl FnMut() -> bool, otherwise: &str) -> Check {
-    for _ in 0..200 {
-        if is_so() {
-            return Ok(());
-        }
-        std::thread::sleep(Duration::from_millis(50));
-    }
-    Err(otherwise.into())
+fn wait_until(is_so: impl FnMut() -> bool, otherwise: &str) -> Check {
+    lab::wait_until(Duration::from_secs(10), is_so, otherwise)
 }
 
 /// Waits until the output of a program contains a text.
 fn wait_for(r: &lab::Running, text: &str) -> Check {
     wait_until(|| r.text().contains(text), text).map_err(|e| format!("expected `{e}` in: {}", r.text()))
-}
-
-fn require(ok: bool, what: impl Into<String>) -> Check {
-    if ok { Ok(()) } else { Err(what.into()) }
 }
 
 pub(crate) struct Suite<'a> {

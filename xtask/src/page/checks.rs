@@ -11,7 +11,7 @@ use super::browser::{self, Browser};
 use super::fleet::Fleet;
 use super::{HOSTS, host, vrnic};
 use crate::Result;
-use crate::lab::{Lab, Running};
+use crate::lab::{Lab, Running, require, within};
 
 /// What is wrong with the page for those who see little or use no mouse.
 const AUDIT: &str = include_str!("audit.js");
@@ -71,19 +71,6 @@ pub(super) const STEPS: [(&str, Step); 14] = [
     ("10,000 vRNICs", Scene::many),
     ("nothing was asked of anybody else", Scene::requests),
 ];
-
-fn require(ok: bool, what: impl Into<String>) -> Result<()> {
-    if ok { Ok(()) } else { Err(what.into()) }
-}
-
-fn within(limit: Duration, mut is_so: impl FnMut() -> Result<bool>, otherwise: &str) -> Result<Duration> {
-    let start = Instant::now();
-    while !is_so()? {
-        require(start.elapsed() < limit, otherwise)?;
-        std::thread::sleep(Duration::from_millis(20));
-    }
-    Ok(start.elapsed())
-}
 
 impl Scene {
     /// A declared fleet, and a browser that trusts its authority. Pictures go to `out`.

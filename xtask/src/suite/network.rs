@@ -51,13 +51,7 @@ fn as_nobody(two: &TwoHosts, host: usize, program: &str) -> Output {
     let mut c = Command::new("ip");
     c.args(["netns", "exec", two.netns(host), "setpriv"]);
     c.args([format!("--reuid={id}"), format!("--regid={id}"), "--clear-groups".into()]);
-    match c.args(program.split_whitespace()).output() {
-        Ok(o) => {
-            let text = String::from_utf8_lossy(&o.stdout).into_owned() + &String::from_utf8_lossy(&o.stderr);
-            Output { code: o.status.code(), text }
-        }
-        Err(e) => Output { code: None, text: e.to_string() },
-    }
+    Output::of(c.args(program.split_whitespace()))
 }
 
 /// What arrives in the container of the second host while a user of the first host runs an attack.
@@ -71,10 +65,8 @@ fn attacked(two: &TwoHosts, forge: &str, attack: &str) -> Result<String> {
 
 /// The tables of a host's packet filter.
 fn tables(two: &TwoHosts, host: usize) -> Result<String> {
-    let o = Command::new("ip").args(["netns", "exec", two.netns(host), "nft", "list", "tables"]).output();
-    let o = o.map_err(|e| e.to_string())?;
-    let text = String::from_utf8_lossy(&o.stdout).into_owned() + &String::from_utf8_lossy(&o.stderr);
-    if o.status.success() { Ok(text) } else { Err(text) }
+    let o = Output::of(Command::new("ip").args(["netns", "exec", two.netns(host), "nft", "list", "tables"]));
+    if o.ok() { Ok(o.text) } else { Err(o.text) }
 }
 
 const RANDOM_PORT: &str = "vxlan 192.168.7.1 0 192.168.7.2 1";

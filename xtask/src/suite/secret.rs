@@ -38,14 +38,7 @@ fn dropped_of(lab: &Lab, group: &str) -> Result<[u64; 3]> {
 /// Runs `forge` on the first host as root, as whoever has taken that host's place could.
 fn forge(two: &TwoHosts, exe: &str, what: &str) -> Output {
     let mut c = Command::new("ip");
-    c.args(["netns", "exec", two.netns(0), exe]).args(what.split_whitespace());
-    match c.output() {
-        Ok(o) => {
-            let text = String::from_utf8_lossy(&o.stdout).into_owned() + &String::from_utf8_lossy(&o.stderr);
-            Output { code: o.status.code(), text }
-        }
-        Err(e) => Output { code: None, text: e.to_string() },
-    }
+    Output::of(c.args(["netns", "exec", two.netns(0), exe]).args(what.split_whitespace()))
 }
 
 /// A program of two ends that compares data, again and again until `act` is done. A packet that is lost for good, as any is with UC, leaves both
