@@ -82,27 +82,29 @@ impl Dice {
     }
 }
 
-/// The messages of the .proto file.
-struct Proto(FileDescriptorProto);
+/// The messages of the .proto files.
+struct Proto(Vec<FileDescriptorProto>);
 
 const PACKAGE: &str = ".unirdma.fleet.v1.";
 
 impl Proto {
     fn new() -> Proto {
         let set = FileDescriptorSet::decode(unirdma_fleet::DESCRIPTORS).unwrap();
-        Proto(set.file.into_iter().find(|f| f.name().ends_with("fleet.proto")).unwrap())
+        Proto(set.file.into_iter().filter(|f| f.package() == "unirdma.fleet.v1").collect())
     }
 
     fn message(&self, name: &str) -> &DescriptorProto {
         let name = name.strip_prefix(PACKAGE).unwrap();
-        self.0.message_type.iter().find(|m| m.name() == name).unwrap_or_else(|| panic!("no message {name}"))
+        let mut all = self.0.iter().flat_map(|f| &f.message_type);
+        all.find(|m| m.name() == name).unwrap_or_else(|| panic!("no message {name}"))
     }
 
     fn enumeration(&self, name: &str) -> &EnumDescriptorProto {
         let name = name.strip_prefix(PACKAGE).unwrap();
-        let inner = self.0.message_type.iter().flat_map(|m| m.enum_type.iter().map(move |e| (m.name(), e)));
-        let all = self.0.enum_type.iter().map(|e| ("", e)).chain(inner);
-        let found = all.into_iter().find(|(m, e)| name == e.name() || name == format!("{m}.{}", e.name()));
+        let messages = self.0.iter().flat_map(|f| &f.message_type);
+        let inner = messages.flat_map(|m| m.enum_type.iter().map(move |e| (m.name(), e)));
+        let mut all = self.0.iter().flat_map(|f| &f.enum_type).map(|e| ("", e)).chain(inner);
+        let found = all.find(|(m, e)| name == e.name() || name == format!("{m}.{}", e.name()));
         found.unwrap_or_else(|| panic!("no enumeration {name}")).1
     }
 
@@ -319,9 +321,11 @@ async fn no_message_of_grpc_breaks_the_centre() {
     let (proto, mut dice) = (Proto::new(), Dice(1));
     let (lab, admin, host) = fleet_of_two().await;
     let mut fleet = lab.fleet().await;
-    let calls = || proto.0.service.iter().flat_map(|s| s.method.iter().map(move |m| (s.name(), m)));
-    assert!(calls().count() >= 13);
-    let (mut done, mut refused) = (0, 0);
+    let centre = lab.channel(Some(lab.centre())).await.unwrap();
+    let services = || proto.0.iter().flat_map(|f| &f.service);
+    let calls = || services().flat_map(|s| s.method.iter().map(move |m| (s.name(), m)));
+    assert!(calls().count() >= 16);
+    let (mut done, mut refused, mut by_centres) = (0, 0, 0);
     let csr = CertificateParams::default().serialize_request(&KeyPair::generate().unwrap()).unwrap().pem().unwrap();
     for round in 0..rounds() {
         let _ = lab.apply(objects()).await;
@@ -332,7 +336,12 @@ async fn no_message_of_grpc_breaks_the_centre() {
             for n in 0..streamed {
                 let mut message = match (method.name(), n) {
                     // Behind a right Hello more is heard.
-                    ("Attach", 0) if !dice.once_in(4) => hello().encode_to_vec(),
+                    ("Attach", 0) if !dice.once_in(4) => {
+                        v1::FromHost { message: Some(from_host::Message::Hello(hello())) }.encode_to_vec()
+                    }
+                    ("Announce", _) if !dice.once_in(4) => {
+                        v1::HostHello { host: dice.of(&["h1", "h7", ""]).into(), hello: Some(hello()) }.encode_to_vec()
+                    }
                     ("Join", _) if !dice.once_in(4) => {
                         let host = dice.of(&["h1", "h7", "h8", "../x", ""]).into();
                         v1::JoinRequest { token: join.clone(), host, request: csr.clone() }.encode_to_vec()
@@ -354,11 +363,17 @@ async fn no_message_of_grpc_breaks_the_centre() {
                 .body(Body::from(body))
                 .unwrap();
             let revision = newest(&lab, &mut fleet).await;
-            let by_host = service == "Hosts" && !dice.once_in(8);
-            let answer = call(if by_host { &host } else { &admin }, request, method.server_streaming()).await;
+            let caller = match service {
+                _ if dice.once_in(8) => dice.of(&[&admin, &host, &centre]),
+                "Hosts" => &host,
+                "Centres" => &centre,
+                _ => &admin,
+            };
+            let answer = call(caller, request, method.server_streaming()).await;
             let place = format!("round {round}, {path}");
             assert_eq!(answer.http, 200, "{place}");
             let now = newest(&lab, &mut fleet).await;
+            by_centres += u32::from(service == "Centres" && answer.grpc.as_deref() == Some("0"));
             match answer.grpc.as_deref() {
                 Some("0") | None => done += 1,
                 Some(_) => {
@@ -369,16 +384,16 @@ async fn no_message_of_grpc_breaks_the_centre() {
         }
     }
     assert!(done > rounds() && refused > rounds(), "{done} done, {refused} refused: they are all of one kind");
+    assert!(by_centres > 0, "a centre may not even say what a host says");
     assert_eq!(panics().load(Ordering::Relaxed), panics_before);
     assert!(resident_kib() < before + MOST_KIB, "{} KiB, and {before} KiB before", resident_kib());
-    drop((admin, host));
+    drop((admin, host, centre));
     can_be_loaded_again(lab, fleet).await;
 }
 
-fn hello() -> v1::FromHost {
+fn hello() -> v1::Hello {
     let addresses = vec!["192.168.7.1".into()];
-    let hello = v1::Hello { protocol: 1, instance: 7, addresses, version: "fuzz".into(), ..Default::default() };
-    v1::FromHost { message: Some(from_host::Message::Hello(hello)) }
+    v1::Hello { protocol: 1, instance: 7, addresses, version: "fuzz".into(), ..Default::default() }
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]

@@ -9,7 +9,7 @@ use std::net::{SocketAddr, TcpStream};
 use std::path::PathBuf;
 use std::time::Duration;
 
-use rcgen::{CertificateParams, KeyPair};
+use rcgen::{CertificateParams, DnType, ExtendedKeyUsagePurpose, Issuer, KeyPair};
 use tokio::sync::mpsc;
 use tokio_stream::wrappers::ReceiverStream;
 use tonic::transport::{Certificate, Channel, ClientTlsConfig, Endpoint, Identity};
@@ -129,6 +129,19 @@ impl Lab {
     }
 
     /// Lets a host join. Gives its certificate with its key.
+    /// What another centre of the fleet shows: a certificate that the authority gives to centres alone.
+    fn centre(&self) -> Identity {
+        let read = |name: &str| std::fs::read_to_string(self.dir.join(name)).unwrap();
+        let authority = KeyPair::from_pem(&read("authority.key")).unwrap();
+        let issuer = Issuer::from_ca_cert_pem(&read("authority.pem"), authority).unwrap();
+        let mut params = CertificateParams::default();
+        params.distinguished_name.push(DnType::OrganizationalUnitName, "uniRDMA centres");
+        params.extended_key_usages = vec![ExtendedKeyUsagePurpose::ClientAuth];
+        let key = KeyPair::generate().unwrap();
+        let certificate = params.signed_by(&key, &issuer).unwrap();
+        Identity::from_pem(certificate.pem(), key.serialize_pem())
+    }
+
     async fn join(&self, host: &str) -> Identity {
         let token =
             self.token(v1::Token { role: v1::Role::Join.into(), host: host.into(), ..Default::default() }).await;
