@@ -20,8 +20,14 @@ const DEADLINE: Duration = Duration::from_secs(1);
 /// How long a change is waited for at all.
 const PATIENCE: Duration = Duration::from_secs(20);
 
-/// Groups: name and range. The first two overlap.
-const GROUPS: [(&str, &str); 3] = [("blue", "10.1.0.0/16"), ("red", "10.1.0.0/16"), ("green", "10.2.0.0/16")];
+/// Groups: name, range, and whether it has a secret, by which those that rules join with it have one with it. The first two overlap.
+const GROUPS: [(&str, &str, bool); 3] =
+    [("blue", "10.1.0.0/16", false), ("red", "10.1.0.0/16", false), ("green", "10.2.0.0/16", true)];
+/// What a host says of secrets.
+const SEALED: [&str; 2] = [
+    "group green: packets between hosts are sealed with secret",
+    "groups blue and green: packets between hosts are sealed",
+];
 const VRNICS: usize = 30;
 
 /// All vRNICs of green and blue may talk, but for one.
@@ -126,7 +132,9 @@ fn vrnics(hosts: usize) -> Vec<Vrnic> {
 
 /// The fleet in TOML, with these rules.
 fn network(vrnics: &[Vrnic], rules: &str) -> String {
-    let groups = GROUPS.iter().map(|(name, range)| format!("[[group]]\nname = \"{name}\"\nranges = [\"{range}\"]\n"));
+    let groups = GROUPS.iter().map(|(name, range, secret)| {
+        format!("[[group]]\nname = \"{name}\"\nranges = [\"{range}\"]\nsecret = {secret}\n")
+    });
     let vrnics = vrnics
         .iter()
         .map(|v| format!("[[vrnic]]\nname = \"{}\"\ngroup = \"{}\"\nhost = \"h{}\"\n", v.name, v.group, v.host));
@@ -231,6 +239,10 @@ pub(crate) fn check(hosts: usize) -> Result<()> {
     let by_name = |name: &str| vrnics.iter().find(|v| v.name == name).ok_or(format!("there is no {name}"));
     let (a, b) = (by_name("blue0")?, by_name("green1")?);
     until(&fleet, a, b, true)?;
+    for (host, lab) in fleet.labs.iter().enumerate() {
+        let sealed = || SEALED.iter().all(|line| lab.unirdma(&["status"]).text.contains(line));
+        lab::wait_until(PATIENCE, sealed, &format!("host {host} does not seal by the centre's secrets"))?;
+    }
     check_matrix(&fleet, &vrnics, "by the rules", &allowed(&vrnics, |_, green| green != "green3"))?;
 
     fleet.apply(&network(&vrnics, &RULES.replace("\"group:blue\"", "\"vrnic:blue7\"")))?;

@@ -107,6 +107,22 @@ pub struct WireConfig {
     pub faults: Option<u64>,
 }
 
+impl WireConfig {
+    /// A host with these addresses whose peers are in a file or, with `None`, come from the control centre; the rest is as without any options.
+    pub fn new(addresses: Vec<IpAddr>, peers: Option<PathBuf>) -> WireConfig {
+        WireConfig {
+            addresses,
+            peers,
+            mtu: None,
+            congestion_control: true,
+            icrc: true,
+            full_icrc: false,
+            firewall: false,
+            faults: None,
+        }
+    }
+}
+
 /// The group that always exists.
 pub(crate) const DEFAULT_GROUP: &str = "default";
 /// Name of the administration socket in the directory.

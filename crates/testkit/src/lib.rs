@@ -68,16 +68,7 @@ impl TestHost {
         let file = dir.join("peers");
         std::fs::create_dir(&dir).expect("directory");
         std::fs::write(&file, peers).expect("peers file");
-        let wire = WireConfig {
-            addresses: vec![address],
-            peers: Some(file),
-            mtu: None,
-            congestion_control: true,
-            icrc: true,
-            full_icrc: false,
-            faults: None,
-            firewall: false,
-        };
+        let wire = WireConfig::new(vec![address], Some(file));
         TestHost::start_in(dir, EngineConfig::default(), Some(wire))
     }
 

@@ -89,4 +89,18 @@ pub(super) fn run(s: &mut Suite<'_>) {
         }
         clean_packets(g.lab.as_ref().ok_or("no virtual layer")?)
     });
+    s.check("kernel's rxe and we, whose group has a secret", |_| {
+        cell.get_or_init(Rxe::start);
+        let g = cell.get_mut().ok_or("no guest")?.as_mut().map_err(|e| e.clone())?;
+        g.serve(&[])?;
+        let lab = g.lab.as_ref().ok_or("no virtual layer")?;
+        secret::set(lab, &secret::make(lab, "group.secret")?)?;
+        for (ours, guests) in programs.iter().filter(|p| !is_unreliable(&p.0)).take(4) {
+            both_end_well(g.pair(true, ours, guests)?)?;
+            both_end_well(g.pair(false, ours, guests)?)?;
+        }
+        let dropped = secret::dropped(lab)?;
+        require(dropped == [0; 3], format!("dropped: {dropped:?}"))?;
+        clean_packets(lab)
+    });
 }

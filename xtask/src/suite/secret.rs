@@ -6,14 +6,15 @@ use super::rules::{BOTH, ends_with_its_rule, group_add, idle, three_groups, writ
 use super::*;
 
 /// A new secret, in a file; its path.
-fn make(lab: &Lab, name: &str) -> Result<String> {
+pub(super) fn make(lab: &Lab, name: &str) -> Result<String> {
     let path = lab.dir.join(name).display().to_string();
     let o = lab.unirdma(&["secret", &path]);
     require(o.ok(), o.text)?;
     Ok(path)
 }
 
-fn set(lab: &Lab, secret: &str) -> Check {
+/// The secret of the group `default`.
+pub(super) fn set(lab: &Lab, secret: &str) -> Check {
     set_of(lab, &["default", "--secret", secret])
 }
 
@@ -23,7 +24,7 @@ fn set_of(lab: &Lab, args: &[&str]) -> Check {
 }
 
 /// Packets that a host has dropped: not sealed, with a wrong tag, replayed.
-fn dropped(lab: &Lab) -> Result<[u64; 3]> {
+pub(super) fn dropped(lab: &Lab) -> Result<[u64; 3]> {
     dropped_of(lab, "default")
 }
 

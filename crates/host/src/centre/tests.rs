@@ -170,16 +170,7 @@ impl TestHost {
             dir: dir.join("run"),
             engine: EngineConfig::default(),
             metrics: None,
-            wire: Some(WireConfig {
-                addresses: vec![address.into()],
-                peers: None,
-                mtu: None,
-                congestion_control: true,
-                icrc: true,
-                full_icrc: false,
-                firewall: false,
-                faults: None,
-            }),
+            wire: Some(WireConfig::new(vec![address.into()], None)),
             centre: Some(CentreConfig {
                 url: url.into(),
                 token: token.map(String::from),

@@ -36,16 +36,7 @@ impl Drop for Dir {
 fn config(dir: &Dir, addresses: &[IpAddr], peers: &str) -> WireConfig {
     let file = dir.0.join("peers");
     std::fs::write(&file, peers).unwrap();
-    WireConfig {
-        addresses: addresses.to_vec(),
-        peers: Some(file),
-        mtu: None,
-        congestion_control: true,
-        icrc: true,
-        full_icrc: false,
-        firewall: false,
-        faults: None,
-    }
+    WireConfig::new(addresses.to_vec(), Some(file))
 }
 
 fn source(c: &WireConfig) -> Box<dyn Source> {
