@@ -102,10 +102,10 @@ enum Command {
     },
     /// Run Debian's RDMA programs in virtual machines whose guests have vRNICs; needs root
     #[command(
-        after_help = "Examples:\n  cargo xtask vm                              tests, in guests with two kernels\n  cargo xtask vm --kernel 6.1 --only bw\n  cargo xtask vm --rounds 50 --only again     reloads and restarts, 50 times each\n  cargo xtask vm -- ibv_devinfo -v            one command in a guest\n  cargo xtask vm --shell                      a guest's console; `exit` ends the guest\n\nWhat the guests are made of is downloaded once, into target/vm. The guest with a command or a shell has the vRNIC `guest` with\nthe address 10.0.0.1; the vRNIC `peer` beside it has 10.0.0.2 and is for a container."
+        after_help = "Examples:\n  cargo xtask vm                              tests, in guests with two kernels\n  cargo xtask vm --kernel 6.1 --only bw\n  cargo xtask vm --kernel unstable            the newest kernel that Debian has, which is downloaded first\n  cargo xtask vm --rounds 50 --only again     reloads and restarts, 50 times each\n  cargo xtask vm -- ibv_devinfo -v            one command in a guest\n  cargo xtask vm --shell                      a guest's console; `exit` ends the guest\n\nWhat the guests are made of is downloaded once, into target/vm. The guest with a command or a shell has the vRNIC `guest` with\nthe address 10.0.0.1; the vRNIC `peer` beside it has 10.0.0.2 and is for a container."
     )]
     Vm {
-        /// Which kernel: 6.12 (Debian 13) or 6.1 (Debian 12)
+        /// Which kernel: 6.12 (Debian 13), 6.1 (Debian 12), or `unstable` for that of Debian's unstable release
         #[arg(long, value_name = "RELEASE")]
         kernel: Option<String>,
         /// Only the tests whose name contains this
@@ -273,7 +273,7 @@ enum Bench {
         /// Print JSON instead of tables
         #[arg(long)]
         json: bool,
-        /// Which kernel: 6.12 (Debian 13) or 6.1 (Debian 12)
+        /// Which kernel: 6.12 (Debian 13), 6.1 (Debian 12), or `unstable` for that of Debian's unstable release
         #[arg(long, value_name = "RELEASE")]
         kernel: Option<String>,
         /// How often each figure is measured; medians count

@@ -93,6 +93,9 @@ pub(crate) struct Guest {
     dir: PathBuf,
 }
 
+/// What the kernel of Debian's unstable release is called where one is chosen.
+const UNSTABLE: &str = "unstable";
+
 /// Version and release number of a kernel.
 fn release(kernel: &Kernel) -> String {
     kernel.version.split('.').take(2).collect::<Vec<_>>().join(".")
@@ -113,15 +116,20 @@ impl Systems {
     /// As [`Systems::make`], and those of `add`.
     pub fn make_with(only: Option<&str>, add: &dyn Fn(&Kernel, &mut Image<'_>) -> Result<()>) -> Result<Systems> {
         let parts = Parts::make()?;
-        let mut kernels = vec![parts.kernel_13()?, parts.kernel_here()?];
-        if release(&kernels[0]) == release(&kernels[1]) {
-            kernels.pop();
-        }
-        let names = kernels.iter().map(release).collect::<Vec<_>>().join(", ");
-        kernels.retain(|k| only.is_none_or(|o| release(k) == o));
-        if kernels.is_empty() {
-            return Err(format!("there is no such kernel, but {names}"));
-        }
+        let kernels = if only == Some(UNSTABLE) {
+            vec![parts.kernel_unstable()?]
+        } else {
+            let mut kernels = vec![parts.kernel_13()?, parts.kernel_here()?];
+            if release(&kernels[0]) == release(&kernels[1]) {
+                kernels.pop();
+            }
+            let names = kernels.iter().map(release).collect::<Vec<_>>().join(", ");
+            kernels.retain(|k| only.is_none_or(|o| release(k) == o));
+            if kernels.is_empty() {
+                return Err(format!("there is no such kernel, but {names} and {UNSTABLE}"));
+            }
+            kernels
+        };
         let dir = std::env::temp_dir().join(format!("unirdma-guests-{}", std::process::id()));
         let mut systems = Systems { all: Vec::new(), dir };
         for k in kernels {

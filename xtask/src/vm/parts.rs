@@ -1,5 +1,5 @@
-//! What virtual machines are made of, in `target/vm`: QEMU, programs and a kernel of Debian 13, this machine's own kernel, and what
-//! modules for the two are built with.
+//! What virtual machines are made of, in `target/vm`: QEMU, programs and a kernel of Debian 13, this machine's own kernel, on demand
+//! that of Debian's unstable release, and what modules for them are built with.
 //!
 //! Each part is made under another name and renamed when it is whole, so that whoever finds it finds all of it.
 
@@ -45,6 +45,22 @@ const PACKAGES: &[&str] = &[
 ];
 /// Which of them come from Debian's backports: Debian 13's own QEMU has no vhost-user device of any kind.
 const FROM_BACKPORTS: &str = "qemu-* seabios ipxe-qemu";
+/// Packages of Debian's unstable release: the kernel, and what builds its modules. Programs are those of Debian 13.
+const UNSTABLE: &[&str] = &[
+    "linux-image-amd64",
+    "linux-headers-amd64",
+    "gcc",
+    "libc6-dev",
+    "make",
+    "bash",
+    "coreutils",
+    "dash",
+    "diffutils",
+    "findutils",
+    "gawk",
+    "grep",
+    "sed",
+];
 /// Says of which packages a root directory is made.
 const RECIPE: &str = "recipe";
 
@@ -56,8 +72,10 @@ pub(crate) struct Kernel {
     pub image: PathBuf,
     /// What has its `lib/modules`.
     pub base: PathBuf,
-    /// Root directory of its release.
+    /// Root directory of the release whose programs its guests have.
     pub root: PathBuf,
+    /// Root directory in which its modules are built.
+    builder: PathBuf,
 }
 
 /// All that guests are made of. Other processes that want parts wait while this value lives.
@@ -114,25 +132,32 @@ impl Parts {
     }
 
     fn debian_13(&self) -> Result<()> {
-        let recipe = format!("{}\n{FROM_BACKPORTS}\n", PACKAGES.join(" "));
-        if fs::read_to_string(self.root.join(RECIPE)).is_ok_and(|r| r == recipe) {
+        let pin = format!("Package: {FROM_BACKPORTS}\\nPin: release n=trixie-backports\\nPin-Priority: 990\\n");
+        let hook = format!(
+            "--setup-hook=mkdir -p \"$1/etc/apt/preferences.d\"; printf '{pin}' >\"$1/etc/apt/preferences.d/qemu\""
+        );
+        let what = "QEMU, a kernel and programs of Debian 13 for virtual machines (about 350 MB, once)";
+        self.debian(&self.root, &["trixie", "trixie-backports"], PACKAGES, &hook, what)
+    }
+
+    /// Makes a root directory with these packages of Debian: of the first of the releases, or of others as `option` says.
+    fn debian(&self, root: &Path, suites: &[&str], packages: &[&str], option: &str, what: &str) -> Result<()> {
+        let recipe = format!("{}\n{option}\n", packages.join(" "));
+        if fs::read_to_string(root.join(RECIPE)).is_ok_and(|r| r == recipe) {
             return Ok(());
         }
-        println!("downloading QEMU, a kernel and programs of Debian 13 for virtual machines (about 350 MB, once)");
-        whole(&self.root, |new| {
+        println!("downloading {what}");
+        whole(root, |new| {
             let path = new.display().to_string();
-            let pin = format!("Package: {FROM_BACKPORTS}\\nPin: release n=trixie-backports\\nPin-Priority: 990\\n");
-            let hook =
-                format!("mkdir -p \"$1/etc/apt/preferences.d\"; printf '{pin}' >\"$1/etc/apt/preferences.d/qemu\"");
             let signed = "[signed-by=/usr/share/keyrings/debian-archive-keyring.gpg]";
             let mirror = packages::mirror();
-            let source = |suite: &str| format!("deb {signed} {mirror} {suite} main");
-            let (main, backports) = (source("trixie"), source("trixie-backports"));
-            let include = format!("--include={}", PACKAGES.join(","));
-            let hook = format!("--setup-hook={hook}");
-            let words =
-                ["mmdebstrap", "--quiet", "--variant=extract", &hook, &include, "trixie", &path, &main, &backports];
-            run(&self.dir, &words)?;
+            let include = format!("--include={}", packages.join(","));
+            let mut words: Vec<String> =
+                ["mmdebstrap", "--quiet", "--variant=extract", option, &include, suites[0], &path]
+                    .map(Into::into)
+                    .into();
+            words.extend(suites.iter().map(|suite| format!("deb {signed} {mirror} {suite} main")));
+            run(&self.dir, &words.iter().map(String::as_str).collect::<Vec<_>>())?;
             for d in ["bin", "sbin", "lib", "lib64"] {
                 if !new.join(d).exists() {
                     symlink(format!("usr/{d}"), new.join(d)).map_err(failed(d))?;
@@ -180,12 +205,30 @@ impl Parts {
     /// # Errors
     /// It could not be unpacked.
     pub fn kernel_13(&self) -> Result<Kernel> {
-        let modules = self.root.join("usr/lib/modules");
+        self.kernel_in(&self.root)
+    }
+
+    /// The kernel of Debian's unstable release.
+    ///
+    /// # Errors
+    /// It could not be downloaded or unpacked.
+    pub fn kernel_unstable(&self) -> Result<Kernel> {
+        let root = self.dir.join("unstable");
+        // That a mirror is some days behind is no matter: its signature is what counts.
+        let option = "--aptopt=Acquire::Check-Valid-Until \"false\"";
+        let what = "the kernel of Debian's unstable release, and what builds its modules (about 250 MB, once)";
+        self.debian(&root, &["sid"], UNSTABLE, option, what)?;
+        self.kernel_in(&root)
+    }
+
+    /// The kernel that is installed in a root directory.
+    fn kernel_in(&self, builder: &Path) -> Result<Kernel> {
+        let modules = builder.join("usr/lib/modules");
         let all = fs::read_dir(&modules).map_err(failed("modules"))?.flatten();
         let found = all.filter(|e| e.path().join("kernel").exists()).map(|e| e.file_name().into_string()).next();
-        let version = found.and_then(|n| n.ok()).ok_or("Debian 13's kernel is not there")?;
-        let (root, base) = (self.root.clone(), self.root.join("usr"));
-        self.kernel(version, root.join("boot"), base, root)
+        let version = found.and_then(|n| n.ok()).ok_or_else(|| format!("no kernel is in {}", builder.display()))?;
+        let (boot, base) = (builder.join("boot"), builder.join("usr"));
+        self.kernel(version, boot, base, self.root.clone(), builder.into())
     }
 
     /// The kernel of this machine's release.
@@ -203,16 +246,19 @@ impl Parts {
             whole(&to, |new| unpack(&self.dir, &[&package], new))?;
         }
         let base = if to.join("lib/modules").exists() { to.clone() } else { to.join("usr") };
-        self.kernel(version, to.join("boot"), base, "/".into())
+        self.kernel(version, to.join("boot"), base, "/".into(), "/".into())
     }
 
-    fn kernel(&self, version: String, boot: PathBuf, base: PathBuf, root: PathBuf) -> Result<Kernel> {
+    fn kernel(&self, version: String, boot: PathBuf, base: PathBuf, root: PathBuf, builder: PathBuf) -> Result<Kernel> {
         let image = self.dir.join(format!("vmlinux-{version}"));
         if !image.exists() {
             run(&self.dir, &["depmod", "-b", &base.display().to_string(), &version])?;
-            whole(&image, |new| uncompress(&boot.join(format!("vmlinuz-{version}")), new))?;
+            // Later releases have it beside its modules.
+            let places = [boot.join(format!("vmlinuz-{version}")), base.join(format!("lib/modules/{version}/vmlinuz"))];
+            let packed = places.iter().find(|p| p.exists()).ok_or_else(|| format!("Linux {version} is not there"))?;
+            whole(&image, |new| uncompress(packed, new))?;
         }
-        Ok(Kernel { version, image, base, root })
+        Ok(Kernel { version, image, base, root, builder })
     }
 
     /// Where `make` finds what modules of this machine's kernel are built with.
@@ -245,8 +291,8 @@ impl Parts {
     /// # Errors
     /// What make says.
     pub fn module(&self, kernel: &Kernel, from: &Path, name: &str) -> Result<PathBuf> {
-        let is_here = kernel.root == Path::new("/");
-        let at = if is_here { self.dir.clone() } else { self.root.join("build") };
+        let is_here = kernel.builder == Path::new("/");
+        let at = if is_here { self.dir.clone() } else { kernel.builder.join("build") };
         let at = at.join(format!("{name}-{}", kernel.version));
         fs::create_dir_all(&at).map_err(failed("a module's directory"))?;
         // make looks at the times of files.
@@ -255,27 +301,27 @@ impl Parts {
             let headers = self.headers_here(&kernel.version)?;
             run(&at, &["make", &format!("KDIR={}", headers.display())])?;
         } else {
-            let inside = Path::new("/").join(at.strip_prefix(&kernel.root).unwrap_or(&at));
+            let inside = Path::new("/").join(at.strip_prefix(&kernel.builder).unwrap_or(&at));
             let make = format!("make -C {} KDIR=/lib/modules/{}/build", inside.display(), kernel.version);
-            self.in_debian_13(&make)?;
+            run_in(&kernel.builder, &make)?;
         }
         Ok(at.join(format!("{name}.ko")))
     }
+}
 
-    /// Runs a shell command in Debian 13's root directory.
-    fn in_debian_13(&self, command: &str) -> Result<()> {
-        let root = self.root.display();
-        let script = format!(
-            "mount --rbind /dev {root}/dev && mount -t proc proc {root}/proc && exec chroot {root} /bin/sh -c '{command}'"
-        );
-        let mut c = Command::new("unshare");
-        c.args(["--mount", "--propagation", "private", "sh", "-c", &script]).stdin(Stdio::null());
-        let o = c.env("PATH", "/usr/sbin:/usr/bin").output().map_err(failed("unshare"))?;
-        if o.status.success() {
-            return Ok(());
-        }
-        Err(format!("{command}: {}{}", String::from_utf8_lossy(&o.stdout), String::from_utf8_lossy(&o.stderr)))
+/// Runs a shell command in a root directory.
+fn run_in(root: &Path, command: &str) -> Result<()> {
+    let root = root.display();
+    let script = format!(
+        "mount --rbind /dev {root}/dev && mount -t proc proc {root}/proc && exec chroot {root} /bin/sh -c '{command}'"
+    );
+    let mut c = Command::new("unshare");
+    c.args(["--mount", "--propagation", "private", "sh", "-c", &script]).stdin(Stdio::null());
+    let o = c.env("PATH", "/usr/sbin:/usr/bin").output().map_err(failed("unshare"))?;
+    if o.status.success() {
+        return Ok(());
     }
+    Err(format!("{command}: {}{}", String::from_utf8_lossy(&o.stdout), String::from_utf8_lossy(&o.stderr)))
 }
 
 /// Unpacks packages of this machine's release into `to`, without installing them.
