@@ -258,7 +258,9 @@ impl Centre {
         let announced: std::collections::BTreeSet<&str> = hello.vrnics.iter().map(|v| v.name.as_str()).collect();
         let vrnics = draft.state.hosts.get(host).map(|h| h.vrnics.clone()).unwrap_or_default();
         for v in vrnics {
-            let gone = draft.state.vrnics.get(&v).is_some_and(|o| o.object.by_host) && !announced.contains(&*v);
+            // One that the host has not heard of yet was not removed there: the centre that made it may have died before it told the host.
+            let known = |o: &crate::state::Vrnic| o.object.by_host && o.revision <= hello.revision;
+            let gone = draft.state.vrnics.get(&v).is_some_and(known) && !announced.contains(&*v);
             if gone {
                 refused.extend(draft.delete_vrnic(&actor, &v, true, &busy).err().map(|e| e.what));
             }

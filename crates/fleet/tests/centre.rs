@@ -563,13 +563,20 @@ fn hosts_bring_what_their_administrators_made() {
         vrnics.len() == 1 && hosts.iter().any(|h| h.name == "h1" && h.connected && h.clock_ms == 7_000),
         "{hosts:?} {vrnics:?}"
     );
-    // What it does not bring any more is gone.
+    // What it has heard of and does not bring any more is gone; what it was promised and has not heard of is not, as if the centre that made it
+    // had died before it told the host.
+    let heard = w.centre.revision();
+    let done = w.centre.ask("h1", put(vrnic("late", "default", "", &[])), w.now).unwrap();
+    w.keep(done);
     hello.vrnics.clear();
     w.centre.goodbye("h1", 5, w.now);
-    w.centre.hello("h1", &v1::Hello { instance: 6, ..hello.clone() }, w.now).unwrap();
-    let announced = w.centre.announce("h1", &hello, w.now);
-    w.keep(announced);
-    assert!(!w.all().iter().any(|o| matches!(&o.object, Some(Object::Vrnic(v)) if v.name == "a")));
+    for (revision, left) in [(0, ["a", "late"].as_slice()), (heard, &["late"]), (heard + 9, &[])] {
+        let announced = w.centre.announce("h1", &v1::Hello { revision, ..hello.clone() }, w.now);
+        w.keep(announced);
+        let all = w.all();
+        let has = |name: &&&str| all.iter().any(|o| matches!(&o.object, Some(Object::Vrnic(v)) if v.name == **name));
+        assert_eq!(["a", "late"].iter().filter(has).copied().collect::<Vec<_>>(), left, "revision {revision}");
+    }
 }
 
 #[test]
