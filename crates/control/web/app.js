@@ -2,7 +2,7 @@
 
 import { Refused, token, watch } from "./api.js";
 import { fill, make } from "./dom.js";
-import { light, pick } from "./draw.js";
+import { light, point } from "./draw.js";
 import { Fleet, clock } from "./model.js";
 import * as views from "./views.js";
 
@@ -49,9 +49,10 @@ let shown;
 function show() {
   const { view, name } = where();
   const focus = document.activeElement;
-  // Another view is made anew, so that nothing of the one before stays.
-  if (shown !== location.hash) main.replaceChildren();
+  const [first, another] = [shown === undefined, shown !== location.hash];
   shown = location.hash;
+  // Another view is made anew, so that nothing of the one before stays.
+  if (another) main.replaceChildren();
   fill(main, content().flat().filter(Boolean));
   light();
   // An element that has moved to another place has lost the focus.
@@ -61,6 +62,16 @@ function show() {
     if (a.dataset.view === view) a.setAttribute("aria-current", "page");
     else a.removeAttribute("aria-current");
   }
+  if (!another || focus === $("query")) return;
+  $("query").value = view === "search" ? (name ?? "") : "";
+  if (first) return;
+  scrollTo(0, 0);
+  main.focus({ preventScroll: true });
+}
+
+// Shows the view of the address. A key can come before the browser says that the address has changed, and is meant for that view.
+function arrive() {
+  if (shown !== location.hash) show();
 }
 
 let due = false;
@@ -168,8 +179,8 @@ main.addEventListener("click", (e) => {
   } else return;
   show();
 });
-for (const kind of ["pointerover", "focusin"]) main.addEventListener(kind, (e) => pick(e.target));
-for (const kind of ["pointerleave", "focusout"]) main.addEventListener(kind, () => pick());
+main.addEventListener("pointerover", (e) => point(e.target));
+for (const kind of ["pointerleave", "focusin", "focusout"]) main.addEventListener(kind, () => point());
 
 // ---- Theme, search, keys ----
 
@@ -192,6 +203,7 @@ $("query").addEventListener("input", () => {
 const STOPS = "tbody td:first-child a, .others a, .vrnic";
 $("search").addEventListener("submit", (e) => {
   e.preventDefault();
+  arrive();
   main.querySelector(STOPS)?.focus();
 });
 
@@ -209,7 +221,8 @@ document.addEventListener("keydown", (e) => {
     if (e.key === "Escape") main.focus();
     return;
   }
-  const inList = e.target.matches(STOPS);
+  arrive();
+  const inList = document.activeElement.matches(STOPS);
   const keys = {
     "/": () => $("query").select(),
     "?": () => $("help").showModal(),
@@ -229,15 +242,7 @@ document.addEventListener("keydown", (e) => {
 });
 $("keys").addEventListener("click", () => $("help").showModal());
 
-addEventListener("hashchange", () => {
-  const { view, name } = where();
-  const typing = document.activeElement === $("query");
-  if (!typing) $("query").value = view === "search" ? name : "";
-  show();
-  if (typing) return;
-  scrollTo(0, 0);
-  main.focus({ preventScroll: true });
-});
+addEventListener("hashchange", arrive);
 addEventListener("resize", changed);
 
 show();

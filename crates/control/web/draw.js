@@ -157,17 +157,21 @@ function pill(fleet, node, at) {
     element("title", {}, about));
 }
 
-// The vRNIC that somebody points at or that has the focus. Its connections alone are seen well.
-let picked;
+const vrnicOf = (node) => node?.closest?.(".vrnic")?.dataset.key;
 
-export function pick(node) {
-  picked = node?.closest?.(".vrnic")?.dataset.key;
+// The vRNIC that the mouse points at.
+let pointed;
+
+export function point(node) {
+  pointed = vrnicOf(node);
   light();
 }
 
+// The connections of the vRNIC that the mouse points at, or else of the one that has the focus, alone are seen well.
 export function light() {
   const svg = document.querySelector(".map svg");
   if (!svg) return;
+  const picked = pointed ?? vrnicOf(document.activeElement);
   svg.classList.toggle("picked", picked !== undefined);
   if (picked === undefined) return;
   const near = new Set([picked]);
