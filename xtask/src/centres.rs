@@ -33,16 +33,12 @@ impl Process {
         let child = c.stdin(Stdio::null()).stdout(out).stderr(err).spawn();
         child.map(Process).map_err(|e| format!("{:?}: {e}", c.get_program()))
     }
-
-    fn kill(&mut self) {
-        let _ = self.0.kill();
-        let _ = self.0.wait();
-    }
 }
 
 impl Drop for Process {
     fn drop(&mut self) {
-        self.kill();
+        let _ = self.0.kill();
+        let _ = self.0.wait();
     }
 }
 
@@ -190,6 +186,11 @@ impl Centres {
             require(found.insert(name.clone(), ips).is_none(), format!("{name} is there twice"))?;
         }
         Ok(found)
+    }
+
+    /// The vRNICs that both centres show, if they show the same.
+    fn agreed(&self) -> Option<BTreeMap<String, String>> {
+        self.vrnics(0).ok().filter(|found| self.vrnics(1).is_ok_and(|other| other == *found))
     }
 
     /// A token by which host `h1` joins.
@@ -350,6 +351,12 @@ fn shared_knowledge(c: &Centres, host: &Lab, state: &Path) -> Result<()> {
     require(c.host_is_connected(), "the first host is connected no more")
 }
 
+/// A command has failed, and has said why in one line.
+fn refused(o: &Output, why: &str) -> Result<()> {
+    let clear = !o.ok() && o.text.contains(why) && o.text.trim().lines().count() == 1;
+    require(clear, format!("instead of one line with `{why}`: {}", o.text))
+}
+
 /// etcd does not answer: reads and hosts go on, changes are refused in one line. Then all goes on.
 fn etcd_away(c: &mut Centres, host: &Lab, away: Duration, killed: bool) -> Result<()> {
     if killed {
@@ -362,12 +369,11 @@ fn etcd_away(c: &mut Centres, host: &Lab, away: Duration, killed: bool) -> Resul
     }
     let (begun, revision) = (Instant::now(), c.status(1)?["revision"].clone());
     for centre in 0..2 {
-        let o = c.declare("away", Some(centre));
-        let clear = o.text.contains("nothing can be changed now: ") && o.text.trim().lines().count() == 1;
-        require(!o.ok() && clear, format!("centre {centre}: {}", o.text))?;
+        refused(&c.declare("away", Some(centre)), "nothing can be changed now: ")
+            .map_err(|e| format!("centre {centre}: {e}"))?;
     }
-    let o = host.unirdma(&["vrnic", "add", "away2"]);
-    require(!o.ok() && o.text.contains("nothing can be changed now: "), format!("at the host: {}", o.text))?;
+    refused(&host.unirdma(&["vrnic", "add", "away2"]), "nothing can be changed now: ")
+        .map_err(|e| format!("at the host: {e}"))?;
     while begun.elapsed() < away {
         require(c.host_is_connected(), "the host's connection has ended")?;
         require(c.vrnics(0)?.len() == c.vrnics(1)?.len(), "the centres show other things")?;
@@ -383,7 +389,7 @@ fn etcd_away(c: &mut Centres, host: &Lab, away: Duration, killed: bool) -> Resul
     wait_until(|| c.declare("away", None).ok(), "nothing can be changed after etcd is back")?;
     let again = back.elapsed();
     wait_until(|| host.unirdma(&["vrnic", "add", "away2"]).ok(), "the host cannot add a vRNIC after etcd is back")?;
-    let same = || c.vrnics(0).is_ok_and(|v| v.contains_key("away2") && c.vrnics(1).is_ok_and(|w| v == w));
+    let same = || c.agreed().is_some_and(|v| v.contains_key("away2"));
     wait_until(same, "the centres do not come to show the same")?;
     // The centres' leases have ended meanwhile, so each knows the other's hosts again only once it has found the other.
     wait_until(|| c.host_is_connected(), "the host is not connected at both centres after that")?;

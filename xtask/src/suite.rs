@@ -841,6 +841,8 @@ fn guests_of(s: &mut Suite<'_>, kernel: Option<&str>, rounds: u32) {
 /// The tests with guests alone, with one kernel if that is given. `rounds`: how often guests start again, each time.
 pub(crate) fn guests(kernel: Option<&str>, only: Option<&str>, rounds: u32) -> Result<()> {
     vm::prepare()?;
+    // A kernel that there is not is one error, and not one of each test.
+    vm::Systems::parts(kernel)?;
     let lab = Lab::start(None)?;
     let mut s = Suite::new(&lab, only);
     guests_of(&mut s, kernel, rounds);

@@ -123,9 +123,9 @@ async fn found(dir: &Path, store: Option<&str>) -> io::Result<(String, String)> 
 /// What [`copy`] has copied.
 #[derive(Clone, Debug)]
 pub struct Copied {
-    /// From which store, and to which one.
+    /// The store that it was copied from.
     pub from: String,
-    /// See `from`.
+    /// The store that it was copied to.
     pub to: String,
     /// The revision that the fleet has in both.
     pub revision: u64,
@@ -149,10 +149,10 @@ pub async fn copy(dir: &Path, from: Option<&str>, to: &str) -> io::Result<Copied
         return Err(other(format!("{} is the store that the fleet has; give another one by --to", source.name())));
     }
     let snapshot = opened.load_at_rest().await.map_err(other)?;
-    // A centre that loads it finds what is wrong with it, which is to be known before.
     if snapshot.revision == 0 {
         return Err(other(format!("{} has no fleet; give the fleet's store by --from", source.name())));
     }
+    // Records that no centre can load are not copied.
     Centre::load(snapshot.revision, &snapshot.records, seed()?).map_err(other)?;
     let opened = store::open(Some(to), dir).map_err(other)?;
     let target = opened.store();

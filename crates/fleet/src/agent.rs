@@ -430,7 +430,7 @@ impl Agent {
             gone: if whole { Vec::new() } else { gone.iter().map(|(k, force)| k.message(*force)).collect() },
         };
         let changes = whole || !record.put.is_empty() || !record.gone.is_empty();
-        // What is not said, since it follows: the peers of a group go with it.
+        // The centre does not name the peers that go with a group.
         if gone.keys().any(|k| matches!(k, Key::Group(_))) {
             let is_lost =
                 |item: &Item| matches!(item, Item::Peer(p) if gone.contains_key(&Key::Group(p.group.clone())));
@@ -438,11 +438,11 @@ impl Agent {
             let peers: Vec<Key> = peers.map(|(k, _)| k.clone()).filter(|k| !put.contains_key(k)).collect();
             gone.extend(peers.into_iter().map(|k| (k, false)));
         }
-        // Hosts of which the last peer may have gone.
+        // Hosts from which the last peer may have gone.
         let mut left = BTreeSet::new();
         for (key, force) in gone {
             let Some(item) = self.items.remove(&key) else { continue };
-            left.extend(self.no_peer_any_more(&item));
+            left.extend(self.one_peer_less(&item));
             self.failed.remove(&key);
             match &key {
                 // Its store was made anew, by which nobody has said that the vRNIC is to go.
@@ -461,11 +461,11 @@ impl Agent {
                     *self.peers_on.entry(p.host.clone()).or_default() += 1;
                 }
                 let was = self.items.insert(key, item);
-                left.extend(was.and_then(|was| self.no_peer_any_more(&was)));
+                left.extend(was.and_then(|was| self.one_peer_less(&was)));
             }
         }
-        // A host is gone with the last peer there, which is not said either.
-        for host in left.into_iter().filter(|h| !self.peers_on.contains_key(h)).collect::<Vec<_>>() {
+        // Nor does it name the place that goes with the last peer there.
+        for host in left.into_iter().filter(|h| !self.peers_on.contains_key(h)) {
             let key = Key::Place(host);
             if self.items.remove(&key).is_some() {
                 self.failed.remove(&key);
@@ -478,8 +478,8 @@ impl Agent {
         }
     }
 
-    /// A piece is not in force any more. If it was the last peer on its host: that host.
-    fn no_peer_any_more(&mut self, item: &Item) -> Option<String> {
+    /// Counts a peer that is gone, if the piece is one. Gives its host if no other peer is there.
+    fn one_peer_less(&mut self, item: &Item) -> Option<String> {
         let Item::Peer(p) = item else { return None };
         let n = self.peers_on.get_mut(&p.host)?;
         *n -= 1;

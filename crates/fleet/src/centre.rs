@@ -276,15 +276,14 @@ impl Centre {
             Some(told) => {
                 let news = log.into_iter().flat_map(|l| l.entries.iter().rev()).take_while(|(r, _)| *r > told);
                 let keys: BTreeSet<&Key> = news.map(|(_, k)| k).collect();
-                keys.into_iter().map(|k| (k.clone(), self.state.item(host, k))).collect()
+                if keys.is_empty() {
+                    return Vec::new();
+                }
+                self.without_what_follows(
+                    keys.into_iter().map(|k| (k.clone(), self.state.item(host, k))).collect(),
+                    told,
+                )
             }
-        };
-        if known.is_some() && items.is_empty() {
-            return Vec::new();
-        }
-        let items = match known {
-            None => items,
-            Some(told) => self.without_what_follows(items, told),
         };
         let update = || v1::Update { fleet: self.state.fleet.clone(), revision, ..v1::Update::default() };
         let mut parts: Vec<v1::Update> = items
@@ -313,8 +312,8 @@ impl Centre {
         parts
     }
 
-    /// News of a host that has been told the state of `told`, without what it finds out itself, as the peers of a group go with it and a place
-    /// with the last peer there, and without places that it has: those with a peer there that is no news.
+    /// Leaves out of the news of a host that has been told the state of `told` what need not be sent. The host's agent removes the peers of a
+    /// group with the group, and a place with the last peer there. A place that has not changed since, and has no new peer, the host has already.
     fn without_what_follows(&self, mut items: Vec<(Key, Option<v1::Item>)>, told: u64) -> Vec<(Key, Option<v1::Item>)> {
         let lost: BTreeSet<Name> = items
             .iter()
@@ -331,7 +330,7 @@ impl Centre {
             }
             Key::Place(_) => false,
             _ if item.is_some() => true,
-            // One that has changed since may have been of another group, which the host still has.
+            // A vRNIC that has changed since may have been in another group before, which the host still has.
             Key::Peer(name) => {
                 let same = self.state.vrnics.get(name).filter(|v| v.revision <= told);
                 same.is_none_or(|v| !lost.contains(&v.group))

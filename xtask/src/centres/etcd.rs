@@ -10,9 +10,10 @@ use super::{Process, free_ports, wait_until};
 use crate::Result;
 use crate::lab::{Output, require};
 
-/// The user of the centres, who may use [`PREFIX`] alone, and the administrator of etcd.
+/// The user of the centres, who may use [`PREFIX`] alone, and the password.
 const USER: &str = "unirdma";
-const PASSWORD: &str = "not-to-be-guessed";
+pub(super) const PASSWORD: &str = "not-to-be-guessed";
+/// The administrator of etcd, and the password.
 const ROOT: &str = "root";
 
 /// Where the centres keep their fleet.
@@ -23,6 +24,12 @@ struct Member {
     ports: [u16; 2],
     /// `None`: it was killed.
     process: Option<Process>,
+}
+
+impl Member {
+    fn wait_up(&self) -> Result<()> {
+        wait_until(|| TcpStream::connect(("127.0.0.1", self.ports[0])).is_ok(), "etcd does not answer")
+    }
 }
 
 /// An etcd of its own.
@@ -76,9 +83,7 @@ impl Etcd {
         for n in 0..etcd.members.len() {
             etcd.start_member(n)?;
         }
-        for m in &etcd.members {
-            wait_until(|| TcpStream::connect(("127.0.0.1", m.ports[0])).is_ok(), "etcd does not answer")?;
-        }
+        etcd.members.iter().try_for_each(Member::wait_up)?;
         Ok(etcd)
     }
 
@@ -92,12 +97,8 @@ impl Etcd {
         let all: Vec<String> = self.members.iter().enumerate().map(|(n, m)| format!("e{n}={}", peer(m))).collect();
         let (clients, peers) = (format!("{scheme}://127.0.0.1:{}", self.members[n].ports[0]), peer(&self.members[n]));
         let mut c = Command::new("etcd");
-        c.arg("--data-dir").arg(self.dir.join(format!("etcd{n}"))).args([
-            "--name",
-            &format!("e{n}"),
-            "--logger",
-            "zap",
-        ]);
+        c.arg("--data-dir").arg(self.dir.join(format!("etcd{n}")));
+        c.args(["--name", &format!("e{n}"), "--logger", "zap"]);
         c.args(["--listen-client-urls", &clients, "--advertise-client-urls", &clients]);
         c.args(["--listen-peer-urls", &peers, "--initial-advertise-peer-urls", &peers]);
         c.args(["--initial-cluster", &all.join(",")]);
@@ -111,11 +112,16 @@ impl Etcd {
 
     /// `HOST:PORT` of each member, with commas between them.
     pub fn address(&self) -> String {
-        let all: Vec<String> = self.members.iter().map(|m| format!("127.0.0.1:{}", m.ports[0])).collect();
+        self.addresses("")
+    }
+
+    /// The addresses of all members, with commas between them, each behind a scheme.
+    fn addresses(&self, scheme: &str) -> String {
+        let all: Vec<String> = self.members.iter().map(|m| format!("{scheme}127.0.0.1:{}", m.ports[0])).collect();
         all.join(",")
     }
 
-    /// What a centre's directory needs so that it can log in.
+    /// Writes into a centre's directory what it needs to log in.
     ///
     /// # Errors
     /// It cannot be written.
@@ -129,14 +135,10 @@ impl Etcd {
         std::fs::write(centre.join("etcd.toml"), text)
     }
 
-    /// The right password for [`Etcd::log_in_from`].
-    pub const PASSWORD: &str = PASSWORD;
-
-    /// `etcdctl`, as the administrator once there are passwords.
+    /// Runs `etcdctl`; with `by_password`, as it takes once there are passwords, as the administrator.
     fn ctl(&self, by_password: bool, args: &[&str]) -> Output {
         let mut c = Command::new("etcdctl");
-        let all: Vec<String> = self.members.iter().map(|m| format!("https://127.0.0.1:{}", m.ports[0])).collect();
-        c.env("ETCDCTL_API", "3").args(["--endpoints", &all.join(",")]);
+        c.env("ETCDCTL_API", "3").args(["--endpoints", &self.addresses("https://")]);
         if by_password {
             c.args(["--user", &format!("{ROOT}:{ROOT}")]);
         }
@@ -166,8 +168,7 @@ impl Etcd {
     /// It does not come up.
     pub fn start_again(&mut self, member: usize) -> Result<()> {
         self.start_member(member)?;
-        let at = ("127.0.0.1", self.members[member].ports[0]);
-        wait_until(|| TcpStream::connect(at).is_ok(), "etcd does not answer")?;
+        self.members[member].wait_up()?;
         if self.secured {
             wait_until(|| self.ctl(true, &["endpoint", "health"]).ok(), "etcd's members do not come together again")?;
         }

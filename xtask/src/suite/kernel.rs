@@ -79,15 +79,19 @@ pub(super) fn run(s: &mut Suite<'_>) {
         require(log.ok() && !log.text.to_lowercase().contains("icrc") && log.text.contains("PORT_ACTIVE"), log.text)?;
         clean_packets(g.lab.as_ref().ok_or("no virtual layer")?)
     });
-    s.check(full, |_| {
-        cell.get_or_init(Rxe::start);
-        let g = cell.get_mut().ok_or("no guest")?.as_mut().map_err(|e| e.clone())?;
-        g.serve(&["--full-icrc"])?;
-        for (ours, guests) in programs.iter().filter(|p| !is_unreliable(&p.0)).take(3) {
+    // Some programs, both ways, on a virtual layer that was started anew.
+    let both_ways = |g: &Rxe, n: usize| {
+        for (ours, guests) in programs.iter().filter(|p| !is_unreliable(&p.0)).take(n) {
             both_end_well(g.pair(true, ours, guests)?)?;
             both_end_well(g.pair(false, ours, guests)?)?;
         }
         clean_packets(g.lab.as_ref().ok_or("no virtual layer")?)
+    };
+    s.check(full, |_| {
+        cell.get_or_init(Rxe::start);
+        let g = cell.get_mut().ok_or("no guest")?.as_mut().map_err(|e| e.clone())?;
+        g.serve(&["--full-icrc"])?;
+        both_ways(g, 3)
     });
     s.check("kernel's rxe and we, whose group has a secret", |_| {
         cell.get_or_init(Rxe::start);
@@ -95,12 +99,8 @@ pub(super) fn run(s: &mut Suite<'_>) {
         g.serve(&[])?;
         let lab = g.lab.as_ref().ok_or("no virtual layer")?;
         secret::set(lab, &secret::make(lab, "group.secret")?)?;
-        for (ours, guests) in programs.iter().filter(|p| !is_unreliable(&p.0)).take(4) {
-            both_end_well(g.pair(true, ours, guests)?)?;
-            both_end_well(g.pair(false, ours, guests)?)?;
-        }
+        both_ways(g, 4)?;
         let dropped = secret::dropped(lab)?;
-        require(dropped == [0; 3], format!("dropped: {dropped:?}"))?;
-        clean_packets(lab)
+        require(dropped == [0; 3], format!("dropped: {dropped:?}"))
     });
 }

@@ -102,10 +102,29 @@ fn release(kernel: &Kernel) -> String {
 }
 
 impl Systems {
-    /// Makes those that are wanted: all, or one by its name.
+    /// What they are made of, and the kernels that are wanted: all, or one by its name.
     ///
     /// # Errors
-    /// What could not be downloaded or built, or there is no such kernel.
+    /// What could not be downloaded, or there is no such kernel.
+    pub fn parts(only: Option<&str>) -> Result<(Parts, Vec<Kernel>)> {
+        let parts = Parts::make()?;
+        let mut kernels = match only {
+            Some(UNSTABLE) => vec![parts.kernel_unstable()?],
+            _ => vec![parts.kernel_13()?, parts.kernel_here()?],
+        };
+        kernels.dedup_by_key(|k| release(k));
+        let names = kernels.iter().map(release).collect::<Vec<_>>().join(", ");
+        kernels.retain(|k| only.is_none_or(|o| o == UNSTABLE || release(k) == o));
+        if kernels.is_empty() {
+            return Err(format!("there is no such kernel, but {names} and {UNSTABLE}"));
+        }
+        Ok((parts, kernels))
+    }
+
+    /// Makes those with the kernels that are wanted.
+    ///
+    /// # Errors
+    /// As [`Systems::parts`], or what could not be built.
     pub fn make(only: Option<&str>) -> Result<Systems> {
         Systems::make_with(only, &|_, _| Ok(()))
     }
@@ -115,21 +134,7 @@ impl Systems {
     /// # Errors
     /// As [`Systems::make`], and those of `add`.
     pub fn make_with(only: Option<&str>, add: &dyn Fn(&Kernel, &mut Image<'_>) -> Result<()>) -> Result<Systems> {
-        let parts = Parts::make()?;
-        let kernels = if only == Some(UNSTABLE) {
-            vec![parts.kernel_unstable()?]
-        } else {
-            let mut kernels = vec![parts.kernel_13()?, parts.kernel_here()?];
-            if release(&kernels[0]) == release(&kernels[1]) {
-                kernels.pop();
-            }
-            let names = kernels.iter().map(release).collect::<Vec<_>>().join(", ");
-            kernels.retain(|k| only.is_none_or(|o| release(k) == o));
-            if kernels.is_empty() {
-                return Err(format!("there is no such kernel, but {names} and {UNSTABLE}"));
-            }
-            kernels
-        };
+        let (parts, kernels) = Systems::parts(only)?;
         let dir = std::env::temp_dir().join(format!("unirdma-guests-{}", std::process::id()));
         let mut systems = Systems { all: Vec::new(), dir };
         for k in kernels {

@@ -12,9 +12,8 @@ use std::process::{Command, Stdio};
 use super::{failed, run, write};
 use crate::{Result, lab, packages};
 
-/// Packages of Debian 13: QEMU, the kernel, what builds its modules, and the programs of its guests.
-const PACKAGES: &[&str] = &[
-    "qemu-system-x86",
+/// Packages of Debian with its kernel and what builds its modules.
+const KERNEL: &[&str] = &[
     "linux-image-amd64",
     "linux-headers-amd64",
     "gcc",
@@ -24,11 +23,16 @@ const PACKAGES: &[&str] = &[
     "coreutils",
     "dash",
     "diffutils",
-    "e2fsprogs",
     "findutils",
-    "fio",
     "gawk",
     "grep",
+    "sed",
+];
+/// What Debian 13 is for beside its kernel: QEMU, and the programs of all guests.
+const PROGRAMS: &[&str] = &[
+    "qemu-system-x86",
+    "e2fsprogs",
+    "fio",
     "ibverbs-utils",
     "iproute2",
     "iputils-ping",
@@ -40,27 +44,10 @@ const PACKAGES: &[&str] = &[
     "procps",
     "python3-pyverbs",
     "rdmacm-utils",
-    "sed",
     "util-linux",
 ];
 /// Which of them come from Debian's backports: Debian 13's own QEMU has no vhost-user device of any kind.
 const FROM_BACKPORTS: &str = "qemu-* seabios ipxe-qemu";
-/// Packages of Debian's unstable release: the kernel, and what builds its modules. Programs are those of Debian 13.
-const UNSTABLE: &[&str] = &[
-    "linux-image-amd64",
-    "linux-headers-amd64",
-    "gcc",
-    "libc6-dev",
-    "make",
-    "bash",
-    "coreutils",
-    "dash",
-    "diffutils",
-    "findutils",
-    "gawk",
-    "grep",
-    "sed",
-];
 /// Says of which packages a root directory is made.
 const RECIPE: &str = "recipe";
 
@@ -137,10 +124,11 @@ impl Parts {
             "--setup-hook=mkdir -p \"$1/etc/apt/preferences.d\"; printf '{pin}' >\"$1/etc/apt/preferences.d/qemu\""
         );
         let what = "QEMU, a kernel and programs of Debian 13 for virtual machines (about 350 MB, once)";
-        self.debian(&self.root, &["trixie", "trixie-backports"], PACKAGES, &hook, what)
+        self.debian(&self.root, &["trixie", "trixie-backports"], &[KERNEL, PROGRAMS].concat(), &hook, what)
     }
 
-    /// Makes a root directory with these packages of Debian: of the first of the releases, or of others as `option` says.
+    /// Makes a root directory with these packages of the first of these releases of Debian. `option`, of mmdebstrap, may say which packages
+    /// come from the others.
     fn debian(&self, root: &Path, suites: &[&str], packages: &[&str], option: &str, what: &str) -> Result<()> {
         let recipe = format!("{}\n{option}\n", packages.join(" "));
         if fs::read_to_string(root.join(RECIPE)).is_ok_and(|r| r == recipe) {
@@ -217,7 +205,7 @@ impl Parts {
         // That a mirror is some days behind is no matter: its signature is what counts.
         let option = "--aptopt=Acquire::Check-Valid-Until \"false\"";
         let what = "the kernel of Debian's unstable release, and what builds its modules (about 250 MB, once)";
-        self.debian(&root, &["sid"], UNSTABLE, option, what)?;
+        self.debian(&root, &["sid"], KERNEL, option, what)?;
         self.kernel_in(&root)
     }
 

@@ -158,9 +158,9 @@ impl Centres {
         }
         if let Some((pem, from)) = self.authority.as_ref().filter(|_| url.starts_with("https://")) {
             let tls = ClientTlsConfig::new().ca_certificate(Certificate::from_pem(pem));
-            endpoint = endpoint.tls_config(tls).map_err(|e| {
-                other(format!("the certificate in {from} cannot be used: {}", unirdma_fleet::root_cause(&e)))
-            })?;
+            endpoint = endpoint
+                .tls_config(tls)
+                .map_err(|e| other(format!("the certificate in {from} cannot be used: {}", root_cause(&e))))?;
         }
         Ok(endpoint)
     }

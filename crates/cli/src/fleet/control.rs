@@ -52,9 +52,9 @@ pub enum ControlCommand {
         #[arg(long, value_name = "ADDR:PORT")]
         metrics: Option<SocketAddr>,
     },
-    /// Copy a fleet to another store, as to go from one centre to several
+    /// Copy a fleet to another store: from a file to etcd, so that it can have several centres, or back
     #[command(
-        after_help = "Examples:\n  unirdma control copy /var/lib/unirdma-control --to etcd://10.0.0.5:2379,10.0.0.6:2379\n  unirdma control copy /var/lib/unirdma-control --from etcd://10.0.0.5:2379 --to fleet.redb\n\nEnd the centre before, and start it afterwards with --store and the new store. Hosts go on meanwhile, and notice nothing. The old store\nstays as it is, for the case that you want to go back: no centre may run on it while one runs on the other."
+        after_help = "Examples:\n  unirdma control copy /var/lib/unirdma-control --to etcd://10.0.0.5:2379,10.0.0.6:2379\n  unirdma control copy /var/lib/unirdma-control --from etcd://10.0.0.5:2379 --to /var/lib/unirdma-control/new.redb\n\nEnd the centre before, and start it afterwards with --store and the new store. Hosts go on meanwhile, and notice nothing. The old store\nstays as it is, so that you can go back. No centre may run on it while one runs on the new store."
     )]
     Copy {
         /// The directory that `control init` made

@@ -90,7 +90,7 @@ const PACKAGE: &str = ".unirdma.fleet.v1.";
 impl Proto {
     fn new() -> Proto {
         let set = FileDescriptorSet::decode(unirdma_fleet::DESCRIPTORS).unwrap();
-        Proto(set.file.into_iter().filter(|f| f.package() == "unirdma.fleet.v1").collect())
+        Proto(set.file.into_iter().filter(|f| f.package() == PACKAGE.trim_matches('.')).collect())
     }
 
     fn message(&self, name: &str) -> &DescriptorProto {

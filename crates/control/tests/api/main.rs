@@ -82,9 +82,15 @@ impl Lab {
     }
 
     /// Ends the centre, and starts another one on its store.
-    async fn restart(mut self) -> Lab {
+    async fn restart(self) -> Lab {
         self.end().await;
-        let listening = listen(&options(&self.dir, false)).await.unwrap();
+        let options = options(&self.dir, false);
+        self.begin(options).await
+    }
+
+    /// Starts another centre in the place of one that has ended.
+    async fn begin(mut self, options: Options) -> Lab {
+        let listening = listen(&options).await.unwrap();
         self.url = listening.url.clone();
         self.task = tokio::spawn(listening.serve());
         self
@@ -128,7 +134,6 @@ impl Lab {
         self.fleet().await.create_token(self.by(&self.admin, request)).await.unwrap().into_inner().secret
     }
 
-    /// Lets a host join. Gives its certificate with its key.
     /// What another centre of the fleet shows: a certificate that the authority gives to centres alone.
     fn centre(&self) -> Identity {
         let read = |name: &str| std::fs::read_to_string(self.dir.join(name)).unwrap();
@@ -142,6 +147,7 @@ impl Lab {
         Identity::from_pem(certificate.pem(), key.serialize_pem())
     }
 
+    /// Lets a host join. Gives its certificate with its key.
     async fn join(&self, host: &str) -> Identity {
         let token =
             self.token(v1::Token { role: v1::Role::Join.into(), host: host.into(), ..Default::default() }).await;
@@ -388,13 +394,11 @@ async fn a_fleet_is_copied_to_another_store_once_no_centre_runs_on_it() {
     std::fs::write(&empty, "").unwrap();
     refused(Some(&empty), &to, "empty.redb has no fleet").await;
 
-    let listening = listen(&Options { store: Some(to), ..options(&lab.dir, false) }).await.unwrap();
-    let url = listening.url.clone();
-    let task = tokio::spawn(listening.serve());
-    let moved = Lab { dir: lab.dir.clone(), url, admin: lab.admin.clone(), metrics: None, task };
-    let again = moved.fleet().await.get(moved.by(&moved.admin, v1::GetRequest::default())).await.unwrap().into_inner();
+    let options = Options { store: Some(to), ..options(&lab.dir, false) };
+    let lab = lab.begin(options).await;
+    let again = lab.fleet().await.get(lab.by(&lab.admin, v1::GetRequest::default())).await.unwrap().into_inner();
     assert_eq!((again.objects, again.revision), (all.objects, all.revision));
-    moved.apply(vec![group("blue")]).await.unwrap();
+    lab.apply(vec![group("blue")]).await.unwrap();
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
