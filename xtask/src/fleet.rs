@@ -18,6 +18,16 @@ pub(crate) fn address(host: usize) -> String {
     format!("192.168.8.{}", host + 11)
 }
 
+/// All addresses of a host, as it names them: of three hosts two have IPv6 too, and name it in different places.
+fn addresses(host: usize) -> Vec<String> {
+    let (v4, v6) = (address(host), format!("fd08::{}", host + 11));
+    match host % 3 {
+        0 => vec![v4, v6],
+        1 => vec![v6, v4],
+        _ => vec![v4],
+    }
+}
+
 /// Network namespaces joined by a bridge, a centre, and the hosts h0, h1 and so on that have joined it. All ends with this value.
 pub(crate) struct Fleet {
     pub labs: Vec<Lab>,
@@ -63,13 +73,17 @@ impl Fleet {
         let hub = &self.hub;
         lab::ip(&format!("link add veth0 netns {netns} type veth peer name h{host} netns {hub}"))?;
         lab::ip(&format!("-n {hub} link set h{host} master br0 up"))?;
-        lab::ip(&format!("-n {netns} addr add {}/24 dev veth0", address(host)))?;
+        for a in addresses(host) {
+            let rest = if a.contains(':') { "/64 dev veth0 nodad" } else { "/24 dev veth0" };
+            lab::ip(&format!("-n {netns} addr add {a}{rest}"))?;
+        }
         lab::ip(&format!("-n {netns} link set lo up"))?;
         lab::ip(&format!("-n {netns} link set veth0 up"))?;
         let name = format!("h{host}");
         let token = self.unirdma(&["token", "create", "--role", "join", "--host", &name])?;
-        let (address, state) = (address(host), self.dir.join(format!("state{host}")).display().to_string());
-        let args = ["--address", &address, "--centre", url, "--join", token.trim(), "--name", &name, "--state", &state];
+        let (own, state) = (addresses(host), self.dir.join(format!("state{host}")).display().to_string());
+        let mut args = vec!["--centre", url, "--join", token.trim(), "--name", &name, "--state", &state];
+        args.extend(own.iter().flat_map(|a| ["--address", a]));
         self.labs.push(Lab::start_in(None, Some(netns), &args)?);
         Ok(())
     }

@@ -66,7 +66,7 @@ pub(crate) struct HostArgs {
     /// $XDG_STATE_HOME/unirdma]
     #[arg(long, value_name = "DIR", requires = "centre")]
     state: Option<PathBuf>,
-    /// This host's address on the network to other hosts; once for IPv4, once for IPv6
+    /// This host's address on the network to other hosts; once for IPv4, once for IPv6. Hosts of a centre that both have both use IPv4
     #[arg(long, value_name = "IP", requires = "others")]
     address: Vec<IpAddr>,
     /// Largest path MTU to other hosts, in bytes: 256, 512, 1024, 2048 or 4096 [default: what the interface takes]

@@ -358,8 +358,11 @@ fn tunnel(w: &WireInfo) -> String {
     if let Some(why) = why {
         text += &format!("\ntunnel: dropped {why}");
     }
+    let elsewhere = if d.not_a_peer > 0 { ". Does it send from another address?" } else { "" };
     for host in &w.tunnel.silent {
-        text += &format!("\ntunnel: {host} has not said which groups it has; nothing passes from it until it does");
+        text += &format!(
+            "\ntunnel: {host} has not said which groups it has; nothing passes from it until it does{elsewhere}"
+        );
     }
     for disagreement in &w.tunnel.disagreements {
         text += &format!("\ntunnel: {disagreement}");

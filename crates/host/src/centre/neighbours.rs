@@ -84,13 +84,14 @@ impl Neighbours {
         self.holders.get(&(group.into(), address)).map(|name| name.trim_start_matches(OWN))
     }
 
-    /// The address at which a host is reached.
+    /// The address at which a host is reached: of the kinds that both have IPv4 first, whatever order either gave them in, so that each
+    /// sends from the address at which the other reaches it.
     fn reach(&self, host: &str) -> Option<IpAddr> {
         if host == self.me {
             return self.own.first().copied();
         }
         let ours = |a: &&IpAddr| self.own.iter().any(|o| o.is_ipv4() == a.is_ipv4());
-        self.places.get(host)?.iter().find(ours).copied()
+        self.places.get(host)?.iter().filter(ours).min_by_key(|a| a.is_ipv6()).copied()
     }
 
     fn show(&mut self, p: &v1::Peer) -> Vec<Change> {
@@ -178,6 +179,24 @@ mod tests {
         assert_eq!(n.name_of("blue", ip("10.0.0.2")), Some("b"));
         assert_eq!(n.set_peer("b", None), [address("10.0.0.2", None), mac_at(2, None)]);
         assert!(n.holders.is_empty() && n.macs.is_empty() && n.at.is_empty());
+    }
+
+    #[test]
+    fn two_hosts_reach_each_other_by_the_same_kind_of_address_whatever_the_order() {
+        let hosts = ["192.168.7.1 fd07::1", "fd07::2 192.168.7.2", "fd07::3", "192.168.7.4"];
+        let addresses: Vec<Vec<&str>> = hosts.iter().map(|h| h.split(' ').collect()).collect();
+        let kind = |here: usize, there: usize| {
+            let own: Vec<IpAddr> = addresses[here].iter().map(|a| ip(a)).collect();
+            let mut n = Neighbours::new(&own);
+            n.set_place("there", Some(&place("there", &addresses[there])));
+            n.reach("there").map(|a| a.is_ipv6())
+        };
+        let seen = |pairs: [(usize, usize); 6]| pairs.map(|(a, b)| (kind(a, b), kind(b, a)));
+        let (v4, v6, none) = (Some(false), Some(true), None);
+        assert_eq!(
+            seen([(0, 1), (0, 2), (0, 3), (1, 2), (1, 3), (2, 3)]),
+            [(v4, v4), (v6, v6), (v4, v4), (v6, v6), (v4, v4), (none, none)]
+        );
     }
 
     #[test]
