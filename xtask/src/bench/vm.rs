@@ -259,8 +259,7 @@ pub(crate) fn vm(json: bool, kernel: Option<&str>, runs: u32) -> Result<()> {
     eprintln!("building");
     vm::prepare()?;
     let systems = Systems::make_with(kernel, &|_, image| {
-        image.modules(&["crc32_generic", "rdma_rxe"])?;
-        image.provider("rxe")?;
+        image.rxe()?;
         image.compile(PROGRAM)
     })?;
     let system = systems.all.first().ok_or("no kernel")?;

@@ -182,6 +182,22 @@ impl<'a> Image<'a> {
         Ok(())
     }
 
+    /// Copies the kernel's soft RNIC, and its provider. It is loaded at the start.
+    ///
+    /// # Errors
+    /// One is not there.
+    pub fn rxe(&mut self) -> Result<()> {
+        // The module that it computes its CRCs by, and does not name. Later kernels have it built in.
+        let (crc, list) = ("crc32_generic", format!("lib/modules/{}/modules.dep", self.kernel.version));
+        let list = self.kernel.base.join(list);
+        let all = fs::read_to_string(&list).map_err(failed(&list.display().to_string()))?;
+        if all.contains(&format!("/{crc}.ko")) {
+            self.modules(&[crc])?;
+        }
+        self.modules(&["rdma_rxe"])?;
+        self.provider("rxe")
+    }
+
     /// Copies modules, with those that they need and that are not loaded at the start. `/load-NAME` loads them, `/unload-NAME` unloads
     /// them.
     ///
