@@ -73,7 +73,13 @@ fn members_die(c: &mut Centres, host: &Lab) -> Result<()> {
         }
         longest = longest.max(begun.elapsed());
         let name = format!("m{member}");
-        wait_until(|| host.unirdma(&["vrnic", "add", &name]).ok(), "the host cannot add a vRNIC then")?;
+        let mut said = String::new();
+        let added = || {
+            let o = host.unirdma(&["vrnic", "add", &name]);
+            said += &o.text;
+            o.ok()
+        };
+        wait_until(added, "the host cannot add a vRNIC then").map_err(|e| format!("{e}: {said}"))?;
         require(c.host_is_connected(), "the host's connection has ended")?;
         c.etcd.start_again(member)?;
     }

@@ -134,8 +134,19 @@ impl Client {
     }
 
     /// The next call goes to another member.
-    pub fn next_member(&self) {
+    fn next_member(&self) {
         self.at.fetch_add(1, Ordering::Relaxed);
+    }
+
+    fn forget_token(&self) {
+        *self.token.lock().unwrap_or_else(PoisonError::into_inner) = None;
+    }
+
+    /// A watch was ended: the next call goes to another member, with a new token. A member that has been started anew knows no token of
+    /// before, and says of a watch only that it is not permitted.
+    pub fn lost_watch(&self) {
+        self.next_member();
+        self.forget_token();
     }
 
     async fn token(&self) -> Result<Option<MetadataValue<Ascii>>, Status> {
@@ -167,7 +178,7 @@ impl Client {
         if let Err(e) = &done {
             match e.code() {
                 // Tokens of etcd do not last.
-                Code::Unauthenticated => *self.token.lock().unwrap_or_else(PoisonError::into_inner) = None,
+                Code::Unauthenticated => self.forget_token(),
                 _ if is_unclear(e) => self.next_member(),
                 _ => {}
             }

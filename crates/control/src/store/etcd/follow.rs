@@ -82,9 +82,12 @@ impl EtcdStore {
         let away = |why: &str| Lost::Away(StoreError::Away { name: self.name.clone(), why: why.into() });
         let r = match follower.stream.message().await {
             Ok(Some(r)) => r,
-            Ok(None) => return Err(away("it has ended the connection")),
+            Ok(None) => {
+                self.client.lost_watch();
+                return Err(away("it has ended the connection"));
+            }
             Err(e) => {
-                self.client.next_member();
+                self.client.lost_watch();
                 return Err(away(&said(&e)));
             }
         };
@@ -92,7 +95,7 @@ impl EtcdStore {
             return Err(Lost::Forgotten);
         }
         if r.canceled {
-            self.client.next_member();
+            self.client.lost_watch();
             return Err(away(&r.cancel_reason));
         }
         if r.events.is_empty() && !r.created {
