@@ -50,8 +50,7 @@ pub(super) fn run(s: &mut Suite<'_>) {
                     return both_end_well(g.pair(serves, ours, guests)?);
                 }
                 let [ours, guests] = [ours, guests].map(|p| format!("timeout 30 {p}"));
-                let run = || both_end_well(g.pair(serves, &ours, &guests)?);
-                run().or_else(|_| run())
+                one_try_of_many(|| both_end_well(g.pair(serves, &ours, &guests)?))
             });
         }
     }

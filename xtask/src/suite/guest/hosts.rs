@@ -87,14 +87,13 @@ pub(super) fn run(s: &mut Suite<'_>, prepared: &Prepared<'_>) {
         let hosts = cell.get_or_init(|| Hosts::start(prepared)).as_ref().map_err(Clone::clone)?;
         hosts.explained(f)
     };
-    // UDP may lose packets on a machine that is busy otherwise.
-    let twice = |p: &str, run: &dyn Fn() -> Check| if is_unreliable(p) { run().or_else(|_| run()) } else { run() };
+    let tried = |p: &str, run: &dyn Fn() -> Check| if is_unreliable(p) { one_try_of_many(run) } else { run() };
     for p in PROGRAMS {
         s.check(&format!("guest serves a container of another host: {p}"), |_| {
-            explained(&|h| twice(p, &|| pair(End::Guest(&h.guest), h.container(), p)))
+            explained(&|h| tried(p, &|| pair(End::Guest(&h.guest), h.container(), p)))
         });
         s.check(&format!("guest calls a container of another host: {p}"), |_| {
-            explained(&|h| twice(p, &|| pair(h.container(), End::Guest(&h.guest), p)))
+            explained(&|h| tried(p, &|| pair(h.container(), End::Guest(&h.guest), p)))
         });
     }
     for programs in BY_ADDRESS {
@@ -107,7 +106,7 @@ pub(super) fn run(s: &mut Suite<'_>, prepared: &Prepared<'_>) {
     }
     for p in PROGRAMS {
         s.check(&format!("guest calls the kernel's rxe: {p}"), |_| {
-            explained(&|h| twice(p, &|| pair(End::Rxe(&h.rxe, RXE_TCP), End::Guest(&h.guest), p)))
+            explained(&|h| tried(p, &|| pair(End::Rxe(&h.rxe, RXE_TCP), End::Guest(&h.guest), p)))
         });
     }
     for programs in BY_ADDRESS {
