@@ -315,6 +315,12 @@ impl Context {
         self.forks != forks()
     }
 
+    /// See [`Bell::expect_ring`].
+    #[inline]
+    pub(crate) fn expect_ring(&self, slot: u32) {
+        self.bell.expect_ring(slot);
+    }
+
     /// Rings for a QP; kicks the device if it sleeps.
     #[inline]
     pub(crate) fn ring(&self, slot: u32) {

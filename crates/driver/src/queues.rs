@@ -406,11 +406,13 @@ impl Qp {
 
     /// Begins a batch of sends. The WQEs are published when it is dropped, and the bell rings once.
     pub fn send_batch(&self) -> SendBatch<'_> {
+        self.ctx.expect_ring(self.slot);
         SendBatch { qp: self, sq: self.sq.lock(), whole: false }
     }
 
     /// As [`Qp::send_batch`], of requests of which none is published before the batch is dropped.
     pub fn whole_send_batch(&self) -> SendBatch<'_> {
+        self.ctx.expect_ring(self.slot);
         SendBatch { qp: self, sq: self.sq.lock(), whole: true }
     }
 

@@ -11,6 +11,7 @@ use std::collections::HashMap;
 use std::io;
 use std::mem::MaybeUninit;
 use std::net::IpAddr;
+use std::ops::Deref;
 use std::os::fd::{BorrowedFd, OwnedFd};
 use std::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering};
 use std::sync::{Arc, Condvar, Mutex, OnceLock, RwLock, RwLockReadGuard};
@@ -89,12 +90,8 @@ pub struct Engine {
     /// Poller 0 is in, or about to enter, epoll_wait.
     sleeping: AtomicBool,
     stopping: AtomicBool,
-    changes: AtomicU64,
-    runnable: AtomicBool,
-    due_ns: AtomicU64,
-    /// Which poller did much in its last round, and until when the others leave it the RNIC.
-    busy_poller: AtomicUsize,
-    busy_until_ns: AtomicU64,
+    signs: Apart<Signs>,
+    busy: Apart<Busy>,
     /// Counts the times the other pollers were woken; they sleep until it moves.
     wakes: Mutex<u64>,
     woken: Condvar,
@@ -103,7 +100,7 @@ pub struct Engine {
     /// The way to other hosts.
     net: Option<Mutex<Net>>,
     /// Jobs wait for a poller.
-    jobs_wait: AtomicBool,
+    jobs_wait: Apart<AtomicBool>,
     /// Does errands of commands, once somebody is to be told of them.
     clerk: OnceLock<Arc<Clerk>>,
     /// Sessions that the control thread has to look at, since their delayed command can be answered or, in the RFC mode, completions
@@ -125,6 +122,33 @@ pub struct Engine {
     /// Since when work was left over; 0 while none is.
     backlog_since_ns: AtomicU64,
     seats: Seats,
+}
+
+/// What one poller changes often while others look at it has cache lines for itself; processors fetch them in pairs.
+#[derive(Default)]
+#[repr(align(128))]
+struct Apart<T>(T);
+
+impl<T> Deref for Apart<T> {
+    type Target = T;
+    fn deref(&self) -> &T {
+        &self.0
+    }
+}
+
+/// What the RNIC waits for, so that pollers can look without taking it.
+struct Signs {
+    /// [`unirdma_rnic::Core::active_changes`].
+    changes: AtomicU64,
+    runnable: AtomicBool,
+    due_ns: AtomicU64,
+}
+
+/// Which poller did much in its last round, and until when the others leave it the RNIC.
+#[derive(Default)]
+struct Busy {
+    poller: AtomicUsize,
+    until_ns: AtomicU64,
 }
 
 /// Rounds between two looks at the kicks of sleeping sessions: while nothing is found and each round
@@ -198,16 +222,17 @@ impl Engine {
             wake,
             sleeping: AtomicBool::new(false),
             stopping: AtomicBool::new(false),
-            changes: AtomicU64::new(u64::MAX),
-            runnable: AtomicBool::new(false),
-            due_ns: AtomicU64::new(u64::MAX),
-            busy_poller: AtomicUsize::new(0),
-            busy_until_ns: AtomicU64::new(0),
+            signs: Apart(Signs {
+                changes: AtomicU64::new(u64::MAX),
+                runnable: AtomicBool::new(false),
+                due_ns: AtomicU64::new(u64::MAX),
+            }),
+            busy: Apart::default(),
             wakes: Mutex::new(0),
             woken: Condvar::new(),
             asleep: AtomicUsize::new(0),
             net: port.map(|port| Mutex::new(Net { port, out: Tx::default(), asked_ns: 0 })),
-            jobs_wait: AtomicBool::new(false),
+            jobs_wait: Apart::default(),
             clerk: OnceLock::new(),
             released: Mutex::default(),
             on_release: OnceLock::new(),
@@ -421,23 +446,27 @@ impl Engine {
         }
     }
 
-    /// Notes what the RNIC waits for, so that pollers can look without taking it.
+    /// Notes what the RNIC waits for.
     fn publish(&self, r: &Rnic) {
-        self.changes.store(r.active_changes(), Ordering::Release);
-        self.runnable.store(r.has_runnable(), Ordering::Release);
-        self.jobs_wait.store(r.has_jobs(), Ordering::Release);
-        self.due_ns.store(r.next_timeout().unwrap_or(u64::MAX), Ordering::Release);
+        self.signs.changes.store(r.active_changes(), Ordering::Release);
+        self.signs.runnable.store(r.has_runnable(), Ordering::Release);
+        self.signs.due_ns.store(r.next_timeout().unwrap_or(u64::MAX), Ordering::Release);
+        // Whoever publishes has the RNIC, so nobody else does. A store would take the cache line from those who look.
+        let jobs_wait = r.has_jobs();
+        if self.jobs_wait.load(Ordering::Relaxed) != jobs_wait {
+            self.jobs_wait.store(jobs_wait, Ordering::Release);
+        }
     }
 
     /// True if the RNIC must be taken, whatever the port has: a doorbell rang, time is due, or `watch` is out of date.
     #[inline]
     fn needs_round(&self, watch: &mut Watch) -> bool {
         watch.looks = watch.looks.wrapping_add(1);
-        watch.changes != self.changes.load(Ordering::Acquire)
+        watch.changes != self.signs.changes.load(Ordering::Acquire)
             || watch.bells.look()
-            || self.runnable.load(Ordering::Acquire)
+            || self.signs.runnable.load(Ordering::Acquire)
             || watch.looks % LOOKS_BETWEEN_ROUNDS == 0
-            || self.due_ns.load(Ordering::Acquire) <= self.now()
+            || self.signs.due_ns.load(Ordering::Acquire) <= self.now()
     }
 
     fn port_is_polled(&self) -> bool {
@@ -478,9 +507,13 @@ impl Engine {
     }
 
     /// A poller that did much, and will do more, keeps the RNIC for a moment: its caches are warm, and the other core
-    /// is for somebody else.
-    fn left_to_other(&self, me: usize) -> bool {
-        self.busy_poller.load(Ordering::Relaxed) != me && self.now() < self.busy_until_ns.load(Ordering::Relaxed)
+    /// is for somebody else. Others look again after that moment.
+    fn left_to_other(&self, watch: &mut Watch) -> bool {
+        let now = self.now();
+        if now >= watch.left_until_ns && self.busy.poller.load(Ordering::Relaxed) != watch.seat {
+            watch.left_until_ns = self.busy.until_ns.load(Ordering::Relaxed);
+        }
+        now < watch.left_until_ns
     }
 
     /// One look at the RNIC by a poller, and one job if there is any; `None` if nothing calls for it or another poller has it.
@@ -489,7 +522,7 @@ impl Engine {
         let comes_back = done.is_some();
         let jobs_wait = self.jobs_wait.load(Ordering::Relaxed);
         let obliged = comes_back || jobs_wait;
-        if !obliged && self.left_to_other(watch.seat) {
+        if !obliged && self.left_to_other(watch) {
             return None;
         }
         let calls = obliged || self.needs_round(watch);
@@ -521,7 +554,7 @@ impl Engine {
                 break;
             }
             // Nobody else takes it in between, unless for a job.
-            self.keep(watch.seat, r.since_ns() + KEEP_NS);
+            self.keep(watch, r.since_ns() + KEEP_NS);
             drop(r);
             r = self.reacquire();
             let since = r.since_ns();
@@ -535,8 +568,7 @@ impl Engine {
         if self.grows() {
             r.set_helped(self.wanted() > 1);
         }
-        let out = &mut watch.out;
-        r.drain_outputs(out);
+        r.drain_outputs(&mut watch.out);
         let sends = net.as_mut().is_some_and(|n| {
             if n.out.packets().is_empty() {
                 r.tx().exchange(&mut n.out);
@@ -556,17 +588,17 @@ impl Engine {
             watch.changes = r.active_changes();
             watch.bells = r.active_bells();
         }
-        let delivering = self.begin_delivery(out);
+        let delivering = self.begin_delivery(&watch.out);
         let end = r.release();
         if end - now >= LONG_ROUND_NS || watch.job.is_some() {
-            self.keep(watch.seat, end);
+            self.keep(watch, end);
         }
         // Poller 0 may sleep until a time that is not right any more.
         if comes_back && self.sleeping.load(Ordering::SeqCst) {
             self.kick();
         }
         self.note_backlog(left_over, end);
-        self.deliver(out);
+        self.deliver(&mut watch.out);
         drop(delivering);
         if let Some(net) = &mut net {
             self.send(net, now);
@@ -623,10 +655,11 @@ impl Engine {
         }
     }
 
-    /// The poller in `seat` keeps the RNIC for a moment after time `since`.
-    fn keep(&self, seat: usize, since: u64) {
-        self.busy_poller.store(seat, Ordering::Relaxed);
-        self.busy_until_ns.store(since + KEEP_NS, Ordering::Relaxed);
+    /// A poller keeps the RNIC for a moment after time `since`.
+    fn keep(&self, watch: &mut Watch, since: u64) {
+        watch.left_until_ns = 0;
+        self.busy.poller.store(watch.seat, Ordering::Relaxed);
+        self.busy.until_ns.store(since + KEEP_NS, Ordering::Relaxed);
     }
 
     /// Takes the RNIC again, after others could.
@@ -856,6 +889,7 @@ impl Watch {
             paused_ns: 0,
             share_ns: SHARE_NS,
             pauses: 0,
+            left_until_ns: 0,
             out: Vec::new(),
             job: None,
             scratch: vec![0; SCRATCH_BYTES].into_boxed_slice(),
@@ -878,6 +912,8 @@ struct Watch {
     share_ns: u64,
     /// How often it has left the RNIC to a thread that wants it, since it had the RNIC last.
     pauses: u32,
+    /// Until when it leaves the RNIC to another poller.
+    left_until_ns: u64,
     out: Vec<Output>,
     /// The job that it has done, which the RNIC has not heard of yet.
     job: Option<Box<Job>>,
@@ -963,7 +999,7 @@ mod tests {
         let count = |calls: bool, asked_ns: u64, watch: &mut Watch| {
             let before = (asked.load(Ordering::Relaxed) as u64, engine.rnic.held().times);
             for _ in 0..ROUNDS {
-                engine.runnable.store(calls, Ordering::Relaxed);
+                engine.signs.runnable.store(calls, Ordering::Relaxed);
                 engine.poll_port(engine.now() + 1_000_000_000);
                 lock(engine.net.as_ref().unwrap()).asked_ns = asked_ns;
                 engine.round(watch);

@@ -419,6 +419,12 @@ impl Bell {
         (page.len() >= size_of::<abi::DoorbellPage>() && page.addr() % 64 == 0).then(|| Bell(page, Arc::default()))
     }
 
+    /// Driver: will ring for `slot` in a moment. The cache line of its bit comes from the device's core meanwhile.
+    #[inline]
+    pub fn expect_ring(&self, slot: u32) {
+        self.0.prefetch_to_write(abi::DB_BITS + slot as usize / 64 * 8);
+    }
+
     /// Driver: rings for `slot`; true if the wake virtqueue must be kicked.
     ///
     /// # Panics
@@ -447,8 +453,8 @@ impl Bell {
     pub fn has_rung(&self) -> bool {
         let words = W(&self.0, abi::DB_SUMMARY).peek();
         if words != 0 {
-            // The next thing that is read of this page, by whoever takes the bell.
-            self.0.prefetch(abi::DB_BITS + words.trailing_zeros() as usize * 8);
+            // The next thing that is taken of this page.
+            self.0.prefetch_to_write(abi::DB_BITS + words.trailing_zeros() as usize * 8);
         }
         words != 0
     }

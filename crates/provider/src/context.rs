@@ -32,6 +32,12 @@ impl Shared {
         self.dead.load(Ordering::Relaxed)
     }
 
+    /// See [`Bell::expect_ring`].
+    #[inline]
+    pub fn expect_ring(&self, slot: u32) {
+        self.bell.expect_ring(slot);
+    }
+
     /// Rings for a QP. `cq` is one of its CQs, by which the kernel wakes the device if that sleeps.
     ///
     /// # Safety

@@ -50,6 +50,7 @@ impl QpObj {
     }
 
     fn begin_sends(&self) -> Sends<'_> {
+        self.ctx.expect_ring(self.slot);
         Sends { qp: self, sq: self.sq.lock() }
     }
 

@@ -7,7 +7,7 @@ use crate::core::{Core, OP_NS, enqueue};
 use crate::job::Waiter;
 use crate::objects::{Door, Pause, Qp, SessionId, VnicId, Wait};
 use crate::sched::Due;
-use crate::slab::Handle;
+use crate::slab::{Handle, Slab};
 
 /// Most time that a vRNIC's turn takes as far as it can be foretold, nanoseconds.
 const TURN_NS: u64 = 6_000;
@@ -79,7 +79,8 @@ impl Core {
     /// Looks at some doorbells of each vRNIC that has polled sessions; true if there are any that have rung.
     fn look_at_bells(&mut self) -> bool {
         let mut found = false;
-        let (doors, sched, now) = (&mut self.objects.doors, &mut self.sched, self.now);
+        let (doors, qps) = (&mut self.objects.doors, &self.objects.qps);
+        let (sched, now) = (&mut self.sched, self.now);
         // While nobody has work, looking takes time from nobody.
         let charged = sched.has_ready();
         self.polled.look(|vnic, looked| {
@@ -92,6 +93,9 @@ impl Core {
                     d.last_rung_ns = now;
                     sched.ring(vnic, h);
                     found = true;
+                    if let Some(&Some(qp)) = d.slots.get(d.last_slot as usize) {
+                        expect(qps, qp);
+                    }
                 }
             }
             if charged {
@@ -140,12 +144,13 @@ impl Core {
     /// Takes what a doorbell page says.
     fn take_bell(&mut self, h: Handle<Door>) {
         let Some(d) = self.objects.doors.get_mut(h) else { return };
-        let (slots, qps, sched) = (&d.slots, &mut self.objects.qps, &mut self.sched);
+        let (slots, last, qps, sched) = (&d.slots, &mut d.last_slot, &mut self.objects.qps, &mut self.sched);
         d.bell.take(slots.len() as u32, |slot| {
             // If a driver sets the bit of a slot that has no QP, nothing happens.
             if let Some(&Some(qp)) = slots.get(slot as usize) {
-                if let Some(q) = qps.get(qp) {
-                    q.rings.expect_sq(q.sq_cons);
+                if slot != *last {
+                    expect(qps, qp);
+                    *last = slot;
                 }
                 enqueue(qps, sched, qp);
             }
@@ -231,5 +236,12 @@ impl Core {
             }
             self.make_runnable(h);
         }
+    }
+}
+
+/// A QP's send queue is looked at in a moment.
+fn expect(qps: &Slab<Qp>, qp: Handle<Qp>) {
+    if let Some(q) = qps.get(qp) {
+        q.rings.expect_sq(q.sq_cons);
     }
 }

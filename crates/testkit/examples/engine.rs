@@ -3,7 +3,8 @@
 //! `cargo xtask bench engine` runs it.
 //!
 //! Prints for each number of pollers and each size: pollers, bytes of a WRITE, WRITEs a second, and how long the lock of the RNIC was held
-//! (`row`, the median, the 999th of 1000 and the longest time, nanoseconds). Then, with one poller, WRITEs a second of no bytes, of 8 bytes, and
+//! (`row`, the median, the 999th of 1000 and the longest time, nanoseconds). Then for as many threads as pollers how long steps take that
+//! do nothing for some microseconds (`nothing`): what is longer was taken by the machine. Then, with one poller, WRITEs a second of no bytes, of 8 bytes, and
 //! of 8 bytes with a completion (`stages`). Then, with one poller that has a core for itself, how long it takes from the post of a WRITE of 8
 //! bytes until its slot in the send queue is free again, beside the time that a word takes from one core to the other: `latency`, the
 //! median and the 99th percentile, and the hop, nanoseconds.
@@ -27,11 +28,13 @@ const LARGEST: u64 = 1 << 20;
 /// Slots of a send queue, and bytes that are posted at most: both are enough for the pollers while the other thread sleeps.
 const ENTRIES: u32 = 16_384;
 const POSTED_BYTES: u32 = 256 << 20;
-const REFILL: Duration = Duration::from_micros(200);
+const REFILL: Duration = Duration::from_millis(1);
 /// Entries of a CQ: more completions than there are between two refills.
 const CQ_ENTRIES: u32 = 4 * ENTRIES;
 /// WRITEs that are measured one at a time.
 const SINGLE: u32 = 200_000;
+/// A step that does nothing, about as long as the lock of the RNIC is held.
+const STEP: Duration = Duration::from_micros(7);
 const WARM_UP: Duration = Duration::from_millis(200);
 const MEASURED: Duration = Duration::from_secs(1);
 /// `IBV_MTU_4096`.
@@ -130,6 +133,26 @@ fn latencies(w: &Writer) -> Vec<u64> {
     times
 }
 
+/// How long steps take that look at the clock for [`STEP`], with so many threads on a core each: the median, the 999th of 1000 and the
+/// longest, nanoseconds.
+fn nothing(threads: usize) -> [u64; 3] {
+    let steps = || {
+        let (begun, mut times) = (Instant::now(), Vec::new());
+        while begun.elapsed() < MEASURED {
+            let step = Instant::now();
+            while step.elapsed() < STEP {}
+            times.push(step.elapsed().as_nanos() as u64);
+        }
+        times
+    };
+    let mut times = std::thread::scope(|scope| {
+        let all: Vec<_> = (0..threads).map(|_| scope.spawn(steps)).collect();
+        all.into_iter().flat_map(|t| t.join().expect("a thread")).collect::<Vec<u64>>()
+    });
+    times.sort_unstable();
+    [times[times.len() / 2], times[times.len() * 999 / 1000], times[times.len() - 1]]
+}
+
 /// How long a word takes from one core to another that waits for it, nanoseconds: the median of many rounds.
 fn hop() -> u64 {
     let words = Arc::new([AtomicU32::new(0), AtomicU32::new(0)]);
@@ -177,6 +200,10 @@ fn main() {
             let h = held(&host);
             println!("row {pollers} {len} {rate:.1} {} {} {}", h.p50_ns, h.p999_ns, h.worst_ns);
         }
+    }
+    for pollers in POLLERS {
+        let [p50, p999, worst] = nothing(pollers);
+        println!("nothing {pollers} {p50} {p999} {worst}");
     }
     let (host, writers) = start(1);
     let [none, copied, completed] = [(0, 0), (8, 0), (8, send_flags::SIGNALED)].map(|(n, f)| rate(&writers, n, f));

@@ -1,18 +1,19 @@
 //! A session without a driver, whose user writes WQEs, indices and doorbell bits itself.
 
 use std::path::Path;
-use std::sync::atomic::Ordering::SeqCst;
+use std::sync::atomic::Ordering::{Release, SeqCst};
 
 use unirdma_abi as abi;
 use unirdma_formats::{QpType, WrOpcode, attr_mask as m};
 use unirdma_link::RegionDesc;
-use unirdma_mem::{MemFd, Span};
+use unirdma_mem::{Bell, MemFd, Span};
 use zerocopy::{FromBytes, IntoBytes};
 
 use crate::Hostile;
 
 /// Offset of the doorbell page in the session's memory. Everything from the next page on is for [`Scripted::alloc`].
 const DOORBELL: u64 = 0x3_0000;
+const PAGE: u64 = 4096;
 /// Bus address of the first region that [`Scripted::add_memory`] adds.
 const MORE_MEMORY: u64 = 1 << 52;
 const ALL_ACCESS: u32 = 15;
@@ -29,6 +30,7 @@ pub struct Scripted {
     pub cqn: u32,
     /// The control block of a CQ with memory of its own.
     cq_ctrl: Option<Span>,
+    bell: Bell,
     free: u64,
     regions: u64,
 }
@@ -59,13 +61,16 @@ impl Scripted {
     /// # Panics
     /// If any of it fails.
     pub fn new(socket: &Path) -> Self {
+        let hostile = Hostile::new(socket);
+        let page = hostile.memory().sub(DOORBELL, PAGE).expect("a page of the memory");
         let mut s = Scripted {
-            hostile: Hostile::new(socket),
+            hostile,
             pdn: 0,
             gid: [0; 16],
             cqn: 0,
             cq_ctrl: None,
-            free: DOORBELL + 4096,
+            bell: Bell::new(page).expect("a doorbell page"),
+            free: DOORBELL + PAGE,
             regions: 0,
         };
         let page = s.hostile.bus(DOORBELL);
@@ -331,12 +336,9 @@ impl Scripted {
 
     /// Posts all WQEs below `index`, and rings the doorbell.
     pub fn post(&self, q: &Queue, index: u32) {
-        let memory = self.hostile.memory();
-        memory.store32(q.ctrl + abi::QP_SQ_PROD, index, SeqCst);
-        let (word, bit) = (q.db_slot / 64, q.db_slot % 64);
-        memory.or64(DOORBELL as usize + abi::DB_BITS + word as usize * 8, 1 << bit, SeqCst);
-        memory.or64(DOORBELL as usize + abi::DB_SUMMARY, 1 << word, SeqCst);
-        if memory.load32(DOORBELL as usize + abi::DB_NEED_KICK, SeqCst) != 0 {
+        self.bell.expect_ring(q.db_slot);
+        self.hostile.memory().store32(q.ctrl + abi::QP_SQ_PROD, index, Release);
+        if self.bell.ring(q.db_slot) {
             self.hostile.wake();
         }
     }

@@ -12,6 +12,7 @@ use crate::{Result, lab};
 struct Report {
     topology: String,
     rows: Vec<Row>,
+    nothing: Vec<Nothing>,
     stages: Stages,
     latency: Latency,
 }
@@ -79,6 +80,22 @@ fn row(line: &str) -> Option<Row> {
     Some(Row { pollers, bytes, millions_s, mib_s, ns, ratio: 1.0, held_p50_ns, held_p999_ns, held_worst_ns })
 }
 
+/// How long steps take that do nothing for 7 us, on so many cores at once: what the machine takes for itself.
+#[derive(Debug, PartialEq, Serialize)]
+struct Nothing {
+    threads: u32,
+    p50_ns: u64,
+    p999_ns: u64,
+    worst_ns: u64,
+}
+
+fn nothing(line: &str) -> Option<Nothing> {
+    let mut words = line.strip_prefix("nothing ")?.split_whitespace();
+    let threads = words.next()?.parse().ok()?;
+    let mut ns = || words.next()?.parse().ok();
+    Some(Nothing { threads, p50_ns: ns()?, p999_ns: ns()?, worst_ns: ns()? })
+}
+
 /// Notes how much faster each row is than that of one poller with the same size.
 fn compare(rows: &mut [Row]) {
     for i in 0..rows.len() {
@@ -101,7 +118,8 @@ pub(crate) fn engine(json: bool) -> Result<()> {
     let cores = std::thread::available_parallelism().map_or(1, usize::from);
     let topology =
         format!("{cores} cores; two pairs of vRNICs, one QP each that writes; send queues that are always full");
-    let report = Report { topology, rows, stages, latency };
+    let nothing = out.lines().filter_map(nothing).collect();
+    let report = Report { topology, rows, nothing, stages, latency };
     if json {
         return print_json(&report);
     }
@@ -124,6 +142,11 @@ pub(crate) fn engine(json: bool) -> Result<()> {
             us(r.held_p999_ns),
             us(r.held_worst_ns)
         );
+    }
+    println!("\nbeside it, steps of a thread that do nothing for 7 us: what is longer the machine took for itself");
+    for n in &report.nothing {
+        let times = [n.p50_ns, n.p999_ns, n.worst_ns].map(us);
+        println!("{:>8} {:>78.1} {:>7.1} {:>9.1}", n.threads, times[0], times[1], times[2]);
     }
     let s = &report.stages;
     println!("\none poller, a WRITE of 8 B with a completion, by stage:");
@@ -159,6 +182,8 @@ mod tests {
             latency("latency 800 1500 200"),
             Some(Latency { p50_ns: 800, p99_ns: 1500, hop_ns: 200, hops: 4.0 })
         );
+        assert_eq!(nothing("nothing 2 7 8 9"), Some(Nothing { threads: 2, p50_ns: 7, p999_ns: 8, worst_ns: 9 }));
+        assert!(nothing("nothing 2 7").is_none());
         assert!(latency("row 2 65536 1000000.0").is_none() && latency("latency 1 2").is_none());
     }
 }

@@ -24,6 +24,8 @@ pub(crate) struct Door {
     /// It has rung, and is in the agenda of its vRNIC.
     pub rung: bool,
     pub last_rung_ns: u64,
+    /// The bit that was taken last, which mostly is the next one too.
+    pub last_slot: u32,
 }
 
 impl Door {
@@ -38,6 +40,7 @@ impl Door {
             parked: true,
             rung: false,
             last_rung_ns: 0,
+            last_slot: 0,
         }
     }
 
