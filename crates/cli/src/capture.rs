@@ -6,8 +6,10 @@ use std::os::fd::AsFd;
 use std::path::{Path, PathBuf};
 
 use clap::Args;
-use rustix::event::{PollFd, PollFlags, poll};
+use rustix::event::{PollFd, PollFlags, Timespec, poll};
+use rustix::io::Errno;
 use rustix::net::{AddressFamily, RecvFlags, SocketFlags, SocketType, recv, socketpair, sockopt};
+use rustix::process::setpriority_process;
 use unirdma_formats::net::{ETH_BYTES, Flow, VXLAN_BYTES, VXLAN_PORT};
 use unirdma_formats::pcap::{self, RECORD_BYTES};
 use unirdma_formats::wire::{ICRC_BYTES, Op, Packet};
@@ -40,6 +42,10 @@ pub(crate) struct CaptureArgs {
 const MAX_MESSAGE: usize = RECORD_BYTES + 65_535;
 /// Wanted socket buffer, bytes.
 const BUFFER: usize = 8 << 20;
+/// Time between two batches of packets.
+const REST: Timespec = Timespec { tv_sec: 0, tv_nsec: 1_000_000 };
+/// How much it gives way to what it watches.
+const NICE: i32 = 10;
 
 enum Output {
     Lines(io::Stdout),
@@ -111,9 +117,10 @@ pub(crate) fn run(dir: &Path, args: &CaptureArgs) -> io::Result<()> {
     let stop = crate::hosting::termination()?;
     client.ask(&Request::Capture { vrnic: args.vrnic.clone(), snap: args.snap }, Some(theirs.as_fd()))?;
     drop(theirs);
+    let _ = setpriority_process(None, NICE);
     let mut buffer = vec![0; MAX_MESSAGE];
     let mut packets = 0;
-    let written = (|| {
+    let written = (|| -> io::Result<()> {
         while args.count.is_none_or(|c| packets < c) {
             let mut ready = [PollFd::new(&ours, PollFlags::IN), PollFd::new(&stop, PollFlags::IN)];
             if poll(&mut ready, None).is_err() {
@@ -123,17 +130,22 @@ pub(crate) fn run(dir: &Path, args: &CaptureArgs) -> io::Result<()> {
             if stopped {
                 break;
             }
-            if data {
-                match recv(&ours, &mut buffer[..], RecvFlags::empty())? {
-                    (0, _) => {
+            while data && args.count.is_none_or(|c| packets < c) {
+                match recv(&ours, &mut buffer[..], RecvFlags::DONTWAIT) {
+                    Ok((0, _)) => {
                         return Err(io::Error::new(io::ErrorKind::ConnectionAborted, "the virtual layer has stopped"));
                     }
-                    (n, _) => out.put(&buffer[..n])?,
+                    Ok((n, _)) => out.put(&buffer[..n])?,
+                    Err(Errno::AGAIN | Errno::INTR) => break,
+                    Err(e) => return Err(e.into()),
                 }
                 packets += 1;
             }
+            out.flush()?;
+            // Packets come in batches. Whoever waits for each one takes a core from others as often.
+            let _ = poll(&mut [PollFd::new(&stop, PollFlags::IN)], Some(&REST));
         }
-        out.flush()
+        Ok(())
     })();
     // A reader that has seen enough ends a capture as Ctrl-C does.
     if !matches!(&written, Err(e) if e.kind() == io::ErrorKind::BrokenPipe) {

@@ -20,7 +20,7 @@ const REST: u32 = 2;
 /// Looks at the RNIC that somebody else has, before the thread waits for it.
 const MOST_LOOKS: u32 = 8;
 /// How much the thread gives way to others: programs and pollers on its core have most of the time.
-const NICE: i32 = 5;
+const NICE: i32 = 10;
 
 /// Where captured packets go.
 pub(crate) struct Sink {

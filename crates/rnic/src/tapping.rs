@@ -16,9 +16,9 @@ use crate::tx::ethernet;
 use crate::wire::request_packet;
 
 /// Most packets of a message that one step captures.
-const MAX_PACKETS: u64 = 16;
+const MAX_PACKETS: u64 = 4;
 /// What a packet takes that is captured, beside its bytes, roughly, nanoseconds.
-const PACKET_NS: u64 = 150;
+const PACKET_NS: u64 = 200;
 /// Most bytes of a message that one step captures.
 const MAX_STEP_BYTES: u64 = 16 << 10;
 
