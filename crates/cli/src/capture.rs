@@ -120,8 +120,9 @@ pub(crate) fn run(dir: &Path, args: &CaptureArgs) -> io::Result<()> {
     let _ = setpriority_process(None, NICE);
     let mut buffer = vec![0; MAX_MESSAGE];
     let mut packets = 0;
+    let wants_more = |packets| args.count.is_none_or(|most| packets < most);
     let written = (|| -> io::Result<()> {
-        while args.count.is_none_or(|c| packets < c) {
+        while wants_more(packets) {
             let mut ready = [PollFd::new(&ours, PollFlags::IN), PollFd::new(&stop, PollFlags::IN)];
             if poll(&mut ready, None).is_err() {
                 continue;
@@ -130,7 +131,7 @@ pub(crate) fn run(dir: &Path, args: &CaptureArgs) -> io::Result<()> {
             if stopped {
                 break;
             }
-            while data && args.count.is_none_or(|c| packets < c) {
+            while data && wants_more(packets) {
                 match recv(&ours, &mut buffer[..], RecvFlags::DONTWAIT) {
                     Ok((0, _)) => {
                         return Err(io::Error::new(io::ErrorKind::ConnectionAborted, "the virtual layer has stopped"));

@@ -406,14 +406,18 @@ impl Qp {
 
     /// Begins a batch of sends. The WQEs are published when it is dropped, and the bell rings once.
     pub fn send_batch(&self) -> SendBatch<'_> {
-        self.ctx.expect_ring(self.slot);
-        SendBatch { qp: self, sq: self.sq.lock(), whole: false }
+        self.begin_sends(false)
     }
 
     /// As [`Qp::send_batch`], of requests of which none is published before the batch is dropped.
     pub fn whole_send_batch(&self) -> SendBatch<'_> {
+        self.begin_sends(true)
+    }
+
+    #[inline]
+    fn begin_sends(&self, whole: bool) -> SendBatch<'_> {
         self.ctx.expect_ring(self.slot);
-        SendBatch { qp: self, sq: self.sq.lock(), whole: true }
+        SendBatch { qp: self, sq: self.sq.lock(), whole }
     }
 
     /// Begins a batch of receives.

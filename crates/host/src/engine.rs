@@ -124,7 +124,8 @@ pub struct Engine {
     seats: Seats,
 }
 
-/// What one poller changes often while others look at it has cache lines for itself; processors fetch them in pairs.
+/// Something that one poller changes often while others look at it, in cache lines that nothing else shares. Two of them, since processors
+/// fetch lines in pairs.
 #[derive(Default)]
 #[repr(align(128))]
 struct Apart<T>(T);
@@ -451,7 +452,8 @@ impl Engine {
         self.signs.changes.store(r.active_changes(), Ordering::Release);
         self.signs.runnable.store(r.has_runnable(), Ordering::Release);
         self.signs.due_ns.store(r.next_timeout().unwrap_or(u64::MAX), Ordering::Release);
-        // Whoever publishes has the RNIC, so nobody else does. A store would take the cache line from those who look.
+        // The pollers that look at this have its cache line until it is stored to, so it is stored only when it changes. Nobody stores
+        // in between, since only who has the RNIC does.
         let jobs_wait = r.has_jobs();
         if self.jobs_wait.load(Ordering::Relaxed) != jobs_wait {
             self.jobs_wait.store(jobs_wait, Ordering::Release);
@@ -507,7 +509,7 @@ impl Engine {
     }
 
     /// A poller that did much, and will do more, keeps the RNIC for a moment: its caches are warm, and the other core
-    /// is for somebody else. Others look again after that moment.
+    /// is for somebody else. Until then the others do not look again.
     fn left_to_other(&self, watch: &mut Watch) -> bool {
         let now = self.now();
         if now >= watch.left_until_ns && self.busy.poller.load(Ordering::Relaxed) != watch.seat {

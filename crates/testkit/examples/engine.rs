@@ -3,9 +3,9 @@
 //! `cargo xtask bench engine` runs it.
 //!
 //! Prints for each number of pollers and each size: pollers, bytes of a WRITE, WRITEs a second, and how long the lock of the RNIC was held
-//! (`row`, the median, the 999th of 1000 and the longest time, nanoseconds). Then for as many threads as pollers how long steps take that
-//! do nothing for some microseconds (`nothing`): what is longer was taken by the machine. Then, with one poller, WRITEs a second of no bytes, of 8 bytes, and
-//! of 8 bytes with a completion (`stages`). Then, with one poller that has a core for itself, how long it takes from the post of a WRITE of 8
+//! (`row`, the median, the 999th of 1000 and the longest time, nanoseconds). Then, for as many threads as there were pollers, how long
+//! steps take that do nothing for some microseconds (`nothing`, the same three times): what is longer the machine took for itself. Then,
+//! with one poller, WRITEs a second of no bytes, of 8 bytes, and of 8 bytes with a completion (`stages`). Then, with one poller that has a core for itself, how long it takes from the post of a WRITE of 8
 //! bytes until its slot in the send queue is free again, beside the time that a word takes from one core to the other: `latency`, the
 //! median and the 99th percentile, and the hop, nanoseconds.
 
@@ -133,7 +133,7 @@ fn latencies(w: &Writer) -> Vec<u64> {
     times
 }
 
-/// How long steps take that look at the clock for [`STEP`], with so many threads on a core each: the median, the 999th of 1000 and the
+/// How long steps take that look at the clock for [`STEP`], with so many threads at once: the median, the 999th of 1000 and the
 /// longest, nanoseconds.
 fn nothing(threads: usize) -> [u64; 3] {
     let steps = || {
