@@ -261,6 +261,12 @@ pub fn atomic_u64(at: Loc<'_>, f: impl Fn(u64) -> u64) -> Result<u64, Fault> {
     }
 }
 
+/// Eight bytes at any address. The compiler moves it by one load and one store where the processor can; it moves the elements of an
+/// array one by one, if the access is volatile.
+#[derive(Clone, Copy)]
+#[repr(C, packed)]
+struct Word(u64);
+
 /// Copies `len` bytes so that the last [`TAIL`] of them become visible after the rest, in address
 /// order. The ranges may overlap, as those of two MRs of one application may.
 ///
@@ -276,11 +282,16 @@ pub(crate) unsafe fn copy_raw(dst: *mut u8, src: *const u8, len: usize) {
         fence(Ordering::Release);
     }
     let mut i = body;
+    // SAFETY: by the contract, the addresses up to `len` lie in the ranges.
+    let aligned = unsafe { (dst.add(i) as usize | src.add(i) as usize) % 8 == 0 };
     while len - i >= 8 {
-        // SAFETY: i + 8 <= len, so both stay in range; the pointers may be unaligned.
+        // SAFETY: i + 8 <= len, so both stay in range, and `u64` is only used for addresses that are multiples of 8.
         unsafe {
-            let w = std::ptr::read_volatile(src.add(i).cast::<[u8; 8]>());
-            std::ptr::write_volatile(dst.add(i).cast::<[u8; 8]>(), w);
+            if aligned {
+                std::ptr::write_volatile(dst.add(i).cast::<u64>(), std::ptr::read_volatile(src.add(i).cast::<u64>()));
+            } else {
+                std::ptr::write_volatile(dst.add(i).cast::<Word>(), std::ptr::read_volatile(src.add(i).cast::<Word>()));
+            }
         }
         i += 8;
     }
