@@ -223,8 +223,13 @@ enum Bench {
         only: Vec<String>,
     },
     /// The RNIC alone: WRITEs between pairs of vRNICs from send queues that are always full, without programs
-    #[command(after_help = "Examples:\n  cargo xtask bench engine\n  cargo xtask bench engine --json > engine.json")]
+    #[command(
+        after_help = "Examples:\n  cargo xtask bench engine\n  cargo xtask bench engine --runs 5\n  cargo xtask bench engine --json > engine.json"
+    )]
     Engine {
+        /// How often to run it; medians count
+        #[arg(long, value_name = "N", default_value_t = 1, value_parser = clap::value_parser!(u32).range(1..))]
+        runs: u32,
         /// Print JSON instead of a table
         #[arg(long)]
         json: bool,
@@ -318,7 +323,7 @@ fn main() -> ExitCode {
         Command::Attack { json, only, runs, seconds, .. } => attack::run(json, only.as_deref(), runs, seconds),
         Command::Bench { what: Bench::Local { json, svg } } => bench::local(json, &svg),
         Command::Bench { what: Bench::Ab { rev, runs, only, json } } => bench::ab(&rev, runs, only.as_deref(), json),
-        Command::Bench { what: Bench::Engine { json } } => bench::engine(json),
+        Command::Bench { what: Bench::Engine { runs, json } } => bench::engine(runs as usize, json),
         Command::Bench { what: Bench::Isolation { json, only, runs } } => bench::isolation(json, only.as_deref(), runs),
         Command::Bench { what: Bench::Memory { json } } => bench::memory(json),
         Command::Bench { what: Bench::Workers { groups, busy, json } } => {

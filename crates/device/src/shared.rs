@@ -75,14 +75,14 @@ impl SharedRnic {
     }
 
     /// To be called by a thread that has given it back and will take it again: lets spinning threads take it first. They would
-    /// hardly ever find it free otherwise, since the lock is in the caches of the caller's core.
-    pub fn let_in(&self) {
-        for _ in 0..MOST_LOOKS {
-            if self.spinners.load(Ordering::SeqCst) == 0 {
-                return;
-            }
+    /// hardly ever find it free otherwise, since the lock is in the caches of the caller's core. True if there were any.
+    pub fn let_in(&self) -> bool {
+        let mut looks = 0;
+        while self.spinners.load(Ordering::SeqCst) != 0 && looks < MOST_LOOKS {
             std::hint::spin_loop();
+            looks += 1;
         }
+        looks > 0
     }
 
     fn try_take(&self) -> Option<MutexGuard<'_, Rnic>> {
@@ -104,8 +104,19 @@ impl SharedRnic {
         r
     }
 
-    fn guard<'a>(&'a self, mut rnic: MutexGuard<'a, Rnic>) -> RnicGuard<'a> {
-        let since_ns = now_ns();
+    /// As [`SharedRnic::spin_lock`], by a thread that gave it back at `now`: that is the time unless it had to wait.
+    pub fn take_again(&self, now: u64) -> RnicGuard<'_> {
+        match self.try_take() {
+            Some(r) => self.guard_since(r, now),
+            None => self.spin_lock(),
+        }
+    }
+
+    fn guard<'a>(&'a self, rnic: MutexGuard<'a, Rnic>) -> RnicGuard<'a> {
+        self.guard_since(rnic, now_ns())
+    }
+
+    fn guard_since<'a>(&'a self, mut rnic: MutexGuard<'a, Rnic>, since_ns: u64) -> RnicGuard<'a> {
         rnic.at(since_ns);
         RnicGuard { rnic, dropped: Dropped::default(), since_ns, noted_ns: None, held: &self.held }
     }

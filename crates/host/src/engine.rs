@@ -178,8 +178,8 @@ const LONG_ROUND_NS: u64 = 5_000;
 /// How long its poller then keeps the RNIC, nanoseconds.
 const KEEP_NS: u64 = 15_000;
 /// Most rounds of the RNIC that a command waits for, so that sends posted before it are executed before it. A round is worth
-/// some 50 datagrams. If many vRNICs have work, or the network takes no packets, the rest of the sends is lost.
-const CATCH_UP_ROUNDS: u32 = 64;
+/// some 25 datagrams. If many vRNICs have work, or the network takes no packets, the rest of the sends is lost.
+const CATCH_UP_ROUNDS: u32 = 128;
 /// A round that has work of the RNIC does not ask the port for packets if it was asked so short a time ago, nanoseconds: a reply leaves
 /// one system call earlier.
 const ASKED_NS: u64 = 3_000;
@@ -468,7 +468,14 @@ impl Engine {
             || watch.bells.look()
             || self.signs.runnable.load(Ordering::Acquire)
             || watch.looks % LOOKS_BETWEEN_ROUNDS == 0
-            || self.signs.due_ns.load(Ordering::Acquire) <= self.now()
+            || self.is_due()
+    }
+
+    /// True if a timer of the RNIC has fired. While none runs, that needs no look at the clock.
+    #[inline]
+    fn is_due(&self) -> bool {
+        let due_ns = self.signs.due_ns.load(Ordering::Acquire);
+        due_ns != u64::MAX && due_ns <= self.now()
     }
 
     fn port_is_polled(&self) -> bool {
@@ -511,6 +518,10 @@ impl Engine {
     /// A poller that did much, and will do more, keeps the RNIC for a moment: its caches are warm, and the other core
     /// is for somebody else. Until then the others do not look again.
     fn left_to_other(&self, watch: &mut Watch) -> bool {
+        // A look at the clock takes as long as all the other looks together.
+        if watch.left_until_ns == 0 && self.busy.poller.load(Ordering::Relaxed) == watch.seat {
+            return false;
+        }
         let now = self.now();
         if now >= watch.left_until_ns && self.busy.poller.load(Ordering::Relaxed) != watch.seat {
             watch.left_until_ns = self.busy.until_ns.load(Ordering::Relaxed);
@@ -557,8 +568,7 @@ impl Engine {
             }
             // Nobody else takes it in between, unless for a job.
             self.keep(watch, r.since_ns() + KEEP_NS);
-            drop(r);
-            r = self.reacquire();
+            r = self.reacquire(r.release());
             let since = r.since_ns();
             found |= r.poll_by(since, now_ns);
         }
@@ -664,16 +674,15 @@ impl Engine {
         self.busy.until_ns.store(since + KEEP_NS, Ordering::Relaxed);
     }
 
-    /// Takes the RNIC again, after others could.
-    fn reacquire(&self) -> RnicGuard<'_> {
-        self.rnic.let_in();
-        for _ in 0..MOST_PAUSES {
-            if !self.rnic.is_wanted() {
-                break;
-            }
+    /// Takes the RNIC again, which this poller gave back at time `end`, after others could.
+    fn reacquire(&self, end: u64) -> RnicGuard<'_> {
+        let waited = self.rnic.let_in();
+        let mut pauses = 0;
+        while self.rnic.is_wanted() && pauses < MOST_PAUSES {
             std::thread::yield_now();
+            pauses += 1;
         }
-        self.rnic.spin_lock()
+        if waited || pauses > 0 { self.rnic.spin_lock() } else { self.rnic.take_again(end) }
     }
 
     /// Does the job that a poller has. If it takes long, somebody else has the poller's seat afterwards.

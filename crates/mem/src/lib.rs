@@ -26,4 +26,4 @@ pub use pieces::Pieces;
 pub use proc::ProcMem;
 pub use ring::{Bell, CqRing, CqTail, QpRings, RingError};
 pub use span::Span;
-pub use transfer::{Fault, Loc, atomic_u64, fetch, transfer};
+pub use transfer::{Fault, Loc, atomic_u64, copy_mapped, fetch, transfer};

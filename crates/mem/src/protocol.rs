@@ -28,8 +28,8 @@ pub trait Word16 {
 pub trait Word64 {
     /// Load, relaxed.
     fn peek(&self) -> u64;
-    /// Or `v` in with release order.
-    fn or(&self, v: u64);
+    /// Or `v` in with release order; what was there before.
+    fn or(&self, v: u64) -> u64;
     /// Take all bits with acquire order.
     fn take(&self) -> u64;
 }
@@ -38,22 +38,45 @@ pub trait Word64 {
 pub trait Fence {
     /// Sequentially consistent fence.
     fn fence(&self);
+    /// The same right after [`Word64::or`] or [`Word64::take`]. On some processors such an instruction is a fence already.
+    fn fence_after_change(&self) {
+        self.fence();
+    }
 }
 
-/// Driver: announces work of bit `bit` of word `word`; true if the device must be kicked.
-/// The WQE and the producer index were stored before.
-pub fn ring(
-    f: &impl Fence,
-    bits: &impl Word64,
-    summary: &impl Word64,
-    need_kick: &impl Word32,
-    word: u32,
-    bit: u32,
-) -> bool {
-    bits.or(1 << bit);
-    summary.or(1 << word);
+/// The words of a doorbell page that a driver writes to ring for a QP, and the one that says whether the device sleeps.
+pub struct BellWords<'a, B, K> {
+    /// The word that has the QP's bit, and the bit's number.
+    pub bits: (&'a B, u32),
+    /// The summary, and the bit's number that the word has there.
+    pub summary: (&'a B, u32),
+    /// Not 0 while the device sleeps.
+    pub need_kick: &'a K,
+}
+
+/// Driver: announces work; true if the device must be kicked, and whether it had not taken what was announced before. The WQE and the
+/// producer index were stored before.
+pub fn ring<B: Word64, K: Word32>(f: &impl Fence, w: &BellWords<'_, B, K>) -> (bool, bool) {
+    w.bits.0.or(1 << w.bits.1);
+    let before = w.summary.0.or(1 << w.summary.1);
+    f.fence_after_change();
+    (w.need_kick.load() != 0, before >> w.summary.1 & 1 != 0)
+}
+
+/// Driver: as [`ring`], by a driver that expects that the device has not taken yet what was announced before. `None` if it has:
+/// [`ring`] must be called. Else nothing needs to be written, since the device looks at the queue after it has taken both bits.
+pub fn ring_again<B: Word64, K: Word32>(f: &impl Fence, w: &BellWords<'_, B, K>) -> Option<bool> {
     f.fence();
-    need_kick.load() != 0
+    let waits = w.bits.0.peek() >> w.bits.1 & w.summary.0.peek() >> w.summary.1 & 1 != 0;
+    waits.then(|| w.need_kick.load() != 0)
+}
+
+/// Device: takes all bits of the summary or of one of its words. What it looks at afterwards has all that was announced by a bit that
+/// it has taken, also by a driver that has found the bit set.
+pub fn take(f: &impl Fence, word: &impl Word64) -> u64 {
+    let taken = word.take();
+    f.fence_after_change();
+    taken
 }
 
 /// Device: goes to sleep; false if work came in meanwhile, and then it is awake.
@@ -173,37 +196,84 @@ mod loom_tests {
         fn peek(&self) -> u64 {
             self.load(Ordering::Relaxed)
         }
-        fn or(&self, v: u64) {
-            self.fetch_or(v, Ordering::Release);
+        fn or(&self, v: u64) -> u64 {
+            self.fetch_or(v, Ordering::Release)
         }
         fn take(&self) -> u64 {
             self.swap(0, Ordering::Acquire)
         }
     }
 
+    #[derive(Default)]
+    struct Page {
+        bits: AtomicU64,
+        summary: AtomicU64,
+        kick: AtomicU32,
+        prod: AtomicU32,
+    }
+
+    impl Page {
+        fn words(&self) -> BellWords<'_, AtomicU64, AtomicU32> {
+            BellWords { bits: (&self.bits, 5), summary: (&self.summary, 0), need_kick: &self.kick }
+        }
+
+        /// The device takes what has rung, and looks at the queue if it is that of bit 5; how much it finds there.
+        fn look(&self, alone: bool) -> Option<u32> {
+            let rung = take(&F, &self.summary) != 0 && (alone || take(&F, &self.bits) >> 5 & 1 != 0);
+            rung.then(|| self.prod.load(Ordering::Relaxed))
+        }
+    }
+
     #[test]
     fn loom_a_post_is_seen_or_the_sleeper_is_kicked() {
         loom::model(|| {
-            let bits = Arc::new(AtomicU64::new(0));
-            let summary = Arc::new(AtomicU64::new(0));
-            let kick = Arc::new(AtomicU32::new(0));
-            let prod = Arc::new(AtomicU32::new(0));
+            let page = Arc::new(Page::default());
             let t = {
-                let (bits, summary, kick, prod) = (bits.clone(), summary.clone(), kick.clone(), prod.clone());
+                let page = page.clone();
                 loom::thread::spawn(move || {
-                    prod.store(1, Ordering::Relaxed);
-                    ring(&F, &*bits, &*summary, &*kick, 0, 5)
+                    page.prod.store(1, Ordering::Relaxed);
+                    ring(&F, &page.words()).0
                 })
             };
-            let parked = park(&F, &*summary, &*kick);
+            let parked = park(&F, &page.summary, &page.kick);
             let kicked = t.join().unwrap();
             assert!(!parked || kicked, "asleep with work and no kick");
             if !parked {
-                assert_eq!(summary.take(), 1);
-                assert_eq!(bits.take(), 1 << 5);
-                assert_eq!(prod.load(Ordering::Relaxed), 1);
+                assert_eq!(page.look(false), Some(1));
             }
         });
+    }
+
+    /// Two posts, the second of which writes nothing if the device has not taken the first one.
+    fn two_posts(alone: bool) {
+        loom::model(move || {
+            let page = Arc::new(Page::default());
+            let t = {
+                let page = page.clone();
+                loom::thread::spawn(move || {
+                    page.prod.store(1, Ordering::Relaxed);
+                    ring(&F, &page.words());
+                    page.prod.store(2, Ordering::Relaxed);
+                    if ring_again(&F, &page.words()).is_none() {
+                        ring(&F, &page.words());
+                    }
+                })
+            };
+            let seen = page.look(alone).unwrap_or(0);
+            t.join().unwrap();
+            let last = page.look(alone).unwrap_or(seen);
+            assert_eq!(last, 2, "a post that nobody looks for");
+        });
+    }
+
+    #[test]
+    fn loom_a_post_behind_one_that_waits_is_seen() {
+        two_posts(false);
+    }
+
+    #[test]
+    fn loom_a_post_behind_one_that_waits_alone_in_its_word_is_seen() {
+        two_posts(true);
     }
 
     #[test]

@@ -17,14 +17,14 @@
 //! Pointers are resolved once, when a ring is set up. Each index read from the other side is checked
 //! here: a producer that runs ahead by more than the ring is a [`RingError`].
 
-use std::sync::atomic::{Ordering, fence};
+use std::sync::atomic::{AtomicBool, Ordering, fence};
 use std::sync::{Arc, Mutex, PoisonError};
 
 use unirdma_abi as abi;
 use zerocopy::IntoBytes;
 
 use crate::Span;
-use crate::protocol::{self, Fence, Word32, Word64};
+use crate::protocol::{self, BellWords, Fence, Word32, Word64};
 
 struct W<'a>(&'a Span, usize);
 
@@ -41,8 +41,8 @@ impl Word64 for W<'_> {
     fn peek(&self) -> u64 {
         self.0.load64(self.1, Ordering::Relaxed)
     }
-    fn or(&self, v: u64) {
-        self.0.or64(self.1, v, Ordering::Release);
+    fn or(&self, v: u64) -> u64 {
+        self.0.or64(self.1, v, Ordering::Release)
     }
     fn take(&self) -> u64 {
         self.0.swap64(self.1, 0, Ordering::Acquire)
@@ -53,6 +53,15 @@ struct Full;
 
 impl Fence for Full {
     fn fence(&self) {
+        fence(Ordering::SeqCst);
+    }
+    #[inline]
+    fn fence_after_change(&self) {
+        // On x86 an instruction that reads and writes memory at once is a full fence, so only the compiler has to be kept from moving
+        // anything.
+        #[cfg(target_arch = "x86_64")]
+        std::sync::atomic::compiler_fence(Ordering::SeqCst);
+        #[cfg(not(target_arch = "x86_64"))]
         fence(Ordering::SeqCst);
     }
 }
@@ -110,6 +119,7 @@ impl QpRings {
         (index & (self.layout.rq_entries - 1)) as usize * self.layout.rq_stride as usize
     }
 
+    #[inline]
     fn pending(&self, prod_off: usize, cons: u32, entries: u32) -> Result<u32, RingError> {
         let n = self.ctrl.load32(prod_off, Ordering::Acquire).wrapping_sub(cons);
         if n > entries { Err(RingError) } else { Ok(n) }
@@ -119,6 +129,7 @@ impl QpRings {
     ///
     /// # Errors
     /// The driver's index jumped.
+    #[inline]
     pub fn sq_pending(&self, cons: u32) -> Result<u32, RingError> {
         self.pending(abi::QP_SQ_PROD, cons, self.layout.sq_entries)
     }
@@ -127,6 +138,7 @@ impl QpRings {
     ///
     /// # Errors
     /// The driver's index jumped.
+    #[inline]
     pub fn rq_pending(&self, cons: u32) -> Result<u32, RingError> {
         self.pending(abi::QP_RQ_PROD, cons, self.layout.rq_entries)
     }
@@ -141,11 +153,13 @@ impl QpRings {
     }
 
     /// Device: copies the head of SQ WQE `index`, once.
+    #[inline]
     pub fn sq_head(&self, index: u32) -> abi::SqWqe {
         self.sq.read_obj(self.sq_at(index))
     }
 
     /// Device: copies what follows the head of SQ WQE `index`; false if it is longer than a slot.
+    #[inline]
     pub fn sq_data(&self, index: u32, dst: &mut [u8]) -> bool {
         let fits = abi::SQ_DATA + dst.len() <= self.layout.sq_stride as usize;
         if fits {
@@ -155,11 +169,13 @@ impl QpRings {
     }
 
     /// Device: copies the head of RQ WQE `index`, once.
+    #[inline]
     pub fn rq_head(&self, index: u32) -> abi::RqWqe {
         self.rq.read_obj(self.rq_at(index))
     }
 
     /// Device: copies the SGEs of RQ WQE `index`; false if they are longer than a slot.
+    #[inline]
     pub fn rq_data(&self, index: u32, dst: &mut [u8]) -> bool {
         let fits = abi::RQ_DATA + dst.len() <= self.layout.rq_stride as usize;
         if fits {
@@ -181,11 +197,13 @@ impl QpRings {
     }
 
     /// Device: gives SQ slots below `cons` back.
+    #[inline]
     pub fn set_sq_cons(&self, cons: u32) {
         self.ctrl.store32(abi::QP_SQ_CONS, cons, Ordering::Release);
     }
 
     /// Device: gives RQ slots below `cons` back.
+    #[inline]
     pub fn set_rq_cons(&self, cons: u32) {
         self.ctrl.store32(abi::QP_RQ_CONS, cons, Ordering::Release);
     }
@@ -288,6 +306,7 @@ impl CqRing {
     ///
     /// # Errors
     /// The ring is full, or the driver's index jumped: the CQ has overrun (R84b).
+    #[inline]
     pub fn push(&mut self, mut cqe: abi::Cqe) -> Result<(), RingError> {
         let used = self.prod.wrapping_sub(self.ctrl.load32(abi::CQ_CONS, Ordering::Acquire));
         if used > self.mask {
@@ -409,9 +428,19 @@ impl CqTail {
     }
 }
 
-/// The doorbell page, either side's view. Its clones share how many copies of the device are under way.
+/// The doorbell page, either side's view. Its clones share what the side knows beside it.
 #[derive(Clone, Debug)]
-pub struct Bell(Span, Arc<Mutex<u32>>);
+pub struct Bell(Span, Arc<Beside>);
+
+/// What is known of a doorbell page beside its bytes.
+#[derive(Debug, Default)]
+struct Beside {
+    /// Device: copies that are under way.
+    copies: Mutex<u32>,
+    /// Driver: the device was found not to have taken the last ring. Then the next one looks first: a look costs less than two changes of
+    /// cache lines that the device reads, and more if they are needed all the same.
+    behind: AtomicBool,
+}
 
 impl Bell {
     /// `None` if the window is no aligned doorbell page.
@@ -433,8 +462,18 @@ impl Bell {
     pub fn ring(&self, slot: u32) -> bool {
         let (word, bit) = (slot / 64, slot % 64);
         assert!((word as usize) < abi::DOORBELL_WORDS);
-        let bits = W(&self.0, abi::DB_BITS + word as usize * 8);
-        protocol::ring(&Full, &bits, &W(&self.0, abi::DB_SUMMARY), &W(&self.0, abi::DB_NEED_KICK), word, bit)
+        let (bits, summary) = (W(&self.0, abi::DB_BITS + word as usize * 8), W(&self.0, abi::DB_SUMMARY));
+        let need_kick = &W(&self.0, abi::DB_NEED_KICK);
+        let words = BellWords { bits: (&bits, bit), summary: (&summary, word), need_kick };
+        let behind = self.1.behind.load(Ordering::Relaxed);
+        if behind && let Some(kick) = protocol::ring_again(&Full, &words) {
+            return kick;
+        }
+        let (kick, is_behind) = protocol::ring(&Full, &words);
+        if is_behind != behind {
+            self.1.behind.store(is_behind, Ordering::Relaxed);
+        }
+        kick
     }
 
     /// Driver: the device's [`abi::DB_YIELD`] hint.
@@ -448,36 +487,43 @@ impl Bell {
         self.0.store32(abi::DB_HINTS, hints, Ordering::Release);
     }
 
+    /// Device: the words that have rung, a bit for each; they are not taken.
+    #[inline]
+    pub fn rung_words(&self) -> u64 {
+        let words = W(&self.0, abi::DB_SUMMARY).peek();
+        if words != 0 {
+            // They are taken next.
+            self.0.prefetch_to_write(abi::DB_SUMMARY);
+        }
+        words
+    }
+
     /// Device: true if a bell has rung.
     #[inline]
     pub fn has_rung(&self) -> bool {
-        let words = W(&self.0, abi::DB_SUMMARY).peek();
-        if words != 0 {
-            // The next thing that is taken of this page.
-            self.0.prefetch_to_write(abi::DB_BITS + words.trailing_zeros() as usize * 8);
-        }
-        words != 0
+        self.rung_words() != 0
     }
 
-    /// Device: takes all rung slots and calls `f` with each that is below `slots`; true if any slot had rung.
+    /// Device: takes the words that have rung, a bit for each. Whoever is the only one with a slot of a word has rung; else
+    /// [`Bell::take_bits`] says who has.
     #[inline]
-    pub fn take(&self, slots: u32, mut f: impl FnMut(u32)) -> bool {
+    pub fn take_words(&self) -> u64 {
         let summary = W(&self.0, abi::DB_SUMMARY);
-        if summary.peek() == 0 {
-            return false;
+        if summary.peek() == 0 { 0 } else { protocol::take(&Full, &summary) }
+    }
+
+    /// Device: takes the slots of a word that have rung, and calls `f` with each.
+    ///
+    /// # Panics
+    /// If `word` is not below [`abi::DOORBELL_WORDS`].
+    #[inline]
+    pub fn take_bits(&self, word: u32, mut f: impl FnMut(u32)) {
+        assert!((word as usize) < abi::DOORBELL_WORDS);
+        let mut bits = protocol::take(&Full, &W(&self.0, abi::DB_BITS + word as usize * 8));
+        while bits != 0 {
+            f(word * 64 + bits.trailing_zeros());
+            bits &= bits - 1;
         }
-        let mut words = summary.take();
-        while words != 0 {
-            let w = words.trailing_zeros();
-            words &= words - 1;
-            let mut bits = W(&self.0, abi::DB_BITS + w as usize * 8).take();
-            bits &= first_bits(slots.saturating_sub(w * 64));
-            while bits != 0 {
-                f(w * 64 + bits.trailing_zeros());
-                bits &= bits - 1;
-            }
-        }
-        true
     }
 
     /// Device: asks for a kick; false if a bell rang meanwhile, and then it asks for none.
@@ -540,7 +586,7 @@ impl Bell {
     /// Device: is about to copy; false if the driver moves pages: nothing is copied then, and it is tried again soon. Several
     /// threads of the device may copy at a time, and to the driver it is one copy.
     pub fn begin_copy(&self) -> bool {
-        let mut copies = self.1.lock().unwrap_or_else(PoisonError::into_inner);
+        let mut copies = self.1.copies.lock().unwrap_or_else(PoisonError::into_inner);
         let moving = W(&self.0, abi::DB_MOVING);
         let may = match *copies {
             0 => protocol::begin_copy(&Full, &W(&self.0, abi::DB_COPYING), &moving),
@@ -553,7 +599,7 @@ impl Bell {
 
     /// Device: has copied.
     pub fn end_copy(&self) {
-        let mut copies = self.1.lock().unwrap_or_else(PoisonError::into_inner);
+        let mut copies = self.1.copies.lock().unwrap_or_else(PoisonError::into_inner);
         *copies -= 1;
         if *copies == 0 {
             protocol::end_copy(&W(&self.0, abi::DB_COPYING));
@@ -564,11 +610,6 @@ impl Bell {
     pub fn moves(&self) -> u32 {
         W(&self.0, abi::DB_MOVING).load()
     }
-}
-
-/// A word whose first `n` bits are set.
-fn first_bits(n: u32) -> u64 {
-    if n < 64 { (1 << n) - 1 } else { u64::MAX }
 }
 
 #[cfg(all(test, not(loom)))]
@@ -675,16 +716,25 @@ mod tests {
         for slot in [0, 63, 64, 4095] {
             assert!(!bell.ring(slot));
         }
-        let mut got = vec![];
-        assert!(bell.take(4096, |s| got.push(s)));
-        assert_eq!(got, [0, 63, 64, 4095]);
-        assert!(!bell.take(4096, |_| unreachable!()));
-        for slot in [0, 63, 64, 65, 4095] {
-            bell.ring(slot);
-        }
-        got.clear();
-        assert!(bell.take(65, |s| got.push(s)), "slots that nobody has are taken too, and told nobody");
-        assert_eq!(got, [0, 63, 64]);
+        let take = || {
+            let (mut words, mut got) = (bell.take_words(), vec![]);
+            while words != 0 {
+                bell.take_bits(words.trailing_zeros(), |s| got.push(s));
+                words &= words - 1;
+            }
+            got
+        };
+        assert_eq!(take(), [0, 63, 64, 4095]);
+        assert_eq!(take(), []);
+        bell.ring(65);
+        assert_eq!((bell.rung_words(), bell.rung_words()), (2, 2));
+        assert_eq!(take(), [65]);
+        // Rings that come before the device has taken the first one, of this slot and of others.
+        [65, 65, 65, 66, 64, 65, 66].into_iter().for_each(|slot| assert!(!bell.ring(slot)));
+        assert_eq!(take(), [64, 65, 66]);
+        assert_eq!(take(), []);
+        bell.ring(65);
+        assert_eq!(take(), [65], "what was taken is rung for again");
         assert!(!bell.has_rung());
         assert!(bell.park());
         assert!(bell.ring(1), "a parked device must be kicked");

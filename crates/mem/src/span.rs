@@ -83,6 +83,7 @@ impl Span {
     }
 
     /// Raw address of `[off, off + len)`, for [`crate::transfer`] only.
+    #[inline]
     pub(crate) fn at(&self, off: usize, len: usize) -> *mut u8 {
         assert!(off.checked_add(len).is_some_and(|end| end <= self.len), "span range {off}+{len} of {}", self.len);
         // SAFETY: just checked to lie in the window.
@@ -170,6 +171,7 @@ impl Span {
     }
 
     /// Copies bytes at `off` out, once, into private memory.
+    #[inline]
     pub fn read(&self, off: usize, dst: &mut [u8]) {
         let src = self.at(off, dst.len());
         // SAFETY: source checked, destination private and exclusive. A concurrent writer can tear
@@ -178,6 +180,7 @@ impl Span {
     }
 
     /// Copies one plain value out.
+    #[inline]
     pub fn read_obj<T: FromBytes + IntoBytes>(&self, off: usize) -> T {
         let mut v = T::new_zeroed();
         self.read(off, v.as_mut_bytes());
@@ -203,6 +206,7 @@ impl Span {
     }
 
     /// Copies private bytes in, in address order.
+    #[inline]
     pub fn write(&self, off: usize, src: &[u8]) {
         let dst = self.at(off, src.len());
         // SAFETY: destination checked; the source is a private slice.

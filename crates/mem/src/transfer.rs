@@ -153,13 +153,7 @@ fn copy(src: Loc<'_>, dst: Loc<'_>, len: usize, scratch: &mut [u8]) -> Result<()
         (Loc::Bytes(b), Loc::Process(p, addr, _)) => {
             p.write(addr, b.get(..len).ok_or(Fault::Source)?).map_err(|_| Fault::Destination)
         }
-        (Loc::Mapped(s, soff), Loc::Mapped(d, doff)) => {
-            let from = s.at(range(s, soff, len).ok_or(Fault::Source)?, len);
-            let to = d.at(range(d, doff, len).ok_or(Fault::Destination)?, len);
-            // SAFETY: both ranges lie in live windows that the borrows keep.
-            unsafe { copy_raw(to, from, len) };
-            Ok(())
-        }
+        (Loc::Mapped(s, soff), Loc::Mapped(d, doff)) => copy_mapped((s, soff), (d, doff), len),
         (Loc::Mapped(s, soff), Loc::Process(p, addr, _)) => {
             let off = range(s, soff, len).ok_or(Fault::Source)?;
             p.write_span(addr, s, off, len).map_err(|_| Fault::Destination)
@@ -194,6 +188,19 @@ fn copy(src: Loc<'_>, dst: Loc<'_>, len: usize, scratch: &mut [u8]) -> Result<()
     }
 }
 
+/// As [`transfer`] from one window, at an offset, to another one.
+///
+/// # Errors
+/// The end whose range leaves its window.
+#[inline]
+pub fn copy_mapped((s, soff): (&Span, u64), (d, doff): (&Span, u64), len: usize) -> Result<(), Fault> {
+    let from = s.at(range(s, soff, len).ok_or(Fault::Source)?, len);
+    let to = d.at(range(d, doff, len).ok_or(Fault::Destination)?, len);
+    // SAFETY: both ranges lie in live windows that the borrows keep.
+    unsafe { copy_raw(to, from, len) };
+    Ok(())
+}
+
 /// Copies bytes at `src` into private memory, once.
 ///
 /// # Errors
@@ -213,6 +220,7 @@ pub fn fetch(src: Loc<'_>, dst: &mut [u8]) -> Result<(), Fault> {
     Ok(())
 }
 
+#[inline]
 fn range(s: &Span, off: u64, len: usize) -> Option<usize> {
     let end = off.checked_add(len as u64)?;
     (end <= s.len() as u64).then_some(off as usize)

@@ -5,9 +5,11 @@ use std::cell::Cell;
 use unirdma_abi as abi;
 use unirdma_formats::wire::flush;
 use unirdma_formats::{Lkey, Qpn, Rkey, WrOpcode, access, send_flags};
-use unirdma_mem::{Fault, Loc, fetch, holes, transfer};
+use unirdma_mem::{Fault, Loc, Span, copy_mapped, fetch, holes, transfer};
 
-use crate::objects::{Mr, MrTable, Objects, Qp, Reach, Recv, Session, SessionId, SessionKind, Stage, VnicId, Work};
+use crate::objects::{
+    Backing, Mr, MrTable, Objects, Qp, Reach, Recv, Session, SessionId, SessionKind, Stage, VnicId, Work,
+};
 use crate::slab::Slab;
 
 /// Why bytes of a message were not moved at once.
@@ -67,6 +69,7 @@ impl<'a> Tables<'a> {
     }
 
     /// The place of a range of an MR, and how many of its bytes follow there.
+    #[inline]
     fn place(&self, mr: &'a Mr, reach: Reach, addr: u64, len: u64) -> Option<(Loc<'a>, u64)> {
         if !mr.grants(reach.pd, reach.access, addr, len) {
             return None;
@@ -79,7 +82,22 @@ impl<'a> Tables<'a> {
         Some((owner.map_or(at, |s| s.hollow.place(at)), n))
     }
 
+    /// As [`Tables::place`], if the range lies in one window and may be touched at once: most do.
+    #[inline(always)]
+    fn window(&self, mr: &'a Mr, reach: Reach, addr: u64, len: u64) -> Option<(&'a Span, u64)> {
+        let owner = self.sessions.get(mr.owner.0)?;
+        match &mr.backing {
+            Backing::Mapped(span)
+                if owner.away == 0 && owner.hollow.is_calm() && mr.grants(reach.pd, reach.access, addr, len) =>
+            {
+                Some((span, addr - mr.iova))
+            }
+            _ => None,
+        }
+    }
+
     /// What an SGE names: a memory window is nobody's local memory.
+    #[inline]
     fn local(&self, s: &abi::Sge, reach: Reach, addr: u64, len: u64) -> Option<(Loc<'a>, u64)> {
         let mr = self.mrs.local(Lkey(s.lkey))?;
         self.place(mr, reach, addr, len)
@@ -91,10 +109,10 @@ impl<'a> Tables<'a> {
         Some(s.hollow.place(Loc::Mapped(span, off)))
     }
 
-    /// What a request names by `key` at QP `qpn`: a window of type 2 is for its own QP.
+    /// What a request names by `key` at QP `qpn`.
+    #[inline]
     fn remote(&self, key: Rkey, qpn: Qpn, reach: Reach, addr: u64, len: u64) -> Option<(Loc<'a>, u64)> {
-        let mr = self.mrs.remote(key).filter(|m| m.window.is_none_or(|w| !w.second || w.qpn == Some(qpn)))?;
-        self.place(mr, reach, addr, len)
+        self.place(self.mrs.of_peer(key, qpn)?, reach, addr, len)
     }
 
     /// The upper 24 bits of the key of what this side goes through, if work requests may take its grant back: an MR that they have
@@ -112,13 +130,17 @@ impl<'a> Tables<'a> {
         }
     }
 
+    fn allows_sge(&self, s: &abi::Sge, reach: Reach) -> bool {
+        let (addr, len) = (s.addr, s.length.into());
+        let Some(mr) = self.mrs.local(Lkey(s.lkey)) else { return false };
+        self.window(mr, reach, addr, len).is_some() || self.place(mr, reach, addr, len).is_some()
+    }
+
     /// True if every byte of the side may be used.
     pub fn allows(&self, side: Side<'_>, len: u64) -> bool {
         match side {
             // A length of zero reaches no memory and needs no key (IBTA vol. 1, 10.7.2.2, 9.7.4.1.4).
-            Side::List { reach, sges } => {
-                sges.iter().all(|s| s.length == 0 || self.local(s, reach, s.addr, s.length.into()).is_some())
-            }
+            Side::List { reach, sges } => sges.iter().all(|s| s.length == 0 || self.allows_sge(s, reach)),
             Side::Remote { reach, qpn, key, addr } => len == 0 || self.remote(key, qpn, reach, addr, len).is_some(),
             Side::Inline(b) => len <= b.len() as u64,
             Side::Bus { session, sges } => {
@@ -129,6 +151,7 @@ impl<'a> Tables<'a> {
     }
 
     /// Place of byte `off` of a side and how many bytes follow it there, at most `max`.
+    #[inline]
     pub fn at<'b>(&self, side: Side<'b>, off: u64, max: u64) -> Option<(Loc<'b>, u64)>
     where
         'a: 'b,
@@ -189,24 +212,50 @@ impl<'a> Tables<'a> {
         })
     }
 
-    /// Copies bytes `[off, off + len)` of a message; `None` if only a job can.
-    pub fn copy(&self, src: Side<'_>, dst: Side<'_>, off: u64, len: u64) -> Option<Result<(), Fault>> {
-        self.watched(&[src, dst], (off, len), || {
-            let mut at = off;
-            let end = off + len;
-            while at < end {
-                let Some((from, n)) = self.at(src, at, end - at) else { return Some(Err(Fault::Source)) };
-                let Some((to, n)) = self.at(dst, at, n) else { return Some(Err(Fault::Destination)) };
-                if from.takes_time() || to.takes_time() {
-                    return None;
-                }
-                if let Err(fault) = transfer(from, to, n as usize, &mut []) {
-                    return Some(Err(fault));
-                }
-                at += n;
+    /// The window of bytes `[off, off + len)` of a side, and their place in it, if they lie in one and may be touched at once.
+    #[inline(always)]
+    fn simple(&self, side: Side<'_>, off: u64, len: u64) -> Option<(&'a Span, u64)> {
+        match side {
+            Side::List { reach, sges: [s] } if off <= s.length.into() && len <= u64::from(s.length) - off => {
+                self.window(self.mrs.local(Lkey(s.lkey))?, reach, s.addr.checked_add(off)?, len)
             }
-            Some(Ok(()))
-        })
+            Side::Remote { reach, qpn, key, addr } => {
+                self.window(self.mrs.of_peer(key, qpn)?, reach, addr.checked_add(off)?, len)
+            }
+            _ => None,
+        }
+    }
+
+    /// Copies bytes `[off, off + len)` of a message; `None` if only a job can.
+    #[inline]
+    pub fn copy(&self, src: Side<'_>, dst: Side<'_>, off: u64, len: u64) -> Option<Result<(), Fault>> {
+        let before = holes::touched().times;
+        let copied = match (len > 0).then(|| self.simple(src, off, len)).flatten() {
+            Some(from) => self.simple(dst, off, len).map(|to| Some(copy_mapped(from, to, len as usize))),
+            None => None,
+        };
+        let copied = copied.unwrap_or_else(|| self.copy_in_pieces(src, dst, off, len));
+        if holes::touched().times != before {
+            self.note_holes(&[src, dst], off, len);
+        }
+        copied
+    }
+
+    fn copy_in_pieces(&self, src: Side<'_>, dst: Side<'_>, off: u64, len: u64) -> Option<Result<(), Fault>> {
+        let mut at = off;
+        let end = off + len;
+        while at < end {
+            let Some((from, n)) = self.at(src, at, end - at) else { return Some(Err(Fault::Source)) };
+            let Some((to, n)) = self.at(dst, at, n) else { return Some(Err(Fault::Destination)) };
+            if from.takes_time() || to.takes_time() {
+                return None;
+            }
+            if let Err(fault) = transfer(from, to, n as usize, &mut []) {
+                return Some(Err(fault));
+            }
+            at += n;
+        }
+        Some(Ok(()))
     }
 
     /// Does `f`, which touches bytes `[off, off + len)` of these sides, and notes whose they are if pages were missing there.
@@ -215,13 +264,18 @@ impl<'a> Tables<'a> {
         let before = holes::touched().times;
         let r = f();
         if holes::touched().times != before {
-            sides.iter().for_each(|&side| self.note_hole(side, off, len));
+            self.note_holes(sides, off, len);
         }
         r
     }
 
-    /// Notes a hole that was just touched, if it lies in one of the mappings that a side of a message goes through.
+    /// Notes whose holes were just touched among bytes `[off, off + len)` of these sides.
     #[cold]
+    pub fn note_holes(&self, sides: &[Side<'_>], off: u64, len: u64) {
+        sides.iter().for_each(|&side| self.note_hole(side, off, len));
+    }
+
+    /// Notes a hole that was just touched, if it lies in one of the mappings that a side of a message goes through.
     fn note_hole(&self, side: Side<'_>, off: u64, len: u64) {
         let owner = match side {
             Side::List { reach, .. } | Side::Remote { reach, .. } => reach.session,
@@ -274,6 +328,7 @@ pub(crate) fn may_flush(tables: &Tables<'_>, p: &Qp, word: u32, key: Rkey, addr:
 }
 
 /// A gather or scatter list of QP `q`.
+#[inline]
 pub(crate) fn list<'a>(q: &Qp, sges: &'a [abi::Sge], access: u32) -> Side<'a> {
     Side::List { reach: q.reach(access), sges }
 }
@@ -287,6 +342,7 @@ pub(crate) fn recv_side<'a>(q: &Qp, r: &'a Recv) -> Side<'a> {
 }
 
 /// The requester's side of a request.
+#[inline]
 pub(crate) fn local_side<'a>(q: &Qp, w: &'a Work) -> Side<'a> {
     if w.wqe.send_flags & send_flags::INLINE != 0 {
         return Side::Inline(&w.inline[..w.total as usize]);
@@ -298,6 +354,7 @@ pub(crate) fn local_side<'a>(q: &Qp, w: &'a Work) -> Side<'a> {
 }
 
 /// What the responder's MR and QP must grant; 0 for SEND.
+#[inline]
 pub(crate) fn remote_access(op: WrOpcode) -> u32 {
     match op {
         WrOpcode::Write | WrOpcode::WriteImm | WrOpcode::AtomicWrite => access::REMOTE_WRITE,
@@ -308,11 +365,13 @@ pub(crate) fn remote_access(op: WrOpcode) -> u32 {
 }
 
 /// A range of the memory that QP `p` answers for.
+#[inline]
 pub(crate) fn remote<'a>(p: &Qp, access: u32, key: Rkey, addr: u64) -> Side<'a> {
     Side::Remote { reach: p.reach(access), qpn: p.qpn, key, addr }
 }
 
 /// The responder's side of a one-sided request.
+#[inline]
 pub(crate) fn remote_side<'a>(p: &Qp, w: &Work) -> Side<'a> {
     remote(p, remote_access(w.op), Rkey(w.wqe.rkey), w.wqe.remote_addr)
 }

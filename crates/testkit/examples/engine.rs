@@ -34,7 +34,7 @@ const CQ_ENTRIES: u32 = 4 * ENTRIES;
 /// WRITEs that are measured one at a time.
 const SINGLE: u32 = 200_000;
 /// A step that does nothing, about as long as the lock of the RNIC is held.
-const STEP: Duration = Duration::from_micros(7);
+const STEP: Duration = Duration::from_micros(3);
 const WARM_UP: Duration = Duration::from_millis(200);
 const MEASURED: Duration = Duration::from_secs(1);
 /// `IBV_MTU_4096`.
@@ -193,26 +193,6 @@ fn held(host: &TestHost) -> HoldTimes {
 }
 
 fn main() {
-    if std::env::var("ONLY").as_deref() == Ok("rate") {
-        let n = std::env::var("POLLERS").map_or(1, |v| v.parse().unwrap());
-        let (host, writers) = start(n);
-        for _ in 0..4 {
-            let rate = rate(&writers, 8, 0);
-            let h = held(&host);
-            println!("row {n} 8 {rate:.1} {} {} {}", h.p50_ns, h.p999_ns, h.worst_ns);
-        }
-        return;
-    }
-    if std::env::var("ONLY").as_deref() == Ok("latency") {
-        for _ in 0..3 {
-        let config = EngineConfig { polling: Polling::Dedicated, pollers: Some((1, 1)), ..EngineConfig::default() };
-        let host = TestHost::start_with(config);
-        let times = latencies(&Writer::new(&host, 1));
-        drop(host);
-        println!("latency {} {} {}", times[times.len() / 2], times[times.len() * 99 / 100], hop());
-        }
-        return;
-    }
     for pollers in POLLERS {
         for len in SIZES {
             let (host, writers) = start(pollers);

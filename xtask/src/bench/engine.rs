@@ -5,12 +5,14 @@ use std::process::Command;
 
 use serde::Serialize;
 
-use super::print_json;
+use super::{median, print_json};
 use crate::{Result, lab};
 
 #[derive(Serialize)]
 struct Report {
     topology: String,
+    /// Runs, of whose figures each is the median.
+    runs: usize,
     rows: Vec<Row>,
     nothing: Vec<Nothing>,
     stages: Stages,
@@ -80,7 +82,7 @@ fn row(line: &str) -> Option<Row> {
     Some(Row { pollers, bytes, millions_s, mib_s, ns, ratio: 1.0, held_p50_ns, held_p999_ns, held_worst_ns })
 }
 
-/// How long steps take that do nothing for 7 us, on so many cores at once: what the machine takes for itself.
+/// How long steps take that do nothing for 3 us, on so many cores at once: what the machine takes for itself.
 #[derive(Debug, PartialEq, Serialize)]
 struct Nothing {
     threads: u32,
@@ -104,26 +106,91 @@ fn compare(rows: &mut [Row]) {
     }
 }
 
-pub(crate) fn engine(json: bool) -> Result<()> {
+/// What one run of the example printed, and each figure of it in order.
+struct Run {
+    rows: Vec<Row>,
+    nothing: Vec<Nothing>,
+    stages: Stages,
+    latency: Latency,
+}
+
+impl Run {
+    fn new(text: &str) -> Option<Run> {
+        let mut rows: Vec<Row> = text.lines().filter_map(row).collect();
+        compare(&mut rows);
+        let nothing = text.lines().filter_map(nothing).collect();
+        Some(Run { rows, nothing, stages: text.lines().find_map(stages)?, latency: text.lines().find_map(latency)? })
+    }
+
+    /// The figures that differ from run to run.
+    fn figures(&mut self) -> Vec<Figure<'_>> {
+        let mut all = Vec::new();
+        for r in &mut self.rows {
+            all.extend([&mut r.millions_s, &mut r.mib_s, &mut r.ns, &mut r.ratio].map(Figure::Real));
+            all.extend([&mut r.held_p50_ns, &mut r.held_p999_ns, &mut r.held_worst_ns].map(Figure::Whole));
+        }
+        for n in &mut self.nothing {
+            all.extend([&mut n.p50_ns, &mut n.p999_ns, &mut n.worst_ns].map(Figure::Whole));
+        }
+        let (s, l) = (&mut self.stages, &mut self.latency);
+        all.extend([&mut s.wqe_ns, &mut s.copy_ns, &mut s.completion_ns, &mut l.hops].map(Figure::Real));
+        all.extend([&mut l.p50_ns, &mut l.p99_ns, &mut l.hop_ns].map(Figure::Whole));
+        all
+    }
+
+    /// Of each figure the median of several runs.
+    fn median(mut runs: Vec<Run>) -> Option<Run> {
+        let values: Vec<Vec<f64>> = runs.iter_mut().map(|r| r.figures().iter().map(Figure::get).collect()).collect();
+        let mut run = runs.pop()?;
+        for (i, figure) in run.figures().into_iter().enumerate() {
+            figure.set(median(values.iter().filter_map(|v| v.get(i).copied())));
+        }
+        Some(run)
+    }
+}
+
+/// A figure of a run.
+enum Figure<'a> {
+    Real(&'a mut f64),
+    Whole(&'a mut u64),
+}
+
+impl Figure<'_> {
+    fn get(&self) -> f64 {
+        match self {
+            Figure::Real(x) => **x,
+            Figure::Whole(n) => **n as f64,
+        }
+    }
+
+    fn set(self, value: f64) {
+        match self {
+            Figure::Real(x) => *x = value,
+            Figure::Whole(n) => *n = value as u64,
+        }
+    }
+}
+
+pub(crate) fn engine(runs: usize, json: bool) -> Result<()> {
     eprintln!("building");
     let program = lab::build_example("unirdma-testkit", "engine")?;
-    eprintln!("WRITEs of 8 B to 1 MiB with one poller and with two");
-    let o = Command::new(&program).output().map_err(|e| format!("{}: {e}", program.display()))?;
-    let out = String::from_utf8_lossy(&o.stdout);
-    let mut rows: Vec<Row> = out.lines().filter_map(row).collect();
-    compare(&mut rows);
-    let failed = || format!("{} failed: {}", program.display(), String::from_utf8_lossy(&o.stderr));
-    let latency = out.lines().find_map(latency).filter(|_| o.status.success()).ok_or_else(failed)?;
-    let stages = out.lines().find_map(stages).ok_or_else(failed)?;
+    let mut all = Vec::new();
+    for n in 1..=runs {
+        eprintln!("run {n} of {runs}: WRITEs of 8 B to 1 MiB with one poller and with two");
+        let o = Command::new(&program).output().map_err(|e| format!("{}: {e}", program.display()))?;
+        let run = Run::new(&String::from_utf8_lossy(&o.stdout)).filter(|_| o.status.success());
+        let failed = || format!("{} failed: {}", program.display(), String::from_utf8_lossy(&o.stderr));
+        all.push(run.ok_or_else(failed)?);
+    }
+    let Run { rows, nothing, stages, latency } = Run::median(all).ok_or("--runs must be at least 1")?;
     let cores = std::thread::available_parallelism().map_or(1, usize::from);
     let topology =
         format!("{cores} cores; two pairs of vRNICs, one QP each that writes; send queues that are always full");
-    let nothing = out.lines().filter_map(nothing).collect();
-    let report = Report { topology, rows, nothing, stages, latency };
+    let report = Report { topology, runs, rows, nothing, stages, latency };
     if json {
         return print_json(&report);
     }
-    println!("topology: {}\n", report.topology);
+    println!("topology: {}; medians of {} runs\n", report.topology, report.runs);
     println!(
         "{:>8} {:>10} {:>9} {:>9} {:>11} {:>10}   lock held: {:>7} {:>7} {:>9}",
         "pollers", "WRITE of", "M/s", "MiB/s", "ns a WRITE", "one poller", "p50 us", "p99.9", "worst"
@@ -143,7 +210,7 @@ pub(crate) fn engine(json: bool) -> Result<()> {
             us(r.held_worst_ns)
         );
     }
-    println!("\nbeside it, steps of a thread that do nothing for 7 us: what is longer the machine took for itself");
+    println!("\nbeside it, steps of a thread that do nothing for 3 us: what is longer the machine took for itself");
     for n in &report.nothing {
         let times = [n.p50_ns, n.p999_ns, n.worst_ns].map(us);
         println!("{:>8} {:>78.1} {:>7.1} {:>9.1}", n.threads, times[0], times[1], times[2]);
@@ -184,6 +251,13 @@ mod tests {
         );
         assert_eq!(nothing("nothing 2 7 8 9"), Some(Nothing { threads: 2, p50_ns: 7, p999_ns: 8, worst_ns: 9 }));
         assert!(nothing("nothing 2 7").is_none());
+        let text =
+            |n: u32| format!("row 1 8 {n}000 1 2 {n}\nnothing 1 2 3 {n}\nstages 3 2 1\nlatency {n}00 9 100\nmore");
+        let runs = [3, 9, 1].iter().filter_map(|&n| Run::new(&text(n))).collect();
+        let m = Run::median(runs).expect("a run");
+        assert_eq!((m.rows[0].millions_s, m.rows[0].held_worst_ns), (0.003, 3));
+        assert_eq!((m.nothing[0].worst_ns, m.latency.p50_ns, m.latency.hops), (3, 300, 3.0));
+        assert!(Run::median(Vec::new()).is_none() && Run::new("row 1 8 1000 1 2 3").is_none());
         assert!(latency("row 2 65536 1000000.0").is_none() && latency("latency 1 2").is_none());
     }
 }

@@ -10,7 +10,7 @@ use super::Result;
 use crate::attr;
 use crate::core::Core;
 use crate::executor::{Object, Peer};
-use crate::objects::{Connection, Counters, CreateQp, MAX_RD_ATOMIC, NO_SLOT, Pause, Qp, QpnSpace, SessionId};
+use crate::objects::{Connection, Counters, CreateQp, MAX_RD_ATOMIC, NO_SLOT, Pause, Qp, QpnSpace, SessionId, bit_of};
 use crate::pace::Pace;
 use crate::path::{DSCP, Path};
 use crate::slab::Handle;
@@ -104,7 +104,7 @@ impl Core {
         if let Some(session) = self.objects.sessions.get_mut(s.0) {
             session.names.qps.insert(h);
         }
-        self.objects.doors.get_mut(door).into_iter().for_each(|d| d.slots[slot as usize] = Some(h));
+        self.objects.doors.get_mut(door).into_iter().for_each(|d| d.fill_slot(slot, h));
         self.use_objects(h, true);
         if let Some(v) = self.objects.vnics.get_mut(vnic.0) {
             v.used.qps += 1;
@@ -113,7 +113,7 @@ impl Core {
             }
         }
         self.made(Object::Qp(h)).inspect_err(|_| self.remove_qp(h))?;
-        Ok((qpn.0, slot))
+        Ok((qpn.0, bit_of(slot)))
     }
 
     /// QP `h` begins, or ends, to use its PD, its CQs, its SRQ and its XRC domain.

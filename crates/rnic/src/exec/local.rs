@@ -13,7 +13,7 @@ use unirdma_mem::Fault;
 use super::receive::RecvDone;
 use super::responder::{BAD_RECV, INVALID, NO_ACCESS, Refusal, Request, word_of};
 use super::wqe::load;
-use crate::access::{Miss, list, local_side, recv_side, remote_side};
+use crate::access::{Miss, Side, list, local_side, recv_side, remote_side};
 use crate::core::{Core, OP_NS, copy_ns};
 use crate::job::{Made, Word};
 use crate::objects::{Qp, Wait, Work};
@@ -24,7 +24,7 @@ const SMALL_SLICE: u64 = 64 << 10;
 
 /// A slice of at least so many bytes is moved by a job if somebody else could use the core meanwhile. A shorter slice is moved at
 /// once, which takes less time than a job.
-const JOB_BYTES: u64 = 16 << 10;
+pub(super) const JOB_BYTES: u64 = 16 << 10;
 
 /// Time between two looks for room in the receiver's stage, or among the jobs of a vRNIC, ns.
 const FULL_NS: u64 = 5_000;
@@ -138,14 +138,14 @@ impl Core {
         if !self.objects.memory().allows(local_side(q, w), w.total) {
             return Err(WcStatus::LocProtErr);
         }
-        if w.op.returns_data() && q.attr.max_rd_atomic == 0 {
-            return Err(WcStatus::LocQpOpErr);
-        }
-        Ok(())
+        if may_return(q, w) { Ok(()) } else { Err(WcStatus::LocQpOpErr) }
     }
 
     /// Checks a request at both ends and, if the peer is ready for it, executes its first slice.
     fn begin(&mut self, h: Handle<Qp>, w: &mut Work) -> Outcome {
+        if let Some(ph) = self.copy_at_once(h, w) {
+            return self.moved(h, ph, w, w.total, Ok(()));
+        }
         let Some(q) = self.objects.qps.get(h) else { return Outcome::Failed(WcStatus::FatalErr) };
         if let Err(status) = self.check_local(q, w) {
             return Outcome::Failed(status);
@@ -165,9 +165,7 @@ impl Core {
             return Err(INVALID);
         }
         let p = self.objects.qps.get(ph).ok_or(Refusal::Silent)?;
-        let len = if w.op == WrOpcode::Flush { w.wqe.compare_add } else { w.total };
-        let (va, rkey, word) = (w.wqe.remote_addr, Rkey(w.wqe.rkey), w.wqe.imm);
-        self.objects.check_request(p, &Request { op: w.op, va, rkey, len, word, pending: 0 })?;
+        self.objects.check_request(p, &request(w))?;
         if !w.op.consumes_recv() {
             return Ok(());
         }
@@ -230,25 +228,19 @@ impl Core {
             return self.no_answer(h, w);
         };
         let (tables, left) = (self.objects.memory(), w.total - w.done);
-        let ((own, q_vnic), (other, p_vnic)) = ((q.memory, q.vnic), (p.memory, p.vnic));
-        let ends = match w.op {
-            WrOpcode::Read => [(remote_side(p, w), other, p_vnic), (local_side(q, w), own, q_vnic)],
-            op => {
-                let nowhere = list(p, &[], access::LOCAL_WRITE);
-                let recv = || p.recv.as_ref().map_or(nowhere, |r| recv_side(p, r));
-                let to = if op.is_send() { recv() } else { remote_side(p, w) };
-                [(local_side(q, w), own, q_vnic), (to, other, p_vnic)]
-            }
-        };
+        let (own, other) = ((q.memory, q.vnic), (p.memory, p.vnic));
+        let [from, to] = ends(q, p, w);
+        let (source, target) = if w.op == WrOpcode::Read { (other, own) } else { (own, other) };
         let tapped = self.most_tapped(q);
         let most = tapped.unwrap_or(left).min(left);
         let n = most.min(SMALL_SLICE);
         // What a capture takes is measured and charged in the turn that copies.
-        let others = self.helped && tapped.is_none() && (self.jobs.are_flying() || self.sched.has_others(q_vnic));
-        let copied = if left >= JOB_BYTES && others { None } else { tables.copy(ends[0].0, ends[1].0, w.done, n) };
+        let others = self.helped && tapped.is_none() && (self.jobs.are_flying() || self.sched.has_others(q.vnic));
+        let copied = if left >= JOB_BYTES && others { None } else { tables.copy(from, to, w.done, n) };
         if let Some(copied) = copied {
             return self.moved(h, ph, w, n, copied);
         }
+        let ends = [(from, source.0, source.1), (to, target.0, target.1)];
         let made = self.jobs.make(&tables, [h, ph], ends, (w.done, most), tapped.is_some());
         let outcome = self.waits_for_job(h, ph, w, made);
         if most == left && matches!(outcome, Outcome::Copies) {
@@ -286,13 +278,9 @@ impl Core {
             let mut next = self.objects.spare.work();
             let at = q.sq_cons.wrapping_add(i);
             let loaded = load(q, at, &mut next).is_ok() && next.op == op && self.check_local(q, &next).is_ok();
-            let (va, rkey, len) = (next.wqe.remote_addr, Rkey(next.wqe.rkey), next.total);
-            let request = Request { op, va, rkey, len, word: 0, pending: 0 };
             let tables = self.objects.memory();
-            let (own, other) = (local_side(q, &next), remote_side(p, &next));
-            let ends = if op == WrOpcode::Read { [other, own] } else { [own, other] };
-            let wanted = loaded && self.objects.check_request(p, &request).is_ok();
-            match wanted.then(|| self.jobs.extend(&tables, ends, len)).flatten() {
+            let wanted = loaded && self.objects.check_request(p, &request(&next)).is_ok();
+            match wanted.then(|| self.jobs.extend(&tables, ends(q, p, &next), next.total)).flatten() {
                 Some(requests) => requests.push_back(next),
                 None => return self.objects.spare.keep_work(next),
             }
@@ -563,5 +551,31 @@ impl Core {
             self.objects.spare.keep_work(w);
             self.fail_qp(h, None);
         }
+    }
+}
+
+/// A request as its responder sees it.
+#[inline]
+pub(super) fn request(w: &Work) -> Request {
+    let len = if w.op == WrOpcode::Flush { w.wqe.compare_add } else { w.total };
+    Request { op: w.op, va: w.wqe.remote_addr, rkey: Rkey(w.wqe.rkey), len, word: w.wqe.imm, pending: 0 }
+}
+
+/// True unless the request returns data and QP `q` may have none of those under way.
+#[inline]
+pub(super) fn may_return(q: &Qp, w: &Work) -> bool {
+    !w.op.returns_data() || q.attr.max_rd_atomic != 0
+}
+
+/// Where the bytes of a request of QP `q` to QP `p` come from, and where they go.
+#[inline(always)]
+pub(super) fn ends<'a>(q: &'a Qp, p: &'a Qp, w: &'a Work) -> [Side<'a>; 2] {
+    match w.op {
+        WrOpcode::Read => [remote_side(p, w), local_side(q, w)],
+        op if op.is_send() => {
+            let nowhere = list(p, &[], access::LOCAL_WRITE);
+            [local_side(q, w), p.recv.as_ref().map_or(nowhere, |r| recv_side(p, r))]
+        }
+        _ => [local_side(q, w), remote_side(p, w)],
     }
 }

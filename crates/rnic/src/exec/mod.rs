@@ -1,5 +1,6 @@
 //! Execution of work requests: between QPs of this host, and what both transports have in common.
 
+mod brief;
 mod jobs;
 mod local;
 mod receive;

@@ -95,25 +95,29 @@ impl Refusal {
     }
 }
 
+/// Checks everything of a request for QP `p` that needs no look at its keys, and not its receive.
+#[inline]
+pub(crate) fn check_form(p: &Qp, r: &Request) -> Result<(), Refusal> {
+    let words = r.op.is_atomic() || r.op == WrOpcode::AtomicWrite;
+    let no_resources = r.op.returns_data() && r.pending >= usize::from(p.attr.max_dest_rd_atomic);
+    let too_long = r.op != WrOpcode::Flush && r.len > MAX_MSG_BYTES;
+    if words && r.va % 8 != 0 || no_resources || too_long {
+        return Err(INVALID);
+    }
+    let need = remote_access(r.op);
+    if p.attr.qp_access_flags & need == need { Ok(()) } else { Err(NO_ACCESS) }
+}
+
 impl Objects {
     /// Checks a request for QP `p`, its receive aside.
     pub fn check_request(&self, p: &Qp, r: &Request) -> Result<(), Refusal> {
+        check_form(p, r)?;
         let tables = self.memory();
-        let words = r.op.is_atomic() || r.op == WrOpcode::AtomicWrite;
-        let no_resources = r.op.returns_data() && r.pending >= usize::from(p.attr.max_dest_rd_atomic);
-        let too_long = r.op != WrOpcode::Flush && r.len > MAX_MSG_BYTES;
-        if words && r.va % 8 != 0 || no_resources || too_long {
-            return Err(INVALID);
-        }
-        let need = remote_access(r.op);
-        let allowed = match r.op {
-            WrOpcode::Flush => may_flush(&tables, p, r.word, r.rkey, r.va, r.len),
-            WrOpcode::SendInv => self.may_invalidate(p, Rkey(r.word)),
-            _ if need == 0 => true,
-            op => {
-                p.attr.qp_access_flags & need == need
-                    && tables.allows(remote(p, remote_access(op), r.rkey, r.va), r.len)
-            }
+        let allowed = match (r.op, remote_access(r.op)) {
+            (WrOpcode::Flush, _) => may_flush(&tables, p, r.word, r.rkey, r.va, r.len),
+            (WrOpcode::SendInv, _) => self.may_invalidate(p, Rkey(r.word)),
+            (_, 0) => true,
+            (_, need) => tables.allows(remote(p, need, r.rkey, r.va), r.len),
         };
         if allowed { Ok(()) } else { Err(NO_ACCESS) }
     }

@@ -31,6 +31,12 @@ impl Hollow {
         }
     }
 
+    /// True if no hole was touched lately.
+    #[inline]
+    pub fn is_calm(&self) -> bool {
+        self.0.load(Ordering::Relaxed) == 0
+    }
+
     /// A hole was touched.
     pub fn was_touched(&self) {
         self.0.fetch_max(CALM_JOBS, Ordering::Relaxed);

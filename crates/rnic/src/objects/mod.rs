@@ -29,7 +29,7 @@ use unirdma_formats::{Gid, QpType, Qpn};
 
 use crate::slab::{Handle, Slab};
 pub(crate) use datagram::{Ah, Backlog, Datagrams, Held, Note, Placing, Target};
-pub(crate) use door::{Door, NO_SLOT};
+pub(crate) use door::{Door, NO_SLOT, bit_of};
 pub use dropped::Dropped;
 pub(crate) use fast::Freed;
 pub use fast::PageList;

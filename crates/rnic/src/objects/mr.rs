@@ -248,6 +248,12 @@ impl MrTable {
         self.by_key(key.0)
     }
 
+    /// The MR or window that a request to QP `qpn` may name: a window of type 2 is for its own QP.
+    #[inline]
+    pub fn of_peer(&self, key: Rkey, qpn: Qpn) -> Option<&Mr> {
+        self.by_key(key.0).filter(|m| m.window.is_none_or(|w| !w.second || w.qpn == Some(qpn)))
+    }
+
     /// The handle of the MR that a WQE names.
     pub fn local_handle(&self, key: Lkey) -> Option<Handle<Mr>> {
         let h = *self.by_key.get(&(key.0 >> 8))?;

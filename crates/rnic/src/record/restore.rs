@@ -266,12 +266,8 @@ impl<'a> Restorer<'a> {
 
     fn door(&mut self, id: SessionId, session: u32, d: &DoorData) {
         let Some(bell) = self.given.doorbells.remove(&(session, d.number)) else { return };
-        let live = Door {
-            slots: vec![None; d.slots as usize],
-            free_slots: d.free_slots.clone(),
-            last_rung_ns: self.core.now,
-            ..Door::new(id, d.number, bell)
-        };
+        let empty = Door { last_rung_ns: self.core.now, ..Door::new(id, d.number, bell) };
+        let live = empty.with_slots(d.slots, d.free_slots.clone());
         let Some(h) = self.core.objects.doors.insert(live) else { return };
         self.doors.insert(At { session, number: d.number }, h);
         if let Some(s) = self.core.objects.sessions.get_mut(id.0) {
@@ -537,8 +533,10 @@ impl<'a> Restorer<'a> {
         if let Some(session) = objects.sessions.get_mut(owner_id.0) {
             session.names.qps.insert(h);
         }
-        if let Some(place) = slot.and_then(|s| objects.doors.get_mut(door)?.slots.get_mut(s.1 as usize)) {
-            *place = Some(h);
+        if let Some((_, slot)) = *slot
+            && let Some(door) = objects.doors.get_mut(door)
+        {
+            door.fill_slot(slot, h);
         }
         for at in openers {
             let (id, (xrcd, _)) = (self.session_id(Some(at.session)), self.domain(*at));

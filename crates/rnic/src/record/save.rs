@@ -156,7 +156,7 @@ fn flow(f: &Flow) -> FlowData {
 
 /// A bell that has rung and whether somebody sleeps stand in the doorbell page; a restored one is polled at first.
 fn door(d: &Door) -> DoorData {
-    let Door { session: _, number, bell: _, slots, free_slots, parked: _, rung: _, last_rung_ns: _, last_slot: _ } = d;
+    let Door { session: _, number, bell: _, slots, free_slots, words: _, parked: _, rung: _, last_rung_ns: _ } = d;
     DoorData { number: *number, slots: slots.len() as u32, free_slots: free_slots.clone() }
 }
 
