@@ -173,8 +173,8 @@ const SHARE_NS: u64 = 2_000_000;
 const SHORT_SHARE_NS: u64 = 100_000;
 /// A pause that took so long was taken by somebody who computes, nanoseconds.
 const LONG_PAUSE_NS: u64 = 100_000;
-/// A round that took so long did much, nanoseconds.
-const LONG_ROUND_NS: u64 = 5_000;
+/// Rounds that took so long together did much, nanoseconds: more than a few programs that each wait for an answer can ask for.
+const LONG_ROUND_NS: u64 = 1_500;
 /// How long its poller then keeps the RNIC, nanoseconds.
 const KEEP_NS: u64 = 15_000;
 /// Most rounds of the RNIC that a command waits for, so that sends posted before it are executed before it. A round is worth

@@ -118,6 +118,11 @@ impl Door {
         }
     }
 
+    /// True if several QPs have bits of this word.
+    fn is_shared(&self, word: u32) -> bool {
+        self.words.get(word as usize).is_some_and(|w| w.0 > 1)
+    }
+
     /// Takes what has rung and calls `f` with each QP. A bit that no QP has is passed over. A QP that did not ring is among them if it
     /// got a word's second bit lately: it looks at its queue for nothing.
     #[inline]
@@ -126,11 +131,12 @@ impl Door {
         while words != 0 {
             let word = words.trailing_zeros();
             words &= words - 1;
-            match self.alone_in(word) {
-                Some(qp) => f(qp),
-                None => self.bell.take_bits(word, |bit| {
+            if let Some(qp) = self.alone_in(word) {
+                f(qp);
+            } else if self.is_shared(word) {
+                self.bell.take_bits(word, |bit| {
                     self.slots.get(slot_of(bit) as usize).copied().flatten().into_iter().for_each(&mut f);
-                }),
+                });
             }
         }
     }
