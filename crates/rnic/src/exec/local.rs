@@ -11,11 +11,11 @@ use unirdma_formats::{
 use unirdma_mem::Fault;
 
 use super::receive::RecvDone;
-use super::responder::{BAD_RECV, INVALID, NO_ACCESS, Refusal, Request, word_of};
+use super::responder::{BAD_RECV, INVALID, NO_ACCESS, Refusal, Request};
 use super::wqe::load;
-use crate::access::{Miss, Side, list, local_side, recv_side, remote_side};
+use crate::access::{Side, list, local_side, recv_side, remote_side};
 use crate::core::{Core, OP_NS, copy_ns};
-use crate::job::{Made, Word};
+use crate::job::Made;
 use crate::objects::{Qp, Wait, Work};
 use crate::slab::Handle;
 
@@ -250,7 +250,7 @@ impl Core {
     }
 
     /// Request `w` of QP `h` waits for a job, or for one that cannot be made now, or there is no memory for it.
-    fn waits_for_job(&mut self, h: Handle<Qp>, ph: Handle<Qp>, w: &mut Work, made: Made) -> Outcome {
+    pub(super) fn waits_for_job(&mut self, h: Handle<Qp>, ph: Handle<Qp>, w: &mut Work, made: Made) -> Outcome {
         match made {
             Made::Job(number) => {
                 self.objects.serve(ph);
@@ -287,72 +287,15 @@ impl Core {
         }
     }
 
-    /// Executes an atomic, an atomic write or a FLUSH, or lets jobs do it.
-    fn execute_word(&mut self, h: Handle<Qp>, ph: Handle<Qp>, w: &mut Work) -> Outcome {
-        match w.op {
-            WrOpcode::AtomicWrite => self.write_word(h, ph, w),
-            WrOpcode::CmpSwap | WrOpcode::FetchAdd => self.fetch_word(h, ph, w),
-            // What was copied before is visible.
-            _ => self.moved(h, ph, w, w.total - w.done, Ok(())),
-        }
-    }
-
-    fn write_word(&mut self, h: Handle<Qp>, ph: Handle<Qp>, w: &mut Work) -> Outcome {
-        let (Some(q), Some(p)) = (self.objects.qps.get(h), self.objects.qps.get(ph)) else {
-            return self.no_answer(h, w);
-        };
-        let (from, to) = ((local_side(q, w), q.memory, q.vnic), (remote_side(p, w), p.memory, p.vnic));
-        let (tables, mut value) = (self.objects.memory(), [0; 8]);
-        let loaded = tables.load(from.0, 0, &mut value, &[]);
-        let word = Word::Write(u64::from_ne_bytes(value));
-        match loaded.and_then(|()| tables.word(to.0, word)) {
-            Ok(_) => self.moved(h, ph, w, 8, Ok(())),
-            Err(Miss::Fault(fault)) => self.moved(h, ph, w, 8, Err(fault)),
-            Err(Miss::Job) => {
-                let made = self.jobs.word(&tables, [h, ph], loaded.is_err().then_some(from), to, word);
-                self.waits_for_job(h, ph, w, made)
-            }
-        }
-    }
-
-    fn fetch_word(&mut self, h: Handle<Qp>, ph: Handle<Qp>, w: &mut Work) -> Outcome {
-        let (Some(q), Some(p)) = (self.objects.qps.get(h), self.objects.qps.get(ph)) else {
-            return self.no_answer(h, w);
-        };
-        let tables = self.objects.memory();
-        let found = match w.found {
-            Some(found) => found,
-            None => {
-                let to = (remote_side(p, w), p.memory, p.vnic);
-                let word = word_of(w.op, w.wqe.compare_add, w.wqe.swap);
-                match tables.word(to.0, word) {
-                    Ok(found) => found,
-                    Err(Miss::Fault(fault)) => return self.moved(h, ph, w, 8, Err(fault)),
-                    Err(Miss::Job) => {
-                        let made = self.jobs.word(&tables, [h, ph], None, to, word);
-                        return self.waits_for_job(h, ph, w, made);
-                    }
-                }
-            }
-        };
-        // It is executed once, even if its result cannot be stored at once.
-        w.found = Some(found);
-        let (result, to) = (found.to_ne_bytes(), (local_side(q, w), q.memory, q.vnic));
-        match tables.store(to.0, 0, &result) {
-            Ok(()) => self.moved(h, ph, w, 8, Ok(())),
-            Err(Miss::Fault(fault)) => self.moved(h, ph, w, 8, Err(fault.reversed())),
-            Err(Miss::Job) => {
-                let made = match self.jobs.store(&tables, h, to, 0, &[&result]) {
-                    Made::Nothing(fault) => Made::Nothing(fault.reversed()),
-                    made => made,
-                };
-                self.waits_for_job(h, h, w, made)
-            }
-        }
-    }
-
     /// The next `n` bytes of a request were moved, or not; goes on with it, or completes it.
-    fn moved(&mut self, h: Handle<Qp>, ph: Handle<Qp>, w: &mut Work, n: u64, moved: Result<(), Fault>) -> Outcome {
+    pub(super) fn moved(
+        &mut self,
+        h: Handle<Qp>,
+        ph: Handle<Qp>,
+        w: &mut Work,
+        n: u64,
+        moved: Result<(), Fault>,
+    ) -> Outcome {
         let op = w.op;
         // The responder is the source of a READ: swap what a fault means.
         match moved.map_err(|fault| if op == WrOpcode::Read { fault.reversed() } else { fault }) {
@@ -451,7 +394,7 @@ impl Core {
     }
 
     /// The peer is silent: `retry_cnt` more tries, one each ACK timeout (IBTA vol. 1, 9.9.2.1.1).
-    fn no_answer(&mut self, h: Handle<Qp>, w: &mut Work) -> Outcome {
+    pub(super) fn no_answer(&mut self, h: Handle<Qp>, w: &mut Work) -> Outcome {
         let Some(q) = self.objects.qps.get_mut(h) else { return Outcome::Failed(WcStatus::RetryExcErr) };
         if !q.typ.is_reliable() {
             return Outcome::Done;

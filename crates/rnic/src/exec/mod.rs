@@ -5,6 +5,7 @@ mod jobs;
 mod local;
 mod receive;
 mod responder;
+mod words;
 mod wqe;
 
 pub(crate) use local::Outcome;

@@ -1,0 +1,412 @@
+//! The thread of a poller: its rounds of the RNIC, the jobs that it does between them, when it gives its core away, and when it sleeps.
+
+use std::mem::MaybeUninit;
+use std::sync::atomic::Ordering;
+
+use rustix::event::epoll;
+use unirdma_device::{RnicGuard, lock, now_ns};
+use unirdma_rnic::{Bells, Job, Output, SessionId};
+
+use super::{Engine, PORT, SCRATCH_BYTES, WAKE};
+
+/// Work must be left over for so long before another poller comes, nanoseconds.
+pub(super) const BACKLOG_NS: u64 = 50_000;
+/// A poller that came with the load goes when it has found nothing for so long, nanoseconds.
+const SPARE_NS: u64 = 1_000_000;
+/// Rounds between two looks at the kicks of sleeping sessions: while nothing is found and each round
+/// yields, while nothing is found and rounds are short, and while busy.
+const KICK_ROUNDS_YIELDING: u32 = 8;
+const KICK_ROUNDS_SPINNING: u32 = 256;
+const KICK_ROUNDS_BUSY: u32 = 64;
+/// Looks at the doorbells between two rounds that find idle sessions and let them sleep.
+pub(super) const LOOKS_BETWEEN_ROUNDS: u32 = 64;
+/// Rounds of the RNIC, each with the lock for itself, before their events are delivered.
+const ROUNDS_AT_ONCE: u32 = 8;
+/// Yields of a poller to a thread that wants the RNIC, before it takes the RNIC again.
+const MOST_PAUSES: u32 = 16;
+/// How long a busy poller keeps others off its core, nanoseconds.
+const SHARE_NS: u64 = 2_000_000;
+/// The same while whoever it lets in gives the core back soon.
+const SHORT_SHARE_NS: u64 = 100_000;
+/// A pause that took so long was taken by somebody who computes, nanoseconds.
+const LONG_PAUSE_NS: u64 = 100_000;
+/// Rounds that took so long together did much, nanoseconds: more than a few programs that each wait for an answer can ask for.
+const LONG_ROUND_NS: u64 = 1_500;
+/// How long its poller then keeps the RNIC, nanoseconds.
+const KEEP_NS: u64 = 15_000;
+/// A round that has work of the RNIC does not ask the port for packets if it was asked so short a time ago, nanoseconds: a reply leaves
+/// one system call earlier.
+const ASKED_NS: u64 = 3_000;
+
+/// What a poller has and looks at between two rounds.
+pub(super) struct Watch {
+    /// The poller's seat, and the number of its thread.
+    seat: usize,
+    thread: u64,
+    /// [`unirdma_rnic::Core::active_changes`] when `bells` was copied.
+    changes: u64,
+    bells: Bells,
+    looks: u32,
+    /// When a busy poller let others in.
+    paused_ns: u64,
+    /// How long it then keeps them off its core, nanoseconds.
+    share_ns: u64,
+    /// How often it has left the RNIC to a thread that wants it, since it had the RNIC last.
+    pauses: u32,
+    /// Until when it leaves the RNIC to another poller.
+    left_until_ns: u64,
+    out: Vec<Output>,
+    /// The job that it has done, which the RNIC has not heard of yet.
+    job: Option<Box<Job>>,
+    scratch: Box<[u8]>,
+}
+
+impl Watch {
+    pub(super) fn new(seat: usize, thread: u64) -> Self {
+        Watch {
+            seat,
+            thread,
+            changes: 0,
+            bells: Bells::default(),
+            looks: 0,
+            paused_ns: 0,
+            share_ns: SHARE_NS,
+            pauses: 0,
+            left_until_ns: 0,
+            out: Vec::new(),
+            job: None,
+            scratch: vec![0; SCRATCH_BYTES].into_boxed_slice(),
+        }
+    }
+}
+
+/// What came of one look at the RNIC.
+pub(super) struct Round {
+    found: bool,
+    idle: bool,
+    sleep_ns: Option<u64>,
+}
+
+impl Engine {
+    /// True if the RNIC must be taken, whatever the port has: a doorbell rang, time is due, or `watch` is out of date.
+    #[inline]
+    fn needs_round(&self, watch: &mut Watch) -> bool {
+        watch.looks = watch.looks.wrapping_add(1);
+        watch.changes != self.signs.changes.load(Ordering::Acquire)
+            || watch.bells.look()
+            || self.signs.runnable.load(Ordering::Acquire)
+            || watch.looks % LOOKS_BETWEEN_ROUNDS == 0
+            || self.is_due()
+    }
+
+    /// True if a timer of the RNIC has fired. While none runs, that needs no look at the clock.
+    #[inline]
+    fn is_due(&self) -> bool {
+        let due_ns = self.signs.due_ns.load(Ordering::Acquire);
+        due_ns != u64::MAX && due_ns <= self.now()
+    }
+
+    /// A poller that did much, and will do more, keeps the RNIC for a moment: its caches are warm, and the other core
+    /// is for somebody else. Until then the others do not look again.
+    fn left_to_other(&self, watch: &mut Watch) -> bool {
+        // A look at the clock takes as long as all the other looks together.
+        if watch.left_until_ns == 0 && self.busy.poller.load(Ordering::Relaxed) == watch.seat {
+            return false;
+        }
+        let now = self.now();
+        if now >= watch.left_until_ns && self.busy.poller.load(Ordering::Relaxed) != watch.seat {
+            watch.left_until_ns = self.busy.until_ns.load(Ordering::Relaxed);
+        }
+        now < watch.left_until_ns
+    }
+
+    /// One look at the RNIC by a poller, and one job if there is any; `None` if nothing calls for it or another poller has it.
+    pub(super) fn round(&self, watch: &mut Watch) -> Option<Round> {
+        let done = watch.job.take();
+        let comes_back = done.is_some();
+        let jobs_wait = self.jobs_wait.load(Ordering::Relaxed);
+        let obliged = comes_back || jobs_wait;
+        if !obliged && self.left_to_other(watch) {
+            return None;
+        }
+        let calls = obliged || self.needs_round(watch);
+        if !calls && !self.port_is_polled() {
+            return None;
+        }
+        if !comes_back && self.rnic.is_wanted() && watch.pauses < MOST_PAUSES {
+            watch.pauses += 1;
+            return None;
+        }
+        watch.pauses = 0;
+        let mut net = self.net.as_ref().and_then(|n| n.try_lock().ok());
+        let received = net.as_mut().is_some_and(|n| {
+            let now = self.now();
+            (!calls || now.saturating_sub(n.asked_ns) >= ASKED_NS) && self.receive(n, now)
+        });
+        // If the port has nothing, nobody needs the RNIC.
+        if !calls && !received && net.as_ref().is_none_or(|n| n.out.packets().is_empty()) {
+            return None;
+        }
+        let mut r = if comes_back || received { self.rnic.spin_lock() } else { self.rnic.try_lock()? };
+        let now = r.since_ns();
+        if let Some(job) = done {
+            r.end_job(job);
+        }
+        let mut found = r.poll_by(now, now_ns) || received || comes_back;
+        for _ in 1..ROUNDS_AT_ONCE {
+            if !r.has_turns() || r.has_jobs() {
+                break;
+            }
+            // Nobody else takes it in between, unless for a job.
+            self.keep(watch, r.since_ns() + KEEP_NS);
+            r = self.reacquire(r.release());
+            let since = r.since_ns();
+            found |= r.poll_by(since, now_ns);
+        }
+        if !found {
+            r.park_idle(now, self.idle_ns);
+        }
+        let left_over = r.has_turns() || r.has_jobs();
+        watch.job = r.take_job();
+        if self.grows() {
+            r.set_helped(self.wanted() > 1);
+        }
+        r.drain_outputs(&mut watch.out);
+        let sends = net.as_mut().is_some_and(|n| {
+            if n.out.packets().is_empty() {
+                r.tx().exchange(&mut n.out);
+            }
+            !n.out.packets().is_empty()
+        });
+        let found = found || sends || watch.job.is_some();
+        let idle = !found && !r.is_busy() && !self.port_is_polled();
+        if idle {
+            // Under the lock, so that whoever makes work afterwards sees it.
+            self.sleeping.store(true, Ordering::SeqCst);
+        }
+        let sleep_ns = r.next_timeout().map(|t| t.saturating_sub(now));
+        let starved = r.take_starved();
+        self.publish(&r);
+        if watch.changes != r.active_changes() {
+            watch.changes = r.active_changes();
+            watch.bells = r.active_bells();
+        }
+        let delivering = self.begin_delivery(&watch.out);
+        let end = r.release();
+        if end - now >= LONG_ROUND_NS || watch.job.is_some() {
+            self.keep(watch, end);
+        }
+        // Poller 0 may sleep until a time that is not right any more.
+        if comes_back && self.sleeping.load(Ordering::SeqCst) {
+            self.kick();
+        }
+        self.note_backlog(left_over, end);
+        self.deliver(&mut watch.out);
+        drop(delivering);
+        if let Some(net) = &mut net {
+            self.send(net, now);
+        }
+        drop(net);
+        if watch.job.is_some() {
+            self.do_job(watch);
+        } else if starved {
+            self.pause();
+        }
+        Some(Round { found, idle, sleep_ns })
+    }
+
+    /// True if pollers come and go with the load.
+    fn grows(&self) -> bool {
+        self.pollers.0 < self.pollers.1
+    }
+
+    /// Notes whether a round has left work over, and lets another poller come if that goes on.
+    pub(super) fn note_backlog(&self, left_over: bool, now: u64) {
+        if !left_over || !self.grows() {
+            return self.backlog_since_ns.store(0, Ordering::Relaxed);
+        }
+        let since = self.backlog_since_ns.load(Ordering::Relaxed);
+        if since == 0 {
+            self.backlog_since_ns.store(now, Ordering::Relaxed);
+        } else if now.saturating_sub(since) >= BACKLOG_NS {
+            let wanted = self.wanted();
+            let one_more = |n: usize| (n == wanted && n < self.pollers.1).then_some(n + 1);
+            if self.wanted.fetch_update(Ordering::SeqCst, Ordering::Relaxed, one_more).is_ok() {
+                self.backlog_since_ns.store(now, Ordering::Relaxed);
+                self.wake_others();
+            }
+        }
+    }
+
+    /// The poller in `seat` has found nothing for long; true if it goes.
+    fn is_spare(&self, seat: usize, idle_since_ns: u64) -> bool {
+        let long = self.grows() && self.now().saturating_sub(idle_since_ns) >= SPARE_NS;
+        let last = |n: usize| (n == seat + 1 && seat >= self.pollers.0).then_some(seat);
+        long && self.wanted.fetch_update(Ordering::SeqCst, Ordering::Relaxed, last).is_ok()
+    }
+
+    /// The poller in `seat` sleeps until there is work for it.
+    fn rest(&self, seat: usize) {
+        let mut wakes = lock(&self.wakes);
+        while self.wanted() <= seat && !self.is_stopping() {
+            wakes = self.woken.wait(wakes).unwrap_or_else(|e| e.into_inner());
+        }
+    }
+
+    /// A poller keeps the RNIC for a moment after time `since`.
+    fn keep(&self, watch: &mut Watch, since: u64) {
+        watch.left_until_ns = 0;
+        self.busy.poller.store(watch.seat, Ordering::Relaxed);
+        self.busy.until_ns.store(since + KEEP_NS, Ordering::Relaxed);
+    }
+
+    /// Takes the RNIC again, which this poller gave back at time `end`, after others could.
+    fn reacquire(&self, end: u64) -> RnicGuard<'_> {
+        let waited = self.rnic.let_in();
+        let mut pauses = 0;
+        while self.rnic.is_wanted() && pauses < MOST_PAUSES {
+            std::thread::yield_now();
+            pauses += 1;
+        }
+        if waited || pauses > 0 { self.rnic.spin_lock() } else { self.rnic.take_again(end) }
+    }
+
+    /// Does the job that a poller has. If it takes long, somebody else has the poller's seat afterwards.
+    fn do_job(&self, watch: &mut Watch) {
+        let Some(job) = &mut watch.job else { return };
+        let (number, scratch) = (job.number(), &mut watch.scratch);
+        let seated = if job.may_wait() {
+            self.seats.do_slow(watch.seat, watch.thread, number, || job.run(scratch, now_ns))
+        } else {
+            job.run(scratch, now_ns);
+            true
+        };
+        if !seated {
+            self.leave(watch);
+        }
+    }
+
+    /// A poller has lost its seat: what it has done goes back to the RNIC.
+    pub(super) fn leave(&self, watch: &mut Watch) {
+        if let Some(job) = watch.job.take() {
+            self.rnic.lock().end_job(job);
+            self.after_command();
+        }
+    }
+
+    /// A poller that is busy all the time lets others on its core in now and then: one of them may have been interrupted
+    /// in a round of another virtual layer, which then waits for it as a whole.
+    fn share_core(&self, watch: &mut Watch) {
+        let now = self.now();
+        if self.yields && now - watch.paused_ns > watch.share_ns {
+            self.pause();
+            let back = self.now();
+            // Programs that look for completions come and go at once, but one that computes keeps the core for a time slice.
+            watch.share_ns = if back - now > LONG_PAUSE_NS { SHARE_NS } else { SHORT_SHARE_NS };
+            watch.paused_ns = back;
+        }
+    }
+
+    pub(super) fn first_poller(&self, watch: &mut Watch) {
+        let mut rounds = 0u32;
+        let idle_rounds = if self.yields { KICK_ROUNDS_YIELDING } else { KICK_ROUNDS_SPINNING };
+        while self.goes_on(watch) {
+            rounds = rounds.wrapping_add(1);
+            match self.round(watch) {
+                Some(r) if r.idle => {
+                    self.listen(r.sleep_ns);
+                }
+                Some(r) if r.found => {
+                    self.share_core(watch);
+                    if self.asleep.load(Ordering::Relaxed) > 0 {
+                        self.wake_others();
+                    }
+                    if rounds % KICK_ROUNDS_BUSY == 0 {
+                        self.listen(Some(0));
+                    }
+                }
+                _ => {
+                    // Some sessions are polled while others sleep and kick.
+                    if rounds % idle_rounds != 0 || !self.listen(Some(0)) {
+                        self.pause();
+                    }
+                }
+            }
+        }
+    }
+
+    pub(super) fn other_poller(&self, watch: &mut Watch) {
+        let mut idle_since_ns = self.now();
+        while self.goes_on(watch) {
+            if self.wanted() <= watch.seat || self.is_spare(watch.seat, idle_since_ns) {
+                self.rest(watch.seat);
+                idle_since_ns = self.now();
+                continue;
+            }
+            // Read before the look, so that a wake in between is not lost.
+            let seen = *lock(&self.wakes);
+            match self.round(watch) {
+                // Nobody has anything to do.
+                Some(r) if r.idle && self.is_spare(watch.seat, 0) => self.rest(watch.seat),
+                Some(r) if r.idle => {
+                    self.asleep.fetch_add(1, Ordering::SeqCst);
+                    let mut wakes = lock(&self.wakes);
+                    while *wakes == seen {
+                        wakes = self.woken.wait(wakes).unwrap_or_else(|e| e.into_inner());
+                    }
+                    drop(wakes);
+                    self.asleep.fetch_sub(1, Ordering::SeqCst);
+                }
+                Some(r) if r.found => {
+                    idle_since_ns = self.now();
+                    self.share_core(watch);
+                }
+                _ => self.pause(),
+            }
+        }
+    }
+
+    /// True while the engine runs and the poller has its seat.
+    fn goes_on(&self, watch: &Watch) -> bool {
+        !self.is_stopping() && self.seats.has(watch.seat, watch.thread)
+    }
+
+    /// Poller 0 takes kicks on behalf of all, and waits for them and for timers up to the limit; false if none came.
+    fn listen(&self, limit_ns: Option<u64>) -> bool {
+        let mut events = [MaybeUninit::<epoll::Event>::uninit(); 64];
+        let limit = limit_ns.map(|ns| rustix::time::Timespec {
+            tv_sec: (ns / 1_000_000_000) as i64,
+            tv_nsec: (ns % 1_000_000_000) as i64,
+        });
+        let got = match epoll::wait(&self.epoll, &mut events, limit.as_ref()) {
+            Ok((ready, _)) => ready.iter().map(|e| e.data.u64()).collect::<Vec<u64>>(),
+            Err(_) => Vec::new(),
+        };
+        self.sleeping.store(false, Ordering::SeqCst);
+        let any = !got.is_empty();
+        if limit_ns == Some(0) && !any {
+            return false;
+        }
+        {
+            let events = self.events.read().unwrap_or_else(|e| e.into_inner());
+            let sessions = got.iter().filter(|&&t| t < PORT);
+            sessions.filter_map(|&t| events.get(&SessionId::from_number(t))).for_each(|q| q.on_wake());
+        }
+        let mut r = self.rnic.lock();
+        let now = self.now();
+        for token in got {
+            if token == PORT {
+                self.poll_port(now);
+            } else if token != WAKE {
+                r.unpark(SessionId::from_number(token), now);
+            }
+        }
+        let busy = r.is_busy() || self.port_is_polled();
+        self.publish(&r);
+        drop(r);
+        if busy {
+            self.wake_others();
+        }
+        any
+    }
+}
