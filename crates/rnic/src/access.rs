@@ -229,18 +229,18 @@ impl<'a> Tables<'a> {
     /// Copies bytes `[off, off + len)` of a message; `None` if only a job can.
     #[inline]
     pub fn copy(&self, src: Side<'_>, dst: Side<'_>, off: u64, len: u64) -> Option<Result<(), Fault>> {
-        let before = holes::touched().times;
-        let copied = match (len > 0).then(|| self.simple(src, off, len)).flatten() {
-            Some(from) => self.simple(dst, off, len).map(|to| Some(copy_mapped(from, to, len as usize))),
-            None => None,
-        };
-        let copied = copied.unwrap_or_else(|| self.copy_in_pieces(src, dst, off, len));
-        if holes::touched().times != before {
-            self.note_holes(&[src, dst], off, len);
-        }
-        copied
+        self.watched(&[src, dst], (off, len), || {
+            if len > 0
+                && let Some(from) = self.simple(src, off, len)
+                && let Some(to) = self.simple(dst, off, len)
+            {
+                return Some(copy_mapped(from, to, len as usize));
+            }
+            self.copy_in_pieces(src, dst, off, len)
+        })
     }
 
+    /// As [`Tables::copy`], whatever the two sides are: pieces are looked up one after the other.
     fn copy_in_pieces(&self, src: Side<'_>, dst: Side<'_>, off: u64, len: u64) -> Option<Result<(), Fault>> {
         let mut at = off;
         let end = off + len;
@@ -264,18 +264,13 @@ impl<'a> Tables<'a> {
         let before = holes::touched().times;
         let r = f();
         if holes::touched().times != before {
-            self.note_holes(sides, off, len);
+            sides.iter().for_each(|&side| self.note_hole(side, off, len));
         }
         r
     }
 
-    /// Notes whose holes were just touched among bytes `[off, off + len)` of these sides.
-    #[cold]
-    pub fn note_holes(&self, sides: &[Side<'_>], off: u64, len: u64) {
-        sides.iter().for_each(|&side| self.note_hole(side, off, len));
-    }
-
     /// Notes a hole that was just touched, if it lies in one of the mappings that a side of a message goes through.
+    #[cold]
     fn note_hole(&self, side: Side<'_>, off: u64, len: u64) {
         let owner = match side {
             Side::List { reach, .. } | Side::Remote { reach, .. } => reach.session,
