@@ -16,7 +16,7 @@ mod vm_run;
 mod watching;
 mod workers;
 
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use crate::Result;
 use crate::cluster;
@@ -29,6 +29,9 @@ pub(crate) use network::{arp_spoof, vxlan_injection};
 pub(crate) use sandbox::escape;
 
 type Check = Result<()>;
+
+/// So many tests that took longest are named at the end.
+const LONGEST: usize = 20;
 
 /// Waits for something, up to 10 s.
 fn wait_until(is_so: impl FnMut() -> bool, otherwise: &str) -> Check {
@@ -46,12 +49,14 @@ pub(crate) struct Suite<'a> {
     passed: u32,
     /// Names of the tests that failed, and why.
     failed: Vec<(String, String)>,
+    /// How long each test took.
+    took: Vec<(Duration, String)>,
 }
 
 impl<'a> Suite<'a> {
     /// Tests whose name contains `only`, in this lab.
     pub fn new(lab: &'a Lab, only: Option<&'a str>) -> Self {
-        Suite { lab, only, passed: 0, failed: Vec::new() }
+        Suite { lab, only, passed: 0, failed: Vec::new(), took: Vec::new() }
     }
 
     /// What names must contain.
@@ -63,7 +68,14 @@ impl<'a> Suite<'a> {
     ///
     /// # Errors
     /// Some tests failed.
-    pub fn close(self) -> Result<()> {
+    pub fn close(mut self) -> Result<()> {
+        if self.took.len() > LONGEST {
+            self.took.sort_by(|a, b| b.cmp(a));
+            println!("tests that took longest:");
+            for (took, name) in &self.took[..LONGEST] {
+                println!("{:>5} s  {name}", took.as_secs());
+            }
+        }
         for (name, why) in &self.failed {
             println!("failed: {name}\n{why}");
         }
@@ -82,7 +94,10 @@ impl<'a> Suite<'a> {
         if !self.wants(name) {
             return;
         }
-        match f(self.lab) {
+        let began = Instant::now();
+        let result = f(self.lab);
+        self.took.push((began.elapsed(), name.into()));
+        match result {
             Ok(()) => {
                 println!("test {name} ... ok");
                 self.passed += 1;

@@ -2,6 +2,7 @@
 
 use std::collections::BTreeSet;
 use std::sync::Arc;
+use std::sync::atomic::Ordering;
 
 use unirdma_abi as abi;
 use unirdma_abi::{Command, Nothing, Status};
@@ -179,6 +180,7 @@ impl Device {
     /// What an errand has found, if it is still there. The vRNIC is charged for the time.
     fn take_outcome(&self, outcome: Outcome) -> Answer<Found> {
         self.rnic.lock().charge_command(self.session, outcome.took_ns);
+        self.errand_ns.fetch_add(outcome.took_ns, Ordering::Relaxed);
         if let Ok(Found::Memory(_, regions)) = &outcome.found {
             let there: BTreeSet<u64> = self.memory.regions().iter().map(|r| r.id).collect();
             if !regions.iter().all(|id| there.contains(id)) {

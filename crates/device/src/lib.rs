@@ -12,7 +12,7 @@ mod rfc;
 mod search;
 mod shared;
 
-use std::sync::atomic::{Ordering, fence};
+use std::sync::atomic::{AtomicU64, Ordering, fence};
 use std::sync::{Arc, Mutex, MutexGuard};
 use std::time::Duration;
 
@@ -145,6 +145,8 @@ pub struct Device {
     held: Option<(u16, u32)>,
     /// The errand of the next command in the queue.
     pending: Option<Pending>,
+    /// What errands took that [`Device::take_errand_ns`] has not told of, nanoseconds.
+    errand_ns: AtomicU64,
     /// The driver was told that it need not kick.
     control_quiet: bool,
     events: Arc<EventQueues>,
@@ -190,6 +192,7 @@ impl Device {
             control_channel: None,
             held: None,
             pending: None,
+            errand_ns: AtomicU64::new(0),
             control_quiet: false,
             events: Arc::new(events),
             pollers,
@@ -214,6 +217,11 @@ impl Device {
         self.session
     }
 
+    /// The vRNIC.
+    pub fn vnic(&self) -> VnicId {
+        self.identity.vnic
+    }
+
     /// What tells this session's objects from those of an earlier session, and of an earlier process.
     pub(crate) fn generation(&self) -> u32 {
         self.identity.origin.wrapping_add(self.session.number() as u32)
@@ -227,6 +235,11 @@ impl Device {
     /// The channel by which the control queue is notified, and on which its calls go from now on.
     pub fn set_control_channel(&mut self, channel: Option<Arc<Foreign>>) {
         self.control_channel = channel;
+    }
+
+    /// How long errands of commands took that have been served since this was asked last, nanoseconds.
+    pub fn take_errand_ns(&self) -> u64 {
+        self.errand_ns.swap(0, Ordering::Relaxed)
     }
 
     /// Executes control commands that wait, at most [`MAX_TURN`]; true if there were any. In the RFC mode it also looks at the

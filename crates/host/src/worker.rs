@@ -1,11 +1,14 @@
 //! A worker: the process that serves the vRNICs of one group. This is its control thread: the sockets of programs, control queues,
 //! sessions, and what the supervisor calls for; one event loop, no blocking.
 
+mod allowance;
 mod calls;
 mod channels;
+mod commands;
 mod idle;
 mod ledger;
 mod machine;
+mod sessions;
 mod watchdog;
 
 use std::collections::{BTreeMap, HashMap, VecDeque};
@@ -14,15 +17,15 @@ use std::mem::MaybeUninit;
 use std::net::IpAddr;
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::os::unix::net::UnixListener;
+use std::rc::Rc;
 use std::sync::{Arc, Mutex};
 use std::time::Duration;
 
 use rustix::event::{EventfdFlags, epoll};
 use rustix::net::SocketFlags;
-use unirdma_abi as abi;
 use unirdma_device::{Device, Identity, lock};
 use unirdma_formats::Gid;
-use unirdma_link::{Backend, Closer, Foreign, Handler, Ledger, Memory, Progress, Refusal, Resource, Ticket, Vring};
+use unirdma_link::{Backend, Closer, Foreign, Handler, Ledger, Memory, Progress, Resource, Ticket, Vring};
 use unirdma_rnic::{Limits, VnicConfig, VnicId};
 
 use crate::confine::{self, Kind};
@@ -34,29 +37,13 @@ use crate::protocol::{Answer, Begin, Call, Figures, Hello, NewVrnic, Notice, VER
 use crate::pulse::Pulse;
 use crate::switch::Switch;
 use crate::vrnic::{self, IpNet, LedgerInfo, VrnicInfo};
+use allowance::Allowance;
 pub(crate) use ledger::raise_limit;
 use machine::Machine;
 use watchdog::Watchdog;
 
-/// Programs of one vRNIC that look at its configuration while it has all the sessions that it may have. The oldest look
-/// ends for a new one.
-const MAX_LOOKERS: usize = 64;
 /// Messages of one session before the others get a turn.
 const BURST: usize = 32;
-/// How long the control queue of a session is looked at after its last command, nanoseconds. Programs send commands in
-/// quick succession, and one that is found by a look costs neither side a wake-up.
-const LINGER_NS: u64 = 50_000;
-/// Only a command that follows another one of its session within this time is taken for one of several, nanoseconds.
-const QUICK_NS: u64 = 200_000;
-/// If a look comes so long after the one before, somebody computes on this core, nanoseconds.
-const CROWD_NS: u64 = 100_000;
-/// Then there are no looks for this long, nanoseconds: who sleeps and is woken has its core sooner than who waits in turn.
-/// Twice as long each time that this is found again right afterwards, up to the maximum.
-const CROWDED_NS: u64 = 500_000_000;
-const CROWDED_MAX_NS: u64 = 16_000_000_000;
-/// Rounds of looks, and nanoseconds of serving, between two looks at everything else.
-const LINGER_ROUNDS: u32 = 16;
-const LINGER_TURN_NS: u64 = 100_000;
 /// How long a vRNIC accepts no program that has too many descriptors waiting to be closed, nanoseconds.
 const PAUSE_NS: u64 = 100_000_000;
 /// How long the rest of a message may take, nanoseconds.
@@ -83,6 +70,7 @@ struct Vrnic {
     /// The log has it that there are too many sessions.
     full: bool,
     ledger: Ledger,
+    allowance: Rc<Allowance>,
 }
 
 /// A session: the protocol engine, the device behind it, and the descriptors that are watched for it.
@@ -96,13 +84,30 @@ struct Session {
     lingers: bool,
     /// When commands of it were served last.
     served_ns: u64,
+    /// Of its vRNIC.
+    allowance: Rc<Allowance>,
     /// For the descriptor of its process.
     _ticket: Ticket,
 }
 
-/// A session whose control queue is looked at without a kick, and until when.
+impl Session {
+    /// Until when what its program asks for has to wait, since its vRNIC has had more than its part.
+    fn waits_until(&self, engine: &Engine, now: u64) -> Option<u64> {
+        self.allowance.waits_until(now, || engine.shares_cores_with_others(self.conn.device.vnic()))
+    }
+
+    /// Something was done for it since time `began`.
+    fn pays_since(&self, engine: &Engine, began: u64) {
+        let now = engine.now();
+        self.allowance.charge(now, now.saturating_sub(began) + self.conn.device.take_errand_ns());
+    }
+}
+
+/// A session whose control queue is looked at without a kick, from when on and until when.
 struct Lingering {
     session: u64,
+    /// Until then its vRNIC's commands have to wait.
+    from_ns: u64,
     until_ns: u64,
 }
 
@@ -196,6 +201,14 @@ enum Mode {
 }
 
 impl Vrnic {
+    /// When it accepts programs again, if it does not now.
+    fn accepts_from(&self, engine: &Engine, now: u64) -> Option<u64> {
+        if self.ledger.is_overdrawn() {
+            return Some(now + PAUSE_NS);
+        }
+        self.allowance.waits_until(now, || engine.shares_cores_with_others(self.id))
+    }
+
     fn listener(&mut self, mode: Mode) -> &mut (u64, OwnedFd) {
         match mode {
             Mode::Native => &mut self.listener,
@@ -223,6 +236,22 @@ enum Source {
 struct Above {
     line: Line,
     token: u64,
+}
+
+/// What is not listened to for a while, and until when.
+enum Paused {
+    /// A vRNIC accepts no program by this socket.
+    Listener(u64, String, Mode),
+    /// A session's messages wait.
+    Session(u64, u64),
+}
+
+impl Paused {
+    fn until_ns(&self) -> u64 {
+        match *self {
+            Paused::Listener(until_ns, ..) | Paused::Session(until_ns, _) => until_ns,
+        }
+    }
 }
 
 /// The way to say something to the supervisor that is here, if it listens.
@@ -277,8 +306,7 @@ struct Worker {
     half: Vec<(u64, u64)>,
     /// Connections of VMMs that get no network interface, and since when, nanoseconds.
     refused: VecDeque<(u64, Foreign)>,
-    /// vRNICs that accept no program now, by these sockets.
-    paused: Vec<(String, Mode)>,
+    paused: Vec<Paused>,
     /// IP multicast groups that it wants to hear.
     wanted: Vec<IpAddr>,
     /// The supervisor has been asked for more QPNs, and has not given any.
@@ -455,7 +483,7 @@ impl Worker {
             }
             self.end_half();
             self.end_refused();
-            self.resume_listeners();
+            self.resume();
         }
         self.engine.stop();
         self.switch.stop();
@@ -469,12 +497,11 @@ impl Worker {
             tv_sec: (ns / 1_000_000_000) as i64,
             tv_nsec: (ns % 1_000_000_000) as i64,
         };
-        if !self.lingering.is_empty() {
-            return Some(after(0));
-        }
-        let half = self.half.iter().map(|h| (h.1 + HALF_NS).saturating_sub(self.engine.now())).min();
-        let pause = (!self.paused.is_empty()).then_some(PAUSE_NS);
-        Some(after(half.into_iter().chain(pause).chain(self.refused_limit()).min()?))
+        let now = self.engine.now();
+        let look = self.until_next_look(now);
+        let half = self.half.iter().map(|h| (h.1 + HALF_NS).saturating_sub(now)).min();
+        let pause = self.paused.iter().map(|p| p.until_ns().saturating_sub(now)).min();
+        Some(after(look.into_iter().chain(half).chain(pause).chain(self.refused_limit()).min()?))
     }
 
     /// A program has sent a part of a message, or all of it.
@@ -503,343 +530,6 @@ impl Worker {
                 self.close(id);
                 self.engine.after_command();
             }
-        }
-    }
-
-    // --- sessions ---
-
-    fn on_listener(&mut self, name: &str, mode: Mode) {
-        let Some(v) = self.vrnics.get_mut(name) else { return };
-        if v.ledger.is_overdrawn() {
-            let (token, listener) = v.listener(mode);
-            let _ = epoll::delete(&self.epoll, listener);
-            self.sources.remove(token);
-            return self.paused.push((name.into(), mode));
-        }
-        let flags = SocketFlags::CLOEXEC | SocketFlags::NONBLOCK;
-        let Ok(sock) = rustix::net::accept_with(&v.listener(mode).1, flags) else { return };
-        // It may have sent descriptors already, which go when the socket goes.
-        let Some(ticket) = v.ledger.take(Resource::Descriptors, 1) else {
-            return drop(Foreign::refused(sock, &v.ledger));
-        };
-        let sock = Foreign::new(sock, ticket);
-        // Urgent bytes come in line. The kernel would drop others, and what is beside them, in the thread that receives.
-        if rustix::net::sockopt::set_socket_oobinline(&sock, true).is_err() {
-            return;
-        }
-        if v.sessions >= v.limits.max_sessions as usize {
-            // Once, not for each program that tries.
-            if !std::mem::replace(&mut v.full, true) {
-                let max = v.limits.max_sessions;
-                tracing::warn!(vrnic = name, max, "too many programs; further ones get EUSERS (--max-sessions)");
-            }
-            let (sight, ledger) = (Sight(v.identity.clone(), mode), v.ledger.clone());
-            return self.add_looker(name, sock, sight, ledger);
-        }
-        let (rnic, engine) = (self.engine.rnic.clone(), self.engine.clone());
-        let (identity, ledger) = (v.identity.clone(), v.ledger.clone());
-        let device = match mode {
-            Mode::Native => Device::new(rnic, identity, engine),
-            Mode::Rfc => Device::new_rfc(rnic, identity, engine, ledger.clone()),
-        };
-        let Some(device) = device else { return };
-        let Some(ticket) = ledger.take(Resource::Descriptors, 1) else { return };
-        let id = self.next_token;
-        // The process may be gone while somebody else still holds its socket.
-        let pidfd = rustix::net::sockopt::socket_peercred(&sock)
-            .ok()
-            .and_then(|c| rustix::process::pidfd_open(c.pid, rustix::process::PidfdFlags::empty()).ok());
-        let mut tokens = Vec::new();
-        let Ok(token) = self.watch(sock.as_fd(), Source::Socket(id), false) else { return };
-        tokens.push(token);
-        if let Some(p) = &pidfd
-            && let Ok(token) = self.watch(p.as_fd(), Source::Exit(id), false)
-        {
-            tokens.push(token);
-        }
-        // Counted and known from here on, where nothing can fail any more.
-        if let Some(v) = self.vrnics.get_mut(name) {
-            v.sessions += 1;
-        }
-        self.engine.add_session(device.session(), device.events());
-        let backend = Backend::new(sock, abi::NUM_QUEUES as usize, ledger.clone());
-        let epoll = self.epoll.clone();
-        let conn = Conn { id, device, kicks: HashMap::new(), changed: HashMap::new(), epoll, ledger };
-        let session = Session {
-            vrnic: name.into(),
-            backend,
-            conn,
-            _pidfd: pidfd,
-            tokens,
-            lingers: false,
-            served_ns: 0,
-            _ticket: ticket,
-        };
-        self.sessions.insert(id, session);
-    }
-
-    fn add_looker(&mut self, name: &str, sock: Foreign, sight: Sight, ledger: Ledger) {
-        let mut others = self.lookers.iter().filter(|(_, l)| l.vrnic == name).map(|(&id, _)| id);
-        if let (Some(oldest), true) = (others.next(), others.count() + 1 >= MAX_LOOKERS) {
-            self.end_look(oldest);
-        }
-        let id = self.next_token;
-        let Ok(token) = self.watch(sock.as_fd(), Source::Socket(id), false) else { return };
-        let backend = Backend::look_only(sock, ledger, Refusal::TooManyUsers);
-        self.lookers.insert(id, Looker { vrnic: name.into(), backend, sight, token });
-    }
-
-    fn end_look(&mut self, id: u64) {
-        self.note_half(id, false);
-        if let Some(l) = self.lookers.remove(&id) {
-            self.sources.remove(&l.token);
-            let _ = epoll::delete(&self.epoll, l.backend.socket());
-        }
-    }
-
-    /// Accepts programs again, or looks whether they may be.
-    fn resume_listeners(&mut self) {
-        for (name, mode) in std::mem::take(&mut self.paused) {
-            let Some(v) = self.vrnics.get_mut(&name) else { continue };
-            if v.ledger.is_overdrawn() {
-                self.paused.push((name, mode));
-                continue;
-            }
-            let token = self.next_token;
-            let listener = v.listener(mode);
-            let added = epoll::add(&self.epoll, &listener.1, epoll::EventData::new_u64(token), epoll::EventFlags::IN);
-            if added.is_err() {
-                self.paused.push((name, mode));
-                continue;
-            }
-            listener.0 = token;
-            self.next_token += 1;
-            self.sources.insert(token, Source::Listener(name, mode));
-        }
-    }
-
-    fn on_socket(&mut self, id: u64) {
-        if let Some(l) = self.lookers.get_mut(&id) {
-            let open = matches!(l.backend.on_readable(&mut l.sight, BURST), Ok(Progress::Open));
-            let half = l.backend.is_half();
-            self.note_half(id, open && half);
-            if !open {
-                self.end_look(id);
-            }
-            return;
-        }
-        if self.on_machine_socket(id) {
-            return;
-        }
-        let Some(s) = self.sessions.get_mut(&id) else { return };
-        let before = s.conn.device.session();
-        let result = s.backend.on_readable(&mut s.conn, BURST);
-        let after = s.conn.device.session();
-        if before != after {
-            self.engine.remove_session(before);
-            self.engine.add_session(after, s.conn.device.events());
-        }
-        let (changed, half) = (std::mem::take(&mut s.conn.changed), s.backend.is_half());
-        let rfc = s.conn.device.is_rfc();
-        self.note_half(id, half);
-        // A queue that begins, or begins again, may hold commands that nobody kicks for, and in the RFC mode WQEs.
-        let begins = changed.contains_key(&(abi::VQ_CONTROL as usize)) || rfc && !changed.is_empty();
-        for (vring, fd) in changed {
-            self.set_kick(id, vring, fd);
-        }
-        match result {
-            Ok(Progress::Open) => {}
-            Ok(Progress::Closed) => self.close(id),
-            Err(e) => {
-                self.note(id, |left_out, vrnic| {
-                    tracing::warn!(session = id, vrnic, error = %e, left_out, "vhost-user session closed");
-                });
-                self.close(id);
-            }
-        }
-        self.engine.after_command();
-        if begins {
-            self.serve(id);
-        }
-    }
-
-    fn set_kick(&mut self, id: u64, vring: usize, fd: Option<Arc<Foreign>>) {
-        let Some(s) = self.sessions.get_mut(&id) else { return };
-        let device_session = s.conn.device.session();
-        let wakes = channels::wakes(vring) && !s.conn.device.is_rfc();
-        if let Some(old) = s.conn.kicks.remove(&vring) {
-            self.unwatch_kick(&old);
-        }
-        let Some(fd) = fd else { return };
-        let token = if wakes {
-            self.engine.watch(device_session, fd.as_fd()).map(|()| OF_POLLERS)
-        } else {
-            self.watch(fd.as_fd(), Source::Kick(id, vring), true)
-        };
-        match (token, self.sessions.get_mut(&id)) {
-            (Ok(token), Some(s)) => {
-                s.conn.kicks.insert(vring, Kick { token, fd });
-            }
-            (Err(e), _) => self.note(id, |left_out, vrnic| {
-                tracing::warn!(session = id, vrnic, vring, error = %e, left_out, "kick descriptor refused");
-            }),
-            _ => {}
-        }
-    }
-
-    /// Writes a line that a session has caused to the log, unless its vRNIC has caused many; the arguments of `line` are how many
-    /// were left out, and the vRNIC's name.
-    fn note(&self, session: u64, line: impl FnOnce(u64, &str)) {
-        let Some(s) = self.sessions.get(&session) else { return };
-        let limit = self.vrnics.get(&s.vrnic).map(|v| &v.identity.log);
-        if let Some(left_out) = limit.and_then(|l| l.next(self.engine.now())) {
-            line(left_out, &s.vrnic);
-        }
-    }
-
-    /// Others may hold the same open file, so closing ours would not end the watch.
-    fn unwatch_kick(&mut self, kick: &Kick) {
-        if kick.token == OF_POLLERS {
-            self.engine.unwatch(kick.fd.as_fd());
-        } else {
-            let _ = epoll::delete(&self.epoll, kick.fd.as_fd());
-            self.sources.remove(&kick.token);
-        }
-    }
-
-    fn on_kick(&mut self, id: u64, vring: usize) {
-        if [abi::VQ_CONTROL as usize, channels::CONTROL].contains(&vring) {
-            if let Some(kick) = self.sessions.get(&id).and_then(|s| s.conn.kicks.get(&channels::CONTROL)) {
-                drop(unirdma_device::take_notifications(&kick.fd));
-            }
-            if !self.serve(id) {
-                self.idle_kicks.note(self.engine.now());
-            }
-        } else if self.sessions.get(&id).is_some_and(|s| s.conn.device.events().on_kick(vring as u32)) {
-            self.serve(id);
-        }
-    }
-
-    /// Looks which of the pages that transfers have made in sparse files of a vRNIC's programs are still there.
-    fn recount(&self, vrnic: &str) {
-        let sessions = self.sessions.values().filter(|s| s.vrnic == vrnic).map(|s| s.backend.memory());
-        let machines = self.machines.values().filter(|m| m.is_of(vrnic)).map(|m| m.memory());
-        sessions.chain(machines).for_each(Memory::recount);
-    }
-
-    /// Memory of some program is gone: the program loses its session, and hears of it as of a device that is gone. Or some vRNIC has filled
-    /// many pages of sparse files.
-    fn on_broken(&mut self) {
-        for (name, v) in self.vrnics.iter().filter(|(_, v)| v.ledger.wants_recount()) {
-            self.recount(name);
-            v.ledger.was_recounted();
-        }
-        self.end_broken_machines();
-        let broken: Vec<u64> =
-            self.sessions.iter().filter(|(_, s)| s.backend.memory().is_broken()).map(|(&id, _)| id).collect();
-        for id in broken {
-            let overfilled = self.sessions.get(&id).is_some_and(|s| s.backend.memory().is_overfilled());
-            self.note(id, |left_out, vrnic| {
-                let why = match overfilled {
-                    true => {
-                        "transfers have made as many pages of its sparse files as the vRNIC may have (--max-filled)"
-                    }
-                    false => "its file was truncated, or there is no memory left",
-                };
-                tracing::warn!(session = id, vrnic, why, left_out, "memory of a program is gone; its session ends");
-            });
-            self.close(id);
-        }
-        self.engine.after_command();
-    }
-
-    /// Serves the sessions whose command was held back until jobs had ended, or that the pollers leave something to.
-    fn on_released(&mut self) {
-        for released in self.engine.released() {
-            let session = self.sessions.iter().find(|(_, s)| s.conn.device.session() == released).map(|(&id, _)| id);
-            if let Some(id) = session {
-                self.serve(id);
-            }
-        }
-    }
-
-    /// Executes commands of a session, and looks for more for a while if there were some just before. False if there were none: then
-    /// nothing was done that others would have to hear of, and the RNIC is not asked.
-    fn serve(&mut self, session: u64) -> bool {
-        let Some(s) = self.sessions.get_mut(&session) else { return false };
-        let now = self.engine.now();
-        if !s.conn.device.serve_control() {
-            return false;
-        }
-        let quick = now - s.served_ns < QUICK_NS && now >= self.crowded_until_ns;
-        s.served_ns = now;
-        // What has come since the driver was told not to kick is served by the look that ends the lingering.
-        if (quick || !s.conn.device.listen()) && !std::mem::replace(&mut s.lingers, true) {
-            let until_ns = if quick { now + LINGER_NS } else { now };
-            self.lingering.push(Lingering { session, until_ns });
-        }
-        self.ask_for_qpns();
-        self.engine.after_command();
-        true
-    }
-
-    /// Looks at the control queues of sessions that sent a command just now, each in its turn.
-    fn linger(&mut self) {
-        let began = self.engine.now();
-        let mut last = None;
-        for _ in 0..LINGER_ROUNDS {
-            let now = self.engine.now();
-            if self.lingering.is_empty() || now - began > LINGER_TURN_NS {
-                return;
-            }
-            if let Some(last) = last.filter(|last| now - last > CROWD_NS)
-                && last >= self.crowded_until_ns
-            {
-                let again = last - self.crowded_until_ns < CROWDED_NS;
-                self.crowded_ns = if again { (self.crowded_ns * 2).min(CROWDED_MAX_NS) } else { CROWDED_NS };
-                self.crowded_until_ns = now + self.crowded_ns;
-            }
-            let crowded = now < self.crowded_until_ns;
-            let sessions = &mut self.sessions;
-            let mut served = false;
-            self.lingering.retain_mut(|l| {
-                let Some(s) = sessions.get_mut(&l.session) else { return false };
-                // At the end, what came between the last look and the driver's news that it must kick again is served.
-                // A queue that then has nothing to serve is broken, and is left alone until its next kick.
-                let ends = crowded || now >= l.until_ns;
-                let found =
-                    s.conn.device.serve_control() || ends && !s.conn.device.listen() && s.conn.device.serve_control();
-                served |= found;
-                if found {
-                    (s.served_ns, l.until_ns) = (now, now + LINGER_NS);
-                }
-                s.lingers = found || !ends;
-                s.lingers
-            });
-            last = (!served).then_some(now);
-            if served {
-                self.engine.after_command();
-            } else {
-                self.engine.pause();
-            }
-        }
-    }
-
-    /// Ends a session and frees all that it had.
-    fn close(&mut self, id: u64) {
-        self.note_half(id, false);
-        let Some(s) = self.sessions.remove(&id) else { return };
-        for t in &s.tokens {
-            self.sources.remove(t);
-        }
-        for kick in s.conn.kicks.values() {
-            self.unwatch_kick(kick);
-        }
-        let _ = epoll::delete(&self.epoll, s.backend.socket());
-        self.engine.remove_session(s.conn.device.session());
-        if let Some(v) = self.vrnics.get_mut(&s.vrnic) {
-            v.sessions -= 1;
-            v.full = false;
         }
     }
 }

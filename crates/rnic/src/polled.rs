@@ -56,6 +56,11 @@ impl Polled {
         self.groups.is_empty()
     }
 
+    /// The vRNICs of which pages are polled.
+    pub fn vnics(&self) -> impl Iterator<Item = VnicId> {
+        self.groups.iter().map(|g| g.vnic)
+    }
+
     pub fn changes(&self) -> u64 {
         self.changes
     }

@@ -107,6 +107,11 @@ impl Scheduler {
         !self.ready.is_empty()
     }
 
+    /// The vRNICs that have a turn to come, in no order.
+    pub fn ready(&self) -> impl Iterator<Item = VnicId> {
+        self.ready.iter().map(|r| r.0.1)
+    }
+
     /// True if there is work beside that of the QP of this vRNIC that has its turn.
     pub fn has_others(&self, id: VnicId) -> bool {
         self.has_ready() || self.agendas.get(id.0).is_some_and(|a| !a.run.is_empty())

@@ -10,7 +10,7 @@ use crate::sched::Due;
 use crate::slab::{Handle, Slab};
 
 /// Most time that a vRNIC's turn takes as far as it can be foretold, nanoseconds.
-const TURN_NS: u64 = 3_000;
+const TURN_NS: u64 = 2_000;
 /// A round begins no turn after this time, nanoseconds, so that its caller can let others in: with the last turn it takes up to twice
 /// as long, if requests are short.
 const ROUND_NS: u64 = 1_500;

@@ -77,6 +77,11 @@ impl Core {
         }
     }
 
+    /// True if another vRNIC than this one has work, or is polled since it had some just now.
+    pub fn works_for_others(&self, id: VnicId) -> bool {
+        self.polled.vnics().chain(self.sched.ready()).any(|v| v != id)
+    }
+
     /// How long the RNIC has worked for a vRNIC, nanoseconds.
     pub fn busy_ns(&self, id: VnicId) -> u64 {
         self.sched.busy_ns(id)

@@ -110,3 +110,23 @@ fn a_device_that_sleeps_is_kicked_once_for_each_post() {
     // The first one finds it awake.
     assert_eq!(kicks_of_1000(&mut p, 2000), 999);
 }
+
+#[test]
+fn a_vrnic_that_is_polled_is_one_of_the_others_to_each_but_itself() {
+    let mut p = Pair::new();
+    p.settle();
+    let (a, b) = (p.a.vnic, p.b.vnic);
+    let others = |p: &Pair| [a, b].map(|v| p.rnic.works_for_others(v));
+    let sleep = |p: &mut Pair, now: u64| {
+        p.rnic.poll(now);
+        p.rnic.park_idle(now, 0);
+    };
+    sleep(&mut p, SECOND);
+    assert_eq!(others(&p), [false, false]);
+    p.rnic.unpark(p.b.session, SECOND);
+    assert_eq!(others(&p), [true, false], "b is polled");
+    p.rnic.unpark(p.a.session, SECOND);
+    assert_eq!(others(&p), [true, true]);
+    sleep(&mut p, 2 * SECOND);
+    assert_eq!(others(&p), [false, false]);
+}

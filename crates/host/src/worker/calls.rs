@@ -240,6 +240,7 @@ impl Worker {
             sessions: 0,
             full: false,
             ledger: self.ledger.for_vrnic(new.held.limits()),
+            allowance: Rc::default(),
         };
         self.vrnics.insert(new.name, v);
         // Somebody may have waited for an address.
