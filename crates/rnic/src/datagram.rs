@@ -30,7 +30,7 @@ const HOLD_NS: u64 = 10_000_000;
 /// Most messages that wait for connection management: it takes them after each round.
 const MAX_MADS: usize = 1024;
 /// Members of a multicast group that get a datagram in one go: then others have their turn.
-const MEMBERS_AT_ONCE: u32 = 8;
+const MEMBERS_AT_ONCE: u32 = 2;
 /// Most bytes of datagrams that wait at one QP.
 const HOLD_BYTES: usize = 1 << 20;
 
