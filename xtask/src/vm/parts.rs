@@ -99,18 +99,38 @@ fn whole(to: &Path, make: impl FnOnce(&Path) -> Result<()>) -> Result<()> {
 }
 
 impl Parts {
-    /// Makes what is missing.
+    /// Makes what is missing. The programs must have been built.
     ///
     /// # Errors
     /// What could not be downloaded or built.
     pub fn make() -> Result<Parts> {
+        let parts = Parts::download()?;
+        parts.preload()?;
+        Ok(parts)
+    }
+
+    /// Downloads what is missing of QEMU and Debian 13.
+    ///
+    /// # Errors
+    /// What could not be downloaded.
+    fn download() -> Result<Parts> {
         let dir = lab::root().join("target/vm");
         fs::create_dir_all(&dir).map_err(failed("target/vm"))?;
         let _lock = lock(&dir)?;
         let parts = Parts { root: dir.join("trixie"), dir, _lock };
         parts.debian_13()?;
-        parts.preload()?;
         Ok(parts)
+    }
+
+    /// Downloads what is missing of that and of the two kernels, so that it is there when somebody needs it.
+    ///
+    /// # Errors
+    /// What could not be downloaded.
+    pub fn fetch() -> Result<()> {
+        let parts = Parts::download()?;
+        parts.kernel_13()?;
+        let version = parts.kernel_here()?.version;
+        parts.headers_here(&version).map(drop)
     }
 
     /// Where all of it is.

@@ -261,6 +261,8 @@ impl Worker {
         for id in self.machines_of(name) {
             self.end_machine(id);
         }
+        // Another vRNIC may get this name.
+        self.paused.retain(|p| !matches!(p, Paused::Listener(_, of, _) if of == name));
         let done = self.info(name);
         done.iter().for_each(|v| self.gone.add_done(v));
         if let Some(v) = self.vrnics.remove(name) {

@@ -1,4 +1,5 @@
-//! A guest whose worker is killed, and one whose machine gets more memory and loses some, both under traffic.
+//! A guest whose worker is killed, and one whose machine gets more memory and loses some, both under traffic; and one that has a virtual
+//! IOMMU.
 
 use super::workers::kill_worker;
 use super::*;
@@ -81,7 +82,25 @@ fn memory_changes(lab: &Lab, g: &Guest) -> Check {
     as_before(lab, g, &before)
 }
 
+/// Bus addresses are guest-physical ones, whatever the machine's IOMMU does for other devices.
+fn behind_an_iommu(lab: &Lab, g: &Guest) -> Check {
+    let o = g.run("ls /sys/class/iommu")?;
+    require(o.text.contains("dmar0"), format!("the guest's kernel uses no IOMMU: {}", o.text))?;
+    for p in ["ibv_rc_pingpong -c -n 100", "ibv_rc_pingpong -c -e -s 4194304 -n 5 -r 2", "ib_write_bw -s 65536 -n 200"]
+    {
+        pair(End::Guest(g), container(lab), p)?;
+        pair(container(lab), End::Guest(g), p)?;
+    }
+    Ok(())
+}
+
 pub(super) fn run(s: &mut Suite<'_>, prepared: &Prepared<'_>) {
+    s.check("guest: it has a virtual IOMMU", |_| {
+        // The last one of several command lines of a kernel counts.
+        let more = ["-device", "intel-iommu", "-append", "console=ttyS0 quiet panic=-1 intel_iommu=on"];
+        let (lab, guest) = alone(prepared, &Plan { more: &more, ..Plan::default() })?;
+        behind_an_iommu(&lab, &guest).map_err(|e| format!("{}\n{}", guest.explain(&e), lab.log()))
+    });
     s.check("guest: its worker is killed under traffic, and it is started anew", |_| {
         let (lab, guest) = alone(prepared, &Plan { driver: "timeout=3", ..Plan::default() })?;
         worker_killed(&lab, &guest).map_err(|e| format!("{}\n{}", guest.explain(&e), lab.log()))?;
