@@ -80,7 +80,7 @@ struct Session {
     conn: Conn,
     _pidfd: Option<OwnedFd>,
     tokens: Vec<u64>,
-    /// It is in [`Control::lingering`].
+    /// It is in [`Worker::lingering`].
     lingers: bool,
     /// When commands of it were served last.
     served_ns: u64,
