@@ -53,6 +53,8 @@ pub struct Core {
     pub(crate) polled: Polled,
     /// A datagram has found no receive since this was asked last.
     pub(crate) starved: bool,
+    /// The last round ended with a doorbell that had no request behind it, and no other vRNIC had a turn to come.
+    pub(crate) in_vain: bool,
     /// Room for the datagram that is being delivered on this host.
     pub(crate) datagram: Box<[u8]>,
     pub(crate) outputs: VecDeque<Output>,
@@ -78,6 +80,7 @@ impl Core {
             helped: true,
             polled: Polled::default(),
             starved: false,
+            in_vain: false,
             datagram: vec![0; MAX_MTU as usize].into_boxed_slice(),
             outputs: VecDeque::new(),
             mads: VecDeque::new(),

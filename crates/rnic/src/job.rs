@@ -27,7 +27,7 @@ use crate::objects::{Fetched, Freed, Qp, Room, SessionId, VnicId, Work};
 use crate::slab::Handle;
 use end::Part;
 pub use task::Job;
-pub(crate) use task::Word;
+pub(crate) use task::{Manner, Word};
 use task::{Phase, Task};
 
 /// While so many jobs wait for somebody to do them, no turn begins.
@@ -156,18 +156,17 @@ impl Jobs {
         !self.waiting.is_empty() || self.in_process == 0 && !self.waiting_process.is_empty()
     }
 
-    /// A copy for a QP of up to `bytes` from `off` on of a message to or from its peer. If they are captured, the job keeps what it
-    /// copies.
+    /// A copy for a QP of up to `bytes` from `off` on of a message to or from its peer.
     pub fn make(
         &mut self,
         tables: &Tables<'_>,
         qps: [Handle<Qp>; 2],
         ends: [Whose<'_>; 2],
         (off, bytes): (u64, u64),
-        keeps: bool,
+        manner: Manner,
     ) -> Made {
         let grants = ends.map(|e| tables.grant(e.0));
-        self.begin(qps, ends.map(|e| (e.1, e.2)), grants, Task::Copy { keeps }, |part| {
+        self.begin(qps, ends.map(|e| (e.1, e.2)), grants, Task::Copy(manner), |part| {
             part.pin(tables, ends.map(|e| e.0), off, bytes.min(MAX_BYTES))?;
             if part.may_wait() {
                 part.bytes = part.bytes.min(MAX_PROCESS_BYTES);

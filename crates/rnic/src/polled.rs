@@ -37,10 +37,22 @@ impl Window {
 }
 
 /// The polled pages of one vRNIC; at least one.
-struct Group {
+pub(crate) struct Group {
     vnic: VnicId,
     doors: Vec<Handle<Door>>,
     window: Window,
+}
+
+impl Group {
+    pub fn vnic(&self) -> VnicId {
+        self.vnic
+    }
+
+    /// Goes on to the pages that the next look comes to.
+    #[inline]
+    pub fn look(&mut self) -> &[Handle<Door>] {
+        &self.doors[self.window.next(self.doors.len())]
+    }
 }
 
 /// The doorbell pages that are polled.
@@ -103,12 +115,10 @@ impl Polled {
         Bells { groups: self.groups.iter().map(of).collect() }
     }
 
-    /// Goes on to the pages that the next look comes to, and calls `f` with those of each vRNIC.
+    /// The pages of each vRNIC.
     #[inline]
-    pub fn look(&mut self, mut f: impl FnMut(VnicId, &[Handle<Door>])) {
-        for g in &mut self.groups {
-            f(g.vnic, &g.doors[g.window.next(g.doors.len())]);
-        }
+    pub fn groups(&mut self) -> impl Iterator<Item = &mut Group> {
+        self.groups.iter_mut()
     }
 }
 
@@ -141,9 +151,7 @@ mod tests {
 
     /// The pages that one look comes to.
     fn look(p: &mut Polled) -> Vec<Handle<Door>> {
-        let mut seen = Vec::new();
-        p.look(|_, doors| seen.extend_from_slice(doors));
-        seen
+        p.groups().flat_map(|g| g.look().to_vec()).collect()
     }
 
     #[test]

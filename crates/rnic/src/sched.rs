@@ -174,6 +174,11 @@ impl Scheduler {
         Some(due)
     }
 
+    /// True if [`Scheduler::next_rung`] has a page of the vRNIC.
+    pub fn has_rung(&self, id: VnicId) -> bool {
+        self.agendas.get(id.0).is_some_and(|a| !a.rung.is_empty())
+    }
+
     /// A doorbell page of the vRNIC that has rung.
     pub fn next_rung(&mut self, id: VnicId) -> Option<Handle<Door>> {
         self.agendas.get_mut(id.0)?.rung.pop_front()

@@ -14,6 +14,8 @@ const TURN_NS: u64 = 2_000;
 /// A round begins no turn after this time, nanoseconds, so that its caller can let others in: with the last turn it takes up to twice
 /// as long, if requests are short.
 const ROUND_NS: u64 = 1_500;
+/// A turn that took so long did not copy as fast as memory allows, nanoseconds: the next long copy of its vRNIC is left to a job.
+const LABORIOUS_NS: u64 = 40_000;
 /// What a timer takes that has fired, or the doorbell page of a session, roughly, nanoseconds.
 const STEP_NS: u64 = 100;
 /// What a look at a session's doorbell page takes, roughly, nanoseconds.
@@ -41,6 +43,12 @@ impl Core {
         !self.polled.is_empty() || self.has_runnable()
     }
 
+    /// True if the last round of [`crate::Rnic::poll_by`] ended with a doorbell that had no request behind it, and no other vRNIC
+    /// had a turn to come. Such doorbells cost their program nothing, so whoever polls should let programs have their turn first.
+    pub fn is_in_vain(&self) -> bool {
+        self.in_vain
+    }
+
     /// When there is a turn to come even if nothing rings; `None` for never.
     pub(crate) fn next_turn(&self) -> Option<u64> {
         self.sched.next_timeout()
@@ -52,18 +60,24 @@ impl Core {
         if !self.net.tx.is_full() {
             self.wake_tx_waiting();
         }
+        self.in_vain = false;
         let mut spent = 0;
         while spent < ROUND_NS && !self.jobs.is_full() {
             let Some(id) = self.sched.begin_turn(self.now) else { break };
             found = true;
             self.objects.touched.set(None);
-            let estimate = self.turn(id);
+            let (estimate, in_vain) = self.turn(id);
             let now = clock().max(self.now);
             // The clock of a simulation stands still during a round.
             let took = if now == began { estimate } else { now - self.now };
             self.now = now;
             spent += took;
             self.sched.end_turn(id, now, took);
+            if took >= LABORIOUS_NS
+                && let Some(v) = self.objects.vnics.get_mut(id.0)
+            {
+                v.laborious = true;
+            }
             if let Some(v) = self.objects.touched.take().and_then(|owner| self.objects.vnics.get(owner.0)) {
                 v.hollow.was_held(took);
             }
@@ -72,18 +86,28 @@ impl Core {
             if self.jobs.has_any() {
                 break;
             }
+            if in_vain && self.sched.ready().all(|other| other == id) {
+                self.in_vain = true;
+                break;
+            }
         }
         found
     }
 
-    /// Looks at some doorbells of each vRNIC that has polled sessions; true if there are any that have rung.
+    /// Looks at some doorbells of each vRNIC that has polled sessions; true if there are any that have rung. A vRNIC with pages that
+    /// have rung, and which its turns have not come to, gains nothing by another look, which costs a cache miss for each page.
     fn look_at_bells(&mut self) -> bool {
         let mut found = false;
         let (doors, qps) = (&mut self.objects.doors, &self.objects.qps);
         let (sched, now) = (&mut self.sched, self.now);
         // While nobody has work, looking takes time from nobody.
         let charged = sched.has_ready();
-        self.polled.look(|vnic, looked| {
+        for group in self.polled.groups() {
+            let vnic = group.vnic();
+            if sched.has_rung(vnic) {
+                continue;
+            }
+            let looked = group.look();
             for &h in looked {
                 let Some(d) = doors.get_mut(h).filter(|d| !d.rung) else { continue };
                 let words = d.bell.rung_words();
@@ -101,13 +125,14 @@ impl Core {
             if charged {
                 sched.charge(vnic, looked.len() as u64 * LOOK_NS);
             }
-        });
+        }
         found
     }
 
-    /// A vRNIC's turn: a doorbell page, timers, and QPs. Returns what it takes, roughly, nanoseconds.
-    fn turn(&mut self, id: VnicId) -> u64 {
+    /// A vRNIC's turn: a doorbell page, timers, and QPs. Returns what it takes, roughly, nanoseconds, and whether nothing was done.
+    fn turn(&mut self, id: VnicId) -> (u64, bool) {
         let (mut ns, touched) = (STEP_NS, holes::touched().times);
+        let mut in_vain = true;
         if let Some(door) = self.sched.next_rung(id) {
             self.objects.doors.get_mut(door).into_iter().for_each(|d| d.rung = false);
             self.take_bell(door);
@@ -116,6 +141,7 @@ impl Core {
             && let Some(due) = self.sched.next_due(id, self.now)
         {
             self.on_due(due);
+            in_vain = false;
             ns += STEP_NS;
         }
         while ns < TURN_NS
@@ -130,6 +156,7 @@ impl Core {
                 if again {
                     self.make_runnable(qp);
                 }
+                in_vain &= took == 0;
                 ns += took;
             }
             ns += OP_NS;
@@ -138,7 +165,7 @@ impl Core {
                 break;
             }
         }
-        ns
+        (ns, in_vain)
     }
 
     /// Takes what a doorbell page says.

@@ -30,6 +30,29 @@ fn sessions_that_ring_all_the_time_do_not_delay_another_vrnic() {
     }
 }
 
+/// Doorbells without requests cost who rings them nothing: a poller shall give its core to programs before it goes on with them, but not
+/// before others have had their turns.
+#[test]
+fn a_round_ends_with_a_doorbell_that_rings_in_vain_unless_others_have_turns() {
+    let (mut p, crowd) = crowd();
+    for e in &crowd {
+        e.bell.ring(e.slot);
+    }
+    p.b.post(abi::SqWqe { remote_addr: IOVA, rkey: p.a.key, ..wqe(WrOpcode::Write, 1) }, &[p.b.sge(0, 8)]);
+    assert!(p.rnic.poll(0));
+    assert!(p.rnic.is_in_vain() && p.rnic.has_turns(), "it ended before it came to the others of the crowd");
+    assert_eq!(p.b.poll().len(), 1);
+    let mut rounds = 0;
+    while p.rnic.poll(0) {
+        assert!(p.rnic.is_in_vain());
+        rounds += 1;
+    }
+    assert!((SESSIONS - 4..=SESSIONS).contains(&rounds), "{rounds}");
+    assert!(!p.rnic.is_in_vain());
+    p.b.post(abi::SqWqe { remote_addr: IOVA, rkey: p.a.key, ..wqe(WrOpcode::Write, 2) }, &[p.b.sge(0, 8)]);
+    assert!(p.rnic.poll(0) && !p.rnic.is_in_vain());
+}
+
 #[test]
 fn each_doorbell_is_seen_after_a_bounded_number_of_rounds() {
     let (mut p, crowd) = crowd();

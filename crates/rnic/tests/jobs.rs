@@ -96,11 +96,12 @@ fn memory_that_a_command_takes_away_is_written_no_more() {
     assert!(!p.rnic.delay_command(p.b.session), "nobody copies at this moment");
     let before = p.b.bytes(0, BYTES);
     run(&mut p, of_a);
+    p.run(SECOND);
+    // What was stopped is tried again, and the key is gone.
+    assert_eq!(status(&p.a.done()), WcStatus::RemAccessErr);
     run(&mut p, of_b);
     p.run(SECOND);
     assert!(p.b.bytes(0, BYTES) == before, "nothing was written after the command");
-    // What was stopped is tried again, and the key is gone.
-    assert_eq!(status(&p.a.done()), WcStatus::RemAccessErr);
     assert!(p.b.poll().iter().any(|c| c.status != 0));
 }
 
@@ -329,6 +330,36 @@ fn a_long_message_goes_on_where_its_job_has_ended() {
     assert_eq!((status(&p.a.done()), p.b.bytes(0, BYTES)), (WcStatus::Success, pattern(BYTES, 1)));
 }
 
+/// Pages of a region that is new are mapped when they are reached, which takes far longer than to copy them. After a job that took long the
+/// next ones look at the clock more often, and no turn copies much, until a job was fast.
+#[test]
+fn after_a_job_that_took_long_the_next_ones_of_its_vrnic_are_careful() {
+    let mut p = Pair::new();
+    p.settle();
+    let [mut of_a, of_b] = two_jobs(&mut p);
+    let copied = |p: &Pair| p.b.bytes(0, BYTES).iter().zip(pattern(BYTES, 1)).take_while(|(a, b)| **a == *b).count();
+    // The clock shows a millisecond more once the job has copied something.
+    let slowly = |p: &Pair, before: usize| if copied(p) > before { 1_000_000 } else { 0 };
+    of_a.run(&mut [], || slowly(&p, 0));
+    let whole_piece = copied(&p);
+    p.rnic.end_job(of_a);
+    run(&mut p, of_b);
+    p.rnic.poll(0);
+    let mut next = p.rnic.take_job().expect("a job, although nobody else has work");
+    next.run(&mut [], || slowly(&p, whole_piece));
+    assert!(copied(&p) - whole_piece <= whole_piece / 8, "{whole_piece}, {}", copied(&p));
+    p.rnic.end_job(next);
+    p.rnic.poll(0);
+    let last = p.rnic.take_job().expect("a job");
+    run(&mut p, last);
+    p.rnic.poll(0);
+    assert_eq!((status(&p.a.done()), copied(&p)), (WcStatus::Success, BYTES));
+    p.b.poll();
+    p.a.post(remote(WrOpcode::Write, 1, &p.b, 0), &[p.a.sge(0, BYTES as u32)]);
+    p.rnic.poll(0);
+    assert!(!p.rnic.has_jobs(), "copies are fast again");
+}
+
 #[test]
 fn a_wrong_request_ends_what_one_job_copies() {
     let mut p = Pair::new();
@@ -351,6 +382,7 @@ fn requests_that_follow_heed_a_command_too() {
     p.rnic.dereg_mr(p.b.session, p.b.mr).unwrap();
     assert!(!p.rnic.delay_command(p.b.session));
     run(&mut p, of_a);
+    p.run(SECOND);
     run(&mut p, of_b);
     p.run(SECOND);
     let (of_a, first) = (completions(&mut p.a), (0, WcStatus::RemAccessErr));

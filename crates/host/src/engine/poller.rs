@@ -18,6 +18,9 @@ const SPARE_NS: u64 = 1_000_000;
 const KICK_ROUNDS_YIELDING: u32 = 8;
 const KICK_ROUNDS_SPINNING: u32 = 256;
 const KICK_ROUNDS_BUSY: u32 = 64;
+/// The most time between two such looks, as long as the poller has its core, nanoseconds: a round that yields to a program that
+/// computes takes a time slice of that.
+const KICK_NS: u64 = 100_000;
 /// Looks at the doorbells between two rounds that find idle sessions and let them sleep.
 pub(super) const LOOKS_BETWEEN_ROUNDS: u32 = 64;
 /// Rounds of the RNIC, each with the lock for itself, before their events are delivered.
@@ -154,7 +157,7 @@ impl Engine {
         }
         let mut found = r.poll_by(now, now_ns) || received || comes_back;
         for _ in 1..ROUNDS_AT_ONCE {
-            if !r.has_turns() || r.has_jobs() {
+            if !r.has_turns() || r.has_jobs() || r.is_in_vain() {
                 break;
             }
             // Nobody else takes it in between, unless for a job.
@@ -185,7 +188,7 @@ impl Engine {
             self.sleeping.store(true, Ordering::SeqCst);
         }
         let sleep_ns = r.next_timeout().map(|t| t.saturating_sub(now));
-        let starved = r.take_starved();
+        let gives_way = r.take_starved() || r.is_in_vain();
         self.publish(&r);
         if watch.changes != r.active_changes() {
             watch.changes = r.active_changes();
@@ -209,7 +212,7 @@ impl Engine {
         drop(net);
         if watch.job.is_some() {
             self.do_job(watch);
-        } else if starved {
+        } else if gives_way {
             self.pause();
         }
         Some(Round { found, idle, sleep_ns })
@@ -308,8 +311,16 @@ impl Engine {
     }
 
     pub(super) fn first_poller(&self, watch: &mut Watch) {
-        let mut rounds = 0u32;
+        let (mut rounds, mut listened_ns) = (0u32, 0);
         let idle_rounds = if self.yields { KICK_ROUNDS_YIELDING } else { KICK_ROUNDS_SPINNING };
+        let mut hears = |rounds: u32, every: u32| {
+            let now = if self.yields { self.now() } else { 0 };
+            let due = rounds % every == 0 || now - listened_ns >= KICK_NS;
+            due && {
+                listened_ns = now;
+                self.listen(Some(0))
+            }
+        };
         while self.goes_on(watch) {
             rounds = rounds.wrapping_add(1);
             match self.round(watch) {
@@ -321,13 +332,11 @@ impl Engine {
                     if self.asleep.load(Ordering::Relaxed) > 0 {
                         self.wake_others();
                     }
-                    if rounds % KICK_ROUNDS_BUSY == 0 {
-                        self.listen(Some(0));
-                    }
+                    hears(rounds, KICK_ROUNDS_BUSY);
                 }
                 _ => {
                     // Some sessions are polled while others sleep and kick.
-                    if rounds % idle_rounds != 0 || !self.listen(Some(0)) {
+                    if !hears(rounds, idle_rounds) {
                         self.pause();
                     }
                 }

@@ -31,8 +31,12 @@ impl Core {
         if let Some(v) = sparse.and_then(|(vnic, _)| self.objects.vnics.get(vnic.0)) {
             v.hollow.end_job(sparse.is_some_and(|s| s.1), took_ns);
         }
+        let vnic = self.objects.vnic_of_qp(job.qp);
+        if let Some(v) = vnic.and_then(|id| self.objects.vnics.get_mut(id.0)) {
+            v.laborious = job.was_laborious().unwrap_or(v.laborious);
+        }
         // Whoever has holes pays for the pages that are made there, also in the turn of a peer.
-        let payer = sparse.filter(|s| s.1).map(|s| s.0).or(self.objects.vnic_of_qp(job.qp));
+        let payer = sparse.filter(|s| s.1).map(|s| s.0).or(vnic);
         payer.into_iter().for_each(|vnic| self.sched.charge(vnic, took_ns));
         if let Some(p) = self.objects.qps.get_mut(job.peer) {
             p.served_by -= 1;

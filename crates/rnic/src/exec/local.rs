@@ -15,7 +15,7 @@ use super::responder::{BAD_RECV, INVALID, NO_ACCESS, Refusal, Request};
 use super::wqe::load;
 use crate::access::{Side, list, local_side, recv_side, remote_side};
 use crate::core::{Core, OP_NS, copy_ns};
-use crate::job::Made;
+use crate::job::{Made, Manner};
 use crate::objects::{Qp, Wait, Work};
 use crate::slab::Handle;
 
@@ -236,12 +236,14 @@ impl Core {
         let n = most.min(SMALL_SLICE);
         // What a capture takes is measured and charged in the turn that copies.
         let others = self.helped && tapped.is_none() && (self.jobs.are_flying() || self.sched.has_others(q.vnic));
-        let copied = if left >= JOB_BYTES && others { None } else { tables.copy(from, to, w.done, n) };
+        let careful = left >= JOB_BYTES && self.objects.vnics.get(q.vnic.0).is_some_and(|v| v.laborious);
+        let copied = if careful || left >= JOB_BYTES && others { None } else { tables.copy(from, to, w.done, n) };
         if let Some(copied) = copied {
             return self.moved(h, ph, w, n, copied);
         }
         let ends = [(from, source.0, source.1), (to, target.0, target.1)];
-        let made = self.jobs.make(&tables, [h, ph], ends, (w.done, most), tapped.is_some());
+        let manner = Manner { keeps: tapped.is_some(), careful };
+        let made = self.jobs.make(&tables, [h, ph], ends, (w.done, most), manner);
         let outcome = self.waits_for_job(h, ph, w, made);
         if most == left && matches!(outcome, Outcome::Copies) {
             self.extend_job(h, ph, w.op);

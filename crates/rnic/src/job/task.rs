@@ -12,8 +12,8 @@ use crate::slab::Handle;
 
 /// A job looks at the clock, and whether it was stopped, after so many bytes.
 const PIECE: u64 = 64 << 10;
-/// The same where pages may be missing: that many pages take some 15 us to make.
-const SPARSE_PIECE: u64 = 16 << 10;
+/// The same where pages may be missing, or earlier copies took long: those of one piece take some 15 us to make, or to map.
+const SLOW_PIECE: u64 = 8 << 10;
 /// After this time a job begins nothing more, nanoseconds: others may wait for whoever does it.
 const ENOUGH_NS: u64 = 10_000;
 
@@ -45,11 +45,20 @@ impl Word {
     }
 }
 
+/// How a job copies.
+#[derive(Clone, Copy, Default)]
+pub(crate) struct Manner {
+    /// What it copies is kept, for a capture.
+    pub keeps: bool,
+    /// It looks at the clock often: copies of its vRNIC have taken long.
+    pub careful: bool,
+}
+
 /// What a job does.
 #[derive(Clone, Copy)]
 pub(super) enum Task {
-    /// Copies from one end to the other, as much as there is time for. `keeps`: what only jobs reach is kept, for a capture.
-    Copy { keeps: bool },
+    /// Copies from one end to the other, as much as there is time for.
+    Copy(Manner),
     /// Puts all bytes of its source, its own ones, to its destination.
     Store,
     /// Brings the bytes of its source.
@@ -60,14 +69,14 @@ pub(super) enum Task {
 
 impl Default for Task {
     fn default() -> Self {
-        Task::Copy { keeps: false }
+        Task::Copy(Manner::default())
     }
 }
 
 impl Task {
     /// True if bytes come back with the job.
     pub fn gives_data(self) -> bool {
-        !matches!(self, Task::Copy { keeps: false } | Task::Store)
+        !matches!(self, Task::Copy(Manner { keeps: false, .. }) | Task::Store)
     }
 }
 
@@ -128,6 +137,8 @@ pub struct Job {
     pub(crate) data: Vec<u8>,
     result: Copied,
     took_ns: u64,
+    /// How many bytes it has copied from mapping to mapping.
+    copied: u64,
     /// The vRNIC whose memory may have holes, and whether the job has touched some.
     pub(super) sparse: Option<VnicId>,
     touched_holes: bool,
@@ -156,19 +167,19 @@ impl Job {
         // What is stopped is tried again, as if its memory had moved.
         const STOPPED: Fault = Fault::SourceMoves;
         let (began, touched) = (clock(), holes::touched().times);
-        self.result = Copied::default();
+        (self.result, self.copied) = (Copied::default(), 0);
         let Some(first) = self.parts.first() else { return };
         let all = |done: Option<Result<(), Fault>>| Some(done.unwrap_or(Err(STOPPED)).map(|()| first.bytes));
         match self.task {
-            Task::Copy { keeps } if keeps || first.may_wait() => {
+            Task::Copy(Manner { keeps, .. }) if keeps || first.may_wait() => {
                 self.data.clear();
                 self.result.first = all(first.bounce(&self.phase, scratch, keeps.then_some(&mut self.data)));
             }
-            Task::Copy { .. } => {
+            Task::Copy(Manner { careful, .. }) => {
                 let parts = &self.parts[..=self.next.len()];
                 let goes_on = || clock().saturating_sub(began) < ENOUGH_NS;
                 for (i, part) in parts.iter().enumerate() {
-                    let piece = if part.is_sparse() { SPARSE_PIECE } else { PIECE };
+                    let piece = if careful || part.is_sparse() { SLOW_PIECE } else { PIECE };
                     let mut done = 0;
                     let mut copied = Ok(());
                     let is_first_piece = |done| i == 0 && done == 0;
@@ -181,6 +192,7 @@ impl Job {
                         0 => self.result.first = Some(copied.map(|()| done)),
                         _ => self.result.next += usize::from(done == part.bytes),
                     }
+                    self.copied += done;
                     if done < part.bytes {
                         break;
                     }
@@ -218,6 +230,12 @@ impl Job {
     /// How long it took, nanoseconds: its vRNIC is charged for it.
     pub(crate) fn took_ns(&self) -> u64 {
         self.took_ns
+    }
+
+    /// True if it copied far less in its time than memory allows, and false if not; `None` if it says nothing of that. The device maps
+    /// the pages of a region when they are first reached, which takes much longer than to copy them.
+    pub(crate) fn was_laborious(&self) -> Option<bool> {
+        (self.copied > 0).then_some(self.took_ns > self.copied)
     }
 
     /// What came of it: nothing before it was done.

@@ -112,6 +112,8 @@ pub(crate) struct Vnic {
     pub room: Room,
     /// Whether the memory of its sessions has holes.
     pub hollow: Hollow,
+    /// The last long copy for one of its QPs took long for its bytes, in a turn or by a job.
+    pub laborious: bool,
     /// Who of those who may begin to talk with it, while it may not with them, has done so; and the other way round.
     pub begun: Begun,
     /// Its QP for the general services; without one connection management has its messages.

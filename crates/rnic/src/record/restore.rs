@@ -147,6 +147,7 @@ impl Core {
             kicks: 0,
             room: Room::default(),
             hollow: Hollow::default(),
+            laborious: false,
             begun: Begun::default(),
             gsi: None,
         };

@@ -225,6 +225,7 @@ impl<'a> Saver<'a> {
             kicks: _,
             room: _,
             hollow: _,
+            laborious: _,
             gsi: _,
         } = self.core.objects.vnics.get(id.0)?;
         let Limit { share, bits_until, ops_until } = limit;
