@@ -13,7 +13,7 @@ const PART: u64 = 8;
 const BURST_NS: u64 = 20_000_000;
 /// Who has to wait does so for this long at least, nanoseconds, and then has its part of this time at once. A program that waits for an
 /// answer sleeps meanwhile; one that had each answer as soon as it could be paid for would look for it all the time.
-const STEP_NS: u64 = 1_000_000;
+const STEP_NS: u64 = 4_000_000;
 /// Most that one piece of work is charged with, nanoseconds: whoever is interrupted by the kernel meanwhile does not pay for that.
 const MOST_NS: u64 = 2_000_000;
 

@@ -8,6 +8,8 @@ use crate::engine::Engine;
 /// How long the control queue of a session is looked at after its last command, nanoseconds. Programs send commands in
 /// quick succession, and one that is found by a look costs neither side a wake-up.
 const LINGER_NS: u64 = 50_000;
+/// What a look that finds nothing costs others on this core, roughly, nanoseconds: two changes of threads.
+const LOOK_NS: u64 = 1_500;
 /// Only a command that follows another one of its session within this time is taken for one of several, nanoseconds.
 const QUICK_NS: u64 = 200_000;
 /// If a look comes so long after the one before, somebody computes on this core, nanoseconds.
@@ -120,6 +122,8 @@ impl Worker {
                 if found {
                     (s.served_ns, l.until_ns) = (now, now + LINGER_NS);
                     s.pays_since(engine, began);
+                } else {
+                    s.allowance.charge(now, LOOK_NS);
                 }
                 s.lingers = found || !ends;
                 s.lingers
