@@ -8,9 +8,9 @@
 use std::cell::Cell;
 
 /// The part of a core that a vRNIC's control work may take for long: one in so many.
-const PART: u64 = 8;
+const PART: u64 = 16;
 /// What it may take at once after a pause, nanoseconds: a program that starts may make some thousand objects.
-const BURST_NS: u64 = 20_000_000;
+const BURST_NS: u64 = 40_000_000;
 /// Who has to wait does so for this long at least, nanoseconds, and then has its part of this time at once. A program that waits for an
 /// answer sleeps meanwhile; one that had each answer as soon as it could be paid for would look for it all the time.
 const STEP_NS: u64 = 4_000_000;
