@@ -236,7 +236,8 @@ impl Core {
         let n = most.min(SMALL_SLICE);
         // What a capture takes is measured and charged in the turn that copies.
         let others = self.helped && tapped.is_none() && (self.jobs.are_flying() || self.sched.has_others(q.vnic));
-        let careful = left >= JOB_BYTES && self.objects.vnics.get(q.vnic.0).is_some_and(|v| v.laborious);
+        let long = left >= JOB_BYTES && tapped.is_none();
+        let careful = long && self.objects.vnics.get(q.vnic.0).is_some_and(|v| v.laborious);
         let copied = if careful || left >= JOB_BYTES && others { None } else { tables.copy(from, to, w.done, n) };
         if let Some(copied) = copied {
             return self.moved(h, ph, w, n, copied);
