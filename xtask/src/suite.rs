@@ -159,9 +159,9 @@ fn programs() -> Vec<String> {
     each(&mut v, "ib_read_bw", &["", "-a -n 200", "-b", "-e", "-q 8", "-o 16"]);
     each(&mut v, "ib_send_bw", &["", "-a -n 200", "-b", "-e", "-q 8", "-r 16", "-I 64 -s 64"]);
     each(&mut v, "ib_atomic_bw", &["", "-b", "-e", "-q 8", "-A CMP_AND_SWAP"]);
-    each(&mut v, "ib_write_lat", &["", "-a -n 20", "-I 64"]);
-    each(&mut v, "ib_read_lat", &["", "-a -n 20", "-e"]);
-    each(&mut v, "ib_send_lat", &["", "-a -n 20", "-e"]);
+    each(&mut v, "ib_write_lat", &["", "-a -n 100", "-I 64"]);
+    each(&mut v, "ib_read_lat", &["", "-a -n 100", "-e"]);
+    each(&mut v, "ib_send_lat", &["", "-a -n 100", "-e"]);
     each(&mut v, "ib_atomic_lat", &["", "-e", "-A FETCH_AND_ADD"]);
     each(&mut v, "ibv_uc_pingpong -g 0", &["", "-e", "-c", "-s 1 -n 200", "-s 1048576 -n 200 -r 4", "-m 256"]);
     each(&mut v, "ibv_ud_pingpong -g 0", &["", "-e", "-c", "-s 1 -n 200"]);

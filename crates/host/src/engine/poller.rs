@@ -18,8 +18,8 @@ const SPARE_NS: u64 = 1_000_000;
 const KICK_ROUNDS_YIELDING: u32 = 8;
 const KICK_ROUNDS_SPINNING: u32 = 256;
 const KICK_ROUNDS_BUSY: u32 = 64;
-/// The most time between two such looks, as long as the poller has its core, nanoseconds: a round that yields to a program that
-/// computes takes a time slice of that.
+/// The most time between two such looks, as long as the poller has its core, nanoseconds. Rounds are not enough to count: one that yields
+/// to a program that computes lasts as long as the kernel lets that program run.
 const KICK_NS: u64 = 100_000;
 /// Looks at the doorbells between two rounds that find idle sessions and let them sleep.
 pub(super) const LOOKS_BETWEEN_ROUNDS: u32 = 64;
@@ -313,6 +313,7 @@ impl Engine {
     pub(super) fn first_poller(&self, watch: &mut Watch) {
         let (mut rounds, mut listened_ns) = (0u32, 0);
         let idle_rounds = if self.yields { KICK_ROUNDS_YIELDING } else { KICK_ROUNDS_SPINNING };
+        // Rounds that do not yield are short, and need no look at the clock.
         let mut hears = |rounds: u32, every: u32| {
             let now = if self.yields { self.now() } else { 0 };
             let due = rounds % every == 0 || now - listened_ns >= KICK_NS;

@@ -235,10 +235,10 @@ impl Core {
         let most = tapped.unwrap_or(left).min(left);
         let n = most.min(SMALL_SLICE);
         // What a capture takes is measured and charged in the turn that copies.
-        let others = self.helped && tapped.is_none() && (self.jobs.are_flying() || self.sched.has_others(q.vnic));
         let long = left >= JOB_BYTES && tapped.is_none();
+        let others = || self.helped && (self.jobs.are_flying() || self.sched.has_others(q.vnic));
         let careful = long && self.objects.vnics.get(q.vnic.0).is_some_and(|v| v.laborious);
-        let copied = if careful || left >= JOB_BYTES && others { None } else { tables.copy(from, to, w.done, n) };
+        let copied = if careful || long && others() { None } else { tables.copy(from, to, w.done, n) };
         if let Some(copied) = copied {
             return self.moved(h, ph, w, n, copied);
         }

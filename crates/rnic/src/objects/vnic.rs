@@ -112,7 +112,7 @@ pub(crate) struct Vnic {
     pub room: Room,
     /// Whether the memory of its sessions has holes.
     pub hollow: Hollow,
-    /// The last long copy for one of its QPs took long for its bytes, in a turn or by a job.
+    /// A turn of it has taken long, or its last job took long for what it copied: its next long copies are made by careful jobs.
     pub laborious: bool,
     /// Who of those who may begin to talk with it, while it may not with them, has done so; and the other way round.
     pub begun: Begun,
