@@ -15,7 +15,7 @@ use crate::lab::{self, Lab};
 use crate::{Result, packages};
 use footprint::Footprint;
 use list::{ATTACKS, Attack, HONEST, Program, Way};
-use scene::{Figures, Place, Scene, Victims, Worse};
+use scene::{Figures, Place, Scene, VICTIMS, Victims, Worse};
 
 /// A figure of victims in the attacker's group may be so many times worse than beside the honest neighbour.
 pub(crate) const LIMIT_SAME: f64 = 1.5;
@@ -286,7 +286,10 @@ fn yes(b: Option<bool>) -> &'static str {
 fn print(r: &Report) {
     let has_workers = r.rows.iter().any(|row| row.workers_alive.is_some());
     let workers = |text: &str| if has_workers { format!(" {text:>7}") } else { String::new() };
-    println!("topology: {}; beside them the attack\nmedians of {} runs\n", r.topology, r.runs);
+    println!(
+        "topology: {}; beside them the attack\nmedians of {VICTIMS} victims, and of {} runs\n",
+        r.topology, r.runs
+    );
     println!(
         "{:16} {:>5}{} {:^21} {:^21} {:>5}  {:^20} {:^20} {:^20}",
         "",

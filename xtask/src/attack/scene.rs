@@ -13,8 +13,11 @@ use crate::bench::{figures, median};
 use crate::lab::{self, Lab, Running};
 use crate::suite;
 
-/// A victim measures its latency for so long, and its bandwidth for so long.
-const SECONDS: &str = "1";
+/// So many victims measure one after the other. Where the kernel puts their threads makes figures that differ by half, for as long as a
+/// victim runs.
+pub(crate) const VICTIMS: u32 = 5;
+/// Each measures its latency for so many seconds, and its bandwidth for as many.
+const SECONDS: &str = "0.2";
 /// An attack ends by itself after this, if it is not ended before.
 const ATTACK_SECONDS: &str = "3600";
 /// How long a program may prepare itself.
@@ -131,17 +134,20 @@ impl Scene {
         c
     }
 
-    /// Two programs that are connected, and wait.
+    /// Victims, each of which is two programs that are connected, and wait.
     ///
     /// # Errors
     /// They could not begin.
     pub fn victims(&self, place: Place) -> Result<Victims> {
         let vrnics = place.vrnics();
-        let mut c = self.command("victim", SECONDS, &vrnics);
-        c.stdin(Stdio::piped());
-        let mut running = Running::start(c, &self.lab.dir.join(format!("victim-{}.log", vrnics[0])))?;
-        wait_ready(&mut running).map_err(|e| format!("the victim {e}"))?;
-        Ok(Victims(running))
+        let victim = |i| {
+            let mut c = self.command("victim", SECONDS, &vrnics);
+            c.stdin(Stdio::piped());
+            let mut running = Running::start(c, &self.lab.dir.join(format!("victim-{}{i}.log", vrnics[0])))?;
+            wait_ready(&mut running).map_err(|e| format!("the victim {e}"))?;
+            Ok(running)
+        };
+        Ok(Victims((0..VICTIMS).map(victim).collect::<Result<_>>()?))
     }
 
     /// Starts a program of the attacker, which goes on when this returns; or why it cannot be done here.
@@ -189,25 +195,30 @@ impl Scene {
     }
 }
 
-/// Two programs that measure once they are told.
-pub(crate) struct Victims(Running);
+/// Programs that measure once they are told.
+pub(crate) struct Victims(Vec<Running>);
 
 impl Victims {
-    /// Lets them measure.
+    /// Lets one after the other measure; the medians of their figures.
     ///
     /// # Errors
     /// They did not get their work done.
-    pub fn measure(mut self) -> Result<Figures> {
-        // Who has ended meanwhile reads nothing, which its output explains better.
-        let _ = self.0.stdin().ok_or("the victim has no input")?.write_all(b"go\n");
-        let done = self.0.finish_within(MEASURING);
-        if !done.ok() {
-            return Err(done.text.lines().last().unwrap_or("the victim was killed").into());
-        }
-        let of = figures(&done.text);
-        let get = |k: &str| of.get(k).copied().ok_or(format!("the victim printed no {k}: {}", done.text));
-        Ok(Figures { p50_us: get("p50_us")?, p99_us: get("p99_us")?, worst_us: get("worst_us")?, mib_s: get("mib_s")? })
+    pub fn measure(self) -> Result<Figures> {
+        let all = self.0.into_iter().map(measure).collect::<Result<Vec<Figures>>>()?;
+        Ok(Figures::medians(&all))
     }
+}
+
+fn measure(mut victim: Running) -> Result<Figures> {
+    // Who has ended meanwhile reads nothing, which its output explains better.
+    let _ = victim.stdin().ok_or("the victim has no input")?.write_all(b"go\n");
+    let done = victim.finish_within(MEASURING);
+    if !done.ok() {
+        return Err(done.text.lines().last().unwrap_or("the victim was killed").into());
+    }
+    let of = figures(&done.text);
+    let get = |k: &str| of.get(k).copied().ok_or(format!("the victim printed no {k}: {}", done.text));
+    Ok(Figures { p50_us: get("p50_us")?, p99_us: get("p99_us")?, worst_us: get("worst_us")?, mib_s: get("mib_s")? })
 }
 
 /// A program of the attacker; it is killed with this value, if it still runs.

@@ -9,7 +9,7 @@ use serde::Serialize;
 use super::{print_json, rows, topology};
 use crate::attack::LIMIT_SAME as LIMIT;
 use crate::attack::list::{Attack, HONEST, Program, Way};
-use crate::attack::scene::{Figures, Place, Scene, Worse};
+use crate::attack::scene::{Figures, Place, Scene, VICTIMS, Worse};
 use crate::fleet::Fleet;
 use crate::{Result, attack, lab, packages};
 
@@ -247,7 +247,10 @@ fn print(r: &Report) {
 }
 
 fn print_rows(r: &Report) {
-    println!("topology: {}; beside them the neighbour\nmedians of {} runs\n", r.topology, r.runs);
+    println!(
+        "topology: {}; beside them the neighbour\nmedians of {VICTIMS} victims, and of {} runs\n",
+        r.topology, r.runs
+    );
     println!("{:32} {:^33} {:>12}   {:^26}", "", "WRITE of 8 B [us]", "64 KiB", "times worse than honest");
     println!(
         "{:32} {:>10} {:>10} {:>11} {:>12}   {:>8} {:>8} {:>8}",
