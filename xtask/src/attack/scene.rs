@@ -13,10 +13,10 @@ use crate::bench::{figures, median};
 use crate::lab::{self, Lab, Running};
 use crate::suite;
 
-/// So many victims measure one after the other. Where the kernel puts their threads makes figures that differ by half, for as long as a
-/// victim runs.
+/// Victims of a place, which measure one after the other. The kernel puts the threads of each on cores of its own choice, and
+/// figures of the same work differ by half from one choice to another.
 pub(crate) const VICTIMS: u32 = 5;
-/// Each measures its latency for so many seconds, and its bandwidth for as many.
+/// How long a victim measures its latency, and then its bandwidth, seconds.
 const SECONDS: &str = "0.2";
 /// An attack ends by itself after this, if it is not ended before.
 const ATTACK_SECONDS: &str = "3600";
@@ -134,7 +134,7 @@ impl Scene {
         c
     }
 
-    /// Victims, each of which is two programs that are connected, and wait.
+    /// [`VICTIMS`] pairs of programs. Those of a pair are connected, and wait.
     ///
     /// # Errors
     /// They could not begin.
@@ -195,11 +195,11 @@ impl Scene {
     }
 }
 
-/// Programs that measure once they are told.
+/// Victims of one place, which measure once they are told.
 pub(crate) struct Victims(Vec<Running>);
 
 impl Victims {
-    /// Lets one after the other measure; the medians of their figures.
+    /// Lets one after the other measure. Returns the median of each figure.
     ///
     /// # Errors
     /// They did not get their work done.
