@@ -66,11 +66,13 @@ impl Limit {
     }
 }
 
-/// When a QP with a rate limit may send.
+/// When a QP that is held back may send.
 #[derive(Clone, Copy, Default)]
 pub(crate) struct Pace {
-    /// Not before this time, ns.
+    /// A rate limit: not before this time, ns.
     pub after: u64,
+    /// Congestion, of a connection without answers: when all that was sent so far would have left at the pace that it allows, ns.
+    pub spread_until: u64,
     /// It waits for its time.
     pub waits: bool,
 }

@@ -1,4 +1,4 @@
-//! Holding QPs back: those with a rate limit, and those of a vRNIC with limits.
+//! Holding QPs back: those with a rate limit, those of a vRNIC with limits, and those without answers whose network is congested.
 
 use crate::core::Core;
 use crate::objects::Qp;
@@ -7,6 +7,10 @@ use crate::slab::Handle;
 
 /// Nanoseconds that a kilobit takes at 1 kilobit a second, over the bits of a byte.
 const NS_PER_BYTE_AT_1_KBPS: u64 = 8_000_000;
+/// A connection without answers may send its congestion window in this time, ns. The widest one is then more than a port sends.
+const SPREAD_NS: u64 = 200_000;
+/// One that was too fast goes on this much later than it could, ns, and so sends some packets at once.
+const SPREAD_REST_NS: u64 = SPREAD_NS / 4;
 
 impl Qp {
     /// It has a rate limit.
@@ -21,6 +25,8 @@ impl Core {
         let Some(q) = self.objects.qps.get_mut(h) else { return false };
         let Some(v) = self.objects.vnics.get(q.vnic.0) else { return false };
         let own = if q.is_paced() { q.pace.after } else { 0 };
+        let spread = if q.pace.spread_until > self.now { q.pace.spread_until + SPREAD_REST_NS } else { 0 };
+        let own = own.max(spread);
         let after = if v.limit.is_set() { own.max(v.limit.after()) } else { own };
         if after <= self.now {
             return true;
@@ -48,6 +54,15 @@ impl Core {
         }
         if let Some(v) = self.objects.vnics.get_mut(q.vnic.0).filter(|v| v.limit.is_set()) {
             v.limit.has_sent(now, begun, bytes);
+        }
+    }
+
+    /// QP `h` has sent a packet. Its connection has no answers by which the network could hold it back, so congestion notifications do:
+    /// they narrow its `window`, which is what it may send in [`SPREAD_NS`].
+    pub(crate) fn spread(&mut self, h: Handle<Qp>, window: u32) {
+        let earliest = self.now.saturating_sub(SPREAD_NS);
+        if let Some(q) = self.objects.qps.get_mut(h) {
+            q.pace.spread_until = q.pace.spread_until.max(earliest) + SPREAD_NS / u64::from(window.max(1));
         }
     }
 

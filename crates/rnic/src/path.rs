@@ -97,7 +97,7 @@ pub struct Arrival {
     pub port: u16,
     /// An address of this host, or of an IP multicast group.
     pub to: IpAddr,
-    /// The network has marked it (ECN, RFC 3168).
+    /// The network has marked it (ECN, RFC 3168), or it waited in a socket more than half full.
     pub congested: bool,
     /// The group of vRNICs in whose VXLAN network it came; its bytes begin with the inner IP header then, which has the addresses.
     pub group: Option<u32>,

@@ -178,6 +178,8 @@ const NETWORK: &[Call] = &[
     call(libc::SYS_recvmsg),
     call(libc::SYS_sendmmsg),
     call(libc::SYS_recvmmsg),
+    // How much of a socket's buffer is taken.
+    when(libc::SYS_getsockopt, &[is(1, libc::SOL_SOCKET)]),
 ];
 
 /// Signals to eventfds of tenants, by asynchronous I/O of an empty memory file; where there is none, by a write that does not wait.

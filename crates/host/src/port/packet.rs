@@ -8,7 +8,7 @@ use unirdma_formats::wire::Envelope;
 use unirdma_rnic::{Arrival, Tx};
 
 use super::icrc::open;
-use super::socket::{Inbox, ip_header_at, is_congested};
+use super::socket::{Inbox, ip_header_at, is_behind, is_congested};
 use super::{Port, PortCounters, UdpPort, take};
 use crate::seal::Opened;
 
@@ -18,7 +18,8 @@ const VNET_BYTES: usize = 10;
 /// Packet sockets for what comes in by IPv4; everything else is the UDP port's.
 pub(crate) struct PacketPort {
     udp: UdpPort,
-    sockets: Vec<OwnedFd>,
+    /// Each with whether what comes in is taken too slowly, which its senders are told as congestion.
+    sockets: Vec<(OwnedFd, bool)>,
     inbox: Inbox,
     received: u64,
     icrc_errors: u64,
@@ -28,7 +29,7 @@ impl PacketPort {
     /// Packets to these addresses come in by these packet sockets.
     pub fn new(mut udp: UdpPort, sockets: Vec<(Ipv4Addr, OwnedFd)>) -> Self {
         sockets.iter().for_each(|s| udp.silence(s.0.into()));
-        let sockets = sockets.into_iter().map(|s| s.1).collect();
+        let sockets = sockets.into_iter().map(|s| (s.1, false)).collect();
         PacketPort { udp, sockets, inbox: Inbox::new(), received: 0, icrc_errors: 0 }
     }
 }
@@ -48,15 +49,15 @@ impl Port for PacketPort {
         let PacketPort { udp, sockets, inbox, received, icrc_errors } = self;
         let mut any = udp.receive(f);
         let seals = &mut udp.seals;
-        for s in sockets {
-            any |= inbox.receive(s.as_fd(), |i| {
+        for (s, behind) in sockets {
+            let taken = inbox.receive(s.as_fd(), |i| {
                 let Some((head, frame)) = i.bytes.split_first_chunk_mut::<VNET_BYTES>() else { return };
                 let Some(packet) = ip_header_at(i.header).and_then(|at| frame.get_mut(at..)) else { return };
                 // A damaged header is nobody's packet; the kernel drops those too.
                 let Some((flow, payload)) = Flow::parse(packet) else { return };
                 let (at, len) = (flow.header_bytes(), payload.len());
                 let Some(payload) = packet.get_mut(at..at + len) else { return };
-                let congested = is_congested(flow.traffic_class);
+                let congested = is_congested(flow.traffic_class) || *behind;
                 let arrival = Arrival {
                     from: flow.src,
                     port: flow.src_port,
@@ -79,6 +80,8 @@ impl Port for PacketPort {
                     take(opened, arrival, icrc_errors, f);
                 }
             });
+            any |= taken > 0;
+            *behind = is_behind(s.as_fd(), taken);
         }
         any
     }
@@ -92,7 +95,7 @@ impl Port for PacketPort {
     }
 
     fn descriptors(&self) -> Vec<BorrowedFd<'_>> {
-        let packets = self.sockets.iter().map(AsFd::as_fd);
+        let packets = self.sockets.iter().map(|s| s.0.as_fd());
         packets.chain(self.udp.descriptors()).collect()
     }
 

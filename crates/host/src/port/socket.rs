@@ -143,8 +143,8 @@ impl Inbox {
         Inbox { bytes: vec![0; BATCH * BUFFER], room: Room::new() }
     }
 
-    /// Hands [`BATCH`] datagrams of a socket at most to `f`; false if there was none.
-    pub fn receive(&mut self, fd: BorrowedFd<'_>, mut f: impl FnMut(Incoming<'_>)) -> bool {
+    /// Hands [`BATCH`] datagrams of a socket at most to `f`; how many there were.
+    pub fn receive(&mut self, fd: BorrowedFd<'_>, mut f: impl FnMut(Incoming<'_>)) -> usize {
         let mut headers = [NO_HEADER; BATCH];
         let mut iovs = [libc::iovec { iov_base: std::ptr::null_mut(), iov_len: BUFFER }; BATCH];
         let Room { names, controls } = &mut self.room;
@@ -168,8 +168,23 @@ impl Inbox {
             let from = if h.msg_hdr.msg_namelen > 0 { sender(&self.room.names[i]) } else { None };
             f(Incoming { from, header: &h.msg_hdr, bytes });
         }
-        n > 0
+        n
     }
+}
+
+/// True if datagrams come faster than they are taken from a socket, which gave `taken` of them just now: those that wait have more than
+/// half of its buffer. The kernel counts what was taken as waiting until it is a quarter of the buffer, so less would say nothing.
+pub(super) fn is_behind(fd: BorrowedFd<'_>, taken: usize) -> bool {
+    if taken < BATCH {
+        return false;
+    }
+    // Bytes that wait, and bytes of the buffer (SK_MEMINFO_RMEM_ALLOC and SK_MEMINFO_RCVBUF).
+    let mut memory = [0u32; 2];
+    let mut size = size_of_val(&memory) as u32;
+    let at = memory.as_mut_ptr().cast();
+    // SAFETY: the kernel writes `size` bytes at most, which the array has.
+    let done = unsafe { libc::getsockopt(fd.as_raw_fd(), libc::SOL_SOCKET, libc::SO_MEMINFO, at, &mut size) };
+    done == 0 && memory[0] > memory[1] / 2
 }
 
 /// The control messages of a datagram: level, type and the bytes that they begin at.

@@ -10,7 +10,7 @@ use unirdma_formats::wire::{Envelope, ICRC_BYTES, ROCE_PORT};
 use unirdma_rnic::{Arrival, Tx, TxPacket};
 
 use super::icrc::Checker;
-use super::socket::{BATCH, ECN_CAPABLE, Inbox, NO_HEADER, Room, SOL_UDP, add_control, notes, sockaddr};
+use super::socket::{BATCH, ECN_CAPABLE, Inbox, NO_HEADER, Room, SOL_UDP, add_control, is_behind, notes, sockaddr};
 use super::{Port, PortCounters, take};
 use crate::seal::{End, Opened, Seals, Sender, mark_datagram};
 
@@ -30,6 +30,8 @@ struct Socket {
     udp: UdpSocket,
     /// It only holds its port: somebody else takes what comes in.
     silent: bool,
+    /// What comes in is taken too slowly. That is congestion, too, and its senders are told before the kernel drops packets.
+    behind: bool,
     /// Send-only sockets, one for each UDP source port; `None` where somebody else has the port.
     flows: Vec<Option<UdpSocket>>,
 }
@@ -82,7 +84,7 @@ impl UdpPort {
 
     /// Adds the socket of an address, or of an IP multicast group.
     pub fn add(&mut self, addr: IpAddr, udp: UdpSocket) {
-        self.sockets.push(Socket { addr, udp, silent: false, flows: Vec::new() });
+        self.sockets.push(Socket { addr, udp, silent: false, behind: false, flows: Vec::new() });
     }
 
     /// Adds a socket that sends from a flow's port of an address; false if there is no such flow or address.
@@ -262,9 +264,10 @@ impl Port for UdpPort {
     fn receive(&mut self, f: &mut dyn FnMut(Arrival, &[u8])) -> bool {
         let UdpPort { sockets, inbox, checker, counters, icrc, seals, .. } = self;
         let mut any = false;
-        for Socket { addr, udp, .. } in sockets.iter().filter(|s| !s.silent) {
-            any |= inbox.receive(udp.as_fd(), |i| {
-                let (segment, congested) = notes(i.header);
+        for Socket { addr, udp, behind, .. } in sockets.iter_mut().filter(|s| !s.silent) {
+            let taken = inbox.receive(udp.as_fd(), |i| {
+                let (segment, marked) = notes(i.header);
+                let congested = marked || *behind;
                 let Some((from, port)) = i.from else { return };
                 let arrival = Arrival { from, port, to: *addr, congested, group: None, source: None, sealed: false };
                 let size = segment.unwrap_or(i.bytes.len()).max(1);
@@ -284,6 +287,8 @@ impl Port for UdpPort {
                     take(opened, arrival, &mut counters.icrc_errors, f);
                 }
             });
+            any |= taken > 0;
+            *behind = is_behind(udp.as_fd(), taken);
         }
         any
     }
@@ -337,6 +342,32 @@ mod tests {
         // Each flow has a source port of its own.
         let ports: Vec<u16> = got.chunk_by(|a, b| a.1 == b.1).map(|g| g[0].1).collect();
         assert_eq!(ports, [ROCE_PORT, FIRST_SOURCE_PORT + 1, FIRST_SOURCE_PORT + 2]);
+    }
+
+    #[test]
+    fn packets_that_wait_in_a_socket_more_than_half_full_are_congested() {
+        let (from, to): (IpAddr, IpAddr) = ("127.0.47.9".parse().unwrap(), "127.0.47.10".parse().unwrap());
+        let (mut sender, mut port) = (alone(from), alone(to));
+        // Any system allows a buffer of this size.
+        assert!(set(&port.sockets[0].udp, libc::SOL_SOCKET, libc::SO_RCVBUF, 200_000));
+        // Of the packets that come of `n`: how many are congested, up to each change.
+        let mut runs = |n: u16| {
+            let mut tx = Tx::default();
+            for i in 0..n {
+                // Packets of different flows are not joined, so each takes memory of its own.
+                let path = unirdma_rnic::Path { port: FIRST_SOURCE_PORT + i % 2, ..unirdma_rnic::Path::new(to) };
+                tx.push_raw(path, &[7; 600]);
+            }
+            sender.send(&mut tx);
+            let mut got = Vec::new();
+            while port.receive(&mut |a, _| got.push(a.congested)) {}
+            got.chunk_by(|a, b| a == b).map(|c| (c[0], c.len())).collect::<Vec<_>>()
+        };
+        assert_eq!(runs(40), [(false, 40)]);
+        let full = runs(4000);
+        let [(false, BATCH), (true, n), (false, _)] = full[..] else { panic!("{full:?}") };
+        assert!(n >= BATCH, "{full:?}");
+        assert_eq!(runs(40), [(false, 40)]);
     }
 
     #[test]

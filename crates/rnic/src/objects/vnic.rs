@@ -316,7 +316,7 @@ pub struct WireCounters {
     /// Of [`Counters::received_bytes`], those that came from there.
     #[serde(default)]
     pub received_bytes: u64,
-    /// Packets received that the network had marked as congested (ECN).
+    /// Packets received that the network had marked as congested (ECN), or that waited in a socket more than half full.
     pub np_ecn_marked_roce_packets: u64,
     /// Congestion notifications sent.
     pub np_cnp_sent: u64,

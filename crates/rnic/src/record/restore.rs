@@ -525,7 +525,7 @@ impl<'a> Restorer<'a> {
             queued: false,
             broken: *broken,
             established: *established,
-            pace: Pace { after: self.at(*pace_ns), waits: false },
+            pace: Pace { after: self.at(*pace_ns), ..Pace::default() },
             counters: counters.restore(),
         };
         let Some(h) = self.core.objects.qps.insert(live) else { return };

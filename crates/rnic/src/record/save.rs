@@ -404,7 +404,8 @@ impl<'a> Saver<'a> {
             pace,
             counters,
         } = q;
-        let Pace { after, waits: _ } = pace;
+        // How fast a connection may send after a congestion is found out anew.
+        let Pace { after, waits: _, spread_until: _ } = pace;
         let connection = match connection {
             Connection::None => ConnectionData::None,
             Connection::Local(Local { vnic: _, qp: _, found: _ }) => {

@@ -157,6 +157,9 @@ impl Core {
         }
         if unanswered {
             self.advance(h, w, w.next);
+            if w.cc.adapts {
+                self.spread(h, w.cc.packets);
+            }
         } else if w.deadline == u64::MAX {
             w.deadline = self.deadline(h);
         }
