@@ -53,7 +53,7 @@ pub struct Core {
     pub(crate) polled: Polled,
     /// A datagram has found no receive since this was asked last.
     pub(crate) starved: bool,
-    /// The last round ended with a doorbell that had no request behind it, and no other vRNIC had a turn to come.
+    /// What [`Core::is_in_vain`] says.
     pub(crate) in_vain: bool,
     /// Room for the datagram that is being delivered on this host.
     pub(crate) datagram: Box<[u8]>,

@@ -146,6 +146,11 @@ impl Jobs {
         self.waiting.len() >= MAX_WAITING
     }
 
+    /// How many jobs were made.
+    pub fn made(&self) -> u64 {
+        self.made
+    }
+
     /// True if somebody does jobs, or some wait.
     pub fn are_flying(&self) -> bool {
         !self.flying.is_empty()

@@ -20,6 +20,12 @@ pub(crate) const MOMENT_NS: u64 = 5_000;
 const SCALE: u64 = 1 << 16;
 /// A vRNIC may have so many timers, and as many more as [`Scheduler::arm`] is told, before those that were stopped are thrown away.
 const MANY_TIMERS: usize = 1024;
+/// A vRNIC may have so many turns in succession that find nothing to do: a program's request may be executed before the program rings.
+const FEW_IN_VAIN: u64 = 4;
+/// For each further one its doorbells are not looked at for so long after it, nanoseconds,
+const MUTE_STEP_NS: u64 = 1_000;
+/// and at most for so long.
+const MUTE_NS: u64 = 50_000;
 
 /// What a timer of a vRNIC is for.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
@@ -41,6 +47,10 @@ struct Agenda {
     busy_ns: u64,
     /// It is in [`Scheduler::ready`], or has its turn.
     queued: bool,
+    /// How many of its last turns found nothing to do.
+    in_vain: u64,
+    /// Its doorbells are not looked at before this time, nanoseconds.
+    muted_until: u64,
     /// Its place in [`Scheduler::wakes`]; `u64::MAX` for none.
     wakes_at: u64,
     /// Doorbell pages that have rung.
@@ -77,6 +87,8 @@ impl Scheduler {
             charged: self.clock,
             busy_ns: 0,
             queued: false,
+            in_vain: 0,
+            muted_until: 0,
             wakes_at: u64::MAX,
             rung: VecDeque::new(),
             run: VecDeque::new(),
@@ -174,9 +186,10 @@ impl Scheduler {
         Some(due)
     }
 
-    /// True if [`Scheduler::next_rung`] has a page of the vRNIC.
-    pub fn has_rung(&self, id: VnicId) -> bool {
-        self.agendas.get(id.0).is_some_and(|a| !a.rung.is_empty())
+    /// True if a look at the doorbells of the vRNIC is worth its time: its turns have come to all that have rung, and they do not ring for
+    /// nothing all the time. Such a look would cost a cache miss for each page.
+    pub fn listens(&self, id: VnicId, now: u64) -> bool {
+        self.agendas.get(id.0).is_some_and(|a| a.rung.is_empty() && a.muted_until <= now)
     }
 
     /// A doorbell page of the vRNIC that has rung.
@@ -218,11 +231,16 @@ impl Scheduler {
         None
     }
 
-    /// The turn of a vRNIC took so long, nanoseconds. If there is more to do, it has another turn.
-    pub fn end_turn(&mut self, id: VnicId, now: u64, ns: u64) {
+    /// The turn of a vRNIC took so long, nanoseconds, and found nothing to do if it was `in_vain`. If there is more to do, it has
+    /// another turn.
+    pub fn end_turn(&mut self, id: VnicId, now: u64, ns: u64, in_vain: bool) {
         self.charge(id, ns);
         let Some(a) = self.agendas.get_mut(id.0) else { return };
         a.queued = false;
+        a.in_vain = if in_vain { a.in_vain + 1 } else { 0 };
+        if a.in_vain > FEW_IN_VAIN {
+            a.muted_until = now + ((a.in_vain - FEW_IN_VAIN) * MUTE_STEP_NS).min(MUTE_NS);
+        }
         if a.has_work() || a.timers.peek().is_some_and(|t| t.0.0 <= now) {
             self.queue(id);
         } else {
@@ -284,7 +302,7 @@ mod tests {
             let i = ids.iter().position(|&v| v == id).unwrap();
             assert_eq!(s.next_qp(id), Some(qp(1)));
             s.enqueue(id, qp(1));
-            s.end_turn(id, 0, ns(i));
+            s.end_turn(id, 0, ns(i), false);
             had[i] += 1;
         }
         had
@@ -318,7 +336,7 @@ mod tests {
             let id = s.begin_turn(0).unwrap();
             s.next_qp(id);
             s.enqueue(id, qp(1));
-            s.end_turn(id, 0, 1000);
+            s.end_turn(id, 0, 1000, false);
             had[usize::from(id == ids[1])] += 1;
         }
         assert!((50..=56).contains(&had[1]), "{had:?}");
@@ -338,16 +356,16 @@ mod tests {
         assert_eq!(s.begin_turn(299), None);
         assert_eq!(s.begin_turn(300), Some(a));
         assert_eq!((s.next_due(a, 300), s.next_due(a, 300)), (Some(Due::Pace(qp(2))), None));
-        s.end_turn(a, 300, 10);
+        s.end_turn(a, 300, 10, false);
         assert_eq!(s.next_timeout(), Some(400));
         s.remove(b);
         assert_eq!(s.next_timeout(), Some(500));
         assert_eq!(s.begin_turn(1000), Some(a));
         // What is due and was not taken in this turn is taken in the next.
-        s.end_turn(a, 1000, 10);
+        s.end_turn(a, 1000, 10, false);
         assert_eq!(s.begin_turn(1000), Some(a));
         assert_eq!(s.next_due(a, 1000), Some(Due::Wait(qp(1), 1)));
-        s.end_turn(a, 1000, 10);
+        s.end_turn(a, 1000, 10, false);
         assert_eq!((s.begin_turn(2000), s.next_timeout()), (None, None));
     }
 

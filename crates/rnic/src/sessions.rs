@@ -11,6 +11,9 @@ use crate::objects::{Door, Dropped, Names, Objects, Resolve, Session, SessionId,
 use crate::polled::Bells;
 use crate::slab::Handle;
 
+/// What a kick takes, roughly, nanoseconds: mostly the system call that takes its notification.
+const KICK_NS: u64 = 500;
+
 impl Core {
     /// Adds a frontend of `vnic`.
     pub fn add_session(&mut self, vnic: VnicId) -> Option<SessionId> {
@@ -74,24 +77,21 @@ impl Core {
         }
     }
 
-    /// A session kicked its wake virtqueue: poll it from now on.
-    pub fn unpark(&mut self, id: SessionId, now: u64) {
-        let Some(s) = self.objects.sessions.get(id.0) else { return };
-        if let Some(v) = self.objects.vnics.get_mut(s.vnic.0) {
+    /// A session kicked its wake virtqueue: poll it from now on. False if all its pages are polled already, or it does not run.
+    pub fn unpark(&mut self, id: SessionId, now: u64) -> bool {
+        let Some(s) = self.objects.sessions.get(id.0) else { return false };
+        let (vnic, paused) = (s.vnic, s.paused);
+        if let Some(v) = self.objects.vnics.get_mut(vnic.0) {
             v.kicks += 1;
         }
-        if s.paused {
-            return;
-        }
+        self.sched.charge(vnic, KICK_NS);
         // The notification does not say which of its pages has rung.
-        for door in self.objects.doors_of(id) {
-            self.unpark_door(door, now);
-        }
+        !paused && self.objects.doors_of(id).into_iter().fold(false, |woken, door| woken | self.unpark_door(door, now))
     }
 
-    /// A page is polled from now on.
-    pub(crate) fn unpark_door(&mut self, h: Handle<Door>, now: u64) {
-        let Some(d) = self.objects.doors.get_mut(h) else { return };
+    /// A page is polled from now on; false if it was.
+    pub(crate) fn unpark_door(&mut self, h: Handle<Door>, now: u64) -> bool {
+        let Some(d) = self.objects.doors.get_mut(h) else { return false };
         d.last_rung_ns = now;
         if d.parked
             && let Some(s) = self.objects.sessions.get(d.session.0)
@@ -99,7 +99,9 @@ impl Core {
             d.bell.unpark();
             d.parked = false;
             self.polled.add(s.vnic, h);
+            return true;
         }
+        false
     }
 
     /// Lets doorbell pages sleep that have not rung for `idle_ns`, of those that the last round has looked at. The next

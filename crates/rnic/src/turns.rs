@@ -72,7 +72,7 @@ impl Core {
             let took = if now == began { estimate } else { now - self.now };
             self.now = now;
             spent += took;
-            self.sched.end_turn(id, now, took);
+            self.sched.end_turn(id, now, took, in_vain);
             if took >= LABORIOUS_NS
                 && let Some(v) = self.objects.vnics.get_mut(id.0)
             {
@@ -94,8 +94,7 @@ impl Core {
         found
     }
 
-    /// Looks at some doorbells of each vRNIC that has polled sessions; true if there are any that have rung. A vRNIC with pages that
-    /// have rung, and which its turns have not come to, gains nothing by another look, which costs a cache miss for each page.
+    /// Looks at some doorbells of each vRNIC that has polled sessions; true if there are any that have rung.
     fn look_at_bells(&mut self) -> bool {
         let mut found = false;
         let (doors, qps) = (&mut self.objects.doors, &self.objects.qps);
@@ -104,7 +103,7 @@ impl Core {
         let charged = sched.has_ready();
         for group in self.polled.groups() {
             let vnic = group.vnic();
-            if sched.has_rung(vnic) {
+            if !sched.listens(vnic, now) {
                 continue;
             }
             let looked = group.look();
@@ -132,7 +131,7 @@ impl Core {
     /// A vRNIC's turn: a doorbell page, timers, and QPs. Returns what it takes, roughly, nanoseconds, and whether nothing was done.
     fn turn(&mut self, id: VnicId) -> (u64, bool) {
         let (mut ns, touched) = (STEP_NS, holes::touched().times);
-        let mut in_vain = true;
+        let (mut in_vain, jobs) = (true, self.jobs.made());
         if let Some(door) = self.sched.next_rung(id) {
             self.objects.doors.get_mut(door).into_iter().for_each(|d| d.rung = false);
             self.take_bell(door);
@@ -165,7 +164,7 @@ impl Core {
                 break;
             }
         }
-        (ns, in_vain)
+        (ns, in_vain && self.jobs.made() == jobs)
     }
 
     /// Takes what a doorbell page says.

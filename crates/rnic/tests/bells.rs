@@ -7,6 +7,8 @@ use unirdma_simkit::*;
 const SESSIONS: usize = 40;
 /// Rounds in which the doorbell of each session is looked at.
 const ROUNDS: usize = SESSIONS / 8 + 1;
+/// A vRNIC whose doorbells ring for nothing is looked at again after so long, nanoseconds.
+const MUTE_NS: u64 = 50_000;
 
 /// A pair, and more sessions of a's vRNIC.
 fn crowd() -> (Pair, Vec<End>) {
@@ -15,6 +17,12 @@ fn crowd() -> (Pair, Vec<End>) {
     let vnic = p.a.vnic;
     let crowd = (0..SESSIONS).map(|_| End::of_vnic(&mut p.rnic, vnic, 64, QpType::Rc)).collect();
     (p, crowd)
+}
+
+fn polls(p: &mut Pair, rounds: usize, now: u64) {
+    for _ in 0..rounds {
+        p.rnic.poll(now);
+    }
 }
 
 #[test]
@@ -42,25 +50,65 @@ fn a_round_ends_with_a_doorbell_that_rings_in_vain_unless_others_have_turns() {
     assert!(p.rnic.poll(0));
     assert!(p.rnic.is_in_vain() && p.rnic.has_turns(), "it ended before it came to the others of the crowd");
     assert_eq!(p.b.poll().len(), 1);
-    let mut rounds = 0;
-    while p.rnic.poll(0) {
+    let (mut rounds, mut now) = (0, 0);
+    while p.rnic.poll(now) {
         assert!(p.rnic.is_in_vain());
-        rounds += 1;
+        (rounds, now) = (rounds + 1, now + MUTE_NS);
     }
     assert!((SESSIONS - 4..=SESSIONS).contains(&rounds), "{rounds}");
     assert!(!p.rnic.is_in_vain());
     p.b.post(abi::SqWqe { remote_addr: IOVA, rkey: p.a.key, ..wqe(WrOpcode::Write, 2) }, &[p.b.sge(0, 8)]);
-    assert!(p.rnic.poll(0) && !p.rnic.is_in_vain());
+    assert!(p.rnic.poll(now) && !p.rnic.is_in_vain());
+}
+
+/// A vRNIC that rings for nothing all the time is looked at seldom, until it asks for something.
+#[test]
+fn doorbells_that_ring_for_nothing_all_the_time_are_looked_at_later() {
+    let (mut p, crowd) = crowd();
+    // Its first doorbells are looked at at once.
+    for e in &crowd[..4] {
+        e.bell.ring(e.slot);
+        while e.bell.has_rung() {
+            p.rnic.poll(0);
+        }
+    }
+    let ringing = &crowd[0];
+    // How long it is not looked at grows to the most that it can be.
+    for step in 1..=60 {
+        let now = step * MUTE_NS;
+        ringing.bell.ring(ringing.slot);
+        while ringing.bell.has_rung() {
+            p.rnic.poll(now);
+        }
+        ringing.bell.ring(ringing.slot);
+        let muted = (step * 1_000).min(MUTE_NS);
+        polls(&mut p, 2 * ROUNDS, now + muted - 1);
+        assert!(ringing.bell.has_rung(), "it was looked at after less than {muted} ns");
+        // Another one does not wait for it.
+        p.b.post(abi::SqWqe { remote_addr: IOVA, rkey: p.a.key, ..wqe(WrOpcode::Write, step) }, &[p.b.sge(0, 8)]);
+        assert!(p.rnic.poll(now + muted - 1));
+        assert_eq!(p.b.poll().len(), 1);
+    }
+    let mut now = 61 * MUTE_NS;
+    while ringing.bell.has_rung() {
+        p.rnic.poll(now);
+    }
+    // A request, as soon as it is found, ends that.
+    now += MUTE_NS;
+    p.a.post(abi::SqWqe { remote_addr: IOVA, rkey: p.b.key, ..wqe(WrOpcode::Write, 1) }, &[p.a.sge(0, 8)]);
+    polls(&mut p, ROUNDS, now);
+    assert_eq!(p.a.poll().len(), 1);
+    p.a.post(abi::SqWqe { remote_addr: IOVA, rkey: p.b.key, ..wqe(WrOpcode::Write, 2) }, &[p.a.sge(0, 8)]);
+    polls(&mut p, ROUNDS, now);
+    assert_eq!(p.a.poll().len(), 1);
 }
 
 #[test]
 fn each_doorbell_is_seen_after_a_bounded_number_of_rounds() {
     let (mut p, crowd) = crowd();
-    for e in &crowd {
+    for (now, e) in (1..).map(|i| i * MUTE_NS).zip(&crowd) {
         e.bell.ring(e.slot);
-        for _ in 0..ROUNDS {
-            p.rnic.poll(0);
-        }
+        polls(&mut p, ROUNDS, now);
         assert!(!e.bell.has_rung());
     }
 }
@@ -69,7 +117,7 @@ fn each_doorbell_is_seen_after_a_bounded_number_of_rounds() {
 fn a_session_that_rings_is_not_put_to_sleep_before_it_is_looked_at() {
     let (mut p, crowd) = crowd();
     let bells = |p: &Pair| p.rnic.active_changes();
-    for round in 0..3 {
+    for round in 0..2 {
         for e in &crowd {
             p.rnic.unpark(e.session, 0);
         }
@@ -93,6 +141,9 @@ fn a_session_that_rings_is_not_put_to_sleep_before_it_is_looked_at() {
         assert!(!p.rnic.is_busy(), "all sleep in the end");
         assert!(last.bell.ring(last.slot), "whoever sleeps kicks");
         assert!(!p.rnic.poll(SECOND * (round + 2)));
+        let now = SECOND * (round + 2);
+        assert!(p.rnic.unpark(last.session, now), "a kick wakes it");
+        assert!(!p.rnic.unpark(last.session, now), "another one is for nothing");
     }
 }
 

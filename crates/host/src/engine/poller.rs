@@ -7,7 +7,7 @@ use rustix::event::epoll;
 use unirdma_device::{RnicGuard, lock, now_ns};
 use unirdma_rnic::{Bells, Job, Output, SessionId};
 
-use super::{Engine, PORT, SCRATCH_BYTES, WAKE};
+use super::{Engine, PORT, SCRATCH_BYTES};
 
 /// Work must be left over for so long before another poller comes, nanoseconds.
 pub(super) const BACKLOG_NS: u64 = 50_000;
@@ -18,8 +18,9 @@ const SPARE_NS: u64 = 1_000_000;
 const KICK_ROUNDS_YIELDING: u32 = 8;
 const KICK_ROUNDS_SPINNING: u32 = 256;
 const KICK_ROUNDS_BUSY: u32 = 64;
-/// The most time between two such looks, as long as the poller has its core, nanoseconds. Rounds are not enough to count: one that yields
-/// to a program that computes lasts as long as the kernel lets that program run.
+/// The most time between two such looks, as long as the poller has its core, and the least after one that has found only kicks for
+/// nothing, nanoseconds. Rounds are not enough to count: one that yields to a program that computes lasts as long as the kernel lets
+/// that program run.
 const KICK_NS: u64 = 100_000;
 /// Looks at the doorbells between two rounds that find idle sessions and let them sleep.
 pub(super) const LOOKS_BETWEEN_ROUNDS: u32 = 64;
@@ -50,6 +51,10 @@ pub(super) struct Watch {
     changes: u64,
     bells: Bells,
     looks: u32,
+    rounds: u32,
+    /// When the poller looked for kicks last, and whether it found only kicks for nothing.
+    listened_ns: u64,
+    heard_in_vain: bool,
     /// When a busy poller let others in.
     paused_ns: u64,
     /// How long it then keeps them off its core, nanoseconds.
@@ -72,6 +77,9 @@ impl Watch {
             changes: 0,
             bells: Bells::default(),
             looks: 0,
+            rounds: 0,
+            listened_ns: 0,
+            heard_in_vain: false,
             paused_ns: 0,
             share_ns: SHARE_NS,
             pauses: 0,
@@ -83,9 +91,20 @@ impl Watch {
     }
 }
 
+/// What came of listening for kicks.
+#[derive(PartialEq, Eq)]
+enum Heard {
+    Nothing,
+    /// Kicks of sessions that are polled already.
+    InVain,
+    Something,
+}
+
 /// What came of one look at the RNIC.
 pub(super) struct Round {
     found: bool,
+    /// It found little, did it, and left nothing: programs have their turn now.
+    rests: bool,
     idle: bool,
     sleep_ns: Option<u64>,
 }
@@ -189,6 +208,7 @@ impl Engine {
         }
         let sleep_ns = r.next_timeout().map(|t| t.saturating_sub(now));
         let gives_way = r.take_starved() || r.is_in_vain();
+        let small = !left_over && !r.are_jobs_under_way() && !received && !sends;
         self.publish(&r);
         if watch.changes != r.active_changes() {
             watch.changes = r.active_changes();
@@ -215,7 +235,8 @@ impl Engine {
         } else if gives_way {
             self.pause();
         }
-        Some(Round { found, idle, sleep_ns })
+        let rests = found && small && !gives_way && end - now < LONG_ROUND_NS;
+        Some(Round { found, rests, idle, sleep_ns })
     }
 
     /// True if pollers come and go with the load.
@@ -310,34 +331,31 @@ impl Engine {
         }
     }
 
+    /// After a round that found something: lets others on its core in, if it is time.
+    fn after_work(&self, watch: &mut Watch, round: &Round) {
+        if round.rests && self.yields { self.pause() } else { self.share_core(watch) }
+    }
+
     pub(super) fn first_poller(&self, watch: &mut Watch) {
-        let (mut rounds, mut listened_ns) = (0u32, 0);
         let idle_rounds = if self.yields { KICK_ROUNDS_YIELDING } else { KICK_ROUNDS_SPINNING };
-        // Rounds that do not yield are short, and need no look at the clock.
-        let mut hears = |rounds: u32, every: u32| {
-            let now = if self.yields { self.now() } else { 0 };
-            let due = rounds % every == 0 || now - listened_ns >= KICK_NS;
-            due && {
-                listened_ns = now;
-                self.listen(Some(0))
-            }
-        };
         while self.goes_on(watch) {
-            rounds = rounds.wrapping_add(1);
+            watch.rounds = watch.rounds.wrapping_add(1);
             match self.round(watch) {
                 Some(r) if r.idle => {
-                    self.listen(r.sleep_ns);
+                    let kicks = self.await_kicks(r.sleep_ns);
+                    self.sleeping.store(false, Ordering::SeqCst);
+                    self.take_kicks(kicks);
                 }
                 Some(r) if r.found => {
-                    self.share_core(watch);
+                    self.after_work(watch, &r);
                     if self.asleep.load(Ordering::Relaxed) > 0 {
                         self.wake_others();
                     }
-                    hears(rounds, KICK_ROUNDS_BUSY);
+                    self.hears(watch, KICK_ROUNDS_BUSY);
                 }
                 _ => {
                     // Some sessions are polled while others sleep and kick.
-                    if !hears(rounds, idle_rounds) {
+                    if !self.hears(watch, idle_rounds) {
                         self.pause();
                     }
                 }
@@ -369,9 +387,14 @@ impl Engine {
                 }
                 Some(r) if r.found => {
                     idle_since_ns = self.now();
-                    self.share_core(watch);
+                    self.after_work(watch, &r);
+                    self.hears(watch, KICK_ROUNDS_BUSY);
                 }
-                _ => self.pause(),
+                _ => {
+                    if !self.hears(watch, KICK_ROUNDS_BUSY) {
+                        self.pause();
+                    }
+                }
             }
         }
     }
@@ -381,34 +404,60 @@ impl Engine {
         !self.is_stopping() && self.seats.has(watch.seat, watch.thread)
     }
 
-    /// Poller 0 takes kicks on behalf of all, and waits for them and for timers up to the limit; false if none came.
-    fn listen(&self, limit_ns: Option<u64>) -> bool {
+    /// Looks for kicks if it is time, and takes them; false if there were none. Poller 0 does so on behalf of all, in one of `every` rounds at
+    /// least. Where pollers share their cores the others look now and then too: a program that computes may keep poller 0 from its core.
+    fn hears(&self, watch: &mut Watch, every: u32) -> bool {
+        // Rounds that do not yield are short, and need no look at the clock.
+        let now = if self.yields || watch.heard_in_vain { self.now() } else { watch.listened_ns };
+        let is_first = watch.seat == 0;
+        let by_rounds = is_first && watch.rounds % every == 0 && !watch.heard_in_vain;
+        if !by_rounds && now - watch.listened_ns < KICK_NS {
+            return false;
+        }
+        if is_first {
+            self.sleeping.store(false, Ordering::SeqCst);
+        } else if self.sleeping.load(Ordering::SeqCst) {
+            return false;
+        }
+        let kicks = self.await_kicks(Some(0));
+        let heard = if kicks.is_empty() { Heard::Nothing } else { self.take_kicks(kicks) };
+        (watch.listened_ns, watch.heard_in_vain) = (self.now(), heard == Heard::InVain);
+        // Each kick is told to one poller only, and poller 0 may have begun to sleep meanwhile, for as long as there was nothing to do.
+        if !is_first && heard != Heard::Nothing && self.sleeping.load(Ordering::SeqCst) {
+            self.kick();
+        }
+        heard != Heard::Nothing
+    }
+
+    /// Waits for kicks, up to the limit: the tokens of those that came.
+    fn await_kicks(&self, limit_ns: Option<u64>) -> Vec<u64> {
         let mut events = [MaybeUninit::<epoll::Event>::uninit(); 64];
         let limit = limit_ns.map(|ns| rustix::time::Timespec {
             tv_sec: (ns / 1_000_000_000) as i64,
             tv_nsec: (ns % 1_000_000_000) as i64,
         });
-        let got = match epoll::wait(&self.epoll, &mut events, limit.as_ref()) {
-            Ok((ready, _)) => ready.iter().map(|e| e.data.u64()).collect::<Vec<u64>>(),
+        match epoll::wait(&self.epoll, &mut events, limit.as_ref()) {
+            Ok((ready, _)) => ready.iter().map(|e| e.data.u64()).collect(),
             Err(_) => Vec::new(),
-        };
-        self.sleeping.store(false, Ordering::SeqCst);
-        let any = !got.is_empty();
-        if limit_ns == Some(0) && !any {
-            return false;
         }
+    }
+
+    /// Takes kicks, after which their sessions are polled.
+    fn take_kicks(&self, tokens: Vec<u64>) -> Heard {
         {
             let events = self.events.read().unwrap_or_else(|e| e.into_inner());
-            let sessions = got.iter().filter(|&&t| t < PORT);
+            let sessions = tokens.iter().filter(|&&t| t < PORT);
             sessions.filter_map(|&t| events.get(&SessionId::from_number(t))).for_each(|q| q.on_wake());
         }
         let mut r = self.rnic.lock();
         let now = self.now();
-        for token in got {
+        let mut heard = Heard::InVain;
+        for token in tokens {
             if token == PORT {
                 self.poll_port(now);
-            } else if token != WAKE {
-                r.unpark(SessionId::from_number(token), now);
+            }
+            if token >= PORT || r.unpark(SessionId::from_number(token), now) {
+                heard = Heard::Something;
             }
         }
         let busy = r.is_busy() || self.port_is_polled();
@@ -417,6 +466,6 @@ impl Engine {
         if busy {
             self.wake_others();
         }
-        any
+        heard
     }
 }

@@ -25,6 +25,11 @@ impl Core {
         self.jobs.has_any()
     }
 
+    /// True if jobs wait, or somebody does some.
+    pub fn are_jobs_under_way(&self) -> bool {
+        self.jobs.are_flying()
+    }
+
     /// A job was done.
     pub fn end_job(&mut self, mut job: Box<Job>) {
         let (sparse, took_ns) = (job.sparse(), job.took_ns());
