@@ -1,13 +1,16 @@
-//! Builds the library that stock QEMU needs preloaded (`guest/qemu/name.rs`), which `vm` embeds.
+//! Builds the library that stock QEMU needs preloaded (`guest/qemu/name.rs`), which `vm` embeds, and says in which order the functions that
+//! execute work requests lie in the program (`hot.ld`).
 
 use std::env;
 use std::path::Path;
 use std::process::Command;
 
 const SOURCE: &str = "../../guest/qemu/name.rs";
+const ORDER: &str = "hot.ld";
 
 fn main() {
     println!("cargo::rerun-if-changed=build.rs");
+    order_functions();
     println!("cargo::rerun-if-changed={SOURCE}");
     let library = Path::new(&env::var("OUT_DIR").expect("OUT_DIR")).join("name.so");
     let mut rustc = Command::new(env::var("RUSTC").expect("RUSTC"));
@@ -29,4 +32,14 @@ fn main() {
     }
     let status = rustc.arg("-o").arg(&library).arg(SOURCE).status().expect("rustc");
     assert!(status.success(), "the library that names the device in QEMU could not be built");
+}
+
+/// Release builds only: others are not for speed. A linker that was chosen by hand may not know scripts.
+fn order_functions() {
+    println!("cargo::rerun-if-changed={ORDER}");
+    let chosen = env::var("CARGO_ENCODED_RUSTFLAGS").is_ok_and(|f| f.contains("linker") || f.contains("fuse-ld"));
+    if env::var("PROFILE").is_ok_and(|p| p == "release") && !chosen {
+        let script = Path::new(&env::var("CARGO_MANIFEST_DIR").expect("CARGO_MANIFEST_DIR")).join(ORDER);
+        println!("cargo::rustc-link-arg-bin=unirdma=-Wl,-T,{}", script.display());
+    }
 }
