@@ -401,6 +401,17 @@ fn copy_programs(exe: &Path, dir: &Path) -> std::io::Result<PathBuf> {
 }
 
 /// A command as another user, or as this one, in a network namespace or in this one.
+/// The cores that this program may use, in ascending order.
+pub fn cores() -> Vec<usize> {
+    let status = std::fs::read_to_string("/proc/self/status").unwrap_or_default();
+    let list = status.lines().find_map(|l| l.strip_prefix("Cpus_allowed_list:")).unwrap_or_default().trim();
+    let range = |r: &str| {
+        let (first, last) = r.split_once('-').unwrap_or((r, r));
+        Some(first.parse().ok()?..=last.parse().ok()?)
+    };
+    list.split(',').filter_map(range).flatten().collect()
+}
+
 fn command(user: Option<u32>, netns: Option<&str>) -> Command {
     let me = uid();
     let mut words: Vec<String> = Vec::new();

@@ -13,8 +13,7 @@ use crate::bench::{figures, median};
 use crate::lab::{self, Lab, Running};
 use crate::suite;
 
-/// Victims of a place, which measure one after the other. The kernel puts the threads of each on cores of its own choice, and
-/// figures of the same work differ by half from one choice to another.
+/// Victims of a place, which measure one after the other.
 pub(crate) const VICTIMS: u32 = 5;
 /// How long a victim measures its latency, and then its bandwidth, seconds.
 const SECONDS: &str = "0.2";
@@ -47,6 +46,28 @@ impl Place {
             Place::Same => ["a", "b"],
             Place::Other => ["c", "d"],
         }
+    }
+}
+
+/// Who runs on which core. If the kernel chose, figures of the same work would differ by half from one choice to the other; and what a
+/// program takes of another one on the same core is between it and the kernel.
+#[derive(Clone, Copy)]
+enum Core {
+    /// The first one: victims.
+    Victims,
+    /// The last one: the neighbour, honest or not.
+    Neighbour,
+}
+
+impl Core {
+    /// The words before a command that put it there.
+    fn words(self) -> [String; 3] {
+        let cores = lab::cores();
+        let core = match self {
+            Core::Victims => cores.first(),
+            Core::Neighbour => cores.last(),
+        };
+        ["taskset".into(), "--cpu-list".into(), core.copied().unwrap_or(0).to_string()]
     }
 }
 
@@ -128,9 +149,14 @@ impl Scene {
         Ok(Scene { lab, programs: programs.to_path_buf() })
     }
 
-    fn command(&self, name: &str, seconds: &str, vrnics: &[&str]) -> Command {
-        let mut c = Command::new(&self.programs);
-        c.args([name, seconds]).args(vrnics.iter().map(|v| self.lab.socket(v))).stdin(Stdio::null());
+    fn command(&self, core: Core, name: &str, seconds: &str, vrnics: &[&str]) -> Command {
+        let [taskset, option, list] = core.words();
+        let mut c = Command::new(taskset);
+        c.args([option, list])
+            .arg(&self.programs)
+            .args([name, seconds])
+            .args(vrnics.iter().map(|v| self.lab.socket(v)))
+            .stdin(Stdio::null());
         c
     }
 
@@ -141,7 +167,7 @@ impl Scene {
     pub fn victims(&self, place: Place) -> Result<Victims> {
         let vrnics = place.vrnics();
         let victim = |i| {
-            let mut c = self.command("victim", SECONDS, &vrnics);
+            let mut c = self.command(Core::Victims, "victim", SECONDS, &vrnics);
             c.stdin(Stdio::piped());
             let mut running = Running::start(c, &self.lab.dir.join(format!("victim-{}{i}.log", vrnics[0])))?;
             wait_ready(&mut running).map_err(|e| format!("the victim {e}"))?;
@@ -157,7 +183,7 @@ impl Scene {
     pub fn attacker(&self, program: &Program) -> Result<Result<Attacker<'_>>> {
         let (running, captured) = match *program {
             Program::Kit { name, argument, captured } => {
-                let mut c = self.command(name, ATTACK_SECONDS, &["x"]);
+                let mut c = self.command(Core::Neighbour, name, ATTACK_SECONDS, &["x"]);
                 match argument {
                     Argument::None => &mut c,
                     Argument::Word(w) => c.arg(w),
@@ -167,7 +193,8 @@ impl Scene {
             }
             Program::Forge(words) => {
                 let forge = suite::compile(&self.lab, "forge", &[])?;
-                (self.lab.spawn("x", &[], &format!("{forge} {words} {ATTACK_SECONDS}"))?, false)
+                let pinned = Core::Neighbour.words().join(" ");
+                (self.lab.spawn("x", &[], &format!("{pinned} {forge} {words} {ATTACK_SECONDS}"))?, false)
             }
         };
         let mut attacker = Attacker { running, capture: None, scene: self };
@@ -188,7 +215,7 @@ impl Scene {
     /// What they say, or that they say nothing.
     pub fn check(&self, place: Place) -> Result<()> {
         let vrnics = place.vrnics();
-        let c = self.command("check", "0", &vrnics);
+        let c = self.command(Core::Victims, "check", "0", &vrnics);
         let o = Running::start(c, &self.lab.dir.join(format!("check-{}.log", vrnics[0])))?.finish_within(CHECK);
         let why = if o.text.is_empty() { "no answer".into() } else { o.text.trim().replace('\n', "; ") };
         if o.ok() { Ok(()) } else { Err(format!("programs that begin on {} and {}: {why}", vrnics[0], vrnics[1])) }

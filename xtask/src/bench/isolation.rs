@@ -6,7 +6,7 @@ use std::path::Path;
 
 use serde::Serialize;
 
-use super::{print_json, rows, topology};
+use super::{pollers, print_json, rows};
 use crate::attack::LIMIT_SAME as LIMIT;
 use crate::attack::list::{Attack, HONEST, Program, Way};
 use crate::attack::scene::{Figures, Place, Scene, VICTIMS, Worse};
@@ -198,7 +198,13 @@ pub(crate) fn isolation(json: bool, only: Option<&str>, runs: u32) -> Result<()>
     let rows = beside_neighbours(attacks, runs)?;
     lab::build()?;
     let limits = limited(&limits)?;
-    let report = Report { topology: topology(), runs, limit: LIMIT, rows, limits };
+    let report = Report {
+        topology: format!("{}; the victim on the first core, its neighbour on the last one", pollers().0),
+        runs,
+        limit: LIMIT,
+        rows,
+        limits,
+    };
     if json {
         print_json(&report)?;
     } else {
@@ -247,10 +253,7 @@ fn print(r: &Report) {
 }
 
 fn print_rows(r: &Report) {
-    println!(
-        "topology: {}; beside them the neighbour\nmedians of {VICTIMS} victims, and of {} runs\n",
-        r.topology, r.runs
-    );
+    println!("topology: {}\nmedians of {VICTIMS} victims, and of {} runs\n", r.topology, r.runs);
     println!("{:32} {:^33} {:>12}   {:^26}", "", "WRITE of 8 B [us]", "64 KiB", "times worse than honest");
     println!(
         "{:32} {:>10} {:>10} {:>11} {:>12}   {:>8} {:>8} {:>8}",

@@ -27,12 +27,16 @@ pub(crate) use workers::workers;
 
 /// How the machine is shared out while programs on vRNICs of one host are measured.
 pub(crate) fn topology() -> String {
+    let (pollers, shared) = pollers();
+    format!("{pollers}; the two programs spin on {}", if shared { "the same cores" } else { "two others" })
+}
+
+/// Where the pollers of a virtual layer run, and whether they share their cores with programs.
+fn pollers() -> (String, bool) {
     let cores = std::thread::available_parallelism().map_or(1, usize::from);
-    if cores <= 3 {
-        format!("{cores} cores; one poller on each core, which yields; the two programs spin on the same cores")
-    } else {
-        format!("{cores} cores; one poller spins on a core of its own; the two programs spin on two others")
-    }
+    let shared = cores <= 3;
+    let which = if shared { "one poller on each core, which yields" } else { "one poller spins on a core of its own" };
+    (format!("{cores} cores; {which}"), shared)
 }
 
 /// Figures that a program of ours printed: a name and a number on each line.
