@@ -1,12 +1,12 @@
 //! Builds the library that stock QEMU needs preloaded (`guest/qemu/name.rs`), which `vm` embeds, and says in which order the functions that
-//! execute work requests lie in the program (`hot.ld`).
+//! execute work requests lie in the program (`hot.txt`).
 
 use std::env;
 use std::path::Path;
 use std::process::Command;
 
 const SOURCE: &str = "../../guest/qemu/name.rs";
-const ORDER: &str = "hot.ld";
+const ORDER: &str = "hot.txt";
 
 fn main() {
     println!("cargo::rerun-if-changed=build.rs");
@@ -34,12 +34,21 @@ fn main() {
     assert!(status.success(), "the library that names the device in QEMU could not be built");
 }
 
-/// Release builds only: others are not for speed. A linker that was chosen by hand may not know scripts.
+/// Has the linker put the functions of [`ORDER`], and the constants of each, before all others. Release builds only: others are not for
+/// speed. A linker that was chosen by hand may not know scripts; GNU ld and LLD add this one to their own.
 fn order_functions() {
     println!("cargo::rerun-if-changed={ORDER}");
     let chosen = env::var("CARGO_ENCODED_RUSTFLAGS").is_ok_and(|f| f.contains("linker") || f.contains("fuse-ld"));
-    if env::var("PROFILE").is_ok_and(|p| p == "release") && !chosen {
-        let script = Path::new(&env::var("CARGO_MANIFEST_DIR").expect("CARGO_MANIFEST_DIR")).join(ORDER);
-        println!("cargo::rustc-link-arg-bin=unirdma=-Wl,-T,{}", script.display());
+    if env::var("PROFILE").is_ok_and(|p| p != "release") || chosen {
+        return;
     }
+    let list = std::fs::read_to_string(ORDER).expect(ORDER);
+    let names: Vec<&str> = list.lines().filter(|l| !l.is_empty() && !l.starts_with('#')).collect();
+    let first = |section: &str| {
+        let inputs: String = names.iter().map(|n| format!("    *({section}.*{n}*)\n")).collect();
+        format!("SECTIONS {{\n  {section}.hot : ALIGN(4096) {{\n{inputs}  }}\n}}\nINSERT BEFORE {section};\n")
+    };
+    let script = Path::new(&env::var("OUT_DIR").expect("OUT_DIR")).join("hot.ld");
+    std::fs::write(&script, first(".text") + &first(".rodata")).expect("the script for the linker");
+    println!("cargo::rustc-link-arg-bin=unirdma=-Wl,-T,{}", script.display());
 }

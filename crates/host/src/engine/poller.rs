@@ -107,6 +107,8 @@ pub(super) struct Round {
     rests: bool,
     idle: bool,
     sleep_ns: Option<u64>,
+    /// When the RNIC was given back, nanoseconds.
+    ended_ns: u64,
 }
 
 impl Engine {
@@ -236,7 +238,7 @@ impl Engine {
             self.pause();
         }
         let rests = found && small && !gives_way && end - now < LONG_ROUND_NS;
-        Some(Round { found, rests, idle, sleep_ns })
+        Some(Round { found, rests, idle, sleep_ns, ended_ns: end })
     }
 
     /// True if pollers come and go with the load.
@@ -351,11 +353,11 @@ impl Engine {
                     if self.asleep.load(Ordering::Relaxed) > 0 {
                         self.wake_others();
                     }
-                    self.hears(watch, KICK_ROUNDS_BUSY);
+                    self.hears(watch, KICK_ROUNDS_BUSY, Some(r.ended_ns));
                 }
                 _ => {
                     // Some sessions are polled while others sleep and kick.
-                    if !self.hears(watch, idle_rounds) {
+                    if !self.hears(watch, idle_rounds, None) {
                         self.pause();
                     }
                 }
@@ -388,10 +390,10 @@ impl Engine {
                 Some(r) if r.found => {
                     idle_since_ns = self.now();
                     self.after_work(watch, &r);
-                    self.hears(watch, KICK_ROUNDS_BUSY);
+                    self.hears(watch, KICK_ROUNDS_BUSY, Some(r.ended_ns));
                 }
                 _ => {
-                    if !self.hears(watch, KICK_ROUNDS_BUSY) {
+                    if !self.hears(watch, KICK_ROUNDS_BUSY, None) {
                         self.pause();
                     }
                 }
@@ -406,12 +408,14 @@ impl Engine {
 
     /// Looks for kicks if it is time, and takes them; false if there were none. Poller 0 does so on behalf of all, in one of `every` rounds at
     /// least. Where pollers share their cores the others look now and then too: a program that computes may keep poller 0 from its core.
-    fn hears(&self, watch: &mut Watch, every: u32) -> bool {
+    /// `recent_ns` is a time that is not long past, if one is known: each look at the clock delays a request.
+    fn hears(&self, watch: &mut Watch, every: u32, recent_ns: Option<u64>) -> bool {
         // Rounds that do not yield are short, and need no look at the clock.
-        let now = if self.yields || watch.heard_in_vain { self.now() } else { watch.listened_ns };
+        let clocked = self.yields || watch.heard_in_vain;
+        let now = if clocked { recent_ns.unwrap_or_else(|| self.now()) } else { watch.listened_ns };
         let is_first = watch.seat == 0;
         let by_rounds = is_first && watch.rounds % every == 0 && !watch.heard_in_vain;
-        if !by_rounds && now - watch.listened_ns < KICK_NS {
+        if !by_rounds && now.saturating_sub(watch.listened_ns) < KICK_NS {
             return false;
         }
         if is_first {
