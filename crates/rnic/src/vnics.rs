@@ -12,7 +12,7 @@ use unirdma_formats::{AsyncEvent, Gid};
 
 use crate::core::Core;
 use crate::objects::{
-    Begun, Counters, Hollow, Mr, MrNote, Qp, QpInfo, Room, SessionId, Usage, Used, Vnic, VnicConfig, VnicId,
+    Begun, Counters, Hollow, Mr, MrNote, PageTime, Qp, QpInfo, Room, SessionId, Usage, Used, Vnic, VnicConfig, VnicId,
 };
 use crate::pace::{Limit, Share};
 use crate::path::{Route, WireDrops};
@@ -36,6 +36,7 @@ impl Core {
             kicks: 0,
             room: Room::default(),
             hollow: Hollow::default(),
+            page_time: PageTime::default(),
             laborious: false,
             begun: Begun::default(),
             gsi: None,

@@ -152,6 +152,29 @@ fn who_has_holes_pays_for_them() {
     assert_eq!(paid(&mut s, 8), [true, false], "the page is there now");
 }
 
+/// Who has had many pages made gets further ones in a part of the time only, while others have work.
+#[test]
+fn pages_take_a_part_of_the_time_from_others() {
+    const TOOK_NS: u64 = 1_000_000;
+    for op in [WrOpcode::Write, WrOpcode::FetchAdd] {
+        let Some(mut s) = Scene::new() else { return };
+        // Jobs that make pages within 160 ms, one page after the other: the burst has 10, and an eighth of the time 20.
+        let (mut page, mut jobs, end) = (0, 0, s.p.now + 160_000_000);
+        while s.p.now < end {
+            let remote_addr = SPARSE + page * PAGE;
+            s.p.a.post(abi::SqWqe { remote_addr, rkey: s.key, ..wqe(op, 1) }, &[s.p.a.sge(0, 8)]);
+            page += 1;
+            while s.p.a.poll().is_empty() {
+                s.round();
+                jobs += u32::from(s.job(TOOK_NS).is_some_and(|pages| pages > 0));
+                s.p.now += 100_000;
+            }
+        }
+        assert!((28..=33).contains(&jobs), "{op:?}: {jobs} jobs of 1 ms");
+        s.p.settle();
+    }
+}
+
 /// Jobs go on until they have found no hole for a while. Then what is short is copied at once again.
 #[test]
 fn memory_without_holes_needs_no_jobs() {

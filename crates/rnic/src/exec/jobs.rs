@@ -33,8 +33,13 @@ impl Core {
     /// A job was done.
     pub fn end_job(&mut self, mut job: Box<Job>) {
         let (sparse, took_ns) = (job.sparse(), job.took_ns());
-        if let Some(v) = sparse.and_then(|(vnic, _)| self.objects.vnics.get(vnic.0)) {
-            v.hollow.end_job(sparse.is_some_and(|s| s.1), took_ns);
+        if let Some((vnic, touched)) = sparse
+            && let Some(v) = self.objects.vnics.get_mut(vnic.0)
+        {
+            v.hollow.end_job(touched, took_ns);
+            if touched {
+                v.page_time.took(self.now, took_ns);
+            }
         }
         let vnic = self.objects.vnic_of_qp(job.qp);
         if let Some(v) = vnic.and_then(|id| self.objects.vnics.get_mut(id.0)) {

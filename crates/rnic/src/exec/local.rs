@@ -16,7 +16,7 @@ use super::wqe::load;
 use crate::access::{Side, list, local_side, recv_side, remote_side};
 use crate::core::{Core, OP_NS, copy_ns};
 use crate::job::{Made, Manner};
-use crate::objects::{Qp, Wait, Work};
+use crate::objects::{Qp, VnicId, Wait, Work};
 use crate::slab::Handle;
 
 /// Most bytes that move at once, while the core is held.
@@ -242,6 +242,10 @@ impl Core {
         if let Some(copied) = copied {
             return self.moved(h, ph, w, n, copied);
         }
+        let rest_ns = self.rest_of([q.vnic, p.vnic]);
+        if rest_ns > 0 {
+            return self.rests(h, w, rest_ns);
+        }
         let ends = [(from, source.0, source.1), (to, target.0, target.1)];
         let manner = Manner { keeps: tapped.is_some(), careful };
         let made = self.jobs.make(&tables, [h, ph], ends, (w.done, most), manner);
@@ -250,6 +254,16 @@ impl Core {
             self.extend_job(h, ph, w.op);
         }
         outcome
+    }
+
+    /// For how long no job may make pages in the holes of these vRNICs' memory, since it has many and others have work, nanoseconds.
+    pub(super) fn rest_of(&self, ids: [VnicId; 2]) -> u64 {
+        let rest_ns = |id: VnicId| {
+            let hollow = self.objects.vnics.get(id.0).filter(|v| !v.hollow.is_calm());
+            let rest_ns = hollow.map_or(0, |v| v.page_time.rest_ns(self.now));
+            if rest_ns > 0 && self.works_for_others(id) { rest_ns } else { 0 }
+        };
+        rest_ns(ids[0]).max(rest_ns(ids[1]))
     }
 
     /// Request `w` of QP `h` waits for a job, or for one that cannot be made now, or there is no memory for it.
@@ -433,8 +447,13 @@ impl Core {
 
     /// There is no room for request `w` of QP `h` now: it is tried again in a moment.
     pub(crate) fn waits_for_room(&mut self, h: Handle<Qp>, w: &mut Work) -> Outcome {
+        self.rests(h, w, FULL_NS)
+    }
+
+    /// Request `w` is tried again after this time, nanoseconds.
+    pub(super) fn rests(&mut self, h: Handle<Qp>, w: &mut Work, ns: u64) -> Outcome {
         w.wait = Wait::Memory;
-        self.arm_timer(h, FULL_NS);
+        self.arm_timer(h, ns);
         Outcome::Waits
     }
 

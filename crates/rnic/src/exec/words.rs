@@ -33,6 +33,10 @@ impl Core {
             Ok(_) => self.moved(h, ph, w, 8, Ok(())),
             Err(Miss::Fault(fault)) => self.moved(h, ph, w, 8, Err(fault)),
             Err(Miss::Job) => {
+                let rest_ns = self.rest_of([q.vnic, p.vnic]);
+                if rest_ns > 0 {
+                    return self.rests(h, w, rest_ns);
+                }
                 let made = self.jobs.word(&tables, [h, ph], loaded.is_err().then_some(from), to, word);
                 self.waits_for_job(h, ph, w, made)
             }
@@ -53,6 +57,10 @@ impl Core {
                     Ok(found) => found,
                     Err(Miss::Fault(fault)) => return self.moved(h, ph, w, 8, Err(fault)),
                     Err(Miss::Job) => {
+                        let rest_ns = self.rest_of([q.vnic, p.vnic]);
+                        if rest_ns > 0 {
+                            return self.rests(h, w, rest_ns);
+                        }
                         let made = self.jobs.word(&tables, [h, ph], None, to, word);
                         return self.waits_for_job(h, ph, w, made);
                     }

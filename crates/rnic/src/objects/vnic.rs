@@ -6,7 +6,7 @@ use std::ops::AddAssign;
 use unirdma_formats::{Gid, WcStatus};
 
 use super::fetched::Room;
-use super::hollow::Hollow;
+use super::hollow::{Hollow, PageTime};
 use super::mr::Mr;
 use super::qp::Qp;
 use crate::pace::{Limit, Share};
@@ -112,6 +112,8 @@ pub(crate) struct Vnic {
     pub room: Room,
     /// Whether the memory of its sessions has holes.
     pub hollow: Hollow,
+    /// How long pages were made for it.
+    pub page_time: PageTime,
     /// A turn of it has taken long, or its last job took long for what it copied: its next long copies are made by careful jobs.
     pub laborious: bool,
     /// Who of those who may begin to talk with it, while it may not with them, has done so; and the other way round.

@@ -13,8 +13,8 @@ use crate::core::Core;
 use crate::multicast::MAX_MULTICAST_QPS;
 use crate::objects::{
     Ah, Backing, Backlog, Begun, Connection, Cq, Datagrams, Door, Fetched, Held, Hollow, Local, Moderation, Mr,
-    NO_SLOT, Names, Note, Pause, Pd, Qp, Room, Session, SessionId, Srq, Stage, Used, Vnic, VnicId, Wait, Window, Work,
-    XrcSrq, Xrcd,
+    NO_SLOT, Names, Note, PageTime, Pause, Pd, Qp, Room, Session, SessionId, Srq, Stage, Used, Vnic, VnicId, Wait,
+    Window, Work, XrcSrq, Xrcd,
 };
 use crate::output::Output;
 use crate::pace::{Limit, Pace};
@@ -147,6 +147,7 @@ impl Core {
             kicks: 0,
             room: Room::default(),
             hollow: Hollow::default(),
+            page_time: PageTime::default(),
             laborious: false,
             begun: Begun::default(),
             gsi: None,

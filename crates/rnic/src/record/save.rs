@@ -225,6 +225,7 @@ impl<'a> Saver<'a> {
             kicks: _,
             room: _,
             hollow: _,
+            page_time: _,
             laborious: _,
             gsi: _,
         } = self.core.objects.vnics.get(id.0)?;
