@@ -407,6 +407,9 @@ fn isolation(s: &mut Suite<'_>) {
 }
 
 fn refusals(s: &mut Suite<'_>) {
+    s.check("the functions that execute work requests lie beside each other in the program", |_| {
+        functions_lie_together()
+    });
     s.check("ibv_devices", |lab| {
         let o = lab.spawn("a", &[], "ibv_devices")?.finish();
         require(o.ok() && o.text.contains("unirdma0"), o.text)
@@ -615,6 +618,38 @@ fn own_labs(s: &mut Suite<'_>) {
         let text = String::from_utf8_lossy(&o.stderr).into_owned();
         refused(&Output { code: o.status.code(), text }, "not this user's own directory")
     });
+}
+
+/// Each line of `hot.txt` names functions, and they are in one place. Another compiler may have inlined some of them.
+fn functions_lie_together() -> Check {
+    const PLACE_BYTES: u64 = 512 << 10;
+    let list = std::fs::read_to_string(lab::root().join("crates/cli/hot.txt")).map_err(|e| e.to_string())?;
+    let nm = std::process::Command::new("nm").arg(lab::unirdma()).output().map_err(|e| format!("nm: {e}"))?;
+    let symbols = String::from_utf8_lossy(&nm.stdout);
+    let function = |l| match &str::split_whitespace(l).collect::<Vec<_>>()[..] {
+        [address, "t" | "T", name] => Some((u64::from_str_radix(address, 16).ok()?, *name)),
+        _ => None,
+    };
+    let functions: Vec<(u64, &str)> = symbols.lines().filter_map(function).collect();
+    let is_named = |name: &str, line: &str| {
+        line.split('*').try_fold(name, |rest, part| rest.split_once(part).map(|(_, rest)| rest)).is_some()
+    };
+    let (mut lines, mut missing, mut places) = (0, Vec::new(), Vec::new());
+    for line in list.lines().filter(|l| !l.is_empty() && !l.starts_with('#')) {
+        let of_line = functions.iter().filter(|f| is_named(f.1, line)).map(|f| f.0);
+        let before = places.len();
+        places.extend(of_line);
+        lines += 1;
+        if places.len() == before {
+            missing.push(line);
+        }
+    }
+    require(lines > 50 && missing.len() * 5 < lines, format!("nothing has these names of hot.txt: {missing:?}"))?;
+    let (first, last) = (places.iter().min().copied().unwrap_or(0), places.iter().max().copied().unwrap_or(u64::MAX));
+    require(
+        last - first < PLACE_BYTES,
+        format!("they lie from {first:#x} to {last:#x}: the linker has not ordered them"),
+    )
 }
 
 /// Three hosts with a control centre.
