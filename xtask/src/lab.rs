@@ -400,7 +400,6 @@ fn copy_programs(exe: &Path, dir: &Path) -> std::io::Result<PathBuf> {
     Ok(bin.join("unirdma"))
 }
 
-/// A command as another user, or as this one, in a network namespace or in this one.
 /// The cores that this program may use, in ascending order.
 pub fn cores() -> Vec<usize> {
     let status = std::fs::read_to_string("/proc/self/status").unwrap_or_default();
@@ -412,6 +411,7 @@ pub fn cores() -> Vec<usize> {
     list.split(',').filter_map(range).flatten().collect()
 }
 
+/// A command as another user, or as this one, in a network namespace or in this one.
 fn command(user: Option<u32>, netns: Option<&str>) -> Command {
     let me = uid();
     let mut words: Vec<String> = Vec::new();

@@ -266,13 +266,16 @@ fn congestion_marks_shrink_the_window() {
                 net.run(10_000);
             }
             time.push(net.now - start);
-            net.run(100_000);
+            if typ == QpType::Uc {
+                // Its requests are complete before their packets have arrived.
+                net.run(100_000);
+            }
             let (sender, receiver) = (net.counters(0).wire, net.counters(1).wire);
             assert_eq!(receiver.np_ecn_marked_roce_packets > 800, marked);
             assert_eq!(sender.rp_cnp_handled > 0, marked && control);
             assert_eq!(receiver.np_cnp_sent, sender.rp_cnp_handled);
             // At most one notification in 50 us.
-            assert!(receiver.np_cnp_sent <= 3 + time[time.len() - 1] / 50_000);
+            assert!(receiver.np_cnp_sent <= 1 + (net.now - start) / 50_000);
         }
         assert!(time[1] > 3 * time[0] && time[2] <= time[0], "{typ:?}: {time:?}");
     }

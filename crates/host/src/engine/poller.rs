@@ -408,7 +408,7 @@ impl Engine {
 
     /// Looks for kicks if it is time, and takes them; false if there were none. Poller 0 does so on behalf of all, in one of `every` rounds at
     /// least. Where pollers share their cores the others look now and then too: a program that computes may keep poller 0 from its core.
-    /// `recent_ns` is a time that is not long past, if one is known: each look at the clock delays a request.
+    /// `recent_ns` is when the poller looked at the clock last, if that was in this round: each look at it delays a request.
     fn hears(&self, watch: &mut Watch, every: u32, recent_ns: Option<u64>) -> bool {
         // Rounds that do not yield are short, and need no look at the clock.
         let clocked = self.yields || watch.heard_in_vain;

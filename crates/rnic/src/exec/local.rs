@@ -256,7 +256,8 @@ impl Core {
         outcome
     }
 
-    /// For how long no job may make pages in the holes of these vRNICs' memory, since it has many and others have work, nanoseconds.
+    /// For how long no job may make pages in the holes of these vRNICs' memory, since many were made for one of them and others have work,
+    /// nanoseconds; 0 if jobs may.
     pub(super) fn rest_of(&self, ids: [VnicId; 2]) -> u64 {
         let rest_ns = |id: VnicId| {
             let hollow = self.objects.vnics.get(id.0).filter(|v| !v.hollow.is_calm());

@@ -405,7 +405,7 @@ impl<'a> Saver<'a> {
             pace,
             counters,
         } = q;
-        // How fast a connection may send after a congestion is found out anew.
+        // Notifications will say anew how fast a connection without answers may send.
         let Pace { after, waits: _, spread_until: _ } = pace;
         let connection = match connection {
             Connection::None => ConnectionData::None,
