@@ -260,8 +260,8 @@ impl Engine {
         started.map(|_| ())
     }
 
-    /// True if another vRNIC than this one has work, or had some just now, for which it needs the cores that all share.
-    pub(crate) fn shares_cores_with_others(&self, vnic: VnicId) -> bool {
+    /// True if another vRNIC than this one has work, or had some just now, for which it needs the cores that all share. `None`: any vRNIC.
+    pub(crate) fn shares_cores_with_others(&self, vnic: Option<VnicId>) -> bool {
         self.yields && self.rnic.lock().works_for_others(vnic)
     }
 

@@ -12,12 +12,12 @@ use std::net::IpAddr;
 use std::os::fd::{BorrowedFd, OwnedFd};
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex};
-use std::time::Instant;
+use std::time::{Duration, Instant};
 
 use rustix::event::{EventfdFlags, epoll};
 use unirdma_device::{NetDevice, lock};
 use unirdma_formats::frame::{Claims, Heading};
-use unirdma_rnic::Sealed;
+use unirdma_rnic::{Sealed, Terms, TimeBudget};
 
 use crate::confine::{self, Kind};
 use crate::engine::Engine;
@@ -86,8 +86,8 @@ const ETH_HEADER: usize = 14;
 const MAX_FRAME: usize = 65_536;
 /// Frames from one port, and copies of them, before the others get a turn. A frame to all is as many copies as there are members.
 const BURST: usize = 64;
-/// How long the switch keeps others off its core while frames come without a pause, nanoseconds.
-const SHARE_NS: u64 = 100_000;
+/// How long the switch may keep others off its core while the RNIC has work and frames come without a pause.
+const TERMS: Terms = Terms { parts: 2, burst_ns: 50_000, most_ns: 200_000, step_ns: 50_000 };
 /// Token of the tunnel's first socket; interfaces have smaller ones.
 const TUNNEL: u64 = 1 << 63;
 /// Token of what stops the thread.
@@ -192,7 +192,7 @@ impl Switch {
         // Machines that had more than a turn's frames: nothing tells of those again.
         let mut more: Vec<u64> = Vec::new();
         let now = rustix::time::Timespec { tv_sec: 0, tv_nsec: 0 };
-        let mut shared_ns = 0;
+        let mut budget = TimeBudget::new(&TERMS);
         loop {
             self.pulse.rest();
             let limit = (!more.is_empty()).then_some(&now);
@@ -211,32 +211,54 @@ impl Switch {
                     t.on_timer();
                     continue;
                 }
-                if self.engine.now() - shared_ns > SHARE_NS {
-                    self.engine.pause();
-                    shared_ns = self.engine.now();
-                }
-                if let (Some(socket), Some(t)) = (id.checked_sub(TUNNEL), &self.tunnel) {
-                    for _ in 0..BURST {
-                        match t.receive(socket as usize, &mut frame) {
-                            None => break,
-                            Some(Tunneled::Nothing) => {}
-                            Some(Tunneled::Frame { group, frame, .. }) if self.claims_ours(group, frame) => {
-                                t.drop_claim();
-                            }
-                            Some(Tunneled::Frame { group, source, frame }) => self.arrive(group, source, frame),
-                            Some(Tunneled::Datagram { from, group, source, packet }) => {
-                                self.engine.datagram(from, group, source, packet);
-                            }
-                        }
+                self.rest(&mut budget);
+                let began = self.engine.now();
+                let frames = if let (Some(socket), Some(t)) = (id.checked_sub(TUNNEL), &self.tunnel) {
+                    self.tunnel_turn(t, socket as usize, &mut frame)
+                } else {
+                    let Some(port) = lock(&self.ports).get(&id).cloned() else { continue };
+                    if self.turn(id, &port, &mut frame) && matches!(port.way, Way::Machine(_)) {
+                        more.push(id);
                     }
-                    continue;
-                }
-                let Some(port) = lock(&self.ports).get(&id).cloned() else { continue };
-                if self.turn(id, &port, &mut frame) && matches!(port.way, Way::Machine(_)) {
-                    more.push(id);
+                    true
+                };
+                if frames {
+                    let now = self.engine.now();
+                    budget.charge(now, now.saturating_sub(began));
                 }
             }
         }
+    }
+
+    /// Leaves the core to others, if frames have had it for long enough. A yield would lend it only until those others yield.
+    fn rest(&self, budget: &mut TimeBudget) {
+        let rest_ns = budget.rest_ns_beside(self.engine.now(), || self.engine.shares_cores_with_others(None));
+        if rest_ns > 0 {
+            std::thread::sleep(Duration::from_nanos(rest_ns));
+        }
+    }
+
+    /// Takes what has come by a socket of the tunnel, as much as a turn allows; true if there were frames. Datagrams are work of the RNIC.
+    fn tunnel_turn(&self, t: &Tunnel, socket: usize, room: &mut [u8]) -> bool {
+        let mut frames = false;
+        for _ in 0..BURST {
+            match t.receive(socket, room) {
+                None => break,
+                Some(Tunneled::Nothing) => {}
+                Some(Tunneled::Frame { group, source, frame }) => {
+                    frames = true;
+                    if self.claims_ours(group, frame) {
+                        t.drop_claim();
+                    } else {
+                        self.arrive(group, source, frame);
+                    }
+                }
+                Some(Tunneled::Datagram { from, group, source, packet }) => {
+                    self.engine.datagram(from, group, source, packet);
+                }
+            }
+        }
+        frames
     }
 
     /// Passes on what has come by a port, as much as a turn allows; true if there may be more.
@@ -408,7 +430,6 @@ mod tests {
     use crate::engine::EngineConfig;
     use crate::vrnic::{Hardware, IpNet};
     use rustix::net::{AddressFamily, SocketFlags, SocketType, socketpair};
-    use std::time::Duration;
     use unirdma_formats::Mac;
 
     /// An interface: its other end, and its guard.

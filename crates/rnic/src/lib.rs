@@ -7,7 +7,7 @@
 //! Its rooms, each of which knows only those above it:
 //!
 //! * `objects`: what there is, as data: vRNICs, sessions, PDs, MRs, CQs, SRQs, QPs with their connections; names, uses, quotas;
-//! * `sched`, `polled`, `pace`, `job`, `multicast`, `capture`, `net` with `tx` and `path`: whose turn it is, doorbell pages
+//! * `budget`, `sched`, `polled`, `pace`, `job`, `multicast`, `capture`, `net` with `tx` and `path`: whose turn it is, doorbell pages
 //!   that are polled, limits, copies that are done elsewhere, group members, captured packets, routes and packets to send; none of them knows the core;
 //! * `core`: the struct that holds those, and what every room does with it: `complete` (completions, events, failures), `pacing`,
 //!   `tapping`, `access` (keys to memory), `follow` (where connections lead), `uncouple` (connections within a host that leave it);
@@ -33,6 +33,7 @@
 mod access;
 mod arrivals;
 mod attr;
+mod budget;
 mod capture;
 mod cm;
 mod commands;
@@ -71,6 +72,7 @@ mod vnics;
 mod wire;
 
 pub use attr::{Transition, transition};
+pub use budget::{Terms, TimeBudget};
 pub use capture::{Capture, Captured};
 pub use cm::CmEventKind;
 pub use core::Core;

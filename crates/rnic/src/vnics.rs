@@ -10,9 +10,10 @@ use std::net::IpAddr;
 use unirdma_abi as abi;
 use unirdma_formats::{AsyncEvent, Gid};
 
+use crate::budget::TimeBudget;
 use crate::core::Core;
 use crate::objects::{
-    Begun, Counters, Hollow, Mr, MrNote, PageTime, Qp, QpInfo, Room, SessionId, Usage, Used, Vnic, VnicConfig, VnicId,
+    Begun, Counters, Hollow, Mr, MrNote, PAGE_TIME, Qp, QpInfo, Room, SessionId, Usage, Used, Vnic, VnicConfig, VnicId,
 };
 use crate::pace::{Limit, Share};
 use crate::path::{Route, WireDrops};
@@ -36,7 +37,7 @@ impl Core {
             kicks: 0,
             room: Room::default(),
             hollow: Hollow::default(),
-            page_time: PageTime::default(),
+            page_time: TimeBudget::new(&PAGE_TIME),
             laborious: false,
             begun: Begun::default(),
             gsi: None,
@@ -79,9 +80,9 @@ impl Core {
         }
     }
 
-    /// True if another vRNIC than this one has work, or is polled since it had some just now.
-    pub fn works_for_others(&self, id: VnicId) -> bool {
-        self.polled.vnics().chain(self.sched.ready()).any(|v| v != id)
+    /// True if another vRNIC than this one has work, or is polled since it had some just now. `None`: any vRNIC.
+    pub fn works_for_others(&self, id: Option<VnicId>) -> bool {
+        self.polled.vnics().chain(self.sched.ready()).any(|v| Some(v) != id)
     }
 
     /// How long the RNIC has worked for a vRNIC, nanoseconds.

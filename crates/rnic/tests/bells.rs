@@ -190,15 +190,17 @@ fn a_vrnic_that_is_polled_is_one_of_the_others_to_each_but_itself() {
     let mut p = Pair::new();
     p.settle();
     let (a, b) = (p.a.vnic, p.b.vnic);
-    let others = |p: &Pair| [a, b].map(|v| p.rnic.works_for_others(v));
+    let others = |p: &Pair| [a, b].map(|v| p.rnic.works_for_others(Some(v)));
     let sleep = |p: &mut Pair, now: u64| {
         p.rnic.poll(now);
         p.rnic.park_idle(now, 0);
     };
     sleep(&mut p, SECOND);
     assert_eq!(others(&p), [false, false]);
+    assert!(!p.rnic.works_for_others(None));
     p.rnic.unpark(p.b.session, SECOND);
     assert_eq!(others(&p), [true, false], "b is polled");
+    assert!(p.rnic.works_for_others(None));
     p.rnic.unpark(p.a.session, SECOND);
     assert_eq!(others(&p), [true, true]);
     sleep(&mut p, 2 * SECOND);

@@ -38,7 +38,7 @@ impl Core {
         {
             v.hollow.end_job(touched, took_ns);
             if touched {
-                v.page_time.took(self.now, took_ns);
+                v.page_time.charge(self.now, took_ns);
             }
         }
         let vnic = self.objects.vnic_of_qp(job.qp);

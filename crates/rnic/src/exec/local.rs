@@ -262,7 +262,7 @@ impl Core {
         let rest_ns = |id: VnicId| {
             let hollow = self.objects.vnics.get(id.0).filter(|v| !v.hollow.is_calm());
             let rest_ns = hollow.map_or(0, |v| v.page_time.rest_ns(self.now));
-            if rest_ns > 0 && self.works_for_others(id) { rest_ns } else { 0 }
+            if rest_ns > 0 && self.works_for_others(Some(id)) { rest_ns } else { 0 }
         };
         rest_ns(ids[0]).max(rest_ns(ids[1]))
     }

@@ -7,6 +7,8 @@ use std::sync::atomic::{AtomicU32, Ordering};
 
 use unirdma_mem::Loc;
 
+use crate::budget::Terms;
+
 /// Jobs that must find no hole before memory is touched without a job again.
 const CALM_JOBS: u32 = 1_000;
 /// The same of memory that somebody was stuck in. A second is long enough to make few of these stops.
@@ -59,31 +61,9 @@ impl Hollow {
     }
 }
 
-/// While others have work, a vRNIC makes pages for so long at once, nanoseconds, and then in one of so many parts of the time.
-const BURST_NS: u64 = 10_000_000;
-const PARTS: u64 = 8;
-/// One job counts for no more than this, nanoseconds: it may have taken long for other reasons.
-const MOST_NS: u64 = 1_000_000;
-
-/// How long jobs have made pages for a vRNIC (generic cell rate algorithm, ITU-T I.371). Whoever makes a page keeps a core from the
-/// programs there, and from the requests of others, for as long as many requests take.
-#[derive(Clone, Copy, Debug, Default)]
-pub(crate) struct PageTime {
-    /// When all of it would have passed at exactly its part of the time, ns.
-    until: u64,
-}
-
-impl PageTime {
-    /// A job has made pages for so long, nanoseconds.
-    pub fn took(&mut self, now: u64, ns: u64) {
-        self.until = self.until.clamp(now, now + BURST_NS * PARTS) + ns.min(MOST_NS) * PARTS;
-    }
-
-    /// For how long the vRNIC makes no pages now while others have work, nanoseconds; 0 if it may.
-    pub fn rest_ns(&self, now: u64) -> u64 {
-        self.until.saturating_sub(now + BURST_NS * PARTS)
-    }
-}
+/// How long jobs may make pages for a vRNIC while others have work. Whoever makes a page keeps a core from the programs there, and from the
+/// requests of others, for as long as many requests take.
+pub(crate) const PAGE_TIME: Terms = Terms { parts: 8, burst_ns: 10_000_000, most_ns: 1_000_000, step_ns: 0 };
 
 #[cfg(test)]
 mod tests {
@@ -107,28 +87,6 @@ mod tests {
         h.end_job(false, 0);
         h.end_job(false, 0);
         assert!(!at().takes_time());
-    }
-
-    #[test]
-    fn pages_are_made_in_a_part_of_the_time() {
-        let (mut time, mut now, mut made) = (PageTime::default(), 1_000_000_000, 0);
-        let end = now + 800_000_000;
-        while now < end {
-            now += match time.rest_ns(now) {
-                0 => {
-                    time.took(now, 10_000);
-                    made += 10_000;
-                    10_000
-                }
-                rest => rest,
-            };
-        }
-        // The burst and an eighth.
-        assert!((109_000_000..=112_000_000).contains(&made), "{made}");
-        // What is too long counts for little, and after a pause there is a burst again.
-        time.took(now, 5_000_000_000);
-        assert!(time.rest_ns(now) <= MOST_NS * PARTS);
-        assert_eq!(time.rest_ns(now + MOST_NS * PARTS), 0);
     }
 
     #[test]

@@ -34,7 +34,7 @@ pub use dropped::Dropped;
 pub(crate) use fast::Freed;
 pub use fast::PageList;
 pub(crate) use fetched::{Fetched, Room};
-pub(crate) use hollow::{Hollow, PageTime};
+pub(crate) use hollow::{Hollow, PAGE_TIME};
 pub use ids::{SessionId, VnicId};
 pub(crate) use ids::{SessionKind, VnicKind};
 pub(crate) use inbox::{Inbox, Run};

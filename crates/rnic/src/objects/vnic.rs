@@ -6,9 +6,10 @@ use std::ops::AddAssign;
 use unirdma_formats::{Gid, WcStatus};
 
 use super::fetched::Room;
-use super::hollow::{Hollow, PageTime};
+use super::hollow::Hollow;
 use super::mr::Mr;
 use super::qp::Qp;
+use crate::budget::TimeBudget;
 use crate::pace::{Limit, Share};
 use crate::slab::Handle;
 
@@ -113,7 +114,7 @@ pub(crate) struct Vnic {
     /// Whether the memory of its sessions has holes.
     pub hollow: Hollow,
     /// How long pages were made for it.
-    pub page_time: PageTime,
+    pub page_time: TimeBudget,
     /// A turn of it has taken long, or its last job took long for what it copied: its next long copies are made by careful jobs.
     pub laborious: bool,
     /// Who of those who may begin to talk with it, while it may not with them, has done so; and the other way round.

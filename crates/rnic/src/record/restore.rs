@@ -9,11 +9,12 @@ use unirdma_mem::Span;
 
 use super::data::*;
 use super::{Attach, Attached, Object, Record, RestoreError};
+use crate::budget::TimeBudget;
 use crate::core::Core;
 use crate::multicast::MAX_MULTICAST_QPS;
 use crate::objects::{
     Ah, Backing, Backlog, Begun, Connection, Cq, Datagrams, Door, Fetched, Held, Hollow, Local, Moderation, Mr,
-    NO_SLOT, Names, Note, PageTime, Pause, Pd, Qp, Room, Session, SessionId, Srq, Stage, Used, Vnic, VnicId, Wait,
+    NO_SLOT, Names, Note, PAGE_TIME, Pause, Pd, Qp, Room, Session, SessionId, Srq, Stage, Used, Vnic, VnicId, Wait,
     Window, Work, XrcSrq, Xrcd,
 };
 use crate::output::Output;
@@ -147,7 +148,7 @@ impl Core {
             kicks: 0,
             room: Room::default(),
             hollow: Hollow::default(),
-            page_time: PageTime::default(),
+            page_time: TimeBudget::new(&PAGE_TIME),
             laborious: false,
             begun: Begun::default(),
             gsi: None,
