@@ -26,6 +26,7 @@ use self::poller::Watch;
 
 use crate::clerk::Clerk;
 use crate::confine::{self, Kind};
+use crate::demand::Demand;
 use crate::port::{Port, PortCounters};
 use crate::seats::{self, Seats};
 use crate::tap::Sink;
@@ -114,6 +115,7 @@ pub struct Engine {
     pub(crate) capture: Mutex<Option<Sink>>,
     idle_ns: u64,
     yields: bool,
+    demand: Demand,
     /// Pollers that work. Those beyond sleep until there is more work than these can do.
     wanted: AtomicUsize,
     /// Fewest and most of them.
@@ -162,11 +164,11 @@ const CATCH_UP_ROUNDS: u32 = 256;
 const PORT_POLL_NS: u64 = 20_000;
 
 impl Engine {
-    /// Starts the pollers; `port` leads to other hosts.
+    /// Starts the pollers; `port` leads to other hosts, `demand` says whether other workers want the cores.
     ///
     /// # Errors
     /// Those of epoll, eventfd and thread creation.
-    pub fn start(c: &EngineConfig, port: Option<Box<dyn Port>>) -> io::Result<Arc<Self>> {
+    pub fn start(c: &EngineConfig, port: Option<Box<dyn Port>>, demand: Demand) -> io::Result<Arc<Self>> {
         let cores = cores();
         let yields = c.yields();
         let (wanted, pollers) = match c.pollers {
@@ -217,6 +219,7 @@ impl Engine {
             capture: Mutex::default(),
             idle_ns: c.spin_us * 1000,
             yields,
+            demand,
             wanted: AtomicUsize::new(wanted),
             pollers: (wanted, pollers),
             backlog_since_ns: AtomicU64::new(0),
@@ -260,9 +263,10 @@ impl Engine {
         started.map(|_| ())
     }
 
-    /// True if another vRNIC than this one has work, or had some just now, for which it needs the cores that all share. `None`: any vRNIC.
+    /// True if another vRNIC than this one, or one of another worker, has work, or had some just now, for which it needs the cores that all
+    /// share. `None`: any vRNIC.
     pub(crate) fn shares_cores_with_others(&self, vnic: Option<VnicId>) -> bool {
-        self.yields && self.rnic.lock().works_for_others(vnic)
+        self.yields && (self.demand.is_of_others(self.now()) || self.rnic.lock().works_for_others(vnic))
     }
 
     pub(crate) fn seats(&self) -> &Seats {

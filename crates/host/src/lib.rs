@@ -9,6 +9,7 @@ pub mod admin;
 mod centre;
 mod clerk;
 pub mod confine;
+mod demand;
 mod engine;
 mod faults;
 pub mod fdpass;

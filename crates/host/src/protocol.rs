@@ -19,7 +19,7 @@ use crate::tunnel::TunnelDrops;
 use crate::vrnic::{Hardware, IpNet, SetHeld, VrnicInfo};
 
 /// Version of these messages.
-pub(crate) const VERSION: u32 = 6;
+pub(crate) const VERSION: u32 = 7;
 
 /// What a worker is, from its beginning on.
 #[derive(Clone, Debug, Serialize, Deserialize)]
@@ -56,7 +56,8 @@ pub(crate) enum Call {
     Hello {
         version: u32,
     },
-    /// The second call of a worker's first connection: of which group this is the worker. With its sockets, if there is a network.
+    /// The second call of a worker's first connection: of which group this is the worker. With its sockets, if there is a network, and
+    /// at last the table of who wants the cores.
     Begin(Box<Begin>),
     /// With the sockets of its programs, of its network interface in a virtual machine, and of the RFC mode.
     Add(NewVrnic),

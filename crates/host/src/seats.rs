@@ -149,13 +149,14 @@ pub(crate) fn watch(engine: &Arc<Engine>) {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::demand::Demand;
     use crate::engine::EngineConfig;
     use std::time::Instant;
 
     #[test]
     fn a_thread_that_is_stuck_loses_its_seat_and_a_fast_one_keeps_it() {
         let config = EngineConfig { pollers: Some((1, 1)), ..EngineConfig::default() };
-        let engine = Engine::start(&config, None).unwrap();
+        let engine = Engine::start(&config, None, Demand::default()).unwrap();
         let seats = engine.seats();
         // This thread takes the seat of the only poller, which ends.
         let (me, _) = seats.give(0);

@@ -33,6 +33,7 @@ use unirdma_rnic::Share;
 use crate::admin::{self, Response};
 use crate::centre::{self, Centre, Identity, Neighbours};
 use crate::confine::{self, Cgroups, InForce, USUAL_GROUP_WEIGHT};
+use crate::demand;
 use crate::engine::EngineConfig;
 use crate::keeper::Keeper;
 use crate::network::{Network, Tidings};
@@ -130,7 +131,8 @@ impl Supervisor {
             }
         };
         let bulletin = Bulletin::default();
-        let (heritage, network) = Heritage::network(heritage, config.wire.as_ref(), &config.dir, &bulletin)?;
+        let (mut heritage, network) = Heritage::network(heritage, config.wire.as_ref(), &config.dir, &bulletin)?;
+        let kept_demand = heritage.as_mut().and_then(Heritage::take_demand);
         let around = Around {
             isolation: config.isolation,
             confinement,
@@ -141,6 +143,7 @@ impl Supervisor {
                 Isolation::Processes => Cgroups::open(&config.dir, !config.engine.yields()),
             },
             doors: config.dir.join("workers"),
+            demand: kept_demand.map_or_else(demand::table, Ok)?,
         };
         let s = Supervisor {
             around: Arc::new(around),
@@ -187,6 +190,7 @@ impl Supervisor {
                 Some(h) => self.inherit(h),
                 None => *lock(&self.keeper) = Some(Keeper::start(&self.dir)?),
             }
+            self.keep_demand();
             self.watch_keeper();
         }
         self.remove_unserved()?;

@@ -86,8 +86,8 @@ const ETH_HEADER: usize = 14;
 const MAX_FRAME: usize = 65_536;
 /// Frames from one port, and copies of them, before the others get a turn. A frame to all is as many copies as there are members.
 const BURST: usize = 64;
-/// How long the switch may keep others off its core while the RNIC has work and frames come without a pause.
-const TERMS: Terms = Terms { parts: 2, burst_ns: 50_000, most_ns: 200_000, step_ns: 50_000 };
+/// How long the switch may keep others off its core while vRNICs have work and frames come without a pause.
+const TERMS: Terms = Terms { parts: 3, burst_ns: 50_000, most_ns: 200_000, step_ns: 50_000 };
 /// Token of the tunnel's first socket; interfaces have smaller ones.
 const TUNNEL: u64 = 1 << 63;
 /// Token of what stops the thread.
@@ -427,6 +427,7 @@ fn is_for_one(frame: &[u8], copies: usize) -> bool {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::demand::Demand;
     use crate::engine::EngineConfig;
     use crate::vrnic::{Hardware, IpNet};
     use rustix::net::{AddressFamily, SocketFlags, SocketType, socketpair};
@@ -463,7 +464,7 @@ mod tests {
     /// A frame to all costs as many copies as there are members, so a port's turn has few of them.
     #[test]
     fn a_turn_has_fewer_frames_if_they_go_to_all() {
-        let engine = Engine::start(&EngineConfig::default(), None).unwrap();
+        let engine = Engine::start(&EngineConfig::default(), None, Demand::default()).unwrap();
         let s = Switch::start(None, engine.clone()).unwrap();
         // Its thread ends, and takes no frames.
         s.stop();
@@ -493,7 +494,7 @@ mod tests {
 
     #[test]
     fn an_answer_with_anothers_address_reaches_nobody_unless_its_sender_is_a_router() {
-        let engine = Engine::start(&EngineConfig::default(), None).unwrap();
+        let engine = Engine::start(&EngineConfig::default(), None, Demand::default()).unwrap();
         let s = Switch::start(None, engine.clone()).unwrap();
         let [(a, _), (_b, _), (evil, guard)] =
             [(1, "10.0.0.1"), (2, "10.0.0.2"), (3, "10.0.0.3")].map(|(id, ip)| plug(&s, id, ip));

@@ -29,6 +29,7 @@ use unirdma_link::{Backend, Closer, Foreign, Handler, Ledger, Memory, Progress, 
 use unirdma_rnic::{Limits, VnicConfig, VnicId};
 
 use crate::confine::{self, Kind};
+use crate::demand::Demand;
 use crate::engine::Engine;
 use crate::guard::Guard;
 use crate::line::Line;
@@ -335,9 +336,11 @@ pub fn work(door: UnixListener, alone: Alone) -> io::Result<()> {
         return Err(io::Error::new(io::ErrorKind::InvalidData, "the supervisor is of another version"));
     };
     line.send(&Answer::Hello(hello(None)), &[], PATIENCE)?;
-    let (Call::Begin(begin), sockets) = line.receive(PATIENCE)? else {
+    let (Call::Begin(begin), mut sockets) = line.receive(PATIENCE)? else {
         return Err(io::Error::new(io::ErrorKind::InvalidData, "the supervisor did not say which group this is"));
     };
+    let table = sockets.pop().ok_or_else(|| io::Error::other("the supervisor did not say who wants the cores"));
+    let demand = table.and_then(|t| Demand::of_table(&t, begin.id));
     let ledger = ledger::Machine::look();
     // A worker that is confined makes no userfaultfd.
     let guarded = unirdma_mem::guard::install();
@@ -345,7 +348,7 @@ pub fn work(door: UnixListener, alone: Alone) -> io::Result<()> {
     let mut in_force = begin.confinement.as_ref().map(confine::enter).unwrap_or_default();
     let counted = unirdma_mem::guard::counts_holes().map(|()| "pages made in sparse files are counted".into());
     in_force.measures.push(confine::Measure::new("sparse_files", counted));
-    let worker = guarded.and_then(|()| Worker::start(*begin, sockets, door, ledger));
+    let worker = guarded.and_then(|()| Worker::start(*begin, sockets, demand?, door, ledger));
     let answer = worker.as_ref().map_or_else(|e| Answer::Error(e.to_string()), |_| Answer::Begun(in_force));
     line.send(&answer, &[], PATIENCE)?;
     worker?.run(line, notices.into_iter().next(), alone)
@@ -361,11 +364,17 @@ fn hello(group: Option<&str>) -> Hello {
 }
 
 impl Worker {
-    fn start(begin: Begin, sockets: Vec<OwnedFd>, door: UnixListener, machine: ledger::Machine) -> io::Result<Self> {
+    fn start(
+        begin: Begin,
+        sockets: Vec<OwnedFd>,
+        demand: Demand,
+        door: UnixListener,
+        machine: ledger::Machine,
+    ) -> io::Result<Self> {
         let ledger = machine.ledger().with_closer(Closer::new(|| confine::thread(Kind::Closer)));
         let way = begin.network.as_ref().map(|e| open_worker(e, sockets)).transpose()?;
         let (port, tunnel) = way.unzip();
-        let engine = Engine::start(&begin.engine, port)?;
+        let engine = Engine::start(&begin.engine, port, demand)?;
         if let Some(e) = &begin.network {
             let mut rnic = engine.rnic.lock();
             rnic.set_wire_mtu(e.mtu);

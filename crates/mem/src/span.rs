@@ -132,6 +132,10 @@ impl Span {
     pub fn load64(&self, off: usize, order: Ordering) -> u64 {
         self.word64(off).load(order)
     }
+    /// Stores the 64-bit word at `off`.
+    pub fn store64(&self, off: usize, v: u64, order: Ordering) {
+        self.word64(off).store(v, order);
+    }
     /// Ors `v` into the 64-bit word at `off` and returns what was there.
     pub fn or64(&self, off: usize, v: u64, order: Ordering) -> u64 {
         self.word64(off).fetch_or(v, order)

@@ -77,6 +77,13 @@ fn cpu_weight(pid: i32) -> Result<u32> {
     Err(format!("no cgroup shares processors with process {pid}: {of}"))
 }
 
+/// Which table of who wants the cores a worker has.
+fn demand_table(pid: i32) -> Result<String> {
+    let maps = std::fs::read_to_string(format!("/proc/{pid}/maps")).map_err(|e| format!("maps of {pid}: {e}"))?;
+    let line = maps.lines().find(|l| l.contains("memfd:unirdma demand")).ok_or(format!("worker {pid} has none"))?;
+    line.split_whitespace().nth(4).map(String::from).ok_or(maps.clone())
+}
+
 /// A virtual layer with vRNICs a and b, and others in a group of their own.
 fn two_groups(user: Option<u32>) -> Result<Lab> {
     let lab = Lab::start(user)?;
@@ -189,6 +196,11 @@ pub(super) fn workers(s: &mut Suite<'_>) {
         lab.start_again()?;
         wait_for_another(&lab, "default", pid)?;
         works(&lab)?;
+        if lab::uid() == 0 {
+            // The new worker and the one that has lived through two supervisors.
+            let [new, old] = ["default", "blue"].map(|g| lab.worker(g).and_then(|w| demand_table(w.0)));
+            require(new.clone()? == old.clone()?, format!("workers have different tables: {new:?}, {old:?}"))?;
+        }
         lab.stop_host();
         let left: Vec<i32> = before.iter().map(|w| w.1).filter(|&p| runs(p)).collect();
         require(left.is_empty(), format!("workers are left: {left:?}"))

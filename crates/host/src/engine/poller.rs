@@ -335,6 +335,9 @@ impl Engine {
 
     /// After a round that found something: lets others on its core in, if it is time.
     fn after_work(&self, watch: &mut Watch, round: &Round) {
+        if self.yields {
+            self.demand.want(round.ended_ns);
+        }
         if round.rests && self.yields { self.pause() } else { self.share_core(watch) }
     }
 

@@ -4,6 +4,7 @@ use std::time::{Duration, Instant};
 
 use super::poller::{BACKLOG_NS, LOOKS_BETWEEN_ROUNDS};
 use super::*;
+use crate::demand;
 use unirdma_rnic::Tx;
 
 /// A port that nothing comes in by; counts how often it was asked.
@@ -28,7 +29,7 @@ impl Port for Quiet {
 #[test]
 fn pollers_come_with_the_load_and_go() {
     let config = EngineConfig { polling: Polling::Dedicated, pollers: Some((1, 3)), ..EngineConfig::default() };
-    let engine = Engine::start(&config, None).unwrap();
+    let engine = Engine::start(&config, None, Demand::default()).unwrap();
     assert_eq!(engine.wanted(), 1);
     engine.note_backlog(true, 1000);
     engine.note_backlog(true, 1000 + BACKLOG_NS / 2);
@@ -56,7 +57,8 @@ fn pollers_come_with_the_load_and_go() {
 fn a_port_without_packets_costs_no_look_at_the_rnic() {
     const ROUNDS: u64 = 640;
     let asked = Arc::new(AtomicUsize::new(0));
-    let engine = Engine::start(&EngineConfig::default(), Some(Box::new(Quiet(asked.clone())))).unwrap();
+    let engine =
+        Engine::start(&EngineConfig::default(), Some(Box::new(Quiet(asked.clone()))), Demand::default()).unwrap();
     engine.stop();
     while Arc::strong_count(&engine) > 1 {
         std::thread::yield_now();
@@ -83,7 +85,8 @@ fn a_port_without_packets_costs_no_look_at_the_rnic() {
 #[test]
 fn a_port_with_packets_is_polled_however_late_the_turn_comes() {
     let asked = Arc::new(AtomicUsize::new(0));
-    let engine = Engine::start(&EngineConfig::default(), Some(Box::new(Quiet(asked.clone())))).unwrap();
+    let engine =
+        Engine::start(&EngineConfig::default(), Some(Box::new(Quiet(asked.clone()))), Demand::default()).unwrap();
     engine.stop();
     while Arc::strong_count(&engine) > 1 {
         std::thread::yield_now();
@@ -94,4 +97,24 @@ fn a_port_with_packets_is_polled_however_late_the_turn_comes() {
         engine.receive(&mut lock(engine.net.as_ref().unwrap()), turn);
         assert_eq!(asked.load(Ordering::Relaxed), 1);
     }
+}
+
+#[test]
+fn another_worker_that_wants_the_cores_is_one_of_the_others_where_cores_are_shared() {
+    let table = demand::table().unwrap();
+    let [shared, dedicated] = [Polling::Shared, Polling::Dedicated].map(|polling| {
+        let config = EngineConfig { polling, ..EngineConfig::default() };
+        Engine::start(&config, None, Demand::of_table(&table, 1).unwrap()).unwrap()
+    });
+    assert!(!shared.shares_cores_with_others(None));
+    let began = Instant::now();
+    while !shared.shares_cores_with_others(None) {
+        assert!(began.elapsed() < Duration::from_secs(20));
+        // What it says is over soon if this thread is interrupted.
+        Demand::of_table(&table, 2).unwrap().want(shared.now());
+    }
+    Demand::of_table(&table, 2).unwrap().want(shared.now());
+    assert!(!dedicated.shares_cores_with_others(None));
+    shared.stop();
+    dedicated.stop();
 }

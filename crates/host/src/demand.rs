@@ -1,0 +1,141 @@
+//! Which workers of this host want the cores: a table in memory that all of them share, with a time for each.
+//!
+//! Where pollers share their cores with programs, everybody yields, and a yield gives up more than a time slice: two threads that yield to
+//! each other after each request have the core only for one request each time that a thread which works without a pause is done with its
+//! slice. Within a worker the time of such threads is limited while others have work ([`Engine::shares_cores_with_others`]). Between workers
+//! nobody would know, and the kernel takes the yields for what they are.
+//!
+//! The table is a courtesy and no more. A worker that writes what is not so limits others as if it had work, or leaves them as free as if
+//! nobody had any.
+//!
+//! [`Engine::shares_cores_with_others`]: crate::engine::Engine::shares_cores_with_others
+
+use std::io;
+use std::os::fd::{AsFd, OwnedFd};
+use std::sync::atomic::{AtomicU64, Ordering};
+
+use unirdma_mem::{MemFd, Span};
+
+/// Workers with numbers that differ by a multiple of this have one place, and do not see each other.
+const PLACES: usize = 1024;
+const BYTES: usize = PLACES * size_of::<u64>();
+/// How long a worker wants the cores after it has done something, nanoseconds: longer than others may keep it from saying so again.
+const WANT_NS: u64 = 10_000_000;
+/// It says so again after this, nanoseconds.
+const SAY_NS: u64 = 1_000_000;
+/// How long it is believed what a look has found, nanoseconds.
+const LOOK_NS: u64 = 50_000;
+
+/// The table, as one worker has it.
+pub(crate) struct Demand {
+    table: Span,
+    place: usize,
+    /// When this worker has said that it wants the cores.
+    said_ns: AtomicU64,
+    /// When it has looked whether another one does, and what it found: the time, and in the lowest bit the answer.
+    looked: AtomicU64,
+}
+
+/// A table for the workers of a host.
+///
+/// # Errors
+/// Those of `memfd_create(2)`, `ftruncate(2)` and `mmap(2)`.
+pub(crate) fn table() -> io::Result<OwnedFd> {
+    let memory = MemFd::new(c"unirdma demand", BYTES).map_err(|e| io::Error::other(e.to_string()))?;
+    memory.fd().try_clone_to_owned()
+}
+
+impl Demand {
+    /// The table, for the worker with this number.
+    ///
+    /// # Errors
+    /// The descriptor is not that of a table.
+    pub fn of_table(table: &OwnedFd, number: u32) -> io::Result<Demand> {
+        let table =
+            unirdma_mem::map_file(table.as_fd(), 0, BYTES as u64).map_err(|e| io::Error::other(e.to_string()))?;
+        Ok(Demand::new(table, number))
+    }
+
+    fn new(table: Span, number: u32) -> Demand {
+        let place = number as usize % PLACES;
+        Demand { table, place, said_ns: AtomicU64::new(0), looked: AtomicU64::new(0) }
+    }
+
+    /// This worker has done something at time `now`, and may have more to do.
+    #[inline]
+    pub fn want(&self, now: u64) {
+        if now.saturating_sub(self.said_ns.load(Ordering::Relaxed)) >= SAY_NS {
+            self.said_ns.store(now, Ordering::Relaxed);
+            self.table.store64(self.place * size_of::<u64>(), now + WANT_NS, Ordering::Relaxed);
+        }
+    }
+
+    /// True if another worker wants the cores.
+    pub fn is_of_others(&self, now: u64) -> bool {
+        let looked = self.looked.load(Ordering::Relaxed);
+        if now.saturating_sub(looked) < LOOK_NS {
+            return looked & 1 != 0;
+        }
+        // Nobody wants them for longer than that.
+        let wanted = now + 1..=now + WANT_NS;
+        let found = (0..PLACES)
+            .filter(|&p| p != self.place)
+            .any(|p| wanted.contains(&self.table.load64(p * size_of::<u64>(), Ordering::Relaxed)));
+        self.looked.store(now & !1 | u64::from(found), Ordering::Relaxed);
+        found
+    }
+}
+
+/// That of a worker that is alone.
+impl Default for Demand {
+    fn default() -> Demand {
+        Demand::new(Span::anonymous(BYTES), 0)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    const BEGAN: u64 = 1_000_000_000;
+
+    #[test]
+    fn a_worker_sees_what_others_want_and_not_what_it_wants_itself() {
+        let table = table().unwrap();
+        let [a, b] = [1, 2].map(|number| Demand::of_table(&table, number).unwrap());
+        assert!(!a.is_of_others(BEGAN) && !b.is_of_others(BEGAN));
+        a.want(BEGAN);
+        let looks = BEGAN + LOOK_NS;
+        assert!(!a.is_of_others(looks) && b.is_of_others(looks));
+        // It says so again only after a while.
+        a.want(BEGAN + SAY_NS / 2);
+        assert!(b.is_of_others(BEGAN + WANT_NS - 1) && !b.is_of_others(BEGAN + WANT_NS + LOOK_NS));
+        a.want(BEGAN + 2 * SAY_NS);
+        assert!(b.is_of_others(BEGAN + WANT_NS + 2 * LOOK_NS));
+    }
+
+    #[test]
+    fn what_was_found_counts_for_a_moment() {
+        let table = table().unwrap();
+        let [a, b] = [1, 2].map(|number| Demand::of_table(&table, number).unwrap());
+        assert!(!b.is_of_others(BEGAN));
+        a.want(BEGAN);
+        assert!(!b.is_of_others(BEGAN + LOOK_NS - 2) && b.is_of_others(BEGAN + LOOK_NS));
+    }
+
+    #[test]
+    fn nobody_wants_the_cores_for_longer_than_it_may() {
+        let table = table().unwrap();
+        let [a, b] = [1, 2].map(|number| Demand::of_table(&table, number).unwrap());
+        a.table.store64(a.place * 8, u64::MAX, Ordering::Relaxed);
+        assert!(!b.is_of_others(BEGAN));
+    }
+
+    #[test]
+    fn only_a_table_is_one() {
+        let small = MemFd::new(c"x", 4096).unwrap().fd().try_clone_to_owned().unwrap();
+        assert!(Demand::of_table(&small, 1).is_err());
+        let (a, _b) = std::os::unix::net::UnixStream::pair().unwrap();
+        assert!(Demand::of_table(&a.into(), 1).is_err());
+    }
+}
