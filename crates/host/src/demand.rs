@@ -14,7 +14,7 @@ use std::io;
 use std::os::fd::{AsFd, OwnedFd};
 use std::sync::atomic::{AtomicU64, Ordering};
 
-use unirdma_mem::{MemFd, Span};
+use unirdma_mem::{MapError, MemFd, Span, map_file};
 
 /// Workers with numbers that differ by a multiple of this have one place, and do not see each other.
 const PLACES: usize = 1024;
@@ -23,7 +23,7 @@ const BYTES: usize = PLACES * size_of::<u64>();
 const WANT_NS: u64 = 10_000_000;
 /// It says so again after this, nanoseconds.
 const SAY_NS: u64 = 1_000_000;
-/// How long it is believed what a look has found, nanoseconds.
+/// What a look has found is believed for so long, nanoseconds.
 const LOOK_NS: u64 = 50_000;
 
 /// The table, as one worker has it.
@@ -41,8 +41,16 @@ pub(crate) struct Demand {
 /// # Errors
 /// Those of `memfd_create(2)`, `ftruncate(2)` and `mmap(2)`.
 pub(crate) fn table() -> io::Result<OwnedFd> {
-    let memory = MemFd::new(c"unirdma demand", BYTES).map_err(|e| io::Error::other(e.to_string()))?;
-    memory.fd().try_clone_to_owned()
+    MemFd::new(c"unirdma demand", BYTES).map_err(failed)?.fd().try_clone_to_owned()
+}
+
+fn failed(e: MapError) -> io::Error {
+    io::Error::other(e.to_string())
+}
+
+/// Where in the table a place is, bytes.
+fn offset(place: usize) -> usize {
+    place * size_of::<u64>()
 }
 
 impl Demand {
@@ -51,9 +59,7 @@ impl Demand {
     /// # Errors
     /// The descriptor is not that of a table.
     pub fn of_table(table: &OwnedFd, number: u32) -> io::Result<Demand> {
-        let table =
-            unirdma_mem::map_file(table.as_fd(), 0, BYTES as u64).map_err(|e| io::Error::other(e.to_string()))?;
-        Ok(Demand::new(table, number))
+        Ok(Demand::new(map_file(table.as_fd(), 0, BYTES as u64).map_err(failed)?, number))
     }
 
     fn new(table: Span, number: u32) -> Demand {
@@ -66,7 +72,7 @@ impl Demand {
     pub fn want(&self, now: u64) {
         if now.saturating_sub(self.said_ns.load(Ordering::Relaxed)) >= SAY_NS {
             self.said_ns.store(now, Ordering::Relaxed);
-            self.table.store64(self.place * size_of::<u64>(), now + WANT_NS, Ordering::Relaxed);
+            self.table.store64(offset(self.place), now + WANT_NS, Ordering::Relaxed);
         }
     }
 
@@ -76,17 +82,18 @@ impl Demand {
         if now.saturating_sub(looked) < LOOK_NS {
             return looked & 1 != 0;
         }
-        // Nobody wants them for longer than that.
+        // Nobody may want them for longer than `WANT_NS`, so a later time is not believed.
         let wanted = now + 1..=now + WANT_NS;
         let found = (0..PLACES)
             .filter(|&p| p != self.place)
-            .any(|p| wanted.contains(&self.table.load64(p * size_of::<u64>(), Ordering::Relaxed)));
+            .any(|p| wanted.contains(&self.table.load64(offset(p), Ordering::Relaxed)));
         self.looked.store(now & !1 | u64::from(found), Ordering::Relaxed);
         found
     }
 }
 
 /// That of a worker that is alone.
+#[cfg(test)]
 impl Default for Demand {
     fn default() -> Demand {
         Demand::new(Span::anonymous(BYTES), 0)
@@ -127,7 +134,7 @@ mod tests {
     fn nobody_wants_the_cores_for_longer_than_it_may() {
         let table = table().unwrap();
         let [a, b] = [1, 2].map(|number| Demand::of_table(&table, number).unwrap());
-        a.table.store64(a.place * 8, u64::MAX, Ordering::Relaxed);
+        a.table.store64(offset(a.place), u64::MAX, Ordering::Relaxed);
         assert!(!b.is_of_others(BEGAN));
     }
 

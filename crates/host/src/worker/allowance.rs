@@ -3,7 +3,7 @@
 //! Commands, messages and sessions of a vRNIC are served by the control thread, which shares its core with programs and pollers. A
 //! program that asks for something without a pause would keep that thread busy all the time, and everybody else would have a part of
 //! that core less. So each vRNIC has an allowance: as much as it likes for a moment, and then a part of the time. It is measured always,
-//! and counts only while another vRNIC of the worker has work.
+//! and counts only while another vRNIC of the worker has work, or another worker wants the cores.
 
 use std::cell::Cell;
 
