@@ -21,10 +21,6 @@ pub struct Cq {
     tail: QueueLock<Tails>,
 }
 
-/// Turns that the device gets before a CQ is made smaller, and time, should it have lost its processor.
-const TURNS: u32 = 100;
-const SHRINK_WAIT: std::time::Duration = std::time::Duration::from_millis(2);
-
 /// The rings of a CQ, each with the blocks of its ring and control block.
 struct Tails {
     /// CQEs that it holds.
@@ -103,12 +99,7 @@ impl Cq {
     /// `EINVAL` if more than that wait, or `cqe` is out of range, or those of the device.
     pub fn resize(&self, cqe: u32) -> Result<()> {
         let mut tails = self.tail.lock();
-        if cqe < tails.capacity {
-            // What was posted just now shall have its turn before completions are counted.
-            (0..TURNS).for_each(|_| _ = self.ctx.relax());
-            std::thread::sleep(SHRINK_WAIT);
-        }
-        if tails.rings.waiting() > cqe {
+        if cqe < tails.capacity && tails.rings.outnumber(cqe, || _ = self.ctx.relax()) {
             return Err(libc::EINVAL);
         }
         let (tail, blocks, entries) = ring(&self.ctx, cqe)?;

@@ -8,6 +8,7 @@
 //! both locks takes the port's first.
 
 mod poller;
+mod slice;
 
 use std::collections::HashMap;
 use std::io;
@@ -266,7 +267,17 @@ impl Engine {
     /// True if another vRNIC than this one, or one of another worker, has work, or had some just now, for which it needs the cores that all
     /// share. `None`: any vRNIC.
     pub(crate) fn shares_cores_with_others(&self, vnic: Option<VnicId>) -> bool {
-        self.yields && (self.demand.is_of_others(self.now()) || self.rnic.lock().works_for_others(vnic))
+        self.shares_cores_with_workers() || self.shares_cores_with_vrnics(vnic)
+    }
+
+    /// The same of the vRNICs of this worker.
+    pub(crate) fn shares_cores_with_vrnics(&self, vnic: Option<VnicId>) -> bool {
+        self.yields && self.rnic.lock().works_for_others(vnic)
+    }
+
+    /// The same of other workers.
+    pub(crate) fn shares_cores_with_workers(&self) -> bool {
+        self.yields && self.demand.is_of_others(self.now())
     }
 
     pub(crate) fn seats(&self) -> &Seats {

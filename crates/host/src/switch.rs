@@ -86,8 +86,12 @@ const ETH_HEADER: usize = 14;
 const MAX_FRAME: usize = 65_536;
 /// Frames from one port, and copies of them, before the others get a turn. A frame to all is as many copies as there are members.
 const BURST: usize = 64;
-/// How long the switch may keep others off its core while vRNICs have work and frames come without a pause.
-const TERMS: Terms = Terms { parts: 3, burst_ns: 50_000, most_ns: 200_000, step_ns: 50_000 };
+/// How long the switch may keep others off its core while vRNICs have work and frames come without a pause: those of its own group, and
+/// those of other groups, which have less to do with these frames.
+const BESIDE_OWN_GROUP: Terms = Terms { parts: 3, burst_ns: 50_000, most_ns: 200_000, step_ns: 50_000 };
+const BESIDE_OTHER_GROUPS: Terms = Terms { parts: 6, ..BESIDE_OWN_GROUP };
+/// What it takes to find something ready, roughly, nanoseconds: interfaces that are ready without a frame cost that too.
+const LOOK_NS: u64 = 1_000;
 /// Token of the tunnel's first socket; interfaces have smaller ones.
 const TUNNEL: u64 = 1 << 63;
 /// Token of what stops the thread.
@@ -192,7 +196,7 @@ impl Switch {
         // Machines that had more than a turn's frames: nothing tells of those again.
         let mut more: Vec<u64> = Vec::new();
         let now = rustix::time::Timespec { tv_sec: 0, tv_nsec: 0 };
-        let mut budget = TimeBudget::new(&TERMS);
+        let mut budgets = [&BESIDE_OWN_GROUP, &BESIDE_OTHER_GROUPS].map(TimeBudget::new);
         loop {
             self.pulse.rest();
             let limit = (!more.is_empty()).then_some(&now);
@@ -211,7 +215,7 @@ impl Switch {
                     t.on_timer();
                     continue;
                 }
-                self.rest(&mut budget);
+                self.rest(&mut budgets);
                 let began = self.engine.now();
                 let frames = if let (Some(socket), Some(t)) = (id.checked_sub(TUNNEL), &self.tunnel) {
                     self.tunnel_turn(t, socket as usize, &mut frame)
@@ -224,15 +228,17 @@ impl Switch {
                 };
                 if frames {
                     let now = self.engine.now();
-                    budget.charge(now, now.saturating_sub(began));
+                    budgets.iter_mut().for_each(|b| b.charge(now, now.saturating_sub(began) + LOOK_NS));
                 }
             }
         }
     }
 
     /// Leaves the core to others, if frames have had it for long enough. A yield would lend it only until those others yield.
-    fn rest(&self, budget: &mut TimeBudget) {
-        let rest_ns = budget.rest_ns_beside(self.engine.now(), || self.engine.shares_cores_with_others(None));
+    fn rest(&self, [own, others]: &mut [TimeBudget; 2]) {
+        let (now, e) = (self.engine.now(), &self.engine);
+        let beside_own = own.rest_ns_beside(now, || e.shares_cores_with_vrnics(None));
+        let rest_ns = beside_own.max(others.rest_ns_beside(now, || e.shares_cores_with_workers()));
         if rest_ns > 0 {
             std::thread::sleep(Duration::from_nanos(rest_ns));
         }

@@ -174,6 +174,8 @@ fn call(name: &str) -> i32 {
             "epoll_wait" => libc::epoll_pwait(-1, null.cast(), 1, 0, null.cast()).into(),
             "sendmsg" => libc::sendmsg(-1, null.cast(), 0) as i64,
             "setpriority" => libc::setpriority(libc::PRIO_PROCESS, 0, 19).into(),
+            "sched_setattr" => libc::syscall(libc::SYS_sched_setattr, 0, null, 0),
+            "sched_setattr of another" => libc::syscall(libc::SYS_sched_setattr, libc::getppid(), null, 0),
             "seccomp" => libc::syscall(libc::SYS_seccomp, libc::SECCOMP_SET_MODE_FILTER, 0, 0),
             "abort" => std::process::abort(),
             _ => panic!("{name}"),
@@ -396,9 +398,20 @@ fn fatal(root: bool) {
 
 fn refused(root: bool) {
     use Kind::{Capture, Clerk, Closer, Control, Poller, Switch, Watcher};
-    const CALLS: [&str; 10] =
-        ["openat", "kill", "tgkill", "prctl", "prlimit", "setsockopt", "mlockall", "unlink", "getdents", "sigaction"];
-    const SOME: [(&str, i32, &[Kind]); 11] = [
+    const CALLS: [&str; 11] = [
+        "openat",
+        "kill",
+        "tgkill",
+        "prctl",
+        "prlimit",
+        "setsockopt",
+        "mlockall",
+        "unlink",
+        "getdents",
+        "sigaction",
+        "sched_setattr of another",
+    ];
+    const SOME: [(&str, i32, &[Kind]); 12] = [
         ("clone3", ENOSYS, &[Control, Watcher]),
         ("clone3", EPERM, &[Poller, Switch, Capture, Closer, Clerk]),
         ("clone", EPERM, &Kind::ALL),
@@ -408,10 +421,12 @@ fn refused(root: bool) {
         ("pread", EPERM, &[Switch, Capture, Closer, Clerk]),
         ("epoll_wait", EPERM, &[Capture, Closer, Clerk]),
         ("setpriority", EPERM, &[Poller, Watcher, Switch, Closer, Clerk]),
+        ("sched_setattr", EPERM, &[Switch, Capture, Closer, Clerk]),
         ("seccomp", EPERM, &[Poller, Switch, Capture, Closer, Clerk]),
         ("sendmsg", EPERM, &[Closer, Clerk]),
     ];
-    const DONE: [(&str, i32, &[Kind]); 6] = [
+    const DONE: [(&str, i32, &[Kind]); 7] = [
+        ("sched_setattr", libc::EINVAL, &[Control, Poller, Watcher]),
         ("memfd_create", 0, &[Control, Poller, Watcher, Switch]),
         ("socketpair", 0, &[Control]),
         ("accept4", libc::EBADF, &[Control]),

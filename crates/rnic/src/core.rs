@@ -49,6 +49,8 @@ pub struct Core {
     pub(crate) hints: u32,
     /// Jobs may be done while the core does something else.
     pub(crate) helped: bool,
+    /// Others than this RNIC want the cores.
+    pub(crate) crowded: bool,
     /// Sessions that are polled.
     pub(crate) polled: Polled,
     /// A datagram has found no receive since this was asked last.
@@ -78,6 +80,7 @@ impl Core {
             now: 0,
             hints,
             helped: true,
+            crowded: false,
             polled: Polled::default(),
             starved: false,
             in_vain: false,
@@ -111,6 +114,12 @@ impl Core {
     /// Tells whether jobs are done by somebody while somebody else has the core. If not, only what may be slow becomes a job.
     pub fn set_helped(&mut self, on: bool) {
         self.helped = on;
+    }
+
+    /// Tells whether others than this RNIC want the cores that it runs on. Who makes pages in holes is limited then as beside other vRNICs.
+    /// To be told when a job ends that has [made pages](crate::Job::has_made_pages).
+    pub fn set_crowded(&mut self, on: bool) {
+        self.crowded = on;
     }
 
     /// Moves all outputs to the end of `out`.

@@ -399,6 +399,11 @@ impl Core {
         self.net.tx_waiting.push_back(h);
     }
 
+    /// What [`Core::take_starved`] would say.
+    pub fn is_starved(&self) -> bool {
+        self.starved
+    }
+
     /// True if datagrams have found no receive since this was asked last: whoever takes packets from the network should
     /// let programs have their turn.
     pub fn take_starved(&mut self) -> bool {

@@ -62,7 +62,7 @@ impl Core {
         }
         self.in_vain = false;
         let mut spent = 0;
-        while spent < ROUND_NS && !self.jobs.is_full() {
+        while spent < ROUND_NS && !self.jobs.is_full() && !self.starved {
             let Some(id) = self.sched.begin_turn(self.now) else { break };
             found = true;
             self.objects.touched.set(None);

@@ -44,12 +44,16 @@ struct Scene {
 impl Scene {
     /// `None` where nobody can count pages.
     fn new() -> Option<Scene> {
+        Self::of(Pair::new)
+    }
+
+    fn of(pair: fn() -> Pair) -> Option<Scene> {
         guard::install().unwrap();
         if let Err(why) = guard::counts_holes() {
             eprintln!("skipped: {why}");
             return None;
         }
-        let mut p = Pair::new();
+        let mut p = pair();
         let file = MemFd::new(c"t", (PAGES * PAGE) as usize).unwrap();
         let made = Arc::new(Counter::default());
         let sparse = map_pieces(&[(file.fd(), 0, PAGES * PAGE)], Box::new(()), Some(made.clone())).unwrap();
@@ -152,26 +156,43 @@ fn who_has_holes_pays_for_them() {
     assert_eq!(paid(&mut s, 8), [true, false], "the page is there now");
 }
 
-/// Who has had many pages made gets further ones in a part of the time only, while others have work.
+/// Operations on one page after the other: how many jobs of 1 ms make pages for them within 160 ms, or until all pages are made.
+fn jobs_that_make_pages(s: &mut Scene, op: WrOpcode) -> u32 {
+    const TOOK_NS: u64 = 1_000_000;
+    let (mut jobs, end) = (0, s.p.now + 160_000_000);
+    for page in 0..PAGES {
+        let remote_addr = SPARSE + page * PAGE;
+        s.p.a.post(abi::SqWqe { remote_addr, rkey: s.key, ..wqe(op, 1) }, &[s.p.a.sge(0, 8)]);
+        while s.p.a.poll().is_empty() {
+            if s.p.now >= end {
+                return jobs;
+            }
+            s.round();
+            jobs += u32::from(s.job(TOOK_NS).is_some_and(|pages| pages > 0));
+            s.p.now += 100_000;
+        }
+    }
+    jobs
+}
+
+/// Who has had many pages made gets further ones in a part of the time only, while others have work: other vRNICs, or others than the RNIC
+/// that want its cores.
 #[test]
 fn pages_take_a_part_of_the_time_from_others() {
-    const TOOK_NS: u64 = 1_000_000;
     for op in [WrOpcode::Write, WrOpcode::FetchAdd] {
-        let Some(mut s) = Scene::new() else { return };
-        // Jobs that make pages within 160 ms, one page after the other: the burst has 10, and an eighth of the time 20.
-        let (mut page, mut jobs, end) = (0, 0, s.p.now + 160_000_000);
-        while s.p.now < end {
-            let remote_addr = SPARSE + page * PAGE;
-            s.p.a.post(abi::SqWqe { remote_addr, rkey: s.key, ..wqe(op, 1) }, &[s.p.a.sge(0, 8)]);
-            page += 1;
-            while s.p.a.poll().is_empty() {
-                s.round();
-                jobs += u32::from(s.job(TOOK_NS).is_some_and(|pages| pages > 0));
-                s.p.now += 100_000;
-            }
-        }
-        assert!((28..=33).contains(&jobs), "{op:?}: {jobs} jobs of 1 ms");
-        s.p.settle();
+        let pairs: [(fn() -> Pair, bool); 3] =
+            [(Pair::new, false), (Pair::of_one_vnic, true), (Pair::of_one_vnic, false)];
+        let jobs = pairs.map(|(pair, crowded)| {
+            let mut s = Scene::of(pair)?;
+            s.p.rnic.set_crowded(crowded);
+            Some(jobs_that_make_pages(&mut s, op))
+        });
+        let [Some(beside_a_vnic), Some(beside_a_crowd), Some(alone)] = jobs else { return };
+        // The burst has 10, and an eighth of the time 20.
+        let limited = 28..=33;
+        assert!(limited.contains(&beside_a_vnic), "{op:?}: {beside_a_vnic}");
+        assert!(limited.contains(&beside_a_crowd), "{op:?}: {beside_a_crowd}");
+        assert!(alone > 2 * beside_a_crowd, "{op:?}: {alone}");
     }
 }
 

@@ -1,7 +1,7 @@
 //! Two connected ends on one RNIC.
 
 use unirdma_abi as abi;
-use unirdma_formats::attr_mask as m;
+use unirdma_formats::{QpType, attr_mask as m};
 use unirdma_rnic::{Output, Rnic};
 
 use crate::{End, attrs, ip};
@@ -38,8 +38,21 @@ impl Pair {
         let mut rnic = Rnic::new(1, 0);
         let a = End::new(&mut rnic, 0, 1);
         let b = End::new(&mut rnic, 0, 2);
+        Pair::connected(rnic, a, b, 2)
+    }
+
+    /// The same with both ends on one vRNIC, which has the address `ip(1)`.
+    pub fn of_one_vnic() -> Pair {
+        let mut rnic = Rnic::new(1, 0);
+        let a = End::new(&mut rnic, 0, 1);
+        let b = End::of_vnic(&mut rnic, a.vnic, 64, QpType::Rc);
+        Pair::connected(rnic, a, b, 1)
+    }
+
+    /// Connects end a, with the address `ip(1)`, and end b, with `ip(ip_b)`.
+    fn connected(rnic: Rnic, a: End, b: End, ip_b: u8) -> Pair {
         let mut p = Pair { rnic, now: 0, a, b, outputs: Vec::new() };
-        for (mask, attr) in attrs(&p.b, ip(2)) {
+        for (mask, attr) in attrs(&p.b, ip(ip_b)) {
             p.rnic.modify_qp(p.a.session, p.a.qpn, mask, &attr).unwrap();
         }
         for (mask, attr) in attrs(&p.a, ip(1)) {

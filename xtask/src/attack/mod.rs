@@ -60,9 +60,9 @@ struct Row {
 struct Measured {
     /// Medians over the runs.
     figures: Figures,
-    /// The same beside the honest neighbour.
+    /// Beside the honest neighbour, in the same runs.
     honest: Figures,
-    /// Medians of how many times worse each figure is than beside the honest neighbour just before.
+    /// How many times worse each figure is than the median of those beside the honest neighbour, of all attacks.
     times_worse: Worse,
 }
 
@@ -180,13 +180,16 @@ fn attempt(programs: &Path, attack: &Attack, seconds: u64) -> Result<Outcome> {
 }
 
 impl Row {
-    fn of(attack: &'static str, outcomes: Vec<Outcome>) -> Row {
+    /// `usual` has the medians of what victims in each place got beside honest neighbours.
+    fn of(attack: &'static str, outcomes: Vec<Outcome>, usual: [Figures; 2]) -> Row {
         let measured = |i: usize| {
-            let pairs: Vec<(Figures, Figures)> = outcomes.iter().filter_map(|o| o.figures[i]).collect();
-            let [beside_it, honest] = [|p: &(Figures, Figures)| p.0, |p: &(Figures, Figures)| p.1]
-                .map(|f| Figures::medians(&pairs.iter().map(f).collect::<Vec<_>>()));
-            let times_worse = Worse::medians(&pairs).filter(|_| pairs.len() == outcomes.len())?;
-            Some(Measured { figures: beside_it, honest, times_worse })
+            let (beside_it, honest): (Vec<Figures>, Vec<Figures>) =
+                outcomes.iter().filter_map(|o| o.figures[i]).unzip();
+            if beside_it.is_empty() || beside_it.len() < outcomes.len() {
+                return None;
+            }
+            let (figures, honest) = (Figures::medians(&beside_it), Figures::medians(&honest));
+            Some(Measured { figures, honest, times_worse: Worse::than(figures, usual[i]) })
         };
         let (same_group, other_group) = (measured(0), measured(1));
         let all = |f: fn(&Outcome) -> Option<bool>| {
@@ -221,6 +224,12 @@ impl Row {
             after,
         }
     }
+}
+
+/// What victims in a place get beside an honest neighbour: medians over all attacks, before each of which that was measured. Just before
+/// one attack it may be half of it, or twice as much, as the kernel happens to have put threads there.
+fn usual<'a>(outcomes: impl Iterator<Item = &'a Outcome>, place: usize) -> Figures {
+    Figures::medians(&outcomes.filter_map(|o| o.figures[place]).map(|(_, honest)| honest).collect::<Vec<_>>())
 }
 
 /// What `--list` prints.
@@ -261,7 +270,8 @@ pub(crate) fn run(json: bool, only: Option<&str>, runs: u32, seconds: u64) -> Re
             }
         }
     }
-    let rows: Vec<Row> = attacks.iter().zip(outcomes).map(|(a, o)| Row::of(a.name, o)).collect();
+    let usual = [0, 1].map(|place| usual(outcomes.iter().flatten(), place));
+    let rows: Vec<Row> = attacks.iter().zip(outcomes).map(|(a, o)| Row::of(a.name, o, usual)).collect();
     let report =
         Report { topology: topology(), runs, limit_same_group: LIMIT_SAME, limit_other_group: LIMIT_OTHER, rows };
     if json {
@@ -367,7 +377,7 @@ mod tests {
 
     #[test]
     fn a_row_is_broken_by_what_is_beyond_its_limit_in_the_median() {
-        let row = |all: Vec<Outcome>| Row::of("x", all);
+        let row = |all: Vec<Outcome>| Row::of("x", all, [figures(1.0).1; 2]);
         assert!(row(vec![outcome(1.4, 1.1)]).broken.is_empty());
         assert!(row(vec![outcome(1.4, 1.1), outcome(9.0, 9.0), outcome(0.9, 0.9)]).broken.is_empty());
         let one = row(vec![outcome(1.4, 1.3)]);
@@ -377,12 +387,23 @@ mod tests {
     }
 
     #[test]
+    fn what_is_usual_beside_an_honest_neighbour_is_the_median_of_all() {
+        let lucky = Outcome { figures: [Some((figures(1.0).0, figures(0.1).0)), None], ..Outcome::default() };
+        let all = [outcome(9.0, 9.0), lucky, outcome(1.0, 1.0)];
+        let usual = usual(all.iter(), 0);
+        assert_eq!(usual.p99_us, figures(1.0).1.p99_us);
+        // So an attack is not worse because what was measured just before it was better than usual.
+        let [_, lucky, _] = all;
+        assert!(Row::of("x", vec![lucky], [usual; 2]).broken.is_empty());
+    }
+
+    #[test]
     fn what_broke_in_one_run_is_said_and_has_no_figures() {
         let mut second = outcome(1.0, 1.0);
         second.figures[0] = None;
         second.broken.push("no completion".into());
         second.host_alive = Some(false);
-        let row = Row::of("x", vec![outcome(1.0, 1.0), second]);
+        let row = Row::of("x", vec![outcome(1.0, 1.0), second], [figures(1.0).1; 2]);
         assert_eq!((row.broken, row.host_alive), (vec!["no completion".to_string()], Some(false)));
         assert!(row.same_group.is_none() && row.other_group.is_some());
     }

@@ -106,12 +106,18 @@ pub(crate) struct Worse {
 impl Worse {
     /// Medians over pairs of figures, beside the attack and beside the honest neighbour; nothing if there are none.
     pub fn medians(pairs: &[(Figures, Figures)]) -> Option<Worse> {
-        let of = |f: fn(&(Figures, Figures)) -> f64| median(pairs.iter().map(f));
-        (!pairs.is_empty()).then(|| Worse {
-            p50: of(|(a, h)| a.p50_us / h.p50_us),
-            p99: of(|(a, h)| a.p99_us / h.p99_us),
-            bandwidth: of(|(a, h)| h.mib_s / a.mib_s),
-        })
+        let each: Vec<Worse> = pairs.iter().map(|&(attack, honest)| Worse::than(attack, honest)).collect();
+        let of = |f: fn(&Worse) -> f64| median(each.iter().map(f));
+        (!pairs.is_empty()).then(|| Worse { p50: of(|w| w.p50), p99: of(|w| w.p99), bandwidth: of(|w| w.bandwidth) })
+    }
+
+    /// Figures beside an attack, and beside the honest neighbour.
+    pub fn than(attack: Figures, honest: Figures) -> Worse {
+        Worse {
+            p50: attack.p50_us / honest.p50_us,
+            p99: attack.p99_us / honest.p99_us,
+            bandwidth: honest.mib_s / attack.mib_s,
+        }
     }
 
     pub fn is_beyond(self, limit: f64) -> bool {

@@ -41,9 +41,9 @@ impl Kind {
 
     fn tables(self) -> &'static [&'static [Call]] {
         match self {
-            Kind::Control => &[EVERY, MEMORY, WAITS, NETWORK, SIGNALS, TIMERS, SESSIONS, STARTS, BACKGROUND],
-            Kind::Poller => &[EVERY, MEMORY, WAITS, NETWORK, SIGNALS],
-            Kind::Watcher => &[EVERY, MEMORY, WAITS, NETWORK, SIGNALS, STARTS],
+            Kind::Control => &[EVERY, MEMORY, WAITS, NETWORK, SIGNALS, SLICES, TIMERS, SESSIONS, STARTS, BACKGROUND],
+            Kind::Poller => &[EVERY, MEMORY, WAITS, NETWORK, SIGNALS, SLICES],
+            Kind::Watcher => &[EVERY, MEMORY, WAITS, NETWORK, SIGNALS, SLICES, STARTS],
             Kind::Switch => &[EVERY, WAITS, NETWORK, SIGNALS, TIMERS],
             Kind::Capture => &[EVERY, NETWORK, BACKGROUND],
             Kind::Closer => &[EVERY],
@@ -190,6 +190,9 @@ const SIGNALS: &[Call] = &[
     call(libc::SYS_io_getevents),
     when(libc::SYS_fcntl, &[is(1, libc::F_GETFL), is(1, libc::F_SETFL)]),
 ];
+
+/// The time slices of a thread itself.
+const SLICES: &[Call] = &[when(libc::SYS_sched_getattr, &[is(0, 0)]), when(libc::SYS_sched_setattr, &[is(0, 0)])];
 
 /// Timers that are there.
 const TIMERS: &[Call] = &[call(libc::SYS_timerfd_settime)];

@@ -7,7 +7,7 @@ use rustix::event::epoll;
 use unirdma_device::{RnicGuard, lock, now_ns};
 use unirdma_rnic::{Bells, Job, Output, SessionId};
 
-use super::{Engine, PORT, SCRATCH_BYTES};
+use super::{Engine, PORT, SCRATCH_BYTES, slice};
 
 /// Work must be left over for so long before another poller comes, nanoseconds.
 pub(super) const BACKLOG_NS: u64 = 50_000;
@@ -32,6 +32,9 @@ const MOST_PAUSES: u32 = 16;
 const SHARE_NS: u64 = 2_000_000;
 /// The same while whoever it lets in gives the core back soon.
 const SHORT_SHARE_NS: u64 = 100_000;
+/// What a busy poller gives up when it yields while another worker wants the cores, nanoseconds: its time slice. As long as the slices of
+/// ten threads that yield to each other.
+const GIVEN_NS: u64 = 30_000_000;
 /// A pause that took so long was taken by somebody who computes, nanoseconds.
 const LONG_PAUSE_NS: u64 = 100_000;
 /// Rounds that took so long together did much, nanoseconds: more than a few programs that each wait for an answer can ask for.
@@ -55,10 +58,12 @@ pub(super) struct Watch {
     /// When the poller looked for kicks last, and whether it found only kicks for nothing.
     listened_ns: u64,
     heard_in_vain: bool,
-    /// When a busy poller let others in.
+    /// When the poller let others in, after it had done something.
     paused_ns: u64,
     /// How long it then keeps them off its core, nanoseconds.
     share_ns: u64,
+    /// A yield gives up [`GIVEN_NS`], and not what the kernel takes for a slice.
+    generous: bool,
     /// How often it has left the RNIC to a thread that wants it, since it had the RNIC last.
     pauses: u32,
     /// Until when it leaves the RNIC to another poller.
@@ -82,6 +87,7 @@ impl Watch {
             heard_in_vain: false,
             paused_ns: 0,
             share_ns: SHARE_NS,
+            generous: false,
             pauses: 0,
             left_until_ns: 0,
             out: Vec::new(),
@@ -174,11 +180,14 @@ impl Engine {
         let mut r = if comes_back || received { self.rnic.spin_lock() } else { self.rnic.try_lock()? };
         let now = r.since_ns();
         if let Some(job) = done {
+            if job.has_made_pages() {
+                r.set_crowded(self.yields && self.demand.is_of_others(now));
+            }
             r.end_job(job);
         }
         let mut found = r.poll_by(now, now_ns) || received || comes_back;
         for _ in 1..ROUNDS_AT_ONCE {
-            if !r.has_turns() || r.has_jobs() || r.is_in_vain() {
+            if !r.has_turns() || r.has_jobs() || r.is_in_vain() || r.is_starved() {
                 break;
             }
             // Nobody else takes it in between, unless for a job.
@@ -325,7 +334,7 @@ impl Engine {
     fn share_core(&self, watch: &mut Watch) {
         let now = self.now();
         if self.yields && now - watch.paused_ns > watch.share_ns {
-            self.pause();
+            self.give_way(watch, self.demand.is_of_others(now));
             let back = self.now();
             // Programs that look for completions come and go at once, but one that computes keeps the core for a time slice.
             watch.share_ns = if back - now > LONG_PAUSE_NS { SHARE_NS } else { SHORT_SHARE_NS };
@@ -338,7 +347,23 @@ impl Engine {
         if self.yields {
             self.demand.want(round.ended_ns);
         }
-        if round.rests && self.yields { self.pause() } else { self.share_core(watch) }
+        if round.rests && self.yields {
+            self.give_way(watch, false);
+            watch.paused_ns = round.ended_ns;
+        } else {
+            self.share_core(watch)
+        }
+    }
+
+    /// Lets others run, and for longer than usual if `generous`. Two threads of another worker that yield to each other after each request give
+    /// up two slices for it. If a busy poller gave up one for each of its shares, they would have one request in a share. It stays so until
+    /// it is one of those that yield after each request: a change takes microseconds, and puts the poller among its rivals anew.
+    fn give_way(&self, watch: &mut Watch, generous: bool) {
+        if std::mem::replace(&mut watch.generous, generous) != generous {
+            // Who may not choose is as fair as the kernel.
+            let _ = slice::set(if generous { GIVEN_NS } else { 0 });
+        }
+        self.pause();
     }
 
     pub(super) fn first_poller(&self, watch: &mut Watch) {

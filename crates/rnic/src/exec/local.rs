@@ -256,13 +256,13 @@ impl Core {
         outcome
     }
 
-    /// For how long no job may make pages in the holes of these vRNICs' memory, since many were made for one of them and others have work,
-    /// nanoseconds; 0 if jobs may.
+    /// For how long no job may make pages in the holes of these vRNICs' memory, since many were made for one of them and others have work or
+    /// want the cores, nanoseconds; 0 if jobs may.
     pub(super) fn rest_of(&self, ids: [VnicId; 2]) -> u64 {
         let rest_ns = |id: VnicId| {
             let hollow = self.objects.vnics.get(id.0).filter(|v| !v.hollow.is_calm());
             let rest_ns = hollow.map_or(0, |v| v.page_time.rest_ns(self.now));
-            if rest_ns > 0 && self.works_for_others(Some(id)) { rest_ns } else { 0 }
+            if rest_ns > 0 && (self.crowded || self.works_for_others(Some(id))) { rest_ns } else { 0 }
         };
         rest_ns(ids[0]).max(rest_ns(ids[1]))
     }

@@ -222,6 +222,11 @@ impl Job {
         self.parts.first().is_some_and(Part::may_wait)
     }
 
+    /// True if it has made pages in holes of sparse files.
+    pub fn has_made_pages(&self) -> bool {
+        self.touched_holes
+    }
+
     /// The vRNIC whose memory may have holes, and whether the job has touched some.
     pub(crate) fn sparse(&self) -> Option<(VnicId, bool)> {
         self.sparse.map(|vnic| (vnic, self.touched_holes))
