@@ -61,8 +61,9 @@ impl Core {
             self.wake_tx_waiting();
         }
         self.in_vain = false;
+        let starved = std::mem::take(&mut self.starved);
         let mut spent = 0;
-        while spent < ROUND_NS && !self.jobs.is_full() && !self.starved {
+        while spent < ROUND_NS && !self.jobs.is_full() {
             let Some(id) = self.sched.begin_turn(self.now) else { break };
             found = true;
             self.objects.touched.set(None);
@@ -90,7 +91,12 @@ impl Core {
                 self.in_vain = true;
                 break;
             }
+            // Programs have their turn before there are more datagrams without a receive.
+            if self.starved {
+                break;
+            }
         }
+        self.starved |= starved;
         found
     }
 

@@ -223,6 +223,30 @@ fn a_datagram_waits_a_moment_for_its_receive() {
 }
 
 /// More datagrams than fit between RNIC and port wait for room; none is lost.
+/// A round ends with the first turn whose datagrams find no receive, so that programs can post some, and the next round goes on whether
+/// anybody has asked for that or not.
+#[test]
+fn a_round_ends_when_a_datagram_finds_no_receive() {
+    let mut net = Net::hosts(1, &[QpType::Ud; 4], 9, Faults::default());
+    for (from, to) in [(0, 1), (2, 3)] {
+        net.connect(QpType::Ud, from, to, &|a| a);
+        net.connect(QpType::Ud, to, from, &|a| a);
+    }
+    net.run(SECOND);
+    for (from, to) in [(0, 1), (2, 3)] {
+        let (ah, dest, sge) = (net.ah(from, to), net.ends[to].qpn, net.ends[from].sge(0, 100));
+        net.ends[from].post_to(wqe(WrOpcode::Send, 1), ah, dest, &[sge]);
+    }
+    let now = net.now;
+    let sent = |net: &mut Net| [0, 2].map(|end: usize| net.ends[end].poll().len()).iter().sum::<usize>();
+    assert!(!net.rnic(0).is_starved());
+    for _ in 0..2 {
+        net.rnic(0).poll(now);
+        assert_eq!((sent(&mut net), net.rnic(0).is_starved()), (1, true));
+    }
+    assert!(net.rnic(0).take_starved() && !net.rnic(0).is_starved());
+}
+
 #[test]
 fn datagrams_wait_for_the_port() {
     let mut net = Net::of_type(QpType::Ud, 4, Faults::default(), |a| a);
