@@ -222,7 +222,6 @@ fn a_datagram_waits_a_moment_for_its_receive() {
     }
 }
 
-/// More datagrams than fit between RNIC and port wait for room; none is lost.
 /// A round ends with the first turn whose datagrams find no receive, so that programs can post some, and the next round goes on whether
 /// anybody has asked for that or not.
 #[test]
@@ -247,6 +246,7 @@ fn a_round_ends_when_a_datagram_finds_no_receive() {
     assert!(net.rnic(0).take_starved() && !net.rnic(0).is_starved());
 }
 
+/// More datagrams than fit between RNIC and port wait for room; none is lost.
 #[test]
 fn datagrams_wait_for_the_port() {
     let mut net = Net::of_type(QpType::Ud, 4, Faults::default(), |a| a);

@@ -181,7 +181,7 @@ impl Engine {
         let now = r.since_ns();
         if let Some(job) = done {
             if job.has_made_pages() {
-                r.set_crowded(self.yields && self.demand.is_of_others(now));
+                r.set_crowded(self.shares_cores_with_workers());
             }
             r.end_job(job);
         }
