@@ -7,6 +7,7 @@
 //! has given the RNIC back, and so are the system calls of the network, for which the port has a lock of its own. Whoever wants
 //! both locks takes the port's first.
 
+mod again;
 mod poller;
 mod slice;
 

@@ -5,7 +5,7 @@ use unirdma_mem::holes;
 
 use crate::core::{Core, OP_NS, enqueue};
 use crate::job::Waiter;
-use crate::objects::{Door, Pause, Qp, SessionId, VnicId, Wait};
+use crate::objects::{Door, LONG_TURN_NS, Pause, Qp, SessionId, VnicId, Wait};
 use crate::sched::Due;
 use crate::slab::{Handle, Slab};
 
@@ -14,8 +14,6 @@ const TURN_NS: u64 = 2_000;
 /// A round begins no turn after this time, nanoseconds, so that its caller can let others in: with the last turn it takes up to twice
 /// as long, if requests are short.
 const ROUND_NS: u64 = 1_500;
-/// A turn that took so long did not copy as fast as memory allows, nanoseconds: the next long copy of its vRNIC is left to a job.
-const LABORIOUS_NS: u64 = 40_000;
 /// What a timer takes that has fired, or the doorbell page of a session, roughly, nanoseconds.
 const STEP_NS: u64 = 100;
 /// What a look at a session's doorbell page takes, roughly, nanoseconds.
@@ -74,10 +72,10 @@ impl Core {
             self.now = now;
             spent += took;
             self.sched.end_turn(id, now, took, in_vain);
-            if took >= LABORIOUS_NS
+            if took >= LONG_TURN_NS
                 && let Some(v) = self.objects.vnics.get_mut(id.0)
             {
-                v.laborious = true;
+                v.labour.begin();
             }
             if let Some(v) = self.objects.touched.take().and_then(|owner| self.objects.vnics.get(owner.0)) {
                 v.hollow.was_held(took);

@@ -13,7 +13,8 @@ use unirdma_formats::{AsyncEvent, Gid};
 use crate::budget::TimeBudget;
 use crate::core::Core;
 use crate::objects::{
-    Begun, Counters, Hollow, Mr, MrNote, PAGE_TIME, Qp, QpInfo, Room, SessionId, Usage, Used, Vnic, VnicConfig, VnicId,
+    Begun, Counters, Hollow, Labour, Mr, MrNote, PAGE_TIME, Qp, QpInfo, Room, SessionId, Usage, Used, Vnic, VnicConfig,
+    VnicId,
 };
 use crate::pace::{Limit, Share};
 use crate::path::{Route, WireDrops};
@@ -38,7 +39,7 @@ impl Core {
             room: Room::default(),
             hollow: Hollow::default(),
             page_time: TimeBudget::new(&PAGE_TIME),
-            laborious: false,
+            labour: Labour::default(),
             begun: Begun::default(),
             gsi: None,
         };

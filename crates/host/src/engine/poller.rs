@@ -7,6 +7,7 @@ use rustix::event::epoll;
 use unirdma_device::{RnicGuard, lock, now_ns};
 use unirdma_rnic::{Bells, Job, Output, SessionId};
 
+use super::again::Again;
 use super::{Engine, PORT, SCRATCH_BYTES, slice};
 
 /// Work must be left over for so long before another poller comes, nanoseconds.
@@ -64,6 +65,8 @@ pub(super) struct Watch {
     share_ns: u64,
     /// A yield gives up [`GIVEN_NS`], and not what the kernel takes for a slice.
     generous: bool,
+    /// Whether it looks once more before it lets others in.
+    again: Again,
     /// How often it has left the RNIC to a thread that wants it, since it had the RNIC last.
     pauses: u32,
     /// Until when it leaves the RNIC to another poller.
@@ -88,6 +91,7 @@ impl Watch {
             paused_ns: 0,
             share_ns: SHARE_NS,
             generous: false,
+            again: Again::default(),
             pauses: 0,
             left_until_ns: 0,
             out: Vec::new(),
@@ -347,12 +351,19 @@ impl Engine {
         if self.yields {
             self.demand.want(round.ended_ns);
         }
-        if round.rests && self.yields {
-            self.give_way(watch, false);
-            watch.paused_ns = round.ended_ns;
-        } else {
-            self.share_core(watch)
+        if !(round.rests && self.yields) {
+            watch.again.ends(true);
+            return self.share_core(watch);
         }
+        watch.paused_ns = round.ended_ns;
+        if !watch.again.begins() {
+            self.give_way(watch, false);
+        }
+    }
+
+    /// After a look that found nothing.
+    fn after_nothing(&self, watch: &mut Watch) {
+        if watch.again.ends(false) { self.give_way(watch, false) } else { self.pause() }
     }
 
     /// Lets others run, and for longer than usual if `generous`. Two threads of another worker that yield to each other after each request give
@@ -386,7 +397,7 @@ impl Engine {
                 _ => {
                     // Some sessions are polled while others sleep and kick.
                     if !self.hears(watch, idle_rounds, None) {
-                        self.pause();
+                        self.after_nothing(watch);
                     }
                 }
             }
@@ -422,7 +433,7 @@ impl Engine {
                 }
                 _ => {
                     if !self.hears(watch, KICK_ROUNDS_BUSY, None) {
-                        self.pause();
+                        self.after_nothing(watch);
                     }
                 }
             }

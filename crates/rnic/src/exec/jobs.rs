@@ -43,7 +43,7 @@ impl Core {
         }
         let vnic = self.objects.vnic_of_qp(job.qp);
         if let Some(v) = vnic.and_then(|id| self.objects.vnics.get_mut(id.0)) {
-            v.laborious = job.was_laborious().unwrap_or(v.laborious);
+            v.labour.end_job(job.copied(), took_ns);
         }
         // Whoever has holes pays for the pages that are made there, also in the turn of a peer.
         let payer = sparse.filter(|s| s.1).map(|s| s.0).or(vnic);

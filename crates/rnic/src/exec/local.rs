@@ -237,7 +237,7 @@ impl Core {
         // What a capture takes is measured and charged in the turn that copies.
         let long = left >= JOB_BYTES && tapped.is_none();
         let others = || self.helped && (self.jobs.are_flying() || self.sched.has_others(q.vnic));
-        let careful = long && self.objects.vnics.get(q.vnic.0).is_some_and(|v| v.laborious);
+        let careful = long && self.objects.vnics.get(q.vnic.0).is_some_and(|v| v.labour.is_hard());
         let copied = if careful || long && others() { None } else { tables.copy(from, to, w.done, n) };
         if let Some(copied) = copied {
             return self.moved(h, ph, w, n, copied);

@@ -237,10 +237,9 @@ impl Job {
         self.took_ns
     }
 
-    /// True if it copied far less in its time than memory allows, and false if not; `None` if it says nothing of that. The device maps
-    /// the pages of a region when they are first reached, which takes much longer than to copy them.
-    pub(crate) fn was_laborious(&self) -> Option<bool> {
-        (self.copied > 0).then_some(self.took_ns > self.copied)
+    /// How many bytes it has copied from mapping to mapping.
+    pub(crate) fn copied(&self) -> u64 {
+        self.copied
     }
 
     /// What came of it: nothing before it was done.

@@ -7,6 +7,7 @@ use unirdma_formats::{Gid, WcStatus};
 
 use super::fetched::Room;
 use super::hollow::Hollow;
+use super::labour::Labour;
 use super::mr::Mr;
 use super::qp::Qp;
 use crate::budget::TimeBudget;
@@ -115,8 +116,8 @@ pub(crate) struct Vnic {
     pub hollow: Hollow,
     /// How long pages were made for it.
     pub page_time: TimeBudget,
-    /// A turn of it has taken long, or its last job took long for what it copied: its next long copies are made by careful jobs.
-    pub laborious: bool,
+    /// Whether its copies take longer than memory needs.
+    pub labour: Labour,
     /// Who of those who may begin to talk with it, while it may not with them, has done so; and the other way round.
     pub begun: Begun,
     /// Its QP for the general services; without one connection management has its messages.

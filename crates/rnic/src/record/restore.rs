@@ -13,7 +13,7 @@ use crate::budget::TimeBudget;
 use crate::core::Core;
 use crate::multicast::MAX_MULTICAST_QPS;
 use crate::objects::{
-    Ah, Backing, Backlog, Begun, Connection, Cq, Datagrams, Door, Fetched, Held, Hollow, Local, Moderation, Mr,
+    Ah, Backing, Backlog, Begun, Connection, Cq, Datagrams, Door, Fetched, Held, Hollow, Labour, Local, Moderation, Mr,
     NO_SLOT, Names, Note, PAGE_TIME, Pause, Pd, Qp, Room, Session, SessionId, Srq, Stage, Used, Vnic, VnicId, Wait,
     Window, Work, XrcSrq, Xrcd,
 };
@@ -149,7 +149,7 @@ impl Core {
             room: Room::default(),
             hollow: Hollow::default(),
             page_time: TimeBudget::new(&PAGE_TIME),
-            laborious: false,
+            labour: Labour::default(),
             begun: Begun::default(),
             gsi: None,
         };

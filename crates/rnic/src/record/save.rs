@@ -226,7 +226,7 @@ impl<'a> Saver<'a> {
             room: _,
             hollow: _,
             page_time: _,
-            laborious: _,
+            labour: _,
             gsi: _,
         } = self.core.objects.vnics.get(id.0)?;
         let Limit { share, bits_until, ops_until } = limit;
