@@ -65,7 +65,7 @@ pub(super) struct Watch {
     share_ns: u64,
     /// A yield gives up [`GIVEN_NS`], and not what the kernel takes for a slice.
     generous: bool,
-    /// Whether it looks once more before it lets others in.
+    /// Whether it looks at the RNIC once more after a small round, before it lets others in.
     again: Again,
     /// How often it has left the RNIC to a thread that wants it, since it had the RNIC last.
     pauses: u32,
@@ -361,7 +361,8 @@ impl Engine {
         }
     }
 
-    /// After a look that found nothing.
+    /// After a look that found nothing: lets others run. If it was the look that is made once more after a small round, this is the yield
+    /// that was put off for it.
     fn after_nothing(&self, watch: &mut Watch) {
         if watch.again.ends(false) { self.give_way(watch, false) } else { self.pause() }
     }

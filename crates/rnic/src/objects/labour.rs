@@ -1,8 +1,8 @@
 //! Whether the copies of a vRNIC take longer than memory needs. The kernel maps the pages of a region when somebody reaches them for the first
 //! time, which takes much longer than to copy them; a page of another kind may be slow as well.
 
-/// As many quick jobs, one after the other, say that memory is quick again. A program that reaches new pages now and then has a slow turn
-/// in so many at most.
+/// After so many quick jobs without a slow one among them, copies are made in turns again. So a program that goes on reaching new pages has
+/// at most one slow turn for each sixteen jobs.
 const CALM_JOBS: u8 = 16;
 /// A turn that took so long did not copy as fast as memory allows, nanoseconds.
 pub(crate) const LONG_TURN_NS: u64 = 40_000;
@@ -26,8 +26,8 @@ impl Labour {
         self.left = CALM_JOBS;
     }
 
-    /// A job has copied so many bytes from mapping to mapping in so many nanoseconds; 0 bytes say nothing. Below 1 GB/s it mapped pages;
-    /// above 2 GB/s it did not.
+    /// A job has copied so many bytes from mapping to mapping in so many nanoseconds. Below 1 GB/s it mapped pages, above 2 GB/s it did
+    /// not; in between, or with 0 bytes, it says nothing.
     pub fn end_job(&mut self, bytes: u64, took_ns: u64) {
         if took_ns > bytes && bytes > 0 {
             self.begin();
