@@ -5,12 +5,11 @@ use unirdma_abi::{Command, Status};
 use unirdma_formats::attr_mask as m;
 use unirdma_testkit::rfc::{CHAINS, send};
 
-use crate::world::{RC, Side, UD, connect, one, pair, two, wc};
+use crate::world::{RC, RTS, Side, UD, connect, one, pair, two, wc};
 
 const RESET: u8 = 0;
 const INIT: u8 = 1;
 const RTR: u8 = 2;
-const RTS: u8 = 3;
 const SQD: u8 = 4;
 const ERR: u8 = 6;
 
@@ -286,6 +285,7 @@ fn r24_datagrams_that_were_posted_before_their_qp_is_destroyed_are_sent() {
     for i in 0..10 {
         b.receive(i, 100 * i, 100);
     }
+    b.receives_are_taken();
     let mut r = send(op::SEND, 1);
     r.set_part(&a.qp.to(b.d.gid, b.qp.qpn, crate::world::QKEY));
     (0..10).for_each(|_| a.qp.send(r, &[a.mr.sge(0, 8)]));

@@ -6,7 +6,7 @@ use unirdma_testkit::Program;
 use unirdma_testkit::rfc::send;
 use zerocopy::IntoBytes;
 
-use crate::world::{ALL_ACCESS, QKEY, RC, Side, UC, UD, one, pair, wc};
+use crate::world::{ALL_ACCESS, QKEY, RC, RTS, Side, UC, UD, one, pair, wc};
 
 const ERR: u8 = 6;
 
@@ -70,6 +70,7 @@ fn r50_the_union_of_a_send_that_is_no_datagram_is_not_looked_at() {
 fn r50_r52_a_datagram_goes_where_its_wqe_says_and_completes_when_it_is_sent() {
     let (_host, mut a, mut b) = pair(UD);
     b.receive(1, 0, 256);
+    b.receives_are_taken();
     a.put(0, b"datagram");
     let mut r = send(op::SEND, 2);
     r.set_part(&a.qp.to(b.d.gid, b.qp.qpn, QKEY));
@@ -105,7 +106,7 @@ fn r50_an_address_vector_of_another_pd_port_or_gid_is_refused() {
         let c = a.cq.wait();
         assert_eq!((c.wr_id.get(), c.status), (9, wc::LOC_QP_OP_ERR));
         // A datagram QP is in SQE then, and goes on.
-        a.d.move_to(a.qp.qpn, 3).unwrap();
+        a.d.move_to(a.qp.qpn, RTS).unwrap();
     }
 }
 

@@ -10,6 +10,8 @@ pub const UC: u8 = rfc::qp_type::UC;
 pub const UD: u8 = rfc::qp_type::UD;
 pub const IP: [&str; 2] = ["10.0.0.1", "10.0.0.2"];
 pub const QKEY: u32 = 0x1234;
+/// State of a QP that sends and receives.
+pub const RTS: u8 = 3;
 
 /// A driver with one object of each kind.
 pub struct Side {
@@ -43,6 +45,12 @@ impl Side {
 
     pub fn receive(&mut self, wr_id: u64, off: u64, len: u32) {
         self.qp.receive(wr_id, &[self.mr.sge(off, len)]);
+    }
+
+    /// Waits until the device has taken the receives that were posted to a QP in RTS, which it does before it answers a command that
+    /// changes the QP. A datagram waits for them for 10 ms only, and the thread that takes them may get no core for longer.
+    pub fn receives_are_taken(&mut self) {
+        self.d.move_to(self.qp.qpn, RTS).unwrap();
     }
 
     pub fn state(&mut self) -> u8 {
