@@ -6,7 +6,7 @@ use unirdma_abi as abi;
 use unirdma_abi::{CmOp, Status, port_space};
 use unirdma_formats::cm::{Message, reason};
 use unirdma_formats::wire::{Deth, Extra, Op, Opcode, Packet, Part, Transport};
-use unirdma_formats::{Gid, QpState, QpType, WcStatus, WrOpcode};
+use unirdma_formats::{Gid, QpState, QpType, WcStatus, WrOpcode, rnr_timer_ns};
 use unirdma_rnic::CmEventKind::*;
 use unirdma_rnic::{Arrival, Limits, Share, VnicConfig};
 use unirdma_simkit::cm::*;
@@ -211,6 +211,17 @@ fn each_end_begins_where_the_other_says() {
     let [req, rep] = requests.collect::<Vec<_>>()[..] else { panic!("one REQ, one REP") };
     assert_eq!((psn(&mut cm, 0, sent.0, QpState::Rtr), psn(&mut cm, 0, sent.0, QpState::Rts)), (req, rep));
     assert_eq!((psn(&mut cm, 1, sent.1, QpState::Rtr), psn(&mut cm, 1, sent.1, QpState::Rts)), (rep, req));
+}
+
+/// A receiver that shares its core with others may get it back after 30 ms only, which is the slice of a busy poller.
+#[test]
+fn a_receive_may_come_after_a_slice_of_somebody_else() {
+    let (_, mut cm) = Cm::each().into_iter().nth(1).unwrap();
+    let (id, _) = cm.connected();
+    let s = cm.net.ends[0].session;
+    let (_, a) = cm.net.rnic(0).cm_qp_attr(s, id, QpState::Rtr as u32).unwrap();
+    let retries = 5;
+    assert!(retries * rnr_timer_ns(a.min_rnr_timer) > 30_000_000);
 }
 
 /// A program may take minutes to accept: the peer is asked to wait.

@@ -34,8 +34,10 @@ const MAX_EVENTS: usize = 65_536;
 const MAX_BACKLOG: u32 = 4096;
 /// Ports that are given when none is asked for.
 const FREE_PORTS: std::ops::Range<u16> = 32_768..61_000;
-/// RNR timer of QPs of connections: 0.64 ms.
-const MIN_RNR_TIMER: u8 = 12;
+/// RNR timer of QPs of connections: 10.24 ms (IBTA vol. 1, table 46). With five retries, which many programs ask for, the receiver has 50 ms to
+/// post a receive, more than one that shares its core waits for its turn. Linux takes 0, which is 655 ms, so programs do not
+/// expect that this time is short.
+const MIN_RNR_TIMER: u8 = 20;
 /// ACK timeout of QPs of connections unless set: 0.54 s.
 const ACK_TIMEOUT: u8 = 17;
 
