@@ -88,7 +88,7 @@ const MAX_FRAME: usize = 65_536;
 const BURST: usize = 64;
 /// How long the switch may keep others off its core while vRNICs have work and frames come without a pause: those of its own group, and
 /// those of other groups, which have less to do with these frames. The latter are interrupted less often, too: each interruption makes one
-/// request slow, and with one in 200 us a program that makes a request after the other has 1 % of slow ones.
+/// request slow. With an interruption every 200 us that is 1 % of the requests of a program that makes one after the other.
 const BESIDE_OWN_GROUP: Terms = Terms { parts: 3, burst_ns: 50_000, most_ns: 200_000, step_ns: 50_000 };
 const BESIDE_OTHER_GROUPS: Terms = Terms { parts: 6, step_ns: 500_000, ..BESIDE_OWN_GROUP };
 /// What it takes to find something ready, roughly, nanoseconds: interfaces that are ready without a frame cost that too.

@@ -34,9 +34,9 @@ const MAX_EVENTS: usize = 65_536;
 const MAX_BACKLOG: u32 = 4096;
 /// Ports that are given when none is asked for.
 const FREE_PORTS: std::ops::Range<u16> = 32_768..61_000;
-/// RNR timer of QPs of connections: 10.24 ms (IBTA vol. 1, table 46). With five retries, which many programs ask for, the receiver has 50 ms to
-/// post a receive, more than one that shares its core waits for its turn. Linux takes 0, which is 655 ms, so programs do not
-/// expect that this time is short.
+/// RNR timer of QPs of connections: 10.24 ms (IBTA vol. 1, table 46). A sender with five retries, which many programs ask for, gives its peer
+/// 50 ms to post a receive. That is more than the slice of 30 ms for which a busy poller may keep the peer from its core. On Linux the timer
+/// is 655 ms (code 0), so no program counts on a short one.
 const MIN_RNR_TIMER: u8 = 20;
 /// ACK timeout of QPs of connections unless set: 0.54 s.
 const ACK_TIMEOUT: u8 = 17;
