@@ -5,6 +5,9 @@
 //! slice. Within a worker the time of such threads is limited while others have work ([`Engine::shares_cores_with_others`]). Between workers
 //! nobody would know, and the kernel takes the yields for what they are.
 //!
+//! A worker that wants the cores may be *keen*: its pollers find something in most of their looks. To one that is not, a busy worker gives up no
+//! more than its slice when it yields: whoever looks and finds nothing yields at once, and again, and the more is given up the more often.
+//!
 //! The table is a courtesy and no more. A worker that writes what is not so limits others as if it had work, or leaves them as free as if
 //! nobody had any.
 //!
@@ -23,6 +26,10 @@ const BYTES: usize = PLACES * size_of::<u64>();
 const WANT_NS: u64 = 10_000_000;
 /// It says so again after this, nanoseconds.
 const SAY_NS: u64 = 1_000_000;
+/// In the time that is written into the table, and in that of a look: another worker wants the cores, and is keen.
+const KEEN: u64 = 1;
+/// In the time of a look: another worker wants the cores.
+const WANTED: u64 = 2;
 /// What a look has found is believed for so long, nanoseconds.
 const LOOK_NS: u64 = 50_000;
 
@@ -32,7 +39,9 @@ pub(crate) struct Demand {
     place: usize,
     /// When this worker has said that it wants the cores.
     said_ns: AtomicU64,
-    /// When it has looked whether another one does, and what it found: the time, and in the lowest bit the answer.
+    /// When it was keen.
+    keen_ns: AtomicU64,
+    /// When it has looked whether another one does, and what it found: the time, and in the two lowest bits the answer.
     looked: AtomicU64,
 }
 
@@ -64,31 +73,49 @@ impl Demand {
 
     fn new(table: Span, number: u32) -> Demand {
         let place = number as usize % PLACES;
-        Demand { table, place, said_ns: AtomicU64::new(0), looked: AtomicU64::new(0) }
+        Demand { table, place, said_ns: AtomicU64::new(0), keen_ns: AtomicU64::new(0), looked: AtomicU64::new(0) }
     }
 
-    /// This worker has done something at time `now`, and may have more to do.
+    /// This worker has done something at time `now`, and may have more to do. `keen`: whoever did it has not looked in vain for long before.
     #[inline]
-    pub fn want(&self, now: u64) {
+    pub fn want(&self, now: u64, keen: bool) {
+        // Each store takes the line from the other pollers.
+        if keen && now.saturating_sub(self.keen_ns.load(Ordering::Relaxed)) >= SAY_NS {
+            self.keen_ns.store(now, Ordering::Relaxed);
+        }
         if now.saturating_sub(self.said_ns.load(Ordering::Relaxed)) >= SAY_NS {
             self.said_ns.store(now, Ordering::Relaxed);
-            self.table.store64(offset(self.place), now + WANT_NS, Ordering::Relaxed);
+            let keen = now.saturating_sub(self.keen_ns.load(Ordering::Relaxed)) < WANT_NS;
+            self.table.store64(offset(self.place), (now + WANT_NS) & !KEEN | u64::from(keen), Ordering::Relaxed);
         }
     }
 
     /// True if another worker wants the cores.
     pub fn is_of_others(&self, now: u64) -> bool {
+        self.look(now) & WANTED != 0
+    }
+
+    /// True if another worker that wants the cores is keen.
+    pub fn is_of_keen_others(&self, now: u64) -> bool {
+        self.look(now) & KEEN != 0
+    }
+
+    /// What was found lately, as [`Demand::looked`] has it.
+    fn look(&self, now: u64) -> u64 {
         let looked = self.looked.load(Ordering::Relaxed);
         if now.saturating_sub(looked) < LOOK_NS {
-            return looked & 1 != 0;
+            return looked;
         }
         // Nobody may want them for longer than `WANT_NS`, so a later time is not believed.
         let wanted = now + 1..=now + WANT_NS;
-        let found = (0..PLACES)
-            .filter(|&p| p != self.place)
-            .any(|p| wanted.contains(&self.table.load64(offset(p), Ordering::Relaxed)));
-        self.looked.store(now & !1 | u64::from(found), Ordering::Relaxed);
-        found
+        let others = (0..PLACES).filter(|&p| p != self.place);
+        let found = others
+            .map(|p| self.table.load64(offset(p), Ordering::Relaxed))
+            .filter(|at| wanted.contains(at))
+            .fold(0, |found, at| found | WANTED | at & KEEN);
+        let looked = now & !(WANTED | KEEN) | found;
+        self.looked.store(looked, Ordering::Relaxed);
+        looked
     }
 }
 
@@ -111,13 +138,13 @@ mod tests {
         let table = table().unwrap();
         let [a, b] = [1, 2].map(|number| Demand::of_table(&table, number).unwrap());
         assert!(!a.is_of_others(BEGAN) && !b.is_of_others(BEGAN));
-        a.want(BEGAN);
+        a.want(BEGAN, false);
         let looks = BEGAN + LOOK_NS;
         assert!(!a.is_of_others(looks) && b.is_of_others(looks));
         // It says so again only after a while.
-        a.want(BEGAN + SAY_NS / 2);
+        a.want(BEGAN + SAY_NS / 2, false);
         assert!(b.is_of_others(BEGAN + WANT_NS - 1) && !b.is_of_others(BEGAN + WANT_NS + LOOK_NS));
-        a.want(BEGAN + 2 * SAY_NS);
+        a.want(BEGAN + 2 * SAY_NS, false);
         assert!(b.is_of_others(BEGAN + WANT_NS + 2 * LOOK_NS));
     }
 
@@ -126,8 +153,25 @@ mod tests {
         let table = table().unwrap();
         let [a, b] = [1, 2].map(|number| Demand::of_table(&table, number).unwrap());
         assert!(!b.is_of_others(BEGAN));
-        a.want(BEGAN);
-        assert!(!b.is_of_others(BEGAN + LOOK_NS - 2) && b.is_of_others(BEGAN + LOOK_NS));
+        a.want(BEGAN, false);
+        assert!(!b.is_of_others(BEGAN + LOOK_NS - 4) && b.is_of_others(BEGAN + LOOK_NS));
+    }
+
+    #[test]
+    fn a_worker_is_keen_for_as_long_as_one_of_its_pollers_finds_something_often() {
+        let table = table().unwrap();
+        let [a, b] = [1, 2].map(|number| Demand::of_table(&table, number).unwrap());
+        let mut now = BEGAN;
+        let mut after = |ns: u64, keen: bool| {
+            now += ns;
+            a.want(now, keen);
+            (b.is_of_others(now + LOOK_NS), b.is_of_keen_others(now + LOOK_NS))
+        };
+        assert_eq!(after(SAY_NS, false), (true, false));
+        assert_eq!(after(SAY_NS, true), (true, true));
+        // Another poller of the same worker finds something seldom.
+        assert_eq!(after(SAY_NS, false), (true, true));
+        assert_eq!(after(WANT_NS, false), (true, false));
     }
 
     #[test]

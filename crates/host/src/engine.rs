@@ -10,6 +10,7 @@
 mod again;
 mod poller;
 mod slice;
+mod zeal;
 
 use std::collections::HashMap;
 use std::io;

@@ -91,8 +91,6 @@ const BURST: usize = 64;
 /// request slow. With an interruption every 200 us that is 1 % of the requests of a program that makes one after the other.
 const BESIDE_OWN_GROUP: Terms = Terms { parts: 3, burst_ns: 50_000, most_ns: 200_000, step_ns: 50_000 };
 const BESIDE_OTHER_GROUPS: Terms = Terms { parts: 6, step_ns: 500_000, ..BESIDE_OWN_GROUP };
-/// What it takes to find something ready, roughly, nanoseconds: interfaces that are ready without a frame cost that too.
-const LOOK_NS: u64 = 1_000;
 /// Token of the tunnel's first socket; interfaces have smaller ones.
 const TUNNEL: u64 = 1 << 63;
 /// Token of what stops the thread.
@@ -198,6 +196,7 @@ impl Switch {
         let mut more: Vec<u64> = Vec::new();
         let now = rustix::time::Timespec { tv_sec: 0, tv_nsec: 0 };
         let mut budgets = [&BESIDE_OWN_GROUP, &BESIDE_OTHER_GROUPS].map(TimeBudget::new);
+        let mut worked = CpuTime::now();
         loop {
             self.pulse.rest();
             let limit = (!more.is_empty()).then_some(&now);
@@ -217,7 +216,6 @@ impl Switch {
                     continue;
                 }
                 self.rest(&mut budgets);
-                let began = self.engine.now();
                 let frames = if let (Some(socket), Some(t)) = (id.checked_sub(TUNNEL), &self.tunnel) {
                     self.tunnel_turn(t, socket as usize, &mut frame)
                 } else {
@@ -227,9 +225,11 @@ impl Switch {
                     }
                     true
                 };
+                // To be woken for each frame takes more than the frame.
+                let took_ns = worked.lap_ns();
                 if frames {
                     let now = self.engine.now();
-                    budgets.iter_mut().for_each(|b| b.charge(now, now.saturating_sub(began) + LOOK_NS));
+                    budgets.iter_mut().for_each(|b| b.charge(now, took_ns));
                 }
             }
         }
@@ -423,6 +423,25 @@ impl Switch {
         if let Some(t) = &self.tunnel {
             t.change_plan(group, changes);
         }
+    }
+}
+
+/// How long a thread has had a core, what the kernel does on its behalf included.
+struct CpuTime {
+    ns: u64,
+}
+
+impl CpuTime {
+    /// That of the calling thread.
+    fn now() -> CpuTime {
+        let t = rustix::time::clock_gettime(rustix::time::ClockId::ThreadCPUTime);
+        CpuTime { ns: t.tv_sec as u64 * 1_000_000_000 + t.tv_nsec as u64 }
+    }
+
+    /// What has passed since the last lap, nanoseconds.
+    fn lap_ns(&mut self) -> u64 {
+        let before = std::mem::replace(self, CpuTime::now());
+        self.ns.saturating_sub(before.ns)
     }
 }
 

@@ -57,6 +57,8 @@ pub struct Core {
     pub(crate) starved: bool,
     /// What [`Core::is_in_vain`] says.
     pub(crate) in_vain: bool,
+    /// What [`Core::has_rung`] says.
+    pub(crate) rang: bool,
     /// Room for the datagram that is being delivered on this host.
     pub(crate) datagram: Box<[u8]>,
     pub(crate) outputs: VecDeque<Output>,
@@ -84,6 +86,7 @@ impl Core {
             polled: Polled::default(),
             starved: false,
             in_vain: false,
+            rang: false,
             datagram: vec![0; MAX_MTU as usize].into_boxed_slice(),
             outputs: VecDeque::new(),
             mads: VecDeque::new(),

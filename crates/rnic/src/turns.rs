@@ -47,6 +47,11 @@ impl Core {
         self.in_vain
     }
 
+    /// True if a doorbell had rung when the last round of [`crate::Rnic::poll_by`] began: a program has asked for something.
+    pub fn has_rung(&self) -> bool {
+        self.rang
+    }
+
     /// When there is a turn to come even if nothing rings; `None` for never.
     pub(crate) fn next_turn(&self) -> Option<u64> {
         self.sched.next_timeout()
@@ -54,7 +59,8 @@ impl Core {
 
     /// Looks at the doorbells and timers, and gives turns for a bounded time; true if there was anything to do.
     pub(crate) fn round(&mut self, began: u64, clock: impl Fn() -> u64) -> bool {
-        let mut found = self.look_at_bells() | self.wake_soon();
+        self.rang = self.look_at_bells();
+        let mut found = self.wake_soon() | self.rang;
         if !self.net.tx.is_full() {
             self.wake_tx_waiting();
         }

@@ -32,6 +32,9 @@ struct Report {
     runs: u32,
     limit_same_group: f64,
     limit_other_group: f64,
+    /// What victims in each place get beside honest neighbours: the medians of all that were measured, by which `times_worse` goes.
+    honest_same_group: Figures,
+    honest_other_group: Figures,
     rows: Vec<Row>,
 }
 
@@ -272,8 +275,16 @@ pub(crate) fn run(json: bool, only: Option<&str>, runs: u32, seconds: u64) -> Re
     }
     let usual = [0, 1].map(|place| usual(outcomes.iter().flatten(), place));
     let rows: Vec<Row> = attacks.iter().zip(outcomes).map(|(a, o)| Row::of(a.name, o, usual)).collect();
-    let report =
-        Report { topology: topology(), runs, limit_same_group: LIMIT_SAME, limit_other_group: LIMIT_OTHER, rows };
+    let [honest_same_group, honest_other_group] = usual;
+    let report = Report {
+        topology: topology(),
+        runs,
+        limit_same_group: LIMIT_SAME,
+        limit_other_group: LIMIT_OTHER,
+        honest_same_group,
+        honest_other_group,
+        rows,
+    };
     if json {
         print_json(&report)?;
     } else {
@@ -296,10 +307,17 @@ fn yes(b: Option<bool>) -> &'static str {
 fn print(r: &Report) {
     let has_workers = r.rows.iter().any(|row| row.workers_alive.is_some());
     let workers = |text: &str| if has_workers { format!(" {text:>7}") } else { String::new() };
-    println!(
-        "topology: {}; beside them the attack\nmedians of {VICTIMS} victims, and of {} runs\n",
-        r.topology, r.runs
-    );
+    println!("topology: {}; beside them the attack\nmedians of {VICTIMS} victims, and of {} runs", r.topology, r.runs);
+    for (f, place) in [(&r.honest_same_group, "its group"), (&r.honest_other_group, "another group")] {
+        // Where no attack is measured there is no honest neighbour.
+        if f.p50_us > 0.0 {
+            println!(
+                "beside an honest neighbour in {place}: p50 {:.2} us, p99 {:.1} us, 64 KiB {:.0} MiB/s",
+                f.p50_us, f.p99_us, f.mib_s
+            );
+        }
+    }
+    println!();
     println!(
         "{:16} {:>5}{} {:^21} {:^21} {:>5}  {:^20} {:^20} {:^20}",
         "",

@@ -8,6 +8,7 @@ use unirdma_device::{RnicGuard, lock, now_ns};
 use unirdma_rnic::{Bells, Job, Output, SessionId};
 
 use super::again::Again;
+use super::zeal::Zeal;
 use super::{Engine, PORT, SCRATCH_BYTES, slice};
 
 /// Work must be left over for so long before another poller comes, nanoseconds.
@@ -56,6 +57,7 @@ pub(super) struct Watch {
     bells: Bells,
     looks: u32,
     rounds: u32,
+    zeal: Zeal,
     /// When the poller looked for kicks last, and whether it found only kicks for nothing.
     listened_ns: u64,
     heard_in_vain: bool,
@@ -86,6 +88,7 @@ impl Watch {
             bells: Bells::default(),
             looks: 0,
             rounds: 0,
+            zeal: Zeal::default(),
             listened_ns: 0,
             heard_in_vain: false,
             paused_ns: 0,
@@ -115,6 +118,8 @@ pub(super) struct Round {
     found: bool,
     /// It found little, did it, and left nothing: programs have their turn now.
     rests: bool,
+    /// It found little, for which a program had asked.
+    asked: bool,
     idle: bool,
     sleep_ns: Option<u64>,
     /// When the RNIC was given back, nanoseconds.
@@ -223,6 +228,7 @@ impl Engine {
         }
         let sleep_ns = r.next_timeout().map(|t| t.saturating_sub(now));
         let gives_way = r.take_starved() || r.is_in_vain();
+        let rang = r.has_rung();
         let small = !left_over && !r.are_jobs_under_way() && !received && !sends;
         self.publish(&r);
         if watch.changes != r.active_changes() {
@@ -250,8 +256,8 @@ impl Engine {
         } else if gives_way {
             self.pause();
         }
-        let rests = found && small && !gives_way && end - now < LONG_ROUND_NS;
-        Some(Round { found, rests, idle, sleep_ns, ended_ns: end })
+        let little = found && !gives_way && end - now < LONG_ROUND_NS;
+        Some(Round { found, rests: little && small, asked: found && rang && !gives_way, idle, sleep_ns, ended_ns: end })
     }
 
     /// True if pollers come and go with the load.
@@ -338,7 +344,7 @@ impl Engine {
     fn share_core(&self, watch: &mut Watch) {
         let now = self.now();
         if self.yields && now - watch.paused_ns > watch.share_ns {
-            self.give_way(watch, self.demand.is_of_others(now));
+            self.give_way(watch, self.demand.is_of_keen_others(now));
             let back = self.now();
             // Programs that look for completions come and go at once, but one that computes keeps the core for a time slice.
             watch.share_ns = if back - now > LONG_PAUSE_NS { SHARE_NS } else { SHORT_SHARE_NS };
@@ -349,7 +355,10 @@ impl Engine {
     /// After a round that found something: lets others on its core in, if it is time.
     fn after_work(&self, watch: &mut Watch, round: &Round) {
         if self.yields {
-            self.demand.want(round.ended_ns);
+            if round.asked {
+                watch.zeal.was_asked();
+            }
+            self.demand.want(round.ended_ns, watch.zeal.is_keen());
         }
         if !(round.rests && self.yields) {
             watch.again.ends(true);
@@ -364,6 +373,7 @@ impl Engine {
     /// After a look that found nothing: lets others run. If it was the look that is made once more after a small round, this is the yield
     /// that was put off for it.
     fn after_nothing(&self, watch: &mut Watch) {
+        watch.zeal.looked_in_vain();
         if watch.again.ends(false) { self.give_way(watch, false) } else { self.pause() }
     }
 

@@ -111,9 +111,9 @@ fn another_worker_that_wants_the_cores_is_one_of_the_others_where_cores_are_shar
     while !shared.shares_cores_with_others(None) {
         assert!(began.elapsed() < Duration::from_secs(20));
         // What it says is over soon if this thread is interrupted.
-        Demand::of_table(&table, 2).unwrap().want(shared.now());
+        Demand::of_table(&table, 2).unwrap().want(shared.now(), false);
     }
-    Demand::of_table(&table, 2).unwrap().want(shared.now());
+    Demand::of_table(&table, 2).unwrap().want(shared.now(), false);
     assert!(!dedicated.shares_cores_with_others(None));
     shared.stop();
     dedicated.stop();
