@@ -5,8 +5,9 @@
 //! slice. Within a worker the time of such threads is limited while others have work ([`Engine::shares_cores_with_others`]). Between workers
 //! nobody would know, and the kernel takes the yields for what they are.
 //!
-//! A worker that wants the cores may be *keen*: its pollers find something in most of their looks. To one that is not, a busy worker gives up no
-//! more than its slice when it yields: whoever looks and finds nothing yields at once, and again, and the more is given up the more often.
+//! A worker that wants the cores is *keen* if its programs ring for work often (`engine::zeal`). Only to such a worker does a busy poller give up
+//! more than its slice when it yields. Pollers that look in vain, or only try again what cannot succeed yet, yield after each look: they would
+//! have ten turns, in which nothing gets done.
 //!
 //! The table is a courtesy and no more. A worker that writes what is not so limits others as if it had work, or leaves them as free as if
 //! nobody had any.
@@ -76,7 +77,7 @@ impl Demand {
         Demand { table, place, said_ns: AtomicU64::new(0), keen_ns: AtomicU64::new(0), looked: AtomicU64::new(0) }
     }
 
-    /// This worker has done something at time `now`, and may have more to do. `keen`: whoever did it has not looked in vain for long before.
+    /// This worker has done something at time `now`, and may have more to do. `keen`: the poller that did it is asked for work often.
     #[inline]
     pub fn want(&self, now: u64, keen: bool) {
         // Each store takes the line from the other pollers.

@@ -487,6 +487,18 @@ mod tests {
         None
     }
 
+    #[test]
+    fn a_thread_is_charged_with_what_it_works_and_not_with_what_it_waits() {
+        const WAIT: Duration = Duration::from_millis(50);
+        let mut worked = CpuTime::now();
+        std::thread::sleep(WAIT);
+        assert!(worked.lap_ns() < WAIT.as_nanos() as u64 / 2);
+        let mut all_ns = 0;
+        while all_ns < 5_000_000 {
+            all_ns += worked.lap_ns();
+        }
+    }
+
     /// A frame to all costs as many copies as there are members, so a port's turn has few of them.
     #[test]
     fn a_turn_has_fewer_frames_if_they_go_to_all() {

@@ -61,6 +61,25 @@ fn a_round_ends_with_a_doorbell_that_rings_in_vain_unless_others_have_turns() {
     assert!(p.rnic.poll(now) && !p.rnic.is_in_vain());
 }
 
+/// A SEND to a receiver that is not ready is tried again and again, for which no program has asked.
+#[test]
+fn a_round_of_timers_has_no_doorbell() {
+    let mut p = Pair::new();
+    p.reconnect(true, |attr| abi::QpAttr { rnr_retry: 7, ..attr });
+    p.settle();
+    p.a.post(wqe(WrOpcode::Send, 1), &[]);
+    assert!(p.rnic.poll(p.now) && p.rnic.has_rung());
+    let mut retries = 0;
+    for _ in 0..1000 {
+        p.now += 10_000;
+        retries += u32::from(p.rnic.poll(p.now));
+        assert!(!p.rnic.has_rung());
+    }
+    assert!(retries > 5, "{retries}");
+    p.a.post(wqe(WrOpcode::Send, 2), &[]);
+    assert!(p.rnic.poll(p.now) && p.rnic.has_rung());
+}
+
 /// A vRNIC that rings for nothing all the time is looked at seldom, until it asks for something.
 #[test]
 fn doorbells_that_ring_for_nothing_all_the_time_are_looked_at_later() {

@@ -34,7 +34,7 @@ const MOST_PAUSES: u32 = 16;
 const SHARE_NS: u64 = 2_000_000;
 /// The same while whoever it lets in gives the core back soon.
 const SHORT_SHARE_NS: u64 = 100_000;
-/// What a busy poller gives up when it yields while another worker wants the cores, nanoseconds: its time slice. As long as the slices of
+/// What a busy poller gives up when it yields while another worker is keen on the cores, nanoseconds: its time slice. As long as the slices of
 /// ten threads that yield to each other.
 const GIVEN_NS: u64 = 30_000_000;
 /// A pause that took so long was taken by somebody who computes, nanoseconds.
@@ -57,6 +57,7 @@ pub(super) struct Watch {
     bells: Bells,
     looks: u32,
     rounds: u32,
+    /// Whether it is asked for something often.
     zeal: Zeal,
     /// When the poller looked for kicks last, and whether it found only kicks for nothing.
     listened_ns: u64,
@@ -118,7 +119,7 @@ pub(super) struct Round {
     found: bool,
     /// It found little, did it, and left nothing: programs have their turn now.
     rests: bool,
-    /// It found little, for which a program had asked.
+    /// A program had asked for what it found.
     asked: bool,
     idle: bool,
     sleep_ns: Option<u64>,
@@ -195,6 +196,7 @@ impl Engine {
             r.end_job(job);
         }
         let mut found = r.poll_by(now, now_ns) || received || comes_back;
+        let mut rang = r.has_rung();
         for _ in 1..ROUNDS_AT_ONCE {
             if !r.has_turns() || r.has_jobs() || r.is_in_vain() || r.is_starved() {
                 break;
@@ -204,6 +206,7 @@ impl Engine {
             r = self.reacquire(r.release());
             let since = r.since_ns();
             found |= r.poll_by(since, now_ns);
+            rang |= r.has_rung();
         }
         if !found {
             r.park_idle(now, self.idle_ns);
@@ -228,7 +231,6 @@ impl Engine {
         }
         let sleep_ns = r.next_timeout().map(|t| t.saturating_sub(now));
         let gives_way = r.take_starved() || r.is_in_vain();
-        let rang = r.has_rung();
         let small = !left_over && !r.are_jobs_under_way() && !received && !sends;
         self.publish(&r);
         if watch.changes != r.active_changes() {
@@ -256,8 +258,8 @@ impl Engine {
         } else if gives_way {
             self.pause();
         }
-        let little = found && !gives_way && end - now < LONG_ROUND_NS;
-        Some(Round { found, rests: little && small, asked: found && rang && !gives_way, idle, sleep_ns, ended_ns: end })
+        let rests = found && small && !gives_way && end - now < LONG_ROUND_NS;
+        Some(Round { found, rests, asked: rang && !gives_way, idle, sleep_ns, ended_ns: end })
     }
 
     /// True if pollers come and go with the load.
