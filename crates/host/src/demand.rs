@@ -2,7 +2,7 @@
 //!
 //! Where pollers share their cores with programs, everybody yields, and a yield gives up more than a time slice: two threads that yield to
 //! each other after each request have the core only for one request each time that a thread which works without a pause is done with its
-//! slice. Within a worker the time of such threads is limited while others have work ([`Engine::shares_cores_with_others`]). Between workers
+//! slice. Within a worker the time of such threads is limited while others have work ([`Engine::keeps_others_from_work`]). Between workers
 //! nobody would know, and the kernel takes the yields for what they are.
 //!
 //! A worker that wants the cores is *keen* if its programs ring for work often (`engine::zeal`). Only to such a worker does a busy poller give up
@@ -12,7 +12,7 @@
 //! The table is a courtesy and no more. A worker that writes what is not so limits others as if it had work, or leaves them as free as if
 //! nobody had any.
 //!
-//! [`Engine::shares_cores_with_others`]: crate::engine::Engine::shares_cores_with_others
+//! [`Engine::keeps_others_from_work`]: crate::engine::Engine::keeps_others_from_work
 
 use std::io;
 use std::os::fd::{AsFd, OwnedFd};

@@ -266,15 +266,15 @@ impl Engine {
         started.map(|_| ())
     }
 
-    /// True if another vRNIC than this one, or one of another worker, has work, or had some just now, for which it needs the cores that all
-    /// share. `None`: any vRNIC.
-    pub(crate) fn shares_cores_with_others(&self, vnic: Option<VnicId>) -> bool {
-        self.shares_cores_with_workers() || self.shares_cores_with_vrnics(vnic)
+    /// True if control work of a vRNIC keeps others from theirs: another vRNIC of this worker that has work, or had some just now, since all
+    /// share the RNIC; or another worker that wants the cores, if all share these.
+    pub(crate) fn keeps_others_from_work(&self, vnic: VnicId) -> bool {
+        self.shares_cores_with_workers() || self.rnic.lock().works_for_others(Some(vnic))
     }
 
-    /// The same of the vRNICs of this worker.
-    pub(crate) fn shares_cores_with_vrnics(&self, vnic: Option<VnicId>) -> bool {
-        self.yields && self.rnic.lock().works_for_others(vnic)
+    /// True if a vRNIC of this worker has work, or had some just now, for which it needs the cores that all share.
+    pub(crate) fn shares_cores_with_vrnics(&self) -> bool {
+        self.yields && self.rnic.lock().works_for_others(None)
     }
 
     /// The same of other workers.

@@ -238,7 +238,7 @@ impl Switch {
     /// Leaves the core to others, if frames have had it for long enough. A yield would lend it only until those others yield.
     fn rest(&self, [own, others]: &mut [TimeBudget; 2]) {
         let (now, e) = (self.engine.now(), &self.engine);
-        let beside_own = own.rest_ns_beside(now, || e.shares_cores_with_vrnics(None));
+        let beside_own = own.rest_ns_beside(now, || e.shares_cores_with_vrnics());
         let rest_ns = beside_own.max(others.rest_ns_beside(now, || e.shares_cores_with_workers()));
         if rest_ns > 0 {
             std::thread::sleep(Duration::from_nanos(rest_ns));

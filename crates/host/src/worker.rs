@@ -94,7 +94,7 @@ struct Session {
 impl Session {
     /// Until when what its program asks for has to wait, since its vRNIC has had more than its part.
     fn waits_until(&self, engine: &Engine, now: u64) -> Option<u64> {
-        self.allowance.waits_until(now, || engine.shares_cores_with_others(Some(self.conn.device.vnic())))
+        self.allowance.waits_until(now, || engine.keeps_others_from_work(self.conn.device.vnic()))
     }
 
     /// Something was done for it since time `began`.
@@ -207,7 +207,7 @@ impl Vrnic {
         if self.ledger.is_overdrawn() {
             return Some(now + PAUSE_NS);
         }
-        self.allowance.waits_until(now, || engine.shares_cores_with_others(Some(self.id)))
+        self.allowance.waits_until(now, || engine.keeps_others_from_work(self.id))
     }
 
     fn listener(&mut self, mode: Mode) -> &mut (u64, OwnedFd) {

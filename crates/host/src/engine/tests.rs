@@ -106,15 +106,15 @@ fn another_worker_that_wants_the_cores_is_one_of_the_others_where_cores_are_shar
         let config = EngineConfig { polling, ..EngineConfig::default() };
         Engine::start(&config, None, Demand::of_table(&table, 1).unwrap()).unwrap()
     });
-    assert!(!shared.shares_cores_with_others(None));
+    assert!(!shared.shares_cores_with_workers());
     let began = Instant::now();
-    while !shared.shares_cores_with_others(None) {
+    while !shared.shares_cores_with_workers() {
         assert!(began.elapsed() < Duration::from_secs(20));
         // What it says is over soon if this thread is interrupted.
         Demand::of_table(&table, 2).unwrap().want(shared.now(), false);
     }
     Demand::of_table(&table, 2).unwrap().want(shared.now(), false);
-    assert!(!dedicated.shares_cores_with_others(None));
+    assert!(!dedicated.shares_cores_with_workers());
     shared.stop();
     dedicated.stop();
 }

@@ -1,9 +1,11 @@
 //! What a vRNIC's control work may take while others have work.
 //!
-//! Commands, messages and sessions of a vRNIC are served by the control thread, which shares its core with programs and pollers. A
-//! program that asks for something without a pause would keep that thread busy all the time, and everybody else would have a part of
-//! that core less. So each vRNIC has an allowance: as much as it likes for a moment, and then a part of the time. It is measured always,
-//! and counts only while another vRNIC of the worker has work, or another worker wants the cores.
+//! Commands, messages and sessions of a vRNIC are served by the control thread, which needs the RNIC as pollers do, and on few cores shares
+//! its core with programs and pollers. A program that asks for something without a pause would keep that thread busy all the time, and everybody
+//! else would wait for the RNIC, or have a part of that core less. So each vRNIC has an allowance: as much as it likes for a moment, and then a
+//! part of the time. It is measured always, and counts only while others are kept from work ([`Engine::keeps_others_from_work`]).
+//!
+//! [`Engine::keeps_others_from_work`]: crate::engine::Engine::keeps_others_from_work
 
 use std::cell::Cell;
 
