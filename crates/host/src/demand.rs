@@ -5,9 +5,9 @@
 //! slice. Within a worker the time of such threads is limited while others have work ([`Engine::keeps_others_from_work`]). Between workers
 //! nobody would know, and the kernel takes the yields for what they are.
 //!
-//! A worker that wants the cores is *keen* if its programs ring for work often (`engine::zeal`). Only to such a worker does a busy poller give up
-//! more than its slice when it yields. Pollers that look in vain, or only try again what cannot succeed yet, yield after each look: they would
-//! have ten turns, in which nothing gets done.
+//! A worker that wants the cores is *keen* if its programs often ring doorbells for work (`engine::zeal`). A busy poller of another worker gives
+//! up more than its slice when it yields only if some worker is keen. A poller that looks in vain, or only repeats what cannot succeed yet,
+//! yields after each look too: it would have ten turns in which nothing gets done.
 //!
 //! The table is a courtesy and no more. A worker that writes what is not so limits others as if it had work, or leaves them as free as if
 //! nobody had any.
@@ -27,9 +27,9 @@ const BYTES: usize = PLACES * size_of::<u64>();
 const WANT_NS: u64 = 10_000_000;
 /// It says so again after this, nanoseconds.
 const SAY_NS: u64 = 1_000_000;
-/// In the time that is written into the table, and in that of a look: another worker wants the cores, and is keen.
+/// The lowest bit of a time in the table is this: the worker is keen. In [`Demand::looked`]: another worker is keen.
 const KEEN: u64 = 1;
-/// In the time of a look: another worker wants the cores.
+/// In [`Demand::looked`]: another worker wants the cores.
 const WANTED: u64 = 2;
 /// What a look has found is believed for so long, nanoseconds.
 const LOOK_NS: u64 = 50_000;
@@ -40,7 +40,7 @@ pub(crate) struct Demand {
     place: usize,
     /// When this worker has said that it wants the cores.
     said_ns: AtomicU64,
-    /// When it was keen.
+    /// When one of this worker's pollers was keen last.
     keen_ns: AtomicU64,
     /// When it has looked whether another one does, and what it found: the time, and in the two lowest bits the answer.
     looked: AtomicU64,
@@ -80,7 +80,7 @@ impl Demand {
     /// This worker has done something at time `now`, and may have more to do. `keen`: the poller that did it is asked for work often.
     #[inline]
     pub fn want(&self, now: u64, keen: bool) {
-        // Each store takes the line from the other pollers.
+        // Each store takes the cache line from the cores of the other pollers, so there are few.
         if keen && now.saturating_sub(self.keen_ns.load(Ordering::Relaxed)) >= SAY_NS {
             self.keen_ns.store(now, Ordering::Relaxed);
         }
@@ -112,7 +112,7 @@ impl Demand {
         let others = (0..PLACES).filter(|&p| p != self.place);
         let found = others
             .map(|p| self.table.load64(offset(p), Ordering::Relaxed))
-            .filter(|at| wanted.contains(at))
+            .filter(|at| wanted.contains(&(at & !KEEN)))
             .fold(0, |found, at| found | WANTED | at & KEEN);
         let looked = now & !(WANTED | KEEN) | found;
         self.looked.store(looked, Ordering::Relaxed);
@@ -159,7 +159,7 @@ mod tests {
     }
 
     #[test]
-    fn a_worker_is_keen_for_as_long_as_one_of_its_pollers_finds_something_often() {
+    fn a_worker_is_keen_for_as_long_as_one_of_its_pollers_is_asked_often() {
         let table = table().unwrap();
         let [a, b] = [1, 2].map(|number| Demand::of_table(&table, number).unwrap());
         let mut now = BEGAN;
@@ -170,9 +170,17 @@ mod tests {
         };
         assert_eq!(after(SAY_NS, false), (true, false));
         assert_eq!(after(SAY_NS, true), (true, true));
-        // Another poller of the same worker finds something seldom.
+        // Another poller of the same worker is asked seldom.
         assert_eq!(after(SAY_NS, false), (true, true));
         assert_eq!(after(WANT_NS, false), (true, false));
+    }
+
+    #[test]
+    fn a_keen_worker_is_believed_at_once() {
+        let table = table().unwrap();
+        let [a, b] = [1, 2].map(|number| Demand::of_table(&table, number).unwrap());
+        a.want(BEGAN, true);
+        assert!(b.is_of_keen_others(BEGAN));
     }
 
     #[test]

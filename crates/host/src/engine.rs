@@ -266,8 +266,8 @@ impl Engine {
         started.map(|_| ())
     }
 
-    /// True if control work of a vRNIC keeps others from theirs: another vRNIC of this worker that has work, or had some just now, since all
-    /// share the RNIC; or another worker that wants the cores, if all share these.
+    /// True if control work of a vRNIC delays others. Another vRNIC of this worker is delayed if it has work, or had some just now, because
+    /// both need the RNIC. Another worker is delayed if it wants the cores and pollers share them with programs.
     pub(crate) fn keeps_others_from_work(&self, vnic: VnicId) -> bool {
         self.shares_cores_with_workers() || self.rnic.lock().works_for_others(Some(vnic))
     }
@@ -277,7 +277,7 @@ impl Engine {
         self.yields && self.rnic.lock().works_for_others(None)
     }
 
-    /// The same of other workers.
+    /// True if another worker wants the cores that all share.
     pub(crate) fn shares_cores_with_workers(&self) -> bool {
         self.yields && self.demand.is_of_others(self.now())
     }

@@ -47,7 +47,7 @@ impl Core {
         self.in_vain
     }
 
-    /// True if a doorbell had rung when the last round of [`crate::Rnic::poll_by`] began: a program has asked for something.
+    /// True if a doorbell had rung when the last round of [`crate::Rnic::poll_by`] began, so that a program may have asked for something.
     pub fn has_rung(&self) -> bool {
         self.rang
     }

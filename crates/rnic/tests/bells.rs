@@ -61,7 +61,7 @@ fn a_round_ends_with_a_doorbell_that_rings_in_vain_unless_others_have_turns() {
     assert!(p.rnic.poll(now) && !p.rnic.is_in_vain());
 }
 
-/// A SEND to a receiver that is not ready is tried again and again, for which no program has asked.
+/// A SEND to a receiver that is not ready is repeated by its timer. No program rings a doorbell for that.
 #[test]
 fn a_round_of_timers_has_no_doorbell() {
     let mut p = Pair::new();

@@ -309,8 +309,8 @@ fn print(r: &Report) {
     let workers = |text: &str| if has_workers { format!(" {text:>7}") } else { String::new() };
     println!("topology: {}; beside them the attack\nmedians of {VICTIMS} victims, and of {} runs", r.topology, r.runs);
     for (f, place) in [(&r.honest_same_group, "its group"), (&r.honest_other_group, "another group")] {
-        // Where no attack is measured there is no honest neighbour.
-        if f.p50_us > 0.0 {
+        // The medians are NaN if no attack was measured.
+        if !f.p50_us.is_nan() {
             println!(
                 "beside an honest neighbour in {place}: p50 {:.2} us, p99 {:.1} us, 64 KiB {:.0} MiB/s",
                 f.p50_us, f.p99_us, f.mib_s

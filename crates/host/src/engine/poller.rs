@@ -57,7 +57,7 @@ pub(super) struct Watch {
     bells: Bells,
     looks: u32,
     rounds: u32,
-    /// Whether it is asked for something often.
+    /// Whether programs ask this poller for work often.
     zeal: Zeal,
     /// When the poller looked for kicks last, and whether it found only kicks for nothing.
     listened_ns: u64,
@@ -119,7 +119,7 @@ pub(super) struct Round {
     found: bool,
     /// It found little, did it, and left nothing: programs have their turn now.
     rests: bool,
-    /// A program had asked for what it found.
+    /// Programs had rung doorbells, not only in vain.
     asked: bool,
     idle: bool,
     sleep_ns: Option<u64>,

@@ -5,7 +5,8 @@
 pub(super) struct Zeal(u16);
 
 impl Zeal {
-    /// What it adds to be asked; each look in vain takes 1. So there have to be fewer than so many of them for each time.
+    /// Each time that a poller is asked adds this, and each look in vain takes 1 away. So a poller stays keen if it looks in vain fewer than
+    /// sixteen times for each time that it is asked.
     const ASKED: u16 = 16;
     const KEEN: u16 = 8 * Self::ASKED;
     const MOST: u16 = 2 * Self::KEEN;
