@@ -43,6 +43,13 @@ fn wait_for(r: &lab::Running, text: &str) -> Check {
     wait_until(|| r.text().contains(text), text).map_err(|e| format!("expected `{e}` in: {}", r.text()))
 }
 
+/// A container that does nothing. Its interface is there.
+fn idle(lab: &Lab, vrnic: &str) -> Result<lab::Running> {
+    let container = lab.spawn(vrnic, &[], "sh -c 'echo begun; sleep 60'")?;
+    wait_for(&container, "begun")?;
+    Ok(container)
+}
+
 pub(crate) struct Suite<'a> {
     lab: &'a Lab,
     only: Option<&'a str>,

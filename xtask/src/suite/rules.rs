@@ -36,13 +36,6 @@ pub(super) fn three_groups(lab: &Lab) -> Result<(Lab, std::path::PathBuf, String
     Ok((own, file, places))
 }
 
-/// A container that does nothing. Its interface is there.
-pub(super) fn idle(lab: &Lab, vrnic: &str) -> Result<lab::Running> {
-    let container = lab.spawn(vrnic, &[], "sh -c 'echo begun; sleep 60'")?;
-    wait_for(&container, "begun")?;
-    Ok(container)
-}
-
 /// A client in a container of `from` that runs `ib_write_bw` for long; its server is in that of `to`. Takes the rule away meanwhile.
 pub(super) fn ends_with_its_rule(to: (&Lab, &str), from: (&Lab, &str), take_away: impl FnOnce() -> Check) -> Check {
     let long = "ib_write_bw -F -D 60";

@@ -2,7 +2,7 @@
 
 use std::process::Command;
 
-use super::rules::{BOTH, ends_with_its_rule, group_add, idle, three_groups, write_rules};
+use super::rules::{BOTH, ends_with_its_rule, group_add, three_groups, write_rules};
 use super::*;
 
 /// A new secret, in a file; its path.
