@@ -10,6 +10,7 @@ mod centres;
 mod cluster;
 mod conformance;
 mod demo;
+mod ending;
 mod fleet;
 mod lab;
 mod memory;
@@ -303,7 +304,16 @@ enum Bench {
 }
 
 fn main() -> ExitCode {
-    let result = match Cli::parse().command {
+    let command = Cli::parse().command;
+    match ending::watch() {
+        Ok(None) => {}
+        Ok(Some(code)) => return code,
+        Err(e) => {
+            eprintln!("xtask: cannot start itself again, to end what it starts: {e}");
+            return ExitCode::FAILURE;
+        }
+    }
+    let result = match command {
         Command::Demo => demo::run(),
         Command::Test { what: Some(Test::Memory { seconds, seed, only }), .. } => {
             memory::run(seconds, seed, only.as_deref())

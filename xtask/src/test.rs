@@ -1,6 +1,7 @@
 //! `cargo xtask test`: all checks, each with its closing line.
 
 use std::process::Command;
+use std::time::Instant;
 
 use crate::{Result, centres, lab, packages, suite, vm};
 
@@ -11,8 +12,12 @@ fn cargo(args: &[&str], env: &[(&str, &str)]) -> Result<()> {
     for (k, v) in env {
         c.env(k, v);
     }
+    let began = Instant::now();
     match c.status() {
-        Ok(s) if s.success() => Ok(()),
+        Ok(s) if s.success() => {
+            println!("took {} s", began.elapsed().as_secs());
+            Ok(())
+        }
         Ok(s) => Err(format!("cargo {} failed ({s})", args.join(" "))),
         Err(e) => Err(format!("cargo {}: {e}", args.join(" "))),
     }
