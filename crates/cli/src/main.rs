@@ -422,12 +422,24 @@ enum GroupCommand {
 }
 
 fn main() -> ExitCode {
+    if cfg!(panic = "unwind") {
+        abort_on_panics();
+    }
     // What `unirdma host` starts needs no parser, which would leave all that `--help` can say in the memory of each worker.
     match std::env::args_os().nth(1).as_deref().and_then(OsStr::to_str) {
         Some("worker") => ended(hosting::worker().map(|()| 0)),
         Some("keeper") => ended(hosting::keeper().map(|()| 0)),
         _ => ended(command(Cli::parse())),
     }
+}
+
+/// Ends the process when a thread panics, as release builds do: what that thread left half done is never served.
+fn abort_on_panics() {
+    let report = std::panic::take_hook();
+    std::panic::set_hook(Box::new(move |info| {
+        report(info);
+        std::process::abort();
+    }));
 }
 
 fn ended(result: io::Result<u8>) -> ExitCode {
