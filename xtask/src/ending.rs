@@ -11,6 +11,7 @@ use std::time::{Duration, Instant};
 
 use rustix::process::{Pid, Signal, WaitOptions, getpid, kill_process, set_child_subreaper, wait};
 use tokio::signal::unix::{SignalKind, signal};
+use tokio::sync::mpsc::unbounded_channel;
 
 use crate::lab;
 
@@ -43,25 +44,36 @@ pub(crate) fn watch() -> io::Result<Option<ExitCode>> {
 /// Starts the child and waits for its end; its pid, and how it ended. A request to end is for the child.
 async fn work() -> io::Result<(Pid, ExitStatus)> {
     let mut ends = signal(SignalKind::child())?;
-    let mut interrupt = signal(SignalKind::interrupt())?;
-    let mut terminate = signal(SignalKind::terminate())?;
-    let mut hangup = signal(SignalKind::hangup())?;
+    let (tell, mut told) = unbounded_channel();
+    for ask in [Signal::INT, Signal::TERM, Signal::HUP].into_iter().filter(|&s| !is_ignored(s)) {
+        let (mut asked, tell) = (signal(SignalKind::from_raw(ask.as_raw()))?, tell.clone());
+        tokio::spawn(async move {
+            while asked.recv().await.is_some() {
+                let _ = tell.send(ask);
+            }
+        });
+    }
     let child = Command::new(std::env::current_exe()?).args(std::env::args_os().skip(1)).env(WORKS, "1").spawn()?;
     let child = Pid::from_child(&child);
     loop {
-        let told = tokio::select! {
-            _ = ends.recv() => None,
-            _ = interrupt.recv() => Some(Signal::INT),
-            _ = terminate.recv() => Some(Signal::TERM),
-            _ = hangup.recv() => Some(Signal::HUP),
-        };
-        if let Some(status) = reap(child) {
-            return Ok((child, status));
-        }
-        if let Some(told) = told {
-            let _ = kill_process(child, told);
+        tokio::select! {
+            _ = ends.recv() => {
+                if let Some(status) = reap(child) {
+                    return Ok((child, status));
+                }
+            }
+            Some(ask) = told.recv() => {
+                let _ = kill_process(child, ask);
+            }
         }
     }
+}
+
+/// True if this process was started to ignore a signal, as by nohup; its child ignores it, too.
+fn is_ignored(signal: Signal) -> bool {
+    let status = std::fs::read_to_string("/proc/self/status").unwrap_or_default();
+    let mask = status.lines().find_map(|l| u64::from_str_radix(l.strip_prefix("SigIgn:")?.trim(), 16).ok());
+    mask.is_some_and(|m| m & 1 << (signal.as_raw() - 1) != 0)
 }
 
 /// Takes note of all that have ended, the adopted ones, too; how `child` ended, if it is among them.
@@ -157,6 +169,12 @@ mod tests {
         assert!(here.contains(&pid) && here.contains(&sleeps[0]), "{here:?}");
         kill_process(sleeps[0], Signal::KILL).unwrap();
         shell.wait().unwrap();
+    }
+
+    #[test]
+    fn signals_that_are_ignored_stay_so() {
+        // Programs in Rust begin by ignoring SIGPIPE.
+        assert!(is_ignored(Signal::PIPE) && !is_ignored(Signal::SEGV));
     }
 
     #[test]
