@@ -108,12 +108,10 @@ fn end_descendants() -> usize {
 }
 
 fn descendants() -> Vec<Pid> {
-    let mut found: Vec<Pid> = Vec::new();
-    let mut next = Some(getpid());
+    let mut found = children(getpid());
     let mut i = 0;
-    while let Some(pid) = next {
+    while let Some(&pid) = found.get(i) {
         found.extend(children(pid));
-        next = found.get(i).copied();
         i += 1;
     }
     found
