@@ -292,13 +292,22 @@ pub mod flush {
     /// Placement: it outlives power failures.
     pub const PERSISTENT: u32 = 2;
 
-    /// The header's word of a placement and a level (0: the range, 1: the whole memory region).
+    /// Level: a range.
+    pub const RANGE: u32 = 0;
+    /// Level: the whole memory region.
+    pub const REGION: u32 = 1;
+
+    /// The header's word of a placement and a level.
     pub fn word(placement: u8, level: u8) -> u32 {
         u32::from(placement & 0xf) | u32::from(level & 3) << 4
     }
     /// Placement and level of the header's word.
     pub fn parts(word: u32) -> (u32, u32) {
         (word & 0xf, word >> 4 & 3)
+    }
+    /// True for a placement and a level that the device has.
+    pub fn is_offered(word: u32) -> bool {
+        matches!(parts(word), (GLOBAL, RANGE | REGION))
     }
 }
 

@@ -3,7 +3,6 @@
 use std::cell::Cell;
 
 use unirdma_abi as abi;
-use unirdma_formats::wire::flush;
 use unirdma_formats::{Lkey, Qpn, Rkey, WrOpcode, access, send_flags};
 use unirdma_mem::{Fault, Loc, Span, copy_mapped, fetch, holes, transfer};
 
@@ -307,21 +306,6 @@ fn find(sges: &[abi::Sge], off: u64) -> Option<(&abi::Sge, u64)> {
     None
 }
 
-/// True if a peer of QP `p` may flush: this range, or the whole memory region that it names.
-pub(crate) fn may_flush(tables: &Tables<'_>, p: &Qp, word: u32, key: Rkey, addr: u64, len: u64) -> bool {
-    let (placement, level) = flush::parts(word);
-    let need = match placement {
-        flush::GLOBAL => access::FLUSH_GLOBAL,
-        _ => return false,
-    };
-    let granted = p.attr.qp_access_flags & need != 0;
-    match level {
-        0 => granted && tables.allows(remote(p, need, key, addr), len),
-        1 => granted && tables.mrs.remote(key).is_some_and(|m| m.pd == p.pd && m.access & need != 0),
-        _ => false,
-    }
-}
-
 /// A gather or scatter list of QP `q`.
 #[inline]
 pub(crate) fn list<'a>(q: &Qp, sges: &'a [abi::Sge], access: u32) -> Side<'a> {
@@ -355,6 +339,7 @@ pub(crate) fn remote_access(op: WrOpcode) -> u32 {
         WrOpcode::Write | WrOpcode::WriteImm | WrOpcode::AtomicWrite => access::REMOTE_WRITE,
         WrOpcode::Read => access::REMOTE_READ,
         WrOpcode::CmpSwap | WrOpcode::FetchAdd => access::REMOTE_ATOMIC,
+        WrOpcode::Flush => access::FLUSH_GLOBAL,
         _ => 0,
     }
 }

@@ -71,15 +71,16 @@ fn wrong_lengths_and_places_are_refused() {
 fn what_may_be_flushed_is_answered() {
     use unirdma_formats::access::{FLUSH_GLOBAL, LOCAL_WRITE};
     use unirdma_formats::wire::flush::{GLOBAL, PERSISTENT};
-    let (ok, denied) = (WcStatus::Success as u8, WcStatus::RemAccessErr as u8);
+    let (ok, denied, invalid) = (WcStatus::Success as u8, WcStatus::RemAccessErr as u8, WcStatus::RemInvReqErr as u8);
     for (granted, word, off, len, status) in [
         (true, GLOBAL, 0, 4096, ok),
         (true, GLOBAL, 0, 0, ok),
         (true, GLOBAL | 1 << 4, u64::MAX / 2, 7, ok),
         (true, GLOBAL, 1, MR_BYTES as u64, denied),
-        (true, PERSISTENT, 0, 4096, denied),
-        (true, GLOBAL | 2 << 4, 0, 4096, denied),
-        (true, 0, 0, 4096, denied),
+        (true, PERSISTENT, 0, 4096, invalid),
+        (true, GLOBAL | PERSISTENT, 0, 4096, invalid),
+        (true, GLOBAL | 2 << 4, 0, 4096, invalid),
+        (true, 0, 0, 4096, invalid),
         (false, GLOBAL, 0, 4096, denied),
     ] {
         for (place, mut net) in each() {

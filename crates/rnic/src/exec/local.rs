@@ -11,7 +11,7 @@ use unirdma_formats::{
 use unirdma_mem::Fault;
 
 use super::receive::RecvDone;
-use super::responder::{BAD_RECV, INVALID, NO_ACCESS, Refusal, Request};
+use super::responder::{BAD_RECV, INVALID, NO_ACCESS, Refusal, Request, check_form};
 use super::wqe::load;
 use crate::access::{Side, list, local_side, recv_side, remote_side};
 use crate::core::{Core, OP_NS, copy_ns};
@@ -165,14 +165,21 @@ impl Core {
             return Err(INVALID);
         }
         let p = self.objects.qps.get(ph).ok_or(Refusal::Silent)?;
-        self.objects.check_request(p, &request(w))?;
-        if !w.op.consumes_recv() {
+        let (r, is_send, takes_recv) = (request(w), w.op.is_send(), w.op.consumes_recv());
+        check_form(p, &r)?;
+        // The key of a WRITE is in its first packet, and its immediate data, which takes the receive, in its last one.
+        let first_takes_recv = is_send || w.total <= p.mtu.into();
+        if takes_recv && first_takes_recv {
+            self.take_recv(ph)?;
+        }
+        let p = self.objects.qps.get(ph).ok_or(Refusal::Silent)?;
+        self.objects.check_keys(p, &r)?;
+        if !takes_recv {
             return Ok(());
         }
         self.take_recv(ph)?;
         let p = self.objects.qps.get(ph).ok_or(Refusal::Silent)?;
         let recv = p.recv.as_ref().ok_or(Refusal::Silent)?;
-        let is_send = w.op.is_send();
         self.objects.check_recv(recv, is_send.then_some(w.total))?;
         if is_send && !self.objects.may_fill(p, recv, w.total) {
             return Err(BAD_RECV);
@@ -196,14 +203,10 @@ impl Core {
             Refusal::Silent | Refusal::Moves => self.no_answer(h, w),
             Refusal::NotReady if reliable => self.not_ready(h, ph, w),
             Refusal::Full => self.waits_for_room(h, w),
-            Refusal::Request(status, event) if reliable => {
-                self.fail_qp(ph, Some(event));
-                Outcome::Failed(status)
-            }
-            Refusal::Receive { responder, requester } if reliable || refusal.fails_unreliable() => {
-                self.finish_local(ph, h, w, responder);
-                self.fail_qp(ph, None);
-                if reliable { Outcome::Failed(requester) } else { Outcome::Done }
+            _ if reliable || refusal.fails_unreliable() => {
+                let event = self.end_refused(ph, refusal);
+                self.fail_qp(ph, event);
+                refusal.requester().filter(|_| reliable).map_or(Outcome::Done, Outcome::Failed)
             }
             _ => {
                 self.objects.count_dropped(ph);
@@ -345,7 +348,7 @@ impl Core {
             self.objects.invalidate(ph, Rkey(w.wqe.imm));
         }
         if op.consumes_recv() {
-            self.finish_local(ph, h, w, WcStatus::Success);
+            self.finish_local(ph, h, w);
         } else if op != WrOpcode::Read {
             self.objects.count(ph, |c| c.received_bytes += w.total);
         }
@@ -466,11 +469,11 @@ impl Core {
         true
     }
 
-    /// Completes the receive that QP `ph` has under way for request `w` of QP `h` on this host.
-    fn finish_local(&mut self, ph: Handle<Qp>, h: Handle<Qp>, w: &Work, status: WcStatus) {
+    /// Completes the receive that QP `ph` has under way with request `w` of QP `h` on this host.
+    fn finish_local(&mut self, ph: Handle<Qp>, h: Handle<Qp>, w: &Work) {
         let src_qp = self.objects.qps.get(h).map_or(0, |q| q.qpn.0);
         let done = RecvDone {
-            status,
+            status: WcStatus::Success,
             write: w.op == WrOpcode::WriteImm,
             imm: w.op.has_imm().then_some(w.wqe.imm),
             invalidated: (w.op == WrOpcode::SendInv).then_some(w.wqe.imm),

@@ -10,5 +10,5 @@ mod wqe;
 
 pub(crate) use local::Outcome;
 pub(crate) use receive::{NoRecv, RecvDone};
-pub(crate) use responder::{BAD_RECV, INVALID, NO_ACCESS, Refusal, Request, status_of_nak, word_of};
+pub(crate) use responder::{BAD_RECV, INVALID, NO_ACCESS, Refusal, Request, check_form, status_of_nak, word_of};
 pub(crate) use wqe::load;

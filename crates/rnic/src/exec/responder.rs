@@ -1,14 +1,16 @@
 //! What a responder checks before it executes a request, and what its refusal means to both ends: the same for requests of this host
 //! and for those in packets (IBTA vol. 1, 9.7.4.1).
 
-use unirdma_formats::wire::syndrome;
+use unirdma_formats::wire::{flush, syndrome};
 use unirdma_formats::{AsyncEvent, MAX_MSG_BYTES, Rkey, WcStatus, WrOpcode, access};
 use unirdma_mem::{Fault, atomic_u64};
 
-use super::NoRecv;
-use crate::access::{Miss, Side, Tables, list, may_flush, remote, remote_access};
+use super::{NoRecv, RecvDone};
+use crate::access::{Miss, Side, Tables, list, remote, remote_access};
+use crate::core::Core;
 use crate::job::Word;
 use crate::objects::{Objects, Qp, Recv};
+use crate::slab::Handle;
 
 /// A request as its responder sees it.
 #[derive(Clone, Copy)]
@@ -74,18 +76,20 @@ pub(crate) fn status_of_nak(code: u8) -> Option<WcStatus> {
 impl Refusal {
     /// Its syndrome in a packet of responder `p`; `None` for no answer.
     pub fn syndrome(self, p: &Qp) -> Option<u8> {
-        let status = match self {
-            Refusal::Silent | Refusal::Broken | Refusal::Full | Refusal::Moves | Refusal::Later => return None,
-            Refusal::NotReady => return Some(syndrome::RNR_NAK | p.attr.min_rnr_timer),
-            Refusal::Request(status, _) => status,
-            Refusal::Receive { requester, .. } => requester,
-        };
+        if self == Refusal::NotReady {
+            return Some(syndrome::RNR_NAK | p.attr.min_rnr_timer);
+        }
+        let status = self.requester()?;
         NAKS.iter().find(|n| n.0 == status).map(|n| n.1)
     }
 
-    /// The event of the responder's QP, which fails.
-    pub fn event(self) -> Option<AsyncEvent> {
-        if let Refusal::Request(_, event) = self { Some(event) } else { None }
+    /// The status of the request at its requester; `None` if this refusal does not end it.
+    pub fn requester(self) -> Option<WcStatus> {
+        match self {
+            Refusal::Request(status, _) => Some(status),
+            Refusal::Receive { requester, .. } => Some(requester),
+            _ => None,
+        }
     }
 
     /// True if a responder of an unreliable connection fails. Other requests that it cannot take it drops, and the requester never
@@ -95,26 +99,39 @@ impl Refusal {
     }
 }
 
-/// Checks everything of a request for QP `p` that needs no look at its keys, and not its receive.
+/// Checks what comes before a request's receive and its keys: that QP `p` is set up for it, and its form. A request that the QP is not
+/// set up for is an unsupported one (IBTA vol. 1, 9.7.4.1.2); only keys are denied access.
 #[inline]
 pub(crate) fn check_form(p: &Qp, r: &Request) -> Result<(), Refusal> {
     let words = r.op.is_atomic() || r.op == WrOpcode::AtomicWrite;
     let no_resources = r.op.returns_data() && r.pending >= usize::from(p.attr.max_dest_rd_atomic);
-    let too_long = r.op != WrOpcode::Flush && r.len > MAX_MSG_BYTES;
-    if words && r.va % 8 != 0 || no_resources || too_long {
-        return Err(INVALID);
-    }
+    let bad_form = if r.op == WrOpcode::Flush { !flush::is_offered(r.word) } else { r.len > MAX_MSG_BYTES };
     let need = remote_access(r.op);
-    if p.attr.qp_access_flags & need == need { Ok(()) } else { Err(NO_ACCESS) }
+    let fits = p.attr.qp_access_flags & need == need;
+    if words && r.va % 8 != 0 || no_resources || bad_form || !fits { Err(INVALID) } else { Ok(()) }
+}
+
+/// True if the memory that a FLUSH names may be flushed by a peer of QP `p`: a range, or a whole memory region.
+fn may_flush(tables: &Tables<'_>, p: &Qp, r: &Request) -> bool {
+    let need = remote_access(WrOpcode::Flush);
+    match flush::parts(r.word).1 {
+        flush::RANGE => tables.allows(remote(p, need, r.rkey, r.va), r.len),
+        _ => tables.mrs.remote(r.rkey).is_some_and(|m| m.pd == p.pd && m.access & need != 0),
+    }
 }
 
 impl Objects {
     /// Checks a request for QP `p`, its receive aside.
     pub fn check_request(&self, p: &Qp, r: &Request) -> Result<(), Refusal> {
         check_form(p, r)?;
+        self.check_keys(p, r)
+    }
+
+    /// Checks the keys of a request for QP `p`.
+    pub fn check_keys(&self, p: &Qp, r: &Request) -> Result<(), Refusal> {
         let tables = self.memory();
         let allowed = match (r.op, remote_access(r.op)) {
-            (WrOpcode::Flush, _) => may_flush(&tables, p, r.word, r.rkey, r.va, r.len),
+            (WrOpcode::Flush, _) => may_flush(&tables, p, r),
             (WrOpcode::SendInv, _) => self.may_invalidate(p, Rkey(r.word)),
             (_, 0) => true,
             (_, need) => tables.allows(remote(p, need, r.rkey, r.va), r.len),
@@ -136,6 +153,23 @@ impl Objects {
     /// True if the memory of a receive of QP `p` may be written.
     pub fn may_fill(&self, p: &Qp, recv: &Recv, len: u64) -> bool {
         self.memory().allows(list(p, &recv.sges[..recv.num_sge], access::LOCAL_WRITE), len)
+    }
+}
+
+impl Core {
+    /// A request for QP `h` is refused, and the QP will fail. If the request has taken a receive, that completes with an error and tells
+    /// of it; else the event that this returns does (IBTA vol. 1, C9-222.1.1).
+    pub(crate) fn end_refused(&mut self, h: Handle<Qp>, refusal: Refusal) -> Option<AsyncEvent> {
+        let (status, event) = match refusal {
+            Refusal::Request(status, event) => (status, Some(event)),
+            Refusal::Receive { responder, .. } => (responder, None),
+            _ => return None,
+        };
+        if self.objects.qps.get(h).is_none_or(|q| q.recv.is_none()) {
+            return event;
+        }
+        self.finish_recv(h, RecvDone { status, ..RecvDone::flushed() });
+        None
     }
 }
 

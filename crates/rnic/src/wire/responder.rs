@@ -7,7 +7,7 @@ use unirdma_mem::Fault;
 use super::inbox::{FULL_NS, later};
 use crate::access::{Miss, Side, recv_side, remote, remote_access};
 use crate::core::{Core, OP_NS, copy_ns};
-use crate::exec::{BAD_RECV, INVALID, NO_ACCESS, RecvDone, Refusal, Request, word_of};
+use crate::exec::{BAD_RECV, INVALID, NO_ACCESS, RecvDone, Refusal, Request, check_form, word_of};
 use crate::job::{MAX_PAYLOAD, Made, Word};
 use crate::objects::{Answer, Message, Qp, Run, Wire, transport_of};
 use crate::sched::MOMENT_NS;
@@ -83,7 +83,8 @@ impl Core {
             };
         };
         if refusal != Refusal::NotReady {
-            return w.resp.fail(psn, code, refusal.event());
+            let event = self.end_refused(h, refusal);
+            return w.resp.fail(psn, code, event);
         }
         w.resp.nak_sent = true;
         w.resp.push(Answer::Nak { psn, msn: w.resp.msn, code, fails: None });
@@ -132,8 +133,10 @@ impl Core {
             // It is expected once more.
             Err(Refusal::Later) => self.objects.qps.get_mut(h).into_iter().for_each(|q| q.rq_psn = psn),
             Err(Refusal::Broken) => self.break_qp(h),
-            // The receive was wrong, and has completed with an error.
-            Err(refusal) if refusal.fails_unreliable() => self.fail_qp(h, None),
+            Err(refusal) if refusal.fails_unreliable() => {
+                let event = self.end_refused(h, refusal);
+                self.fail_qp(h, event);
+            }
             Err(_) => {
                 w.resp.message = None;
                 w.resp.stall.over();
@@ -203,13 +206,13 @@ impl Core {
     fn on_send(&mut self, h: Handle<Qp>, w: &mut Wire, run: Run<'_>, part: Part) -> Result<u32, Refusal> {
         let p = run.first;
         self.continues(h, w, p, part, true)?;
-        let invalidated = (p.opcode.extra == Extra::Invalidate).then_some(p.extra);
-        if invalidated.is_some() {
-            self.check(h, w, WrOpcode::SendInv, p)?;
-        }
         if part.begins() {
             self.take_recv(h)?;
             w.resp.got = 0;
+        }
+        let invalidated = (p.opcode.extra == Extra::Invalidate).then_some(p.extra);
+        if invalidated.is_some() {
+            self.check(h, w, WrOpcode::SendInv, p)?;
         }
         let n = p.payload.len() as u64;
         if part.begins() {
@@ -226,14 +229,12 @@ impl Core {
         }
         let recv = self.objects.qps.get(h).and_then(|q| q.recv.as_ref()).ok_or(Refusal::Broken)?;
         let room = recv.total;
-        let refused = match self.objects.check_recv(recv, Some(w.resp.got + n)) {
-            Err(refusal) => Some(refusal),
-            Ok(()) => match self.store(h, w, To::Receive, run, room)? {
-                Ok(()) => None,
-                Err(fault) if w.resp.waits(fault, self.now) => return Err(Refusal::Moves),
-                Err(_) => Some(BAD_RECV),
-            },
-        };
+        self.objects.check_recv(recv, Some(w.resp.got + n))?;
+        match self.store(h, w, To::Receive, run, room)? {
+            Ok(()) => {}
+            Err(fault) if w.resp.waits(fault, self.now) => return Err(Refusal::Moves),
+            Err(_) => return Err(BAD_RECV),
+        }
         w.resp.stall.over();
         w.resp.got += n;
         let q = self.objects.qps.get(h).ok_or(Refusal::Broken)?;
@@ -246,14 +247,6 @@ impl Core {
             solicited: p.solicited,
             ..RecvDone::of(q)
         };
-        if let Some(refusal) = refused {
-            if let Refusal::Receive { responder: status, .. } = refusal
-                && (q.typ.is_reliable() || refusal.fails_unreliable())
-            {
-                self.finish_recv(h, RecvDone { status, ..done });
-            }
-            return Err(refusal);
-        }
         w.resp.message = (!part.ends()).then_some(Message::Send);
         if part.ends() {
             w.resp.msn = w.resp.msn.wrapping_add(1);
@@ -273,16 +266,20 @@ impl Core {
             _ => (p.reth.va, Rkey(p.reth.rkey), u64::from(p.reth.dma_len)),
         };
         let got = if part.begins() { 0 } else { w.resp.got };
-        if part.begins() {
-            self.check(h, w, WrOpcode::Write, p)?;
-        }
-        let n = p.payload.len() as u64;
-        if got + n > len || part.ends() && got + n != len {
-            return Err(INVALID);
+        let asked = part.begins().then(|| request(WrOpcode::Write, p, 0));
+        if let Some(r) = &asked {
+            check_form(self.objects.qps.get(h).ok_or(Refusal::Silent)?, r)?;
         }
         let imm = (p.opcode.extra == Extra::Imm).then_some(p.extra);
         if imm.is_some() {
             self.take_recv(h)?;
+        }
+        if let Some(r) = &asked {
+            self.objects.check_keys(self.objects.qps.get(h).ok_or(Refusal::Silent)?, r)?;
+        }
+        let n = p.payload.len() as u64;
+        if got + n > len || part.ends() && got + n != len {
+            return Err(INVALID);
         }
         w.resp.got = got;
         let stored = self.store(h, w, To::Remote(rkey, va), run, len)?;
