@@ -32,7 +32,7 @@ const RC: &[Row] = &[
     (Rtr, Rts, TIMEOUT | RETRY_CNT | RNR_RETRY | SQ_PSN | MAX_QP_RD_ATOMIC, RTS_OPTIONAL),
     (Rts, Rts, 0, RTS_OPTIONAL),
     (Rts, Sqd, 0, EN_SQD_ASYNC_NOTIFY),
-    (Sqd, Rts, 0, RTS_OPTIONAL),
+    (Sqd, Rts, 0, RTS_OPTIONAL & !RATE_LIMIT),
     (
         Sqd,
         Sqd,
@@ -44,7 +44,6 @@ const RC: &[Row] = &[
             | MAX_QP_RD_ATOMIC
             | MAX_DEST_RD_ATOMIC
             | ALT_PATH
-            | CUR_STATE
             | PKEY_INDEX
             | ACCESS_FLAGS
             | MIN_RNR_TIMER
@@ -65,7 +64,7 @@ const XRC_SEND: &[Row] = &[
     (Rtr, Rts, TIMEOUT | RETRY_CNT | RNR_RETRY | SQ_PSN | MAX_QP_RD_ATOMIC, RTS_OPTIONAL),
     (Rts, Rts, 0, RTS_OPTIONAL),
     (Rts, Sqd, 0, EN_SQD_ASYNC_NOTIFY),
-    (Sqd, Rts, 0, RTS_OPTIONAL),
+    (Sqd, Rts, 0, RTS_OPTIONAL & !RATE_LIMIT),
     (
         Sqd,
         Sqd,
@@ -76,7 +75,6 @@ const XRC_SEND: &[Row] = &[
             | RNR_RETRY
             | MAX_QP_RD_ATOMIC
             | ALT_PATH
-            | CUR_STATE
             | PKEY_INDEX
             | ACCESS_FLAGS
             | PATH_MIG_STATE,
@@ -107,8 +105,8 @@ const UC: &[Row] = &[
     (Rtr, Rts, SQ_PSN, UC_OPTIONAL),
     (Rts, Rts, 0, UC_OPTIONAL),
     (Rts, Sqd, 0, EN_SQD_ASYNC_NOTIFY),
-    (Sqd, Rts, 0, UC_OPTIONAL),
-    (Sqd, Sqd, 0, AV | PKEY_INDEX | UC_OPTIONAL),
+    (Sqd, Rts, 0, UC_OPTIONAL & !RATE_LIMIT),
+    (Sqd, Sqd, 0, AV | PKEY_INDEX | ALT_PATH | ACCESS_FLAGS | PATH_MIG_STATE),
     (Sqe, Rts, 0, CUR_STATE | ACCESS_FLAGS),
 ];
 
@@ -120,7 +118,7 @@ const UD: &[Row] = &[
     (Rtr, Rts, SQ_PSN, CUR_STATE | QKEY | RATE_LIMIT),
     (Rts, Rts, 0, CUR_STATE | QKEY | RATE_LIMIT),
     (Rts, Sqd, 0, EN_SQD_ASYNC_NOTIFY),
-    (Sqd, Rts, 0, CUR_STATE | QKEY | RATE_LIMIT),
+    (Sqd, Rts, 0, CUR_STATE | QKEY),
     (Sqd, Sqd, 0, PKEY_INDEX | QKEY),
     (Sqe, Rts, 0, CUR_STATE | QKEY),
 ];
@@ -175,6 +173,17 @@ mod tests {
         expected[5] = "x..x..x";
         assert_eq!(matrix(QpType::Uc), expected);
         assert_eq!(matrix(QpType::Ud), expected);
+    }
+
+    /// As in the kernel's table for the drivers of NICs (`qp_state_table`).
+    #[test]
+    fn a_drained_queue_takes_no_current_state_and_goes_on_without_a_new_rate() {
+        for typ in [QpType::Rc, QpType::Uc, QpType::Ud, QpType::XrcSend] {
+            assert!(allowed(typ, Sqd, Sqd, STATE) && !allowed(typ, Sqd, Sqd, STATE | CUR_STATE), "{typ:?}");
+            assert!(allowed(typ, Sqd, Rts, STATE | CUR_STATE), "{typ:?}");
+            assert!(!allowed(typ, Sqd, Rts, STATE | RATE_LIMIT) && !allowed(typ, Sqd, Sqd, RATE_LIMIT), "{typ:?}");
+            assert!(allowed(typ, Rts, Rts, RATE_LIMIT), "{typ:?}");
+        }
     }
 
     #[test]

@@ -15,7 +15,7 @@ use unirdma_mem::{CqRing, Span};
 
 use crate::core::Core;
 use crate::executor::Object;
-use crate::objects::{Ah, Backing, Cq, Moderation, Mr, Pd, SessionId, Stage, Target, VnicId};
+use crate::objects::{Ah, Backing, Cq, Moderation, Mr, Pd, SessionId, Stage, Target, VnicId, is_range};
 use crate::slab::Handle;
 
 type Result<T> = std::result::Result<T, Status>;
@@ -142,7 +142,7 @@ impl Core {
         if flags & !access::MR_SUPPORTED != 0 || remote_store && flags & access::LOCAL_WRITE == 0 {
             return Err(Status::BadValue);
         }
-        if iova.checked_add(len).is_none() {
+        if !is_range(iova, len) {
             return Err(Status::BadValue);
         }
         self.objects.quota(s, |u| u.mrs, |l| l.max_mr)?;
@@ -231,7 +231,7 @@ impl Core {
         if len == 0 {
             return Ok(());
         }
-        let whole = m.len.checked_add(len).filter(|&n| m.iova.checked_add(n).is_some()).ok_or(Status::BadValue)?;
+        let whole = m.len.checked_add(len).filter(|&n| is_range(m.iova, n)).ok_or(Status::BadValue)?;
         m.backing = match m.len {
             0 => backing,
             _ => m.backing.followed_by(backing).ok_or(Status::BadState)?,

@@ -230,7 +230,7 @@ impl Core {
             sq_psn: q.sq_psn.get(),
             rq_psn: q.rq_psn.get(),
             cap: q.cap,
-            sq_draining: u8::from(q.state == QpState::Sqd && q.is_sending()),
+            sq_draining: u8::from(q.is_draining()),
             ..q.attr
         })
     }
@@ -242,6 +242,7 @@ impl Core {
     /// value out of range, `Unreachable` if no vRNIC of the group has the destination GID.
     pub fn modify_qp(&mut self, s: SessionId, qpn: u32, mask: u32, a: &abi::QpAttr) -> Result<()> {
         use attr_mask as m;
+        let a = &fitted(a);
         let h = self.objects.own_qp(s, Qpn(qpn))?;
         let vnic = self.objects.vnic_of(s)?;
         let q = self.objects.qps.get(h).ok_or(Status::BadHandle)?;
@@ -253,20 +254,17 @@ impl Core {
         let to = if given(m::STATE) { raw(a.qp_state)? } else { q.state };
         // Kernels name no port for the QP of the general services.
         let port = if q.gsi && q.state == QpState::Reset && to == QpState::Init { m::PORT } else { 0 };
-        if !attr::allowed(q.typ, q.state, to, mask | port) {
+        // A send queue that still drains stays in SQD, and as it is (IBTA vol. 1, 10.3.1.5).
+        let goes_on = given(m::STATE) && matches!(to, QpState::Rts | QpState::Sqd);
+        if !attr::allowed(q.typ, q.state, to, mask | port) || goes_on && q.is_draining() {
             return Err(Status::BadState);
         }
         let v = self.objects.vnics.get(vnic.0).ok_or(Status::BadHandle)?;
         let bad = given(m::PORT) && a.port_num != 1
             || given(m::PKEY_INDEX) && a.pkey_index != 0
             || given(m::PATH_MTU) && mtu_bytes(a.path_mtu).is_none()
-            || given(m::TIMEOUT) && a.timeout > 31
-            || given(m::RETRY_CNT) && a.retry_cnt > 7
-            || given(m::RNR_RETRY) && a.rnr_retry > 7
-            || given(m::MIN_RNR_TIMER) && a.min_rnr_timer > 31
             || given(m::MAX_QP_RD_ATOMIC) && a.max_rd_atomic > MAX_RD_ATOMIC
             || given(m::MAX_DEST_RD_ATOMIC) && a.max_dest_rd_atomic > MAX_RD_ATOMIC
-            || given(m::DEST_QPN) && a.dest_qp_num > Qpn::MASK
             || given(m::ALT_PATH)
             || given(m::PATH_MIG_STATE) && a.path_mig_state != 0
             || given(m::ACCESS_FLAGS) && a.qp_access_flags & !access::QP_ACCEPTED != 0;
@@ -341,6 +339,21 @@ impl Core {
         q.rings.set_sq_cons(0);
         q.rings.set_rq_cons(0);
         q.rings.set_rq_notify(false);
+    }
+}
+
+/// The attributes as the fields of packets and of a NIC's context of a QP hold them: bits beyond a field's are dropped, as the drivers of
+/// NICs do.
+fn fitted(a: &abi::QpAttr) -> abi::QpAttr {
+    const BITS_3: u8 = 7;
+    const BITS_5: u8 = 31;
+    abi::QpAttr {
+        timeout: a.timeout & BITS_5,
+        retry_cnt: a.retry_cnt & BITS_3,
+        rnr_retry: a.rnr_retry & BITS_3,
+        min_rnr_timer: a.min_rnr_timer & BITS_5,
+        dest_qp_num: a.dest_qp_num & Qpn::MASK,
+        ..*a
     }
 }
 

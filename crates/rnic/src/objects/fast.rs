@@ -13,7 +13,7 @@ use zerocopy::IntoBytes;
 
 use super::Objects;
 use super::ids::SessionId;
-use super::mr::{Backing, Mr, Resolve};
+use super::mr::{Backing, Mr, Resolve, is_range};
 use super::qp::Qp;
 use super::work::Work;
 use crate::slab::Handle;
@@ -153,7 +153,7 @@ impl Objects {
             return None;
         }
         let skip = iova & ((1 << shift) - 1);
-        if iova.checked_add(len).is_none() || !PageList::holds(shift, skip, len, count.into()) {
+        if !is_range(iova, len) || !PageList::holds(shift, skip, len, count.into()) {
             return None;
         }
         let session = self.sessions.get(owner.0)?;

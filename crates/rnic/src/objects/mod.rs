@@ -41,7 +41,7 @@ pub(crate) use ids::{SessionKind, VnicKind};
 pub(crate) use inbox::{Inbox, Run};
 pub(crate) use labour::{LONG_TURN_NS, Labour};
 pub use mr::{Backing, Resolve};
-pub(crate) use mr::{Mr, MrTable, Reach, Window};
+pub(crate) use mr::{Mr, MrTable, Reach, Window, is_range};
 pub(crate) use qp::{Connection, Local, Pause, Qp};
 pub use qp::{CreateQp, QpInfo};
 pub(crate) use qpns::QpnSpace;

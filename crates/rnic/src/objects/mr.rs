@@ -113,6 +113,11 @@ impl Backing {
     }
 }
 
+/// True if `len` bytes from address `iova` on have addresses. The last one may be the last of all, so that their end, 2^64, has none.
+pub(crate) fn is_range(iova: u64, len: u64) -> bool {
+    len == 0 || iova.checked_add(len - 1).is_some()
+}
+
 /// Bytes of a process's whole address space.
 const WHOLE_PROCESS: u64 = 1 << 47;
 

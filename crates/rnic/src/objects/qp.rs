@@ -205,6 +205,11 @@ impl Qp {
         self.owner == s || self.openers.iter().any(|o| o.0 == s)
     }
 
+    /// True while it is in SQD and a send WQE is under way.
+    pub fn is_draining(&self) -> bool {
+        self.state == QpState::Sqd && self.is_sending()
+    }
+
     /// True while a send WQE is under way.
     pub fn is_sending(&self) -> bool {
         self.work.is_some() || self.wire().is_some_and(Wire::is_busy)

@@ -13,7 +13,7 @@ use unirdma_formats::{
 use super::data::*;
 use super::{Flaw, Object, What};
 use crate::cm;
-use crate::objects::{MAX_MTU, MAX_RD_ATOMIC, PageList, WINDOW_MAX, WINDOW_MIN};
+use crate::objects::{MAX_MTU, MAX_RD_ATOMIC, PageList, WINDOW_MAX, WINDOW_MIN, is_range};
 
 type Result<T = ()> = std::result::Result<T, Flaw>;
 
@@ -202,7 +202,7 @@ impl<'a> Known<'a> {
         for m in &s.mrs {
             let object = Object::Mr { session, number: m.number };
             has(&self.pds, m.pd, object, "PD")?;
-            ensure(m.iova.checked_add(m.len).is_some(), object, "its length")?;
+            ensure(is_range(m.iova, m.len), object, "its length")?;
             ensure(m.kind == MrKind::Region(WayData::Pages) || m.pages.is_none(), object, "its pages")?;
             if m.kind == MrKind::Region(WayData::Pages) {
                 check_pages(m, object)?;
