@@ -333,6 +333,9 @@ static int unirdma_create_ah(struct ib_ah *ibah, struct rdma_ah_init_attr *attr,
 
 	if (!dev->has_gsi)
 		return -EOPNOTSUPP;
+	to_unirdma_ah(ibah)->level_and_rate =
+		cpu_to_le32(rdma_ah_get_sl(attr->ah_attr) << 8 |
+			    rdma_ah_get_static_rate(attr->ah_attr));
 	return unirdma_fill_route(dev, &to_unirdma_ah(ibah)->route,
 				  attr->ah_attr);
 }

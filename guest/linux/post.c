@@ -130,6 +130,7 @@ static int unirdma_put_datagram(struct unirdma_qp *qp,
 	if (!ud->ah || ud->ah->pd != qp->ibqp.pd)
 		return -EINVAL;
 	wqe->route = to_unirdma_ah(ud->ah)->route;
+	wqe->ah = to_unirdma_ah(ud->ah)->level_and_rate;
 	wqe->dest_qpn = cpu_to_le32(ud->remote_qpn);
 	wqe->qkey = cpu_to_le32(ud->remote_qkey);
 	*flags |= UNIRDMA_SEND_ADDRESS;

@@ -130,7 +130,9 @@ struct unirdma_ah {
 	struct ib_ah ibah;
 	bool is_user;
 	u32 ahn;
+	/* Of one of the kernel: its address, and what a WQE has with it. */
 	struct unirdma_route route;
+	__le32 level_and_rate;
 };
 
 /* Where the kernel posts: an SQ, an RQ or an SRQ. */

@@ -26,7 +26,8 @@ pub struct SqWqe {
     /// Or the lkey of the MR that a memory window is bound to, and in the upper half the access that it grants; or the bus address
     /// of the list of an MR's pages.
     pub swap: u64,
-    /// UD: address handle, unless the WQE has the address itself; and the destination's number and Q_Key. XRC: the number of the SRQ is in `dest_qpn`.
+    /// UD: address handle, or the service level and the static rate of the address that the WQE has itself; and the destination's
+    /// number and Q_Key. XRC: the number of the SRQ is in `dest_qpn`.
     /// An MR that is registered: the bits of a page in `ah`, the number of its pages in `dest_qpn`.
     pub ah: u32,
     pub dest_qpn: u32,
@@ -35,17 +36,20 @@ pub struct SqWqe {
 }
 
 impl SqWqe {
-    /// The address of a datagram that has it in its WQE: it lies where other requests have their remote range.
-    pub fn route(&self) -> crate::GlobalRoute {
-        let at = std::mem::offset_of!(SqWqe, remote_addr);
+    /// The address of a datagram that has it in its WQE: most of it lies where other requests have their remote range.
+    pub fn address(&self) -> crate::AhAttr {
+        let at = offset_of!(SqWqe, remote_addr);
         let bytes = &self.as_bytes()[at..at + size_of::<crate::GlobalRoute>()];
-        crate::GlobalRoute::read_from_bytes(bytes).unwrap_or_default()
+        let grh = crate::GlobalRoute::read_from_bytes(bytes).unwrap_or_default();
+        let [static_rate, sl, ..] = self.ah.to_le_bytes();
+        crate::AhAttr { grh, static_rate, sl, is_global: 1, port_num: 1, ..Default::default() }
     }
 
-    /// Puts an address where [`SqWqe::route`] finds it.
-    pub fn set_route(&mut self, route: &crate::GlobalRoute) {
-        let at = std::mem::offset_of!(SqWqe, remote_addr);
-        self.as_mut_bytes()[at..at + size_of::<crate::GlobalRoute>()].copy_from_slice(route.as_bytes());
+    /// Puts an address where [`SqWqe::address`] finds it.
+    pub fn set_address(&mut self, to: &crate::AhAttr) {
+        let at = offset_of!(SqWqe, remote_addr);
+        self.as_mut_bytes()[at..at + size_of::<crate::GlobalRoute>()].copy_from_slice(to.grh.as_bytes());
+        self.ah = u32::from_le_bytes([to.static_rate, to.sl, 0, 0]);
     }
 }
 

@@ -16,7 +16,10 @@ pub mod wire;
 
 pub use ids::{Gid, Guid, Lkey, Mac, Psn, Qpn, Rkey};
 pub use number::{ByNumber, NumberHash};
-pub use path::{NO_CREDITS, ack_timeout_ns, credit_code, credits, mtu_bytes, psn_count, rnr_timer_ns};
+pub use path::{
+    ECN, NO_CREDITS, RATES, ack_timeout_ns, class_of, credit_code, credits, mtu_bytes, psn_count, rate_kbps,
+    rnr_timer_ns,
+};
 pub use verbs::{AsyncEvent, QpState, QpType, WcOpcode, WcStatus, WrOpcode, access, attr_mask, send_flags, wc_flags};
 
 /// Length of a longest message, in bytes: 2 GiB (IBTA vol. 1, 9.7.2 limits an RC message to 2^31).

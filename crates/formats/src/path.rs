@@ -43,6 +43,55 @@ pub fn credits(code: u8) -> Option<u32> {
     CREDITS.get(usize::from(code & 31)).map(|&c| c.into())
 }
 
+/// The static rates of address vectors: `enum ibv_rate`, the multiple of 2.5 Gb/s, and Mb/s.
+pub const RATES: [(i32, i32, i32); 23] = [
+    (2, 1, 2500),
+    (5, 2, 5000),
+    (3, 4, 10_000),
+    (6, 8, 20_000),
+    (4, 12, 30_000),
+    (7, 16, 40_000),
+    (8, 24, 60_000),
+    (9, 32, 80_000),
+    (10, 48, 120_000),
+    (11, 5, 14_062),
+    (12, 22, 56_250),
+    (13, 45, 112_500),
+    (14, 67, 168_750),
+    (15, 10, 25_781),
+    (16, 41, 103_125),
+    (17, 82, 206_250),
+    (18, 123, 309_375),
+    (19, 11, 28_125),
+    (20, 20, 53_125),
+    (21, 160, 425_000),
+    (22, 240, 637_500),
+    (23, 320, 850_000),
+    (24, 480, 1_275_000),
+];
+
+/// Kilobits a second of a static rate; 0 for 0, which limits nothing. `None` if there is no such rate.
+pub fn rate_kbps(rate: u8) -> Option<u32> {
+    if rate == 0 {
+        return Some(0);
+    }
+    RATES.iter().find(|r| r.0 == rate.into()).map(|r| r.2 as u32 * 1000)
+}
+
+/// The bits of a traffic class that say how a packet is treated (RFC 2474).
+const DSCP: u8 = 0xfc;
+/// Its other bits, which tell of congestion (RFC 3168).
+pub const ECN: u8 = 3;
+
+/// How the network treats packets to an address: by the DSCP of its traffic class or, without one, by the class selector of its service
+/// level (RFC 2474, 4.2.2), which stands for the priority that the level has in the VLAN tags of Ethernet. Ethernet has the levels 0 to 7.
+pub fn class_of(traffic_class: u8, sl: u8) -> u8 {
+    match traffic_class & DSCP {
+        0 if sl < 8 => sl << 5,
+        dscp => dscp,
+    }
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
@@ -72,5 +121,14 @@ mod tests {
     #[test]
     fn an_empty_message_takes_one_packet() {
         assert_eq!((psn_count(0, 1024), psn_count(1024, 1024), psn_count(1025, 1024)), (1, 1, 2));
+    }
+
+    #[test]
+    fn rates_and_classes_are_those_of_the_field() {
+        assert_eq!([0, 2, 7, 16].map(rate_kbps), [Some(0), Some(2_500_000), Some(40_000_000), Some(103_125_000)]);
+        assert_eq!([1, 25, 255].map(rate_kbps), [None; 3]);
+        // A traffic class comes first; its ECN bits are nobody's wish; there are eight levels.
+        assert_eq!([class_of(0, 0), class_of(0, 3), class_of(0, 7)], [0, 0x60, 0xe0]);
+        assert_eq!([class_of(0x6a, 3), class_of(3, 3), class_of(0, 9)], [0x68, 0x60, 0]);
     }
 }

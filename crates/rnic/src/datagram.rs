@@ -9,7 +9,7 @@ use std::ops::Range;
 use unirdma_formats::cm::{GSI_QKEY, GSI_QPN, MAD_BYTES};
 use unirdma_formats::net::{Flow, GRH_BYTES};
 use unirdma_formats::wire::{Deth, Extra, Op, Opcode, Packet, Part, Transport};
-use unirdma_formats::{Gid, QpType, Qpn, WcStatus, send_flags};
+use unirdma_formats::{Gid, QpType, Qpn, WcStatus, class_of, rate_kbps, send_flags};
 use unirdma_mem::Fault;
 
 use crate::access::{Miss, local_side, recv_side};
@@ -17,7 +17,7 @@ use crate::core::Core;
 use crate::exec::{NoRecv, Outcome, RecvDone};
 use crate::job::Made;
 use crate::objects::{Ah, Datagrams, Held, Note, Placing, Qp, Target, VnicId, Wait, Work};
-use crate::path::{Arrival, DSCP, Path};
+use crate::path::{Arrival, Path};
 use crate::sched::MOMENT_NS;
 use crate::slab::Handle;
 
@@ -45,7 +45,9 @@ impl Core {
         if let Err(status) = self.check_local(q, w) {
             return Outcome::Failed(status);
         }
-        let Some((flow, target, linked)) = self.address_of(q, w) else { return Outcome::Failed(WcStatus::LocQpOpErr) };
+        let Some((flow, target, linked, kbps)) = self.address_of(q, w) else {
+            return Outcome::Failed(WcStatus::LocQpOpErr);
+        };
         let len = w.total as usize;
         let (src_qp, psn) = (q.source(), q.sq_psn);
         let qkey = if w.wqe.qkey & OWN_QKEY != 0 { q.attr.qkey } else { w.wqe.qkey };
@@ -120,6 +122,7 @@ impl Core {
         }
         if let Some(q) = self.objects.qps.get_mut(h) {
             q.sq_psn = q.sq_psn.advance(1);
+            q.pace.path_kbps = kbps;
         }
         w.done = w.total;
         if matches!(target, Target::Foreign(_) | Target::There(..)) {
@@ -131,19 +134,21 @@ impl Core {
         Outcome::Done
     }
 
-    /// Where the datagram of a WQE goes: where its address handle leads, or the address in the WQE itself. That is for drivers that
-    /// cannot make a handle where they learn the address, and is looked up for each datagram.
-    fn address_of(&self, q: &Qp, w: &Work) -> Option<(Flow, Target, bool)> {
+    /// Where the datagram of a WQE goes, and how fast: where its address handle leads, or the address in the WQE itself. That is for
+    /// drivers that cannot make a handle where they learn the address, and is looked up for each datagram.
+    fn address_of(&self, q: &Qp, w: &Work) -> Option<(Flow, Target, bool, u32)> {
         if w.wqe.send_flags & send_flags::ADDRESS != 0 {
             // A guest's connection management goes on when one of its peers is gone: what it sends there is lost.
-            let (flow, target, linked) = self.resolve_address(q.vnic, &w.wqe.route(), !q.gsi).ok()?;
+            let to = w.wqe.address();
+            let (flow, target, linked) = self.resolve_address(q.vnic, &to, !q.gsi).ok()?;
+            let kbps = rate_kbps(to.static_rate)?;
             let to = Gid::from_ip(flow.dst);
             let allowed = matches!(target, Target::Many) || self.may_send_to(q.vnic, to, target.across());
-            return Some((flow, target, linked && allowed));
+            return Some((flow, target, linked && allowed, kbps));
         }
         let ah = self.objects.own_ah(q.owner, w.wqe.ah).ok()?;
-        let &Ah { pd, flow, target, linked, .. } = self.objects.ahs.get(ah)?;
-        (pd == q.pd).then_some((flow, target, linked))
+        let &Ah { pd, flow, target, linked, static_rate, .. } = self.objects.ahs.get(ah)?;
+        (pd == q.pd).then_some((flow, target, linked, rate_kbps(static_rate)?))
     }
 
     /// The data of a datagram lies in the private memory of a process: lets a job bring it.
@@ -423,7 +428,7 @@ impl Core {
                 self.net.tx.put(*path, Some((*vni, *flow)), head, data);
             }
             if self.multicast.has_foreign(group) && flow.src.is_ipv4() == flow.dst.is_ipv4() {
-                let path = Path { from: Some(flow.src), class: flow.traffic_class & DSCP, ..Path::new(flow.dst) };
+                let path = Path { from: Some(flow.src), class: class_of(flow.traffic_class, 0), ..Path::new(flow.dst) };
                 self.net.tx.put(path, None, head, data);
             }
         }

@@ -4,11 +4,11 @@
 use std::net::IpAddr;
 
 use unirdma_formats::net::{Flow, source_port};
-use unirdma_formats::{Gid, Qpn};
+use unirdma_formats::{Gid, Qpn, class_of};
 
 use crate::core::Core;
 use crate::objects::{Qp, SessionId, Target, Vnic, VnicId};
-use crate::path::{DSCP, Path};
+use crate::path::Path;
 
 impl Core {
     /// Sets this host's own address in the network of hosts. A connection over the wire between two vRNICs of this host sends its packets
@@ -68,7 +68,7 @@ impl Core {
             return Target::Many;
         }
         let way = |to: Path| {
-            let mut path = Path { port, class: flow.traffic_class & DSCP, ..to };
+            let mut path = Path { port, class: class_of(flow.traffic_class, 0), ..to };
             // The AH itself notes whether its vRNIC has a link.
             path.link(true);
             path

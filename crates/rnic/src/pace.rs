@@ -1,6 +1,6 @@
-//! Packet pacing: a QP with a rate limit (`IBV_QP_RATE_LIMIT` of `ibv_modify_qp(3)`, `ibv_modify_qp_rate_limit(3)`), or of a vRNIC
-//! with limits, takes its next packet, or its next slice on this host, when what was sent before has had its time. Responses
-//! are not limited.
+//! Packet pacing: a QP with a rate limit (`IBV_QP_RATE_LIMIT` of `ibv_modify_qp(3)`, `ibv_modify_qp_rate_limit(3)`), with a static rate
+//! in its address vector (IBTA vol. 1, 9.11), or of a vRNIC with limits, takes its next packet, or its next slice on this host, when
+//! what was sent before has had its time. Responses are not limited.
 
 /// The weight of a vRNIC unless it is given another one.
 pub const DEFAULT_WEIGHT: u32 = 100;
@@ -69,6 +69,8 @@ impl Limit {
 /// When a QP that is held back may send.
 #[derive(Clone, Copy, Default)]
 pub(crate) struct Pace {
+    /// The static rate of its address vector, or of the one that its last datagram went by, kilobits a second; 0 for none.
+    pub path_kbps: u32,
     /// A rate limit: not before this time, ns.
     pub after: u64,
     /// Congestion, of a connection without answers: when all that was sent so far would have left at the pace that it allows, ns.

@@ -15,7 +15,12 @@ const SPREAD_REST_NS: u64 = SPREAD_NS / 4;
 impl Qp {
     /// It has a rate limit.
     fn is_paced(&self) -> bool {
-        self.attr.rate_limit != 0
+        self.attr.rate_limit | self.pace.path_kbps != 0
+    }
+
+    /// Its rate limit, kilobits a second: the lower one if it has two.
+    fn most_kbps(&self) -> Option<u32> {
+        [self.attr.rate_limit, self.pace.path_kbps].into_iter().filter(|&kbps| kbps != 0).min()
     }
 }
 
@@ -48,8 +53,8 @@ impl Core {
     pub(crate) fn has_sent(&mut self, h: Handle<Qp>, begun: u64, bytes: u64) {
         let now = self.now;
         let Some(q) = self.objects.qps.get_mut(h) else { return };
-        if q.is_paced() {
-            let ns = bytes.saturating_mul(NS_PER_BYTE_AT_1_KBPS) / u64::from(q.attr.rate_limit);
+        if let Some(kbps) = q.most_kbps() {
+            let ns = bytes.saturating_mul(NS_PER_BYTE_AT_1_KBPS) / u64::from(kbps);
             q.pace.after = q.pace.after.max(now).saturating_add(ns);
         }
         if let Some(v) = self.objects.vnics.get_mut(q.vnic.0).filter(|v| v.limit.is_set()) {

@@ -35,7 +35,7 @@ pub struct Path {
     pub from: Option<IpAddr>,
     /// UDP source port. All packets of a connection have the same one, so that the network keeps them in order.
     pub port: u16,
-    /// Traffic class of the address vector without its two ECN bits, which belong to the network.
+    /// How the network treats the packets ([`unirdma_formats::class_of`]). The two ECN bits belong to the network.
     pub class: u8,
     /// There is no link: what is sent is lost.
     pub cut: bool,
@@ -84,9 +84,6 @@ impl Path {
         path
     }
 }
-
-/// The bits of a traffic class that say how a packet is treated (RFC 2474); the others are ECN.
-pub(crate) const DSCP: u8 = 0xfc;
 
 /// Where a packet came from and went to.
 #[derive(Clone, Copy, Debug)]

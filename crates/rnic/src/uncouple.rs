@@ -7,12 +7,13 @@
 //! A connection that has become one over the wire stays one. When both ends are on one host again, its packets go to that host's own
 //! address.
 
+use unirdma_abi as abi;
 use unirdma_formats::net::source_port;
-use unirdma_formats::{Gid, QpState, WrOpcode, psn_count};
+use unirdma_formats::{Gid, QpState, WrOpcode, class_of, psn_count};
 
 use crate::core::Core;
 use crate::objects::{Connection, Flight, Local, Qp, VnicId, Wait, Wire};
-use crate::path::{DSCP, Path};
+use crate::path::Path;
 use crate::slab::Handle;
 use crate::wire::READ_PACKETS;
 
@@ -93,9 +94,9 @@ impl Core {
         if !matches!(q.state, QpState::Rtr | QpState::Rts | QpState::Sqd | QpState::Sqe) {
             return;
         }
-        let ah = q.attr.ah_attr.grh;
-        let port = source_port(self.net.first_port, ah.flow_label, q.qpn.0, q.attr.dest_qp_num);
-        let path = Path { port, class: ah.traffic_class & DSCP, ..Path::nowhere() };
+        let abi::AhAttr { grh, sl, .. } = q.attr.ah_attr;
+        let port = source_port(self.net.first_port, grh.flow_label, q.qpn.0, q.attr.dest_qp_num);
+        let path = Path { port, class: class_of(grh.traffic_class, sl), ..Path::nowhere() };
         let mut w = Box::new(Wire::new(path, adapts));
         w.start(q.sq_psn);
         q.mtu = mtu;

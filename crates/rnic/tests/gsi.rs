@@ -19,7 +19,7 @@ fn send(e: &mut End, to: usize, mad: &[u8]) {
     e.fill(OUT, mad);
     let mut w = abi::SqWqe { dest_qpn: GSI_QPN, qkey: GSI_QKEY, ..wqe(WrOpcode::Send, 5) };
     w.send_flags |= send_flags::ADDRESS;
-    w.set_route(&abi::GlobalRoute { dgid: gid(to).0, ..Default::default() });
+    w.set_address(&address(gid(to)));
     let sge = e.sge(OUT as u64, mad.len() as u32);
     e.post(w, &[sge]);
 }

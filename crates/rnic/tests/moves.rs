@@ -15,10 +15,15 @@ fn datagrams_keep_their_traffic_class_when_their_receiver_moves() {
     let mut net = Net::hosts(2, &[QpType::Ud; 2], 9, Faults::default());
     net.connect(QpType::Ud, 0, 1, &|a| a);
     let (session, pd, to) = (net.ends[0].session, net.ends[0].pd, net.ends[1].qpn);
-    let mut there = address(gid(1));
-    there.grh.traffic_class = 0x2b;
-    let ah = net.rnic(0).create_ah(session, pd, &there).unwrap();
-    for after_move in [false, true] {
+    let with = |traffic_class, sl| {
+        let mut there = abi::AhAttr { sl, ..address(gid(1)) };
+        there.grh.traffic_class = traffic_class;
+        there
+    };
+    // Without a class the service level has one.
+    let of_ah = [(with(0x2b, 3), 0x28), (with(1, 3), 0x60), (with(0, 9), 0)]
+        .map(|(there, class)| (net.rnic(0).create_ah(session, pd, &there).unwrap(), class));
+    for (after_move, (ah, class)) in of_ah.map(|a| (false, a)).into_iter().chain(of_ah.map(|a| (true, a))) {
         if after_move {
             net.rnics[0].follow(0, gid(1));
         }
@@ -29,7 +34,24 @@ fn datagrams_keep_their_traffic_class_when_their_receiver_moves() {
         let classes: Vec<u8> = tx.packets().iter().map(|p| p.path.class).collect();
         tx.sent(classes.len());
         // The two bits of ECN are the network's.
-        assert_eq!(classes, [0x28], "after a move: {after_move}");
+        assert_eq!(classes, [class], "after a move: {after_move}");
+    }
+}
+
+#[test]
+fn packets_of_a_connection_have_the_class_of_its_address() {
+    for (traffic_class, sl, class) in [(0, 0, 0), (0x6b, 0, 0x68), (0x6b, 5, 0x68), (0, 5, 0xa0)] {
+        let mut net = Net::hosts(2, &[QpType::Rc; 2], 9, Faults::default());
+        let to = |mut a: abi::QpAttr| {
+            (a.ah_attr.sl, a.ah_attr.grh.traffic_class) = (sl, traffic_class);
+            a
+        };
+        net.connect(QpType::Rc, 0, 1, &to);
+        let (w, sge) = (net.remote(WrOpcode::Write, 1, 0), net.ends[0].sge(0, 8));
+        net.ends[0].post(w, &[sge]);
+        net.rnics[0].poll(net.now);
+        let classes: Vec<u8> = net.rnics[0].tx().packets().iter().map(|p| p.path.class).collect();
+        assert_eq!(classes, [class], "traffic class {traffic_class}, level {sl}");
     }
 }
 

@@ -162,6 +162,71 @@ fn a_rate_limit_holds_and_can_be_changed() {
     }
 }
 
+/// 1 MB at 2.5 Gbit/s takes 3.2 ms, and at a `rate_limit` below that longer.
+#[test]
+fn a_static_rate_of_an_address_holds() {
+    const BYTES: u32 = 10_000;
+    for (rate, rate_limit, ms) in [(2, 0, 2..6), (2, 1_000_000, 7..11), (2, 10_000_000, 2..6), (7, 0, 0..2)] {
+        for typ in [QpType::Rc, QpType::Uc] {
+            for (place, mut net) in places(typ) {
+                let (session, qpn) = (net.ends[0].session, net.ends[0].qpn);
+                net.rnic(0).modify_qp(session, qpn, m::STATE, &abi::QpAttr::default()).unwrap();
+                let with_rate =
+                    |a: abi::QpAttr| abi::QpAttr { ah_attr: abi::AhAttr { static_rate: rate, ..a.ah_attr }, ..a };
+                net.connect(typ, 0, 1, &with_rate);
+                let limit = abi::QpAttr { rate_limit, ..Default::default() };
+                net.rnic(0).modify_qp(session, qpn, m::RATE_LIMIT, &limit).unwrap();
+                let start = net.now;
+                for _ in 0..10 {
+                    let (w, sge) = (net.remote(WrOpcode::Write, 1, 0), net.ends[0].sge(0, BYTES));
+                    (0..10).for_each(|_| _ = net.ends[0].post(w, &[sge]));
+                    let mut done = 0;
+                    while done < 10 {
+                        net.run(10_000);
+                        done += net.ends[0].poll().len();
+                    }
+                }
+                let took = (net.now - start) / 1_000_000;
+                assert!(ms.contains(&took), "{typ:?}, {place}, rate {rate}, {rate_limit}: {took} ms");
+            }
+        }
+    }
+}
+
+#[test]
+fn datagrams_are_as_fast_as_their_addresses_say() {
+    for (place, mut net) in places(QpType::Ud) {
+        let (session, pd, to) = (net.ends[0].session, net.ends[0].pd, net.ends[1].qpn);
+        let with_rate = |static_rate| abi::AhAttr { static_rate, ..address(gid(1)) };
+        let [slow, fast] = [2, 0].map(|rate| net.rnic(0).create_ah(session, pd, &with_rate(rate)).unwrap());
+        for (ah, ms) in [(slow, 2..5), (fast, 0..2)] {
+            let (start, sge) = (net.now, net.ends[0].sge(0, 1000));
+            for i in 0..1000 {
+                net.ends[0].post_to(wqe(WrOpcode::Send, i), ah, to, &[sge]);
+                while net.ends[0].poll().is_empty() {
+                    net.run(500);
+                }
+            }
+            let took = (net.now - start) / 1_000_000;
+            assert!(ms.contains(&took), "{place}: {took} ms");
+        }
+    }
+}
+
+#[test]
+fn a_rate_that_does_not_exist_is_refused() {
+    let [(_, mut net), _] = places(QpType::Rc);
+    let (session, pd, qpn) = (net.ends[0].session, net.ends[0].pd, net.ends[0].qpn);
+    let to = abi::AhAttr { static_rate: 1, ..address(gid(1)) };
+    assert_eq!(net.rnic(0).create_ah(session, pd, &to), Err(Status::BadValue));
+    let sqd = abi::QpAttr { qp_state: 4, ah_attr: to, ..Default::default() };
+    net.rnic(0).modify_qp(session, qpn, m::STATE, &sqd).unwrap();
+    assert_eq!(net.rnic(0).modify_qp(session, qpn, m::AV, &sqd), Err(Status::BadValue));
+    let other = abi::QpAttr { ah_attr: abi::AhAttr { static_rate: 2, ..to }, ..sqd };
+    net.rnic(0).modify_qp(session, qpn, m::AV, &other).unwrap();
+    assert_eq!(net.rnic(0).query_qp(session, qpn).unwrap().ah_attr.static_rate, 2);
+}
+
 /// Other rings for `entries` requests each way, with what waits in those of an end.
 fn rings_of(e: &End, ctrl_of: &QpRings, entries: u32) -> QpRings {
     let cap = abi::QpCap {

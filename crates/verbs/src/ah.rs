@@ -123,7 +123,8 @@ pub unsafe extern "C" fn x_ibv_init_ah_from_wc(
     let out = ibv_ah_attr {
         grh: route,
         dlid: wc.slid,
-        sl: wc.sl & 7,
+        // That of a datagram's completion says which header the datagram has.
+        sl: 0,
         src_path_bits: wc.dlid_path_bits,
         static_rate: 0,
         is_global: 1,

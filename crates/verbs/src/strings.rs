@@ -2,6 +2,8 @@
 
 use std::ffi::c_char;
 
+use unirdma_formats::RATES;
+
 fn text(table: &[&'static std::ffi::CStr], i: i32, other: &'static std::ffi::CStr) -> *const c_char {
     usize::try_from(i).ok().and_then(|i| table.get(i)).unwrap_or(&other).as_ptr()
 }
@@ -80,33 +82,6 @@ pub extern "C" fn x_ibv_wc_status_str(s: i32) -> *const c_char {
     ];
     text(&table, s, c"unknown")
 }
-
-/// (`enum ibv_rate`, multiple of 2.5 Gb/s, Mb/s).
-const RATES: [(i32, i32, i32); 23] = [
-    (2, 1, 2500),
-    (5, 2, 5000),
-    (3, 4, 10_000),
-    (6, 8, 20_000),
-    (4, 12, 30_000),
-    (7, 16, 40_000),
-    (8, 24, 60_000),
-    (9, 32, 80_000),
-    (10, 48, 120_000),
-    (11, 5, 14_062),
-    (12, 22, 56_250),
-    (13, 45, 112_500),
-    (14, 67, 168_750),
-    (15, 10, 25_781),
-    (16, 41, 103_125),
-    (17, 82, 206_250),
-    (18, 123, 309_375),
-    (19, 11, 28_125),
-    (20, 20, 53_125),
-    (21, 160, 425_000),
-    (22, 240, 637_500),
-    (23, 320, 850_000),
-    (24, 480, 1_275_000),
-];
 
 fn convert(v: i32, from: impl Fn(&(i32, i32, i32)) -> i32, to: impl Fn(&(i32, i32, i32)) -> i32, other: i32) -> i32 {
     RATES.iter().find(|r| from(r) == v).map_or(other, to)

@@ -170,7 +170,7 @@ impl Qp {
                 if av.port.get() != 1 || av.pdn.get() != self.pd {
                     return None;
                 }
-                wqe.set_route(&abi::GlobalRoute { sgid_index: gids.native(av.gid_index)?, ..route_of(&av) });
+                wqe.set_address(&address_of(&av, gids.native(av.gid_index)?));
                 wqe.send_flags |= send_flags::ADDRESS;
                 (wqe.dest_qpn, wqe.qkey) = (ud.remote_qpn.get(), ud.remote_qkey.get());
             }
@@ -222,14 +222,16 @@ fn is_offered(op: u8) -> bool {
     u32::from(op) <= rfc::opcode::ATOMIC_FETCH_AND_ADD
 }
 
-/// Where an address vector leads, the index of the GID aside.
-fn route_of(av: &rfc::Av) -> abi::GlobalRoute {
+/// An address vector as the RNIC takes it, with its own index of the source's GID.
+fn address_of(av: &rfc::Av, sgid_index: u8) -> abi::AhAttr {
     let packed = av.sl_tclass_flowlabel.get();
-    abi::GlobalRoute {
+    let grh = abi::GlobalRoute {
         dgid: av.dgid,
         flow_label: packed & 0xf_ffff,
+        sgid_index,
         traffic_class: (packed >> 20) as u8,
         hop_limit: av.hop_limit,
-        ..abi::GlobalRoute::default()
-    }
+        reserved: 0,
+    };
+    abi::AhAttr { grh, sl: (packed >> 28) as u8, static_rate: av.static_rate, ..abi::AhAttr::default() }
 }

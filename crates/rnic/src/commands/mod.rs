@@ -10,7 +10,7 @@ mod xrc;
 use unirdma_abi as abi;
 use unirdma_abi::Status;
 use unirdma_formats::net::{Flow, HOP_LIMIT, source_port};
-use unirdma_formats::{Gid, access};
+use unirdma_formats::{ECN, Gid, access, class_of, rate_kbps};
 use unirdma_mem::{CqRing, Span};
 
 use crate::core::Core;
@@ -290,15 +290,15 @@ impl Core {
     /// CREATE_AH: the destination is looked up here, once.
     ///
     /// # Errors
-    /// `BadValue` for an address vector that is not global or names no own GID, `Unreachable`, `Exhausted`.
+    /// `BadValue` for an address vector that is not global, names no own GID or has an unknown rate, `Unreachable`, `Exhausted`.
     pub fn create_ah(&mut self, s: SessionId, pd: u32, a: &abi::AhAttr) -> Result<u32> {
         let pd = self.objects.own_pd(s, pd)?;
         self.objects.quota(s, |u| u.ahs, |l| l.max_ah)?;
-        if a.is_global == 0 || a.port_num != 1 {
+        if a.is_global == 0 || a.port_num != 1 || rate_kbps(a.static_rate).is_none() {
             return Err(Status::BadValue);
         }
         let vnic = self.objects.vnic_of(s)?;
-        let (flow, target, linked) = self.resolve_address(vnic, &a.grh, true)?;
+        let (flow, target, linked) = self.resolve_address(vnic, a, true)?;
         if !matches!(target, Target::Many) {
             let (gid, across) = (Gid(a.grh.dgid), target.across());
             if !self.may_send_to(vnic, gid, across) {
@@ -311,7 +311,7 @@ impl Core {
         let h = self
             .objects
             .ahs
-            .insert(Ah { owner: s, number, pd, flow, target, linked, barred: false })
+            .insert(Ah { owner: s, number, pd, flow, target, linked, barred: false, static_rate: a.static_rate })
             .ok_or(Status::Exhausted)?;
         self.objects.names(s).and_then(|n| n.ahs.insert(number, h));
         self.objects.count_used(s, |u| u.ahs += 1);
@@ -324,13 +324,8 @@ impl Core {
     ///
     /// # Errors
     /// `BadValue` if it names no own GID, `Unreachable` if it must be reached and is not.
-    pub(crate) fn resolve_address(
-        &self,
-        vnic: VnicId,
-        grh: &abi::GlobalRoute,
-        must: bool,
-    ) -> Result<(Flow, Target, bool)> {
-        let v = self.objects.vnics.get(vnic.0).ok_or(Status::BadHandle)?;
+    pub(crate) fn resolve_address(&self, vnic: VnicId, to: &abi::AhAttr, must: bool) -> Result<(Flow, Target, bool)> {
+        let (v, grh) = (self.objects.vnics.get(vnic.0).ok_or(Status::BadHandle)?, &to.grh);
         let own = v.gid(grh.sgid_index);
         let linked = v.is_linked(own);
         let (own, dgid) = (own.ok_or(Status::BadValue)?, Gid(grh.dgid));
@@ -338,7 +333,8 @@ impl Core {
             return Err(Status::Unreachable);
         }
         let hop_limit = if grh.hop_limit == 0 { HOP_LIMIT } else { grh.hop_limit };
-        let flow = Flow { traffic_class: grh.traffic_class, hop_limit, ..Flow::roce(own, dgid) };
+        let traffic_class = class_of(grh.traffic_class, to.sl) | grh.traffic_class & ECN;
+        let flow = Flow { traffic_class, hop_limit, ..Flow::roce(own, dgid) };
         let port = source_port(self.net.first_port, grh.flow_label, own.low_bits(), dgid.low_bits());
         Ok((flow, self.target_of(vnic, &flow, port), linked))
     }

@@ -3,7 +3,7 @@
 use unirdma_abi as abi;
 use unirdma_abi::Status;
 use unirdma_formats::net::source_port;
-use unirdma_formats::{Gid, Psn, QpState, QpType, Qpn, access, attr_mask, mtu_bytes};
+use unirdma_formats::{Gid, Psn, QpState, QpType, Qpn, access, attr_mask, class_of, mtu_bytes, rate_kbps};
 use unirdma_mem::QpRings;
 
 use super::Result;
@@ -12,7 +12,7 @@ use crate::core::Core;
 use crate::executor::{Object, Peer};
 use crate::objects::{Connection, Counters, CreateQp, MAX_RD_ATOMIC, NO_SLOT, Pause, Qp, QpnSpace, SessionId, bit_of};
 use crate::pace::Pace;
-use crate::path::{DSCP, Path};
+use crate::path::Path;
 use crate::slab::Handle;
 
 impl Core {
@@ -276,7 +276,7 @@ impl Core {
             let ah = &a.ah_attr;
             // RoCE has no LIDs: an address vector without a GRH names nobody (annex A16).
             own = v.gid(ah.grh.sgid_index);
-            if ah.is_global == 0 || own.is_none() || ah.port_num > 1 {
+            if ah.is_global == 0 || own.is_none() || ah.port_num > 1 || rate_kbps(ah.static_rate).is_none() {
                 return Err(Status::BadValue);
             }
             let dgid = Gid(ah.grh.dgid);
@@ -290,7 +290,7 @@ impl Core {
                     if given(m::PATH_MTU) && mtu_bytes(a.path_mtu).is_some_and(|b| b > self.net.wire_mtu) {
                         return Err(Status::BadValue);
                     }
-                    Peer::There(Path { port, class: ah.grh.traffic_class & DSCP, ..path })
+                    Peer::There(Path { port, class: class_of(ah.grh.traffic_class, ah.sl), ..path })
                 }
             });
             let across = if let Some(Peer::There(path)) = peer { path.across.map(|(peer, _)| peer) } else { None };
@@ -380,6 +380,9 @@ fn apply(q: &mut Qp, mask: u32, a: &abi::QpAttr) {
         DEST_QPN => dest_qp_num;
         RATE_LIMIT => rate_limit;
         EN_SQD_ASYNC_NOTIFY => en_sqd_async_notify;
+    }
+    if mask & m::AV != 0 {
+        q.pace.path_kbps = rate_kbps(a.ah_attr.static_rate).unwrap_or(0);
     }
     if mask & m::RQ_PSN != 0 {
         q.rq_psn = Psn::new(a.rq_psn);

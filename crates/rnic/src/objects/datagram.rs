@@ -26,6 +26,8 @@ pub(crate) struct Ah {
     pub linked: bool,
     /// A rule does not allow what is sent with it any more.
     pub barred: bool,
+    /// The most that is sent with it ([`unirdma_formats::rate_kbps`]).
+    pub static_rate: u8,
 }
 
 impl Ah {

@@ -7,7 +7,7 @@ use std::hash::Hash;
 use unirdma_abi as abi;
 use unirdma_formats::cm::MAD_BYTES;
 use unirdma_formats::{
-    AsyncEvent, Gid, MAX_MSG_BYTES, QpState, QpType, Qpn, WcStatus, WrOpcode, access, psn_count, send_flags,
+    AsyncEvent, Gid, MAX_MSG_BYTES, QpState, QpType, Qpn, WcStatus, WrOpcode, access, psn_count, rate_kbps, send_flags,
 };
 
 use super::data::*;
@@ -220,6 +220,7 @@ impl<'a> Known<'a> {
             let object = Object::Ah { session, number: a.number };
             has(&self.pds, a.pd, object, "PD")?;
             check_flow(&a.flow, object)?;
+            ensure(rate_kbps(a.static_rate).is_some(), object, "its static rate")?;
         }
         for o in &s.outputs {
             if let OutputData::Async { kind, .. } = *o {
@@ -275,7 +276,8 @@ impl<'a> Known<'a> {
             && a.min_rnr_timer <= 31
             && a.max_rd_atomic <= MAX_RD_ATOMIC
             && a.max_dest_rd_atomic <= MAX_RD_ATOMIC
-            && a.dest_qp_num <= Qpn::MASK;
+            && a.dest_qp_num <= Qpn::MASK
+            && rate_kbps(a.ah_attr.static_rate).is_some();
         ensure(attr, object, "an attribute")?;
         if let Some(w) = &q.work {
             check_work(w, object)?;

@@ -309,6 +309,7 @@ pub(crate) struct AhData {
     pub flow: FlowData,
     /// UDP source port of its packets between hosts.
     pub port: u16,
+    pub static_rate: u8,
 }
 
 #[derive(Clone, Copy, Debug, PartialEq, Serialize, Deserialize)]

@@ -34,7 +34,7 @@ use data::VnicData;
 /// What a record begins with.
 const MAGIC: [u8; 8] = *b"uniRDMA\0";
 /// The version that is written, and the only one that is read so far.
-const VERSION: u32 = 6;
+const VERSION: u32 = 7;
 /// Magic, version, length of what follows the header, and checksum of all but itself.
 const HEADER_BYTES: usize = 8 + 4 + 8 + 4;
 

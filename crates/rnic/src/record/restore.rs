@@ -4,7 +4,7 @@
 use std::collections::HashMap;
 
 use unirdma_formats::net::Flow;
-use unirdma_formats::{AsyncEvent, Gid, Psn, QpState, QpType, Qpn};
+use unirdma_formats::{AsyncEvent, Gid, Psn, QpState, QpType, Qpn, rate_kbps};
 use unirdma_mem::Span;
 
 use super::data::*;
@@ -408,17 +408,16 @@ impl<'a> Restorer<'a> {
     }
 
     fn ah(&mut self, owner: SessionId, session: u32, d: &AhData) {
-        let AhData { number, pd, flow: f, port } = d;
+        let AhData { number, pd, flow: f, port, static_rate } = d;
         let (f, pd) = (flow(f), self.pd(Some(At { session, number: *pd })));
         let own = Gid::from_ip(f.src);
         let linked = self.core.objects.vnics.get(self.vnic.0).is_some_and(|v| v.is_linked(Some(own)));
         let target = self.core.target_of(self.vnic, &f, *port);
         let objects = &mut self.core.objects;
-        let Some(h) = objects.ahs.insert(Ah { owner, number: *number, pd, flow: f, target, linked, barred: false })
-        else {
-            return;
-        };
-        objects.names(owner).and_then(|n| n.ahs.insert(*number, h));
+        let (number, static_rate) = (*number, *static_rate);
+        let ah = Ah { owner, number, pd, flow: f, target, linked, barred: false, static_rate };
+        let Some(h) = objects.ahs.insert(ah) else { return };
+        objects.names(owner).and_then(|n| n.ahs.insert(number, h));
         objects.count_used(owner, |u| u.ahs += 1);
         objects.use_pd(pd, true);
     }
@@ -460,6 +459,7 @@ impl<'a> Restorer<'a> {
         let Some(rings) = self.given.qps.remove(qpn) else { return };
         let (typ, state) = (QpType::from_raw((*typ).into()), QpState::from_raw((*state).into()));
         let (owner_id, own) = (self.session_id(Some(*owner)), own.map(Gid));
+        let path_kbps = rate_kbps(attr.0.ah_attr.static_rate).unwrap_or(0);
         let paused = self.core.objects.sessions.get(owner_id.0).is_some_and(|s| s.paused);
         let door = slot.and_then(|s| self.doors.get(&At { session: *owner, number: s.0 })).copied().unwrap_or_default();
         let v = self.core.objects.vnics.get(self.vnic.0);
@@ -527,7 +527,7 @@ impl<'a> Restorer<'a> {
             queued: false,
             broken: *broken,
             established: *established,
-            pace: Pace { after: self.at(*pace_ns), ..Pace::default() },
+            pace: Pace { after: self.at(*pace_ns), path_kbps, ..Pace::default() },
             counters: counters.restore(),
         };
         let Some(h) = self.core.objects.qps.insert(live) else { return };

@@ -357,9 +357,10 @@ impl<'a> Saver<'a> {
 
     fn ah(&self, ah: &Ah) -> AhData {
         // Where its packets go is looked up again.
-        let Ah { owner: _, number, pd, flow: f, target, linked: _, barred: _ } = ah;
+        let Ah { owner: _, number, pd, flow: f, target, linked: _, barred: _, static_rate } = ah;
         let port = target.port(self.core.net.first_port, ah.own(), Gid::from_ip(f.dst));
-        AhData { number: *number, pd: self.pds.get(pd).map_or(0, |at| at.number), flow: flow(f), port }
+        let pd = self.pds.get(pd).map_or(0, |at| at.number);
+        AhData { number: *number, pd, flow: flow(f), port, static_rate: *static_rate }
     }
 
     fn qp(&self, h: Handle<Qp>, q: &Qp) -> QpData {
@@ -406,7 +407,7 @@ impl<'a> Saver<'a> {
             counters,
         } = q;
         // Notifications will say anew how fast a connection without answers may send.
-        let Pace { after, waits: _, spread_until: _ } = pace;
+        let Pace { after, waits: _, spread_until: _, path_kbps: _ } = pace;
         let connection = match connection {
             Connection::None => ConnectionData::None,
             Connection::Local(Local { vnic: _, qp: _, found: _ }) => {

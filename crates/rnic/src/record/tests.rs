@@ -110,7 +110,7 @@ fn full() -> VnicData {
     rnic.create_qp(s, QpType::XrcRecv as u8, create(Some(xrcd))).unwrap();
     rnic.attach_mcast(s, ud, Gid::from_ip([239, 1, 1, 1].into())).unwrap();
     let steps = attr(9, gid(2));
-    rnic.create_ah(s, pd, &steps[0].1.ah_attr).unwrap();
+    rnic.create_ah(s, pd, &abi::AhAttr { static_rate: 2, ..steps[0].1.ah_attr }).unwrap();
     for (mask, a) in steps {
         rnic.modify_qp(s, qpn, mask, &a).unwrap();
     }
@@ -319,6 +319,7 @@ const CASES: &[Case] = &[
     (|d| window(d).kind = MrKind::Window { second: true, qpn: None, bound: Some((7, 0)) }, "there is no such MR"),
     (|d| window(d).len = 5000, "a value is out of range: the range that it is bound to"),
     (|d| d.sessions[0].ahs[0].pd = 7, "there is no such PD"),
+    (|d| d.sessions[0].ahs[0].static_rate = 1, "a value is out of range: its static rate"),
     (|d| d.sessions[0].ahs[0].flow.src = [0u16; 8].into(), "a value is out of range: an address"),
     (
         |d| d.sessions[0].outputs.push(OutputData::Async { kind: 999, handle: 0 }),

@@ -357,7 +357,9 @@ impl Driver {
         let length = if self.r.below(16) == 0 { self.r.below(5000) } else { MAD_BYTES as u64 } as u32;
         let send_flags = send_flags::SIGNALED | send_flags::ADDRESS;
         let mut w = abi::SqWqe { opcode: 2, num_sge: 1, send_flags, dest_qpn: GSI_QPN, qkey: GSI_QKEY, ..w };
-        w.set_route(&abi::GlobalRoute { dgid: self.gid(), hop_limit: 1, ..Default::default() });
+        let grh = abi::GlobalRoute { dgid: self.gid(), hop_limit: 1, ..Default::default() };
+        let (sl, static_rate) = (self.r.below(16) as u8, self.r.below(26) as u8);
+        w.set_address(&abi::AhAttr { grh, sl, static_rate, ..Default::default() });
         let lkey = self.number();
         (w, abi::Sge { addr: at, length, lkey })
     }
