@@ -381,10 +381,12 @@ const MAX_MULTICAST_GROUPS: u32 = 8192;
 
 /// The configuration space of a vRNIC.
 pub(crate) fn device_config(hardware: Hardware, l: &Limits) -> abi::Config {
-    // BAD_PKEY_CNTR | BAD_QKEY_CNTR | PORT_ACTIVE_EVENT | SYS_IMAGE_GUID | RC_RNR_NAK_GEN | SRQ_RESIZE | MEM_WINDOW | XRC |
-    // MEM_MGT_EXTENSIONS | MEM_WINDOW_TYPE_2B | FLUSH_GLOBAL | ATOMIC_WRITE.
-    const CAPS: u64 = 1 << 1
+    // RESIZE_MAX_WR | BAD_PKEY_CNTR | BAD_QKEY_CNTR | CURR_QP_STATE_MOD | PORT_ACTIVE_EVENT | SYS_IMAGE_GUID | RC_RNR_NAK_GEN |
+    // SRQ_RESIZE | MEM_WINDOW | XRC | MEM_MGT_EXTENSIONS | MEM_WINDOW_TYPE_2B | FLUSH_GLOBAL | ATOMIC_WRITE.
+    const CAPS: u64 = 1 << 0
+        | 1 << 1
         | 1 << 2
+        | 1 << 7
         | 1 << 10
         | 1 << 11
         | 1 << 12
@@ -442,6 +444,15 @@ mod tests {
         assert_eq!(c.node_guid, hardware.mac.guid().0);
         assert_eq!((c.features & abi::FEATURE_INVALIDATE, c.features & abi::FEATURE_FAST_REG), (1, 4));
         assert_ne!(c.device_cap_flags & 1 << 21, 0);
+    }
+
+    /// `IBV_QP_CAP` and `IBV_QP_CUR_STATE` of `ibv_modify_qp(3)` are optional features of a device.
+    #[test]
+    fn the_device_says_which_optional_attributes_of_qps_it_takes() {
+        let hardware = Hardware::derived("default", &["10.0.0.1".parse().unwrap()]);
+        let c = device_config(hardware, &Limits::default());
+        let (resize_max_wr, curr_qp_state_mod) = (1, 1 << 7);
+        assert_eq!(!c.device_cap_flags & (resize_max_wr | curr_qp_state_mod), 0);
     }
 
     #[test]
