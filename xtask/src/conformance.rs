@@ -12,6 +12,8 @@ use crate::vm::{Guest, Image, Kernel, Plan, System, Systems};
 
 const TESTS: &str = "/usr/share/doc/rdma-core/tests";
 const RUN: &str = "tests/run_tests.py --dev unirdma0 -v";
+/// Where `test_resize_cq` makes a CQ smaller than what it expects in it.
+const SHRINKS: &str = "# Decrease the CQ size to less than the CQ unpolled entries.";
 const HUGE_PAGES: &str = "/proc/sys/vm/nr_hugepages";
 /// Pages of 2 MiB that the tests need.
 const WANTED_PAGES: u32 = 64;
@@ -115,7 +117,16 @@ fn unpack(from: &Path, dir: &Path) -> Result<PathBuf> {
     let (from, to) = (from.display().to_string(), to.display().to_string());
     run(&["cp", "-r", &from, &to])?;
     run(&["sh", "-c", &format!("gunzip -qf {to}/*.gz")])?;
+    give_time(&format!("{to}/test_cq.py"))?;
     Ok(dir.to_path_buf())
+}
+
+/// Gives the sends of `test_resize_cq` the second to complete that rdma-core's commit 197d1a40a of January 2026 gives them.
+fn give_time(file: &str) -> Result<()> {
+    let text = fs::read_to_string(file).map_err(failed(file))?;
+    let (before, after) =
+        text.split_once(SHRINKS).ok_or_else(|| format!("{file} has no test that makes a CQ smaller"))?;
+    fs::write(file, format!("{before}__import__('time').sleep(1)\n        {SHRINKS}{after}")).map_err(failed(file))
 }
 
 /// The programs of Debian 13, in a directory of their own.
@@ -140,7 +151,6 @@ fn root_of_debian_13() -> Result<PathBuf> {
     for d in ["dev", "sys", "proc", "tmp", "run/unirdma", "opt/unirdma", "t"] {
         fs::create_dir_all(root.join(d)).map_err(failed(d))?;
     }
-    unpack(&root.join(TESTS.trim_start_matches('/')), &root.join("t"))?;
     // The tests ask this tool for network interfaces first, and then sysfs; it wants the kernel's RDMA.
     let tool = root.join("usr/bin/rdma");
     let _ = fs::remove_file(&tool);
@@ -156,6 +166,9 @@ fn root_of_debian_13() -> Result<PathBuf> {
 pub(crate) fn debian_13(lab: &Lab) -> Result<()> {
     let _pages = HugePages::reserve();
     let root = root_of_debian_13()?;
+    let dir = root.join("t");
+    let _ = fs::remove_dir_all(dir.join("tests"));
+    unpack(&root.join(TESTS.trim_start_matches('/')), &dir)?;
     let script = format!(
         "R={}; for d in dev sys proc; do mount --rbind /$d $R/$d || exit 9; done\n\
          mount --bind $UNIRDMA_DIR $R/run/unirdma && mount --rbind ${{LD_LIBRARY_PATH%%:*}} $R/opt/unirdma || exit 9\n\

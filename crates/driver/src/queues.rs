@@ -99,7 +99,7 @@ impl Cq {
     /// `EINVAL` if more than that wait, or `cqe` is out of range, or those of the device.
     pub fn resize(&self, cqe: u32) -> Result<()> {
         let mut tails = self.tail.lock();
-        if cqe < tails.capacity && tails.rings.outnumber(cqe, || _ = self.ctx.relax()) {
+        if tails.rings.waiting() > cqe {
             return Err(libc::EINVAL);
         }
         let (tail, blocks, entries) = ring(&self.ctx, cqe)?;

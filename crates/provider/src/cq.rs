@@ -207,10 +207,10 @@ pub unsafe extern "C" fn destroy(cq: *mut ibv_cq) -> c_int {
 
 pub unsafe extern "C" fn resize(cq: *mut ibv_cq, cqe: c_int) -> c_int {
     // SAFETY: the caller passes its CQ.
-    let (obj, ctx, capacity) = unsafe { (&*cq.cast::<CqObj>(), (*cq).context, (*cq).cqe) };
+    let (obj, ctx) = unsafe { (&*cq.cast::<CqObj>(), (*cq).context) };
     let mut rings = obj.rings.lock();
     // The kernel refuses a number that is not positive.
-    if cqe < capacity && u32::try_from(cqe).is_ok_and(|cqe| rings.outnumber(cqe, || obj.ctx.relax())) {
+    if u32::try_from(cqe).is_ok_and(|cqe| rings.waiting() > cqe) {
         return code(Err(libc::EINVAL));
     }
     let (mut cmd, mut resp) = (ResizeCq::new(), CqAnswer::new());

@@ -1,16 +1,9 @@
 //! Polling: the rings of a CQ, and those that it had before it was resized.
 
 use std::collections::VecDeque;
-use std::time::Duration;
 
 use unirdma_abi as abi;
 use unirdma_mem::CqTail;
-
-/// How often the device gets its turn before a CQ is made smaller, and then how often and how long it gets time, should it
-/// have lost its processor: in an emulated guest that takes milliseconds.
-const TURNS: u32 = 100;
-const SHRINK_WAITS: u32 = 20;
-const SHRINK_WAIT: Duration = Duration::from_millis(1);
 
 /// The rings of a CQ. `M` is what their memory is held by.
 #[derive(Debug)]
@@ -63,24 +56,9 @@ impl<M> Completions<M> {
         self.now.overrun()
     }
 
-    /// Completions that wait.
+    /// Completions that wait. A CQ cannot be made smaller than that.
     pub fn waiting(&self) -> u32 {
         self.now.waiting() + self.before.iter().map(|b| b.0.waiting()).sum::<u32>()
-    }
-
-    /// True if more than `cqe` completions wait, so that the CQ cannot become as small as that. What was posted just before
-    /// has time to complete, 20 ms at most. `relax` lets the device run.
-    pub fn outnumber(&self, cqe: u32, relax: impl Fn()) -> bool {
-        let mut turns = 0..TURNS + SHRINK_WAITS;
-        self.waiting() > cqe
-            || turns.any(|turn| {
-                if turn < TURNS {
-                    relax();
-                } else {
-                    std::thread::sleep(SHRINK_WAIT);
-                }
-                self.waiting() > cqe
-            })
     }
 
     /// Completions of QP `qpn` that the device has written so far are not wanted any more.
