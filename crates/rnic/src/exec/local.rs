@@ -181,9 +181,6 @@ impl Core {
         let p = self.objects.qps.get(ph).ok_or(Refusal::Silent)?;
         let recv = p.recv.as_ref().ok_or(Refusal::Silent)?;
         self.objects.check_recv(recv, is_send.then_some(w.total))?;
-        if is_send && !self.objects.may_fill(p, recv, w.total) {
-            return Err(BAD_RECV);
-        }
         if is_send && !self.objects.stage_receive(self.now, ph, w.total) { Err(Refusal::Full) } else { Ok(()) }
     }
 

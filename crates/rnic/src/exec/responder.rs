@@ -2,11 +2,11 @@
 //! and for those in packets (IBTA vol. 1, 9.7.4.1).
 
 use unirdma_formats::wire::{flush, syndrome};
-use unirdma_formats::{AsyncEvent, MAX_MSG_BYTES, Rkey, WcStatus, WrOpcode, access};
+use unirdma_formats::{AsyncEvent, MAX_MSG_BYTES, Rkey, WcStatus, WrOpcode};
 use unirdma_mem::{Fault, atomic_u64};
 
 use super::{NoRecv, RecvDone};
-use crate::access::{Miss, Side, Tables, list, remote, remote_access};
+use crate::access::{Miss, Side, Tables, remote, remote_access};
 use crate::core::Core;
 use crate::job::Word;
 use crate::objects::{Objects, Qp, Recv};
@@ -139,7 +139,8 @@ impl Objects {
         if allowed { Ok(()) } else { Err(NO_ACCESS) }
     }
 
-    /// Checks that a receive of QP `p` can hold a message up to this byte; `None`: the message goes elsewhere.
+    /// Checks that a receive can hold a message up to this byte; `None`: the message goes elsewhere. Its keys are looked up where bytes
+    /// are put into it: SGEs that the message does not reach need to grant nothing.
     pub fn check_recv(&self, recv: &Recv, len: Option<u64>) -> Result<(), Refusal> {
         if !recv.valid {
             return Err(Refusal::Receive { responder: WcStatus::LocQpOpErr, requester: WcStatus::RemOpErr });
@@ -148,11 +149,6 @@ impl Objects {
             return Err(Refusal::Receive { responder: WcStatus::LocLenErr, requester: WcStatus::RemInvReqErr });
         }
         Ok(())
-    }
-
-    /// True if the memory of a receive of QP `p` may be written.
-    pub fn may_fill(&self, p: &Qp, recv: &Recv, len: u64) -> bool {
-        self.memory().allows(list(p, &recv.sges[..recv.num_sge], access::LOCAL_WRITE), len)
     }
 }
 

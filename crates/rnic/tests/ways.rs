@@ -1,0 +1,56 @@
+//! The two ways of a message, within a host and between two: programs cannot tell them apart.
+
+use unirdma_abi as abi;
+use unirdma_formats::{QpState, QpType, WcStatus, WrOpcode, access};
+use unirdma_simkit::net::{Faults, Net};
+use unirdma_simkit::*;
+
+/// Two connected ends of this type, on one host and on two.
+fn each(typ: QpType) -> [(String, Net); 2] {
+    [("one host", 1), ("two hosts", 2)].map(|(name, hosts)| {
+        let mut net = Net::hosts(hosts, &[typ, typ], 5, Faults::default());
+        net.connect(typ, 0, 1, &|a| a);
+        net.connect(typ, 1, 0, &|a| a);
+        (format!("{typ:?} on {name}"), net)
+    })
+}
+
+/// An MR of the first `len` bytes of end 1's memory: its key.
+fn region(net: &mut Net, flags: u32, len: u64) -> u32 {
+    let e = &net.ends[1];
+    let (session, pd, backing) = (e.session, e.pd, e.backing());
+    net.rnic(1).reg_mr(session, pd, flags, IOVA, len, (backing, vec![9])).unwrap().1
+}
+
+/// Of a receive only the bytes that a message fills are looked up: an SGE that it does not reach may name anything (IBTA vol. 1,
+/// 9.7.4.1.6, is about what the responder stores).
+#[test]
+fn what_no_message_reaches_of_a_receive_needs_no_grant() {
+    let sge = |lkey, length| abi::Sge { addr: IOVA, length, lkey };
+    for typ in [QpType::Rc, QpType::Uc] {
+        for case in 0..7 {
+            for (place, mut net) in each(typ) {
+                let (short, readable) = (region(&mut net, access::LOCAL_WRITE, 4096), region(&mut net, 0, 4096));
+                let (list, len, may) = match case {
+                    0 => (vec![sge(short, 8192)], 4096, true),
+                    1 => (vec![sge(short, 200), sge(1, 200)], 100, true),
+                    2 => (vec![sge(short, 200), sge(readable, 200)], 200, true),
+                    3 => (vec![sge(1, 200)], 0, true),
+                    4 => (vec![sge(short, 8192)], 4097, false),
+                    5 => (vec![sge(short, 200), sge(readable, 200)], 201, false),
+                    _ => (vec![sge(1, 200)], 1, false),
+                };
+                let about = format!("{place}, case {case}");
+                net.ends[1].recv(1, &list);
+                let from = net.ends[0].sge(0, len);
+                net.ends[0].post(wqe(WrOpcode::Send, 2), &[from]);
+                net.run(SECOND);
+                let seen = [1, 0].map(|end| status(&net.ends[end].done()));
+                let sent = if typ == QpType::Rc { WcStatus::RemOpErr } else { WcStatus::Success };
+                let want = if may { [WcStatus::Success; 2] } else { [WcStatus::LocProtErr, sent] };
+                assert_eq!(seen, want, "{about}");
+                assert_eq!(net.state(1) == QpState::Rts as u8, may, "{about}");
+            }
+        }
+    }
+}
