@@ -367,7 +367,7 @@ fn shared_domains_and_targets_are_kept() {
         for (to, queue) in queues.iter_mut().enumerate() {
             let number = queue.number;
             let sge = if to == 0 { net.ends[1].sge(0, 1000) } else { second.sge(0, 1000) };
-            queue.recv(round, sge);
+            queue.recv(round, &[sge]);
             let sge = net.ends[0].sge(0, 500);
             net.ends[0].post(abi::SqWqe { dest_qpn: number, ..wqe(WrOpcode::Send, round) }, &[sge]);
             net.run(SECOND);

@@ -308,7 +308,7 @@ fn the_target_of_an_xrc_connection_lives_as_long_as_one_program_has_it_open() {
         net.rnic(1).open_qp(second, b.xrcd, qpn).unwrap();
         net.rnic(1).remove_session(first);
         assert_eq!(net.rnic(1).query_qp(second, qpn).unwrap().qp_state, 3, "it lives on");
-        b.recv(4, other.sge(0, 4000));
+        b.recv(4, &[other.sge(0, 4000)]);
         let sge = net.ends[0].sge(0, 3000);
         net.ends[0].post(abi::SqWqe { dest_qpn: b.number, ..wqe(WrOpcode::Send, 1) }, &[sge]);
         net.run(SECOND);

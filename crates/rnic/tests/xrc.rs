@@ -51,8 +51,8 @@ fn messages_go_to_the_queue_that_they_name() {
         x.net.ends[0].fill(0, &[5; 3000]);
         let (to_a, to_b) = (x.net.ends[1].sge(0, 4000), x.other.sge(0, 4000));
         for i in 0..3 {
-            x.a.recv(10 + i, to_a);
-            x.b.recv(20 + i, to_b);
+            x.a.recv(10 + i, &[to_a]);
+            x.b.recv(20 + i, &[to_b]);
         }
         let (a, b) = (x.a.number, x.b.number);
         for number in [b, a, a, b] {
@@ -121,7 +121,7 @@ fn what_is_in_use_stays() {
 fn a_queue_that_a_message_goes_into_stays() {
     for (place, mut x) in each() {
         let to = x.net.ends[1].sge(0, 4000);
-        x.a.recv(10, to);
+        x.a.recv(10, &[to]);
         let (s, bell) = (x.net.ends[1].session, x.net.ends[1].bell.clone());
         // The memory of the receive is away for a moment, so that the message waits.
         bell.set_away(1);

@@ -1,5 +1,7 @@
 //! A program with one QP: what a driver does with rings, a doorbell and a CQ.
 
+use std::ops::{Deref, DerefMut};
+
 use unirdma_abi as abi;
 use unirdma_formats::cm::GSI_QKEY;
 use unirdma_formats::{Gid, QpState, QpType, WcStatus, WrOpcode, access, attr_mask as m, send_flags};
@@ -16,26 +18,105 @@ pub const IOVA: u64 = 0x10_0000;
 /// Local writes, and all access from the other side.
 pub const ALL: u32 = access::LOCAL_WRITE | access::REMOTE_WRITE | access::REMOTE_READ | access::REMOTE_ATOMIC;
 
+/// The driver's side of the queues of a QP.
+pub struct Queues {
+    /// The number of the QP.
+    pub qpn: u32,
+    /// The doorbell page of its session.
+    pub bell: Bell,
+    /// Its doorbell slot there.
+    pub slot: u32,
+    /// Its rings.
+    pub rings: QpRings,
+    /// How many send WQEs were posted.
+    pub sq_prod: u32,
+    /// How many receive WQEs were posted.
+    pub rq_prod: u32,
+}
+
+/// What a QP of a simulation has room for.
+pub const CAP: abi::QpCap =
+    abi::QpCap { max_send_wr: 16, max_recv_wr: 16, max_send_sge: 4, max_recv_sge: 4, max_inline_data: 256 };
+
+/// What a QP with these CQs is made from; its rings are new.
+pub fn create_of(pd: u32, send_cq: u32, recv_cq: u32) -> CreateQp {
+    let layout = abi::QpLayout::of(&CAP).unwrap();
+    let rings = QpRings::new(aligned(128), aligned(layout.sq_bytes()), aligned(layout.rq_bytes()), layout).unwrap();
+    CreateQp { pd, send_cq, recv_cq, srq: None, xrcd: None, door: 0, sig_all: false, cap: CAP, rings }
+}
+
+/// Makes a CQ of so many entries: its number, and the driver's side of it.
+pub fn new_cq(rnic: &mut Rnic, session: SessionId, cqes: u32) -> (u32, CqTail) {
+    let (ctrl, ring) = (aligned(128), aligned(cqes as usize * 64));
+    let dev = CqRing::new(ctrl.clone(), ring.clone(), cqes).unwrap();
+    (rnic.create_cq(session, dev, Some(0)).unwrap(), CqTail::new(ctrl, ring, cqes).unwrap())
+}
+
+impl Queues {
+    /// Makes a QP.
+    pub fn new(rnic: &mut Rnic, session: SessionId, bell: Bell, typ: u8, create: CreateQp) -> Queues {
+        let rings = create.rings.clone();
+        let (qpn, slot) = rnic.create_qp(session, typ, create).unwrap();
+        Queues { qpn, bell, slot, rings, sq_prod: 0, rq_prod: 0 }
+    }
+
+    /// Posts a send WQE with these SGEs; true if the device asks for a kick.
+    pub fn post(&mut self, mut wqe: abi::SqWqe, sges: &[abi::Sge]) -> bool {
+        wqe.num_sge = sges.len() as u8;
+        self.rings.sq_put(self.sq_prod, abi::SQ_DATA, sges.as_bytes());
+        self.post_raw(wqe)
+    }
+
+    /// Posts a datagram.
+    pub fn post_to(&mut self, w: abi::SqWqe, ah: u32, dest_qpn: u32, sges: &[abi::Sge]) {
+        self.post(abi::SqWqe { ah, dest_qpn, qkey: QKEY, ..w }, sges);
+    }
+
+    /// Posts a send WQE as it is; its SGEs or inline data must be in the ring. As [`Queues::post`].
+    pub fn post_raw(&mut self, wqe: abi::SqWqe) -> bool {
+        self.rings.sq_put(self.sq_prod, 0, wqe.as_bytes());
+        self.sq_prod = self.sq_prod.wrapping_add(1);
+        self.rings.set_sq_prod(self.sq_prod);
+        self.bell.ring(self.slot)
+    }
+
+    /// Posts a receive.
+    pub fn recv(&mut self, wr_id: u64, sges: &[abi::Sge]) {
+        self.recv_raw(abi::RqWqe { wr_id, num_sge: sges.len() as u32, reserved: 0 }, sges);
+    }
+
+    /// Posts a receive WQE that says of itself what `head` says.
+    pub fn recv_raw(&mut self, head: abi::RqWqe, sges: &[abi::Sge]) {
+        self.rings.rq_put(self.rq_prod, 0, head.as_bytes());
+        self.rings.rq_put(self.rq_prod, abi::RQ_DATA, sges.as_bytes());
+        self.rq_prod = self.rq_prod.wrapping_add(1);
+        if self.rings.set_rq_prod(self.rq_prod) {
+            self.bell.ring(self.slot);
+        }
+    }
+
+    /// The QP was reset: its queues begin at 0 again.
+    pub fn restart(&mut self) {
+        (self.sq_prod, self.rq_prod) = (0, 0);
+        self.rings.set_sq_prod(0);
+        self.rings.set_rq_prod(0);
+    }
+}
+
 /// A program: one session with a PD, a CQ, a QP and registered memory.
 pub struct End {
     /// Its vRNIC.
     pub vnic: VnicId,
     /// Its session.
     pub session: SessionId,
-    /// The driver's side of its doorbell page.
-    pub bell: Bell,
     /// The PD of everything that it has.
     pub pd: u32,
     /// The number of its CQ.
     pub cqn: u32,
     /// The driver's side of its CQ.
     pub cq: CqTail,
-    /// Its QP.
-    pub qpn: u32,
-    /// The doorbell slot of its QP.
-    pub slot: u32,
-    /// The rings of its QP.
-    pub rings: QpRings,
+    /// Its QP, whose queues it dereferences to.
+    pub queues: Queues,
     /// [`MR_BYTES`] of memory, registered at [`IOVA`].
     pub memory: Span,
     /// lkey and rkey of its memory.
@@ -44,10 +125,20 @@ pub struct End {
     pub mr: u32,
     /// Its memory is reached as private memory of a process.
     pub in_process: bool,
-    /// How many send WQEs were posted.
-    pub sq_prod: u32,
-    /// How many receive WQEs were posted.
-    pub rq_prod: u32,
+}
+
+impl Deref for End {
+    type Target = Queues;
+
+    fn deref(&self) -> &Queues {
+        &self.queues
+    }
+}
+
+impl DerefMut for End {
+    fn deref_mut(&mut self) -> &mut Queues {
+        &mut self.queues
+    }
 }
 
 impl End {
@@ -87,46 +178,12 @@ impl End {
         rnic.set_doorbell(session, bell.clone()).unwrap();
         rnic.unpark(session, 0);
         let pd = rnic.create_pd(session).unwrap();
-        let (ctrl, ring) = (aligned(128), aligned(cqes as usize * 64));
-        let dev = CqRing::new(ctrl.clone(), ring.clone(), cqes).unwrap();
-        let cqn = rnic.create_cq(session, dev, Some(0)).unwrap();
-        let cq = CqTail::new(ctrl, ring, cqes).unwrap();
-        let cap =
-            abi::QpCap { max_send_wr: 16, max_recv_wr: 16, max_send_sge: 4, max_recv_sge: 4, max_inline_data: 256 };
-        let layout = abi::QpLayout::of(&cap).unwrap();
-        let rings = QpRings::new(aligned(128), aligned(layout.sq_bytes()), aligned(layout.rq_bytes()), layout).unwrap();
-        let create = CreateQp {
-            pd,
-            send_cq: cqn,
-            recv_cq: cqn,
-            srq: None,
-            xrcd: None,
-            door: 0,
-            sig_all: false,
-            cap,
-            rings: rings.clone(),
-        };
-        let (qpn, slot) = rnic.create_qp(session, typ, create).unwrap();
+        let (cqn, cq) = new_cq(rnic, session, cqes);
+        let queues = Queues::new(rnic, session, bell, typ, create_of(pd, cqn, cqn));
         let memory = aligned(MR_BYTES);
         let (mr, key) =
             rnic.reg_mr(session, pd, ALL, IOVA, MR_BYTES as u64, (Backing::Mapped(memory.clone()), vec![7])).unwrap();
-        End {
-            vnic,
-            session,
-            bell,
-            pd,
-            cqn,
-            cq,
-            qpn,
-            slot,
-            rings,
-            memory,
-            key,
-            mr,
-            in_process: false,
-            sq_prod: 0,
-            rq_prod: 0,
-        }
+        End { vnic, session, pd, cqn, cq, queues, memory, key, mr, in_process: false }
     }
 
     /// Registers its memory as private memory of a process, and uses that MR from now on.
@@ -149,35 +206,24 @@ impl End {
         abi::Sge { addr: IOVA + off, length, lkey: self.key }
     }
 
-    /// Posts a send WQE with these SGEs; true if the device asks for a kick.
-    pub fn post(&mut self, mut wqe: abi::SqWqe, sges: &[abi::Sge]) -> bool {
-        wqe.num_sge = sges.len() as u8;
-        self.rings.sq_put(self.sq_prod, abi::SQ_DATA, sges.as_bytes());
-        self.post_raw(wqe)
+    /// As [`Queues::post`]; arguments may borrow the end.
+    pub fn post(&mut self, wqe: abi::SqWqe, sges: &[abi::Sge]) -> bool {
+        self.queues.post(wqe, sges)
     }
 
-    /// Posts a datagram.
+    /// As [`Queues::post_to`].
     pub fn post_to(&mut self, w: abi::SqWqe, ah: u32, dest_qpn: u32, sges: &[abi::Sge]) {
-        self.post(abi::SqWqe { ah, dest_qpn, qkey: QKEY, ..w }, sges);
+        self.queues.post_to(w, ah, dest_qpn, sges);
     }
 
-    /// Posts a send WQE as it is; its SGEs or inline data must be in the ring. As [`End::post`].
+    /// As [`Queues::post_raw`].
     pub fn post_raw(&mut self, wqe: abi::SqWqe) -> bool {
-        self.rings.sq_put(self.sq_prod, 0, wqe.as_bytes());
-        self.sq_prod = self.sq_prod.wrapping_add(1);
-        self.rings.set_sq_prod(self.sq_prod);
-        self.bell.ring(self.slot)
+        self.queues.post_raw(wqe)
     }
 
-    /// Posts a receive.
+    /// As [`Queues::recv`].
     pub fn recv(&mut self, wr_id: u64, sges: &[abi::Sge]) {
-        let head = abi::RqWqe { wr_id, num_sge: sges.len() as u32, reserved: 0 };
-        self.rings.rq_put(self.rq_prod, 0, head.as_bytes());
-        self.rings.rq_put(self.rq_prod, abi::RQ_DATA, sges.as_bytes());
-        self.rq_prod = self.rq_prod.wrapping_add(1);
-        if self.rings.set_rq_prod(self.rq_prod) {
-            self.bell.ring(self.slot);
-        }
+        self.queues.recv(wr_id, sges);
     }
 
     /// Takes all completions from the CQ.

@@ -351,7 +351,7 @@ impl Fabric {
     fn post_recv(&mut self, end: usize, n: u64) {
         let sge = self.net.ends[end].sge(slot(WrOpcode::Send, n), SLOT as u32);
         match &mut self.shared[end] {
-            Some(queue) => queue.recv(n, sge),
+            Some(queue) => queue.recv(n, &[sge]),
             None => self.net.ends[end].recv(n, &[sge]),
         }
     }

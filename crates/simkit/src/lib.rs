@@ -28,7 +28,7 @@ pub mod peer;
 pub mod xrc;
 
 pub use attr::{QKEY, address, attrs, attrs_of};
-pub use end::{ALL, End, IOVA, MR_BYTES, aligned, ip, pattern, status, wqe};
+pub use end::{ALL, CAP, End, IOVA, MR_BYTES, Queues, aligned, create_of, ip, new_cq, pattern, status, wqe};
 pub use pair::{Pair, poll};
 
 /// One second of the virtual clock, which counts nanoseconds.

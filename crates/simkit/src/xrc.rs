@@ -1,5 +1,7 @@
 //! Extended reliable connections: shared receive queues that messages name, and targets.
 
+use std::ops::{Deref, DerefMut};
+
 use unirdma_abi as abi;
 use unirdma_formats::QpType;
 use unirdma_mem::QpRings;
@@ -7,39 +9,75 @@ use unirdma_rnic::{CreateQp, OpenXrcd, Rnic, SrqAttr};
 use zerocopy::IntoBytes;
 
 use crate::net::{Net, gid};
-use crate::{End, aligned, attrs_of};
+use crate::{End, aligned, attrs_of, create_of};
 
-/// An XRC SRQ of a program.
-pub struct XrcSrq {
-    /// The XRC domain, as its session calls it.
-    pub xrcd: u32,
-    /// The SRQ, as its session calls it.
+/// A shared receive queue of a program.
+pub struct SharedQueue {
+    /// As its session calls it.
     pub srq: u32,
-    /// The number by which messages name it.
+    /// The number by which messages name it, if it is an XRC SRQ.
     pub number: u32,
     rings: QpRings,
     prod: u32,
+}
+
+impl SharedQueue {
+    /// Makes an SRQ of 16 receives in the PD of an end; of an XRC domain and with a CQ, if it is an XRC SRQ.
+    pub fn new(rnic: &mut Rnic, e: &End, xrc: Option<(u32, u32)>) -> SharedQueue {
+        let cap = abi::QpCap { max_recv_wr: 16, max_recv_sge: 4, ..Default::default() };
+        let layout = abi::QpLayout::of(&cap).unwrap();
+        let rings = QpRings::receive_only(aligned(128), aligned(layout.rq_bytes()), layout).unwrap();
+        let attr = SrqAttr { max_wr: 16, max_sge: 4, limit: 0, xrc };
+        let (srq, number) = rnic.create_srq(e.session, e.pd, attr, rings.clone()).unwrap();
+        SharedQueue { srq, number, rings, prod: 0 }
+    }
+
+    /// Posts a receive.
+    pub fn recv(&mut self, wr_id: u64, sges: &[abi::Sge]) {
+        self.recv_raw(abi::RqWqe { wr_id, num_sge: sges.len() as u32, reserved: 0 }, sges);
+    }
+
+    /// Posts a receive WQE that says of itself what `head` says.
+    pub fn recv_raw(&mut self, head: abi::RqWqe, sges: &[abi::Sge]) {
+        self.rings.rq_put(self.prod, 0, head.as_bytes());
+        self.rings.rq_put(self.prod, abi::RQ_DATA, sges.as_bytes());
+        self.prod += 1;
+        self.rings.set_rq_prod(self.prod);
+    }
+
+    /// Slots that are free.
+    pub fn free(&self) -> u32 {
+        self.rings.rq_free(self.prod)
+    }
+}
+
+/// An XRC SRQ of a program, and its domain.
+pub struct XrcSrq {
+    /// The XRC domain, as its session calls it.
+    pub xrcd: u32,
+    /// The SRQ.
+    pub queue: SharedQueue,
 }
 
 impl XrcSrq {
     /// Opens an XRC domain in the session of an end and makes an SRQ in it, with the end's CQ.
     pub fn new(rnic: &mut Rnic, e: &End, open: OpenXrcd) -> XrcSrq {
         let xrcd = rnic.create_xrcd(e.session, open).unwrap();
-        let cap = abi::QpCap { max_recv_wr: 16, max_recv_sge: 2, ..Default::default() };
-        let layout = abi::QpLayout::of(&cap).unwrap();
-        let rings = QpRings::receive_only(aligned(128), aligned(layout.rq_bytes()), layout).unwrap();
-        let attr = SrqAttr { max_wr: 16, max_sge: 2, limit: 0, xrc: Some((xrcd, e.cqn)) };
-        let (srq, number) = rnic.create_srq(e.session, e.pd, attr, rings.clone()).unwrap();
-        XrcSrq { xrcd, srq, number, rings, prod: 0 }
+        XrcSrq { xrcd, queue: SharedQueue::new(rnic, e, Some((xrcd, e.cqn))) }
     }
+}
 
-    /// Posts a receive.
-    pub fn recv(&mut self, wr_id: u64, sge: abi::Sge) {
-        let head = abi::RqWqe { wr_id, num_sge: 1, reserved: 0 };
-        self.rings.rq_put(self.prod, 0, head.as_bytes());
-        self.rings.rq_put(self.prod, abi::RQ_DATA, [sge].as_bytes());
-        self.prod += 1;
-        self.rings.set_rq_prod(self.prod);
+impl Deref for XrcSrq {
+    type Target = SharedQueue;
+
+    fn deref(&self) -> &SharedQueue {
+        &self.queue
+    }
+}
+
+impl DerefMut for XrcSrq {
+    fn deref_mut(&mut self) -> &mut SharedQueue {
+        &mut self.queue
     }
 }
 
@@ -51,11 +89,7 @@ pub fn connect_target(
     xrcd: u32,
     change: &impl Fn(abi::QpAttr) -> abi::QpAttr,
 ) -> u32 {
-    let cap = abi::QpCap::default();
-    let layout = abi::QpLayout::of(&cap).unwrap();
-    let rings = QpRings::new(aligned(128), aligned(layout.sq_bytes()), aligned(layout.rq_bytes()), layout).unwrap();
-    let create =
-        CreateQp { pd: 0, send_cq: 0, recv_cq: 0, srq: None, xrcd: Some(xrcd), door: 0, sig_all: false, cap, rings };
+    let create = CreateQp { xrcd: Some(xrcd), ..create_of(0, 0, 0) };
     let session = net.session(to);
     let (target, _) = net.rnic(to).create_qp(session, QpType::XrcRecv as u8, create).unwrap();
     let (s, qpn) = (net.session(from), net.ends[from].qpn);
