@@ -1,8 +1,9 @@
 //! The two ways of a message, within a host and between two: programs cannot tell them apart.
 
 use unirdma_abi as abi;
-use unirdma_formats::{QpState, QpType, WcStatus, WrOpcode, access};
-use unirdma_simkit::net::{Faults, Net};
+use unirdma_formats::{AsyncEvent, QpState, QpType, WcStatus, WrOpcode, access};
+use unirdma_rnic::Output;
+use unirdma_simkit::net::{self, Faults, Net};
 use unirdma_simkit::*;
 
 /// Two connected ends of this type, on one host and on two.
@@ -52,5 +53,35 @@ fn what_no_message_reaches_of_a_receive_needs_no_grant() {
                 assert_eq!(net.state(1) == QpState::Rts as u8, may, "{about}");
             }
         }
+    }
+}
+
+/// Connects end 1 anew, as far as RTR.
+fn only_receive(net: &mut Net, typ: QpType) {
+    let (session, qpn, peer) = (net.ends[1].session, net.ends[1].qpn, net.ends[0].qpn);
+    net.rnic(1).modify_qp(session, qpn, 1, &abi::QpAttr::default()).unwrap();
+    for (mask, attr) in attrs_of(typ, peer, net::gid(0)).into_iter().take(2) {
+        net.rnic(1).modify_qp(session, qpn, mask, &attr).unwrap();
+    }
+}
+
+/// Asynchronous events of all hosts.
+fn events(net: &mut Net) -> Vec<AsyncEvent> {
+    let mut all = Vec::new();
+    net.rnics.iter_mut().for_each(|r| r.drain_outputs(&mut all));
+    all.iter().filter_map(|o| if let Output::Async { kind, .. } = o { Some(*kind) } else { None }).collect()
+}
+
+/// The first message establishes a connection whatever comes of it (IBTA vol. 1, 11.6.3.1).
+#[test]
+fn a_message_that_is_refused_establishes_a_connection() {
+    for (place, mut net) in each(QpType::Rc) {
+        only_receive(&mut net, QpType::Rc);
+        let sge = net.ends[0].sge(0, 8);
+        let write = abi::SqWqe { rkey: 1, ..net.remote(WrOpcode::Write, 1, 0) };
+        net.ends[0].post(write, &[sge]);
+        net.run(SECOND);
+        assert_eq!(status(&net.ends[0].done()), WcStatus::RemAccessErr, "{place}");
+        assert_eq!(events(&mut net), [AsyncEvent::CommEst, AsyncEvent::QpAccessErr], "{place}");
     }
 }

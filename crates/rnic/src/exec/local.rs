@@ -151,10 +151,10 @@ impl Core {
             return Outcome::Failed(status);
         }
         let Some(ph) = self.objects.answering_peer(h) else { return self.no_answer(h, w) };
+        self.establish(ph);
         if let Err(refusal) = self.check_remote(ph, w) {
             return self.refused(h, ph, w, refusal);
         }
-        self.establish(ph);
         w.started = true;
         self.slice(h, w)
     }
