@@ -85,3 +85,20 @@ fn a_message_that_is_refused_establishes_a_connection() {
         assert_eq!(events(&mut net), [AsyncEvent::CommEst, AsyncEvent::QpAccessErr], "{place}");
     }
 }
+
+/// Messages that an unreliable responder drops take their PSNs as others do.
+#[test]
+fn what_is_dropped_takes_its_psns() {
+    for (place, mut net) in each(QpType::Uc) {
+        let sges = [net.ends[0].sge(0, 3000), net.ends[0].sge(0, 1)];
+        let ends = [0, 1].map(|end| (net.ends[end].session, net.ends[end].qpn));
+        net.ends[0].post(wqe(WrOpcode::Send, 1), &sges[..1]);
+        let write = abi::SqWqe { rkey: 1, ..net.remote(WrOpcode::Write, 2, 0) };
+        net.ends[0].post(write, &sges[1..]);
+        net.run(SECOND);
+        // Packets of 1024 bytes: three, and one.
+        let (a, b) = (net.rnic(0).query_qp(ends[0].0, ends[0].1), net.rnic(1).query_qp(ends[1].0, ends[1].1));
+        assert_eq!((a.unwrap().sq_psn, b.unwrap().rq_psn), (104, 104), "{place}");
+        assert_eq!(net.counters(1).dropped, 2, "{place}");
+    }
+}

@@ -203,12 +203,27 @@ impl Core {
             _ if reliable || refusal.fails_unreliable() => {
                 let event = self.end_refused(ph, refusal);
                 self.fail_qp(ph, event);
-                refusal.requester().filter(|_| reliable).map_or(Outcome::Done, Outcome::Failed)
+                if let Some(status) = refusal.requester().filter(|_| reliable) {
+                    return Outcome::Failed(status);
+                }
+                self.take_psns(h, Some(ph), w.total);
+                Outcome::Done
             }
             _ => {
                 self.objects.count_dropped(ph);
+                self.take_psns(h, Some(ph), w.total);
                 Outcome::Done
             }
+        }
+    }
+
+    /// A message of QP `h` is done, or was dropped: it takes the PSNs of its packets, and the peer that it has come to expects the next one.
+    fn take_psns(&mut self, h: Handle<Qp>, ph: Option<Handle<Qp>>, total: u64) {
+        let Some(q) = self.objects.qps.get_mut(h) else { return };
+        q.sq_psn = q.sq_psn.advance(psn_count(total, q.mtu));
+        let psn = q.sq_psn;
+        if let Some(p) = ph.and_then(|ph| self.objects.qps.get_mut(ph)) {
+            p.rq_psn = psn;
         }
     }
 
@@ -339,8 +354,6 @@ impl Core {
         if w.done < w.total {
             return Outcome::Progress;
         }
-        let Some(mtu) = self.objects.qps.get(h).map(|q| q.mtu) else { return Outcome::Done };
-        let packets = psn_count(w.total, mtu);
         if invalidates {
             self.objects.invalidate(ph, Rkey(w.wqe.imm));
         }
@@ -349,12 +362,7 @@ impl Core {
         } else if op != WrOpcode::Read {
             self.objects.count(ph, |c| c.received_bytes += w.total);
         }
-        let Some(q) = self.objects.qps.get_mut(h) else { return Outcome::Done };
-        q.sq_psn = q.sq_psn.advance(packets);
-        let psn = q.sq_psn;
-        if let Some(p) = self.objects.qps.get_mut(ph) {
-            p.rq_psn = psn;
-        }
+        self.take_psns(h, Some(ph), w.total);
         Outcome::Done
     }
 
@@ -415,6 +423,7 @@ impl Core {
     pub(super) fn no_answer(&mut self, h: Handle<Qp>, w: &mut Work) -> Outcome {
         let Some(q) = self.objects.qps.get_mut(h) else { return Outcome::Failed(WcStatus::RetryExcErr) };
         if !q.typ.is_reliable() {
+            self.take_psns(h, None, w.total);
             return Outcome::Done;
         }
         if q.barred {
