@@ -102,3 +102,20 @@ fn what_is_dropped_takes_its_psns() {
         assert_eq!(net.counters(1).dropped, 2, "{place}");
     }
 }
+
+/// A WRITE with immediate data puts nothing into its receive, but that has to be well-formed.
+#[test]
+fn a_malformed_receive_fails_a_write_with_immediate_data() {
+    for typ in [QpType::Rc, QpType::Uc] {
+        for (place, mut net) in each(typ) {
+            net.ends[1].recv_raw(abi::RqWqe { wr_id: 1, num_sge: 1000, reserved: 0 }, &[]);
+            let sge = net.ends[0].sge(0, 100);
+            let write = net.remote(WrOpcode::WriteImm, 2, 0);
+            net.ends[0].post(write, &[sge]);
+            net.run(SECOND);
+            assert_eq!(status(&net.ends[1].done()), WcStatus::LocQpOpErr, "{place}");
+            let want = if typ == QpType::Rc { WcStatus::RemOpErr } else { WcStatus::Success };
+            assert_eq!(status(&net.ends[0].done()), want, "{place}");
+        }
+    }
+}

@@ -277,6 +277,10 @@ impl Core {
         if let Some(r) = &asked {
             self.objects.check_keys(self.objects.qps.get(h).ok_or(Refusal::Silent)?, r)?;
         }
+        if imm.is_some() {
+            let recv = self.objects.qps.get(h).and_then(|q| q.recv.as_ref()).ok_or(Refusal::Broken)?;
+            self.objects.check_recv(recv, None)?;
+        }
         let n = p.payload.len() as u64;
         if got + n > len || part.ends() && got + n != len {
             return Err(INVALID);
