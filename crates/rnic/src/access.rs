@@ -149,6 +149,16 @@ impl<'a> Tables<'a> {
         }
     }
 
+    /// True if the first `len` bytes of the side may be used.
+    pub fn allows_first(&self, side: Side<'_>, len: u64) -> bool {
+        let mut off = 0;
+        while off < len {
+            let Some((_, n)) = self.at(side, off, len - off) else { return false };
+            off += n;
+        }
+        true
+    }
+
     /// Place of byte `off` of a side and how many bytes follow it there, at most `max`.
     #[inline]
     pub fn at<'b>(&self, side: Side<'b>, off: u64, max: u64) -> Option<(Loc<'b>, u64)>

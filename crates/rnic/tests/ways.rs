@@ -119,3 +119,18 @@ fn a_malformed_receive_fails_a_write_with_immediate_data() {
         }
     }
 }
+
+/// Of a message that is too long for its receive, packets are stored until one finds no room. Memory that one before meets is looked up
+/// first.
+#[test]
+fn the_first_packet_that_cannot_be_stored_says_why() {
+    for (length, want) in [(1024, WcStatus::LocProtErr), (1023, WcStatus::LocLenErr)] {
+        for (place, mut net) in each(QpType::Rc) {
+            net.ends[1].recv(1, &[abi::Sge { addr: IOVA, length, lkey: 1 }]);
+            let sge = net.ends[0].sge(0, 3000);
+            net.ends[0].post(wqe(WrOpcode::Send, 2), &[sge]);
+            net.run(SECOND);
+            assert_eq!(status(&net.ends[1].done()), want, "{place}");
+        }
+    }
+}

@@ -180,7 +180,9 @@ impl Core {
         self.take_recv(ph)?;
         let p = self.objects.qps.get(ph).ok_or(Refusal::Silent)?;
         let recv = p.recv.as_ref().ok_or(Refusal::Silent)?;
-        self.objects.check_recv(recv, is_send.then_some(w.total))?;
+        if let Err(refusal) = self.objects.check_recv(recv, is_send.then_some(w.total)) {
+            return Err(self.objects.first_refusal(p, recv, refusal));
+        }
         if is_send && !self.objects.stage_receive(self.now, ph, w.total) { Err(Refusal::Full) } else { Ok(()) }
     }
 

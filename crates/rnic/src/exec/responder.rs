@@ -6,7 +6,7 @@ use unirdma_formats::{AsyncEvent, MAX_MSG_BYTES, Rkey, WcStatus, WrOpcode};
 use unirdma_mem::{Fault, atomic_u64};
 
 use super::{NoRecv, RecvDone};
-use crate::access::{Miss, Side, Tables, remote, remote_access};
+use crate::access::{Miss, Side, Tables, recv_side, remote, remote_access};
 use crate::core::Core;
 use crate::job::Word;
 use crate::objects::{Objects, Qp, Recv};
@@ -149,6 +149,15 @@ impl Objects {
             return Err(Refusal::Receive { responder: WcStatus::LocLenErr, requester: WcStatus::RemInvReqErr });
         }
         Ok(())
+    }
+
+    /// What is wrong first with a receive of QP `p` that has this flaw: packets of a message that is too long for it are stored until one finds
+    /// no room, and one before may meet memory that grants nothing.
+    #[cold]
+    pub fn first_refusal(&self, p: &Qp, recv: &Recv, refusal: Refusal) -> Refusal {
+        let stored = recv.total - recv.total % u64::from(p.mtu);
+        let granted = !recv.valid || self.memory().allows_first(recv_side(p, recv), stored);
+        if granted { refusal } else { BAD_RECV }
     }
 }
 
