@@ -134,3 +134,18 @@ fn the_first_packet_that_cannot_be_stored_says_why() {
         }
     }
 }
+
+/// Counters do not depend on the way.
+#[test]
+fn an_atomic_counts_as_eight_bytes_that_came_in() {
+    for (place, mut net) in each(QpType::Rc) {
+        for (i, op) in [WrOpcode::CmpSwap, WrOpcode::FetchAdd, WrOpcode::AtomicWrite].into_iter().enumerate() {
+            let sge = net.ends[0].sge(0, 8);
+            let atomic = net.request(op, 1);
+            net.ends[0].post(atomic, &[sge]);
+            net.run(SECOND);
+            let [sent, received] = [net.counters(0).sent_bytes, net.counters(1).received_bytes];
+            assert_eq!((sent, received), (8 * (1 + i as u64), 8 * (1 + i as u64)), "{op:?}, {place}");
+        }
+    }
+}

@@ -440,6 +440,10 @@ impl Core {
         }
         w.resp.atomics.push_back((psn, value));
         w.resp.push(Answer::Atomic { psn, msn: w.resp.msn, value, again: false });
+        self.objects.count(h, |c| {
+            c.received_bytes += 8;
+            c.wire.received_bytes += 8;
+        });
         Ok(1)
     }
 
