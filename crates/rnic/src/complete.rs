@@ -4,7 +4,7 @@ use unirdma_abi as abi;
 use unirdma_formats::{AsyncEvent, QpState, QpType};
 
 use crate::core::Core;
-use crate::objects::{Backlog, Cq, Qp, SessionId, Wait};
+use crate::objects::{Cq, Qp, SessionId, Wait};
 use crate::output::Output;
 use crate::sched::Due;
 use crate::slab::Handle;
@@ -128,7 +128,7 @@ impl Core {
             w.wait = Wait::No;
         }
         q.timer = q.timer.wrapping_add(1);
-        q.datagrams_mut().into_iter().for_each(|d| d.backlog = Backlog::default());
+        let held = q.datagrams_mut().map_or(0, |d| std::mem::take(&mut d.backlog).held.len());
         if was != QpState::Err {
             q.rings.set_rq_notify(true);
             let shares = q.srq.is_some() && q.typ != QpType::XrcRecv;
@@ -138,6 +138,9 @@ impl Core {
             if shares {
                 self.emit(owner, AsyncEvent::QpLastWqeReached, qpn.0);
             }
+        }
+        if held > 0 {
+            self.objects.count(h, |c| c.dropped += held as u64);
         }
         self.make_runnable(h);
     }

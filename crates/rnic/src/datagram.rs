@@ -9,7 +9,7 @@ use std::ops::Range;
 use unirdma_formats::cm::{GSI_QKEY, GSI_QPN, MAD_BYTES};
 use unirdma_formats::net::{Flow, GRH_BYTES};
 use unirdma_formats::wire::{Deth, Extra, Op, Opcode, Packet, Part, Transport};
-use unirdma_formats::{Gid, QpType, Qpn, WcStatus, class_of, rate_kbps, send_flags};
+use unirdma_formats::{Gid, QpState, QpType, Qpn, WcStatus, class_of, rate_kbps, send_flags};
 use unirdma_mem::Fault;
 
 use crate::access::{Miss, local_side, recv_side};
@@ -273,7 +273,8 @@ impl Core {
             let Some(q) = self.objects.qps.get_mut(h) else { return };
             let first = q.datagrams().and_then(|d| Some((d.backlog.held.front()?, d.backlog.placing)));
             let Some((first, placing)) = first else {
-                q.rings.set_rq_notify(false);
+                // One in ERR goes on to ask: receives that are posted to it are flushed.
+                q.rings.set_rq_notify(q.state == QpState::Err);
                 return;
             };
             let size = first.data.len() + size_of::<Held>();

@@ -149,3 +149,24 @@ fn an_atomic_counts_as_eight_bytes_that_came_in() {
         }
     }
 }
+
+/// Datagrams wait for a receive, the receive cannot hold one, and the QP fails: what waited is dropped, and a receive that is posted
+/// later is flushed at once.
+#[test]
+fn a_datagram_qp_that_fails_drops_what_waits_and_flushes_what_comes() {
+    for (place, mut net) in each(QpType::Ud) {
+        let (ah, qpn) = (net.ah(0, 1), net.ends[1].qpn);
+        for i in 0..4 {
+            let sge = net.ends[0].sge(0, 100);
+            net.ends[0].post_to(wqe(WrOpcode::Send, i), ah, qpn, &[sge]);
+        }
+        net.run(1_000_000);
+        net.ends[1].recv(1, &[abi::Sge { addr: IOVA, length: 200, lkey: 1 }]);
+        net.run(SECOND);
+        assert_eq!(status(&net.ends[1].done()), WcStatus::LocProtErr, "{place}");
+        assert_eq!(net.counters(1).dropped, 3, "{place}");
+        net.ends[1].recv(2, &[]);
+        net.run(SECOND);
+        assert_eq!(status(&net.ends[1].done()), WcStatus::WrFlushErr, "{place}");
+    }
+}
