@@ -152,6 +152,23 @@ fn what_cannot_be_bound_says_so() {
     }
 }
 
+/// A SEND with invalidate that fails, here since it is too long for its receive, takes nothing back.
+#[test]
+fn a_message_that_fails_leaves_its_grant() {
+    for (place, mut net) in each() {
+        let (_, lkey) = parent(&mut net, access::LOCAL_WRITE);
+        let (_, key) = alloc(&mut net, 1, 2);
+        assert_eq!(run(&mut net, 1, bind(key, lkey, 0, 200, access::REMOTE_WRITE), &[]), OK, "{place}");
+        let to = net.ends[1].sge(0, 100);
+        net.ends[1].recv(4, &[to]);
+        let sge = net.ends[0].sge(0, 101);
+        let send = abi::SqWqe { imm: key, ..wqe(WrOpcode::SendInv, 6) };
+        assert_eq!(run(&mut net, 0, send, &[sge]), WcStatus::RemInvReqErr as u8, "{place}");
+        again(&mut net);
+        assert_eq!(write(&mut net, key, IOVA, 100), OK, "{place}");
+    }
+}
+
 #[test]
 fn grants_are_taken_back_locally_and_by_the_peer() {
     for (place, mut net) in each() {

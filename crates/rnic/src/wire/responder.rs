@@ -220,13 +220,6 @@ impl Core {
             let room = self.objects.qps.get(h).and_then(|q| q.recv.as_ref()).map_or(0, |r| r.total);
             let _ = self.objects.stage_receive(self.now, h, if part.ends() { n.min(room) } else { room });
         }
-        if let Some(key) = invalidated
-            && let Some(freed) = self.objects.take_back(h, Rkey(key))
-            && self.jobs.withdraw(freed)
-        {
-            w.resp.stall.rest(self.now, FULL_NS);
-            return Err(Refusal::Full);
-        }
         let recv = self.objects.qps.get(h).and_then(|q| q.recv.as_ref()).ok_or(Refusal::Broken)?;
         let room = recv.total;
         self.objects.check_recv(recv, Some(w.resp.got + n))?;
@@ -236,6 +229,14 @@ impl Core {
             Err(_) => return Err(BAD_RECV),
         }
         w.resp.stall.over();
+        // A message that fails takes nothing back. If a job still goes by the grant, this packet is stored once more when it comes again.
+        if let Some(key) = invalidated
+            && let Some(freed) = self.objects.take_back(h, Rkey(key))
+            && self.jobs.withdraw(freed)
+        {
+            w.resp.stall.rest(self.now, FULL_NS);
+            return Err(Refusal::Full);
+        }
         w.resp.got += n;
         let q = self.objects.qps.get(h).ok_or(Refusal::Broken)?;
         let imm = (p.opcode.extra == Extra::Imm).then_some(p.extra);
