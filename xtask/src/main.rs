@@ -51,9 +51,10 @@ enum Command {
         #[arg(long, value_name = "TEXT")]
         only: Option<String>,
     },
-    /// Simulate hosts and a network that loses, doubles and reorders packets, with random traffic; or a fleet with its control centres
+    /// Simulate hosts and a network that loses, doubles and reorders packets, with random traffic; programs that must see the same on one
+    /// host and on two; or a fleet with its control centres
     #[command(
-        after_help = "Examples:\n  cargo xtask sim                            seeds 0 to 99\n  cargo xtask sim --seed 1234 --seeds 1      one seed again\n  cargo xtask sim --fleet --seeds 1000       hosts, centres and their store, with crashes and partitions"
+        after_help = "Examples:\n  cargo xtask sim                            seeds 0 to 99\n  cargo xtask sim --seed 1234 --seeds 1      one seed again\n  cargo xtask sim --differ --seeds 5000      the same programs on one host and on two, and nothing else\n  cargo xtask sim --fleet --seeds 1000       hosts, centres and their store, with crashes and partitions"
     )]
     Sim {
         /// The first seed
@@ -62,12 +63,16 @@ enum Command {
         /// How many seeds
         #[arg(long, value_name = "N", default_value_t = 100)]
         seeds: u64,
-        /// Steps for each seed: eight requests on one connection, twenty on a fabric of four hosts; ten seconds of a fleet
+        /// Steps for each seed: eight requests on one connection, twenty on a fabric of four hosts, a phase of a program; ten seconds of
+        /// a fleet
         #[arg(long, value_name = "N", default_value_t = 6)]
         steps: u64,
         /// The simulation of a fleet
-        #[arg(long)]
+        #[arg(long, conflicts_with = "differ")]
         fleet: bool,
+        /// Only programs on one host and on two: what they see must be the same
+        #[arg(long)]
+        differ: bool,
     },
     /// Measure a control centre with a thousand hosts and 100,000 vRNICs: time, memory, and bytes for each kind of change
     Scale(scale::Scale),
@@ -320,8 +325,12 @@ fn main() -> ExitCode {
         }
         Command::Test { what: Some(Test::Centres { calls, seconds }), .. } => test::centres(calls, seconds),
         Command::Test { what: None, only } => test::run(only.as_deref()),
-        Command::Sim { seed, seeds, steps, fleet } => {
-            let run = if fleet { sim::run_fleet } else { sim::run };
+        Command::Sim { seed, seeds, steps, fleet, differ } => {
+            let run = match (fleet, differ) {
+                (true, _) => sim::run_fleet,
+                (_, true) => sim::run_differ,
+                _ => sim::run,
+            };
             run(seed, seeds, steps);
             Ok(())
         }

@@ -4,7 +4,7 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::{panic, process};
 
-use unirdma_simkit::{connection, fabric, fleet};
+use unirdma_simkit::{connection, differ, fabric, fleet};
 
 /// Calls `run` with each of these seeds. What finds something wrong panics; then the process says how to repeat the seed, and fails.
 fn each(first: u64, seeds: u64, options: String, mut run: impl FnMut(u64)) {
@@ -28,6 +28,7 @@ pub(crate) fn run(first: u64, seeds: u64, steps: u64) {
     let (mut caught, mut heard, mut moves) = (0, 0, 0);
     each(first, seeds, format!(" --steps {steps}"), |seed| {
         connection::run(seed, steps);
+        differ::run(seed, steps);
         for report in [fabric::run(seed, steps), fabric::run_moving(seed, steps)] {
             caught += report.caught;
             heard += report.heard;
@@ -35,6 +36,19 @@ pub(crate) fn run(first: u64, seeds: u64, steps: u64) {
         }
     });
     println!("{caught} corrupted packets were recognized, {heard} multicast messages heard, {moves} vRNICs moved");
+}
+
+/// Runs programs on one host and on two, which must not show them a difference.
+pub(crate) fn run_differ(first: u64, seeds: u64, steps: u64) {
+    let mut all = differ::Report::default();
+    each(first, seeds, format!(" --steps {steps} --differ"), |seed| all.add(&differ::run(seed, steps)));
+    let of = |ok: bool| all.completions.iter().filter(|((opcode, _), _)| opcode.is_some() == ok).map(|(_, n)| n);
+    let events: u64 = all.events.values().sum();
+    println!(
+        "{} completions with success, {} with an error, {events} events",
+        of(true).sum::<u64>(),
+        of(false).sum::<u64>()
+    );
 }
 
 /// Runs the simulation of a fleet.

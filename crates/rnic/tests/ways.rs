@@ -1,10 +1,36 @@
 //! The two ways of a message, within a host and between two: programs cannot tell them apart.
 
 use unirdma_abi as abi;
-use unirdma_formats::{AsyncEvent, QpState, QpType, WcStatus, WrOpcode, access};
+use unirdma_formats::{AsyncEvent, QpState, QpType, WcOpcode, WcStatus, WrOpcode, access};
 use unirdma_rnic::Output;
 use unirdma_simkit::net::{self, Faults, Net};
 use unirdma_simkit::*;
+
+/// One of the simulations of `cargo xtask sim`. Each seed is a program of its own.
+#[test]
+fn a_program_sees_the_same_on_one_host_and_on_two() {
+    let mut all = differ::Report::default();
+    for seed in 0..500 {
+        println!("cargo xtask sim --differ --seed {seed} --seeds 1 --steps 8");
+        all.add(&differ::run(seed, 8));
+    }
+    // Every operation was done, and all went wrong that can.
+    use WcOpcode::*;
+    let done = [Send, Write, Read, CmpSwap, FetchAdd, BindMw, LocalInv, Flush, AtomicWrite, Recv, RecvWriteImm];
+    let done = done.map(|op| (Some(op as u8), WcStatus::Success as u8));
+    use WcStatus::*;
+    let failed = [LocLenErr, LocQpOpErr, LocProtErr, WrFlushErr, MwBindErr, RemInvReqErr, RemAccessErr, RemOpErr];
+    let failed = failed.into_iter().chain([RetryExcErr, RnrRetryExcErr]).map(|status| (None, status as u8));
+    for which in done.into_iter().chain(failed) {
+        let seen = all.completions.get(&which).copied().unwrap_or(0);
+        assert!(seen >= 10, "{which:?}: {seen}, {all:?}");
+    }
+    use AsyncEvent::*;
+    for kind in [CqErr, QpFatal, QpAccessErr, QpReqErr, CommEst, SqDrained, SrqLimitReached, QpLastWqeReached] {
+        let seen = all.events.get(&format!("{kind:?}")).copied().unwrap_or(0);
+        assert!(seen >= 5, "{kind:?}: {seen}, {all:?}");
+    }
+}
 
 /// Two connected ends of this type, on one host and on two.
 fn each(typ: QpType) -> [(String, Net); 2] {

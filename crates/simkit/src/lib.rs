@@ -11,6 +11,7 @@
 //! * [`cm`] connects ends by address, [`xrc`] gives them shared receive queues, [`multicast`] makes groups of them.
 //! * [`peer`] and [`cm_peer`] put a peer that lies in the place of a host. Fuzz targets call them.
 //! * [`connection`] and [`fabric`] are the simulations: random traffic on a bad network, all of whose outcomes are checked.
+//! * [`differ`] executes a random program within a host and between two, and compares what it sees.
 //!
 //! Whatever finds something wrong panics, as tests do.
 
@@ -18,6 +19,7 @@ mod attr;
 pub mod cm;
 pub mod cm_peer;
 pub mod connection;
+pub mod differ;
 mod end;
 pub mod fabric;
 pub mod fleet;
