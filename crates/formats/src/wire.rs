@@ -196,7 +196,8 @@ impl Opcode {
     fn exists(self) -> bool {
         match self.transport {
             Transport::Rc | Transport::Xrc => self.op != Op::Cnp,
-            Transport::Uc => matches!(self.op, Op::Send(_) | Op::Write(_)) && self.extra != Extra::Invalidate,
+            // The acknowledgement is not IBTA's: `docs/spec/tunnel.md` says what our hosts tell each other by it.
+            Transport::Uc => matches!(self.op, Op::Send(_) | Op::Write(_) | Op::Ack) && self.extra != Extra::Invalidate,
             Transport::Ud => matches!(self.op, Op::Send(Part::Only)) && self.extra != Extra::Invalidate,
             Transport::Cnp => self.op == Op::Cnp,
         }

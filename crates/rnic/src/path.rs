@@ -59,6 +59,11 @@ impl Path {
         }
     }
 
+    /// The peer's host is one of ours. A plain RoCEv2 device knows this end by the vRNIC's own address.
+    pub(crate) fn is_ours(&self) -> bool {
+        self.from.is_none()
+    }
+
     /// The path to a GID that no known host has at the moment. What is sent on it is lost.
     pub(crate) fn nowhere() -> Self {
         Path { cut: true, ..Path::new(IpAddr::V4(Ipv4Addr::UNSPECIFIED)) }

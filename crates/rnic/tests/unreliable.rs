@@ -407,3 +407,44 @@ fn errors_are_counted_by_their_kind() {
         assert_eq!((c.errors, c.failed.local, c.wire.sent_wrs), (1, 1, 0), "{place}");
     }
 }
+
+/// A WRITE of 1 MiB over UC, which is 1,024 packets. The sender knows no acknowledgement, but the peer's host says what it has taken.
+fn write_much(net: &mut Net) -> u64 {
+    let sge = net.ends[0].sge(0, 1 << 20);
+    let write = net.remote(WrOpcode::Write, 1, 0);
+    net.ends[0].post(write, &[sge]);
+    let (before, began) = (net.counters(0).wire.sent_pkts, net.now);
+    while net.ends[0].poll().is_empty() {
+        assert!(net.now - began < SECOND, "{} packets sent", net.counters(0).wire.sent_pkts - before);
+        net.run(1_000_000);
+    }
+    net.now - began
+}
+
+#[test]
+fn an_unreliable_sender_waits_until_the_peers_host_has_taken_its_window() {
+    let mut net = Net::of_type(QpType::Uc, 9, Faults::default(), |a| a);
+    assert!(write_much(&mut net) < 40_000_000, "nothing is lost, so no timer ends a wait");
+    let (sender, receiver) = (net.counters(0).wire, net.counters(1).wire);
+    assert_eq!(receiver.rcvd_pkts, sender.sent_pkts);
+    // One answer stands for all packets that came together, and the widest window is 512 packets.
+    assert!(receiver.sent_pkts >= sender.sent_pkts / 512, "the receiver's host has said what it has taken");
+    // Now it takes nothing any more. The sender learns that by and by, and floods nobody meanwhile.
+    net.faults.loss = 1000;
+    let sge = net.ends[0].sge(0, 1 << 20);
+    let write = net.remote(WrOpcode::Write, 2, 0);
+    net.ends[0].post(write, &[sge]);
+    net.run(200_000_000);
+    let flood = net.counters(0).wire.sent_pkts - sender.sent_pkts;
+    assert!(flood < 1024, "{flood} packets to a host that takes none");
+    net.run(SECOND);
+    assert_eq!(net.ends[0].done().wr_id, 2, "an unreliable request ends whether anybody takes it or not");
+}
+
+#[test]
+fn an_unreliable_sender_does_not_wait_for_a_host_that_never_says_what_it_takes() {
+    let mut net = Net::of_type(QpType::Uc, 9, Faults { loss: 1000, ..Faults::default() }, |a| a);
+    let first = write_much(&mut net);
+    assert!((50_000_000..200_000_000).contains(&first), "{first}");
+    assert!(write_much(&mut net) < 40_000_000);
+}

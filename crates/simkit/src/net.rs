@@ -92,7 +92,8 @@ pub struct Net {
     flying: BTreeMap<(u64, u64), Flying>,
     /// How many packets are on their way or have been.
     sent: u64,
-    faults: Faults,
+    /// What the network does to packets, from now on.
+    pub faults: Faults,
     /// Jobs are begun up to so many nanoseconds after they were made, and end up to so many after that. 0: at once.
     pub late_ns: u64,
     /// Jobs are given to nobody: they wait in `kept`, with the host that made them.

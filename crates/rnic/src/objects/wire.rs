@@ -35,6 +35,10 @@ pub(crate) struct Wire {
     pub credit_limit: Option<u32>,
     /// When the oldest packet without an answer is given up, ns; `u64::MAX` for never.
     pub deadline: u64,
+    /// Of an unreliable connection to a host of ours: the PSN after the last packet that this host has said it has taken out of its socket.
+    pub taken: Psn,
+    /// How often in a row that host may say nothing in time until nothing is held back for it any more; see [`Wire::is_held_back`].
+    pub patience: u8,
     /// Nothing is sent before this time: the responder had no receive.
     pub rnr_until: u64,
     /// When the timer of the heap fires.
@@ -68,6 +72,8 @@ impl Wire {
             rnr_left: 0,
             ssn: 1,
             credit_limit: None,
+            taken: Psn::new(0),
+            patience: 1,
             deadline: u64::MAX,
             rnr_until: 0,
             timer_at: u64::MAX,
@@ -96,7 +102,30 @@ impl Wire {
 
     /// The QP goes to RTS with this first PSN.
     pub fn start(&mut self, psn: Psn) {
-        (self.una, self.next, self.high, self.cc.cut_until) = (psn, psn, psn, psn);
+        (self.una, self.next, self.high, self.taken, self.cc.cut_until) = (psn, psn, psn, psn, psn);
+    }
+
+    /// An unreliable connection sends no more than its congestion window until the peer's host has said what it has taken. Only a host
+    /// of ours says that, so one that has never said so, or not for long, is not waited for.
+    pub fn is_held_back(&self) -> bool {
+        self.patience > 0 && self.path.is_ours()
+    }
+
+    /// The peer's host has taken packets of an unreliable connection, up to the one with this PSN.
+    pub fn taken_up_to(&mut self, psn: Psn) {
+        let taken = psn.advance(1);
+        // Anything else answers no packet that has been sent.
+        if taken.since(self.taken) <= self.next.since(self.taken) {
+            (self.taken, self.patience, self.deadline) = (taken, PATIENCE, u64::MAX);
+        }
+    }
+
+    /// The peer's host has not said in time what it has taken of an unreliable connection: what was sent counts as lost.
+    pub fn is_unheard(&mut self) {
+        self.patience = self.patience.saturating_sub(1);
+        self.taken = self.next;
+        self.deadline = u64::MAX;
+        self.cc.shrink(ALPHA_ONE);
     }
 
     /// True if nothing is under way, in or out.
@@ -187,6 +216,9 @@ impl Flight {
         self.first.advance(self.packets)
     }
 }
+
+/// [`Wire::patience`] with a host that says what it takes. A host whose processes get no core for half a second is not flooded.
+const PATIENCE: u8 = 10;
 
 pub(crate) const WINDOW_MIN: u32 = 4;
 const WINDOW_START: u32 = 64;

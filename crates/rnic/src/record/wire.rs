@@ -62,7 +62,8 @@ impl Saver<'_> {
 
     pub(super) fn wire(&self, w: &Wire) -> WireData {
         // The path is looked up again, but for what makes it this connection's; timers are set in the QP's first turn. What jobs have
-        // brought is brought again, and packets that wait for jobs are as if the network had lost them.
+        // brought is brought again, and packets that wait for jobs are as if the network had lost them. What the peer's host has taken of an
+        // unreliable connection it says of packets to come.
         let Wire {
             path,
             flight,
@@ -75,6 +76,8 @@ impl Saver<'_> {
             rnr_left,
             ssn,
             credit_limit,
+            taken: _,
+            patience: _,
             deadline,
             rnr_until,
             timer_at: _,
@@ -264,6 +267,8 @@ impl Restorer<'_> {
             rnr_left: *rnr_left,
             ssn: *ssn,
             credit_limit: *credit_limit,
+            taken: Psn::new(*next),
+            patience: 1,
             deadline: deadline_ns.map_or(u64::MAX, |ns| self.at(ns)),
             rnr_until: self.at(*rnr_ns),
             timer_at: u64::MAX,

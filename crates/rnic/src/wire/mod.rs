@@ -10,7 +10,7 @@ mod requester;
 mod responder;
 
 use unirdma_formats::wire::{Extra, Op, Opcode, Packet, Transport};
-use unirdma_formats::{QpState, QpType};
+use unirdma_formats::{Psn, QpState, QpType};
 
 use crate::core::Core;
 use crate::objects::{Connection, Qp, Wire};
@@ -55,6 +55,7 @@ impl Core {
                 core.notify_congestion(h, w);
             }
             match p.opcode.op {
+                Op::Ack if p.opcode.transport == Transport::Uc => w.taken_up_to(Psn::new(p.psn)),
                 Op::Ack | Op::AtomicAck | Op::ReadResponse(_) => core.take_in(h, w, Direction::Answers, p),
                 Op::Cnp => {
                     core.objects.count(h, |c| c.wire.rp_cnp_handled += 1);

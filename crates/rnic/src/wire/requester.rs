@@ -17,8 +17,11 @@ const MAX_FLIGHT: usize = 256;
 /// A READ is asked for in requests of this many packets, each a READ of its own to the responder, so that the window
 /// holds for responses too.
 pub(crate) const READ_PACKETS: u32 = 32;
-/// Within a message, one packet of so many asks for an ACK.
+/// Within a message, one packet of so many asks for an ACK. Of an unreliable connection, the packets with every 16th PSN ask the peer's
+/// host to say what it has taken.
 const ACK_EVERY: u32 = 16;
+/// The peer's host of an unreliable connection says what it has taken within this time, or what was sent counts as lost, ns.
+const TAKEN_WITHIN_NS: u64 = 50_000_000;
 
 /// Packet `index` of the `packets` of request `w`, without its payload, and how long that is. A READ asks for `span`
 /// packets from there on.
@@ -116,6 +119,13 @@ impl Core {
         if outstanding != 0 && outstanding + span > w.cc.packets {
             return None;
         }
+        let unanswered = !q.typ.is_reliable();
+        let held_back = unanswered && w.is_held_back();
+        let untaken = w.next.since(w.taken);
+        if held_back && untaken >= w.cc.packets {
+            w.deadline = w.deadline.min(self.now + TAKEN_WITHIN_NS);
+            return None;
+        }
         // Without a credit only one message at a time is sent.
         if begins && op.consumes_recv() && outstanding != 0 && w.lacks_credit(f.ssn) {
             return None;
@@ -124,10 +134,12 @@ impl Core {
             return None;
         }
         let ends = index + span == f.packets;
-        let unanswered = !q.typ.is_reliable();
         let (mut head, len) = request_packet(q, &f.work, w.next, index, f.packets, span);
         let full = outstanding + span + 1 >= w.cc.packets;
-        head.ack_req = !unanswered && (ends || full || index % ACK_EVERY == ACK_EVERY - 1);
+        head.ack_req = match unanswered {
+            false => ends || full || index % ACK_EVERY == ACK_EVERY - 1,
+            true => w.path.is_ours() && (untaken + 1 >= w.cc.packets || w.next.get() % ACK_EVERY == ACK_EVERY - 1),
+        };
         let tables = self.objects.memory();
         let local = local_side(q, &f.work);
         let number = q.sq_cons.wrapping_add(i as u32);
@@ -157,8 +169,11 @@ impl Core {
         }
         if unanswered {
             self.advance(h, w, w.next);
-            if w.cc.adapts {
-                self.spread(h, w.cc.packets);
+            if !held_back {
+                w.taken = w.next;
+                if w.cc.adapts {
+                    self.spread(h, w.cc.packets);
+                }
             }
         } else if w.deadline == u64::MAX {
             w.deadline = self.deadline(h);
@@ -475,6 +490,9 @@ impl Core {
 
     /// The oldest packet got no answer in time (IBTA vol. 1, 9.9.2.1.1).
     pub(super) fn on_timeout(&mut self, h: Handle<Qp>, w: &mut Wire) {
+        if self.objects.qps.get(h).is_some_and(|q| !q.typ.is_reliable()) {
+            return w.is_unheard();
+        }
         if w.una == w.high {
             w.deadline = u64::MAX;
             return;

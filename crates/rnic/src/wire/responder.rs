@@ -46,7 +46,10 @@ impl Core {
         }
         let psn = Psn::new(p.psn);
         if self.objects.qps.get(h).is_some_and(|q| q.typ == QpType::Uc) {
-            return self.on_unreliable(h, w, run, expected);
+            if self.on_unreliable(h, w, run, expected) && p.ack_req && w.path.is_ours() {
+                w.resp.ack(psn);
+            }
+            return;
         }
         if psn != expected {
             return if psn.is_before(expected) { self.duplicate(h, w, p, expected) } else { self.gap(h, w, expected) };
@@ -108,11 +111,11 @@ impl Core {
     }
 
     /// A packet of an unreliable connection (IBTA vol. 1, 9.8.2): a message with a gap, or that cannot be taken, is dropped,
-    /// and any PSN will do where the next one begins.
-    fn on_unreliable(&mut self, h: Handle<Qp>, w: &mut Wire, run: Run<'_>, expected: Psn) {
+    /// and any PSN will do where the next one begins. False if the packet waits, and comes here once more.
+    fn on_unreliable(&mut self, h: Handle<Qp>, w: &mut Wire, run: Run<'_>, expected: Psn) -> bool {
         let p = run.first;
         let psn = Psn::new(p.psn);
-        let (Op::Send(part) | Op::Write(part)) = p.opcode.op else { return };
+        let (Op::Send(part) | Op::Write(part)) = p.opcode.op else { return true };
         if psn != expected {
             self.objects.count(h, |c| c.wire.out_of_seq_request += 1);
         }
@@ -125,13 +128,15 @@ impl Core {
             q.rq_psn = psn.advance(1);
         }
         if w.resp.message.is_none() && !part.begins() {
-            return;
+            return true;
         }
         self.establish(h);
         match self.perform(h, w, run) {
             Ok(_) => {}
-            // It is expected once more.
-            Err(Refusal::Later) => self.objects.qps.get_mut(h).into_iter().for_each(|q| q.rq_psn = psn),
+            Err(Refusal::Later) => {
+                self.objects.qps.get_mut(h).into_iter().for_each(|q| q.rq_psn = psn);
+                return false;
+            }
             Err(Refusal::Broken) => self.break_qp(h),
             Err(refusal) if refusal.fails_unreliable() => {
                 let event = self.end_refused(h, refusal);
@@ -143,6 +148,7 @@ impl Core {
                 self.objects.count_dropped(h);
             }
         }
+        true
     }
 
     /// A packet before this one was lost (IBTA vol. 1, 9.7.5.2.2): one NAK for each gap.
