@@ -659,8 +659,8 @@ mod tests {
         for &r in &known {
             assert_eq!(Opcode::from_raw(r).unwrap().raw(), Some(r));
         }
-        // RC and XRC 25, UC 12, UD 2, CNP.
-        assert_eq!(known.len(), 2 * 25 + 12 + 2 + 1);
+        // RC and XRC 25, UC 12 and the acknowledgement of our hosts, UD 2, CNP.
+        assert_eq!(known.len(), 2 * 25 + 13 + 2 + 1);
     }
 
     #[test]
