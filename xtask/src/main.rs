@@ -79,7 +79,7 @@ enum Command {
     /// Try every attack that is known, with victims in the attacker's group and in another one: what they notice, what lives, and what
     /// is given back
     #[command(
-        after_help = "Examples:\n  cargo xtask attack                          about a quarter of an hour\n  cargo xtask attack --list\n  cargo xtask attack --only sigbus --runs 1\n  cargo xtask attack --only guest --runs 1 --seconds 600\n  cargo xtask attack --json > attack.json\n\nAn attack is broken, and the exit code 1, if the virtual layer or a worker of it ends, if programs that begin meanwhile get no device or\nwrong bytes, if a victim's figure is more than 1.5 times worse than beside an honest busy neighbour (1.2 times in another group than the\nattacker's), or if descriptors, mappings or memory are not given back."
+        after_help = "Examples:\n  cargo xtask attack                          about a quarter of an hour\n  cargo xtask attack --list\n  cargo xtask attack --only sigbus --runs 1\n  cargo xtask attack --only guest --runs 1 --seconds 600\n  cargo xtask attack --json > attack.json\n  cargo xtask attack --matrix --runs 1        the published matrices: what is left to victims beside each attacker\n\nAn attack is broken, and the exit code 1, if the virtual layer or a worker of it ends, if programs that begin meanwhile get no device or\nwrong bytes, if a victim waits more than a second for a WRITE, if descriptors, mappings or memory are not given back, or, on four cores and\nmore, if a victim's figure is more than 1.5 times worse than beside an honest busy neighbour (1.2 times in another group than the attacker's).\nOn fewer cores those ratios are printed and decide nothing."
     )]
     Attack {
         /// Print JSON instead of a table
@@ -97,6 +97,10 @@ enum Command {
         /// Print the attacks' names and what they do
         #[arg(long, exclusive = true)]
         list: bool,
+        /// Print the matrices that the field has published (Husky, HT-Verbs): for each attacker, what is left to three kinds of victims, as
+        /// a table in Markdown; ratios decide nothing
+        #[arg(long, conflicts_with = "seconds")]
+        matrix: bool,
     },
     /// Run a fleet in network namespaces: hosts, a control centre, and programs between all pairs of thirty vRNICs, which must
     /// connect exactly where the rules allow; needs root
@@ -241,7 +245,8 @@ enum Bench {
         json: bool,
     },
     /// Latency and bandwidth of two programs beside neighbours that try to slow them down, beside an honest neighbour;
-    /// fails if one slows them down more than 1.5 times as much. Then, as root, limits that a control centre sets: how exactly they hold
+    /// fails if one slows them down more than 1.5 times as much (on four cores and more; on fewer the ratios are printed), or leaves them
+    /// without an answer. Then, as root, limits that a control centre sets: how exactly they hold
     #[command(
         after_help = "Examples:\n  cargo xtask bench isolation\n  cargo xtask bench isolation --only rnr --runs 5\n  cargo xtask bench isolation --json > isolation.json"
     )]
@@ -339,6 +344,7 @@ fn main() -> ExitCode {
             attack::print_list();
             Ok(())
         }
+        Command::Attack { json, only, runs, matrix: true, .. } => attack::matrix::run(json, only.as_deref(), runs),
         Command::Attack { json, only, runs, seconds, .. } => attack::run(json, only.as_deref(), runs, seconds),
         Command::Bench { what: Bench::Local { json, svg } } => bench::local(json, &svg),
         Command::Bench { what: Bench::Ab { rev, runs, only, json } } => bench::ab(&rev, runs, only.as_deref(), json),

@@ -53,6 +53,11 @@ impl Queue {
     pub fn entries(&self) -> u32 {
         self.layout.sq_entries
     }
+
+    /// Slots of the RQ.
+    pub fn receives(&self) -> u32 {
+        self.layout.rq_entries
+    }
 }
 
 impl Scripted {
@@ -153,6 +158,16 @@ impl Scripted {
         at
     }
 
+    /// What [`Scripted::alloc`] has given away, for [`Scripted::release`].
+    pub fn allocated(&self) -> u64 {
+        self.free
+    }
+
+    /// Memory that was allocated since [`Scripted::allocated`] said `mark` is free again. The device must not use it any more.
+    pub fn release(&mut self, mark: u64) {
+        self.free = mark;
+    }
+
     /// Adds a memory file to the session's memory; its bus address.
     ///
     /// # Panics
@@ -193,8 +208,21 @@ impl Scripted {
     /// # Panics
     /// If the device refuses it.
     pub fn queue_of(&mut self, qp_type: QpType, send_wr: u32, xrcdn: u32) -> Queue {
-        let cap =
-            abi::QpCap { max_send_wr: send_wr, max_recv_wr: 4, max_send_sge: 1, max_recv_sge: 1, max_inline_data: 0 };
+        self.queue_with(qp_type, send_wr, 4, xrcdn)
+    }
+
+    /// As [`Scripted::queue_of`], with `recv_wr` slots in its RQ.
+    ///
+    /// # Panics
+    /// If the device refuses it.
+    pub fn queue_with(&mut self, qp_type: QpType, send_wr: u32, recv_wr: u32, xrcdn: u32) -> Queue {
+        let cap = abi::QpCap {
+            max_send_wr: send_wr,
+            max_recv_wr: recv_wr,
+            max_send_sge: 1,
+            max_recv_sge: 1,
+            max_inline_data: 0,
+        };
         let layout = abi::QpLayout::of(&cap).expect("the device's limits");
         let (ctrl, sq, rq) =
             (self.alloc(128), self.alloc(layout.sq_bytes() as u64), self.alloc(layout.rq_bytes() as u64));
@@ -221,10 +249,18 @@ impl Scripted {
     /// # Panics
     /// If the device refuses it.
     pub fn connect(&mut self, q: &Queue, gid: [u8; 16], peer: u32, path_mtu: u8) {
-        let attr = abi::QpAttr {
+        self.connect_with(q, gid, peer, |a| abi::QpAttr { path_mtu, ..a });
+    }
+
+    /// As [`Scripted::connect`], for RC, UC and XRC, with attributes as `change` has them.
+    ///
+    /// # Panics
+    /// If the device refuses it.
+    pub fn connect_with(&mut self, q: &Queue, gid: [u8; 16], peer: u32, change: impl Fn(abi::QpAttr) -> abi::QpAttr) {
+        let attr = change(abi::QpAttr {
             port_num: 1,
             qp_access_flags: ALL_ACCESS,
-            path_mtu,
+            path_mtu: 5,
             dest_qp_num: peer,
             max_dest_rd_atomic: 1,
             max_rd_atomic: 1,
@@ -239,13 +275,17 @@ impl Scripted {
                 ..Default::default()
             },
             ..Default::default()
+        });
+        let (responds, requests) = match q.qp_type {
+            QpType::Uc => (false, false),
+            typ => (typ != QpType::XrcSend, typ != QpType::XrcRecv),
         };
         let answers = m::MAX_DEST_RD_ATOMIC | m::MIN_RNR_TIMER;
         let asks = m::TIMEOUT | m::RETRY_CNT | m::RNR_RETRY | m::MAX_QP_RD_ATOMIC;
         let steps = [
             m::PKEY_INDEX | m::PORT | m::ACCESS_FLAGS,
-            m::AV | m::PATH_MTU | m::DEST_QPN | m::RQ_PSN | if q.qp_type == QpType::XrcSend { 0 } else { answers },
-            m::SQ_PSN | if q.qp_type == QpType::XrcRecv { 0 } else { asks },
+            m::AV | m::PATH_MTU | m::DEST_QPN | m::RQ_PSN | if responds { answers } else { 0 },
+            m::SQ_PSN | if requests { asks } else { 0 },
         ];
         for (mask, qp_state) in steps.into_iter().zip(1..) {
             let attr = abi::QpAttr { qp_state, ..attr };
@@ -308,11 +348,22 @@ impl Scripted {
     pub fn receive(&self, q: &Queue, wr_ids: &[u64]) {
         let first = self.hostile.memory().load32(q.ctrl + abi::QP_RQ_PROD, SeqCst);
         for (i, &wr_id) in (first..).zip(wr_ids) {
-            let slot = (i % q.layout.rq_entries) as usize;
-            let wqe = abi::RqWqe { wr_id, ..Default::default() };
-            self.hostile.memory().write(q.rq + slot * q.layout.rq_stride as usize, wqe.as_bytes());
+            self.write_receive(q, i, wr_id, abi::Sge::default());
         }
-        self.hostile.memory().store32(q.ctrl + abi::QP_RQ_PROD, first.wrapping_add(wr_ids.len() as u32), SeqCst);
+        self.post_receives(q, first.wrapping_add(wr_ids.len() as u32));
+    }
+
+    /// Writes a receive, with at most one SGE, into slot `index` modulo the RQ's size.
+    pub fn write_receive(&self, q: &Queue, index: u32, wr_id: u64, local: abi::Sge) {
+        let wqe = abi::RqWqe { wr_id, num_sge: u32::from(local.length > 0), ..Default::default() };
+        let at = q.rq + (index % q.layout.rq_entries) as usize * q.layout.rq_stride as usize;
+        self.hostile.memory().write(at, wqe.as_bytes());
+        self.hostile.memory().write(at + abi::RQ_DATA, local.as_bytes());
+    }
+
+    /// Posts all receives below `index`.
+    pub fn post_receives(&self, q: &Queue, index: u32) {
+        self.hostile.memory().store32(q.ctrl + abi::QP_RQ_PROD, index, SeqCst);
     }
 
     /// Moves a QP to a state that needs no attributes, such as 6, IBV_QPS_ERR.

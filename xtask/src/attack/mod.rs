@@ -3,6 +3,7 @@
 
 pub(crate) mod footprint;
 pub(crate) mod list;
+pub(crate) mod matrix;
 pub(crate) mod scene;
 
 use std::path::Path;
@@ -21,6 +22,25 @@ use scene::{Figures, Place, Scene, VICTIMS, Victims, Worse};
 pub(crate) const LIMIT_SAME: f64 = 1.5;
 /// The same of victims in another group.
 const LIMIT_OTHER: f64 = 1.2;
+/// With fewer cores than this, ratios of time are printed and judge nothing: the attacker, the victims, the pollers and everything else
+/// that runs on the machine share the cores then, and which thread runs where moves a figure further than most attacks do.
+const CORES_TO_JUDGE_TIME: usize = 4;
+/// A victim that waits longer than this for one WRITE has met silence, us. That counts on any machine. A victim's figure is the median
+/// of the longest waits of [`VICTIMS`] programs.
+const SILENCE_US: f64 = 1e6;
+
+/// True if ratios of time decide on this machine.
+pub(crate) fn judges_time() -> bool {
+    lab::cores().len() >= CORES_TO_JUDGE_TIME
+}
+
+/// What the tables say of ratios where they decide nothing.
+pub(crate) fn time_note() -> String {
+    match judges_time() {
+        true => String::new(),
+        false => format!("; ratios of time decide nothing on fewer than {CORES_TO_JUDGE_TIME} cores"),
+    }
+}
 /// So much may the virtual layer write to its log while an attack goes on, and so much more in each second that a longer attack takes:
 /// each vRNIC may cause ten lines in ten seconds.
 const LOG_BYTES: u64 = 64 << 10;
@@ -32,6 +52,8 @@ struct Report {
     runs: u32,
     limit_same_group: f64,
     limit_other_group: f64,
+    /// Ratios beyond these limits break an attack; false on a machine with few cores.
+    judges_time: bool,
     /// What victims in each place get beside honest neighbours: the medians of all that were measured, by which `times_worse` goes.
     honest_same_group: Figures,
     honest_other_group: Figures,
@@ -183,8 +205,8 @@ fn attempt(programs: &Path, attack: &Attack, seconds: u64) -> Result<Outcome> {
 }
 
 impl Row {
-    /// `usual` has the medians of what victims in each place got beside honest neighbours.
-    fn of(attack: &'static str, outcomes: Vec<Outcome>, usual: [Figures; 2]) -> Row {
+    /// `usual` has the medians of what victims in each place got beside honest neighbours; `judges_time`: ratios beyond their limit break it.
+    fn of(attack: &'static str, outcomes: Vec<Outcome>, usual: [Figures; 2], judges_time: bool) -> Row {
         let measured = |i: usize| {
             let (beside_it, honest): (Vec<Figures>, Vec<Figures>) =
                 outcomes.iter().filter_map(|o| o.figures[i]).unzip();
@@ -205,8 +227,12 @@ impl Row {
         broken.dedup();
         for (m, limit, place) in [(&same_group, LIMIT_SAME, "its group"), (&other_group, LIMIT_OTHER, "another group")]
         {
-            if m.as_ref().is_some_and(|m| m.times_worse.is_beyond(limit)) {
+            let Some(m) = m else { continue };
+            if judges_time && m.times_worse.is_beyond(limit) {
                 broken.push(format!("victims in {place} are more than {limit} times worse"));
+            }
+            if m.figures.is_silent() {
+                broken.push(format!("victims in {place} waited {:.1} s for one WRITE", m.figures.worst_us / 1e6));
             }
         }
         let skipped = outcomes.iter().find_map(|o| o.skipped.clone());
@@ -274,13 +300,14 @@ pub(crate) fn run(json: bool, only: Option<&str>, runs: u32, seconds: u64) -> Re
         }
     }
     let usual = [0, 1].map(|place| usual(outcomes.iter().flatten(), place));
-    let rows: Vec<Row> = attacks.iter().zip(outcomes).map(|(a, o)| Row::of(a.name, o, usual)).collect();
+    let rows: Vec<Row> = attacks.iter().zip(outcomes).map(|(a, o)| Row::of(a.name, o, usual, judges_time())).collect();
     let [honest_same_group, honest_other_group] = usual;
     let report = Report {
         topology: topology(),
         runs,
         limit_same_group: LIMIT_SAME,
         limit_other_group: LIMIT_OTHER,
+        judges_time: judges_time(),
         honest_same_group,
         honest_other_group,
         rows,
@@ -307,7 +334,12 @@ fn yes(b: Option<bool>) -> &'static str {
 fn print(r: &Report) {
     let has_workers = r.rows.iter().any(|row| row.workers_alive.is_some());
     let workers = |text: &str| if has_workers { format!(" {text:>7}") } else { String::new() };
-    println!("topology: {}; beside them the attack\nmedians of {VICTIMS} victims, and of {} runs", r.topology, r.runs);
+    println!(
+        "topology: {}; beside them the attack\nmedians of {VICTIMS} victims, and of {} runs{}",
+        r.topology,
+        r.runs,
+        time_note()
+    );
     for (f, place) in [(&r.honest_same_group, "its group"), (&r.honest_other_group, "another group")] {
         // The medians are NaN if no attack was measured.
         if !f.p50_us.is_nan() {
@@ -395,13 +427,22 @@ mod tests {
 
     #[test]
     fn a_row_is_broken_by_what_is_beyond_its_limit_in_the_median() {
-        let row = |all: Vec<Outcome>| Row::of("x", all, [figures(1.0).1; 2]);
+        let row = |all: Vec<Outcome>| Row::of("x", all, [figures(1.0).1; 2], true);
         assert!(row(vec![outcome(1.4, 1.1)]).broken.is_empty());
         assert!(row(vec![outcome(1.4, 1.1), outcome(9.0, 9.0), outcome(0.9, 0.9)]).broken.is_empty());
         let one = row(vec![outcome(1.4, 1.3)]);
         assert_eq!(one.broken, ["victims in another group are more than 1.2 times worse"]);
         assert!(one.host_alive == Some(true) && one.workers_alive.is_none());
         assert_eq!(row(vec![outcome(1.6, 1.3)]).broken.len(), 2);
+    }
+
+    #[test]
+    fn where_time_is_not_judged_silence_still_is() {
+        let row = |all: Vec<Outcome>| Row::of("x", all, [figures(1.0).1; 2], false);
+        assert!(row(vec![outcome(1.6, 1.3)]).broken.is_empty());
+        let mut silent = outcome(1.0, 1.0);
+        silent.figures[1].as_mut().unwrap().0.worst_us = 2e6;
+        assert_eq!(row(vec![silent]).broken, ["victims in another group waited 2.0 s for one WRITE"]);
     }
 
     #[test]
@@ -412,7 +453,7 @@ mod tests {
         assert_eq!(usual.p99_us, figures(1.0).1.p99_us);
         // So an attack is not worse because what was measured just before it was better than usual.
         let [_, lucky, _] = all;
-        assert!(Row::of("x", vec![lucky], [usual; 2]).broken.is_empty());
+        assert!(Row::of("x", vec![lucky], [usual; 2], true).broken.is_empty());
     }
 
     #[test]
@@ -421,7 +462,7 @@ mod tests {
         second.figures[0] = None;
         second.broken.push("no completion".into());
         second.host_alive = Some(false);
-        let row = Row::of("x", vec![outcome(1.0, 1.0), second], [figures(1.0).1; 2]);
+        let row = Row::of("x", vec![outcome(1.0, 1.0), second], [figures(1.0).1; 2], true);
         assert_eq!((row.broken, row.host_alive), (vec!["no completion".to_string()], Some(false)));
         assert!(row.same_group.is_none() && row.other_group.is_some());
     }

@@ -71,6 +71,25 @@ impl Core {
     }
 }
 
+/// What victims do.
+#[derive(Clone, Copy)]
+pub(crate) enum Kind {
+    /// WRITEs of 8 B, one by one, then of 64 KiB, on one connection.
+    Pair,
+    /// SENDs of 4 KiB on eight connections.
+    Many,
+}
+
+impl Kind {
+    /// The test kit's program.
+    fn program(self) -> &'static str {
+        match self {
+            Kind::Pair => "victim",
+            Kind::Many => "many",
+        }
+    }
+}
+
 /// What a victim measured.
 #[derive(Clone, Copy, Serialize)]
 pub(crate) struct Figures {
@@ -83,6 +102,11 @@ pub(crate) struct Figures {
 }
 
 impl Figures {
+    /// A request waited so long that its program heard nothing of the virtual layer.
+    pub fn is_silent(self) -> bool {
+        self.worst_us > super::SILENCE_US
+    }
+
     /// The median of each figure.
     pub fn medians(all: &[Figures]) -> Figures {
         let of = |f: fn(&Figures) -> f64| median(all.iter().map(f));
@@ -171,11 +195,19 @@ impl Scene {
     /// # Errors
     /// They could not begin.
     pub fn victims(&self, place: Place) -> Result<Victims> {
-        let vrnics = place.vrnics();
+        self.victims_of(Kind::Pair, place)
+    }
+
+    /// As [`Scene::victims`], of any kind.
+    ///
+    /// # Errors
+    /// They could not begin.
+    pub fn victims_of(&self, kind: Kind, place: Place) -> Result<Victims> {
+        let (name, vrnics) = (kind.program(), place.vrnics());
         let victim = |i| {
-            let mut c = self.command(Core::Victims, "victim", SECONDS, &vrnics);
+            let mut c = self.command(Core::Victims, name, SECONDS, &vrnics);
             c.stdin(Stdio::piped());
-            let mut running = Running::start(c, &self.lab.dir.join(format!("victim-{}{i}.log", vrnics[0])))?;
+            let mut running = Running::start(c, &self.lab.dir.join(format!("{name}-{}{i}.log", vrnics[0])))?;
             wait_ready(&mut running).map_err(|e| format!("the victim {e}"))?;
             Ok(running)
         };
@@ -237,12 +269,21 @@ impl Victims {
     /// # Errors
     /// They did not get their work done.
     pub fn measure(self) -> Result<Figures> {
-        let all = self.0.into_iter().map(measure).collect::<Result<Vec<Figures>>>()?;
-        Ok(Figures::medians(&all))
+        let [p50_us, p99_us, worst_us, mib_s] = self.measured(["p50_us", "p99_us", "worst_us", "mib_s"])?;
+        Ok(Figures { p50_us, p99_us, worst_us, mib_s })
+    }
+
+    /// As [`Victims::measure`]: the medians of what the victims print under these names.
+    ///
+    /// # Errors
+    /// They did not get their work done.
+    pub fn measured<const N: usize>(self, names: [&str; N]) -> Result<[f64; N]> {
+        let all = self.0.into_iter().map(|v| measured(v, &names)).collect::<Result<Vec<[f64; N]>>>()?;
+        Ok(std::array::from_fn(|i| median(all.iter().map(|figures| figures[i]))))
     }
 }
 
-fn measure(mut victim: Running) -> Result<Figures> {
+fn measured<const N: usize>(mut victim: Running, names: &[&str; N]) -> Result<[f64; N]> {
     // Who has ended meanwhile reads nothing, which its output explains better.
     let _ = victim.stdin().ok_or("the victim has no input")?.write_all(b"go\n");
     let done = victim.finish_within(MEASURING);
@@ -250,8 +291,12 @@ fn measure(mut victim: Running) -> Result<Figures> {
         return Err(done.text.lines().last().unwrap_or("the victim was killed").into());
     }
     let of = figures(&done.text);
-    let get = |k: &str| of.get(k).copied().ok_or(format!("the victim printed no {k}: {}", done.text));
-    Ok(Figures { p50_us: get("p50_us")?, p99_us: get("p99_us")?, worst_us: get("worst_us")?, mib_s: get("mib_s")? })
+    let missing = |name| format!("the victim printed no {name}: {}", done.text);
+    let mut found = [0.0; N];
+    for (figure, &name) in found.iter_mut().zip(names) {
+        *figure = *of.get(name).ok_or_else(|| missing(name))?;
+    }
+    Ok(found)
 }
 
 /// A program of the attacker; it is killed with this value, if it still runs.

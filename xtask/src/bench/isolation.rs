@@ -7,9 +7,9 @@ use std::path::Path;
 use serde::Serialize;
 
 use super::{pollers, print_json, rows};
-use crate::attack::LIMIT_SAME as LIMIT;
 use crate::attack::list::{Attack, HONEST, Program, Way};
 use crate::attack::scene::{Figures, Place, Scene, VICTIMS, Worse};
+use crate::attack::{LIMIT_SAME as LIMIT, judges_time, time_note};
 use crate::fleet::Fleet;
 use crate::{Result, attack, lab, packages};
 
@@ -29,6 +29,8 @@ struct Report {
     runs: u32,
     /// How many times worse than beside the honest neighbour a figure may be.
     limit: f64,
+    /// Figures beyond the limit make the exit code 1; false on a machine with few cores.
+    judges_time: bool,
     rows: Vec<Row>,
     limits: Vec<Limited>,
 }
@@ -79,8 +81,9 @@ struct Limited {
 }
 
 impl Limited {
-    fn is_exact(&self) -> bool {
-        self.off_percent.abs() <= EXACT
+    /// It got no more than the limit, and, where time is judged, no less: on few cores other work may have taken the time.
+    fn holds(&self, judges_time: bool) -> bool {
+        self.off_percent <= EXACT && (!judges_time || self.off_percent >= -EXACT)
     }
 }
 
@@ -123,7 +126,7 @@ struct Row {
     figures: Option<Figures>,
     /// Medians of how many times worse each figure is than beside the honest neighbour in the same run.
     times_worse: Option<Worse>,
-    /// An attack that is beyond the limit.
+    /// An attack beside which there was no result or silence, or, where time is judged, a figure beyond the limit.
     beyond: bool,
     /// Why there is no result: the victim got no answer, or the attack cannot be done here.
     note: Option<String>,
@@ -139,7 +142,7 @@ enum Outcome {
 }
 
 impl Row {
-    fn of(neighbour: &Neighbour, is_attack: bool, outcomes: &[Outcome], honest: &[Outcome]) -> Row {
+    fn of(neighbour: &Neighbour, is_attack: bool, outcomes: &[Outcome], honest: &[Outcome], judges_time: bool) -> Row {
         let note = outcomes.iter().find_map(|o| match o {
             Outcome::Measured(_) => None,
             Outcome::Failed(why) | Outcome::Skipped(why) => Some(why.clone()),
@@ -157,11 +160,13 @@ impl Row {
         }
         let measured = |o: &Outcome| if let Outcome::Measured(f) = o { Some(*f) } else { None };
         let all: Vec<Figures> = outcomes.iter().filter_map(measured).collect();
-        row.figures = Some(Figures::medians(&all));
+        let figures = Figures::medians(&all);
+        row.figures = Some(figures);
         let pairs: Vec<(Figures, Figures)> =
             outcomes.iter().zip(honest).filter_map(|(a, h)| Some((measured(a)?, measured(h)?))).collect();
         row.times_worse = Worse::medians(&pairs);
-        row.beyond = is_attack && row.times_worse.is_some_and(|w| w.is_beyond(LIMIT));
+        let is_beyond = judges_time && row.times_worse.is_some_and(|w| w.is_beyond(LIMIT));
+        row.beyond = is_attack && (is_beyond || figures.is_silent());
         row
     }
 }
@@ -202,6 +207,7 @@ pub(crate) fn isolation(json: bool, only: Option<&str>, runs: u32) -> Result<()>
         topology: format!("{}; the victim on the first core, its neighbour on the last one", pollers().0),
         runs,
         limit: LIMIT,
+        judges_time: judges_time(),
         rows,
         limits,
     };
@@ -210,13 +216,16 @@ pub(crate) fn isolation(json: bool, only: Option<&str>, runs: u32) -> Result<()>
     } else {
         print(&report);
     }
-    let inexact = report.limits.iter().filter(|l| !l.is_exact()).count();
+    let inexact = report.limits.iter().filter(|l| !l.holds(report.judges_time)).count();
     if inexact > 0 {
         return Err(format!("{inexact} limits of the control centre do not hold within {EXACT} %"));
     }
     match report.rows.iter().filter(|r| r.beyond).count() {
         0 => Ok(()),
-        n => Err(format!("{n} attacks slow their neighbours down more than {LIMIT} times as much as honest work")),
+        n if report.judges_time => {
+            Err(format!("{n} attacks slow their neighbours down more than {LIMIT} times as much as honest work"))
+        }
+        n => Err(format!("beside {n} attacks the victims got no answer")),
     }
 }
 
@@ -238,7 +247,7 @@ fn beside_neighbours(attacks: Vec<&Attack>, runs: u32) -> Result<Vec<Row>> {
             }
         }
     }
-    let row = |(i, n): (usize, &Neighbour)| Row::of(n, i >= 2, &outcomes[i], &outcomes[1]);
+    let row = |(i, n): (usize, &Neighbour)| Row::of(n, i >= 2, &outcomes[i], &outcomes[1], judges_time());
     Ok(neighbours.iter().enumerate().map(row).collect())
 }
 
@@ -247,13 +256,13 @@ fn print(r: &Report) {
         print_rows(r);
     }
     for l in &r.limits {
-        let verdict = if l.is_exact() { "" } else { "  BEYOND" };
+        let verdict = if l.holds(r.judges_time) { "" } else { "  BEYOND" };
         println!("{:42} {:>10.1} {:12} {:>+6.2} %{verdict}", l.name, l.measured, l.unit, l.off_percent);
     }
 }
 
 fn print_rows(r: &Report) {
-    println!("topology: {}\nmedians of {VICTIMS} victims, and of {} runs\n", r.topology, r.runs);
+    println!("topology: {}\nmedians of {VICTIMS} victims, and of {} runs{}\n", r.topology, r.runs, time_note());
     println!("{:32} {:^33} {:>12}   {:^26}", "", "WRITE of 8 B [us]", "64 KiB", "times worse than honest");
     println!(
         "{:32} {:>10} {:>10} {:>11} {:>12}   {:>8} {:>8} {:>8}",
@@ -284,12 +293,13 @@ mod tests {
     #[test]
     fn an_attack_is_judged_by_the_median_of_its_pairs() {
         let honest = [measured(2.0, 10.0, 1000.0), measured(4.0, 10.0, 1000.0), measured(2.0, 10.0, 1000.0)];
-        let row = |is_attack, outcomes: &[Outcome]| Row::of(&BUSY, is_attack, outcomes, &honest);
+        let row = |is_attack, outcomes: &[Outcome]| Row::of(&BUSY, is_attack, outcomes, &honest, true);
         // Twice as slow in one run of three.
         let once = [measured(4.0, 10.0, 1000.0), measured(4.0, 10.0, 1000.0), measured(2.0, 10.0, 1000.0)];
         assert!(!row(true, &once).beyond);
         let slow = [measured(2.0, 10.0, 600.0), measured(4.0, 10.0, 600.0), measured(2.0, 10.0, 1000.0)];
         let slow = row(true, &slow);
+        assert!(!Row::of(&BUSY, true, &[measured(2.0, 10.0, 600.0)], &honest, false).beyond, "too few cores to tell");
         assert!(slow.beyond && slow.times_worse.is_some_and(|w| w.bandwidth > 1.6 && w.p50 < 1.1));
         assert!(!row(false, &[measured(9.0, 99.0, 1.0)]).beyond, "no attack");
         let hung = row(true, &[measured(2.0, 10.0, 1000.0), Outcome::Failed("no completion".into())]);

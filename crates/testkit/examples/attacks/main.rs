@@ -6,6 +6,7 @@
 //! that the virtual layer does what it must not, it prints `broken: WHAT`. The victim prints `ready` when its programs are connected,
 //! measures once it has read a line, and prints its figures, a name and a number on each line.
 
+mod field;
 mod guest;
 mod memory;
 mod messages;
@@ -22,6 +23,7 @@ use std::time::{Duration, Instant};
 
 const USAGE: &str = "usage: attacks NAME SECONDS SOCKET [ARGUMENT]
   victim SECONDS SOCKET SOCKET          measures WRITEs between two vRNICs
+  many SECONDS SOCKET SOCKET            measures SENDs of 4 KiB on eight connections between two vRNICs
   check SECONDS SOCKET SOCKET           programs that begin now, and bytes that must arrive, between two vRNICs
   honest SECONDS SOCKET SOCKET          WRITEs of 1 MiB between two vRNICs, without a pause
 work requests
@@ -58,6 +60,8 @@ messages and descriptors
   kicks SECONDS SOCKET                  kicks for nothing
   strange SECONDS SOCKET                kick descriptors that are always readable
   halfclosed SECONDS SOCKET             connections of which one direction is closed
+published matrices
+  field SECONDS SOCKET NAME             an attacker of Husky or HT-Verbs; `field.rs` has their names
 virtual machines
   guest SECONDS SOCKET                  commands that are nearly right, junk in rings and pages, forged messages, changes of memory
   net SECONDS SOCKET                    frames, rings and messages of a network interface that nobody should send";
@@ -124,6 +128,7 @@ fn attack(name: &str, socket: &Path, argument: &[&str], until: Until) -> Option<
         ("kicks", []) => messages::kicks(socket, until),
         ("strange", []) => messages::strange_kicks(socket, until),
         ("halfclosed", []) => messages::half_closed(socket, until),
+        ("field", [name]) => field::run(socket, name, until)?,
         ("guest", []) => guest::driver(socket, until),
         ("net", []) => net::interface(socket, until),
         _ => return None,
@@ -139,6 +144,7 @@ fn main() -> ExitCode {
             let seconds = seconds.parse::<f64>().map_err(|e| format!("{seconds}: {e}"));
             seconds.and_then(|seconds| match (name, argument) {
                 ("victim", [b]) => victim::measure(Path::new(socket), Path::new(b), seconds),
+                ("many", [b]) => victim::many(Path::new(socket), Path::new(b), seconds),
                 ("check", [b]) => victim::check(Path::new(socket), Path::new(b)),
                 _ => {
                     let until = Until(Instant::now() + Duration::from_secs_f64(seconds));

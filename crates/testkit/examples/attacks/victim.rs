@@ -60,6 +60,46 @@ pub(crate) fn measure(a: &Path, b: &Path, seconds: f64) -> Result<(), String> {
     Ok(())
 }
 
+/// Bandwidth of SENDs of 4 KiB on several connections, for `seconds`.
+pub(crate) fn many(a: &Path, b: &Path, seconds: f64) -> Result<(), String> {
+    /// Connections, and SENDs of each that wait at a time.
+    const CONNECTIONS: usize = 8;
+    const WAITING: usize = 8;
+    const LEN: usize = 4 << 10;
+    let pair = |_| {
+        let pair = (Program::new(a, LEN), Program::new(b, LEN));
+        connect(&pair.0, &pair.1);
+        pair
+    };
+    let pairs: Vec<(Program, Program)> = (0..CONNECTIONS).map(pair).collect();
+    let send = |(a, b): &(Program, Program)| {
+        b.recv(0, LEN).map_err(|e| format!("a receive cannot be posted: error {e}"))?;
+        a.post(WrOpcode::Send, b, 0, LEN).map_err(|e| format!("a SEND cannot be posted: error {e}"))
+    };
+    let wait = |(a, b): &(Program, Program)| {
+        [a, b].into_iter().try_for_each(|p| match p.wait() {
+            Ok(c) if c.status == 0 => Ok(()),
+            Ok(c) => Err(format!("a SEND ended with status {}", c.status)),
+            Err(e) => Err(format!("a SEND has no completion: error {e}")),
+        })
+    };
+    ready();
+    std::io::stdin().read_line(&mut String::new()).map_err(|e| e.to_string())?;
+    for pair in &pairs {
+        (0..WAITING).try_for_each(|_| send(pair))?;
+    }
+    let (mut sends, start) = (0, Instant::now());
+    while start.elapsed().as_secs_f64() < seconds {
+        for pair in &pairs {
+            wait(pair)?;
+            send(pair)?;
+            sends += 1;
+        }
+    }
+    println!("mib_s {}", (sends * LEN) as f64 / f64::from(1 << 20) / start.elapsed().as_secs_f64());
+    pairs.iter().try_for_each(|pair| (0..WAITING).try_for_each(|_| wait(pair)))
+}
+
 /// A well-behaved neighbour that is as busy as it can be.
 pub(crate) fn honest(from: &Path, to: &Path, until: Until) {
     const LEN: usize = 1 << 20;
