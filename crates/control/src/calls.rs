@@ -134,6 +134,22 @@ fn create_token(
     Ok(made)
 }
 
+/// What follows if a host joins.
+///
+/// # Errors
+/// It may not, or its token is not known.
+pub(crate) fn joined(r: &v1::JoinRequest, centre: &mut Centre, now: u64) -> Result<Outcome<()>, Refusal> {
+    if r.token.len() > 256 || r.host.len() > 64 {
+        return Err(Refusal::invalid("the token or the host's name is too long"));
+    }
+    // `ID.SECRET` or `ID.SECRET.PIN`: the last part is for the host.
+    let token = match r.token.rsplit_once('.') {
+        Some((token, _)) if token.contains('.') => token,
+        _ => &r.token,
+    };
+    centre.join(token, &r.host, now)
+}
+
 #[tonic::async_trait]
 impl Call for v1::JoinRequest {
     type Answer = v1::JoinResponse;
@@ -143,20 +159,12 @@ impl Call for v1::JoinRequest {
     }
 
     fn make(self, shared: &Shared, centre: &mut Centre, now: u64) -> Result<Outcome<v1::JoinResponse>, Refusal> {
-        if self.token.len() > 256 || self.host.len() > 64 {
-            return Err(Refusal::invalid("the token or the host's name is too long"));
-        }
-        // The certificate is made first: a request that is none uses up no token. It is worth nothing unless the token is good.
+        let joined = joined(&self, centre, now)?;
+        // Without a certificate nothing is changed: a request that is none uses up no token.
         let answer = match &shared.authority {
             Some(a) => v1::JoinResponse { certificate: a.host(&self.host, &self.request)?, authority: a.pem().into() },
             None => v1::JoinResponse::default(),
         };
-        // `ID.SECRET` or `ID.SECRET.PIN`: the last part is for the host.
-        let token = match self.token.rsplit_once('.') {
-            Some((token, _)) if token.contains('.') => token,
-            _ => &self.token,
-        };
-        let joined = centre.join(token, &self.host, now)?;
         Ok(Outcome { plan: joined.plan, answer })
     }
 

@@ -14,9 +14,9 @@ use unirdma_fleet::v1::hosts_server::Hosts;
 use unirdma_fleet::{Actor, Refusal, RefusalKind, v1};
 
 use crate::calls::{self, ByToken, Call, Wish};
-use crate::pki::Caller;
 use crate::shared::{Shared, now_ms};
-use crate::{host, others, watch};
+use crate::shares::Party;
+use crate::{host, http, others, watch};
 
 /// The services of a centre.
 #[derive(Clone)]
@@ -67,20 +67,9 @@ impl Services {
 
     /// A change that somebody with a token asks for.
     async fn wish<R: Wish>(&self, r: Request<R>) -> Answer<R::Answer> {
-        self.actor(&r)?;
         let token = token(&r).unwrap_or_default().to_owned();
         let passed_on = is_passed_on(&r);
         self.change(ByToken { token, request: r.into_inner() }, passed_on).await
-    }
-
-    /// Refuses who is no centre.
-    fn needs_centre<T>(&self, r: &Request<T>) -> Result<(), Status> {
-        match r.extensions().get::<Caller>() {
-            Some(Caller::Centre) => Ok(()),
-            // Without TLS, which is on loopback only, hosts and centres say who they are.
-            _ if self.0.authority.is_none() => Ok(()),
-            _ => Err(status(&Refusal::denied("only another centre of the fleet, by its certificate, may call this"))),
-        }
     }
 
     fn actor<T>(&self, request: &Request<T>) -> Result<Actor, Status> {
@@ -89,8 +78,20 @@ impl Services {
 }
 
 fn token<T>(request: &Request<T>) -> Option<&str> {
-    let text = request.metadata().get("authorization").and_then(|v| v.to_str().ok());
-    text.and_then(|t| t.strip_prefix("Bearer "))
+    http::token(request.metadata().as_ref())
+}
+
+/// Who calls: [`crate::admit`] has looked.
+fn party<T>(request: &Request<T>) -> Option<&Party> {
+    request.extensions().get::<Party>()
+}
+
+/// Refuses who is no centre.
+fn needs_centre<T>(request: &Request<T>) -> Result<(), Status> {
+    match party(request) {
+        Some(Party::Centre) => Ok(()),
+        _ => Err(status(&Refusal::denied("only another centre of the fleet, by its certificate, may call this"))),
+    }
 }
 
 /// Whether another centre passes the call on.
@@ -158,25 +159,17 @@ impl Fleet for Services {
 impl Hosts for Services {
     async fn join(&self, r: Request<v1::JoinRequest>) -> Answer<v1::JoinResponse> {
         let passed_on = is_passed_on(&r);
+        // Anybody may call this: with a wrong token it costs a look at the state, and no turn of those who make changes.
+        let may = calls::joined(r.get_ref(), &mut self.0.centre(), now_ms()).map(drop);
+        may.inspect_err(|e| self.0.metrics.refused(e)).map_err(|e| status(&e))?;
         self.change(r.into_inner(), passed_on).await
     }
 
     type AttachStream = Out<v1::ToHost>;
 
     async fn attach(&self, r: Request<tonic::Streaming<v1::FromHost>>) -> Answer<Self::AttachStream> {
-        let host = match r.extensions().get::<Caller>() {
-            Some(Caller::Host(host)) => host.clone(),
-            // Without TLS, which is on loopback only, a host says who it is.
-            _ if self.0.authority.is_none() => {
-                let name = r.metadata().get("unirdma-host").and_then(|v| v.to_str().ok());
-                name.ok_or_else(|| Status::unauthenticated("a host without TLS says its name as `unirdma-host: NAME`"))?
-                    .to_owned()
-            }
-            _ => {
-                return Err(Status::unauthenticated(
-                    "a host needs the certificate that it gets when it joins: `unirdma host --centre --token`",
-                ));
-            }
+        let Some(Party::Host(host)) = party(&r).cloned() else {
+            return Err(Status::unauthenticated("only a host of the fleet, by its certificate, may call this"));
         };
         let (send, receive) = mpsc::channel(4);
         tokio::spawn(host::serve(self.0.clone(), host, r.into_inner(), send));
@@ -187,19 +180,19 @@ impl Hosts for Services {
 #[tonic::async_trait]
 impl Centres for Services {
     async fn announce(&self, r: Request<v1::HostHello>) -> Answer<v1::HostAnnounced> {
-        self.needs_centre(&r)?;
+        needs_centre(&r)?;
         self.change(r.into_inner(), true).await
     }
 
     async fn ask(&self, r: Request<v1::HostAsk>) -> Answer<v1::HostReply> {
-        self.needs_centre(&r)?;
+        needs_centre(&r)?;
         self.change(r.into_inner(), true).await
     }
 
     type LiveStream = Out<v1::LiveNews>;
 
     async fn live(&self, r: Request<v1::LiveRequest>) -> Answer<Self::LiveStream> {
-        self.needs_centre(&r)?;
+        needs_centre(&r)?;
         Ok(Response::new(Box::pin(ReceiverStream::new(others::tell(self.0.clone())))))
     }
 }

@@ -5,7 +5,7 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use tokio::sync::mpsc;
-use tonic::{Status, Streaming};
+use tonic::{Code, Status, Streaming};
 use unirdma_fleet::v1::{self, from_host, to_host};
 use unirdma_fleet::{Refusal, SILENCE_MS};
 
@@ -160,7 +160,7 @@ impl Connection {
             None => {
                 match self.meanwhile(tokio::time::timeout(ANNOUNCE, self.shared.run(announced.clone(), false))).await? {
                     Ok(Ok(done)) => done.refused,
-                    Ok(Err(e)) if e.code() != tonic::Code::Unavailable => return Err(crate::grpc::refusal(&e).into()),
+                    Ok(Err(e)) if e.code() != Code::Unavailable => return Err(crate::grpc::refusal(&e).into()),
                     _ => {
                         *hello = Some(announced);
                         return Ok(());
@@ -201,6 +201,7 @@ impl Connection {
                         self.hear(m).await?;
                     }
                     Ok(Some(_)) => return Err(Refusal::invalid("a message that this centre does not know; update the centre first").into()),
+                    Err(e) if e.code() == Code::ResourceExhausted => return Err(crate::grpc::refusal(&e).into()),
                     _ => return Err(End::Gone),
                 },
                 _ = alive.tick() => {

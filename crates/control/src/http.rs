@@ -1,7 +1,7 @@
 //! The calls as HTTP with JSON, in the form that proto3 defines. [`ROUTES`] says which call has which address; the OpenAPI document is made of
 //! it and of the .proto file.
 
-use std::sync::Arc;
+use std::sync::{Arc, LazyLock};
 use std::time::Duration;
 
 use axum::Router;
@@ -15,19 +15,30 @@ use serde::de::DeserializeOwned;
 use tokio_stream::StreamExt;
 use unirdma_fleet::{Actor, Kind, Refusal, RefusalKind, v1};
 
+use crate::admit::MAX_BODY;
 use crate::calls::{ByToken, Wish};
 use crate::grpc::refusal;
 use crate::openapi;
 use crate::shared::{Shared, now_ms};
 use crate::watch;
 
-/// Longest body of a request.
-pub(crate) const MAX_BODY: usize = 16 << 20;
-
 /// How often a reader of events that has nothing to hear hears that.
 const ALIVE: Duration = Duration::from_secs(5);
 
 type S = State<Arc<Shared>>;
+
+/// The status of HTTP for a refusal.
+pub(crate) fn status(e: &Refusal) -> StatusCode {
+    match e.kind {
+        RefusalKind::Invalid => StatusCode::BAD_REQUEST,
+        RefusalKind::NotFound => StatusCode::NOT_FOUND,
+        RefusalKind::Conflict | RefusalKind::Stale => StatusCode::CONFLICT,
+        RefusalKind::Unknown => StatusCode::UNAUTHORIZED,
+        RefusalKind::Denied => StatusCode::FORBIDDEN,
+        RefusalKind::Full => StatusCode::TOO_MANY_REQUESTS,
+        RefusalKind::Unavailable => StatusCode::SERVICE_UNAVAILABLE,
+    }
+}
 
 /// A refusal as HTTP says it.
 struct Refused(Refusal);
@@ -40,31 +51,28 @@ impl From<Refusal> for Refused {
 
 impl IntoResponse for Refused {
     fn into_response(self) -> Response {
-        let code = match self.0.kind {
-            RefusalKind::Invalid => StatusCode::BAD_REQUEST,
-            RefusalKind::NotFound => StatusCode::NOT_FOUND,
-            RefusalKind::Conflict | RefusalKind::Stale => StatusCode::CONFLICT,
-            RefusalKind::Unknown => StatusCode::UNAUTHORIZED,
-            RefusalKind::Denied => StatusCode::FORBIDDEN,
-            RefusalKind::Full => StatusCode::TOO_MANY_REQUESTS,
-            RefusalKind::Unavailable => StatusCode::SERVICE_UNAVAILABLE,
-        };
-        (code, json(&serde_json::json!({ "error": self.0.what }))).into_response()
+        said(status(&self.0), &self.0.what)
     }
+}
+
+/// One line that says why nothing was done.
+pub(crate) fn said(code: StatusCode, line: &str) -> Response {
+    (code, json(&serde_json::json!({ "error": line }))).into_response()
 }
 
 type Answer = Result<Response, Refused>;
 
+const JSON: &str = "application/json";
+
 fn json(value: &impl Serialize) -> Response {
     match serde_json::to_string(value) {
-        Ok(text) => {
-            ([(header::CONTENT_TYPE, "application/json"), (header::CACHE_CONTROL, "no-store")], text).into_response()
-        }
+        Ok(text) => ([(header::CONTENT_TYPE, JSON), (header::CACHE_CONTROL, "no-store")], text).into_response(),
         Err(e) => (StatusCode::INTERNAL_SERVER_ERROR, e.to_string()).into_response(),
     }
 }
 
-fn token(headers: &HeaderMap) -> Option<&str> {
+/// The token that a call shows.
+pub(crate) fn token(headers: &HeaderMap) -> Option<&str> {
     headers.get(header::AUTHORIZATION)?.to_str().ok()?.strip_prefix("Bearer ")
 }
 
@@ -76,20 +84,18 @@ fn actor(shared: &Shared, headers: &HeaderMap) -> Result<Actor, Refused> {
 async fn in_json(response: Response) -> Response {
     let status = response.status();
     let kind = response.headers().get(header::CONTENT_TYPE);
-    if !status.is_client_error() || kind.is_some_and(|k| k.as_bytes().starts_with(b"application/json")) {
+    if !status.is_client_error() || kind.is_some_and(|k| k.as_bytes().starts_with(JSON.as_bytes())) {
         return response;
     }
     let said = axum::body::to_bytes(response.into_body(), 4096).await.unwrap_or_default();
     let said = String::from_utf8_lossy(&said);
     let line = if said.is_empty() { status.canonical_reason().unwrap_or("refused") } else { &said };
-    (status, json(&serde_json::json!({ "error": Refusal::invalid(line).what }))).into_response()
+    self::said(status, &Refusal::invalid(line).what)
 }
 
-/// Reads a body. The token was looked at before.
+/// Reads a body, which has come whole.
 async fn body<M: DeserializeOwned>(body: Body) -> Result<M, Refused> {
-    let bytes: Bytes = axum::body::to_bytes(body, MAX_BODY)
-        .await
-        .map_err(|_| Refusal::invalid("the body is longer than 16 MiB, or was cut off"))?;
+    let bytes = axum::body::to_bytes(body, MAX_BODY).await.map_err(Refusal::invalid)?;
     serde_json::from_slice(&bytes)
         .map_err(|e| Refused(Refusal::invalid(format_args!("the body is not what it must be: {e}"))))
 }
@@ -126,8 +132,8 @@ pub(crate) fn routes(router: Router, shared: Arc<Shared>) -> Router {
         .route("/api/v1/tokens", post(create_token).get(tokens))
         .route("/api/v1/tokens/{id}", delete(revoke_token))
         .route("/api/v1/audit", get(audit))
-        .route("/api/v1/status", get(status))
-        .route("/api/v1/openapi.json", get(|| async { json(&openapi::document()) }))
+        .route("/api/v1/status", get(status_of_centre))
+        .route("/api/v1/openapi.json", get(document))
         .with_state(shared)
         .layer(axum::middleware::map_response(in_json));
     router.merge(api)
@@ -171,7 +177,6 @@ async fn wish<R: Wish<Answer: Serialize>>(shared: &Arc<Shared>, headers: &Header
 }
 
 async fn apply(State(shared): S, headers: HeaderMap, b: Body) -> Answer {
-    actor(&shared, &headers)?;
     wish::<v1::ApplyRequest>(&shared, &headers, body(b).await?).await
 }
 
@@ -199,13 +204,11 @@ async fn delete_object(
     Path((word, name)): Path<(String, String)>,
     Query(q): Q,
 ) -> Answer {
-    actor(&shared, &headers)?;
     let r = v1::DeleteRequest { names: vec![v1::Name { kind: kind(&word)?, name }], ..query(q)? };
     wish(&shared, &headers, r).await
 }
 
 async fn delete_objects(State(shared): S, headers: HeaderMap, b: Body) -> Answer {
-    actor(&shared, &headers)?;
     wish::<v1::DeleteRequest>(&shared, &headers, body(b).await?).await
 }
 
@@ -227,17 +230,14 @@ async fn events(State(shared): S, headers: HeaderMap, Query(q): Q) -> Answer {
 }
 
 async fn move_vrnic(State(shared): S, headers: HeaderMap, b: Body) -> Answer {
-    actor(&shared, &headers)?;
     wish::<v1::MoveRequest>(&shared, &headers, body(b).await?).await
 }
 
 async fn rotate(State(shared): S, headers: HeaderMap, b: Body) -> Answer {
-    actor(&shared, &headers)?;
     wish::<v1::RotateSecretRequest>(&shared, &headers, body(b).await?).await
 }
 
 async fn create_token(State(shared): S, headers: HeaderMap, b: Body) -> Answer {
-    actor(&shared, &headers)?;
     wish::<v1::CreateTokenRequest>(&shared, &headers, body(b).await?).await
 }
 
@@ -248,7 +248,6 @@ async fn tokens(State(shared): S, headers: HeaderMap) -> Answer {
 }
 
 async fn revoke_token(State(shared): S, headers: HeaderMap, Path(id): Path<String>) -> Answer {
-    actor(&shared, &headers)?;
     wish(&shared, &headers, v1::RevokeTokenRequest { id }).await
 }
 
@@ -258,7 +257,12 @@ async fn audit(State(shared): S, headers: HeaderMap, Query(q): Q) -> Answer {
     Ok(json(&answer))
 }
 
-async fn status(State(shared): S, headers: HeaderMap) -> Answer {
-    actor(&shared, &headers)?;
+/// The OpenAPI document, which is made once: anybody may ask for it.
+async fn document() -> Response {
+    static TEXT: LazyLock<Bytes> = LazyLock::new(|| openapi::document().to_string().into());
+    ([(header::CONTENT_TYPE, JSON)], TEXT.clone()).into_response()
+}
+
+async fn status_of_centre(State(shared): S) -> Answer {
     Ok(json(&shared.status()))
 }

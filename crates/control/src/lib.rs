@@ -3,7 +3,9 @@
 //! What a fleet is and what follows from a call is the crate `unirdma-fleet`, which this one feeds with messages and time. This crate must not
 //! decide anything about a fleet. It has all the sockets, files and tasks.
 
+mod admit;
 mod calls;
+mod doors;
 mod grpc;
 mod host;
 mod http;
@@ -14,9 +16,11 @@ mod others;
 mod pki;
 mod serve;
 mod shared;
+mod shares;
 mod store;
 mod watch;
 mod web;
+mod weight;
 
 use std::io;
 use std::net::SocketAddr;
@@ -30,12 +34,10 @@ use unirdma_fleet::v1::fleet_server::FleetServer;
 use unirdma_fleet::v1::hosts_server::HostsServer;
 use unirdma_fleet::{Actor, Centre, v1};
 
+use doors::Doors;
 use pki::Authority;
 pub use pki::write_private;
 use shared::Shared;
-
-/// Longest message of a host.
-const MAX_HOST_MESSAGE: usize = 8 << 20;
 
 /// How a centre runs.
 #[derive(Clone, Debug)]
@@ -59,6 +61,7 @@ pub struct Listening {
     listener: TcpListener,
     tls: Option<TlsAcceptor>,
     shared: Arc<Shared>,
+    doors: Arc<Doors>,
     scrapers: Option<TcpListener>,
     /// Where it listens.
     pub url: String,
@@ -216,7 +219,8 @@ pub async fn listen(options: &Options) -> io::Result<Listening> {
     let name = options.names.first().cloned().unwrap_or_else(|| pki::name_of(at.ip()));
     let name = if name.contains(':') { format!("[{name}]") } else { name };
     let shared = Shared::new(centre, store, authority, format!("{scheme}://{name}:{}", at.port()))?;
-    Ok(Listening { listener, tls, shared, scrapers, url, metrics })
+    let doors = Doors::of_centre(doors::descriptors());
+    Ok(Listening { listener, tls, shared, doors, scrapers, url, metrics })
 }
 
 impl Listening {
@@ -233,16 +237,17 @@ impl Listening {
     pub async fn serve(self) -> io::Result<()> {
         let services = grpc::Services(self.shared.clone());
         let fleet = FleetServer::new(services.clone())
-            .max_decoding_message_size(http::MAX_BODY)
+            .max_decoding_message_size(admit::MAX_BODY)
             .max_encoding_message_size(usize::MAX);
         let hosts = HostsServer::new(services.clone())
-            .max_decoding_message_size(MAX_HOST_MESSAGE)
+            .max_decoding_message_size(admit::MAX_HOST_MESSAGE)
             .max_encoding_message_size(usize::MAX);
         let centres = CentresServer::new(services)
-            .max_decoding_message_size(MAX_HOST_MESSAGE)
+            .max_decoding_message_size(admit::MAX_HOST_MESSAGE)
             .max_encoding_message_size(usize::MAX);
         let routes = tonic::service::Routes::new(fleet).add_service(hosts).add_service(centres);
         let router = web::routes(http::routes(routes.prepare().into_axum_router(), self.shared.clone()));
+        let router = router.layer(axum::middleware::from_fn_with_state(self.shared.clone(), admit::admit));
         let shared = self.shared.clone();
         let take_part = async move {
             match shared.store.clone() {
@@ -253,14 +258,14 @@ impl Listening {
         let scrapers = metrics::routes(self.shared.clone());
         let scraped = async move {
             match self.scrapers {
-                Some(listener) => serve::serve(listener, None, scrapers).await,
+                Some(listener) => serve::serve(listener, None, scrapers, Doors::of_metrics()).await,
                 None => std::future::pending().await,
             }
         };
         tokio::select! {
             () = self.shared.clone().keep_time() => Ok(()),
             () = scraped => Ok(()),
-            () = serve::serve(self.listener, self.tls, router) => Ok(()),
+            () = serve::serve(self.listener, self.tls, router, self.doors) => Ok(()),
             e = take_part => Err(e),
         }
     }

@@ -111,7 +111,7 @@ impl Metrics {
             }
         }
         let name = "unirdma_control_refusals_total";
-        w.head(name, "counter", "Changes that were refused, and calls of who is not known, by reason.");
+        w.head(name, "counter", "Changes that were refused, and calls that were not admitted, by reason.");
         for ((_, reason), n) in REASONS.iter().zip(&self.refusals) {
             w.line(name, &[("reason", reason)], read(n));
         }

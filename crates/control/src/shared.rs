@@ -10,6 +10,7 @@ use tokio::time::Instant;
 use tonic::Status;
 use unirdma_fleet::{Actor, Centre, Outcome, Plan, Refusal, v1};
 
+use crate::admit::UnderWay;
 use crate::calls::{self, Call};
 use crate::metrics::Metrics;
 use crate::others::Others;
@@ -51,7 +52,7 @@ pub(crate) enum Role {
 pub struct Shared {
     centre: Mutex<Centre>,
     /// Held from the look at the state until the change is in it: there is one plan at a time.
-    turn: tokio::sync::Mutex<()>,
+    turn: Arc<tokio::sync::Mutex<()>>,
     pub(crate) store: Opened,
     /// `None`: plain text, on loopback only. Then hosts have no certificates.
     pub(crate) authority: Option<Authority>,
@@ -68,6 +69,8 @@ pub struct Shared {
     pub(crate) watchers: Arc<tokio::sync::Semaphore>,
     /// Permits of hosts that are told everything.
     pub(crate) wholes: Arc<tokio::sync::Semaphore>,
+    /// What callers have under way.
+    pub(crate) under_way: UnderWay,
     pub(crate) metrics: Metrics,
 }
 
@@ -113,7 +116,7 @@ impl Shared {
         let tls = authority.as_ref().map(Authority::client).transpose()?;
         Ok(Arc::new(Shared {
             centre: Mutex::new(centre),
-            turn: tokio::sync::Mutex::new(()),
+            turn: Arc::default(),
             store,
             authority,
             revision,
@@ -125,6 +128,7 @@ impl Shared {
             seat_numbers: AtomicU64::new(0),
             watchers: Arc::new(tokio::sync::Semaphore::new(MAX_WATCHERS)),
             wholes: Arc::new(tokio::sync::Semaphore::new(MAX_WHOLES)),
+            under_way: UnderWay::new(),
             metrics: Metrics::default(),
         }))
     }
@@ -225,11 +229,12 @@ impl Shared {
         self.allocates() || !behind() || self.wait_for(hello.revision, BEHIND).await || self.allocates()
     }
 
-    /// Makes a change as a whole, even if the caller goes away.
+    /// Makes a change as a whole, even if the caller goes away meanwhile. One that goes away before its turn has asked for nothing.
     async fn make<C: Call>(self: &Arc<Self>, call: C) -> Result<C::Answer, NotMade> {
+        let turn = self.turn.clone().lock_owned().await;
         let shared = self.clone();
         let done = tokio::spawn(async move {
-            let _turn = shared.turn.lock().await;
+            let _turn = turn;
             if !shared.allocates() {
                 return Err(NotMade::Elsewhere);
             }

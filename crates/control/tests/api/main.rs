@@ -1,6 +1,7 @@
 //! The centre over real sockets: certificates, roles, hosts, JSON, metrics, and what callers must not be able to do.
 
 mod fuzz;
+mod limits;
 mod metrics;
 mod wrong;
 

@@ -185,7 +185,7 @@ async fn who_sends_too_much_or_nothing_holds_up_nobody() {
     (&half).write_all(b"POST /api/v1/apply HTTP/1.1\r\nhost: x\r\ncontent-length: 99999999\r\n").unwrap();
     let before = lab.revision().await;
     let (code, answer) = lab.http("POST /api/v1/apply", &lab.admin, &vec![b' '; (16 << 20) + 1]);
-    assert!(code == 400 && answer.contains("longer than 16 MiB"), "{code} {answer}");
+    assert!(code == 413 && answer.contains("longer than 16 MiB"), "{code} {answer}");
     let objects = (0..20_001).map(|_| vrnic("x", "default", "")).collect();
     let said = line(lab.apply(objects).await, Code::InvalidArgument);
     assert_eq!(said, "a call has at most 20000 objects, not 20001");

@@ -1,0 +1,207 @@
+//! Who has a connection. One that has shown neither certificate nor token is a stranger's, which lasts a short time, and is the first to go if
+//! there are too many.
+
+use std::collections::BTreeMap;
+use std::net::IpAddr;
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError};
+use std::time::Duration;
+
+use rustix::process::{Resource, Rlimit, getrlimit, setrlimit};
+use tokio::sync::Notify;
+use tokio::time::Instant;
+use unirdma_fleet::Refusal;
+
+use crate::shares::{Full, Limit, Limits, Party, Share, Shares};
+
+/// How long a stranger's connection lasts at most.
+const STRANGER: Duration = Duration::from_secs(30);
+/// How long a stranger has to say who it is before it makes room for another one.
+const GRACE: Duration = Duration::from_secs(1);
+/// Descriptors that are for other things than connections.
+const RESERVED: usize = 128;
+
+/// The connections of one listener.
+pub(crate) struct Doors {
+    connections: Arc<Shares>,
+    strangers: Mutex<BTreeMap<u64, Stranger>>,
+    /// How long a stranger's connection lasts at most.
+    lasts: Duration,
+    next: AtomicU64,
+}
+
+struct Stranger {
+    share: Share,
+    since: Instant,
+    out: Arc<Notify>,
+}
+
+/// A connection, as each call that comes by it sees it.
+pub(crate) struct Guest {
+    doors: Arc<Doors>,
+    number: u64,
+    address: IpAddr,
+    /// Ends it.
+    out: Arc<Notify>,
+    /// Whose it is, once that is known.
+    known: OnceLock<Share>,
+}
+
+/// Raises the number of descriptors that this process may have as far as it may. Gives how many may be connections.
+pub(crate) fn descriptors() -> usize {
+    let limit = getrlimit(Resource::Nofile);
+    let highest = Rlimit { current: limit.maximum, maximum: limit.maximum };
+    let most = if setrlimit(Resource::Nofile, highest).is_ok() { limit.maximum } else { limit.current };
+    most.map_or(usize::MAX, |n| usize::try_from(n).unwrap_or(usize::MAX)).saturating_sub(RESERVED)
+}
+
+impl Doors {
+    /// Those of a centre that has so many descriptors for connections. Most are for hosts, which have one each.
+    pub fn of_centre(descriptors: usize) -> Arc<Doors> {
+        let part = |n: usize| n.min(descriptors.saturating_mul(n) / 30_000).max(8);
+        Doors::new(Limits {
+            strangers: Limit { all: part(2_000), each: 512 },
+            tokens: Limit { all: part(4_000), each: 64 },
+            admins: Limit { all: part(2_000), each: 512 },
+            hosts: Limit { all: part(20_000), each: 8 },
+            centres: Limit { all: part(2_000), each: 512 },
+        })
+    }
+
+    /// Those of a page that anybody reads.
+    pub fn of_metrics() -> Arc<Doors> {
+        let none = Limit { all: 0, each: 0 };
+        let strangers = Limit { all: 64, each: 8 };
+        Doors::new(Limits { strangers, tokens: none, admins: none, hosts: none, centres: none })
+    }
+
+    fn new(limits: Limits) -> Arc<Doors> {
+        let connections = Shares::new("connections", limits);
+        Arc::new(Doors { connections, strangers: Mutex::default(), lasts: STRANGER, next: AtomicU64::new(0) })
+    }
+
+    fn strangers(&self) -> MutexGuard<'_, BTreeMap<u64, Stranger>> {
+        self.strangers.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// Lets a stranger in, for whom another one may have to go: the oldest one of its address, or of all, unless that one has just come.
+    /// `None`: there is no room.
+    pub fn enter(self: &Arc<Self>, address: IpAddr, now: Instant) -> Option<Arc<Guest>> {
+        let party = Party::stranger(address);
+        let mut strangers = self.strangers();
+        let share = match self.connections.take(&party, 1) {
+            Ok(share) => share,
+            Err(full) => {
+                let (&oldest, _) = strangers.iter().find(|(_, s)| full == Full::All || s.share.party == party)?;
+                if now.saturating_duration_since(strangers[&oldest].since) < GRACE {
+                    return None;
+                }
+                strangers.remove(&oldest)?.out.notify_one();
+                self.connections.take(&party, 1).ok()?
+            }
+        };
+        let (number, out) = (self.next.fetch_add(1, Ordering::Relaxed), Arc::new(Notify::new()));
+        strangers.insert(number, Stranger { share, since: now, out: out.clone() });
+        Some(Arc::new(Guest { doors: self.clone(), number, address, out, known: OnceLock::new() }))
+    }
+}
+
+impl Guest {
+    /// Who is charged for a call that needs neither certificate nor token.
+    pub fn stranger(&self) -> Party {
+        Party::stranger(self.address)
+    }
+
+    /// Whose connection it is. The first party that shows so is charged for it.
+    ///
+    /// # Errors
+    /// That party has too many.
+    pub fn is_of(&self, party: &Party) -> Result<(), Refusal> {
+        if self.known.get().is_some() {
+            return Ok(());
+        }
+        let connections = &self.doors.connections;
+        let share = connections.take(party, 1).map_err(|full| connections.refusal(party, full))?;
+        // Of two calls at a time one is the first.
+        let _ = self.known.set(share);
+        self.doors.strangers().remove(&self.number);
+        Ok(())
+    }
+
+    /// Comes back when the connection must end.
+    pub async fn must_go(&self) {
+        tokio::select! {
+            () = self.out.notified() => return,
+            () = tokio::time::sleep(self.doors.lasts) => {}
+        }
+        if self.known.get().is_some() {
+            std::future::pending().await
+        }
+    }
+}
+
+impl Drop for Guest {
+    fn drop(&mut self) {
+        self.doors.strangers().remove(&self.number);
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn doors(each: usize, all: usize) -> Arc<Doors> {
+        let l = Limit { all, each };
+        Doors::new(Limits { strangers: l, tokens: l, admins: l, hosts: l, centres: l })
+    }
+
+    fn address(n: u8) -> IpAddr {
+        [10, 0, 0, n].into()
+    }
+
+    #[tokio::test]
+    async fn the_oldest_stranger_makes_room_once_it_had_its_time() {
+        let (doors, begun) = (doors(2, 3), Instant::now());
+        let enter = |n, at| doors.enter(address(n), at);
+        let (first, second) = (enter(1, begun).unwrap(), enter(1, begun).unwrap());
+        assert!(enter(1, begun).is_none(), "the others have just come");
+        let other = enter(2, begun).unwrap();
+        assert!(enter(3, begun).is_none());
+        let later = begun + GRACE;
+        let third = enter(1, later).unwrap();
+        first.must_go().await;
+        let fourth = enter(3, later).unwrap();
+        second.must_go().await;
+        assert_eq!(doors.strangers().len(), 3);
+        drop((first, second, third, other, fourth));
+        assert!(doors.strangers().is_empty());
+        (1..=3).for_each(|n| drop(enter(n, later).unwrap()));
+    }
+
+    #[tokio::test]
+    async fn who_is_known_stays_and_takes_no_room_of_strangers() {
+        let mut doors = doors(1, 1);
+        Arc::get_mut(&mut doors).unwrap().lasts = Duration::from_millis(20);
+        let guest = doors.enter(address(1), Instant::now()).unwrap();
+        let token = Party::Token("t".into());
+        guest.is_of(&token).unwrap();
+        guest.is_of(&Party::Token("u".into())).unwrap();
+        let next = doors.enter(address(1), Instant::now()).unwrap();
+        let e = next.is_of(&token).unwrap_err();
+        assert_eq!(e.what, "token t has the most connections, 1; try again when some have ended");
+        next.must_go().await;
+        assert!(tokio::time::timeout(Duration::from_millis(40), guest.must_go()).await.is_err());
+        drop(guest);
+        next.is_of(&token).unwrap();
+    }
+
+    #[test]
+    fn few_descriptors_are_shared_as_many_are() {
+        let limits = |descriptors| {
+            let doors = Doors::of_centre(descriptors);
+            let stranger = |n: u32| Party::Stranger(IpAddr::from(n.to_be_bytes()));
+            (0..3_000).map_while(|n| doors.connections.take(&stranger(n), 1).ok()).collect::<Vec<_>>().len()
+        };
+        assert_eq!((limits(usize::MAX), limits(3_000)), (2_000, 200));
+    }
+}

@@ -1,0 +1,248 @@
+//! Limits that callers share: one for all callers of a kind together, and one for each of them. No kind takes from another, so strangers keep
+//! out nobody who is known, and tenants keep out no administrator.
+
+use std::collections::HashMap;
+use std::fmt;
+use std::net::{IpAddr, Ipv6Addr};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+
+use unirdma_fleet::Refusal;
+
+/// Who is charged.
+#[derive(Clone, Debug, PartialEq, Eq, Hash)]
+pub(crate) enum Party {
+    /// Somebody who has shown neither certificate nor token, by address.
+    Stranger(IpAddr),
+    /// A token of a tenant or of a reader.
+    Token(String),
+    /// A token of an administrator.
+    Admin(String),
+    /// A host of the fleet.
+    Host(String),
+    /// The other centres of the fleet.
+    Centre,
+}
+
+/// How many kinds of parties there are.
+const KINDS: usize = 5;
+
+impl Party {
+    /// A stranger. One machine has a whole /64 network of IPv6 addresses.
+    pub fn stranger(address: IpAddr) -> Party {
+        Party::Stranger(match address.to_canonical() {
+            IpAddr::V6(a) => IpAddr::V6(Ipv6Addr::from_bits(a.to_bits() >> 64 << 64)),
+            v4 => v4,
+        })
+    }
+
+    /// The number of its kind, and what all of that kind are called.
+    fn kind(&self) -> (usize, &'static str) {
+        match self {
+            Party::Stranger(_) => (0, "callers without a token"),
+            Party::Token(_) => (1, "tenants and readers"),
+            Party::Admin(_) => (2, "administrators"),
+            Party::Host(_) => (3, "hosts"),
+            Party::Centre => (4, "centres"),
+        }
+    }
+}
+
+impl fmt::Display for Party {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Party::Stranger(address) => write!(f, "address {address}"),
+            Party::Token(id) | Party::Admin(id) => write!(f, "token {id}"),
+            Party::Host(name) => write!(f, "host {name}"),
+            Party::Centre => f.write_str("other centre"),
+        }
+    }
+}
+
+/// The most for all parties of a kind together, and for each of them.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct Limit {
+    pub all: usize,
+    pub each: usize,
+}
+
+/// The limits of each kind of parties.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct Limits {
+    pub strangers: Limit,
+    pub tokens: Limit,
+    pub admins: Limit,
+    pub hosts: Limit,
+    pub centres: Limit,
+}
+
+#[derive(Default)]
+struct Taken {
+    all: [usize; KINDS],
+    each: HashMap<Party, usize>,
+}
+
+/// Which limit was reached: that of the party, or that of all parties of its kind.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Full {
+    Each,
+    All,
+}
+
+/// Something that is limited.
+pub(crate) struct Shares {
+    what: &'static str,
+    limits: [Limit; KINDS],
+    taken: Mutex<Taken>,
+}
+
+/// What a party has taken of it, until this is dropped.
+pub(crate) struct Share {
+    shares: Arc<Shares>,
+    pub party: Party,
+    amount: usize,
+}
+
+impl Shares {
+    /// `what` is its name in the plural.
+    pub fn new(what: &'static str, l: Limits) -> Arc<Shares> {
+        let limits = [l.strangers, l.tokens, l.admins, l.hosts, l.centres];
+        Arc::new(Shares { what, limits, taken: Mutex::default() })
+    }
+
+    fn taken(&self) -> MutexGuard<'_, Taken> {
+        self.taken.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// Takes an amount.
+    ///
+    /// # Errors
+    /// Which limit it would exceed.
+    pub fn take(self: &Arc<Self>, party: &Party, amount: usize) -> Result<Share, Full> {
+        let mut share = Share { shares: self.clone(), party: party.clone(), amount: 0 };
+        share.set(amount)?;
+        Ok(share)
+    }
+
+    /// What is said to a party that gets nothing.
+    pub fn refusal(&self, party: &Party, full: Full) -> Refusal {
+        let ((kind, all), what) = (party.kind(), self.what);
+        let limit = self.limits[kind];
+        match full {
+            Full::Each => Refusal::full(format_args!(
+                "{party} has the most {what}, {}; try again when some have ended",
+                limit.each
+            )),
+            Full::All => Refusal::unavailable(format_args!(
+                "{all} together have the most {what}, {}; try again in a while",
+                limit.all
+            )),
+        }
+    }
+}
+
+impl Share {
+    /// Makes it another amount. To take less is always possible.
+    ///
+    /// # Errors
+    /// Which limit it would exceed. The amount is what it was.
+    pub fn set(&mut self, amount: usize) -> Result<(), Full> {
+        let (kind, _) = self.party.kind();
+        let limit = self.shares.limits[kind];
+        let mut taken = self.shares.taken();
+        let all = taken.all[kind] - self.amount + amount;
+        let each = taken.each.get(&self.party).map_or(0, |n| n - self.amount) + amount;
+        if amount > self.amount {
+            if each > limit.each {
+                return Err(Full::Each);
+            }
+            if all > limit.all {
+                return Err(Full::All);
+            }
+        }
+        taken.all[kind] = all;
+        if each == 0 {
+            taken.each.remove(&self.party);
+        } else {
+            taken.each.insert(self.party.clone(), each);
+        }
+        drop(taken);
+        self.amount = amount;
+        Ok(())
+    }
+
+    /// How much it is.
+    pub fn amount(&self) -> usize {
+        self.amount
+    }
+
+    /// Takes more.
+    ///
+    /// # Errors
+    /// The refusal that says so.
+    pub fn add(&mut self, more: usize) -> Result<(), Refusal> {
+        self.hold(self.amount() + more)
+    }
+
+    /// As [`Share::set`].
+    ///
+    /// # Errors
+    /// The refusal that says so.
+    pub fn hold(&mut self, amount: usize) -> Result<(), Refusal> {
+        self.set(amount).map_err(|full| self.shares.refusal(&self.party, full))
+    }
+}
+
+impl Drop for Share {
+    fn drop(&mut self) {
+        let _ = self.set(0);
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn shares(each: usize, all: usize) -> Arc<Shares> {
+        let l = Limit { all, each };
+        Shares::new("things", Limits { strangers: l, tokens: l, admins: l, hosts: l, centres: l })
+    }
+
+    #[test]
+    fn each_party_and_each_kind_has_its_limit_and_what_is_dropped_is_given_back() {
+        let shares = shares(3, 5);
+        let stranger = |a: &str| Party::stranger(a.parse().unwrap());
+        let (one, two) = (stranger("10.0.0.1"), stranger("10.0.0.2"));
+        let held = shares.take(&one, 3).unwrap();
+        assert_eq!(shares.take(&one, 1).err(), Some(Full::Each));
+        assert_eq!(shares.take(&stranger("::ffff:10.0.0.1"), 1).err(), Some(Full::Each));
+        assert_eq!(shares.take(&two, 3).err(), Some(Full::All));
+        let mut more = shares.take(&two, 2).unwrap();
+        assert_eq!(more.set(3), Err(Full::All));
+        // Other kinds are not concerned.
+        drop((shares.take(&Party::Token("t".into()), 3).unwrap(), shares.take(&Party::Admin("t".into()), 3).unwrap()));
+        drop(held);
+        more.set(3).unwrap();
+        assert_eq!(more.set(4), Err(Full::Each));
+        more.set(1).unwrap();
+        drop(shares.take(&one, 3).unwrap());
+        drop(more);
+        let taken = shares.taken();
+        assert!(taken.each.is_empty() && taken.all == [0; KINDS]);
+    }
+
+    #[test]
+    fn a_network_of_ipv6_is_one_stranger() {
+        let stranger = |a: &str| Party::stranger(a.parse().unwrap());
+        assert_eq!(stranger("2001:db8::1"), stranger("2001:db8::ffff:1"));
+        assert_ne!(stranger("2001:db8::1"), stranger("2001:db8:0:1::1"));
+    }
+
+    #[test]
+    fn a_refusal_says_whose_limit_it_is() {
+        let shares = shares(3, 5);
+        let (party, say) = (Party::Token("t".into()), |f| shares.refusal(&Party::Token("t".into()), f).what);
+        assert_eq!(say(Full::Each), "token t has the most things, 3; try again when some have ended");
+        assert_eq!(say(Full::All), "tenants and readers together have the most things, 5; try again in a while");
+        assert_eq!(shares.refusal(&party, Full::Each).kind, unirdma_fleet::RefusalKind::Full);
+    }
+}

@@ -1,0 +1,147 @@
+//! What a message takes once it is read. Two bytes may be an object with all its fields, so the length of a message says little of that.
+
+use std::collections::HashMap;
+use std::sync::LazyLock;
+
+use prost::Message;
+use prost_types::field_descriptor_proto::{Label, Type};
+use prost_types::{DescriptorProto, FieldDescriptorProto, FileDescriptorSet};
+
+/// The most that a message of a list takes by itself, and a field beside its text. A message that is no list's has its place in the one that has it.
+const MESSAGE: usize = 704;
+const FIELD: usize = 32;
+
+/// A field that is a message: its type, and whether it is a list.
+type Inner = (String, bool);
+
+/// Of each message the fields that are messages, and of each call of gRPC what it takes.
+struct Types {
+    messages: HashMap<String, HashMap<u64, Inner>>,
+    calls: HashMap<String, String>,
+}
+
+static TYPES: LazyLock<Types> = LazyLock::new(|| {
+    let set = FileDescriptorSet::decode(unirdma_fleet::DESCRIPTORS).unwrap_or_default();
+    let mut types = Types { messages: HashMap::new(), calls: HashMap::new() };
+    for file in &set.file {
+        let package = file.package();
+        file.message_type.iter().for_each(|m| types.add(&format!(".{package}"), m));
+        for service in &file.service {
+            let calls = service.method.iter();
+            let named = calls.map(|m| (format!("/{package}.{}/{}", service.name(), m.name()), m.input_type().into()));
+            types.calls.extend(named);
+        }
+    }
+    types
+});
+
+impl Types {
+    fn add(&mut self, place: &str, message: &DescriptorProto) {
+        let name = format!("{place}.{}", message.name());
+        message.nested_type.iter().for_each(|m| self.add(&name, m));
+        let fields = message.field.iter().filter(|f| f.r#type() == Type::Message);
+        let inner = |f: &FieldDescriptorProto| (f.type_name().to_owned(), f.label() == Label::Repeated);
+        let fields = fields.map(|f| (u64::from(f.number().unsigned_abs()), inner(f)));
+        self.messages.insert(name, fields.collect());
+    }
+}
+
+/// Of the message of a call of gRPC. The call is its address.
+pub(crate) fn of_call(call: &str, message: &[u8]) -> usize {
+    MESSAGE + TYPES.calls.get(call).map_or(0, |name| of_fields(name, message))
+}
+
+/// Of the fields of a message, as far as they can be read: whoever decodes the message does not come further.
+fn of_fields(name: &str, mut rest: &[u8]) -> usize {
+    let inner = TYPES.messages.get(name);
+    let mut weight = 0;
+    while let Some(tag) = varint(&mut rest) {
+        weight += FIELD;
+        let length = match tag & 7 {
+            0 => varint(&mut rest).map(|_| 0),
+            1 => Some(8),
+            2 => varint(&mut rest),
+            5 => Some(4),
+            _ => None,
+        };
+        let length = length.and_then(|n| usize::try_from(n).ok());
+        let Some((field, after)) = length.and_then(|n| rest.split_at_checked(n)) else { break };
+        weight += match inner.and_then(|i| i.get(&(tag >> 3))).filter(|_| tag & 7 == 2) {
+            Some((name, list)) => of_fields(name, field) + if *list { MESSAGE } else { 0 },
+            None => field.len(),
+        };
+        rest = after;
+    }
+    weight
+}
+
+/// Takes a number of variable length.
+fn varint(rest: &mut &[u8]) -> Option<u64> {
+    prost::encoding::decode_varint(rest).ok()
+}
+
+/// Of a message as JSON: at most what its signs let it have.
+pub(crate) fn of_json(text: &[u8]) -> usize {
+    let (mut weight, mut before) = (MESSAGE + text.len(), b' ');
+    for &sign in text.iter().filter(|b| !b.is_ascii_whitespace()) {
+        weight += match (before, sign) {
+            (b'[' | b',', b'{') => MESSAGE,
+            (_, b',' | b'[') => FIELD,
+            _ => 0,
+        };
+        before = sign;
+    }
+    weight
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use unirdma_fleet::v1;
+
+    #[test]
+    fn no_message_takes_more_than_is_said() {
+        let sizes = [
+            size_of::<v1::Object>(),
+            size_of::<v1::Vrnic>(),
+            size_of::<v1::Host>(),
+            size_of::<v1::Group>(),
+            size_of::<v1::Rule>(),
+            size_of::<v1::Limits>(),
+            size_of::<v1::FromHost>(),
+            size_of::<v1::VrnicState>(),
+            size_of::<v1::Connection>(),
+            size_of::<v1::Token>(),
+        ];
+        // A list that grows has up to twice the room that it needs.
+        assert!(sizes.iter().all(|s| 2 * s <= MESSAGE), "{sizes:?}");
+        assert!(2 * size_of::<String>() <= 2 * FIELD);
+    }
+
+    #[test]
+    fn a_message_weighs_what_it_becomes() {
+        let apply = "/unirdma.fleet.v1.Fleet/Apply";
+        // A thousand objects of two bytes.
+        let many = [0x0a, 0].repeat(1_000);
+        assert_eq!(of_call(apply, &many), MESSAGE + 1_000 * (MESSAGE + FIELD));
+        let vrnic = v1::Vrnic { name: "a".into(), ips: vec![String::new(); 1_000], ..Default::default() };
+        let objects = vec![v1::Object { object: Some(vrnic.into()), revision: 0 }];
+        let weight = of_call(apply, &v1::ApplyRequest { objects, ..Default::default() }.encode_to_vec());
+        assert!((1_000 * FIELD..1_100 * FIELD + 2 * MESSAGE).contains(&weight), "{weight}");
+        // What cannot be read weighs what was read before.
+        assert_eq!(of_call(apply, &[&[0x0a, 0][..], &[0x0a, 9, 1]].concat()), 2 * MESSAGE + 2 * FIELD);
+        assert_eq!(of_call(apply, &[0xff; 30]), MESSAGE);
+        assert_eq!(of_call("/other", &many), MESSAGE);
+        let json = br#"{"objects":[{"vrnic":{"ips":["",""]}}, {}]}"#;
+        assert_eq!(of_json(json), 3 * MESSAGE + 4 * FIELD + json.len());
+    }
+
+    /// What each call takes is known.
+    #[test]
+    fn all_calls_are_known() {
+        for call in ["Fleet/Apply", "Fleet/Watch", "Hosts/Join", "Hosts/Attach", "Centres/Ask"] {
+            let name = &TYPES.calls[&format!("/unirdma.fleet.v1.{call}")];
+            assert!(TYPES.messages.contains_key(name), "{call} takes {name}");
+        }
+    }
+}
