@@ -12,6 +12,9 @@ use std::time::{Duration, Instant};
 use unirdma_device::lock;
 use unirdma_formats::frame::{Heading, Talk};
 use unirdma_policy::{Party, Policy, Rule};
+use unirdma_rnic::Route;
+
+use crate::network::Changes;
 
 /// How long an answer may take.
 const ANSWER_TIME: Duration = Duration::from_secs(60);
@@ -39,6 +42,35 @@ impl Filter {
     /// Of the group with the number `vni`. `others` are addresses of other groups that it reaches, with the numbers of those.
     pub fn new(vni: u32, rules: &[Rule<u32>], others: impl Iterator<Item = (IpAddr, u32)>) -> Filter {
         Filter { vni, policy: Policy::new(rules), others: others.collect(), begun: Mutex::default() }
+    }
+
+    /// The same after these changes; `None`: no rule concerns the group any more. `before`: what there was, if there was a filter.
+    pub fn after(before: Option<&Filter>, changes: &Changes) -> Option<Filter> {
+        let mut after = match before {
+            Some(f) => {
+                let begun = Mutex::new(lock(&f.begun).clone());
+                Filter { vni: f.vni, policy: f.policy.clone(), others: f.others.clone(), begun }
+            }
+            None => Filter::new(changes.vni, &[], std::iter::empty()),
+        };
+        if let Some(rules) = &changes.rules {
+            after.policy = Policy::new(rules);
+        }
+        for (address, route) in &changes.addresses {
+            match route.filter(|r| r.vni != after.vni) {
+                Some(r) => after.others.insert(*address, r.vni),
+                None => after.others.remove(address),
+            };
+        }
+        (!after.policy.is_empty() || !after.others.is_empty()).then_some(after)
+    }
+
+    /// True if these changes concern it.
+    pub fn is_concerned(&self, changes: &Changes) -> bool {
+        let concerned = |&(address, route): &(IpAddr, Option<Route>)| {
+            route.is_some_and(|r| r.vni != self.vni) || self.others.contains_key(&address)
+        };
+        changes.rules.is_some() || changes.addresses.iter().any(concerned)
     }
 
     /// The number of the group that has an address, if that is another one.
@@ -100,6 +132,34 @@ mod tests {
         let rule: Rule = "allow from group:1 to group:2".parse().unwrap();
         let rule = rule.translate(|name| name.parse::<u32>().ok(), |a| *a).unwrap();
         Filter::new(1, &[rule], [(BLUE[0], 2)].into_iter())
+    }
+
+    #[test]
+    fn a_filter_after_changes_is_that_of_the_new_rules_and_still_knows_who_has_begun() {
+        let rules = |f: &Filter| (f.vni, f.policy.clone(), f.others.clone());
+        let (rule, route) = ("allow from group:1 to group:2".parse::<Rule>().unwrap(), |vni| {
+            Some(Route { host: RED[0], foreign: false, vni })
+        });
+        let rule = rule.translate(|name| name.parse::<u32>().ok(), |a| *a).unwrap();
+        let (vni, group) = (1, "red".to_owned());
+        let joins = Changes {
+            group,
+            vni,
+            addresses: vec![(BLUE[0], route(2)), (RED[0], route(1))],
+            rules: Some(vec![rule]),
+            ..Changes::default()
+        };
+        let joined = Filter::after(None, &joins).unwrap();
+        assert_eq!(rules(&joined), rules(&one_way()));
+        joined.note(RED[0], BLUE[0], Instant::now());
+        let own = Changes { addresses: vec![(RED[0], route(1))], rules: None, ..joins.clone() };
+        let moves = Changes { addresses: vec![(BLUE[0], route(3))], rules: None, ..joins.clone() };
+        assert!(!joined.is_concerned(&own) && joined.is_concerned(&moves) && joined.is_concerned(&joins));
+        let moved = Filter::after(Some(&joined), &moves).unwrap();
+        assert_eq!(moved.other_group(BLUE[0]), Some(3));
+        assert!(moved.has_begun(RED[0], BLUE[0], Instant::now()));
+        let parts = Changes { addresses: vec![(BLUE[0], None)], rules: Some(Vec::new()), ..joins };
+        assert!(Filter::after(Some(&moved), &parts).is_none());
     }
 
     #[test]

@@ -35,7 +35,7 @@ pub use agree::Disagreement;
 use announce::{Announcer, Outlet};
 use directory::Directory;
 pub(crate) use directory::Tidings;
-pub(crate) use enrolment::{Changes, Enrolment, Plan, Role, open_worker};
+pub(crate) use enrolment::{Changes, Enrolment, JoinedChanges, Plan, Role, open_worker};
 pub(crate) use interface::interface_index;
 use interface::interface_mtu;
 use lane::{Indices, Lane, Member};
@@ -50,7 +50,7 @@ use crate::port::open::{self, Kind, Options};
 use crate::seal::TAIL_BYTES;
 use crate::source::Source;
 use crate::steer::{self, Table};
-use crate::tunnel::{Joined, Members, TUNNEL_BYTES, TunnelDrops, TunnelInfo};
+use crate::tunnel::{Members, TUNNEL_BYTES, TunnelDrops, TunnelInfo};
 use crate::{DEFAULT_GROUP, WireConfig, vrnic};
 
 /// Most IP multicast groups of a group of vRNICs, each with a socket of its own.
@@ -553,7 +553,7 @@ impl Network {
                         self.known.note_agreement(group, Some(from.ip()), agrees);
                     }
                     // It may be the number of a group that is joined with one of this host.
-                    self.known.doubt_joined(&self.groups.keys().cloned().collect());
+                    self.known.doubt_host(from.ip());
                 }
             }
         }
@@ -591,26 +591,24 @@ impl Network {
 
     /// Tells the peers which groups this host has now.
     fn groups_changed(&mut self) {
-        // Hosts with members of a joined group only are to know the number of this one, too.
-        let plainly_joined = |(name, group): &(&String, &Group)| {
-            let joined = self.joined_with(name).into_iter();
-            joined.filter(|j| !group.sealed.others.contains(&j.name)).collect::<Vec<Members>>()
-        };
-        let known = |group: &(&String, &Group)| {
-            let mut members = self.known.outline(group.0);
-            let others = plainly_joined(group).into_iter().flat_map(|j| j.hosts);
-            members.hosts.extend(others.filter(|h| !self.addresses.contains(h)));
-            members
-        };
-        let announced: Vec<(&String, &Group)> = self.groups.iter().filter(|(_, g)| !g.sealed.own).collect();
-        let members: Vec<Members> = announced.iter().map(known).collect();
-        let joined: Vec<Members> = announced.iter().flat_map(plainly_joined).collect();
-        let hidden = self.rules().hidden;
+        let Network { groups, known, addresses, .. } = self;
+        let (mut members, mut joined) = (Vec::new(), Vec::new());
+        for (name, group) in groups.iter().filter(|(_, g)| !g.sealed.own) {
+            let view = known.view(name);
+            let plainly = view.joined.iter().filter(|(other, _)| !group.sealed.others.contains(*other));
+            let of_joined: Vec<Members> = plainly.map(|(other, j)| j.outline(other)).collect();
+            // Hosts with members of a joined group only are to know the number of this one, too.
+            let mut own = known.outline(name);
+            own.hosts.extend(of_joined.iter().flat_map(|j| &j.hosts).filter(|h| !addresses.contains(h)));
+            members.push(own);
+            joined.extend(of_joined);
+        }
+        let hidden = self.find_hidden();
         for h in hidden.iter().filter(|h| !self.hidden.contains(h)) {
             tracing::warn!("{h}");
         }
         self.hidden = hidden;
-        self.announcer.set_groups(&members, &joined, &Out(&self.lanes));
+        self.announcer.set_groups(members, joined, &Out(&self.lanes));
         for group in self.groups.keys() {
             self.known.note_agreement(group, None, |host, vni| self.announcer.agrees(host, vni, group));
         }
@@ -632,50 +630,35 @@ impl Network {
 
     /// Where a group's peers are, for a worker that begins.
     pub fn plan(&mut self, group: &str) -> Plan {
-        let plan = self.known.plan(group);
-        self.with_agreed(plan)
-    }
-
-    /// Says of a plan which hosts agree about the numbers of the groups that are joined with its group.
-    fn with_agreed(&self, mut plan: Plan) -> Plan {
-        for Joined { members, agreed } in &mut plan.joined {
-            // A host agrees with itself.
-            let agrees =
-                |h: &&IpAddr| self.addresses.contains(h) || self.announcer.agrees(**h, members.vni, &members.name);
-            *agreed = members.hosts.iter().filter(agrees).copied().collect();
-        }
-        plan
-    }
-
-    /// The members of the groups that rules join with a group.
-    fn joined_with(&self, group: &str) -> Vec<Members> {
-        self.known.joined_with(group).iter().map(|(name, j)| j.members(name)).collect()
+        self.known.plan(group, &|host, vni, name: &str| self.announcer.agrees(host, vni, name))
     }
 
     /// The rules that concern a group, as text.
     pub fn rule_texts(&self, group: &str) -> Vec<String> {
-        let group = group.to_string();
-        self.known.rules.iter().filter(|r| r.concerns(&group)).map(ToString::to_string).collect()
+        self.known.rules.of(group).map(ToString::to_string).collect()
     }
 
     /// The rules in force, and what they make unreachable.
     pub fn rules(&self) -> RulesInfo {
-        let rules = self.known.rules.iter().map(ToString::to_string).collect();
-        let hidden = self.groups.keys().flat_map(|seer| {
-            let joined = self.known.joined_with(seer).into_iter();
-            joined.flat_map(move |(group, j)| j.hidden.into_iter().map(move |a| (seer.clone(), group.clone(), a)))
-        });
-        let hidden = hidden.map(|(seer, group, address)| Hidden { address, group, seer });
-        RulesInfo { rules, hidden: hidden.take(MAX_HIDDEN).collect() }
+        let rules = self.known.rules.all().into_iter().map(ToString::to_string).collect();
+        RulesInfo { rules, hidden: self.hidden.clone() }
+    }
+
+    /// What rules make unreachable.
+    fn find_hidden(&mut self) -> Vec<Hidden> {
+        let mut found = Vec::new();
+        for seer in self.groups.keys() {
+            let view = self.known.view(seer);
+            let hidden = view.joined.iter().flat_map(|(group, j)| j.hidden.iter().map(move |&a| (group.clone(), a)));
+            let hidden = hidden.map(|(group, address)| Hidden { address, group, seer: seer.clone() });
+            found.extend(hidden.take(MAX_HIDDEN - found.len()));
+        }
+        found
     }
 
     /// What the worker of a group is to be told that it has not been told yet.
     pub fn tidings(&mut self, group: &str) -> Option<Tidings> {
-        let tidings = self.known.tidings(group)?;
-        Some(match tidings {
-            Tidings::Plan(plan) => Tidings::Plan(self.with_agreed(plan)),
-            changes => changes,
-        })
+        self.known.tidings(group, &|host, vni, name: &str| self.announcer.agrees(host, vni, name))
     }
 
     /// True if there is anything of that kind.

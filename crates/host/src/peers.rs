@@ -33,7 +33,7 @@ pub(crate) struct Peers {
     /// Where virtual addresses are, by group and address.
     places: BTreeMap<(String, IpAddr), Place>,
     vnis: BTreeMap<String, u32>,
-    rules: Vec<Rule>,
+    rules: BTreeSet<Rule>,
 }
 
 /// Longest file, bytes.
@@ -79,7 +79,7 @@ impl Peers {
     pub fn parse(text: &str, own: &[IpAddr]) -> Result<Peers, String> {
         let mut places = BTreeMap::new();
         let mut lines = HashMap::new();
-        let mut rules: Vec<Rule> = Vec::new();
+        let mut rules = BTreeSet::new();
         let (mut stated, mut stated_in) = (BTreeMap::new(), HashMap::new());
         for (i, line) in text.lines().enumerate() {
             let words: Vec<&str> = line.split('#').next().unwrap_or_default().split_whitespace().collect();
@@ -95,7 +95,7 @@ impl Peers {
                         return Err(at(format!("group {group} has VNI {before} already")));
                     }
                 }
-                ["rule", ref rule @ ..] => rules.push(parse_rule(&rule.join(" ")).map_err(at)?),
+                ["rule", ref rule @ ..] => _ = rules.insert(parse_rule(&rule.join(" ")).map_err(at)?),
                 _ => {
                     let (group, address, place) = parse_peer(&words, own).map_err(at)?;
                     if let Some(before) = lines.insert((group.clone(), address), i + 1) {
@@ -127,9 +127,9 @@ impl Peers {
             let (mac, host) = (vrnic::mac_of(group, *address), place.filter(|p| !p.foreign).map(|p| p.host));
             changes.push(Change::Mac { group: group.clone(), mac, host });
         }
-        if before.rules != self.rules {
-            changes.push(Change::Rules(self.rules.clone()));
-        }
+        let (new, gone) = (self.rules.difference(&before.rules), before.rules.difference(&self.rules));
+        let both = new.map(|r| (r, true)).chain(gone.map(|r| (r, false)));
+        changes.extend(both.map(|(rule, there)| Change::Rule { rule: rule.clone(), there }));
         changes
     }
 }

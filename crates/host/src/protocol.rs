@@ -19,7 +19,7 @@ use crate::tunnel::TunnelDrops;
 use crate::vrnic::{Hardware, IpNet, SetHeld, VrnicInfo};
 
 /// Version of these messages.
-pub(crate) const VERSION: u32 = 7;
+pub(crate) const VERSION: u32 = 8;
 
 /// What a worker is, from its beginning on.
 #[derive(Clone, Debug, Serialize, Deserialize)]

@@ -34,8 +34,8 @@ pub(crate) enum Change {
     Address { group: String, address: IpAddr, place: Option<Place> },
     /// At which host a vRNIC of a group is that has this Ethernet address.
     Mac { group: String, mac: Mac, host: Option<IpAddr> },
-    /// All rules between groups.
-    Rules(Vec<Rule>),
+    /// A rule between groups is said, or not any more. It holds for as long as it was said more often than taken back.
+    Rule { rule: Rule, there: bool },
 }
 
 /// Who knows other hosts.

@@ -418,8 +418,15 @@ impl Switch {
         }
     }
 
-    /// Tells the tunnel what is other than that.
+    /// Tells what is other than that.
     pub fn change_plan(&self, group: u32, changes: &Changes) {
+        let filter = lock(&self.filters).get(&group).cloned();
+        if filter.as_ref().map_or(changes.rules.is_some(), |f| f.is_concerned(changes)) {
+            match Filter::after(filter.as_deref(), changes) {
+                Some(filter) => _ = lock(&self.filters).insert(group, Arc::new(filter)),
+                None => _ = lock(&self.filters).remove(&group),
+            }
+        }
         if let Some(t) = &self.tunnel {
             t.change_plan(group, changes);
         }

@@ -61,6 +61,18 @@ impl Members {
     pub fn new(name: &str, vni: u32) -> Self {
         Members { name: name.into(), vni, ..Members::default() }
     }
+
+    /// A host has members of the group, and agrees or not about its number; `None`: it has none any more.
+    fn set_host(&mut self, agreed: &mut BTreeSet<IpAddr>, host: IpAddr, agrees: Option<bool>) {
+        match agrees {
+            Some(_) => self.hosts.insert(host),
+            None => self.hosts.remove(&host),
+        };
+        match agrees {
+            Some(true) => agreed.insert(host),
+            _ => agreed.remove(&host),
+        };
+    }
 }
 
 /// A group that rules join with another one, as that one knows it.
@@ -247,12 +259,26 @@ impl Tunnel {
             joined: HashMap::new(),
         });
         by_vni.insert(changes.vni, group);
-        let members = &mut known.members;
-        for (address, route) in &changes.addresses {
-            match route.filter(|r| !r.foreign) {
-                Some(r) => members.places.insert(*address, r.host),
-                None => members.places.remove(address),
+        let Known { members, agreed, joined } = known;
+        for (vni, news) in &changes.joined {
+            let Some(news) = news else {
+                joined.remove(vni);
+                continue;
             };
+            let j = joined
+                .entry(*vni)
+                .or_insert_with(|| Joined { members: Members::new(&news.name, *vni), agreed: BTreeSet::new() });
+            news.hosts.iter().for_each(|&(host, agrees)| j.members.set_host(&mut j.agreed, host, agrees));
+        }
+        for (address, route) in &changes.addresses {
+            members.places.remove(address);
+            joined.values_mut().for_each(|j| _ = j.members.places.remove(address));
+            let Some(r) = route.filter(|r| !r.foreign) else { continue };
+            let of =
+                if r.vni == members.vni { Some(&mut *members) } else { joined.get_mut(&r.vni).map(|j| &mut j.members) };
+            if let Some(of) = of {
+                of.places.insert(*address, r.host);
+            }
         }
         for (mac, host) in &changes.macs {
             match host {
@@ -261,22 +287,13 @@ impl Tunnel {
             };
             learned.forget(group, *mac);
         }
-        for (host, agrees) in &changes.hosts {
-            match agrees {
-                Some(_) => members.hosts.insert(*host),
-                None => members.hosts.remove(host),
-            };
-            match agrees {
-                Some(true) => known.agreed.insert(*host),
-                _ => known.agreed.remove(host),
-            };
-        }
-        let around = around(members, &known.joined);
-        if members.hosts.is_empty() && known.joined.is_empty() {
+        changes.hosts.iter().for_each(|&(host, agrees)| members.set_host(agreed, host, agrees));
+        let around = around(members, joined);
+        if members.hosts.is_empty() && joined.is_empty() {
             groups.remove(&group);
             by_vni.remove(&changes.vni);
         }
-        if !changes.hosts.is_empty() {
+        if !(changes.hosts.is_empty() && changes.joined.is_empty()) {
             s.handshakes.set_around(around, |p, to| self.send_to(p, to));
             self.arm(&s);
         }

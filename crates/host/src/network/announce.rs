@@ -21,6 +21,9 @@ const MAX_LOGGED: usize = 100;
 
 /// What has been said, and to whom it is to be said again.
 pub(super) struct Announcer {
+    /// The groups of this host, and those that rules join with them.
+    groups: Vec<Members>,
+    joined: Vec<Members>,
     agreement: Agreement,
     timer: OwnedFd,
     repeat: Duration,
@@ -45,6 +48,8 @@ impl Announcer {
         let timer =
             rustix::time::timerfd_create(TimerfdClockId::Monotonic, TimerfdFlags::CLOEXEC | TimerfdFlags::NONBLOCK)?;
         Ok(Announcer {
+            groups: Vec::new(),
+            joined: Vec::new(),
             agreement: Agreement::default(),
             timer,
             repeat: FIRST_REPEAT,
@@ -60,10 +65,14 @@ impl Announcer {
     }
 
     /// From now on this host has these groups, and rules join those with them; tells the peers.
-    pub fn set_groups(&mut self, groups: &[Members], joined: &[Members], out: &impl Outlet) {
+    pub fn set_groups(&mut self, groups: Vec<Members>, joined: Vec<Members>, out: &impl Outlet) {
+        if (&groups, &joined) == (&self.groups, &self.joined) {
+            return;
+        }
+        (self.groups, self.joined) = (groups, joined);
         let epoch = getrandom::u64().unwrap_or_default().max(1);
-        self.agreement.set_groups(groups.iter(), epoch);
-        self.agreement.set_joined(joined.iter());
+        self.agreement.set_groups(self.groups.iter(), epoch);
+        self.agreement.set_joined(self.joined.iter());
         self.logged.clear();
         self.repeat = FIRST_REPEAT;
         self.announce(out);

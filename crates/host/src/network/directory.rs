@@ -2,11 +2,12 @@
 
 use std::collections::{BTreeMap, BTreeSet, HashMap};
 use std::net::IpAddr;
+use std::sync::Arc;
 
-use unirdma_policy::Rule;
 use unirdma_rnic::Route;
 
-use super::{Changes, Plan};
+use super::joins::{Rules, View};
+use super::{Changes, JoinedChanges, Plan};
 use crate::source::{Change, Place};
 use crate::tunnel::{Joined, Members};
 
@@ -19,7 +20,7 @@ pub(super) struct Directory {
     addresses: usize,
     /// This host's addresses.
     own: Vec<IpAddr>,
-    pub(super) rules: Vec<Rule>,
+    pub(super) rules: Rules,
 }
 
 /// What is known of a group.
@@ -35,6 +36,8 @@ pub(super) struct Known {
     hosts: BTreeMap<IpAddr, usize>,
     /// Those of them that have said that the group has the same number there.
     agreed: BTreeSet<IpAddr>,
+    /// What rules let it know of other groups; `None`: that is in doubt, or nobody has asked.
+    pub(super) view: Option<Arc<View>>,
     told: Told,
 }
 
@@ -44,8 +47,16 @@ enum Told {
     /// Nothing, or nothing that is still true: a plan is due.
     #[default]
     Nothing,
-    /// Everything but this.
-    AllBut(News),
+    /// Everything but this, and of other groups what was so then.
+    AllBut(News, Across),
+}
+
+/// What a worker was told of groups that rules join with its own.
+#[derive(Clone, Default)]
+struct Across {
+    view: Arc<View>,
+    /// Their hosts that have said their numbers, each with the number.
+    agreed: BTreeSet<(u32, IpAddr)>,
 }
 
 /// Names of what has changed. What each is now is looked up when the worker is told.
@@ -54,11 +65,13 @@ struct News {
     addresses: BTreeSet<IpAddr>,
     macs: BTreeSet<[u8; 6]>,
     hosts: BTreeSet<IpAddr>,
+    /// Something may have changed of what rules say, or of the groups that they join with this one.
+    across: bool,
 }
 
 impl News {
     fn is_empty(&self) -> bool {
-        self.addresses.is_empty() && self.macs.is_empty() && self.hosts.is_empty()
+        self.addresses.is_empty() && self.macs.is_empty() && self.hosts.is_empty() && !self.across
     }
 }
 
@@ -85,9 +98,15 @@ pub(super) struct Effect {
 impl Known {
     /// Notes a change for the worker.
     fn note(&mut self, f: impl FnOnce(&mut News)) {
-        if let Told::AllBut(news) = &mut self.told {
+        if let Told::AllBut(news, _) = &mut self.told {
             f(news);
         }
+    }
+
+    /// What rules let it know of other groups may be other now. Gives what it was.
+    pub(super) fn doubt(&mut self) -> Option<Arc<View>> {
+        self.note(|n| n.across = true);
+        self.view.take()
     }
 
     pub(super) fn vni(&self) -> u32 {
@@ -108,6 +127,41 @@ impl Known {
             self.note(|n| _ = n.hosts.insert(place.host));
         }
         changed
+    }
+}
+
+impl Across {
+    /// Says what is other afterwards: addresses, of which it will be looked up where they are, and everything else.
+    fn compare(&self, after: &Across, addresses: &mut BTreeSet<IpAddr>, changes: &mut Changes) {
+        let (was, is) = (&self.view, &after.view);
+        for (a, b) in [(was, is), (is, was)] {
+            for (name, j) in &a.joined {
+                let other = b.joined.get(name).map(|o| &o.peers);
+                addresses
+                    .extend(j.peers.iter().filter(|(a, r)| other.and_then(|o| o.get(a)) != Some(r)).map(|(a, _)| *a));
+            }
+        }
+        let numbers = |view: &View| -> BTreeMap<u32, String> {
+            view.joined.iter().map(|(name, j)| (j.vni, name.clone())).collect()
+        };
+        let (was_joined, is_joined) = (numbers(was), numbers(is));
+        let gone = was_joined.iter().filter(|(vni, name)| is_joined.get(vni) != Some(name));
+        changes.joined.extend(gone.map(|(&vni, _)| (vni, None)));
+        let hosts = |across: &Across, vni: u32, name: &str| -> BTreeMap<IpAddr, bool> {
+            let joined = across.view.joined.get(name).filter(|j| j.vni == vni);
+            joined.into_iter().flat_map(|j| &j.hosts).map(|&h| (h, across.agreed.contains(&(vni, h)))).collect()
+        };
+        for (vni, name) in is_joined {
+            let (before, now) = (hosts(self, vni, &name), hosts(after, vni, &name));
+            let new = was_joined.get(&vni) != Some(&name);
+            let gone = before.keys().filter(|h| !now.contains_key(h)).map(|&h| (h, None));
+            let other = now.iter().filter(|(h, a)| before.get(h) != Some(a)).map(|(&h, &a)| (h, Some(a)));
+            let hosts: Vec<(IpAddr, Option<bool>)> = gone.chain(other).collect();
+            if new || !hosts.is_empty() {
+                changes.joined.push((vni, Some(JoinedChanges { name, hosts })));
+            }
+        }
+        changes.rules = (was.rules != is.rules).then(|| is.rules.clone());
     }
 }
 
@@ -143,8 +197,9 @@ impl Directory {
     /// Puts changes in force.
     pub fn apply(&mut self, changes: Vec<Change>) -> Effect {
         let mut effect = Effect::default();
-        // Groups of which those that are joined with them may have to know something else.
+        // Groups of which those that rules join with them may have to know something else.
         let mut moved: BTreeSet<String> = BTreeSet::new();
+        let joined_any = self.rules.join_any();
         for change in changes {
             match change {
                 Change::Vni { group, vni } => {
@@ -190,26 +245,22 @@ impl Directory {
                         known.note(|n| _ = n.macs.insert(mac.0));
                     }
                 }
-                Change::Rules(rules) => {
-                    if rules != self.rules {
-                        let named = |rules: &[Rule]| {
-                            rules.iter().flat_map(|r| [r.from.group(), r.to.group()]).cloned().collect()
-                        };
-                        let (before, after): (Vec<String>, Vec<String>) = (named(&self.rules), named(&rules));
-                        self.rules = rules;
-                        before.iter().chain(&after).for_each(|group| self.forget_worker(group));
-                        (effect.any, effect.hosts, effect.layers) = (true, true, true);
+                Change::Rule { rule, there } => {
+                    if self.rules.set(&rule, there) {
+                        effect.any = true;
+                        moved.extend([rule.from.group().clone(), rule.to.group().clone()]);
                     }
                 }
             }
         }
-        effect.hosts |= self.doubt_joined(&moved);
+        effect.layers |= joined_any != self.rules.join_any();
+        effect.hosts |= self.doubt(&moved);
         self.groups.retain(|_, k| {
             k.vni.is_some()
                 || !k.addresses.is_empty()
                 || !k.here.is_empty()
                 || !k.macs.is_empty()
-                || matches!(k.told, Told::AllBut(_))
+                || matches!(k.told, Told::AllBut(..))
         });
         effect
     }
@@ -226,7 +277,7 @@ impl Directory {
 
     /// The hosts that are virtual layers; this one too, if rules may join groups that it has.
     pub fn layers(&self) -> BTreeSet<IpAddr> {
-        let own = self.own.iter().filter(|_| self.joins_any());
+        let own = self.own.iter().filter(|_| self.rules.join_any());
         self.hosts.keys().chain(own).copied().collect()
     }
 
@@ -254,10 +305,30 @@ impl Directory {
         }
     }
 
-    /// Everything of a group, for a worker that begins; but not which hosts agree about the numbers of joined groups. What changes afterwards is in [`Directory::tidings`].
-    pub fn plan(&mut self, group: &str) -> Plan {
+    /// A host has said something else of its groups' numbers: whoever is joined with one of them may be concerned.
+    pub fn doubt_host(&mut self, host: IpAddr) {
+        for known in self.groups.values_mut() {
+            if known.view.as_ref().is_some_and(|v| v.joined.values().any(|j| j.hosts.contains(&host))) {
+                known.note(|n| n.across = true);
+            }
+        }
+    }
+
+    /// What a group knows of others now. `agrees`: whether a host has said that a number is that of a group.
+    fn across(&mut self, group: &str, agrees: &impl Fn(IpAddr, u32, &str) -> bool) -> Across {
+        let view = self.view(group);
+        // A host agrees with itself.
+        let agreed = view.hosts().filter(|&(vni, name, h)| self.own.contains(&h) || agrees(h, vni, name));
+        let agreed = agreed.map(|(vni, _, h)| (vni, h)).collect();
+        Across { view, agreed }
+    }
+
+    /// Everything of a group, for a worker that begins. What changes afterwards is in [`Directory::tidings`].
+    pub fn plan(&mut self, group: &str, agrees: &impl Fn(IpAddr, u32, &str) -> bool) -> Plan {
+        self.groups.entry(group.into()).or_default();
+        let across = self.across(group, agrees);
         let known = self.groups.entry(group.into()).or_default();
-        known.told = Told::AllBut(News::default());
+        known.told = Told::AllBut(News::default(), across.clone());
         let members = Members {
             hosts: known.hosts.keys().copied().collect(),
             places: known.addresses.iter().filter(|(_, p)| !p.foreign).map(|(&a, p)| (a, p.host)).collect(),
@@ -265,38 +336,42 @@ impl Directory {
             ..Members::new(group, known.vni())
         };
         let mut routes: Vec<(IpAddr, Route)> = known.addresses.iter().map(|(&a, p)| (a, known.route(p))).collect();
-        let agreed = known.agreed.clone();
-        let (joined, rules) = (self.joined_with(group), self.rules_of(group));
-        routes.extend(joined.values().flat_map(|j| &j.peers));
-        let joined =
-            joined.iter().map(|(name, j)| Joined { members: j.members(name), agreed: BTreeSet::new() }).collect();
-        Plan { routes, members, agreed, joined, rules }
+        let Across { view, agreed } = across;
+        routes.extend(view.joined.values().flat_map(|j| j.peers.iter().map(|(&a, &r)| (a, r))));
+        let joined = view.joined.iter().map(|(name, j)| Joined {
+            members: j.members(name),
+            agreed: j.hosts.iter().copied().filter(|h| agreed.contains(&(j.vni, *h))).collect(),
+        });
+        let (joined, rules) = (joined.collect(), view.rules.clone());
+        Plan { routes, members, agreed: known.agreed.clone(), joined, rules }
     }
 
     /// What the worker of a group is to be told now, if it is anything.
-    pub fn tidings(&mut self, group: &str) -> Option<Tidings> {
-        let Some(Known { told: Told::AllBut(news), .. }) = self.groups.get_mut(group) else {
-            return Some(Tidings::Plan(self.plan(group)));
+    pub fn tidings(&mut self, group: &str, agrees: &impl Fn(IpAddr, u32, &str) -> bool) -> Option<Tidings> {
+        let Some(Known { told: Told::AllBut(news, _), .. }) = self.groups.get_mut(group) else {
+            return Some(Tidings::Plan(self.plan(group, agrees)));
         };
-        let news = std::mem::take(news);
-        if news.is_empty() {
-            return None;
+        let mut news = std::mem::take(news);
+        let now = news.across.then(|| self.across(group, agrees));
+        let Some(known @ Known { told: Told::AllBut(..), .. }) = self.groups.get_mut(group) else { return None };
+        let mut changes = Changes { group: group.into(), vni: known.vni(), ..Changes::default() };
+        if let (Some(now), Told::AllBut(_, told)) = (now, &mut known.told) {
+            let before = std::mem::replace(told, now);
+            before.compare(told, &mut news.addresses, &mut changes);
         }
-        let known = self.groups.get(group)?;
+        let Told::AllBut(_, Across { view, .. }) = &known.told else { return None };
+        let route_of = |a: IpAddr| known.addresses.get(&a).map(|p| known.route(p)).or_else(|| view.route(a));
         let of_host = |h: IpAddr| (h, known.hosts.contains_key(&h).then(|| known.agreed.contains(&h)));
-        Some(Tidings::Changes(Changes {
-            group: group.into(),
-            vni: known.vni(),
-            addresses: news.addresses.iter().map(|&a| (a, known.addresses.get(&a).map(|p| known.route(p)))).collect(),
-            macs: news.macs.iter().map(|&m| (m, known.macs.get(&m).copied())).collect(),
-            hosts: news.hosts.iter().map(|&h| of_host(h)).collect(),
-        }))
+        changes.addresses = news.addresses.iter().map(|&a| (a, route_of(a))).collect();
+        changes.macs = news.macs.iter().map(|&m| (m, known.macs.get(&m).copied())).collect();
+        changes.hosts = news.hosts.iter().map(|&h| of_host(h)).collect();
+        (!changes.is_empty()).then_some(Tidings::Changes(changes))
     }
 
-    /// True if the worker of a group is to be told something.
+    /// True if the worker of a group may be to be told something.
     pub fn has_tidings(&self, group: &str) -> bool {
         match self.groups.get(group).map(|k| &k.told) {
-            Some(Told::AllBut(news)) => !news.is_empty(),
+            Some(Told::AllBut(news, _)) => !news.is_empty(),
             _ => true,
         }
     }
@@ -314,6 +389,11 @@ mod tests {
     use super::*;
     use unirdma_formats::Mac;
 
+    /// All hosts agree about all numbers.
+    fn all(_: IpAddr, _: u32, _: &str) -> bool {
+        true
+    }
+
     fn host(n: u8) -> IpAddr {
         [192, 168, 7, n].into()
     }
@@ -326,16 +406,18 @@ mod tests {
     #[test]
     fn one_move_among_a_hundred_thousand_is_one_change() {
         let mut d = Directory::new(&[host(250)]);
-        let mut all = vec![Change::Vni { group: "blue".into(), vni: Some(5) }];
-        all.extend((0..100_000).map(|i| at(i, Some(host(1 + (i % 200) as u8)))));
-        let effect = d.apply(all);
+        let mut places = vec![Change::Vni { group: "blue".into(), vni: Some(5) }];
+        places.extend((0..100_000).map(|i| at(i, Some(host(1 + (i % 200) as u8)))));
+        let effect = d.apply(places);
         assert_eq!(effect, Effect { any: true, numbers: true, hosts: true, layers: true });
-        assert!(matches!(d.tidings("blue"), Some(Tidings::Plan(p)) if p.routes.len() == 100_000 && p.members.vni == 5));
-        assert!(!d.has_tidings("blue") && d.tidings("blue").is_none());
+        assert!(
+            matches!(d.tidings("blue", &all), Some(Tidings::Plan(p)) if p.routes.len() == 100_000 && p.members.vni == 5)
+        );
+        assert!(!d.has_tidings("blue") && d.tidings("blue", &all).is_none());
         let mac = Mac([2, 0, 0, 0, 0, 1]);
         let moved = Change::Mac { group: "blue".into(), mac, host: Some(host(9)) };
         assert_eq!(d.apply(vec![at(1, Some(host(9))), moved]), Effect { any: true, ..Effect::default() });
-        let Some(Tidings::Changes(c)) = d.tidings("blue") else { panic!("a plan") };
+        let Some(Tidings::Changes(c)) = d.tidings("blue", &all) else { panic!("a plan") };
         assert_eq!(c.addresses, [([10, 0, 0, 1].into(), Some(Route { host: host(9), foreign: false, vni: 5 }))]);
         assert_eq!((c.macs, c.hosts.len()), (vec![(mac.0, Some(host(9)))], 0));
         // The same again changes nothing.
@@ -347,24 +429,83 @@ mod tests {
     fn hosts_come_with_their_first_address_and_go_with_their_last() {
         let mut d = Directory::default();
         d.apply(vec![Change::Vni { group: "blue".into(), vni: Some(5) }, at(1, Some(host(1)))]);
-        assert!(d.plan("blue").members.hosts == [host(1)].into());
+        assert!(d.plan("blue", &all).members.hosts == [host(1)].into());
         let effect = d.apply(vec![at(2, Some(host(2))), at(3, Some(host(2)))]);
         assert_eq!((effect.hosts, effect.layers), (true, true));
         d.note_agreement("blue", Some(host(2)), |_, vni| vni == 5);
-        let Some(Tidings::Changes(c)) = d.tidings("blue") else { panic!("a plan") };
+        let Some(Tidings::Changes(c)) = d.tidings("blue", &all) else { panic!("a plan") };
         assert_eq!((c.addresses.len(), c.hosts), (2, vec![(host(2), Some(true))]));
         assert!(!d.apply(vec![at(2, None)]).hosts && d.apply(vec![at(3, None)]).hosts);
         d.note_agreement("blue", None, |_, _| false);
-        let Some(Tidings::Changes(c)) = d.tidings("blue") else { panic!("a plan") };
+        let Some(Tidings::Changes(c)) = d.tidings("blue", &all) else { panic!("a plan") };
         assert_eq!((c.addresses[1].1, c.hosts), (None, vec![(host(2), None)]));
         assert_eq!((d.layers(), d.addresses()), ([host(1)].into(), 1));
         // Another number: everything again, and so for another worker.
         assert!(d.apply(vec![Change::Vni { group: "blue".into(), vni: Some(6) }]).numbers);
-        assert!(matches!(d.tidings("blue"), Some(Tidings::Plan(p)) if p.routes[0].1.vni == 6));
+        assert!(matches!(d.tidings("blue", &all), Some(Tidings::Plan(p)) if p.routes[0].1.vni == 6));
         d.forget_worker("blue");
-        assert!(d.has_tidings("blue") && matches!(d.tidings("blue"), Some(Tidings::Plan(_))));
+        assert!(d.has_tidings("blue") && matches!(d.tidings("blue", &all), Some(Tidings::Plan(_))));
         d.forget_worker("blue");
         d.apply(vec![at(1, None), Change::Vni { group: "blue".into(), vni: None }]);
         assert!(d.groups.is_empty());
+    }
+
+    #[test]
+    fn one_rule_among_many_is_told_to_the_two_groups_that_it_concerns() {
+        let mut d = Directory::new(&[host(250)]);
+        let name = |n: u32| format!("g{n}");
+        let place = |n: u32| Some(Place { host: host(1 + (n % 200) as u8), foreign: false });
+        let mut all_of = Vec::new();
+        for n in 0..100 {
+            all_of.push(Change::Vni { group: name(n), vni: Some(100 + n) });
+            let address = |i: u32| Change::Address {
+                group: name(n),
+                address: IpAddr::V4((0x0a00_0000 + 1_000 * n + i).into()),
+                place: place(i),
+            };
+            all_of.extend((0..100).map(address));
+        }
+        let rule =
+            |n: u32| format!("allow from group:g{n} to group:g{}", n + 1).parse::<unirdma_policy::Rule>().unwrap();
+        all_of.extend((0..99).filter(|n| *n != 50).map(|n| Change::Rule { rule: rule(n), there: true }));
+        d.apply(all_of);
+        assert!((0..100).all(|n| matches!(d.tidings(&name(n), &all), Some(Tidings::Plan(_)))));
+        let told = |d: &mut Directory| -> Vec<(u32, Changes)> {
+            let mut told = |n| match d.tidings(&name(n), &all) {
+                Some(Tidings::Plan(_)) => panic!("a whole plan for {}", name(n)),
+                Some(Tidings::Changes(changes)) => Some((n, changes)),
+                None => None,
+            };
+            (0..100).filter_map(|n| told(n)).collect()
+        };
+        let effect = d.apply(vec![Change::Rule { rule: rule(50), there: true }]);
+        assert!(effect.any && effect.hosts && !effect.layers && !effect.numbers);
+        let all_told = told(&mut d);
+        assert_eq!(all_told.iter().map(|(n, _)| *n).collect::<Vec<_>>(), [50, 51]);
+        for (n, changes) in all_told {
+            // The addresses of the other group, and none of its own.
+            assert!(
+                changes.addresses.len() == 100
+                    && changes.addresses.iter().all(|(_, r)| r.unwrap().vni == 100 + (101 - n))
+            );
+            assert_eq!((changes.joined.len(), changes.rules.unwrap().len(), changes.hosts.len()), (1, 2, 0));
+        }
+        assert!(told(&mut d).is_empty());
+        // One address is one change for its group and the two that are joined with it.
+        let moved =
+            Change::Address { group: name(20), address: IpAddr::V4((0x0a00_0000 + 20_000).into()), place: place(7) };
+        d.apply(vec![moved]);
+        let all_told = told(&mut d);
+        assert_eq!(
+            all_told.iter().map(|(n, c)| (*n, c.addresses.len())).collect::<Vec<_>>(),
+            [(19, 1), (20, 1), (21, 1)]
+        );
+        // Said once more it is the same rule; a denial tells no addresses.
+        assert_eq!(d.apply(vec![Change::Rule { rule: rule(50), there: true }]), Effect::default());
+        let deny = "deny from group:g3 to group:g9".parse().unwrap();
+        assert!(!d.apply(vec![Change::Rule { rule: deny, there: true }]).hosts);
+        let all_told = told(&mut d);
+        assert_eq!(all_told.iter().map(|(n, c)| (*n, c.addresses.len())).collect::<Vec<_>>(), [(3, 0), (9, 0)]);
+        assert!(all_told.iter().all(|(_, c)| c.rules.is_some() && c.joined.is_empty()));
     }
 }

@@ -77,7 +77,7 @@ pub(crate) struct Plan {
 impl Plan {
     /// The rules as the RNIC wants them.
     pub fn gid_rules(&self) -> Vec<Rule<u32, Gid>> {
-        self.rules.iter().filter_map(|r| r.translate(|&vni| Some(vni), |&a| Gid::from_ip(a))).collect()
+        gid_rules(&self.rules)
     }
 
     /// The RNIC's routes of a group with this number.
@@ -86,20 +86,46 @@ impl Plan {
     }
 }
 
+fn gid_rules(rules: &[Rule<u32>]) -> Vec<Rule<u32, Gid>> {
+    rules.iter().filter_map(|r| r.translate(|&vni| Some(vni), |&a| Gid::from_ip(a))).collect()
+}
+
 /// What has changed of a [`Plan`]. A number is not among that: with another one there is another plan.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub(crate) struct Changes {
     pub group: String,
     pub vni: u32,
-    /// Where virtual addresses are reached now; `None`: nowhere.
+    /// Where virtual addresses are reached now, those of joined groups too; `None`: nowhere.
     pub addresses: Vec<(IpAddr, Option<Route>)>,
     /// At which host an Ethernet address is now.
     pub macs: Vec<([u8; 6], Option<IpAddr>)>,
     /// Which hosts the group has now, and whether they have said that it has the same number there.
     pub hosts: Vec<(IpAddr, Option<bool>)>,
+    /// Groups that rules join with it now, or otherwise than before, by their numbers; `None`: they join it no more.
+    pub joined: Vec<(u32, Option<JoinedChanges>)>,
+    /// All rules that concern it, if they are others.
+    pub rules: Option<Vec<Rule<u32>>>,
+}
+
+/// What has changed of a group that rules join with another one.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub(crate) struct JoinedChanges {
+    pub name: String,
+    /// As [`Changes::hosts`].
+    pub hosts: Vec<(IpAddr, Option<bool>)>,
 }
 
 impl Changes {
+    /// True if nothing has changed.
+    pub fn is_empty(&self) -> bool {
+        *self == Changes { group: self.group.clone(), vni: self.vni, ..Changes::default() }
+    }
+
+    /// The rules as the RNIC wants them, if they are others.
+    pub fn gid_rules(&self) -> Option<Vec<Rule<u32, Gid>>> {
+        self.rules.as_deref().map(gid_rules)
+    }
+
     /// Those of the RNIC's routes.
     pub fn routes(&self) -> impl Iterator<Item = (Gid, Option<Route>)> {
         self.addresses.iter().map(|&(address, route)| (Gid::from_ip(address), route))

@@ -1,7 +1,8 @@
-//! Groups that rules join: what one of them knows of the others.
+//! Rules between groups, and what they let a group know of others.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::net::IpAddr;
+use std::sync::Arc;
 
 use unirdma_policy::{Action, Rule, Selector};
 use unirdma_rnic::Route;
@@ -9,87 +10,174 @@ use unirdma_rnic::Route;
 use super::directory::Directory;
 use crate::tunnel::Members;
 
+/// The rules that were said, by the groups that they concern.
+#[derive(Default)]
+pub(super) struct Rules {
+    /// How often each was said. A rule between two groups is with both of them.
+    of: BTreeMap<String, BTreeMap<Rule, usize>>,
+    /// How many of them join two groups.
+    joining: usize,
+}
+
+impl Rules {
+    /// A rule is said once more, or once less; true if it holds from now on, or does not hold any more.
+    pub fn set(&mut self, rule: &Rule, there: bool) -> bool {
+        let mut changed = false;
+        let ends: BTreeSet<&String> = [rule.from.group(), rule.to.group()].into();
+        for group in &ends {
+            let of_group = self.of.entry((*group).clone()).or_default();
+            let times = of_group.entry(rule.clone()).or_default();
+            let before = *times;
+            *times = if there { before + 1 } else { before.saturating_sub(1) };
+            changed = (before == 0) != (*times == 0);
+            of_group.retain(|_, times| *times > 0);
+            self.of.retain(|_, rules| !rules.is_empty());
+        }
+        if changed && rule.action == Action::Allow && ends.len() == 2 {
+            self.joining = if there { self.joining + 1 } else { self.joining - 1 };
+        }
+        changed
+    }
+
+    /// True if a rule lets vRNICs of two groups talk.
+    pub fn join_any(&self) -> bool {
+        self.joining > 0
+    }
+
+    /// Those that concern a group.
+    pub fn of(&self, group: &str) -> impl Iterator<Item = &Rule> {
+        self.of.get(group).into_iter().flat_map(BTreeMap::keys)
+    }
+
+    /// All of them, in an order that says nothing.
+    pub fn all(&self) -> BTreeSet<&Rule> {
+        self.of.values().flat_map(BTreeMap::keys).collect()
+    }
+}
+
+/// What rules let a group know of others.
+#[derive(Debug, Default, PartialEq, Eq)]
+pub(super) struct View {
+    /// The groups that rules join with it.
+    pub joined: BTreeMap<String, JoinedGroup>,
+    /// The rules that concern it, which call groups by their numbers.
+    pub rules: Vec<Rule<u32>>,
+}
+
 /// A group that rules join with another one, as that one sees it.
-#[derive(Clone, Debug, Default, PartialEq, Eq)]
+#[derive(Debug, Default, PartialEq, Eq)]
 pub(super) struct JoinedGroup {
-    vni: u32,
+    pub vni: u32,
     /// Where the addresses are that the other one reaches.
-    pub peers: Vec<(IpAddr, Route)>,
+    pub peers: BTreeMap<IpAddr, Route>,
+    /// The virtual layers where they are.
+    pub hosts: BTreeSet<IpAddr>,
     /// Addresses that mean somebody else there.
     pub hidden: Vec<IpAddr>,
 }
 
 impl JoinedGroup {
+    /// Its number and hosts, without what is there.
+    pub fn outline(&self, name: &str) -> Members {
+        Members { hosts: self.hosts.clone(), ..Members::new(name, self.vni) }
+    }
+
     /// Where its members are, for the tunnel.
     pub fn members(&self, name: &str) -> Members {
-        let mut members = Members::new(name, self.vni);
-        for (address, route) in self.peers.iter().filter(|(_, route)| !route.foreign) {
-            members.hosts.insert(route.host);
-            members.places.insert(*address, route.host);
-        }
-        members
+        let places = self.peers.iter().filter(|(_, r)| !r.foreign).map(|(&a, r)| (a, r.host)).collect();
+        Members { places, ..self.outline(name) }
+    }
+}
+
+impl View {
+    /// Where an address of another group is reached.
+    pub fn route(&self, address: IpAddr) -> Option<Route> {
+        self.joined.values().find_map(|j| j.peers.get(&address).copied())
+    }
+
+    /// Each host of each joined group, with the number and name of the group.
+    pub fn hosts(&self) -> impl Iterator<Item = (u32, &str, IpAddr)> {
+        self.joined.iter().flat_map(|(name, j)| j.hosts.iter().map(move |&h| (j.vni, name.as_str(), h)))
+    }
+
+    /// True if another one has the same groups at the same hosts, and hides the same addresses.
+    fn is_alike(&self, other: &View) -> bool {
+        let of = |j: &JoinedGroup| (j.vni, j.hosts.clone(), j.hidden.clone());
+        self.joined.len() == other.joined.len()
+            && self.joined.iter().zip(&other.joined).all(|(a, b)| a.0 == b.0 && of(a.1) == of(b.1))
     }
 }
 
 impl Directory {
-    /// True if a rule lets vRNICs of two groups talk.
-    pub fn joins_any(&self) -> bool {
-        self.rules.iter().any(|r| r.action == Action::Allow && r.from.group() != r.to.group())
+    /// What rules let a group know of others: made anew if that is in doubt.
+    pub fn view(&mut self, group: &str) -> Arc<View> {
+        if let Some(view) = self.groups.get(group).and_then(|k| k.view.clone()) {
+            return view;
+        }
+        let view = Arc::new(View { joined: self.joined_with(group), rules: self.rules_of(group) });
+        if let Some(known) = self.groups.get_mut(group) {
+            known.view = Some(view.clone());
+        }
+        view
     }
 
     /// The rules that concern a group, which call groups by their numbers.
-    pub fn rules_of(&self, group: &str) -> Vec<Rule<u32>> {
-        let group = group.to_string();
-        let concern = self.rules.iter().filter(|r| r.concerns(&group));
-        concern.filter_map(|r| r.translate(|name| self.vni(name), |a| *a)).collect()
+    fn rules_of(&self, group: &str) -> Vec<Rule<u32>> {
+        self.rules.of(group).filter_map(|r| r.translate(|name| self.vni(name), |a| *a)).collect()
     }
 
     /// The groups that rules join with a group, by their names. An address of the group's own means that, whoever else has it; of two
     /// groups that are joined with it, that one counts whose name comes first.
-    pub fn joined_with(&self, group: &str) -> BTreeMap<String, JoinedGroup> {
+    fn joined_with(&self, group: &str) -> BTreeMap<String, JoinedGroup> {
         let group = group.to_string();
-        let names: BTreeSet<&String> = self.rules.iter().filter_map(|r| r.joins(&group)).collect();
-        if names.is_empty() {
-            return BTreeMap::new();
+        // Of another group only those count that a rule selects; `None`: all of them.
+        let mut selected: BTreeMap<&String, Option<BTreeSet<IpAddr>>> = BTreeMap::new();
+        for r in self.rules.of(&group) {
+            let Some(name) = r.joins(&group) else { continue };
+            let named = selected.entry(name).or_insert_with(|| Some(BTreeSet::new()));
+            match if r.from.group() == name { &r.from } else { &r.to } {
+                Selector::Group(_) => *named = None,
+                Selector::Vrnic(_, address) => _ = named.as_mut().map(|n| n.insert(*address)),
+            }
         }
         let all_of = |name: &str| {
-            self.groups
-                .get(name)
-                .into_iter()
-                .flat_map(|k| k.here.iter().chain(&k.addresses).map(|(&a, p)| (a, k.route(p))))
+            let known = self.groups.get(name).into_iter();
+            known.flat_map(|k| k.here.iter().chain(&k.addresses).map(|(&a, p)| (a, k.route(p))))
         };
-        let mut known: BTreeSet<IpAddr> = all_of(&group).map(|(a, _)| a).collect();
+        let own = self.groups.get(&group);
+        let is_own = |a: &IpAddr| own.is_some_and(|k| k.here.contains_key(a) || k.addresses.contains_key(a));
+        let mut taken = BTreeSet::new();
         let mut joined = BTreeMap::new();
-        for name in names {
+        for (name, named) in selected {
             let Some(vni) = self.vni(name) else { continue };
-            // Of the other group only those count that a rule selects.
-            let (mut all, mut named) = (false, BTreeSet::new());
-            for r in self.rules.iter().filter(|r| r.joins(&group) == Some(name)) {
-                match if r.from.group() == name { &r.from } else { &r.to } {
-                    Selector::Group(_) => all = true,
-                    Selector::Vrnic(_, address) => _ = named.insert(*address),
-                }
-            }
             let mut of_name = JoinedGroup { vni, ..JoinedGroup::default() };
-            for (address, route) in all_of(name).filter(|(a, _)| all || named.contains(a)) {
-                match known.insert(address) {
-                    true => of_name.peers.push((address, route)),
-                    false => of_name.hidden.push(address),
+            for (address, route) in all_of(name).filter(|(a, _)| named.as_ref().is_none_or(|n| n.contains(a))) {
+                if is_own(&address) || !taken.insert(address) {
+                    of_name.hidden.push(address);
+                    continue;
                 }
+                if !route.foreign {
+                    of_name.hosts.insert(route.host);
+                }
+                of_name.peers.insert(address, route);
             }
             joined.insert(name.clone(), of_name);
         }
         joined
     }
 
-    /// The groups with these names have changed: their workers, and those of groups that are joined with them, need whole plans if there are
-    /// such. True if so.
-    pub fn doubt_joined(&mut self, changed: &BTreeSet<String>) -> bool {
-        let joins = self.rules.iter().filter(|r| r.action == Action::Allow && r.from.group() != r.to.group());
-        let concerned = joins.filter(|r| changed.contains(r.from.group()) || changed.contains(r.to.group()));
-        let names: BTreeSet<String> = concerned.flat_map(|r| [r.from.group(), r.to.group()]).cloned().collect();
-        names.iter().for_each(|name| self.forget_worker(name));
-        !names.is_empty()
+    /// Something that rules say of these groups is other, or where their addresses are, or their numbers: what they know of each other is in
+    /// doubt. True if one of them may have to know of other hosts now.
+    pub fn doubt(&mut self, changed: &BTreeSet<String>) -> bool {
+        let rules = changed.iter().flat_map(|group| self.rules.of(group));
+        let concerned = rules.flat_map(|r| [r.from.group(), r.to.group()]).chain(changed);
+        let concerned: BTreeSet<String> = concerned.cloned().collect();
+        let mut other_hosts = false;
+        for group in concerned {
+            let Some(before) = self.groups.get_mut(&group).and_then(|known| known.doubt()) else { continue };
+            other_hosts |= !before.is_alike(&self.view(&group));
+        }
+        other_hosts
     }
 }
 
@@ -97,6 +185,7 @@ impl Directory {
 mod tests {
     use super::*;
     use crate::network::directory::Tidings;
+    use crate::network::{Changes, Plan};
     use crate::peers::Peers;
 
     fn directory(text: &str, own: IpAddr) -> Directory {
@@ -107,6 +196,18 @@ mod tests {
 
     fn ip(text: &str) -> IpAddr {
         text.parse().unwrap()
+    }
+
+    /// All hosts agree about all numbers.
+    fn all(_: IpAddr, _: u32, _: &str) -> bool {
+        true
+    }
+
+    fn changes(d: &mut Directory, group: &str) -> Changes {
+        match d.tidings(group, &all) {
+            Some(Tidings::Changes(changes)) => changes,
+            other => panic!("{group}: {other:?}"),
+        }
     }
 
     const TEXT: &str = "10.0.0.1 red 192.168.7.1\n10.0.0.2 red 192.168.7.2\n10.0.0.2 blue 192.168.7.1\n10.0.0.3 blue 192.168.7.2\n\
@@ -120,15 +221,17 @@ mod tests {
         let mut d = directory(TEXT, own);
         let blue = d.vni("blue").unwrap();
         let red = d.vni("red").unwrap();
-        let routes: Vec<_> = d.plan("red").routes.iter().map(|(a, r)| (*a, r.host, r.vni)).collect();
+        let routes: Vec<_> = d.plan("red", &all).routes.iter().map(|(a, r)| (*a, r.host, r.vni)).collect();
         // Blue's 10.0.0.2 is red's own here, and blue's 10.0.0.4 comes before green's. Nothing is said of green's 10.0.0.5.
-        assert_eq!(routes, [(ip("10.0.0.2"), other, red), (ip("10.0.0.4"), own, blue), (ip("10.0.0.3"), other, blue)]);
-        let joined = d.joined_with("red");
-        assert_eq!(joined.keys().collect::<Vec<_>>(), ["blue", "green"]);
-        assert_eq!((&joined["blue"].hidden, &joined["green"].hidden), (&vec![ip("10.0.0.2")], &vec![ip("10.0.0.4")]));
-        assert_eq!(joined["blue"].members("blue").hosts, [own, other].into());
-        assert_eq!(d.joined_with("far"), BTreeMap::new());
-        assert_eq!((d.rules_of("red").len(), d.rules_of("green").len(), d.rules_of("x").len()), (3, 1, 0));
+        assert_eq!(routes, [(ip("10.0.0.2"), other, red), (ip("10.0.0.3"), other, blue), (ip("10.0.0.4"), own, blue)]);
+        let view = d.view("red");
+        assert_eq!(view.joined.keys().collect::<Vec<_>>(), ["blue", "green"]);
+        let hidden = |group: &str| view.joined[group].hidden.clone();
+        assert_eq!((hidden("blue"), hidden("green")), (vec![ip("10.0.0.2")], vec![ip("10.0.0.4")]));
+        assert_eq!(view.joined["blue"].members("blue").hosts, [own, other].into());
+        assert!(d.view("far").joined.is_empty());
+        let rules = ["red", "green", "x"].map(|group| d.view(group).rules.len());
+        assert_eq!(rules, [3, 1, 0]);
         assert_eq!(d.layers(), [own, other].into(), "this host sends to itself");
     }
 
@@ -138,19 +241,170 @@ mod tests {
         let mut d = directory(TEXT, own);
         let before = Peers::parse(TEXT, &[own]).unwrap();
         for group in ["red", "blue", "far"] {
-            assert!(matches!(d.tidings(group), Some(Tidings::Plan(_))) && !d.has_tidings(group));
+            assert!(matches!(d.tidings(group, &all), Some(Tidings::Plan(_))) && !d.has_tidings(group));
         }
         let text = TEXT.replace("10.0.0.4 blue 192.168.7.1", "10.0.0.4 blue 192.168.7.2");
         let after = Peers::parse(&text, &[own]).unwrap();
         d.apply(after.changes(&before));
-        let Some(Tidings::Plan(plan)) = d.tidings("red") else { panic!("no plan") };
-        assert!(plan.routes.iter().any(|(a, r)| *a == ip("10.0.0.4") && r.host == ip("192.168.7.2")));
-        assert!(d.has_tidings("blue") && !d.has_tidings("far"));
+        // Nobody of blue is at this host any more but for 10.0.0.2, which red does not reach.
+        let told = changes(&mut d, "red");
+        let route = |host: &str, vni| Some(Route { host: ip(host), foreign: false, vni });
+        let (red, blue) = (d.vni("red").unwrap(), d.vni("blue").unwrap());
+        assert_eq!(told.addresses, [(ip("10.0.0.4"), route("192.168.7.2", blue))]);
+        let [(vni, Some(joined))] = &told.joined[..] else { panic!("{told:?}") };
+        assert_eq!((*vni, &*joined.name, &joined.hosts[..]), (blue, "blue", &[(own, None)][..]));
+        assert!(told.rules.is_none());
+        let told = changes(&mut d, "blue");
+        assert!(told.addresses == [(ip("10.0.0.4"), route("192.168.7.2", blue))] && told.joined.is_empty());
+        assert!(!d.has_tidings("far") || d.tidings("far", &all).is_none());
+        // An address of its own hides that of the other group, until it goes.
+        let hiding = format!("{text}10.0.0.3 red 192.168.7.2\n");
+        let hiding = Peers::parse(&hiding, &[own]).unwrap();
+        d.apply(hiding.changes(&after));
+        assert_eq!(changes(&mut d, "red").addresses, [(ip("10.0.0.3"), route("192.168.7.2", red))]);
+        d.apply(after.changes(&hiding));
+        assert_eq!(changes(&mut d, "red").addresses, [(ip("10.0.0.3"), route("192.168.7.2", blue))]);
         // Without the rules they know of each other no more.
         let alone: String = text.lines().filter(|l| !l.starts_with("rule allow")).map(|l| format!("{l}\n")).collect();
         d.apply(Peers::parse(&alone, &[own]).unwrap().changes(&after));
-        let Some(Tidings::Plan(plan)) = d.tidings("red") else { panic!("no plan") };
-        assert_eq!((plan.routes.len(), plan.joined.len(), plan.rules.len()), (1, 0, 1));
+        let told = changes(&mut d, "red");
+        assert_eq!(told.addresses.iter().filter(|(_, route)| route.is_none()).count(), told.addresses.len());
+        assert_eq!((told.joined.len(), told.rules.unwrap().len()), (2, 1));
+        let Plan { routes, joined, rules, .. } = d.plan("red", &all);
+        assert_eq!((routes.len(), joined.len(), rules.len()), (1, 0, 1));
         assert_eq!(d.layers(), [ip("192.168.7.2")].into());
+    }
+
+    /// A worker of a group: what it has been told, in all.
+    fn worker(plan: &mut Plan, changes: &Changes) {
+        for (address, route) in &changes.addresses {
+            plan.routes.retain(|(a, _)| a != address);
+            plan.routes.extend(route.map(|r| (*address, r)));
+        }
+        for (vni, news) in &changes.joined {
+            match news {
+                None => plan.joined.retain(|j| j.members.vni != *vni),
+                Some(news) => {
+                    if !plan.joined.iter().any(|j| j.members.vni == *vni) {
+                        let members = Members::new(&news.name, *vni);
+                        plan.joined.push(crate::tunnel::Joined { members, agreed: BTreeSet::new() });
+                    }
+                    let j = plan.joined.iter_mut().find(|j| j.members.vni == *vni).unwrap();
+                    for (host, agrees) in &news.hosts {
+                        j.members.hosts.remove(host);
+                        j.agreed.remove(host);
+                        j.members.hosts.extend(agrees.map(|_| *host));
+                        j.agreed.extend(agrees.filter(|a| *a).map(|_| *host));
+                    }
+                }
+            }
+        }
+        plan.rules = changes.rules.clone().unwrap_or(std::mem::take(&mut plan.rules));
+        for (host, agrees) in &changes.hosts {
+            plan.members.hosts.remove(host);
+            plan.members.hosts.extend(agrees.map(|_| *host));
+        }
+    }
+
+    /// Whatever changes, a worker that hears of changes knows what one knows that begins now; and it is told nothing that it knows.
+    #[test]
+    fn changes_come_to_the_same_as_plans() {
+        let own = ip("192.168.7.1");
+        let mut dice = 7u64;
+        let mut draw = |n: u64| {
+            dice = dice.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1_442_695_040_888_963_407);
+            (dice >> 33) % n
+        };
+        let names = ["red", "blue", "green", "far"];
+        let mut d = Directory::new(&[own]);
+        let mut told: BTreeMap<&str, Plan> = BTreeMap::new();
+        let mut before = Peers::default();
+        let (mut places, mut rules) = (BTreeMap::new(), BTreeSet::new());
+        let mut quiet = 0;
+        for _ in 0..400 {
+            let group = |n: u64| names[n as usize];
+            match draw(3) {
+                0 => {
+                    let rule = match draw(4) {
+                        0 => format!("deny from group:{} to group:{}", group(draw(4)), group(draw(4))),
+                        1 => format!(
+                            "allow from vrnic:{}/10.0.0.{} to group:{}",
+                            group(draw(4)),
+                            draw(4),
+                            group(draw(4))
+                        ),
+                        _ => format!(
+                            "allow from group:{} to group:{} priority {}",
+                            group(draw(4)),
+                            group(draw(4)),
+                            draw(2)
+                        ),
+                    };
+                    if !rules.remove(&rule) {
+                        rules.insert(rule);
+                    }
+                }
+                _ => {
+                    let key = (group(draw(4)), draw(5));
+                    match draw(4) {
+                        0 => _ = places.remove(&key),
+                        n => _ = places.insert(key, n),
+                    }
+                }
+            }
+            let mut text: String = names.iter().zip(5..).map(|(g, n)| format!("group {g} vni {n}\n")).collect();
+            text += &places.iter().map(|((g, a), h)| format!("10.0.0.{a} {g} 192.168.7.{h}\n")).collect::<String>();
+            text += &rules.iter().map(|r| format!("rule {r}\n")).collect::<String>();
+            let now = Peers::parse(&text, &[own]).unwrap();
+            d.apply(now.changes(&before));
+            before = now;
+            for name in names {
+                let old = told.get(name).cloned();
+                let plan = match d.tidings(name, &all) {
+                    Some(Tidings::Plan(plan)) => {
+                        assert!(old.is_none(), "a whole plan for {name}");
+                        plan
+                    }
+                    Some(Tidings::Changes(changes)) => {
+                        let mut plan = old.unwrap();
+                        worker(&mut plan, &changes);
+                        plan
+                    }
+                    None => {
+                        quiet += 1;
+                        old.unwrap()
+                    }
+                };
+                told.insert(name, plan);
+            }
+            let mut fresh = directory(&text, own);
+            for (name, plan) in &mut told {
+                let mut other = fresh.plan(name, &all);
+                for p in [&mut *plan, &mut other] {
+                    p.routes.sort_by_key(|(a, _)| *a);
+                    p.joined.sort_by_key(|j| j.members.vni);
+                    p.joined.iter_mut().for_each(|j| j.members.places.clear());
+                }
+                assert_eq!(
+                    (&plan.routes, &plan.joined, &plan.rules),
+                    (&other.routes, &other.joined, &other.rules),
+                    "{name}\n{text}"
+                );
+                assert_eq!(plan.members.hosts, other.members.hosts, "{name}\n{text}");
+            }
+        }
+        assert!(quiet > 400, "only {quiet} times somebody was not concerned");
+    }
+
+    #[test]
+    fn a_rule_that_was_said_twice_holds_until_it_was_taken_back_twice() {
+        let rule: Rule = "allow from group:red to group:blue".parse().unwrap();
+        let within: Rule = "deny from group:red to group:red".parse().unwrap();
+        let mut rules = Rules::default();
+        assert!(rules.set(&rule, true) && !rules.set(&rule, true) && rules.set(&within, true));
+        assert!(rules.join_any() && rules.of("red").count() == 2 && rules.of("blue").count() == 1);
+        assert!(!rules.set(&rule, false) && rules.join_any());
+        assert!(rules.set(&rule, false) && !rules.join_any() && rules.set(&within, false));
+        assert!(rules.all().is_empty() && rules.of.is_empty());
     }
 }

@@ -59,6 +59,9 @@ struct Host {
     dir: Dir,
     network: Network,
     workers: BTreeMap<String, Worker>,
+    /// Workers that were told everything, and what others were told, since somebody looked.
+    plans: Vec<String>,
+    changes: BTreeMap<String, Changes>,
 }
 
 impl Host {
@@ -71,9 +74,13 @@ impl Host {
         let mut c = config(&dir, &[address], peers);
         change(&mut c);
         let network = open(&c, &dir).unwrap();
-        let mut host = Host { dir, network, workers: BTreeMap::new() };
+        let mut host = Host::of(dir, network, BTreeMap::new());
         (0..).zip(groups).for_each(|(id, g)| host.add(g, id));
         host
+    }
+
+    fn of(dir: Dir, network: Network, workers: BTreeMap<String, Worker>) -> Host {
+        Host { dir, network, workers, plans: Vec::new(), changes: BTreeMap::new() }
     }
 
     fn add(&mut self, group: &str, id: u32) {
@@ -97,12 +104,14 @@ impl Host {
         for (name, w) in &self.workers {
             match self.network.tidings(name) {
                 Some(Tidings::Plan(plan)) => {
+                    self.plans.push(name.clone());
                     w.tunnel.set_plan(w.enrolment.id, plan.members, plan.agreed, plan.joined);
                 }
                 Some(Tidings::Changes(changes)) => {
                     // As it comes to the worker.
                     let text = serde_json::to_string(&changes).unwrap();
                     w.tunnel.change_plan(w.enrolment.id, &serde_json::from_str(&text).unwrap());
+                    self.changes.insert(name.clone(), changes);
                 }
                 None => {}
             }
@@ -264,6 +273,65 @@ fn groups_that_a_rule_joins_meet_on_one_host_and_between_two_until_the_rule_goes
     settle(&mut [&mut h0, &mut h1]);
     h0.tunnel("red").send_across(1, [10, 0, 0, 3].into(), &arp(1, 3));
     assert!(h1.drain("blue").is_empty() && h0.network.plan("red").joined.is_empty());
+}
+
+#[test]
+fn a_rule_more_is_told_to_the_two_workers_that_it_concerns_and_works_as_if_it_had_been_there() {
+    let ips = hosts(63);
+    let [a, b] = [ips[0], ips[1]];
+    let names = ["default", "red", "blue", "green", "far"];
+    let mut peers = names.iter().zip(1..).map(|(g, n)| format!("group {g} vni {n}\n")).collect::<String>();
+    for (name, third) in names.iter().zip(0..) {
+        peers += &format!("10.0.{third}.1 {name} {a}\n10.0.{third}.2 {name} {b}\n");
+    }
+    peers += "rule allow from group:green to group:far both\n";
+    let mut h0 = Host::new(a, &peers, &names);
+    let mut h1 = Host::new(b, &peers, &names);
+    settle(&mut [&mut h0, &mut h1]);
+    h0.plans.clear();
+    h0.changes.clear();
+
+    let with = format!("{peers}rule allow from group:red to group:blue both\n");
+    h0.set_peers(&with);
+    assert!(h0.plans.is_empty() && h0.changes.keys().eq(["blue", "red"]), "{:?} {:?}", h0.plans, h0.changes);
+    let told = &h0.changes["red"];
+    let addresses: Vec<String> = told.addresses.iter().map(|(a, _)| a.to_string()).collect();
+    assert_eq!((addresses, told.hosts.len(), told.macs.len()), (vec!["10.0.2.1".into(), "10.0.2.2".into()], 0, 0));
+    assert_eq!((told.joined.len(), told.rules.as_ref().unwrap().len()), (1, 1));
+    h1.set_peers(&with);
+    settle(&mut [&mut h0, &mut h1]);
+    let arp = |from: [u8; 2], to: [u8; 2]| {
+        let mut frame = arp(from[1], to[1]);
+        // Addresses of the sender and of who is looked for, in their groups.
+        (frame[30], frame[40]) = (from[0], to[0]);
+        frame
+    };
+    let frame = arp([1, 1], [2, 2]);
+    h0.tunnel("red").send_across(1, [10, 0, 2, 2].into(), &frame);
+    assert_eq!(h1.drain("blue"), [frame.clone()]);
+
+    // An address that moves is one address for its group and the one that is joined with it.
+    h0.changes.clear();
+    h0.set_peers(&with.replace(&format!("10.0.2.1 blue {a}"), &format!("10.0.2.1 blue {b}")));
+    assert!(h0.plans.is_empty());
+    let counts: Vec<(&str, usize)> = h0.changes.iter().map(|(g, c)| (g.as_str(), c.addresses.len())).collect();
+    assert_eq!(counts, [("blue", 1), ("red", 1)]);
+    h0.set_peers(&with);
+
+    // A denial concerns two groups, and tells them no addresses.
+    h0.changes.clear();
+    h0.set_peers(&format!("{with}rule deny from group:red to group:far\n"));
+    let counts: Vec<(&str, usize)> = h0.changes.iter().map(|(g, c)| (g.as_str(), c.addresses.len())).collect();
+    assert_eq!((h0.plans.len(), counts), (0, vec![("far", 0), ("red", 0)]));
+
+    // Without the rule they are apart again.
+    h0.changes.clear();
+    h0.set_peers(&peers);
+    assert_eq!((h0.plans.len(), h0.changes["red"].joined.len(), h0.changes.contains_key("green")), (0, 1, false));
+    h1.set_peers(&peers);
+    settle(&mut [&mut h0, &mut h1]);
+    h0.tunnel("red").send_across(1, [10, 0, 2, 2].into(), &frame);
+    assert!(h1.drain("blue").is_empty() && h0.plans.is_empty());
 }
 
 #[test]
@@ -541,7 +609,7 @@ type Given = (Enrolment, Vec<OwnedFd>);
 
 /// What is left of a host whose supervisor is killed: its directory and its workers.
 fn kill(host: Host) -> (Dir, BTreeMap<String, Worker>, Vec<Given>) {
-    let Host { dir, mut network, workers } = host;
+    let Host { dir, mut network, workers, .. } = host;
     let given = workers.keys().map(|g| network.sockets_of(g).unwrap()).collect();
     drop(network);
     (dir, workers, given)
@@ -567,7 +635,7 @@ fn a_new_supervisor_takes_over_the_sockets_of_workers_that_go_on() {
     let c = config(&dir, &[ips[0]], "");
     assert_eq!(open(&c, &dir).err().unwrap().kind(), io::ErrorKind::AddrInUse, "the workers have the port");
     let network = Network::adopt(&c, &dir.0, source(&c), given).unwrap();
-    let mut host = Host { dir, network, workers };
+    let mut host = Host::of(dir, network, workers);
     let check = |host: &mut Host, to: &mut dyn FnMut(&mut Host, u32) -> Vec<String>| {
         for (name, qpn) in &qpns {
             assert_eq!(to(host, *qpn), [name.as_str()]);
@@ -581,7 +649,7 @@ fn a_new_supervisor_takes_over_the_sockets_of_workers_that_go_on() {
     // Twice is as good as once.
     let (dir, workers, given) = kill(host);
     let network = Network::adopt(&c, &dir.0, source(&c), given).unwrap();
-    let mut host = Host { dir, network, workers };
+    let mut host = Host::of(dir, network, workers);
     check(&mut host, &mut to);
     // A worker was lost meanwhile, so nobody knows who gets what.
     let (dir, mut workers, mut given) = kill(host);

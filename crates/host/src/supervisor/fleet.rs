@@ -40,12 +40,16 @@ pub(super) struct Ordered {
 type Said = (Zeroizing<[u8; 32]>, bool);
 
 impl Ordered {
-    fn set_rule(&mut self, name: &str, rule: Option<&v1::HostRule>) -> Result<Change, String> {
-        match rule {
-            Some(r) => _ = self.rules.insert(name.into(), read_rule(r)?),
-            None => _ = self.rules.remove(name),
-        }
-        Ok(Change::Rules(self.rules.values().flatten().cloned().collect()))
+    /// Gives what has changed.
+    fn set_rule(&mut self, name: &str, rule: Option<&v1::HostRule>) -> Result<Vec<Change>, String> {
+        let new = rule.map(read_rule).transpose()?;
+        let before = match &new {
+            Some(new) => self.rules.insert(name.into(), new.clone()),
+            None => self.rules.remove(name),
+        };
+        let of =
+            |rules: Option<Vec<Rule>>, there| rules.into_iter().flatten().map(move |rule| Change::Rule { rule, there });
+        Ok(of(new, true).chain(of(before, false)).collect())
     }
 
     /// A group, and those that rules join with it.
@@ -158,7 +162,7 @@ impl Supervisor {
                 }
                 (Key::Rule(name), item) => {
                     let rule = if let Some(Item::Rule(r)) = item { Some(r) } else { None };
-                    lock(&self.ordered).set_rule(name, rule).map(|change| news.push(change))
+                    lock(&self.ordered).set_rule(name, rule).map(|changes| news.extend(changes))
                 }
                 (Key::Secret(group, other, id), item) => {
                     let secret = if let Some(Item::Secret(s)) = item { Some(s) } else { None };

@@ -2,6 +2,7 @@
 
 use super::*;
 use crate::seal::GroupSecrets;
+use unirdma_rnic::Rnic;
 
 /// Connections and address handles that are looked at, after rules have changed, while the RNIC is held once.
 const MAX_RECHECKED: usize = 64;
@@ -124,36 +125,28 @@ impl Worker {
             Call::Status => Ok(Answer::Status(Box::new(self.status()))),
             Call::Figures { most } => Ok(Answer::Figures(Box::new(self.figures(most)))),
             Call::Plan(plan) => {
-                let (routes, vni, rules) = (plan.routes(self.group_id), plan.members.vni, plan.gid_rules());
-                // Connections to a group that is joined no more send nothing unsealed until they have ended.
-                let mut sealed = self.switch.sealed();
-                self.switch.set_plan(self.group_id, plan);
-                let sealed_now = self.switch.sealed();
-                sealed.all = sealed_now.all;
-                sealed.across.extend(&sealed_now.across);
-                {
-                    let now = self.engine.now();
-                    let mut rnic = self.engine.rnic.lock();
-                    let rnic = rnic.at(now);
-                    // Before there is anybody to send to.
-                    rnic.tx().set_sealed(sealed);
-                    rnic.set_routes(routes);
-                    rnic.set_rules(self.group_id, vni, &rules);
-                }
-                // Pollers have their turns in between, whatever there is to look at.
-                while self.engine.rnic.lock().recheck(MAX_RECHECKED) {}
-                self.engine.rnic.lock().tx().set_sealed(sealed_now);
-                // Somebody may have waited for an address.
-                self.engine.after_command();
-                Ok(Answer::Done)
+                let (group, vni) = (self.group_id, plan.members.vni);
+                let (routes, rules) = (plan.routes(group), plan.gid_rules());
+                self.put_in_force(
+                    |switch| switch.set_plan(group, plan),
+                    |rnic| {
+                        rnic.set_routes(routes);
+                        rnic.set_rules(group, vni, &rules);
+                    },
+                )
             }
             Call::Secrets { any } => self.set_secrets(fds.next().filter(|_| any)),
             Call::Changes(changes) => {
-                self.engine.rnic.lock().change_routes(self.group_id, changes.routes());
-                self.switch.change_plan(self.group_id, &changes);
-                // Somebody may have waited for an address.
-                self.engine.after_command();
-                Ok(Answer::Done)
+                let (group, rules) = (self.group_id, changes.gid_rules());
+                self.put_in_force(
+                    |switch| switch.change_plan(group, &changes),
+                    |rnic| {
+                        rnic.change_routes(group, changes.routes());
+                        if let Some(rules) = &rules {
+                            rnic.set_rules(group, changes.vni, rules);
+                        }
+                    },
+                )
             }
             Call::Hear { groups } => {
                 self.engine.join(groups.into_iter().zip(fds).collect());
@@ -169,6 +162,30 @@ impl Worker {
                 Ok(Answer::Done)
             }
         }
+    }
+
+    /// Puts in force what is known of peers and rules: at the switch, and at the RNIC.
+    fn put_in_force(&mut self, switch: impl FnOnce(&Switch), rnic: impl FnOnce(&mut Rnic)) -> Done {
+        // Connections to a group that is joined no more send nothing unsealed until they have ended.
+        let mut sealed = self.switch.sealed();
+        switch(&self.switch);
+        let sealed_now = self.switch.sealed();
+        sealed.all = sealed_now.all;
+        sealed.across.extend(&sealed_now.across);
+        {
+            let now = self.engine.now();
+            let mut locked = self.engine.rnic.lock();
+            let at_now = locked.at(now);
+            // Before there is anybody to send to.
+            at_now.tx().set_sealed(sealed);
+            rnic(at_now);
+        }
+        // Pollers have their turns in between, whatever there is to look at.
+        while self.engine.rnic.lock().recheck(MAX_RECHECKED) {}
+        self.engine.rnic.lock().tx().set_sealed(sealed_now);
+        // Somebody may have waited for an address.
+        self.engine.after_command();
+        Ok(Answer::Done)
     }
 
     /// From now on the group has the secrets of this file, or none.
