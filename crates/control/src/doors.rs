@@ -17,7 +17,7 @@ use crate::shares::{Full, Limit, Limits, Party, Share, Shares};
 /// How long a stranger's connection lasts at most.
 const STRANGER: Duration = Duration::from_secs(30);
 /// How long a stranger has to say who it is before it makes room for another one.
-const GRACE: Duration = Duration::from_secs(1);
+const GRACE: Duration = Duration::from_secs(3);
 /// Descriptors that are for other things than connections.
 const RESERVED: usize = 128;
 
