@@ -28,7 +28,7 @@ const SPARE_BYTES: u64 = 1 << 47;
 const MAX_FAULTS: u32 = 10_000;
 /// Times in a row that a page of one range was there already when it was to be made: then it is there and cannot be used.
 const MAX_IDLE: u32 = 10_000;
-/// Pages that are made at once for whoever goes from page to page, so that it gets a signal for each fourth one only.
+/// Pages that are made at once for whoever goes from page to page by small accesses, so that it gets a signal for each fourth one only.
 const RUN: usize = 4;
 
 struct Range {
@@ -195,12 +195,13 @@ fn fill(i: &Installed, range: &Range, end: usize, addr: usize) -> bool {
     let Some(account) = (unsafe { account.as_ref() }) else { return false };
     holes::note(addr);
     let at = addr & !(i.page - 1);
-    let pages = if range.next.load(Ordering::Relaxed) == at { RUN } else { 1 };
-    let run = (pages * i.page).min(end - at) as u64;
+    let next = if range.next.load(Ordering::Relaxed) == at { RUN * i.page } else { i.page };
+    let copied = (addr - at + holes::copied_from(addr)).next_multiple_of(i.page);
+    let run = next.max(copied).min(end - at) as u64;
     let make = |bytes| make_pages(i, watch, account.as_ref(), at, bytes);
     let filled = match make(run) {
         // A run may be more than there is room for, or reach into the next one of the pieces that the range consists of.
-        Filled::Impossible if pages > 1 => make(i.page as u64),
+        Filled::Impossible if run > i.page as u64 => make(i.page as u64),
         filled => filled,
     };
     match filled {

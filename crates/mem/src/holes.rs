@@ -5,6 +5,7 @@
 use std::cell::Cell;
 use std::io;
 use std::os::fd::{AsRawFd, FromRawFd, OwnedFd, RawFd};
+use std::sync::atomic::{Ordering, compiler_fence};
 
 const API: libc::c_ulong = 0xc018_aa3f;
 const REGISTER: libc::c_ulong = 0xc020_aa00;
@@ -51,6 +52,28 @@ pub struct Touched {
 
 thread_local! {
     static TOUCHED: Cell<Touched> = const { Cell::new(Touched { times: 0, last: 0 }) };
+    /// Where the copy of more than a page that this thread is at reads and writes, and how many bytes.
+    static COPY: Cell<([usize; 2], usize)> = const { Cell::new(([0; 2], 0)) };
+}
+
+/// Copies `len` bytes from `src` to `dst`, and lets the pages of holes in either range be made at once instead of one after the other.
+///
+/// # Safety
+/// That of [`std::ptr::copy`].
+pub(crate) unsafe fn copy(src: *const u8, dst: *mut u8, len: usize) {
+    COPY.set(([src.addr(), dst.addr()], len));
+    // The handler that reads it interrupts this thread.
+    compiler_fence(Ordering::SeqCst);
+    // SAFETY: by the contract.
+    unsafe { std::ptr::copy(src, dst, len) };
+    compiler_fence(Ordering::SeqCst);
+    COPY.set(([0; 2], 0));
+}
+
+/// Bytes from `addr` on that the copy of this thread is going to touch; 0 if it is at none, or elsewhere. It is called in a signal handler.
+pub(crate) fn copied_from(addr: usize) -> usize {
+    let (starts, len) = COPY.get();
+    starts.iter().map(|start| len.saturating_sub(addr.wrapping_sub(*start))).max().unwrap_or(0)
 }
 
 /// How often this thread has touched holes for which somebody counts pages. A thread that has a lock of several tenants looks whether
@@ -60,7 +83,7 @@ pub fn touched() -> Touched {
     TOUCHED.get()
 }
 
-/// This thread has touched a hole. It is called in a signal handler: the variable needs no initialization and no destructor.
+/// This thread has touched a hole. It is called in a signal handler: the variables need no initialization and no destructor.
 pub(crate) fn note(addr: usize) {
     TOUCHED.set(Touched { times: TOUCHED.get().times + 1, last: addr });
 }

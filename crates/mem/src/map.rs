@@ -299,6 +299,7 @@ impl MemFd {
 #[cfg(all(test, not(loom)))]
 mod tests {
     use super::*;
+    use crate::copy_mapped;
     use crate::holes::Room;
     use std::sync::atomic::{AtomicU64, Ordering};
 
@@ -479,11 +480,12 @@ mod tests {
         assert!(matches!(map_file(fd.as_fd(), 4096, 4096), Err(MapError::BadRange)));
     }
 
-    /// Counts the bytes that were made, up to a limit.
+    /// Counts the bytes that were made, up to a limit, and in how many steps.
     #[derive(Default)]
     struct Counter {
         limit: u64,
         used: AtomicU64,
+        steps: AtomicU64,
     }
 
     impl Account for Counter {
@@ -493,6 +495,7 @@ mod tests {
             taken.map_or(Room::None, |_| Room::Enough)
         }
         fn end(&self, taken: u64, made: u64) {
+            self.steps.fetch_add(1, Ordering::SeqCst);
             self.used.fetch_sub(taken - made, Ordering::SeqCst);
         }
     }
@@ -513,7 +516,7 @@ mod tests {
         if len > 0 {
             rustix::fs::fallocate(&fd, rustix::fs::FallocateFlags::empty(), there.start * 4096, len).unwrap();
         }
-        let counter = Arc::new(Counter { limit, used: AtomicU64::new(0) });
+        let counter = Arc::new(Counter { limit, ..Counter::default() });
         let m = map_pieces(&[(fd.as_fd(), 0, pages * 4096)], Box::new(()), Some(counter.clone())).unwrap();
         Some((m, counter, fd))
     }
@@ -542,7 +545,7 @@ mod tests {
     fn holes_are_filled_in_each_piece_of_a_window_and_up_to_the_last_page_of_the_room() {
         let Some((_, _, fd)) = counted(64, 0..0, 0) else { return };
         let piece = |page: u64, pages: u64| (fd.as_fd(), page * 4096, pages * 4096);
-        let counter = Arc::new(Counter { limit: 9 * 4096, used: AtomicU64::new(0) });
+        let counter = Arc::new(Counter { limit: 9 * 4096, ..Counter::default() });
         let pieces = [piece(5, 1), piece(0, 2), piece(30, 1), piece(40, 5)];
         let m = map_pieces(&pieces, Box::new(()), Some(counter.clone())).unwrap();
         (0..9).for_each(|p| m.store32(p * 4096, 100 + p as u32, Ordering::Relaxed));
@@ -550,6 +553,36 @@ mod tests {
         let whole = map_file(fd.as_fd(), 0, 64 * 4096).unwrap();
         let there = [5, 0, 1, 30, 40, 41, 42, 43, 44].map(|p| whole.load32(p * 4096, Ordering::Relaxed));
         assert_eq!(there, std::array::from_fn(|p| 100 + p as u32));
+    }
+
+    /// Whoever copies much says so, and nobody goes from page to page.
+    #[test]
+    fn the_pages_of_one_copy_are_made_in_one_step() {
+        const BYTES: usize = 64 << 10;
+        let Some((m, counter, fd)) = counted(64, 20..22, u64::MAX) else { return };
+        let steps = || counter.steps.swap(0, Ordering::SeqCst);
+        let made = || counter.used.load(Ordering::SeqCst) / 4096;
+        m.write(0, &[1; BYTES]);
+        assert_eq!((steps(), made()), (1, 16));
+        // Pages that are there divide what is missing.
+        m.write(16 * 4096 + 100, &[2; BYTES]);
+        assert_eq!((steps(), made()), (2, 31));
+        let (other, from) = (Span::anonymous(BYTES), Span::anonymous(4096));
+        copy_mapped((&m, 40 * 4096), (&other, 0), BYTES).unwrap();
+        assert_eq!((steps(), made()), (1, 47));
+        // A copy that is over says nothing of what comes later.
+        let flags = rustix::fs::FallocateFlags::PUNCH_HOLE | rustix::fs::FallocateFlags::KEEP_SIZE;
+        rustix::fs::fallocate(&fd, flags, 0, BYTES as u64).unwrap();
+        copy_mapped((&from, 0), (&m, 4096), 4096).unwrap();
+        assert_eq!((steps(), made()), (1, 48));
+    }
+
+    /// Room for less than a copy needs is used up all the same.
+    #[test]
+    fn a_copy_gets_the_pages_that_there_is_room_for() {
+        let Some((m, counter, _fd)) = counted(64, 0..0, 5 * 4096) else { return };
+        m.write(0, &[1; 20_000]);
+        assert_eq!((counter.used.load(Ordering::SeqCst), m.is_broken()), (5 * 4096, false));
     }
 
     #[test]

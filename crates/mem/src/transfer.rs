@@ -2,10 +2,12 @@
 
 use std::sync::atomic::{AtomicU64, Ordering, fence};
 
-use crate::{Bell, ProcMem, Span};
+use crate::{Bell, ProcMem, Span, holes};
 
 /// Bytes at the end of a copy that are written one word at a time, last.
 const TAIL: usize = 64;
+/// A copy of more bytes than this may touch so many pages that those of holes are made at once.
+const MANY: usize = 4096;
 
 /// One end of a copy.
 #[derive(Clone, Copy)]
@@ -286,7 +288,7 @@ pub(crate) unsafe fn copy_raw(dst: *mut u8, src: *const u8, len: usize) {
     let body = len.saturating_sub(TAIL);
     if body > 0 {
         // SAFETY: by the contract; `copy` allows overlap.
-        unsafe { std::ptr::copy(src, dst, body) };
+        unsafe { if body > MANY { holes::copy(src, dst, body) } else { std::ptr::copy(src, dst, body) } };
         fence(Ordering::Release);
     }
     let mut i = body;

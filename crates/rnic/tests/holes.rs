@@ -18,17 +18,21 @@ const SPARSE: u64 = 0x9000_0000;
 /// Most pages that whoever touches a hole makes at once.
 const RUN: u64 = 4;
 
-/// Counts the bytes of the pages that were made.
+/// Counts the bytes of the pages that were made, and in how many steps.
 #[derive(Default)]
-struct Counter(AtomicU64);
+struct Counter {
+    bytes: AtomicU64,
+    steps: AtomicU64,
+}
 
 impl Account for Counter {
     fn take(&self, bytes: u64) -> Room {
-        self.0.fetch_add(bytes, Ordering::SeqCst);
+        self.bytes.fetch_add(bytes, Ordering::SeqCst);
+        self.steps.fetch_add(1, Ordering::SeqCst);
         Room::Enough
     }
     fn end(&self, taken: u64, made: u64) {
-        self.0.fetch_sub(taken - made, Ordering::SeqCst);
+        self.bytes.fetch_sub(taken - made, Ordering::SeqCst);
     }
 }
 
@@ -63,7 +67,7 @@ impl Scene {
     }
 
     fn pages(&self) -> u64 {
-        self.made.0.load(Ordering::SeqCst) / PAGE
+        self.made.bytes.load(Ordering::SeqCst) / PAGE
     }
 
     /// a writes so many bytes of its memory to page `page`.
@@ -104,6 +108,21 @@ fn pages_are_made_by_jobs_and_not_while_others_wait() {
         }
     }
     assert_eq!((s.pages(), s.p.a.poll().len(), s.p.b.done().wr_id), (16, 16, 99));
+}
+
+/// The kernel is asked for the pages of a message at once, not for one after the other: whether the round or a job touches them first.
+#[test]
+fn the_pages_of_one_message_are_made_in_two_steps_at_most() {
+    const BYTES: u32 = 64 << 10;
+    let Some(mut s) = Scene::new() else { return };
+    for (i, first) in [0, 16, 100].into_iter().enumerate() {
+        s.made.steps.store(0, Ordering::SeqCst);
+        s.write(i as u64, first, BYTES);
+        s.p.settle();
+        assert_eq!(status(&s.p.a.done()), WcStatus::Success);
+        let steps = s.made.steps.load(Ordering::SeqCst);
+        assert_eq!((s.pages(), steps <= 2), (16 * (i as u64 + 1), true), "message {i}: {steps} steps");
+    }
 }
 
 /// A message into holes arrives whole, whether the round, a job or packets bring it, and reading holes gives zeros.

@@ -12,7 +12,7 @@ use crate::slab::Handle;
 
 /// A job looks at the clock, and whether it was stopped, after so many bytes.
 const PIECE: u64 = 64 << 10;
-/// The same where pages may be missing, or earlier copies took long: those of one piece take some 15 us to make, or to map.
+/// The same where earlier copies took long: the pages of one piece take some 15 us to map.
 const SLOW_PIECE: u64 = 8 << 10;
 /// After this time a job begins nothing more, nanoseconds: others may wait for whoever does it.
 const ENOUGH_NS: u64 = 10_000;
@@ -179,7 +179,8 @@ impl Job {
                 let parts = &self.parts[..=self.next.len()];
                 let goes_on = || clock().saturating_sub(began) < ENOUGH_NS;
                 for (i, part) in parts.iter().enumerate() {
-                    let piece = if careful || part.is_sparse() { SLOW_PIECE } else { PIECE };
+                    // Pages of holes are made, and mapped, all at once for what is copied at once.
+                    let piece = if careful && !part.is_sparse() { SLOW_PIECE } else { PIECE };
                     let mut done = 0;
                     let mut copied = Ok(());
                     let is_first_piece = |done| i == 0 && done == 0;
