@@ -16,8 +16,6 @@ pub(crate) struct MrObj {
     c: ibv_mr,
     mr: driver::Mr,
     range: Range,
-    /// Where this library has mapped a file for it, and how many bytes.
-    mapped: Option<(*mut c_void, usize)>,
 }
 
 unsafe fn register(pd: *mut ibv_pd, addr: *mut c_void, length: usize, iova: u64, access: u32) -> *mut ibv_mr {
@@ -37,7 +35,7 @@ unsafe fn keep(c: ibv_mr, mr: driver::Mr, range: Range) -> *mut ibv_mr {
         context(c.context)
     };
     ctx.born();
-    let (key, obj) = (mr.key, Box::into_raw(Box::new(MrObj { c, mr, range, mapped: None })));
+    let (key, obj) = (mr.key, Box::into_raw(Box::new(MrObj { c, mr, range })));
     lock(&ctx.mrs).insert(key, obj);
     obj.cast()
 }
@@ -105,42 +103,18 @@ pub unsafe extern "C" fn x_ibv_reg_mr_iova2(
     unsafe { register(pd, addr, length, iova, access) }
 }
 
-/// Memory behind a descriptor: a dmabuf of pages that may be mapped (udmabuf), or a memory file.
+/// The device cannot import the memory of other devices: what is behind such a descriptor need not be mappable. Programs that ask (NCCL, UCX)
+/// copy through the host's memory after this answer; any other error than this one says that the device could.
 pub unsafe extern "C" fn x_ibv_reg_dmabuf_mr(
-    pd: *mut ibv_pd,
+    _pd: *mut ibv_pd,
     offset: u64,
     length: usize,
-    iova: u64,
+    _iova: u64,
     fd: i32,
-    access: i32,
+    _access: i32,
 ) -> *mut ibv_mr {
-    const PAGE: u64 = 4096;
-    let skip = (offset % PAGE) as usize;
-    let (Some(bytes), Ok(at)) = (length.checked_add(skip).filter(|_| length > 0), i64::try_from(offset - skip as u64))
-    else {
-        return null(libc::EINVAL);
-    };
-    let writes = access as u32 & unirdma_formats::access::LOCAL_WRITE != 0;
-    let prot = libc::PROT_READ | if writes { libc::PROT_WRITE } else { 0 };
-    // SAFETY: a new mapping at a place of the kernel's choice.
-    let map = unsafe { libc::mmap(std::ptr::null_mut(), bytes, prot, libc::MAP_SHARED, fd, at) };
-    if map == libc::MAP_FAILED {
-        return null(std::io::Error::last_os_error().raw_os_error().unwrap_or(libc::EINVAL));
-    }
-    // SAFETY: within the mapping.
-    let addr = unsafe { map.cast::<u8>().add(skip) }.cast();
-    let iova = if access as u32 & ZERO_BASED != 0 { 0 } else { iova };
-    // SAFETY: the caller's PD; the range is ours.
-    let mr = unsafe { register_named(pd, addr, length, iova, access as u32, std::ptr::null_mut()) };
-    if mr.is_null() {
-        let e = std::io::Error::last_os_error().raw_os_error().unwrap_or(libc::EIO);
-        // SAFETY: mapped above, and nobody knows it.
-        unsafe { libc::munmap(map, bytes) };
-        return null(e);
-    }
-    // SAFETY: just made.
-    unsafe { (*mr.cast::<MrObj>()).mapped = Some((map, bytes)) };
-    mr
+    trace!("ibv_reg_dmabuf_mr(offset {offset:#x}, {length}, fd {fd})");
+    null(libc::EOPNOTSUPP)
 }
 
 /// Memory that is shared with the virtual layer from the start (rdma-core 65).
@@ -322,10 +296,6 @@ pub unsafe extern "C" fn x_ibv_dereg_mr(mr: *mut ibv_mr) -> i32 {
         let _ = Box::into_raw(obj);
     } else {
         lock(&ctx.mrs).remove(&obj.c.lkey);
-        if let Some((map, bytes)) = obj.mapped {
-            // SAFETY: mapped for this MR, which is gone.
-            unsafe { libc::munmap(map, bytes) };
-        }
         // SAFETY: its PD lives.
         unsafe { crate::domain::release(obj.c.pd) };
         ctx.gone();
