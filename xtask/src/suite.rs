@@ -484,6 +484,14 @@ fn c_program(s: &mut Suite<'_>) {
         }
         Ok(())
     });
+    s.check("programs that drop their rights register memory (C program)", |lab| {
+        let exe = compile(lab, "rights", &["-libverbs", "-pthread"])?;
+        for way in ["", "env UNIRDMA_MR=copy "] {
+            let o = lab.spawn("a", &[], &format!("{way}{exe}"))?.finish();
+            require(o.ok() && o.text.contains("all rights were enough"), o.text)?;
+        }
+        Ok(())
+    });
     s.check("queues that are resized, reset and shared, and the extended interfaces (C program)", |lab| {
         let exe = compile(lab, "queues", &["-libverbs", "-pthread"])?;
         let o = lab.spawn("a", &[], &exe)?.finish();

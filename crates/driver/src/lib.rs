@@ -22,7 +22,7 @@ pub use arena::Block;
 pub use context::{Context, device_config, socket_path};
 pub use events::EventSource;
 pub use heap::HEAP;
-pub use memory::{Buffer, Mr, Way, Why, install_fork_handlers};
+pub use memory::{Buffer, Mr, Way, Why, loaded};
 pub use queues::{Cq, Qp, QpInit, RecvBatch, SendBatch, Srq};
 pub use unirdma_queues::SendWr;
 

@@ -89,6 +89,14 @@ impl Known {
 }
 
 impl Known {
+    /// Closes the descriptor if it is still ours. It allocates nothing, for fork handlers.
+    pub fn close(&self) {
+        if self.still_ours() {
+            // SAFETY: the number is this file's. Afterwards it is not, and so nothing is done with it any more.
+            unsafe { libc::close(self.as_raw_fd()) };
+        }
+    }
+
     /// Puts another file in the place of this one, under the same number; not if the program has done so already.
     pub fn replace(&mut self, with: OwnedFd) {
         if !self.still_ours() {

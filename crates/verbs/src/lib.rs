@@ -58,13 +58,12 @@ static SET_UP_HEAP: extern "C" fn() = unirdma_driver::heap::set_up;
 
 include!(concat!(env!("OUT_DIR"), "/exports.rs"));
 
-/// Runs when the library is loaded: its fork handlers come before those of the program, so that they run last before a
-/// fork and first after it.
+/// Runs when the library is loaded: before the program has fork handlers, and before it drops its rights.
 #[used]
 #[unsafe(link_section = ".init_array")]
 static LOADED: extern "C" fn() = {
     extern "C" fn loaded() {
-        unirdma_driver::install_fork_handlers();
+        unirdma_driver::loaded();
     }
     loaded
 };

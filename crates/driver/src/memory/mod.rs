@@ -31,12 +31,11 @@ use unirdma_link::{PROCESS_LIMIT, RegionDesc};
 use unirdma_mem::MemFd;
 
 use crate::bounce::Known;
-use crate::context::Context;
+use crate::context::{Context, socket_path};
 use crate::queues::gone_is_fine;
 use crate::{Result, errno, lock, map_errno};
 
 use maps::{FileId, Vma};
-pub use moved::install_fork_handlers;
 pub(crate) use moved::moved;
 pub(crate) use moved::{forks, prepare};
 use pages::PAGE;
@@ -134,6 +133,15 @@ impl Buffer {
     pub fn holds(&self, addr: usize, len: usize) -> bool {
         let off = addr.wrapping_sub(self.addr());
         addr >= self.addr() && off.checked_add(len).is_some_and(|end| end <= self.0.span().len())
+    }
+}
+
+/// Prepares for what the program may do before it opens a device. Called when the library is loaded, so that the fork handlers run last
+/// before a fork and first after it.
+pub fn loaded() {
+    moved::install_fork_handlers();
+    if socket_path().exists() {
+        tools::open_early();
     }
 }
 
@@ -613,7 +621,7 @@ fn offer_process(ctx: &Context) -> Result<()> {
     if *offered {
         return Ok(());
     }
-    let mem = moved().tools().and_then(|t| t.process.clone()).ok_or(libc::EACCES)?;
+    let mem = moved().tools().and_then(|t| tools::dup_high(t.process.as_ref()?.get().ok()?)).ok_or(libc::EACCES)?;
     let d = RegionDesc { bus_addr: 0, size: PROCESS_LIMIT, user_addr: 0, mmap_offset: 0 };
     // From here on the device may copy, and hears of every move.
     if let Some(d) = moved().door(ctx.id) {

@@ -571,7 +571,9 @@ extern "C" fn after_in_parent() {
 
 extern "C" fn after_in_child() {
     FORKS.fetch_add(1, Ordering::SeqCst);
-    drop(lock(&FORKING).take());
+    let held = lock(&FORKING).take();
+    tools::close_early();
+    held.iter().flat_map(|m| &m.0.tools).flat_map(|t| &t.process).for_each(Known::close);
 }
 
 impl Moved {
@@ -641,9 +643,8 @@ impl Moved {
     }
 }
 
-/// Arranges for forks, once. Called when the library is loaded, so that the handlers run last before a fork and first
-/// after it.
-pub fn install_fork_handlers() {
+/// Arranges for forks, once.
+pub(super) fn install_fork_handlers() {
     static ONCE: Once = Once::new();
     ONCE.call_once(|| {
         // SAFETY: registers three functions that live as long as this library, which is never unloaded.

@@ -49,8 +49,8 @@ pub(crate) enum Failed {
 pub(crate) struct Hands<'a> {
     /// The memory file.
     pub file: RawFd,
-    /// `/proc/self/pagemap`.
-    pub pagemap: RawFd,
+    /// `/proc/self/pagemap`; a process that is not dumpable has none.
+    pub pagemap: Option<RawFd>,
     pub uffd: Option<&'a Uffd>,
     /// Where pages lie for a moment: [`STEP`] bytes at a multiple of it.
     pub side: u64,
@@ -168,16 +168,21 @@ fn scan(h: &Hands<'_>, from: u64, end: u64, found: &mut [[u64; 3]], pages: u64) 
     // struct pm_scan_arg: neither a zero page, and present or swapped.
     const ZERO: u64 = 1 << 5;
     const THERE: u64 = 1 << 3 | 1 << 4;
+    let pagemap = h.pagemap?;
     let (room, count) = (found.as_mut_ptr() as u64, found.len() as u64);
     let mut arg = [96, 0, from, end, 0, room, count, pages, ZERO, ZERO, THERE, THERE];
     // SAFETY: the kernel fills at most `count` ranges.
-    let n = unsafe { libc::syscall(libc::SYS_ioctl, h.pagemap, PAGEMAP_SCAN, arg.as_mut_ptr()) };
+    let n = unsafe { libc::syscall(libc::SYS_ioctl, pagemap, PAGEMAP_SCAN, arg.as_mut_ptr()) };
     (n >= 0).then(|| (n as usize, if arg[4] > from { arg[4] } else { end }))
 }
 
-/// Calls `f` with each range of `[at, at + len)` that has memory of its own, until it says no.
+/// Calls `f` with each range of `[at, at + len)` that has memory of its own, until it says no. Nobody else writes to the range, and it may be
+/// read.
 fn each_present(h: &Hands<'_>, at: u64, len: u64, mut f: impl FnMut(u64, u64) -> bool) -> bool {
     let end = at + len;
+    if h.pagemap.is_none() {
+        return each_range(at, end, holds_more_than_zeros, f);
+    }
     let mut from = at;
     let mut found = [[0u64; 3]; FOUND];
     while from < end {
@@ -204,28 +209,43 @@ fn first_present(h: &Hands<'_>, at: u64, len: u64) -> u64 {
     first
 }
 
+/// Calls `f` with each range of pages for which `is_there` is true, until it says no.
+fn each_range(mut from: u64, end: u64, is_there: impl Fn(u64) -> bool, mut f: impl FnMut(u64, u64) -> bool) -> bool {
+    while from < end {
+        let first = from;
+        while from < end && is_there(from) {
+            from += PAGE;
+        }
+        if from > first && !f(first, from - first) {
+            return false;
+        }
+        from += PAGE;
+    }
+    true
+}
+
+/// True unless all of a page is zero, so that it may as well be a hole. Reading a page that is not there makes none.
+fn holds_more_than_zeros(page: u64) -> bool {
+    // SAFETY: a page of a mapping of ours; nobody writes to it.
+    (0..PAGE).step_by(8).any(|off| unsafe { std::ptr::read_volatile((page + off) as *const u64) } != 0)
+}
+
 /// [`each_present`] on kernels before 6.7.
 fn each_in_pagemap(h: &Hands<'_>, mut from: u64, end: u64, mut f: impl FnMut(u64, u64) -> bool) -> bool {
     let mut entries = [0u64; 256];
+    let pagemap = h.pagemap.unwrap_or(-1);
     while from < end {
-        let n = (entries.len() as u64).min((end - from) / PAGE) as usize;
+        let until = end.min(from + entries.len() as u64 * PAGE);
+        let bytes = (until - from) / PAGE * ENTRY;
         // SAFETY: reads at most the buffer.
         let got =
-            unsafe { libc::syscall(libc::SYS_pread64, h.pagemap, entries.as_mut_ptr(), n * 8, from / PAGE * ENTRY) };
+            unsafe { libc::syscall(libc::SYS_pread64, pagemap, entries.as_mut_ptr(), bytes, from / PAGE * ENTRY) };
         // Without the file all pages count as there.
-        let there = |i: usize| got < (n * 8) as i64 || entries[i] >> 62 != 0;
-        let mut i = 0;
-        while i < n {
-            let first = i;
-            while i < n && there(i) {
-                i += 1;
-            }
-            if i > first && !f(from + first as u64 * PAGE, (i - first) as u64 * PAGE) {
-                return false;
-            }
-            i += 1;
+        let is_there = |page: u64| got < bytes as i64 || entries[((page - from) / PAGE) as usize] >> 62 != 0;
+        if !each_range(from, until, is_there, &mut f) {
+            return false;
         }
-        from += n as u64 * PAGE;
+        from = until;
     }
     true
 }
@@ -322,6 +342,10 @@ unsafe fn take_piece(h: &Hands<'_>, p: &Place, prot: i32) -> Result<(), Failed> 
     if prot != READ_WRITE {
         // SAFETY: the shadow is ours.
         unsafe { sys_mprotect(p.shadow, p.len, READ_WRITE) };
+    }
+    if let (None, Some(u), Some(side)) = (h.pagemap, h.uffd, aside) {
+        // The pages are going to be read, also those that are missing.
+        u.forget(side, p.len);
     }
     let copied = each_present(h, source, p.len, |at, len| write_file(h.file, at, len, p.off + (at - source)));
     let flags = libc::MAP_SHARED | libc::MAP_FIXED;

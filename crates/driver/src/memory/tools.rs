@@ -6,9 +6,10 @@ use std::fs::File;
 use std::mem::MaybeUninit;
 use std::os::fd::{AsFd, AsRawFd, BorrowedFd, OwnedFd};
 use std::path::Path;
+use std::sync::OnceLock;
 
 use rustix::fs::{MemfdFlags, SealFlags};
-use unirdma_mem::ProcMem;
+use rustix::process::{Pid, getpid};
 use unirdma_mem::fds::{Known, high};
 
 use super::clock;
@@ -25,7 +26,7 @@ pub(crate) struct Tools {
     /// `/proc/self/maps`.
     pub maps: Option<Maps>,
     /// This process's memory, for the way *copy*.
-    pub process: Option<ProcMem>,
+    pub process: Option<Known>,
     mover: Option<Mover>,
     tasks: Option<Known>,
     fds: Option<Known>,
@@ -99,7 +100,8 @@ const SHORT_LOOK_NS: u64 = 4_000_000;
 struct Mover {
     file: Known,
     id: FileId,
-    pagemap: Known,
+    /// `None` if the process may not look: it is not dumpable.
+    pagemap: Option<Known>,
     uffd: Option<Uffd>,
     side: u64,
 }
@@ -108,9 +110,30 @@ fn open(path: &str) -> Option<Known> {
     File::open(Path::new(path)).ok().and_then(|f| Known::new(f.into()).ok())
 }
 
-fn process() -> Option<ProcMem> {
+/// This process's memory, opened when the library was loaded. A program that has changed its user, or has said that it is not to be dumped,
+/// may not open it any more.
+static EARLY: OnceLock<(Pid, Known)> = OnceLock::new();
+
+fn open_process() -> Option<Known> {
     let file = File::options().read(true).write(true).open("/proc/self/mem").ok()?;
-    ProcMem::from_fd(high(file.into()).ok()?).ok()
+    Known::new(file.into()).ok()
+}
+
+/// Opens what a program that drops its rights cannot open any more. Called when the library is loaded into a program that has a vRNIC.
+pub(crate) fn open_early() {
+    if let Some(mem) = open_process() {
+        let _ = EARLY.set((getpid(), mem));
+    }
+}
+
+/// A child lets go of its parent's memory: it may be the part of a program that has fewer rights. Called in a fork handler.
+pub(crate) fn close_early() {
+    EARLY.get().into_iter().for_each(|(_, mem)| mem.close());
+}
+
+fn process() -> Option<Known> {
+    let early = || EARLY.get().filter(|(pid, _)| *pid == getpid()).and_then(|(_, mem)| dup_high(mem.get().ok()?));
+    open_process().or_else(|| Known::new(early()?).ok())
 }
 
 impl Mover {
@@ -125,7 +148,7 @@ impl Mover {
         let id = FileId::of(&file)?;
         let uffd = Uffd::open().and_then(|u| u.with_fd(|fd| high(fd).ok()));
         let side = pages::make_side()?;
-        Some(Mover { file, id, pagemap: open("/proc/self/pagemap")?, uffd, side })
+        Some(Mover { file, id, pagemap: open("/proc/self/pagemap"), uffd, side })
     }
 }
 
@@ -185,7 +208,7 @@ impl Tools {
         }
         Some(Hands {
             file: m.file.as_raw_fd(),
-            pagemap: m.pagemap.as_raw_fd(),
+            pagemap: m.pagemap.as_ref().map(AsRawFd::as_raw_fd),
             uffd: m.uffd.as_ref(),
             side: m.side,
             doors,
