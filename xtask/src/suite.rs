@@ -484,6 +484,11 @@ fn c_program(s: &mut Suite<'_>) {
         }
         Ok(())
     });
+    s.check("as many connections and objects as the device promises (C program)", |lab| {
+        let exe = compile(lab, "many", &["-libverbs"])?;
+        let o = lab.spawn("a", &[], &format!("{exe} 2000"))?.finish();
+        require(o.ok() && o.text.contains("as many as promised"), o.text)
+    });
     s.check("programs that drop their rights register memory (C program)", |lab| {
         let exe = compile(lab, "rights", &["-libverbs", "-pthread"])?;
         for way in ["", "env UNIRDMA_MR=copy "] {

@@ -35,10 +35,10 @@ pub(crate) struct Arena {
     next_bus: u64,
 }
 
-/// A memory file of [`REGION`] bytes, or less where the process may have no more (`RLIMIT_FSIZE`, `RLIMIT_AS`), but at
+/// A memory file of `wanted` bytes, or less where the process may have no more (`RLIMIT_FSIZE`, `RLIMIT_AS`), but at
 /// least `len`.
-fn region(len: usize) -> Result<MemFd> {
-    let mut size = len.max(REGION);
+fn region(len: usize, wanted: usize) -> Result<MemFd> {
+    let mut size = len.max(wanted);
     loop {
         match MemFd::new(c"unirdma-rings", size).map_err(|e| map_errno(&e)) {
             Err(libc::EFBIG | libc::ENOMEM) if size > len => size = (size / 2).next_multiple_of(4096).max(len),
@@ -70,7 +70,9 @@ impl Arena {
                 return Ok(b);
             }
         }
-        let memfd = region(len.next_multiple_of(4096))?;
+        // As large as all others together, so that there are few, however many rings a program has. What is not used is a hole.
+        let all: usize = self.regions.iter().map(|r| r.span.len()).sum();
+        let memfd = region(len.next_multiple_of(4096), all.max(REGION))?;
         let size = memfd.span().len();
         let bus = self.take_bus(size as u64);
         let desc =

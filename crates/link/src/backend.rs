@@ -13,7 +13,7 @@ use zerocopy::{FromBytes, IntoBytes};
 
 use crate::foreign::Foreign;
 use crate::ledger::Ledger;
-use crate::memory::{Memory, RegionDesc};
+use crate::memory::{Memory, Refused, RegionDesc};
 use crate::msg::{self, Message, NEED_REPLY, REPLY, Receiver, VERSION};
 use crate::{VHOST_USER_F_PROTOCOL_FEATURES, VIRTIO_F_VERSION_1};
 
@@ -113,11 +113,32 @@ pub struct Backend {
 pub enum Refusal {
     /// For a reason that the log has.
     Other = 1,
+    /// The vRNIC, or its host, holds as much as it may (`ENOMEM`); the log says of what.
+    Exhausted = 12,
     /// The device has as many users as it may (`EUSERS`).
     TooManyUsers = 87,
 }
 
-type Answer = Result<Option<Vec<u8>>, String>;
+/// Why a request is refused, with the code that says so.
+struct Denied {
+    code: Refusal,
+    why: String,
+}
+
+impl<S: Into<String>> From<S> for Denied {
+    fn from(why: S) -> Self {
+        Denied { code: Refusal::Other, why: why.into() }
+    }
+}
+
+impl From<Refused> for Denied {
+    fn from(refused: Refused) -> Self {
+        let code = if refused.is_want() { Refusal::Exhausted } else { Refusal::Other };
+        Denied { code, why: refused.to_string() }
+    }
+}
+
+type Answer = Result<Option<Vec<u8>>, Denied>;
 
 fn payload<T: FromBytes>(m: &Message) -> Result<T, String> {
     T::read_from_bytes(&m.payload).map_err(|_| format!("payload of {} bytes", m.payload.len()))
@@ -194,12 +215,12 @@ impl Backend {
         let answer = if m.oversized {
             Err("payload over 4096 bytes".into())
         } else if flags & 3 != VERSION || flags & REPLY != 0 {
-            Err(format!("header flags {flags:#x}"))
+            Err(format!("header flags {flags:#x}").into())
         } else {
             match FrontendReq::try_from(request) {
                 Ok(req) => self.handle(h, req, m),
                 Err(_) if self.refuses.is_some() => Err("event channels of a device that may only be looked at".into()),
-                Err(_) => channel_request(h, &m).map(|fd| {
+                Err(_) => channel_request(h, &m).map_err(Denied::from).map(|fd| {
                     given = fd;
                     given.is_some().then(|| 0u64.to_ne_bytes().to_vec())
                 }),
@@ -211,9 +232,9 @@ impl Backend {
             Ok(Some(bytes)) => reply(&bytes),
             Ok(None) if flags & NEED_REPLY != 0 => reply(&0u64.to_ne_bytes()),
             Ok(None) => Ok(()),
-            Err(why) => {
+            Err(Denied { code, why }) => {
                 h.refused(request, &why);
-                let code = self.refuses.unwrap_or(Refusal::Other) as u64;
+                let code = self.refuses.unwrap_or(code) as u64;
                 if flags & NEED_REPLY != 0 || always_answered(request) { reply(&code.to_ne_bytes()) } else { Ok(()) }
             }
         }
@@ -225,20 +246,20 @@ impl Backend {
         if let Some(why) = self.refuses
             && !is_look(req)
         {
-            return Err(format!("{why:?}"));
+            return Err(format!("{why:?}").into());
         }
         match req {
             R::GET_FEATURES => u64_answer(features(h)),
             R::SET_FEATURES => {
                 let v: u64 = payload(&m)?;
-                if v & !features(h) != 0 { Err(format!("features {v:#x} were not offered")) } else { Ok(None) }
+                if v & !features(h) != 0 { Err(format!("features {v:#x} were not offered").into()) } else { Ok(None) }
             }
             R::SET_OWNER | R::RESET_OWNER => Ok(None),
             R::GET_PROTOCOL_FEATURES => u64_answer(protocol_features(h)),
             R::SET_PROTOCOL_FEATURES => {
                 let v: u64 = payload(&m)?;
                 if v & !protocol_features(h) != 0 {
-                    Err(format!("protocol features {v:#x} were not offered"))
+                    Err(format!("protocol features {v:#x} were not offered").into())
                 } else {
                     Ok(None)
                 }
@@ -264,10 +285,10 @@ impl Backend {
                 };
                 if req == R::ADD_MEM_REG {
                     let fd = m.fds.pop().ok_or("no file descriptor")?;
-                    self.memory.add(desc, fd).map_err(|e| e.to_string())?;
+                    self.memory.add(desc, fd)?;
                     h.memory_changed(&self.memory, &[]);
                 } else {
-                    let id = self.memory.remove(desc).map_err(|e| e.to_string())?;
+                    let id = self.memory.remove(desc)?;
                     h.memory_changed(&self.memory, &[id]);
                 }
                 Ok(None)
@@ -310,7 +331,7 @@ impl Backend {
             R::SET_VRING_ENABLE => {
                 let s: State = payload(&m)?;
                 if s.num > 1 {
-                    return Err(format!("enable {}", s.num));
+                    return Err(format!("enable {}", s.num).into());
                 }
                 let was_enabled = std::mem::replace(&mut self.vring(s.index)?.enabled, s.num == 1);
                 if was_enabled && s.num == 0 {
@@ -335,7 +356,7 @@ impl Backend {
                 }
                 self.changed(h, index)
             }
-            other => Err(format!("{other:?} is not supported")),
+            other => Err(format!("{other:?} is not supported").into()),
         }
     }
 
@@ -369,13 +390,13 @@ impl Backend {
         let bytes = m.payload.get(8..).ok_or("payload too short")?;
         let count = u32::from_ne_bytes([m.payload[0], m.payload[1], m.payload[2], m.payload[3]]) as usize;
         if bytes.len() != count * size_of::<RegionDesc>() || m.fds.len() != count {
-            return Err(format!("{count} regions, {} bytes, {} descriptors", bytes.len(), m.fds.len()));
+            return Err(format!("{count} regions, {} bytes, {} descriptors", bytes.len(), m.fds.len()).into());
         }
         let mut memory = self.memory.clone();
         let removed = memory.clear();
         for (raw, fd) in bytes.chunks_exact(size_of::<RegionDesc>()).zip(m.fds) {
             let desc = RegionDesc::read_from_bytes(raw).map_err(|_| "region")?;
-            memory.add(desc, fd).map_err(|e| e.to_string())?;
+            memory.add(desc, fd)?;
         }
         self.memory = memory;
         h.memory_changed(&self.memory, &removed);

@@ -26,8 +26,10 @@ pub struct Frontend {
 }
 
 fn refused(what: impl std::fmt::Debug, code: &[u8]) -> io::Error {
-    if code == (Refusal::TooManyUsers as u64).to_ne_bytes() {
-        return io::Error::from_raw_os_error(Refusal::TooManyUsers as i32);
+    for errno in [Refusal::TooManyUsers, Refusal::Exhausted] {
+        if code == (errno as u64).to_ne_bytes() {
+            return io::Error::from_raw_os_error(errno as i32);
+        }
     }
     io::Error::new(io::ErrorKind::InvalidInput, format!("the virtual layer refused {what:?}"))
 }
@@ -62,7 +64,8 @@ impl Frontend {
     /// Sends a request; with `wait`, until it is acknowledged.
     ///
     /// # Errors
-    /// `InvalidInput` if it was refused, `EUSERS` if the device has too many users, or those of the socket.
+    /// `InvalidInput` if it was refused, `EUSERS` if the device has too many users, `ENOMEM` if the vRNIC holds as much as it may, or
+    /// those of the socket.
     pub fn tell(&mut self, req: FrontendReq, payload: &[u8], fds: &[BorrowedFd<'_>], wait: bool) -> io::Result<()> {
         self.send(req as u32, if wait { NEED_REPLY } else { 0 }, payload, fds)?;
         if !wait {
@@ -120,7 +123,7 @@ impl Frontend {
     /// Shares a memory region.
     ///
     /// # Errors
-    /// `InvalidInput` if it was refused.
+    /// As [`Frontend::tell`].
     pub fn add_region(&mut self, d: RegionDesc, fd: BorrowedFd<'_>) -> io::Result<()> {
         self.tell(FrontendReq::ADD_MEM_REG, region_payload(d).as_bytes(), &[fd], true)
     }

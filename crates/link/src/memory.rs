@@ -52,17 +52,52 @@ pub enum Refused {
     File(String),
 }
 
+impl Refused {
+    /// True if something is used up, and false if the request is wrong.
+    pub fn is_want(&self) -> bool {
+        matches!(self, Refused::TooMany | Refused::Exhausted(_))
+    }
+}
+
+impl From<MapError> for Refused {
+    fn from(e: MapError) -> Self {
+        match e {
+            // The accounts allow less than the kernel, unless this process has more mappings of its own than they leave it.
+            MapError::Os(e) if e.raw_os_error() == Some(rustix::io::Errno::NOMEM.raw_os_error()) => {
+                Refused::Exhausted(Resource::Mappings)
+            }
+            e => Refused::File(e.to_string()),
+        }
+    }
+}
+
 impl std::fmt::Display for Refused {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
         match self {
             Refused::Range => write!(f, "the range is empty, wraps, or overlaps another region"),
             Refused::Unknown => write!(f, "there is no such region"),
-            Refused::TooMany => write!(f, "a session has at most {MAX_REGIONS} regions"),
-            Refused::Exhausted(Resource::Descriptors) => write!(f, "the vRNIC holds too many descriptors"),
-            Refused::Exhausted(Resource::Mappings) => write!(f, "the vRNIC has too many mappings"),
-            Refused::Exhausted(Resource::Pieces) => write!(f, "the vRNIC has MRs of too many pieces"),
-            Refused::Exhausted(Resource::AddressSpace) => write!(f, "the vRNIC has mapped too many bytes"),
-            Refused::Exhausted(Resource::Filled) => write!(f, "the vRNIC has filled too many bytes of sparse files"),
+            Refused::TooMany => {
+                write!(f, "a session has at most {MAX_REGIONS} regions; a program with UNIRDMA_MR=copy needs few")
+            }
+            Refused::Exhausted(Resource::Descriptors) => write!(
+                f,
+                "the vRNIC holds as many descriptors as it may (its --max-descriptors; ulimit -Hn of the virtual layer, of which it \
+                 has at most half of what others leave)"
+            ),
+            Refused::Exhausted(Resource::Mappings) => write!(
+                f,
+                "the vRNIC has as many mappings as it may (its --max-mappings; sysctl vm.max_map_count, of which it has at most \
+                 half of what others leave)"
+            ),
+            Refused::Exhausted(Resource::Pieces) => {
+                write!(f, "the vRNIC has MRs of as many pieces as it may (its --max-pieces; the memory of this host)")
+            }
+            Refused::Exhausted(Resource::AddressSpace) => {
+                write!(f, "the vRNIC has mapped as many bytes as it may (its --max-address-space)")
+            }
+            Refused::Exhausted(Resource::Filled) => {
+                write!(f, "the vRNIC has filled as many bytes of sparse files as it may (its --max-filled)")
+            }
             Refused::File(e) => write!(f, "{e}"),
         }
     }
@@ -134,7 +169,7 @@ impl Region {
         let may_be_process = desc.bus_addr + desc.size <= PROCESS_LIMIT && desc.mmap_offset == desc.bus_addr;
         let memory = is_memory(fd.as_fd());
         if !memory && !may_be_process {
-            return Err(file(&MapError::NotMemory));
+            return Err(MapError::NotMemory.into());
         }
         if !memory {
             ProcMem::check(fd.as_fd()).map_err(|e| file(&e))?;
@@ -147,7 +182,7 @@ impl Region {
         } else {
             let hold = map_tickets(ledger, 1, desc.size)?;
             let whole = [(fd.as_fd(), desc.mmap_offset, desc.size)];
-            let span = map_pieces(&whole, Box::new(hold), Some(filled.clone())).map_err(|e| file(&e))?;
+            let span = map_pieces(&whole, Box::new(hold), Some(filled.clone()))?;
             // SAFETY: the pointer comes from a live mapping of that length; the region that is
             // built is kept beside `span`, which keeps the mapping.
             let raw = unsafe {
@@ -391,8 +426,7 @@ impl Memory {
         let first = pieces.first().map_or(0, |p| p.region);
         let one = pieces.iter().all(|p| p.region == first);
         let filled = if one { &self.regions[first].filled } else { &self.filled };
-        let whole = map_pieces(&files, Box::new(hold), Some(filled.clone()));
-        let whole = whole.map_err(|e| Refused::File(e.to_string()))?;
+        let whole = map_pieces(&files, Box::new(hold), Some(filled.clone()))?;
         let len = whole.len() as u64 - slack;
         whole.sub(slack, len).ok_or(Refused::Range)
     }

@@ -9,7 +9,7 @@ use std::time::Duration;
 
 use unirdma_driver::{Way, Why};
 use unirdma_formats::WrOpcode;
-use unirdma_host::admin::Request;
+use unirdma_host::admin::{Client, Request, Response};
 use unirdma_host::{AddVrnic, EngineConfig, HostConfig, Isolation, serve, vrnic_dir, wait_ready};
 use unirdma_testkit::{Program, connect};
 
@@ -81,6 +81,19 @@ fn threads_count(a: &Program) {
     assert_eq!(words.iter().map(|w| w.load(Ordering::Relaxed)).sum::<u64>(), counted, "stores were lost");
 }
 
+/// Mappings of this process's memory file.
+fn moved_mappings() -> usize {
+    let maps = std::fs::read_to_string("/proc/self/maps").expect("maps");
+    maps.lines().filter(|l| l.contains("/memfd:unirdma-mr")).count()
+}
+
+/// Mappings that vRNIC `a` makes the virtual layer hold.
+fn held(client: &mut Client) -> u64 {
+    let show = client.ask(&Request::VrnicShow { name: "a".into() }, None).expect("vRNIC");
+    let Response::Vrnic(v) = show else { panic!("no vRNIC") };
+    v.held.mappings.used
+}
+
 fn check(name: &str, passed: &mut u32, f: impl FnOnce()) {
     f();
     println!("test {name} ... ok");
@@ -130,6 +143,57 @@ fn main() {
         mr.deregister().expect("deregister");
         a.post(WrOpcode::Write, &b, 0, 64).expect("post");
         assert_eq!(a.wait().expect("completion").status, 0, "the first registration is not disturbed");
+    });
+
+    check("neighbours_that_share_pages_lie_in_one_mapping", &mut passed, || {
+        const STRIDE: usize = 20_000;
+        let pd: unirdma_abi::HandleResp = a.ctx.command(unirdma_abi::Command::CreatePd, &[0u8; 0]).expect("PD");
+        let v: Vec<u8> = (0..300 * STRIDE).map(|i| (i * 17 + i / 4096) as u8).collect();
+        let register = |i: usize| {
+            let at = v[i * STRIDE..].as_ptr() as u64;
+            let mr = unirdma_driver::Mr::register(&a.ctx, pd.handle, at, STRIDE as u64, at, 1).expect("MR");
+            assert_eq!(mr.way(), (Way::Share, Why::Fastest));
+            mr
+        };
+        let before = (moved_mappings(), held(&mut client));
+        let more = |now: u64, before: u64| now.saturating_sub(before);
+        let mut mrs: Vec<_> = (0..300).map(register).collect();
+        assert_eq!(moved_mappings(), before.0 + 1);
+        std::thread::sleep(Duration::from_millis(10));
+        // Gaps close again.
+        let third = |mrs: &mut [unirdma_driver::Mr]| {
+            mrs.iter_mut().step_by(3).for_each(|m| m.deregister().expect("deregister"))
+        };
+        third(&mut mrs);
+        (0..300).step_by(3).for_each(|i| mrs[i] = register(i));
+        assert_eq!(moved_mappings(), before.0 + 1);
+        let regions = more(held(&mut client), before.1);
+        assert!(regions < 20, "{regions} mappings of the virtual layer");
+        std::thread::sleep(Duration::from_millis(10));
+        mrs.iter_mut().rev().for_each(|m| m.deregister().expect("deregister"));
+        assert_eq!((moved_mappings(), held(&mut client)), before);
+        assert!(v.iter().enumerate().all(|(i, &x)| x == (i * 17 + i / 4096) as u8));
+    });
+
+    check("mrs_are_copied_before_rings_find_no_room", &mut passed, || {
+        const MRS: usize = 1200;
+        let pd: unirdma_abi::HandleResp = a.ctx.command(unirdma_abi::Command::CreatePd, &[0u8; 0]).expect("PD");
+        let v = vec![1u8; (2 * MRS + 1) * 4096];
+        let first = v.as_ptr().addr().next_multiple_of(4096) as u64;
+        let mut mrs: Vec<_> = (0..MRS as u64)
+            .map(|i| {
+                let at = first + 2 * i * 4096;
+                unirdma_driver::Mr::register(&a.ctx, pd.handle, at, 4096, at, 1).expect("MR")
+            })
+            .collect();
+        let ways: Vec<_> = mrs.iter().map(unirdma_driver::Mr::way).collect();
+        let shared = ways.iter().take_while(|w| w.0 == Way::Share).count();
+        assert!(shared > 800 && shared < 1000, "{shared} are mapped");
+        assert!(ways[shared..].iter().all(|&w| w == (Way::Copy, Why::Limits)));
+        let queues: Vec<_> =
+            (0..200).map(|_| unirdma_driver::Cq::create(&a.ctx, 4096, None, false).expect("CQ")).collect();
+        queues.iter().for_each(|cq| cq.destroy().expect("destroy"));
+        mrs.iter_mut().for_each(|m| m.deregister().expect("deregister"));
     });
 
     check("pages_that_were_moved_before_keep_their_bytes", &mut passed, || {

@@ -485,25 +485,36 @@ impl Asked {
         let mut placed = Placed { way: Way::Direct, ..Placed::copied(0, Why::Fastest) };
         let mut pieces = Vec::with_capacity(map.len());
         let mut failed = None;
-        for (v, source) in map.iter().zip(sources) {
+        // Where in the memory file the bytes lie that follow those of the piece before.
+        let mut next = None;
+        for (i, (v, source)) in map.iter().zip(sources).enumerate() {
             let part = v.clip(lo, hi);
             let len = part.end - part.start;
             let off = match source {
                 Source::File(id, fd) => {
-                    let whole = (v.offset, v.end - v.start);
+                    let whole = Some((v.offset, v.end - v.start));
                     pieces.push(Piece { id, fd: Some(fd), off: part.offset, len, whole });
+                    next = None;
                     continue;
                 }
                 Source::Moved => Ok(part.offset),
-                Source::Private => m.take(&part),
+                Source::Private => {
+                    let behind = map.get(i + 1).filter(|v| Some(v.file) == m.file_id());
+                    m.take(&part, [next, behind.and_then(|v| v.offset.checked_sub(len))])
+                }
             };
             match off {
                 Ok(off) => {
                     m.hold(off, len);
                     placed.way = Way::Share;
                     placed.held.push((off, len));
-                    let (id, whole) = (m.file_id().unwrap_or_default(), m.part_around(off, len));
-                    pieces.push(Piece { id, fd: None, off, len, whole });
+                    match pieces.last_mut() {
+                        Some(p) if next == Some(off) => p.len += len,
+                        _ => {
+                            pieces.push(Piece { id: m.file_id().unwrap_or_default(), fd: None, off, len, whole: None })
+                        }
+                    }
+                    next = Some(off + len);
                 }
                 Err(why) => {
                     failed = Some(why);
@@ -532,8 +543,8 @@ struct Piece {
     fd: Option<OwnedFd>,
     off: u64,
     len: u64,
-    /// What is worth being a region, for the sake of other MRs: from where, and how many bytes.
-    whole: (u64, u64),
+    /// What of another file is worth being a region, for the sake of other MRs: from where, and how many bytes.
+    whole: Option<(u64, u64)>,
 }
 
 impl Placed {
@@ -543,9 +554,7 @@ impl Placed {
             p.fd.as_ref().or(moved).map(|fd| fd.as_fd())
         }
         if let [p] = pieces {
-            let part = (p.off, p.len);
-            let get = |whole| regions::get(ctx, p.id, fd(p, moved)?, part, whole);
-            let (key, bus) = get(p.whole).or_else(|| get(part).filter(|_| p.whole != part))?;
+            let (key, bus) = regions::get(ctx, p.id, fd(p, moved)?, (p.off, p.len), p.whole)?;
             (self.region, self.start) = (Some(key), bus);
             return Some(());
         }
@@ -553,8 +562,7 @@ impl Placed {
         self.start = lock(&ctx.arena).take_bus(pieces.iter().map(|p| p.len).sum());
         let mut bus = self.start;
         for p in pieces {
-            let others = lock(&ctx.regions).len();
-            self.own.push(regions::add(ctx, fd(p, moved)?, (p.off, p.len), bus, others)?);
+            self.own.push(regions::add(ctx, fd(p, moved)?, (p.off, p.len), bus)?);
             bus += p.len;
         }
         Some(())

@@ -23,8 +23,10 @@ use crate::sync::Guard;
 
 /// Parts of the program's memory that are moved at most. Each is a mapping, and a shadow is another.
 const MAX_PLACES: usize = 8192;
-/// Each part has so many bytes of the memory file for itself: a program may make its mapping longer.
-const SLOT: u64 = 1 << 40;
+/// Each part has so many bytes of the memory file for itself, or with its neighbours: a program may make its mapping longer.
+pub(super) const SLOT: u64 = 1 << 40;
+/// The first part of a slot begins behind so many bytes, which are for neighbours before it.
+const BEFORE: u64 = SLOT / 4;
 /// Parts of the memory file that are given out at most.
 const MAX_SLOTS: u64 = 1 << 21;
 /// This thread's stack is in use so far above and below the place of a local variable.
@@ -91,6 +93,8 @@ pub(crate) struct Moved {
     cover: Cover,
     slots: u64,
     free_slots: Vec<u64>,
+    /// Parts may be there that no MR lies over: they could not be given back.
+    has_free_parts: bool,
     /// What came back soon after it was taken.
     pub history: History,
     pins: Option<(u64, bool)>,
@@ -181,6 +185,7 @@ impl Moved {
             cover: Cover::new(),
             slots: 0,
             free_slots: Vec::new(),
+            has_free_parts: false,
             history: History::new(),
             pins: None,
             doors: Vec::new(),
@@ -238,15 +243,15 @@ impl Moved {
         }
     }
 
-    /// Moves private memory into the file; where it lies there. Nobody holds it yet. [`Moved::look_at_advice`] was called
-    /// before.
+    /// Moves private memory into the file; where it lies there: at one of `beside` if that is free, so that an MR over this memory and
+    /// its neighbours lies in one piece. Nobody holds it yet. [`Moved::look_at_advice`] was called before.
     ///
     /// # Errors
     /// Why not. The memory is private, as it was.
-    pub fn take(&mut self, v: &Vma) -> Result<u64, Why> {
+    pub fn take(&mut self, v: &Vma, beside: [Option<u64>; 2]) -> Result<u64, Why> {
         let len = v.end - v.start;
         let t = self.tools().ok_or(Why::Limits)?;
-        if tools::limited() || self.parts.len() >= MAX_PLACES {
+        if tools::limited() || self.parts.len() >= MAX_PLACES || len > SLOT - BEFORE - (2 << 20) {
             return Err(Why::Limits);
         }
         if is_used(v) {
@@ -259,16 +264,16 @@ impl Moved {
         if !t.sees_pins() && self.may_be_pinned() {
             return Err(Why::Pinned);
         }
-        let slot = self.free_slots.pop().or_else(|| {
-            self.slots += 1;
-            (self.slots <= MAX_SLOTS).then_some(self.slots)
-        });
-        let slot = slot.ok_or(Why::Limits)?;
+        let beside = beside.into_iter().flatten().find(|&off| self.is_vacant(off, len));
+        let slot = match beside {
+            Some(_) => None,
+            None => Some(self.free_slots.pop().or_else(|| self.new_slot()).ok_or(Why::Limits)?),
+        };
         // Huge pages lie alike in the memory and in the file.
-        let off = slot * SLOT + v.start % (2 << 20);
+        let off = beside.unwrap_or(slot.unwrap_or(0) * SLOT + BEFORE + v.start % (2 << 20));
         let advice = self.tools().map_or(Advice::default(), |t| t.advice(v.start).0);
         let Some(shadow) = pages::reserve_shadow(v.start, len) else {
-            self.free_slots.push(slot);
+            self.free_slots.extend(slot);
             return Err(Why::Limits);
         };
         let place = Place { at: v.start, len, off, shadow };
@@ -276,7 +281,7 @@ impl Moved {
         let Some(h) = self.tools().and_then(|t| t.hands(&self.doors, false)) else {
             // SAFETY: our own new mapping.
             unsafe { pages::drop_shadow(shadow, len) };
-            self.free_slots.push(slot);
+            self.free_slots.extend(slot);
             return Err(Why::Threads);
         };
         // SAFETY: the caller has found private anonymous memory there; it is not this thread's stack; signals are held.
@@ -294,9 +299,9 @@ impl Moved {
             Ok(()) => Ok(off),
             Err((why, _)) => {
                 if done == 0 {
-                    self.free_slots.push(slot);
+                    self.free_slots.extend(slot);
                 }
-                self.give_back_free();
+                self.give_back_free(&[(off, done)]);
                 Err(match why {
                     Failed::Pinned => Why::Pinned,
                     Failed::Watched => Why::InUse,
@@ -304,6 +309,37 @@ impl Moved {
                 })
             }
         }
+    }
+
+    fn new_slot(&mut self) -> Option<u64> {
+        self.slots += 1;
+        (self.slots <= MAX_SLOTS).then_some(self.slots)
+    }
+
+    /// True if nothing lies in this range of the file, which is within one slot, and nothing can have grown into it.
+    fn is_vacant(&self, off: u64, len: u64) -> bool {
+        let end = off + len;
+        let before = self.parts.partition_point(|p| p.place.off < off).checked_sub(1).map(|i| &self.parts[i]);
+        off / SLOT == (end - 1) / SLOT
+            && self.parts_in(off, end).is_empty()
+            && self.cover.first_free(off, end) == Some((off, end))
+            && before.is_none_or(|p| p.end() / SLOT != off / SLOT || self.is_as_expected(p))
+    }
+
+    /// The parts that meet `[lo, hi)` of the file.
+    fn parts_in(&self, lo: u64, hi: u64) -> std::ops::Range<usize> {
+        let first = self.parts.partition_point(|p| p.end() <= lo);
+        first..self.parts.partition_point(|p| p.place.off < hi).max(first)
+    }
+
+    /// True if the program has left the mapping of a part as it was.
+    fn is_as_expected(&self, p: &Part) -> bool {
+        let found = self.maps().and_then(|maps| maps.find(p.place.at));
+        found.is_some_and(|v| {
+            let (end, at) = (p.place.at + p.place.len, p.place.at);
+            let there = Some(v.file) == self.file_id() && v.start <= at && end <= v.end && v.prot() == p.prot;
+            there && v.offset + (at - v.start) == p.place.off && !grown(&self.parts, &v, p)
+        })
     }
 
     /// Room in the lists, so that a fork handler need not allocate.
@@ -322,22 +358,22 @@ impl Moved {
         for &(off, len) in ranges {
             self.cover.remove(off, off + len);
         }
-        self.give_back_free();
+        self.give_back_free(ranges);
         for &(off, len) in ranges {
             let mut at = off;
             while let Some((lo, hi)) = self.cover.first_free(at, off + len) {
                 at = hi;
                 // Memory that the program has unmapped meanwhile has no part any more, and its data no reader.
-                if !self.parts.iter().any(|p| p.place.off < hi && lo < p.end())
+                if self.parts_in(lo, hi).is_empty()
                     && let Some(h) = self.tools().and_then(|t| t.hands(&self.doors, false))
                 {
                     pages::punch(h.file, lo, hi - lo);
                 }
             }
             let slot = off / SLOT;
-            let used = |o: u64, e: u64| o < (slot + 1) * SLOT && e > slot * SLOT;
-            if !self.parts.iter().any(|p| used(p.place.off, p.end()))
-                && self.cover.first_free(slot * SLOT, (slot + 1) * SLOT) == Some((slot * SLOT, (slot + 1) * SLOT))
+            let (lo, hi) = (slot * SLOT, (slot + 1) * SLOT);
+            if self.parts_in(lo, hi).is_empty()
+                && self.cover.first_free(lo, hi) == Some((lo, hi))
                 && !self.free_slots.contains(&slot)
             {
                 self.free_slots.push(slot);
@@ -345,20 +381,31 @@ impl Moved {
         }
     }
 
-    /// Gives all parts back that no MR lies over.
-    fn give_back_free(&mut self) {
-        if !self.parts.iter().any(|p| self.cover.first_free(p.place.off, p.end()).is_some()) {
+    /// Gives all parts back that no MR lies over and that meet these ranges; also those that could not be given back before.
+    fn give_back_free(&mut self, ranges: &[(u64, u64)]) {
+        let whole = [(0, u64::MAX)];
+        let ranges = if self.has_free_parts { &whole[..] } else { ranges };
+        let is_free = |p: &Part| self.cover.first_free(p.place.off, p.end()).is_some();
+        if !ranges.iter().any(|&(off, len)| self.parts[self.parts_in(off, off + len)].iter().any(is_free)) {
             return;
         }
         // The kernel holds pages of the memory file then: what it writes there would be lost.
-        if self.may_be_pinned() {
+        self.has_free_parts = self.may_be_pinned();
+        if self.has_free_parts {
             return;
         }
-        self.look();
+        self.look(ranges);
         self.look_at_advice();
-        self.renew();
-        let mut i = 0;
-        while i < self.parts.len() {
+        for &(off, len) in ranges {
+            self.give_back_free_in(off, off + len);
+        }
+        self.reserve();
+    }
+
+    fn give_back_free_in(&mut self, lo: u64, hi: u64) {
+        self.renew(lo, hi);
+        let mut i = self.parts_in(lo, hi).start;
+        while i < self.parts.len() && self.parts[i].place.off < hi {
             let part = self.parts[i];
             let Some((lo, hi)) = self.cover.first_free(part.place.off, part.end()) else {
                 i += 1;
@@ -375,7 +422,10 @@ impl Moved {
                 self.parts.insert(i + 1, part.cut(hi, part.end() - hi));
             }
             let mut free = part.cut(lo, hi - lo);
-            let Some(h) = self.tools().and_then(|t| t.hands(&self.doors, false)) else { break };
+            let Some(h) = self.tools().and_then(|t| t.hands(&self.doors, false)) else {
+                self.has_free_parts = true;
+                break;
+            };
             let done = give_back(&h, &mut free);
             if done > 0 {
                 pages::punch(h.file, lo, done);
@@ -384,17 +434,17 @@ impl Moved {
                 self.parts.remove(i);
             } else {
                 self.parts[i] = free.cut(lo + done, free.place.len - done);
+                self.has_free_parts = true;
                 i += 1;
             }
         }
-        self.reserve();
     }
 
-    /// Gives the parts the advice that the last look at it has seen. Allocates nothing.
-    fn renew(&mut self) {
+    /// Gives the parts that meet `[lo, hi)` the advice that the last look at it has seen. Allocates nothing.
+    fn renew(&mut self, lo: u64, hi: u64) {
+        let mut i = self.parts_in(lo, hi).start;
         let Some(tools) = &self.tools else { return };
-        let mut i = 0;
-        while i < self.parts.len() {
+        while i < self.parts.len() && self.parts[i].place.off < hi {
             let part = self.parts[i];
             let Place { at, len, off, .. } = part.place;
             let (now, until) = tools.advice(at);
@@ -409,13 +459,6 @@ impl Moved {
             }
             i += 1;
         }
-    }
-
-    /// The part of the file that `[off, off + len)` is a piece of.
-    pub fn part_around(&self, off: u64, len: u64) -> (u64, u64) {
-        let i = self.parts.partition_point(|p| p.end() <= off);
-        let whole = self.parts.get(i).filter(|p| p.place.off <= off && off + len <= p.end());
-        whole.map_or((off, len), |p| (p.place.off, p.place.len))
     }
 
     /// True if the kernel may hold pages of this process. The look costs time for each open file, so that an answer holds
@@ -434,18 +477,12 @@ impl Moved {
     }
 
     /// Makes the list of parts agree with what the program has done to its mappings: it may have moved, cut, protected or
-    /// unmapped them, or made them longer.
-    fn look(&mut self) {
+    /// unmapped them, or made them longer. Only parts that meet `ranges` need to agree.
+    fn look(&mut self, ranges: &[(u64, u64)]) {
         let (Some(tools), Some(id)) = (self.tools.as_ref(), self.file_id()) else { return };
         let Some(maps) = &tools.maps else { return };
-        let as_expected = |p: &Part| {
-            maps.find(p.place.at).is_some_and(|v| {
-                let (end, at) = (p.place.at + p.place.len, p.place.at);
-                let there = v.file == id && v.start <= at && end <= v.end && v.prot() == p.prot;
-                there && v.offset + (at - v.start) == p.place.off && !grown(&self.parts, &v, p)
-            })
-        };
-        if self.parts.iter().all(as_expected) {
+        let in_ranges = ranges.iter().flat_map(|&(off, len)| &self.parts[self.parts_in(off, off + len)]);
+        if in_ranges.into_iter().all(|p| self.is_as_expected(p)) {
             return;
         }
         self.spare.clear();
@@ -583,9 +620,9 @@ impl Moved {
         if self.parts.is_empty() || self.forks != forks() || !doors::leave(&self.doors) {
             return;
         }
-        self.look();
+        self.look(&[(0, u64::MAX)]);
         if self.tools.as_mut().is_some_and(Tools::look_at_advice_in_fork) {
-            self.renew();
+            self.renew(0, u64::MAX);
         }
         let Some(h) = self.tools.as_ref().and_then(|t| t.hands(&self.doors, true)) else { return };
         let mut i = 0;

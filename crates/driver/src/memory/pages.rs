@@ -464,6 +464,16 @@ pub(crate) fn punch(file: RawFd, off: u64, len: u64) {
     }
 }
 
+/// True if all pages of a range of the memory file are there, in memory or swapped out; false on kernels before 6.5, which do not say.
+fn is_full(file: RawFd, off: u64, end: u64) -> bool {
+    const SYS_CACHESTAT: libc::c_long = 451;
+    // Pages that are there, dirty, under writeback, evicted, and recently evicted.
+    let (range, mut pages) = ([off, end - off], [0u64; 5]);
+    // SAFETY: the kernel reads the range and fills the counts.
+    let r = unsafe { libc::syscall(SYS_CACHESTAT, file, range.as_ptr(), pages.as_mut_ptr(), 0) };
+    r == 0 && (pages[0] + pages[3]) * PAGE >= end - off
+}
+
 /// Finds where the memory file has data. It remembers the last range, since the kernel counts all of its pages to find
 /// where it ends.
 struct Data {
@@ -488,8 +498,11 @@ impl Data {
             if first < 0 || first as u64 >= end {
                 return None;
             }
-            let last = seek(first as u64, libc::SEEK_HOLE);
-            self.known = (first as u64, if last < 0 { end } else { last as u64 });
+            let first = first as u64;
+            // The kernel looks for the hole page by page, and neighbours may follow without one.
+            let last =
+                if end - first <= STEP && is_full(self.file, first, end) { -1 } else { seek(first, libc::SEEK_HOLE) };
+            self.known = (first, if last < 0 { end } else { last as u64 });
         }
         // The range may have been found by a look that went further than this one.
         Some((self.known.0.max(off), self.known.1.min(end)))
