@@ -81,6 +81,7 @@ macro_rules! for_each_command {
             UnmapRuns = 51, unmap_runs(HandleReq) -> Nothing;
             QueryCounters = 52, query_counters(Nothing) -> QueryCountersResp;
             QueryClock = 53, query_clock(Nothing) -> QueryClockResp;
+            QueryMr = 54, query_mr(HandleReq) -> QueryMrResp;
         }
     };
 }
@@ -305,6 +306,8 @@ wire! {
     }
     /// The clock of the timestamps in CQEs.
     QueryClockResp = 8 { now_ns: u64 }
+    /// What requests have read and written by the key of an MR: how often, and how many bytes, roughly.
+    QueryMrResp = 16 { accesses: u64, bytes: u64 }
     /// `addr`: a [`crate::DoorbellPage`], 4096-byte aligned. Request of SET_DOORBELL and CREATE_DOORBELL.
     SetDoorbellReq = 8 { addr: u64 }
     SetStageReq = 16 { addr: u64, length: u64 }
@@ -391,7 +394,7 @@ mod tests {
     #[test]
     fn the_table_has_every_code_once() {
         let codes: Vec<u8> = Command::ALL.iter().map(|c| *c as u8).collect();
-        assert_eq!(codes, (1..=53).collect::<Vec<u8>>());
+        assert_eq!(codes, (1..=54).collect::<Vec<u8>>());
         assert!(
             (0..=u8::MAX).all(|raw| Command::from_raw(raw).map(|c| c as u8) == codes.contains(&raw).then_some(raw))
         );

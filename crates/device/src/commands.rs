@@ -441,6 +441,11 @@ impl Device {
         done(rnic.dereg_mr(self.session, r.handle))
     }
 
+    fn query_mr(&self, rnic: &mut Rnic, r: abi::HandleReq) -> Answer<abi::QueryMrResp> {
+        let served = rnic.query_mr(self.session, r.handle)?;
+        Ok(abi::QueryMrResp { accesses: served.accesses(), bytes: served.bytes() })
+    }
+
     fn create_mr(&self, rnic: &mut Rnic, r: abi::CreateMrReq) -> Answer<abi::MrResp> {
         if r.max_num_sg > abi::MAX_FAST_PAGES {
             return Err(Status::BadValue);

@@ -6,7 +6,7 @@
 //! where it belongs. What finds no room is copied by the device, as READ, atomics and the passive side of WRITE always are.
 
 use std::collections::VecDeque;
-use std::sync::atomic::{AtomicU32, Ordering};
+use std::sync::atomic::{AtomicU32, AtomicU64, Ordering};
 use std::sync::{Mutex, OnceLock, PoisonError, RwLock, RwLockReadGuard, RwLockWriteGuard};
 use std::time::{Duration, Instant};
 
@@ -19,6 +19,7 @@ use zerocopy::IntoBytes;
 use crate::arena::Block;
 use crate::context::Context;
 use crate::lock;
+use crate::memory::Served;
 
 /// Bytes of the stage. Its pages take memory when they are used first.
 const STAGE_BYTES: usize = 8 << 20;
@@ -55,8 +56,29 @@ impl Known {
     }
 }
 
-/// By key; and whether data is taken from it. Of one that is mapped by now, only messages that are in the stage are placed.
-type Table = ByNumber<(Known, bool)>;
+/// What is kept of an MR.
+struct Entry {
+    mr: Known,
+    /// Data is taken from it. Of one that is mapped by now, only messages that are in the stage are placed.
+    is_taken: bool,
+    /// What was taken from it, and placed into it.
+    accesses: AtomicU64,
+    bytes: AtomicU64,
+}
+
+impl Entry {
+    fn new(mr: Known, is_taken: bool) -> Self {
+        Entry { mr, is_taken, accesses: AtomicU64::new(0), bytes: AtomicU64::new(0) }
+    }
+
+    fn count(&self, bytes: u64) {
+        self.accesses.fetch_add(1, Ordering::Relaxed);
+        self.bytes.fetch_add(bytes, Ordering::Relaxed);
+    }
+}
+
+/// By key.
+type Table = ByNumber<Entry>;
 
 /// What a context knows of its MRs of the way *copy*, and its stage.
 #[derive(Default)]
@@ -75,16 +97,18 @@ impl Bounce {
     }
 
     /// Changes what is known of a key.
-    fn set(&self, table: &mut Table, key: u32, to: Option<(Known, bool)>) {
+    fn set(&self, table: &mut Table, key: u32, to: Option<Entry>) -> Option<Entry> {
+        let is_taken = to.as_ref().is_some_and(|e| e.is_taken);
         let old = match to {
-            Some(mr) => table.insert(key, mr),
+            Some(entry) => table.insert(key, entry),
             None => table.remove(&key),
         };
-        match (old.is_some_and(|k| k.1), to.is_some_and(|k| k.1)) {
+        match (old.as_ref().is_some_and(|e| e.is_taken), is_taken) {
             (false, true) => _ = self.copied.fetch_add(1, Ordering::Relaxed),
             (true, false) => _ = self.copied.fetch_sub(1, Ordering::Relaxed),
             _ => {}
         }
+        old
     }
 
     fn write(&self) -> RwLockWriteGuard<'_, Table> {
@@ -93,21 +117,25 @@ impl Bounce {
 
     /// An MR of the way *copy* has this key.
     pub fn add(&self, key: u32, mr: Known) {
-        self.set(&mut self.write(), key, Some((mr, true)));
+        self.set(&mut self.write(), key, Some(Entry::new(mr, true)));
     }
 
     /// The MR with key `key` has become what the one with key `by` was, which is gone.
     pub fn replace(&self, key: u32, by: u32, mr: Known) {
         let table = &mut *self.write();
-        match table.get(&by).copied() {
-            Some(new) => {
-                self.set(table, by, None);
-                self.set(table, key, Some(new));
-            }
+        match self.set(table, by, None) {
+            Some(new) => _ = self.set(table, key, Some(new)),
             // It is mapped from now on. What was in the stage before is still placed.
-            None if table.contains_key(&key) => self.set(table, key, Some((mr, false))),
+            None if table.contains_key(&key) => _ = self.set(table, key, Some(Entry::new(mr, false))),
             None => {}
         }
+    }
+
+    /// What was taken from the MR with this key, and placed into it.
+    pub fn served(&self, key: u32) -> Served {
+        let counted =
+            |e: &Entry| Served { accesses: e.accesses.load(Ordering::Relaxed), bytes: e.bytes.load(Ordering::Relaxed) };
+        self.read().get(&key).map(counted).unwrap_or_default()
     }
 
     /// The MR with this key is gone: its program may have other plans for the memory.
@@ -151,8 +179,9 @@ impl Context {
         for i in 0..record.places {
             let p = record.place(i);
             let n = left.min(p.length as usize);
-            let lives = known.get(&p.lkey).is_some_and(|(mr, _)| mr.holds(p.addr, n as u64));
-            if lives && off + n <= record.stage.len() {
+            let lives = known.get(&p.lkey).filter(|e| e.mr.holds(p.addr, n as u64));
+            if let Some(entry) = lives.filter(|_| off + n <= record.stage.len()) {
+                entry.count(n as u64);
                 // SAFETY: the program has registered this memory, and has said so in the receive that this message is for.
                 unsafe { record.stage.copy_to(off, p.addr as *mut u8, n) };
             }
@@ -349,8 +378,9 @@ impl Taker<'_> {
         {
             let known = self.ctx.bounce.read();
             for (piece, s) in pieces.iter_mut().zip(list).filter(|p| p.1.length > 0) {
-                let mr = known.get(&s.lkey).filter(|k| k.1);
-                let Some(addr) = mr.and_then(|k| k.0.place(self.pdn, s.addr, s.length.into())) else { return false };
+                let Some(entry) = known.get(&s.lkey).filter(|e| e.is_taken) else { return false };
+                let Some(addr) = entry.mr.place(self.pdn, s.addr, s.length.into()) else { return false };
+                entry.count(s.length.into());
                 *piece = (addr, s.length as usize);
             }
         }
@@ -445,10 +475,10 @@ mod tests {
         assert!(b.is_used());
         // Another place of the same way.
         b.replace(5, 6, mr(200));
-        assert!(b.read().get(&5).is_some_and(|k| k.0.addr == 200 && k.1) && !b.read().contains_key(&6));
+        assert!(b.read().get(&5).is_some_and(|e| e.mr.addr == 200 && e.is_taken) && !b.read().contains_key(&6));
         // Another way.
         b.replace(5, 7, mr(200));
-        assert!(b.read().get(&5).is_some_and(|k| !k.1) && !b.is_used());
+        assert!(b.read().get(&5).is_some_and(|e| !e.is_taken) && !b.is_used());
         // One that never was of this way.
         b.replace(9, 8, mr(1));
         assert!(!b.read().contains_key(&9));

@@ -95,23 +95,16 @@ impl<'a> Tables<'a> {
         }
     }
 
-    /// What an SGE names: a memory window is nobody's local memory.
+    /// As [`Tables::place`], for an access.
     #[inline]
-    fn local(&self, s: &abi::Sge, reach: Reach, addr: u64, len: u64) -> Option<(Loc<'a>, u64)> {
-        let mr = self.mrs.local(Lkey(s.lkey))?;
-        self.place(mr, reach, addr, len)
+    fn access(&self, mr: &'a Mr, reach: Reach, addr: u64, len: u64) -> Option<(Loc<'a>, u64)> {
+        self.place(mr, reach, addr, len).inspect(|(_, n)| mr.served.count(*n))
     }
 
     fn by_bus(&self, session: SessionId, addr: u64, len: u64) -> Option<Loc<'a>> {
         let s = self.sessions.get(session.0)?;
         let (span, off) = s.memory.as_ref()?.resolve(addr, len)?;
         Some(s.hollow.place(Loc::Mapped(span, off)))
-    }
-
-    /// What a request names by `key` at QP `qpn`.
-    #[inline]
-    fn remote(&self, key: Rkey, qpn: Qpn, reach: Reach, addr: u64, len: u64) -> Option<(Loc<'a>, u64)> {
-        self.place(self.mrs.of_peer(key, qpn)?, reach, addr, len)
     }
 
     /// The upper 24 bits of the key of what this side goes through, if work requests may take its grant back: an MR that they have
@@ -140,7 +133,10 @@ impl<'a> Tables<'a> {
         match side {
             // A length of zero reaches no memory and needs no key (IBTA vol. 1, 10.7.2.2, 9.7.4.1.4).
             Side::List { reach, sges } => sges.iter().all(|s| s.length == 0 || self.allows_sge(s, reach)),
-            Side::Remote { reach, qpn, key, addr } => len == 0 || self.remote(key, qpn, reach, addr, len).is_some(),
+            Side::Remote { reach, qpn, key, addr } => {
+                let place = || self.place(self.mrs.of_peer(key, qpn)?, reach, addr, len);
+                len == 0 || place().is_some()
+            }
             Side::Inline(b) => len <= b.len() as u64,
             Side::Bus { session, sges } => {
                 sges.iter().all(|s| s.length == 0 || self.by_bus(session, s.addr, s.length.into()).is_some())
@@ -167,11 +163,14 @@ impl<'a> Tables<'a> {
     {
         match side {
             Side::Inline(b) => Some((Loc::Bytes(b.get(off as usize..)?), max)),
-            Side::Remote { reach, qpn, key, addr } => self.remote(key, qpn, reach, addr.checked_add(off)?, max),
+            Side::Remote { reach, qpn, key, addr } => {
+                self.access(self.mrs.of_peer(key, qpn)?, reach, addr.checked_add(off)?, max)
+            }
             Side::List { reach, sges } => {
                 let (s, skip) = find(sges, off)?;
                 let n = max.min(u64::from(s.length) - skip);
-                self.local(s, reach, s.addr.checked_add(skip)?, n)
+                // A memory window is nobody's local memory.
+                self.access(self.mrs.local(Lkey(s.lkey))?, reach, s.addr.checked_add(skip)?, n)
             }
             Side::Bus { session, sges } => {
                 let (s, skip) = find(sges, off)?;
@@ -226,10 +225,12 @@ impl<'a> Tables<'a> {
     fn simple(&self, side: Side<'_>, off: u64, len: u64) -> Option<(&'a Span, u64)> {
         match side {
             Side::List { reach, sges: [s] } if off <= s.length.into() && len <= u64::from(s.length) - off => {
-                self.window(self.mrs.local(Lkey(s.lkey))?, reach, s.addr.checked_add(off)?, len)
+                let mr = self.mrs.local(Lkey(s.lkey))?;
+                self.window(mr, reach, s.addr.checked_add(off)?, len).inspect(|_| mr.served.count(len))
             }
             Side::Remote { reach, qpn, key, addr } => {
-                self.window(self.mrs.of_peer(key, qpn)?, reach, addr.checked_add(off)?, len)
+                let mr = self.mrs.of_peer(key, qpn)?;
+                self.window(mr, reach, addr.checked_add(off)?, len).inspect(|_| mr.served.count(len))
             }
             _ => None,
         }

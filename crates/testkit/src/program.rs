@@ -20,7 +20,15 @@ pub struct Program {
     pub mr: Mr,
     /// Registered memory.
     pub buf: Box<[u8]>,
+    pdn: u32,
     gid: [u8; 16],
+}
+
+/// Registers a buffer for all accesses.
+fn register(ctx: &Arc<Context>, pdn: u32, buf: &[u8]) -> Mr {
+    let flags = access::LOCAL_WRITE | access::REMOTE_WRITE | access::REMOTE_READ | access::REMOTE_ATOMIC;
+    let addr = buf.as_ptr() as u64;
+    Mr::register(ctx, pdn, addr, buf.len() as u64, addr, flags).expect("MR")
 }
 
 impl Program {
@@ -47,12 +55,19 @@ impl Program {
         };
         let qp = Qp::create(&ctx, &init).expect("QP");
         let buf = vec![0u8; len].into_boxed_slice();
-        let flags = access::LOCAL_WRITE | access::REMOTE_WRITE | access::REMOTE_READ | access::REMOTE_ATOMIC;
-        let addr = buf.as_ptr() as u64;
-        let mr = Mr::register(&ctx, pd.handle, addr, len as u64, addr, flags).expect("MR");
+        let mr = register(&ctx, pd.handle, &buf);
         let gid: abi::QueryGidResp =
             ctx.command(abi::Command::QueryGid, &abi::QueryGidReq { port: 1, index: 0 }).expect("GID");
-        Program { ctx, cq, qp, mr, buf, gid: gid.gid }
+        Program { ctx, cq, qp, mr, buf, pdn: pd.handle, gid: gid.gid }
+    }
+
+    /// Deregisters the buffer and registers it again.
+    ///
+    /// # Panics
+    /// If that fails.
+    pub fn register_again(&mut self) {
+        self.mr.deregister().expect("deregister");
+        self.mr = register(&self.ctx, self.pdn, &self.buf);
     }
 
     /// Moves the QP to RTS, connected to `peer`. Timeouts end after about 16 ms.

@@ -274,6 +274,40 @@ fn main() {
         }
     });
 
+    check("an_mr_that_has_served_much_is_worth_its_move", &mut passed, || {
+        const LEN: usize = 8 << 20;
+        let (mut c, d) = (Program::new(&socket("a"), LEN), Program::new(&socket("b"), LEN));
+        connect(&c, &d);
+        let pd: unirdma_abi::HandleResp = c.ctx.command(unirdma_abi::Command::CreatePd, &[0u8; 0]).expect("PD");
+        let v = vec![3u8; LEN];
+        let again = || {
+            let at = v.as_ptr() as u64;
+            let pd = pd.handle;
+            unirdma_driver::Mr::register(&c.ctx, pd, at, LEN as u64, at, 1).expect("MR")
+        };
+        let mut idle = again();
+        std::thread::sleep(Duration::from_millis(20));
+        idle.deregister().expect("deregister");
+        let mut mr = again();
+        assert_eq!(mr.way(), (Way::Copy, Why::Brief), "20 ms are not worth moving 8 MiB");
+        mr.deregister().expect("deregister");
+        // The MR of `c`, which is moved, serves much in as short a time; a second one by *copy* as well.
+        for expected in [(Way::Share, Why::Fastest), (Way::Copy, Why::Brief)] {
+            assert_eq!(c.mr.way(), expected);
+            let start = std::time::Instant::now();
+            let mut writes = 0;
+            while writes < 16 || start.elapsed() < Duration::from_millis(20) {
+                c.post(WrOpcode::Write, &d, 0, LEN).expect("post");
+                assert_eq!(c.wait().expect("completion").status, 0);
+                writes += 1;
+            }
+            c.register_again();
+            assert_eq!(c.mr.way(), (Way::Share, Why::Fastest));
+            // Without requests it is brief.
+            c.register_again();
+        }
+    });
+
     check("running_threads_lose_no_store", &mut passed, || threads_count(&a));
 
     drop((a, b));

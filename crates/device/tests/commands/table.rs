@@ -266,6 +266,9 @@ fn memory() -> Vec<Row> {
             .handle(HANDLE, Kind::Mr)
             .refused(BadHandle, "a window", |w| handle(w.me.make(Kind::Mw)))
             .refused(Busy, "a window is bound to it", |w| handle(w.me.bound_mr())),
+        row(C::QueryMr, |w| handle(w.me.make(Kind::Mr)))
+            .handle(HANDLE, Kind::Mr)
+            .refused(BadHandle, "a window", |w| handle(w.me.make(Kind::Mw))),
         row(C::ReregMr, |w| bytes(abi::ReregMrReq { mrn: w.me.make(Kind::Mr), by: w.me.make(Kind::Mr) }))
             .handle(offset_of!(abi::ReregMrReq, mrn), Kind::Mr)
             .handle(offset_of!(abi::ReregMrReq, by), Kind::Mr)

@@ -35,6 +35,7 @@ use crate::context::{Context, socket_path};
 use crate::queues::gone_is_fine;
 use crate::{Result, errno, lock, map_errno};
 
+pub(crate) use history::Served;
 use maps::{FileId, Vma};
 pub(crate) use moved::moved;
 pub(crate) use moved::{forks, prepare};
@@ -274,6 +275,7 @@ impl Mr {
     /// Those of the device.
     pub fn replace(&mut self, mut new: Mr) -> Result<()> {
         let mut state = lock(&self.core.state);
+        let ended = self.core.end(state.as_ref());
         if let Err(e) = replace(&self.core.ctx, self.core.mrn, new.mrn) {
             let _ = new.deregister();
             return Err(e);
@@ -283,8 +285,8 @@ impl Mr {
             self.core.ctx.bounce.replace(self.key, new.key, asked.known());
         }
         drop(state);
-        if let Some((asked, placed)) = old {
-            placed.release(&self.core.ctx, Some((&asked, clock() - self.core.since_ns)));
+        if let Some((_, placed)) = old {
+            placed.release(&self.core.ctx, ended);
         }
         Ok(())
     }
@@ -296,10 +298,11 @@ impl Mr {
     pub fn deregister(&mut self) -> Result<()> {
         let core = &self.core;
         let mut state = lock(&core.state);
+        let ended = core.end(state.as_ref());
         deregister(&core.ctx, core.mrn, core.key)?;
-        let Some((asked, placed)) = state.take() else { return Ok(()) };
+        let Some((_, placed)) = state.take() else { return Ok(()) };
         drop(state);
-        placed.release(&core.ctx, Some((&asked, clock() - core.since_ns)));
+        placed.release(&core.ctx, ended);
         Ok(())
     }
 }
@@ -373,7 +376,36 @@ impl Later {
     }
 }
 
+/// What is to be remembered of an MR that ends.
+struct Ended {
+    /// Whole pages.
+    range: (u64, u64),
+    life_ns: u64,
+    served: Served,
+}
+
 impl Core {
+    /// What is to be remembered of the MR when it ends now, if anything is.
+    fn end(&self, state: Option<&(Asked, Placed)>) -> Option<Ended> {
+        let (asked, _) = state.filter(|(_, p)| p.why == Why::Brief || p.way == Way::Share)?;
+        let range = (asked.addr / PAGE * PAGE, (asked.addr + asked.len).next_multiple_of(PAGE));
+        let life_ns = clock() - self.since_ns;
+        let asks = history::depends_on_service(range.1 - range.0, life_ns);
+        let served = if asks { self.served() } else { Served::default() };
+        Some(Ended { range, life_ns, served })
+    }
+
+    /// What requests have read and written by its key: the device has counted what it has reached itself.
+    fn served(&self) -> Served {
+        if self.ctx.is_dead() {
+            return Served::default();
+        }
+        let req = abi::HandleReq { handle: self.mrn, reserved: 0 };
+        let r: abi::QueryMrResp = self.ctx.command(Command::QueryMr, &req).unwrap_or_default();
+        let own = self.ctx.bounce.served(self.key);
+        Served { accesses: r.accesses.saturating_add(own.accesses), bytes: r.bytes.saturating_add(own.bytes) }
+    }
+
     /// Registers the same memory anew, without regard to how long it may live, and lets this MR become that one.
     fn move_now(&self) {
         let mut state = lock(&self.state);
@@ -568,23 +600,20 @@ impl Placed {
         Some(())
     }
 
-    /// Gives back what it has: no MR of the device lies there any more. `ended`: what was asked for, and for how many
-    /// nanoseconds it was there.
-    fn release(self, ctx: &Context, ended: Option<(&Asked, u64)>) {
+    /// Gives back what it has: no MR of the device lies there any more.
+    fn release(self, ctx: &Context, ended: Option<Ended>) {
         if let Some(key) = self.region {
             regions::put(ctx, key);
         }
         for d in self.own {
             regions::remove(ctx, d);
         }
-        let noted = ended.filter(|_| self.why == Why::Brief || self.way == Way::Share);
-        if noted.is_none() && self.held.is_empty() {
+        if ended.is_none() && self.held.is_empty() {
             return;
         }
         let mut m = moved();
-        if let Some((asked, life_ns)) = noted {
-            let end = asked.addr + asked.len;
-            m.history.note(asked.addr / PAGE * PAGE, end.next_multiple_of(PAGE), life_ns);
+        if let Some(Ended { range, life_ns, served }) = ended {
+            m.history.note(range.0, range.1, life_ns, served);
         }
         m.release(&self.held);
     }

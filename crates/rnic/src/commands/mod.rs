@@ -15,7 +15,7 @@ use unirdma_mem::{CqRing, Span};
 
 use crate::core::Core;
 use crate::executor::Object;
-use crate::objects::{Ah, Backing, Cq, Moderation, Mr, Pd, SessionId, Stage, Target, VnicId, is_range};
+use crate::objects::{Ah, Backing, Cq, Moderation, Mr, Pd, Served, SessionId, Stage, Target, VnicId, is_range};
 use crate::slab::Handle;
 
 type Result<T> = std::result::Result<T, Status>;
@@ -182,6 +182,15 @@ impl Core {
         {
             m.note = note;
         }
+    }
+
+    /// QUERY_MR: what requests have read and written by the key of an MR.
+    ///
+    /// # Errors
+    /// `BadHandle` if the session has no such MR.
+    pub fn query_mr(&self, s: SessionId, mr: u32) -> Result<Served> {
+        let (_, m) = self.objects.own_mr(s, mr).ok().filter(|m| m.1.window.is_none()).ok_or(Status::BadHandle)?;
+        Ok(m.served.clone())
     }
 
     /// An MR of the session that no window is bound to, and that no work request registers.

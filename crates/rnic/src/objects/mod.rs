@@ -40,7 +40,7 @@ pub use ids::{SessionId, VnicId};
 pub(crate) use ids::{SessionKind, VnicKind};
 pub(crate) use inbox::{Inbox, Run};
 pub(crate) use labour::{LONG_TURN_NS, Labour};
-pub use mr::{Backing, Resolve};
+pub use mr::{Backing, Resolve, Served};
 pub(crate) use mr::{Mr, MrTable, Reach, Window, is_range};
 pub(crate) use qp::{Connection, Local, Pause, Qp};
 pub use qp::{CreateQp, QpInfo};

@@ -1,5 +1,6 @@
 //! Memory regions: keys, protection, and where their bytes lie.
 
+use std::cell::Cell;
 use std::sync::Arc;
 
 use unirdma_formats::{Lkey, Qpn, Rkey};
@@ -53,6 +54,36 @@ pub(crate) struct Mr {
     pub backing: Backing,
     /// What its driver says of the way that its memory goes: [`unirdma_abi::mr_way`] and [`unirdma_abi::mr_why`].
     pub note: u32,
+    pub served: Served,
+}
+
+/// What requests have read and written by the key of an MR, roughly.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct Served {
+    accesses: Cell<u64>,
+    bytes: Cell<u64>,
+}
+
+/// Most bytes that one access counts as. Who reaches more comes back for the rest, and names all of it each time.
+const MOST_AT_ONCE: u64 = 64 << 10;
+
+impl Served {
+    /// An access to so many bytes.
+    #[inline]
+    pub fn count(&self, bytes: u64) {
+        self.accesses.set(self.accesses.get().wrapping_add(1));
+        self.bytes.set(self.bytes.get().wrapping_add(bytes.min(MOST_AT_ONCE)));
+    }
+
+    /// How many accesses there were.
+    pub fn accesses(&self) -> u64 {
+        self.accesses.get()
+    }
+
+    /// How many bytes they were of.
+    pub fn bytes(&self) -> u64 {
+        self.bytes.get()
+    }
 }
 
 /// What makes a memory window of a key (IBTA vol. 1, 10.6.7).
@@ -137,6 +168,7 @@ impl Mr {
             regions: [].into(),
             backing: Backing::Mapped(Span::anonymous(0)),
             note: 0,
+            served: Served::default(),
         }
     }
 
@@ -293,7 +325,8 @@ impl MrTable {
     /// Puts `mr` in the place of another, under its key. Returns the other.
     pub fn replace(&mut self, handle: Handle<Mr>, mr: Mr) -> Option<Mr> {
         let old = self.mrs.get_mut(handle)?;
-        let new = Mr { key: old.key, number: old.number, owner: old.owner, ..mr };
+        let served = std::mem::take(&mut old.served);
+        let new = Mr { key: old.key, number: old.number, owner: old.owner, served, ..mr };
         Some(std::mem::replace(old, new))
     }
 }

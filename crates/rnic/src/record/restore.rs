@@ -14,8 +14,8 @@ use crate::core::Core;
 use crate::multicast::MAX_MULTICAST_QPS;
 use crate::objects::{
     Ah, Backing, Backlog, Begun, Connection, Cq, Datagrams, Door, Fetched, Held, Hollow, Labour, Local, Moderation, Mr,
-    NO_SLOT, Names, Note, PAGE_TIME, Pause, Pd, Qp, Room, Session, SessionId, Srq, Stage, Used, Vnic, VnicId, Wait,
-    Window, Work, XrcSrq, Xrcd,
+    NO_SLOT, Names, Note, PAGE_TIME, Pause, Pd, Qp, Room, Served, Session, SessionId, Srq, Stage, Used, Vnic, VnicId,
+    Wait, Window, Work, XrcSrq, Xrcd,
 };
 use crate::output::Output;
 use crate::pace::{Limit, Pace};
@@ -399,6 +399,7 @@ impl<'a> Restorer<'a> {
             regions: regions.clone().into(),
             backing,
             note: *note,
+            served: Served::default(),
         };
         let objects = &mut self.core.objects;
         let Some(h) = objects.mrs.insert_known(mr) else { return };
