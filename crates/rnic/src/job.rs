@@ -260,7 +260,7 @@ impl Jobs {
         let process = |is_there: bool, owner| is_there.then_some(owner);
         let processes = [process(part.from.may_wait(), owners[0]), process(part.to.may_wait(), owners[1])];
         let sparse = [(&part.to, owners[1].1), (&part.from, owners[0].1)].into_iter().find(|e| e.0.is_sparse());
-        job.sparse = sparse.map(|e| e.1);
+        (job.sparse, job.owners) = (sparse.map(|e| e.1), owners.map(|o| Some(o.1)));
         for &(session, vnic) in processes.iter().flatten() {
             if self.is_slow(session, vnic) {
                 self.keep(job);

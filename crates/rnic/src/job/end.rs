@@ -85,6 +85,14 @@ impl End {
         self.places.iter().any(|(p, _)| matches!(p, Place::Sparse { .. }))
     }
 
+    /// True if this address lies in a window that it goes through.
+    pub fn holds(&self, addr: usize) -> bool {
+        self.places.iter().any(|(p, _)| match p {
+            Place::Mapped(span, _) | Place::Sparse { span, .. } => addr.wrapping_sub(span.addr()) < span.len(),
+            _ => false,
+        })
+    }
+
     /// The place of byte `off`, and how many bytes follow it there.
     pub fn at(&self, mut off: u64) -> Option<(Loc<'_>, u64)> {
         for (place, len) in &self.places {

@@ -139,9 +139,11 @@ pub struct Job {
     took_ns: u64,
     /// How many bytes it has copied from mapping to mapping.
     copied: u64,
-    /// The vRNIC whose memory may have holes, and whether the job has touched some.
+    /// The vRNICs whose memory it reads and writes.
+    pub(super) owners: [Option<VnicId>; 2],
+    /// That of them whose memory may have holes, and that in whose memory it has touched some last.
     pub(super) sparse: Option<VnicId>,
-    touched_holes: bool,
+    touched: Option<VnicId>,
 }
 
 /// What a job has done.
@@ -158,7 +160,7 @@ impl Job {
     pub(super) fn begin(&mut self, number: u64, [qp, peer]: [Handle<Qp>; 2], task: Task) {
         (self.number, self.qp, self.peer, self.task) = (number, qp, peer, task);
         (self.result, self.took_ns, self.phase) = (Copied::default(), 0, Arc::default());
-        self.touched_holes = false;
+        self.touched = None;
     }
 
     /// Does what is to be done, for some 10 us at most unless its memory is slow. `scratch` bounces what goes through the private memory
@@ -179,13 +181,14 @@ impl Job {
                 let parts = &self.parts[..=self.next.len()];
                 let goes_on = || clock().saturating_sub(began) < ENOUGH_NS;
                 for (i, part) in parts.iter().enumerate() {
-                    // Pages of holes are made, and mapped, all at once for what is copied at once.
-                    let piece = if careful && !part.is_sparse() { SLOW_PIECE } else { PIECE };
                     let mut done = 0;
                     let mut copied = Ok(());
                     let is_first_piece = |done| i == 0 && done == 0;
                     while copied.is_ok() && done < part.bytes && (is_first_piece(done) || goes_on()) {
                         let both = Phase::READS | Phase::WRITES;
+                        // Pages of holes are made, and mapped, all at once for what is copied at once.
+                        let has_holes = part.is_sparse() || holes::touched().times != touched;
+                        let piece = if careful && !has_holes { SLOW_PIECE } else { PIECE };
                         copied = self.phase.enter(both, || part.copy(done, piece)).unwrap_or(Err(STOPPED));
                         done = if copied.is_ok() { part.bytes.min(done + piece) } else { done };
                     }
@@ -210,7 +213,20 @@ impl Job {
             }
         }
         self.took_ns = clock().saturating_sub(began);
-        self.touched_holes = holes::touched().times != touched;
+        self.touched = if holes::touched().times != touched { self.owner_of(holes::touched().last) } else { None };
+    }
+
+    /// The vRNIC in whose memory an address lies that the job has reached.
+    fn owner_of(&self, addr: usize) -> Option<VnicId> {
+        let parts = &self.parts[..self.parts.len().min(1 + self.next.len())];
+        let [reads, writes] = self.owners;
+        if parts.iter().any(|p| p.to.holds(addr)) {
+            writes
+        } else if parts.iter().any(|p| p.from.holds(addr)) {
+            reads
+        } else {
+            self.sparse
+        }
     }
 
     /// Its number. Jobs are counted from 1.
@@ -225,12 +241,12 @@ impl Job {
 
     /// True if it has made pages in holes of sparse files.
     pub fn has_made_pages(&self) -> bool {
-        self.touched_holes
+        self.touched.is_some()
     }
 
-    /// The vRNIC whose memory may have holes, and whether the job has touched some.
+    /// The vRNIC whose memory has holes that the job has touched, or may have some, and whether it has touched any.
     pub(crate) fn sparse(&self) -> Option<(VnicId, bool)> {
-        self.sparse.map(|vnic| (vnic, self.touched_holes))
+        self.touched.map(|vnic| (vnic, true)).or(self.sparse.map(|vnic| (vnic, false)))
     }
 
     /// How long it took, nanoseconds: its vRNIC is charged for it.
