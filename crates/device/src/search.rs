@@ -206,10 +206,7 @@ fn runs(list: &Span, length: u64) -> Result<Vec<(u64, u64)>, Status> {
 }
 
 pub(crate) fn refused(why: Refused) -> Status {
-    match why {
-        Refused::Exhausted(_) => Status::Exhausted,
-        _ => Status::BadAddress,
-    }
+    if why.is_want() { Status::Exhausted } else { Status::BadAddress }
 }
 
 /// How far [`Search::begin`] has come.
