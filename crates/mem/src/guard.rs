@@ -144,6 +144,11 @@ pub fn counts_holes() -> Result<(), String> {
     }
 }
 
+/// True if a touch of a hole comes to the handler. An application has no handler.
+pub(crate) fn watches_holes() -> bool {
+    INSTALLED.get().is_some_and(|i| i.watch.is_ok())
+}
+
 /// Foreign mappings whose memory was gone, since the process started.
 pub fn broken() -> u64 {
     BROKEN.load(Ordering::Relaxed)

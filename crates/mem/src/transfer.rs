@@ -2,7 +2,7 @@
 
 use std::sync::atomic::{AtomicU64, Ordering, fence};
 
-use crate::{Bell, ProcMem, Span, holes};
+use crate::{Bell, ProcMem, Span, guard, holes};
 
 /// Bytes at the end of a copy that are written one word at a time, last.
 const TAIL: usize = 64;
@@ -287,8 +287,14 @@ struct Word(u64);
 pub(crate) unsafe fn copy_raw(dst: *mut u8, src: *const u8, len: usize) {
     let body = len.saturating_sub(TAIL);
     if body > 0 {
-        // SAFETY: by the contract; `copy` allows overlap.
-        unsafe { if body > MANY { holes::copy(src, dst, body) } else { std::ptr::copy(src, dst, body) } };
+        // SAFETY: by the contract; both allow overlap.
+        unsafe {
+            if body > MANY && guard::watches_holes() {
+                holes::copy(src, dst, body)
+            } else {
+                std::ptr::copy(src, dst, body)
+            }
+        }
         fence(Ordering::Release);
     }
     let mut i = body;
