@@ -1,6 +1,7 @@
 /* SPDX-License-Identifier: Apache-2.0 OR MIT
  *
- * Tries to get out of a container: escape HOST_PID HOST_DIR HOME. HOST_PID is the virtual layer's process, HOST_DIR its directory.
+ * Tries to get out of a container: escape HOST_PID HOST_DIR HOME. HOST_PID is the virtual layer's process, HOST_DIR its directory, HOME the
+ * home directory of the user that started the container, in which there are files to steal. The working directory is to be guarded.
  * Prints what is possible and should not be, and at the end how much was tried. All is tried twice, the second time as root of
  * one more user namespace.
  */
@@ -88,7 +89,7 @@ static void mounts(void)
 	attack(!mount("/dev/vda", "/tmp/m", "ext4", 0, NULL), "mount of", "a disk");
 }
 
-static void files(const char *home)
+static void files(void)
 {
 	const char *unreadable[] = { "/etc/shadow", "/etc/gshadow", "/etc/sudoers", "/proc/kcore", "/dev/mem", "/dev/kmsg", "/dev/vda" };
 	const char *fixed[] = { "/etc/passwd", "/etc/hosts", "/usr/bin/env", "/etc/ld.so.cache", "/proc/sys/kernel/core_pattern",
@@ -112,8 +113,8 @@ static void files(const char *home)
 	attack(!mknod("/tmp/mem", S_IFCHR | 0600, makedev(1, 1)) && opens("/tmp/mem", O_RDONLY), "opening", "memory by its numbers");
 	/* A handle of the root directory of a file system that is shown in part only. */
 	struct { struct file_handle h; unsigned char bytes[MAX_HANDLE_SZ]; } handle = { .h.handle_bytes = MAX_HANDLE_SZ };
-	int id, dir = open(home, O_RDONLY | O_DIRECTORY | O_CLOEXEC);
-	if (name_to_handle_at(AT_FDCWD, home, &handle.h, &id, 0) == 0 && handle.h.handle_bytes == 8) {
+	int id, dir = open(".", O_RDONLY | O_DIRECTORY | O_CLOEXEC);
+	if (name_to_handle_at(AT_FDCWD, ".", &handle.h, &id, 0) == 0 && handle.h.handle_bytes == 8) {
 		memcpy(handle.h.f_handle, (unsigned[]){ 2, 0 }, 8);
 		attack(open_by_handle_at(dir, &handle.h, O_RDONLY | O_CLOEXEC) >= 0, "opening", "the host's root directory by its handle");
 	}
@@ -134,6 +135,58 @@ static void files(const char *home)
 		attack(!S_ISDIR(m.st_mode) && !strstr(known, name), "a device", e->d_name);
 	}
 	closedir(d);
+}
+
+/* What the user's next shell, ssh, git and our own command line read. */
+static void home_directory(const char *home)
+{
+	char path[512];
+	const char *secret[] = { ".ssh/id", ".config/unirdma/centre.toml", ".local/share/keyrings/login.keyring", ".bashrc" };
+	const char *run[] = { ".bashrc", ".profile", ".bash_profile", ".zshenv", ".gitconfig", ".ssh/authorized_keys", ".ssh/rc", ".local/bin/ls",
+		".cargo/bin/cargo", ".new", "new", "plain" };
+	const char *before[] = { "", "/proc/1/root", "/proc/self/cwd/../../../../../.." };
+	for (unsigned b = 0; b < sizeof before / sizeof *before; b++) {
+		for (unsigned i = 0; i < sizeof secret / sizeof *secret; i++) {
+			snprintf(path, sizeof path, "%s%s/%s", before[b], home, secret[i]);
+			attack(opens(path, O_RDONLY), "reading", path);
+		}
+		for (unsigned i = 0; i < sizeof run / sizeof *run; i++) {
+			snprintf(path, sizeof path, "%s%s/%s", before[b], home, run[i]);
+			attack(opens(path, O_WRONLY | O_CREAT), "writing", path);
+			attack(!mkdir(path, 0700), "making the directory", path);
+		}
+	}
+	snprintf(path, sizeof path, "%s/plain", home);
+	attack(!opens(path, O_RDONLY), "not reading", path);
+	attack(getenv("UNIRDMA_TOKEN") != NULL, "a token in", "the environment");
+	char all[65536];
+	int fd = open("/proc/1/environ", O_RDONLY | O_CLOEXEC);
+	ssize_t n = fd < 0 ? 0 : read(fd, all, sizeof all);
+	attack(n > 0 && memmem(all, n, "sesame", 6), "a token in", "/proc/1/environ");
+	close(fd);
+}
+
+/* Names in the working directory that git and others act upon: they may exist or not. */
+static void working_directory(void)
+{
+	const char *guarded[] = { ".git", ".envrc", ".vscode", ".idea", "HEAD" };
+	char path[64];
+	for (unsigned i = 0; i < sizeof guarded / sizeof *guarded; i++) {
+		const char *name = guarded[i];
+		attack(!unlink(name) || !rmdir(name), "removing", name);
+		attack(!rename(name, "moved"), "moving", name);
+		attack(!mkdir(name, 0700), "making the directory", name);
+		attack(!symlink("/tmp", name), "making the link", name);
+		attack(opens(name, O_WRONLY | O_CREAT), "writing", name);
+		attack(!mkdir("there", 0700) && !syscall(SYS_renameat2, AT_FDCWD, "there", AT_FDCWD, name, 2), "exchanging", name);
+		rmdir("there");
+		snprintf(path, sizeof path, "%s/config", name);
+		attack(opens(path, O_WRONLY | O_CREAT), "writing", path);
+		attack(!link(path, "linked"), "a second name of", path);
+	}
+	/* Without what is mounted in it. */
+	attack(!mount(".", "/tmp/m", NULL, MS_BIND, NULL), "mount of", "the working directory alone");
+	attack(!mount("none", "/tmp/m", "overlay", 0, "lowerdir=."), "an overlay of", "the working directory");
 }
 
 static void processes(int host)
@@ -204,10 +257,12 @@ static void directories(const char *host)
 static void all(int host, const char *host_dir, const char *home)
 {
 	directories(host_dir);
-	files(home);
+	files();
+	home_directory(home);
 	processes(host);
 	machine();
 	mounts();
+	working_directory();
 }
 
 static void put(const char *file, const char *text)

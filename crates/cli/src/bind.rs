@@ -1,6 +1,5 @@
 //! `--bind SRC[:DST][:ro]`: a directory or file that a container is given.
 
-use std::os::unix::fs::MetadataExt;
 use std::path::{Component, Path, PathBuf};
 
 /// What is given, and where.
@@ -47,22 +46,6 @@ pub(crate) fn parse(text: &str) -> Result<Bind, String> {
     }
     std::fs::metadata(&bind.source).map_err(|e| format!("SRC `{}`: {e}", bind.source.display()))?;
     Ok(bind)
-}
-
-/// The working directory, if it is this user's own and lies within `/tmp` or `/var/tmp`. A container has a `/tmp` and a `/var/tmp` of its
-/// own, in which the files would be missing that the command names. `hidden`: the virtual layer's directory, which may lie in `/tmp` too;
-/// nothing within it is given, since it has the sockets of other vRNICs.
-pub(crate) fn working_directory(hidden: &Path) -> Option<Bind> {
-    let path = std::fs::canonicalize(".").ok()?;
-    let meta = std::fs::metadata(&path).ok()?;
-    let within = |dir| path.starts_with(dir) && path != Path::new(dir);
-    let is_own = meta.uid() == rustix::process::geteuid().as_raw();
-    let is_hidden = std::fs::canonicalize(hidden).is_ok_and(|h| path.starts_with(h));
-    (is_own && !is_hidden && ["/tmp", "/var/tmp"].into_iter().any(within)).then(|| Bind {
-        source: path.clone(),
-        target: path.clone(),
-        read_only: false,
-    })
 }
 
 #[cfg(test)]

@@ -16,8 +16,10 @@ use unirdma_host::admin::{Request, Response};
 use unirdma_host::{Client, VrnicInfo, fdpass};
 
 use crate::bind::{self, Bind};
+use crate::home::{self, Show};
 use crate::process::{self, Foreground};
 use crate::sandbox::{self, GO, MAP_IDS, OUTER, READY, Sandbox};
+use crate::working;
 
 pub(crate) const EXAMPLES: &str = "Examples:
   unirdma run --vrnic a -- ibv_devinfo -v
@@ -26,10 +28,12 @@ pub(crate) const EXAMPLES: &str = "Examples:
   unirdma run --vrnic a --bind /dev/nvidia0 --bind /dev/nvidiactl --bind /dev/nvidia-uvm -- ./my_job
   unirdma exec --vrnic a -- bash                          # a second command in the same container
 
-The command sees the host's files, read-only, and no other processes than its own. It can write to its home directory, to /tmp,
-/var/tmp, /run and /dev/shm, which are its own and end with it, and to a working directory within /tmp or /var/tmp that is the user's
-own. Other directories are given by --bind. If root starts it, the root user inside is an unprivileged user outside, with root's
-rights in the home directory and in what is given by --bind.
+The command sees the host's files, read-only, and no other processes than its own. It can write to /tmp, /var/tmp, /run and /dev/shm, and
+in the home directory to .cache, .config, .local/share and .local/state, all of which are its own and end with it. It can write to the working
+directory if that lies below the home directory, or is the user's own within /tmp or /var/tmp; there .git, .envrc, .vscode and
+.idea are read-only, and so is HEAD if there is no repository; those that are missing are sockets meanwhile, so that nobody makes them. Of the
+home directory, nothing else that begins with a dot shows. Other directories are given by --bind. If root starts it, the root user inside is
+an unprivileged user outside, with root's rights in the working directory and in what is given by --bind.
 
 Exit code: that of the command; 127 if it does not exist, 126 if it cannot be run, 128 and the signal if one ended it.";
 
@@ -44,6 +48,9 @@ pub(crate) struct RunArgs {
     /// Give a directory or file to the container, at the same place or at DST; may be given more than once
     #[arg(long, value_name = "SRC[:DST][:ro]", value_parser = bind::parse)]
     bind: Vec<Bind>,
+    /// How the home directory shows
+    #[arg(long, value_enum, value_name = "HOW", default_value_t = Show::Ro)]
+    home: Show,
     /// Say on standard error who the user inside is outside, and what rights it has in the directories that it is given
     #[arg(long)]
     explain: bool,
@@ -82,7 +89,12 @@ pub(crate) fn run(dir: &Path, args: &RunArgs) -> io::Result<u8> {
     let mut client = Client::connect(dir)?;
     let info = show(&mut client, &args.vrnic)?;
     let libraries = library_dir()?;
-    let binds: Vec<Bind> = bind::working_directory(dir).into_iter().chain(args.bind.iter().cloned()).collect();
+    home::forget_tokens();
+    let homes = home::all(args.home)?;
+    let working = working::find(dir, &homes);
+    if let Some((working, why)) = working.as_ref().and_then(|w| Some((w, w.guard.as_ref().err()?))) {
+        eprintln!("unirdma: the working directory {} is read-only: {why}", working.path.display());
+    }
     let (ours, theirs) = UnixStream::pair()?;
     let foreground = Foreground::now();
     let (pid, nested) = match fork()? {
@@ -94,7 +106,9 @@ pub(crate) fn run(dir: &Path, args: &RunArgs) -> io::Result<u8> {
                 info: &info,
                 libraries: &libraries,
                 own_net: args.net == Net::Own,
-                binds: &binds,
+                homes: &homes,
+                working: working.as_ref(),
+                binds: &args.bind,
                 explain: args.explain,
                 command: &args.command,
             };

@@ -14,7 +14,7 @@ use unirdma_host::{Client, VHOST_SOCKET};
 use crate::container::show;
 use crate::mounts::VRNIC;
 use crate::process::{self, Foreground};
-use crate::{confine, ids, sandbox};
+use crate::{confine, home, ids, sandbox};
 
 pub(crate) const EXAMPLES: &str = "Examples:
   unirdma run --vrnic a -- bash          in one terminal
@@ -53,6 +53,7 @@ pub(crate) fn exec(dir: &Path, args: &ExecArgs) -> io::Result<u8> {
     let (pidfd, vrnic) = first_process(&mut client, &args.vrnic)?;
     drop(client);
     confine::check_standard_descriptors()?;
+    home::forget_tokens();
     let identity = |dir: &Path| std::fs::metadata(dir.join(VHOST_SOCKET)).map(|m| (m.dev(), m.ino()));
     let expected = identity(Path::new(&vrnic))?;
     let working = std::env::current_dir().ok();

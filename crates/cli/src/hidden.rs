@@ -1,4 +1,5 @@
-//! The virtual layer's directory, which has the sockets of the administration and of all vRNICs: where it could show in a container.
+//! A directory that a container must not see as it is, such as the virtual layer's, which has the sockets of the administration and of
+//! all vRNICs: where it could show.
 
 use std::ffi::OsStr;
 use std::io;
@@ -41,7 +42,7 @@ fn within_its_file_system(mountinfo: &str, path: &Path) -> PathBuf {
     below.max_by_key(|b| b.0).map_or_else(|| path.to_path_buf(), |b| b.1)
 }
 
-/// A directory that a container must not see, whatever directories it is given and by whatever paths.
+/// A directory that a container must not see as it is, whatever directories it is given and by whatever paths.
 pub(crate) struct Hidden {
     device: u64,
     inode: u64,

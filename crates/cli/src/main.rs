@@ -11,6 +11,7 @@ mod devices;
 mod enter;
 mod fleet;
 mod hidden;
+mod home;
 mod hosting;
 mod ids;
 mod mounts;
@@ -23,6 +24,7 @@ mod top;
 mod units;
 mod vm;
 mod vmm;
+mod working;
 
 use std::ffi::OsStr;
 use std::io;

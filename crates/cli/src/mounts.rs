@@ -4,13 +4,16 @@
 //! into a new root, which becomes the only one. No path leads out of it. Who enters a user namespace below this one and copies
 //! these mounts cannot take any of them away, nor change its flags.
 
+use std::cell::RefCell;
+use std::ffi::OsStr;
 use std::fs::{self, File};
 use std::io;
 use std::os::fd::{AsFd, AsRawFd, BorrowedFd, OwnedFd};
+use std::os::unix::ffi::OsStrExt;
 use std::os::unix::fs::{FileTypeExt, MetadataExt};
 use std::path::{Path, PathBuf};
 
-use rustix::fs::{CWD, Mode, OFlags, ResolveFlags, mkdirat, openat, openat2};
+use rustix::fs::{CWD, Mode, OFlags, ResolveFlags, mkdirat, openat, openat2, readlinkat};
 use rustix::mount::{
     FsMountFlags, FsOpenFlags, MountAttrFlags, MoveMountFlags, OpenTreeFlags, UnmountFlags, fsconfig_create,
     fsconfig_set_string, fsmount, fsopen, move_mount, open_tree,
@@ -18,7 +21,9 @@ use rustix::mount::{
 
 use crate::bind::Bind;
 use crate::hidden::Hidden;
+use crate::home::{self, Home, Show};
 use crate::ids::Ids;
+use crate::working::Working;
 
 /// Where programs find their vRNIC's socket, and our libraries.
 pub(crate) const VRNIC: &str = "/run/unirdma";
@@ -47,11 +52,17 @@ pub(crate) struct Plan<'a> {
     /// The vRNIC's directory.
     pub vrnic: &'a Path,
     pub libraries: &'a Path,
+    /// What shows otherwise than it is, each after those that it lies in.
+    pub homes: &'a [Home],
+    pub working: Option<&'a Working>,
     pub binds: &'a [Bind],
     pub ids: Ids,
     /// The container's user namespace.
     pub users: BorrowedFd<'a>,
 }
+
+const CLONE: OpenTreeFlags =
+    OpenTreeFlags::OPEN_TREE_CLONE.union(OpenTreeFlags::OPEN_TREE_CLOEXEC).union(OpenTreeFlags::AT_RECURSIVE);
 
 /// A tree of mounts that is nowhere yet.
 struct Tree {
@@ -64,9 +75,14 @@ struct Tree {
 impl Tree {
     /// A copy of what is mounted at `path` and below.
     fn copy(path: &Path) -> io::Result<Tree> {
-        let flags = OpenTreeFlags::OPEN_TREE_CLONE | OpenTreeFlags::OPEN_TREE_CLOEXEC | OpenTreeFlags::AT_RECURSIVE;
-        let mount = open_tree(CWD, path, flags).map_err(context(format!("cannot mount {}", path.display())))?;
+        let mount = open_tree(CWD, path, CLONE).map_err(context(format!("cannot mount {}", path.display())))?;
         Ok(Tree { mount, directory: fs::metadata(path)?.is_dir(), owned: false })
+    }
+
+    /// A copy of a directory that the new root has.
+    fn again(&self) -> io::Result<Tree> {
+        let mount = open_tree(&self.mount, "", CLONE | OpenTreeFlags::AT_EMPTY_PATH)?;
+        Ok(Tree { mount, directory: self.directory, owned: self.owned })
     }
 
     fn set(&self, attributes: MountAttrFlags, users: Option<BorrowedFd<'_>>, recursive: bool) -> io::Result<()> {
@@ -105,7 +121,7 @@ impl Tree {
     }
 }
 
-/// An entry of the host's root directory.
+/// An entry of a directory of the host.
 enum Shown {
     Tree(Tree),
     Link(PathBuf),
@@ -130,6 +146,8 @@ const HARMLESS: MountAttrFlags = MountAttrFlags::MOUNT_ATTR_NOSUID.union(MountAt
 struct Root<'a> {
     mount: OwnedFd,
     plan: &'a Plan<'a>,
+    /// Mounts that become read-only when all is in its place.
+    fixed: RefCell<Vec<OwnedFd>>,
 }
 
 impl Root<'_> {
@@ -198,7 +216,9 @@ impl Root<'_> {
                 (false, false) => 0o001,
             };
             if stat.st_mode & search == 0 {
-                self.put_mount(&Root::tmpfs(self.plan, "0755", HARMLESS)?, way, true)?;
+                let empty = Root::tmpfs(self.plan, "0755", HARMLESS)?;
+                self.put_mount(&empty, way, true)?;
+                self.fixed.borrow_mut().push(empty);
                 break;
             }
         }
@@ -210,7 +230,35 @@ impl Root<'_> {
     }
 
     fn link(&self, to: &Path, path: &Path) -> io::Result<()> {
-        Ok(rustix::fs::symlinkat(to, &self.mount, path.strip_prefix("/").unwrap_or(path))?)
+        let (Some(parent), Some(name)) = (path.parent(), path.file_name()) else { return Ok(()) };
+        Ok(rustix::fs::symlinkat(to, self.place(parent, true)?, name)?)
+    }
+
+    fn put_all(&self, entries: &[(Shown, PathBuf)]) -> io::Result<()> {
+        entries.iter().try_for_each(|(shown, path)| match shown {
+            Shown::Tree(tree) => self.put(tree, path),
+            Shown::Link(to) => self.link(to, path),
+        })
+    }
+
+    /// An empty directory that only the container's user may enter.
+    fn private(&self) -> io::Result<Tree> {
+        let mount = Root::tmpfs(self.plan, "0700", HARMLESS)?;
+        Ok(Tree { mount, directory: true, owned: true })
+    }
+
+    /// Puts a home directory where it was, without what must not show of it.
+    fn put_home(&self, view: &View) -> io::Result<Tree> {
+        let tree = self.private()?;
+        self.put_within_reach(&tree, &view.path)?;
+        self.put_all(&view.entries)?;
+        if view.read_only {
+            for name in home::PRIVATE {
+                self.put(&self.private()?, &view.path.join(name))?;
+            }
+            self.fixed.borrow_mut().push(tree.mount.try_clone()?);
+        }
+        Ok(tree)
     }
 
     /// The devices that programs need.
@@ -250,24 +298,51 @@ impl Root<'_> {
     }
 }
 
-/// The home directory, if it is one of this user's own. `/` is none, which is the home directory of services.
-fn home() -> Option<PathBuf> {
-    let home = fs::canonicalize(std::env::var_os("HOME")?).ok()?;
-    let meta = fs::metadata(&home).ok()?;
-    (meta.is_dir() && meta.uid() == rustix::process::geteuid().as_raw() && home != Path::new("/")).then_some(home)
+/// What was made of the user's directories, to tell it to who asks: whether files have the owners that they have outside.
+pub(crate) struct Built {
+    pub home: Option<bool>,
+    pub working: Option<bool>,
+    pub binds: Vec<bool>,
 }
 
-/// What was made of the user's directories, to tell it to who asks.
-pub(crate) struct Built {
-    pub home: Option<(PathBuf, bool)>,
-    pub binds: Vec<(Bind, bool)>,
+/// A home directory of a container.
+enum Place {
+    /// As it is.
+    Whole(Tree, PathBuf),
+    View(View),
+}
+
+/// What is in the place of a home directory that does not show as it is.
+struct View {
+    path: PathBuf,
+    hidden: Hidden,
+    /// With directories for programs to write to.
+    read_only: bool,
+    entries: Vec<(Shown, PathBuf)>,
+}
+
+impl View {
+    fn of(home: &Home) -> io::Result<View> {
+        let mut entries = Vec::new();
+        if home.show == Show::Ro {
+            entries = shown(&home.path, |name| name.as_bytes().first() != Some(&b'.')).unwrap_or_default();
+            for path in home::PROGRAMS.iter().map(|p| home.path.join(p)).filter(|p| p.is_dir()) {
+                entries.push((Shown::Tree(Tree::copy(&path)?.harmless(true, false)?), path));
+            }
+        }
+        let hidden = Hidden::find(&home.path)?;
+        Ok(View { path: home.path.clone(), hidden, read_only: home.show == Show::Ro, entries })
+    }
 }
 
 /// Everything of the host that the container shows. All copies are made before anything is mounted where it could be in their way.
-struct Copies {
+struct Copies<'a> {
     top: Vec<(Shown, PathBuf)>,
-    home: Option<(Tree, PathBuf)>,
-    binds: Vec<(Tree, Bind)>,
+    homes: Vec<Place>,
+    working: Option<(Tree, PathBuf)>,
+    /// Names in the working directory that are read-only.
+    guarded: Vec<(Tree, PathBuf)>,
+    binds: Vec<(Tree, &'a Bind)>,
     vrnic: Tree,
     libraries: Vec<(Tree, PathBuf)>,
     /// Names are resolved by a file that often lies in /run.
@@ -276,19 +351,26 @@ struct Copies {
     terminal: Option<Tree>,
 }
 
-impl Copies {
-    fn make(plan: &Plan<'_>) -> io::Result<Copies> {
+impl<'a> Copies<'a> {
+    fn make(plan: &Plan<'a>) -> io::Result<Copies<'a>> {
         let given = |path: PathBuf, read_only| {
             Ok::<_, io::Error>((Tree::copy(&path)?.own(plan).harmless(read_only, false)?, path))
         };
-        let home = home().map(|h| given(h, false)).transpose()?;
+        let place = |h: &Home| match h.show {
+            Show::Rw => given(h.path.clone(), false).map(|(tree, path)| Place::Whole(tree, path)),
+            Show::Ro | Show::None => View::of(h).map(Place::View),
+        };
+        let homes = plan.homes.iter().map(place).collect::<io::Result<_>>()?;
+        let working = plan.working.map(|w| given(w.path.clone(), w.guard.is_err())).transpose()?;
+        let guarded = plan.working.into_iter().flat_map(|w| w.guarded().iter().map(|name| w.path.join(name)));
+        let guarded = guarded.map(|path| given(path, true)).collect::<io::Result<_>>()?;
         let mut binds = Vec::new();
         for b in plan.binds {
             let kind = fs::metadata(&b.source)?.file_type();
             let is_device = kind.is_char_device() || kind.is_block_device();
             let tree = Tree::copy(&b.source)?;
             let tree = if is_device { tree } else { tree.own(plan) };
-            binds.push((tree.harmless(b.read_only, is_device)?, b.clone()));
+            binds.push((tree.harmless(b.read_only, is_device)?, b));
         }
         let mut libraries = Vec::new();
         for entry in fs::read_dir(plan.libraries)?.flatten() {
@@ -310,8 +392,10 @@ impl Copies {
         // Programs that look for a character device of RDMA find one. Our library opens none.
         devices.push((Tree::copy(Path::new("/dev/null"))?, "/dev/infiniband/uverbs0".into()));
         Ok(Copies {
-            top: top()?,
-            home,
+            top: shown(Path::new("/"), |name| !OWN.iter().any(|o| name == *o))?,
+            homes,
+            working,
+            guarded,
             binds,
             vrnic: Tree::copy(plan.vrnic)?.harmless(true, false)?,
             libraries,
@@ -322,20 +406,22 @@ impl Copies {
     }
 }
 
-/// The host's root directory, read-only.
-fn top() -> io::Result<Vec<(Shown, PathBuf)>> {
-    let mut top = Vec::new();
-    for entry in fs::read_dir("/")?.flatten().filter(|e| !OWN.iter().any(|o| e.file_name() == *o)) {
-        let (path, kind) = (entry.path(), entry.file_type()?);
+/// The entries of a directory that have such names, each by itself, read-only.
+fn shown(dir: &Path, name: impl Fn(&OsStr) -> bool) -> io::Result<Vec<(Shown, PathBuf)>> {
+    let mut all = Vec::new();
+    for entry in fs::read_dir(dir)?.flatten().filter(|e| name(&e.file_name())) {
+        let path = entry.path();
+        // What has gone meanwhile, and what this user may not even look at, nobody inside misses.
+        let Ok(kind) = entry.file_type() else { continue };
         if kind.is_symlink() {
-            top.push((Shown::Link(fs::read_link(&path)?), path));
+            let Ok(to) = fs::read_link(&path) else { continue };
+            all.push((Shown::Link(to), path));
         } else if kind.is_dir() || kind.is_file() {
-            // What this user may not even look at, nobody inside misses.
             let Ok(tree) = Tree::copy(&path) else { continue };
-            top.push((Shown::Tree(tree.harmless(true, false)?), path));
+            all.push((Shown::Tree(tree.harmless(true, false)?), path));
         }
     }
-    Ok(top)
+    Ok(all)
 }
 
 /// Builds the tree and makes it the root directory. `proc`: the container's own /proc.
@@ -347,15 +433,11 @@ pub(crate) fn build(plan: &Plan<'_>, proc: &OwnedFd) -> io::Result<Built> {
     let dir = fs::canonicalize(plan.dir)?;
     let hidden = Hidden::find(&dir)?;
     let copies = Copies::make(plan)?;
-    let root = Root { mount: Root::tmpfs(plan, "0755", MountAttrFlags::MOUNT_ATTR_NOSUID)?, plan };
+    let mount = Root::tmpfs(plan, "0755", MountAttrFlags::MOUNT_ATTR_NOSUID)?;
+    let root = Root { mount, plan, fixed: RefCell::default() };
     let flags = MoveMountFlags::MOVE_MOUNT_F_EMPTY_PATH;
     move_mount(&root.mount, "", CWD, &dir, flags).map_err(context("cannot mount the new root"))?;
-    for (shown, path) in &copies.top {
-        match shown {
-            Shown::Tree(tree) => root.put(tree, path)?,
-            Shown::Link(to) => root.link(to, path)?,
-        }
-    }
+    root.put_all(&copies.top)?;
     root.put_mount(proc, Path::new("/proc"), true)?;
     root.put_tmpfs("/tmp", "1777")?;
     if root.open(Path::new("/var/tmp")).is_ok() {
@@ -367,11 +449,24 @@ pub(crate) fn build(plan: &Plan<'_>, proc: &OwnedFd) -> io::Result<Built> {
         root.put(tree, path)?;
     }
     root.devices(&copies.devices, copies.terminal.as_ref())?;
-    if let Some((tree, path)) = &copies.home {
+    let mut covers = Covers { views: Vec::new(), given: Vec::new(), root: &root, proc, dir: &dir };
+    for home in &copies.homes {
+        match home {
+            Place::Whole(tree, path) => root.put_within_reach(tree, path)?,
+            Place::View(view) => covers.views.push((view, root.put_home(view)?)),
+        }
+    }
+    covers.cover()?;
+    if let Some((tree, path)) = &copies.working {
         root.put_within_reach(tree, path)?;
+        for (tree, path) in &copies.guarded {
+            root.put(tree, path)?;
+        }
+        covers.cover()?;
     }
     for (tree, bind) in &copies.binds {
         root.put_within_reach(tree, &bind.target)?;
+        covers.give(&bind.source, &bind.target)?;
     }
     root.put(&copies.vrnic, Path::new(VRNIC))?;
     for (tree, path) in &copies.libraries {
@@ -380,15 +475,70 @@ pub(crate) fn build(plan: &Plan<'_>, proc: &OwnedFd) -> io::Result<Built> {
     hide(&hidden, &root, proc, &dir)?;
     enter(root)?;
     Ok(Built {
-        home: copies.home.map(|(tree, path)| (path, tree.owned)),
-        binds: copies.binds.into_iter().map(|(tree, bind)| (bind, tree.owned)).collect(),
+        home: copies.homes.iter().find_map(|h| if let Place::Whole(tree, _) = h { Some(tree.owned) } else { None }),
+        working: copies.working.map(|w| w.0.owned),
+        binds: copies.binds.iter().map(|b| b.0.owned).collect(),
     })
+}
+
+/// Puts views on home directories, wherever they show.
+struct Covers<'a> {
+    /// With what is in the place of the home directory itself.
+    views: Vec<(&'a View, Tree)>,
+    /// Places that show a home directory as it is, because it was given there by its name.
+    given: Vec<PathBuf>,
+    root: &'a Root<'a>,
+    proc: &'a OwnedFd,
+    /// Where the new root is mounted while it is built.
+    dir: &'a Path,
+}
+
+impl Covers<'_> {
+    /// `source` was put at `target`: what shows there by its name stays, and what shows by another one is covered.
+    fn give(&mut self, source: &Path, target: &Path) -> io::Result<()> {
+        let source = fs::canonicalize(source)?;
+        if self.views.iter().any(|v| v.0.path == source) {
+            // However symbolic links lead there.
+            let shown = self.root.open(target)?;
+            let link = format!("self/fd/{}", shown.as_raw_fd());
+            let at = PathBuf::from(OsStr::from_bytes(readlinkat(self.proc, link, Vec::new())?.to_bytes()));
+            self.given.extend(at.strip_prefix(self.dir).map(|inside| Path::new("/").join(inside)));
+        }
+        self.cover()
+    }
+
+    /// Covers all home directories that show.
+    fn cover(&self) -> io::Result<()> {
+        let shows = |at: &Path, v: &View| self.root.open(at).and_then(rustix::fs::fstat).is_ok_and(|s| v.hidden.is(&s));
+        // A view shows what lies in its home directory, and so perhaps another home directory.
+        loop {
+            let info = mountinfo(self.proc)?;
+            let places =
+                self.views.iter().flat_map(|v| v.0.hidden.places(&info, self.dir).into_iter().map(move |at| (v, at)));
+            let mut found: Vec<_> = places.filter(|(v, at)| !self.given.contains(at) && shows(at, v.0)).collect();
+            if found.is_empty() {
+                return Ok(());
+            }
+            found.sort_by_key(|(_, at)| at.as_os_str().len());
+            for ((view, tree), at) in found.into_iter().filter(|(v, at)| shows(at, v.0)) {
+                let tree = tree.again().map_err(context(format!("cannot cover {}", at.display())))?;
+                self.root.put(&tree, &at)?;
+                if view.read_only {
+                    self.root.fixed.borrow_mut().push(tree.mount);
+                }
+            }
+        }
+    }
+}
+
+fn mountinfo(proc: &OwnedFd) -> io::Result<String> {
+    let info = openat(proc, "self/mountinfo", OFlags::RDONLY | OFlags::CLOEXEC, Mode::empty())?;
+    io::read_to_string(File::from(info))
 }
 
 /// Puts an empty directory on each place where the hidden one shows. `at`: where the new root is mounted while it is built.
 fn hide(hidden: &Hidden, root: &Root<'_>, proc: &OwnedFd, at: &Path) -> io::Result<()> {
-    let info = openat(proc, "self/mountinfo", OFlags::RDONLY | OFlags::CLOEXEC, Mode::empty())?;
-    for place in hidden.places(&io::read_to_string(File::from(info))?, at) {
+    for place in hidden.places(&mountinfo(proc)?, at) {
         if root.open(&place).and_then(rustix::fs::fstat).is_ok_and(|s| hidden.is(&s)) {
             let empty = Root::tmpfs(root.plan, "0755", HARMLESS | MountAttrFlags::MOUNT_ATTR_RDONLY)?;
             root.put_mount(&empty, &place, true)?;
@@ -423,11 +573,12 @@ fn terminal() -> Option<Tree> {
 
 /// Makes the new root the only one, for reading.
 fn enter(root: Root<'_>) -> io::Result<()> {
-    let fixed = Tree { mount: root.mount, directory: true, owned: false };
-    fixed
-        .set(MountAttrFlags::MOUNT_ATTR_RDONLY, None, false)
-        .map_err(context("cannot set the flags of the new root"))?;
-    rustix::process::fchdir(&fixed.mount)?;
+    rustix::process::fchdir(&root.mount)?;
+    for mount in root.fixed.into_inner().into_iter().chain([root.mount]) {
+        let fixed = Tree { mount, directory: true, owned: false };
+        let set = fixed.set(MountAttrFlags::MOUNT_ATTR_RDONLY, None, false);
+        set.map_err(context("cannot set the flags of the new root"))?;
+    }
     rustix::process::pivot_root(".", ".").map_err(context("cannot enter the new root"))?;
     // The old root lies on the new one.
     rustix::mount::unmount(".", UnmountFlags::DETACH).map_err(context("cannot leave the old root"))?;

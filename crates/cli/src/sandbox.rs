@@ -18,8 +18,10 @@ use rustix::thread::UnshareFlags;
 use unirdma_host::{VrnicInfo, fdpass};
 
 use crate::bind::Bind;
+use crate::home::{Home, Show};
 use crate::ids::Ids;
 use crate::mounts::{self, Built, LIBRARIES, Plan, VRNIC, context};
+use crate::working::Working;
 use crate::{confine, process};
 
 /// What a container is made from.
@@ -29,6 +31,8 @@ pub(crate) struct Sandbox<'a> {
     pub info: &'a VrnicInfo,
     pub libraries: &'a Path,
     pub own_net: bool,
+    pub homes: &'a [Home],
+    pub working: Option<&'a Working>,
     pub binds: &'a [Bind],
     /// Say what was made of it.
     pub explain: bool,
@@ -114,6 +118,8 @@ fn set_up(sandbox: &Sandbox<'_>, sock: UnixStream, nested: bool) -> io::Result<O
         dir: sandbox.dir,
         vrnic: Path::new(&sandbox.info.dir),
         libraries: sandbox.libraries,
+        homes: sandbox.homes,
+        working: sandbox.working,
         binds: sandbox.binds,
         ids,
         users: users.as_fd(),
@@ -137,7 +143,7 @@ fn set_up(sandbox: &Sandbox<'_>, sock: UnixStream, nested: bool) -> io::Result<O
     wait_for_outside(&sock)?;
     confine::confine().map_err(context("cannot confine the command"))?;
     if sandbox.explain {
-        explain(&ids, nested, &built);
+        explain(sandbox, &ids, nested, &built);
     }
     drop((sock, frames));
     confine::close_descriptors(false)?;
@@ -189,7 +195,7 @@ pub(crate) fn execute(command: &[OsString], lost: Option<&Path>) -> ! {
 }
 
 /// Says on standard error what the container is.
-fn explain(ids: &Ids, nested: bool, built: &Built) {
+fn explain(sandbox: &Sandbox<'_>, ids: &Ids, nested: bool, built: &Built) {
     let users = match (ids.are_mapped(), ids.count) {
         (true, 1) => format!("root inside is uid {} outside; there are no other ids", ids.outside.0),
         (true, n) => format!("uids 0 to {} inside are {} on outside", n - 1, ids.outside.0),
@@ -204,13 +210,25 @@ fn explain(ids: &Ids, nested: bool, built: &Built) {
     if nested {
         eprintln!("unirdma: made without root's rights");
     }
-    match &built.home {
-        Some((path, owned)) => eprintln!("unirdma: home directory {}: {}", path.display(), rights(*owned)),
-        None => eprintln!("unirdma: no home directory: HOME names none that belongs to this user"),
+    for home in sandbox.homes {
+        let what = match home.show {
+            Show::Rw => rights(built.home == Some(true)),
+            Show::Ro => "read-only, without names that begin with a dot; what its permissions give to this user",
+            Show::None => "empty, and the container's own",
+        };
+        let kind = if home.by_variable { "directory" } else { "home directory" };
+        eprintln!("unirdma: {kind} {}: {what}", home.path.display());
     }
-    for (bind, owned) in &built.binds {
+    if let Some((working, &owned)) = sandbox.working.zip(built.working.as_ref()) {
+        let guarded = match working.guard {
+            Ok(_) => format!("{} in it are read-only", working.guarded().join(", ")),
+            Err(_) => "read-only".into(),
+        };
+        eprintln!("unirdma: working directory {}: {}; {guarded}", working.path.display(), rights(owned));
+    }
+    for (bind, &owned) in sandbox.binds.iter().zip(&built.binds) {
         let kind = if bind.read_only { ", read-only" } else { "" };
-        eprintln!("unirdma: {}{kind}: {}", bind.target.display(), rights(*owned));
+        eprintln!("unirdma: {}{kind}: {}", bind.target.display(), rights(owned));
     }
     let full = fs::File::options().read(true).write(true).open("/dev/userfaultfd").is_ok();
     eprintln!("unirdma: /dev/userfaultfd: {}", if full { "yes" } else { "no" });

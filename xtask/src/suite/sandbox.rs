@@ -5,14 +5,67 @@ use super::*;
 /// Scripts that run outside of containers, and what they must print. `RUN` is `$U run --vrnic x`, `EXEC` is `$U exec --vrnic x`.
 const SCRIPTS: &[(&str, &str, &str)] = &[
     (
-        "the home directory is as it is",
-        "echo in >$HOME/in; RUN -- sh -c 'cat $HOME/in; echo out >$HOME/out'; cat $HOME/out",
-        "in\nout\n",
+        "the home directory is read-only, without names that begin with a dot",
+        "mkdir -p $HOME/.ssh $HOME/d; echo key >$HOME/.ssh/id; echo in >$HOME/d/in; ln -s d/in $HOME/link\n\
+         RUN -- sh -c 'cat $HOME/d/in $HOME/link; cat $HOME/.ssh/id 2>/dev/null; touch $HOME/x $HOME/d/x 2>&1 | grep -c Read-only'; ls $HOME/x $HOME/d/x 2>/dev/null",
+        "in\nin\n2\n",
     ),
     (
-        "files made in the home directory belong to its owner",
-        "rm -rf $HOME/f; RUN -- touch $HOME/f; test $(stat -c %u:%g $HOME/f) = $(id -u):$(id -g) && echo same",
-        "same\n",
+        "programs find directories of theirs in it, which end with the container, and those that the user has installed",
+        "mkdir -p $HOME/.local/bin $HOME/.cache; echo old >$HOME/.cache/f; echo tool >$HOME/.local/bin/tool\n\
+         RUN -- sh -c 'cd; for d in .cache .config .local/share .local/state; do ls -A $d; echo new >$d/f; done; cat .cache/f .local/bin/tool'; cat $HOME/.cache/f",
+        "new\ntool\nold\n",
+    ),
+    (
+        "--home rw gives it as it is, and files made in it belong to its owner",
+        "rm -rf $HOME/f; echo in >$HOME/.in; RUN --home rw -- sh -c 'cat $HOME/.in; touch $HOME/f'; test $(stat -c %u:%g $HOME/f) = $(id -u):$(id -g) && echo same",
+        "in\nsame\n",
+    ),
+    (
+        "--home none gives nothing of it",
+        "echo in >$HOME/in; RUN --home none -- sh -c 'ls -A $HOME; echo out >$HOME/in'; cat $HOME/in",
+        "in\n",
+    ),
+    (
+        "a bind shows the home directory by the same rule, unless it names it",
+        "mkdir -p $HOME/.ssh; echo key >$HOME/.ssh/id; echo in >$HOME/in; h=/mnt/${HOME##*/}; export h\n\
+         RUN --bind $LAB:/mnt -- sh -c 'cat $h/in; cat $h/.ssh/id 2>/dev/null; touch $h/x 2>&1 | grep -c Read-only'\n\
+         RUN --bind $HOME:/mnt -- sh -c 'cat /mnt/.ssh/id; cat $HOME/.ssh/id 2>/dev/null'",
+        "in\n1\nkey\n",
+    ),
+    (
+        "directories that XDG variables name are the container's own, too",
+        "mkdir -p $HOME/cfg; echo token >$HOME/cfg/f; XDG_CONFIG_HOME=$HOME/cfg RUN -- sh -c 'cd $HOME/cfg; ls -A; echo new >f; cat f'; cat $HOME/cfg/f",
+        "new\ntoken\n",
+    ),
+    (
+        "a working directory in the home directory can be written, but for what git and others act upon",
+        "mkdir -p $HOME/w/.git; cd $HOME/w; echo old >.git/config; n='.git/config .envrc .vscode/x .idea/x HEAD'; export n\n\
+         RUN -- sh -c 'echo new >f; for f in $n; do mkdir -p ${f%/*}; echo new >$f; mv .git g; done' 2>/dev/null; cat f .git/config; ls -A | xargs",
+        "new\nold\n.git f\n",
+    ),
+    (
+        "what is missing there is kept from being made until the last of two containers ends",
+        "mkdir -p $HOME/two; cd $HOME/two; RUN -- sh -c 'until test -e done; do sleep 0.05; done; mkdir .git' 2>&1 | grep -c 'File exists' & p=$!\n\
+         until test -S .git; do sleep 0.05; done; $U run --vrnic b -- true; touch done; wait $p; ls -A",
+        "1\ndone\n",
+    ),
+    (
+        "a working directory that is the home directory, hidden, a part of a repository or one itself cannot be written",
+        "mkdir -p $HOME/.d $HOME/r/.git/hooks $HOME/bare/objects $HOME/bare/refs $HOME/l $HOME/dots; ln -sf dots/zshrc $HOME/.zshrc; echo >$HOME/dots/zshrc; echo ref: >$HOME/bare/HEAD; ln -s ../r/.git $HOME/l/.git\n\
+         for d in . .d r/.git/hooks bare dots l; do (cd $HOME/$d; RUN -- touch x >/dev/null 2>&1 || echo $d); done; cd $HOME/l; RUN -- true",
+        ".\n.d\nr/.git/hooks\nbare\ndots\nl\nunirdma: the working directory LAB/home/l is read-only: .git is a symbolic link, which cannot be kept as it is\n",
+    ),
+    (
+        "what a container of root may read of the home directory is what everybody may",
+        "echo all >$HOME/a; echo own >$HOME/o; chmod 600 $HOME/o; test $(id -u) = 0 && w=1 || w=0\n\
+         RUN -- sh -c 'cat $HOME/a; cat $HOME/o >/dev/null 2>&1; echo $?' | sed s/^$w$/right/",
+        "all\nright\n",
+    ),
+    (
+        "tokens of the fleet are not in the environment",
+        "UNIRDMA_TOKEN=sesame UNIRDMA_JOIN=sesame RUN -- sh -c 'env | grep -c sesame; grep -sc sesame /proc/*/environ | grep -v :0'",
+        "0\n",
     ),
     ("a home directory may be closed to others", "chmod 700 $HOME; echo deep >$HOME/x; RUN -- cat $HOME/x", "deep\n"),
     (
@@ -117,9 +170,9 @@ const SCRIPTS: &[(&str, &str, &str)] = &[
     ),
     (
         "exec gives no more rights than run",
-        "RUN -- sh -c 'grep -E \"^(Uid|Gid|Groups|Cap|NoNewPrivs|Seccomp)\" /proc/self/status >$HOME/a; echo up; exec sleep 5' >$LAB/up2 & p=$!\n\
+        "RUN -- sh -c 'grep -E \"^(Uid|Gid|Groups|Cap|NoNewPrivs|Seccomp)\" /proc/self/status >$LAB/a; echo up; exec sleep 5' >$LAB/up2 & p=$!\n\
          until grep -qs up $LAB/up2; do sleep 0.05; done\n\
-         EXEC -- grep -E '^(Uid|Gid|Groups|Cap|NoNewPrivs|Seccomp)' /proc/self/status | cmp - $HOME/a && echo same; kill $p",
+         EXEC -- grep -E '^(Uid|Gid|Groups|Cap|NoNewPrivs|Seccomp)' /proc/self/status | cmp - $LAB/a && echo same; kill $p",
         "same\n",
     ),
     (
@@ -136,6 +189,8 @@ const SCRIPTS: &[(&str, &str, &str)] = &[
 
 /// Command lines that are refused with one line.
 const REFUSED: &[(&str, &str)] = &[
+    ("RUN --home rx -- true", "invalid value 'rx' for '--home <HOW>'"),
+    ("HOME=/nonexistent RUN --home rw -- true", "HOME names no directory that belongs to this user"),
     ("RUN --bind etc -- true", "is no absolute path"),
     ("RUN --bind /nonexistent/x -- true", "No such file"),
     ("RUN --bind /etc:/proc/x -- true", "nothing can be put at"),
@@ -191,17 +246,20 @@ pub(crate) fn escape(lab: &Lab) -> Check {
     let run = lab.dir.join("run");
     let home = lab.dir.join("home");
     let command = format!("{exe} {} {} {}", lab.pid(), run.display(), home.display());
+    let steal = "cd $HOME; mkdir -p .ssh .config/unirdma .local/share/keyrings .local/bin .cargo/bin\n\
+                 for f in .ssh/id .config/unirdma/centre.toml .local/share/keyrings/login.keyring .bashrc plain; do echo secret >$f; done";
+    require(script(lab, steal).ok(), "the home directory cannot be filled")?;
     // With a descriptor that nobody should inherit, as a container of each kind, and by `exec`.
     for how in ["", "--net host "] {
-        let o = script(lab, &format!("exec 9</; RUN --bind $LAB {how}-- {command}"));
+        let o = script(lab, &format!("export UNIRDMA_TOKEN=sesame; exec 9</; RUN {how}-- {command}"));
         let tried = o.text.strip_prefix("tried ").and_then(|t| t.split(' ').next()).and_then(|n| n.parse::<u32>().ok());
         require(o.ok() && tried.is_some_and(|n| n > 400), format!("{how}: {:?} {}", o.code, o.text))?;
     }
     let o = script(
         lab,
         &format!(
-            "RUN --bind $LAB -- sh -c 'echo up; exec sleep 30' >$LAB/up3 & p=$!\n\
-             until grep -qs up $LAB/up3; do sleep 0.05; done\nexec 9</; EXEC -- {command}; kill $p"
+            "RUN -- sh -c 'echo up; exec sleep 30' >$LAB/up3 & p=$!\n\
+             until grep -qs up $LAB/up3; do sleep 0.05; done\nexport UNIRDMA_TOKEN=sesame; exec 9</; EXEC -- {command}; kill $p"
         ),
     );
     require(o.text.starts_with("tried "), format!("exec: {:?} {}", o.code, o.text))
