@@ -80,6 +80,7 @@ pub(super) fn run(s: &mut Suite<'_>) {
     });
     let cases: &[(&str, &[&str], &str)] = &[
         ("an_address_of_another_vrnic", &["vrnic", "ip", "add", "a", "10.0.0.2"], "belongs to vRNIC b"),
+        ("a_second_IPv4_address", &["vrnic", "ip", "add", "a", "10.0.0.77"], "at most one IPv4 address"),
         ("a_link_local_address", &["vrnic", "ip", "add", "a", "fe80::5"], "has one of those by itself"),
         ("an_address_that_it_does_not_have", &["vrnic", "ip", "rm", "a", "10.9.9.9"], "unirdma vrnic show a"),
         ("the_only_address", &["vrnic", "ip", "rm", "c", "10.0.0.1"], "add another one first"),

@@ -310,6 +310,7 @@ impl Supervisor {
             let mut names = self.names();
             let group = names.vrnics.get(name).ok_or_else(|| unknown(name))?.group.clone();
             names.check_free(&ip, &group)?;
+            check_together(names.vrnics.get(name).map_or(&[], |v| &v.ips), &ip)?;
             names.vrnics.get_mut(name).into_iter().for_each(|v| v.ips.push(ip));
         }
         let changed = self.change_address(name, ip, true);
@@ -542,11 +543,7 @@ impl Names {
         }
         for (i, ip) in add.ips.iter().enumerate() {
             self.check_free(ip, group)?;
-            let again =
-                add.ips[..i].iter().any(|o| vrnic::same_address(o, ip) || o.addr.is_ipv4() && ip.addr.is_ipv4());
-            if again {
-                return Err(format!("{}: a vRNIC has at most one IPv4 address, and no address twice", ip.addr));
-            }
+            check_together(&add.ips[..i], ip)?;
         }
         Ok(add.ips.clone())
     }
@@ -600,6 +597,14 @@ fn process_of(pidfd: &OwnedFd) -> Option<i32> {
     let info = std::fs::read_to_string(format!("/proc/self/fdinfo/{}", pidfd.as_raw_fd())).ok()?;
     let pid = info.lines().find_map(|l| l.strip_prefix("Pid:"))?.trim().parse().ok()?;
     (pid > 0).then_some(pid)
+}
+
+/// Says why a vRNIC that has these addresses cannot get a further one.
+fn check_together(have: &[IpNet], ip: &IpNet) -> Result<(), String> {
+    if have.iter().any(|o| vrnic::same_address(o, ip) || o.addr.is_ipv4() && ip.addr.is_ipv4()) {
+        return Err(format!("{}: a vRNIC has at most one IPv4 address, and no address twice", ip.addr));
+    }
+    Ok(())
 }
 
 fn check_weight(weight: u32) -> Result<(), String> {
