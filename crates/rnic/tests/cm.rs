@@ -411,6 +411,41 @@ fn addresses_belong_to_one_at_a_time() {
     bind(0, addr(1, 502), true).unwrap();
 }
 
+/// As with the kernel, whatever addresses the vRNIC has.
+#[test]
+fn loopback_is_bound_as_a_wildcard_of_its_family() {
+    let mut cm = Cm::new(1, port_space::TCP, 5, Faults::default());
+    let loopback = |ip: &str, port| {
+        let ip: IpAddr = ip.parse().unwrap();
+        abi::CmAddr { ip: Gid::from_ip(ip).0, family: if ip.is_ipv4() { 4 } else { 6 }, ..addr(0, port) }
+    };
+    let mut bind = |end: usize, a: abi::CmAddr| {
+        let id = cm.ask(end, CmOp::Create, 0, |_| ()).unwrap();
+        cm.ask(end, CmOp::Bind, id, |r| r.src = a).map(|_| id)
+    };
+    // These vRNICs have no IPv6 address of an administrator's.
+    for (port, ip) in [(600, "127.0.0.1"), (601, "127.8.7.6"), (602, "::1")] {
+        bind(0, loopback(ip, port)).unwrap();
+    }
+    assert_eq!(bind(0, addr(1, 600)), Err(Status::AddressInUse));
+    bind(0, addr(1, 500)).unwrap();
+    assert_eq!(bind(0, loopback("127.0.0.1", 500)), Err(Status::AddressInUse));
+    // Who listens there hears what is for the vRNIC's addresses of that family.
+    let l = bind(1, loopback("127.0.0.1", PORT)).unwrap();
+    cm.ask(1, CmOp::Listen, l, |_| ()).unwrap();
+    cm.connect(b"");
+    cm.net.run(SECOND / 10);
+    let e = cm.event(1, ConnectRequest);
+    assert_eq!((e.listen_id, e.src.ip), (l, gid(1).0));
+    // A connection to loopback is one to the vRNIC's own address.
+    let c = cm.ask(1, CmOp::Create, 0, |_| ()).unwrap();
+    cm.ask(1, CmOp::ResolveAddr, c, |r| (r.src, r.dst) = (loopback("127.0.0.1", 0), loopback("127.0.0.1", PORT)))
+        .unwrap();
+    cm.net.run(SECOND / 10);
+    let e = cm.event(1, AddrResolved);
+    assert_eq!((e.src.ip, e.dst.ip), (gid(1).0, gid(1).0));
+}
+
 #[test]
 fn other_sessions_identifiers_are_not_there() {
     let (_, mut cm) = Cm::each().into_iter().next().unwrap();

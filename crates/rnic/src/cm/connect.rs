@@ -8,6 +8,7 @@ use unirdma_formats::cm::{About, IpHeader, Mad, Message, Rep, Req, UDP_QKEY, rea
 use unirdma_formats::wire::DEFAULT_PKEY;
 use unirdma_formats::{Gid, Psn};
 
+use super::ids::is_any;
 use super::protocol::{MRA_TIMEOUT, RESPONSE_TIMEOUT, RETRIES, time_ns};
 use super::{Addr, CmEventKind, CmId, ECONNRESET, Ends, Id, MAX_BACKLOG, Manager, Result, State, private_of};
 use crate::objects::{MAX_RD_ATOMIC, VnicId};
@@ -158,8 +159,7 @@ impl Manager<'_> {
         let (space, port) = (0x100 | (service >> 16 & 0xff) as u16, service as u16);
         let users = self.cm.ports.get(&(vnic, space, port))?;
         let takes = |c: &CmId| {
-            let wild =
-                |a: Addr| a.ip.is_unspecified() && (a.ip.is_ipv4() == ip.is_ipv4() || a.ip.is_ipv6() && !c.one_family);
+            let wild = |a: Addr| is_any(a.ip) && (a.ip.is_ipv4() == ip.is_ipv4() || a.ip.is_ipv6() && !c.one_family);
             c.state == State::Listening && c.src.is_some_and(|a| a.ip == ip || wild(a))
         };
         users.iter().rev().copied().find(|&u| self.cm.ids.get(u).is_some_and(takes))

@@ -15,6 +15,11 @@ use super::{
 use crate::multicast::MULTICAST_QPN;
 use crate::objects::{SessionId, VnicId};
 
+/// True if an address to bind stands for all of the vRNIC's addresses: a wildcard, or loopback, which is no address of a device.
+pub(super) fn is_any(ip: IpAddr) -> bool {
+    ip.is_unspecified() || ip.is_loopback()
+}
+
 impl Manager<'_> {
     pub(super) fn create(&mut self, s: SessionId, r: &abi::CmReq) -> Result<Id> {
         let vnic = self.core.objects.vnic_of(s)?;
@@ -73,19 +78,21 @@ impl Manager<'_> {
     fn conflicts(&self, id: Id, other: Id, ip: IpAddr) -> bool {
         let (Some(a), Some(b)) = (self.cm.ids.get(id), self.cm.ids.get(other)) else { return false };
         let Some(there) = b.src else { return false };
-        let any = |ip: IpAddr| ip.is_unspecified();
         let families = |wild: IpAddr, one: bool, ip: IpAddr| wild.is_ipv4() == ip.is_ipv4() || wild.is_ipv6() && !one;
         let meets = there.ip == ip
-            || any(there.ip) && families(there.ip, b.one_family, ip)
-            || any(ip) && families(ip, a.one_family, there.ip);
+            || is_any(there.ip) && families(there.ip, b.one_family, ip)
+            || is_any(ip) && families(ip, a.one_family, there.ip);
         meets && !(a.reuse && b.reuse && (b.state != State::Listening || b.answers.is_some()))
     }
 
     pub(super) fn bind(&mut self, id: Id, to: Addr) -> Result<()> {
         self.expect(id, &[State::Idle])?;
-        let ip = self.local_ip(id, to.ip)?;
         let c = self.cm.ids.get(id).ok_or(Status::BadHandle)?;
-        let (vnic, space) = (c.vnic, c.space);
+        let (ip, vnic, space) = (to.ip, c.vnic, c.space);
+        let v = self.core.objects.vnics.get(vnic.0).ok_or(Status::BadHandle)?;
+        if !is_any(ip) && !v.gids.contains(&Gid::from_ip(ip)) {
+            return Err(Status::NoDevice);
+        }
         let port = if to.port != 0 {
             let taken = self.cm.ports.get(&(vnic, space, to.port)).into_iter().flatten();
             if taken.copied().any(|other| self.conflicts(id, other, ip)) {
@@ -105,22 +112,8 @@ impl Manager<'_> {
         Ok(())
     }
 
-    /// The vRNIC's own address that `ip` stands for: loopback is its first one.
-    fn local_ip(&self, id: Id, ip: IpAddr) -> Result<IpAddr> {
-        let c = self.cm.ids.get(id).ok_or(Status::BadHandle)?;
-        let v = self.core.objects.vnics.get(c.vnic.0).ok_or(Status::BadHandle)?;
-        if ip.is_unspecified() || v.gids.contains(&Gid::from_ip(ip)) {
-            return Ok(ip);
-        }
-        let loopback = v.first(ip.is_ipv4()).filter(|_| ip.is_loopback()).map(|g| g.ip());
-        loopback.ok_or(Status::NoDevice)
-    }
-
     pub(super) fn resolve(&mut self, id: Id, r: &abi::CmReq) -> Result<()> {
         let mut dst = Addr::read(&r.dst)?.ok_or(Status::BadValue)?;
-        if dst.ip.is_loopback() {
-            dst.ip = self.local_ip(id, dst.ip)?;
-        }
         if self.expect(id, &[State::Idle, State::Bound])?.state == State::Idle {
             let any = match dst.ip {
                 IpAddr::V4(_) => IpAddr::V4(Ipv4Addr::UNSPECIFIED),
@@ -130,13 +123,16 @@ impl Manager<'_> {
         }
         let c = self.expect(id, &[State::Bound])?;
         let (vnic, bound) = (c.vnic, c.src.ok_or(Status::BadState)?);
-        if !bound.ip.is_unspecified() && bound.ip.is_ipv4() != dst.ip.is_ipv4() {
+        if !is_any(bound.ip) && bound.ip.is_ipv4() != dst.ip.is_ipv4() {
             return Err(Status::BadValue);
         }
         let v = self.core.objects.vnics.get(vnic.0).ok_or(Status::BadHandle)?;
         let own = v.first(dst.ip.is_ipv4()).map(|g| g.ip()).ok_or(Status::NoDevice)?;
+        if dst.ip.is_loopback() {
+            dst.ip = own;
+        }
         let c = self.expect(id, &[State::Bound])?;
-        let ip = if bound.ip.is_unspecified() { own } else { bound.ip };
+        let ip = if is_any(bound.ip) { own } else { bound.ip };
         (c.src, c.dst, c.state) = (Some(Addr { ip, ..bound }), Some(dst), State::AddrQuery);
         if !self.reach(id) {
             self.arm(id, u64::from(r.value) * 1_000_000);
@@ -194,7 +190,7 @@ impl Manager<'_> {
         let taken = others.filter_map(|&o| self.cm.ids.get(o)).any(|o| {
             o.state == State::Listening
                 && !(shares && o.reuse && o.answers.is_some())
-                && (o.src == src || o.src.is_some_and(|a| a.ip.is_unspecified()) && !o.one_family)
+                && (o.src == src || o.src.is_some_and(|a| is_any(a.ip)) && !o.one_family)
         });
         if taken {
             return Err(Status::AddressInUse);

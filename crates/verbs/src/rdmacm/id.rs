@@ -231,8 +231,9 @@ pub(super) unsafe fn bind(obj: &mut IdObj, addr: *const libc::sockaddr) -> Resul
     let r = request(CmOp::Bind, obj.handle, |r| r.src = addr)?;
     // A program that has bound an IPv6 wildcard finds it again.
     address::write(&r.src, &mut obj.c.route.addr.src);
-    let wild = r.src.ip == [0; 16] || unirdma_formats::Gid(r.src.ip).ip().is_unspecified();
-    if !wild {
+    // A wildcard names no device, and neither does a loopback address, as with the kernel.
+    let ip = unirdma_formats::Gid(r.src.ip).ip();
+    if !ip.is_unspecified() && !ip.is_loopback() {
         obj.attach_device()?;
     }
     Ok(())
