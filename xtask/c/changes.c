@@ -316,6 +316,8 @@ static void network_device(void)
 
 int main(void)
 {
+	struct ibv_mr *null_mr;
+
 	setvbuf(stdout, NULL, _IONBF, 0);
 	ctx = open_device();
 	CHECK(!ibv_query_gid(ctx, 1, 0, &gid));
@@ -325,7 +327,9 @@ int main(void)
 	CHECK((cq = ibv_create_cq(ctx, 4 * AFTER, NULL, NULL, 0)));
 	work();
 	alone();
-	CHECK(!ibv_dereg_mr(mr) && !ibv_dealloc_pd(pd));
+	/* A null MR does not keep its PD, and may be given back after it. */
+	CHECK((null_mr = ibv_alloc_null_mr(pd)));
+	CHECK(!ibv_dereg_mr(mr) && !ibv_dealloc_pd(pd) && !ibv_dereg_mr(null_mr));
 	share();
 	CHECK(!ibv_close_device(ctx));
 	printf("all changes made\n");

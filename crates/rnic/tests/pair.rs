@@ -2,6 +2,7 @@
 
 use unirdma_abi as abi;
 use unirdma_formats::{AsyncEvent, WcOpcode, WcStatus, WrOpcode, access, attr_mask as m, send_flags, wc_flags};
+use unirdma_mem::Span;
 use unirdma_rnic::{Backing, Output};
 use unirdma_simkit::*;
 
@@ -145,6 +146,30 @@ fn a_null_mr_gives_zeros_takes_anything_and_is_for_nobody_else() {
     p.b.post(abi::SqWqe { rkey: key, remote_addr: 0, ..wqe(WrOpcode::Write, 3) }, &[p.b.sge(0, 8)]);
     p.settle();
     assert_eq!(status(&p.b.done()), WcStatus::RemAccessErr);
+}
+
+#[test]
+fn a_null_mr_does_not_keep_its_pd() {
+    let mut p = Pair::new();
+    let s = p.a.session;
+    let null = |p: &mut Pair, pd| {
+        p.rnic.reg_mr(s, pd, access::LOCAL_WRITE, 0, u64::MAX, (Backing::Null, Vec::new())).unwrap().0
+    };
+    let pd = p.rnic.create_pd(s).unwrap();
+    let (first, second) = (null(&mut p, pd), null(&mut p, pd));
+    p.rnic.dereg_mr(s, first).unwrap();
+    p.rnic.destroy_pd(s, pd).unwrap();
+    assert_eq!(p.rnic.dereg_mr(s, second), Err(unirdma_abi::Status::BadHandle), "it went with its PD");
+    // What has become another MR keeps it, and what was one does not any more.
+    let backing = || (Backing::Mapped(Span::anonymous(4096)), Vec::new());
+    let pd = p.rnic.create_pd(s).unwrap();
+    let (kept, by) = (null(&mut p, pd), p.rnic.reg_mr(s, pd, access::LOCAL_WRITE, 0, 4096, backing()).unwrap().0);
+    p.rnic.rereg_mr(s, kept, by).unwrap();
+    assert_eq!(p.rnic.destroy_pd(s, pd), Err(unirdma_abi::Status::Busy));
+    let by = null(&mut p, pd);
+    p.rnic.rereg_mr(s, kept, by).unwrap();
+    p.rnic.destroy_pd(s, pd).unwrap();
+    assert_eq!(p.rnic.dereg_mr(s, kept), Err(unirdma_abi::Status::BadHandle));
 }
 
 #[test]

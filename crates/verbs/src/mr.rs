@@ -16,6 +16,8 @@ pub(crate) struct MrObj {
     c: ibv_mr,
     mr: driver::Mr,
     range: Range,
+    /// A null MR. Its PD may go before it, and then it means nothing.
+    is_null: bool,
 }
 
 unsafe fn register(pd: *mut ibv_pd, addr: *mut c_void, length: usize, iova: u64, access: u32) -> *mut ibv_mr {
@@ -35,7 +37,7 @@ unsafe fn keep(c: ibv_mr, mr: driver::Mr, range: Range) -> *mut ibv_mr {
         context(c.context)
     };
     ctx.born();
-    let (key, obj) = (mr.key, Box::into_raw(Box::new(MrObj { c, mr, range })));
+    let (key, obj) = (mr.key, Box::into_raw(Box::new(MrObj { c, mr, range, is_null: false })));
     lock(&ctx.mrs).insert(key, obj);
     obj.cast()
 }
@@ -187,6 +189,7 @@ pub unsafe extern "C" fn x_ibv_rereg_mr(
     let known = REREG_TRANSLATION | REREG_PD | REREG_ACCESS;
     let bad = flags == 0
         || flags & !known != 0
+        || obj.is_null
         || translation && (addr.is_null() || length == 0)
         || flags & REREG_PD != 0 && pd.is_null();
     trace!("ibv_rereg_mr({:#x}, flags {flags:#x})", obj.c.lkey);
@@ -278,8 +281,8 @@ pub(crate) unsafe extern "C" fn alloc_null_mr(pd: *mut ibv_pd) -> *mut ibv_mr {
             let addr = std::ptr::null_mut();
             let range = Range { addr, length: 0, iova_offset: 0, access: unirdma_formats::access::LOCAL_WRITE };
             let c = ibv_mr { context: c, pd, addr, length: 0, handle: mr.mrn, lkey: mr.key, rkey: 0 };
-            // SAFETY: the caller's PD.
-            unsafe { keep(c, mr, range) }
+            ctx.born();
+            Box::into_raw(Box::new(MrObj { c, mr, range, mapped: None, is_null: true })).cast()
         }
         Err(e) => null(e),
     }
@@ -292,6 +295,11 @@ pub unsafe extern "C" fn x_ibv_dereg_mr(mr: *mut ibv_mr) -> i32 {
     let ctx = unsafe { context(obj.c.context) };
     let r = obj.mr.deregister();
     trace!("ibv_dereg_mr({:#x}) = {r:?}", obj.c.lkey);
+    if obj.is_null {
+        // If the device does not have it any more, its PD has taken it along.
+        ctx.gone();
+        return 0;
+    }
     if r.is_err() {
         let _ = Box::into_raw(obj);
     } else {

@@ -28,21 +28,25 @@ impl Core {
     pub fn create_pd(&mut self, s: SessionId) -> Result<u32> {
         self.objects.quota(s, |u| u.pds, |l| l.max_pd)?;
         let number = self.objects.new_number(s)?;
-        let h = self.objects.pds.insert(Pd { owner: s, number, uses: 0 }).ok_or(Status::Exhausted)?;
+        let h = self.objects.pds.insert(Pd::new(s, number)).ok_or(Status::Exhausted)?;
         self.objects.names(s).and_then(|n| n.pds.insert(number, h));
         self.objects.count_used(s, |u| u.pds += 1);
         self.made(Object::Pd(h)).inspect_err(|_| self.objects.remove_pd(h))?;
         Ok(number)
     }
 
-    /// DESTROY_PD.
+    /// DESTROY_PD. Null MRs go with it.
     ///
     /// # Errors
-    /// `Busy` while it has MRs, AHs, SRQs or QPs.
+    /// `Busy` while it has other MRs, AHs, SRQs or QPs.
     pub fn destroy_pd(&mut self, s: SessionId, pd: u32) -> Result<()> {
         let h = self.objects.own_pd(s, pd)?;
-        if self.objects.pds.get(h).is_some_and(|p| p.uses > 0) {
+        let p = self.objects.pds.get_mut(h).ok_or(Status::BadHandle)?;
+        if p.uses > 0 {
             return Err(Status::Busy);
+        }
+        for null in std::mem::take(&mut p.nulls).into_values() {
+            self.remove(Object::Mr(null));
         }
         self.remove(Object::Pd(h));
         Ok(())
@@ -276,9 +280,11 @@ impl Core {
         self.gone(Object::Mr(mr));
         let new = self.objects.mrs.remove(by_handle).ok_or(Status::BadHandle)?;
         self.objects.names(s).and_then(|n| n.mrs.remove(&by));
-        // The bytes and the place in the PD of `by` are those of `mr` now.
+        self.objects.leave_pd(&new);
+        // The bytes of `by` are those of `mr` now.
         let old = self.objects.mrs.replace(mr, new).ok_or(Status::BadHandle)?;
-        self.objects.use_pd(old.pd, false);
+        self.objects.leave_pd(&old);
+        self.objects.enter_pd(mr);
         self.objects.count_used(s, |u| u.remove_mr(&old));
         self.made(Object::Mr(mr)).inspect_err(|_| self.objects.remove_mr(mr))
     }

@@ -6,7 +6,7 @@ use unirdma_abi::Status;
 
 use unirdma_formats::Qpn;
 
-use super::{Ah, Cq, Door, Limits, Mr, Names, Objects, Pd, Qp, SessionId, Srq, Used, VnicId, Xrcd};
+use super::{Ah, Backing, Cq, Door, Limits, Mr, Names, Objects, Pd, Qp, SessionId, Srq, Used, VnicId, Xrcd};
 use crate::random::Rng;
 use crate::slab::{ByNumber, Handle, Slab};
 
@@ -106,6 +106,23 @@ impl Objects {
         count_use(&mut self.pds, pd, |p| &mut p.uses, more);
     }
 
+    /// An MR or a window is in its PD from now on.
+    pub fn enter_pd(&mut self, h: Handle<Mr>) {
+        let Some(m) = self.mrs.get(h) else { return };
+        match m.backing {
+            Backing::Null => _ = self.pds.get_mut(m.pd).and_then(|p| p.nulls.insert(m.number, h)),
+            _ => self.use_pd(m.pd, true),
+        }
+    }
+
+    /// An MR or a window that was in its PD is there no more.
+    pub fn leave_pd(&mut self, m: &Mr) {
+        match m.backing {
+            Backing::Null => _ = self.pds.get_mut(m.pd).and_then(|p| p.nulls.remove(&m.number)),
+            _ => self.use_pd(m.pd, false),
+        }
+    }
+
     /// One queue more, or less, completes to a CQ.
     pub fn use_cq(&mut self, cq: Handle<Cq>, more: bool) {
         count_use(&mut self.cqs, cq, |c| &mut c.uses, more);
@@ -123,11 +140,11 @@ impl Objects {
 
     /// Gives an MR or a window its number and its key, and returns both, after its handle.
     pub fn insert_mr(&mut self, mr: Mr, random: &mut Rng) -> Result<(Handle<Mr>, (u32, u32))> {
-        let (s, pd, number) = (mr.owner, mr.pd, self.new_number(mr.owner)?);
+        let (s, number) = (mr.owner, self.new_number(mr.owner)?);
         let made = self.mrs.insert(Mr { number, ..mr }, random);
         let (h, key) = made.ok_or(Status::Exhausted)?;
         self.names(s).and_then(|n| n.mrs.insert(number, h));
-        self.use_pd(pd, true);
+        self.enter_pd(h);
         self.count_mr(h);
         Ok((h, (number, key)))
     }
@@ -152,7 +169,7 @@ impl Objects {
     pub fn remove_mr(&mut self, h: Handle<Mr>) {
         let Some(m) = self.mrs.remove(h) else { return };
         self.names(m.owner).and_then(|n| n.mrs.remove(&m.number));
-        self.use_pd(m.pd, false);
+        self.leave_pd(&m);
         self.count_used(m.owner, |u| u.remove_mr(&m));
         if m.backing.is_slow_to_drop() {
             self.dropped.add(m.backing);

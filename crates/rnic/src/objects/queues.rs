@@ -5,14 +5,23 @@ use std::collections::HashMap;
 use unirdma_mem::{CqRing, QpRings};
 
 use super::ids::{SessionId, VnicId};
-use crate::slab::Handle;
+use super::mr::Mr;
+use crate::slab::{ByNumber, Handle};
 
 pub(crate) struct Pd {
     pub owner: SessionId,
     /// What its owner calls it.
     pub number: u32,
-    /// MRs, windows, AHs, SRQs and QPs in it.
+    /// MRs, windows, AHs, SRQs and QPs in it, which it cannot go before.
     pub uses: u32,
+    /// Null MRs in it by their numbers, which go with it.
+    pub nulls: ByNumber<Handle<Mr>>,
+}
+
+impl Pd {
+    pub fn new(owner: SessionId, number: u32) -> Pd {
+        Pd { owner, number, uses: 0, nulls: ByNumber::default() }
+    }
 }
 
 pub(crate) struct Cq {

@@ -242,7 +242,7 @@ impl<'a> Restorer<'a> {
             self.door(id, session, d);
         }
         for &number in pds {
-            let Some(h) = self.core.objects.pds.insert(Pd { owner: id, number, uses: 0 }) else { continue };
+            let Some(h) = self.core.objects.pds.insert(Pd::new(id, number)) else { continue };
             self.pds.insert(At { session, number }, h);
             self.core.objects.names(id).and_then(|n| n.pds.insert(number, h));
         }
@@ -404,7 +404,7 @@ impl<'a> Restorer<'a> {
         let objects = &mut self.core.objects;
         let Some(h) = objects.mrs.insert_known(mr) else { return };
         objects.names(owner).and_then(|n| n.mrs.insert(*number, h));
-        objects.use_pd(pd, true);
+        objects.enter_pd(h);
         objects.count_mr(h);
     }
 
