@@ -2,7 +2,7 @@
 
 use std::io::{self, Write};
 use std::net::{IpAddr, SocketAddr};
-use std::os::fd::{AsFd, FromRawFd, OwnedFd};
+use std::os::fd::{AsFd, BorrowedFd, FromRawFd, OwnedFd};
 use std::os::unix::net::UnixListener;
 use std::path::PathBuf;
 
@@ -11,6 +11,8 @@ use unirdma_host::{
     Alone, CentreConfig, DEFAULT_METRICS_VRNICS, EngineConfig, HostConfig, Isolation, MAX_METRICS_VRNICS,
     MetricsConfig, Polling, WireConfig, default_state, firewall_rules, keep, serve, work,
 };
+
+use crate::process;
 
 pub(crate) const EXAMPLES: &str = "Examples:
   unirdma host                                           vRNICs of this host only
@@ -116,9 +118,10 @@ fn parse_pollers(text: &str) -> Result<(usize, usize), String> {
 }
 
 /// A descriptor that is readable once the process was asked to end. Threads started later inherit the
-/// mask, so the signals reach nobody else.
+/// mask, so the signals reach nobody else. SIGHUP is none if it was ignored before, as by `nohup`.
 pub(crate) fn termination() -> io::Result<OwnedFd> {
-    signals(&[libc::SIGINT, libc::SIGTERM, libc::SIGHUP])
+    let all = [libc::SIGINT, libc::SIGTERM, libc::SIGHUP];
+    signals(if process::is_ignored(libc::SIGHUP) { &all[..2] } else { &all })
 }
 
 /// A descriptor from which these signals are read, which do nothing else any more.
@@ -134,6 +137,38 @@ pub(crate) fn signals(which: &[libc::c_int]) -> io::Result<OwnedFd> {
         let fd = libc::signalfd(-1, &set, libc::SFD_CLOEXEC | libc::SFD_NONBLOCK);
         if fd < 0 { Err(io::Error::last_os_error()) } else { Ok(OwnedFd::from_raw_fd(fd)) }
     }
+}
+
+/// Says which signal has ended this program, and whose it was. `signals`: what [`termination`] gave.
+pub(crate) fn say_who_ended_it(signals: BorrowedFd<'_>) {
+    const SIZE: usize = size_of::<libc::signalfd_siginfo>();
+    let mut bytes = [0; SIZE];
+    if rustix::io::read(signals, &mut bytes) == Ok(SIZE) {
+        // SAFETY: the kernel has written a whole structure, of integers.
+        let info = unsafe { bytes.as_ptr().cast::<libc::signalfd_siginfo>().read_unaligned() };
+        eprintln!("unirdma: ends by {}", cause(&info));
+    }
+}
+
+/// A signal and its sender, in words.
+fn cause(info: &libc::signalfd_siginfo) -> String {
+    let signal = match info.ssi_signo as i32 {
+        libc::SIGINT => "SIGINT".into(),
+        libc::SIGTERM => "SIGTERM".into(),
+        libc::SIGHUP => "SIGHUP".into(),
+        other => format!("signal {other}"),
+    };
+    let (pid, uid) = (info.ssi_pid, info.ssi_uid);
+    if info.ssi_code == libc::SI_KERNEL {
+        return format!("{signal} of its terminal");
+    }
+    if pid == 0 {
+        return format!("{signal} from a process outside of its PID namespace (uid {uid})");
+    }
+    let name = std::fs::read_to_string(format!("/proc/{pid}/comm")).unwrap_or_default();
+    let name: String = name.trim_end().chars().filter(|c| !c.is_control()).collect();
+    let name = if name.is_empty() { String::new() } else { format!("{name}, ") };
+    format!("{signal} from process {pid} ({name}uid {uid})")
 }
 
 pub(crate) fn host(dir: PathBuf, args: &HostArgs) -> io::Result<()> {
@@ -173,9 +208,9 @@ pub(crate) fn host(dir: PathBuf, args: &HostArgs) -> io::Result<()> {
     let most_vrnics = usize::try_from(args.metrics_vrnics).unwrap_or(MAX_METRICS_VRNICS);
     let metrics = args.metrics.map(|address| MetricsConfig { address, most_vrnics });
     let isolation = Isolation::Processes;
-    serve(&HostConfig { dir, engine, wire, centre, isolation, user: args.user.clone(), metrics }, stop.as_fd(), || {
-        eprintln!("unirdma: serving {shown} (pid {}); stop with Ctrl-C or SIGTERM", std::process::id());
-    })
+    let config = HostConfig { dir, engine, wire, centre, isolation, user: args.user.clone(), metrics };
+    let ready = || eprintln!("unirdma: serving {shown} (pid {}); stop with Ctrl-C or SIGTERM", std::process::id());
+    serve(&config, stop.as_fd(), ready, || say_who_ended_it(stop.as_fd()))
 }
 
 /// Logs to standard error: warnings and errors, or what UNIRDMA_LOG says.
@@ -209,7 +244,30 @@ pub(crate) fn keeper() -> io::Result<()> {
 
 #[cfg(test)]
 mod tests {
-    use super::parse_pollers;
+    use super::{cause, parse_pollers};
+
+    #[test]
+    fn the_end_has_a_cause() {
+        let of = |ssi_signo: i32, ssi_code, ssi_pid, ssi_uid| {
+            // SAFETY: a structure of integers, all of which may be zero.
+            let mut info: libc::signalfd_siginfo = unsafe { std::mem::zeroed() };
+            (info.ssi_signo, info.ssi_code, info.ssi_pid, info.ssi_uid) =
+                (ssi_signo as u32, ssi_code, ssi_pid, ssi_uid);
+            cause(&info)
+        };
+        let me = std::process::id();
+        let name = std::fs::read_to_string("/proc/self/comm").unwrap();
+        assert_eq!(
+            of(libc::SIGTERM, libc::SI_USER, me, 7),
+            format!("SIGTERM from process {me} ({}, uid 7)", name.trim())
+        );
+        assert_eq!(of(libc::SIGHUP, libc::SI_USER, u32::MAX, 0), format!("SIGHUP from process {} (uid 0)", u32::MAX));
+        assert_eq!(
+            of(libc::SIGTERM, libc::SI_USER, 0, 0),
+            "SIGTERM from a process outside of its PID namespace (uid 0)"
+        );
+        assert_eq!(of(libc::SIGINT, libc::SI_KERNEL, 0, 0), "SIGINT of its terminal");
+    }
 
     #[test]
     fn pollers_are_a_number_or_two() {

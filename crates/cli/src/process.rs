@@ -80,20 +80,24 @@ extern "C" fn pass_on(signal: libc::c_int, info: *mut libc::siginfo_t, _: *mut l
     }
 }
 
+/// True if this process ignores a signal, as its starter has wanted.
+pub(crate) fn is_ignored(signal: libc::c_int) -> bool {
+    // SAFETY: zero is a valid sigaction, into which the kernel writes how it is.
+    unsafe {
+        let mut old: libc::sigaction = std::mem::zeroed();
+        libc::sigaction(signal, std::ptr::null(), &mut old) == 0 && old.sa_sigaction == libc::SIG_IGN
+    }
+}
+
 /// Passes signals on to a child from now on. `only_from_outside`: this is the first process of a PID namespace, whose other
 /// processes can signal the child themselves.
 pub(crate) fn pass_signals_to(child: i32, only_from_outside: bool) {
     CHILD.store(child, Ordering::Relaxed);
     ONLY_FROM_OUTSIDE.store(only_from_outside, Ordering::Relaxed);
-    for signal in PASSED {
+    // What was ignored before stays so: `nohup`, and background jobs of scripts.
+    for signal in PASSED.into_iter().filter(|&s| !is_ignored(s)) {
         // SAFETY: zero is a valid sigaction; the handler does only what handlers may.
         unsafe {
-            let mut old: libc::sigaction = std::mem::zeroed();
-            libc::sigaction(signal, std::ptr::null(), &mut old);
-            // What was ignored before stays so: `nohup`, and background jobs of scripts.
-            if old.sa_sigaction == libc::SIG_IGN {
-                continue;
-            }
             let mut new: libc::sigaction = std::mem::zeroed();
             new.sa_sigaction = pass_on as *const () as usize;
             new.sa_flags = libc::SA_SIGINFO | libc::SA_RESTART;

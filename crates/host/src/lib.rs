@@ -209,11 +209,16 @@ pub fn firewall_rules(dir: &Path, addresses: &[IpAddr], peers: &Path) -> io::Res
     Ok(firewall::rules(dir, addresses, &peers.hosts()))
 }
 
-/// Serves until `stop` becomes readable. `ready` is called once the administration socket answers.
+/// Serves until `stop` becomes readable. `ready` is called once the administration socket answers, and `stopping` before all ends.
 ///
 /// # Errors
 /// One line that says what is wrong: the directory, the lock, the sockets.
-pub fn serve(config: &HostConfig, stop: std::os::fd::BorrowedFd<'_>, ready: impl FnOnce()) -> io::Result<()> {
+pub fn serve(
+    config: &HostConfig,
+    stop: std::os::fd::BorrowedFd<'_>,
+    ready: impl FnOnce(),
+    stopping: impl FnOnce(),
+) -> io::Result<()> {
     let dir = &config.dir;
     std::fs::DirBuilder::new().recursive(true).mode(0o755).create(dir).map_err(context("cannot create", dir))?;
     let owner = std::fs::metadata(dir).map_err(context("cannot read", dir))?.uid();
@@ -236,7 +241,7 @@ pub fn serve(config: &HostConfig, stop: std::os::fd::BorrowedFd<'_>, ready: impl
         let _metrics = metrics.map(|(m, s)| metrics::Metrics::start(s, m, supervisor.clone())).transpose()?;
         identity.map(|i| supervisor.join(i)).transpose()?;
         ready();
-        supervisor.run(stop, &admin)
+        supervisor.run(stop, &admin).inspect(|()| stopping())
     };
     let result = serve();
     supervisor.end();

@@ -84,7 +84,7 @@ impl TestHost {
             metrics: None,
         };
         let s = stop.clone();
-        let thread = std::thread::spawn(move || serve(&config, s.as_fd(), || ()));
+        let thread = std::thread::spawn(move || serve(&config, s.as_fd(), || (), || ()));
         wait_ready(&dir, Duration::from_secs(10)).expect("the virtual layer starts");
         TestHost { dir, stop, thread: Some(thread) }
     }

@@ -26,7 +26,7 @@ fn host(dir: &str) -> ! {
         metrics: None,
         centre: None,
     };
-    let _ = serve(&config, stdin.as_fd(), || ());
+    let _ = serve(&config, stdin.as_fd(), || (), || ());
     std::process::exit(0);
 }
 

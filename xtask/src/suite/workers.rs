@@ -164,6 +164,12 @@ pub(super) fn workers(s: &mut Suite<'_>) {
         let o = lab.unirdma(&["vrnic", "show", "c"]);
         require(o.ok(), o.text)
     });
+    s.check("workers: a supervisor that a signal ends says which, and whose", |_| {
+        let mut lab = Lab::start(None)?;
+        lab.stop_host();
+        let said = format!("unirdma: ends by SIGTERM from process {} (", std::process::id());
+        require(lab.log().contains(&said), lab.log())
+    });
     s.check("workers: a supervisor is killed, and the next one takes over", |_| {
         let mut lab = two_groups(user)?;
         require(lab.unirdma(&["vrnic", "set", "a", "--weight", "70"]).ok(), "no weight")?;

@@ -2,9 +2,11 @@
 
 use std::io;
 use std::net::SocketAddr;
+use std::os::fd::{AsFd, OwnedFd};
 use std::path::{Path, PathBuf};
 
 use clap::Subcommand;
+use rustix::event::{PollFd, PollFlags, poll};
 use unirdma_fleet::v1;
 
 use super::call::{self, Config};
@@ -84,7 +86,9 @@ pub(super) fn run(command: ControlCommand) -> io::Result<u8> {
         ControlCommand::Run { dir, listen, store, name, plain, metrics } => {
             crate::hosting::log_to_stderr();
             let options = unirdma_control::Options { dir, listen, store, plain, names: name, metrics };
-            tokio::runtime::Builder::new_multi_thread().enable_all().build()?.block_on(serve(&options))?;
+            // Before there are threads, which would get the signals else.
+            let stop = crate::hosting::termination()?;
+            tokio::runtime::Builder::new_multi_thread().enable_all().build()?.block_on(serve(&options, stop))?;
         }
         ControlCommand::Status { centre } => {
             let status = call::again(&centre, async |mut c| Ok(c.status(v1::StatusRequest {}).await?.into_inner()))?;
@@ -131,13 +135,18 @@ fn copy(dir: &Path, from: Option<&str>, to: &str, json: bool) -> io::Result<()> 
     )
 }
 
-async fn serve(options: &unirdma_control::Options) -> io::Result<()> {
+async fn serve(options: &unirdma_control::Options, stop: OwnedFd) -> io::Result<()> {
     use rustix::process::{Resource, Rlimit, getrlimit, setrlimit};
-    use tokio::signal::unix::{SignalKind, signal};
     // A connection for each host. What the kernel does not give, is missing later.
     let most = getrlimit(Resource::Nofile).maximum;
     let _ = setrlimit(Resource::Nofile, Rlimit { current: most, maximum: most });
-    let (mut term, mut int) = (signal(SignalKind::terminate())?, signal(SignalKind::interrupt())?);
+    let (say, stopped) = tokio::sync::oneshot::channel();
+    std::thread::Builder::new().name("signals".into()).spawn(move || {
+        let mut ready = [PollFd::new(&stop, PollFlags::IN)];
+        while poll(&mut ready, None).is_err() {}
+        crate::hosting::say_who_ended_it(stop.as_fd());
+        let _ = say.send(());
+    })?;
     let listening = unirdma_control::listen(options).await?;
     println!("unirdma control: serves at {}", listening.url);
     if let Some(at) = listening.metrics {
@@ -146,8 +155,7 @@ async fn serve(options: &unirdma_control::Options) -> io::Result<()> {
     let leave = listening.leave();
     let ended = tokio::select! {
         ended = listening.serve() => ended,
-        _ = term.recv() => Ok(()),
-        _ = int.recv() => Ok(()),
+        _ = stopped => Ok(()),
     };
     leave.await;
     ended

@@ -188,7 +188,7 @@ impl TestHost {
         let thread = std::thread::spawn(move || {
             let limit = Instant::now() + PATIENCE;
             loop {
-                match serve(&c, s.as_fd(), || ()) {
+                match serve(&c, s.as_fd(), || (), || ()) {
                     // A process that another test has just forked has the sockets of a host that has ended, for a moment.
                     Err(e) if e.kind() == std::io::ErrorKind::AddrInUse && Instant::now() < limit => {
                         std::thread::sleep(Duration::from_millis(10));
@@ -209,7 +209,7 @@ impl TestHost {
     /// Why it does not start.
     fn refusal(c: &HostConfig) -> String {
         let stop = rustix::event::eventfd(0, rustix::event::EventfdFlags::CLOEXEC).unwrap();
-        serve(c, stop.as_fd(), || panic!("it serves")).unwrap_err().to_string()
+        serve(c, stop.as_fd(), || panic!("it serves"), || ()).unwrap_err().to_string()
     }
 
     fn ask(&self, request: Request) -> Result<Response, String> {
