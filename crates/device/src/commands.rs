@@ -201,7 +201,7 @@ impl Device {
             }
             Command::ExtendMr => {
                 let r: abi::ExtendMrReq = parse(data).ok()?;
-                Some(runs(r.runs_addr, r.num_runs, r.length))
+                Some(runs(r.runs_addr, r.num_runs, r.length).map(Search::for_part))
             }
             Command::MapRuns => {
                 let r: abi::MapRunsReq = parse(data).ok()?;

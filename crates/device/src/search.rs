@@ -54,6 +54,8 @@ enum Becomes {
     Mr,
     /// An MR that is never mapped anew.
     UnmappedMr,
+    /// A part of an MR, which is kept as a list.
+    PartOfMr,
     /// One window, which begins and ends at pages.
     Window,
 }
@@ -102,6 +104,11 @@ impl Search {
         Ok(Search { memory: memory.clone(), list, becomes: Becomes::UnmappedMr })
     }
 
+    /// For EXTEND_MR, of such a search.
+    pub fn for_part(self) -> Self {
+        Search { becomes: Becomes::PartOfMr, ..self }
+    }
+
     /// For MAP_RUNS, of such a search.
     pub fn for_window(self) -> Self {
         Search { becomes: Becomes::Window, ..self }
@@ -135,7 +142,7 @@ impl Search {
     pub fn begin(mut self) -> Result<Begun, Status> {
         self.read_short()?;
         let is_short = match (&self.list, self.becomes) {
-            (List::Ranges(_), Becomes::UnmappedMr) => true,
+            (List::Ranges(_), Becomes::UnmappedMr | Becomes::PartOfMr) => true,
             (List::Ranges(ranges), _) => ranges.len() <= LONG_MAPPING,
             _ => false,
         };
@@ -154,13 +161,12 @@ impl Search {
     fn finish(self) -> Result<Found, Status> {
         let List::Ranges(ranges) = &self.list else { return Err(Status::BadValue) };
         let gathered = match self.becomes {
-            Becomes::Window if ranges.is_empty() || ranges.iter().any(|(addr, len)| (addr | len) % PAGE != 0) => {
-                return Err(Status::BadValue);
-            }
+            Becomes::Window if ranges.is_empty() || !is_of_pages(ranges) => return Err(Status::BadValue),
             Becomes::Window => return self.memory.map_ranges(ranges).map(Found::Window).map_err(refused),
             _ if ranges.is_empty() => return Ok(Found::Memory(Backing::Mapped(Span::anonymous(0)), Vec::new())),
             Becomes::Mr => self.memory.gather(ranges),
             Becomes::UnmappedMr => self.memory.gather_unmapped(ranges),
+            Becomes::PartOfMr => self.memory.gather_list(ranges),
         };
         let (memory, regions) = gathered.map_err(refused)?;
         let backing = match memory {
@@ -191,7 +197,12 @@ fn pages(table: &Span, first: u64, end: u64) -> Result<Vec<(u64, u64)>, Status> 
     Ok(ranges)
 }
 
-/// The ranges of a list of runs, `length` bytes in all.
+/// True if all ranges begin and end at pages.
+fn is_of_pages(ranges: &[(u64, u64)]) -> bool {
+    ranges.iter().all(|(addr, len)| (addr | len) % PAGE == 0)
+}
+
+/// The ranges of a list of runs, `length` bytes in all. Only the first one may begin, and only the last one end, within a page.
 fn runs(list: &Span, length: u64) -> Result<Vec<(u64, u64)>, Status> {
     let mut bytes = vec![0; list.len()];
     list.read(0, &mut bytes);
@@ -202,7 +213,9 @@ fn runs(list: &Span, length: u64) -> Result<Vec<(u64, u64)>, Status> {
         Ok((run.addr, run.length))
     });
     let ranges = ranges.collect::<Result<Vec<_>, Status>>()?;
-    if left == 0 { Ok(ranges) } else { Err(Status::BadValue) }
+    let begin_at_pages = ranges.iter().skip(1).all(|(addr, _)| addr % PAGE == 0);
+    let end_at_pages = ranges.iter().rev().skip(1).all(|(addr, len)| addr.wrapping_add(*len) % PAGE == 0);
+    if left == 0 && begin_at_pages && end_at_pages { Ok(ranges) } else { Err(Status::BadValue) }
 }
 
 pub(crate) fn refused(why: Refused) -> Status {

@@ -20,6 +20,8 @@ use crate::ledger::{Ledger, Resource, Ticket};
 pub const MAX_REGIONS: usize = 1024;
 /// Most pieces that are mapped side by side, so that reaching them costs nothing; more are kept as a list.
 pub const MAX_MAPPED: usize = 512;
+/// A list takes as much memory as so many pieces, beside its own ones.
+const LIST_IN_PIECES: u64 = 16;
 /// Bus addresses below this are a process's own; a mapped region of a process lies above.
 pub const PROCESS_LIMIT: u64 = 1 << 47;
 
@@ -156,6 +158,14 @@ impl Ledger {
     pub(crate) fn hold(&self, resource: Resource, n: u64) -> Result<Ticket, Refused> {
         self.take(resource, n).ok_or(Refused::Exhausted(resource))
     }
+}
+
+/// The indices of the regions that pieces lie in, sorted.
+fn regions_of(pieces: &[Piece]) -> Vec<usize> {
+    let mut used: Vec<usize> = pieces.iter().map(|p| p.region).collect();
+    used.sort_unstable();
+    used.dedup();
+    used
 }
 
 /// Leave for a mapping of so many pieces and bytes.
@@ -334,7 +344,7 @@ impl Memory {
     }
 
     /// The memory of ranges that may lie in several regions, in order (U20), and the ids of those regions. For up to [`MAX_MAPPED`]
-    /// pieces it is one window; ranges after the first must then begin, and before the last must end, at a page.
+    /// pieces it is one window. Pieces after the first must begin, and before the last must end, at a page.
     ///
     /// # Errors
     /// [`Refused::Range`] if a range is not mapped memory of this session, [`Refused::Exhausted`].
@@ -342,7 +352,7 @@ impl Memory {
         self.gather_mapping(ranges, MAX_MAPPED)
     }
 
-    /// As [`Memory::gather`], without a mapping: ranges may begin and end anywhere.
+    /// As [`Memory::gather`], without a mapping.
     ///
     /// # Errors
     /// As there.
@@ -350,18 +360,32 @@ impl Memory {
         self.gather_mapping(ranges, 0)
     }
 
+    /// As [`Memory::gather`], as a list even of one piece, to be added to another one. The account has the list beside its pieces, since an
+    /// MR may get any number of lists.
+    ///
+    /// # Errors
+    /// As there.
+    pub fn gather_list(&self, ranges: &[(u64, u64)]) -> Result<(Gathered, Vec<u64>), Refused> {
+        let pieces = self.pieces(ranges)?;
+        let used = regions_of(&pieces);
+        let list = self.list(&pieces, &used, LIST_IN_PIECES)?;
+        Ok((Gathered::Pieces(list), self.ids_of(&used)))
+    }
+
     /// As [`Memory::gather`]; up to `most` pieces are mapped.
     fn gather_mapping(&self, ranges: &[(u64, u64)], most: usize) -> Result<(Gathered, Vec<u64>), Refused> {
         let pieces = self.pieces(ranges)?;
-        let mut used: Vec<usize> = pieces.iter().map(|p| p.region).collect();
-        used.sort_unstable();
-        used.dedup();
+        let used = regions_of(&pieces);
         let memory = match &pieces[..] {
             [p] => Gathered::Window(self.part(p)?),
             few if few.len() <= most => Gathered::Window(self.map(few)?),
-            many => Gathered::Pieces(self.list(many, &used)?),
+            many => Gathered::Pieces(self.list(many, &used, 0)?),
         };
-        Ok((memory, used.iter().map(|&i| self.regions[i].id).collect()))
+        Ok((memory, self.ids_of(&used)))
+    }
+
+    fn ids_of(&self, regions: &[usize]) -> Vec<u64> {
+        regions.iter().map(|&i| self.regions[i].id).collect()
     }
 
     /// One window over ranges that begin and end at pages, at most [`MAX_MAPPED`] pieces.
@@ -431,9 +455,9 @@ impl Memory {
         whole.sub(slack, len).ok_or(Refused::Range)
     }
 
-    /// Pieces of the windows of the regions `used`, which are sorted.
-    fn list(&self, pieces: &[Piece], used: &[usize]) -> Result<Pieces, Refused> {
-        let hold = self.ledger.hold(Resource::Pieces, pieces.len() as u64)?;
+    /// Pieces of the windows of the regions `used`, which are sorted. The account has `more` pieces beside them.
+    fn list(&self, pieces: &[Piece], used: &[usize], more: u64) -> Result<Pieces, Refused> {
+        let hold = self.ledger.hold(Resource::Pieces, pieces.len() as u64 + more)?;
         let windows = used.iter().map(|&i| Ok(self.window_of(i)?.0.clone())).collect::<Result<_, Refused>>()?;
         let listed = pieces.iter().map(|p| (used.partition_point(|&i| i < p.region) as u32, p.off, p.len));
         Pieces::new(windows, listed, Box::new(hold)).ok_or(Refused::Range)
@@ -454,7 +478,7 @@ mod tests {
     use super::*;
     use crate::ledger::KINDS;
     use std::sync::atomic::Ordering;
-    use unirdma_mem::MemFd;
+    use unirdma_mem::{Loc, MemFd};
 
     fn add(m: &mut Memory, f: &MemFd, bus: u64, off: u64, size: u64) -> Result<(), Refused> {
         let desc = RegionDesc { bus_addr: bus, size, user_addr: bus + 7, mmap_offset: off };
@@ -554,12 +578,27 @@ mod tests {
         let (Gathered::Pieces(p), ids) = m.gather(&ranges).unwrap() else { panic!("513 mappings") };
         assert_eq!((p.len(), ids), (4000 + 511 * 4096 + 5, vec![0, 1]));
         assert_eq!(used(), [before[0], before[1], before[2], 513, 0]);
-        let at = |off| p.at(off).map(|(_, off, n)| (off, n));
+        let at = |off| {
+            let place = p.at(off)?;
+            let Loc::Mapped(_, off) = place.at() else { panic!("it is mapped") };
+            Some((off, place.len()))
+        };
         assert_eq!([at(0), at(4000), at(4000 + 4096)], [Some((96, 4000)), Some((0, 4096)), Some((8192, 4096))]);
         assert_eq!(at(p.len() - 1), Some((4, 1)));
         let more = m.gather(&pages(256).repeat(8));
         assert!(matches!(more, Err(Refused::Exhausted(Resource::Pieces))));
         drop(p);
+        assert_eq!(used(), before);
+        // A list that is added to another one is on the account, even if it is one piece.
+        let (Gathered::Pieces(one), _) = m.gather_list(&[(1 << 30, 5)]).unwrap() else { panic!("it is mapped") };
+        assert_eq!((one.len(), used()[3]), (5, 1 + LIST_IN_PIECES));
+        drop(one);
+        // Where one region ends and the next one begins within a page, no list goes on.
+        let mut odd = Memory::new(ledger.clone());
+        add(&mut odd, &f, 1 << 30, 0, 4096 + 5).unwrap();
+        add(&mut odd, &f, (1 << 30) + 4096 + 5, 0, 8192).unwrap();
+        assert!(matches!(odd.gather_unmapped(&[(1 << 30, 8192)]), Err(Refused::Range)));
+        drop(odd);
         assert_eq!(used(), before);
         // A page of many regions, again and again: nobody counts to the end.
         let g = MemFd::new(c"t", 4096).unwrap();

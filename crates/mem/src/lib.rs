@@ -22,8 +22,8 @@ mod span;
 mod transfer;
 
 pub use map::{MapError, MemFd, is_memory, map_device, map_file, map_pieces, set_size};
-pub use pieces::Pieces;
+pub use pieces::{PIECE_ALIGN, Pieces};
 pub use proc::ProcMem;
 pub use ring::{Bell, CqRing, CqTail, QpRings, RingError};
 pub use span::Span;
-pub use transfer::{Fault, Loc, atomic_u64, copy_mapped, fetch, transfer};
+pub use transfer::{Fault, Loc, Place, atomic_u64, copy_mapped, fetch, transfer};

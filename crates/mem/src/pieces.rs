@@ -1,15 +1,19 @@
 //! Memory that lies in several windows, one piece after the other, without a mapping of its own.
 
 use std::any::Any;
-use std::sync::Arc;
+use std::collections::BTreeMap;
 
-use crate::Span;
+use crate::{Loc, Place, Span};
+
+/// The first piece may begin, and the last one end, anywhere in memory. Every other end of a piece is a multiple of this, so bytes say how many
+/// pieces there can be.
+pub const PIECE_ALIGN: u64 = 4096;
 
 /// Pieces of windows, in order. A mapping for each would use up those of the process; this takes 24 bytes for each.
-#[derive(Clone)]
 pub struct Pieces {
-    /// Lists of pieces, each with the place in the whole where it begins.
-    lists: Vec<(u64, Arc<List>)>,
+    first: List,
+    /// What was added, by the place in the whole where each list begins.
+    more: BTreeMap<u64, List>,
     len: u64,
 }
 
@@ -30,8 +34,8 @@ struct Piece {
 }
 
 impl Pieces {
-    /// Pieces of `windows`: for each the index of its window, the offset there and its bytes. `None` if one leaves its window, or is
-    /// empty.
+    /// Pieces of `windows`: for each the index of its window, the offset there and its bytes. `None` if one leaves its window, is empty,
+    /// or begins or ends where only the first or the last one may ([`PIECE_ALIGN`]).
     pub fn new(
         windows: Vec<Span>,
         pieces: impl Iterator<Item = (u32, u64, u64)>,
@@ -39,31 +43,39 @@ impl Pieces {
     ) -> Option<Self> {
         let mut list = List { windows, pieces: Vec::with_capacity(pieces.size_hint().0), len: 0, _hold: hold };
         for (window, off, len) in pieces {
-            let room = list.windows.get(window as usize)?.len() as u64;
-            if len == 0 || off.checked_add(len)? > room {
+            let span = list.windows.get(window as usize)?;
+            if len == 0 || off.checked_add(len)? > span.len() as u64 {
+                return None;
+            }
+            let begin = span.addr() as u64 + off;
+            if list.end().is_some_and(|end| !is_aligned(end) || !is_aligned(begin)) {
                 return None;
             }
             list.pieces.push(Piece { start: list.len, off, window });
             list.len = list.len.checked_add(len)?;
         }
         let len = list.len;
-        Some(Pieces { lists: vec![(0, Arc::new(list))], len })
+        Some(Pieces { first: list, more: BTreeMap::new(), len })
     }
 
     /// All of a window, as one piece.
     pub fn of(window: Span) -> Self {
         let len = window.len() as u64;
         let pieces = vec![Piece { start: 0, off: 0, window: 0 }];
-        let list = List { windows: vec![window], pieces, len, _hold: Box::new(()) };
-        Pieces { lists: vec![(0, Arc::new(list))], len }
+        let first = List { windows: vec![window], pieces, len, _hold: Box::new(()) };
+        Pieces { first, more: BTreeMap::new(), len }
     }
 
-    /// These, and then the others; `None` if that is too long.
-    pub fn followed_by(&self, others: &Pieces) -> Option<Pieces> {
-        let mut all = self.clone();
-        all.lists.extend(others.lists.iter().map(|(start, list)| (self.len.wrapping_add(*start), list.clone())));
-        all.len = self.len.checked_add(others.len)?;
-        Some(all)
+    /// Adds others at the end. What there is already is neither copied nor looked at. False, and nothing is changed, if that is too long,
+    /// or if these end, or the others begin, within a multiple of [`PIECE_ALIGN`].
+    pub fn extend(&mut self, others: Pieces) -> bool {
+        let last = self.more.last_key_value().map_or(&self.first, |(_, list)| list);
+        let meet = [last.end(), others.first.begin(0)].iter().all(|end| end.is_none_or(is_aligned));
+        let Some(len) = self.len.checked_add(others.len).filter(|_| meet) else { return false };
+        let lists = std::iter::once((0, others.first)).chain(others.more).filter(|(_, list)| list.len > 0);
+        self.more.extend(lists.map(|(start, list)| (self.len + start, list)));
+        self.len = len;
+        true
     }
 
     /// Bytes of all pieces.
@@ -76,57 +88,111 @@ impl Pieces {
         self.len == 0
     }
 
-    /// The window of byte `off` of the whole, its offset there, and how many bytes of the piece begin with it; `None` beyond the end.
+    /// The place of byte `off` of the whole, up to the end of its piece; `None` beyond the end.
     #[inline]
-    pub fn at(&self, off: u64) -> Option<(&Span, u64, u64)> {
+    pub fn at(&self, off: u64) -> Option<Place<'_>> {
+        if off < self.first.len {
+            return self.first.at(off);
+        }
         if off >= self.len {
             return None;
         }
-        let (start, list) = match &self.lists[..] {
-            [only] => only,
-            lists => &lists[lists.partition_point(|l| l.0 <= off).checked_sub(1)?],
-        };
+        let (start, list) = self.more.range(..=off).next_back()?;
         list.at(off - start)
     }
 }
 
+fn is_aligned(addr: u64) -> bool {
+    addr % PIECE_ALIGN == 0
+}
+
 impl List {
     #[inline]
-    fn at(&self, off: u64) -> Option<(&Span, u64, u64)> {
+    fn at(&self, off: u64) -> Option<Place<'_>> {
         let i = self.pieces.partition_point(|p| p.start <= off).checked_sub(1)?;
         let piece = &self.pieces[i];
         let end = self.pieces.get(i + 1).map_or(self.len, |next| next.start);
-        Some((&self.windows[piece.window as usize], piece.off + (off - piece.start), end - off))
+        let at = Loc::Mapped(&self.windows[piece.window as usize], piece.off + (off - piece.start));
+        Some(Place::new(at, end - off))
+    }
+
+    /// The address where piece `i` begins.
+    fn begin(&self, i: usize) -> Option<u64> {
+        let piece = self.pieces.get(i)?;
+        Some(self.windows.get(piece.window as usize)?.addr() as u64 + piece.off)
+    }
+
+    /// The address where the last piece ends.
+    fn end(&self) -> Option<u64> {
+        let last = self.pieces.last()?;
+        Some(self.begin(self.pieces.len() - 1)? + (self.len - last.start))
     }
 }
 
 #[cfg(all(test, not(loom)))]
 mod tests {
     use super::*;
+    use crate::MemFd;
+
+    fn windows() -> Vec<Span> {
+        [4, 2].map(|pages| MemFd::new(c"t", pages * 4096).unwrap().span().clone()).to_vec()
+    }
+
+    /// The length of its window tells which one it is.
+    fn at(p: &Pieces, off: u64) -> Option<(usize, u64, u64)> {
+        let place = p.at(off)?;
+        let Loc::Mapped(span, off) = place.at() else { panic!("it is mapped") };
+        Some((span.len() / 4096, off, place.len()))
+    }
 
     #[test]
     fn each_byte_is_in_its_piece() {
-        let windows = || vec![Span::anonymous(100), Span::anonymous(50)];
-        let p = Pieces::new(windows(), [(1, 10, 40), (0, 90, 10), (1, 0, 1)].into_iter(), Box::new(())).unwrap();
-        let at = |off| p.at(off).map(|(s, off, n)| (s.len(), off, n));
-        assert_eq!((p.len(), p.is_empty()), (51, false));
-        assert_eq!([at(0), at(39)], [Some((50, 10, 40)), Some((50, 49, 1))]);
-        assert_eq!([at(40), at(49)], [Some((100, 90, 10)), Some((100, 99, 1))]);
-        assert_eq!([at(50), at(51), at(u64::MAX)], [Some((50, 0, 1)), None, None]);
-        for wrong in [(0, 91, 10), (2, 0, 1), (0, 0, 0), (0, u64::MAX, 2)] {
-            assert!(Pieces::new(windows(), [(0, 0, 1), wrong].into_iter(), Box::new(())).is_none());
+        let pieces = [(1, 4090, 4102), (0, 8192, 4096), (1, 0, 1)];
+        let p = Pieces::new(windows(), pieces.into_iter(), Box::new(())).unwrap();
+        assert_eq!((p.len(), p.is_empty()), (8199, false));
+        assert_eq!([at(&p, 0), at(&p, 4101)], [Some((2, 4090, 4102)), Some((2, 8191, 1))]);
+        assert_eq!([at(&p, 4102), at(&p, 8197)], [Some((4, 8192, 4096)), Some((4, 12_287, 1))]);
+        assert_eq!([at(&p, 8198), at(&p, 8199), at(&p, u64::MAX)], [Some((2, 0, 1)), None, None]);
+        for wrong in [(0, 12_288, 4097), (2, 0, 1), (0, 0, 0), (0, u64::MAX, 2)] {
+            assert!(Pieces::new(windows(), [(0, 0, 4096), wrong].into_iter(), Box::new(())).is_none());
+        }
+    }
+
+    #[test]
+    fn only_the_first_piece_begins_and_only_the_last_one_ends_within_a_page() {
+        let new = |pieces: &[_]| Pieces::new(windows(), pieces.iter().copied(), Box::new(()));
+        assert!(new(&[(0, 5, 3)]).is_some() && new(&[(0, 4095, 1), (1, 0, 4096), (0, 0, 3)]).is_some());
+        for wrong in
+            [&[(0, 0, 3), (1, 0, 4096)][..], &[(0, 0, 4096), (1, 64, 4032)], &[(0, 4095, 1), (0, 8192, 3), (0, 0, 3)]]
+        {
+            assert!(new(wrong).is_none(), "{wrong:?}");
+        }
+        let page = || new(&[(0, 4096, 4096)]).unwrap();
+        for (first, second, meet) in [
+            (page(), page(), true),
+            (new(&[(0, 100, 3996)]).unwrap(), new(&[(0, 0, 7)]).unwrap(), true),
+            (new(&[(0, 0, 4095)]).unwrap(), page(), false),
+            (page(), new(&[(0, 1, 4095)]).unwrap(), false),
+            (Pieces::of(windows()[0].sub(0, 100).unwrap()), page(), false),
+            (page(), Pieces::of(windows()[0].sub(8, 100).unwrap()), false),
+        ] {
+            let (mut all, sum) = (first, second.len());
+            let before = all.len();
+            assert_eq!((all.extend(second), all.len()), (meet, if meet { before + sum } else { before }));
         }
     }
 
     #[test]
     fn pieces_follow_each_other() {
-        let windows = || vec![Span::anonymous(100), Span::anonymous(50)];
-        let p = Pieces::new(windows(), [(1, 10, 40), (0, 90, 10)].into_iter(), Box::new(())).unwrap();
-        let all = Pieces::of(Span::anonymous(7)).followed_by(&p).unwrap().followed_by(&p).unwrap();
-        let at = |off| all.at(off).map(|(s, off, n)| (s.len(), off, n));
-        assert_eq!((all.len(), p.len()), (107, 50));
-        assert_eq!([at(0), at(6), at(7)], [Some((7, 0, 7)), Some((7, 6, 1)), Some((50, 10, 40))]);
-        assert_eq!([at(46), at(47), at(56)], [Some((50, 49, 1)), Some((100, 90, 10)), Some((100, 99, 1))]);
-        assert_eq!([at(57), at(106), at(107)], [Some((50, 10, 40)), Some((100, 99, 1)), None]);
+        let p = || Pieces::new(windows(), [(1, 4096, 4096), (0, 8192, 8192)].into_iter(), Box::new(())).unwrap();
+        let first = windows()[0].sub(4093, 4099).unwrap();
+        let mut all = Pieces::of(first);
+        assert!(all.extend(p()) && all.extend(p()));
+        let at = |off| at(&all, off);
+        assert_eq!(all.len(), 4099 + 2 * 12_288);
+        assert_eq!([at(0), at(4098)], [Some((1, 0, 4099)), Some((1, 4098, 1))]);
+        assert_eq!([at(4099), at(8194), at(8195)], [Some((2, 4096, 4096)), Some((2, 8191, 1)), Some((4, 8192, 8192))]);
+        let second = 4099 + 12_288;
+        assert_eq!([at(second - 1), at(second), at(all.len())], [Some((4, 16_383, 1)), Some((2, 4096, 4096)), None]);
     }
 }

@@ -9,7 +9,7 @@ const TAIL: usize = 64;
 /// A copy of more bytes than this may touch so many pages that those of holes are made at once.
 const MANY: usize = 4096;
 
-/// One end of a copy.
+/// Where memory is.
 #[derive(Clone, Copy)]
 pub enum Loc<'a> {
     /// Offset in a mapped window.
@@ -32,6 +32,57 @@ pub enum Loc<'a> {
     Null,
     /// Somewhere else for the moment: its driver says in its doorbell page when it is back.
     Away,
+}
+
+/// One end of a copy: where memory is, and how many bytes may be touched from there on. Nothing in this module goes beyond them.
+#[derive(Clone, Copy)]
+pub struct Place<'a> {
+    at: Loc<'a>,
+    len: u64,
+}
+
+impl<'a> Place<'a> {
+    /// `len` bytes from `at` on.
+    #[inline]
+    pub fn new(at: Loc<'a>, len: u64) -> Self {
+        Place { at, len }
+    }
+
+    /// Private bytes; source only.
+    #[inline]
+    pub fn bytes(bytes: &'a [u8]) -> Self {
+        Place::new(Loc::Bytes(bytes), bytes.len() as u64)
+    }
+
+    /// Where it begins.
+    #[inline]
+    pub fn at(&self) -> Loc<'a> {
+        self.at
+    }
+
+    /// How many bytes may be touched.
+    #[inline]
+    pub fn len(&self) -> u64 {
+        self.len
+    }
+
+    /// True if no byte may be touched.
+    pub fn is_empty(&self) -> bool {
+        self.len == 0
+    }
+
+    /// Its first bytes, `most` of them if it has more.
+    #[inline]
+    #[must_use]
+    pub fn up_to(self, most: u64) -> Self {
+        Place { len: self.len.min(most), ..self }
+    }
+
+    /// Where `len` bytes may be touched, if they may.
+    #[inline]
+    fn of(&self, len: usize) -> Option<Loc<'a>> {
+        (len as u64 <= self.len).then_some(self.at)
+    }
 }
 
 const ZEROS: [u8; 4096] = [0; 4096];
@@ -133,11 +184,12 @@ fn steady<R>(bell: Option<&Bell>, end: Fault, f: impl FnOnce() -> Result<R, Faul
 /// poll on it (DESIGN, application memory). `scratch` bounces a copy between two processes.
 ///
 /// # Errors
-/// The end whose memory is gone, or moves. A mapped range that leaves its window is a fault of that end too.
+/// The end whose memory is gone, or moves, or has fewer bytes. A mapped range that leaves its window is a fault of that end too.
 ///
 /// # Panics
 /// If the destination is [`Loc::Bytes`], or `scratch` is empty when both ends are processes.
-pub fn transfer(src: Loc<'_>, dst: Loc<'_>, len: usize, scratch: &mut [u8]) -> Result<(), Fault> {
+pub fn transfer(src: Place<'_>, dst: Place<'_>, len: usize, scratch: &mut [u8]) -> Result<(), Fault> {
+    let (src, dst) = (src.of(len).ok_or(Fault::Source)?, dst.of(len).ok_or(Fault::Destination)?);
     steady(src.bell(), Fault::Source, || steady(dst.bell(), Fault::Destination, || copy(src, dst, len, scratch)))
 }
 
@@ -206,9 +258,9 @@ pub fn copy_mapped((s, soff): (&Span, u64), (d, doff): (&Span, u64), len: usize)
 /// Copies bytes at `src` into private memory, once.
 ///
 /// # Errors
-/// [`Fault::Source`] if the memory is gone or the range leaves its window, or [`Fault::SourceMoves`].
-pub fn fetch(src: Loc<'_>, dst: &mut [u8]) -> Result<(), Fault> {
-    match src {
+/// [`Fault::Source`] if the memory is gone or there are fewer bytes, or [`Fault::SourceMoves`].
+pub fn fetch(src: Place<'_>, dst: &mut [u8]) -> Result<(), Fault> {
+    match src.of(dst.len()).ok_or(Fault::Source)? {
         Loc::Bytes(b) => dst.copy_from_slice(b.get(..dst.len()).ok_or(Fault::Source)?),
         Loc::Mapped(s, off) | Loc::Sparse { span: s, off, .. } => {
             s.read(range(s, off, dst.len()).ok_or(Fault::Source)?, dst)
@@ -233,12 +285,12 @@ fn range(s: &Span, off: u64, len: usize) -> Option<usize> {
 /// (`IBV_ATOMIC_HCA`).
 ///
 /// # Errors
-/// [`Fault::Destination`] if the word cannot be reached or is not 8-byte aligned, or [`Fault::DestinationMoves`].
+/// [`Fault::Destination`] if the word cannot be reached as a whole or is not 8-byte aligned, or [`Fault::DestinationMoves`].
 ///
 /// # Panics
 /// If `at` is [`Loc::Bytes`].
-pub fn atomic_u64(at: Loc<'_>, f: impl Fn(u64) -> u64) -> Result<u64, Fault> {
-    match at {
+pub fn atomic_u64(at: Place<'_>, f: impl Fn(u64) -> u64) -> Result<u64, Fault> {
+    match at.of(size_of::<u64>()).ok_or(Fault::Destination)? {
         Loc::Mapped(s, off) | Loc::Sparse { span: s, off, .. } => {
             let off = range(s, off, 8).ok_or(Fault::Destination)?;
             let p = s.at(off, 8);
@@ -324,6 +376,11 @@ pub(crate) unsafe fn copy_raw(dst: *mut u8, src: *const u8, len: usize) {
 mod tests {
     use super::*;
 
+    /// A place without another end than that of its memory.
+    fn whole(at: Loc<'_>) -> Place<'_> {
+        Place::new(at, u64::MAX)
+    }
+
     fn pattern(n: usize) -> Vec<u8> {
         (0..n).map(|i| (i * 7 + i / 251) as u8).collect()
     }
@@ -333,7 +390,7 @@ mod tests {
         for len in [0, 1, 7, 8, 9, 63, 64, 65, 71, 72, 73, 200, 4096, 10_001] {
             let (s, d) = (Span::anonymous(len + 5), Span::anonymous(len + 5));
             s.write(5, &pattern(len));
-            transfer(Loc::Mapped(&s, 5), Loc::Mapped(&d, 3), len, &mut []).unwrap();
+            transfer(whole(Loc::Mapped(&s, 5)), whole(Loc::Mapped(&d, 3)), len, &mut []).unwrap();
             let mut got = vec![0; len];
             d.read(3, &mut got);
             assert_eq!(got, pattern(len), "length {len}");
@@ -347,12 +404,17 @@ mod tests {
         let mut dst = vec![0u8; 9000];
         let to = dst.as_mut_ptr() as u64;
         let mut scratch = vec![0; 1000];
-        transfer(Loc::Process(&me, src.as_ptr() as u64, None), Loc::Process(&me, to, None), 9000, &mut scratch)
-            .unwrap();
+        transfer(
+            whole(Loc::Process(&me, src.as_ptr() as u64, None)),
+            whole(Loc::Process(&me, to, None)),
+            9000,
+            &mut scratch,
+        )
+        .unwrap();
         assert_eq!(dst, src);
-        let bad = transfer(Loc::Process(&me, 8, None), Loc::Process(&me, to, None), 8, &mut scratch);
+        let bad = transfer(whole(Loc::Process(&me, 8, None)), whole(Loc::Process(&me, to, None)), 8, &mut scratch);
         assert_eq!(bad, Err(Fault::Source));
-        let bad = transfer(Loc::Bytes(&src), Loc::Process(&me, 8, None), 8, &mut scratch);
+        let bad = transfer(Place::bytes(&src), whole(Loc::Process(&me, 8, None)), 8, &mut scratch);
         assert_eq!(bad, Err(Fault::Destination));
     }
 
@@ -360,26 +422,26 @@ mod tests {
     fn nowhere_gives_zeros_and_takes_anything() {
         let d = Span::anonymous(10_000);
         d.write(0, &[7; 10_000]);
-        transfer(Loc::Null, Loc::Mapped(&d, 1), 9_998, &mut []).unwrap();
+        transfer(whole(Loc::Null), whole(Loc::Mapped(&d, 1)), 9_998, &mut []).unwrap();
         let mut all = [1; 10_000];
-        fetch(Loc::Mapped(&d, 0), &mut all).unwrap();
+        fetch(whole(Loc::Mapped(&d, 0)), &mut all).unwrap();
         assert!(all[0] == 7 && all[9_999] == 7 && all[1..9_999].iter().all(|&b| b == 0));
-        transfer(Loc::Mapped(&d, 0), Loc::Null, 10_000, &mut []).unwrap();
+        transfer(whole(Loc::Mapped(&d, 0)), whole(Loc::Null), 10_000, &mut []).unwrap();
         let mut some = [1; 5];
-        fetch(Loc::Null, &mut some).unwrap();
+        fetch(whole(Loc::Null), &mut some).unwrap();
         assert_eq!(some, [0; 5]);
-        assert_eq!(transfer(Loc::Null, Loc::Mapped(&d, 9_000), 4096, &mut []), Err(Fault::Destination));
-        assert_eq!(atomic_u64(Loc::Null, |v| v), Err(Fault::Destination));
+        assert_eq!(transfer(whole(Loc::Null), whole(Loc::Mapped(&d, 9_000)), 4096, &mut []), Err(Fault::Destination));
+        assert_eq!(atomic_u64(whole(Loc::Null), |v| v), Err(Fault::Destination));
     }
 
     #[test]
     fn ranges_outside_are_faults() {
         let s = Span::anonymous(16);
-        let r = transfer(Loc::Mapped(&s, 9), Loc::Mapped(&s, 0), 8, &mut []);
+        let r = transfer(whole(Loc::Mapped(&s, 9)), whole(Loc::Mapped(&s, 0)), 8, &mut []);
         assert_eq!(r, Err(Fault::Source));
-        let r = transfer(Loc::Mapped(&s, 0), Loc::Mapped(&s, u64::MAX), 8, &mut []);
+        let r = transfer(whole(Loc::Mapped(&s, 0)), whole(Loc::Mapped(&s, u64::MAX)), 8, &mut []);
         assert_eq!(r, Err(Fault::Destination));
-        assert_eq!(atomic_u64(Loc::Mapped(&s, 16), |v| v), Err(Fault::Destination));
+        assert_eq!(atomic_u64(whole(Loc::Mapped(&s, 16)), |v| v), Err(Fault::Destination));
     }
 
     #[test]
@@ -390,14 +452,14 @@ mod tests {
         let bell = Bell::new(page.sub(skip, 4096).unwrap()).unwrap();
         let (src, mut dst) = (pattern(100), vec![0u8; 100]);
         let word = Box::new(AtomicU64::new(3));
-        let from = Loc::Process(&me, src.as_ptr() as u64, Some(&bell));
-        let to = Loc::Process(&me, dst.as_mut_ptr() as u64, Some(&bell));
-        let counter = Loc::Process(&me, word.as_ptr() as u64, Some(&bell));
+        let from = whole(Loc::Process(&me, src.as_ptr() as u64, Some(&bell)));
+        let to = whole(Loc::Process(&me, dst.as_mut_ptr() as u64, Some(&bell)));
+        let counter = whole(Loc::Process(&me, word.as_ptr() as u64, Some(&bell)));
         let mut private = [0; 100];
         bell.begin_move();
         assert!(!bell.is_copying());
         assert_eq!(transfer(from, to, 100, &mut [0; 64]), Err(Fault::SourceMoves));
-        assert_eq!(transfer(Loc::Bytes(&src), to, 100, &mut []), Err(Fault::DestinationMoves));
+        assert_eq!(transfer(Place::bytes(&src), to, 100, &mut []), Err(Fault::DestinationMoves));
         assert_eq!(fetch(from, &mut private), Err(Fault::SourceMoves));
         assert_eq!(atomic_u64(counter, |v| v + 1), Err(Fault::DestinationMoves));
         assert!(bell.is_awaited() && !bell.is_copying());
@@ -409,7 +471,7 @@ mod tests {
         assert!(!bell.is_awaited() && !bell.is_copying());
         assert_eq!((&dst, &private[..]), (&src, &src[..]));
         // Memory that is not there is a lasting fault, unless pages moved while it was looked for.
-        let gone = Loc::Process(&me, 8, Some(&bell));
+        let gone = whole(Loc::Process(&me, 8, Some(&bell)));
         assert_eq!(fetch(gone, &mut private), Err(Fault::Source));
         let moved = steady(Some(&bell), Fault::Source, || {
             assert!(bell.is_copying());
@@ -426,12 +488,34 @@ mod tests {
     #[test]
     fn atomics_return_the_old_value() {
         let s = Span::anonymous(16);
-        assert_eq!(atomic_u64(Loc::Mapped(&s, 8), |v| v + 5), Ok(0));
-        assert_eq!(atomic_u64(Loc::Mapped(&s, 8), |v| v + 5), Ok(5));
+        assert_eq!(atomic_u64(whole(Loc::Mapped(&s, 8)), |v| v + 5), Ok(0));
+        assert_eq!(atomic_u64(whole(Loc::Mapped(&s, 8)), |v| v + 5), Ok(5));
         let me = ProcMem::of_self().unwrap();
         let word = Box::new(AtomicU64::new(3));
-        let at = Loc::Process(&me, word.as_ptr() as u64, None);
+        let at = whole(Loc::Process(&me, word.as_ptr() as u64, None));
         assert_eq!(atomic_u64(at, |v| v * 2), Ok(3));
         assert_eq!(word.load(Ordering::SeqCst), 6);
+    }
+
+    /// Memory goes on behind each place here, and whatever reaches beyond the place is a fault that changes nothing.
+    #[test]
+    fn no_copy_and_no_operation_goes_beyond_its_place() {
+        let s = Span::anonymous(64);
+        s.write(0, &[0xa5; 64]);
+        let me = ProcMem::of_self().unwrap();
+        let mut own = [0xa5_u8; 64];
+        let process = Loc::Process(&me, own.as_mut_ptr() as u64, None);
+        for at in [Loc::Mapped(&s, 0), Loc::Sparse { span: &s, off: 0, waits: true }, process] {
+            let short = Place::new(at, 7);
+            assert_eq!(atomic_u64(short, |v| v + 1), Err(Fault::Destination));
+            assert_eq!(fetch(short, &mut [0; 8]), Err(Fault::Source));
+            assert_eq!(transfer(short, whole(Loc::Mapped(&s, 32)), 8, &mut []), Err(Fault::Source));
+            assert_eq!(transfer(Place::bytes(&[1; 8]), short, 8, &mut []), Err(Fault::Destination));
+            assert_eq!(transfer(Place::bytes(&[1; 7]), whole(at), 8, &mut []), Err(Fault::Source));
+            assert_eq!(transfer(Place::bytes(&[0xa5; 8]), whole(at).up_to(7), 7, &mut []), Ok(()));
+        }
+        let mut all = [0; 64];
+        s.read(0, &mut all);
+        assert_eq!((all, own), ([0xa5; 64], [0xa5; 64]));
     }
 }

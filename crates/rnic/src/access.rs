@@ -4,7 +4,7 @@ use std::cell::Cell;
 
 use unirdma_abi as abi;
 use unirdma_formats::{Lkey, Qpn, Rkey, WrOpcode, access, send_flags};
-use unirdma_mem::{Fault, Loc, Span, copy_mapped, fetch, holes, transfer};
+use unirdma_mem::{Fault, Loc, Place, Span, copy_mapped, fetch, holes, transfer};
 
 use crate::objects::{
     Backing, Mr, MrTable, Objects, Qp, Reach, Recv, Session, SessionId, SessionKind, Stage, VnicId, Work,
@@ -42,6 +42,9 @@ pub(crate) enum Side<'a> {
     Stage { session: SessionId, data: u64, room: u64 },
 }
 
+/// Most pieces that one slice of a message moves, and most that a job has at each end.
+pub(crate) const MAX_PIECES: usize = 64;
+
 /// What [`Tables::grant`] says of several; no key has these upper 24 bits.
 pub(crate) const SEVERAL_GRANTS: u32 = u32::MAX;
 
@@ -51,25 +54,27 @@ pub(crate) struct Tables<'a> {
     pub sessions: &'a Slab<Session, SessionKind>,
     /// The vRNIC in whose memory a hole was touched last.
     pub touched: &'a Cell<Option<VnicId>>,
+    /// How many pieces messages were cut into, the first one of each aside.
+    pub pieces: &'a Cell<u64>,
 }
 
 impl Objects {
     /// What keys and addresses are looked up in.
     pub fn memory(&self) -> Tables<'_> {
-        Tables { mrs: &self.mrs, sessions: &self.sessions, touched: &self.touched }
+        Tables { mrs: &self.mrs, sessions: &self.sessions, touched: &self.touched, pieces: &self.pieces }
     }
 }
 
 impl<'a> Tables<'a> {
-    /// A place in the stage of a session.
-    fn stage(&self, session: SessionId, off: u64) -> Option<Loc<'a>> {
+    /// A place of `len` bytes in the stage of a session.
+    fn stage(&self, session: SessionId, off: u64, len: u64) -> Option<Place<'a>> {
         let s = self.sessions.get(session.0)?;
-        Some(s.hollow.place(Loc::Mapped(s.stage.as_ref().map(Stage::span)?, off)))
+        Some(s.hollow.place(Place::new(Loc::Mapped(s.stage.as_ref().map(Stage::span)?, off), len)))
     }
 
-    /// The place of a range of an MR, and how many of its bytes follow there.
+    /// The place of a range of an MR, or of its first bytes if the range lies in several places.
     #[inline]
-    fn place(&self, mr: &'a Mr, reach: Reach, addr: u64, len: u64) -> Option<(Loc<'a>, u64)> {
+    fn place(&self, mr: &'a Mr, reach: Reach, addr: u64, len: u64) -> Option<Place<'a>> {
         if !mr.grants(reach.pd, reach.access, addr, len) {
             return None;
         }
@@ -77,8 +82,8 @@ impl<'a> Tables<'a> {
         let owner = self.sessions.get(mr.owner.0);
         let bell = || owner.and_then(|s| s.bell.as_ref());
         let away = || owner.is_some_and(|s| s.away != 0);
-        let (at, n) = mr.locate(addr, len, memory, bell, away)?;
-        Some((owner.map_or(at, |s| s.hollow.place(at)), n))
+        let place = mr.locate(addr, len, memory, bell, away)?;
+        Some(owner.map_or(place, |s| s.hollow.place(place)))
     }
 
     /// As [`Tables::place`], if the range lies in one window and may be touched at once: most do.
@@ -97,14 +102,14 @@ impl<'a> Tables<'a> {
 
     /// As [`Tables::place`], for an access.
     #[inline]
-    fn access(&self, mr: &'a Mr, reach: Reach, addr: u64, len: u64) -> Option<(Loc<'a>, u64)> {
-        self.place(mr, reach, addr, len).inspect(|(_, n)| mr.served.count(*n))
+    fn access(&self, mr: &'a Mr, reach: Reach, addr: u64, len: u64) -> Option<Place<'a>> {
+        self.place(mr, reach, addr, len).inspect(|place| mr.served.count(place.len()))
     }
 
-    fn by_bus(&self, session: SessionId, addr: u64, len: u64) -> Option<Loc<'a>> {
+    fn by_bus(&self, session: SessionId, addr: u64, len: u64) -> Option<Place<'a>> {
         let s = self.sessions.get(session.0)?;
         let (span, off) = s.memory.as_ref()?.resolve(addr, len)?;
-        Some(s.hollow.place(Loc::Mapped(span, off)))
+        Some(s.hollow.place(Place::new(Loc::Mapped(span, off), len)))
     }
 
     /// The upper 24 bits of the key of what this side goes through, if work requests may take its grant back: an MR that they have
@@ -147,22 +152,32 @@ impl<'a> Tables<'a> {
 
     /// True if the first `len` bytes of the side may be used.
     pub fn allows_first(&self, side: Side<'_>, len: u64) -> bool {
-        let mut off = 0;
-        while off < len {
-            let Some((_, n)) = self.at(side, off, len - off) else { return false };
-            off += n;
+        let mut left = len;
+        let mut each = |sges: &[abi::Sge], allows: &dyn Fn(&abi::Sge) -> bool| {
+            for s in sges.iter().take_while(|_| left > 0) {
+                let first = abi::Sge { length: left.min(s.length.into()) as u32, ..*s };
+                if first.length > 0 && !allows(&first) {
+                    return false;
+                }
+                left -= u64::from(first.length);
+            }
+            left == 0
+        };
+        match side {
+            Side::List { reach, sges } => each(sges, &|s| self.allows_sge(s, reach)),
+            Side::Bus { session, sges } => each(sges, &|s| self.by_bus(session, s.addr, s.length.into()).is_some()),
+            _ => self.allows(side, len),
         }
-        true
     }
 
-    /// Place of byte `off` of a side and how many bytes follow it there, at most `max`.
+    /// The place of byte `off` of a side, of up to `max` bytes.
     #[inline]
-    pub fn at<'b>(&self, side: Side<'b>, off: u64, max: u64) -> Option<(Loc<'b>, u64)>
+    pub fn at<'b>(&self, side: Side<'b>, off: u64, max: u64) -> Option<Place<'b>>
     where
         'a: 'b,
     {
         match side {
-            Side::Inline(b) => Some((Loc::Bytes(b.get(off as usize..)?), max)),
+            Side::Inline(b) => Some(Place::bytes(b.get(off as usize..)?).up_to(max)),
             Side::Remote { reach, qpn, key, addr } => {
                 self.access(self.mrs.of_peer(key, qpn)?, reach, addr.checked_add(off)?, max)
             }
@@ -175,11 +190,11 @@ impl<'a> Tables<'a> {
             Side::Bus { session, sges } => {
                 let (s, skip) = find(sges, off)?;
                 let n = max.min(u64::from(s.length) - skip);
-                Some((self.by_bus(session, s.addr.checked_add(skip)?, n)?, n))
+                self.by_bus(session, s.addr.checked_add(skip)?, n)
             }
             Side::Stage { session, data, room } => {
                 let fits = off.checked_add(max).is_some_and(|end| end <= room);
-                Some((self.stage(session, data + off).filter(|_| fits)?, max))
+                self.stage(session, data + off, max).filter(|_| fits)
             }
         }
     }
@@ -190,13 +205,14 @@ impl<'a> Tables<'a> {
         self.watched(&[src], (off, dst.len() as u64), || {
             let mut done = 0;
             while done < dst.len() {
-                let (from, n) = self.at(src, off + done as u64, (dst.len() - done) as u64).ok_or(Fault::Source)?;
-                let end = done + n as usize;
-                if from.takes_time() {
+                let from = self.at(src, off + done as u64, (dst.len() - done) as u64).ok_or(Fault::Source)?;
+                let end = done + from.len() as usize;
+                if from.at().takes_time() {
                     dst[done..end].copy_from_slice(had.get(done..end).ok_or(Miss::Job)?);
                 } else {
                     fetch(from, &mut dst[done..end])?;
                 }
+                self.count_piece(done as u64);
                 done = end;
             }
             Ok(())
@@ -209,12 +225,13 @@ impl<'a> Tables<'a> {
             let mut done = 0;
             while done < bytes.len() {
                 let left = (bytes.len() - done) as u64;
-                let (to, n) = self.at(dst, off + done as u64, left).ok_or(Fault::Destination)?;
-                if to.takes_time() {
+                let to = self.at(dst, off + done as u64, left).ok_or(Fault::Destination)?;
+                if to.at().takes_time() {
                     return Err(Miss::Job);
                 }
-                transfer(Loc::Bytes(&bytes[done..]), to, n as usize, &mut [])?;
-                done += n as usize;
+                transfer(Place::bytes(&bytes[done..]), to, to.len() as usize, &mut [])?;
+                self.count_piece(done as u64);
+                done += to.len() as usize;
             }
             Ok(())
         })
@@ -236,36 +253,49 @@ impl<'a> Tables<'a> {
         }
     }
 
-    /// Copies bytes `[off, off + len)` of a message; `None` if only a job can.
+    /// Copies bytes `[off, off + len)` of a message, or the first of them if they lie in more than [`MAX_PIECES`] places: how many. `None`
+    /// if only a job can.
     #[inline]
-    pub fn copy(&self, src: Side<'_>, dst: Side<'_>, off: u64, len: u64) -> Option<Result<(), Fault>> {
+    pub fn copy(&self, src: Side<'_>, dst: Side<'_>, off: u64, len: u64) -> Option<Result<u64, Fault>> {
         self.watched(&[src, dst], (off, len), || {
             if len > 0
                 && let Some(from) = self.simple(src, off, len)
                 && let Some(to) = self.simple(dst, off, len)
             {
-                return Some(copy_mapped(from, to, len as usize));
+                return Some(copy_mapped(from, to, len as usize).map(|()| len));
             }
             self.copy_in_pieces(src, dst, off, len)
         })
     }
 
     /// As [`Tables::copy`], whatever the two sides are: pieces are looked up one after the other.
-    fn copy_in_pieces(&self, src: Side<'_>, dst: Side<'_>, off: u64, len: u64) -> Option<Result<(), Fault>> {
-        let mut at = off;
-        let end = off + len;
-        while at < end {
-            let Some((from, n)) = self.at(src, at, end - at) else { return Some(Err(Fault::Source)) };
-            let Some((to, n)) = self.at(dst, at, n) else { return Some(Err(Fault::Destination)) };
-            if from.takes_time() || to.takes_time() {
+    fn copy_in_pieces(&self, src: Side<'_>, dst: Side<'_>, off: u64, len: u64) -> Option<Result<u64, Fault>> {
+        let mut done = 0;
+        for _ in 0..MAX_PIECES {
+            if done == len {
+                break;
+            }
+            let at = off + done;
+            let Some(from) = self.at(src, at, len - done) else { return Some(Err(Fault::Source)) };
+            let Some(to) = self.at(dst, at, from.len()) else { return Some(Err(Fault::Destination)) };
+            if from.at().takes_time() || to.at().takes_time() {
                 return None;
             }
-            if let Err(fault) = transfer(from, to, n as usize, &mut []) {
+            if let Err(fault) = transfer(from, to, to.len() as usize, &mut []) {
                 return Some(Err(fault));
             }
-            at += n;
+            self.count_piece(done);
+            done += to.len();
         }
-        Some(Ok(()))
+        Some(Ok(done))
+    }
+
+    /// Counts a piece of a message that begins `done` bytes after the first one. The first one is no piece more than there must be.
+    #[inline]
+    pub fn count_piece(&self, done: u64) {
+        if done > 0 {
+            self.pieces.set(self.pieces.get() + 1);
+        }
     }
 
     /// Does `f`, which touches bytes `[off, off + len)` of these sides, and notes whose they are if pages were missing there.
@@ -289,9 +319,9 @@ impl<'a> Tables<'a> {
         };
         let (mut at, addr) = (off, holes::touched().last);
         while at < off + len
-            && let Some((place, n)) = self.at(side, at, off + len - at)
+            && let Some(place) = self.at(side, at, off + len - at)
         {
-            if let Loc::Mapped(span, _) | Loc::Sparse { span, .. } = place
+            if let Loc::Mapped(span, _) | Loc::Sparse { span, .. } = place.at()
                 && addr.wrapping_sub(span.addr()) < span.len()
                 && let Some(s) = self.sessions.get(owner.0)
             {
@@ -299,7 +329,7 @@ impl<'a> Tables<'a> {
                 self.touched.set(Some(s.vnic));
                 return;
             }
-            at += n;
+            at += place.len();
         }
     }
 }
@@ -365,4 +395,171 @@ pub(crate) fn remote<'a>(p: &Qp, access: u32, key: Rkey, addr: u64) -> Side<'a> 
 #[inline]
 pub(crate) fn remote_side<'a>(p: &Qp, w: &Work) -> Side<'a> {
     remote(p, remote_access(w.op), Rkey(w.wqe.rkey), w.wqe.remote_addr)
+}
+
+#[cfg(test)]
+mod tests {
+    use std::sync::Arc;
+
+    use unirdma_mem::{PIECE_ALIGN, Pieces};
+
+    use super::*;
+    use crate::job::{Made, Manner, Word};
+    use crate::objects::{Limits, Resolve, VnicConfig};
+    use crate::rnic::Rnic;
+    use crate::slab::Handle;
+
+    const PAGE: u64 = PIECE_ALIGN;
+    const PAGES: usize = 3 * MAX_PIECES;
+    const LEN: u64 = PAGES as u64 * PAGE;
+
+    fn pages(n: usize) -> Span {
+        let span = Span::anonymous((n + 1) * PAGE as usize);
+        let skip = (span.addr() as u64).next_multiple_of(PAGE) - span.addr() as u64;
+        span.sub(skip, n as u64 * PAGE).unwrap()
+    }
+
+    /// Two regions that follow each other in bus addresses, from 0 on.
+    struct Two([Span; 2]);
+
+    impl Resolve for Two {
+        fn resolve(&self, addr: u64, len: u64) -> Option<(&Span, u64)> {
+            let first = self.0[0].len() as u64;
+            let (span, off) = if addr < first { (&self.0[0], addr) } else { (&self.0[1], addr - first) };
+            (off + len <= span.len() as u64).then_some((span, off))
+        }
+    }
+
+    struct World {
+        rnic: Rnic,
+        session: SessionId,
+        vnic: VnicId,
+        pd: u32,
+    }
+
+    impl World {
+        fn new() -> Self {
+            let mut rnic = Rnic::new(1, 0);
+            let vnic = VnicConfig { group: 0, gids: vec![], limits: Limits::default(), share: Default::default() };
+            let vnic = rnic.add_vnic(vnic).unwrap();
+            let session = rnic.add_session(vnic).unwrap();
+            let pd = rnic.create_pd(session).unwrap();
+            World { rnic, session, vnic, pd }
+        }
+
+        /// An MR of so many bytes from address 0 on: an SGE of all of it.
+        fn mr(&mut self, len: u64, backing: Backing) -> abi::Sge {
+            let mr = self.rnic.reg_mr(self.session, self.pd, access::LOCAL_WRITE, 0, len, (backing, vec![]));
+            abi::Sge { addr: 0, length: len as u32, lkey: mr.unwrap().1 }
+        }
+
+        /// An MR of pages in the opposite order.
+        fn scattered(&mut self, n: usize) -> (Span, abi::Sge) {
+            let span = pages(n);
+            let pieces = (0..n as u64).rev().map(|i| (0, i * PAGE, PAGE));
+            let pieces = Pieces::new(vec![span.clone()], pieces, Box::new(())).unwrap();
+            let sge = self.mr(n as u64 * PAGE, Backing::Pieces(Arc::new(pieces), 0));
+            (span, sge)
+        }
+
+        fn list<'a>(&self, sges: &'a [abi::Sge]) -> Side<'a> {
+            let pd = self.rnic.objects.own_pd(self.session, self.pd).unwrap();
+            Side::List { reach: Reach { pd, session: self.session, access: access::LOCAL_WRITE }, sges }
+        }
+    }
+
+    #[test]
+    fn a_slice_and_a_job_have_so_many_pieces_whatever_their_bytes() {
+        let mut w = World::new();
+        let ((source, from), target) = (w.scattered(PAGES), pages(PAGES));
+        let to = w.mr(LEN, Backing::Mapped(target.clone()));
+        source.write(0, &[7; LEN as usize]);
+        let (from, to) = ([from], [to]);
+        let sides = [w.list(&from), w.list(&to)];
+        let most = MAX_PIECES as u64 * PAGE;
+        let tables = w.rnic.core.objects.memory();
+        for (off, moved) in [(0, most), (most, most), (2 * most + 1, most - 1), (LEN, 0)] {
+            tables.pieces.set(0);
+            assert_eq!(tables.copy(sides[0], sides[1], off, LEN - off), Some(Ok(moved)));
+            assert_eq!(tables.pieces.get(), (MAX_PIECES as u64 - 1) * u64::from(moved > 0));
+        }
+        let mut copied = vec![0; LEN as usize];
+        target.read(0, &mut copied);
+        assert_eq!(copied.iter().filter(|&&b| b == 7).count() as u64, LEN - 1);
+        // A range at both ends is one slice.
+        tables.pieces.set(0);
+        assert_eq!((tables.copy(sides[1], sides[1], 0, LEN), tables.pieces.get()), (Some(Ok(LEN)), 0));
+
+        let ends = sides.map(|side| (side, w.session, w.vnic));
+        let made = w.rnic.core.jobs.make(&tables, [Handle::NONE; 2], ends, (5, LEN - 5), Manner::default());
+        assert!(matches!(made, Made::Job(1)));
+        // Nothing else may be copied before the rest.
+        assert!(w.rnic.core.jobs.extend(&tables, sides, 1).is_none());
+        let mut job = w.rnic.core.jobs.take().unwrap();
+        assert_eq!(job.size(), (most - 5, MAX_PIECES + 1));
+        target.write(0, &vec![0; LEN as usize]);
+        job.run(&mut [], || 0);
+        target.read(0, &mut copied);
+        assert!(
+            copied[..5] == [0; 5] && copied[5..most as usize].iter().all(|&b| b == 7) && copied[most as usize] == 0
+        );
+        assert_eq!(job.result().first, Some(Ok(most - 5)));
+    }
+
+    #[test]
+    fn a_job_for_several_requests_has_no_more_pieces() {
+        let mut w = World::new();
+        let (from, to) = ([w.scattered(9).1], [w.scattered(9).1]);
+        let sides = [w.list(&from), w.list(&to)];
+        let (tables, ends) = (w.rnic.core.objects.memory(), sides.map(|side| (side, w.session, w.vnic)));
+        let all = 9 * PAGE;
+        w.rnic.core.jobs.make(&tables, [Handle::NONE; 2], ends, (0, all), Manner::default());
+        let mut requests = 1;
+        while let Some(next) = w.rnic.core.jobs.extend(&tables, sides, all) {
+            next.push_back(Box::default());
+            requests += 1;
+        }
+        assert_eq!(requests, MAX_PIECES / 9);
+        assert_eq!(w.rnic.core.jobs.take().unwrap().size(), (requests as u64 * all, requests * 18));
+    }
+
+    #[test]
+    fn a_word_in_two_pieces_is_not_touched() {
+        let mut w = World::new();
+        let span = pages(1);
+        let sge = w.mr(PAGE, Backing::Mapped(span.clone()));
+        let word = [abi::Sge { length: 3, ..sge }, abi::Sge { addr: 8, length: 5, ..sge }];
+        let (side, tables) = (w.list(&word), w.rnic.core.objects.memory());
+        let faults = tables.word(side, Word::Add(u64::MAX));
+        assert_eq!(faults, Err(Miss::Fault(Fault::Destination)));
+        let made = w.rnic.core.jobs.word(&tables, [Handle::NONE; 2], None, (side, w.session, w.vnic), Word::Add(!0));
+        assert!(matches!(made, Made::Job(1)));
+        let mut job = w.rnic.core.jobs.take().unwrap();
+        job.run(&mut [], || 0);
+        assert_eq!(job.result().first, Some(Err(Fault::Destination)));
+        let mut after = [1; PAGE as usize];
+        span.read(0, &mut after);
+        assert_eq!(after, [0; PAGE as usize]);
+    }
+
+    /// Pages that follow each other are one place, up to the end of their region.
+    #[test]
+    fn pages_of_a_list_are_found_in_each_region() {
+        let regions = Two([pages(3), pages(5)]);
+        let list = crate::objects::PageList::new(8, 0, Arc::new(()));
+        let at = |pages: &[u64], off, len| {
+            let list = list.with_parts((8, 0, 12, 100, Some(pages)));
+            let place = list.locate(&regions, off, len)?;
+            let Loc::Mapped(span, off) = place.at() else { panic!("it is mapped") };
+            Some((span.len() as u64 / PAGE, off, place.len()))
+        };
+        let all: Vec<u64> = (0..8).map(|i| i * PAGE).collect();
+        assert_eq!(at(&all, 0, 8 * PAGE - 100), Some((3, 100, 3 * PAGE - 100)));
+        assert_eq!(at(&all, 3 * PAGE - 100, 5 * PAGE), Some((5, 0, 5 * PAGE)));
+        assert_eq!(at(&all, 3 * PAGE - 101, 2), Some((3, 3 * PAGE - 1, 1)));
+        assert_eq!((at(&all, 0, 10), at(&all, 8 * PAGE - 100, 1)), (Some((3, 100, 10)), None));
+        let apart = [7 * PAGE, 0, PAGE, 4 * PAGE];
+        assert_eq!(at(&apart, 0, 4 * PAGE - 100), Some((5, 4 * PAGE + 100, PAGE - 100)));
+        assert_eq!(at(&apart, PAGE - 100 + 7, 3 * PAGE - 7), Some((3, 7, 2 * PAGE - 7)));
+    }
 }

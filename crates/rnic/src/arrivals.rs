@@ -50,6 +50,7 @@ impl Core {
         }
         let h = self.find_qp(&p)?;
         self.execute_with(|e, core| e.packet(core, h, a, &p, bytes));
+        self.charge_pieces(h);
         None
     }
 
@@ -123,6 +124,7 @@ impl Core {
         self.tap_encapsulated(Some(vnic), a.from, route.vni, &flow, packet);
         if self.may_hear(vnic, src, across) {
             self.on_datagram(h, &flow, &p);
+            self.charge_pieces(h);
         }
         None
     }
@@ -162,6 +164,7 @@ impl Core {
     fn find_qp(&mut self, p: &Packet<'_>) -> Option<Handle<Qp>> {
         let found = self.objects.qpns.get(&Qpn(p.dest_qp)).copied();
         self.net.drops.no_qp += u64::from(found.is_none());
+        self.objects.pieces.set(0);
         if let Some(q) = found.and_then(|h| self.objects.qps.get(h)) {
             self.sched.charge(q.vnic, OP_NS + copy_ns(p.payload.len() as u64));
             if q.pause != Pause::No {
@@ -174,5 +177,15 @@ impl Core {
             }
         }
         found
+    }
+
+    /// The vRNIC of QP `h` is charged for the pieces that the packet of [`Core::find_qp`] was cut into.
+    fn charge_pieces(&mut self, h: Handle<Qp>) {
+        let ns = self.pieces_ns();
+        if ns > 0
+            && let Some(vnic) = self.objects.vnic_of_qp(h)
+        {
+            self.sched.charge(vnic, ns);
+        }
     }
 }

@@ -24,6 +24,9 @@ pub(crate) const OP_NS: u64 = 250;
 /// Bytes that are copied in a nanosecond, roughly.
 const BYTES_PER_NS: u64 = 8;
 
+/// What each further piece of a message takes, roughly, nanoseconds: it is looked up at each end.
+const PIECE_NS: u64 = 60;
+
 /// What it takes to move bytes, roughly, nanoseconds.
 pub(crate) fn copy_ns(bytes: u64) -> u64 {
     bytes / BYTES_PER_NS
@@ -123,6 +126,11 @@ impl Core {
     /// To be told when a job ends that has [made pages](crate::Job::has_made_pages).
     pub fn set_crowded(&mut self, on: bool) {
         self.crowded = on;
+    }
+
+    /// What the pieces took that messages were cut into, roughly, nanoseconds, since this was asked last.
+    pub(crate) fn pieces_ns(&self) -> u64 {
+        self.objects.pieces.take() * PIECE_NS
     }
 
     /// Moves all outputs to the end of `out`.

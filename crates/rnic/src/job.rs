@@ -22,7 +22,7 @@ use std::sync::Arc;
 
 use unirdma_mem::Fault;
 
-use crate::access::{SEVERAL_GRANTS, Side, Tables};
+use crate::access::{MAX_PIECES, SEVERAL_GRANTS, Side, Tables};
 use crate::objects::{Fetched, Freed, Qp, Room, SessionId, VnicId, Work};
 use crate::slab::Handle;
 use end::Part;
@@ -172,7 +172,7 @@ impl Jobs {
     ) -> Made {
         let grants = ends.map(|e| tables.grant(e.0));
         self.begin(qps, ends.map(|e| (e.1, e.2)), grants, Task::Copy(manner), |part| {
-            part.pin(tables, ends.map(|e| e.0), off, bytes.min(MAX_BYTES))?;
+            part.pin(tables, ends.map(|e| e.0), (off, bytes.min(MAX_BYTES)), MAX_PIECES)?;
             if part.may_wait() {
                 part.bytes = part.bytes.min(MAX_PROCESS_BYTES);
             }
@@ -201,8 +201,8 @@ impl Jobs {
         }
         let made =
             self.begin([qp, Handle::NONE], [(from.1, from.2); 2], [tables.grant(from.0), None], Task::Fetch, |part| {
-                part.bytes = bytes;
-                part.from.pin(tables, from.0, off, bytes, Fault::Source)
+                part.bytes = part.from.pin(tables, from.0, (off, bytes), usize::MAX, Fault::Source)?;
+                Ok(())
             });
         if let Made::Job(number) = made {
             to.begin(number, of, off);
@@ -216,8 +216,8 @@ impl Jobs {
     pub fn store(&mut self, tables: &Tables<'_>, qp: Handle<Qp>, to: Whose<'_>, off: u64, parts: &[&[u8]]) -> Made {
         self.begin([qp, qp], [(to.1, to.2); 2], [None, tables.grant(to.0)], Task::Store, |part| {
             part.from.copy_of(parts);
-            part.bytes = part.from.len();
-            part.to.pin(tables, to.0, off, part.bytes, Fault::Destination)
+            part.bytes = part.to.pin(tables, to.0, (off, part.from.len()), usize::MAX, Fault::Destination)?;
+            Ok(())
         })
     }
 
@@ -233,11 +233,12 @@ impl Jobs {
         let source = from.unwrap_or(to);
         let grants = [from.and_then(|f| tables.grant(f.0)), tables.grant(to.0)];
         self.begin(qps, [(source.1, source.2), (to.1, to.2)], grants, Task::Word(word), |part| {
-            part.bytes = size_of::<u64>() as u64;
+            let word = (0, size_of::<u64>() as u64);
             if let Some(from) = from {
-                part.from.pin(tables, from.0, 0, part.bytes, Fault::Source)?;
+                part.from.pin(tables, from.0, word, usize::MAX, Fault::Source)?;
             }
-            part.to.pin(tables, to.0, 0, part.bytes, Fault::Destination)
+            part.bytes = part.to.pin(tables, to.0, word, usize::MAX, Fault::Destination)?;
+            Ok(())
         })
     }
 
@@ -304,12 +305,15 @@ impl Jobs {
         let job = self.waiting.back_mut().filter(|j| j.number() == made)?;
         let at = job.next.len() + 1;
         let most = if job.sparse.is_some() { MAX_SPARSE_PARTS } else { MAX_PARTS };
-        if at >= most || job.bytes() + bytes > MAX_BYTES {
+        let (had, pieces) = job.size();
+        let room = (2 * MAX_PIECES).saturating_sub(pieces) / 2;
+        if at >= most || had + bytes > MAX_BYTES || job.parts[at - 1].cut {
             return None;
         }
         job.parts.resize_with(job.parts.len().max(at + 1), Part::default);
         let part = &mut job.parts[at];
-        (part.pin(tables, ends, 0, bytes).is_ok() && !part.may_wait()).then_some(&mut job.next)
+        let whole = part.pin(tables, ends, (0, bytes), room).is_ok() && !part.cut && !part.may_wait();
+        whole.then_some(&mut job.next)
     }
 
     /// An empty buffer for packets.

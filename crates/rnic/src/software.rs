@@ -93,11 +93,13 @@ impl Core {
     /// Gives QP `h` a turn of about `allowance` nanoseconds; returns what it takes, roughly, and whether there is more to do.
     fn step(&mut self, h: Handle<Qp>, allowance: u64) -> (u64, bool) {
         let mut cost = 0;
+        self.objects.pieces.set(0);
         if let Some(d) = self.objects.qps.get_mut(h).and_then(Qp::datagrams_mut)
             && !d.backlog.is_empty()
         {
             d.backlog.has_turn();
             self.drain_backlog(h);
+            cost += self.pieces_ns();
         }
         if self.objects.qps.get(h).and_then(Qp::wire).is_some_and(Wire::has_arrivals) {
             cost += self.take_up(h, allowance);
@@ -127,11 +129,11 @@ impl Core {
                     cost += OP_NS;
                 }
                 QpState::Rts => match self.execute(h) {
-                    Some(c) => cost += c,
+                    Some(c) => cost += c + self.pieces_ns(),
                     None => return (cost, false),
                 },
                 QpState::Sqd if q.work.is_some() => match self.execute(h) {
-                    Some(c) => cost += c,
+                    Some(c) => cost += c + self.pieces_ns(),
                     None => return (cost, false),
                 },
                 QpState::Sqd => {

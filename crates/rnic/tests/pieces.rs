@@ -4,7 +4,7 @@ use std::sync::Arc;
 
 use unirdma_abi as abi;
 use unirdma_formats::{QpType, WcStatus, WrOpcode, access};
-use unirdma_mem::{Pieces, Span};
+use unirdma_mem::{Loc, Pieces, Span};
 use unirdma_rnic::Backing;
 use unirdma_simkit::net::{Faults, Net};
 use unirdma_simkit::*;
@@ -15,6 +15,13 @@ const PAGES: [(u32, u64); 6] = [(0, 3), (1, 0), (0, 1), (1, 3), (1, 2), (0, 0)];
 const LEN: usize = PAGES.len() * PAGE as usize;
 const OK: u8 = WcStatus::Success as u8;
 
+/// A window that begins at a page.
+fn pages(n: u64) -> Span {
+    let span = Span::anonymous(((n + 1) * PAGE) as usize);
+    let skip = (span.addr() as u64).next_multiple_of(PAGE) - span.addr() as u64;
+    span.sub(skip, n * PAGE).unwrap()
+}
+
 struct Scattered {
     pieces: Arc<Pieces>,
     key: u32,
@@ -23,7 +30,7 @@ struct Scattered {
 impl Scattered {
     /// An MR of an end, from address `IOVA` on.
     fn new(net: &mut Net, end: usize) -> Self {
-        let windows = (0..2).map(|_| aligned(4 * PAGE as usize)).collect();
+        let windows = (0..2).map(|_| pages(4)).collect();
         let pieces = PAGES.map(|(window, page)| (window, page * PAGE, PAGE)).into_iter();
         let pieces = Arc::new(Pieces::new(windows, pieces, Box::new(())).unwrap());
         let (s, pd) = (net.ends[end].session, net.ends[end].pd);
@@ -34,8 +41,9 @@ impl Scattered {
 
     fn each(&self, mut f: impl FnMut(usize, &Span, usize)) {
         for page in (0..LEN).step_by(PAGE as usize) {
-            let (span, off, n) = self.pieces.at(page as u64).unwrap();
-            assert_eq!(n, PAGE);
+            let place = self.pieces.at(page as u64).unwrap();
+            let Loc::Mapped(span, off) = place.at() else { panic!("it is mapped") };
+            assert_eq!(place.len(), PAGE);
             f(page, span, off as usize);
         }
     }
@@ -141,5 +149,52 @@ fn atomics_and_windows_find_their_piece() {
         assert_eq!(theirs.bytes(), b, "{place}: window");
         assert_eq!(run(&mut net, write(1), &[sge]), WcStatus::RemAccessErr as u8, "{place}: one byte too many");
         assert_eq!(theirs.bytes(), b, "{place}: nothing was written");
+    }
+}
+
+/// Each EXTEND_MR adds a list of its own behind the ones before.
+#[test]
+fn an_mr_gets_longer_while_it_is_used() {
+    const PARTS: u64 = 300;
+    for (place, mut net) in each() {
+        let (window, sge) = (pages(PARTS), net.ends[0].sge(0, 8));
+        let (s, pd) = (net.ends[1].session, net.ends[1].pd);
+        let part = |i: u64| Backing::Mapped(window.sub((PARTS - 1 - i) * PAGE, PAGE).unwrap());
+        let (mr, key) = net.rnic(1).reg_mr(s, pd, ALL, IOVA, PAGE, (part(0), vec![9])).unwrap();
+        let write = |off| abi::SqWqe { remote_addr: IOVA + off, rkey: key, ..wqe(WrOpcode::Write, 1) };
+        for i in 1..PARTS {
+            if i % 60 == 1 {
+                let beyond = write(i * PAGE - 4);
+                net.ends[0].fill(0, &i.to_ne_bytes());
+                let four = abi::Sge { length: 4, ..sge };
+                assert_eq!(run(&mut net, beyond, &[four]), OK, "{place}: {i}");
+                let mut last = [0; 4];
+                window.read(((PARTS - i) * PAGE + PAGE - 4) as usize, &mut last);
+                assert_eq!(last, (i as u32).to_ne_bytes(), "{place}: {i}");
+            }
+            net.rnic(1).extend_mr(s, mr, PAGE, (part(i), vec![9])).unwrap();
+        }
+        net.ends[0].fill(0, &[5; 8]);
+        // Across the ends of two lists.
+        assert_eq!(run(&mut net, write(200 * PAGE - 4), &[sge]), OK, "{place}");
+        let mut halves = [0; 8];
+        window.read(((PARTS - 200) * PAGE + PAGE - 4) as usize, &mut halves[..4]);
+        window.read(((PARTS - 201) * PAGE) as usize, &mut halves[4..]);
+        assert_eq!(halves, [5; 8], "{place}");
+        // Nothing that begins or ends within a page has a place in the middle.
+        let half = |i: u64| Backing::Mapped(window.sub(i * PAGE + 5, 7).unwrap());
+        assert_eq!(net.rnic(1).extend_mr(s, mr, 7, (half(0), vec![9])), Err(unirdma_abi::Status::BadValue), "{place}");
+        let end = Backing::Mapped(window.sub(0, 7).unwrap());
+        net.rnic(1).extend_mr(s, mr, 7, (end, vec![9])).unwrap();
+        assert_eq!(
+            net.rnic(1).extend_mr(s, mr, PAGE, (part(0), vec![9])),
+            Err(unirdma_abi::Status::BadValue),
+            "{place}"
+        );
+        assert_eq!(
+            run(&mut net, write(PARTS * PAGE), &[sge]),
+            WcStatus::RemAccessErr as u8,
+            "{place}: the last byte is 7"
+        );
     }
 }

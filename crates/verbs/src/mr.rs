@@ -282,7 +282,7 @@ pub(crate) unsafe extern "C" fn alloc_null_mr(pd: *mut ibv_pd) -> *mut ibv_mr {
             let range = Range { addr, length: 0, iova_offset: 0, access: unirdma_formats::access::LOCAL_WRITE };
             let c = ibv_mr { context: c, pd, addr, length: 0, handle: mr.mrn, lkey: mr.key, rkey: 0 };
             ctx.born();
-            Box::into_raw(Box::new(MrObj { c, mr, range, mapped: None, is_null: true })).cast()
+            Box::into_raw(Box::new(MrObj { c, mr, range, is_null: true })).cast()
         }
         Err(e) => null(e),
     }

@@ -216,6 +216,14 @@ fn memory() -> Vec<Row> {
                 let (runs_addr, _) = w.me.runs(&[(w.me.take(4096), 4096), (w.me.take(4096), 0)]);
                 bytes(abi::RegMrRunsReq { runs_addr, ..w.me.runs_request() })
             })
+            .refused(BadValue, "a run that ends within a page before the last", |w| {
+                let (runs_addr, length) = w.me.runs(&[(w.me.take(4096), 3), (w.me.take(4096), 4096)]);
+                bytes(abi::RegMrRunsReq { runs_addr, length, ..w.me.runs_request() })
+            })
+            .refused(BadValue, "a run that begins within a page after the first", |w| {
+                let (runs_addr, length) = w.me.runs(&[(w.me.take(4096), 4096), (w.me.take(4096) + 8, 8)]);
+                bytes(abi::RegMrRunsReq { runs_addr, length, ..w.me.runs_request() })
+            })
             .refused(BadValue, "a run of all bytes", |w| {
                 let (runs_addr, _) = w.me.runs(&[(w.me.take(4096), u64::MAX)]);
                 bytes(abi::RegMrRunsReq { runs_addr, num_runs: 1, ..w.me.runs_request() })
@@ -233,6 +241,14 @@ fn memory() -> Vec<Row> {
             .handle(offset_of!(abi::ExtendMrReq, mrn), Kind::Mr)
             .refused(BadValue, "the runs are longer", |w| {
                 bytes(abi::ExtendMrReq { length: 1, ..extend(w, w.me.make(Kind::Mr)) })
+            })
+            .refused(BadValue, "the first run begins within a page", |w| {
+                let (runs_addr, length) = w.me.runs(&[(w.me.take(4096) + 8, 8)]);
+                bytes(abi::ExtendMrReq { runs_addr, length, ..extend(w, w.me.make(Kind::Mr)) })
+            })
+            .refused(BadValue, "the MR ends within a page", |w| {
+                let made: abi::MrResp = w.me.ok(C::RegMrRuns, &w.me.runs_request());
+                bytes(extend(w, made.mrn))
             })
             .refused(BadAddress, "no list", |w| {
                 bytes(abi::ExtendMrReq { runs_addr: NOWHERE, ..extend(w, w.me.make(Kind::Mr)) })

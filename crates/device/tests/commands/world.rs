@@ -261,7 +261,7 @@ impl Side {
     /// A request for an MR of two pages that lie apart.
     pub fn runs_request(&self) -> abi::RegMrRunsReq {
         let (pdn, at) = (self.make(Kind::Pd), self.take(3 * 4096));
-        let (runs_addr, length) = self.runs(&[(at + 8192 + 16, 4000), (at, 96)]);
+        let (runs_addr, length) = self.runs(&[(at + 8192 + 16, 4080), (at, 16)]);
         abi::RegMrRunsReq { pdn, access_flags: 1, length, virt_addr: 77, runs_addr, num_runs: 2, ..Default::default() }
     }
 

@@ -227,7 +227,7 @@ impl Core {
     ///
     /// # Errors
     /// `BadHandle` if the session has no such MR, `BadState` if it has no mapped memory or windows are bound to it, `BadValue` if
-    /// its addresses would wrap, `Exhausted`.
+    /// its addresses would wrap, or if it ends or the other memory begins within a page, `Exhausted`.
     pub fn extend_mr(
         &mut self,
         s: SessionId,
@@ -245,10 +245,10 @@ impl Core {
             return Ok(());
         }
         let whole = m.len.checked_add(len).filter(|&n| is_range(m.iova, n)).ok_or(Status::BadValue)?;
-        m.backing = match m.len {
-            0 => backing,
-            _ => m.backing.followed_by(backing).ok_or(Status::BadState)?,
-        };
+        match m.len {
+            0 => m.backing = backing,
+            _ => m.backing.extend(backing)?,
+        }
         m.len = whole;
         let known: Vec<u64> = regions.into_iter().filter(|r| !m.regions.contains(r)).collect();
         if !known.is_empty() {

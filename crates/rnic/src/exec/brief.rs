@@ -25,7 +25,7 @@ impl Core {
             return None;
         }
         let [from, to] = ends(q, p, w);
-        self.objects.memory().copy(from, to, 0, w.total)?.ok()?;
+        self.objects.memory().copy(from, to, 0, w.total)?.ok().filter(|&n| n == w.total)?;
         self.establish(ph);
         w.started = true;
         Some(ph)

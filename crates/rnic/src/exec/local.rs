@@ -257,7 +257,7 @@ impl Core {
         let careful = long && self.objects.vnics.get(q.vnic.0).is_some_and(|v| v.labour.is_hard());
         let copied = if careful || long && others() { None } else { tables.copy(from, to, w.done, n) };
         if let Some(copied) = copied {
-            return self.moved(h, ph, w, n, copied);
+            return self.moved(h, ph, w, copied.unwrap_or(0), copied.map(|_| ()));
         }
         let rest_ns = self.rest_of([q.vnic, p.vnic]);
         if rest_ns > 0 {

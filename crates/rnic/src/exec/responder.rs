@@ -186,8 +186,8 @@ pub(crate) fn word_of(op: WrOpcode, compare_add: u64, swap: u64) -> Word {
 impl Tables<'_> {
     /// Executes an operation on the word at the beginning of `side`: what was there before.
     pub fn word(&self, side: Side<'_>, word: Word) -> Result<u64, Miss> {
-        let at = self.at(side, 0, 8).ok_or(Fault::Destination)?.0;
-        if at.takes_time() {
+        let at = self.at(side, 0, 8).ok_or(Fault::Destination)?;
+        if at.at().takes_time() {
             return Err(Miss::Job);
         }
         Ok(self.watched(&[side], (0, 8), || atomic_u64(at, |v| word.apply(v)))?)

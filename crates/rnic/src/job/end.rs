@@ -1,12 +1,12 @@
 //! The ends of a copy that a job makes: memory that stays mapped until the job lets it go.
 
-use unirdma_mem::{Bell, Fault, Loc, ProcMem, Span, fetch, transfer};
+use unirdma_mem::{Bell, Fault, Loc, Place, ProcMem, Span, fetch, transfer};
 
 use super::task::Phase;
 use crate::access::{Side, Tables};
 
 /// Memory that a job holds: it stays mapped until the job lets it go.
-pub(super) enum Place {
+pub(super) enum Held {
     Mapped(Span, u64),
     /// The same where pages may be missing; touching them may take as long as the owner likes if it `waits`.
     Sparse {
@@ -24,8 +24,8 @@ pub(super) enum Place {
 /// One end of a copy.
 #[derive(Default)]
 pub(super) struct End {
-    /// Places and their lengths.
-    places: Vec<(Place, u64)>,
+    /// Places, in order, with the number of bytes up to the end of each.
+    places: Vec<(Held, u64)>,
     /// Data that came with the WQE.
     own: Vec<u8>,
 }
@@ -36,80 +36,91 @@ impl End {
         self.own.clear();
     }
 
-    /// Pins bytes `[off, off + len)` of a side of a message.
+    /// Pins bytes `[off, off + len)` of a side of a message, or the first of them if they lie in more than `most` places: how many.
     ///
     /// # Errors
     /// `fault` if they are not all there.
-    pub fn pin(&mut self, tables: &Tables<'_>, side: Side<'_>, off: u64, len: u64, fault: Fault) -> Result<(), Fault> {
+    pub fn pin(
+        &mut self,
+        tables: &Tables<'_>,
+        side: Side<'_>,
+        (off, len): (u64, u64),
+        most: usize,
+        fault: Fault,
+    ) -> Result<u64, Fault> {
         self.clear();
         let mut done = 0;
-        while done < len {
-            let (at, n) = tables.at(side, off + done, len - done).ok_or(fault)?;
-            let place = match at {
-                Loc::Mapped(span, off) => Place::Mapped(span.clone(), off),
-                Loc::Sparse { span, off, waits } => Place::Sparse { span: span.clone(), off, waits },
-                Loc::Process(mem, addr, bell) => Place::Process(mem.clone(), addr, bell.cloned()),
-                Loc::Null => Place::Null,
-                Loc::Away => Place::Away,
+        while done < len && self.places.len() < most {
+            let place = tables.at(side, off + done, len - done).ok_or(fault)?;
+            let held = match place.at() {
+                Loc::Mapped(span, off) => Held::Mapped(span.clone(), off),
+                Loc::Sparse { span, off, waits } => Held::Sparse { span: span.clone(), off, waits },
+                Loc::Process(mem, addr, bell) => Held::Process(mem.clone(), addr, bell.cloned()),
+                Loc::Null => Held::Null,
+                Loc::Away => Held::Away,
                 Loc::Bytes(b) => {
                     let start = self.own.len();
-                    self.own.extend_from_slice(b.get(..n as usize).ok_or(fault)?);
-                    Place::Own(start)
+                    self.own.extend_from_slice(b.get(..place.len() as usize).ok_or(fault)?);
+                    Held::Own(start)
                 }
             };
-            self.places.push((place, n));
-            done += n;
+            tables.count_piece(done);
+            done += place.len();
+            self.places.push((held, done));
         }
-        Ok(())
+        Ok(done)
     }
 
     /// Makes it a private copy of these bytes, one part after the other.
     pub fn copy_of(&mut self, parts: &[&[u8]]) {
         self.clear();
         parts.iter().for_each(|part| self.own.extend_from_slice(part));
-        self.places.push((Place::Own(0), self.own.len() as u64));
+        self.places.push((Held::Own(0), self.own.len() as u64));
     }
 
     /// How many bytes it has.
     pub fn len(&self) -> u64 {
-        self.places.iter().map(|p| p.1).sum()
+        self.places.last().map_or(0, |p| p.1)
+    }
+
+    /// In how many places they lie.
+    pub fn pieces(&self) -> usize {
+        self.places.len()
     }
 
     /// True if reaching it may take as long as its owner likes: it lies in the private memory of a process, for example.
     pub fn may_wait(&self) -> bool {
-        self.places.iter().any(|(p, _)| matches!(p, Place::Process(..) | Place::Sparse { waits: true, .. }))
+        self.places.iter().any(|(p, _)| matches!(p, Held::Process(..) | Held::Sparse { waits: true, .. }))
     }
 
     /// True if pages of it may be missing.
     pub fn is_sparse(&self) -> bool {
-        self.places.iter().any(|(p, _)| matches!(p, Place::Sparse { .. }))
+        self.places.iter().any(|(p, _)| matches!(p, Held::Sparse { .. }))
     }
 
     /// True if this address lies in a window that it goes through.
     pub fn holds(&self, addr: usize) -> bool {
         self.places.iter().any(|(p, _)| match p {
-            Place::Mapped(span, _) | Place::Sparse { span, .. } => addr.wrapping_sub(span.addr()) < span.len(),
+            Held::Mapped(span, _) | Held::Sparse { span, .. } => addr.wrapping_sub(span.addr()) < span.len(),
             _ => false,
         })
     }
 
-    /// The place of byte `off`, and how many bytes follow it there.
-    pub fn at(&self, mut off: u64) -> Option<(Loc<'_>, u64)> {
-        for (place, len) in &self.places {
-            if off < *len {
-                let at = match place {
-                    Place::Mapped(span, start) => Loc::Mapped(span, start + off),
-                    Place::Sparse { span, off: start, waits } => Loc::Sparse { span, off: start + off, waits: *waits },
-                    Place::Process(mem, addr, bell) => Loc::Process(mem, addr.wrapping_add(off), bell.as_ref()),
-                    Place::Null => Loc::Null,
-                    Place::Away => Loc::Away,
-                    Place::Own(start) => Loc::Bytes(self.own.get(start + off as usize..)?),
-                };
-                return Some((at, len - off));
-            }
-            off -= len;
-        }
-        None
+    /// The place of byte `off`.
+    pub fn at(&self, off: u64) -> Option<Place<'_>> {
+        let i = self.places.partition_point(|p| p.1 <= off);
+        let (held, end) = self.places.get(i)?;
+        let begin = i.checked_sub(1).map_or(0, |before| self.places[before].1);
+        let skip = off - begin;
+        let at = match held {
+            Held::Mapped(span, start) => Loc::Mapped(span, start + skip),
+            Held::Sparse { span, off: start, waits } => Loc::Sparse { span, off: start + skip, waits: *waits },
+            Held::Process(mem, addr, bell) => Loc::Process(mem, addr.wrapping_add(skip), bell.as_ref()),
+            Held::Null => Loc::Null,
+            Held::Away => Loc::Away,
+            Held::Own(start) => Loc::Bytes(self.own.get(start + skip as usize..)?),
+        };
+        Some(Place::new(at, end - off))
     }
 }
 
@@ -119,6 +130,8 @@ pub(super) struct Part {
     pub from: End,
     pub to: End,
     pub bytes: u64,
+    /// Bytes that follow are left to another job: they lie in too many places.
+    pub cut: bool,
 }
 
 impl Part {
@@ -127,11 +140,23 @@ impl Part {
         self.to.clear();
     }
 
-    /// Pins both ends of a copy.
-    pub fn pin(&mut self, tables: &Tables<'_>, [from, to]: [Side<'_>; 2], off: u64, bytes: u64) -> Result<(), Fault> {
-        self.bytes = bytes;
-        self.from.pin(tables, from, off, bytes, Fault::Source)?;
-        self.to.pin(tables, to, off, bytes, Fault::Destination)
+    /// Pins both ends of a copy, in at most `most` places each.
+    pub fn pin(
+        &mut self,
+        tables: &Tables<'_>,
+        [from, to]: [Side<'_>; 2],
+        (off, bytes): (u64, u64),
+        most: usize,
+    ) -> Result<(), Fault> {
+        let n = self.from.pin(tables, from, (off, bytes), most, Fault::Source)?;
+        self.bytes = self.to.pin(tables, to, (off, n), most, Fault::Destination)?;
+        self.cut = self.bytes < bytes;
+        Ok(())
+    }
+
+    /// In how many places its ends lie.
+    pub fn pieces(&self) -> usize {
+        self.from.pieces() + self.to.pieces()
     }
 
     pub fn may_wait(&self) -> bool {
@@ -146,9 +171,9 @@ impl Part {
     pub fn copy(&self, mut done: u64, most: u64) -> Result<(), Fault> {
         let end = self.bytes.min(done + most);
         while done < end {
-            let (from, n) = self.from.at(done).ok_or(Fault::Source)?;
-            let (to, room) = self.to.at(done).ok_or(Fault::Destination)?;
-            let n = n.min(room).min(end - done);
+            let from = self.from.at(done).ok_or(Fault::Source)?;
+            let to = self.to.at(done).ok_or(Fault::Destination)?;
+            let n = from.len().min(to.len()).min(end - done);
             transfer(from, to, n as usize, &mut [])?;
             done += n;
         }
@@ -164,10 +189,9 @@ impl Part {
     ) -> Option<Result<(), Fault>> {
         let mut done = 0;
         while done < self.bytes {
-            let (from, n) = self.from.at(done)?;
-            let (to, room) = self.to.at(done)?;
-            let n = n.min(room).min(self.bytes - done) as usize;
-            let bytes = match from {
+            let (from, to) = (self.from.at(done)?, self.to.at(done)?);
+            let n = from.len().min(to.len()).min(self.bytes - done) as usize;
+            let bytes = match from.at() {
                 Loc::Bytes(own) => own.get(..n)?,
                 _ => {
                     let n = n.min(scratch.len());
@@ -177,7 +201,7 @@ impl Part {
                     }
                 }
             };
-            let write = || transfer(Loc::Bytes(bytes), to, bytes.len(), &mut []);
+            let write = || transfer(Place::bytes(bytes), to, bytes.len(), &mut []);
             if let Err(fault) = phase.enter(Phase::WRITES, write)? {
                 return Some(Err(fault));
             }
@@ -193,8 +217,8 @@ impl Part {
     pub fn bring(&self, phase: &Phase, data: &mut [u8]) -> Option<Result<(), Fault>> {
         let mut done = 0;
         while done < data.len() {
-            let (from, n) = self.from.at(done as u64)?;
-            let end = data.len().min(done + n as usize);
+            let from = self.from.at(done as u64)?;
+            let end = data.len().min(done + from.len() as usize);
             if let Err(fault) = phase.enter(Phase::READS, || fetch(from, &mut data[done..end]))? {
                 return Some(Err(fault));
             }

@@ -4,7 +4,7 @@ use std::collections::VecDeque;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU8, AtomicU64, Ordering};
 
-use unirdma_mem::{Fault, Loc, atomic_u64, fetch, holes, transfer};
+use unirdma_mem::{Fault, Loc, Place, atomic_u64, fetch, holes, transfer};
 
 use super::end::Part;
 use crate::objects::{Qp, VnicId, Work};
@@ -269,8 +269,10 @@ impl Job {
         &mut self.next
     }
 
-    pub(super) fn bytes(&self) -> u64 {
-        self.parts[..=self.next.len()].iter().map(|p| p.bytes).sum()
+    /// What it copies: how many bytes, and in how many places they lie at both ends.
+    pub(crate) fn size(&self) -> (u64, usize) {
+        let parts = self.parts[..=self.next.len()].iter();
+        parts.fold((0, 0), |(bytes, pieces), p| (bytes + p.bytes, pieces + p.pieces()))
     }
 }
 
@@ -285,13 +287,13 @@ fn execute(phase: &Phase, part: &Part, mut word: Word, data: &mut Vec<u8>) -> Op
         word = Word::Write(u64::from_ne_bytes(value));
         data.extend_from_slice(&value);
     }
-    let (to, _) = part.to.at(0)?;
+    let to = part.to.at(0)?;
     let executed = |found: u64| {
         phase.found.store(found, Ordering::SeqCst);
         phase.state.fetch_or(Phase::EXECUTED, Ordering::SeqCst);
         found
     };
-    let Loc::Process(_, addr, _) = to else {
+    let Loc::Process(_, addr, _) = to.at() else {
         return phase.enter(Phase::WRITES, || atomic_u64(to, |v| word.apply(v)).map(executed));
     };
     if addr % 8 != 0 {
@@ -304,7 +306,7 @@ fn execute(phase: &Phase, part: &Part, mut word: Word, data: &mut Vec<u8>) -> Op
     let found = u64::from_ne_bytes(found);
     phase.found.store(found, Ordering::SeqCst);
     let new = word.apply(found).to_ne_bytes();
-    phase.enter(Phase::WRITES, || transfer(Loc::Bytes(&new), to, new.len(), &mut []).map(|()| executed(found)))
+    phase.enter(Phase::WRITES, || transfer(Place::bytes(&new), to, new.len(), &mut []).map(|()| executed(found)))
 }
 
 #[cfg(test)]

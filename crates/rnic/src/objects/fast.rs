@@ -9,6 +9,7 @@ use std::sync::Arc;
 
 use unirdma_abi as abi;
 use unirdma_formats::{Rkey, access};
+use unirdma_mem::{Loc, Place};
 use zerocopy::IntoBytes;
 
 use super::Objects;
@@ -97,36 +98,21 @@ impl PageList {
         self.pages.iter().all(|&p| p % size == 0 && memory.resolve(p, size).is_some()).then_some(())
     }
 
-    /// The bus address of byte `off` of the MR, how many of `len` bytes follow there, and how many of them are in the same page.
+    /// The place of byte `off` of the MR, of up to `len` bytes: pages that follow each other in one window are one place. No page is looked
+    /// at that is not in it, but for the one behind it.
     #[inline]
-    fn at(&self, off: u64, len: u64) -> Option<(u64, u64, u64)> {
+    pub(crate) fn locate<'a>(&self, memory: &'a dyn Resolve, off: u64, len: u64) -> Option<Place<'a>> {
         let (at, size) = (off.checked_add(self.skip)?, 1_u64 << self.shift);
         let (first, within) = ((at >> self.shift) as usize, at & (size - 1));
         let bus = self.pages.get(first)? + within;
-        let page = (size - within).min(len);
-        let mut n = page;
-        let next = self.pages[first..].windows(2).take_while(|w| w[0].checked_add(size) == Some(w[1]));
-        for _ in next {
-            if n == len {
-                break;
-            }
-            n = (n + size).min(len);
+        let mut n = (size - within).min(len);
+        let (span, start) = memory.resolve(bus, n)?;
+        let most = len.min(span.len() as u64 - start);
+        let mut next = self.pages[first..].windows(2).take_while(|w| w[0].checked_add(size) == Some(w[1]));
+        while n < most && next.next().is_some() {
+            n = (n + size).min(most);
         }
-        Some((bus, n, page))
-    }
-
-    /// The window that holds byte `off` of the MR, its offset there, and how many of `len` bytes follow.
-    #[inline]
-    pub(crate) fn locate<'a>(
-        &self,
-        memory: &'a dyn Resolve,
-        off: u64,
-        len: u64,
-    ) -> Option<(&'a unirdma_mem::Span, u64, u64)> {
-        let (bus, n, page) = self.at(off, len)?;
-        // Pages that follow each other may be of different regions.
-        let found = memory.resolve(bus, n).map(|(span, off)| (span, off, n));
-        found.or_else(|| memory.resolve(bus, page).map(|(span, off)| (span, off, page)))
+        Some(Place::new(Loc::Mapped(span, start), n))
     }
 }
 

@@ -5,7 +5,7 @@
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU32, Ordering};
 
-use unirdma_mem::Loc;
+use unirdma_mem::{Loc, Place};
 
 use crate::budget::Terms;
 
@@ -25,11 +25,13 @@ pub(crate) struct Hollow(Arc<AtomicU32>);
 impl Hollow {
     /// A place in memory of the vRNIC, as it is to be reached now.
     #[inline]
-    pub fn place<'a>(&self, at: Loc<'a>) -> Loc<'a> {
-        match (self.0.load(Ordering::Relaxed), at) {
-            (0, at) => at,
-            (left, Loc::Mapped(span, off)) => Loc::Sparse { span, off, waits: left > CALM_JOBS },
-            (_, at) => at,
+    pub fn place<'a>(&self, place: Place<'a>) -> Place<'a> {
+        match (self.0.load(Ordering::Relaxed), place.at()) {
+            (0, _) => place,
+            (left, Loc::Mapped(span, off)) => {
+                Place::new(Loc::Sparse { span, off, waits: left > CALM_JOBS }, place.len())
+            }
+            _ => place,
         }
     }
 
@@ -74,7 +76,7 @@ mod tests {
     #[test]
     fn jobs_reach_memory_with_holes_until_they_find_none() {
         let (h, span) = (Hollow::default(), Span::anonymous(8));
-        let at = || h.place(Loc::Mapped(&span, 0));
+        let at = || h.place(Place::new(Loc::Mapped(&span, 0), 8)).at();
         assert!(!at().takes_time());
         h.was_touched();
         h.was_held(STUCK_NS - 1);
@@ -92,7 +94,7 @@ mod tests {
     #[test]
     fn memory_that_somebody_was_stuck_in_may_make_others_wait() {
         let (h, span) = (Hollow::default(), Span::anonymous(8));
-        let at = || h.place(Loc::Mapped(&span, 0));
+        let at = || h.place(Place::new(Loc::Mapped(&span, 0), 8)).at();
         h.was_touched();
         h.was_held(STUCK_NS);
         assert!(at().may_wait());

@@ -86,6 +86,8 @@ pub(crate) struct Objects {
     pub spare: Spare,
     /// The vRNIC in whose memory a hole was touched last, until somebody asks.
     pub touched: Cell<Option<VnicId>>,
+    /// How many pieces messages were cut into, the first one of each aside, since somebody asked.
+    pub pieces: Cell<u64>,
 }
 
 impl Objects {

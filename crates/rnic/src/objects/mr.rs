@@ -3,8 +3,9 @@
 use std::cell::Cell;
 use std::sync::Arc;
 
+use unirdma_abi::Status;
 use unirdma_formats::{Lkey, Qpn, Rkey};
-use unirdma_mem::{Bell, Loc, Pieces, ProcMem, Span};
+use unirdma_mem::{Bell, Loc, Pieces, Place, ProcMem, Span};
 
 use super::fast::PageList;
 use super::ids::SessionId;
@@ -14,7 +15,7 @@ use crate::slab::{ByNumber, Handle, Slab};
 
 /// Finds bus addresses in a session's memory as it is now.
 pub trait Resolve: Send + Sync {
-    /// The window that holds `[addr, addr + len)` whole, and the offset of `addr` in it.
+    /// The window that holds `[addr, addr + len)` whole, and the offset of `addr` in it. Bus addresses go on as the window does.
     fn resolve(&self, addr: u64, len: u64) -> Option<(&Span, u64)>;
 }
 
@@ -115,14 +116,30 @@ impl Backing {
         }
     }
 
-    /// This memory, and then the other; `None` unless both are mapped here.
-    pub fn followed_by(&self, other: Backing) -> Option<Backing> {
-        let pieces = |b: &Backing| match b {
-            Backing::Mapped(span) => Some(Pieces::of(span.clone())),
-            Backing::Pieces(pieces, 0) => Some(Pieces::clone(pieces)),
-            _ => None,
+    /// Adds the other memory at the end of this one. What there is already is neither copied nor looked at.
+    ///
+    /// # Errors
+    /// `BadState` unless both are mapped here and nobody else has them, `BadValue` if one does not go on at a page where the other ends.
+    /// Nothing is changed then.
+    pub fn extend(&mut self, other: Backing) -> Result<(), Status> {
+        let other = match other {
+            Backing::Mapped(span) => Pieces::of(span),
+            Backing::Pieces(pieces, 0) => Arc::into_inner(pieces).ok_or(Status::BadState)?,
+            _ => return Err(Status::BadState),
         };
-        Some(Backing::Pieces(Arc::new(pieces(self)?.followed_by(&pieces(&other)?)?), 0))
+        let fits = match self {
+            Backing::Mapped(span) => {
+                let mut all = Pieces::of(span.clone());
+                let fits = all.extend(other);
+                if fits {
+                    *self = Backing::Pieces(Arc::new(all), 0);
+                }
+                fits
+            }
+            Backing::Pieces(pieces, 0) => Arc::get_mut(pieces).ok_or(Status::BadState)?.extend(other),
+            _ => return Err(Status::BadState),
+        };
+        if fits { Ok(()) } else { Err(Status::BadValue) }
     }
 
     /// `len` bytes of the same memory from `off` on; all of it where addresses are not counted from its beginning. `None` if it has
@@ -194,7 +211,7 @@ impl Mr {
         self.pd == pd && self.access & access == access && addr >= self.iova && off <= self.len && len <= self.len - off
     }
 
-    /// The place of `addr`, and how many of `len` bytes follow there. [`Mr::grants`] has allowed them; `memory` and `bell` are those of its session, and `away`
+    /// The place of `addr`, of up to `len` bytes. [`Mr::grants`] has allowed them; `memory` and `bell` are those of its session, and `away`
     /// says whether the memory of that session's MRs is somewhere else (section 7.5 of the specification).
     #[inline]
     pub fn locate<'a>(
@@ -204,23 +221,21 @@ impl Mr {
         memory: impl FnOnce() -> Option<&'a Arc<dyn Resolve>>,
         bell: impl FnOnce() -> Option<&'a Bell>,
         away: impl Fn() -> bool,
-    ) -> Option<(Loc<'a>, u64)> {
-        let place = match &self.backing {
+    ) -> Option<Place<'a>> {
+        let at = match &self.backing {
             Backing::Mapped(_) | Backing::Pieces(..) | Backing::Pages(_) if away() => Loc::Away,
             Backing::Mapped(span) => Loc::Mapped(span, addr - self.iova),
             Backing::Pieces(pieces, base) => {
-                let (span, off, n) = pieces.at(base + (addr - self.iova))?;
-                return Some((Loc::Mapped(span, off), n.min(len)));
+                return Some(pieces.at(base + (addr - self.iova))?.up_to(len));
             }
             Backing::Process(mem, base) => Loc::Process(mem, base.wrapping_add(addr - self.iova), bell()),
             Backing::Session => memory()?.resolve(addr, len).map(|(s, off)| Loc::Mapped(s, off))?,
             Backing::Pages(pages) => {
-                let (span, off, n) = pages.locate(&**memory()?, addr - self.iova, len)?;
-                return Some((Loc::Mapped(span, off), n));
+                return pages.locate(&**memory()?, addr - self.iova, len);
             }
             Backing::Null => Loc::Null,
         };
-        Some((place, len))
+        Some(Place::new(at, len))
     }
 }
 

@@ -94,7 +94,7 @@ impl Core {
                 else {
                     break;
                 };
-                cost += OP_NS + copy_ns(n as u64);
+                cost += OP_NS + copy_ns(n as u64) + core.pieces_ns();
             }
             cost
         });

@@ -144,7 +144,7 @@ impl Core {
                         if answered.is_none() {
                             w.resp.hurry();
                         }
-                        cost += c;
+                        cost += c + rnic.pieces_ns();
                     }
                     None => {
                         rnic.arm_wire(h, w);
