@@ -52,6 +52,8 @@ mod pace;
 mod pacing;
 mod path;
 mod pause;
+#[cfg(test)]
+mod pieces;
 mod polled;
 mod random;
 mod reach;
