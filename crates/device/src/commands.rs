@@ -8,7 +8,7 @@ use unirdma_abi as abi;
 use unirdma_abi::{Command, Nothing, Status};
 use unirdma_formats::{Gid, QpType, access};
 use unirdma_mem::{Bell, CqRing, QpRings, Span};
-use unirdma_rnic::{Backing, CreateQp, OpenXrcd, Rnic, SrqAttr, SrqInfo};
+use unirdma_rnic::{Backing, CreateQp, MAX_BURIED, OpenXrcd, Rnic, SrqAttr, SrqInfo};
 use zerocopy::{FromBytes, Immutable, IntoBytes};
 
 use crate::mapped::Mapped;
@@ -54,8 +54,13 @@ impl<'a> Turn<'a> {
         Turn { device, guard: None, found }
     }
 
+    /// Dead objects of the vRNIC count against its quotas until they are freed. Each command frees more of them than it makes.
     pub(crate) fn taken(&mut self) -> &mut RnicGuard<'a> {
-        self.guard.get_or_insert_with(|| self.device.rnic.lock())
+        self.guard.get_or_insert_with(|| {
+            let mut rnic = self.device.rnic.lock();
+            rnic.bury_of(self.device.identity.vnic, MAX_BURIED);
+            rnic
+        })
     }
 
     /// The memory of an MR that was searched for.
@@ -378,11 +383,12 @@ impl Device {
     }
 
     /// The driver begins anew. Jobs may still reach its memory: the answer waits for them.
-    fn new_session(&self, rnic: &mut Rnic, r: abi::NewSessionReq) -> Answer<abi::NewSessionResp> {
+    fn new_session(&self, rnic: &mut Turn<'_>, r: abi::NewSessionReq) -> Answer<abi::NewSessionResp> {
         if r.features & !self.identity.config.features != 0 {
             return Err(Status::BadValue);
         }
-        rnic.renew_session(self.session);
+        self.quiesce();
+        rnic.taken().renew_session(self.session);
         *lock(&self.mapped) = Mapped::default();
         Ok(abi::NewSessionResp { generation: self.generation(), reserved: 0, features: r.features })
     }

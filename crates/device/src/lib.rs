@@ -23,7 +23,7 @@ use unirdma_abi as abi;
 use unirdma_link::{Foreign, Handler, Ledger, Memory, Vring};
 use unirdma_mem::Span;
 use unirdma_mem::protocol::{self, Fence, Word16};
-use unirdma_rnic::{Resolve, SessionId, VnicId};
+use unirdma_rnic::{MAX_BURIED, Resolve, SessionId, VnicId};
 use virtio_queue::{Queue, QueueOwnedT, QueueT};
 use vm_memory::{Bytes, GuestAddress, GuestMemoryMmap};
 use zerocopy::IntoBytes;
@@ -232,6 +232,11 @@ impl Device {
         self.events.clone()
     }
 
+    /// The session is about to end: what does something by itself ends first, a part at a time, and others have the RNIC in between.
+    pub(crate) fn quiesce(&self) {
+        while self.rnic.lock().quiesce_session(self.session, MAX_BURIED) {}
+    }
+
     /// The channel by which the control queue is notified, and on which its calls go from now on.
     pub fn set_control_channel(&mut self, channel: Option<Arc<Foreign>>) {
         self.control_channel = channel;
@@ -427,9 +432,7 @@ impl Handler for Device {
         self.events.set_memory(self.guest.clone());
         self.memory = Arc::new(memory.clone());
         let mut rnic = self.rnic.lock();
-        for &region in removed {
-            rnic.revoke_region(self.session, region);
-        }
+        rnic.revoke_regions(self.session, removed);
         rnic.set_memory(self.session, Arc::new(MemoryTable(self.memory.clone())));
     }
 
@@ -442,15 +445,15 @@ impl Handler for Device {
                 self.pending = None;
             }
             if self.control.is_some() {
-                let mut rnic = self.rnic.lock();
                 // A driver that begins anew says so by its first command. Until then nothing may be written where the objects of
                 // the driver before it were.
                 if self.stopped_at.take().is_some_and(|at| at != v.base) {
-                    rnic.renew_session(self.session);
+                    self.quiesce();
+                    self.rnic.lock().renew_session(self.session);
                     *lock(&self.mapped) = Mapped::default();
                     self.events.forget_waiting();
                 }
-                rnic.resume_session(self.session);
+                self.rnic.lock().resume_session(self.session);
             }
         } else if let Some(rfc) = self.events.rfc() {
             rfc.set_queue(index, self.make_queue(v), v.base, call);
@@ -484,6 +487,7 @@ impl Handler for Device {
     }
 
     fn reset(&mut self) {
+        self.quiesce();
         let mut rnic = self.rnic.lock();
         rnic.remove_session(self.session);
         if let Some(s) = rnic.add_session(self.identity.vnic) {
@@ -510,6 +514,7 @@ impl Handler for Device {
 
 impl Drop for Device {
     fn drop(&mut self) {
+        self.quiesce();
         self.rnic.lock().remove_session(self.session);
         // A poller may still have the queues, but the process sees the end of its channels now.
         self.events.clear();

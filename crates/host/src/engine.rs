@@ -23,7 +23,7 @@ use std::sync::{Arc, Condvar, Mutex, OnceLock, RwLock, RwLockReadGuard};
 use rustix::event::{EventfdFlags, epoll};
 use unirdma_abi as abi;
 use unirdma_device::{Errand, EventQueues, Pollers, SharedRnic, lock, now_ns};
-use unirdma_rnic::{Arrival, Output, Rnic, Seed, SessionId, Tx, VnicId};
+use unirdma_rnic::{Arrival, MAX_BURIED, Output, Rnic, Seed, SessionId, Tx, VnicId};
 
 use self::poller::Watch;
 
@@ -106,6 +106,8 @@ pub struct Engine {
     jobs_wait: Apart<AtomicBool>,
     /// Does errands of commands, once somebody is to be told of them.
     clerk: OnceLock<Arc<Clerk>>,
+    /// Dead objects of the RNIC wait to be freed.
+    has_dead: AtomicBool,
     /// Sessions that the control thread has to look at, since their delayed command can be answered or, in the RFC mode, completions
     /// wait; and whom to tell.
     released: Mutex<Vec<SessionId>>,
@@ -215,6 +217,7 @@ impl Engine {
             net: port.map(|port| Mutex::new(Net { port, out: Tx::default(), asked_ns: 0 })),
             jobs_wait: Apart::default(),
             clerk: OnceLock::new(),
+            has_dead: AtomicBool::new(false),
             released: Mutex::default(),
             on_release: OnceLock::new(),
             wanted_groups: Mutex::default(),
@@ -341,11 +344,17 @@ impl Engine {
         let _ = epoll::delete(&self.epoll, kick);
     }
 
-    /// After a command: delivers what it caused and wakes the pollers if it left them work.
+    /// True if dead objects of the RNIC wait to be freed: [`Engine::after_command`] is to be called, soon and again.
+    pub(crate) fn has_dead(&self) -> bool {
+        self.has_dead.load(Ordering::Relaxed)
+    }
+
+    /// After a command: frees some of what is dead, delivers what the command caused, and wakes the pollers if it left them work.
     pub fn after_command(&self) {
         let mut out = Vec::new();
         let (busy, delivering, groups) = {
             let mut r = self.rnic.lock();
+            self.has_dead.store(r.bury(MAX_BURIED), Ordering::Relaxed);
             r.drain_outputs(&mut out);
             self.publish(&r);
             (r.is_busy() || r.next_timeout().is_some(), self.begin_delivery(&out), r.multicast_changes())

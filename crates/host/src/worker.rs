@@ -481,12 +481,18 @@ impl Worker {
                     Some(Source::MachineListener(name)) => self.on_machine_listener(&name),
                     Some(Source::Socket(id)) => self.on_socket(id),
                     Some(Source::Kick(id, vring)) => self.on_kick(id, vring),
-                    Some(Source::Exit(id)) => self.close(id),
+                    Some(Source::Exit(id)) => {
+                        self.close(id);
+                        self.engine.after_command();
+                    }
                     Some(Source::Broken) => self.on_broken(),
                     None => {}
                 }
             }
             self.linger();
+            if self.engine.has_dead() {
+                self.engine.after_command();
+            }
             if let Some(rest) = self.idle_kicks.rest(self.engine.now()) {
                 std::thread::sleep(rest);
             }
@@ -502,6 +508,9 @@ impl Worker {
 
     /// How long this thread may sleep.
     fn wait_limit(&self) -> Option<rustix::time::Timespec> {
+        if self.engine.has_dead() {
+            return Some(rustix::time::Timespec { tv_sec: 0, tv_nsec: 0 });
+        }
         let after = |ns: u64| rustix::time::Timespec {
             tv_sec: (ns / 1_000_000_000) as i64,
             tv_nsec: (ns % 1_000_000_000) as i64,

@@ -78,12 +78,18 @@ impl<'a> Tables<'a> {
         if !mr.grants(reach.pd, reach.access, addr, len) {
             return None;
         }
+        let owner = self.sessions.get(mr.owner.0)?;
+        if owner.dying != 0 && !owner.has(mr) {
+            return None;
+        }
         let memory = || self.sessions.get(reach.session.0).and_then(|s| s.memory.as_ref());
-        let owner = self.sessions.get(mr.owner.0);
-        let bell = || owner.and_then(|s| s.bell.as_ref());
-        let away = || owner.is_some_and(|s| s.away != 0);
-        let place = mr.locate(addr, len, memory, bell, away)?;
-        Some(owner.map_or(place, |s| s.hollow.place(place)))
+        let place = mr.locate(addr, len, memory, || owner.bell.as_ref(), || owner.away != 0)?;
+        Some(owner.hollow.place(place))
+    }
+
+    /// False if an MR or a window is dead and only not freed yet.
+    pub fn lives(&self, m: &Mr) -> bool {
+        self.sessions.get(m.owner.0).is_some_and(|s| s.dying == 0 || s.has(m))
     }
 
     /// As [`Tables::place`], if the range lies in one window and may be touched at once: most do.
@@ -92,7 +98,9 @@ impl<'a> Tables<'a> {
         let owner = self.sessions.get(mr.owner.0)?;
         match &mr.backing {
             Backing::Mapped(span)
-                if owner.away == 0 && owner.hollow.is_calm() && mr.grants(reach.pd, reach.access, addr, len) =>
+                if owner.away | owner.dying == 0
+                    && owner.hollow.is_calm()
+                    && mr.grants(reach.pd, reach.access, addr, len) =>
             {
                 Some((span, addr - mr.iova))
             }

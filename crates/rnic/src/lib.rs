@@ -34,6 +34,7 @@ mod access;
 mod arrivals;
 mod attr;
 mod budget;
+mod burial;
 mod capture;
 mod cm;
 mod commands;
@@ -75,6 +76,7 @@ mod wire;
 
 pub use attr::{Transition, transition};
 pub use budget::{Terms, TimeBudget};
+pub use burial::MAX_BURIED;
 pub use capture::{Capture, Captured};
 pub use cm::CmEventKind;
 pub use core::Core;

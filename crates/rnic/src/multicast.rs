@@ -49,7 +49,9 @@ impl Multicast {
     /// Detaches a QP.
     pub fn detach(&mut self, group: u32, gid: Gid, qp: Handle<Qp>) {
         let Some(attached) = self.attached.get_mut(&(group, gid)) else { return };
-        attached.retain(|&a| a != qp);
+        if let Some(at) = attached.iter().position(|&a| a == qp) {
+            attached.swap_remove(at);
+        }
         if attached.is_empty() {
             self.attached.remove(&(group, gid));
         }

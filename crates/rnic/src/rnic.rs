@@ -66,7 +66,7 @@ impl Rnic {
         Some(id)
     }
 
-    /// Removes a vRNIC and all its sessions.
+    /// Removes a vRNIC and all its sessions, and frees what of them is dead.
     pub fn remove_vnic(&mut self, id: VnicId) {
         for s in self.core.sessions_of(id) {
             self.remove_session(s);
@@ -75,7 +75,13 @@ impl Rnic {
         self.core.remove_vnic(id);
     }
 
-    /// Frees everything that a session had. Peers of its QPs get no answers any more.
+    /// Ends up to `most` of the objects of a session that do something by themselves, first its connections; true if others are left.
+    /// Whoever is about to end the session does this with pauses, so that others have the RNIC in between.
+    pub fn quiesce_session(&mut self, id: SessionId, most: usize) -> bool {
+        self.manager().forget_ids(id, most) || self.core.quiesce_objects(id, most)
+    }
+
+    /// Ends everything that a session had. Peers of its QPs get no answers any more. Its objects are freed as [`Core::bury`] is called.
     pub fn remove_session(&mut self, id: SessionId) {
         self.manager().forget_session(id);
         self.core.remove_session(id);

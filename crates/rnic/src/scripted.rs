@@ -189,7 +189,7 @@ fn what_was_made_goes_once_and_after_what_uses_it() {
     rnic.remove_session(p.session);
     let told = script.told();
     let gone: Vec<Object> = told.iter().map(|t| if let Told::Gone(o) = t { *o } else { panic!("{t:?}") }).collect();
-    assert_eq!(gone, [made[3], made[2], made[1], made[0]]);
+    assert_eq!(gone, [made[3], made[1], made[2], made[0]]);
     assert_eq!(rnic.usage(p.vnic), crate::Usage::default());
 }
 

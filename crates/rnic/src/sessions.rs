@@ -6,8 +6,7 @@ use unirdma_abi::Status;
 use unirdma_mem::Bell;
 
 use crate::core::Core;
-use crate::executor::Object;
-use crate::objects::{Door, Dropped, Names, Objects, Resolve, Session, SessionId, VnicId};
+use crate::objects::{Door, Dropped, Names, Objects, Resolve, Revoked, Session, SessionId, VnicId};
 use crate::polled::Bells;
 use crate::slab::Handle;
 
@@ -26,7 +25,11 @@ impl Core {
             door: None,
             bell: None,
             paused: false,
+            gone: false,
             away: 0,
+            dying: 0,
+            ended: 0,
+            revoked: Revoked::default(),
             memory: None,
             stage: None,
             hollow: v.hollow.clone(),
@@ -36,45 +39,28 @@ impl Core {
         Some(id)
     }
 
-    /// Frees everything that a session had, its connections aside, and the session itself.
+    /// Ends everything that a session has, its connections aside, and the session itself.
     pub(crate) fn remove_session(&mut self, id: SessionId) {
-        self.clear_session(id);
-        self.objects.count_used(id, |u| u.sessions -= 1);
-        if let Some(memory) = self.objects.sessions.remove(id.0).and_then(|s| s.memory) {
+        let Some(s) = self.objects.sessions.get_mut(id.0).filter(|s| !s.gone) else { return };
+        s.gone = true;
+        if let Some(memory) = s.memory.take() {
             self.objects.dropped.add(memory);
         }
+        self.objects.count_used(id, |u| u.sessions -= 1);
+        self.clear_session(id);
     }
 
-    /// Frees everything that a session had, its connections aside. It is as new then, but for the numbers of its objects, which do
+    /// Ends everything that a session has, its connections aside. It is as new then, but for the numbers of its objects, which do
     /// not come back, and its memory.
     pub(crate) fn clear_session(&mut self, id: SessionId) {
-        // The QPs first, since they use the others.
-        let doors = self.objects.doors_of(id);
-        let Some(names) = self.objects.names(id) else { return };
-        let last = names.last;
-        let names = std::mem::replace(names, Names { last, ..Names::default() });
-        for h in names.qps {
-            while self.leave_qp(h, id) {}
-        }
-        let srqs = names.srqs.into_values().map(Object::Srq);
-        let mrs = names.mrs.into_values().map(Object::Mr);
-        let ahs = names.ahs.into_values().map(Object::Ah);
-        let cqs = names.cqs.into_values().map(Object::Cq);
-        for object in srqs.chain(mrs).chain(ahs).chain(cqs) {
-            self.remove(object);
-        }
-        for h in names.xrcds.into_values() {
-            self.objects.remove_xrcd(h);
-        }
-        for h in names.pds.into_values() {
-            self.remove(Object::Pd(h));
-        }
-        doors.into_iter().for_each(|door| self.remove_door(door));
+        while self.quiesce_objects(id, usize::MAX) {}
+        self.objects.doors_of(id).into_iter().for_each(|door| self.remove_door(door));
         self.outputs.retain(|o| o.session() != id);
         self.jobs.forget(id);
         if let Some(s) = self.objects.sessions.get_mut(id.0) {
             (s.door, s.bell, s.stage, s.away) = (None, None, None, 0);
         }
+        self.end_objects(id);
     }
 
     /// A session kicked its wake virtqueue: poll it from now on. False if all its pages are polled already, or it does not run.

@@ -51,11 +51,12 @@ impl Core {
 
     /// The sessions of a vRNIC.
     pub(crate) fn sessions_of(&self, id: VnicId) -> Vec<SessionId> {
-        self.objects.sessions.handles(|s| s.vnic == id).into_iter().map(SessionId).collect()
+        self.objects.sessions.handles(|s| s.vnic == id && !s.gone).into_iter().map(SessionId).collect()
     }
 
     /// Removes a vRNIC, which has no sessions any more.
     pub(crate) fn remove_vnic(&mut self, id: VnicId) {
+        while self.bury_of(id, usize::MAX) {}
         self.list_gids(id, false);
         self.sched.remove(id);
         self.objects.vnics.remove(id.0);

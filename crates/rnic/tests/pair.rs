@@ -424,7 +424,7 @@ fn deregistered_and_revoked_memory_is_out_of_reach() {
     for revoke in [false, true] {
         let mut p = Pair::new();
         if revoke {
-            p.rnic.revoke_region(p.b.session, 7);
+            p.rnic.revoke_regions(p.b.session, &[7]);
         } else {
             p.rnic.dereg_mr(p.b.session, p.b.mr).unwrap();
         }

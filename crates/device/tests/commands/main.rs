@@ -194,6 +194,22 @@ fn a_control_queue_that_begins_anew_ends_the_session_before_anything_is_written(
     assert_eq!(w.me.call(Command::QueryQp, query.as_bytes(), 1024).0, Status::BadHandle as u8);
 }
 
+/// A driver that begins anew has all of its quota at once, although what was there before is freed a part at a time.
+#[test]
+fn what_is_dead_keeps_nobody_from_the_quota() {
+    let most = 3 * unirdma_rnic::MAX_BURIED as u32 + 5;
+    let w = World::with_mrs(most);
+    let make = |pd: u32| w.me.call(Command::AllocNullMr, abi::HandleReq { handle: pd, reserved: 0 }.as_bytes(), 1024).0;
+    for _ in 0..3 {
+        let pd = w.me.make(Kind::Pd);
+        assert!((0..most).all(|_| make(pd) == 0));
+        assert_eq!(make(pd), Status::Exhausted as u8);
+        w.me.ok::<abi::NewSessionResp>(Command::NewSession, &abi::NewSessionReq::default());
+        assert!(w.me.has_dead());
+        assert_eq!(make(pd), Status::BadHandle as u8);
+    }
+}
+
 #[test]
 fn scattered_pages_serve_as_rings_and_doorbell() {
     let w = World::new();

@@ -86,11 +86,16 @@ pub struct World {
 
 impl World {
     pub fn new() -> Self {
+        Self::with_mrs(QUOTA)
+    }
+
+    /// A vRNIC that may have so many MRs.
+    pub fn with_mrs(max_mr: u32) -> Self {
         let mut rnic = Rnic::new(1, 0);
         let limits = Limits {
             max_qp: QUOTA,
             max_cq: QUOTA,
-            max_mr: QUOTA,
+            max_mr,
             max_pd: QUOTA,
             max_ah: QUOTA,
             max_srq: QUOTA,
@@ -203,6 +208,11 @@ impl Side {
         let (status, data) = self.call(c, request.as_bytes(), 1024);
         assert_eq!(status, 0, "{c:?}");
         T::read_from_bytes(&data).expect("the response's length")
+    }
+
+    /// True while dead objects are not freed.
+    pub fn has_dead(&self) -> bool {
+        self.rnic.lock().has_dead()
     }
 
     /// Lets the RNIC work on what was posted.

@@ -1,5 +1,7 @@
 //! What a supervisor calls for: vRNICs, interfaces, captures, figures.
 
+use unirdma_rnic::MAX_BURIED;
+
 use super::*;
 use crate::seal::GroupSecrets;
 use unirdma_rnic::Rnic;
@@ -290,6 +292,8 @@ impl Worker {
             if let Some(id) = v.attached {
                 self.switch.remove(id);
             }
+            // Pollers have their turns in between.
+            while self.engine.rnic.lock().bury_of(v.id, MAX_BURIED) {}
             self.engine.rnic.lock().remove_vnic(v.id);
             // Programs may wait in it, with descriptors.
             for (_, listener) in [v.listener, v.net_listener, v.rfc_listener] {

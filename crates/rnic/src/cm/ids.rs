@@ -285,11 +285,22 @@ impl Manager<'_> {
 
     /// A session is gone: its identifiers are given back.
     pub fn forget_session(&mut self, s: SessionId) {
-        for id in self.cm.ids.handles(|c| c.owner == Some(s)) {
-            self.destroy(id);
+        while self.forget_ids(s, usize::MAX) {}
+    }
+
+    /// Gives up to `most` identifiers of a session back, whose events nobody fetches any more; true if others are left.
+    pub fn forget_ids(&mut self, s: SessionId, most: usize) -> bool {
+        while let Some((&key, _)) = self.cm.events.range((s, 0)..=(s, u16::MAX)).next() {
+            self.cm.events.remove(&key);
         }
-        self.cm.events.retain(|k, _| k.0 != s);
+        let mut left = most;
+        while let Some((&key, &id)) = self.cm.numbers.range((s, 0)..=(s, u32::MAX)).next().filter(|_| left > 0) {
+            self.cm.numbers.remove(&key);
+            self.destroy(id);
+            left -= 1;
+        }
         self.deliver_local_mads();
+        left == 0
     }
 
     /// A vRNIC is gone: so are connections that waited for their last answer.

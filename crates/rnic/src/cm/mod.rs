@@ -10,7 +10,7 @@ mod ids;
 mod protocol;
 
 use std::cmp::Reverse;
-use std::collections::{BinaryHeap, HashMap, VecDeque};
+use std::collections::{BTreeMap, BinaryHeap, HashMap, VecDeque};
 use std::net::{IpAddr, Ipv4Addr, Ipv6Addr};
 
 use unirdma_abi as abi;
@@ -219,7 +219,7 @@ pub(crate) struct Early {
 pub(crate) struct Cm {
     pub ids: Slab<CmId>,
     /// By owner and number.
-    pub numbers: HashMap<(SessionId, u32), Id>,
+    pub numbers: BTreeMap<(SessionId, u32), Id>,
     /// How many each vRNIC has.
     pub used: HashMap<VnicId, usize>,
     /// The identifiers that have a port: by vRNIC, port space and port.
@@ -227,7 +227,7 @@ pub(crate) struct Cm {
     pub by_local_id: HashMap<u32, Id>,
     /// Requests that came in: of a vRNIC, from a GID, with a communication ID, for datagrams or not.
     pub requests: HashMap<(VnicId, Gid, u32, bool), Id>,
-    pub events: HashMap<(SessionId, u16), VecDeque<abi::CmEvent>>,
+    pub events: BTreeMap<(SessionId, u16), VecDeque<abi::CmEvent>>,
     pub timers: BinaryHeap<Reverse<(u64, Id, u32)>>,
     /// How many timers were left when the stopped ones were thrown away the last time.
     pub timers_kept: usize,

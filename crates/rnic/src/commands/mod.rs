@@ -289,19 +289,6 @@ impl Core {
         self.made(Object::Mr(mr)).inspect_err(|_| self.objects.remove_mr(mr))
     }
 
-    /// A memory region of the session is gone: MRs in it grant nothing any more (X28).
-    pub fn revoke_region(&mut self, s: SessionId, region: u64) {
-        let Some(session) = self.objects.sessions.get(s.0) else { return };
-        let lies_there = |h: &Handle<Mr>| self.objects.mrs.get(*h).is_some_and(|m| m.regions.contains(&region));
-        let gone: Vec<Handle<Mr>> = session.names.mrs.values().copied().filter(lies_there).collect();
-        for h in gone {
-            match self.objects.mrs.get(h).and_then(|m| m.window) {
-                Some(_) => self.objects.unbind(h),
-                None => self.remove(Object::Mr(h)),
-            }
-        }
-    }
-
     /// CREATE_AH: the destination is looked up here, once.
     ///
     /// # Errors

@@ -116,7 +116,7 @@ fn may_flush(tables: &Tables<'_>, p: &Qp, r: &Request) -> bool {
     let need = remote_access(WrOpcode::Flush);
     match flush::parts(r.word).1 {
         flush::RANGE => tables.allows(remote(p, need, r.rkey, r.va), r.len),
-        _ => tables.mrs.remote(r.rkey).is_some_and(|m| m.pd == p.pd && m.access & need != 0),
+        _ => tables.mrs.remote(r.rkey).is_some_and(|m| m.pd == p.pd && m.access & need != 0 && tables.lives(m)),
     }
 }
 

@@ -6,6 +6,7 @@ mod door;
 mod dropped;
 mod fast;
 mod fetched;
+mod graves;
 mod hollow;
 mod ids;
 mod inbox;
@@ -15,6 +16,7 @@ mod names;
 mod qp;
 mod qpns;
 mod queues;
+mod revoked;
 mod session;
 mod stage;
 mod staging;
@@ -35,6 +37,7 @@ pub use dropped::Dropped;
 pub(crate) use fast::Freed;
 pub use fast::PageList;
 pub(crate) use fetched::{Fetched, Room};
+pub(crate) use graves::{Dead, Grave, Graves, Remains};
 pub(crate) use hollow::{Hollow, PAGE_TIME};
 pub use ids::{SessionId, VnicId};
 pub(crate) use ids::{SessionKind, VnicKind};
@@ -47,6 +50,7 @@ pub use qp::{CreateQp, QpInfo};
 pub(crate) use qpns::QpnSpace;
 pub(crate) use queues::{Cq, Domains, Moderation, Pd, Srq, XrcSrq, Xrcd};
 pub use queues::{OpenXrcd, SrqAttr, SrqInfo};
+pub(crate) use revoked::Revoked;
 pub(crate) use session::{Names, Session};
 pub(crate) use stage::{Stage, Staged};
 pub(crate) use vnic::{Begun, Used, Vnic};
@@ -69,6 +73,7 @@ pub(crate) struct Objects {
     pub by_gid: HashMap<(u32, Gid), Vec<VnicId>>,
     pub sessions: Slab<Session, SessionKind>,
     pub dropped: Dropped,
+    pub graves: Graves,
     pub doors: Slab<Door>,
     pub pds: Slab<Pd>,
     pub mrs: MrTable,

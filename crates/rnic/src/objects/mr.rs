@@ -52,6 +52,8 @@ pub(crate) struct Mr {
     pub len: u64,
     /// Memory regions of the session that it lies in; it dies with any of them.
     pub regions: Arc<[u64]>,
+    /// None of them was gone when regions of the session had gone so many times.
+    pub checked: Cell<u32>,
     pub backing: Backing,
     /// What its driver says of the way that its memory goes: [`unirdma_abi::mr_way`] and [`unirdma_abi::mr_why`].
     pub note: u32,
@@ -183,6 +185,7 @@ impl Mr {
             iova: 0,
             len: 0,
             regions: [].into(),
+            checked: Cell::new(0),
             backing: Backing::Mapped(Span::anonymous(0)),
             note: 0,
             served: Served::default(),

@@ -6,9 +6,10 @@ use unirdma_abi::Status;
 
 use unirdma_formats::Qpn;
 
+use super::session::Numbered;
 use super::{Ah, Backing, Cq, Door, Limits, Mr, Names, Objects, Pd, Qp, SessionId, Srq, Used, VnicId, Xrcd};
 use crate::random::Rng;
-use crate::slab::{ByNumber, Handle, Slab};
+use crate::slab::{Handle, Slab};
 
 type Result<T> = std::result::Result<T, Status>;
 
@@ -40,9 +41,10 @@ impl Objects {
     /// A number for an object that session `s` is about to have.
     ///
     /// # Errors
-    /// `Exhausted` after at least 2^31 of them.
+    /// `BadHandle` if it is gone, `Exhausted` after at least 2^31 of them.
     pub fn new_number(&mut self, s: SessionId) -> Result<u32> {
-        self.sessions.get_mut(s.0).ok_or(Status::BadHandle)?.names.next().ok_or(Status::Exhausted)
+        let session = self.sessions.get_mut(s.0).filter(|s| !s.gone).ok_or(Status::BadHandle)?;
+        session.names.next().ok_or(Status::Exhausted)
     }
 
     /// What session `s` has.
@@ -50,7 +52,7 @@ impl Objects {
         self.sessions.get_mut(s.0).map(|s| &mut s.names)
     }
 
-    fn find<T>(&self, s: SessionId, n: u32, table: impl Fn(&Names) -> &ByNumber<Handle<T>>) -> Result<Handle<T>> {
+    fn find<T>(&self, s: SessionId, n: u32, table: impl Fn(&Names) -> &Numbered<T>) -> Result<Handle<T>> {
         let names = &self.sessions.get(s.0).ok_or(Status::BadHandle)?.names;
         table(names).get(&n).copied().ok_or(Status::BadHandle)
     }
@@ -66,11 +68,16 @@ impl Objects {
     /// An MR or a window.
     pub fn own_mr(&self, s: SessionId, n: u32) -> Result<(Handle<Mr>, &Mr)> {
         let h = self.find(s, n, |t| &t.mrs)?;
-        self.mrs.get(h).map(|m| (h, m)).ok_or(Status::BadHandle)
+        self.mrs.get(h).filter(|m| self.lives(m)).map(|m| (h, m)).ok_or(Status::BadHandle)
+    }
+
+    /// False if an MR or a window is dead and only not freed yet.
+    pub fn lives(&self, m: &Mr) -> bool {
+        self.memory().lives(m)
     }
 
     pub fn own_ah(&self, s: SessionId, n: u32) -> Result<Handle<Ah>> {
-        self.find(s, n, |t| &t.ahs)
+        self.sessions.get(s.0).and_then(|s| s.names.ahs.get(&n)).copied().ok_or(Status::BadHandle)
     }
 
     pub fn own_srq(&self, s: SessionId, n: u32) -> Result<(Handle<Srq>, &Srq)> {

@@ -1,6 +1,6 @@
 //! Sessions: the frontends of vRNICs, with the numbers by which they call their objects.
 
-use std::collections::BTreeSet;
+use std::collections::{BTreeMap, BTreeSet};
 use std::sync::Arc;
 
 use unirdma_mem::Bell;
@@ -12,23 +12,28 @@ use super::ids::VnicId;
 use super::mr::{Mr, Resolve};
 use super::qp::Qp;
 use super::queues::{Cq, Pd, Srq, Xrcd};
+use super::revoked::Revoked;
 use super::stage::Stage;
 use crate::random::Rng;
 use crate::slab::{ByNumber, Handle};
+
+/// Objects of a session, in the order of their numbers, which is that of their making: a part of them can be taken, and the next part later.
+pub(crate) type Numbered<T> = BTreeMap<u32, Handle<T>>;
 
 /// What a session calls its objects. No number is used twice, and none means anything to another session. The first one is
 /// random, so that a driver that takes another session's numbers for its own gets an error.
 #[derive(Default)]
 pub(crate) struct Names {
     pub last: u32,
-    pub pds: ByNumber<Handle<Pd>>,
-    pub cqs: ByNumber<Handle<Cq>>,
-    pub mrs: ByNumber<Handle<Mr>>,
+    pub pds: Numbered<Pd>,
+    pub cqs: Numbered<Cq>,
+    pub mrs: Numbered<Mr>,
+    /// Each datagram looks for one.
     pub ahs: ByNumber<Handle<Ah>>,
-    pub srqs: ByNumber<Handle<Srq>>,
-    pub xrcds: ByNumber<Handle<Xrcd>>,
+    pub srqs: Numbered<Srq>,
+    pub xrcds: Numbered<Xrcd>,
     /// Doorbell pages, that of SET_DOORBELL aside.
-    pub doors: ByNumber<Handle<Door>>,
+    pub doors: Numbered<Door>,
     /// QPs that it owns or has opened.
     pub qps: BTreeSet<Handle<Qp>>,
 }
@@ -55,8 +60,16 @@ pub(crate) struct Session {
     pub bell: Option<Bell>,
     /// Its frontend has stopped: nothing is done for it.
     pub paused: bool,
+    /// Its frontend has left: it goes when the last of its dead objects is freed.
+    pub gone: bool,
     /// The number by which its driver has said that the memory of its MRs is somewhere else; 0: it is in its place.
     pub away: u32,
+    /// While this is not 0, MRs of it may be dead that are not freed yet: see [`Session::has`]. It counts what frees them.
+    pub dying: u32,
+    /// Objects with numbers up to this one are dead.
+    pub ended: u32,
+    /// Its memory regions that are gone while dead MRs in them are left.
+    pub revoked: Revoked,
     pub memory: Option<Arc<dyn Resolve>>,
     pub stage: Option<Stage>,
     /// Whether its memory has holes: that of its vRNIC.
@@ -67,5 +80,12 @@ impl Session {
     /// All its doorbell pages.
     pub fn doors(&self) -> impl Iterator<Item = Handle<Door>> {
         self.door.into_iter().chain(self.names.doors.values().copied())
+    }
+
+    /// True if one of its MRs, or windows, lives: neither the session nor a memory region that it lies in has ended since it was made.
+    /// All do while `dying` is 0.
+    #[cold]
+    pub fn has(&self, m: &Mr) -> bool {
+        m.number > self.ended && !self.revoked.concerns(m)
     }
 }

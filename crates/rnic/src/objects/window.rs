@@ -82,7 +82,11 @@ impl Objects {
             (wqe.remote_addr, wqe.compare_add, Lkey(wqe.swap as u32), (wqe.swap >> 32) as u32);
         let (pd, qpn) = (q.pd, q.qpn);
         let mw = self.mrs.like(Rkey(wqe.rkey))?;
-        let m = self.mrs.get(mw).filter(|m| m.pd == pd)?;
+        if self.mrs.get(mw).is_some_and(|m| m.pd == pd && !self.lives(m)) {
+            // The memory that it was bound to is gone.
+            self.unbind(mw);
+        }
+        let m = self.mrs.get(mw).filter(|m| m.pd == pd && self.lives(m))?;
         let window = m.window?;
         let freed = (!window.second).then_some(Freed { session: m.owner, grant: wqe.rkey >> 8 });
         if window.second && window.parent.is_some() || flags & !(access::MW_SUPPORTED | access::OPTIONAL_RANGE) != 0 {
@@ -94,7 +98,7 @@ impl Objects {
             return Some(freed);
         }
         let parent = self.mrs.local_handle(lkey)?;
-        let p = self.mrs.get(parent).filter(|m| m.grants(pd, access::MW_BIND, addr, len))?;
+        let p = self.mrs.get(parent).filter(|m| m.grants(pd, access::MW_BIND, addr, len) && self.lives(m))?;
         if flags & (access::REMOTE_WRITE | access::REMOTE_ATOMIC) != 0 && p.access & access::LOCAL_WRITE == 0 {
             return None;
         }

@@ -1,6 +1,7 @@
 //! Reading a vRNIC in. Everything is asked for and checked first; from then on nothing can fail, so a record is restored whole or not at
 //! all.
 
+use std::cell::Cell;
 use std::collections::HashMap;
 
 use unirdma_formats::net::Flow;
@@ -14,7 +15,7 @@ use crate::core::Core;
 use crate::multicast::MAX_MULTICAST_QPS;
 use crate::objects::{
     Ah, Backing, Backlog, Begun, Connection, Cq, Datagrams, Door, Fetched, Held, Hollow, Labour, Local, Moderation, Mr,
-    NO_SLOT, Names, Note, PAGE_TIME, Pause, Pd, Qp, Room, Served, Session, SessionId, Srq, Stage, Used, Vnic, VnicId,
+    NO_SLOT, Names, Note, PAGE_TIME, Pause, Pd, Qp, Revoked, Room, Served, Session, SessionId, Srq, Stage, Used, Vnic, VnicId,
     Wait, Window, Work, XrcSrq, Xrcd,
 };
 use crate::output::Output;
@@ -230,7 +231,11 @@ impl<'a> Restorer<'a> {
             door: None,
             bell: self.given.doorbells.get(&(session, 0)).cloned(),
             paused: *paused,
+            gone: false,
             away: *away,
+            dying: 0,
+            ended: 0,
+            revoked: Revoked::default(),
             memory: self.given.memories.remove(&session),
             stage,
             hollow,
@@ -397,6 +402,7 @@ impl<'a> Restorer<'a> {
             iova: *iova,
             len: *len,
             regions: regions.clone().into(),
+            checked: Cell::new(0),
             backing,
             note: *note,
             served: Served::default(),

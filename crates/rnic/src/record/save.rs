@@ -42,6 +42,7 @@ impl Rnic {
     /// ended.
     pub fn save_vnic(&mut self, now: u64, id: VnicId) -> Option<Record> {
         self.at(now).settle(id);
+        while self.bury_of(id, usize::MAX) {}
         Saver::new(&self.core, &self.cm, id).vnic(id).map(Record)
     }
 
@@ -67,7 +68,7 @@ impl Rnic {
 impl Core {
     /// The sessions of a vRNIC, with the numbers by which records call them.
     pub fn numbered_sessions(&self, id: VnicId) -> Vec<(u32, SessionId)> {
-        let of_vnic = self.objects.sessions.iter().filter(|(_, s)| s.vnic == id);
+        let of_vnic = self.objects.sessions.iter().filter(|(_, s)| s.vnic == id && !s.gone);
         let mut all: Vec<_> = of_vnic.map(|(h, s)| (s.number, SessionId(h))).collect();
         all.sort_unstable();
         all
@@ -143,8 +144,8 @@ impl Core {
 }
 
 /// The list of a table of names, in the order of the numbers.
-fn sorted<T>(names: &crate::slab::ByNumber<Handle<T>>) -> Vec<(u32, Handle<T>)> {
-    let mut all: Vec<_> = names.iter().map(|(&n, &h)| (n, h)).collect();
+fn sorted<'a, T: 'a>(names: impl IntoIterator<Item = (&'a u32, &'a Handle<T>)>) -> Vec<(u32, Handle<T>)> {
+    let mut all: Vec<_> = names.into_iter().map(|(&n, &h)| (n, h)).collect();
     all.sort_unstable_by_key(|e| e.0);
     all
 }
@@ -253,7 +254,23 @@ impl<'a> Saver<'a> {
 
     fn session(&self, id: SessionId) -> Option<SessionData> {
         let live = self.core.objects.sessions.get(id.0)?;
-        let Session { vnic: _, number, names, door: _, bell: _, paused, away, memory, stage, hollow: _ } = live;
+        // What was dead is buried.
+        let Session {
+            vnic: _,
+            number,
+            names,
+            door: _,
+            bell: _,
+            paused,
+            gone: _,
+            away,
+            dying: _,
+            ended: _,
+            revoked: _,
+            memory,
+            stage,
+            hollow: _,
+        } = live;
         let mut doors: Vec<_> = live.doors().filter_map(|h| self.core.objects.doors.get(h)).map(door).collect();
         doors.sort_unstable_by_key(|d| d.number);
         let (core, objects) = (self.core, &self.core.objects);
@@ -328,7 +345,7 @@ impl<'a> Saver<'a> {
     }
 
     fn mr(&self, m: &Mr) -> MrData {
-        let Mr { key, window, windows: _, owner: _, number, pd, access, iova, len, regions, backing, note, served: _ } =
+        let Mr { key, window, windows: _, owner: _, number, pd, access, iova, len, regions, checked: _, backing, note, served: _ } =
             m;
         let kind = match window {
             None => MrKind::Region(backing.way()),

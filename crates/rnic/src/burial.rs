@@ -1,0 +1,140 @@
+//! What ends much: a session with all that it has, or a memory region with the MRs in it. Whatever is dead nobody finds from that moment on.
+//! It is freed afterwards, [`MAX_BURIED`] objects each time that somebody has the RNIC: so the end of many objects delays nobody.
+
+use crate::core::Core;
+use crate::executor::Object;
+use crate::objects::{Dead, Grave, Mr, Remains, SessionId, VnicId};
+
+/// Objects that are freed, or looked at, while the RNIC is held once.
+pub const MAX_BURIED: usize = 64;
+/// What it takes to free an object, roughly, nanoseconds. Whoever had it is charged for it.
+const BURY_NS: u64 = 200;
+
+/// The next object of a session that has ended to be freed. PDs come after what is in them.
+fn next(remains: &mut Remains) -> Option<Object> {
+    let mr = remains.mrs.next().map(|e| Object::Mr(e.1));
+    let ah = || remains.ahs.next().map(|e| Object::Ah(e.1));
+    mr.or_else(ah).or_else(|| remains.pds.next().map(|e| Object::Pd(e.1)))
+}
+
+impl Core {
+    /// True while dead objects are not freed: [`Core::bury`] is to be called.
+    pub fn has_dead(&self) -> bool {
+        !self.objects.graves.is_empty()
+    }
+
+    /// Frees up to `most` dead objects; true if others are left.
+    pub fn bury(&mut self, most: usize) -> bool {
+        if let Some(grave) = self.objects.graves.pop_front() {
+            self.bury_in(grave, most);
+        }
+        self.has_dead()
+    }
+
+    /// As [`Core::bury`], of one vRNIC.
+    pub fn bury_of(&mut self, id: VnicId, most: usize) -> bool {
+        let is_of = |g: &Grave| g.vnic == id;
+        if let Some(grave) = self.objects.graves.iter().position(is_of).and_then(|at| self.objects.graves.remove(at)) {
+            self.bury_in(grave, most);
+        }
+        self.objects.graves.iter().any(is_of)
+    }
+
+    /// Ends up to `most` of the objects of a session that do something by themselves: QPs, SRQs, CQs and XRC domains, in this order, since
+    /// each uses those that follow. True if others are left.
+    pub(crate) fn quiesce_objects(&mut self, id: SessionId, most: usize) -> bool {
+        for _ in 0..most {
+            let Some(s) = self.objects.sessions.get_mut(id.0) else { return false };
+            let (vnic, names) = (s.vnic, &mut s.names);
+            if let Some(h) = names.qps.pop_first() {
+                while self.leave_qp(h, id) {}
+            } else if let Some((_, h)) = names.srqs.pop_first() {
+                self.remove(Object::Srq(h));
+            } else if let Some((_, h)) = names.cqs.pop_first() {
+                self.remove(Object::Cq(h));
+            } else if let Some((_, h)) = names.xrcds.pop_first() {
+                self.objects.remove_xrcd(h);
+            } else {
+                return false;
+            }
+            self.sched.charge(vnic, BURY_NS);
+        }
+        true
+    }
+
+    /// All that a session has is dead. Nothing of it does anything by itself any more: see [`Core::quiesce_objects`].
+    pub(crate) fn end_objects(&mut self, id: SessionId) {
+        let Some(s) = self.objects.sessions.get_mut(id.0) else { return };
+        let (vnic, names) = (s.vnic, &mut s.names);
+        let remains = Remains {
+            mrs: std::mem::take(&mut names.mrs).into_iter(),
+            ahs: std::mem::take(&mut names.ahs).into_iter(),
+            pds: std::mem::take(&mut names.pds).into_iter(),
+        };
+        s.ended = names.last;
+        s.dying += 1;
+        self.bury_in(Grave { vnic, session: id, dead: Dead::Session(Box::new(remains)) }, MAX_BURIED);
+    }
+
+    /// Memory regions of a session are gone: MRs in them are dead (X28).
+    pub fn revoke_regions(&mut self, id: SessionId, regions: &[u64]) {
+        let Some(s) = self.objects.sessions.get_mut(id.0) else { return };
+        if regions.is_empty() || s.names.mrs.is_empty() {
+            return;
+        }
+        let (vnic, looks) = (s.vnic, s.revoked.looks());
+        s.revoked.add(regions);
+        if !looks {
+            s.revoked.begin_look();
+            s.dying += 1;
+            self.bury_in(Grave { vnic, session: id, dead: Dead::Regions }, MAX_BURIED);
+        }
+        // What they had begun is tried again, and finds out.
+        self.jobs.stop(id);
+    }
+
+    /// Frees up to `most` of the objects in a grave. It is kept if there are others.
+    fn bury_in(&mut self, mut grave: Grave, most: usize) {
+        let (done, more) = match &mut grave.dead {
+            Dead::Session(remains) => {
+                let before = remains.len();
+                std::iter::from_fn(|| next(remains)).take(most).for_each(|object| self.remove(object));
+                (before - remains.len(), remains.len() > 0)
+            }
+            Dead::Regions => self.bury_revoked(grave.session, most),
+        };
+        self.sched.charge(grave.vnic, done as u64 * BURY_NS);
+        if more {
+            return self.objects.graves.push_back(grave);
+        }
+        let Some(s) = self.objects.sessions.get_mut(grave.session.0) else { return };
+        s.dying -= 1;
+        if s.gone && s.dying == 0 {
+            self.objects.sessions.remove(grave.session.0);
+        }
+    }
+
+    /// Looks at up to `most` further MRs of a session, and frees those in memory regions that it has lost: how many it has looked at, and
+    /// whether there are others.
+    fn bury_revoked(&mut self, id: SessionId, most: usize) -> (usize, bool) {
+        let Some(s) = self.objects.sessions.get(id.0) else { return (0, false) };
+        let mrs: Vec<_> = s.names.mrs.range(s.revoked.next..).take(most).map(|(&n, &h)| (n, h)).collect();
+        for &(_, h) in &mrs {
+            let revoked = |m: &&Mr| self.objects.sessions.get(id.0).is_some_and(|s| s.revoked.concerns(m));
+            match self.objects.mrs.get(h).filter(revoked).map(|m| m.window.is_some()) {
+                Some(true) => self.objects.unbind(h),
+                Some(false) => self.remove(Object::Mr(h)),
+                None => {}
+            }
+        }
+        let Some(s) = self.objects.sessions.get_mut(id.0) else { return (mrs.len(), false) };
+        let more = match mrs.last() {
+            Some((last, _)) if mrs.len() == most => {
+                s.revoked.next = last.saturating_add(1);
+                true
+            }
+            _ => s.revoked.begin_look(),
+        };
+        (mrs.len(), more)
+    }
+}

@@ -1,0 +1,39 @@
+//! Dead objects, which nobody finds any more and which are not freed yet.
+
+use std::collections::{VecDeque, btree_map, hash_map};
+
+use super::datagram::Ah;
+use super::ids::{SessionId, VnicId};
+use super::mr::Mr;
+use super::queues::Pd;
+use crate::slab::Handle;
+
+/// Dead objects of a session.
+pub(crate) struct Grave {
+    pub vnic: VnicId,
+    pub session: SessionId,
+    pub dead: Dead,
+}
+
+pub(crate) enum Dead {
+    /// All that the session had.
+    Session(Box<Remains>),
+    /// Its MRs in memory regions that it has lost, which are among its others.
+    Regions,
+}
+
+/// What a session had. None of it does anything by itself.
+pub(crate) struct Remains {
+    pub mrs: btree_map::IntoIter<u32, Handle<Mr>>,
+    pub ahs: hash_map::IntoIter<u32, Handle<Ah>>,
+    pub pds: btree_map::IntoIter<u32, Handle<Pd>>,
+}
+
+impl Remains {
+    pub fn len(&self) -> usize {
+        self.mrs.len() + self.ahs.len() + self.pds.len()
+    }
+}
+
+/// All dead objects, those of each session in turn.
+pub(crate) type Graves = VecDeque<Grave>;

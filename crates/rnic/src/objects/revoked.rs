@@ -1,0 +1,52 @@
+//! Memory regions that a session has lost while MRs lie in them. Such an MR is dead from the moment on when the region goes, whoever looks
+//! for it, and is freed later: a look at the MRs of the session, in the order of their numbers, a part at a time, finds them.
+
+use std::collections::HashSet;
+
+use super::mr::Mr;
+
+/// Regions whose MRs are not all freed.
+#[derive(Default)]
+pub(crate) struct Revoked {
+    /// Regions whose MRs the present look frees.
+    now: HashSet<u64>,
+    /// Regions that went since it began. The next look is for them.
+    then: HashSet<u64>,
+    /// Counts the times that regions went.
+    times: u32,
+    /// MRs with numbers from this one on are still to be looked at.
+    pub next: u32,
+}
+
+impl Revoked {
+    /// These regions are gone.
+    pub fn add(&mut self, regions: &[u64]) {
+        self.times = self.times.wrapping_add(1);
+        self.then.extend(regions);
+    }
+
+    /// True while there is a look to be done.
+    pub fn looks(&self) -> bool {
+        !self.now.is_empty()
+    }
+
+    /// The present look has come to the last MR. True if there is another one to do, from the first MR on.
+    pub fn begin_look(&mut self) -> bool {
+        self.now = std::mem::take(&mut self.then);
+        self.next = 0;
+        !self.now.is_empty()
+    }
+
+    /// True if an MR lies in one of them. A session may have many regions, and an MR may lie in many: the answer for one that does not is
+    /// kept at the MR until further regions go.
+    pub fn concerns(&self, m: &Mr) -> bool {
+        if m.checked.get() == self.times {
+            return false;
+        }
+        let gone = m.regions.iter().any(|r| self.now.contains(r) || self.then.contains(r));
+        if !gone {
+            m.checked.set(self.times);
+        }
+        gone
+    }
+}
