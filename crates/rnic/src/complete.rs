@@ -93,7 +93,8 @@ impl Core {
 
     pub(crate) fn arm_events(&mut self, cqn: Handle<Cq>, at: u64) {
         if let Some(s) = self.objects.cqs.get(cqn).and_then(|c| self.objects.sessions.get(c.owner.0)) {
-            self.sched.arm(s.vnic, at, Due::Events(cqn), usize::MAX, |_| false);
+            let vnic = s.vnic;
+            self.arm(vnic, at, Due::Events(cqn));
         }
     }
 
@@ -128,7 +129,6 @@ impl Core {
             w.wait = Wait::No;
         }
         q.timer = q.timer.wrapping_add(1);
-        let held = q.datagrams_mut().map_or(0, |d| std::mem::take(&mut d.backlog).held.len());
         if was != QpState::Err {
             q.rings.set_rq_notify(true);
             let shares = q.srq.is_some() && q.typ != QpType::XrcRecv;
@@ -139,8 +139,9 @@ impl Core {
                 self.emit(owner, AsyncEvent::QpLastWqeReached, qpn.0);
             }
         }
-        if held > 0 {
-            self.objects.count(h, |c| c.dropped += held as u64);
+        let dropped = self.drop_backlog(h);
+        if dropped > 0 {
+            self.objects.count(h, |c| c.dropped += dropped as u64);
         }
         self.make_runnable(h);
     }

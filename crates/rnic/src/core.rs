@@ -148,12 +148,19 @@ impl Core {
         let Some(q) = self.objects.qps.get_mut(qp) else { return };
         q.timer = q.timer.wrapping_add(1);
         let (vnic, due) = (q.vnic, Due::Wait(qp, q.timer));
-        let (qps, limit) = (&self.objects.qps, 2 * self.objects.qpns.len());
-        let stopped = |due: &Due| match *due {
+        self.arm(vnic, at, due);
+    }
+
+    /// Sets a timer of a vRNIC.
+    pub(crate) fn arm(&mut self, vnic: VnicId, at: u64, due: Due) {
+        let (qps, cqs) = (&self.objects.qps, &self.objects.cqs);
+        let stopped = |&(at, due): &(u64, Due)| match due {
             Due::Wait(qp, timer) => qps.get(qp).is_none_or(|q| q.timer != timer),
-            Due::Pace(_) | Due::Events(_) => false,
+            Due::Pace(qp) => qps.get(qp).is_none(),
+            Due::Backlog(qp) => qps.get(qp).and_then(Qp::datagrams).is_none_or(|d| d.backlog.due_at != at),
+            Due::Events(cq) => cqs.get(cq).is_none(),
         };
-        self.sched.arm(vnic, at, due, limit, stopped);
+        self.sched.arm(vnic, at, due, stopped);
     }
 
     pub(crate) fn push_output(&mut self, o: Output) {

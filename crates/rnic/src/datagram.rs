@@ -16,9 +16,9 @@ use crate::access::{Miss, local_side, recv_side};
 use crate::core::Core;
 use crate::exec::{NoRecv, Outcome, RecvDone};
 use crate::job::Made;
-use crate::objects::{Ah, Datagrams, Held, Note, Placing, Qp, Target, VnicId, Wait, Work};
+use crate::objects::{Ah, Datagrams, Held, Note, Pause, Placing, Qp, Target, VnicId, Wait, Work};
 use crate::path::{Arrival, Path};
-use crate::sched::MOMENT_NS;
+use crate::sched::{Due, MOMENT_NS};
 use crate::slab::Handle;
 
 /// A Q_Key with this bit stands for the QP's own (IBTA vol. 1, 10.2.5).
@@ -31,8 +31,15 @@ const HOLD_NS: u64 = 10_000_000;
 const MAX_MADS: usize = 1024;
 /// Members of a multicast group that get a datagram in one go: then others have their turn.
 const MEMBERS_AT_ONCE: u32 = 2;
-/// Most bytes of datagrams that wait at one QP.
+/// Most bytes of datagrams that wait at one QP, and of those that its vRNIC has room for no more than half of what its other QPs leave.
 const HOLD_BYTES: usize = 1 << 20;
+/// Most datagrams that are delivered, or dropped, at a time: then others have their turn.
+const DRAINED_AT_ONCE: usize = 16;
+/// Nobody rings for the receives of an SRQ, nor when memory has moved. So a QP that waits for them looks again after a part of the time that
+/// its first datagram has waited,
+const LOOK_AGAIN_PART: u64 = 4;
+/// and at most after this time, ns.
+const LOOK_AGAIN_NS: u64 = 50_000;
 
 impl Core {
     /// Sends the datagram of a checked WQE.
@@ -237,81 +244,130 @@ impl Core {
         }
     }
 
-    /// Keeps a datagram, on the heap, until there is a receive for it, and the receive's memory can be reached.
+    /// Keeps a datagram, on the heap, until there is a receive for it, and the receive's memory can be reached. It is on the account of the
+    /// receiver, of which it may take a part only, and is dropped if there is no room: a sender can take nothing else from it.
     fn hold(&mut self, h: Handle<Qp>, flow: &Flow, data: &[u8], note: Note) {
         let until = self.now.saturating_add(HOLD_NS);
         let Some(q) = self.objects.qps.get_mut(h) else { return };
-        let size = data.len() + size_of::<Held>();
-        let Some(Datagrams { backlog, .. }) = q.datagrams_mut() else { return };
-        if backlog.bytes + size > HOLD_BYTES {
+        let (vnic, shared) = (q.vnic, q.srq.is_some());
+        let (Some(v), Some(Datagrams { backlog, .. })) = (self.objects.vnics.get(vnic.0), q.datagrams_mut()) else {
+            return;
+        };
+        let bytes = Held::bytes_of(data.len());
+        if backlog.taken.bytes() + bytes > HOLD_BYTES || !backlog.taken.take_part(&v.rooms.datagrams, bytes) {
             return self.objects.count_dropped(h);
         }
         self.starved |= !backlog.waits();
-        backlog.bytes += size;
-        backlog.held.push_back(Held { until, flow: *flow, data: data.into(), note });
-        if q.srq.is_some() {
-            return self.look_again(h);
+        backlog.push(Held { until, flow: *flow, data: data.into(), note });
+        if !shared {
+            // From now on the driver rings when it posts a receive. A receive that was posted before is found in the QP's turn.
+            q.rings.set_rq_notify(true);
+            self.make_runnable(h);
         }
-        // From now on the driver rings when it posts a receive. A receive that was posted before is found in the QP's turn.
-        q.rings.set_rq_notify(true);
-        self.make_runnable(h);
+        self.look_again(h, shared);
     }
 
-    /// Gives QP `h` a turn in a moment.
-    fn look_again(&mut self, h: Handle<Qp>) {
-        let soon = self.now.saturating_add(MOMENT_NS);
-        let datagrams = self.objects.qps.get_mut(h).and_then(Qp::datagrams_mut);
-        if datagrams.is_some_and(|d| !std::mem::replace(&mut d.backlog.listed, true)) {
-            self.sched.soon(soon, h);
+    /// Sees to it that the backlog of QP `h` is looked at when its first datagram has waited long enough, or, if nobody will ring, before that.
+    fn look_again(&mut self, h: Handle<Qp>, nobody_rings: bool) {
+        let now = self.now;
+        let Some(q) = self.objects.qps.get_mut(h) else { return };
+        let vnic = q.vnic;
+        let Some(Datagrams { backlog, .. }) = q.datagrams_mut() else { return };
+        let Some(first) = backlog.held.front() else { return };
+        let over = first.until.saturating_add(1);
+        let waited = HOLD_NS.saturating_sub(over.saturating_sub(now));
+        let soon = now.saturating_add((waited / LOOK_AGAIN_PART).clamp(MOMENT_NS, LOOK_AGAIN_NS));
+        let at = if nobody_rings { soon.min(over) } else { over };
+        if at < backlog.due_at {
+            backlog.due_at = at;
+            self.arm(vnic, at, Due::Backlog(h));
         }
     }
 
-    /// Delivers the datagrams that wait, as far as there are receives, and drops those that waited too long.
-    pub(crate) fn drain_backlog(&mut self, h: Handle<Qp>) {
-        loop {
+    /// The timer of a backlog has fired: datagrams that have waited too long are dropped, and the others are looked at in the QP's turn.
+    pub(crate) fn backlog_due(&mut self, h: Handle<Qp>) {
+        let now = self.now;
+        let Some(q) = self.objects.qps.get_mut(h) else { return };
+        let runs = q.pause == Pause::No;
+        let Some(Datagrams { backlog, .. }) = q.datagrams_mut().filter(|d| d.backlog.due_at <= now) else { return };
+        backlog.due_at = u64::MAX;
+        let over: Vec<Held> = (0..DRAINED_AT_ONCE).map_while(|_| backlog.pop_expired(now)).collect();
+        let n = over.len() as u64;
+        self.objects.count(h, |c| c.dropped += n);
+        if n > 0 {
+            self.objects.dropped.add(over);
+        }
+        if runs && self.objects.qps.get(h).is_some_and(Qp::has_backlog) {
+            self.make_runnable(h);
+        }
+        self.look_again(h, false);
+    }
+
+    /// Delivers the datagrams that wait, as far as there are receives, and drops those that waited too long. At most [`DRAINED_AT_ONCE`]; how many.
+    pub(crate) fn drain_backlog(&mut self, h: Handle<Qp>) -> usize {
+        for drained in 0..DRAINED_AT_ONCE {
             let now = self.now;
-            let Some(q) = self.objects.qps.get_mut(h) else { return };
+            let Some(q) = self.objects.qps.get_mut(h) else { return drained };
             let first = q.datagrams().and_then(|d| Some((d.backlog.held.front()?, d.backlog.placing)));
             let Some((first, placing)) = first else {
                 // One in ERR goes on to ask: receives that are posted to it are flushed.
                 q.rings.set_rq_notify(q.state == QpState::Err);
-                return;
+                return drained;
             };
-            let size = first.data.len() + size_of::<Held>();
             let expired = match placing {
-                Placing::Job(_) => return,
+                Placing::Job(_) => return drained,
                 Placing::Done(_) => false,
                 Placing::No => first.until < now,
             };
             let shared = q.srq.is_some();
             match self.take_recv(h) {
-                Err(NoRecv::Broken) => return self.break_qp(h),
-                // Nobody rings for the receives of an SRQ.
-                Err(NoRecv::Empty) if !expired && shared => return self.look_again(h),
-                Err(NoRecv::Empty) if !expired => return,
+                Err(NoRecv::Broken) => {
+                    self.break_qp(h);
+                    return drained;
+                }
+                Err(NoRecv::Empty) if !expired => {
+                    self.look_again(h, shared);
+                    return drained;
+                }
                 r => {
                     let Some(Datagrams { backlog, .. }) = self.objects.qps.get_mut(h).and_then(Qp::datagrams_mut)
                     else {
-                        return;
+                        return drained;
                     };
-                    let Some(d) = backlog.held.pop_front() else { return };
-                    backlog.bytes -= size;
+                    let Some(d) = backlog.pop() else { return drained };
                     if r.is_err() || expired {
                         self.objects.count_dropped(h);
                     } else if !self.put(h, &d.flow, &d.data, d.note) {
-                        let datagrams = self.objects.qps.get_mut(h).and_then(Qp::datagrams_mut);
-                        if let Some(Datagrams { backlog, .. }) = datagrams {
-                            backlog.bytes += size;
-                            backlog.held.push_front(d);
-                            if backlog.waits() {
-                                return;
-                            }
+                        if self.put_back(h, d) {
+                            self.look_again(h, true);
                         }
-                        return self.look_again(h);
+                        return drained;
                     }
                 }
             }
         }
+        self.look_again(h, false);
+        self.make_runnable(h);
+        DRAINED_AT_ONCE
+    }
+
+    /// The first datagram of a backlog could not be put into its receive now. True unless a job does that.
+    fn put_back(&mut self, h: Handle<Qp>, d: Held) -> bool {
+        let Some(q) = self.objects.qps.get_mut(h) else { return false };
+        let Some(v) = self.objects.vnics.get(q.vnic.0) else { return false };
+        let Some(Datagrams { backlog, .. }) = q.datagrams_mut() else { return false };
+        backlog.unpop(d, &v.rooms.datagrams);
+        !backlog.waits()
+    }
+
+    /// The datagrams that wait at QP `h` are lost; how many.
+    pub(crate) fn drop_backlog(&mut self, h: Handle<Qp>) -> usize {
+        let backlog = self.objects.qps.get_mut(h).and_then(Qp::datagrams_mut).map(|d| &mut d.backlog);
+        let Some(backlog) = backlog.filter(|b| !b.is_empty()) else { return 0 };
+        let backlog = std::mem::take(backlog);
+        let dropped = backlog.held.len();
+        self.objects.dropped.add(backlog);
+        dropped
     }
 
     /// Puts a datagram into the receive that QP `h` has taken. False if the receive's memory moves, or if a job has to do it; the receive

@@ -83,8 +83,8 @@ pub use core::Core;
 pub use job::Job;
 pub use multicast::MAX_MULTICAST_QPS;
 pub use objects::{
-    Backing, Counters, CreateQp, Dropped, Limits, MrNote, OpenXrcd, PageList, QpInfo, Resolve, SessionId, SrqAttr,
-    SrqInfo, Usage, VnicConfig, VnicId, WireCounters,
+    Account, Backing, Counters, CreateQp, Dropped, Limits, MrNote, OpenXrcd, PageList, QpInfo, Resolve, SessionId,
+    SrqAttr, SrqInfo, Usage, VnicConfig, VnicId, WireCounters,
 };
 pub use output::Output;
 pub use pace::{DEFAULT_WEIGHT, Share};

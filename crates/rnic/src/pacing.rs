@@ -38,7 +38,7 @@ impl Core {
         }
         let vnic = q.vnic;
         if !std::mem::replace(&mut q.pace.waits, true) {
-            self.sched.arm(vnic, after, Due::Pace(h), usize::MAX, |_| false);
+            self.arm(vnic, after, Due::Pace(h));
         }
         false
     }

@@ -18,7 +18,7 @@ use crate::slab::{Beside, Handle};
 pub(crate) const MOMENT_NS: u64 = 5_000;
 /// Virtual nanoseconds of a nanosecond at weight 1.
 const SCALE: u64 = 1 << 16;
-/// A vRNIC may have so many timers, and as many more as [`Scheduler::arm`] is told, before those that were stopped are thrown away.
+/// Stopped timers of a vRNIC are thrown away when it has so many more timers than twice those that were left the last time.
 const MANY_TIMERS: usize = 1024;
 /// A vRNIC may have so many turns in succession that find nothing to do: a program's request may be executed before the program rings.
 const FEW_IN_VAIN: u64 = 4;
@@ -34,6 +34,8 @@ pub(crate) enum Due {
     Wait(Handle<Qp>, u32),
     /// A QP with a rate limit, or of a vRNIC with one, may send again.
     Pace(Handle<Qp>),
+    /// Datagrams of a QP have waited long enough for a receive, or are to be looked at.
+    Backlog(Handle<Qp>),
     /// Completions of a CQ with moderation are to be reported.
     Events(Handle<Cq>),
 }
@@ -58,6 +60,8 @@ struct Agenda {
     /// QPs with work, in turn.
     run: VecDeque<Handle<Qp>>,
     timers: BinaryHeap<Reverse<(u64, Due)>>,
+    /// How many timers were left when stopped ones were thrown away the last time.
+    timers_kept: usize,
 }
 
 impl Agenda {
@@ -93,6 +97,7 @@ impl Scheduler {
             rung: VecDeque::new(),
             run: VecDeque::new(),
             timers: BinaryHeap::new(),
+            timers_kept: 0,
         };
         self.agendas.insert(id.0, agenda);
     }
@@ -163,11 +168,13 @@ impl Scheduler {
     }
 
     /// Sets a timer. `stopped` tells which of the timers that were set before mean nothing any more.
-    pub fn arm(&mut self, id: VnicId, at: u64, due: Due, limit: usize, stopped: impl Fn(&Due) -> bool) {
+    pub fn arm(&mut self, id: VnicId, at: u64, due: Due, stopped: impl Fn(&(u64, Due)) -> bool) {
         let Some(a) = self.agendas.get_mut(id.0) else { return };
-        // The timer of a wait that is over stays until it fires, which may be hours later, so their number is bounded here.
-        if a.timers.len() > MANY_TIMERS.saturating_add(limit) {
-            a.timers.retain(|Reverse((_, due))| !stopped(due));
+        // The timer of a wait that is over stays until it fires, which may be hours later, so their number is bounded here. Each such walk
+        // is paid for by as many timers that were set before it.
+        if a.timers.len() > MANY_TIMERS + 2 * a.timers_kept {
+            a.timers.retain(|Reverse(timer)| !stopped(timer));
+            a.timers_kept = a.timers.len();
         }
         a.timers.push(Reverse((at, due)));
         self.set_wake(id);
@@ -348,10 +355,10 @@ mod tests {
         let (a, b) = (vnic(1), vnic(2));
         s.add(a, 100);
         s.add(b, 100);
-        let never = |_: &Due| false;
-        s.arm(a, 500, Due::Wait(qp(1), 1), 0, never);
-        s.arm(a, 300, Due::Pace(qp(2)), 0, never);
-        s.arm(b, 400, Due::Wait(qp(3), 1), 0, never);
+        let never = |_: &(u64, Due)| false;
+        s.arm(a, 500, Due::Wait(qp(1), 1), never);
+        s.arm(a, 300, Due::Pace(qp(2)), never);
+        s.arm(b, 400, Due::Wait(qp(3), 1), never);
         assert_eq!(s.next_timeout(), Some(300));
         assert_eq!(s.begin_turn(299), None);
         assert_eq!(s.begin_turn(300), Some(a));
@@ -375,9 +382,9 @@ mod tests {
         let a = vnic(1);
         s.add(a, 100);
         for i in 0..100_000u32 {
-            s.arm(a, 1 << 40, Due::Wait(qp(1), i), 16, |d| *d != Due::Wait(qp(1), i));
+            s.arm(a, 1 << 40, Due::Wait(qp(1), i), |d| d.1 != Due::Wait(qp(1), i));
         }
-        assert!(s.agendas.get(a.0).unwrap().timers.len() <= MANY_TIMERS + 17);
+        assert!(s.agendas.get(a.0).unwrap().timers.len() <= MANY_TIMERS + 3);
         assert_eq!(s.wakes.len(), 1);
     }
 }

@@ -6,7 +6,7 @@ use unirdma_formats::{QpState, QpType, attr_mask};
 
 use crate::core::{Core, OP_NS};
 use crate::executor::{Executor, Object, Peer};
-use crate::objects::{Backlog, Connection, Local, Qp, Wait, Wire};
+use crate::objects::{Connection, Local, Qp, Wait, Wire};
 use crate::path::Arrival;
 use crate::slab::Handle;
 
@@ -43,10 +43,7 @@ impl Executor<Core> for Software {
         forget(core, qp);
         match core.objects.qps.get_mut(qp).map(|q| &mut q.connection) {
             // It stays in its groups.
-            Some(Connection::Datagram(d)) => {
-                d.backlog = Backlog::default();
-                d.fetched.clear();
-            }
+            Some(Connection::Datagram(d)) => _ = d.fetched.clear(),
             Some(c) => *c = Connection::None,
             None => {}
         }
@@ -84,6 +81,7 @@ impl Executor<Core> for Software {
 /// Ends what a QP has under way. What it has received is acknowledged, or its peer would wait in vain.
 fn forget(core: &mut Core, qp: Handle<Qp>) {
     core.acknowledge_all(qp);
+    core.drop_backlog(qp);
     core.objects.unstage(qp);
     core.objects.end_recv(qp);
     core.objects.end_work(qp);
@@ -94,12 +92,8 @@ impl Core {
     fn step(&mut self, h: Handle<Qp>, allowance: u64) -> (u64, bool) {
         let mut cost = 0;
         self.objects.pieces.set(0);
-        if let Some(d) = self.objects.qps.get_mut(h).and_then(Qp::datagrams_mut)
-            && !d.backlog.is_empty()
-        {
-            d.backlog.has_turn();
-            self.drain_backlog(h);
-            cost += self.pieces_ns();
+        if self.objects.qps.get(h).is_some_and(Qp::has_backlog) {
+            cost += self.drain_backlog(h) as u64 * OP_NS + self.pieces_ns();
         }
         if self.objects.qps.get(h).and_then(Qp::wire).is_some_and(Wire::has_arrivals) {
             cost += self.take_up(h, allowance);

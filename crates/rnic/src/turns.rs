@@ -240,6 +240,7 @@ impl Core {
                 }
             }
             Due::Pace(qp) => self.end_pace(qp),
+            Due::Backlog(qp) => self.backlog_due(qp),
             Due::Events(cq) => self.events_due(cq),
         }
     }

@@ -6,6 +6,7 @@
 
 use std::collections::{BTreeMap, HashMap};
 use std::net::IpAddr;
+use std::sync::Arc;
 
 use unirdma_abi as abi;
 use unirdma_formats::{AsyncEvent, Gid};
@@ -13,8 +14,8 @@ use unirdma_formats::{AsyncEvent, Gid};
 use crate::budget::TimeBudget;
 use crate::core::Core;
 use crate::objects::{
-    Begun, Counters, Hollow, Labour, Mr, MrNote, PAGE_TIME, Qp, QpInfo, Room, SessionId, Usage, Used, Vnic, VnicConfig,
-    VnicId,
+    Account, Begun, Counters, Hollow, Labour, Mr, MrNote, PAGE_TIME, Qp, QpInfo, Rooms, SessionId, Usage, Used, Vnic,
+    VnicConfig, VnicId,
 };
 use crate::pace::{Limit, Share};
 use crate::path::{Route, WireDrops};
@@ -36,7 +37,7 @@ impl Core {
             last_session: 0,
             counters: Counters::default(),
             kicks: 0,
-            room: Room::default(),
+            rooms: Rooms::default(),
             hollow: Hollow::default(),
             page_time: TimeBudget::new(&PAGE_TIME),
             labour: Labour::default(),
@@ -47,6 +48,11 @@ impl Core {
         self.sched.add(id, c.share.weight);
         self.list_gids(id, true);
         Some(id)
+    }
+
+    /// The account of a vRNIC for what is kept for it from now on. Without one nothing is counted beside its own limits.
+    pub fn set_account(&mut self, id: VnicId, account: &Arc<dyn Account>) {
+        self.objects.vnics.get_mut(id.0).into_iter().for_each(|v| v.rooms = Rooms::new(account));
     }
 
     /// The sessions of a vRNIC.

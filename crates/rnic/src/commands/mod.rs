@@ -354,13 +354,18 @@ impl Core {
     /// SET_STAGE: gives a session its stage, which it has from then on.
     ///
     /// # Errors
-    /// `BadAddress` for a window that cannot be one, `BadState` if there is one.
+    /// `BadAddress` for a window that cannot be one, `BadState` if there is one, `Exhausted`.
     pub fn set_stage(&mut self, s: SessionId, span: Span) -> Result<()> {
         let session = self.objects.sessions.get_mut(s.0).ok_or(Status::BadHandle)?;
         if session.stage.is_some() {
             return Err(Status::BadState);
         }
-        session.stage = Some(Stage::new(span).ok_or(Status::BadAddress)?);
+        let v = self.objects.vnics.get(session.vnic.0).ok_or(Status::BadHandle)?;
+        let mut stage = Stage::new(span).ok_or(Status::BadAddress)?;
+        if !stage.charge(&v.rooms.others) {
+            return Err(Status::Exhausted);
+        }
+        session.stage = Some(stage);
         Ok(())
     }
 }

@@ -11,6 +11,7 @@ use unirdma_mem::Fault;
 use super::fetched::Fetched;
 use super::ids::{SessionId, VnicId};
 use super::queues::Pd;
+use super::room::{Room, Taken};
 use crate::path::Path;
 use crate::slab::Handle;
 
@@ -70,13 +71,19 @@ pub(crate) struct Datagrams {
 }
 
 /// Datagrams that wait a moment for a receive.
-#[derive(Default)]
 pub(crate) struct Backlog {
     pub held: VecDeque<Held>,
-    pub bytes: usize,
-    /// Its QP stands among those that want a turn in a moment.
-    pub listed: bool,
+    /// What they take of the room of their receiver's vRNIC.
+    pub taken: Taken,
+    /// When its timer fires; `u64::MAX` if it has none.
+    pub due_at: u64,
     pub placing: Placing,
+}
+
+impl Default for Backlog {
+    fn default() -> Self {
+        Backlog { held: VecDeque::new(), taken: Taken::default(), due_at: u64::MAX, placing: Placing::No }
+    }
 }
 
 /// What becomes of the first datagram of a backlog.
@@ -98,6 +105,18 @@ pub(crate) struct Held {
     pub note: Note,
 }
 
+impl Held {
+    /// How many bytes it counts as.
+    pub fn bytes(&self) -> usize {
+        Self::bytes_of(self.data.len())
+    }
+
+    /// How many bytes one with so much data counts as.
+    pub fn bytes_of(data: usize) -> usize {
+        data + size_of::<Held>()
+    }
+}
+
 impl Backlog {
     pub fn is_empty(&self) -> bool {
         self.held.is_empty()
@@ -117,9 +136,32 @@ impl Backlog {
         }
     }
 
-    /// Its QP has its turn.
-    pub fn has_turn(&mut self) {
-        self.listed = false;
+    /// Appends a datagram, which has its room already.
+    pub fn push(&mut self, d: Held) {
+        self.held.push_back(d);
+    }
+
+    /// Takes the first datagram away.
+    pub fn pop(&mut self) -> Option<Held> {
+        let d = self.held.pop_front()?;
+        self.taken.give(d.bytes());
+        if self.held.is_empty() {
+            // A long list would stay for ever otherwise.
+            self.held = VecDeque::new();
+        }
+        Some(d)
+    }
+
+    /// Puts the datagram back that was taken last.
+    pub fn unpop(&mut self, d: Held, room: &Room) {
+        self.taken.force(room, d.bytes());
+        self.held.push_front(d);
+    }
+
+    /// Takes the first datagram away if it has waited too long.
+    pub fn pop_expired(&mut self, now: u64) -> Option<Held> {
+        let is_over = |d: &Held| d.until < now && matches!(self.placing, Placing::No);
+        if self.held.front().is_some_and(is_over) { self.pop() } else { None }
     }
 }
 

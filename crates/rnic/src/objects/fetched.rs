@@ -1,60 +1,8 @@
-//! What jobs bring for packets and datagrams from private memory of processes, and how much of that a vRNIC may have.
-
-use std::sync::Arc;
-use std::sync::atomic::{AtomicUsize, Ordering};
+//! What jobs bring of the messages that QPs send, from private memory of processes.
 
 use unirdma_mem::Fault;
 
-/// Most bytes that a vRNIC has in packets and payloads that wait for jobs, or for the packets that are made of them.
-const ROOM_BYTES: usize = 4 << 20;
-
-/// How many such bytes a vRNIC has.
-#[derive(Clone, Default)]
-pub(crate) struct Room(Arc<AtomicUsize>);
-
-/// A part of a vRNIC's room. It is given back when this is dropped.
-#[derive(Default)]
-pub(crate) struct Taken {
-    room: Room,
-    bytes: usize,
-}
-
-impl Taken {
-    /// Takes so many bytes of `room`, in addition; false if there are not so many left.
-    pub fn take(&mut self, room: &Room, bytes: usize) -> bool {
-        let enough = room.0.load(Ordering::Relaxed) + bytes <= ROOM_BYTES;
-        if enough {
-            self.force(room, bytes);
-        }
-        enough
-    }
-
-    /// As [`Taken::take`], even if there are not so many left.
-    pub fn force(&mut self, room: &Room, bytes: usize) {
-        if self.bytes == 0 {
-            self.room = room.clone();
-        }
-        self.room.0.fetch_add(bytes, Ordering::Relaxed);
-        self.bytes += bytes;
-    }
-
-    /// How many bytes it is.
-    pub fn bytes(&self) -> usize {
-        self.bytes
-    }
-
-    /// Gives so many bytes back.
-    pub fn give(&mut self, bytes: usize) {
-        self.room.0.fetch_sub(bytes, Ordering::Relaxed);
-        self.bytes -= bytes;
-    }
-}
-
-impl Drop for Taken {
-    fn drop(&mut self) {
-        self.give(self.bytes);
-    }
-}
+use super::room::{Room, Taken};
 
 /// Bytes of the message that a QP is about to send, which a job brings, or has brought.
 #[derive(Default)]
@@ -133,21 +81,6 @@ mod tests {
     use super::*;
 
     #[test]
-    fn room_is_given_back_however_its_part_ends() {
-        let room = Room::default();
-        let (mut a, mut b) = (Taken::default(), Taken::default());
-        assert!(a.take(&room, ROOM_BYTES - 10) && b.take(&room, 10));
-        assert!(!b.take(&room, 1) && !a.take(&room, 1));
-        b.give(4);
-        assert!(a.take(&room, 4));
-        a.force(&room, 100);
-        drop(a);
-        assert!(b.take(&room, ROOM_BYTES - 6) && !b.take(&room, 1));
-        drop(b);
-        assert_eq!(room.0.load(Ordering::Relaxed), 0);
-    }
-
-    #[test]
     fn bytes_are_of_one_request_only() {
         let (room, mut f) = (Room::default(), Fetched::default());
         assert!(f.reserve(&room, 8));
@@ -158,7 +91,7 @@ mod tests {
         assert!(f.bytes(4, 100).is_empty() && f.bytes(3, 99).is_empty() && f.bytes(3, 109).is_empty());
         assert!(f.ends_at(3, 108) && !f.ends_at(4, 108) && !f.ends_at(3, 107));
         assert_eq!(f.clear(), [5; 8]);
-        assert!(f.is_empty() && room.0.load(Ordering::Relaxed) == 0);
+        assert!(f.is_empty() && room.bytes() == 0);
         f.begin(8, 3, 0);
         assert!(f.end(8, Err(Fault::Source), &mut vec![5; 8]) && f.is_empty());
         assert_eq!((f.take_fault(3, 0), f.take_fault(3, 0)), (Some(Fault::Source), None));

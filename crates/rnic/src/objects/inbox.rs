@@ -7,7 +7,7 @@ use unirdma_formats::Psn;
 use unirdma_formats::wire::{Op, Packet};
 use unirdma_mem::Fault;
 
-use super::fetched::{Room, Taken};
+use super::room::{Room, Taken};
 
 /// Most bytes of packets that wait at one QP, in each direction.
 const INBOX_BYTES: usize = 256 << 10;
@@ -139,7 +139,11 @@ impl Inbox {
         let (_, n) = self.heads.pop_front()?;
         self.at += n;
         self.taken.give(size(n));
-        self.is_empty().then(|| std::mem::take(&mut self.bytes))
+        if !self.is_empty() {
+            return None;
+        }
+        self.heads = VecDeque::new();
+        Some(std::mem::take(&mut self.bytes))
     }
 }
 
@@ -176,6 +180,7 @@ impl Lent {
 
 #[cfg(test)]
 mod tests {
+    use super::super::room::Rooms;
     use super::*;
     use unirdma_formats::wire::{Extra, Opcode, Part, Transport};
 
@@ -194,7 +199,7 @@ mod tests {
 
     #[test]
     fn a_job_takes_the_packets_of_one_message() {
-        let room = Room::default();
+        let room = Rooms::default().jobs;
         let all = [
             packet(Op::Write(Part::First), 0xff_fffe, &[1; 4]),
             packet(Op::Write(Part::Middle), 0xff_ffff, &[2; 4]),
@@ -225,7 +230,7 @@ mod tests {
 
     #[test]
     fn an_inbox_has_a_limit() {
-        let room = Room::default();
+        let room = Rooms::default().jobs;
         let data = [7; 4096];
         let mut inbox = waiting(&[packet(Op::Send(Part::First), 0, &data)], &room);
         let more = (1..1000).take_while(|&psn| inbox.push(&packet(Op::Send(Part::Middle), psn, &data), &room)).count();

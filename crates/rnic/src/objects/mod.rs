@@ -17,6 +17,7 @@ mod qp;
 mod qpns;
 mod queues;
 mod revoked;
+mod room;
 mod session;
 mod stage;
 mod staging;
@@ -36,7 +37,7 @@ pub(crate) use door::{Door, NO_SLOT, bit_of};
 pub use dropped::Dropped;
 pub(crate) use fast::Freed;
 pub use fast::PageList;
-pub(crate) use fetched::{Fetched, Room};
+pub(crate) use fetched::Fetched;
 pub(crate) use graves::{Dead, Grave, Graves, Remains};
 pub(crate) use hollow::{Hollow, PAGE_TIME};
 pub use ids::{SessionId, VnicId};
@@ -51,6 +52,8 @@ pub(crate) use qpns::QpnSpace;
 pub(crate) use queues::{Cq, Domains, Moderation, Pd, Srq, XrcSrq, Xrcd};
 pub use queues::{OpenXrcd, SrqAttr, SrqInfo};
 pub(crate) use revoked::Revoked;
+pub use room::Account;
+pub(crate) use room::{Room, Rooms};
 pub(crate) use session::{Names, Session};
 pub(crate) use stage::{Stage, Staged};
 pub(crate) use vnic::{Begun, Used, Vnic};
@@ -135,7 +138,7 @@ impl Objects {
 
     /// The room of a vRNIC for packets that wait for jobs.
     pub fn room(&self, id: VnicId) -> Room {
-        self.vnics.get(id.0).map(|v| v.room.clone()).unwrap_or_default()
+        self.vnics.get(id.0).map(|v| v.rooms.jobs.clone()).unwrap_or_default()
     }
 
     /// A job reaches the memory that QP `h` answers for.

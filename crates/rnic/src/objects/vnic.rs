@@ -5,11 +5,11 @@ use std::ops::AddAssign;
 
 use unirdma_formats::{Gid, WcStatus};
 
-use super::fetched::Room;
 use super::hollow::Hollow;
 use super::labour::Labour;
 use super::mr::Mr;
 use super::qp::Qp;
+use super::room::Rooms;
 use crate::budget::TimeBudget;
 use crate::pace::{Limit, Share};
 use crate::slab::Handle;
@@ -110,8 +110,8 @@ pub(crate) struct Vnic {
     pub counters: Counters,
     /// Notifications that woke a session of it, or were to: kicks, and in a virtual machine exits.
     pub kicks: u64,
-    /// How many bytes its packets have that wait for jobs.
-    pub room: Room,
+    /// What is kept for it of packets, datagrams and events.
+    pub rooms: Rooms,
     /// Whether the memory of its sessions has holes.
     pub hollow: Hollow,
     /// How long pages were made for it.

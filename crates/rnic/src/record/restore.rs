@@ -15,7 +15,7 @@ use crate::core::Core;
 use crate::multicast::MAX_MULTICAST_QPS;
 use crate::objects::{
     Ah, Backing, Backlog, Begun, Connection, Cq, Datagrams, Door, Fetched, Held, Hollow, Labour, Local, Moderation, Mr,
-    NO_SLOT, Names, Note, PAGE_TIME, Pause, Pd, Qp, Revoked, Room, Served, Session, SessionId, Srq, Stage, Used, Vnic, VnicId,
+    NO_SLOT, Names, Note, PAGE_TIME, Pause, Pd, Qp, Revoked, Room, Rooms, Served, Session, SessionId, Srq, Stage, Used, Vnic, VnicId,
     Wait, Window, Work, XrcSrq, Xrcd,
 };
 use crate::output::Output;
@@ -147,7 +147,7 @@ impl Core {
             last_session: *last_session,
             counters: counters.restore(),
             kicks: 0,
-            room: Room::default(),
+            rooms: Rooms::default(),
             hollow: Hollow::default(),
             page_time: TimeBudget::new(&PAGE_TIME),
             labour: Labour::default(),
@@ -289,8 +289,7 @@ impl<'a> Restorer<'a> {
     fn stage(&mut self, d: &StageData, session: u32) -> Option<Stage> {
         let mut stage = Stage::new(self.given.stages.remove(&session)?)?;
         for &(first, count) in &d.given {
-            stage.mark(first as usize, count as usize, true);
-            stage.given.push_back((first, count));
+            stage.add(first as usize, count as usize);
         }
         stage.cursor = d.cursor as usize;
         stage.released_at = d.released_ns.map(|ns| self.core.now.saturating_sub(ns));
@@ -485,7 +484,7 @@ impl<'a> Restorer<'a> {
                 Connection::Wire(Box::new(self.wire(w, there, linked)))
             }
             ConnectionData::Datagram { backlog, groups } => Connection::Datagram(Datagrams {
-                backlog: self.backlog(backlog),
+                backlog: self.backlog(backlog, v.map(|v| &v.rooms.datagrams)),
                 fetched: Fetched::default(),
                 groups: groups.iter().map(|&g| Gid(g)).collect(),
             }),
@@ -580,13 +579,13 @@ impl<'a> Restorer<'a> {
         self.core.make_runnable(h);
     }
 
-    fn backlog(&self, d: &[HeldData]) -> Backlog {
+    fn backlog(&self, d: &[HeldData], room: Option<&Room>) -> Backlog {
         let mut backlog = Backlog::default();
         for HeldData { until_ns, flow: f, data, imm, src_qp, solicited, wire } in d {
-            backlog.bytes += data.len() + size_of::<Held>();
+            room.into_iter().for_each(|room| backlog.taken.force(room, Held::bytes_of(data.len())));
             let note = Note { imm: *imm, src_qp: *src_qp, solicited: *solicited, wire: *wire };
             let until = self.at(*until_ns);
-            backlog.held.push_back(Held { until, flow: flow(f), data: data.clone().into(), note });
+            backlog.push(Held { until, flow: flow(f), data: data.clone().into(), note });
         }
         backlog
     }

@@ -224,7 +224,7 @@ impl<'a> Saver<'a> {
             counters,
             begun,
             kicks: _,
-            room: _,
+            rooms: _,
             hollow: _,
             page_time: _,
             labour: _,
@@ -300,10 +300,10 @@ impl<'a> Saver<'a> {
 
     fn stage(&self, s: &Stage) -> StageData {
         // What is in use is the sum of the records.
-        let Stage { span, used: _, granules: _, in_use: _, cursor, given, released_at } = s;
+        let Stage { span, used: _, ends: _, granules: _, in_use: _, cursor, given: _, released_at, kept: _ } = s;
         StageData {
             bytes: span.len() as u64,
-            given: given.iter().copied().collect(),
+            given: s.records().collect(),
             cursor: *cursor as u64,
             released_ns: released_at.map(|at| self.core.now.saturating_sub(at)),
         }
@@ -433,8 +433,8 @@ impl<'a> Saver<'a> {
             }
             Connection::Wire(w) => ConnectionData::Wire(Box::new(self.wire(w))),
             Connection::Datagram(Datagrams { backlog, fetched: _, groups }) => {
-                // It is listed again when its QP has its turn.
-                let Backlog { held, bytes: _, listed: _, placing: _ } = backlog;
+                // Its timer is set again when its QP has its turn.
+                let Backlog { held, taken: _, due_at: _, placing: _ } = backlog;
                 ConnectionData::Datagram {
                     backlog: held.iter().map(|d| self.held(d)).collect(),
                     groups: groups.iter().map(|g| g.0).collect(),
