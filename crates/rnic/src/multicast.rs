@@ -2,7 +2,8 @@
 //! group's GID is an IP multicast address (annex A17). Other hosts get one copy each; plain devices, which the network finds by
 //! that address, one for all.
 
-use std::collections::HashMap;
+use std::collections::hash_map::Entry;
+use std::collections::{BTreeMap, HashMap};
 use std::net::IpAddr;
 
 use unirdma_formats::Gid;
@@ -15,11 +16,17 @@ use crate::slab::Handle;
 pub(crate) const MULTICAST_QPN: u32 = 0xff_ffff;
 /// QPs that may be attached to one group.
 pub const MAX_MULTICAST_QPS: usize = 1024;
+/// Most IP multicast groups that the port is told of.
+const MAX_HEARD: usize = 1024;
 
 /// Who is attached, by group of vRNICs and multicast GID.
 #[derive(Default)]
 pub(crate) struct Multicast {
     attached: HashMap<(u32, Gid), Vec<Handle<Qp>>>,
+    /// The groups of vRNICs that have members of a multicast group.
+    by_gid: HashMap<Gid, Vec<u32>>,
+    /// The multicast groups by which plain devices may send to this host: how many groups of vRNICs with such devices have members.
+    heard: BTreeMap<IpAddr, usize>,
     /// Other hosts of each group of vRNICs, with their VXLAN network identifier. In the order of their addresses, so that a simulation can
     /// be repeated.
     hosts: HashMap<u32, Vec<(Path, u32)>>,
@@ -42,8 +49,33 @@ impl Multicast {
             return None;
         }
         attached.push(qp);
-        self.changed = true;
+        if attached.len() == 1 {
+            self.by_gid.entry(gid).or_default().push(group);
+            self.hear(group, gid, true);
+        }
         Some(true)
+    }
+
+    /// A group of vRNICs has members of a multicast group from now on, or no more.
+    fn hear(&mut self, group: u32, gid: Gid, on: bool) {
+        if !self.has_foreign(group) {
+            return;
+        }
+        let count = self.heard.entry(gid.ip()).or_default();
+        *count = if on { *count + 1 } else { count.saturating_sub(1) };
+        if *count == 0 {
+            self.heard.remove(&gid.ip());
+        }
+        self.changed = true;
+    }
+
+    /// Other groups of vRNICs have plain devices than before.
+    fn hear_anew(&mut self) {
+        self.heard.clear();
+        for (_, gid) in self.attached.keys().filter(|(group, _)| self.foreign.contains_key(group)) {
+            *self.heard.entry(gid.ip()).or_default() += 1;
+        }
+        self.changed = true;
     }
 
     /// Detaches a QP.
@@ -54,8 +86,14 @@ impl Multicast {
         }
         if attached.is_empty() {
             self.attached.remove(&(group, gid));
+            if let Entry::Occupied(mut groups) = self.by_gid.entry(gid) {
+                groups.get_mut().retain(|&g| g != group);
+                if groups.get().is_empty() {
+                    groups.remove();
+                }
+            }
+            self.hear(group, gid, false);
         }
-        self.changed = true;
     }
 
     /// Member number `at` on this host of a group.
@@ -65,7 +103,7 @@ impl Multicast {
 
     /// The groups of vRNICs that have members of a multicast group on this host.
     pub fn groups_of(&self, gid: Gid) -> impl Iterator<Item = u32> {
-        self.attached.keys().filter(move |(_, g)| *g == gid).map(|(group, _)| *group)
+        self.by_gid.get(&gid).into_iter().flatten().copied()
     }
 
     /// The other hosts of a group of vRNICs, with its VXLAN network identifier.
@@ -83,14 +121,17 @@ impl Multicast {
         self.hosts.clear();
         self.leads.clear();
         self.foreign.clear();
-        self.changed = true;
+        self.hear_anew();
     }
 
     /// Notes that a group of vRNICs has one more route; `vni` is the group's own number between hosts, 0 if that is not known.
     pub fn add_route(&mut self, group: u32, vni: u32, r: &Route) {
         if r.foreign {
-            *self.foreign.entry(group).or_default() += 1;
-            self.changed = true;
+            let count = self.foreign.entry(group).or_default();
+            *count += 1;
+            if *count == 1 {
+                self.hear_anew();
+            }
         } else if !r.host.is_unspecified() {
             let count = self.leads.entry((group, r.host, r.vni)).or_default();
             *count += 1;
@@ -106,11 +147,13 @@ impl Multicast {
     /// Notes that a group of vRNICs has a route less.
     pub fn remove_route(&mut self, group: u32, r: &Route) {
         if r.foreign {
-            if let Some(count) = self.foreign.get_mut(&group) {
-                *count -= 1;
+            if let Entry::Occupied(mut count) = self.foreign.entry(group) {
+                *count.get_mut() -= 1;
+                if *count.get() == 0 {
+                    count.remove();
+                    self.hear_anew();
+                }
             }
-            self.foreign.retain(|_, &mut count| count > 0);
-            self.changed = true;
         } else if let Some(count) = self.leads.get_mut(&(group, r.host, r.vni)) {
             *count -= 1;
             if *count == 0 {
@@ -125,17 +168,36 @@ impl Multicast {
         if !std::mem::take(&mut self.changed) {
             return None;
         }
-        let heard = self.attached.keys().filter(|(group, _)| self.foreign.contains_key(group)).map(|(_, gid)| gid.ip());
-        let mut heard: Vec<IpAddr> = heard.collect();
-        heard.sort_unstable();
-        heard.dedup();
-        Some(heard)
+        Some(self.heard.keys().take(MAX_HEARD).copied().collect())
     }
 }
 
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn plain_devices_are_heard_by_the_groups_that_have_members() {
+        let qp = |n: u64| Handle::from_raw(n | 1 << 24);
+        let gid = |n: u8| Gid::from_ip(IpAddr::from([239, 1, 1, n]));
+        let device = Route { host: [192, 168, 7, 9].into(), foreign: true, vni: 0 };
+        let mut m = Multicast::default();
+        assert_eq!((m.attach(3, gid(5), qp(1)), m.attach(3, gid(5), qp(1))), (Some(true), Some(false)));
+        assert_eq!((m.attach(3, gid(5), qp(2)), m.attach(4, gid(5), qp(3))), (Some(true), Some(true)));
+        assert_eq!((m.groups_of(gid(5)).collect::<Vec<_>>(), m.take_changes()), (vec![3, 4], None));
+        m.add_route(4, 4, &device);
+        m.add_route(4, 4, &device);
+        assert_eq!(m.take_changes(), Some(vec![gid(5).ip()]));
+        m.add_route(3, 3, &device);
+        assert_eq!((m.attach(3, gid(6), qp(1)), m.take_changes()), (Some(true), Some(vec![gid(5).ip(), gid(6).ip()])));
+        m.detach(3, gid(5), qp(1));
+        assert_eq!((m.groups_of(gid(5)).count(), m.take_changes()), (2, None));
+        m.detach(3, gid(5), qp(2));
+        m.detach(4, gid(5), qp(3));
+        assert_eq!((m.groups_of(gid(5)).count(), m.take_changes()), (0, Some(vec![gid(6).ip()])));
+        m.remove_route(3, &device);
+        assert_eq!(m.take_changes(), Some(Vec::new()));
+    }
 
     #[test]
     fn a_host_is_there_as_long_as_a_route_leads_to_it() {

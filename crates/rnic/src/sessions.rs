@@ -1,5 +1,6 @@
 //! Sessions: they come and go, and are polled or parked.
 
+use std::any::Any;
 use std::sync::Arc;
 
 use unirdma_abi::Status;
@@ -187,6 +188,17 @@ impl Core {
         {
             self.objects.dropped.add(before);
         }
+    }
+
+    /// Lets `memory` be dropped once the RNIC is given back.
+    pub fn drop_later(&mut self, memory: impl Any + Send) {
+        self.objects.dropped.add(memory);
+    }
+
+    /// How many queues a session has: QPs, its own and those that it has opened, CQs and SRQs.
+    pub fn queues_of(&self, s: SessionId) -> usize {
+        let names = self.objects.sessions.get(s.0).map(|s| &s.names);
+        names.map_or(0, |n| n.qps.len() + n.cqs.len() + n.srqs.len())
     }
 
     /// Memory that is not needed any more, to be dropped once the RNIC is given back: that may take the kernel long.

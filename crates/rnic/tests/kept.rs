@@ -1,11 +1,14 @@
 //! What is kept for a vRNIC is on its account, has a limit, and is given back, whatever becomes of it.
 
+use std::net::Ipv4Addr;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};
 
-use unirdma_abi::Status;
+use unirdma_abi as abi;
+use unirdma_abi::{CmOp, Status};
 use unirdma_formats::{QpType, WrOpcode};
 use unirdma_rnic::Account;
+use unirdma_simkit::cm::addr;
 use unirdma_simkit::net::{Faults, Net, gid};
 use unirdma_simkit::*;
 
@@ -136,6 +139,59 @@ fn a_stage_is_on_the_account() {
     assert_eq!(account.used(), 2 * (8 << 20) / 128 / 8);
     net.rnic(1).remove_session(session);
     assert_eq!(account.used(), 0);
+}
+
+/// Events of connection management that nobody fetches.
+#[test]
+fn events_of_connections_are_on_the_account() {
+    const EVENT: usize = size_of::<abi::CmEvent>();
+    let mut net = Net::hosts(1, &[QpType::Ud; 2], 9, Faults::default());
+    let account = Limited::of(&mut net, 1, usize::MAX);
+    let session = net.ends[1].session;
+    let group =
+        abi::CmAddr { ip: Ipv4Addr::new(239, 1, 1, 1).to_ipv6_mapped().octets(), family: 4, ..Default::default() };
+    let ask = |net: &mut Net, op: CmOp, id: u32, queue: u32| {
+        let (src, port_space) = (addr(2, 0), abi::port_space::UDP);
+        let r = abi::CmReq { op: op as u8, id, queue, port_space, src, dst: group, ..Default::default() };
+        net.rnic(1).cm(session, &r)
+    };
+    let ids = [3, 4].map(|queue| {
+        let id = ask(&mut net, CmOp::Create, 0, queue).unwrap().id;
+        ask(&mut net, CmOp::Bind, id, queue).unwrap();
+        id
+    });
+    (0..1000).for_each(|_| _ = ask(&mut net, CmOp::Join, ids[0], 3).unwrap());
+    let more = (0..).take_while(|_| ask(&mut net, CmOp::Join, ids[1], 4).is_ok()).count();
+    assert_eq!((more, account.used()), (1048, 2048 * EVENT));
+    assert_eq!(ask(&mut net, CmOp::Join, ids[0], 3), Err(Status::Exhausted), "of all queues together");
+    net.rnic(1).cm_event(session, 3).unwrap();
+    ask(&mut net, CmOp::Join, ids[0], 3).unwrap();
+    // They move to another queue, are fetched, or go with their identifier.
+    assert_eq!(ask(&mut net, CmOp::Migrate, ids[0], 4).unwrap().dropped, 1000);
+    assert_eq!(account.used(), 2048 * EVENT);
+    (0..48).for_each(|_| _ = net.rnic(1).cm_event(session, 4).unwrap());
+    assert_eq!(ask(&mut net, CmOp::Destroy, ids[1], 0).unwrap().dropped, 1000);
+    assert_eq!(account.used(), 1000 * EVENT);
+    net.rnic(1).remove_session(session);
+    assert_eq!(account.used(), 0);
+}
+
+/// Copies of requests that nobody answers; without room there are few at a time.
+#[test]
+fn requests_under_way_are_on_the_account() {
+    for most in [usize::MAX, 0] {
+        let mut net = Net::of_type(QpType::Rc, 9, Faults::default(), |a| a);
+        let account = Limited::of(&mut net, 0, most);
+        let (sge, to) = (net.ends[0].sge(0, 100), net.ends[1].sge(0, 200));
+        net.cut(1, true);
+        (0..16).for_each(|id| _ = net.ends[0].post(wqe(WrOpcode::Send, id), &[sge]));
+        (0..16).for_each(|id| net.ends[1].recv(id, &[to]));
+        net.run(1_000_000);
+        assert_eq!(account.used() > 16 << 10, most > 0);
+        net.cut(1, false);
+        net.run(SECOND);
+        assert_eq!((net.ends[0].poll().len(), net.ends[1].poll().len(), account.used()), (16, 16, 0));
+    }
 }
 
 /// The account is full: datagrams are lost, and what has its receive arrives.

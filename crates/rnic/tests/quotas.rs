@@ -157,6 +157,71 @@ fn a_multicast_group_has_room_for_so_many_qps() {
     attach(&mut r).unwrap();
 }
 
+/// A QP may be attached to 64 groups, and a vRNIC has so many attachments for each of 1024 QPs.
+#[test]
+fn attachments_to_multicast_groups_have_a_quota() {
+    let mut r = Rnic::new(1, 0);
+    let vnic = |r: &mut Rnic, n| {
+        let limits = Limits::default();
+        r.add_vnic(VnicConfig { group: 0, gids: vec![ip(n)], limits, share: Share::default() }).unwrap()
+    };
+    let (mine, others) = (vnic(&mut r, 1), vnic(&mut r, 2));
+    let (mine, others) = (session(&mut r, mine), session(&mut r, others));
+    let gid = |qp: usize, n: u8| unirdma_formats::Gid::from_ip([239, (qp >> 8) as u8, qp as u8, n].into());
+    let mut qps = Vec::new();
+    let refused = (0..).find_map(|i| {
+        let qpn = create_qp_of(QpType::Ud, &mut r, mine.0, mine.1, mine.2).unwrap();
+        qps.push(qpn);
+        (0..64).find_map(|n| r.attach_mcast(mine.0, qpn, gid(i, n)).err())
+    });
+    assert_eq!((refused, qps.len()), (Some(Status::Exhausted), 1025));
+    let qpn = create_qp_of(QpType::Ud, &mut r, others.0, others.1, others.2).unwrap();
+    assert!((0..64).all(|n| r.attach_mcast(others.0, qpn, gid(0, n)).is_ok()), "others have their own");
+    assert_eq!(r.attach_mcast(others.0, qpn, gid(0, 64)), Err(Status::Exhausted));
+    // It is given back with the QP, and when the QP leaves a group.
+    r.destroy_qp(mine.0, qps[0]).unwrap();
+    assert!((0..64).all(|n| r.attach_mcast(mine.0, qps[1024], gid(2000, n)).is_ok()));
+    r.detach_mcast(mine.0, qps[1], gid(1, 0)).unwrap();
+    r.attach_mcast(mine.0, qps[1], gid(1, 1)).unwrap();
+    r.attach_mcast(mine.0, qps[1], gid(1, 64)).unwrap();
+}
+
+/// A session with many objects is freed in parts, and others have the RNIC in between.
+#[test]
+fn a_session_ends_in_parts() {
+    let mut r = Rnic::new(1, 0);
+    let vnic = |r: &mut Rnic, n| {
+        let limits = Limits::default();
+        r.add_vnic(VnicConfig { group: 0, gids: vec![ip(n)], limits, share: Share::default() }).unwrap()
+    };
+    let (vnic, other) = (vnic(&mut r, 1), vnic(&mut r, 2));
+    let ((s, pd, cq), other) = (session(&mut r, vnic), session(&mut r, other));
+    (0..100).for_each(|_| _ = create_qp(&mut r, s, pd, cq).unwrap());
+    (0..100).for_each(|_| _ = reg_mr(&mut r, s, pd, 8).unwrap());
+    for n in 0..100 {
+        let create = abi::CmReq { op: abi::CmOp::Create as u8, port_space: abi::port_space::TCP, ..Default::default() };
+        let id = r.cm(s, &create).unwrap().id;
+        if n % 2 == 0 {
+            r.cm(s, &abi::CmReq { op: abi::CmOp::Listen as u8, id, ..Default::default() }).unwrap();
+        }
+    }
+    let mut ending = r.end_session(s);
+    let mut parts = 0;
+    while r.end_some(&mut ending, 32) {
+        parts += 1;
+        assert!(r.usage(vnic).qps + r.usage(vnic).mrs_mapped > 0 || parts > 9);
+        let pd = r.create_pd(other.0).unwrap();
+        r.destroy_pd(other.0, pd).unwrap();
+    }
+    // Identifiers, QPs, MRs, and a PD, a CQ and a doorbell page.
+    assert_eq!(parts, 303 / 32);
+    r.renew_session(s);
+    let usage = r.usage(vnic);
+    assert_eq!((usage.sessions, usage.qps, usage.cqs, usage.mrs_mapped, r.listeners(vnic).len()), (1, 0, 0, 0, 0));
+    r.remove_session(s);
+    assert_eq!(r.usage(vnic).sessions, 0);
+}
+
 #[test]
 fn a_program_that_ends_frees_all_of_its_quota() {
     let few = Limits {

@@ -9,8 +9,8 @@ use unirdma_formats::cm::{UDP_QKEY, reason};
 use unirdma_formats::{Gid, QpState, Qpn, access, attr_mask as m};
 
 use super::{
-    ACK_TIMEOUT, Addr, CmEventKind, CmId, Ends, FREE_PORTS, Id, MAX_BACKLOG, MAX_EVENTS, MAX_IDS, MIN_RNR_TIMER,
-    Manager, Result, State, queue_of, write,
+    ACK_TIMEOUT, Addr, CmEventKind, CmId, EVENT_BYTES, Ends, FREE_PORTS, Id, MAX_BACKLOG, MAX_EVENTS, MAX_IDS,
+    MAX_PORTS_TRIED, MAX_SHARERS, MIN_RNR_TIMER, Manager, Result, State, queue_of, write,
 };
 use crate::multicast::MULTICAST_QPN;
 use crate::objects::{SessionId, VnicId};
@@ -94,8 +94,8 @@ impl Manager<'_> {
             return Err(Status::NoDevice);
         }
         let port = if to.port != 0 {
-            let taken = self.cm.ports.get(&(vnic, space, to.port)).into_iter().flatten();
-            if taken.copied().any(|other| self.conflicts(id, other, ip)) {
+            let taken = self.cm.ports.get(&(vnic, space, to.port)).map_or(&[][..], |ids| ids);
+            if taken.len() >= MAX_SHARERS || taken.iter().any(|&other| self.conflicts(id, other, ip)) {
                 return Err(Status::AddressInUse);
             }
             to.port
@@ -103,8 +103,8 @@ impl Manager<'_> {
             let n = u64::from(FREE_PORTS.end - FREE_PORTS.start);
             let first = self.core.random.cm_ports.next_u64() % n;
             let free = |p: &u16| !self.cm.ports.contains_key(&(vnic, space, *p));
-            let mut all = (0..n).map(|i| FREE_PORTS.start + ((first + i) % n) as u16);
-            all.find(free).ok_or(Status::AddressInUse)?
+            let mut some = (0..n).map(|i| FREE_PORTS.start + ((first + i) % n) as u16).take(MAX_PORTS_TRIED);
+            some.find(free).ok_or(Status::AddressInUse)?
         };
         self.cm.ports.entry((vnic, space, port)).or_default().push(id);
         let c = self.expect(id, &[State::Idle])?;
@@ -219,10 +219,12 @@ impl Manager<'_> {
         let (old, number) = (std::mem::replace(&mut c.queue, queue), c.number);
         let waiting = self.cm.events.remove(&(s, old)).unwrap_or_default();
         let (moved, stay): (VecDeque<_>, VecDeque<_>) = waiting.into_iter().partition(|e| e.id == number);
-        self.cm.events.insert((s, old), stay);
+        if !stay.is_empty() {
+            self.cm.events.insert((s, old), stay);
+        }
         let n = moved.len() as u32;
         for e in moved {
-            self.push_event(s, queue, e);
+            self.append_event(s, queue, e);
         }
         Ok(n)
     }
@@ -232,7 +234,7 @@ impl Manager<'_> {
         let group = Addr::read(&r.dst)?.filter(|a| a.ip.is_multicast()).ok_or(Status::BadValue)?;
         let c = self.cm.ids.get(id).filter(|c| c.is_datagram() && c.src.is_some()).ok_or(Status::BadState)?;
         let (owner, queue) = (c.owner.ok_or(Status::BadHandle)?, c.queue);
-        if self.cm.events.get(&(owner, queue)).is_some_and(|e| e.len() >= MAX_EVENTS) {
+        if self.cm.kept.get(&owner).is_some_and(|kept| kept.bytes() >= MAX_EVENTS * EVENT_BYTES) {
             return Err(Status::Exhausted);
         }
         let event = abi::CmEvent {
@@ -293,6 +295,7 @@ impl Manager<'_> {
         while let Some((&key, _)) = self.cm.events.range((s, 0)..=(s, u16::MAX)).next() {
             self.cm.events.remove(&key);
         }
+        self.cm.kept.remove(&s);
         let mut left = most;
         while let Some((&key, &id)) = self.cm.numbers.range((s, 0)..=(s, u32::MAX)).next().filter(|_| left > 0) {
             self.cm.numbers.remove(&key);
@@ -318,15 +321,20 @@ impl Manager<'_> {
         let Some(owner) = c.owner.take() else { return };
         let (queue, state, number) = (c.queue, c.state, c.number);
         self.cm.numbers.remove(&(owner, number));
-        let waiting = self.cm.events.get_mut(&(owner, queue));
         let mut refused = Vec::new();
-        if let Some(events) = waiting {
+        if let Some(events) = self.cm.events.get_mut(&(owner, queue)) {
+            let before = events.len();
             events.retain(|e| {
                 if e.listen_id == number {
                     refused.push(e.id);
                 }
                 e.id != number && e.listen_id != number
             });
+            let gone = before - events.len();
+            if events.is_empty() {
+                self.cm.events.remove(&(owner, queue));
+            }
+            self.cm.let_go(owner, gone);
         }
         for r in refused {
             if let Ok(r) = self.own_id(owner, r) {

@@ -20,7 +20,7 @@ use unirdma_formats::net::HOP_LIMIT;
 use unirdma_formats::{Gid, Psn};
 
 use crate::core::Core;
-use crate::objects::{SessionId, VnicId};
+use crate::objects::{SessionId, Taken, VnicId};
 use crate::output::Output;
 use crate::slab::{Handle, Slab};
 
@@ -28,8 +28,14 @@ type Result<T> = std::result::Result<T, Status>;
 
 /// Identifiers of one vRNIC.
 const MAX_IDS: usize = 65_536;
-/// While so many events wait on a queue, no multicast group is joined. (Other events are few for each identifier.)
-const MAX_EVENTS: usize = 65_536;
+/// While so many events wait for a session, no multicast group is joined. (Other events are few for each identifier.)
+const MAX_EVENTS: usize = 2048;
+/// What an event that waits counts as, bytes.
+pub(crate) const EVENT_BYTES: usize = size_of::<abi::CmEvent>();
+/// Most identifiers of a vRNIC that have one port: each request to it is held against all of them.
+const MAX_SHARERS: usize = 256;
+/// Ports that are looked at for a free one.
+const MAX_PORTS_TRIED: usize = 256;
 /// Requests that wait at an identifier, at most.
 const MAX_BACKLOG: u32 = 4096;
 /// Ports that are given when none is asked for.
@@ -228,6 +234,8 @@ pub(crate) struct Cm {
     /// Requests that came in: of a vRNIC, from a GID, with a communication ID, for datagrams or not.
     pub requests: HashMap<(VnicId, Gid, u32, bool), Id>,
     pub events: BTreeMap<(SessionId, u16), VecDeque<abi::CmEvent>>,
+    /// What the events of each session count as.
+    pub kept: HashMap<SessionId, Taken>,
     pub timers: BinaryHeap<Reverse<(u64, Id, u32)>>,
     /// How many timers were left when the stopped ones were thrown away the last time.
     pub timers_kept: usize,
@@ -264,14 +272,34 @@ impl Cm {
 
     /// CM_EVENT: the next event on a completion event queue.
     pub fn next_event(&mut self, s: SessionId, queue: u32) -> Result<abi::CmEvent> {
-        let queue = queue_of(queue)?;
-        let event = self.events.get_mut(&(s, queue)).and_then(VecDeque::pop_front).ok_or(Status::BadHandle)?;
+        let key = (s, queue_of(queue)?);
+        let waiting = self.events.get_mut(&key).ok_or(Status::BadHandle)?;
+        let event = waiting.pop_front().ok_or(Status::BadHandle)?;
+        if waiting.is_empty() {
+            self.events.remove(&key);
+        }
+        self.let_go(s, 1);
         if event.kind == CmEventKind::ConnectRequest as u32
-            && let Some(l) = self.numbers.get(&(s, event.listen_id)).and_then(|&l| self.ids.get_mut(l))
+            && let Some(l) = self.find(s, event.listen_id).and_then(|l| self.ids.get_mut(l))
         {
             l.waiting = l.waiting.saturating_sub(1);
         }
         Ok(event)
+    }
+
+    /// The identifier that a session calls by this number.
+    fn find(&self, s: SessionId, number: u32) -> Option<Id> {
+        self.numbers.get(&(s, number)).copied()
+    }
+
+    /// So many events of a session wait no more.
+    fn let_go(&mut self, s: SessionId, events: usize) {
+        if let Some(kept) = self.kept.get_mut(&s) {
+            kept.give(events * EVENT_BYTES);
+            if kept.bytes() == 0 {
+                self.kept.remove(&s);
+            }
+        }
     }
 }
 
@@ -285,7 +313,7 @@ pub(crate) struct Manager<'a> {
 impl Manager<'_> {
     /// The identifier that a session calls by this number.
     fn own_id(&self, s: SessionId, number: u32) -> Result<Id> {
-        self.cm.numbers.get(&(s, number)).copied().ok_or(Status::BadHandle)
+        self.cm.find(s, number).ok_or(Status::BadHandle)
     }
 
     /// CM. Returns the identifier and the address that it is bound to.
@@ -390,6 +418,13 @@ impl Manager<'_> {
     }
 
     fn push_event(&mut self, owner: SessionId, queue: u16, event: abi::CmEvent) {
+        let room = self.core.objects.vnic_of(owner).map(|v| self.core.objects.other_room(v)).unwrap_or_default();
+        self.cm.kept.entry(owner).or_default().force(&room, EVENT_BYTES);
+        self.append_event(owner, queue, event);
+    }
+
+    /// Appends an event that is counted already.
+    fn append_event(&mut self, owner: SessionId, queue: u16, event: abi::CmEvent) {
         self.cm.events.entry((owner, queue)).or_default().push_back(event);
         self.core.push_output(Output::Connection { session: owner, queue });
     }

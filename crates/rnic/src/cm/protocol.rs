@@ -15,7 +15,7 @@ use crate::path::{Arrival, Path};
 
 /// Encoded time that a peer has for an answer: 4.3 s.
 pub(super) const RESPONSE_TIMEOUT: u8 = 20;
-/// How long a request waits for somebody to listen, ns, and how many may.
+/// How long a request waits for somebody to listen, ns, and how many may. Of those a vRNIC may have half of what the others leave.
 const EARLY_NS: u64 = 200_000_000;
 const MAX_EARLY: usize = 1024;
 /// Times that a message is sent again.
@@ -285,7 +285,9 @@ impl Manager<'_> {
 
     /// Keeps a request until somebody listens; false if it has waited, or too many do.
     fn keep_early(&mut self, vnic: VnicId, own: Gid, from: Gid, service: u64, mad: &Mad, last: bool) -> bool {
-        if last || self.cm.early.len() >= MAX_EARLY {
+        let own_ones = self.cm.early.iter().filter(|e| e.vnic == vnic).count();
+        let others = self.cm.early.len() - own_ones;
+        if last || own_ones >= MAX_EARLY.saturating_sub(others) / 2 {
             return false;
         }
         let mad = Box::new(mad.bytes());

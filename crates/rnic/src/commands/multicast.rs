@@ -10,6 +10,8 @@ use crate::slab::Handle;
 
 /// Groups that one QP may be attached to.
 const MAX_GROUPS: usize = 64;
+/// Attachments of all QPs of a vRNIC.
+const MAX_ATTACHED: usize = 65_536;
 
 impl Core {
     /// ATTACH_MCAST.
@@ -22,13 +24,14 @@ impl Core {
         if !gid.ip().is_multicast() {
             return Err(Status::BadValue);
         }
-        let group = self.objects.vnics.get(q.vnic.0).ok_or(Status::BadHandle)?.group;
+        let v = self.objects.vnics.get_mut(q.vnic.0).ok_or(Status::BadHandle)?;
         let groups = &mut q.datagrams_mut().ok_or(Status::BadValue)?.groups;
-        if groups.len() >= MAX_GROUPS && !groups.contains(&gid) {
+        if (groups.len() >= MAX_GROUPS || v.used.attached >= MAX_ATTACHED) && !groups.contains(&gid) {
             return Err(Status::Exhausted);
         }
-        if self.multicast.attach(group, gid, h).ok_or(Status::Exhausted)? {
+        if self.multicast.attach(v.group, gid, h).ok_or(Status::Exhausted)? {
             groups.push(gid);
+            v.used.attached += 1;
         }
         Ok(())
     }
@@ -48,9 +51,9 @@ impl Core {
     }
 
     fn detach(&mut self, h: Handle<Qp>, gid: Gid) {
-        let vnic = self.objects.vnic_of_qp(h).and_then(|v| self.objects.vnics.get(v.0));
-        if let Some(group) = vnic.map(|v| v.group) {
-            self.multicast.detach(group, gid, h);
+        if let Some(v) = self.objects.vnic_of_qp(h).and_then(|v| self.objects.vnics.get_mut(v.0)) {
+            v.used.attached -= 1;
+            self.multicast.detach(v.group, gid, h);
         }
     }
 

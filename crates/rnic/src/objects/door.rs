@@ -97,6 +97,9 @@ impl Door {
             }
             self.free_slots.push(slot);
         }
+        if !self.is_used() {
+            (self.slots, self.free_slots) = (Vec::new(), Vec::new());
+        }
     }
 
     fn count(&mut self, slot: u32, more: bool) {

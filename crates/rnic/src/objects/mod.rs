@@ -53,13 +53,13 @@ pub(crate) use queues::{Cq, Domains, Moderation, Pd, Srq, XrcSrq, Xrcd};
 pub use queues::{OpenXrcd, SrqAttr, SrqInfo};
 pub(crate) use revoked::Revoked;
 pub use room::Account;
-pub(crate) use room::{Room, Rooms};
+pub(crate) use room::{Room, Rooms, Taken};
 pub(crate) use session::{Names, Session};
 pub(crate) use stage::{Stage, Staged};
 pub(crate) use vnic::{Begun, Used, Vnic};
 pub use vnic::{Counters, Failures, Limits, MrNote, Usage, VnicConfig, WireCounters};
 pub(crate) use wire::{
-    Answer, Flight, Message, Responder, WINDOW_MAX, WINDOW_MIN, Window as CongestionWindow, Wire, transport_of,
+    Answer, Copies, Flight, Message, Responder, WINDOW_MAX, WINDOW_MIN, Window as CongestionWindow, Wire, transport_of,
 };
 pub(crate) use work::{Recv, Spare, Wait, Work};
 
@@ -139,6 +139,16 @@ impl Objects {
     /// The room of a vRNIC for packets that wait for jobs.
     pub fn room(&self, id: VnicId) -> Room {
         self.vnics.get(id.0).map(|v| v.rooms.jobs.clone()).unwrap_or_default()
+    }
+
+    /// The room of a vRNIC for what is neither packets nor datagrams.
+    pub fn other_room(&self, id: VnicId) -> Room {
+        self.vnics.get(id.0).map(|v| v.rooms.others.clone()).unwrap_or_default()
+    }
+
+    /// The room of a vRNIC for copies of requests that are under way.
+    pub fn copies_room(&self, id: VnicId) -> Room {
+        self.vnics.get(id.0).map(|v| v.rooms.copies.clone()).unwrap_or_default()
     }
 
     /// A job reaches the memory that QP `h` answers for.

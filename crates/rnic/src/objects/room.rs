@@ -8,6 +8,8 @@ use std::sync::atomic::{AtomicUsize, Ordering};
 const JOB_BYTES: usize = 4 << 20;
 /// Most bytes that a vRNIC has in datagrams that wait for receives.
 const DATAGRAM_BYTES: usize = 16 << 20;
+/// Most bytes that a vRNIC has in copies of requests that are under way to other hosts, beside a few of each QP.
+const COPY_BYTES: usize = 64 << 20;
 
 /// The account of a vRNIC for memory of this process.
 pub trait Account: Send + Sync {
@@ -38,6 +40,8 @@ pub(crate) struct Rooms {
     pub jobs: Room,
     /// Datagrams that wait for receives.
     pub datagrams: Room,
+    /// Copies of requests that are under way.
+    pub copies: Room,
     /// All else.
     pub others: Room,
 }
@@ -45,7 +49,12 @@ pub(crate) struct Rooms {
 impl Rooms {
     pub fn new(account: &Arc<dyn Account>) -> Self {
         let room = |most| Room(Arc::new(Kept { most, bytes: AtomicUsize::new(0), account: account.clone() }));
-        Rooms { jobs: room(JOB_BYTES), datagrams: room(DATAGRAM_BYTES), others: room(usize::MAX) }
+        Rooms {
+            jobs: room(JOB_BYTES),
+            datagrams: room(DATAGRAM_BYTES),
+            copies: room(COPY_BYTES),
+            others: room(usize::MAX),
+        }
     }
 }
 

@@ -191,6 +191,8 @@ pub(crate) struct Used {
     pub ahs: usize,
     pub srqs: usize,
     pub xrcds: usize,
+    /// Attachments of its QPs to multicast groups.
+    pub attached: usize,
 }
 
 impl Used {

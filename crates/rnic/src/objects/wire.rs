@@ -9,6 +9,7 @@ use unirdma_mem::Fault;
 use super::fetched::Fetched;
 use super::inbox::Inbox;
 use super::mr::Reach;
+use super::room::{Room, Taken};
 use super::work::{Spare, Work};
 use crate::path::Path;
 use crate::stall::Stall;
@@ -17,6 +18,8 @@ use crate::stall::Stall;
 pub(crate) struct Wire {
     pub path: Path,
     pub flight: VecDeque<Flight>,
+    /// Where the requests of `flight` are kept.
+    pub copies: Copies,
     /// PSN of the oldest packet without an answer.
     pub una: Psn,
     /// PSN of the next packet to send; goes back to `una` for a retransmission.
@@ -63,6 +66,7 @@ impl Wire {
         Wire {
             path,
             flight: VecDeque::new(),
+            copies: Copies::default(),
             una: Psn::new(0),
             next: Psn::new(0),
             high: Psn::new(0),
@@ -151,9 +155,16 @@ impl Wire {
         self.resp.clear();
     }
 
+    /// Takes the oldest request away.
+    pub fn pop_flight(&mut self) -> Option<Flight> {
+        let f = self.flight.pop_front()?;
+        self.copies.shrink(self.flight.len());
+        Some(f)
+    }
+
     /// Forgets what it was about to send.
     pub fn clear_requests(&mut self, spare: &mut Spare) {
-        while let Some(f) = self.flight.pop_front() {
+        while let Some(f) = self.pop_flight() {
             spare.keep_work(f.work);
         }
         self.reads.clear();
@@ -209,6 +220,42 @@ pub(crate) struct Flight {
     /// The request failed before anything of it was sent, or is a REG_MR that was executed. It completes with this status when all requests
     /// before it have completed.
     pub status: Option<unirdma_formats::WcStatus>,
+}
+
+/// Room for copies of requests that are under way. A few of each connection count as a part of its QP; the others are on the account of
+/// its vRNIC, several at a time.
+#[derive(Debug, Default)]
+pub(crate) struct Copies {
+    counted: usize,
+    taken: Taken,
+}
+
+impl Copies {
+    /// So many need no room.
+    const FEW: usize = 4;
+    /// So many are counted at a time.
+    const STEP: usize = 16;
+    /// What one counts as, bytes.
+    const BYTES: usize = size_of::<Work>() + size_of::<Flight>();
+
+    /// True if there may be one more than `len`.
+    pub fn may_grow(&mut self, len: usize, room: impl Fn() -> Room) -> bool {
+        while len >= Self::FEW + self.counted {
+            if !self.taken.take(&room(), Self::STEP * Self::BYTES) {
+                return false;
+            }
+            self.counted += Self::STEP;
+        }
+        true
+    }
+
+    /// There are `len` now.
+    fn shrink(&mut self, len: usize) {
+        while self.counted > 0 && (len == 0 || len + Self::STEP / 2 < Self::FEW + self.counted - Self::STEP) {
+            self.counted -= Self::STEP;
+            self.taken.give(Self::STEP * Self::BYTES);
+        }
+    }
 }
 
 impl Flight {

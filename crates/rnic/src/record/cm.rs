@@ -8,7 +8,7 @@ use unirdma_formats::cm::MAD_BYTES;
 
 use super::data::*;
 use super::save::Saver;
-use crate::cm::{Addr, CmId, Early, Ends, Id, State};
+use crate::cm::{Addr, CmId, EVENT_BYTES, Early, Ends, Id, State};
 use crate::objects::{SessionId, VnicId};
 use crate::rnic::Rnic;
 
@@ -199,6 +199,7 @@ impl Rnic {
         }
         for e in &d.cm.events {
             if let Some(&s) = sessions.get(&e.session) {
+                cm.kept.entry(s).or_default().force(&core.objects.other_room(vnic), e.events.len() * EVENT_BYTES);
                 cm.events.insert((s, e.queue), e.events.iter().map(|e| e.0).collect());
             }
         }

@@ -565,6 +565,7 @@ impl<'a> Restorer<'a> {
             }
             let group = v.group;
             if let ConnectionData::Datagram { groups, .. } = connection {
+                v.used.attached += groups.len();
                 for &g in groups {
                     self.core.multicast.attach(group, Gid(g), h);
                 }

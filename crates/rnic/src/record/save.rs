@@ -58,6 +58,7 @@ impl Rnic {
         let attached = self.core.attached(id);
         for (_, s) in self.numbered_sessions(id) {
             self.cm.events.retain(|k, _| k.0 != s);
+            self.cm.kept.remove(&s);
         }
         self.manager().forget_vnic(id);
         self.core.forget_vnic(id);

@@ -7,7 +7,7 @@ use super::data::*;
 use super::restore::Restorer;
 use super::save::Saver;
 use crate::objects::{
-    Answer, CongestionWindow, Fetched, Flight, Inbox, Message, Reach, Recv, Responder, Staged, Wait, Wire, Work,
+    Answer, CongestionWindow, Copies, Fetched, Flight, Inbox, Message, Reach, Recv, Responder, Staged, Wait, Wire, Work,
 };
 use crate::path::Path;
 use crate::stall::Stall;
@@ -67,6 +67,7 @@ impl Saver<'_> {
         let Wire {
             path,
             flight,
+            copies: _,
             una,
             next,
             high,
@@ -258,6 +259,7 @@ impl Restorer<'_> {
         Wire {
             path: Path { port: *port, class: *class, ..Path::nowhere() }.led(there, linked),
             flight: flight.iter().map(|f| self.flight(f)).collect(),
+            copies: Copies::default(),
             una: Psn::new(*una),
             next: Psn::new(*next),
             high: Psn::new(*high),

@@ -235,6 +235,10 @@ impl Core {
                 return false;
             }
         }
+        let vnic = q.vnic;
+        if !w.copies.may_grow(w.flight.len(), || self.objects.copies_room(vnic)) {
+            return false;
+        }
         let mut work = self.objects.spare.work();
         let mut status = load(q, at, &mut work).err();
         let op = work.op;
@@ -283,7 +287,7 @@ impl Core {
             }
             Ok(true) => {}
         }
-        let f = w.flight.pop_front()?;
+        let f = w.pop_flight()?;
         w.cursor = w.cursor.saturating_sub(1);
         self.retire(h, &f.work, WcStatus::Success);
         self.objects.spare.keep_work(f.work);
@@ -292,7 +296,7 @@ impl Core {
 
     /// The WQE at the head failed before it was sent.
     fn fail_head(&mut self, h: Handle<Qp>, w: &mut Wire) -> Option<u64> {
-        let f = w.flight.pop_front()?;
+        let f = w.pop_flight()?;
         self.retire(h, &f.work, f.status.unwrap_or(WcStatus::FatalErr));
         self.objects.spare.keep_work(f.work);
         self.fail_requester(h);
@@ -338,7 +342,7 @@ impl Core {
         let una = w.una;
         let done = |f: &Flight| f.status == Some(WcStatus::Success) || f.packets > 0 && !una.is_before(f.end());
         while w.flight.front().is_some_and(done) {
-            let Some(f) = w.flight.pop_front() else { break };
+            let Some(f) = w.pop_flight() else { break };
             w.cursor = w.cursor.saturating_sub(1);
             self.retire(h, &f.work, WcStatus::Success);
             self.objects.spare.keep_work(f.work);
