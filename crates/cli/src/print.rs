@@ -93,6 +93,7 @@ fn show(v: &VrnicInfo) -> String {
         ("addresses held", format!("{} of {}", bytes(v.held.address_space.used), bytes(v.held.address_space.limit))),
         ("pieces held", format!("{} of {}", v.held.pieces.used, v.held.pieces.limit)),
         ("filled in sparse files", format!("{} of {}", bytes(v.held.filled.used), bytes(v.held.filled.limit))),
+        ("kept in the worker", format!("{} of {}", bytes(v.held.kept.used), bytes(v.held.kept.limit))),
         ("share", share(v)),
         ("time of the RNIC", units::seconds(v.busy_ns)),
         ("kicks", format!("{}, each when the RNIC slept", v.kicks)),

@@ -11,7 +11,6 @@ use unirdma_mem::{Bell, CqRing, QpRings, Span};
 use unirdma_rnic::{Backing, CreateQp, MAX_BURIED, OpenXrcd, Rnic, SrqAttr, SrqInfo};
 use zerocopy::{FromBytes, Immutable, IntoBytes};
 
-use crate::mapped::Mapped;
 use crate::search::{Begun, Found, Outcome, PAGE, Search, refused};
 use crate::{Device, RnicGuard, lock, now_ns};
 
@@ -388,8 +387,9 @@ impl Device {
             return Err(Status::BadValue);
         }
         self.quiesce();
-        rnic.taken().renew_session(self.session);
-        *lock(&self.mapped) = Mapped::default();
+        let rnic = rnic.taken();
+        rnic.renew_session(self.session);
+        rnic.drop_later(self.forget_ranges());
         Ok(abi::NewSessionResp { generation: self.generation(), reserved: 0, features: r.features })
     }
 
@@ -667,12 +667,15 @@ impl Device {
     }
 
     fn map_runs(&self, rnic: &mut Turn<'_>, r: abi::MapRunsReq) -> Answer<abi::MapRunsResp> {
-        if lock(&self.mapped).is_full(r.length) {
+        let queues = rnic.taken().queues_of(self.session);
+        let handle = rnic.taken().new_number(self.session)?;
+        let mapped = &mut *lock(&self.mapped);
+        // What was found for a command that is refused goes after the RNIC is given back.
+        if !mapped.has_room(r.length, queues) {
             return Err(Status::Exhausted);
         }
         let Some(Found::Window(span)) = rnic.found.take().transpose()? else { return Err(Status::BadAddress) };
-        let handle = rnic.taken().new_number(self.session)?;
-        Ok(abi::MapRunsResp { handle, reserved: 0, addr: lock(&self.mapped).add(handle, span) })
+        Ok(abi::MapRunsResp { handle, reserved: 0, addr: mapped.add(handle, span) })
     }
 
     fn unmap_runs(&self, _: &mut Turn<'_>, r: abi::HandleReq) -> Answer<Nothing> {

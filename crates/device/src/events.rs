@@ -14,7 +14,7 @@ use std::sync::{Arc, Mutex};
 use rustix::event::{PollFd, PollFlags};
 use rustix::net::{RecvAncillaryBuffer, RecvAncillaryMessage, RecvFlags, SendFlags, recvmsg};
 use unirdma_abi as abi;
-use unirdma_link::{Foreign, Ticket, signal};
+use unirdma_link::{Foreign, Kept, Ledger, Ticket, signal};
 use virtio_queue::{Queue, QueueT};
 use vm_memory::{Bytes, GuestMemoryMmap};
 use zerocopy::{FromBytes, IntoBytes};
@@ -22,10 +22,13 @@ use zerocopy::{FromBytes, IntoBytes};
 use crate::lock;
 use crate::rfc::Rfc;
 
-/// Most events that wait for room on one queue.
-const MAX_PENDING: usize = 65_536;
-/// Most events of a session that wait for room.
-const MAX_PENDING_OF_SESSION: usize = 262_144;
+/// So many events may wait for room on one queue, or as many as its vRNIC may have CQs or QPs, if that is more: each of those has one that its
+/// driver cannot do without. A session may have twice as many.
+const MAX_PENDING: usize = 16_384;
+/// What an event that waits counts as on the account, bytes: a queue has room for up to twice as many events as it holds.
+const PENDING_BYTES: u64 = 2 * size_of::<abi::Event>() as u64;
+/// An empty queue keeps the room for so many events.
+const SPARE_PENDING: usize = 64;
 
 /// Most descriptors of one message on a socket (`SCM_MAX_FD` of the kernel).
 const MAX_DESCRIPTORS: usize = 253;
@@ -52,20 +55,22 @@ struct EventQueue {
     pending: VecDeque<abi::Event>,
 }
 
-#[derive(Default)]
 struct Inner {
     guest: Option<GuestMemoryMmap>,
     /// By the index of the virtqueue. Completion event queues that have only a channel follow the others.
     queues: HashMap<u32, EventQueue>,
     /// Events that wait on all queues.
     pending: usize,
+    /// The account that they are on.
+    kept: Kept,
+    /// Most events that may wait on one queue.
+    most: usize,
     /// Channels that were closed while a thread of the driver's program waits on them, by their queues. That thread waits on,
     /// as it would for a kernel, so this end stays open as long as the other one.
     closing: Vec<(u32, Channel)>,
 }
 
 /// The event queues of a session. Shared by the threads that drain the RNIC's outputs.
-#[derive(Default)]
 pub struct EventQueues {
     inner: Mutex<Inner>,
     wake: Mutex<Wake>,
@@ -180,24 +185,54 @@ impl Inner {
         let before = q.pending.len();
         let r = f(q);
         q.flush(self.guest.as_ref());
-        self.pending = self.pending + q.pending.len() - before;
+        let after = q.pending.len();
+        if after == 0 && q.pending.capacity() > SPARE_PENDING {
+            q.pending = VecDeque::new();
+        }
+        if after != before {
+            self.count(self.pending + after - before);
+        }
         r
     }
 
-    fn has_room(&self, index: u32) -> bool {
-        self.pending < MAX_PENDING_OF_SESSION && self.queues.get(&index).is_none_or(|q| q.pending.len() < MAX_PENDING)
+    /// So many events wait from now on.
+    fn count(&mut self, pending: usize) {
+        self.pending = pending;
+        self.kept.set(pending as u64 * PENDING_BYTES);
+    }
+
+    /// True if so many events more may wait on a queue. The first one of a session always may: most go at once.
+    fn has_room(&self, index: u32, more: usize) -> bool {
+        let of_queue = self.queues.get(&index).map_or(0, |q| q.pending.len());
+        of_queue + more <= self.most
+            && self.pending + more <= 2 * self.most
+            && (self.pending == 0 && more == 1 || self.kept.has_room(more as u64 * PENDING_BYTES))
     }
 
     fn remove(&mut self, index: u32) -> Option<EventQueue> {
         let q = self.queues.remove(&index)?;
-        self.pending -= q.pending.len();
+        self.count(self.pending - q.pending.len());
         Some(q)
     }
 }
 
 impl EventQueues {
-    pub(crate) fn of_rfc(rfc: Rfc) -> Self {
-        EventQueues { rfc: Some(rfc), ..EventQueues::default() }
+    /// The event queues of a session of a vRNIC that may have as many CQs and QPs as this says. What waits is on the account of `ledger`.
+    pub(crate) fn new(config: &abi::Config, ledger: Ledger) -> Self {
+        let inner = Inner {
+            guest: None,
+            queues: HashMap::new(),
+            pending: 0,
+            kept: Kept::new(ledger),
+            most: MAX_PENDING.max(config.max_cq as usize).max(config.max_qp as usize),
+            closing: Vec::new(),
+        };
+        EventQueues { inner: Mutex::new(inner), wake: Mutex::default(), rfc: None }
+    }
+
+    /// As [`EventQueues::new`], in the RFC mode.
+    pub(crate) fn of_rfc(rfc: Rfc, config: &abi::Config, ledger: Ledger) -> Self {
+        EventQueues { rfc: Some(rfc), ..EventQueues::new(config, ledger) }
     }
 
     pub(crate) fn rfc(&self) -> Option<&Rfc> {
@@ -222,7 +257,7 @@ impl EventQueues {
         }
         let inner = &mut *lock(&self.inner);
         // A queue that is no virtqueue exists while its channel is open.
-        if inner.has_room(index) && (index < abi::NUM_QUEUES || inner.queues.contains_key(&index)) {
+        if inner.has_room(index, 1) && (index < abi::NUM_QUEUES || inner.queues.contains_key(&index)) {
             inner.change(index, |q| q.pending.push_back(event));
         }
     }
@@ -295,7 +330,7 @@ impl EventQueues {
         if inner.queues.get(&index).is_none_or(|q| q.channel.is_none()) {
             return Err("the channel is not open".into());
         }
-        if !inner.has_room(index) {
+        if !inner.has_room(index, events.len()) {
             return Err("too many events wait".into());
         }
         inner.change(index, |q| events.into_iter().rev().for_each(|e| q.pending.push_front(e)));
@@ -305,8 +340,8 @@ impl EventQueues {
     /// Drops the events that wait for buffers or room: nobody is left whom they concern.
     pub(crate) fn forget_waiting(&self) {
         let inner = &mut *lock(&self.inner);
-        inner.queues.values_mut().for_each(|q| q.pending.clear());
-        inner.pending = 0;
+        inner.queues.values_mut().for_each(|q| q.pending = VecDeque::new());
+        inner.count(0);
     }
 
     /// The channel by which the driver wakes the device.
@@ -347,7 +382,7 @@ impl EventQueues {
         let inner = &mut *lock(&self.inner);
         inner.queues.clear();
         inner.closing.clear();
-        inner.pending = 0;
+        inner.count(0);
         *lock(&self.wake) = Wake::default();
         self.rfc.iter().for_each(Rfc::clear);
     }
@@ -358,7 +393,7 @@ mod tests {
     use super::*;
     use rustix::net::{AddressFamily, SocketFlags, SocketType, socketpair};
     use std::sync::atomic::{AtomicUsize, Ordering};
-    use unirdma_link::{Ledger, Resource};
+    use unirdma_link::{KINDS, Resource};
 
     struct Scene {
         queues: EventQueues,
@@ -373,12 +408,16 @@ mod tests {
     }
 
     fn scene() -> Scene {
+        scene_of(Ledger::default())
+    }
+
+    fn scene_of(ledger: Ledger) -> Scene {
         let (driver, device) =
             socketpair(AddressFamily::UNIX, SocketType::SEQPACKET, SocketFlags::CLOEXEC, None).unwrap();
         let asked = Arc::new(AtomicUsize::new(0));
         let count = asked.clone();
         let on_room = Box::new(move |_: BorrowedFd<'_>, _| _ = count.fetch_add(1, Ordering::Relaxed));
-        let queues = EventQueues::default();
+        let queues = EventQueues::new(&abi::Config::default(), ledger);
         queues.open_channel(INDEX, device, ticket(), on_room).unwrap();
         Scene { queues, driver, asked }
     }
@@ -430,16 +469,38 @@ mod tests {
 
     #[test]
     fn what_waits_is_bounded_for_a_queue_and_for_a_session() {
-        let s = scene();
+        let ledger = Ledger::of_host([u64::MAX; KINDS]).for_vrnic([None; KINDS]);
+        let s = scene_of(ledger.clone());
+        let used = || ledger.usage(Resource::Kept).0 / PENDING_BYTES;
         (0..MAX_PENDING as u32 + 5000).for_each(|i| s.queues.deliver(INDEX, event(i)));
-        assert_eq!(lock(&s.queues.inner).pending, MAX_PENDING);
-        for i in 0..2 * MAX_PENDING_OF_SESSION as u32 {
+        assert_eq!((lock(&s.queues.inner).pending, used()), (MAX_PENDING, MAX_PENDING as u64));
+        for i in 0..3 * MAX_PENDING as u32 {
             s.queues.deliver(abi::VQ_COMP_FIRST + i % 100, event(i));
         }
-        assert_eq!(lock(&s.queues.inner).pending, MAX_PENDING_OF_SESSION);
+        assert_eq!((lock(&s.queues.inner).pending, used()), (2 * MAX_PENDING, 2 * MAX_PENDING as u64));
         assert!(s.queues.give_back(INDEX, event(1).as_bytes()).is_err());
         s.queues.close_channel(INDEX).unwrap();
-        assert_eq!(lock(&s.queues.inner).pending, MAX_PENDING_OF_SESSION - MAX_PENDING);
+        assert_eq!(used(), MAX_PENDING as u64);
+        s.queues.clear();
+        assert_eq!(used(), 0);
+    }
+
+    /// What a program gives back is counted as what it was never sent, and no more comes than an account has room for.
+    #[test]
+    fn what_comes_back_and_waits_is_on_the_account() {
+        const MOST: u64 = 3000;
+        let ledger = Ledger::of_host([2 * MOST * PENDING_BYTES; KINDS]).for_vrnic([None; KINDS]);
+        let used = || ledger.usage(Resource::Kept).0 / PENDING_BYTES;
+        let s = scene_of(ledger.clone());
+        let many = vec![0; 255 * size_of::<abi::Event>()];
+        while s.queues.give_back(INDEX, &many).is_ok() {}
+        assert!((MOST - 255..=MOST).contains(&used()), "{}", used());
+        // As the program reads what waits, the account gets its room back.
+        while used() > 0 {
+            assert!(!s.all().is_empty());
+            s.queues.on_room(INDEX);
+        }
+        assert!(lock(&s.queues.inner).queues[&INDEX].pending.capacity() <= SPARE_PENDING);
     }
 
     #[test]
@@ -493,7 +554,7 @@ mod tests {
         use std::io::IoSlice;
         let (driver, device) = socketpair(AddressFamily::UNIX, SocketType::STREAM, SocketFlags::CLOEXEC, None).unwrap();
         let (kept, other) = socketpair(AddressFamily::UNIX, SocketType::STREAM, SocketFlags::CLOEXEC, None).unwrap();
-        let queues = EventQueues::default();
+        let queues = EventQueues::new(&abi::Config::default(), Ledger::default());
         queues.set_wake(Some(Arc::new(Foreign::refused(device, &Ledger::default()))));
         let notify = |fds: &[BorrowedFd<'_>]| {
             let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(MAX_DESCRIPTORS))];

@@ -3,6 +3,7 @@
 //! Depends on the RNIC and the link. It turns bus addresses into windows, commands into RNIC calls, and
 //! RNIC outputs into event buffers. It must never read a shared byte twice, and never block.
 
+mod account;
 mod commands;
 mod events;
 mod mapped;
@@ -30,6 +31,7 @@ use zerocopy::IntoBytes;
 
 use rfc::Rfc;
 
+pub use account::KeptByRnic;
 pub use events::{EventQueues, OnRoom, queue_of_channel, take_notifications};
 pub use net::{NET_TX, NetDevice, NetFrontend};
 pub use quiet::LogLimit;
@@ -131,6 +133,8 @@ pub struct Device {
     session: SessionId,
     identity: Arc<Identity>,
     memory: Arc<Memory>,
+    /// The account of its vRNIC.
+    ledger: Ledger,
     /// What MAP_RUNS has mapped.
     mapped: Mutex<Mapped>,
     guest: Option<GuestMemoryMmap>,
@@ -154,20 +158,28 @@ pub struct Device {
 }
 
 impl Device {
-    /// A device for a new session of `identity.vnic`; `None` if the RNIC has no room for it.
-    pub fn new(rnic: Arc<SharedRnic>, identity: Arc<Identity>, pollers: Arc<dyn Pollers>) -> Option<Self> {
-        Self::with_events(rnic, identity, pollers, EventQueues::default())
+    /// A device for a new session of `identity.vnic`; `None` if the RNIC has no room for it. What it holds beside its objects is on the
+    /// account of `ledger`.
+    pub fn new(
+        rnic: Arc<SharedRnic>,
+        identity: Arc<Identity>,
+        pollers: Arc<dyn Pollers>,
+        ledger: Ledger,
+    ) -> Option<Self> {
+        let events = EventQueues::new(&identity.config, ledger.clone());
+        Self::with_events(rnic, identity, pollers, events, ledger)
     }
 
-    /// As [`Device::new`], in the RFC mode. What it holds beside its objects is on the account of `ledger`.
+    /// As [`Device::new`], in the RFC mode.
     pub fn new_rfc(
         rnic: Arc<SharedRnic>,
         identity: Arc<Identity>,
         pollers: Arc<dyn Pollers>,
         ledger: Ledger,
     ) -> Option<Self> {
-        let rfc = Rfc::new(&identity.config, ledger)?;
-        let device = Self::with_events(rnic, identity, pollers, EventQueues::of_rfc(rfc))?;
+        let rfc = Rfc::new(&identity.config, ledger.clone())?;
+        let events = EventQueues::of_rfc(rfc, &identity.config, ledger.clone());
+        let device = Self::with_events(rnic, identity, pollers, events, ledger)?;
         device.set_rfc_doorbell();
         Some(device)
     }
@@ -177,6 +189,7 @@ impl Device {
         identity: Arc<Identity>,
         pollers: Arc<dyn Pollers>,
         events: EventQueues,
+        ledger: Ledger,
     ) -> Option<Self> {
         let session = rnic.lock().add_session(identity.vnic)?;
         Some(Device {
@@ -184,7 +197,8 @@ impl Device {
             session,
             identity,
             memory: Arc::default(),
-            mapped: Mutex::default(),
+            mapped: Mutex::new(Mapped::new(ledger.clone())),
+            ledger,
             guest: None,
             control: None,
             stopped_at: None,
@@ -197,6 +211,11 @@ impl Device {
             events: Arc::new(events),
             pollers,
         })
+    }
+
+    /// What MAP_RUNS has mapped is no more. To unmap it takes the kernel long, so the caller drops it when nobody waits for that.
+    fn forget_ranges(&self) -> Mapped {
+        std::mem::replace(&mut lock(&self.mapped), Mapped::new(self.ledger.clone()))
     }
 
     /// In the RFC mode the doorbell page is the device's own.
@@ -449,8 +468,10 @@ impl Handler for Device {
                 // the driver before it were.
                 if self.stopped_at.take().is_some_and(|at| at != v.base) {
                     self.quiesce();
-                    self.rnic.lock().renew_session(self.session);
-                    *lock(&self.mapped) = Mapped::default();
+                    let mut rnic = self.rnic.lock();
+                    rnic.renew_session(self.session);
+                    rnic.drop_later(self.forget_ranges());
+                    drop(rnic);
                     self.events.forget_waiting();
                 }
                 self.rnic.lock().resume_session(self.session);
@@ -494,8 +515,8 @@ impl Handler for Device {
             self.session = s;
             rnic.set_memory(s, Arc::new(MemoryTable(self.memory.clone())));
         }
+        rnic.drop_later(self.forget_ranges());
         drop(rnic);
-        *lock(&self.mapped) = Mapped::default();
         self.control = None;
         self.stopped_at = None;
         self.held = None;

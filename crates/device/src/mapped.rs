@@ -5,10 +5,15 @@
 use std::collections::BTreeMap;
 
 use unirdma_abi as abi;
+use unirdma_link::{Kept, Ledger};
 use unirdma_mem::Span;
 
-/// Most ranges of one session.
-const MAX_RANGES: usize = 65_536;
+/// A session may have so many ranges, and [`RANGES_OF_QUEUE`] more for each of its queues: a ring may lie in one, and a larger ring that is to
+/// take its place in another one.
+const MAX_RANGES: usize = 1024;
+const RANGES_OF_QUEUE: usize = 2;
+/// What a range counts as on the account, bytes: its places in two B-trees.
+const RANGE_BYTES: u64 = 128;
 /// Between two ranges nothing lies, so that who leaves one does not get into the next.
 const GAP: u64 = 4096;
 
@@ -20,12 +25,20 @@ pub(crate) struct Mapped {
     by_handle: BTreeMap<u32, u64>,
     /// Bytes of addresses that were given out; none comes back.
     given: u64,
+    kept: Kept,
 }
 
 impl Mapped {
-    /// True if there is no room for a further range of `len` bytes.
-    pub fn is_full(&self, len: u64) -> bool {
-        self.ranges.len() >= MAX_RANGES || self.given.saturating_add(len) >= 1 << 62
+    /// None yet, on this account.
+    pub fn new(ledger: Ledger) -> Self {
+        Mapped { kept: Kept::new(ledger), ..Mapped::default() }
+    }
+
+    /// True if there is room for a further range of `len` bytes in a session with so many queues.
+    pub fn has_room(&self, len: u64, queues: usize) -> bool {
+        self.ranges.len() < MAX_RANGES + RANGES_OF_QUEUE * queues
+            && self.given.saturating_add(len) < 1 << 62
+            && self.kept.has_room(RANGE_BYTES)
     }
 
     /// Gives `span` an address, and the name `handle`.
@@ -34,12 +47,19 @@ impl Mapped {
         self.given += (span.len() as u64).next_multiple_of(GAP) + GAP;
         self.ranges.insert(addr, (handle, span));
         self.by_handle.insert(handle, addr);
+        self.count();
         addr
     }
 
     /// Forgets a range; false if there is none of that name.
     pub fn remove(&mut self, handle: u32) -> bool {
-        self.by_handle.remove(&handle).and_then(|addr| self.ranges.remove(&addr)).is_some()
+        let known = self.by_handle.remove(&handle).and_then(|addr| self.ranges.remove(&addr)).is_some();
+        self.count();
+        known
+    }
+
+    fn count(&mut self) {
+        self.kept.set(self.ranges.len() as u64 * RANGE_BYTES);
     }
 
     /// A part of a range.
@@ -52,6 +72,7 @@ impl Mapped {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use unirdma_link::{KINDS, Resource};
 
     #[test]
     fn a_range_has_its_addresses_until_it_is_forgotten() {
@@ -63,5 +84,25 @@ mod tests {
         assert!(m.span(u64::MAX, 1).is_none() && m.span(b, u64::MAX).is_none());
         assert!(m.remove(7) && !m.remove(7) && m.span(a, 1).is_none() && m.span(b, 4096).is_some());
         assert_ne!(m.add(11, Span::anonymous(8192)), a);
+    }
+
+    #[test]
+    fn ranges_have_a_limit_and_are_on_the_account() {
+        let ledger = Ledger::of_host([u64::MAX; KINDS]).for_vrnic([None; KINDS]);
+        let used = || ledger.usage(Resource::Kept).0;
+        let mut m = Mapped::new(ledger.clone());
+        let page = Span::anonymous(4096);
+        let fill = |m: &mut Mapped, queues| {
+            let made = (m.ranges.len() as u32..)
+                .take_while(|&i| m.has_room(4096, queues).then(|| m.add(i, page.clone())).is_some());
+            made.count()
+        };
+        assert_eq!((fill(&mut m, 0), fill(&mut m, 10)), (MAX_RANGES, 10 * RANGES_OF_QUEUE));
+        assert_eq!(used(), (MAX_RANGES + 10 * RANGES_OF_QUEUE) as u64 * RANGE_BYTES);
+        assert!(m.remove(0) && m.has_room(4096, 10));
+        drop(m);
+        assert_eq!(used(), 0);
+        let poor = Ledger::of_host([3 * RANGE_BYTES; KINDS]).for_vrnic([None; KINDS]);
+        assert_eq!(fill(&mut Mapped::new(poor), 0), 1, "half of what there is");
     }
 }

@@ -118,6 +118,8 @@ impl SetHeld {
             Resource::AddressSpace => self.max_address_space,
             Resource::Pieces => self.max_pieces,
             Resource::Filled => self.max_filled,
+            // What needs much of it is wrong.
+            Resource::Kept => None,
         })
     }
 }
@@ -143,15 +145,18 @@ pub struct LedgerInfo {
     /// Bytes of pages that transfers have made in sparse memory files.
     #[serde(default)]
     pub filled: Held,
+    /// Bytes of the worker's own memory: events and datagrams that wait, and the like.
+    #[serde(default)]
+    pub kept: Held,
 }
 
 impl LedgerInfo {
     pub(crate) fn of(ledger: &Ledger) -> Self {
-        let [descriptors, mappings, address_space, pieces, filled] = Resource::ALL.map(|r| {
+        let [descriptors, mappings, address_space, pieces, filled, kept] = Resource::ALL.map(|r| {
             let (used, limit) = ledger.usage(r);
             Held { used, limit }
         });
-        LedgerInfo { descriptors, mappings, address_space, pieces, filled }
+        LedgerInfo { descriptors, mappings, address_space, pieces, filled, kept }
     }
 }
 
@@ -270,13 +275,14 @@ impl VrnicInfo {
         self.mrs_copied += o.mrs_copied;
         self.bytes_mapped = self.bytes_mapped.saturating_add(o.bytes_mapped);
         self.bytes_copied = self.bytes_copied.saturating_add(o.bytes_copied);
-        let LedgerInfo { descriptors, mappings, address_space, pieces, filled } = &mut self.held;
+        let LedgerInfo { descriptors, mappings, address_space, pieces, filled, kept } = &mut self.held;
         let sums = [
             (descriptors, o.held.descriptors),
             (mappings, o.held.mappings),
             (address_space, o.held.address_space),
             (pieces, o.held.pieces),
             (filled, o.held.filled),
+            (kept, o.held.kept),
         ];
         sums.into_iter().for_each(|(all, one)| all.used += one.used);
     }
@@ -376,7 +382,7 @@ pub(crate) fn is_link_local(a: Ipv6Addr) -> bool {
     a.segments()[0] & 0xffc0 == 0xfe80
 }
 
-/// Multicast groups that programs may count on: there is no limit but that of each QP.
+/// Multicast groups that programs may count on: only the attachments of a QP, of a vRNIC and of a group are limited.
 const MAX_MULTICAST_GROUPS: u32 = 8192;
 
 /// The configuration space of a vRNIC.

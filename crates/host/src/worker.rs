@@ -23,10 +23,10 @@ use std::time::Duration;
 
 use rustix::event::{EventfdFlags, epoll};
 use rustix::net::SocketFlags;
-use unirdma_device::{Device, Identity, lock};
+use unirdma_device::{Device, Identity, KeptByRnic, lock};
 use unirdma_formats::Gid;
 use unirdma_link::{Backend, Closer, Foreign, Handler, Ledger, Memory, Progress, Resource, Ticket, Vring};
-use unirdma_rnic::{Limits, VnicConfig, VnicId};
+use unirdma_rnic::{Account, Limits, VnicConfig, VnicId};
 
 use crate::confine::{self, Kind};
 use crate::demand::Demand;

@@ -24,17 +24,25 @@ pub enum Resource {
     /// Bytes of pages that the worker has made in sparse memory files. It cannot ask for leave to hold them: they are there because a
     /// transfer has touched them. A vRNIC that needs more than it may loses the session whose file that is.
     Filled,
+    /// Bytes of the worker's own memory: what waits for a vRNIC's programs, and what their commands have made beside objects.
+    Kept,
 }
 
 /// Kinds of [`Resource`].
-pub const KINDS: usize = 5;
+pub const KINDS: usize = 6;
 /// A vRNIC that holds more descriptors than this beyond its account gets no more taken from its programs.
 const MAX_BEYOND: u64 = 64;
 
 impl Resource {
     /// All of them, in the order of limits.
-    pub const ALL: [Resource; KINDS] =
-        [Resource::Descriptors, Resource::Mappings, Resource::AddressSpace, Resource::Pieces, Resource::Filled];
+    pub const ALL: [Resource; KINDS] = [
+        Resource::Descriptors,
+        Resource::Mappings,
+        Resource::AddressSpace,
+        Resource::Pieces,
+        Resource::Filled,
+        Resource::Kept,
+    ];
 }
 
 #[derive(Debug, Default)]
@@ -96,6 +104,41 @@ impl Ticket {
     /// The account.
     pub(crate) fn ledger(&self) -> &Ledger {
         &self.ledger
+    }
+}
+
+/// Bytes of [`Resource::Kept`] of one owner, which come and go. They are given back when it is dropped.
+#[derive(Debug, Default)]
+pub struct Kept {
+    ledger: Ledger,
+    bytes: u64,
+}
+
+impl Kept {
+    /// None yet, on this account.
+    pub fn new(ledger: Ledger) -> Self {
+        Kept { ledger, bytes: 0 }
+    }
+
+    /// True if the account has room for so many bytes more.
+    pub fn has_room(&self, bytes: u64) -> bool {
+        self.ledger.has_room(Resource::Kept, bytes)
+    }
+
+    /// Keeps so many bytes from now on, whether there is room or not.
+    pub fn set(&mut self, bytes: u64) {
+        if bytes >= self.bytes {
+            self.ledger.add(Resource::Kept, bytes - self.bytes);
+        } else {
+            self.ledger.sub(Resource::Kept, self.bytes - bytes);
+        }
+        self.bytes = bytes;
+    }
+}
+
+impl Drop for Kept {
+    fn drop(&mut self) {
+        self.set(0);
     }
 }
 
@@ -184,11 +227,32 @@ impl Ledger {
 
     /// Leave to hold `n` more; `None` if that is too much.
     pub fn take(&self, resource: Resource, n: u64) -> Option<Ticket> {
+        self.has_room(resource, n).then(|| self.give(resource, n, false))
+    }
+
+    /// True if there is leave for `n` more.
+    fn has_room(&self, resource: Resource, n: u64) -> bool {
         let (used, limit) = self.usage(resource);
-        if used.checked_add(n).is_none_or(|sum| sum > limit) {
-            return None;
+        used.checked_add(n).is_some_and(|sum| sum <= limit)
+    }
+
+    /// Keeps so many bytes more, until [`Ledger::let_go`]; false if that is too much.
+    pub fn keep(&self, bytes: u64) -> bool {
+        let room = self.has_room(Resource::Kept, bytes);
+        if room {
+            self.keep_anyway(bytes);
         }
-        Some(self.give(resource, n, false))
+        room
+    }
+
+    /// As [`Ledger::keep`], even if that is too much.
+    pub fn keep_anyway(&self, bytes: u64) {
+        self.add(Resource::Kept, bytes);
+    }
+
+    /// So many bytes are kept no more.
+    pub fn let_go(&self, bytes: u64) {
+        self.sub(Resource::Kept, bytes);
     }
 
     /// Leave to hold what is there already: beyond the account if there is no room. Whoever gets such a ticket gives the thing up at
@@ -234,7 +298,7 @@ mod tests {
 
     #[test]
     fn each_vrnic_may_have_half_of_what_the_others_leave() {
-        let host = Ledger::of_host([80, 1000, 1 << 40, 1000, 1 << 30]);
+        let host = Ledger::of_host([80, 1000, 1 << 40, 1000, 1 << 30, 1000]);
         let all: Vec<Ledger> = (0..4).map(|_| host.for_vrnic([None; KINDS])).collect();
         let mut held: Vec<Vec<Ticket>> = all.iter().map(most).collect();
         assert_eq!(held.iter().map(Vec::len).collect::<Vec<_>>(), [40, 20, 10, 5]);
@@ -248,12 +312,12 @@ mod tests {
 
     #[test]
     fn an_operator_may_allow_less() {
-        let host = Ledger::of_host([80, 1000, 1 << 40, 1000, 1 << 30]);
-        let v = host.for_vrnic([None, Some(7), None, None, None]);
+        let host = Ledger::of_host([80, 1000, 1 << 40, 1000, 1 << 30, 1000]);
+        let v = host.for_vrnic([None, Some(7), None, None, None, None]);
         assert_eq!((v.usage(Descriptors), v.usage(Mappings)), ((0, 40), (0, 7)));
         let six = v.take(Mappings, 6).unwrap();
         assert!(v.take(Mappings, 2).is_none() && v.take(Mappings, u64::MAX).is_none());
-        v.set_limits([Some(1), Some(3), None, None, None]);
+        v.set_limits([Some(1), Some(3), None, None, None, None]);
         assert_eq!((v.usage(Mappings), v.usage(Descriptors)), ((6, 3), (0, 1)));
         assert!(v.take(Mappings, 1).is_none());
         drop(six);
@@ -262,7 +326,7 @@ mod tests {
 
     #[test]
     fn what_is_there_already_is_charged_beyond_the_account() {
-        let v = Ledger::of_host([80; KINDS]).for_vrnic([Some(2), None, None, None, None]);
+        let v = Ledger::of_host([80; KINDS]).for_vrnic([Some(2), None, None, None, None, None]);
         let mut held: Vec<Ticket> = (0..66).map(|_| v.charge(Descriptors, 1)).collect();
         assert_eq!((v.usage(Descriptors).0, v.is_overdrawn()), (66, false));
         held.push(v.charge(Descriptors, 1));
@@ -276,7 +340,7 @@ mod tests {
     fn threads_that_fill_at_the_same_time_stay_within_the_limit() {
         const LIMIT: u64 = 1_000_000;
         let one = Ledger::default();
-        one.set_limits([None, None, None, None, Some(LIMIT)]);
+        one.set_limits([None, None, None, None, Some(LIMIT), None]);
         let filled: u64 = std::thread::scope(|s| {
             let fill = || (0..).take_while(|_| one.fill(3) != Room::None).count() as u64 * 3;
             let threads = [(); 4].map(|()| s.spawn(fill));
@@ -288,7 +352,7 @@ mod tests {
     #[test]
     fn what_is_filled_is_looked_at_before_there_is_no_room() {
         let host = Ledger::of_host([100; KINDS]);
-        let [one, two] = [None, Some(80)].map(|most| host.for_vrnic([None, None, None, None, most]));
+        let [one, two] = [None, Some(80)].map(|most| host.for_vrnic([None, None, None, None, most, None]));
         assert_eq!((one.usage(Resource::Filled), two.usage(Resource::Filled)), ((0, 50), (0, 80)));
         assert_eq!((one.fill(10), one.wants_recount(), one.fill(10)), (Room::Little, true, Room::Enough));
         one.was_recounted();
@@ -298,6 +362,22 @@ mod tests {
         assert_eq!((one.usage(Resource::Filled), two.usage(Resource::Filled)), ((50, 50), (0, 50)));
         one.empty(50);
         assert_eq!((two.fill(80), one.usage(Resource::Filled)), (Room::Little, (0, 10)));
+    }
+
+    #[test]
+    fn what_is_kept_comes_and_goes() {
+        let host = Ledger::of_host([1000; KINDS]);
+        let [one, two] = [(); 2].map(|()| host.for_vrnic([None; KINDS]));
+        let mut kept = Kept::new(one.clone());
+        kept.set(400);
+        assert!(kept.has_room(100) && !kept.has_room(101) && one.keep(100) && !one.keep(1));
+        one.keep_anyway(10);
+        assert_eq!((one.usage(Resource::Kept), two.usage(Resource::Kept)), ((510, 500), (0, 245)));
+        kept.set(20);
+        one.let_go(110);
+        assert_eq!(one.usage(Resource::Kept), (20, 500));
+        drop(kept);
+        assert_eq!((one.usage(Resource::Kept), two.usage(Resource::Kept)), ((0, 500), (0, 500)));
     }
 
     #[test]

@@ -19,7 +19,7 @@ pub use backend::{Backend, Handler, Progress, Refusal, Vring};
 pub use driver_queue::{DriverQueue, Segment};
 pub use foreign::{Closer, Foreign};
 pub use frontend::Frontend;
-pub use ledger::{KINDS, Ledger, Resource, Ticket};
+pub use ledger::{KINDS, Kept, Ledger, Resource, Ticket};
 pub use memory::{Gathered, MAX_MAPPED, MAX_REGIONS, Memory, PROCESS_LIMIT, Refused, Region, RegionDesc};
 pub use msg::{CLOSE_CHANNEL, MAX_FDS, MAX_PAYLOAD, Message, OPEN_CHANNEL, RETURN_EVENTS, Receiver, send};
 pub use signal::signal;

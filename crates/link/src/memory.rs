@@ -100,6 +100,7 @@ impl std::fmt::Display for Refused {
             Refused::Exhausted(Resource::Filled) => {
                 write!(f, "the vRNIC has filled as many bytes of sparse files as it may (its --max-filled)")
             }
+            Refused::Exhausted(Resource::Kept) => write!(f, "as much is kept for the vRNIC as may be"),
             Refused::File(e) => write!(f, "{e}"),
         }
     }
@@ -512,7 +513,7 @@ mod tests {
     #[test]
     fn what_regions_hold_is_on_the_account_as_long_as_it_is_held() {
         let f = MemFd::new(c"t", 4 * 4096).unwrap();
-        let host = Ledger::of_host([20, 16, 1 << 20, 1000, 1 << 20]);
+        let host = Ledger::of_host([20, 16, 1 << 20, 1000, 1 << 20, 0]);
         let ledger = host.for_vrnic([None; KINDS]);
         let used = |l: &Ledger| Resource::ALL.map(|r| l.usage(r).0);
         let (mut one, mut other) = (Memory::new(ledger.clone()), Memory::new(ledger.clone()));
@@ -520,21 +521,21 @@ mod tests {
             add(&mut one, &f, (i + 1) << 20, i * 4096, 4096).unwrap();
             add(&mut other, &f, (i + 1) << 20, 0, 8192).unwrap();
         }
-        assert_eq!(used(&ledger), [8, 8, 4 * (4096 + 8192), 0, 0]);
+        assert_eq!(used(&ledger), [8, 8, 4 * (4096 + 8192), 0, 0, 0]);
         let too_many = add(&mut other, &f, 9 << 20, 0, 4096);
         assert!(matches!(too_many, Err(Refused::Exhausted(Resource::Mappings))));
         assert_eq!(used(&ledger)[0], 8, "what was refused is not counted");
         other.clear();
         // A window over several regions is a mapping of its own, for as long as somebody has it.
         let window = window(one.gather(&[(1 << 20, 4096), (3 << 20, 4096), (2 << 20, 4096)]).unwrap()).0;
-        assert_eq!(used(&ledger), [4, 7, 4 * 4096 + 3 * 4096, 0, 0]);
+        assert_eq!(used(&ledger), [4, 7, 4 * 4096 + 3 * 4096, 0, 0, 0]);
         let part = window.sub(0, 8).unwrap();
         drop(window);
         one.clear();
-        assert_eq!(used(&ledger), [0, 3, 3 * 4096, 0, 0]);
+        assert_eq!(used(&ledger), [0, 3, 3 * 4096, 0, 0, 0]);
         drop(part);
         assert_eq!(used(&ledger), [0; KINDS]);
-        let small = host.for_vrnic([None, None, Some(8192), None, None]);
+        let small = host.for_vrnic([None, None, Some(8192), None, None, None]);
         let mut third = Memory::new(small);
         add(&mut third, &f, 1 << 20, 0, 8192).unwrap();
         assert!(matches!(add(&mut third, &f, 2 << 20, 0, 4096), Err(Refused::Exhausted(Resource::AddressSpace))));
@@ -563,7 +564,7 @@ mod tests {
     #[test]
     fn many_pieces_are_a_list_on_the_account() {
         let f = MemFd::new(c"t", 1 << 20).unwrap();
-        let ledger = Ledger::of_host([20, 16, 1 << 40, 3000, 0]).for_vrnic([None; KINDS]);
+        let ledger = Ledger::of_host([20, 16, 1 << 40, 3000, 0, 0]).for_vrnic([None; KINDS]);
         let used = || Resource::ALL.map(|r| ledger.usage(r).0);
         let mut m = Memory::new(ledger.clone());
         add(&mut m, &f, 1 << 30, 0, 1 << 20).unwrap();
@@ -577,7 +578,7 @@ mod tests {
         let before = used();
         let (Gathered::Pieces(p), ids) = m.gather(&ranges).unwrap() else { panic!("513 mappings") };
         assert_eq!((p.len(), ids), (4000 + 511 * 4096 + 5, vec![0, 1]));
-        assert_eq!(used(), [before[0], before[1], before[2], 513, 0]);
+        assert_eq!(used(), [before[0], before[1], before[2], 513, 0, 0]);
         let at = |off| {
             let place = p.at(off)?;
             let Loc::Mapped(_, off) = place.at() else { panic!("it is mapped") };
@@ -619,7 +620,7 @@ mod tests {
         }
         let file = rustix::fs::memfd_create(c"t", MemfdFlags::CLOEXEC).unwrap();
         rustix::fs::ftruncate(&file, 1 << 20).unwrap();
-        let ledger = Ledger::of_host([1 << 40; KINDS]).for_vrnic([None, None, None, None, Some(82 * 4096)]);
+        let ledger = Ledger::of_host([1 << 40; KINDS]).for_vrnic([None, None, None, None, Some(82 * 4096), None]);
         let used = || ledger.usage(Resource::Filled).0 / 4096;
         let mut m = Memory::new(ledger.clone());
         for bus_addr in [1 << 30, 1 << 31] {

@@ -390,7 +390,7 @@ fn who_holds_too_much_may_give_it_up() {
     let held = || ledger.usage(Resource::Descriptors).0;
     let mut s = Session::with(|sock| Backend::new(foreign(sock), QUEUES as usize, ledger.clone()));
     assert_eq!(s.tell(R::SET_VRING_CALL, 1u64.as_bytes(), &[event()]), number(0));
-    ledger.set_limits([Some(0), None, None, None, None]);
+    ledger.set_limits([Some(0), None, None, None, None, None]);
     assert_eq!(held(), 1);
     assert_eq!(s.tell(R::SET_VRING_CALL, (1u64 | 1 << 8).as_bytes(), &[]), number(0));
     assert_eq!(held(), 0);

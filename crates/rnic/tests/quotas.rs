@@ -188,41 +188,6 @@ fn attachments_to_multicast_groups_have_a_quota() {
 
 /// A session with many objects is freed in parts, and others have the RNIC in between.
 #[test]
-fn a_session_ends_in_parts() {
-    let mut r = Rnic::new(1, 0);
-    let vnic = |r: &mut Rnic, n| {
-        let limits = Limits::default();
-        r.add_vnic(VnicConfig { group: 0, gids: vec![ip(n)], limits, share: Share::default() }).unwrap()
-    };
-    let (vnic, other) = (vnic(&mut r, 1), vnic(&mut r, 2));
-    let ((s, pd, cq), other) = (session(&mut r, vnic), session(&mut r, other));
-    (0..100).for_each(|_| _ = create_qp(&mut r, s, pd, cq).unwrap());
-    (0..100).for_each(|_| _ = reg_mr(&mut r, s, pd, 8).unwrap());
-    for n in 0..100 {
-        let create = abi::CmReq { op: abi::CmOp::Create as u8, port_space: abi::port_space::TCP, ..Default::default() };
-        let id = r.cm(s, &create).unwrap().id;
-        if n % 2 == 0 {
-            r.cm(s, &abi::CmReq { op: abi::CmOp::Listen as u8, id, ..Default::default() }).unwrap();
-        }
-    }
-    let mut ending = r.end_session(s);
-    let mut parts = 0;
-    while r.end_some(&mut ending, 32) {
-        parts += 1;
-        assert!(r.usage(vnic).qps + r.usage(vnic).mrs_mapped > 0 || parts > 9);
-        let pd = r.create_pd(other.0).unwrap();
-        r.destroy_pd(other.0, pd).unwrap();
-    }
-    // Identifiers, QPs, MRs, and a PD, a CQ and a doorbell page.
-    assert_eq!(parts, 303 / 32);
-    r.renew_session(s);
-    let usage = r.usage(vnic);
-    assert_eq!((usage.sessions, usage.qps, usage.cqs, usage.mrs_mapped, r.listeners(vnic).len()), (1, 0, 0, 0, 0));
-    r.remove_session(s);
-    assert_eq!(r.usage(vnic).sessions, 0);
-}
-
-#[test]
 fn a_program_that_ends_frees_all_of_its_quota() {
     let few = Limits {
         max_qp: 1,

@@ -123,6 +123,10 @@ fn queries() -> Vec<Row> {
                 let request = abi::SetStageReq { addr: w.me.take(1 << 16), length: 1 << 16 };
                 w.me.ok::<abi::Nothing>(C::SetStage, &request);
                 bytes(request)
+            })
+            .refused(Exhausted, "no room on the account", |w| {
+                w.me.close_account();
+                bytes(abi::SetStageReq { addr: w.me.take(1 << 16), length: 1 << 16 })
             }),
         row(C::NewSession, |_| bytes(abi::NewSessionReq { features: abi::FEATURE_INVALIDATE, reserved: 0 })).refused(
             BadValue,

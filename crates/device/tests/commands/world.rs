@@ -8,11 +8,11 @@ use std::sync::{Arc, Mutex};
 
 use unirdma_abi as abi;
 use unirdma_abi::{CmOp, Command, QpLayout};
-use unirdma_device::{Device, Errand, Identity, Pollers, SharedRnic};
+use unirdma_device::{Device, Errand, Identity, KeptByRnic, Pollers, SharedRnic};
 use unirdma_formats::{Gid, QpState, QpType, attr_mask as m};
-use unirdma_link::{Foreign, Handler, Ledger, Memory, RegionDesc};
+use unirdma_link::{Foreign, Handler, KINDS, Ledger, Memory, RegionDesc};
 use unirdma_mem::{Bell, MemFd, Span};
-use unirdma_rnic::{Limits, Rnic, SessionId, Share, VnicConfig, VnicId};
+use unirdma_rnic::{Account, Limits, Rnic, SessionId, Share, VnicConfig, VnicId};
 use zerocopy::{FromBytes, Immutable, IntoBytes};
 
 const MEMORY: usize = 4 << 20;
@@ -138,7 +138,7 @@ impl Pollers for NoPollers {
 impl Side {
     fn new(rnic: &Arc<SharedRnic>, identity: &Arc<Identity>) -> Self {
         let pollers = Arc::new(NoPollers::default());
-        let dev = Device::new(rnic.clone(), identity.clone(), pollers.clone()).expect("session");
+        let dev = Device::new(rnic.clone(), identity.clone(), pollers.clone(), Ledger::default()).expect("session");
         let file = MemFd::new(c"commands", MEMORY).expect("memfd");
         let (used, doorbell) = (Cell::new(0), Cell::new(None));
         let mut side = Side { dev, pollers, rnic: rnic.clone(), memory: file, used, doorbell };
@@ -153,6 +153,12 @@ impl Side {
         let region = RegionDesc { bus_addr: BUS, size: MEMORY as u64, ..Default::default() };
         let fd = self.memory.fd().try_clone_to_owned().expect("descriptor");
         memory.add(region, Foreign::refused(fd, &Ledger::default())).expect("region");
+    }
+
+    /// The RNIC may keep nothing more for the vRNIC.
+    pub fn close_account(&self) {
+        let account: Arc<dyn Account> = Arc::new(KeptByRnic(Ledger::of_host([0; KINDS]).for_vrnic([None; KINDS])));
+        self.rnic.lock().set_account(self.dev.vnic(), &account);
     }
 
     /// A part of the session's own memory.

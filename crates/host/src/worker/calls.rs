@@ -235,6 +235,9 @@ impl Worker {
             }
             return Err("too many vRNICs".into());
         };
+        let ledger = self.ledger.for_vrnic(new.held.limits());
+        let account: Arc<dyn Account> = Arc::new(KeptByRnic(ledger.clone()));
+        self.engine.rnic.lock().set_account(id, &account);
         if !new.up {
             self.engine.rnic.lock().set_link(id, false);
         }
@@ -258,7 +261,7 @@ impl Worker {
             attached: None,
             sessions: 0,
             full: false,
-            ledger: self.ledger.for_vrnic(new.held.limits()),
+            ledger,
             allowance: Rc::default(),
         };
         self.vrnics.insert(new.name, v);

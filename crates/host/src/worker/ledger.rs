@@ -18,6 +18,8 @@ const PART_FOR_PIECES: u64 = 64;
 /// The part of the machine's memory that pages may take which transfers make in sparse files. A worker's cgroup has more, so that the
 /// kernel need not end the worker of a group whose programs take all that they may.
 const PART_FOR_HOLES: u64 = 2;
+/// The part of the machine's memory for what is kept: events and datagrams that wait, and the like.
+const PART_FOR_KEPT: u64 = 32;
 
 /// What the machine allows a process. A worker that is confined cannot ask any more.
 pub(super) struct Machine {
@@ -40,7 +42,9 @@ impl Machine {
         let left = |all: u64, own: u64| all.saturating_sub(own).max(all / 2);
         let mappings = left(self.mappings, OWN_MAPPINGS).min(unirdma_mem::guard::MAX_MAPPINGS as u64);
         let pieces = self.memory / PART_FOR_PIECES / PIECE;
-        Ledger::of_host([left(descriptors, OWN_DESCRIPTORS), mappings, ADDRESSES, pieces, self.memory / PART_FOR_HOLES])
+        let descriptors = left(descriptors, OWN_DESCRIPTORS);
+        let (filled, kept) = (self.memory / PART_FOR_HOLES, self.memory / PART_FOR_KEPT);
+        Ledger::of_host([descriptors, mappings, ADDRESSES, pieces, filled, kept])
     }
 }
 

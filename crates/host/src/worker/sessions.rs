@@ -49,7 +49,7 @@ impl Worker {
         let (rnic, engine) = (self.engine.rnic.clone(), self.engine.clone());
         let (identity, ledger, allowance) = (v.identity.clone(), v.ledger.clone(), v.allowance.clone());
         let device = match mode {
-            Mode::Native => Device::new(rnic, identity, engine),
+            Mode::Native => Device::new(rnic, identity, engine, ledger.clone()),
             Mode::Rfc => Device::new_rfc(rnic, identity, engine, ledger.clone()),
         };
         let Some(device) = device else { return };

@@ -1,0 +1,21 @@
+//! The accounts of vRNICs, as the RNIC sees them.
+
+use unirdma_link::Ledger;
+use unirdma_rnic::Account;
+
+/// What the RNIC keeps for a vRNIC is on this account.
+pub struct KeptByRnic(pub Ledger);
+
+impl Account for KeptByRnic {
+    fn take(&self, bytes: usize) -> bool {
+        self.0.keep(bytes as u64)
+    }
+
+    fn force(&self, bytes: usize) {
+        self.0.keep_anyway(bytes as u64);
+    }
+
+    fn give(&self, bytes: usize) {
+        self.0.let_go(bytes as u64);
+    }
+}
