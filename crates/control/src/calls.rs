@@ -6,9 +6,9 @@ use tonic::{Request, Response, Status};
 use unirdma_fleet::v1::centres_client::CentresClient;
 use unirdma_fleet::v1::fleet_client::FleetClient;
 use unirdma_fleet::v1::hosts_client::HostsClient;
-use unirdma_fleet::{Actor, Centre, Outcome, Refusal, v1};
+use unirdma_fleet::{Actor, Desk, Outcome, Refusal, v1};
 
-use crate::shared::Shared;
+use crate::shared::{Shared, now_ms};
 
 /// Says of a call that another centre passes it on.
 pub(crate) const PASSED_ON: &str = "unirdma-passed-on";
@@ -25,8 +25,11 @@ pub(crate) trait Call: Clone + Send + Sync + 'static {
     /// True if it does no harm a second time, because it says what is to be.
     fn may_repeat(&self) -> bool;
 
+    /// Who waits for its turn; `None`: an administrator, or the centre itself. Who has no token for the call does not wait.
+    fn line(&self, shared: &Shared) -> Result<Option<String>, Refusal>;
+
     /// Makes it.
-    fn make(self, shared: &Shared, centre: &mut Centre, now_ms: u64) -> Result<Outcome<Self::Answer>, Refusal>;
+    fn make(self, shared: &Shared, desk: &mut Desk, now_ms: u64) -> Result<Outcome<Self::Answer>, Refusal>;
 
     /// Asks another centre for it.
     async fn pass_on(self, channel: Channel) -> Result<Response<Self::Answer>, Status>;
@@ -56,7 +59,7 @@ pub(crate) struct ByToken<R> {
 pub(crate) trait Wish: Clone + Send + Sync + 'static {
     type Answer: Send + 'static;
     fn may_repeat(&self) -> bool;
-    fn make(self, shared: &Shared, c: &mut Centre, who: &Actor, now: u64) -> Result<Outcome<Self::Answer>, Refusal>;
+    fn make(self, shared: &Shared, d: &mut Desk, who: &Actor, now: u64) -> Result<Outcome<Self::Answer>, Refusal>;
     async fn send(client: FleetClient<Channel>, request: Request<Self>) -> Result<Response<Self::Answer>, Status>;
 }
 
@@ -68,9 +71,14 @@ impl<R: Wish> Call for ByToken<R> {
         self.request.may_repeat()
     }
 
-    fn make(self, shared: &Shared, centre: &mut Centre, now: u64) -> Result<Outcome<R::Answer>, Refusal> {
-        let actor = centre.actor(&self.token, now)?;
-        self.request.make(shared, centre, &actor, now)
+    fn line(&self, shared: &Shared) -> Result<Option<String>, Refusal> {
+        let actor = shared.centre().actor(&self.token, now_ms())?;
+        Ok((!actor.is_admin()).then(|| format!("token {}", actor.who())))
+    }
+
+    fn make(self, shared: &Shared, desk: &mut Desk, now: u64) -> Result<Outcome<R::Answer>, Refusal> {
+        let actor = desk.actor(&self.token, now)?;
+        self.request.make(shared, desk, &actor, now)
     }
 
     async fn pass_on(self, channel: Channel) -> Result<Response<R::Answer>, Status> {
@@ -95,9 +103,9 @@ macro_rules! wishes {
                 repeat(self)
             }
 
-            fn make(self, s: &Shared, c: &mut Centre, who: &Actor, now: u64) -> Result<Outcome<v1::$answer>, Refusal> {
-                let make: fn(Self, &Shared, &mut Centre, &Actor, u64) -> Result<Outcome<v1::$answer>, Refusal> = $make;
-                make(self, s, c, who, now)
+            fn make(self, s: &Shared, d: &mut Desk, who: &Actor, now: u64) -> Result<Outcome<v1::$answer>, Refusal> {
+                let make: fn(Self, &Shared, &mut Desk, &Actor, u64) -> Result<Outcome<v1::$answer>, Refusal> = $make;
+                make(self, s, d, who, now)
             }
 
             async fn send(mut client: FleetClient<Channel>, r: Request<Self>) -> Result<Response<v1::$answer>, Status> {
@@ -108,24 +116,24 @@ macro_rules! wishes {
 }
 
 wishes! {
-    ApplyRequest ApplyResponse apply |r| r.objects.iter().all(|o| o.revision == 0), |r, _, c, who, now| c.apply(who, r, now);
-    DeleteRequest ApplyResponse delete |_| false, |r, _, c, who, now| c.delete(who, &r, now);
-    MoveRequest ApplyResponse r#move |_| true, |r, _, c, who, now| c.move_vrnic(who, &r, now);
-    RotateSecretRequest RotateSecretResponse rotate_secret |_| false, |r, _, c, who, now| c.rotate(who, &r.group, now);
-    RevokeTokenRequest RevokeTokenResponse revoke_token |_| false, |r, _, c, who, now| c.revoke_token(who, &r.id, now);
+    ApplyRequest ApplyResponse apply |r| r.objects.iter().all(|o| o.revision == 0), |r, s, d, who, now| d.apply(who, r, s, now);
+    DeleteRequest ApplyResponse delete |_| false, |r, s, d, who, now| d.delete(who, &r, s, now);
+    MoveRequest ApplyResponse r#move |_| true, |r, s, d, who, now| d.move_vrnic(who, &r, s, now);
+    RotateSecretRequest RotateSecretResponse rotate_secret |_| false, |r, s, d, who, now| d.rotate(who, &r.group, s, now);
+    RevokeTokenRequest RevokeTokenResponse revoke_token |_| false, |r, s, d, who, now| d.revoke_token(who, &r.id, s, now);
     CreateTokenRequest CreateTokenResponse create_token |_| false, create_token;
 }
 
 fn create_token(
     r: v1::CreateTokenRequest,
     shared: &Shared,
-    centre: &mut Centre,
+    desk: &mut Desk,
     who: &Actor,
     now: u64,
 ) -> Result<Outcome<v1::CreateTokenResponse>, Refusal> {
     let mut random = [0; 32];
     getrandom::fill(&mut random).map_err(|e| Refusal::unavailable(format_args!("there are no random bytes: {e}")))?;
-    let mut made = centre.create_token(who, r.token.unwrap_or_default(), random, now)?;
+    let mut made = desk.create_token(who, r.token.unwrap_or_default(), random, shared, now)?;
     let joins = made.answer.token.as_ref().is_some_and(|t| t.role() == v1::Role::Join);
     if let Some(authority) = shared.authority.as_ref().filter(|_| joins) {
         // A host that joins has nothing else by which it would know the centre.
@@ -134,20 +142,23 @@ fn create_token(
     Ok(made)
 }
 
-/// What follows if a host joins.
+/// A join token is `ID.SECRET` or `ID.SECRET.PIN`: the last part is for the host.
+fn secret_of(token: &str) -> &str {
+    match token.rsplit_once('.') {
+        Some((secret, _)) if secret.contains('.') => secret,
+        _ => token,
+    }
+}
+
+/// Refuses a host that may not join.
 ///
 /// # Errors
 /// It may not, or its token is not known.
-pub(crate) fn joined(r: &v1::JoinRequest, centre: &mut Centre, now: u64) -> Result<Outcome<()>, Refusal> {
+pub(crate) fn may_join(r: &v1::JoinRequest, shared: &Shared) -> Result<(), Refusal> {
     if r.token.len() > 256 || r.host.len() > 64 {
         return Err(Refusal::invalid("the token or the host's name is too long"));
     }
-    // `ID.SECRET` or `ID.SECRET.PIN`: the last part is for the host.
-    let token = match r.token.rsplit_once('.') {
-        Some((token, _)) if token.contains('.') => token,
-        _ => &r.token,
-    };
-    centre.join(token, &r.host, now)
+    shared.centre().may_join(secret_of(&r.token), &r.host, now_ms())
 }
 
 #[tonic::async_trait]
@@ -158,13 +169,18 @@ impl Call for v1::JoinRequest {
         false
     }
 
-    fn make(self, shared: &Shared, centre: &mut Centre, now: u64) -> Result<Outcome<v1::JoinResponse>, Refusal> {
-        let joined = joined(&self, centre, now)?;
-        // Without a certificate nothing is changed: a request that is none uses up no token.
+    fn line(&self, shared: &Shared) -> Result<Option<String>, Refusal> {
+        may_join(self, shared)?;
+        Ok(Some(format!("host {}", self.host)))
+    }
+
+    fn make(self, shared: &Shared, desk: &mut Desk, now: u64) -> Result<Outcome<v1::JoinResponse>, Refusal> {
+        // The certificate is made first: a request that is none uses up no token. It is worth nothing unless the token is good.
         let answer = match &shared.authority {
             Some(a) => v1::JoinResponse { certificate: a.host(&self.host, &self.request)?, authority: a.pem().into() },
             None => v1::JoinResponse::default(),
         };
+        let joined = desk.join(secret_of(&self.token), &self.host, shared, now)?;
         Ok(Outcome { plan: joined.plan, answer })
     }
 
@@ -181,8 +197,12 @@ impl Call for v1::HostHello {
         true
     }
 
-    fn make(self, _: &Shared, centre: &mut Centre, now: u64) -> Result<Outcome<v1::HostAnnounced>, Refusal> {
-        let made = centre.announce(&self.host, &self.hello.unwrap_or_default(), now);
+    fn line(&self, _: &Shared) -> Result<Option<String>, Refusal> {
+        Ok(Some(format!("host {}", self.host)))
+    }
+
+    fn make(self, shared: &Shared, desk: &mut Desk, now: u64) -> Result<Outcome<v1::HostAnnounced>, Refusal> {
+        let made = desk.announce(&self.host, &self.hello.unwrap_or_default(), shared, now);
         Ok(Outcome { plan: made.plan, answer: v1::HostAnnounced { refused: made.answer } })
     }
 
@@ -200,8 +220,12 @@ impl Call for v1::HostAsk {
         self.ask.as_ref().is_some_and(|a| matches!(a.change, Some(v1::ask::Change::Put(_))))
     }
 
-    fn make(self, _: &Shared, centre: &mut Centre, now: u64) -> Result<Outcome<v1::HostReply>, Refusal> {
-        let made = centre.ask(&self.host, self.ask.unwrap_or_default(), now)?;
+    fn line(&self, _: &Shared) -> Result<Option<String>, Refusal> {
+        Ok(Some(format!("host {}", self.host)))
+    }
+
+    fn make(self, shared: &Shared, desk: &mut Desk, now: u64) -> Result<Outcome<v1::HostReply>, Refusal> {
+        let made = desk.ask(&self.host, self.ask.unwrap_or_default(), shared, now)?;
         Ok(Outcome { plan: made.plan, answer: v1::HostReply { reply: Some(made.answer) } })
     }
 

@@ -67,9 +67,11 @@ impl Services {
 
     /// A change that somebody with a token asks for.
     async fn wish<R: Wish>(&self, r: Request<R>) -> Answer<R::Answer> {
+        let actor = self.actor(&r)?;
         let token = token(&r).unwrap_or_default().to_owned();
         let passed_on = is_passed_on(&r);
-        self.change(ByToken { token, request: r.into_inner() }, passed_on).await
+        let done = self.change(ByToken { token, request: r.into_inner() }, passed_on).await;
+        done.map_err(|e| self.0.told(&actor, e))
     }
 
     fn actor<T>(&self, request: &Request<T>) -> Result<Actor, Status> {
@@ -150,8 +152,8 @@ impl Fleet for Services {
     }
 
     async fn status(&self, r: Request<v1::StatusRequest>) -> Answer<v1::StatusResponse> {
-        self.actor(&r)?;
-        Ok(Response::new(self.0.status()))
+        let actor = self.actor(&r)?;
+        Ok(Response::new(self.0.status(&actor)))
     }
 }
 
@@ -160,7 +162,7 @@ impl Hosts for Services {
     async fn join(&self, r: Request<v1::JoinRequest>) -> Answer<v1::JoinResponse> {
         let passed_on = is_passed_on(&r);
         // Anybody may call this: with a wrong token it costs a look at the state, and no turn of those who make changes.
-        let may = calls::joined(r.get_ref(), &mut self.0.centre(), now_ms()).map(drop);
+        let may = calls::may_join(r.get_ref(), &self.0);
         may.inspect_err(|e| self.0.metrics.refused(e)).map_err(|e| status(&e))?;
         self.change(r.into_inner(), passed_on).await
     }

@@ -121,13 +121,22 @@ impl Connection {
             true => self.meanwhile(room.acquire_owned()).await?.ok(),
             false => None,
         };
+        if !self.shared.has_seat(&self.host, &self.seat) {
+            // It has come anew while it waited.
+            return Err(End::Gone);
+        }
         let until = tokio::time::Instant::now() + HOLD;
-        let (updates, revision) = {
+        let lacking = {
             let centre = self.shared.centre();
             if self.told == Some(centre.revision()) {
                 return Ok(());
             }
-            (centre.updates(&self.host, self.told), centre.revision())
+            centre.lacking(&self.host, self.told)
+        };
+        let revision = lacking.revision();
+        let updates = match all {
+            true => tokio::task::spawn_blocking(|| lacking.updates()).await.map_err(|_| End::Gone)?,
+            false => lacking.updates(),
         };
         for update in updates {
             self.shared.metrics.updated(&update);
@@ -151,10 +160,10 @@ impl Connection {
     /// while nothing can be changed.
     async fn announce(&mut self, hello: &mut Option<v1::HostHello>) -> Result<(), End> {
         let Some(announced) = hello.take() else { return Ok(()) };
-        let same = announced.hello.as_ref().and_then(|h| {
-            let made = self.shared.centre().announce(&self.host, h, now_ms());
-            made.plan.is_none().then_some(made.answer)
-        });
+        let (host, asked) = (self.host.clone(), announced.hello.clone().unwrap_or_default());
+        let looked = self.shared.at_desk(move |shared, desk| desk.announce(&host, &asked, &**shared, now_ms()));
+        let looked = self.meanwhile(tokio::time::timeout(ANNOUNCE, looked)).await?;
+        let same = looked.ok().and_then(Result::ok).filter(|made| made.plan.is_none()).map(|made| made.answer);
         let refused = match same {
             Some(refused) => refused,
             None => {

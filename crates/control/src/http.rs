@@ -171,9 +171,10 @@ type Q = Query<Vec<(String, String)>>;
 
 /// A change that somebody with a token asks for.
 async fn wish<R: Wish<Answer: Serialize>>(shared: &Arc<Shared>, headers: &HeaderMap, request: R) -> Answer {
+    let actor = actor(shared, headers)?;
     let token = token(headers).unwrap_or_default().to_owned();
     let done = shared.run(ByToken { token, request }, false).await;
-    Ok(json(&done.map_err(|e| Refused(refusal(&e)))?))
+    Ok(json(&done.map_err(|e| Refused(refusal(&shared.told(&actor, e))))?))
 }
 
 async fn apply(State(shared): S, headers: HeaderMap, b: Body) -> Answer {
@@ -263,6 +264,7 @@ async fn document() -> Response {
     ([(header::CONTENT_TYPE, JSON)], TEXT.clone()).into_response()
 }
 
-async fn status_of_centre(State(shared): S) -> Answer {
-    Ok(json(&shared.status()))
+async fn status_of_centre(State(shared): S, headers: HeaderMap) -> Answer {
+    let actor = actor(&shared, &headers)?;
+    Ok(json(&shared.status(&actor)))
 }

@@ -174,7 +174,7 @@ impl Member {
             Some(at) => self.store.follow(at).await?,
             None => {
                 let (snapshot, news, follower) = self.store.list().await?;
-                self.shared.catch_up(&snapshot)?;
+                self.shared.catch_up(snapshot).await?;
                 self.centres.drain().for_each(|(id, _)| self.shared.centre().lose_centre(&id));
                 for n in news {
                     self.take(n, "").await?;
@@ -206,7 +206,7 @@ impl Member {
     async fn take(&mut self, news: News, id: &str) -> Result<(), End> {
         match news {
             News::Change { revision, writes } => {
-                if !self.shared.adopt(revision, &writes)? {
+                if !self.shared.adopt(revision, writes).await? {
                     let text = format!("revision {revision} of the store came too early; everything is read again");
                     self.at = None;
                     return Err(End::Again(text));

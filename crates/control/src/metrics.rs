@@ -10,10 +10,10 @@ use axum::extract::State;
 use axum::http::header;
 use axum::routing::get;
 use prost::Message;
-use unirdma_fleet::{Kind, Refusal, RefusalKind, v1};
+use unirdma_fleet::{Actor, Kind, Refusal, RefusalKind, v1};
 use unirdma_metrics::{CONTENT_TYPE, Kind as Family, Value, Writer};
 
-use crate::shared::{MAX_WATCHERS, Shared, now_ms};
+use crate::shared::{Shared, now_ms};
 
 /// How long a page is given to all who ask.
 const FRESH: Duration = Duration::from_secs(1);
@@ -140,7 +140,7 @@ impl Metrics {
 /// The whole page.
 fn page(shared: &Shared) -> String {
     let now = now_ms();
-    let (status, figures) = (shared.status(), shared.centre().figures(now));
+    let (status, figures) = (shared.status(&Actor::centre()), shared.centre().figures(now));
     let mut w = Writer::default();
     w.head("unirdma_build_info", "gauge", "Which program this is.");
     w.line("unirdma_build_info", &[("version", &status.version)], Value::N(1));
@@ -154,7 +154,7 @@ fn page(shared: &Shared) -> String {
     one("unirdma_control_hosts_with_problems", help, figures.with_problems);
     let help = "Connected hosts whose clock is more than 5 s from the centre's.";
     one("unirdma_control_hosts_clock_off", help, figures.clock_off);
-    let watching = MAX_WATCHERS - shared.watchers.available_permits();
+    let watching = shared.watchers.count();
     one("unirdma_control_watchers", "Who watches: web pages and `unirdma watch`.", watching as u64);
     let name = "unirdma_control_objects";
     w.head(name, "gauge", "What is declared, by kind.");

@@ -8,7 +8,7 @@ use std::time::{Duration, SystemTime, UNIX_EPOCH};
 use tokio::sync::{Notify, watch};
 use tokio::time::Instant;
 use tonic::Status;
-use unirdma_fleet::{Actor, Centre, Outcome, Plan, Refusal, v1};
+use unirdma_fleet::{Actor, Centre, Desk, Facts, News, Outcome, Plan, Refusal, Write, v1};
 
 use crate::admit::UnderWay;
 use crate::calls::{self, Call};
@@ -16,15 +16,17 @@ use crate::metrics::Metrics;
 use crate::others::Others;
 use crate::pki::Authority;
 use crate::store::{Opened, Snapshot, StoreError};
+use crate::turns::Turns;
+use crate::watch::Watchers;
 
 /// Most hosts that are told everything at a time.
 const MAX_WHOLES: usize = 16;
-/// Most that watch at a time.
-pub(crate) const MAX_WATCHERS: usize = 256;
 /// How long a change waits for a centre that allocates. A dead one is replaced within its lease of 5 s.
 const ELECTION: Duration = Duration::from_secs(8);
 /// Time between two looks at who allocates.
 const PAUSE: Duration = Duration::from_millis(100);
+/// Time between two looks whether somebody still reads the state of before a change.
+const READING: Duration = Duration::from_millis(1);
 /// How long a centre may take to hear of a change that another one has made.
 const BEHIND: Duration = Duration::from_secs(5);
 
@@ -51,8 +53,10 @@ pub(crate) enum Role {
 /// The centre while it runs.
 pub struct Shared {
     centre: Mutex<Centre>,
-    /// Held from the look at the state until the change is in it: there is one plan at a time.
-    turn: Arc<tokio::sync::Mutex<()>>,
+    /// Where changes are made ready, and put into the state. What takes long is done here, while the state is read.
+    desk: Arc<tokio::sync::Mutex<Desk>>,
+    /// A turn is held from the look at the state until the change is in it: there is one plan at a time.
+    turns: Arc<Turns>,
     pub(crate) store: Opened,
     /// `None`: plain text, on loopback only. Then hosts have no certificates.
     pub(crate) authority: Option<Authority>,
@@ -65,8 +69,7 @@ pub struct Shared {
     pub(crate) lease: AtomicI64,
     seats: Mutex<HashMap<String, Seat>>,
     seat_numbers: AtomicU64,
-    /// Permits of those who watch.
-    pub(crate) watchers: Arc<tokio::sync::Semaphore>,
+    pub(crate) watchers: Arc<Watchers>,
     /// Permits of hosts that are told everything.
     pub(crate) wholes: Arc<tokio::sync::Semaphore>,
     /// What callers have under way.
@@ -81,6 +84,10 @@ pub(crate) fn now_ms() -> u64 {
 
 fn locked<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
     mutex.lock().unwrap_or_else(PoisonError::into_inner)
+}
+
+fn cut_off(e: tokio::task::JoinError) -> Refusal {
+    Refusal::unavailable(format_args!("the change was cut off: {e}"))
 }
 
 /// Why a change was not made here.
@@ -106,7 +113,7 @@ pub(crate) fn elsewhere() -> Status {
 impl Shared {
     /// A centre of a state and its store, which other centres reach at `url`.
     pub fn new(
-        centre: Centre,
+        (centre, desk): (Centre, Desk),
         store: Opened,
         authority: Option<Authority>,
         url: String,
@@ -116,7 +123,8 @@ impl Shared {
         let tls = authority.as_ref().map(Authority::client).transpose()?;
         Ok(Arc::new(Shared {
             centre: Mutex::new(centre),
-            turn: Arc::default(),
+            desk: Arc::new(tokio::sync::Mutex::new(desk)),
+            turns: Arc::default(),
             store,
             authority,
             revision,
@@ -126,7 +134,7 @@ impl Shared {
             lease: AtomicI64::new(0),
             seats: Mutex::default(),
             seat_numbers: AtomicU64::new(0),
-            watchers: Arc::new(tokio::sync::Semaphore::new(MAX_WATCHERS)),
+            watchers: Arc::default(),
             wholes: Arc::new(tokio::sync::Semaphore::new(MAX_WHOLES)),
             under_way: UnderWay::new(),
             metrics: Metrics::default(),
@@ -229,16 +237,37 @@ impl Shared {
         self.allocates() || !behind() || self.wait_for(hello.revision, BEHIND).await || self.allocates()
     }
 
+    /// Does something at the desk, on a thread that may take its time.
+    pub(crate) async fn at_desk<T: Send + 'static>(
+        self: &Arc<Self>,
+        f: impl FnOnce(&Arc<Shared>, &mut Desk) -> T + Send + 'static,
+    ) -> Result<T, Refusal> {
+        let (shared, mut desk) = (self.clone(), self.desk.clone().lock_owned().await);
+        let done = tokio::task::spawn_blocking(move || {
+            while !desk.is_ready() {
+                std::thread::sleep(READING);
+            }
+            f(&shared, &mut desk)
+        });
+        done.await.map_err(cut_off)
+    }
+
     /// Makes a change as a whole, even if the caller goes away meanwhile. One that goes away before its turn has asked for nothing.
     async fn make<C: Call>(self: &Arc<Self>, call: C) -> Result<C::Answer, NotMade> {
-        let turn = self.turn.clone().lock_owned().await;
+        let refused = |e: &NotMade| {
+            if let NotMade::Refused(e) = e {
+                self.metrics.refused(e);
+            }
+        };
+        let line = call.line(self).map_err(NotMade::from).inspect_err(refused)?;
+        let turn = self.turns.take(line).await.map_err(NotMade::from).inspect_err(refused)?;
         let shared = self.clone();
         let done = tokio::spawn(async move {
             let _turn = turn;
             if !shared.allocates() {
                 return Err(NotMade::Elsewhere);
             }
-            let outcome = call.make(&shared, &mut shared.centre(), now_ms())?;
+            let outcome = shared.at_desk(move |shared, desk| call.make(shared, desk, now_ms())).await??;
             if let Some(plan) = outcome.plan {
                 let begun = std::time::Instant::now();
                 shared.keep(plan).await?;
@@ -246,16 +275,10 @@ impl Shared {
             }
             Ok(outcome.answer)
         });
-        let cut =
-            |e: tokio::task::JoinError| Err(Refusal::unavailable(format_args!("the change was cut off: {e}")).into());
-        done.await.unwrap_or_else(cut).inspect_err(|e| {
-            if let NotMade::Refused(e) = e {
-                self.metrics.refused(e);
-            }
-        })
+        done.await.unwrap_or_else(|e| Err(cut_off(e).into())).inspect_err(refused)
     }
 
-    async fn keep(&self, plan: Plan) -> Result<(), NotMade> {
+    async fn keep(self: &Arc<Self>, plan: Plan) -> Result<(), NotMade> {
         match self.store.store().commit(plan.revision, &plan.writes).await {
             Ok(()) => {}
             // A change whose answer was lost came to hold after all, or the next centre was elected: the news of that are on their way.
@@ -271,30 +294,45 @@ impl Shared {
                 return Err(Refusal::unavailable(format_args!("nothing can be changed now: {e}{later}")).into());
             }
         }
-        self.adopt(plan.revision, &plan.writes)?;
+        self.adopt(plan.revision, plan.writes).await?;
         self.metrics.changed(&plan.changes);
         Ok(())
     }
 
     /// Makes so what the store has by now; false if changes before it are missing.
-    pub(crate) fn adopt(&self, revision: u64, writes: &[unirdma_fleet::Write]) -> Result<bool, Refusal> {
-        let hosts = {
-            let mut centre = self.centre();
-            match revision.checked_sub(centre.revision()) {
-                Some(1) => centre.commit(revision, writes)?,
-                None | Some(0) => return Ok(true),
-                Some(_) => return Ok(false),
+    pub(crate) async fn adopt(self: &Arc<Self>, revision: u64, writes: Vec<Write>) -> Result<bool, Refusal> {
+        self.at_desk(move |shared, desk| {
+            let has = shared.centre().revision();
+            match revision.checked_sub(has) {
+                Some(1) => {
+                    let news = desk.commit(revision, &writes)?;
+                    shared.publish(desk, news);
+                    Ok(true)
+                }
+                None | Some(0) => Ok(true),
+                Some(_) => Ok(false),
             }
-        };
-        self.tell(&hosts, revision);
-        Ok(true)
+        })
+        .await?
     }
 
     /// Makes the state that of a list of the store.
-    pub(crate) fn catch_up(&self, snapshot: &Snapshot) -> Result<(), Refusal> {
-        let hosts = self.centre().catch_up(snapshot.revision, &snapshot.records)?;
-        self.tell(&hosts, snapshot.revision);
-        Ok(())
+    pub(crate) async fn catch_up(self: &Arc<Self>, snapshot: Snapshot) -> Result<(), Refusal> {
+        self.at_desk(move |shared, desk| {
+            let news = desk.catch_up(snapshot.revision, &snapshot.records)?;
+            shared.publish(desk, news);
+            Ok(())
+        })
+        .await?
+    }
+
+    /// Makes known what was changed at the desk.
+    fn publish(&self, desk: &mut Desk, news: News) {
+        let (hosts, revision) = {
+            let mut centre = self.centre();
+            (centre.publish(desk, news), centre.revision())
+        };
+        self.tell(&hosts, revision);
     }
 
     fn tell(&self, hosts: &[unirdma_fleet::Name], revision: u64) {
@@ -365,8 +403,24 @@ impl Shared {
         actor.inspect_err(|e| self.metrics.refused(e))
     }
 
-    pub(crate) fn status(&self) -> v1::StatusResponse {
+    /// A refusal as a caller may hear of it: a tenant is not told what is wrong with the store, and where that is.
+    pub(crate) fn told(&self, actor: &Actor, e: Status) -> Status {
+        let elsewhere = e.metadata().get(calls::REFUSED).is_some_and(|v| v.as_bytes() == b"elsewhere");
+        if actor.sees_all() || e.code() != tonic::Code::Unavailable || elsewhere {
+            return e;
+        }
+        crate::grpc::status(&Refusal::unavailable(
+            "nothing can be changed now; look later whether it was done, and ask again",
+        ))
+    }
+
+    /// The centre in figures, of what an actor sees.
+    pub(crate) fn status(&self, actor: &Actor) -> v1::StatusResponse {
         let role = self.role();
+        let status = self.centre().status(actor, now_ms());
+        if !actor.sees_all() {
+            return v1::StatusResponse { version: env!("CARGO_PKG_VERSION").into(), ..status };
+        }
         v1::StatusResponse {
             version: env!("CARGO_PKG_VERSION").into(),
             store: self.store.store().name(),
@@ -376,8 +430,22 @@ impl Shared {
                 Role::Follows(url) => url.unwrap_or_default(),
                 Role::Away(_) => String::new(),
             },
-            ..self.centre().status(now_ms())
+            ..status
         }
+    }
+}
+
+impl Facts for Shared {
+    fn programs(&self, vrnic: &str) -> u32 {
+        self.centre().programs(vrnic)
+    }
+
+    fn applied(&self, host: &str) -> u64 {
+        Facts::applied(&*self.centre(), host)
+    }
+
+    fn is_connected(&self, host: &str, now_ms: u64) -> bool {
+        self.centre().is_connected(host, now_ms)
     }
 }
 
@@ -393,8 +461,12 @@ impl Call for Due {
         true
     }
 
-    fn make(self, _: &Shared, centre: &mut Centre, now: u64) -> Result<Outcome<()>, Refusal> {
-        Ok(Outcome { plan: centre.tick(now), answer: () })
+    fn line(&self, _: &Shared) -> Result<Option<String>, Refusal> {
+        Ok(None)
+    }
+
+    fn make(self, shared: &Shared, desk: &mut Desk, now: u64) -> Result<Outcome<()>, Refusal> {
+        Ok(Outcome { plan: desk.tick(shared, now), answer: () })
     }
 
     async fn pass_on(self, _: tonic::transport::Channel) -> Result<tonic::Response<()>, Status> {

@@ -1,12 +1,13 @@
 //! Watching: all objects, then each change, and what hosts report. Nothing is queued for a watcher but the few messages under way; one that falls
 //! behind what the centre remembers is cut off.
 
-use std::sync::Arc;
+use std::collections::HashMap;
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 
 use tokio::sync::mpsc;
 use tokio_stream::wrappers::ReceiverStream;
-use unirdma_fleet::{Actor, Refusal, v1};
+use unirdma_fleet::{Actor, Refusal, WATCHERS, v1};
 
 use crate::shared::{Shared, now_ms};
 
@@ -14,6 +15,48 @@ use crate::shared::{Shared, now_ms};
 const PATIENCE: Duration = Duration::from_secs(30);
 /// How often states are told.
 const STATES: Duration = Duration::from_secs(2);
+
+/// How many watch, by token.
+#[derive(Default)]
+pub(crate) struct Watchers(Mutex<HashMap<String, usize>>);
+
+/// The place of one that watches.
+struct Place {
+    watchers: Arc<Watchers>,
+    who: String,
+}
+
+impl Watchers {
+    fn by_token(&self) -> MutexGuard<'_, HashMap<String, usize>> {
+        self.0.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// How many watch.
+    pub fn count(&self) -> usize {
+        self.by_token().values().sum()
+    }
+
+    /// Takes a place, until that is dropped.
+    fn take(self: &Arc<Self>, actor: &Actor) -> Result<Place, Refusal> {
+        let mut by_token = self.by_token();
+        let (all, own) = (by_token.values().sum::<usize>() + 1, by_token.get(actor.who()).map_or(1, |n| n + 1));
+        WATCHERS.room(actor, all, own, WATCHERS.part())?;
+        by_token.insert(actor.who().into(), own);
+        Ok(Place { watchers: self.clone(), who: actor.who().into() })
+    }
+}
+
+impl Drop for Place {
+    fn drop(&mut self) {
+        let mut by_token = self.watchers.by_token();
+        if let Some(own) = by_token.get_mut(&self.who) {
+            *own -= 1;
+            if *own == 0 {
+                by_token.remove(&self.who);
+            }
+        }
+    }
+}
 
 type Sender = mpsc::Sender<Result<v1::WatchResponse, Refusal>>;
 
@@ -25,14 +68,13 @@ pub(crate) fn start(
 ) -> Result<ReceiverStream<Result<v1::WatchResponse, Refusal>>, Refusal> {
     let actor = shared.actor(token)?;
     let token = token.unwrap_or_default().to_owned();
-    let permit = shared.watchers.clone().try_acquire_owned();
-    let permit = permit.map_err(|_| Refusal::full("too many watch already; end one of them"))?;
+    let place = shared.watchers.take(&actor)?;
     let all = v1::GetRequest { kind: request.kind, group: request.group.clone(), limit: 1, ..Default::default() };
     shared.centre().get(&actor, &all, now_ms())?;
     let (send, receive) = mpsc::channel(4);
     let shared = shared.clone();
     tokio::spawn(async move {
-        let _permit = permit;
+        let _place = place;
         if let Some(e) = run(&shared, &actor, &token, &request, &send).await {
             let _ = tokio::time::timeout(PATIENCE, send.send(Err(e))).await;
         }
@@ -95,20 +137,24 @@ async fn run(
                 if changed.is_err() {
                     return Some(Refusal::unavailable("the centre ends"));
                 }
-                let centre = shared.centre();
-                let Some(changes) = centre.changes_since(actor, request, told) else {
+                let (changes, revision) = {
+                    let centre = shared.centre();
+                    (centre.changes_since(told), centre.revision())
+                };
+                let Some(changes) = changes else {
                     return Some(Refusal::full("too slow for the changes that came meanwhile; watch anew"));
                 };
-                told = centre.revision();
-                m.changes = changes;
+                told = revision;
+                m.changes = changes.iter().filter_map(|c| c.told(actor, request)).collect();
             }
             _ = states.tick() => {
                 // A token that was revoked, or has expired, ends what was begun with it.
                 if let Err(e) = shared.actor(Some(token)) {
                     return Some(e);
                 }
-                let centre = shared.centre();
-                (reported, m.hosts, m.vrnics) = centre.states_since(actor, reported, now_ms());
+                let vrnics;
+                (reported, m.hosts, vrnics) = shared.centre().states_since(actor, reported, now_ms());
+                m.vrnics = vrnics.into_iter().map(Arc::unwrap_or_clone).collect();
             }
             () = send.closed() => return None,
         }

@@ -207,7 +207,7 @@ export function group(fleet, name, table, ruleTable) {
     heading(name, make("span", { class: "tag", style: `--h:${hue(fleet.groups, name)}` }, "group")),
     make("div", { class: "cards" }, card("vRNICs", fleet.of("group", name).length), card("programs", sum.programs), card("sent", bytes(sum.sent)), card("received", bytes(sum.received)), card("requests", each(sum.operations)), card("errors", each(sum.errors), mostly(sum.errors))),
     make("h2", {}, "Network"),
-    facts([["Addresses", ranges(g)], ["Number between hosts (VNI)", String(g.vni ?? "-")], ["Packets authenticated", g.secret ? "yes, with a secret" : "no"], ["Weight", String(g.weight ?? 100)], ["Most vRNICs", g.maxVrnics !== undefined ? String(g.maxVrnics) : undefined]]),
+    facts([["Addresses", ranges(g)], ["Number between hosts (VNI)", String(g.vni ?? "-")], ["Packets authenticated", g.secret ? "yes, with a secret" : "no"], ["Weight", String(g.weight ?? 100)], ["Most vRNICs", g.maxVrnics !== undefined ? String(g.maxVrnics) : undefined], ["Most rules", g.maxRules !== undefined ? String(g.maxRules) : undefined]]),
     ...rulesOf(fleet, ruleTable, `group:${name}`),
     make("h2", {}, "vRNICs"),
     table.element(fleet.of("group", name), "vRNICs"),

@@ -8,20 +8,41 @@ use unirdma_formats::Mac;
 
 use crate::draft::Draft;
 use crate::error::Refusal;
-use crate::model::{self, Kind, MAX_OTHERS, MAX_VNI, MAX_VRNICS, check};
+use crate::live::MAX_ANNOUNCED;
+use crate::model::{self, GROUPS, HOSTS, Kind, Limit, MAX_VNI, RULES, VRNICS, check};
 use crate::net::{Net, Taken};
+use crate::state::{Clash, Name};
 use crate::tokens::Actor;
 use crate::v1::{self, object::Object};
 
 /// An object that is asked for, and the revision that it must still have.
 pub(crate) type Asked = (Object, u64);
 
-/// Which vRNICs programs use.
-pub(crate) type Busy<'a> = &'a dyn Fn(&str) -> u32;
+/// Most that a call may look at to compare addresses of joined groups, if it is not an administrator's.
+const MAX_WORK: u64 = 4_000_000;
+
+/// What a call makes that was not there before: how many of each kind, and in which groups.
+#[derive(Default)]
+struct Made {
+    vrnics: usize,
+    rules: usize,
+    vrnics_in: BTreeSet<Name>,
+    rules_in: BTreeSet<Name>,
+}
+
+/// The limit of a group: what its administrator says, or else, for others than administrators, the part that a group has.
+fn limit(actor: &Actor, said: Option<u32>, limit: &Limit) -> usize {
+    said.map_or(if actor.is_admin() { usize::MAX } else { limit.part() }, |m| m as usize)
+}
+
+/// A name is taken, by what the actor does not see. Whose it is, and of what, it is not told.
+fn taken() -> Refusal {
+    Refusal::conflict("the name is not free; choose another one")
+}
 
 impl Draft<'_> {
     /// Makes objects what they are declared to be. With `prune` others are deleted, as far as the actor reaches.
-    pub fn declare(&mut self, actor: &Actor, asked: Vec<Asked>, prune: bool, busy: Busy) -> Result<(), Refusal> {
+    pub fn declare(&mut self, actor: &Actor, asked: Vec<Asked>, prune: bool) -> Result<(), Refusal> {
         actor.may_change()?;
         let mut names = BTreeSet::new();
         for (object, revision) in &asked {
@@ -30,20 +51,21 @@ impl Draft<'_> {
             if !names.insert((kind, name.to_owned())) {
                 return Err(Refusal::invalid(format_args!("{kind} {name} is declared twice; leave one of them out")));
             }
-            self.check_revision(kind, name, *revision)?;
+            self.may_declare(actor, object).map_err(|e| e.within(format_args!("{kind} {name}")))?;
+            self.check_revision(actor, kind, name, *revision)?;
         }
         if prune {
-            self.prune(actor, &names, busy)?;
+            self.prune(actor, &names)?;
         }
+        let (mut made, mut changed) = (Made::default(), BTreeSet::new());
         // An address or a rule that one object gives up can be taken by another one in the same step, so what changes is removed first. What
         // is stated is taken before what the centre chooses.
         let mut olds: BTreeMap<String, v1::Vrnic> = BTreeMap::new();
         for (object, _) in &asked {
             match object {
                 Object::Rule(r) if self.state.rules.get(r.name.as_str()).is_some_and(|old| old.object != *r) => {
-                    let old = self.state.rules.get(r.name.as_str()).map(|o| o.object.clone());
-                    self.may_rule(actor, old.as_ref())?;
                     self.remove(Kind::Rule, &r.name)?;
+                    changed.insert(r.name.clone());
                 }
                 Object::Vrnic(v) if !v.ips.is_empty() => {
                     if let Some(old) = self.state.vrnics.get(v.name.as_str()).map(|o| o.object.clone()) {
@@ -75,18 +97,77 @@ impl Draft<'_> {
                     let old = olds
                         .remove(&v.name)
                         .or_else(|| self.state.vrnics.get(v.name.as_str()).map(|o| o.object.clone()));
-                    self.declare_vrnic(actor, v, old, busy)
+                    self.declare_vrnic(actor, v, old, &mut made)
                 }
-                Object::Rule(r) => self.declare_rule(actor, r),
+                Object::Rule(r) => {
+                    let old = changed.contains(&r.name);
+                    self.declare_rule(actor, r, old, &mut made)
+                }
             };
             done.map_err(|e| if e.what.starts_with(&place) { e } else { e.within(&place) })?;
+            if self.work > MAX_WORK && !actor.is_admin() {
+                return Err(Refusal::full(
+                    "too many addresses of joined groups would have to be compared; declare less in one call, or ask an administrator",
+                ));
+            }
+        }
+        self.check_room(actor, &made)
+    }
+
+    /// Refuses what the actor may not declare, before anything is looked up that it does not see.
+    fn may_declare(&self, actor: &Actor, object: &Object) -> Result<(), Refusal> {
+        match object {
+            Object::Host(_) => actor.needs_admin("hosts"),
+            Object::Group(_) => actor.needs_admin("groups"),
+            Object::Vrnic(v) => {
+                actor.may_group(&v.group)?;
+                let other = self.state.vrnics.get(v.name.as_str()).is_some_and(|old| !actor.reaches(&old.object));
+                if other { Err(taken()) } else { Ok(()) }
+            }
+            Object::Rule(r) => {
+                let other =
+                    self.state.rules.contains_key(r.name.as_str()) && !self.state.is_seen(actor, Kind::Rule, &r.name);
+                if other { Err(taken()) } else { Ok(()) }
+            }
+        }
+    }
+
+    /// Refuses a call that makes more than there is room for. A group that is above its limit already may be changed otherwise.
+    fn check_room(&self, actor: &Actor, made: &Made) -> Result<(), Refusal> {
+        let state = &*self.state;
+        let of =
+            |names: &BTreeSet<Name>| names.iter().filter_map(|g| state.groups.get_key_value(g)).collect::<Vec<_>>();
+        for (name, g) in of(&made.vrnics_in) {
+            let most = limit(actor, g.object.max_vrnics, &VRNICS);
+            VRNICS.room_in_group(name, g.vrnics.len(), most, "max_vrnics")?;
+        }
+        for (name, g) in of(&made.rules_in) {
+            RULES.room_in_group(name, g.rules.len(), limit(actor, g.object.max_rules, &RULES), "max_rules")?;
+        }
+        // An administrator who gives a group more gives it to the group's tenants, too.
+        let mine: Vec<_> = actor.groups().into_iter().flatten().filter_map(|g| state.groups.get(g.as_str())).collect();
+        let part = |all: &Limit, of: &dyn Fn(&v1::Group) -> Option<u32>| {
+            mine.iter().map(|g| limit(actor, of(&g.object), all)).max().unwrap_or(0).max(all.part())
+        };
+        if made.vrnics > 0 {
+            let (own, part) = match actor.host() {
+                Some(host) => (state.hosts.get(host).map_or(0, |h| h.vrnics.len()), MAX_ANNOUNCED),
+                None => (mine.iter().map(|g| g.vrnics.len()).sum(), part(&VRNICS, &|g| g.max_vrnics)),
+            };
+            VRNICS.room(actor, state.vrnics.len(), own, part)?;
+        }
+        if made.rules > 0 {
+            let own = actor.groups().map_or(0, |mine| state.rules_within(mine));
+            RULES.room(actor, state.rules.len(), own, part(&RULES, &|g| g.max_rules))?;
         }
         Ok(())
     }
 
-    fn check_revision(&self, kind: Kind, name: &str, asked: u64) -> Result<(), Refusal> {
-        match self.state.get(kind, name) {
-            _ if asked == 0 => Ok(()),
+    fn check_revision(&self, actor: &Actor, kind: Kind, name: &str, asked: u64) -> Result<(), Refusal> {
+        if asked == 0 {
+            return Ok(());
+        }
+        match self.state.get(kind, name).filter(|_| self.state.is_seen(actor, kind, name)) {
             Some((_, revision)) if revision == asked => Ok(()),
             Some((_, revision)) => Err(Refusal::stale(format_args!(
                 "{kind} {name} was changed since: it has revision {revision}, not {asked}; get it again"
@@ -110,22 +191,18 @@ impl Draft<'_> {
                 "its addresses are those that it will announce (unirdma host --address); leave them out",
             ));
         }
-        self.room(self.state.hosts.len(), MAX_OTHERS, "hosts", old.is_none())?;
-        self.put(h.into())
-    }
-
-    fn room(&self, have: usize, most: usize, what: &str, new: bool) -> Result<(), Refusal> {
-        if new && have >= most {
-            Err(Refusal::full(format_args!("the fleet has {most} {what}, the most")))
-        } else {
-            Ok(())
+        if old.is_none() {
+            HOSTS.room(actor, self.state.hosts.len() + 1, 0, 0)?;
         }
+        self.put(h.into())
     }
 
     fn declare_group(&mut self, actor: &Actor, mut g: v1::Group) -> Result<(), Refusal> {
         actor.needs_admin("groups")?;
         let old = self.state.groups.get(g.name.as_str());
-        self.room(self.state.groups.len(), MAX_OTHERS, "groups", old.is_none())?;
+        if old.is_none() {
+            GROUPS.room(actor, self.state.groups.len() + 1, 0, 0)?;
+        }
         let vni = match (g.vni, old.and_then(|o| o.object.vni)) {
             (Some(vni), _) | (None, Some(vni)) => vni,
             (None, None) => {
@@ -146,9 +223,13 @@ impl Draft<'_> {
                     "its vRNIC {vrnic} has {ip}, which is outside its new ranges"
                 )));
             }
-            let have = old.vrnics.len();
-            if let Some(most) = g.max_vrnics.filter(|m| (*m as usize) < have) {
-                return Err(Refusal::conflict(format_args!("it has {have} vRNICs, more than max_vrnics, {most}")));
+            for (have, most, what) in [
+                (old.vrnics.len(), g.max_vrnics, "vRNICs, more than max_vrnics"),
+                (old.rules.len(), g.max_rules, "rules, more than max_rules"),
+            ] {
+                if let Some(most) = most.filter(|m| (*m as usize) < have) {
+                    return Err(Refusal::conflict(format_args!("it has {have} {what}, {most}")));
+                }
             }
         }
         self.put(g.into())
@@ -160,14 +241,12 @@ impl Draft<'_> {
         actor: &Actor,
         mut v: v1::Vrnic,
         old: Option<v1::Vrnic>,
-        busy: Busy,
+        made: &mut Made,
     ) -> Result<(), Refusal> {
-        actor.may_group(&v.group)?;
-        let Some(group) = self.state.groups.get(v.group.as_str()) else {
+        if !self.state.groups.contains_key(v.group.as_str()) {
             return Err(Refusal::not_found(format_args!("there is no group {}", v.group)));
-        };
+        }
         if let Some(old) = &old {
-            actor.may_group(&old.group)?;
             if old.group != v.group {
                 let text = format!(
                     "it is in group {}, and stays there: delete it and make it anew in group {}",
@@ -190,13 +269,8 @@ impl Draft<'_> {
                 v.by_host = old.by_host;
             }
         } else {
-            self.room(self.state.vrnics.len(), MAX_VRNICS, "vRNICs", true)?;
-            if let Some(most) = group.object.max_vrnics.filter(|m| group.vrnics.len() >= *m as usize) {
-                return Err(Refusal::full(format_args!(
-                    "group {} has {most} vRNICs, the most that it may have",
-                    v.group
-                )));
-            }
+            made.vrnics += 1;
+            made.vrnics_in.insert(v.group.as_str().into());
             if !(v.mac.is_empty() && v.guid.is_empty()) {
                 return Err(Refusal::invalid("its MAC and GUID are given by the centre; leave them out"));
             }
@@ -207,15 +281,37 @@ impl Draft<'_> {
         }
         self.fill_ips(&mut v, old.as_ref())?;
         if let Some(old) = &old {
-            self.check_vrnic_change(actor, old, &v, busy)?;
+            self.check_vrnic_change(actor, old, &v)?;
+        }
+        if old.as_ref().is_none_or(|old| old.host != v.host) && !self.may_use_host(actor, &v.host) {
+            return Err(Refusal::not_found(format_args!(
+                "there is no host {} for {}; an administrator makes a token that names it",
+                v.host,
+                actor.title()
+            )));
         }
         self.tenant_limits(actor, old.as_ref(), &v)?;
         let name = v.name.clone();
         self.put(v.into())?;
-        self.state.check_addresses_of(&name)
+        self.state.check_addresses_of(&name, &mut self.work).map_err(|clash| self.told(actor, clash))
     }
 
-    fn check_vrnic_change(&self, actor: &Actor, old: &v1::Vrnic, new: &v1::Vrnic, busy: Busy) -> Result<(), Refusal> {
+    /// A clash of addresses as an actor may hear of it.
+    fn told(&self, actor: &Actor, clash: Clash) -> Refusal {
+        if clash.both.iter().all(|(_, group)| actor.sees_group(group)) && actor.sees_group(&clash.viewer) {
+            return clash.into();
+        }
+        Refusal::conflict(format_args!("{} is taken in a group that a rule joins with this one", clash.ip))
+    }
+
+    /// Whether an actor may put vRNICs on a host. A tenant may if its token names the host, and if the host has vRNICs of its groups.
+    fn may_use_host(&self, actor: &Actor, host: &str) -> bool {
+        let Some(named) = actor.hosts().filter(|_| !host.is_empty()) else { return true };
+        let has = |g: &String| self.state.groups.get(g.as_str()).is_some_and(|g| g.hosts.contains_key(host));
+        self.state.hosts.contains_key(host) && (named.contains(host) || actor.groups().into_iter().flatten().any(has))
+    }
+
+    fn check_vrnic_change(&self, actor: &Actor, old: &v1::Vrnic, new: &v1::Vrnic) -> Result<(), Refusal> {
         if old == new {
             return Ok(());
         }
@@ -227,12 +323,9 @@ impl Draft<'_> {
                 );
                 return Err(Refusal::denied(text));
             }
-            Some(host) if !old.by_host || old.host != host => {
-                return Err(Refusal::conflict("the name is that of another vRNIC of the fleet; choose another one"));
-            }
             _ => {}
         }
-        let programs = busy(&old.name);
+        let programs = self.facts.programs(&old.name);
         if old.host != new.host && !old.host.is_empty() && programs > 0 {
             let text = format!("{programs} programs use it on host {}; end them before it is moved", old.host);
             return Err(Refusal::conflict(text));
@@ -306,20 +399,22 @@ impl Draft<'_> {
     }
 
     fn choose_ips(&mut self, group: &str) -> Result<Vec<String>, Refusal> {
-        let joined = self.state.joined_groups(group);
+        if !self.joined.contains_key(group) {
+            self.joined.insert(group.into(), self.state.joined_groups(group));
+        }
+        let joined = &self.joined[group];
         let Some(g) = self.state.groups.get(group) else { return Ok(Vec::new()) };
         let others: Vec<&Taken> = joined.iter().filter_map(|o| self.state.groups.get(o)).map(|o| &o.taken).collect();
+        let given = self.given.get(group);
         let mut chosen = Vec::new();
         for range in &g.ranges {
-            match g.taken.find(range, &others, g.given.get(range).copied()) {
+            match g.taken.find(range, &others, given.and_then(|g| g.get(range)).copied()) {
                 Some(addr) => chosen.push((*range, addr)),
                 None => return Err(Refusal::full(format_args!("all addresses of {range} in group {group} are taken"))),
             }
         }
         let texts = chosen.iter().map(|(range, addr)| Net { addr: *addr, prefix: range.prefix }.to_string()).collect();
-        if let Some(g) = self.state.groups.get_mut(group) {
-            g.given.extend(chosen);
-        }
+        self.given.entry(group.into()).or_default().extend(chosen);
         Ok(texts)
     }
 
@@ -345,44 +440,51 @@ impl Draft<'_> {
         unreachable!("there are more numbers than vRNICs")
     }
 
-    fn may_rule(&self, actor: &Actor, rule: Option<&v1::Rule>) -> Result<(), Refusal> {
-        let Some(rule) = rule.filter(|_| !actor.is_admin()) else { return Ok(()) };
+    /// Refuses a rule with an end in no group of the actor.
+    fn may_rule(&self, actor: &Actor, rule: &v1::Rule) -> Result<(), Refusal> {
         for text in [&rule.from, &rule.to] {
-            let group = match model::selector(text)? {
-                model::Selector::Group(g) => g,
-                model::Selector::Vrnic(v) => match self.state.vrnics.get(v.as_str()) {
-                    Some(v) => v.group.to_string(),
-                    None => return Err(Refusal::denied(format_args!("vRNIC {v} is in none of your groups"))),
-                },
-            };
-            actor.may_group(&group)?;
+            match model::selector(text)? {
+                model::Selector::Group(g) => actor.may_group(&g)?,
+                model::Selector::Vrnic(_) if actor.groups().is_none() => {}
+                model::Selector::Vrnic(v) if self.state.is_seen(actor, Kind::Vrnic, &v) => {}
+                model::Selector::Vrnic(v) => {
+                    return Err(Refusal::denied(format_args!("vRNIC {v} is in no group of {}", actor.title())));
+                }
+            }
         }
         Ok(())
     }
 
-    fn declare_rule(&mut self, actor: &Actor, r: v1::Rule) -> Result<(), Refusal> {
-        self.room(self.state.rules.len(), MAX_OTHERS, "rules", !self.state.rules.contains_key(r.name.as_str()))?;
-        self.may_rule(actor, Some(&r))?;
+    /// `existed`: it was there before this call, and is another one now.
+    fn declare_rule(&mut self, actor: &Actor, r: v1::Rule, existed: bool, made: &mut Made) -> Result<(), Refusal> {
+        self.may_rule(actor, &r)?;
+        if self.state.rules.get(r.name.as_str()).is_some_and(|old| old.object == r) {
+            return Ok(());
+        }
         let name = r.name.clone();
         self.put(r.into())?;
-        self.state.check_addresses_by(&name)
+        if !existed {
+            made.rules += 1;
+        }
+        let ends = self.state.rules.get(name.as_str()).into_iter().flat_map(|r| &r.ends);
+        made.rules_in.extend(ends.map(|e| e.group.clone()));
+        self.state.check_addresses_by(&name, &mut self.work).map_err(|clash| self.told(actor, clash))
     }
 
-    fn prune(&mut self, actor: &Actor, keep: &BTreeSet<(Kind, String)>, busy: Busy) -> Result<(), Refusal> {
+    fn prune(&mut self, actor: &Actor, keep: &BTreeSet<(Kind, String)>) -> Result<(), Refusal> {
         let kept = |kind, name: &str| keep.contains(&(kind, name.to_owned()));
-        let rules: Vec<String> =
-            self.state.rules.keys().filter(|n| !kept(Kind::Rule, n)).map(ToString::to_string).collect();
-        for name in rules {
-            let rule = self.state.rules.get(name.as_str()).map(|r| r.object.clone());
-            if self.may_rule(actor, rule.as_ref()).is_ok() {
-                self.remove(Kind::Rule, &name)?;
-            }
-        }
-        let mine = |v: &crate::state::Vrnic| !v.object.by_host && actor.may_group(&v.group).is_ok();
-        let vrnics = self.state.vrnics.iter().filter(|(n, v)| !kept(Kind::Vrnic, n) && mine(v));
-        for name in vrnics.map(|(n, _)| n.to_string()).collect::<Vec<_>>() {
-            self.delete_vrnic(actor, &name, false, busy)?;
-        }
+        let state = &*self.state;
+        let mine = actor.groups().map(|mine| mine.iter().filter_map(|g| state.groups.get(g.as_str())));
+        let (rules, vrnics): (BTreeSet<&Name>, BTreeSet<&Name>) = match mine {
+            None => (state.rules.keys().collect(), state.vrnics.keys().collect()),
+            Some(mine) => (mine.clone().flat_map(|g| &g.rules).collect(), mine.flat_map(|g| &g.vrnics).collect()),
+        };
+        let rules = rules.into_iter().filter(|n| !kept(Kind::Rule, n) && state.is_seen(actor, Kind::Rule, n));
+        let by_host = |n: &Name| state.vrnics.get(n).is_some_and(|v| v.object.by_host);
+        let vrnics = vrnics.into_iter().filter(|n| !kept(Kind::Vrnic, n) && !by_host(n));
+        let (rules, vrnics): (Vec<Name>, Vec<Name>) = (rules.cloned().collect(), vrnics.cloned().collect());
+        rules.iter().try_for_each(|name| self.remove(Kind::Rule, name))?;
+        vrnics.iter().try_for_each(|name| self.delete_vrnic(actor, name, false))?;
         if !actor.is_admin() {
             return Ok(());
         }
@@ -394,7 +496,7 @@ impl Draft<'_> {
     }
 
     /// Deletes objects; with `force` also what depends on them, and vRNICs that programs use.
-    pub fn delete(&mut self, actor: &Actor, names: &[v1::Name], force: bool, busy: Busy) -> Result<(), Refusal> {
+    pub fn delete(&mut self, actor: &Actor, names: &[v1::Name], force: bool) -> Result<(), Refusal> {
         actor.may_change()?;
         for n in names {
             let Some(kind) = Kind::of(n.kind)? else {
@@ -405,31 +507,21 @@ impl Draft<'_> {
             };
             model::check_name(kind, &n.name)?;
             // What the actor does not see does not exist for it.
-            if self.state.get(kind, &n.name).is_none() || !self.sees(actor, kind, &n.name) {
+            if !self.state.is_seen(actor, kind, &n.name) || self.state.get(kind, &n.name).is_none() {
                 return Err(Refusal::not_found(format_args!("there is no {kind} {}", n.name)));
             }
             match kind {
                 Kind::Rule => self.remove(kind, &n.name)?,
-                Kind::Vrnic => self.delete_vrnic(actor, &n.name, force, busy)?,
-                Kind::Group => self.delete_group(actor, &n.name, force, busy)?,
+                Kind::Vrnic => self.delete_vrnic(actor, &n.name, force)?,
+                Kind::Group => self.delete_group(actor, &n.name, force)?,
                 Kind::Host => self.delete_host(actor, &n.name, force)?,
             }
         }
         Ok(())
     }
 
-    fn sees(&self, actor: &Actor, kind: Kind, name: &str) -> bool {
-        match kind {
-            _ if actor.is_admin() => true,
-            Kind::Host => false,
-            Kind::Group => actor.may_group(name).is_ok(),
-            Kind::Vrnic => self.state.vrnics.get(name).is_some_and(|v| actor.may_group(&v.group).is_ok()),
-            Kind::Rule => self.state.rules.get(name).is_some_and(|r| self.may_rule(actor, Some(&r.object)).is_ok()),
-        }
-    }
-
     /// Deletes a vRNIC.
-    pub fn delete_vrnic(&mut self, actor: &Actor, name: &str, force: bool, busy: Busy) -> Result<(), Refusal> {
+    pub fn delete_vrnic(&mut self, actor: &Actor, name: &str, force: bool) -> Result<(), Refusal> {
         let Some(v) = self.state.vrnics.get(name).map(|v| v.object.clone()) else { return Ok(()) };
         if v.by_host && actor.host() != Some(&v.host) && !force {
             return Err(Refusal::denied(format_args!(
@@ -437,13 +529,18 @@ impl Draft<'_> {
                 v.host
             )));
         }
-        let programs = busy(name);
+        let programs = self.facts.programs(name);
         if programs > 0 && !force {
             return Err(Refusal::conflict(format_args!(
                 "{programs} programs use vRNIC {name}; end them, or delete it with --force"
             )));
         }
-        for rule in self.state.rules_naming(name) {
+        for rule in self.state.rules_naming(name).cloned().collect::<Vec<_>>() {
+            if actor.groups().is_some() && !self.state.is_seen(actor, Kind::Rule, &rule) {
+                return Err(Refusal::denied(format_args!(
+                    "a rule that joins vRNIC {name} with other groups names it, which an administrator deletes first"
+                )));
+            }
             if !force && actor.host().is_none() {
                 return Err(Refusal::conflict(format_args!(
                     "rule {rule} names vRNIC {name}; delete it too, or use --force"
@@ -454,14 +551,14 @@ impl Draft<'_> {
         self.remove(Kind::Vrnic, name)
     }
 
-    fn delete_group(&mut self, actor: &Actor, name: &str, force: bool, busy: Busy) -> Result<(), Refusal> {
+    fn delete_group(&mut self, actor: &Actor, name: &str, force: bool) -> Result<(), Refusal> {
         actor.needs_admin("groups")?;
         if force && let Some(g) = self.state.groups.get(name).cloned() {
             for rule in &g.rules {
                 self.remove(Kind::Rule, rule)?;
             }
             for v in &g.vrnics {
-                self.delete_vrnic(actor, v, true, busy)?;
+                self.delete_vrnic(actor, v, true)?;
             }
         }
         self.remove(Kind::Group, name)
@@ -478,7 +575,7 @@ impl Draft<'_> {
         for v in &h.vrnics {
             let Some(object) = self.state.vrnics.get(v).map(|v| v.object.clone()) else { continue };
             if object.by_host {
-                self.delete_vrnic(actor, v, true, &|_| 0)?;
+                self.delete_vrnic(actor, v, true)?;
             } else {
                 self.put(v1::Vrnic { host: String::new(), ..object }.into())?;
             }

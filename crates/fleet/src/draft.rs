@@ -3,10 +3,12 @@
 
 use std::collections::{BTreeMap, BTreeSet};
 
+use crate::desk::{Facts, Given};
 use crate::error::Refusal;
-use crate::model::Kind;
+use crate::model::{Kind, MAX_APPLY};
 use crate::records::{self, Write};
-use crate::state::{Kept, SecretName, State};
+use crate::state::{Kept, Name, SecretName, State};
+use crate::tokens::Actor;
 use crate::v1;
 
 /// A change that is possible, and not made yet.
@@ -29,12 +31,18 @@ enum Undo {
 /// A change in the making. Dropped, it leaves the state as it was.
 pub(crate) struct Draft<'a> {
     pub state: &'a mut State,
+    pub given: &'a mut Given,
+    pub facts: &'a dyn Facts,
     undo: Vec<Undo>,
+    /// What has been looked at to compare addresses, in groups and addresses.
+    pub work: u64,
+    /// With whose addresses those of a group must not meet, as long as no rule changes.
+    pub joined: BTreeMap<String, BTreeSet<Name>>,
 }
 
 impl<'a> Draft<'a> {
-    pub fn new(state: &'a mut State) -> Self {
-        Draft { state, undo: Vec::new() }
+    pub fn new(state: &'a mut State, given: &'a mut Given, facts: &'a dyn Facts) -> Self {
+        Draft { state, given, facts, undo: Vec::new(), work: 0, joined: BTreeMap::new() }
     }
 
     /// The change's number.
@@ -47,15 +55,23 @@ impl<'a> Draft<'a> {
         let (kind, name) = (object.kind(), object.name().to_owned());
         let revision = self.revision();
         let before = self.state.set(kind, &name, Some((object, revision)))?;
-        self.undo.push(Undo::Object(kind, name, Box::new(before)));
+        self.set(kind, name, before);
         Ok(())
     }
 
     /// Removes an object.
     pub fn remove(&mut self, kind: Kind, name: &str) -> Result<(), Refusal> {
         let before = self.state.set(kind, name, None)?;
-        self.undo.push(Undo::Object(kind, name.into(), Box::new(before)));
+        self.set(kind, name.into(), before);
         Ok(())
+    }
+
+    /// An object was set.
+    fn set(&mut self, kind: Kind, name: String, before: Option<Kept>) {
+        self.undo.push(Undo::Object(kind, name, Box::new(before)));
+        if kind == Kind::Rule {
+            self.joined.clear();
+        }
     }
 
     pub fn set_secret(&mut self, name: SecretName, to: Option<v1::SecretRecord>) {
@@ -83,7 +99,7 @@ impl<'a> Draft<'a> {
     }
 
     /// The change as a plan; `None` if nothing changes. The state is as it was.
-    pub fn finish(self, who: &str, now_ms: u64, mut lines: Vec<String>) -> Option<Plan> {
+    pub fn finish(self, actor: &Actor, now_ms: u64, mut lines: Vec<String>) -> Option<Plan> {
         let revision = self.revision();
         let message = |kept: Option<Kept>| kept.map(|(object, revision)| v1::Object { object: Some(object), revision });
         let (mut gone, mut put, mut changes) = (Vec::new(), Vec::new(), Vec::new());
@@ -114,18 +130,16 @@ impl<'a> Draft<'a> {
             lines.truncate(MAX_LINES);
             lines.push(format!("and {more} more"));
         }
-        let entry = v1::AuditEntry { revision, time: now_ms / 1000, who: who.into(), what: lines };
+        let (who, admin) = (actor.who().to_owned(), actor.is_admin());
+        let entry = v1::AuditEntry { revision, time: now_ms / 1000, who, what: lines, admin };
         writes.push(records::audit(revision, Some(&entry)));
-        let surplus = (self.state.audit.len() + 1).saturating_sub(MAX_AUDIT);
-        writes.extend(self.state.audit.iter().take(surplus).map(|old| records::audit(old.revision, None)));
+        writes.extend(self.state.audit.without(entry).into_iter().map(|old| records::audit(old, None)));
         Some(Plan { revision, writes, changes })
     }
 }
 
-/// Most lines of an entry of the audit log.
-const MAX_LINES: usize = 100;
-/// Most entries of the audit log.
-const MAX_AUDIT: usize = 10_000;
+/// Most lines of an entry of the audit log: a call is named as a whole, but for what goes with a group or a host that is deleted.
+const MAX_LINES: usize = MAX_APPLY;
 
 fn line(kind: Kind, name: &str, before: Option<&Kept>, after: Option<&Kept>) -> String {
     let verb = match (before, after) {
@@ -166,6 +180,7 @@ impl Draft<'_> {
             let Some(undo) = self.undo.pop() else { return };
             match undo {
                 Undo::Object(kind, name, before) => {
+                    self.joined.clear();
                     self.state.set(kind, &name, *before).expect("a state that was possible is possible again");
                 }
                 Undo::Secret(name, before) => drop(replace(&mut self.state.secrets, &name, before)),

@@ -14,8 +14,10 @@ pub mod v1 {
     include!(concat!(env!("OUT_DIR"), "/unirdma.fleet.v1.serde.rs"));
 }
 
+mod audit;
 mod centre;
 mod declare;
+mod desk;
 mod draft;
 mod error;
 mod live;
@@ -28,14 +30,16 @@ mod state;
 mod tokens;
 mod view;
 
-pub use centre::{Centre, Outcome};
+pub use centre::{Centre, Lacking};
+pub use desk::{Desk, Facts, News, Outcome};
 pub use draft::Plan;
 #[cfg(any(feature = "client", feature = "server"))]
 pub use error::said;
 pub use error::{Kind as RefusalKind, Refusal, root_cause};
 pub use live::{Figures, Greeted, PROTOCOL, SILENCE_MS};
-pub use model::{Kind, MAX_APPLY};
+pub use model::{Kind, Limit, MAX_APPLY, WATCHERS};
 pub use net::{Net, address};
+pub use questions::Seen;
 pub use records::Write;
 pub use secrets::STEP_DEADLINE_MS;
 pub use state::Name;

@@ -1,13 +1,14 @@
 //! What hosts say of themselves. It is kept in memory only: a centre that is started anew hears it again.
 
 use std::collections::{BTreeMap, BTreeSet, HashMap};
+use std::sync::Arc;
 
-use crate::centre::{Centre, Outcome};
-use crate::draft::Draft;
+use crate::centre::Centre;
 use crate::error::Refusal;
-use crate::model::{check, check_addresses, check_name};
+use crate::model::{Kind, check_addresses};
+use crate::state::Name;
 use crate::tokens::Actor;
-use crate::v1::{self, ask::Change};
+use crate::v1;
 
 /// The version of the messages between hosts and centre.
 pub const PROTOCOL: u32 = 1;
@@ -16,7 +17,7 @@ pub const SILENCE_MS: u64 = 60_000;
 /// A host's clock that differs more from the centre's is wrong.
 const MAX_CLOCK_MS: u64 = 5_000;
 /// Most vRNICs that a host may have announced, or report on in one message.
-const MAX_ANNOUNCED: usize = 10_000;
+pub(crate) const MAX_ANNOUNCED: usize = 10_000;
 /// Most problems of a host that are kept, and the most characters of each.
 const MAX_PROBLEMS: usize = 32;
 const MAX_PROBLEM: usize = 300;
@@ -49,7 +50,7 @@ struct Host {
 #[derive(Debug, Default)]
 pub struct Live {
     hosts: HashMap<String, Host>,
-    vrnics: HashMap<String, (u64, v1::VrnicState)>,
+    vrnics: HashMap<String, (u64, Arc<v1::VrnicState>)>,
     /// Which vRNICs were reported on since when, by the number of the report.
     order: BTreeMap<u64, String>,
     count: u64,
@@ -57,7 +58,7 @@ pub struct Live {
 
 impl Live {
     /// What was reported last of a vRNIC.
-    pub(crate) fn vrnic(&self, name: &str) -> Option<&v1::VrnicState> {
+    pub(crate) fn vrnic(&self, name: &str) -> Option<&Arc<v1::VrnicState>> {
         self.vrnics.get(name).map(|(_, s)| s)
     }
 
@@ -95,7 +96,7 @@ impl Live {
         self.forget_vrnic(&state.name);
         let n = self.next();
         self.order.insert(n, state.name.clone());
-        self.vrnics.insert(state.name.clone(), (n, state));
+        self.vrnics.insert(state.name.clone(), (n, Arc::new(state)));
     }
 
     pub(crate) fn forget_host(&mut self, name: &str) {
@@ -106,7 +107,7 @@ impl Live {
     fn rest(&mut self, names: BTreeSet<String>) {
         for name in names {
             if let Some((_, state)) = self.vrnics.get(&name) {
-                let mut state = state.clone();
+                let mut state = (**state).clone();
                 rate(&mut state, None, 0);
                 self.put_vrnic(state);
             }
@@ -242,77 +243,6 @@ impl Centre {
         Ok(Greeted { told })
     }
 
-    /// What the first message of a host changes: its addresses, and the vRNICs that its own administrator has made or removed. Beside the
-    /// plan, what was refused of it.
-    pub fn announce(&mut self, host: &str, hello: &v1::Hello, now_ms: u64) -> Outcome<Vec<String>> {
-        let actor = Actor::of_host(host);
-        let may_add = self.state.hosts.get(host).is_some_and(|h| h.object.may_add.unwrap_or(true));
-        let mut refused = Vec::new();
-        let live = &self.live;
-        let busy = |v: &str| live.vrnic(v).map_or(0, |s| s.programs);
-        let mut draft = Draft::new(&mut self.state);
-        if let Some(h) = draft.state.hosts.get(host).map(|h| h.object.clone()) {
-            let object = v1::Host { addresses: hello.addresses.clone(), ..h };
-            refused.extend(draft.put(object.into()).err().map(|e| e.what));
-        }
-        let announced: std::collections::BTreeSet<&str> = hello.vrnics.iter().map(|v| v.name.as_str()).collect();
-        let vrnics = draft.state.hosts.get(host).map(|h| h.vrnics.clone()).unwrap_or_default();
-        for v in vrnics {
-            // One that the host has not heard of yet was not removed there: the centre that made it may have died before it told the host.
-            let known = |o: &crate::state::Vrnic| o.object.by_host && o.revision <= hello.revision;
-            let gone = draft.state.vrnics.get(&v).is_some_and(known) && !announced.contains(&*v);
-            if gone {
-                refused.extend(draft.delete_vrnic(&actor, &v, true, &busy).err().map(|e| e.what));
-            }
-        }
-        for v in &hello.vrnics {
-            let done = host_vrnic(host, may_add, v.clone()).and_then(|v| draft.try_declare(&actor, v, &busy));
-            refused.extend(done.err().map(|e| e.what));
-        }
-        Outcome { plan: draft.finish(actor.who(), now_ms, Vec::new()), answer: refused }
-    }
-
-    /// A change that a host's own administrator asks for.
-    ///
-    /// # Errors
-    /// Why it cannot be.
-    pub fn ask(&mut self, host: &str, ask: v1::Ask, now_ms: u64) -> Result<Outcome<v1::Reply>, Refusal> {
-        let actor = Actor::of_host(host);
-        let may_add = self.state.hosts.get(host).is_some_and(|h| h.object.may_add.unwrap_or(true));
-        let live = &self.live;
-        let busy = |v: &str| live.vrnic(v).map_or(0, |s| s.programs);
-        let mut draft = Draft::new(&mut self.state);
-        let mut reply = v1::Reply { id: ask.id, ..v1::Reply::default() };
-        match ask.change {
-            Some(Change::Put(v)) => {
-                let name = v.name.clone();
-                let v = host_vrnic(host, may_add, v)?;
-                draft.try_declare(&actor, v, &busy)?;
-                reply.vrnic = draft.state.vrnics.get(name.as_str()).map(|v| v.object.clone());
-            }
-            Some(Change::Remove(name)) => {
-                check_name("vRNIC", &name)?;
-                match draft.state.vrnics.get(name.as_str()).map(|v| &v.object) {
-                    Some(v) if v.host == host && v.by_host => {}
-                    Some(v) if v.host == host => {
-                        return Err(Refusal::denied(format_args!(
-                            "vRNIC {name} is declared at the centre: `unirdma delete vrnic {name}`"
-                        )));
-                    }
-                    _ => return Err(Refusal::not_found(format_args!("there is no vRNIC {name} on host {host}"))),
-                }
-                // Whether programs use it the host knows itself.
-                draft.delete_vrnic(&actor, &name, true, &busy)?;
-            }
-            None => {
-                return Err(Refusal::invalid(
-                    "the host asks for nothing that this centre knows; update the centre first",
-                ));
-            }
-        }
-        Ok(Outcome { plan: draft.finish(actor.who(), now_ms, Vec::new()), answer: reply })
-    }
-
     /// A host has been told the state of a revision.
     pub fn told(&mut self, host: &str, revision: u64) {
         self.live.hosts.entry(host.into()).or_default().told = revision;
@@ -345,7 +275,7 @@ impl Centre {
                 (c.address, c.peer) = (short(&c.address, 64), short(&c.peer, 32));
             }
             resting.remove(&state.name);
-            let was = self.live.vrnics.get(&state.name).map(|(_, s)| s);
+            let was = self.live.vrnic(&state.name).map(|s| &**s);
             if rate(&mut state, was, ms) {
                 moving.insert(state.name.clone());
             }
@@ -377,7 +307,7 @@ impl Centre {
         let of_host = |name: &String| self.state.vrnics.get(name.as_str()).and_then(|v| v.host.as_deref());
         let vrnics = self.live.order.range(told + 1..).map(|(_, name)| name);
         let vrnics = vrnics.filter(|n| of_host(n).and_then(|h| self.live.hosts.get(h)).is_some_and(here));
-        let vrnics = vrnics.filter_map(|n| self.live.vrnic(n).cloned());
+        let vrnics = vrnics.filter_map(|n| self.live.vrnic(n)).map(|s| (**s).clone());
         (self.live.count, v1::LiveNews { hosts: hosts.collect(), vrnics: vrnics.collect() })
     }
 
@@ -439,43 +369,21 @@ impl Centre {
         actor: &Actor,
         told: u64,
         now_ms: u64,
-    ) -> (u64, Vec<v1::HostState>, Vec<v1::VrnicState>) {
-        let hosts = self
-            .live
-            .hosts
-            .iter()
-            .filter(|(n, h)| actor.sees_all() && h.changed > told && self.state.hosts.contains_key(n.as_str()));
-        let hosts = hosts.map(|(n, _)| self.host_state(n, now_ms)).collect();
-        let seen = |name: &String| self.state.vrnics.get(name.as_str()).is_some_and(|v| actor.sees_group(&v.group));
-        let news = self.live.order.range(told + 1..).map(|(_, n)| n).filter(|n| seen(n));
-        (self.live.count, hosts, news.filter_map(|n| self.live.vrnic(n).cloned()).collect())
-    }
-}
-
-/// A vRNIC that a host's own administrator has made, as it is declared.
-fn host_vrnic(host: &str, may_add: bool, mut v: v1::Vrnic) -> Result<v1::Vrnic, Refusal> {
-    check_name("vRNIC", &v.name)?;
-    if !may_add {
-        return Err(Refusal::denied(format_args!(
-            "vRNIC {}: the centre lets host {host} make no vRNICs (may_add = false)",
-            v.name
-        )));
-    }
-    // What the centre has given it, it has: what the host remembers of that decides nothing.
-    (v.host, v.by_host, v.mac, v.guid) = (host.into(), true, String::new(), String::new());
-    Ok(v)
-}
-
-impl Draft<'_> {
-    /// Declares a host's vRNIC. What is refused leaves nothing behind.
-    fn try_declare(&mut self, actor: &Actor, v: v1::Vrnic, busy: crate::declare::Busy) -> Result<(), Refusal> {
-        let object = v1::object::Object::Vrnic(v);
-        check(&object)?;
-        let here = self.mark();
-        let done = self.declare(actor, vec![(object, 0)], false, busy);
-        if done.is_err() {
-            self.back_to(here);
-        }
-        done
+    ) -> (u64, Vec<v1::HostState>, Vec<Arc<v1::VrnicState>>) {
+        let (count, all) = (self.live.count, actor.sees_all());
+        let hosts =
+            self.live.hosts.iter().filter(|(n, h)| h.changed > told && self.state.hosts.contains_key(n.as_str()));
+        let hosts = if all { hosts.map(|(n, _)| self.host_state(n, now_ms)).collect() } else { Vec::new() };
+        let mine = actor.groups().into_iter().flatten().filter_map(|g| self.state.groups.get(g.as_str()));
+        let vrnics = if !all && (mine.clone().map(|g| g.vrnics.len() as u64).sum::<u64>() < count - told.min(count)) {
+            // It has fewer vRNICs than there is news.
+            let later = |n: &&Name| self.live.vrnics.get(&***n).is_some_and(|(n, _)| *n > told);
+            mine.flat_map(|g| &g.vrnics).filter(later).filter_map(|n| self.vrnic_state(actor, n)).collect()
+        } else {
+            let news = self.live.order.range(told.saturating_add(1)..).map(|(_, n)| n);
+            let seen = news.filter(|n| self.state.is_seen(actor, Kind::Vrnic, n));
+            seen.filter_map(|n| self.vrnic_state(actor, n)).collect()
+        };
+        (count, hosts, vrnics)
     }
 }

@@ -4,12 +4,78 @@ use std::fmt;
 
 use crate::error::Refusal;
 use crate::net::{Net, address, is_usable};
+use crate::tokens::Actor;
 use crate::v1::{self, object};
 
+/// A limit of the whole fleet. Each token, host and group has a part of it, so that none takes all, and administrators have the last eighth for
+/// themselves.
+#[derive(Clone, Copy, Debug)]
+pub struct Limit {
+    what: &'static str,
+    /// How much there is.
+    pub all: usize,
+}
+
 /// Most vRNICs of a fleet.
-pub const MAX_VRNICS: usize = 1_000_000;
-/// Most groups, most rules, and most hosts of a fleet.
-pub const MAX_OTHERS: usize = 65_536;
+pub const VRNICS: Limit = Limit::new("vRNICs", 1_000_000);
+/// Most rules.
+pub const RULES: Limit = Limit::new("rules", 65_536);
+/// Most groups.
+pub const GROUPS: Limit = Limit::new("groups", 65_536);
+/// Most hosts.
+pub const HOSTS: Limit = Limit::new("hosts", 65_536);
+/// Most tokens.
+pub const TOKENS: Limit = Limit::new("tokens", 10_000);
+/// Most that watch at a time.
+pub const WATCHERS: Limit = Limit::new("watchers", 512);
+/// Bytes of the audit log.
+pub const AUDIT: Limit = Limit::new("bytes of the audit log", 32 << 20);
+
+impl Limit {
+    const fn new(what: &'static str, all: usize) -> Limit {
+        Limit { what, all }
+    }
+
+    /// What one token, host or group may have, if its administrator does not say otherwise.
+    pub const fn part(&self) -> usize {
+        self.all / 16
+    }
+
+    /// Refuses what there is no room for: there would be `all`, of which the actor would have `own` and may have `part`.
+    ///
+    /// # Errors
+    /// It is too much.
+    pub fn room(&self, actor: &Actor, all: usize, own: usize, part: usize) -> Result<(), Refusal> {
+        let what = self.what;
+        match actor.is_admin() {
+            true if all <= self.all => Ok(()),
+            true => Err(Refusal::full(format_args!("the fleet may have {} {what} at most", self.all))),
+            false if own > part => Err(Refusal::full(format_args!(
+                "{} would have {own} {what}, and may have {part} at most",
+                actor.title()
+            ))),
+            false if all > self.all - self.all / 8 => {
+                Err(Refusal::full(format_args!("there is no room for more {what}; ask an administrator")))
+            }
+            false => Ok(()),
+        }
+    }
+
+    /// Refuses a group that would have more than its `most`, which an administrator sets by `field`.
+    ///
+    /// # Errors
+    /// It would.
+    pub fn room_in_group(&self, group: &str, have: usize, most: usize, field: &str) -> Result<(), Refusal> {
+        if have <= most {
+            return Ok(());
+        }
+        Err(Refusal::full(format_args!(
+            "group {group} would have {have} {}, and may have {most} at most; an administrator sets {field}",
+            self.what
+        )))
+    }
+}
+
 /// Most objects of one call.
 pub const MAX_APPLY: usize = 20_000;
 /// Most addresses of a vRNIC.

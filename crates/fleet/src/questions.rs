@@ -1,31 +1,93 @@
 //! What is asked of the centre: objects, changes, tokens, the audit log, figures. Nothing here changes anything.
+//!
+//! A tenant's question goes by what the tenant may see: it walks over the tenant's groups, and what is not in them does not exist.
 
-use std::collections::{BTreeMap, BTreeSet};
+use std::cmp::Reverse;
+use std::collections::{BTreeMap, BTreeSet, BinaryHeap};
+use std::ops::Bound::{self, Excluded, Unbounded};
+use std::sync::Arc;
+
+use prost::Message;
 
 use crate::centre::Centre;
 use crate::error::Refusal;
 use crate::model::Kind;
-use crate::state::Name;
+use crate::state::{Name, State};
 use crate::tokens::Actor;
-use crate::v1::{self, object::Object};
+use crate::v1;
+
+/// An answer about the audit log ends when it has so many bytes.
+const MAX_AUDIT_BYTES: usize = 4 << 20;
+
+/// An object, and the groups that one must see to see it. Without one it takes a reader.
+pub(crate) type Owned = (v1::Object, Vec<Name>);
+
+/// A change, with what decides who sees it.
+#[derive(Debug)]
+pub struct Seen {
+    kind: Kind,
+    before: Option<Owned>,
+    after: Option<Owned>,
+}
+
+/// Whether an actor sees what belongs to these groups.
+fn sees(actor: &Actor, groups: &[Name]) -> bool {
+    actor.sees_all() || !groups.is_empty() && groups.iter().all(|g| actor.sees_group(g))
+}
+
+impl Seen {
+    pub(crate) fn new(kind: Kind, before: Option<Owned>, after: Option<Owned>) -> Seen {
+        Seen { kind, before, after }
+    }
+
+    /// What an actor who watches is told of it.
+    pub fn told(&self, actor: &Actor, watch: &v1::WatchRequest) -> Option<v1::Change> {
+        let in_group = |groups: &[Name]| {
+            watch.group.is_empty() || self.kind != Kind::Rule && groups.iter().any(|g| **g == *watch.group)
+        };
+        let told = |o: &Option<Owned>| {
+            o.as_ref().filter(|(_, groups)| sees(actor, groups) && in_group(groups)).map(|(o, _)| o.clone())
+        };
+        let kind = Kind::of(watch.kind).ok()?;
+        if kind.is_some_and(|k| k != self.kind) {
+            return None;
+        }
+        let change = v1::Change { before: told(&self.before), after: told(&self.after) };
+        (change.before.is_some() || change.after.is_some()).then_some(change)
+    }
+}
+
+impl State {
+    /// The groups that one must see to see an object.
+    fn groups_of(&self, kind: Kind, name: &str) -> Option<Vec<Name>> {
+        Some(match kind {
+            Kind::Host => Vec::new(),
+            Kind::Group => vec![self.groups.get_key_value(name)?.0.clone()],
+            Kind::Vrnic => vec![self.vrnics.get(name)?.group.clone()],
+            Kind::Rule => self.rules.get(name)?.ends.iter().map(|e| e.group.clone()).collect(),
+        })
+    }
+
+    /// Whether there is an object that an actor sees. One that it does not see does not exist for it.
+    pub(crate) fn is_seen(&self, actor: &Actor, kind: Kind, name: &str) -> bool {
+        self.groups_of(kind, name).is_some_and(|groups| sees(actor, &groups))
+    }
+
+    /// An object with its groups.
+    pub(crate) fn seen(&self, kind: Kind, name: &str) -> Option<Owned> {
+        let (object, revision) = self.get(kind, name)?;
+        Some((v1::Object { object: Some(object), revision }, self.groups_of(kind, name)?))
+    }
+}
 
 impl Centre {
     /// The changes since a revision; `None` if they are not remembered any more.
-    pub fn changes_since(&self, actor: &Actor, watch: &v1::WatchRequest, told: u64) -> Option<Vec<v1::Change>> {
+    pub fn changes_since(&self, told: u64) -> Option<Vec<Arc<Seen>>> {
         if told < self.changes_floor {
             return None;
         }
-        let kind = Kind::of(watch.kind).ok()?;
-        let news = self.changes.iter().rev().take_while(|(r, _)| *r > told);
-        let seen = |o: &Option<v1::Object>| {
-            o.as_ref().and_then(|o| o.object.as_ref()).is_some_and(|o| {
-                kind.is_none_or(|k| k == o.kind()) && self.shows(actor, o) && in_group(o, &watch.group)
-            })
-        };
-        let mut out: Vec<v1::Change> =
-            news.filter(|(_, c)| seen(&c.before) || seen(&c.after)).map(|(_, c)| (**c).clone()).collect();
-        out.reverse();
-        Some(out)
+        let first = self.changes.partition_point(|(r, _)| *r <= told);
+        Some(self.changes.range(first..).map(|(_, c)| c.clone()).collect())
     }
 
     /// The tokens.
@@ -45,15 +107,32 @@ impl Centre {
         actor.needs_reader("the audit log")?;
         let most = if request.limit == 0 { 100 } else { request.limit.min(1_000) } as usize;
         let before = if request.before == 0 { u64::MAX } else { request.before };
-        let entries = self.state.audit.iter().rev().filter(|e| e.revision < before).take(most).cloned().collect();
+        let mut bytes = 0;
+        let fits = |e: &&Arc<v1::AuditEntry>| {
+            let room = bytes < MAX_AUDIT_BYTES;
+            bytes += e.encoded_len();
+            room
+        };
+        let entries = self.state.audit.before(before).take(most).take_while(fits).map(|e| (**e).clone()).collect();
         Ok(v1::AuditResponse { entries })
     }
 
-    /// The centre in figures; who asks fills in what this does not know.
-    pub fn status(&self, now_ms: u64) -> v1::StatusResponse {
+    /// The centre in figures, of what an actor sees; who asks fills in what this does not know.
+    pub fn status(&self, actor: &Actor, now_ms: u64) -> v1::StatusResponse {
         let count = |n: usize| u32::try_from(n).unwrap_or(u32::MAX);
+        let revision = self.state.revision;
+        if let Some(mine) = actor.groups() {
+            let groups: Vec<_> = mine.iter().filter_map(|g| self.state.groups.get(g.as_str())).collect();
+            return v1::StatusResponse {
+                revision,
+                groups: count(groups.len()),
+                vrnics: count(groups.iter().map(|g| g.vrnics.len()).sum()),
+                rules: count(self.state.rules_within(mine)),
+                ..v1::StatusResponse::default()
+            };
+        }
         v1::StatusResponse {
-            revision: self.state.revision,
+            revision,
             hosts: count(self.state.hosts.len()),
             hosts_connected: count(self.state.hosts.keys().filter(|h| self.live.is_connected(h, now_ms)).count()),
             groups: count(self.state.groups.len()),
@@ -63,18 +142,16 @@ impl Centre {
         }
     }
 
-    /// Whether an actor sees an object.
-    fn shows(&self, actor: &Actor, object: &Object) -> bool {
-        match object {
-            _ if actor.sees_all() => true,
-            Object::Host(_) => false,
-            Object::Group(g) => actor.sees_group(&g.name),
-            Object::Vrnic(v) => actor.sees_group(&v.group),
-            Object::Rule(r) => match self.state.rules.get(r.name.as_str()) {
-                Some(rule) => rule.ends.iter().all(|e| actor.sees_group(&e.group)),
-                None => [&r.from, &r.to].iter().all(|t| t.strip_prefix("group:").is_some_and(|g| actor.sees_group(g))),
-            },
+    /// What was reported of a vRNIC, for an actor: of vRNICs that it does not see it hears their addresses, and not their names.
+    pub(crate) fn vrnic_state(&self, actor: &Actor, name: &str) -> Option<Arc<v1::VrnicState>> {
+        let state = self.live.vrnic(name)?;
+        let hidden = |c: &v1::Connection| !c.peer.is_empty() && !self.state.is_seen(actor, Kind::Vrnic, &c.peer);
+        if actor.sees_all() || !state.connections.iter().any(hidden) {
+            return Some(state.clone());
         }
+        let mut state = (**state).clone();
+        state.connections.iter_mut().filter(|c| hidden(c)).for_each(|c| c.peer.clear());
+        Some(Arc::new(state))
     }
 
     /// Objects, with what is known of them beside what is declared.
@@ -87,15 +164,11 @@ impl Centre {
             return Err(Refusal::invalid("say which kind: host, group, vrnic or rule"));
         }
         let most = if q.limit == 0 { 1_000 } else { q.limit.min(1_000) } as usize;
-        let mut found: Vec<(Object, u64)> = Vec::new();
+        let mut found: Vec<(Kind, &str)> = Vec::new();
         for kind in Kind::ALL.into_iter().filter(|k| kind.is_none_or(|x| x == *k)) {
             let room = most + 1 - found.len();
-            let named = self.names(kind, q);
-            let fits = |o: &(Object, u64)| {
-                let on = matches!(&o.0, Object::Vrnic(v) if v.host == q.host);
-                self.shows(actor, &o.0) && in_group(&o.0, &q.group) && (q.host.is_empty() || on)
-            };
-            found.extend(named.filter_map(|n| self.state.get(kind, n)).filter(fits).take(room));
+            let fits = |name: &&str| self.state.is_seen(actor, kind, name) && self.fits(kind, name, q);
+            found.extend(self.names(actor, kind, q).filter(fits).take(room).map(|n| (kind, n)));
         }
         if !q.name.is_empty() && found.is_empty() {
             let shown: String = q.name.chars().take(40).collect();
@@ -104,51 +177,75 @@ impl Centre {
         }
         let more = found.len() > most;
         found.truncate(most);
-        let (mut hosts, mut vrnics) = (Vec::new(), Vec::new());
-        for (object, _) in &found {
-            match object {
-                Object::Host(h) => hosts.push(self.host_state(&h.name, now_ms)),
-                Object::Vrnic(v) => vrnics.extend(self.live.vrnic(&v.name).cloned()),
-                _ => {}
-            }
-        }
-        let objects = found.into_iter().map(|(o, revision)| v1::Object { object: Some(o), revision }).collect();
+        let of = |kind| found.iter().filter(move |(k, _)| *k == kind).map(|(_, name)| *name);
+        let hosts = of(Kind::Host).map(|n| self.host_state(n, now_ms)).collect();
+        let vrnics = of(Kind::Vrnic).filter_map(|n| self.vrnic_state(actor, n)).map(|s| (*s).clone()).collect();
+        let objects = found.iter().filter_map(|(kind, name)| self.state.get(*kind, name));
+        let objects = objects.map(|(o, revision)| v1::Object { object: Some(o), revision }).collect();
         Ok(v1::GetResponse { revision: self.state.revision, objects, hosts, vrnics, more })
     }
 
+    /// Whether an object is of the group, and on the host, that a question is about: vRNICs are, and a group itself.
+    fn fits(&self, kind: Kind, name: &str, q: &v1::GetRequest) -> bool {
+        let (group, host) = (q.group.as_str(), q.host.as_str());
+        match kind {
+            Kind::Vrnic => self.state.vrnics.get(name).is_some_and(|v| {
+                (group.is_empty() || *v.group == *group) && (host.is_empty() || v.host.as_deref() == Some(host))
+            }),
+            Kind::Group => (group.is_empty() || name == group) && host.is_empty(),
+            Kind::Host | Kind::Rule => group.is_empty() && host.is_empty(),
+        }
+    }
+
     /// The names of a kind that a question may be about, from where it goes on. The narrowest index is used.
-    fn names<'a>(&'a self, kind: Kind, q: &'a v1::GetRequest) -> Box<dyn Iterator<Item = &'a str> + 'a> {
-        use std::ops::Bound::{Excluded, Unbounded};
+    fn names<'a>(&'a self, actor: &'a Actor, kind: Kind, q: &'a v1::GetRequest) -> Names<'a> {
+        let state = &self.state;
         if !q.name.is_empty() {
             return Box::new(std::iter::once(q.name.as_str()));
         }
         let from = if q.after.is_empty() { Unbounded } else { Excluded(q.after.as_str()) };
-        fn keys<'a, V>(
-            map: &'a BTreeMap<Name, V>,
-            from: std::ops::Bound<&'a str>,
-        ) -> Box<dyn Iterator<Item = &'a str> + 'a> {
-            Box::new(map.range::<str, _>((from, Unbounded)).map(|(n, _)| &**n))
-        }
-        let narrow = |set: Option<&'a BTreeSet<Name>>| -> Box<dyn Iterator<Item = &'a str> + 'a> {
-            Box::new(set.into_iter().flat_map(move |s| s.range::<str, _>((from, Unbounded))).map(|n| &**n))
-        };
-        match kind {
-            Kind::Host => keys(&self.state.hosts, from),
-            Kind::Group => keys(&self.state.groups, from),
-            Kind::Vrnic if !q.host.is_empty() => narrow(self.state.hosts.get(q.host.as_str()).map(|h| &h.vrnics)),
-            Kind::Vrnic if !q.group.is_empty() => narrow(self.state.groups.get(q.group.as_str()).map(|g| &g.vrnics)),
-            Kind::Vrnic => keys(&self.state.vrnics, from),
-            Kind::Rule => keys(&self.state.rules, from),
+        let one = |set: Option<&'a BTreeSet<Name>>| merged(set.into_iter(), from);
+        match (kind, actor.groups()) {
+            (Kind::Host | Kind::Rule, _) if !(q.group.is_empty() && q.host.is_empty()) => Box::new(std::iter::empty()),
+            (Kind::Vrnic, _) if !q.host.is_empty() => one(state.hosts.get(q.host.as_str()).map(|h| &h.vrnics)),
+            (Kind::Vrnic, _) if !q.group.is_empty() => one(state.groups.get(q.group.as_str()).map(|g| &g.vrnics)),
+            (Kind::Group, _) if !q.group.is_empty() => {
+                Box::new(std::iter::once(q.group.as_str()).filter(|g| *g > q.after.as_str()))
+            }
+            (Kind::Host, Some(_)) => Box::new(std::iter::empty()),
+            (Kind::Group, Some(mine)) => Box::new(mine.range::<str, _>((from, Unbounded)).map(String::as_str)),
+            (Kind::Vrnic, Some(mine)) => {
+                merged(mine.iter().filter_map(|g| state.groups.get(g.as_str())).map(|g| &g.vrnics), from)
+            }
+            (Kind::Rule, Some(mine)) => {
+                merged(mine.iter().filter_map(|g| state.groups.get(g.as_str())).map(|g| &g.rules), from)
+            }
+            (Kind::Host, None) => keys(&state.hosts, from),
+            (Kind::Group, None) => keys(&state.groups, from),
+            (Kind::Vrnic, None) => keys(&state.vrnics, from),
+            (Kind::Rule, None) => keys(&state.rules, from),
         }
     }
 }
 
-/// True for a vRNIC of the group, and the group itself; everything is if no group is asked for.
-fn in_group(object: &Object, group: &str) -> bool {
-    group.is_empty()
-        || match object {
-            Object::Vrnic(v) => v.group == group,
-            Object::Group(g) => g.name == group,
-            _ => false,
-        }
+type Names<'a> = Box<dyn Iterator<Item = &'a str> + 'a>;
+
+fn keys<'a, V>(map: &'a BTreeMap<Name, V>, from: Bound<&'a str>) -> Names<'a> {
+    Box::new(map.range::<str, _>((from, Unbounded)).map(|(n, _)| &**n))
+}
+
+/// The names of all sets in their order, each once.
+fn merged<'a>(sets: impl Iterator<Item = &'a BTreeSet<Name>>, from: Bound<&'a str>) -> Names<'a> {
+    let mut ranges: Vec<_> = sets.map(|s| s.range::<str, _>((from, Unbounded))).collect();
+    let firsts = ranges.iter_mut().enumerate().filter_map(|(i, r)| r.next().map(|n| Reverse((&**n, i))));
+    let mut next: BinaryHeap<Reverse<(&str, usize)>> = firsts.collect();
+    let mut last = None;
+    Box::new(
+        std::iter::from_fn(move || {
+            let Reverse((name, i)) = next.pop()?;
+            next.extend(ranges[i].next().map(|n| Reverse((&**n, i))));
+            Some(name)
+        })
+        .filter(move |name| last.replace(*name) != Some(*name)),
+    )
 }

@@ -1,5 +1,7 @@
 //! What is kept in a store: records with keys, as text and bytes. A store knows nothing of what they mean.
 
+use std::sync::Arc;
+
 use prost::Message;
 
 use crate::error::Refusal;
@@ -22,12 +24,13 @@ pub const FORMAT: u32 = 1;
 pub const META: &str = "meta";
 
 /// A record that was read.
+#[derive(Clone)]
 pub(crate) enum Record {
     Meta(v1::Meta),
     Object(Kind, String, Box<Option<(Object, u64)>>),
     Token(String, Option<v1::TokenRecord>),
     Secret(SecretName, Option<v1::SecretRecord>),
-    Audit(u64, Option<v1::AuditEntry>),
+    Audit(u64, Option<Arc<v1::AuditEntry>>),
 }
 
 fn write(key: String, value: Option<Vec<u8>>) -> Write {
@@ -52,6 +55,40 @@ pub(crate) fn audit(revision: u64, entry: Option<&v1::AuditEntry>) -> Write {
 }
 
 impl State {
+    /// Puts records into the state: first what goes, from what depends to what it depends on, then what comes.
+    pub(crate) fn take(&mut self, records: Vec<Record>) -> Result<(), Refusal> {
+        let mut objects = Vec::new();
+        for record in records {
+            match record {
+                Record::Object(kind, name, object) => objects.push((kind, name, *object)),
+                Record::Meta(m) if m.format == FORMAT => self.fleet = m.fleet,
+                Record::Meta(m) => {
+                    let text =
+                        format!("the store has records of version {}, this program reads version {}", m.format, FORMAT);
+                    return Err(Refusal::invalid(text));
+                }
+                Record::Token(id, Some(token)) => drop(self.tokens.insert(id, token)),
+                Record::Token(id, None) => drop(self.tokens.remove(&id)),
+                Record::Secret(name, Some(secret)) => drop(self.secrets.insert(name, secret)),
+                Record::Secret(name, None) => drop(self.secrets.remove(&name)),
+                Record::Audit(_, Some(entry)) => self.audit.insert(entry),
+                Record::Audit(revision, None) => drop(self.audit.remove(revision)),
+            }
+        }
+        objects.sort_by_key(|o| std::cmp::Reverse(o.0));
+        for (kind, name, object) in &objects {
+            if object.is_none() || matches!(kind, Kind::Vrnic | Kind::Rule) {
+                self.set(*kind, name, None)?;
+            }
+        }
+        for (kind, name, object) in objects.into_iter().rev() {
+            if object.is_some() {
+                self.set(kind, &name, object)?;
+            }
+        }
+        Ok(())
+    }
+
     /// All records, but for the first one.
     pub(crate) fn records(&self) -> Vec<Write> {
         let mut all = Vec::new();
@@ -110,7 +147,11 @@ fn parse(w: &Write) -> Option<Record> {
         ["secret", group, other, id] => {
             Record::Secret(((*group).into(), (*other).into(), id.parse().ok()?), decode(value)?)
         }
-        ["audit", revision] => Record::Audit(u64::from_str_radix(revision, 16).ok()?, decode(value)?),
+        ["audit", revision] => {
+            let entry = decode::<v1::AuditEntry>(value)?;
+            let revision = u64::from_str_radix(revision, 16).ok()?;
+            Record::Audit(revision, entry.map(|e| Arc::new(v1::AuditEntry { revision, ..e })))
+        }
         _ => return None,
     })
 }

@@ -22,12 +22,13 @@ impl State {
     fn wants_secret(&self, of: &(String, String)) -> bool {
         let has = |g: &str| self.groups.get(g).is_some_and(|g| g.object.secret);
         let (a, b) = of;
-        has(a) && b.is_empty() || (has(a) || has(b)) && self.joins_of(a).any(|(_, far)| *far.group == **b)
+        has(a) && b.is_empty()
+            || (has(a) || has(b)) && self.groups.get(a.as_str()).is_some_and(|g| g.joins.contains_key(b.as_str()))
     }
 
     /// Whose secrets may change with a group: its own, and those with groups that rules join with it.
     fn secrets_beside<'a>(&'a self, group: &'a str) -> impl Iterator<Item = (String, String)> + 'a {
-        let pairs = self.joins_of(group).map(|(near, far)| pair(&near.group, &far.group));
+        let pairs = self.joins_of(group).map(|(far, _)| pair(group, far));
         pairs.chain([(group.to_owned(), String::new())])
     }
 
@@ -135,8 +136,8 @@ impl Draft<'_> {
         Ok(own)
     }
 
-    /// Makes the steps that are due. `applied` says which revision a host has put in force.
-    pub fn make_steps(&mut self, applied: &dyn Fn(&str) -> u64, now_ms: u64) -> Vec<String> {
+    /// Makes the steps that are due.
+    pub fn make_steps(&mut self, now_ms: u64) -> Vec<String> {
         let (now, revision) = (now_ms / 1000, self.revision());
         let due: Vec<(SecretName, v1::SecretRecord)> = self
             .state
@@ -145,7 +146,7 @@ impl Draft<'_> {
             .filter(|(_, s)| s.step() != Step::Sent)
             .filter(|(n, s)| {
                 let hosts = self.state.hosts_with_secret(&n.0, &n.1);
-                now >= s.since + STEP_DEADLINE_MS / 1000 || hosts.iter().all(|h| applied(h) >= s.revision)
+                now >= s.since + STEP_DEADLINE_MS / 1000 || hosts.iter().all(|h| self.facts.applied(h) >= s.revision)
             })
             .map(|(n, s)| (n.clone(), s.clone()))
             .collect();

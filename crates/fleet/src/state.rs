@@ -1,10 +1,12 @@
 //! All that a fleet is, with the indexes that make each question cost what its answer is about. Everything changes by [`State::set`], which
 //! gives back what was there before; setting that again undoes it.
 
-use std::collections::{BTreeMap, BTreeSet, HashMap, VecDeque};
+use std::borrow::Borrow;
+use std::collections::{BTreeMap, BTreeSet, HashMap};
 use std::net::IpAddr;
 use std::sync::Arc;
 
+use crate::audit::Audit;
 use crate::error::Refusal;
 use crate::model::{Kind, Selector, ips, ranges, selector};
 use crate::net::{Net, Taken};
@@ -24,10 +26,39 @@ pub struct Group {
     pub(crate) hosts: BTreeMap<Name, u32>,
     /// The rules that name it or one of its vRNICs.
     pub(crate) rules: BTreeSet<Name>,
+    /// How many rules there are between it and each group, itself among them.
+    pub(crate) beside: BTreeMap<Name, u32>,
+    /// The groups that rules join with it.
+    pub(crate) joins: BTreeMap<Name, Joins>,
     pub(crate) addresses: HashMap<IpAddr, Name>,
     pub(crate) taken: Taken,
-    /// The address that was given last out of each range.
-    pub(crate) given: BTreeMap<Net, IpAddr>,
+}
+
+/// What rules join of two groups: a vRNIC of the near one with a vRNIC of the far one, and the number of rules that do. `None` stands for all
+/// vRNICs of the group. However many rules join the same two, there is one entry.
+pub(crate) type Joins = BTreeMap<(Option<Name>, Option<Name>), u32>;
+
+/// Whether a rule joins all of the near group, or this vRNIC of it, with something.
+fn joins_near(joins: &Joins, near: Option<&Name>) -> bool {
+    joins.range((near.cloned(), None)..).next().is_some_and(|((n, _), _)| n.as_ref() == near)
+}
+
+/// Two vRNICs with one address, both of which a group would see.
+pub(crate) struct Clash {
+    pub ip: IpAddr,
+    /// The vRNICs with their groups.
+    pub both: [(Name, Name); 2],
+    pub viewer: Name,
+}
+
+impl From<Clash> for Refusal {
+    fn from(c: Clash) -> Refusal {
+        let [(vrnic, group), (other, others)] = &c.both;
+        Refusal::conflict(format_args!(
+            "vRNIC {vrnic} of group {group} and vRNIC {other} of group {others} both have {}, and group {} would see both: joined groups need different addresses",
+            c.ip, c.viewer
+        ))
+    }
 }
 
 /// A vRNIC with its addresses as such.
@@ -41,7 +72,7 @@ pub struct Vrnic {
 }
 
 /// One end of a rule: a group, or one vRNIC of it.
-#[derive(Clone, Debug, PartialEq, Eq)]
+#[derive(Clone, Debug, PartialEq, Eq, PartialOrd, Ord)]
 pub struct End {
     pub(crate) group: Name,
     pub(crate) vrnic: Option<Name>,
@@ -54,6 +85,13 @@ pub struct Rule {
     pub(crate) revision: u64,
     /// `from` and `to`.
     pub(crate) ends: [End; 2],
+}
+
+impl End {
+    /// All of a group.
+    pub(crate) fn whole(group: &Name) -> End {
+        End { group: group.clone(), vrnic: None }
+    }
 }
 
 impl Rule {
@@ -92,12 +130,14 @@ pub struct State {
     pub(crate) groups: BTreeMap<Name, Group>,
     pub(crate) vrnics: BTreeMap<Name, Vrnic>,
     pub(crate) rules: BTreeMap<Name, Rule>,
+    /// The rules that name a vRNIC itself.
+    pub(crate) naming: BTreeMap<Name, BTreeSet<Name>>,
     pub(crate) macs: HashMap<String, Name>,
     pub(crate) vnis: Taken,
     pub(crate) vni_of: HashMap<u32, Name>,
     pub(crate) tokens: BTreeMap<String, v1::TokenRecord>,
     pub(crate) secrets: BTreeMap<SecretName, v1::SecretRecord>,
-    pub(crate) audit: VecDeque<v1::AuditEntry>,
+    pub(crate) audit: Audit,
 }
 
 /// An object with the change that made it what it is.
@@ -267,123 +307,160 @@ impl State {
         let ends = [self.end(&object.name, &object.from)?, self.end(&object.name, &object.to)?];
         self.remove_rule(&object.name);
         let name: Name = object.name.as_str().into();
-        for end in &ends {
-            if let Some(group) = self.groups.get_mut(&end.group) {
-                group.rules.insert(name.clone());
+        let rule = Rule { object, revision, ends };
+        for (near, far) in rule.sides() {
+            if let Some(vrnic) = &near.vrnic {
+                self.naming.entry(vrnic.clone()).or_default().insert(name.clone());
+            }
+            let Some(group) = self.groups.get_mut(&near.group) else { continue };
+            if group.rules.insert(name.clone()) {
+                *group.beside.entry(far.group.clone()).or_default() += 1;
+            }
+            if rule.joins() {
+                let joins = group.joins.entry(far.group.clone()).or_default();
+                *joins.entry((near.vrnic.clone(), far.vrnic.clone())).or_default() += 1;
             }
         }
-        self.rules.insert(name, Rule { object, revision, ends });
+        self.rules.insert(name, rule);
         Ok(())
     }
 
     fn remove_rule(&mut self, name: &str) {
-        for end in self.rules.remove(name).into_iter().flat_map(|r| r.ends) {
-            if let Some(group) = self.groups.get_mut(&end.group) {
-                group.rules.remove(name);
+        let Some(rule) = self.rules.remove(name) else { return };
+        for (near, far) in rule.sides() {
+            if let Some(vrnic) = &near.vrnic
+                && let Some(naming) = self.naming.get_mut(vrnic)
+            {
+                naming.remove(name);
+                if naming.is_empty() {
+                    self.naming.remove(vrnic);
+                }
+            }
+            let Some(group) = self.groups.get_mut(&near.group) else { continue };
+            if group.rules.remove(name) {
+                count_down(&mut group.beside, &far.group);
+            }
+            if rule.joins()
+                && let Some(joins) = group.joins.get_mut(&far.group)
+            {
+                count_down(joins, &(near.vrnic.clone(), far.vrnic.clone()));
+                if joins.is_empty() {
+                    group.joins.remove(&far.group);
+                }
             }
         }
     }
 
-    /// The rules that name a group or one of its vRNICs.
-    pub(crate) fn rules_of(&self, group: &str) -> impl Iterator<Item = (&Name, &Rule)> {
-        self.groups.get(group).into_iter().flat_map(|g| &g.rules).filter_map(|n| self.rules.get_key_value(n))
-    }
-
     /// The rules that name a vRNIC itself.
-    pub(crate) fn rules_naming(&self, vrnic: &str) -> Vec<Name> {
-        let Some(v) = self.vrnics.get(vrnic) else { return Vec::new() };
-        let names = |r: &Rule| r.ends.iter().any(|e| e.vrnic.as_deref() == Some(vrnic));
-        self.rules_of(&v.group).filter(|(_, r)| names(r)).map(|(n, _)| n.clone()).collect()
+    pub(crate) fn rules_naming(&self, vrnic: &str) -> impl Iterator<Item = &Name> {
+        self.naming.get(vrnic).into_iter().flatten()
     }
 
-    /// What vRNICs of a group see of other groups: the other ends of the rules that join them with it.
-    fn neighbours(&self, group: &str) -> impl Iterator<Item = (&Name, &End)> {
-        self.rules_of(group)
-            .filter(|(_, r)| r.joins())
-            .flat_map(|(n, r)| r.sides().map(|(near, far)| (n, near, far)))
-            .filter(move |(_, near, _)| &*near.group == group)
-            .map(|(n, _, far)| (n, far))
+    /// The groups that rules join with a group, and which ends they join.
+    pub(crate) fn joins_of<'a>(&'a self, group: &str) -> impl Iterator<Item = (&'a Name, &'a Joins)> + use<'a> {
+        self.groups.get(group).into_iter().flat_map(|g| &g.joins)
+    }
+
+    /// The ends that rules join with all of a group, or with this vRNIC of it.
+    pub(crate) fn far_ends<'a>(&'a self, group: &str, near: Option<&'a Name>) -> impl Iterator<Item = End> + use<'a> {
+        self.joins_of(group).flat_map(move |(far, joins)| {
+            let of_near = joins.range((near.cloned(), None)..).take_while(move |((n, _), _)| n.as_ref() == near);
+            of_near.map(|((_, vrnic), _)| End { group: far.clone(), vrnic: vrnic.clone() })
+        })
     }
 
     /// The addresses of a group that vRNICs of joined groups see too, or whose addresses they see: a new one of it must be none of these.
     pub(crate) fn joined_groups(&self, group: &str) -> BTreeSet<Name> {
-        let near: BTreeSet<Name> = self.neighbours(group).map(|(_, far)| far.group.clone()).collect();
-        let mut all = near.clone();
-        for g in &near {
-            all.extend(self.neighbours(g).map(|(_, far)| far.group.clone()));
-        }
+        let near = self.joins_of(group).map(|(g, _)| g);
+        let mut all: BTreeSet<Name> =
+            near.flat_map(|g| self.joins_of(g).map(|(far, _)| far).chain([g])).cloned().collect();
         all.remove(group);
         all
     }
 
-    /// Who of an end has an address.
-    fn holder(&self, end: &End, ip: IpAddr) -> Option<&Name> {
-        let name = self.groups.get(&end.group)?.addresses.get(&ip)?;
-        end.vrnic.as_ref().is_none_or(|v| v == name).then_some(name)
+    /// How many rules have both ends in these groups.
+    pub(crate) fn rules_within(&self, groups: &BTreeSet<String>) -> usize {
+        let of = |g: &String| {
+            let beside = self.groups.get(g.as_str()).into_iter().flat_map(|g| &g.beside);
+            let within = beside.filter(|(other, _)| g.as_str() <= &***other && groups.contains(&***other));
+            within.map(|(_, n)| *n as usize).sum::<usize>()
+        };
+        groups.iter().map(of).sum()
     }
 
-    /// Refuses two vRNICs that a third one, or one of them, would reach at the same address. `vrnic` has changed.
-    pub(crate) fn check_addresses_of(&self, vrnic: &str) -> Result<(), Refusal> {
-        let Some(v) = self.vrnics.get(vrnic) else { return Ok(()) };
-        for (_, rule) in self.rules_of(&v.group).filter(|(_, r)| r.joins()) {
-            for (near, far) in rule.sides() {
-                if near.group == v.group && near.vrnic.as_ref().is_none_or(|n| &**n == vrnic) {
-                    self.check_seen_by(&far.group, &[vrnic])?;
+    /// Refuses two vRNICs that a third one, or one of them, would reach at the same address. `vrnic` has changed. `work` counts the groups whose
+    /// addresses are looked at.
+    pub(crate) fn check_addresses_of(&self, vrnic: &str, work: &mut u64) -> Result<(), Clash> {
+        let Some((name, v)) = self.vrnics.get_key_value(vrnic) else { return Ok(()) };
+        for (far, joins) in self.joins_of(&v.group) {
+            *work += 1;
+            if joins_near(joins, None) || joins_near(joins, Some(name)) {
+                self.check_seen_by(far, name, v, work)?;
+            }
+        }
+        self.check_seen_by(&v.group, name, v, work)
+    }
+
+    /// Refuses a rule by which one address would mean two vRNICs. If another rule joins the same ends, it brings nothing new.
+    pub(crate) fn check_addresses_by(&self, rule: &str, work: &mut u64) -> Result<(), Clash> {
+        let Some(rule) = self.rules.get(rule).filter(|r| r.joins()) else { return Ok(()) };
+        let [from, to] = &rule.ends;
+        let joins = self.groups.get(&from.group).and_then(|g| g.joins.get(&to.group));
+        if joins.and_then(|j| j.get(&(from.vrnic.clone(), to.vrnic.clone()))).is_some_and(|n| *n > 1) {
+            return Ok(());
+        }
+        for (near, far) in rule.sides() {
+            match far.vrnic.as_ref().and_then(|v| self.vrnics.get(v).map(|object| (v, object))) {
+                Some((name, v)) => self.check_seen_by(&near.group, name, v, work)?,
+                None => self.check_group_seen_by(&near.group, &far.group, work)?,
+            }
+        }
+        Ok(())
+    }
+
+    /// The groups of which `viewer` sees something, with itself.
+    fn seen_by<'a>(&'a self, viewer: &'a Name) -> impl Iterator<Item = (&'a Name, &'a Group)> {
+        let joined = self.joins_of(viewer).map(|(far, _)| far);
+        joined.chain([viewer]).filter_map(|g| self.groups.get_key_value(g))
+    }
+
+    /// Whether `viewer` sees a vRNIC of a group.
+    fn is_seen_by(viewer: &Name, (name, group): (&Name, &Group), vrnic: &Name) -> bool {
+        let seen = |j: &Joins| joins_near(j, None) || joins_near(j, Some(vrnic));
+        name == viewer || group.joins.get(viewer).is_some_and(seen)
+    }
+
+    /// Refuses an address of a vRNIC that somebody else has whom the group `viewer` sees, too.
+    fn check_seen_by(&self, viewer: &Name, name: &Name, v: &Vrnic, work: &mut u64) -> Result<(), Clash> {
+        for other in self.seen_by(viewer).filter(|(g, _)| **g != v.group) {
+            *work += 1;
+            for ip in &v.ips {
+                if let Some(holder) = other.1.addresses.get(ip).filter(|h| Self::is_seen_by(viewer, other, h)) {
+                    let both = [(name.clone(), v.group.clone()), (holder.clone(), other.0.clone())];
+                    return Err(Clash { ip: *ip, both, viewer: viewer.clone() });
                 }
             }
         }
-        self.check_seen_by(&v.group, &[vrnic])
-    }
-
-    /// Refuses a rule by which one address would mean two vRNICs.
-    pub(crate) fn check_addresses_by(&self, rule: &str) -> Result<(), Refusal> {
-        let Some(rule) = self.rules.get(rule).filter(|r| r.joins()) else { return Ok(()) };
-        for (near, far) in rule.sides() {
-            let all: Vec<&str> = match &far.vrnic {
-                Some(v) => vec![v],
-                None => self.groups.get(&far.group).into_iter().flat_map(|g| &g.vrnics).map(|v| &**v).collect(),
-            };
-            self.check_seen_by(&near.group, &all)?;
-        }
         Ok(())
     }
 
-    /// Refuses an address of one of `vrnics` that somebody else has whom the group `viewer` sees, too.
-    fn check_seen_by(&self, viewer: &str, vrnics: &[&str]) -> Result<(), Refusal> {
-        let Some((viewer, _)) = self.groups.get_key_value(viewer) else { return Ok(()) };
-        let own = End { group: viewer.clone(), vrnic: None };
-        let mut ends: Vec<(Option<&Name>, &End)> = vec![(None, &own)];
-        for (rule, end) in self.neighbours(viewer) {
-            if !ends.iter().any(|(_, e)| *e == end) {
-                ends.push((Some(rule), end));
-            }
-        }
-        for v in vrnics.iter().filter_map(|v| self.vrnics.get(*v)) {
-            for (rule, end) in ends.iter().filter(|(_, e)| e.group != v.group) {
-                let Some((ip, other)) = v.ips.iter().find_map(|ip| Some((ip, self.holder(end, *ip)?))) else {
-                    continue;
-                };
-                let by = rule.map(|r| format!(" (rule {r})")).unwrap_or_default();
-                return Err(Refusal::conflict(format_args!(
-                    "vRNIC {} of group {} and vRNIC {other} of group {} both have {ip}, and group {viewer} would see both{by}: joined groups need different addresses",
-                    v.object.name, v.group, end.group
-                )));
+    /// Refuses an address of any vRNIC of `group` that somebody else has whom the group `viewer` sees, too. Of two groups the addresses of the
+    /// smaller one are looked up.
+    fn check_group_seen_by(&self, viewer: &Name, group: &Name, work: &mut u64) -> Result<(), Clash> {
+        let Some(mine) = self.groups.get(group) else { return Ok(()) };
+        for other in self.seen_by(viewer).filter(|(g, _)| *g != group) {
+            let theirs = &other.1.addresses;
+            let (few, many) =
+                if theirs.len() < mine.addresses.len() { (theirs, &mine.addresses) } else { (&mine.addresses, theirs) };
+            *work += 1 + few.len() as u64;
+            let common = few.keys().filter(|ip| many.contains_key(*ip));
+            let clash = common.filter_map(|ip| Some((ip, mine.addresses.get(ip)?, theirs.get(ip)?)));
+            for (ip, name, holder) in clash.filter(|(_, _, h)| Self::is_seen_by(viewer, other, h)) {
+                let both = [(name.clone(), group.clone()), (holder.clone(), other.0.clone())];
+                return Err(Clash { ip: *ip, both, viewer: viewer.clone() });
             }
         }
         Ok(())
-    }
-
-    /// True if a host has what a rule's end names.
-    pub(crate) fn has_end(&self, host: &str, end: &End) -> bool {
-        match &end.vrnic {
-            Some(v) => self.vrnics.get(v).is_some_and(|v| v.host.as_deref() == Some(host)),
-            None => self.has_group(host, &end.group),
-        }
-    }
-
-    /// True if a host has vRNICs of a group.
-    pub(crate) fn has_group(&self, host: &str, group: &str) -> bool {
-        self.hosts.get(host).is_some_and(|h| h.groups.contains_key(group))
     }
 
     /// The hosts that have what a rule's end names.
@@ -403,11 +480,12 @@ impl State {
     }
 }
 
-fn count_down(counts: &mut BTreeMap<Name, u32>, name: &str) {
-    if let Some(n) = counts.get_mut(name) {
+/// One less of something; nothing of it is left without an entry.
+fn count_down<K: Ord + Borrow<Q>, Q: Ord + ?Sized>(counts: &mut BTreeMap<K, u32>, key: &Q) {
+    if let Some(n) = counts.get_mut(key) {
         *n -= 1;
         if *n == 0 {
-            counts.remove(name);
+            counts.remove(key);
         }
     }
 }

@@ -4,16 +4,16 @@ use std::collections::BTreeSet;
 
 use sha2::{Digest, Sha256};
 
-use crate::draft::{Draft, Plan};
+use crate::draft::Draft;
 use crate::error::Refusal;
-use crate::model::check_name;
+use crate::model::{TOKENS, check_name};
 use crate::state::State;
 use crate::v1::{self, Role};
 
-/// Most tokens of a fleet.
-const MAX_TOKENS: usize = 10_000;
-/// Most groups of a tenant's token.
+/// Most groups of a tenant's token, and most hosts.
 const MAX_GROUPS: usize = 1_000;
+/// Stands for all hosts.
+const ALL_HOSTS: &str = "*";
 
 /// Somebody who calls, and what it may do.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -26,7 +26,11 @@ pub struct Actor {
 enum Power {
     Admin,
     Reader,
-    Tenant(BTreeSet<String>),
+    Tenant {
+        groups: BTreeSet<String>,
+        /// Where it may put vRNICs, beside hosts that have some of its groups. `None`: anywhere.
+        hosts: Option<BTreeSet<String>>,
+    },
     Host(String),
 }
 
@@ -46,13 +50,28 @@ impl Actor {
         &self.who
     }
 
-    /// True for an administrator.
+    /// What it is called in a sentence.
+    pub(crate) fn title(&self) -> String {
+        if self.host().is_some() { self.who.clone() } else { format!("token {}", self.who) }
+    }
+
+    /// The groups of a tenant.
+    pub(crate) fn groups(&self) -> Option<&BTreeSet<String>> {
+        if let Power::Tenant { groups, .. } = &self.power { Some(groups) } else { None }
+    }
+
+    /// The hosts on which a tenant may put vRNICs, beside those that have some of its groups; `None`: any.
+    pub(crate) fn hosts(&self) -> Option<&BTreeSet<String>> {
+        if let Power::Tenant { hosts, .. } = &self.power { hosts.as_ref() } else { None }
+    }
+
+    /// True for an administrator, and the centre itself.
     pub fn is_admin(&self) -> bool {
         self.power == Power::Admin
     }
 
     pub(crate) fn is_tenant(&self) -> bool {
-        matches!(self.power, Power::Tenant(_))
+        self.groups().is_some()
     }
 
     /// The host that it is.
@@ -61,13 +80,22 @@ impl Actor {
     }
 
     /// True if it sees everything.
-    pub(crate) fn sees_all(&self) -> bool {
+    pub fn sees_all(&self) -> bool {
         matches!(self.power, Power::Admin | Power::Reader)
     }
 
     /// True if it sees what is in a group.
     pub(crate) fn sees_group(&self, group: &str) -> bool {
-        self.sees_all() || matches!(&self.power, Power::Tenant(groups) if groups.contains(group))
+        self.sees_all() || self.groups().is_some_and(|groups| groups.contains(group))
+    }
+
+    /// True for a vRNIC that it may declare, as far as that depends on whose it is. What a host does not reach has its name from somebody else.
+    pub(crate) fn reaches(&self, v: &v1::Vrnic) -> bool {
+        match &self.power {
+            Power::Admin | Power::Reader => true,
+            Power::Tenant { groups, .. } => groups.contains(&v.group),
+            Power::Host(host) => v.by_host && v.host == *host,
+        }
     }
 
     pub(crate) fn needs_admin(&self, what: &str) -> Result<(), Refusal> {
@@ -102,10 +130,10 @@ impl Actor {
     /// Refuses who may not change what is in a group.
     pub(crate) fn may_group(&self, group: &str) -> Result<(), Refusal> {
         self.may_change()?;
-        match &self.power {
-            Power::Admin | Power::Host(_) | Power::Reader => Ok(()),
-            Power::Tenant(groups) if groups.contains(group) => Ok(()),
-            Power::Tenant(groups) => {
+        match self.groups() {
+            None => Ok(()),
+            Some(groups) if groups.contains(group) => Ok(()),
+            Some(groups) => {
                 let list: Vec<&str> = groups.iter().map(String::as_str).collect();
                 Err(Refusal::denied(format_args!(
                     "token {} is for group {}, not for {group}",
@@ -142,7 +170,7 @@ fn same(a: &[u8], b: &[u8]) -> bool {
 
 impl State {
     /// The token of a secret.
-    fn token(&self, secret: &str, now_ms: u64) -> Result<&v1::Token, Refusal> {
+    fn token(&self, secret: &str, now_ms: u64) -> Result<(&v1::Token, &v1::TokenRecord), Refusal> {
         let unknown = || Refusal::unknown("the token is not known here; make one with `unirdma token create`");
         let (id, _) = secret.split_once('.').ok_or_else(unknown)?;
         // Made also if there is no such token, so that the time does not tell which there are.
@@ -157,7 +185,7 @@ impl State {
                 date(now)
             )));
         }
-        Ok(token)
+        Ok((token, record))
     }
 
     /// Who calls with this token.
@@ -165,11 +193,15 @@ impl State {
     /// # Errors
     /// Nobody does, or the token lets a host join and no more.
     pub(crate) fn actor(&self, secret: &str, now_ms: u64) -> Result<Actor, Refusal> {
-        let token = self.token(secret, now_ms)?;
+        let (token, record) = self.token(secret, now_ms)?;
+        let any = !record.lists_hosts || token.hosts.iter().any(|h| h == ALL_HOSTS);
         let power = match token.role() {
             Role::Admin => Power::Admin,
             Role::Reader => Power::Reader,
-            Role::Tenant => Power::Tenant(token.groups.iter().cloned().collect()),
+            Role::Tenant => Power::Tenant {
+                groups: token.groups.iter().cloned().collect(),
+                hosts: (!any).then(|| token.hosts.iter().cloned().collect()),
+            },
             Role::Join => {
                 let text = format!("token {} lets a host join, and no more: `unirdma host --centre`", token.id);
                 return Err(Refusal::denied(text));
@@ -181,7 +213,7 @@ impl State {
     /// The token by which a host may join.
     pub(crate) fn join_token(&self, secret: &str, host: &str, now_ms: u64) -> Result<&v1::Token, Refusal> {
         check_name("host", host)?;
-        let token = self.token(secret, now_ms)?;
+        let (token, _) = self.token(secret, now_ms)?;
         if token.role() != Role::Join {
             return Err(Refusal::denied(format_args!(
                 "token {} lets no host join: make one with `unirdma token create --role join`",
@@ -199,6 +231,7 @@ impl Draft<'_> {
     /// Keeps a token. Its secret has been made of `random`.
     pub fn create_token(
         &mut self,
+        actor: &Actor,
         token: v1::Token,
         random: [u8; 32],
         now_ms: u64,
@@ -207,7 +240,7 @@ impl Draft<'_> {
         let role = Role::try_from(token.role)
             .map_err(|_| Refusal::invalid("there is no such role; use reader, tenant, admin or join"))?;
         if token.id.is_empty() {
-            let id = (1..=MAX_TOKENS + 1).map(|n| format!("token-{n}")).find(|id| !self.state.tokens.contains_key(id));
+            let id = (1..=TOKENS.all + 1).map(|n| format!("token-{n}")).find(|id| !self.state.tokens.contains_key(id));
             token.id = id.ok_or_else(|| Refusal::full("the fleet has the most tokens"))?;
         }
         check_name("token", &token.id)?;
@@ -217,9 +250,8 @@ impl Draft<'_> {
         if self.state.tokens.contains_key(&token.id) {
             return Err(Refusal::conflict(format_args!("there is a token {} already", token.id)));
         }
-        if self.state.tokens.len() >= MAX_TOKENS {
-            return Err(Refusal::full(format_args!("the fleet has {MAX_TOKENS} tokens, the most; revoke some")));
-        }
+        let room = TOKENS.room(actor, self.state.tokens.len() + 1, 0, 0);
+        room.map_err(|e| Refusal::full(format_args!("{}; revoke some", e.what)))?;
         if (role == Role::Tenant) == token.groups.is_empty() {
             return Err(Refusal::invalid("the token of a tenant names its groups, and no other token does"));
         }
@@ -232,6 +264,13 @@ impl Draft<'_> {
                 return Err(Refusal::not_found(format_args!("there is no group {}", shown.escape_debug())));
             }
         }
+        if !token.hosts.is_empty() && role != Role::Tenant {
+            return Err(Refusal::invalid("only the token of a tenant names hosts on which it may put vRNICs"));
+        }
+        if token.hosts.len() > MAX_GROUPS {
+            return Err(Refusal::invalid(format_args!("a token has at most {MAX_GROUPS} hosts")));
+        }
+        token.hosts.iter().filter(|h| *h != ALL_HOSTS).try_for_each(|h| check_name("host", h))?;
         if !token.host.is_empty() {
             check_name("host", &token.host)?;
             if role != Role::Join {
@@ -247,19 +286,19 @@ impl Draft<'_> {
         }
         let hex: String = random.iter().map(|b| format!("{b:02x}")).collect();
         let secret = format!("{}.{hex}", token.id);
-        let record = v1::TokenRecord { token: Some(token.clone()), hash: hash(&secret) };
+        let record = v1::TokenRecord { token: Some(token.clone()), hash: hash(&secret), lists_hosts: true };
         self.set_token(&token.id, Some(record));
         Ok(v1::CreateTokenResponse { token: Some(token), secret })
     }
 
     /// Takes a token away.
-    pub fn revoke_token(mut self, actor: &Actor, id: &str, now_ms: u64) -> Result<Option<Plan>, Refusal> {
+    pub fn revoke_token(&mut self, id: &str) -> Result<(), Refusal> {
         if !self.state.tokens.contains_key(id) {
             let shown: String = id.chars().take(40).collect();
             return Err(Refusal::not_found(format_args!("there is no token {}", shown.escape_debug())));
         }
         self.set_token(id, None);
-        Ok(self.finish(actor.who(), now_ms, vec![format!("revoked token {id}")]))
+        Ok(())
     }
 }
 

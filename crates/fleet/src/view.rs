@@ -1,10 +1,12 @@
-//! What each host is told: pieces with keys. [`State::item`] says whether a host is told of a key, and what; it is the only place that
-//! decides. [`State::touch_object`] says of a change which keys of which hosts it may concern. It may name too many, and never too few.
+//! What each host is told: pieces with keys. [`Sight::item`] says whether a host is told of a key, and what; it is the only place that
+//! decides. [`Look`] says of a change which keys of which hosts it may concern. It may name too many, and never too few.
 
+use std::cell::OnceCell;
 use std::collections::{BTreeMap, BTreeSet};
+use std::sync::Arc;
 
 use crate::model::Kind;
-use crate::state::{End, Name, Rule, State};
+use crate::state::{End, Host, Joins, Name, Rule, State, Vrnic};
 use crate::v1::{self, item::Item};
 
 /// Which piece of what a host is told.
@@ -40,75 +42,307 @@ impl Key {
     }
 }
 
-/// Keys that a change may concern, by host. Of a host with more than `most` it is only known that they are more.
+/// Pieces of what hosts are told.
+pub(crate) type Keys = BTreeSet<Key>;
+
+/// Why hosts are told something. All that are told it for one reason share one set of keys: a change of many vRNICs of a group on many hosts
+/// costs their sum, not their product.
+#[derive(Clone, Debug, PartialEq, Eq, PartialOrd, Ord)]
+enum Reason {
+    /// The host is concerned by itself.
+    Host(Name),
+    /// It has what a rule's end names.
+    Has(End),
+    /// It reaches all of a group.
+    Reaches(Name),
+    /// It begins or ceases to reach an end: it is told all of that.
+    Joins(End),
+    /// It begins or ceases to have a group: it is told all that comes with that.
+    Scope(Name),
+}
+
+#[derive(Default)]
+struct Batch {
+    keys: Keys,
+    hosts: BTreeSet<Name>,
+}
+
+/// Keys that a change may concern, by who is told of them. Of more keys than `most` it is only known that they are more.
 pub(crate) struct Touched {
-    hosts: BTreeMap<Name, BTreeSet<Key>>,
+    batches: BTreeMap<Reason, Batch>,
     most: usize,
 }
 
 impl Touched {
     pub fn new(most: usize) -> Touched {
-        Touched { hosts: BTreeMap::new(), most }
+        Touched { batches: BTreeMap::new(), most }
     }
 
     /// The keys of each host.
-    pub fn into_hosts(self) -> BTreeMap<Name, BTreeSet<Key>> {
-        self.hosts
+    pub fn into_hosts(self) -> BTreeMap<Name, Vec<Arc<Keys>>> {
+        let mut hosts: BTreeMap<Name, Vec<Arc<Keys>>> = BTreeMap::new();
+        for batch in self.batches.into_values() {
+            let keys = Arc::new(batch.keys);
+            batch.hosts.into_iter().for_each(|h| hosts.entry(h).or_default().push(keys.clone()));
+        }
+        hosts
     }
 
     /// A host is concerned in whatever way.
     pub fn add(&mut self, host: &str) {
-        self.hosts.entry(host.into()).or_default();
+        let host: Name = host.into();
+        self.batches.entry(Reason::Host(host.clone())).or_default().hosts.insert(host);
     }
+}
 
-    fn of(&mut self, host: &Name) -> &mut BTreeSet<Key> {
-        if !self.hosts.contains_key(host) {
-            self.hosts.insert(host.clone(), BTreeSet::new());
+/// Puts keys to others, but no more than `most` and one.
+fn extend(to: &mut Keys, keys: impl IntoIterator<Item = Key>, most: usize) {
+    for key in keys {
+        if to.len() > most {
+            return;
         }
-        self.hosts.get_mut(host).expect("it was made")
+        to.insert(key);
+    }
+}
+
+/// What a change has to do with hosts, as the state is. A change is looked at before and after it was made.
+pub(crate) struct Look<'a> {
+    state: &'a State,
+    touched: &'a mut Touched,
+    /// For which reasons it is known in this state who is told.
+    looked: BTreeSet<Reason>,
+    /// Of which ends it is known in this state that rules of the change join them.
+    pairs: BTreeSet<(End, End)>,
+}
+
+impl<'a> Look<'a> {
+    pub fn new(state: &'a State, touched: &'a mut Touched) -> Look<'a> {
+        Look { state, touched, looked: BTreeSet::new(), pairs: BTreeSet::new() }
     }
 
-    fn extend(&mut self, host: &Name, keys: impl Iterator<Item = Key>) {
-        let most = self.most;
-        let of = self.of(host);
-        for key in keys {
-            if of.len() > most {
-                return;
+    /// Those who are told for a reason are told of these keys.
+    fn tell(&mut self, reason: Reason, keys: impl IntoIterator<Item = Key>) {
+        let batch = self.touched.batches.entry(reason.clone()).or_default();
+        extend(&mut batch.keys, keys, self.touched.most);
+        if !self.looked.contains(&reason) {
+            match &reason {
+                Reason::Host(h) => drop(batch.hosts.insert(h.clone())),
+                Reason::Has(end) => batch.hosts.extend(self.state.hosts_of(end)),
+                Reason::Reaches(group) => {
+                    batch.hosts.extend(self.state.hosts_of(&End::whole(group)));
+                    for far in self.state.far_ends(group, None) {
+                        batch.hosts.extend(self.state.hosts_of(&far));
+                    }
+                }
+                // Which hosts these are follows from the change.
+                Reason::Joins(_) | Reason::Scope(_) => {}
             }
-            of.insert(key);
+            self.looked.insert(reason);
+        }
+    }
+
+    /// An object is changed.
+    pub fn object(&mut self, kind: Kind, name: &str) {
+        match kind {
+            Kind::Host => self.host(name),
+            Kind::Group => self.group(name),
+            Kind::Vrnic => self.vrnic(name),
+            Kind::Rule => self.rule(name),
+        }
+    }
+
+    fn host(&mut self, name: &str) {
+        let state = self.state;
+        let Some((name, host)) = state.hosts.get_key_value(name) else { return };
+        for group in host.groups.keys() {
+            self.tell(Reason::Reaches(group.clone()), [Key::Place(name.clone())]);
+        }
+        let named =
+            host.vrnics.iter().filter(|v| state.naming.contains_key(*v)).filter_map(|v| state.vrnics.get_key_value(v));
+        for (vrnic, v) in named {
+            for far in state.far_ends(&v.group, Some(vrnic)) {
+                self.tell(Reason::Has(far), [Key::Place(name.clone())]);
+            }
+        }
+    }
+
+    fn group(&mut self, name: &str) {
+        let state = self.state;
+        let Some((name, group)) = state.groups.get_key_value(name) else { return };
+        self.tell(Reason::Has(End::whole(name)), [Key::Group(name.clone())]);
+        for (far, joins) in &group.joins {
+            let ends: BTreeSet<&Option<Name>> = joins.keys().map(|(_, vrnic)| vrnic).collect();
+            for vrnic in ends {
+                let end = End { group: far.clone(), vrnic: vrnic.clone() };
+                self.tell(Reason::Has(end), [Key::Group(name.clone())]);
+            }
+        }
+        for (vrnic, v) in group.vrnics.iter().filter_map(|v| state.vrnics.get_key_value(v)) {
+            v.host.iter().for_each(|h| self.tell(Reason::Host(h.clone()), [Key::Vrnic(vrnic.clone())]));
+        }
+    }
+
+    fn vrnic(&mut self, name: &str) {
+        let state = self.state;
+        let Some((name, v)) = state.vrnics.get_key_value(name) else { return };
+        // One that is on no host is nobody's peer.
+        let keys = || v.host.iter().flat_map(|h| [Key::Peer(name.clone()), Key::Place(h.clone())]);
+        if v.host.is_some() {
+            self.tell(Reason::Reaches(v.group.clone()), keys());
+        }
+        if state.naming.contains_key(name) {
+            for far in state.far_ends(&v.group, Some(name)) {
+                self.tell(Reason::Has(far), keys());
+            }
+            state.rules_naming(name).for_each(|rule| self.rule(rule));
+        }
+        if let Some(host) = &v.host {
+            let keys = [Key::Vrnic(name.clone()), Key::Peer(name.clone()), Key::Group(v.group.clone())];
+            self.tell(Reason::Host(host.clone()), keys);
+        }
+    }
+
+    fn rule(&mut self, name: &str) {
+        let state = self.state;
+        let Some((name, rule)) = state.rules.get_key_value(name) else { return };
+        for (near, far) in rule.sides() {
+            self.tell(Reason::Has(near.clone()), [Key::Rule(name.clone())]);
+            if rule.joins() && self.pairs.insert((near.clone(), far.clone())) {
+                self.tell(Reason::Has(near.clone()), state.secrets_of_pair(&near.group, &far.group));
+                let reason = Reason::Joins(far.clone());
+                if !self.looked.contains(&reason) {
+                    self.tell(reason.clone(), state.keys_of(far));
+                }
+                self.touched.batches.entry(reason).or_default().hosts.extend(state.hosts_of(near));
+            }
+        }
+    }
+
+    /// What else hosts are told, or not any more, because these vRNICs of the change may be all that they have of a group.
+    pub fn scopes<'b>(&mut self, vrnics: impl Iterator<Item = &'b str>) {
+        let state = self.state;
+        let mut counts: BTreeMap<(&Name, &Name), u32> = BTreeMap::new();
+        for v in vrnics.filter_map(|name| state.vrnics.get(name)) {
+            v.host.iter().for_each(|host| *counts.entry((&v.group, host)).or_default() += 1);
+        }
+        for ((group, host), n) in counts {
+            if state.groups.get(group).is_some_and(|g| g.hosts.get(host) == Some(&n)) {
+                let reason = Reason::Scope(group.clone());
+                if !self.looked.contains(&reason) {
+                    self.tell(reason.clone(), state.scope_of(group));
+                }
+                self.touched.batches.entry(reason).or_default().hosts.insert(host.clone());
+            }
+        }
+    }
+
+    /// A secret of a group, or of two, is changed.
+    pub fn secret(&mut self, group: &str, other: &str, id: u32) {
+        let key = Key::Secret(group.into(), other.into(), id);
+        for end in self.state.ends_with_secret(group, other) {
+            self.tell(Reason::Has(end), [key.clone()]);
         }
     }
 }
 
-fn touch(touched: &mut Touched, host: &Name, key: Key) {
-    touched.extend(host, std::iter::once(key));
+/// What rules let a host reach of a group.
+#[derive(Default)]
+struct Reached<'a> {
+    whole: bool,
+    vrnics: BTreeSet<&'a Name>,
 }
 
-impl State {
-    /// What a host is told of a key, if it is told of it.
-    pub(crate) fn item(&self, host: &str, key: &Key) -> Option<v1::Item> {
+/// The state as one host sees it.
+pub(crate) struct Sight<'a> {
+    state: &'a State,
+    name: &'a str,
+    host: Option<&'a Host>,
+    /// What rules let it reach, by group; looked up when it is asked for first.
+    reached: OnceCell<BTreeMap<&'a str, Reached<'a>>>,
+}
+
+impl<'a> Sight<'a> {
+    pub fn new(state: &'a State, name: &'a str) -> Sight<'a> {
+        Sight { state, name, host: state.hosts.get(name), reached: OnceCell::new() }
+    }
+
+    fn has_group(&self, group: &str) -> bool {
+        self.host.is_some_and(|h| h.groups.contains_key(group))
+    }
+
+    fn has(&self, vrnic: &str) -> bool {
+        self.state.vrnics.get(vrnic).is_some_and(|v| v.host.as_deref() == Some(self.name))
+    }
+
+    /// What rules let the host reach of a group.
+    fn reached(&self, group: &str) -> Option<&Reached<'a>> {
+        let look = || {
+            let mut reached: BTreeMap<&str, Reached<'_>> = BTreeMap::new();
+            let joins = self.host.into_iter().flat_map(|h| h.groups.keys()).flat_map(|g| self.state.joins_of(g));
+            for (far, joins) in joins {
+                for (_, vrnic) in joins.keys().filter(|(near, _)| near.as_ref().is_none_or(|v| self.has(v))) {
+                    let of = reached.entry(far).or_default();
+                    match vrnic {
+                        None => of.whole = true,
+                        Some(v) => drop(of.vrnics.insert(v)),
+                    }
+                }
+            }
+            reached
+        };
+        self.reached.get_or_init(look).get(group)
+    }
+
+    fn sees_group(&self, group: &str) -> bool {
+        self.has_group(group) || self.reached(group).is_some()
+    }
+
+    /// Whether it sees the secret of two groups: it has one end of a rule that joins them.
+    fn sees_pair(&self, group: &str, other: &str) -> bool {
+        let has = |group: &str, vrnic: &Option<Name>| match vrnic {
+            None => self.has_group(group),
+            Some(v) => self.has(v),
+        };
+        let joins = self.state.groups.get(group).and_then(|g| g.joins.get(other));
+        joins.into_iter().flat_map(Joins::keys).any(|(near, far)| has(group, near) || has(other, far))
+    }
+
+    fn sees_peer(&self, name: &Name, v: &Vrnic) -> bool {
+        (v.host.as_deref() != Some(self.name) && self.has_group(&v.group))
+            || self.reached(&v.group).is_some_and(|r| r.whole || r.vrnics.contains(name))
+    }
+
+    fn sees_place(&self, name: &str, other: &Host) -> bool {
+        let Some(host) = self.host.filter(|_| name != self.name) else { return false };
+        let on = |v: &&Name| self.state.vrnics.get(*v).is_some_and(|v| v.host.as_deref() == Some(name));
+        let reaches = |g: &Name| self.reached(g).is_some_and(|r| r.whole || r.vrnics.iter().any(on));
+        share_a_key(&host.groups, &other.groups) || other.groups.keys().any(reaches)
+    }
+
+    /// What the host is told of a key, if it is told of it.
+    pub fn item(&self, key: &Key) -> Option<v1::Item> {
         let item = match key {
             Key::Group(name) => {
-                let g = self.groups.get(name).filter(|_| self.sees_group(host, name))?;
+                let g = self.state.groups.get(name).filter(|_| self.sees_group(name))?;
                 let (vni, weight) = (g.object.vni.unwrap_or_default(), g.object.weight.unwrap_or(100));
                 Item::Group(v1::HostGroup { name: name.to_string(), vni, weight })
             }
             Key::Vrnic(name) => {
-                let v = self.vrnics.get(name).filter(|v| v.host.as_deref() == Some(host))?;
+                let v = self.state.vrnics.get(name).filter(|v| v.host.as_deref() == Some(self.name))?;
                 let mut object = v.object.clone();
-                if let Some(g) = self.groups.get(&v.group) {
+                if let Some(g) = self.state.groups.get(&v.group) {
                     object.limits = merge_limits(object.limits, g.object.limits);
                     object.share = merge_share(object.share, g.object.share);
                 }
                 Item::Vrnic(object)
             }
             Key::Place(name) => {
-                let other = self.hosts.get(name).filter(|_| self.sees_place(host, name))?;
+                let other = self.state.hosts.get(name).filter(|o| self.sees_place(name, o))?;
                 Item::Place(v1::Place { host: name.to_string(), addresses: other.object.addresses.clone() })
             }
             Key::Peer(name) => {
-                let v = self.vrnics.get(name)?;
-                let at = v.host.as_ref().filter(|_| self.sees_peer(host, name))?;
+                let v = self.state.vrnics.get(name)?;
+                let at = v.host.as_ref().filter(|_| self.sees_peer(name, v))?;
                 Item::Peer(v1::Peer {
                     name: name.to_string(),
                     group: v.group.to_string(),
@@ -118,13 +352,16 @@ impl State {
                 })
             }
             Key::Rule(name) => {
-                let r = self.rules.get(name).filter(|r| r.ends.iter().any(|e| self.has_end(host, e)))?;
-                Item::Rule(self.host_rule(r))
+                let has = |e: &End| match &e.vrnic {
+                    None => self.has_group(&e.group),
+                    Some(v) => self.has(v),
+                };
+                let r = self.state.rules.get(name).filter(|r| r.ends.iter().any(has))?;
+                Item::Rule(self.state.host_rule(r))
             }
             Key::Secret(group, other, id) => {
-                let s = self.secrets.get(&(group.to_string(), other.to_string(), *id))?;
-                let sees =
-                    if other.is_empty() { self.has_group(host, group) } else { self.sees_pair(host, group, other) };
+                let s = self.state.secrets.get(&(group.to_string(), other.to_string(), *id))?;
+                let sees = if other.is_empty() { self.has_group(group) } else { self.sees_pair(group, other) };
                 sees.then(|| {
                     let send = s.step() == v1::secret_record::Step::Sent;
                     Item::Secret(v1::Secret { key: s.key.clone(), value: s.value.clone(), send })
@@ -134,6 +371,18 @@ impl State {
         Some(v1::Item { item: Some(item) })
     }
 
+    /// Everything that the host is told, in the order of the keys.
+    pub fn whole(&self) -> BTreeMap<Key, v1::Item> {
+        let mut keys = Keys::new();
+        if let Some(host) = self.host {
+            keys.extend(host.vrnics.iter().cloned().map(Key::Vrnic));
+            host.groups.keys().for_each(|g| keys.extend(self.state.scope_of(g)));
+        }
+        keys.into_iter().filter_map(|k| self.item(&k).map(|i| (k, i))).collect()
+    }
+}
+
+impl State {
     fn host_rule(&self, r: &Rule) -> v1::HostRule {
         let [from, to] = &r.ends;
         let selector = |e: &End| v1::HostSelector {
@@ -148,181 +397,51 @@ impl State {
         v1::HostRule { name, from: Some(selector(from)), to: Some(selector(to)), action, both, priority }
     }
 
-    /// The rules that join groups, of a group, each seen from its end in the group: that end, and the other.
-    pub(crate) fn joins_of<'a>(&'a self, group: &'a str) -> impl Iterator<Item = (&'a End, &'a End)> {
-        self.rules_of(group)
-            .filter(|(_, r)| r.joins())
-            .flat_map(|(_, r)| r.sides())
-            .filter(move |(near, _)| &*near.group == group)
-    }
-
-    fn sees_group(&self, host: &str, group: &str) -> bool {
-        self.has_group(host, group) || self.joins_of(group).any(|(_, far)| self.has_end(host, far))
-    }
-
-    fn sees_pair(&self, host: &str, group: &str, other: &str) -> bool {
-        self.joins_of(group)
-            .any(|(near, far)| &*far.group == other && (self.has_end(host, near) || self.has_end(host, far)))
-    }
-
-    fn sees_peer(&self, host: &str, name: &str) -> bool {
-        let Some(v) = self.vrnics.get(name) else { return false };
-        let named = |e: &End| e.vrnic.as_ref().is_none_or(|n| &**n == name);
-        (v.host.as_deref() != Some(host) && self.has_group(host, &v.group))
-            || self.joins_of(&v.group).any(|(near, far)| named(near) && self.has_end(host, far))
-    }
-
-    fn sees_place(&self, host: &str, other: &str) -> bool {
-        let (Some(h), Some(o)) = (self.hosts.get(host), self.hosts.get(other)) else { return false };
-        let joined = |g| self.joins_of(g).any(|(near, far)| self.has_end(host, near) && self.has_end(other, far));
-        host != other && (share_a_key(&h.groups, &o.groups) || h.groups.keys().any(|g| joined(g)))
-    }
-
-    /// Everything that a host is told, in the order of the keys.
-    pub(crate) fn whole(&self, host: &str) -> BTreeMap<Key, v1::Item> {
-        let mut touched = Touched::new(usize::MAX);
-        if let Some((name, h)) = self.hosts.get_key_value(host) {
-            h.vrnics.iter().for_each(|v| touch(&mut touched, name, Key::Vrnic(v.clone())));
-            h.groups.keys().for_each(|g| self.touch_scope(name, g, &mut touched));
-        }
-        let keys = touched.into_hosts().remove(host).unwrap_or_default();
-        keys.into_iter().filter_map(|k| self.item(host, &k).map(|i| (k, i))).collect()
-    }
-
     /// All that a host may be told because it has vRNICs of a group.
-    fn touch_scope(&self, host: &Name, group: &Name, out: &mut Touched) {
-        self.touch_end(host, &End { group: group.clone(), vrnic: None }, out);
-        self.secrets_of(group, "").for_each(|k| touch(out, host, k));
-        for (name, rule) in self.rules_of(group) {
-            touch(out, host, Key::Rule(name.clone()));
-            if rule.joins() {
-                let [a, b] = &rule.ends;
-                self.touch_end(host, if a.group == *group { b } else { a }, out);
-                self.touch_pair(host, rule, out);
-            }
-        }
+    fn scope_of<'a>(&'a self, group: &'a Name) -> impl Iterator<Item = Key> + 'a {
+        let ends: BTreeSet<(&Name, &Option<Name>)> =
+            self.joins_of(group).flat_map(|(far, joins)| joins.keys().map(move |(_, vrnic)| (far, vrnic))).collect();
+        let ends = ends.into_iter().map(|(g, vrnic)| End { group: g.clone(), vrnic: vrnic.clone() });
+        let rules = self.groups.get(group).into_iter().flat_map(|g| &g.rules).cloned().map(Key::Rule);
+        let pairs = self.joins_of(group).flat_map(|(far, _)| self.secrets_of_pair(group, far));
+        let told =
+            std::iter::once(End::whole(group)).chain(ends).flat_map(|end| self.keys_of(&end).collect::<Vec<_>>());
+        told.chain(self.secrets_of(group, "")).chain(pairs).chain(rules)
     }
 
-    /// What a host is told of vRNICs that it reaches.
-    fn touch_end(&self, host: &Name, end: &End, out: &mut Touched) {
-        touch(out, host, Key::Group(end.group.clone()));
-        out.extend(host, self.vrnics_of(end).into_iter().map(Key::Peer));
-        out.extend(host, self.hosts_of(end).into_iter().map(Key::Place));
+    /// What a host is told of an end that it reaches.
+    fn keys_of(&self, end: &End) -> impl Iterator<Item = Key> + use<> {
+        let peers = self.vrnics_of(end).into_iter().map(Key::Peer);
+        let places = self.hosts_of(end).into_iter().map(Key::Place);
+        std::iter::once(Key::Group(end.group.clone())).chain(peers).chain(places)
     }
 
-    fn touch_pair(&self, host: &Name, rule: &Rule, out: &mut Touched) {
-        let [a, b] = &rule.ends;
-        let (a, b) = if a.group <= b.group { (&a.group, &b.group) } else { (&b.group, &a.group) };
-        self.secrets_of(a, b).for_each(|k| touch(out, host, k));
+    /// The keys of the secrets of two groups.
+    fn secrets_of_pair(&self, a: &Name, b: &Name) -> impl Iterator<Item = Key> + use<'_> {
+        self.secrets_of(a.min(b), a.max(b))
     }
 
-    /// The keys of the secrets of a group, or of two.
-    fn secrets_of(&self, group: &str, other: &str) -> impl Iterator<Item = Key> {
+    /// The keys of the secrets of a group, or of two in their order.
+    fn secrets_of(&self, group: &str, other: &str) -> impl Iterator<Item = Key> + use<'_> {
         let first = (group.to_owned(), other.to_owned(), 0);
         let last = (group.to_owned(), other.to_owned(), u32::MAX);
         self.secrets.range(first..=last).map(|((g, o, id), _)| Key::Secret(g.as_str().into(), o.as_str().into(), *id))
     }
 
-    /// What an object has to do with hosts as the state is. A change is asked before and after it was made.
-    pub(crate) fn touch_object(&self, kind: Kind, name: &str, out: &mut Touched) {
-        match kind {
-            Kind::Host => self.touch_host(name, out),
-            Kind::Group => self.touch_group(name, out),
-            Kind::Vrnic => self.touch_vrnic(name, out),
-            Kind::Rule => self.touch_rule(name, out),
+    /// What a host has that is to have the secrets of a group, or of two.
+    fn ends_with_secret(&self, group: &str, other: &str) -> BTreeSet<End> {
+        let Some((group, g)) = self.groups.get_key_value(group) else { return BTreeSet::new() };
+        if other.is_empty() {
+            return BTreeSet::from([End::whole(group)]);
         }
-    }
-
-    fn touch_host(&self, name: &str, out: &mut Touched) {
-        let Some((name, host)) = self.hosts.get_key_value(name) else { return };
-        for group in host.groups.keys() {
-            for other in self.groups.get(group).into_iter().flat_map(|g| g.hosts.keys()) {
-                touch(out, other, Key::Place(name.clone()));
-            }
-            for (_, far) in self.joins_of(group) {
-                self.hosts_of(far).iter().for_each(|other| touch(out, other, Key::Place(name.clone())));
-            }
-        }
-    }
-
-    fn touch_group(&self, name: &str, out: &mut Touched) {
-        let Some((name, group)) = self.groups.get_key_value(name) else { return };
-        for host in group.hosts.keys() {
-            touch(out, host, Key::Group(name.clone()));
-        }
-        for (_, far) in self.joins_of(name) {
-            self.hosts_of(far).iter().for_each(|h| touch(out, h, Key::Group(name.clone())));
-        }
-        for v in group.vrnics.iter().filter_map(|v| self.vrnics.get_key_value(v)) {
-            v.1.host.iter().for_each(|h| touch(out, h, Key::Vrnic(v.0.clone())));
-        }
-    }
-
-    fn touch_vrnic(&self, name: &str, out: &mut Touched) {
-        let Some((name, v)) = self.vrnics.get_key_value(name) else { return };
-        let own = End { group: v.group.clone(), vrnic: Some(name.clone()) };
-        let group = self.groups.get(&v.group);
-        // One that is on no host is nobody's peer.
-        let see = |other: &Name, out: &mut Touched| {
-            if let Some(h) = &v.host {
-                touch(out, other, Key::Peer(name.clone()));
-                touch(out, other, Key::Place(h.clone()));
-            }
-        };
-        group.into_iter().flat_map(|g| g.hosts.keys()).for_each(|other| see(other, out));
-        for (near, far) in self.joins_of(&v.group) {
-            if near.vrnic.is_none() || near.vrnic.as_ref() == Some(name) {
-                self.hosts_of(far).iter().for_each(|other| see(other, out));
-            }
-        }
-        for rule in self.rules_naming(name).iter().filter_map(|r| self.rules.get_key_value(r)) {
-            self.touch_rule(rule.0, out);
-        }
-        let Some(host) = &v.host else { return };
-        touch(out, host, Key::Vrnic(name.clone()));
-        self.touch_end(host, &own, out);
-    }
-
-    /// What else hosts are told, or not any more, because these vRNICs of one change may be all that they have of a group. A change is asked
-    /// before and after it was made.
-    pub(crate) fn touch_groups_of<'a>(&self, vrnics: impl Iterator<Item = &'a str>, out: &mut Touched) {
-        let mut counts: BTreeMap<(&Name, &Name), u32> = BTreeMap::new();
-        for v in vrnics.filter_map(|name| self.vrnics.get(name)) {
-            v.host.iter().for_each(|host| *counts.entry((host, &v.group)).or_default() += 1);
-        }
-        for ((host, group), n) in counts {
-            if self.groups.get(group).is_some_and(|g| g.hosts.get(host) == Some(&n)) {
-                self.touch_scope(host, group, out);
-            }
-        }
-    }
-
-    fn touch_rule(&self, name: &str, out: &mut Touched) {
-        let Some((name, rule)) = self.rules.get_key_value(name) else { return };
-        for (near, far) in rule.sides() {
-            for host in self.hosts_of(near) {
-                touch(out, &host, Key::Rule(name.clone()));
-                if rule.joins() {
-                    self.touch_end(&host, far, out);
-                    self.touch_pair(&host, rule, out);
-                }
-            }
-        }
-    }
-
-    /// The hosts that have a secret of a group, or of two.
-    pub(crate) fn touch_secret(&self, group: &str, other: &str, id: u32, out: &mut Touched) {
-        let key = Key::Secret(group.into(), other.into(), id);
-        self.hosts_with_secret(group, other).iter().for_each(|h| touch(out, h, key.clone()));
+        let Some((other, joins)) = g.joins.get_key_value(other) else { return BTreeSet::new() };
+        let end = |group: &Name, vrnic: &Option<Name>| End { group: group.clone(), vrnic: vrnic.clone() };
+        joins.keys().flat_map(|(near, far)| [end(group, near), end(other, far)]).collect()
     }
 
     /// The hosts that are to have the secrets of a group, or of two.
     pub(crate) fn hosts_with_secret(&self, group: &str, other: &str) -> BTreeSet<Name> {
-        if other.is_empty() {
-            return self.groups.get(group).into_iter().flat_map(|g| g.hosts.keys().cloned()).collect();
-        }
-        let joins = self.joins_of(group).filter(|(_, far)| &*far.group == other);
-        joins.flat_map(|(near, far)| [self.hosts_of(near), self.hosts_of(far)].concat()).collect()
+        self.ends_with_secret(group, other).iter().flat_map(|end| self.hosts_of(end)).collect()
     }
 }
 

@@ -5,13 +5,14 @@ use std::collections::{BTreeMap, BTreeSet};
 use proptest::prelude::*;
 use unirdma_fleet::agent::Agent;
 use unirdma_fleet::v1::{self, item::Item, object::Object};
-use unirdma_fleet::{Actor, Centre, Outcome, Plan, Refusal, RefusalKind, STEP_DEADLINE_MS, Write};
+use unirdma_fleet::{Actor, Centre, Desk, Outcome, Plan, Refusal, RefusalKind, STEP_DEADLINE_MS, Write};
 
 const NOW: u64 = 1_800_000_000_000;
 
 /// A centre with its store, and hosts that take what they are told.
 struct World {
     centre: Centre,
+    desk: Desk,
     store: BTreeMap<String, Vec<u8>>,
     hosts: BTreeMap<String, Told>,
     admin: Actor,
@@ -82,8 +83,8 @@ impl World {
     fn new(hosts: &[&str]) -> World {
         let store: BTreeMap<String, Vec<u8>> =
             Centre::found("f").into_iter().filter_map(|w| w.value.map(|v| (w.key, v))).collect();
-        let centre = Centre::load(1, &records(&store), [7; 32]).unwrap();
-        let mut w = World { centre, store, hosts: BTreeMap::new(), admin: Actor::centre(), now: NOW };
+        let (centre, desk) = Centre::load(1, &records(&store), [7; 32]).unwrap();
+        let mut w = World { centre, desk, store, hosts: BTreeMap::new(), admin: Actor::centre(), now: NOW };
         for h in hosts {
             w.apply([v1::Host { name: h.to_string(), ..Default::default() }]).unwrap();
             w.hosts.insert(h.to_string(), Told::default());
@@ -105,12 +106,13 @@ impl World {
                 None => drop(self.store.remove(&w.key)),
             }
         }
-        self.centre.commit(plan.revision, &plan.writes).unwrap();
+        self.centre.commit(&mut self.desk, plan.revision, &plan.writes).unwrap();
+        assert!(self.desk.is_ready());
     }
 
     fn apply_as(&mut self, actor: &Actor, request: v1::ApplyRequest) -> Result<v1::ApplyResponse, Refusal> {
         let before = self.all();
-        match self.centre.apply(actor, request, self.now) {
+        match self.desk.apply(actor, request, &self.centre, self.now) {
             Ok(done) => {
                 if done.plan.is_none() {
                     assert_eq!(self.all(), before);
@@ -134,7 +136,8 @@ impl World {
     fn delete(&mut self, kind: v1::Kind, name: &str, force: bool) -> Result<v1::ApplyResponse, Refusal> {
         let names = vec![v1::Name { kind: kind.into(), name: name.into() }];
         let admin = self.admin.clone();
-        let done = self.centre.delete(&admin, &v1::DeleteRequest { names, force, dry_run: false }, self.now)?;
+        let done =
+            self.desk.delete(&admin, &v1::DeleteRequest { names, force, dry_run: false }, &self.centre, self.now)?;
         Ok(self.keep(done))
     }
 
@@ -220,7 +223,12 @@ fn what_contradicts_itself_is_refused() {
         "10.1.0.1 is outside the ranges of group blue: 10.0.0.0/16",
     );
     refused(w.apply([vrnic("b", "blue", "", &["10.0.0.1"])]), Conflict, "the address of vRNIC a in group blue already");
-    refused(w.apply([vrnic("s", "red", "", &[])]), Full, "1 vRNICs, the most");
+    refused(w.apply([vrnic("s", "red", "", &[])]), Full, "group red would have 2 vRNICs, and may have 1 at most");
+    refused(
+        w.apply([vrnic("s", "red", "", &["10.0.0.2"]), vrnic("r", "red", "", &["10.0.0.3"])]),
+        Full,
+        "group red would have 2 vRNICs",
+    );
     refused(w.apply([vrnic("a", "red", "", &[])]), Conflict, "stays there");
     refused(
         w.apply([v1::Group { vni: Some(1), ..group("g", &[]) }]),
@@ -279,7 +287,7 @@ fn hosts_learn_of_what_they_have_and_no_more() {
     assert_eq!(counts["h3"], 0, "it does not concern h3");
     let request = v1::MoveRequest { vrnic: "a".into(), host: "h3".into() };
     let admin = w.admin.clone();
-    let moved = w.centre.move_vrnic(&admin, &request, w.now).unwrap();
+    let moved = w.desk.move_vrnic(&admin, &request, &w.centre, w.now).unwrap();
     w.keep(moved);
     w.tell();
     assert!(w.sees("h1").is_empty(), "{:?}", w.sees("h1"));
@@ -300,7 +308,7 @@ fn a_host_learns_of_a_group_whose_vrnics_come_and_go_in_one_change() {
     assert_eq!(w.sees("h1"), ["group blue", "peer far", "place h2", "secret blue  1", "vrnic a", "vrnic b"]);
     let names = ["a", "b"].map(|n| v1::Name { kind: v1::Kind::Vrnic.into(), name: n.into() }).to_vec();
     let request = v1::DeleteRequest { names, ..Default::default() };
-    let done = w.centre.delete(&w.admin.clone(), &request, NOW).unwrap();
+    let done = w.desk.delete(&w.admin.clone(), &request, &w.centre, NOW).unwrap();
     w.keep(done);
     w.tell();
     assert!(w.sees("h1").is_empty(), "{:?}", w.sees("h1"));
@@ -358,17 +366,21 @@ fn a_secret_is_introduced_in_steps() {
     let (one, pair) = (("secret blue  1".to_owned(), true), ("secret blue red 1".to_owned(), true));
     assert_eq!(sent(&w, "h2"), [one.clone(), pair.clone()]);
     let admin = w.admin.clone();
-    let done = w.centre.rotate(&admin, "blue", w.now).unwrap();
+    let done = w.desk.rotate(&admin, "blue", &w.centre, w.now).unwrap();
     assert_eq!(w.keep(done).id, 2);
     w.tell();
     assert_eq!(sent(&w, "h1")[..2], [one, ("secret blue  2".into(), false)]);
-    refused(w.centre.rotate(&admin, "blue", w.now).map(|o| o.answer), RefusalKind::Conflict, "introduced already");
-    assert_eq!(w.centre.tick(w.now), None, "no host has put it in force");
+    refused(
+        w.desk.rotate(&admin, "blue", &w.centre, w.now).map(|o| o.answer),
+        RefusalKind::Conflict,
+        "introduced already",
+    );
+    assert_eq!(w.desk.tick(&w.centre, w.now), None, "no host has put it in force");
     let applied = |w: &mut World, hosts: &[&str]| {
         for h in hosts {
             w.centre.applied(h, &v1::Applied { revision: w.centre.revision(), problems: vec![] }, w.now);
         }
-        let plan = w.centre.tick(w.now);
+        let plan = w.desk.tick(&w.centre, w.now);
         w.keep_plan(plan);
         w.tell();
     };
@@ -387,7 +399,7 @@ fn a_secret_is_introduced_in_steps() {
 
 fn token(w: &mut World, token: v1::Token) -> String {
     let admin = w.admin.clone();
-    let made = w.centre.create_token(&admin, token, [9; 32], w.now).unwrap();
+    let made = w.desk.create_token(&admin, token, [9; 32], &w.centre, w.now).unwrap();
     w.keep(made).secret
 }
 
@@ -427,6 +439,7 @@ fn tokens_reach_as_far_as_their_roles() {
             id: "t".into(),
             role: v1::Role::Tenant.into(),
             groups: vec!["blue".into()],
+            hosts: vec!["h1".into()],
             expires: NOW / 1000 + 60,
             ..Default::default()
         },
@@ -459,8 +472,8 @@ fn tokens_reach_as_far_as_their_roles() {
     assert_eq!((sees(&tenant), sees(&w.admin)), (3, 7));
     refused(w.centre.audit(&tenant, v1::AuditRequest::default()), Denied, "may not see the audit log");
     refused(
-        w.centre
-            .move_vrnic(&tenant, &v1::MoveRequest { vrnic: "r".into(), host: "h1".into() }, w.now)
+        w.desk
+            .move_vrnic(&tenant, &v1::MoveRequest { vrnic: "r".into(), host: "h1".into() }, &w.centre, w.now)
             .map(|o| o.answer),
         NotFound,
         "there is no vRNIC r",
@@ -473,18 +486,18 @@ fn tokens_reach_as_far_as_their_roles() {
         "token t expired at 2027-01-15 08:01:00 UTC; the centre's clock says 2027-01-15 08:01:00 UTC",
     );
     refused(w.centre.actor("t.00", w.now), Unknown, "not known");
-    refused(w.centre.join(&secret, "h9", w.now).map(|o| o.answer), Denied, "lets no host join");
+    refused(w.desk.join(&secret, "h9", &w.centre, w.now).map(|o| o.answer), Denied, "lets no host join");
     let join = token(
         &mut w,
         v1::Token { id: "j".into(), role: v1::Role::Join.into(), host: "h2".into(), ..Default::default() },
     );
     refused(w.centre.actor(&join, w.now), Denied, "lets a host join, and no more");
-    refused(w.centre.join(&join, "h3", w.now).map(|o| o.answer), Denied, "token j is for host h2, not for h3");
-    let joined = w.centre.join(&join, "h2", w.now).unwrap();
+    refused(w.desk.join(&join, "h3", &w.centre, w.now).map(|o| o.answer), Denied, "token j is for host h2, not for h3");
+    let joined = w.desk.join(&join, "h2", &w.centre, w.now).unwrap();
     w.keep(joined);
-    refused(w.centre.join(&join, "h2", w.now).map(|o| o.answer), Unknown, "not known");
+    refused(w.desk.join(&join, "h2", &w.centre, w.now).map(|o| o.answer), Unknown, "not known");
     let any = token(&mut w, v1::Token { role: v1::Role::Join.into(), ..Default::default() });
-    refused(w.centre.join(&any, "h2", w.now).map(|o| o.answer), Conflict, "there is a host h2 already");
+    refused(w.desk.join(&any, "h2", &w.centre, w.now).map(|o| o.answer), Conflict, "there is a host h2 already");
     let audit = w.centre.audit(&w.admin, v1::AuditRequest::default()).unwrap().entries;
     assert!(
         audit
@@ -506,7 +519,7 @@ fn hosts_bring_what_their_administrators_made() {
         ..Default::default()
     };
     assert_eq!(w.centre.hello("h1", &hello, w.now).unwrap().told, None);
-    let announced = w.centre.announce("h1", &hello, w.now);
+    let announced = w.desk.announce("h1", &hello, &w.centre, w.now);
     let refusals = w.keep(announced);
     assert!(refusals.len() == 1 && refusals[0].contains("there is no group nowhere"), "{refusals:?}");
     let a = w.vrnic("a");
@@ -521,21 +534,21 @@ fn hosts_bring_what_their_administrators_made() {
     refused(w.centre.hello("h1", &v1::Hello { protocol: 2, ..hello.clone() }, w.now), Invalid, "update the older one");
     let ask = |change| v1::Ask { id: 3, change: Some(change) };
     let put = |v: v1::Vrnic| ask(v1::ask::Change::Put(v));
-    let done = w.centre.ask("h2", put(vrnic("c", "default", "", &[])), w.now).unwrap();
+    let done = w.desk.ask("h2", put(vrnic("c", "default", "", &[])), &w.centre, w.now).unwrap();
     assert_eq!(w.keep(done).vrnic.unwrap().ips, ["10.77.0.2/16"]);
     refused(
-        w.centre.ask("h2", put(vrnic("a", "default", "", &[])), w.now).map(|o| o.answer),
+        w.desk.ask("h2", put(vrnic("a", "default", "", &[])), &w.centre, w.now).map(|o| o.answer),
         Conflict,
-        "another vRNIC of the fleet",
+        "the name is not free",
     );
     refused(
-        w.centre.ask("h2", ask(v1::ask::Change::Remove("a".into())), w.now).map(|o| o.answer),
+        w.desk.ask("h2", ask(v1::ask::Change::Remove("a".into())), &w.centre, w.now).map(|o| o.answer),
         NotFound,
         "no vRNIC a on host h2",
     );
     w.apply([v1::Host { name: "h2".into(), may_add: Some(false), ..Default::default() }]).unwrap();
     refused(
-        w.centre.ask("h2", put(vrnic("d", "default", "", &[])), w.now).map(|o| o.answer),
+        w.desk.ask("h2", put(vrnic("d", "default", "", &[])), &w.centre, w.now).map(|o| o.answer),
         Denied,
         "may_add = false",
     );
@@ -554,7 +567,9 @@ fn hosts_bring_what_their_administrators_made() {
     );
     let admin = w.admin.clone();
     refused(
-        w.centre.move_vrnic(&admin, &v1::MoveRequest { vrnic: "m".into(), host: "h2".into() }, w.now).map(|o| o.answer),
+        w.desk
+            .move_vrnic(&admin, &v1::MoveRequest { vrnic: "m".into(), host: "h2".into() }, &w.centre, w.now)
+            .map(|o| o.answer),
         Conflict,
         "2 programs use it on host h1",
     );
@@ -566,12 +581,12 @@ fn hosts_bring_what_their_administrators_made() {
     // What it has heard of and does not bring any more is gone; what it was promised and has not heard of is not, as if the centre that made it
     // had died before it told the host.
     let heard = w.centre.revision();
-    let done = w.centre.ask("h1", put(vrnic("late", "default", "", &[])), w.now).unwrap();
+    let done = w.desk.ask("h1", put(vrnic("late", "default", "", &[])), &w.centre, w.now).unwrap();
     w.keep(done);
     hello.vrnics.clear();
     w.centre.goodbye("h1", 5, w.now);
     for (revision, left) in [(0, ["a", "late"].as_slice()), (heard, &["late"]), (heard + 9, &[])] {
-        let announced = w.centre.announce("h1", &v1::Hello { revision, ..hello.clone() }, w.now);
+        let announced = w.desk.announce("h1", &v1::Hello { revision, ..hello.clone() }, &w.centre, w.now);
         w.keep(announced);
         let all = w.all();
         let has = |name: &&&str| all.iter().any(|o| matches!(&o.object, Some(Object::Vrnic(v)) if v.name == **name));
@@ -610,7 +625,9 @@ fn rates_follow_from_two_reports_and_end_with_the_traffic() {
     let mut news = |w: &World| {
         let (now, _, vrnics) = w.centre.states_since(&admin, told, w.now);
         told = now;
-        let of = |v: v1::VrnicState| (v.sent_rate, v.error_rate, v.connections.iter().map(|c| c.sent_rate).collect());
+        let of = |v: std::sync::Arc<v1::VrnicState>| {
+            (v.sent_rate, v.error_rate, v.connections.iter().map(|c| c.sent_rate).collect())
+        };
         vrnics.into_iter().map(of).collect::<Vec<(u64, u64, Vec<u64>)>>()
     };
     report(&mut w, vec![state(50_000, vec![connection("p", 50_000)])]);
@@ -662,7 +679,7 @@ fn a_host_that_was_away_a_moment_gets_what_it_lacks_and_one_of_another_past_gets
     assert!(w.centre.updates("h1", Some(told + 99))[0].whole);
     // The backup has not seen b, and counts the same revision for something else.
     let later = w.centre.revision();
-    w.centre = Centre::load(backup.0, &backup.1, [1; 32]).unwrap();
+    (w.centre, w.desk) = Centre::load(backup.0, &backup.1, [1; 32]).unwrap();
     w.store = backup.1.into_iter().map(|r| (r.key, r.value.unwrap())).collect();
     w.apply([vrnic("c", "default", "h1", &[])]).unwrap();
     assert_eq!(w.centre.revision(), later);
@@ -759,12 +776,15 @@ fn a_change_among_many_costs_what_it_touches() {
             .map(|n| vrnic(&format!("v{n}"), &format!("g{}", n % 200), &format!("h{}", n % 4), &[]));
         let objects = all.map(|v| v1::Object { object: Some(v.into()), revision: 0 }).collect();
         let admin = w.admin.clone();
-        let done = w.centre.apply(&admin, v1::ApplyRequest { objects, ..Default::default() }, w.now).unwrap();
+        let done = w.desk.apply(&admin, v1::ApplyRequest { objects, ..Default::default() }, &w.centre, w.now).unwrap();
         w.keep(done);
     }
     w.tell();
     let admin = w.admin.clone();
-    let moved = w.centre.move_vrnic(&admin, &v1::MoveRequest { vrnic: "v4".into(), host: "h3".into() }, w.now).unwrap();
+    let moved = w
+        .desk
+        .move_vrnic(&admin, &v1::MoveRequest { vrnic: "v4".into(), host: "h3".into() }, &w.centre, w.now)
+        .unwrap();
     assert!(moved.plan.as_ref().is_some_and(|p| p.writes.len() == 2), "the vRNIC and the audit log");
     w.keep(moved);
     // Group g4 is on h0 only, with 100 vRNICs, so h3 learns of 99 others; nobody else hears of it.
@@ -833,18 +853,20 @@ impl World {
             }
             Op::Move { n, host } => {
                 let request = v1::MoveRequest { vrnic: format!("v{n}"), host: format!("h{host}") };
-                if let Ok(done) = self.centre.move_vrnic(&admin, &request, self.now) {
+                if let Ok(done) = self.desk.move_vrnic(&admin, &request, &self.centre, self.now) {
                     self.keep(done);
                 }
             }
             Op::Ask { host, n, group } => {
                 let put = v1::ask::Change::Put(vrnic(&format!("v{n}"), &format!("g{group}"), "", &[]));
-                if let Ok(done) = self.centre.ask(&format!("h{host}"), v1::Ask { id: 1, change: Some(put) }, self.now) {
+                if let Ok(done) =
+                    self.desk.ask(&format!("h{host}"), v1::Ask { id: 1, change: Some(put) }, &self.centre, self.now)
+                {
                     self.keep(done);
                 }
             }
             Op::Rotate { group } => {
-                if let Ok(done) = self.centre.rotate(&admin, &format!("g{group}"), self.now) {
+                if let Ok(done) = self.desk.rotate(&admin, &format!("g{group}"), &self.centre, self.now) {
                     self.keep(done);
                 }
             }
@@ -857,7 +879,7 @@ impl World {
                         self.now,
                     );
                 }
-                let plan = self.centre.tick(self.now);
+                let plan = self.desk.tick(&self.centre, self.now);
                 self.keep_plan(plan);
             }
             Op::Tell => drop(self.tell()),
@@ -887,8 +909,41 @@ impl World {
         assert_eq!(kept.collect::<BTreeSet<_>>(), wanted.collect());
     }
 
+    /// No group sees two vRNICs of different groups at one address.
+    fn check_addresses(&self) {
+        let objects: Vec<Object> = self.all().into_iter().filter_map(|o| o.object).collect();
+        let vrnics = || objects.iter().filter_map(|o| if let Object::Vrnic(v) = o { Some(v) } else { None });
+        let at = |end: &str| match end.split_once(':').unwrap() {
+            ("group", g) => (g.to_owned(), vrnics().filter(|v| v.group == g).collect::<Vec<_>>()),
+            (_, name) => (self.vrnic(name).group, vrnics().filter(|v| v.name == name).collect()),
+        };
+        let mut seen: BTreeMap<(String, String), BTreeSet<String>> = BTreeMap::new();
+        let mut see = |viewer: &str, vrnics: &[&v1::Vrnic]| {
+            for (v, ip) in vrnics.iter().flat_map(|v| v.ips.iter().map(move |ip| (v, ip))) {
+                let address = ip.split('/').next().unwrap().to_owned();
+                seen.entry((viewer.into(), address)).or_default().insert(v.group.clone());
+            }
+        };
+        for v in vrnics() {
+            see(&v.group, &[v]);
+        }
+        for o in &objects {
+            if let Object::Rule(r) = o
+                && r.action() == v1::rule::Action::Allow
+            {
+                let ((a, from), (b, to)) = (at(&r.from), at(&r.to));
+                if a != b {
+                    see(&a, &to);
+                    see(&b, &from);
+                }
+            }
+        }
+        assert!(seen.values().all(|groups| groups.len() == 1), "{seen:?}");
+    }
+
     fn check(&self) {
         self.check_secrets();
+        self.check_addresses();
         let (mut addresses, mut ids, mut vnis) = (BTreeSet::new(), BTreeSet::new(), BTreeSet::new());
         for o in self.all().into_iter().filter_map(|o| o.object) {
             match o {
@@ -915,7 +970,7 @@ impl World {
             }
             assert!(sent.values().all(|n| *n == 1), "each secret has one number that is sent: {sent:?}");
         }
-        let again = Centre::load(self.centre.revision(), &records(&self.store), [0; 32]).unwrap();
+        let (again, _) = Centre::load(self.centre.revision(), &records(&self.store), [0; 32]).unwrap();
         for host in self.hosts.keys() {
             let (mut one, mut two) = (Told::default(), Told::default());
             one.take(self.centre.updates(host, None));

@@ -1,20 +1,21 @@
 //! Several centres of one fleet: they follow the same store, and know of each other's hosts.
 
-use unirdma_fleet::{Actor, Centre, Outcome, RefusalKind, Write, v1};
+use unirdma_fleet::{Actor, Centre, Desk, Outcome, RefusalKind, Write, v1};
 
 const NOW: u64 = 1_800_000_000_000;
 
 /// Centres that commit the same changes, and the store that they read.
 struct Fleet {
     centres: Vec<Centre>,
+    desks: Vec<Desk>,
     records: std::collections::BTreeMap<String, Vec<u8>>,
 }
 
 impl Fleet {
     fn new(n: u8) -> Fleet {
         let records = Centre::found("f");
-        let centres = (0..n).map(|i| Centre::load(1, &records, [i; 32]).unwrap()).collect();
-        let mut fleet = Fleet { centres, records: Default::default() };
+        let (centres, desks) = (0..n).map(|i| Centre::load(1, &records, [i; 32]).unwrap()).unzip();
+        let mut fleet = Fleet { centres, desks, records: Default::default() };
         fleet.keep(&records);
         for h in ["h1", "h2"] {
             fleet.apply(v1::Host { name: h.into(), ..Default::default() });
@@ -35,10 +36,12 @@ impl Fleet {
     fn apply(&mut self, object: impl Into<v1::object::Object>) {
         let objects = vec![v1::Object { object: Some(object.into()), revision: 0 }];
         let request = v1::ApplyRequest { objects, ..Default::default() };
-        let done = self.centres[0].apply(&Actor::centre(), request, NOW).unwrap();
+        let done = self.desks[0].apply(&Actor::centre(), request, &self.centres[0], NOW).unwrap();
         let plan = done.plan.unwrap();
         self.keep(&plan.writes);
-        self.centres.iter_mut().for_each(|c| drop(c.commit(plan.revision, &plan.writes).unwrap()));
+        for (centre, desk) in self.centres.iter_mut().zip(&mut self.desks) {
+            centre.commit(desk, plan.revision, &plan.writes).unwrap();
+        }
     }
 
     fn list(&self) -> Vec<Write> {
@@ -71,25 +74,27 @@ impl Fleet {
 fn a_list_makes_a_follower_what_the_changes_would_have_made_it() {
     let mut fleet = Fleet::new(1);
     let (old, at) = (fleet.list(), fleet.centres[0].revision());
-    let mut late = Centre::load(at, &old, [7; 32]).unwrap();
+    let (mut late, mut desk) = Centre::load(at, &old, [7; 32]).unwrap();
     fleet.apply(v1::Group { name: "blue".into(), secret: true, ..Default::default() });
     fleet.apply(v1::Vrnic { name: "w".into(), group: "blue".into(), host: "h1".into(), ..Default::default() });
     let names = vec![v1::Name { kind: v1::Kind::Vrnic.into(), name: "v".into() }];
     let gone = v1::DeleteRequest { names, ..Default::default() };
-    let Outcome { plan, .. } = fleet.centres[0].delete(&Actor::centre(), &gone, NOW).unwrap();
+    let Outcome { plan, .. } = fleet.desks[0].delete(&Actor::centre(), &gone, &fleet.centres[0], NOW).unwrap();
     let plan = plan.unwrap();
     fleet.keep(&plan.writes);
-    fleet.centres[0].commit(plan.revision, &plan.writes).unwrap();
+    fleet.centres[0].commit(&mut fleet.desks[0], plan.revision, &plan.writes).unwrap();
     let list = fleet.list();
-    let news = late.catch_up(plan.revision, &list).unwrap();
+    let news = desk.catch_up(plan.revision, &list).unwrap();
+    let news = late.publish(&mut desk, news);
     assert!(news.iter().any(|h| &**h == "h1"));
     let all = |c: &Centre| c.get(&Actor::centre(), &v1::GetRequest::default(), NOW).unwrap();
     assert_eq!(all(&late), all(&fleet.centres[0]));
     assert_eq!(late.updates("h1", None), fleet.centres[0].updates("h1", None));
-    assert!(late.catch_up(plan.revision, &list).unwrap().is_empty());
+    let again = desk.catch_up(plan.revision, &list).unwrap();
+    assert!(late.publish(&mut desk, again).is_empty());
     // A store that went back, or is another one's.
-    assert!(late.catch_up(at, &old).unwrap_err().what.contains("it was replaced; start this centre anew"));
-    assert!(late.catch_up(99, &Centre::found("other")).is_err());
+    assert!(desk.catch_up(at, &old).err().unwrap().what.contains("it was replaced; start this centre anew"));
+    assert!(desk.catch_up(99, &Centre::found("other")).is_err());
 }
 
 #[test]
@@ -108,11 +113,14 @@ fn what_hosts_say_to_one_centre_the_others_know() {
     // What it does not have itself it does not tell.
     assert_eq!(fleet.centres[0].live_since(0, NOW).1, v1::LiveNews::default());
     let to_h2 = v1::MoveRequest { vrnic: "v".into(), host: "h2".into() };
-    let e = fleet.centres[0].move_vrnic(&Actor::centre(), &to_h2, NOW).unwrap_err();
+    let e = fleet.desks[0].move_vrnic(&Actor::centre(), &to_h2, &fleet.centres[0], NOW).unwrap_err();
     assert!(e.what.contains("2 programs use it on host h1"), "{e}");
     fleet.centres[0].lose_centre("centre1");
     assert!(!fleet.state(0, "h1").connected);
-    assert!(fleet.centres[0].move_vrnic(&Actor::centre(), &to_h2, NOW).is_err(), "its programs still run");
+    assert!(
+        fleet.desks[0].move_vrnic(&Actor::centre(), &to_h2, &fleet.centres[0], NOW).is_err(),
+        "its programs still run"
+    );
 }
 
 #[test]

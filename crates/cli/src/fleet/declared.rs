@@ -68,6 +68,8 @@ struct Group {
     weight: Option<u32>,
     #[serde(alias = "maxVrnics")]
     max_vrnics: Option<u32>,
+    #[serde(alias = "maxRules")]
+    max_rules: Option<u32>,
     secret: bool,
     limits: Option<Limits>,
     share: Option<Share>,
@@ -226,8 +228,8 @@ impl From<Limits> for v1::Limits {
 impl From<Group> for v1::Group {
     fn from(g: Group) -> Self {
         let (limits, share) = (g.limits.map(Into::into), g.share.map(Into::into));
-        let Group { name, vni, ranges, weight, max_vrnics, secret, .. } = g;
-        v1::Group { name, vni, ranges, weight, max_vrnics, secret, limits, share }
+        let Group { name, vni, ranges, weight, max_vrnics, max_rules, secret, .. } = g;
+        v1::Group { name, vni, ranges, weight, max_vrnics, max_rules, secret, limits, share }
     }
 }
 

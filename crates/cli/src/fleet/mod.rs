@@ -139,7 +139,7 @@ pub enum FleetCommand {
     /// Show who changed what in a fleet, newest first
     #[command(after_help = "Example:\n  unirdma audit --limit 20")]
     Audit {
-        /// Most entries, 1,000 at most
+        /// Most entries, 1,000 at most; fewer come if they are long
         #[arg(long, default_value_t = 100)]
         limit: u32,
         /// Only entries before this revision
@@ -155,7 +155,7 @@ pub enum FleetCommand {
 pub enum TokenCommand {
     /// Make a token, and print it: it is not shown again
     #[command(
-        after_help = "Examples:\n  unirdma token create --role join --host h1           host h1 may join by it, once\n  unirdma token create --role tenant --group blue --expires 30d\n  unirdma token create dashboard --role reader"
+        after_help = "Examples:\n  unirdma token create --role join --host h1           host h1 may join by it, once\n  unirdma token create --role tenant --group blue --host h1 --expires 30d\n  unirdma token create dashboard --role reader"
     )]
     Create {
         /// What it is called [default: token-1, ...]
@@ -167,9 +167,10 @@ pub enum TokenCommand {
         /// A group of the tenant; may be given more than once
         #[arg(long)]
         group: Vec<String>,
-        /// The host that joins by it [default: any that is new]
-        #[arg(long, default_value = "", hide_default_value = true)]
-        host: String,
+        /// The host that joins by it [default: any that is new]. Of a tenant: a host on which it may put vRNICs, beside those that have
+        /// vRNICs of its groups; may be given more than once; `*` is any
+        #[arg(long)]
+        host: Vec<String>,
         /// After which time it holds no more: a number with m, h or d [default: never]
         #[arg(long, value_name = "TIME", value_parser = show::duration)]
         expires: Option<u64>,
@@ -303,8 +304,13 @@ fn token(command: TokenCommand) -> io::Result<u8> {
                 RoleArg::Join => v1::Role::Join,
             });
             let expires = expires.map_or(0, |seconds| show::now() + seconds);
-            let request =
-                v1::CreateTokenRequest { token: Some(v1::Token { id: name, role, groups: group, host, expires }) };
+            let (host, hosts) = match (role == i32::from(v1::Role::Tenant), host.as_slice()) {
+                (true, _) => (String::new(), host),
+                (false, [_, _, ..]) => return Err(io::Error::other("such a token is for one host; give --host once")),
+                (false, one) => (one.concat(), Vec::new()),
+            };
+            let token = v1::Token { id: name, role, groups: group, host, expires, hosts };
+            let request = v1::CreateTokenRequest { token: Some(token) };
             let made = call::once(&centre, async |mut c| Ok(c.create_token(request).await?.into_inner()))?;
             show::json_or(&made, centre.json, || made.secret.clone())?;
         }

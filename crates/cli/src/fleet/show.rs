@@ -173,10 +173,10 @@ pub(super) fn objects(kind: KindArg, found: &v1::GetResponse, json: bool) -> io:
                 let ranges = if g.ranges.is_empty() { "10.77.0.0/16".into() } else { g.ranges.join(",") };
                 let secret = if g.secret { "yes" } else { "no" };
                 let [_, rate, ops] = share(g.share.as_ref());
-                let most = number(g.max_vrnics);
+                let most = [number(g.max_vrnics), number(g.max_rules)].join("/");
                 vec![g.name.clone(), number(g.vni), ranges, number(g.weight), most, secret.into(), rate, ops]
             });
-            rows(&["NAME", "VNI", "RANGES", "WEIGHT", "MAX VRNICS", "SECRET", "RATE", "OPS"], lines)
+            rows(&["NAME", "VNI", "RANGES", "WEIGHT", "MAX VRNICS/RULES", "SECRET", "RATE", "OPS"], lines)
         }
         KindArg::Vrnic => {
             let states: std::collections::HashMap<&str, &v1::VrnicState> =
@@ -258,7 +258,8 @@ pub(super) fn tokens(found: &v1::ListTokensResponse, json: bool) -> io::Result<(
                 at => format!("in {} h", (at - now()).div_ceil(3_600)),
             };
             let role = t.role().as_str_name().to_lowercase();
-            vec![t.id.clone(), role, or_dash(&t.groups.join(",")), or_dash(&t.host), expires]
+            let host = if t.host.is_empty() { t.hosts.join(",") } else { t.host.clone() };
+            vec![t.id.clone(), role, or_dash(&t.groups.join(",")), or_dash(&host), expires]
         });
         rows(&["NAME", "ROLE", "GROUPS", "HOST", "EXPIRES"], lines)
     })
@@ -274,16 +275,21 @@ pub(super) fn status(s: &v1::StatusResponse, json: bool) -> io::Result<()> {
             (false, "") => "no centre at the moment".into(),
             (false, url) => url.into(),
         };
-        table(&[
-            line("version", s.version.clone()),
+        // A tenant is told neither of the store nor of hosts.
+        let of_all = [
             line("store", s.store.clone()),
             line("allocates", allocates),
-            line("revision", s.revision.to_string()),
             line("hosts", format!("{}, {} of them connected", s.hosts, s.hosts_connected)),
+        ];
+        let of_all = if s.store.is_empty() { &[][..] } else { &of_all };
+        let own = [
+            line("version", s.version.clone()),
+            line("revision", s.revision.to_string()),
             count(Kind::Group, s.groups),
             count(Kind::Vrnic, s.vrnics),
             count(Kind::Rule, s.rules),
-        ])
+        ];
+        table(&[&own[..1], of_all, &own[1..]].concat())
     })
 }
 

@@ -113,6 +113,36 @@ async fn tokens_reach_no_further_than_they_say_and_no_longer() {
     assert_eq!(lab.revision().await, before);
 }
 
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn one_tenant_leaves_others_their_places_and_hears_nothing_of_them() {
+    let lab = Lab::new(false).await;
+    lab.apply(vec![group("blue"), group("red"), vrnic("a", "blue", ""), vrnic("b", "red", "")]).await.unwrap();
+    let tenant =
+        |group: &str| v1::Token { role: v1::Role::Tenant.into(), groups: vec![group.into()], ..Default::default() };
+    let (red, blue) = (lab.token(tenant("red")).await, lab.token(tenant("blue")).await);
+    let mut fleet = lab.fleet().await;
+    let mut held = Vec::new();
+    let refused = loop {
+        match fleet.watch(lab.by(&red, v1::WatchRequest::default())).await {
+            Ok(stream) => held.push(stream),
+            Err(e) => break e,
+        }
+    };
+    assert_eq!((held.len(), refused.code()), (32, Code::ResourceExhausted), "{refused:?}");
+    let mut other = fleet.watch(lab.by(&blue, v1::WatchRequest::default())).await.unwrap().into_inner();
+    assert!(other.message().await.unwrap().is_some());
+    held.clear();
+    // The places are free again when the centre has seen that the streams have ended.
+    while fleet.watch(lab.by(&red, v1::WatchRequest::default())).await.is_err() {
+        tokio::time::sleep(Duration::from_millis(20)).await;
+    }
+    let status = fleet.status(lab.by(&red, v1::StatusRequest {})).await.unwrap().into_inner();
+    let store = (status.store.as_str(), status.allocator.as_str(), status.hosts);
+    assert_eq!((store, status.groups, status.vrnics), (("", "", 0), 1, 1));
+    let status = fleet.status(lab.by(&lab.admin, v1::StatusRequest {})).await.unwrap().into_inner();
+    assert!(status.store.ends_with("fleet.redb") && status.groups == 3 && status.vrnics == 2, "{status:?}");
+}
+
 /// When a token expires.
 async fn before_expiry(lab: &Lab, fleet: &mut FleetClient<Channel>, id: &str) -> u64 {
     let all = fleet.list_tokens(lab.by(&lab.admin, v1::ListTokensRequest {})).await.unwrap().into_inner();

@@ -4,7 +4,7 @@ use std::collections::{BTreeMap, VecDeque};
 use std::sync::Arc;
 
 use unirdma_fleet::v1::{self, from_host, to_host};
-use unirdma_fleet::{Actor, Centre, Outcome, Plan, Refusal, Write};
+use unirdma_fleet::{Actor, Centre, Desk, Outcome, Plan, Refusal, Write};
 
 use super::store::{Granted, LEASE_MS};
 use super::{Answer, EPOCH, Event, Question, World};
@@ -83,6 +83,8 @@ pub(super) struct Process {
     pub life: u64,
     pub down_until: u64,
     pub centre: Option<Centre>,
+    /// There is one if there is a centre.
+    desk: Option<Desk>,
     pub peers: BTreeMap<u64, Peer>,
     lease: Option<Granted>,
     pending: Option<Pending>,
@@ -104,6 +106,7 @@ impl Process {
             life: 0,
             down_until: 0,
             centre: None,
+            desk: None,
             peers: BTreeMap::new(),
             lease: None,
             pending: None,
@@ -264,10 +267,11 @@ impl World {
         let now = self.now;
         while self.centres[c].leads(now) && self.centres[c].pending.is_none() {
             let p = &mut self.centres[c];
-            let (Some(job), Some(centre)) = (p.waiting.pop_front(), &mut p.centre) else { return };
+            let (Some(centre), Some(desk)) = (&p.centre, &mut p.desk) else { return };
+            let Some(job) = p.waiting.pop_front() else { return };
             let reply = job.reply();
             let Some((epoch, _)) = p.lease else { return };
-            let (plan, answer) = match job.plan(centre, EPOCH + now) {
+            let (plan, answer) = match job.plan(desk, centre, EPOCH + now) {
                 Ok((Some(plan), answer)) => (plan, answer),
                 Ok((None, answer)) => {
                     let nothing = (centre.revision(), Vec::new().into());
@@ -297,7 +301,8 @@ impl World {
         match answer {
             Answer::All(revision, records) => {
                 let seed = [self.rng.next_u64() as u8; 32];
-                p.centre = Some(Centre::load(revision, &records, seed).expect("the store can be read"));
+                let (centre, desk) = Centre::load(revision, &records, seed).expect("the store can be read");
+                (p.centre, p.desk) = (Some(centre), Some(desk));
                 p.followed = now;
                 // The new state knows of no host.
                 for (id, _) in std::mem::take(&mut p.peers) {
@@ -335,10 +340,11 @@ impl World {
     }
 
     fn commit(&mut self, c: usize, revision: u64, writes: &[Write]) {
-        if let Some(centre) = &mut self.centres[c].centre
+        let p = &mut self.centres[c];
+        if let (Some(centre), Some(desk)) = (&mut p.centre, &mut p.desk)
             && revision == centre.revision() + 1
         {
-            centre.commit(revision, writes).expect("what was kept can be read");
+            centre.commit(desk, revision, writes).expect("what was kept can be read");
         }
     }
 
@@ -386,7 +392,7 @@ impl Job {
     }
 
     /// What it changes.
-    fn plan(self, centre: &mut Centre, clock: u64) -> Result<(Option<Plan>, Option<v1::Reply>), Refusal> {
+    fn plan(self, desk: &mut Desk, centre: &Centre, clock: u64) -> Result<(Option<Plan>, Option<v1::Reply>), Refusal> {
         let operator = Actor::centre();
         fn of<T>(outcome: Outcome<T>) -> Option<Plan> {
             outcome.plan
@@ -394,19 +400,21 @@ impl Job {
         let plan = match self {
             Job::Apply(objects) => {
                 let request = v1::ApplyRequest { objects, ..v1::ApplyRequest::default() };
-                centre.apply(&operator, request, clock).map(of)
+                desk.apply(&operator, request, centre, clock).map(of)
             }
             Job::Delete(kind, name, force) => {
                 let names = vec![v1::Name { kind: kind.into(), name }];
-                centre.delete(&operator, &v1::DeleteRequest { names, force, dry_run: false }, clock).map(of)
+                desk.delete(&operator, &v1::DeleteRequest { names, force, dry_run: false }, centre, clock).map(of)
             }
-            Job::Move(vrnic, host) => centre.move_vrnic(&operator, &v1::MoveRequest { vrnic, host }, clock).map(of),
-            Job::Rotate(group) => centre.rotate(&operator, &group, clock).map(of),
-            Job::Announce { host, hello } => Ok(of(centre.announce(&host, &hello, clock))),
+            Job::Move(vrnic, host) => {
+                desk.move_vrnic(&operator, &v1::MoveRequest { vrnic, host }, centre, clock).map(of)
+            }
+            Job::Rotate(group) => desk.rotate(&operator, &group, centre, clock).map(of),
+            Job::Announce { host, hello } => Ok(of(desk.announce(&host, &hello, centre, clock))),
             Job::Ask { host, ask, .. } => {
-                return centre.ask(&host, *ask, clock).map(|o| (o.plan, Some(o.answer)));
+                return desk.ask(&host, *ask, centre, clock).map(|o| (o.plan, Some(o.answer)));
             }
-            Job::Own => Ok(centre.tick(clock)),
+            Job::Own => Ok(desk.tick(centre, clock)),
         };
         Ok((plan?, None))
     }

@@ -5,7 +5,7 @@ use std::net::IpAddr;
 
 use unirdma_fleet::agent::{self, Key};
 use unirdma_fleet::v1::{self, item::Item, object::Object};
-use unirdma_fleet::{Actor, Centre, Write};
+use unirdma_fleet::{Actor, Centre, Desk, Write};
 use unirdma_policy::{Action, Party, Policy, Rule, Selector};
 
 /// What a host is told: pieces by their keys.
@@ -70,6 +70,7 @@ impl Place {
 /// A centre that hears of each change the moment it is kept.
 pub(super) struct Truth {
     pub centre: Centre,
+    desk: Desk,
     hosts: Vec<String>,
     /// Of each host, what it is to have since which revision.
     history: Vec<Vec<(u64, Table)>>,
@@ -83,18 +84,26 @@ pub(super) struct Truth {
 
 impl Truth {
     pub fn new(all: (u64, Vec<Write>), hosts: Vec<String>) -> Truth {
-        let centre = Centre::load(all.0, &all.1, [0; 32]).expect("the store can be read");
+        let (centre, desk) = Centre::load(all.0, &all.1, [0; 32]).expect("the store can be read");
         let history = vec![Vec::new(); hosts.len()];
         let changed = vec![0; hosts.len()];
-        let mut truth =
-            Truth { centre, hosts, history, changed, declared: 0, vrnics: BTreeMap::new(), policy: Policy::default() };
+        let mut truth = Truth {
+            centre,
+            desk,
+            hosts,
+            history,
+            changed,
+            declared: 0,
+            vrnics: BTreeMap::new(),
+            policy: Policy::default(),
+        };
         truth.look(0);
         truth
     }
 
     /// A change was kept.
     pub fn commit(&mut self, now: u64, revision: u64, writes: &[Write]) {
-        self.centre.commit(revision, writes).expect("what a centre planned can be read");
+        self.centre.commit(&mut self.desk, revision, writes).expect("what a centre planned can be read");
         if writes.iter().any(|w| w.key.starts_with("object/group/") || w.key.starts_with("object/rule/")) {
             self.declared = now;
         }

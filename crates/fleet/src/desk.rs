@@ -1,0 +1,474 @@
+//! Where changes are made ready. A [`Desk`] has the state to itself, so what it does takes nobody's time who asks the
+//! [`Centre`](crate::Centre) or hears of it.
+//!
+//! Calls ([`Desk::apply`] and those beside it) look at the state and give a [`Plan`] of what is to be kept; they change nothing. Who calls them
+//! keeps the plan in a store, and then makes it so by [`Desk::commit`] and [`Centre::publish`](crate::Centre::publish). There is one plan at a time. A centre that does
+//! not allocate commits what it reads in the store.
+//!
+//! There are two copies of the state. A change is made in that of the desk, which then changes places with the one that everybody reads. The
+//! change is made in the other one, too, as soon as nobody reads that any more ([`Desk::is_ready`]).
+
+use std::collections::{BTreeMap, BTreeSet, HashMap};
+use std::net::IpAddr;
+use std::sync::Arc;
+
+use rand_chacha::ChaCha20Rng;
+
+use crate::draft::{Draft, Plan};
+use crate::error::Refusal;
+use crate::model::{Kind, MAX_APPLY};
+use crate::net::Net;
+use crate::questions::Seen;
+use crate::records::{self, Record, Write};
+use crate::state::{Name, State};
+use crate::tokens::Actor;
+use crate::v1::{self, object::Object};
+use crate::view::{Keys, Look, Touched};
+
+/// What a call changes, if it changes anything, and its answer.
+#[derive(Debug)]
+pub struct Outcome<T> {
+    /// What is to be kept.
+    pub plan: Option<Plan>,
+    /// The answer, once it is kept.
+    pub answer: T,
+}
+
+/// What is known beside what is declared, and decides about changes.
+pub trait Facts {
+    /// How many programs use a vRNIC.
+    fn programs(&self, vrnic: &str) -> u32;
+    /// The last revision that a host has said to be in force.
+    fn applied(&self, host: &str) -> u64;
+    /// Whether a host is connected.
+    fn is_connected(&self, host: &str, now_ms: u64) -> bool;
+}
+
+/// Most keys that are remembered for a host. One that lacks more is told everything.
+pub(crate) const MAX_LOG: usize = 2_048;
+
+/// The addresses that were given last, by group and range.
+pub(crate) type Given = HashMap<String, BTreeMap<Net, IpAddr>>;
+
+/// A change that was made, for those who read the state.
+pub struct News {
+    pub(crate) revision: u64,
+    pub(crate) changes: Vec<Arc<Seen>>,
+    /// Hosts that it concerns, with the keys that it may concern.
+    pub(crate) hosts: BTreeMap<Name, Vec<Arc<Keys>>>,
+    /// vRNICs that are on no host any more.
+    pub(crate) homeless: Vec<String>,
+    /// What makes it in the other copy.
+    pub(crate) records: Vec<Record>,
+}
+
+/// Where changes are made ready.
+pub struct Desk {
+    pub(crate) state: State,
+    /// The copy that was read before the last change, which the change is still to be made in. Until then `state` is empty.
+    pub(crate) behind: Option<(Arc<State>, u64, Vec<Record>)>,
+    pub(crate) rng: ChaCha20Rng,
+    pub(crate) given: Given,
+}
+
+impl Desk {
+    /// Whether a change can be looked at. Not while somebody reads what was so before the last change, which takes as long as it takes to write
+    /// down what a host is told. Ask this before each call.
+    pub fn is_ready(&mut self) -> bool {
+        let Some((old, revision, records)) = self.behind.take() else { return true };
+        match Arc::try_unwrap(old) {
+            Ok(mut state) => {
+                state.take(records).expect("what was possible in one copy is possible in the other one");
+                state.revision = revision;
+                self.state = state;
+                true
+            }
+            Err(old) => {
+                self.behind = Some((old, revision, records));
+                false
+            }
+        }
+    }
+
+    fn draft<'a>(&'a mut self, facts: &'a dyn Facts) -> (Draft<'a>, &'a mut ChaCha20Rng) {
+        assert!(self.is_ready(), "a desk is asked whether it is ready");
+        (Draft::new(&mut self.state, &mut self.given, facts), &mut self.rng)
+    }
+
+    /// Makes so what is in the store: the writes of change `revision`. What comes of it is for
+    /// [`Centre::publish`](crate::Centre::publish).
+    ///
+    /// # Errors
+    /// A record is damaged. The centre must be loaded anew.
+    pub fn commit(&mut self, revision: u64, writes: &[Write]) -> Result<News, Refusal> {
+        assert!(self.is_ready(), "a desk is asked whether it is ready");
+        let records = writes.iter().map(records::read).collect::<Result<Vec<_>, _>>()?;
+        let objects: BTreeSet<(Kind, String)> = records
+            .iter()
+            .filter_map(|r| if let Record::Object(kind, name, _) = r { Some((*kind, name.clone())) } else { None })
+            .collect();
+        let secrets: BTreeSet<_> = records
+            .iter()
+            .filter_map(|r| if let Record::Secret(name, _) = r { Some(name.clone()) } else { None })
+            .collect();
+        let mut touched = Touched::new(MAX_LOG);
+        let see = |state: &State, touched: &mut Touched| {
+            let mut look = Look::new(state, touched);
+            objects.iter().for_each(|(kind, name)| look.object(*kind, name));
+            let vrnics = objects.iter().filter(|(kind, _)| *kind == Kind::Vrnic);
+            look.scopes(vrnics.map(|(_, name)| name.as_str()));
+            secrets.iter().for_each(|(group, other, id)| look.secret(group, other, *id));
+        };
+        let was = |state: &State| -> Vec<_> { objects.iter().map(|(kind, name)| state.seen(*kind, name)).collect() };
+        see(&self.state, &mut touched);
+        let befores = was(&self.state);
+        self.state.take(records.clone())?;
+        self.state.revision = revision;
+        see(&self.state, &mut touched);
+        let afters = was(&self.state);
+        let mut homeless = Vec::new();
+        for (kind, name) in &objects {
+            match kind {
+                Kind::Vrnic if self.state.vrnics.get(name.as_str()).is_none_or(|v| v.host.is_none()) => {
+                    homeless.push(name.clone());
+                }
+                Kind::Host if !self.state.hosts.contains_key(name.as_str()) => touched.add(name),
+                Kind::Group if !self.state.groups.contains_key(name.as_str()) => drop(self.given.remove(name)),
+                _ => {}
+            }
+        }
+        let kinds = objects.iter().map(|(kind, _)| *kind);
+        let changes = kinds.zip(befores.into_iter().zip(afters)).map(|(k, (b, a))| Arc::new(Seen::new(k, b, a)));
+        Ok(News { revision, changes: changes.collect(), hosts: touched.into_hosts(), homeless, records })
+    }
+
+    /// Makes the state that of a store, whatever has changed meanwhile: `records` are all of it, in the order of their keys.
+    ///
+    /// # Errors
+    /// It is not a later state of the same fleet, or a record is damaged. The centre must be loaded anew.
+    pub fn catch_up(&mut self, revision: u64, records: &[Write]) -> Result<News, Refusal> {
+        assert!(self.is_ready(), "a desk is asked whether it is ready");
+        let meta = records::meta(&self.state.fleet);
+        if revision < self.state.revision || !records.iter().any(|r| r.key == records::META && r.value == meta.value) {
+            return Err(Refusal::conflict(format_args!(
+                "the store has revision {revision} and not a later state than revision {} of this fleet: it was replaced; start this centre anew",
+                self.state.revision
+            )));
+        }
+        let now: BTreeMap<String, Option<Vec<u8>>> =
+            self.state.records().into_iter().map(|w| (w.key, w.value)).collect();
+        let there: BTreeSet<&str> = records.iter().map(|r| r.key.as_str()).collect();
+        let gone = now.keys().filter(|k| !there.contains(k.as_str()) && *k != records::META);
+        let gone = gone.map(|k| Write { key: k.clone(), value: None });
+        let other = records.iter().filter(|r| now.get(&r.key) != Some(&r.value)).cloned();
+        let writes: Vec<Write> = gone.chain(other).collect();
+        self.commit(revision, &writes)
+    }
+
+    /// Makes a change of what `make` does with the state as it is.
+    fn change<T>(
+        &mut self,
+        actor: &Actor,
+        facts: &dyn Facts,
+        now_ms: u64,
+        make: impl FnOnce(&mut Draft<'_>, &mut ChaCha20Rng) -> Result<(T, Vec<String>), Refusal>,
+    ) -> Result<Outcome<T>, Refusal> {
+        let (mut draft, rng) = self.draft(facts);
+        let (answer, lines) = make(&mut draft, rng)?;
+        draft.reconcile_secrets(rng, now_ms);
+        Ok(Outcome { plan: draft.finish(actor, now_ms, lines), answer })
+    }
+
+    fn declared(&self, outcome: Outcome<()>, dry_run: bool) -> Outcome<v1::ApplyResponse> {
+        let changes = outcome.plan.as_ref().map(|p| p.changes.clone()).unwrap_or_default();
+        let plan = outcome.plan.filter(|_| !dry_run);
+        let revision = plan.as_ref().map_or(self.state.revision, |p| p.revision);
+        Outcome { plan, answer: v1::ApplyResponse { revision, changes } }
+    }
+
+    /// Makes objects what they are declared to be.
+    ///
+    /// # Errors
+    /// What cannot be: nothing of it is done.
+    pub fn apply(
+        &mut self,
+        actor: &Actor,
+        request: v1::ApplyRequest,
+        facts: &dyn Facts,
+        now_ms: u64,
+    ) -> Result<Outcome<v1::ApplyResponse>, Refusal> {
+        if request.objects.len() > MAX_APPLY {
+            return Err(Refusal::invalid(format_args!(
+                "a call has at most {MAX_APPLY} objects, not {}",
+                request.objects.len()
+            )));
+        }
+        let (prune, dry_run) = (request.prune, request.dry_run);
+        let asked = request
+            .objects
+            .into_iter()
+            .enumerate()
+            .map(|(n, o)| match o.object {
+                Some(object) => Ok((object, o.revision)),
+                None => Err(Refusal::invalid(format_args!("object {} is neither host, group, vRNIC nor rule", n + 1))),
+            })
+            .collect::<Result<Vec<_>, _>>()?;
+        let done = self
+            .change(actor, facts, now_ms, |draft, _| draft.declare(actor, asked, prune).map(|()| ((), Vec::new())))?;
+        Ok(self.declared(done, dry_run))
+    }
+
+    /// Deletes objects.
+    ///
+    /// # Errors
+    /// What cannot be: nothing of it is done.
+    pub fn delete(
+        &mut self,
+        actor: &Actor,
+        request: &v1::DeleteRequest,
+        facts: &dyn Facts,
+        now_ms: u64,
+    ) -> Result<Outcome<v1::ApplyResponse>, Refusal> {
+        if request.names.len() > MAX_APPLY {
+            return Err(Refusal::invalid(format_args!(
+                "a call has at most {MAX_APPLY} names, not {}",
+                request.names.len()
+            )));
+        }
+        let done = self.change(actor, facts, now_ms, |draft, _| {
+            draft.delete(actor, &request.names, request.force).map(|()| ((), Vec::new()))
+        })?;
+        Ok(self.declared(done, request.dry_run))
+    }
+
+    /// Moves a vRNIC to another host.
+    ///
+    /// # Errors
+    /// Programs use it, or one of them does not exist.
+    pub fn move_vrnic(
+        &mut self,
+        actor: &Actor,
+        request: &v1::MoveRequest,
+        facts: &dyn Facts,
+        now_ms: u64,
+    ) -> Result<Outcome<v1::ApplyResponse>, Refusal> {
+        if request.vrnic.len() > 64 || request.host.len() > 64 {
+            return Err(Refusal::invalid("the name is too long"));
+        }
+        let done = self.change(actor, facts, now_ms, |draft, _| {
+            let v = draft.state.vrnics.get(request.vrnic.as_str());
+            // What the actor does not see does not exist for it.
+            let v = v.filter(|v| actor.sees_group(&v.group)).ok_or_else(|| {
+                Refusal::not_found(format_args!("there is no vRNIC {}", request.vrnic.escape_debug()))
+            })?;
+            actor.may_group(&v.group)?;
+            if request.host.is_empty() {
+                return Err(Refusal::invalid("say to which host it moves"));
+            }
+            let object = v1::Vrnic { host: request.host.clone(), ..v.object.clone() };
+            draft.declare(actor, vec![(object.into(), 0)], false).map(|()| ((), Vec::new()))
+        })?;
+        Ok(self.declared(done, false))
+    }
+
+    /// Begins to introduce another secret of a group.
+    ///
+    /// # Errors
+    /// It has none, or another one is being introduced.
+    pub fn rotate(
+        &mut self,
+        actor: &Actor,
+        group: &str,
+        facts: &dyn Facts,
+        now_ms: u64,
+    ) -> Result<Outcome<v1::RotateSecretResponse>, Refusal> {
+        actor.needs_admin("secrets")?;
+        crate::model::check_name("group", group)?;
+        self.change(actor, facts, now_ms, |draft, rng| {
+            let id = draft.rotate(group, rng, now_ms)?;
+            Ok((v1::RotateSecretResponse { id }, vec![format!("introduces secret {id} of group {group}")]))
+        })
+    }
+
+    /// What is due by itself: the next steps of secrets.
+    pub fn tick(&mut self, facts: &dyn Facts, now_ms: u64) -> Option<Plan> {
+        let (draft, _) = self.draft(facts);
+        if !draft.state.has_steps() {
+            return None;
+        }
+        drop(draft);
+        let done = self.change(&Actor::centre(), facts, now_ms, |draft, _| Ok(((), draft.make_steps(now_ms))));
+        done.ok()?.plan
+    }
+
+    /// Makes a token of 32 random bytes.
+    ///
+    /// # Errors
+    /// What is wrong with it.
+    pub fn create_token(
+        &mut self,
+        actor: &Actor,
+        token: v1::Token,
+        random: [u8; 32],
+        facts: &dyn Facts,
+        now_ms: u64,
+    ) -> Result<Outcome<v1::CreateTokenResponse>, Refusal> {
+        actor.needs_admin("tokens")?;
+        self.change(actor, facts, now_ms, |draft, _| {
+            let made = draft.create_token(actor, token, random, now_ms)?;
+            let line =
+                made.token.as_ref().map(|t| format!("made token {} with the role {}", t.id, t.role().as_str_name()));
+            Ok((made, line.into_iter().collect()))
+        })
+    }
+
+    /// Takes a token away.
+    ///
+    /// # Errors
+    /// There is none with this name.
+    pub fn revoke_token(
+        &mut self,
+        actor: &Actor,
+        id: &str,
+        facts: &dyn Facts,
+        now_ms: u64,
+    ) -> Result<Outcome<v1::RevokeTokenResponse>, Refusal> {
+        actor.needs_admin("tokens")?;
+        self.change(actor, facts, now_ms, |draft, _| {
+            draft.revoke_token(id)?;
+            Ok((v1::RevokeTokenResponse {}, vec![format!("revoked token {id}")]))
+        })
+    }
+
+    /// Lets a host join by a token.
+    ///
+    /// # Errors
+    /// The token is not for it, or a host has the name.
+    pub fn join(&mut self, secret: &str, host: &str, facts: &dyn Facts, now_ms: u64) -> Result<Outcome<()>, Refusal> {
+        self.change(&Actor::of_host(host), facts, now_ms, |draft, _| {
+            let token = draft.state.join_token(secret, host, now_ms)?.clone();
+            let exists = draft.state.hosts.contains_key(host);
+            if exists && token.host.is_empty() {
+                return Err(Refusal::conflict(format_args!(
+                    "there is a host {host} already; choose another name, or let it join anew with `unirdma token create --role join --host {host}`"
+                )));
+            }
+            if facts.is_connected(host, now_ms) {
+                return Err(Refusal::conflict(format_args!(
+                    "host {host} is connected: a host name is for one host; choose another one"
+                )));
+            }
+            if !exists {
+                let asked = vec![(v1::Host { name: host.into(), ..v1::Host::default() }.into(), 0)];
+                draft.declare(&Actor::centre(), asked, false)?;
+            }
+            draft.set_token(&token.id, None);
+            Ok(((), vec![format!("host {host} joined by token {}", token.id)]))
+        })
+    }
+
+    /// Who calls with a token.
+    ///
+    /// # Errors
+    /// Nobody does.
+    pub fn actor(&mut self, secret: &str, now_ms: u64) -> Result<Actor, Refusal> {
+        assert!(self.is_ready(), "a desk is asked whether it is ready");
+        self.state.actor(secret, now_ms)
+    }
+
+    /// What the first message of a host changes: its addresses, and the vRNICs that its own administrator has made or removed. Beside the
+    /// plan, what was refused of it.
+    pub fn announce(&mut self, host: &str, hello: &v1::Hello, facts: &dyn Facts, now_ms: u64) -> Outcome<Vec<String>> {
+        let actor = Actor::of_host(host);
+        let (mut draft, _) = self.draft(facts);
+        let mut refused = Vec::new();
+        if let Some(h) = draft.state.hosts.get(host).map(|h| h.object.clone()) {
+            let object = v1::Host { addresses: hello.addresses.clone(), ..h };
+            refused.extend(draft.put(object.into()).err().map(|e| e.what));
+        }
+        let announced: BTreeSet<&str> = hello.vrnics.iter().map(|v| v.name.as_str()).collect();
+        let vrnics = draft.state.hosts.get(host).map(|h| h.vrnics.clone()).unwrap_or_default();
+        for v in vrnics {
+            // One that the host has not heard of yet was not removed there: the centre that made it may have died before it told the host.
+            let known = |o: &crate::state::Vrnic| o.object.by_host && o.revision <= hello.revision;
+            let gone = draft.state.vrnics.get(&v).is_some_and(known) && !announced.contains(&*v);
+            if gone {
+                refused.extend(draft.delete_vrnic(&actor, &v, true).err().map(|e| e.what));
+            }
+        }
+        for v in &hello.vrnics {
+            refused.extend(draft.declare_host_vrnic(&actor, host, v.clone()).err().map(|e| e.what));
+        }
+        Outcome { plan: draft.finish(&actor, now_ms, Vec::new()), answer: refused }
+    }
+
+    /// A change that a host's own administrator asks for.
+    ///
+    /// # Errors
+    /// Why it cannot be.
+    pub fn ask(
+        &mut self,
+        host: &str,
+        ask: v1::Ask,
+        facts: &dyn Facts,
+        now_ms: u64,
+    ) -> Result<Outcome<v1::Reply>, Refusal> {
+        use v1::ask::Change;
+        let actor = Actor::of_host(host);
+        let (mut draft, _) = self.draft(facts);
+        let mut reply = v1::Reply { id: ask.id, ..v1::Reply::default() };
+        match ask.change {
+            Some(Change::Put(v)) => {
+                let name = v.name.clone();
+                draft.declare_host_vrnic(&actor, host, v)?;
+                reply.vrnic = draft.state.vrnics.get(name.as_str()).map(|v| v.object.clone());
+            }
+            Some(Change::Remove(name)) => {
+                crate::model::check_name("vRNIC", &name)?;
+                match draft.state.vrnics.get(name.as_str()).map(|v| &v.object) {
+                    Some(v) if v.host == host && v.by_host => {}
+                    Some(v) if v.host == host => {
+                        return Err(Refusal::denied(format_args!(
+                            "vRNIC {name} is declared at the centre: `unirdma delete vrnic {name}`"
+                        )));
+                    }
+                    _ => return Err(Refusal::not_found(format_args!("there is no vRNIC {name} on host {host}"))),
+                }
+                // Whether programs use it the host knows itself.
+                draft.delete_vrnic(&actor, &name, true)?;
+            }
+            None => {
+                return Err(Refusal::invalid(
+                    "the host asks for nothing that this centre knows; update the centre first",
+                ));
+            }
+        }
+        Ok(Outcome { plan: draft.finish(&actor, now_ms, Vec::new()), answer: reply })
+    }
+}
+
+impl Draft<'_> {
+    /// Declares a vRNIC that a host's own administrator has made. What is refused leaves nothing behind.
+    fn declare_host_vrnic(&mut self, actor: &Actor, host: &str, mut v: v1::Vrnic) -> Result<(), Refusal> {
+        crate::model::check_name("vRNIC", &v.name)?;
+        if self.state.hosts.get(host).is_some_and(|h| h.object.may_add == Some(false)) {
+            return Err(Refusal::denied(format_args!(
+                "vRNIC {}: the centre lets host {host} make no vRNICs (may_add = false)",
+                v.name
+            )));
+        }
+        // What the centre has given it, it has: what the host remembers of that decides nothing.
+        (v.host, v.by_host, v.mac, v.guid) = (host.into(), true, String::new(), String::new());
+        let object = Object::Vrnic(v);
+        crate::model::check(&object)?;
+        let here = self.mark();
+        let done = self.declare(actor, vec![(object, 0)], false);
+        if done.is_err() {
+            self.back_to(here);
+        }
+        done
+    }
+}
+
+#[cfg(test)]
+mod tests;
