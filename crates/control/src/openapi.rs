@@ -4,6 +4,7 @@ use prost::Message;
 use prost_types::field_descriptor_proto::{Label, Type};
 use prost_types::{DescriptorProto, EnumDescriptorProto, FieldDescriptorProto, FileDescriptorSet};
 use serde_json::{Map, Value, json};
+use unirdma_fleet::{Limit, MAX_APPLY, RULES, VRNICS, WATCHERS};
 
 use crate::http::ROUTES;
 
@@ -42,6 +43,18 @@ fn schemas(prefix: &str, message: &DescriptorProto, out: &mut Map<String, Value>
 fn enumeration(prefix: &str, e: &EnumDescriptorProto, out: &mut Map<String, Value>) {
     let values: Vec<&str> = e.value.iter().map(|v| v.name()).collect();
     out.insert(format!("{prefix}{}", e.name()), json!({ "type": "string", "enum": values }));
+}
+
+/// What a call may be, and what a token may have.
+fn limits() -> String {
+    let of = |l: &Limit| format!("{} ({} with the token of a tenant, if its groups do not say more)", l.all, l.part());
+    format!(
+        "A call has at most {MAX_APPLY} objects. A fleet has at most {} vRNICs and {} rules. {} may watch at a time, {} with one token. What is more than a limit is refused with the status 429, and changes nothing.",
+        of(&VRNICS),
+        of(&RULES),
+        WATCHERS.all,
+        WATCHERS.part()
+    )
 }
 
 /// The document.
@@ -89,7 +102,7 @@ pub(crate) fn document() -> Value {
     }
     json!({
         "openapi": "3.1.0",
-        "info": { "title": "uniRDMA control centre", "version": "v1" },
+        "info": { "title": "uniRDMA control centre", "version": "v1", "description": limits() },
         "security": [{ "token": [] }],
         "paths": paths,
         "components": {

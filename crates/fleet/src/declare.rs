@@ -507,7 +507,7 @@ impl Draft<'_> {
             };
             model::check_name(kind, &n.name)?;
             // What the actor does not see does not exist for it.
-            if !self.state.is_seen(actor, kind, &n.name) || self.state.get(kind, &n.name).is_none() {
+            if !self.state.is_seen(actor, kind, &n.name) {
                 return Err(Refusal::not_found(format_args!("there is no {kind} {}", n.name)));
             }
             match kind {

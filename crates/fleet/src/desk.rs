@@ -451,7 +451,7 @@ impl Draft<'_> {
     /// Declares a vRNIC that a host's own administrator has made. What is refused leaves nothing behind.
     fn declare_host_vrnic(&mut self, actor: &Actor, host: &str, mut v: v1::Vrnic) -> Result<(), Refusal> {
         crate::model::check_name("vRNIC", &v.name)?;
-        if self.state.hosts.get(host).is_some_and(|h| h.object.may_add == Some(false)) {
+        if !self.state.hosts.get(host).is_some_and(|h| h.object.may_add.unwrap_or(true)) {
             return Err(Refusal::denied(format_args!(
                 "vRNIC {}: the centre lets host {host} make no vRNICs (may_add = false)",
                 v.name

@@ -37,7 +37,7 @@ pub use draft::Plan;
 pub use error::said;
 pub use error::{Kind as RefusalKind, Refusal, root_cause};
 pub use live::{Figures, Greeted, PROTOCOL, SILENCE_MS};
-pub use model::{Kind, Limit, MAX_APPLY, WATCHERS};
+pub use model::{Kind, Limit, MAX_APPLY, RULES, VRNICS, WATCHERS};
 pub use net::{Net, address};
 pub use questions::Seen;
 pub use records::Write;

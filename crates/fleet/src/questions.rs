@@ -12,7 +12,7 @@ use prost::Message;
 use crate::centre::Centre;
 use crate::error::Refusal;
 use crate::model::Kind;
-use crate::state::{Name, State};
+use crate::state::{Group, Name, State};
 use crate::tokens::Actor;
 use crate::v1;
 
@@ -30,11 +30,6 @@ pub struct Seen {
     after: Option<Owned>,
 }
 
-/// Whether an actor sees what belongs to these groups.
-fn sees(actor: &Actor, groups: &[Name]) -> bool {
-    actor.sees_all() || !groups.is_empty() && groups.iter().all(|g| actor.sees_group(g))
-}
-
 impl Seen {
     pub(crate) fn new(kind: Kind, before: Option<Owned>, after: Option<Owned>) -> Seen {
         Seen { kind, before, after }
@@ -45,8 +40,12 @@ impl Seen {
         let in_group = |groups: &[Name]| {
             watch.group.is_empty() || self.kind != Kind::Rule && groups.iter().any(|g| **g == *watch.group)
         };
+        let sees = |groups: &[Name]| match groups {
+            [] => actor.sees_all(),
+            groups => groups.iter().all(|g| actor.sees_group(g)),
+        };
         let told = |o: &Option<Owned>| {
-            o.as_ref().filter(|(_, groups)| sees(actor, groups) && in_group(groups)).map(|(o, _)| o.clone())
+            o.as_ref().filter(|(_, groups)| sees(groups) && in_group(groups)).map(|(o, _)| o.clone())
         };
         let kind = Kind::of(watch.kind).ok()?;
         if kind.is_some_and(|k| k != self.kind) {
@@ -70,7 +69,12 @@ impl State {
 
     /// Whether there is an object that an actor sees. One that it does not see does not exist for it.
     pub(crate) fn is_seen(&self, actor: &Actor, kind: Kind, name: &str) -> bool {
-        self.groups_of(kind, name).is_some_and(|groups| sees(actor, &groups))
+        match kind {
+            Kind::Host => actor.sees_all() && self.hosts.contains_key(name),
+            Kind::Group => actor.sees_group(name) && self.groups.contains_key(name),
+            Kind::Vrnic => self.vrnics.get(name).is_some_and(|v| actor.sees_group(&v.group)),
+            Kind::Rule => self.rules.get(name).is_some_and(|r| r.ends.iter().all(|e| actor.sees_group(&e.group))),
+        }
     }
 
     /// An object with its groups.
@@ -205,24 +209,25 @@ impl Centre {
         }
         let from = if q.after.is_empty() { Unbounded } else { Excluded(q.after.as_str()) };
         let one = |set: Option<&'a BTreeSet<Name>>| merged(set.into_iter(), from);
+        let nothing = || -> Names<'a> { Box::new(std::iter::empty()) };
+        let of = |groups: &'a BTreeSet<String>, set: fn(&Group) -> &BTreeSet<Name>| {
+            merged(groups.iter().filter_map(|g| state.groups.get(g.as_str())).map(set), from)
+        };
         match (kind, actor.groups()) {
-            (Kind::Host | Kind::Rule, _) if !(q.group.is_empty() && q.host.is_empty()) => Box::new(std::iter::empty()),
-            (Kind::Vrnic, _) if !q.host.is_empty() => one(state.hosts.get(q.host.as_str()).map(|h| &h.vrnics)),
-            (Kind::Vrnic, _) if !q.group.is_empty() => one(state.groups.get(q.group.as_str()).map(|g| &g.vrnics)),
+            (Kind::Host | Kind::Rule, _) if !(q.group.is_empty() && q.host.is_empty()) => nothing(),
+            (Kind::Host, Some(_)) => nothing(),
+            (Kind::Host, None) => keys(&state.hosts, from),
             (Kind::Group, _) if !q.group.is_empty() => {
                 Box::new(std::iter::once(q.group.as_str()).filter(|g| *g > q.after.as_str()))
             }
-            (Kind::Host, Some(_)) => Box::new(std::iter::empty()),
             (Kind::Group, Some(mine)) => Box::new(mine.range::<str, _>((from, Unbounded)).map(String::as_str)),
-            (Kind::Vrnic, Some(mine)) => {
-                merged(mine.iter().filter_map(|g| state.groups.get(g.as_str())).map(|g| &g.vrnics), from)
-            }
-            (Kind::Rule, Some(mine)) => {
-                merged(mine.iter().filter_map(|g| state.groups.get(g.as_str())).map(|g| &g.rules), from)
-            }
-            (Kind::Host, None) => keys(&state.hosts, from),
             (Kind::Group, None) => keys(&state.groups, from),
+            (Kind::Vrnic, _) if !(q.group.is_empty() || actor.sees_group(&q.group)) => nothing(),
+            (Kind::Vrnic, None) if !q.host.is_empty() => one(state.hosts.get(q.host.as_str()).map(|h| &h.vrnics)),
+            (Kind::Vrnic, _) if !q.group.is_empty() => one(state.groups.get(q.group.as_str()).map(|g| &g.vrnics)),
+            (Kind::Vrnic, Some(mine)) => of(mine, |g| &g.vrnics),
             (Kind::Vrnic, None) => keys(&state.vrnics, from),
+            (Kind::Rule, Some(mine)) => of(mine, |g| &g.rules),
             (Kind::Rule, None) => keys(&state.rules, from),
         }
     }

@@ -454,8 +454,8 @@ impl State {
                 if theirs.len() < mine.addresses.len() { (theirs, &mine.addresses) } else { (&mine.addresses, theirs) };
             *work += 1 + few.len() as u64;
             let common = few.keys().filter(|ip| many.contains_key(*ip));
-            let clash = common.filter_map(|ip| Some((ip, mine.addresses.get(ip)?, theirs.get(ip)?)));
-            for (ip, name, holder) in clash.filter(|(_, _, h)| Self::is_seen_by(viewer, other, h)) {
+            let mut clashes = common.filter_map(|ip| Some((ip, mine.addresses.get(ip)?, theirs.get(ip)?)));
+            if let Some((ip, name, holder)) = clashes.find(|(_, _, h)| Self::is_seen_by(viewer, other, h)) {
                 let both = [(name.clone(), group.clone()), (holder.clone(), other.0.clone())];
                 return Err(Clash { ip: *ip, both, viewer: viewer.clone() });
             }

@@ -15,6 +15,8 @@ pub(super) const EXAMPLES: &str = "Example, network.toml:
   name = \"blue\"
   ranges = [\"10.0.0.0/16\"]
   share = { rate = \"10G\" }
+  max_vrnics = 500        # for everybody; without these lines tenants make up
+  max_rules = 100         # to 62,500 and 4,096, and administrators any number
 
   [[group]]
   name = \"red\"
@@ -44,7 +46,8 @@ pub(super) const EXAMPLES: &str = "Example, network.toml:
   unirdma apply -f fleet.d                  all *.toml files of a directory, as one
   generate | unirdma apply -f -             standard input
 
-`share` and `limits` have the words of `unirdma vrnic add`; a vRNIC has those of its group where it does not say its own.";
+`share` and `limits` have the words of `unirdma vrnic add`; a vRNIC has those of its group where it does not say its own.
+A call has at most 20,000 objects, or 16 MiB.";
 
 /// Most bytes of all files together; the centre takes no more.
 const MAX_BYTES: u64 = 16 << 20;
@@ -316,6 +319,7 @@ mod tests {
         assert_eq!(objects.len(), 5);
         let Some(v1::object::Object::Group(blue)) = &objects[0].object else { panic!("{objects:?}") };
         assert_eq!(blue.share.unwrap().rate, Some(10_000_000_000));
+        assert_eq!((blue.max_vrnics, blue.max_rules), (Some(500), Some(100)));
         let Some(v1::object::Object::Vrnic(db)) = &objects[3].object else { panic!("{objects:?}") };
         let share = v1::Share { weight: Some(200), rate: Some(2_500_000_000), ops: Some(500_000), burst: Some(10_000) };
         assert_eq!((db.ips[0].as_str(), db.share), ("10.0.0.9", Some(share)));

@@ -121,7 +121,9 @@ pub enum FleetCommand {
         centre: Centre,
     },
     /// Show all objects of a fleet, and each change until interrupted
-    #[command(after_help = "Example:\n  unirdma watch vrnic --json    a line of JSON for each piece of news")]
+    #[command(
+        after_help = "Example:\n  unirdma watch vrnic --json    a line of JSON for each piece of news\n\nWith one token up to 32 may watch at a time; administrators are not bound by that."
+    )]
     Watch {
         /// Only of this kind
         kind: Option<KindArg>,
