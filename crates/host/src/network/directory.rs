@@ -471,12 +471,12 @@ mod tests {
         d.apply(all_of);
         assert!((0..100).all(|n| matches!(d.tidings(&name(n), &all), Some(Tidings::Plan(_)))));
         let told = |d: &mut Directory| -> Vec<(u32, Changes)> {
-            let mut told = |n| match d.tidings(&name(n), &all) {
+            let told = |n| match d.tidings(&name(n), &all) {
                 Some(Tidings::Plan(_)) => panic!("a whole plan for {}", name(n)),
                 Some(Tidings::Changes(changes)) => Some((n, changes)),
                 None => None,
             };
-            (0..100).filter_map(|n| told(n)).collect()
+            (0..100).filter_map(told).collect()
         };
         let effect = d.apply(vec![Change::Rule { rule: rule(50), there: true }]);
         assert!(effect.any && effect.hosts && !effect.layers && !effect.numbers);
