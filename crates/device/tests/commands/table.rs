@@ -246,13 +246,9 @@ fn memory() -> Vec<Row> {
             .refused(BadValue, "the runs are longer", |w| {
                 bytes(abi::ExtendMrReq { length: 1, ..extend(w, w.me.make(Kind::Mr)) })
             })
-            .refused(BadValue, "the first run begins within a page", |w| {
-                let (runs_addr, length) = w.me.runs(&[(w.me.take(4096) + 8, 8)]);
-                bytes(abi::ExtendMrReq { runs_addr, length, ..extend(w, w.me.make(Kind::Mr)) })
-            })
-            .refused(BadValue, "the MR ends within a page", |w| {
-                let made: abi::MrResp = w.me.ok(C::RegMrRuns, &w.me.runs_request());
-                bytes(extend(w, made.mrn))
+            .refused(BadValue, "a run that ends within a page before the last", |w| {
+                let (runs_addr, length) = w.me.runs(&[(w.me.take(4096), 3), (w.me.take(4096), 4096)]);
+                bytes(abi::ExtendMrReq { runs_addr, length, num_runs: 2, ..extend(w, w.me.make(Kind::Mr)) })
             })
             .refused(BadAddress, "no list", |w| {
                 bytes(abi::ExtendMrReq { runs_addr: NOWHERE, ..extend(w, w.me.make(Kind::Mr)) })

@@ -227,7 +227,7 @@ impl Core {
     ///
     /// # Errors
     /// `BadHandle` if the session has no such MR, `BadState` if it has no mapped memory or windows are bound to it, `BadValue` if
-    /// its addresses would wrap, or if it ends or the other memory begins within a page, `Exhausted`.
+    /// its addresses would wrap, `Exhausted`.
     pub fn extend_mr(
         &mut self,
         s: SessionId,

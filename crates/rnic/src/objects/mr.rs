@@ -121,8 +121,7 @@ impl Backing {
     /// Adds the other memory at the end of this one. What there is already is neither copied nor looked at.
     ///
     /// # Errors
-    /// `BadState` unless both are mapped here and nobody else has them, `BadValue` if one does not go on at a page where the other ends.
-    /// Nothing is changed then.
+    /// `BadState` unless both are mapped here and nobody else has them, `BadValue` if that is too long. Nothing is changed then.
     pub fn extend(&mut self, other: Backing) -> Result<(), Status> {
         let other = match other {
             Backing::Mapped(span) => Pieces::of(span),
