@@ -248,22 +248,34 @@ impl Mr {
 #[derive(Default)]
 pub(crate) struct MrTable {
     mrs: Slab<Mr>,
-    /// By the upper 24 bits of the key.
-    by_key: ByNumber<Handle<Mr>>,
+    /// By the upper 24 bits of the key. The four uppermost bits, which are random, say in which table: a table that grows is copied as a whole,
+    /// and no command shall copy what many others have made.
+    by_key: [ByNumber<Handle<Mr>>; KEY_TABLES],
 }
 
+const KEY_TABLES: usize = 16;
+
 impl MrTable {
+    #[inline]
+    fn table(&self, key: u32) -> &ByNumber<Handle<Mr>> {
+        &self.by_key[(key >> 28) as usize % KEY_TABLES]
+    }
+
+    fn table_mut(&mut self, key: u32) -> &mut ByNumber<Handle<Mr>> {
+        &mut self.by_key[(key >> 28) as usize % KEY_TABLES]
+    }
+
     /// Stores `mr` and gives it its key; returns handle and key.
     pub fn insert(&mut self, mut mr: Mr, random: &mut Rng) -> Option<(Handle<Mr>, u32)> {
         let key = loop {
             let key = random.next_u64() as u32;
-            if !self.by_key.contains_key(&(key >> 8)) {
+            if !self.table(key).contains_key(&(key >> 8)) {
                 break key;
             }
         };
         mr.key = key;
         let handle = self.mrs.insert(mr)?;
-        self.by_key.insert(key >> 8, handle);
+        self.table_mut(key).insert(key >> 8, handle);
         Some((handle, key))
     }
 
@@ -271,13 +283,13 @@ impl MrTable {
     pub fn insert_known(&mut self, mr: Mr) -> Option<Handle<Mr>> {
         let key = mr.key;
         let handle = self.mrs.insert(mr)?;
-        self.by_key.insert(key >> 8, handle);
+        self.table_mut(key).insert(key >> 8, handle);
         Some(handle)
     }
 
     /// True if an MR or a window has this key, or one that differs in its lower 8 bits only.
     pub fn is_taken(&self, key: u32) -> bool {
-        self.by_key.contains_key(&(key >> 8))
+        self.table(key).contains_key(&(key >> 8))
     }
 
     /// How many more it has room for.
@@ -287,7 +299,7 @@ impl MrTable {
 
     #[inline]
     fn by_key(&self, key: u32) -> Option<&Mr> {
-        self.mrs.get(*self.by_key.get(&(key >> 8))?).filter(|m| m.key == key)
+        self.mrs.get(*self.table(key).get(&(key >> 8))?).filter(|m| m.key == key)
     }
 
     /// The MR that a WQE names: a window is nobody's local memory.
@@ -310,19 +322,19 @@ impl MrTable {
 
     /// The handle of the MR that a WQE names.
     pub fn local_handle(&self, key: Lkey) -> Option<Handle<Mr>> {
-        let h = *self.by_key.get(&(key.0 >> 8))?;
+        let h = *self.table(key.0).get(&(key.0 >> 8))?;
         self.mrs.get(h).filter(|m| m.key == key.0 && m.window.is_none()).map(|_| h)
     }
 
     /// The handle of the MR or window that a peer names.
     pub fn remote_handle(&self, key: Rkey) -> Option<Handle<Mr>> {
-        let h = *self.by_key.get(&(key.0 >> 8))?;
+        let h = *self.table(key.0).get(&(key.0 >> 8))?;
         self.mrs.get(h).filter(|m| m.key == key.0).map(|_| h)
     }
 
     /// The handle of the MR or window whose key differs from this one in its lower 8 bits at most.
     pub fn like(&self, key: Rkey) -> Option<Handle<Mr>> {
-        self.by_key.get(&(key.0 >> 8)).copied()
+        self.table(key.0).get(&(key.0 >> 8)).copied()
     }
 
     pub fn get(&self, handle: Handle<Mr>) -> Option<&Mr> {
@@ -335,7 +347,7 @@ impl MrTable {
 
     pub fn remove(&mut self, handle: Handle<Mr>) -> Option<Mr> {
         let mr = self.mrs.remove(handle)?;
-        self.by_key.remove(&(mr.key >> 8));
+        self.table_mut(mr.key).remove(&(mr.key >> 8));
         Some(mr)
     }
 
