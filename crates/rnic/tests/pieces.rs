@@ -191,3 +191,24 @@ fn an_mr_gets_longer_while_it_is_used() {
         );
     }
 }
+
+/// An MR of pieces of three bytes: a word of eight at its beginning is refused as a whole.
+#[test]
+fn an_atomic_changes_nothing_beyond_the_piece_that_it_begins_in() {
+    for op in [WrOpcode::FetchAdd, WrOpcode::CmpSwap, WrOpcode::AtomicWrite] {
+        for (place, mut net) in each() {
+            let (window, sge) = (pages(1), net.ends[0].sge(0, 8));
+            window.write(0, &[0xa5; PAGE as usize]);
+            let (s, pd) = (net.ends[1].session, net.ends[1].pd);
+            let crumb = |i: u64| (Backing::Mapped(window.sub(64 * i, 3).unwrap()), vec![9]);
+            let (mr, key) = net.rnic(1).reg_mr(s, pd, ALL, IOVA, 3, crumb(0)).unwrap();
+            (1..8).for_each(|i| net.rnic(1).extend_mr(s, mr, 3, crumb(i)).unwrap());
+            let compare_add = u64::from_ne_bytes([0xa5; 8]);
+            let w = abi::SqWqe { remote_addr: IOVA, rkey: key, compare_add, swap: 7, ..wqe(op, 1) };
+            assert_eq!(run(&mut net, w, &[sge]), WcStatus::RemAccessErr as u8, "{place}: {op:?}");
+            let mut after = [0; PAGE as usize];
+            window.read(0, &mut after);
+            assert!(after == [0xa5; PAGE as usize], "{place}: {op:?}");
+        }
+    }
+}
