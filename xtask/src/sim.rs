@@ -42,13 +42,11 @@ pub(crate) fn run(first: u64, seeds: u64, steps: u64) {
 pub(crate) fn run_differ(first: u64, seeds: u64, steps: u64) {
     let mut all = differ::Report::default();
     each(first, seeds, format!(" --steps {steps} --differ"), |seed| all.add(&differ::run(seed, steps)));
-    let of = |ok: bool| all.completions.iter().filter(|((opcode, _), _)| opcode.is_some() == ok).map(|(_, n)| n);
+    let of = |ok: bool| {
+        all.completions.iter().filter(|((opcode, _), _)| opcode.is_some() == ok).map(|(_, n)| n).sum::<u64>()
+    };
     let events: u64 = all.events.values().sum();
-    println!(
-        "{} completions with success, {} with an error, {events} events",
-        of(true).sum::<u64>(),
-        of(false).sum::<u64>()
-    );
+    println!("{} completions with success, {} with an error, {events} events", of(true), of(false));
 }
 
 /// Runs the simulation of a fleet.
