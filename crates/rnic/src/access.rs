@@ -160,9 +160,9 @@ impl<'a> Tables<'a> {
 
     /// True if the first `len` bytes of the side may be used.
     pub fn allows_first(&self, side: Side<'_>, len: u64) -> bool {
-        let mut left = len;
-        let mut each = |sges: &[abi::Sge], allows: &dyn Fn(&abi::Sge) -> bool| {
-            for s in sges.iter().take_while(|_| left > 0) {
+        let each = |sges: &[abi::Sge], allows: &dyn Fn(&abi::Sge) -> bool| {
+            let mut left = len;
+            for s in sges {
                 let first = abi::Sge { length: left.min(s.length.into()) as u32, ..*s };
                 if first.length > 0 && !allows(&first) {
                     return false;

@@ -15,8 +15,8 @@ use crate::core::Core;
 use crate::multicast::MAX_MULTICAST_QPS;
 use crate::objects::{
     Ah, Backing, Backlog, Begun, Connection, Cq, Datagrams, Door, Fetched, Held, Hollow, Labour, Local, Moderation, Mr,
-    NO_SLOT, Names, Note, PAGE_TIME, Pause, Pd, Qp, Revoked, Room, Rooms, Served, Session, SessionId, Srq, Stage, Used, Vnic, VnicId,
-    Wait, Window, Work, XrcSrq, Xrcd,
+    NO_SLOT, Names, Note, PAGE_TIME, Pause, Pd, Qp, Revoked, Room, Rooms, Served, Session, SessionId, Srq, Stage, Used,
+    Vnic, VnicId, Wait, Window, Work, XrcSrq, Xrcd,
 };
 use crate::output::Output;
 use crate::pace::{Limit, Pace};

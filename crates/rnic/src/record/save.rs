@@ -346,8 +346,22 @@ impl<'a> Saver<'a> {
     }
 
     fn mr(&self, m: &Mr) -> MrData {
-        let Mr { key, window, windows: _, owner: _, number, pd, access, iova, len, regions, checked: _, backing, note, served: _ } =
-            m;
+        let Mr {
+            key,
+            window,
+            windows: _,
+            owner: _,
+            number,
+            pd,
+            access,
+            iova,
+            len,
+            regions,
+            checked: _,
+            backing,
+            note,
+            served: _,
+        } = m;
         let kind = match window {
             None => MrKind::Region(backing.way()),
             Some(Window { second, parent, qpn }) => {
