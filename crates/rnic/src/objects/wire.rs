@@ -119,7 +119,9 @@ impl Wire {
     pub fn taken_up_to(&mut self, psn: Psn) {
         let taken = psn.advance(1);
         // Anything else answers no packet that has been sent.
-        if taken.since(self.taken) <= self.next.since(self.taken) {
+        let packets = taken.since(self.taken);
+        if packets <= self.next.since(self.taken) {
+            self.cc.grow(packets);
             (self.taken, self.patience, self.deadline) = (taken, PATIENCE, u64::MAX);
         }
     }

@@ -171,6 +171,7 @@ impl Core {
             self.advance(h, w, w.next);
             if !held_back {
                 w.taken = w.next;
+                w.cc.grow(1);
                 if w.cc.adapts {
                     self.spread(h, w.cc.packets);
                 }
@@ -312,6 +313,12 @@ impl Core {
     }
 
     /// Everything before `to` is answered.
+    fn answered(&mut self, h: Handle<Qp>, w: &mut Wire, to: Psn) {
+        w.cc.grow(to.since(w.una));
+        self.advance(h, w, to);
+    }
+
+    /// Nothing before `to` is waited for any more.
     fn advance(&mut self, h: Handle<Qp>, w: &mut Wire, to: Psn) {
         let n = to.since(w.una);
         if n == 0 {
@@ -319,7 +326,6 @@ impl Core {
         }
         w.una = to;
         w.recovering = false;
-        w.cc.grow(n);
         if w.next.is_before(to) {
             w.next = to;
         }
@@ -353,7 +359,7 @@ impl Core {
     /// which is then asked for again (IBTA vol. 1, 9.7.5.1.4).
     fn advance_to(&mut self, h: Handle<Qp>, w: &mut Wire, to: Psn) -> bool {
         let limit = w.data_limit(to);
-        self.advance(h, w, limit);
+        self.answered(h, w, limit);
         if limit != to && !w.recovering {
             w.recovering = true;
             w.cc.cut(w.una, w.high);
@@ -468,7 +474,7 @@ impl Core {
         match stored {
             Ok(()) => {
                 f.work.stall.over();
-                self.advance(h, w, psn.advance(1));
+                self.answered(h, w, psn.advance(1));
             }
             Err(fault) if fault.passes() && f.work.stall.again(self.now).is_some() => {
                 // The response is treated as lost, and is asked for again when the memory can be reached. This counts as no timeout.
