@@ -181,6 +181,10 @@ impl Draft<'_> {
             match undo {
                 Undo::Object(kind, name, before) => {
                     self.joined.clear();
+                    // A group that never was has given no addresses: its first vRNIC gets its first address.
+                    if kind == Kind::Group && before.is_none() {
+                        self.given.remove(&name);
+                    }
                     self.state.set(kind, &name, *before).expect("a state that was possible is possible again");
                 }
                 Undo::Secret(name, before) => drop(replace(&mut self.state.secrets, &name, before)),
