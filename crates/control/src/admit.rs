@@ -197,7 +197,12 @@ async fn admitted(shared: &Shared, kind: Kind, request: Request, next: Next) -> 
         // Of a page or a document: whatever comes with the question is not read.
         Some(0) => Body::empty(),
         Some(most) => {
-            let bytes = whole(&parts, body, most, &mut held, PATIENCE).await?;
+            let mut bytes = whole(&parts, body, most, &mut held, PATIENCE).await?;
+            if kind.grpc {
+                // Messages behind the one that the call is would be read, too, and dropped.
+                let end = FRAME + message_of(&bytes).len();
+                bytes.truncate(end);
+            }
             let weight = match kind.grpc {
                 true => weight::of_call(parts.uri.path(), message_of(&bytes)),
                 false => weight::of_json(&bytes),

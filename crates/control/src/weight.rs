@@ -61,6 +61,8 @@ fn of_fields(name: &str, mut rest: &[u8]) -> usize {
             0 => varint(&mut rest).map(|_| 0),
             1 => Some(8),
             2 => varint(&mut rest),
+            // A group, which no message has, is passed over, and what comes after it is read. What is in it weighs as if it were outside.
+            3 | 4 => Some(0),
             5 => Some(4),
             _ => None,
         };
@@ -132,6 +134,10 @@ mod tests {
         assert_eq!(of_call(apply, &[&[0x0a, 0][..], &[0x0a, 9, 1]].concat()), 2 * MESSAGE + 2 * FIELD);
         assert_eq!(of_call(apply, &[0xff; 30]), MESSAGE);
         assert_eq!(of_call("/other", &many), MESSAGE);
+        // Nothing hides behind a group.
+        let group = [&[0x7b, 0x08, 1, 0x7c][..], &many].concat();
+        assert_eq!(v1::ApplyRequest::decode(&group[..]).unwrap().objects.len(), 1_000);
+        assert_eq!(of_call(apply, &group), of_call(apply, &many) + 3 * FIELD);
         let json = br#"{"objects":[{"vrnic":{"ips":["",""]}}, {}]}"#;
         assert_eq!(of_json(json), 3 * MESSAGE + 4 * FIELD + json.len());
     }
