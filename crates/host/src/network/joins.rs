@@ -29,9 +29,14 @@ impl Rules {
             let times = of_group.entry(rule.clone()).or_default();
             let before = *times;
             *times = if there { before + 1 } else { before.saturating_sub(1) };
-            changed = (before == 0) != (*times == 0);
-            of_group.retain(|_, times| *times > 0);
-            self.of.retain(|_, rules| !rules.is_empty());
+            let gone = *times == 0;
+            changed = (before == 0) != gone;
+            if gone {
+                of_group.remove(rule);
+            }
+            if of_group.is_empty() {
+                self.of.remove(*group);
+            }
         }
         if changed && rule.action == Action::Allow && ends.len() == 2 {
             self.joining = if there { self.joining + 1 } else { self.joining - 1 };
