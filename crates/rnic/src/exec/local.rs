@@ -177,7 +177,9 @@ impl Core {
         if !takes_recv {
             return Ok(());
         }
-        self.take_recv(ph)?;
+        if !first_takes_recv {
+            self.take_recv(ph)?;
+        }
         let p = self.objects.qps.get(ph).ok_or(Refusal::Silent)?;
         let recv = p.recv.as_ref().ok_or(Refusal::Silent)?;
         if let Err(refusal) = self.objects.check_recv(recv, is_send.then_some(w.total)) {
