@@ -274,7 +274,8 @@ impl Core {
         let vnic = q.vnic;
         let Some(Datagrams { backlog, .. }) = q.datagrams_mut() else { return };
         let Some(first) = backlog.held.front() else { return };
-        let over = first.until.saturating_add(1);
+        // While a job has it, or has put it into its receive, it waits for nothing that a timer could end.
+        let over = if matches!(backlog.placing, Placing::No) { first.until.saturating_add(1) } else { u64::MAX };
         let waited = HOLD_NS.saturating_sub(over.saturating_sub(now));
         let soon = now.saturating_add((waited / LOOK_AGAIN_PART).clamp(MOMENT_NS, LOOK_AGAIN_NS));
         let at = if nobody_rings { soon.min(over) } else { over };
