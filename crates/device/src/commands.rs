@@ -413,8 +413,9 @@ impl Device {
         named(rnic.create_pd(self.session))
     }
 
-    fn destroy_pd(&self, rnic: &mut Rnic, r: abi::HandleReq) -> Answer<Nothing> {
-        done(rnic.destroy_pd(self.session, r.handle))
+    fn destroy_pd(&self, rnic: &mut Turn<'_>, r: abi::HandleReq) -> Answer<Nothing> {
+        while self.rnic.lock().remove_nulls(self.session, r.handle, MAX_BURIED) {}
+        done(rnic.taken().destroy_pd(self.session, r.handle))
     }
 
     fn modify_cq(&self, rnic: &mut Rnic, r: abi::ModifyCqReq) -> Answer<Nothing> {

@@ -40,6 +40,22 @@ impl Core {
         self.objects.graves.iter().any(is_of)
     }
 
+    /// Removes up to `most` of the null MRs of a PD that has nothing else in it; true if others are left. Whoever is about to destroy the PD
+    /// does this with pauses, so that others have the RNIC in between.
+    pub fn remove_nulls(&mut self, s: SessionId, pd: u32, most: usize) -> bool {
+        let Ok(h) = self.objects.own_pd(s, pd) else { return false };
+        let Some(p) = self.objects.pds.get(h).filter(|p| p.uses == 0) else { return false };
+        let nulls: Vec<_> = p.nulls.values().copied().take(most).collect();
+        let left = p.nulls.len() > nulls.len();
+        for &null in &nulls {
+            self.remove(Object::Mr(null));
+        }
+        if let Ok(vnic) = self.objects.vnic_of(s) {
+            self.sched.charge(vnic, nulls.len() as u64 * BURY_NS);
+        }
+        left
+    }
+
     /// Ends up to `most` of the objects of a session that do something by themselves: QPs, SRQs, CQs and XRC domains, in this order, since
     /// each uses those that follow. True if others are left.
     pub(crate) fn quiesce_objects(&mut self, id: SessionId, most: usize) -> bool {
