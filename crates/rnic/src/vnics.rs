@@ -241,7 +241,7 @@ impl Core {
     }
 
     fn emit_to_port(&mut self, id: VnicId, kind: AsyncEvent) {
-        for s in self.objects.sessions.handles(|s| s.vnic == id) {
+        for s in self.objects.sessions.handles(|s| s.vnic == id && !s.gone) {
             self.emit(SessionId(s), kind, 1);
         }
     }
