@@ -28,7 +28,7 @@ pub(crate) struct Turns {
 pub(crate) struct Turn {
     turns: Arc<Turns>,
     who: Option<String>,
-    /// In the order in which they are let go.
+    /// In the order in which they were taken; the last one is let go first.
     held: Vec<OwnedMutexGuard<()>>,
 }
 

@@ -147,7 +147,7 @@ impl Backlog {
         self.taken.give(d.bytes());
         if self.held.is_empty() {
             // A long list would stay for ever otherwise.
-            self.held = VecDeque::new();
+            self.held.shrink_to(super::SPARE_ENTRIES);
         }
         Some(d)
     }

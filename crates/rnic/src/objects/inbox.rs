@@ -142,7 +142,8 @@ impl Inbox {
         if !self.is_empty() {
             return None;
         }
-        self.heads = VecDeque::new();
+        // A long list would stay for ever otherwise.
+        self.heads.shrink_to(super::SPARE_ENTRIES);
         Some(std::mem::take(&mut self.bytes))
     }
 }

@@ -63,6 +63,9 @@ pub(crate) use wire::{
 };
 pub(crate) use work::{Recv, Spare, Wait, Work};
 
+/// Room for so many entries an empty queue of packets keeps, so that it makes none for each one that comes alone.
+const SPARE_ENTRIES: usize = 4;
+
 /// Largest path MTU, bytes.
 pub(crate) const MAX_MTU: u32 = 4096;
 /// Most outstanding READs and atomics of a QP, each way.
