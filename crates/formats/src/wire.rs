@@ -306,9 +306,10 @@ pub mod flush {
     pub fn parts(word: u32) -> (u32, u32) {
         (word & 0xf, word >> 4 & 3)
     }
-    /// True for a placement and a level that the device has.
-    pub fn is_offered(word: u32) -> bool {
-        matches!(parts(word), (GLOBAL, RANGE | REGION))
+    /// True for placements and a level that there are (annex A19).
+    pub fn is_known(word: u32) -> bool {
+        const BOTH: u32 = GLOBAL | PERSISTENT;
+        matches!(parts(word), (GLOBAL | PERSISTENT | BOTH, RANGE | REGION))
     }
 }
 

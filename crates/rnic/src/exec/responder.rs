@@ -105,7 +105,7 @@ impl Refusal {
 pub(crate) fn check_form(p: &Qp, r: &Request) -> Result<(), Refusal> {
     let words = r.op.is_atomic() || r.op == WrOpcode::AtomicWrite;
     let no_resources = r.op.returns_data() && r.pending >= usize::from(p.attr.max_dest_rd_atomic);
-    let bad_form = if r.op == WrOpcode::Flush { !flush::is_offered(r.word) } else { r.len > MAX_MSG_BYTES };
+    let bad_form = if r.op == WrOpcode::Flush { !flush::is_known(r.word) } else { r.len > MAX_MSG_BYTES };
     let need = remote_access(r.op);
     let fits = p.attr.qp_access_flags & need == need;
     if words && r.va % 8 != 0 || no_resources || bad_form || !fits { Err(INVALID) } else { Ok(()) }
@@ -114,8 +114,10 @@ pub(crate) fn check_form(p: &Qp, r: &Request) -> Result<(), Refusal> {
 /// True if the memory that a FLUSH names may be flushed by a peer of QP `p`: a range, or a whole memory region.
 fn may_flush(tables: &Tables<'_>, p: &Qp, r: &Request) -> bool {
     let need = remote_access(WrOpcode::Flush);
-    match flush::parts(r.word).1 {
-        flush::RANGE => tables.allows(remote(p, need, r.rkey, r.va), r.len),
+    match flush::parts(r.word) {
+        // No memory region grants the placement PERSISTENT: the memory of a virtual machine or a process does not outlive a power failure.
+        (placement, _) if placement != flush::GLOBAL => false,
+        (_, flush::RANGE) => tables.allows(remote(p, need, r.rkey, r.va), r.len),
         _ => tables.mrs.remote(r.rkey).is_some_and(|m| m.pd == p.pd && m.access & need != 0 && tables.lives(m)),
     }
 }
