@@ -12,6 +12,7 @@ mod memory;
 mod messages;
 mod net;
 mod objects;
+mod pieces;
 mod random;
 mod requests;
 mod vanish;
@@ -32,6 +33,8 @@ work requests
   flood SECONDS SOCKET                  one QP posts WRITEs of 64 B without a pause
   capw SECONDS SOCKET                   WRITEs of 128 MiB with the smallest MTU, for a vRNIC that is captured
   mcast SECONDS SOCKET                  datagrams to a group of 2,048 QPs without receives
+  backlog SECONDS SOCKET                datagrams to 2,000 QPs without receives, one after the other
+  crumbs SECONDS SOCKET                 WRITEs through MRs whose pieces are one byte long
 memory
   slowmm SECONDS SOCKET fuse|fork       READs of memory that is slow to reach
   sigbus SECONDS SOCKET mr|doorbell     WRITEs to a file that is truncated; a doorbell page in one
@@ -42,6 +45,9 @@ memory
 objects
   regmr SECONDS SOCKET                  registers and deregisters memory beside 60,000 MRs
   pages SECONDS SOCKET                  registers lists of very many pages
+  lists SECONDS SOCKET                  an MR of as many lists as there may be
+  revoked SECONDS SOCKET                a memory region with 30,000 MRs, which goes and comes back
+  ranges SECONDS SOCKET                 as many ranges of addresses as there may be
   cqaba SECONDS SOCKET SOCKET           a completion for a CQ that is destroyed, beside a program on another vRNIC
   cmjoin SECONDS SOCKET                 joins multicast groups and fetches no event
   cmreq SECONDS SOCKET                  asks for connections that nobody takes
@@ -100,6 +106,11 @@ fn attack(name: &str, socket: &Path, argument: &[&str], until: Until) -> Option<
         ("flood", []) => requests::flood(socket, until),
         ("capw", []) => requests::capw(socket, until),
         ("mcast", []) => requests::mcast(socket, until),
+        ("backlog", []) => pieces::backlog(socket, until),
+        ("crumbs", []) => pieces::crumbs(socket, until),
+        ("lists", []) => pieces::lists(socket, until),
+        ("revoked", []) => pieces::revoked(socket, until),
+        ("ranges", []) => pieces::ranges(socket, until),
         ("slowmm", ["fuse"]) => memory::fuse(socket, until),
         ("slowmm", ["fork"]) => memory::fork(socket, until),
         ("sigbus", ["mr"]) => vanish::truncated_mr(socket, until),
