@@ -116,14 +116,7 @@ impl Guard {
         }
         let guard = Guard { dir, names, lock, lock_path };
         for name in &guard.names {
-            let kind = || Ok(FileType::from_raw_mode(statat(&guard.dir, *name, AtFlags::SYMLINK_NOFOLLOW)?.st_mode));
-            let kind = kind().or_else(|e| match e {
-                rustix::io::Errno::NOENT => {
-                    mknodat(&guard.dir, *name, FileType::Socket, Mode::RUSR | Mode::WUSR, 0).map(|()| FileType::Socket)
-                }
-                e => Err(e),
-            });
-            match kind {
+            match guard.keep(name) {
                 Ok(FileType::Symlink) => {
                     return Err(io::Error::other(format!("{name} is a symbolic link, which cannot be kept as it is")));
                 }
@@ -132,6 +125,13 @@ impl Guard {
             }
         }
         Ok(guard)
+    }
+
+    /// Makes a socket of this name if there is nothing; what there is then. Other containers may do so at the same time.
+    fn keep(&self, name: &str) -> rustix::io::Result<FileType> {
+        let made = mknodat(&self.dir, name, FileType::Socket, Mode::RUSR | Mode::WUSR, 0);
+        made.or_else(|e| if e == rustix::io::Errno::EXIST { Ok(()) } else { Err(e) })?;
+        Ok(FileType::from_raw_mode(statat(&self.dir, name, AtFlags::SYMLINK_NOFOLLOW)?.st_mode))
     }
 }
 
@@ -242,6 +242,14 @@ mod tests {
         drop(a);
         assert_eq!(names(), [".envrc", ".git", ".idea", ".vscode", "HEAD"]);
         drop(b);
+        assert_eq!(names(), [".idea"]);
+        // Containers that begin at the same time do not take each other's sockets for something of the user's.
+        let many: Vec<_> = std::thread::scope(|scope| {
+            let threads: Vec<_> = (0..8).map(|_| scope.spawn(|| Guard::take(&top, &dir))).collect();
+            threads.into_iter().map(|t| t.join().unwrap()).collect()
+        });
+        assert!(many.iter().all(Result::is_ok));
+        drop(many);
         assert_eq!(names(), [".idea"]);
         // A repository has its own HEAD. What the user makes of a name meanwhile stays.
         std::fs::create_dir(dir.join(".git")).unwrap();

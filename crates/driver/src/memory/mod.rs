@@ -658,13 +658,15 @@ fn offer_process(ctx: &Context) -> Result<()> {
     if *offered {
         return Ok(());
     }
-    let mem = moved().tools().and_then(|t| tools::dup_high(t.process.as_ref()?.get().ok()?)).ok_or(libc::EACCES)?;
+    // No descriptor is made for this: the program may have none left.
+    let mem = moved().tools().and_then(|t| t.process.clone()).ok_or(libc::EACCES)?;
+    let fd = mem.get().map_err(|_| libc::EACCES)?;
     let d = RegionDesc { bus_addr: 0, size: PROCESS_LIMIT, user_addr: 0, mmap_offset: 0 };
     // From here on the device may copy, and hears of every move.
     if let Some(d) = moved().door(ctx.id) {
         d.copies = true;
     }
-    lock(&ctx.frontend).add_region(d, mem.as_fd()).map_err(|e| errno(&e))?;
+    lock(&ctx.frontend).add_region(d, fd).map_err(|e| errno(&e))?;
     *offered = true;
     Ok(())
 }

@@ -610,7 +610,7 @@ extern "C" fn after_in_child() {
     FORKS.fetch_add(1, Ordering::SeqCst);
     let held = lock(&FORKING).take();
     tools::close_early();
-    held.iter().flat_map(|m| &m.0.tools).flat_map(|t| &t.process).for_each(Known::close);
+    held.iter().flat_map(|m| &m.0.tools).flat_map(|t| &t.process).for_each(|p| p.close());
 }
 
 impl Moved {

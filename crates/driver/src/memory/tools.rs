@@ -6,7 +6,7 @@ use std::fs::File;
 use std::mem::MaybeUninit;
 use std::os::fd::{AsFd, AsRawFd, BorrowedFd, OwnedFd};
 use std::path::Path;
-use std::sync::OnceLock;
+use std::sync::{Arc, OnceLock};
 
 use rustix::fs::{MemfdFlags, SealFlags};
 use rustix::process::{Pid, getpid};
@@ -26,7 +26,7 @@ pub(crate) struct Tools {
     /// `/proc/self/maps`.
     pub maps: Option<Maps>,
     /// This process's memory, for the way *copy*.
-    pub process: Option<Known>,
+    pub process: Option<Arc<Known>>,
     mover: Option<Mover>,
     tasks: Option<Known>,
     fds: Option<Known>,
@@ -131,9 +131,9 @@ pub(crate) fn close_early() {
     EARLY.get().into_iter().for_each(|(_, mem)| mem.close());
 }
 
-fn process() -> Option<Known> {
+fn process() -> Option<Arc<Known>> {
     let early = || EARLY.get().filter(|(pid, _)| *pid == getpid()).and_then(|(_, mem)| dup_high(mem.get().ok()?));
-    open_process().or_else(|| Known::new(early()?).ok())
+    open_process().or_else(|| Known::new(early()?).ok()).map(Arc::new)
 }
 
 impl Mover {
