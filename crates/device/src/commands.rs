@@ -53,12 +53,15 @@ impl<'a> Turn<'a> {
         Turn { device, guard: None, found }
     }
 
-    /// Dead objects of the vRNIC count against its quotas until they are freed. Each command frees more of them than it makes.
+    /// Dead objects of the vRNIC count against its quotas until they are freed, so a command waits for that. Others have the RNIC in between.
     pub(crate) fn taken(&mut self) -> &mut RnicGuard<'a> {
         self.guard.get_or_insert_with(|| {
-            let mut rnic = self.device.rnic.lock();
-            rnic.bury_of(self.device.identity.vnic, MAX_BURIED);
-            rnic
+            loop {
+                let mut rnic = self.device.rnic.lock();
+                if !rnic.bury_of(self.device.identity.vnic, MAX_BURIED) {
+                    return rnic;
+                }
+            }
         })
     }
 
