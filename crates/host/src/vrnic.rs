@@ -55,7 +55,7 @@ impl std::str::FromStr for IpNet {
 #[allow(missing_docs)]
 pub struct AddVrnic {
     pub name: String,
-    /// At most one IPv4 and any number of IPv6 addresses; empty: the next free 10.77.x.y.
+    /// At most one IPv4 address, and IPv6 addresses as many as the GID table holds; empty: the next free 10.77.x.y.
     pub ips: Vec<IpNet>,
     pub group: Option<String>,
     pub max_qp: Option<u32>,

@@ -11,8 +11,8 @@
 //!   that are polled, limits, copies that are done elsewhere, group members, captured packets, routes and packets to send; none of them knows the core;
 //! * `core`: the struct that holds those, and what every room does with it: `complete` (completions, events, failures), `pacing`,
 //!   `tapping`, `access` (keys to memory), `follow` (where connections lead), `uncouple` (connections within a host that leave it);
-//! * `commands`, `vnics`, `sessions`, `pause`: what the control path asks; `arrivals`: packets that come in; `turns`: rounds and turns. They
-//!   leave the work of QPs to an `executor`, which is a trait;
+//! * `commands`, `vnics`, `sessions`, `pause`: what the control path asks; `burial`: how dead objects are freed; `arrivals`:
+//!   packets that come in; `turns`: rounds and turns. They leave the work of QPs to an `executor`, which is a trait;
 //! * `software`: the executor that does all in this process. `exec`: work requests between QPs of this host, WQEs, receives, jobs;
 //!   `wire`: connections to other hosts, with a requester and a responder; `datagram`: the unreliable datagrams of both;
 //! * `cm`: connection management, which sends and hears messages, and moves no QP; `rnic`: the whole; `record`: a vRNIC as data,
