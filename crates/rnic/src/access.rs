@@ -42,7 +42,9 @@ pub(crate) enum Side<'a> {
     Stage { session: SessionId, data: u64, room: u64 },
 }
 
-/// Most pieces that one slice of a message moves, and most that a job has at each end.
+/// Most pieces that one slice of a message moves: what looking them up takes is about a turn.
+pub(crate) const SLICE_PIECES: usize = 8;
+/// Most pieces that a job has at each end.
 pub(crate) const MAX_PIECES: usize = 64;
 
 /// What [`Tables::grant`] says of several; no key has these upper 24 bits.
@@ -261,7 +263,7 @@ impl<'a> Tables<'a> {
         }
     }
 
-    /// Copies bytes `[off, off + len)` of a message, or the first of them if they lie in more than [`MAX_PIECES`] places: how many. `None`
+    /// Copies bytes `[off, off + len)` of a message, or the first of them if they lie in more than [`SLICE_PIECES`] places: how many. `None`
     /// if only a job can.
     #[inline]
     pub fn copy(&self, src: Side<'_>, dst: Side<'_>, off: u64, len: u64) -> Option<Result<u64, Fault>> {
@@ -279,7 +281,7 @@ impl<'a> Tables<'a> {
     /// As [`Tables::copy`], whatever the two sides are: pieces are looked up one after the other.
     fn copy_in_pieces(&self, src: Side<'_>, dst: Side<'_>, off: u64, len: u64) -> Option<Result<u64, Fault>> {
         let mut done = 0;
-        for _ in 0..MAX_PIECES {
+        for _ in 0..SLICE_PIECES {
             if done == len {
                 break;
             }

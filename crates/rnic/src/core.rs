@@ -24,8 +24,9 @@ pub(crate) const OP_NS: u64 = 250;
 /// Bytes that are copied in a nanosecond, roughly.
 const BYTES_PER_NS: u64 = 8;
 
-/// What each further piece of a message takes, roughly, nanoseconds: it is looked up at each end.
-const PIECE_NS: u64 = 60;
+/// What each further piece of a message takes, roughly, nanoseconds: it is looked up at each end, at worst among lists of one piece each
+/// (`attack`: crumbs).
+const PIECE_NS: u64 = 250;
 
 /// What it takes to move bytes, roughly, nanoseconds.
 pub(crate) fn copy_ns(bytes: u64) -> u64 {
