@@ -14,6 +14,9 @@ const TURN_NS: u64 = 2_000;
 /// A round begins no turn after this time, nanoseconds, so that its caller can let others in: with the last turn it takes up to twice
 /// as long, if requests are short.
 const ROUND_NS: u64 = 1_500;
+/// What a round takes beside its turns, roughly, nanoseconds. Most rounds have several turns; whoever ends one early pays for it, or others
+/// would have two turns' time less for each of its datagrams (`attack`: backlog).
+const ROUND_REST_NS: u64 = 500;
 /// What a timer takes that has fired, or the doorbell page of a session, roughly, nanoseconds.
 const STEP_NS: u64 = 100;
 /// What a look at a session's doorbell page takes, roughly, nanoseconds.
@@ -97,6 +100,7 @@ impl Core {
             }
             // Programs have their turn before there are more datagrams without a receive.
             if self.starved {
+                self.sched.charge(id, ROUND_REST_NS);
                 break;
             }
         }
