@@ -1,6 +1,7 @@
 //! `cargo xtask bench`: figures beside a peer in the same run.
 
 mod ab;
+mod busy;
 mod engine;
 mod isolation;
 mod local;
@@ -17,6 +18,7 @@ use crate::Result;
 use crate::lab;
 
 pub(crate) use ab::ab;
+pub(crate) use busy::busy;
 pub(crate) use engine::engine;
 pub(crate) use isolation::isolation;
 pub(crate) use local::local;
