@@ -284,7 +284,7 @@ enum Bench {
         #[arg(long)]
         json: bool,
     },
-    /// Latency and bandwidth between two containers of this host, beside TCP loopback and memcpy
+    /// Latency, bandwidth, processor time and events between two containers of this host, beside TCP loopback and memcpy
     #[command(
         after_help = "Examples:\n  cargo xtask bench local\n  cargo xtask bench local --json > local.json\n  cargo xtask bench local --svg local.svg"
     )]

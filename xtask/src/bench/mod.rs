@@ -41,6 +41,16 @@ fn pollers() -> (String, bool) {
     (format!("{cores} cores; {which}"), shared)
 }
 
+/// Processor time of a process, and of its children that have ended, in seconds.
+pub(crate) fn cpu_times(pid: impl std::fmt::Display) -> (f64, f64) {
+    /// Ticks of a second.
+    const TICKS: f64 = 100.0;
+    let stat = std::fs::read_to_string(format!("/proc/{pid}/stat")).unwrap_or_default();
+    let after = stat.rsplit(')').next().unwrap_or_default();
+    let field = |i: usize| after.split_whitespace().nth(i).and_then(|w| w.parse::<f64>().ok()).unwrap_or(0.0) / TICKS;
+    (field(11) + field(12), field(13) + field(14))
+}
+
 /// Figures that a program of ours printed: a name and a number on each line.
 pub(crate) fn figures(text: &str) -> BTreeMap<String, f64> {
     let number = |l: &str| l.split_once(' ').and_then(|(k, v)| Some((k.to_string(), v.parse().ok()?)));
