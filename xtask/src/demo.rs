@@ -50,7 +50,7 @@ pub(crate) fn run() -> Result<()> {
     tcp.latencies(2, 2000, false)?;
     let all = tcp.latencies(2, 20_000, false)?;
     let (tcp_typical, tcp_average) = (all[all.len() / 2], all.iter().sum::<f64>() / all.len() as f64);
-    let tcp_bandwidth = tcp.bandwidth(1 << 20, 4000)?;
+    let tcp_bandwidth = tcp.bandwidth(1 << 20, 4000, false)?;
     println!();
     println!("{:32} {:>12} {:>12} {:>9}", "", "uniRDMA", "TCP", "ratio");
     let row = |name: &str, ours: f64, theirs: f64, ratio: f64| {

@@ -218,6 +218,22 @@ enum Bench {
         #[arg(long)]
         json: bool,
     },
+    /// Programs as the field has them, on cores that computing threads use too: how fast they are, beside TCP and beside what the
+    /// machine allows
+    #[command(
+        after_help = "Examples:\n  cargo xtask bench busy\n  cargo xtask bench busy --only sync --runs 5\n  cargo xtask bench busy --json > busy.json\n\nThe programs are sync, stall, relay-2, relay-3, requests-1 and requests-64. Each is measured beside no threads, one for each core, and\none more, that compute."
+    )]
+    Busy {
+        /// Print JSON instead of a table
+        #[arg(long)]
+        json: bool,
+        /// Only the programs whose name contains this
+        #[arg(long, value_name = "TEXT")]
+        only: Option<String>,
+        /// How often each program is measured; medians count
+        #[arg(long, value_name = "N", default_value_t = 3, value_parser = clap::value_parser!(u32).range(1..))]
+        runs: u32,
+    },
     /// Latency and bandwidth between two hosts joined by a veth pair, beside TCP over the same pair, and in one virtual machine
     /// beside the kernel's soft RDMA devices, rxe and siw; needs root
     #[command(
@@ -268,7 +284,7 @@ enum Bench {
         #[arg(long)]
         json: bool,
     },
-    /// Latency and bandwidth between two containers of this host, beside TCP loopback and memcpy
+    /// Latency, bandwidth, processor time and events between two containers of this host, beside TCP loopback and memcpy
     #[command(
         after_help = "Examples:\n  cargo xtask bench local\n  cargo xtask bench local --json > local.json\n  cargo xtask bench local --svg local.svg"
     )]
@@ -348,6 +364,7 @@ fn main() -> ExitCode {
         Command::Attack { json, only, runs, seconds, .. } => attack::run(json, only.as_deref(), runs, seconds),
         Command::Bench { what: Bench::Local { json, svg } } => bench::local(json, &svg),
         Command::Bench { what: Bench::Ab { rev, runs, only, json } } => bench::ab(&rev, runs, only.as_deref(), json),
+        Command::Bench { what: Bench::Busy { json, only, runs } } => bench::busy(json, only.as_deref(), runs),
         Command::Bench { what: Bench::Engine { runs, json } } => bench::engine(runs as usize, json),
         Command::Bench { what: Bench::Isolation { json, only, runs } } => bench::isolation(json, only.as_deref(), runs),
         Command::Bench { what: Bench::Memory { json } } => bench::memory(json),

@@ -113,14 +113,19 @@ impl Tcp {
         Ok(all)
     }
 
-    /// Bandwidth, MiB/s.
+    /// The other process.
+    pub fn pid(&self) -> u32 {
+        self.child.id()
+    }
+
+    /// Bandwidth, MiB/s; `sleep`: both ends sleep when they must wait, else they spin.
     ///
     /// # Errors
     /// What failed.
-    pub fn bandwidth(&mut self, size: usize, count: usize) -> Result<f64> {
+    pub fn bandwidth(&mut self, size: usize, count: usize, sleep: bool) -> Result<f64> {
         let buf = vec![0; size];
         let start = Instant::now();
-        self.begin(size, count, false, false)?;
+        self.begin(size, count, false, sleep)?;
         for _ in 0..count {
             write_all(&mut self.stream, &buf).map_err(text)?;
         }

@@ -1,13 +1,15 @@
 //! `cargo xtask bench local`: one run, every figure beside TCP loopback and beside one memcpy.
 
 use std::hint::black_box;
+use std::io::{Read, Write};
 use std::path::Path;
+use std::process::{Command, Stdio};
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::{Duration, Instant};
 
 use serde::Serialize;
 
-use super::{print_json, rows};
+use super::{cpu_times, median, print_json, rows};
 use crate::lab::{self, Lab};
 use crate::tcp::Tcp;
 use crate::{Result, packages};
@@ -18,6 +20,8 @@ struct Report {
     latency: Vec<Latency>,
     floor_us: f64,
     bandwidth: Vec<Bandwidth>,
+    cpu: Vec<Cpu>,
+    events: Events,
     /// Milliseconds for one vRNIC, over 100.
     create_vrnic_ms: f64,
     /// Processor time of the virtual layer over wall time, idle with 100 vRNICs, per cent.
@@ -44,6 +48,34 @@ struct Bandwidth {
     memcpy: f64,
     write_over_memcpy: f64,
     write_over_tcp: f64,
+}
+
+/// Processor time of moving bytes, in core-seconds for each GB: of both programs and of the virtual layer's processes.
+#[derive(Serialize)]
+struct Cpu {
+    bytes: u64,
+    /// WRITEs whose completions the client spins for.
+    write: f64,
+    /// The part of it that is the virtual layer's.
+    write_layer: f64,
+    /// TCP loopback whose ends sleep when they must wait.
+    tcp: f64,
+    write_over_tcp: f64,
+}
+
+/// What it costs to sleep until a message comes: one way, 2 B, typical times in microseconds.
+#[derive(Serialize)]
+struct Events {
+    /// SENDs whose receiver sleeps, and SENDs whose receiver spins.
+    event_us: f64,
+    poll_us: f64,
+    added_us: f64,
+    /// A byte in a pipe that wakes another process: what the machine takes by itself.
+    wake_us: f64,
+    added_over_wake: f64,
+    /// TCP loopback whose ends sleep.
+    tcp_us: f64,
+    event_over_tcp: f64,
 }
 
 /// MiB/s of copying `size` bytes from one buffer to another.
@@ -89,12 +121,75 @@ fn perftest(lab: &Lab, command: &str) -> Result<Vec<Vec<f64>>> {
     rows(command, lab.pair(("a", command), ("b", &format!("{command} 10.0.0.1")), &[])?)
 }
 
-/// Processor time of a process, in clock ticks.
-fn ticks(pid: u32) -> u64 {
-    let stat = std::fs::read_to_string(format!("/proc/{pid}/stat")).unwrap_or_default();
-    let after = stat.rsplit(')').next().unwrap_or_default();
-    let field = |i: usize| after.split_whitespace().nth(i).and_then(|w| w.parse::<u64>().ok()).unwrap_or(0);
-    field(11) + field(12)
+/// The supervisor and the workers.
+fn layer(lab: &Lab) -> Result<Vec<i32>> {
+    Ok(lab.workers()?.iter().map(|w| w.1).chain([lab.pid() as i32]).collect())
+}
+
+/// Processor time of processes that run, in seconds.
+fn cpu_of(pids: &[i32]) -> f64 {
+    pids.iter().map(|pid| cpu_times(pid).0).sum()
+}
+
+/// Processor time for each GB of WRITEs and of TCP. What a run with few WRITEs takes is subtracted: programs that start, and
+/// perftest, which measures the processor's clock.
+fn cpu(lab: &Lab, size: usize) -> Result<Cpu> {
+    const BYTES: usize = 32 << 30;
+    const FEW: usize = 100;
+    let count = BYTES / size;
+    let layer = layer(lab)?;
+    let gigabytes = |count: usize| (size * count) as f64 / 1e9;
+    let run = |count: usize| -> Result<(f64, f64)> {
+        let (programs, of_layer) = (cpu_times("self").1, cpu_of(&layer));
+        perftest(lab, &format!("ib_write_bw -s {size} -n {count}"))?;
+        Ok((cpu_times("self").1 - programs, cpu_of(&layer) - of_layer))
+    };
+    let ((programs, of_layer), (programs_few, layer_few)) = (run(FEW + count)?, run(FEW)?);
+    let write_layer = (of_layer - layer_few) / gigabytes(count);
+    let write = (programs - programs_few) / gigabytes(count) + write_layer;
+    let mut peer = Tcp::start()?;
+    let both = |peer: &Tcp| cpu_times("self").0 + cpu_times(peer.pid()).0;
+    let before = both(&peer);
+    peer.bandwidth(size, count / 8, true)?;
+    let tcp = (both(&peer) - before) / gigabytes(count / 8);
+    Ok(Cpu { bytes: size as u64, write, write_layer, tcp, write_over_tcp: write / tcp })
+}
+
+/// One-way time by which a byte in a pipe wakes another process, typical, microseconds.
+fn wake_up() -> Result<f64> {
+    const ROUNDS: usize = 20_000;
+    let text = |e: std::io::Error| format!("cat: {e}");
+    let mut cat = Command::new("cat").stdin(Stdio::piped()).stdout(Stdio::piped()).spawn().map_err(text)?;
+    let (Some(mut to), Some(mut from)) = (cat.stdin.take(), cat.stdout.take()) else { return Err("cat".into()) };
+    let mut times = Vec::with_capacity(ROUNDS);
+    for _ in 0..ROUNDS {
+        let start = Instant::now();
+        to.write_all(&[0]).and_then(|()| from.read_exact(&mut [0])).map_err(text)?;
+        times.push(start.elapsed().as_secs_f64() * 1e6 / 2.0);
+    }
+    drop(to);
+    cat.wait().map_err(text)?;
+    Ok(median(times))
+}
+
+fn events(lab: &Lab) -> Result<Events> {
+    let typical = |options: &str| -> Result<f64> {
+        Ok(perftest(lab, &format!("ib_send_lat -s 2 -n 20000{options}"))?.pop().unwrap_or_default()[4])
+    };
+    let (poll_us, event_us) = (typical("")?, typical(" -e")?);
+    let wake_us = wake_up()?;
+    let mut tcp = Tcp::start()?;
+    let tcp_us = median(tcp.latencies(2, 20_000, true)?);
+    let added_us = event_us - poll_us;
+    Ok(Events {
+        event_us,
+        poll_us,
+        added_us,
+        wake_us,
+        added_over_wake: added_us / wake_us,
+        tcp_us,
+        event_over_tcp: event_us / tcp_us,
+    })
 }
 
 fn idle(lab: &Lab) -> Result<(f64, f64)> {
@@ -117,9 +212,10 @@ fn idle(lab: &Lab) -> Result<(f64, f64)> {
         total += ms;
     }
     std::thread::sleep(Duration::from_millis(500));
-    let (before, start) = (ticks(lab.pid()), Instant::now());
+    let layer = layer(lab)?;
+    let (before, start) = (cpu_of(&layer), Instant::now());
     std::thread::sleep(Duration::from_secs(3));
-    let used = (ticks(lab.pid()) - before) as f64 / 100.0;
+    let used = cpu_of(&layer) - before;
     Ok(((total / 100.0 - asking).max(0.0), used / start.elapsed().as_secs_f64() * 100.0))
 }
 
@@ -166,7 +262,7 @@ pub(crate) fn local(json: bool, svg: &Path) -> Result<()> {
     for log in 6..=23 {
         let size = 1usize << log;
         let of = |rows: &[Vec<f64>]| rows.iter().find(|r| r[0] as usize == size).map_or(0.0, |r| r[3]);
-        let over_tcp = tcp.bandwidth(size, ((256 << 20) / size).clamp(50, 100_000))?;
+        let over_tcp = tcp.bandwidth(size, ((256 << 20) / size).clamp(50, 100_000), false)?;
         bandwidth.push(Bandwidth {
             bytes: size as u64,
             write: of(&write),
@@ -183,9 +279,12 @@ pub(crate) fn local(json: bool, svg: &Path) -> Result<()> {
         b.memcpy = memcpy(b.bytes as usize);
         b.write_over_memcpy = b.write / b.memcpy;
     }
+    say("processor time of 64 KiB and 1 MiB; events");
+    let cpu = vec![cpu(&lab, 64 << 10)?, cpu(&lab, 1 << 20)?];
+    let events = events(&lab)?;
     say("idle with 100 vRNICs");
     let (create_vrnic_ms, idle_cpu_percent) = idle(&lab)?;
-    let report = Report { topology, latency, floor_us, bandwidth, create_vrnic_ms, idle_cpu_percent };
+    let report = Report { topology, latency, floor_us, bandwidth, cpu, events, create_vrnic_ms, idle_cpu_percent };
     if let Some(dir) = svg.parent() {
         let _ = std::fs::create_dir_all(dir);
     }
@@ -222,6 +321,25 @@ fn print(r: &Report) {
             b.bytes, b.write, b.read, b.send, b.tcp, b.memcpy, b.write_over_memcpy, b.write_over_tcp
         );
     }
+    println!(
+        "\n{:>10} {:>10} {:>10} {:>10} {:>14}   (both programs and the virtual layer; a program that spins counts, too)",
+        "core-s/GB", "WRITE", "of layer", "TCP", "WRITE/TCP"
+    );
+    for c in &r.cpu {
+        println!(
+            "{:>8} B {:>10.3} {:>10.3} {:>10.3} {:>14.2}",
+            c.bytes, c.write, c.write_layer, c.tcp, c.write_over_tcp
+        );
+    }
+    let e = &r.events;
+    println!(
+        "\nSEND to a program that sleeps, 2 B: {:.2} us one way, TCP {:.2}, ratio {:.2}",
+        e.event_us, e.tcp_us, e.event_over_tcp
+    );
+    println!(
+        "  to one that spins: {:.2} us; sleeping adds {:.2}; to wake a process by a pipe takes {:.2}, ratio {:.2}",
+        e.poll_us, e.added_us, e.wake_us, e.added_over_wake
+    );
     println!(
         "\ncreating a vRNIC: {:.2} ms; idle with 100 vRNICs: {:.2} % of a core",
         r.create_vrnic_ms, r.idle_cpu_percent

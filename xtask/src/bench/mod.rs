@@ -1,6 +1,7 @@
 //! `cargo xtask bench`: figures beside a peer in the same run.
 
 mod ab;
+mod busy;
 mod engine;
 mod isolation;
 mod local;
@@ -17,6 +18,7 @@ use crate::Result;
 use crate::lab;
 
 pub(crate) use ab::ab;
+pub(crate) use busy::busy;
 pub(crate) use engine::engine;
 pub(crate) use isolation::isolation;
 pub(crate) use local::local;
@@ -37,6 +39,16 @@ fn pollers() -> (String, bool) {
     let shared = cores <= 3;
     let which = if shared { "one poller on each core, which yields" } else { "one poller spins on a core of its own" };
     (format!("{cores} cores; {which}"), shared)
+}
+
+/// Processor time of a process, and of its children that have ended, in seconds.
+pub(crate) fn cpu_times(pid: impl std::fmt::Display) -> (f64, f64) {
+    /// Ticks of a second.
+    const TICKS: f64 = 100.0;
+    let stat = std::fs::read_to_string(format!("/proc/{pid}/stat")).unwrap_or_default();
+    let after = stat.rsplit(')').next().unwrap_or_default();
+    let field = |i: usize| after.split_whitespace().nth(i).and_then(|w| w.parse::<f64>().ok()).unwrap_or(0.0) / TICKS;
+    (field(11) + field(12), field(13) + field(14))
 }
 
 /// Figures that a program of ours printed: a name and a number on each line.

@@ -99,7 +99,7 @@ pub(crate) fn tcp(listen: SocketAddr, netns: &str) -> Result<()> {
     let (spinning, sleeping) = (latency(false)?, latency(true)?);
     let mut bandwidth = Vec::new();
     for size in SIZES {
-        bandwidth.push((size, t.bandwidth(size, ((256 << 20) / size).clamp(50, 100_000))?));
+        bandwidth.push((size, t.bandwidth(size, ((256 << 20) / size).clamp(50, 100_000), false)?));
     }
     let figures = TcpFigures { spinning, sleeping, bandwidth };
     println!("{}", serde_json::to_string(&figures).map_err(|e| e.to_string())?);

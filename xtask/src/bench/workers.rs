@@ -6,7 +6,7 @@ use std::time::{Duration, Instant};
 
 use serde::Serialize;
 
-use super::{median, print_json};
+use super::{cpu_times, median, print_json};
 use crate::lab::{self, Lab, Running};
 use crate::{Result, packages};
 
@@ -17,8 +17,6 @@ const BEFORE: Duration = Duration::from_secs(2);
 const KILLS: u32 = 20;
 /// How long idle workers are watched.
 const IDLE: Duration = Duration::from_secs(5);
-/// Ticks of a second in `/proc/PID/stat`.
-const TICKS: f64 = 100.0;
 
 #[derive(Serialize)]
 struct Report {
@@ -142,12 +140,7 @@ fn restarts(lab: &Lab, group: &str, vrnic: &str) -> Result<Vec<f64>> {
 
 /// Seconds of CPU that processes have used.
 fn used(pids: &[i32]) -> f64 {
-    let ticks = |pid: &i32| -> Option<f64> {
-        let stat = std::fs::read_to_string(format!("/proc/{pid}/stat")).ok()?;
-        let fields: Vec<&str> = stat.rsplit_once(')')?.1.split_whitespace().collect();
-        Some(fields.get(11)?.parse::<f64>().ok()? + fields.get(12)?.parse::<f64>().ok()?)
-    };
-    pids.iter().filter_map(ticks).sum::<f64>() / TICKS
+    pids.iter().map(|pid| cpu_times(pid).0).sum()
 }
 
 /// KiB of a process's own, by `/proc/PID/smaps_rollup`.
