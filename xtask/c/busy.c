@@ -27,10 +27,10 @@
 #include <sys/prctl.h>
 #include <sys/socket.h>
 #include <sys/time.h>
-#include <time.h>
 #include <unistd.h>
 
 #include "connect.h"
+#include "times.h"
 
 enum { CONNECTIONS = 64, SENDERS = 4, PAGE = 4096, SMALL = 8, REQUEST = 64, PORT = 18515, MOST_TIMES = 4000000 };
 /* Messages of a connection of `stall` that are not answered; receives, sends, and how many sends have one completion. */
@@ -63,14 +63,6 @@ static char out[CONNECTIONS][PAGE] __attribute__((aligned(PAGE))), in[CONNECTION
 static double last, silence;
 static _Atomic uint64_t asked, posted, done;
 static _Atomic int stop;
-
-static double seconds(void)
-{
-	struct timespec t;
-
-	clock_gettime(CLOCK_MONOTONIC, &t);
-	return t.tv_sec + t.tv_nsec * 1e-9;
-}
 
 static int is(const char *name)
 {
@@ -270,13 +262,6 @@ static int listen_at(in_addr_t address, int port, struct sockaddr_in *at)
 	*at = (struct sockaddr_in){ .sin_family = AF_INET, .sin_port = htons(port), .sin_addr.s_addr = address };
 	CHECK(!bind(s, (struct sockaddr *)at, n) && !listen(s, CONNECTIONS) && !getsockname(s, (struct sockaddr *)at, &n));
 	return s;
-}
-
-static int ascending(const void *a, const void *b)
-{
-	double x = *(const double *)a, y = *(const double *)b;
-
-	return (x > y) - (x < y);
 }
 
 static void sync_times(double until)

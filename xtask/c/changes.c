@@ -14,10 +14,10 @@
 #include <stdlib.h>
 #include <string.h>
 #include <sys/wait.h>
-#include <time.h>
 #include <unistd.h>
 
 #include "check.h"
+#include "times.h"
 
 enum { SIZE = 100000, BEFORE = 10, AFTER = 100 };
 
@@ -134,14 +134,6 @@ static void sizes(struct ibv_qp *a, struct ibv_qp *b)
 	CHECK(!resize(a, 2, 2, 1));
 	CHECK(!ibv_query_qp(a, &attr, IBV_QP_CAP, &init) && attr.cap.max_send_wr == 2);
 	CHECK(!resize(a, BEFORE, BEFORE, 1));
-}
-
-static double seconds(void)
-{
-	struct timespec t;
-
-	clock_gettime(CLOCK_MONOTONIC, &t);
-	return t.tv_sec + t.tv_nsec * 1e-9;
 }
 
 /* Ten messages: 8 Mbit, at 80 Mbit/s 0.1 s. */

@@ -7,13 +7,6 @@
 
 static int quick;
 
-static int ascending(const void *a, const void *b)
-{
-	double x = *(const double *)a, y = *(const double *)b;
-
-	return (x > y) - (x < y);
-}
-
 static double median(double *x, int n)
 {
 	qsort(x, n, sizeof *x, ascending);

@@ -22,10 +22,10 @@
 #include <sys/time.h>
 #include <sys/uio.h>
 #include <sys/wait.h>
-#include <time.h>
 #include <unistd.h>
 
 #include "check.h"
+#include "times.h"
 
 enum { PAGE = 4096 };
 
@@ -236,14 +236,6 @@ COMMON long not_zero(const char *p, size_t n)
 	for (size_t i = 0; i < n; i += PAGE)
 		bad += memcmp(p + i, page, n - i < PAGE ? n - i : PAGE) != 0;
 	return bad;
-}
-
-COMMON double seconds(void)
-{
-	struct timespec t;
-
-	clock_gettime(CLOCK_MONOTONIC, &t);
-	return t.tv_sec + t.tv_nsec * 1e-9;
 }
 
 COMMON void pause_ms(long ms)

@@ -18,10 +18,10 @@
 #include <string.h>
 #include <sys/mman.h>
 #include <sys/socket.h>
-#include <time.h>
 #include <unistd.h>
 
 #include "check.h"
+#include "times.h"
 
 enum { LARGE = 1 << 20, SMALL = 2, WARM_UP = 50, TIMES = 1000, RECEIVES = WARM_UP + TIMES, DEPTH = 32, PAGE = 4096, PORT = 18515 };
 enum { ACCESS = IBV_ACCESS_LOCAL_WRITE | IBV_ACCESS_REMOTE_WRITE };
@@ -55,21 +55,6 @@ static struct ibv_comp_channel *channel;
 static struct ibv_port_attr port;
 static union ibv_gid gid;
 static int gid_index;
-
-static double seconds(void)
-{
-	struct timespec t;
-
-	clock_gettime(CLOCK_MONOTONIC, &t);
-	return t.tv_sec + t.tv_nsec * 1e-9;
-}
-
-static int ascending(const void *a, const void *b)
-{
-	double x = *(const double *)a, y = *(const double *)b;
-
-	return (x > y) - (x < y);
-}
 
 /* Median and 99 % of times in seconds. */
 static void say_times(const char *name, double *t, int n)

@@ -8,7 +8,7 @@ use serde::Serialize;
 use super::footprint::Footprint;
 use super::list::{Argument, Program};
 use super::scene::{Kind, Place, Scene, VICTIMS};
-use crate::bench::{median, print_json, topology};
+use crate::bench::{median, named, print_json, topology};
 use crate::{Result, packages};
 
 /// An attacker of a matrix; the test kit's program `field` knows it by this name.
@@ -153,11 +153,7 @@ fn beside(programs: &Path, name: &'static str) -> Result<[Left; 2]> {
 /// # Errors
 /// No attacker has such a name, or something other than a ratio is wrong beside one of them.
 pub(crate) fn run(json: bool, only: Option<&str>, runs: u32) -> Result<()> {
-    let wanted: Vec<&Attacker> = ATTACKERS.iter().filter(|a| only.is_none_or(|o| a.name.contains(o))).collect();
-    if let (true, Some(o)) = (wanted.is_empty(), only) {
-        let names: Vec<&str> = ATTACKERS.iter().map(|a| a.name).collect();
-        return Err(format!("no attacker's name contains {o}; there are: {}", names.join(", ")));
-    }
+    let wanted = named(ATTACKERS.iter().collect(), |a| a.name, only, "attacker")?;
     packages::ensure(&[packages::RUN])?;
     eprintln!("building");
     let programs = Scene::build()?;

@@ -11,7 +11,7 @@ use std::time::Duration;
 
 use serde::Serialize;
 
-use crate::bench::{print_json, topology};
+use crate::bench::{named, print_json, topology};
 use crate::lab::{self, Lab};
 use crate::{Result, packages};
 use footprint::Footprint;
@@ -273,13 +273,7 @@ pub(crate) fn print_list() {
 /// # Errors
 /// There is none.
 pub(crate) fn wanted(only: Option<&str>, which: impl Fn(&Attack) -> bool) -> Result<Vec<&'static Attack>> {
-    let of_kind: Vec<&Attack> = ATTACKS.iter().filter(|a| which(a)).collect();
-    let names: Vec<&str> = of_kind.iter().map(|a| a.name).collect();
-    let found: Vec<&Attack> = of_kind.into_iter().filter(|a| only.is_none_or(|o| a.name.contains(o))).collect();
-    match (found.is_empty(), only) {
-        (true, Some(o)) => Err(format!("no attack's name contains {o}; there are: {}", names.join(", "))),
-        _ => Ok(found),
-    }
+    named(ATTACKS.iter().filter(|a| which(a)).collect(), |a| a.name, only, "attack")
 }
 
 pub(crate) fn run(json: bool, only: Option<&str>, runs: u32, seconds: u64) -> Result<()> {

@@ -6,7 +6,7 @@ use std::process::Command;
 
 use serde::Serialize;
 
-use super::{figures, median, print_json};
+use super::{figures, median, named, print_json};
 use crate::lab::{self, Lab, Running};
 use crate::suite::compile;
 use crate::{Result, packages};
@@ -168,11 +168,7 @@ impl Bench {
 }
 
 pub(crate) fn busy(json: bool, only: Option<&str>, runs: u32) -> Result<()> {
-    let chosen: Vec<&Case> = CASES.iter().filter(|c| only.is_none_or(|o| c.name.contains(o))).collect();
-    if chosen.is_empty() {
-        let names: Vec<&str> = CASES.iter().map(|c| c.name).collect();
-        return Err(format!("no program has such a name; there are {}", names.join(", ")));
-    }
+    let chosen = named(CASES.iter().collect(), |c| c.name, only, "program")?;
     packages::ensure(&[packages::RUN])?;
     eprintln!("building");
     lab::build()?;

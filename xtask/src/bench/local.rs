@@ -9,7 +9,7 @@ use std::time::{Duration, Instant};
 
 use serde::Serialize;
 
-use super::{cpu_times, median, print_json, rows};
+use super::{cpu_of, cpu_times, median, print_json, rows};
 use crate::lab::{self, Lab};
 use crate::tcp::Tcp;
 use crate::{Result, packages};
@@ -126,11 +126,6 @@ fn layer(lab: &Lab) -> Result<Vec<i32>> {
     Ok(lab.workers()?.iter().map(|w| w.1).chain([lab.pid() as i32]).collect())
 }
 
-/// Processor time of processes that run, in seconds.
-fn cpu_of(pids: &[i32]) -> f64 {
-    pids.iter().map(|pid| cpu_times(pid).0).sum()
-}
-
 /// Processor time for each GB of WRITEs and of TCP. What a run with few WRITEs takes is subtracted: programs that start, and
 /// perftest, which measures the processor's clock.
 fn cpu(lab: &Lab, size: usize) -> Result<Cpu> {
@@ -160,7 +155,9 @@ fn wake_up() -> Result<f64> {
     const ROUNDS: usize = 20_000;
     let text = |e: std::io::Error| format!("cat: {e}");
     let mut cat = Command::new("cat").stdin(Stdio::piped()).stdout(Stdio::piped()).spawn().map_err(text)?;
-    let (Some(mut to), Some(mut from)) = (cat.stdin.take(), cat.stdout.take()) else { return Err("cat".into()) };
+    let (Some(mut to), Some(mut from)) = (cat.stdin.take(), cat.stdout.take()) else {
+        return Err("cat has no pipes".into());
+    };
     let mut times = Vec::with_capacity(ROUNDS);
     for _ in 0..ROUNDS {
         let start = Instant::now();
@@ -173,9 +170,8 @@ fn wake_up() -> Result<f64> {
 }
 
 fn events(lab: &Lab) -> Result<Events> {
-    let typical = |options: &str| -> Result<f64> {
-        Ok(perftest(lab, &format!("ib_send_lat -s 2 -n 20000{options}"))?.pop().unwrap_or_default()[4])
-    };
+    let typical =
+        |options: &str| -> Result<f64> { Ok(perftest(lab, &format!("ib_send_lat -s 2 -n 20000{options}"))?[0][4]) };
     let (poll_us, event_us) = (typical("")?, typical(" -e")?);
     let wake_us = wake_up()?;
     let mut tcp = Tcp::start()?;

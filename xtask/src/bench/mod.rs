@@ -42,13 +42,31 @@ fn pollers() -> (String, bool) {
 }
 
 /// Processor time of a process, and of its children that have ended, in seconds.
-pub(crate) fn cpu_times(pid: impl std::fmt::Display) -> (f64, f64) {
+fn cpu_times(pid: impl std::fmt::Display) -> (f64, f64) {
     /// Ticks of a second.
     const TICKS: f64 = 100.0;
     let stat = std::fs::read_to_string(format!("/proc/{pid}/stat")).unwrap_or_default();
     let after = stat.rsplit(')').next().unwrap_or_default();
     let field = |i: usize| after.split_whitespace().nth(i).and_then(|w| w.parse::<f64>().ok()).unwrap_or(0.0) / TICKS;
     (field(11) + field(12), field(13) + field(14))
+}
+
+/// Processor time that processes have used, in seconds.
+fn cpu_of(pids: &[i32]) -> f64 {
+    pids.iter().map(|pid| cpu_times(pid).0).sum()
+}
+
+/// Those of a list whose name contains a text.
+///
+/// # Errors
+/// There is none; `kind` is what the list is of.
+pub(crate) fn named<T>(list: Vec<T>, name: impl Fn(&T) -> &str, only: Option<&str>, kind: &str) -> Result<Vec<T>> {
+    let Some(text) = only else { return Ok(list) };
+    if list.iter().any(|entry| name(entry).contains(text)) {
+        return Ok(list.into_iter().filter(|entry| name(entry).contains(text)).collect());
+    }
+    let names: Vec<&str> = list.iter().map(name).collect();
+    Err(format!("no {kind}'s name contains {text}; there are: {}", names.join(", ")))
 }
 
 /// Figures that a program of ours printed: a name and a number on each line.

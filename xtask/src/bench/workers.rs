@@ -6,7 +6,7 @@ use std::time::{Duration, Instant};
 
 use serde::Serialize;
 
-use super::{cpu_times, median, print_json};
+use super::{cpu_of, median, print_json};
 use crate::lab::{self, Lab, Running};
 use crate::{Result, packages};
 
@@ -138,11 +138,6 @@ fn restarts(lab: &Lab, group: &str, vrnic: &str) -> Result<Vec<f64>> {
         .collect()
 }
 
-/// Seconds of CPU that processes have used.
-fn used(pids: &[i32]) -> f64 {
-    pids.iter().map(|pid| cpu_times(pid).0).sum()
-}
-
 /// KiB of a process's own, by `/proc/PID/smaps_rollup`.
 fn memory(pid: i32) -> Option<f64> {
     let text = std::fs::read_to_string(format!("/proc/{pid}/smaps_rollup")).ok()?;
@@ -164,9 +159,9 @@ pub(crate) fn workers(json: bool, groups: usize, busy: usize) -> Result<()> {
     let kib: Vec<f64> = pids.iter().filter_map(|&p| memory(p)).collect();
     let mean = kib.iter().sum::<f64>() / kib.len() as f64 / 1024.0;
     rows.push(row("memory of an idle worker: mean", mean, "MiB", Some(Goal::AtMost(5.0))));
-    let before = used(&pids);
+    let before = cpu_of(&pids);
     std::thread::sleep(IDLE);
-    let cpu = (used(&pids) - before) / IDLE.as_secs_f64() / pids.len() as f64 * 100.0;
+    let cpu = (cpu_of(&pids) - before) / IDLE.as_secs_f64() / pids.len() as f64 * 100.0;
     rows.push(row("CPU of an idle worker: mean", cpu, "%", Some(Goal::AtMost(0.01))));
     eprintln!("a worker that is killed {KILLS} times");
     let back = restarts(&lab, "g0", "a0")?;
