@@ -42,7 +42,7 @@ pub(crate) enum Side<'a> {
     Stage { session: SessionId, data: u64, room: u64 },
 }
 
-/// Most pieces that one slice of a message moves: what looking them up takes is about a turn.
+/// Most pieces that one slice of a message moves. To look so many up takes about as long as a turn.
 pub(crate) const SLICE_PIECES: usize = 8;
 /// Most pieces that a job has at each end.
 pub(crate) const MAX_PIECES: usize = 64;

@@ -24,8 +24,8 @@ pub(crate) const OP_NS: u64 = 250;
 /// Bytes that are copied in a nanosecond, roughly.
 const BYTES_PER_NS: u64 = 8;
 
-/// What each further piece of a message takes, roughly, nanoseconds: it is looked up at each end, at worst among lists of one piece each
-/// (`attack`: crumbs).
+/// What each piece of a message after the first one takes at most, roughly, nanoseconds. It is looked up at each end; that takes longest if
+/// each list of its MR has one piece (`attack`: crumbs).
 const PIECE_NS: u64 = 250;
 
 /// What it takes to move bytes, roughly, nanoseconds.

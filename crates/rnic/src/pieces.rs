@@ -81,7 +81,7 @@ fn a_slice_and_a_job_have_so_many_pieces_whatever_their_bytes() {
     let sides = [w.list(&from), w.list(&to)];
     let tables = w.rnic.core.objects.memory();
     let slice = SLICE_PIECES as u64 * PAGE;
-    // One of them begins within a piece, and so ends within one.
+    // One of them begins within a piece.
     for (off, moved) in (0..LEN / slice).map(|i| (i * slice, slice)).chain([(1, slice - 1), (LEN, 0)]) {
         tables.pieces.set(0);
         assert_eq!(tables.copy(sides[0], sides[1], off, LEN - off), Some(Ok(moved)));

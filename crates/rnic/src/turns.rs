@@ -14,8 +14,8 @@ const TURN_NS: u64 = 2_000;
 /// A round begins no turn after this time, nanoseconds, so that its caller can let others in: with the last turn it takes up to twice
 /// as long, if requests are short.
 const ROUND_NS: u64 = 1_500;
-/// What a round takes beside its turns, roughly, nanoseconds. Most rounds have several turns; whoever ends one early pays for it, or others
-/// would have two turns' time less for each of its datagrams (`attack`: backlog).
+/// What a round takes beside its turns, roughly, nanoseconds. A vRNIC whose turn ends a round early is charged with it. Otherwise that time
+/// would be on nobody's account, and the others would have less than their part (`attack`: backlog).
 const ROUND_REST_NS: u64 = 500;
 /// What a timer takes that has fired, or the doorbell page of a session, roughly, nanoseconds.
 const STEP_NS: u64 = 100;
