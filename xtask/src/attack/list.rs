@@ -67,6 +67,10 @@ const fn slow(name: &'static str, what: &'static str, way: Way) -> Attack {
 /// Two programs of the attacker's vRNICs that are as busy as they can be, and do nothing wrong.
 pub(crate) const HONEST: Program = Program::Kit { name: "honest", argument: Argument::Socket("y"), captured: false };
 
+/// A program of the attacker that has nothing to do with RDMA.
+pub(crate) const COMPUTING: Program =
+    Program::Kit { name: "field", argument: Argument::Word("compute"), captured: false };
+
 const CAPTURED: Way = Way::Program(Program::Kit { name: "capw", argument: Argument::None, captured: true });
 
 use Argument::{None as Nothing, Socket, Word};

@@ -15,16 +15,22 @@ use crate::bench::{named, print_json, topology};
 use crate::lab::{self, Lab};
 use crate::{Result, packages};
 use footprint::Footprint;
-use list::{ATTACKS, Attack, HONEST, Program, Way};
+use list::{ATTACKS, Attack, COMPUTING, HONEST, Program, Way};
 use scene::{Figures, Place, Scene, VICTIMS, Victims, Worse};
 
 /// A figure of victims in the attacker's group may be so many times worse than beside the honest neighbour.
 pub(crate) const LIMIT_SAME: f64 = 1.5;
 /// The same of victims in another group.
 const LIMIT_OTHER: f64 = 1.2;
-/// With fewer cores than this, ratios of time are printed and judge nothing: the attacker, the victims, the pollers and everything else
-/// that runs on the machine share the cores then, and which thread runs where moves a figure further than most attacks do.
+/// With fewer cores than this, the attacker, the victims, the pollers and everything else that runs on the machine share the cores, and which
+/// thread runs where moves a figure further than most attacks do. So limits are coarse then ([`Limits`]).
 const CORES_TO_JUDGE_TIME: usize = 4;
+/// The coarse limits: so many times worse than beside the honest neighbour in the attacker's group and in another one,
+const FEW_CORES: [f64; 2] = [3.0, 2.0];
+/// or so many times worse than beside a program that only computes, whichever is worse;
+const BESIDE_COMPUTING: f64 = 1.2;
+/// and p99 of a WRITE in another group, us.
+const P99_OTHER_US: f64 = 1e3;
 /// A victim that waits longer than this for one WRITE has met silence, us. That counts on any machine. A victim's figure is the median
 /// of the longest waits of [`VICTIMS`] programs.
 const SILENCE_US: f64 = 1e6;
@@ -34,11 +40,65 @@ pub(crate) fn judges_time() -> bool {
     lab::cores().len() >= CORES_TO_JUDGE_TIME
 }
 
-/// What the tables say of ratios where they decide nothing.
+/// What the tables say of the limits on few cores.
 pub(crate) fn time_note() -> String {
+    let [same, other] = FEW_CORES;
     match judges_time() {
         true => String::new(),
-        false => format!("; ratios of time decide nothing on fewer than {CORES_TO_JUDGE_TIME} cores"),
+        false => format!(
+            "; on fewer than {CORES_TO_JUDGE_TIME} cores p50 and 64 KiB may be {same} times worse than beside the honest neighbour in its \
+             group and {other} times in another one, or {BESIDE_COMPUTING} times worse than beside a program that computes, and p99 counts in \
+             another group only, if it is over {P99_OTHER_US} us"
+        ),
+    }
+}
+
+/// What victims of one place must have beside an attack.
+#[derive(Clone, Copy)]
+pub(crate) struct Limits {
+    p50_us: f64,
+    p99_us: f64,
+    mib_s: f64,
+}
+
+impl Limits {
+    /// By what they have beside the honest neighbour and, on few cores, beside a program that only computes.
+    pub fn of(place: Place, honest: Figures, computing: Option<Figures>) -> Limits {
+        let [of_few, limit, p99_us] = match place {
+            Place::Same => [FEW_CORES[0], LIMIT_SAME, f64::INFINITY],
+            Place::Other => [FEW_CORES[1], LIMIT_OTHER, P99_OTHER_US],
+        };
+        let Some(c) = computing else {
+            return Limits {
+                p50_us: honest.p50_us * limit,
+                p99_us: honest.p99_us * limit,
+                mib_s: honest.mib_s / limit,
+            };
+        };
+        Limits {
+            p50_us: (honest.p50_us * of_few).max(c.p50_us * BESIDE_COMPUTING),
+            p99_us,
+            mib_s: (honest.mib_s / of_few).min(c.mib_s / BESIDE_COMPUTING),
+        }
+    }
+
+    /// What is beyond them, each with its limit.
+    pub fn beyond(&self, f: Figures) -> Vec<String> {
+        let mut all = Vec::new();
+        let mut most = |name: &str, is: f64, limit: f64| {
+            if is > limit {
+                all.push(format!("{name} is {is:.1} us, limit {limit:.1}"));
+            }
+        };
+        most("p50", f.p50_us, self.p50_us);
+        most("p99", f.p99_us, self.p99_us);
+        if f.mib_s < self.mib_s {
+            all.push(format!("64 KiB reaches {:.0} MiB/s, limit {:.0}", f.mib_s, self.mib_s));
+        }
+        if f.is_silent() {
+            all.push(format!("one WRITE took {:.1} s", f.worst_us / 1e6));
+        }
+        all
     }
 }
 /// So much may the virtual layer write to its log while an attack goes on, and so much more in each second that a longer attack takes:
@@ -52,7 +112,7 @@ struct Report {
     runs: u32,
     limit_same_group: f64,
     limit_other_group: f64,
-    /// Ratios beyond these limits break an attack; false on a machine with few cores.
+    /// These limits hold; false on a machine with few cores, where they are coarser.
     judges_time: bool,
     /// What victims in each place get beside honest neighbours: the medians of all that were measured, by which `times_worse` goes.
     honest_same_group: Figures,
@@ -185,6 +245,15 @@ fn beside(programs: &Path, program: &Program, seconds: u64) -> Result<Outcome> {
     Ok(outcome)
 }
 
+/// What victims in each place get beside a program that only computes.
+fn beside_computing(programs: &Path) -> Result<[Figures; 2]> {
+    let scene = Scene::start(programs)?;
+    let victims = [scene.victims(Place::Same)?, scene.victims(Place::Other)?];
+    let _neighbour = scene.attacker(&COMPUTING)??;
+    let [same, other] = victims.map(Victims::measure);
+    Ok([same?, other?])
+}
+
 /// A check of the black-box tests, on a virtual layer of its own.
 fn checked(programs: &Path, check: fn(&Lab) -> Result<()>) -> Result<Outcome> {
     let mut scene = Scene::start(programs)?;
@@ -205,8 +274,8 @@ fn attempt(programs: &Path, attack: &Attack, seconds: u64) -> Result<Outcome> {
 }
 
 impl Row {
-    /// `usual` has the medians of what victims in each place got beside honest neighbours; `judges_time`: ratios beyond their limit break it.
-    fn of(attack: &'static str, outcomes: Vec<Outcome>, usual: [Figures; 2], judges_time: bool) -> Row {
+    /// `usual` has the medians of what victims in each place got beside honest neighbours.
+    fn of(attack: &'static str, outcomes: Vec<Outcome>, usual: [Figures; 2], limits: [Limits; 2]) -> Row {
         let measured = |i: usize| {
             let (beside_it, honest): (Vec<Figures>, Vec<Figures>) =
                 outcomes.iter().filter_map(|o| o.figures[i]).unzip();
@@ -225,15 +294,10 @@ impl Row {
         let new_programs = all(|o| o.new_programs);
         let mut broken: Vec<String> = outcomes.iter().flat_map(|o| o.broken.clone()).collect();
         broken.dedup();
-        for (m, limit, place) in [(&same_group, LIMIT_SAME, "its group"), (&other_group, LIMIT_OTHER, "another group")]
-        {
-            let Some(m) = m else { continue };
-            if judges_time && m.times_worse.is_beyond(limit) {
-                broken.push(format!("victims in {place} are more than {limit} times worse"));
-            }
-            if m.figures.is_silent() {
-                broken.push(format!("victims in {place} waited {:.1} s for one WRITE", m.figures.worst_us / 1e6));
-            }
+        let places = [(&same_group, "its group"), (&other_group, "another group")];
+        for ((m, place), limits) in places.into_iter().zip(limits) {
+            let beyond = m.iter().flat_map(|m| limits.beyond(m.figures));
+            broken.extend(beyond.map(|what| format!("victims in {place}: {what}")));
         }
         let skipped = outcomes.iter().find_map(|o| o.skipped.clone());
         // The last run, or the one that was broken and so was the last.
@@ -282,6 +346,7 @@ pub(crate) fn run(json: bool, only: Option<&str>, runs: u32, seconds: u64) -> Re
     eprintln!("building");
     let programs = Scene::build()?;
     let mut outcomes: Vec<Vec<Outcome>> = attacks.iter().map(|_| Vec::new()).collect();
+    let computing = if judges_time() { None } else { Some(beside_computing(&programs)?) };
     for run in 1..=runs {
         for (attack, outcomes) in attacks.iter().zip(&mut outcomes) {
             let is_measured = |o: &Outcome| o.broken.is_empty() && o.skipped.is_none() && o.figures[0].is_some();
@@ -294,7 +359,8 @@ pub(crate) fn run(json: bool, only: Option<&str>, runs: u32, seconds: u64) -> Re
         }
     }
     let usual = [0, 1].map(|place| usual(outcomes.iter().flatten(), place));
-    let rows: Vec<Row> = attacks.iter().zip(outcomes).map(|(a, o)| Row::of(a.name, o, usual, judges_time())).collect();
+    let limits = [0, 1].map(|i| Limits::of(Place::ALL[i], usual[i], computing.map(|c| c[i])));
+    let rows: Vec<Row> = attacks.iter().zip(outcomes).map(|(a, o)| Row::of(a.name, o, usual, limits)).collect();
     let [honest_same_group, honest_other_group] = usual;
     let report = Report {
         topology: topology(),
@@ -419,24 +485,38 @@ mod tests {
         Outcome { figures: [same, other].map(|t| Some(figures(t))), host_alive: Some(true), ..Outcome::default() }
     }
 
+    const USUAL: Figures = Figures { p50_us: 4.0, p99_us: 100.0, worst_us: 1e3, mib_s: 1e4 };
+
+    fn limits(computing: Option<Figures>) -> [Limits; 2] {
+        Place::ALL.map(|p| Limits::of(p, USUAL, computing))
+    }
+
     #[test]
     fn a_row_is_broken_by_what_is_beyond_its_limit_in_the_median() {
-        let row = |all: Vec<Outcome>| Row::of("x", all, [figures(1.0).1; 2], true);
+        let row = |all: Vec<Outcome>| Row::of("x", all, [USUAL; 2], limits(None));
         assert!(row(vec![outcome(1.4, 1.1)]).broken.is_empty());
         assert!(row(vec![outcome(1.4, 1.1), outcome(9.0, 9.0), outcome(0.9, 0.9)]).broken.is_empty());
         let one = row(vec![outcome(1.4, 1.3)]);
-        assert_eq!(one.broken, ["victims in another group are more than 1.2 times worse"]);
+        assert_eq!(one.broken, ["victims in another group: p99 is 130.0 us, limit 120.0"]);
         assert!(one.host_alive == Some(true) && one.workers_alive.is_none());
         assert_eq!(row(vec![outcome(1.6, 1.3)]).broken.len(), 2);
     }
 
     #[test]
-    fn where_time_is_not_judged_silence_still_is() {
-        let row = |all: Vec<Outcome>| Row::of("x", all, [figures(1.0).1; 2], false);
-        assert!(row(vec![outcome(1.6, 1.3)]).broken.is_empty());
-        let mut silent = outcome(1.0, 1.0);
-        silent.figures[1].as_mut().unwrap().0.worst_us = 2e6;
-        assert_eq!(row(vec![silent]).broken, ["victims in another group waited 2.0 s for one WRITE"]);
+    fn on_few_cores_limits_are_coarse_and_silence_counts() {
+        let computing = Figures { p50_us: 20.0, ..USUAL };
+        let row = |all: Vec<Outcome>| Row::of("x", all, [USUAL; 2], limits(Some(computing))).broken;
+        assert!(row(vec![outcome(99.0, 9.0)]).is_empty());
+        assert_eq!(row(vec![outcome(1.0, 11.0)]), ["victims in another group: p99 is 1100.0 us, limit 1000.0"]);
+        let mut slow = outcome(1.0, 1.0);
+        slow.figures[0].as_mut().unwrap().0 = Figures { p50_us: 25.0, mib_s: 3000.0, ..USUAL };
+        slow.figures[1].as_mut().unwrap().0 = Figures { p50_us: 23.0, mib_s: 5100.0, worst_us: 2e6, ..USUAL };
+        let expected = [
+            "victims in its group: p50 is 25.0 us, limit 24.0",
+            "victims in its group: 64 KiB reaches 3000 MiB/s, limit 3333",
+            "victims in another group: one WRITE took 2.0 s",
+        ];
+        assert_eq!(row(vec![slow]), expected);
     }
 
     #[test]
@@ -447,7 +527,7 @@ mod tests {
         assert_eq!(usual.p99_us, figures(1.0).1.p99_us);
         // So an attack is not worse because what was measured just before it was better than usual.
         let [_, lucky, _] = all;
-        assert!(Row::of("x", vec![lucky], [usual; 2], true).broken.is_empty());
+        assert!(Row::of("x", vec![lucky], [usual; 2], limits(None)).broken.is_empty());
     }
 
     #[test]
@@ -456,7 +536,7 @@ mod tests {
         second.figures[0] = None;
         second.broken.push("no completion".into());
         second.host_alive = Some(false);
-        let row = Row::of("x", vec![outcome(1.0, 1.0), second], [figures(1.0).1; 2], true);
+        let row = Row::of("x", vec![outcome(1.0, 1.0), second], [USUAL; 2], limits(None));
         assert_eq!((row.broken, row.host_alive), (vec!["no completion".to_string()], Some(false)));
         assert!(row.same_group.is_none() && row.other_group.is_some());
     }

@@ -7,9 +7,9 @@ use std::path::Path;
 use serde::Serialize;
 
 use super::{pollers, print_json, rows};
-use crate::attack::list::{Attack, HONEST, Program, Way};
+use crate::attack::list::{Attack, COMPUTING, HONEST, Program, Way};
 use crate::attack::scene::{Figures, Place, Scene, VICTIMS, Worse};
-use crate::attack::{LIMIT_SAME as LIMIT, judges_time, time_note};
+use crate::attack::{LIMIT_SAME as LIMIT, Limits, judges_time, time_note};
 use crate::fleet::Fleet;
 use crate::{Result, attack, lab, packages};
 
@@ -22,6 +22,9 @@ struct Neighbour {
 
 const ALONE: Neighbour = Neighbour { name: "alone", program: None };
 const BUSY: Neighbour = Neighbour { name: "honest neighbour, 1 MiB WRITEs", program: Some(HONEST) };
+const COMPUTES: Neighbour = Neighbour { name: "a program that only computes", program: Some(COMPUTING) };
+/// Those that are no attacks.
+const OTHERS: [Neighbour; 3] = [ALONE, BUSY, COMPUTES];
 
 #[derive(Serialize)]
 struct Report {
@@ -29,7 +32,7 @@ struct Report {
     runs: u32,
     /// How many times worse than beside the honest neighbour a figure may be.
     limit: f64,
-    /// Figures beyond the limit make the exit code 1; false on a machine with few cores.
+    /// Figures beyond this limit make the exit code 1; false on a machine with few cores, where limits are coarser.
     judges_time: bool,
     rows: Vec<Row>,
     limits: Vec<Limited>,
@@ -126,7 +129,7 @@ struct Row {
     figures: Option<Figures>,
     /// Medians of how many times worse each figure is than beside the honest neighbour in the same run.
     times_worse: Option<Worse>,
-    /// An attack beside which there was no result or silence, or, where time is judged, a figure beyond the limit.
+    /// An attack beside which there was no result or silence, or a figure beyond its limit.
     beyond: bool,
     /// Why there is no result: the victim got no answer, or the attack cannot be done here.
     note: Option<String>,
@@ -142,7 +145,14 @@ enum Outcome {
 }
 
 impl Row {
-    fn of(neighbour: &Neighbour, is_attack: bool, outcomes: &[Outcome], honest: &[Outcome], judges_time: bool) -> Row {
+    /// `coarse`: what beside a program that only computes was measured, on few cores.
+    fn of(
+        neighbour: &Neighbour,
+        is_attack: bool,
+        outcomes: &[Outcome],
+        honest: &[Outcome],
+        coarse: Option<&[Outcome]>,
+    ) -> Row {
         let note = outcomes.iter().find_map(|o| match o {
             Outcome::Measured(_) => None,
             Outcome::Failed(why) | Outcome::Skipped(why) => Some(why.clone()),
@@ -165,7 +175,11 @@ impl Row {
         let pairs: Vec<(Figures, Figures)> =
             outcomes.iter().zip(honest).filter_map(|(a, h)| Some((measured(a)?, measured(h)?))).collect();
         row.times_worse = Worse::medians(&pairs);
-        let is_beyond = judges_time && row.times_worse.is_some_and(|w| w.is_beyond(LIMIT));
+        let medians = |of: &[Outcome]| Figures::medians(&of.iter().filter_map(measured).collect::<Vec<_>>());
+        let is_beyond = match coarse {
+            None => row.times_worse.is_some_and(|w| w.is_beyond(LIMIT)),
+            Some(c) => !Limits::of(Place::Same, medians(honest), Some(medians(c))).beyond(figures).is_empty(),
+        };
         row.beyond = is_attack && (is_beyond || figures.is_silent());
         row
     }
@@ -225,7 +239,7 @@ pub(crate) fn isolation(json: bool, only: Option<&str>, runs: u32) -> Result<()>
         n if report.judges_time => {
             Err(format!("{n} attacks slow their neighbours down more than {LIMIT} times as much as honest work"))
         }
-        n => Err(format!("beside {n} attacks the victims got no answer")),
+        n => Err(format!("beside {n} attacks the victims are beyond their limits")),
     }
 }
 
@@ -235,8 +249,7 @@ fn beside_neighbours(attacks: Vec<&Attack>, runs: u32) -> Result<Vec<Row>> {
         return Ok(Vec::new());
     }
     let programs = Scene::build()?;
-    let neighbours: Vec<Neighbour> =
-        [ALONE, BUSY].into_iter().chain(attacks.into_iter().filter_map(neighbour)).collect();
+    let neighbours: Vec<Neighbour> = OTHERS.into_iter().chain(attacks.into_iter().filter_map(neighbour)).collect();
     let mut outcomes: Vec<Vec<Outcome>> = neighbours.iter().map(|_| Vec::new()).collect();
     for run in 1..=runs {
         for (neighbour, outcomes) in neighbours.iter().zip(&mut outcomes) {
@@ -247,7 +260,8 @@ fn beside_neighbours(attacks: Vec<&Attack>, runs: u32) -> Result<Vec<Row>> {
             }
         }
     }
-    let row = |(i, n): (usize, &Neighbour)| Row::of(n, i >= 2, &outcomes[i], &outcomes[1], judges_time());
+    let coarse = (!judges_time()).then(|| &outcomes[2][..]);
+    let row = |(i, n): (usize, &Neighbour)| Row::of(n, i >= OTHERS.len(), &outcomes[i], &outcomes[1], coarse);
     Ok(neighbours.iter().enumerate().map(row).collect())
 }
 
@@ -293,13 +307,14 @@ mod tests {
     #[test]
     fn an_attack_is_judged_by_the_median_of_its_pairs() {
         let honest = [measured(2.0, 10.0, 1000.0), measured(4.0, 10.0, 1000.0), measured(2.0, 10.0, 1000.0)];
-        let row = |is_attack, outcomes: &[Outcome]| Row::of(&BUSY, is_attack, outcomes, &honest, true);
+        let row = |is_attack, outcomes: &[Outcome]| Row::of(&BUSY, is_attack, outcomes, &honest, None);
         // Twice as slow in one run of three.
         let once = [measured(4.0, 10.0, 1000.0), measured(4.0, 10.0, 1000.0), measured(2.0, 10.0, 1000.0)];
         assert!(!row(true, &once).beyond);
         let slow = [measured(2.0, 10.0, 600.0), measured(4.0, 10.0, 600.0), measured(2.0, 10.0, 1000.0)];
         let slow = row(true, &slow);
-        assert!(!Row::of(&BUSY, true, &[measured(2.0, 10.0, 600.0)], &honest, false).beyond, "too few cores to tell");
+        let coarse = |mib_s| Row::of(&BUSY, true, &[measured(2.0, 99.0, mib_s)], &honest, Some(&honest)).beyond;
+        assert!(!coarse(400.0) && coarse(300.0));
         assert!(slow.beyond && slow.times_worse.is_some_and(|w| w.bandwidth > 1.6 && w.p50 < 1.1));
         assert!(!row(false, &[measured(9.0, 99.0, 1.0)]).beyond, "no attack");
         let hung = row(true, &[measured(2.0, 10.0, 1000.0), Outcome::Failed("no completion".into())]);
