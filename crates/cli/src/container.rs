@@ -5,7 +5,7 @@
 
 use std::ffi::OsString;
 use std::io::{self, Read, Write};
-use std::os::fd::AsFd;
+use std::os::fd::{AsFd, OwnedFd};
 use std::os::unix::net::UnixStream;
 use std::path::{Path, PathBuf};
 
@@ -117,11 +117,13 @@ pub(crate) fn run(dir: &Path, args: &RunArgs) -> io::Result<u8> {
     };
     drop(theirs);
     match serve(&mut client, args, pid, ours, nested) {
-        Ok(()) => {
+        Ok(network) => {
             let code = process::wait(pid)?.code;
             foreground.restore();
             // Who runs the next container at once finds the vRNIC free. A virtual layer that is gone has no container left.
+            // The frames that the container sent last are passed on, for which its network must be there still.
             let _ = client.ask(&Request::Detach, None);
+            drop(network);
             Ok(code)
         }
         Err(e) => {
@@ -146,28 +148,37 @@ fn fork() -> io::Result<(Option<i32>, bool)> {
     }
 }
 
-/// Steps that take a party outside of the new namespaces. Returns early if the child has failed, and has said why.
-fn serve(client: &mut Client, args: &RunArgs, pid: i32, mut sock: UnixStream, nested: bool) -> io::Result<()> {
+/// Steps that take a party outside of the new namespaces; what keeps the container's network there, if it has one. Returns early if the child has
+/// failed, and has said why.
+fn serve(
+    client: &mut Client,
+    args: &RunArgs,
+    pid: i32,
+    mut sock: UnixStream,
+    nested: bool,
+) -> io::Result<Option<OwnedFd>> {
     let mut step = [0];
     if nested {
         if sock.read(&mut step)? == 0 || step != [MAP_IDS] {
-            return Ok(());
+            return Ok(None);
         }
         map_ids(pid)?;
         sock.write_all(&[MAP_IDS])?;
     }
-    let (1, frames) = fdpass::receive(sock.as_fd(), &mut step)? else { return Ok(()) };
+    let (1, came) = fdpass::receive(sock.as_fd(), &mut step)? else { return Ok(None) };
     if step != [READY] {
-        return Ok(());
+        return Ok(None);
     }
-    if let Some(fd) = frames.first() {
-        client.ask(&Request::Attach { name: args.vrnic.clone() }, Some(fd.as_fd()))?;
+    let mut came = came.into_iter();
+    if let Some(frames) = came.next() {
+        client.ask(&Request::Attach { name: args.vrnic.clone() }, Some(frames.as_fd()))?;
     }
     let first = rustix::process::Pid::from_raw(pid).ok_or(io::ErrorKind::InvalidInput)?;
     let pidfd = rustix::process::pidfd_open(first, PidfdFlags::empty())?;
     client.ask(&Request::Container { name: args.vrnic.clone() }, Some(pidfd.as_fd()))?;
     process::pass_signals_to(pid, false);
-    sock.write_all(&[GO])
+    sock.write_all(&[GO])?;
+    Ok(came.next())
 }
 
 /// Ids in the user namespace in which the container is built are the same as here: root has all, an ordinary user its own.

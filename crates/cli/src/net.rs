@@ -179,11 +179,12 @@ fn add_default_route(family: u8, link: i32) -> io::Result<()> {
     netlink(libc::RTM_NEWROUTE, 0x400 | 0x200, &m)
 }
 
-/// Sets up lo and eth0 in the current network namespace; the descriptor that carries eth0's frames.
+/// Sets up lo and eth0 in the current network namespace; the descriptor that carries eth0's frames, and one with which the namespace is there
+/// as long as somebody has it.
 ///
 /// # Errors
 /// What could not be done.
-pub(crate) fn set_up(mac: [u8; 6], mtu: u32, ips: &[IpNet]) -> io::Result<OwnedFd> {
+pub(crate) fn set_up(mac: [u8; 6], mtu: u32, ips: &[IpNet]) -> io::Result<[OwnedFd; 2]> {
     let ctl = control()?;
     up(&ctl, b"lo")?;
     let fd = tap().or_else(|tap_error| {
@@ -216,7 +217,7 @@ pub(crate) fn set_up(mac: [u8; 6], mtu: u32, ips: &[IpNet]) -> io::Result<OwnedF
             add_default_route(family, link).map_err(|e| io::Error::new(e.kind(), format!("default route: {e}")))?;
         }
     }
-    Ok(fd)
+    Ok([fd, ctl])
 }
 
 /// The interface of this network namespace that has an address.

@@ -128,24 +128,26 @@ fn set_up(sandbox: &Sandbox<'_>, sock: UnixStream, nested: bool) -> io::Result<O
     drop(proc);
     ids.enter(&users).map_err(context("cannot enter the container's user namespace"))?;
     drop(users);
-    let network = if sandbox.own_net { UnshareFlags::NEWNET } else { UnshareFlags::empty() };
+    let new_net = if sandbox.own_net { UnshareFlags::NEWNET } else { UnshareFlags::empty() };
     // SAFETY: the process has one thread and shares no descriptor table with another.
-    unsafe { rustix::thread::unshare_unsafe(INNER | network) }.map_err(context("cannot make namespaces"))?;
+    unsafe { rustix::thread::unshare_unsafe(INNER | new_net) }.map_err(context("cannot make namespaces"))?;
     // A change of the user id has taken both away.
     end_with_parent()?;
     // `unirdma exec` finds the namespaces by this process. Others in the container have nothing to find in it.
     rustix::process::set_dumpable_behavior(DumpableBehavior::Dumpable)?;
-    let frames = match sandbox.own_net {
+    let network = match sandbox.own_net {
         true => Some(crate::net::set_up(parse_mac(&sandbox.info.mac)?, sandbox.info.mtu, &sandbox.info.ips)?),
         false => None,
     };
-    fdpass::send(sock.as_fd(), &[READY], frames.as_ref().map(AsFd::as_fd).as_slice())?;
+    let passed: Vec<_> = network.iter().flatten().map(AsFd::as_fd).collect();
+    fdpass::send(sock.as_fd(), &[READY], &passed)?;
+    drop(passed);
     wait_for_outside(&sock)?;
     confine::confine().map_err(context("cannot confine the command"))?;
     if sandbox.explain {
         explain(sandbox, &ids, nested, &built);
     }
-    drop((sock, frames));
+    drop((sock, network));
     confine::close_descriptors(false)?;
     Ok(go_to(working))
 }
