@@ -21,8 +21,10 @@ const _: () = assert!(NUM_QUEUES <= 256, "a vhost-user vring index has 8 bits");
 pub const MAX_CHANNELS: u32 = 65_536;
 /// Channel of asynchronous events.
 pub const CHANNEL_ASYNC: u32 = 0xffff_ffff;
-/// Channel whose messages notify virtqueue 2.
-pub const CHANNEL_WAKE: u32 = 0xffff_fffe;
+/// Channels `CHANNEL_WAKE + i`, eventfds, each of which notifies virtqueue 2. Which of them there are is in `DoorbellPage::wakes`.
+pub const CHANNEL_WAKE: u32 = 0xffff_ff00;
+/// Most channels of that kind.
+pub const MAX_WAKES: u32 = 64;
 /// Channel whose messages notify virtqueue 0, and are the calls of it.
 pub const CHANNEL_CONTROL: u32 = 0xffff_fffd;
 /// Largest size of a virtqueue, in descriptors.

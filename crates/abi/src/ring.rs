@@ -177,10 +177,11 @@ pub const DOORBELL_WORDS: usize = 64;
 #[repr(C)]
 #[allow(missing_docs)]
 pub struct DoorbellPage {
-    /// Device: not 0 when it sleeps and wants a kick of the wake virtqueue.
+    /// Device: whether it sleeps and wants a kick of the wake virtqueue: [`AWAKE`], [`ASLEEP`] or [`NAPS`].
     pub need_kick: u32,
-    /// Device: [`DB_YIELD`].
-    pub hints: u32,
+    /// Device: how many wake channels it has, at least 1. A program that runs on CPU n kicks by channel n modulo this: what executes its
+    /// request wakes there.
+    pub wakes: u32,
     /// Device: [`COPYING`] and [`COPY_WAITS`].
     pub copying: u32,
     /// Device: what it has last read in `away`, and heeds.
@@ -192,15 +193,21 @@ pub struct DoorbellPage {
     pub moving: u32,
     /// Driver: not 0 while the memory of its MRs is not where the device has it; another number each time.
     pub away: u32,
-    pub reserved2: [u32; 12],
+    /// Driver: not 0 while it rings many times before it looks for completions, so that it would rather kick once for all.
+    pub bursts: u32,
+    pub reserved2: [u32; 11],
     /// Driver sets, device clears: bit b of word w is the QP with `db_slot` 64 w + b.
     pub bits: [u64; DOORBELL_WORDS],
     pub reserved3: [u64; 432],
 }
 
-/// `DoorbellPage::hints`: the device shares its cores with the applications; a driver that finds
-/// nothing to poll should yield the processor.
-pub const DB_YIELD: u32 = 1;
+/// `DoorbellPage::need_kick`: the device looks at the page.
+pub const AWAKE: u32 = 0;
+/// `DoorbellPage::need_kick`: it does not look before somebody kicks.
+pub const ASLEEP: u32 = 1;
+/// `DoorbellPage::need_kick`: it looks when it is kicked, and in a moment in any case, so that a driver may put the kick off until it has
+/// looked for completions in vain.
+pub const NAPS: u32 = 2;
 
 /// `DoorbellPage::copying`: the device copies through a process region of this session.
 pub const COPYING: u32 = 1;
@@ -236,7 +243,7 @@ offsets! {
     /// Byte offset in [`DoorbellPage`].
     DB_NEED_KICK = DoorbellPage, need_kick;
     /// Byte offset in [`DoorbellPage`].
-    DB_HINTS = DoorbellPage, hints;
+    DB_WAKES = DoorbellPage, wakes;
     /// Byte offset in [`DoorbellPage`].
     DB_COPYING = DoorbellPage, copying;
     /// Byte offset in [`DoorbellPage`].
@@ -245,6 +252,8 @@ offsets! {
     DB_MOVING = DoorbellPage, moving;
     /// Byte offset in [`DoorbellPage`].
     DB_AWAY = DoorbellPage, away;
+    /// Byte offset in [`DoorbellPage`].
+    DB_BURSTS = DoorbellPage, bursts;
     /// Byte offset in [`DoorbellPage`].
     DB_AWAY_SEEN = DoorbellPage, away_seen;
     /// Byte offset in [`DoorbellPage`].
@@ -317,8 +326,8 @@ mod tests {
         assert_eq!((QP_SQ_PROD, QP_RQ_PROD, QP_SQ_CONS, QP_RQ_CONS, QP_RQ_NOTIFY), (0, 4, 64, 68, 72));
         assert_eq!((CQ_CONS, CQ_ARM, CQ_PROD, CQ_ERROR), (0, 4, 64, 68));
         assert_eq!(size_of::<DoorbellPage>(), 4096);
-        assert_eq!((DB_NEED_KICK, DB_HINTS, DB_COPYING, DB_AWAY_SEEN), (0, 4, 8, 12));
-        assert_eq!((DB_SUMMARY, DB_MOVING, DB_AWAY, DB_BITS), (64, 72, 76, 128));
+        assert_eq!((DB_NEED_KICK, DB_WAKES, DB_COPYING, DB_AWAY_SEEN), (0, 4, 8, 12));
+        assert_eq!((DB_SUMMARY, DB_MOVING, DB_AWAY, DB_BURSTS, DB_BITS), (64, 72, 76, 80, 128));
     }
 
     #[test]

@@ -44,8 +44,8 @@ pub(crate) struct HostArgs {
     /// if they share them, else 1 to half as many as cores]
     #[arg(long, value_name = "N[-MOST]", value_parser = parse_pollers)]
     pollers: Option<(usize, usize)>,
-    /// Whether polling threads share their cores with programs: auto (they do on up to 3 cores), shared (one for each core, and
-    /// whoever finds nothing to do yields) or dedicated (they have cores for themselves, and nobody yields)
+    /// Whether polling threads share their cores with programs: auto (they do on up to 3 cores), shared (one for each core,
+    /// which sleeps while it has nothing to do) or dedicated (they have cores for themselves, and spin)
     #[arg(long, value_name = "HOW", default_value = "auto", value_parser = ["auto", "shared", "dedicated"])]
     polling: String,
     /// How long a vRNIC is polled after its last doorbell before it must wake the host, in microseconds
@@ -188,6 +188,7 @@ pub(crate) fn host(dir: PathBuf, args: &HostArgs) -> io::Result<()> {
         _ => Polling::Auto,
     };
     let engine = EngineConfig { polling, pollers: args.pollers, spin_us: args.spin_us, seed: args.seed };
+    engine.too_many_pollers().into_iter().for_each(|line| eprintln!("unirdma: {line}"));
     let shown = dir.display().to_string();
     let centre = args.centre.as_ref().map(|url| CentreConfig {
         url: url.clone(),

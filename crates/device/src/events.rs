@@ -73,18 +73,8 @@ struct Inner {
 /// The event queues of a session. Shared by the threads that drain the RNIC's outputs.
 pub struct EventQueues {
     inner: Mutex<Inner>,
-    wake: Mutex<Wake>,
     /// In the RFC mode there are no events, and the virtqueues are others.
     rfc: Option<Rfc>,
-}
-
-/// The channel by which the driver wakes the device.
-#[derive(Default)]
-struct Wake {
-    channel: Option<Arc<Foreign>>,
-    /// What came with notifications, which nobody has asked for. Closing it may take its sender's time, such as that of a
-    /// socket that lingers, so pollers do not: it is closed with the session. Nothing is taken from the channel any more.
-    strange: Vec<Foreign>,
 }
 
 /// Tells a driver something by a channel that carries no events. A full one has told it already.
@@ -227,7 +217,7 @@ impl EventQueues {
             most: MAX_PENDING.max(config.max_cq as usize).max(config.max_qp as usize),
             closing: Vec::new(),
         };
-        EventQueues { inner: Mutex::new(inner), wake: Mutex::default(), rfc: None }
+        EventQueues { inner: Mutex::new(inner), rfc: None }
     }
 
     /// As [`EventQueues::new`], in the RFC mode.
@@ -344,18 +334,6 @@ impl EventQueues {
         inner.count(0);
     }
 
-    /// The channel by which the driver wakes the device.
-    pub fn set_wake(&self, channel: Option<Arc<Foreign>>) {
-        *lock(&self.wake) = Wake { channel, strange: Vec::new() };
-    }
-
-    /// The driver has woken the device: takes the notifications of the channel by which it may have done so.
-    pub fn on_wake(&self) {
-        let wake = &mut *lock(&self.wake);
-        let Some(channel) = wake.channel.as_ref().filter(|_| wake.strange.is_empty()) else { return };
-        wake.strange = take_notifications(channel);
-    }
-
     pub(crate) fn set_memory(&self, guest: Option<GuestMemoryMmap>) {
         if let Some(rfc) = &self.rfc {
             rfc.set_memory(guest.clone());
@@ -383,7 +361,6 @@ impl EventQueues {
         inner.queues.clear();
         inner.closing.clear();
         inner.count(0);
-        *lock(&self.wake) = Wake::default();
         self.rfc.iter().for_each(Rfc::clear);
     }
 }
@@ -546,35 +523,6 @@ mod tests {
             s.queues.on_room(INDEX);
             assert!(lock(&s.queues.inner).closing.is_empty());
         }
-    }
-
-    #[test]
-    fn descriptors_that_come_with_a_notification_are_kept_until_the_end() {
-        use rustix::net::{SendAncillaryBuffer, SendAncillaryMessage, sendmsg};
-        use std::io::IoSlice;
-        let (driver, device) = socketpair(AddressFamily::UNIX, SocketType::STREAM, SocketFlags::CLOEXEC, None).unwrap();
-        let (kept, other) = socketpair(AddressFamily::UNIX, SocketType::STREAM, SocketFlags::CLOEXEC, None).unwrap();
-        let queues = EventQueues::new(&abi::Config::default(), Ledger::default());
-        queues.set_wake(Some(Arc::new(Foreign::refused(device, &Ledger::default()))));
-        let notify = |fds: &[BorrowedFd<'_>]| {
-            let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(MAX_DESCRIPTORS))];
-            let mut control = SendAncillaryBuffer::new(&mut space);
-            assert!(fds.is_empty() || control.push(SendAncillaryMessage::ScmRights(fds)));
-            sendmsg(&driver, &[IoSlice::new(&[1])], &mut control, SendFlags::empty()).unwrap();
-        };
-        notify(&[]);
-        queues.on_wake();
-        assert!(lock(&queues.wake).strange.is_empty());
-        notify(&[kept.as_fd(); MAX_DESCRIPTORS]);
-        drop(kept);
-        queues.on_wake();
-        queues.on_wake();
-        assert_eq!(lock(&queues.wake).strange.len(), MAX_DESCRIPTORS);
-        let mut byte = [0u8; 1];
-        let open = rustix::net::recv(&other, &mut byte[..], RecvFlags::DONTWAIT);
-        assert_eq!(open.err(), Some(rustix::io::Errno::AGAIN), "nothing was closed by the poller");
-        queues.clear();
-        assert_eq!(rustix::net::recv(&other, &mut byte[..], RecvFlags::DONTWAIT).map(|(n, _)| n), Ok(0));
     }
 
     #[test]

@@ -36,7 +36,7 @@ pub use events::{EventQueues, OnRoom, queue_of_channel, take_notifications};
 pub use net::{NET_TX, NetDevice, NetFrontend};
 pub use quiet::LogLimit;
 pub use search::Errand;
-pub use shared::{HoldTimes, RnicGuard, SharedRnic, now_ns, thread_ns};
+pub use shared::{HoldTimes, RnicGuard, SharedRnic, now_ns};
 
 /// What a device knows of its vRNIC. What programs see of it shows nothing of the host (U03).
 #[derive(Debug)]

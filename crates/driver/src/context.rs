@@ -29,11 +29,6 @@ struct Control {
     response: Block,
     /// Notifies the device, and gets a message for each command that it has done.
     channel: Known,
-    /// When the last command was answered.
-    last_ns: u64,
-    /// Until when answers are not looked for.
-    crowded_until_ns: u64,
-    crowded_ns: u64,
 }
 
 /// Numbers of event channels.
@@ -73,7 +68,9 @@ pub struct Context {
     pid: Pid,
     control: Mutex<Control>,
     bell: Bell,
-    wake: Arc<Known>,
+    /// Each wakes the device on a core of its own ([`abi::CHANNEL_WAKE`]).
+    wakes: Vec<Arc<Known>>,
+    kick: PutOff,
     dead: AtomicBool,
     fatal_told: AtomicBool,
     asyncs: EventSource,
@@ -83,26 +80,48 @@ pub struct Context {
     pub device: abi::QueryDeviceResp,
 }
 
-/// How long a command's answer is looked for before its caller sleeps, nanoseconds.
-const CONTROL_SPIN_NS: u64 = 50_000;
-/// Only commands that follow another one within this time are looked for, nanoseconds.
-const QUICK_NS: u64 = 200_000;
-/// Who does not come back from one look to the next for this long shares its core with somebody who computes, nanoseconds.
-const CROWD_NS: u64 = 100_000;
-/// Then nobody looks for this long, nanoseconds: to sleep and be woken takes microseconds, a time slice milliseconds.
-/// Twice as long each time that this is found again right afterwards, up to the maximum.
-const CROWDED_NS: u64 = 500_000_000;
-const CROWDED_MAX_NS: u64 = 16_000_000_000;
+/// How long a command's answer is looked for before its caller sleeps, nanoseconds: most are there sooner than a sleeping thread would be
+/// woken.
+const CONTROL_SPIN_NS: u64 = 20_000;
 
-/// Wakes the device, or tells it of a command, by a channel.
+/// Tells the device of a command, by a channel.
 ///
 /// # Errors
 /// The program has closed it.
-pub(crate) fn notify(channel: &Known) -> std::io::Result<()> {
+fn notify(channel: &Known) -> std::io::Result<()> {
     // A full one has notified the device.
     let _ = rustix::net::send(channel.get()?, &[1], SendFlags::DONTWAIT | SendFlags::NOSIGNAL);
     Ok(())
 }
+
+/// Wakes the device by a wake channel.
+///
+/// # Errors
+/// The program has closed it.
+pub(crate) fn wake(channel: &Known) -> std::io::Result<()> {
+    // A full one has woken the device.
+    let _ = rustix::io::write(channel.get()?, &1u64.to_ne_bytes());
+    Ok(())
+}
+
+/// A kick that may still be needed for what was rung last: the device said that it looks by itself, but it may be long until it has a core.
+/// Several threads may use it at a time; what one of them then overlooks is late, and not lost.
+#[derive(Default)]
+struct PutOff {
+    /// The device has not been found yet to have taken what was rung.
+    waits: AtomicBool,
+    /// Empty polls until it is kicked.
+    polls: AtomicU32,
+    /// Rings since the last empty poll.
+    rings: AtomicU32,
+    /// The device knows that this program rings often between two of them.
+    bursts: AtomicBool,
+}
+
+/// So many empty polls after a ring that the device would see by itself it is kicked: it has had the time of some requests.
+const PATIENCE: u32 = 400;
+/// So many rings between two empty polls are a burst, of which each kick would interrupt the next request.
+const BURST: u32 = 8;
 
 /// Empty polls between two looks at whether the virtual layer is still there.
 const LIVENESS_POLLS: u32 = 4096;
@@ -169,20 +188,17 @@ impl Context {
             request: arena.alloc(&mut f, abi::MAX_COMMAND_BYTES, 64)?,
             response: arena.alloc(&mut f, abi::MAX_COMMAND_BYTES, 64)?,
             channel: channel(&mut f, abi::CHANNEL_CONTROL)?,
-            last_ns: 0,
-            crowded_until_ns: 0,
-            crowded_ns: 0,
         };
         control.queue.be_quiet();
         let (d, a, u) = control.queue.addresses();
         f.set_vring(abi::VQ_CONTROL, CONTROL_SLOTS, d, a, u).map_err(io)?;
         let asyncs = EventSource::new(abi::CHANNEL_ASYNC, f.open_channel(abi::CHANNEL_ASYNC).map_err(io)?)?;
-        let wake = Arc::new(channel(&mut f, abi::CHANNEL_WAKE)?);
+        let first = Arc::new(channel(&mut f, abi::CHANNEL_WAKE)?);
         let page = arena.alloc(&mut f, size_of::<abi::DoorbellPage>(), 4096)?;
         let socket = f.socket().clone();
         let bell = Bell::new(page.span.clone()).ok_or(libc::EPROTO)?;
         let mut ctx = Context {
-            id: crate::memory::moved().add_door(bell.clone(), wake.clone(), socket.clone()),
+            id: crate::memory::moved().add_door(bell.clone(), first.clone(), socket.clone()),
             bell,
             frontend: Mutex::new(f),
             arena: Mutex::new(arena),
@@ -193,7 +209,8 @@ impl Context {
             forks: forks(),
             pid: getpid(),
             control: Mutex::new(control),
-            wake,
+            wakes: vec![first],
+            kick: PutOff::default(),
             dead: AtomicBool::new(false),
             fatal_told: AtomicBool::new(false),
             asyncs,
@@ -206,6 +223,10 @@ impl Context {
             return Err(libc::EPROTO);
         }
         let () = ctx.command_void(Command::SetDoorbell, &abi::SetDoorbellReq { addr: page.bus })?;
+        for i in 1..ctx.bell.wakes().min(abi::MAX_WAKES) {
+            let wake = channel(&mut lock(&ctx.frontend), abi::CHANNEL_WAKE + i)?;
+            ctx.wakes.push(Arc::new(wake));
+        }
         Ok(Arc::new(ctx))
     }
 
@@ -256,22 +277,12 @@ impl Context {
             return Err(self.lose());
         }
         let began = clock_ns();
-        let mut now = began;
-        let mut looks = began - control.last_ns < QUICK_NS && began >= control.crowded_until_ns;
         let written = loop {
             if let Some((_, len)) = control.queue.pop_used() {
                 break len;
             }
-            // Most commands are answered before a call would have woken anybody.
-            if looks {
-                self.pause();
-                let before = std::mem::replace(&mut now, clock_ns());
-                if now - before > CROWD_NS {
-                    let again = before.saturating_sub(control.crowded_until_ns) < CROWDED_NS;
-                    control.crowded_ns = if again { (control.crowded_ns * 2).min(CROWDED_MAX_NS) } else { CROWDED_NS };
-                    control.crowded_until_ns = now + control.crowded_ns;
-                }
-                looks = now - before <= CROWD_NS && now - began < CONTROL_SPIN_NS;
+            if clock_ns() - began < CONTROL_SPIN_NS {
+                std::hint::spin_loop();
                 continue;
             }
             if !control.queue.listen() {
@@ -284,7 +295,6 @@ impl Context {
             }
             control.queue.be_quiet();
         };
-        control.last_ns = clock_ns();
         let head: abi::RespHeader = control.response.span.read_obj(0);
         if head.status != 0 {
             return Err(abi::Status::errno(head.status));
@@ -324,23 +334,65 @@ impl Context {
     /// Rings for a QP; kicks the device if it sleeps.
     #[inline]
     pub(crate) fn ring(&self, slot: u32) {
-        if self.bell.ring(slot) {
-            self.wake_device();
+        let device = self.bell.ring(slot);
+        let kick = &self.kick;
+        kick.rings.store(kick.rings.load(Ordering::Relaxed).wrapping_add(1), Ordering::Relaxed);
+        if device == abi::ASLEEP {
+            return self.wake_device();
         }
+        kick.polls.store(if device == abi::AWAKE { PATIENCE } else { 0 }, Ordering::Relaxed);
+        kick.waits.store(true, Ordering::Relaxed);
     }
 
+    /// Wakes the device on the core where this thread runs, which so gives it that core.
     #[cold]
     fn wake_device(&self) {
-        if notify(&self.wake).is_err() {
+        self.kick.waits.store(false, Ordering::Relaxed);
+        let core = rustix::thread::sched_getcpu();
+        if wake(&self.wakes[core % self.wakes.len()]).is_err() {
             self.lose();
         }
     }
 
-    /// Called when a poll has found nothing. It lets the device run, and in every `LIVENESS_POLLS`th call looks whether the
+    /// After a poll that found nothing: the kick that was put off, if the device still has not seen what was rung, and it is time.
+    #[inline]
+    fn kick_late(&self) {
+        let kick = &self.kick;
+        if kick.waits.load(Ordering::Relaxed) {
+            let polls = kick.polls.load(Ordering::Relaxed);
+            if !self.bell.has_rung() {
+                kick.waits.store(false, Ordering::Relaxed);
+            } else if polls == 0 {
+                self.wake_device();
+            } else {
+                kick.polls.store(polls - 1, Ordering::Relaxed);
+            }
+        }
+        let rings = kick.rings.load(Ordering::Relaxed);
+        if rings > 0 {
+            kick.rings.store(0, Ordering::Relaxed);
+            let bursts = rings >= BURST;
+            if bursts != kick.bursts.load(Ordering::Relaxed) {
+                kick.bursts.store(bursts, Ordering::Relaxed);
+                self.bell.set_bursts(bursts);
+            }
+        }
+    }
+
+    /// Before the program waits without looking: the kick that was put off, if the device still has not seen what was rung.
+    #[inline]
+    pub(crate) fn kick_now(&self) {
+        if self.kick.waits.load(Ordering::Relaxed) && self.bell.has_rung() {
+            self.wake_device();
+        }
+    }
+
+    /// Called when a poll has found nothing. It sees to it that the device runs, and in every `LIVENESS_POLLS`th call looks whether the
     /// device is still there. It returns true in such a call, so that the caller can do other rare work then.
     #[inline]
     pub fn relax(&self) -> bool {
-        self.pause();
+        self.kick_late();
+        std::hint::spin_loop();
         // A lost count costs nothing: this only spaces out the look.
         let n = self.empty_polls.load(Ordering::Relaxed).wrapping_add(1);
         self.empty_polls.store(n, Ordering::Relaxed);
@@ -349,16 +401,6 @@ impl Context {
             self.check_alive();
         }
         now_and_then
-    }
-
-    /// Lets the device run: by giving it the core where it shares one with its programs.
-    #[inline]
-    fn pause(&self) {
-        if self.bell.hints() & abi::DB_YIELD != 0 {
-            rustix::thread::sched_yield();
-        } else {
-            std::hint::spin_loop();
-        }
     }
 
     fn check_alive(&self) {

@@ -151,7 +151,6 @@ impl Heap {
             // Whoever is in it needs less than a microsecond, unless it lost its core.
             match tries {
                 0..=50 => std::hint::spin_loop(),
-                51..=200 => rustix::thread::sched_yield(),
                 // SAFETY: plain system call.
                 _ => drop(unsafe { libc::usleep(50) }),
             }

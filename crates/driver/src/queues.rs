@@ -180,6 +180,7 @@ impl Cq {
     pub fn arm(&self, solicited_only: bool) {
         // Who waits for events has a moment now, and may never poll in vain.
         look_at_brief();
+        self.ctx.kick_now();
         self.tail.lock().rings.arm(if solicited_only { abi::NOTIFY_SOLICITED } else { abi::NOTIFY_NEXT });
     }
 }

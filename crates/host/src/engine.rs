@@ -1,16 +1,14 @@
 //! The pollers of a worker: threads that run its RNIC while there is work and sleep while there is none.
 //!
-//! On a machine with few cores there is one poller for each core, pinned, and everybody yields: an
-//! application that has posted yields to the poller of its own core, so a request never waits for a
-//! peer that spins on the other core. With more cores one poller spins on its own and nobody yields.
+//! Who runs when, and on which cores, is in `policy`; `poller` has what one does in its turn.
+//!
 //! The RNIC has one owner at a time, under a lock that is held for moments: long copies are jobs, which a poller does after it
 //! has given the RNIC back, and so are the system calls of the network, for which the port has a lock of its own. Whoever wants
 //! both locks takes the port's first.
 
-mod again;
+mod policy;
 mod poller;
-mod slice;
-mod zeal;
+mod sleepers;
 
 use std::collections::HashMap;
 use std::io;
@@ -18,20 +16,20 @@ use std::net::IpAddr;
 use std::ops::Deref;
 use std::os::fd::{BorrowedFd, OwnedFd};
 use std::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering};
-use std::sync::{Arc, Condvar, Mutex, OnceLock, RwLock, RwLockReadGuard};
+use std::sync::{Arc, Mutex, OnceLock, RwLock, RwLockReadGuard};
 
-use rustix::event::{EventfdFlags, epoll};
+use rustix::event::epoll;
 use unirdma_abi as abi;
 use unirdma_device::{Errand, EventQueues, Pollers, SharedRnic, lock, now_ns};
 use unirdma_rnic::{Arrival, MAX_BURIED, Output, Rnic, Seed, SessionId, Tx, VnicId};
 
 use self::poller::Watch;
+use self::sleepers::{Sleeper, Sleepers};
 
 use crate::clerk::Clerk;
-use crate::confine::{self, Kind};
-use crate::demand::Demand;
+use crate::confine::{self, Kind, standing};
+use crate::liveness::Liveness;
 use crate::port::{Port, PortCounters};
-use crate::seats::{self, Seats};
 use crate::tap::Sink;
 
 /// How the pollers run.
@@ -55,8 +53,14 @@ impl Default for EngineConfig {
 }
 
 impl EngineConfig {
-    /// Pollers and programs that find nothing to do yield to each other on this machine.
-    pub(crate) fn yields(&self) -> bool {
+    /// One line if there are more pollers than cores, since they then wait for each other.
+    pub fn too_many_pollers(&self) -> Option<String> {
+        let (most, cores) = (self.pollers?.1, cores().len());
+        (most > cores).then(|| format!("--pollers: {most} polling threads of each group take turns on {cores} cores"))
+    }
+
+    /// Pollers share their cores with programs on this machine.
+    pub(crate) fn shares_cores(&self) -> bool {
         match self.polling {
             Polling::Auto => cores().len() <= FEW_CORES,
             polling => polling == Polling::Shared,
@@ -70,9 +74,9 @@ pub enum Polling {
     /// [`Polling::Shared`] on few cores, else [`Polling::Dedicated`].
     #[default]
     Auto,
-    /// One poller for each core. Pollers and programs that find nothing to do yield to each other.
+    /// One poller for each core, which sleeps while there is nothing to do, and is woken by the programs that run there.
     Shared,
-    /// Pollers have cores for themselves, and nobody yields.
+    /// Pollers have cores for themselves, on which they spin.
     Dedicated,
 }
 
@@ -88,18 +92,14 @@ pub struct Engine {
     events: RwLock<HashMap<SessionId, Arc<EventQueues>>>,
     /// Held, shared, by whoever has outputs of the RNIC and has not delivered them yet.
     delivering: RwLock<()>,
-    epoll: OwnedFd,
-    wake: OwnedFd,
-    /// Poller 0 is in, or about to enter, epoll_wait.
-    sleeping: AtomicBool,
+    /// Where pollers sleep.
+    sleepers: Sleepers,
     stopping: AtomicBool,
     signs: Apart<Signs>,
-    busy: Apart<Busy>,
-    /// Counts the times the other pollers were woken; they sleep until it moves.
-    wakes: Mutex<u64>,
-    woken: Condvar,
-    /// Other pollers that sleep.
-    asleep: AtomicUsize,
+    /// [`Signs::changes`] of the doorbells that the twins were given.
+    twins_have: AtomicU64,
+    /// When pollers that share their cores did something last.
+    worked_ns: AtomicU64,
     /// The way to other hosts.
     net: Option<Mutex<Net>>,
     /// Jobs wait for a poller.
@@ -115,26 +115,25 @@ pub struct Engine {
     /// IP multicast groups that the port should hear, until somebody asks.
     wanted_groups: Mutex<Option<Vec<IpAddr>>>,
     /// After this time the port is polled once more, in case pollers had no turn since, and then no longer. 0: it is not
-    /// polled, and its descriptors wake poller 0.
+    /// polled, and its descriptors wake the first poller.
     port_until_ns: AtomicU64,
     pub(crate) capture: Mutex<Option<Sink>>,
     idle_ns: u64,
-    yields: bool,
-    demand: Demand,
+    shares_cores: bool,
     /// Pollers that work. Those beyond sleep until there is more work than these can do.
     wanted: AtomicUsize,
     /// Fewest and most of them.
     pollers: (usize, usize),
     /// Since when work was left over; 0 while none is.
     backlog_since_ns: AtomicU64,
-    seats: Seats,
+    pub(crate) liveness: Liveness,
 }
 
-/// Something that one poller changes often while others look at it, in cache lines that nothing else shares. Two of them, since processors
+/// Something that one thread changes often while others look at it, in cache lines that nothing else shares. Two of them, since processors
 /// fetch lines in pairs.
 #[derive(Default)]
 #[repr(align(128))]
-struct Apart<T>(T);
+pub(crate) struct Apart<T>(T);
 
 impl<T> Deref for Apart<T> {
     type Target = T;
@@ -151,33 +150,24 @@ struct Signs {
     due_ns: AtomicU64,
 }
 
-/// Which poller did much in its last round, and until when the others leave it the RNIC.
-#[derive(Default)]
-struct Busy {
-    poller: AtomicUsize,
-    until_ns: AtomicU64,
-}
-
-/// Token of the engine's own eventfd; sessions have 32-bit tokens.
-const WAKE: u64 = u64::MAX;
 /// Token of the port's descriptors.
 const PORT: u64 = u64::MAX - 1;
 /// Most rounds of the RNIC that a command waits for, so that sends posted before it are executed before it. A round is worth
 /// some 12 datagrams. If many vRNICs have work, or the network takes no packets, the rest of the sends is lost.
 const CATCH_UP_ROUNDS: u32 = 256;
-/// Least time that the port is polled after a packet, nanoseconds.
-const PORT_POLL_NS: u64 = 20_000;
+/// How long a command waits for a job that a poller does, before it looks again.
+const POLLER_HAS_IT: std::time::Duration = std::time::Duration::from_micros(20);
 
 impl Engine {
-    /// Starts the pollers; `port` leads to other hosts, `demand` says whether other workers want the cores.
+    /// Starts the pollers; `port` leads to other hosts.
     ///
     /// # Errors
     /// Those of epoll, eventfd and thread creation.
-    pub fn start(c: &EngineConfig, port: Option<Box<dyn Port>>, demand: Demand) -> io::Result<Arc<Self>> {
+    pub fn start(c: &EngineConfig, port: Option<Box<dyn Port>>) -> io::Result<Arc<Self>> {
         let cores = cores();
-        let yields = c.yields();
+        let shares_cores = c.shares_cores();
         let (wanted, pollers) = match c.pollers {
-            None if yields => (cores.len(), cores.len()),
+            None if shares_cores => (cores.len(), cores.len()),
             None => (1, (cores.len() / 2).clamp(1, MOST_POLLERS)),
             Some((fewest, most)) => (fewest.max(1), most.max(fewest).max(1)),
         };
@@ -189,31 +179,27 @@ impl Engine {
                 Seed::from(b)
             }
         };
-        let mut rnic = Rnic::new(seed, if yields { abi::DB_YIELD } else { 0 });
+        // On cores of their own one of them hears all kicks.
+        let wakes = if shares_cores { abi::MAX_WAKES.min(pollers as u32) } else { 1 };
+        let mut rnic = Rnic::new(seed, wakes);
         rnic.set_helped(wanted > 1);
-        let epoll = epoll::create(epoll::CreateFlags::CLOEXEC)?;
-        let wake = rustix::event::eventfd(0, EventfdFlags::CLOEXEC | EventfdFlags::NONBLOCK)?;
-        epoll::add(&epoll, &wake, epoll::EventData::new_u64(WAKE), epoll::EventFlags::IN | epoll::EventFlags::ET)?;
+        let sleepers = Sleepers::new(pollers)?;
         for fd in port.iter().flat_map(|p| p.descriptors()) {
-            epoll::add(&epoll, fd, epoll::EventData::new_u64(PORT), epoll::EventFlags::IN)?;
+            sleepers.first().listen(fd, PORT, epoll::EventFlags::IN)?;
         }
         let engine = Arc::new(Engine {
             rnic: Arc::new(SharedRnic::new(rnic)),
             events: RwLock::default(),
             delivering: RwLock::default(),
-            epoll,
-            wake,
-            sleeping: AtomicBool::new(false),
+            sleepers,
             stopping: AtomicBool::new(false),
             signs: Apart(Signs {
                 changes: AtomicU64::new(u64::MAX),
                 runnable: AtomicBool::new(false),
                 due_ns: AtomicU64::new(u64::MAX),
             }),
-            busy: Apart::default(),
-            wakes: Mutex::new(0),
-            woken: Condvar::new(),
-            asleep: AtomicUsize::new(0),
+            twins_have: AtomicU64::new(0),
+            worked_ns: AtomicU64::new(0),
             net: port.map(|port| Mutex::new(Net { port, out: Tx::default(), asked_ns: 0 })),
             jobs_wait: Apart::default(),
             clerk: OnceLock::new(),
@@ -224,69 +210,43 @@ impl Engine {
             port_until_ns: AtomicU64::new(0),
             capture: Mutex::default(),
             idle_ns: c.spin_us * 1000,
-            yields,
-            demand,
+            shares_cores,
             wanted: AtomicUsize::new(wanted),
             pollers: (wanted, pollers),
             backlog_since_ns: AtomicU64::new(0),
-            seats: Seats::new(pollers),
+            liveness: Liveness::new(pollers),
         });
         for i in 0..pollers {
             engine.seat_thread(i)?;
         }
-        let e = engine.clone();
-        std::thread::Builder::new().name("watcher".into()).spawn(move || {
-            confine::thread(Kind::Watcher);
-            seats::watch(&e);
-        })?;
+        if shares_cores {
+            engine.start_twins(&cores)?;
+        }
         Ok(engine)
     }
 
     /// Starts a thread that takes the seat of poller `i`, in the place of the one that has it.
     pub(crate) fn seat_thread(self: &Arc<Self>, i: usize) -> io::Result<()> {
         let (e, cores) = (self.clone(), cores());
-        let core = self.yields.then(|| cores[i % cores.len()]);
-        let (thread, before) = self.seats.give(i);
+        let core = self.shares_cores.then(|| cores[i % cores.len()]);
+        let thread = self.liveness.give(i);
         let builder = std::thread::Builder::new().name(format!("poller{i}"));
         let started = builder.spawn(move || {
-            if let Some(core) = core {
-                let mut set = rustix::thread::CpuSet::new();
-                set.set(core);
-                let _ = rustix::thread::sched_setaffinity(None, &set);
-            }
+            core.into_iter().for_each(standing::pin);
             confine::thread(Kind::Poller);
             let mut watch = Watch::new(i, thread);
-            if i == 0 {
-                e.first_poller(&mut watch)
-            } else {
-                e.other_poller(&mut watch)
-            }
+            e.poll(&mut watch);
             e.leave(&mut watch);
         });
         if started.is_err() {
-            self.seats.give_back(i, before);
+            self.liveness.give_back(i);
         }
         started.map(|_| ())
     }
 
-    /// True if control work of a vRNIC delays others. Another vRNIC of this worker is delayed if it has work, or had some just now, because
-    /// both need the RNIC. Another worker is delayed if it wants the cores and pollers share them with programs.
+    /// True if control work of a vRNIC delays others: another vRNIC of this worker has work, or had some just now, and both need the RNIC.
     pub(crate) fn keeps_others_from_work(&self, vnic: VnicId) -> bool {
-        self.shares_cores_with_workers() || self.rnic.lock().works_for_others(Some(vnic))
-    }
-
-    /// True if a vRNIC of this worker has work, or had some just now, for which it needs the cores that all share.
-    pub(crate) fn shares_cores_with_vrnics(&self) -> bool {
-        self.yields && self.rnic.lock().works_for_others(None)
-    }
-
-    /// True if another worker wants the cores that all share.
-    pub(crate) fn shares_cores_with_workers(&self) -> bool {
-        self.yields && self.demand.is_of_others(self.now())
-    }
-
-    pub(crate) fn seats(&self) -> &Seats {
-        &self.seats
+        self.rnic.lock().works_for_others(Some(vnic))
     }
 
     pub(crate) fn is_stopping(&self) -> bool {
@@ -296,9 +256,9 @@ impl Engine {
     /// Ends the pollers.
     pub fn stop(&self) {
         self.stopping.store(true, Ordering::SeqCst);
-        self.kick();
-        self.wake_others();
-        self.seats.wake_watcher();
+        self.sleepers.all().for_each(Sleeper::call);
+        self.end_twins();
+        self.liveness.wake();
     }
 
     /// The time of [`now_ns`].
@@ -330,18 +290,17 @@ impl Engine {
         self.events.write().unwrap_or_else(|e| e.into_inner()).remove(&s);
     }
 
-    /// Listens to a session's wake kicks, by a descriptor that is watched for edges.
+    /// Listens to a session's kicks of one of its wake channels, by a descriptor that is watched for edges.
     ///
     /// # Errors
     /// `epoll_ctl(2)` refuses what cannot be polled.
-    pub fn watch(&self, s: SessionId, kick: BorrowedFd<'_>) -> io::Result<()> {
-        let flags = epoll::EventFlags::IN | epoll::EventFlags::ET;
-        Ok(epoll::add(&self.epoll, kick, epoll::EventData::new_u64(s.number()), flags)?)
+    pub fn watch(&self, s: SessionId, channel: usize, kick: BorrowedFd<'_>) -> io::Result<()> {
+        self.sleepers.of(channel).listen(kick, s.number(), epoll::EventFlags::IN | epoll::EventFlags::ET)
     }
 
-    /// Stops listening to a session's wake kicks.
-    pub fn unwatch(&self, kick: BorrowedFd<'_>) {
-        let _ = epoll::delete(&self.epoll, kick);
+    /// Stops listening to a session's kicks of a wake channel.
+    pub fn unwatch(&self, channel: usize, kick: BorrowedFd<'_>) {
+        self.sleepers.of(channel).ignore(kick);
     }
 
     /// True if dead objects of the RNIC wait to be freed: [`Engine::after_command`] is to be called, soon and again.
@@ -364,8 +323,8 @@ impl Engine {
         }
         self.deliver(&mut out);
         drop(delivering);
-        if busy && self.sleeping.load(Ordering::SeqCst) {
-            self.kick();
+        if busy {
+            self.call_if_all_sleep();
         }
     }
 
@@ -394,26 +353,15 @@ impl Engine {
         net.port.join(sockets);
         for fd in net.port.descriptors() {
             // Those that were there before are watched already.
-            let _ = epoll::add(&self.epoll, fd, epoll::EventData::new_u64(PORT), epoll::EventFlags::IN);
+            let _ = self.sleepers.first().listen(fd, PORT, epoll::EventFlags::IN);
         }
     }
 
     /// A datagram came from another host, or from another group; `source` is then that group's number.
     pub fn datagram(&self, from: IpAddr, group: u32, source: Option<u32>, packet: &[u8]) {
         let now = self.now();
-        let starved = {
-            let mut r = self.rnic.lock();
-            r.handle_packet(now, &Arrival { source, ..Arrival::inside(from, group) }, packet);
-            r.take_starved()
-        };
+        self.rnic.lock().handle_packet(now, &Arrival { source, ..Arrival::inside(from, group) }, packet);
         self.after_command();
-        if starved {
-            self.pause();
-        }
-    }
-
-    fn kick(&self) {
-        let _ = rustix::io::write(&self.wake, &1u64.to_ne_bytes());
     }
 
     /// The control thread looks at a session.
@@ -470,9 +418,10 @@ impl Engine {
         self.port_until_ns.load(Ordering::Relaxed) != 0
     }
 
-    /// Lets the port be polled for a while.
+    /// Lets the port be polled for a while, or once more where a poller that spins would keep its core from others.
     fn poll_port(&self, now: u64) {
-        self.port_until_ns.store(now + self.idle_ns.max(PORT_POLL_NS), Ordering::Relaxed);
+        let ns = if self.shares_cores { 1 } else { self.idle_ns.max(policy::ANSWER_NS) };
+        self.port_until_ns.store(now + ns, Ordering::Relaxed);
     }
 
     /// Takes the packets that have come in, if the port is polled; true if there were any.
@@ -507,20 +456,6 @@ impl Engine {
     pub fn wanted(&self) -> usize {
         self.wanted.load(Ordering::Relaxed)
     }
-
-    /// Lets others run, between two looks at something that may come soon.
-    pub(crate) fn pause(&self) {
-        if self.yields {
-            rustix::thread::sched_yield();
-        } else {
-            std::hint::spin_loop();
-        }
-    }
-
-    fn wake_others(&self) {
-        *lock(&self.wakes) += 1;
-        self.woken.notify_all();
-    }
 }
 
 impl Pollers for Engine {
@@ -548,7 +483,7 @@ impl Pollers for Engine {
                     self.rnic.lock().end_job(job);
                 }
                 // A poller may have it.
-                None => std::thread::yield_now(),
+                None => std::thread::sleep(POLLER_HAS_IT),
             }
         }
     }
@@ -573,6 +508,7 @@ struct Net {
 /// Bytes of a poller's memory for copies between two processes.
 const SCRATCH_BYTES: usize = 64 << 10;
 
+/// The cores that this thread may run on.
 fn cores() -> Vec<usize> {
     let set = rustix::thread::sched_getaffinity(None).unwrap_or_else(|_| rustix::thread::CpuSet::new());
     let cores: Vec<usize> = (0..rustix::thread::CpuSet::MAX_CPU).filter(|&i| set.is_set(i)).collect();

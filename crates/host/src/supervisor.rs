@@ -33,7 +33,6 @@ use unirdma_rnic::Share;
 use crate::admin::{self, Response};
 use crate::centre::{self, Centre, Identity, Neighbours};
 use crate::confine::{self, Cgroups, InForce, USUAL_GROUP_WEIGHT};
-use crate::demand;
 use crate::engine::EngineConfig;
 use crate::keeper::Keeper;
 use crate::network::{Network, Tidings};
@@ -131,19 +130,16 @@ impl Supervisor {
             }
         };
         let bulletin = Bulletin::default();
-        let (mut heritage, network) = Heritage::network(heritage, config.wire.as_ref(), &config.dir, &bulletin)?;
-        let kept_demand = heritage.as_mut().and_then(Heritage::take_demand);
+        let (heritage, network) = Heritage::network(heritage, config.wire.as_ref(), &config.dir, &bulletin)?;
         let around = Around {
             isolation: config.isolation,
             confinement,
             network: network.map(Mutex::new),
             cgroups: match config.isolation {
                 Isolation::Threads => Err("workers are threads".into()),
-                // Threads yield to each other only within one scheduling group.
-                Isolation::Processes => Cgroups::open(&config.dir, !config.engine.yields()),
+                Isolation::Processes => Cgroups::open(&config.dir, !config.engine.shares_cores()),
             },
             doors: config.dir.join("workers"),
-            demand: kept_demand.map_or_else(demand::table, Ok)?,
         };
         let s = Supervisor {
             around: Arc::new(around),
@@ -190,7 +186,6 @@ impl Supervisor {
                 Some(h) => self.inherit(h),
                 None => *lock(&self.keeper) = Some(Keeper::start(&self.dir)?),
             }
-            self.keep_demand();
             self.watch_keeper();
         }
         self.remove_unserved()?;

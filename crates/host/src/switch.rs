@@ -12,19 +12,18 @@ use std::net::IpAddr;
 use std::os::fd::{BorrowedFd, OwnedFd};
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex};
-use std::time::{Duration, Instant};
+use std::time::Instant;
 
 use rustix::event::{EventfdFlags, epoll};
-use unirdma_device::{NetDevice, lock, thread_ns};
+use unirdma_device::{NetDevice, lock};
 use unirdma_formats::frame::{Claims, Heading};
-use unirdma_rnic::{Sealed, Terms, TimeBudget};
+use unirdma_rnic::Sealed;
 
 use crate::confine::{self, Kind};
 use crate::engine::Engine;
 use crate::filter::{End, Filter};
 use crate::guard::Guard;
 use crate::network::{Changes, Plan};
-use crate::pulse::Pulse;
 use crate::seal::{GroupSecrets, SealInfo};
 use crate::tunnel::{Tunnel, TunnelDrops, Tunneled};
 
@@ -78,7 +77,6 @@ pub struct Switch {
     tunnel: Option<Arc<Tunnel>>,
     engine: Arc<Engine>,
     stop: Arc<OwnedFd>,
-    pulse: Arc<Pulse>,
 }
 
 const ETH_HEADER: usize = 14;
@@ -86,11 +84,8 @@ const ETH_HEADER: usize = 14;
 const MAX_FRAME: usize = 65_536;
 /// Frames from one port, and copies of them, before the others get a turn. A frame to all is as many copies as there are members.
 const BURST: usize = 64;
-/// How long the switch may keep others off its core while vRNICs have work and frames come without a pause: those of its own group, and
-/// those of other groups, which have less to do with these frames. The latter are interrupted less often, too: each interruption makes one
-/// request slow. With an interruption every 200 us that is 1 % of the requests of a program that makes one after the other.
-const BESIDE_OWN_GROUP: Terms = Terms { parts: 3, burst_ns: 50_000, most_ns: 200_000, step_ns: 50_000 };
-const BESIDE_OTHER_GROUPS: Terms = Terms { parts: 6, step_ns: 500_000, ..BESIDE_OWN_GROUP };
+/// Most turns for the frames that are left when an interface is removed. A tap keeps 500 of them.
+const LAST_TURNS: u32 = 16;
 /// Token of the tunnel's first socket; interfaces have smaller ones.
 const TUNNEL: u64 = 1 << 63;
 /// Token of what stops the thread.
@@ -114,26 +109,13 @@ impl Switch {
         let stop = rustix::event::eventfd(0, EventfdFlags::CLOEXEC)?;
         epoll::add(&epoll, &stop, epoll::EventData::new_u64(STOP), epoll::EventFlags::IN)?;
         let (epoll, stop, tunnel) = (Arc::new(epoll), Arc::new(stop), tunnel.map(Arc::new));
-        let s = Switch {
-            ports: Arc::default(),
-            filters: Arc::default(),
-            epoll,
-            tunnel,
-            engine,
-            stop,
-            pulse: Arc::default(),
-        };
+        let s = Switch { ports: Arc::default(), filters: Arc::default(), epoll, tunnel, engine, stop };
         let me = s.clone();
         std::thread::Builder::new().name("switch".into()).spawn(move || {
             confine::thread(Kind::Switch);
             me.run();
         })?;
         Ok(s)
-    }
-
-    /// Whether its thread works.
-    pub fn pulse(&self) -> Arc<Pulse> {
-        self.pulse.clone()
     }
 
     /// Ends its thread.
@@ -180,13 +162,13 @@ impl Switch {
         }
     }
 
-    /// Removes an interface.
+    /// Removes an interface. What it has sent before is passed on: the last words of a program that has ended are never said again.
     pub fn remove(&self, id: u64) {
-        if let Some(p) = lock(&self.ports).remove(&id)
-            && let Way::Container(fd) = &p.way
-        {
-            let _ = epoll::delete(&*self.epoll, fd);
-        }
+        let Some(port) = lock(&self.ports).remove(&id) else { return };
+        let Way::Container(fd) = &port.way else { return };
+        let _ = epoll::delete(&*self.epoll, fd);
+        let mut frame = vec![0; MAX_FRAME];
+        (0..LAST_TURNS).any(|_| !self.turn(id, &port, &mut frame));
     }
 
     fn run(&self) {
@@ -195,10 +177,8 @@ impl Switch {
         // Machines that had more than a turn's frames: nothing tells of those again.
         let mut more: Vec<u64> = Vec::new();
         let now = rustix::time::Timespec { tv_sec: 0, tv_nsec: 0 };
-        let mut budgets = [&BESIDE_OWN_GROUP, &BESIDE_OTHER_GROUPS].map(TimeBudget::new);
-        let mut worked_ns = thread_ns();
         loop {
-            self.pulse.rest();
+            self.engine.liveness.switch.rest();
             let limit = (!more.is_empty()).then_some(&now);
             let mut ready: Vec<u64> = match epoll::wait(&*self.epoll, &mut events, limit) {
                 Ok((ready, _)) => ready.iter().map(|e| e.data.u64()).collect(),
@@ -206,7 +186,7 @@ impl Switch {
             };
             more.retain(|id| !ready.contains(id));
             ready.append(&mut more);
-            self.pulse.begin();
+            self.engine.liveness.switch.begin();
             for id in ready {
                 if id == STOP {
                     return;
@@ -215,45 +195,25 @@ impl Switch {
                     t.on_timer();
                     continue;
                 }
-                self.rest(&mut budgets);
-                let frames = if let (Some(socket), Some(t)) = (id.checked_sub(TUNNEL), &self.tunnel) {
-                    self.tunnel_turn(t, socket as usize, &mut frame)
-                } else {
-                    let Some(port) = lock(&self.ports).get(&id).cloned() else { continue };
-                    if self.turn(id, &port, &mut frame) && matches!(port.way, Way::Machine(_)) {
-                        more.push(id);
-                    }
-                    true
-                };
-                // This includes the wake-up, which can take longer than the frame that it was for.
-                let before_ns = std::mem::replace(&mut worked_ns, thread_ns());
-                if frames {
-                    let now = self.engine.now();
-                    budgets.iter_mut().for_each(|b| b.charge(now, worked_ns - before_ns));
+                if let (Some(socket), Some(t)) = (id.checked_sub(TUNNEL), &self.tunnel) {
+                    self.tunnel_turn(t, socket as usize, &mut frame);
+                    continue;
+                }
+                let Some(port) = lock(&self.ports).get(&id).cloned() else { continue };
+                if self.turn(id, &port, &mut frame) && matches!(port.way, Way::Machine(_)) {
+                    more.push(id);
                 }
             }
         }
     }
 
-    /// Leaves the core to others, if frames have had it for long enough. A yield would lend it only until those others yield.
-    fn rest(&self, [own, others]: &mut [TimeBudget; 2]) {
-        let (now, e) = (self.engine.now(), &self.engine);
-        let beside_own = own.rest_ns_beside(now, || e.shares_cores_with_vrnics());
-        let rest_ns = beside_own.max(others.rest_ns_beside(now, || e.shares_cores_with_workers()));
-        if rest_ns > 0 {
-            std::thread::sleep(Duration::from_nanos(rest_ns));
-        }
-    }
-
-    /// Takes what has come by a socket of the tunnel, as much as a turn allows; true if there were frames. Datagrams are work of the RNIC.
-    fn tunnel_turn(&self, t: &Tunnel, socket: usize, room: &mut [u8]) -> bool {
-        let mut frames = false;
+    /// Takes what has come by a socket of the tunnel, as much as a turn allows. Datagrams are work of the RNIC.
+    fn tunnel_turn(&self, t: &Tunnel, socket: usize, room: &mut [u8]) {
         for _ in 0..BURST {
             match t.receive(socket, room) {
                 None => break,
                 Some(Tunneled::Nothing) => {}
                 Some(Tunneled::Frame { group, source, frame }) => {
-                    frames = true;
                     if self.claims_ours(group, frame) {
                         t.drop_claim();
                     } else {
@@ -265,7 +225,6 @@ impl Switch {
                 }
             }
         }
-        frames
     }
 
     /// Passes on what has come by a port, as much as a turn allows; true if there may be more.
@@ -440,8 +399,9 @@ fn is_for_one(frame: &[u8], copies: usize) -> bool {
 
 #[cfg(test)]
 mod tests {
+    use std::time::Duration;
+
     use super::*;
-    use crate::demand::Demand;
     use crate::engine::EngineConfig;
     use crate::vrnic::{Hardware, IpNet};
     use rustix::net::{AddressFamily, SocketFlags, SocketType, socketpair};
@@ -478,7 +438,7 @@ mod tests {
     /// A frame to all costs as many copies as there are members, so a port's turn has few of them.
     #[test]
     fn a_turn_has_fewer_frames_if_they_go_to_all() {
-        let engine = Engine::start(&EngineConfig::default(), None, Demand::default()).unwrap();
+        let engine = Engine::start(&EngineConfig::default(), None).unwrap();
         let s = Switch::start(None, engine.clone()).unwrap();
         // Its thread ends, and takes no frames.
         s.stop();
@@ -507,8 +467,25 @@ mod tests {
     }
 
     #[test]
+    fn the_last_frames_of_an_interface_are_passed_on() {
+        let engine = Engine::start(&EngineConfig::default(), None).unwrap();
+        let s = Switch::start(None, engine.clone()).unwrap();
+        // Its thread ends, and takes no frames.
+        s.stop();
+        while Arc::strong_count(&s.stop) > 1 {
+            std::thread::yield_now();
+        }
+        let [(a, guard), (b, _)] = [(1, "10.0.0.1"), (2, "10.0.0.2")].map(|(id, ip)| plug(&s, id, ip));
+        let last = answer(&guard, 1);
+        assert_eq!(rustix::io::write(&a, &last), Ok(last.len()));
+        s.remove(1);
+        assert_eq!(next(&b), Some(last));
+        engine.stop();
+    }
+
+    #[test]
     fn an_answer_with_anothers_address_reaches_nobody_unless_its_sender_is_a_router() {
-        let engine = Engine::start(&EngineConfig::default(), None, Demand::default()).unwrap();
+        let engine = Engine::start(&EngineConfig::default(), None).unwrap();
         let s = Switch::start(None, engine.clone()).unwrap();
         let [(a, _), (_b, _), (evil, guard)] =
             [(1, "10.0.0.1"), (2, "10.0.0.2"), (3, "10.0.0.3")].map(|(id, ip)| plug(&s, id, ip));

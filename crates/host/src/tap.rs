@@ -117,13 +117,12 @@ impl Engine {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::demand::Demand;
     use crate::engine::EngineConfig;
     use rustix::net::{AddressFamily, SocketFlags, SocketType, socketpair};
 
     #[test]
     fn a_capture_has_a_thread_until_it_ends() {
-        let engine = Engine::start(&EngineConfig::default(), None, Demand::default()).unwrap();
+        let engine = Engine::start(&EngineConfig::default(), None).unwrap();
         let before = Arc::strong_count(&engine);
         let start = |id| {
             let (_, to) = socketpair(AddressFamily::UNIX, SocketType::SEQPACKET, SocketFlags::CLOEXEC, None).unwrap();

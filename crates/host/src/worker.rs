@@ -5,11 +5,9 @@ mod allowance;
 mod calls;
 mod channels;
 mod commands;
-mod idle;
 mod ledger;
 mod machine;
 mod sessions;
-mod watchdog;
 
 use std::collections::{BTreeMap, HashMap, VecDeque};
 use std::io;
@@ -29,19 +27,17 @@ use unirdma_link::{Backend, Closer, Foreign, Handler, Ledger, Memory, Progress, 
 use unirdma_rnic::{Account, Limits, VnicConfig, VnicId};
 
 use crate::confine::{self, Kind};
-use crate::demand::Demand;
 use crate::engine::Engine;
 use crate::guard::Guard;
 use crate::line::Line;
+use crate::liveness;
 use crate::network::{Enrolment, open_worker};
 use crate::protocol::{Answer, Begin, Call, Figures, Hello, NewVrnic, Notice, VERSION, WorkerStatus};
-use crate::pulse::Pulse;
 use crate::switch::Switch;
 use crate::vrnic::{self, IpNet, LedgerInfo, VrnicInfo};
 use allowance::Allowance;
 pub(crate) use ledger::raise_limit;
 use machine::Machine;
-use watchdog::Watchdog;
 
 /// Messages of one session before the others get a turn.
 const BURST: usize = 32;
@@ -81,10 +77,8 @@ struct Session {
     conn: Conn,
     _pidfd: Option<OwnedFd>,
     tokens: Vec<u64>,
-    /// It is in [`Worker::lingering`].
-    lingers: bool,
-    /// When commands of it were served last.
-    served_ns: u64,
+    /// Its commands wait ([`Paused::Commands`]).
+    commands_pause: bool,
     /// Of its vRNIC.
     allowance: Rc<Allowance>,
     /// For the descriptor of its process.
@@ -102,14 +96,6 @@ impl Session {
         let now = engine.now();
         self.allowance.charge(now, now.saturating_sub(began) + self.conn.device.take_errand_ns());
     }
-}
-
-/// A session whose control queue is looked at without a kick, from when on and until when.
-struct Lingering {
-    session: u64,
-    /// Until then its vRNIC's commands have to wait.
-    from_ns: u64,
-    until_ns: u64,
 }
 
 /// A program that came too many: it may see what there is, and hears why it cannot use it.
@@ -245,12 +231,14 @@ enum Paused {
     Listener(u64, String, Mode),
     /// A session's messages wait.
     Session(u64, u64),
+    /// A session's commands wait.
+    Commands(u64, u64),
 }
 
 impl Paused {
     fn until_ns(&self) -> u64 {
         match *self {
-            Paused::Listener(until_ns, ..) | Paused::Session(until_ns, _) => until_ns,
+            Paused::Listener(until_ns, ..) | Paused::Session(until_ns, _) | Paused::Commands(until_ns, _) => until_ns,
         }
     }
 }
@@ -279,9 +267,6 @@ struct Worker {
     switch: Switch,
     /// Tells this process from those before.
     origin: u32,
-    /// Of this thread.
-    pulse: Arc<Pulse>,
-    watchdog: Watchdog,
     notices: Arc<Notices>,
     epoll: Arc<OwnedFd>,
     wake: Arc<OwnedFd>,
@@ -295,12 +280,6 @@ struct Worker {
     sessions: HashMap<u64, Session>,
     lookers: BTreeMap<u64, Looker>,
     machines: HashMap<u64, Machine>,
-    lingering: Vec<Lingering>,
-    /// Until when nobody lingers.
-    crowded_until_ns: u64,
-    /// Kicks that came for nothing.
-    idle_kicks: idle::IdleKicks,
-    crowded_ns: u64,
     /// What all vRNICs may hold.
     ledger: Ledger,
     /// Sessions that have sent a part of a message, and since when, nanoseconds.
@@ -336,11 +315,9 @@ pub fn work(door: UnixListener, alone: Alone) -> io::Result<()> {
         return Err(io::Error::new(io::ErrorKind::InvalidData, "the supervisor is of another version"));
     };
     line.send(&Answer::Hello(hello(None)), &[], PATIENCE)?;
-    let (Call::Begin(begin), mut sockets) = line.receive(PATIENCE)? else {
+    let (Call::Begin(begin), sockets) = line.receive(PATIENCE)? else {
         return Err(io::Error::new(io::ErrorKind::InvalidData, "the supervisor did not say which group this is"));
     };
-    let table = sockets.pop().ok_or_else(|| io::Error::other("the supervisor did not say who wants the cores"));
-    let demand = table.and_then(|t| Demand::of_table(&t, begin.id));
     let ledger = ledger::Machine::look();
     // A worker that is confined makes no userfaultfd.
     let guarded = unirdma_mem::guard::install();
@@ -348,7 +325,7 @@ pub fn work(door: UnixListener, alone: Alone) -> io::Result<()> {
     let mut in_force = begin.confinement.as_ref().map(confine::enter).unwrap_or_default();
     let counted = unirdma_mem::guard::counts_holes().map(|()| "pages made in sparse files are counted".into());
     in_force.measures.push(confine::Measure::new("sparse_files", counted));
-    let worker = guarded.and_then(|()| Worker::start(*begin, sockets, demand?, door, ledger));
+    let worker = guarded.and_then(|()| Worker::start(*begin, sockets, door, ledger));
     let answer = worker.as_ref().map_or_else(|e| Answer::Error(e.to_string()), |_| Answer::Begun(in_force));
     line.send(&answer, &[], PATIENCE)?;
     worker?.run(line, notices.into_iter().next(), alone)
@@ -364,17 +341,11 @@ fn hello(group: Option<&str>) -> Hello {
 }
 
 impl Worker {
-    fn start(
-        begin: Begin,
-        sockets: Vec<OwnedFd>,
-        demand: Demand,
-        door: UnixListener,
-        machine: ledger::Machine,
-    ) -> io::Result<Self> {
+    fn start(begin: Begin, sockets: Vec<OwnedFd>, door: UnixListener, machine: ledger::Machine) -> io::Result<Self> {
         let ledger = machine.ledger().with_closer(Closer::new(|| confine::thread(Kind::Closer)));
         let way = begin.network.as_ref().map(|e| open_worker(e, sockets)).transpose()?;
         let (port, tunnel) = way.unzip();
-        let engine = Engine::start(&begin.engine, port, demand)?;
+        let engine = Engine::start(&begin.engine, port)?;
         if let Some(e) = &begin.network {
             let mut rnic = engine.rnic.lock();
             rnic.set_wire_mtu(e.mtu);
@@ -385,12 +356,11 @@ impl Worker {
         }
         let switch = Switch::start(tunnel, engine.clone())?;
         door.set_nonblocking(true)?;
-        let pulse = Arc::new(Pulse::default());
         let notices: Arc<Notices> = Arc::default();
-        let (of_watchdog, group) = (notices.clone(), begin.group.clone());
-        let watchdog = Watchdog::start(pulse.clone(), switch.pulse(), move |thread, seconds| {
+        let (of_watcher, group) = (notices.clone(), begin.group.clone());
+        liveness::watch(&engine, move |thread, seconds| {
             tracing::error!(group, seconds, "the {thread} is stuck");
-            of_watchdog.send(&Notice::Stuck { thread: thread.into(), seconds });
+            of_watcher.send(&Notice::Stuck { thread: thread.into(), seconds });
         })?;
         Ok(Worker {
             group: begin.group,
@@ -399,8 +369,6 @@ impl Worker {
             engine,
             switch,
             origin: getrandom::u32().unwrap_or_default(),
-            pulse,
-            watchdog,
             notices,
             epoll: Arc::new(epoll::create(epoll::CreateFlags::CLOEXEC)?),
             wake: Arc::new(rustix::event::eventfd(0, EventfdFlags::CLOEXEC | EventfdFlags::NONBLOCK)?),
@@ -413,10 +381,6 @@ impl Worker {
             sessions: HashMap::new(),
             lookers: BTreeMap::new(),
             machines: HashMap::new(),
-            lingering: Vec::new(),
-            crowded_until_ns: 0,
-            idle_kicks: idle::IdleKicks::default(),
-            crowded_ns: 0,
             ledger,
             half: Vec::new(),
             refused: VecDeque::new(),
@@ -454,14 +418,14 @@ impl Worker {
         let mut events = [MaybeUninit::<epoll::Event>::uninit(); 64];
         while !self.ended {
             let limit = self.wait_limit();
-            self.watchdog.guard(!self.sessions.is_empty());
-            self.pulse.rest();
+            self.engine.liveness.guard(!self.sessions.is_empty());
+            self.engine.liveness.control.rest();
             let tokens: Vec<u64> = match epoll::wait(&self.epoll, &mut events, limit.as_ref()) {
                 Ok((ready, _)) => ready.iter().map(|e| e.data.u64()).collect(),
                 Err(rustix::io::Errno::INTR) => continue,
                 Err(e) => return Err(e.into()),
             };
-            self.pulse.begin();
+            self.engine.liveness.control.begin();
             for t in tokens {
                 if let Some((id, index)) = channels::of_token(t) {
                     self.on_room(id, index);
@@ -489,12 +453,8 @@ impl Worker {
                     None => {}
                 }
             }
-            self.linger();
             if self.engine.has_dead() {
                 self.engine.after_command();
-            }
-            if let Some(rest) = self.idle_kicks.rest(self.engine.now()) {
-                std::thread::sleep(rest);
             }
             self.end_half();
             self.end_refused();
@@ -502,7 +462,6 @@ impl Worker {
         }
         self.engine.stop();
         self.switch.stop();
-        self.watchdog.stop();
         Ok(())
     }
 
@@ -516,10 +475,9 @@ impl Worker {
             tv_nsec: (ns % 1_000_000_000) as i64,
         };
         let now = self.engine.now();
-        let look = self.until_next_look(now);
         let half = self.half.iter().map(|h| (h.1 + HALF_NS).saturating_sub(now)).min();
         let pause = self.paused.iter().map(|p| p.until_ns().saturating_sub(now)).min();
-        Some(after(look.into_iter().chain(half).chain(pause).chain(self.refused_limit()).min()?))
+        Some(after(half.into_iter().chain(pause).chain(self.refused_limit()).min()?))
     }
 
     /// A program has sent a part of a message, or all of it.

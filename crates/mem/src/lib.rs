@@ -18,6 +18,7 @@ mod pieces;
 mod proc;
 pub mod protocol;
 mod ring;
+mod slot;
 mod span;
 mod transfer;
 
@@ -25,5 +26,6 @@ pub use map::{MapError, MemFd, is_memory, map_device, map_file, map_pieces, set_
 pub use pieces::{PIECE_ALIGN, Pieces};
 pub use proc::ProcMem;
 pub use ring::{Bell, CqRing, CqTail, QpRings, RingError};
+pub use slot::Slot;
 pub use span::Span;
 pub use transfer::{Fault, Loc, Place, atomic_u64, copy_mapped, fetch, transfer};

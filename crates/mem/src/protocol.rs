@@ -50,25 +50,25 @@ pub struct BellWords<'a, B, K> {
     pub bits: (&'a B, u32),
     /// The summary, and the bit's number that the word has there.
     pub summary: (&'a B, u32),
-    /// Not 0 while the device sleeps.
+    /// Not [`abi::AWAKE`] while the device sleeps.
     pub need_kick: &'a K,
 }
 
-/// Driver: announces work; true if the device must be kicked, and whether it had not taken what was announced before. The WQE and the
+/// Driver: announces work; whether the device sleeps, and whether it had not taken what was announced before. The WQE and the
 /// producer index were stored before.
-pub fn ring<B: Word64, K: Word32>(f: &impl Fence, w: &BellWords<'_, B, K>) -> (bool, bool) {
+pub fn ring<B: Word64, K: Word32>(f: &impl Fence, w: &BellWords<'_, B, K>) -> (u32, bool) {
     w.bits.0.or(1 << w.bits.1);
     let before = w.summary.0.or(1 << w.summary.1);
     f.fence_after_change();
-    (w.need_kick.load() != 0, before >> w.summary.1 & 1 != 0)
+    (w.need_kick.load(), before >> w.summary.1 & 1 != 0)
 }
 
 /// Driver: as [`ring`], by a driver that expects that the device has not taken yet what was announced before. `None` if it has:
 /// [`ring`] must be called. Else nothing needs to be written, since the device looks at the queue after it has taken both bits.
-pub fn ring_again<B: Word64, K: Word32>(f: &impl Fence, w: &BellWords<'_, B, K>) -> Option<bool> {
+pub fn ring_again<B: Word64, K: Word32>(f: &impl Fence, w: &BellWords<'_, B, K>) -> Option<u32> {
     f.fence();
     let waits = w.bits.0.peek() >> w.bits.1 & w.summary.0.peek() >> w.summary.1 & 1 != 0;
-    waits.then(|| w.need_kick.load() != 0)
+    waits.then(|| w.need_kick.load())
 }
 
 /// Device: takes all bits of the summary or of one of its words. What it looks at afterwards has all that was announced by a bit that
@@ -79,12 +79,12 @@ pub fn take(f: &impl Fence, word: &impl Word64) -> u64 {
     taken
 }
 
-/// Device: goes to sleep; false if work came in meanwhile, and then it is awake.
-pub fn park(f: &impl Fence, summary: &impl Word64, need_kick: &impl Word32) -> bool {
-    need_kick.store(1);
+/// Device: goes to sleep, [`abi::ASLEEP`] or [`abi::NAPS`]; false if work came in meanwhile, and then it is awake.
+pub fn park(f: &impl Fence, summary: &impl Word64, need_kick: &impl Word32, how: u32) -> bool {
+    need_kick.store(how);
     f.fence();
     if summary.peek() != 0 {
-        need_kick.store(0);
+        need_kick.store(abi::AWAKE);
         return false;
     }
     true
@@ -232,13 +232,40 @@ mod loom_tests {
                 let page = page.clone();
                 loom::thread::spawn(move || {
                     page.prod.store(1, Ordering::Relaxed);
-                    ring(&F, &page.words()).0
+                    ring(&F, &page.words()).0 != abi::AWAKE
                 })
             };
-            let parked = park(&F, &page.summary, &page.kick);
+            let parked = park(&F, &page.summary, &page.kick, abi::ASLEEP);
             let kicked = t.join().unwrap();
             assert!(!parked || kicked, "asleep with work and no kick");
             if !parked {
+                assert_eq!(page.look(false), Some(1));
+            }
+        });
+    }
+
+    /// A driver puts its kick off that finds the device napping or awake. The device looks after its nap, and finds what was rung then, or does
+    /// not fall asleep after it.
+    #[test]
+    fn loom_a_kick_that_was_put_off_is_not_lost() {
+        loom::model(|| {
+            let page = Arc::new(Page::default());
+            let t = {
+                let page = page.clone();
+                loom::thread::spawn(move || {
+                    page.prod.store(1, Ordering::Relaxed);
+                    ring(&F, &page.words()).0 == abi::ASLEEP
+                })
+            };
+            let napped = park(&F, &page.summary, &page.kick, abi::NAPS);
+            // The nap ends by itself.
+            page.kick.store(abi::AWAKE, Ordering::Relaxed);
+            let seen = page.look(false);
+            let parked = park(&F, &page.summary, &page.kick, abi::ASLEEP);
+            let kicked = t.join().unwrap();
+            assert!(napped || seen.is_some(), "it had rung");
+            assert!(seen.is_some() || !parked || kicked, "asleep with work and no kick");
+            if seen.is_none() && !parked {
                 assert_eq!(page.look(false), Some(1));
             }
         });

@@ -454,12 +454,13 @@ impl Bell {
         self.0.prefetch_to_write(abi::DB_BITS + slot as usize / 64 * 8);
     }
 
-    /// Driver: rings for `slot`; true if the wake virtqueue must be kicked.
+    /// Driver: rings for `slot`; unless it returns [`abi::AWAKE`], the wake virtqueue must be kicked, at once or, if it returns [`abi::NAPS`],
+    /// when completions were looked for in vain.
     ///
     /// # Panics
     /// If `slot` is not below [`abi::MAX_QP`].
     #[inline]
-    pub fn ring(&self, slot: u32) -> bool {
+    pub fn ring(&self, slot: u32) -> u32 {
         let (word, bit) = (slot / 64, slot % 64);
         assert!((word as usize) < abi::DOORBELL_WORDS);
         let (bits, summary) = (W(&self.0, abi::DB_BITS + word as usize * 8), W(&self.0, abi::DB_SUMMARY));
@@ -476,15 +477,25 @@ impl Bell {
         kick
     }
 
-    /// Driver: the device's [`abi::DB_YIELD`] hint.
-    #[inline]
-    pub fn hints(&self) -> u32 {
-        self.0.load32(abi::DB_HINTS, Ordering::Relaxed)
+    /// Driver: how many wake channels the device has said that it has.
+    pub fn wakes(&self) -> u32 {
+        self.0.load32(abi::DB_WAKES, Ordering::Relaxed)
     }
 
-    /// Device: sets the hints.
-    pub fn set_hints(&self, hints: u32) {
-        self.0.store32(abi::DB_HINTS, hints, Ordering::Release);
+    /// Device: says how many wake channels it has.
+    pub fn set_wakes(&self, wakes: u32) {
+        self.0.store32(abi::DB_WAKES, wakes, Ordering::Release);
+    }
+
+    /// Driver: says whether it rings many times before it looks for completions.
+    #[inline]
+    pub fn set_bursts(&self, bursts: bool) {
+        self.0.store32(abi::DB_BURSTS, u32::from(bursts), Ordering::Relaxed);
+    }
+
+    /// Device: whether the driver says so.
+    pub fn bursts(&self) -> bool {
+        self.0.load32(abi::DB_BURSTS, Ordering::Relaxed) != 0
     }
 
     /// Device: the words that have rung, a bit for each; they are not taken.
@@ -526,9 +537,10 @@ impl Bell {
         }
     }
 
-    /// Device: asks for a kick; false if a bell rang meanwhile, and then it asks for none.
-    pub fn park(&self) -> bool {
-        protocol::park(&Full, &W(&self.0, abi::DB_SUMMARY), &W(&self.0, abi::DB_NEED_KICK))
+    /// Device: asks for a kick; false if a bell rang meanwhile, and then it asks for none. `naps`: it looks in a moment in any case.
+    pub fn park(&self, naps: bool) -> bool {
+        let how = if naps { abi::NAPS } else { abi::ASLEEP };
+        protocol::park(&Full, &W(&self.0, abi::DB_SUMMARY), &W(&self.0, abi::DB_NEED_KICK), how)
     }
 
     /// Device: wants no kicks, it is polling.
@@ -559,11 +571,11 @@ impl Bell {
     }
 
     /// Driver: the memory of its MRs leaves the place where the device has it, for the time that this driver calls `away`, or is
-    /// back (0). True if the wake virtqueue must be kicked. Memory may leave when [`Bell::is_left_alone`].
+    /// back (0). True if the wake virtqueue must be kicked, at once. Memory may leave when [`Bell::is_left_alone`].
     pub fn set_away(&self, away: u32) -> bool {
         self.0.store32(abi::DB_AWAY, away, Ordering::Release);
         // A bit of no QP, so that the device looks.
-        self.ring(abi::MAX_QP - 1)
+        self.ring(abi::MAX_QP - 1) != abi::AWAKE
     }
 
     /// Driver: true once the device touches no memory of its MRs, for the time called `away`. What the device says of an earlier
@@ -714,7 +726,7 @@ mod tests {
         let page = Span::anonymous(4096 + 64);
         let bell = Bell::new(page.sub((64 - page.addr() as u64 % 64) % 64, 4096).unwrap()).unwrap();
         for slot in [0, 63, 64, 4095] {
-            assert!(!bell.ring(slot));
+            assert_eq!(bell.ring(slot), abi::AWAKE);
         }
         let take = || {
             let (mut words, mut got) = (bell.take_words(), vec![]);
@@ -730,15 +742,19 @@ mod tests {
         assert_eq!((bell.rung_words(), bell.rung_words()), (2, 2));
         assert_eq!(take(), [65]);
         // Rings that come before the device has taken the first one, of this slot and of others.
-        [65, 65, 65, 66, 64, 65, 66].into_iter().for_each(|slot| assert!(!bell.ring(slot)));
+        [65, 65, 65, 66, 64, 65, 66].into_iter().for_each(|slot| assert_eq!(bell.ring(slot), abi::AWAKE));
         assert_eq!(take(), [64, 65, 66]);
         assert_eq!(take(), []);
         bell.ring(65);
         assert_eq!(take(), [65], "what was taken is rung for again");
         assert!(!bell.has_rung());
-        assert!(bell.park());
-        assert!(bell.ring(1), "a parked device must be kicked");
-        assert!(!bell.park(), "work is waiting");
+        assert!(bell.park(false));
+        assert_eq!(bell.ring(1), abi::ASLEEP, "a parked device must be kicked");
+        assert!(!bell.park(true), "work is waiting");
+        assert_eq!(bell.ring(1), abi::AWAKE);
+        assert_eq!(take(), [1]);
+        assert!(bell.park(true));
+        assert_eq!(bell.ring(1), abi::NAPS);
     }
 
     #[test]

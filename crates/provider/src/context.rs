@@ -44,7 +44,7 @@ impl Shared {
     /// `cq` is a CQ that lives.
     #[inline]
     pub unsafe fn ring(&self, slot: u32, cq: *mut ibv_cq) {
-        if self.bell.ring(slot) {
+        if self.bell.ring(slot) != abi::AWAKE {
             // SAFETY: by the contract.
             unsafe { self.wake(cq) };
         }
@@ -55,14 +55,6 @@ impl Shared {
         // SAFETY: by the contract of `ring`. The kernel driver only wakes the device; CQs are armed in their rings.
         if unsafe { ibv_cmd_req_notify_cq(cq, 0) } == libc::EIO {
             self.dead.store(true, Ordering::Relaxed);
-        }
-    }
-
-    /// Called when a poll has found nothing: lets the device run where it shares a core with its programs.
-    #[inline]
-    pub fn relax(&self) {
-        if self.bell.hints() & abi::DB_YIELD != 0 {
-            rustix::thread::sched_yield();
         }
     }
 }

@@ -54,7 +54,6 @@ impl CqObj {
         if lost || self.ctx.is_dead() {
             return Err(libc::EIO);
         }
-        self.ctx.relax();
         Ok(0)
     }
 

@@ -24,7 +24,7 @@ impl Poller {
 
     fn begin(&self) {
         while !self.single_threaded && self.polled.swap(true, Ordering::Acquire) {
-            std::thread::yield_now();
+            std::thread::sleep(std::time::Duration::from_micros(20));
         }
     }
 

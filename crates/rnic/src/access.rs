@@ -71,7 +71,7 @@ impl<'a> Tables<'a> {
     /// A place of `len` bytes in the stage of a session.
     fn stage(&self, session: SessionId, off: u64, len: u64) -> Option<Place<'a>> {
         let s = self.sessions.get(session.0)?;
-        Some(s.hollow.place(Place::new(Loc::Mapped(s.stage.as_ref().map(Stage::span)?, off), len)))
+        Some(s.memory_state.place(Place::new(Loc::Mapped(s.stage.as_ref().map(Stage::span)?, off), len)))
     }
 
     /// The place of a range of an MR, or of its first bytes if the range lies in several places.
@@ -86,7 +86,7 @@ impl<'a> Tables<'a> {
         }
         let memory = || self.sessions.get(reach.session.0).and_then(|s| s.memory.as_ref());
         let place = mr.locate(addr, len, memory, || owner.bell.as_ref(), || owner.away != 0)?;
-        Some(owner.hollow.place(place))
+        Some(owner.memory_state.place(place))
     }
 
     /// False if an MR or a window is dead and only not freed yet.
@@ -101,7 +101,7 @@ impl<'a> Tables<'a> {
         match &mr.backing {
             Backing::Mapped(span)
                 if owner.away | owner.dying == 0
-                    && owner.hollow.is_calm()
+                    && !owner.memory_state.is_sparse()
                     && mr.grants(reach.pd, reach.access, addr, len) =>
             {
                 Some((span, addr - mr.iova))
@@ -119,7 +119,7 @@ impl<'a> Tables<'a> {
     fn by_bus(&self, session: SessionId, addr: u64, len: u64) -> Option<Place<'a>> {
         let s = self.sessions.get(session.0)?;
         let (span, off) = s.memory.as_ref()?.resolve(addr, len)?;
-        Some(s.hollow.place(Place::new(Loc::Mapped(span, off), len)))
+        Some(s.memory_state.place(Place::new(Loc::Mapped(span, off), len)))
     }
 
     /// The upper 24 bits of the key of what this side goes through, if work requests may take its grant back: an MR that they have
@@ -335,7 +335,7 @@ impl<'a> Tables<'a> {
                 && addr.wrapping_sub(span.addr()) < span.len()
                 && let Some(s) = self.sessions.get(owner.0)
             {
-                s.hollow.was_touched();
+                s.memory_state.touch_hole();
                 self.touched.set(Some(s.vnic));
                 return;
             }

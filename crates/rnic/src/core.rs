@@ -49,20 +49,18 @@ pub struct Core {
     pub(crate) random: Streams,
     /// The time of the input or command that is being worked on, ns.
     pub(crate) now: u64,
-    /// The hints that are put into each doorbell page.
-    pub(crate) hints: u32,
+    /// How many wake channels drivers are told of.
+    pub(crate) wakes: u32,
+    /// Nobody looks at the doorbells that are polled before a kick ([`Core::doze`]).
+    pub(crate) dozes: bool,
     /// Jobs may be done while the core does something else.
     pub(crate) helped: bool,
-    /// Others than this RNIC want the cores.
-    pub(crate) crowded: bool,
     /// Sessions that are polled.
     pub(crate) polled: Polled,
     /// A datagram has found no receive since this was asked last.
     pub(crate) starved: bool,
     /// What [`Core::is_in_vain`] says.
     pub(crate) in_vain: bool,
-    /// What [`Core::has_rung`] says.
-    pub(crate) rang: bool,
     /// Room for the datagram that is being delivered on this host.
     pub(crate) datagram: Box<[u8]>,
     pub(crate) outputs: VecDeque<Output>,
@@ -71,8 +69,8 @@ pub struct Core {
 }
 
 impl Core {
-    /// A core whose random numbers `seed` determines, and whose QPs work by `executor`. `hints` are put into each doorbell page.
-    pub(crate) fn new(seed: &Seed, hints: u32, executor: Box<dyn Executor<Core>>) -> Self {
+    /// A core whose random numbers `seed` determines, and whose QPs work by `executor`. `wakes`: how many wake channels drivers are told of.
+    pub(crate) fn new(seed: &Seed, wakes: u32, executor: Box<dyn Executor<Core>>) -> Self {
         Core {
             objects: Objects::default(),
             executor,
@@ -84,13 +82,12 @@ impl Core {
             tap: None,
             random: Streams::new(seed),
             now: 0,
-            hints,
+            wakes,
+            dozes: false,
             helped: true,
-            crowded: false,
             polled: Polled::default(),
             starved: false,
             in_vain: false,
-            rang: false,
             datagram: vec![0; MAX_MTU as usize].into_boxed_slice(),
             outputs: VecDeque::new(),
             mads: VecDeque::new(),
@@ -121,12 +118,6 @@ impl Core {
     /// Tells whether jobs are done by somebody while somebody else has the core. If not, only what may be slow becomes a job.
     pub fn set_helped(&mut self, on: bool) {
         self.helped = on;
-    }
-
-    /// Tells whether others than this RNIC want the cores that it runs on. Who makes pages in holes is limited then as beside other vRNICs.
-    /// To be told when a job ends that has [made pages](crate::Job::has_made_pages).
-    pub fn set_crowded(&mut self, on: bool) {
-        self.crowded = on;
     }
 
     /// What the pieces took that messages were cut into, roughly, nanoseconds, since this was asked last.

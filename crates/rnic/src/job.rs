@@ -9,7 +9,7 @@
 //! back, of an MR or of a window, waits in the same way, but only for the jobs that go by that grant.
 //!
 //! Private memory of a process may be slow: a page of its own file system, a lock that a `fork` of a large process holds. So may a
-//! sparse file be whose owner makes a hole there at that moment ([`crate::objects::Hollow`]), and jobs that go through it are treated alike. A job
+//! sparse file be whose owner makes a hole there at that moment ([`crate::objects::MemoryState`]), and jobs that go through it are treated alike. A job
 //! that goes through such memory holds one end at a time, so that nobody waits for the other end's process, and few such jobs of
 //! a vRNIC are under way. One that takes long is noted as slow, and then its process gets no further ones until it has ended; one
 //! that takes far too long is given up, and its QP fails.

@@ -68,6 +68,11 @@ impl Polled {
         self.groups.is_empty()
     }
 
+    /// The pages that are polled.
+    pub fn doors(&self) -> impl Iterator<Item = Handle<Door>> {
+        self.groups.iter().flat_map(|g| g.doors.iter().copied())
+    }
+
     /// The vRNICs of which pages are polled.
     pub fn vnics(&self) -> impl Iterator<Item = VnicId> {
         self.groups.iter().map(|g| g.vnic)
@@ -130,6 +135,11 @@ pub struct Bells {
 }
 
 impl Bells {
+    /// True if one of them has rung.
+    pub fn have_rung(&self) -> bool {
+        self.groups.iter().flat_map(|g| &g.0).any(Bell::has_rung)
+    }
+
     /// Looks at some doorbells of each vRNIC, each time at the next ones; true if one of them has rung.
     #[inline]
     pub fn look(&mut self) -> bool {

@@ -39,14 +39,15 @@ impl DerefMut for Rnic {
 }
 
 impl Rnic {
-    /// An RNIC whose random numbers `seed` determines. `hints` are put into each doorbell page.
-    pub fn new(seed: impl Into<Seed>, hints: u32) -> Self {
-        Self::with_executor(seed, hints, Box::new(Software))
+    /// An RNIC whose random numbers `seed` determines. `wakes`: how many wake channels
+    /// drivers are told of (`DoorbellPage::wakes`).
+    pub fn new(seed: impl Into<Seed>, wakes: u32) -> Self {
+        Self::with_executor(seed, wakes, Box::new(Software))
     }
 
     /// As [`Rnic::new`]; QPs work by `executor`.
-    pub(crate) fn with_executor(seed: impl Into<Seed>, hints: u32, executor: Box<dyn Executor<Core>>) -> Self {
-        Rnic { core: Core::new(&seed.into(), hints, executor), cm: Cm::default() }
+    pub(crate) fn with_executor(seed: impl Into<Seed>, wakes: u32, executor: Box<dyn Executor<Core>>) -> Self {
+        Rnic { core: Core::new(&seed.into(), wakes, executor), cm: Cm::default() }
     }
 
     /// Tells the time, nanoseconds, before commands.

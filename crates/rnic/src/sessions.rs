@@ -33,7 +33,7 @@ impl Core {
             revoked: Revoked::default(),
             memory: None,
             stage: None,
-            hollow: v.hollow.clone(),
+            memory_state: v.memory_state.clone(),
         };
         let id = self.objects.sessions.insert(s).map(SessionId)?;
         self.objects.count_used(id, |u| u.sessions += 1);
@@ -64,8 +64,9 @@ impl Core {
         self.end_objects(id);
     }
 
-    /// A session kicked its wake virtqueue: poll it from now on. False if all its pages are polled already, or it does not run.
+    /// A session kicked its wake virtqueue: poll it from now on, and doze no more. False if all its pages are polled already, or it does not run.
     pub fn unpark(&mut self, id: SessionId, now: u64) -> bool {
+        self.rouse();
         let Some(s) = self.objects.sessions.get(id.0) else { return false };
         let (vnic, paused) = (s.vnic, s.paused);
         if let Some(v) = self.objects.vnics.get_mut(vnic.0) {
@@ -86,9 +87,30 @@ impl Core {
             d.bell.unpark();
             d.parked = false;
             self.polled.add(s.vnic, h);
+            self.rouse();
             return true;
         }
         false
+    }
+
+    /// Nobody looks at doorbells from now on before somebody kicks, so the pages that are polled ask for it. `None`, and nothing is changed,
+    /// if a doorbell has rung. Else whether some driver counts on it that somebody looks in a moment all the same.
+    pub fn doze(&mut self) -> Option<bool> {
+        let bells = || self.polled.doors().filter_map(|h| self.objects.doors.get(h)).map(|d| &d.bell);
+        let naps = bells().any(|b| b.bursts());
+        self.dozes = bells().all(|b| b.park(naps));
+        if !self.dozes {
+            bells().for_each(|b| b.unpark());
+        }
+        self.dozes.then_some(naps)
+    }
+
+    /// Somebody looks at doorbells again: the end of [`Core::doze`].
+    #[inline]
+    pub fn rouse(&mut self) {
+        if std::mem::take(&mut self.dozes) {
+            self.polled.doors().filter_map(|h| self.objects.doors.get(h)).for_each(|d| d.bell.unpark());
+        }
     }
 
     /// Lets doorbell pages sleep that have not rung for `idle_ns`, of those that the last round has looked at. The next
@@ -101,7 +123,7 @@ impl Core {
             if now.saturating_sub(d.last_rung_ns) < idle_ns {
                 return true;
             }
-            d.parked = d.bell.park();
+            d.parked = d.bell.park(false);
             !d.parked
         });
     }
@@ -165,8 +187,8 @@ impl Core {
     }
 
     fn add_door(&mut self, s: SessionId, number: u32, bell: Bell) -> Result<Handle<Door>, Status> {
-        bell.set_hints(self.hints);
-        let parked = bell.park();
+        bell.set_wakes(self.wakes);
+        let parked = bell.park(false);
         let door = self.objects.doors.insert(Door::new(s, number, bell)).ok_or(Status::Exhausted)?;
         if !parked {
             self.unpark_door(door, self.now);

@@ -4,8 +4,9 @@ use unirdma_formats::{QpType, Qpn};
 use unirdma_mem::holes;
 
 use crate::core::{Core, OP_NS, enqueue};
+use crate::exec::SMALL_SLICE;
 use crate::job::Waiter;
-use crate::objects::{Door, LONG_TURN_NS, Pause, Qp, SessionId, VnicId, Wait};
+use crate::objects::{Door, Pause, Qp, SessionId, VnicId, Wait};
 use crate::sched::Due;
 use crate::slab::{Handle, Slab};
 
@@ -39,20 +40,15 @@ impl Core {
         self.sched.has_ready()
     }
 
-    /// True while some session is polled or some QP has work.
+    /// True while some session is polled, and does not ask for kicks, or some QP has work.
     pub fn is_busy(&self) -> bool {
-        !self.polled.is_empty() || self.has_runnable()
+        !self.polled.is_empty() && !self.dozes || self.has_runnable()
     }
 
     /// True if the last round of [`crate::Rnic::poll_by`] ended with a doorbell that had no request behind it, and no other vRNIC
     /// had a turn to come. Such doorbells cost their program nothing, so whoever polls should let programs have their turn first.
     pub fn is_in_vain(&self) -> bool {
         self.in_vain
-    }
-
-    /// True if a doorbell had rung when the last round of [`crate::Rnic::poll_by`] began, so that a program may have asked for something.
-    pub fn has_rung(&self) -> bool {
-        self.rang
     }
 
     /// When there is a turn to come even if nothing rings; `None` for never.
@@ -62,8 +58,8 @@ impl Core {
 
     /// Looks at the doorbells and timers, and gives turns for a bounded time; true if there was anything to do.
     pub(crate) fn round(&mut self, began: u64, clock: impl Fn() -> u64) -> bool {
-        self.rang = self.look_at_bells();
-        let mut found = self.wake_soon() | self.rang;
+        let mut found = self.look_at_bells();
+        found |= self.wake_soon();
         if !self.net.tx.is_full() {
             self.wake_tx_waiting();
         }
@@ -81,13 +77,12 @@ impl Core {
             self.now = now;
             spent += took;
             self.sched.end_turn(id, now, took, in_vain);
-            if took >= LONG_TURN_NS
-                && let Some(v) = self.objects.vnics.get_mut(id.0)
+            let owner = self.objects.touched.take();
+            // A turn copies one slice or so. If that takes more nanoseconds than a slice has bytes, its pages were not mapped.
+            if (owner.is_some() || took > SMALL_SLICE)
+                && let Some(v) = self.objects.vnics.get(owner.unwrap_or(id).0)
             {
-                v.labour.begin();
-            }
-            if let Some(v) = self.objects.touched.take().and_then(|owner| self.objects.vnics.get(owner.0)) {
-                v.hollow.was_held(took);
+                v.memory_state.end_turn(owner.is_some(), took);
             }
             // A job is done only after the caller has given the core back. The turn of another vRNIC would delay it, and this vRNIC
             // would get less than its part: it cannot go on before its job has ended.

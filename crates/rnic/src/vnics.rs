@@ -14,7 +14,7 @@ use unirdma_formats::{AsyncEvent, Gid};
 use crate::budget::TimeBudget;
 use crate::core::Core;
 use crate::objects::{
-    Account, Begun, Counters, Hollow, Labour, Mr, MrNote, PAGE_TIME, Qp, QpInfo, Rooms, SessionId, Usage, Used, Vnic,
+    Account, Begun, Counters, MemoryState, Mr, MrNote, PAGE_TIME, Qp, QpInfo, Rooms, SessionId, Usage, Used, Vnic,
     VnicConfig, VnicId,
 };
 use crate::pace::{Limit, Share};
@@ -38,9 +38,8 @@ impl Core {
             counters: Counters::default(),
             kicks: 0,
             rooms: Rooms::default(),
-            hollow: Hollow::default(),
+            memory_state: MemoryState::default(),
             page_time: TimeBudget::new(&PAGE_TIME),
-            labour: Labour::default(),
             begun: Begun::default(),
             gsi: None,
         };

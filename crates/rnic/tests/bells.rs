@@ -61,25 +61,6 @@ fn a_round_ends_with_a_doorbell_that_rings_in_vain_unless_others_have_turns() {
     assert!(p.rnic.poll(now) && !p.rnic.is_in_vain());
 }
 
-/// A SEND to a receiver that is not ready is repeated by its timer. No program rings a doorbell for that.
-#[test]
-fn a_round_of_timers_has_no_doorbell() {
-    let mut p = Pair::new();
-    p.reconnect(true, |attr| abi::QpAttr { rnr_retry: 7, ..attr });
-    p.settle();
-    p.a.post(wqe(WrOpcode::Send, 1), &[]);
-    assert!(p.rnic.poll(p.now) && p.rnic.has_rung());
-    let mut retries = 0;
-    for _ in 0..1000 {
-        p.now += 10_000;
-        retries += u32::from(p.rnic.poll(p.now));
-        assert!(!p.rnic.has_rung());
-    }
-    assert!(retries > 5, "{retries}");
-    p.a.post(wqe(WrOpcode::Send, 2), &[]);
-    assert!(p.rnic.poll(p.now) && p.rnic.has_rung());
-}
-
 /// A vRNIC that rings for nothing all the time is looked at seldom, until it asks for something.
 #[test]
 fn doorbells_that_ring_for_nothing_all_the_time_are_looked_at_later() {
@@ -146,7 +127,7 @@ fn a_session_that_rings_is_not_put_to_sleep_before_it_is_looked_at() {
         p.rnic.poll(SECOND * (round + 1));
         p.rnic.park_idle(SECOND * (round + 1), 1000);
         assert!(bells(&p) - before <= 16, "only those that were looked at sleep");
-        assert!(!last.bell.ring(last.slot), "it is polled and needs no kick");
+        assert_eq!(last.bell.ring(last.slot), abi::AWAKE, "it is polled and needs no kick");
         for _ in 0..ROUNDS {
             if !p.rnic.poll(SECOND * (round + 1)) {
                 p.rnic.park_idle(SECOND * (round + 1), 1000);
@@ -158,7 +139,7 @@ fn a_session_that_rings_is_not_put_to_sleep_before_it_is_looked_at() {
             p.rnic.park_idle(SECOND * (round + 2), 1000);
         }
         assert!(!p.rnic.is_busy(), "all sleep in the end");
-        assert!(last.bell.ring(last.slot), "whoever sleeps kicks");
+        assert_eq!(last.bell.ring(last.slot), abi::ASLEEP, "whoever sleeps kicks");
         assert!(!p.rnic.poll(SECOND * (round + 2)));
         let now = SECOND * (round + 2);
         assert!(p.rnic.unpark(last.session, now), "a kick wakes it");
@@ -224,4 +205,45 @@ fn a_vrnic_that_is_polled_is_one_of_the_others_to_each_but_itself() {
     assert_eq!(others(&p), [true, true]);
     sleep(&mut p, 2 * SECOND);
     assert_eq!(others(&p), [false, false]);
+}
+
+/// Who wakes up last finds all doorbells asking for kicks, and who wakes first takes that back; a page that comes meanwhile is one to look at.
+#[test]
+fn while_nobody_looks_all_doorbells_ask_for_kicks() {
+    let mut p = Pair::new();
+    p.settle();
+    let pages = [p.a.bell.clone(), p.b.bell.clone()];
+    let ring = |p: &mut Pair| {
+        let how = pages.each_ref().map(|bell| bell.ring(0));
+        // Doorbells that ring for nothing are looked at later.
+        p.now += 100_000;
+        polls(p, 1, p.now);
+        how
+    };
+    assert_eq!(ring(&mut p), [abi::AWAKE; 2]);
+    assert_eq!((p.rnic.doze(), p.rnic.is_busy()), (Some(false), false));
+    assert_eq!(ring(&mut p), [abi::ASLEEP; 2]);
+    p.rnic.rouse();
+    assert!(p.rnic.is_busy());
+    assert_eq!(ring(&mut p), [abi::AWAKE; 2]);
+    // One that rings in bursts may count on a look.
+    pages[1].set_bursts(true);
+    assert_eq!(p.rnic.doze(), Some(true));
+    assert_eq!(ring(&mut p), [abi::NAPS; 2]);
+    p.rnic.rouse();
+    // A doorbell that nobody has looked at keeps everybody awake.
+    pages[0].ring(0);
+    assert_eq!(p.rnic.doze(), None);
+    assert_eq!(ring(&mut p), [abi::AWAKE; 2]);
+    assert_eq!(p.rnic.doze(), Some(true));
+    // Whoever rings by itself, and not by a kick, says so.
+    assert_eq!(pages[0].ring(0), abi::NAPS);
+    assert!(!p.rnic.unpark(p.a.session, p.now) && p.rnic.is_busy());
+    assert_eq!(ring(&mut p), [abi::AWAKE; 2]);
+    assert_eq!(p.rnic.doze(), Some(true));
+    let vnic = p.a.vnic;
+    let new = End::of_vnic(&mut p.rnic, vnic, 64, QpType::Rc);
+    p.rnic.unpark(new.session, 0);
+    assert!(p.rnic.is_busy(), "somebody has to be called");
+    assert_eq!((ring(&mut p), new.bell.ring(0)), ([abi::AWAKE; 2], abi::AWAKE));
 }

@@ -219,24 +219,16 @@ fn jobs_that_make_pages(s: &mut Scene, op: WrOpcode) -> u32 {
     jobs
 }
 
-/// Who has had many pages made gets further ones in a part of the time only, while others have work: other vRNICs, or others than the RNIC
-/// that want its cores.
+/// Who has had many pages made gets further ones in a part of the time only, while other vRNICs have work.
 #[test]
 fn pages_take_a_part_of_the_time_from_others() {
     for op in [WrOpcode::Write, WrOpcode::FetchAdd] {
-        let pairs: [(fn() -> Pair, bool); 3] =
-            [(Pair::new, false), (Pair::of_one_vnic, true), (Pair::of_one_vnic, false)];
-        let jobs = pairs.map(|(pair, crowded)| {
-            let mut s = Scene::of(pair)?;
-            s.p.rnic.set_crowded(crowded);
-            Some(jobs_that_make_pages(&mut s, op))
-        });
-        let [Some(beside_a_vnic), Some(beside_a_crowd), Some(alone)] = jobs else { return };
+        let pairs: [fn() -> Pair; 2] = [Pair::new, Pair::of_one_vnic];
+        let jobs = pairs.map(|pair| Some(jobs_that_make_pages(&mut Scene::of(pair)?, op)));
+        let [Some(beside_a_vnic), Some(alone)] = jobs else { return };
         // The burst has 10, and an eighth of the time 20.
-        let limited = 28..=33;
-        assert!(limited.contains(&beside_a_vnic), "{op:?}: {beside_a_vnic}");
-        assert!(limited.contains(&beside_a_crowd), "{op:?}: {beside_a_crowd}");
-        assert!(alone > 2 * beside_a_crowd, "{op:?}: {alone}");
+        assert!((28..=33).contains(&beside_a_vnic), "{op:?}: {beside_a_vnic}");
+        assert!(alone > 2 * beside_a_vnic, "{op:?}: {alone}");
     }
 }
 
@@ -257,7 +249,7 @@ fn memory_without_holes_needs_no_jobs() {
         jobs += 1;
         assert_eq!(status(&s.p.a.done()), WcStatus::Success);
     }
-    assert_eq!(jobs, 1000);
+    assert_eq!(jobs, 1000 - 16, "after them only long copies are made by jobs");
     // Until its owner makes a hole there again.
     let flags = rustix::fs::FallocateFlags::PUNCH_HOLE | rustix::fs::FallocateFlags::KEEP_SIZE;
     rustix::fs::fallocate(s.file.fd(), flags, 0, PAGE).unwrap();

@@ -363,6 +363,22 @@ fn after_a_job_that_took_long_the_next_ones_of_its_vrnic_are_careful() {
     assert_eq!(jobs.count(), 15, "copies are fast again after sixteen fast jobs");
 }
 
+/// A turn that took long has copied to or from pages that were not mapped: jobs make the next long copies, and turns the short ones.
+#[test]
+fn after_a_turn_that_took_long_jobs_make_long_copies() {
+    for (took_ns, jobs) in [(65_536, false), (65_537, true)] {
+        let mut p = Pair::new();
+        p.settle();
+        let write = |p: &mut Pair, bytes: u32, took_ns: u64| {
+            p.a.post(remote(WrOpcode::Write, 1, &p.b, 0), &[p.a.sge(0, bytes)]);
+            p.rnic.poll_by(p.now, || p.now + took_ns);
+            p.rnic.take_job().map(|job| run(p, job)).is_some()
+        };
+        assert!(!write(&mut p, 65_536, took_ns), "nobody else has work");
+        assert_eq!((write(&mut p, 65_536, 0), write(&mut p, 1000, 0)), (jobs, false));
+    }
+}
+
 #[test]
 fn a_wrong_request_ends_what_one_job_copies() {
     let mut p = Pair::new();

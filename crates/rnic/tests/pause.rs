@@ -135,7 +135,7 @@ fn each_doorbell_page_has_its_own_bits() {
     p.a.bell.ring(1);
     p.run(1000 * MS);
     assert_eq!(u32::from(state(&p)), unirdma_formats::QpState::Rts as u32);
-    assert!(page.ring(slot), "a page that nobody has notified sleeps");
+    assert_eq!(page.ring(slot), abi::ASLEEP, "a page that nobody has notified sleeps");
     p.rnic.unpark(session, p.now);
     p.run(MS);
     assert_eq!(u32::from(state(&p)), unirdma_formats::QpState::Err as u32);

@@ -77,7 +77,7 @@ impl Queues {
         self.rings.sq_put(self.sq_prod, 0, wqe.as_bytes());
         self.sq_prod = self.sq_prod.wrapping_add(1);
         self.rings.set_sq_prod(self.sq_prod);
-        self.bell.ring(self.slot)
+        self.bell.ring(self.slot) != abi::AWAKE
     }
 
     /// Posts a receive.

@@ -389,7 +389,7 @@ impl Scripted {
     pub fn post(&self, q: &Queue, index: u32) {
         self.bell.expect_ring(q.db_slot);
         self.hostile.memory().store32(q.ctrl + abi::QP_SQ_PROD, index, Release);
-        if self.bell.ring(q.db_slot) {
+        if self.bell.ring(q.db_slot) != abi::AWAKE {
             self.hostile.wake();
         }
     }

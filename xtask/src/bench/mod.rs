@@ -37,7 +37,7 @@ pub(crate) fn topology() -> String {
 fn pollers() -> (String, bool) {
     let cores = std::thread::available_parallelism().map_or(1, usize::from);
     let shared = cores <= 3;
-    let which = if shared { "one poller on each core, which yields" } else { "one poller spins on a core of its own" };
+    let which = if shared { "one poller on each core, which sleeps" } else { "one poller spins on a core of its own" };
     (format!("{cores} cores; {which}"), shared)
 }
 

@@ -310,7 +310,7 @@ impl Inner {
         if n > 0 {
             vq.be_quiet(guest);
         }
-        (n, rings && self.bell.ring(qp.slot()))
+        (n, rings && self.bell.ring(qp.slot()) != abi::AWAKE)
     }
 
     /// Puts completions of a CQ into the driver's buffers, as many as there are of both, and at most [`MAX_DELIVERED`].

@@ -10,12 +10,14 @@ use std::sync::atomic::{AtomicU32, Ordering};
 use unirdma_mem::Bell;
 use unirdma_mem::fds::Known;
 
-use crate::context::notify;
+use crate::context::wake;
 
 use super::clock;
 
 /// How long a device may take to finish what it is at, ns. It takes microseconds, unless the machine is busy.
 const PATIENCE_NS: u64 = 30_000_000_000;
+/// The time between two looks at whether it has.
+const LOOK: std::time::Duration = std::time::Duration::from_micros(20);
 /// How long the device gets between two moves for what has waited for them, ns.
 const TURN_NS: u64 = 200_000;
 
@@ -45,19 +47,19 @@ impl Door {
 
     fn set_away(&self, away: u32) {
         if self.bell.set_away(away) {
-            let _ = notify(&self.wake);
+            let _ = wake(&self.wake);
         }
     }
 }
 
-/// Waits until `done`, yielding. False if that takes too long.
+/// Waits until `done`. False if that takes too long.
 fn wait(mut done: impl FnMut() -> bool) -> bool {
     let until = clock() + PATIENCE_NS;
     while !done() {
         if clock() > until {
             return false;
         }
-        rustix::thread::sched_yield();
+        std::thread::sleep(LOOK);
     }
     true
 }
@@ -80,7 +82,7 @@ pub(crate) fn end_move(doors: &[Door]) {
     if awaited {
         let until = clock() + TURN_NS;
         while clock() < until {
-            rustix::thread::sched_yield();
+            std::thread::sleep(LOOK);
         }
     }
 }

@@ -9,6 +9,7 @@ mod landlock;
 mod limits;
 mod privilege;
 mod seccomp;
+pub(crate) mod standing;
 
 use std::fmt;
 use std::io;
@@ -49,7 +50,7 @@ impl Plan {
 /// One measure of the confinement.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Measure {
-    /// Its name: `user`, `capabilities`, `no_new_privs`, `core_dumps`, `limits`, `landlock`, `seccomp`, `cgroup`, `sparse_files`.
+    /// Its name: `user`, `capabilities`, `no_new_privs`, `weight`, `core_dumps`, `limits`, `landlock`, `seccomp`, `cgroup`, `sparse_files`.
     pub name: String,
     /// Whether it holds.
     pub in_force: bool,
@@ -108,8 +109,12 @@ pub fn enter(plan: &Plan) -> InForce {
 }
 
 /// Leaves the calling thread only the system calls that its kind makes. Called at the start of the thread, and by the first thread once
-/// it has started the others. Nothing happens in a process that has not called [`enter`].
+/// it has started the others. Only pollers keep their weight. Nothing else happens in a process that has not called [`enter`].
 pub fn thread(kind: Kind) {
+    // A watcher starts pollers.
+    if !matches!(kind, Kind::Poller | Kind::Watcher) {
+        standing::be_usual();
+    }
     if let Err(error) = seccomp::narrow(kind) {
         tracing::warn!(?kind, %error, "this thread has the filter of system calls of the whole process");
     }

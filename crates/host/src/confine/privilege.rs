@@ -7,7 +7,7 @@ use rustix::process::{DumpableBehavior, Gid, Resource, Uid, geteuid, getuid, set
 use rustix::thread::{self, CapabilitySet, CapabilitySets};
 use serde::{Deserialize, Serialize};
 
-use super::{InForce, Measure, limits};
+use super::{InForce, Measure, limits, standing};
 
 /// Users that workers run as by default, best first.
 const DEFAULT_USERS: [&str; 2] = ["unirdma", "nobody"];
@@ -71,7 +71,9 @@ pub(super) fn user_of_workers(name: Option<&str>) -> io::Result<Result<User, Str
 }
 
 /// Gives up, for good, all rights that a worker does not need.
-pub(super) fn leave(user: Result<&User, &String>) -> [Measure; 4] {
+pub(super) fn leave(user: Result<&User, &String>) -> [Measure; 5] {
+    // Threads inherit it, and all but the pollers give it up again.
+    let weight = standing::take_weight();
     let bounded = keep_in_bounding_set(CapabilitySet::empty());
     let user = match user {
         // The limit on a user's threads counts those of all workers.
@@ -89,6 +91,7 @@ pub(super) fn leave(user: Result<&User, &String>) -> [Measure; 4] {
         Measure::new("user", user),
         Measure::new("capabilities", capabilities.map_err(|e| e.to_string())),
         no_new_privs(),
+        Measure::new("weight", weight),
         Measure::new("core_dumps", cores.map_err(|e| e.to_string())),
     ]
 }
@@ -147,8 +150,14 @@ impl Needs {
         let of = |needed: bool, set: CapabilitySet| if needed { set } else { CapabilitySet::empty() };
         // The worker drops its bounding set, which takes SETPCAP. The directory and the peers file may lie below those of another user,
         // which takes DAC_READ_SEARCH.
-        of(self.workers, CapabilitySet::SETUID | CapabilitySet::SETGID | CapabilitySet::SETPCAP | CapabilitySet::KILL)
-            | of(self.network, CapabilitySet::NET_ADMIN)
+        of(
+            self.workers,
+            CapabilitySet::SETUID
+                | CapabilitySet::SETGID
+                | CapabilitySet::SETPCAP
+                | CapabilitySet::KILL
+                | CapabilitySet::SYS_NICE,
+        ) | of(self.network, CapabilitySet::NET_ADMIN)
             | of(self.packets, CapabilitySet::NET_RAW)
             | CapabilitySet::DAC_READ_SEARCH
     }

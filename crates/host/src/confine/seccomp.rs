@@ -22,7 +22,7 @@ pub enum Kind {
     Control,
     /// Runs the RNIC, copies, sends and receives packets.
     Poller,
-    /// Looks after the pollers, and starts new ones.
+    /// Looks at the other threads, starts pollers, and reports.
     Watcher,
     /// Ethernet frames, the tunnel.
     Switch,
@@ -41,9 +41,9 @@ impl Kind {
 
     fn tables(self) -> &'static [&'static [Call]] {
         match self {
-            Kind::Control => &[EVERY, MEMORY, WAITS, NETWORK, SIGNALS, SLICES, TIMERS, SESSIONS, STARTS, BACKGROUND],
-            Kind::Poller => &[EVERY, MEMORY, WAITS, NETWORK, SIGNALS, SLICES],
-            Kind::Watcher => &[EVERY, MEMORY, WAITS, NETWORK, SIGNALS, SLICES, STARTS],
+            Kind::Control => &[EVERY, MEMORY, WAITS, NETWORK, SIGNALS, TIMERS, SESSIONS, STARTS, BACKGROUND],
+            Kind::Poller => &[EVERY, MEMORY, WAITS, NETWORK, SIGNALS],
+            Kind::Watcher => &[EVERY, MEMORY, WAITS, NETWORK, SIGNALS, STARTS],
             Kind::Switch => &[EVERY, WAITS, NETWORK, SIGNALS, TIMERS],
             Kind::Capture => &[EVERY, NETWORK, BACKGROUND],
             Kind::Closer => &[EVERY],
@@ -121,7 +121,6 @@ const EVERY: &[Call] = &[
     call(libc::SYS_writev),
     call(libc::SYS_close),
     call(libc::SYS_futex),
-    call(libc::SYS_sched_yield),
     call(libc::SYS_sched_getaffinity),
     call(libc::SYS_getcpu),
     call(libc::SYS_clock_gettime),
@@ -191,9 +190,6 @@ const SIGNALS: &[Call] = &[
     when(libc::SYS_fcntl, &[is(1, libc::F_GETFL), is(1, libc::F_SETFL)]),
 ];
 
-/// The time slices of a thread itself.
-const SLICES: &[Call] = &[when(libc::SYS_sched_getattr, &[is(0, 0)]), when(libc::SYS_sched_setattr, &[is(0, 0)])];
-
 /// Timers that are there.
 const TIMERS: &[Call] = &[call(libc::SYS_timerfd_settime)];
 
@@ -253,8 +249,14 @@ const STARTS: &[Call] = &[
 /// Giving way to other threads.
 const BACKGROUND: &[Call] = &[call(libc::SYS_setpriority)];
 
-/// What only the start of a worker does, before its first thread takes the filter of its kind. It reads limits of its own.
-const BEGINS: &[Call] = &[call(libc::SYS_timerfd_create), when(libc::SYS_prlimit64, &[is(0, 0)])];
+/// What only the start of a worker does, before its first thread takes the filter of its kind. It reads limits of its own, and starts threads
+/// that run only while their core would be idle.
+const BEGINS: &[Call] = &[
+    call(libc::SYS_timerfd_create),
+    when(libc::SYS_prlimit64, &[is(0, 0)]),
+    when(libc::SYS_sched_getattr, &[is(0, 0)]),
+    when(libc::SYS_sched_setattr, &[is(0, 0)]),
+];
 
 /// What ends the process.
 const FATAL: &[Call] = &[

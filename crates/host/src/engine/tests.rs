@@ -2,9 +2,9 @@
 
 use std::time::{Duration, Instant};
 
-use super::poller::{BACKLOG_NS, LOOKS_BETWEEN_ROUNDS};
+use super::policy::BACKLOG_NS;
+use super::poller::LOOKS_BETWEEN_ROUNDS;
 use super::*;
-use crate::demand;
 use unirdma_rnic::Tx;
 
 /// A port that nothing comes in by; counts how often it was asked.
@@ -29,7 +29,7 @@ impl Port for Quiet {
 #[test]
 fn pollers_come_with_the_load_and_go() {
     let config = EngineConfig { polling: Polling::Dedicated, pollers: Some((1, 3)), ..EngineConfig::default() };
-    let engine = Engine::start(&config, None, Demand::default()).unwrap();
+    let engine = Engine::start(&config, None).unwrap();
     assert_eq!(engine.wanted(), 1);
     engine.note_backlog(true, 1000);
     engine.note_backlog(true, 1000 + BACKLOG_NS / 2);
@@ -41,7 +41,7 @@ fn pollers_come_with_the_load_and_go() {
     let began = Instant::now();
     while engine.wanted() != 1 {
         assert!(began.elapsed() < Duration::from_secs(20), "{} pollers stay", engine.wanted());
-        engine.wake_others();
+        engine.sleepers.all().for_each(Sleeper::call);
         std::thread::sleep(Duration::from_millis(1));
     }
     for i in 1..9 {
@@ -57,8 +57,7 @@ fn pollers_come_with_the_load_and_go() {
 fn a_port_without_packets_costs_no_look_at_the_rnic() {
     const ROUNDS: u64 = 640;
     let asked = Arc::new(AtomicUsize::new(0));
-    let engine =
-        Engine::start(&EngineConfig::default(), Some(Box::new(Quiet(asked.clone()))), Demand::default()).unwrap();
+    let engine = Engine::start(&EngineConfig::default(), Some(Box::new(Quiet(asked.clone())))).unwrap();
     engine.stop();
     while Arc::strong_count(&engine) > 1 {
         std::thread::yield_now();
@@ -85,8 +84,7 @@ fn a_port_without_packets_costs_no_look_at_the_rnic() {
 #[test]
 fn a_port_with_packets_is_polled_however_late_the_turn_comes() {
     let asked = Arc::new(AtomicUsize::new(0));
-    let engine =
-        Engine::start(&EngineConfig::default(), Some(Box::new(Quiet(asked.clone()))), Demand::default()).unwrap();
+    let engine = Engine::start(&EngineConfig::default(), Some(Box::new(Quiet(asked.clone())))).unwrap();
     engine.stop();
     while Arc::strong_count(&engine) > 1 {
         std::thread::yield_now();
@@ -97,24 +95,4 @@ fn a_port_with_packets_is_polled_however_late_the_turn_comes() {
         engine.receive(&mut lock(engine.net.as_ref().unwrap()), turn);
         assert_eq!(asked.load(Ordering::Relaxed), 1);
     }
-}
-
-#[test]
-fn another_worker_that_wants_the_cores_is_one_of_the_others_where_cores_are_shared() {
-    let table = demand::table().unwrap();
-    let [shared, dedicated] = [Polling::Shared, Polling::Dedicated].map(|polling| {
-        let config = EngineConfig { polling, ..EngineConfig::default() };
-        Engine::start(&config, None, Demand::of_table(&table, 1).unwrap()).unwrap()
-    });
-    assert!(!shared.shares_cores_with_workers());
-    let began = Instant::now();
-    while !shared.shares_cores_with_workers() {
-        assert!(began.elapsed() < Duration::from_secs(20));
-        // What it says is over soon if this thread is interrupted.
-        Demand::of_table(&table, 2).unwrap().want(shared.now(), false);
-    }
-    Demand::of_table(&table, 2).unwrap().want(shared.now(), false);
-    assert!(!dedicated.shares_cores_with_workers());
-    shared.stop();
-    dedicated.stop();
 }

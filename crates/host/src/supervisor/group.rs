@@ -208,8 +208,6 @@ pub(super) struct Around {
     pub cgroups: Result<Cgroups, String>,
     /// Where the sockets are at which workers wait for supervisors.
     pub doors: PathBuf,
-    /// Which workers want the cores ([`crate::demand`]).
-    pub demand: OwnedFd,
 }
 
 impl Around {
@@ -406,8 +404,7 @@ impl Group {
             worker.greet(theirs.as_fd())?;
             let network = self.around.network.as_ref().map(|n| lock(n).sockets_of(&self.name)).transpose()?;
             let (network, sockets) = network.map_or((None, Vec::new()), |(e, s)| (Some(e), s));
-            let demand = self.around.demand.as_fd();
-            let sockets: Vec<BorrowedFd<'_>> = sockets.iter().map(AsFd::as_fd).chain([demand]).collect();
+            let sockets: Vec<BorrowedFd<'_>> = sockets.iter().map(AsFd::as_fd).collect();
             match worker.tell(&Call::Begin(Box::new(Begin { network, ..self.begin.clone() })), &sockets)? {
                 Answer::Begun(in_force) => worker.in_force = in_force,
                 _ => return Err(nonsense()),

@@ -10,7 +10,6 @@ pub(super) const GROUP: &str = "group";
 const SOCKETS: &str = "sockets";
 const VRNIC: &str = "vrnic";
 const SECRETS: &str = "secrets";
-const DEMAND: &str = "demand";
 
 /// What a supervisor that died has left.
 pub(super) struct Heritage {
@@ -19,8 +18,6 @@ pub(super) struct Heritage {
     sockets: Vec<(Enrolment, Vec<OwnedFd>)>,
     members: BTreeMap<String, BTreeMap<String, Member>>,
     secrets: BTreeMap<String, OwnedFd>,
-    /// Which workers want the cores.
-    demand: Option<OwnedFd>,
 }
 
 impl Heritage {
@@ -41,13 +38,11 @@ impl Heritage {
             sockets: Vec::new(),
             members: BTreeMap::new(),
             secrets: BTreeMap::new(),
-            demand: None,
         };
         for (kept, fds) in all {
             let mut words = kept.key.splitn(3, ' ');
             match (words.next(), words.next()) {
                 (Some(GROUP), _) => h.groups.push((serde_json::from_str(&kept.what)?, fds)),
-                (Some(DEMAND), _) => h.demand = fds.into_iter().next(),
                 (Some(SOCKETS), _) => h.sockets.push((serde_json::from_str(&kept.what)?, fds)),
                 (Some(SECRETS), Some(group)) => {
                     h.secrets.extend(fds.into_iter().next().map(|file| (group.to_string(), file)));
@@ -61,11 +56,6 @@ impl Heritage {
             }
         }
         Ok(Some(h))
-    }
-
-    /// The table of who wants the cores, which the workers have.
-    pub fn take_demand(&mut self) -> Option<OwnedFd> {
-        self.demand.take()
     }
 
     /// Ends the workers that were left, and the keeper.
@@ -223,11 +213,6 @@ impl Supervisor {
         });
     }
 
-    /// Lets the keeper have the table of who wants the cores.
-    pub(super) fn keep_demand(&self) {
-        self.with_keeper(|k| k.keep(DEMAND, String::new(), &[self.around.demand.as_fd()]));
-    }
-
     /// Lets the keeper forget a group.
     pub(super) fn forget_group(&self, group: &str) {
         for kind in [GROUP, SOCKETS, SECRETS] {
@@ -258,7 +243,6 @@ impl Supervisor {
             }
         }
         self.watch_keeper();
-        self.keep_demand();
         for group in self.groups() {
             let inner = group.lock();
             self.keep_group(&group, &inner);

@@ -6,7 +6,7 @@
 use std::os::fd::{BorrowedFd, OwnedFd};
 use std::sync::Arc;
 
-use rustix::event::epoll;
+use rustix::event::{EventfdFlags, epoll, eventfd};
 use rustix::net::sockopt::set_socket_oobinline;
 use rustix::net::{AddressFamily, Shutdown, SocketFlags, SocketType, shutdown, socketpair};
 use unirdma_abi as abi;
@@ -15,7 +15,7 @@ use unirdma_link::{Foreign, Resource};
 
 use super::{Conn, Worker};
 
-/// Keys of the channels that notify, among those of vrings.
+/// Keys of the channels that notify, among those of vrings. The wake channels are last.
 pub(super) const CONTROL: usize = abi::NUM_QUEUES as usize;
 pub(super) const WAKE: usize = CONTROL + 1;
 
@@ -44,9 +44,9 @@ pub(super) fn open(conn: &mut Conn, number: u32) -> Result<OwnedFd, String> {
     if conn.device.is_rfc() {
         return Err("the RFC mode has no channels".into());
     }
-    let key = match number {
-        abi::CHANNEL_CONTROL => CONTROL,
-        abi::CHANNEL_WAKE => WAKE,
+    let key = match (number, number.checked_sub(abi::CHANNEL_WAKE)) {
+        (abi::CHANNEL_CONTROL, _) => CONTROL,
+        (_, Some(i @ 0..abi::MAX_WAKES)) => WAKE + i as usize,
         _ => return open_events(conn, number),
     };
     if conn.kicks.contains_key(&key) || conn.changed.contains_key(&key) {
@@ -54,15 +54,19 @@ pub(super) fn open(conn: &mut Conn, number: u32) -> Result<OwnedFd, String> {
     }
     let ticket =
         conn.ledger.take(Resource::Descriptors, 1).ok_or("this vRNIC or this host has too many descriptors")?;
+    if key >= WAKE {
+        // Only its edges count, and nobody reads it: whatever the process does to it is its own loss.
+        let flags = EventfdFlags::CLOEXEC | EventfdFlags::NONBLOCK;
+        let ours = eventfd(0, flags).map_err(|e| e.to_string())?;
+        let theirs = rustix::io::fcntl_dupfd_cloexec(&ours, 0).map_err(|e| e.to_string())?;
+        conn.changed.insert(key, Some(Arc::new(Foreign::new(ours, ticket))));
+        return Ok(theirs);
+    }
     let (ours, theirs) = pair(SocketType::STREAM)?;
     set_socket_oobinline(&ours, true).map_err(|e| e.to_string())?;
     // What the process sends and nobody has read goes with it.
     let ours = Arc::new(Foreign::new(ours, ticket));
-    if key == WAKE {
-        conn.device.events().set_wake(Some(ours.clone()));
-    } else {
-        conn.device.set_control_channel(Some(ours.clone()));
-    }
+    conn.device.set_control_channel(Some(ours.clone()));
     conn.changed.insert(key, Some(ours));
     Ok(theirs)
 }
@@ -109,9 +113,9 @@ impl Worker {
     }
 }
 
-/// True of what wakes the pollers.
-pub(super) fn wakes(vring: usize) -> bool {
-    [abi::VQ_WAKE as usize, WAKE].contains(&vring)
+/// The number of a wake channel, if the key is that of something that wakes pollers. A guest has one.
+pub(super) fn wake_channel(key: usize) -> Option<usize> {
+    if key == abi::VQ_WAKE as usize { Some(0) } else { key.checked_sub(WAKE) }
 }
 
 #[cfg(test)]

@@ -81,8 +81,7 @@ impl Worker {
             conn,
             _pidfd: pidfd,
             tokens,
-            lingers: false,
-            served_ns: 0,
+            commands_pause: false,
             allowance,
             _ticket: ticket,
         };
@@ -121,6 +120,7 @@ impl Worker {
             match p {
                 Paused::Listener(_, name, mode) => self.resume_listener(name, mode, now),
                 Paused::Session(_, id) => self.resume_session(id),
+                Paused::Commands(_, id) => self.resume_commands(id),
             }
         }
     }
@@ -207,15 +207,14 @@ impl Worker {
     fn set_kick(&mut self, id: u64, vring: usize, fd: Option<Arc<Foreign>>) {
         let Some(s) = self.sessions.get_mut(&id) else { return };
         let device_session = s.conn.device.session();
-        let wakes = channels::wakes(vring) && !s.conn.device.is_rfc();
+        let wakes = channels::wake_channel(vring).filter(|_| !s.conn.device.is_rfc());
         if let Some(old) = s.conn.kicks.remove(&vring) {
-            self.unwatch_kick(&old);
+            self.unwatch_kick(vring, &old);
         }
         let Some(fd) = fd else { return };
-        let token = if wakes {
-            self.engine.watch(device_session, fd.as_fd()).map(|()| OF_POLLERS)
-        } else {
-            self.watch(fd.as_fd(), Source::Kick(id, vring), true)
+        let token = match wakes {
+            Some(channel) => self.engine.watch(device_session, channel, fd.as_fd()).map(|()| OF_POLLERS),
+            None => self.watch(fd.as_fd(), Source::Kick(id, vring), true),
         };
         match (token, self.sessions.get_mut(&id)) {
             (Ok(token), Some(s)) => {
@@ -239,9 +238,9 @@ impl Worker {
     }
 
     /// Others may hold the same open file, so closing ours would not end the watch.
-    fn unwatch_kick(&mut self, kick: &Kick) {
+    fn unwatch_kick(&mut self, vring: usize, kick: &Kick) {
         if kick.token == OF_POLLERS {
-            self.engine.unwatch(kick.fd.as_fd());
+            self.engine.unwatch(channels::wake_channel(vring).unwrap_or_default(), kick.fd.as_fd());
         } else {
             let _ = epoll::delete(&self.epoll, kick.fd.as_fd());
             self.sources.remove(&kick.token);
@@ -289,8 +288,8 @@ impl Worker {
         for t in &s.tokens {
             self.sources.remove(t);
         }
-        for kick in s.conn.kicks.values() {
-            self.unwatch_kick(kick);
+        for (&vring, kick) in &s.conn.kicks {
+            self.unwatch_kick(vring, kick);
         }
         let _ = epoll::delete(&self.epoll, s.backend.socket());
         self.engine.remove_session(s.conn.device.session());

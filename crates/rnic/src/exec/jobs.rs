@@ -32,21 +32,16 @@ impl Core {
 
     /// A job was done.
     pub fn end_job(&mut self, mut job: Box<Job>) {
-        let (sparse, took_ns) = (job.sparse(), job.took_ns());
-        if let Some((vnic, touched)) = sparse
-            && let Some(v) = self.objects.vnics.get_mut(vnic.0)
-        {
-            v.hollow.end_job(touched, took_ns);
+        let (took_ns, requester) = (job.took_ns(), self.objects.vnic_of_qp(job.qp));
+        let (sparse, touched) = job.sparse();
+        if let Some(v) = sparse.or(requester).and_then(|id| self.objects.vnics.get_mut(id.0)) {
+            v.memory_state.end_job(touched, job.copied(), took_ns);
             if touched {
                 v.page_time.charge(self.now, took_ns);
             }
         }
-        let vnic = self.objects.vnic_of_qp(job.qp);
-        if let Some(v) = vnic.and_then(|id| self.objects.vnics.get_mut(id.0)) {
-            v.labour.end_job(job.copied(), took_ns);
-        }
-        // Whoever has holes pays for the pages that are made there, also in the turn of a peer.
-        let payer = sparse.filter(|s| s.1).map(|s| s.0).or(vnic);
+        // The vRNIC that has the holes pays for the pages that are made there, also for requests of a peer.
+        let payer = if touched { sparse } else { requester };
         payer.into_iter().for_each(|vnic| self.sched.charge(vnic, took_ns));
         if let Some(p) = self.objects.qps.get_mut(job.peer) {
             p.served_by -= 1;

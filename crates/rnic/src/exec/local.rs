@@ -20,7 +20,7 @@ use crate::objects::{Qp, VnicId, Wait, Work};
 use crate::slab::Handle;
 
 /// Most bytes that move at once, while the core is held.
-const SMALL_SLICE: u64 = 64 << 10;
+pub(crate) const SMALL_SLICE: u64 = 64 << 10;
 
 /// A slice of at least so many bytes is moved by a job if somebody else could use the core meanwhile. A shorter slice is moved at
 /// once, which takes less time than a job.
@@ -256,7 +256,7 @@ impl Core {
         // What a capture takes is measured and charged in the turn that copies.
         let long = left >= JOB_BYTES && tapped.is_none();
         let others = || self.helped && (self.jobs.are_flying() || self.sched.has_others(q.vnic));
-        let careful = long && self.objects.vnics.get(q.vnic.0).is_some_and(|v| v.labour.is_hard());
+        let careful = long && self.objects.vnics.get(q.vnic.0).is_some_and(|v| v.memory_state.is_slow());
         let copied = if careful || long && others() { None } else { tables.copy(from, to, w.done, n) };
         if let Some(copied) = copied {
             return self.moved(h, ph, w, copied.unwrap_or(0), copied.map(|_| ()));
@@ -275,13 +275,12 @@ impl Core {
         outcome
     }
 
-    /// For how long no job may make pages in the holes of these vRNICs' memory, since many were made for one of them and others have work or
-    /// want the cores, nanoseconds; 0 if jobs may.
+    /// For how long no job may make pages in the holes of these vRNICs' memory, since many were made for one of them and others have work,
+    /// nanoseconds; 0 if jobs may.
     pub(super) fn rest_of(&self, ids: [VnicId; 2]) -> u64 {
         let rest_ns = |id: VnicId| {
-            let hollow = self.objects.vnics.get(id.0).filter(|v| !v.hollow.is_calm());
-            let rest_ns = hollow.map_or(0, |v| v.page_time.rest_ns(self.now));
-            if rest_ns > 0 && (self.crowded || self.works_for_others(Some(id))) { rest_ns } else { 0 }
+            let rest_ns = self.objects.vnics.get(id.0).map_or(0, |v| v.page_time.rest_ns(self.now));
+            if rest_ns > 0 && self.works_for_others(Some(id)) { rest_ns } else { 0 }
         };
         rest_ns(ids[0]).max(rest_ns(ids[1]))
     }

@@ -8,7 +8,7 @@ mod responder;
 mod words;
 mod wqe;
 
-pub(crate) use local::Outcome;
+pub(crate) use local::{Outcome, SMALL_SLICE};
 pub(crate) use receive::{NoRecv, RecvDone};
 pub(crate) use responder::{BAD_RECV, INVALID, NO_ACCESS, Refusal, Request, check_form, status_of_nak, word_of};
 pub(crate) use wqe::load;

@@ -239,14 +239,9 @@ impl Job {
         self.parts.first().is_some_and(Part::may_wait)
     }
 
-    /// True if it has made pages in holes of sparse files.
-    pub fn has_made_pages(&self) -> bool {
-        self.touched.is_some()
-    }
-
-    /// The vRNIC whose memory has holes that the job has touched, or may have some, and whether it has touched any.
-    pub(crate) fn sparse(&self) -> Option<(VnicId, bool)> {
-        self.touched.map(|vnic| (vnic, true)).or(self.sparse.map(|vnic| (vnic, false)))
+    /// The vRNIC in whose memory it has touched holes, or else may have, and whether it has touched any.
+    pub(crate) fn sparse(&self) -> (Option<VnicId>, bool) {
+        (self.touched.or(self.sparse), self.touched.is_some())
     }
 
     /// How long it took, nanoseconds: its vRNIC is charged for it.

@@ -7,8 +7,8 @@ use unirdma_mem::Bell;
 
 use super::datagram::Ah;
 use super::door::Door;
-use super::hollow::Hollow;
 use super::ids::VnicId;
+use super::memory_state::MemoryState;
 use super::mr::{Mr, Resolve};
 use super::qp::Qp;
 use super::queues::{Cq, Pd, Srq, Xrcd};
@@ -72,8 +72,8 @@ pub(crate) struct Session {
     pub revoked: Revoked,
     pub memory: Option<Arc<dyn Resolve>>,
     pub stage: Option<Stage>,
-    /// Whether its memory has holes: that of its vRNIC.
-    pub hollow: Hollow,
+    /// The state of its vRNIC's memory.
+    pub memory_state: MemoryState,
 }
 
 impl Session {

@@ -5,8 +5,7 @@ use std::ops::AddAssign;
 
 use unirdma_formats::{Gid, WcStatus};
 
-use super::hollow::Hollow;
-use super::labour::Labour;
+use super::memory_state::MemoryState;
 use super::mr::Mr;
 use super::qp::Qp;
 use super::room::Rooms;
@@ -112,12 +111,10 @@ pub(crate) struct Vnic {
     pub kicks: u64,
     /// What is kept for it of packets, datagrams and events.
     pub rooms: Rooms,
-    /// Whether the memory of its sessions has holes.
-    pub hollow: Hollow,
+    /// The state of the memory of its sessions.
+    pub memory_state: MemoryState,
     /// How long pages were made for it.
     pub page_time: TimeBudget,
-    /// Whether its copies take longer than memory needs.
-    pub labour: Labour,
     /// Who of those who may begin to talk with it, while it may not with them, has done so; and the other way round.
     pub begun: Begun,
     /// Its QP for the general services; without one connection management has its messages.

@@ -14,7 +14,7 @@ use crate::budget::TimeBudget;
 use crate::core::Core;
 use crate::multicast::MAX_MULTICAST_QPS;
 use crate::objects::{
-    Ah, Backing, Backlog, Begun, Connection, Cq, Datagrams, Door, Fetched, Held, Hollow, Labour, Local, Moderation, Mr,
+    Ah, Backing, Backlog, Begun, Connection, Cq, Datagrams, Door, Fetched, Held, Local, MemoryState, Moderation, Mr,
     NO_SLOT, Names, Note, PAGE_TIME, Pause, Pd, Qp, Revoked, Room, Rooms, Served, Session, SessionId, Srq, Stage, Used,
     Vnic, VnicId, Wait, Window, Work, XrcSrq, Xrcd,
 };
@@ -148,9 +148,8 @@ impl Core {
             counters: counters.restore(),
             kicks: 0,
             rooms: Rooms::default(),
-            hollow: Hollow::default(),
+            memory_state: MemoryState::default(),
             page_time: TimeBudget::new(&PAGE_TIME),
-            labour: Labour::default(),
             begun: Begun::default(),
             gsi: None,
         };
@@ -223,7 +222,8 @@ impl<'a> Restorer<'a> {
         } = d;
         let session = *number;
         let stage = stage.as_ref().and_then(|s| self.stage(s, session));
-        let hollow = self.core.objects.vnics.get(self.vnic.0).map(|v| v.hollow.clone()).unwrap_or_default();
+        let vnic = self.core.objects.vnics.get(self.vnic.0);
+        let memory_state = vnic.map(|v| v.memory_state.clone()).unwrap_or_default();
         let live = Session {
             vnic: self.vnic,
             number: session,
@@ -238,7 +238,7 @@ impl<'a> Restorer<'a> {
             revoked: Revoked::default(),
             memory: self.given.memories.remove(&session),
             stage,
-            hollow,
+            memory_state,
         };
         let Some(id) = self.core.objects.sessions.insert(live).map(SessionId) else { return };
         self.sessions.insert(session, id);
@@ -606,11 +606,11 @@ impl<'a> Restorer<'a> {
             };
             self.core.push_output(output);
         }
-        let (hints, now) = (self.core.hints, self.core.now);
+        let (wakes, now) = (self.core.wakes, self.core.now);
         for h in self.core.objects.doors_of(session) {
             // A driver that pauses finds its page as it left it.
             let Some(door) = self.core.objects.doors.get(h).filter(|_| !d.paused) else { continue };
-            door.bell.set_hints(hints);
+            door.bell.set_wakes(wakes);
             // No job reaches memory that its driver wants to be left alone.
             door.bell.confirm_away(if door.number == 0 { d.away } else { 0 });
             self.core.unpark_door(h, now);

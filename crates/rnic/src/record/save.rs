@@ -226,9 +226,8 @@ impl<'a> Saver<'a> {
             begun,
             kicks: _,
             rooms: _,
-            hollow: _,
+            memory_state: _,
             page_time: _,
-            labour: _,
             gsi: _,
         } = self.core.objects.vnics.get(id.0)?;
         let Limit { share, bits_until, ops_until } = limit;
@@ -270,7 +269,7 @@ impl<'a> Saver<'a> {
             revoked: _,
             memory,
             stage,
-            hollow: _,
+            memory_state: _,
         } = live;
         let mut doors: Vec<_> = live.doors().filter_map(|h| self.core.objects.doors.get(h)).map(door).collect();
         doors.sort_unstable_by_key(|d| d.number);

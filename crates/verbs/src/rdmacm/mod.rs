@@ -95,7 +95,7 @@ impl EventChannelObj {
             }
             match self.events.try_next() {
                 Some(_) => _ = self.stale.fetch_sub(1, Ordering::AcqRel),
-                None => std::thread::yield_now(),
+                None => std::thread::sleep(std::time::Duration::from_micros(20)),
             }
         }
     }
