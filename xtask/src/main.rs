@@ -79,7 +79,8 @@ enum Command {
     /// Try every attack that is known, with victims in the attacker's group and in another one: what they notice, what lives, and what
     /// is given back
     #[command(
-        after_help = "Examples:\n  cargo xtask attack                          about 25 minutes\n  cargo xtask attack --list\n  cargo xtask attack --only sigbus --runs 1\n  cargo xtask attack --only guest --runs 1 --seconds 600\n  cargo xtask attack --json > attack.json\n  cargo xtask attack --matrix --runs 1        the published matrices: what is left to victims beside each attacker\n\nAn attack is broken, and the exit code 1, if the virtual layer or a worker of it ends, if programs that begin meanwhile get no device or\nwrong bytes, if a victim waits more than a second for a WRITE, if descriptors, mappings or memory are not given back, or, on four cores and\nmore, if a victim's figure is more than 1.5 times worse than beside an honest busy neighbour (1.2 times in another group than the attacker's).\nOn fewer cores those ratios are printed and decide nothing."
+        after_help = "Examples:\n  cargo xtask attack                          about 25 minutes\n  cargo xtask attack --list\n  cargo xtask attack --only sigbus --runs 1\n  cargo xtask attack --only guest --runs 1 --seconds 600\n  cargo xtask attack --json > attack.json\n  cargo xtask attack --matrix --runs 1        the published matrices: what is left to victims beside each attacker\n\nAn attack is broken, and the exit code 1, if the virtual layer or a worker of it ends, if programs that begin meanwhile get no device or\nwrong bytes, if a victim waits more than a second for a WRITE, if descriptors, mappings or memory are not given back, or, on four cores and\nmore, if a victim's figure is more than 1.5 times worse than beside an honest busy neighbour (1.2 times in another group than the attacker's).\nOn fewer cores p50 and bandwidth may be 3 times worse (2 times in another group), or 1.2 times worse than beside a program that only
+computes, whichever is worse, and p99 counts in another group only, from 1 ms on."
     )]
     Attack {
         /// Print JSON instead of a table
@@ -261,7 +262,7 @@ enum Bench {
         json: bool,
     },
     /// Latency and bandwidth of two programs beside neighbours that try to slow them down, beside an honest neighbour;
-    /// fails if one slows them down more than 1.5 times as much (on four cores and more; on fewer the ratios are printed), or leaves them
+    /// fails if one slows them down more than 1.5 times as much (on four cores and more; limits are coarser on fewer), or leaves them
     /// without an answer. Then, as root, limits that a control centre sets: how exactly they hold
     #[command(
         after_help = "Examples:\n  cargo xtask bench isolation\n  cargo xtask bench isolation --only rnr --runs 5\n  cargo xtask bench isolation --json > isolation.json"

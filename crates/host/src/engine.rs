@@ -24,6 +24,7 @@ use unirdma_device::{Errand, EventQueues, Pollers, SharedRnic, lock, now_ns};
 use unirdma_rnic::{Arrival, MAX_BURIED, Output, Rnic, Seed, SessionId, Tx, VnicId};
 
 use self::poller::Watch;
+pub(crate) use self::sleepers::timespec;
 use self::sleepers::{Sleeper, Sleepers};
 
 use crate::clerk::Clerk;

@@ -424,6 +424,17 @@ mod tests {
         [&[0xff; 6][..], &mac, &[8, 6, 0, 1, 8, 0, 6, 4, 0, 2], &mac, &[10, 0, 0, sender], &[0; 10]].concat()
     }
 
+    /// A switch whose thread has ended, so that it takes no frames by itself.
+    fn without_thread() -> (Arc<Engine>, Switch) {
+        let engine = Engine::start(&EngineConfig::default(), None).unwrap();
+        let s = Switch::start(None, engine.clone()).unwrap();
+        s.stop();
+        while Arc::strong_count(&s.stop) > 1 {
+            std::thread::yield_now();
+        }
+        (engine, s)
+    }
+
     fn next(fd: &OwnedFd) -> Option<Vec<u8>> {
         let mut frame = vec![0; 2000];
         for _ in 0..2000 {
@@ -438,13 +449,7 @@ mod tests {
     /// A frame to all costs as many copies as there are members, so a port's turn has few of them.
     #[test]
     fn a_turn_has_fewer_frames_if_they_go_to_all() {
-        let engine = Engine::start(&EngineConfig::default(), None).unwrap();
-        let s = Switch::start(None, engine.clone()).unwrap();
-        // Its thread ends, and takes no frames.
-        s.stop();
-        while Arc::strong_count(&s.stop) > 1 {
-            std::thread::yield_now();
-        }
+        let (engine, s) = without_thread();
         let members: Vec<_> = (2..5).map(|i| plug(&s, i, &format!("10.0.0.{i}"))).collect();
         let (evil, guard) = plug(&s, 1, "10.0.0.1");
         let port = lock(&s.ports)[&1].clone();
@@ -468,13 +473,7 @@ mod tests {
 
     #[test]
     fn the_last_frames_of_an_interface_are_passed_on() {
-        let engine = Engine::start(&EngineConfig::default(), None).unwrap();
-        let s = Switch::start(None, engine.clone()).unwrap();
-        // Its thread ends, and takes no frames.
-        s.stop();
-        while Arc::strong_count(&s.stop) > 1 {
-            std::thread::yield_now();
-        }
+        let (engine, s) = without_thread();
         let [(a, guard), (b, _)] = [(1, "10.0.0.1"), (2, "10.0.0.2")].map(|(id, ip)| plug(&s, id, ip));
         let last = answer(&guard, 1);
         assert_eq!(rustix::io::write(&a, &last), Ok(last.len()));

@@ -27,7 +27,7 @@ use unirdma_link::{Backend, Closer, Foreign, Handler, Ledger, Memory, Progress, 
 use unirdma_rnic::{Account, Limits, VnicConfig, VnicId};
 
 use crate::confine::{self, Kind};
-use crate::engine::Engine;
+use crate::engine::{Engine, timespec};
 use crate::guard::Guard;
 use crate::line::Line;
 use crate::liveness;
@@ -468,16 +468,12 @@ impl Worker {
     /// How long this thread may sleep.
     fn wait_limit(&self) -> Option<rustix::time::Timespec> {
         if self.engine.has_dead() {
-            return Some(rustix::time::Timespec { tv_sec: 0, tv_nsec: 0 });
+            return Some(timespec(0));
         }
-        let after = |ns: u64| rustix::time::Timespec {
-            tv_sec: (ns / 1_000_000_000) as i64,
-            tv_nsec: (ns % 1_000_000_000) as i64,
-        };
         let now = self.engine.now();
         let half = self.half.iter().map(|h| (h.1 + HALF_NS).saturating_sub(now)).min();
         let pause = self.paused.iter().map(|p| p.until_ns().saturating_sub(now)).min();
-        Some(after(half.into_iter().chain(pause).chain(self.refused_limit()).min()?))
+        Some(timespec(half.into_iter().chain(pause).chain(self.refused_limit()).min()?))
     }
 
     /// A program has sent a part of a message, or all of it.

@@ -224,19 +224,22 @@ mod loom_tests {
         }
     }
 
+    /// A driver that posts once; what it finds of the device when it rings.
+    fn posts(page: &Arc<Page>) -> loom::thread::JoinHandle<u32> {
+        let page = page.clone();
+        loom::thread::spawn(move || {
+            page.prod.store(1, Ordering::Relaxed);
+            ring(&F, &page.words()).0
+        })
+    }
+
     #[test]
     fn loom_a_post_is_seen_or_the_sleeper_is_kicked() {
         loom::model(|| {
             let page = Arc::new(Page::default());
-            let t = {
-                let page = page.clone();
-                loom::thread::spawn(move || {
-                    page.prod.store(1, Ordering::Relaxed);
-                    ring(&F, &page.words()).0 != abi::AWAKE
-                })
-            };
+            let t = posts(&page);
             let parked = park(&F, &page.summary, &page.kick, abi::ASLEEP);
-            let kicked = t.join().unwrap();
+            let kicked = t.join().unwrap() != abi::AWAKE;
             assert!(!parked || kicked, "asleep with work and no kick");
             if !parked {
                 assert_eq!(page.look(false), Some(1));
@@ -250,19 +253,13 @@ mod loom_tests {
     fn loom_a_kick_that_was_put_off_is_not_lost() {
         loom::model(|| {
             let page = Arc::new(Page::default());
-            let t = {
-                let page = page.clone();
-                loom::thread::spawn(move || {
-                    page.prod.store(1, Ordering::Relaxed);
-                    ring(&F, &page.words()).0 == abi::ASLEEP
-                })
-            };
+            let t = posts(&page);
             let napped = park(&F, &page.summary, &page.kick, abi::NAPS);
             // The nap ends by itself.
             page.kick.store(abi::AWAKE, Ordering::Relaxed);
             let seen = page.look(false);
             let parked = park(&F, &page.summary, &page.kick, abi::ASLEEP);
-            let kicked = t.join().unwrap();
+            let kicked = t.join().unwrap() == abi::ASLEEP;
             assert!(napped || seen.is_some(), "it had rung");
             assert!(seen.is_some() || !parked || kicked, "asleep with work and no kick");
             if seen.is_none() && !parked {

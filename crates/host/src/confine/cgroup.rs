@@ -147,7 +147,7 @@ fn listed(file: &Path) -> Result<Vec<&'static str>, String> {
 
 impl Cgroups {
     /// Makes the place for the cgroups of the virtual layer that serves `dir`. With `weights` they also share processors; without, threads
-    /// of workers and programs stay in one scheduling group, so that they can yield to each other.
+    /// of workers and programs stay in one scheduling group, within which the weight of a poller counts.
     ///
     /// # Errors
     /// One line that says what is missing.

@@ -109,9 +109,8 @@ pub fn enter(plan: &Plan) -> InForce {
 }
 
 /// Leaves the calling thread only the system calls that its kind makes. Called at the start of the thread, and by the first thread once
-/// it has started the others. Only pollers keep their weight. Nothing else happens in a process that has not called [`enter`].
+/// it has started the others. All but pollers, and the watcher that starts new ones, give up their weight. Nothing else happens in a process that has not called [`enter`].
 pub fn thread(kind: Kind) {
-    // A watcher starts pollers.
     if !matches!(kind, Kind::Poller | Kind::Watcher) {
         standing::be_usual();
     }

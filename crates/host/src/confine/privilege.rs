@@ -72,7 +72,7 @@ pub(super) fn user_of_workers(name: Option<&str>) -> io::Result<Result<User, Str
 
 /// Gives up, for good, all rights that a worker does not need.
 pub(super) fn leave(user: Result<&User, &String>) -> [Measure; 5] {
-    // Threads inherit it, and all but the pollers give it up again.
+    // Threads inherit it, and most give it up again (`confine::thread`).
     let weight = standing::take_weight();
     let bounded = keep_in_bounding_set(CapabilitySet::empty());
     let user = match user {

@@ -7,8 +7,8 @@ use rustix::process::setpriority_process;
 /// The nice value of pollers. Half of a busy one's time goes to programs, so at the usual weight it uses up its fair share of the core, and one
 /// request in five hundred waits for the kernel's next tick: p99.9 is 55 us in the place of 3,300 us.
 const NICE: i32 = -10;
-/// The slice that all threads of a worker ask for, nanoseconds; the least that the kernel gives. So a poller preempts whoever computes on its core as soon as it
-/// is woken (EEVDF, Linux 6.12 or later): p99 of a request beside a computing thread is 20 us in the place of 290 us.
+/// The slice that all threads of a worker ask for, nanoseconds; the least that the kernel gives. So a poller preempts whoever computes on its
+/// core as soon as it is woken (EEVDF, Linux 6.12 or later): p99 of a request beside a computing thread is 20 us in the place of 290 us.
 const SLICE_NS: u64 = 100_000;
 
 /// The calling thread, which still has the rights of the supervisor, has the weight and the slices of a poller, and so have the threads that

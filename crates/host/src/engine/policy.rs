@@ -134,10 +134,11 @@ impl Engine {
             let goes = self.grows() && self.is_spare(*seat, if idle { 0 } else { past.found_ns.max(past.woken_ns) });
             !goes && !idle && *seat < self.wanted() && !self.is_crowded(past)
         };
-        if looks {
-            std::hint::spin_loop();
+        if !looks {
+            return Then::Sleeps(None);
         }
-        if looks { Then::Looks } else { Then::Sleeps(None) }
+        std::hint::spin_loop();
+        Then::Looks
     }
 
     /// True if others want the core of a dedicated poller that spins.

@@ -6,11 +6,17 @@ use std::os::fd::{AsFd, OwnedFd};
 use std::sync::atomic::{AtomicBool, Ordering};
 
 use rustix::event::{EventfdFlags, epoll, eventfd};
+use rustix::time::Timespec;
 
 use super::policy::Twin;
 
 /// Token of the virtual layer's own calls; sessions have 32-bit tokens.
 pub(super) const CALL: u64 = u64::MAX;
+
+/// So many nanoseconds, for the kernel.
+pub(crate) fn timespec(ns: u64) -> Timespec {
+    Timespec { tv_sec: (ns / 1_000_000_000) as i64, tv_nsec: (ns % 1_000_000_000) as i64 }
+}
 
 /// Where a poller sleeps.
 pub(super) struct Sleeper {
@@ -56,10 +62,7 @@ impl Sleeper {
     /// Waits up to the limit: the tokens of what woke it.
     pub fn wait(&self, limit_ns: Option<u64>) -> Vec<u64> {
         let mut events = [MaybeUninit::<epoll::Event>::uninit(); 64];
-        let limit = limit_ns.map(|ns| rustix::time::Timespec {
-            tv_sec: (ns / 1_000_000_000) as i64,
-            tv_nsec: (ns % 1_000_000_000) as i64,
-        });
+        let limit = limit_ns.map(timespec);
         match epoll::wait(&self.epoll, &mut events, limit.as_ref()) {
             Ok((ready, _)) => ready.iter().map(|e| e.data.u64()).collect(),
             Err(_) => Vec::new(),

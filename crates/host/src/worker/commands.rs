@@ -73,7 +73,7 @@ impl Worker {
     }
 
     /// Executes commands of a session. False if there were none: then nothing was done that others would have to hear of, and the RNIC is
-    /// not asked.
+    /// not asked. True also if they have to wait.
     pub(super) fn serve(&mut self, session: u64) -> bool {
         let Some(s) = self.sessions.get_mut(&session) else { return false };
         let began = self.engine.now();
