@@ -50,11 +50,7 @@ impl Executor<Core> for Software {
     }
 
     fn sever(&mut self, core: &mut Core, qp: Handle<Qp>) {
-        match core.objects.qps.get(qp).map(|q| q.wire().is_some()) {
-            Some(true) => core.sever_wire(qp),
-            Some(false) => core.sever_local(qp),
-            None => {}
-        }
+        core.fail_qp(qp, None);
     }
 
     fn step(&mut self, core: &mut Core, qp: Handle<Qp>, allowance_ns: u64) -> (u64, bool) {

@@ -150,6 +150,10 @@ fn an_idle_connection_ends_and_an_unreliable_one_loses_what_it_sends() {
         net.rules(&[]);
         net.run(SECOND / 10);
         assert_eq!([0, 1].map(|e| net.state(e)), [QpState::Err as u8; 2], "{place}");
+        // The program learns why from what it posts next.
+        (1..3).for_each(|n| write(&mut net, n));
+        net.run(SECOND / 10);
+        assert_eq!(statuses(&mut net, 0), [WcStatus::RetryExcErr, WcStatus::WrFlushErr], "{place}");
     }
     for (place, mut net) in each(QpType::Uc) {
         net.rules(&[BOTH]);

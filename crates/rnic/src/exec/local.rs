@@ -429,9 +429,6 @@ impl Core {
             self.take_psns(h, None, w.total);
             return Outcome::Done;
         }
-        if q.barred {
-            return Outcome::Failed(WcStatus::RetryExcErr);
-        }
         w.wait = Wait::Ack;
         match ack_timeout_ns(q.attr.timeout) {
             Some(ns) => self.arm_timer(h, ns),
@@ -493,20 +490,6 @@ impl Core {
             datagram_from_afar: false,
         };
         self.finish_recv(ph, done);
-    }
-
-    /// A rule does not allow the connection of QP `h` any more. The request under way, or the next one, fails in its turn.
-    pub(crate) fn sever_local(&mut self, h: Handle<Qp>) {
-        let Some(q) = self.objects.qps.get_mut(h) else { return };
-        let posted = q.state == QpState::Rts && q.rings.sq_pending(q.sq_cons).is_ok_and(|n| n > 0);
-        if q.work.is_none() && !posted {
-            return self.fail_qp(h, None);
-        }
-        if let Some(w) = q.work.as_mut().filter(|w| !matches!(w.wait, Wait::Job(_))) {
-            w.wait = Wait::No;
-        }
-        q.timer = q.timer.wrapping_add(1);
-        self.make_runnable(h);
     }
 
     /// The wait of a request of QP `h` to a QP of this host is over.

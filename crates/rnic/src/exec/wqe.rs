@@ -41,6 +41,7 @@ impl Core {
             _ => {
                 c.errors += 1;
                 c.failed.note(status);
+                c.wire.retry_exceeded_err += u64::from(leaves && status == WcStatus::RetryExcErr);
             }
         });
         if signaled {
@@ -49,7 +50,7 @@ impl Core {
     }
 
     /// Flushes one work request of a QP in ERR (IBTA vol. 1, 10.3.1.7), or in SQE, where receives stay; false if none is
-    /// left.
+    /// left. If a rule has ended the connection, its oldest request, which may be posted later, says that nobody answers.
     pub(crate) fn flush_one(&mut self, h: Handle<Qp>) -> bool {
         let Some(q) = self.objects.qps.get_mut(h) else { return false };
         let (sq, rq) = (q.rings.sq_pending(q.sq_cons), q.rings.rq_pending(q.rq_cons));
@@ -63,7 +64,8 @@ impl Core {
                 load_head(q, q.sq_cons, &mut w);
                 w
             });
-            self.retire(h, &work, WcStatus::WrFlushErr);
+            let severed = q.typ.is_reliable() && std::mem::take(&mut q.barred);
+            self.retire(h, &work, if severed { WcStatus::RetryExcErr } else { WcStatus::WrFlushErr });
             self.objects.spare.keep_work(work);
             return true;
         }

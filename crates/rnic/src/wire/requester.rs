@@ -486,18 +486,6 @@ impl Core {
         }
     }
 
-    /// A rule does not allow the connection of QP `h` any more: its oldest request is given up, as one that nobody answers.
-    pub(crate) fn sever_wire(&mut self, h: Handle<Qp>) {
-        self.with_wire(h, |core, w| {
-            if w.flight.is_empty() && !core.admit(h, w) {
-                return core.fail_qp(h, None);
-            }
-            core.objects.count(h, |c| c.wire.retry_exceeded_err += 1);
-            core.fail_request(h, w, WcStatus::RetryExcErr);
-        });
-        self.make_runnable(h);
-    }
-
     /// The oldest packet got no answer in time (IBTA vol. 1, 9.9.2.1.1).
     pub(super) fn on_timeout(&mut self, h: Handle<Qp>, w: &mut Wire) {
         if self.objects.qps.get(h).is_some_and(|q| !q.typ.is_reliable()) {
@@ -517,7 +505,6 @@ impl Core {
             c.wire.completer_retry_err += 1;
         });
         if w.retries_left == 0 {
-            self.objects.count(h, |c| c.wire.retry_exceeded_err += 1);
             return self.fail_request(h, w, WcStatus::RetryExcErr);
         }
         w.retries_left -= 1;
