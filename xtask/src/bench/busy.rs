@@ -13,6 +13,8 @@ use crate::{Result, packages};
 
 /// How long one program is measured, in seconds.
 const SECONDS: &str = "2";
+/// Connections may be silent for so much longer than a thread that sleeps does, ms.
+const MOST_SILENCE_MS: f64 = 50.0;
 
 struct Case {
     /// As the program knows it.
@@ -85,6 +87,8 @@ struct Report {
     rows: Vec<Row>,
     /// What was not measured, and why.
     skipped: Vec<String>,
+    /// Silence beyond its limit.
+    failed: Vec<String>,
 }
 
 #[derive(Serialize)]
@@ -188,12 +192,22 @@ pub(crate) fn busy(json: bool, only: Option<&str>, runs: u32) -> Result<()> {
             }
         }
     }
-    let report = Report { topology: super::topology(), runs, rows, skipped };
+    let failed = rows.iter().filter_map(too_silent).collect();
+    let report = Report { topology: super::topology(), runs, rows, skipped, failed };
     if json {
-        return print_json(&report);
+        print_json(&report)?;
+    } else {
+        print(&report);
     }
-    print(&report);
-    Ok(())
+    if report.failed.is_empty() { Ok(()) } else { Err(report.failed.join("; ")) }
+}
+
+/// What is wrong with a row that says how long connections are silent.
+fn too_silent(row: &Row) -> Option<String> {
+    let Row { program, figure, computing, ours, peer, .. } = row;
+    (*figure == "silence" && ours - peer > MOST_SILENCE_MS).then(|| {
+        format!("{program} beside {computing} computing threads: connections are silent for {ours:.0} ms, a thread that sleeps for {peer:.0} ms; {MOST_SILENCE_MS} ms more are allowed")
+    })
 }
 
 fn print(r: &Report) {

@@ -37,7 +37,7 @@ const NAP_NS: u64 = 100_000;
 const TWIN_NS: u64 = 500_000;
 /// How long a poller on a shared core works before whoever else wants that core has it for as long, nanoseconds. Pollers have more weight than
 /// programs, so one that always has work would leave them a tenth. If nobody wants the core its twin wakes it at once.
-const TURN_NS: u64 = 200_000;
+pub(super) const TURN_NS: u64 = 200_000;
 /// Work must be left over for so long before another dedicated poller comes, nanoseconds.
 pub(super) const BACKLOG_NS: u64 = 50_000;
 /// One that came so goes when it has found nothing for so long, nanoseconds.
@@ -49,7 +49,8 @@ const CROWD_PART: u64 = 20;
 const CROWDED_NS: u64 = 1_000_000_000;
 
 /// What a poller does next.
-enum Then {
+#[derive(Debug, PartialEq)]
+pub(super) enum Then {
     /// Another round.
     Looks,
     /// It sleeps, with the pause of [`Engine::sleep`].
@@ -96,7 +97,7 @@ impl Engine {
             let round = self.round(watch);
             let found = round.as_ref().is_some_and(|r| r.found);
             let then = match &round {
-                Some(r) if found => self.after_work(watch, r),
+                Some(r) if found => self.after_work(&mut watch.past, r, watch.job.is_some()),
                 _ => self.after_nothing(watch, round.as_ref()),
             };
             if let Then::Sleeps(pause) = then {
@@ -110,13 +111,10 @@ impl Engine {
         }
     }
 
-    /// After a round that has found something.
-    fn after_work(&self, watch: &mut Watch, round: &Round) -> Then {
-        let carries_job = watch.carries_job();
-        let past = &mut watch.past;
+    /// After a round that has found something. `carries_job`: the poller has a job that is done, of which the RNIC hears in the next round.
+    pub(super) fn after_work(&self, past: &mut Past, round: &Round, carries_job: bool) -> Then {
         past.found_ns = round.ended_ns;
         self.work_goes_on(past);
-        // The RNIC hears in the next round of a job that is done.
         match self.shares_cores && !carries_job {
             true if round.starved => Then::Sleeps(Some(ANSWER_NS)),
             true if round.ended_ns.saturating_sub(past.woken_ns) >= TURN_NS => Then::Sleeps(Some(TURN_NS)),

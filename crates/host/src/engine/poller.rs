@@ -31,7 +31,7 @@ pub(super) struct Watch {
     pub(super) past: Past,
     out: Vec<Output>,
     /// The job that it has done, which the RNIC has not heard of yet.
-    job: Option<Box<Job>>,
+    pub(super) job: Option<Box<Job>>,
     scratch: Box<[u8]>,
 }
 
@@ -48,11 +48,6 @@ impl Watch {
             job: None,
             scratch: vec![0; SCRATCH_BYTES].into_boxed_slice(),
         }
-    }
-
-    /// It has a job that is done, which the RNIC has not heard of yet.
-    pub(super) fn carries_job(&self) -> bool {
-        self.job.is_some()
     }
 
     /// The next look is one at the RNIC.

@@ -2,8 +2,8 @@
 
 use std::time::{Duration, Instant};
 
-use super::policy::BACKLOG_NS;
-use super::poller::LOOKS_BETWEEN_ROUNDS;
+use super::policy::{ANSWER_NS, BACKLOG_NS, Past, TURN_NS, Then};
+use super::poller::{LOOKS_BETWEEN_ROUNDS, Round};
 use super::*;
 use unirdma_rnic::Tx;
 
@@ -94,5 +94,24 @@ fn a_port_with_packets_is_polled_however_late_the_turn_comes() {
     for turn in [late, late + 1] {
         engine.receive(&mut lock(engine.net.as_ref().unwrap()), turn);
         assert_eq!(asked.load(Ordering::Relaxed), 1);
+    }
+}
+
+/// A poller on a shared core leaves it to others after its turn, but not with a job of which the RNIC has not heard, for which a program waits.
+#[test]
+fn a_turn_ends_unless_a_job_is_on_its_way_back() {
+    let round = |ended_ns, starved| Round { found: true, starved, idle: false, ended_ns };
+    let (within, after) = (round(TURN_NS - 1, false), round(TURN_NS, false));
+    for (polling, leaves) in [(Polling::Shared, true), (Polling::Dedicated, false)] {
+        let config = EngineConfig { polling, pollers: Some((1, 1)), ..EngineConfig::default() };
+        let engine = Engine::start(&config, None).unwrap();
+        let then = |round: &Round, carries_job| engine.after_work(&mut Past::default(), round, carries_job);
+        let sleeps = |pause| if leaves { Then::Sleeps(Some(pause)) } else { Then::Looks };
+        assert_eq!(then(&within, false), Then::Looks);
+        assert_eq!(then(&after, false), sleeps(TURN_NS));
+        assert_eq!(then(&round(0, true), false), sleeps(ANSWER_NS));
+        assert_eq!(then(&after, true), Then::Looks);
+        assert_eq!(then(&round(0, true), true), Then::Looks);
+        engine.stop();
     }
 }
