@@ -7,6 +7,7 @@ use std::sync::{Arc, Mutex};
 use rustix::event::{PollFd, PollFlags};
 use rustix::net::{RecvFlags, SendFlags};
 use rustix::process::{Pid, getpid};
+use rustix::time::{ClockId, Timespec, clock_gettime};
 use unirdma_abi as abi;
 use unirdma_abi::Command;
 use unirdma_link::{DriverQueue, Frontend, Segment};
@@ -165,8 +166,9 @@ fn makes_something(c: Command) -> bool {
     )
 }
 
-fn clock_ns() -> u64 {
-    let t = rustix::time::clock_gettime(rustix::time::ClockId::Monotonic);
+/// The time of a clock, nanoseconds.
+pub(crate) fn clock_ns(clock: ClockId) -> u64 {
+    let t = clock_gettime(clock);
     t.tv_sec as u64 * 1_000_000_000 + t.tv_nsec as u64
 }
 
@@ -276,12 +278,12 @@ impl Context {
         if kick && notify(&control.channel).is_err() {
             return Err(self.lose());
         }
-        let began = clock_ns();
+        let began = clock_ns(ClockId::Monotonic);
         let written = loop {
             if let Some((_, len)) = control.queue.pop_used() {
                 break len;
             }
-            if clock_ns() - began < CONTROL_SPIN_NS {
+            if clock_ns(ClockId::Monotonic) - began < CONTROL_SPIN_NS {
                 std::hint::spin_loop();
                 continue;
             }
@@ -404,7 +406,7 @@ impl Context {
     }
 
     fn check_alive(&self) {
-        let now = rustix::time::Timespec { tv_sec: 0, tv_nsec: 0 };
+        let now = Timespec { tv_sec: 0, tv_nsec: 0 };
         let hung_up = self.socket.get().map(|socket| {
             let mut fds = [PollFd::from_borrowed_fd(socket, PollFlags::RDHUP)];
             rustix::event::poll(&mut fds, Some(&now)).is_ok_and(|n| n > 0)

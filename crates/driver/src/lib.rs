@@ -12,6 +12,7 @@ mod events;
 pub mod heap;
 mod memory;
 mod queues;
+mod rest;
 mod sync;
 
 pub use unirdma_mem::fds;

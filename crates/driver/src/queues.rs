@@ -11,6 +11,7 @@ use crate::arena::Block;
 use crate::bounce::{SendRing, Taker};
 use crate::context::Context;
 use crate::memory::look_at_brief;
+use crate::rest::{self, Rest};
 use crate::{Result, lock};
 
 /// A completion queue.
@@ -26,6 +27,7 @@ struct Tails {
     /// CQEs that it holds.
     capacity: u32,
     rings: Completions<Vec<Block>>,
+    rest: Rest,
 }
 
 /// A ring for at least `cqe` completions, its blocks and its slots.
@@ -78,7 +80,7 @@ impl Cq {
         match resp {
             Ok(r) => {
                 let capacity = entries.min(ctx.device.config.max_cqe);
-                let tails = Tails { capacity, rings: Completions::new(tail, blocks) };
+                let tails = Tails { capacity, rings: Completions::new(tail, blocks), rest: Rest::default() };
                 Ok(Cq { ctx: ctx.clone(), cqn: r.handle, tail: QueueLock::new(tails, alone) })
             }
             Err(e) => {
@@ -158,15 +160,20 @@ impl Cq {
         }
         if n > 0 {
             tail.rings.release();
+            tail.rest.found();
             return Ok(n);
         }
         let lost = tail.rings.overrun();
+        let rests = max > 0 && tail.rest.in_vain(rest::clocks);
         drop(tail);
         if lost || self.ctx.is_dead() {
             return Err(libc::EIO);
         }
         if max > 0 && self.ctx.relax() {
             look_at_brief();
+        }
+        if rests {
+            rest::rest();
         }
         Ok(0)
     }
