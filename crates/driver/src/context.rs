@@ -362,12 +362,13 @@ impl Context {
         let kick = &self.kick;
         if kick.waits.load(Ordering::Relaxed) {
             let polls = kick.polls.load(Ordering::Relaxed);
-            if !self.bell.has_rung() {
-                kick.waits.store(false, Ordering::Relaxed);
-            } else if polls == 0 {
+            if polls > 0 {
+                // To look at the doorbell page would keep its cache line from the device.
+                kick.polls.store(polls - 1, Ordering::Relaxed);
+            } else if self.bell.has_rung() {
                 self.wake_device();
             } else {
-                kick.polls.store(polls - 1, Ordering::Relaxed);
+                kick.waits.store(false, Ordering::Relaxed);
             }
         }
         let rings = kick.rings.load(Ordering::Relaxed);

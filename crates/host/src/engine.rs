@@ -116,7 +116,7 @@ pub struct Engine {
     /// IP multicast groups that the port should hear, until somebody asks.
     wanted_groups: Mutex<Option<Vec<IpAddr>>>,
     /// After this time the port is polled once more, in case pollers had no turn since, and then no longer. 0: it is not
-    /// polled, and its descriptors wake the first poller.
+    /// polled, and its descriptors wake a poller.
     port_until_ns: AtomicU64,
     pub(crate) capture: Mutex<Option<Sink>>,
     idle_ns: u64,
@@ -151,8 +151,6 @@ struct Signs {
     due_ns: AtomicU64,
 }
 
-/// Token of the port's descriptors.
-const PORT: u64 = u64::MAX - 1;
 /// Most rounds of the RNIC that a command waits for, so that sends posted before it are executed before it. A round is worth
 /// some 12 datagrams. If many vRNICs have work, or the network takes no packets, the rest of the sends is lost.
 const CATCH_UP_ROUNDS: u32 = 256;
@@ -186,7 +184,7 @@ impl Engine {
         rnic.set_helped(wanted > 1);
         let sleepers = Sleepers::new(pollers)?;
         for fd in port.iter().flat_map(|p| p.descriptors()) {
-            sleepers.first().listen(fd, PORT, epoll::EventFlags::IN)?;
+            sleepers.hear_port(fd, shares_cores)?;
         }
         let engine = Arc::new(Engine {
             rnic: Arc::new(SharedRnic::new(rnic)),
@@ -354,7 +352,7 @@ impl Engine {
         net.port.join(sockets);
         for fd in net.port.descriptors() {
             // Those that were there before are watched already.
-            let _ = self.sleepers.first().listen(fd, PORT, epoll::EventFlags::IN);
+            let _ = self.sleepers.hear_port(fd, self.shares_cores);
         }
     }
 

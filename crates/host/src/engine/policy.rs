@@ -43,7 +43,7 @@ pub(super) const BACKLOG_NS: u64 = 50_000;
 /// One that came so goes when it has found nothing for so long, nanoseconds.
 const SPARE_NS: u64 = 1_000_000;
 /// A dedicated poller that spins looks after so long whether others want its core, nanoseconds: they have had a twentieth of it.
-const CROWD_NS: u64 = 20_000_000;
+const CROWD_NS: u64 = 100_000_000;
 const CROWD_PART: u64 = 20;
 /// Then it sleeps as on a shared core, and spins again after so long, nanoseconds.
 const CROWDED_NS: u64 = 1_000_000_000;

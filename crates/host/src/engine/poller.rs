@@ -6,8 +6,8 @@ use unirdma_device::{RnicGuard, now_ns};
 use unirdma_rnic::{Bells, Job, Output, SessionId};
 
 use super::policy::Past;
-use super::sleepers::{CALL, Sleeper};
-use super::{Engine, PORT, SCRATCH_BYTES};
+use super::sleepers::{CALL, PORT, Sleeper};
+use super::{Engine, SCRATCH_BYTES};
 
 /// Looks at the doorbells between two rounds that find idle sessions and let them sleep.
 pub(super) const LOOKS_BETWEEN_ROUNDS: u32 = 64;
