@@ -7,7 +7,7 @@ use std::sync::{Arc, Mutex};
 use rustix::event::{PollFd, PollFlags};
 use rustix::net::{RecvFlags, SendFlags};
 use rustix::process::{Pid, getpid};
-use rustix::time::{ClockId, Timespec, clock_gettime};
+use rustix::time::Timespec;
 use unirdma_abi as abi;
 use unirdma_abi::Command;
 use unirdma_link::{DriverQueue, Frontend, Segment};
@@ -17,6 +17,7 @@ use zerocopy::{FromBytes, Immutable, IntoBytes};
 
 use crate::arena::{Arena, Block};
 use crate::bounce::Bounce;
+use crate::clock::clock_ns;
 use crate::events::EventSource;
 use crate::memory::{Regions, forks};
 use crate::{Errno, HEAP, Result, errno, lock};
@@ -119,9 +120,9 @@ struct PutOff {
     bursts: AtomicBool,
 }
 
-/// So many empty polls after a ring that the device would see by itself it is kicked: it has had the time of some requests.
+/// Empty polls after a ring until the driver kicks a device that said it looks by itself. They take as long as a few requests.
 const PATIENCE: u32 = 400;
-/// So many rings between two empty polls are a burst, of which each kick would interrupt the next request.
+/// Rings between two empty polls that make a burst. In a burst each kick would interrupt the next request.
 const BURST: u32 = 8;
 
 /// Empty polls between two looks at whether the virtual layer is still there.
@@ -164,12 +165,6 @@ fn makes_something(c: Command) -> bool {
             | C::AllocNullMr
             | C::AllocMw
     )
-}
-
-/// The time of a clock, nanoseconds.
-pub(crate) fn clock_ns(clock: ClockId) -> u64 {
-    let t = clock_gettime(clock);
-    t.tv_sec as u64 * 1_000_000_000 + t.tv_nsec as u64
 }
 
 impl Context {
@@ -278,12 +273,12 @@ impl Context {
         if kick && notify(&control.channel).is_err() {
             return Err(self.lose());
         }
-        let began = clock_ns(ClockId::Monotonic);
+        let began = clock_ns();
         let written = loop {
             if let Some((_, len)) = control.queue.pop_used() {
                 break len;
             }
-            if clock_ns(ClockId::Monotonic) - began < CONTROL_SPIN_NS {
+            if clock_ns() - began < CONTROL_SPIN_NS {
                 std::hint::spin_loop();
                 continue;
             }
@@ -363,7 +358,7 @@ impl Context {
         if kick.waits.load(Ordering::Relaxed) {
             let polls = kick.polls.load(Ordering::Relaxed);
             if polls > 0 {
-                // To look at the doorbell page would keep its cache line from the device.
+                // A look at the doorbell page would take its cache line from the device.
                 kick.polls.store(polls - 1, Ordering::Relaxed);
             } else if self.bell.has_rung() {
                 self.wake_device();

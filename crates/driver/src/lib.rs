@@ -7,6 +7,7 @@
 
 mod arena;
 mod bounce;
+mod clock;
 mod context;
 mod events;
 pub mod heap;

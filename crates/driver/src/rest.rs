@@ -1,35 +1,35 @@
-//! Polls that rest. A program that spins in more threads than it has cores stops itself: who polls in vain keeps the thread from its core
-//! that would make the work. So a thread that has polled a CQ in vain for long, and was kept from its core meanwhile, lets others have it
-//! for a moment. On a core that nobody else wants no poll ever rests.
+//! Polls that rest. A program that spins in more threads than it has cores stops itself: a thread that polls in vain keeps the core from the
+//! thread that has work. So a thread that has polled a CQ in vain for a while, and was preempted for long meanwhile, gives its core up for a
+//! moment. A thread that nobody has preempted in the last second never rests.
 //!
-//! `cargo xtask bench busy --only relay-3` shows it: three threads that spin on two cores make 170 to 2,700 WRITEs a second, by how the kernel
-//! places them, and 120 without rests; beside three that compute 500, and 70 without. `ib_send_lat` beside those takes 20 us on average, and 50
-//! without.
+//! `cargo xtask bench busy --only relay-3` shows it: three threads that spin on two cores make 170 to 2,700 WRITEs a second, depending on where
+//! the kernel puts them, and 120 without rests; beside three threads that compute 500, and 70 without. Beside those, `ib_send_lat` takes 20 us
+//! on average, and 50 without.
 
 use rustix::thread::nanosleep;
-use rustix::time::{ClockId, Timespec};
+use rustix::time::Timespec;
 
-use crate::context::clock_ns;
+use crate::clock::{clock_ns, thread_ns};
 
-/// So many polls in vain, one after the other, are a row: 40 us, in which an answer from another host comes.
+/// Consecutive empty polls in a row. They take 40 us; an answer from another host takes less.
 const ROW: u32 = 2_048;
-/// Who was kept from its core for so long in half a row shares it with threads that compute, nanoseconds. The virtual layer takes it for
-/// some microseconds at a time.
+/// A thread that was off its core for this time in the second half of a row shares the core with threads that compute, ns. Pollers preempt it
+/// for microseconds only.
 const KEPT_NS: u64 = 1_000_000;
-/// After that each row ends in a rest for so long, nanoseconds. While a thread rests, nothing can keep it from its core.
+/// For this time after that, each row ends in a rest, ns. It has to be remembered because a thread that rests is not preempted.
 const SHARED_NS: u64 = 1_000_000_000;
 
-/// Time of the system, and that for which this thread has run, nanoseconds.
+/// The monotonic clock and the CPU time of the thread, ns.
 pub(crate) type Clocks = (u64, u64);
 
-/// Polls in vain of a CQ. If several threads poll it, their times are mixed up: then a poll rests that need not, or does not.
+/// The empty polls of a CQ. If several threads poll it, their CPU times are mixed up, and a poll may rest without need, or not rest.
 #[derive(Default)]
 pub(crate) struct Rest {
-    /// Polls in vain since one that found something.
+    /// Empty polls since the last completion.
     polls: u32,
-    /// In the middle of the row.
+    /// The clocks in the middle of the row.
     middle: Clocks,
-    /// The core is shared until then, nanoseconds.
+    /// Rows end in a rest until then, ns.
     shared_until_ns: u64,
 }
 
@@ -71,14 +71,14 @@ pub(crate) fn rest() {
 /// The clocks of this thread.
 #[cold]
 pub(crate) fn clocks() -> Clocks {
-    (clock_ns(ClockId::Monotonic), clock_ns(ClockId::ThreadCPUTime))
+    (clock_ns(), thread_ns())
 }
 
 #[cfg(test)]
 mod tests {
     use super::*;
 
-    /// Polls in vain for a row, the second half of which takes so long and runs so long; how often a poll rests.
+    /// Makes a row of empty polls whose second half takes `took_ns`, and runs for `ran_ns` of it. Returns how often a poll rests.
     fn row(r: &mut Rest, at: u64, took_ns: u64, ran_ns: u64) -> usize {
         let clocks = |i| if i <= ROW / 2 { (at, 0) } else { (at + took_ns, ran_ns) };
         (1..=ROW).filter(|&i| r.in_vain(|| clocks(i))).count()

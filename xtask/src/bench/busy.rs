@@ -13,7 +13,7 @@ use crate::{Result, packages};
 
 /// How long one program is measured, in seconds.
 const SECONDS: &str = "2";
-/// Connections may be silent for so much longer than a thread that sleeps does, ms.
+/// Most silence of a connection beyond the lateness of a thread that sleeps, ms.
 const MOST_SILENCE_MS: f64 = 50.0;
 
 struct Case {

@@ -12,7 +12,7 @@ use unirdma_mem::fds::Known;
 
 use crate::context::wake;
 
-use super::clock;
+use crate::clock::clock_ns;
 
 /// How long a device may take to finish what it is at, ns. It takes microseconds, unless the machine is busy.
 const PATIENCE_NS: u64 = 30_000_000_000;
@@ -54,9 +54,9 @@ impl Door {
 
 /// Waits until `done`. False if that takes too long.
 fn wait(mut done: impl FnMut() -> bool) -> bool {
-    let until = clock() + PATIENCE_NS;
+    let until = clock_ns() + PATIENCE_NS;
     while !done() {
-        if clock() > until {
+        if clock_ns() > until {
             return false;
         }
         std::thread::sleep(LOOK);
@@ -80,8 +80,8 @@ pub(crate) fn end_move(doors: &[Door]) {
         d.bell.end_move();
     }
     if awaited {
-        let until = clock() + TURN_NS;
-        while clock() < until {
+        let until = clock_ns() + TURN_NS;
+        while clock_ns() < until {
             std::thread::sleep(LOOK);
         }
     }

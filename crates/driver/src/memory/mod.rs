@@ -31,6 +31,7 @@ use unirdma_link::{PROCESS_LIMIT, RegionDesc};
 use unirdma_mem::MemFd;
 
 use crate::bounce::Known;
+use crate::clock::clock_ns;
 use crate::context::{Context, socket_path};
 use crate::queues::gone_is_fine;
 use crate::{Result, errno, lock, map_errno};
@@ -102,12 +103,6 @@ fn policy() -> Policy {
         Ok("share") => Policy::Share,
         _ => Policy::Auto,
     })
-}
-
-/// Nanoseconds of a clock that goes on.
-pub(crate) fn clock() -> u64 {
-    let t = rustix::time::clock_gettime(rustix::time::ClockId::Monotonic);
-    t.tv_sec as u64 * 1_000_000_000 + t.tv_nsec as u64
 }
 
 /// Memory of this process that is shared from the start: its MRs are *direct* whatever the process does.
@@ -234,7 +229,7 @@ impl Mr {
         let asked = Asked { pdn, addr, len, iova, flags };
         let (r, placed) = asked.register(ctx, true)?;
         let brief = placed.why == Why::Brief;
-        let since_ns = clock();
+        let since_ns = clock_ns();
         let core = Arc::new(Core {
             ctx: ctx.clone(),
             mrn: r.mrn,
@@ -260,7 +255,7 @@ impl Mr {
         let asked = Asked { pdn, addr: 0, len: 0, iova: 0, flags: access::LOCAL_WRITE };
         let placed = Placed { way: Way::Direct, ..Placed::copied(0, Why::Fastest) };
         let state = Mutex::new(Some((asked, placed)));
-        let core = Arc::new(Core { ctx: ctx.clone(), mrn: r.mrn, key: r.lkey, since_ns: clock(), state });
+        let core = Arc::new(Core { ctx: ctx.clone(), mrn: r.mrn, key: r.lkey, since_ns: clock_ns(), state });
         Ok(Mr { mrn: r.mrn, key: r.lkey, core })
     }
 
@@ -341,14 +336,14 @@ impl Later {
     /// Moves the memory of those that have lived long enough.
     #[inline]
     fn look(&self) {
-        if self.count.load(Ordering::Relaxed) > 0 && clock() >= self.due_ns.load(Ordering::Relaxed) {
+        if self.count.load(Ordering::Relaxed) > 0 && clock_ns() >= self.due_ns.load(Ordering::Relaxed) {
             self.move_those_that_live();
         }
     }
 
     #[cold]
     fn move_those_that_live(&self) {
-        let now = clock();
+        let now = clock_ns();
         let mut due = Vec::new();
         {
             let mut list = lock(&self.list);
@@ -389,7 +384,7 @@ impl Core {
     fn end(&self, state: Option<&(Asked, Placed)>) -> Option<Ended> {
         let (asked, _) = state.filter(|(_, p)| p.why == Why::Brief || p.way == Way::Share)?;
         let range = (asked.addr / PAGE * PAGE, (asked.addr + asked.len).next_multiple_of(PAGE));
-        let life_ns = clock() - self.since_ns;
+        let life_ns = clock_ns() - self.since_ns;
         let asks = history::depends_on_service(range.1 - range.0, life_ns);
         let served = if asks { self.served() } else { Served::default() };
         Some(Ended { range, life_ns, served })

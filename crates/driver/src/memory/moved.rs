@@ -11,13 +11,14 @@ use std::sync::{Arc, Mutex, Once};
 use unirdma_mem::Bell;
 use unirdma_mem::fds::Known;
 
+use super::Why;
 use super::cover::Cover;
 use super::doors::{self, Door};
 use super::history::History;
 use super::maps::{FileId, Maps, Vma};
 use super::pages::{self, Failed, Hands, PAGE, Place};
 use super::tools::{self, Advice, Tools};
-use super::{Why, clock};
+use crate::clock::clock_ns;
 use crate::lock;
 use crate::sync::Guard;
 
@@ -289,7 +290,7 @@ impl Moved {
         let done = taken.map_or_else(|(_, done)| done, |()| len);
         if done > 0 {
             let part =
-                Part { place: Place { len: done, ..place }, prot: v.prot(), advice, since_ns: clock(), out: false };
+                Part { place: Place { len: done, ..place }, prot: v.prot(), advice, since_ns: clock_ns(), out: false };
             part.advise();
             let at = self.parts.partition_point(|p| p.place.off < off);
             self.parts.insert(at, part);
@@ -464,7 +465,7 @@ impl Moved {
     /// True if the kernel may hold pages of this process. The look costs time for each open file, so that an answer holds
     /// for a while.
     fn may_be_pinned(&mut self) -> bool {
-        let now = clock();
+        let now = clock_ns();
         if let Some((until, known)) = self.pins
             && now < until
         {
@@ -472,7 +473,7 @@ impl Moved {
         }
         let held = self.tools().is_none_or(Tools::holds_pages);
         // At most a twentieth of the time is spent so.
-        self.pins = Some((clock() + (clock() - now) * 20, held));
+        self.pins = Some((clock_ns() + (clock_ns() - now) * 20, held));
         held
     }
 
@@ -495,7 +496,7 @@ impl Moved {
                 let part = match known {
                     Some(p) if p.place.off <= off => {
                         let cut = p.cut(off, p.end().min(end) - off);
-                        let since_ns = if cut.place.at == at { p.since_ns } else { clock() };
+                        let since_ns = if cut.place.at == at { p.since_ns } else { clock_ns() };
                         Part { place: Place { at, ..cut.place }, prot: v.prot(), since_ns, ..cut }
                     }
                     // Longer than it was when it was taken.
@@ -516,7 +517,7 @@ impl Moved {
                             continue;
                         }
                         let place = Place { at, len, off, shadow: 0 };
-                        Part { place, prot: v.prot(), advice: Advice::default(), since_ns: clock(), out: false }
+                        Part { place, prot: v.prot(), advice: Advice::default(), since_ns: clock_ns(), out: false }
                     }
                 };
                 off += part.place.len;

@@ -12,11 +12,11 @@ use rustix::fs::{MemfdFlags, SealFlags};
 use rustix::process::{Pid, getpid};
 use unirdma_mem::fds::{Known, high};
 
-use super::clock;
 use super::doors::Door;
 use super::maps::{FileId, Maps, Vma, each_line};
 use super::pages::{self, Hands};
 use super::uffd::Uffd;
+use crate::clock::{clock_ns, thread_ns};
 
 /// Bytes of the memory file; nearly all of it are holes.
 const FILE_BYTES: u64 = 1 << 62;
@@ -85,12 +85,6 @@ fn each_advice(smaps: &Known, mut f: impl FnMut(&Vma, Advice)) {
         }
         false
     });
-}
-
-/// Time that this thread has run, whatever else the machine does.
-fn thread_ns() -> u64 {
-    let t = rustix::time::clock_gettime(rustix::time::ClockId::ThreadCPUTime);
-    t.tv_sec as u64 * 1_000_000_000 + t.tv_nsec as u64
 }
 
 /// A look at `/proc/self/smaps` that takes less than this is taken each time. A single longer look may be chance;
@@ -220,7 +214,7 @@ impl Tools {
     /// Looks where the program has given advice. Only `/proc/self/smaps` says so, and it takes long where much memory is: then
     /// what it said stays good for a while.
     pub fn look_at_advice(&mut self) {
-        if clock() < self.advised.until_ns {
+        if clock_ns() < self.advised.until_ns {
             return;
         }
         let before = thread_ns();
@@ -230,7 +224,7 @@ impl Tools {
         }
         let cost = thread_ns() - before;
         let long = cost >= SHORT_LOOK_NS;
-        self.advised.until_ns = if long && self.advised.long { clock() + cost * 20 } else { 0 };
+        self.advised.until_ns = if long && self.advised.long { clock_ns() + cost * 20 } else { 0 };
         self.advised.long = long;
     }
 
@@ -255,7 +249,7 @@ impl Tools {
         advised.ranges.clear();
         advised.since_ns = 0;
         let Some(smaps) = smaps.as_ref().filter(|s| s.still_ours()) else { return true };
-        advised.since_ns = clock();
+        advised.since_ns = clock_ns();
         let mut room = true;
         each_advice(smaps, |v, advice| {
             if advice != Advice::default() && counts(v) {

@@ -42,10 +42,11 @@ pub(super) const TURN_NS: u64 = 200_000;
 pub(super) const BACKLOG_NS: u64 = 50_000;
 /// One that came so goes when it has found nothing for so long, nanoseconds.
 const SPARE_NS: u64 = 1_000_000;
-/// A dedicated poller that spins looks after so long whether others want its core, nanoseconds: they have had a twentieth of it.
+/// How often a dedicated poller that spins looks whether others want its core, nanoseconds: they do if they had a twentieth of it. The start of
+/// a program takes more than that of 20 ms.
 const CROWD_NS: u64 = 100_000_000;
 const CROWD_PART: u64 = 20;
-/// Then it sleeps as on a shared core, and spins again after so long, nanoseconds.
+/// After that, the time for which it sleeps as on a shared core, nanoseconds.
 const CROWDED_NS: u64 = 1_000_000_000;
 
 /// What a poller does next.
@@ -111,7 +112,7 @@ impl Engine {
         }
     }
 
-    /// After a round that has found something. `carries_job`: the poller has a job that is done, of which the RNIC hears in the next round.
+    /// After a round that has found something. With `carries_job` the poller has done a job, and tells the RNIC so in the next round.
     pub(super) fn after_work(&self, past: &mut Past, round: &Round, carries_job: bool) -> Then {
         past.found_ns = round.ended_ns;
         self.work_goes_on(past);

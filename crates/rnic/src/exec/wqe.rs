@@ -50,7 +50,8 @@ impl Core {
     }
 
     /// Flushes one work request of a QP in ERR (IBTA vol. 1, 10.3.1.7), or in SQE, where receives stay; false if none is
-    /// left. If a rule has ended the connection, its oldest request, which may be posted later, says that nobody answers.
+    /// left. If a rule has ended the connection, the first request flushed fails with RETRY_EXC_ERR
+    /// instead, even if it is posted later.
     pub(crate) fn flush_one(&mut self, h: Handle<Qp>) -> bool {
         let Some(q) = self.objects.qps.get_mut(h) else { return false };
         let (sq, rq) = (q.rings.sq_pending(q.sq_cons), q.rings.rq_pending(q.rq_cons));

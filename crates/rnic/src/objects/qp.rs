@@ -75,7 +75,7 @@ pub(crate) struct Qp {
     pub own: Option<Gid>,
     /// Its packets leave and come in: the port is up, and has this address.
     pub linked: bool,
-    /// A rule does not allow its connection any more. If it is reliable, none of its requests has said so yet.
+    /// A rule does not allow its connection any more. Cleared by the request of a reliable QP that fails for it.
     pub barred: bool,
     /// The send WQE under execution, which stays here between its steps. A connection to another host has several, in its flight.
     pub work: Option<Box<Work>>,
