@@ -107,3 +107,24 @@ impl Sleepers {
         self.all().try_for_each(|s| s.listen(fd, PORT, flags))
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use std::time::{Duration, Instant};
+
+    use super::*;
+
+    /// Pauses are parts of a millisecond, which not every way to wait for descriptors can tell from a whole one. Others may have the core
+    /// meanwhile, so the shortest of many counts.
+    #[test]
+    fn a_pause_may_be_a_part_of_a_millisecond() {
+        let s = Sleeper::new().unwrap();
+        let time = || {
+            let began = Instant::now();
+            s.wait(Some(100_000));
+            began.elapsed()
+        };
+        let shortest = (0..50).map(|_| time()).min().unwrap();
+        assert!((Duration::from_micros(100)..Duration::from_millis(1)).contains(&shortest), "{shortest:?}");
+    }
+}
