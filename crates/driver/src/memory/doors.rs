@@ -10,9 +10,8 @@ use std::sync::atomic::{AtomicU32, Ordering};
 use unirdma_mem::Bell;
 use unirdma_mem::fds::Known;
 
-use crate::context::wake;
-
 use crate::clock::clock_ns;
+use crate::context::wake;
 
 /// How long a device may take to finish what it is at, ns. It takes microseconds, unless the machine is busy.
 const PATIENCE_NS: u64 = 30_000_000_000;

@@ -61,7 +61,7 @@ impl Sleeper {
         self.asleep.store(asleep, Ordering::SeqCst);
     }
 
-    /// Waits up to the limit: the tokens of what woke it.
+    /// Waits up to the limit, nanoseconds; the kernel adds the thread's timer slack, usually 50 us. The tokens of what woke it.
     pub fn wait(&self, limit_ns: Option<u64>) -> Vec<u64> {
         let mut events = [MaybeUninit::<epoll::Event>::uninit(); 64];
         let limit = limit_ns.map(timespec);
@@ -114,10 +114,10 @@ mod tests {
 
     use super::*;
 
-    /// Pauses are parts of a millisecond, which not every way to wait for descriptors can tell from a whole one. Others may have the core
-    /// meanwhile, so the shortest of many counts.
+    /// `epoll_pwait` counts whole milliseconds, and only `epoll_pwait2` counts nanoseconds. Another thread may have the core when a wait ends,
+    /// so the shortest of 50 waits counts.
     #[test]
-    fn a_pause_may_be_a_part_of_a_millisecond() {
+    fn a_wait_may_be_shorter_than_a_millisecond() {
         let s = Sleeper::new().unwrap();
         let time = || {
             let began = Instant::now();
