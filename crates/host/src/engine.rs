@@ -14,13 +14,13 @@ use std::collections::HashMap;
 use std::io;
 use std::net::IpAddr;
 use std::ops::Deref;
-use std::os::fd::{BorrowedFd, OwnedFd};
+use std::os::fd::OwnedFd;
 use std::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex, OnceLock, RwLock, RwLockReadGuard};
 
-use rustix::event::epoll;
 use unirdma_abi as abi;
 use unirdma_device::{Errand, EventQueues, Pollers, SharedRnic, lock, now_ns};
+use unirdma_link::Foreign;
 use unirdma_rnic::{Arrival, MAX_BURIED, Output, Rnic, Seed, SessionId, Tx, VnicId};
 
 use self::poller::Watch;
@@ -293,13 +293,13 @@ impl Engine {
     ///
     /// # Errors
     /// `epoll_ctl(2)` refuses what cannot be polled.
-    pub fn watch(&self, s: SessionId, channel: usize, kick: BorrowedFd<'_>) -> io::Result<()> {
-        self.sleepers.of(channel).listen(kick, s.number(), epoll::EventFlags::IN | epoll::EventFlags::ET)
+    pub fn watch(&self, s: SessionId, channel: usize, kick: Arc<Foreign>) -> io::Result<()> {
+        self.sleepers.of(channel).hear(s.number(), kick)
     }
 
     /// Stops listening to a session's kicks of a wake channel.
-    pub fn unwatch(&self, channel: usize, kick: BorrowedFd<'_>) {
-        self.sleepers.of(channel).ignore(kick);
+    pub fn unwatch(&self, s: SessionId, channel: usize, kick: &Arc<Foreign>) {
+        self.sleepers.of(channel).forget(s.number(), kick);
     }
 
     /// True if dead objects of the RNIC wait to be freed: [`Engine::after_command`] is to be called, soon and again.

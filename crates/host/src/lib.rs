@@ -30,6 +30,7 @@ mod steer;
 mod supervisor;
 mod switch;
 mod tap;
+mod timer;
 mod tunnel;
 mod vrnic;
 mod worker;

@@ -10,11 +10,9 @@ mod learned;
 use std::collections::{BTreeSet, HashMap};
 use std::io;
 use std::net::{IpAddr, SocketAddr, UdpSocket};
-use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
+use std::os::fd::{AsFd, BorrowedFd};
 use std::sync::{Arc, Mutex};
 use std::time::{Duration, Instant};
-
-use rustix::time::{Itimerspec, TimerfdClockId, TimerfdFlags, TimerfdTimerFlags, Timespec};
 
 use serde::{Deserialize, Serialize};
 use unirdma_device::{lock, now_ns};
@@ -24,6 +22,7 @@ use unirdma_rnic::{DATAGRAM_MAC, Sealed};
 
 use crate::network::{Changes, Disagreement};
 use crate::seal::{Around, Board, GroupSecrets, Handshakes, JoinedHosts, SealInfo, TAIL_BYTES, kind};
+use crate::timer::Timer;
 use learned::Learned;
 
 /// Bytes that a tunnel adds to a frame over IPv6; over IPv4 it is 20 less. With a secret of the group it is [`TAIL_BYTES`] more.
@@ -155,7 +154,7 @@ struct State {
 pub(crate) struct Tunnel {
     sockets: Vec<(IpAddr, Arc<UdpSocket>)>,
     /// Readable when [`Tunnel::on_timer`] is to be called.
-    timer: OwnedFd,
+    timer: Timer,
     state: Mutex<State>,
 }
 
@@ -165,8 +164,7 @@ impl Tunnel {
     /// # Errors
     /// Those of timers.
     pub fn new(sockets: Vec<(IpAddr, Arc<UdpSocket>)>, board: Arc<Board>) -> io::Result<Self> {
-        let flags = TimerfdFlags::CLOEXEC | TimerfdFlags::NONBLOCK;
-        let timer = rustix::time::timerfd_create(TimerfdClockId::Monotonic, flags)?;
+        let timer = Timer::new()?;
         let own = sockets.iter().map(|s| s.0).collect();
         let state = State {
             groups: HashMap::new(),
@@ -192,13 +190,7 @@ impl Tunnel {
     }
 
     fn arm(&self, s: &State) {
-        // Zero would disarm it.
-        let after = s.handshakes.timer().map(|at| Duration::from_nanos(at.saturating_sub(now_ns()).max(1)));
-        let after = after.unwrap_or_default();
-        let zero = Timespec { tv_sec: 0, tv_nsec: 0 };
-        let value = Timespec { tv_sec: after.as_secs() as i64, tv_nsec: after.subsec_nanos().into() };
-        let new = Itimerspec { it_interval: zero, it_value: value };
-        let _ = rustix::time::timerfd_settime(&self.timer, TimerfdTimerFlags::empty(), &new);
+        let _ = self.timer.set(s.handshakes.timer().map(|at| Duration::from_nanos(at.saturating_sub(now_ns()))));
     }
 
     /// From now on these are the group's secrets, if it has any.

@@ -257,7 +257,10 @@ impl Core {
         if backlog.taken.bytes() + bytes > HOLD_BYTES || !backlog.taken.take_part(&v.rooms.datagrams, bytes) {
             return self.objects.count_dropped(h);
         }
-        self.starved |= !backlog.waits();
+        if !backlog.waits() {
+            self.starved = true;
+            self.sched.starve(vnic);
+        }
         backlog.push(Held { until, flow: *flow, data: data.into(), note });
         if !shared {
             // From now on the driver rings when it posts a receive. A receive that was posted before is found in the QP's turn.

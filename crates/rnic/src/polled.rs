@@ -53,6 +53,11 @@ impl Group {
     pub fn look(&mut self) -> &[Handle<Door>] {
         &self.doors[self.window.next(self.doors.len())]
     }
+
+    /// This look comes to none of them.
+    pub fn pass_over(&mut self) {
+        self.window.begin = self.window.end;
+    }
 }
 
 /// The doorbell pages that are polled.
@@ -68,9 +73,9 @@ impl Polled {
         self.groups.is_empty()
     }
 
-    /// The pages that are polled.
-    pub fn doors(&self) -> impl Iterator<Item = Handle<Door>> {
-        self.groups.iter().flat_map(|g| g.doors.iter().copied())
+    /// The pages that are polled, of some vRNICs.
+    pub fn doors(&self, of: impl Fn(VnicId) -> bool) -> impl Iterator<Item = Handle<Door>> {
+        self.groups.iter().filter(move |g| of(g.vnic)).flat_map(|g| g.doors.iter().copied())
     }
 
     /// The vRNICs of which pages are polled.

@@ -20,7 +20,7 @@ pub(crate) const MOMENT_NS: u64 = 5_000;
 const SCALE: u64 = 1 << 16;
 /// Stopped timers of a vRNIC are thrown away when it has so many more timers than twice those that were left the last time.
 const MANY_TIMERS: usize = 1024;
-/// A vRNIC may have so many turns in succession that find nothing to do: a program's request may be executed before the program rings.
+/// So many turns and kicks of a vRNIC in succession may find nothing to do: a program's request may be executed before the program rings.
 const FEW_IN_VAIN: u64 = 4;
 /// For each further one its doorbells are not looked at for so long after it, nanoseconds,
 const MUTE_STEP_NS: u64 = 1_000;
@@ -49,10 +49,12 @@ struct Agenda {
     busy_ns: u64,
     /// It is in [`Scheduler::ready`], or has its turn.
     queued: bool,
-    /// How many of its last turns found nothing to do.
+    /// How many turns and kicks found nothing to do since one did.
     in_vain: u64,
     /// Its doorbells are not looked at before this time, nanoseconds.
     muted_until: u64,
+    /// See [`Scheduler::starve`].
+    starved: bool,
     /// Its place in [`Scheduler::wakes`]; `u64::MAX` for none.
     wakes_at: u64,
     /// Doorbell pages that have rung.
@@ -67,6 +69,14 @@ struct Agenda {
 impl Agenda {
     fn has_work(&self) -> bool {
         !self.run.is_empty() || !self.rung.is_empty()
+    }
+
+    /// A turn or a kick found nothing to do.
+    fn note_vain(&mut self, now: u64) {
+        self.in_vain += 1;
+        if self.in_vain > FEW_IN_VAIN {
+            self.muted_until = now + ((self.in_vain - FEW_IN_VAIN) * MUTE_STEP_NS).min(MUTE_NS);
+        }
     }
 }
 
@@ -93,6 +103,7 @@ impl Scheduler {
             queued: false,
             in_vain: 0,
             muted_until: 0,
+            starved: false,
             wakes_at: u64::MAX,
             rung: VecDeque::new(),
             run: VecDeque::new(),
@@ -233,6 +244,7 @@ impl Scheduler {
                 continue;
             }
             self.clock = self.clock.max(key);
+            a.starved = false;
             return Some(id);
         }
         None
@@ -244,15 +256,36 @@ impl Scheduler {
         self.charge(id, ns);
         let Some(a) = self.agendas.get_mut(id.0) else { return };
         a.queued = false;
-        a.in_vain = if in_vain { a.in_vain + 1 } else { 0 };
-        if a.in_vain > FEW_IN_VAIN {
-            a.muted_until = now + ((a.in_vain - FEW_IN_VAIN) * MUTE_STEP_NS).min(MUTE_NS);
+        if in_vain {
+            a.note_vain(now)
+        } else {
+            a.in_vain = 0
         }
         if a.has_work() || a.timers.peek().is_some_and(|t| t.0.0 <= now) {
             self.queue(id);
         } else {
             self.set_wake(id);
         }
+    }
+
+    /// The vRNIC kicked, and no doorbell had rung.
+    pub fn kick_in_vain(&mut self, id: VnicId, now: u64) {
+        self.agendas.get_mut(id.0).into_iter().for_each(|a| a.note_vain(now));
+    }
+
+    /// True if the vRNIC rings or kicks for nothing all the time, so that its doorbells are not looked at for a moment.
+    pub fn is_muted(&self, id: VnicId, now: u64) -> bool {
+        self.agendas.get(id.0).is_some_and(|a| a.muted_until > now)
+    }
+
+    /// A turn of the vRNIC, or a datagram for it, found no receive.
+    pub fn starve(&mut self, id: VnicId) {
+        self.agendas.get_mut(id.0).into_iter().for_each(|a| a.starved = true);
+    }
+
+    /// True since [`Scheduler::starve`] until the vRNIC's next turn.
+    pub fn is_starved(&self, id: VnicId) -> bool {
+        self.agendas.get(id.0).is_some_and(|a| a.starved)
     }
 
     /// Something was done for a vRNIC that took so long, nanoseconds.

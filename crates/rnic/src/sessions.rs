@@ -9,6 +9,7 @@ use unirdma_mem::Bell;
 use crate::core::Core;
 use crate::objects::{Door, Dropped, Names, Objects, Resolve, Revoked, Session, SessionId, VnicId};
 use crate::polled::Bells;
+use crate::sched::Scheduler;
 use crate::slab::Handle;
 
 /// What a kick takes, roughly, nanoseconds: mostly the system call that takes its notification.
@@ -64,17 +65,28 @@ impl Core {
         self.end_objects(id);
     }
 
-    /// A session kicked its wake virtqueue: poll it from now on, and doze no more. False if all its pages are polled already, or it does not run.
-    pub fn unpark(&mut self, id: SessionId, now: u64) -> bool {
-        self.rouse();
-        let Some(s) = self.objects.sessions.get(id.0) else { return false };
-        let (vnic, paused) = (s.vnic, s.paused);
+    /// A session kicked its wake virtqueue: its pages are polled from now on. True if its vRNIC kicks or rings for nothing all the time: nobody
+    /// need hear its next kicks for a moment.
+    pub fn kick(&mut self, id: SessionId, now: u64) -> bool {
+        let Some(vnic) = self.objects.sessions.get(id.0).map(|s| s.vnic) else { return false };
         if let Some(v) = self.objects.vnics.get_mut(vnic.0) {
             v.kicks += 1;
         }
         self.sched.charge(vnic, KICK_NS);
+        let doors = self.objects.doors_of(id);
+        if !doors.into_iter().filter_map(|h| self.objects.doors.get(h)).any(|d| d.bell.has_rung()) {
+            self.sched.kick_in_vain(vnic, now);
+        }
+        self.unpark(id, now);
+        self.sched.is_muted(vnic, now)
+    }
+
+    /// All pages of a session are polled from now on, and nobody dozes any more. False if they were polled already, or it does not run.
+    pub fn unpark(&mut self, id: SessionId, now: u64) -> bool {
+        self.rouse();
+        let runs = self.objects.sessions.get(id.0).is_some_and(|s| !s.paused);
         // The notification does not say which of its pages has rung.
-        !paused && self.objects.doors_of(id).into_iter().fold(false, |woken, door| woken | self.unpark_door(door, now))
+        runs && self.objects.doors_of(id).into_iter().fold(false, |woken, door| woken | self.unpark_door(door, now))
     }
 
     /// A page is polled from now on; false if it was.
@@ -94,23 +106,32 @@ impl Core {
     }
 
     /// Nobody looks at doorbells from now on before somebody kicks, so the pages that are polled ask for it. `None`, and nothing is changed,
-    /// if a doorbell has rung. Else whether some driver counts on it that somebody looks in a moment all the same.
-    pub fn doze(&mut self) -> Option<bool> {
-        let bells = || self.polled.doors().filter_map(|h| self.objects.doors.get(h)).map(|d| &d.bell);
-        let naps = bells().any(|b| b.bursts());
-        self.dozes = bells().all(|b| b.park(naps));
-        if !self.dozes {
-            bells().for_each(|b| b.unpark());
+    /// if a doorbell has rung. Else whether somebody must look in a moment all the same: some driver counts on it, or a vRNIC rings for
+    /// nothing all the time. Its pages, which may be many, are not touched. With `starves` neither are those of vRNICs whose programs should
+    /// run now, and post receives: the caller looks in a moment.
+    pub fn doze(&mut self, starves: bool) -> Option<bool> {
+        let bells = || self.bells_but(|s, v| s.is_muted(v, self.now) || starves && s.is_starved(v));
+        let bursts = bells().any(Bell::bursts);
+        let any_muted = self.polled.vnics().any(|v| self.sched.is_muted(v, self.now));
+        let dozes = bells().all(|b| b.park(bursts));
+        if !dozes {
+            bells().for_each(Bell::unpark);
         }
-        self.dozes.then_some(naps)
+        self.dozes = dozes;
+        dozes.then_some(bursts || any_muted)
     }
 
     /// Somebody looks at doorbells again: the end of [`Core::doze`].
     #[inline]
     pub fn rouse(&mut self) {
         if std::mem::take(&mut self.dozes) {
-            self.polled.doors().filter_map(|h| self.objects.doors.get(h)).for_each(|d| d.bell.unpark());
+            self.bells_but(|s, v| s.is_muted(v, self.now)).for_each(Bell::unpark);
         }
+    }
+
+    /// The doorbells that are polled, but for those of some vRNICs.
+    fn bells_but(&self, not: impl Fn(&Scheduler, VnicId) -> bool) -> impl Iterator<Item = &Bell> {
+        self.polled.doors(move |v| !not(&self.sched, v)).filter_map(|h| self.objects.doors.get(h)).map(|d| &d.bell)
     }
 
     /// Lets doorbell pages sleep that have not rung for `idle_ns`, of those that the last round has looked at. The next

@@ -96,6 +96,7 @@ impl Core {
             // Programs have their turn before there are more datagrams without a receive.
             if self.starved {
                 self.sched.charge(id, ROUND_REST_NS);
+                self.sched.starve(id);
                 break;
             }
         }
@@ -113,6 +114,7 @@ impl Core {
         for group in self.polled.groups() {
             let vnic = group.vnic();
             if !sched.listens(vnic, now) {
+                group.pass_over();
                 continue;
             }
             let looked = group.look();

@@ -84,6 +84,10 @@ fn doorbells_that_ring_for_nothing_all_the_time_are_looked_at_later() {
         let muted = (step * 1_000).min(MUTE_NS);
         polls(&mut p, 2 * ROUNDS, now + muted - 1);
         assert!(ringing.bell.has_rung(), "it was looked at after less than {muted} ns");
+        // Nor does it keep anybody awake, who looks again in a moment.
+        assert!(p.rnic.kick(ringing.session, now + muted - 1));
+        assert_eq!(p.rnic.doze(false), Some(true));
+        p.rnic.rouse();
         // Another one does not wait for it.
         p.b.post(abi::SqWqe { remote_addr: IOVA, rkey: p.a.key, ..wqe(WrOpcode::Write, step) }, &[p.b.sge(0, 8)]);
         assert!(p.rnic.poll(now + muted - 1));
@@ -101,6 +105,24 @@ fn doorbells_that_ring_for_nothing_all_the_time_are_looked_at_later() {
     p.a.post(abi::SqWqe { remote_addr: IOVA, rkey: p.b.key, ..wqe(WrOpcode::Write, 2) }, &[p.a.sge(0, 8)]);
     polls(&mut p, ROUNDS, now);
     assert_eq!(p.a.poll().len(), 1);
+}
+
+/// Kicks without doorbells are as those, whatever page they are for. A late one for a request that was found already counts for nothing.
+#[test]
+fn kicks_for_nothing_need_not_be_heard() {
+    let (mut p, crowd) = crowd();
+    for step in 1..=60 {
+        p.a.post(abi::SqWqe { remote_addr: IOVA, rkey: p.b.key, ..wqe(WrOpcode::Write, step) }, &[p.a.sge(0, 8)]);
+        polls(&mut p, ROUNDS, step);
+        assert_eq!(p.a.poll().len(), 1);
+        assert!(!p.rnic.kick(p.a.session, step));
+    }
+    let kicks: Vec<bool> = (0..10).map(|_| p.rnic.kick(crowd[0].session, SECOND)).collect();
+    assert_eq!(kicks.iter().position(|&for_nothing| for_nothing), Some(3), "the fifth one, after that of p.a");
+    assert!(p.rnic.kick(crowd[1].session, SECOND), "another session of that vRNIC");
+    assert!(!p.rnic.kick(p.b.session, SECOND), "another vRNIC");
+    crowd[0].bell.ring(crowd[0].slot);
+    assert!(!p.rnic.kick(crowd[0].session, SECOND + MUTE_NS), "it is heard again");
 }
 
 #[test]
@@ -157,7 +179,7 @@ fn kicks_of_1000(p: &mut Pair, pause_ns: u64) -> u64 {
         let write = abi::SqWqe { remote_addr: IOVA, rkey: p.a.key, ..wqe(WrOpcode::Write, i) };
         if p.b.post(write, &[p.b.sge(0, 1)]) {
             asked += 1;
-            p.rnic.unpark(p.b.session, now);
+            p.rnic.kick(p.b.session, now);
         }
         assert!(p.rnic.poll(now));
         assert_eq!(p.b.poll().len(), 1);
@@ -215,32 +237,34 @@ fn while_nobody_looks_all_doorbells_ask_for_kicks() {
     let pages = [p.a.bell.clone(), p.b.bell.clone()];
     let ring = |p: &mut Pair| {
         let how = pages.each_ref().map(|bell| bell.ring(0));
-        // Doorbells that ring for nothing are looked at later.
-        p.now += 100_000;
-        polls(p, 1, p.now);
+        // Doorbells that ring for nothing are looked at later, and not asked for kicks meanwhile.
+        for _ in 0..2 {
+            p.now += 100_000;
+            p.rnic.poll(p.now);
+        }
         how
     };
     assert_eq!(ring(&mut p), [abi::AWAKE; 2]);
-    assert_eq!((p.rnic.doze(), p.rnic.is_busy()), (Some(false), false));
+    assert_eq!((p.rnic.doze(false), p.rnic.is_busy()), (Some(false), false));
     assert_eq!(ring(&mut p), [abi::ASLEEP; 2]);
     p.rnic.rouse();
     assert!(p.rnic.is_busy());
     assert_eq!(ring(&mut p), [abi::AWAKE; 2]);
     // One that rings in bursts may count on a look.
     pages[1].set_bursts(true);
-    assert_eq!(p.rnic.doze(), Some(true));
+    assert_eq!(p.rnic.doze(false), Some(true));
     assert_eq!(ring(&mut p), [abi::NAPS; 2]);
     p.rnic.rouse();
     // A doorbell that nobody has looked at keeps everybody awake.
     pages[0].ring(0);
-    assert_eq!(p.rnic.doze(), None);
+    assert_eq!(p.rnic.doze(false), None);
     assert_eq!(ring(&mut p), [abi::AWAKE; 2]);
-    assert_eq!(p.rnic.doze(), Some(true));
+    assert_eq!(p.rnic.doze(false), Some(true));
     // Whoever rings by itself, and not by a kick, says so.
     assert_eq!(pages[0].ring(0), abi::NAPS);
     assert!(!p.rnic.unpark(p.a.session, p.now) && p.rnic.is_busy());
     assert_eq!(ring(&mut p), [abi::AWAKE; 2]);
-    assert_eq!(p.rnic.doze(), Some(true));
+    assert_eq!(p.rnic.doze(false), Some(true));
     let vnic = p.a.vnic;
     let new = End::of_vnic(&mut p.rnic, vnic, 64, QpType::Rc);
     p.rnic.unpark(new.session, 0);

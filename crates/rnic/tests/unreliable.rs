@@ -246,6 +246,29 @@ fn a_round_ends_when_a_datagram_finds_no_receive() {
     assert!(net.rnic(0).take_starved() && !net.rnic(0).is_starved());
 }
 
+/// Whoever sleeps so that programs post receives hears the doorbells of others all the same.
+#[test]
+fn programs_that_lack_receives_keep_nobody_awake_for_a_moment() {
+    let mut net = Net::hosts(1, &[QpType::Ud; 3], 9, Faults::default());
+    net.connect(QpType::Ud, 0, 1, &|a| a);
+    net.connect(QpType::Ud, 1, 0, &|a| a);
+    net.run(SECOND);
+    let (ah, dest, sge) = (net.ah(0, 1), net.ends[1].qpn, net.ends[0].sge(0, 100));
+    net.ends[0].post_to(wqe(WrOpcode::Send, 1), ah, dest, &[sge]);
+    let now = net.now;
+    net.rnic(0).poll(now);
+    assert!(net.rnic(0).take_starved());
+    let ring = |net: &mut Net, end: usize| _ = net.ends[end].bell.ring(net.ends[end].slot);
+    ring(&mut net, 0);
+    assert_eq!([false, true].map(|starves| net.rnic(0).doze(starves)), [None, Some(false)]);
+    ring(&mut net, 2);
+    assert_eq!(net.rnic(0).doze(true), None);
+    // Its next turn ends that.
+    while net.rnic(0).poll(now) {}
+    ring(&mut net, 0);
+    assert_eq!(net.rnic(0).doze(true), None);
+}
+
 /// More datagrams than fit between RNIC and port wait for room; none is lost.
 #[test]
 fn datagrams_wait_for_the_port() {

@@ -42,7 +42,7 @@ impl Kind {
     fn tables(self) -> &'static [&'static [Call]] {
         match self {
             Kind::Control => &[EVERY, MEMORY, WAITS, NETWORK, SIGNALS, TIMERS, SESSIONS, STARTS, BACKGROUND],
-            Kind::Poller => &[EVERY, MEMORY, WAITS, NETWORK, SIGNALS],
+            Kind::Poller => &[EVERY, MEMORY, WAITS, NETWORK, SIGNALS, TIMERS],
             Kind::Watcher => &[EVERY, MEMORY, WAITS, NETWORK, SIGNALS, STARTS],
             Kind::Switch => &[EVERY, WAITS, NETWORK, SIGNALS, TIMERS],
             Kind::Capture => &[EVERY, NETWORK, BACKGROUND],

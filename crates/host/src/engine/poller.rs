@@ -165,7 +165,7 @@ impl Engine {
     /// A poller begins something that may take long: others look meanwhile, or doorbells kick.
     fn steps_out(&self, watch: &Watch, r: &mut RnicGuard<'_>) {
         self.sleepers.of(watch.seat).set_asleep(true);
-        if self.sleepers.all_sleep() && (r.next_timeout().is_some() || r.doze().is_none()) {
+        if self.sleepers.all_sleep() && (r.next_timeout().is_some() || r.doze(false) != Some(false)) {
             self.sleepers.all().for_each(Sleeper::call);
         }
     }
@@ -213,20 +213,25 @@ impl Engine {
         !self.is_stopping() && self.liveness.has(watch.seat, watch.thread)
     }
 
-    /// Takes kicks, after which their sessions are polled.
-    pub(super) fn take_kicks(&self, tokens: &[u64]) {
+    /// Takes kicks, after which their sessions are polled. Who kicks for nothing all the time is not heard for a moment, so that it does not
+    /// keep the poller on a core that others use.
+    pub(super) fn take_kicks(&self, sleeper: &Sleeper, tokens: &[u64]) {
         if tokens.is_empty() {
             return;
         }
+        let mut for_nothing = Vec::new();
         let mut r = self.rnic.lock();
         let now = self.now();
         for &token in tokens {
             match token {
                 PORT => self.poll_port(now),
                 CALL => {}
-                session => _ = r.unpark(SessionId::from_number(session), now),
+                session if r.kick(SessionId::from_number(session), now) => for_nothing.push(session),
+                _ => {}
             }
         }
         self.publish(&r);
+        drop(r);
+        for_nothing.into_iter().for_each(|session| sleeper.leave_out(session));
     }
 }

@@ -1,19 +1,28 @@
 //! Where pollers sleep, and what wakes them.
 
+use std::collections::HashMap;
 use std::io;
 use std::mem::MaybeUninit;
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
-use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+use std::sync::{Arc, Mutex};
+use std::time::Duration;
 
 use rustix::event::{EventfdFlags, epoll, eventfd};
 use rustix::time::Timespec;
+use unirdma_device::{lock, now_ns};
+use unirdma_link::Foreign;
 
-use super::policy::Twin;
+use super::policy::{DEAF_NS, NAP_NS, Twin};
+use crate::timer::Timer;
 
 /// Token of the virtual layer's own calls; sessions have 32-bit tokens.
 pub(super) const CALL: u64 = u64::MAX;
 /// Token of the port's descriptors.
 pub(super) const PORT: u64 = u64::MAX - 1;
+
+/// A descriptor tells each time that it becomes readable, and once if it is.
+const EDGES: epoll::EventFlags = epoll::EventFlags::IN.union(epoll::EventFlags::ET);
 
 /// So many nanoseconds, for the kernel.
 pub(crate) fn timespec(ns: u64) -> Timespec {
@@ -28,24 +37,96 @@ pub(super) struct Sleeper {
     /// It sleeps, is about to, or is busy with something that may take long: it looks at nothing before it is woken.
     asleep: AtomicBool,
     pub twin: Twin,
+    /// Wakes it too.
+    timer: Timer,
+    /// When the timer fires, nanoseconds, or has fired.
+    fires_ns: AtomicU64,
+    kicks: Mutex<Kicks>,
+    /// [`Kicks::unheard`] is not empty.
+    leaves_out: AtomicBool,
+}
+
+/// What sessions kick with.
+#[derive(Default)]
+struct Kicks {
+    /// The descriptors of each session, by its token.
+    of: HashMap<u64, Vec<Arc<Foreign>>>,
+    /// Sessions whose kicks are not heard until then.
+    unheard: Vec<u64>,
+    until_ns: u64,
 }
 
 impl Sleeper {
     fn new() -> io::Result<Self> {
         let epoll = epoll::create(epoll::CreateFlags::CLOEXEC)?;
         let call = eventfd(0, EventfdFlags::CLOEXEC | EventfdFlags::NONBLOCK)?;
-        let s = Sleeper { epoll, call, asleep: AtomicBool::new(false), twin: Twin::default() };
-        s.listen(&s.call, CALL, epoll::EventFlags::IN | epoll::EventFlags::ET)?;
+        let s = Sleeper {
+            epoll,
+            call,
+            asleep: AtomicBool::new(false),
+            twin: Twin::default(),
+            timer: Timer::new()?,
+            fires_ns: AtomicU64::new(0),
+            kicks: Mutex::default(),
+            leaves_out: AtomicBool::new(false),
+        };
+        s.listen(&s.call, CALL, EDGES)?;
+        s.listen(&s.timer, CALL, EDGES)?;
         Ok(s)
     }
 
     /// Whatever a descriptor tells wakes it from now on.
-    pub fn listen(&self, fd: impl AsFd, token: u64, flags: epoll::EventFlags) -> io::Result<()> {
+    fn listen(&self, fd: impl AsFd, token: u64, flags: epoll::EventFlags) -> io::Result<()> {
         Ok(epoll::add(&self.epoll, fd, epoll::EventData::new_u64(token), flags)?)
     }
 
-    pub fn ignore(&self, fd: impl AsFd) {
-        let _ = epoll::delete(&self.epoll, fd);
+    /// A session's kicks by this descriptor wake it from now on.
+    pub fn hear(&self, session: u64, kick: Arc<Foreign>) -> io::Result<()> {
+        let mut kicks = lock(&self.kicks);
+        self.listen(&kick, session, EDGES)?;
+        kicks.of.entry(session).or_default().push(kick);
+        Ok(())
+    }
+
+    /// They do not any more.
+    pub fn forget(&self, session: u64, kick: &Arc<Foreign>) {
+        let mut kicks = lock(&self.kicks);
+        // It is not there while it is left out.
+        let _ = epoll::delete(&self.epoll, kick);
+        if let Some(of) = kicks.of.get_mut(&session) {
+            of.retain(|k| !Arc::ptr_eq(k, kick));
+            if of.is_empty() {
+                kicks.of.remove(&session);
+            }
+        }
+    }
+
+    /// A session's kicks wake it no more for [`DEAF_NS`]. Those that have come until then do so at once.
+    pub fn leave_out(&self, session: u64) {
+        let mut kicks = lock(&self.kicks);
+        for kick in kicks.of.get(&session).into_iter().flatten() {
+            let _ = epoll::delete(&self.epoll, kick);
+        }
+        if kicks.unheard.is_empty() {
+            kicks.until_ns = now_ns() + DEAF_NS;
+        }
+        kicks.unheard.push(session);
+        self.leaves_out.store(true, Ordering::Relaxed);
+    }
+
+    /// Hears those that it has left out for long enough, and sees to it that it does so later.
+    fn hear_again(&self) {
+        let mut kicks = lock(&self.kicks);
+        let Kicks { of, unheard, until_ns } = &mut *kicks;
+        if now_ns() < *until_ns {
+            return self.wake_within(NAP_NS);
+        }
+        for session in unheard.drain(..) {
+            for kick in of.get(&session).into_iter().flatten() {
+                let _ = self.listen(kick, session, EDGES);
+            }
+        }
+        self.leaves_out.store(false, Ordering::Relaxed);
     }
 
     /// Wakes it.
@@ -61,8 +142,20 @@ impl Sleeper {
         self.asleep.store(asleep, Ordering::SeqCst);
     }
 
+    /// It wakes in so many nanoseconds at the latest, or before. Each wait with a limit sets a timer of the kernel, which takes some 10 us on a
+    /// virtual machine if no other one fires before it. This one is set when it has fired.
+    pub fn wake_within(&self, ns: u64) {
+        let now = now_ns();
+        if self.fires_ns.load(Ordering::Relaxed) <= now && self.timer.set(Some(Duration::from_nanos(ns))).is_ok() {
+            self.fires_ns.store(now + ns, Ordering::Relaxed);
+        }
+    }
+
     /// Waits up to the limit, nanoseconds; the kernel adds the thread's timer slack, usually 50 us. The tokens of what woke it.
     pub fn wait(&self, limit_ns: Option<u64>) -> Vec<u64> {
+        if self.leaves_out.load(Ordering::Relaxed) {
+            self.hear_again();
+        }
         let mut events = [MaybeUninit::<epoll::Event>::uninit(); 64];
         let limit = limit_ns.map(timespec);
         match epoll::wait(&self.epoll, &mut events, limit.as_ref()) {
@@ -103,16 +196,63 @@ impl Sleepers {
         if !shares_cores {
             return self.0[0].listen(fd, PORT, epoll::EventFlags::IN);
         }
-        let flags = epoll::EventFlags::IN | epoll::EventFlags::ET | epoll::EventFlags::EXCLUSIVE;
-        self.all().try_for_each(|s| s.listen(fd, PORT, flags))
+        self.all().try_for_each(|s| s.listen(fd, PORT, EDGES | epoll::EventFlags::EXCLUSIVE))
     }
 }
 
 #[cfg(test)]
 mod tests {
-    use std::time::{Duration, Instant};
+    use std::time::Instant;
+
+    use unirdma_link::{Ledger, Resource};
 
     use super::*;
+
+    fn eventfd_of(ledger: &Ledger) -> Arc<Foreign> {
+        let fd = eventfd(0, EventfdFlags::CLOEXEC | EventfdFlags::NONBLOCK).unwrap();
+        Arc::new(Foreign::new(fd, ledger.take(Resource::Descriptors, 1).unwrap()))
+    }
+
+    fn kick(fd: &Foreign) {
+        rustix::io::write(fd, &1u64.to_ne_bytes()).unwrap();
+    }
+
+    #[test]
+    fn who_is_left_out_wakes_nobody_for_a_moment_and_no_kick_is_lost() {
+        let (s, ledger) = (Sleeper::new().unwrap(), Ledger::default());
+        let (noisy, second, quiet) = (eventfd_of(&ledger), eventfd_of(&ledger), eventfd_of(&ledger));
+        s.hear(1, noisy.clone()).unwrap();
+        s.hear(1, second.clone()).unwrap();
+        s.hear(2, quiet.clone()).unwrap();
+        // The sessions that it hears until there are so many, without its own timer.
+        let hear = |most: usize| {
+            let mut heard = Vec::new();
+            while heard.len() < most {
+                heard.extend(s.wait(None).into_iter().filter(|&token| token != CALL));
+            }
+            heard.sort_unstable();
+            heard
+        };
+        let began = Instant::now();
+        let is_deaf = || began.elapsed() < Duration::from_nanos(DEAF_NS);
+        s.leave_out(1);
+        [&noisy, &second, &quiet].into_iter().for_each(|fd| kick(fd));
+        let first = hear(1);
+        if is_deaf() {
+            assert_eq!(first, [2]);
+        }
+        // It wakes by itself, and then hears what has come meanwhile.
+        assert_eq!([first.clone(), hear(3 - first.len())].concat().into_iter().filter(|&t| t == 1).count(), 2);
+        assert!(!is_deaf());
+        // Who goes while it is left out does not come back.
+        s.leave_out(1);
+        s.forget(1, &noisy);
+        kick(&noisy);
+        kick(&second);
+        assert_eq!(hear(1), [1]);
+        s.forget(1, &second);
+        assert!(lock(&s.kicks).of.keys().eq([&2]));
+    }
 
     /// `epoll_pwait` counts whole milliseconds, and only `epoll_pwait2` counts nanoseconds. Another thread may have the core when a wait ends,
     /// so the shortest of 50 waits counts.

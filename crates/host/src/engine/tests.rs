@@ -1,8 +1,9 @@
 //! Pollers that come and go, and what a look at the port costs.
 
+use std::os::fd::BorrowedFd;
 use std::time::{Duration, Instant};
 
-use super::policy::{ANSWER_NS, BACKLOG_NS, Past, TURN_NS, Then};
+use super::policy::{BACKLOG_NS, Past, TURN_NS, Then};
 use super::poller::{LOOKS_BETWEEN_ROUNDS, Round};
 use super::*;
 use unirdma_rnic::Tx;
@@ -106,10 +107,10 @@ fn a_turn_ends_unless_a_job_is_on_its_way_back() {
         let config = EngineConfig { polling, pollers: Some((1, 1)), ..EngineConfig::default() };
         let engine = Engine::start(&config, None).unwrap();
         let then = |round: &Round, carries_job| engine.after_work(&mut Past::default(), round, carries_job);
-        let sleeps = |pause| if leaves { Then::Sleeps(Some(pause)) } else { Then::Looks };
+        let if_shared = |then| if leaves { then } else { Then::Looks };
         assert_eq!(then(&within, false), Then::Looks);
-        assert_eq!(then(&after, false), sleeps(TURN_NS));
-        assert_eq!(then(&round(0, true), false), sleeps(ANSWER_NS));
+        assert_eq!(then(&after, false), if_shared(Then::Leaves));
+        assert_eq!(then(&round(0, true), false), if_shared(Then::Starves));
         assert_eq!(then(&after, true), Then::Looks);
         assert_eq!(then(&round(0, true), true), Then::Looks);
         engine.stop();

@@ -4,13 +4,13 @@
 use std::collections::BTreeSet;
 use std::io;
 use std::net::{IpAddr, SocketAddr};
-use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
+use std::os::fd::{AsFd, BorrowedFd};
 use std::time::Duration;
 
-use rustix::time::{Itimerspec, TimerfdClockId, TimerfdFlags, TimerfdTimerFlags, Timespec};
 use unirdma_formats::net::{ETH_BYTES, VXLAN_BYTES, VXLAN_PORT};
 
 use super::agree::{ANNOUNCEMENT, Agreement, Disagreement};
+use crate::timer::Timer;
 use crate::tunnel::{Members, TunnelDrops};
 
 /// What peers do not know is said again after this time, then after twice as long each time, up to the maximum.
@@ -25,7 +25,7 @@ pub(super) struct Announcer {
     groups: Vec<Members>,
     joined: Vec<Members>,
     agreement: Agreement,
-    timer: OwnedFd,
+    timer: Timer,
     repeat: Duration,
     disagreements: Vec<Disagreement>,
     /// The log has these.
@@ -45,8 +45,7 @@ impl Announcer {
     /// # Errors
     /// Those of timers.
     pub fn new() -> io::Result<Self> {
-        let timer =
-            rustix::time::timerfd_create(TimerfdClockId::Monotonic, TimerfdFlags::CLOEXEC | TimerfdFlags::NONBLOCK)?;
+        let timer = Timer::new()?;
         Ok(Announcer {
             groups: Vec::new(),
             joined: Vec::new(),
@@ -81,7 +80,7 @@ impl Announcer {
 
     /// Says again what peers do not know, if it is time.
     pub fn on_timer(&mut self, out: &impl Outlet) {
-        if rustix::io::read(&self.timer, &mut [0; 8]).is_ok() {
+        if self.timer.has_fired() {
             self.announce(out);
         }
     }
@@ -92,12 +91,9 @@ impl Announcer {
         for &host in &uninformed {
             self.agreement.messages(host).iter().for_each(|m| out.send(m, host));
         }
-        let after = if uninformed.is_empty() { Duration::ZERO } else { self.repeat };
+        let after = (!uninformed.is_empty()).then_some(self.repeat);
         self.repeat = (2 * self.repeat).min(LAST_REPEAT);
-        let time = Timespec { tv_sec: after.as_secs() as i64, tv_nsec: after.subsec_nanos().into() };
-        let never = Timespec { tv_sec: 0, tv_nsec: 0 };
-        let timer = Itimerspec { it_interval: never, it_value: time };
-        if let Err(e) = rustix::time::timerfd_settime(&self.timer, TimerfdTimerFlags::empty(), &timer) {
+        if let Err(e) = self.timer.set(after) {
             tracing::error!("what peers do not know of this host's groups is not said again: {e}");
         }
     }

@@ -9,6 +9,7 @@ use rustix::net::SocketFlags;
 use unirdma_abi as abi;
 use unirdma_device::Device;
 use unirdma_link::{Backend, Foreign, Ledger, Memory, Progress, Refusal, Resource};
+use unirdma_rnic::SessionId;
 
 use super::{BURST, Conn, Kick, Looker, Mode, OF_POLLERS, PAUSE_NS, Paused, Session, Sight, Source, Worker, channels};
 
@@ -209,11 +210,11 @@ impl Worker {
         let device_session = s.conn.device.session();
         let wakes = channels::wake_channel(vring).filter(|_| !s.conn.device.is_rfc());
         if let Some(old) = s.conn.kicks.remove(&vring) {
-            self.unwatch_kick(vring, &old);
+            self.unwatch_kick(device_session, vring, &old);
         }
         let Some(fd) = fd else { return };
         let token = match wakes {
-            Some(channel) => self.engine.watch(device_session, channel, fd.as_fd()).map(|()| OF_POLLERS),
+            Some(channel) => self.engine.watch(device_session, channel, fd.clone()).map(|()| OF_POLLERS),
             None => self.watch(fd.as_fd(), Source::Kick(id, vring), true),
         };
         match (token, self.sessions.get_mut(&id)) {
@@ -238,9 +239,9 @@ impl Worker {
     }
 
     /// Others may hold the same open file, so closing ours would not end the watch.
-    fn unwatch_kick(&mut self, vring: usize, kick: &Kick) {
+    fn unwatch_kick(&mut self, session: SessionId, vring: usize, kick: &Kick) {
         if kick.token == OF_POLLERS {
-            self.engine.unwatch(channels::wake_channel(vring).unwrap_or_default(), kick.fd.as_fd());
+            self.engine.unwatch(session, channels::wake_channel(vring).unwrap_or_default(), &kick.fd);
         } else {
             let _ = epoll::delete(&self.epoll, kick.fd.as_fd());
             self.sources.remove(&kick.token);
@@ -289,7 +290,7 @@ impl Worker {
             self.sources.remove(t);
         }
         for (&vring, kick) in &s.conn.kicks {
-            self.unwatch_kick(vring, kick);
+            self.unwatch_kick(s.conn.device.session(), vring, kick);
         }
         let _ = epoll::delete(&self.epoll, s.backend.socket());
         self.engine.remove_session(s.conn.device.session());
