@@ -68,13 +68,14 @@ impl Core {
     /// A session kicked its wake virtqueue: its pages are polled from now on. True if its vRNIC kicks or rings for nothing all the time: nobody
     /// need hear its next kicks for a moment.
     pub fn kick(&mut self, id: SessionId, now: u64) -> bool {
-        let Some(vnic) = self.objects.sessions.get(id.0).map(|s| s.vnic) else { return false };
+        let Some(s) = self.objects.sessions.get(id.0) else { return false };
+        let vnic = s.vnic;
+        let has_rung = s.doors().filter_map(|h| self.objects.doors.get(h)).any(|d| d.bell.has_rung());
         if let Some(v) = self.objects.vnics.get_mut(vnic.0) {
             v.kicks += 1;
         }
         self.sched.charge(vnic, KICK_NS);
-        let doors = self.objects.doors_of(id);
-        if !doors.into_iter().filter_map(|h| self.objects.doors.get(h)).any(|d| d.bell.has_rung()) {
+        if !has_rung {
             self.sched.kick_in_vain(vnic, now);
         }
         self.unpark(id, now);

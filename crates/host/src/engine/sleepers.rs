@@ -37,9 +37,9 @@ pub(super) struct Sleeper {
     /// It sleeps, is about to, or is busy with something that may take long: it looks at nothing before it is woken.
     asleep: AtomicBool,
     pub twin: Twin,
-    /// Wakes it too.
+    /// A timer that wakes it.
     timer: Timer,
-    /// When the timer fires, nanoseconds, or has fired.
+    /// When the timer fires or has fired, nanoseconds.
     fires_ns: AtomicU64,
     kicks: Mutex<Kicks>,
     /// [`Kicks::unheard`] is not empty.
@@ -80,7 +80,7 @@ impl Sleeper {
         Ok(epoll::add(&self.epoll, fd, epoll::EventData::new_u64(token), flags)?)
     }
 
-    /// A session's kicks by this descriptor wake it from now on.
+    /// The kicks of a session by this descriptor wake it from now on.
     pub fn hear(&self, session: u64, kick: Arc<Foreign>) -> io::Result<()> {
         let mut kicks = lock(&self.kicks);
         self.listen(&kick, session, EDGES)?;
@@ -88,7 +88,7 @@ impl Sleeper {
         Ok(())
     }
 
-    /// They do not any more.
+    /// The kicks of a session by this descriptor do not wake it any more.
     pub fn forget(&self, session: u64, kick: &Arc<Foreign>) {
         let mut kicks = lock(&self.kicks);
         // It is not there while it is left out.
@@ -101,7 +101,7 @@ impl Sleeper {
         }
     }
 
-    /// A session's kicks wake it no more for [`DEAF_NS`]. Those that have come until then do so at once.
+    /// A session's kicks do not wake it for [`DEAF_NS`]. If the session has kicked meanwhile, that wakes it at the end of this time.
     pub fn leave_out(&self, session: u64) {
         let mut kicks = lock(&self.kicks);
         for kick in kicks.of.get(&session).into_iter().flatten() {
@@ -114,7 +114,7 @@ impl Sleeper {
         self.leaves_out.store(true, Ordering::Relaxed);
     }
 
-    /// Hears those that it has left out for long enough, and sees to it that it does so later.
+    /// Listens again to the sessions that it has left out, if [`DEAF_NS`] is over. If not, the timer wakes it for another look.
     fn hear_again(&self) {
         let mut kicks = lock(&self.kicks);
         let Kicks { of, unheard, until_ns } = &mut *kicks;
@@ -142,12 +142,20 @@ impl Sleeper {
         self.asleep.store(asleep, Ordering::SeqCst);
     }
 
-    /// It wakes in so many nanoseconds at the latest, or before. Each wait with a limit sets a timer of the kernel, which takes some 10 us on a
-    /// virtual machine if no other one fires before it. This one is set when it has fired.
-    pub fn wake_within(&self, ns: u64) {
+    /// The timer wakes it in so many nanoseconds, and not before.
+    pub fn wake_in(&self, ns: u64) {
         let now = now_ns();
-        if self.fires_ns.load(Ordering::Relaxed) <= now && self.timer.set(Some(Duration::from_nanos(ns))).is_ok() {
+        // Setting the timer also takes back that it has fired, which the next wait would else return for.
+        if self.timer.set(Some(Duration::from_nanos(ns))).is_ok() {
             self.fires_ns.store(now + ns, Ordering::Relaxed);
+        }
+    }
+
+    /// The timer wakes it in so many nanoseconds at the latest. It is set only if it has fired: to set a timer of the kernel for each wait, as a
+    /// limit does, takes some 10 us on a virtual machine.
+    pub fn wake_within(&self, ns: u64) {
+        if self.fires_ns.load(Ordering::Relaxed) <= now_ns() {
+            self.wake_in(ns);
         }
     }
 
@@ -252,6 +260,18 @@ mod tests {
         assert_eq!(hear(1), [1]);
         s.forget(1, &second);
         assert!(lock(&s.kicks).of.keys().eq([&2]));
+    }
+
+    /// A nap that ended while the poller was awake does not end its next pause.
+    #[test]
+    fn a_timer_that_has_fired_does_not_wake_before_the_time_that_is_set_next() {
+        let s = Sleeper::new().unwrap();
+        s.wake_within(1);
+        std::thread::sleep(Duration::from_millis(1));
+        let began = Instant::now();
+        s.wake_in(5_000_000);
+        assert_eq!(s.wait(None), [CALL]);
+        assert!(began.elapsed() >= Duration::from_millis(5));
     }
 
     /// `epoll_pwait` counts whole milliseconds, and only `epoll_pwait2` counts nanoseconds. Another thread may have the core when a wait ends,
