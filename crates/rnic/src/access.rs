@@ -1,4 +1,4 @@
-//! The two sides of a message: which memory a work request names, and whether it may.
+//! The memory at the two sides of a message: the ranges that a work request names, and the checks that it may use them.
 
 use std::cell::Cell;
 
@@ -16,8 +16,8 @@ use crate::slab::Slab;
 pub(crate) enum Miss {
     /// The memory is gone, or moves.
     Fault(Fault),
-    /// Only a job reaches them: they lie in the private memory of a process, which takes system calls and may be slow, or where pages are
-    /// missing.
+    /// Only a job can reach the bytes. They lie in the private memory of a process, which takes system calls and may be
+    /// slow, or in pages that may be missing.
     Job,
 }
 
@@ -42,26 +42,26 @@ pub(crate) enum Side<'a> {
     Stage { session: SessionId, data: u64, room: u64 },
 }
 
-/// Most pieces that one slice of a message moves. To look so many up takes about as long as a turn.
+/// Most pieces that one slice of a message moves. To look up this many pieces takes about as long as a turn.
 pub(crate) const SLICE_PIECES: usize = 8;
 /// Most pieces that a job has at each end.
 pub(crate) const MAX_PIECES: usize = 64;
 
-/// What [`Tables::grant`] says of several; no key has these upper 24 bits.
+/// Returned by [`Tables::grant`] for several grants. The upper 24 bits of a key never have this value.
 pub(crate) const SEVERAL_GRANTS: u32 = u32::MAX;
 
-/// What keys and addresses are looked up in.
+/// Tables that keys and addresses are looked up in.
 pub(crate) struct Tables<'a> {
     pub mrs: &'a MrTable,
     pub sessions: &'a Slab<Session, SessionKind>,
     /// The vRNIC in whose memory a hole was touched last.
     pub touched: &'a Cell<Option<VnicId>>,
-    /// How many pieces messages were cut into, the first one of each aside.
+    /// Number of pieces that messages were cut into, not counting the first piece of each message.
     pub pieces: &'a Cell<u64>,
 }
 
 impl Objects {
-    /// What keys and addresses are looked up in.
+    /// The tables that keys and addresses are looked up in.
     pub fn memory(&self) -> Tables<'_> {
         Tables { mrs: &self.mrs, sessions: &self.sessions, touched: &self.touched, pieces: &self.pieces }
     }
@@ -94,7 +94,8 @@ impl<'a> Tables<'a> {
         self.sessions.get(m.owner.0).is_some_and(|s| s.dying == 0 || s.has(m))
     }
 
-    /// As [`Tables::place`], if the range lies in one window and may be touched at once: most do.
+    /// Like [`Tables::place`], for the usual case: the range lies in one window of mapped memory that may be touched at
+    /// once.
     #[inline(always)]
     fn window(&self, mr: &'a Mr, reach: Reach, addr: u64, len: u64) -> Option<(&'a Span, u64)> {
         let owner = self.sessions.get(mr.owner.0)?;
@@ -110,7 +111,7 @@ impl<'a> Tables<'a> {
         }
     }
 
-    /// As [`Tables::place`], for an access.
+    /// Like [`Tables::place`]. Counts the bytes as served by the MR.
     #[inline]
     fn access(&self, mr: &'a Mr, reach: Reach, addr: u64, len: u64) -> Option<Place<'a>> {
         self.place(mr, reach, addr, len).inspect(|place| mr.served.count(place.len()))
@@ -122,8 +123,9 @@ impl<'a> Tables<'a> {
         Some(s.memory_state.place(Place::new(Loc::Mapped(span, off), len)))
     }
 
-    /// The upper 24 bits of the key of what this side goes through, if work requests may take its grant back: an MR that they have
-    /// registered, or a window. [`SEVERAL_GRANTS`] for a list, which may go through several such MRs.
+    /// If work requests may revoke the grant that this side uses, returns the upper 24 bits of its key: the grant is a
+    /// window, or an MR that work requests register. Returns [`SEVERAL_GRANTS`] for a list, which may use several such
+    /// MRs.
     pub fn grant(&self, side: Side<'_>) -> Option<u32> {
         match side {
             Side::Remote { key, .. } => {
@@ -194,7 +196,7 @@ impl<'a> Tables<'a> {
             Side::List { reach, sges } => {
                 let (s, skip) = find(sges, off)?;
                 let n = max.min(u64::from(s.length) - skip);
-                // A memory window is nobody's local memory.
+                // `local` finds no memory windows: a window cannot be local memory.
                 self.access(self.mrs.local(Lkey(s.lkey))?, reach, s.addr.checked_add(skip)?, n)
             }
             Side::Bus { session, sges } => {
@@ -209,8 +211,8 @@ impl<'a> Tables<'a> {
         }
     }
 
-    /// Copies bytes of a message from `off` on into private memory. `had` are bytes from `off` on that a job has brought, none or at
-    /// least as many: they stand for those that only a job reaches.
+    /// Copies `dst.len()` bytes of a message, from `off` on, into private memory. `had` holds the bytes from `off` on
+    /// that a job has fetched: either none, or at least `dst.len()`. They replace bytes that only a job can reach.
     pub fn load(&self, src: Side<'_>, off: u64, dst: &mut [u8], had: &[u8]) -> Result<(), Miss> {
         self.watched(&[src], (off, dst.len() as u64), || {
             let mut done = 0;
@@ -229,7 +231,7 @@ impl<'a> Tables<'a> {
         })
     }
 
-    /// Puts `bytes` into a message's memory from `off` on.
+    /// Stores `bytes` in the memory of a message, from `off` on.
     pub fn store(&self, dst: Side<'_>, off: u64, bytes: &[u8]) -> Result<(), Miss> {
         self.watched(&[dst], (off, bytes.len() as u64), || {
             let mut done = 0;
@@ -247,7 +249,8 @@ impl<'a> Tables<'a> {
         })
     }
 
-    /// The window of bytes `[off, off + len)` of a side, and their place in it, if they lie in one and may be touched at once.
+    /// The mapped window that holds bytes `[off, off + len)` of a side, and their offset in it. `None` unless all of
+    /// them lie in one window and may be touched at once.
     #[inline(always)]
     fn simple(&self, side: Side<'_>, off: u64, len: u64) -> Option<(&'a Span, u64)> {
         match side {
@@ -263,8 +266,8 @@ impl<'a> Tables<'a> {
         }
     }
 
-    /// Copies bytes `[off, off + len)` of a message, or the first of them if they lie in more than [`SLICE_PIECES`] places: how many. `None`
-    /// if only a job can.
+    /// Copies bytes `[off, off + len)` of a message and returns the number copied. It is less than `len` if the bytes
+    /// lie in more than [`SLICE_PIECES`] places. `None` if only a job can copy them.
     #[inline]
     pub fn copy(&self, src: Side<'_>, dst: Side<'_>, off: u64, len: u64) -> Option<Result<u64, Fault>> {
         self.watched(&[src, dst], (off, len), || {
@@ -278,7 +281,7 @@ impl<'a> Tables<'a> {
         })
     }
 
-    /// As [`Tables::copy`], whatever the two sides are: pieces are looked up one after the other.
+    /// The general case of [`Tables::copy`]: looks the pieces up one after the other.
     fn copy_in_pieces(&self, src: Side<'_>, dst: Side<'_>, off: u64, len: u64) -> Option<Result<u64, Fault>> {
         let mut done = 0;
         for _ in 0..SLICE_PIECES {
@@ -300,7 +303,8 @@ impl<'a> Tables<'a> {
         Some(Ok(done))
     }
 
-    /// Counts a piece of a message that begins `done` bytes after the first one. The first one is no piece more than there must be.
+    /// Counts a piece that begins `done` bytes after the beginning of the message. The first piece is not counted,
+    /// because every message has one.
     #[inline]
     pub fn count_piece(&self, done: u64) {
         if done > 0 {
@@ -308,7 +312,8 @@ impl<'a> Tables<'a> {
         }
     }
 
-    /// Does `f`, which touches bytes `[off, off + len)` of these sides, and notes whose they are if pages were missing there.
+    /// Runs `f`, which touches bytes `[off, off + len)` of these sides. If pages were missing there, notes whose memory
+    /// it is.
     #[inline]
     pub fn watched<R>(&self, sides: &[Side<'_>], (off, len): (u64, u64), f: impl FnOnce() -> R) -> R {
         let before = holes::touched().times;
@@ -319,7 +324,7 @@ impl<'a> Tables<'a> {
         r
     }
 
-    /// Notes a hole that was just touched, if it lies in one of the mappings that a side of a message goes through.
+    /// Notes the hole that was touched last, if it lies in a mapping that this side of the message uses.
     #[cold]
     fn note_hole(&self, side: Side<'_>, off: u64, len: u64) {
         let owner = match side {
@@ -344,7 +349,7 @@ impl<'a> Tables<'a> {
     }
 }
 
-/// The SGE that holds byte `off` of a list, and how many of its bytes come before.
+/// The SGE that holds byte `off` of a list, and the offset of the byte within that SGE.
 fn find(sges: &[abi::Sge], off: u64) -> Option<(&abi::Sge, u64)> {
     let mut skip = off;
     for s in sges {
@@ -363,7 +368,7 @@ pub(crate) fn list<'a>(q: &Qp, sges: &'a [abi::Sge], access: u32) -> Side<'a> {
     Side::List { reach: q.reach(access), sges }
 }
 
-/// Where the message for the receive that QP `q` has taken goes.
+/// The memory of the receive `r`, which QP `q` has taken.
 pub(crate) fn recv_side<'a>(q: &Qp, r: &'a Recv) -> Side<'a> {
     match r.staged {
         Some(s) => Side::Stage { session: s.owner, data: s.data, room: s.room },
@@ -383,7 +388,7 @@ pub(crate) fn local_side<'a>(q: &Qp, w: &'a Work) -> Side<'a> {
     list(q, &w.sges[..w.num_sge], if w.op.stores_locally() { access::LOCAL_WRITE } else { 0 })
 }
 
-/// What the responder's MR and QP must grant; 0 for SEND.
+/// Access flags that the responder's MR and QP must grant; 0 for SEND.
 #[inline]
 pub(crate) fn remote_access(op: WrOpcode) -> u32 {
     match op {
@@ -395,7 +400,7 @@ pub(crate) fn remote_access(op: WrOpcode) -> u32 {
     }
 }
 
-/// A range of the memory that QP `p` answers for.
+/// A range of memory that QP `p` accesses for its peer.
 #[inline]
 pub(crate) fn remote<'a>(p: &Qp, access: u32, key: Rkey, addr: u64) -> Side<'a> {
     Side::Remote { reach: p.reach(access), qpn: p.qpn, key, addr }

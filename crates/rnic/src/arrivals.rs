@@ -1,4 +1,5 @@
-//! Packets that come in. Here it is found out whose a packet is; a packet that is nobody's is counted by reason.
+//! Receives packets: finds the QP or the vRNIC that a packet is for. A packet that is for none of them is dropped and
+//! counted by reason.
 
 use unirdma_formats::cm::GSI_QPN;
 use unirdma_formats::net::Flow;
@@ -11,18 +12,20 @@ use crate::objects::{Note, Pause, Qp, Vnic, VnicId};
 use crate::path::{Arrival, Route};
 use crate::slab::Handle;
 
-/// A packet for the general services (QP 1), which connection management has.
+/// A packet for the general services (QP 1), to be handled by connection management.
 pub(crate) struct Mail<'a> {
     pub packet: Packet<'a>,
-    /// Who sends it.
+    /// GID of the sender.
     pub from: Gid,
-    /// The vRNIC and the address that it is for. `None` for a packet of a plain device: then only its contents say that.
+    /// The vRNIC and the address that the packet is for. `None` for a packet of a plain device: only the contents of
+    /// such a packet name its receiver.
     pub to: Option<(VnicId, Gid)>,
 }
 
 impl Core {
-    /// Takes a packet. `bytes` begin with the BTH and end before the ICRC, which the port has checked; if the packet came inside VXLAN,
-    /// they begin with the inner IP header and end with the ICRC. Returns the packet if it is for connection management.
+    /// Handles a packet. `bytes` begin with the BTH and end before the ICRC, which the port has checked. If the packet
+    /// came inside VXLAN, `bytes` begin with the inner IP header and end with the ICRC. Returns the packet if it is for
+    /// connection management.
     pub(crate) fn receive<'a>(&mut self, a: &Arrival, bytes: &'a [u8]) -> Option<Mail<'a>> {
         match a.group {
             None => self.receive_plain(a, bytes),
@@ -54,7 +57,8 @@ impl Core {
         None
     }
 
-    /// A plain packet to an IP multicast group came in. It is for the groups of vRNICs that have its sender.
+    /// Handles a plain packet to an IP multicast group. It is delivered to the members in every group of vRNICs that
+    /// knows the sender.
     fn on_multicast(&mut self, a: &Arrival, p: &Packet<'_>) {
         if p.opcode.transport != Transport::Ud || p.dest_qp != MULTICAST_QPN {
             self.net.drops.bad_state += 1;
@@ -72,7 +76,7 @@ impl Core {
         }
     }
 
-    /// The IP packet of a datagram that another host sent to `group` inside VXLAN came in.
+    /// Handles the inner IP packet of a datagram that another host has sent to `group` inside VXLAN.
     fn receive_encapsulated<'a>(&mut self, a: &Arrival, group: u32, packet: &'a [u8]) -> Option<Mail<'a>> {
         let Some((flow, udp)) = Flow::parse(packet).filter(|(f, _)| f.dst_port == ROCE_PORT) else {
             self.net.drops.malformed += 1;
@@ -129,22 +133,23 @@ impl Core {
         None
     }
 
-    /// The QP for the general services that a plain device's packet is for: that of the vRNIC that has the address which it came to,
-    /// and knows its sender.
+    /// The QP 1 that a plain device's packet is for. It belongs to the vRNIC that has the packet's destination address
+    /// and whose group knows the sender.
     fn plain_gsi(&self, a: &Arrival) -> Option<Handle<Qp>> {
         let own = Gid::from_ip(a.to);
         let is_it = |v: &Vnic| v.gids.contains(&own) && self.net.is_foreign(v.group, a.from);
         self.objects.vnics.iter().filter(|(_, v)| v.gsi.is_some()).find(|(_, v)| is_it(v))?.1.gsi
     }
 
-    /// True if a packet for the general services comes from them. No program's QP has their number.
+    /// True if a packet for the general services was sent by them, which its source QPN shows: no QP of a program has
+    /// that number.
     fn is_of_services(&mut self, p: &Packet<'_>) -> bool {
         let is = p.opcode.transport == Transport::Ud && p.deth.src_qp == GSI_QPN;
         self.net.drops.bad_state += u64::from(!is);
         is
     }
 
-    /// Reads a packet, if it is well-formed.
+    /// Parses a packet; a malformed one is counted and dropped.
     fn parse<'a>(&mut self, bytes: &'a [u8]) -> Option<Packet<'a>> {
         let Ok(p) = Packet::parse(bytes) else {
             self.net.drops.malformed += 1;
@@ -160,7 +165,8 @@ impl Core {
         is
     }
 
-    /// The QP that a packet names, and whose P_Key it has; its vRNIC is charged for the packet.
+    /// Finds the QP that a packet names, and checks the packet's P_Key. The vRNIC of the QP is charged for the packet
+    /// even if the QP is paused or the P_Key is wrong.
     fn find_qp(&mut self, p: &Packet<'_>) -> Option<Handle<Qp>> {
         let found = self.objects.qpns.get(&Qpn(p.dest_qp)).copied();
         self.net.drops.no_qp += u64::from(found.is_none());
@@ -179,7 +185,8 @@ impl Core {
         found
     }
 
-    /// The vRNIC of QP `h` is charged for the pieces that the packet of [`Core::find_qp`] was cut into.
+    /// Charges the vRNIC of QP `h` for the pieces that the packet was cut into. [`Core::find_qp`] has reset their
+    /// count.
     fn charge_pieces(&mut self, h: Handle<Qp>) {
         let ns = self.pieces_ns();
         if ns > 0

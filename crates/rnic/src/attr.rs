@@ -16,7 +16,7 @@ pub struct Transition {
 
 const RTS_OPTIONAL: u32 = CUR_STATE | ALT_PATH | ACCESS_FLAGS | MIN_RNR_TIMER | PATH_MIG_STATE | RATE_LIMIT;
 
-/// From, to, required and optional attributes.
+/// From state, to state, required attributes, optional attributes.
 type Row = (QpState, QpState, u32, u32);
 
 /// All transitions of an RC QP, except those to RESET and to ERR, which exist from every state.
@@ -51,7 +51,7 @@ const RC: &[Row] = &[
     ),
 ];
 
-/// As [`RC`], for the initiator of an XRC connection, which has no responder.
+/// Like [`RC`], for the initiator of an XRC connection, which has no responder.
 const XRC_SEND: &[Row] = &[
     (Reset, Init, PKEY_INDEX | PORT | ACCESS_FLAGS, 0),
     (Init, Init, 0, PKEY_INDEX | PORT | ACCESS_FLAGS),
@@ -81,7 +81,7 @@ const XRC_SEND: &[Row] = &[
     ),
 ];
 
-/// As [`RC`], for the target of an XRC connection, which has no requester.
+/// Like [`RC`], for the target of an XRC connection, which has no requester.
 const XRC_RECV: &[Row] = &[
     (Reset, Init, PKEY_INDEX | PORT | ACCESS_FLAGS, 0),
     (Init, Init, 0, PKEY_INDEX | PORT | ACCESS_FLAGS),
@@ -97,7 +97,7 @@ const XRC_RECV: &[Row] = &[
 
 const UC_OPTIONAL: u32 = CUR_STATE | ALT_PATH | ACCESS_FLAGS | PATH_MIG_STATE | RATE_LIMIT;
 
-/// As [`RC`], for a UC QP.
+/// Like [`RC`], for a UC QP.
 const UC: &[Row] = &[
     (Reset, Init, PKEY_INDEX | PORT | ACCESS_FLAGS, 0),
     (Init, Init, 0, PKEY_INDEX | PORT | ACCESS_FLAGS),
@@ -110,7 +110,7 @@ const UC: &[Row] = &[
     (Sqe, Rts, 0, CUR_STATE | ACCESS_FLAGS),
 ];
 
-/// As [`RC`], for a UD QP.
+/// Like [`RC`], for a UD QP.
 const UD: &[Row] = &[
     (Reset, Init, PKEY_INDEX | PORT | QKEY, 0),
     (Init, Init, 0, PKEY_INDEX | PORT | QKEY),
@@ -168,14 +168,14 @@ mod tests {
             "x.....x", // Err
         ];
         assert_eq!(matrix(QpType::Rc), expected);
-        // Only the others have a way back from SQE.
+        // UC and UD have a transition from SQE to RTS; RC has none.
         let mut expected = expected;
         expected[5] = "x..x..x";
         assert_eq!(matrix(QpType::Uc), expected);
         assert_eq!(matrix(QpType::Ud), expected);
     }
 
-    /// As in the kernel's table for the drivers of NICs (`qp_state_table`).
+    /// The kernel's table for the drivers of NICs (`qp_state_table`) has the same rules.
     #[test]
     fn a_drained_queue_takes_no_current_state_and_goes_on_without_a_new_rate() {
         for typ in [QpType::Rc, QpType::Uc, QpType::Ud, QpType::XrcSend] {

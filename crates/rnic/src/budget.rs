@@ -1,40 +1,43 @@
-//! What somebody may have of a time that others want too: as much as it likes for a moment, and then a part of it.
+//! A budget of time for one user of a shared resource, while others want the resource too: a burst at once, and then a
+//! fixed part of the time.
 
-/// How much that is.
+/// Parameters of a [`TimeBudget`].
 #[derive(Debug)]
 pub struct Terms {
-    /// One in so many parts of the time.
+    /// The user's share is one `parts`-th of the time.
     pub parts: u64,
-    /// What may be used at once after a pause, nanoseconds.
+    /// Time that may be used at once after a pause, ns.
     pub burst_ns: u64,
-    /// Most that one piece of work is charged with, nanoseconds: whoever is interrupted by the kernel meanwhile does not pay for that.
+    /// Most that one piece of work is charged, ns. The user then does not pay for time in which the kernel ran another
+    /// program in the middle of the work.
     pub most_ns: u64,
-    /// Who has to wait does so for this long at least, nanoseconds, and then has its part of this time at once.
+    /// Shortest rest of a user that has exceeded its budget, ns. It may use its share of this time at once afterwards.
     pub step_ns: u64,
 }
 
-/// The account of one user of such a time (generic cell rate algorithm, ITU-T I.371).
+/// The account of one user (generic cell rate algorithm, ITU-T I.371).
 #[derive(Clone, Copy, Debug)]
 pub struct TimeBudget {
     terms: &'static Terms,
-    /// When all that was used would have passed at exactly its part of the time, nanoseconds.
+    /// Theoretical arrival time, ns: the time at which a user that used exactly its share from the beginning would have
+    /// used the same total.
     paid_ns: u64,
 }
 
 impl TimeBudget {
-    /// An account of which nothing was used.
+    /// An account with an unused burst.
     pub const fn new(terms: &'static Terms) -> Self {
         TimeBudget { terms, paid_ns: 0 }
     }
 
-    /// Work that ended at time `now` took so long, nanoseconds. Whoever has used more than it may, since nobody else wanted the time,
-    /// owes no more than the burst and this.
+    /// Charges work that took `took_ns` and ended at time `now`. A user may have used more than its budget while no
+    /// other user wanted the time. Of such use, no more than the burst counts.
     pub fn charge(&mut self, now: u64, took_ns: u64) {
         let Terms { parts, burst_ns, most_ns, .. } = *self.terms;
         self.paid_ns = self.paid_ns.clamp(now, now + burst_ns * parts) + took_ns.min(most_ns) * parts;
     }
 
-    /// For how long nothing may be used now, nanoseconds; 0 if something may.
+    /// Time until the user may work again, ns; 0 if it may work now.
     pub fn rest_ns(&self, now: u64) -> u64 {
         let Terms { parts, burst_ns, step_ns, .. } = *self.terms;
         match self.paid_ns.saturating_sub(now + burst_ns * parts) {
@@ -43,7 +46,8 @@ impl TimeBudget {
         }
     }
 
-    /// The same, asked of an account that forgets what was used while nobody else wanted the time: then a burst is free again.
+    /// Like [`TimeBudget::rest_ns`], but if no other user wants the time, returns 0 and clears the account, which
+    /// restores the burst.
     pub fn rest_ns_beside(&mut self, now: u64, others: impl FnOnce() -> bool) -> u64 {
         let rest = self.rest_ns(now);
         if rest > 0 && !others() {
@@ -61,7 +65,7 @@ mod tests {
     const TERMS: Terms = Terms { parts: 8, burst_ns: 10_000_000, most_ns: 1_000_000, step_ns: 0 };
     const SECOND: u64 = 1_000_000_000;
 
-    /// Uses 10 us whenever that is allowed, from `now` on, for `ns`; how much in all.
+    /// Uses 10 us whenever the budget allows it, from time `now` on, for `ns`. Returns the total used.
     fn used(b: &mut TimeBudget, mut now: u64, ns: u64) -> u64 {
         let (end, mut used) = (now + ns, 0);
         while now < end {

@@ -1,16 +1,18 @@
-//! What ends much: a session with all that it has, or a memory region with the MRs in it. Whatever is dead nobody finds from that moment on.
-//! It is freed afterwards, [`MAX_BURIED`] objects each time that somebody has the RNIC: so the end of many objects delays nobody.
+//! Ends many objects at once: a session with all its objects, or a memory region with the MRs in it. Look-ups find a
+//! dead object no more from that moment on. The objects are freed afterwards, [`MAX_BURIED`] each time that the RNIC is
+//! held, so that the end of many objects delays no other user of the RNIC.
 
 use crate::core::Core;
 use crate::executor::Object;
 use crate::objects::{Dead, Grave, Mr, Remains, SessionId, VnicId};
 
-/// Objects that are freed, or looked at, while the RNIC is held once.
+/// Most objects that are freed or checked while the RNIC is held once.
 pub const MAX_BURIED: usize = 64;
-/// What it takes to free an object, roughly, nanoseconds. Whoever had it is charged for it.
+/// Estimated time to free an object, ns. It is charged to the vRNIC that owned the object.
 const BURY_NS: u64 = 200;
 
-/// The next object of a session that has ended to be freed. PDs come after what is in them.
+/// The next object to free of a session that has ended. MRs and AHs come first, because PDs are freed after the objects
+/// in them.
 fn next(remains: &mut Remains) -> Option<Object> {
     let mr = remains.mrs.next().map(|e| Object::Mr(e.1));
     let ah = || remains.ahs.next().map(|e| Object::Ah(e.1));
@@ -18,7 +20,7 @@ fn next(remains: &mut Remains) -> Option<Object> {
 }
 
 impl Core {
-    /// True while dead objects are not freed: [`Core::bury`] is to be called.
+    /// True while there are dead objects to free with [`Core::bury`].
     pub fn has_dead(&self) -> bool {
         !self.objects.graves.is_empty()
     }
@@ -31,7 +33,7 @@ impl Core {
         self.has_dead()
     }
 
-    /// As [`Core::bury`], of one vRNIC.
+    /// Like [`Core::bury`], but frees only objects of one vRNIC, and returns true if others of that vRNIC are left.
     pub fn bury_of(&mut self, id: VnicId, most: usize) -> bool {
         let is_of = |g: &Grave| g.vnic == id;
         if let Some(grave) = self.objects.graves.iter().position(is_of).and_then(|at| self.objects.graves.remove(at)) {
@@ -40,8 +42,8 @@ impl Core {
         self.objects.graves.iter().any(is_of)
     }
 
-    /// Removes up to `most` of the null MRs of a PD that has nothing else in it; true if others are left. Whoever is about to destroy the PD
-    /// does this with pauses, so that others have the RNIC in between.
+    /// Removes up to `most` null MRs of a PD that has no other objects; true if null MRs are left. The control path
+    /// calls this repeatedly before it destroys the PD, and lets others have the RNIC between the calls.
     pub fn remove_nulls(&mut self, s: SessionId, pd: u32, most: usize) -> bool {
         let Ok(h) = self.objects.own_pd(s, pd) else { return false };
         let Some(p) = self.objects.pds.get(h).filter(|p| p.uses == 0) else { return false };
@@ -56,8 +58,8 @@ impl Core {
         left
     }
 
-    /// Ends up to `most` of the objects of a session that do something by themselves: QPs, SRQs, CQs and XRC domains, in this order, since
-    /// each uses those that follow. True if others are left.
+    /// Removes up to `most` active objects of a session, in the order QPs, SRQs, CQs, XRC domains, because each kind
+    /// uses those that follow. True if active objects are left.
     pub(crate) fn quiesce_objects(&mut self, id: SessionId, most: usize) -> bool {
         for _ in 0..most {
             let Some(s) = self.objects.sessions.get_mut(id.0) else { return false };
@@ -78,7 +80,8 @@ impl Core {
         true
     }
 
-    /// All that a session has is dead. Nothing of it does anything by itself any more: see [`Core::quiesce_objects`].
+    /// Declares all remaining objects of a session dead. Its active objects have been removed before by
+    /// [`Core::quiesce_objects`].
     pub(crate) fn end_objects(&mut self, id: SessionId) {
         let Some(s) = self.objects.sessions.get_mut(id.0) else { return };
         let (vnic, names) = (s.vnic, &mut s.names);
@@ -92,7 +95,7 @@ impl Core {
         self.bury_in(Grave { vnic, session: id, dead: Dead::Session(Box::new(remains)) }, MAX_BURIED);
     }
 
-    /// Memory regions of a session are gone: MRs in them are dead (X28).
+    /// Declares the MRs in these memory regions of a session dead, because the regions are gone (X28).
     pub fn revoke_regions(&mut self, id: SessionId, regions: &[u64]) {
         let Some(s) = self.objects.sessions.get_mut(id.0) else { return };
         if regions.is_empty() || s.names.mrs.is_empty() {
@@ -105,11 +108,11 @@ impl Core {
             s.dying += 1;
             self.bury_in(Grave { vnic, session: id, dead: Dead::Regions }, MAX_BURIED);
         }
-        // What they had begun is tried again, and finds out.
+        // Jobs that use them are stopped. Their requests are tried again, and then fail the key check.
         self.jobs.stop(id);
     }
 
-    /// Frees up to `most` of the objects in a grave. It is kept if there are others.
+    /// Frees up to `most` objects of a grave. The grave is kept if objects are left.
     fn bury_in(&mut self, mut grave: Grave, most: usize) {
         let (done, more) = match &mut grave.dead {
             Dead::Session(remains) => {
@@ -130,8 +133,8 @@ impl Core {
         }
     }
 
-    /// Looks at up to `most` further MRs of a session, and frees those in memory regions that it has lost: how many it has looked at, and
-    /// whether there are others.
+    /// Checks up to `most` further MRs of a session, and frees those in memory regions that the session has lost.
+    /// Returns the number checked, and whether MRs are left to check.
     fn bury_revoked(&mut self, id: SessionId, most: usize) -> (usize, bool) {
         let Some(s) = self.objects.sessions.get(id.0) else { return (0, false) };
         let mrs: Vec<_> = s.names.mrs.range(s.revoked.next..).take(most).map(|(&n, &h)| (n, h)).collect();

@@ -1,8 +1,9 @@
-//! Capture: packets of the network as they are, and those that a message between two vRNICs of this host would have been.
+//! Capture of packets: packets of the network, and the packets that a message between two vRNICs of this host would
+//! have been.
 //!
-//! It lies in the RNIC, not below the port, because only here it is known which vRNIC a packet belongs to. While nobody
-//! captures it costs one look at an `Option`. A packet that is captured costs one copy of the bytes that are kept;
-//! whoever takes the packets off the RNIC makes pcap records of them, with their ICRCs, without having the RNIC.
+//! Capture is part of the RNIC, not of the port below it, because only the RNIC knows which vRNIC a packet belongs to.
+//! Without a capture the cost is one test of an `Option`. A captured packet costs one copy of the bytes that are kept.
+//! The caller takes the packets, and makes pcap records with ICRCs from them without holding the RNIC.
 
 use std::net::IpAddr;
 
@@ -13,53 +14,54 @@ use unirdma_formats::{Gid, pcap};
 use crate::objects::{MAX_MTU, VnicId};
 use crate::path::Path;
 
-/// What is captured, and how.
+/// Parameters of a capture.
 #[derive(Clone, Debug, Default)]
 pub struct Capture {
-    /// Only packets of this vRNIC.
+    /// Captures only packets of this vRNIC; `None` captures all.
     pub vnic: Option<VnicId>,
-    /// Bytes of a packet that are kept.
+    /// Most bytes of a packet that are kept.
     pub snap: u32,
-    /// Nanoseconds since 1970 when the RNIC's clock was 0.
+    /// The time at which the RNIC's clock was 0, ns since 1970.
     pub epoch_ns: u64,
     /// This host's addresses.
     pub hosts: Vec<IpAddr>,
 }
 
-/// A packet that was captured.
+/// A captured packet.
 struct Seen {
     at_ns: u64,
     flow: Flow,
-    /// Bytes of the body that belong to an encapsulation.
+    /// Number of bytes at the beginning of the body that belong to an encapsulation.
     outer: usize,
-    /// Bytes of the body, its ICRC included.
+    /// Number of bytes of the body, its ICRC included.
     all: usize,
-    /// How many of them are kept: all, or those that come before the cut.
+    /// Number of bytes of the body that are kept: all of them, or those before the cut.
     kept: usize,
 }
 
-/// Packets that were captured and are not pcap records yet.
+/// Captured packets that are not pcap records yet.
 #[derive(Default)]
 pub struct Captured {
     snap: usize,
     seen: Vec<Seen>,
-    /// What is kept of the bodies, one after the other.
+    /// The kept bytes of all bodies, one body after the other.
     bytes: Vec<u8>,
 }
 
 /// Most bytes of padding after a payload.
 const MOST_PADDING: usize = 3;
 
-/// Memory of the packets between two calls of [`crate::Core::take_captured`], bytes; more packets are lost.
+/// Most memory for packets between two calls of [`crate::Core::take_captured`], bytes. Further packets are lost and
+/// counted.
 const MAX_BYTES: usize = 8 << 20;
 
 impl Captured {
-    /// True if there are none.
+    /// True if there are no packets.
     pub fn is_empty(&self) -> bool {
         self.seen.is_empty()
     }
 
-    /// Forgets them, and keeps the memory for others.
+    /// Drops the packets, and keeps the memory for later ones.
     pub fn clear(&mut self) {
         self.seen.clear();
         self.bytes.clear();
@@ -87,14 +89,15 @@ impl Captured {
     }
 }
 
-/// A capture that runs.
+/// A running capture.
 pub(crate) struct Tap {
     pub what: Capture,
     pub captured: Captured,
     pub lost: u64,
-    /// Room for the payload of one packet.
+    /// Buffer for the payload of one packet.
     pub payload: Box<[u8]>,
-    /// What a job has copied of the message whose packets are captured, and from which byte on.
+    /// The bytes that a job has copied of the message whose packets are being captured, after their offset in the
+    /// message.
     pub copied: (u64, Vec<u8>),
 }
 
@@ -104,9 +107,9 @@ impl Tap {
         Tap { captured, what, lost: 0, payload: vec![0; MAX_MTU as usize].into(), copied: (0, Vec::new()) }
     }
 
-    /// Appends a packet: `flow` says what is in its IP and UDP headers, and `parts` are the bytes of its body, at least those that are
-    /// kept; if payload is missing, no more is kept. The body has `all` bytes, of which the last four are the ICRC. `outer` of its first
-    /// bytes belong to an encapsulation.
+    /// Appends a packet. `flow` gives the fields of its IP and UDP headers. `parts` are the bytes of its body, at least
+    /// those that are to be kept; if payload is missing, the packet is cut there. The body has `all` bytes, of which
+    /// the last four are the ICRC. Its first `outer` bytes belong to an encapsulation.
     pub fn packet(&mut self, now: u64, flow: &Flow, outer: usize, parts: &[&[u8]], all: usize) {
         let (c, before) = (&mut self.captured, flow.header_bytes());
         // The ICRC covers all bytes before it.
@@ -128,14 +131,14 @@ impl Tap {
         c.bytes.resize(end, 0);
     }
 
-    /// Exchanges the packets so far for `empty`, which is cleared.
+    /// Clears `empty`, and exchanges it for the packets captured so far.
     pub fn take(&mut self, empty: &mut Captured) {
         empty.clear();
         empty.snap = self.captured.snap;
         std::mem::swap(&mut self.captured, empty);
     }
 
-    /// The flow between this host and another.
+    /// The flow of packets on the network between this host and the host of `path`.
     pub fn outer_flow(&self, path: &Path, inward: bool, encapsulated: bool) -> Flow {
         let host = path.to;
         let own = path.from.or_else(|| self.what.hosts.iter().copied().find(|h| h.is_ipv4() == host.is_ipv4()));

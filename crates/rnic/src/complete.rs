@@ -1,4 +1,4 @@
-//! Completions, their events, and what becomes of a QP that fails.
+//! Completions, their events, and the failure of QPs.
 
 use unirdma_abi as abi;
 use unirdma_formats::{AsyncEvent, QpState, QpType};
@@ -10,8 +10,8 @@ use crate::sched::Due;
 use crate::slab::Handle;
 
 impl Core {
-    /// Writes a completion of an object that session `whose` owns: only a CQ of the same session gets it. A CQ that overruns dies
-    /// with its QPs (R84b).
+    /// Writes a completion of an object that session `whose` owns. Only a CQ of the same session accepts it. A CQ that
+    /// overruns fails together with its QPs (R84b).
     pub(crate) fn complete(&mut self, cq: Handle<Cq>, whose: SessionId, mut cqe: abi::Cqe, solicited: bool) {
         cqe.timestamp = self.now;
         cqe.port_num = 1;
@@ -37,7 +37,7 @@ impl Core {
         }
     }
 
-    /// A completion found no room: the CQ is lost, and the QPs that use it.
+    /// Handles a completion that finds no room in its CQ: the CQ fails, and with it the QPs that use it.
     fn overrun(&mut self, cq: Handle<Cq>) {
         let Some(c) = self.objects.cqs.get_mut(cq) else { return };
         c.dead = true;
@@ -51,7 +51,7 @@ impl Core {
         }
     }
 
-    /// Raises the completion event that the program has asked for, if it has.
+    /// Raises a completion event if the program has asked for one.
     fn notify(&mut self, cqn: Handle<Cq>, solicited: bool) {
         let Some(cq) = self.objects.cqs.get_mut(cqn) else { return };
         let Some(queue) = cq.comp_queue else { return };
@@ -66,7 +66,8 @@ impl Core {
         }
     }
 
-    /// A completion came to a CQ with moderation: true if its event is due. The first that waits sets the time.
+    /// Counts a completion in a CQ with moderation; true if an event is due now. The first completion that waits starts
+    /// the period.
     fn moderated(&mut self, cqn: Handle<Cq>, solicited: bool) -> bool {
         let now = self.now;
         let Some(cq) = self.objects.cqs.get_mut(cqn) else { return false };
@@ -98,7 +99,8 @@ impl Core {
         }
     }
 
-    /// Reports the completions of a CQ that have waited long enough.
+    /// Called when the timer of a CQ with moderation fires: reports the completions if their period is over, and else
+    /// sets the timer again.
     pub(crate) fn events_due(&mut self, cqn: Handle<Cq>) {
         let now = self.now;
         let Some(m) = self.objects.cqs.get_mut(cqn).and_then(|c| c.moderation.as_mut()) else { return };
@@ -111,7 +113,7 @@ impl Core {
         }
     }
 
-    /// Reports what waits for an event of a CQ.
+    /// Reports the completions of a CQ that wait for an event.
     pub(crate) fn end_moderation(&mut self, cqn: Handle<Cq>) {
         let Some(m) = self.objects.cqs.get_mut(cqn).and_then(|c| c.moderation.as_mut()) else { return };
         let (waiting, solicited) = (std::mem::take(&mut m.waiting), std::mem::take(&mut m.solicited));
@@ -120,7 +122,8 @@ impl Core {
         }
     }
 
-    /// Moves a QP to ERR. In its turn it acknowledges what it has received, and its work is flushed.
+    /// Moves a QP to ERR. When its turn comes, the QP acknowledges what it has received, and its work requests are
+    /// flushed.
     pub(crate) fn fail_qp(&mut self, h: Handle<Qp>, event: Option<AsyncEvent>) {
         let Some(q) = self.objects.qps.get_mut(h) else { return };
         let (owner, qpn) = (q.owner, q.qpn);
@@ -146,8 +149,8 @@ impl Core {
         self.make_runnable(h);
     }
 
-    /// A request of a QP failed: a reliable QP goes to ERR, any other to SQE, where it still receives (IBTA vol. 1,
-    /// 10.3.1.6).
+    /// Handles the failure of a request: a reliable QP goes to ERR, any other QP to SQE, where it still receives (IBTA
+    /// vol. 1, 10.3.1.6).
     pub(crate) fn fail_requester(&mut self, h: Handle<Qp>) {
         let Some(q) = self.objects.qps.get_mut(h) else { return };
         if q.typ.is_reliable() || !matches!(q.state, QpState::Rts | QpState::Sqd) {
@@ -157,7 +160,8 @@ impl Core {
         self.make_runnable(h);
     }
 
-    /// A ring index jumped: the QP is lost, its sender hears of it, nobody else does.
+    /// Fails a QP because an index of one of its rings jumped. The QP's sessions get an event; other QPs are not
+    /// affected.
     pub(crate) fn break_qp(&mut self, h: Handle<Qp>) {
         if let Some(q) = self.objects.qps.get_mut(h) {
             q.broken = true;

@@ -1,5 +1,5 @@
-//! The core: the struct that holds the objects, the scheduler, jobs, the network and what waits to be told. Most of its methods are in
-//! other rooms.
+//! The core: the struct that holds the objects, the scheduler, jobs, the network and the outputs. Most of its methods
+//! are in other modules.
 
 use std::collections::VecDeque;
 
@@ -19,57 +19,58 @@ use crate::random::{Seed, Streams};
 use crate::sched::{Due, Scheduler};
 use crate::slab::{Handle, Slab};
 
-/// What one operation takes beside its bytes, roughly, nanoseconds. Turns are planned with estimates, and charged by the clock.
+/// Estimated time of one operation, without its copy, ns. Turns are planned with estimates, and charged by the clock.
 pub(crate) const OP_NS: u64 = 250;
-/// Bytes that are copied in a nanosecond, roughly.
+/// Estimated number of bytes that are copied in a nanosecond.
 const BYTES_PER_NS: u64 = 8;
 
-/// What each piece of a message after the first one takes at most, roughly, nanoseconds. It is looked up at each end; that takes longest if
-/// each list of its MR has one piece (`attack`: crumbs).
+/// Estimated longest time for each piece of a message after the first one, ns. Each piece is looked up at both ends.
+/// The look-up takes longest if each list of the MR has one piece (`attack`: crumbs).
 const PIECE_NS: u64 = 250;
 
-/// What it takes to move bytes, roughly, nanoseconds.
+/// Estimated time to copy bytes, ns.
 pub(crate) fn copy_ns(bytes: u64) -> u64 {
     bytes / BYTES_PER_NS
 }
 
-/// The software RNIC without connection management. [`crate::Rnic`] says in what order it is called.
+/// The software RNIC without connection management. [`crate::Rnic`] documents the order of calls.
 pub struct Core {
     pub(crate) objects: Objects,
-    /// What executes the work of QPs; [`Away`] while it does.
+    /// Executes the work of QPs. It is replaced by [`Away`] during its own calls.
     executor: Box<dyn Executor<Core>>,
     pub(crate) sched: Scheduler,
     pub(crate) jobs: Jobs,
     pub(crate) net: Network,
     pub(crate) multicast: Multicast,
-    /// What the rules may not allow any more.
+    /// QPs and address handles to be checked again, because the rules have changed.
     pub(crate) doubts: Doubts,
-    /// The capture that runs.
+    /// The running capture.
     pub(crate) tap: Option<Box<Tap>>,
     pub(crate) random: Streams,
     /// The time of the input or command that is being worked on, ns.
     pub(crate) now: u64,
-    /// How many wake channels drivers are told of.
+    /// Number of wake channels that drivers are told.
     pub(crate) wakes: u32,
-    /// Nobody looks at the doorbells that are polled before a kick ([`Core::doze`]).
+    /// True while no thread polls doorbells and drivers have to kick ([`Core::doze`]).
     pub(crate) dozes: bool,
-    /// Jobs may be done while the core does something else.
+    /// True if other threads do jobs while the core is in use.
     pub(crate) helped: bool,
-    /// Sessions that are polled.
+    /// Sessions whose doorbells are polled.
     pub(crate) polled: Polled,
-    /// A datagram has found no receive since this was asked last.
+    /// True if a datagram has found no receive since the last call of [`Core::take_starved`].
     pub(crate) starved: bool,
-    /// What [`Core::is_in_vain`] says.
+    /// Result of [`Core::is_in_vain`].
     pub(crate) in_vain: bool,
-    /// Room for the datagram that is being delivered on this host.
+    /// Buffer for the datagram that is being delivered on this host.
     pub(crate) datagram: Box<[u8]>,
     pub(crate) outputs: VecDeque<Output>,
-    /// Messages of the general services for vRNICs of this host: to whom, to which address of it, and from which.
+    /// MADs between vRNICs of this host: the receiver, the receiver's GID, the sender's GID, and the message.
     pub(crate) mads: VecDeque<(VnicId, Gid, Gid, Box<[u8; MAD_BYTES]>)>,
 }
 
 impl Core {
-    /// A core whose random numbers `seed` determines, and whose QPs work by `executor`. `wakes`: how many wake channels drivers are told of.
+    /// Makes a core. `seed` determines its random numbers, `wakes` is the number of wake channels that drivers are
+    /// told, and `executor` executes the work of QPs.
     pub(crate) fn new(seed: &Seed, wakes: u32, executor: Box<dyn Executor<Core>>) -> Self {
         Core {
             objects: Objects::default(),
@@ -94,7 +95,7 @@ impl Core {
         }
     }
 
-    /// Lets the executor do something.
+    /// Calls the executor.
     pub(crate) fn execute_with<R>(&mut self, f: impl FnOnce(&mut dyn Executor<Core>, &mut Self) -> R) -> R {
         let mut executor = std::mem::replace(&mut self.executor, Box::new(Away));
         let r = f(&mut *executor, self);
@@ -102,25 +103,26 @@ impl Core {
         r
     }
 
-    /// Tells the executor of an object that was made.
+    /// Tells the executor about a new object.
     ///
     /// # Errors
-    /// The executor's; the caller takes the object back then.
+    /// The executor's error. The caller then removes the object again.
     pub(crate) fn made(&mut self, object: Object) -> Result<(), Status> {
         self.execute_with(|e, core| e.made(core, object))
     }
 
-    /// Tells the executor of an object that is about to go.
+    /// Tells the executor that an object is about to be removed.
     pub(crate) fn gone(&mut self, object: Object) {
         self.execute_with(|e, core| e.gone(core, object));
     }
 
-    /// Tells whether jobs are done by somebody while somebody else has the core. If not, only what may be slow becomes a job.
+    /// Sets whether other threads do jobs while one thread has the core. If not, only copies that may be slow become
+    /// jobs.
     pub fn set_helped(&mut self, on: bool) {
         self.helped = on;
     }
 
-    /// What the pieces took that messages were cut into, roughly, nanoseconds, since this was asked last.
+    /// Estimated time of the pieces that messages were cut into since the last call, ns.
     pub(crate) fn pieces_ns(&self) -> u64 {
         self.objects.pieces.take() * PIECE_NS
     }
@@ -130,7 +132,7 @@ impl Core {
         out.extend(self.outputs.drain(..));
     }
 
-    /// Gives a QP its place in its vRNIC's agenda.
+    /// Adds a QP to the agenda of its vRNIC.
     pub(crate) fn make_runnable(&mut self, qp: Handle<Qp>) {
         enqueue(&mut self.objects.qps, &mut self.sched, qp);
     }
@@ -171,7 +173,7 @@ impl Core {
     }
 }
 
-/// Gives a QP its place in its vRNIC's agenda, unless it stands there.
+/// Adds a QP to the agenda of its vRNIC, unless it is there already.
 pub(crate) fn enqueue(qps: &mut Slab<Qp>, sched: &mut Scheduler, qp: Handle<Qp>) {
     if let Some(q) = qps.get_mut(qp)
         && !std::mem::replace(&mut q.queued, true)
