@@ -1,4 +1,4 @@
-//! Making and ending connections: what programs ask for, and what their peers' messages do to an identifier.
+//! Makes and ends connections: the requests of programs, and the effect of their peers' messages on an identifier.
 
 use std::net::IpAddr;
 
@@ -15,7 +15,7 @@ use crate::objects::{MAX_RD_ATOMIC, VnicId};
 
 /// Upper half of service IDs of connections over IP (annex A11).
 const IP_SERVICE: u64 = 1 << 24;
-/// The transport in a REQ that says "see the field extended transport".
+/// Value of the transport field of a REQ that refers to the field extended transport.
 const EXTENDED_TRANSPORT: u8 = 3;
 
 fn service_id(space: u16, port: u16) -> u64 {
@@ -23,7 +23,7 @@ fn service_id(space: u16, port: u16) -> u64 {
 }
 
 impl Manager<'_> {
-    // Asking for a connection.
+    // The active side: asks for a connection.
 
     pub(super) fn connect(&mut self, id: Id, r: &abi::CmReq) -> Result<()> {
         let c = self.expect(id, &[State::RouteResolved])?;
@@ -108,7 +108,7 @@ impl Manager<'_> {
                     srq: r.srq,
                     flow_control: r.flow_control,
                 };
-                // The peer's REP says what it grants, which may be less than was asked for.
+                // The REP carries the values that the peer grants. They may be smaller than those that were asked for.
                 c.own.initiator_depth = r.responder_resources.min(MAX_RD_ATOMIC);
                 c.own.responder_resources = r.initiator_depth.min(MAX_RD_ATOMIC);
                 c.own.rnr_retry_count = r.rnr_retry_count;
@@ -129,7 +129,8 @@ impl Manager<'_> {
         self.send_mad(id, &mad);
     }
 
-    /// The QP of an identifier is ready.
+    /// Called when the QP of an identifier is ready. The active side then sends the RTU; the passive side does not wait
+    /// for the RTU any more.
     pub(super) fn establish(&mut self, id: Id) -> Result<()> {
         let c = self.expect(id, &[State::RepReceived, State::RepSent])?;
         if c.state == State::RepSent {
@@ -149,9 +150,9 @@ impl Manager<'_> {
         self.raise(id, CmEventKind::Established, 0, &[]);
     }
 
-    // Being asked for a connection.
+    // The passive side: is asked for a connection.
 
-    /// Who listens to a service at an address.
+    /// The identifier that listens to a service at an address.
     pub(super) fn find_listener(&self, vnic: VnicId, service: u64, ip: IpAddr) -> Option<Id> {
         if service >> 24 != IP_SERVICE >> 24 {
             return None;
@@ -165,7 +166,7 @@ impl Manager<'_> {
         users.iter().rev().copied().find(|&u| self.cm.ids.get(u).is_some_and(takes))
     }
 
-    /// Makes the identifier of a request that came in; `None` if nobody may have it now.
+    /// Makes the identifier of a received request; `None` if it cannot be accepted now.
     fn new_request(
         &mut self,
         listener: Id,
@@ -224,13 +225,14 @@ impl Manager<'_> {
         if r.transport != 0 && !xrc || self.cm.ids.get(listener).is_some_and(|l| l.xrc != xrc) {
             return refuse(self, INVALID_TRANSPORT);
         }
-        // A full backlog: the peer will ask again.
+        // `None` means, for example, that the backlog is full. The peer repeats its request.
         let Some(id) = self.new_request(listener, own, from, r.local_id, tid, &ip) else { return };
         let psn = self.core.random.psns.next_u64() as u32 & 0xff_ffff;
         let Some(c) = self.cm.ids.get_mut(id) else { return };
         (c.mtu, c.xrc) = (r.mtu, xrc);
         c.ack_timeout = r.ack_timeout;
-        // What the peer asks for, until the program says something else. How often this end tries is the peer's choice.
+        // The peer's values hold until the program chooses others. The retry counts stay: the peer chooses how often
+        // this end tries.
         c.own = Ends {
             psn,
             responder_resources: r.initiator_depth.min(MAX_RD_ATOMIC),
@@ -252,7 +254,7 @@ impl Manager<'_> {
         self.raise_request(listener, id, user);
     }
 
-    /// A request came again: its answer was lost, or there is none yet.
+    /// Handles a repeated request: its answer was lost, or there is no answer yet.
     fn on_req_again(&mut self, id: Id) {
         let Some(c) = self.cm.ids.get(id) else { return };
         match (c.state, &c.sent) {
@@ -295,7 +297,7 @@ impl Manager<'_> {
                 },
             };
             let bytes = mad.bytes();
-            // Sent again when the request comes again.
+            // It is sent again if the request is repeated.
             c.sent = Some(Box::new(bytes));
             self.send_mad(id, &bytes);
             return Ok(());
@@ -355,7 +357,7 @@ impl Manager<'_> {
             let (request_id, status) = (c.remote_id, sidr::REJECTED);
             Message::SidrRep { request_id, status, qpn: 0, service_id, qkey: 0, info: Vec::new(), private }
         } else {
-            // Whoever gives up its own request says that its time has run out.
+            // The reason for giving up an own request is always TIMEOUT.
             let reason = if c.state == State::ReqSent { reason::TIMEOUT } else { reason };
             Message::Rej { local_id: c.local_id, remote_id: c.remote_id, about, reason, info: Vec::new(), private }
         };
@@ -375,7 +377,7 @@ impl Manager<'_> {
             self.expect(id, &[State::Established, State::RepSent, State::TimeWait, State::Closed, State::DreqSent])?;
         match c.state {
             State::Established | State::RepSent if !c.is_datagram() => self.send_dreq(id),
-            // The peer has disconnected before.
+            // The connection has ended already, or this end has sent a DREQ.
             State::TimeWait | State::Closed | State::DreqSent => {}
             _ => return Err(Status::BadState),
         }
@@ -400,7 +402,7 @@ impl Manager<'_> {
         }
     }
 
-    /// A connection is over; for a while its QPN means nothing new (IBTA vol. 1, 12.9.8.4).
+    /// Ends a connection. Its QPN is not used for a new connection for a while (IBTA vol. 1, 12.9.8.4).
     pub(super) fn disconnected(&mut self, id: Id, status: i32) {
         self.stop_timer(id);
         let Some(c) = self.cm.ids.get_mut(id) else { return };
@@ -456,7 +458,8 @@ impl Manager<'_> {
     }
 }
 
-/// What a program says of its QP. Retry counts have three bits: a larger number is taken for 7, as the kernel does.
+/// The attributes of a program's QP for the peer. A retry count has three bits: larger values become 7, as in the
+/// kernel.
 fn ends(p: &abi::CmParam, psn: u32) -> Ends {
     Ends {
         qpn: p.qpn & unirdma_formats::Qpn::MASK,

@@ -1,4 +1,4 @@
-//! Identifiers: made, bound, resolved, moved and destroyed.
+//! Creates, binds, resolves, migrates and destroys identifiers.
 
 use std::collections::VecDeque;
 use std::net::{IpAddr, Ipv4Addr, Ipv6Addr};
@@ -15,7 +15,8 @@ use super::{
 use crate::multicast::MULTICAST_QPN;
 use crate::objects::{SessionId, VnicId};
 
-/// True if an address to bind stands for all of the vRNIC's addresses: a wildcard, or loopback, which is no address of a device.
+/// True if an address to bind means all addresses of the vRNIC: a wildcard address, or a loopback address, which no
+/// device has.
 pub(super) fn is_any(ip: IpAddr) -> bool {
     ip.is_unspecified() || ip.is_loopback()
 }
@@ -74,7 +75,7 @@ impl Manager<'_> {
         Ok(id)
     }
 
-    /// True if two identifiers may not have one port at a time.
+    /// True if `id`, when bound to `ip`, could not have the same port as `other`.
     fn conflicts(&self, id: Id, other: Id, ip: IpAddr) -> bool {
         let (Some(a), Some(b)) = (self.cm.ids.get(id), self.cm.ids.get(other)) else { return false };
         let Some(there) = b.src else { return false };
@@ -140,7 +141,8 @@ impl Manager<'_> {
         Ok(())
     }
 
-    /// The destination of an identifier that waits for it is resolved, if somebody has the address now.
+    /// Resolves the destination of an identifier in state AddrQuery if a vRNIC or device with that address is known
+    /// now. True if it is resolved.
     fn reach(&mut self, id: Id) -> bool {
         let Some(c) = self.cm.ids.get(id).filter(|c| c.state == State::AddrQuery) else { return false };
         let (Some(dst), Some(v)) = (c.dst, self.core.objects.vnics.get(c.vnic.0)) else { return false };
@@ -158,14 +160,15 @@ impl Manager<'_> {
         there
     }
 
-    /// Addresses have appeared: whoever waits for one may go on.
+    /// Called when addresses have been added: resolves the identifiers that wait for one of them.
     pub fn addresses_changed(&mut self) {
         for id in self.cm.ids.handles(|c| c.state == State::AddrQuery) {
             self.reach(id);
         }
     }
 
-    /// Notes the QP with which requests for datagrams are answered without asking the program, if it names one.
+    /// If the program names a QP, its QPN and Q_Key answer requests for datagrams from now on, and the program gets no
+    /// events for them.
     pub(super) fn set_answers(&mut self, s: SessionId, id: Id, p: &abi::CmParam) -> Result<()> {
         if p.qpn == 0 {
             return Ok(());
@@ -184,8 +187,8 @@ impl Manager<'_> {
         c.backlog = if backlog == 0 { 1024 } else { backlog.min(MAX_BACKLOG) };
         let (key, src) = ((c.vnic, c.space, c.src.map_or(0, |a| a.port)), c.src);
         let shares = c.reuse && c.answers.is_some();
-        // Identifiers that connect may share an address. Identifiers that listen may not, unless they all answer by themselves; then the
-        // last one answers.
+        // Identifiers that connect may share an address. Identifiers that listen may not, unless all of them answer
+        // requests without their program; then the last one answers.
         let others = self.cm.ports.get(&key).into_iter().flatten().filter(|&&o| o != id);
         let taken = others.filter_map(|&o| self.cm.ids.get(o)).any(|o| {
             o.state == State::Listening
@@ -212,7 +215,7 @@ impl Manager<'_> {
         Ok(())
     }
 
-    /// Returns how many events have left the old queue.
+    /// Moves an identifier to another event queue. Returns the number of its events that have left the old queue.
     pub(super) fn migrate(&mut self, s: SessionId, id: Id, queue: u32) -> Result<u32> {
         let queue = queue_of(queue)?;
         let c = self.cm.ids.get_mut(id).ok_or(Status::BadHandle)?;
@@ -229,7 +232,8 @@ impl Manager<'_> {
         Ok(n)
     }
 
-    /// A multicast group's address is its GID (annex A17): nobody is asked.
+    /// Joins a multicast group. The event is raised at once, because a group's address is its GID (annex A17) and no
+    /// other host has to be asked.
     pub(super) fn join(&mut self, id: Id, r: &abi::CmReq) -> Result<()> {
         let group = Addr::read(&r.dst)?.filter(|a| a.ip.is_multicast()).ok_or(Status::BadValue)?;
         let c = self.cm.ids.get(id).filter(|c| c.is_datagram() && c.src.is_some()).ok_or(Status::BadState)?;
@@ -251,7 +255,7 @@ impl Manager<'_> {
         Ok(())
     }
 
-    /// CM_QP_ATTR: what a QP needs to go to `state` for a connection; the attributes and their mask.
+    /// CM_QP_ATTR: the attributes with which a QP goes to `state` for a connection, and their mask.
     pub fn qp_attr(&self, s: SessionId, number: u32, state: u32) -> Result<(u32, abi::QpAttr)> {
         let c = self.cm.ids.get(self.own_id(s, number)?).ok_or(Status::BadHandle)?;
         let state = QpState::from_raw(state).ok_or(Status::BadValue)?;
@@ -285,12 +289,13 @@ impl Manager<'_> {
         Ok((m::STATE | mask, a))
     }
 
-    /// A session is gone: its identifiers are given back.
+    /// Destroys the identifiers of a session that has ended.
     pub fn forget_session(&mut self, s: SessionId) {
         while self.forget_ids(s, usize::MAX) {}
     }
 
-    /// Gives up to `most` identifiers of a session back, whose events nobody fetches any more; true if others are left.
+    /// Drops the events of a session, which no program fetches any more, and destroys up to `most` of its identifiers.
+    /// True if identifiers may be left.
     pub fn forget_ids(&mut self, s: SessionId, most: usize) -> bool {
         while let Some((&key, _)) = self.cm.events.range((s, 0)..=(s, u16::MAX)).next() {
             self.cm.events.remove(&key);
@@ -306,7 +311,7 @@ impl Manager<'_> {
         left == 0
     }
 
-    /// A vRNIC is gone: so are connections that waited for their last answer.
+    /// Removes all identifiers of a vRNIC that has been removed, also those that wait for their peer's last answer.
     pub fn forget_vnic(&mut self, vnic: VnicId) {
         self.cm.early.retain(|e| e.vnic != vnic);
         for id in self.cm.ids.handles(|c| c.vnic == vnic) {
@@ -315,7 +320,7 @@ impl Manager<'_> {
         self.cm.used.remove(&vnic);
     }
 
-    /// An identifier is given back: requests to it are refused, what is connected is disconnected.
+    /// Destroys an identifier: requests to it are refused, and its connection is ended.
     pub(super) fn destroy(&mut self, id: Id) {
         let Some(c) = self.cm.ids.get_mut(id) else { return };
         let Some(owner) = c.owner.take() else { return };
@@ -347,7 +352,7 @@ impl Manager<'_> {
                 self.refuse(id, reason::CONSUMER, &[]);
             }
             State::Established if self.cm.ids.get(id).is_some_and(|c| !c.is_datagram()) => {
-                // It stays until the peer has answered.
+                // The identifier exists until the peer has answered.
                 return self.send_dreq(id);
             }
             State::DreqSent => return,

@@ -1,9 +1,10 @@
-//! Connection management: RDMA connections by IP address and port, as `rdma_cm(7)` has them, with messages that any
-//! RoCE peer understands (IBTA vol. 1, chapter 12; annex A11).
+//! Connection management: RDMA connections by IP address and port, as in `rdma_cm(7)`, with messages that any RoCE peer
+//! understands (IBTA vol. 1, chapter 12; annex A11).
 //!
-//! It lies with the RNIC, not in the program: it answers while the program does something else, and what a program that
-//! ends was connected to hears of it. Here are the identifiers and the commands on them; `connect` makes and ends
-//! connections, `protocol` sends, receives and repeats the messages. A QP is its owner's: CM_QP_ATTR says how to move it.
+//! It is part of the RNIC and not of the program, so that it answers while the program does something else, and can
+//! tell the peers of a program that ends. This file has the identifiers and the commands on them; `connect` makes and
+//! ends connections; `protocol` sends, receives and repeats the messages. The program moves its QP itself, with the
+//! attributes that CM_QP_ATTR returns.
 
 mod connect;
 mod ids;
@@ -26,25 +27,26 @@ use crate::slab::{Handle, Slab};
 
 type Result<T> = std::result::Result<T, Status>;
 
-/// Identifiers of one vRNIC.
+/// Most identifiers of one vRNIC.
 const MAX_IDS: usize = 65_536;
-/// While so many events wait for a session, no multicast group is joined. (Other events are few for each identifier.)
+/// No multicast group is joined while this number of events waits for a session. (An identifier has few events of other
+/// kinds.)
 const MAX_EVENTS: usize = 2048;
-/// What an event that waits counts as, bytes.
+/// Bytes that a waiting event is charged for.
 pub(crate) const EVENT_BYTES: usize = size_of::<abi::CmEvent>();
-/// Most identifiers of a vRNIC that have one port: each request to it is held against all of them.
+/// Most identifiers of a vRNIC that share one port. Each request to the port is compared with all of them.
 const MAX_SHARERS: usize = 256;
-/// Ports that are looked at for a free one.
+/// Most ports that are tried in search of a free one.
 const MAX_PORTS_TRIED: usize = 256;
-/// Requests that wait at an identifier, at most.
+/// Most requests that wait at one identifier.
 const MAX_BACKLOG: u32 = 4096;
-/// Ports that are given when none is asked for.
+/// Ports to choose from if the program names none.
 const FREE_PORTS: std::ops::Range<u16> = 32_768..61_000;
-/// RNR timer of QPs of connections: 10.24 ms (IBTA vol. 1, table 46). A sender with five retries, which many programs ask for, gives its peer
-/// 50 ms to post a receive. That is more than the slice of 30 ms for which a busy poller may keep the peer from its core. On Linux the timer
-/// is 655 ms (code 0), so no program counts on a short one.
+/// RNR timer of QPs of connections: 10.24 ms (IBTA vol. 1, table 46). A sender with five retries, which many programs
+/// set, gives its peer 50 ms to post a receive. That is more than the time slice of 30 ms for which a busy poller may
+/// keep the peer from its core. On Linux the timer is 655 ms (code 0), so no program counts on a short one.
 const MIN_RNR_TIMER: u8 = 20;
-/// ACK timeout of QPs of connections unless set: 0.54 s.
+/// Default ACK timeout of QPs of connections: 0.54 s.
 const ACK_TIMEOUT: u8 = 17;
 
 /// `enum rdma_cm_event_type`.
@@ -64,7 +66,7 @@ pub enum CmEventKind {
     TimewaitExit = 15,
 }
 
-/// Linux's ETIMEDOUT, ECONNRESET: statuses of events.
+/// Linux's error numbers, which are used as statuses of events.
 const ETIMEDOUT: i32 = 110;
 const ECONNRESET: i32 = 104;
 
@@ -72,14 +74,14 @@ const ECONNRESET: i32 = 104;
 pub(crate) enum State {
     Idle,
     Bound,
-    /// Nobody has the address yet.
+    /// No vRNIC or device with the address is known yet.
     AddrQuery,
     AddrResolved,
     RouteResolved,
     Listening,
     /// A REQ or SIDR_REQ was sent.
     ReqSent,
-    /// A request waits for its program.
+    /// A REQ or SIDR_REQ was received, and waits for the program's answer.
     ReqReceived,
     RepSent,
     RepReceived,
@@ -123,11 +125,11 @@ fn write(a: Option<Addr>) -> abi::CmAddr {
     a.map_or_else(Default::default, Addr::write)
 }
 
-/// What one end of a connection says of its QP.
+/// The attributes of one end's QP that connection messages carry.
 #[derive(Clone, Copy, Debug, Default)]
 pub(crate) struct Ends {
     pub qpn: u32,
-    /// Where the other end shall begin to send (IBTA vol. 1, 12.7.31).
+    /// The PSN with which the other end begins to send (IBTA vol. 1, 12.7.31).
     pub psn: u32,
     pub responder_resources: u8,
     pub initiator_depth: u8,
@@ -137,50 +139,50 @@ pub(crate) struct Ends {
     pub flow_control: bool,
 }
 
-/// Names an identifier. What its session calls it is [`CmId::number`].
+/// Handle of an identifier. Its session names it by [`CmId::number`].
 pub(crate) type Id = Handle<CmId>;
 
-/// An identifier of connection management: what `struct rdma_cm_id` stands for.
+/// An identifier of connection management, the counterpart of `struct rdma_cm_id`.
 pub(crate) struct CmId {
-    /// What its owner calls it.
+    /// The number by which its owner names it.
     pub number: u32,
-    /// `None`: its program has given it back, and it waits for its last answer.
+    /// `None` if the program has destroyed it, and it waits for the peer's last answer.
     pub owner: Option<SessionId>,
     pub vnic: VnicId,
     pub queue: u16,
     pub space: u16,
-    /// Its connections are XRC's.
+    /// Its connections are XRC connections.
     pub xrc: bool,
     pub state: State,
     pub src: Option<Addr>,
     pub dst: Option<Addr>,
-    /// The number of the peer's group, if that is another one.
+    /// The number of the peer's group if that is not the own group.
     pub across: Option<u32>,
     pub reuse: bool,
     pub one_family: bool,
     pub tos: u8,
     pub ack_timeout: u8,
     pub mtu: u8,
-    /// Requests that may wait, and how many do.
+    /// Most requests that may wait, and the number that wait.
     pub backlog: u32,
     pub waiting: u32,
     pub listener: Id,
-    /// Requests for datagrams are answered with this QPN and Q_Key, and the program never hears of them.
+    /// QPN and Q_Key with which requests for datagrams are answered without an event for the program.
     pub answers: Option<(u32, u32)>,
     /// 0: none.
     pub local_id: u32,
     pub remote_id: u32,
     pub tid: u64,
-    /// It asked for the connection.
+    /// True for the end that asked for the connection.
     pub active: bool,
     pub own: Ends,
     pub peer: Ends,
-    /// The message that is sent again until it is answered.
+    /// The message that is repeated until it is answered.
     pub sent: Option<Box<[u8; MAD_BYTES]>>,
     pub tries: u8,
     /// Distinguishes this wait from older ones.
     pub timer: u32,
-    /// Of the peer's QP, for datagrams.
+    /// Q_Key of the peer's QP, for datagrams.
     pub peer_qkey: u32,
 }
 
@@ -194,7 +196,7 @@ impl CmId {
     }
 
     fn params(&self) -> abi::CmParam {
-        // This end may ask for as much as the peer can hold, and the other way round.
+        // What the peer can hold as a responder limits what this end may ask for, and the other way round.
         abi::CmParam {
             qpn: self.peer.qpn,
             qkey: if self.is_datagram() { self.peer_qkey } else { 0 },
@@ -209,8 +211,8 @@ impl CmId {
     }
 }
 
-/// A request that waits a moment for somebody to listen: a server that serves one client after the other is between two
-/// listeners now and then, and its next client may be fast.
+/// A request that waits a moment for a listener. A server that serves one client after the other may have no listener
+/// for a moment, and its next client may be fast.
 pub(crate) struct Early {
     pub until: u64,
     pub vnic: VnicId,
@@ -220,40 +222,41 @@ pub(crate) struct Early {
     pub mad: Box<[u8; MAD_BYTES]>,
 }
 
-/// The connection management of a host.
+/// The state of connection management of a host.
 #[derive(Default)]
 pub(crate) struct Cm {
     pub ids: Slab<CmId>,
     /// By owner and number.
     pub numbers: BTreeMap<(SessionId, u32), Id>,
-    /// How many each vRNIC has.
+    /// Number of identifiers of each vRNIC.
     pub used: HashMap<VnicId, usize>,
-    /// The identifiers that have a port: by vRNIC, port space and port.
+    /// The identifiers that have a port, by vRNIC, port space and port.
     pub ports: HashMap<(VnicId, u16, u16), Vec<Id>>,
     pub by_local_id: HashMap<u32, Id>,
-    /// Requests that came in: of a vRNIC, from a GID, with a communication ID, for datagrams or not.
+    /// The identifiers of received requests, by vRNIC, sender's GID, sender's communication ID, and whether it is for
+    /// datagrams.
     pub requests: HashMap<(VnicId, Gid, u32, bool), Id>,
     pub events: BTreeMap<(SessionId, u16), VecDeque<abi::CmEvent>>,
-    /// What the events of each session count as.
+    /// The memory that the events of each session are charged for.
     pub kept: HashMap<SessionId, Taken>,
     pub timers: BinaryHeap<Reverse<(u64, Id, u32)>>,
-    /// How many timers were left when the stopped ones were thrown away the last time.
+    /// Number of timers that were left after stopped ones were removed the last time.
     pub timers_kept: usize,
-    /// Requests to services that nobody listens to yet, in order of their deadlines.
+    /// Requests to services without a listener, in order of their deadlines.
     pub early: VecDeque<Early>,
     pub psn: Psn,
-    /// Identifiers whose connections the rules may not allow any more.
+    /// Identifiers whose connections are to be checked again, because the rules have changed.
     pub doubts: Vec<Id>,
 }
 
 impl Cm {
-    /// When something is due.
+    /// When the next timer fires.
     pub fn next_timeout(&self) -> Option<u64> {
         let early = self.early.front().map(|e| e.until);
         self.timers.peek().map(|t| t.0.0).into_iter().chain(early).min()
     }
 
-    /// Where programs of a vRNIC listen: port space, address and port.
+    /// The listeners of a vRNIC, as text: port space, address and port.
     pub fn listeners(&self, vnic: VnicId) -> Vec<String> {
         let space = |c: &CmId| match c.space {
             port_space::TCP => "TCP",
@@ -265,7 +268,7 @@ impl Cm {
         listening.filter_map(|(_, c)| Some(format!("{} {}", space(c), address(c)?))).collect()
     }
 
-    /// How many timers there are, with those that were stopped and not yet thrown away.
+    /// Number of timers, including stopped ones that were not removed yet.
     pub fn pending_timers(&self) -> usize {
         self.timers.len()
     }
@@ -287,12 +290,12 @@ impl Cm {
         Ok(event)
     }
 
-    /// The identifier that a session calls by this number.
+    /// The identifier of a session with this number.
     fn find(&self, s: SessionId, number: u32) -> Option<Id> {
         self.numbers.get(&(s, number)).copied()
     }
 
-    /// So many events of a session wait no more.
+    /// Ends the charge for `events` events of a session, which do not wait any more.
     fn let_go(&mut self, s: SessionId, events: usize) {
         if let Some(kept) = self.kept.get_mut(&s) {
             kept.give(events * EVENT_BYTES);
@@ -303,20 +306,20 @@ impl Cm {
     }
 }
 
-/// Connection management at work: it moves no QP and touches no memory of a program, but reads addresses, sends messages and tells
-/// sessions.
+/// Connection management together with the core. It moves no QP and touches no memory of a program: it reads addresses,
+/// sends messages and raises events for sessions.
 pub(crate) struct Manager<'a> {
     pub cm: &'a mut Cm,
     pub core: &'a mut Core,
 }
 
 impl Manager<'_> {
-    /// The identifier that a session calls by this number.
+    /// The identifier of a session with this number.
     fn own_id(&self, s: SessionId, number: u32) -> Result<Id> {
         self.cm.find(s, number).ok_or(Status::BadHandle)
     }
 
-    /// CM. Returns the identifier and the address that it is bound to.
+    /// CM. Returns the number of the identifier and the address that it is bound to.
     pub fn command(&mut self, s: SessionId, r: &abi::CmReq) -> Result<abi::CmResp> {
         let op = CmOp::from_raw(r.op).ok_or(Status::BadValue)?;
         let id = if op == CmOp::Create { self.create(s, r)? } else { self.own_id(s, r.id)? };
@@ -350,7 +353,7 @@ impl Manager<'_> {
             CmOp::Migrate => dropped = self.migrate(s, id, r.queue)?,
             CmOp::SetOption => self.set_option(id, r.option, r.value)?,
             CmOp::Join => self.join(id, r)?,
-            // Joining attaches nothing: the program attaches its QP, and detaches it.
+            // Nothing is to be undone: the program attaches its QP to the group, and detaches it.
             CmOp::Leave => {}
         }
         self.deliver_local_mads();
@@ -362,7 +365,7 @@ impl Manager<'_> {
         self.cm.ids.get_mut(id).filter(|c| states.contains(&c.state)).ok_or(Status::BadState)
     }
 
-    /// The address vector that leads to the peer of an identifier.
+    /// The address vector of the peer of an identifier.
     fn address_vector(&self, c: &CmId) -> Result<abi::AhAttr> {
         self.ah_to(c, c.remote().ok_or(Status::BadState)?)
     }
@@ -381,7 +384,7 @@ impl Manager<'_> {
         Ok(abi::AhAttr { grh, is_global: 1, port_num: 1, ..Default::default() })
     }
 
-    /// Tells the owner of an identifier that something has happened.
+    /// Raises an event for the owner of an identifier.
     fn raise(&mut self, id: Id, kind: CmEventKind, status: i32, private: &[u8]) {
         if let Some(c) = self.cm.ids.get(id)
             && let Some(owner) = c.owner
@@ -391,7 +394,7 @@ impl Manager<'_> {
         }
     }
 
-    /// Tells the owner of a listening identifier that there is a request, whose identifier is `id`.
+    /// Raises an event for the owner of a listener: a request has come, whose identifier is `id`.
     fn raise_request(&mut self, listener: Id, id: Id, private: &[u8]) {
         if let (Some(l), Some(c)) = (self.cm.ids.get(listener), self.cm.ids.get(id))
             && let Some(owner) = l.owner
@@ -423,7 +426,7 @@ impl Manager<'_> {
         self.append_event(owner, queue, event);
     }
 
-    /// Appends an event that is counted already.
+    /// Appends an event whose memory is charged already.
     fn append_event(&mut self, owner: SessionId, queue: u16, event: abi::CmEvent) {
         self.cm.events.entry((owner, queue)).or_default().push_back(event);
         self.core.push_output(Output::Connection { session: owner, queue });
@@ -434,7 +437,7 @@ fn queue_of(queue: u32) -> Result<u16> {
     if queue < abi::MAX_CHANNELS { Ok(queue as u16) } else { Err(Status::BadValue) }
 }
 
-/// The private data of a request, within its room.
+/// The private data of a command; an error if it is longer than `room`.
 fn private_of(r: &abi::CmReq, room: usize) -> Result<&[u8]> {
     r.private.as_flattened().get(..usize::from(r.param.private_len)).filter(|p| p.len() <= room).ok_or(Status::BadValue)
 }

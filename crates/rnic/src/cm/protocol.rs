@@ -1,4 +1,5 @@
-//! The messages of connection management, and what each does to an identifier (IBTA vol. 1, 12.9): how they travel, wait and are repeated.
+//! Sends, repeats and receives the messages of connection management, and applies each to its identifier (IBTA vol. 1,
+//! 12.9).
 
 use std::cmp::Reverse;
 use std::net::IpAddr;
@@ -13,19 +14,21 @@ use crate::arrivals::Mail;
 use crate::objects::{MAX_MTU, Note, VnicId};
 use crate::path::{Arrival, Path};
 
-/// Encoded time that a peer has for an answer: 4.3 s.
+/// Time that a peer has for an answer, encoded: 4.3 s.
 pub(super) const RESPONSE_TIMEOUT: u8 = 20;
-/// How long a request waits for somebody to listen, ns, and how many may. Of those a vRNIC may have half of what the others leave.
+/// Time that a request waits for a listener, ns, and the most requests that wait. The requests of one vRNIC may take
+/// half of the places that the requests of others leave free.
 const EARLY_NS: u64 = 200_000_000;
 const MAX_EARLY: usize = 1024;
-/// Times that a message is sent again.
+/// Number of times that a message is repeated.
 pub(super) const RETRIES: u8 = 15;
-/// A message is sent again after this time at first, ns, later at the time of [`RESPONSE_TIMEOUT`]: on a network that
-/// loses packets nobody wants to wait for seconds.
+/// First interval before a message is repeated, ns. It doubles up to the time of [`RESPONSE_TIMEOUT`]. It is short
+/// because on a network that loses packets a connection should not take seconds.
 const FIRST_RETRY_NS: u64 = 250_000_000;
-/// Stopped timers are thrown away when there are so many more timers than twice those that ran the last time.
+/// Stopped timers are removed when there are more timers than this number plus twice the number that the last removal
+/// left.
 const MAX_STOPPED: usize = 1024;
-/// Encoded time of an MRA: 68 s.
+/// Time of an MRA, encoded: 68 s.
 pub(super) const MRA_TIMEOUT: u8 = 24;
 
 pub(super) fn time_ns(encoded: u8) -> u64 {
@@ -63,19 +66,20 @@ impl Manager<'_> {
         self.core.tap_sent(Some(vnic));
     }
 
-    /// Delivers what vRNICs of this host have sent each other, and follows the chain of answers until it ends: each message causes
-    /// one more at most.
+    /// Delivers MADs between vRNICs of this host, and the MADs that these cause, until none is left. Each MAD causes at
+    /// most one more.
     pub fn deliver_local_mads(&mut self) {
         while let Some((vnic, own, from, mad)) = self.core.mads.pop_front() {
             self.on_mad(vnic, own, from, &*mad, false);
         }
     }
 
-    /// A packet for QP 1 came in.
+    /// Handles a packet for QP 1.
     pub fn handle_mail(&mut self, a: &Arrival, bytes: &[u8], mail: &Mail<'_>) {
         let p = &mail.packet;
         let Some((vnic, own)) = mail.to.or_else(|| self.mad_target(a.from, p.payload)) else {
-            // A message about a connection that is gone need not come from a stranger: messages come late and twice.
+            // A message about a connection that has ended is not counted as one from a wrong source, because messages
+            // may be late or repeated.
             let drops = &mut self.core.net.drops;
             match Mad::parse(p.payload).map(|m| m.message) {
                 None => drops.malformed += 1,
@@ -88,25 +92,26 @@ impl Manager<'_> {
             let path = Path { from: Some(own.ip()), port: a.port, ..Path::new(a.from) };
             self.core.tap_received(Some(vnic), path, bytes);
         }
-        // No program's QP has the number of the general services, so a packet from another number is not believed.
+        // No QP of a program has number 1, so a packet from another QPN is dropped.
         if p.deth.qkey != GSI_QKEY || p.deth.src_qp != GSI_QPN {
             self.core.net.drops.bad_state += 1;
             return;
         }
-        // For a packet of a virtual layer that was asked when it came.
+        // For a packet of another virtual layer, the rules were checked when it was received.
         if mail.to.is_some() || self.core.may_hear_mad(vnic, mail.from, None, p.payload) {
             self.on_mad(vnic, own, mail.from, p.payload, false);
             self.deliver_local_mads();
         }
     }
 
-    /// The rules have changed: all connections are in doubt.
+    /// Called when the rules have changed: all connections are to be checked again.
     pub fn doubt_all(&mut self) {
         let doubtful = [State::ReqSent, State::RepSent, State::RepReceived, State::Established];
         self.cm.doubts = self.cm.ids.handles(|c| doubtful.contains(&c.state));
     }
 
-    /// Looks at so many connections that are in doubt, and ends those that are not allowed. True if others are left.
+    /// Checks up to `most` connections against the rules, and ends those that the rules do not allow. True if
+    /// connections may be left to check.
     pub fn recheck(&mut self, most: usize) -> bool {
         for _ in 0..most {
             let Some(id) = self.cm.doubts.pop() else { return false };
@@ -118,7 +123,7 @@ impl Manager<'_> {
                 State::ReqSent | State::RepSent | State::RepReceived => {
                     self.close(id, CmEventKind::Unreachable, -ETIMEDOUT, &[]);
                 }
-                // Datagrams know no end of a connection.
+                // For datagrams there is no connection to end.
                 State::Established if !c.is_datagram() => self.disconnected(id, -ETIMEDOUT),
                 _ => {}
             }
@@ -126,7 +131,8 @@ impl Manager<'_> {
         true
     }
 
-    /// The vRNIC that a plain device's MAD is for: the one with the address that it names, or that it has asked before.
+    /// The vRNIC that a plain device's MAD is for, and its GID. A request names the address of the vRNIC; any other MAD
+    /// names the communication ID of one of its identifiers.
     fn mad_target(&self, from: IpAddr, mad: &[u8]) -> Option<(VnicId, Gid)> {
         let by_ip = |private: &[u8]| {
             let own = Gid::from_ip(IpHeader::parse(private)?.0.dst);
@@ -138,7 +144,8 @@ impl Manager<'_> {
         let by_id = |local_id: u32| {
             let c = self.cm.ids.get(*self.cm.by_local_id.get(&local_id)?)?;
             let group = self.core.objects.vnics.get(c.vnic.0)?.group;
-            // Otherwise somebody whose own address is the virtual address of a peer could answer for that peer.
+            // Otherwise a plain device with the same address as a peer of the virtual network could answer for that
+            // peer.
             if !self.core.net.is_foreign(group, from) {
                 return None;
             }
@@ -157,7 +164,8 @@ impl Manager<'_> {
         }
     }
 
-    /// A MAD came in. `last`: a request to a service that nobody listens to has waited long enough, and is refused.
+    /// Handles a MAD. `last` is set for a request that has waited long enough for a listener: it is refused if there is
+    /// none.
     fn on_mad(&mut self, vnic: VnicId, own: Gid, from: Gid, bytes: &[u8], last: bool) {
         if !self.core.is_up(vnic) {
             return;
@@ -174,7 +182,7 @@ impl Manager<'_> {
         {
             return;
         }
-        // Answers are for an identifier of this vRNIC that deals with this peer, and nobody else.
+        // An answer is accepted only by an identifier of this vRNIC whose peer is the sender.
         let find = |local_id: u32| -> Option<Id> {
             let h = *self.cm.by_local_id.get(&local_id)?;
             self.cm.ids.get(h).filter(|c| c.vnic == vnic && c.remote() == Some(from)).map(|_| h)
@@ -215,7 +223,7 @@ impl Manager<'_> {
                 }
             }
             Message::Dreq { local_id, remote_id, .. } => {
-                // A DREQ about a connection that nobody knows is answered too: it is over.
+                // A DREQ about an unknown connection is answered too, because that connection has ended.
                 let message = Message::Drep { local_id: remote_id, remote_id: local_id, private: Vec::new() };
                 let found = find(remote_id);
                 self.send_mad_to(vnic, own, from, &Mad { tid, message }.bytes());
@@ -259,7 +267,7 @@ impl Manager<'_> {
         (bytes.max(256).ilog2() - 7) as u8
     }
 
-    /// Sends a message, and again until something stops its timer.
+    /// Sends a message, and repeats it until its timer is stopped.
     pub(super) fn send_until_answered(&mut self, id: Id, mad: &Mad) {
         let bytes = mad.bytes();
         if let Some(c) = self.cm.ids.get_mut(id) {
@@ -283,7 +291,7 @@ impl Manager<'_> {
         }
     }
 
-    /// Keeps a request until somebody listens; false if it has waited, or too many do.
+    /// Keeps a request until there is a listener. False if the request has waited before, or too many requests wait.
     fn keep_early(&mut self, vnic: VnicId, own: Gid, from: Gid, service: u64, mad: &Mad, last: bool) -> bool {
         let own_ones = self.cm.early.iter().filter(|e| e.vnic == vnic).count();
         let others = self.cm.early.len() - own_ones;
@@ -299,7 +307,7 @@ impl Manager<'_> {
         true
     }
 
-    /// Somebody listens: requests that waited for that are there now.
+    /// Called when there is a new listener: handles the requests that waited for it.
     pub(super) fn hear_early(&mut self) {
         for e in std::mem::take(&mut self.cm.early) {
             if self.find_listener(e.vnic, e.service, e.own.ip()).is_some() {
@@ -310,7 +318,7 @@ impl Manager<'_> {
         }
     }
 
-    /// Looks at the timers; true if one was due.
+    /// Handles the timers that are due; true if a connection's timer was.
     pub fn poll(&mut self) -> bool {
         let now = self.core.now;
         while self.cm.early.front().is_some_and(|e| e.until <= now) {
@@ -318,7 +326,7 @@ impl Manager<'_> {
             self.on_mad(e.vnic, e.own, e.from, &*e.mad, true);
             self.deliver_local_mads();
         }
-        // Timers that were stopped are in the way only when there are many.
+        // Stopped timers are removed only when there are many.
         if self.cm.timers.len() > self.cm.timers_kept * 2 + MAX_STOPPED {
             let ids = &self.cm.ids;
             self.cm.timers.retain(|t| ids.get(t.0.1).is_some_and(|c| c.timer == t.0.2));
@@ -370,7 +378,7 @@ impl Manager<'_> {
         }
     }
 
-    /// The connection of an identifier fails.
+    /// Ends the connection of an identifier with a failure.
     pub(super) fn close(&mut self, id: Id, kind: CmEventKind, status: i32, private: &[u8]) {
         self.stop_timer(id);
         if let Some(c) = self.cm.ids.get_mut(id) {

@@ -12,8 +12,8 @@ use crate::core::Core;
 use crate::objects::{Backing, Mr, PageList, SessionId};
 
 impl Core {
-    /// CREATE_MR: an MR that is free. It may get up to `most` pages, and grant `flags` at most. `hold` is kept as long as it.
-    /// Returns (handle, key).
+    /// CREATE_MR: makes an MR in the state free, which work requests register. It may get at most `most` pages and
+    /// grant at most `flags`. `hold` is kept as long as the MR. Returns (handle, key).
     ///
     /// # Errors
     /// `BadValue` for other flags or another number of pages, `BadHandle`, `Exhausted`.

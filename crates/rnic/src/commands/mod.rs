@@ -80,7 +80,7 @@ impl Core {
     }
 
     /// MODIFY_CQ: completion events come after `count` completions or `period_us` microseconds after the first of them;
-    /// at once if one of both is 0. What waits already is reported now.
+    /// at once if either is 0. Completions that wait already are reported now.
     ///
     /// # Errors
     /// `BadHandle`.
@@ -125,8 +125,8 @@ impl Core {
         Ok(())
     }
 
-    /// REG_USER_MR and GET_DMA_MR. `regions` are the session's memory regions below it.
-    /// Returns (handle, key); the key serves as lkey and rkey.
+    /// REG_USER_MR and GET_DMA_MR. `regions` are the session's memory regions that the MR lies in. Returns (handle,
+    /// key); the key serves as lkey and rkey.
     ///
     /// # Errors
     /// `BadValue` for flags that do not go together, `Exhausted` at a quota.
@@ -159,14 +159,14 @@ impl Core {
         self.make_mr(mr)
     }
 
-    /// Makes an MR or a window: its number and its key.
+    /// Makes an MR or a window. Returns its number and its key.
     fn make_mr(&mut self, mr: Mr) -> Result<(u32, u32)> {
         let (h, named) = self.objects.insert_mr(mr, &mut self.random.keys)?;
         self.made(Object::Mr(h)).inspect_err(|_| self.objects.remove_mr(h))?;
         Ok(named)
     }
 
-    /// An object goes, unless it is a QP, which goes by [`Core::remove_qp`]. The executor hears of it first.
+    /// Removes an object, unless it is a QP ([`Core::remove_qp`]). The executor is told before.
     pub(crate) fn remove(&mut self, object: Object) {
         self.gone(object);
         match object {
@@ -179,7 +179,7 @@ impl Core {
         }
     }
 
-    /// Keeps what a driver says of the way that its MR's memory goes.
+    /// Keeps a driver's note about the way in which an MR's memory is reached.
     pub fn note_mr(&mut self, s: SessionId, mr: u32, note: u32) {
         if let Ok((h, _)) = self.objects.own_mr(s, mr)
             && let Some(m) = self.objects.mrs.get_mut(h)
@@ -188,7 +188,7 @@ impl Core {
         }
     }
 
-    /// QUERY_MR: what requests have read and written by the key of an MR.
+    /// QUERY_MR: the approximate number of accesses that the key of an MR has served, and of their bytes.
     ///
     /// # Errors
     /// `BadHandle` if the session has no such MR.
@@ -223,11 +223,11 @@ impl Core {
         Ok(())
     }
 
-    /// EXTEND_MR: `len` further bytes at the end of an MR of mapped memory.
+    /// EXTEND_MR: appends `len` bytes of mapped memory to an MR.
     ///
     /// # Errors
-    /// `BadHandle` if the session has no such MR, `BadState` if it has no mapped memory or windows are bound to it, `BadValue` if
-    /// its addresses would wrap, `Exhausted`.
+    /// `BadHandle` if the session has no such MR, `BadState` if it has no mapped memory or windows are bound to it,
+    /// `BadValue` if its addresses would wrap, `Exhausted`.
     pub fn extend_mr(
         &mut self,
         s: SessionId,
@@ -258,19 +258,19 @@ impl Core {
         Ok(())
     }
 
-    /// A new number for something that the device itself keeps for a session.
+    /// Draws a new number for an object that the device keeps for a session.
     ///
     /// # Errors
-    /// `Exhausted` after at least 2^31 of them.
+    /// `Exhausted` after at least 2^31 numbers.
     pub fn new_number(&mut self, s: SessionId) -> Result<u32> {
         self.objects.new_number(s)
     }
 
-    /// REREG_MR: `mr` keeps its keys and gets all else from `by`, which ceases to exist.
+    /// REREG_MR: `mr` keeps its keys and takes everything else from `by`, which is removed.
     ///
     /// # Errors
-    /// `BadHandle` if the session has no such MRs, or they are one; `Busy` while windows are bound to them; `BadState` if work requests
-    /// register one.
+    /// `BadHandle` if the session has no such MRs, or they are one; `Busy` while windows are bound to them; `BadState`
+    /// if work requests register one.
     pub fn rereg_mr(&mut self, s: SessionId, mr: u32, by: u32) -> Result<()> {
         if mr == by {
             return Err(Status::BadHandle);
@@ -281,7 +281,7 @@ impl Core {
         let new = self.objects.mrs.remove(by_handle).ok_or(Status::BadHandle)?;
         self.objects.names(s).and_then(|n| n.mrs.remove(&by));
         self.objects.leave_pd(&new);
-        // The bytes of `by` are those of `mr` now.
+        // `mr` has the memory of `by` now, so the bytes of `by` stay counted.
         let old = self.objects.mrs.replace(mr, new).ok_or(Status::BadHandle)?;
         self.objects.leave_pd(&old);
         self.objects.enter_pd(mr);
@@ -289,10 +289,11 @@ impl Core {
         self.made(Object::Mr(mr)).inspect_err(|_| self.objects.remove_mr(mr))
     }
 
-    /// CREATE_AH: the destination is looked up here, once.
+    /// CREATE_AH. The destination is looked up once, here.
     ///
     /// # Errors
-    /// `BadValue` for an address vector that is not global, names no own GID or has an unknown rate, `Unreachable`, `Exhausted`.
+    /// `BadValue` for an address vector that is not global, names no own GID or has an unknown rate, `Unreachable`,
+    /// `Exhausted`.
     pub fn create_ah(&mut self, s: SessionId, pd: u32, a: &abi::AhAttr) -> Result<u32> {
         let pd = self.objects.own_pd(s, pd)?;
         self.objects.quota(s, |u| u.ahs, |l| l.max_ah)?;
@@ -322,10 +323,11 @@ impl Core {
         Ok(number)
     }
 
-    /// Where datagrams of a vRNIC to an address go: their header, what that leads to, and whether there is a link.
+    /// Resolves the destination of a vRNIC's datagrams: the header fields, the target, and whether there is a link.
     ///
     /// # Errors
-    /// `BadValue` if it names no own GID, `Unreachable` if it must be reached and is not.
+    /// `BadValue` if the address vector names no own GID, `Unreachable` if `must` is set and nobody has the destination
+    /// GID.
     pub(crate) fn resolve_address(&self, vnic: VnicId, to: &abi::AhAttr, must: bool) -> Result<(Flow, Target, bool)> {
         let (v, grh) = (self.objects.vnics.get(vnic.0).ok_or(Status::BadHandle)?, &to.grh);
         let own = v.gid(grh.sgid_index);
@@ -351,10 +353,10 @@ impl Core {
         Ok(())
     }
 
-    /// SET_STAGE: gives a session its stage, which it has from then on.
+    /// SET_STAGE: gives a session its stage, for as long as the session exists.
     ///
     /// # Errors
-    /// `BadAddress` for a window that cannot be one, `BadState` if there is one, `Exhausted`.
+    /// `BadAddress` for a window that cannot be a stage, `BadState` if the session has a stage, `Exhausted`.
     pub fn set_stage(&mut self, s: SessionId, span: Span) -> Result<()> {
         let session = self.objects.sessions.get_mut(s.0).ok_or(Status::BadHandle)?;
         if session.stage.is_some() {

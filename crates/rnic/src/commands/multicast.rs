@@ -1,4 +1,4 @@
-//! QPs join and leave multicast groups.
+//! Attaches QPs to multicast groups and detaches them.
 
 use unirdma_abi::Status;
 use unirdma_formats::{Gid, Qpn};
@@ -8,16 +8,16 @@ use crate::core::Core;
 use crate::objects::{Qp, SessionId};
 use crate::slab::Handle;
 
-/// Groups that one QP may be attached to.
+/// Most groups that one QP may be attached to.
 const MAX_GROUPS: usize = 64;
-/// Attachments of all QPs of a vRNIC.
+/// Most attachments of all QPs of a vRNIC.
 const MAX_ATTACHED: usize = 65_536;
 
 impl Core {
     /// ATTACH_MCAST.
     ///
     /// # Errors
-    /// `BadHandle`, `BadValue` for a QP that is not UD or a GID that is no group's, `Exhausted`.
+    /// `BadHandle`, `BadValue` for a QP that is not UD or a GID that is not a multicast address, `Exhausted`.
     pub fn attach_mcast(&mut self, s: SessionId, qpn: u32, gid: Gid) -> Result<()> {
         let h = self.objects.own_qp(s, Qpn(qpn))?;
         let q = self.objects.qps.get_mut(h).ok_or(Status::BadHandle)?;
@@ -39,7 +39,7 @@ impl Core {
     /// DETACH_MCAST.
     ///
     /// # Errors
-    /// `BadHandle`, `BadValue` if it is not attached.
+    /// `BadHandle`, `BadValue` if the QP is not attached.
     pub fn detach_mcast(&mut self, s: SessionId, qpn: u32, gid: Gid) -> Result<()> {
         let h = self.objects.own_qp(s, Qpn(qpn))?;
         let q = self.objects.qps.get_mut(h).ok_or(Status::BadHandle)?;
@@ -57,7 +57,7 @@ impl Core {
         }
     }
 
-    /// QP `h` is about to go.
+    /// Detaches QP `h` from all groups before it is removed.
     pub(crate) fn detach_all(&mut self, h: Handle<Qp>) {
         let groups = self.objects.qps.get_mut(h).and_then(Qp::datagrams_mut).map(|d| std::mem::take(&mut d.groups));
         for gid in groups.unwrap_or_default() {

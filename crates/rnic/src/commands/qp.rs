@@ -1,4 +1,4 @@
-//! QPs: made, moved, shown and destroyed.
+//! Creates, modifies, queries, resizes and destroys QPs.
 
 use unirdma_abi as abi;
 use unirdma_abi::Status;
@@ -16,12 +16,14 @@ use crate::path::Path;
 use crate::slab::Handle;
 
 impl Core {
-    /// From now on QPs get numbers of these ranges (first number, how many), which have none in common. QPs keep their numbers.
+    /// Sets the ranges (first number, count) that the numbers of new QPs are drawn from. The ranges must not overlap.
+    /// Existing QPs keep their numbers.
     pub fn set_qpns(&mut self, ranges: &[(u32, u32)]) {
         self.objects.qpn_space = QpnSpace::new(ranges);
     }
 
-    /// About how many numbers for QPs are left: QPs that were restored may have numbers of other ranges.
+    /// Approximate number of QPNs that are free. It is not exact because restored QPs may have numbers outside the
+    /// ranges.
     pub fn qpns_left(&self) -> u32 {
         self.objects.qpn_space.len().saturating_sub(self.objects.qpns.len() as u32)
     }
@@ -33,7 +35,8 @@ impl Core {
     pub fn create_qp(&mut self, s: SessionId, typ: u8, c: CreateQp) -> Result<(u32, u32)> {
         let gsi = typ == abi::QP_TYPE_GSI;
         let typ = if gsi { Some(QpType::Ud) } else { QpType::from_raw(typ.into()) }.ok_or(Status::Unsupported)?;
-        // The target of an XRC connection has neither PD nor CQs: each message is for an SRQ that has.
+        // The target of an XRC connection has no PD and no CQs: each message uses the PD and the CQ of the SRQ that it
+        // names.
         let (xrcd, pd, send_cq, recv_cq) = match (typ, c.xrcd) {
             (QpType::XrcRecv, Some(xrcd)) => {
                 (Some(self.objects.own_xrcd(s, xrcd)?), Handle::NONE, Handle::NONE, Handle::NONE)
@@ -116,12 +119,12 @@ impl Core {
         Ok((qpn.0, bit_of(slot)))
     }
 
-    /// QP `h` begins, or ends, to use its PD, its CQs, its SRQ and its XRC domain.
+    /// Counts (`more`) or discounts QP `h` as a user of its PD, its CQs, its SRQ and its XRC domain.
     pub(crate) fn use_objects(&mut self, h: Handle<Qp>, more: bool) {
         let Some(q) = self.objects.qps.get(h) else { return };
         let (pd, cqs, srq, xrcd) = (q.pd, [q.send_cq, q.recv_cq], q.srq, q.xrcd);
         match xrcd {
-            // The PD, the CQ and the SRQ of such a QP are those of the last message.
+            // Such a QP takes the PD, the CQ and the SRQ of each message, and is not counted as their user here.
             Some((xrcd, _)) => self.objects.use_xrcd(xrcd, more),
             None => {
                 self.objects.use_pd(pd, more);
@@ -131,8 +134,8 @@ impl Core {
         }
     }
 
-    /// DESTROY_QP. One that others have opened lives on for them. What was posted to it and not sent yet is lost: ask
-    /// [`crate::Core::is_behind`] before.
+    /// DESTROY_QP. A QP that other sessions have opened exists until they leave it. Work requests that were posted and
+    /// not yet sent are lost: ask [`crate::Core::is_behind`] before.
     ///
     /// # Errors
     /// `BadHandle` if the session has no such QP.
@@ -173,7 +176,8 @@ impl Core {
         Ok(())
     }
 
-    /// `s` uses QP `h` no more. It goes with the last one that does; true if `s` uses it still.
+    /// Ends the use of QP `h` by session `s`. The QP is removed when no session uses it. True if `s` has opened it more
+    /// than once and still uses it.
     pub(crate) fn leave_qp(&mut self, h: Handle<Qp>, s: SessionId) -> bool {
         let Some(q) = self.objects.qps.get_mut(h) else { return false };
         let left = match q.openers.iter().position(|o| o.0 == s) {
@@ -200,10 +204,12 @@ impl Core {
         stays
     }
 
-    /// RESIZE_QP: the rings, already checked, hold what waited in those before, at the same indices.
+    /// RESIZE_QP: replaces the rings. The new ones, which were checked before, hold the waiting WQEs of the old ones at
+    /// the same indices.
     ///
     /// # Errors
-    /// `BadHandle` if the session has no such QP, `BadState` if it is lost, `BadValue` if the rings do not hold what waits.
+    /// `BadHandle` if the session has no such QP, `BadState` if it has failed, `BadValue` if the rings do not hold the
+    /// waiting WQEs.
     pub fn resize_qp(&mut self, s: SessionId, qpn: u32, rings: QpRings) -> Result<()> {
         let h = self.objects.own_qp(s, Qpn(qpn))?;
         let q = self.objects.qps.get_mut(h).filter(|q| q.owner == s && !q.broken).ok_or(Status::BadState)?;
@@ -218,7 +224,7 @@ impl Core {
         Ok(())
     }
 
-    /// QUERY_QP: the attributes as they are now.
+    /// QUERY_QP: the present attributes.
     ///
     /// # Errors
     /// `BadHandle` if the session has no such QP.
@@ -252,9 +258,9 @@ impl Core {
             return Err(Status::BadState);
         }
         let to = if given(m::STATE) { raw(a.qp_state)? } else { q.state };
-        // Kernels name no port for the QP of the general services.
+        // Kernels set no port for QP 1.
         let port = if q.gsi && q.state == QpState::Reset && to == QpState::Init { m::PORT } else { 0 };
-        // A send queue that still drains stays in SQD, and as it is (IBTA vol. 1, 10.3.1.5).
+        // A QP in SQD whose send queue still drains goes neither to RTS nor to SQD (IBTA vol. 1, 10.3.1.5).
         let goes_on = given(m::STATE) && matches!(to, QpState::Rts | QpState::Sqd);
         if !attr::allowed(q.typ, q.state, to, mask | port) || goes_on && q.is_draining() {
             return Err(Status::BadState);
@@ -274,7 +280,7 @@ impl Core {
         let (mut peer, mut own) = (None, q.own);
         if given(m::AV) {
             let ah = &a.ah_attr;
-            // RoCE has no LIDs: an address vector without a GRH names nobody (annex A16).
+            // RoCE has no LIDs, so an address vector needs a GRH (annex A16).
             own = v.gid(ah.grh.sgid_index);
             if ah.is_global == 0 || own.is_none() || ah.port_num > 1 || rate_kbps(ah.static_rate).is_none() {
                 return Err(Status::BadValue);
@@ -342,8 +348,8 @@ impl Core {
     }
 }
 
-/// The attributes as the fields of packets and of a NIC's context of a QP hold them: bits beyond a field's are dropped, as the drivers of
-/// NICs do.
+/// Cuts attributes to the size of their fields in packets and in a NIC's QP context. Excess bits are dropped, as by the
+/// drivers of NICs.
 fn fitted(a: &abi::QpAttr) -> abi::QpAttr {
     const BITS_3: u8 = 7;
     const BITS_5: u8 = 31;

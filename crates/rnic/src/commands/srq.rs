@@ -9,7 +9,8 @@ use crate::executor::Object;
 use crate::objects::{SessionId, Srq, SrqAttr, SrqInfo, XrcSrq};
 
 impl Core {
-    /// CREATE_SRQ on a ring that the device has resolved. Returns (handle, number); a number of 0 is none.
+    /// CREATE_SRQ on a ring that the device has resolved. Returns (handle, number); a number of 0 means that there is
+    /// none.
     ///
     /// # Errors
     /// `BadHandle`, `BadValue` for a limit above its size, `Exhausted` at the vRNIC's quota.
@@ -71,10 +72,11 @@ impl Core {
         Ok(())
     }
 
-    /// RESIZE_SRQ: receives are taken from another ring, which holds those that wait at the same indices.
+    /// RESIZE_SRQ: replaces the ring. The new one holds the waiting receives at the same indices.
     ///
     /// # Errors
-    /// `BadValue` if more wait than it holds, or its limit is above its size; `BadState` for an SRQ that is lost.
+    /// `BadValue` if more receives wait than the ring holds, or the limit is above its size; `BadState` for an SRQ that
+    /// has failed.
     pub fn resize_srq(&mut self, s: SessionId, srq: u32, rings: QpRings) -> Result<()> {
         let (srq, _) = self.objects.own_srq(s, srq)?;
         let q = self.objects.srqs.get_mut(srq).filter(|q| !q.broken).ok_or(Status::BadState)?;

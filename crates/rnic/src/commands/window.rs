@@ -24,7 +24,7 @@ impl Core {
         self.make_mr(Mr { window, ..Mr::empty(s, pd) })
     }
 
-    /// DEALLOC_MW: it grants nothing any more.
+    /// DEALLOC_MW: removes a window and its grant.
     ///
     /// # Errors
     /// `BadHandle` if the session has no such window.
