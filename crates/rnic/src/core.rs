@@ -49,7 +49,7 @@ pub struct Core {
     pub(crate) random: Streams,
     /// The time of the input or command that is being worked on, ns.
     pub(crate) now: u64,
-    /// Number of wake channels that drivers are told.
+    /// Number of wake channels, which is passed to drivers.
     pub(crate) wakes: u32,
     /// True while no thread polls doorbells and drivers have to kick ([`Core::doze`]).
     pub(crate) dozes: bool,
@@ -69,8 +69,8 @@ pub struct Core {
 }
 
 impl Core {
-    /// Makes a core. `seed` determines its random numbers, `wakes` is the number of wake channels that drivers are
-    /// told, and `executor` executes the work of QPs.
+    /// Makes a core. `seed` determines its random numbers, `wakes` is the number of wake channels, which is passed to
+    /// drivers, and `executor` executes the work of QPs.
     pub(crate) fn new(seed: &Seed, wakes: u32, executor: Box<dyn Executor<Core>>) -> Self {
         Core {
             objects: Objects::default(),

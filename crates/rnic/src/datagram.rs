@@ -1,8 +1,9 @@
 //! Unreliable datagrams: sending, and delivery from this host and from others (IBTA vol. 1, 9.8).
 //!
-//! A datagram names its destination by an address handle, which is resolved once, when it is created. To a plain RoCEv2
-//! device it goes as it is. To another virtual layer it goes as a whole packet, with the virtual addresses in its IP
-//! header, inside VXLAN: nothing else in a datagram says which vRNIC of a host it comes from.
+//! A datagram names its destination by an address handle, which is resolved once, when it is created. A datagram to a
+//! plain RoCEv2 device is sent as it is. A datagram to another virtual layer is sent inside VXLAN, as a whole packet
+//! with the virtual addresses in its IP header, because nothing else in a datagram says which vRNIC of a host has sent
+//! it.
 
 use std::ops::Range;
 
@@ -24,21 +25,22 @@ use crate::slab::Handle;
 /// A Q_Key with this bit stands for the QP's own (IBTA vol. 1, 10.2.5).
 const OWN_QKEY: u32 = 1 << 31;
 
-/// Datagrams that found no receive wait this long for one, ns: a program that shares its processor with others may not
-/// have had its turn yet. It is as if the network had been slower.
+/// Time that a datagram without a receive waits for one, ns. A program that shares its core with others may not have
+/// run yet. To the sender this looks like a slower network.
 const HOLD_NS: u64 = 10_000_000;
-/// Most messages that wait for connection management: it takes them after each round.
+/// Most MADs that wait for connection management, which takes them after each round.
 const MAX_MADS: usize = 1024;
-/// Members of a multicast group that get a datagram in one go: then others have their turn.
+/// Members of a multicast group that get a datagram of this host in one turn. Other work follows before the next ones.
 const MEMBERS_AT_ONCE: u32 = 2;
-/// Most bytes of datagrams that wait at one QP, and of those that its vRNIC has room for no more than half of what its other QPs leave.
+/// Most bytes of datagrams that wait at one QP. The QP may also take at most half of the room that the other QPs of its
+/// vRNIC leave.
 const HOLD_BYTES: usize = 1 << 20;
-/// Most datagrams that are delivered, or dropped, at a time: then others have their turn.
+/// Most waiting datagrams that are delivered or dropped at a time. Other work follows before the next ones.
 const DRAINED_AT_ONCE: usize = 16;
-/// Nobody rings for the receives of an SRQ, nor when memory has moved. So a QP that waits for them looks again after a part of the time that
-/// its first datagram has waited,
+/// A driver rings no doorbell for the receives of an SRQ, nor when memory has moved. So a QP that waits for either
+/// tries again after this part of the time that its first datagram has waited,
 const LOOK_AGAIN_PART: u64 = 4;
-/// and at most after this time, ns.
+/// but after this time at the latest, ns.
 const LOOK_AGAIN_NS: u64 = 50_000;
 
 impl Core {
@@ -141,11 +143,13 @@ impl Core {
         Outcome::Done
     }
 
-    /// Where the datagram of a WQE goes, and how fast: where its address handle leads, or the address in the WQE itself. That is for
-    /// drivers that cannot make a handle where they learn the address, and is looked up for each datagram.
+    /// Resolves the destination and the rate of the datagram of a WQE, from its address handle, or from the address in
+    /// the WQE itself. The latter is for drivers that cannot create a handle where they learn the address; it is
+    /// resolved for each datagram.
     fn address_of(&self, q: &Qp, w: &Work) -> Option<(Flow, Target, bool, u32)> {
         if w.wqe.send_flags & send_flags::ADDRESS != 0 {
-            // A guest's connection management goes on when one of its peers is gone: what it sends there is lost.
+            // A guest's connection management keeps running when one of its peers is gone. Its datagrams to that peer
+            // are lost.
             let to = w.wqe.address();
             let (flow, target, linked) = self.resolve_address(q.vnic, &to, !q.gsi).ok()?;
             let kbps = rate_kbps(to.static_rate)?;
@@ -158,10 +162,10 @@ impl Core {
         (pd == q.pd).then_some((flow, target, linked, rate_kbps(static_rate)?))
     }
 
-    /// The data of a datagram lies in the private memory of a process: lets a job bring it.
+    /// Makes a job that fetches the data of a datagram from the private memory of a process.
     ///
     /// # Errors
-    /// The fault if that cannot be.
+    /// The fault if no job can be made.
     fn fetch_datagram(&mut self, h: Handle<Qp>, w: &mut Work) -> Result<Outcome, Fault> {
         let Some(d) = self.objects.qps.get_mut(h).and_then(Qp::datagrams_mut) else { return Err(Fault::Source) };
         let mut fetched = std::mem::take(&mut d.fetched);
@@ -196,8 +200,8 @@ impl Core {
         }
     }
 
-    /// Delivers a message of the general services on this host: to the QP that a vRNIC has for them, or to connection management.
-    /// No program's QP has their number, so what comes from another is not believed.
+    /// Delivers a MAD on this host: to the vRNIC's own QP 1, or to connection management. No QP of a program has number
+    /// 1, so a MAD from another QPN is dropped.
     pub(crate) fn deliver_mad(&mut self, vnic: VnicId, qkey: u32, flow: &Flow, data: &[u8], note: Note) {
         if note.src_qp != GSI_QPN || qkey != GSI_QKEY {
             self.net.drops.bad_state += 1;
@@ -218,7 +222,7 @@ impl Core {
         }
     }
 
-    /// Puts a datagram into a receive of UD QP `h`, if it takes it.
+    /// Delivers a datagram to UD QP `h` if the QP accepts it: into a receive, or into the QP's backlog.
     pub(crate) fn accept(&mut self, h: Handle<Qp>, qkey: u32, flow: &Flow, data: &[u8], note: Note) {
         let Some(q) = self.objects.qps.get_mut(h) else { return };
         if !q.receives() {
@@ -244,8 +248,9 @@ impl Core {
         }
     }
 
-    /// Keeps a datagram, on the heap, until there is a receive for it, and the receive's memory can be reached. It is on the account of the
-    /// receiver, of which it may take a part only, and is dropped if there is no room: a sender can take nothing else from it.
+    /// Keeps a copy of a datagram until there is a receive for it whose memory can be reached. The memory is charged to
+    /// the receiver's vRNIC, which may use only a part of its room for that; without room the datagram is dropped. So a
+    /// sender can use up nothing else of the receiver.
     fn hold(&mut self, h: Handle<Qp>, flow: &Flow, data: &[u8], note: Note) {
         let until = self.now.saturating_add(HOLD_NS);
         let Some(q) = self.objects.qps.get_mut(h) else { return };
@@ -263,21 +268,23 @@ impl Core {
         }
         backlog.push(Held { until, flow: *flow, data: data.into(), note });
         if !shared {
-            // From now on the driver rings when it posts a receive. A receive that was posted before is found in the QP's turn.
+            // Asks the driver to ring when it posts a receive. A receive that was posted before is found in the QP's
+            // turn.
             q.rings.set_rq_notify(true);
             self.make_runnable(h);
         }
         self.look_again(h, shared);
     }
 
-    /// Sees to it that the backlog of QP `h` is looked at when its first datagram has waited long enough, or, if nobody will ring, before that.
+    /// Sets a timer for the backlog of QP `h`: for the time at which its first datagram has waited too long or, if no
+    /// doorbell will announce a receive, for an earlier time.
     fn look_again(&mut self, h: Handle<Qp>, nobody_rings: bool) {
         let now = self.now;
         let Some(q) = self.objects.qps.get_mut(h) else { return };
         let vnic = q.vnic;
         let Some(Datagrams { backlog, .. }) = q.datagrams_mut() else { return };
         let Some(first) = backlog.held.front() else { return };
-        // While a job has it, or has put it into its receive, it waits for nothing that a timer could end.
+        // A datagram that a job stores, or has stored, in its receive does not expire.
         let over = if matches!(backlog.placing, Placing::No) { first.until.saturating_add(1) } else { u64::MAX };
         let waited = HOLD_NS.saturating_sub(over.saturating_sub(now));
         let soon = now.saturating_add((waited / LOOK_AGAIN_PART).clamp(MOMENT_NS, LOOK_AGAIN_NS));
@@ -288,7 +295,8 @@ impl Core {
         }
     }
 
-    /// The timer of a backlog has fired: datagrams that have waited too long are dropped, and the others are looked at in the QP's turn.
+    /// Called when the timer of a backlog fires. Datagrams that have waited too long are dropped; the QP's turn looks
+    /// for receives for the others.
     pub(crate) fn backlog_due(&mut self, h: Handle<Qp>) {
         let now = self.now;
         let Some(q) = self.objects.qps.get_mut(h) else { return };
@@ -307,14 +315,15 @@ impl Core {
         self.look_again(h, false);
     }
 
-    /// Delivers the datagrams that wait, as far as there are receives, and drops those that waited too long. At most [`DRAINED_AT_ONCE`]; how many.
+    /// Delivers waiting datagrams while there are receives, and drops those that have waited too long,
+    /// [`DRAINED_AT_ONCE`] at most. Returns the number delivered or dropped.
     pub(crate) fn drain_backlog(&mut self, h: Handle<Qp>) -> usize {
         for drained in 0..DRAINED_AT_ONCE {
             let now = self.now;
             let Some(q) = self.objects.qps.get_mut(h) else { return drained };
             let first = q.datagrams().and_then(|d| Some((d.backlog.held.front()?, d.backlog.placing)));
             let Some((first, placing)) = first else {
-                // One in ERR goes on to ask: receives that are posted to it are flushed.
+                // A QP in ERR keeps the request to ring, because receives that are posted to it are flushed.
                 q.rings.set_rq_notify(q.state == QpState::Err);
                 return drained;
             };
@@ -355,7 +364,8 @@ impl Core {
         DRAINED_AT_ONCE
     }
 
-    /// The first datagram of a backlog could not be put into its receive now. True unless a job does that.
+    /// Puts the first datagram back into a backlog, because it could not be stored in its receive now. True unless a
+    /// job stores it.
     fn put_back(&mut self, h: Handle<Qp>, d: Held) -> bool {
         let Some(q) = self.objects.qps.get_mut(h) else { return false };
         let Some(v) = self.objects.vnics.get(q.vnic.0) else { return false };
@@ -364,7 +374,7 @@ impl Core {
         !backlog.waits()
     }
 
-    /// The datagrams that wait at QP `h` are lost; how many.
+    /// Drops the datagrams that wait at QP `h`, and returns their number.
     pub(crate) fn drop_backlog(&mut self, h: Handle<Qp>) -> usize {
         let backlog = self.objects.qps.get_mut(h).and_then(Qp::datagrams_mut).map(|d| &mut d.backlog);
         let Some(backlog) = backlog.filter(|b| !b.is_empty()) else { return 0 };
@@ -374,8 +384,8 @@ impl Core {
         dropped
     }
 
-    /// Puts a datagram into the receive that QP `h` has taken. False if the receive's memory moves, or if a job has to do it; the receive
-    /// stays taken then.
+    /// Stores a datagram in the receive that QP `h` has taken, and completes the receive. False if the receive's memory
+    /// moves, or if a job has to store the datagram; the receive stays taken then.
     fn put(&mut self, h: Handle<Qp>, flow: &Flow, data: &[u8], note: Note) -> bool {
         let Some(q) = self.objects.qps.get(h) else { return true };
         let Some(r) = &q.recv else { return true };
@@ -422,7 +432,8 @@ impl Core {
         true
     }
 
-    /// Puts these parts of a datagram into the receive that QP `h` has taken, one after the other. `None` if a job has to do it.
+    /// Stores the parts of a datagram, one after the other, in the receive that QP `h` has taken. `None` if a job
+    /// stores them.
     fn place(&mut self, h: Handle<Qp>, parts: &[&[u8]; 2]) -> Option<Result<(), Fault>> {
         let backlog = &mut self.objects.qps.get_mut(h)?.datagrams_mut()?.backlog;
         if let Placing::Done(done) = backlog.placing {
@@ -448,7 +459,7 @@ impl Core {
         }
     }
 
-    /// A datagram packet for UD QP `h`, from the vRNIC or device that `flow` names.
+    /// Handles a datagram packet for UD QP `h` from the vRNIC or device that `flow` names.
     pub(crate) fn on_datagram(&mut self, h: Handle<Qp>, flow: &Flow, p: &Packet<'_>) {
         if p.opcode.transport != Transport::Ud {
             self.net.drops.bad_state += 1;
@@ -459,25 +470,25 @@ impl Core {
         self.make_runnable(h);
     }
 
-    /// Until there is room in [`crate::Tx`] again, QP `h` has nothing to do.
+    /// Lets QP `h` wait until there is room in [`crate::Tx`].
     fn wait_for_tx(&mut self, h: Handle<Qp>, w: &mut Work) {
         w.wait = Wait::Tx;
         self.net.tx_waiting.push_back(h);
     }
 
-    /// What [`Core::take_starved`] would say.
+    /// The result that [`Core::take_starved`] would have. Does not clear it.
     pub fn is_starved(&self) -> bool {
         self.starved
     }
 
-    /// True if datagrams have found no receive since this was asked last: whoever takes packets from the network should
-    /// let programs have their turn.
+    /// True if datagrams have found no receive since the last call. The caller should then let programs run before it
+    /// takes more packets from the network.
     pub fn take_starved(&mut self) -> bool {
         std::mem::take(&mut self.starved)
     }
 
-    /// Sends a datagram of QP `h` to a multicast group: to some of the members on this host after those that are `served` already, and first
-    /// of all to other hosts. True if there may be members that have not got it.
+    /// Sends a datagram of QP `h` to a multicast group: first to other hosts, and then to up to [`MEMBERS_AT_ONCE`] of
+    /// the members on this host that follow the first `served` ones. True if there may be members that have not got it.
     fn send_multicast(&mut self, h: Handle<Qp>, flow: &Flow, head: &Packet<'_>, data: &[u8], served: &mut u32) -> bool {
         let Some(group) = self.objects.qps.get(h).and_then(|q| self.objects.vnics.get(q.vnic.0)).map(|v| v.group)
         else {
@@ -505,8 +516,8 @@ impl Core {
         *served - before == MEMBERS_AT_ONCE
     }
 
-    /// Gives a datagram to those of the members of its multicast group on this host that have these numbers; the number of the first
-    /// one that has not got it.
+    /// Delivers a datagram to the members of its multicast group on this host whose numbers are in `members`. Returns
+    /// the number of the first member that has not got it.
     pub(crate) fn deliver_multicast(
         &mut self,
         group: u32,
@@ -527,7 +538,7 @@ impl Core {
         members.end
     }
 
-    /// A plain packet came in for UD QP `h`: only plain devices send those, from the address of their GID.
+    /// Handles a plain packet for UD QP `h`. Only plain devices send such packets, from the address of their GID.
     pub(crate) fn on_foreign_datagram(&mut self, h: Handle<Qp>, a: &Arrival, p: &Packet<'_>, body: &[u8]) {
         let Some(v) = self.objects.qps.get(h).and_then(|q| self.objects.vnics.get(q.vnic.0)) else { return };
         match v.first(a.from.is_ipv4()).filter(|_| self.net.is_foreign(v.group, a.from)) {

@@ -1,9 +1,10 @@
-//! The seam between what QPs are and what executes their work. Objects, names, quotas, groups, the scheduler and connection management
-//! are above it; the software RNIC ([`crate::software`]) is below it, and a real RNIC would be.
+//! The interface between QPs and the code that executes their work. Objects, names, quotas, groups, the scheduler and
+//! connection management are above it. The software RNIC ([`crate::software`]) is below it, and a hardware RNIC would
+//! be.
 //!
-//! A real RNIC has a PD, a CQ, an SRQ, an MR and a QP of its own for each of those here. It makes them in [`Executor::made`], moves its
-//! QPs in [`Executor::connect`], [`Executor::modified`] and [`Executor::reset`], and frees them in [`Executor::gone`]: so everything
-//! that maps one to the other is done on the control path, once (U05, U10).
+//! A hardware RNIC has its own PD, CQ, SRQ, MR and QP for each of the objects here. It makes them in
+//! [`Executor::made`], moves its QPs in [`Executor::connect`], [`Executor::modified`] and [`Executor::reset`], and
+//! frees them in [`Executor::gone`]. So objects are mapped to each other once, on the control path (U05, U10).
 
 use unirdma_abi::Status;
 use unirdma_formats::wire::Packet;
@@ -23,7 +24,7 @@ pub(crate) enum Object {
     Qp(Handle<Qp>),
 }
 
-/// Where the peer of a connection is. Its group has it: that was checked.
+/// The place of a connection's peer. The caller has checked that the peer is known in the vRNIC's group.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Peer {
     /// A vRNIC of this host.
@@ -32,45 +33,47 @@ pub(crate) enum Peer {
     There(Path),
 }
 
-/// What executes the work of QPs of a core.
+/// Executes the work of a core's QPs.
 pub(crate) trait Executor<Core>: Send {
-    /// An object was made.
+    /// Called after an object was made.
     ///
     /// # Errors
-    /// The command that made it fails with this status, and the object is gone again.
+    /// The command that made the object fails with this status, and the object is removed again.
     fn made(&mut self, _core: &mut Core, _object: Object) -> Result<(), Status> {
         Ok(())
     }
 
-    /// An object is about to go.
+    /// Called before an object is removed.
     fn gone(&mut self, _core: &mut Core, _object: Object) {}
 
-    /// A QP gets another peer.
+    /// Connects a QP to another peer.
     ///
     /// # Errors
-    /// The command that wanted it fails with this status.
+    /// The command that changes the peer fails with this status.
     fn connect(&mut self, core: &mut Core, qp: Handle<Qp>, peer: Peer) -> Result<(), Status>;
 
-    /// The attributes of a QP were changed: those of `mask` (`IBV_QP_*`).
+    /// Called after the attributes in `mask` (`IBV_QP_*`) of a QP were changed.
     fn modified(&mut self, core: &mut Core, qp: Handle<Qp>, mask: u32);
 
-    /// A QP goes to RESET: whatever was under way is forgotten.
+    /// Called before a QP goes to RESET: forgets all its work.
     fn reset(&mut self, core: &mut Core, qp: Handle<Qp>);
 
-    /// A rule does not allow the connection of a reliable QP any more: it fails as one that has lost its way, at once.
+    /// Fails a reliable QP at once, as if its peer could not be reached any more, because a rule does not allow its
+    /// connection.
     fn sever(&mut self, core: &mut Core, qp: Handle<Qp>);
 
-    /// A QP has its turn, for `allowance_ns` nanoseconds. Returns what it took, roughly, and whether there is more to do.
+    /// Gives a QP a turn of `allowance_ns` nanoseconds. Returns the estimated time that it took, and whether there is
+    /// more to do.
     fn step(&mut self, core: &mut Core, qp: Handle<Qp>, allowance_ns: u64) -> (u64, bool);
 
-    /// The time for which a QP waited has come.
+    /// Called when a QP's timer fires.
     fn timer(&mut self, core: &mut Core, qp: Handle<Qp>);
 
-    /// A packet came in for a QP: what it says, and all its bytes.
+    /// Handles a packet for a QP: `p` is parsed from `bytes`.
     fn packet(&mut self, core: &mut Core, qp: Handle<Qp>, a: &Arrival, p: &Packet<'_>, bytes: &[u8]);
 }
 
-/// Stands in the place of an executor while that works.
+/// Placeholder for an executor during its own calls.
 pub(crate) struct Away;
 
 impl<Core> Executor<Core> for Away {

@@ -1,5 +1,5 @@
-//! Where connections and address handles lead: to QPs of this host, or to other hosts. When a vRNIC moves, those that lead to it are
-//! led to its new host.
+//! The destinations of connections and address handles: QPs of this host, or other hosts. When a vRNIC moves,
+//! connections and address handles to it are led to its new host.
 
 use std::net::IpAddr;
 
@@ -17,15 +17,16 @@ impl Core {
         self.net.own_host = Some(host);
     }
 
-    /// From now on new connections and address handles send from UDP source ports from this one on (by default
-    /// [`unirdma_formats::net::FIRST_SOURCE_PORT`]). RNICs of one host that have different ones are different flows to the network.
+    /// Sets the first UDP source port of new connections and address handles (by default
+    /// [`unirdma_formats::net::FIRST_SOURCE_PORT`]). RNICs of one host that have different ones are different flows to
+    /// the network.
     pub fn set_first_source_port(&mut self, port: u16) {
         self.net.first_port = port;
     }
 
-    /// A vRNIC has moved. Connections and address handles of this host that lead to its GID lead to it again from now on: to this host if
-    /// the vRNIC is here, else to the host that [`crate::Rnic::set_routes`] has named. Packets that went to its former host are lost, and
-    /// requests are repeated after their timeouts.
+    /// Called after a vRNIC has moved. Connections and address handles of this host with its GID as destination are led
+    /// to it again: to this host if the vRNIC is here, else to the host that [`crate::Rnic::set_routes`] has named.
+    /// Packets that went to its former host are lost; requests are repeated after their timeouts.
     pub fn follow(&mut self, group: u32, gid: Gid) {
         let of_group = |core: &Self, id: VnicId| core.objects.vnics.get(id.0).is_some_and(|v| v.group == group);
         let leads = |core: &Self, q: &Qp| Gid(q.attr.ah_attr.grh.dgid) == gid && of_group(core, q.vnic);
@@ -54,14 +55,14 @@ impl Core {
         }
     }
 
-    /// True if somebody in a group of vRNICs has this GID, or if it is a multicast group's.
+    /// True if a group has this GID, on this host or behind a route, or if it is a multicast GID.
     pub(crate) fn is_reachable(&self, group: u32, gid: Gid) -> bool {
         gid.ip().is_multicast()
             || self.objects.find_vnic(group, gid).is_some()
             || self.net.routes.contains_key(&(group, gid))
     }
 
-    /// Where the datagrams of an AH go whose packets have this flow, and this UDP source port between hosts.
+    /// The target of the datagrams of an AH, whose packets have this flow and, between hosts, this UDP source port.
     pub(crate) fn target_of(&self, vnic: VnicId, flow: &Flow, port: u16) -> Target {
         let gid = Gid::from_ip(flow.dst);
         if flow.dst.is_multicast() {
@@ -69,7 +70,7 @@ impl Core {
         }
         let way = |to: Path| {
             let mut path = Path { port, class: class_of(flow.traffic_class, 0), ..to };
-            // The AH itself notes whether its vRNIC has a link.
+            // `Ah::linked` says whether the vRNIC has a link.
             path.link(true);
             path
         };
@@ -82,7 +83,7 @@ impl Core {
         }
     }
 
-    /// Where packets from `own`, an address of a vRNIC, to `gid` go.
+    /// The path of packets from `own`, an address of the vRNIC, to `gid`.
     pub(crate) fn way_to(&self, v: &Vnic, own: Gid, gid: Gid) -> Option<Path> {
         if self.objects.find_vnic(v.group, gid).is_some() {
             let own = self.net.vni(v.group);
@@ -111,7 +112,7 @@ impl Core {
 }
 
 impl Target {
-    /// The UDP source port of packets from `own` to `gid`, of those from `first` on.
+    /// The UDP source port of packets from `own` to `gid`, where `first` is the first port of the range.
     pub(crate) fn port(&self, first: u16, own: Gid, gid: Gid) -> u16 {
         match self {
             Target::Foreign(path) | Target::There(path, _) => path.port,

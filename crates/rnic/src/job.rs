@@ -1,18 +1,20 @@
-//! Jobs: copies that leave the core. The core says what is to be copied, whoever is free does it outside of every lock, and
-//! what came of it is an input again. A job copies between two QPs of this host, brings bytes that packets are made of, stores those
-//! of packets that came in, or executes an operation on a word. Mapped memory needs no job for anything but long copies; private memory
-//! of a process is reached by jobs only.
+//! Jobs: copies that are made without holding the core. The core makes a job, a free thread does it outside of every
+//! lock, and its result is an input to the core again. A job copies between two QPs of this host, fetches bytes for
+//! packets to send, stores bytes of received packets, or executes an operation on a word. Mapped memory needs jobs only
+//! for long copies; private memory of a process is reached by jobs only.
 //!
-//! A job pins its memory: it outlives the MRs that it was made from. So whoever takes memory away (a command that ends an MR or a
-//! QP, a driver whose memory goes away for a moment) stops the jobs that were made before, and waits for those that reach the
-//! memory at that very moment: a *fence*. What was stopped is tried again, with the keys that hold then. A work request that takes a grant
-//! back, of an MR or of a window, waits in the same way, but only for the jobs that go by that grant.
+//! A job pins its memory, which therefore outlives the MRs that the job was made from. So an operation that takes
+//! memory away (a command that ends an MR or a QP, a driver whose memory is not reachable for a moment) stops the jobs
+//! that were made before, and waits for those that access the memory at that moment: a *fence*. A stopped copy is tried
+//! again, with the keys that are valid then. A work request that revokes a grant, of an MR or of a window, waits in the
+//! same way, but only for the jobs that use that grant.
 //!
-//! Private memory of a process may be slow: a page of its own file system, a lock that a `fork` of a large process holds. So may a
-//! sparse file be whose owner makes a hole there at that moment ([`crate::objects::MemoryState`]), and jobs that go through it are treated alike. A job
-//! that goes through such memory holds one end at a time, so that nobody waits for the other end's process, and few such jobs of
-//! a vRNIC are under way. One that takes long is noted as slow, and then its process gets no further ones until it has ended; one
-//! that takes far too long is given up, and its QP fails.
+//! Private memory of a process may be slow: a page may belong to a file system of the process, or a `fork` of a large
+//! process may hold a lock. A sparse file may be slow as well, while its owner makes a hole there
+//! ([`crate::objects::MemoryState`]); jobs that use it are treated alike. A job that uses such memory accesses one end
+//! at a time, so that a fence for one end never waits for the process at the other end, and a vRNIC has few such jobs.
+//! A job that takes long is noted as slow; its process gets no further jobs until it has ended. A job that takes far
+//! too long is given up, and its QP fails.
 
 mod end;
 mod task;
@@ -30,66 +32,67 @@ pub use task::Job;
 pub(crate) use task::{Manner, Word};
 use task::{Phase, Task};
 
-/// While so many jobs wait for somebody to do them, no turn begins.
+/// No turn begins while this number of jobs waits.
 const MAX_WAITING: usize = 8;
-/// Most jobs of one vRNIC that go through private memory of processes, waiting ones included.
+/// Most jobs of one vRNIC that use private memory of processes, waiting ones included.
 const MAX_PROCESS_WAITING: usize = 64;
-/// A vRNIC that has so many slow jobs gets no more jobs that go through private memory of processes.
+/// A vRNIC with this number of slow jobs gets no more jobs that use private memory of processes.
 const MAX_SLOW: usize = 4;
-/// Boxes of jobs that are over, and buffers, which are kept for new ones.
+/// Most boxes of ended jobs, and most buffers, that are kept for new jobs.
 const MAX_SPARE: usize = 16;
-/// Most requests of a QP that one job copies for, and most of their bytes. The keys of a longer message are looked up again for each
-/// job.
+/// Most requests of a QP that one job copies, and most bytes of them. For a longer message the keys are looked up again
+/// for each job.
 const MAX_PARTS: usize = 32;
 const MAX_BYTES: u64 = 1 << 20;
-/// Most requests where pages may be missing: a job seldom comes to more of them.
+/// Most requests of one job where pages may be missing. A job seldom has time for more of them.
 const MAX_SPARSE_PARTS: usize = 4;
-/// Most bytes that a job copies through private memory of a process.
+/// Most bytes that a job copies from or to private memory of a process.
 const MAX_PROCESS_BYTES: u64 = 128 << 10;
-/// A buffer with room for more bytes is not kept.
+/// Largest buffer that is kept, in bytes.
 const MAX_SPARE_BYTES: usize = 512 << 10;
-/// Most bytes that one job brings or puts for packets.
+/// Most bytes that one job fetches or stores for packets.
 pub(crate) const MAX_PAYLOAD: u64 = 64 << 10;
 
-/// What waits for a fence.
+/// An operation that waits for a fence.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Waiter {
     /// The answer of a command.
     Command,
-    /// A driver that has said, with this number, that its memory goes away.
+    /// A driver that has announced, with this number, that its memory is not reachable for a moment.
     Away(u32),
 }
 
-/// A job that waits or is done by somebody.
+/// A job that waits or is being done.
 pub(crate) struct Flying {
     number: u64,
     pub qp: Handle<Qp>,
     pub peer: Handle<Qp>,
     phase: Arc<Phase>,
-    /// Whose memory it reads, and whose it writes.
+    /// The sessions whose memory it reads and writes.
     sessions: [SessionId; 2],
-    /// Grants of work requests that it reads and writes by, as [`Tables::grant`] says.
+    /// The revocable grants by which it reads and writes, as returned by [`Tables::grant`].
     grants: [Option<u32>; 2],
-    /// The sessions among those whose memory may make it wait, with their vRNICs: private memory of a process, for example.
+    /// The sessions of `sessions` whose memory may make the job wait, with their vRNICs. Such memory is private memory
+    /// of a process, for example.
     processes: [Option<(SessionId, VnicId)>; 2],
-    /// Somebody does it.
+    /// True while a thread does it. Not set for jobs that never wait for a process.
     runs: bool,
-    /// It takes long.
+    /// It was noted as slow.
     slow: bool,
-    /// Its QP waits for it no more.
+    /// Its QP does not wait for it any more.
     given_up: bool,
-    /// It executes an operation on a word.
+    /// True for an operation on a word.
     is_word: bool,
 }
 
 impl Flying {
-    /// True if it reaches memory of a session now.
+    /// True if it accesses memory of this session at this moment.
     fn reaches(&self, session: SessionId) -> bool {
         self.sessions[0] == session && self.phase.is_at(Phase::READS)
             || self.sessions[1] == session && self.phase.is_at(Phase::WRITES)
     }
 
-    /// True if its end `i` goes by a grant that was taken back.
+    /// True if its end `i` uses the grant that was revoked.
     fn goes_by(&self, freed: Freed, i: usize) -> bool {
         let several = self.grants[i] == Some(SEVERAL_GRANTS) && self.sessions[i] == freed.session;
         self.grants[i] == Some(freed.grant) || several
@@ -100,24 +103,24 @@ impl Flying {
     }
 }
 
-/// What came of an attempt to make a job.
+/// Result of an attempt to make a job.
 pub(crate) enum Made {
     /// The job with this number.
     Job(u64),
-    /// Nothing: memory is not there.
+    /// No job, because memory is not there.
     Nothing(Fault),
-    /// Nothing for the moment: memory of its process is slow.
+    /// No job for the moment, because the memory of its process is slow.
     Slow,
-    /// Nothing for the moment: the vRNIC has enough of them.
+    /// No job for the moment, because the vRNIC has enough of them.
     Full,
 }
 
-/// One end of a job that is to be made: the side of the message, and the session and vRNIC that it belongs to.
+/// One end of a job to be made: the side of the message, and the session and the vRNIC that own it.
 pub(crate) type Whose<'a> = (Side<'a>, SessionId, VnicId);
 
 struct Fence {
     session: SessionId,
-    /// The jobs before this one must end.
+    /// The fence waits for jobs with smaller numbers than this one.
     before: u64,
     waiter: Waiter,
 }
@@ -127,12 +130,12 @@ struct Fence {
 pub(crate) struct Jobs {
     made: u64,
     waiting: VecDeque<Box<Job>>,
-    /// Those that go through private memory of processes.
+    /// Waiting jobs that use private memory of processes.
     waiting_process: VecDeque<Box<Job>>,
-    /// How many of the jobs through private memory somebody does now, slow ones aside.
+    /// Number of jobs with private memory of processes that are being done, without slow ones.
     in_process: usize,
     flying: Vec<Flying>,
-    /// The QP of the job that ended last: who did that job has the QP's memory in its caches.
+    /// The QP of the job that ended last. The thread that did that job has the QP's memory in its caches.
     warm: Handle<Qp>,
     fences: Vec<Fence>,
     #[allow(clippy::vec_box)]
@@ -141,27 +144,27 @@ pub(crate) struct Jobs {
 }
 
 impl Jobs {
-    /// True if enough wait to keep everybody busy.
+    /// True if enough jobs wait to keep all threads busy.
     pub fn is_full(&self) -> bool {
         self.waiting.len() >= MAX_WAITING
     }
 
-    /// How many jobs were made.
+    /// Number of jobs made so far.
     pub fn made(&self) -> u64 {
         self.made
     }
 
-    /// True if somebody does jobs, or some wait.
+    /// True if jobs wait or are being done.
     pub fn are_flying(&self) -> bool {
         !self.flying.is_empty()
     }
 
-    /// True if [`Jobs::take`] has something.
+    /// True if [`Jobs::take`] has a job to return.
     pub fn has_any(&self) -> bool {
         !self.waiting.is_empty() || self.in_process == 0 && !self.waiting_process.is_empty()
     }
 
-    /// A copy for a QP of up to `bytes` from `off` on of a message to or from its peer.
+    /// Makes a job that copies up to `bytes` bytes, from `off` on, of a message of a QP to or from its peer.
     pub fn make(
         &mut self,
         tables: &Tables<'_>,
@@ -180,8 +183,8 @@ impl Jobs {
         })
     }
 
-    /// Brings `bytes` bytes of the source of request or answer `of` of a QP, from `off` on, unless a job of `to` is under way, or has
-    /// found that they cannot be read.
+    /// Makes a job that fetches `bytes` bytes, from `off` on, of the source of request or response `of` of a QP. Makes
+    /// none if a job for `to` is under way, or has found that the bytes cannot be read.
     pub fn fetch(
         &mut self,
         tables: &Tables<'_>,
@@ -212,7 +215,8 @@ impl Jobs {
         made
     }
 
-    /// Puts the bytes of these parts, one after the other, into the destination of a message for a QP, from `off` on.
+    /// Makes a job that stores these parts, one after the other, in the destination of a message for a QP, from `off`
+    /// on.
     pub fn store(&mut self, tables: &Tables<'_>, qp: Handle<Qp>, to: Whose<'_>, off: u64, parts: &[&[u8]]) -> Made {
         self.begin([qp, qp], [(to.1, to.2); 2], [None, tables.grant(to.0)], Task::Store, |part| {
             part.from.copy_of(parts);
@@ -221,7 +225,8 @@ impl Jobs {
         })
     }
 
-    /// Executes an operation on a word of 8 bytes at the beginning of `to`, once. If there is a source, its value is written.
+    /// Makes a job that executes an operation once, on the word of 8 bytes at the beginning of `to`. If there is a
+    /// source, its value is written.
     pub fn word(
         &mut self,
         tables: &Tables<'_>,
@@ -242,7 +247,7 @@ impl Jobs {
         })
     }
 
-    /// Makes a job for memory of these owners, by these grants, at its two ends; `pin` says which.
+    /// Makes a job whose two ends have these owners and grants. `pin` pins the memory of both.
     fn begin(
         &mut self,
         [qp, peer]: [Handle<Qp>; 2],
@@ -296,9 +301,9 @@ impl Jobs {
         Made::Job(self.made)
     }
 
-    /// Lets the job that was made last copy one more message, from and to memory of the same sessions by the same grants, for the request behind those that
-    /// it copies for already. Returns the list that the request is to be put into, or `None` if the job has enough, or if more than a
-    /// copy between mappings is to be done.
+    /// Extends the job that was made last by one more message: a copy between memory of the same sessions by the same
+    /// grants, for the next request of the QP. Returns the list to which the caller adds the request. `None` if the job
+    /// has enough requests, or if the copy is not one between mappings.
     pub fn extend(&mut self, tables: &Tables<'_>, ends: [Side<'_>; 2], bytes: u64) -> Option<&mut VecDeque<Box<Work>>> {
         let (made, grants) = (self.made, ends.map(|e| tables.grant(e)));
         self.flying.iter().rfind(|f| f.number == made).filter(|f| f.grants == grants)?;
@@ -321,7 +326,7 @@ impl Jobs {
         self.buffers.pop().unwrap_or_default()
     }
 
-    /// Keeps a buffer for others.
+    /// Keeps a buffer for another job.
     pub fn keep_buffer(&mut self, mut buffer: Vec<u8>) {
         if self.buffers.len() < MAX_SPARE && (1..=MAX_SPARE_BYTES).contains(&buffer.capacity()) {
             buffer.clear();
@@ -329,14 +334,14 @@ impl Jobs {
         }
     }
 
-    /// True if private memory of a session of this vRNIC gets no more jobs for the moment.
+    /// True if no jobs may use private memory of this session of this vRNIC for the moment.
     fn is_slow(&self, session: SessionId, vnic: VnicId) -> bool {
         let slow = || self.flying.iter().filter(|f| f.slow && f.is_of(vnic));
         slow().any(|f| f.processes.iter().flatten().any(|p| p.0 == session)) || slow().count() >= MAX_SLOW
     }
 
-    /// The next job for the caller to do. A caller that has just ended a job gets one of the same QP if there is one. Of the jobs
-    /// that may be slow only one is given out at a time, so that not every poller waits.
+    /// The next job for the caller to do. A caller that has just ended a job gets one of the same QP if there is one.
+    /// Only one job that may be slow is given out at a time, so that not every poller waits.
     pub fn take(&mut self) -> Option<Box<Job>> {
         if self.in_process == 0
             && let Some(job) = self.waiting_process.pop_front()
@@ -350,19 +355,19 @@ impl Jobs {
         self.waiting.remove(at)
     }
 
-    /// The next job that waits for no process.
+    /// The next job that does not wait for a process.
     pub fn take_brief(&mut self) -> Option<Box<Job>> {
         self.waiting.pop_front()
     }
 
-    /// True if a job copies for a QP that `concerns` knows, and waits for no process.
+    /// True if a job that does not wait for a process copies for a QP for which `concerns` is true.
     pub fn copies_for(&self, concerns: impl Fn(&Handle<Qp>) -> bool) -> bool {
         let brief = |f: &&Flying| !f.given_up && f.processes.iter().all(Option::is_none);
         self.flying.iter().filter(brief).any(|f| concerns(&f.qp))
     }
 
-    /// The job with this number takes long: others need not wait for it. Returns those that nobody shall do now, since they go through
-    /// the same memory.
+    /// Notes that the job with this number takes long, so that other jobs do not wait for it. Returns the waiting jobs
+    /// that are withdrawn because they use the same memory.
     pub fn note_slow(&mut self, number: u64) -> VecDeque<Box<Job>> {
         let Some(f) = self.flying.iter_mut().find(|f| f.number == number && f.runs && !f.slow) else {
             return VecDeque::new();
@@ -382,8 +387,8 @@ impl Jobs {
         withdrawn
     }
 
-    /// Notes that nobody waits for the job with this number any more. Returns the job, and the fault that names the end which it is
-    /// stuck in.
+    /// Gives up the job with this number: nothing waits for it any more. Returns the job, and the fault that names the
+    /// end at which it is stuck.
     pub fn give_up(&mut self, number: u64) -> Option<(&Flying, Fault)> {
         let f = self.flying.iter_mut().find(|f| f.number == number && !f.given_up)?;
         f.given_up = true;
@@ -392,7 +397,7 @@ impl Jobs {
         Some((f, fault))
     }
 
-    /// A job has ended; false if it was given up before.
+    /// Removes a job that has ended. False if it was given up before.
     pub fn end(&mut self, job: &Job) -> bool {
         let Some(at) = self.flying.iter().position(|f| f.number == job.number()) else { return false };
         let f = self.flying.swap_remove(at);
@@ -401,7 +406,7 @@ impl Jobs {
         !f.given_up
     }
 
-    /// Keeps the box of a job that has ended for another one.
+    /// Keeps the box of an ended job for another one.
     pub fn keep(&mut self, mut job: Box<Job>) {
         self.keep_buffer(std::mem::take(&mut job.data));
         if self.spare.len() < MAX_SPARE {
@@ -410,9 +415,10 @@ impl Jobs {
         }
     }
 
-    /// The operations on words that were executed, or are being executed at this moment, for a QP that `concerns` knows: each job's QPs,
-    /// its number, and what it has found. Nobody waits for those jobs any more. A word that is just being written counts as written,
-    /// since nobody can wait for that here; if the write fails after all, its requester does not hear of it.
+    /// Gives up the operations on words that were executed, or are being executed at this moment, for a QP for which
+    /// `concerns` is true. Returns each job's QPs, its number, and the old value of the word. A word that is being
+    /// written at this moment counts as written, because its end cannot be awaited here. If that write fails after all,
+    /// its requester gets no error.
     pub fn take_executed(&mut self, concerns: impl Fn(Handle<Qp>) -> bool) -> Vec<([Handle<Qp>; 2], u64, u64)> {
         let mut all = Vec::new();
         let those = |f: &&mut Flying| f.is_word && !f.given_up && (concerns(f.qp) || concerns(f.peer));
@@ -430,8 +436,8 @@ impl Jobs {
         !self.flying.iter().any(|f| f.number < before && f.reaches(session))
     }
 
-    /// Stops the jobs that there are for memory of `session`, and lets `waiter` wait for those that reach it now; false if none
-    /// does.
+    /// Stops the present jobs for memory of `session`, and lets `waiter` wait for those that access it at this moment.
+    /// False if there are none.
     pub fn fence(&mut self, session: SessionId, waiter: Waiter) -> bool {
         let before = self.made + 1;
         self.flying.iter().filter(|f| f.sessions.contains(&session)).for_each(|f| f.phase.stop());
@@ -442,12 +448,12 @@ impl Jobs {
         waits
     }
 
-    /// Stops the jobs that there are for memory of `session`, and lets nobody wait.
+    /// Stops the present jobs for memory of `session`, without a waiter.
     pub fn stop(&mut self, session: SessionId) {
         self.flying.iter().filter(|f| f.sessions.contains(&session)).for_each(|f| f.phase.stop());
     }
 
-    /// Stops the jobs that go by a grant that was taken back. True if one of them reaches the memory at this moment.
+    /// Stops the jobs that use a revoked grant. True if one of them accesses the memory at this moment.
     pub fn withdraw(&self, freed: Freed) -> bool {
         let goes = |f: &&Flying| f.goes_by(freed, 0) || f.goes_by(freed, 1);
         self.flying.iter().filter(goes).for_each(|f| f.phase.stop());
@@ -457,13 +463,13 @@ impl Jobs {
         self.flying.iter().any(at_work)
     }
 
-    /// True if somebody copies now for a request with memory of `session` at one of its ends.
+    /// True if a job with memory of `session` at either end is copying at this moment.
     pub fn reach(&self, session: SessionId) -> bool {
         let at_work = |f: &Flying| f.phase.is_at(Phase::READS | Phase::WRITES);
         self.flying.iter().any(|f| f.sessions.contains(&session) && at_work(f))
     }
 
-    /// A fence that has passed.
+    /// Removes and returns a fence that has passed.
     pub fn passed(&mut self) -> Option<(SessionId, Waiter)> {
         let at = self.fences.iter().position(|f| self.is_clear(f.session, f.before))?;
         let f = self.fences.swap_remove(at);
@@ -485,7 +491,8 @@ impl Jobs {
 mod tests {
     use super::*;
 
-    /// A request that frees an MR waits for the job that reaches the MR's memory at that moment, and stops the others that would.
+    /// A request that frees an MR waits for the job that accesses the MR's memory at that moment, and stops the other
+    /// jobs that would.
     #[test]
     fn a_grant_is_withdrawn_from_the_jobs_that_go_by_it() {
         let owner = SessionId::default();
@@ -506,7 +513,7 @@ mod tests {
         let jobs = Jobs { flying: (1..).zip(grants).map(|(n, g)| flying(n, g)).collect(), ..Jobs::default() };
         let freed = Freed { session: owner, grant: 7 };
         let during = |i: usize, what| jobs.flying[i].phase.enter(what, || jobs.withdraw(freed));
-        // The source of the first and the others' memory are of no concern.
+        // Jobs without this grant are not waited for.
         assert_eq!((during(4, Phase::WRITES), during(2, Phase::WRITES)), (Some(false), Some(false)));
         let fresh = |i: usize, what| {
             let jobs = Jobs { flying: vec![flying(1, grants[i])], ..Jobs::default() };

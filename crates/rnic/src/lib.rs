@@ -1,33 +1,41 @@
 //! The software RNIC, sans-IO: vRNICs, their objects, and the work requests that flow between them.
 //!
-//! May depend on formats, the device ABI and the `mem` crate; it has no socket, clock, thread or
-//! environment inside. It must never trust a handle, key, index or WQE of a session, and must do no
-//! allocation, system call or log per work request (ARCHITECTURE.md, invariant 8, has the exceptions).
+//! May depend on formats, the device ABI and the `mem` crate; it has no socket, clock, thread or environment inside. It
+//! must never trust a handle, key, index or WQE of a session, and must do no allocation, system call or log per work
+//! request (ARCHITECTURE.md, invariant 8, has the exceptions).
 //!
-//! Its rooms, each of which knows only those above it:
+//! Its modules, in layers. Each imports only from modules that are named before it; methods of `Core` are called from
+//! any layer below `core`.
 //!
-//! * `objects`: what there is, as data: vRNICs, sessions, PDs, MRs, CQs, SRQs, QPs with their connections; names, uses, quotas;
-//! * `budget`, `sched`, `polled`, `pace`, `job`, `multicast`, `capture`, `net` with `tx` and `path`: whose turn it is, doorbell pages
-//!   that are polled, limits, copies that are done elsewhere, group members, captured packets, routes and packets to send; none of them knows the core;
-//! * `core`: the struct that holds those, and what every room does with it: `complete` (completions, events, failures), `pacing`,
-//!   `tapping`, `access` (keys to memory), `follow` (where connections lead), `uncouple` (connections within a host that leave it);
-//! * `commands`, `vnics`, `sessions`, `pause`: what the control path asks; `burial`: how dead objects are freed; `arrivals`:
-//!   packets that come in; `turns`: rounds and turns. They leave the work of QPs to an `executor`, which is a trait;
-//! * `software`: the executor that does all in this process. `exec`: work requests between QPs of this host, WQEs, receives, jobs;
-//!   `wire`: connections to other hosts, with a requester and a responder; `datagram`: the unreliable datagrams of both;
-//! * `cm`: connection management, which sends and hears messages, and moves no QP; `rnic`: the whole; `record`: a vRNIC as data,
-//!   saved and restored.
+//! * `slab`, `random`, `path`, `tx`, `pace`, `budget`, `stall`, `attr`: tables with handles, random numbers, paths to
+//!   hosts, packets to send, rate limits, time budgets, intervals between tries, the table of QP transitions;
+//! * `objects`: the objects, as data: vRNICs, sessions, PDs, MRs, CQs, SRQs, QPs with their connections; names, use
+//!   counts, quotas;
+//! * `access`: from keys to memory; `sched`, `polled`, `job`, `multicast`, `capture`, `net`, `output`: the order of
+//!   turns, polled doorbell pages, copies made without holding the RNIC, group members, captured packets, routes,
+//!   events; `executor`: a trait, to which the modules below leave the work of QPs;
+//! * `core`: the struct that holds all these;
+//! * `complete` (completions, events, failures), `pacing`, `follow` (destinations of connections), `reach` (rules);
+//!   `exec`: work requests between QPs of this host, WQEs, receives, jobs; `wire`: connections to other hosts, with a
+//!   requester and a responder; `datagram`: unreliable datagrams, local and remote; `tapping`: captures packets;
+//!   `uncouple`: moves connections within a host to the wire;
+//! * `commands`, `vnics`, `sessions`, `pause`: the control path; `burial`: frees dead objects; `arrivals`: receives
+//!   packets; `turns`: rounds and turns;
+//! * `software`: the executor that does all work in this process;
+//! * `cm`: connection management, which sends and receives messages, and moves no QP; `rnic`: the core with connection
+//!   management; `record`: a vRNIC as data, saved and restored.
 //!
 //! The type is [`Rnic`]. Its methods come in classes:
 //!
-//! * *commands* of the control path (`add_vnic`, `create_qp`, `modify_qp`, ...): answered at once, at the time that [`Rnic::at`] says;
-//! * *inputs*: [`Core::unpark`] (a kick came), [`Rnic::handle_packet`] (a packet came), [`Rnic::poll_by`] (time has
-//!   passed, look at the doorbells), [`Core::end_job`] (a copy was made);
-//! * *outputs*: [`Core::drain_outputs`] (events for sessions), [`Core::tx`] (packets), [`Core::take_job`] (a copy that the caller
-//!   makes without holding the RNIC), [`Rnic::next_timeout`].
+//! * *commands* of the control path (`add_vnic`, `create_qp`, `modify_qp`, ...): executed at once, at the time that
+//!   [`Rnic::at`] sets;
+//! * *inputs*: [`Core::unpark`] (a kick), [`Rnic::handle_packet`] (a packet), [`Rnic::poll_by`] (time has passed;
+//!   doorbells are polled), [`Core::end_job`] (a job is done);
+//! * *outputs*: [`Core::drain_outputs`] (events for sessions), [`Core::tx`] (packets), [`Core::take_job`] (a copy that
+//!   the caller makes without holding the RNIC), [`Rnic::next_timeout`].
 //!
-//! After every command or input the caller drains the outputs. After a poll it also sends the packets and does the jobs.
-//! [`Rnic::poll_by`] says whether it did anything; a caller that gets `false` may let idle sessions fall asleep with
+//! After every command or input the caller drains the outputs. After a poll it also sends the packets and does the
+//! jobs. [`Rnic::poll_by`] returns whether it did anything; after `false` the caller may park idle sessions with
 //! [`Core::park_idle`].
 
 mod access;

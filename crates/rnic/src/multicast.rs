@@ -1,6 +1,6 @@
-//! Multicast groups: who is attached on this host, and which other hosts and plain devices there are (IBTA vol. 1, 10.5). A
-//! group's GID is an IP multicast address (annex A17). Other hosts get one copy each; plain devices, which the network finds by
-//! that address, one for all.
+//! Multicast groups: the QPs that are attached on this host, and the other hosts and plain devices (IBTA vol. 1, 10.5).
+//! A group's GID is an IP multicast address (annex A17). Each other host gets one copy. All plain devices get one copy
+//! together, because the network delivers to that address.
 
 use std::collections::hash_map::Entry;
 use std::collections::{BTreeMap, HashMap};
@@ -14,27 +14,28 @@ use crate::slab::Handle;
 
 /// Destination QPN of multicast packets.
 pub(crate) const MULTICAST_QPN: u32 = 0xff_ffff;
-/// QPs that may be attached to one group.
+/// Most QPs that may be attached to one group.
 pub const MAX_MULTICAST_QPS: usize = 1024;
-/// Most IP multicast groups that the port is told of.
+/// Most IP multicast groups that the port joins.
 const MAX_HEARD: usize = 1024;
 
-/// Who is attached, by group of vRNICs and multicast GID.
+/// Members of multicast groups.
 #[derive(Default)]
 pub(crate) struct Multicast {
     attached: HashMap<(u32, Gid), Vec<Handle<Qp>>>,
-    /// The groups of vRNICs that have members of a multicast group.
+    /// The groups of vRNICs that have members, by multicast GID.
     by_gid: HashMap<Gid, Vec<u32>>,
-    /// The multicast groups by which plain devices may send to this host: how many groups of vRNICs with such devices have members.
+    /// The IP multicast groups that the port has to join for plain devices, each with the number of groups of vRNICs
+    /// that have members and plain devices.
     heard: BTreeMap<IpAddr, usize>,
-    /// Other hosts of each group of vRNICs, with their VXLAN network identifier. In the order of their addresses, so that a simulation can
-    /// be repeated.
+    /// The other hosts of each group of vRNICs, with their VXLAN network identifiers, sorted by address so that a
+    /// simulation can be repeated.
     hosts: HashMap<u32, Vec<(Path, u32)>>,
-    /// How many routes of a group of vRNICs lead to a host.
+    /// Number of routes of a group of vRNICs to a host.
     leads: HashMap<(u32, IpAddr, u32), usize>,
-    /// How many plain devices each group of vRNICs has, if it has any.
+    /// Number of plain devices of each group of vRNICs that has any.
     foreign: HashMap<u32, usize>,
-    /// Something has changed since the port was told the last time.
+    /// True if `heard` has changed since the last call of [`Multicast::take_changes`].
     changed: bool,
 }
 
@@ -56,7 +57,7 @@ impl Multicast {
         Some(true)
     }
 
-    /// A group of vRNICs has members of a multicast group from now on, or no more.
+    /// Notes that a group of vRNICs has members of a multicast group from now on, or none any more.
     fn hear(&mut self, group: u32, gid: Gid, on: bool) {
         if !self.has_foreign(group) {
             return;
@@ -69,7 +70,7 @@ impl Multicast {
         self.changed = true;
     }
 
-    /// Other groups of vRNICs have plain devices than before.
+    /// Counts `heard` again, because plain devices were added to or removed from a group of vRNICs.
     fn hear_anew(&mut self) {
         self.heard.clear();
         for (_, gid) in self.attached.keys().filter(|(group, _)| self.foreign.contains_key(group)) {
@@ -101,7 +102,7 @@ impl Multicast {
         self.attached.get(&(group, gid))?.get(at).copied()
     }
 
-    /// The groups of vRNICs that have members of a multicast group on this host.
+    /// The groups of vRNICs that have members of this multicast group on this host.
     pub fn groups_of(&self, gid: Gid) -> impl Iterator<Item = u32> {
         self.by_gid.get(&gid).into_iter().flatten().copied()
     }
@@ -137,14 +138,14 @@ impl Multicast {
             *count += 1;
             if *count == 1 {
                 let list = self.hosts.entry(group).or_default();
-                // In an order that does not depend on the table's, so that a simulation can be repeated.
+                // Sorted, so that a simulation can be repeated: the order of a hash table is random.
                 let at = list.partition_point(|(path, vni)| (path.to, *vni) < (r.host, r.vni));
                 list.insert(at, (Path::new(r.host).between(vni, r.vni), r.vni));
             }
         }
     }
 
-    /// Notes that a group of vRNICs has a route less.
+    /// Notes that a group of vRNICs has one route less.
     pub fn remove_route(&mut self, group: u32, r: &Route) {
         if r.foreign {
             if let Entry::Occupied(mut count) = self.foreign.entry(group) {
@@ -163,7 +164,8 @@ impl Multicast {
         }
     }
 
-    /// The IP multicast groups by which plain devices may send to this host, if others than at the last call.
+    /// The IP multicast groups that the port has to join for plain devices; `None` if they are the same as at the last
+    /// call.
     pub fn take_changes(&mut self) -> Option<Vec<IpAddr>> {
         if !std::mem::take(&mut self.changed) {
             return None;

@@ -196,7 +196,7 @@ impl CmId {
     }
 
     fn params(&self) -> abi::CmParam {
-        // What the peer can hold as a responder limits what this end may ask for, and the other way round.
+        // This end's initiator depth is limited by the peer's responder resources, and the other way round.
         abi::CmParam {
             qpn: self.peer.qpn,
             qkey: if self.is_datagram() { self.peer_qkey } else { 0 },

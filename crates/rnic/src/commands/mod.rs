@@ -166,7 +166,7 @@ impl Core {
         Ok(named)
     }
 
-    /// Removes an object, unless it is a QP ([`Core::remove_qp`]). The executor is told before.
+    /// Removes an object, unless it is a QP ([`Core::remove_qp`]). The executor is notified before.
     pub(crate) fn remove(&mut self, object: Object) {
         self.gone(object);
         match object {

@@ -161,7 +161,7 @@ impl Core {
         self.objects.free_slot(q.door, q.slot);
     }
 
-    /// OPEN_QP: `s` shares the target of an XRC connection that somebody made in this domain (`ibv_open_qp(3)`).
+    /// OPEN_QP: `s` shares the target of an XRC connection in this domain (`ibv_open_qp(3)`).
     ///
     /// # Errors
     /// `BadHandle` for the domain, `BadValue` if there is no such QP in it.
@@ -187,7 +187,7 @@ impl Core {
                 return false;
             }
             None => {
-                // The QP loses its doorbell bit, since nobody posts to the target of an XRC connection.
+                // The QP loses its doorbell bit, because no program posts to the target of an XRC connection.
                 let (heir, xrcd) = q.openers.swap_remove(0);
                 let (door, slot) = (q.door, std::mem::replace(&mut q.slot, NO_SLOT));
                 let left = q.xrcd.map_or(Handle::NONE, |x| x.0);

@@ -1,5 +1,5 @@
-//! Short WRITEs and READs from one mapping to another. What such a message takes is what is looked up for it, so each key is looked up
-//! once here, for the check of its grant and for the copy together.
+//! The fast path for short WRITEs and READs between two mappings. Look-ups are most of the cost of such a message, so
+//! each key is looked up once here, for the check of its grant and for the copy together.
 
 use unirdma_formats::{QpType, WrOpcode};
 
@@ -10,9 +10,9 @@ use crate::objects::{Qp, Work};
 use crate::slab::Handle;
 
 impl Core {
-    /// Copies all of request `w` of QP `h`, if it is a short WRITE or READ of one range at each end and nothing is against it; the peer.
-    /// `None` if it is anything else, or if anything is against it. Then nothing was done, and [`Core::begin`] makes the checks one by
-    /// one.
+    /// Copies all of request `w` of QP `h` if it is a short WRITE or READ of one range at each end that passes all
+    /// checks. Returns the peer. `None` for any other request, and if a check fails; then nothing was done, and
+    /// [`Core::begin`] makes the checks one by one.
     pub(super) fn copy_at_once(&mut self, h: Handle<Qp>, w: &mut Work) -> Option<Handle<Qp>> {
         let short = w.num_sge <= 1 && w.total < JOB_BYTES;
         if !short || !matches!(w.op, WrOpcode::Write | WrOpcode::Read) || self.tap.is_some() {

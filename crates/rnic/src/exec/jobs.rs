@@ -1,4 +1,4 @@
-//! The core gives jobs out, and takes their results as inputs.
+//! Gives jobs to callers, and handles their results.
 
 use unirdma_formats::QpState;
 use unirdma_mem::Fault;
@@ -10,27 +10,27 @@ use crate::output::Output;
 use crate::slab::Handle;
 
 impl Core {
-    /// A copy that somebody else shall do, with [`Job::run`], and then give back by [`Core::end_job`].
+    /// Takes a job for the caller, which does it with [`Job::run`] and then returns it with [`Core::end_job`].
     pub fn take_job(&mut self) -> Option<Box<Job>> {
         self.jobs.take()
     }
 
-    /// As [`Core::take_job`], but none that may wait for a process.
+    /// Like [`Core::take_job`], but never returns a job that may wait for a process.
     pub fn take_brief_job(&mut self) -> Option<Box<Job>> {
         self.jobs.take_brief()
     }
 
-    /// True if [`Core::take_job`] has something.
+    /// True if [`Core::take_job`] has a job to return.
     pub fn has_jobs(&self) -> bool {
         self.jobs.has_any()
     }
 
-    /// True if jobs wait, or somebody does some.
+    /// True if jobs wait or are being done.
     pub fn are_jobs_under_way(&self) -> bool {
         self.jobs.are_flying()
     }
 
-    /// A job was done.
+    /// Handles a job that was done.
     pub fn end_job(&mut self, mut job: Box<Job>) {
         let (took_ns, requester) = (job.took_ns(), self.objects.vnic_of_qp(job.qp));
         let (sparse, touched) = job.sparse();
@@ -45,7 +45,7 @@ impl Core {
         payer.into_iter().for_each(|vnic| self.sched.charge(vnic, took_ns));
         if let Some(p) = self.objects.qps.get_mut(job.peer) {
             p.served_by -= 1;
-            // A QP in ERR flushes no receive that a job fills. Now it can.
+            // A QP in ERR does not flush a receive that a job fills. Now that the job has ended, it can.
             if p.state == QpState::Err {
                 self.make_runnable(job.peer);
             }
@@ -73,8 +73,8 @@ impl Core {
         }
     }
 
-    /// Job `number` for QP `h` has ended: what came of it for its first request, those of the others for which it has done everything, and
-    /// the data that it has brought or kept.
+    /// Passes the result of job `number` to QP `h`: `first` for its first request, the `next` requests that it has
+    /// copied whole, and the `data` that it has fetched or kept.
     fn hear(
         &mut self,
         [h, peer]: [Handle<Qp>; 2],
@@ -96,8 +96,8 @@ impl Core {
         self.make_runnable(h);
     }
 
-    /// Operations on words that jobs have executed for QPs of a vRNIC, or are executing at this moment, are over as if the jobs had ended.
-    /// Returns the QPs that have asked for them.
+    /// Completes the operations on words that jobs have executed for QPs of a vRNIC, or are executing at this moment,
+    /// as if those jobs had ended. Returns the QPs that requested them.
     pub(crate) fn end_words(&mut self, id: VnicId) -> Vec<Handle<Qp>> {
         let qps = &self.objects.qps;
         let executed = self.jobs.take_executed(|h| qps.get(h).is_some_and(|q| q.vnic == id));
@@ -108,15 +108,17 @@ impl Core {
         executed.into_iter().map(end).collect()
     }
 
-    /// The job with this number takes long. Its process gets no other until it has ended, and others need not wait for it.
+    /// Notes that the job with this number takes long. Before it has ended, its process gets no other job; jobs for
+    /// other processes do not wait for it.
     pub fn note_slow(&mut self, number: u64) {
         for job in self.jobs.note_slow(number) {
-            // It was never begun, and is tried again.
+            // It was not begun; its request is tried again.
             self.end_job(job);
         }
     }
 
-    /// The job with this number takes too long: its QP fails, and somebody may do the job to its end without anybody waiting.
+    /// Fails the QP of a job that takes too long. A thread may still be in an access of the job, but nothing waits for
+    /// it any more.
     pub fn give_up(&mut self, number: u64) {
         if let Some((f, fault)) = self.jobs.give_up(number) {
             let ends = [f.qp, f.peer];
@@ -124,13 +126,14 @@ impl Core {
         }
     }
 
-    /// To be asked after a command that takes memory away from the RNIC: false if nothing reaches that memory any more, else the
-    /// command is to be answered when [`Core::is_delayed`] is false. [`Output::Released`] tells that.
+    /// Called after a command that takes memory away from the RNIC. False if no job reaches that memory any more. Else
+    /// the answer to the command is to be held back until [`Core::is_delayed`] is false, which [`Output::Released`]
+    /// announces.
     pub fn delay_command(&mut self, s: SessionId) -> bool {
         self.jobs.fence(s, Waiter::Command)
     }
 
-    /// True while [`Core::delay_command`] holds the answer of a session's command back.
+    /// True while the answer to a session's command is to be held back (see [`Core::delay_command`]).
     pub fn is_delayed(&self, s: SessionId) -> bool {
         self.jobs.delays(s)
     }

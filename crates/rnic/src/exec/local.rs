@@ -1,8 +1,8 @@
-//! Execution of work requests between two QPs of this host: requester and responder in one.
+//! Execution of work requests between two QPs of this host. The code is requester and responder in one.
 //!
-//! The checks, the order of completions and the errors are those of the wire (IBTA vol. 1, chapter 9);
-//! what the wire does with packets is one copy here (T08). A message moves in slices so that nobody
-//! waits for a long one; each slice looks its keys up again, because they may be gone by then.
+//! Checks, order of completions and errors are the same as for packets (IBTA vol. 1, chapter 9), but one copy takes the
+//! place of the packets (T08). A message is copied in slices, so that other work does not wait for a long message. Each
+//! slice looks its keys up again, because they may have become invalid.
 
 use unirdma_formats::{
     MAX_MSG_BYTES, QpState, QpType, Rkey, WcStatus, WrOpcode, access, ack_timeout_ns, psn_count, rnr_timer_ns,
@@ -19,23 +19,25 @@ use crate::job::{Made, Manner};
 use crate::objects::{Qp, VnicId, Wait, Work};
 use crate::slab::Handle;
 
-/// Most bytes that move at once, while the core is held.
+/// Most bytes that are copied at once while the core is held.
 pub(crate) const SMALL_SLICE: u64 = 64 << 10;
 
-/// A slice of at least so many bytes is moved by a job if somebody else could use the core meanwhile. A shorter slice is moved at
+/// Smallest slice, in bytes, that a job copies if other work could use the core meanwhile. A shorter slice is copied at
 /// once, which takes less time than a job.
 pub(super) const JOB_BYTES: u64 = 16 << 10;
 
-/// Time between two looks for room in the receiver's stage, or among the jobs of a vRNIC, ns.
+/// Time before a request that found no room tries again, ns: room in the receiver's stage, or among the jobs of its
+/// vRNIC.
 const FULL_NS: u64 = 5_000;
 
-/// What became of a request.
+/// The outcome of one step of a request.
 pub(crate) enum Outcome {
-    /// More slices to come.
+    /// More slices are left.
     Progress,
     /// Done.
     Done,
-    /// It has to wait: nobody answers, no receive is there, memory moves, or there is no room for its packet. [`Wait`] says which.
+    /// It has to wait, as [`Wait`] says: the peer does not answer, no receive is posted, memory moves, or there is no
+    /// room for its packet.
     Waits,
     /// A job copies its next slice.
     Copies,
@@ -44,7 +46,8 @@ pub(crate) enum Outcome {
 }
 
 impl Core {
-    /// Executes one slice of the WQE at the head of the SQ; what that takes, roughly, nanoseconds, or `None` if there is nothing to do.
+    /// Executes one slice of the WQE at the head of the SQ. Returns the estimated time of the slice, ns, or `None` if
+    /// there is nothing to do now.
     pub(crate) fn execute(&mut self, h: Handle<Qp>) -> Option<u64> {
         if !self.may_send(h) {
             return None;
@@ -84,7 +87,7 @@ impl Core {
         more.then_some(cost)
     }
 
-    /// Completes a request if it has ended, or leaves it with QP `h`.
+    /// Completes a request that has ended. Any other request stays with QP `h`.
     fn conclude(&mut self, h: Handle<Qp>, work: Box<Work>, outcome: Outcome) {
         match outcome {
             Outcome::Progress | Outcome::Waits | Outcome::Copies => {
@@ -102,7 +105,7 @@ impl Core {
         self.objects.spare.keep_work(work);
     }
 
-    /// Executes a request that stays at its requester.
+    /// Executes a request that involves only the requester.
     fn execute_alone(&mut self, h: Handle<Qp>, w: &mut Work) -> Outcome {
         match self.execute_local(h, w) {
             Err(status) => Outcome::Failed(status),
@@ -114,8 +117,8 @@ impl Core {
         }
     }
 
-    /// Executes a request that stays at its requester; false if a job still reaches memory by a grant that it takes back, and it is to
-    /// be executed again.
+    /// Executes a request that involves only the requester. False if it is to be executed again, because a job still
+    /// reaches memory by the grant that it revokes.
     ///
     /// # Errors
     /// The status with which it completes.
@@ -130,7 +133,7 @@ impl Core {
         Ok(true)
     }
 
-    /// What a requester checks of a request before it leaves: length, local keys, initiator depth.
+    /// The requester's checks of a request: length, local keys, initiator depth.
     pub(crate) fn check_local(&self, q: &Qp, w: &Work) -> Result<(), WcStatus> {
         if w.total > MAX_MSG_BYTES {
             return Err(WcStatus::LocLenErr);
@@ -141,7 +144,7 @@ impl Core {
         if may_return(q, w) { Ok(()) } else { Err(WcStatus::LocQpOpErr) }
     }
 
-    /// Checks a request at both ends and, if the peer is ready for it, executes its first slice.
+    /// Checks a request at both ends, and executes its first slice if the peer is ready for it.
     fn begin(&mut self, h: Handle<Qp>, w: &mut Work) -> Outcome {
         if let Some(ph) = self.copy_at_once(h, w) {
             return self.moved(h, ph, w, w.total, Ok(()));
@@ -167,7 +170,8 @@ impl Core {
         let p = self.objects.qps.get(ph).ok_or(Refusal::Silent)?;
         let (r, is_send, takes_recv) = (request(w), w.op.is_send(), w.op.consumes_recv());
         check_form(p, &r)?;
-        // The key of a WRITE is in its first packet, and its immediate data, which takes the receive, in its last one.
+        // In packets, the key of a WRITE is in the first one, and its immediate data, which take the receive, are in
+        // the last one.
         let first_takes_recv = is_send || w.total <= p.mtu.into();
         if takes_recv && first_takes_recv {
             self.take_recv(ph)?;
@@ -188,7 +192,7 @@ impl Core {
         if is_send && !self.objects.stage_receive(self.now, ph, w.total) { Err(Refusal::Full) } else { Ok(()) }
     }
 
-    /// What a responder's refusal means to the two ends.
+    /// Applies a responder's refusal to both ends.
     fn refused(&mut self, h: Handle<Qp>, ph: Handle<Qp>, w: &mut Work, refusal: Refusal) -> Outcome {
         let reliable = self.objects.qps.get(h).is_some_and(|q| q.typ.is_reliable());
         if self.tap.is_some()
@@ -221,7 +225,8 @@ impl Core {
         }
     }
 
-    /// A message of QP `h` is done, or was dropped: it takes the PSNs of its packets, and the peer that it has come to expects the next one.
+    /// Advances the PSNs by the packets of a message of QP `h` that is done or was dropped. If the message reached peer
+    /// `ph`, the peer expects the same next PSN.
     fn take_psns(&mut self, h: Handle<Qp>, ph: Option<Handle<Qp>>, total: u64) {
         let Some(q) = self.objects.qps.get_mut(h) else { return };
         q.sq_psn = q.sq_psn.advance(psn_count(total, q.mtu));
@@ -231,7 +236,7 @@ impl Core {
         }
     }
 
-    /// Moves the next slice of a request that has begun, or lets a job move it.
+    /// Executes the next slice of a request that has begun, or makes a job for it.
     fn slice(&mut self, h: Handle<Qp>, w: &mut Work) -> Outcome {
         let Some(ph) = self.objects.answering_peer(h) else { return self.no_answer(h, w) };
         match w.op {
@@ -241,7 +246,7 @@ impl Core {
         }
     }
 
-    /// Copies the next slice of a message, or lets a job copy it.
+    /// Copies the next slice of a message, or makes a job for it.
     fn copy_slice(&mut self, h: Handle<Qp>, ph: Handle<Qp>, w: &mut Work) -> Outcome {
         let (Some(q), Some(p)) = (self.objects.qps.get(h), self.objects.qps.get(ph)) else {
             return self.no_answer(h, w);
@@ -253,7 +258,7 @@ impl Core {
         let tapped = self.most_tapped(q);
         let most = tapped.unwrap_or(left).min(left);
         let n = most.min(SMALL_SLICE);
-        // What a capture takes is measured and charged in the turn that copies.
+        // A captured message is copied in this turn, so that the capture's time is measured and charged.
         let long = left >= JOB_BYTES && tapped.is_none();
         let others = || self.helped && (self.jobs.are_flying() || self.sched.has_others(q.vnic));
         let careful = long && self.objects.vnics.get(q.vnic.0).is_some_and(|v| v.memory_state.is_slow());
@@ -275,8 +280,8 @@ impl Core {
         outcome
     }
 
-    /// For how long no job may make pages in the holes of these vRNICs' memory, since many were made for one of them and others have work,
-    /// nanoseconds; 0 if jobs may.
+    /// Time, ns, for which jobs may not make pages in the holes of these vRNICs' memory; 0 if they may. It is not 0 if
+    /// many pages were made for one of the vRNICs and other vRNICs have work.
     pub(super) fn rest_of(&self, ids: [VnicId; 2]) -> u64 {
         let rest_ns = |id: VnicId| {
             let rest_ns = self.objects.vnics.get(id.0).map_or(0, |v| v.page_time.rest_ns(self.now));
@@ -285,7 +290,8 @@ impl Core {
         rest_ns(ids[0]).max(rest_ns(ids[1]))
     }
 
-    /// Request `w` of QP `h` waits for a job, or for one that cannot be made now, or there is no memory for it.
+    /// Handles the result of making a job for request `w` of QP `h`: the request waits for the job, tries again later
+    /// if no job can be made now, or fails if its memory is not there.
     pub(super) fn waits_for_job(&mut self, h: Handle<Qp>, ph: Handle<Qp>, w: &mut Work, made: Made) -> Outcome {
         match made {
             Made::Job(number) => {
@@ -300,8 +306,8 @@ impl Core {
         }
     }
 
-    /// Lets the job that was just made for the WQE at the head of the SQ copy for WQEs behind it too, if they are WRITEs or READs as that
-    /// one. They are loaded again in their turn if the job does not come to them.
+    /// Extends the job that was just made for the WQE at the head of the SQ to the WQEs behind it, if they are of the
+    /// same opcode, WRITE or READ. A WQE that the job does not reach is loaded again in its turn.
     fn extend_job(&mut self, h: Handle<Qp>, ph: Handle<Qp>, op: WrOpcode) {
         if !matches!(op, WrOpcode::Write | WrOpcode::Read) || self.is_limited(h) {
             return;
@@ -323,7 +329,7 @@ impl Core {
         }
     }
 
-    /// The next `n` bytes of a request were moved, or not; goes on with it, or completes it.
+    /// Handles the result of copying the next `n` bytes of a request: continues, completes or fails the request.
     pub(super) fn moved(
         &mut self,
         h: Handle<Qp>,
@@ -333,7 +339,7 @@ impl Core {
         moved: Result<(), Fault>,
     ) -> Outcome {
         let op = w.op;
-        // The responder is the source of a READ: swap what a fault means.
+        // The responder is the source of a READ, so source and destination of a fault are swapped.
         match moved.map_err(|fault| if op == WrOpcode::Read { fault.reversed() } else { fault }) {
             Ok(()) => w.stall.over(),
             Err(fault) if fault.passes() && self.waits_for_memory(h, w) => return Outcome::Waits,
@@ -342,7 +348,8 @@ impl Core {
                 return self.refused(h, ph, w, if op.is_send() { BAD_RECV } else { NO_ACCESS });
             }
         }
-        // What a peer takes back nobody reaches any more when the peer's message completes; else the last slice is moved once more.
+        // When a SEND with invalidate completes, no job may reach memory by the revoked grant any more. If one still
+        // does, the last slice is copied once more later.
         let invalidates = op == WrOpcode::SendInv && w.done + n == w.total;
         if invalidates
             && let Some(freed) = self.objects.take_back(ph, Rkey(w.wqe.imm))
@@ -369,8 +376,9 @@ impl Core {
         Outcome::Done
     }
 
-    /// Job `number` has copied so many bytes for the WQE at the head of the SQ of QP `h`, or none, or has found this with its atomic, and
-    /// it has copied everything for those of `next`. `kept` is what it has copied, if that is captured.
+    /// Handles the end of job `number` of QP `h`. `first` is the number of bytes copied for the WQE at the head of the
+    /// SQ (0 is possible), or the old value if it is an atomic. Every WQE in `next` was copied whole. `kept` holds the
+    /// copied bytes if they are captured.
     pub(crate) fn copied(
         &mut self,
         [h, peer]: [Handle<Qp>; 2],
@@ -379,14 +387,14 @@ impl Core {
         next: impl IntoIterator<Item = Box<Work>>,
         kept: &mut Vec<u8>,
     ) {
-        // If the QP was reset or destroyed meanwhile, the result is of no interest.
+        // The result is dropped if the QP was reset or destroyed meanwhile.
         let Some(q) = self.objects.qps.get_mut(h).filter(|q| q.wait() == Wait::Job(number)) else { return };
         let goes_on = |state| matches!(state, QpState::Rts | QpState::Sqd);
         q.work.iter_mut().for_each(|w| w.wait = Wait::No);
         let sends = goes_on(q.state);
         if let Some(mut w) = q.work.take_if(|_| sends) {
             let first = match first {
-                // What an atomic has found is stored next.
+                // The next step stores the old value.
                 Ok(found) if w.op.is_atomic() && w.found.is_none() => {
                     w.found = Some(found);
                     Ok(0)
@@ -413,7 +421,7 @@ impl Core {
         self.make_runnable(h);
     }
 
-    /// Goes on with a request of QP `h` for which a job has copied so many bytes to or from `peer`.
+    /// Continues a request of QP `h` after a job has copied bytes to or from `peer`.
     fn end_copy(&mut self, h: Handle<Qp>, peer: Handle<Qp>, mut w: Box<Work>, copied: Result<u64, Fault>) {
         let outcome = match self.objects.answering_peer(h) {
             Some(ph) if ph == peer || h == peer => self.moved(h, ph, &mut w, copied.unwrap_or(0), copied.map(|_| ())),
@@ -422,7 +430,7 @@ impl Core {
         self.conclude(h, w, outcome);
     }
 
-    /// The peer is silent: `retry_cnt` more tries, one each ACK timeout (IBTA vol. 1, 9.9.2.1.1).
+    /// The peer does not answer: tries `retry_cnt` more times, once for each ACK timeout (IBTA vol. 1, 9.9.2.1.1).
     pub(super) fn no_answer(&mut self, h: Handle<Qp>, w: &mut Work) -> Outcome {
         let Some(q) = self.objects.qps.get_mut(h) else { return Outcome::Failed(WcStatus::RetryExcErr) };
         if !q.typ.is_reliable() {
@@ -434,13 +442,13 @@ impl Core {
             Some(ns) => self.arm_timer(h, ns),
             None => q.timer = q.timer.wrapping_add(1),
         }
-        // A message that was under way starts over when the peer answers again.
+        // A message that was under way begins again when the peer answers.
         w.started = false;
         w.done = 0;
         Outcome::Waits
     }
 
-    /// The peer has no receive: it says when to come back (IBTA vol. 1, 9.7.5.2.8).
+    /// The peer has no receive: waits for the peer's RNR timer (IBTA vol. 1, 9.7.5.2.8).
     fn not_ready(&mut self, h: Handle<Qp>, ph: Handle<Qp>, w: &mut Work) -> Outcome {
         if w.rnr_left == 0 {
             return Outcome::Failed(WcStatus::RnrRetryExcErr);
@@ -455,19 +463,19 @@ impl Core {
         Outcome::Waits
     }
 
-    /// There is no room for request `w` of QP `h` now: it is tried again in a moment.
+    /// Lets request `w` of QP `h` try again after [`FULL_NS`], because there is no room for it now.
     pub(crate) fn waits_for_room(&mut self, h: Handle<Qp>, w: &mut Work) -> Outcome {
         self.rests(h, w, FULL_NS)
     }
 
-    /// Request `w` is tried again after this time, nanoseconds.
+    /// Lets request `w` try again after `ns` nanoseconds.
     pub(super) fn rests(&mut self, h: Handle<Qp>, w: &mut Work, ns: u64) -> Outcome {
         w.wait = Wait::Memory;
         self.arm_timer(h, ns);
         Outcome::Waits
     }
 
-    /// Memory that request `w` needs moves: it is tried again in a moment. False if it has waited long enough.
+    /// Lets request `w` try again later, because memory that it needs moves. False if it has waited long enough.
     pub(crate) fn waits_for_memory(&mut self, h: Handle<Qp>, w: &mut Work) -> bool {
         let Some(delay) = w.stall.again(self.now) else { return false };
         w.wait = Wait::Memory;
@@ -475,7 +483,7 @@ impl Core {
         true
     }
 
-    /// Completes the receive that QP `ph` has under way with request `w` of QP `h` on this host.
+    /// Completes the receive that QP `ph` has taken, with request `w` of QP `h` on this host.
     fn finish_local(&mut self, ph: Handle<Qp>, h: Handle<Qp>, w: &Work) {
         let src_qp = self.objects.qps.get(h).map_or(0, |q| q.qpn.0);
         let done = RecvDone {
@@ -492,7 +500,7 @@ impl Core {
         self.finish_recv(ph, done);
     }
 
-    /// The wait of a request of QP `h` to a QP of this host is over.
+    /// Called when the wait of a request of QP `h` to a QP of this host has ended.
     pub(crate) fn on_local_timer(&mut self, h: Handle<Qp>) {
         self.make_runnable(h);
         let Some(w) = self.objects.qps.get_mut(h).and_then(|q| q.work.as_mut()) else { return };
@@ -515,20 +523,20 @@ impl Core {
     }
 }
 
-/// A request as its responder sees it.
+/// The fields of a request that its responder checks.
 #[inline]
 pub(super) fn request(w: &Work) -> Request {
     let len = if w.op == WrOpcode::Flush { w.wqe.compare_add } else { w.total };
     Request { op: w.op, va: w.wqe.remote_addr, rkey: Rkey(w.wqe.rkey), len, word: w.wqe.imm, pending: 0 }
 }
 
-/// True unless the request returns data and QP `q` may have none of those under way.
+/// False if the request returns data and QP `q` may have no such requests outstanding.
 #[inline]
 pub(super) fn may_return(q: &Qp, w: &Work) -> bool {
     !w.op.returns_data() || q.attr.max_rd_atomic != 0
 }
 
-/// Where the bytes of a request of QP `q` to QP `p` come from, and where they go.
+/// Source and destination of the bytes of a request of QP `q` to QP `p`.
 #[inline(always)]
 pub(super) fn ends<'a>(q: &'a Qp, p: &'a Qp, w: &'a Work) -> [Side<'a>; 2] {
     match w.op {

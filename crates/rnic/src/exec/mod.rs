@@ -1,4 +1,4 @@
-//! Execution of work requests: between QPs of this host, and what both transports have in common.
+//! Execution of work requests between QPs of this host, and the parts that both transports share.
 
 mod brief;
 mod jobs;

@@ -1,5 +1,5 @@
-//! Receives: taken from their queue for a message, and completed. The target of an XRC connection takes each from the queue that
-//! the message names.
+//! Takes receives from their queue, and completes them. The target of an XRC connection takes each receive from the SRQ
+//! that the message names.
 
 use unirdma_abi as abi;
 use unirdma_formats::{AsyncEvent, QpType, WcOpcode, WcStatus, wc_flags};
@@ -11,7 +11,7 @@ use crate::objects::{Qp, Recv, Srq};
 use crate::slab::Handle;
 
 impl Core {
-    /// Completes the receive that QP `ph` has under way.
+    /// Completes the receive that QP `ph` has taken.
     pub(crate) fn finish_recv(&mut self, ph: Handle<Qp>, d: RecvDone) {
         let placed = d.status == WcStatus::Success && !d.write;
         let staged = self.objects.finish_stage(ph, placed, d.byte_len);
@@ -53,8 +53,8 @@ impl Core {
         self.complete(cq, whose, cqe, d.solicited);
     }
 
-    /// Takes the receive WQE at the head of QP `h`'s RQ, or of its SRQ, unless one is taken already: a message that was
-    /// broken off before its end leaves its receive to the next.
+    /// Takes the receive WQE at the head of QP `h`'s RQ or SRQ, unless the QP has one already: a message that ended
+    /// early leaves its receive to the next message.
     pub(crate) fn take_recv(&mut self, h: Handle<Qp>) -> Result<(), NoRecv> {
         let p = self.objects.qps.get_mut(h).ok_or(NoRecv::Broken)?;
         let (rings, cons, max_sge) = match p.srq {
@@ -82,7 +82,7 @@ impl Core {
         rings.set_rq_cons(*cons);
         p.recv = Some(recv);
         if let Some(srq) = p.srq {
-            // The target of an XRC connection uses an SRQ for as long as a message is under way.
+            // The target of an XRC connection counts as a user of the SRQ while a message is under way.
             if p.typ == QpType::XrcRecv {
                 self.objects.use_srq(srq, true);
             }
@@ -91,8 +91,9 @@ impl Core {
         Ok(())
     }
 
-    /// A message for SRQ number `number` begins at QP `h`: memory and receives are that queue's from now on. False if the QP has no
-    /// such queue. A QP of another type has its own always.
+    /// Selects SRQ `number` for the message that begins at QP `h`: the QP uses its PD, its session, its receives and
+    /// its CQ from now on. False if the QP has no such SRQ. A QP of another type uses its own receives; the initiator
+    /// of an XRC connection has none, so the result for it is false too.
     pub(crate) fn aim(&mut self, h: Handle<Qp>, number: u32) -> bool {
         let Some(q) = self.objects.qps.get_mut(h) else { return false };
         if q.typ != QpType::XrcRecv {
@@ -103,7 +104,7 @@ impl Core {
         let Some(x) = s.xrc.filter(|x| q.xrcd.is_some_and(|own| own.1 == x.domain)) else { return false };
         let to = (s.pd, s.owner, Some(srq), x.cq);
         if q.recv.is_some() && q.srq != Some(srq) {
-            // A message that was broken off has left its receive, but this message takes one of another queue.
+            // A message that ended early has left its receive, and this message uses another SRQ.
             self.finish_recv(h, RecvDone::flushed());
         }
         if let Some(q) = self.objects.qps.get_mut(h) {
@@ -112,7 +113,7 @@ impl Core {
         true
     }
 
-    /// Raises the limit event, once, if it is due.
+    /// Raises the limit event of an SRQ if it is due, and disarms it.
     pub(crate) fn check_srq_limit(&mut self, srq: Handle<Srq>) {
         let Some(q) = self.objects.srqs.get_mut(srq).filter(|q| q.limit > 0 && !q.broken) else { return };
         if q.rings.rq_pending(q.cons).is_ok_and(|left| left < q.limit) {
@@ -122,7 +123,7 @@ impl Core {
         }
     }
 
-    /// An index jumped: the SRQ is lost, and the QPs that use it.
+    /// Fails an SRQ because its index jumped. The QPs that use it fail when they take a receive.
     pub(crate) fn break_srq(&mut self, srq: Handle<Srq>) {
         let Some(q) = self.objects.srqs.get_mut(srq) else { return };
         if !std::mem::replace(&mut q.broken, true) {
@@ -139,19 +140,20 @@ pub(crate) struct RecvDone {
     /// A WRITE with immediate.
     pub write: bool,
     pub imm: Option<u32>,
-    /// The rkey whose grant it took back.
+    /// The rkey that was invalidated.
     pub invalidated: Option<u32>,
     pub byte_len: u64,
     pub src_qp: u32,
     pub solicited: bool,
-    /// For a datagram, whose header stands before its data: the service level, which says which kind of header that is.
+    /// For a datagram, whose header is stored before its data: the service level of the completion, which says which
+    /// kind of header that is.
     pub grh: Option<u8>,
-    /// It is a datagram that came from another host or a plain device.
+    /// True for a datagram from another host or a plain device.
     pub datagram_from_afar: bool,
 }
 
 impl RecvDone {
-    /// It got no message.
+    /// A receive without a message.
     pub fn flushed() -> Self {
         RecvDone {
             status: WcStatus::WrFlushErr,
@@ -166,7 +168,7 @@ impl RecvDone {
         }
     }
 
-    /// Success, for a message from the QP that `q` is connected to.
+    /// Success of a message from the peer that `q` is connected to.
     pub fn of(q: &Qp) -> Self {
         RecvDone {
             status: WcStatus::Success,
@@ -190,7 +192,7 @@ pub(crate) enum NoRecv {
     Broken,
 }
 
-/// Copies receive WQE `at` of a ring and notes whether it is well-formed.
+/// Copies receive WQE `at` of a ring, and notes whether it is well-formed.
 fn load_recv(rings: &QpRings, at: u32, max_sge: u32, r: &mut Recv) {
     let head = rings.rq_head(at);
     let n = head.num_sge as usize;

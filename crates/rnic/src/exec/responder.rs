@@ -1,5 +1,5 @@
-//! What a responder checks before it executes a request, and what its refusal means to both ends: the same for requests of this host
-//! and for those in packets (IBTA vol. 1, 9.7.4.1).
+//! The responder's checks of a request, and the effect of a refusal on both ends: the same for requests of this host
+//! and for requests in packets (IBTA vol. 1, 9.7.4.1).
 
 use unirdma_formats::wire::{flush, syndrome};
 use unirdma_formats::{AsyncEvent, MAX_MSG_BYTES, Rkey, WcStatus, WrOpcode};
@@ -12,38 +12,38 @@ use crate::job::Word;
 use crate::objects::{Objects, Qp, Recv};
 use crate::slab::Handle;
 
-/// A request as its responder sees it.
+/// The fields of a request that its responder checks.
 #[derive(Clone, Copy)]
 pub(crate) struct Request {
     pub op: WrOpcode,
     pub va: u64,
     pub rkey: Rkey,
-    /// Bytes that it names in the responder's memory.
+    /// Number of bytes that it accesses in the responder's memory.
     pub len: u64,
     /// Immediate data, the key to invalidate, or the word of a FLUSH.
     pub word: u32,
-    /// READs, atomics and the like that wait for their answers.
+    /// Number of READs, atomics and other requests with data in their responses that wait for their responses.
     pub pending: usize,
 }
 
 /// Why a responder does not execute a request.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Refusal {
-    /// It does not answer at all.
+    /// The responder does not answer at all.
     Silent,
-    /// A ring index jumped.
+    /// An index of the responder's ring jumped.
     Broken,
     /// No receive is posted.
     NotReady,
-    /// There is no room for its message now.
+    /// There is no room for the message now.
     Full,
-    /// Its memory moves.
+    /// The responder's memory moves.
     Moves,
-    /// A job does what it needs of the private memory of a process. It is executed again when that job has ended.
+    /// A job accesses the private memory of a process for the request, which is executed again when that job has ended.
     Later,
-    /// The request is wrong: what the requester sees, and the responder's event.
+    /// The request is wrong: the status at the requester, and the responder's event.
     Request(WcStatus, AsyncEvent),
-    /// The receive is wrong: what each side sees (IBTA vol. 1, 9.7.4.1.6 and 9.9.6.3).
+    /// The receive is wrong: the status at each side (IBTA vol. 1, 9.7.4.1.6 and 9.9.6.3).
     Receive { responder: WcStatus, requester: WcStatus },
 }
 
@@ -61,20 +61,20 @@ impl From<NoRecv> for Refusal {
     }
 }
 
-/// The NAK that tells a requester of a refusal (IBTA vol. 1, table 46), and what the requester makes of it.
+/// The requester's status for a refusal, and the syndrome of the NAK (IBTA vol. 1, table 46).
 const NAKS: [(WcStatus, u8); 3] = [
     (WcStatus::RemInvReqErr, syndrome::NAK_INVALID),
     (WcStatus::RemAccessErr, syndrome::NAK_ACCESS),
     (WcStatus::RemOpErr, syndrome::NAK_OPERATION),
 ];
 
-/// What a requester makes of a NAK; `None` if it is none of those that end a request.
+/// The requester's status for a NAK; `None` if the NAK does not end a request.
 pub(crate) fn status_of_nak(code: u8) -> Option<WcStatus> {
     NAKS.iter().find(|n| n.1 == code).map(|n| n.0)
 }
 
 impl Refusal {
-    /// Its syndrome in a packet of responder `p`; `None` for no answer.
+    /// The syndrome of this refusal in a packet of responder `p`; `None` for no answer.
     pub fn syndrome(self, p: &Qp) -> Option<u8> {
         if self == Refusal::NotReady {
             return Some(syndrome::RNR_NAK | p.attr.min_rnr_timer);
@@ -92,15 +92,17 @@ impl Refusal {
         }
     }
 
-    /// True if a responder of an unreliable connection fails. Other requests that it cannot take it drops, and the requester never
-    /// hears of it (IBTA vol. 1, 9.8.3); a message that is too long leaves its receive to the next one.
+    /// True if this refusal fails the responder of an unreliable connection. The responder drops any other request that
+    /// it cannot execute, and the requester gets no answer (IBTA vol. 1, 9.8.3). A message that is too long leaves its
+    /// receive to the next one.
     pub fn fails_unreliable(self) -> bool {
         matches!(self, Refusal::Receive { responder, .. } if responder != WcStatus::LocLenErr)
     }
 }
 
-/// Checks what comes before a request's receive and its keys: that QP `p` is set up for it, and its form. A request that the QP is not
-/// set up for is an unsupported one (IBTA vol. 1, 9.7.4.1.2); only keys are denied access.
+/// Checks whether QP `p` is set up for such a request, and the request's form. These checks come before the checks of
+/// the request's receive and of its keys. A request that the QP is not set up for is an unsupported one (IBTA vol. 1,
+/// 9.7.4.1.2); only wrong keys are refused as access errors.
 #[inline]
 pub(crate) fn check_form(p: &Qp, r: &Request) -> Result<(), Refusal> {
     let words = r.op.is_atomic() || r.op == WrOpcode::AtomicWrite;
@@ -111,7 +113,7 @@ pub(crate) fn check_form(p: &Qp, r: &Request) -> Result<(), Refusal> {
     if words && r.va % 8 != 0 || no_resources || bad_form || !fits { Err(INVALID) } else { Ok(()) }
 }
 
-/// True if the memory that a FLUSH names may be flushed by a peer of QP `p`: a range, or a whole memory region.
+/// True if a peer of QP `p` may flush the memory that a FLUSH names: a range, or a whole memory region.
 fn may_flush(tables: &Tables<'_>, p: &Qp, r: &Request) -> bool {
     let need = remote_access(WrOpcode::Flush);
     match flush::parts(r.word) {
@@ -123,7 +125,7 @@ fn may_flush(tables: &Tables<'_>, p: &Qp, r: &Request) -> bool {
 }
 
 impl Objects {
-    /// Checks a request for QP `p`, its receive aside.
+    /// Checks a request for QP `p`, except for its receive.
     pub fn check_request(&self, p: &Qp, r: &Request) -> Result<(), Refusal> {
         check_form(p, r)?;
         self.check_keys(p, r)
@@ -141,8 +143,8 @@ impl Objects {
         if allowed { Ok(()) } else { Err(NO_ACCESS) }
     }
 
-    /// Checks that a receive can hold a message up to this byte; `None`: the message goes elsewhere. Its keys are looked up where bytes
-    /// are put into it: SGEs that the message does not reach need to grant nothing.
+    /// Checks that a receive can hold `len` bytes of a message; `None` for a message that is not stored in the receive.
+    /// The keys are looked up when bytes are stored, because SGEs that the message does not reach need no valid key.
     pub fn check_recv(&self, recv: &Recv, len: Option<u64>) -> Result<(), Refusal> {
         if !recv.valid {
             return Err(Refusal::Receive { responder: WcStatus::LocQpOpErr, requester: WcStatus::RemOpErr });
@@ -153,8 +155,8 @@ impl Objects {
         Ok(())
     }
 
-    /// What is wrong first with a receive of QP `p` that has this flaw: packets of a message that is too long for it are stored until one finds
-    /// no room, and one before may meet memory that grants nothing.
+    /// The refusal that comes first for a receive of QP `p` that has the flaw `refusal`. Packets of a message that is
+    /// too long are stored until one finds no room, and an earlier one may meet an SGE without a valid key.
     #[cold]
     pub fn first_refusal(&self, p: &Qp, recv: &Recv, refusal: Refusal) -> Refusal {
         let stored = recv.total - recv.total % u64::from(p.mtu);
@@ -164,8 +166,8 @@ impl Objects {
 }
 
 impl Core {
-    /// A request for QP `h` is refused, and the QP will fail. If the request has taken a receive, that completes with an error and tells
-    /// of it; else the event that this returns does (IBTA vol. 1, C9-222.1.1).
+    /// Called for a request that is refused in a way that fails QP `h`. If the request has taken a receive, the receive
+    /// completes with an error. Else returns the event to raise (IBTA vol. 1, C9-222.1.1).
     pub(crate) fn end_refused(&mut self, h: Handle<Qp>, refusal: Refusal) -> Option<AsyncEvent> {
         let (status, event) = match refusal {
             Refusal::Request(status, event) => (status, Some(event)),
@@ -180,13 +182,13 @@ impl Core {
     }
 }
 
-/// The operation of an atomic: for a compare-and-swap the value to compare with and the one to write, else what to add.
+/// The operation of an atomic. `compare_add` is the value to compare with or the value to add.
 pub(crate) fn word_of(op: WrOpcode, compare_add: u64, swap: u64) -> Word {
     if op == WrOpcode::CmpSwap { Word::Swap { compare: compare_add, swap } } else { Word::Add(compare_add) }
 }
 
 impl Tables<'_> {
-    /// Executes an operation on the word at the beginning of `side`: what was there before.
+    /// Executes an operation on the word at the beginning of `side`, and returns the old value.
     pub fn word(&self, side: Side<'_>, word: Word) -> Result<u64, Miss> {
         let at = self.at(side, 0, 8).ok_or(Fault::Destination)?;
         if at.at().takes_time() {

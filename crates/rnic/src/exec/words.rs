@@ -1,4 +1,4 @@
-//! Requests for one word of a QP of this host: atomics, atomic writes, and FLUSHes, which need nothing but their turn.
+//! Atomics and atomic writes between QPs of this host, and FLUSHes, which have nothing to do.
 
 use unirdma_formats::WrOpcode;
 
@@ -11,12 +11,12 @@ use crate::objects::{Qp, Work};
 use crate::slab::Handle;
 
 impl Core {
-    /// Executes an atomic, an atomic write or a FLUSH, or lets jobs do it.
+    /// Executes an atomic, an atomic write or a FLUSH, or makes a job for it.
     pub(super) fn execute_word(&mut self, h: Handle<Qp>, ph: Handle<Qp>, w: &mut Work) -> Outcome {
         match w.op {
             WrOpcode::AtomicWrite => self.write_word(h, ph, w),
             WrOpcode::CmpSwap | WrOpcode::FetchAdd => self.fetch_word(h, ph, w),
-            // What was copied before is visible.
+            // A FLUSH has nothing to do, because earlier copies are visible already.
             _ => self.moved(h, ph, w, w.total - w.done, Ok(())),
         }
     }
@@ -67,7 +67,7 @@ impl Core {
                 }
             }
         };
-        // It is executed once, even if its result cannot be stored at once.
+        // Keeps the old value: the atomic is executed once, even if its result cannot be stored at once.
         w.found = Some(found);
         let (result, to) = (found.to_ne_bytes(), (local_side(q, w), q.memory, q.vnic));
         match tables.store(to.0, 0, &result) {

@@ -1,4 +1,4 @@
-//! Work queue elements: copied from the rings and checked, completed, flushed.
+//! Copies WQEs from the rings, checks, completes and flushes them.
 
 use unirdma_abi as abi;
 use unirdma_formats::{QpState, QpType, WcOpcode, WcStatus, WrOpcode, send_flags};
@@ -49,9 +49,9 @@ impl Core {
         }
     }
 
-    /// Flushes one work request of a QP in ERR (IBTA vol. 1, 10.3.1.7), or in SQE, where receives stay; false if none is
-    /// left. If a rule has ended the connection, the first request flushed fails with RETRY_EXC_ERR
-    /// instead, even if it is posted later.
+    /// Flushes one work request of a QP in ERR (IBTA vol. 1, 10.3.1.7) or in SQE, where receives stay. False if none is
+    /// left. If a rule has ended the connection, the first request flushed fails with RETRY_EXC_ERR instead, even if it
+    /// is posted later.
     pub(crate) fn flush_one(&mut self, h: Handle<Qp>) -> bool {
         let Some(q) = self.objects.qps.get_mut(h) else { return false };
         let (sq, rq) = (q.rings.sq_pending(q.sq_cons), q.rings.rq_pending(q.rq_cons));
@@ -99,7 +99,7 @@ impl Core {
     }
 }
 
-/// Copies the head of SQ WQE number `at`; false if there is no such opcode.
+/// Copies the head of SQ WQE number `at`. False if the opcode is unknown.
 fn load_head(q: &Qp, at: u32, w: &mut Work) -> bool {
     w.wqe = q.rings.sq_head(at);
     let op = WrOpcode::from_raw(w.wqe.opcode.into());
@@ -128,7 +128,7 @@ pub(crate) fn load(q: &Qp, at: u32, w: &mut Work) -> Result<(), WcStatus> {
         && w.wqe.send_flags & send_flags::INLINE == 0;
     let address = if q.typ == QpType::Ud { send_flags::ADDRESS } else { 0 };
     let known = send_flags::SUPPORTED | send_flags::STAGED | address;
-    // A process of a guest posts to its queues itself, and must not reach the rest of the guest's memory.
+    // A process in a guest posts to its queues itself, and must not reach the rest of the guest's memory.
     let foreign = (staged || op == WrOpcode::RegMr) && !q.by_bus;
     if w.wqe.send_flags & !known != 0 || staged && !may_be_staged || foreign || !q.typ.allows(op) {
         return Err(WcStatus::LocQpOpErr);
@@ -157,7 +157,7 @@ pub(crate) fn load(q: &Qp, at: u32, w: &mut Work) -> Result<(), WcStatus> {
     check_length(op, w)
 }
 
-/// Atomics are of 8 bytes; those that fetch may have more room.
+/// Checks the length of atomics: 8 bytes. The local buffer of an atomic that returns a value may be larger.
 fn check_length(op: WrOpcode, w: &mut Work) -> Result<(), WcStatus> {
     if op.is_atomic() && w.total < 8 || op == WrOpcode::AtomicWrite && w.total != 8 {
         return Err(WcStatus::LocLenErr);

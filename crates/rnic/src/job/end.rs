@@ -1,14 +1,14 @@
-//! The ends of a copy that a job makes: memory that stays mapped until the job lets it go.
+//! The two ends of a job's copy: memory that stays mapped until the job releases it.
 
 use unirdma_mem::{Bell, Fault, Loc, Place, ProcMem, Span, fetch, transfer};
 
 use super::task::Phase;
 use crate::access::{Side, Tables};
 
-/// Memory that a job holds: it stays mapped until the job lets it go.
+/// Memory that a job holds. It stays mapped until the job releases it.
 pub(super) enum Held {
     Mapped(Span, u64),
-    /// The same where pages may be missing; touching them may take as long as the owner likes if it `waits`.
+    /// Mapped memory where pages may be missing. If it `waits`, an access may take as long as the owner likes.
     Sparse {
         span: Span,
         off: u64,
@@ -17,7 +17,7 @@ pub(super) enum Held {
     Process(ProcMem, u64, Option<Bell>),
     Null,
     Away,
-    /// Private bytes of the job, from here on.
+    /// Private bytes of the job, from this offset on.
     Own(usize),
 }
 
@@ -36,7 +36,8 @@ impl End {
         self.own.clear();
     }
 
-    /// Pins bytes `[off, off + len)` of a side of a message, or the first of them if they lie in more than `most` places: how many.
+    /// Pins bytes `[off, off + len)` of a side of a message, and returns the number of bytes pinned. It is less than
+    /// `len` if the bytes lie in more than `most` places.
     ///
     /// # Errors
     /// `fault` if they are not all there.
@@ -71,34 +72,35 @@ impl End {
         Ok(done)
     }
 
-    /// Makes it a private copy of these bytes, one part after the other.
+    /// Makes this end a private copy of these parts, one after the other.
     pub fn copy_of(&mut self, parts: &[&[u8]]) {
         self.clear();
         parts.iter().for_each(|part| self.own.extend_from_slice(part));
         self.places.push((Held::Own(0), self.own.len() as u64));
     }
 
-    /// How many bytes it has.
+    /// Number of bytes.
     pub fn len(&self) -> u64 {
         self.places.last().map_or(0, |p| p.1)
     }
 
-    /// In how many places they lie.
+    /// Number of places.
     pub fn pieces(&self) -> usize {
         self.places.len()
     }
 
-    /// True if reaching it may take as long as its owner likes: it lies in the private memory of a process, for example.
+    /// True if an access may take as long as the owner likes, for example because the memory is private memory of a
+    /// process.
     pub fn may_wait(&self) -> bool {
         self.places.iter().any(|(p, _)| matches!(p, Held::Process(..) | Held::Sparse { waits: true, .. }))
     }
 
-    /// True if pages of it may be missing.
+    /// True if pages may be missing.
     pub fn is_sparse(&self) -> bool {
         self.places.iter().any(|(p, _)| matches!(p, Held::Sparse { .. }))
     }
 
-    /// True if this address lies in a window that it goes through.
+    /// True if this address lies in a window of this end.
     pub fn holds(&self, addr: usize) -> bool {
         self.places.iter().any(|(p, _)| match p {
             Held::Mapped(span, _) | Held::Sparse { span, .. } => addr.wrapping_sub(span.addr()) < span.len(),
@@ -124,13 +126,13 @@ impl End {
     }
 }
 
-/// What a job copies for one request.
+/// The part of a job for one request.
 #[derive(Default)]
 pub(super) struct Part {
     pub from: End,
     pub to: End,
     pub bytes: u64,
-    /// Bytes that follow are left to another job: they lie in too many places.
+    /// True if the bytes after these are left to another job, because they lie in too many places.
     pub cut: bool,
 }
 
@@ -154,7 +156,7 @@ impl Part {
         Ok(())
     }
 
-    /// In how many places its ends lie.
+    /// Number of places of both ends.
     pub fn pieces(&self) -> usize {
         self.from.pieces() + self.to.pieces()
     }
@@ -180,7 +182,8 @@ impl Part {
         Ok(())
     }
 
-    /// Copies by way of `scratch`, one end at a time, and appends what it copies to `kept`. `None` if it was stopped.
+    /// Copies through `scratch`, one end at a time, and appends the copied bytes to `kept`. `None` if the job was
+    /// stopped.
     pub fn bounce(
         &self,
         phase: &Phase,
@@ -213,7 +216,7 @@ impl Part {
         Some(Ok(()))
     }
 
-    /// Reads the source; `None` if it was stopped.
+    /// Reads the source. `None` if the job was stopped.
     pub fn bring(&self, phase: &Phase, data: &mut [u8]) -> Option<Result<(), Fault>> {
         let mut done = 0;
         while done < data.len() {

@@ -1,4 +1,4 @@
-//! A job: what somebody does outside of every lock.
+//! A job: work that a thread does outside of every lock.
 
 use std::collections::VecDeque;
 use std::sync::Arc;
@@ -10,26 +10,26 @@ use super::end::Part;
 use crate::objects::{Qp, VnicId, Work};
 use crate::slab::Handle;
 
-/// A job looks at the clock, and whether it was stopped, after so many bytes.
+/// Number of bytes after which a job checks the clock, and whether it was stopped.
 const PIECE: u64 = 64 << 10;
-/// The same where earlier copies took long: the pages of one piece take some 15 us to map.
+/// The same number for a vRNIC whose earlier copies took long. To map the pages of one such piece takes some 15 us.
 const SLOW_PIECE: u64 = 8 << 10;
-/// After this time a job begins nothing more, nanoseconds: others may wait for whoever does it.
+/// Time after which a job begins no further piece, ns. Other jobs may be waiting for the thread.
 const ENOUGH_NS: u64 = 10_000;
 
 /// An operation on a word of 8 bytes.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Word {
-    /// Writes a value if another one is found.
+    /// Writes `swap` if the old value is `compare`.
     Swap { compare: u64, swap: u64 },
-    /// Adds to what is found.
+    /// Adds to the old value.
     Add(u64),
     /// Writes a value.
     Write(u64),
 }
 
 impl Word {
-    /// What stands there afterwards.
+    /// The new value of the word.
     pub fn apply(self, found: u64) -> u64 {
         match self {
             Word::Swap { compare, swap } => {
@@ -48,22 +48,22 @@ impl Word {
 /// How a job copies.
 #[derive(Clone, Copy, Default)]
 pub(crate) struct Manner {
-    /// What it copies is kept, for a capture.
+    /// The copied bytes are kept, for a capture.
     pub keeps: bool,
-    /// It looks at the clock often: copies of its vRNIC have taken long.
+    /// It checks the clock often, because copies of its vRNIC have taken long.
     pub careful: bool,
 }
 
-/// What a job does.
+/// The kind of a job.
 #[derive(Clone, Copy)]
 pub(super) enum Task {
-    /// Copies from one end to the other, as much as there is time for.
+    /// Copies from one end to the other, as many bytes as there is time for.
     Copy(Manner),
-    /// Puts all bytes of its source, its own ones, to its destination.
+    /// Stores its own bytes in its destination.
     Store,
-    /// Brings the bytes of its source.
+    /// Fetches the bytes of its source.
     Fetch,
-    /// Executes an operation on the word at its destination. If there is a source, the value that stands there is written.
+    /// Executes an operation on the word at its destination. If there is a source, its value is written.
     Word(Word),
 }
 
@@ -74,17 +74,17 @@ impl Default for Task {
 }
 
 impl Task {
-    /// True if bytes come back with the job.
+    /// True if the job returns bytes.
     pub fn gives_data(self) -> bool {
         !matches!(self, Task::Copy(Manner { keeps: false, .. }) | Task::Store)
     }
 }
 
-/// What a job does at this moment. Both the thread that does it and the core see it.
+/// The access that a job makes at this moment. The thread that does the job and the core share it.
 #[derive(Default)]
 pub(super) struct Phase {
     state: AtomicU8,
-    /// What an operation on a word has found. It is known before the word is written.
+    /// The old value that an operation on a word has read. It is known before the word is written.
     found: AtomicU64,
 }
 
@@ -92,11 +92,12 @@ impl Phase {
     pub const READS: u8 = 1;
     pub const WRITES: u8 = 2;
     const STOPPED: u8 = 4;
-    /// The word was written.
+    /// The word has been written.
     const EXECUTED: u8 = 8;
 
-    /// Begins to read or write, or both; does nothing and gives `None` if the job was stopped. A job that was stopped never seems to be
-    /// at either: the core would take a word that nobody writes for one that is being written.
+    /// Runs `f`, which reads, writes, or both, as `what` says. Does nothing and returns `None` if the job was stopped.
+    /// A stopped job must never appear to be reading or writing: else the core would take a word that no thread writes
+    /// for one that is being written.
     pub fn enter<R>(&self, what: u8, f: impl FnOnce() -> R) -> Option<R> {
         let go_on = |state| (state & Self::STOPPED == 0).then_some(state | what);
         self.state.fetch_update(Ordering::SeqCst, Ordering::SeqCst, go_on).ok()?;
@@ -105,7 +106,7 @@ impl Phase {
         Some(r)
     }
 
-    /// Stops the job: a read or write that runs at this moment goes on to its end, and no other begins.
+    /// Stops the job: an access that has begun goes on to its end, and no other begins.
     pub fn stop(&self) {
         self.state.fetch_or(Self::STOPPED, Ordering::SeqCst);
     }
@@ -114,59 +115,61 @@ impl Phase {
         self.state.load(Ordering::SeqCst) & what != 0
     }
 
-    /// What the operation on a word has found, if the word was written or is being written at this moment.
+    /// The old value of the word, if the word was written or is being written at this moment.
     pub fn executed(&self) -> Option<u64> {
         self.is_at(Self::EXECUTED | Self::WRITES).then(|| self.found.load(Ordering::SeqCst))
     }
 }
 
-/// A copy of a part of a message, and of the short messages that follow it; or bytes to be brought; or an operation on a word.
+/// A copy of a part of a message and of the short messages that follow it, a fetch or a store of bytes for packets, or
+/// an operation on a word.
 #[derive(Default)]
 pub struct Job {
     number: u64,
     pub(super) phase: Arc<Phase>,
     task: Task,
     pub(crate) qp: Handle<Qp>,
-    /// The QP at the other end of a copy within this host. For a job of packets it is `qp` itself or nobody.
+    /// The QP at the other end of a copy within this host. A job for packets has `qp` itself or none.
     pub(crate) peer: Handle<Qp>,
-    /// What it copies: for the request at the head of the QP's send queue, and then for each of `next`. What follows is from older jobs.
+    /// One part for the request at the head of the QP's send queue, and one for each of `next`. Any further parts are
+    /// left over from older jobs.
     pub(super) parts: Vec<Part>,
-    /// The requests behind the head of the send queue that it copies for.
+    /// The requests behind the head of the send queue that it copies as well.
     pub(super) next: VecDeque<Box<Work>>,
-    /// What it has brought, or copied if that is kept.
+    /// Fetched bytes, or copied bytes that are kept.
     pub(crate) data: Vec<u8>,
     result: Copied,
     took_ns: u64,
-    /// How many bytes it has copied from mapping to mapping.
+    /// Number of bytes that it has copied between mappings.
     copied: u64,
     /// The vRNICs whose memory it reads and writes.
     pub(super) owners: [Option<VnicId>; 2],
-    /// That of them whose memory may have holes, and that in whose memory it has touched some last.
+    /// The owner whose memory may have holes, and the owner in whose memory it has touched a hole last.
     pub(super) sparse: Option<VnicId>,
     touched: Option<VnicId>,
 }
 
-/// What a job has done.
+/// The result of a job.
 #[derive(Clone, Copy, Default)]
 pub(crate) struct Copied {
-    /// How many bytes it has copied for the first request, or what it has found in a word, or why neither.
+    /// Bytes copied for the first request, or the old value of a word, or the reason for neither.
     pub first: Option<Result<u64, Fault>>,
-    /// How many of the requests behind it are copied whole.
+    /// Number of the requests behind the first one that were copied whole.
     pub next: usize,
 }
 
 impl Job {
-    /// Makes it a new job, of what was pinned.
+    /// Makes this a new job with the parts that were pinned.
     pub(super) fn begin(&mut self, number: u64, [qp, peer]: [Handle<Qp>; 2], task: Task) {
         (self.number, self.qp, self.peer, self.task) = (number, qp, peer, task);
         (self.result, self.took_ns, self.phase) = (Copied::default(), 0, Arc::default());
         self.touched = None;
     }
 
-    /// Does what is to be done, for some 10 us at most unless its memory is slow. `scratch` bounces what goes through the private memory
-    /// of a process; `clock` tells the time, nanoseconds.
+    /// Does the job, for some 10 us at most unless its memory is slow. `scratch` buffers bytes from or to private
+    /// memory of a process; `clock` returns the time in ns.
     pub fn run(&mut self, scratch: &mut [u8], clock: impl Fn() -> u64) {
-        // What is stopped is tried again, as if its memory had moved.
+        // A stopped request is tried again, as if its memory had moved.
         const STOPPED: Fault = Fault::SourceMoves;
         let (began, touched) = (clock(), holes::touched().times);
         (self.result, self.copied) = (Copied::default(), 0);
@@ -186,7 +189,7 @@ impl Job {
                     let is_first_piece = |done| i == 0 && done == 0;
                     while copied.is_ok() && done < part.bytes && (is_first_piece(done) || goes_on()) {
                         let both = Phase::READS | Phase::WRITES;
-                        // Pages of holes are made, and mapped, all at once for what is copied at once.
+                        // The pages of a hole are made and mapped all at once for each piece.
                         let has_holes = part.is_sparse() || holes::touched().times != touched;
                         let piece = if careful && !has_holes { SLOW_PIECE } else { PIECE };
                         copied = self.phase.enter(both, || part.copy(done, piece)).unwrap_or(Err(STOPPED));
@@ -216,7 +219,7 @@ impl Job {
         self.touched = if holes::touched().times != touched { self.owner_of(holes::touched().last) } else { None };
     }
 
-    /// The vRNIC in whose memory an address lies that the job has reached.
+    /// The vRNIC in whose memory an address lies that the job has accessed.
     fn owner_of(&self, addr: usize) -> Option<VnicId> {
         let parts = &self.parts[..self.parts.len().min(1 + self.next.len())];
         let [reads, writes] = self.owners;
@@ -229,50 +232,51 @@ impl Job {
         }
     }
 
-    /// Its number. Jobs are counted from 1.
+    /// Number of the job, counted from 1.
     pub fn number(&self) -> u64 {
         self.number
     }
 
-    /// True if it may take as long as somebody likes, since it goes through the private memory of a process, for example.
+    /// True if it may take as long as an owner of its memory likes, for example because it uses private memory of a
+    /// process.
     pub fn may_wait(&self) -> bool {
         self.parts.first().is_some_and(Part::may_wait)
     }
 
-    /// The vRNIC in whose memory it has touched holes, or else may have, and whether it has touched any.
+    /// The vRNIC in whose memory it has touched a hole, or else may have touched one, and whether it has touched any.
     pub(crate) fn sparse(&self) -> (Option<VnicId>, bool) {
         (self.touched.or(self.sparse), self.touched.is_some())
     }
 
-    /// How long it took, nanoseconds: its vRNIC is charged for it.
+    /// Time that it took, ns. Its vRNIC is charged for it.
     pub(crate) fn took_ns(&self) -> u64 {
         self.took_ns
     }
 
-    /// How many bytes it has copied from mapping to mapping.
+    /// Number of bytes that it has copied between mappings.
     pub(crate) fn copied(&self) -> u64 {
         self.copied
     }
 
-    /// What came of it: nothing before it was done.
+    /// Its result; empty before it was done.
     pub(crate) fn result(&self) -> Copied {
         self.result
     }
 
-    /// The requests behind the first one that it has copied for.
+    /// The requests behind the first one that it copies as well.
     pub(crate) fn next(&mut self) -> &mut VecDeque<Box<Work>> {
         &mut self.next
     }
 
-    /// What it copies: how many bytes, and in how many places they lie at both ends.
+    /// Number of bytes, and number of places at both ends.
     pub(crate) fn size(&self) -> (u64, usize) {
         let parts = self.parts[..=self.next.len()].iter();
         parts.fold((0, 0), |(bytes, pieces), p| (bytes + p.bytes, pieces + p.pieces()))
     }
 }
 
-/// Executes an operation on the word at the destination, once: what it has found. `None` if it was stopped before. What it writes goes to
-/// `data` if that is the value of the source.
+/// Executes an operation on the word at the destination once, and returns the old value. `None` if the job was stopped
+/// before. If there is a source, its value is written, and is appended to `data`.
 fn execute(phase: &Phase, part: &Part, mut word: Word, data: &mut Vec<u8>) -> Option<Result<u64, Fault>> {
     if part.from.len() > 0 {
         let mut value = [0; 8];
@@ -309,7 +313,7 @@ mod tests {
     use super::*;
     use std::sync::atomic::AtomicU32;
 
-    /// The core stops a job, and then asks whether the word was written, while another thread begins to write it.
+    /// The core stops a job, and then checks whether the word was written, while another thread begins to write it.
     #[test]
     fn a_stopped_job_never_seems_to_write() {
         const TRIES: u32 = 500_000;
