@@ -11,8 +11,8 @@ use crate::objects::{Qp, SessionId, Target, Vnic, VnicId};
 use crate::path::Path;
 
 impl Core {
-    /// Sets this host's own address in the network of hosts. A connection over the wire between two vRNICs of this host sends its packets
-    /// there, and the network brings them back. Without an address such packets are lost.
+    /// Sets this host's own address in the network of hosts. A connection over the wire between two vRNICs of this host
+    /// sends its packets there, and the network brings them back. Without an address such packets are lost.
     pub fn set_own_host(&mut self, host: IpAddr) {
         self.net.own_host = Some(host);
     }

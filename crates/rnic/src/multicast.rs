@@ -107,7 +107,7 @@ impl Multicast {
         self.by_gid.get(&gid).into_iter().flatten().copied()
     }
 
-    /// The other hosts of a group of vRNICs, with its VXLAN network identifier.
+    /// The other hosts of a group of vRNICs, with their VXLAN network identifiers.
     pub fn hosts(&self, group: u32) -> &[(Path, u32)] {
         self.hosts.get(&group).map_or(&[], |hosts| hosts)
     }
@@ -125,7 +125,8 @@ impl Multicast {
         self.hear_anew();
     }
 
-    /// Notes that a group of vRNICs has one more route; `vni` is the group's own number between hosts, 0 if that is not known.
+    /// Notes that a group of vRNICs has one more route; `vni` is the group's own number between hosts, 0 if that is not
+    /// known.
     pub fn add_route(&mut self, group: u32, vni: u32, r: &Route) {
         if r.foreign {
             let count = self.foreign.entry(group).or_default();

@@ -13,7 +13,7 @@ use super::protocol::{MRA_TIMEOUT, RESPONSE_TIMEOUT, RETRIES, time_ns};
 use super::{Addr, CmEventKind, CmId, ECONNRESET, Ends, Id, MAX_BACKLOG, Manager, Result, State, private_of};
 use crate::objects::{MAX_RD_ATOMIC, VnicId};
 
-/// Upper half of service IDs of connections over IP (annex A11).
+/// Prefix of the service IDs of connections over IP: bits 24 and above. The port space and the port follow (annex A11).
 const IP_SERVICE: u64 = 1 << 24;
 /// Value of the transport field of a REQ that refers to the field extended transport.
 const EXTENDED_TRANSPORT: u8 = 3;

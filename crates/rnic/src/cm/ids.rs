@@ -141,7 +141,7 @@ impl Manager<'_> {
         Ok(())
     }
 
-    /// Resolves the destination of an identifier in state AddrQuery if a vRNIC or device with that address is known
+    /// Resolves the destination of an identifier in state `AddrQuery` if a vRNIC or device with that address is known
     /// now. True if it is resolved.
     fn reach(&mut self, id: Id) -> bool {
         let Some(c) = self.cm.ids.get(id).filter(|c| c.state == State::AddrQuery) else { return false };

@@ -169,7 +169,7 @@ pub(crate) struct CmId {
     pub listener: Id,
     /// QPN and Q_Key with which requests for datagrams are answered without an event for the program.
     pub answers: Option<(u32, u32)>,
-    /// 0: none.
+    /// The own communication ID; 0 if it has none.
     pub local_id: u32,
     pub remote_id: u32,
     pub tid: u64,

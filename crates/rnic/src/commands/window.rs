@@ -1,4 +1,4 @@
-//! Memory windows (IBTA vol. 1, 10.6.7): grants of part of an MR that work requests make and take back.
+//! Memory windows (IBTA vol. 1, 10.6.7): grants of part of an MR, which work requests bind and invalidate.
 
 use unirdma_abi::Status;
 

@@ -1,5 +1,5 @@
-//! Extended reliable connections (IBTA vol. 1, annex A14): a sender names the shared receive queue of each message, so that
-//! one connection serves all programs of a peer. Domains say which connections reach which queues.
+//! Extended reliable connections (IBTA vol. 1, annex A14): a sender names the shared receive queue of each message, so
+//! that one connection serves all programs of a peer. Domains say which connections reach which queues.
 
 use unirdma_abi::Status;
 
@@ -11,7 +11,8 @@ impl Core {
     /// CREATE_XRCD.
     ///
     /// # Errors
-    /// `BadHandle` if there is no such domain and `create` is not set, `BadValue` if there is one and `exclusive` is set, `Exhausted`.
+    /// `BadHandle` if there is no such domain and `create` is not set, `BadValue` if there is one and `exclusive` is
+    /// set, `Exhausted`.
     pub fn create_xrcd(&mut self, s: SessionId, o: OpenXrcd) -> Result<u32> {
         let vnic = self.objects.vnic_of(s)?;
         self.objects.quota(s, |u| u.xrcds, |l| l.max_pd)?;

@@ -22,7 +22,7 @@ pub(crate) struct Request {
     pub len: u64,
     /// Immediate data, the key to invalidate, or the word of a FLUSH.
     pub word: u32,
-    /// Number of READs, atomics and other requests with data in their responses that wait for their responses.
+    /// Number of outstanding requests that return data: READs, atomics and others.
     pub pending: usize,
 }
 
@@ -117,7 +117,8 @@ pub(crate) fn check_form(p: &Qp, r: &Request) -> Result<(), Refusal> {
 fn may_flush(tables: &Tables<'_>, p: &Qp, r: &Request) -> bool {
     let need = remote_access(WrOpcode::Flush);
     match flush::parts(r.word) {
-        // No memory region grants the placement PERSISTENT: the memory of a virtual machine or a process does not outlive a power failure.
+        // No memory region grants the placement PERSISTENT: the memory of a virtual machine or a process does not
+        // outlive a power failure.
         (placement, _) if placement != flush::GLOBAL => false,
         (_, flush::RANGE) => tables.allows(remote(p, need, r.rkey, r.va), r.len),
         _ => tables.mrs.remote(r.rkey).is_some_and(|m| m.pd == p.pd && m.access & need != 0 && tables.lives(m)),
