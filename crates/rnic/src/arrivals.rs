@@ -141,8 +141,7 @@ impl Core {
         self.objects.vnics.iter().filter(|(_, v)| v.gsi.is_some()).find(|(_, v)| is_it(v))?.1.gsi
     }
 
-    /// True if a packet for the general services was sent by them, which its source QPN shows: no QP of a program has
-    /// that number.
+    /// True if a packet for QP 1 was sent by a QP 1, which no program has.
     fn is_of_services(&mut self, p: &Packet<'_>) -> bool {
         let is = p.opcode.transport == Transport::Ud && p.deth.src_qp == GSI_QPN;
         self.net.drops.bad_state += u64::from(!is);

@@ -108,7 +108,7 @@ impl Core {
             s.dying += 1;
             self.bury_in(Grave { vnic, session: id, dead: Dead::Regions }, MAX_BURIED);
         }
-        // Jobs that use them are stopped. Their requests are tried again, and then fail the key check.
+        // Stops the jobs of the session. Their requests are tried again; those that use a dead MR fail then.
         self.jobs.stop(id);
     }
 

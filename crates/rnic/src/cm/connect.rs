@@ -402,7 +402,8 @@ impl Manager<'_> {
         }
     }
 
-    /// Ends a connection. Its QPN is not used for a new connection for a while (IBTA vol. 1, 12.9.8.4).
+    /// Ends a connection. The identifier stays in `TimeWait` for the ACK timeout, because packets of the connection may
+    /// still arrive (IBTA vol. 1, 12.9.8.4), and then raises `TimewaitExit`.
     pub(super) fn disconnected(&mut self, id: Id, status: i32) {
         self.stop_timer(id);
         let Some(c) = self.cm.ids.get_mut(id) else { return };

@@ -248,7 +248,7 @@ impl Job {
         (self.touched.or(self.sparse), self.touched.is_some())
     }
 
-    /// Time that it took, ns. Its vRNIC is charged for it.
+    /// Time that it took, ns. [`crate::Core::end_job`] charges a vRNIC for it.
     pub(crate) fn took_ns(&self) -> u64 {
         self.took_ns
     }
