@@ -11,17 +11,18 @@ pub const CM_PRIVATE_BYTES: usize = 224;
 wire! {
     /// An IP address and a port. IPv4 lies IPv4-mapped in `ip`; `family`: 0 none, 4, 6; `port` in the host's order.
     CmAddr = 24 { ip: [u8; 16], port: u16, family: u8, reserved: u8, reserved2: u32 }
-    /// What the two ends of a connection tell each other; `qkey` for datagrams only.
+    /// Connection parameters that the two ends exchange. `qkey` is for datagrams only.
     CmParam = 16 {
         qpn: u32, qkey: u32, responder_resources: u8, initiator_depth: u8, flow_control: u8, retry_count: u8,
         rnr_retry_count: u8, srq: u8, private_len: u8, reserved: u8,
     }
-    /// Request of CM; `op` is a [`CmOp`], which says what else counts.
+    /// Request of CM. `op` is a [`CmOp`], which determines the other fields that are used.
     CmReq = 320 {
         op: u8, option: u8, port_space: u16, id: u32, queue: u32, value: u32, src: CmAddr, dst: CmAddr, param: CmParam,
         private: [[u8; 32]; 7], reserved: [u64; 2],
     }
-    /// Response of CM: the identifier, the address that it is bound to, and how many events have left its queue with it.
+    /// Response of CM: the identifier, its local address, and the number of events that were removed from its queue
+    /// when it was destroyed or migrated.
     CmResp = 32 { id: u32, dropped: u32, src: CmAddr }
     /// Request of CM_QP_ATTR: what a QP needs to go to `state` for this connection.
     CmQpAttrReq = 8 { id: u32, state: u32 }
@@ -36,27 +37,27 @@ wire! {
     }
 }
 
-/// What a CM request does.
+/// Operation of a CM request.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[repr(u8)]
 pub enum CmOp {
     /// A new identifier in `port_space`, with events on completion event queue `queue`; `option`: [`CM_XRC`] or 0.
     Create = 1,
-    /// Gives `id` back; what is connected is disconnected.
+    /// Destroys `id`. If it is connected, it is disconnected.
     Destroy = 2,
     /// Binds `id` to `src`; port 0: any free one.
     Bind = 3,
-    /// Finds the way to `dst`, from `src` if its family is not 0.
+    /// Resolves the address `dst`, from `src` if the family of `src` is not 0.
     ResolveAddr = 4,
     /// Finds the route.
     ResolveRoute = 5,
-    /// Takes requests; `value`: how many may wait.
+    /// Listens for connection requests. `value`: the most requests that may wait.
     Listen = 6,
     /// Asks for a connection.
     Connect = 7,
-    /// Accepts the request that `id` is.
+    /// Accepts the connection request that `id` stands for.
     Accept = 8,
-    /// Refuses it.
+    /// Rejects the connection request that `id` stands for.
     Reject = 9,
     /// The QP is ready: the connection is established.
     Establish = 10,
@@ -68,7 +69,7 @@ pub enum CmOp {
     SetOption = 13,
     /// Joins the multicast group `dst`; `value` is returned in the event.
     Join = 14,
-    /// Leaves it.
+    /// Leaves the multicast group `dst`.
     Leave = 15,
 }
 

@@ -22,8 +22,8 @@ pub(crate) use wire;
 #[repr(C)]
 pub struct Nothing {}
 
-/// The table of all control commands. Calls the macro `$then` with a row for each: name, code, handler (a method of the device),
-/// request and response. Codes 1 to 18 are those of seed 002.
+/// The table of all control commands. Calls the macro `$then` with a row for each: name, code, handler (a method of the
+/// device), request and response. Codes 1 to 18 are the same as in seed 002.
 #[macro_export]
 macro_rules! for_each_command {
     ($then:ident) => {
@@ -202,11 +202,12 @@ wire! {
     }
     /// A new MR.
     MrResp = 16 { mrn: u32, lkey: u32, rkey: u32, reserved: u32 }
-    /// MR `mrn` becomes what `by` is, and keeps its keys; `by` is gone.
+    /// Re-registration: MR `mrn` takes over the memory and access of `by` and keeps its own keys. `by` is destroyed.
     ReregMrReq = 8 { mrn: u32, by: u32 }
     /// A memory window of type 1 or 2.
     AllocMwReq = 8 { pdn: u32, mw_type: u32 }
-    /// An MR that work requests register. `access_flags`: the most that it may grant; `max_num_sg`: the most pages that it may have.
+    /// An MR that work requests register. `access_flags`: the most access that it may grant. `max_num_sg`: its most
+    /// pages.
     CreateMrReq = 16 { pdn: u32, access_flags: u32, max_num_sg: u32, reserved: u32 }
     MapMrSgReq = 32 { mrn: u32, npages: u32, start: u64, length: u64, pages: u64 }
     MapMrSgResp = 8 { npages: u32, reserved: u32 }
@@ -220,14 +221,14 @@ wire! {
         pdn: u32, qp_type: u8, sq_sig_all: u8, has_srq: u8, reserved: u8,
         send_cqn: u32, recv_cqn: u32, cap: QpCap, srqn: u32,
         ctrl_addr: u64, sq_addr: u64, rq_addr: u64, xrcdn: u32,
-        /// A doorbell page of CREATE_DOORBELL; 0: that of SET_DOORBELL.
+        /// A doorbell page of CREATE_DOORBELL, or 0 for the page of SET_DOORBELL.
         doorbell: u32,
         reserved2: u64,
     }
     /// `db_slot`: the bit of this QP in its doorbell page.
     CreateQpResp = 32 { qpn: u32, db_slot: u32, cap: QpCap, reserved: u32 }
 
-    /// New rings of a QP, with the same indices, sizes of WQEs and the WQEs that wait; the control block stays.
+    /// New rings of a QP, with the same indices, WQE sizes and pending WQEs. The control block stays where it is.
     ResizeQpReq = 48 {
         qpn: u32, max_send_wr: u32, max_recv_wr: u32, reserved: u32, ctrl_addr: u64, sq_addr: u64, rq_addr: u64,
         reserved2: u64,
@@ -235,17 +236,17 @@ wire! {
     /// QP `qpn`, the target of an XRC connection in this domain, is this session's too.
     OpenQpReq = 8 { xrcdn: u32, qpn: u32 }
 
-    /// The ring is the driver's memory, as an RQ of these capabilities would be; `ctrl_addr`: a [`crate::QpCtrl`], of which
-    /// the RQ's part is used.
+    /// The ring is the driver's memory, laid out as an RQ with these capabilities. `ctrl_addr`: a [`crate::QpCtrl`], of
+    /// which only the RQ's part is used.
     CreateSrqReq = 48 {
         pdn: u32, max_wr: u32, max_sge: u32, limit: u32, ctrl_addr: u64, ring_addr: u64,
         is_xrc: u32, xrcdn: u32, cqn: u32, reserved: u32,
     }
-    /// `max_wr` is what the ring really holds; `number` what XRC requests name it by.
+    /// `max_wr` is the real capacity of the ring. `number` is the SRQ number that XRC requests carry.
     CreateSrqResp = 16 { srqn: u32, max_wr: u32, number: u32, reserved: u32 }
     /// An XRC domain; programs share it by device and inode of a file if `flags` has [`XRCD_SHARED`].
     CreateXrcdReq = 24 { dev: u64, ino: u64, flags: u32, reserved: u32 }
-    /// A new ring of an SRQ, with the same indices and the WQEs that wait; the control block stays.
+    /// A new ring of an SRQ, with the same indices and pending WQEs. The control block stays where it is.
     ResizeSrqReq = 32 { srqn: u32, max_wr: u32, ctrl_addr: u64, ring_addr: u64, reserved: u64 }
     ModifySrqReq = 16 { srqn: u32, limit: u32, reserved: [u32; 2] }
     QuerySrqResp = 16 { max_wr: u32, max_sge: u32, limit: u32, reserved: u32 }
@@ -279,7 +280,8 @@ wire! {
     ReqNotifyReq = 8 { cqn: u32, flags: u32 }
     QueryGidReq = 8 { port: u32, index: u32 }
     QueryGidResp = 24 { gid: [u8; 16], gid_type: u32, reserved: u32 }
-    /// What a verbs program may ask of a device and no driver needs before its first command follows the configuration space.
+    /// Device attributes: the configuration space, followed by attributes that programs may query but drivers do not
+    /// need before their first command.
     QueryDeviceResp = 256 {
         config: crate::Config, fw_ver: [u8; 32], name: [u8; 32],
         max_mw: u32, max_sge_rd: u32, max_res_rd_atom: u32, max_qp_init_rd_atom: u32,
@@ -306,7 +308,7 @@ wire! {
     }
     /// The clock of the timestamps in CQEs.
     QueryClockResp = 8 { now_ns: u64 }
-    /// What requests have read and written by the key of an MR: how often, and how many bytes, roughly.
+    /// Number of accesses by the key of an MR, and the approximate number of bytes that they have read and written.
     QueryMrResp = 16 { accesses: u64, bytes: u64 }
     /// `addr`: a [`crate::DoorbellPage`], 4096-byte aligned. Request of SET_DOORBELL and CREATE_DOORBELL.
     SetDoorbellReq = 8 { addr: u64 }
@@ -327,8 +329,8 @@ wire! {
     /// `addr` has the bit [`MAPPED_RUNS`].
     MapRunsResp = 16 { handle: u32, reserved: u32, addr: u64 }
 
-    /// What the device writes into a buffer of an event virtqueue. `kind` is an `ibv_event_type`, or
-    /// [`EVENT_COMPLETION`]; `handle` the QPN, CQ handle or port that it concerns.
+    /// Written by the device into a buffer of an event virtqueue. `kind` is an `ibv_event_type` or
+    /// [`EVENT_COMPLETION`]; `handle` is the QPN, CQ handle or port that the event concerns.
     Event = 16 { kind: u32, handle: u32, reserved: u64 }
 }
 
@@ -336,17 +338,17 @@ wire! {
 pub const EVENT_COMPLETION: u32 = 0x100;
 /// `Event::kind` on a completion event virtqueue: CM_EVENT has something.
 pub const EVENT_CM: u32 = 0x101;
-/// `CreateXrcdReq::flags`: it has a file.
+/// `CreateXrcdReq::flags`: the domain is identified by a file.
 pub const XRCD_SHARED: u32 = 1;
-/// It may be new.
+/// The domain is created if it does not exist.
 pub const XRCD_CREATE: u32 = 2;
-/// It must be new.
+/// The command fails if the domain exists already.
 pub const XRCD_EXCLUSIVE: u32 = 4;
 /// `CreateCqReq::comp_queue` of a CQ without events.
 pub const NO_COMP_QUEUE: u32 = u32::MAX;
 /// `CreateQpReq::qp_type` of the QP for the general services.
 pub const QP_TYPE_GSI: u8 = 1;
-/// Bus addresses with this bit are those that MAP_RUNS gives.
+/// This bit is set in all bus addresses that MAP_RUNS gives, and in no others.
 pub const MAPPED_RUNS: u64 = 1 << 63;
 /// Most runs of one command.
 pub const MAX_RUNS: u32 = 65_536;
@@ -355,12 +357,12 @@ pub const NOTIFY_NEXT: u32 = 2;
 /// Only solicited completions and errors.
 pub const NOTIFY_SOLICITED: u32 = 1;
 
-/// The note of an MR whose memory is reached in this way (0 *direct*, 1 *share*, 2 *copy*), for this reason.
+/// The note of an MR: `way` is how its memory is reached (0 *direct*, 1 *share*, 2 *copy*), `why` the reason.
 pub fn mr_note(way: u8, why: u8) -> u32 {
     u32::from(way) << 8 | u32::from(why)
 }
 
-/// Which way [`RegUserMrReq::note`] says that an MR's memory is reached.
+/// The way in which an MR's memory is reached, according to [`RegUserMrReq::note`].
 pub fn mr_way(note: u32) -> &'static str {
     match note >> 8 {
         0 => "direct",
@@ -370,7 +372,7 @@ pub fn mr_way(note: u32) -> &'static str {
     }
 }
 
-/// Why, in words.
+/// The reason for the way, in words.
 pub fn mr_why(note: u32) -> &'static str {
     match note & 0xff {
         0 => "as fast as it goes",

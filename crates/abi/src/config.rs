@@ -21,11 +21,11 @@ const _: () = assert!(NUM_QUEUES <= 256, "a vhost-user vring index has 8 bits");
 pub const MAX_CHANNELS: u32 = 65_536;
 /// Channel of asynchronous events.
 pub const CHANNEL_ASYNC: u32 = 0xffff_ffff;
-/// Channels `CHANNEL_WAKE + i`, eventfds, each of which notifies virtqueue 2. Which of them there are is in `DoorbellPage::wakes`.
+/// Channels `CHANNEL_WAKE + i` are eventfds that notify virtqueue 2. `DoorbellPage::wakes` says how many of them exist.
 pub const CHANNEL_WAKE: u32 = 0xffff_ff00;
-/// Most channels of that kind.
+/// Most wake channels.
 pub const MAX_WAKES: u32 = 64;
-/// Channel whose messages notify virtqueue 0, and are the calls of it.
+/// Channel for virtqueue 0: a message from the driver is a kick, a message from the device is a call.
 pub const CHANNEL_CONTROL: u32 = 0xffff_fffd;
 /// Largest size of a virtqueue, in descriptors.
 pub const MAX_VQ_SIZE: u16 = 1024;
@@ -44,7 +44,7 @@ pub const FEATURE_FAST_REG: u64 = 4;
 
 /// Most pages of an MR that is registered by work requests: their list is a page.
 pub const MAX_FAST_PAGES: u32 = 512;
-/// The largest page of such an MR has so many bits.
+/// log2 of the largest page size of such an MR.
 pub const MAX_FAST_PAGE_SHIFT: u32 = 30;
 
 /// Most SGEs of one WQE.
@@ -58,7 +58,7 @@ pub const MAX_CQE: u32 = 4_194_303;
 /// Most QPs of one session: one doorbell bit each, of one page.
 pub const MAX_QP: u32 = 4096;
 
-/// Most doorbell pages of one session, that of SET_DOORBELL aside.
+/// Most doorbell pages of one session, not counting the one of SET_DOORBELL.
 pub const MAX_DOORBELLS: u32 = 1024;
 
 /// The first 128 bytes of the device configuration space, which is read only. [`ConfigMore`] follows.
@@ -108,7 +108,7 @@ pub struct Config {
 #[derive(Clone, Copy, Debug, PartialEq, Eq, FromBytes, IntoBytes, Immutable, KnownLayout)]
 #[repr(C)]
 pub struct ConfigMore {
-    /// Another number whenever the device has lost all objects without being asked.
+    /// Changes whenever the device has lost all objects without being asked.
     pub generation: u32,
     /// [`MAX_DOORBELLS`].
     pub max_doorbells: u32,

@@ -1,8 +1,8 @@
 //! The device ABI: the bytes that a driver and the device share. Twin of `docs/spec/virtio-rdma.md`.
 //!
-//! Depends on the formats crate alone. It must never touch memory or make decisions: it says where
-//! each field lies. All fields are little-endian and naturally aligned, but for those of [`rfc`], the layouts of the
-//! device's second mode; the tests at the end of each module hold sizes and offsets to the specification.
+//! Depends on the formats crate alone. It must never touch memory or make decisions: it says where each field lies. All
+//! fields are little-endian and naturally aligned, except in [`rfc`], which has the layouts of the device's second
+//! mode. The tests at the end of each module hold sizes and offsets to the specification.
 
 mod cm;
 mod command;

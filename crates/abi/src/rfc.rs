@@ -1,4 +1,4 @@
-//! The layouts of the RFC mode: those of the virtio-rdma RFC of 2022. Twin of `docs/spec/virtio-rdma-rfc.md`.
+//! The layouts of the RFC mode, which follow the virtio-rdma RFC of 2022. Twin of `docs/spec/virtio-rdma-rfc.md`.
 //!
 //! No structure has padding (virtio 1.3, section 1.4), so fields lie at any byte.
 
@@ -73,9 +73,9 @@ pub mod opcode {
     pub const SEND_WITH_INV: u32 = 9;
     pub const RDMA_READ_WITH_INV: u32 = 11;
     pub const REG_MR: u32 = 0x20;
-    /// Of the completion of a receive.
+    /// Opcode in the completion of a receive.
     pub const RECV: u8 = 128;
-    /// Of the completion of a receive that a WRITE with immediate has consumed.
+    /// Opcode in the completion of a receive that a WRITE with immediate has consumed.
     pub const RECV_RDMA_WITH_IMM: u8 = 129;
 }
 
@@ -87,11 +87,11 @@ pub mod send_flags {
     pub const SOLICITED: u32 = 4;
     pub const INLINE: u32 = 8;
     pub const IP_CSUM: u32 = 16;
-    /// Those that the device takes.
+    /// The flags that the device accepts.
     pub const KNOWN: u32 = FENCE | SIGNALED | SOLICITED | INLINE;
 }
 
-/// Completion flags, those of `enum ib_wc_flags`.
+/// Completion flags, as in `enum ib_wc_flags`.
 #[allow(missing_docs)]
 pub mod wc_flags {
     pub const GRH: u32 = 1;
@@ -99,7 +99,8 @@ pub mod wc_flags {
     pub const WITH_INVALIDATE: u32 = 4;
 }
 
-/// `CreateQp::sq_sig_type`: every send completes. Any other value is 1, those that are marked.
+/// `CreateQp::sq_sig_type`: every send completes. Any other value means 1: only sends with [`send_flags::SIGNALED`]
+/// complete.
 pub const SIGNAL_ALL_WR: u8 = 0;
 /// Types of a QP (R40).
 #[allow(missing_docs)]
@@ -112,7 +113,7 @@ pub mod qp_type {
 }
 /// `AddGid::gid_type` of RoCEv2 (`IB_GID_TYPE_ROCE_UDP_ENCAP`).
 pub const GID_TYPE_ROCE_V2: u32 = 2;
-/// `AhAttr::ah_flags`: `grh` counts.
+/// `AhAttr::ah_flags`: `grh` is valid.
 pub const AH_GRH: u8 = 1;
 
 packed! {
@@ -182,10 +183,10 @@ packed! {
     /// `flags`: [`crate::NOTIFY_SOLICITED`], [`crate::NOTIFY_NEXT`].
     ReqNotify = 8 { cqn: U32, flags: U32 }
 
-    /// Of a send WQE, for WRITE and READ.
+    /// The part of a send WQE that WRITE and READ use.
     Rdma = 12 { remote_addr: U64, rkey: U32 }
     Atomic = 28 { remote_addr: U64, compare_add: U64, swap: U64, rkey: U32 }
-    /// `sl_tclass_flowlabel`: from the top 4 bits of service level, 8 of traffic class, 20 of flow label.
+    /// `sl_tclass_flowlabel`, from the top bit down: 4 bits of service level, 8 of traffic class, 20 of flow label.
     Av = 43 {
         port: U32, pdn: U32, sl_tclass_flowlabel: U32, dgid: [u8; 16], gid_index: u8, static_rate: u8, hop_limit: u8,
         dmac: [u8; 6], reserved: [u8; 6],
@@ -208,13 +209,13 @@ packed! {
 }
 
 impl SqReq {
-    /// What a request of this kind finds in the union.
+    /// The union read as a `T`, the part for this kind of request.
     pub fn part<T: FromBytes + Unaligned>(&self) -> T {
         let bytes = self.wr.as_bytes();
         T::read_from_prefix(bytes).map_or_else(|_| T::new_zeroed(), |(part, _)| part)
     }
 
-    /// Puts something into the union.
+    /// Writes `part` into the union.
     ///
     /// # Panics
     /// If it is longer than [`Ud`].

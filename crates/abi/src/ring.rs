@@ -15,20 +15,21 @@ pub struct SqWqe {
     pub inline_len: u16,
     /// `formats::send_flags`.
     pub send_flags: u32,
-    /// Immediate data, in network order as the application gave it, or the rkey to invalidate, or the access that an MR gets.
+    /// Immediate data, in network order as the application gave it; or the rkey to invalidate; or the access that an MR
+    /// gets.
     pub imm: u32,
-    /// Of a remote range; or the new key of a memory window, or of an MR that is registered.
+    /// rkey of the remote range; or the new key of a memory window or of an MR that is registered.
     pub rkey: u32,
-    /// Or the first address of a memory window or an MR.
+    /// Address of the remote range; or of a memory window or MR.
     pub remote_addr: u64,
-    /// Or the bytes of a memory window or an MR.
+    /// Compare or add operand; or the length of a memory window or MR.
     pub compare_add: u64,
-    /// Or the lkey of the MR that a memory window is bound to, and in the upper half the access that it grants; or the bus address
-    /// of the list of an MR's pages.
+    /// Swap operand; or the lkey of the MR that a memory window is bound to, with the window's access in the upper
+    /// half; or the bus address of an MR's page list.
     pub swap: u64,
-    /// UD: address handle, or the service level and the static rate of the address that the WQE has itself; and the destination's
-    /// number and Q_Key. XRC: the number of the SRQ is in `dest_qpn`.
-    /// An MR that is registered: the bits of a page in `ah`, the number of its pages in `dest_qpn`.
+    /// UD: the address handle, or the service level and static rate if the WQE holds the address itself; `dest_qpn` and
+    /// `qkey` are the destination's. XRC: `dest_qpn` is the number of the SRQ. Registering an MR: `ah` is log2 of the
+    /// page size, `dest_qpn` the number of pages.
     pub ah: u32,
     pub dest_qpn: u32,
     pub qkey: u32,
@@ -36,7 +37,7 @@ pub struct SqWqe {
 }
 
 impl SqWqe {
-    /// The address of a datagram that has it in its WQE: most of it lies where other requests have their remote range.
+    /// The address of a datagram that holds its address in the WQE. Most of it uses the fields of the remote range.
     pub fn address(&self) -> crate::AhAttr {
         let at = offset_of!(SqWqe, remote_addr);
         let bytes = &self.as_bytes()[at..at + size_of::<crate::GlobalRoute>()];
@@ -45,7 +46,7 @@ impl SqWqe {
         crate::AhAttr { grh, static_rate, sl, is_global: 1, port_num: 1, ..Default::default() }
     }
 
-    /// Puts an address where [`SqWqe::address`] finds it.
+    /// Stores an address where [`SqWqe::address`] reads it.
     pub fn set_address(&mut self, to: &crate::AhAttr) {
         let at = offset_of!(SqWqe, remote_addr);
         self.as_mut_bytes()[at..at + size_of::<crate::GlobalRoute>()].copy_from_slice(to.grh.as_bytes());
@@ -90,18 +91,18 @@ pub struct Cqe {
     pub pkey_index: u16,
     pub sl: u8,
     pub port_num: u8,
-    /// SQ or RQ index after the WQE that this completes: the driver's slots below it are free.
+    /// SQ or RQ index after the WQE that this completes. Slots below it belong to the driver again.
     pub wqe_index: u32,
     /// Device clock when the completion was written, nanoseconds.
     pub timestamp: u64,
-    /// Not 0: the data lies in the session's stage, in the record at this offset ([`StageRecord`]).
+    /// If not 0, the data lies in the session's stage, in the record at this offset ([`StageRecord`]).
     pub staged: u32,
     pub reserved: [u32; 2],
     pub valid: u32,
 }
 
-/// A received message that the driver has to place: head of a record in the stage. The places follow, then the data, at a
-/// multiple of [`STAGE_GRANULE`] / 2.
+/// Head of a record in the stage: a received message that the driver has to place. The places follow, then the data at
+/// a multiple of [`STAGE_GRANULE`] / 2.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, FromBytes, IntoBytes, Immutable, KnownLayout)]
 #[repr(C)]
 #[allow(missing_docs)]
@@ -113,12 +114,13 @@ pub struct StageRecord {
     pub reserved: u64,
 }
 
-/// A range of the process that a received message goes to, in their order as far as the message is long.
+/// A range of the process that a received message is written to. The message fills the places in order, up to its
+/// length.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, FromBytes, IntoBytes, Immutable, KnownLayout)]
 #[repr(C)]
 #[allow(missing_docs)]
 pub struct StagePlace {
-    /// Address in the process: what a process region has there, not what the SGE calls it.
+    /// Virtual address in the process, which may differ from the address in the SGE.
     pub addr: u64,
     pub length: u32,
     /// The MR that the SGE named.
@@ -147,7 +149,7 @@ pub struct QpCtrl {
     /// Device: WQEs whose slot may be used again.
     pub sq_cons: u32,
     pub rq_cons: u32,
-    /// Device: not 0 when it wants the doorbell rung for receives too.
+    /// Device: not 0 if it wants the doorbell rung for receives, too.
     pub rq_notify: u32,
     pub reserved2: [u32; 13],
 }
@@ -177,23 +179,24 @@ pub const DOORBELL_WORDS: usize = 64;
 #[repr(C)]
 #[allow(missing_docs)]
 pub struct DoorbellPage {
-    /// Device: whether it sleeps and wants a kick of the wake virtqueue: [`AWAKE`], [`ASLEEP`] or [`NAPS`].
+    /// Device: [`AWAKE`], [`ASLEEP`] or [`NAPS`], which says whether it needs a kick of the wake virtqueue.
     pub need_kick: u32,
-    /// Device: how many wake channels it has, at least 1. A program that runs on CPU n kicks by channel n modulo this: what executes its
-    /// request wakes there.
+    /// Device: number of its wake channels, at least 1. A program on CPU n kicks channel n modulo this number, so that
+    /// the thread that executes its request wakes on the same CPU.
     pub wakes: u32,
     /// Device: [`COPYING`] and [`COPY_WAITS`].
     pub copying: u32,
-    /// Device: what it has last read in `away`, and heeds.
+    /// Device: the value of `away` that it has last read and acts on.
     pub away_seen: u32,
     pub reserved: [u32; 12],
     /// Driver sets, device clears: bit w says that `bits[w]` has a bit set.
     pub summary: u64,
     /// Driver: odd while it moves pages of its process.
     pub moving: u32,
-    /// Driver: not 0 while the memory of its MRs is not where the device has it; another number each time.
+    /// Driver: not 0 while the memory of its MRs is not where the device has mapped it. The value differs each time.
     pub away: u32,
-    /// Driver: not 0 while it rings many times before it looks for completions, so that it would rather kick once for all.
+    /// Driver: not 0 while it rings many times before it polls for completions, and would rather send one kick for all
+    /// of them.
     pub bursts: u32,
     pub reserved2: [u32; 11],
     /// Driver sets, device clears: bit b of word w is the QP with `db_slot` 64 w + b.
@@ -201,17 +204,17 @@ pub struct DoorbellPage {
     pub reserved3: [u64; 432],
 }
 
-/// `DoorbellPage::need_kick`: the device looks at the page.
+/// `DoorbellPage::need_kick`: the device polls the page.
 pub const AWAKE: u32 = 0;
-/// `DoorbellPage::need_kick`: it does not look before somebody kicks.
+/// `DoorbellPage::need_kick`: the device does not read the page until it is kicked.
 pub const ASLEEP: u32 = 1;
-/// `DoorbellPage::need_kick`: it looks when it is kicked, and in a moment in any case, so that a driver may put the kick off until it has
-/// looked for completions in vain.
+/// `DoorbellPage::need_kick`: the device reads the page when it is kicked, and soon in any case. The driver may delay
+/// the kick until it has polled for completions and found none.
 pub const NAPS: u32 = 2;
 
 /// `DoorbellPage::copying`: the device copies through a process region of this session.
 pub const COPYING: u32 = 1;
-/// `DoorbellPage::copying`: the device would copy, but the driver moves pages; it tries again soon.
+/// `DoorbellPage::copying`: a copy waits while the driver moves pages. The device retries soon.
 pub const COPY_WAITS: u32 = 2;
 
 macro_rules! offsets {
@@ -265,7 +268,7 @@ pub const SQ_DATA: usize = size_of::<SqWqe>();
 /// Byte offset of the SGEs in an RQ WQE.
 pub const RQ_DATA: usize = size_of::<RqWqe>();
 
-/// Ring sizes that follow from a QP's capabilities, alike on both sides (section 7.2).
+/// Ring sizes derived from a QP's capabilities, the same way on both sides (section 7.2).
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct QpLayout {
     /// Slots of the SQ, a power of two.
