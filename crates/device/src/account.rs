@@ -3,7 +3,7 @@
 use unirdma_link::Ledger;
 use unirdma_rnic::Account;
 
-/// What the RNIC keeps for a vRNIC is on this account.
+/// The account that the RNIC charges for the memory that it keeps for a vRNIC.
 pub struct KeptByRnic(pub Ledger);
 
 impl Account for KeptByRnic {

@@ -16,7 +16,7 @@ use crate::{Device, RnicGuard, lock, now_ns};
 
 type Answer<T> = Result<T, Status>;
 
-/// The header of a response. It is all of one that refuses.
+/// The header of a response. A response that refuses has nothing else.
 pub(crate) fn head(status: Status) -> Vec<u8> {
     abi::RespHeader { status: status as u8, ..Default::default() }.as_bytes().to_vec()
 }
@@ -25,7 +25,7 @@ pub(crate) fn parse<T: FromBytes>(data: &[u8]) -> Result<T, Status> {
     T::read_from_bytes(data).map_err(|_| Status::BadLength)
 }
 
-/// Runs a handler on a request, which must have exactly its length. There must be room for the response.
+/// Runs a handler on a request, which must have exactly the length of `Req`. `room` must suffice for the response.
 fn run<Req: FromBytes, Resp: IntoBytes + Immutable>(
     data: &[u8],
     room: usize,
@@ -40,11 +40,11 @@ fn run<Req: FromBytes, Resp: IntoBytes + Immutable>(
     Ok(bytes)
 }
 
-/// The RNIC for one command, taken when it is used first; the command's vRNIC is charged for the time.
+/// The RNIC for one command. It is locked on first use, and the time under the lock is charged to the command's vRNIC.
 pub(crate) struct Turn<'a> {
     device: &'a Device,
     guard: Option<RnicGuard<'a>>,
-    /// What was found of the memory that the command names, if it names any that had to be searched for.
+    /// Result of the search for the memory that the command names; `None` if it names no memory that needs a search.
     found: Option<Answer<Found>>,
 }
 
@@ -53,7 +53,8 @@ impl<'a> Turn<'a> {
         Turn { device, guard: None, found }
     }
 
-    /// Dead objects of the vRNIC count against its quotas until they are freed, so a command waits for that. Others have the RNIC in between.
+    /// Locks the RNIC. Dead objects of the vRNIC count against its quotas until they are freed, so the command frees
+    /// them first, in steps between which other threads get the RNIC.
     pub(crate) fn taken(&mut self) -> &mut RnicGuard<'a> {
         self.guard.get_or_insert_with(|| {
             loop {
@@ -65,7 +66,7 @@ impl<'a> Turn<'a> {
         })
     }
 
-    /// The memory of an MR that was searched for.
+    /// The memory of an MR, as the search has found it.
     fn memory(&mut self) -> Answer<(Backing, Vec<u64>)> {
         match self.found.take() {
             Some(Ok(Found::Memory(backing, regions))) => Ok((backing, regions)),
@@ -84,7 +85,7 @@ impl Drop for Turn<'_> {
     }
 }
 
-/// What a handler takes of the RNIC: the RNIC itself, or the right to take it later.
+/// A handler receives either the locked RNIC or the [`Turn`] that locks it later.
 trait Use<'a> {
     fn of<'b>(turn: &'b mut Turn<'a>) -> &'b mut Self;
 }
@@ -126,17 +127,17 @@ macro_rules! define_dispatch {
 
 unirdma_abi::for_each_command!(define_dispatch);
 
-/// What came of a request.
+/// Outcome of a request.
 pub(crate) enum Reply {
-    /// The response, and which command it was, if there is such a command.
+    /// The response, and the command code if it is a known one.
     Now(Vec<u8>, Option<Command>),
-    /// The request is to be made again with the outcome of this search.
+    /// The request must be executed again, with the outcome of this search.
     After(Search),
 }
 
 impl Device {
-    /// Executes one control request, and returns its response, of at most `room` bytes. Nothing happens if that is too small.
-    /// (A response that only refuses has the length of its header, whatever `room` is.)
+    /// Executes one control request and returns its response, of at most `room` bytes. Nothing is executed if `room` is
+    /// too small for the response. (A response that only refuses has the length of its header, whatever `room` is.)
     pub fn execute(&self, request: &[u8], room: usize) -> Vec<u8> {
         match self.answer(request, room, None) {
             Reply::Now(response, _) => response,
@@ -152,7 +153,7 @@ impl Device {
         }
     }
 
-    /// Executes one control request, unless that needs a long search whose outcome is not there yet.
+    /// Executes one control request, unless it needs a long search and `outcome` is `None`.
     pub(crate) fn answer(&self, request: &[u8], room: usize, outcome: Option<Outcome>) -> Reply {
         let Ok((header, data)) = abi::ReqHeader::read_from_prefix(request) else {
             return Reply::Now(head(Status::BadLength), None);
@@ -164,10 +165,11 @@ impl Device {
         }
     }
 
-    /// What a command's memory is, if it names any that has to be searched for: as an errand has found, or found now.
+    /// Finds the memory that a command names: takes it from `outcome` if an errand has found it, else searches now.
+    /// `None` if no search is needed.
     ///
     /// # Errors
-    /// The search, if it is a long one.
+    /// The search itself, if it is a long one.
     pub(crate) fn find(
         &self,
         outcome: Option<Outcome>,
@@ -184,7 +186,8 @@ impl Device {
         }
     }
 
-    /// What an errand has found, if it is still there. The vRNIC is charged for the time.
+    /// The result of an errand, if the memory regions that it found still exist. The errand's time is charged to the
+    /// vRNIC.
     fn take_outcome(&self, outcome: Outcome) -> Answer<Found> {
         self.rnic.lock().charge_command(self.session, outcome.took_ns);
         self.errand_ns.fetch_add(outcome.took_ns, Ordering::Relaxed);
@@ -197,7 +200,7 @@ impl Device {
         outcome.found
     }
 
-    /// The search for the memory that a command names, if it names any that lies in mapped regions.
+    /// The search for the memory that a command names; `None` if it names no memory in mapped regions.
     fn search(&self, c: Command, data: &[u8]) -> Option<Answer<Search>> {
         let runs = |addr, count, length| Search::runs(&self.memory, (addr, count, length), |at, n| self.span(at, n));
         match c {
@@ -231,7 +234,7 @@ impl Device {
     }
 
     fn perform(&self, c: Command, data: &[u8], room: usize, found: Option<Answer<Found>>) -> Vec<u8> {
-        // What was posted before the command, and needs what the command destroys, comes first.
+        // WQEs that were posted before the command, and use the object that it destroys, are executed first.
         match (c, parse::<abi::HandleReq>(data)) {
             (Command::DestroyQp, Ok(qp)) => self.pollers.catch_up(self.session, Some(qp.handle)),
             (Command::DestroyAh, Ok(_)) => self.pollers.catch_up(self.session, None),
@@ -239,7 +242,7 @@ impl Device {
         }
         match self.dispatch(c, data, room, found) {
             Ok(bytes) => {
-                // Who destroys an object, and knows that it is gone, finds all of its events.
+                // After an object is destroyed, the driver can be sure that all of its events were delivered.
                 if takes_events_away(c, data) {
                     self.pollers.settle();
                 }
@@ -320,7 +323,7 @@ impl Device {
         })
     }
 
-    /// The clock of completions, which a guest does not have.
+    /// The clock of completions, which a guest cannot read otherwise.
     fn query_clock(&self, _: &mut Turn<'_>, _: Nothing) -> Answer<abi::QueryClockResp> {
         Ok(abi::QueryClockResp { now_ns: now_ns() })
     }
@@ -384,7 +387,7 @@ impl Device {
         done(rnic.set_stage(self.session, self.span(r.addr, r.length)?))
     }
 
-    /// The driver begins anew. Jobs may still reach its memory: the answer waits for them.
+    /// The driver begins anew. The response is delayed while jobs still access the driver's memory.
     fn new_session(&self, rnic: &mut Turn<'_>, r: abi::NewSessionReq) -> Answer<abi::NewSessionResp> {
         if r.features & !self.identity.config.features != 0 {
             return Err(Status::BadValue);
@@ -464,7 +467,7 @@ impl Device {
         mr(rnic.create_mr(self.session, r.pdn, r.access_flags, r.max_num_sg, hold))
     }
 
-    /// A request to register brings its pages along, so that no command is needed for each.
+    /// Not offered: a REG_MR work request carries its page list, so no command is needed.
     fn map_mr_sg(&self, _: &mut Rnic, _: abi::MapMrSgReq) -> Answer<abi::MapMrSgResp> {
         Err(Status::Unsupported)
     }
@@ -593,7 +596,7 @@ impl Device {
     fn create_qp(&self, rnic: &mut Rnic, r: abi::CreateQpReq) -> Answer<abi::CreateQpResp> {
         let rings = self.qp_rings(&r.cap, r.ctrl_addr, r.sq_addr, r.rq_addr)?;
         let layout = *rings.layout();
-        // What the rings really hold (R84p).
+        // The real capacity of the rings (R84p).
         let cap = abi::QpCap {
             max_send_wr: layout.sq_entries,
             max_recv_wr: layout.rq_entries,
@@ -638,7 +641,7 @@ impl Device {
         Ok(abi::CreateSrqResp { srqn, max_wr: attr.max_wr, number, reserved: 0 })
     }
 
-    /// The memory was found before the RNIC is taken, since that takes longer.
+    /// The memory was searched for before the RNIC is locked, because the search takes longer.
     pub(crate) fn reg_user_mr(&self, rnic: &mut Turn<'_>, r: abi::RegUserMrReq) -> Answer<abi::MrResp> {
         r.start.checked_add(r.length).ok_or(Status::BadValue)?;
         let memory = if r.length == 0 {
@@ -674,7 +677,7 @@ impl Device {
         let queues = rnic.taken().queues_of(self.session);
         let handle = rnic.taken().new_number(self.session)?;
         let mapped = &mut *lock(&self.mapped);
-        // What was found for a command that is refused goes after the RNIC is given back.
+        // If the command is refused, the span that was found is dropped after the RNIC is unlocked.
         if !mapped.has_room(r.length, queues) {
             return Err(Status::Exhausted);
         }
@@ -686,7 +689,7 @@ impl Device {
         if lock(&self.mapped).remove(r.handle) { Ok(Nothing {}) } else { Err(Status::BadHandle) }
     }
 
-    /// Memory at a bus address of the session, or at one of MAP_RUNS.
+    /// Memory at a bus address of the session, or in a range of MAP_RUNS.
     fn span(&self, addr: u64, len: u64) -> Answer<Span> {
         let span = match addr & abi::MAPPED_RUNS {
             0 => self.memory.span(addr, len),
@@ -696,7 +699,7 @@ impl Device {
     }
 }
 
-/// True of commands after which the RNIC must not touch memory any more that it might touch before.
+/// True for commands after which the RNIC must not access some memory that it could access before.
 pub(crate) fn takes_memory_away(c: Command) -> bool {
     matches!(
         c,
@@ -709,7 +712,7 @@ pub(crate) fn takes_memory_away(c: Command) -> bool {
     )
 }
 
-/// True of commands after which a driver looks for events that are of no use any more.
+/// True for commands after which a driver discards events of the destroyed object that are still queued.
 fn takes_events_away(c: Command, data: &[u8]) -> bool {
     match c {
         Command::DestroyCq | Command::DestroyQp | Command::DestroySrq | Command::NewSession => true,

@@ -1,9 +1,9 @@
-//! Events on their way to a driver: by event virtqueues, which the driver fills with buffers, or by channels, which are
+//! Delivery of events to a driver: by event virtqueues, which the driver fills with buffers, or by channels, which are
 //! sockets.
 //!
-//! On a virtqueue there is one call for each event, so that a driver may count them with a semaphore eventfd. On a
-//! channel each event is one message. An event that finds no room waits, in order, up to a bound; a driver that never
-//! makes room loses its own events and nothing else.
+//! On a virtqueue there is one call for each event, so that a driver may count events with a semaphore eventfd. On a
+//! channel each event is one message. Events for which there is no room wait in order, up to a bound; a driver that
+//! never makes room loses its own events and nothing else.
 
 use std::collections::{HashMap, VecDeque};
 use std::io::IoSliceMut;
@@ -22,27 +22,27 @@ use zerocopy::{FromBytes, IntoBytes};
 use crate::lock;
 use crate::rfc::Rfc;
 
-/// So many events may wait for room on one queue, or as many as its vRNIC may have CQs or QPs, if that is more: each of those has one that its
-/// driver cannot do without. A session may have twice as many.
+/// Most events that may wait for room on one queue, unless its vRNIC may have more CQs or QPs than this: then their
+/// number, because each CQ or QP has one event that its driver cannot do without. A session may have twice as many.
 const MAX_PENDING: usize = 16_384;
-/// What an event that waits counts as on the account, bytes: a queue has room for up to twice as many events as it holds.
+/// Bytes charged to the account for a waiting event. A `VecDeque` may have room for twice as many events as it holds.
 const PENDING_BYTES: u64 = 2 * size_of::<abi::Event>() as u64;
-/// An empty queue keeps the room for so many events.
+/// Most event slots that an empty queue keeps allocated.
 const SPARE_PENDING: usize = 64;
 
 /// Most descriptors of one message on a socket (`SCM_MAX_FD` of the kernel).
 const MAX_DESCRIPTORS: usize = 253;
 
-/// What is asked to call [`EventQueues::on_room`] once the other end of a socket is closed, and, if the flag says so, once
-/// it can be written to.
+/// Callback that arranges for [`EventQueues::on_room`] to be called once the other end of a socket is closed and, if
+/// the flag is true, once the socket can be written to.
 pub type OnRoom = Box<dyn Fn(BorrowedFd<'_>, bool) + Send>;
 
-/// The device's end of an event channel. The driver's end is another file, so that no flag and no buffer size that a
-/// driver sets is this end's.
+/// The device's end of an event channel. The driver's end is another file, so its file flags and buffer sizes do not
+/// apply here.
 struct Channel {
     fd: OwnedFd,
     on_room: OnRoom,
-    /// The socket is full, and `on_room` was asked.
+    /// The socket is full, and `on_room` was called.
     full: bool,
     _ticket: Ticket,
 }
@@ -57,42 +57,42 @@ struct EventQueue {
 
 struct Inner {
     guest: Option<GuestMemoryMmap>,
-    /// By the index of the virtqueue. Completion event queues that have only a channel follow the others.
+    /// By virtqueue index. Completion event queues that have only a channel have higher indices.
     queues: HashMap<u32, EventQueue>,
     /// Events that wait on all queues.
     pending: usize,
-    /// The account that they are on.
+    /// Account charge for the waiting events.
     kept: Kept,
     /// Most events that may wait on one queue.
     most: usize,
-    /// Channels that were closed while a thread of the driver's program waits on them, by their queues. That thread waits on,
-    /// as it would for a kernel, so this end stays open as long as the other one.
+    /// Channels that were closed, with their queues, while a thread of the driver's program may still wait on the other
+    /// end. As with a kernel device, such a thread keeps waiting, so this end stays open as long as the other one.
     closing: Vec<(u32, Channel)>,
 }
 
 /// The event queues of a session. Shared by the threads that drain the RNIC's outputs.
 pub struct EventQueues {
     inner: Mutex<Inner>,
-    /// In the RFC mode there are no events, and the virtqueues are others.
+    /// Set in the RFC mode, which has no events and uses its own virtqueues.
     rfc: Option<Rfc>,
 }
 
-/// Tells a driver something by a channel that carries no events. A full one has told it already.
+/// Sends a notification on a channel that carries no events. If the channel is full, a notification is pending already.
 pub(crate) fn tell(channel: &Foreign) {
     let _ = rustix::net::send(channel, &[1], SendFlags::DONTWAIT | SendFlags::NOSIGNAL);
 }
 
-/// Takes the notifications of a channel that carries no events.
+/// Takes all notifications from a channel that carries no events.
 ///
-/// Descriptors that came beside them, which nobody has asked for.
+/// Returns the descriptors that arrived with them, which the caller has to dispose of.
 pub fn take_notifications(channel: &Foreign) -> Vec<Foreign> {
     let mut came = Vec::new();
     let Some(ledger) = channel.ledger().filter(|l| !l.is_overdrawn()) else { return came };
-    // Room for all descriptors that a message can carry: the kernel would close others here and now.
+    // Room for all descriptors that a message can carry. The kernel would close any others here and now.
     let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(MAX_DESCRIPTORS))];
     let mut control = RecvAncillaryBuffer::new(&mut space);
     let flags = RecvFlags::DONTWAIT | RecvFlags::CMSG_CLOEXEC;
-    // What is left over belongs to a driver that sends more than it needs, and is taken with its next one.
+    // A driver that sends more than 256 bytes at once leaves a rest, which is read with its next notification.
     let _ = recvmsg(channel, &mut [IoSliceMut::new(&mut [0; 256])], &mut control, flags);
     for m in control.drain() {
         if let RecvAncillaryMessage::ScmRights(fds) = m {
@@ -118,7 +118,7 @@ impl Channel {
         rustix::event::poll(&mut fds, Some(&now)).is_ok() && fds[0].revents().contains(PollFlags::HUP)
     }
 
-    /// Sends as many events as there is room for.
+    /// Sends waiting events until the socket is full.
     fn flush(&mut self, pending: &mut VecDeque<abi::Event>) {
         while !self.full
             && let Some(event) = pending.front()
@@ -144,7 +144,8 @@ impl EventQueue {
             return channel.flush(&mut self.pending);
         }
         let (Some(queue), Some(guest)) = (&mut self.queue, guest) else { return };
-        // A driver may give buffers as fast as they are taken, each too small for an event: no more than the queue holds are taken at a time.
+        // A driver may supply buffers that are too small as fast as they are taken, so at most one queue's length of
+        // them is taken.
         for _ in 0..queue.size() {
             if self.pending.is_empty() {
                 break;
@@ -152,7 +153,7 @@ impl EventQueue {
             let Some(chain) = queue.pop_descriptor_chain(guest) else { break };
             let head = chain.head_index();
             let fits = chain.writable().next().filter(|d| d.len() as usize >= size_of::<abi::Event>());
-            // A buffer that is too small is given back unused and costs its event nothing.
+            // A buffer that is too small is given back unused. The event stays.
             let wrote = fits.is_some_and(|d| guest.write_slice(self.pending[0].as_bytes(), d.addr()).is_ok());
             let len = if wrote { size_of::<abi::Event>() as u32 } else { 0 };
             if queue.add_used(guest, head, len).is_err() {
@@ -169,7 +170,7 @@ impl EventQueue {
 }
 
 impl Inner {
-    /// Changes a queue, and delivers what then can be.
+    /// Applies `f` to a queue, then delivers the events that can be delivered.
     fn change<R>(&mut self, index: u32, f: impl FnOnce(&mut EventQueue) -> R) -> R {
         let q = self.queues.entry(index).or_default();
         let before = q.pending.len();
@@ -185,13 +186,14 @@ impl Inner {
         r
     }
 
-    /// So many events wait from now on.
+    /// Sets the number of waiting events.
     fn count(&mut self, pending: usize) {
         self.pending = pending;
         self.kept.set(pending as u64 * PENDING_BYTES);
     }
 
-    /// True if so many events more may wait on a queue. The first one of a session always may: most go at once.
+    /// True if `more` further events may wait on a queue. One event may always wait in an otherwise empty session,
+    /// because most are delivered at once.
     fn has_room(&self, index: u32, more: usize) -> bool {
         let of_queue = self.queues.get(&index).map_or(0, |q| q.pending.len());
         of_queue + more <= self.most
@@ -207,7 +209,8 @@ impl Inner {
 }
 
 impl EventQueues {
-    /// The event queues of a session of a vRNIC that may have as many CQs and QPs as this says. What waits is on the account of `ledger`.
+    /// The event queues of a session. `config` says how many CQs and QPs the vRNIC may have. Waiting events are charged
+    /// to `ledger`.
     pub(crate) fn new(config: &abi::Config, ledger: Ledger) -> Self {
         let inner = Inner {
             guest: None,
@@ -229,8 +232,8 @@ impl EventQueues {
         self.rfc.as_ref()
     }
 
-    /// Delivers a completion event of CQ `cqn` on completion event queue `queue`; `asked` if REQ_NOTIFY_CQ waits for it. True if the
-    /// control thread has to serve the session.
+    /// Delivers a completion event of CQ `cqn` on completion event queue `queue`. `asked`: REQ_NOTIFY_CQ has requested
+    /// it. Returns true if the control thread has to serve the session.
     pub fn complete(&self, queue: u16, cqn: u32, asked: bool) -> bool {
         if let Some(rfc) = &self.rfc {
             return rfc.complete(queue.into(), asked);
@@ -240,19 +243,19 @@ impl EventQueues {
         false
     }
 
-    /// Delivers an event on the queue of virtqueue `index`, or keeps it until there is room.
+    /// Delivers an event on the queue with virtqueue index `index`, or keeps it until there is room.
     pub fn deliver(&self, index: u32, event: abi::Event) {
         if let Some(rfc) = &self.rfc {
             return rfc.on_event(&event);
         }
         let inner = &mut *lock(&self.inner);
-        // A queue that is no virtqueue exists while its channel is open.
+        // A queue without a virtqueue exists only while its channel is open.
         if inner.has_room(index, 1) && (index < abi::NUM_QUEUES || inner.queues.contains_key(&index)) {
             inner.change(index, |q| q.pending.push_back(event));
         }
     }
 
-    /// The driver gave buffers. True if the control thread has to serve the session.
+    /// Called when the driver has supplied buffers. Returns true if the control thread has to serve the session.
     pub fn on_kick(&self, index: u32) -> bool {
         if let Some(rfc) = &self.rfc {
             rfc.on_kick(index as usize);
@@ -265,7 +268,7 @@ impl EventQueues {
         false
     }
 
-    /// There is room again on the channel of a queue, or the other end of it is closed.
+    /// Called when the channel of a queue has room again, or its other end is closed.
     pub fn on_room(&self, index: u32) {
         let inner = &mut *lock(&self.inner);
         inner.closing.retain(|(of, channel)| *of != index || !channel.is_hung_up());
@@ -277,7 +280,7 @@ impl EventQueues {
     /// Gives a queue a channel, which it then uses instead of a virtqueue.
     ///
     /// # Errors
-    /// It has one already.
+    /// The queue has a channel already.
     pub fn open_channel(&self, index: u32, fd: OwnedFd, ticket: Ticket, on_room: OnRoom) -> Result<(), String> {
         let inner = &mut *lock(&self.inner);
         if inner.queues.get(&index).is_some_and(|q| q.channel.is_some()) {
@@ -287,10 +290,10 @@ impl EventQueues {
         Ok(())
     }
 
-    /// Closes the channel of a queue; what waits for room on it is lost.
+    /// Closes the channel of a queue. Events that wait for room are lost.
     ///
     /// # Errors
-    /// It has none.
+    /// The queue has no channel.
     pub fn close_channel(&self, index: u32) -> Result<(), String> {
         let inner = &mut *lock(&self.inner);
         if inner.queues.get(&index).is_none_or(|q| q.channel.is_none()) {
@@ -298,7 +301,7 @@ impl EventQueues {
         }
         if let Some(channel) = inner.remove(index).and_then(|q| q.channel) {
             (channel.on_room)(channel.fd.as_fd(), false);
-            // Asked for first, so that an end in between is not missed.
+            // The callback is set up before the test, so that an end between the two is not missed.
             if !channel.is_hung_up() {
                 inner.closing.push((index, channel));
             }
@@ -306,10 +309,10 @@ impl EventQueues {
         Ok(())
     }
 
-    /// Puts events back before all others of a queue.
+    /// Puts events back at the front of a queue.
     ///
     /// # Errors
-    /// The queue has no channel, or these are no events.
+    /// The queue has no channel, there is no room, or `bytes` is not a whole number of events.
     pub fn give_back(&self, index: u32, bytes: &[u8]) -> Result<(), String> {
         let size = size_of::<abi::Event>();
         if bytes.len() % size != 0 {
@@ -327,7 +330,7 @@ impl EventQueues {
         Ok(())
     }
 
-    /// Drops the events that wait for buffers or room: nobody is left whom they concern.
+    /// Drops all waiting events: the objects that they concern no longer exist.
     pub(crate) fn forget_waiting(&self) {
         let inner = &mut *lock(&self.inner);
         inner.queues.values_mut().for_each(|q| q.pending = VecDeque::new());
@@ -350,7 +353,8 @@ impl EventQueues {
         });
     }
 
-    /// Takes the virtqueue of a queue away, if it has one; where it has got to. What waits for buffers waits on.
+    /// Takes away the virtqueue of a queue; returns its next index, or `None` if the queue has no virtqueue. Waiting
+    /// events stay.
     pub(crate) fn stop(&self, index: u32) -> Option<u16> {
         let queue = lock(&self.inner).queues.get_mut(&index)?.queue.take()?;
         Some(queue.next_avail())
@@ -421,7 +425,7 @@ mod tests {
         (0..3).for_each(|i| s.queues.deliver(INDEX, event(i)));
         s.queues.deliver(INDEX + 1, event(9));
         assert_eq!(s.all(), [0, 1, 2]);
-        // An event of a queue that does not exist is lost, not kept for whoever opens it.
+        // An event of a queue that does not exist is lost. A channel that is opened later does not get it.
         assert_eq!(lock(&s.queues.inner).pending, 0);
         assert!(!lock(&s.queues.inner).queues.contains_key(&(INDEX + 1)));
     }
@@ -462,7 +466,8 @@ mod tests {
         assert_eq!(used(), 0);
     }
 
-    /// What a program gives back is counted as what it was never sent, and no more comes than an account has room for.
+    /// Events that a program gives back are charged like events that were not sent yet, and are refused beyond the
+    /// account's room.
     #[test]
     fn what_comes_back_and_waits_is_on_the_account() {
         const MOST: u64 = 3000;
@@ -472,7 +477,7 @@ mod tests {
         let many = vec![0; 255 * size_of::<abi::Event>()];
         while s.queues.give_back(INDEX, &many).is_ok() {}
         assert!((MOST - 255..=MOST).contains(&used()), "{}", used());
-        // As the program reads what waits, the account gets its room back.
+        // As the program reads the waiting events, the account gets its room back.
         while used() > 0 {
             assert!(!s.all().is_empty());
             s.queues.on_room(INDEX);
@@ -500,7 +505,7 @@ mod tests {
         assert!(s.queues.open_channel(INDEX, device, ticket(), Box::new(|_, _| ())).is_err());
         s.queues.close_channel(INDEX).unwrap();
         assert!(s.queues.close_channel(INDEX).is_err());
-        // A thread that waits on it waits on, until the session ends.
+        // A thread that waits on the channel keeps waiting until the session ends.
         let waits = |s: &Scene| rustix::net::recv(&s.driver, &mut [0u8; 16][..], RecvFlags::DONTWAIT).map(|(n, _)| n);
         assert_eq!(waits(&s), Err(rustix::io::Errno::AGAIN));
         s.queues.on_room(INDEX);

@@ -38,20 +38,20 @@ pub use quiet::LogLimit;
 pub use search::Errand;
 pub use shared::{HoldTimes, RnicGuard, SharedRnic, now_ns};
 
-/// What a device knows of its vRNIC. What programs see of it shows nothing of the host (U03).
+/// The vRNIC's properties that a device shows or uses. Programs see nothing of the host in them (U03).
 #[derive(Debug)]
 pub struct Identity {
     /// Its vRNIC.
     pub vnic: VnicId,
     /// The configuration space.
     pub config: abi::Config,
-    /// A random number, another one for each process that has had the vRNIC.
+    /// A random number, different for each process that has served the vRNIC.
     pub origin: u32,
     /// Name for `ibv_devinfo`'s board id.
     pub name: String,
     /// Path MTU code of the port, 1..=5.
     pub active_mtu: u8,
-    /// What its programs cause in the log.
+    /// Limit on the log lines that its programs cause.
     pub log: Arc<LogLimit>,
 }
 
@@ -63,7 +63,7 @@ impl Identity {
     }
 }
 
-/// Locks a mutex whatever happened to other holders: every critical section leaves valid state.
+/// Locks a mutex, poisoned or not: every critical section leaves valid state.
 pub fn lock<T>(m: &Mutex<T>) -> MutexGuard<'_, T> {
     m.lock().unwrap_or_else(std::sync::PoisonError::into_inner)
 }
@@ -71,10 +71,10 @@ pub fn lock<T>(m: &Mutex<T>) -> MutexGuard<'_, T> {
 /// `VIRTIO_F_RING_RESET`.
 const VIRTIO_F_RING_RESET: u64 = 1 << 40;
 
-/// Commands of one session before the others get a turn.
+/// Most commands of one session before other sessions get a turn.
 const MAX_TURN: u16 = 16;
 
-/// The flags by which a driver asks for no calls.
+/// The flags of an available ring, by which a driver suppresses calls.
 struct AvailFlags<'a> {
     guest: &'a GuestMemoryMmap,
     addr: GuestAddress,
@@ -89,13 +89,13 @@ impl Word16 for AvailFlags<'_> {
     }
 }
 
-/// What became of a command.
+/// Result of a command.
 enum Served {
-    /// It has an answer of so many bytes.
+    /// The response is written: its length in bytes.
     Answered(u32),
-    /// So it has, which is to be held back.
+    /// As `Answered`, but the response must be held back.
     Held(u32),
-    /// It waits for an errand.
+    /// The command waits for an errand, and is executed again afterwards.
     Left,
 }
 
@@ -117,13 +117,13 @@ impl Resolve for MemoryTable {
 
 /// The threads that run the RNIC.
 pub trait Pollers: Send + Sync {
-    /// Delivers the events that the RNIC has raised, and waits for those that other threads are about to deliver.
+    /// Delivers the events that the RNIC has raised, and waits until other threads have delivered theirs.
     fn settle(&self);
 
-    /// Executes, for a bounded time, what [`unirdma_rnic::Core::is_behind`] asks for.
+    /// For a bounded time, executes the work for which [`unirdma_rnic::Core::is_behind`] is true.
     fn catch_up(&self, s: SessionId, qpn: Option<u32>);
 
-    /// Lets another thread do an errand of a session of `vnic`, and then [`Device::serve_control`] be called.
+    /// Runs `errand` of session `s` of `vnic` on another thread, and then has [`Device::serve_control`] called.
     fn do_errand(&self, vnic: VnicId, s: SessionId, errand: Errand);
 }
 
@@ -135,31 +135,31 @@ pub struct Device {
     memory: Arc<Memory>,
     /// The account of its vRNIC.
     ledger: Ledger,
-    /// What MAP_RUNS has mapped.
+    /// Ranges made by MAP_RUNS.
     mapped: Mutex<Mapped>,
     guest: Option<GuestMemoryMmap>,
     control: Option<Queue>,
-    /// Where the control queue has stopped, since when the session pauses.
+    /// Index at which the control queue was stopped. The session is paused while it is stopped.
     stopped_at: Option<u16>,
     control_call: Option<Arc<Foreign>>,
-    /// The channel by which a process notifies the control queue and gets the calls of it.
+    /// The channel by which a process kicks the control queue and is called for it.
     control_channel: Option<Arc<Foreign>>,
-    /// A command that was executed and is not answered yet, since jobs still reach the memory that it takes away: where its
-    /// buffer begins, and the bytes of its answer.
+    /// A command that was executed but not answered, because jobs still access the memory that it releases: the head of
+    /// its descriptor chain, and the length of its response.
     held: Option<(u16, u32)>,
     /// The errand of the next command in the queue.
     pending: Option<Pending>,
-    /// What errands took that [`Device::take_errand_ns`] has not told of, nanoseconds.
+    /// Time spent in errands and not yet returned by [`Device::take_errand_ns`], ns.
     errand_ns: AtomicU64,
-    /// The driver was told that it need not kick.
+    /// Kicks of the control queue are suppressed.
     control_quiet: bool,
     events: Arc<EventQueues>,
     pollers: Arc<dyn Pollers>,
 }
 
 impl Device {
-    /// A device for a new session of `identity.vnic`; `None` if the RNIC has no room for it. What it holds beside its objects is on the
-    /// account of `ledger`.
+    /// A device for a new session of `identity.vnic`; `None` if the RNIC has no room for a session. Everything that the
+    /// device keeps besides RNIC objects is charged to `ledger`.
     pub fn new(
         rnic: Arc<SharedRnic>,
         identity: Arc<Identity>,
@@ -213,7 +213,7 @@ impl Device {
         })
     }
 
-    /// What MAP_RUNS has mapped is no more. To unmap it takes the kernel long, so the caller drops it when nobody waits for that.
+    /// Removes all ranges of MAP_RUNS. Unmapping them takes long, so the caller drops the result when nobody waits.
     fn forget_ranges(&self) -> Mapped {
         std::mem::replace(&mut lock(&self.mapped), Mapped::new(self.ledger.clone()))
     }
@@ -221,7 +221,7 @@ impl Device {
     /// In the RFC mode the doorbell page is the device's own.
     fn set_rfc_doorbell(&self) {
         if let Some(rfc) = self.events.rfc() {
-            // It has none yet, and no QP, so there is nothing to refuse it for.
+            // A new session has neither a doorbell page nor QPs, so the RNIC has no reason to refuse.
             let _ = self.rnic.lock().set_doorbell(self.session, rfc.bell());
         }
     }
@@ -241,37 +241,38 @@ impl Device {
         self.identity.vnic
     }
 
-    /// What tells this session's objects from those of an earlier session, and of an earlier process.
+    /// A number that differs between sessions, and between processes that have served the vRNIC.
     pub(crate) fn generation(&self) -> u32 {
         self.identity.origin.wrapping_add(self.session.number() as u32)
     }
 
-    /// The event queues, for whoever drains the RNIC's outputs.
+    /// The event queues, for the threads that drain the RNIC's outputs.
     pub fn events(&self) -> Arc<EventQueues> {
         self.events.clone()
     }
 
-    /// The session is about to end: what does something by itself ends first, a part at a time, and others have the RNIC in between.
+    /// Called when the session is about to end: stops its activity in small steps, and gives the RNIC back between
+    /// them.
     pub(crate) fn quiesce(&self) {
         while self.rnic.lock().quiesce_session(self.session, MAX_BURIED) {}
     }
 
-    /// The channel by which the control queue is notified, and on which its calls go from now on.
+    /// Sets the channel by which the control queue is kicked and called from now on.
     pub fn set_control_channel(&mut self, channel: Option<Arc<Foreign>>) {
         self.control_channel = channel;
     }
 
-    /// How long errands of commands took that have been served since this was asked last, nanoseconds.
+    /// Time spent in errands since the last call, ns.
     pub fn take_errand_ns(&self) -> u64 {
         self.errand_ns.swap(0, Ordering::Relaxed)
     }
 
-    /// Executes control commands that wait, at most [`MAX_TURN`]; true if there were any. In the RFC mode it also looks at the
-    /// virtqueues of QPs and CQs that were kicked.
+    /// Executes waiting control commands, at most [`MAX_TURN`]; true if there were any. In the RFC mode it also serves
+    /// the virtqueues of QPs and CQs that were kicked.
     ///
-    /// If there were any, the driver need not kick from then on, until [`Device::listen`] has said true.
+    /// If there were any, kicks are suppressed until [`Device::listen`] has returned true.
     pub fn serve_control(&mut self) -> bool {
-        // While the control queue is stopped the session pauses.
+        // The session is paused while the control queue is stopped.
         let copied = self.control.is_some() && self.events.rfc().is_some_and(|rfc| self.serve_queues(rfc));
         self.serve_commands() || copied
     }
@@ -304,9 +305,9 @@ impl Device {
         answered || served
     }
 
-    /// Executes the commands that wait in the queue; true if there were any.
+    /// Executes the commands in the queue; true if there were any.
     fn serve_new(&mut self, queue: &mut Queue, guest: &GuestMemoryMmap) -> bool {
-        // An index that ran ahead by more than the queue is its driver's mistake, and nothing is done for it.
+        // An index further ahead than the queue size is the driver's error. Nothing is executed then.
         let Ok(avail) = queue.avail_idx(guest, Ordering::Acquire) else { return false };
         let waiting = avail.0.wrapping_sub(queue.next_avail());
         if waiting == 0 || waiting > queue.size() {
@@ -324,7 +325,7 @@ impl Device {
                     self.held = Some((head, len));
                     break;
                 }
-                // It stays the next one.
+                // The command stays at the head of the queue.
                 Served::Left => {
                     queue.go_to_previous_position();
                     break;
@@ -334,7 +335,7 @@ impl Device {
         true
     }
 
-    /// Tells the driver of the answers in its queue, if it wants to hear of them.
+    /// Calls the driver for the responses in its queue, unless it suppresses calls.
     fn tell_answered(&self, queue: &Queue, guest: &GuestMemoryMmap) {
         let flags = AvailFlags { guest, addr: GuestAddress(queue.avail_ring()) };
         if (self.control_channel.is_some() || self.control_call.is_some()) && protocol::must_notify(&Full, &flags) {
@@ -346,8 +347,8 @@ impl Device {
         }
     }
 
-    /// Asks the driver for kicks again, as this side is about to wait for them; false if commands wait already, and then
-    /// the driver need not kick.
+    /// Enables kicks again, because this side is about to wait for them. Returns false if commands wait already; kicks
+    /// then stay unnecessary.
     pub fn listen(&mut self) -> bool {
         let others = self.events.rfc().is_none_or(Rfc::listen);
         self.listen_for_commands() && others
@@ -362,7 +363,8 @@ impl Device {
     /// Executes a command.
     fn command(&mut self, guest: &GuestMemoryMmap, chain: virtio_queue::DescriptorChain<&GuestMemoryMmap>) -> Served {
         use std::io::{Read, Write};
-        // The driver may have changed the request meanwhile: then it is another one.
+        // If the driver has changed the request meanwhile, it is another request, and the outcome does not belong to
+        // it.
         let pending = self.pending.take();
         let (Ok(mut reader), Ok(mut writer)) = (chain.clone().reader(guest), chain.writer(guest)) else {
             return Served::Answered(0);
@@ -398,7 +400,7 @@ impl Device {
     }
 }
 
-/// The device's half of a vring, if it runs and lies in the session's memory.
+/// The device's side of a vring, if the vring runs and lies in the session's memory.
 fn make_queue(v: &Vring, guest: &GuestMemoryMmap) -> Option<Queue> {
     if !(v.enabled && v.addressed) || v.size == 0 {
         return None;
@@ -414,11 +416,11 @@ fn make_queue(v: &Vring, guest: &GuestMemoryMmap) -> Option<Queue> {
     q.is_valid(guest).then_some(q)
 }
 
-/// How long the answer to a frontend that stops may take while jobs reach its memory.
+/// Longest time to wait for jobs that access the memory of a frontend that stops, ms.
 const PAUSE_MS: u64 = 200;
 
 impl Device {
-    /// The frontend stops: its memory is left alone from the return on.
+    /// The frontend stops. Its memory is not accessed after the return.
     fn pause(&mut self) {
         self.rnic.lock().pause_session(self.session);
         for _ in 0..PAUSE_MS * 10 {
@@ -446,7 +448,7 @@ impl Handler for Device {
     }
 
     fn memory_changed(&mut self, memory: &Memory, removed: &[u64]) {
-        // The views of a region go before the region: pollers deliver events meanwhile.
+        // The views of a region are replaced before the region goes, because pollers deliver events meanwhile.
         self.guest = memory.guest();
         self.events.set_memory(self.guest.clone());
         self.memory = Arc::new(memory.clone());
@@ -464,8 +466,8 @@ impl Handler for Device {
                 self.pending = None;
             }
             if self.control.is_some() {
-                // A driver that begins anew says so by its first command. Until then nothing may be written where the objects of
-                // the driver before it were.
+                // A driver that begins anew says so with its first command. Until then, the RNIC must not write where
+                // the objects of the driver before it were.
                 if self.stopped_at.take().is_some_and(|at| at != v.base) {
                     self.quiesce();
                     let mut rnic = self.rnic.lock();
@@ -491,15 +493,15 @@ impl Handler for Device {
                 None => self.events.stop(index as u32),
             };
         }
-        // Whoever serves the queue next may wait for kicks.
+        // Kicks are enabled, since the next server of the queue may wait for them.
         self.listen();
         self.pause();
-        // The command of an errand is the first one of the next queue.
+        // The command that waits for an errand is the first one when the queue is started again.
         self.pending = None;
         let mut queue = self.control.take()?;
         let held = self.held.take().filter(|_| !self.rnic.lock().is_delayed(self.session));
         if let (Some((head, len)), Some(guest)) = (held, &self.guest) {
-            // Nobody else would answer it: the next queue begins behind it.
+            // Nobody else would answer this command: the queue will be started again behind it.
             let _ = queue.add_used(guest, head, len);
             self.tell_answered(&queue, guest);
         }
@@ -537,7 +539,7 @@ impl Drop for Device {
     fn drop(&mut self) {
         self.quiesce();
         self.rnic.lock().remove_session(self.session);
-        // A poller may still have the queues, but the process sees the end of its channels now.
+        // A poller may still hold the queues, but the process must see its channels close now.
         self.events.clear();
     }
 }

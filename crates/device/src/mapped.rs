@@ -1,6 +1,7 @@
-//! Scattered pages that a driver has asked to have as one range of bus addresses (MAP_RUNS).
+//! Scattered pages that a driver has mapped into one range of bus addresses (MAP_RUNS).
 //!
-//! The addresses are the device's own: they have a bit that no memory of a frontend has. What uses the memory keeps it mapped.
+//! The addresses are the device's own: they have a bit that is not set in any address of a frontend's memory. Users of
+//! a range keep its memory mapped.
 
 use std::collections::BTreeMap;
 
@@ -8,40 +9,40 @@ use unirdma_abi as abi;
 use unirdma_link::{Kept, Ledger};
 use unirdma_mem::Span;
 
-/// A session may have so many ranges, and [`RANGES_OF_QUEUE`] more for each of its queues: a ring may lie in one, and a larger ring that is to
-/// take its place in another one.
+/// Most ranges of a session, plus [`RANGES_OF_QUEUE`] for each of its queues: a ring may lie in one range, and a larger
+/// ring that will replace it in another.
 const MAX_RANGES: usize = 1024;
 const RANGES_OF_QUEUE: usize = 2;
-/// What a range counts as on the account, bytes: its places in two B-trees.
+/// Bytes charged to the account for a range: its entries in two B-trees.
 const RANGE_BYTES: u64 = 128;
-/// Between two ranges nothing lies, so that who leaves one does not get into the next.
+/// Unmapped gap between two ranges, so that an access beyond the end of one range does not reach the next.
 const GAP: u64 = 4096;
 
 /// The ranges of one session.
 #[derive(Default)]
 pub(crate) struct Mapped {
-    /// By the address where each begins; with its handle.
+    /// By start address, with the range's handle.
     ranges: BTreeMap<u64, (u32, Span)>,
     by_handle: BTreeMap<u32, u64>,
-    /// Bytes of addresses that were given out; none comes back.
+    /// Bytes of addresses that were given out. Addresses are never reused.
     given: u64,
     kept: Kept,
 }
 
 impl Mapped {
-    /// None yet, on this account.
+    /// No ranges. Later ones are charged to `ledger`.
     pub fn new(ledger: Ledger) -> Self {
         Mapped { kept: Kept::new(ledger), ..Mapped::default() }
     }
 
-    /// True if there is room for a further range of `len` bytes in a session with so many queues.
+    /// True if there is room for a further range of `len` bytes in a session that has `queues` queues.
     pub fn has_room(&self, len: u64, queues: usize) -> bool {
         self.ranges.len() < MAX_RANGES + RANGES_OF_QUEUE * queues
             && self.given.saturating_add(len) < 1 << 62
             && self.kept.has_room(RANGE_BYTES)
     }
 
-    /// Gives `span` an address, and the name `handle`.
+    /// Adds `span` as range `handle`, and returns its address.
     pub fn add(&mut self, handle: u32, span: Span) -> u64 {
         let addr = abi::MAPPED_RUNS + self.given;
         self.given += (span.len() as u64).next_multiple_of(GAP) + GAP;
@@ -51,7 +52,7 @@ impl Mapped {
         addr
     }
 
-    /// Forgets a range; false if there is none of that name.
+    /// Removes a range; false if there is none with this handle.
     pub fn remove(&mut self, handle: u32) -> bool {
         let known = self.by_handle.remove(&handle).and_then(|addr| self.ranges.remove(&addr)).is_some();
         self.count();
@@ -62,7 +63,7 @@ impl Mapped {
         self.kept.set(self.ranges.len() as u64 * RANGE_BYTES);
     }
 
-    /// A part of a range.
+    /// The memory at `addr`, if `len` bytes lie within one range.
     pub fn span(&self, addr: u64, len: u64) -> Option<Span> {
         let (start, (_, span)) = self.ranges.range(..=addr).next_back()?;
         span.sub(addr - start, len)

@@ -1,7 +1,8 @@
-//! The network interface that a virtual machine has beside its vRNIC: a virtio network device, whose frames come from and go to the
-//! Ethernet switch of the vRNIC's group.
+//! A virtual machine's network interface: a virtio network device whose frames come from, and go to, the Ethernet
+//! switch of its vRNIC's group.
 //!
-//! It offers no offload: a frame is one chain of descriptors, behind a header of 12 bytes (virtio 1.3, 5.1.6) that says nothing.
+//! It offers no offloads. A frame is one descriptor chain that begins with a 12-byte header (virtio 1.3, 5.1.6), whose
+//! fields are unused.
 
 use std::io::{Read, Write};
 use std::sync::{Arc, Mutex};
@@ -13,9 +14,9 @@ use vm_memory::{GuestAddress, GuestMemoryMmap};
 
 use crate::{AvailFlags, Full, LogLimit, lock, make_queue, now_ns};
 
-/// The virtqueue by which the driver gets frames, and the one by which it sends them.
+/// Receive virtqueue: carries frames to the driver.
 pub const NET_RX: usize = 0;
-/// As [`NET_RX`].
+/// Transmit virtqueue: carries frames from the driver.
 pub const NET_TX: usize = 1;
 /// `VIRTIO_NET_F_MTU`: the frontend may tell its driver an MTU.
 const F_MTU: u64 = 1 << 3;
@@ -29,7 +30,7 @@ struct Ring {
 }
 
 impl Ring {
-    /// Gives a chain back, with so many bytes in it.
+    /// Returns a chain to the driver, with `bytes` bytes written.
     fn end(&mut self, guest: &GuestMemoryMmap, head: u16, bytes: usize) {
         let Some(queue) = &mut self.queue else { return };
         let _ = queue.add_used(guest, head, bytes as u32);
@@ -42,7 +43,7 @@ impl Ring {
 
 #[derive(Default)]
 struct Inner {
-    /// What `guest` is a view of, and no more than that.
+    /// Owns the regions that `guest` is a view of. Not used otherwise.
     memory: Memory,
     guest: Option<GuestMemoryMmap>,
     rings: [Ring; 2],
@@ -53,14 +54,14 @@ struct Inner {
 pub struct NetDevice(Mutex<Inner>);
 
 impl NetDevice {
-    /// Hands a frame to the driver. Without a buffer that is long enough it is dropped, as a wire would.
+    /// Hands a frame to the driver. If no buffer is long enough, the frame is dropped, as on a wire.
     pub fn send(&self, frame: &[u8]) {
         let Inner { guest, rings, .. } = &mut *lock(&self.0);
         let (Some(guest), ring) = (guest, &mut rings[NET_RX]) else { return };
         let Some(chain) = ring.queue.as_mut().and_then(|q| q.pop_descriptor_chain(&*guest)) else { return };
         let head = chain.head_index();
         let mut header = [0; HEADER];
-        // One buffer, for drivers that count them.
+        // num_buffers = 1, for drivers that read it.
         header[10] = 1;
         let put = |mut w: virtio_queue::Writer<'_>| {
             let fits = w.available_bytes() >= HEADER + frame.len();
@@ -70,8 +71,8 @@ impl NetDevice {
         ring.end(guest, head, if put { HEADER + frame.len() } else { 0 });
     }
 
-    /// Takes the next frame that the driver sends; the bytes that it has put into `frame`. One that is too long, or has no header, is
-    /// empty.
+    /// Takes the driver's next frame into `frame`, and returns its length. A frame that is too long or has no header
+    /// gives 0.
     pub fn receive(&self, frame: &mut [u8]) -> Option<usize> {
         let Inner { guest, rings, .. } = &mut *lock(&self.0);
         let (Some(guest), ring) = (guest, &mut rings[NET_TX]) else { return None };
@@ -89,21 +90,21 @@ impl NetDevice {
     }
 }
 
-/// The frontend of an interface, a VMM, as the link sees it. The kick descriptors of vrings that have changed are kept for whoever
-/// watches them.
+/// The frontend of an interface (a VMM), as seen by the link. Changed kick descriptors are kept in `changed` until the
+/// thread that watches them takes them.
 pub struct NetFrontend {
     /// The interface.
     pub device: Arc<NetDevice>,
-    /// The kick descriptor by which the driver says that it sends; `None`: it has none any more.
+    /// New kick descriptor of the transmit vring, if it has changed; `Some(None)` if there is none any more.
     pub changed: Option<Option<Arc<Foreign>>>,
     /// The vRNIC's name, for the log.
     pub vrnic: String,
-    /// What it causes in the log.
+    /// Limit on the log lines that it causes.
     pub log: Arc<LogLimit>,
 }
 
 impl NetFrontend {
-    /// Starts a vring, or stops it; where it had got to if it was started.
+    /// Starts vring `index`, or stops it if `v` is `None`, and then returns the index that it had got to.
     fn set(&mut self, index: usize, v: Option<&Vring>) -> Option<u16> {
         if index == NET_TX {
             self.changed = Some(v.and_then(|v| v.kick.clone()));
@@ -123,7 +124,7 @@ impl Handler for NetFrontend {
     fn features(&self) -> u64 {
         F_MTU
     }
-    /// It has none: a VMM gives its driver MAC and MTU by itself.
+    /// Empty: a VMM passes MAC and MTU to the driver itself.
     fn config(&self) -> Vec<u8> {
         Vec::new()
     }

@@ -1,13 +1,13 @@
-//! Lines in the log that a tenant causes: a few at a time for each vRNIC.
+//! Limit on the log lines that a tenant can cause, for each vRNIC.
 
 use std::sync::atomic::{AtomicU64, Ordering};
 
-/// Most lines of one vRNIC in each [`WINDOW_NS`].
+/// Most lines of one vRNIC in [`WINDOW_NS`].
 const LINES: u64 = 10;
-/// Nanoseconds.
+/// Length of the window, ns.
 const WINDOW_NS: u64 = 10_000_000_000;
 
-/// How many lines a vRNIC has caused.
+/// The number of lines that a vRNIC has caused in the present window.
 #[derive(Debug, Default)]
 pub struct LogLimit {
     since_ns: AtomicU64,
@@ -15,7 +15,7 @@ pub struct LogLimit {
 }
 
 impl LogLimit {
-    /// `Some` if a line may be written now: how many were left out before it.
+    /// `Some` if a line may be written now, with the number of lines that were left out before it.
     pub fn next(&self, now_ns: u64) -> Option<u64> {
         let since = self.since_ns.load(Ordering::Relaxed);
         let fresh = since == 0 || now_ns.saturating_sub(since) >= WINDOW_NS;

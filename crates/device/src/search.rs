@@ -1,7 +1,9 @@
-//! Searches: finding and mapping the memory that a command names. A list may have 2^20 pages, and a mapping of many pieces takes as many
-//! system calls, so a long search is an [`Errand`]: another thread does it, while the control thread serves other sessions.
+//! Finding and mapping the memory that a command names. A list may have 2^20 pages, and mapping many pieces takes one
+//! system call for each, so a long search is an [`Errand`]: another thread does it while the control thread serves
+//! other sessions.
 //!
-//! A search reads its list once, and changes nothing but the account of its vRNIC, which gets back what a result that nobody wants holds.
+//! A search reads its list once. Its only side effect is on the account of its vRNIC, which is undone when a result is
+//! dropped unused.
 
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex};
@@ -16,14 +18,14 @@ use zerocopy::FromBytes;
 use crate::{lock, now_ns};
 
 pub(crate) const PAGE: u64 = 4096;
-/// Pages that one REG_USER_MR may list.
+/// Most pages that REG_USER_MR may list.
 const MAX_PAGES: u32 = 1 << 20;
-/// Longer lists take more than some 20 us to read and to look up.
+/// Longest list, in entries, that is read at once. Longer ones take more than about 20 us to read and look up.
 const LONG_LIST: u64 = 512;
-/// So do more mappings of pieces.
+/// Most pieces that are mapped at once. More take as long.
 const LONG_MAPPING: usize = 4;
 
-/// What a search has found.
+/// Result of a search.
 pub(crate) enum Found {
     /// The memory of an MR, and the regions that it lies in.
     Memory(Backing, Vec<u64>),
@@ -31,15 +33,15 @@ pub(crate) enum Found {
     Window(Span),
 }
 
-/// Which ranges of bus addresses are to be found.
+/// The bus addresses to find.
 enum List {
-    /// The pages of a table, from a byte of the first one to the end.
+    /// The pages of a table: the bytes from `first` to `end`, counted from the start of the first page.
     Pages {
         table: Span,
         first: u64,
         end: u64,
     },
-    /// The runs of a list, so many bytes in all.
+    /// The runs of a list; `length` is their total in bytes.
     Runs {
         list: Span,
         length: u64,
@@ -47,20 +49,20 @@ enum List {
     Ranges(Vec<(u64, u64)>),
 }
 
-/// What they become.
+/// The kind of object that the ranges become.
 #[derive(Clone, Copy, PartialEq, Eq)]
 enum Becomes {
-    /// An MR, mapped if there are few of them.
+    /// An MR. Its ranges are mapped if there are few of them.
     Mr,
-    /// An MR that is never mapped anew.
+    /// An MR whose ranges are never mapped anew.
     UnmappedMr,
-    /// A part of an MR, which is kept as a list.
+    /// A further part of an MR, kept as a list.
     PartOfMr,
-    /// One window, which begins and ends at pages.
+    /// One contiguous window. All its ranges begin and end at page boundaries.
     Window,
 }
 
-/// A search that has not begun.
+/// A search that was not started.
 pub(crate) struct Search {
     memory: Arc<Memory>,
     list: List,
@@ -73,7 +75,7 @@ impl Search {
         Search { memory: memory.clone(), list: List::Ranges(vec![(start, length)]), becomes: Becomes::Mr }
     }
 
-    /// For REG_USER_MR with a list of pages, which lies at what `at` finds.
+    /// For REG_USER_MR with a page list. `at` translates the list's bus address.
     pub fn pages(
         memory: &Arc<Memory>,
         r: &abi::RegUserMrReq,
@@ -88,7 +90,7 @@ impl Search {
         Ok(Search { memory: memory.clone(), list: List::Pages { table, first, end }, becomes: Becomes::Mr })
     }
 
-    /// For an MR of runs, `length` bytes in all, whose list lies at what `at` finds.
+    /// For an MR of runs, `length` bytes in all. `at` translates the bus address of the list.
     pub fn runs(
         memory: &Arc<Memory>,
         (addr, count, length): (u64, u32, u64),
@@ -104,17 +106,17 @@ impl Search {
         Ok(Search { memory: memory.clone(), list, becomes: Becomes::UnmappedMr })
     }
 
-    /// For EXTEND_MR, of such a search.
+    /// The same search, for EXTEND_MR.
     pub fn for_part(self) -> Self {
         Search { becomes: Becomes::PartOfMr, ..self }
     }
 
-    /// For MAP_RUNS, of such a search.
+    /// The same search, for MAP_RUNS.
     pub fn for_window(self) -> Self {
         Search { becomes: Becomes::Window, ..self }
     }
 
-    /// Reads a short list.
+    /// Reads the list if it is short.
     fn read_short(&mut self) -> Result<(), Status> {
         let entries = match &self.list {
             List::Pages { table, .. } => table.len() / size_of::<u64>(),
@@ -135,10 +137,10 @@ impl Search {
         Ok(())
     }
 
-    /// Does what is short of the search: all of it, or what tells that the rest is long.
+    /// Does the part of the search that is known to be short: all of it, or enough to see that the rest is long.
     ///
     /// # Errors
-    /// What the command is refused with.
+    /// The status with which the command is refused.
     pub fn begin(mut self) -> Result<Begun, Status> {
         self.read_short()?;
         let is_short = match (&self.list, self.becomes) {
@@ -149,10 +151,10 @@ impl Search {
         if is_short { self.finish().map(Begun::Found) } else { Ok(Begun::Long(self)) }
     }
 
-    /// Does all of it.
+    /// Does the whole search.
     ///
     /// # Errors
-    /// What the command is refused with.
+    /// The status with which the command is refused.
     pub fn run(mut self) -> Result<Found, Status> {
         self.read()?;
         self.finish()
@@ -177,7 +179,7 @@ impl Search {
     }
 }
 
-/// The ranges of a table of pages.
+/// The ranges of a table of pages. Adjacent pages are joined.
 fn pages(table: &Span, first: u64, end: u64) -> Result<Vec<(u64, u64)>, Status> {
     let mut bytes = vec![0; table.len()];
     table.read(0, &mut bytes);
@@ -197,12 +199,13 @@ fn pages(table: &Span, first: u64, end: u64) -> Result<Vec<(u64, u64)>, Status> 
     Ok(ranges)
 }
 
-/// True if all ranges begin and end at pages.
+/// True if all ranges begin and end at page boundaries.
 fn is_of_pages(ranges: &[(u64, u64)]) -> bool {
     ranges.iter().all(|(addr, len)| (addr | len) % PAGE == 0)
 }
 
-/// The ranges of a list of runs, `length` bytes in all. Only the first one may begin, and only the last one end, within a page.
+/// The ranges of a list of runs, `length` bytes in all. Only the first may begin, and only the last may end, within a
+/// page.
 fn runs(list: &Span, length: u64) -> Result<Vec<(u64, u64)>, Status> {
     let mut bytes = vec![0; list.len()];
     list.read(0, &mut bytes);
@@ -222,14 +225,14 @@ pub(crate) fn refused(why: Refused) -> Status {
     if why.is_want() { Status::Exhausted } else { Status::BadAddress }
 }
 
-/// How far [`Search::begin`] has come.
+/// Result of [`Search::begin`].
 pub(crate) enum Begun {
     Found(Found),
-    /// The rest is for somebody else.
+    /// The search is long. Another thread must run it.
     Long(Search),
 }
 
-/// What both the session and whoever does an errand for it see.
+/// State shared by the session and the thread that runs its errand.
 #[derive(Default)]
 struct Course {
     /// The list is being read.
@@ -239,21 +242,21 @@ struct Course {
     outcome: Mutex<Option<Outcome>>,
 }
 
-/// What came of an errand.
+/// Outcome of an errand.
 pub(crate) struct Outcome {
     pub found: Result<Found, Status>,
-    /// How long it took, nanoseconds.
+    /// Time that the errand took, ns.
     pub took_ns: u64,
 }
 
-/// A long search, for another thread. The session's control queue waits for it.
+/// A long search, to be run on another thread. The session's control queue waits for it.
 pub struct Errand {
     search: Search,
     course: Arc<Course>,
 }
 
 impl Errand {
-    /// Does it. Afterwards the session's control queue must be served.
+    /// Runs the search. Afterwards the session's control queue must be served.
     pub fn run(self) {
         let began = now_ns();
         let Errand { mut search, course } = self;
@@ -268,9 +271,9 @@ impl Errand {
     }
 }
 
-/// An errand as its session sees it. Dropped, it is cancelled.
+/// The session's handle on an errand. Dropping it cancels the errand.
 pub(crate) struct Pending {
-    /// The request that it is for.
+    /// The request that needs the search.
     pub request: Vec<u8>,
     course: Arc<Course>,
 }
@@ -285,12 +288,12 @@ impl Pending {
         lock(&self.course.outcome).is_some()
     }
 
-    /// What came of it, once.
+    /// Takes the outcome, if there is one.
     pub fn outcome(&self) -> Option<Outcome> {
         lock(&self.course.outcome).take()
     }
 
-    /// Cancels it; true if the session's memory is not read for it from now on.
+    /// Cancels the errand. Returns true if the errand does not read the session's memory from now on.
     pub fn cancel(&self) -> bool {
         self.course.is_cancelled.store(true, Ordering::SeqCst);
         !self.course.reads.load(Ordering::SeqCst)

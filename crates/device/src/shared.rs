@@ -1,4 +1,4 @@
-//! The RNIC behind its lock, and how long the lock is held.
+//! The RNIC behind its lock, and statistics of how long the lock is held.
 
 use std::ops::{Deref, DerefMut};
 use std::sync::atomic::{AtomicU32, AtomicU64, Ordering};
@@ -7,25 +7,25 @@ use std::sync::{Mutex, MutexGuard, PoisonError, TryLockError};
 use rustix::time::ClockId;
 use unirdma_rnic::{Dropped, Rnic};
 
-/// The monotonic clock, nanoseconds: completions carry it, and programs of this machine can ask for it too.
+/// The monotonic clock, ns. Completions carry it, and programs of this machine can read it, too.
 pub fn now_ns() -> u64 {
     let t = rustix::time::clock_gettime(ClockId::Monotonic);
     t.tv_sec as u64 * 1_000_000_000 + t.tv_nsec as u64
 }
 
-/// Looks at a lock that somebody holds for a moment, before the thread sleeps.
+/// Attempts to take a lock that another thread holds briefly, before the thread sleeps.
 const SPINS: u32 = 2_000;
 
-/// Looks of a thread that has just given the lock back at the number of spinning threads, before it takes the lock again although
-/// there are some: those may have lost their core.
+/// A thread that has just released the lock lets spinning threads take it first, but checks this many times at most:
+/// the spinning threads may have lost their core.
 const MOST_LOOKS: u32 = 50;
 
 /// An RNIC that several threads use, one at a time.
 pub struct SharedRnic {
     rnic: Mutex<Rnic>,
-    /// Threads that sleep until they get it.
+    /// Threads that sleep until they get the lock.
     waiters: AtomicU32,
-    /// Threads that spin until they get it.
+    /// Threads that spin until they get the lock.
     spinners: AtomicU32,
     held: Histogram,
 }
@@ -41,27 +41,27 @@ impl SharedRnic {
         }
     }
 
-    /// The RNIC, when nobody else has it. A thread that had it and panicked does not matter: every step leaves valid state.
+    /// Locks the RNIC. A poisoned lock is used anyway, because every step leaves valid state.
     pub fn lock(&self) -> RnicGuard<'_> {
         self.guard(self.wait())
     }
 
-    /// True if a thread waits for it: who takes it again and again lets that thread in first.
+    /// True if a thread sleeps on the lock. A thread that takes the lock repeatedly lets the sleeping one in first.
     pub fn is_wanted(&self) -> bool {
         self.waiters.load(Ordering::SeqCst) != 0
     }
 
-    /// The RNIC, unless somebody has it.
+    /// Locks the RNIC, unless another thread has locked it.
     pub fn try_lock(&self) -> Option<RnicGuard<'_>> {
         self.try_take().map(|r| self.guard(r))
     }
 
-    /// As [`SharedRnic::lock`], for a caller who expects that whoever has it is about to give it back.
+    /// As [`SharedRnic::lock`], but spins first. For callers who expect the holder to release the lock soon.
     pub fn spin_lock(&self) -> RnicGuard<'_> {
         self.guard(self.brief_lock())
     }
 
-    /// As [`SharedRnic::spin_lock`], for a step that is known to be short: how long it takes is not measured.
+    /// As [`SharedRnic::spin_lock`], for a step that is known to be short: the time under the lock is not measured.
     pub fn brief_lock(&self) -> MutexGuard<'_, Rnic> {
         if let Some(r) = self.try_take() {
             return r;
@@ -75,8 +75,9 @@ impl SharedRnic {
         taken.unwrap_or_else(|| self.wait())
     }
 
-    /// To be called by a thread that has given it back and will take it again: lets spinning threads take it first. They would
-    /// hardly ever find it free otherwise, since the lock is in the caches of the caller's core. True if there were any.
+    /// Called by a thread that has released the lock and will take it again: lets spinning threads take it first.
+    /// Otherwise they would hardly ever find it free, because the lock is in the caches of the caller's core. True if
+    /// there were any.
     pub fn let_in(&self) -> bool {
         let mut looks = 0;
         while self.spinners.load(Ordering::SeqCst) != 0 && looks < MOST_LOOKS {
@@ -94,7 +95,7 @@ impl SharedRnic {
         }
     }
 
-    /// Takes the RNIC; sleeps, as one of the waiters, while somebody has it.
+    /// Locks the RNIC. Sleeps, counted in `waiters`, while another thread holds the lock.
     fn wait(&self) -> MutexGuard<'_, Rnic> {
         if let Some(r) = self.try_take() {
             return r;
@@ -105,7 +106,8 @@ impl SharedRnic {
         r
     }
 
-    /// As [`SharedRnic::spin_lock`], by a thread that gave it back at `now`: that is the time unless it had to wait.
+    /// As [`SharedRnic::spin_lock`], for a thread that released the lock at `now`: unless it had to wait, the clock is
+    /// not read again.
     pub fn take_again(&self, now: u64) -> RnicGuard<'_> {
         match self.try_take() {
             Some(r) => self.guard_since(r, now),
@@ -122,30 +124,30 @@ impl SharedRnic {
         RnicGuard { rnic, dropped: Dropped::default(), since_ns, noted_ns: None, held: &self.held }
     }
 
-    /// How long the RNIC was held.
+    /// Statistics of the times for which the RNIC was locked.
     pub fn held(&self) -> HoldTimes {
         self.held.read()
     }
 }
 
-/// The RNIC, for as long as this lives.
+/// The locked RNIC.
 pub struct RnicGuard<'a> {
     rnic: MutexGuard<'a, Rnic>,
-    /// What is dropped after the RNIC is given back: fields are dropped in this order.
+    /// Objects to drop after the RNIC is unlocked: fields are dropped in the order of their declaration.
     dropped: Dropped,
     since_ns: u64,
-    /// How long it was held, once that is noted.
+    /// How long the lock was held, once that is recorded.
     noted_ns: Option<u64>,
     held: &'a Histogram,
 }
 
 impl RnicGuard<'_> {
-    /// When it was taken, nanoseconds.
+    /// When the lock was taken, ns.
     pub fn since_ns(&self) -> u64 {
         self.since_ns
     }
 
-    /// Gives it back; when that was, nanoseconds.
+    /// Unlocks the RNIC; returns when that was, ns.
     pub fn release(mut self) -> u64 {
         self.note();
         self.since_ns + self.noted_ns.unwrap_or(0)
@@ -180,8 +182,8 @@ impl Drop for RnicGuard<'_> {
     }
 }
 
-/// How long the lock of the RNIC was held, nanoseconds. Half of the times were at most `p50_ns`, and 999 of 1000 at most
-/// `p999_ns`; both are exact to a quarter.
+/// How long the lock of the RNIC was held. Half of the times were at most `p50_ns`, and 999 of 1000 at most `p999_ns`;
+/// both are exact to a quarter.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, serde::Serialize, serde::Deserialize)]
 #[allow(missing_docs)]
 pub struct HoldTimes {
@@ -189,10 +191,10 @@ pub struct HoldTimes {
     pub p50_ns: u64,
     pub p999_ns: u64,
     pub worst_ns: u64,
-    /// All times together, nanoseconds.
+    /// Sum of all times, ns.
     #[serde(default)]
     pub sum_ns: u64,
-    /// How many of the times were shorter than each of [`HoldTimes::edges_ns`].
+    /// The number of times that were shorter than each of [`HoldTimes::edges_ns`].
     #[serde(default)]
     pub shorter: [u64; HoldTimes::EDGES],
 }
@@ -200,17 +202,17 @@ pub struct HoldTimes {
 impl HoldTimes {
     /// Number of edges.
     pub const EDGES: usize = 12;
-    /// The first edge is two to this power, nanoseconds.
+    /// log2 of the first edge in ns.
     const FIRST_EDGE: usize = 10;
 
-    /// The edges of [`HoldTimes::shorter`]: powers of two from 1 us to 2 ms, nanoseconds.
+    /// The edges of [`HoldTimes::shorter`]: powers of two from 1 us to 2 ms, in ns.
     pub fn edges_ns() -> [u64; HoldTimes::EDGES] {
         std::array::from_fn(|i| 1 << (Self::FIRST_EDGE + i))
     }
 }
 
 impl std::ops::AddAssign for HoldTimes {
-    /// Adds the times of another lock. Of two percentiles the sum has the larger one.
+    /// Adds the times of another lock. Each percentile of the sum is the larger of the two.
     fn add_assign(&mut self, o: Self) {
         let HoldTimes { times, p50_ns, p999_ns, worst_ns, sum_ns, shorter } = self;
         *times += o.times;
@@ -226,7 +228,7 @@ impl std::ops::AddAssign for HoldTimes {
 const PARTS: u64 = 4;
 const BUCKETS: usize = 64 * PARTS as usize;
 
-/// Counts times by their length. Only who holds the lock writes.
+/// Counts times by their length. Only the holder of the lock writes.
 struct Histogram {
     buckets: Box<[AtomicU64]>,
     worst: AtomicU64,
@@ -244,7 +246,7 @@ impl Default for Histogram {
 }
 
 impl Histogram {
-    /// Which bucket holds a time.
+    /// The bucket of a time.
     fn bucket(ns: u64) -> usize {
         let ns = ns.max(PARTS);
         let power = u64::from(ns.ilog2());
@@ -301,7 +303,7 @@ mod tests {
 
     use super::*;
 
-    /// Memory of a session that looks, when it goes, whether somebody has the RNIC.
+    /// Session memory that checks, when it is dropped, whether the RNIC is locked.
     struct Looks(Arc<SharedRnic>, Arc<AtomicU32>);
 
     impl Resolve for Looks {
@@ -342,7 +344,7 @@ mod tests {
             while shared.spinners.load(Ordering::SeqCst) + shared.waiters.load(Ordering::SeqCst) == 0 {
                 std::thread::yield_now();
             }
-            // It ends although the thread cannot have got the lock.
+            // `let_in` returns although the thread cannot have got the lock.
             shared.let_in();
             drop(held);
         });
@@ -362,7 +364,7 @@ mod tests {
         assert!((5_000..=6_250).contains(&r.p50_ns), "{r:?}");
         assert!((9_990..=10_000).contains(&r.p999_ns), "{r:?}");
         assert_eq!(r.sum_ns, 10 * 1000 * 1001 / 2);
-        // Of 10, 20, ... 10,000 those below 1024, 2048, 4096, 8192, and all.
+        // The numbers of multiples of 10 up to 10,000 that are below 1024, 2048, 4096, 8192 and the other edges.
         assert_eq!(r.shorter, [102, 204, 409, 819, 1000, 1000, 1000, 1000, 1000, 1000, 1000, 1000]);
         let mut both = r;
         both += r;

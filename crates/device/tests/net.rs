@@ -9,11 +9,11 @@ use unirdma_mem::{MemFd, Span};
 
 const BUS: u64 = 1 << 40;
 const SIZE: u16 = 8;
-/// Where buffers begin.
+/// Start of the buffers.
 const BUFFERS: u64 = 3 << 14;
 const HEADER: usize = 12;
 
-/// A machine: its memory, and the driver's half of its queues, that for frames that come first.
+/// A machine: its memory, and the driver's side of its queues. The first queue is for incoming frames.
 struct Machine {
     memory: MemFd,
     queues: [DriverQueue; 2],

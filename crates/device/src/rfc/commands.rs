@@ -1,4 +1,4 @@
-//! Control commands of the RFC mode. Each is turned into what the native command does; lengths are exact.
+//! Control commands of the RFC mode. Each is translated to the native command. Lengths are exact.
 
 use unirdma_abi as abi;
 use unirdma_abi::rfc::{self, Nothing};
@@ -15,8 +15,8 @@ use crate::{Device, lock, now_ns};
 
 type Answer<T> = Result<T, Status>;
 
-/// Runs a handler on a request, which must have exactly its length. There must be room for the response; what may follow the
-/// response is there if there is room for it too.
+/// Runs a handler on a request, which must have exactly the length of `Req`. `room` must suffice for the status and
+/// `Resp`. `More` follows if there is room for it, too.
 fn run<Req: FromBytes, Resp: IntoBytes + Immutable, More: IntoBytes + Immutable>(
     data: &[u8],
     room: usize,
@@ -31,7 +31,7 @@ fn run<Req: FromBytes, Resp: IntoBytes + Immutable, More: IntoBytes + Immutable>
     Ok([&[Status::Ok as u8], resp.as_bytes(), more].concat())
 }
 
-/// Runs the handler of a command: the name, the request and the handler of each.
+/// Dispatches a command to its handler. Each row has the command's name, request type and handler.
 macro_rules! dispatch {
     ($c:expr, $data:expr, $room:expr, $($name:ident: $req:ty => $handler:expr;)*) => {
         match $c {
@@ -49,16 +49,16 @@ fn mr((mrn, key): (u32, u32)) -> (rfc::MrCreated, Nothing) {
     (rfc::MrCreated { mrn: mrn.into(), lkey: key.into(), rkey: key.into() }, Nothing {})
 }
 
-/// Access flags of an MR without those that only say how the driver would like it.
+/// Access flags of an MR, without flags that are only hints.
 fn access(flags: u32) -> Answer<u32> {
     use rfc::access as a;
     let known = a::BASIC | a::ZERO_BASED | a::HUGETLB | a::RELAXED_ORDERING;
-    // Of ON_DEMAND the device knows nothing: pages that are listed stay.
+    // ON_DEMAND is refused: the device does not support it, and listed pages stay in place.
     if flags & !known == 0 { Ok(flags & a::BASIC) } else { Err(Status::BadValue) }
 }
 
 impl Device {
-    /// Takes WQEs and gives completions away; true if there were any.
+    /// Takes WQEs and delivers completions; true if there were any.
     pub(crate) fn serve_queues(&self, rfc: &Rfc) -> bool {
         let began = now_ns();
         self.look_at_gids(rfc);
@@ -67,7 +67,7 @@ impl Device {
         true
     }
 
-    /// Looks where the driver's GIDs are, if the vRNIC's table has changed.
+    /// Updates the indices of the driver's GIDs if the vRNIC's table has changed.
     fn look_at_gids(&self, rfc: &Rfc) {
         if rfc.has_stale_gids() {
             let granted = self.rnic.lock().gids(self.identity.vnic).to_vec();
@@ -75,7 +75,7 @@ impl Device {
         }
     }
 
-    /// WQEs were copied from `began` on: the vRNIC is charged for that, and the RNIC looks at them.
+    /// Charges the vRNIC for the copying of WQEs, which began at `began`, and wakes the RNIC if necessary.
     fn after_copies(&self, served: &Served, began: u64) {
         let mut rnic = self.rnic.lock();
         let now = now_ns();
@@ -85,8 +85,8 @@ impl Device {
         }
     }
 
-    /// Executes one control request of this mode, unless that needs a long search whose outcome is not there yet. A response has at most
-    /// `room` bytes.
+    /// Executes one control request of this mode, unless it needs a long search and `outcome` is `None`. A response has
+    /// at most `room` bytes.
     pub(crate) fn rfc_answer(&self, rfc: &Rfc, request: &[u8], room: usize, outcome: Option<Outcome>) -> Reply {
         let head = |status: Status| vec![status as u8];
         let Some((&code, data)) = request.split_first() else { return Reply::Now(head(Status::BadLength), None) };
@@ -110,7 +110,7 @@ impl Device {
         Reply::Now(bytes, Some(command))
     }
 
-    /// What was posted to a QP before a command that changes or destroys it comes first.
+    /// Before a command changes or destroys a QP, copies the WQEs that were posted to the QP.
     fn take_earlier(&self, rfc: &Rfc, command: Command, data: &[u8]) {
         let qpn = match command {
             Command::ModifyQp => parse::<rfc::ModifyQp>(data).map(|r| r.qpn.get()),
@@ -149,7 +149,7 @@ impl Device {
                 let request = abi::GetDmaMrReq { pdn: r.pdn.get(), access_flags };
                 self.get_dma_mr(turn.taken(), request).map(|m| mr((m.mrn, m.lkey)))
             };
-            // Both need MEM_MGT_EXTENSIONS, which this mode does not offer (R34).
+            // Both commands need MEM_MGT_EXTENSIONS, which this mode does not offer (R34).
             CreateMr: rfc::CreateMr => |_| Err::<(rfc::MrCreated, Nothing), _>(Status::Unsupported);
             MapMrSg: rfc::MapMrSg => |_| Err::<(rfc::Handle, Nothing), _>(Status::Unsupported);
             RegUserMr: rfc::RegUserMr => |r| self.reg_user_mr(turn, native(&r)?).map(|m| mr((m.mrn, m.lkey)));
@@ -285,7 +285,8 @@ impl Device {
     }
 }
 
-/// REG_USER_MR as the native mode has it. An MR is a list of pages always; one of no bytes has none.
+/// Translates REG_USER_MR to the native request. An MR is always a list of pages, which is empty if the MR has no
+/// bytes.
 fn native(r: &rfc::RegUserMr) -> Answer<abi::RegUserMrReq> {
     let (flags, length) = (r.access_flags.get(), r.length.get());
     if (r.pages.get() == 0 || r.npages.get() == 0) && length > 0 || length == 0 && r.npages.get() > 0 {
@@ -303,19 +304,19 @@ fn native(r: &rfc::RegUserMr) -> Answer<abi::RegUserMrReq> {
     })
 }
 
-/// Where a new QP goes: its pair, and what the RNIC calls its CQs.
+/// Place of a new QP: its pair, and the RNIC's handles of its CQs.
 struct Plan {
     pair: usize,
     cqs: [u32; 2],
 }
 
 impl Rfc {
-    /// Leave to hold so many bytes.
+    /// Reserves `bytes` bytes on the account.
     fn hold(&self, bytes: usize) -> Answer<Ticket> {
         self.ledger.take(Resource::AddressSpace, bytes as u64).ok_or(Status::Exhausted)
     }
 
-    /// The virtqueue of the first CQ that there is not.
+    /// The virtqueue of the first unused CQ.
     fn free_cq(&self) -> Answer<usize> {
         let inner = lock(&self.inner);
         let free = inner.cqs.iter().position(Option::is_none).ok_or(Status::Exhausted)?;
@@ -330,7 +331,7 @@ impl Rfc {
         lock(&self.inner).cq(cqn).map(|(_, number)| number)
     }
 
-    /// The RNIC has destroyed a CQ: its buffers go back.
+    /// Called when the RNIC has destroyed a CQ: returns the CQ's buffers.
     fn remove_cq(&self, cqn: u32) -> Answer<()> {
         let inner = &mut *lock(&self.inner);
         let (at, _) = inner.cq(cqn)?;
@@ -340,7 +341,7 @@ impl Rfc {
         Ok(())
     }
 
-    /// REQ_NOTIFY_CQ: what waits for buffers comes after it.
+    /// REQ_NOTIFY_CQ. Completions that wait for buffers count as later than the request.
     fn note_asked(&self, cqn: u32) {
         let inner = &mut *lock(&self.inner);
         if let Ok((at, _)) = inner.cq(cqn)
@@ -357,18 +358,18 @@ impl Rfc {
         Ok(Plan { pair, cqs })
     }
 
-    /// The RNIC has made a QP; the virtqueue of its SQ.
+    /// Called when the RNIC has made a QP; returns the virtqueue of its SQ.
     fn add_qp(&self, pair: usize, qp: Qp) -> u32 {
         let inner = &mut *lock(&self.inner);
         inner.qps[pair] = Some(qp);
         let sq = inner.shape.sq(pair);
-        // There may be WQEs already.
+        // WQEs may be waiting already.
         inner.activate(sq);
         inner.activate(sq + 1);
         sq as u32
     }
 
-    /// Copies all WQEs of a QP that there is room for.
+    /// Copies all WQEs of a QP for which there is room.
     fn take_all(&self, qpn: u32) -> Served {
         let inner = &mut *lock(&self.inner);
         let Some(pair) = inner.pair(qpn) else { return Served { wakes: false } };
@@ -377,7 +378,7 @@ impl Rfc {
         Served { wakes: wakes.contains(&true) }
     }
 
-    /// The RNIC has destroyed a QP: its chains go back, and nothing more is heard of it.
+    /// Called when the RNIC has destroyed a QP: returns its chains and drops its completions.
     fn remove_qp(&self, qpn: u32) {
         let inner = &mut *lock(&self.inner);
         if let Some(pair) = inner.pair(qpn) {
@@ -386,7 +387,7 @@ impl Rfc {
         }
     }
 
-    /// The RNIC has reset a QP, whose WQEs are gone.
+    /// Called when the RNIC has reset a QP and dropped its WQEs.
     fn reset_qp(&self, qpn: u32) {
         let inner = &mut *lock(&self.inner);
         if let Some(pair) = inner.pair(qpn) {
@@ -409,7 +410,7 @@ impl Rfc {
 }
 
 impl super::Inner {
-    /// The work of a pair's QP is gone: its chains go back, and its completions that wait for buffers are not wanted.
+    /// Returns the chains of a pair's QP, and drops its completions that wait for buffers.
     fn forget(&mut self, pair: usize) {
         let Some(qpn) = self.qps[pair].as_ref().map(|q| q.qpn) else { return };
         self.cqs.iter_mut().flatten().for_each(|cq| cq.tail.forget(qpn));

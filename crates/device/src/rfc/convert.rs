@@ -1,4 +1,4 @@
-//! Structures of the RFC and those of the native mode, turned into each other.
+//! Conversion between structures of the RFC and of the native mode.
 
 use unirdma_abi as abi;
 use unirdma_abi::rfc;

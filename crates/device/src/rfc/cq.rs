@@ -1,4 +1,5 @@
-//! Completion queues of the RFC mode: the RNIC writes into a ring of the device, whose entries then go to the driver's buffers.
+//! Completion queues of the RFC mode. The RNIC writes into a ring of the device, whose entries are copied into the
+//! driver's buffers.
 
 use unirdma_abi as abi;
 use unirdma_abi::rfc;
@@ -8,30 +9,30 @@ use zerocopy::IntoBytes;
 
 use super::aligned;
 
-/// Bytes of a completion.
+/// Bytes of a completion of the RFC.
 pub(super) const CQE_BYTES: usize = size_of::<rfc::Cqe>();
 
 /// A completion queue.
 pub(super) struct Cq {
-    /// What the RNIC calls it.
+    /// The RNIC's handle.
     pub number: u32,
     pub tail: CqTail,
-    /// The driver is called with the next completion.
+    /// The driver is to be called for the next completion.
     pub asked: bool,
     pub _hold: Ticket,
 }
 
-/// Entries of the ring of a CQ for `cqe` completions.
+/// Number of entries in the ring of a CQ for `cqe` completions.
 pub(super) fn entries(cqe: u32) -> u32 {
     cqe.next_power_of_two()
 }
 
-/// Bytes of that ring.
+/// Bytes of the ring of a CQ, with its control block.
 pub(super) fn bytes(cqe: u32) -> usize {
     entries(cqe) as usize * size_of::<abi::Cqe>() + size_of::<abi::CqCtrl>()
 }
 
-/// Both ends of such a ring.
+/// Makes such a ring; returns the RNIC's end and the device's end.
 pub(super) fn ring(cqe: u32) -> Option<(CqRing, CqTail)> {
     let (memory, n) = (aligned(bytes(cqe)), entries(cqe));
     let ctrl = memory.sub(0, size_of::<abi::CqCtrl>() as u64)?;
@@ -41,7 +42,7 @@ pub(super) fn ring(cqe: u32) -> Option<(CqRing, CqTail)> {
     Some((CqRing::new(ctrl, ring, n)?, tail))
 }
 
-/// A completion as the driver sees it. `opcode` is that of the send WQE; a receive has its own.
+/// A completion as the driver sees it. `opcode` is the opcode of the send WQE, or of the completion if it is a receive.
 pub(super) fn to_driver(c: &abi::Cqe, opcode: u8) -> [u8; CQE_BYTES] {
     let flags = u32::from(c.wc_flags);
     let inv = if flags & unirdma_formats::wc_flags::WITH_INV != 0 { rfc::wc_flags::WITH_INVALIDATE } else { 0 };
@@ -64,7 +65,7 @@ pub(super) fn to_driver(c: &abi::Cqe, opcode: u8) -> [u8; CQE_BYTES] {
     bytes
 }
 
-/// True of the completion of a receive.
+/// True if a completion is of a receive.
 pub(super) fn is_receive(c: &abi::Cqe) -> bool {
     c.opcode >= rfc::opcode::RECV
 }

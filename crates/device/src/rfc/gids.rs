@@ -1,4 +1,5 @@
-//! The driver's GID table: each entry is a GID that the virtual layer has granted (R26), wherever that is in the vRNIC's own table.
+//! The driver's GID table. Each entry is a GID that the virtual layer has granted (R26), at an index that may differ
+//! from its index in the vRNIC's own table.
 
 use unirdma_abi::Status;
 use unirdma_abi::rfc::MAX_GIDS;
@@ -7,7 +8,7 @@ use unirdma_formats::Gid;
 #[derive(Clone, Copy)]
 struct Entry {
     gid: Gid,
-    /// Where the vRNIC has it; `None` once it was taken away.
+    /// Index in the vRNIC's table; `None` once the GID was taken away.
     native: Option<u8>,
 }
 
@@ -15,7 +16,7 @@ struct Entry {
 #[derive(Default)]
 pub(super) struct Gids {
     entries: [Option<Entry>; MAX_GIDS],
-    /// The vRNIC's table has changed since it was looked at.
+    /// The vRNIC's table has changed since the last update.
     pub stale: bool,
 }
 
@@ -27,7 +28,8 @@ impl Gids {
     /// ADD_GID.
     ///
     /// # Errors
-    /// `Denied` for a GID that was not granted, `BadValue` for an index beyond the table, `Busy` if another one is there.
+    /// `Denied` if the GID was not granted, `BadValue` if the index is beyond the table, `Busy` if the entry has
+    /// another GID.
     pub fn add(&mut self, index: u16, gid: Gid, granted: &[Gid]) -> Result<(), Status> {
         let entry = self.entries.get_mut(usize::from(index)).ok_or(Status::BadValue)?;
         let native = Some(find(gid, granted).ok_or(Status::Denied)?);
@@ -41,18 +43,18 @@ impl Gids {
     /// DEL_GID.
     ///
     /// # Errors
-    /// `BadHandle` if there is none.
+    /// `BadHandle` if the entry is empty.
     pub fn remove(&mut self, index: u16) -> Result<(), Status> {
         let entry = self.entries.get_mut(usize::from(index)).ok_or(Status::BadHandle)?;
         entry.take().map(|_| ()).ok_or(Status::BadHandle)
     }
 
-    /// Where the vRNIC has the GID of an index.
+    /// The vRNIC's index for a GID of the driver.
     pub fn native(&self, index: u8) -> Option<u8> {
         self.entries.get(usize::from(index))?.as_ref()?.native
     }
 
-    /// Looks where the GIDs are now.
+    /// Updates the vRNIC's index of each entry.
     pub fn look(&mut self, granted: &[Gid]) {
         self.entries.iter_mut().flatten().for_each(|e| e.native = find(e.gid, granted));
         self.stale = false;

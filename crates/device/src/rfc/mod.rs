@@ -5,10 +5,10 @@
 //! themselves, in memory of its own, and copies: WQEs from the chains of virtqueues into rings, and completions from rings
 //! into the buffers of virtqueues. The RNIC sees a session like any other.
 //!
-//! Two kinds of threads copy. The control thread takes WQEs, when their virtqueues are kicked, a bounded number at a time
-//! ([`Rfc::serve`]). Pollers deliver completions, when the RNIC raises the completion event that each ring of a CQ is always
-//! armed for ([`Rfc::complete`]). Both have the state of the session under its lock, and neither takes the RNIC while it has
-//! that lock; whoever has the RNIC may take it.
+//! Two kinds of threads copy. The control thread takes WQEs when their virtqueues are kicked, a bounded number at a
+//! time ([`Rfc::serve`]). Pollers deliver completions when the RNIC raises the completion event for which each CQ ring
+//! is always armed ([`Rfc::complete`]). Both lock the session's state. Neither locks the RNIC while it holds that lock;
+//! a thread that has locked the RNIC may take it.
 
 mod commands;
 mod convert;
@@ -33,23 +33,23 @@ use gids::Gids;
 use qp::{Qp, WQE_ROOM};
 use vq::Vq;
 
-/// WQEs of one virtqueue before the others get a turn.
+/// Most WQEs taken from one virtqueue before the others get a turn.
 const MAX_TURN: u32 = 32;
-/// Completions of one CQ before others get a turn.
+/// Most completions delivered for one CQ before others get a turn.
 const MAX_DELIVERED: u32 = 64;
 
-/// What a virtqueue is for.
+/// Use of a data virtqueue.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Role {
-    /// Of the CQ with this index in [`Inner::cqs`].
+    /// The virtqueue of the CQ with this index in [`Inner::cqs`].
     Cq(usize),
-    /// SQ of a pair.
+    /// The SQ of a pair.
     Sq(usize),
-    /// RQ of a pair.
+    /// The RQ of a pair.
     Rq(usize),
 }
 
-/// How many CQs and pairs there are, from which the numbers of virtqueues follow.
+/// The numbers of CQs and of SQ and RQ pairs, which determine the numbers of virtqueues.
 #[derive(Clone, Copy)]
 struct Shape {
     cqs: usize,
@@ -71,7 +71,7 @@ impl Shape {
         1 + index
     }
 
-    /// The virtqueue of a pair's SQ; that of its RQ follows.
+    /// The virtqueue of a pair's SQ. Its RQ has the next number.
     fn sq(self, pair: usize) -> usize {
         1 + self.cqs + 2 * pair
     }
@@ -80,21 +80,21 @@ impl Shape {
 struct Inner {
     shape: Shape,
     guest: Option<GuestMemoryMmap>,
-    /// By number; that of the control virtqueue is not used.
+    /// By virtqueue index. Entry 0, the control virtqueue, is not used.
     vqs: Vec<Vq>,
     cqs: Vec<Option<Cq>>,
     /// By pair.
     qps: Vec<Option<Qp>>,
-    /// Virtqueues that are looked at without kicks.
+    /// Virtqueues that are served without kicks.
     active: Vec<usize>,
     gids: Gids,
     bell: Bell,
     buffer: Box<[u8]>,
 }
 
-/// What [`Rfc::serve`] has done.
+/// Result of [`Rfc::serve`].
 pub(crate) struct Served {
-    /// The RNIC sleeps, and has to be woken.
+    /// The RNIC sleeps and has to be woken.
     pub wakes: bool,
 }
 
@@ -104,7 +104,7 @@ pub(crate) struct Rfc {
     ledger: Ledger,
 }
 
-/// Zeroed memory of the device that begins at a multiple of 64.
+/// Zeroed memory of the device, aligned to 64 bytes.
 fn aligned(len: usize) -> Span {
     let memory = Span::anonymous(len + 64);
     let skip = (64 - memory.addr() % 64) % 64;
@@ -116,19 +116,19 @@ fn new_bell() -> Option<Bell> {
 }
 
 impl Rfc {
-    /// The state of a new session of a device whose native configuration is `config`. What it holds is on the account of
+    /// The state of a new session of a device whose native configuration is `config`. Its memory is charged to
     /// `ledger`.
     pub fn new(config: &abi::Config, ledger: Ledger) -> Option<Self> {
         let inner = Inner::new(shape(config), new_bell()?);
         Some(Rfc { inner: Mutex::new(inner), ledger })
     }
 
-    /// The doorbell page by which the RNIC hears of WQEs.
+    /// The doorbell page by which the RNIC learns of WQEs.
     pub fn bell(&self) -> Bell {
         lock(&self.inner).bell.clone()
     }
 
-    /// All objects and virtqueues are gone; the memory stays.
+    /// Forgets all objects and virtqueues. The guest memory stays.
     pub fn clear(&self) {
         let inner = &mut *lock(&self.inner);
         let bell = new_bell().unwrap_or_else(|| inner.bell.clone());
@@ -139,24 +139,24 @@ impl Rfc {
         lock(&self.inner).guest = guest;
     }
 
-    /// The driver has set a virtqueue up, or changed it.
+    /// Called when the driver has set up or changed a virtqueue.
     pub fn set_queue(&self, index: usize, queue: Option<Queue>, base: u16, call: Option<Arc<Foreign>>) {
         let inner = &mut *lock(&self.inner);
         if let (Some(guest), Some(vq)) = (&inner.guest, inner.vqs.get_mut(index)) {
             vq.set(queue, base, call, guest);
-            // There may be chains for which nobody kicks.
+            // Chains may be waiting that nobody kicks for.
             inner.activate(index);
         }
     }
 
-    /// Stops a virtqueue; the index from which it goes on.
+    /// Stops a virtqueue; returns the index from which it goes on.
     pub fn stop(&self, index: usize) -> Option<u16> {
         let inner = &mut *lock(&self.inner);
         inner.active.retain(|&i| i != index);
         inner.vqs.get_mut(index)?.stop(inner.guest.as_ref())
     }
 
-    /// A virtqueue was kicked: [`Rfc::serve`] looks at it from now on.
+    /// Called when a virtqueue was kicked. [`Rfc::serve`] serves it from now on.
     pub fn on_kick(&self, index: usize) {
         let inner = &mut *lock(&self.inner);
         if inner.shape.role(index).is_some() {
@@ -164,8 +164,8 @@ impl Rfc {
         }
     }
 
-    /// Takes WQEs of the virtqueues that were kicked, a bounded number of each, and gives completions that had no buffer the
-    /// buffers that have come; `None` if there was nothing to do.
+    /// Takes WQEs from the virtqueues that were kicked, a bounded number of each, and delivers completions that had to
+    /// wait for buffers. `None` if there was nothing to do.
     pub fn serve(&self) -> Option<Served> {
         let inner = &mut *lock(&self.inner);
         let (mut found, mut wakes) = (false, false);
@@ -187,7 +187,7 @@ impl Rfc {
         found.then_some(Served { wakes })
     }
 
-    /// Asks the driver for kicks again; false if [`Rfc::serve`] has something to do already.
+    /// Enables kicks again; false if [`Rfc::serve`] has work already.
     pub fn listen(&self) -> bool {
         let inner = &mut *lock(&self.inner);
         let Some(guest) = inner.guest.clone() else { return true };
@@ -205,8 +205,8 @@ impl Rfc {
         !again
     }
 
-    /// The RNIC has completions for the CQ of virtqueue `index`; `asked` if one of them is what REQ_NOTIFY_CQ waits for. True if
-    /// [`Rfc::serve`] has to go on.
+    /// Called when the RNIC has completions for the CQ of virtqueue `index`. `asked`: REQ_NOTIFY_CQ waits for one of
+    /// them. Returns true if [`Rfc::serve`] has to go on.
     pub fn complete(&self, index: usize, asked: bool) -> bool {
         let inner = &mut *lock(&self.inner);
         let Some(Role::Cq(cq)) = inner.shape.role(index) else { return false };
@@ -220,19 +220,19 @@ impl Rfc {
         more
     }
 
-    /// An asynchronous event, which this mode cannot tell its driver (R84c).
+    /// Takes an asynchronous event. This mode cannot pass it to the driver (R84c).
     pub fn on_event(&self, event: &abi::Event) {
         if event.kind == AsyncEvent::GidChange as u32 {
             lock(&self.inner).gids.stale = true;
         }
     }
 
-    /// True if [`Rfc::look_at_gids`] has something to do.
+    /// True if [`Rfc::look_at_gids`] has to be called.
     pub fn has_stale_gids(&self) -> bool {
         lock(&self.inner).gids.stale
     }
 
-    /// Looks where the vRNIC has the driver's GIDs.
+    /// Updates the vRNIC's indices of the driver's GIDs. `granted` is the vRNIC's table.
     pub fn look_at_gids(&self, granted: &[Gid]) {
         lock(&self.inner).gids.look(granted);
     }
@@ -242,16 +242,16 @@ fn shape(c: &abi::Config) -> Shape {
     Shape { cqs: c.max_cq.clamp(1, rfc::MAX_CQ) as usize, qps: c.max_qp.clamp(1, rfc::MAX_QP) as usize }
 }
 
-/// Which of the pairs has this QP.
+/// The pair that has this QP.
 fn pair_of(qps: &[Option<Qp>], qpn: u32) -> Option<usize> {
     qps.iter().position(|q| q.as_ref().is_some_and(|q| q.qpn == qpn))
 }
 
-/// What [`Inner::deliver`] has done.
+/// Result of [`Inner::deliver`].
 #[derive(Default)]
 struct Delivered {
     wrote: bool,
-    /// It has stopped before the end, so that others get a turn.
+    /// Delivery was cut short, so that others get a turn.
     more: bool,
 }
 
@@ -276,7 +276,7 @@ impl Inner {
         }
     }
 
-    /// True if chains of a virtqueue can be taken now, if there are any.
+    /// True if chains of a virtqueue could be used now, if there are any.
     fn is_usable(&self, index: usize) -> bool {
         match self.shape.role(index) {
             Some(Role::Sq(pair)) => self.qps[pair].as_ref().is_some_and(Qp::has_room_for_sends),
@@ -286,7 +286,7 @@ impl Inner {
         }
     }
 
-    /// Copies at most `limit` WQEs of an SQ or RQ: how many, and whether the RNIC has to be woken.
+    /// Copies at most `limit` WQEs of an SQ or RQ. Returns their number, and whether the RNIC has to be woken.
     fn take(&mut self, index: usize, limit: u32) -> (u32, bool) {
         let (sends, pair) = match self.shape.role(index) {
             Some(Role::Sq(pair)) => (true, pair),
@@ -296,7 +296,7 @@ impl Inner {
         let sq = self.shape.sq(pair);
         let (Some(guest), Some(qp)) = (&self.guest, &mut self.qps[pair]) else { return (0, false) };
         if let [sq, rq] = &mut self.vqs[sq..sq + 2] {
-            // A driver whose sends do not complete hears here that they are done.
+            // A driver whose sends raise no completions gets their chains back here.
             qp.give_back(sq, rq, guest);
         }
         let vq = &mut self.vqs[index];
@@ -313,7 +313,8 @@ impl Inner {
         (n, rings && self.bell.ring(qp.slot()) != abi::AWAKE)
     }
 
-    /// Puts completions of a CQ into the driver's buffers, as many as there are of both, and at most [`MAX_DELIVERED`].
+    /// Writes completions of a CQ into the driver's buffers until one of the two runs out, but at most
+    /// [`MAX_DELIVERED`].
     fn deliver(&mut self, at: usize) -> Delivered {
         let mut done = Delivered::default();
         let Inner { shape, guest, vqs, cqs, qps, .. } = self;
@@ -332,7 +333,7 @@ impl Inner {
                 let qp = pair_of(qps, c.qp_num).and_then(|p| qps[p].as_mut().zip(pairs.get_mut(2 * p..2 * p + 2)));
                 Some(match qp {
                     Some((qp, [sq, rq])) => {
-                        // The chain of a WQE comes back before its completion.
+                        // The chain of a WQE is returned before its completion.
                         qp.give_back(sq, rq, guest);
                         cq::to_driver(&c, if cq::is_receive(&c) { c.opcode } else { qp.opcode(c.wqe_index) })
                     }
@@ -341,7 +342,7 @@ impl Inner {
             });
             cq.tail.release();
             done.wrote |= put == Some(true);
-            // Kicks are of use only while completions wait for buffers.
+            // Kicks are needed only while completions wait for buffers.
             match put {
                 Some(_) => vq.be_quiet(guest),
                 None if vq.listen(guest) => return done.called(cq, vq, guest),
@@ -352,12 +353,12 @@ impl Inner {
         done.called(cq, vq, guest)
     }
 
-    /// The pair of a QP.
+    /// The pair that has this QP.
     fn pair(&self, qpn: u32) -> Option<usize> {
         pair_of(&self.qps, qpn)
     }
 
-    /// What the RNIC calls the CQ that its driver calls `cqn`, which is the number of its virtqueue.
+    /// Index and RNIC handle of the CQ that the driver calls `cqn`, the number of its virtqueue.
     fn cq(&self, cqn: u32) -> Result<(usize, u32), Status> {
         let at = (cqn as usize).checked_sub(1).ok_or(Status::BadHandle)?;
         let cq = self.cqs.get(at).and_then(Option::as_ref).ok_or(Status::BadHandle)?;
@@ -366,7 +367,8 @@ impl Inner {
 }
 
 impl Delivered {
-    /// Calls the driver of a CQ, if it has asked for that and has what it waits for: now, or since another thread came first.
+    /// Calls the driver of a CQ if it has requested that and has a completion, written by this thread or by another one
+    /// that came first.
     fn called(self, cq: &mut Cq, vq: &Vq, guest: &GuestMemoryMmap) -> Self {
         if (self.wrote || cq.tail.waiting() == 0) && std::mem::take(&mut cq.asked) {
             vq.call(guest);

@@ -1,8 +1,8 @@
-//! Queue pairs of the RFC mode: WQEs are copied from the chains of two virtqueues into rings of the device, where the RNIC finds
-//! them as it finds those of any session.
+//! Queue pairs of the RFC mode. WQEs are copied from the chains of two virtqueues into rings of the device, which the
+//! RNIC reads like the rings of any session.
 //!
-//! A WQE that is not as the specification says becomes one that the RNIC refuses, so that it fails in its turn, with its own
-//! completion and the consequences for its QP that any bad WQE has.
+//! A malformed WQE is replaced by one that the RNIC refuses. So it fails in order, with a completion of its own, and
+//! affects its QP as any bad WQE does.
 
 use unirdma_abi as abi;
 use unirdma_abi::rfc;
@@ -16,18 +16,18 @@ use super::aligned;
 use super::gids::Gids;
 use super::vq::{Taken, Vq};
 
-/// Most bytes of a WQE, and one more by which a longer one is found out.
+/// Most bytes of a WQE, plus one that shows that a WQE is too long.
 pub(super) const WQE_ROOM: usize = size_of::<rfc::SqReq>() + abi::MAX_INLINE as usize + 1;
-/// An opcode that no WQE has.
+/// An invalid opcode.
 const NO_OPCODE: u8 = 0xff;
-/// More SGEs than any receive has.
+/// More SGEs than any receive may have.
 const NO_SGES: u32 = u32::MAX;
 const SGE: usize = size_of::<abi::Sge>();
 
 /// A queue pair.
 pub(super) struct Qp {
     pub qpn: u32,
-    /// The driver's index of the GID that it is connected by.
+    /// The driver's index of the GID through which the QP is connected.
     pub sgid_index: u8,
     pd: u32,
     is_ud: bool,
@@ -35,25 +35,25 @@ pub(super) struct Qp {
     slot: u32,
     cap: abi::QpCap,
     rings: QpRings,
-    /// WQEs that were copied into the SQ and the RQ, modulo 2^32.
+    /// Number of WQEs copied into the SQ and into the RQ, modulo 2^32.
     sq_copied: u32,
     rq_copied: u32,
-    /// Opcodes of the WQEs in the SQ.
+    /// Opcodes of the WQEs in the SQ, as the driver has written them.
     opcodes: Box<[u8]>,
     _hold: Ticket,
 }
 
-/// What a QP's capabilities become: as many WQEs as a virtqueue has chains.
+/// The capabilities that a QP gets: as many WQEs as a virtqueue has chains.
 pub(super) fn held(cap: abi::QpCap) -> abi::QpCap {
     abi::QpCap { max_send_wr: rfc::MAX_QP_WR, max_recv_wr: rfc::MAX_QP_WR, ..cap }
 }
 
-/// Bytes of the rings of a QP.
+/// Bytes of the rings of a QP, with its control block.
 pub(super) fn bytes(layout: &abi::QpLayout) -> usize {
     size_of::<abi::QpCtrl>() + layout.sq_bytes() + layout.rq_bytes()
 }
 
-/// Such rings. Strides are multiples of 16, so each part is aligned as it must be.
+/// Makes the rings of a QP. Strides are multiples of 16, so each part is aligned as required.
 pub(super) fn rings(layout: abi::QpLayout) -> Option<QpRings> {
     let memory = aligned(bytes(&layout));
     let (ctrl, sq) = (size_of::<abi::QpCtrl>() as u64, layout.sq_bytes() as u64);
@@ -83,17 +83,17 @@ impl Qp {
         self.slot
     }
 
-    /// The RNIC's ring has room for further WQEs.
+    /// True if the RNIC's SQ has room for further WQEs.
     pub fn has_room_for_sends(&self) -> bool {
         self.rings.sq_free(self.sq_copied) > 0
     }
 
-    /// As [`Qp::has_room_for_sends`].
+    /// True if the RNIC's RQ has room for further WQEs.
     pub fn has_room_for_receives(&self) -> bool {
         self.rings.rq_free(self.rq_copied) > 0
     }
 
-    /// Copies at most `limit` send WQEs; how many.
+    /// Copies at most `limit` send WQEs; returns their number.
     pub fn take_sends(&mut self, vq: &mut Vq, guest: &GuestMemoryMmap, gids: &Gids, buf: &mut [u8], limit: u32) -> u32 {
         let free = self.rings.sq_free(self.sq_copied).min(limit);
         let mut n = 0;
@@ -114,7 +114,8 @@ impl Qp {
         n
     }
 
-    /// Copies at most `limit` receive WQEs; how many, and whether the RNIC wants to hear of them.
+    /// Copies at most `limit` receive WQEs; returns their number, and whether the RNIC wants its doorbell rung for
+    /// them.
     pub fn take_receives(&mut self, vq: &mut Vq, guest: &GuestMemoryMmap, buf: &mut [u8], limit: u32) -> (u32, bool) {
         let free = self.rings.rq_free(self.rq_copied).min(limit);
         let mut n = 0;
@@ -131,7 +132,8 @@ impl Qp {
         (n, n > 0 && self.rings.set_rq_prod(self.rq_copied))
     }
 
-    /// The RNIC's WQE for the bytes of a chain, the driver's opcode, and what follows the WQE: SGEs or inline data.
+    /// Translates the bytes of a chain: the RNIC's WQE, the driver's opcode, and the SGEs or inline data that follow
+    /// the WQE.
     fn send<'a>(&self, bytes: &'a [u8], gids: &Gids) -> (abi::SqWqe, u8, &'a [u8]) {
         let wr_id = bytes.get(12..20).and_then(|b| b.try_into().ok()).map_or(0, u64::from_le_bytes);
         let opcode = bytes.get(8).copied().unwrap_or(0);
@@ -197,19 +199,19 @@ impl Qp {
         (abi::RqWqe { wr_id, num_sge, reserved: 0 }, sges)
     }
 
-    /// Gives the chains back whose WQEs the RNIC has done with.
+    /// Returns the chains of the WQEs that the RNIC has finished.
     pub fn give_back(&mut self, sq: &mut Vq, rq: &mut Vq, guest: &GuestMemoryMmap) {
         sq.give_back(guest, self.rings.sq_retired());
         let waiting = self.rings.layout().rq_entries - self.rings.rq_free(self.rq_copied);
         rq.give_back(guest, self.rq_copied.wrapping_sub(waiting));
     }
 
-    /// The driver's opcode of the send whose completion says that the SQ is free up to WQE `index`.
+    /// The driver's opcode of the send whose completion has `wqe_index` `index`.
     pub fn opcode(&self, index: u32) -> u8 {
         self.opcodes[(index.wrapping_sub(1) % rfc::MAX_QP_WR) as usize]
     }
 
-    /// The RNIC has reset it.
+    /// Called when the RNIC has reset the QP.
     pub fn reset(&mut self) {
         (self.sq_copied, self.rq_copied) = (0, 0);
         self.rings.set_sq_prod(0);
@@ -217,12 +219,12 @@ impl Qp {
     }
 }
 
-/// The opcodes of a device without MEM_MGT_EXTENSIONS.
+/// True for the opcodes of a device without MEM_MGT_EXTENSIONS.
 fn is_offered(op: u8) -> bool {
     u32::from(op) <= rfc::opcode::ATOMIC_FETCH_AND_ADD
 }
 
-/// An address vector as the RNIC takes it, with its own index of the source's GID.
+/// An address vector in the RNIC's form, with the RNIC's index of the source GID.
 fn address_of(av: &rfc::Av, sgid_index: u8) -> abi::AhAttr {
     let packed = av.sl_tclass_flowlabel.get();
     let grh = abi::GlobalRoute {

@@ -1,7 +1,7 @@
 //! The device's half of one data virtqueue of the RFC mode.
 //!
-//! Chains of an SQ or RQ are taken when their WQE is copied, and given back when the RNIC has done with the WQE, in order. A
-//! chain of a CQ is taken when there is a completion for it, and given back with it.
+//! Chains of an SQ or RQ are taken when their WQE is copied, and returned in order when the RNIC has finished the WQE.
+//! A chain of a CQ is taken and returned when there is a completion for it.
 
 use std::collections::VecDeque;
 use std::io::{Read, Write};
@@ -15,15 +15,15 @@ use vm_memory::{GuestAddress, GuestMemoryMmap};
 
 use crate::{AvailFlags, Full};
 
-/// Buffers of a CQ that are too small and are looked at before the others get a turn.
+/// Most buffers of a CQ that are skipped as too small before the others get a turn.
 const MAX_SMALL: u32 = 32;
 
-/// What a chain of an SQ or RQ holds.
+/// Content of a chain of an SQ or RQ.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Taken {
-    /// So many bytes, which are in the buffer.
+    /// The number of bytes that were copied into the buffer.
     Bytes(usize),
-    /// More than any WQE has, or memory that the session has not, or a part that the device could write.
+    /// The chain is longer than any WQE, or has memory outside the session, or a part that is writable for the device.
     Bad,
 }
 
@@ -31,18 +31,18 @@ pub(super) enum Taken {
 pub(super) struct Vq {
     queue: Option<Queue>,
     call: Option<Arc<Foreign>>,
-    /// Chains that were taken and are not given back, and the numbers of their WQEs.
+    /// Chains that were taken and not returned, with the numbers of their WQEs.
     heads: VecDeque<(u16, u32)>,
-    /// Where the queue was when it was stopped: if it goes on there, its chains are still the device's.
+    /// Index at which the queue was stopped. If it is started there again, its chains still belong to the device.
     stopped_at: Option<u16>,
-    /// It is looked at without kicks.
+    /// The queue is served without kicks.
     pub active: bool,
-    /// Its driver knows that it need not kick.
+    /// Kicks are suppressed.
     quiet: bool,
 }
 
 impl Vq {
-    /// The driver has set it up, or changed it. `base` is where it begins.
+    /// Called when the driver has set up or changed the queue. `base` is its first index.
     pub fn set(&mut self, queue: Option<Queue>, base: u16, call: Option<Arc<Foreign>>, guest: &GuestMemoryMmap) {
         self.call = call;
         if self.queue.is_some() && queue.is_some() {
@@ -54,23 +54,23 @@ impl Vq {
         if self.stopped_at.take() != Some(base) {
             self.heads.clear();
         }
-        // Chains that are still the device's were taken before those of `base`, and are not used yet.
+        // Chains that still belong to the device were taken before index `base`, and are not in the used ring yet.
         if let Ok(used) = q.used_idx(guest, Ordering::Acquire) {
             q.set_next_used(used.0);
         }
     }
 
-    /// Stops it; the index from which it goes on.
+    /// Stops the queue; returns the index from which it goes on.
     pub fn stop(&mut self, guest: Option<&GuestMemoryMmap>) -> Option<u16> {
         self.active = false;
-        // Who serves it next may wait for kicks.
+        // Kicks are enabled, since the next server of the queue may wait for them.
         guest.into_iter().for_each(|guest| _ = self.listen(guest));
         let at = self.queue.take()?.next_avail();
         self.stopped_at = Some(at);
         Some(at)
     }
 
-    /// Takes a chain that the device reads, for WQE `number`, and copies its bytes, once; `None` if there is none.
+    /// Takes a chain that the device reads, for WQE `number`, and copies its bytes once; `None` if there is no chain.
     pub fn take(&mut self, guest: &GuestMemoryMmap, buffer: &mut [u8], number: u32) -> Option<Taken> {
         let chain = self.queue.as_mut()?.pop_descriptor_chain(guest)?;
         self.heads.push_back((chain.head_index(), number));
@@ -81,7 +81,7 @@ impl Vq {
         Some(if whole { Taken::Bytes(n) } else { Taken::Bad })
     }
 
-    /// Gives the chains of WQEs before number `end` back.
+    /// Returns the chains of WQEs with numbers before `end`.
     pub fn give_back(&mut self, guest: &GuestMemoryMmap, end: u32) {
         let Some(q) = &mut self.queue else { return };
         let mut any = false;
@@ -97,7 +97,7 @@ impl Vq {
         }
     }
 
-    /// Gives all chains back, unused: those that were taken, and those that wait.
+    /// Returns all chains unused, those that were taken as well as those in the available ring.
     pub fn give_all_back(&mut self, guest: Option<&GuestMemoryMmap>) {
         if let (Some(guest), Some(q)) = (guest, &mut self.queue) {
             for (head, _) in self.heads.drain(..) {
@@ -112,8 +112,8 @@ impl Vq {
         self.heads.clear();
     }
 
-    /// Puts what `next` returns into the next buffer of a CQ. Buffers that are too small for `size` bytes are given back unused.
-    /// `None` if there is no buffer, or after [`MAX_SMALL`]; else whether there was something to put.
+    /// Writes the value of `next` into the next buffer of a CQ. Buffers with less than `N` bytes are returned unused.
+    /// `None` if there is no buffer, or after [`MAX_SMALL`] of them; otherwise, whether `next` had a value.
     pub fn put<const N: usize>(
         &mut self,
         guest: &GuestMemoryMmap,
@@ -138,7 +138,7 @@ impl Vq {
         None
     }
 
-    /// Calls the driver, unless it asks for no calls.
+    /// Calls the driver, unless it suppresses calls.
     pub fn call(&self, guest: &GuestMemoryMmap) {
         let (Some(q), Some(call)) = (&self.queue, &self.call) else { return };
         let flags = AvailFlags { guest, addr: GuestAddress(q.avail_ring()) };
@@ -147,14 +147,14 @@ impl Vq {
         }
     }
 
-    /// The driver need not kick from now on.
+    /// Suppresses kicks from now on.
     pub fn be_quiet(&mut self, guest: &GuestMemoryMmap) {
         if let Some(q) = self.queue.as_mut().filter(|_| !self.quiet) {
             self.quiet = q.disable_notification(guest).is_ok();
         }
     }
 
-    /// Asks the driver for kicks again; false if chains wait already.
+    /// Enables kicks again; false if chains wait already.
     pub fn listen(&mut self, guest: &GuestMemoryMmap) -> bool {
         self.quiet = false;
         self.queue.as_mut().is_none_or(|q| !q.enable_notification(guest).unwrap_or(false))

@@ -1,4 +1,5 @@
-//! Commands that need a long search: other sessions' commands go on meanwhile, and those of the same session wait.
+//! Commands that need a long search: commands of other sessions are executed meanwhile, commands of the same session
+//! wait.
 
 use std::sync::Arc;
 
@@ -13,9 +14,9 @@ use crate::world::{Kind, NoPollers, Side, World};
 
 const SIZE: u16 = 8;
 const CONTROL: usize = abi::VQ_CONTROL as usize;
-/// Where the pages are that are registered.
+/// Address of the pages to be registered.
 const PAGES_AT: u64 = 1 << 52;
-/// Pages of a list that is long.
+/// Number of pages of a long list.
 const LONG: u64 = 600;
 
 /// The driver's half of a control queue.
@@ -51,7 +52,7 @@ impl Control {
         self.queue.publish(slot, &[request, response]);
     }
 
-    /// The slot of the next answer, and its status.
+    /// The slot and status of the next response.
     fn answer(&mut self, side: &Side) -> Option<(u16, u8)> {
         let (slot, _) = self.queue.pop_used()?;
         let mut status = [0];
@@ -94,7 +95,7 @@ impl Registering {
         Registering { side, control, request: request.as_bytes().into(), before, ledger }
     }
 
-    /// Sends the command, with another one behind it; the errand that comes of it.
+    /// Sends the command and another one behind it, and returns the errand of the first.
     fn begin(&mut self) -> Errand {
         self.control.send(&self.side, 0, Command::RegUserMr, &self.request);
         self.control.send(&self.side, 2, Command::CreatePd, &[]);
@@ -133,7 +134,7 @@ fn other_sessions_go_on_while_a_long_list_is_looked_up() {
     assert_eq!(r.answers(), [(0, 0), (2, 0)]);
     assert_eq!(r.pieces(), LONG);
     assert!(r.side.pollers.errand().is_none());
-    // What is short is done at once.
+    // A short list is searched at once.
     r.control.send(&r.side, 4, Command::RegUserMr, r.side.mr_request().as_bytes());
     assert_eq!(r.answers(), [(4, 0)]);
     assert_eq!(Arc::<NoPollers>::strong_count(&r.side.pollers), 2);
@@ -165,7 +166,8 @@ fn a_queue_that_stops_meanwhile_has_the_command_once_more() {
     assert_eq!(r.answers(), [(0, 0), (2, 0)]);
 }
 
-/// A request that its driver changes meanwhile is another request, and what was found for the first one is given back.
+/// If a driver changes a request while its errand runs, it is another request, and the memory found for the first one
+/// is given back.
 #[test]
 fn what_was_found_is_for_the_request_that_asked_for_it() {
     let mut r = Registering::new(World::new().me);
@@ -174,7 +176,7 @@ fn what_was_found_is_for_the_request_that_asked_for_it() {
     assert_eq!(r.pieces(), LONG);
     let create_pd = abi::ReqHeader { command: Command::CreatePd as u8, ..Default::default() };
     r.side.write(r.control.buffers, create_pd.as_bytes());
-    // As many bytes as before: too many for this command.
+    // The new request has the same length, which is too long for its command.
     assert_eq!(r.answers(), [(0, Status::BadLength as u8), (2, 0)]);
     assert_eq!(r.pieces(), 0);
 }

@@ -15,7 +15,7 @@ use unirdma_link::{Handler, Vring};
 use world::{Kind, World};
 use zerocopy::IntoBytes;
 
-/// Bytes of the request and of the response of each command, headers aside.
+/// Bytes of the request and of the response of each command, without headers.
 macro_rules! define_sizes {
     ($($name:ident = $code:literal, $handler:ident($req:ident) -> $resp:ident;)*) => {
         fn sizes(c: Command) -> (usize, usize) {
@@ -106,7 +106,7 @@ fn unknown_commands_are_unsupported_and_no_header_is_a_bad_length() {
 fn query_device_has_the_configuration_space_and_what_follows_from_it() {
     let d: abi::QueryDeviceResp = World::new().me.ok(Command::QueryDevice, &abi::Nothing {});
     assert_eq!((d.config.max_qp, d.max_mw, d.max_res_rd_atom, d.max_qp_init_rd_atom), (3, 5, 3 * 128, 128));
-    // RC 2, UC 3, UD 4 and the XRC initiator 9.
+    // RC is 2, UC 3, UD 4 and the XRC initiator 9.
     assert_eq!((d.rate_limit_qp_types, d.max_cq_count), (0b10_0001_1100, u16::MAX));
     assert!(d.name.starts_with(b"a\0"));
 }
@@ -126,7 +126,7 @@ fn a_new_session_has_nothing_of_the_one_before() {
     for (c, h) in [(Command::DestroyQp, qpn), (Command::DestroyPd, pd), (Command::UnmapRuns, mapped)] {
         assert_eq!(w.me.call(c, handle(h).as_bytes(), 1024).0, bad, "{c:?}");
     }
-    // No quota is used up, no number comes back, and there is no doorbell page.
+    // A refused command uses up no quota and returns no number. The session has no doorbell page.
     w.me.forget_doorbell();
     assert_eq!(w.me.call(Command::CreateQp, w.me.qp_request(QpType::Rc).as_bytes(), 1024).0, Status::BadState as u8);
     let numbers: Vec<u32> = (0..8).map(|_| w.me.make(Kind::Pd)).collect();
@@ -156,7 +156,7 @@ fn a_stopped_control_queue_pauses_the_session() {
     };
     w.me.dev.vring_changed(abi::VQ_CONTROL as usize, &running);
     assert_eq!(w.me.dev.stop_vring(abi::VQ_CONTROL as usize), Some(0));
-    // A request that no QP takes.
+    // An opcode that no QP accepts.
     w.me.post(&a, &abi::SqWqe { opcode: 99, ..Default::default() });
     w.me.poll();
     assert_eq!(state(&w), QpState::Rts as u32);
@@ -165,7 +165,7 @@ fn a_stopped_control_queue_pauses_the_session() {
     assert_eq!(state(&w), QpState::Err as u32);
 }
 
-/// A machine that is reset has another driver soon, and other data where the objects were.
+/// After a machine is reset, another driver may have other data where the objects were.
 #[test]
 fn a_control_queue_that_begins_anew_ends_the_session_before_anything_is_written() {
     let mut w = World::new();
@@ -184,7 +184,7 @@ fn a_control_queue_that_begins_anew_ends_the_session_before_anything_is_written(
     };
     w.me.dev.vring_changed(abi::VQ_CONTROL as usize, &running(7));
     assert_eq!(w.me.dev.stop_vring(abi::VQ_CONTROL as usize), Some(7));
-    // What the driver before had asked for, and the device would complete.
+    // The driver before has posted this request, and the device would complete it.
     w.me.post(&a, &abi::SqWqe { opcode: 99, ..Default::default() });
     let before = w.me.image();
     w.me.dev.vring_changed(abi::VQ_CONTROL as usize, &running(0));
@@ -194,7 +194,7 @@ fn a_control_queue_that_begins_anew_ends_the_session_before_anything_is_written(
     assert_eq!(w.me.call(Command::QueryQp, query.as_bytes(), 1024).0, Status::BadHandle as u8);
 }
 
-/// A driver that begins anew has all of its quota at once, although what was there before is freed a part at a time.
+/// A driver that begins anew has its whole quota at once, although the objects before it are freed in small steps.
 #[test]
 fn what_is_dead_keeps_nobody_from_the_quota() {
     let most = 3 * unirdma_rnic::MAX_BURIED as u32 + 5;
@@ -223,7 +223,7 @@ fn scattered_pages_serve_as_rings_and_doorbell() {
     let qp: abi::CreateQpResp = w.me.ok(Command::CreateQp, &request);
     let peer = w.me.qp(QpType::Rc);
     w.me.connect(qp.qpn, peer.qpn);
-    // A request that no QP takes: it is seen in the second page of the range, by the bell of the first.
+    // An opcode that no QP accepts. The RNIC reads it from the second page of the range, after a doorbell in the first.
     let wqe = abi::SqWqe { opcode: 99, ..Default::default() };
     w.me.write(at + 4096, wqe.as_bytes());
     w.me.store(at + 3 * 4096, 1);
@@ -231,7 +231,7 @@ fn scattered_pages_serve_as_rings_and_doorbell() {
     w.me.poll();
     let state: abi::QueryQpResp = w.me.ok(Command::QueryQp, &abi::QueryQpReq { qpn: qp.qpn, attr_mask: 0 });
     assert_eq!(u32::from(state.attr.qp_state), QpState::Err as u32);
-    // What uses the range keeps it.
+    // The QP that uses the range keeps its memory.
     let other = abi::CreateQpReq { ctrl_addr: addr + 16384, ..request };
     assert_eq!(w.me.call(Command::CreateQp, other.as_bytes(), 1024).0, Status::BadAddress as u8);
 }
@@ -248,7 +248,7 @@ fn bits_of_one_page_are_no_bits_of_another() {
         w.me.ok(Command::CreateQp, &abi::CreateQpReq { doorbell, ..w.me.qp_request(QpType::Rc) });
     let main = w.me.qp(QpType::Rc);
     assert_eq!((mine.db_slot, main.slot), (0, 0));
-    // A page goes with its last QP, not before.
+    // A page is removed together with its last QP.
     let destroy = |c, h| w.me.call(c, abi::HandleReq { handle: h, reserved: 0 }.as_bytes(), 1024).0;
     assert_eq!(destroy(Command::DestroyDoorbell, doorbell), Status::Busy as u8);
     assert_eq!(destroy(Command::DestroyQp, mine.qpn), 0);
@@ -256,7 +256,7 @@ fn bits_of_one_page_are_no_bits_of_another() {
     assert_eq!(destroy(Command::DestroyDoorbell, doorbell), Status::BadHandle as u8);
 }
 
-/// The statuses of each command that [`rows`] provokes, those aside that every command or every handle gives.
+/// The statuses of each command that [`rows`] provokes, without those that every command or every handle can give.
 fn provoked(c: Command) -> BTreeSet<String> {
     let rows = rows().into_iter().filter(|r| r.command == c);
     let statuses = rows.flat_map(|r| {
@@ -266,7 +266,7 @@ fn provoked(c: Command) -> BTreeSet<String> {
     statuses.filter(|s| ![Status::Ok, Status::BadLength, Status::BadHandle].contains(s)).map(name).collect()
 }
 
-/// As the specification writes it: `BadValue` is BAD_VALUE.
+/// The name of a status in the specification: `BadValue` is BAD_VALUE.
 fn name(s: impl std::fmt::Debug) -> String {
     let mut out = String::new();
     for c in format!("{s:?}").chars() {
@@ -291,7 +291,7 @@ fn the_table_has_all_commands_operations_and_statuses() {
     assert_eq!(statuses, Status::ALL.iter().map(name).collect());
 }
 
-/// Section 6.2 names the codes, the commands and the statuses that they give, and no others.
+/// Section 6.2 lists the codes, the commands and the statuses that they give, and no others.
 #[test]
 fn the_specification_has_the_same_table() {
     let spec = include_str!("../../../../docs/spec/virtio-rdma.md");

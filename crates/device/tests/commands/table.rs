@@ -1,4 +1,4 @@
-//! The table: of each command a request that is right, and for each further status a request that provokes it.
+//! The table: for each command a correct request, and for each further status a request that provokes it.
 
 use std::mem::offset_of;
 
@@ -11,19 +11,19 @@ use crate::world::{ENTRIES, Kind, MR_BYTES, NOBODY, NOWHERE, OWN, PEER, Side, Wo
 
 type Request = fn(&World) -> Vec<u8>;
 
-/// A command, or one of its variants. Requests are made in a fresh world each, for the session `me`.
+/// A command or one of its variants. Each request is made in a fresh world, for the session `me`.
 pub struct Row {
     pub command: C,
-    /// Which variant.
+    /// Name of the variant.
     pub what: &'static str,
-    /// A request that is right in all respects, and the status that it gets.
+    /// A correct request, and its status.
     pub good: Request,
     pub gives: Status,
-    /// Where it has handles, and of what.
+    /// Offsets of handles in the request, and their kinds.
     pub handles: Vec<(usize, Kind)>,
-    /// A status, why it is given, and a request that gets it.
+    /// A status, its reason, and a request that gets it.
     pub refused: Vec<(Status, &'static str, Request)>,
-    /// If the request is repeated, it is EXHAUSTED in the end.
+    /// If the request is repeated, it gets EXHAUSTED in the end.
     pub ends: bool,
 }
 
@@ -63,13 +63,13 @@ fn cm(s: &Side, op: CmOp, id: u32) -> Vec<u8> {
     bytes(s.cm_request(op, id))
 }
 
-/// An operation with private data of this length.
+/// A CM operation with private data of this length.
 fn cm_private(s: &Side, op: CmOp, id: u32, private_len: u8) -> Vec<u8> {
     let param = abi::CmParam { private_len, ..Default::default() };
     bytes(abi::CmReq { param, ..s.cm_request(op, id) })
 }
 
-/// What an identifier that was just made cannot do.
+/// An operation that a new identifier does not allow.
 fn too_early(op: CmOp) -> Request {
     match op {
         CmOp::ResolveRoute => |w| cm(&w.me, CmOp::ResolveRoute, w.me.make(Kind::Id)),
@@ -152,7 +152,7 @@ fn queries() -> Vec<Row> {
 
 fn memory() -> Vec<Row> {
     use Status::*;
-    /// A request for a page more.
+    /// A request for one page more than the MR may have.
     fn extend(w: &World, mrn: u32) -> abi::ExtendMrReq {
         let (runs_addr, length) = w.me.runs(&[(w.me.take(4096), 4096)]);
         abi::ExtendMrReq { mrn, num_runs: 1, runs_addr, length }
@@ -363,7 +363,7 @@ fn completion() -> Vec<Row> {
 
 fn queue_pairs() -> Vec<Row> {
     use Status::*;
-    /// A request with which a QP is made, for a session that has a doorbell page.
+    /// A request that makes a QP, for a session that has a doorbell page.
     fn create(s: &Side, typ: QpType) -> abi::CreateQpReq {
         s.doorbell();
         s.qp_request(typ)

@@ -1,4 +1,4 @@
-//! Two sessions of one vRNIC, and what their drivers would do to make objects.
+//! Two sessions of one vRNIC, and functions that make objects as their drivers would.
 
 use std::cell::Cell;
 use std::collections::VecDeque;
@@ -19,7 +19,7 @@ const MEMORY: usize = 4 << 20;
 const BUS: u64 = 1 << 50;
 /// A bus address where there is no memory.
 pub const NOWHERE: u64 = 1 << 49;
-/// Of every quota, for both sessions together.
+/// Every quota, for both sessions together.
 const QUOTA: u32 = 16;
 pub const MR_BYTES: u64 = 3 << 20;
 pub const ENTRIES: u32 = 4;
@@ -45,7 +45,7 @@ pub fn cm_addr(ip: &str, port: u16) -> abi::CmAddr {
     abi::CmAddr { ip: gid(ip), port, family, ..Default::default() }
 }
 
-/// What a handle names.
+/// The kind of object that a handle names.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Kind {
     Pd,
@@ -89,7 +89,7 @@ impl World {
         Self::with_mrs(QUOTA)
     }
 
-    /// A vRNIC that may have so many MRs.
+    /// A vRNIC that may have `max_mr` MRs.
     pub fn with_mrs(max_mr: u32) -> Self {
         let mut rnic = Rnic::new(1, 0);
         let limits = Limits {
@@ -116,12 +116,12 @@ impl World {
     }
 }
 
-/// Nobody runs this RNIC, and a test does the errands.
+/// No thread runs this RNIC, and the tests run the errands.
 #[derive(Default)]
 pub struct NoPollers(Mutex<VecDeque<Errand>>);
 
 impl NoPollers {
-    /// The errand that has waited longest.
+    /// The oldest waiting errand.
     pub fn errand(&self) -> Option<Errand> {
         self.0.lock().expect("no panic").pop_front()
     }
@@ -155,7 +155,7 @@ impl Side {
         memory.add(region, Foreign::refused(fd, &Ledger::default())).expect("region");
     }
 
-    /// The RNIC may keep nothing more for the vRNIC.
+    /// The account refuses everything that the RNIC would keep for the vRNIC from now on.
     pub fn close_account(&self) {
         let account: Arc<dyn Account> = Arc::new(KeptByRnic(Ledger::of_host([0; KINDS]).for_vrnic([None; KINDS])));
         self.rnic.lock().set_account(self.dev.vnic(), &account);
@@ -264,7 +264,7 @@ impl Side {
         abi::RegUserMrReq { pdn, access_flags: 1 | 16, start, length: 8192, virt_addr: start, ..Default::default() }
     }
 
-    /// Writes a list of runs; its address, and how many bytes they have.
+    /// Writes a list of runs; returns its address, and the number of bytes in the runs.
     pub fn runs(&self, runs: &[(u64, u64)]) -> (u64, u64) {
         let addr = self.take(runs.len() * 16);
         for (i, &(at, len)) in runs.iter().enumerate() {
@@ -393,7 +393,7 @@ impl Side {
         self.ring(qp);
     }
 
-    /// Says that a QP's send queue has more WQEs than it can hold.
+    /// Sets a QP's producer index to more WQEs than its send queue can hold.
     pub fn jump(&self, qp: &Posting) {
         self.store(qp.req.ctrl_addr, 1000);
         self.ring(qp);
@@ -425,7 +425,7 @@ impl Side {
         mr.mrn
     }
 
-    /// A CQ of one entry, which two flushed receives have overrun.
+    /// A CQ of one entry that two flushed receives have overrun.
     pub fn overrun_cq(&self) -> u32 {
         let cq = self.ok::<abi::HandleResp>(Command::CreateCq, &self.cq_request(1)).handle;
         let req = abi::CreateQpReq { recv_cqn: cq, ..self.qp_request(QpType::Rc) };
@@ -436,7 +436,7 @@ impl Side {
         cq
     }
 
-    /// An SRQ whose producer jumped, which a message has found out.
+    /// An SRQ with an invalid producer index, which an incoming message has detected.
     pub fn broken_srq(&self) -> u32 {
         let request = self.srq_request();
         let srqn = self.ok::<abi::CreateSrqResp>(Command::CreateSrq, &request).srqn;
@@ -448,7 +448,7 @@ impl Side {
         srqn
     }
 
-    /// Makes an identifier.
+    /// Makes a CM identifier.
     pub fn id(&self, port_space: u16) -> u32 {
         self.ok::<abi::CmResp>(Command::Cm, &abi::CmReq { op: CmOp::Create as u8, port_space, ..Default::default() }).id
     }
@@ -475,7 +475,7 @@ impl Side {
         id
     }
 
-    /// An identifier that asks for a connection, and the one that its request is.
+    /// A client identifier that asks for a connection, and the identifier of its request on the listening side.
     pub fn asked(&self) -> (u32, u32) {
         let listener = self.make(Kind::Id);
         self.cm(CmOp::Bind, listener);
@@ -490,7 +490,7 @@ impl Side {
         }
     }
 
-    /// As [`Side::asked`], and the request was accepted.
+    /// As [`Side::asked`], with the request accepted.
     pub fn answered(&self) -> (u32, u32) {
         let (client, server) = self.asked();
         self.cm(CmOp::Accept, server);
