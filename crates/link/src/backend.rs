@@ -1,8 +1,8 @@
 //! The backend's protocol engine: one connection, its memory and its vrings.
 //!
-//! Every request gets what the vhost-user specification says; one that is malformed, out of order or
-//! refused is answered (with a non-zero acknowledgement where the frontend asked for one) and changes
-//! nothing. Only a stream that cannot be followed, or a frontend that does not read, is closed.
+//! Requests are served as the vhost-user specification says. A request that is malformed, out of order or refused is
+//! answered (with a non-zero acknowledgement if the frontend asked for one) and changes nothing. A connection is closed
+//! only if its stream cannot be followed, or if the frontend does not read.
 
 use std::io;
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
@@ -27,11 +27,11 @@ fn features(h: &dyn Handler) -> u64 {
 fn protocol_features(h: &dyn Handler) -> u64 {
     let all =
         Proto::MQ | Proto::REPLY_ACK | Proto::CONFIG | Proto::CONFIGURE_MEM_SLOTS | Proto::RESET_DEVICE | Proto::STATUS;
-    // A VMM warns of one that it does not expect.
+    // A VMM warns of protocol features that it does not expect.
     (if h.config().is_empty() { all - Proto::CONFIG } else { all }).bits()
 }
 
-/// One vring as the frontend set it up. Addresses are bus addresses.
+/// One vring as the frontend has set it up. Addresses are bus addresses.
 #[derive(Debug, Default)]
 #[allow(missing_docs)]
 pub struct Vring {
@@ -46,44 +46,45 @@ pub struct Vring {
     pub addressed: bool,
 }
 
-/// What a device does when the link changes.
+/// A device's reactions to changes of the link.
 pub trait Handler {
-    /// Feature bits of its kind of device.
+    /// Feature bits of the device type.
     fn features(&self) -> u64 {
         0
     }
-    /// The configuration space; empty if it has none.
+    /// The configuration space; empty if there is none.
     fn config(&self) -> Vec<u8>;
-    /// Regions were added or removed; `removed` are the ids of the latter.
+    /// Called when regions were added or removed. `removed` are the ids of removed ones.
     fn memory_changed(&mut self, memory: &Memory, removed: &[u64]);
-    /// A vring was changed: look at all of it again.
+    /// Called when any part of a vring has changed.
     fn vring_changed(&mut self, index: usize, vring: &Vring);
-    /// The vring stops, if it was started; the next available index, from which it goes on when it is started again.
+    /// Stops a vring if it was started; returns the next available index, from which it goes on when it is started
+    /// again.
     fn stop_vring(&mut self, index: usize) -> Option<u16>;
-    /// Back to the initial state, the memory aside.
+    /// Returns to the initial state, except for the memory.
     fn reset(&mut self);
-    /// Opens an event channel; the end of the frontend.
+    /// Opens an event channel; returns the frontend's end.
     ///
     /// # Errors
-    /// Why there is none.
+    /// The reason why the channel cannot be opened.
     fn open_channel(&mut self, _number: u32) -> Result<OwnedFd, String> {
         Err("this device has no event channels".into())
     }
     /// Closes an event channel.
     ///
     /// # Errors
-    /// It is not open.
+    /// The channel is not open.
     fn close_channel(&mut self, _number: u32) -> Result<(), String> {
         Err("this device has no event channels".into())
     }
-    /// Puts events that the frontend has read from a channel back to the head of it.
+    /// Puts events that the frontend has read from a channel back to the channel's front.
     ///
     /// # Errors
-    /// The channel is not open, or these are no events.
+    /// The channel is not open, or the bytes are not a whole number of events.
     fn return_events(&mut self, _number: u32, _events: &[u8]) -> Result<(), String> {
         Err("this device has no event channels".into())
     }
-    /// A request was refused, for the log.
+    /// Logs that a request was refused.
     fn refused(&self, request: u32, why: &str);
 }
 
@@ -103,23 +104,23 @@ pub struct Backend {
     memory: Memory,
     vrings: Vec<Vring>,
     status: u64,
-    /// All but a look at the configuration is refused, with this code.
+    /// Requests other than those that read the configuration are refused with this code.
     refuses: Option<Refusal>,
 }
 
-/// The answer to a request that is refused: not 0, as vhost-user demands. Beyond that the value is between the virtual
-/// layer and its own frontends, who take it for an errno.
+/// The answer to a refused request, not 0 as vhost-user demands. The virtual layer's own frontends take the value for
+/// an errno.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Refusal {
-    /// For a reason that the log has.
+    /// Another reason, which is in the log.
     Other = 1,
-    /// The vRNIC, or its host, holds as much as it may (`ENOMEM`); the log says of what.
+    /// The vRNIC or its host is at its limit of a resource (`ENOMEM`), which is in the log.
     Exhausted = 12,
-    /// The device has as many users as it may (`EUSERS`).
+    /// The device has as many users as it may have (`EUSERS`).
     TooManyUsers = 87,
 }
 
-/// Why a request is refused, with the code that says so.
+/// The reason why a request is refused, and its code.
 struct Denied {
     code: Refusal,
     why: String,
@@ -164,19 +165,19 @@ struct Addr {
 }
 
 impl Backend {
-    /// Serves `sock`, which must be non-blocking, with `queues` vrings. What it holds is on the account of `ledger`.
+    /// Serves `sock`, which must be non-blocking, with `queues` vrings. Resources are charged to `ledger`.
     pub fn new(sock: Foreign, queues: usize, ledger: Ledger) -> Self {
         let vrings = (0..queues).map(|_| Vring::default()).collect();
         let rx = Receiver::new(ledger.clone());
         Backend { sock, rx, memory: Memory::new(ledger), vrings, status: 0, refuses: None }
     }
 
-    /// Serves `sock` for a frontend that may only look at the configuration space.
+    /// Serves `sock` for a frontend that may only read the configuration space.
     pub fn look_only(sock: Foreign, ledger: Ledger, why: Refusal) -> Self {
         Backend { refuses: Some(why), ..Self::new(sock, 0, ledger) }
     }
 
-    /// True if a part of a message has come, and the rest has not.
+    /// True if only a part of a message was received.
     pub fn is_half(&self) -> bool {
         self.rx.is_half()
     }
@@ -186,15 +187,15 @@ impl Backend {
         self.sock.as_fd()
     }
 
-    /// The memory as it is now.
+    /// The present memory.
     pub fn memory(&self) -> &Memory {
         &self.memory
     }
 
-    /// Handles all input that is there, at most `limit` messages.
+    /// Handles available input, at most `limit` messages.
     ///
     /// # Errors
-    /// The stream cannot be followed, or the frontend does not read its answers: close it.
+    /// The stream cannot be followed, or the frontend does not read its answers. The caller must close it.
     pub fn on_readable(&mut self, h: &mut dyn Handler, limit: usize) -> io::Result<Progress> {
         for _ in 0..limit {
             let m = match self.rx.receive(self.sock.as_fd()) {
@@ -343,7 +344,7 @@ impl Backend {
                 let v: u64 = payload(&m)?;
                 let index = (v & 0xff) as u32;
                 let fd = if v & NO_FD != 0 { None } else { Some(m.fds.pop().ok_or("no file descriptor")?) };
-                // Anything else could make a write, or even a poll, wait for somebody.
+                // Any other file could make a write, or even a poll, wait.
                 if fd.as_ref().is_some_and(|fd| !is_eventfd(fd)) {
                     return Err("the descriptor is no eventfd".into());
                 }
@@ -364,7 +365,7 @@ impl Backend {
         self.vrings.get_mut(index as usize).ok_or(format!("vring {index} does not exist"))
     }
 
-    /// Stops a vring, which keeps its place: QEMU disables a vring before it asks where the vring has got to.
+    /// Stops a vring, which keeps its index: QEMU disables a vring before it asks for its index.
     fn stop(&mut self, h: &mut dyn Handler, index: u32) -> Result<u16, String> {
         let v = self.vring(index)?;
         if let Some(base) = h.stop_vring(index as usize) {
@@ -404,7 +405,7 @@ impl Backend {
     }
 }
 
-/// The requests of event channels; the descriptor that goes with the answer.
+/// Serves the requests for event channels; returns the descriptor to send with the answer.
 fn channel_request(h: &mut dyn Handler, m: &Message) -> Result<Option<OwnedFd>, String> {
     let (head, events) = m.payload.split_at_checked(size_of::<State>()).ok_or("payload too short")?;
     let number = State::read_from_bytes(head).map_err(|_| "payload")?.index;
@@ -422,7 +423,7 @@ fn is_eventfd(fd: &Foreign) -> bool {
     name.is_ok_and(|n| n.as_os_str() == "anon_inode:[eventfd]")
 }
 
-/// Requests that only ask what there is, or agree on how to ask.
+/// Requests that only read information, or negotiate how to read it.
 fn is_look(req: FrontendReq) -> bool {
     use FrontendReq as R;
     matches!(
@@ -437,7 +438,7 @@ fn is_look(req: FrontendReq) -> bool {
     )
 }
 
-/// Requests whose frontends wait for an answer even without asking for one.
+/// Requests that are always answered, even if the frontend does not ask for an acknowledgement.
 fn always_answered(request: u32) -> bool {
     use FrontendReq as R;
     [
@@ -453,7 +454,7 @@ fn always_answered(request: u32) -> bool {
         || request == msg::OPEN_CHANNEL
 }
 
-/// The answer to GET_CONFIG; an empty payload says that the range is wrong (vhost-user specification).
+/// The answer to GET_CONFIG. An empty payload says that the range is wrong (vhost-user specification).
 fn get_config(h: &dyn Handler, m: &Message) -> Vec<u8> {
     let word = |i: usize| m.payload.get(i..i + 4).map(|b| u32::from_ne_bytes([b[0], b[1], b[2], b[3]]) as usize);
     let config = h.config();

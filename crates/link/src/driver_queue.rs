@@ -1,8 +1,8 @@
-//! The driver half of a split virtqueue (virtio 1.3, section 2.7), over a [`Span`].
+//! The driver's side of a split virtqueue (virtio 1.3, section 2.7), over a [`Span`].
 //!
-//! Each slot is one chain of descriptors that its caller describes anew each time; there are as many
-//! chains in flight as the caller keeps track of. The flags of both rings say who wants notifications; no
-//! event indices, no indirect descriptors.
+//! Each slot is one chain of descriptors, which its caller describes anew each time. The caller keeps track of the
+//! chains in flight. The flags of both rings suppress notifications; there are no event indices and no indirect
+//! descriptors.
 
 use std::sync::atomic::{Ordering, fence};
 
@@ -80,13 +80,13 @@ impl DriverQueue {
         (base, base + Self::avail_off(self.size) as u64, base + Self::used_off(self.size) as u64)
     }
 
-    /// Descriptors.
+    /// Number of descriptors.
     pub fn size(&self) -> u16 {
         self.size
     }
 
-    /// Publishes a chain whose descriptors are `head`, `head + 1`, ...; true if the device wants to be
-    /// kicked for it. Kicking it nevertheless does no harm.
+    /// Publishes a chain with the descriptors `head`, `head + 1`, ...; true if the device wants a kick for it. An
+    /// unneeded kick does no harm.
     ///
     /// # Panics
     /// If the chain leaves the table.
@@ -109,19 +109,19 @@ impl DriverQueue {
         protocol::announce(&Full, &Word(&self.mem, avail + 2), self.next_avail, &Word(&self.mem, used))
     }
 
-    /// Asks for no calls while the caller looks at the used ring by itself.
+    /// Suppresses calls while the caller polls the used ring.
     pub fn be_quiet(&self) {
         Word(&self.mem, Self::avail_off(self.size)).store(protocol::VRING_QUIET);
     }
 
-    /// Asks for calls again, before the caller sleeps; false if there is something to [`Self::pop_used`]
-    /// already, and then no calls come.
+    /// Enables calls again before the caller sleeps; false if [`Self::pop_used`] has a chain already, and then calls
+    /// stay suppressed.
     pub fn listen(&self) -> bool {
         let (avail, used) = (Self::avail_off(self.size), Self::used_off(self.size));
         protocol::listen(&Full, &Word(&self.mem, avail), &Word(&self.mem, used + 2), self.last_used)
     }
 
-    /// The next chain that the device has used: its head and the bytes written.
+    /// The next chain that the device has used: its head and the number of bytes written.
     pub fn pop_used(&mut self) -> Option<(u16, u32)> {
         let used = Self::used_off(self.size);
         if Word(&self.mem, used + 2).load() == self.last_used {
@@ -148,7 +148,7 @@ mod tests {
         s.sub((64 - s.addr() as u64 % 64) % 64, len as u64).unwrap()
     }
 
-    /// The device's half: uses the chain that was published last.
+    /// The device's side: uses the chain that was published last.
     fn serve(mem: &Span, n: u16) {
         let used = DriverQueue::used_off(2);
         let at = used + 4 + 8 * usize::from((n - 1) % 2);
@@ -164,7 +164,7 @@ mod tests {
         assert!(q.publish(0, &[SEGMENT]), "a device that has said nothing wants kicks");
         mem.store16(DriverQueue::used_off(2), protocol::VRING_QUIET, Ordering::Release);
         assert!(!q.publish(0, &[SEGMENT]));
-        // Bits that have no meaning ask for nothing.
+        // Undefined flag bits suppress nothing.
         mem.store16(DriverQueue::used_off(2), !protocol::VRING_QUIET, Ordering::Release);
         assert!(q.publish(0, &[SEGMENT]));
     }

@@ -1,4 +1,4 @@
-//! The pages that the virtual layer makes in the sparse files of a session, on the account of its vRNIC.
+//! The pages that the virtual layer allocates in the sparse files of a session, charged to its vRNIC.
 
 use std::collections::BTreeMap;
 use std::os::fd::BorrowedFd;
@@ -8,15 +8,15 @@ use unirdma_mem::holes::{Account, Room};
 
 use crate::ledger::Ledger;
 
-/// What was made through the mappings of one region, or through those of several regions of a session; it is given back with the last of
-/// them.
+/// Bytes that were allocated through the mappings of one region, or through mappings that span several regions of a
+/// session. They are given back when the last of these mappings is gone.
 #[derive(Debug, Default)]
 pub(crate) struct Filled {
     ledger: Ledger,
     bytes: AtomicU64,
-    /// Those of them that are being made.
+    /// The part of `bytes` that is being allocated now.
     making: AtomicU64,
-    /// There was no room on the account.
+    /// The account had no room.
     refused: AtomicBool,
 }
 
@@ -29,12 +29,12 @@ impl Filled {
         self.refused.load(Ordering::Relaxed)
     }
 
-    /// Gives back what cannot be there any more: these files have fewer bytes.
+    /// Gives back bytes that cannot be there any more, because `files` have fewer bytes.
     pub fn recount<'a>(&self, files: impl Iterator<Item = BorrowedFd<'a>>) {
         const BLOCK: u64 = 512;
-        // Before the look, so that what is made meanwhile stays counted.
+        // Read before the files are examined, so that bytes allocated meanwhile stay counted.
         let counted = self.bytes.load(Ordering::SeqCst);
-        // In this order: what is counted and not there yet is being made now.
+        // Read after `bytes`: a byte that is counted but not in the file yet is included in `making`.
         let making = self.making.load(Ordering::SeqCst);
         let known: BTreeMap<(u64, u64), u64> = files
             .filter_map(|fd| rustix::fs::fstat(fd).ok())
@@ -44,7 +44,7 @@ impl Filled {
     }
 
     fn give_back(&self, bytes: u64) {
-        // A recount may have given a part of it back already.
+        // A recount may have given back a part already.
         let rest = |counted: u64| Some(counted.saturating_sub(bytes));
         let (Ok(counted) | Err(counted)) = self.bytes.fetch_update(Ordering::SeqCst, Ordering::SeqCst, rest);
         self.ledger.empty(counted.min(bytes));
@@ -82,7 +82,7 @@ mod tests {
 
     use super::*;
 
-    /// A look at the files between the counting of a page and its making does not give the page back.
+    /// A recount between the charging of a page and its allocation does not give the page back.
     #[test]
     fn pages_that_are_being_made_stay_counted() {
         const PAGE: u64 = 4096;

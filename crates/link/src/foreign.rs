@@ -1,11 +1,12 @@
 //! Descriptors that programs can make slow to close, and the threads that close them.
 //!
-//! `close(2)` may wait: for the peer of a socket that lingers, for the server of a FUSE file, for whoever holds a lock of a pipe or of an
-//! epoll set. It may also close others: those in messages that nobody has read from a socket. So what a program has sent, and sockets that
-//! it writes to, are [`Foreign`]: they are closed by a thread of the [`Closer`]. Only memory files are closed at once.
+//! `close(2)` may wait for the peer of a socket that lingers, for the server of a FUSE file, or for the holder of a
+//! lock of a pipe or an epoll set. It may also close others: descriptors in unread messages of a socket. So descriptors
+//! that a program has sent, and sockets that it writes to, are [`Foreign`]: a thread of the [`Closer`] closes them.
+//! Only memory files are closed at once.
 //!
-//! The descriptors of one vRNIC are closed one after the other, so a vRNIC holds up itself only. Until a descriptor is
-//! closed it is on the account of its vRNIC.
+//! The descriptors of one vRNIC are closed one after the other, so a vRNIC delays only itself. A descriptor stays on
+//! the account of its vRNIC until it is closed.
 
 use std::collections::{HashMap, VecDeque};
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
@@ -16,27 +17,28 @@ use crate::ledger::{Ledger, Resource, Ticket};
 
 /// Most threads, and so most vRNICs whose descriptors are being closed at one time.
 const MAX_THREADS: usize = 32;
-/// A thread without work ends after this.
+/// A thread ends after this time without work.
 const IDLE: Duration = Duration::from_secs(1);
 
-/// A descriptor whose closing may wait, on an account. Dropped, it is closed by the account's [`Closer`], if that has one.
+/// A descriptor that may be slow to close, on an account. When it is dropped, the account's [`Closer`] closes it, if
+/// there is one.
 #[derive(Debug)]
 pub struct Foreign(Option<Held>);
 
 #[derive(Debug)]
 struct Held {
-    // Closed before the account is told so.
+    // Declared first, so that it is closed before the account is relieved.
     fd: OwnedFd,
     ticket: Ticket,
 }
 
 impl Foreign {
-    /// A descriptor, for which the ticket was taken.
+    /// A descriptor with its ticket.
     pub fn new(fd: OwnedFd, ticket: Ticket) -> Self {
         Foreign(Some(Held { fd, ticket }))
     }
 
-    /// A descriptor that is there already, whether the account has room or not. It has to be dropped soon.
+    /// A descriptor that exists already, charged whether the account has room or not. It has to be dropped soon.
     pub fn refused(fd: OwnedFd, ledger: &Ledger) -> Self {
         Foreign::new(fd, ledger.charge(Resource::Descriptors, 1))
     }
@@ -45,12 +47,12 @@ impl Foreign {
         self.0.as_ref().is_some_and(|h| h.ticket.is_beyond())
     }
 
-    /// The account that it is on.
+    /// The account of the descriptor.
     pub fn ledger(&self) -> Option<&Ledger> {
         self.0.as_ref().map(|h| h.ticket.ledger())
     }
 
-    /// The descriptor, for who knows that closing it does not wait.
+    /// The descriptor and its ticket, for callers who know that closing it does not wait.
     pub(crate) fn into_parts(mut self) -> Option<(OwnedFd, Ticket)> {
         self.0.take().map(|h| (h.fd, h.ticket))
     }
@@ -76,7 +78,7 @@ impl Drop for Foreign {
     }
 }
 
-/// Closes descriptors of several accounts. Clones are the same one.
+/// Closes descriptors of several accounts. Clones share the threads.
 #[derive(Clone, Debug)]
 pub struct Closer(Arc<Shared>);
 
@@ -90,17 +92,18 @@ struct Shared {
 
 #[derive(Debug, Default)]
 struct State {
-    /// What waits to be closed, by account. An account is here as long as it has something that waits or is being closed.
+    /// Descriptors to be closed, by account. An account is present while one of its descriptors waits or is being
+    /// closed.
     lanes: HashMap<usize, VecDeque<Held>>,
-    /// Accounts of which something waits and nothing is being closed.
+    /// Accounts that have waiting descriptors, none of which is being closed.
     ready: VecDeque<usize>,
     threads: usize,
-    /// Threads without work, and those that have just been started.
+    /// Threads without work, including those that were just started.
     idle: usize,
 }
 
 impl Closer {
-    /// Threads are started when there is something to close, by the thread that drops it.
+    /// Threads are started on demand, by the thread that drops a descriptor.
     pub fn new(begin: fn()) -> Self {
         Closer(Arc::new(Shared { state: Mutex::default(), work: Condvar::new(), begin }))
     }
@@ -119,7 +122,7 @@ impl Closer {
             self.0.work.notify_one();
         } else if state.threads < MAX_THREADS {
             let shared = self.0.clone();
-            // If there is no thread now, the next descriptor asks for one again.
+            // If no thread can be started, the next descriptor tries again.
             if std::thread::Builder::new().name("unirdma-closer".into()).spawn(move || shared.run()).is_ok() {
                 state.threads += 1;
                 state.idle += 1;
@@ -166,7 +169,7 @@ mod tests {
     use std::net::{TcpListener, TcpStream};
     use std::time::Instant;
 
-    /// A TCP socket whose closing waits until the other one is closed.
+    /// A TCP socket whose `close` waits until its peer is closed.
     fn lingering() -> (OwnedFd, TcpStream) {
         let listener = TcpListener::bind("127.0.0.1:0").unwrap();
         let mut s = TcpStream::connect(listener.local_addr().unwrap()).unwrap();

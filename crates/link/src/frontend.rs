@@ -1,4 +1,4 @@
-//! The frontend of a process: plays the part that QEMU plays for a guest (U11).
+//! The frontend of a process, which does for it what QEMU does for a guest (U11).
 
 use std::io;
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
@@ -17,8 +17,8 @@ use crate::memory::RegionDesc;
 use crate::msg::{self, MAX_PAYLOAD, Message, NEED_REPLY, REPLY, Receiver};
 use crate::{VHOST_USER_F_PROTOCOL_FEATURES, VIRTIO_F_VERSION_1};
 
-/// A connection to a vRNIC, frontend side. Calls block until the virtual layer has answered, and fail with `EBADF` once
-/// the program has closed the socket, and with `ECHILD` in a process that was forked off.
+/// The frontend's side of a connection to a vRNIC. Calls block until the virtual layer has answered. They fail with
+/// `EBADF` once the program has closed the socket, and with `ECHILD` in a forked process.
 pub struct Frontend {
     sock: Arc<Known>,
     pid: Pid,
@@ -38,7 +38,7 @@ impl Frontend {
     /// Connects to the socket of a vRNIC and agrees on features.
     ///
     /// # Errors
-    /// Those of `connect(2)`, or `InvalidData` if something else listens there.
+    /// Errors of `connect(2)`, or `InvalidData` if another program listens there.
     pub fn connect(path: &Path) -> io::Result<Self> {
         let sock = rustix::net::socket_with(AddressFamily::UNIX, SocketType::STREAM, SocketFlags::CLOEXEC, None)?;
         rustix::net::connect(&sock, &SocketAddrUnix::new(path)?)?;
@@ -56,16 +56,16 @@ impl Frontend {
         Ok(f)
     }
 
-    /// The socket: it hangs up when the virtual layer goes.
+    /// The socket, which hangs up when the virtual layer ends.
     pub fn socket(&self) -> &Arc<Known> {
         &self.sock
     }
 
-    /// Sends a request; with `wait`, until it is acknowledged.
+    /// Sends a request. With `wait`, returns after the acknowledgement.
     ///
     /// # Errors
-    /// `InvalidInput` if it was refused, `EUSERS` if the device has too many users, `ENOMEM` if the vRNIC holds as much as it may, or
-    /// those of the socket.
+    /// `InvalidInput` if the request was refused, `EUSERS` if the device has too many users, `ENOMEM` if the vRNIC is
+    /// at one of its limits, or errors of the socket.
     pub fn tell(&mut self, req: FrontendReq, payload: &[u8], fds: &[BorrowedFd<'_>], wait: bool) -> io::Result<()> {
         self.send(req as u32, if wait { NEED_REPLY } else { 0 }, payload, fds)?;
         if !wait {
@@ -76,7 +76,7 @@ impl Frontend {
     }
 
     fn send(&self, request: u32, flags: u32, payload: &[u8], fds: &[BorrowedFd<'_>]) -> io::Result<()> {
-        // The stream is the parent's also where no fork handler has run.
+        // The stream belongs to the parent, even if no fork handler has run.
         if getpid() != self.pid {
             return Err(rustix::io::Errno::CHILD.into());
         }
@@ -105,7 +105,7 @@ impl Frontend {
     /// Reads the configuration space from its start.
     ///
     /// # Errors
-    /// `InvalidData` if the range is not there.
+    /// `InvalidData` if the device has no such range.
     pub fn config(&mut self, size: usize) -> io::Result<Vec<u8>> {
         let mut p = Vec::new();
         for w in [0u32, size as u32, 0] {
@@ -128,7 +128,7 @@ impl Frontend {
         self.tell(FrontendReq::ADD_MEM_REG, region_payload(d).as_bytes(), &[fd], true)
     }
 
-    /// Takes a memory region back.
+    /// Unshares a memory region.
     ///
     /// # Errors
     /// `InvalidInput` if it was refused.
@@ -136,8 +136,8 @@ impl Frontend {
         self.tell(FrontendReq::REM_MEM_REG, region_payload(d).as_bytes(), &[], true)
     }
 
-    /// Sets a vring up and enables it. Addresses are this process's own. Kick and call descriptors come before, if it
-    /// has any.
+    /// Sets up and enables a vring. Addresses are this process's own. Kick and call descriptors must be set before, if
+    /// there are any.
     ///
     /// # Errors
     /// `InvalidInput` if it was refused.
@@ -145,7 +145,7 @@ impl Frontend {
         self.set_vring_at(index, size, 0, desc, avail, used)
     }
 
-    /// As [`Frontend::set_vring`], of a queue that has run before: `base` is where it stopped.
+    /// As [`Frontend::set_vring`], for a queue that has run before and stopped at index `base`.
     ///
     /// # Errors
     /// `InvalidInput` if it was refused.
@@ -170,7 +170,7 @@ impl Frontend {
     /// Gives a vring its kick descriptor.
     ///
     /// # Errors
-    /// Those of the socket.
+    /// Errors of the socket.
     pub fn set_kick(&mut self, index: u32, kick: BorrowedFd<'_>) -> io::Result<()> {
         self.tell(FrontendReq::SET_VRING_KICK, &u64::from(index).to_ne_bytes(), &[kick], true)
     }
@@ -178,25 +178,25 @@ impl Frontend {
     /// Gives a vring its call descriptor.
     ///
     /// # Errors
-    /// Those of the socket.
+    /// Errors of the socket.
     pub fn set_call(&mut self, index: u32, call: BorrowedFd<'_>) -> io::Result<()> {
         self.tell(FrontendReq::SET_VRING_CALL, &u64::from(index).to_ne_bytes(), &[call], false)
     }
 
-    /// Stops a vring; where it stopped.
+    /// Stops a vring; returns the index at which it stopped.
     ///
     /// # Errors
-    /// Those of the socket.
+    /// Errors of the socket.
     pub fn stop_vring(&mut self, index: u32) -> io::Result<u16> {
         self.send(FrontendReq::GET_VRING_BASE as u32, 0, [index, 0].as_bytes(), &[])?;
         let b = self.answer(FrontendReq::GET_VRING_BASE as u32)?.payload;
         Ok(b.get(4..6).map_or(0, |n| u16::from_ne_bytes([n[0], n[1]])))
     }
 
-    /// Opens an event channel; this end of it, at the lowest free number.
+    /// Opens an event channel; returns this end of it, with the lowest free descriptor number.
     ///
     /// # Errors
-    /// `EMFILE` if there are too many channels or descriptors, or those of the socket.
+    /// `EMFILE` if there are too many channels or descriptors, or errors of the socket.
     pub fn open_channel(&mut self, number: u32) -> io::Result<OwnedFd> {
         self.send(msg::OPEN_CHANNEL, NEED_REPLY, [number, 0].as_bytes(), &[])?;
         let mut answer = self.answer(msg::OPEN_CHANNEL)?;
@@ -206,7 +206,7 @@ impl Frontend {
         if answer.payload == (Refusal::TooManyUsers as u64).to_ne_bytes() {
             return Err(refused(msg::OPEN_CHANNEL, &answer.payload));
         }
-        // The kernel drops a descriptor that finds no number in this process.
+        // The kernel drops the descriptor if this process has no free descriptor number.
         if answer.payload == 0u64.to_ne_bytes() {
             let _ = self.close_channel(number);
         }
@@ -216,17 +216,17 @@ impl Frontend {
     /// Closes an event channel.
     ///
     /// # Errors
-    /// `InvalidInput` if it was not open, or those of the socket.
+    /// `InvalidInput` if the channel was not open, or errors of the socket.
     pub fn close_channel(&mut self, number: u32) -> io::Result<()> {
         self.ask(msg::CLOSE_CHANNEL, [number, 0].as_bytes())
     }
 
-    /// Gives events of a channel back, in their order.
+    /// Gives events back to a channel, in their order.
     ///
     /// # Errors
-    /// `InvalidInput` if it is not open, or those of the socket.
+    /// `InvalidInput` if the channel is not open, or errors of the socket.
     pub fn return_events(&mut self, number: u32, events: &[unirdma_abi::Event]) -> io::Result<()> {
-        // The last ones first, since each message goes before what is there.
+        // The last events are sent first, because each message is put before the events that are there.
         for some in events.rchunks(MAX_PAYLOAD / size_of::<unirdma_abi::Event>() - 1) {
             let mut payload = [number, 0].as_bytes().to_vec();
             payload.extend_from_slice(some.as_bytes());

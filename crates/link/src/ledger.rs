@@ -1,7 +1,8 @@
-//! The ledger: an account for each vRNIC of what it makes its worker hold of things that are few and belong to all vRNICs of that worker.
+//! The ledger: an account for each vRNIC of the scarce resources that it makes its worker hold, and which all vRNICs of
+//! the worker share.
 //!
-//! Besides what an operator allows it, a vRNIC may have half of what the others leave. So one vRNIC has half at most, the next one half of
-//! the rest, and so on: however many vRNICs take all that they can, another one gets something too.
+//! Apart from the operator's limits, a vRNIC may hold half of what the others leave. The first vRNIC gets at most half,
+//! the next one half of the rest, and so on, so that a further vRNIC always gets something.
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
@@ -10,31 +11,34 @@ use unirdma_mem::holes::Room;
 
 use crate::foreign::Closer;
 
-/// What accounts count.
+/// A resource that accounts count.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Resource {
-    /// File descriptors: sockets, regions, event channels, kicks and calls, and what came with half a message.
+    /// File descriptors: sockets, memory regions, event channels, kick and call eventfds, and descriptors of incomplete
+    /// messages.
     Descriptors,
     /// Mappings of memory files (`vm.max_map_count`).
     Mappings,
-    /// Bytes of addresses that mappings take.
+    /// Bytes of address space taken by mappings.
     AddressSpace,
     /// Pieces of MRs that are kept as lists.
     Pieces,
-    /// Bytes of pages that the worker has made in sparse memory files. It cannot ask for leave to hold them: they are there because a
-    /// transfer has touched them. A vRNIC that needs more than it may loses the session whose file that is.
+    /// Bytes of pages that the worker has allocated in sparse memory files. A page is charged when a transfer touches
+    /// it, so there is no request that could be refused: a vRNIC that exceeds its limit may lose the session that has
+    /// the file.
     Filled,
-    /// Bytes of the worker's own memory: what waits for a vRNIC's programs, and what their commands have made beside objects.
+    /// Bytes of the worker's own memory: data that waits for a vRNIC's programs, and data besides objects that their
+    /// commands have made.
     Kept,
 }
 
-/// Kinds of [`Resource`].
+/// Number of kinds of [`Resource`].
 pub const KINDS: usize = 6;
-/// A vRNIC that holds more descriptors than this beyond its account gets no more taken from its programs.
+/// Most descriptors that a vRNIC may hold beyond its account. Above that, no more are taken from its programs.
 const MAX_BEYOND: u64 = 64;
 
 impl Resource {
-    /// All of them, in the order of limits.
+    /// All resources, in the order of limits.
     pub const ALL: [Resource; KINDS] = [
         Resource::Descriptors,
         Resource::Mappings,
@@ -49,9 +53,9 @@ impl Resource {
 struct Account {
     used: [AtomicU64; KINDS],
     limit: [AtomicU64; KINDS],
-    /// What it holds although the account had no room for it.
+    /// Amount that it holds although the account had no room.
     beyond: AtomicU64,
-    /// When more bytes than this are filled, somebody looks how many of them are still there; `u64::MAX` until somebody has looked.
+    /// When more bytes than this are filled, a recount is due. `u64::MAX` until a due recount is done.
     mark: AtomicU64,
 }
 
@@ -61,7 +65,7 @@ impl Account {
     }
 }
 
-/// The account of one vRNIC, and that of its host.
+/// The account of one vRNIC, linked to the account of its host.
 #[derive(Clone, Debug)]
 pub struct Ledger {
     vrnic: Arc<Account>,
@@ -76,7 +80,7 @@ impl Default for Ledger {
     }
 }
 
-/// Leave to hold something; given back when it is dropped.
+/// Permission to hold an amount of a resource. It is given back when it is dropped.
 #[derive(Debug)]
 pub struct Ticket {
     ledger: Ledger,
@@ -86,12 +90,12 @@ pub struct Ticket {
 }
 
 impl Ticket {
-    /// Who closes descriptors of this account; `None`: whoever drops them.
+    /// The closer of this account's descriptors; `None` if they are closed where they are dropped.
     pub(crate) fn closer(&self) -> Option<&Closer> {
         self.ledger.closer.as_ref()
     }
 
-    /// Tells accounts from each other, while the ticket lives.
+    /// Identifies the account while the ticket lives.
     pub(crate) fn account(&self) -> usize {
         Arc::as_ptr(&self.ledger.vrnic).addr()
     }
@@ -107,7 +111,7 @@ impl Ticket {
     }
 }
 
-/// Bytes of [`Resource::Kept`] of one owner, which come and go. They are given back when it is dropped.
+/// A varying number of bytes of [`Resource::Kept`] of one owner, which is given back when it is dropped.
 #[derive(Debug, Default)]
 pub struct Kept {
     ledger: Ledger,
@@ -115,17 +119,17 @@ pub struct Kept {
 }
 
 impl Kept {
-    /// None yet, on this account.
+    /// Nothing kept yet, on the account `ledger`.
     pub fn new(ledger: Ledger) -> Self {
         Kept { ledger, bytes: 0 }
     }
 
-    /// True if the account has room for so many bytes more.
+    /// True if the account has room for `bytes` more.
     pub fn has_room(&self, bytes: u64) -> bool {
         self.ledger.has_room(Resource::Kept, bytes)
     }
 
-    /// Keeps so many bytes from now on, whether there is room or not.
+    /// Sets the number of bytes kept, whether there is room or not.
     pub fn set(&mut self, bytes: u64) {
         if bytes >= self.bytes {
             self.ledger.add(Resource::Kept, bytes - self.bytes);
@@ -152,7 +156,7 @@ impl Drop for Ticket {
 }
 
 impl Ledger {
-    /// The account of a host that may hold so much of each, for all vRNICs together.
+    /// The account of a host. `limits` are for all its vRNICs together.
     pub fn of_host(limits: [u64; KINDS]) -> Self {
         Ledger { vrnic: Account::new([u64::MAX; KINDS]), host: Account::new(limits), closer: None }
     }
@@ -163,7 +167,7 @@ impl Ledger {
         Ledger { closer: Some(closer), ..self }
     }
 
-    /// The account of another vRNIC of the same host. `None`: as much as the others leave it.
+    /// The account of another vRNIC of the same host. `None`: limited only by what the others leave.
     #[must_use]
     pub fn for_vrnic(&self, limits: [Option<u64>; KINDS]) -> Self {
         Ledger {
@@ -173,30 +177,31 @@ impl Ledger {
         }
     }
 
-    /// Changes the limits that are given. What a vRNIC has beyond a new limit it keeps.
+    /// Changes the limits that are given. Amounts that a vRNIC holds beyond a new limit stay.
     pub fn set_limits(&self, limits: [Option<u64>; KINDS]) {
         for (old, new) in self.vrnic.limit.iter().zip(limits) {
             new.into_iter().for_each(|n| old.store(n, Ordering::Relaxed));
         }
     }
 
-    /// How much of something the vRNIC has, and how much it may have now.
+    /// How much of a resource the vRNIC holds, and how much it may hold now.
     pub fn usage(&self, of: Resource) -> (u64, u64) {
         let [used, all] = [&self.vrnic, &self.host].map(|a| a.used[of as usize].load(Ordering::Relaxed));
         let [limit, host] = [&self.vrnic, &self.host].map(|a| a.limit[of as usize].load(Ordering::Relaxed));
         let left = host.saturating_sub(all.saturating_sub(used));
-        // An operator may allow one vRNIC more than half of the memory that is left, since nobody but its programs can say what they need.
+        // For memory, an operator may allow one vRNIC more than half of what is left, since only its programs determine
+        // what they need.
         let shared = if of == Resource::Filled && limit != u64::MAX { left } else { left / 2 };
         (used, limit.min(shared))
     }
 
-    /// As [`Ledger::take`], for [`Resource::Filled`], which is given back by [`Ledger::empty`]. It is called in a signal handler.
+    /// As [`Ledger::take`], for [`Resource::Filled`], which [`Ledger::empty`] gives back. Called in a signal handler.
     pub(crate) fn fill(&self, bytes: u64) -> Room {
         let at = Resource::Filled as usize;
         let sum = loop {
             let (used, limit) = self.usage(Resource::Filled);
             let Some(sum) = used.checked_add(bytes).filter(|&sum| sum <= limit) else { return Room::None };
-            // Several threads may make pages for one vRNIC.
+            // Several threads may allocate pages for one vRNIC at once.
             if self.vrnic.used[at].compare_exchange(used, sum, Ordering::Relaxed, Ordering::Relaxed).is_ok() {
                 break sum;
             }
@@ -209,34 +214,34 @@ impl Ledger {
         }
     }
 
-    /// So many bytes that were filled are not there any more.
+    /// Gives back `bytes` filled bytes.
     pub(crate) fn empty(&self, bytes: u64) {
         self.sub(Resource::Filled, bytes);
     }
 
-    /// True if somebody should look which bytes that were filled are still there, and then say [`Ledger::was_recounted`].
+    /// True if the filled bytes should be recounted. [`Ledger::was_recounted`] must be called afterwards.
     pub fn wants_recount(&self) -> bool {
         self.vrnic.mark.load(Ordering::Relaxed) == u64::MAX
     }
 
-    /// What is filled was looked at. The next look is due when half of the room that there is now is used up.
+    /// Notes that filled bytes were recounted. The next recount is due when half of the present room is used up.
     pub fn was_recounted(&self) {
         let (used, limit) = self.usage(Resource::Filled);
         self.vrnic.mark.store(used + limit.saturating_sub(used) / 2, Ordering::Relaxed);
     }
 
-    /// Leave to hold `n` more; `None` if that is too much.
+    /// Permission to hold `n` more; `None` if that is too much.
     pub fn take(&self, resource: Resource, n: u64) -> Option<Ticket> {
         self.has_room(resource, n).then(|| self.give(resource, n, false))
     }
 
-    /// True if there is leave for `n` more.
+    /// True if `n` more may be held.
     fn has_room(&self, resource: Resource, n: u64) -> bool {
         let (used, limit) = self.usage(resource);
         used.checked_add(n).is_some_and(|sum| sum <= limit)
     }
 
-    /// Keeps so many bytes more, until [`Ledger::let_go`]; false if that is too much.
+    /// Keeps `bytes` more until [`Ledger::let_go`]; false if that is too much.
     pub fn keep(&self, bytes: u64) -> bool {
         let room = self.has_room(Resource::Kept, bytes);
         if room {
@@ -245,23 +250,23 @@ impl Ledger {
         room
     }
 
-    /// As [`Ledger::keep`], even if that is too much.
+    /// As [`Ledger::keep`], even if it is too much.
     pub fn keep_anyway(&self, bytes: u64) {
         self.add(Resource::Kept, bytes);
     }
 
-    /// So many bytes are kept no more.
+    /// Gives back `bytes` kept bytes.
     pub fn let_go(&self, bytes: u64) {
         self.sub(Resource::Kept, bytes);
     }
 
-    /// Leave to hold what is there already: beyond the account if there is no room. Whoever gets such a ticket gives the thing up at
-    /// once, which may take its time.
+    /// A ticket for an amount that is held already: beyond the account if there is no room. The holder of such a ticket
+    /// must give the resource up at once, although that may take time.
     pub fn charge(&self, resource: Resource, n: u64) -> Ticket {
         self.take(resource, n).unwrap_or_else(|| self.give(resource, n, true))
     }
 
-    /// True if so much beyond the account waits to be given up that nothing more may come.
+    /// True if too many descriptors beyond the account wait to be closed: no more may be taken then.
     pub fn is_overdrawn(&self) -> bool {
         self.vrnic.beyond.load(Ordering::Relaxed) > MAX_BEYOND
     }
@@ -303,7 +308,7 @@ mod tests {
         let mut held: Vec<Vec<Ticket>> = all.iter().map(most).collect();
         assert_eq!(held.iter().map(Vec::len).collect::<Vec<_>>(), [40, 20, 10, 5]);
         assert_eq!(all[3].usage(Descriptors), (5, 5));
-        // What was refused is counted nowhere, and what is given back is there for others.
+        // A refused amount is not counted, and an amount that is given back is available to others.
         held[0].clear();
         assert_eq!((all[0].usage(Descriptors), all[3].usage(Descriptors)), ((0, 22), (5, 25)));
         held.clear();
@@ -335,7 +340,8 @@ mod tests {
         assert_eq!((v.usage(Descriptors).0, v.is_overdrawn()), (0, false));
     }
 
-    /// Half of the memory that is left by default, all of it if an operator says so; looks are due each time that half of the room is used.
+    /// By default a vRNIC may fill half of the memory that is left, or all of it if an operator says so. Recounts are
+    /// due each time half of the room is used.
     #[test]
     fn threads_that_fill_at_the_same_time_stay_within_the_limit() {
         const LIMIT: u64 = 1_000_000;

@@ -1,9 +1,9 @@
-//! The vhost-user link: framing, the backend's protocol engine, the frontend of a process, and the
-//! driver half of a split virtqueue.
+//! The vhost-user link: framing, the backend's protocol engine, the frontend of a process, and the driver's side of a
+//! split virtqueue.
 //!
-//! May depend on the device ABI, the `mem` crate, and the vhost and vm-memory crates (kept to this
-//! crate and the device crate). It must never know what a control command means, and a malformed or
-//! refused request must never end a session by itself: it is answered.
+//! May depend on the device ABI, the `mem` crate, and the vhost and vm-memory crates (which only this crate and the
+//! device crate use). It must never know what a control command means. A malformed or refused request must never end a
+//! session by itself: it is answered.
 
 mod backend;
 mod driver_queue;

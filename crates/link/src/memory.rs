@@ -1,8 +1,7 @@
 //! A session's memory: regions by bus address, added and removed while the session lives.
 //!
-//! Two kinds. A *mapped* region is a memory file. A *process* region is a `/proc/PID/mem` descriptor: its
-//! bus addresses are virtual addresses of that process, below [`PROCESS_LIMIT`], and it can only be
-//! copied to and from.
+//! There are two kinds. A *mapped* region is a memory file. A *process* region is a `/proc/PID/mem` descriptor: its bus
+//! addresses are virtual addresses of that process, below [`PROCESS_LIMIT`], and it can only be accessed by copying.
 
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::sync::Arc;
@@ -18,11 +17,11 @@ use crate::ledger::{Ledger, Resource, Ticket};
 
 /// Most regions of one session.
 pub const MAX_REGIONS: usize = 1024;
-/// Most pieces that are mapped side by side, so that reaching them costs nothing; more are kept as a list.
+/// Most pieces that are mapped side by side, so that access costs nothing extra. More are kept as a list.
 pub const MAX_MAPPED: usize = 512;
-/// A list takes as much memory as so many pieces, beside its own ones.
+/// Memory of a list without its pieces, in units of a piece.
 const LIST_IN_PIECES: u64 = 16;
-/// Bus addresses below this are a process's own; a mapped region of a process lies above.
+/// Bus addresses below this are a process's own virtual addresses. Mapped regions of a process lie above.
 pub const PROCESS_LIMIT: u64 = 1 << 47;
 
 /// A region as a vhost-user message describes it.
@@ -33,9 +32,9 @@ pub struct RegionDesc {
     pub bus_addr: u64,
     /// Bytes.
     pub size: u64,
-    /// Address in the frontend's own address space; vring addresses are given so.
+    /// Address in the frontend's own address space, in which vring addresses are given.
     pub user_addr: u64,
-    /// Where the region begins in the file.
+    /// Offset of the region in the file.
     pub mmap_offset: u64,
 }
 
@@ -46,16 +45,16 @@ pub enum Refused {
     Range,
     /// No such region.
     Unknown,
-    /// [`MAX_REGIONS`] are there.
+    /// There are [`MAX_REGIONS`] regions already.
     TooMany,
-    /// The vRNIC, or its host, holds too much: the ledger says of what.
+    /// The vRNIC or its host is at its limit of this resource.
     Exhausted(Resource),
     /// The file cannot be used.
     File(String),
 }
 
 impl Refused {
-    /// True if something is used up, and false if the request is wrong.
+    /// True if a resource is used up; false if the request is wrong.
     pub fn is_want(&self) -> bool {
         matches!(self, Refused::TooMany | Refused::Exhausted(_))
     }
@@ -64,7 +63,7 @@ impl Refused {
 impl From<MapError> for Refused {
     fn from(e: MapError) -> Self {
         match e {
-            // The accounts allow less than the kernel, unless this process has more mappings of its own than they leave it.
+            // The accounts allow less than the kernel does, unless this process has too many mappings of its own.
             MapError::Os(e) if e.raw_os_error() == Some(rustix::io::Errno::NOMEM.raw_os_error()) => {
                 Refused::Exhausted(Resource::Mappings)
             }
@@ -113,22 +112,22 @@ enum Kind {
 
 /// One region.
 pub struct Region {
-    /// Unique in the session, never used again.
+    /// Unique in the session, never reused.
     pub id: u64,
-    /// As it was announced.
+    /// As the frontend has described it.
     pub desc: RegionDesc,
     kind: Kind,
-    /// What the virtual layer has made in its file.
+    /// Bytes that the virtual layer has allocated in the region's file.
     filled: Arc<Filled>,
-    /// For its descriptor.
+    /// For the region's descriptor.
     _ticket: Ticket,
 }
 
-/// What [`Memory::gather`] has found.
+/// Result of [`Memory::gather`].
 pub enum Gathered {
     /// One window.
     Window(Span),
-    /// Pieces of the windows of regions, too many for a mapping each.
+    /// Pieces of the windows of regions, too many to map each of them.
     Pieces(Pieces),
 }
 
@@ -136,7 +135,7 @@ pub enum Gathered {
 struct Piece {
     /// The index of the region.
     region: usize,
-    /// Where in the region it begins.
+    /// Offset in the region.
     off: u64,
     len: u64,
 }
@@ -147,7 +146,7 @@ pub struct Memory {
     regions: Vec<Arc<Region>>,
     next_id: u64,
     ledger: Ledger,
-    /// What it has made in files of several regions at once.
+    /// Bytes allocated through mappings that span several regions.
     filled: Arc<Filled>,
 }
 
@@ -169,7 +168,7 @@ fn regions_of(pieces: &[Piece]) -> Vec<usize> {
     used
 }
 
-/// Leave for a mapping of so many pieces and bytes.
+/// Tickets for a mapping of `pieces` pieces and `bytes` bytes.
 fn map_tickets(ledger: &Ledger, pieces: usize, bytes: u64) -> Result<[Ticket; 2], Refused> {
     Ok([ledger.hold(Resource::Mappings, pieces as u64)?, ledger.hold(Resource::AddressSpace, bytes)?])
 }
@@ -186,7 +185,7 @@ impl Region {
             ProcMem::check(fd.as_fd()).map_err(|e| file(&e))?;
         }
         let filled = Arc::new(Filled::new(ledger.clone()));
-        // Closing either kind does not wait.
+        // Closing a descriptor of either kind does not wait.
         let (fd, ticket) = fd.into_parts().ok_or(Refused::Unknown)?;
         let kind = if !memory {
             Kind::Process(ProcMem::from_fd(fd).map_err(|e| file(&e))?)
@@ -225,7 +224,7 @@ impl Region {
         }
     }
 
-    /// True if memory of it is gone: it was found gone, or its file is shorter now.
+    /// True if memory of the region is gone: an access has found that, or its file is shorter than the region.
     fn is_broken(&self) -> bool {
         self.mapped().is_some_and(|(span, fd)| {
             let size = rustix::fs::fstat(fd).map_or(0, |s| s.st_size as u64);
@@ -240,12 +239,12 @@ impl Region {
 }
 
 impl Memory {
-    /// Memory without regions, on this account.
+    /// Memory without regions, on the account `ledger`.
     pub fn new(ledger: Ledger) -> Self {
         Memory { filled: Arc::new(Filled::new(ledger.clone())), ledger, ..Memory::default() }
     }
 
-    /// Leave to keep a list of so many pages for an MR.
+    /// A ticket for an MR's list of `pages` pages.
     ///
     /// # Errors
     /// [`Refused::Exhausted`].
@@ -282,7 +281,7 @@ impl Memory {
         Ok(())
     }
 
-    /// Removes the region that has this bus address and size; its id.
+    /// Removes the region that has this bus address and size; returns its id.
     ///
     /// # Errors
     /// [`Refused::Unknown`].
@@ -292,22 +291,23 @@ impl Memory {
         Ok(self.regions.remove(at).id)
     }
 
-    /// Removes all regions; their ids.
+    /// Removes all regions; returns their ids.
     pub fn clear(&mut self) -> Vec<u64> {
         self.regions.drain(..).map(|r| r.id).collect()
     }
 
-    /// True if memory of a region is gone: its owner has truncated the file, or there was none left for it.
+    /// True if memory of a region is gone: its owner has truncated the file, or no memory was left for it.
     pub fn is_broken(&self) -> bool {
         self.regions.iter().any(|r| r.is_broken())
     }
 
-    /// True if memory broke because its vRNIC has no room for pages that are made in holes.
+    /// True if memory is gone because its vRNIC has no room for pages allocated in holes.
     pub fn is_overfilled(&self) -> bool {
         self.filled.was_refused() || self.regions.iter().any(|r| r.filled.was_refused())
     }
 
-    /// Looks how many of the pages that were made in holes can still be there: their owner may have made holes again.
+    /// Checks how many of the pages that were allocated in holes can still be there: their owner may have punched holes
+    /// again.
     pub fn recount(&self) {
         let files = || self.regions.iter().filter_map(|r| Some((&r.filled, r.mapped()?.1)));
         files().for_each(|(filled, fd)| filled.recount([fd].into_iter()));
@@ -324,7 +324,7 @@ impl Memory {
         self.regions[at].holds(addr, 1).then_some(at)
     }
 
-    /// The bus address of a frontend's own address.
+    /// Translates an address in the frontend's address space to a bus address.
     pub fn bus_of_user(&self, user: u64) -> Option<u64> {
         let r =
             self.regions.iter().find(|r| user.wrapping_sub(r.desc.user_addr) < r.desc.size && r.mapped().is_some())?;
@@ -401,7 +401,7 @@ impl Memory {
         }
     }
 
-    /// The parts of regions that ranges lie in, in order. Neighbours are one.
+    /// The pieces of regions that the ranges cover, in order. Adjacent pieces are joined.
     fn pieces(&self, ranges: &[(u64, u64)]) -> Result<Vec<Piece>, Refused> {
         let (held, limit) = self.ledger.usage(Resource::Pieces);
         let most = limit.saturating_sub(held).max(MAX_MAPPED as u64);
@@ -435,13 +435,13 @@ impl Memory {
         self.regions[region].mapped().ok_or(Refused::Range)
     }
 
-    /// One window over pieces.
+    /// One window over all pieces.
     fn map(&self, pieces: &[Piece]) -> Result<Span, Refused> {
         let files = pieces
             .iter()
             .map(|p| Ok((self.window_of(p.region)?.1, self.regions[p.region].desc.mmap_offset + p.off, p.len)));
         let mut files = files.collect::<Result<Vec<_>, Refused>>()?;
-        // mmap wants whole pages: widen the first piece down to its page, then cut the slack off.
+        // mmap needs whole pages: the first piece is extended down to its page, and the slack cut off afterwards.
         let slack = files.first().map_or(0, |p| p.1 % 4096);
         if let Some(p) = files.first_mut() {
             p.1 -= slack;
@@ -456,7 +456,8 @@ impl Memory {
         whole.sub(slack, len).ok_or(Refused::Range)
     }
 
-    /// Pieces of the windows of the regions `used`, which are sorted. The account has `more` pieces beside them.
+    /// A list of pieces. `used` are the indices of their regions, sorted. The account is charged for `more` pieces
+    /// besides them.
     fn list(&self, pieces: &[Piece], used: &[usize], more: u64) -> Result<Pieces, Refused> {
         let hold = self.ledger.hold(Resource::Pieces, pieces.len() as u64 + more)?;
         let windows = used.iter().map(|&i| Ok(self.window_of(i)?.0.clone())).collect::<Result<_, Refused>>()?;
@@ -526,7 +527,7 @@ mod tests {
         assert!(matches!(too_many, Err(Refused::Exhausted(Resource::Mappings))));
         assert_eq!(used(&ledger)[0], 8, "what was refused is not counted");
         other.clear();
-        // A window over several regions is a mapping of its own, for as long as somebody has it.
+        // A window over several regions is a mapping of its own while it is used.
         let window = window(one.gather(&[(1 << 20, 4096), (3 << 20, 4096), (2 << 20, 4096)]).unwrap()).0;
         assert_eq!(used(&ledger), [4, 7, 4 * 4096 + 3 * 4096, 0, 0, 0]);
         let part = window.sub(0, 8).unwrap();
@@ -569,7 +570,7 @@ mod tests {
         let mut m = Memory::new(ledger.clone());
         add(&mut m, &f, 1 << 30, 0, 1 << 20).unwrap();
         add(&mut m, &f, 1 << 40, 0, 1 << 20).unwrap();
-        // Pages of one region and the other in turn; the first and the last are parts of pages.
+        // Pages of the two regions in turn. The first and the last entry are parts of pages.
         let pages =
             |n: u64| (0..n).map(|i| ([1 << 30, 1 << 40][i as usize % 2] + i / 2 * 8192, 4096)).collect::<Vec<_>>();
         let mut ranges = [pages(256), pages(256), pages(1)].concat();
@@ -590,18 +591,18 @@ mod tests {
         assert!(matches!(more, Err(Refused::Exhausted(Resource::Pieces))));
         drop(p);
         assert_eq!(used(), before);
-        // A list that is added to another one is on the account, even if it is one piece.
+        // A list that is added to another one is charged, even if it has one piece.
         let (Gathered::Pieces(one), _) = m.gather_list(&[(1 << 30, 5)]).unwrap() else { panic!("it is mapped") };
         assert_eq!((one.len(), used()[3]), (5, 1 + LIST_IN_PIECES));
         drop(one);
-        // Where one region ends and the next one begins within a page, no list goes on.
+        // A list may not continue where one region ends and the next one begins within a page.
         let mut odd = Memory::new(ledger.clone());
         add(&mut odd, &f, 1 << 30, 0, 4096 + 5).unwrap();
         add(&mut odd, &f, (1 << 30) + 4096 + 5, 0, 8192).unwrap();
         assert!(matches!(odd.gather_unmapped(&[(1 << 30, 8192)]), Err(Refused::Range)));
         drop(odd);
         assert_eq!(used(), before);
-        // A page of many regions, again and again: nobody counts to the end.
+        // A page of many regions, repeated: the search stops at the limit.
         let g = MemFd::new(c"t", 4096).unwrap();
         let mut crumbs = Memory::new(Ledger::default());
         (0..1024).for_each(|i| add(&mut crumbs, &g, (1 << 50) + i, 0, 1).unwrap());
@@ -610,7 +611,7 @@ mod tests {
         assert!(matches!(crumbs.gather(&endless), Err(Refused::Exhausted(Resource::Pieces))));
     }
 
-    /// Two mappings of one file, and then a hole in the place of what was made.
+    /// Two mappings of one file, then holes punched in the allocated pages.
     #[test]
     fn what_is_made_in_holes_is_counted_once_and_only_while_it_is_there() {
         use rustix::fs::{FallocateFlags, MemfdFlags};

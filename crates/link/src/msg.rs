@@ -1,4 +1,4 @@
-//! Framing: 12 bytes of header, a payload, and file descriptors beside the first byte.
+//! Framing: a header of 12 bytes, a payload, and file descriptors that arrive with the first byte.
 
 use std::io::{self, IoSlice, IoSliceMut};
 use std::mem::MaybeUninit;
@@ -12,13 +12,14 @@ use rustix::net::{
 use crate::foreign::Foreign;
 use crate::ledger::{Ledger, Resource};
 
-/// Longest payload that is taken apart, in bytes.
+/// Longest payload that is parsed, in bytes.
 pub const MAX_PAYLOAD: usize = 4096;
-/// Longest payload that is read over and answered with an error; beyond it the stream is lost.
+/// Longest payload that is skipped and answered with an error. Beyond it the stream is lost.
 const MAX_SKIP: usize = 1 << 20;
 /// Most file descriptors of one message.
 pub const MAX_FDS: usize = 32;
-/// Most that can come at once (`SCM_MAX_FD` of the kernel). The kernel closes what finds no room, in the thread that receives.
+/// Most descriptors that can arrive at once (`SCM_MAX_FD` of the kernel). The kernel would close any for which there is
+/// no room, in the receiving thread.
 const MAX_CAME: usize = 253;
 const HEADER: usize = 12;
 
@@ -34,7 +35,7 @@ pub(crate) const VERSION: u32 = 1;
 pub(crate) const REPLY: u32 = 4;
 pub(crate) const NEED_REPLY: u32 = 8;
 
-/// A message as it came.
+/// A message as received.
 #[derive(Debug)]
 pub struct Message {
     /// Raw request code.
@@ -43,30 +44,30 @@ pub struct Message {
     pub flags: u32,
     /// At most [`MAX_PAYLOAD`] bytes.
     pub payload: Vec<u8>,
-    /// What came with it.
+    /// Descriptors that arrived with the message.
     pub fds: Vec<Foreign>,
-    /// The payload was longer than that and was dropped.
+    /// The payload was longer than [`MAX_PAYLOAD`]; the rest was dropped.
     pub oversized: bool,
 }
 
-/// Collects one message at a time from a socket that may be non-blocking.
+/// Assembles one message at a time from a socket that may be non-blocking.
 #[derive(Default)]
 pub struct Receiver {
     head: [u8; HEADER],
     have: usize,
     payload: Vec<u8>,
     fds: Vec<Foreign>,
-    /// Who holds the descriptors.
+    /// The account of the descriptors.
     ledger: Ledger,
 }
 
 impl Receiver {
-    /// A receiver on this account.
+    /// A receiver that charges descriptors to `ledger`.
     pub fn new(ledger: Ledger) -> Self {
         Receiver { ledger, ..Receiver::default() }
     }
 
-    /// True if a part of a message has come.
+    /// True if a part of a message was received.
     pub fn is_half(&self) -> bool {
         self.have > 0
     }
@@ -75,11 +76,11 @@ impl Receiver {
         u32::from_ne_bytes([self.head[i], self.head[i + 1], self.head[i + 2], self.head[i + 3]])
     }
 
-    /// Reads what is there; `Ok(None)` at the end of the stream.
+    /// Reads available bytes; returns a message once it is whole, or `Ok(None)` at the end of the stream.
     ///
     /// # Errors
-    /// `WouldBlock` until a message is whole; `InvalidData` when the stream cannot be followed any more, or more descriptors come
-    /// than a message or the account may have.
+    /// `WouldBlock` until a message is whole; `InvalidData` if the stream cannot be followed any more, or if more
+    /// descriptors arrive than a message or the account may have.
     pub fn receive(&mut self, sock: BorrowedFd<'_>) -> io::Result<Option<Message>> {
         while self.have < HEADER {
             if self.ledger.is_overdrawn() {
@@ -135,7 +136,7 @@ impl Receiver {
 /// Sends a message.
 ///
 /// # Errors
-/// Those of `sendmsg(2)`; `WriteZero` if the socket took only a part.
+/// Errors of `sendmsg(2)`; `WriteZero` if the socket took only a part.
 pub fn send(sock: BorrowedFd<'_>, request: u32, flags: u32, payload: &[u8], fds: &[BorrowedFd<'_>]) -> io::Result<()> {
     let mut bytes = Vec::with_capacity(HEADER + payload.len());
     for w in [request, flags | VERSION, payload.len() as u32] {

@@ -1,8 +1,8 @@
-//! Signals to an eventfd that somebody else holds too, and that never wait.
+//! Signals to an eventfd that another process holds, too. They never wait.
 //!
-//! A write to an eventfd whose counter is full waits, unless the open file says that it must not, and the other holder may change that
-//! between any two system calls. But the kernel signals eventfds itself without ever waiting: when asynchronous I/O ends
-//! (`io_submit(2)`, `IOCB_FLAG_RESFD`). So what is submitted here is a read of an empty file, which ends at once.
+//! A write to an eventfd whose counter is full waits, unless the open file is non-blocking, and the other holder may
+//! change that between any two system calls. But the kernel itself signals eventfds without waiting when asynchronous
+//! I/O ends (`io_submit(2)`, `IOCB_FLAG_RESFD`). So a read of an empty file is submitted here, which ends at once.
 
 use std::io;
 use std::os::fd::{AsFd, AsRawFd, BorrowedFd, OwnedFd};
@@ -10,7 +10,7 @@ use std::sync::{Mutex, PoisonError};
 
 use rustix::fs::MemfdFlags;
 
-/// Reads whose ends may wait to be taken note of.
+/// Most ended reads that the context may hold.
 const DEPTH: u32 = 64;
 
 /// `struct iocb` of the kernel's ABI (`linux/aio_abi.h`), on a little-endian machine.
@@ -38,25 +38,25 @@ const SIGNALS_EVENT: u32 = 1;
 struct Context {
     id: libc::c_ulong,
     empty: OwnedFd,
-    /// Reads that ended, and that the context still remembers.
+    /// Number of reads that have ended, but whose events the context still holds.
     ended: u32,
 }
 
-/// `None` before the first signal, an error if the kernel has no asynchronous I/O for us.
+/// `None` before the first signal; an error if the kernel offers no asynchronous I/O.
 static CONTEXT: Mutex<Option<Result<Context, ()>>> = Mutex::new(None);
 
 impl Context {
     fn new() -> io::Result<Self> {
         let empty = rustix::fs::memfd_create(c"empty", MemfdFlags::CLOEXEC)?;
         let mut id: libc::c_ulong = 0;
-        // SAFETY: writes one number to where it is told.
+        // SAFETY: writes one number to `id`.
         if unsafe { libc::syscall(libc::SYS_io_setup, libc::c_ulong::from(DEPTH), &raw mut id) } < 0 {
             return Err(io::Error::last_os_error());
         }
         Ok(Context { id, empty, ended: 0 })
     }
 
-    /// Forgets the reads that have ended.
+    /// Removes the events of reads that have ended.
     fn clear(&mut self) {
         let mut events = [[0u64; 4]; DEPTH as usize];
         let now = libc::timespec { tv_sec: 0, tv_nsec: 0 };
@@ -89,7 +89,7 @@ impl Context {
     }
 }
 
-/// Adds one to an eventfd, whose counter may be full and which may be blocking. Nothing happens if it is none.
+/// Adds 1 to an eventfd, whose counter may be full and which may be blocking. Nothing happens if `fd` is no eventfd.
 pub fn signal(fd: impl AsFd) {
     let fd = fd.as_fd();
     let mut context = CONTEXT.lock().unwrap_or_else(PoisonError::into_inner);
@@ -129,7 +129,7 @@ mod tests {
         assert_eq!((count(&semaphore), count(&semaphore)), (1, 1));
     }
 
-    /// A blocking eventfd that is full: a write would wait for ever.
+    /// A full, blocking eventfd: a write would wait for ever.
     #[test]
     fn a_full_counter_holds_nobody_up() {
         let fd = eventfd(0, EventfdFlags::CLOEXEC).unwrap();

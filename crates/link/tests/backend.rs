@@ -1,4 +1,4 @@
-//! Every vhost-user message number: what is answered, what is refused, and that the session goes on.
+//! Every vhost-user message number: the served ones are answered, the others refused, and the session goes on.
 #![allow(missing_docs)]
 
 use std::cell::RefCell;
@@ -22,7 +22,7 @@ const CONFIG: [u8; 8] = [1, 2, 3, 4, 5, 6, 7, 8];
 const NEED_REPLY: u32 = 8;
 const REGION: [u64; 5] = [0, 1 << 50, 4096, 1 << 40, 0];
 
-/// A device that notes what it is told.
+/// A device that records the calls that it gets.
 #[derive(Default)]
 struct Noted {
     log: RefCell<Vec<String>>,
@@ -87,11 +87,11 @@ struct Session {
     rx: Receiver,
 }
 
-/// What came back.
+/// An answer.
 #[derive(Debug, PartialEq)]
 enum Answer {
     Nothing,
-    /// This payload, and so many descriptors.
+    /// This payload, and this number of descriptors.
     Reply(Vec<u8>, usize),
 }
 
@@ -113,7 +113,7 @@ impl Session {
         Session { backend: make(back.into()), noted: Noted::default(), front, rx: Receiver::default() }
     }
 
-    /// Sends one message; what comes back.
+    /// Sends one message; returns the answer.
     fn ask(&mut self, request: u32, flags: u32, payload: &[u8], fds: &[OwnedFd]) -> Answer {
         let fds: Vec<BorrowedFd<'_>> = fds.iter().map(AsFd::as_fd).collect();
         send(self.front.as_fd(), request, flags, payload, &fds).unwrap();
@@ -131,7 +131,7 @@ impl Session {
         }
     }
 
-    /// As a frontend does that wants an acknowledgement.
+    /// Sends a message with a request for an acknowledgement.
     fn tell(&mut self, r: R, payload: &[u8], fds: &[OwnedFd]) -> Answer {
         self.ask(r as u32, NEED_REPLY, payload, fds)
     }
@@ -140,25 +140,26 @@ impl Session {
         assert_eq!(self.tell(R::ADD_MEM_REG, REGION.as_bytes(), &[file()]), number(0));
     }
 
-    /// The session answers, and takes what is right.
+    /// The session still answers, and accepts a correct request.
     fn check(&mut self) {
         assert_eq!(self.ask(R::GET_QUEUE_NUM as u32, 0, &[], &[]), number(QUEUES));
         assert_eq!(self.tell(R::SET_VRING_NUM, [0u32, 64].as_bytes(), &[]), number(0));
     }
 }
 
-/// One message that is right.
+/// One correct message.
 struct Case {
     request: u32,
     payload: Vec<u8>,
     fds: fn() -> Vec<OwnedFd>,
-    /// The reply to a request that asks something; `None` if it is acknowledged, if the frontend wants that.
+    /// The answer to a request that asks for something; `None` if the request is only acknowledged, when the frontend
+    /// wants that.
     reply: Option<Answer>,
-    /// The payload has exactly this length. Else what is too much of it is not looked at.
+    /// The payload must have exactly this length. Otherwise, surplus bytes are ignored.
     exact: bool,
-    /// There must be a descriptor of the right kind.
+    /// A descriptor of the right kind is needed.
     needs_fd: bool,
-    /// What the device is told.
+    /// The call that the device gets.
     noted: &'static [&'static str],
 }
 
@@ -185,7 +186,7 @@ fn protocol_features() -> u64 {
     (P::MQ | P::REPLY_ACK | P::CONFIG | P::CONFIGURE_MEM_SLOTS | P::RESET_DEVICE | P::STATUS).bits()
 }
 
-/// A right message of every number that is served, for a session that has [`REGION`].
+/// A correct message for every number that is served, for a session that has [`REGION`].
 fn cases() -> Vec<Case> {
     let features = VIRTIO_F_VERSION_1 | VHOST_USER_F_PROTOCOL_FEATURES;
     let nothing: [u8; 0] = [];
@@ -287,7 +288,7 @@ fn descriptors_that_lack_or_are_of_another_kind_are_refused_and_too_many_are_clo
                 assert!(s.noted.log.take().is_empty(), "{what}");
             }
         }
-        // As many as a message may have, of which each goes again or is refused with the message.
+        // The most descriptors of a message. Each is closed again or refused with the message.
         let (watched, end) = UnixStream::pair().unwrap();
         let many = (0..MAX_FDS).map(|_| end.as_fd().try_clone_to_owned().unwrap()).collect::<Vec<_>>();
         let answer = s.ask(c.request, NEED_REPLY, &c.payload, &many);
@@ -363,14 +364,14 @@ fn values_out_of_range_are_refused() {
     assert!(s.noted.log.take().is_empty(), "nothing has changed");
     // A vring may lose its descriptors.
     assert_eq!(s.tell(R::SET_VRING_CALL, (1u64 << 8).as_bytes(), &[]), number(0));
-    // A table of which one region is refused leaves those before.
+    // If one region of a table is refused, the regions before the request stay.
     let two = [&2u32.to_ne_bytes()[..], &[0; 4], REGION[1..].as_bytes(), REGION[1..].as_bytes()].concat();
     assert_eq!(s.tell(R::SET_MEM_TABLE, &two, &[file(), file()]), number(REFUSED));
     assert_eq!(s.backend.memory().regions().len(), 1);
     s.check();
 }
 
-/// QEMU disables a vring first, and asks then where it has got to.
+/// QEMU disables a vring first, and asks for its index then.
 #[test]
 fn a_vring_that_is_disabled_is_stopped_and_keeps_its_place() {
     let mut s = Session::new();
@@ -383,7 +384,7 @@ fn a_vring_that_is_disabled_is_stopped_and_keeps_its_place() {
     s.check();
 }
 
-/// What a vRNIC may hold shrinks when others take more.
+/// The limit of a vRNIC shrinks when others take more.
 #[test]
 fn who_holds_too_much_may_give_it_up() {
     let ledger = Ledger::default();
