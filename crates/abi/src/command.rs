@@ -295,7 +295,8 @@ wire! {
         max_fast_reg_pages: u32,
         reserved: [u32; 6],
     }
-    /// Counters of the vRNIC since it was made. The second part has the names of rxe's `hw_counters`, and for congestion of mlx5's.
+    /// Counters of the vRNIC since it was made. The second part has the names of rxe's `hw_counters`; counters of
+    /// congestion have the names of mlx5's.
     QueryCountersResp = 384 {
         sent_wrs: u64, sent_bytes: u64, received_wrs: u64, received_bytes: u64, rnr_waits: u64, timeouts: u64,
         errors: u64, dropped: u64, qkey_violations: u64,

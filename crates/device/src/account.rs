@@ -1,4 +1,4 @@
-//! The accounts of vRNICs, as the RNIC sees them.
+//! The accounts of vRNICs, in the form that the RNIC uses.
 
 use unirdma_link::Ledger;
 use unirdma_rnic::Account;

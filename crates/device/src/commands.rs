@@ -436,7 +436,7 @@ impl Device {
         done(rnic.req_notify_cq(self.session, r.cqn, r.flags))
     }
 
-    /// All of this session's own memory, never anybody else's (X14).
+    /// An MR for all memory of this session, and of no other one (X14).
     pub(crate) fn get_dma_mr(&self, rnic: &mut Rnic, r: abi::GetDmaMrReq) -> Answer<abi::MrResp> {
         mr(rnic.reg_mr(self.session, r.pdn, r.access_flags, 0, u64::MAX, (Backing::Session, Vec::new())))
     }
@@ -552,7 +552,7 @@ impl Device {
         done(rnic.detach_mcast(self.session, r.qpn, Gid(r.gid)))
     }
 
-    /// The rings of a CQ, checked.
+    /// Checks the memory of a CQ's rings.
     fn cq_ring(&self, cqe: u32, entries: u32, ring: u64, ctrl: u64) -> Result<CqRing, Status> {
         if cqe == 0 || cqe > abi::MAX_CQE || entries < cqe || entries > (abi::MAX_CQE + 1).next_power_of_two() {
             return Err(Status::BadValue);
@@ -577,7 +577,7 @@ impl Device {
         named(rnic.create_cq(self.session, ring, comp_queue))
     }
 
-    /// The rings of a QP, checked.
+    /// Checks the memory of a QP's rings.
     fn qp_rings(&self, cap: &abi::QpCap, ctrl: u64, sq: u64, rq: u64) -> Result<QpRings, Status> {
         let layout = abi::QpLayout::of(cap).ok_or(Status::BadValue)?;
         let ctrl = self.span(ctrl, size_of::<abi::QpCtrl>() as u64)?;
@@ -618,7 +618,7 @@ impl Device {
         Ok(abi::CreateQpResp { qpn, db_slot, cap, reserved: 0 })
     }
 
-    /// The ring of an SRQ, checked.
+    /// Checks the memory of an SRQ's ring.
     fn srq_ring(&self, max_wr: u32, max_sge: u32, ctrl: u64, ring: u64) -> Result<QpRings, Status> {
         let cap = abi::QpCap { max_recv_wr: max_wr, max_recv_sge: max_sge, ..Default::default() };
         let layout = abi::QpLayout::of(&cap).ok_or(Status::BadValue)?;

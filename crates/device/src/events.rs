@@ -277,7 +277,7 @@ impl EventQueues {
         }
     }
 
-    /// Gives a queue a channel, which it then uses instead of a virtqueue.
+    /// Gives a queue a channel, which is then used instead of its virtqueue.
     ///
     /// # Errors
     /// The queue has a channel already.

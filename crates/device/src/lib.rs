@@ -56,7 +56,7 @@ pub struct Identity {
 }
 
 impl Identity {
-    /// The configuration space, as its readers see it.
+    /// The configuration space as drivers read it.
     pub fn config_space(&self, generation: u32) -> Vec<u8> {
         let more = abi::ConfigMore { generation, max_doorbells: abi::MAX_DOORBELLS, reserved: [0; 14] };
         [self.config.as_bytes(), more.as_bytes()].concat()
@@ -147,7 +147,7 @@ pub struct Device {
     /// A command that was executed but not answered, because jobs still access the memory that it releases: the head of
     /// its descriptor chain, and the length of its response.
     held: Option<(u16, u32)>,
-    /// The errand of the next command in the queue.
+    /// The errand of the command at the head of the queue.
     pending: Option<Pending>,
     /// Time spent in errands and not yet returned by [`Device::take_errand_ns`], ns.
     errand_ns: AtomicU64,
@@ -218,7 +218,7 @@ impl Device {
         std::mem::replace(&mut lock(&self.mapped), Mapped::new(self.ledger.clone()))
     }
 
-    /// In the RFC mode the doorbell page is the device's own.
+    /// Sets the doorbell page, which in the RFC mode is the device's own.
     fn set_rfc_doorbell(&self) {
         if let Some(rfc) = self.events.rfc() {
             // A new session has neither a doorbell page nor QPs, so the RNIC has no reason to refuse.

@@ -49,7 +49,7 @@ struct Inner {
     rings: [Ring; 2],
 }
 
-/// The interface. The control thread sets it up, and the switch moves its frames.
+/// The network device. The control thread sets it up, and the switch moves its frames.
 #[derive(Default)]
 pub struct NetDevice(Mutex<Inner>);
 

@@ -31,7 +31,7 @@ pub struct SharedRnic {
 }
 
 impl SharedRnic {
-    /// An RNIC that nobody uses yet.
+    /// An unlocked RNIC.
     pub fn new(rnic: Rnic) -> Self {
         SharedRnic {
             rnic: Mutex::new(rnic),

@@ -17,7 +17,7 @@ use crate::memory::{Memory, Refused, RegionDesc};
 use crate::msg::{self, Message, NEED_REPLY, REPLY, Receiver, VERSION};
 use crate::{VHOST_USER_F_PROTOCOL_FEATURES, VIRTIO_F_VERSION_1};
 
-/// Set in a kick, call or error message that carries no descriptor.
+/// Flag in a kick, call or error message that carries no descriptor.
 const NO_FD: u64 = 1 << 8;
 
 fn features(h: &dyn Handler) -> u64 {

@@ -38,10 +38,10 @@ pub struct RegionDesc {
     pub mmap_offset: u64,
 }
 
-/// Why a region was refused.
+/// The reason why a region was refused.
 #[derive(Debug)]
 pub enum Refused {
-    /// It overlaps another one, is empty, or wraps around.
+    /// It overlaps another region, is empty, or wraps around.
     Range,
     /// No such region.
     Unknown,
@@ -331,41 +331,42 @@ impl Memory {
         Some(r.desc.bus_addr + (user - r.desc.user_addr))
     }
 
-    /// The mapped window and offset that hold `[addr, addr + len)` whole.
+    /// The mapped window that contains all of `[addr, addr + len)`, and the offset in it.
     pub fn window(&self, addr: u64, len: u64) -> Option<(&Span, u64)> {
         let r = self.region_at(addr)?;
         let (span, _) = r.mapped().filter(|_| r.holds(addr, len))?;
         Some((span, addr - r.desc.bus_addr))
     }
 
-    /// [`Memory::window`] as a window of its own.
+    /// As [`Memory::window`], but a window of exactly this range.
     pub fn span(&self, addr: u64, len: u64) -> Option<Span> {
         let (span, off) = self.window(addr, len)?;
         span.sub(off, len)
     }
 
-    /// The memory of ranges that may lie in several regions, in order (U20), and the ids of those regions. For up to [`MAX_MAPPED`]
-    /// pieces it is one window. Pieces after the first must begin, and before the last must end, at a page.
+    /// The memory of `ranges`, in order, and the ids of the regions that it lies in (U20). Up to [`MAX_MAPPED`] pieces
+    /// become one window. All pieces except the first must begin at a page boundary, and all except the last must end
+    /// at one.
     ///
     /// # Errors
-    /// [`Refused::Range`] if a range is not mapped memory of this session, [`Refused::Exhausted`].
+    /// [`Refused::Range`] if a range is not mapped memory of this session, or [`Refused::Exhausted`].
     pub fn gather(&self, ranges: &[(u64, u64)]) -> Result<(Gathered, Vec<u64>), Refused> {
         self.gather_mapping(ranges, MAX_MAPPED)
     }
 
-    /// As [`Memory::gather`], without a mapping.
+    /// As [`Memory::gather`], but makes no new mapping: several pieces become a list.
     ///
     /// # Errors
-    /// As there.
+    /// As [`Memory::gather`].
     pub fn gather_unmapped(&self, ranges: &[(u64, u64)]) -> Result<(Gathered, Vec<u64>), Refused> {
         self.gather_mapping(ranges, 0)
     }
 
-    /// As [`Memory::gather`], as a list even of one piece, to be added to another one. The account has the list beside its pieces, since an
-    /// MR may get any number of lists.
+    /// As [`Memory::gather`], but always returns a list, which can be appended to another one. The account is also
+    /// charged for the list itself, since an MR may get any number of lists.
     ///
     /// # Errors
-    /// As there.
+    /// As [`Memory::gather`].
     pub fn gather_list(&self, ranges: &[(u64, u64)]) -> Result<(Gathered, Vec<u64>), Refused> {
         let pieces = self.pieces(ranges)?;
         let used = regions_of(&pieces);
@@ -373,7 +374,7 @@ impl Memory {
         Ok((Gathered::Pieces(list), self.ids_of(&used)))
     }
 
-    /// As [`Memory::gather`]; up to `most` pieces are mapped.
+    /// As [`Memory::gather`]. At most `most` pieces are mapped.
     fn gather_mapping(&self, ranges: &[(u64, u64)], most: usize) -> Result<(Gathered, Vec<u64>), Refused> {
         let pieces = self.pieces(ranges)?;
         let used = regions_of(&pieces);
@@ -389,7 +390,7 @@ impl Memory {
         regions.iter().map(|&i| self.regions[i].id).collect()
     }
 
-    /// One window over ranges that begin and end at pages, at most [`MAX_MAPPED`] pieces.
+    /// One window over ranges that begin and end at page boundaries. There may be at most [`MAX_MAPPED`] pieces.
     ///
     /// # Errors
     /// As [`Memory::gather`].
@@ -465,7 +466,7 @@ impl Memory {
         Pieces::new(windows, listed, Box::new(hold)).ok_or(Refused::Range)
     }
 
-    /// The mapped regions for the virtqueue library.
+    /// The mapped regions, in the form that the virtqueue library uses.
     pub fn guest(&self) -> Option<GuestMemoryMmap> {
         let regions = self.regions.iter().filter_map(|r| match &r.kind {
             Kind::Mapped { guest, .. } => Some(guest.clone()),

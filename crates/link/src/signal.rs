@@ -60,14 +60,14 @@ impl Context {
     fn clear(&mut self) {
         let mut events = [[0u64; 4]; DEPTH as usize];
         let now = libc::timespec { tv_sec: 0, tv_nsec: 0 };
-        // SAFETY: room for as many events of 32 bytes as it is told.
+        // SAFETY: `events` has room for `DEPTH` events of 32 bytes.
         unsafe {
             libc::syscall(libc::SYS_io_getevents, self.id, 0, DEPTH as libc::c_long, &raw mut events, &raw const now)
         };
         self.ended = 0;
     }
 
-    /// False if the kernel refuses.
+    /// Signals `fd`; false if the kernel refuses.
     fn signal(&mut self, fd: BorrowedFd<'_>) -> bool {
         if self.ended >= DEPTH / 2 {
             self.clear();

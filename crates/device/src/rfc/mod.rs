@@ -1,9 +1,9 @@
 //! The RFC mode: the device as the virtio-rdma RFC of 2022 describes it, with a virtqueue for each CQ, SQ and RQ
 //! (`docs/spec/virtio-rdma-rfc.md`).
 //!
-//! There is no second RNIC behind it. For each CQ and QP the device keeps the rings that drivers of the native mode keep
-//! themselves, in memory of its own, and copies: WQEs from the chains of virtqueues into rings, and completions from rings
-//! into the buffers of virtqueues. The RNIC sees a session like any other.
+//! There is no second RNIC behind it. For each CQ and QP the device keeps, in memory of its own, the rings that drivers
+//! of the native mode keep themselves. It copies WQEs from the chains of virtqueues into rings, and completions from
+//! rings into the buffers of virtqueues. The RNIC sees a session like any other.
 //!
 //! Two kinds of threads copy. The control thread takes WQEs when their virtqueues are kicked, a bounded number at a
 //! time ([`Rfc::serve`]). Pollers deliver completions when the RNIC raises the completion event for which each CQ ring

@@ -66,7 +66,7 @@ struct Registering {
     side: Side,
     control: Control,
     request: Vec<u8>,
-    /// Without the second region.
+    /// Removes the second region.
     before: Memory,
     ledger: Ledger,
 }
