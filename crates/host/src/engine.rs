@@ -1,9 +1,9 @@
-//! The pollers of a worker: threads that run its RNIC while there is work and sleep while there is none.
+//! The pollers of a worker: threads that run its RNIC while there is work, and sleep while there is none.
 //!
-//! Who runs when, and on which cores, is in `policy`; `poller` has what one does in its turn.
+//! `policy` decides which poller runs when and on which core; `poller` has the steps of one round.
 //!
-//! The RNIC has one owner at a time, under a lock that is held for moments: long copies are jobs, which a poller does after it
-//! has given the RNIC back, and so are the system calls of the network, for which the port has a lock of its own. Whoever wants
+//! The RNIC is under a lock that is held only briefly. Long copies are jobs, which a poller runs after it has released
+//! the RNIC; the system calls of the network happen there, too, and the port has a lock of its own. A thread that needs
 //! both locks takes the port's first.
 
 mod policy;
@@ -33,17 +33,17 @@ use crate::liveness::Liveness;
 use crate::port::{Port, PortCounters};
 use crate::tap::Sink;
 
-/// How the pollers run.
+/// Configuration of the pollers.
 #[derive(Clone, Debug, serde::Serialize, serde::Deserialize)]
 pub struct EngineConfig {
     /// Whether pollers share their cores with applications.
     pub polling: Polling,
-    /// Fewest and most threads: more than the fewest come and go with the load. `None`: one for each core if they share them, else
-    /// one to half as many as cores.
+    /// Least and most pollers; those beyond the least are started and stopped with the load. `None`: one for each core
+    /// if pollers share cores, otherwise from one to half the number of cores.
     pub pollers: Option<(usize, usize)>,
-    /// How long a session is polled after its last doorbell, microseconds.
+    /// Time for which a session is polled after its last doorbell, us.
     pub spin_us: u64,
-    /// Determines QPNs and keys; `None`: the kernel's random numbers.
+    /// Seed of QPNs and keys; `None`: a random one from the kernel.
     pub seed: Option<u64>,
 }
 
@@ -54,13 +54,13 @@ impl Default for EngineConfig {
 }
 
 impl EngineConfig {
-    /// One line if there are more pollers than cores, since they then wait for each other.
+    /// A warning if there are more pollers than cores, since they then wait for each other.
     pub fn too_many_pollers(&self) -> Option<String> {
         let (most, cores) = (self.pollers?.1, cores().len());
         (most > cores).then(|| format!("--pollers: {most} polling threads of each group take turns on {cores} cores"))
     }
 
-    /// Pollers share their cores with programs on this machine.
+    /// True if pollers share their cores with programs on this machine.
     pub(crate) fn shares_cores(&self) -> bool {
         match self.polling {
             Polling::Auto => cores().len() <= FEW_CORES,
@@ -75,15 +75,16 @@ pub enum Polling {
     /// [`Polling::Shared`] on few cores, else [`Polling::Dedicated`].
     #[default]
     Auto,
-    /// One poller for each core, which sleeps while there is nothing to do, and is woken by the programs that run there.
+    /// One poller for each core. It sleeps while there is nothing to do, and is woken by the programs that run on its
+    /// core.
     Shared,
-    /// Pollers have cores for themselves, on which they spin.
+    /// Pollers have cores of their own, on which they spin.
     Dedicated,
 }
 
-/// Cores up to which pollers share them with the applications, unless it is said otherwise.
+/// With [`Polling::Auto`], pollers share cores on machines with at most this number of cores.
 const FEW_CORES: usize = 3;
-/// Most pollers that come with the load.
+/// Most pollers that are started with the load by default.
 const MOST_POLLERS: usize = 8;
 
 /// The RNIC and the threads that run it.
@@ -91,46 +92,46 @@ pub struct Engine {
     /// The RNIC.
     pub rnic: Arc<SharedRnic>,
     events: RwLock<HashMap<SessionId, Arc<EventQueues>>>,
-    /// Held, shared, by whoever has outputs of the RNIC and has not delivered them yet.
+    /// Held for reading by threads that have taken outputs from the RNIC and not delivered them yet.
     delivering: RwLock<()>,
     /// Where pollers sleep.
     sleepers: Sleepers,
     stopping: AtomicBool,
     signs: Apart<Signs>,
-    /// [`Signs::changes`] of the doorbells that the twins were given.
+    /// [`Signs::changes`] at the time when the twins were given their doorbells.
     twins_have: AtomicU64,
-    /// When pollers that share their cores did something last.
+    /// When pollers on shared cores last found work, ns.
     worked_ns: AtomicU64,
     /// The way to other hosts.
     net: Option<Mutex<Net>>,
     /// Jobs wait for a poller.
     jobs_wait: Apart<AtomicBool>,
-    /// Does errands of commands, once somebody is to be told of them.
+    /// Runs errands of commands. Set together with `on_release`.
     clerk: OnceLock<Arc<Clerk>>,
-    /// Dead objects of the RNIC wait to be freed.
+    /// The RNIC has dead objects to free.
     has_dead: AtomicBool,
-    /// Sessions that the control thread has to look at, since their delayed command can be answered or, in the RFC mode, completions
-    /// wait; and whom to tell.
+    /// Sessions that the control thread has to serve, because their delayed command can be answered or, in the RFC
+    /// mode, completions wait.
     released: Mutex<Vec<SessionId>>,
     on_release: OnceLock<Box<dyn Fn() + Send + Sync>>,
-    /// IP multicast groups that the port should hear, until somebody asks.
+    /// IP multicast groups that the port should receive from; taken by [`Engine::wanted_groups`].
     wanted_groups: Mutex<Option<Vec<IpAddr>>>,
-    /// After this time the port is polled once more, in case pollers had no turn since, and then no longer. 0: it is not
+    /// The port is polled until this time, and once after it in case pollers had no turn in between, ns. 0: it is not
     /// polled, and its descriptors wake a poller.
     port_until_ns: AtomicU64,
     pub(crate) capture: Mutex<Option<Sink>>,
     idle_ns: u64,
     shares_cores: bool,
-    /// Pollers that work. Those beyond sleep until there is more work than these can do.
+    /// Number of pollers in use. Pollers with higher numbers sleep until there is more work.
     wanted: AtomicUsize,
-    /// Fewest and most of them.
+    /// Least and most pollers.
     pollers: (usize, usize),
-    /// Since when work was left over; 0 while none is.
+    /// Since when rounds have left work over, ns; 0 if the last one has not.
     backlog_since_ns: AtomicU64,
     pub(crate) liveness: Liveness,
 }
 
-/// Something that one thread changes often while others look at it, in cache lines that nothing else shares. Two of them, since processors
+/// A value that one thread changes often while others read it, in cache lines of its own. Two lines, since processors
 /// fetch lines in pairs.
 #[derive(Default)]
 #[repr(align(128))]
@@ -143,7 +144,7 @@ impl<T> Deref for Apart<T> {
     }
 }
 
-/// What the RNIC waits for, so that pollers can look without taking it.
+/// State of the RNIC that pollers can read without taking the RNIC.
 struct Signs {
     /// [`unirdma_rnic::Core::active_changes`].
     changes: AtomicU64,
@@ -151,17 +152,18 @@ struct Signs {
     due_ns: AtomicU64,
 }
 
-/// Most rounds of the RNIC that a command waits for, so that sends posted before it are executed before it. A round is worth
-/// some 12 datagrams. If many vRNICs have work, or the network takes no packets, the rest of the sends is lost.
+/// Most rounds of the RNIC that a command waits for, so that sends posted before it are executed first. A round
+/// executes about 12 datagrams. If many vRNICs have work, or the network accepts no packets, the remaining sends are
+/// lost.
 const CATCH_UP_ROUNDS: u32 = 256;
-/// How long a command waits for a job that a poller does, before it looks again.
+/// Time that a command waits for a job that a poller runs, before it checks again.
 const POLLER_HAS_IT: std::time::Duration = std::time::Duration::from_micros(20);
 
 impl Engine {
-    /// Starts the pollers; `port` leads to other hosts.
+    /// Starts the pollers. `port` leads to other hosts.
     ///
     /// # Errors
-    /// Those of epoll, eventfd and thread creation.
+    /// Errors of epoll, eventfd and thread creation.
     pub fn start(c: &EngineConfig, port: Option<Box<dyn Port>>) -> io::Result<Arc<Self>> {
         let cores = cores();
         let shares_cores = c.shares_cores();
@@ -178,7 +180,7 @@ impl Engine {
                 Seed::from(b)
             }
         };
-        // On cores of their own one of them hears all kicks.
+        // On dedicated cores, one poller receives all kicks.
         let wakes = if shares_cores { abi::MAX_WAKES.min(pollers as u32) } else { 1 };
         let mut rnic = Rnic::new(seed, wakes);
         rnic.set_helped(wanted > 1);
@@ -224,7 +226,7 @@ impl Engine {
         Ok(engine)
     }
 
-    /// Starts a thread that takes the seat of poller `i`, in the place of the one that has it.
+    /// Starts a thread that takes over seat `i` from the thread that has it.
     pub(crate) fn seat_thread(self: &Arc<Self>, i: usize) -> io::Result<()> {
         let (e, cores) = (self.clone(), cores());
         let core = self.shares_cores.then(|| cores[i % cores.len()]);
@@ -243,7 +245,8 @@ impl Engine {
         started.map(|_| ())
     }
 
-    /// True if control work of a vRNIC delays others: another vRNIC of this worker has work, or had some just now, and both need the RNIC.
+    /// True if control work of a vRNIC delays others: both need the RNIC, and another vRNIC of this worker has work or
+    /// has just had some.
     pub(crate) fn keeps_others_from_work(&self, vnic: VnicId) -> bool {
         self.rnic.lock().works_for_others(Some(vnic))
     }
@@ -260,54 +263,56 @@ impl Engine {
         self.liveness.wake();
     }
 
-    /// The time of [`now_ns`].
+    /// The present time, as [`now_ns`].
     pub fn now(&self) -> u64 {
         now_ns()
     }
 
-    /// `f` is called whenever [`Engine::released`] or [`Engine::wanted_groups`] has something new. Once.
+    /// Sets the callback for new data in [`Engine::released`] or [`Engine::wanted_groups`]. Only the first call has an
+    /// effect.
     pub fn set_on_release(self: &Arc<Self>, f: Box<dyn Fn() + Send + Sync>) {
         let _ = self.on_release.set(f);
-        // The engine has the clerk, not the other way round.
+        // The engine owns the clerk, so the clerk's reference to the engine is weak.
         let engine = Arc::downgrade(self);
         let tell = move |session| engine.upgrade().into_iter().for_each(|e| e.release(session));
         let _ = self.clerk.set(Clerk::new(Box::new(tell)));
     }
 
-    /// The sessions that the control thread has to look at.
+    /// Takes the list of sessions that the control thread has to serve.
     pub fn released(&self) -> Vec<SessionId> {
         std::mem::take(&mut lock(&self.released))
     }
 
-    /// Tells the pollers where a session's events go.
+    /// Registers the queues to which a session's events are delivered.
     pub fn add_session(&self, s: SessionId, events: Arc<EventQueues>) {
         self.events.write().unwrap_or_else(|e| e.into_inner()).insert(s, events);
     }
 
-    /// Forgets a session.
+    /// Removes the event queues of a session.
     pub fn remove_session(&self, s: SessionId) {
         self.events.write().unwrap_or_else(|e| e.into_inner()).remove(&s);
     }
 
-    /// Listens to a session's kicks of one of its wake channels, by a descriptor that is watched for edges.
+    /// Watches the kicks of a session on one of its wake channels. The descriptor is edge-triggered.
     ///
     /// # Errors
-    /// `epoll_ctl(2)` refuses what cannot be polled.
+    /// `epoll_ctl(2)` refuses the descriptor.
     pub fn watch(&self, s: SessionId, channel: usize, kick: Arc<Foreign>) -> io::Result<()> {
         self.sleepers.of(channel).hear(s.number(), kick)
     }
 
-    /// Stops listening to a session's kicks of a wake channel.
+    /// Stops watching the kicks of a session on a wake channel.
     pub fn unwatch(&self, s: SessionId, channel: usize, kick: &Arc<Foreign>) {
         self.sleepers.of(channel).forget(s.number(), kick);
     }
 
-    /// True if dead objects of the RNIC wait to be freed: [`Engine::after_command`] is to be called, soon and again.
+    /// True if the RNIC has dead objects to free: [`Engine::after_command`] must be called soon, and repeatedly.
     pub(crate) fn has_dead(&self) -> bool {
         self.has_dead.load(Ordering::Relaxed)
     }
 
-    /// After a command: frees some of what is dead, delivers what the command caused, and wakes the pollers if it left them work.
+    /// To be called after a command: frees some dead objects, delivers the command's events, and wakes the pollers if
+    /// they have work.
     pub fn after_command(&self) {
         let mut out = Vec::new();
         let (busy, delivering, groups) = {
@@ -327,12 +332,13 @@ impl Engine {
         }
     }
 
-    /// To be held from the moment when the RNIC, which is still locked, has given outputs until they are delivered.
+    /// Returns a guard if there are outputs. It must be taken while the RNIC is still locked, and held until the
+    /// outputs are delivered.
     fn begin_delivery(&self, out: &[Output]) -> Option<RwLockReadGuard<'_, ()>> {
         (!out.is_empty()).then(|| self.delivering.read().unwrap_or_else(|e| e.into_inner()))
     }
 
-    /// Notes which IP multicast groups plain devices may send to. The port hears no others any more.
+    /// Sets the IP multicast groups that plain devices may send to. The port leaves all others.
     fn want_groups(&self, groups: Vec<IpAddr>) {
         let Some(net) = &self.net else { return };
         lock(net).port.leave_others(&groups);
@@ -340,30 +346,30 @@ impl Engine {
         self.on_release.get().into_iter().for_each(|f| f());
     }
 
-    /// The IP multicast groups that the port should hear, if others than at the last call.
+    /// The IP multicast groups that the port should receive from, if they have changed since the last call.
     pub fn wanted_groups(&self) -> Option<Vec<IpAddr>> {
         lock(&self.wanted_groups).take()
     }
 
-    /// Lets the port hear IP multicast groups by these sockets.
+    /// Adds sockets to the port, by which packets to IP multicast groups arrive.
     pub fn join(&self, sockets: Vec<(IpAddr, OwnedFd)>) {
         let Some(net) = &self.net else { return };
         let mut net = lock(net);
         net.port.join(sockets);
         for fd in net.port.descriptors() {
-            // Those that were there before are watched already.
+            // For descriptors that are watched already, this fails.
             let _ = self.sleepers.hear_port(fd, self.shares_cores);
         }
     }
 
-    /// A datagram came from another host, or from another group; `source` is then that group's number.
+    /// Handles a datagram from another host, or from another group whose number is `source`.
     pub fn datagram(&self, from: IpAddr, group: u32, source: Option<u32>, packet: &[u8]) {
         let now = self.now();
         self.rnic.lock().handle_packet(now, &Arrival { source, ..Arrival::inside(from, group) }, packet);
         self.after_command();
     }
 
-    /// The control thread looks at a session.
+    /// Asks the control thread to serve a session.
     fn release(&self, session: SessionId) {
         lock(&self.released).push(session);
         self.on_release.get().into_iter().for_each(|f| f());
@@ -400,13 +406,13 @@ impl Engine {
         }
     }
 
-    /// Notes what the RNIC waits for.
+    /// Publishes the RNIC's state for pollers.
     fn publish(&self, r: &Rnic) {
         self.signs.changes.store(r.active_changes(), Ordering::Release);
         self.signs.runnable.store(r.has_runnable(), Ordering::Release);
         self.signs.due_ns.store(r.next_timeout().unwrap_or(u64::MAX), Ordering::Release);
-        // The pollers that look at this have its cache line until it is stored to, so it is stored only when it changes. Nobody stores
-        // in between, since only who has the RNIC does.
+        // Pollers that read this flag keep its cache line until it is stored to, so it is stored only if it changes.
+        // Only the holder of the RNIC stores to it.
         let jobs_wait = r.has_jobs();
         if self.jobs_wait.load(Ordering::Relaxed) != jobs_wait {
             self.jobs_wait.store(jobs_wait, Ordering::Release);
@@ -417,13 +423,14 @@ impl Engine {
         self.port_until_ns.load(Ordering::Relaxed) != 0
     }
 
-    /// Lets the port be polled for a while, or once more where a poller that spins would keep its core from others.
+    /// Polls the port for a while. On shared cores it is polled only once more, since a poller that spins would keep
+    /// others from its core.
     fn poll_port(&self, now: u64) {
         let ns = if self.shares_cores { 1 } else { self.idle_ns.max(policy::ANSWER_NS) };
         self.port_until_ns.store(now + ns, Ordering::Relaxed);
     }
 
-    /// Takes the packets that have come in, if the port is polled; true if there were any.
+    /// Handles incoming packets if the port is polled; true if there were any.
     fn receive(&self, net: &mut Net, now: u64) -> bool {
         if !self.port_is_polled() {
             return false;
@@ -438,7 +445,7 @@ impl Engine {
         any
     }
 
-    /// Sends the packets that were taken off the RNIC, as many as the network takes now.
+    /// Sends the packets that were taken from the RNIC, until the network accepts no more.
     fn send(&self, net: &mut Net, now: u64) {
         if !net.out.packets().is_empty() {
             net.port.send(&mut net.out);
@@ -446,12 +453,12 @@ impl Engine {
         }
     }
 
-    /// What the port has done.
+    /// Counters of the port.
     pub fn port_counters(&self) -> Option<PortCounters> {
         self.net.as_ref().map(|n| lock(n).port.counters())
     }
 
-    /// How many pollers work.
+    /// Number of pollers in use.
     pub fn wanted(&self) -> usize {
         self.wanted.load(Ordering::Relaxed)
     }
@@ -481,7 +488,7 @@ impl Pollers for Engine {
                     job.run(&mut scratch, now_ns);
                     self.rnic.lock().end_job(job);
                 }
-                // A poller may have it.
+                // A poller may be running the job.
                 None => std::thread::sleep(POLLER_HAS_IT),
             }
         }
@@ -498,16 +505,16 @@ impl Pollers for Engine {
 /// The way to other hosts.
 struct Net {
     port: Box<dyn Port>,
-    /// Packets that were taken off the RNIC and are not sent yet.
+    /// Packets that were taken from the RNIC and are not sent yet.
     out: Tx,
-    /// When it was asked for packets last.
+    /// When the port was last asked for packets, ns.
     asked_ns: u64,
 }
 
-/// Bytes of a poller's memory for copies between two processes.
+/// Size of a poller's buffer for copies between two processes, bytes.
 const SCRATCH_BYTES: usize = 64 << 10;
 
-/// The cores that this thread may run on.
+/// The cores on which this thread may run.
 fn cores() -> Vec<usize> {
     let set = rustix::thread::sched_getaffinity(None).unwrap_or_else(|_| rustix::thread::CpuSet::new());
     let cores: Vec<usize> = (0..rustix::thread::CpuSet::MAX_CPU).filter(|&i| set.is_set(i)).collect();

@@ -1,16 +1,18 @@
-//! Who runs when: what a poller does after a round that has found nothing. There are two policies.
+//! Scheduling of the pollers: what a poller does after a round. There are two policies.
 //!
-//! *Shared*, on few cores: one poller for each core, pinned. It sleeps at once. A doorbell that nobody looks at kicks, and the kick wakes the
-//! poller of the core where the program runs: a thread that has slept preempts one that computes, so whoever asks gives its own core for
-//! it, and nobody waits for a time slice. A core that would be idle has somebody who looks meanwhile, the *twin* of its poller: a thread
-//! that has the core only while nobody else wants it. It never takes the RNIC, since it may lose its core at any moment, but wakes its poller.
+//! *Shared*, on few cores: there is one poller for each core, pinned to it, and it sleeps as soon as it has no work. If
+//! no poller looks at a doorbell, ringing it sends a kick, and the kick wakes the poller of the core on which the
+//! program runs. A thread that has slept preempts a thread that computes, so a program gives up its own core for its
+//! own request, and no request waits for a time slice. Each poller has a *twin*, a thread that runs only while its core
+//! would be idle, and looks at doorbells then. The twin may lose its core at any moment, so it never takes the RNIC,
+//! but wakes its poller.
 //!
-//! *Dedicated*, on more: pollers have cores for themselves, on which they spin while some session is polled. One is always there; others come
-//! while there is more work than those that are there do, and go again. One that finds that others want its core sleeps for a while as on
-//! shared cores.
+//! *Dedicated*, on more cores: pollers have cores of their own, on which they spin while any session is polled. There
+//! is always one poller; others are added while there is more work than the present ones can do, and removed
+//! afterwards. A poller that finds other threads competing for its core sleeps for a while as on shared cores.
 //!
-//! While some poller is awake doorbells need no kick. So the last one that goes to sleep lets the RNIC ask for kicks
-//! ([`unirdma_rnic::Core::doze`]), and the first one that wakes takes that back.
+//! While any poller is awake, doorbells need no kick. So the last poller that goes to sleep lets the RNIC ask for kicks
+//! ([`unirdma_rnic::Core::doze`]), and the first one that wakes undoes that.
 
 use std::io;
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -24,81 +26,85 @@ use super::poller::{Round, Watch};
 use super::sleepers::{CALL, Sleeper};
 use crate::confine::{self, Kind, standing};
 
-/// Rounds that find something between two looks for kicks of sessions that sleep, and rounds and a twin's looks that do not, which are shorter.
+/// Rounds between two checks for kicks of sleeping sessions: rounds with work, and rounds without work, which are
+/// shorter. Twins check the clock every `LISTEN_SPINS` looks.
 const LISTEN_ROUNDS: u32 = 64;
 const LISTEN_SPINS: u32 = 256;
-/// The time in which a program answers, nanoseconds. A poller that its twin has woken looks on for so long after that and after
-/// its last work: its core was idle, and a WRITE of 8 B, one by one, takes 0.9 us in the place of 7 us. A dedicated one polls the port
-/// for so long at least after a packet.
+/// Time in which a program answers, ns. After a wake-up by its twin, and after its last work, a poller keeps looking
+/// for this time: its core was idle, and 8-byte WRITEs one by one take 0.9 us instead of 7 us. A dedicated poller polls
+/// the port for at least this time after a packet.
 pub(super) const ANSWER_NS: u64 = 20_000;
-/// How long the last one sleeps at most, nanoseconds, while a driver counts on that (`abi::NAPS`), or so that programs post receives.
+/// Longest sleep of the last poller, ns, while a driver counts on that (`abi::NAPS`), or so that programs post
+/// receives.
 pub(super) const NAP_NS: u64 = 100_000;
-/// How long a poller does not hear the kicks of a vRNIC that kicks for nothing all the time, nanoseconds. To stop and to begin listening takes
-/// 2 us for each session of that vRNIC. Beside 64 sessions that kick so, another tenant's WRITEs of 64 KiB made 200 MiB/s when the poller heard
-/// them all, and make 17,000 now.
+/// Time for which a poller ignores the kicks of a vRNIC whose kicks are mostly spurious, ns. To stop and to start
+/// listening costs 2 us for each session of that vRNIC. Beside 64 sessions with spurious kicks, another tenant's 64 KiB
+/// WRITEs reached 200 MiB/s when the poller listened to all of them, and 17,000 MiB/s now.
 pub(super) const DEAF_NS: u64 = 10_000_000;
-/// How long twins look after the last work, nanoseconds.
+/// Time for which twins look after the last work, ns.
 const TWIN_NS: u64 = 500_000;
-/// How long a poller on a shared core works before whoever else wants that core has it for as long, nanoseconds. Pollers have more weight than
-/// programs, so one that always has work would leave them a tenth. If nobody wants the core its twin wakes it at once.
+/// Longest time for which a poller on a shared core works before it sleeps for as long, so that other threads get the
+/// core, ns. Pollers have more weight than programs, so a poller that always has work would leave them a tenth. If no
+/// other thread wants the core, the twin wakes the poller at once.
 pub(super) const TURN_NS: u64 = 200_000;
-/// Work must be left over for so long before another dedicated poller comes, nanoseconds.
+/// Time for which rounds must leave work over before another dedicated poller is added, ns.
 pub(super) const BACKLOG_NS: u64 = 50_000;
-/// One that came so goes when it has found nothing for so long, nanoseconds.
+/// An added poller is removed after this time without work, ns.
 const SPARE_NS: u64 = 1_000_000;
-/// How often a dedicated poller that spins looks whether others want its core, nanoseconds: they do if they had a twentieth of it. The start of
-/// a program takes more than that of 20 ms.
+/// Interval at which a spinning dedicated poller checks whether other threads had more than 1/`CROWD_PART` of its core,
+/// ns. The start of a program takes more than that part of 20 ms.
 const CROWD_NS: u64 = 100_000_000;
 const CROWD_PART: u64 = 20;
-/// After that, the time for which it sleeps as on a shared core, nanoseconds.
+/// Time for which the poller then sleeps as on a shared core, ns.
 const CROWDED_NS: u64 = 1_000_000_000;
 
-/// What a poller does next.
+/// The next step of a poller.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub(super) enum Then {
     /// Another round.
     Looks,
-    /// It sleeps until somebody wakes it, unless there is something to do.
+    /// It sleeps until it is woken, unless there is work.
     Sleeps,
-    /// It sleeps although there are datagrams, so that programs post receives for them.
+    /// It sleeps although there are datagrams, so that programs can post receives for them.
     Starves,
     /// Its turn has ended: it sleeps although there is work.
     Leaves,
 }
 
-/// What a poller remembers of when it had work, and of its core.
+/// A poller's history, from which its next step follows.
 #[derive(Default)]
 pub(super) struct Past {
-    /// When it found something last, and when it woke last, nanoseconds.
+    /// When it last found work, and when it last woke, ns.
     found_ns: u64,
     woken_ns: u64,
-    /// It has found nothing since it woke.
+    /// It has woken and found no work since.
     has_woken: bool,
-    /// Its twin has woken it: its core was idle, and the program that rang is on another one.
+    /// Its twin has woken it: its core was idle, and the program that rang runs on another core.
     by_twin: bool,
     rounds: u32,
-    /// Since when it has spun, and how long it had run before, nanoseconds; 0 while it has slept since.
+    /// Since when it has spun, and its CPU time at that moment, ns; 0 if it has slept since.
     spins_since_ns: u64,
     ran_ns: u64,
-    /// Others want its core until then, nanoseconds.
+    /// Other threads use its core until this time, ns.
     crowded_until_ns: u64,
 }
 
-/// The thread that looks while a core would be idle.
+/// The thread that looks at doorbells while a core would be idle.
 #[derive(Default)]
 pub(super) struct Twin {
     asleep: AtomicBool,
-    /// It has woken its poller.
+    /// The twin has woken its poller.
     called: AtomicBool,
-    /// The doorbells that it is to look at next, and those that it does not look at any more. Its poller frees these: the twin may lose its core for
-    /// seconds at any point, so it takes no lock, and allocates and frees nothing.
+    /// The doorbells that the twin has to look at next, and the ones that it has finished with. The poller frees the
+    /// latter: a twin may lose its core for seconds at any point, so it takes no lock, and neither allocates nor frees
+    /// memory.
     next: Slot<Bells>,
     last: Slot<Bells>,
     thread: OnceLock<std::thread::Thread>,
 }
 
 impl Engine {
-    /// What a poller does until it ends.
+    /// The main loop of a poller.
     pub(super) fn poll(&self, watch: &mut Watch) {
         let sleeper = self.sleepers.of(watch.seat);
         sleeper.set_asleep(false);
@@ -120,7 +126,8 @@ impl Engine {
         }
     }
 
-    /// After a round that has found something. With `carries_job` the poller has done a job, and tells the RNIC so in the next round.
+    /// The step after a round with work. `carries_job`: the poller has run a job, whose result the RNIC gets in the
+    /// next round.
     pub(super) fn after_work(&self, past: &mut Past, round: &Round, carries_job: bool) -> Then {
         past.found_ns = round.ended_ns;
         self.work_goes_on(past);
@@ -131,7 +138,7 @@ impl Engine {
         }
     }
 
-    /// After a round, or a look, that has found nothing.
+    /// The step after a round that found no work, or was skipped.
     fn after_nothing(&self, watch: &mut Watch, round: Option<&Round>) -> Then {
         let Watch { seat, past, .. } = watch;
         let looks = if self.shares_cores {
@@ -148,7 +155,7 @@ impl Engine {
         Then::Looks
     }
 
-    /// True if others want the core of a dedicated poller that spins.
+    /// True if other threads use the core of a spinning dedicated poller.
     fn is_crowded(&self, past: &mut Past) -> bool {
         if past.spins_since_ns != 0 && past.rounds % LISTEN_SPINS != 0 {
             return false;
@@ -171,14 +178,15 @@ impl Engine {
         crowded
     }
 
-    /// Sleeps until somebody wakes it. If no other poller is awake it does so for a time only, or not at all, as `then` says.
+    /// Sleeps until woken. If all other pollers sleep, the sleep is limited or skipped as `then` says.
     fn sleep(&self, watch: &mut Watch, then: Then) {
         let sleeper = self.sleepers.of(watch.seat);
         let limit = {
             let mut r = self.rnic.spin_lock();
             let now = r.since_ns();
             sleeper.set_asleep(true);
-            // Who has the RNIC decides alone whether all sleep. One that wakes meanwhile takes the RNIC next.
+            // Whether all pollers sleep is decided under the RNIC's lock. A poller that wakes meanwhile takes the lock
+            // next.
             if !self.sleepers.all_sleep() {
                 None
             } else if then == Then::Leaves {
@@ -205,11 +213,12 @@ impl Engine {
         let past = &mut watch.past;
         (past.has_woken, past.by_twin) = (true, sleeper.twin.called.swap(false, Ordering::Relaxed));
         (past.woken_ns, past.spins_since_ns) = (self.now(), 0);
-        // It may have slept for long.
+        // The sleep may have been long, so the poller's copies may be out of date.
         watch.looks_anew();
     }
 
-    /// There was work: on shared cores twins look for more for a while. A dedicated poller that has just woken wakes the others.
+    /// Called after work: on shared cores, keeps twins awake for a while. A dedicated poller that has just woken wakes
+    /// the others.
     fn work_goes_on(&self, past: &mut Past) {
         if !self.shares_cores {
             if std::mem::take(&mut past.has_woken) {
@@ -221,7 +230,7 @@ impl Engine {
         self.sleepers.all().filter(|s| s.twin.asleep.load(Ordering::Relaxed)).for_each(|s| s.twin.wake());
     }
 
-    /// Somebody has made work: if no poller would see it, one is woken, on shared cores that of this core.
+    /// Called when there is new work: if all pollers sleep, wakes one; on shared cores, the one of this core.
     pub(super) fn call_if_all_sleep(&self) {
         if self.sleepers.all_sleep() {
             let i = if self.shares_cores { rustix::thread::sched_getcpu() } else { 0 };
@@ -229,12 +238,12 @@ impl Engine {
         }
     }
 
-    /// True if pollers come and go with the load.
+    /// True if pollers are added and removed with the load.
     pub(super) fn grows(&self) -> bool {
         self.pollers.0 < self.pollers.1
     }
 
-    /// Notes whether a round has left work over, and lets another poller come if that goes on.
+    /// Records whether a round has left work over, and adds a poller if that continues.
     pub(super) fn note_backlog(&self, left_over: bool, now: u64) {
         if !left_over || !self.grows() {
             return self.backlog_since_ns.store(0, Ordering::Relaxed);
@@ -252,7 +261,7 @@ impl Engine {
         }
     }
 
-    /// The poller in `seat` has found nothing since then; true if it goes.
+    /// True if the poller in `seat`, which has found no work since `since_ns`, is removed.
     fn is_spare(&self, seat: usize, since_ns: u64) -> bool {
         let long = seat >= self.pollers.0 && self.now().saturating_sub(since_ns) >= SPARE_NS;
         let last = |n: usize| (n == seat + 1).then_some(seat);
@@ -273,7 +282,7 @@ impl Engine {
         Ok(())
     }
 
-    /// Wakes the poller of its core for what it sees.
+    /// The main loop of a twin: wakes the poller of its core when it sees work.
     fn twin(&self, sleeper: &Sleeper) {
         let twin = &sleeper.twin;
         let _ = twin.thread.set(std::thread::current());
@@ -299,7 +308,7 @@ impl Engine {
         }
     }
 
-    /// Gives the twins other doorbells to look at. Only who has the RNIC calls this.
+    /// Gives the twins other doorbells to look at. Must be called with the RNIC locked.
     pub(super) fn give_to_twins(&self, changes: u64, bells: impl FnOnce() -> Bells) {
         if self.shares_cores && self.twins_have.swap(changes, Ordering::Relaxed) != changes {
             let bells = Arc::new(bells());
@@ -310,7 +319,7 @@ impl Engine {
         }
     }
 
-    /// Wakes all twins, so that they end.
+    /// Wakes all twins, so that they see that the engine stops.
     pub(super) fn end_twins(&self) {
         self.sleepers.all().for_each(|s| s.twin.wake());
     }

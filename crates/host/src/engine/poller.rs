@@ -1,4 +1,4 @@
-//! The rounds of a poller, the jobs that it does between them, and what it makes of kicks.
+//! The rounds of a poller, the jobs that it runs between them, and the handling of kicks.
 
 use std::sync::atomic::Ordering;
 
@@ -9,17 +9,17 @@ use super::policy::Past;
 use super::sleepers::{CALL, PORT, Sleeper};
 use super::{Engine, SCRATCH_BYTES};
 
-/// Looks at the doorbells between two rounds that find idle sessions and let them sleep.
+/// Looks at the doorbells between two rounds that detect idle sessions and park them.
 pub(super) const LOOKS_BETWEEN_ROUNDS: u32 = 64;
-/// Rounds of the RNIC, each with the lock for itself, before their events are delivered.
+/// Most rounds of the RNIC, each under a lock hold of its own, before their events are delivered.
 const ROUNDS_AT_ONCE: u32 = 8;
-/// Looks of a poller at whether a thread still wants the RNIC, before it takes the RNIC again.
+/// Most spins of a poller while another thread still wants the RNIC, before it takes the RNIC again.
 const MOST_PAUSES: u32 = 300;
-/// A round that has work of the RNIC does not ask the port for packets if it was asked so short a time ago, nanoseconds: a reply leaves
-/// one system call earlier.
+/// A round with work in the RNIC skips the port if the port was asked within this time, ns. So a reply leaves one
+/// system call earlier.
 const ASKED_NS: u64 = 3_000;
 
-/// What a poller has and looks at between two rounds.
+/// State of a poller between two rounds.
 pub(super) struct Watch {
     /// The poller's seat, and the number of its thread.
     pub(super) seat: usize,
@@ -30,7 +30,7 @@ pub(super) struct Watch {
     looks: u32,
     pub(super) past: Past,
     out: Vec<Output>,
-    /// The job that it has done, which the RNIC has not heard of yet.
+    /// A job that was run, whose result the RNIC has not got yet.
     pub(super) job: Option<Box<Job>>,
     scratch: Box<[u8]>,
 }
@@ -50,25 +50,26 @@ impl Watch {
         }
     }
 
-    /// The next look is one at the RNIC.
+    /// Makes the next look one at the RNIC.
     pub(super) fn looks_anew(&mut self) {
         self.looks = u32::MAX;
     }
 }
 
-/// What came of one look at the RNIC.
+/// Result of one round.
 pub(super) struct Round {
     pub found: bool,
-    /// Datagrams came for which there was no receive: programs should run now.
+    /// Datagrams arrived for which there was no receive: programs should run now.
     pub starved: bool,
-    /// Nothing was found, and no session is polled.
+    /// No work was found, and no session is polled.
     pub idle: bool,
-    /// When the RNIC was given back, nanoseconds.
+    /// When the RNIC was released, ns.
     pub ended_ns: u64,
 }
 
 impl Engine {
-    /// True if the RNIC must be taken, whatever the port has: a doorbell rang, time is due, or `watch` is out of date.
+    /// True if the RNIC must be taken even if the port has no packets: a doorbell has rung, a timer is due, or `watch`
+    /// is out of date.
     #[inline]
     fn needs_round(&self, watch: &mut Watch) -> bool {
         watch.looks = watch.looks.wrapping_add(1);
@@ -79,14 +80,14 @@ impl Engine {
             || self.is_due()
     }
 
-    /// True if a timer of the RNIC has fired. While none runs, that needs no look at the clock.
+    /// True if a timer of the RNIC has fired. Does not read the clock while no timer runs.
     #[inline]
     fn is_due(&self) -> bool {
         let due_ns = self.signs.due_ns.load(Ordering::Acquire);
         due_ns != u64::MAX && due_ns <= self.now()
     }
 
-    /// One look at the RNIC by a poller, and one job if there is any; `None` if nothing calls for it or another poller has it.
+    /// One round of a poller, with at most one job; `None` if there is no work or another poller has the RNIC.
     pub(super) fn round(&self, watch: &mut Watch) -> Option<Round> {
         let done = watch.job.take();
         let comes_back = done.is_some();
@@ -100,7 +101,7 @@ impl Engine {
             let now = self.now();
             (!calls || now.saturating_sub(n.asked_ns) >= ASKED_NS) && self.receive(n, now)
         });
-        // If the port has nothing, nobody needs the RNIC.
+        // If the port has no packets either, the RNIC is not needed.
         if !calls && !received && net.as_ref().is_none_or(|n| n.out.packets().is_empty()) {
             return None;
         }
@@ -115,7 +116,7 @@ impl Engine {
             if !r.has_turns() || r.has_jobs() || r.is_in_vain() || r.is_starved() {
                 break;
             }
-            // Nobody else takes it in between, unless for a job.
+            // No other thread takes the RNIC in between, except for a job.
             r = self.reacquire(r.release());
             let since = r.since_ns();
             found |= r.poll_by(since, now_ns);
@@ -162,7 +163,7 @@ impl Engine {
         Some(Round { found, starved, idle, ended_ns: end })
     }
 
-    /// A poller begins something that may take long: others look meanwhile, or doorbells kick.
+    /// Called before a job that may take long: lets other pollers look meanwhile, or lets doorbells kick.
     fn steps_out(&self, watch: &Watch, r: &mut RnicGuard<'_>) {
         self.sleepers.of(watch.seat).set_asleep(true);
         if self.sleepers.all_sleep() && (r.next_timeout().is_some() || r.doze(false) != Some(false)) {
@@ -170,7 +171,7 @@ impl Engine {
         }
     }
 
-    /// Takes the RNIC again, which this poller gave back at time `end`, after others could.
+    /// Takes the RNIC again, which this poller released at time `end`, after giving other threads a chance.
     fn reacquire(&self, end: u64) -> RnicGuard<'_> {
         let waited = self.rnic.let_in();
         let mut pauses = 0;
@@ -181,7 +182,7 @@ impl Engine {
         if waited || pauses > 0 { self.rnic.spin_lock() } else { self.rnic.take_again(end) }
     }
 
-    /// Does the job that a poller has. If it takes long, somebody else has the poller's seat afterwards.
+    /// Runs the poller's job. If it takes long, another thread may have the poller's seat afterwards.
     fn do_job(&self, watch: &mut Watch) {
         let Some(job) = &mut watch.job else { return };
         let (number, scratch) = (job.number(), &mut watch.scratch);
@@ -200,7 +201,7 @@ impl Engine {
         }
     }
 
-    /// A poller has lost its seat: what it has done goes back to the RNIC.
+    /// Called when the thread has lost its seat: returns its finished job to the RNIC.
     pub(super) fn leave(&self, watch: &mut Watch) {
         if let Some(job) = watch.job.take() {
             self.rnic.lock().end_job(job);
@@ -208,13 +209,13 @@ impl Engine {
         }
     }
 
-    /// True while the engine runs and the poller has its seat.
+    /// True while the engine runs and the thread has its seat.
     pub(super) fn goes_on(&self, watch: &Watch) -> bool {
         !self.is_stopping() && self.liveness.has(watch.seat, watch.thread)
     }
 
-    /// Takes kicks, after which their sessions are polled. Who kicks for nothing all the time is not heard for a moment, so that it does not
-    /// keep the poller on a core that others use.
+    /// Handles kicks, after which their sessions are polled. A vRNIC whose kicks are mostly spurious is ignored for a
+    /// moment, so that it does not keep the poller on a core that others use.
     pub(super) fn take_kicks(&self, sleeper: &Sleeper, tokens: &[u64]) {
         if tokens.is_empty() {
             return;

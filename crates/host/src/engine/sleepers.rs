@@ -1,4 +1,4 @@
-//! Where pollers sleep, and what wakes them.
+//! The places where pollers sleep, and the events that wake them.
 
 use std::collections::HashMap;
 use std::io;
@@ -16,42 +16,42 @@ use unirdma_link::Foreign;
 use super::policy::{DEAF_NS, NAP_NS, Twin};
 use crate::timer::Timer;
 
-/// Token of the virtual layer's own calls; sessions have 32-bit tokens.
+/// Token of calls by the virtual layer itself. Tokens of sessions have 32 bits.
 pub(super) const CALL: u64 = u64::MAX;
 /// Token of the port's descriptors.
 pub(super) const PORT: u64 = u64::MAX - 1;
 
-/// A descriptor tells each time that it becomes readable, and once if it is.
+/// Edge-triggered: an event each time the descriptor becomes readable, and one at the start if it is readable.
 const EDGES: epoll::EventFlags = epoll::EventFlags::IN.union(epoll::EventFlags::ET);
 
-/// So many nanoseconds, for the kernel.
+/// `ns` nanoseconds as a `timespec`.
 pub(crate) fn timespec(ns: u64) -> Timespec {
     Timespec { tv_sec: (ns / 1_000_000_000) as i64, tv_nsec: (ns % 1_000_000_000) as i64 }
 }
 
-/// Where a poller sleeps.
+/// The place where a poller sleeps.
 pub(super) struct Sleeper {
     epoll: OwnedFd,
-    /// An eventfd that wakes it.
+    /// An eventfd that wakes the poller.
     call: OwnedFd,
-    /// It sleeps, is about to, or is busy with something that may take long: it looks at nothing before it is woken.
+    /// The poller sleeps, is about to, or is busy for an unknown time: it looks at nothing until it is woken.
     asleep: AtomicBool,
     pub twin: Twin,
-    /// A timer that wakes it.
+    /// A timer that wakes the poller.
     timer: Timer,
-    /// When the timer fires or has fired, nanoseconds.
+    /// When the timer fires or has fired, ns.
     fires_ns: AtomicU64,
     kicks: Mutex<Kicks>,
     /// [`Kicks::unheard`] is not empty.
     leaves_out: AtomicBool,
 }
 
-/// What sessions kick with.
+/// The kick descriptors of sessions.
 #[derive(Default)]
 struct Kicks {
     /// The descriptors of each session, by its token.
     of: HashMap<u64, Vec<Arc<Foreign>>>,
-    /// Sessions whose kicks are not heard until then.
+    /// Sessions whose kicks are ignored until `until_ns`.
     unheard: Vec<u64>,
     until_ns: u64,
 }
@@ -75,12 +75,12 @@ impl Sleeper {
         Ok(s)
     }
 
-    /// Whatever a descriptor tells wakes it from now on.
+    /// Lets events of a descriptor wake the poller.
     fn listen(&self, fd: impl AsFd, token: u64, flags: epoll::EventFlags) -> io::Result<()> {
         Ok(epoll::add(&self.epoll, fd, epoll::EventData::new_u64(token), flags)?)
     }
 
-    /// The kicks of a session by this descriptor wake it from now on.
+    /// Lets kicks of a session by this descriptor wake the poller.
     pub fn hear(&self, session: u64, kick: Arc<Foreign>) -> io::Result<()> {
         let mut kicks = lock(&self.kicks);
         self.listen(&kick, session, EDGES)?;
@@ -88,10 +88,10 @@ impl Sleeper {
         Ok(())
     }
 
-    /// The kicks of a session by this descriptor do not wake it any more.
+    /// Kicks of a session by this descriptor no longer wake the poller.
     pub fn forget(&self, session: u64, kick: &Arc<Foreign>) {
         let mut kicks = lock(&self.kicks);
-        // It is not there while it is left out.
+        // A descriptor that is left out now is not in the set.
         let _ = epoll::delete(&self.epoll, kick);
         if let Some(of) = kicks.of.get_mut(&session) {
             of.retain(|k| !Arc::ptr_eq(k, kick));
@@ -101,7 +101,8 @@ impl Sleeper {
         }
     }
 
-    /// A session's kicks do not wake it for [`DEAF_NS`]. If the session has kicked meanwhile, that wakes it at the end of this time.
+    /// Ignores a session's kicks for [`DEAF_NS`]. If the session has kicked meanwhile, that wakes the poller at the end
+    /// of this time.
     pub fn leave_out(&self, session: u64) {
         let mut kicks = lock(&self.kicks);
         for kick in kicks.of.get(&session).into_iter().flatten() {
@@ -114,7 +115,8 @@ impl Sleeper {
         self.leaves_out.store(true, Ordering::Relaxed);
     }
 
-    /// Listens again to the sessions that it has left out, if [`DEAF_NS`] is over. If not, the timer wakes it for another look.
+    /// Listens to the ignored sessions again if [`DEAF_NS`] is over. If not, lets the timer wake the poller for another
+    /// check.
     fn hear_again(&self) {
         let mut kicks = lock(&self.kicks);
         let Kicks { of, unheard, until_ns } = &mut *kicks;
@@ -129,7 +131,7 @@ impl Sleeper {
         self.leaves_out.store(false, Ordering::Relaxed);
     }
 
-    /// Wakes it.
+    /// Wakes the poller.
     pub fn call(&self) {
         let _ = rustix::io::write(&self.call, &1u64.to_ne_bytes());
     }
@@ -142,24 +144,25 @@ impl Sleeper {
         self.asleep.store(asleep, Ordering::SeqCst);
     }
 
-    /// The timer wakes it in so many nanoseconds, and not before.
+    /// Lets the timer wake the poller in `ns` nanoseconds. An earlier setting is replaced.
     pub fn wake_in(&self, ns: u64) {
         let now = now_ns();
-        // Setting the timer also takes back that it has fired, which the next wait would else return for.
+        // Setting the timer also clears an expiration, for which the next wait would otherwise return.
         if self.timer.set(Some(Duration::from_nanos(ns))).is_ok() {
             self.fires_ns.store(now + ns, Ordering::Relaxed);
         }
     }
 
-    /// The timer wakes it in so many nanoseconds at the latest. It is set only if it has fired: to set a timer of the kernel for each wait, as a
-    /// limit does, takes some 10 us on a virtual machine.
+    /// Lets the timer wake the poller in `ns` nanoseconds at the latest. The timer is set only if it has fired: to set
+    /// a kernel timer for each wait, as a timeout does, takes about 10 us on a virtual machine.
     pub fn wake_within(&self, ns: u64) {
         if self.fires_ns.load(Ordering::Relaxed) <= now_ns() {
             self.wake_in(ns);
         }
     }
 
-    /// Waits up to the limit, nanoseconds; the kernel adds the thread's timer slack, usually 50 us. The tokens of what woke it.
+    /// Waits up to `limit_ns`, to which the kernel adds the thread's timer slack, usually 50 us. Returns the tokens of
+    /// the events.
     pub fn wait(&self, limit_ns: Option<u64>) -> Vec<u64> {
         if self.leaves_out.load(Ordering::Relaxed) {
             self.hear_again();
@@ -173,7 +176,7 @@ impl Sleeper {
     }
 }
 
-/// All places; at least one.
+/// The places of all pollers; at least one.
 pub(super) struct Sleepers(Box<[Sleeper]>);
 
 impl Sleepers {
@@ -193,13 +196,14 @@ impl Sleepers {
         self.all().all(Sleeper::is_asleep)
     }
 
-    /// That of a poller, or the one for a wake channel.
+    /// The place of poller `i`, or the one for wake channel `i`.
     pub fn of(&self, i: usize) -> &Sleeper {
         &self.0[i % self.0.len()]
     }
 
-    /// Packets at a descriptor of the port wake the first poller. With `shares_cores` they wake one that sleeps, since the first one may have
-    /// been woken and still wait for its core: between two hosts on the same two cores, 64 KiB WRITEs then reach 2,240 MiB/s in the place of 1,650.
+    /// Lets packets at a descriptor of the port wake the first poller. With `shares_cores` they wake any sleeping one,
+    /// since the first may have been woken and still wait for its core: between two hosts on the same two cores, 64 KiB
+    /// WRITEs then reach 2,240 MiB/s instead of 1,650.
     pub fn hear_port(&self, fd: BorrowedFd<'_>, shares_cores: bool) -> io::Result<()> {
         if !shares_cores {
             return self.0[0].listen(fd, PORT, epoll::EventFlags::IN);
@@ -232,7 +236,7 @@ mod tests {
         s.hear(1, noisy.clone()).unwrap();
         s.hear(1, second.clone()).unwrap();
         s.hear(2, quiet.clone()).unwrap();
-        // The sessions that it hears until there are so many, without its own timer.
+        // Waits until `most` sessions have kicked, not counting the place's own timer.
         let hear = |most: usize| {
             let mut heard = Vec::new();
             while heard.len() < most {
@@ -249,10 +253,10 @@ mod tests {
         if is_deaf() {
             assert_eq!(first, [2]);
         }
-        // It wakes by itself, and then hears what has come meanwhile.
+        // The place wakes by itself, and then gets the kicks that came meanwhile.
         assert_eq!([first.clone(), hear(3 - first.len())].concat().into_iter().filter(|&t| t == 1).count(), 2);
         assert!(!is_deaf());
-        // Who goes while it is left out does not come back.
+        // A descriptor that is forgotten while it is left out does not come back.
         s.leave_out(1);
         s.forget(1, &noisy);
         kick(&noisy);
@@ -262,7 +266,7 @@ mod tests {
         assert!(lock(&s.kicks).of.keys().eq([&2]));
     }
 
-    /// A nap that ended while the poller was awake does not end its next pause.
+    /// A timer that has fired while the poller was awake does not end its next sleep.
     #[test]
     fn a_timer_that_has_fired_does_not_wake_before_the_time_that_is_set_next() {
         let s = Sleeper::new().unwrap();
@@ -274,8 +278,8 @@ mod tests {
         assert!(began.elapsed() >= Duration::from_millis(5));
     }
 
-    /// `epoll_pwait` counts whole milliseconds, and only `epoll_pwait2` counts nanoseconds. Another thread may have the core when a wait ends,
-    /// so the shortest of 50 waits counts.
+    /// `epoll_pwait` counts whole milliseconds; only `epoll_pwait2` counts nanoseconds. Another thread may have the
+    /// core when a wait ends, so the shortest of 50 waits is checked.
     #[test]
     fn a_wait_may_be_shorter_than_a_millisecond() {
         let s = Sleeper::new().unwrap();

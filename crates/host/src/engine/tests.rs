@@ -1,4 +1,4 @@
-//! Pollers that come and go, and what a look at the port costs.
+//! Pollers that are added and removed, and the cost of polling the port.
 
 use std::os::fd::BorrowedFd;
 use std::time::{Duration, Instant};
@@ -8,7 +8,7 @@ use super::poller::{LOOKS_BETWEEN_ROUNDS, Round};
 use super::*;
 use unirdma_rnic::Tx;
 
-/// A port that nothing comes in by; counts how often it was asked.
+/// A port without packets, which counts how often it was asked.
 struct Quiet(Arc<AtomicUsize>);
 
 impl Port for Quiet {
@@ -53,7 +53,7 @@ fn pollers_come_with_the_load_and_go() {
     engine.stop();
 }
 
-/// A round that finds nothing at the port leaves the RNIC alone, and one that has work of the RNIC does not ask the port again at once.
+/// A round without packets does not take the RNIC. A round with work in the RNIC does not ask the port again at once.
 #[test]
 fn a_port_without_packets_costs_no_look_at_the_rnic() {
     const ROUNDS: u64 = 640;
@@ -81,7 +81,7 @@ fn a_port_without_packets_costs_no_look_at_the_rnic() {
     assert_eq!(count(true, 0, &mut watch), (ROUNDS, ROUNDS));
 }
 
-/// A program that spins on the poller's core can keep a poller from its turn for longer than the port is polled.
+/// A program that spins on the poller's core can delay a poller's turn for longer than the port is polled.
 #[test]
 fn a_port_with_packets_is_polled_however_late_the_turn_comes() {
     let asked = Arc::new(AtomicUsize::new(0));
@@ -98,7 +98,7 @@ fn a_port_with_packets_is_polled_however_late_the_turn_comes() {
     }
 }
 
-/// A poller on a shared core leaves it to others after its turn, but not with a job of which the RNIC has not heard, for which a program waits.
+/// A poller on a shared core ends its turn, unless it carries a finished job to the RNIC, for which a program waits.
 #[test]
 fn a_turn_ends_unless_a_job_is_on_its_way_back() {
     let round = |ended_ns, starved| Round { found: true, starved, idle: false, ended_ns };
