@@ -1,5 +1,5 @@
-//! A worker: the process that serves the vRNICs of one group. This is its control thread: the sockets of programs, control queues,
-//! sessions, and what the supervisor calls for; one event loop, no blocking.
+//! A worker: the process that serves the vRNICs of one group. This file has its control thread: one non-blocking event
+//! loop for the sockets of programs, control queues, sessions, and requests of the supervisor.
 
 mod allowance;
 mod calls;
@@ -39,15 +39,15 @@ use allowance::Allowance;
 pub(crate) use ledger::raise_limit;
 use machine::Machine;
 
-/// Messages of one session before the others get a turn.
+/// Most messages of one session before the others get a turn.
 const BURST: usize = 32;
-/// How long a vRNIC accepts no program that has too many descriptors waiting to be closed, nanoseconds.
+/// Time for which a vRNIC accepts no programs while too many of its descriptors wait to be closed, ns.
 const PAUSE_NS: u64 = 100_000_000;
-/// How long the rest of a message may take, nanoseconds.
+/// Longest time for the rest of a message, ns.
 const HALF_NS: u64 = 5_000_000_000;
-/// How long the supervisor may take to send a call, or to take an answer. It is believed to be quick.
+/// Longest time for the supervisor to send a request, or to take an answer. It is trusted to be quick.
 const PATIENCE: Duration = Duration::from_secs(10);
-/// With fewer QPNs left than this, the supervisor is asked for more.
+/// Below this number of free QPNs, the supervisor is asked for more.
 const FEW_QPNS: u32 = 4096;
 
 struct Vrnic {
@@ -57,14 +57,14 @@ struct Vrnic {
     identity: Arc<Identity>,
     limits: Limits,
     listener: (u64, OwnedFd),
-    /// Where a VMM gets the network interface of its machine.
+    /// Socket to which a VMM connects for the network interface of its machine.
     net_listener: (u64, OwnedFd),
-    /// Where drivers of the RFC mode connect.
+    /// Socket to which drivers of the RFC mode connect.
     rfc_listener: (u64, OwnedFd),
-    /// Its interface in the switch.
+    /// Number of its interface in the switch.
     attached: Option<u64>,
     sessions: usize,
-    /// The log has it that there are too many sessions.
+    /// It was logged that there are too many sessions.
     full: bool,
     ledger: Ledger,
     allowance: Rc<Allowance>,
@@ -77,28 +77,29 @@ struct Session {
     conn: Conn,
     _pidfd: Option<OwnedFd>,
     tokens: Vec<u64>,
-    /// Its commands wait ([`Paused::Commands`]).
+    /// Commands of the session wait ([`Paused::Commands`]).
     commands_pause: bool,
-    /// Of its vRNIC.
+    /// The allowance of its vRNIC.
     allowance: Rc<Allowance>,
-    /// For the descriptor of its process.
+    /// For the pidfd of its process.
     _ticket: Ticket,
 }
 
 impl Session {
-    /// Until when what its program asks for has to wait, since its vRNIC has had more than its part.
+    /// When the session's requests may be served again, if its vRNIC has used up its allowance.
     fn waits_until(&self, engine: &Engine, now: u64) -> Option<u64> {
         self.allowance.waits_until(now, || engine.keeps_others_from_work(self.conn.device.vnic()))
     }
 
-    /// Something was done for it since time `began`.
+    /// Charges the session's vRNIC for control work that began at time `began`.
     fn pays_since(&self, engine: &Engine, began: u64) {
         let now = engine.now();
         self.allowance.charge(now, now.saturating_sub(began) + self.conn.device.take_errand_ns());
     }
 }
 
-/// A program that came too many: it may see what there is, and hears why it cannot use it.
+/// A connection beyond the session limit: it may read the configuration, and gets the reason why it cannot use the
+/// device.
 struct Looker {
     vrnic: String,
     backend: Backend,
@@ -126,10 +127,10 @@ impl Handler for Sight {
 
 /// Passes the link's calls on to the device and notes the latest kick descriptor of each vring that changed.
 struct Conn {
-    /// Of the session.
+    /// Number of the session.
     id: u64,
     device: Device,
-    /// By vring, or [`channels::CONTROL`] and [`channels::WAKE`].
+    /// By vring index, or [`channels::CONTROL`] and [`channels::WAKE`].
     kicks: HashMap<usize, Kick>,
     changed: HashMap<usize, Option<Arc<Foreign>>>,
     epoll: Arc<OwnedFd>,
@@ -180,7 +181,7 @@ impl Handler for Conn {
     }
 }
 
-/// How a session speaks to its device: by which socket its driver came.
+/// The device interface of a session, determined by the socket to which its driver has connected.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Mode {
     Native,
@@ -188,7 +189,7 @@ enum Mode {
 }
 
 impl Vrnic {
-    /// When it accepts programs again, if it does not now.
+    /// When it accepts programs again; `None` if it does now.
     fn accepts_from(&self, engine: &Engine, now: u64) -> Option<u64> {
         if self.ledger.is_overdrawn() {
             return Some(now + PAUSE_NS);
@@ -206,9 +207,9 @@ impl Vrnic {
 
 #[derive(Clone)]
 enum Source {
-    /// Supervisors that come.
+    /// The socket to which supervisors connect.
     Door,
-    /// The supervisor that is here.
+    /// The connected supervisor.
     Supervisor,
     Wake,
     Listener(String, Mode),
@@ -219,19 +220,19 @@ enum Source {
     Broken,
 }
 
-/// The supervisor that is here.
+/// The connected supervisor.
 struct Above {
     line: Line,
     token: u64,
 }
 
-/// What is not listened to for a while, and until when.
+/// A source of events that is not watched until a certain time.
 enum Paused {
-    /// A vRNIC accepts no program by this socket.
+    /// A vRNIC accepts no programs by this socket.
     Listener(u64, String, Mode),
-    /// A session's messages wait.
+    /// Messages of a session wait.
     Session(u64, u64),
-    /// A session's commands wait.
+    /// Commands of a session wait.
     Commands(u64, u64),
 }
 
@@ -243,7 +244,7 @@ impl Paused {
     }
 }
 
-/// The way to say something to the supervisor that is here, if it listens.
+/// The socket for notices to the connected supervisor, if it takes any.
 #[derive(Default)]
 struct Notices(Mutex<Option<OwnedFd>>);
 
@@ -265,7 +266,7 @@ struct Worker {
     network: Option<Enrolment>,
     engine: Arc<Engine>,
     switch: Switch,
-    /// Tells this process from those before.
+    /// A number that differs between processes that have served the group.
     origin: u32,
     notices: Arc<Notices>,
     epoll: Arc<OwnedFd>,
@@ -275,38 +276,38 @@ struct Worker {
     sources: HashMap<u64, Source>,
     next_token: u64,
     vrnics: BTreeMap<String, Vrnic>,
-    /// What vRNICs have done that are gone, so that sums over the group never get smaller.
+    /// Totals of removed vRNICs, so that sums over the group never decrease.
     gone: VrnicInfo,
     sessions: HashMap<u64, Session>,
     lookers: BTreeMap<u64, Looker>,
     machines: HashMap<u64, Machine>,
-    /// What all vRNICs may hold.
+    /// The account of all vRNICs.
     ledger: Ledger,
-    /// Sessions that have sent a part of a message, and since when, nanoseconds.
+    /// Sessions that have sent a part of a message, and since when, ns.
     half: Vec<(u64, u64)>,
-    /// Connections of VMMs that get no network interface, and since when, nanoseconds.
+    /// Connections of VMMs that get no network interface, and since when, ns.
     refused: VecDeque<(u64, Foreign)>,
     paused: Vec<Paused>,
-    /// IP multicast groups that it wants to hear.
+    /// IP multicast groups from which the worker wants to receive.
     wanted: Vec<IpAddr>,
-    /// The supervisor has been asked for more QPNs, and has not given any.
+    /// The supervisor was asked for more QPNs and has not given any yet.
     asked_for_qpns: bool,
     ended: bool,
 }
 
-/// What becomes of a worker whose supervisor is gone.
+/// Behaviour of a worker whose supervisor is gone.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Alone {
-    /// It goes on, and waits for another one.
+    /// It continues, and waits for another supervisor.
     Waits,
-    /// It ends.
+    /// It exits.
     Ends,
 }
 
-/// Serves the vRNICs of a group, which a supervisor that comes to `door` will name, until a supervisor ends it.
+/// Serves the vRNICs of a group until a supervisor ends it. A supervisor that connects to `door` names the group.
 ///
 /// # Errors
-/// The supervisor says something else, or the system lacks something.
+/// The supervisor sends something unexpected, or the system refuses something.
 pub fn work(door: UnixListener, alone: Alone) -> io::Result<()> {
     let (socket, _) = door.accept()?;
     let line = Line::new(socket.into())?;
@@ -319,9 +320,9 @@ pub fn work(door: UnixListener, alone: Alone) -> io::Result<()> {
         return Err(io::Error::new(io::ErrorKind::InvalidData, "the supervisor did not say which group this is"));
     };
     let ledger = ledger::Machine::look();
-    // A worker that is confined makes no userfaultfd.
+    // Before confinement, since a confined worker cannot make a userfaultfd.
     let guarded = unirdma_mem::guard::install();
-    // Before there is another thread.
+    // Before another thread is started.
     let mut in_force = begin.confinement.as_ref().map(confine::enter).unwrap_or_default();
     let counted = unirdma_mem::guard::counts_holes().map(|()| "pages made in sparse files are counted".into());
     in_force.measures.push(confine::Measure::new("sparse_files", counted));
@@ -400,7 +401,7 @@ impl Worker {
         Ok(token)
     }
 
-    /// Serves until a supervisor ends it.
+    /// Runs the event loop until a supervisor ends the worker.
     fn run(mut self, line: Line, notices: Option<OwnedFd>, alone: Alone) -> io::Result<()> {
         let wake = self.wake.clone();
         self.watch(wake.as_fd(), Source::Wake, true)?;
@@ -413,7 +414,7 @@ impl Worker {
         let door = self.door.try_clone()?;
         self.watch(door.as_fd(), Source::Door, false)?;
         self.welcome(line, notices)?;
-        // The threads that do the work are there.
+        // After all other threads were started.
         confine::thread(Kind::Control);
         let mut events = [MaybeUninit::<epoll::Event>::uninit(); 64];
         while !self.ended {
@@ -465,7 +466,7 @@ impl Worker {
         Ok(())
     }
 
-    /// How long this thread may sleep.
+    /// Longest time for which this thread may sleep.
     fn wait_limit(&self) -> Option<rustix::time::Timespec> {
         if self.engine.has_dead() {
             return Some(timespec(0));
@@ -476,7 +477,7 @@ impl Worker {
         Some(timespec(half.into_iter().chain(pause).chain(self.refused_limit()).min()?))
     }
 
-    /// A program has sent a part of a message, or all of it.
+    /// Records whether a session has sent only a part of a message.
     fn note_half(&mut self, id: u64, half: bool) {
         let known = self.half.iter().position(|h| h.0 == id);
         match (known, half) {
@@ -486,7 +487,7 @@ impl Worker {
         }
     }
 
-    /// Ends the sessions of programs that have not sent the rest of a message for too long.
+    /// Ends the sessions of programs whose message is incomplete for too long.
     fn end_half(&mut self) {
         if self.half.is_empty() {
             return;

@@ -1,9 +1,10 @@
-//! What a vRNIC's control work may take while others have work.
+//! A limit on a vRNIC's control work while other vRNICs have work.
 //!
-//! Commands, messages and sessions of a vRNIC are served by the control thread, which needs the RNIC as pollers do, and on few cores shares
-//! its core with programs and pollers. A program that asks for something without a pause would keep that thread busy all the time, and everybody
-//! else would wait for the RNIC, or have a part of that core less. So each vRNIC has an allowance: as much as it likes for a moment, and then a
-//! part of the time. It is measured always, and counts only while others are kept from work ([`Engine::keeps_others_from_work`]).
+//! The control thread serves commands, messages and sessions of vRNICs. It needs the RNIC as pollers do, and on few
+//! cores shares its core with programs and pollers. A program that sends requests without a pause would keep that
+//! thread busy, and others would wait for the RNIC, or get less of that core. So each vRNIC has an allowance: a burst
+//! without limit, and then a part of the time. Control work is always measured, but limited only while it delays others
+//! ([`Engine::keeps_others_from_work`]).
 //!
 //! [`Engine::keeps_others_from_work`]: crate::engine::Engine::keeps_others_from_work
 
@@ -11,8 +12,9 @@ use std::cell::Cell;
 
 use unirdma_rnic::{Terms, TimeBudget};
 
-/// A program that starts may make some thousand objects at once. One that waits for an answer sleeps meanwhile; if it had each answer
-/// as soon as that could be paid for, it would look for it all the time, so it waits in steps.
+/// A starting program may make about a thousand objects at once. A program sleeps while it waits for an answer; if each
+/// answer came as soon as it could be paid for, the program would look for it all the time, so waits have a minimal
+/// length.
 const TERMS: Terms = Terms { parts: 16, burst_ns: 40_000_000, most_ns: 2_000_000, step_ns: 4_000_000 };
 
 /// The account of one vRNIC.
@@ -26,14 +28,14 @@ impl Default for Allowance {
 }
 
 impl Allowance {
-    /// Control work that ended at time `now` took so long, nanoseconds.
+    /// Charges control work of `took_ns` that ended at `now`.
     pub fn charge(&self, now: u64, took_ns: u64) {
         let mut b = self.0.get();
         b.charge(now, took_ns);
         self.0.set(b);
     }
 
-    /// Until when the vRNIC's control work has to wait. If nobody else has work, what it has had is forgiven.
+    /// When the vRNIC's control work may go on, if it has to wait. If no other vRNIC has work, the debt is cancelled.
     pub fn waits_until(&self, now: u64, others_have_work: impl FnOnce() -> bool) -> Option<u64> {
         let mut b = self.0.get();
         let rest_ns = b.rest_ns_beside(now, others_have_work);

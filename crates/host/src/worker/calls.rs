@@ -1,4 +1,4 @@
-//! What a supervisor calls for: vRNICs, interfaces, captures, figures.
+//! Requests of the supervisor: vRNICs, interfaces, captures, statistics.
 
 use unirdma_rnic::MAX_BURIED;
 
@@ -6,19 +6,19 @@ use super::*;
 use crate::seal::GroupSecrets;
 use unirdma_rnic::Rnic;
 
-/// Connections and address handles that are looked at, after rules have changed, while the RNIC is held once.
+/// Most connections and address handles that are checked under one lock of the RNIC after rules have changed.
 const MAX_RECHECKED: usize = 64;
 
 type Done = Result<Answer, String>;
 
 impl Worker {
-    /// A supervisor is here, in the place of the one that was.
+    /// Takes a newly connected supervisor in place of the one before.
     pub(super) fn welcome(&mut self, line: Line, notices: Option<OwnedFd>) -> io::Result<()> {
         self.farewell();
         let token = self.watch(line.as_fd(), Source::Supervisor, false)?;
         self.above = Some(Above { line, token });
         *lock(&self.notices.0) = notices;
-        // What the one before may not have heard any more. Its captures are nobody's.
+        // Repeats notices that the supervisor before may not have received. Its captures end.
         self.engine.end_capture();
         self.notices.send(&Notice::Groups(self.wanted.clone()));
         self.asked_for_qpns = false;
@@ -34,7 +34,7 @@ impl Worker {
         *lock(&self.notices.0) = None;
     }
 
-    /// A supervisor comes. It must say first that it is of this version.
+    /// Accepts a supervisor, whose first message must give this version.
     pub(super) fn on_door(&mut self) {
         let Ok((socket, _)) = self.door.accept() else { return };
         let come = || -> io::Result<(Line, Option<OwnedFd>)> {
@@ -51,7 +51,7 @@ impl Worker {
         }
     }
 
-    /// The supervisor calls, or is gone.
+    /// Handles a request of the supervisor, or the end of its connection.
     pub(super) fn on_supervisor(&mut self, alone: Alone) {
         let Some(above) = &self.above else { return };
         let (call, fds) = match above.line.receive(PATIENCE) {
@@ -166,9 +166,9 @@ impl Worker {
         }
     }
 
-    /// Puts in force what is known of peers and rules: at the switch, and at the RNIC.
+    /// Applies a change of peers and rules to the switch and to the RNIC.
     fn put_in_force(&mut self, switch: impl FnOnce(&Switch), rnic: impl FnOnce(&mut Rnic)) -> Done {
-        // Connections to a group that is joined no more send nothing unsealed until they have ended.
+        // Until they have ended, connections to a group that is no longer joined must not send anything unsealed.
         let mut sealed = self.switch.sealed();
         switch(&self.switch);
         let sealed_now = self.switch.sealed();
@@ -178,19 +178,19 @@ impl Worker {
             let now = self.engine.now();
             let mut locked = self.engine.rnic.lock();
             let at_now = locked.at(now);
-            // Before there is anybody to send to.
+            // Before there is any new destination.
             at_now.tx().set_sealed(sealed);
             rnic(at_now);
         }
-        // Pollers have their turns in between, whatever there is to look at.
+        // Pollers get the RNIC between the steps.
         while self.engine.rnic.lock().recheck(MAX_RECHECKED) {}
         self.engine.rnic.lock().tx().set_sealed(sealed_now);
-        // Somebody may have waited for an address.
+        // Requests may have waited for an address.
         self.engine.after_command();
         Ok(Answer::Done)
     }
 
-    /// From now on the group has the secrets of this file, or none.
+    /// Replaces the group's secrets with the ones in this file, or with none.
     fn set_secrets(&mut self, file: Option<OwnedFd>) -> Done {
         let secrets = file.map(GroupSecrets::of_file).transpose().map_err(|e| e.to_string())?;
         if !self.switch.set_secrets(secrets.unwrap_or_default()) {
@@ -201,7 +201,7 @@ impl Worker {
         Ok(Answer::Done)
     }
 
-    /// Asks for more QPNs before they are all taken.
+    /// Asks the supervisor for more QPNs before they are used up.
     pub(super) fn ask_for_qpns(&mut self) {
         if self.network.is_some() && !self.asked_for_qpns && self.engine.rnic.lock().qpns_left() < FEW_QPNS {
             self.asked_for_qpns = true;
@@ -265,7 +265,7 @@ impl Worker {
             allowance: Rc::default(),
         };
         self.vrnics.insert(new.name, v);
-        // Somebody may have waited for an address.
+        // Requests may have waited for an address.
         self.engine.after_command();
         Ok(Answer::Done)
     }
@@ -295,10 +295,10 @@ impl Worker {
             if let Some(id) = v.attached {
                 self.switch.remove(id);
             }
-            // Pollers have their turns in between.
+            // Pollers get the RNIC between the steps.
             while self.engine.rnic.lock().bury_of(v.id, MAX_BURIED) {}
             self.engine.rnic.lock().remove_vnic(v.id);
-            // Programs may wait in it, with descriptors.
+            // Programs may wait in the listeners' queues, with descriptors.
             for (_, listener) in [v.listener, v.net_listener, v.rfc_listener] {
                 drop(Foreign::refused(listener, &v.ledger));
             }
@@ -316,7 +316,7 @@ impl Worker {
         Ok(Answer::Done)
     }
 
-    /// Gives a vRNIC an address, in the first hole of its GID table, or makes a hole of one.
+    /// Adds an address to a vRNIC, in the first free place of its GID table, or removes one, which leaves a free place.
     fn change_address(&mut self, name: &str, ip: IpNet, add: bool) -> Done {
         let v = self.vrnics.get_mut(name).ok_or_else(|| unknown(name))?;
         let gid = Gid::from_ip(ip.addr);
@@ -373,7 +373,7 @@ impl Worker {
         figures
     }
 
-    /// What this worker knows of a vRNIC; the supervisor knows the rest.
+    /// The part of a vRNIC's information that this worker has. The supervisor adds the rest.
     fn info(&self, name: &str) -> Option<VrnicInfo> {
         let v = self.vrnics.get(name)?;
         let rnic = self.engine.rnic.lock();

@@ -1,7 +1,7 @@
-//! The event channels of sessions: sockets by which a process gets events and calls, and notifies the device.
+//! The event channels of sessions: sockets by which a process gets events and calls, and kicks the device.
 //!
-//! Both ends are made here, and the process is given one of them. So nothing that a process does to its end, such as
-//! making it block or changing the size of its buffer, is done to ours, and a write to our end never waits.
+//! The device makes both ends and gives one of them to the process. So whatever a process does to its end, such as
+//! making it blocking or changing its buffer size, does not affect the device's end, and a write to that never waits.
 
 use std::os::fd::{BorrowedFd, OwnedFd};
 use std::sync::Arc;
@@ -15,7 +15,7 @@ use unirdma_link::{Foreign, Resource};
 
 use super::{Conn, Worker};
 
-/// Keys of the channels that notify, among those of vrings. The wake channels are last.
+/// Keys of the channels that kick, in the same number space as vrings. Wake channels come last.
 pub(super) const CONTROL: usize = abi::NUM_QUEUES as usize;
 pub(super) const WAKE: usize = CONTROL + 1;
 
@@ -28,18 +28,18 @@ fn token(session: u64, index: u32) -> u64 {
     TOKEN | session << INDEX_BITS | u64::from(index)
 }
 
-/// Session and event queue of a token, if it is one of an event channel.
+/// Session and event queue of a token; `None` if it is not the token of an event channel.
 pub(super) fn of_token(token: u64) -> Option<(u64, u32)> {
     let mask = (1 << INDEX_BITS) - 1;
     (token & TOKEN != 0).then_some(((token & !TOKEN) >> INDEX_BITS, (token & mask) as u32))
 }
 
-/// A pair of sockets: ours, and that of the process.
+/// A pair of sockets: the device's end and the process's end.
 fn pair(kind: SocketType) -> Result<(OwnedFd, OwnedFd), String> {
     socketpair(AddressFamily::UNIX, kind, SocketFlags::CLOEXEC, None).map_err(|e| e.to_string())
 }
 
-/// Opens channel `number`; the end of the process.
+/// Opens channel `number`; returns the process's end.
 pub(super) fn open(conn: &mut Conn, number: u32) -> Result<OwnedFd, String> {
     if conn.device.is_rfc() {
         return Err("the RFC mode has no channels".into());
@@ -55,7 +55,7 @@ pub(super) fn open(conn: &mut Conn, number: u32) -> Result<OwnedFd, String> {
     let ticket =
         conn.ledger.take(Resource::Descriptors, 1).ok_or("this vRNIC or this host has too many descriptors")?;
     if key >= WAKE {
-        // Only its edges count, and nobody reads it: whatever the process does to it is its own loss.
+        // The pollers only watch for edges and never read it, so a process that reads it or fills it harms only itself.
         let flags = EventfdFlags::CLOEXEC | EventfdFlags::NONBLOCK;
         let ours = eventfd(0, flags).map_err(|e| e.to_string())?;
         let theirs = rustix::io::fcntl_dupfd_cloexec(&ours, 0).map_err(|e| e.to_string())?;
@@ -64,7 +64,7 @@ pub(super) fn open(conn: &mut Conn, number: u32) -> Result<OwnedFd, String> {
     }
     let (ours, theirs) = pair(SocketType::STREAM)?;
     set_socket_oobinline(&ours, true).map_err(|e| e.to_string())?;
-    // What the process sends and nobody has read goes with it.
+    // Unread messages of the process are dropped together with the socket, perhaps slowly.
     let ours = Arc::new(Foreign::new(ours, ticket));
     conn.device.set_control_channel(Some(ours.clone()));
     conn.changed.insert(key, Some(ours));
@@ -76,15 +76,15 @@ fn open_events(conn: &Conn, number: u32) -> Result<OwnedFd, String> {
     let ticket =
         conn.ledger.take(Resource::Descriptors, 1).ok_or("this vRNIC or this host has too many event channels")?;
     let (ours, theirs) = pair(SocketType::SEQPACKET)?;
-    // Nothing comes by it.
+    // The process sends nothing on an event channel.
     shutdown(&ours, Shutdown::Read).map_err(|e| e.to_string())?;
-    // Nothing is watched for until the socket is full, and then for one event.
+    // The socket is watched only once it is full, and then for one event.
     let once = epoll::EventFlags::ONESHOT;
     let token = token(conn.id, index);
     epoll::add(&conn.epoll, &ours, epoll::EventData::new_u64(token), once).map_err(|e| e.to_string())?;
     let epoll = conn.epoll.clone();
     let on_room = move |fd: BorrowedFd<'_>, room: bool| {
-        // The end of the other side is reported always.
+        // The end of the other side is always reported.
         let flags = if room { epoll::EventFlags::OUT | once } else { once };
         let _ = epoll::modify(&epoll, fd, epoll::EventData::new_u64(token), flags);
     };
@@ -92,20 +92,20 @@ fn open_events(conn: &Conn, number: u32) -> Result<OwnedFd, String> {
     Ok(theirs)
 }
 
-/// Closes channel `number`. Those that notify close with the session.
+/// Closes event channel `number`. Channels that kick are closed with the session.
 pub(super) fn close(conn: &Conn, number: u32) -> Result<(), String> {
     let index = queue_of_channel(number).ok_or_else(|| format!("channel {number:#x} cannot be closed"))?;
     conn.device.events().close_channel(index)
 }
 
-/// Puts events back before all others of a channel.
+/// Puts events back at the front of a channel.
 pub(super) fn give_back(conn: &Conn, number: u32, events: &[u8]) -> Result<(), String> {
     let index = queue_of_channel(number).ok_or_else(|| format!("there is no channel {number:#x}"))?;
     conn.device.events().give_back(index, events)
 }
 
 impl Worker {
-    /// A channel that was full has room again, or the process has closed its end.
+    /// Called when a full channel has room again, or the process has closed its end.
     pub(super) fn on_room(&mut self, session: u64, index: u32) {
         if let Some(s) = self.sessions.get(&session) {
             s.conn.device.events().on_room(index);
@@ -113,7 +113,7 @@ impl Worker {
     }
 }
 
-/// The number of a wake channel, if the key is that of something that wakes pollers. A guest has one.
+/// The number of the wake channel that has this key, if the key belongs to one. A guest's wake virtqueue is channel 0.
 pub(super) fn wake_channel(key: usize) -> Option<usize> {
     if key == abi::VQ_WAKE as usize { Some(0) } else { key.checked_sub(WAKE) }
 }

@@ -1,4 +1,5 @@
-//! Control queues: commands are executed when a kick says so, unless their vRNIC has had more than its part of the control thread's time.
+//! Control queues: commands are executed after a kick, unless their vRNIC has used up its allowance of the control
+//! thread's time.
 
 use std::os::fd::AsFd;
 
@@ -8,10 +9,10 @@ use unirdma_abi as abi;
 use super::{Paused, Session, Worker, channels};
 use crate::engine::Engine;
 
-/// What a kick for nothing costs, roughly, nanoseconds: the control thread is woken, and sleeps again.
+/// Approximate cost of a spurious kick, ns: the control thread wakes and sleeps again.
 const KICK_NS: u64 = 5_000;
 
-/// The kicks of a session's control queue, by the channel of a process or by the virtqueue of a machine.
+/// Keys of a session's control queue: the channel of a process, and the virtqueue of a machine.
 const KICKS: [usize; 2] = [channels::CONTROL, abi::VQ_CONTROL as usize];
 
 impl Worker {
@@ -37,7 +38,7 @@ impl Worker {
         }
     }
 
-    /// A session's control queue is looked at after a time, and its kicks wait until then.
+    /// Stops serving a session's control queue and watching its kicks until a certain time.
     fn pause_commands(&mut self, id: u64, until_ns: u64) {
         let Some(s) = self.sessions.get_mut(&id) else { return };
         if !std::mem::replace(&mut s.commands_pause, true) {
@@ -48,7 +49,7 @@ impl Worker {
         }
     }
 
-    /// The end of such a pause.
+    /// Ends the pause of [`Worker::pause_commands`].
     pub(super) fn resume_commands(&mut self, id: u64) {
         let Some(s) = self.sessions.get_mut(&id) else { return };
         s.commands_pause = false;
@@ -56,13 +57,13 @@ impl Worker {
             let flags = epoll::EventFlags::IN | epoll::EventFlags::ET;
             let _ = epoll::add(&self.epoll, kick.fd.as_fd(), epoll::EventData::new_u64(kick.token), flags);
         }
-        // A queue that has nothing to serve although it says so is broken, and is left alone until its next kick.
+        // A queue that signals commands but has none is broken. It is left alone until its next kick.
         if !self.serve(id) && self.sessions.get_mut(&id).is_some_and(|s| !s.conn.device.listen()) {
             self.serve(id);
         }
     }
 
-    /// Serves the sessions whose command was held back until jobs had ended, or that the pollers leave something to.
+    /// Serves the sessions whose command was held back until jobs had ended, and those that pollers have handed over.
     pub(super) fn on_released(&mut self) {
         for released in self.engine.released() {
             let session = self.sessions.iter().find(|(_, s)| s.conn.device.session() == released).map(|(&id, _)| id);
@@ -72,8 +73,8 @@ impl Worker {
         }
     }
 
-    /// Executes commands of a session. False if there were none: then nothing was done that others would have to hear of, and the RNIC is
-    /// not asked. True also if they have to wait.
+    /// Executes commands of a session. False if there were none: then nothing has changed, and the RNIC was not used.
+    /// Also true if commands have to wait.
     pub(super) fn serve(&mut self, session: u64) -> bool {
         let Some(s) = self.sessions.get_mut(&session) else { return false };
         let began = self.engine.now();
@@ -85,7 +86,7 @@ impl Worker {
             return false;
         }
         s.pays_since(&self.engine, began);
-        // More have come than a turn has room for, or since the driver was told that it need not kick.
+        // More commands came than a turn may execute, or arrived after kicks were suppressed.
         if !s.conn.device.listen() {
             self.pause_commands(session, began);
         }
@@ -96,7 +97,8 @@ impl Worker {
 }
 
 impl Session {
-    /// Until when its commands have to wait. In the RFC mode work requests come the same way, which the RNIC's own shares are for.
+    /// When its commands may be executed, if they have to wait. In the RFC mode they never do, because work requests
+    /// come the same way, and the RNIC's scheduler limits those.
     fn commands_wait(&self, engine: &Engine, now: u64) -> Option<u64> {
         if self.conn.device.is_rfc() { None } else { self.waits_until(engine, now) }
     }

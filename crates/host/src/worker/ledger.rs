@@ -1,4 +1,4 @@
-//! What the vRNICs of a worker may hold, by the limits of its process.
+//! The resources that all vRNICs of a worker may hold, derived from the limits of its process.
 
 use rustix::process::{Resource, Rlimit, getrlimit, setrlimit};
 use unirdma_link::Ledger;
@@ -7,21 +7,21 @@ use unirdma_link::Ledger;
 const OWN_DESCRIPTORS: u64 = 512;
 /// Mappings that it keeps for itself: code, threads, heaps.
 const OWN_MAPPINGS: u64 = 4096;
-/// What the kernel allows if it does not say.
+/// Default of vm.max_map_count, if it cannot be read.
 const MAP_COUNT: u64 = 65_530;
-/// Bytes of addresses for all vRNICs, of the 2^47 that a process has.
+/// Bytes of address space for all vRNICs, of the 2^47 that a process has.
 const ADDRESSES: u64 = 96 << 40;
-/// Bytes of a piece of an MR that is kept as a list, with what it takes while the list is made, and the part of the machine's memory
-/// that such lists may take.
+/// Bytes for a piece of an MR's list, including temporary memory while the list is made; and the part of the machine's
+/// memory (1/n) that such lists may take.
 const PIECE: u64 = 64;
 const PART_FOR_PIECES: u64 = 64;
-/// The part of the machine's memory that pages may take which transfers make in sparse files. A worker's cgroup has more, so that the
-/// kernel need not end the worker of a group whose programs take all that they may.
+/// The part of the machine's memory (1/n) that pages allocated in sparse files may take. A worker's cgroup allows more,
+/// so that the kernel does not kill a worker whose programs use all that they may.
 const PART_FOR_HOLES: u64 = 2;
-/// The part of the machine's memory for what is kept: events and datagrams that wait, and the like.
+/// The part of the machine's memory (1/n) for kept data: waiting events, datagrams, and the like.
 const PART_FOR_KEPT: u64 = 32;
 
-/// What the machine allows a process. A worker that is confined cannot ask any more.
+/// Limits of the machine, read before confinement, since a confined worker cannot read them.
 pub(super) struct Machine {
     mappings: u64,
     /// Bytes.
@@ -36,7 +36,7 @@ impl Machine {
         Machine { mappings: allowed.unwrap_or(MAP_COUNT), memory }
     }
 
-    /// The account of this worker, by the limits that it has now.
+    /// The account of this worker, according to the present limits.
     pub fn ledger(&self) -> Ledger {
         let descriptors = getrlimit(Resource::Nofile).current.unwrap_or(u64::MAX);
         let left = |all: u64, own: u64| all.saturating_sub(own).max(all / 2);
@@ -48,7 +48,7 @@ impl Machine {
     }
 }
 
-/// Lets this process open as many descriptors as it may.
+/// Raises the limit on descriptors of this process to its maximum.
 pub(crate) fn raise_limit() {
     let limit = getrlimit(Resource::Nofile);
     let raised = setrlimit(Resource::Nofile, Rlimit { current: limit.maximum, maximum: limit.maximum });

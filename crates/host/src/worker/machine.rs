@@ -1,19 +1,20 @@
-//! The network interfaces of virtual machines: one for each vRNIC, beside its device. A VMM connects to a socket of its own for it
-//! (vhost-user, virtio network device), and its frames go through the switch as those of a container do.
+//! The network interfaces of virtual machines, one for each vRNIC, beside its device. A VMM connects to a separate
+//! socket for it (vhost-user, virtio network device). Its frames go through the switch like frames of containers.
 
 use super::*;
 use unirdma_device::{NET_TX, NetDevice, NetFrontend};
 
 /// Virtqueues of an interface.
 const QUEUES: usize = NET_TX + 1;
-/// Interfaces of machines are called by these numbers and the number of their session, those of containers by smaller ones.
+/// Added to the session's number to make the number of a machine's interface in the switch. Interfaces of containers
+/// have smaller numbers.
 const MACHINE: u64 = 1 << 62;
-/// The connection of a VMM that gets no network interface ends after this, nanoseconds. QEMU connects again at once, without end.
+/// Time after which the connection of a refused VMM is closed, ns. QEMU reconnects at once, without end.
 const REFUSED_NS: u64 = 1_000_000_000;
-/// So many of them are kept for that time.
+/// Most refused connections that are kept for that time.
 const MOST_REFUSED: usize = 64;
 
-/// A VMM that serves a vRNIC's network interface to its machine.
+/// A VMM that connects its machine to a vRNIC's network interface.
 pub(super) struct Machine {
     vrnic: String,
     backend: Backend,
@@ -33,12 +34,12 @@ impl Machine {
 }
 
 impl Worker {
-    /// A VMM comes for the network interface of a vRNIC.
+    /// Accepts a VMM for the network interface of a vRNIC.
     pub(super) fn on_machine_listener(&mut self, name: &str) {
         let Some(v) = self.vrnics.get_mut(name) else { return };
         let flags = SocketFlags::CLOEXEC | SocketFlags::NONBLOCK;
         let Ok(sock) = rustix::net::accept_with(&v.net_listener.1, flags) else { return };
-        // It may have sent descriptors already, which go when the socket goes.
+        // The VMM may have sent descriptors already, which are closed together with the socket.
         let ticket = v.ledger.take(Resource::Descriptors, 1).filter(|_| !v.ledger.is_overdrawn());
         let why = match (&ticket, v.attached) {
             (None, _) => Some("the vRNIC holds too many descriptors"),
@@ -58,7 +59,7 @@ impl Worker {
                 };
             }
         };
-        // As for a program's socket.
+        // See the program's socket in `on_listener`.
         if rustix::net::sockopt::set_socket_oobinline(&sock, true).is_err() {
             return;
         }
@@ -76,7 +77,7 @@ impl Worker {
         self.machines.insert(id, Machine { vrnic: name.into(), backend, front, kick: None, token });
     }
 
-    /// Keeps a connection for a while before it ends.
+    /// Keeps a refused connection for a while before it is closed.
     fn refuse_later(&mut self, sock: Foreign) {
         if self.refused.len() == MOST_REFUSED {
             self.refused.pop_front();
@@ -84,19 +85,19 @@ impl Worker {
         self.refused.push_back((self.engine.now(), sock));
     }
 
-    /// How long those that were refused are still kept, nanoseconds.
+    /// Time until the oldest refused connection is closed, ns.
     pub(super) fn refused_limit(&self) -> Option<u64> {
         self.refused.front().map(|r| (r.0 + REFUSED_NS).saturating_sub(self.engine.now()))
     }
 
-    /// Ends the connections of those that were refused some time ago.
+    /// Closes the refused connections whose time is over.
     pub(super) fn end_refused(&mut self) {
         while self.refused_limit() == Some(0) {
             self.refused.pop_front();
         }
     }
 
-    /// Messages of a VMM for a network interface; false if there is no such session.
+    /// Handles messages of a VMM for a network interface; false if there is no such session.
     pub(super) fn on_machine_socket(&mut self, id: u64) -> bool {
         let Some(m) = self.machines.get_mut(&id) else { return false };
         let result = m.backend.on_readable(&mut m.front, BURST);
@@ -129,7 +130,7 @@ impl Worker {
         }
     }
 
-    /// Ends those whose memory is gone.
+    /// Ends the interfaces of machines whose memory is gone.
     pub(super) fn end_broken_machines(&mut self) {
         let broken = self.machines.iter().filter(|(_, m)| m.memory().is_broken()).map(|(&id, _)| id);
         for id in broken.collect::<Vec<_>>() {
@@ -137,13 +138,13 @@ impl Worker {
         }
     }
 
-    /// The sessions of a vRNIC's network interface.
+    /// The network interface sessions of a vRNIC.
     pub(super) fn machines_of(&self, vrnic: &str) -> Vec<u64> {
         self.machines.iter().filter(|(_, m)| m.is_of(vrnic)).map(|(&id, _)| id).collect()
     }
 }
 
-/// True of the number of a machine's interface.
+/// True if `id` is the number of a machine's interface.
 pub(super) fn is_machine(id: u64) -> bool {
     id & MACHINE != 0
 }

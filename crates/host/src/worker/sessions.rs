@@ -1,4 +1,4 @@
-//! Sessions: programs and guests come, send messages, and go.
+//! Sessions of programs and guests: accepting them, their messages, and their end.
 
 use std::collections::HashMap;
 use std::os::fd::AsFd;
@@ -13,8 +13,8 @@ use unirdma_rnic::SessionId;
 
 use super::{BURST, Conn, Kick, Looker, Mode, OF_POLLERS, PAUSE_NS, Paused, Session, Sight, Source, Worker, channels};
 
-/// Programs of one vRNIC that look at its configuration while it has all the sessions that it may have. The oldest look
-/// ends for a new one.
+/// Most programs of one vRNIC that read its configuration while it is at its session limit. A new one replaces the
+/// oldest.
 const MAX_LOOKERS: usize = 64;
 
 impl Worker {
@@ -29,17 +29,18 @@ impl Worker {
         }
         let flags = SocketFlags::CLOEXEC | SocketFlags::NONBLOCK;
         let Ok(sock) = rustix::net::accept_with(&v.listener(mode).1, flags) else { return };
-        // It may have sent descriptors already, which go when the socket goes.
+        // The program may have sent descriptors already, which are closed together with the socket.
         let Some(ticket) = v.ledger.take(Resource::Descriptors, 1) else {
             return drop(Foreign::refused(sock, &v.ledger));
         };
         let sock = Foreign::new(sock, ticket);
-        // Urgent bytes come in line. The kernel would drop others, and what is beside them, in the thread that receives.
+        // Urgent data is received in line. Otherwise the kernel would drop urgent bytes and their descriptors, in the
+        // receiving thread.
         if rustix::net::sockopt::set_socket_oobinline(&sock, true).is_err() {
             return;
         }
         if v.sessions >= v.limits.max_sessions as usize {
-            // Once, not for each program that tries.
+            // Logged once, not for each program that tries.
             if !std::mem::replace(&mut v.full, true) {
                 let max = v.limits.max_sessions;
                 tracing::warn!(vrnic = name, max, "too many programs; further ones get EUSERS (--max-sessions)");
@@ -56,7 +57,7 @@ impl Worker {
         let Some(device) = device else { return };
         let Some(ticket) = ledger.take(Resource::Descriptors, 1) else { return };
         let id = self.next_token;
-        // The process may be gone while somebody else still holds its socket.
+        // The process may be gone while another one still holds its socket.
         let pidfd = rustix::net::sockopt::socket_peercred(&sock)
             .ok()
             .and_then(|c| rustix::process::pidfd_open(c.pid, rustix::process::PidfdFlags::empty()).ok());
@@ -68,7 +69,7 @@ impl Worker {
         {
             tokens.push(token);
         }
-        // Counted and known from here on, where nothing can fail any more.
+        // The session is counted from here on, where nothing can fail any more.
         if let Some(v) = self.vrnics.get_mut(name) {
             v.sessions += 1;
         }
@@ -109,7 +110,7 @@ impl Worker {
         }
     }
 
-    /// Listens again to those whose pause is over.
+    /// Ends the pauses that are over.
     pub(super) fn resume(&mut self) {
         if self.paused.is_empty() {
             return;
@@ -126,7 +127,7 @@ impl Worker {
         }
     }
 
-    /// Accepts programs again, if they may be.
+    /// Accepts programs again, if the vRNIC allows it.
     fn resume_listener(&mut self, name: String, mode: Mode, now: u64) {
         let Some(v) = self.vrnics.get_mut(&name) else { return };
         if let Some(until_ns) = v.accepts_from(&self.engine, now) {
@@ -184,7 +185,7 @@ impl Worker {
         let rfc = s.conn.device.is_rfc();
         s.pays_since(&self.engine, began);
         self.note_half(id, half);
-        // A queue that begins, or begins again, may hold commands that nobody kicks for, and in the RFC mode WQEs.
+        // A queue that is started may hold commands (in the RFC mode also WQEs) for which no kick will come.
         let begins = changed.contains_key(&(abi::VQ_CONTROL as usize)) || rfc && !changed.is_empty();
         for (vring, fd) in changed {
             self.set_kick(id, vring, fd);
@@ -228,8 +229,8 @@ impl Worker {
         }
     }
 
-    /// Writes a line that a session has caused to the log, unless its vRNIC has caused many; the arguments of `line` are how many
-    /// were left out, and the vRNIC's name.
+    /// Writes a line that a session has caused to the log, unless its vRNIC has caused too many. The arguments of
+    /// `line` are the number of lines left out and the vRNIC's name.
     pub(super) fn note(&self, session: u64, line: impl FnOnce(u64, &str)) {
         let Some(s) = self.sessions.get(&session) else { return };
         let limit = self.vrnics.get(&s.vrnic).map(|v| &v.identity.log);
@@ -238,7 +239,8 @@ impl Worker {
         }
     }
 
-    /// Others may hold the same open file, so closing ours would not end the watch.
+    /// Stops watching a kick descriptor. Closing it would not suffice, because other processes may hold the same open
+    /// file.
     fn unwatch_kick(&mut self, session: SessionId, vring: usize, kick: &Kick) {
         if kick.token == OF_POLLERS {
             self.engine.unwatch(session, channels::wake_channel(vring).unwrap_or_default(), &kick.fd);
@@ -248,15 +250,15 @@ impl Worker {
         }
     }
 
-    /// Looks which of the pages that transfers have made in sparse files of a vRNIC's programs are still there.
+    /// Checks which of the pages that transfers have allocated in sparse files of a vRNIC's programs are still there.
     pub(super) fn recount(&self, vrnic: &str) {
         let sessions = self.sessions.values().filter(|s| s.vrnic == vrnic).map(|s| s.backend.memory());
         let machines = self.machines.values().filter(|m| m.is_of(vrnic)).map(|m| m.memory());
         sessions.chain(machines).for_each(Memory::recount);
     }
 
-    /// Memory of some program is gone: the program loses its session, and hears of it as of a device that is gone. Or some vRNIC has filled
-    /// many pages of sparse files.
+    /// Called when memory of a program is gone, or when a vRNIC has filled many pages of sparse files. A program whose
+    /// memory is gone loses its session, as if the device had been removed.
     pub(super) fn on_broken(&mut self) {
         for (name, v) in self.vrnics.iter().filter(|(_, v)| v.ledger.wants_recount()) {
             self.recount(name);
@@ -299,7 +301,7 @@ impl Worker {
             v.full = false;
         }
         let allowance = s.allowance.clone();
-        // What it has made goes with it.
+        // The session's objects and descriptors are freed here, which is control work, too.
         drop(s);
         let now = self.engine.now();
         allowance.charge(now, now.saturating_sub(began));
